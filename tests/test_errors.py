@@ -13,7 +13,7 @@ import safe_gpu
 from safe_gpu import errors
 from safe_gpu.errors import SafeGpuError
 from safe_gpu.gpus.devices import Gpu, GpuProcess, GpuVerdict, LeaseHolder
-from safe_gpu.runtimes.cuda import CudaCallError
+from safe_gpu.runtimes.library import CudaCallError
 
 VERDICTS = (GpuVerdict(Gpu(0, "GPU-0"), "claimed", "claimed by process 7", 7, "ada", LeaseHolder(7, "ada", start=12)),)
 PROCESSES = (GpuProcess(7, memory_used=1 << 30),)

@@ -21,7 +21,7 @@ from typing import Any
 from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.errors import SafeGpuError
 from safe_gpu.gpus.devices import Gpu, HostSnapshot
-from safe_gpu.runtimes.runtime import HIP
+from safe_gpu.runtimes.hip import HIP
 from safe_gpu.runtimes.visible_devices import render_visible
 from safe_gpu.topology import kfd_topology, sysfs
 
@@ -31,43 +31,42 @@ UNDER_RAY = {"RAY_RAYLET_PID": "1"}
 # Does what its input says, a step a line, and answers each with a line of JSON.
 CHILD = """
 import ctypes, json, os, signal, sys
-from safe_gpu.runtimes import hip
-from safe_gpu.runtimes.hip import HipMemory
+from safe_gpu.runtimes.hip import HIP, HipLibrary
 held = []
-is_open = hip._kfd_is_open
+is_open = HIP.has_opened
 def load():
-    hip.load()
-    return hip._mapped_file()
+    HIP.load()
+    return HIP.mapped_files()[0]
 def start():
-    hip.load().initialize()
+    HIP.load().initialize()
 def hold():
-    held.append(HipMemory(0))
+    held.append(HIP.hold(0))
 def free():
     held.pop().release()
 def octets():
-    raws = [(ctypes.c_char * 16)() for _ in range(hip.load().count())]
+    raws = [(ctypes.c_char * 16)() for _ in range(HIP.load().count())]
     for number, raw in enumerate(raws):
-        hip.load().call("hipDeviceGetUuid", raw, ctypes.c_int(number))
+        HIP.load().call("hipDeviceGetUuid", raw, ctypes.c_int(number))
     return [raw.raw.hex() for raw in raws]
 def integrated():
-    answers = [ctypes.c_int() for _ in range(hip.load().count())]
+    answers = [ctypes.c_int() for _ in range(HIP.load().count())]
     for number, answer in enumerate(answers):
-        hip.load().call("hipDeviceGetAttribute", ctypes.byref(answer), ctypes.c_int(16), ctypes.c_int(number))
+        HIP.load().call("hipDeviceGetAttribute", ctypes.byref(answer), ctypes.c_int(16), ctypes.c_int(number))
     return [bool(answer.value) for answer in answers]
 def fork():
     pid = os.fork()
     if pid == 0:
         signal.alarm(20)
-        hip.HipLibrary.initialized_in = None  # safe_gpu itself would refuse
+        HIP.initialized_in = None  # safe_gpu itself would refuse
         try:
-            HipMemory(0)
+            HIP.hold(0)
             os._exit(0)
         except BaseException:
             os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 def copy(path):
-    first = hip.load()
-    other = hip.HipLibrary(ctypes.CDLL(path))
+    first = HIP.load()
+    other = HipLibrary(ctypes.CDLL(path))
     return [first._handle._handle != other._handle._handle, first.count(), other.count()]
 for line in sys.stdin:
     step, *arguments = json.loads(line)

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..gpus.devices import Gpu, HostSnapshot
-    from ..runtimes.runtime import Runtime
+    from ..runtimes.library import Runtime
     from ..topology.topology import HostTopology
 
 

@@ -25,7 +25,7 @@ from ..errors import NoDriverError
 from ..gpus.devices import Gpu, GpuProcess, HostSnapshot
 from ..gpus.vendors import VENDORS
 from ..host import procfs
-from ..runtimes.runtime import LEVEL_ZERO
+from ..runtimes.level_zero import LEVEL_ZERO
 from ..topology.sysfs import Files, tree
 from . import kernel, pci
 from .base import Driver

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from ..errors import NoDriverError
 from ..gpus.devices import Gpu, HostSnapshot
 from ..host import procfs
-from ..runtimes.runtime import HIP
+from ..runtimes.hip import HIP
 from ..topology.kfd_topology import Device, devices
 from ..topology.sysfs import Files, tree
 from . import kernel

@@ -38,7 +38,7 @@ from ..errors import PlaceholderError, StateDirError
 from ..gpus.devices import Gpu, GpuProcess, HostSnapshot, ProcessKind
 from ..gpus.vendors import VENDORS
 from ..host.procfs import lasting
-from ..runtimes.runtime import Runtime
+from ..runtimes.library import Runtime
 from ..runtimes.visible_devices import read_visible
 from .base import Driver
 from .kernel import own_namespace_pids

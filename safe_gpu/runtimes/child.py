@@ -2,10 +2,12 @@
 
 import sys
 from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
 
 from ..errors import NoDriverError, SafeGpuError
 from ..host.programs import Failed, TooLate, call_in_child
-from .placeholders import likely_cause, module_of
+from .causes import likely_cause
 
 PATIENCE = 120.0
 """Seconds to wait for the child. Without persistence mode, the start of CUDA on eight GPUs can take over 20 s."""
@@ -48,13 +50,19 @@ def ask_child(
     return tuple(line.removeprefix(_MARK) for line in answer.split("\n") if line.startswith(_MARK))
 
 
-def _child(question: str, library: str) -> int:
+def library_of(title: str) -> Any:
+    """Return the library with this title: ``HIP`` of the module ``hip``, ``LEVEL_ZERO`` of ``level_zero``."""
+    name = title.replace(" ", "_")
+    return getattr(import_module(f".{name.lower()}", __package__), name.upper())
+
+
+def _child(question: str, title: str) -> int:
     """Do the child's part: print what names the GPUs to stdout, or an error to stderr; return an exit status."""
-    module = module_of(library)
+    library = library_of(title)
     try:
         if question == "hold":
-            module.hold(0).release()
-        shown = module.load().listed()
+            library.hold(0).release()
+        shown = library.load().listed()
     except SafeGpuError as err:
         print(f"{err}{likely_cause(err)}", file=sys.stderr)
         return 1

@@ -1,8 +1,8 @@
-"""Level Zero through ctypes: whether it is in use, which cards it shows, and an allocation.
+"""Level Zero: whether it is in use, which cards it shows, and an allocation.
 
 Loading ``libze_loader.so.1`` reads no variable and opens no GPU. ``zeInit`` does: it reads the variables that choose
-the devices, and opens the render nodes below ``/dev/dri``, which then stay open. So the functions that ask whether
-Level Zero is in use call it only in a process that has the library mapped and a render node open.
+the devices, and opens the render nodes below ``/dev/dri``, which then stay open. So the questions whether Level Zero is
+in use go only to a process that has the library mapped and a render node open.
 
 Under ``ZE_FLAT_DEVICE_HIERARCHY=FLAT`` every tile is a device. The ordinals here count cards: the tiles of one card,
 which have one bus id, are neighbours in the list (Level Zero specification, Core Programming Guide).
@@ -10,71 +10,64 @@ which have one bus id, are neighbours in the list (Level Zero specification, Cor
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..errors import CudaInitializedError, NoDriverError
-from ..host.procfs import lines_of, open_files
-from .cuda import CudaCallError, Library
+from ..errors import NoDriverError
+from ..gpus.devices import Gpu
+from ..gpus.visible import HIERARCHY
+from .library import HELD_BYTES, CudaCallError, Library
+from .placeholders import LevelZeroPlaceholder, NoPlaceholder
 
 if TYPE_CHECKING:
     import ctypes
 
-LIBRARY = "libze_loader.so"
-_FILES = (f"{LIBRARY}.1", LIBRARY)
-
 # ze_structure_type_t, ze_init_flags_t and ze_result_t of ze_api.h
 _CONTEXT, _DEVICE_MEMORY, _PCI_PROPERTIES = 0x0D, 0x15, 0x10008
 _GPU_ONLY = 1
+_UNINITIALIZED, _NO_DRIVER, _NO_CARD = 0x78000001, 0x70020000, 0x78000004
 _RESULTS = {
     0x70000001: "ZE_RESULT_ERROR_DEVICE_LOST",
     0x70000002: "ZE_RESULT_ERROR_OUT_OF_HOST_MEMORY",
     0x70000003: "ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
     0x70010000: "ZE_RESULT_ERROR_INSUFFICIENT_PERMISSIONS",
     0x70010001: "ZE_RESULT_ERROR_NOT_AVAILABLE",
-    0x70020000: "ZE_RESULT_ERROR_DEPENDENCY_UNAVAILABLE",
-    0x78000001: "ZE_RESULT_ERROR_UNINITIALIZED",
+    _NO_DRIVER: "ZE_RESULT_ERROR_DEPENDENCY_UNAVAILABLE",
+    _UNINITIALIZED: "ZE_RESULT_ERROR_UNINITIALIZED",
 }
-# The driver rounds it up to its own granularity.
-_HOLD_BYTES = 1 << 16
 
 
 class ZeCallError(CudaCallError):
-    """A call of Level Zero failed; attributes as of :class:`~safe_gpu.runtimes.cuda.CudaCallError`."""
+    """A call of Level Zero failed; attributes as of :class:`~safe_gpu.runtimes.library.CudaCallError`."""
 
 
 class ZeLibrary(Library):
-    """libze_loader with its functions by name."""
+    """libze_loader. A GPU is named by its bus id."""
 
-    file = LIBRARY
-    driver = "Level Zero's loader"
-    failure = ZeCallError
-    no_gpu = (0x78000001, 0x70020000)
-    forked = (
-        "Level Zero was initialised in the process from which this one was forked, and a forked child cannot use it: "
-        "start the child with multiprocessing's 'spawn' (or 'forkserver') method, or claim before it is used"
+    title, failure = "Level Zero", ZeCallError
+    names = ("libze_loader.so.1", "libze_loader.so")
+    called, vendor = "the Level Zero loader", "Level Zero's loader"
+    install = (
+        "install level-zero (libze1), or put its directory on LD_LIBRARY_PATH; `safe-gpu run` and NoPlaceholder() do "
+        "not need it"
     )
+    device_files = "dev/dri/render"
+    no_gpu = (_UNINITIALIZED, _NO_DRIVER)
+    no_device = (*no_gpu, _NO_CARD)
+    trial: ClassVar[Mapping[str, str]] = {HIERARCHY: "COMPOSITE"}  # the one in which the number of a card is its index
 
     def texts(self, code: int) -> tuple[str, str]:
         """Return the name of a result; the library has no texts."""
         return _RESULTS.get(code, f"ze_result_t {code:#x}"), ""
 
-    def initialize(self) -> None:
-        """Call zeInit and record the pid of this process.
-
-        Raises:
-            ZeCallError: there is no driver, or no GPU.
-            CudaInitializedError: this process was forked from one in which safe_gpu had initialised it.
-        """
+    def start(self) -> None:
         import ctypes
 
-        self.refuse_if_forked()
         self.call("zeInit", ctypes.c_uint32(_GPU_ONLY))
-        type(self).initialized_in = os.getpid()
 
     def cards(self) -> list[tuple[str, ctypes.c_void_p, ctypes.c_void_p]]:
-        """Bus id, driver and first device of each card that Level Zero shows, in its order."""
+        """Return bus id, driver and first device of each card that Level Zero shows, in its order."""
+        self.initialize()
         found: dict[str, tuple[str, ctypes.c_void_p, ctypes.c_void_p]] = {}
         for driver in self._handles("zeDriverGet"):
             for device in self._handles("zeDeviceGet", driver):
@@ -82,9 +75,69 @@ class ZeLibrary(Library):
                 found.setdefault(bus_id, (bus_id, driver, device))
         return list(found.values())
 
+    def card(self, ordinal: int) -> tuple[str, ctypes.c_void_p, ctypes.c_void_p]:
+        """Return the same of one card.
+
+        Raises:
+            ZeCallError: Level Zero shows fewer.
+        """
+        cards = self.cards()
+        if ordinal >= len(cards):
+            problem = f"Level Zero shows {len(cards)} cards, and none is number {ordinal}"
+            raise ZeCallError(problem, call="zeDeviceGet", code=_NO_CARD)
+        return cards[ordinal]
+
+    def count(self) -> int:
+        return len(self.cards())
+
+    def shown(self, ordinal: int) -> str:
+        return self.card(ordinal)[0]
+
     def all_shown(self) -> tuple[str, ...]:
-        """Return the bus ids of the cards that Level Zero shows, in its order."""
         return tuple(bus_id for bus_id, _, _ in self.cards())
+
+    def is_same(self, shown: str, gpu: Gpu) -> bool:
+        return shown == gpu.pci_bus_id
+
+    def default_placeholder(self, logger: Any = None) -> LevelZeroPlaceholder | NoPlaceholder:
+        placeholder = LevelZeroPlaceholder(logger)
+        try:
+            placeholder.prepare()
+        except NoDriverError as err:
+            placeholder.logger.warning(f"No placeholder is put on the GPUs, so others see them as free: {err}")
+            return NoPlaceholder(logger)
+        return placeholder
+
+    def allocate(self, ordinal: int) -> Any:
+        """Make a context with a small allocation on a card."""
+        import ctypes
+
+        class Descriptor(ctypes.Structure):  # ze_context_desc_t is this without the ordinal
+            _fields_ = (
+                ("stype", ctypes.c_uint32),
+                ("next", ctypes.c_void_p),
+                ("flags", ctypes.c_uint32),
+                ("ordinal", ctypes.c_uint32),
+            )
+
+        _, driver, device = self.card(ordinal)
+        context, memory = ctypes.c_void_p(), ctypes.c_void_p()
+        wanted = Descriptor(stype=_CONTEXT)
+        self.call("zeContextCreate", driver, ctypes.byref(wanted), ctypes.byref(context))
+        try:
+            wanted = Descriptor(stype=_DEVICE_MEMORY)
+            size, alignment = ctypes.c_size_t(HELD_BYTES), ctypes.c_size_t(0)
+            call = ("zeMemAllocDevice", context, ctypes.byref(wanted), size, alignment, device)
+            self.call(*call, ctypes.byref(memory))
+        except BaseException:
+            self.ask("zeContextDestroy", context)
+            raise
+        return context, memory
+
+    def free(self, held: Any) -> None:
+        context, memory = held
+        self.call("zeMemFree", context, memory)
+        self.call("zeContextDestroy", context)
 
     def _handles(self, name: str, *of: Any) -> list[ctypes.c_void_p]:
         import ctypes
@@ -112,126 +165,4 @@ class ZeLibrary(Library):
         return f"{domain:04x}:{bus:02x}:{slot:02x}.{function:x}"
 
 
-def load() -> ZeLibrary:
-    """Map libze_loader into this process. This does not initialise it.
-
-    Raises:
-        NoDriverError: this host has none.
-    """
-    from . import libraries
-
-    trouble = None
-    for file in _FILES:
-        try:
-            return ZeLibrary(libraries.load(file))
-        except OSError as err:
-            trouble = trouble or err
-    raise NoDriverError(
-        f"the Level Zero loader cannot be loaded ({trouble}): install level-zero (libze1), or put its directory on "
-        "LD_LIBRARY_PATH; `safe-gpu run` and NoPlaceholder() do not need it",
-        driver="level zero",
-    )
-
-
-def visible_if_initialized() -> tuple[str, ...] | None:
-    """Return the cards that Level Zero shows in this process; None while it is not in use. This never initialises it.
-
-    Raises:
-        CudaInitializedError: it is in use but its cards cannot be listed, or this process was forked from one in which
-            it was.
-    """
-    library = _in_use()
-    if library is None:
-        return None
-    library.refuse_if_forked()
-    try:
-        return library.listed()
-    except CudaCallError as err:
-        problem = f"Level Zero is in use in this process but fails ({err}): claim GPUs in a new process"
-        raise CudaInitializedError(problem) from err
-
-
-def shown_at(ordinal: int) -> str | None:
-    """Return the bus id of the card with this ordinal; "" if there is none, None if Level Zero is not in use or
-    fails."""
-    library = _in_use()
-    with suppress(CudaCallError):
-        if library is not None:
-            shown = library.listed()
-            return shown[ordinal] if ordinal < len(shown) else ""
-    return None
-
-
-def _in_use() -> ZeLibrary | None:
-    """Return the library if it is mapped and a render node is open, else None."""
-    import ctypes
-
-    nodes = os.path.join(os.environ.get("SAFE_GPU_FSROOT") or "/", "dev/dri/render")
-    files = open_files("self")
-    if files is not None and not any(path.startswith((nodes, "/dev/dri/render")) for path in files.values()):
-        return None
-    for line in lines_of("/proc/self/maps"):
-        path = line.rstrip(b"\n").split(None, 5)[-1]
-        if path.rpartition(b"/")[2].startswith(LIBRARY.encode()):
-            with suppress(OSError):
-                return ZeLibrary(ctypes.CDLL(os.fsdecode(path), mode=os.RTLD_NOLOAD))
-    return None
-
-
-class ZeMemory:
-    """A context with a small allocation on one card. It belongs to the process that made it.
-
-    Attributes:
-        device_no: the ordinal of the card.
-        shown: its bus id.
-    """
-
-    def __init__(self, device_no: int) -> None:
-        """Initialise Level Zero if necessary, and allocate.
-
-        Raises:
-            ZeCallError: Level Zero refused, or shows fewer cards. NoDriverError: this host has none.
-            CudaInitializedError: this process was forked from one in which it was initialised.
-        """
-        import ctypes
-
-        class Descriptor(ctypes.Structure):  # ze_context_desc_t is this without the ordinal
-            _fields_ = (
-                ("stype", ctypes.c_uint32),
-                ("next", ctypes.c_void_p),
-                ("flags", ctypes.c_uint32),
-                ("ordinal", ctypes.c_uint32),
-            )
-
-        self.device_no = device_no
-        self._pid = os.getpid()
-        self._library = load()
-        self._library.initialize()
-        shown = self._library.cards()
-        if device_no >= len(shown):
-            raise ZeCallError(
-                f"Level Zero shows {len(shown)} cards, and none is number {device_no}", call="zeDeviceGet"
-            )
-        self.shown, driver, device = shown[device_no]
-        self._context, self._memory = ctypes.c_void_p(), ctypes.c_void_p()
-        wanted = Descriptor(stype=_CONTEXT)
-        self._library.call("zeContextCreate", driver, ctypes.byref(wanted), ctypes.byref(self._context))
-        try:
-            wanted = Descriptor(stype=_DEVICE_MEMORY)
-            size, alignment = ctypes.c_size_t(_HOLD_BYTES), ctypes.c_size_t(0)
-            call = ("zeMemAllocDevice", self._context, ctypes.byref(wanted), size, alignment, device)
-            self._library.call(*call, ctypes.byref(self._memory))
-        except BaseException:
-            self._library.ask("zeContextDestroy", self._context)
-            raise
-
-    def release(self) -> None:
-        """Free the allocation and the context. Level Zero stays initialised. A second call does nothing."""
-        context, self._context = self._context, None  # type: ignore[assignment]
-        if context is None or self._pid != os.getpid():
-            return
-        self._library.call("zeMemFree", context, self._memory)
-        self._library.call("zeContextDestroy", context)
-
-
-hold = ZeMemory
+LEVEL_ZERO = ZeLibrary()

@@ -16,7 +16,7 @@ import safe_gpu.drivers
 from safe_gpu.affinity import memory_policy
 from safe_gpu.errors import NoDriverError
 from safe_gpu.gpus.devices import Gpu, HostSnapshot
-from safe_gpu.runtimes.runtime import Runtime
+from safe_gpu.runtimes.library import Runtime
 from safe_gpu.topology.cpulist import parse_cpulist
 from safe_gpu.topology.topology import GpuLocality, HostTopology
 

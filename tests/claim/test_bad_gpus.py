@@ -171,7 +171,7 @@ def test_a_noted_gpu_is_tried_in_a_child_and_the_process_stays_free(fake_gpus: A
     fake_gpus.change(1, bad=214)
     note(fake_gpus.uuids[0])
     note(fake_gpus.uuids[1])
-    code = "[claim(1), __import__('safe_gpu.runtimes.cuda').runtimes.cuda.visible_if_initialized()]"
+    code = "[claim(1), __import__('safe_gpu.runtimes.cuda').runtimes.cuda.CUDA.visible_if_initialized()]"
     (name, message, _), visible = run(fake_gpus, code)
     assert name == "PlaceholderError"
     assert "GPU 1 is taken last" in message

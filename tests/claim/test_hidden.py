@@ -124,11 +124,11 @@ def test_a_context_of_our_own_that_is_not_listed_does_not_keep_us_out(fake_gpus:
     """A framework keeps its context after the release; its memory is in use by no listed process."""
     fake_gpus.options(hidden=1)
     code = """
-from safe_gpu.runtimes.cuda import PrimaryContext
+from safe_gpu.runtimes.cuda import CUDA
 kept = []
 class Keeping(safe_gpu.CudaPlaceholder):
     def __call__(self, device_no):
-        kept.append(PrimaryContext(device_no))
+        kept.append(CUDA.hold(device_no))
         return super().__call__(device_no)
 out["first"] = claimed(1, Keeping(), only=3)
 out["second"] = claimed(1, only=3)
@@ -189,9 +189,9 @@ def test_gpus_without_process_lists_are_claimed_where_that_is_allowed(fake_gpus:
 def test_a_context_of_our_own_does_not_keep_us_out_where_nothing_is_listed(fake_gpus: Any) -> None:
     fake_gpus.set(1, compute_error=NOT_SUPPORTED, mps_error=NOT_SUPPORTED)
     code = """
-from safe_gpu.runtimes.cuda import PrimaryContext
+from safe_gpu.runtimes.cuda import CUDA
 first = safe_gpu.claim_gpus(1, timeout=0, affinity=None)
-kept = PrimaryContext(0)
+kept = CUDA.hold(0)
 first.release_gpus()
 out["second"] = claimed()
 """

@@ -25,7 +25,7 @@ from safe_gpu.claim.search.wait_reports import _to_log
 from safe_gpu.doctor import shown_processes as doctor_gpus
 from safe_gpu.gpus.devices import GpuVerdict
 from safe_gpu.host.programs import python_child
-from safe_gpu.runtimes.runtime import CUDA, CudaRuntime
+from safe_gpu.runtimes.cuda import CUDA, CudaLibrary
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_an_app_that_is_called_python_is_started_once(
     program, trace = tmp_path / "python-app", tmp_path / "started"
     again = (
         f"import sys; sys.executable = {str(program)!r}\n"
-        "from safe_gpu.runtimes.runtime import CUDA\n"
+        "from safe_gpu.runtimes.cuda import CUDA\n"
         f"open({str(trace)!r}, 'a').write('once\\n')\n"
         f"len(open({str(trace)!r}).readlines()) < 9 and CUDA.visible_in_child()\n"
     )
@@ -410,8 +410,8 @@ def test_a_kernel_that_can_have_other_gpus_only_anew_is_told_so(
     host: Any, ground: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host.cuda = True
-    monkeypatch.setattr(CudaRuntime, "visible_if_initialized", lambda self: (host.uuids[0],))
-    monkeypatch.setattr(CudaRuntime, "contexts", lambda self: frozenset())
+    monkeypatch.setattr(CudaLibrary, "visible_if_initialized", lambda self: (host.uuids[0],))
+    monkeypatch.setattr(CudaLibrary, "contexts", lambda self: frozenset())
     ground.hold(0)
     with pytest.raises(
         safe_gpu.NotEnoughGpusError, match=r"start a new process.*restart the kernel.*7 others are free"

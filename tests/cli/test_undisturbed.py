@@ -24,10 +24,10 @@ coordination.leases.slots coordination.locks coordination.locks.cleaner_guard co
 coordination.locks.host_lock coordination.locks.legacy_lock coordination.locks.record_locks coordination.scope_names
 coordination.signals coordination.socket_names drivers drivers.base drivers.kernel drivers.preset_parts drivers.presets
 drivers.simulated errors gpus gpus.devices gpus.vendors gpus.visible host host.foreign_files host.procfs host.programs
-runtimes runtimes.child runtimes.placeholders runtimes.runtime runtimes.visible_devices safe_gpu schedulers
-schedulers.job selection selection.choice selection.gpu_names selection.occupancy selection.possible selection.request
-selection.rules selection.sharing selection.values selection.verdicts settings settings.durations settings.variables
-topology topology.cpulist topology.fsroot wording wording.argument_style wording.text
+runtimes runtimes.causes runtimes.child runtimes.library runtimes.placeholders runtimes.visible_devices safe_gpu
+schedulers schedulers.job selection selection.choice selection.gpu_names selection.occupancy selection.possible
+selection.request selection.rules selection.sharing selection.values selection.verdicts settings settings.durations
+settings.variables topology topology.cpulist topology.fsroot wording wording.argument_style wording.text
 """.split()
 HEAVY = set(
     "dataclasses logging subprocess ctypes socket hashlib shutil tempfile inspect threading difflib pynvml".split()

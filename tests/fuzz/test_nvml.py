@@ -153,7 +153,7 @@ def nvml_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Host], nvml.NvmlDriver
 
     def open_driver(host: Host) -> nvml.NvmlDriver:
         monkeypatch.setitem(sys.modules, "pynvml", host)  # type: ignore[arg-type]
-        monkeypatch.setattr(nvml_session.libraries, "load", lambda name: host.library())
+        monkeypatch.setattr(nvml_session, "load_file", lambda name: host.library())
         monkeypatch.setattr(nvml, "_KNOWN", nvml.KnownGpus())
         return nvml.NvmlDriver()
 

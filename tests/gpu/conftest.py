@@ -16,11 +16,11 @@ from safe_gpu.selection.verdicts import judge
 PRELUDE = """
 import os, sys, threading
 import safe_gpu
-from safe_gpu.runtimes import cuda
+from safe_gpu.runtimes.cuda import CUDA
 def claim(uuid, placeholder=None, timeout=60, **options):
     return safe_gpu.claim_gpus(1, placeholder, only=uuid, timeout=timeout, **options)
 def opened():
-    return cuda.shown_at(0), cuda.shown_at(1)
+    return CUDA.shown_at(0), CUDA.shown_at(1)
 """
 
 

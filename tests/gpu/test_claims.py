@@ -124,12 +124,12 @@ def test_a_placeholder_holds_the_gpu_and_lets_it_go(gpu: Any, claimer: Any, plac
 
 
 def test_no_placeholder_leaves_cuda_alone(gpu: Any, claimer: Any) -> None:
-    claimer("claim(uuid, safe_gpu.NoPlaceholder()); say(cuda.visible_if_initialized())", says="None")
+    claimer("claim(uuid, safe_gpu.NoPlaceholder()); say(CUDA.visible_if_initialized())", says="None")
 
 
 # The commands
 
-SEEN = "from safe_gpu.runtimes import runtime as library_child; print(*library_child.CUDA.visible_in_child())"
+SEEN = "from safe_gpu.runtimes.cuda import CUDA; print(*CUDA.visible_in_child())"
 
 
 @pytest.mark.parametrize("visible_as", ["index", "uuid"])

@@ -12,7 +12,7 @@ import safe_gpu
 MAIN = "from safe_gpu.cli import main; sys.exit(main())"
 CUDA = """
 from safe_gpu.errors import NoDriverError
-from safe_gpu.runtimes.runtime import CUDA
+from safe_gpu.runtimes.cuda import CUDA
 try:
     CUDA.visible_in_child()
 except NoDriverError as err:

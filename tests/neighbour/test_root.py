@@ -9,7 +9,7 @@ import pytest
 
 from safe_gpu.drivers.nvidia.nvml_session import LIBRARY
 from safe_gpu.host.programs import is_root
-from safe_gpu.runtimes import libraries
+from safe_gpu.runtimes import library
 from safe_gpu.settings import variables as settings
 
 NEIGHBOUR = 4711
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not is_root(), reason="needs root, to be the vic
 NVML = "from safe_gpu.drivers.nvidia.nvml import why_missing; print(why_missing())"
 CUDA = """
 from safe_gpu.errors import NoDriverError
-from safe_gpu.runtimes.runtime import CUDA
+from safe_gpu.runtimes.cuda import CUDA
 try:
     CUDA.visible_in_child()
 except NoDriverError as err:
@@ -60,9 +60,9 @@ def test_libraries_are_loaded_from_places_of_root_only(
     (planted / "below").mkdir()
     (open_tmp / "down").symlink_to(planted / "below")
     os.chown(planted, owner, owner)
-    for library in planted.glob("*.so*"):
-        shutil.copy(library, open_tmp)
-        os.chown(open_tmp / library.name, NEIGHBOUR, NEIGHBOUR)
+    for file in planted.glob("*.so*"):
+        shutil.copy(file, open_tmp)
+        os.chown(open_tmp / file.name, NEIGHBOUR, NEIGHBOUR)
     deep = open_tmp / "/".join("d" * 9)
     deep.mkdir(parents=True)
     environment = {"LD_LIBRARY_PATH": place.format(planted=planted), "PWNED": str(mark)}
@@ -72,8 +72,8 @@ def test_libraries_are_loaded_from_places_of_root_only(
 
 
 def test_the_cache_of_the_loader_is_read() -> None:
-    assert any(os.path.isfile(path) for path in libraries._candidates("libc.so.6"))
-    assert not any(os.path.isfile(path) for path in libraries._candidates("libnothing.so.1"))
+    assert any(os.path.isfile(path) for path in library._candidates("libc.so.6"))
+    assert not any(os.path.isfile(path) for path in library._candidates("libnothing.so.1"))
 
 
 @pytest.mark.parametrize("name", ["SAFE_GPU_DIR", "SAFE_GPU_FSROOT", "SAFE_GPU_SIMULATED_DIR"])

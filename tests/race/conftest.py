@@ -23,8 +23,7 @@ from safe_gpu.claim.arguments import options
 from safe_gpu.coordination.queue import waiter as waiting
 from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.drivers.simulated import SimulatedDriver
-from safe_gpu.runtimes import hip
-from safe_gpu.runtimes import hip as hip_memory
+from safe_gpu.runtimes.hip import HIP
 
 QUIET = logging.getLogger("safe_gpu.test_race")
 QUIET.propagate = False
@@ -282,14 +281,14 @@ class HipTrack(Track):
 
     def opened(self, claim: Any) -> list[str]:
         """What HIP says, in words of its own."""
-        shown = hip.load().all_shown()
+        shown = HIP.load().all_shown()
         assert len(shown) == len(claim.gpus)
         for one, gpu in zip(shown, claim.gpus, strict=True):
-            assert hip.is_same_gpu(one, gpu.uuid, gpu.pci_bus_id), f"{one} was opened for {gpu}"
+            assert HIP.is_same(one, gpu), f"{one} was opened for {gpu}"
         return [one.replace("/", "_") for one in shown]
 
     def work_on(self, claim: Any) -> list[Callable[[], None]]:
-        return [hip_memory.HipMemory(number).release for number in range(len(claim.gpus))]
+        return [HIP.hold(number).release for number in range(len(claim.gpus))]
 
     def bury(self, racer: Racer) -> None:
         self.host.end(racer.pid)

@@ -13,7 +13,9 @@ from support import forks
 from support.cuda_host import INITIALIZE, M0, M1, MAP, SLICED, A, B, C, Host, broken_library, in_child, run
 
 from safe_gpu.errors import CudaInitializedError, NoDriverError
-from safe_gpu.runtimes import child, cuda, runtime
+from safe_gpu.runtimes import child, cuda
+from safe_gpu.runtimes.cuda import CUDA
+from safe_gpu.runtimes.library import CudaCallError
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Is CUDA initialised?
@@ -21,16 +23,16 @@ from safe_gpu.runtimes import child, cuda, runtime
 
 def test_not_initialized_where_nothing_mapped_libcuda(host: Host) -> None:
     """Asking neither imports ctypes nor, where that is imported, maps libcuda."""
-    code = "result = [cuda.visible_if_initialized(), cuda.shown_at(0), 'ctypes' in sys.modules]"
+    code = "result = [CUDA.visible_if_initialized(), CUDA.shown_at(0), 'ctypes' in sys.modules]"
     assert host.run(code) == [None, None, False]
-    code = "import ctypes; cuda.visible_if_initialized(); result = 'libcuda' in open('/proc/self/maps').read()"
+    code = "import ctypes; CUDA.visible_if_initialized(); result = 'libcuda' in open('/proc/self/maps').read()"
     assert host.run(code) is False
 
 
-@pytest.mark.parametrize("mapped", [f"{MAP}; assert lib.cuDeviceGet(0, 0) == 3", "cuda.load()"])
+@pytest.mark.parametrize("mapped", [f"{MAP}; assert lib.cuDeviceGet(0, 0) == 3", "CUDA.load()"])
 def test_neither_mapping_libcuda_nor_asking_initializes_it(host: Host, mapped: str) -> None:
     host.set_options("log=1")
-    assert host.run(f"{mapped}; result = [cuda.visible_if_initialized(), cuda.shown_at(0)]") == [None, None]
+    assert host.run(f"{mapped}; result = [CUDA.visible_if_initialized(), CUDA.shown_at(0)]") == [None, None]
     assert "cuDeviceGetCount" in host.calls()
     assert "cuInit" not in host.calls()
 
@@ -40,60 +42,62 @@ def test_neither_mapping_libcuda_nor_asking_initializes_it(host: Host, mapped: s
     [({}, [B, C, A]), ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, [A, B, C]), ({"CUDA_VISIBLE_DEVICES": "2,1"}, [A, C])],
 )
 def test_initialized_cuda_tells_uuids_in_cuda_order(host: Host, variables: dict[str, str], seen: list[str]) -> None:
-    code = "result = [cuda.visible_if_initialized(), [cuda.shown_at(number) for number in range(-1, 4)]]"
+    code = "result = [CUDA.visible_if_initialized(), [CUDA.shown_at(number) for number in range(-1, 4)]]"
     ordinals = ["", *seen, "", ""][:5]
     assert host.run(f"{INITIALIZE}; {code}", **variables) == [seen, ordinals]
 
 
 def test_initialization_is_noticed_before_anyone_has_imported_ctypes(host: Host) -> None:
     # libcuda comes with the process, as it does under a C extension that links it; a constructor would call cuInit.
-    code = "result = ['ctypes' in sys.modules, cuda._mapped() is not None]"
+    code = "result = ['ctypes' in sys.modules, CUDA.is_mapped()]"
     assert host.run(code, LD_PRELOAD=str(host.library)) == [False, True]
 
 
 def test_visibility_is_frozen_once_initialized(host: Host) -> None:
-    code = "os.environ['CUDA_VISIBLE_DEVICES'] = '0'; lib.cuInit(0); result = cuda.visible_if_initialized()"
+    code = "os.environ['CUDA_VISIBLE_DEVICES'] = '0'; lib.cuInit(0); result = CUDA.visible_if_initialized()"
     assert host.run(f"{INITIALIZE}; {code}", CUDA_VISIBLE_DEVICES="1,2") == [C, A]
 
 
 def test_an_initialization_that_found_no_gpu_left_cuda_uninitialized(host: Host) -> None:
-    code = f"{MAP}; result = [lib.cuInit(0), cuda.visible_if_initialized()]"
+    code = f"{MAP}; result = [lib.cuInit(0), CUDA.visible_if_initialized()]"
     assert host.run(code, CUDA_VISIBLE_DEVICES="") == [100, None]
 
 
-class Answers(cuda.Library):
-    """A mapped libcuda whose every question fails with one code."""
+class Answers(cuda.CudaLibrary):
+    """A libcuda whose every question fails with one code; None: it is not mapped."""
 
-    def __init__(self, code: int) -> None:
+    def __init__(self, code: int | None) -> None:
+        super().__init__()
         self.code = code
 
+    def is_mapped(self) -> bool:
+        return self.code is not None
+
     def all_shown(self) -> tuple[str, ...]:
-        raise cuda.CudaCallError(f"cuDeviceGetCount failed with {self.code}", code=self.code)
+        raise CudaCallError(f"cuDeviceGetCount failed with {self.code}", code=self.code)
 
     def shown(self, ordinal: int) -> str:
-        raise cuda.CudaCallError(f"cuDeviceGet failed with {self.code}", code=self.code)
+        raise CudaCallError(f"cuDeviceGet failed with {self.code}", code=self.code)
 
 
 @pytest.mark.parametrize(("code", "visible", "uuid"), [(3, None, None), (34, None, None), (100, (), "")])
 def test_answers_that_mean_uninitialized_or_no_gpu(
-    monkeypatch: pytest.MonkeyPatch, code: int, visible: tuple[str, ...] | None, uuid: str | None
+    code: int, visible: tuple[str, ...] | None, uuid: str | None
 ) -> None:
-    monkeypatch.setattr(cuda, "_mapped", lambda: Answers(code))
-    assert cuda.visible_if_initialized() == visible
-    assert cuda.shown_at(0) == uuid
+    assert Answers(code).visible_if_initialized() == visible
+    assert Answers(code).shown_at(0) == uuid
 
 
-def test_cuda_in_trouble_is_not_taken_for_uninitialized(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_mapped", lambda: Answers(999))
+def test_cuda_in_trouble_is_not_taken_for_uninitialized() -> None:
     with pytest.raises(CudaInitializedError, match="999") as caught:
-        cuda.visible_if_initialized()
+        Answers(999).visible_if_initialized()
     assert caught.value.visible == ()
-    assert cuda.shown_at(0) is None
+    assert Answers(999).shown_at(0) is None
 
 
 def test_mig_instance_has_its_own_uuid(host: Host) -> None:
     host.describe(SLICED)
-    assert host.run(f"{INITIALIZE}; result = cuda.visible_if_initialized()", CUDA_VISIBLE_DEVICES=M1) == [M1]
+    assert host.run(f"{INITIALIZE}; result = CUDA.visible_if_initialized()", CUDA_VISIBLE_DEVICES=M1) == [M1]
 
 
 def torch_that(**answers: object) -> types.ModuleType:
@@ -116,13 +120,12 @@ def torch_that(**answers: object) -> types.ModuleType:
 def test_pytorch_is_asked_where_libcuda_says_nothing(
     monkeypatch: pytest.MonkeyPatch, torch: Any, message: str | None
 ) -> None:
-    monkeypatch.setattr(cuda, "_mapped", lambda: None)
     monkeypatch.setitem(sys.modules, "torch", torch)
     if message is None:
-        assert cuda.visible_if_initialized() is None
+        assert Answers(None).visible_if_initialized() is None
     else:
         with pytest.raises(CudaInitializedError, match=message) as caught:
-            cuda.visible_if_initialized()
+            Answers(None).visible_if_initialized()
         assert caught.value.visible == ()
 
 
@@ -133,9 +136,9 @@ def test_pytorch_is_asked_where_libcuda_says_nothing(
 @pytest.mark.parametrize(
     ("woken", "asked"),
     [
-        ("cuda_context.PrimaryContext(0).release()", "cuda.visible_if_initialized()"),
-        (INITIALIZE, "cuda_context.PrimaryContext(0)"),
-        (INITIALIZE, "cuda.visible_if_initialized()"),  # the fake opens no /dev/nvidia-uvm, as on WSL2 and Jetson
+        ("CUDA.hold(0).release()", "CUDA.visible_if_initialized()"),
+        (INITIALIZE, "CUDA.hold(0)"),
+        (INITIALIZE, "CUDA.visible_if_initialized()"),  # the fake opens no /dev/nvidia-uvm, as on WSL2 and Jetson
     ],
 )
 def test_child_forked_after_anyone_woke_cuda_is_told_to_spawn(host: Host, woken: str, asked: str) -> None:
@@ -146,40 +149,39 @@ def test_child_forked_after_anyone_woke_cuda_is_told_to_spawn(host: Host, woken:
 
 
 def test_child_forked_from_a_sleeping_process_is_free_to_start(host: Host) -> None:
-    assert host.run(MAP + in_child("cuda.visible_if_initialized()")) is None
-    assert host.run(MAP + in_child("cuda_context.PrimaryContext(0).uuid")) == B
+    assert host.run(MAP + in_child("CUDA.visible_if_initialized()")) is None
+    assert host.run(MAP + in_child("CUDA.hold(0).uuid")) == B
 
 
 def test_asking_about_the_fork_leaves_the_child_as_it_was(host: Host) -> None:
-    code = "[cuda.visible_if_initialized(), os.environ.get('CUDA_VISIBLE_DEVICES'), lib.cuDeviceGet(0, 0)]"
+    code = "[CUDA.visible_if_initialized(), os.environ.get('CUDA_VISIBLE_DEVICES'), lib.cuDeviceGet(0, 0)]"
     assert host.run(MAP + in_child(code)) == [None, None, 3]
     host.set_options("log=1")
-    host.run(f"{MAP}; result = cuda.visible_if_initialized()")
+    host.run(f"{MAP}; result = CUDA.visible_if_initialized()")
     assert "cuInit" not in host.calls(), "a process that was not forked has no need to ask"
 
 
 def test_a_driver_that_hangs_in_the_child_is_not_waited_for(host: Host) -> None:
     host.set_options("cuda_init_ms=60000")
     code = "from safe_gpu.runtimes import cuda as forked; forked._PATIENCE = 0.2; "
-    assert host.run(code + MAP + in_child("cuda.visible_if_initialized()")) is None
+    assert host.run(code + MAP + in_child("CUDA.visible_if_initialized()")) is None
 
 
 def test_inherited_device_that_only_cuda_opens_gives_the_fork_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_mapped", lambda: Answers(3))
     monkeypatch.setattr(os, "readlink", lambda path: "/dev/nvidia-uvm")
-    assert cuda.visible_if_initialized() is None, "no process inherits by a fork what it has opened itself"
-    assert forks.in_fork(cuda.visible_if_initialized)[0] == "CudaInitializedError"
+    assert Answers(3).visible_if_initialized() is None, "no process inherits by a fork what it has opened itself"
+    assert forks.in_fork(Answers(3).visible_if_initialized)[0] == "CudaInitializedError"
 
 
 @pytest.mark.parametrize(
     ("asked", "answer"),
     [
-        ("result = cuda_context.PrimaryContext(0).uuid", 3),
-        ("result = cuda.visible_if_initialized()", None),
-        (in_child("cuda_context.PrimaryContext(0).uuid"), 3),
-        (in_child("cuda.visible_if_initialized()"), None),
-        ("lib.cuInit(0)" + in_child("cuda_context.PrimaryContext(0).uuid"), 3),
-        ("lib.cuInit(0)" + in_child("cuda.visible_if_initialized()"), None),
+        ("result = CUDA.hold(0).uuid", 3),
+        ("result = CUDA.visible_if_initialized()", None),
+        (in_child("CUDA.hold(0).uuid"), 3),
+        (in_child("CUDA.visible_if_initialized()"), None),
+        ("lib.cuInit(0)" + in_child("CUDA.hold(0).uuid"), 3),
+        ("lib.cuInit(0)" + in_child("CUDA.visible_if_initialized()"), None),
     ],
 )
 def test_a_driver_that_starts_in_no_process_is_not_taken_for_a_fork(host: Host, asked: str, answer: int | None) -> None:
@@ -204,21 +206,21 @@ def test_a_claim_names_the_driver_that_does_not_start(fake_gpus: Any) -> None:
 
 
 def test_child_process_sees_what_cuda_would_see_in_its_environment(host: Host) -> None:
-    code = "result = [library_child.CUDA.visible_in_child(), cuda.visible_if_initialized()]"
+    code = "result = [CUDA.visible_in_child(), CUDA.visible_if_initialized()]"
     assert host.run(code) == [[B, C, A], None]
     assert host.run(code, CUDA_VISIBLE_DEVICES="") == [[], None]
-    code = "result = library_child.CUDA.visible_in_child({**os.environ, 'CUDA_VISIBLE_DEVICES': '1'})"
+    code = "result = CUDA.visible_in_child({**os.environ, 'CUDA_VISIBLE_DEVICES': '1'})"
     assert host.run(code, CUDA_VISIBLE_DEVICES="2") == [C]
 
 
 def test_child_process_of_one_with_cuda_initialized_starts_afresh(host: Host) -> None:
-    code = f"{INITIALIZE}; os.environ['CUDA_VISIBLE_DEVICES'] = '1'; result = library_child.CUDA.visible_in_child()"
+    code = f"{INITIALIZE}; os.environ['CUDA_VISIBLE_DEVICES'] = '1'; result = CUDA.visible_in_child()"
     assert host.run(code) == [C]
 
 
 def test_child_process_without_libcuda(tmp_path: Path) -> None:
     with pytest.raises(NoDriverError, match=r"libcuda\.so\.1") as caught:
-        runtime.CUDA.visible_in_child({"LD_LIBRARY_PATH": str(broken_library(tmp_path))})
+        CUDA.visible_in_child({"LD_LIBRARY_PATH": str(broken_library(tmp_path))})
     assert caught.value.driver == "cuda"
 
 
@@ -227,10 +229,11 @@ def test_child_process_that_hangs_is_given_up_and_killed(host: Host) -> None:
     name, message = host.run(
         """
 import subprocess
+from safe_gpu.runtimes import child
 started, start = [], subprocess.Popen
 subprocess.Popen = lambda *args, **kwargs: started.append(start(*args, **kwargs)) or started[0]
 try:
-    library_child.ask_child("list", os.environ, 0.5)
+    child.ask_child("list", os.environ, 0.5)
 finally:
     assert started[0].wait(10) == -9
 """
@@ -253,7 +256,7 @@ finally:
 )
 def test_a_start_that_fails_comes_with_advice(host: Host, code: int, name: str, advice: str) -> None:
     host.set_options(f"cuda_init_error={code}")
-    error, message = host.run("result = library_child.CUDA.visible_in_child()")
+    error, message = host.run("result = CUDA.visible_in_child()")
     assert error == "NoDriverError"
     assert f"cuInit failed with {name} ({code})" in message
     assert advice in message
@@ -262,7 +265,7 @@ def test_a_start_that_fails_comes_with_advice(host: Host, code: int, name: str, 
 def test_no_interpreter_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     with pytest.raises(NoDriverError, match="/nonexistent/python"):
-        runtime.CUDA.visible_in_child()
+        CUDA.visible_in_child()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -285,7 +288,7 @@ class TestRealDriver:
     @pytest.fixture(autouse=True)
     def _needs_a_gpu(self) -> None:
         try:
-            if not runtime.CUDA.visible_in_child():
+            if not CUDA.visible_in_child():
                 pytest.skip("needs a real NVIDIA GPU: CUDA sees none")
         except NoDriverError as err:
             pytest.skip(f"needs a real NVIDIA GPU: {err}")
@@ -295,24 +298,24 @@ class TestRealDriver:
 
     def test_initialized_only_after_the_context(self) -> None:
         before, during, uuid, after = self.run(
-            "cuda.load(); before = cuda.visible_if_initialized(); held = cuda_context.PrimaryContext(0);"
-            "during = cuda.visible_if_initialized(); held.release();"
-            "result = [before, during, held.uuid, cuda.visible_if_initialized()]"
+            "CUDA.load(); before = CUDA.visible_if_initialized(); held = CUDA.hold(0);"
+            "during = CUDA.visible_if_initialized(); held.release();"
+            "result = [before, during, held.uuid, CUDA.visible_if_initialized()]"
         )
         assert before is None
         assert during[0] == uuid
         assert after == during
 
     def test_nvidia_smi_knows_the_uuid(self) -> None:
-        uuid = self.run("result = library_child.CUDA.visible_in_child()[0]", CUDA_DEVICE_ORDER="PCI_BUS_ID")
+        uuid = self.run("result = CUDA.visible_in_child()[0]", CUDA_DEVICE_ORDER="PCI_BUS_ID")
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
         assert uuid in listed
 
     def test_nothing_visible(self) -> None:
-        assert self.run("result = library_child.CUDA.visible_in_child()", CUDA_VISIBLE_DEVICES="") == []
+        assert self.run("result = CUDA.visible_in_child()", CUDA_VISIBLE_DEVICES="") == []
 
     def test_wake_up_that_finds_no_gpu_is_not_taken_for_a_fork(self) -> None:
-        code = f"{MAP}; found = lib.cuInit(0); result = [found, cuda.visible_if_initialized()]"
+        code = f"{MAP}; found = lib.cuInit(0); result = [found, CUDA.visible_if_initialized()]"
         assert self.run(code, CUDA_VISIBLE_DEVICES="") in ([100, None], [100, []])
 
     def test_context_takes_memory_and_gives_it_back(self) -> None:
@@ -322,9 +325,9 @@ import subprocess, time
 def used():
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", uuid]
     return int(subprocess.check_output(query, text=True))
-uuid = library_child.CUDA.visible_in_child()[0]
+uuid = CUDA.visible_in_child()[0]
 before = used()
-held = cuda_context.PrimaryContext(0)
+held = CUDA.hold(0)
 during = used()
 held.release()
 deadline = time.monotonic() + 10
@@ -338,7 +341,7 @@ result = [before, during, used()]
         assert after < during
 
     def test_forked_child_is_told_to_spawn_whoever_woke_cuda(self) -> None:
-        for initialize in (INITIALIZE, "held = cuda_context.PrimaryContext(0)"):
-            name, message = self.run(initialize + in_child("cuda.visible_if_initialized()"))
+        for initialize in (INITIALIZE, "held = CUDA.hold(0)"):
+            name, message = self.run(initialize + in_child("CUDA.visible_if_initialized()"))
             assert name == "CudaInitializedError"
             assert "spawn" in message

@@ -10,7 +10,7 @@ from support.cuda_host import A, B, C, Host, broken_library, in_child
 def test_context_shows_on_its_gpu_while_it_is_held(host: Host) -> None:
     code = """
 pid = os.getpid()
-held = cuda_context.PrimaryContext(1)
+held = CUDA.hold(1)
 during = [name for name in os.listdir(os.environ['FAKE_GPU_DIR'] + '/procs/' + held.uuid) if name[0] != '.']
 held.release()
 held.release()
@@ -31,7 +31,7 @@ def balance(host: Host) -> tuple[int, int, int, int]:
 
 def test_context_is_shared_with_who_else_retains_it(host: Host) -> None:
     code = """
-first, second = cuda_context.PrimaryContext(0), cuda_context.PrimaryContext(0)
+first, second = CUDA.hold(0), CUDA.hold(0)
 first.release()
 held = os.listdir(os.environ['FAKE_GPU_DIR'] + '/procs/' + second.uuid)
 second.release()
@@ -44,23 +44,23 @@ result = str(os.getpid()) in held
 def test_current_context_of_the_thread_stays_what_it_was(host: Host) -> None:
     code = """
 import ctypes
-other = cuda_context.PrimaryContext(1)
+other = CUDA.hold(1)
 lib = ctypes.CDLL('libcuda.so.1')
 def current():
     context = ctypes.c_void_p()
     assert lib.cuCtxGetCurrent(ctypes.byref(context)) == 0
     return context.value
 result = [current()]
-lib.cuCtxPushCurrent_v2(other._context)
+lib.cuCtxPushCurrent_v2(other._held[1])
 mine = current()
-held = cuda_context.PrimaryContext(0)
+held = CUDA.hold(0)
 result.append(current() == mine)
 held.release()
 result.append(current() == mine)
 open(os.environ['FAKE_GPU_DIR'] + '/options', 'w').write('alloc_error=2')
 try:
-    cuda_context.PrimaryContext(0)
-except cuda.CudaCallError as err:
+    CUDA.hold(0)
+except CudaCallError as err:
     result.append([err.call, err.code, err.name, current() == mine])
 """
     assert host.run(code) == [None, True, True, ["cuMemAlloc", 2, "CUDA_ERROR_OUT_OF_MEMORY", True]]
@@ -75,8 +75,8 @@ def test_failure_leaves_nothing_on_the_gpu(host: Host, option: str, device_no: i
     result = host.run(
         f"""
 try:
-    cuda_context.PrimaryContext({device_no})
-except cuda.CudaCallError as err:
+    CUDA.hold({device_no})
+except CudaCallError as err:
     result = [err.code, bool(err.call), os.listdir(os.environ['FAKE_GPU_DIR'])]
 """
     )
@@ -87,11 +87,11 @@ except cuda.CudaCallError as err:
 
 
 def test_exclusive_process_mode_refuses_the_second_process(host: Host) -> None:
-    second = f"result = [cuda_context.PrimaryContext(0).uuid]  # on {C}"
+    second = f"result = [CUDA.hold(0).uuid]  # on {C}"
     code = """
-held = cuda_context.PrimaryContext(0)
+held = CUDA.hold(0)
 import subprocess
-script = "from safe_gpu.runtimes import cuda as cuda_context; cuda_context.PrimaryContext(0)"
+script = "from safe_gpu.runtimes.cuda import CUDA; CUDA.hold(0)"
 child = subprocess.run([sys.executable, '-S', '-c', script], capture_output=True, text=True)
 result = [held.uuid, child.stderr.splitlines()[-1]]
 """
@@ -102,20 +102,20 @@ result = [held.uuid, child.stderr.splitlines()[-1]]
 
 
 def test_forked_child_leaves_its_parents_context_alone(host: Host) -> None:
-    code = "held = cuda_context.PrimaryContext(0)" + in_child("held.release()")
+    code = "held = CUDA.hold(0)" + in_child("held.release()")
     look = "result = [result, os.listdir(os.environ['FAKE_GPU_DIR'] + '/procs/' + held.uuid).count(str(os.getpid()))]"
     assert host.run(code + look) == [None, 1]
 
 
 def test_older_driver_without_versioned_functions(host: Host, build_library: Callable[..., Path]) -> None:
     host.library = build_library("cuda.c", "libcuda.so.1", "-DOLD")
-    assert host.run("held = cuda_context.PrimaryContext(0); held.release(); result = held.uuid") == B
+    assert host.run("held = CUDA.hold(0); held.release(); result = held.uuid") == B
     assert host.holders() == []
-    name, message = host.run("cuda_context.PrimaryContext(9)")
+    name, message = host.run("CUDA.hold(9)")
     assert (name, message) == ("CudaCallError", "cuDeviceGet failed with CUDA_ERROR_INVALID_DEVICE (101)")
 
 
 def test_missing_libcuda_names_the_way_out(host: Host, tmp_path: Path) -> None:
-    name, message = host.run("cuda_context.PrimaryContext(0)", LD_LIBRARY_PATH=str(broken_library(tmp_path)))
+    name, message = host.run("CUDA.hold(0)", LD_LIBRARY_PATH=str(broken_library(tmp_path)))
     assert name == "NoDriverError"
     assert "NVIDIA_DRIVER_CAPABILITIES" in message

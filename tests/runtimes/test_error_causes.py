@@ -3,7 +3,7 @@
 import pytest
 
 from safe_gpu.errors import PlaceholderError
-from safe_gpu.runtimes import placeholders as causes
+from safe_gpu.runtimes import causes
 
 
 def table(rows: str) -> list[tuple[str, str]]:

@@ -23,12 +23,12 @@ def shown(host: HipHost, number: int) -> str:
 
 
 def test_loading_does_not_initialise(host: HipHost) -> None:
-    assert run(host, "hip.load(); result = [HIP.visible_if_initialized(), HIP.shown_at(0)]") == [None, None]
+    assert run(host, "HIP.load(); result = [HIP.visible_if_initialized(), HIP.shown_at(0)]") == [None, None]
 
 
 def test_variables_count_at_first_use_only(host: HipHost) -> None:
     code = """
-library = hip.load()
+library = HIP.load()
 os.environ["ROCR_VISIBLE_DEVICES"] = "1,0"
 library.initialize()
 os.environ["ROCR_VISIBLE_DEVICES"] = "0"
@@ -39,19 +39,19 @@ result = [HIP.visible_if_initialized(), HIP.shown_at(1), HIP.shown_at(2)]
 
 def test_memory_shows_on_the_gpu_until_it_is_freed(host: HipHost) -> None:
     code = """
-memory = HipMemory(1)
+memory = HIP.hold(1)
 file = os.environ["SAFE_GPU_FSROOT"] + f"/sys/class/kfd/kfd/proc/{os.getpid()}/vram_101"
 held = int(open(file).read())
 current = ctypes.c_int(-1)
-hip.load().call("hipGetDevice", ctypes.byref(current))
+HIP.load().call("hipGetDevice", ctypes.byref(current))
 memory.release(); memory.release()
-result = [memory.shown, held > 0, int(open(file).read()), current.value]
+result = [memory.uuid, held > 0, int(open(file).read()), current.value]
 """
     assert run(host, code) == [shown(host, 1), True, 0, 0]
 
 
 def test_a_forked_child_is_told(host: HipHost) -> None:
-    error, message = run(host, "HipMemory(0)" + cuda_host.in_child("HIP.visible_if_initialized()"))
+    error, message = run(host, "HIP.hold(0)" + cuda_host.in_child("HIP.visible_if_initialized()"))
     assert error == "CudaInitializedError"
     assert "spawn" in message
 
@@ -94,7 +94,7 @@ result = [[HIP.is_same(one, gpu) for gpu in gpus] for one in HIP.visible_in_chil
 
 
 def test_no_library(host: HipHost, tmp_path: Path) -> None:
-    error, message = run(host, "hip.load()", LD_LIBRARY_PATH=str(without_hip(tmp_path)))
+    error, message = run(host, "HIP.load()", LD_LIBRARY_PATH=str(without_hip(tmp_path)))
     assert error == "NoDriverError"
     assert "libamdhip64.so" in message
 

@@ -19,7 +19,9 @@ import pytest
 from support.gpus import PACKAGE_ROOT, run_python
 
 from safe_gpu.errors import CudaInitializedError, NotEnoughGpusError, PlaceholderError
-from safe_gpu.runtimes import cuda, placeholders
+from safe_gpu.runtimes import placeholders
+from safe_gpu.runtimes.cuda import CUDA
+from safe_gpu.runtimes.library import CudaCallError
 from safe_gpu.runtimes.placeholders import (
     CudaPlaceholder,
     CupyPlaceholder,
@@ -77,17 +79,17 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, **contents: object) -> N
 
 
 def stand_in_cuda(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    class PrimaryContext:
+    class Held:
         def __init__(self, device_no: int) -> None:
             if gpus.failure is not None:
-                raise cuda.CudaCallError(f"cuInit failed with {gpus.failure}", call="cuInit", code=999)
+                raise CudaCallError(f"cuInit failed with {gpus.failure}", call="cuInit", code=999)
             gpus.put(device_no, self)
 
         def release(self) -> None:
             gpus.take(self)
 
-    monkeypatch.setattr(cuda, "hold", PrimaryContext)
-    monkeypatch.setattr(cuda, "load", lambda: None)
+    monkeypatch.setattr(CUDA, "hold", Held)
+    monkeypatch.setattr(CUDA, "load", lambda: None)
 
 
 def stand_in_torch(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,7 +439,7 @@ def test_jax_starts_without_preallocation_unless_the_user_has_chosen(
 
 def test_cuda_placeholder_passes_the_fork_error_on(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     placeholder = make(CudaPlaceholder, gpus, monkeypatch)
-    monkeypatch.setattr(cuda, "hold", raiser(CudaInitializedError("forked")))
+    monkeypatch.setattr(CUDA, "hold", raiser(CudaInitializedError("forked")))
     with pytest.raises(CudaInitializedError, match="forked"):
         placeholder(0)
 

@@ -15,15 +15,14 @@ import pytest
 from support.gpus import PACKAGE_ROOT, run_python
 from support.kfd_host import KfdHost
 
-from safe_gpu.runtimes import hip
+from safe_gpu.runtimes.hip import HIP
 
 REQUIRED = os.environ.get("SAFE_GPU_REQUIRE_REAL") == "1"  # read here, as tests run without these variables
 
 PRELUDE = """
 import ctypes, json, os, sys
 from safe_gpu.errors import SafeGpuError
-from safe_gpu.runtimes import hip
-from safe_gpu.runtimes.runtime import HIP
+from safe_gpu.runtimes.hip import HIP
 def told(call, *arguments):
     try:
         return call(*arguments)
@@ -41,7 +40,7 @@ def lacking() -> str:
     """Why there is nothing to test here, or ""."""
     if os.path.exists("/dev/kfd"):
         return "this machine has AMD GPUs"
-    for file in hip._FILES:
+    for file in HIP.names:
         # In a child process: a library that is loaded here would stay for the tests that follow.
         probe = [sys.executable, "-S", "-c", f"import ctypes; ctypes.CDLL({file!r})"]
         if subprocess.run(probe, capture_output=True, timeout=60).returncode == 0:
@@ -66,7 +65,7 @@ def run(code: str, **environment: str) -> Any:
 
 
 def test_loading_neither_initialises_nor_opens_anything() -> None:
-    code = 'out["before"] = opened(); hip.load(); out["after"] = opened(); out["seen"] = HIP.visible_if_initialized()'
+    code = 'out["before"] = opened(); HIP.load(); out["after"] = opened(); out["seen"] = HIP.visible_if_initialized()'
     assert run(code) == {"before": [], "after": [], "seen": None}
 
 
@@ -75,12 +74,12 @@ def test_it_has_every_function_that_is_called() -> None:
         "hipGetDeviceCount", "hipDeviceGetPCIBusId", "hipDeviceGetUuid", "hipGetDevice", "hipSetDevice", "hipMalloc",
         "hipFree", "hipGetErrorName", "hipGetErrorString",
     )  # fmt: skip
-    assert run(f"handle = hip.load()._handle; out = [hasattr(handle, name) for name in {names}]") == [True] * len(names)
+    assert run(f"handle = HIP.load()._handle; out = [hasattr(handle, name) for name in {names}]") == [True] * len(names)
 
 
 def test_there_is_no_device() -> None:
     code = """
-library = hip.load()
+library = HIP.load()
 out["count"] = told(library.count)
 out["shown"] = told(library.shown, 0)
 out["placeholder"] = told(HIP.default_placeholder(), 0)
@@ -99,8 +98,8 @@ out["seen"] = [HIP.visible_if_initialized(), HIP.shown_at(0)]
 
 def test_its_names_of_errors_are_those_that_are_explained() -> None:
     code = """
-from safe_gpu.runtimes.placeholders import likely_cause as explain
-names = [hip.load().texts(code)[0] for code in (2, 3, 35, 98, 100, 101, 200, 209, 214, 304, 999)]
+from safe_gpu.runtimes.causes import likely_cause as explain
+names = [HIP.load().texts(code)[0] for code in (2, 3, 35, 98, 100, 101, 200, 209, 214, 304, 999)]
 out["names"] = names
 out["unexplained"] = [name for name in names if not explain(RuntimeError(name))]
 """
@@ -112,10 +111,10 @@ out["unexplained"] = [name for name in names if not explain(RuntimeError(name))]
 def test_a_copy_that_is_loaded_already_is_used(tmp_path: Path) -> None:
     """As that of a PyTorch for ROCm; a second copy would be another HIP."""
     copy = tmp_path / "libamdhip64.so"
-    shutil.copy(run("hip.load(); out = hip._mapped_file()"), copy)
+    shutil.copy(run("HIP.load(); out = HIP.mapped_files()[0]"), copy)
     code = """
 theirs = ctypes.CDLL(os.environ["COPY"])
-out["same"] = hip.load()._handle._handle == theirs._handle
+out["same"] = HIP.load()._handle._handle == theirs._handle
 out["copies"] = sorted({line.split()[-1] for line in open("/proc/self/maps") if "libamdhip64" in line})
 """
     assert run(code, COPY=str(copy)) == {"same": True, "copies": [str(copy)]}

@@ -26,9 +26,9 @@ def run(code: str, environment: dict[str, str]) -> Any:
     """What `code` leaves in `result`, run in a new process; an exception of ours arrives as [class, message]."""
     script = """
 import json, os, sys
-from safe_gpu.runtimes import cuda, hip, runtime as library_child, cuda as cuda_context
-from safe_gpu.runtimes.hip import HipMemory
-from safe_gpu.runtimes.runtime import HIP
+from safe_gpu.runtimes.cuda import CUDA
+from safe_gpu.runtimes.hip import HIP
+from safe_gpu.runtimes.library import CudaCallError
 from safe_gpu.errors import SafeGpuError
 result = None
 try:

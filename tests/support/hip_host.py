@@ -8,7 +8,7 @@ import pytest
 from support.gpus import PACKAGE_ROOT, run_python
 from support.kfd_host import KfdHost
 
-from safe_gpu.runtimes import hip
+from safe_gpu.runtimes.hip import HIP
 
 
 class HipHost(KfdHost):
@@ -68,7 +68,7 @@ def without_hip(directory: Path) -> Path:
     """A directory for LD_LIBRARY_PATH with which no HIP can be loaded, on a machine that has it too."""
     found = directory / "no-hip"
     found.mkdir()
-    for file in hip._FILES:
+    for file in HIP.names:
         if os.path.isabs(file) and os.path.exists(file):
             pytest.skip(f"this machine has {file}")
         (found / os.path.basename(file)).write_text("not a library")

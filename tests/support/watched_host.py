@@ -19,16 +19,17 @@ from safe_gpu.claim.search import leases_of_look as leasing
 from safe_gpu.coordination.leases.lease import Lease
 from safe_gpu.drivers.simulated import SimulatedContext, SimulatedDriver, SimulatedPlaceholder
 from safe_gpu.gpus.devices import Gpu, HostSnapshot
-from safe_gpu.runtimes.runtime import CudaRuntime
+from safe_gpu.runtimes.cuda import CudaLibrary
 
 # A pause that is told from every other one by its length.
 PAUSE = 0.000123
 
 
-class RuntimeOnSimulatedGpus(CudaRuntime):
+class RuntimeOnSimulatedGpus(CudaLibrary):
     """CUDA, asked about simulated GPUs."""
 
     def __init__(self, host: Host) -> None:
+        super().__init__()
         self._host = host
 
     def try_gpu(self, gpu: Gpu, ordinal: int, logger: Any) -> None:

@@ -14,7 +14,7 @@ from ...coordination.files.state_dir import StateDir, opened
 from ...coordination.leases.faults import clear_fault, write_fault
 from ...errors import CudaInitializedError, NoDriverError, PlaceholderError, StateDirError
 from ...gpus.devices import Gpu, GpuFault
-from ...runtimes.placeholders import blames_gpu
+from ...runtimes.causes import blames_gpu
 from ...selection.possible import capacity
 from ...selection.verdicts import LAST_CHOICE_TEXT
 

@@ -15,7 +15,7 @@ from ...settings import variables as settings
 
 if TYPE_CHECKING:
     from ...gpus.devices import HostSnapshot
-    from ...runtimes.runtime import Runtime
+    from ...runtimes.library import Runtime
 
 # Pid of the process in which a claim's placeholder initialised CUDA, and the name of that placeholder. CUDA stays
 # initialised when the placeholder is released.

@@ -24,7 +24,7 @@ from ...gpus.devices import ComputeMode, Gpu, GpuProcess, HostSnapshot, ProcessK
 from ...gpus.vendors import BARE_UUID, product_name
 from ...host import procfs
 from ...host.programs import TooLate, TooMuch, find_program, output_of
-from ...runtimes.runtime import CUDA
+from ...runtimes.cuda import CUDA
 from .. import pci
 from ..base import Driver
 from ..kernel import is_wsl, memory_is_node, own_namespace_pids

@@ -16,8 +16,8 @@ from ...errors import MissingPackageError, NoDriverError
 from ...gpus.devices import MIG_IS_ON, ComputeMode, Gpu, GpuProcess, HostSnapshot, ProcessKind
 from ...gpus.vendors import product_name
 from ...host import procfs
-from ...runtimes import libraries
-from ...runtimes.runtime import CUDA
+from ...runtimes.cuda import CUDA
+from ...runtimes.library import load_file
 from .. import pci
 from ..base import Driver
 from ..kernel import is_wsl, own_namespace_pids
@@ -468,7 +468,7 @@ def why_missing() -> str | None:
         return "the Python package nvidia-ml-py is not installed"
 
     try:
-        libraries.load(LIBRARY)
+        load_file(LIBRARY)
     except OSError as err:
         return _why_too_old(pynvml) or f"NVML cannot be loaded ({err})"
     return _why_too_old(pynvml)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ...errors import NoDriverError
 from ...gpus.devices import ProcessKind, normalize_bus_id
 from ...host import procfs
-from ...runtimes import libraries
+from ...runtimes.library import load_file
 
 LIBRARY = "libnvidia-ml.so.1"
 
@@ -206,7 +206,7 @@ class Session:
         self._pynvml = pynvml
         try:
             # pynvml then gets this one too, wherever the loader would have looked.
-            self._library = libraries.load(LIBRARY)
+            self._library = load_file(LIBRARY)
         except OSError as err:
             raise NvmlError(_LIBRARY_NOT_FOUND) from err
         self.ask("nvmlInit")

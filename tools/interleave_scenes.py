@@ -19,8 +19,7 @@ from safe_gpu.coordination.leases import file_names as leases
 from safe_gpu.coordination.locks import legacy_lock as legacy
 from safe_gpu.coordination.queue import predecessors, waiter
 from safe_gpu.coordination.queue.ticket import TicketRequest, encode_ticket
-from safe_gpu.drivers.preset_parts import Preset
-from safe_gpu.drivers.presets import PRESETS
+from safe_gpu.drivers.presets import PRESETS, Preset
 from safe_gpu.drivers.simulated import SimulatedDriver
 
 _HOST = PRESETS["dgx-a100"]

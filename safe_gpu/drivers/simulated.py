@@ -42,7 +42,7 @@ from ..runtimes.library import Runtime
 from ..runtimes.visible_devices import read_visible
 from .base import Driver
 from .kernel import own_namespace_pids
-from .preset_parts import CONTEXT_BYTES
+from .presets import CONTEXT_BYTES
 from .presets import preset as find_preset
 
 if TYPE_CHECKING:

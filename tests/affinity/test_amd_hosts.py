@@ -14,8 +14,7 @@ from safe_gpu.affinity.options import MODES, AffinityOptions
 from safe_gpu.affinity.planning.planner import plan
 from safe_gpu.affinity.resolve_gpus import by_ordinal, visible
 from safe_gpu.drivers.kfd import KfdDriver
-from safe_gpu.drivers.preset_parts import Preset
-from safe_gpu.drivers.presets import preset
+from safe_gpu.drivers.presets import Preset, preset
 from safe_gpu.errors import GPUAffinityError
 from safe_gpu.topology.cpulist import format_cpulist
 from safe_gpu.topology.topology import HostTopology, read_topology

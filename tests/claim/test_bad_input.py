@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import safe_gpu
+from safe_gpu.drivers.presets import preset
 from safe_gpu.errors import GPUAffinityError, PlaceholderError, SafeGpuError, StateDirError, UnsatisfiableRequestError
 from safe_gpu.runtimes.placeholders import Base
 
@@ -41,7 +42,7 @@ ARGUMENTS: list[tuple[dict[str, Any], type[SafeGpuError], str]] = [
     ({"debug_sleep": float("inf")}, REFUSED, "debug_sleep=inf"),
     ({"debug_sleep": None}, REFUSED, "debug_sleep=None"),
     ({"only": "9"}, REFUSED, "has GPU 0-7"),
-    ({"only": "GPU-"}, REFUSED, "GPU-ef7dbe0b"),
+    ({"only": "GPU-"}, REFUSED, preset("dgx-a100").gpus()[0].uuid),
     ({"logger": "print"}, REFUSED, "logger='print'"),
     ({"placeholder_fn": safe_gpu.PytorchPlaceholder}, PlaceholderError, "PytorchPlaceholder()"),
 ]

@@ -22,7 +22,7 @@ coordination.leases coordination.leases.claim_end coordination.leases.commands c
 coordination.leases.file_names coordination.leases.lease coordination.leases.previous_record coordination.leases.record
 coordination.leases.slots coordination.locks coordination.locks.cleaner_guard coordination.locks.flock
 coordination.locks.host_lock coordination.locks.legacy_lock coordination.locks.record_locks coordination.scope_names
-coordination.signals coordination.socket_names drivers drivers.base drivers.kernel drivers.preset_parts drivers.presets
+coordination.signals coordination.socket_names drivers drivers.base drivers.kernel drivers.presets
 drivers.simulated errors gpus gpus.devices gpus.vendors gpus.visible host host.foreign_files host.procfs host.programs
 runtimes runtimes.causes runtimes.child runtimes.library runtimes.placeholders runtimes.visible_devices safe_gpu
 schedulers schedulers.job selection selection.choice selection.gpu_names selection.occupancy selection.possible

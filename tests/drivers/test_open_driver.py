@@ -222,7 +222,7 @@ def test_simulated_hosts_have_a_driver_for_each_vendor(preset: str, monkeypatch:
         ({"ROCR_VISIBLE_DEVICES": AMD}, "amd"),
         ({"ROCR_VISIBLE_DEVICES": AMD, "SAFE_GPU_FENCE": "ignore"}, None),
         ({"SAFE_GPU_EXPECT": AMD}, "amd"),
-        ({"SAFE_GPU_EXPECT": "GPU-4f667d77-15c7-524b-c32d-5340d78b712e", "ROCR_VISIBLE_DEVICES": AMD}, "nvidia"),
+        ({"SAFE_GPU_EXPECT": PRESETS["laptop"].devices[0].uuid, "ROCR_VISIBLE_DEVICES": AMD}, "nvidia"),
         ({"SAFE_GPU_SCOPE": "nobody's", "ROCR_VISIBLE_DEVICES": AMD}, "amd"),
     ],
 )

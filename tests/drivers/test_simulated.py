@@ -336,7 +336,7 @@ def test_the_default_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("visible", "order", "device_no", "index"),
     [(None, None, 0, 0), (None, None, 7, 7), ("5,2", "PCI_BUS_ID", 1, 2), ("5,2", None, 0, 5),
-     ("GPU-9e5cb3bf", None, 0, 1)],
+     (preset("dgx-a100").gpus()[1].uuid[:12], None, 0, 1)],
 )  # fmt: skip
 def test_the_placeholder_takes_what_cuda_would_show(
     driver: SimulatedDriver, monkeypatch: pytest.MonkeyPatch, visible: str | None, order: str | None, device_no: int,

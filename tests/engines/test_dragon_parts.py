@@ -16,6 +16,7 @@ import pytest
 
 from safe_gpu import GPUAffinityError, UnsatisfiableRequestError, WrongDeviceError
 from safe_gpu.claim.expected_gpu import check_expected_gpu
+from safe_gpu.drivers.presets import preset
 from safe_gpu.engines import dragon as dragon_module
 from safe_gpu.engines import dragon_holders
 from safe_gpu.engines.cluster import ClusterGpu
@@ -179,7 +180,7 @@ def test_a_worker_on_an_amd_gpu(amd: DragonClaim, by_uuid: bool, left_over: dict
     check_expected_gpu()
 
 
-@pytest.mark.parametrize("visible", [None, "", "0", "2,3", "GPU-a3f1c07e52d98b16"])
+@pytest.mark.parametrize("visible", [None, "", "0", "2,3", preset("mi250x").gpus()[0].uuid])
 def test_a_worker_on_another_amd_gpu(amd: DragonClaim, visible: str | None, patch: pytest.MonkeyPatch) -> None:
     patch.setenv("CUDA_VISIBLE_DEVICES", "3")
     if visible is not None:

@@ -18,6 +18,7 @@ from safe_gpu import (
     get_free_gpus,
 )
 from safe_gpu.affinity.binding import undo
+from safe_gpu.drivers.presets import preset
 from safe_gpu.engines.holder import ClaimArguments, HolderProcess, HostReport, enter_worker
 
 
@@ -75,7 +76,7 @@ def test_uuids(make: Callable[..., HolderProcess]) -> None:
 
 
 # the UUIDs of simulated:mi250x, by index
-AMD = ("GPU-a3f1c07e52d98b16", "GPU-0d7be93a41c6f528", "GPU-5e2490b7fd13a86c", "GPU-c86fa1350e7d94b2")
+AMD = [gpu.uuid for gpu in preset("mi250x").gpus()[:4]]
 
 
 def test_amd_gpus(make: Callable[..., HolderProcess], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +86,7 @@ def test_amd_gpus(make: Callable[..., HolderProcess], monkeypatch: pytest.Monkey
     held = holder.claim(2, 0)
     scope = {"SAFE_GPU_SCOPE": os.environ["SAFE_GPU_SCOPE"]}
     both = {"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "0"}
-    assert [gpu.uuid for gpu in held] == list(AMD[:2])
+    assert [gpu.uuid for gpu in held] == AMD[:2]
     assert [gpu.environment for gpu in held] == [{"ROCR_VISIBLE_DEVICES": uuid, **both, **scope} for uuid in AMD[:2]]
     assert {gpu.vendor for gpu in held} == {"amd"}
     assert get_free_gpus() == ["2", "3", "4", "5", "6", "7"]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from safe_gpu.errors import GPUAffinityError
-from safe_gpu.topology.topology import GpuLocality, HostTopology, read_topology
+from safe_gpu.topology.host import GpuLocality, HostTopology, read_topology
 
 
 @pytest.mark.parametrize(

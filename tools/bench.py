@@ -54,7 +54,7 @@ from safe_gpu.coordination.history import append
 from safe_gpu.coordination.leases.claim_end import ClaimEnd
 from safe_gpu.drivers.simulated import SimulatedDriver
 from safe_gpu.status.history import claims_between
-from safe_gpu.topology.topology import GpuLocality, HostTopology
+from safe_gpu.topology.host import GpuLocality, HostTopology
 
 GPUS = 8
 JOB = 2.0  # how long each job of the sweep lasts, seconds

@@ -23,7 +23,7 @@ from safe_gpu.errors import SafeGpuError
 from safe_gpu.gpus.devices import Gpu, HostSnapshot
 from safe_gpu.runtimes.hip import HIP
 from safe_gpu.runtimes.visible_devices import render_visible
-from safe_gpu.topology import kfd_topology, sysfs
+from safe_gpu.topology import files, kfd_topology
 
 # With this variable a claim leaves ROCR_VISIBLE_DEVICES alone, so that HIP's own numbers count.
 UNDER_RAY = {"RAY_RAYLET_PID": "1"}
@@ -143,7 +143,7 @@ def on(driver: KfdDriver, pid: int) -> dict[int, int]:
 
 def check_idle(snapshot: HostSnapshot) -> None:
     """How much memory does an idle GPU show as used? What does the kernel say of each node?"""
-    for gpu, device in zip(snapshot.gpus, kfd_topology.devices(sysfs.tree()) or (), strict=True):
+    for gpu, device in zip(snapshot.gpus, kfd_topology.devices(files.Files()) or (), strict=True):
         used = gpu.memory_used
         idle = used is not None and used < IDLE_LIMIT and not gpu.processes
         say(idle, f"GPU {gpu.index}: {used} bytes in use while idle")

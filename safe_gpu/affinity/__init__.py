@@ -7,7 +7,7 @@ them.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..topology.topology import GpuLocality, HostTopology, read_topology
+    from ..topology.host import GpuLocality, HostTopology, read_topology
     from .binding import BindingReport, PartReport, bind_process, undo
     from .cpu_shares import ClaimShares, claim_shares, split_share
     from .gpu_affinity import set_affinity
@@ -37,7 +37,7 @@ _HOMES = {
     "observed.placement_report": "PlacementReport",
     "observed.placements": "placement",
     "cpu_shares": "ClaimShares claim_shares split_share",
-    ".topology.topology": "GpuLocality HostTopology read_topology",
+    ".topology.host": "GpuLocality HostTopology read_topology",
 }
 
 

@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..drivers import opened_driver
 from ..errors import GPUAffinityError
 from ..topology.cpulist import format_cpulist
-from ..topology.fsroot import fsroot_or_default
+from ..topology.host import GpuLocality, HostTopology, read_topology
 from .binding import BindingReport, bind_process, enter, leave, original_mask
-from .node_cpus import isolated_cpus, node_cpus_of
 from .options import AffinityOptions, as_count, doubt_about
+from .planning.planner import deal, divide, is_remote
 
 if TYPE_CHECKING:
     from ..drivers.base import Driver
     from ..gpus.devices import Gpu
-    from ..topology.topology import GpuLocality, HostTopology
 
 
 class ClaimShares(NamedTuple):
@@ -53,17 +52,14 @@ def claim_shares(
         GPUAffinityError: the mode cannot divide this host (fewer cores than GPUs), a GPU is unknown, or the mask is
             empty.
     """
-    from dataclasses import replace
-
-    from .planning.planner import is_remote, plan
-
     places = {gpu.index: gpu for gpu in sorted(topology.gpus, key=lambda gpu: gpu.index)}
     chosen = {topology.gpu(index).index for index in gpus}
     near = {index: topology.node_set(place) for index, place in places.items() if place.is_known}
     usable = topology.unisolated(frozenset(mask))
     # Isolated CPUs are dealt if the mask has no others, and to GPUs that have no others: the cut takes those away.
     dealt = usable.union(*(cpus for cpus in near.values() if cpus <= topology.isolated))
-    planned = zip(places, plan(replace(topology, isolated=topology.isolated - dealt), **options._asdict()), strict=True)
+    allowed = topology.cpus - (topology.isolated - dealt) or topology.cpus
+    planned = zip(places, deal(topology, list(places.values()), allowed, options), strict=True)
     found = _cut({index: share for index, share in planned if index in chosen}, near, usable)
     remote = _notes(
         (index, f"CPUs {format_cpulist(share)} are remote to {{}} (on {_node_name(topology, places[index])})")
@@ -140,36 +136,17 @@ def bind_near(
     if not gpus:
         raise GPUAffinityError("there is no GPU to bind next to: claim one, or name some")
     shares, nodes, lacks, doubt = None, frozenset[int](), list[str](), ""
-    if options is not None and options.mode == "node" and memory is None:
-        shares = _near_shares(gpus, driver, fsroot)
-    if shares is None:  # the whole host must be read
-        from ..topology.topology import read_topology
-
-        topology = read_topology(fsroot, driver)
-        indices = list(dict.fromkeys(gpu.index for gpu in gpus))
-        if memory is not None:
-            nodes, lacks = with_memory(topology, memory_nodes(topology, indices))
-        if options is not None:
-            shares, doubt = claim_shares(topology, options, indices, original_mask()), doubt_about(options)
+    divided = options is not None and options.mode != "node"  # among all GPUs of the host
+    topology = read_topology(fsroot, driver, None if divided else gpus)
+    indices = list(dict.fromkeys(gpu.index for gpu in gpus))
+    if memory is not None:
+        nodes, lacks = with_memory(topology, memory_nodes(topology, indices))
+    if options is not None:
+        shares, doubt = claim_shares(topology, options, indices, original_mask()), doubt_about(options)
     cpus, said, remote = (None, (), False) if shares is None else (shares.cpus, shares.notes, shares.remote)
     report = bind_process(cpus, nodes, memory, notes=[doubt] if doubt else (), lacks=(*said, *lacks))
     # The CPUs and nodes of a made-up host are not those of this machine.
     return report._replace(as_asked=True) if driver.is_simulated else report._replace(remote=remote)
-
-
-def _near_shares(gpus: Sequence[Gpu], driver: Driver, fsroot: str | None) -> ClaimShares | None:
-    """Return the shares in mode ``node``; None if the whole host must be read to know them."""
-    mask, isolated = original_mask(), isolated_cpus(driver, fsroot)
-    if mask <= isolated:
-        isolated = frozenset()
-    known = {}
-    for gpu in gpus:
-        found = node_cpus_of(gpu, driver, fsroot)
-        if found is None:
-            return None
-        known[gpu.index] = found[0] - isolated or found[0]
-    shares = _cut(known, known, mask - isolated)
-    return shares._replace(remote=bool(shares.notes))
 
 
 def bind_node(node: int, *, cpus: bool = True, memory: str | None = None) -> BindingReport:
@@ -180,8 +157,6 @@ def bind_node(node: int, *, cpus: bool = True, memory: str | None = None) -> Bin
     Raises:
         GPUAffinityError: there is no such node, or, unless not ``cpus``, the mask has no CPU of it.
     """
-    from ..topology.topology import read_topology
-
     number = as_count("node", node, 0)
     simulated = os.environ.get("SAFE_GPU_DRIVER", "").startswith("simulated")
     with opened_driver() if simulated else nullcontext() as driver:
@@ -217,10 +192,9 @@ def bind_claim(
         raise
 
 
-def usable_cpus(topology: HostTopology, driver: Driver) -> frozenset[int]:
+def usable_cpus(topology: HostTopology) -> frozenset[int]:
     """Return this process's mask, where the topology is this host's; else all CPUs."""
-    foreign = fsroot_or_default(None) != "/" or driver.host_topology() is not None
-    return topology.cpus if foreign else original_mask()
+    return original_mask() if topology.is_here else topology.cpus
 
 
 undo_binding = leave
@@ -228,15 +202,13 @@ undo_binding = leave
 
 
 def nodes_of_cpus(cpus: Iterable[int], driver: Driver, fsroot: str | None = None) -> frozenset[int] | None:
-    """Return the NUMA nodes of some CPUs, from the node lists only; None if the kernel shows no node for them."""
-    from ..topology.sysfs import SysfsTree
-
+    """Return the NUMA nodes of some CPUs; None if the kernel shows no node for them."""
     wanted = frozenset(cpus)
-    root = fsroot_or_default(fsroot)
-    own = driver.host_topology() if root == "/" else None
-    tree = SysfsTree(root)
-    by_node = own.nodes if own is not None else {node: tree.node_cpus(node) for node in tree.node_ids()}
-    return frozenset(node for node, near in by_node.items() if near & wanted) or None
+    try:
+        nodes = read_topology(fsroot, driver).nodes
+    except GPUAffinityError:
+        return None
+    return frozenset(node for node, near in nodes.items() if near & wanted) or None
 
 
 def split_share(cpus: Iterable[int], topology: HostTopology, n: int) -> list[frozenset[int]]:
@@ -250,8 +222,6 @@ def split_share(cpus: Iterable[int], topology: HostTopology, n: int) -> list[fro
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise GPUAffinityError(f"a share can be split among 1 worker or more, not {n!r}")
-    from .planning.planner import divide
-
     cores = cores_of_share(cpus, topology)
     if len(cores) < n:
         raise GPUAffinityError(

@@ -5,7 +5,7 @@ import os
 
 from .. import drivers
 from ..errors import GPUAffinityError, SafeGpuError, package_logger
-from ..topology.topology import read_topology
+from ..topology.host import read_topology
 from .binding import bind_process, original_mask
 from .options import AffinityOptions, as_count, doubt_about
 from .planning.enumerations import Mode, Multithreading, Scope

@@ -12,7 +12,7 @@ from ..drivers import opened_driver
 from ..errors import GPUAffinityError, SafeGpuError, package_logger
 from ..host.programs import TooLate, TooMuch, find_program, output_of
 from ..topology.cpulist import format_cpulist
-from ..topology.topology import read_topology
+from ..topology.host import read_topology
 from .binding import original_mask
 from .cpu_shares import claim_shares, memory_nodes, with_memory
 from .options import AffinityOptions, check_memory_mode, doubt_about, falls_back, parse_options

@@ -69,7 +69,6 @@ def _affinity(options: argparse.Namespace) -> int:
         return 0
     from ..affinity import AffinityOptions, affinity_json, affinity_table, claim_shares, read_topology
     from ..affinity.cpu_shares import usable_cpus
-    from ..affinity.node_cpus import node_memory
     from ..affinity.options import doubt_about
     from ..affinity.planning.plan_text import node_table
     from ..drivers import opened_driver
@@ -77,8 +76,8 @@ def _affinity(options: argparse.Namespace) -> int:
     modes = AffinityOptions(**{name: getattr(options, name) for name in AffinityOptions._fields})
     with opened_driver() as driver:
         topology = read_topology(None, driver)
-        mask = usable_cpus(topology, driver) if options.allowed is None else options.allowed & topology.cpus
-        memory = node_memory(topology.nodes, driver)
+        mask = usable_cpus(topology) if options.allowed is None else options.allowed & topology.cpus
+        memory = topology.memory
         shown = _shown(options, driver)
     # What a claim of each GPU alone is bound to.
     shares = [claim_shares(topology, modes, [gpu.index], mask).cpus for gpu in topology.gpus]

@@ -32,7 +32,7 @@ def cpu_mask(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
     """Check that this process may use the CPUs next to the GPUs."""
     if host.simulated:
         return skipped("the CPUs next to simulated GPUs are simulated too")
-    from ..topology.topology import read_topology
+    from ..topology.host import read_topology
 
     try:
         topology = read_topology(driver=host.driver)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from ..gpus.devices import Gpu, HostSnapshot
     from ..runtimes.library import Runtime
-    from ..topology.topology import HostTopology
+    from ..topology.host import HostTopology
 
 
 class Driver(Protocol):

@@ -26,7 +26,7 @@ from ..gpus.devices import Gpu, GpuProcess, HostSnapshot
 from ..gpus.vendors import VENDORS
 from ..host import procfs
 from ..runtimes.level_zero import LEVEL_ZERO
-from ..topology.sysfs import Files, tree
+from ..topology.files import Files
 from . import kernel, pci
 from .base import Driver
 
@@ -190,7 +190,7 @@ class IntelDriver(Driver):
     runtime = LEVEL_ZERO
 
     def __init__(self) -> None:
-        files = tree()
+        files = Files()
         if not any(map(files.exists, VENDORS["intel"].loaded)):
             raise NoDriverError(
                 "the Intel GPU driver is not loaded: there is neither /sys/bus/pci/drivers/xe nor i915; load one, or "
@@ -200,7 +200,7 @@ class IntelDriver(Driver):
 
     def snapshot(self) -> HostSnapshot:
         """Poll every card of the host; see :class:`~safe_gpu.drivers.base.Driver`."""
-        files = tree()
+        files = Files()
         users = clients(files)
         gpus = tuple(_gpu(files, card, users) for card in cards(files))
         return HostSnapshot(gpus, self.name, procfs.printable(f"Linux {os.uname().release}"[:80]))

@@ -15,7 +15,7 @@ from ..host import procfs
 from ..host.foreign_files import read_start
 
 if TYPE_CHECKING:
-    from ..topology.sysfs import Files
+    from ..topology.files import Files
 
 # A process with more descriptors than this is not searched for a device among them.
 _MOST_DESCRIPTORS = 4096

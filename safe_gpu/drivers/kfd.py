@@ -21,8 +21,8 @@ from ..errors import NoDriverError
 from ..gpus.devices import Gpu, HostSnapshot
 from ..host import procfs
 from ..runtimes.hip import HIP
+from ..topology.files import Files
 from ..topology.kfd_topology import Device, devices
-from ..topology.sysfs import Files, tree
 from . import kernel
 from . import pci as pci_module
 from .base import Driver
@@ -59,7 +59,7 @@ class KfdDriver(Driver):
 
     def snapshot(self) -> HostSnapshot:
         """Poll every GPU of the host; see :class:`~safe_gpu.drivers.base.Driver`."""
-        files = tree()
+        files = Files()
         found = self._devices()
         # The version of the amdgpu module; the kernel's, if amdgpu is the kernel's own.
         version = files.text("sys/module/amdgpu/version") or f"Linux {os.uname().release}"
@@ -82,7 +82,7 @@ class KfdDriver(Driver):
     def detailed(self, snapshot: HostSnapshot) -> HostSnapshot:
         """Return the same poll with ``utilization``, of whole GPUs only: the kernel does not count it for
         partitions."""
-        files = tree()
+        files = Files()
         alone = {device.uuid: device.pci for device in self._devices() if device.bus_id and not device.shared}
         return snapshot.updated(
             gpu._replace(utilization=None if busy is None or busy > 100 else busy)
@@ -92,7 +92,7 @@ class KfdDriver(Driver):
         )
 
     def _devices(self) -> tuple[Device, ...]:
-        found = devices(tree())
+        found = devices(Files())
         if found is None:
             raise NoDriverError(
                 "the AMD GPU driver is not loaded: there is no /sys/class/kfd/kfd/topology; load amdgpu, or use the "

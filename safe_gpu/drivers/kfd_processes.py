@@ -11,7 +11,7 @@ from ..gpus.vendors import VENDORS
 from .kernel import own_namespace_pids
 
 if TYPE_CHECKING:
-    from ..topology.sysfs import Files
+    from ..topology.files import Files
 
 _PROCESSES = "sys/class/kfd/kfd/proc"
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from ..gpus.devices import Gpu
 from ..gpus.devices import bus_order as bus_order
 from ..host.foreign_files import read_start
 from .kernel import under_root
@@ -42,8 +43,9 @@ def numa_node(bus_id: str, near: Callable[[], frozenset[int] | None] = lambda: N
         node = text.strip(b"\0 \n")
         if node.isdigit():
             return int(node)
-    from ..topology.sysfs import SysfsTree, node_of_cpus  # most hosts need none of it
+    from ..topology.files import Files  # most hosts need none of it
+    from ..topology.host import SysfsHost, node_of_cpus
 
-    tree = SysfsTree(under_root(""))
-    node_by_sysfs, _, _ = tree.pci_place(bus_id)
-    return node_of_cpus(near() or frozenset(), tree.cpu_nodes()) if node_by_sysfs is None else node_by_sysfs
+    host = SysfsHost(Files())
+    node_by_sysfs, _, _ = host.place(Gpu(0, "", pci_bus_id=bus_id))
+    return node_of_cpus(near() or frozenset(), host.nodes) if node_by_sysfs is None else node_by_sysfs

@@ -12,7 +12,7 @@ from ..gpus.devices import MIG_IS_ON, Gpu, vendor_of
 from ..gpus.vendors import VENDORS
 
 if TYPE_CHECKING:
-    from ..topology.topology import HostTopology
+    from ..topology.host import HostTopology
 
 MIB = 1 << 20
 
@@ -152,7 +152,7 @@ class Preset:
 
     def topology(self) -> "HostTopology":
         """Return the CPUs of the host, and where its GPUs are among them."""
-        from ..topology.topology import GpuLocality, HostTopology
+        from ..topology.host import GpuLocality, HostTopology
 
         cpus = self.cpus
         nodes = range(cpus.packages * cpus.nodes)

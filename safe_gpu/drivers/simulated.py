@@ -46,7 +46,7 @@ from .presets import CONTEXT_BYTES
 from .presets import preset as find_preset
 
 if TYPE_CHECKING:
-    from ..topology.topology import HostTopology
+    from ..topology.host import HostTopology
 
 
 _OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

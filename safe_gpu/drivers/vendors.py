@@ -11,8 +11,8 @@ from ..errors import NoDriverError, UnsatisfiableRequestError
 from ..gpus.devices import vendor_of
 from ..gpus.vendors import FIRST, VENDORS
 from ..settings import variables as settings
+from ..topology.files import Files
 from ..topology.kfd_topology import devices
-from ..topology.sysfs import SysfsTree, tree
 from ..wording.argument_style import ArgumentStyle
 
 if TYPE_CHECKING:
@@ -79,14 +79,14 @@ class _Other(NamedTuple):
 def _of_amd() -> _Other:
     from .kfd import KfdDriver, may_be_integrated
 
-    found = devices(tree()) or ()
+    found = devices(Files()) or ()
     return _Other(KfdDriver, len(found), all(map(may_be_integrated, found)))
 
 
 def _of_intel() -> _Other:
     from .intel import IntelDriver, cards
 
-    return _Other(IntelDriver, len(cards(tree())), False)
+    return _Other(IntelDriver, len(cards(Files())), False)
 
 
 _OTHERS: dict[str, Callable[[], _Other]] = {"amd": _of_amd, "intel": _of_intel}
@@ -95,7 +95,7 @@ _OTHERS: dict[str, Callable[[], _Other]] = {"amd": _of_amd, "intel": _of_intel}
 def _others() -> dict[str, _Other]:
     """Return the vendors after the first of which this host has GPUs, those last that may have integrated graphics
     only."""
-    files = tree()
+    files = Files()
     found = {key: _OTHERS[key]() for key in _OTHERS if any(map(files.exists, VENDORS[key].loaded))}
     there = [(key, other) for key, other in found.items() if other.gpus]
     return dict(sorted(there, key=lambda one: one[1].only_graphics))
@@ -187,5 +187,5 @@ def open_each(open_nvidia: Callable[[], Driver]) -> tuple[list[Driver], list[str
 def _is_of_other_vendor(err: NoDriverError) -> bool:
     """Return whether NVIDIA's driver does not work because the host has no NVIDIA GPUs. A cluster may install one image
     on all hosts, with libraries of both vendors."""
-    files = tree()
-    return not files.exists("dev/nvidiactl") and (err.driver == "auto" or not SysfsTree(files.root).pci_gpus())
+    files = Files()
+    return not files.exists("dev/nvidiactl") and (err.driver == "auto" or not files.nvidia_gpus())

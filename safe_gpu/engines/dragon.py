@@ -339,7 +339,7 @@ def _dragon_number(gpu: ClusterGpu, node: Any) -> int:
 
 def _split(cores: Sequence[Sequence[int]], workers: int) -> list[tuple[int, ...]]:
     """Split the cores of a GPU among its workers; there are fewer parts than workers if there are too few cores."""
-    from ..topology.topology import HostTopology
+    from ..topology.host import HostTopology
 
     if not cores:
         return [()]

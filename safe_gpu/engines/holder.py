@@ -31,7 +31,7 @@ from ..runtimes.visible_devices import read_visible, render_visible, visible_var
 from ..selection.possible import check_possible
 from ..selection.request import Selection, parse_request
 from ..selection.rules import Rules
-from ..topology.topology import read_topology
+from ..topology.host import read_topology
 from .cluster import ClusterGpu
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """The AMD GPUs of the KFD topology in sysfs.
 
-As in :mod:`.sysfs` the root may be a saved tree, and nothing raises because of its content. Names and meanings are
+As in :mod:`.files` the root may be a saved tree, and nothing raises because of its content. Names and meanings are
 those of ``kfd_topology.c`` and ``amdgpu`` in the Linux kernel:
 
 * A node is a GPU if its ``simd_count`` is not 0. ROCR numbers the GPUs in the order of the nodes.
@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from ..gpus.vendors import product_name
-from .sysfs import PCI, Files
+from .files import PCI, Files
 
 _NODES = "sys/class/kfd/kfd/topology/nodes"
 

@@ -18,7 +18,7 @@ from safe_gpu.errors import NoDriverError
 from safe_gpu.gpus.devices import Gpu, HostSnapshot
 from safe_gpu.runtimes.library import Runtime
 from safe_gpu.topology.cpulist import parse_cpulist
-from safe_gpu.topology.topology import GpuLocality, HostTopology
+from safe_gpu.topology.host import GpuLocality, HostTopology
 
 MakeHost = Callable[..., HostTopology]
 InChild = Callable[[Callable[[], Any]], Any]

@@ -6,7 +6,7 @@ from typing import Any
 
 from affinity.conftest import MakeHost
 
-from safe_gpu.topology.topology import HostTopology
+from safe_gpu.topology.host import HostTopology
 
 HOSTS: dict[str, dict[str, Any]] = {
     "dgx1": {"cores_per_node": 20, "nodes": 2, "gpu_nodes": [0] * 4 + [1] * 4},

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,6 @@ from affinity.conftest import SavedTree
 from support.kfd_host import KfdHost
 
 from safe_gpu.affinity.cpu_shares import claim_shares, memory_nodes
-from safe_gpu.affinity.node_cpus import node_cpus_of
 from safe_gpu.affinity.options import MODES, AffinityOptions
 from safe_gpu.affinity.planning.planner import plan
 from safe_gpu.affinity.resolve_gpus import by_ordinal, visible
@@ -17,7 +17,7 @@ from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.drivers.presets import Preset, preset
 from safe_gpu.errors import GPUAffinityError
 from safe_gpu.topology.cpulist import format_cpulist
-from safe_gpu.topology.topology import HostTopology, read_topology
+from safe_gpu.topology.host import HostTopology, read_topology
 
 HOSTS = ("mi250x", "mi300x-cpx")
 
@@ -111,10 +111,11 @@ def test_two_claims_of_partitions_of_one_gpu_share_no_core(read: tuple[HostTopol
     assert memory_nodes(found, [0, 1]) == {found.gpus[0].numa_node}
 
 
-def test_the_short_way_leads_to_the_same_node(read: tuple[HostTopology, HostTopology]) -> None:
+def test_one_gpu_alone_is_at_the_same_place(read: tuple[HostTopology, HostTopology]) -> None:
     driver = KfdDriver()
     for gpu, place in zip(driver.snapshot().gpus, read[1].gpus, strict=True):
-        assert node_cpus_of(gpu, driver) == (place.node_cpus, "numa_node")
+        (alone,) = read_topology(driver=driver, gpus=[gpu]).gpus
+        assert alone == replace(place, socket_cpus=frozenset())
 
 
 @pytest.mark.parametrize("cut", [{}, {"ROCR_VISIBLE_DEVICES": "5,3", "HIP_VISIBLE_DEVICES": "1"}])
@@ -137,7 +138,6 @@ def test_firmware_that_tells_no_node(saved_tree: SavedTree, monkeypatch: pytest.
     found = read_topology(driver=driver)
     assert {(gpu.numa_node, gpu.node_cpus, gpu.source) for gpu in found.gpus} == {(None, found.cpus, "local_cpulist")}
     assert text(plan(found, mode="exclusive")) == [f"{8 * n}-{8 * n + 7},{64 + 8 * n}-{71 + 8 * n}" for n in range(8)]
-    assert node_cpus_of(driver.snapshot().gpus[0], driver) == (found.cpus, "local_cpulist")
     assert memory_nodes(found, range(8)) == frozenset()
 
 

@@ -15,14 +15,13 @@ import safe_gpu
 import safe_gpu as gpu_affinity
 import safe_gpu.drivers
 from safe_gpu.affinity.gpu_affinity import set_affinity
-from safe_gpu.affinity.node_cpus import node_memory
 from safe_gpu.affinity.numactl import numactl_options, wrap_command
 from safe_gpu.affinity.options import AffinityOptions, parse_options
 from safe_gpu.affinity.planning.plan_text import affinity_json, affinity_table, node_table
 from safe_gpu.affinity.planning.planner import plan
 from safe_gpu.errors import GPUAffinityError
 from safe_gpu.gpus.devices import Gpu
-from safe_gpu.topology.topology import HostTopology, read_topology
+from safe_gpu.topology.host import HostTopology, read_topology
 
 # set_affinity
 
@@ -308,13 +307,14 @@ def test_a_plan_as_table_and_json(host: Callable[..., HostTopology]) -> None:
     assert [gpu["index"] for gpu in affinity_json(topology, options, shares, shown=[1])["gpus"]] == [1]
 
 
-def test_the_table_of_nodes(host: Callable[..., HostTopology], saved_tree: Any, fake_driver: Any) -> None:
+def test_the_table_of_nodes(host: Callable[..., HostTopology], saved_tree: Any) -> None:
     """Sizes as numactl --hardware shows them, from the kernel's files."""
     saved_tree.write("sys/devices/system/node/node1/meminfo", "Node 1 MemTotal: 2097152 kB\nNode 1 MemFree:  524288 kB")
     saved_tree.write("sys/devices/system/node/node0/meminfo", "Node 0 MemTotal: many kB")
     topology = host(cores_per_node=2, nodes=2, smt=1, distances=True)
-    driver = fake_driver([])
-    memory = node_memory(topology.nodes, driver, saved_tree)
+    saved_tree.cpus([(0,), (1,)])
+    saved_tree.nodes({0: [0], 1: [1]})
+    memory = read_topology(saved_tree).memory
     assert memory == {1: (2 << 30, 512 << 20)}
     assert [line.split() for line in node_table(topology, memory).splitlines()] == [
         ["NODE", "CPUS", "SIZE", "FREE", "DISTANCES"],
@@ -323,16 +323,14 @@ def test_the_table_of_nodes(host: Callable[..., HostTopology], saved_tree: Any, 
     ]
     bare = host(cores_per_node=2, nodes=1, smt=1)
     assert node_table(bare, {}).splitlines()[1].split() == ["0", "0-1", "-", "-", "-"]
-    driver.own, driver.is_simulated = topology, True  # a made-up host has no memory of its own
-    assert node_memory(topology.nodes, driver) == {}
+    assert topology.memory == {}  # a made-up host has no memory of its own
 
 
-def test_sizes_of_this_very_host(fake_driver: Any) -> None:
+def test_sizes_of_this_very_host() -> None:
     try:
-        nodes = read_topology().nodes
+        memory = read_topology().memory
     except GPUAffinityError as err:
         pytest.skip(str(err))
-    memory = node_memory(nodes, fake_driver([]))
     if not memory:
         pytest.skip("this kernel shows no memory by node")
     assert all(0 <= free <= size for size, free in memory.values())

@@ -26,8 +26,8 @@ from safe_gpu.affinity.cpu_shares import (
 from safe_gpu.affinity.options import MODES, AffinityOptions
 from safe_gpu.affinity.planning.planner import plan
 from safe_gpu.errors import GPUAffinityError
-from safe_gpu.gpus.devices import Gpu
-from safe_gpu.topology.topology import GpuLocality, HostTopology, read_topology
+from safe_gpu.gpus.devices import Gpu, HostSnapshot
+from safe_gpu.topology.host import GpuLocality, HostTopology, SysfsHost, read_topology
 
 TWO_ON_ONE = {"cores_per_node": 8, "nodes": 1, "gpu_nodes": [0, 0]}
 ONE_EACH = {"cores_per_node": 4, "nodes": 2, "gpu_nodes": [0, 1]}
@@ -203,11 +203,15 @@ def test_a_made_up_host_is_never_remote(fake_driver: Any, in_child: InChild) -> 
 
 @needs_two_cpus
 def test_the_default_reads_no_whole_host(small_host: Any, fake_driver: Any, in_child: Any, monkeypatch: Any) -> None:
-    def whole(*_: Any) -> HostTopology:
-        raise AssertionError("the whole host was read")
+    """Neither the cores, sockets and caches of each CPU, nor the places of other GPUs."""
 
-    monkeypatch.setattr("safe_gpu.topology.topology.read_topology", whole)
-    assert in_child(lambda: bind_near(GPUS[1:2], fake_driver(GPUS), options=AffinityOptions()).cpus) == {MASK[1]}
+    class Silent(fake_driver):
+        def snapshot(self) -> HostSnapshot:
+            raise AssertionError("the driver was polled")
+
+    for fact in ("cores", "packages", "llc"):
+        monkeypatch.setattr(SysfsHost, fact, property(lambda host: pytest.fail("the whole host was read")))
+    assert in_child(lambda: bind_near(GPUS[1:2], Silent(GPUS), options=AffinityOptions()).cpus) == {MASK[1]}
 
 
 @needs_two_cpus
@@ -280,6 +284,8 @@ def test_the_nearest_memory_of_a_node(saved_tree: Any, has: str, sizes: list[int
 
 
 def test_nodes_of_cpus(saved_tree: Any, fake_driver: Any, host: MakeHost) -> None:
+    assert nodes_of_cpus([3], fake_driver([]), saved_tree) is None
+    saved_tree.cpus([(0,), (1,), (2,), (3,)])
     saved_tree.nodes({0: [0, 1], 8: [2, 3]})
     assert nodes_of_cpus([3], fake_driver([]), saved_tree) == {8}
     assert nodes_of_cpus([99], fake_driver([]), saved_tree) is None

@@ -21,7 +21,7 @@ import safe_gpu
 from safe_gpu.affinity.planning.planner import plan
 from safe_gpu.errors import GPUAffinityError
 from safe_gpu.topology.cpulist import format_cpulist
-from safe_gpu.topology.topology import HostTopology
+from safe_gpu.topology.host import HostTopology
 
 PAGE = Path(safe_gpu.__file__).parent / "affinity" / "README.md"
 

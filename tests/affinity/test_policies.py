@@ -20,7 +20,7 @@ from safe_gpu.affinity.planning.enumerations import Mode, Multithreading, Scope
 from safe_gpu.affinity.planning.planner import is_remote, plan
 from safe_gpu.errors import GPUAffinityError
 from safe_gpu.topology.cpulist import format_cpulist
-from safe_gpu.topology.topology import GpuLocality, HostTopology
+from safe_gpu.topology.host import GpuLocality, HostTopology
 
 PAGE = Path(safe_gpu.__file__).parent / "affinity" / "README.md"
 

@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 from affinity.conftest import cpus
 
-from safe_gpu.affinity.node_cpus import node_cpus_of
 from safe_gpu.drivers import open_driver
 from safe_gpu.errors import GPUAffinityError, NoDriverError
 from safe_gpu.gpus.devices import Gpu, HostSnapshot
 from safe_gpu.topology.cpulist import parse_cpumask
-from safe_gpu.topology.fsroot import fsroot_or_default
-from safe_gpu.topology.topology import GpuLocality, HostTopology, read_topology
+from safe_gpu.topology.host import GpuLocality, HostTopology, read_topology
 
 needs_sysfs = pytest.mark.skipif(not os.path.isdir("/sys/devices/system/cpu"), reason="/sys is not mounted")
 CPU = "sys/devices/system/cpu"
@@ -180,7 +178,6 @@ def test_the_root_comes_from_the_environment(saved_tree: Any, monkeypatch: pytes
     two_sockets(saved_tree)
     monkeypatch.setenv("SAFE_GPU_FSROOT", os.fspath(saved_tree))
     check_two_sockets(read_topology())
-    assert fsroot_or_default("/") == "/"
 
 
 @needs_sysfs
@@ -302,7 +299,7 @@ def test_a_driver_that_fails_is_our_error(saved_tree: Any, fake_driver: Any) -> 
             raise NoDriverError("the driver was unloaded")
 
     with pytest.raises(GPUAffinityError, match="the driver was unloaded"):
-        read_topology(saved_tree, Broken([]))
+        _ = read_topology(saved_tree, Broken([])).gpus
 
 
 @needs_sysfs
@@ -316,29 +313,27 @@ def test_the_cpuset_that_nvml_cut_its_answer_to_is_undone(monkeypatch: pytest.Mo
     assert gpu.node_cpus == next(cpus for cpus in host.nodes.values() if mine in cpus)
 
 
-def test_the_short_way_to_one_gpus_node(saved_tree: Any, fake_driver: Any) -> None:
+def test_some_gpus_are_located_without_a_poll(saved_tree: Any, fake_driver: Any) -> None:
     two_sockets(saved_tree)
     saved_tree.gpu("0000:02:00.0", node=1)
     saved_tree.gpu("0000:03:00.0", node=-1, cpus=[0, 1])
+
+    class Silent(fake_driver):
+        def snapshot(self) -> HostSnapshot:
+            raise AssertionError("the driver was polled")
+
     for gpu, expected in [
         (Gpu(0, "GPU-told"), ({1, 2}, "nvml")),
         (Gpu(0, "GPU-x", pci_bus_id="0000:02:00.0"), (SECOND, "numa_node")),
         (Gpu(0, "GPU-x", pci_bus_id="0000:77:00.0", numa_node=0), (FIRST, "numa_node")),
         (Gpu(0, "GPU-x", pci_bus_id="0000:03:00.0"), ({0, 1}, "local_cpulist")),
         (Gpu(0, "MIG-x", mig_parent="GPU-told"), ({1, 2}, "nvml")),
-        (Gpu(0, "GPU-x", pci_bus_id="0000:77:00.0"), None),
-        (Gpu(0, "GPU-x"), None),
+        (Gpu(0, "GPU-x", pci_bus_id="0000:77:00.0"), (frozenset(), "")),
+        (Gpu(0, "GPU-x"), (frozenset(), "")),
     ]:
-        driver = fake_driver([gpu], {("GPU-told", "node"): frozenset([1, 2])})
-        assert node_cpus_of(gpu, driver, saved_tree) == expected, gpu
-
-
-def test_the_short_way_on_other_hosts(saved_tree: Any, fake_driver: Any) -> None:
-    saved_tree.nodes({0: [0, 1, 2, 3]})
-    assert node_cpus_of(Gpu(0, "GPU-x"), fake_driver([]), saved_tree) == ({0, 1, 2, 3}, "only node")
-    driver = fake_driver([])
-    driver.own, driver.is_simulated = HostTopology(cpus=frozenset([1])), True  # its node 0 is not this machine's
-    assert node_cpus_of(Gpu(0, "GPU-0", numa_node=0), driver, "/") is None
+        driver = Silent([gpu], {("GPU-told", "node"): frozenset([1, 2])})
+        (place,) = read_topology(saved_tree, driver, [gpu, gpu]).gpus
+        assert (place.node_cpus, place.source) == expected, gpu
 
 
 @pytest.mark.parametrize("bus", ["0000:07:00.0", ""])

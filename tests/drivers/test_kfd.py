@@ -16,7 +16,7 @@ from safe_gpu.errors import NoDriverError
 from safe_gpu.gpus.devices import Gpu, GpuProcess
 from safe_gpu.selection.request import Selection
 from safe_gpu.selection.verdicts import judge
-from safe_gpu.topology import sysfs as kfd_nodes
+from safe_gpu.topology.files import Files
 
 HIDDEN = 4_000_000  # above every pid that Linux gives
 MI210, SECOND, THIRD = 0x2C5F_51A3_0D4F_9E01, 0x91B2_0000_0000_0002, 0x0000_0000_00AB_0003
@@ -174,14 +174,14 @@ def test_partitions_with_one_unique_id(host: KfdHost, unique_id: int) -> None:
 
 
 def test_a_node_that_a_cgroup_hides_is_not_counted(three: KfdHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = kfd_nodes.Files.read
+    read = Files.read
 
-    def refused(self: kfd_nodes.Files, path: str) -> str:
+    def refused(self: Files, path: str) -> str:
         if path.endswith(("nodes/2/gpu_id", "nodes/2/properties")):
             raise PermissionError(1, "Operation not permitted", path)
         return read(self, path)
 
-    monkeypatch.setattr(kfd_nodes.Files, "read", refused)
+    monkeypatch.setattr(Files, "read", refused)
     assert [(gpu.index, gpu.pci_bus_id) for gpu in gpus()] == [(0, "0000:23:00.0"), (1, "0000:63:00.0")]
 
 

@@ -20,9 +20,9 @@ from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.drivers.pci import bus_order, numa_node
 from safe_gpu.errors import GPUAffinityError, NoDriverError
 from safe_gpu.topology.cpulist import parse_cpulist, parse_cpumask
+from safe_gpu.topology.files import Files
+from safe_gpu.topology.host import read_topology
 from safe_gpu.topology.kfd_topology import devices
-from safe_gpu.topology.sysfs import Files
-from safe_gpu.topology.topology import read_topology
 
 Tree = dict[str, str]
 DIGITS = "9" * 5000

@@ -23,7 +23,7 @@ from ...host.foreign_files import read_start
 from ...host.procfs import command_of, descendants, lines_of, parent_of, printable
 from ...runtimes.visible_devices import visible_variables
 from ...topology.cpulist import parse_cpulist
-from ...topology.topology import GpuLocality, HostTopology, read_topology
+from ...topology.host import GpuLocality, HostTopology, read_topology
 from ..memory_policy import get_policy
 from ..resolve_gpus import BOUND, Names, by_name, by_ordinal, remembered, visible
 from .placement_report import PlacementReport, ProcessPlacement, ThreadPlacement

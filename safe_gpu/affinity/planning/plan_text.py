@@ -10,7 +10,7 @@ from ...wording.text import format_bytes
 from .planner import is_remote
 
 if TYPE_CHECKING:
-    from ...topology.topology import GpuLocality, HostTopology
+    from ...topology.host import GpuLocality, HostTopology
     from ..options import AffinityOptions
 
 _HEADER = ("GPU", "BUS", "NODE", "CPUS", "CORES", "MEMORY", "SOURCE")

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from ...errors import GPUAffinityError
 from ...topology.cpulist import format_cpulist
-from ...topology.topology import GpuLocality, HostTopology
+from ...topology.host import GpuLocality, HostTopology
 from ..options import DIVIDING_MODES, AffinityOptions
 
 Core = tuple[int, ...]
@@ -75,10 +75,21 @@ def plan(
         raise GPUAffinityError(f"this process may use none of the {len(topology.cpus)} online CPUs")
     if len(set(indices)) < len(indices):
         raise GPUAffinityError(f"a GPU is named twice in gpus={indices}: each GPU takes one share")
-    shares = _Planner(topology, chosen, topology.unisolated(usable), wishes).shares() if chosen else []
-    for gpu, share in zip(chosen, shares, strict=True):
+    return deal(topology, chosen, topology.unisolated(usable), wishes)
+
+
+def deal(
+    topology: HostTopology, gpus: Sequence[GpuLocality], usable: frozenset[int], options: AffinityOptions
+) -> list[frozenset[int]]:
+    """Return the CPUs of each GPU, out of ``usable``.
+
+    Raises:
+        GPUAffinityError: some GPU would have none.
+    """
+    shares = _Planner(topology, gpus, usable, options).shares() if gpus else []
+    for gpu, share in zip(gpus, shares, strict=True):
         if not share:
-            raise GPUAffinityError(f"no physical core is left for GPU {gpu.index} with mode {wishes.mode}")
+            raise GPUAffinityError(f"no physical core is left for GPU {gpu.index} with mode {options.mode}")
     return shares
 
 

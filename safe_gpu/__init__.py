@@ -16,18 +16,12 @@ TYPE_CHECKING = False  # importing typing would take longer than this whole modu
 if TYPE_CHECKING:
     from typing import Any
 
-    from .affinity import (
-        AffinityOptions,
-        BindingReport,
-        Mode,
-        Multithreading,
-        PlacementReport,
-        Scope,
-        placement,
-        set_affinity,
-        split_share,
-        wrap_command,
-    )
+    from .affinity.binding import BindingReport
+    from .affinity.cpu_shares import split_share
+    from .affinity.gpu_affinity import Mode, Multithreading, Scope, set_affinity
+    from .affinity.numactl import wrap_command
+    from .affinity.options import AffinityOptions
+    from .affinity.placement import PlacementReport, placement
     from .claim.free import get_free_gpus
     from .claim.functions import claim_gpus, ensure_gpus, release_gpus
     from .claim.owner import GPUOwner
@@ -117,10 +111,12 @@ __all__ = [
 
 # Module -> names that are loaded from it.
 _HOMES = {
-    "affinity": (
-        "AffinityOptions BindingReport Mode Multithreading PlacementReport Scope placement set_affinity "
-        "split_share wrap_command"
-    ),
+    "affinity.binding": ("BindingReport"),
+    "affinity.cpu_shares": ("split_share"),
+    "affinity.gpu_affinity": ("Mode Multithreading Scope set_affinity"),
+    "affinity.numactl": ("wrap_command"),
+    "affinity.options": ("AffinityOptions"),
+    "affinity.placement": ("PlacementReport placement"),
     "claim.rank_binding": ("bind"),
     "gpus.devices": ("Gpu GpuProcess GpuVerdict"),
     "errors": (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.affinity.observed.placement_report import PlacementReport, ProcessPlacement, ThreadPlacement
+from safe_gpu.affinity.placement import PlacementReport, ProcessPlacement, ThreadPlacement
 
 TOOLS = Path(__file__).parents[1] / "tools"
 

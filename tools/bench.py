@@ -47,7 +47,7 @@ from common import ROOT, become, simulate
 
 import safe_gpu
 from safe_gpu.affinity.options import MODES
-from safe_gpu.affinity.planning.planner import plan
+from safe_gpu.affinity.planner import plan
 from safe_gpu.claim.search import search
 from safe_gpu.coordination import socket_names
 from safe_gpu.coordination.history import append

@@ -17,7 +17,7 @@ from ..topology.cpulist import format_cpulist
 from ..topology.host import GpuLocality, HostTopology, read_topology
 from .binding import BindingReport, bind_process, enter, leave, original_mask
 from .options import AffinityOptions, as_count, doubt_about
-from .planning.planner import deal, divide, is_remote
+from .planner import deal, divide, is_remote
 
 if TYPE_CHECKING:
     from ..drivers.base import Driver

@@ -53,6 +53,19 @@ class ResolvedGpus(NamedTuple):
         return (f"it is not certain which GPU is meant: {self.doubt}",) if self.doubt else ()
 
 
+def named(names: Names | None, ordinal: int | None, snapshot: HostSnapshot, environ: Mapping[str, str]) -> ResolvedGpus:
+    """Return the GPUs that are named in one of the two ways.
+
+    Raises:
+        GPUAffinityError: both are given; as for :func:`by_name` and :func:`by_ordinal`.
+    """
+    if names is not None and ordinal is not None:
+        raise GPUAffinityError("name the GPU once: gpus= as nvidia-smi shows it, or ordinal= as CUDA numbers it")
+    return (
+        by_name(() if names is None else names, snapshot) if ordinal is None else by_ordinal(ordinal, snapshot, environ)
+    )
+
+
 def by_name(names: Names, snapshot: HostSnapshot) -> ResolvedGpus:
     """Return GPUs by index as nvidia-smi shows it, range, or UUID (or its first characters).
 

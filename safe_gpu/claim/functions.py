@@ -12,7 +12,7 @@ from .arguments.timeout import DEFAULT, DefaultTimeout
 from .owner import NO_GPU, GPUOwner, already_claimed, current_owner, owner_type, owners, request_key
 
 if TYPE_CHECKING:
-    from ..affinity import AffinityOptions
+    from ..affinity.options import AffinityOptions
 
 gpu_owner: GPUOwner | None
 

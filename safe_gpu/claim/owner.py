@@ -35,7 +35,8 @@ from .search.search import acquire
 from .variables import ClaimVariables
 
 if TYPE_CHECKING:
-    from ..affinity import AffinityOptions, BindingReport
+    from ..affinity.binding import BindingReport
+    from ..affinity.options import AffinityOptions
     from ..drivers.base import Driver
     from ..gpus.devices import Gpu
     from ..gpus.visible import VisibleLimit

@@ -62,16 +62,16 @@ def process_id(text: str) -> int:
 
 def _affinity(options: argparse.Namespace) -> int:
     if options.of is not None:
-        from ..affinity.observed.placements import placement
+        from ..affinity.placement import placement
 
         report = placement(options.of, gpus=options.gpu, ordinal=options.ordinal)
         print_json(report.as_dict()) if options.json else print_lines(str(report))
         return 0
-    from ..affinity import AffinityOptions, affinity_json, affinity_table, claim_shares, read_topology
-    from ..affinity.cpu_shares import usable_cpus
-    from ..affinity.options import doubt_about
-    from ..affinity.planning.plan_text import node_table
+    from ..affinity.cpu_shares import claim_shares, usable_cpus
+    from ..affinity.options import AffinityOptions, doubt_about
+    from ..affinity.plan_text import affinity_json, affinity_table, node_table
     from ..drivers import opened_driver
+    from ..topology.host import read_topology
 
     modes = AffinityOptions(**{name: getattr(options, name) for name in AffinityOptions._fields})
     with opened_driver() as driver:
@@ -93,11 +93,12 @@ def _affinity(options: argparse.Namespace) -> int:
 
 def _shown(options: argparse.Namespace, driver: Driver) -> list[int] | None:
     """Return the indices of the GPUs to show; None for all."""
-    from ..affinity.resolve_gpus import by_name, by_ordinal
+    from ..affinity.resolve_gpus import named
 
-    if options.ordinal is not None:
-        return [gpu.index for gpu in by_ordinal(options.ordinal, driver.snapshot(), os.environ).gpus]
-    return None if options.gpu is None else [gpu.index for gpu in by_name(options.gpu, driver.snapshot()).gpus]
+    if options.gpu is None and options.ordinal is None:
+        return None
+    chosen = named(options.gpu, options.ordinal, driver.snapshot(), os.environ)
+    return [gpu.index for gpu in chosen.gpus]
 
 
 def configure_doctor(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ from support.kfd_host import KfdHost
 
 from safe_gpu.affinity.cpu_shares import claim_shares, memory_nodes
 from safe_gpu.affinity.options import MODES, AffinityOptions
-from safe_gpu.affinity.planning.planner import plan
+from safe_gpu.affinity.planner import plan
 from safe_gpu.affinity.resolve_gpus import by_ordinal, visible
 from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.drivers.presets import Preset, preset

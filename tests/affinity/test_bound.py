@@ -15,8 +15,8 @@ from affinity.conftest import MASK, InChild, needs_known_calls, needs_two_cpus, 
 
 import safe_gpu
 import safe_gpu.drivers
+from safe_gpu.affinity.gpu_affinity import Mode
 from safe_gpu.affinity.options import AffinityOptions
-from safe_gpu.affinity.planning.enumerations import Mode
 from safe_gpu.cli import main
 from safe_gpu.engines.holder import enter_worker
 from safe_gpu.topology.cpulist import parse_cpulist

@@ -17,8 +17,8 @@ import safe_gpu.drivers
 from safe_gpu.affinity.gpu_affinity import set_affinity
 from safe_gpu.affinity.numactl import numactl_options, wrap_command
 from safe_gpu.affinity.options import AffinityOptions, parse_options
-from safe_gpu.affinity.planning.plan_text import affinity_json, affinity_table, node_table
-from safe_gpu.affinity.planning.planner import plan
+from safe_gpu.affinity.plan_text import affinity_json, affinity_table, node_table
+from safe_gpu.affinity.planner import plan
 from safe_gpu.errors import GPUAffinityError
 from safe_gpu.gpus.devices import Gpu
 from safe_gpu.topology.host import HostTopology, read_topology

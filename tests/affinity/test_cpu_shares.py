@@ -24,7 +24,7 @@ from safe_gpu.affinity.cpu_shares import (
     with_memory,
 )
 from safe_gpu.affinity.options import MODES, AffinityOptions
-from safe_gpu.affinity.planning.planner import plan
+from safe_gpu.affinity.planner import plan
 from safe_gpu.errors import GPUAffinityError
 from safe_gpu.gpus.devices import Gpu, HostSnapshot
 from safe_gpu.topology.host import GpuLocality, HostTopology, SysfsHost, read_topology
@@ -248,7 +248,9 @@ def test_taskset_is_respected(small_host: Any, tmp_path: Any) -> None:
     """GPU 0 is next to the CPU that the mask leaves out."""
     code = """if True:
     import os
-    from safe_gpu.affinity import AffinityOptions, HostTopology, claim_shares
+    from safe_gpu.affinity import HostTopology
+    from safe_gpu.affinity.cpu_shares import claim_shares
+    from safe_gpu.affinity.options import AffinityOptions
     host, mask = HostTopology.from_host(), os.sched_getaffinity(0)
     print([sorted(claim_shares(host, AffinityOptions(), [gpu], mask).cpus) for gpu in (0, 1)])
     """

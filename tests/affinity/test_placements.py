@@ -13,7 +13,7 @@ from affinity.conftest import MASK, InChild, needs_two_cpus, no_driver, save_two
 
 import safe_gpu.drivers
 from safe_gpu.affinity.memory_policy import policy_for, set_policy
-from safe_gpu.affinity.observed.placements import parse_numa_maps, placement
+from safe_gpu.affinity.placement import parse_numa_maps, placement
 from safe_gpu.errors import GPUAffinityError
 from safe_gpu.gpus.devices import Gpu, GpuProcess
 

@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import safe_gpu
-from safe_gpu.affinity.gpu_affinity import set_affinity
+from safe_gpu.affinity.gpu_affinity import Mode, Multithreading, Scope, set_affinity
 from safe_gpu.affinity.options import DIVIDING_MODES, MODES, MULTITHREADING, SCOPES, AffinityOptions, parse_options
-from safe_gpu.affinity.planning.enumerations import Mode, Multithreading, Scope
-from safe_gpu.affinity.planning.planner import is_remote, plan
+from safe_gpu.affinity.planner import is_remote, plan
 from safe_gpu.errors import GPUAffinityError
 from safe_gpu.topology.cpulist import format_cpulist
 from safe_gpu.topology.host import GpuLocality, HostTopology

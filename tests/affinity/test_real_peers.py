@@ -18,7 +18,7 @@ import safe_gpu
 from safe_gpu.affinity import numactl
 from safe_gpu.affinity.numactl import wrap_command
 from safe_gpu.affinity.options import MODES, AffinityOptions, parse_options
-from safe_gpu.affinity.planning.planner import plan
+from safe_gpu.affinity.planner import plan
 from safe_gpu.errors import GPUAffinityError
 
 needs_numactl = pytest.mark.skipif(shutil.which("numactl") is None and not REQUIRED, reason="needs numactl")

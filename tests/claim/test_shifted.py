@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu.affinity import undo
+from safe_gpu.affinity.binding import undo
 
 SHIFT = "CUDA_VISIBLE_DEVICES=1 now means GPU 2, which this claim does not hold, since GPU 0 is lost"
 

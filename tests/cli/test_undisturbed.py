@@ -8,7 +8,7 @@ import pytest
 
 # What only a claim that waits, fails, is limited, or runs on another vendor's GPUs needs is not here.
 OWN = """
-affinity affinity.binding affinity.cpu_shares affinity.memory_policy affinity.node_cpus affinity.options claim
+affinity affinity.binding affinity.cpu_shares affinity.memory_policy affinity.options affinity.planner claim
 claim.arguments claim.arguments.hold_for claim.arguments.options claim.arguments.timeout claim.checks
 claim.checks.bad_gpu claim.checks.confirmation claim.checks.opened claim.functions claim.held claim.history_entry
 claim.host claim.host.ancestors claim.host.host_view claim.host.inside claim.host.outer_claim claim.host.polls
@@ -22,12 +22,12 @@ coordination.leases coordination.leases.claim_end coordination.leases.commands c
 coordination.leases.file_names coordination.leases.lease coordination.leases.previous_record coordination.leases.record
 coordination.leases.slots coordination.locks coordination.locks.cleaner_guard coordination.locks.flock
 coordination.locks.host_lock coordination.locks.legacy_lock coordination.locks.record_locks coordination.scope_names
-coordination.signals coordination.socket_names drivers drivers.base drivers.kernel drivers.presets
-drivers.simulated errors gpus gpus.devices gpus.vendors gpus.visible host host.foreign_files host.procfs host.programs
-runtimes runtimes.causes runtimes.child runtimes.library runtimes.placeholders runtimes.visible_devices safe_gpu
-schedulers schedulers.job selection selection.choice selection.gpu_names selection.occupancy selection.possible
-selection.request selection.rules selection.sharing selection.values selection.verdicts settings settings.durations
-settings.variables topology topology.cpulist topology.fsroot wording wording.argument_style wording.text
+coordination.signals coordination.socket_names drivers drivers.base drivers.kernel drivers.presets drivers.simulated
+errors gpus gpus.devices gpus.vendors gpus.visible host host.foreign_files host.procfs host.programs runtimes
+runtimes.causes runtimes.child runtimes.library runtimes.placeholders runtimes.visible_devices safe_gpu schedulers
+schedulers.job selection selection.choice selection.gpu_names selection.occupancy selection.possible selection.request
+selection.rules selection.sharing selection.values selection.verdicts settings settings.durations settings.variables
+topology topology.cpulist topology.files topology.host wording wording.argument_style wording.text
 """.split()
 HEAVY = set(
     "dataclasses logging subprocess ctypes socket hashlib shutil tempfile inspect threading difflib pynvml".split()

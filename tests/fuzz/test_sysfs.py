@@ -13,8 +13,8 @@ from support import hostile
 from support.hostile import TRICK, assert_plain, bounded, broken_text, examples, refusing, with_examples
 from support.kfd_host import KfdHost
 
-from safe_gpu.affinity.observed.placements import parse_numa_maps
-from safe_gpu.affinity.planning import planner as policies
+from safe_gpu.affinity import planner as policies
+from safe_gpu.affinity.placement import parse_numa_maps
 from safe_gpu.drivers.kernel import memory_is_node
 from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.drivers.pci import bus_order, numa_node

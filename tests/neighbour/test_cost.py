@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.affinity.observed import placements
+from safe_gpu.affinity import placement as placements
 from safe_gpu.coordination.holders.by_kernel import holder_by_kernel
 from safe_gpu.coordination.leases.file_names import lease_name
 from safe_gpu.coordination.queue.ticket import Ticket

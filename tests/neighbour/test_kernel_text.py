@@ -12,7 +12,7 @@ import pytest
 from support.claims import claim
 
 import safe_gpu
-from safe_gpu.affinity.observed.placements import placement
+from safe_gpu.affinity.placement import placement
 from safe_gpu.host import procfs
 from safe_gpu.status.gather import gather
 
@@ -107,7 +107,7 @@ def test_a_claim_and_a_ticket_under_such_a_name(
 # Makes mounts of a neighbour's, as fusermount(1) does: for each, what the package says of a directory below it.
 MOUNTS = r"""
 import ctypes, json, mmap, os, sys
-from safe_gpu.affinity.observed.placements import placement
+from safe_gpu.affinity.placement import placement
 from safe_gpu.coordination.files.file_system import file_system_of
 libc = ctypes.CDLL(None, use_errno=True)
 if libc.unshare(0x20000) or libc.mount(b"none", b"/", None, 0x44000, None):  # CLONE_NEWNS, MS_REC | MS_PRIVATE

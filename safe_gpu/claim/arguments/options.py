@@ -24,7 +24,7 @@ from .timeout import DEFAULT, DefaultTimeout, number_of, parse_timeout
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ...affinity import AffinityOptions
+    from ...affinity.options import AffinityOptions
     from ..limits.quota import Quota
     from ..messages.wait_status import WaitStatus
 

@@ -10,10 +10,10 @@ from functools import cached_property
 from itertools import pairwise, zip_longest
 from typing import TypeVar
 
-from ...errors import GPUAffinityError
-from ...topology.cpulist import format_cpulist
-from ...topology.host import GpuLocality, HostTopology
-from ..options import DIVIDING_MODES, AffinityOptions
+from ..errors import GPUAffinityError
+from ..topology.cpulist import format_cpulist
+from ..topology.host import GpuLocality, HostTopology
+from .options import DIVIDING_MODES, AffinityOptions
 
 Core = tuple[int, ...]
 """The allowed hardware threads of one physical core, lowest first."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...topology.cpulist import format_cpulist
-from ...wording.text import format_bytes
+from ..topology.cpulist import format_cpulist
+from ..wording.text import format_bytes
 from .planner import is_remote
 
 if TYPE_CHECKING:
-    from ...topology.host import GpuLocality, HostTopology
-    from ..options import AffinityOptions
+    from ..topology.host import GpuLocality, HostTopology
+    from .options import AffinityOptions
 
 _HEADER = ("GPU", "BUS", "NODE", "CPUS", "CORES", "MEMORY", "SOURCE")
 

@@ -1,1 +1,0 @@
-"""Where processes and their memory really are."""

@@ -1,1 +1,0 @@
-"""Plans of the CPUs of each GPU."""

@@ -115,6 +115,57 @@ def with_memory(topology: HostTopology, nodes: Iterable[int]) -> tuple[frozenset
     return frozenset[int]().union(*nearest.values()), notes
 
 
+class Near(NamedTuple):
+    """What is next to some GPUs of a host.
+
+    Attributes:
+        topology: the host.
+        shares: the CPUs; None if no threads are to be bound.
+        nodes: the nodes for a memory policy; empty without one.
+        lacks: sentences on what is not as asked.
+    """
+
+    topology: HostTopology
+    shares: ClaimShares | None
+    nodes: frozenset[int]
+    lacks: tuple[str, ...]
+
+    @property
+    def cpus(self) -> frozenset[int] | None:
+        """The CPUs to bind to; None: none are asked for."""
+        return None if self.shares is None else self.shares.cpus
+
+
+def near(
+    gpus: Sequence[Gpu],
+    driver: Driver,
+    options: AffinityOptions | None,
+    memory: str | None,
+    *,
+    mask: Iterable[int] | None = None,
+    fsroot: str | None = None,
+) -> Near:
+    """Return the CPUs and memory next to some GPUs, of a process that may use the CPUs in ``mask``.
+
+    Args:
+        gpus: devices of the driver's snapshot; a MIG instance is where its parent GPU is.
+        options: how CPUs are chosen; None chooses none.
+        memory: None, "preferred" or "bind".
+        mask: None: the CPUs that this process might use before any binding.
+
+    Raises:
+        GPUAffinityError: the CPUs cannot be planned.
+    """
+    divided = options is not None and options.mode != "node"  # among all GPUs of the host
+    topology = read_topology(fsroot, driver, None if divided else gpus)
+    indices = list(dict.fromkeys(gpu.index for gpu in gpus))
+    nodes, lacks = with_memory(topology, memory_nodes(topology, indices) if memory is not None else ())
+    if options is None:
+        return Near(topology, None, nodes, tuple(lacks))
+    shares = claim_shares(topology, options, indices, original_mask() if mask is None else mask)
+    return Near(topology, shares, nodes, (*shares.notes, *lacks))
+
+
 def bind_near(
     gpus: Sequence[Gpu],
     driver: Driver,
@@ -123,30 +174,21 @@ def bind_near(
     memory: str | None = None,
     fsroot: str | None = None,
 ) -> BindingReport:
-    """Bind this process next to some GPUs, starting from the mask before any earlier binding.
-
-    Args:
-        gpus: devices of the driver's snapshot; a MIG instance is where its parent GPU is.
-        options: how CPUs are chosen; None does not bind threads.
-        memory: None, "preferred" or "bind".
+    """Bind this process next to some GPUs, starting from the mask before any earlier binding; arguments as of
+    :func:`near`.
 
     Raises:
         GPUAffinityError: the CPUs cannot be planned or bound.
     """
     if not gpus:
         raise GPUAffinityError("there is no GPU to bind next to: claim one, or name some")
-    shares, nodes, lacks, doubt = None, frozenset[int](), list[str](), ""
-    divided = options is not None and options.mode != "node"  # among all GPUs of the host
-    topology = read_topology(fsroot, driver, None if divided else gpus)
-    indices = list(dict.fromkeys(gpu.index for gpu in gpus))
-    if memory is not None:
-        nodes, lacks = with_memory(topology, memory_nodes(topology, indices))
-    if options is not None:
-        shares, doubt = claim_shares(topology, options, indices, original_mask()), doubt_about(options)
-    cpus, said, remote = (None, (), False) if shares is None else (shares.cpus, shares.notes, shares.remote)
-    report = bind_process(cpus, nodes, memory, notes=[doubt] if doubt else (), lacks=(*said, *lacks))
+    there = near(gpus, driver, options, memory, fsroot=fsroot)
+    doubt = "" if options is None else doubt_about(options)
+    report = bind_process(there.cpus, there.nodes, memory, notes=[doubt] if doubt else (), lacks=there.lacks)
     # The CPUs and nodes of a made-up host are not those of this machine.
-    return report._replace(as_asked=True) if driver.is_simulated else report._replace(remote=remote)
+    if driver.is_simulated:
+        return report._replace(as_asked=True)
+    return report._replace(remote=there.shares is not None and there.shares.remote)
 
 
 def bind_node(node: int, *, cpus: bool = True, memory: str | None = None) -> BindingReport:

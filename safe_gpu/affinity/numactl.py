@@ -12,11 +12,9 @@ from ..drivers import opened_driver
 from ..errors import GPUAffinityError, SafeGpuError, package_logger
 from ..host.programs import TooLate, TooMuch, find_program, output_of
 from ..topology.cpulist import format_cpulist
-from ..topology.host import read_topology
-from .binding import original_mask
-from .cpu_shares import claim_shares, memory_nodes, with_memory
+from .cpu_shares import near
 from .options import AffinityOptions, check_memory_mode, doubt_about, falls_back, parse_options
-from .resolve_gpus import ResolvedGpus, by_name, by_ordinal
+from .resolve_gpus import named
 
 if TYPE_CHECKING:
     from ..drivers.base import Driver
@@ -74,9 +72,12 @@ def wrap_command(
     log = package_logger()
     may_fall_back = not strict or falls_back(mode)
     try:
+        if ordinal is None and (isinstance(gpu, bool) or not isinstance(gpu, int) or gpu < 0):
+            raise GPUAffinityError(f"gpu={gpu!r} is not an index as nvidia-smi shows it")
         with opened_driver() if driver is None else nullcontext(driver) as opened:
-            chosen, cpus, nodes, notes = _near(gpu, ordinal, options, memory, opened)
-        prefix, lack = _prefix(cpus, nodes, memory, check=check, may_fall_back=may_fall_back)
+            chosen = named(gpu, ordinal, opened.snapshot(), os.environ)
+            there = near(chosen.gpus[:1], opened, options, memory)
+        prefix, lack = _prefix(there.cpus, there.nodes, memory, check=check, may_fall_back=may_fall_back)
     except SafeGpuError as err:
         if may_fall_back:
             log.warning("the command runs unbound: %s", err)
@@ -85,7 +86,7 @@ def wrap_command(
             raise
         which = f"ordinal {ordinal}" if gpu is None else repr(gpu)
         raise GPUAffinityError(f"the place of GPU {which} is not known: {err}") from err
-    for note in filter(None, (*chosen.notes, *notes, lack, doubt_about(options))):
+    for note in filter(None, (*chosen.notes, *there.lacks, lack, doubt_about(options))):
         log.warning("%s", note)
     wrapped = [*prefix, *command]
     log.info("next to %s: %s", chosen.title, shlex.join(wrapped))
@@ -109,26 +110,6 @@ def _prefix(
         if not may_fall_back or cpus is None or memory is None:
             raise
         return _prefix(cpus, nodes, None, check=check, may_fall_back=True)[0], f"bound without a memory policy: {err}"
-
-
-def _near(
-    gpu: int | None, ordinal: int | None, options: AffinityOptions | None, memory: str | None, driver: Driver
-) -> tuple[ResolvedGpus, frozenset[int] | None, frozenset[int], Sequence[str]]:
-    """Return the GPU that is meant, its CPUs and memory nodes, and sentences on what is not as asked."""
-    snapshot = driver.snapshot()
-    if ordinal is not None:
-        chosen = by_ordinal(ordinal, snapshot, os.environ)
-    elif isinstance(gpu, bool) or not isinstance(gpu, int) or gpu < 0:
-        raise GPUAffinityError(f"gpu={gpu!r} is not an index as nvidia-smi shows it")
-    else:
-        chosen = by_name(gpu, snapshot)
-    topology = read_topology(driver=driver)
-    own = chosen.gpus[0].index
-    nodes, notes = with_memory(topology, memory_nodes(topology, [own]) if memory is not None else ())
-    if options is None:
-        return chosen, None, nodes, notes
-    shares = claim_shares(topology, options, [own], original_mask())
-    return chosen, shares.cpus, nodes, [*shares.notes, *notes]
 
 
 @cache

@@ -27,7 +27,7 @@ from ..topology.cpulist import format_cpulist, parse_cpulist
 from ..topology.host import GpuLocality, HostTopology, read_topology
 from ..wording.text import plural
 from .memory_policy import get_policy
-from .resolve_gpus import BOUND, Names, by_name, by_ordinal, remembered, visible
+from .resolve_gpus import BOUND, Names, named, remembered, visible
 
 if TYPE_CHECKING:
     from ..drivers.base import Driver
@@ -272,18 +272,12 @@ def placement(
 def _given(
     gpus: Names | None, ordinal: int | None, pid: int, topology: HostTopology, snapshot: HostSnapshot | None
 ) -> tuple[int, ...]:
-    if gpus is not None and ordinal is not None:
-        raise GPUAffinityError("name the GPU once: gpus= as nvidia-smi shows it, or ordinal= as CUDA numbers it")
     if snapshot is None:  # the kernel's list of GPUs has no UUIDs
         if ordinal is not None:
             raise GPUAffinityError(f"without a GPU driver it is not known which GPU CUDA's number {ordinal} is")
-        named = [gpus] if isinstance(gpus, (int, str)) else gpus or ()
-        return tuple(topology.gpu(int(name) if str(name).isdecimal() else -1).index for name in named)
-    if ordinal is not None:
-        chosen = by_ordinal(ordinal, snapshot, _variables(pid) or {})
-    else:
-        assert gpus is not None
-        chosen = by_name(gpus, snapshot)
+        numbers = [gpus] if isinstance(gpus, (int, str)) else gpus or ()
+        return tuple(topology.gpu(int(name) if str(name).isdecimal() else -1).index for name in numbers)
+    chosen = named(gpus, ordinal, snapshot, _variables(pid) or {})
     return tuple(dict.fromkeys(topology.gpu(gpu.index).index for gpu in chosen.gpus))
 
 

@@ -61,9 +61,9 @@ def named(names: Names | None, ordinal: int | None, snapshot: HostSnapshot, envi
     """
     if names is not None and ordinal is not None:
         raise GPUAffinityError("name the GPU once: gpus= as nvidia-smi shows it, or ordinal= as CUDA numbers it")
-    return (
-        by_name(() if names is None else names, snapshot) if ordinal is None else by_ordinal(ordinal, snapshot, environ)
-    )
+    if ordinal is not None:
+        return by_ordinal(ordinal, snapshot, environ)
+    return by_name(() if names is None else names, snapshot)
 
 
 def by_name(names: Names, snapshot: HostSnapshot) -> ResolvedGpus:

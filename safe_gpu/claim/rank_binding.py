@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from ..affinity.binding import BindingReport, PartReport
 from ..affinity.cpu_shares import bind_near, bind_node
 from ..affinity.options import AffinityOptions, falls_back, parse_options
-from ..affinity.resolve_gpus import BOUND, Names, ResolvedGpus, by_name, by_ordinal, remember, remembered, visible
+from ..affinity.resolve_gpus import BOUND, Names, ResolvedGpus, by_ordinal, named, remember, remembered, visible
 from ..coordination.files.state_dir import opened
 from ..coordination.holders.outer_claim import outer_claim_of_process
 from ..coordination.leases.file_names import inner_name, lease_name
@@ -87,22 +87,19 @@ def _bind(
             if not of_rank:
                 report.log(log)
             return report
-        if gpus is not None and ordinal is not None:
-            raise GPUAffinityError("name the GPU once: gpus= as nvidia-smi shows it, or ordinal= as CUDA numbers it")
+        is_named = gpus is not None or ordinal is not None
         with opened_driver(prefer=_vendor_of(gpus)) as driver:
             snapshot = driver.snapshot()
             shift = _shift(snapshot) if gpus is None else ""
             try:
-                if gpus is not None:
-                    chosen = by_name(gpus, snapshot)
-                elif ordinal is not None:
-                    chosen = by_ordinal(ordinal, snapshot, os.environ)
+                if is_named:
+                    chosen = named(gpus, ordinal, snapshot, os.environ)
                 else:
                     chosen = _of_rank(rank, snapshot) if of_rank else _own(snapshot)
             except GPUAffinityError as err:
                 raise GPUAffinityError(f"{err}; {shift}" if shift else str(err)) from err
             report = bind_near(chosen.gpus, driver, options=options, memory=memory)
-            if gpus is not None or ordinal is not None or of_rank:
+            if is_named or of_rank:
                 remember(chosen.gpus)
         notes = (*chosen.notes, *report.notes, *([shift] if shift else []))
         report = report._replace(target=chosen.title, notes=notes)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..affinity.binding import bind_process
-from ..affinity.cpu_shares import claim_shares, cores_of_share, memory_nodes, with_memory
+from ..affinity.cpu_shares import cores_of_share, memory_nodes, near, with_memory
 from ..affinity.options import AffinityOptions, parse_options
 from ..claim.arguments.options import ClaimOptions, read_options
 from ..claim.host.visible_limit import visible_limit_of
@@ -243,15 +243,14 @@ def _near(
     if options is None and wishes.memory is None:
         return nowhere
     try:
-        topology = read_topology(driver=driver)
-        mask = os.sched_getaffinity(0)
-        shares = {} if options is None else claim_shares(topology, options, indices, mask).shares
+        there = near(gpus, driver, options, None, mask=os.sched_getaffinity(0))
     except GPUAffinityError:
         if options is not None and options.mode == "node" and wishes.memory is None:  # the default: no reason to fail
             return nowhere
         raise
     places = {}
     for index in indices:
-        cores = sorted(tuple(sorted(core)) for core in cores_of_share(shares.get(index, ()), topology))
-        places[index] = tuple(cores), next(iter(memory_nodes(topology, [index])), None)
+        share = there.shares.shares[index] if there.shares is not None else ()
+        cores = sorted(tuple(sorted(core)) for core in cores_of_share(share, there.topology))
+        places[index] = tuple(cores), next(iter(memory_nodes(there.topology, [index])), None)
     return places

@@ -12,11 +12,11 @@ from .causes import likely_cause
 PATIENCE = 120.0
 """Seconds to wait for the child. Without persistence mode, the start of CUDA on eight GPUs can take over 20 s."""
 
+_HANGS = "the driver hangs, see dmesg"
+
 _SLOW = {
     "CUDA": "turn persistence mode on (nvidia-persistenced, or `nvidia-smi -pm 1` as root) if the host starts its GPUs "
-    "slowly; otherwise the driver hangs, see dmesg",
-    "HIP": "the driver hangs, see dmesg",
-    "Level Zero": "the driver hangs, see dmesg",
+    f"slowly; otherwise {_HANGS}"
 }
 
 # Starts the lines of the answer. Libraries may print other lines.
@@ -43,7 +43,7 @@ def ask_child(
     except OSError as err:
         raise NoDriverError(f"a child process to ask {library} could not be started: {err}", driver=driver) from err
     except TooLate as err:
-        problem = f"{library} did not answer within {timeout:g} s in a child process: {_SLOW[library]}"
+        problem = f"{library} did not answer within {timeout:g} s in a child process: {_SLOW.get(library, _HANGS)}"
         raise NoDriverError(problem, driver=driver) from err
     except Failed as err:
         raise NoDriverError(f"{library} could not be asked in a child process: {err}", driver=driver) from err

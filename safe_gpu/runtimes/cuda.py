@@ -48,6 +48,7 @@ class CudaLibrary(Library):
     names = ("libcuda.so.1",)
     called, vendor = "the CUDA driver library", "the NVIDIA driver"
     install = "install the NVIDIA driver, or start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+    counting = "cuDeviceGetCount"
     after_fork = "initialise it again"
 
     def texts(self, code: int) -> tuple[str, str]:
@@ -77,13 +78,6 @@ class CudaLibrary(Library):
         if self._is_fork_of_cuda():
             self.refuse_fork(err)
         return True
-
-    def count(self) -> int:
-        import ctypes
-
-        number = ctypes.c_int(0)
-        self.call("cuDeviceGetCount", ctypes.byref(number))
-        return number.value
 
     def device(self, ordinal: int) -> ctypes.c_int:
         """Return the CUdevice of an ordinal.

@@ -38,6 +38,7 @@ class HipLibrary(Library):
         "install ROCm's hip-runtime-amd, or put its directory on LD_LIBRARY_PATH; `safe-gpu run` and NoPlaceholder() "
         "do not need it"
     )
+    counting = "hipGetDeviceCount"
     device_files = "dev/kfd"
 
     def files(self) -> Sequence[str]:
@@ -65,13 +66,6 @@ class HipLibrary(Library):
 
     def start(self) -> None:
         self.count()
-
-    def count(self) -> int:
-        import ctypes
-
-        number = ctypes.c_int(0)
-        self.call("hipGetDeviceCount", ctypes.byref(number))
-        return number.value
 
     def shown(self, ordinal: int) -> str:
         """Return ``UUID/BUS-ID`` of an ordinal. The UUID is ``GPU-<16 hex digits>``, or "" for a GPU without one."""

@@ -87,9 +87,6 @@ class ZeLibrary(Library):
             raise ZeCallError(problem, call="zeDeviceGet", code=_NO_CARD)
         return cards[ordinal]
 
-    def count(self) -> int:
-        return len(self.cards())
-
     def shown(self, ordinal: int) -> str:
         return self.card(ordinal)[0]
 

@@ -118,6 +118,7 @@ class Library(Runtime):
 
     Attributes:
         names: the files to load, in this order.
+        counting: the function that counts the GPUs.
         called, vendor, install: in messages: the library, what it belongs to, and how to get it.
         device_files: how the names begin, below the root, of the files that every process opens which uses it; "" where
             the library itself says whether it is initialised.
@@ -130,6 +131,7 @@ class Library(Runtime):
 
     asks_library = True
     names: ClassVar[Sequence[str]]
+    counting: ClassVar[str]
     called: ClassVar[str]
     vendor: ClassVar[str]
     install: ClassVar[str]
@@ -149,14 +151,6 @@ class Library(Runtime):
 
         Raises:
             CudaCallError: it cannot be initialised.
-        """
-        raise NotImplementedError
-
-    def count(self) -> int:
-        """Return how many GPUs it sees in this process.
-
-        Raises:
-            CudaCallError: it does not say.
         """
         raise NotImplementedError
 
@@ -225,6 +219,18 @@ class Library(Runtime):
         self.refuse_if_forked()
         self.start()
         self.initialized_in = os.getpid()
+
+    def count(self) -> int:
+        """Return how many GPUs the library sees in this process.
+
+        Raises:
+            CudaCallError: it is not initialised, or fails.
+        """
+        import ctypes
+
+        number = ctypes.c_int(0)
+        self.call(self.counting, ctypes.byref(number))
+        return number.value
 
     def all_shown(self) -> tuple[str, ...]:
         """Return the GPUs that it sees in this process, in the order of its ordinals."""

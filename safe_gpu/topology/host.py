@@ -179,39 +179,23 @@ class HostTopology:
     def socket_set(self, gpu: GpuLocality, allowed: frozenset[int] | None = None) -> frozenset[int]:
         """Return the online CPUs of a GPU's processor socket. If a node spans several sockets, ``allowed`` decides
         which."""
-        if gpu.socket_cpus:
-            return gpu.socket_cpus & self.cpus
-        return socket_around(self.node_set(gpu), self.nodes, self.packages, allowed) & self.cpus
+        return (gpu.socket_cpus or self.socket_around(self.node_set(gpu), allowed)) & self.cpus
 
+    def socket_around(self, near: frozenset[int], allowed: frozenset[int] | None = None) -> frozenset[int]:
+        """Return the CPUs of the package around ``near``: the nodes of that package, and its CPUs that are in no node.
 
-def socket_around(
-    near: frozenset[int],
-    nodes: Mapping[int, frozenset[int]],
-    packages: Mapping[int, frozenset[int]],
-    allowed: frozenset[int] | None = None,
-) -> frozenset[int]:
-    """Return the CPUs of the package around ``near``: the nodes of that package, and its CPUs that are in no node.
+        The package is that of the lowest CPU of ``near``. A node belongs to the package of its lowest CPU, so that a
+        node that spans two packages is not split. "Lowest" means the lowest CPU in ``allowed``, if any is allowed.
+        """
 
-    The package is that of the lowest CPU of ``near``. A node belongs to the package of its lowest CPU, so that a node
-    that spans two packages is not split. "Lowest" means the lowest CPU in ``allowed``, if any is allowed.
-    """
+        def lowest(cpus: frozenset[int]) -> int:
+            return min((cpus & allowed if allowed is not None else cpus) or cpus)
 
-    def lowest(cpus: frozenset[int]) -> int:
-        return min((cpus & allowed if allowed is not None else cpus) or cpus)
-
-    if not near:
-        return near
-    first = lowest(near)
-    package = next((cpus for cpus in packages.values() if first in cpus), None)
-    if package is None:
-        return near
-    with_node: set[int] = set()
-    found = set(near)
-    for cpus in nodes.values():
-        with_node |= cpus
-        if cpus and lowest(cpus) in package:
-            found |= cpus
-    return frozenset(found | (package - with_node))
+        package = next((cpus for cpus in self.packages.values() if near and lowest(near) in cpus), None)
+        if package is None:
+            return near
+        inside = (cpus for cpus in self.nodes.values() if cpus and lowest(cpus) in package)
+        return near.union(*inside, package.difference(*self.nodes.values()))
 
 
 class GpuLocator(Protocol):
@@ -330,7 +314,7 @@ class SysfsHost(HostTopology):
         found = {}
         for gpu in gpus:
             node, near, source = self.place(gpu)
-            around = socket_around(near, self.nodes, self.packages) if sockets else frozenset[int]()
+            around = self.socket_around(near) if sockets else frozenset[int]()
             uuid, bus_id = gpu.mig_parent or gpu.uuid, normalize_bus_id(gpu.pci_bus_id)
             found[gpu.index] = GpuLocality(gpu.index, uuid, node, near, around, bus_id, source)
         return tuple(found.values())

@@ -15,7 +15,6 @@ from support.cuda_host import INITIALIZE, M0, M1, MAP, SLICED, A, B, C, Host, br
 from safe_gpu.errors import CudaInitializedError, NoDriverError
 from safe_gpu.runtimes import child, cuda
 from safe_gpu.runtimes.cuda import CUDA
-from safe_gpu.runtimes.library import CudaCallError
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Is CUDA initialised?
@@ -64,7 +63,7 @@ def test_an_initialization_that_found_no_gpu_left_cuda_uninitialized(host: Host)
 
 
 class Answers(cuda.CudaLibrary):
-    """A libcuda whose every question fails with one code; None: it is not mapped."""
+    """A libcuda whose every call fails with one code; None: it is not mapped."""
 
     def __init__(self, code: int | None) -> None:
         super().__init__()
@@ -73,11 +72,9 @@ class Answers(cuda.CudaLibrary):
     def is_mapped(self) -> bool:
         return self.code is not None
 
-    def all_shown(self) -> tuple[str, ...]:
-        raise CudaCallError(f"cuDeviceGetCount failed with {self.code}", code=self.code)
-
-    def shown(self, ordinal: int) -> str:
-        raise CudaCallError(f"cuDeviceGet failed with {self.code}", code=self.code)
+    def ask(self, name: str, *arguments: Any) -> int:
+        assert self.code is not None
+        return self.code
 
 
 @pytest.mark.parametrize(("code", "visible", "uuid"), [(3, None, None), (34, None, None), (100, (), "")])

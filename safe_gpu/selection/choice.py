@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import combinations, islice
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ..gpus.devices import Gpu, GpuVerdict
@@ -14,15 +15,8 @@ if TYPE_CHECKING:
 
     from .request import Selection
 
-_EXACT_LIMIT = 192
-"""Maximum number of sets to compare, which takes well under a millisecond.
-
-Hosts with 8 GPUs, and hosts with 16 GPUs behind NVSwitch, have fewer sets.
-"""
-
-_Score = tuple[int, int, int, int]
-
-_Rank = tuple[Any, ...]
+_MOST_SETS = 200
+"""Sets to compare, while other claims wait. Hosts with 8 GPUs have fewer, and so have those with 16 that are alike."""
 
 
 def choose(
@@ -36,8 +30,8 @@ def choose(
 ) -> tuple[Gpu, ...] | None:
     """Pick ``nb_gpus`` of the free devices: of the first model in ``prefer`` of which enough are free, else of all.
 
-    The criteria, most important first: few GPUs that are to be taken ``last``; few GPUs with an active display or a
-    graphics process; whole GPUs rather than a MIG instance; few NUMA nodes; many NVLink connections among the chosen
+    The criteria, most important first: few GPUs that are to be taken ``last``; whole GPUs rather than a MIG instance;
+    few GPUs with an active display or a graphics process; few NUMA nodes; many NVLink connections among the chosen
     GPUs; many GPUs on the ``near`` nodes; nodes with few free GPUs, so that larger requests still find room on the
     other nodes; low indices. GPUs whose NUMA node is unknown count as one more node.
 
@@ -60,21 +54,33 @@ def choose(
         found = choose([GpuVerdict(gpu, "free") for gpu in model], nb_gpus, near=near, groups=groups)
         if found is not None:
             return found
-    if groups is not None and nb_gpus > 1:
-        sets = (
-            choose([GpuVerdict(gpu, "free") for gpu in group], nb_gpus, near=near, last=last) for group in groups(free)
-        )
-        nodes = [gpu.numa_node for gpu in free]
-        return min(filter(None, sets), key=lambda found: _rank(found, nodes, near or (), last), default=None)
-    if last:
-        sound = [gpu for gpu in free if gpu.uuid not in last]
-        if nb_gpus <= capacity(sound):  # also if that leaves MIG instances only
-            free, last = sound, ()
     whole = [gpu for gpu in free if not gpu.is_mig_instance]
-    pool = whole or free
-    if nb_gpus == 1:
-        return (_best_one(pool, near or frozenset()),)
-    return _Chooser(sorted(pool, key=_position), nb_gpus, near or frozenset(), last).best()
+    room = Counter(gpu.numa_node for gpu in whole or free)
+    pool = sorted(whole if nb_gpus > 1 else free, key=_position)
+    drawbacks = {gpu.uuid: (gpu.uuid in last, gpu.is_mig_instance, gpu.draws) for gpu in pool}
+    links = _links(pool)
+
+    def rank(gpus: Sequence[Gpu]) -> tuple[Any, ...]:
+        """Return the rank of a set by the criteria above; the lowest is the best."""
+        uuids = {gpu.uuid for gpu in gpus}
+        nodes = {gpu.numa_node for gpu in gpus}
+        return (
+            *map(sum, zip(*map(drawbacks.__getitem__, uuids), strict=True)),
+            len(nodes),
+            -sum(len(uuids & links[uuid]) for uuid in uuids),
+            -sum(gpu.numa_node in (near or ()) for gpu in gpus),
+            # A set that still grows takes the node with the most free GPUs, so that it needs few nodes.
+            sum(room[node] for node in nodes) * (1 if len(gpus) == nb_gpus else -1),
+            *map(_position, gpus),
+        )
+
+    def alike(one: Gpu, other: Gpu) -> bool:
+        """Return whether two GPUs differ only in their index: in no criterion, and in no link to a third."""
+        same = one.numa_node == other.numa_node and drawbacks[one.uuid] == drawbacks[other.uuid]
+        return same and links[one.uuid] - {other.uuid} == links[other.uuid] - {one.uuid}
+
+    parts = groups(pool) if groups is not None and nb_gpus > 1 else [pool]
+    return min((found for part in parts for found in _sets(part, nb_gpus, alike, rank)), key=rank, default=None)
 
 
 def choose_shares(
@@ -106,152 +112,54 @@ def choose_shares(
     return best[2] if best else None
 
 
-def _best_one(pool: Sequence[Gpu], near: frozenset[int]) -> Gpu:
-    """Return the best by the same criteria, for a claim of one GPU, as most are: no sets have to be compared."""
-    nodes = [gpu.numa_node for gpu in pool]
-
-    def rank(gpu: Gpu) -> tuple[object, ...]:
-        return gpu.draws, gpu.numa_node not in near, nodes.count(gpu.numa_node), _position(gpu)
-
-    return min(pool, key=rank)
-
-
-def _rank(gpus: Sequence[Gpu], nodes: Sequence[int | None], near: Collection[int], last: Collection[str]) -> _Rank:
-    """Return the rank of a set by the criteria of :func:`choose`; ``nodes`` are those of all free GPUs."""
-    used = {gpu.numa_node for gpu in gpus}
-    uuids = {gpu.uuid for gpu in gpus}
-    return (
-        sum(gpu.uuid in last for gpu in gpus),
-        sum(gpu.draws for gpu in gpus),
-        len(used),
-        -sum(len(uuids.intersection(gpu.nvlink_peers)) for gpu in gpus),
-        -sum(gpu.numa_node in near for gpu in gpus),
-        sum(map(nodes.count, used)),
-        *map(_position, gpus),
-    )
-
-
 def _position(gpu: Gpu) -> tuple[int, int]:
     return gpu.index, -1 if gpu.mig_instance is None else gpu.mig_instance
 
 
-class _Chooser:
-    """One choice among ``pool`` (in index order). A set of GPUs is a bit mask of positions in the pool."""
-
-    def __init__(self, pool: Sequence[Gpu], count: int, near: frozenset[int], last: Collection[str]) -> None:
-        self.pool = pool
-        self.count = count
-        self.last = last
-        self.nodes: dict[int | None, int] = {}
-        by_uuid: dict[str, int] = {}
-        for position, gpu in enumerate(pool):
-            self.nodes[gpu.numa_node] = self.nodes.get(gpu.numa_node, 0) | 1 << position
-            by_uuid[gpu.uuid] = position
-        self.near = sum(mask for node, mask in self.nodes.items() if node in near)
-        self.links = [0] * len(pool)
-        for position, gpu in enumerate(pool):
-            for peer in gpu.nvlink_peers:
-                other = by_uuid.get(peer, position)
-                if other != position:
-                    self.links[position] |= 1 << other
-                    self.links[other] |= 1 << position
-        self.linked = any(self.links)
-
-    def best(self) -> tuple[Gpu, ...]:
-        # Each rank is taken whole before the next one is started: first GPUs that are neither bad nor draw.
-        ranks = [0, 0, 0, 0]
-        for position, gpu in enumerate(self.pool):
-            ranks[2 * (gpu.uuid in self.last) + gpu.draws] |= 1 << position
-        taken, spare = 0, ranks[0]
-        for rank in ranks[1:]:
-            if (taken | spare).bit_count() >= self.count:
-                break
-            taken, spare = taken | spare, rank
-        sets = islice(self._sets(taken, spare, self.count - taken.bit_count()), _EXACT_LIMIT)
-        # If the scores are equal, the set with the lower indices wins.
-        best = min(sets, key=lambda mask: (self._score(mask), *_positions(mask)))
-        return tuple(self.pool[position] for position in _positions(best))
-
-    def _score(self, mask: int) -> _Score:
-        """Return the score of a set by the criteria of :func:`choose`; lower is better."""
-        nodes = room = links = 0
-        for members in self.nodes.values():
-            if members & mask:
-                nodes += 1
-                room += members.bit_count()
-        if self.linked:
-            links = sum((self.links[position] & mask).bit_count() for position in _positions(mask))
-        return nodes, -links, -(mask & self.near).bit_count(), room
-
-    def _sets(self, taken: int, spare: int, missing: int) -> Iterator[int]:
-        """Yield the sets to compare: ``taken`` and ``missing`` GPUs of ``spare``, on the fewest nodes.
-
-        A good set comes first, because :data:`_EXACT_LIMIT` may end the search early.
-        """
-        if not missing:
-            yield taken
-            return
-        started = [members for members in self.nodes.values() if members & taken]
-        fresh = [members for members in self.nodes.values() if not members & taken and members & spare]
-        fresh.sort(key=lambda members: (-(members & spare).bit_count(), not members & self.near, members.bit_count()))
-        room = sum((members & spare).bit_count() for members in started)
-        extra = 0
-        while room < missing:
-            room += (fresh[extra] & spare).bit_count()
-            extra += 1
-        yield self._greedy(taken, spare & sum((*started, *fresh[:extra])), missing)
-        twins = self._twins(taken | spare, spare)
-        for opened in combinations(fresh, extra):
-            inside = spare & sum((*started, *opened))
-            if inside.bit_count() >= missing:
-                groups = [group for group in twins if group[0] & inside]
-                for mask in _pick(groups, missing):
-                    yield taken | mask
-
-    def _greedy(self, taken: int, spare: int, missing: int) -> int:
-        """Return a good set: each step adds the GPU with the most links to those already in the set."""
-        mask = taken
-        for _ in range(missing):
-            mask |= 1 << max(
-                _positions(spare & ~mask),
-                key=lambda position: ((self.links[position] & (mask or spare)).bit_count(), -position),
-            )
-        return mask
-
-    def _twins(self, relevant: int, spare: int) -> list[list[int]]:
-        """Return ``spare`` in groups of interchangeable GPUs: on the same node, with the same links to all others.
-
-        Sets that take equally many members of a group differ only in indices, so only the numbers are tried.
-        """
-        groups: list[list[int]] = []
-        for position in _positions(spare):
-            bit = 1 << position
-            for group in groups:
-                first = group[0].bit_length() - 1
-                same_node = self.pool[first].numa_node == self.pool[position].numa_node
-                if same_node and not (self.links[first] ^ self.links[position]) & relevant & ~(bit | group[0]):
-                    group.append(bit)
-                    break
-            else:
-                groups.append([bit])
-        return groups
+def _links(gpus: Sequence[Gpu]) -> dict[str, set[str]]:
+    """Return the UUIDs that each GPU is linked to, or that are linked to it."""
+    links: dict[str, set[str]] = {gpu.uuid: set() for gpu in gpus}
+    for gpu in gpus:
+        for peer in links.keys() & gpu.nvlink_peers:
+            links[gpu.uuid].add(peer)
+            links[peer].add(gpu.uuid)
+    return links
 
 
-def _pick(groups: Sequence[Sequence[int]], missing: int) -> Iterator[int]:
-    """Yield every way to divide ``missing`` among the groups; from each group the first members are taken."""
-    if not groups:
-        if not missing:
-            yield 0
+def _sets(
+    pool: Sequence[Gpu], count: int, alike: Callable[[Gpu, Gpu], bool], rank: Callable[[Sequence[Gpu]], tuple[Any, ...]]
+) -> Iterator[tuple[Gpu, ...]]:
+    """Yield the sets of ``count`` GPUs to compare, of a pool in index order.
+
+    Of GPUs that are alike the first are taken, since other sets of as many of them differ only in indices. If there are
+    too many sets still, one is grown from each NUMA node, the best GPU first, besides those that are compared.
+    """
+    kinds: list[list[Gpu]] = []
+    for gpu in pool:
+        kind = next((kind for kind in kinds if alike(kind[0], gpu)), None)
+        if kind is None:
+            kinds.append([gpu])
+        else:
+            kind.append(gpu)
+    found = list(islice(_divided(count, kinds), _MOST_SETS + 1))
+    if len(found) > _MOST_SETS:
+        for node in {gpu.numa_node for gpu in pool}:
+            chosen: list[Gpu] = []
+            for _ in range(count):
+                left = [gpu for gpu in pool if gpu not in chosen and (chosen or gpu.numa_node == node)]
+                chosen.append(min(left, key=lambda gpu: rank([*chosen, gpu])))
+            found.append(chosen)
+    yield from (tuple(sorted(chosen, key=_position)) for chosen in found)
+
+
+def _divided(count: int, kinds: Sequence[Sequence[Gpu]]) -> Iterator[list[Gpu]]:
+    """Yield every way to take ``count`` GPUs, of each kind the first ones."""
+    if not kinds:
+        if not count:
+            yield []
         return
-    rest = sum(map(len, groups[1:]))
-    for number in range(min(missing, len(groups[0])), max(missing - rest, 0) - 1, -1):
-        head = sum(groups[0][:number])
-        for tail in _pick(groups[1:], missing - number):
-            yield head | tail
-
-
-def _positions(mask: int) -> Iterator[int]:
-    while mask:
-        lowest = mask & -mask
-        yield lowest.bit_length() - 1
-        mask ^= lowest
+    first, *others = kinds
+    least = max(0, count - sum(map(len, others)))
+    for number in range(min(count, len(first)), least - 1, -1):
+        for rest in _divided(count - number, others):
+            yield [*first[:number], *rest]

@@ -1,7 +1,8 @@
 """The choice among the free: rules one by one, and against brute force."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import combinations
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -29,8 +30,10 @@ def instance(index: int, number: int) -> Gpu:
     return Gpu(index, f"MIG-{index}-{number}", mig_parent=uuid(index), mig_instance=number)
 
 
-def pick(gpus: Sequence[Gpu], count: int, near: frozenset[int] | None = None) -> list[str] | None:
-    chosen = choose([GpuVerdict(device, "free") for device in gpus], count, near=near)
+def pick(
+    gpus: Sequence[Gpu], count: int, near: frozenset[int] | None = None, last: Collection[str] = ()
+) -> list[str] | None:
+    chosen = choose([GpuVerdict(device, "free") for device in gpus], count, near=near, last=last)
     return None if chosen is None else [device.label for device in chosen]
 
 
@@ -69,6 +72,13 @@ def test_only_the_free_ones_count() -> None:
         pytest.param([gpu(0), gpu(1), gpu(2, 0)], 2, None, ["0", "1"], id="unknown nodes are one node"),
         pytest.param([instance(0, 0), instance(0, 1), gpu(1)], 1, None, ["1"], id="whole before instance"),
         pytest.param([instance(0, 1), instance(0, 0)], 1, None, ["0:0"], id="an instance"),
+        pytest.param(
+            [*(instance(0, number)._replace(numa_node=0) for number in range(2)), gpu(1, 0), gpu(2, 1), gpu(3, 1)],
+            1,
+            None,
+            ["1"],
+            id="instances are no room",
+        ),
         pytest.param([instance(0, 0), instance(0, 1)], 2, None, None, id="not two instances"),
         pytest.param([instance(0, 0), gpu(1)], 2, None, None, id="not mixed"),
         pytest.param([], 1, None, None, id="none"),
@@ -97,9 +107,7 @@ def test_rules(gpus: Sequence[Gpu], count: int, near: frozenset[int] | None, tak
 )
 def test_bad_ones_last(gpus: Sequence[Gpu], count: int, last: set[int], taken: list[str]) -> None:
     for order in (gpus, gpus[::-1]):
-        chosen = choose([GpuVerdict(device, "free") for device in order], count, last={uuid(index) for index in last})
-        assert chosen is not None
-        assert [device.label for device in chosen] == taken
+        assert pick(order, count, last={uuid(index) for index in last}) == taken
 
 
 def test_the_hybrid_mesh_of_a_dgx_1() -> None:
@@ -114,14 +122,15 @@ def test_the_hybrid_mesh_of_a_dgx_1() -> None:
     assert pick([mesh[0], mesh[3], mesh[5], mesh[7]], 3) == ["0", "3", "7"]  # 3 and 7 are mirror images
 
 
-def by_brute_force(gpus: Sequence[Gpu], count: int, near: frozenset[int]) -> list[str]:
+def by_brute_force(gpus: Sequence[Gpu], count: int, near: frozenset[int], last: frozenset[str]) -> list[str]:
     def rank(chosen: Sequence[Gpu]) -> tuple[object, ...]:
         nodes = {device.numa_node for device in chosen}
         links = sum(
             one.uuid in other.nvlink_peers or other.uuid in one.nvlink_peers for one, other in combinations(chosen, 2)
         )
         return (
-            sum(device.display_active for device in chosen),
+            sum(device.uuid in last for device in chosen),
+            sum(device.draws for device in chosen),
             len(nodes),
             -links,
             -sum(device.numa_node in near for device in chosen),
@@ -146,44 +155,56 @@ def hosts(draw: st.DrawFn) -> list[Gpu]:
 
 
 @settings(max_examples=150)
-@given(hosts(), st.data(), st.frozensets(st.integers(0, 2)))
-def test_as_good_as_brute_force(gpus: list[Gpu], data: st.DataObject, near: frozenset[int]) -> None:
+@given(hosts(), st.data(), st.frozensets(st.integers(0, 2)), st.frozensets(st.integers(0, 7).map(uuid), max_size=3))
+def test_as_good_as_brute_force(
+    gpus: list[Gpu], data: st.DataObject, near: frozenset[int], last: frozenset[str]
+) -> None:
     count = data.draw(st.integers(1, len(gpus)))
-    assert pick(gpus, count, near) == by_brute_force(gpus, count, near)
+    assert pick(gpus, count, near, last) == by_brute_force(gpus, count, near, last)
+
+
+def test_gpus_in_groups_may_be_those_taken_last() -> None:
+    """The sound ones would be enough, but not together."""
+    pair = [gpu(0, 0), gpu(1, 0), gpu(2, 1), gpu(3, 2)]
+    verdicts = [GpuVerdict(device, "free") for device in pair]
+    chosen = choose(verdicts, 2, last={uuid(1)}, groups=lambda gpus: [list(gpus[:2]), list(gpus[2:3]), list(gpus[3:])])
+    assert chosen == tuple(pair[:2])
 
 
 @pytest.fixture
-def scored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Gpu, ...]]:
     """The sets that are compared."""
-    found: list[int] = []
+    found: list[tuple[Gpu, ...]] = []
+    sets = choice._sets
 
-    class Counting(choice._Chooser):
-        def _score(self, mask: int) -> choice._Score:
-            found.append(mask)
-            return super()._score(mask)
+    def counting(*args: Any) -> list[tuple[Gpu, ...]]:
+        found[:] = sets(*args)
+        return found
 
-    monkeypatch.setattr(choice, "_Chooser", Counting)
+    monkeypatch.setattr(choice, "_sets", counting)
     return found
 
 
 @pytest.mark.parametrize("count", range(1, 17))
-def test_sixteen_alike_are_chosen_exactly_with_little_work(
-    count: int, scored: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sixteen_alike_are_chosen_exactly_with_little_work(count: int, compared: list[tuple[Gpu, ...]]) -> None:
     switched = [gpu(index, index // 8, [peer for peer in range(16) if peer != index]) for index in range(16)]
     free = switched[1:] if count < 16 else switched
-    exact = pick(free, count)
-    assert len(scored) <= 20
-    assert scored or count == 1
-    monkeypatch.setattr(choice, "_EXACT_LIMIT", 1 << 30)
-    assert pick(free, count) == exact
+    assert pick(free, count) == by_brute_force(free, count, frozenset(), frozenset())
+    assert 1 <= len(compared) <= 9
 
 
-def test_an_irregular_host_of_sixteen_is_bounded_and_still_good(scored: list[int]) -> None:
-    ring = [gpu(index, 0, [(index + 1) % 16, (index + 3) % 16]) for index in range(16)]
+def test_an_irregular_host_of_sixteen_is_bounded_and_still_good(compared: list[tuple[Gpu, ...]]) -> None:
+    ring = [gpu(index, 0, [(index + 5) % 16, (index + 7) % 16]) for index in range(16)]
     chosen = choose([GpuVerdict(device, "free") for device in ring], 8)
     assert chosen is not None
     assert len({device.uuid for device in chosen}) == 8
-    assert len(scored) <= choice._EXACT_LIMIT
+    assert len(compared) <= choice._MOST_SETS + 2
     links = sum(one.uuid in other.nvlink_peers for one in chosen for other in chosen)
     assert links >= 10  # of 32 in the whole ring; eight GPUs picked blindly share 7
+
+
+def test_few_nodes_are_used_where_there_are_too_many_sets() -> None:
+    nodes = [0, 1, 2, 3, 4, 5, *(6, 6), *(7, 7), *(8, 8), *(9, 9)]
+    chosen = choose([GpuVerdict(gpu(index, node), "free") for index, node in enumerate(nodes)], 6)
+    assert chosen is not None
+    assert len({device.numa_node for device in chosen}) == 3

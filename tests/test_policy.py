@@ -11,7 +11,7 @@ from safe_gpu import PolicyError
 from safe_gpu.coordination.files.location import state_dir_path
 from safe_gpu.drivers.vendors import meant_vendor
 from safe_gpu.schedulers.job import resource_names
-from safe_gpu.selection.rules import Rules
+from safe_gpu.selection.verdicts import Rules
 from safe_gpu.settings import policy
 from safe_gpu.settings import variables as settings
 from safe_gpu.settings.host_file import host_values

@@ -15,8 +15,7 @@ from ..errors import GPUAffinityError
 from ..gpus.devices import Gpu, HostSnapshot, are_mixed
 from ..gpus.vendors import VENDORS
 from ..runtimes.visible_devices import read_visible, visible_variables
-from ..selection.gpu_names import names_device
-from ..selection.values import parse_names
+from ..selection.values import names_device, parse_names
 from ..wording.text import gpu_ranges
 
 BOUND = "SAFE_GPU_BOUND"

@@ -11,8 +11,7 @@ from ..coordination.leases.drained import closed_now
 from ..drivers import opened_driver
 from ..host.procfs import describe_process
 from ..selection.request import Conditions, Selection, parse_request
-from ..selection.rules import Rules
-from ..selection.verdicts import judge
+from ..selection.verdicts import Rules, judge
 from ..wording.argument_style import ArgumentStyle
 from .arguments.options import read_options
 from .arguments.timeout import DEFAULT, DefaultTimeout

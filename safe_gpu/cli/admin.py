@@ -15,9 +15,8 @@ from ..errors import GPUAffinityError, PolicyError
 from ..gpus.windows import MOST_WINDOWS, Window
 from ..host import procfs
 from ..host.programs import is_root
-from ..selection.gpu_names import names_device
-from ..selection.occupancy import users_of
-from ..selection.values import is_index
+from ..selection.values import is_index, names_device
+from ..selection.verdicts import users_of
 from ..settings.policy import gid_of, uid_of
 from ..status.gather import gather
 from ..wording.text import clock, gpu_ranges

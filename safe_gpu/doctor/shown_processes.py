@@ -11,9 +11,7 @@ from ..claim.owner import GPUOwner
 from ..drivers import opened_driver
 from ..errors import SafeGpuError
 from ..host.programs import IN_CHILD, Failed, call_in_child
-from ..selection.occupancy import HIDDEN, NOT_YET, SHOWN, presence, why_memory_unexplained
-from ..selection.rules import Rules
-from ..selection.verdicts import UNWATCHABLE
+from ..selection.verdicts import HIDDEN, NOT_YET, SHOWN, UNWATCHABLE, Rules, presence, why_memory_unexplained
 from .check import CheckedHost, Finding, failed, labels, passed, warning, with_snapshot
 
 if TYPE_CHECKING:

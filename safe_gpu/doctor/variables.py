@@ -8,8 +8,7 @@ from ..errors import PolicyError, SafeGpuError
 from ..runtimes.visible_devices import read_visible_once
 from ..schedulers.gpu_count import number_for_job
 from ..schedulers.job import count
-from ..selection.rules import MEMORY_VARIABLE, Rules
-from ..selection.verdicts import how_misread
+from ..selection.verdicts import MEMORY_VARIABLE, Rules, how_misread
 from ..settings import durations
 from ..settings import policy as rules
 from ..settings import variables as settings_module

@@ -28,9 +28,9 @@ from ..gpus.devices import ComputeMode, Gpu, HostSnapshot
 from ..host.foreign_files import read_start
 from ..runtimes.placeholders import NoPlaceholder
 from ..runtimes.visible_devices import read_visible, render_visible, visible_variables
-from ..selection.possible import check_possible
+from ..selection.choice import check_possible
 from ..selection.request import Selection, parse_request
-from ..selection.rules import Rules
+from ..selection.verdicts import Rules
 from ..topology.host import read_topology
 from .cluster import ClusterGpu
 

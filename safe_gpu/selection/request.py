@@ -13,9 +13,8 @@ from ..gpus.devices import Gpu, HostSnapshot, vendor_of_name
 from ..gpus.vendors import VENDORS
 from ..wording.argument_style import ArgumentStyle
 from ..wording.text import format_bytes, plural
-from .gpu_names import model_pattern, names_device, unknown_names
 from .sharing import LEAST_SHARE, MIB, part_of, share_capacity, why_unshareable
-from .values import as_index, parse_names, parse_size, refused
+from .values import as_index, model_pattern, names_device, parse_names, parse_size, refused, unknown_names
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..gpus.devices import FIRST_MINUTE, Gpu, ProcessKind
-from ..selection.occupancy import drawing
+from ..selection.verdicts import drawing
 
 if TYPE_CHECKING:
     from ..gpus.windows import Window

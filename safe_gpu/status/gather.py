@@ -34,11 +34,9 @@ from ..gpus.devices import MOST_SHARERS, ProcessKind, vendor_of
 from ..host import procfs
 from ..host.procfs import user_name
 from ..runtimes.visible_devices import stale_indices
-from ..selection.occupancy import has_mps_clients, users_of
 from ..selection.request import Selection, uuid_of_stem
-from ..selection.rules import Rules
 from ..selection.sharing import LEAST_SHARE, part_of, promised, used_by_sharers, without_siblings
-from ..selection.verdicts import judge, recent_faults, room_for_shares, why_last
+from ..selection.verdicts import Rules, has_mps_clients, judge, recent_faults, room_for_shares, users_of, why_last
 from ..settings.variables import existing_policy
 from ..wording.text import in_brackets, left_behind
 from .facts import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus

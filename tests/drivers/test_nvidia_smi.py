@@ -14,7 +14,7 @@ from safe_gpu.drivers.nvidia.nvidia_smi import NvidiaSmiDriver
 from safe_gpu.errors import NoDriverError, UnsatisfiableRequestError
 from safe_gpu.gpus.devices import ComputeMode, HostSnapshot, ProcessKind
 from safe_gpu.runtimes.visible_devices import parse_cuda
-from safe_gpu.selection.possible import check_possible
+from safe_gpu.selection.choice import check_possible
 from safe_gpu.selection.request import Selection, parse_request
 from safe_gpu.selection.verdicts import judge
 

@@ -14,9 +14,8 @@ from safe_gpu.drivers.nvidia import nvml
 from safe_gpu.drivers.nvidia.nvml_session import Session, read_rows
 from safe_gpu.errors import NoDriverError
 from safe_gpu.gpus.devices import ComputeMode, Gpu, GpuProcess, HostSnapshot, ProcessKind
-from safe_gpu.selection.occupancy import NOT_YET, SHOWN, presence
 from safe_gpu.selection.request import Selection
-from safe_gpu.selection.verdicts import judge
+from safe_gpu.selection.verdicts import NOT_YET, SHOWN, judge, presence
 
 # nvmlReturn_t, as the fake answers it
 UNINITIALIZED, INVALID_ARGUMENT, NOT_SUPPORTED, NO_PERMISSION = 1, 2, 3, 4

@@ -15,8 +15,7 @@ from safe_gpu import GPUOwner, UnsatisfiableRequestError, claim_gpus
 from safe_gpu.cli.arguments import CommandLine, add_request
 from safe_gpu.gpus.devices import Gpu, GpuVerdict, HostSnapshot
 from safe_gpu.selection.backfill import BackfillRequest, dates, open_gpus, starts
-from safe_gpu.selection.choice import choose
-from safe_gpu.selection.possible import candidates, check_possible
+from safe_gpu.selection.choice import candidates, check_possible, choose
 from safe_gpu.selection.request import (
     CONDITIONS,
     Condition,

@@ -8,11 +8,20 @@ import pytest
 
 from safe_gpu.errors import UnsatisfiableRequestError
 from safe_gpu.gpus.devices import Gpu, GpuProcess, GpuVerdict, HostSnapshot, ProcessKind
-from safe_gpu.selection.occupancy import HIDDEN, NOT_YET, SHOWN, UNKNOWN, computes, presence
-from safe_gpu.selection.possible import candidates, check_possible
+from safe_gpu.selection.choice import candidates, check_possible
 from safe_gpu.selection.request import Selection, parse_request
-from safe_gpu.selection.rules import DEFAULT_RULES, Rules
-from safe_gpu.selection.verdicts import UNWATCHABLE, judge
+from safe_gpu.selection.verdicts import (
+    DEFAULT_RULES,
+    HIDDEN,
+    NOT_YET,
+    SHOWN,
+    UNKNOWN,
+    UNWATCHABLE,
+    Rules,
+    computes,
+    judge,
+    presence,
+)
 
 MIB, GIB = 1 << 20, 1 << 30
 LIMIT = "SAFE_GPU_UNEXPLAINED_MEMORY"

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from safe_gpu import UnsatisfiableRequestError
 from safe_gpu.gpus.devices import ComputeMode, Gpu, GpuProcess, GpuVerdict, HostSnapshot, LeaseHolder, ProcessKind
 from safe_gpu.selection.backfill import BackfillRequest, open_gpus, ready, starts, when_free
-from safe_gpu.selection.choice import choose_shares
-from safe_gpu.selection.possible import check_possible
+from safe_gpu.selection.choice import check_possible, choose_shares
 from safe_gpu.selection.request import Selection, parse_request
 from safe_gpu.selection.sharing import room, share_capacity, share_fraction, without_siblings
 from safe_gpu.selection.verdicts import judge

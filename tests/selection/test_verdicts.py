@@ -19,9 +19,9 @@ from safe_gpu.gpus.devices import (
 )
 from safe_gpu.gpus.visible import VisibleLimit
 from safe_gpu.runtimes import visible_devices as visibility
-from safe_gpu.selection.gpu_names import model_pattern, names_device, unknown_names
-from safe_gpu.selection.possible import can_be_met_by_releases, candidates, capacity, check_possible
+from safe_gpu.selection.choice import can_be_met_by_releases, candidates, capacity, check_possible
 from safe_gpu.selection.request import Selection, parse_request
+from safe_gpu.selection.values import model_pattern, names_device, unknown_names
 from safe_gpu.selection.verdicts import fence_hint, how_misread, judge, recent_faults, why_last
 
 GIB = 1 << 30

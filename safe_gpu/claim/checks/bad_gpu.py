@@ -15,7 +15,7 @@ from ...coordination.leases.faults import clear_fault, write_fault
 from ...errors import CudaInitializedError, NoDriverError, PlaceholderError, StateDirError
 from ...gpus.devices import Gpu, GpuFault
 from ...runtimes.causes import blames_gpu
-from ...selection.possible import capacity
+from ...selection.choice import capacity
 from ...selection.verdicts import LAST_CHOICE_TEXT
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ from ...coordination.files.state_dir import opened
 from ...errors import GpuContendedError, NotEnoughGpusError, SafeGpuError, WrongDeviceError
 from ...host import procfs
 from ...host.procfs import describe_process
-from ...selection.occupancy import HIDDEN, NOT_YET, SHOWN, has_mps_clients, presence, users_of
 from ...selection.request import Selection
-from ...selection.verdicts import judge
+from ...selection.verdicts import HIDDEN, NOT_YET, SHOWN, has_mps_clients, judge, presence, users_of
 from ...wording.text import in_brackets
 
 if TYPE_CHECKING:

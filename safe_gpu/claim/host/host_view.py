@@ -15,10 +15,9 @@ from ...gpus.devices import Gpu, GpuFault, GpuProcess, GpuVerdict, HostSnapshot,
 from ...gpus.vendors import FIRST, VENDORS
 from ...host import procfs
 from ...host.procfs import describe_process
-from ...selection.possible import candidates
-from ...selection.rules import Rules
+from ...selection.choice import candidates
 from ...selection.sharing import promised_room, strangers, without_siblings
-from ...selection.verdicts import judge
+from ...selection.verdicts import Rules, judge
 from .outer_claim import OuterClaim, judged_inside, pids_of_outer
 from .polls import ByPid, Polls, driver_pids, near_nodes, own_pids_in, unlisted_contexts
 from .visible_limit import visible_limit_of

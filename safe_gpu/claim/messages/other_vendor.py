@@ -10,11 +10,11 @@ from ...drivers import may_be_several, open_drivers
 from ...drivers.vendors import meant_vendor
 from ...errors import SafeGpuError, UnsatisfiableRequestError
 from ...gpus.vendors import VENDORS
-from ...selection.possible import check_possible
+from ...selection.choice import check_possible
 
 if TYPE_CHECKING:
     from ...selection.request import Selection
-    from ...selection.rules import Rules
+    from ...selection.verdicts import Rules
 
 
 def with_way_out(err: UnsatisfiableRequestError, request: Selection, rules: Rules) -> UnsatisfiableRequestError:

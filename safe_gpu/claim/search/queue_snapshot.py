@@ -16,7 +16,7 @@ from ...coordination.leases.slots import held_slots, holder_of_slots
 from ...gpus.devices import MOST_SHARERS, Gpu, GpuVerdict, LeaseHolder
 from ...host import procfs
 from ...selection.backfill import BackfillRequest, When, open_gpus, when_free
-from ...selection.possible import can_be_met_by_releases, capacity
+from ...selection.choice import can_be_met_by_releases, capacity
 from ...selection.request import Selection, uuid_of_stem
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from ...coordination.files.warnings import doubt_of_image, not_told_yet, owners_
 from ...coordination.signals import unwind_on_signals
 from ...errors import LockTimeout, StateDirError, UnsatisfiableRequestError
 from ...host.procfs import printable_lines
-from ...selection.possible import check_possible, fits
+from ...selection.choice import check_possible, fits
 from ..arguments.options import ClaimOptions, with_policy_limits
 from ..checks.confirmation import confirm
 from ..host.ancestors import refuse_inside_share

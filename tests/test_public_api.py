@@ -97,12 +97,14 @@ def test_the_arguments_of_a_claim() -> None:
         "hold_for": inspect.signature(safe_gpu.claim_gpus).parameters["hold_for"].default,
         "vendor": None,
     }
-    for callable_ in (safe_gpu.claim_gpus, safe_gpu.GPUOwner):
+    for callable_ in (safe_gpu.claim_gpus, safe_gpu.ensure_gpus, safe_gpu.GPUOwner):
         parameters = inspect.signature(callable_).parameters
         public = {name: p.default for name, p in parameters.items() if not name.startswith("_")}
         assert public == expected
         positional = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
         assert positional == ["nb_gpus", "placeholder_fn", "logger", "debug_sleep"]
+    for function in (safe_gpu.claim_gpus, safe_gpu.ensure_gpus):
+        assert inspect.signature(function).return_annotation == "GPUOwner"
 
 
 def test_elsewhere_than_on_linux_the_import_works_and_a_claim_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,7 @@ from ..host.procfs import describe_process
 from ..selection.request import Conditions, Selection, parse_request
 from ..selection.verdicts import Rules, judge
 from ..wording.argument_style import ArgumentStyle
-from .arguments.options import read_options
-from .arguments.timeout import DEFAULT, DefaultTimeout
+from .arguments import DEFAULT, DefaultTimeout, read_options
 from .host.host_view import HostView
 from .search.search import wait_until_free
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SafeGpuError, shorten
 from ..wording.argument_style import EnsureStyle
-from .arguments.options import NODE_BY_DEFAULT, asks_for_none, read_options
-from .arguments.timeout import DEFAULT, DefaultTimeout
+from .arguments import asks_for_none, read_options
 from .owner import NO_GPU, GPUOwner, already_claimed, current_owner, owner_type, owners, request_key
 
 if TYPE_CHECKING:
-    from ..affinity.options import AffinityOptions
+    from typing import ParamSpec
+
+    Arguments = ParamSpec("Arguments")
 
 gpu_owner: GPUOwner | None
 
@@ -23,28 +25,25 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def claim_gpus(
-    nb_gpus: int | str | tuple[int, int] = 1,
-    placeholder_fn: Callable[[int], Any] | None = None,
-    logger: Any = None,
-    debug_sleep: float = 0.0,
-    *,
-    timeout: float | str | DefaultTimeout | None = DEFAULT,
-    affinity: str | AffinityOptions | None = NODE_BY_DEFAULT,
-    memory: str | None = None,
-    min_memory: int | str | None = None,
-    model: str | None = None,
-    exclude: str | int | Iterable[str | int] = (),
-    only: str | int | Iterable[str | int] = (),
-    max_utilization: int | str | None = None,
-    near: str | None = None,
-    share: int | str | None = None,
-    prefer: str | Iterable[str] | None = None,
-    visible_as: str = "index",
-    delegate: bool = False,
-    hold_for: float | str | DefaultTimeout | None = DEFAULT,
-    vendor: str | None = None,
-) -> GPUOwner:
+def _takes_arguments_of(
+    owner: Callable[Arguments, GPUOwner],
+) -> Callable[[Callable[..., GPUOwner]], Callable[Arguments, GPUOwner]]:
+    """Return a decorator of functions that pass their arguments on to an owner: type checkers, ``help`` and
+    ``inspect.signature`` show its signature."""
+    init = owner.__init__
+    shown = FunctionType(init.__code__, init.__globals__, argdefs=init.__defaults__)
+    shown.__kwdefaults__ = init.__kwdefaults__
+    shown.__annotations__ = {**init.__annotations__, "return": "GPUOwner"}
+
+    def decorate(function: Callable[..., GPUOwner]) -> Callable[Arguments, GPUOwner]:
+        function.__wrapped__ = MethodType(shown, owner)  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+@_takes_arguments_of(GPUOwner)
+def claim_gpus(*args: Any, **options: Any) -> GPUOwner:
     """Claim GPUs for this process. Call it before anything initialises CUDA.
 
     Args:
@@ -83,14 +82,14 @@ def claim_gpus(
 
     After an error nothing stays claimed, and the environment is restored.
     """
-    arguments = locals().copy()
     __tracebackhide__ = True
-    owners["gpu_owner"] = owner = GPUOwner(**arguments)
+    owners["gpu_owner"] = owner = GPUOwner(*args, **options)
     return owner
 
 
+@_takes_arguments_of(GPUOwner)
 def ensure_gpus(
-    nb_gpus: int | str | tuple[int, int] = 1, placeholder_fn: Callable[[int], Any] | None = None, **options: Any
+    nb_gpus: Any = 1, placeholder_fn: Any = None, logger: Any = None, debug_sleep: float = 0.0, **options: Any
 ) -> GPUOwner:
     """Claim GPUs as :func:`claim_gpus` does, or keep those that this process holds by the same request.
 
@@ -104,15 +103,14 @@ def ensure_gpus(
         AlreadyClaimedError: this process holds GPUs by another request. Others as for :func:`claim_gpus`.
     """
     __tracebackhide__ = True
+    options.update(placeholder_fn=placeholder_fn, logger=logger, debug_sleep=debug_sleep)
     holder = current_owner()
     if holder is None:
-        owners["gpu_owner"] = holder = owner_type(spelling=EnsureStyle)(nb_gpus, placeholder_fn, **options)
+        owners["gpu_owner"] = holder = owner_type(spelling=EnsureStyle)(nb_gpus, **options)
         return holder
     try:
         none = asks_for_none(nb_gpus)
-        if (
-            NO_GPU if none else request_key(read_options(nb_gpus, placeholder_fn=placeholder_fn, **options))
-        ) == holder._asked:
+        if (NO_GPU if none else request_key(read_options(nb_gpus, **options))) == holder._asked:
             return holder
         raise already_claimed(holder, "by another request: release_gpus() first")
     except SafeGpuError as err:

@@ -22,8 +22,7 @@ from ..selection.sharing import share_fraction
 from ..settings.variables import is_simulated
 from ..topology.cpulist import format_cpulist
 from ..wording.text import gpus_by_model
-from .arguments.options import NODE_BY_DEFAULT, ClaimOptions, asks_for_none, read_options
-from .arguments.timeout import DEFAULT, DefaultTimeout
+from .arguments import DEFAULT, NODE_BY_DEFAULT, ClaimOptions, DefaultTimeout, asks_for_none, read_options
 from .checks.bad_gpu import BadGpuFallback
 from .checks.opened import other_processes, verify_alone, verify_devices
 from .held import Claim

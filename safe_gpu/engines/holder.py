@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..affinity.binding import bind_process
 from ..affinity.cpu_shares import cores_of_share, memory_nodes, near, with_memory
 from ..affinity.options import AffinityOptions, parse_options
-from ..claim.arguments.options import ClaimOptions, read_options
+from ..claim.arguments import ClaimOptions, DefaultTimeout, read_options
 from ..claim.host.visible_limit import visible_limit_of
 from ..claim.owner import GPUOwner, owner_type
 from ..coordination.files.location import state_dir_path
@@ -35,7 +35,6 @@ from ..topology.host import read_topology
 from .cluster import ClusterGpu
 
 if TYPE_CHECKING:
-    from ..claim.arguments.timeout import DefaultTimeout
     from ..drivers.base import Driver
 
 

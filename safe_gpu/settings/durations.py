@@ -50,6 +50,37 @@ def parse_duration(text: str, name: str = "timeout", *, spelling: type[ArgumentS
     return seconds
 
 
+def parse_seconds(
+    value: object, name: str, what: str, *, least: float = 0.0, spelling: type[ArgumentStyle] = ArgumentStyle
+) -> float | None:
+    """Return the seconds of a number, or of a text as for :func:`parse_duration`; None for None and infinity.
+
+    Args:
+        what: it must be, and how to write it, for the message.
+        least: seconds.
+
+    Raises:
+        UnsatisfiableRequestError: it is neither, or less than ``least``.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str):
+        seconds = parse_duration(value, name, spelling=spelling)
+    else:
+        seconds = math.nan if isinstance(value, bool) else number_of(value)
+    if seconds is None or seconds >= least:
+        return None if seconds == math.inf else seconds
+    raise UnsatisfiableRequestError(f"{spelling.setting(name, spelling.value(value))} is not {what}", value=value)
+
+
+def number_of(value: object) -> float:
+    """Return a number, of numpy too; NaN for anything else, text included."""
+    try:
+        return math.nan if isinstance(value, (str, bytes, bytearray)) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
 def _simple(word: str) -> float | None:
     """Return the seconds of a number with at most one unit; None if the text has another form."""
     number = word.rstrip("abcdefghijklmnopqrstuvwxyz")

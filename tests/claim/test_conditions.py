@@ -8,7 +8,7 @@ from support.claims import try_claim
 from support.watched_host import Host
 
 import safe_gpu
-from safe_gpu.claim.arguments.hold_for import UNKNOWN
+from safe_gpu.claim.arguments import UNKNOWN
 from safe_gpu.claim.host.host_view import HostView
 from safe_gpu.claim.search import queue_place as queue_place_module
 from safe_gpu.coordination.queue.ticket import Ticket

@@ -11,8 +11,7 @@ from support.forks import in_fork
 
 import safe_gpu
 from safe_gpu import NoPlaceholder, UnsatisfiableRequestError, claim_gpus
-from safe_gpu.claim.arguments.hold_for import UNKNOWN, HoldTime, parse_hold_for
-from safe_gpu.claim.arguments.timeout import DEFAULT
+from safe_gpu.claim.arguments import DEFAULT, UNKNOWN, HoldTime, parse_hold_for
 from safe_gpu.schedulers import JobContext
 
 NO_JOB = JobContext()
@@ -60,8 +59,7 @@ def test_a_batch_job_ends_where_its_scheduler_says(ends_in: int, known: bool) ->
 def test_a_pbs_job_ends_a_walltime_after_its_session_began(child: Any) -> None:
     code = (
         "import os, time\n"
-        "from safe_gpu.claim.arguments.hold_for import parse_hold_for\n"
-        "from safe_gpu.claim.arguments.timeout import DEFAULT\n"
+        "from safe_gpu.claim.arguments import DEFAULT, parse_hold_for\n"
         "from safe_gpu.schedulers import current\n"
         "say(parse_hold_for(DEFAULT, {}, current()).end)\n"
     )

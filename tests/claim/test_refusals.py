@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu.claim.arguments import options
+from safe_gpu.claim import arguments
 from safe_gpu.claim.checks import confirmation as verification
 from safe_gpu.claim.owner import owner_type
 from safe_gpu.claim.search import attempt as look
@@ -141,7 +141,7 @@ with HostLock(None):
 
 
 def test_a_stuck_host_lock_names_its_holder(host, untouched, child, monkeypatch) -> None:
-    for module in (options, survey):
+    for module in (arguments, survey):
         monkeypatch.setattr(module, "MINIMUM_PATIENCE", SHORT)
     holder = child(HOLDER, says="held")
     with untouched():

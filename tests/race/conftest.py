@@ -19,7 +19,7 @@ import pytest
 from support.hip_host import HipHost
 
 import safe_gpu
-from safe_gpu.claim.arguments import options
+from safe_gpu.claim import arguments
 from safe_gpu.coordination.queue import waiter as waiting
 from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.drivers.simulated import SimulatedDriver
@@ -301,7 +301,7 @@ def track(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     with tempfile.TemporaryDirectory(prefix="safe-gpu-race-") as path:
         os.chmod(path, 0o1777)
         monkeypatch.setenv("SAFE_GPU_DIR", f"{path}/state")
-        for module in (options, waiting):  # a crowd on a busy machine may need longer for host.lock
+        for module in (arguments, waiting):  # a crowd on a busy machine may need longer for host.lock
             monkeypatch.setattr(module, "MINIMUM_PATIENCE", 300.0)
         if kind == "hip":
             library = request.getfixturevalue("build_library")("hip.c", "libamdhip64.so")

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from safe_gpu.claim.arguments.options import read_options
+from safe_gpu.claim.arguments import read_options
 from safe_gpu.cli.arguments import CommandLine
 from safe_gpu.errors import UnsatisfiableRequestError
 from safe_gpu.schedulers import current, declared_gpus, number_for_job, with_end

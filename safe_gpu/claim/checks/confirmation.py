@@ -9,7 +9,7 @@ from ...coordination.locks.legacy_lock import take_legacy_lock
 from ...coordination.signals import DeferredSignals
 
 if TYPE_CHECKING:
-    from ..arguments.options import ClaimOptions
+    from ..arguments import ClaimOptions
     from ..held import Claim
     from ..host.host_view import HostView
 

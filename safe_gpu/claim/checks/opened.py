@@ -17,7 +17,7 @@ from ...wording.text import in_brackets
 if TYPE_CHECKING:
     from ...gpus.devices import Gpu, GpuProcess, HostSnapshot
     from ...runtimes.library import Runtime
-    from ..arguments.options import ClaimOptions
+    from ..arguments import ClaimOptions
     from ..held import Claim
     from ..host.host_view import HostView
 

@@ -10,7 +10,7 @@ from ...wording.text import format_age
 if TYPE_CHECKING:
     from ...settings.policy import Limits
     from ...wording.argument_style import ArgumentStyle
-    from ..arguments.hold_for import HoldTime
+    from ..arguments import HoldTime
 
 
 def check_policy_limits(nb_gpus: float, hold: HoldTime, limits: Limits, spelling: type[ArgumentStyle]) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ...coordination.queue.predecessors import WaiterAhead
     from ...coordination.queue.ticket import Ticket
     from ...gpus.devices import Gpu
-    from ..arguments.options import ClaimOptions
+    from ..arguments import ClaimOptions
     from ..held import Claim
     from ..host.host_view import HostView
     from ..host.outer_claim import OuterClaim

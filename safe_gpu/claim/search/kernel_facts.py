@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ...coordination.holders.by_kernel import LeaseOwners
     from ...coordination.locks.host_lock import LockedHost
     from ...coordination.name_table import NameTable
-    from ..arguments.options import ClaimOptions
+    from ..arguments import ClaimOptions
     from ..host.host_view import HostView
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ...coordination.name_table import NameTable
     from ...gpus.devices import Gpu, GpuFault, GpuVerdict
     from ...selection.request import Selection
-    from ..arguments.options import ClaimOptions
+    from ..arguments import ClaimOptions
     from ..host.host_view import HostView
     from ..limits.quota import LeasesByUser, LimitReached
     from .kernel_facts import KernelFacts

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ...coordination.queue.predecessors import Order
     from ...coordination.queue.ticket import Ticket
     from ...coordination.queue.waiter import Waiter
-    from ..arguments.hold_for import HoldTime
+    from ..arguments import HoldTime
     from ..host.host_view import HostView
     from ..limits.quota import LeasesByUser, Quota
 

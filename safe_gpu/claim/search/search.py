@@ -21,7 +21,7 @@ from ...coordination.signals import unwind_on_signals
 from ...errors import LockTimeout, StateDirError, UnsatisfiableRequestError
 from ...host.procfs import printable_lines
 from ...selection.choice import check_possible, fits
-from ..arguments.options import ClaimOptions, with_policy_limits
+from ..arguments import ClaimOptions, with_policy_limits
 from ..checks.confirmation import confirm
 from ..host.ancestors import refuse_inside_share
 from .attempt import Attempt

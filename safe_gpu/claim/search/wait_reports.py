@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..host.ancestors import ancestor_may_hold
 
 if TYPE_CHECKING:
-    from ..arguments.options import ClaimOptions
+    from ..arguments import ClaimOptions
     from ..host.host_view import HostView
     from ..messages.wait_status import WaitStatus
     from .attempt import Attempt

@@ -1,1 +1,0 @@
-"""The arguments of a claim, checked before it changes anything."""

@@ -17,10 +17,11 @@ from ..host import procfs
 from ..host.programs import is_root
 from ..selection.values import is_index, names_device
 from ..selection.verdicts import users_of
+from ..settings.durations import parse_moment
 from ..settings.policy import gid_of, uid_of
 from ..status.gather import gather
 from ..wording.text import clock, gpu_ranges
-from .arguments import duration, gpu_list, moment
+from .arguments import duration, gpu_list
 from .output import print_json, print_lines, say, write_whole
 
 if TYPE_CHECKING:
@@ -120,9 +121,9 @@ def _window(options: argparse.Namespace, uuids: tuple[str, ...], reason: str) ->
     if number is None:
         options.usage_error(f"there is no {kind} {name} here")
     try:
-        begin = int(moment(options.begin, now) if options.begin else now)
-        until = int(moment(options.until, begin))
-    except argparse.ArgumentTypeError as err:
+        begin = int(parse_moment(options.begin, now) if options.begin else now)
+        until = int(parse_moment(options.until, begin))
+    except ValueError as err:
         options.usage_error(str(err))
     if not max(begin, now) < until < now + _FARTHEST:
         options.usage_error(f"--until {options.until} is not after --from, is past, or is over a year away")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from .arguments import moment
+from ..settings.durations import parse_moment
 from .output import columns, print_json, say, write_whole
 
 if TYPE_CHECKING:
@@ -40,12 +40,12 @@ GPU-hours have a least and a most for that."""
     parser.add_argument("--user", metavar="U", help="claims of this user only")
     parser.add_argument(
         "--since",
-        type=moment,
+        type=parse_moment,
         metavar="D",
         help="claims that held GPUs after this: 2026-11-01, '2026-11-01 12:00', 12:00, 'Thu 9:00', today, yesterday, "
         f"or 7d for seven days ago (default {_DAYS} days ago)",
     )
-    parser.add_argument("--until", type=moment, metavar="D", help="and before this (default now)")
+    parser.add_argument("--until", type=parse_moment, metavar="D", help="and before this (default now)")
     parser.add_argument(
         "--by", choices=("user", "gpu", "job", "host", "day", "week"), help="GPU-hours in place of claims"
     )
@@ -80,7 +80,7 @@ def _history(options: argparse.Namespace) -> int:
     since = max(0.0, until - days * 86400) if options.since is None else options.since
     if options.report:
         _check_report(options)
-        whole = moment(time.strftime("%Y-%m-%d", time.localtime(since))) if options.since is None else since
+        whole = parse_moment(time.strftime("%Y-%m-%d", time.localtime(since))) if options.since is None else since
         since = max(whole, until - _LONGEST_REPORT * 86400)
     if since > until:
         options.usage_error("--since is not before --until")

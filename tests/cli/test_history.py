@@ -1,6 +1,5 @@
 """``safe-gpu history``: its forms, its times, and what it shows of real claims."""
 
-import argparse
 import csv
 import io
 import json
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu.cli.arguments import moment
+from safe_gpu.settings.durations import parse_moment
 
 NOW = time.mktime((2026, 11, 21, 12, 30, 0, 0, 0, -1))
 
@@ -38,7 +37,7 @@ NOW = time.mktime((2026, 11, 21, 12, 30, 0, 0, 0, -1))
 )
 def test_times(text: str, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time", lambda: NOW)
-    assert moment(text) == (time.mktime((*expected, 0, 0, 0, -1)) if isinstance(expected, tuple) else expected)
+    assert parse_moment(text) == (time.mktime((*expected, 0, 0, 0, -1)) if isinstance(expected, tuple) else expected)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +57,7 @@ def test_times(text: str, expected: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_next_such_time(text: str, expected: Any) -> None:
     after = time.mktime((*expected, 0, 0, 0, -1)) if isinstance(expected, tuple) else expected
     base = NOW if text != "Tue 9:00" else time.mktime((2026, 11, 24, 9, 0, 0, 0, 0, -1))
-    assert moment(text, base) == after
+    assert parse_moment(text, base) == after
 
 
 @pytest.mark.parametrize("zone", ["Europe/Berlin", "America/New_York", "UTC"])
@@ -68,7 +67,7 @@ def test_a_time_of_day_is_one_where_the_clocks_change(zone: str, monkeypatch: py
     try:
         base = time.mktime((2026, 10, 24, 18, 0, 0, 0, 0, -1))
         for days, text in enumerate(("17:00", "Mon 17:00"), 1):
-            found = time.localtime(moment(text, base))
+            found = time.localtime(parse_moment(text, base))
             assert (found.tm_mday, found.tm_hour, found.tm_min) == (24 + days, 17, 0)
     finally:
         monkeypatch.undo()
@@ -79,8 +78,8 @@ def test_a_time_of_day_is_one_where_the_clocks_change(zone: str, monkeypatch: py
     "text", ["soon", "24:00", "9:60", "Foo 9:00", "+", "+2", "7", "", "2026-13-01", "inf", "-5h", "2026-11-01 25:00"]
 )
 def test_what_is_no_time_is_told_what_is(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="write 2026-11-01"):
-        moment(text)
+    with pytest.raises(ValueError, match="write 2026-11-01"):
+        parse_moment(text)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .claim.free import get_free_gpus
     from .claim.functions import claim_gpus, ensure_gpus, release_gpus
     from .claim.owner import GPUOwner
-    from .claim.rank_binding import bind
+    from .claim.worker import bind
     from .errors import (
         AlreadyClaimedError,
         ClaimTimeout,
@@ -117,7 +117,7 @@ _HOMES = {
     "affinity.numactl": ("wrap_command"),
     "affinity.options": ("AffinityOptions"),
     "affinity.placement": ("PlacementReport placement"),
-    "claim.rank_binding": ("bind"),
+    "claim.worker": ("bind"),
     "gpus.devices": ("Gpu GpuProcess GpuVerdict"),
     "errors": (
         "AlreadyClaimedError ClaimTimeout CudaInitializedError GPUAffinityError GpuContendedError "

@@ -23,7 +23,7 @@ from soak_host import Ambush, Stage, bad_weather, be_a_stranger, may_refuse
 import safe_gpu
 from safe_gpu.claim.checks import opened as claim
 from safe_gpu.claim.host import polls as view
-from safe_gpu.claim.limits import quota
+from safe_gpu.claim.limits import LeasesByUser
 from safe_gpu.claim.search import names_of_look as gpu_names
 from safe_gpu.claim.search import queue_snapshot
 from safe_gpu.claim.search import slots_of_look as shares
@@ -291,7 +291,7 @@ def _inside(stage: Stage, seconds: float) -> None:
     _hold(stage, -1, [f"{gpu.uuid}.inner" for gpu in owner.gpus], seconds, "release", owner.release_gpus)
 
 
-def _counts_all(self: quota.LeasesByUser, uid: int) -> frozenset[str]:
+def _counts_all(self: LeasesByUser, uid: int) -> frozenset[str]:
     _held_by(self, uid)
     return frozenset(self._owners.users)
 
@@ -318,7 +318,7 @@ def _lock_and_drop_in_child(fd: int) -> bool:
     return _lock_file(fd)
 
 
-_held_by, _open_gpus, _update = quota.LeasesByUser._held_by, backfill.open_gpus, listing.Listing.update
+_held_by, _open_gpus, _update = LeasesByUser._held_by, backfill.open_gpus, listing.Listing.update
 _lock_file = flock.lock_file
 _NO_DOOR = SimpleNamespace(**{**vars(socket_names), "name_of": lambda uuid, prefix="": f"{prefix}{uuid}.{os.getpid()}"})
 
@@ -344,11 +344,11 @@ WOUNDS: dict[str, list[tuple[Any, str, Any]]] = {
     # Who says for how long may pass, whatever the waiters ahead were promised.
     "promise": [(queue_snapshot, "open_gpus", _without_dates)],
     # What a user holds already is not counted.
-    "limit": [(quota.LeasesByUser, "own_limit", lambda *_: None)],
+    "limit": [(LeasesByUser, "own_limit", lambda *_: None)],
     # What others hold is counted too.
-    "limit-of-others": [(quota.LeasesByUser, "_held_by", _counts_all)],
+    "limit-of-others": [(LeasesByUser, "_held_by", _counts_all)],
     # A waiter whose user is at the limit is not passed.
-    "limit-of-waiters": [(quota.LeasesByUser, "is_at_limit", lambda *_: False)],
+    "limit-of-waiters": [(LeasesByUser, "is_at_limit", lambda *_: False)],
     "queue": [(waiter.Waiter, "nearest", lambda *_, **__: None)],
     # What a user holds and waits for already is not counted.
     "turns": [(turns, "turn_of_newcomer", lambda *_, **__: 0.5)],

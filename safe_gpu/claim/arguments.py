@@ -13,8 +13,7 @@ from ..gpus.devices import HostSnapshot
 from ..host import procfs
 from ..host.procfs import lasting, printable_lines
 from ..runtimes.visible_devices import render_cuda
-from ..schedulers import JobContext, current
-from ..schedulers.job import count
+from ..schedulers.job import JobContext, count, current
 from ..selection.request import Conditions, Selection, parse_request
 from ..selection.values import as_index
 from ..settings import variables as settings
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ..affinity.options import AffinityOptions
-    from .limits.quota import Quota
+    from .limits import Quota
     from .messages.wait_status import WaitStatus
 
 # Default timeouts in seconds. The scheduler has assigned a GPU to a batch job, so one will become free. Elsewhere the
@@ -317,7 +316,7 @@ def with_policy_limits(options: ClaimOptions) -> ClaimOptions:
         if given := os.environ.get("SAFE_GPU_POLICY"):
             options.logger.warning("SAFE_GPU_POLICY=%s does not exist: nothing is limited", printable_lines(given))
         return options
-    from .limits.quota import quota_of
+    from .limits import quota_of
 
     return options._replace(quota=quota_of(path, options.logger.warning))
 

@@ -88,7 +88,7 @@ def _run(options: argparse.Namespace) -> int:
     if warning := warning_about(options.command, path, words=own):
         say(warning)
     if os.environ.get("SAFE_GPU_EXPECT"):
-        from ..claim.expected_gpu import check_expected_gpu
+        from ..claim.worker import check_expected_gpu
 
         check_expected_gpu()
     from ..claim.functions import release_gpus
@@ -193,8 +193,7 @@ def _bind(options: argparse.Namespace) -> int:
     if options.node is not None and given not in ("node", "none"):
         raise CommandError(f"--node {options.node} binds to the whole node: leave out --affinity", code=EX_USAGE)
     path = find_command(options.command, "bind")
-    from ..claim.expected_gpu import check_expected_gpu
-    from ..claim.rank_binding import bind_rank
+    from ..claim.worker import bind_rank, check_expected_gpu
 
     check_expected_gpu()
     try:

@@ -15,7 +15,7 @@ from ..errors import PolicyError, SafeGpuError, StateDirError
 from ..gpus.devices import Gpu, HostSnapshot
 from ..gpus.vendors import FIRST, VENDORS, Vendor
 from ..host.foreign_files import read_start
-from ..schedulers import JobContext, current
+from ..schedulers.job import JobContext, current
 
 if TYPE_CHECKING:
     from ..drivers.base import Driver

@@ -50,7 +50,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..affinity.cpu_shares import split_share
 from ..claim.arguments import DEFAULT, DefaultTimeout
-from ..claim.expected_gpu import EXPECT, is_held
+from ..claim.worker import EXPECT, is_held
 from ..errors import GPUAffinityError, HolderLostError, UnsatisfiableRequestError, WrongDeviceError
 from ..gpus.vendors import VENDORS
 from ..topology.cpulist import format_cpulist

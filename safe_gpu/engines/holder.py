@@ -188,7 +188,7 @@ class HolderProcess:
 
     def _free(self, nb_gpus: int) -> int:
         from ..claim.free import current_verdicts
-        from ..claim.limits.quota import remaining_quota
+        from ..claim.limits import remaining_quota
 
         try:
             request = self._wishes.request(nb_gpus)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safe_gpu.claim.limits.quota import LimitReached
+from safe_gpu.claim.limits import LimitReached
 from safe_gpu.claim.search.decision import POLL, REFUSE, SLEEP, TAKE, WATCH, WaitState, decide
 from safe_gpu.claim.search.decision import AttemptResult as Seen
 

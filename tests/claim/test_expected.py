@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from safe_gpu import GPUOwner, NoPlaceholder, WrongDeviceError
-from safe_gpu.claim.expected_gpu import check_expected_gpu
+from safe_gpu.claim.worker import check_expected_gpu
 from safe_gpu.errors import HolderLostError
 
 
@@ -73,7 +73,7 @@ def test_a_gpu_that_this_host_does_not_have(worker: pytest.MonkeyPatch) -> None:
 
 
 def test_without_the_variable_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("safe_gpu.claim.rank_binding.opened_driver", None)
+    monkeypatch.setattr("safe_gpu.claim.worker.opened_driver", None)
     check_expected_gpu()
     monkeypatch.setenv("SAFE_GPU_EXPECT", "")
     check_expected_gpu()

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from support.forks import in_fork
 
-import safe_gpu
 from safe_gpu import NoPlaceholder, UnsatisfiableRequestError, claim_gpus
 from safe_gpu.claim.arguments import DEFAULT, UNKNOWN, HoldTime, parse_hold_for
-from safe_gpu.schedulers import JobContext
+from safe_gpu.schedulers.job import JobContext, current
 
 NO_JOB = JobContext()
 
@@ -50,9 +49,7 @@ def test_the_variable_stands_in_for_it() -> None:
 )
 def test_a_batch_job_ends_where_its_scheduler_says(ends_in: int, known: bool) -> None:
     ends = int(time.time()) + ends_in
-    hold = parse_hold_for(
-        DEFAULT, {}, safe_gpu.schedulers.current({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(ends)})
-    )
+    hold = parse_hold_for(DEFAULT, {}, current({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(ends)}))
     assert hold == HoldTime(end=ends if known else None)
 
 
@@ -60,7 +57,7 @@ def test_a_pbs_job_ends_a_walltime_after_its_session_began(child: Any) -> None:
     code = (
         "import os, time\n"
         "from safe_gpu.claim.arguments import DEFAULT, parse_hold_for\n"
-        "from safe_gpu.schedulers import current\n"
+        "from safe_gpu.schedulers.job import current\n"
         "say(parse_hold_for(DEFAULT, {}, current()).end)\n"
     )
     began = time.time()

@@ -16,8 +16,7 @@ from support.forks import in_fork
 
 from safe_gpu import NotEnoughGpusError, PolicyError, UnsatisfiableRequestError
 from safe_gpu.claim.free import wait_for_gpus
-from safe_gpu.claim.limits import quota
-from safe_gpu.claim.limits.quota import remaining_quota
+from safe_gpu.claim.limits import quota_of, remaining_quota
 from safe_gpu.coordination.files.state_dir import opened
 from safe_gpu.coordination.holders.by_kernel import lease_owners
 from safe_gpu.coordination.leases.file_names import lease_name
@@ -125,7 +124,7 @@ def test_claims_of_the_same_user_keep_their_order(rules: Any, user: Any, waiting
 def test_limits_of_those_who_wait_are_known_before_the_look(rules: Any, state_dir: Path) -> None:
     """Whose limit is not known yet, since he came meanwhile, is not passed, and the look is made again at once."""
     path = rules("[default]\nmax_gpus = 1\n[user 4712]\nmax_gpus = 5")
-    found = quota.quota_of(str(path), pytest.fail)
+    found = quota_of(str(path), pytest.fail)
     assert found is not None
     found.prepare()
     assert (found.most_of(BEN), found.unresolved) == (None, True)

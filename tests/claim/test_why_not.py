@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from safe_gpu.claim.limits.quota import LimitReached
+from safe_gpu.claim.limits import LimitReached
 from safe_gpu.claim.messages.forecast import Forecast, HolderGpus
 from safe_gpu.claim.messages.wait_status import ClaimAhead, WaitStatus
 from safe_gpu.claim.messages.wording import holders_line, refusal_message, waiting_message

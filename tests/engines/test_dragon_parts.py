@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from safe_gpu import GPUAffinityError, UnsatisfiableRequestError, WrongDeviceError
-from safe_gpu.claim.expected_gpu import check_expected_gpu
+from safe_gpu.claim.worker import check_expected_gpu
 from safe_gpu.drivers.presets import preset
 from safe_gpu.engines import dragon as dragon_module
 from safe_gpu.engines import dragon_holders

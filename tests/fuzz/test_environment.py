@@ -14,9 +14,9 @@ from support.gpus import PACKAGE_ROOT
 from support.hostile import LINES, TRICK, assert_shown_safely, bounded, broken_text, examples, refusing, with_examples
 
 import safe_gpu
-from safe_gpu import schedulers
 from safe_gpu.errors import UnsatisfiableRequestError
 from safe_gpu.schedulers import gpu_count as qstat
+from safe_gpu.schedulers.job import current
 from safe_gpu.settings.variables import VARIABLES
 
 SAFE = sorted({*VARIABLES} - {"SAFE_GPU_DIR", "SAFE_GPU_SIMULATED_DIR", "SAFE_GPU_POLICY"})
@@ -82,12 +82,12 @@ def assert_logged_safely(caplog: pytest.LogCaptureFixture) -> None:
 @given(st.dictionaries(st.sampled_from([*JOBS, *RANKS]), VALUES, max_size=6))
 def test_jobs_and_ranks(environ: dict[str, str]) -> None:
     with bounded():
-        job = schedulers.current(environ)
+        job = current(environ)
         hostile.assert_plain([job.job_label or ""])
         assert len(job.job_label or "") <= 100
-        assert schedulers.declared_gpus(environ, ask=False) is None or environ
+        assert qstat.declared_gpus(environ, ask=False) is None or environ
         with refusing() as refused:
-            assert 0 < schedulers.number_for_job(environ, ask=False) < 10**18
+            assert 0 < qstat.number_for_job(environ, ask=False) < 10**18
     assert refused.error is None or isinstance(refused.error, UnsatisfiableRequestError)
     assert len(str(refused.error or "")) < 25_000
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import safe_gpu
 from safe_gpu.drivers import open_driver
-from safe_gpu.schedulers import current
+from safe_gpu.schedulers.job import current
 
 
 def until(condition) -> None:

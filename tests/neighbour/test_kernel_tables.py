@@ -15,7 +15,7 @@ from support.claims import claim
 
 import safe_gpu
 from safe_gpu.claim.free import wait_for_gpus
-from safe_gpu.claim.limits.quota import remaining_quota
+from safe_gpu.claim.limits import remaining_quota
 from safe_gpu.claim.search import attempt
 from safe_gpu.coordination import name_table
 from safe_gpu.coordination.locks.flock import lock_file, unlock_file

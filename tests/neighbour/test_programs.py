@@ -26,7 +26,7 @@ CODE = """
 import os
 from safe_gpu import SafeGpuError, wrap_command
 from safe_gpu.drivers import open_driver
-from safe_gpu.schedulers import number_for_job
+from safe_gpu.schedulers.gpu_count import number_for_job
 try:
     {}
 except SafeGpuError as err:

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from support.guard import OUTER_NAMES, OUTER_PREFIXES
 
 from safe_gpu import schedulers
-from safe_gpu.schedulers import JobContext, current, in_batch_job
-from safe_gpu.schedulers.job import SCHEDULERS, Scheduler
+from safe_gpu.schedulers.job import SCHEDULERS, JobContext, Scheduler, current, in_batch_job
 
 TESTS = Path(__file__).parents[1]
 

@@ -14,9 +14,19 @@ import pytest
 from safe_gpu.claim.arguments import read_options
 from safe_gpu.cli.arguments import CommandLine
 from safe_gpu.errors import UnsatisfiableRequestError
-from safe_gpu.schedulers import current, declared_gpus, number_for_job, with_end
-from safe_gpu.schedulers.gpu_count import QstatError, ResourceRequest, Slots, ask_qstat, hard_request, here, slots
-from safe_gpu.schedulers.job import lines_of_this_host
+from safe_gpu.schedulers.gpu_count import (
+    QstatError,
+    ResourceRequest,
+    Slots,
+    ask_qstat,
+    declared_gpus,
+    hard_request,
+    here,
+    number_for_job,
+    slots,
+    with_end,
+)
+from safe_gpu.schedulers.job import current, lines_of_this_host
 
 Qstat = Callable[..., dict[str, str]]
 SLURM = {"SLURM_JOB_ID": "77"}

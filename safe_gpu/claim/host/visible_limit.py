@@ -10,7 +10,7 @@ from ...errors import CudaInitializedError, NoDriverError, UnsatisfiableRequestE
 from ...gpus.visible import VisibleLimit
 from ...runtimes import placeholders
 from ...runtimes.visible_devices import read_visible_once, visible_variables
-from ...schedulers import in_batch_job
+from ...schedulers.job import in_batch_job
 from ...settings import variables as settings
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ...coordination.queue.ticket import Ticket
     from ...gpus.devices import GpuVerdict, LeaseHolder
     from ..host.host_view import HostView
-    from ..limits.quota import LimitReached
+    from ..limits import LimitReached
 
 
 def refuse_if_ancestor_holds(view: HostView) -> None:

@@ -16,7 +16,7 @@ from .forecast import Forecast, holders_on_record
 if TYPE_CHECKING:
     from ...coordination.queue.ticket import Ticket
     from ..host.host_view import HostView
-    from ..limits.quota import LimitReached
+    from ..limits import LimitReached
 
 
 class ClaimAhead(NamedTuple):

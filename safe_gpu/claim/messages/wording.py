@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ...gpus.devices import GpuVerdict
     from ...selection.request import Selection
     from ...wording.argument_style import ArgumentStyle
-    from ..limits.quota import LimitReached
+    from ..limits import LimitReached
     from .wait_status import ClaimAhead, WaitStatus
 
 

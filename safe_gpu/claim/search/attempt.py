@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..held import Claim
     from ..host.host_view import HostView
     from ..host.outer_claim import OuterClaim
-    from ..limits.quota import LimitReached
+    from ..limits import LimitReached
     from .queue_place import QueuePlace
 
 # Others in the queue may be passed only by a poll that is at most this old, in seconds.

@@ -4,7 +4,7 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from ..limits.quota import LimitReached
+    from ..limits import LimitReached
 
 TAKE = "take"
 """The GPUs are leased; the search ends."""

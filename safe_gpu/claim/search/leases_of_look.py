@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ...selection.request import Selection
     from ..arguments import ClaimOptions
     from ..host.host_view import HostView
-    from ..limits.quota import LeasesByUser, LimitReached
+    from ..limits import LeasesByUser, LimitReached
     from .kernel_facts import KernelFacts
     from .names_of_look import GpuNames
     from .slots_of_look import Slots

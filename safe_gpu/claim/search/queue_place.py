@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ...coordination.queue.waiter import Waiter
     from ..arguments import HoldTime
     from ..host.host_view import HostView
-    from ..limits.quota import LeasesByUser, Quota
+    from ..limits import LeasesByUser, Quota
 
 
 class QueuePlace:
@@ -87,7 +87,7 @@ class QueuePlace:
         seconds = self._hold.at(time.time(), end_of_outer(self._view.outer))
         if self._quota is None or self._view.outer:
             return seconds
-        from ..limits.never_allowed import hold_within
+        from ..limits import hold_within
 
         return hold_within(seconds, self._quota.limits, said=self._hold.said)
 

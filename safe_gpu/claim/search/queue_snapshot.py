@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ...coordination.locks.host_lock import LockedHost
     from ...coordination.queue.ticket import Ticket, TicketRequest
     from ..host.host_view import HostView
-    from ..limits.quota import LeasesByUser
+    from ..limits import LeasesByUser
 
 
 def _last_holders(leases: StateDir, files: Iterable[str]) -> set[int]:

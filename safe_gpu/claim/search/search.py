@@ -213,7 +213,7 @@ class _Search:
         """Apply the policy, once it is certain that this claim is not made inside another one."""
         if self._limited or self._options.quota is None or self._view.scope:
             return
-        from ..limits.never_allowed import check_policy_limits
+        from ..limits import check_policy_limits
 
         self._limited = True
         options, limits = self._options, self._options.quota.limits

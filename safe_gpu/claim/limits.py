@@ -1,4 +1,4 @@
-"""How many GPUs the users of this host may hold, and hold.
+"""The limits of the policy file: how many GPUs the users of this host may hold, and hold, and for how long.
 
 Limits are resolved while no lock is held, because a directory service may have to be asked for groups. Who holds what
 is asked of the kernel just before host.lock is taken. The module is loaded only if there is a policy file.
@@ -12,24 +12,73 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...coordination.files.state_dir import StateDir, opened
-from ...coordination.holders.by_kernel import LeaseOwners, is_held_by, lease_owners
-from ...coordination.leases.file_names import lease_name, slot_name
-from ...coordination.leases.lease import is_empty
-from ...coordination.leases.record import read_record
-from ...coordination.leases.slots import recorded_slots
-from ...coordination.socket_names import slot_of
-from ...errors import PolicyError, package_logger
-from ...gpus.devices import MOST_SHARERS, HostSnapshot
-from ...host.procfs import TOO_LONG, printable_lines
-from ...selection.request import Selection
-from ...selection.sharing import LEAST_SHARE, ROUNDING, part_of
-from ...settings import policy
-from ...settings import variables as settings
+from ..coordination.files.state_dir import StateDir, opened
+from ..coordination.holders.by_kernel import LeaseOwners, is_held_by, lease_owners
+from ..coordination.leases.file_names import lease_name, slot_name
+from ..coordination.leases.lease import is_empty
+from ..coordination.leases.record import read_record
+from ..coordination.leases.slots import recorded_slots
+from ..coordination.socket_names import slot_of
+from ..errors import PolicyError, UnsatisfiableRequestError, package_logger
+from ..gpus.devices import MOST_SHARERS, HostSnapshot
+from ..host.procfs import TOO_LONG, printable_lines
+from ..selection.request import Selection
+from ..selection.sharing import LEAST_SHARE, ROUNDING, part_of
+from ..settings import policy
+from ..settings import variables as settings
+from ..wording.text import format_age
 
 if TYPE_CHECKING:
-    from ...coordination.queue.ticket import Ticket, TicketRequest
-    from ...settings.policy import Limits, Policy
+    from ..coordination.queue.ticket import Ticket, TicketRequest
+    from ..settings.policy import Limits, Policy
+    from ..wording.argument_style import ArgumentStyle
+    from .arguments import HoldTime
+
+
+def check_policy_limits(nb_gpus: float, hold: HoldTime, limits: Limits, spelling: type[ArgumentStyle]) -> None:
+    """Refuse a claim that is not made inside another one and that the policy never allows.
+
+    Raises:
+        UnsatisfiableRequestError: more GPUs, or a longer time, than the policy allows.
+    """
+    check_count(nb_gpus, limits)
+    if limits.max_hold is not None and hold.seconds is not None and hold.seconds > limits.max_hold:
+        name = spelling.option("hold_for") if hold.said else "SAFE_GPU_FOR"
+        raise UnsatisfiableRequestError(
+            f"{name} says {format_age(hold.seconds)}, and {limits.path} allows you {format_age(limits.max_hold)} "
+            f"({limits.sections['max_hold']}): say less, or ask the administrator",
+            value=hold.seconds,
+        )
+
+
+def check_count(nb_gpus: float, limits: Limits) -> None:
+    """Refuse more GPUs than the user may hold at once.
+
+    Raises:
+        UnsatisfiableRequestError: says how many are allowed, and by which section of the file.
+    """
+    most = limits.max_gpus
+    if most is not None and nb_gpus > most:
+        number, way_out = (f"{most} at once", "ask for fewer, or ") if most else ("none", "")
+        raise UnsatisfiableRequestError(
+            f"{nb_gpus:.2g} {'GPU' if nb_gpus == 1 else 'GPUs'} asked for, and {limits.path} allows you {number} on "
+            f"this host ({limits.sections['max_gpus']}): {way_out}ask the administrator",
+            value=nb_gpus,
+        )
+
+
+def hold_within(seconds: float | None, limits: Limits, *, said: bool) -> float | None:
+    """Return for how long a claim will probably hold its GPUs, by its own word and by the policy; None is unknown.
+
+    Args:
+        seconds: by its own word, or by that of the batch job.
+        said: whether the claim said it. If not, and nothing is known, the default of the policy applies.
+    """
+    if seconds is None and not said:
+        seconds = limits.default_hold
+    if limits.max_hold is None:
+        return seconds
+    return limits.max_hold if seconds is None else min(seconds, limits.max_hold)
 
 
 class LimitReached(NamedTuple):
@@ -84,7 +133,7 @@ class Quota:
         owners: set[int] = set()
         with suppress(FileNotFoundError), opened("queue", make=False) as queue:
             if not queue.is_empty():
-                from ...coordination.queue.listing import ticket_owners
+                from ..coordination.queue.listing import ticket_owners
 
                 owners = ticket_owners(queue)
         for uid in owners.difference(self._most):
@@ -248,8 +297,6 @@ def remaining_quota(snapshot: HostSnapshot, nb_gpus: int) -> float:
     path = settings.existing_policy(os.environ)
     if path is None:
         return math.inf
-    from .never_allowed import check_count
-
     quota = quota_of(path, package_logger().warning)
     if quota is None or quota.limits.max_gpus is None:
         return math.inf

@@ -1,1 +1,0 @@
-"""The limits of the policy file at a claim."""

@@ -8,7 +8,6 @@ CPUs; it computes the CPUs of the workers.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +22,7 @@ from ..claim.host.visible_limit import visible_limit_of
 from ..claim.owner import GPUOwner, owner_type
 from ..coordination.files.location import state_dir_path
 from ..drivers import opened_driver
-from ..errors import GPUAffinityError, SafeGpuError, UnsatisfiableRequestError
+from ..errors import GPUAffinityError, SafeGpuError, UnsatisfiableRequestError, package_logger
 from ..gpus.devices import ComputeMode, Gpu, HostSnapshot
 from ..host.foreign_files import read_start
 from ..runtimes.placeholders import NoPlaceholder
@@ -219,7 +218,7 @@ def enter_worker(cpus: Iterable[int], numa_node: int | None, memory: str | None)
             nodes, lacks = with_memory(read_topology(), [numa_node])
         report = bind_process(wanted or None, nodes, memory, lacks=lacks)
         if not report.as_asked:
-            report.log(logging.getLogger("safe_gpu"))
+            report.log(package_logger())
         return str(report)
     except GPUAffinityError as err:
         return f"not bound: {err}"

@@ -62,9 +62,17 @@ class Directory:
                 os.close(one)
 
     def names(self) -> set[str]:
-        """Return the names in it; StateDirError if it cannot be read."""
+        """Return the names in it; StateDirError if it cannot be read.
+
+        They are read through a descriptor of their own: threads and forked children that share one share its place in
+        the listing, and each would miss some names.
+        """
         try:
-            return set(os.listdir(self.fd))
+            fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
+            try:
+                return set(os.listdir(fd))
+            finally:
+                os.close(fd)
         except OSError as err:
             raise refusal_of_error(self.path, err) from err
 

@@ -289,6 +289,64 @@ def test_death_at_any_system_call_leaves_nothing_that_counts(
     assert points > 20
 
 
+def mounted(kind: str, where: Path) -> list[str]:
+    if kind == "tmpfs":
+        return ["-t", "tmpfs", "tmpfs", str(where)]
+    for name in ("lower", "upper", "work"):
+        (where.parent / name).mkdir()
+    options = ",".join(f"{name}dir={where.parent / name}" for name in ("lower", "upper", "work"))
+    return ["-t", "overlay", "-o", options, "overlay", str(where)]
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "overlay"])
+def test_on_other_file_systems(tmp_path: Path, kind: str) -> None:
+    """An overlay lies on tmpfs, since it cannot lie on another overlay, as of a container."""
+    below, state = tmp_path / "below", tmp_path / "below" / "state"
+    below.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", below], capture_output=True).returncode:
+        pytest.skip("cannot mount a tmpfs here")
+    state.mkdir()
+    try:
+        if subprocess.run(["mount", *mounted(kind, state)], capture_output=True).returncode:
+            pytest.skip(f"cannot mount {kind} here")
+        try:
+            with Directory(str(state), "claims") as claims:
+                holder = Actor(lambda say, listen: (say(make_entry(claims, 1, CLAIM, by_children=True)[0]), listen()))
+                name, entries = holder.hear(), Entries(claims)
+                assert [one.name for one in entries.look()] == [name]
+                assert [one.name for one in entries.look()] == [name]
+                holder.end()
+                assert entries.look() == []
+                entries.remove_dead()
+                assert os.listdir(claims.fd) == []
+        finally:
+            subprocess.run(["umount", state], check=True)
+    finally:
+        subprocess.run(["umount", below], check=True)
+
+
+def test_threads_make_entries_side_by_side(claims: Directory) -> None:
+    """POSIX locks would be those of the process, and lost with any descriptor of the file."""
+    made: list[tuple[str, Any]] = []
+
+    def work(number: int) -> None:
+        for _ in range(20):
+            name, held = make_entry(claims, number, CLAIM, by_children=True)
+            assert name in [one.name for one in look(claims)]
+            remove_entry(claims, name, held)
+        made.append(make_entry(claims, number, CLAIM, by_children=True))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(one.number for one in look(claims)) == [1, 2, 3, 4]
+    for name, held in made:
+        remove_entry(claims, name, held)
+    assert look(claims) == []
+
+
 # Numbers
 
 

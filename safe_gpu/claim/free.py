@@ -13,9 +13,10 @@ from ..host.procfs import describe_process
 from ..selection.request import Conditions, Selection, parse_request
 from ..selection.verdicts import Rules, judge
 from ..wording.argument_style import ArgumentStyle
-from .arguments import DEFAULT, DefaultTimeout, read_options
+from .arguments import read_options
 from .host.host_view import HostView
 from .search.search import wait_until_free
+from .times import DEFAULT, DefaultTimeout
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -32,22 +32,27 @@ if TYPE_CHECKING:
     from ..coordination.queue.ticket import Ticket, TicketRequest
     from ..settings.policy import Limits, Policy
     from ..wording.argument_style import ArgumentStyle
-    from .arguments import HoldTime
 
 
-def check_policy_limits(nb_gpus: float, hold: HoldTime, limits: Limits, spelling: type[ArgumentStyle]) -> None:
+def check_policy_limits(
+    nb_gpus: float, seconds: float | None, limits: Limits, spelling: type[ArgumentStyle], *, said: bool
+) -> None:
     """Refuse a claim that is not made inside another one and that the policy never allows.
+
+    Args:
+        seconds: for how long it says that it will hold its GPUs.
+        said: whether the caller said so, and not a variable.
 
     Raises:
         UnsatisfiableRequestError: more GPUs, or a longer time, than the policy allows.
     """
     check_count(nb_gpus, limits)
-    if limits.max_hold is not None and hold.seconds is not None and hold.seconds > limits.max_hold:
-        name = spelling.option("hold_for") if hold.said else "SAFE_GPU_FOR"
+    if limits.max_hold is not None and seconds is not None and seconds > limits.max_hold:
+        name = spelling.option("hold_for") if said else "SAFE_GPU_FOR"
         raise UnsatisfiableRequestError(
-            f"{name} says {format_age(hold.seconds)}, and {limits.path} allows you {format_age(limits.max_hold)} "
+            f"{name} says {format_age(seconds)}, and {limits.path} allows you {format_age(limits.max_hold)} "
             f"({limits.sections['max_hold']}): say less, or ask the administrator",
-            value=hold.seconds,
+            value=seconds,
         )
 
 

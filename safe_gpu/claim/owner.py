@@ -22,7 +22,7 @@ from ..selection.sharing import share_fraction
 from ..settings.variables import is_simulated
 from ..topology.cpulist import format_cpulist
 from ..wording.text import gpus_by_model
-from .arguments import DEFAULT, NODE_BY_DEFAULT, ClaimOptions, DefaultTimeout, asks_for_none, read_options
+from .arguments import NODE_BY_DEFAULT, ClaimOptions, asks_for_none, read_options
 from .checks.bad_gpu import BadGpuFallback
 from .checks.opened import other_processes, verify_alone, verify_devices
 from .held import Claim
@@ -31,6 +31,7 @@ from .host.host_view import HostView
 from .host.visible_limit import remember_initializer
 from .placeholder_set import PlaceholderSet
 from .search.search import acquire
+from .times import DEFAULT, DefaultTimeout
 from .variables import ClaimVariables
 
 if TYPE_CHECKING:

@@ -118,7 +118,7 @@ def duration(text: str) -> float | None:
 
 
 def _hold_for(text: str) -> float | None:
-    from ..claim.arguments import parse_hold_for
+    from ..claim.times import parse_hold_for
     from ..schedulers.job import JobContext
 
     return parse_hold_for(text, {}, JobContext(), spelling=CommandLine).seconds

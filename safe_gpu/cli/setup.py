@@ -36,7 +36,7 @@ def configure_setup(parser: argparse.ArgumentParser) -> None:
     """Set its options and its handler."""
     parser.description = """Make a state directory of root's, with a lease file for each GPU, so that no
 user can remove or close what others rely on; lead all sessions to it by the
-host's settings. It changes nothing that is right already, and nothing of others."""
+host's settings. What is right already, and what others made, is not changed."""
     parser.epilog = "examples:\n  safe-gpu setup --dry-run\n  safe-gpu setup && safe-gpu doctor"
     add = parser.add_argument
     add("--state-dir", metavar="DIR", default=ADMIN_DIR, help=f"an absolute path on a local disk (default {ADMIN_DIR})")

@@ -172,7 +172,7 @@ def _is_in_front(stream: TextIO) -> bool:
 
 def _hold_is_unknown() -> bool:
     """Return whether neither a variable nor a batch job tells for how long the GPUs will be held."""
-    from ..claim.arguments import DEFAULT, parse_hold_for
+    from ..claim.times import DEFAULT, parse_hold_for
     from ..schedulers.job import current
 
     return parse_hold_for(DEFAULT, os.environ, current(os.environ)).at(time.time()) is None

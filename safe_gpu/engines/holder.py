@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 from ..affinity.binding import bind_process
 from ..affinity.cpu_shares import cores_of_share, memory_nodes, near, with_memory
 from ..affinity.options import AffinityOptions, parse_options
-from ..claim.arguments import ClaimOptions, DefaultTimeout, read_options
+from ..claim.arguments import ClaimOptions, read_options
 from ..claim.host.visible_limit import visible_limit_of
 from ..claim.owner import GPUOwner, owner_type
+from ..claim.times import DefaultTimeout
 from ..coordination.files.location import state_dir_path
 from ..drivers import opened_driver
 from ..errors import GPUAffinityError, SafeGpuError, UnsatisfiableRequestError, package_logger

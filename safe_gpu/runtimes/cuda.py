@@ -9,8 +9,9 @@ suffix.
 from __future__ import annotations
 
 import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,10 @@ class CudaLibrary(Library):
     install = "install the NVIDIA driver, or start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility"
     counting = "cuDeviceGetCount"
     after_fork = "initialise it again"
+
+    def mapped_files(self) -> Sequence[str]:
+        """Return the names that libcuda has. Once ctypes is loaded, to ask the dynamic linker is faster than the maps."""
+        return self.names if "ctypes" in sys.modules else super().mapped_files()
 
     def texts(self, code: int) -> tuple[str, str]:
         import ctypes

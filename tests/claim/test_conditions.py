@@ -8,9 +8,9 @@ from support.claims import try_claim
 from support.watched_host import Host
 
 import safe_gpu
-from safe_gpu.claim.arguments import UNKNOWN
 from safe_gpu.claim.host.host_view import HostView
 from safe_gpu.claim.search import queue_place as queue_place_module
+from safe_gpu.claim.times import UNKNOWN
 from safe_gpu.coordination.queue.ticket import Ticket
 from safe_gpu.selection.request import parse_request
 

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from ...coordination.queue.predecessors import Order
     from ...coordination.queue.ticket import Ticket
     from ...coordination.queue.waiter import Waiter
-    from ..arguments import HoldTime
     from ..host.host_view import HostView
     from ..limits import LeasesByUser, Quota
+    from ..times import HoldTime
 
 
 class QueuePlace:

@@ -218,7 +218,8 @@ class _Search:
         self._limited = True
         options, limits = self._options, self._options.quota.limits
         number = self._view.request.amount(self._view.snapshot.gpus)
-        check_policy_limits(number, options.hold, limits, options.request.spelling)
+        hold, spelling = options.hold, options.request.spelling
+        check_policy_limits(number, hold.seconds, limits, spelling, said=hold.said)
         most = limits.max_wait
         if most is not None and (options.timeout is None or options.timeout > most):
             self._options = options._replace(timeout=most, wait_limit=limits.path)

@@ -33,20 +33,26 @@ class Directory:
     def __init__(self, state_dir: str, name: str, *, make: bool = True) -> None:
         self.path: str = os.path.join(state_dir, name)
         self.fd: int = -1
-        self._name, self._state_dir = name, state_dir
-        self._above: int = open_shared(state_dir, state_dir, None, make=make)
-        try:
-            kind = file_system_at(state_dir, os.fstat(self._above).st_dev).kind
-            if kind in NETWORK_TYPES:
-                raise StateDirError(
-                    f"{state_dir} is on a network file system ({kind}), where locks do not work as on a local one: "
-                    "set SAFE_GPU_DIR to a directory on a local disk or tmpfs that all jobs of this host share",
-                    path=state_dir,
-                )
-            self.fd = open_shared(name, self.path, self._above, make=make)
-        except BaseException:
-            self.close()
-            raise
+        self._name, self._state_dir, self._above = name, state_dir, -1
+        while self.fd < 0:
+            try:
+                self._open(make)
+            except BaseException as err:
+                removed = self._above >= 0 and os.fstat(self._above).st_nlink == 0
+                self.close()
+                if not (make and removed and isinstance(err, StateDirError)):  # else a cleaner was faster
+                    raise
+
+    def _open(self, make: bool) -> None:
+        self._above = open_shared(self._state_dir, self._state_dir, None, make=make)
+        kind = file_system_at(self._state_dir, os.fstat(self._above).st_dev).kind
+        if kind in NETWORK_TYPES:
+            raise StateDirError(
+                f"{self._state_dir} is on a network file system ({kind}), where locks do not work as on a local one: "
+                "set SAFE_GPU_DIR to a directory on a local disk or tmpfs that all jobs of this host share",
+                path=self._state_dir,
+            )
+        self.fd = open_shared(self._name, self.path, self._above, make=make)
 
     def __enter__(self) -> Directory:
         return self

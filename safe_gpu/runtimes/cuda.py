@@ -53,7 +53,7 @@ class CudaLibrary(Library):
     after_fork = "initialise it again"
 
     def mapped_files(self) -> Sequence[str]:
-        """Return the names that libcuda has. Once ctypes is loaded, to ask the dynamic linker is faster than the maps."""
+        """Return the names of libcuda once ctypes is loaded: the dynamic linker tells faster than the maps."""
         return self.names if "ctypes" in sys.modules else super().mapped_files()
 
     def texts(self, code: int) -> tuple[str, str]:

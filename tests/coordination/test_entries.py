@@ -18,6 +18,7 @@ import pytest
 from support.actor import Actor
 from support.traced import CAN_TRACE, each_point
 
+from safe_gpu.coordination import directory as directory_module
 from safe_gpu.coordination import entry as entry_module
 from safe_gpu.coordination.directory import Directory
 from safe_gpu.coordination.entry import (
@@ -30,7 +31,7 @@ from safe_gpu.coordination.entry import (
     remove_entry,
     sleep_until_dead,
 )
-from safe_gpu.coordination.files.shared_directory import rename_new
+from safe_gpu.coordination.files.shared_directory import open_shared, rename_new
 from safe_gpu.errors import StateDirError
 
 USER = 4711
@@ -611,6 +612,21 @@ def test_a_directory_that_is_none(tmp_path: Path, which: str, kind: str) -> None
         target.touch()
     with pytest.raises(StateDirError):
         Directory(str(state), "claims")
+
+
+def test_a_state_directory_that_is_removed_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def opened(name: str, path: str, parent: int | None, *, make: bool) -> int:
+        made.append(name)
+        if len(made) in (2, 4):
+            os.rmdir(tmp_path / "state")
+        return open_shared(name, path, parent, make=make)
+
+    monkeypatch.setattr(directory_module, "open_shared", opened)
+    with Directory(str(tmp_path / "state"), "claims") as claims:
+        assert claims.is_current()
+    assert len(made) == 6
 
 
 def test_who_only_looks_makes_nothing(tmp_path: Path) -> None:

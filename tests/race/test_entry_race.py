@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.real import REQUIRED
+from support.real import REQUIRED, long
 
 RACE = Path(__file__).parent / "entry_race.py"
-SECONDS = "10" if REQUIRED else "3"
+SECONDS = "10" if REQUIRED else "2"
 NETWORKS = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make network namespaces")
 WAYS = [
     pytest.param("--host-lock on --shares --inside"),
@@ -40,6 +40,7 @@ def test_nobody_collides(way: str) -> None:
     assert int(re.search(r"'CLAIMED': (\d+)", done.stdout)[1]) > 10, done.stdout
 
 
+@long
 @NETWORKS
 @pytest.mark.parametrize("build", CAUGHT)
 def test_a_broken_build_is_caught(build: str) -> None:

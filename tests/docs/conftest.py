@@ -60,6 +60,8 @@ class Block(NamedTuple):
 
 
 LOOSELY = "in any order and with any numbers"
+# As for the users of the pages, of whom the longest name is carla: a longer one takes room from other columns.
+COLUMNS = str(80 + max(0, len(user_name(os.geteuid())) - len("carla")))
 _COMMENT = re.compile(r"<!-- ([a-z]+)(?:[:,] (.*?))? -->")
 
 
@@ -181,7 +183,7 @@ class Desk:
         return subprocess.Popen(
             ["bash", "-euo", "pipefail", "-c", script],
             cwd=self.directory,
-            env={**os.environ, "PATH": self._path, "COLUMNS": "80", **self.environment, **environment},
+            env={**os.environ, "PATH": self._path, "COLUMNS": COLUMNS, **self.environment, **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -305,9 +305,15 @@ from multiprocessing import forkserver
 def claim(gpu):
     safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), only=gpu, affinity=None)
 
+def command(pid):
+    with open(f"/proc/{{pid}}/cmdline") as file:
+        return file.read()
+
 if __name__ == "__main__":
     {first}
     forkserver.ensure_running()
+    while command(forkserver._forkserver._forkserver_pid) in ("", command("self")):
+        pass  # until it has executed its own program, whose environment counts
     {second}
 """
 OLDER = "the forkserver of multiprocessing was started before this claim"

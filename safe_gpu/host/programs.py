@@ -260,10 +260,11 @@ def _read(process: subprocess.Popen[bytes], deadline: float, most: int) -> list[
             if stream is not None:
                 selector.register(stream, selectors.EVENT_READ, number)
         while selector.get_map():
+            ended = process.poll() is not None  # before: what it has written by then is ready
             ready = selector.select(min(_LEFT_OPEN, max(0.0, deadline - time.monotonic())))
             if time.monotonic() >= deadline:
                 raise TooLate("it does not end")
-            if not ready and process.poll() is not None:
+            if not ready and ended:
                 _abandon(process)
                 break
             for key, _ in ready:

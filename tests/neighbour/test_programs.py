@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import selectors
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -314,3 +315,18 @@ def test_one_runner_starts_all_programs() -> None:
     assert found == {"host/programs.py", "cli/run_on_hosts.py"}
     assert starts("import subprocess as s") == starts("from subprocess import run") == {"subprocess"}
     assert starts("os.system('x')") == {"system"}
+
+
+def test_what_a_program_prints_at_its_end_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may print and end between a look at its output and one at itself."""
+    select, calls = selectors.DefaultSelector.select, []
+
+    def late(selector: selectors.DefaultSelector, timeout: float | None = None) -> Any:
+        calls.append(timeout)
+        if len(calls) > 1:
+            return select(selector, timeout)
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        return []
+
+    monkeypatch.setattr(selectors.DefaultSelector, "select", late)
+    assert programs.output_of(["/bin/echo", "answer"], env={}, timeout=60, most=99)[:2] == (0, "answer\n")

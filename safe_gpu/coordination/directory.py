@@ -92,10 +92,6 @@ class Directory:
             return False
         return os.path.samestat(above, os.fstat(self._above)) and os.path.samestat(here, os.fstat(self.fd))
 
-    def owners(self) -> tuple[int, int]:
-        """Return the owners of the state directory and of this one, who may remove any entry in it."""
-        return os.fstat(self._above).st_uid, os.fstat(self.fd).st_uid
-
     def keep_from_cleaners(self, *, by_children: bool) -> Held | None:
         """Lock the state directory, as systemd-tmpfiles skips a directory that somebody has locked; None where a
         cleaner holds it just now. Everybody may share the lock, and nobody waits for it."""

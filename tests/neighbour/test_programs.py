@@ -317,16 +317,18 @@ def test_one_runner_starts_all_programs() -> None:
     assert starts("os.system('x')") == {"system"}
 
 
-def test_what_a_program_prints_at_its_end_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_program_prints_at_its_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may print and end between a look at its output and one at itself."""
-    select, calls = selectors.DefaultSelector.select, []
+    select, calls, go = selectors.DefaultSelector.select, [], tmp_path / "go"
 
     def late(selector: selectors.DefaultSelector, timeout: float | None = None) -> Any:
         calls.append(timeout)
         if len(calls) > 1:
             return select(selector, timeout)
+        go.touch()
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
         return []
 
     monkeypatch.setattr(selectors.DefaultSelector, "select", late)
-    assert programs.output_of(["/bin/echo", "answer"], env={}, timeout=60, most=99)[:2] == (0, "answer\n")
+    waits = f"until [ -e {go} ]; do sleep 0.01; done; echo answer"
+    assert programs.output_of(["/bin/sh", "-c", waits], env={}, timeout=60, most=99)[:2] == (0, "answer\n")

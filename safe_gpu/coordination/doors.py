@@ -14,12 +14,15 @@ import errno
 import fcntl
 import os
 from collections.abc import Callable, Collection, Iterable
+from functools import cache
+from typing import Any
 
 from .held import Held
-from .socket_names import PROTOCOL, digest
 
 MOST_PARTS = 32
 """Parts that a GPU has at most: shares, or claims inside one claim."""
+
+_PROTOCOL = "safe-gpu/1/"  # what all names begin with, after a NUL byte
 
 _SHORTEST = 48  # bytes of a name; the columns of /proc/net/unix cannot be imitated by names of this length
 _SPARE = 8  # descriptors that are left to the program: where the limit is that low, entries have to do
@@ -93,6 +96,10 @@ class Doors:
         whichever order the kernel closes the descriptors of a process that has ended."""
         return all(_are_held(self._of_token(uuid, token)))
 
+    def are_taken(self, uuid: str, known: Collection[int]) -> bool:
+        """Return whether another process holds a GPU, or a part of it beside those that are known."""
+        return any(_are_held([self._name(uuid)])) or not self._held_parts(uuid) <= {*known}
+
     def release(self) -> None:
         """Give all doors back; safe to call twice."""
         self.parts = {}
@@ -138,7 +145,7 @@ class Doors:
         >>> Doors()._name("MIG-GPU-5c89852c/1/0", "7")
         b'\\x00safe-gpu/1/MIG-GPU-5c89852c_1_0.7...............'
         """
-        text = PROTOCOL + self._tree + ".".join([uuid.replace("/", "_"), *tail])
+        text = _PROTOCOL + self._tree + ".".join([uuid.replace("/", "_"), *tail])
         return b"\0" + os.fsencode(text.ljust(_SHORTEST, "."))
 
     def _of_token(self, uuid: str, token: str) -> list[bytes]:
@@ -177,3 +184,27 @@ def _are_held(names: Iterable[bytes]) -> list[bool]:
         return [one.connect_ex(name) != errno.ECONNREFUSED for name in names]
     finally:
         one.close()
+
+
+def simulated_tree(path: str) -> str:
+    """Return what stands before the UUIDs of a simulated host whose processes are kept in this directory."""
+    return f"sim-{digest(path)}/"
+
+
+@cache
+def _sha256() -> Callable[[bytes], Any]:
+    """Return SHA-256. hashlib would load OpenSSL, which takes longer than a claim; a module that is not there is
+    looked for each time."""
+    try:
+        from _sha2 import sha256  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        try:
+            from _sha256 import sha256  # type: ignore[import-not-found, unused-ignore]
+        except ImportError:
+            from hashlib import sha256
+    return sha256  # type: ignore[no-any-return, unused-ignore]
+
+
+def digest(text: str) -> str:
+    """Return the first 16 hexadecimal digits of SHA-256."""
+    return str(_sha256()(os.fsencode(text)).hexdigest()[:16])

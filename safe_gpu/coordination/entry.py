@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import StateDirError
 from ..host import procfs
+from ..host.commands import own_command
 from .directory import Directory
 from .files.decoding import LONGEST_FILE, as_int, as_list, as_seconds, as_text
 from .files.refusals import refusal
@@ -53,7 +54,7 @@ class Entry(NamedTuple):
     Attributes:
         number: orders the entries of a directory by age.
         name: of the file, which is never used again.
-        uid: the owner of the file.
+        uid: the owner of the file; -1 of one whom the user namespace of this process does not know.
         file: its device and inode.
         gpus: UUID -> bytes of a share of it, None of all of it. Of a ticket: the GPUs that could ever do.
         parts: UUID -> K, of the GPUs of which it holds a part (see :mod:`~safe_gpu.coordination.doors`).
@@ -139,7 +140,8 @@ class Entries:
     Nothing is locked, so any process may look at any time.
 
     Attributes:
-        next_number: of a new entry: one above the highest that counts, as of the latest look.
+        directory: where they are.
+        next_number: of a new entry: one above the highest that counts, as of the latest listing.
         strange: names that count for nothing, and why. Their owners made them so, and it is told where GPUs are shown.
 
     Example::
@@ -149,16 +151,43 @@ class Entries:
     """
 
     def __init__(self, directory: Directory) -> None:
-        self._directory = directory
-        self._living: dict[str, Entry] = {}
-        self._settled: set[str] = set()  # names of the dead, and of what is no entry
-        self._dead: set[str] = set()  # of which this user may be the owner
-        self._unfinished: set[str] = set()
+        self.directory = directory
         self.next_number = 1
         self.strange: dict[str, str] = {}
+        self._living: dict[str, Entry] = {}
+        self._unread: dict[str, int] = {}  # name -> number
+        self._settled: set[str] = set()  # names of the dead, and of what is no entry
+        self._dead: dict[str, Entry | None] = {}  # that this user may remove, as far as they can be read
+        self._unfinished: set[str] = set()
+
+    def refresh(self) -> None:
+        """List the names, and open nothing.
+
+        Raises:
+            StateDirError: more names than count.
+        """
+        names = self.directory.names()
+        if len(names) > MOST_NAMES:
+            raise self._too_many(names)
+        for known in (self._living, self._unread, self.strange, self._dead):
+            for name in known.keys() - names:
+                del known[name]
+        new = names - self._settled - self._living.keys() - self._unread.keys()
+        self._settled &= names
+        self._unfinished = {name for name in new if _UNFINISHED.fullmatch(name)}
+        numbers = []
+        for name in new - self._unfinished:
+            if match := _NAME.fullmatch(name):
+                self._unread[name] = int(match[1])
+                numbers.append(int(match[1]))
+            else:
+                self._settled.add(name)
+        for number in sorted(numbers):
+            if self.next_number <= number < self.next_number + _LARGEST_GAP:
+                self.next_number = number + 1
 
     def look(self, ask: Collection[str] | None = None) -> list[Entry]:
-        """Return the living entries by number.
+        """List the names, read what is new, and return the living entries by number.
 
         Args:
             ask: names of known entries that are asked again whether they live; None asks all.
@@ -167,26 +196,10 @@ class Entries:
             StateDirError: more names than count, or a file that cannot be opened though its owner allows it: with an
                 entry left out, two could hold one GPU.
         """
-        names = self._directory.names()
-        if len(names) > MOST_NAMES:
-            raise self._too_many(names)
-        new = names - self._settled - self._living.keys()
-        self._settled &= names
-        self._dead &= names
-        self._unfinished = {name for name in new if _UNFINISHED.fullmatch(name)}
-        numbers = []
-        for name in new - self._unfinished:
-            if match := _NAME.fullmatch(name):
-                self._ask(name)
-                numbers.append(int(match[1]))
-            else:
-                self._settled.add(name)
-        for number in sorted(numbers):
-            if self.next_number <= number < self.next_number + _LARGEST_GAP:
-                self.next_number = number + 1
+        self.refresh()
         known = self._living.keys() | self.strange.keys()
-        for name in (known if ask is None else known & set(ask)) | (known - names):
-            self._ask(name)
+        for name in (*self._unread, *(known if ask is None else known & set(ask))):
+            self.ask(name)
         living, files = [], set()
         for entry in sorted(self._living.values(), key=lambda entry: (entry.number, entry.name)):
             if entry.file not in files:  # its owner may have linked it under several names
@@ -194,55 +207,79 @@ class Entries:
                 living.append(entry)
         return living
 
-    def remove_dead(self) -> None:
-        """Remove the dead entries of this user, of all users if it is root. Not under host.lock: others wait."""
-        for name in self._dead | self._unfinished:
-            with suppress(OSError):
-                status = os.stat(name, dir_fd=self._directory.fd, follow_symlinks=False)
-                finished = name in self._dead or time.time() - status.st_mtime > _UNFINISHED_FOR
-                if os.geteuid() in (0, status.st_uid) and finished:
-                    os.unlink(name, dir_fd=self._directory.fd)
-        self._dead.clear()
+    def listed(self) -> list[tuple[int, str]]:
+        """Return numbers and names, in order, of what may live by the latest listing."""
+        known = ((entry.number, name) for name, entry in self._living.items())
+        return sorted([*known, *((number, name) for name, number in self._unread.items())])
 
-    def _ask(self, name: str) -> None:
-        """Note what a name is by now."""
-        found = self._found(name)
-        if isinstance(found, Entry):
+    def ask(self, name: str) -> Entry | None:
+        """Return the living entry of this name; None if there is none, or it counts for nothing.
+
+        Raises:
+            StateDirError: it cannot be opened though its owner allows it.
+        """
+        self._unread.pop(name, None)
+        self.strange.pop(name, None)
+        try:
+            found = self._found(name)
+        except (ValueError, TypeError, OverflowError, RecursionError) as err:
+            self.strange[name] = f"nonsense: {err}"
+            found = None
+        if found is not None:
             self._living[name] = found
             self._settled.discard(name)
         else:
-            self._settled.add(name)
             self._living.pop(name, None)
-        if isinstance(found, str):
-            self.strange[name] = found
-        else:
-            self.strange.pop(name, None)
-        if found is None:
-            self._dead.add(name)
+            self._settled.add(name)
+        return found
 
-    def _found(self, name: str) -> Entry | str | None:
-        """Return the living entry of this name; None if it is dead or gone, or why it counts for nothing."""
+    def known(self, name: str) -> Entry | None:
+        """Return the entry of this name, which lived when it was asked last; it is asked if it never was."""
+        return self._living.get(name) or (self.ask(name) if name in self._unread else None)
+
+    def remove_dead(self) -> list[Entry]:
+        """Remove the dead entries of this user, of all users if it is root, and return them, as far as they could be
+        read. Not under host.lock: others wait."""
+        removed = []
+        for name in (*self._dead, *self._unfinished):
+            with suppress(OSError):
+                status = os.stat(name, dir_fd=self.directory.fd, follow_symlinks=False)
+                finished = name in self._dead or time.time() - status.st_mtime > _UNFINISHED_FOR
+                if os.geteuid() in (0, status.st_uid) and finished:
+                    os.unlink(name, dir_fd=self.directory.fd)
+                    if (entry := self._dead.get(name)) is not None:
+                        removed.append(entry)
+        self._dead.clear()
+        return removed
+
+    def _found(self, name: str) -> Entry | None:
+        """Return the living entry of this name; None if it is dead or gone, or counts for nothing."""
         try:
-            fd = open_entry(self._directory, name)
+            fd = open_entry(self.directory, name)
         except FileNotFoundError:
             return None
         except OSError as err:
             if err.errno not in _NOT_AN_ENTRY:
-                raise self._directory.error(name, err) from err
-            return str(err.strerror)
+                raise self.directory.error(name, err) from err
+            self.strange[name] = str(err.strerror)
+            return None
         try:
-            if not is_locked(fd):
-                return None
             status = os.fstat(fd)
-            file = status.st_dev, status.st_ino
+            lives, file = is_locked(fd), (status.st_dev, status.st_ino)
+            if not lives and os.geteuid() not in (0, status.st_uid):
+                return None
             if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o022 or status.st_size > LONGEST_FILE:
-                return f"mode {status.st_mode:o}, {status.st_size} bytes"
-            known = self._living.get(name)
-            if known is not None and known.file == file:
-                return known
-            return Entry.read(name, status.st_uid, file, os.pread(fd, LONGEST_FILE, 0))
-        except (ValueError, TypeError, OverflowError, RecursionError) as err:
-            return f"nonsense: {err}"
+                self.strange[name] = f"mode {status.st_mode:o}, {status.st_size} bytes"
+                return None
+            entry = self._living.get(name)
+            if not lives:
+                self._dead[name] = None
+            if entry is None or entry.file != file:
+                uid = -1 if procfs.is_unknown_user(status.st_uid) else status.st_uid
+                entry = Entry.read(name, uid, file, os.pread(fd, LONGEST_FILE, 0))
+            if not lives:
+                self._dead[name] = entry
+            return entry if lives else None
         finally:
             os.close(fd)
 
@@ -250,10 +287,34 @@ class Entries:
         owners: Counter[int] = Counter()
         for name in names:
             with suppress(OSError):
-                owners[os.stat(name, dir_fd=self._directory.fd, follow_symlinks=False).st_uid] += 1
+                owners[os.stat(name, dir_fd=self.directory.fd, follow_symlinks=False).st_uid] += 1
         (uid, number), *_ = owners.most_common(1) or [(0, 0)]
-        what = f"{self._directory.path} has {len(names)} names, of which {number} are of {procfs.user_name(uid)}, who "
-        return refusal(f"{what}or root must remove them", self._directory.path, errno.EMLINK)
+        what = f"{self.directory.path} has {len(names)} names, of which {number} are of {procfs.user_name(uid)}, who "
+        return refusal(f"{what}or root must remove them", self.directory.path, errno.EMLINK)
+
+
+_own_start: dict[int, int | None] = {}  # of this process, by its pid, since a forked child has another
+
+
+def said_by_this_process(job: str | None, command: str | None = None) -> dict[str, Any]:
+    """Return what an entry of this process says of it.
+
+    Args:
+        job: the batch job, for people.
+        command: of what this process will execute, for people; None: of this process itself.
+    """
+    pid = os.getpid()
+    if pid not in _own_start:
+        _own_start.clear()
+        _own_start[pid] = procfs.start_time(pid)
+    return {
+        "pid": pid,
+        "start": _own_start[pid] or 0,
+        "pidns": procfs.pid_namespace() or 0,
+        "host": os.uname().nodename,
+        "job": procfs.well_formed(job or ""),
+        "command": procfs.well_formed(command or own_command() or ""),
+    }
 
 
 def make_entry(directory: Directory, number: int, said: Mapping[str, Any], *, by_children: bool) -> tuple[str, Held]:

@@ -254,6 +254,18 @@ def user_name(uid: int) -> str:
         return str(uid)
 
 
+def is_unknown_user(uid: int) -> bool:
+    """Return whether this uid stands for all users whom the user namespace of this process does not know."""
+    return uid == _unknown_uid()
+
+
+@cache
+def _unknown_uid() -> int | None:
+    all_are_known = _read("/proc/self/uid_map").split() in ([], [b"0", b"0", b"4294967295"])
+    overflow = _read("/proc/sys/kernel/overflowuid").strip()
+    return None if all_are_known else int(overflow) if overflow.isdigit() else 65534
+
+
 def uid_of(pid: int) -> int | None:
     """Return the effective uid of the process; None if it has exited."""
     try:

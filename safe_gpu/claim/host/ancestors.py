@@ -7,9 +7,6 @@ import sys
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from ...coordination.files.state_dir import opened
-from ...coordination.leases.file_names import inner_name, lease_name
-from ...coordination.leases.record import read_record
 from ...errors import NotEnoughGpusError, UnsatisfiableRequestError
 from ...host import procfs
 from ...wording.text import gpu_ranges
@@ -23,18 +20,6 @@ ONCE_FOR_ALL_RANKS = (
     'this is a rank that its program has started, so claim once for all: `if "LOCAL_RANK" not in os.environ: '
     "safe_gpu.claim_gpus(...)`, and let the ranks use those GPUs without claiming"
 )
-
-
-def ancestor_may_hold(gpus: Iterable[Gpu], *, inner: bool) -> bool:
-    """Return whether the record of one of these leases names this process or one of its ancestors.
-
-    A record alone does not prove that the lease is held. Reading records needs no lock.
-    """
-    family = {os.getpid(), *procfs.ancestors(os.getpid())}
-    with opened("leases") as leases:
-        files = (inner_name(gpu.uuid) if inner else lease_name(gpu.uuid) for gpu in gpus)
-        records = (read_record(leases, name) for name in files)
-        return any(record is not None and record.here and record.pid in family for record in records)
 
 
 UNDER_MAIN = (
@@ -61,7 +46,7 @@ def refuse_inside_share(gpus: Iterable[Gpu], holders: Mapping[str, LeaseHolder])
     """Refuse a claim of a process that holds a share, or whose ancestor does: the program was given that share.
 
     Args:
-        holders: UUID -> holder by the kernel's word, as for :func:`refuse_gpus_of_ancestors`.
+        holders: UUID -> holder.
 
     Raises:
         UnsatisfiableRequestError: there is such a share.
@@ -83,7 +68,7 @@ def refuse_gpus_of_ancestors(
     """Refuse to wait for GPUs that an ancestor holds: if the ancestor waits for this process, neither ever ends.
 
     Args:
-        verdicts: with the holders that the kernel names: anybody may write a parent of all (process 1) into a record.
+        verdicts: with the holders, whose pids are of processes that live.
         usable: UUIDs that the request could ever get.
         inner: whether the claim is made inside another one.
 

@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from ...coordination.files.location import has_closing_file
-from ...coordination.files.state_dir import StateDir, opened
-from ...coordination.leases.slots import held_slots, holder_of_slots, recorded_slots
+from ...coordination.closed import has_closed_file
+from ...coordination.doors import digest
+from ...coordination.holders import Claims, living_claims
 from ...errors import NoDriverError
 from ...gpus.devices import Gpu, GpuFault, GpuProcess, GpuVerdict, HostSnapshot, LeaseHolder
 from ...gpus.vendors import FIRST, VENDORS
@@ -18,12 +18,13 @@ from ...host.procfs import describe_process
 from ...selection.choice import candidates
 from ...selection.sharing import promised_room, strangers, without_siblings
 from ...selection.verdicts import Rules, judge
-from .outer_claim import OuterClaim, judged_inside, pids_of_outer
+from .around import judged_inside, pids_of_around
 from .polls import ByPid, Polls, driver_pids, near_nodes, own_pids_in, unlisted_contexts
 from .visible_limit import visible_limit_of
 
 if TYPE_CHECKING:
-    from ...coordination.locks.host_lock import LockedHost
+    from ...coordination.entry import Entry
+    from ...coordination.host_lock import Host
     from ...drivers.base import Driver
     from ...gpus.visible import VisibleLimit
     from ...gpus.windows import Spans, Window
@@ -43,11 +44,14 @@ class HostView:
         unlisted: UUIDs of the GPUs on which this process has a context that the driver does not list.
         scope: the value of SAFE_GPU_SCOPE, "" if it is not set.
         rules: how GPUs are judged, with those that are drained, and those that are reserved for others than this user.
-        outer: the claim inside which this one is made.
+        around: the claim inside which this one is made; None of one inside none.
+        claims: the living claims, by the latest look.
         faults: UUID -> note, of the GPUs on which a claim failed and none has worked since.
         failed: UUID -> reason, of the GPUs on which this very claim has failed; it does not try them again.
-        shared: UUID -> the claims that share the GPU, as far as this claim may share it with them.
-        beside: UUID -> the claims that share it, of compute instances whose memory a usable one has too.
+        held: UUID -> who holds it, or whose claims share it, by the latest look.
+        shared: those of them that this claim may share.
+        beside: those of them that are shared, if this claim asks for memory: a usable compute instance may have the
+            same memory.
 
     Raises:
         NoDriverError: the driver has no GPU. CudaInitializedError, UnsatisfiableRequestError: see
@@ -72,9 +76,11 @@ class HostView:
         self.rules = self._rules_for_all = self._without_closed = Rules.of(os.environ)
         self.polls = Polls(driver, snapshot, request.needs | ({"linked"} if request.several else frozenset()))
         self.request = request.resolved(snapshot)
-        self.outer = OuterClaim(prefix=snapshot.name_prefix)
+        self.around: Entry | None = None
+        self.claims = Claims(())
         self.faults: Mapping[str, GpuFault] = {}
         self.failed: Mapping[str, str] = {}
+        self.held: dict[str, LeaseHolder] = {}
         self.shared: dict[str, LeaseHolder] = {}
         self.beside: dict[str, LeaseHolder] = {}
         self._windows: tuple[Window, ...] = ()
@@ -87,34 +93,32 @@ class HostView:
         """The latest poll."""
         return self.polls.snapshot
 
-    def see_closed(self, hold_for: float | None, queue: StateDir, *, locked: bool = False) -> None:
+    def see_closed(self, hold_for: float | None, host: Host, *, locked: bool = False) -> None:
         """Read which GPUs are drained, and which are reserved for others, if any.
 
         Args:
             hold_for: for how long this claim will hold its GPUs, in seconds; None is unknown.
-            queue: of those who wait, for whom GPUs may be reserved.
+            host: of those who wait, for whom GPUs may be reserved.
             locked: whether host.lock is held. Then nobody is asked for whom.
         """
-        if not has_closing_file(queue.fd):  # as almost always, and others wait
+        if not has_closed_file(host.claims.directory.above):  # as almost always, and others wait
             self.rules, self._rules_for_all, self._windows = self._without_closed, self._without_closed, ()
             return
-        from ...coordination.leases.drained import all_windows, binding, drained_gpus, find_admitted
+        from ...coordination.closed import all_windows, binding, drained_gpus, find_admitted
         from ...gpus.windows import why_reserved
 
         drained, self._windows = drained_gpus(), all_windows()
         if self._windows and not locked:
-            from ...coordination.queue.listing import ticket_owners
-
-            find_admitted(self._windows, {os.geteuid(), *ticket_owners(queue)})
+            find_admitted(self._windows, {os.geteuid(), *(ticket.uid for ticket in host.queue.look(()))})
         reserved = why_reserved(binding(self._windows, os.geteuid()), time.time(), hold_for)
         self.rules = self._without_closed._replace(drained={**reserved, **drained})
         self._rules_for_all = self._without_closed._replace(drained=drained)
 
     def reserved_for_others(self, uid: int) -> dict[str, Spans]:
-        """Return stem of a GPU -> when it is reserved for others than this user. That binds no claim inside another."""
-        if self.outer or not self._windows:
+        """Return UUID -> when it is reserved for others than this user. That binds no claim inside another."""
+        if self.around or not self._windows:
             return {}
-        from ...coordination.leases.drained import binding
+        from ...coordination.closed import binding
         from ...gpus.windows import spans_of
 
         return spans_of(binding(self._windows, uid), self.snapshot.gpus)
@@ -125,8 +129,8 @@ class HostView:
         if self._usable is None or self._usable[0] is not self.snapshot:
             possible = candidates(self.snapshot, self.request, self.visible_limit, rules=self.rules)
             self._usable = self.snapshot, [gpu for gpu in possible if gpu.uuid not in self.failed]
-        if self.outer:
-            return [gpu for gpu in self._usable[1] if gpu.uuid in self.outer.gpus]
+        if self.around:
+            return [gpu for gpu in self._usable[1] if gpu.uuid in self.around.gpus]
         return self._usable[1]
 
     @property
@@ -136,13 +140,13 @@ class HostView:
         return (
             one.uuid
             for one in possible
-            if one.uuid not in self.failed and (not self.outer or one.uuid in self.outer.gpus)
+            if one.uuid not in self.failed and (not self.around or one.uuid in self.around.gpus)
         )
 
     @property
     def effective(self) -> Selection:
         """The request as it is judged. Inside another claim it gets whole GPUs."""
-        return self.request.whole if self.outer else self.request
+        return self.request.whole if self.around else self.request
 
     @property
     def share(self) -> int | None:
@@ -150,36 +154,28 @@ class HostView:
         share = self.effective.share
         return None if share is None or self.snapshot.shared_display else share
 
-    def see_sharers(self, leases: StateDir, gpus: Iterable[Gpu] | None = None) -> None:
-        """Read who shares these GPUs (None: the usable ones), where this claim may share them. No lock is taken."""
-        if self.share is None:
-            return
-        files = leases.few_names()
-        slots = {gpu.uuid: recorded_slots(leases, gpu.uuid, files) for gpu in (gpus or self.usable)}
-        others = {
-            uuid: holder_of_slots(
-                record for record in found.values() if not (record.here and record.pid == os.getpid())
-            )
-            for uuid, found in slots.items()
-        }
-        self.shared = {uuid: holder for uuid, holder in others.items() if holder is not None}
+    @property
+    def inside(self) -> str:
+        """Hash of the token of the claim around; "" of a claim inside none."""
+        return digest(self.scope) if self.around else ""
 
-    def see_beside(self, host: LockedHost) -> None:
-        """Ask who shares compute instances whose memory a usable one has too, if the claim asks for memory."""
-        if self.share is None and self.request.value_of("min_memory") is None:
-            return
-        uuids = {one.uuid for gpu in self.usable for one in gpu.siblings(self.snapshot.gpus)}
-        holders = {uuid: holder_of_slots(held_slots(host, uuid).values()) for uuid in uuids}
-        self.beside = {uuid: holder for uuid, holder in holders.items() if holder is not None}
+    def see(self, living: Iterable[Entry]) -> None:
+        """Take over who holds what by a listing. Nobody is asked, since host.lock may be held."""
+        self.claims = Claims(living)
+        self.held = self.claims.holders(self.inside, told=False)
+        shared = {uuid: holder for uuid, holder in self.held.items() if holder.sharers}
+        usable = {gpu.uuid for gpu in self.usable}
+        self.shared = {uuid: holder for uuid, holder in shared.items() if self.share is not None and uuid in usable}
+        self.beside = shared if self.share is not None or self.request.value_of("min_memory") is not None else {}
 
     def promised_room(self, gpu: Gpu) -> int:
         """Return the bytes of a GPU that are not promised to claims that share it or its memory."""
         part = without_siblings(gpu, self.snapshot.gpus, self.beside, procfs.family_of)
         return promised_room(part, self.shared[gpu.uuid].sharers if gpu.uuid in self.shared else ())
 
-    def strangers(self, leases: StateDir, gpu: Gpu, processes: list[GpuProcess]) -> list[GpuProcess]:
-        """Return those of these processes on a GPU of this claim that are of no claim that shares it."""
-        holder = holder_of_slots(recorded_slots(leases, gpu.uuid).values())
+    def strangers(self, gpu: Gpu, processes: list[GpuProcess]) -> list[GpuProcess]:
+        """Return those of these processes on a GPU of this claim that are of no claim that shares it now."""
+        holder = Claims(living_claims()).holders(told=False).get(gpu.uuid)
         return strangers(processes, holder.sharers if holder else (), procfs.family_of)
 
     @property
@@ -201,19 +197,17 @@ class HostView:
         Not inside another claim, which is known only under the lock.
         """
         if not self.scope:
-            if self.share is not None:
-                with opened("leases") as leases:
-                    self.see_sharers(leases)
             self._judged()
 
     @property
     def explained(self) -> dict[str, tuple[int, ...]]:
-        """UUID -> driver pids on that GPU that belong to the outer claim and do not make the GPU busy.
+        """UUID -> driver pids on that GPU that belong to the claim around and do not make the GPU busy.
 
         The GPUs of ``unlisted`` stand there too, without pids: their memory is this process's own.
         """
         pids: dict[str, tuple[int, ...]] = dict.fromkeys(self.unlisted, ())
-        pids.update((uuid, pids_of_outer(record)) for uuid, record in self.outer.gpus.items())
+        if self.around:
+            pids.update(dict.fromkeys(self.around.gpus, pids_of_around(self.around)))
         return pids
 
     def give_up(self, failed: Mapping[str, str]) -> None:
@@ -222,8 +216,8 @@ class HostView:
         self.polls.poll()
 
     def leave_scope(self) -> None:
-        """Ask for GPUs as outside of every claim, since the outer claim has ended."""
-        self.scope, self._unoccupied = "", None
+        """Ask for GPUs as outside of every claim, since the claim around has ended."""
+        self.scope, self.around, self._unoccupied = "", None, None
 
     def judge(
         self, leased: Mapping[str, LeaseHolder], gpus: Iterable[Gpu] | None = None, *, within_limit: bool = True
@@ -240,7 +234,7 @@ class HostView:
         if self.failed:
             why = self.failed
             verdicts = tuple(GpuVerdict(v.gpu, "busy", why[v.gpu.uuid]) if v.gpu.uuid in why else v for v in verdicts)
-        return judged_inside(self.outer, verdicts) if self.outer else verdicts
+        return judged_inside(self.around, verdicts) if self.around else verdicts
 
     def judge_for(self, request: Selection, leased: Mapping[str, LeaseHolder]) -> tuple[GpuVerdict, ...]:
         """Return the verdicts for a request of another process, whose visible limit is unknown, as if no GPU were

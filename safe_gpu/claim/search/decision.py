@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from ..limits import LimitReached
 
 TAKE = "take"
-"""The GPUs are leased; the search ends."""
+"""The claim holds its GPUs; the search ends."""
 
 POLL = "poll"
 """Poll the driver, then look again."""
@@ -16,7 +16,10 @@ SLEEP = "sleep"
 """Sleep until the ticket ahead is gone, then look again."""
 
 WATCH = "watch"
-"""Watch the leases that others hold, then look again."""
+"""Watch the claims of others, then look again."""
+
+AGAIN = "again"
+"""Pause unevenly, then look again: two claims have seen each other."""
 
 REFUSE = "refuse"
 """Fail, because the time to wait is over."""
@@ -24,28 +27,33 @@ REFUSE = "refuse"
 # The head of the queue makes a full look this often, in seconds, because the state directory may have been deleted.
 _FULL_LOOK = 1.0
 
-# A name may outlive its claim for a moment, in a child between fork and exec: it is tried once more, in seconds.
+# A dying process closes its descriptors one by one, so a door may outlive an entry: it is tried once more, in seconds.
 _SECOND_TRY = 0.005
 
+# For so long even a claim that does not wait looks again after it withdrew, in seconds.
+_WITHDRAWING = 1.0
 
-class AttemptResult(NamedTuple):
-    """What one look saw. At most one of the three flags is set.
+
+class Seen(NamedTuple):
+    """What one look saw. At most one of the flags is set.
 
     Attributes:
         enough: enough GPUs are free.
         outdated: the poll is too old, or lacks what another waiter's conditions need.
+        withdrawn: the claim was given back, since another one was made meanwhile.
         behind: a ticket ahead competes for the same GPUs and may not be passed.
-        unleased: UUIDs of the usable GPUs that nobody holds; empty if ``behind``.
-        named: UUIDs of the usable GPUs whose lease is free and whose name another process holds.
-        limit: the limit of this user, if it does not allow more; ``unleased`` and ``named`` are empty then.
-        watched: lease files besides those of held GPUs that may come free: the slots of shared ones.
+        free: UUIDs of the usable GPUs that nobody holds; empty if ``behind``.
+        elsewhere: UUIDs of the usable GPUs that only another state directory's claims hold.
+        limit: the limit of this user, if it does not allow more; ``free`` and ``elsewhere`` are empty then.
+        watched: names of the claims on usable GPUs.
     """
 
     enough: bool = False
     outdated: bool = False
+    withdrawn: bool = False
     behind: bool = False
-    unleased: frozenset[str] = frozenset()
-    named: frozenset[str] = frozenset()
+    free: frozenset[str] = frozenset()
+    elsewhere: frozenset[str] = frozenset()
     limit: "LimitReached | None" = None
     watched: frozenset[str] = frozenset()
 
@@ -56,18 +64,20 @@ class WaitState(NamedTuple):
     Attributes:
         deadline: ``time.monotonic()`` value; ``math.inf`` waits without limit.
         tried_last: whether the last look, after the deadline, has been made.
-        polled_for: the unleased GPUs at the time of the latest poll.
-        named: the GPUs held by name only for which a second look was made.
+        polled_for: the GPUs that nobody held at the time of the latest poll.
+        elsewhere: the GPUs held elsewhere for which a second look was made.
+        withdrew: when the claim withdrew first, since it was not in anybody's way; 0 for never.
     """
 
     deadline: float = math.inf
     tried_last: bool = False
     polled_for: frozenset[str] | None = None
-    named: frozenset[str] = frozenset()
+    elsewhere: frozenset[str] = frozenset()
+    withdrew: float = 0.0
 
 
 class Decision(NamedTuple):
-    """A step; ``until`` is the ``time.monotonic()`` value at which SLEEP and WATCH end at the latest."""
+    """A step; ``until`` is the ``time.monotonic()`` value at which SLEEP, WATCH and AGAIN end at the latest."""
 
     step: str
     state: WaitState
@@ -75,39 +85,45 @@ class Decision(NamedTuple):
 
 
 def decide(
-    result: AttemptResult,
+    seen: Seen,
     state: WaitState,
     *,
     suffices: bool,
     now: float,
     next_poll: float,
     next_look: float = math.inf,
+    pause: float = 0.0,
 ) -> Decision:
     """Return the next step of a claim.
 
     Args:
-        suffices: whether the unleased GPUs would be enough.
+        suffices: whether the GPUs that nobody holds would be enough.
         now: ``time.monotonic()`` value, as are the next two.
-        next_poll: earliest time of another poll for the same unleased GPUs.
+        next_poll: earliest time of another poll for the same GPUs.
         next_look: latest time at which a sleeping waiter looks again.
+        pause: seconds until a claim that withdrew looks again.
     """
-    if result.enough:
+    if seen.enough:
         return Decision(TAKE, state)
-    if result.outdated:
+    if seen.outdated:
         return Decision(POLL, state)
-    if not result.named <= state.named:
-        return Decision(WATCH, state._replace(named=state.named | result.named), now + _SECOND_TRY)
+    withdrew = (state.withdrew or now) if seen.withdrawn else 0.0
+    state = state._replace(withdrew=withdrew)
+    if seen.withdrawn and now < max(state.deadline, withdrew + _WITHDRAWING):
+        return Decision(AGAIN, state, now + pause)
+    if not seen.elsewhere <= state.elsewhere:
+        return Decision(WATCH, state._replace(elsewhere=state.elsewhere | seen.elsewhere), now + _SECOND_TRY)
     if now >= state.deadline:
         if state.tried_last:
             return Decision(REFUSE, state)
         return Decision(POLL, state._replace(tried_last=True))
-    if result.behind:
+    if seen.behind:
         return Decision(SLEEP, state, min(state.deadline, next_look))
     until = min(state.deadline, now + _FULL_LOOK)
-    if result.limit is not None:
+    if seen.limit is not None:
         return Decision(WATCH, state, until)
-    if suffices:  # enough leases are free, but the driver shows processes on those GPUs
-        if result.unleased != state.polled_for or now >= next_poll:
-            return Decision(POLL, state._replace(polled_for=result.unleased))
+    if suffices:  # nobody holds enough of them, but the driver shows processes there
+        if seen.free != state.polled_for or now >= next_poll:
+            return Decision(POLL, state._replace(polled_for=seen.free))
         until = min(until, next_poll)
     return Decision(WATCH, state, until)

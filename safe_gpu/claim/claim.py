@@ -1,0 +1,178 @@
+"""What a claim holds, from its first door to its release."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from ..coordination.directory import unlink_in
+from ..coordination.doors import Doors, digest
+from ..coordination.entry import make_entry
+from ..coordination.history import append, claim_line, end_line, lines_of_dead
+from ..coordination.signals import DeferredSignals
+from ..gpus.devices import Gpu, HostSnapshot
+from ..host.procfs import user_name
+from ..selection.sharing import share_capacity
+
+if TYPE_CHECKING:
+    from ..coordination.entry import Entry
+    from ..coordination.held import Held
+    from ..coordination.host_lock import Host
+    from ..coordination.older_package import OlderPackageLock
+
+
+class Claim:
+    """What one claim holds. It is created empty and filled step by step, so that :meth:`release` works at any time.
+
+    Args:
+        said: of this process, see :func:`~safe_gpu.coordination.entry.said_by_this_process`; made before host.lock is
+            taken.
+        secret: lets child processes claim inside this claim; "" for none.
+
+    Attributes:
+        gpus: the claimed GPUs, as in ``before``.
+        doors: of these GPUs, which keep off processes with another state directory.
+        share: bytes of each GPU that it holds; None for whole GPUs, and inside another claim.
+        inside: hash of the token of the claim around it; "" of a claim inside none.
+        file: device and inode of its entry.
+        queued: when it joined the queue, in Unix seconds; None if it did not wait.
+        before: the last poll before the placeholders are allocated.
+        explained: UUID -> driver pids on that GPU that belong to the claim around it.
+        older: the lock of the older package, while it is held.
+    """
+
+    def __init__(self, said: Mapping[str, Any], secret: str = "") -> None:
+        self.gpus: tuple[Gpu, ...] = ()
+        self.doors = Doors()
+        self.share: int | None = None
+        self.inside = ""
+        self.file: tuple[int, int] | None = None
+        self.queued: float | None = None
+        self.before = HostSnapshot(())
+        self.explained: Mapping[str, Collection[int]] = {}
+        self.older: OlderPackageLock | None = None
+        self._said = said
+        self._secret = secret
+        self._name = ""
+        self._entry: Held | None = None
+        self._kept: Held | None = None  # the state directory, from cleaners
+        self._began = 0.0  # by the boot clock, which does not jump
+        self._noted = False
+
+    @property
+    def delegates(self) -> bool:
+        """Whether child processes may claim inside this claim."""
+        return bool(self._secret) and not self.inside
+
+    @property
+    def token(self) -> str:
+        """What child processes need to claim inside this claim, whose hash its entry has; "" if they cannot."""
+        return self._secret if self.delegates else ""
+
+    @property
+    def since(self) -> float:
+        """When its entry was made, Unix seconds."""
+        return float(self._said["since"])
+
+    def take(
+        self,
+        host: Host,
+        gpus: tuple[Gpu, ...],
+        *,
+        share: int | None = None,
+        hold_for: float | None = None,
+        waited: float = 0.0,
+        display: bool = False,
+    ) -> None:
+        """Make the entry of a claim of these GPUs, whose doors it has. host.lock is held.
+
+        Args:
+            hold_for: seconds that the claim will probably last; None is unknown.
+            waited: seconds since the call.
+            display: whether it shares a display.
+
+        Raises:
+            StateDirError: the entry cannot be made (no space).
+        """
+        now = round(time.time(), 3)
+        self.gpus, self.share = gpus, share
+        self._said = {
+            **self._said,
+            "since": now,
+            "until": hold_for and round(now + hold_for, 3),
+            "queued": self.queued and round(self.queued, 3),
+            "gpus": {gpu.uuid: share for gpu in gpus},
+            "parts": self.doors.parts,
+            "display": display,
+            "token": digest(self.token) if self.token else "",
+            "inside": self.inside,
+            "waited": round(waited, 3),
+        }
+        directory = host.claims.directory
+        self._kept = directory.keep_from_cleaners(by_children=True)
+        self._name, self._entry = make_entry(directory, host.claims.next_number, self._said, by_children=True)
+        self._began = time.clock_gettime(time.CLOCK_BOOTTIME)
+        status = os.fstat(self._entry.fd)
+        self.file = status.st_dev, status.st_ino
+
+    def note(self, dead: Collection[Entry]) -> None:
+        """Tell the history of this claim, and how others have ended. host.lock is not held.
+
+        Claims inside claims, and those that share a display, have no line.
+
+        Args:
+            dead: entries that were removed.
+        """
+        with DeferredSignals():
+            now = time.time()
+            lines = lines_of_dead(dead, now)
+            if not self.inside and not self._said["display"]:
+                sizes = None if self.share is None else min(filter(None, map(share_capacity, self.gpus)), default=None)
+                user, labels = user_name(os.geteuid()), [gpu.label for gpu in self.gpus]
+                lines.append(claim_line(self._said, uid=os.geteuid(), user=user, labels=labels, of=sizes))
+                self._noted = True
+            self._noted = append(lines, now) and self._noted
+
+    def keep_across_exec(self) -> None:
+        """Keep all that is held across exec(2) of this process."""
+        with DeferredSignals():
+            for held in (self._entry, self._kept):
+                if held is not None:
+                    held.keep_across_exec()
+            self.doors.keep_across_exec()
+
+    def release_older(self) -> None:
+        """Release the lock of the older package, if it is held."""
+        if self.older is not None:
+            DeferredSignals().run_deferred(self.older.release)
+            self.older = None
+
+    def release(self) -> None:
+        """Release everything, after which the claim is empty. Safe to call twice."""
+        DeferredSignals().run_deferred(self._release_now)
+
+    def _release_now(self) -> None:
+        with ExitStack() as steps:  # in reverse order, each even if another one raises
+            steps.callback(self._note_end, self._entry is not None and self._entry.is_mine)
+            steps.callback(self._release_entry)
+            steps.callback(self.doors.release)
+            steps.callback(self.release_older)
+
+    def _release_entry(self) -> None:
+        entry, kept, self._entry, self._kept = self._entry, self._kept, None, None
+        self.file = None
+        if entry is not None:
+            if entry.is_mine and kept is not None:
+                unlink_in(kept.fd, "claims", self._name)
+            entry.release()
+        if kept is not None:
+            kept.release()
+
+    def _note_end(self, mine: bool) -> None:
+        if mine and self._noted:
+            self._noted = False
+            ended = round(self.since + time.clock_gettime(time.CLOCK_BOOTTIME) - self._began, 3)
+            append([end_line(self._said["pid"], self.since, ended, ended)], time.time())

@@ -1,0 +1,324 @@
+"""A look: one hold of host.lock with what was seen, what was taken, and the listing after it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from ...coordination.doors import Doors
+from ...coordination.faults import read_faults
+from ...coordination.signals import DeferredSignals
+from ...errors import StateDirError
+from ...host.procfs import printable_lines
+from ...selection.choice import choose, choose_shares
+from ...selection.sharing import share_capacity
+from ...selection.verdicts import recent_faults
+from ..host.around import check_possible_inside, find_around
+from .decision import Seen
+
+if TYPE_CHECKING:
+    from ...coordination.entry import Entry
+    from ...coordination.host_lock import Host
+    from ...gpus.devices import Gpu, GpuVerdict
+    from ...selection.request import Selection
+    from ..arguments import ClaimOptions
+    from ..claim import Claim
+    from ..host.host_view import HostView
+    from ..limits import ClaimsByUser, LimitReached
+    from .queue_place import QueuePlace
+    from .queue_snapshot import QueueSnapshot
+
+# Others in the queue may be passed only by a poll that is at most this old, in seconds.
+_RECENT = 1.0
+
+
+class Look:
+    """One look of a claim at who holds what and who waits. It takes the GPUs if they are free.
+
+    Args:
+        claim: an empty claim, which :meth:`run` fills; None takes nothing.
+
+    Attributes:
+        seen: the facts for ``decide``.
+        chosen: the GPUs that the request can have. The claim, if there is one, holds them.
+        ahead: the nearest ticket that may not be passed.
+        stopped: the nearest ticket that was passed because its waiter is stopped.
+    """
+
+    def __init__(self, host: Host, view: HostView, place: QueuePlace, claim: Claim | None, options: ClaimOptions) -> None:
+        self.seen = Seen()
+        self.chosen: tuple[Gpu, ...] = ()
+        self.ahead: Entry | None = None
+        self.stopped: Entry | None = None
+        self._host = host
+        self._view = view
+        self._place = place
+        self._claim = claim
+        self._options = options
+        self._held: ClaimsByUser | None = None
+        self._queue: QueueSnapshot | None = None
+        self._elsewhere: set[str] = set()  # GPUs whose doors other state directories hold
+        self._trouble: OSError | None = None  # why doors could not be taken
+
+    def run(self, *, may_wait: bool) -> None:
+        """Look, and fill the claim if enough GPUs are free; else join the queue if ``may_wait``.
+
+        Raises:
+            LockTimeout, StateDirError: host.lock, an entry or a directory cannot be used.
+            UnsatisfiableRequestError: the claim around can never satisfy the request.
+        """
+        host, claim = self._host, self._claim
+        with DeferredSignals() as signals:
+            self._prepare()
+            stays = False
+            try:
+                with host.locked(self._options.lock_deadline, signals):
+                    self._take(may_wait=may_wait)
+                stays = bool(self.chosen) and self._stays()
+            except StateDirError:
+                if host.is_current():
+                    raise
+                self.seen = Seen(withdrawn=True)  # a cleaner has removed a directory
+            finally:
+                if claim is not None and not stays:
+                    claim.release()
+            if self.chosen and not stays:
+                self.chosen, self.seen = (), Seen(withdrawn=True)
+            dead = host.claims.remove_dead()
+            host.queue.remove_dead()
+            if claim is not None and stays:
+                claim.note(dead)
+        if self.chosen and self._trouble is not None:
+            self._options.logger.warning(
+                "the GPUs are claimed by an entry alone, since their doors cannot be taken (%s): processes with another "
+                "state directory or a private /tmp do not see the claim",
+                self._trouble,
+            )
+
+    # Before host.lock
+
+    def _prepare(self) -> None:
+        """Find out what takes long, since others wait under host.lock."""
+        view, place, host = self._view, self._place, self._host
+        host.look()
+        if self._options.quota is not None:
+            self._options.quota.prepare(host)
+        place.prepare()
+        view.see_closed(place.hold_for(), host)
+        view.faults = read_faults(host.path, [gpu.uuid for gpu in view.snapshot.gpus])
+        view.see(host.claims.look(()))
+        view.prepare()
+
+    # Under host.lock
+
+    def _take(self, *, may_wait: bool) -> None:
+        view, place, host = self._view, self._place, self._host
+        usable = {gpu.uuid for gpu in view.usable}
+        living = host.claims.look([one.name for one in view.claims.living if not usable.isdisjoint(one.gpus)])
+        host.queue.refresh()
+        view.see_closed(place.hold_for(), host, locked=True)
+        view.see(living)
+        if view.scope:
+            self._enter_scope(living)
+        if self._claim is not None:
+            self._claim.inside, self._claim.doors = view.inside, Doors(view.snapshot.name_prefix)
+        if self._options.quota is not None and not view.around:
+            self._held = self._options.quota.held(view.snapshot, view.claims)
+        among = self._open_to()
+        limit = None
+        if self._held is not None and not view.snapshot.shared_display:
+            limit = self._held.own_limit(view.effective)
+        chosen = None
+        if limit is None and (self._queue is None or not self._queue.lacking):
+            chosen = self._choose(among)
+        self.seen = self._facts(chosen, limit)
+        if chosen is not None and self.seen.enough:
+            if self._claim is not None:
+                self._fill(self._claim, chosen)
+            self.chosen = chosen
+        elif may_wait and place.join(self._held, self._is_absent):
+            self.seen = Seen(outdated=True)  # it found somebody ahead who is behind now
+
+    def _enter_scope(self, living: Collection[Entry]) -> None:
+        """Limit the view to the GPUs of the claim around, or ignore a scope of which no claim exists any more."""
+        view, options = self._view, self._options
+        view.around = find_around(view.claims, view.scope, view.snapshot.name_prefix)
+        if view.around is not None:
+            view.see(living)
+            check_possible_inside(view, view.around, delegate=options.delegate and options.command is None)
+            return
+        options.logger.warning(
+            "SAFE_GPU_SCOPE=%s names no living claim of this user here (it leaks through qsub -V, ssh, sudo and tmux): "
+            "ignored",
+            printable_lines(view.scope),
+        )
+        view.leave_scope()
+        view.see(living)
+        self._place.leave()
+
+    def _open_to(self) -> Collection[str] | None:
+        """Return the UUIDs of the GPUs to choose from; None is all, if nobody ahead competes. Sets ``ahead``."""
+        view, place = self._view, self._place
+        if not self._host.queue.listed() and place.waiter is None:
+            return None
+        waiter = place.ensure_waiter()
+        from .queue_snapshot import QueueSnapshot
+
+        for ticket in waiter.ahead():
+            if self._queue is None:
+                self._queue = QueueSnapshot(view, self._held)
+            if not self._queue.is_absent(ticket):
+                self.ahead = ticket
+                break
+        if self._queue is None:
+            return None
+        self.stopped = self._queue.stopped
+        if self.ahead is None:
+            return None
+        free = view.unoccupied.keys() - self._taken()
+        if len(free) < view.request.nb_gpus:
+            return ()
+        request = waiter.request._replace(hold_for=place.hold_for())
+        return self._queue.open_to(request, waiter.everybody_ahead(), free)
+
+    def _is_absent(self, ticket: Entry) -> bool:
+        return self._queue is not None and self._queue.is_absent(ticket)
+
+    def _taken(self) -> set[str]:
+        """Return the UUIDs of the GPUs of which others have all, or too much to share it."""
+        return self._view.held.keys() - self._view.shared.keys() | self._elsewhere
+
+    def _choose(self, among: Collection[str] | None) -> tuple[Gpu, ...] | None:
+        """Return the best GPUs that nobody holds or uses, with their doors; None if there are too few.
+
+        Args:
+            among: UUIDs to choose from; None is all.
+        """
+        view = self._view
+        last = recent_faults(view.faults, time.time())
+        while True:
+            taken = set() if view.snapshot.shared_display else self._taken()
+            open_now = view.unoccupied.keys() - taken
+            if among is not None:
+                open_now = open_now.intersection(among)
+            chosen = self._best([view.unoccupied[uuid] for uuid in view.unoccupied if uuid in open_now], last)
+            if chosen is None or view.snapshot.shared_display:
+                return chosen
+            missed = self._missed_door(chosen)
+            if not missed:
+                return chosen
+            self._elsewhere.add(missed)
+
+    def _best(self, free: Collection[GpuVerdict], last: Collection[str]) -> tuple[Gpu, ...] | None:
+        view = self._view
+        requests = view.request.numbers
+        if view.visible_limit is not None and view.visible_limit.frozen:
+            requests = iter([view.request])  # CUDA is initialised with that many
+        for request in requests:
+            if request is not view.request and self._exceeds(request):
+                continue
+            if view.share is None:
+                groups = request.groups if request.together else None
+                nb_gpus, preferred = request.nb_gpus, request.preferred
+                chosen = choose(free, nb_gpus, near=view.near, last=last, groups=groups, prefer=preferred)
+            else:
+                rooms = {gpu.uuid: view.promised_room(gpu) for gpu in view.usable if gpu.uuid in view.shared}
+                chosen = choose_shares(free, request, rooms, near=view.near, last=last)
+            if chosen is not None:
+                return chosen
+        return None
+
+    def _exceeds(self, request: Selection) -> bool:
+        """Return whether the limit of this user forbids a larger number than the request needs."""
+        if self._held is None or self._view.snapshot.shared_display:
+            return False
+        return self._held.own_limit(request) is not None
+
+    def _missed_door(self, chosen: tuple[Gpu, ...]) -> str:
+        """Take the doors of these GPUs. Returns one that another state directory has, and nothing is taken; or ""."""
+        view, claim = self._view, self._claim
+        doors = Doors(view.snapshot.name_prefix) if claim is None else claim.doors
+        for uuid in sorted(gpu.uuid for gpu in chosen):
+            known = view.claims.parts(uuid)
+            try:
+                if claim is None:
+                    done = bool(view.around) or not doors.are_taken(uuid, known)
+                elif view.around:
+                    done = not view.around.parts or doors.take_inside(uuid, known, view.scope)
+                elif view.share is not None:
+                    done = doors.take_share(uuid, known)
+                else:
+                    done = doors.take_whole(uuid, known, claim.token)
+            except OSError as err:
+                self._trouble = err
+                doors.release()  # with those of some GPUs alone, claims inside this one would not find the others
+                return ""
+            if not done:
+                doors.release()
+                return uuid
+        return ""
+
+    def _fill(self, claim: Claim, chosen: tuple[Gpu, ...]) -> None:
+        view, place = self._view, self._place
+        claim.queued = place.since
+        claim.take(
+            self._host,
+            chosen,
+            share=view.share,
+            hold_for=place.hold_for(),
+            waited=time.monotonic() - self._options.began,
+            display=view.snapshot.shared_display,
+        )
+
+    def _facts(self, chosen: tuple[Gpu, ...] | None, limit: LimitReached | None) -> Seen:
+        view = self._view
+        if self._queue is not None and self._queue.lacking:
+            view.polls.needs |= self._queue.lacking
+            return Seen(outdated=True)
+        if chosen is not None:
+            passed = self._queue is not None
+            outdated = passed and (view.polls.has_waited or view.polls.age > _RECENT)
+            return Seen(enough=not outdated, outdated=outdated)
+        if self.ahead is not None or limit is not None:
+            return Seen(behind=self.ahead is not None, limit=limit)
+        usable = {gpu.uuid for gpu in view.usable}
+        watched = {one.name for uuid in usable for one in view.claims.on(uuid, view.inside)}
+        here = usable - self._taken() if view.share is None else self._with_room(usable)
+        return Seen(
+            free=frozenset(here - self._elsewhere),
+            elsewhere=frozenset(self._elsewhere & usable),
+            watched=frozenset(watched),
+        )
+
+    def _with_room(self, usable: Collection[str]) -> set[str]:
+        view, share = self._view, self._view.share or 0
+        rooms = ((gpu.uuid, view.promised_room(gpu)) for gpu in view.usable if gpu.uuid in usable)
+        return {uuid for uuid, room in rooms if room >= share} - self._taken()
+
+    # After host.lock
+
+    def _stays(self) -> bool:
+        """Return whether the claim may stay, by a second listing: of two entries the one that was named later sees the
+        other, so two claims exclude each other even without host.lock."""
+        view, claim, host = self._view, self._claim, self._host
+        if claim is None:
+            return True
+        ask = [view.around.name] if view.around else ()
+        living = [one for one in host.claims.look(ask) if one.file != claim.file]
+        view.see_closed(self._place.hold_for(), host, locked=True)
+        view.see(living)
+        if view.around and find_around(view.claims, view.scope, view.snapshot.name_prefix) is None:
+            return False
+        if not {gpu.uuid for gpu in self.chosen} <= {gpu.uuid for gpu in view.usable}:
+            return False  # it was drained or reserved meanwhile
+        return host.is_current() and not any(map(self._is_in_the_way, self.chosen))
+
+    def _is_in_the_way(self, gpu: Gpu) -> bool:
+        view = self._view
+        others = view.claims.on(gpu.uuid, view.inside)
+        if view.snapshot.shared_display:
+            return any(not one.display for one in others)
+        if view.share is None or any(one.gpus[gpu.uuid] is None for one in others):
+            return bool(others)
+        return sum(one.gpus[gpu.uuid] or 0 for one in others) + view.share > (share_capacity(gpu) or 0)

@@ -1,0 +1,175 @@
+"""Who holds what, by the living claims of one listing, and who of them are in each other's way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+
+from ..errors import StateDirError
+from ..gpus.devices import LeaseHolder
+from ..host import procfs
+from ..host.commands import command_of
+from ..host.foreign_files import read_start
+from .directory import Directory, state_dir_path
+from .doors import Doors, digest
+from .entry import Entries, Entry
+
+
+class Claims:
+    """The living claims of one listing.
+
+    A claim is inside another one if a living claim of the same owner has its ``inside`` as ``token``. One that was
+    inside a claim that has ended is inside none.
+
+    Example::
+
+        holders = Claims(living_claims()).holders()
+    """
+
+    def __init__(self, living: Iterable[Entry]) -> None:
+        self.living = tuple(entry for entry in living if not entry.nb_gpus)
+        self._around = {(one.token, one.uid): one for one in self.living if one.token and one.uid >= 0}
+
+    def around(self, token: str) -> Entry | None:
+        """Return the living claim of this user with this token, the value of SAFE_GPU_SCOPE. Its doors are not
+        asked."""
+        return self._around.get((digest(token), os.geteuid())) if token else None
+
+    def is_inside(self, entry: Entry) -> bool:
+        """Return whether it is inside a living claim."""
+        return bool(entry.inside) and (entry.inside, entry.uid) in self._around
+
+    def on(self, uuid: str, inside: str = "") -> list[Entry]:
+        """Return the claims on a GPU that take room of it from a claim.
+
+        Args:
+            inside: hash of the token of the claim around that one; "" of a claim inside none.
+        """
+        return [
+            one
+            for one in self.living
+            if uuid in one.gpus
+            and (one.inside == inside or not self.is_inside(one))
+            and not (inside and one.token == inside)
+        ]
+
+    def parts(self, uuid: str) -> set[int]:
+        """Return the parts of a GPU that living claims have."""
+        return {one.parts[uuid] for one in self.living if uuid in one.parts}
+
+    def holders(self, inside: str = "", *, told: bool = True) -> dict[str, LeaseHolder]:
+        """Return UUID -> who holds it, as seen by a claim inside none, or inside the one with this hash of a token.
+
+        Args:
+            told: whether for people, as of :func:`holder_of`; else as of :func:`said_by`, which asks nobody.
+        """
+        describe = holder_of if told else said_by
+        found = {}
+        for uuid in dict.fromkeys(uuid for one in self.living for uuid in one.gpus):
+            claims = self.on(uuid, inside)
+            whole = next((one for one in claims if one.gpus[uuid] is None), None)
+            if whole is not None:
+                found[uuid] = describe(whole)
+            elif claims:
+                found[uuid] = LeaseHolder.of_sharers(describe(one)._replace(share=one.gpus[uuid]) for one in claims)
+        return found
+
+
+def living_claims(path: str | None = None) -> list[Entry]:
+    """Return the living claims in a state directory, None for that of this process, without a lock; none if it is
+    missing.
+
+    Raises:
+        StateDirError: it cannot be read.
+    """
+    try:
+        with Directory(path or state_dir_path(), "claims", make=False) as directory:
+            return Entries(directory).look()
+    except FileNotFoundError:
+        return []
+
+
+def said_by(entry: Entry) -> LeaseHolder:
+    """Return what an entry says of its process. Nobody is asked, so it may be called under host.lock."""
+    namespace = procfs.namespace_text(entry.pidns or None)
+    return LeaseHolder(
+        None if namespace else entry.pid,
+        None,
+        entry.job or None,
+        entry.command or None,
+        entry.since,
+        None if namespace else entry.start,
+        namespace=namespace,
+        until=entry.until,
+        uid=entry.uid,
+        queued=entry.queued,
+    )
+
+
+def holder_of(entry: Entry) -> LeaseHolder:
+    """Return who holds an entry, for people: its process if that lives here, else one that it left behind.
+
+    The user is the owner of the file. A directory service may be asked.
+    """
+    said = said_by(entry)._replace(user=procfs.user_name(entry.uid) if entry.uid >= 0 else None)
+    if said.namespace:
+        return said._replace(pid=entry.pid)  # its own number there
+    if lives_here(entry):
+        return said._replace(command=command_of(entry.pid, said.command))
+    heir = next(_heirs(entry), None)
+    return said._replace(pid=heir, start=None, left_by=entry.pid)
+
+
+def lives_here(entry: Entry) -> bool:
+    """Return whether the process that made an entry lives in this PID namespace, and is of the owner of the entry."""
+    if procfs.namespace_text(entry.pidns or None) or procfs.start_time(entry.pid) != entry.start:
+        return False
+    return entry.uid in (procfs.uid_of(entry.pid), procfs.real_uid_of(entry.pid))
+
+
+def _heirs(entry: Entry) -> Iterator[int]:
+    """Yield the processes that have an entry open and locked, as far as this user may see."""
+    for pid in procfs.pids():
+        if os.geteuid() not in (0, procfs.uid_of(pid)):
+            continue
+        for number, target in (procfs.open_files(pid) or {}).items():
+            if target.endswith(f"/{entry.name}") and b"lock:" in (read_start(f"/proc/{pid}/fdinfo/{number}") or b""):
+                yield pid
+
+
+def held_elsewhere(uuids: Iterable[str], claims: Claims, tree: str = "") -> set[str]:
+    """Return those of these GPUs that no living claim here has all of, and whose doors another state directory holds.
+
+    Args:
+        tree: what stands before UUIDs in the names of doors.
+    """
+    with suppress(OSError):  # no sockets here: entries alone count
+        doors = Doors(tree)
+        whole = {uuid for one in claims.living for uuid, share in one.gpus.items() if share is None}
+        return {uuid for uuid in uuids if uuid not in whole and doors.are_taken(uuid, claims.parts(uuid))}
+    return set()
+
+
+def gpus_of_scope(scope: str) -> tuple[str, ...]:
+    """Return the UUIDs of the GPUs of this user's living claim with this value of SAFE_GPU_SCOPE, whichever driver
+    knows them; none if there is no such claim, and if the claims cannot be read."""
+    try:
+        around = Claims(living_claims()).around(scope) if scope else None
+    except StateDirError:
+        return ()  # the claim itself meets the same error
+    return () if around is None else tuple(sorted(around.gpus))
+
+
+def claim_around(living: Collection[Entry], scope: str) -> Entry | None:
+    """Return the claim of this process, else that of its nearest ancestor, else the one with this scope; None without
+    any.
+
+    Args:
+        scope: the value of SAFE_GPU_SCOPE, "" if it is not set.
+    """
+    for pid in (os.getpid(), *procfs.ancestors(os.getpid())):
+        for entry in living:
+            if entry.pid == pid and lives_here(entry):
+                return entry
+    return Claims(living).around(scope)

@@ -1,0 +1,189 @@
+"""The state directory while a process claims, and host.lock: one flock(2), held for microseconds by who makes an entry.
+
+Nothing that may take long is done under it: no driver and no directory service is asked, and nobody sleeps. Who only
+reads entries does not take it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..errors import LockTimeout, StateDirError
+from ..host import procfs
+from ..host.commands import program_names
+from .directory import Directory, state_dir_path
+from .entry import Entries
+from .flock import lock_file, unlock_file
+from .held import Held
+from .signals import DeferredSignals
+
+MINIMUM_PATIENCE = 10.0
+"""Seconds that host.lock is waited for even by a claim that waits for no GPU."""
+
+# However large the crowd at host.lock, nobody pauses longer than this, times 1 to 5 ms.
+_SLOWEST = 20
+
+# Tries after the deadline. Who holds host.lock at each of them, and does not run, keeps it.
+_LAST_TRIES = 5
+
+
+class Host:
+    """The claims and the tickets of a host, as one process gets to know them, and host.lock. Use it in ``with``.
+
+    Args:
+        path: the state directory; None is :func:`~safe_gpu.coordination.directory.state_dir_path`. It is made where it
+            is missing.
+
+    Attributes:
+        claims, queue: the entries.
+
+    Raises:
+        StateDirError: the state directory cannot be used.
+
+    Example::
+
+        with DeferredSignals() as signals, Host() as host:
+            host.look()
+            with host.locked(deadline, signals):
+                living = host.claims.look(())
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        self.path = path or state_dir_path()
+        self._open()
+
+    def __enter__(self) -> Host:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the directories; safe to call twice."""
+        self.claims.directory.close()
+        self.queue.directory.close()
+
+    def is_current(self) -> bool:
+        """Return whether the path of the state directory still leads to these directories. A cleaner may have removed
+        them."""
+        return self.claims.directory.is_current() and self.queue.directory.is_current()
+
+    def look(self) -> None:
+        """Find out which claims live and which tickets there are, before host.lock, since others wait meanwhile.
+        Directories that were replaced are opened anew."""
+        if not self.is_current():
+            self.close()
+            self._open()
+        self.claims.look()
+        self.queue.refresh()
+
+    @contextmanager
+    def locked(self, deadline: float | None, signals: DeferredSignals) -> Iterator[None]:
+        """Hold host.lock.
+
+        Args:
+            deadline: ``time.monotonic()`` value; None waits without limit.
+            signals: held back by the caller, who stores what it takes before it lets them go; they pass while this
+                waits.
+
+        Raises:
+            LockTimeout: it was not free before the deadline; names the holder if one keeps it.
+            StateDirError: its file cannot be used, or the state directory was removed or replaced meanwhile.
+        """
+        os.sched_yield()  # begin a new time slice: others wait while a holder of the lock is preempted
+        held = self._lock(deadline, signals)
+        try:
+            yield
+        finally:
+            held.release()
+
+    def _open(self) -> None:
+        claims = Directory(self.path, "claims")
+        try:
+            self.claims, self.queue = Entries(claims), Entries(Directory(self.path, "queue"))
+        except BaseException:
+            claims.close()
+            raise
+
+    def _lock(self, deadline: float | None, signals: DeferredSignals) -> Held:
+        directory = self.claims.directory
+        while True:
+            held = Held(directory.open_host_lock(), unlock=unlock_file)
+            try:
+                pauses, holders = _pauses(), []
+                while not lock_file(held.fd):
+                    if deadline is not None and time.monotonic() >= deadline:
+                        holders.append(_holder(held.fd))
+                        if len(holders) == _LAST_TRIES:
+                            raise self._timeout(holders)
+                    with signals.delivering():
+                        time.sleep(next(pauses))
+                if directory.is_current_file("host.lock", held.fd):
+                    return held
+            except OSError as err:
+                held.release()
+                raise StateDirError(
+                    f"{self.path}/host.lock cannot be locked ({err.strerror}): set SAFE_GPU_DIR to a directory on a "
+                    "local file system",
+                    path=self.path,
+                    errno=err.errno,
+                ) from err
+            except BaseException:
+                held.release()
+                raise
+            held.release()  # a cleaner of /tmp took the file away meanwhile: lock what stands there now
+
+    def _timeout(self, holders: list[tuple[int | None, bool]]) -> LockTimeout:
+        """Return the error of a wait whose last tries found these holders, as of :func:`_holder`."""
+        path = os.path.join(self.path, "host.lock")
+        pid, running = holders[-1]
+        load, cpus = os.getloadavg()[0], os.cpu_count() or 1
+        if running or len(set(holders)) > 1 or (pid is None and load > 2 * cpus):
+            cause = f"the host is overloaded (load {load:.0f}, CPUs: {cpus})"
+            return LockTimeout(
+                f"{path} could not be taken in time, and no process keeps it: "
+                f"{cause if load > cpus else 'too many processes use it at once'}; try again, with a longer timeout",
+                path=path,
+                overloaded=True,
+            )
+        if pid is None:
+            return LockTimeout(
+                f"{path} is locked by a process that cannot be seen from here (in another container?): try again, and "
+                "if it stays, end the process that holds it",
+                path=path,
+            )
+        user = procfs.user_of(pid)
+        stopped = ", which is stopped: continue or end it" if procfs.is_stopped(pid) else ": try again, or end it"
+        command = program_names(procfs.arguments_of(pid)) or "?"  # others read it, on a page too
+        return LockTimeout(
+            f"{path} is held by process {pid} of {user or 'unknown'} ({command}){stopped}",
+            path=path,
+            pid=pid,
+            user=user,
+        )
+
+
+def _pauses() -> Iterator[float]:
+    """Yield seconds between tries at host.lock: short, since it is held for microseconds, and uneven, or crowds go in
+    step.
+
+    The longer the wait, the larger the crowd: hundreds that pause for so little leave no CPU to the holder.
+    """
+    import random
+
+    uneven = random.Random().uniform  # the program's own sequence of random numbers stays as it is
+    began = time.monotonic()
+    while True:
+        waited = time.monotonic() - began
+        yield min(1 + 1000 * waited, _SLOWEST) * uneven(0.001, 0.005)
+
+
+def _holder(fd: int) -> tuple[int | None, bool]:
+    """Return the living process that /proc/locks shows for a lock, None for none, and whether it runs or waits for a
+    CPU."""
+    inode = os.fstat(fd).st_ino
+    pid = next((pid for pid in procfs.flock_holders({inode}).get(inode, ()) if not procfs.has_ended(pid)), None)
+    return pid, pid is not None and procfs.is_running(pid)

@@ -1,0 +1,241 @@
+"""The queue: first come, first served, or by turns, without a daemon.
+
+A ticket is an entry that says what its process wants. A waiter sleeps on the nearest ticket ahead that competes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from ..host import procfs
+from .directory import Directory, state_dir_path
+from .entry import Entries, Entry, make_entry, remove_entry, sleep_until_dead
+from .held import Held
+from .host_lock import Host
+from .turns import by_turn
+
+_MOST_OF_ONE_USER = 1000  # tickets that count, but of root
+_MOST = 4096  # that count in all
+
+_THREADLESS_PAUSE = 0.1  # seconds between looks where no thread to sleep in can be started
+
+_NO_CONDITIONS = ("waited", "hold_for", "turn")
+_MOST_CONDITIONS = 16
+_LONGEST_CONDITION = 64
+
+
+class TicketRequest(NamedTuple):
+    """What a waiter wants, as far as others must know it.
+
+    Attributes:
+        gpus: UUIDs of the GPUs that could ever do.
+        conditions: names and JSON values of what else it asks of them.
+        hold_for: for how many seconds it will probably hold them; None is unknown.
+        inside: hash of the token of the claim around it; "" of one inside none.
+        known: whether this version knows all that the ticket says. Nobody passes one that says more.
+    """
+
+    nb_gpus: int
+    gpus: frozenset[str]
+    conditions: tuple[tuple[str, Any], ...] = ()
+    hold_for: float | None = None
+    inside: str = ""
+    known: bool = True
+
+    @classmethod
+    def of(cls, ticket: Entry) -> TicketRequest:
+        """Return what a ticket says."""
+        hold_for = ticket.more.get("hold_for")
+        said = [(name, value) for name, value in sorted(ticket.more.items()) if name not in _NO_CONDITIONS]
+        plain = [one for one in said[:_MOST_CONDITIONS] if _is_plain(one[1])]
+        return cls(
+            ticket.nb_gpus,
+            frozenset(ticket.gpus),
+            tuple(one for one in plain if one[1] is not None),
+            float(hold_for) if isinstance(hold_for, (int, float)) and 1 <= hold_for < math.inf else None,
+            ticket.inside,
+            ticket.version == 1 and plain == said,
+        )
+
+    def said(self) -> dict[str, Any]:
+        """Return the same as keys of a ticket."""
+        asked = {"nb_gpus": self.nb_gpus, "gpus": sorted(self.gpus), "hold_for": self.hold_for, "inside": self.inside}
+        return {**asked, **dict(self.conditions)}
+
+    def competes_with(self, ticket: Entry) -> bool:
+        """Return whether both could end up wanting the same GPU."""
+        return self.inside == ticket.inside and not self.gpus.isdisjoint(ticket.gpus)
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, (bool, int, float)) or (
+        isinstance(value, str) and len(value) <= _LONGEST_CONDITION
+    )
+
+
+def is_stopped(ticket: Entry, known: dict[int | bytes, bool] | None = None) -> bool:
+    """Return whether a waiter is stopped or frozen (Ctrl-Z, a suspended job). In another PID namespace nobody knows.
+
+    Args:
+        known: as for :func:`~safe_gpu.host.procfs.is_stopped`, for a look at many tickets.
+    """
+    if not ticket.pid or ticket.pidns not in (0, procfs.pid_namespace()):
+        return False
+    return procfs.is_stopped(ticket.pid, known)
+
+
+def tickets_that_count(tickets: list[Entry]) -> list[Entry]:
+    """Return the living tickets, given by number, without those of a user who makes too many."""
+    made: Counter[int] = Counter()
+    found = []
+    for ticket in tickets:
+        made[ticket.uid] += 1
+        if ticket.uid == 0 or made[ticket.uid] <= _MOST_OF_ONE_USER:
+            found.append(ticket)
+    return found[:_MOST]
+
+
+def waiting_tickets(path: str | None = None) -> list[Entry]:
+    """Return everyone who waits in a state directory, in the order of the queue, without a lock; none if it is missing.
+
+    Raises:
+        StateDirError: it cannot be read.
+    """
+    try:
+        with Directory(path or state_dir_path(), "queue", make=False) as directory:
+            living = tickets_that_count([one for one in Entries(directory).look() if one.nb_gpus])
+            return [ticket for _, ticket in by_turn(living)]
+    except FileNotFoundError:
+        return []
+
+
+class Waiter:
+    """A process that looks at the queue, from its first look on. It holds a ticket only after :meth:`join`.
+
+    Args:
+        request: what it wants.
+        by_turns: whether users are served by turns. While it waits that stays: a ticket whose turn and whose own order
+            differ could wait for one that waits for it.
+
+    Attributes:
+        since: when it joined, Unix seconds; None before.
+    """
+
+    def __init__(self, host: Host, request: TicketRequest, *, by_turns: bool) -> None:
+        self.request = request
+        self.by_turns = by_turns
+        self.since: float | None = None
+        self._host = host
+        self._queue = host.queue
+        self._name = ""
+        self._number = 0
+        self._turn = 0.0
+        self._held: Held | None = None
+        self._kept: Held | None = None
+
+    @property
+    def queued(self) -> bool:
+        """Whether it holds a ticket that others can see."""
+        return self._held is not None and self._queue is self._host.queue
+
+    def was_removed(self) -> bool:
+        """Return whether somebody has removed its ticket, by the latest listing."""
+        return self.queued and all(name != self._name for _, name in self._queue.listed())
+
+    def came_before(self, ticket: Entry) -> bool:
+        """Return whether it holds a ticket with a lower number than that one."""
+        return self.queued and self._number < ticket.number
+
+    def join(self, said: Mapping[str, Any], newcomer: Callable[[list[tuple[float, Entry]]], float] | None = None) -> bool:
+        """Take a ticket: behind everyone who is there, or with a turn. host.lock is held.
+
+        Args:
+            said: of this process, see :class:`~safe_gpu.coordination.entry.Entry`.
+            newcomer: returns the turn, from the tickets of others in the order of turns.
+
+        Returns:
+            Whether it stands ahead of somebody now. Without a ticket, all were ahead.
+
+        Raises:
+            StateDirError: no room, or the queue is closed to us.
+        """
+        self.leave()
+        self._queue = queue = self._host.queue
+        others = self._in_order() if newcomer is not None else []
+        turn = None if newcomer is None else newcomer(others)
+        content = {**said, **self.request.said()} if turn is None else {**said, **self.request.said(), "turn": turn}
+        self._kept = queue.directory.keep_from_cleaners(by_children=False)
+        self._number = queue.next_number
+        self._name, self._held = make_entry(queue.directory, self._number, content, by_children=False)
+        self._turn = turn or 0.0
+        self.since = time.time()
+        return turn is not None and bool(others) and turn < others[-1][0]
+
+    def ahead(self) -> Iterator[Entry]:
+        """Yield the living tickets ahead that compete, the nearest first, each asked again; without a ticket of its
+        own, all are ahead."""
+        for name in reversed(self._names_ahead()):
+            ticket = self._queue.ask(name)
+            if ticket is not None and ticket.nb_gpus and self.request.competes_with(ticket):
+                yield ticket
+
+    def everybody_ahead(self) -> Iterator[Entry]:
+        """Yield the same in the order of the queue."""
+        for name in self._names_ahead():
+            ticket = self._queue.ask(name)
+            if ticket is not None and ticket.nb_gpus and self.request.competes_with(ticket):
+                yield ticket
+
+    def competing(self) -> list[Entry]:
+        """Return the tickets ahead that compete, in the order of the queue; one that died a moment ago may count."""
+        self._queue.refresh()
+        known = filter(None, map(self._queue.known, self._names_ahead()))
+        return [ticket for ticket in known if ticket.nb_gpus and self.request.competes_with(ticket)]
+
+    def position(self) -> int:
+        """Return 1 for the head of those who compete with it, counting itself."""
+        return 1 + len(self.competing())
+
+    def among_first(self, number: int) -> bool:
+        """Return whether it is certainly one of the first ``number`` in the queue. Cheaper than :meth:`position`."""
+        return len(self._names_ahead()) < number
+
+    def sleep_behind(self, ticket: Entry, seconds: float) -> bool:
+        """Sleep until that ticket is given back (True), or until the time has passed."""
+        until = time.monotonic() + seconds
+        try:
+            sleep_until_dead(self._queue.directory, ticket.name, seconds)
+        except RuntimeError:  # no room for one more thread (ulimit -u, h_vmem): look now and then
+            time.sleep(min(seconds, _THREADLESS_PAUSE))
+            return True
+        return time.monotonic() < until
+
+    def leave(self) -> None:
+        """Give the ticket back; safe to call twice, and without one."""
+        held, self._held = self._held, None
+        if held is not None:
+            remove_entry(self._queue.directory, self._name, held)
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.release()
+
+    def _names_ahead(self) -> list[str]:
+        if self.by_turns:
+            own = (self._turn, self._number) if self.queued else (math.inf, 0)
+            return [ticket.name for turn, ticket in self._in_order() if (turn, ticket.number) < own]
+        listed = self._queue.listed()
+        if len(listed) > _MOST_OF_ONE_USER:
+            listed = [(one.number, one.name) for one in self._counting()]
+        return [name for number, name in listed if not self.queued or number < self._number]
+
+    def _in_order(self) -> list[tuple[float, Entry]]:
+        return by_turn(self._counting())
+
+    def _counting(self) -> list[Entry]:
+        known = filter(None, (self._queue.known(name) for _, name in self._queue.listed()))
+        others = [one for one in known if one.nb_gpus and one.name != self._name]
+        return [one for one in tickets_that_count(others) if one.inside == self.request.inside]

@@ -1,0 +1,94 @@
+"""Turns: the order of a queue in which users are served by turns, as in start-time fair queueing.
+
+A turn is a number that a waiter computes when it joins and never changes, so all clients see one order. It is the
+virtual time of the queue, plus what its user holds and waits for already.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from .entry import Entry
+
+_LATEST = 2.0**53  # above it whole numbers have gaps as floats
+
+_WINDOW = 1024  # a ticket is passed by fewer later numbers than this
+
+
+def turn_of(ticket: Entry) -> float | None:
+    """Return the turn that a ticket says; None of a client without turns."""
+    turn = ticket.more.get("turn")
+    right = isinstance(turn, (int, float)) and not isinstance(turn, bool) and 0 <= turn <= _LATEST
+    return float(turn) if right else None
+
+
+def by_turn(tickets: Iterable[Entry]) -> list[tuple[float, Entry]]:
+    """Return living tickets in their order, each with its turn.
+
+    One of a client without turns stands behind all lower numbers, as in that client's own order.
+
+    Args:
+        tickets: of all living waiters, by their numbers.
+    """
+    found, latest = [], 0.0
+    for ticket in tickets:
+        said = turn_of(ticket)
+        turn = latest if said is None else said
+        latest = max(latest, turn)
+        found.append((turn, ticket))
+    return sorted(found, key=lambda one: (one[0], one[1].number))
+
+
+def turn_of_newcomer(
+    competes_with: Callable[[Entry], bool],
+    gpus: Iterable[str],
+    queue: list[tuple[float, Entry]],
+    number: int,
+    *,
+    uid: int,
+    held: float,
+    size: Callable[[Entry], float],
+    weight: float = 1.0,
+    counts: Callable[[Entry], bool] = lambda ticket: True,
+) -> float:
+    """Return the turn of a waiter that joins a queue.
+
+    Args:
+        competes_with: whether it wants some of the same GPUs.
+        gpus: that it wants.
+        queue: from :func:`by_turn`.
+        number: of the new ticket.
+        uid: of its user.
+        held: how many GPUs the user holds.
+        size: how many GPUs a ticket asks for; a share is worth a part of one.
+        weight: of the user; what it holds and waits for counts divided by this.
+        counts: whether a waiter lives, and is neither stopped nor absent. It is asked only where that decides.
+    """
+    start = max(_bounds(competes_with, gpus, queue, number, counts), default=0.0) + 0.5 + held / weight
+    after_own = sorted(
+        (turn + size(ticket) / weight, ticket.number, ticket) for turn, ticket in queue if ticket.uid == uid
+    )
+    # From the last one on, since it takes long to find out who counts.
+    latest = next((turn for turn, _, ticket in reversed(after_own) if turn <= start or counts(ticket)), start)
+    return min(_LATEST, max(start, latest))
+
+
+def _bounds(
+    competes_with: Callable[[Entry], bool],
+    gpus: Iterable[str],
+    queue: list[tuple[float, Entry]],
+    number: int,
+    counts: Callable[[Entry], bool],
+) -> Iterator[float]:
+    """Yield the turns of the competitors that a newcomer does not pass: those who wait for nobody ahead, those who
+    joined long ago, and clients that know no turns."""
+    left = set(gpus)  # that nobody ahead wants
+    wanted: set[str] = set()
+    for turn, ticket in queue:
+        fixed = turn_of(ticket) is None or ticket.number <= number - _WINDOW
+        if not (left or fixed):
+            continue
+        if (ticket.gpus.keys() <= wanted and not fixed) or not counts(ticket):
+            continue
+        if competes_with(ticket) and (fixed or wanted.isdisjoint(ticket.gpus)):
+            yield turn
+        wanted |= ticket.gpus.keys()
+        left -= ticket.gpus.keys()

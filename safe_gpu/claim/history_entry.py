@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..coordination.history import append
-from ..coordination.leases.commands import program_names
+from ..host.commands import program_names
 from ..host.procfs import printable, well_formed
 
 if TYPE_CHECKING:

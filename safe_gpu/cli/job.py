@@ -93,8 +93,8 @@ def _run(options: argparse.Namespace) -> int:
         check_expected_gpu()
     from ..claim.functions import release_gpus
     from ..claim.owner import owner_type
-    from ..coordination.leases.commands import command_for_record
     from ..coordination.signals import unwind_on_signals
+    from ..host.commands import command_for_record
     from ..runtimes.placeholders import NoPlaceholder
     from ..runtimes.visible_devices import hide_all
 

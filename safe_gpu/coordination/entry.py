@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..errors import StateDirError
 from ..host import procfs
 from ..host.commands import own_command
+from ..host.decoding import LONGEST_FILE, as_int, as_list, as_seconds, as_text
 from .directory import Directory
-from .files.decoding import LONGEST_FILE, as_int, as_list, as_seconds, as_text
 from .files.refusals import refusal
 from .files.shared_directory import NO_RENAME, rename_new
 from .held import Held

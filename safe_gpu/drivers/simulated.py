@@ -26,7 +26,6 @@ from contextlib import ExitStack, suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from ..coordination.files.decoding import read_bounded
 from ..coordination.files.descriptors import file_of
 from ..coordination.files.location import state_dir_path
 from ..coordination.files.refusals import refusal
@@ -37,6 +36,7 @@ from ..coordination.socket_names import simulated_prefix
 from ..errors import PlaceholderError, StateDirError
 from ..gpus.devices import Gpu, GpuProcess, HostSnapshot, ProcessKind
 from ..gpus.vendors import VENDORS
+from ..host.decoding import read_bounded
 from ..host.procfs import lasting
 from ..runtimes.library import Runtime
 from ..runtimes.visible_devices import read_visible
@@ -285,7 +285,7 @@ class SimulatedDriver(Driver):
         with ExitStack() as stack:
             directory = _opened(stack, self._place, make=True)
             with suppress(OSError):
-                trouble = read_bounded(directory, f"{uuid}.bad", 4096).decode(errors="replace").strip()
+                trouble = read_bounded(directory.fd, f"{uuid}.bad", 4096).decode(errors="replace").strip()
             if trouble:
                 raise PlaceholderError(f"{self.name} cannot make a context on {uuid}: {trouble}", uuid=uuid)
             return SimulatedContext(directory, uuid, memory, kind, os.getpid() if pid is None else pid)

@@ -16,7 +16,6 @@ from io import BytesIO
 from itertools import chain, count, islice
 from typing import Any, NamedTuple
 
-from ..coordination.files.decoding import as_int, as_list, as_seconds, as_text, as_time
 from ..coordination.files.location import state_dir_path
 from ..coordination.files.state_dir import StateDir
 from ..coordination.history import LARGEST, HistoryDir, file_names, month_of, months_kept
@@ -26,6 +25,7 @@ from ..coordination.leases.previous_record import PreviousRecord
 from ..coordination.locks.host_lock import HostLock
 from ..errors import LockTimeout, StateDirError
 from ..host import procfs
+from ..host.decoding import as_int, as_list, as_seconds, as_text, as_time
 from ..wording.text import Column, gpu_ranges
 from .gather import mark_seen
 from .render import table

@@ -16,11 +16,11 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from ..coordination.files.decoding import as_time, read_bounded
 from ..coordination.files.location import state_dir_path
 from ..coordination.files.state_dir import StateDir, write_all
 from ..coordination.history import HistoryDir
 from ..errors import StateDirError
+from ..host.decoding import as_time, read_bounded
 from ..host.procfs import printable
 from ..settings import policy
 from ..wording.text import format_age, gpu_ranges
@@ -66,7 +66,7 @@ def _with_idle_time(directory: StateDir, one: GpuStatus, now: float) -> GpuStatu
 def _read(directory: StateDir, name: str, since: float) -> float | None:
     """Return since when the GPU had shown no work at the look before, if that was in the same claim."""
     try:
-        raw: Any = json.loads(read_bounded(directory, name, _LONGEST).decode("utf-8", "replace"))
+        raw: Any = json.loads(read_bounded(directory.fd, name, _LONGEST).decode("utf-8", "replace"))
         began = as_time(raw["idle"]) if raw["claim"] == since and raw["idle"] is not None else 0.0
         return began if began >= since else None
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):

@@ -12,9 +12,9 @@ from string import Template
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from .. import __version__
-from ..coordination.leases.commands import program_names
 from ..gpus.devices import MIG_IS_ON, Gpu
 from ..gpus.windows import Window
+from ..host.commands import program_names
 from ..host.procfs import printable
 from ..wording.text import clock, format_age, plural, short_age
 from .facts import FREE, ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus

@@ -7,7 +7,7 @@ interval: when the lease was last seen held (the time of the file's last change)
 import json
 from typing import Any, NamedTuple
 
-from ..files.decoding import as_int, as_time
+from ...host.decoding import as_int, as_time
 
 LONGEST = 127
 """Bytes of such a line at most. A record is always longer, so the size of a lease file tells one from the other."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from ...gpus.devices import GpuFault
 from ...host import procfs
-from ..files.decoding import as_time, read_bounded
+from ...host.decoding import as_time, read_bounded
 from ..files.state_dir import StateDir, write_all
 from .file_names import fault_name
 
@@ -23,7 +23,7 @@ def read_faults(leases: StateDir, uuids: Iterable[str]) -> dict[str, GpuFault]:
     """Return UUID -> note, for the devices that have one that can be read, however old it is."""
     found = {}
     for uuid in uuids:
-        fault = _decode(read_bounded(leases, fault_name(uuid), _MOST_BYTES))
+        fault = _decode(read_bounded(leases.fd, fault_name(uuid), _MOST_BYTES))
         if fault is not None:
             found[uuid] = fault
     return found

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...errors import StateDirError
 from ...gpus.devices import LeaseHolder
 from ...host import procfs
+from ...host.commands import own_command
+from ...host.decoding import as_int, as_list, as_seconds, as_text, as_time
 from ...host.foreign_files import LIMIT
 from .. import socket_names as names
-from ..files.decoding import as_int, as_list, as_seconds, as_text, as_time
 from ..signals import DeferredSignals
-from .commands import own_command
 
 if TYPE_CHECKING:
     from ..files.state_dir import StateDir

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 
 from ...errors import LockTimeout, StateDirError
 from ...host import procfs
+from ...host.commands import program_names
 from ..files.descriptors import fork_guard
 from ..files.lease_dir import LeaseDir
 from ..files.location import state_dir_path
 from ..files.state_dir import StateDir
-from ..leases.commands import program_names
 from ..signals import DeferredSignals
 from .flock import lock_file, unlock_file
 

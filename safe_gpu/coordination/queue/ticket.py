@@ -8,8 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ...host import procfs
-from ..files import decoding
+from ...host import decoding, procfs
 
 TICKET_MODE = 0o644
 """Nobody but its waiter writes a ticket. flock(2) asks for no permission to write."""

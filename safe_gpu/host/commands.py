@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 
-from ...host.procfs import arguments_of, printable
+from .procfs import arguments_of, printable
 
 _LONGEST = 200
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from safe_gpu.coordination.leases.commands import command_for_record, own_command, program_names
+from safe_gpu.host.commands import command_for_record, own_command, program_names
 
 
 @pytest.mark.parametrize(

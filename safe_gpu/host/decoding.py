@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+import stat
 
-from ...errors import StateDirError
-from ...host import procfs
-
-if TYPE_CHECKING:
-    from .state_dir import StateDir
+from . import procfs
 
 LONGEST_FILE = 1 << 16
-"""Bytes that are read of a ticket or a record at most."""
+"""Bytes that are read of an entry at most."""
 
 # No time of ours is later (the year 5138); time.localtime fails on numbers that JSON allows.
 _LATEST = 1e11
 
 
-def read_bounded(directory: StateDir, name: str, most: int) -> bytes:
-    """Return the first ``most`` bytes of a file; none if it is missing or cannot be read."""
+def read_bounded(dir_fd: int, name: str, most: int) -> bytes:
+    """Return the first ``most`` bytes of a regular file below a directory, whose descriptor this is; none if it is
+    missing or cannot be read."""
     try:
-        fd = directory.open(name)
-    except StateDirError:
-        return b""
-    if fd is None:
+        # O_NONBLOCK: a FIFO without a writer, and a file lease of its owner (F_SETLEASE), would block open(2).
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
+    except OSError:
         return b""
     try:
-        return os.pread(fd, most, 0)
+        return os.pread(fd, most, 0) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
     except OSError:
         return b""
     finally:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu.coordination.files.location import state_dir_path
+from safe_gpu.coordination.state_dir import state_dir_path
 from safe_gpu.errors import StateDirError, UnsatisfiableRequestError
 from safe_gpu.settings import variables as settings
 

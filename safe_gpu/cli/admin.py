@@ -253,9 +253,9 @@ def _held() -> dict[str, dict[int, float]] | None:
     """Return, for each vendor, how many of its GPUs each user (uid) holds here, counting shares as parts; None if the
     GPUs or the state directory cannot be read."""
     from ..claim.limits import parts_by_lease
-    from ..coordination.files.location import state_dir_path
     from ..coordination.files.state_dir import StateDir
     from ..coordination.holders.by_kernel import lease_owners
+    from ..coordination.state_dir import state_dir_path
     from ..drivers import open_drivers
     from ..errors import SafeGpuError
 

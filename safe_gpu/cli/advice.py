@@ -9,7 +9,7 @@ from itertools import dropwhile
 from shlex import join, quote
 from typing import NamedTuple
 
-from ..coordination.files.location import state_dir_path
+from ..coordination.state_dir import state_dir_path
 from ..host.foreign_files import read_start
 
 _SHELL_SYNTAX = r"[;|&<>$`*?(){}#\n]"

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ..coordination.files.location import CLOSING, DEFAULT_DIR, drain_file, state_dir_path
-from ..coordination.files.shared_directory import PARTS
-from ..coordination.files.warnings import ADMIN_DIR, setup_command
+from ..coordination.directory import PARTS
+from ..coordination.files.location import CLOSING, drain_file
 from ..coordination.leases.drained import read_drained
 from ..coordination.leases.file_names import lease_name, leases_of
 from ..coordination.name_table import read_names
 from ..coordination.setup.state_dir import examine, in_use, make, remove
+from ..coordination.state_dir import ADMIN_DIR, DEFAULT_DIR, setup_command, state_dir_path
 from ..errors import NoDriverError, PolicyError, StateDirError
 from ..host.foreign_files import read_start
 from ..host.programs import is_root, others_can_change

@@ -1,60 +1,70 @@
-"""A directory of entries while it is open: ``claims`` or ``queue`` below the state directory.
+"""Directories that everybody may use, while they are open: the state directory, and those of entries in it.
 
-Everybody may make files in it (mode 1777), and nobody but its owner removes those of others. It is never a symbolic
-link, and nothing in it is followed.
+Everybody may make files in them (mode 1777), and nobody but its owner removes those of others. So none is ever a
+symbolic link, nothing in it is followed, and each appears finished or not at all.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
 from contextlib import suppress
+from typing import TypeVar
 
 from ..errors import StateDirError
-from .files.file_system import NETWORK_TYPES, file_system_at
-from .files.refusals import refusal_of_error
-from .files.shared_directory import open_shared
 from .held import Held
+from .state_dir import NETWORK_TYPES, file_system_at, refusal, refusal_of_error, refusal_of_status, under_file_lease
+
+PARTS = ("claims", "queue", "faults", "history")
+"""The directories in the state directory."""
+
+# O_NONBLOCK: the owner of a file may hold a file lease on it (F_SETLEASE), and then open(2) blocks for 45 seconds.
+OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+OPEN_DIR = OPEN_FILE | os.O_DIRECTORY
+
+DIR_MODE = 0o1777
+
+HOST_LOCK = "host.lock"
+
+# What a kernel, a file system or a seccomp filter answers that has no renameat2, or not this flag.
+NO_RENAME = (errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP)
+
+_RENAME_NOREPLACE = 1
+
+_MOST_TRIES = 100  # to make a file, while somebody removes it
+
+_Opened = TypeVar("_Opened", bound="SharedDirectory")
 
 
-class Directory:
-    """An open directory of entries; use it in ``with`` or close it.
+class SharedDirectory:
+    """An open directory that everybody may use; use it in ``with`` or close it.
 
     Args:
-        state_dir: absolute path of the state directory.
-        name: of the directory in it.
-        make: whether they are made where they are missing. Who only looks makes nothing.
+        path: absolute path, or a name below ``above``.
+        above: an open directory that the name is relative to.
+        make: whether it is made where it is missing. Who only looks makes nothing.
 
     Raises:
         StateDirError: a symbolic link, not a directory, not writable, on a network file system, no room.
         FileNotFoundError: it is missing, and is not to be made.
     """
 
-    def __init__(self, state_dir: str, name: str, *, make: bool = True) -> None:
-        self.path: str = os.path.join(state_dir, name)
-        self.fd: int = -1
-        self._name, self._state_dir, self._above = name, state_dir, -1
-        while self.fd < 0:
-            try:
-                self._open(make)
-            except BaseException as err:
-                removed = self._above >= 0 and os.fstat(self._above).st_nlink == 0
-                self.close()
-                if not (make and removed and isinstance(err, StateDirError)):  # else a cleaner was faster
-                    raise
-
-    def _open(self, make: bool) -> None:
-        self._above = open_shared(self._state_dir, self._state_dir, None, make=make)
-        kind = file_system_at(self._state_dir, os.fstat(self._above).st_dev).kind
+    def __init__(self, path: str, above: SharedDirectory | None = None, *, make: bool = True) -> None:
+        self.path: str = os.path.join(above.path, path) if above else path
+        self.fd: int = open_shared(path, self.path, above.fd if above else None, make=make)
+        kind = file_system_at(self.path, os.fstat(self.fd).st_dev).kind if above is None else ""
         if kind in NETWORK_TYPES:
+            self.close()
             raise StateDirError(
-                f"{self._state_dir} is on a network file system ({kind}), where locks do not work as on a local one: "
+                f"{self.path} is on a network file system ({kind}), where locks do not work as on a local one: "
                 "set SAFE_GPU_DIR to a directory on a local disk or tmpfs that all jobs of this host share",
-                path=self._state_dir,
+                path=self.path,
             )
-        self.fd = open_shared(self._name, self.path, self._above, make=make)
 
-    def __enter__(self) -> Directory:
+    def __enter__(self: _Opened) -> _Opened:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -62,10 +72,9 @@ class Directory:
 
     def close(self) -> None:
         """Close it; safe to call twice."""
-        above, fd, self._above, self.fd = self._above, self.fd, -1, -1
-        for one in (above, fd):
-            if one >= 0:
-                os.close(one)
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def names(self) -> set[str]:
         """Return the names in it; StateDirError if it cannot be read.
@@ -74,7 +83,7 @@ class Directory:
         the listing, and each would miss some names.
         """
         try:
-            fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.fd)
+            fd = os.open(".", OPEN_DIR, dir_fd=self.fd)
             try:
                 return set(os.listdir(fd))
             finally:
@@ -82,33 +91,246 @@ class Directory:
         except OSError as err:
             raise refusal_of_error(self.path, err) from err
 
-    def is_current(self) -> bool:
-        """Return whether its path still leads to it. A cleaner may have removed it, and others made it anew: then they
-        do not see what is in this one."""
+    def still_has(self, name: str, fd: int) -> bool:
+        """Return whether a name in it still means this open file. A cleaner may have removed it, and others made it
+        anew."""
         try:
-            above = os.stat(self._state_dir, follow_symlinks=False)
-            here = os.stat(self._name, dir_fd=self._above, follow_symlinks=False)
+            now = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
         except OSError:
             return False
-        return os.path.samestat(above, os.fstat(self._above)) and os.path.samestat(here, os.fstat(self.fd))
-
-    def keep_from_cleaners(self, *, by_children: bool) -> Held | None:
-        """Lock the state directory, as systemd-tmpfiles skips a directory that somebody has locked; None where a
-        cleaner holds it just now. Everybody may share the lock, and nobody waits for it."""
-        with suppress(OSError):
-            fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._above)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:
-                os.close(fd)
-            else:
-                return Held(fd, by_children=by_children, unlock=_unlock)
-        return None
+        return os.path.samestat(now, os.fstat(fd))
 
     def error(self, name: str, err: OSError) -> StateDirError:
         """Return why a file in it cannot be opened or made."""
-        return refusal_of_error(os.path.join(self.path, name), err)
+        return refusal_of_error(os.path.join(self.path, name), err, closed="ask its owner or root to remove this name")
+
+
+class Directory(SharedDirectory):
+    """An open directory of the state directory, such as ``claims``.
+
+    Args:
+        state_dir: absolute path of the state directory.
+        name: of the directory in it.
+        make: whether they are made where they are missing.
+
+    Raises:
+        StateDirError, FileNotFoundError: as :class:`SharedDirectory`.
+    """
+
+    def __init__(self, state_dir: str, name: str, *, make: bool = True) -> None:
+        self._name = name
+        while True:
+            self._above = SharedDirectory(state_dir, make=make)
+            try:
+                super().__init__(name, self._above, make=make)
+                return
+            except BaseException as err:
+                removed = os.fstat(self._above.fd).st_nlink == 0
+                self._above.close()
+                if not (make and removed and isinstance(err, StateDirError)):  # else a cleaner was faster
+                    raise
+
+    def close(self) -> None:
+        super().close()
+        self._above.close()
+
+    def is_current(self) -> bool:
+        """Return whether its path still leads to it. If not, others do not see what is in this one."""
+        try:
+            above = os.stat(self._above.path, follow_symlinks=False)
+        except OSError:
+            return False
+        return os.path.samestat(above, os.fstat(self._above.fd)) and self._above.still_has(self._name, self.fd)
+
+    def keep_from_cleaners(self, *, by_children: bool) -> Held:
+        """Return a descriptor of the state directory, with a shared lock: systemd-tmpfiles skips a directory that
+        somebody has locked. Nobody waits for it, so it goes without where a cleaner holds the lock just now.
+
+        Raises:
+            StateDirError: this process may open no more files.
+        """
+        try:
+            fd = os.open(".", OPEN_DIR, dir_fd=self._above.fd)
+        except OSError as err:
+            raise refusal_of_error(self._above.path, err) from err
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return Held(fd, by_children=by_children, unlock=_unlock)
+
+    def open_host_lock(self) -> int:
+        """Return a descriptor of host.lock in the state directory, which is made where it is missing.
+
+        A file of mode 0666 is everybody's anyway. Another one may be somebody's from elsewhere. O_CREAT is never used
+        on a name that may exist: in a sticky directory fs.protected_regular refuses that even to root.
+
+        Raises:
+            StateDirError: something else in its place, a file of another mode, or one that is closed to us.
+        """
+        above, path = self._above, os.path.join(self._above.path, HOST_LOCK)
+        for _ in range(_MOST_TRIES):
+            try:
+                status = os.stat(HOST_LOCK, dir_fd=above.fd, follow_symlinks=False)
+                if is_everybodys(status):  # else, as a device or a FIFO, it is not even opened
+                    fd = os.open(HOST_LOCK, OPEN_FILE, dir_fd=above.fd)
+                    status = os.fstat(fd)
+                    if is_everybodys(status):
+                        return fd
+                    os.close(fd)
+                raise refusal_of_status(path, status)
+            except FileNotFoundError:
+                try:
+                    _make_host_lock(above.fd)
+                except FileExistsError:
+                    pass
+                except OSError as err:
+                    raise above.error(HOST_LOCK, err) from err
+            except BlockingIOError as err:
+                raise under_file_lease(path, status) from err
+            except OSError as err:
+                raise above.error(HOST_LOCK, err) from err
+        raise refusal(f"{path} is removed at once, by its owner or a cleaner", path, errno.ENOENT)
+
+    def is_current_file(self, name: str, fd: int) -> bool:
+        """Return whether a name in the state directory still means this open file."""
+        return self._above.still_has(name, fd)
 
 
 def _unlock(fd: int) -> None:
     fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def is_everybodys(status: os.stat_result) -> bool:
+    """Return whether it is a regular file that everybody may write."""
+    return status.st_mode == stat.S_IFREG | 0o666
+
+
+def _make_host_lock(above: int) -> None:
+    """Make it empty with its mode, whatever the umask, before it has its name; FileExistsError if it is there."""
+    temporary = f".{HOST_LOCK}.{os.urandom(8).hex()}"
+    fd = os.open(temporary, OPEN_FILE | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=above)
+    try:
+        os.fchmod(fd, 0o666)
+        rename_file(temporary, HOST_LOCK, above)
+    finally:
+        os.close(fd)
+        with suppress(OSError):  # it was renamed
+            os.unlink(temporary, dir_fd=above)
+
+
+def unlink_in(above: int, part: str, name: str) -> None:
+    """Remove a name from a directory below the one whose descriptor this is, if this user may, and if it is there."""
+    with suppress(OSError):
+        fd = os.open(part, OPEN_DIR, dir_fd=above)
+        try:
+            os.unlink(name, dir_fd=fd)
+        finally:
+            os.close(fd)
+
+
+def open_shared(name: str, path: str, parent: int | None, *, make: bool) -> int:
+    """Open a directory that everyone may use; the arguments are those of :func:`make_directory`."""
+    while True:
+        try:
+            fd = os.open(name, OPEN_DIR, dir_fd=parent)
+            break
+        except FileNotFoundError:
+            if not make:
+                raise
+            make_directory(name, path, parent)
+        except OSError as err:
+            raise why_unusable(name, path, parent, err) from err
+    status, user = os.fstat(fd), os.geteuid()
+    mode = stat.S_IMODE(status.st_mode)
+    can_work = os.W_OK | os.X_OK
+    if user == status.st_uid or mode == DIR_MODE or os.access(f"/proc/self/fd/{fd}", can_work, effective_ids=True):
+        return fd
+    os.close(fd)
+    what = f"{path} has mode {mode:04o} and belongs to uid {status.st_uid}, so user {user} cannot work in it"
+    raise refusal(what, path, errno.EACCES)
+
+
+def make_directory(name: str, path: str, parent: int | None) -> None:
+    """Make a directory of mode 1777, whatever the umask, unless another process is faster.
+
+    It is made under another name, which begins with a dot, and renamed when it is ready. A process that is killed here
+    leaves nothing with the final name that others cannot use. Its mode is set through a descriptor: the owner of the
+    directory above may replace names there, and a link in the place of the new directory is not followed.
+
+    Args:
+        name: absolute, or below ``parent``, which is the descriptor of a directory.
+        path: the same as an absolute path, for messages.
+
+    Raises:
+        StateDirError: no room, a read-only file system, a parent that is missing or closed.
+    """
+    try:
+        _make_finished(name, parent)
+    except OSError as err:
+        with suppress(OSError):
+            os.stat(name, dir_fd=parent, follow_symlinks=False)
+            return  # another process was faster
+        if err.errno == errno.ENOENT and not os.path.isdir(os.path.dirname(path)):
+            raise refusal(f"{os.path.dirname(path)} does not exist", path, err.errno, "create it") from err
+        raise refusal_of_error(path, err, verb="created") from err
+
+
+def _make_finished(name: str, parent: int | None) -> None:
+    above, last = os.path.split(name)
+    temporary = os.path.join(above, f".{last}.{os.urandom(8).hex()}")
+    os.mkdir(temporary, 0o700, dir_fd=parent)
+    try:
+        fd = os.open(temporary, OPEN_DIR, dir_fd=parent)
+        try:
+            if not open_to_all(fd):
+                raise PermissionError(errno.EPERM, "somebody replaced it while it was made", temporary)
+        finally:
+            os.close(fd)
+        failure = rename_new(temporary, name, parent)
+        if failure in NO_RENAME:  # it replaces only one of this user that is empty
+            os.rename(temporary, name, src_dir_fd=parent, dst_dir_fd=parent)
+        elif failure:
+            raise OSError(failure, os.strerror(failure))
+    finally:
+        with suppress(OSError):  # it was renamed
+            os.rmdir(temporary, dir_fd=parent)
+
+
+def open_to_all(fd: int) -> bool:
+    """Give an open directory mode 1777. Returns False for one that is not ours or holds something, and is left alone:
+    somebody may have put another directory in the place of the one just made."""
+    if os.fstat(fd).st_uid != os.geteuid() or os.listdir(fd):
+        return False
+    os.fchmod(fd, DIR_MODE)
+    return True
+
+
+def rename_new(source: str, target: str, parent: int | None) -> int:
+    """Call renameat2(2) with RENAME_NOREPLACE. Return 0 or the error number."""
+    try:
+        import ctypes
+
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (ImportError, OSError, AttributeError):
+        return errno.ENOSYS
+    directory = -100 if parent is None else parent  # AT_FDCWD
+    if renameat2(directory, os.fsencode(source), directory, os.fsencode(target), ctypes.c_uint(_RENAME_NOREPLACE)) == 0:
+        return 0
+    return ctypes.get_errno()
+
+
+def rename_file(source: str, target: str, parent: int) -> None:
+    """Give a file its name, unless that is taken (FileExistsError), also where renameat2(2) is missing."""
+    failure = rename_new(source, target, parent)
+    if failure in NO_RENAME:
+        os.link(source, target, src_dir_fd=parent, dst_dir_fd=parent, follow_symlinks=False)
+        os.unlink(source, dir_fd=parent)
+    elif failure:
+        raise OSError(failure, os.strerror(failure))
+
+
+def why_unusable(name: str, path: str, parent: int | None, err: OSError) -> StateDirError:
+    """Return why a directory cannot be opened, and what to do; the arguments are those of :func:`make_directory`."""
+    with suppress(OSError):
+        if stat.S_ISLNK(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
+            err = OSError(errno.ELOOP, os.strerror(errno.ELOOP))  # O_DIRECTORY answers ENOTDIR
+    return refusal_of_error(path, err)

@@ -26,10 +26,9 @@ from ..errors import StateDirError
 from ..host import procfs
 from ..host.commands import own_command
 from ..host.decoding import LONGEST_FILE, as_int, as_list, as_seconds, as_text
-from .directory import Directory
-from .files.refusals import refusal
-from .files.shared_directory import NO_RENAME, rename_new
+from .directory import OPEN_FILE, Directory, rename_file
 from .held import Held
+from .state_dir import refusal
 
 if TYPE_CHECKING:
     import threading
@@ -333,7 +332,7 @@ def make_entry(directory: Directory, number: int, said: Mapping[str, Any], *, by
     for _ in range(_MOST_TRIES):
         temporary = f".{os.urandom(8).hex()}"
         try:
-            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | _OPEN, 0o600, dir_fd=directory.fd)
+            fd = os.open(temporary, OPEN_FILE | os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=directory.fd)
         except OSError as err:
             raise directory.error(temporary, err) from err
         held = Held(fd, by_children=by_children, unlock=unlock)
@@ -343,8 +342,8 @@ def make_entry(directory: Directory, number: int, said: Mapping[str, Any], *, by
             lock(fd)
             os.fchmod(fd, 0o644)  # now that nobody else can lock it first
             name = f"{number}.{os.urandom(8).hex()}"
-            _rename(directory, temporary, name)
-            if os.path.samestat(os.fstat(fd), os.stat(name, dir_fd=directory.fd, follow_symlinks=False)):
+            rename_file(temporary, name, directory.fd)
+            if directory.still_has(name, fd):
                 return name, held
             held.release()  # the owner of the directory has put another file there
         except BaseException as err:
@@ -414,15 +413,6 @@ def sleep_until_dead(directory: Directory, name: str, seconds: float | None) -> 
 _sleepers: dict[tuple[int, str, str], threading.Thread] = {}
 
 
-def _rename(directory: Directory, temporary: str, name: str) -> None:
-    failure = rename_new(temporary, name, directory.fd)
-    if failure in NO_RENAME:
-        os.link(temporary, name, src_dir_fd=directory.fd, dst_dir_fd=directory.fd, follow_symlinks=False)
-        os.unlink(temporary, dir_fd=directory.fd)
-    elif failure:
-        raise OSError(failure, os.strerror(failure))
-
-
 def _sleep(held: Held) -> None:
     """Take a read lock, which does not count, and give it back."""
     try:
@@ -436,13 +426,9 @@ def _sleep(held: Held) -> None:
         held.release()
 
 
-# O_NONBLOCK: the owner of a file may hold a file lease on it (F_SETLEASE), and then open(2) blocks for 45 seconds.
-_OPEN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-
-
 def open_entry(directory: Directory, name: str) -> int:
     """Open an entry for reading; OSError as of open(2)."""
-    return os.open(name, os.O_RDONLY | _OPEN, dir_fd=directory.fd)
+    return os.open(name, OPEN_FILE, dir_fd=directory.fd)
 
 
 @cache

@@ -4,11 +4,11 @@ The kernel gives back what is held with the last copy of the descriptor. So a co
 of a claim is kept there, since the child may be using the GPUs, and everything else is closed.
 """
 
+import fcntl
 import os
 from collections.abc import Callable
 
 from ..host import procfs
-from .files.descriptors import file_of, survive_exec
 
 _closed_in_children: "set[Held]" = procfs.lasting("closed_in_children", set())
 
@@ -64,3 +64,31 @@ def close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=close_in_child)
+
+
+def survive_exec(fd: int) -> int:
+    """Move a descriptor out of the way of shell redirections and let it survive exec(2); returns the new one.
+
+    To 500 or above, or as high as RLIMIT_NOFILE allows, so that a script's ``exec 3>`` does no harm.
+    """
+    soft = os.sysconf("SC_OPEN_MAX")  # -1 where there is no limit
+    floor = 500 if soft < 0 or soft > 564 else max(soft - 64, soft // 2, 3)
+    try:
+        moved = fcntl.fcntl(fd, fcntl.F_DUPFD, floor)
+    except OSError:
+        os.set_inheritable(fd, True)  # no room up there: it stays where it is
+        return fd
+    os.close(fd)
+    return moved
+
+
+def file_of(fd: int) -> tuple[int, int] | None:
+    """Return the device and inode of what a descriptor has open; None where it is closed.
+
+    A program may close what it did not open, as daemons do. Then the number is soon that of a file of its own.
+    """
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from ..errors import StateDirError
-from .files.location import state_dir_path
-from .files.shared_directory import OPEN_DIR, make_directory
+from .directory import OPEN_DIR, make_directory
 from .files.state_dir import StateDir
+from .state_dir import state_dir_path
 
 NAME = "history"
 """The directory, in the state directory."""

@@ -16,7 +16,8 @@ from functools import cache
 from typing import Any
 
 from ..gpus.devices import MOST_SHARERS
-from .files.descriptors import fork_guard, survive_exec
+from .files.descriptors import fork_guard
+from .held import survive_exec
 
 PROTOCOL = "safe-gpu/1/"
 """What all names begin with, after a NUL byte."""

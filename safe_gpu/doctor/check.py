@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from .. import drivers
-from ..coordination.files.location import state_dir_path
+from ..coordination.state_dir import state_dir_path
 from ..drivers import may_be_several
 from ..errors import PolicyError, SafeGpuError, StateDirError
 from ..gpus.devices import Gpu, HostSnapshot

@@ -26,13 +26,11 @@ from contextlib import ExitStack, suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from ..coordination.files.descriptors import file_of
-from ..coordination.files.location import state_dir_path
-from ..coordination.files.refusals import refusal
-from ..coordination.files.shared_directory import OPEN_DIR
-from ..coordination.files.state_dir import StateDir
+from ..coordination.directory import OPEN_DIR, OPEN_FILE, SharedDirectory
+from ..coordination.held import file_of
 from ..coordination.signals import DeferredSignals
 from ..coordination.socket_names import simulated_prefix
+from ..coordination.state_dir import refusal, state_dir_path
 from ..errors import PlaceholderError, StateDirError
 from ..gpus.devices import Gpu, GpuProcess, HostSnapshot, ProcessKind
 from ..gpus.vendors import VENDORS
@@ -49,13 +47,10 @@ if TYPE_CHECKING:
     from ..topology.host import HostTopology
 
 
-_OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-
-
 def is_alive(name: str, directory: int) -> bool:
     """Return whether somebody holds the lock of this entry; if nobody does, it is removed where this user may."""
     try:
-        fd = os.open(name, _OPEN_FILE, dir_fd=directory)
+        fd = os.open(name, OPEN_FILE, dir_fd=directory)
     except OSError:
         return False  # gone meanwhile, or not an entry at all
     try:
@@ -94,7 +89,7 @@ class SimulatedContext:
     Attributes: ``uuid`` of the device, ``pid`` as the driver shows it, ``memory`` in bytes.
     """
 
-    def __init__(self, directory: StateDir, uuid: str, memory: int, kind: str, pid: int) -> None:
+    def __init__(self, directory: SharedDirectory, uuid: str, memory: int, kind: str, pid: int) -> None:
         self.uuid = uuid
         self.pid = pid
         self.memory = memory
@@ -129,14 +124,14 @@ class SimulatedContext:
         self.close()
 
 
-def _enter(directory: StateDir, stem: str) -> tuple[int, str]:
+def _enter(directory: SharedDirectory, stem: str) -> tuple[int, str]:
     """Make the entry of a context and take its lock; return its descriptor and name."""
     fd = -1
     try:
         while True:
             name = f"{stem}-{next(_numbers)}"
             try:
-                fd = os.open(name, _OPEN_FILE | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=directory.fd)
+                fd = os.open(name, OPEN_FILE | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=directory.fd)
             except FileExistsError:
                 continue  # left by a dead process with our pid, of a user whose files we cannot remove
             os.fchmod(fd, 0o644)
@@ -154,17 +149,16 @@ def _enter(directory: StateDir, stem: str) -> tuple[int, str]:
         raise refusal(what, directory.path, err.errno) from err
 
 
-def _opened(stack: ExitStack, place: tuple[str, ...], *, make: bool) -> StateDir:
-    directory: StateDir | None = None
+def _opened(stack: ExitStack, place: tuple[str, ...]) -> SharedDirectory:
+    directory: SharedDirectory | None = None
     for name in place:
-        directory = stack.enter_context(StateDir(name, directory, make=make))
+        directory = stack.enter_context(SharedDirectory(name, directory))
     assert directory is not None
     return directory
 
 
 _TREE = "simulated"
 _GONE = "this host has no such device"
-_CREATION_PATIENCE = 1.0  # how long another user's first use may take between its mkdir and its chmod, seconds
 _ENTRY = r"(.+)\.([0-9]{1,10})-([0-9]{1,15})-(compute|graphics|mps)-[0-9]+"
 _Usage = dict["tuple[int, str]", int]
 """(pid, kind) -> bytes, on one device."""
@@ -237,8 +231,7 @@ class SimulatedDriver(Driver):
             except FileNotFoundError:
                 return {}
             except OSError as err:
-                with StateDir(self._place[0]):
-                    pass  # where it is the state directory itself, this says more
+                SharedDirectory(self._place[0]).close()  # where it is the state directory itself, this says more
                 path = os.path.join(*self._place)
                 what = f"the simulated host cannot read {path} ({err.strerror}): make it and what is above it plain "
                 raise refusal(f"{what}directories with mode 1777", path, err.errno) from err
@@ -281,11 +274,9 @@ class SimulatedDriver(Driver):
         if gpu is None or gpu.unusable:
             reason = gpu.unusable if gpu else "no such device"
             raise PlaceholderError(f"{self.name} cannot run anything on {uuid}: {reason}", uuid=uuid)
-        trouble = ""
         with ExitStack() as stack:
-            directory = _opened(stack, self._place, make=True)
-            with suppress(OSError):
-                trouble = read_bounded(directory.fd, f"{uuid}.bad", 4096).decode(errors="replace").strip()
+            directory = _opened(stack, self._place)
+            trouble = read_bounded(directory.fd, f"{uuid}.bad", 4096).decode(errors="replace").strip()
             if trouble:
                 raise PlaceholderError(f"{self.name} cannot make a context on {uuid}: {trouble}", uuid=uuid)
             return SimulatedContext(directory, uuid, memory, kind, os.getpid() if pid is None else pid)
@@ -309,21 +300,14 @@ class SimulatedDriver(Driver):
 
     def _open_tree(self) -> int:
         """Return the directory of this host's processes, reached without following a link."""
-        deadline = time.monotonic() + _CREATION_PATIENCE
-        while True:
+        tree = os.open(self._place[0], OPEN_DIR)
+        for name in self._place[1:]:
+            above = tree
             try:
-                tree = os.open(self._place[0], OPEN_DIR)
-                for name in self._place[1:]:
-                    above = tree
-                    try:
-                        tree = os.open(name, OPEN_DIR, dir_fd=above)
-                    finally:
-                        os.close(above)
-                return tree
-            except PermissionError:  # perhaps another user has made it just now and opens it up next
-                if time.monotonic() >= deadline:
-                    raise
-            time.sleep(0.005)
+                tree = os.open(name, OPEN_DIR, dir_fd=above)
+            finally:
+                os.close(above)
+        return tree
 
 
 def _tree_of(given: str | None, state_dir: str) -> tuple[str, ...]:

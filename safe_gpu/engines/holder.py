@@ -21,7 +21,7 @@ from ..claim.arguments import ClaimOptions, read_options
 from ..claim.host.visible_limit import visible_limit_of
 from ..claim.owner import GPUOwner, owner_type
 from ..claim.times import DefaultTimeout
-from ..coordination.files.location import state_dir_path
+from ..coordination.state_dir import state_dir_path
 from ..drivers import opened_driver
 from ..errors import GPUAffinityError, SafeGpuError, UnsatisfiableRequestError, package_logger
 from ..gpus.devices import ComputeMode, Gpu, HostSnapshot

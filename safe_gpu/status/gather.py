@@ -11,9 +11,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..coordination.files.lease_dir import LeaseDir
-from ..coordination.files.location import state_dir_path
 from ..coordination.files.state_dir import StateDir
-from ..coordination.files.warnings import stranger_among
 from ..coordination.holders.by_kernel import holder_by_kernel, lockers_seen, user_and_command
 from ..coordination.holders.of_gpus import HeldLeases
 from ..coordination.holders.outer_claim import outer_claim_of_process
@@ -28,6 +26,7 @@ from ..coordination.queue.live import live_tickets
 from ..coordination.queue.turns import by_turn
 from ..coordination.queue.waiting_process import waiting_process
 from ..coordination.socket_names import name_of
+from ..coordination.state_dir import state_dir_path
 from ..drivers import open_drivers
 from ..errors import LockTimeout, NoDriverError, SafeGpuError, StateDirError
 from ..gpus.devices import MOST_SHARERS, ProcessKind, vendor_of
@@ -386,7 +385,8 @@ def _with_risks(claims: Mapping[str, ClaimStatus], found: HostFacts, prefix: str
     """Return the claims, with who can remove the leases of those that have no name."""
     at_risk = {}
     for name, file in found.files.items() if found.names.complete else ():
-        uid, named = stranger_among(file.owners, claims[name].uid), name_of(name.removesuffix(".lock"), prefix)
+        uid = next((uid for uid in file.owners if uid not in (0, claims[name].uid)), None)
+        named = name_of(name.removesuffix(".lock"), prefix)
         if uid is not None and found.names.get(named) is None:
             at_risk[name] = replace(claims[name], removable_by=user_name(uid))
     return {**claims, **at_risk}

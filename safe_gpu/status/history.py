@@ -16,13 +16,13 @@ from io import BytesIO
 from itertools import chain, count, islice
 from typing import Any, NamedTuple
 
-from ..coordination.files.location import state_dir_path
 from ..coordination.files.state_dir import StateDir
 from ..coordination.history import LARGEST, HistoryDir, file_names, month_of, months_kept
 from ..coordination.leases.claim_end import ClaimEnd
 from ..coordination.leases.lease import probe
 from ..coordination.leases.previous_record import PreviousRecord
 from ..coordination.locks.host_lock import HostLock
+from ..coordination.state_dir import state_dir_path
 from ..errors import LockTimeout, StateDirError
 from ..host import procfs
 from ..host.decoding import as_int, as_list, as_seconds, as_text, as_time

@@ -16,9 +16,9 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from ..coordination.files.location import state_dir_path
 from ..coordination.files.state_dir import StateDir, write_all
 from ..coordination.history import HistoryDir
+from ..coordination.state_dir import state_dir_path
 from ..errors import StateDirError
 from ..host.decoding import as_time, read_bounded
 from ..host.procfs import printable

@@ -24,9 +24,9 @@ def notes(directory: str | None = None) -> list[str]:
 
 
 def note(uuid: str, age: float = 0.0) -> None:
-    from safe_gpu.coordination.files.location import state_dir_path
     from safe_gpu.coordination.files.state_dir import StateDir
     from safe_gpu.coordination.leases.faults import write_fault
+    from safe_gpu.coordination.state_dir import state_dir_path
 
     with StateDir(state_dir_path()) as root, StateDir("leases", root) as leases:
         write_fault(leases, uuid, GpuFault(time.time() - age, "CUDA_ERROR_ECC_UNCORRECTABLE"))

@@ -15,9 +15,9 @@ import safe_gpu
 from safe_gpu import NotEnoughGpusError
 from safe_gpu.coordination import socket_names as names
 from safe_gpu.coordination.files import warnings
-from safe_gpu.coordination.files.file_system import FileSystem
 from safe_gpu.coordination.leases import lease as leases
 from safe_gpu.coordination.name_table import read_names
+from safe_gpu.coordination.state_dir import FileSystem
 
 ELSEWHERE = "claimed: its lease file is not in this state directory (a private /tmp, or it was removed)"
 CLAIM = """

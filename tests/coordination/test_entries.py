@@ -20,7 +20,7 @@ from support.traced import CAN_TRACE, each_point
 
 from safe_gpu.coordination import directory as directory_module
 from safe_gpu.coordination import entry as entry_module
-from safe_gpu.coordination.directory import Directory
+from safe_gpu.coordination.directory import Directory, open_shared, rename_new
 from safe_gpu.coordination.entry import (
     MOST_NAMES,
     Entries,
@@ -31,7 +31,6 @@ from safe_gpu.coordination.entry import (
     remove_entry,
     sleep_until_dead,
 )
-from safe_gpu.coordination.files.shared_directory import open_shared, rename_new
 from safe_gpu.errors import StateDirError
 from safe_gpu.host import procfs
 

@@ -12,9 +12,8 @@ from support.findings import finding
 
 from safe_gpu.coordination.files import shared_directory
 from safe_gpu.coordination.files import state_dir as state_dir_module
-from safe_gpu.coordination.files.file_system import FileSystem, file_system_of
-from safe_gpu.coordination.files.location import state_dir_path
 from safe_gpu.coordination.files.state_dir import StateDir, write_all
+from safe_gpu.coordination.state_dir import FileSystem, file_system_of, state_dir_path
 from safe_gpu.errors import StateDirError
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as other users")

@@ -10,8 +10,8 @@ import pytest
 from support.findings import UUIDS, finding, in_namespace, says
 
 import safe_gpu
-from safe_gpu.coordination.files.file_system import FileSystem
 from safe_gpu.coordination.leases.file_names import lease_name
+from safe_gpu.coordination.state_dir import FileSystem
 from safe_gpu.doctor.state import directory as state
 from safe_gpu.host import procfs
 

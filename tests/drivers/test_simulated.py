@@ -36,7 +36,7 @@ def occupying(driver: SimulatedDriver, child: Any) -> Callable[..., Any]:
     def start(then: str = "", before: str = "", on: SimulatedDriver = driver) -> Any:
         process = child(f"""
 import os, signal, sys
-import safe_gpu.coordination.files.location  # while this interpreter can still be read
+import safe_gpu.coordination.state_dir  # while this interpreter can still be read
 from safe_gpu.drivers.simulated import SimulatedDriver
 {before}
 driver = SimulatedDriver({on.name.partition(":")[2]!r}, {on._state_dir!r})

@@ -3,7 +3,7 @@
 import pytest
 
 from safe_gpu.cli import setup as host_files
-from safe_gpu.coordination.files.shared_directory import PARTS
+from safe_gpu.coordination.directory import PARTS
 
 LEASES = ["GPU-1.lock", "GPU-1.inner.lock"]
 

@@ -12,12 +12,10 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from itertools import chain
 from typing import TYPE_CHECKING
 
-from ...coordination.files.location import state_dir_path
-from ...coordination.files.warnings import doubt_of_image, not_told_yet, owners_of, stranger_among
 from ...coordination.signals import unwind_on_signals
+from ...coordination.state_dir import doubt_of_entries, doubt_of_image, not_told_yet, state_dir_path
 from ...errors import LockTimeout, StateDirError, UnsatisfiableRequestError
 from ...host.procfs import printable_lines
 from ...selection.choice import check_possible, fits
@@ -65,12 +63,8 @@ def acquire(view: HostView, options: ClaimOptions, claim: Claim) -> None:
     claim.note(time.monotonic() - options.began)
     path = state_dir_path()
     doubts = [doubt_of_image(path)]
-    owners = chain((os.fstat(lease.fd).st_uid for lease in claim.leases), owners_of(path))
-    stranger = stranger_among(owners, os.geteuid())
-    if stranger is not None and not view.snapshot.shared_display:  # there names keep nobody off
-        from ...coordination.files.warnings import doubt_of_leases
-
-        doubts.append(doubt_of_leases(path, stranger, named=len(claim.names) >= len(claim.gpus)))
+    if not view.snapshot.shared_display:  # there names keep nobody off
+        doubts.append(doubt_of_entries(path, doors=len(claim.names) >= len(claim.gpus)))
     for doubt in not_told_yet(doubts):
         options.logger.warning("%s", doubt)
 

@@ -3,36 +3,7 @@
 import os
 
 from ...host import procfs
-
-
-def survive_exec(fd: int) -> int:
-    """Move a descriptor out of the way of shell redirections and let it survive exec(2); returns the new one.
-
-    To 500 or above, or as high as RLIMIT_NOFILE allows, so that a script's ``exec 3>`` does no harm.
-    """
-    import fcntl
-
-    soft = os.sysconf("SC_OPEN_MAX")  # -1 where there is no limit
-    floor = 500 if soft < 0 or soft > 564 else max(soft - 64, soft // 2, 3)
-    try:
-        moved = fcntl.fcntl(fd, fcntl.F_DUPFD, floor)
-    except OSError:
-        os.set_inheritable(fd, True)  # no room up there: it stays where it is
-        return fd
-    os.close(fd)
-    return moved
-
-
-def file_of(fd: int) -> tuple[int, int] | None:
-    """Return the device and inode of what a descriptor has open; None where it is closed.
-
-    A program may close what it did not open, as daemons do. Then the number is soon that of a file of its own.
-    """
-    try:
-        status = os.fstat(fd)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
+from ..held import file_of
 
 
 class ForkGuard:

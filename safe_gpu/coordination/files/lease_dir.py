@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
-from .refusals import linked
+from ...errors import StateDirError
+from ..state_dir import refusal
 from .state_dir import StateDir
-
-if TYPE_CHECKING:
-    from ...errors import StateDirError
 
 HOST_LOCK = "../host.lock"
 """host.lock, from one of these:"""
@@ -51,3 +49,9 @@ class LeaseDir(StateDir):
             if other != name and (found := self.status(other)) and os.path.samestat(found, status):
                 return other
         return ""
+
+
+def linked(path: str, other: str) -> StateDirError:
+    """Return why a lease is not used that is the same file as another one. Its owner need not be who linked it."""
+    what = f"{path} is closed: a hard link to {os.path.basename(other)}; who made it is not known"
+    return refusal(what, path, errno.EMLINK, "ask root to remove this name")

@@ -17,11 +17,18 @@ from itertools import islice
 from typing import TypeVar
 
 from ...errors import StateDirError
+from ...host import procfs
+from ..directory import NO_RENAME, is_everybodys, open_shared, rename_new
 from ..signals import DeferredSignals
-from .file_system import NETWORK_TYPES, file_system_at
-from .location import state_dir_path
-from .refusals import refusal_of_error, refusal_of_status, to_root, under_file_lease
-from .shared_directory import NO_RENAME, open_shared, rename_new
+from ..state_dir import (
+    NETWORK_TYPES,
+    file_system_at,
+    refusal,
+    refusal_of_error,
+    refusal_of_status,
+    state_dir_path,
+    under_file_lease,
+)
 
 _FILE_MODE = 0o666
 
@@ -219,9 +226,11 @@ class StateDir:
         return refusal_of_error(os.path.join(self.path, name), err, closed="ask its owner or root to remove this name")
 
 
-def is_everybodys(status: os.stat_result) -> bool:
-    """Return whether it is a regular file that everybody may write."""
-    return status.st_mode == stat.S_IFREG | _FILE_MODE
+def to_root(path: str, uid: int) -> StateDirError:
+    """Return why root makes no file here: under a name, the owner of the directory could replace it meanwhile."""
+    what = f"{path} belongs to {procfs.user_name(uid)}, and root makes a file in there only before it has a name "
+    what += "(O_TMPFILE, and /proc), which is not possible here"
+    return refusal(what, path, errno.EPERM)
 
 
 def write_all(fd: int, data: bytes, path: str) -> None:

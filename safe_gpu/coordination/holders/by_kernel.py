@@ -11,8 +11,9 @@ from ...gpus.devices import MOST_SHARERS
 from ...host import procfs
 from ...host.commands import command_of
 from ...host.foreign_files import read_start
+from ..directory import is_everybodys
 from ..files.lease_dir import HOST_LOCK
-from ..files.state_dir import StateDir, is_everybodys
+from ..files.state_dir import StateDir
 from ..leases.claim_end import LONGEST
 from ..leases.file_names import inner_name, lease_name, names_of_host, slot_name
 from ..leases.record import LeaseRecord, read_record

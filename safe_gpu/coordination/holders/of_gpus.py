@@ -10,7 +10,6 @@ from ...errors import StateDirError
 from ...gpus.devices import MOST_SHARERS, Gpu, LeaseHolder
 from ...host import procfs
 from ..files.lease_dir import LeaseDir
-from ..files.location import state_dir_path
 from ..files.state_dir import StateDir
 from ..leases.file_names import inner_name, leases_of, names_of_host, slot_name
 from ..leases.lease import is_empty, probe
@@ -18,6 +17,7 @@ from ..leases.record import LeaseRecord, read_record
 from ..locks.host_lock import MINIMUM_PATIENCE, HostLock
 from ..name_table import NameTable, read_names
 from ..signals import DeferredSignals
+from ..state_dir import state_dir_path
 from .by_kernel import files_and_names, holder_by_kernel, lockers_seen, owners_above, user_and_command
 
 

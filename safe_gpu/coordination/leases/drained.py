@@ -11,8 +11,9 @@ from ...errors import StateDirError
 from ...gpus.windows import Window, parse_windows, why_reserved
 from ...host import procfs, programs
 from ...host.foreign_files import LIMIT, open_to_read
-from ..files.location import CLOSING, drain_file, state_dir_path
+from ..files.location import CLOSING, drain_file
 from ..files.state_dir import StateDir
+from ..state_dir import state_dir_path
 
 
 class Drains(NamedTuple):

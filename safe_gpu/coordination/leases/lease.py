@@ -9,9 +9,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ...errors import StateDirError
-from ..files.descriptors import file_of, survive_exec
 from ..files.lease_dir import HOST_LOCK
 from ..files.state_dir import StateDir, write_all
+from ..held import file_of, survive_exec
 from ..locks.flock import lock_file, lock_file_shared, unlock_file
 from .claim_end import LONGEST, ClaimEnd
 from .file_names import INNER_SUFFIX

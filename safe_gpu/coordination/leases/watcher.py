@@ -8,10 +8,10 @@ from contextlib import suppress
 
 from ...errors import StateDirError
 from ..files.descriptors import fork_guard
-from ..files.location import state_dir_path
 from ..files.state_dir import StateDir
 from ..locks.flock import lock_file, unlock_file
 from ..signals import DeferredSignals
+from ..state_dir import state_dir_path
 
 
 class LeaseWatcher:

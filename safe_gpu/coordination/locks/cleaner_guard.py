@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from ..files.descriptors import file_of, fork_guard, survive_exec
+from ..files.descriptors import fork_guard
+from ..held import file_of, survive_exec
 from .flock import unlock_file
 
 if TYPE_CHECKING:

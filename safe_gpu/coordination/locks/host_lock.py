@@ -10,9 +10,9 @@ from ...host import procfs
 from ...host.commands import program_names
 from ..files.descriptors import fork_guard
 from ..files.lease_dir import LeaseDir
-from ..files.location import state_dir_path
 from ..files.state_dir import StateDir
 from ..signals import DeferredSignals
+from ..state_dir import state_dir_path
 from .flock import lock_file, unlock_file
 
 MINIMUM_PATIENCE = 10.0
@@ -71,7 +71,7 @@ class HostLock:
 
     Args:
         deadline: ``time.monotonic()`` value after which LockTimeout is raised; None waits without limit.
-        path: the state directory; default :func:`~safe_gpu.coordination.files.location.state_dir_path`.
+        path: the state directory; default :func:`~safe_gpu.coordination.state_dir.state_dir_path`.
         make: whether to make what is missing.
         prepare: called with the directories before the lock is taken, since others wait meanwhile.
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from ...errors import LockTimeout, StateDirError
 from ...host import procfs
 from ...settings import variables as settings
-from ..files.refusals import under_file_lease
-from ..files.shared_directory import make_directory
+from ..directory import make_directory
+from ..state_dir import under_file_lease
 from .record_locks import lock_shared, unlock
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ from contextlib import ExitStack, suppress
 
 from ...errors import StateDirError
 from ...host.procfs import user_name
-from ..files.shared_directory import DIR_MODE, PARTS
-from ..files.state_dir import StateDir, is_everybodys
-from ..files.warnings import setup_command
+from ..directory import DIR_MODE, PARTS, is_everybodys
+from ..files.state_dir import StateDir
 from ..leases.lease import probe
 from ..locks.host_lock import MINIMUM_PATIENCE, HostLock
 from ..queue.listing import Listing
 from ..queue.live import live_tickets
+from ..state_dir import setup_command
 
 
 def examine(path: str, leases: Iterable[str]) -> dict[str, str]:

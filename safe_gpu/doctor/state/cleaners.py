@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from glob import glob
 from pathlib import PurePath
 
-from ...coordination.files.warnings import setup_command
+from ...coordination.state_dir import setup_command
 from ...host import procfs
 from ..check import CheckedHost, Finding, passed, skipped, warning
 

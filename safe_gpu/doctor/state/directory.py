@@ -7,16 +7,15 @@ from contextlib import suppress
 from functools import partial
 from shlex import quote
 
-from ...coordination.files.file_system import NETWORK_TYPES, file_system_of
+from ...coordination.directory import DIR_MODE, PARTS
 from ...coordination.files.lease_dir import LeaseDir
-from ...coordination.files.location import CLOSING, DEFAULT_DIR
-from ...coordination.files.shared_directory import DIR_MODE, PARTS
+from ...coordination.files.location import CLOSING
 from ...coordination.files.state_dir import StateDir
-from ...coordination.files.warnings import setup_command
 from ...coordination.history import NAME, HistoryDir
 from ...coordination.leases.file_names import leases_of, names_of_host
 from ...coordination.locks.flock import lock_file
 from ...coordination.locks.host_lock import HostLock
+from ...coordination.state_dir import DEFAULT_DIR, NETWORK_TYPES, file_system_of, setup_command
 from ...errors import LockTimeout, PolicyError, StateDirError
 from ...host import procfs
 from ...host.programs import others_can_change

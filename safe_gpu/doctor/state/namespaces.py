@@ -2,7 +2,7 @@
 
 import os
 
-from ...coordination.files.warnings import doubt_of_image
+from ...coordination.state_dir import doubt_of_image
 from ...gpus.devices import HostSnapshot
 from ...host import procfs
 from ..check import CheckedHost, Finding, passed, warning

@@ -168,26 +168,24 @@ class Directory(SharedDirectory):
         """
         above, path = self._above, os.path.join(self._above.path, HOST_LOCK)
         for _ in range(_MOST_TRIES):
+            fd = -1
             try:
                 status = os.stat(HOST_LOCK, dir_fd=above.fd, follow_symlinks=False)
                 if is_everybodys(status):  # else, as a device or a FIFO, it is not even opened
                     fd = os.open(HOST_LOCK, OPEN_FILE, dir_fd=above.fd)
                     status = os.fstat(fd)
-                    if is_everybodys(status):
-                        return fd
-                    os.close(fd)
-                raise refusal_of_status(path, status)
             except FileNotFoundError:
-                try:
-                    _make_host_lock(above.fd)
-                except FileExistsError:
-                    pass
-                except OSError as err:
-                    raise above.error(HOST_LOCK, err) from err
+                _make_host_lock(above)
+                continue
             except BlockingIOError as err:
                 raise under_file_lease(path, status) from err
             except OSError as err:
                 raise above.error(HOST_LOCK, err) from err
+            if is_everybodys(status):
+                return fd
+            if fd >= 0:
+                os.close(fd)
+            raise refusal_of_status(path, status)
         raise refusal(f"{path} is removed at once, by its owner or a cleaner", path, errno.ENOENT)
 
     def is_current_file(self, name: str, fd: int) -> bool:
@@ -204,17 +202,22 @@ def is_everybodys(status: os.stat_result) -> bool:
     return status.st_mode == stat.S_IFREG | 0o666
 
 
-def _make_host_lock(above: int) -> None:
-    """Make it empty with its mode, whatever the umask, before it has its name; FileExistsError if it is there."""
+def _make_host_lock(above: SharedDirectory) -> None:
+    """Make it empty with its mode, whatever the umask, before it has its name; another process may be faster."""
     temporary = f".{HOST_LOCK}.{os.urandom(8).hex()}"
-    fd = os.open(temporary, OPEN_FILE | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=above)
     try:
-        os.fchmod(fd, 0o666)
-        rename_file(temporary, HOST_LOCK, above)
-    finally:
-        os.close(fd)
-        with suppress(OSError):  # it was renamed
-            os.unlink(temporary, dir_fd=above)
+        fd = os.open(temporary, OPEN_FILE | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=above.fd)
+        try:
+            os.fchmod(fd, 0o666)
+            rename_file(temporary, HOST_LOCK, above.fd)
+        except FileExistsError:
+            pass
+        finally:
+            os.close(fd)
+            with suppress(OSError):  # it was renamed
+                os.unlink(temporary, dir_fd=above.fd)
+    except OSError as err:
+        raise above.error(HOST_LOCK, err) from err
 
 
 def unlink_in(above: int, part: str, name: str) -> None:

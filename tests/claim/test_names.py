@@ -14,7 +14,7 @@ from support.claims import claim
 import safe_gpu
 from safe_gpu import NotEnoughGpusError
 from safe_gpu.coordination import socket_names as names
-from safe_gpu.coordination.files import warnings
+from safe_gpu.coordination import state_dir as warnings
 from safe_gpu.coordination.leases import lease as leases
 from safe_gpu.coordination.name_table import read_names
 from safe_gpu.coordination.state_dir import FileSystem

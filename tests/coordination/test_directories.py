@@ -1,30 +1,59 @@
-"""Directories appear finished: killed at any instant, their maker leaves nothing in anybody's way."""
+"""The state directory and those in it: they appear finished, are the same for everybody, and are refused where they are
+a trap."""
 
+import errno
 import itertools
 import os
+import re
 import signal
 import stat
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.findings import finding
 
-from safe_gpu.coordination.files import shared_directory
-from safe_gpu.coordination.files import state_dir as state_dir_module
-from safe_gpu.coordination.files.state_dir import StateDir
+from safe_gpu.coordination import directory as directory_module
+from safe_gpu.coordination import state_dir as state_dir_module
+from safe_gpu.coordination.directory import HOST_LOCK, PARTS, Directory, SharedDirectory, make_directory, rename_new
+from safe_gpu.coordination.state_dir import FileSystem, doubt_of_entries, file_system_of, state_dir_path
+from safe_gpu.errors import StateDirError
 
 FIRST, SECOND = 54321, 54322
 
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as other users")
+not_for_root = pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_the_default_path_and_a_relative_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("SAFE_GPU_DIR", raising=False)
+    assert state_dir_path() == "/tmp/safe-gpu"
+    monkeypatch.setenv("SAFE_GPU_DIR", "")
+    assert state_dir_path() == "/tmp/safe-gpu"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SAFE_GPU_DIR", "here")
+    with pytest.raises(StateDirError, match="SAFE_GPU_DIR=here is relative"):
+        state_dir_path()
+
+
+# How they are made
+
 
 def make_all(path: Path) -> None:
-    with StateDir(str(path)) as root:
-        StateDir("leases", root).close()
+    with Directory(str(path), "claims") as claims:
+        os.close(claims.open_host_lock())
 
 
 def killed_at(step: int, path: Path) -> bool:
     """Make the directories as another user, and die before that call into the kernel; False where it came to none."""
-    shared_directory.rename_new("/nowhere", "/nowhere/else", None)  # what it imports is there before the fork
+    rename_new("/nowhere", "/nowhere/else", None)  # what it imports is there before the fork
     pid = os.fork()
     if pid == 0:
         left = step
@@ -47,7 +76,7 @@ def killed_at(step: int, path: Path) -> bool:
     return os.WIFSIGNALED(os.waitpid(pid, 0)[1])
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as other users")
+@needs_root
 def test_killed_at_any_step_it_is_open_to_others(open_tmp: Path, as_user: Any) -> None:
     for step in itertools.count(1):
         path = open_tmp / str(step)
@@ -63,25 +92,345 @@ def test_killed_at_any_step_it_is_open_to_others(open_tmp: Path, as_user: Any) -
 
 
 @pytest.mark.parametrize("trouble", ["no function", "not here"])
-def test_without_renameat2_they_are_made_all_the_same(state_dir: Path, monkeypatch, trouble: str) -> None:
+def test_without_renameat2_they_are_made_all_the_same(
+    state_dir: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
     import ctypes
-    import errno
 
     if trouble == "no function":
         monkeypatch.setattr(ctypes, "CDLL", lambda *args, **options: object())
     else:
-        monkeypatch.setattr(shared_directory, "rename_new", lambda *args: errno.EINVAL)
-        monkeypatch.setattr(state_dir_module, "rename_new", lambda *args: errno.EINVAL)
+        monkeypatch.setattr(directory_module, "rename_new", lambda *args: errno.EINVAL)
     make_all(state_dir)
-    for path in (state_dir, state_dir / "leases"):
-        assert stat.S_IMODE(path.stat().st_mode) == 0o1777
-    assert sorted(os.listdir(state_dir)) == ["leases"]
+    for path in (state_dir, state_dir / "claims"):
+        assert mode_of(path) == 0o1777
+    assert mode_of(state_dir / HOST_LOCK) == 0o666
+    assert sorted(os.listdir(state_dir)) == ["claims", HOST_LOCK]
     assert os.listdir(state_dir.parent) == ["state"]
+    make_directory(str(state_dir), str(state_dir), None)
+    assert sorted(os.listdir(state_dir)) == ["claims", HOST_LOCK]
 
 
 def test_whoever_is_faster_keeps_the_name(state_dir: Path) -> None:
-    shared_directory.make_directory(str(state_dir), str(state_dir), None)
+    make_directory(str(state_dir), str(state_dir), None)
     (state_dir / "precious").touch()
-    shared_directory.make_directory(str(state_dir), str(state_dir), None)
+    make_directory(str(state_dir), str(state_dir), None)
     assert os.listdir(state_dir) == ["precious"]
     assert os.listdir(state_dir.parent) == ["state"]
+
+
+def test_the_mode_of_one_that_was_there_stays(tmp_path: Path) -> None:
+    """SAFE_GPU_DIR=~, where somebody keeps a folder `queue`, and claimed here before."""
+    home = tmp_path / "home"
+    (home / "queue").mkdir(mode=0o700, parents=True)
+    (home / "faults").mkdir(mode=0o755)
+    (home / "queue" / "letter").touch()
+    home.chmod(0o700)
+    for part in PARTS:
+        Directory(str(home), part).close()
+    assert mode_of(home) == mode_of(home / "queue") == 0o700
+    assert mode_of(home / "faults") == 0o755
+    assert mode_of(home / "claims") == 0o1777  # made here
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("level", ["root", "claims", "file"])
+def test_a_symbolic_link_is_never_followed(state_dir: Path, tmp_path: Path, level: str) -> None:
+    target = tmp_path / "target"
+    if level == "file":
+        target.write_text("precious")
+        target.chmod(0o666)
+        state_dir.mkdir()
+        (state_dir / HOST_LOCK).symlink_to(target)
+    else:
+        target.mkdir()
+        if level == "claims":
+            state_dir.mkdir()
+        (state_dir if level == "root" else state_dir / level).symlink_to(target)
+    with pytest.raises(StateDirError, match=r"symbolic link.*SAFE_GPU_DIR") as caught:
+        make_all(state_dir)
+    assert str(state_dir) in str(caught.value)
+    assert target.is_dir() or target.read_text() == "precious"
+
+
+def test_a_file_in_its_place_or_a_missing_parent_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StateDirError, match="is not a directory"):
+        SharedDirectory(str(tmp_path / "file"))
+    with pytest.raises(StateDirError, match=f"{tmp_path}/none does not exist"):
+        SharedDirectory(str(tmp_path / "none" / "state"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "reason"), [(0o755, "mode 0755 and belongs to uid 0"), (0o700, "is closed to user 65534")]
+)
+def test_a_directory_closed_by_another_user_is_named_with_its_fix(state_dir: Path, as_user, mode, reason) -> None:
+    state_dir.mkdir(mode=mode)
+
+    def work(say, listen) -> None:
+        try:
+            SharedDirectory(str(state_dir))
+        except StateDirError as err:
+            say(err)
+
+    said = as_user(work, uid=65534).hear()
+    assert reason in said
+    assert said.endswith("set SAFE_GPU_DIR to another directory")
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ("file", "file is not a directory: set SAFE_GPU_DIR to another directory"),
+        ("file/below", "below is not a directory: set SAFE_GPU_DIR to another directory"),
+        ("fifo", "fifo is not a directory: set SAFE_GPU_DIR to another directory"),
+        ("link", "link is a symbolic link, which is never followed: set SAFE_GPU_DIR to another directory"),
+        ("dangling", "dangling is a symbolic link, which is never followed: set SAFE_GPU_DIR to another directory"),
+        ("of root", "of root has mode 0755 and belongs to uid 0, so user 65534 cannot work in it: set SAFE_GPU_DIR to"),
+        ("of root/below", "below cannot be created (Permission denied): set SAFE_GPU_DIR to another directory"),
+        ("closed", "closed is closed to user 65534 (Permission denied): set SAFE_GPU_DIR to another directory"),
+        ("closed/below", "below is closed to user 65534 (Permission denied): set SAFE_GPU_DIR to another directory"),
+        ("home", "queue is not a directory: set SAFE_GPU_DIR to another directory"),
+        ("/etc/passwd", "/etc/passwd is not a directory: set SAFE_GPU_DIR to another directory"),
+        ("/dev/null", "/dev/null is not a directory: set SAFE_GPU_DIR to another directory"),
+        ("/proc/state", "cannot be created (No such file or directory): set SAFE_GPU_DIR to another directory"),
+    ],
+)
+def test_no_advice_does_harm_where_a_wrong_directory_is_named(
+    open_tmp: Path, as_user, monkeypatch: pytest.MonkeyPatch, named: str, said: str
+) -> None:
+    """Neither in the error nor by doctor: nothing is to be removed, opened to all or mounted anew."""
+    (open_tmp / "file").touch()
+    os.mkfifo(open_tmp / "fifo")
+    (open_tmp / "link").symlink_to(open_tmp / "file")
+    (open_tmp / "dangling").symlink_to("nowhere")
+    for name, mode in (("of root", 0o755), ("closed", 0o700), ("home", 0o1777)):
+        (open_tmp / name).mkdir()
+        (open_tmp / name).chmod(mode)
+    (open_tmp / "home" / "queue").write_text("letters to answer")
+    path = str(open_tmp / named)
+
+    def work(say, listen) -> None:
+        monkeypatch.setenv("SAFE_GPU_DIR", path)
+        try:
+            Directory(path, "queue").close()
+        except StateDirError as err:
+            say(err)
+        for check in ("state directory", "file system", "history"):
+            say(finding(check).fix)
+
+    user = as_user(work, uid=65534)
+    error, *fixes = (user.hear() for _ in range(4))
+    assert said in error
+    for text in (error, *fixes):
+        assert not re.search(r"\brm\b|remove|chmod|mount|mode 1777 or|give the directory", text)
+
+
+@not_for_root
+def test_a_read_only_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "closed").mkdir(mode=0o555)
+    with pytest.raises(StateDirError, match="cannot be created"):
+        SharedDirectory(str(tmp_path / "closed" / "state"))
+
+
+@needs_root
+def test_a_read_only_file_system(tmp_path: Path) -> None:
+    mount = tmp_path / "ro"
+    mount.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", mount], capture_output=True).returncode:
+        pytest.skip("cannot mount a tmpfs here")
+    try:
+        said = "is on a read-only file system: set SAFE_GPU_DIR to another directory"
+        with pytest.raises(StateDirError, match=said):
+            SharedDirectory(str(mount / "state"))
+        with pytest.raises(StateDirError, match=said):
+            Directory(str(mount), "claims")
+    finally:
+        subprocess.run(["umount", mount], check=True)
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "lustre", "fuse.sshfs", "9p"])
+def test_a_network_file_system_is_refused(state_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(directory_module, "file_system_at", lambda path, device: FileSystem(kind))
+    with pytest.raises(StateDirError, match=rf"network file system \({kind}\).*SAFE_GPU_DIR"):
+        SharedDirectory(str(state_dir))
+
+
+def test_the_file_system_is_known_by_its_mount(tmp_path: Path) -> None:
+    fd = os.open(tmp_path, os.O_RDONLY)
+    expected = subprocess.run(["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True).stdout.strip()
+    kind = file_system_of(fd).kind
+    os.close(fd)
+    points = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    if not any(tmp_path.resolve().is_relative_to(point) for point in points):
+        assert kind == ""  # a plain chroot
+        return
+    assert kind.rstrip("234") == expected.split("/")[0].rstrip("234") or expected.startswith(("UNKNOWN", "overlay"))
+
+
+# host.lock
+
+
+@pytest.fixture
+def claims(state_dir: Path) -> Iterator[Directory]:
+    with Directory(str(state_dir), "claims") as directory:
+        yield directory
+
+
+def test_it_is_made_once_and_for_all_users(state_dir: Path, claims: Directory) -> None:
+    umask = os.umask(0o077)
+    try:
+        first, second = claims.open_host_lock(), claims.open_host_lock()
+    finally:
+        os.umask(umask)
+    assert os.path.samestat(os.fstat(first), os.fstat(second))
+    assert mode_of(state_dir / HOST_LOCK) == 0o666
+    assert sorted(os.listdir(state_dir)) == ["claims", HOST_LOCK]
+    os.close(first)
+    os.close(second)
+
+
+def test_one_that_was_replaced_is_noticed(state_dir: Path, claims: Directory) -> None:
+    fd = claims.open_host_lock()
+    assert claims.is_current_file(HOST_LOCK, fd)
+    (state_dir / HOST_LOCK).unlink()
+    assert not claims.is_current_file(HOST_LOCK, fd)
+    os.close(claims.open_host_lock())
+    assert not claims.is_current_file(HOST_LOCK, fd)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "directory", "socket"])
+def test_what_is_no_file_is_refused_unopened(
+    state_dir: Path, claims: Directory, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    types = {"fifo": stat.S_IFIFO, "socket": stat.S_IFSOCK}
+    if kind == "directory":
+        (state_dir / HOST_LOCK).mkdir(mode=0o777)
+    else:
+        os.mknod(state_dir / HOST_LOCK, types[kind] | 0o666)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", None)
+        with pytest.raises(StateDirError, match="not a regular file: ask its owner"):
+            claims.open_host_lock()
+
+
+def test_a_file_that_may_be_somebodys_from_elsewhere_is_refused(
+    state_dir: Path, tmp_path: Path, claims: Directory
+) -> None:
+    """It would be locked, by everybody here."""
+    (tmp_path / "thesis.tex").write_text("precious")
+    try:
+        os.link(tmp_path / "thesis.tex", state_dir / HOST_LOCK)
+    except OSError:
+        pytest.skip("the two directories are on different file systems")
+    for mode in (0o644, 0o600, 0o667, 0o4666):
+        (tmp_path / "thesis.tex").chmod(mode)
+        with pytest.raises(StateDirError, match=rf"host\.lock has 2 names \(hard links\) and mode {mode:04o}"):
+            claims.open_host_lock()
+    os.unlink(tmp_path / "thesis.tex")
+    with pytest.raises(StateDirError, match=r"host\.lock has mode 4666 in place of 0666"):
+        claims.open_host_lock()
+
+
+def test_a_second_link_to_it_locks_nobody_out(state_dir: Path, open_tmp: Path, claims: Directory, as_user: Any) -> None:
+    """Everybody may link a file of mode 0666, also where fs.protected_hardlinks is 1, and it stays for ever."""
+    os.close(claims.open_host_lock())
+    neighbour = as_user(lambda say, listen: say(os.link(state_dir / HOST_LOCK, open_tmp / "x")), uid=FIRST)
+    assert neighbour.hear() == "None"
+    fd = claims.open_host_lock()
+    assert os.fstat(fd).st_nlink == 2
+    os.close(fd)
+
+
+def test_a_file_lease_blocks_nobody_and_its_owner_is_named(state_dir: Path, claims: Directory, file_lease: Any) -> None:
+    os.close(claims.open_host_lock())
+    file_lease(state_dir / HOST_LOCK, FIRST)
+    with pytest.raises(StateDirError, match=r"host\.lock is kept under a file lease .* owner 54321, by process"):
+        claims.open_host_lock()
+
+
+def test_o_creat_is_never_used_on_a_name_that_may_exist(
+    state_dir: Path, claims: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fs.protected_regular answers EACCES to O_CREAT on another's file in a sticky directory, even to root."""
+    os.close(claims.open_host_lock())
+    real = os.open
+
+    def protected(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & os.O_CREAT:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", protected)
+    os.close(claims.open_host_lock())
+
+
+@pytest.fixture(params=["rename", "link"])
+def renaming(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, claims: Directory) -> None:
+    """How a file gets its name: some kernels do not know how to rename it."""
+    if request.param == "link":
+        monkeypatch.setattr(directory_module, "rename_new", lambda *args: errno.ENOSYS)
+
+
+def test_two_that_make_it_at_once_end_with_one_file(
+    state_dir: Path, claims: Directory, monkeypatch: pytest.MonkeyPatch, renaming: None
+) -> None:
+    real = directory_module.rename_new
+    fast: list[int] = []
+
+    def outrun(source: str, target: str, parent: int | None) -> int:
+        monkeypatch.setattr(directory_module, "rename_new", real)
+        fast.append(claims.open_host_lock())
+        return real(source, target, parent)
+
+    monkeypatch.setattr(directory_module, "rename_new", outrun)
+    fd = claims.open_host_lock()
+    assert os.path.samestat(os.fstat(fd), os.fstat(fast[0]))
+    assert sorted(os.listdir(state_dir)) == ["claims", HOST_LOCK]
+    os.close(fd)
+    os.close(fast[0])
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_said_and_leaves_nothing(
+    state_dir: Path, claims: Directory, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr(directory_module, "rename_new", lambda *args: code)
+    with pytest.raises(StateDirError, match="no room for") as caught:
+        claims.open_host_lock()
+    assert caught.value.errno == code
+    with pytest.raises(StateDirError, match="no room for"):
+        make_directory("queue", str(state_dir / "queue"), claims._above.fd)
+    assert os.listdir(state_dir) == ["claims"]
+
+
+def test_one_that_is_removed_at_once_is_said(claims: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_module, "rename_new", lambda source, target, parent: 0)
+    with pytest.raises(StateDirError, match=r"host\.lock is removed at once"):
+        claims.open_host_lock()
+
+
+# What a claim is told
+
+
+@needs_root
+@pytest.mark.parametrize("place", ["", "claims"])
+@pytest.mark.parametrize(("doors", "devices"), [(False, True), (True, False), (True, True)])
+def test_who_can_remove_an_entry_is_told_where_nothing_else_counts(
+    state_dir: Path, claims: Directory, monkeypatch: pytest.MonkeyPatch, place: str, doors: bool, devices: bool
+) -> None:
+    monkeypatch.setattr(state_dir_module, "sees_network_devices", lambda: devices)
+    assert doubt_of_entries(str(state_dir), doors=doors) == ""
+    os.chown(state_dir / place, FIRST, FIRST)
+    told = doubt_of_entries(str(state_dir), doors=doors)
+    if doors and devices:
+        assert told == ""
+        return
+    why = "this network namespace seems not to be the host's" if doors else "it has no doors"
+    assert told == (
+        f"{FIRST} can remove the entries of this claim in {state_dir}, and nothing else keeps others off its GPUs, "
+        f"since {why}: as root: safe-gpu setup --state-dir {state_dir}"
+    )

@@ -20,7 +20,7 @@ from support.traced import CAN_TRACE, each_point
 
 from safe_gpu.coordination import directory as directory_module
 from safe_gpu.coordination import entry as entry_module
-from safe_gpu.coordination.directory import Directory, open_shared, rename_new
+from safe_gpu.coordination.directory import Directory, open_shared, rename_new, unlink_in
 from safe_gpu.coordination.entry import (
     MOST_NAMES,
     Entries,
@@ -272,7 +272,7 @@ def test_death_at_any_system_call_leaves_nothing_that_counts(
     """Killed while it makes, keeps across exec, or removes an entry; the next look of its user removes what is left."""
     monkeypatch.setattr(entry_module, "_UNFINISHED_FOR", -1.0)
     if way == "link":
-        monkeypatch.setattr(entry_module, "rename_new", lambda *arguments: errno.ENOSYS)
+        monkeypatch.setattr(directory_module, "rename_new", lambda *arguments: errno.ENOSYS)
 
     def work() -> None:
         name, held = make_entry(claims, Entries(claims).next_number, CLAIM, by_children=True)
@@ -580,11 +580,11 @@ def test_who_makes_one_begins_again_where_it_was_removed(claims: Directory, monk
             removed.append(os.unlink(source, dir_fd=parent))
         return rename_new(source, target, parent)
 
-    monkeypatch.setattr(entry_module, "rename_new", rename)
+    monkeypatch.setattr(directory_module, "rename_new", rename)
     name, held = make_entry(claims, 1, CLAIM, by_children=True)
     assert os.listdir(claims.fd) == [name]
     remove_entry(claims, name, held)
-    monkeypatch.setattr(entry_module, "rename_new", lambda source, *more: os.unlink(source, dir_fd=claims.fd) or 2)
+    monkeypatch.setattr(directory_module, "rename_new", lambda source, *more: os.unlink(source, dir_fd=claims.fd) or 2)
     with pytest.raises(StateDirError, match="removed at once"):
         make_entry(claims, 1, CLAIM, by_children=True)
     assert os.listdir(claims.fd) == []
@@ -639,13 +639,18 @@ def test_who_only_looks_makes_nothing(tmp_path: Path) -> None:
 
 def test_cleaners_leave_a_directory_alone(claims: Directory) -> None:
     first, second = (claims.keep_from_cleaners(by_children=True) for _ in range(2))
-    assert first is not None
-    assert second is not None
     cleaner = os.open(os.path.dirname(claims.path), os.O_RDONLY)
     with pytest.raises(BlockingIOError):
         fcntl.flock(cleaner, fcntl.LOCK_EX | fcntl.LOCK_NB)
     first.release()
     second.release()
     fcntl.flock(cleaner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    assert claims.keep_from_cleaners(by_children=True) is None
+    late = claims.keep_from_cleaners(by_children=True)  # without the lock: nobody waits for a cleaner
     os.close(cleaner)
+    name, held = make_entry(claims, 1, CLAIM, by_children=True)
+    unlink_in(late.fd, "claims", name)
+    unlink_in(late.fd, "claims", name)
+    unlink_in(late.fd, "nowhere", name)
+    assert os.listdir(claims.fd) == []
+    for one in (held, late):
+        one.release()

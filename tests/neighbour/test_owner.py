@@ -21,8 +21,8 @@ from support.processes import own_network
 
 import safe_gpu
 from safe_gpu.coordination import history, socket_names
-from safe_gpu.coordination.files import warnings as files
-from safe_gpu.coordination.files import warnings as owners
+from safe_gpu.coordination import state_dir as files
+from safe_gpu.coordination import state_dir as owners
 from safe_gpu.coordination.leases.file_names import lease_name
 from safe_gpu.coordination.locks.host_lock import HostLock
 from safe_gpu.errors import StateDirError

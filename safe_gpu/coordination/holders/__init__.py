@@ -1,1 +1,0 @@
-"""Who holds what, by the kernel's word and by the records."""

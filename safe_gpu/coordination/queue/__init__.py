@@ -1,1 +1,0 @@
-"""The queue: first come, first served, without a daemon."""

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from safe_gpu.gpus.devices import Gpu
-from safe_gpu.gpus.windows import MOST_WINDOWS, UNSAID, Window, first_open, parse_windows, spans_of, why_reserved
+from safe_gpu.gpus.windows import UNSAID, Window, drain_line, first_open, parse_closed, spans_of, why_reserved
 
 HOUR = 3600.0
 NINE = time.mktime((2026, 11, 26, 9, 0, 0, 0, 0, -1))
@@ -71,8 +71,11 @@ def test_instances_and_order() -> None:
         COURSE._replace(end=NINE + 30 * HOUR),
     ],
 )
-def test_a_line_is_read_as_it_was_written(window: Window) -> None:
-    assert parse_windows([window.line], "root") == (window,)
+def test_lines_are_read_as_they_were_written(window: Window) -> None:
+    assert len(window.lines) == 2
+    drains = [drain_line("GPU-1", "a fan"), drain_line("GPU-2", "")]
+    lines = [*drains, "", *COURSE._replace(begin=1).lines, *window.lines]
+    assert parse_closed(lines, "root") == ({"GPU-1": "a fan", "GPU-2": ""}, (COURSE._replace(begin=1), window), [])
 
 
 def test_a_window_of_two_days_names_both() -> None:
@@ -82,16 +85,11 @@ def test_a_window_of_two_days_names_both() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "", "1 2", "1 2 GPU-0", "x 2 GPU-0 -", "2 1 GPU-0 -", "1 1 GPU-0 -", "-5 1 GPU-0 -", "nan 2 GPU-0 -",
-        "1 nan GPU-0 -", "1 inf GPU-0 -", "1 1e300 GPU-0 -", "1 2 GPU-0 anna", "1 2 GPU-0 user:", "1 2 GPU-0 uid:7",
+        "GPU-0", "GPU-0 a fan", " - - - a fan", "GPU-0 - - user:anna", "GPU-0 - 2 -", "GPU-0 1 -", "GPU-0 1 2",
+        "GPU-0 x 2 -", "GPU-0 2 1 -", "GPU-0 1 1 -", "GPU-0 -5 1 -", "GPU-0 nan 2 -", "GPU-0 1 nan -", "GPU-0 1 inf -",
+        "GPU-0 1 1e300 -", "GPU-0 1 2 anna", "GPU-0 1 2 user:", "GPU-0 1 2 uid:7", " 1 2 -",
     ],
 )  # fmt: skip
-def test_a_line_that_is_no_window(line: str) -> None:
-    with pytest.raises(ValueError):
-        parse_windows([COURSE.line, line], "root")
-
-
-def test_too_many_lines() -> None:
-    assert len(parse_windows([COURSE.line] * MOST_WINDOWS, "root")) == MOST_WINDOWS
-    with pytest.raises(ValueError):
-        parse_windows([COURSE.line] * (MOST_WINDOWS + 1), "root")
+def test_a_line_that_says_nothing_closes_nothing_and_others_count(line: str) -> None:
+    lines = [drain_line("GPU-1", "a fan"), line, *COURSE.lines]
+    assert parse_closed(lines, "root") == ({"GPU-1": "a fan"}, (COURSE,), [line])

@@ -148,9 +148,9 @@ def drains(gpu: int, hold: float = 0.03) -> Plan:
     """The owner of the state directory drains a GPU for a while."""
 
     def act(racer: Racer) -> None:
-        path = os.path.join(os.environ["SAFE_GPU_DIR"], "drained")
+        path = os.path.join(os.environ["SAFE_GPU_DIR"], "closed")
         with open(f"{path}.new", "w") as file:
-            file.write(f"{_HOST.devices[gpu].uuid} a fan\n")
+            file.write(f"{_HOST.devices[gpu].uuid} - - - a fan\n")
         os.rename(f"{path}.new", path)
         racer.say("drains", [gpu])
         time.sleep(hold)
@@ -450,7 +450,7 @@ def renew(scene: Scene, base: str) -> None:
         for entry in os.scandir(f"{base}/{number}/queue"):
             os.unlink(entry.path)
         with suppress(FileNotFoundError):
-            os.unlink(f"{base}/{number}/drained")
+            os.unlink(f"{base}/{number}/closed")
     for entry in (*os.scandir(f"{base}/simulated/{scene.preset}"), *os.scandir(base)):
         if not entry.is_dir():
             os.unlink(entry.path)
@@ -461,7 +461,7 @@ def everything(scene: Scene, base: str) -> list[str]:
     found = []
     for number in scene.directories:
         with suppress(FileNotFoundError):
-            os.unlink(f"{base}/{number}/drained")
+            os.unlink(f"{base}/{number}/closed")
         os.environ.update(_variables(scene, base, number))
         try:
             safe_gpu.GPUOwner(scene.gpus, safe_gpu.NoPlaceholder(), timeout=0, affinity=None).release_gpus()

@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..coordination.closed import closed_now
 from ..coordination.holders.of_gpus import lease_holders
-from ..coordination.leases.drained import closed_now
 from ..drivers import opened_driver
 from ..host.procfs import describe_process
 from ..selection.request import Conditions, Selection, parse_request

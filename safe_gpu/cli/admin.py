@@ -9,11 +9,11 @@ import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..coordination.files.location import drain_file
-from ..coordination.leases.drained import drained_gpus, read_drained
+from ..coordination.closed import closed_file, drained_gpus, read_closed
 from ..errors import GPUAffinityError, PolicyError
-from ..gpus.windows import MOST_WINDOWS, Window
+from ..gpus.windows import Window, drain_line
 from ..host import procfs
+from ..host.foreign_files import LIMIT
 from ..host.programs import is_root
 from ..selection.values import is_index, names_device
 from ..selection.verdicts import users_of
@@ -89,9 +89,10 @@ def _drain(options: argparse.Namespace) -> int:
         raise GPUAffinityError(f"this host has no GPU {', '.join(unknown)}: see safe-gpu status")
     meant = [one for one in gpus if not names or any(names_device(name, one.gpu) for name in names)]
     root, reason, uuids = is_root(), " ".join((options.reason or "").split()), [one.gpu.uuid for one in meant]
-    if not root and not _is_own(os.path.dirname(drain_file(by_root=False))):
+    if not root and not _is_own(os.path.dirname(closed_file(by_root=False))):
         raise PolicyError("only root and the owner of the state directory may drain GPUs: ask them")
-    reasons, windows = dict(read_drained(by_root=root).reasons), [*read_drained(by_root=root, name="windows").windows]
+    closed = read_closed(by_root=root)
+    reasons, windows = dict(closed.reasons), [*closed.windows]
     window = _window(options, tuple(uuids), reason) if options.until is not None else None
     if window is not None:
         windows.append(window)
@@ -101,10 +102,8 @@ def _drain(options: argparse.Namespace) -> int:
         reasons = {uuid: reason for uuid, reason in reasons.items() if uuid not in uuids}
         windows = [one._replace(gpus=tuple(uuid for uuid in one.gpus if uuid not in uuids)) for one in windows]
     windows = [one for one in windows if one.gpus and time.time() < one.end + _KEPT]
-    if len(windows) > MOST_WINDOWS:
-        raise GPUAffinityError(f"GPUs are reserved at {MOST_WINDOWS} times already: cancel some with safe-gpu resume")
-    _write(root, "drained", [f"{uuid} {reason}" for uuid, reason in reasons.items()])
-    _write(root, "windows", [one.line for one in windows])
+    lines = [drain_line(uuid, reason) for uuid, reason in reasons.items()]
+    _write(closed_file(by_root=root), [*lines, *(line for one in windows for line in one.lines)])
     if window is not None:
         _say_overlaps(meant, window)
         return 0
@@ -131,11 +130,18 @@ def _window(options: argparse.Namespace, uuids: tuple[str, ...], reason: str) ->
     return Window(begin, until, uuids, whom, reason, procfs.user_name(os.geteuid()))
 
 
-def _write(root: bool, name: str, lines: Sequence[str]) -> None:
-    path = drain_file(by_root=root, name=name)
-    if lines or os.path.lexists(path):
+def _write(path: str, lines: Sequence[str]) -> None:
+    """Replace a file of closed GPUs.
+
+    Raises:
+        GPUAffinityError: nobody would read so much.
+    """
+    text = "".join(f"{line}\n" for line in lines).encode()
+    if len(text) > LIMIT:
+        raise GPUAffinityError(f"{path} would be larger than {LIMIT} bytes: cancel reservations with safe-gpu resume")
+    if text or os.path.lexists(path):
         os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
-        write_whole(path, "".join(f"{line}\n" for line in lines))
+        write_whole(path, text)
 
 
 def _is_own(path: str) -> bool:

@@ -9,9 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from ..coordination.closed import closed_file, read_closed
 from ..coordination.directory import PARTS
-from ..coordination.files.location import CLOSING, drain_file
-from ..coordination.leases.drained import read_drained
 from ..coordination.leases.file_names import lease_name, leases_of
 from ..coordination.name_table import read_names
 from ..coordination.setup.state_dir import examine, in_use, make, remove
@@ -136,10 +135,10 @@ def _make(path: str, others: set[str], leases: Sequence[str], act: bool) -> Iter
         make(path, missing)
         missing = examine(path, leases)
     yield from _lead_there(path, leases, act)
-    for other, name in ((other, name) for other in sorted(others) for name in CLOSING):
-        here = read_drained(by_root=False, state_dir=other, name=name)
+    for other in sorted(others):
+        here = read_closed(by_root=False, state_dir=other)
         if here.reasons or here.windows:
-            yield f"{other}/{name} closes GPUs, and does not count in {path}: close them again with safe-gpu drain"
+            yield f"{other}/closed closes GPUs, and does not count in {path}: close them again with safe-gpu drain"
     for name, wrong in missing.items():
         if wrong:
             yield (
@@ -186,11 +185,8 @@ def _text_of(path: str) -> str | None:
 
 def _remove(path: str, act: bool) -> Iterator[str]:
     """Remove what setup made, or print what would be removed. Yields what stays."""
-    config, drained = (
-        settings.policy_file(os.environ),
-        [drain_file(by_root=True, name=name) for name in ("drained", "windows")],
-    )
-    texts = {file: text for file in (config, RULE, *drained) if (text := _text_of(file)) is not None}
+    config = settings.policy_file(os.environ)
+    texts = {file: text for file in (config, RULE, closed_file(by_root=True)) if (text := _text_of(file)) is not None}
     for file, text in texts.items():
         if text in ("", config_text(path)) or (file == RULE and is_own_rule(text, path)):
             print(f"remove {file}")

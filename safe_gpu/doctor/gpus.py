@@ -6,7 +6,7 @@ users of safe_gpu, but others see its GPUs as free.
 
 from collections.abc import Callable
 
-from ..coordination.leases.drained import closed_now, ignored_drains
+from ..coordination.closed import closed_now, ignored_closed
 from ..errors import NoDriverError
 from ..gpus.devices import MIG_IS_ON, ComputeMode, HostSnapshot, ProcessKind
 from ..gpus.vendors import VENDORS
@@ -109,9 +109,9 @@ def drained(host: CheckedHost) -> Finding:
     """Check whether root, or the owner of the state directory, has taken GPUs out of use."""
     reasons = closed_now()
     found = {one.label: reasons[one.gpu.uuid] for one in host.status.gpus if one.gpu.uuid in reasons}
-    texts = "; ".join([*(f"GPU {label} {reason}" for label, reason in found.items()), *(ignored := ignored_drains())])
+    texts = "; ".join([*(f"GPU {label} {reason}" for label, reason in found.items()), *(ignored := ignored_closed())])
     fixes = [f"safe-gpu resume {' '.join(found)}, when they may be claimed again"] if found else []
-    fixes += ["remove the file that is ignored, and drain again with safe-gpu drain"] if ignored else []
+    fixes += ["remove what is ignored, and drain again with safe-gpu drain"] if ignored else []
     return warning(texts, "; ".join(fixes)) if texts else passed("no GPU is drained")
 
 

@@ -6,7 +6,7 @@ Times are Unix seconds, durations are seconds.
 import math
 import re
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -44,36 +44,51 @@ class Window(NamedTuple):
         return f"reserved by {self.by}{whom} from {time.strftime('%a %Y-%m-%d %H:%M', begin)} to {until}{reason}"
 
     @property
-    def line(self) -> str:
-        """The line of the file."""
-        return f"{self.begin:.0f} {self.end:.0f} {','.join(self.gpus)} {self.whom or '-'} {self.reason}".rstrip()
+    def lines(self) -> list[str]:
+        """The lines of the file, one for each GPU."""
+        times = f"{self.begin:.0f} {self.end:.0f}"
+        return [f"{uuid} {times} {self.whom or '-'} {self.reason}".rstrip() for uuid in self.gpus]
 
     def covers(self, gpu: "Gpu") -> bool:
         """Return whether a device, or the one that it is an instance of, is reserved."""
         return gpu.uuid in self.gpus or gpu.mig_parent in self.gpus
 
 
-MOST_WINDOWS = 100
-"""Of a file with more, none counts."""
-
 _LATEST = 253_370_764_800.0  # the year 9999, after which no date can be written
 
 
-def parse_windows(lines: Collection[str], by: str) -> tuple[Window, ...]:
-    """Return the windows that the lines of a user's file describe.
+def drain_line(uuid: str, reason: str) -> str:
+    """Return the line of a GPU that is closed for good."""
+    return f"{uuid} - - - {reason}".rstrip()
 
-    Raises:
-        ValueError: a line describes none, or there are too many.
+
+def parse_closed(lines: Iterable[str], by: str) -> tuple[dict[str, str], tuple[Window, ...], list[str]]:
+    """Return what the lines of a user's file say. A line that says nothing closes nothing, and the others count.
+
+    Returns:
+        UUID -> reason of the GPUs that are drained, the windows, and the lines that say nothing.
+
+    >>> parse_closed(["GPU-0 - - - a fan is broken", "GPU-1 1 2 user:anna", "GPU-2"], "root")[::2]
+    ({'GPU-0': 'a fan is broken'}, ['GPU-2'])
     """
-    fields = [f"{line} ".split(" ", 4) for line in lines]
-    windows = tuple(
-        Window(float(begin), float(end), tuple(gpus.split(",")), whom.removeprefix("-"), reason.strip(), by)
-        for begin, end, gpus, whom, reason in fields
-    )
-    right = (0 <= one.begin < one.end < _LATEST and re.fullmatch("|(user|group):.+", one.whom) for one in windows)
-    if len(windows) > MOST_WINDOWS or not all(right):
-        raise ValueError
-    return windows
+    reasons: dict[str, str] = {}
+    windows: dict[Window, list[str]] = {}
+    wrong = []
+    for line in filter(str.strip, lines):
+        try:
+            uuid, begin, end, whom, reason = f"{line} ".split(" ", 4)
+            if uuid and (begin, end, whom) == ("-", "-", "-"):
+                reasons[uuid] = reason.strip()
+                continue
+            window = Window(float(begin), float(end), (), whom.removeprefix("-"), reason.strip(), by)
+            if not uuid or not 0 <= window.begin < window.end < _LATEST:
+                raise ValueError
+            if not re.fullmatch("|(user|group):.+", window.whom):
+                raise ValueError
+            windows.setdefault(window, []).append(uuid)
+        except ValueError:
+            wrong.append(line)
+    return reasons, tuple(one._replace(gpus=tuple(uuids)) for one, uuids in windows.items()), wrong
 
 
 def first_open(start: float, hold_for: float | None, spans: Spans) -> float:

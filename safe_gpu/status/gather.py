@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..coordination.closed import all_windows, closed_now, find_admitted, ignored_closed
 from ..coordination.files.lease_dir import LeaseDir
 from ..coordination.files.state_dir import StateDir
 from ..coordination.holders.by_kernel import holder_by_kernel, lockers_seen, user_and_command
 from ..coordination.holders.of_gpus import HeldLeases
 from ..coordination.holders.outer_claim import outer_claim_of_process
-from ..coordination.leases.drained import all_windows, closed_now, find_admitted, ignored_drains
 from ..coordination.leases.faults import read_faults
 from ..coordination.leases.file_names import inner_name, lease_name, names_of_host, slot_name
 from ..coordination.leases.lease import probe
@@ -345,7 +345,7 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
         shift=_shift(snapshots, found),
         doubt=next((snapshot.doubt for snapshot in snapshots if snapshot.doubt), ""),
         broken=tuple(broken),
-        ignored=ignored_drains(),
+        ignored=ignored_closed(),
         max_gpus=max_gpus,
         windows=tuple(one for one in sorted(windows) if one.begin - _NOTICE < now < one.end),
     )

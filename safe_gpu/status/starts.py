@@ -9,7 +9,7 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..coordination.leases.drained import binding
+from ..coordination.closed import binding
 from ..gpus.devices import LeaseHolder, vendor_of
 from ..gpus.windows import spans_of
 from ..host.procfs import user_name

@@ -13,7 +13,7 @@ from safe_gpu import GPUOwner, NoPlaceholder, NotEnoughGpusError, SafeGpuError, 
 from safe_gpu.claim.free import wait_for_gpus
 from safe_gpu.claim.host.host_view import HostView
 from safe_gpu.cli.commands import main
-from safe_gpu.coordination.leases.drained import closed_now, drained_gpus
+from safe_gpu.coordination.closed import closed_now, drained_gpus
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who drains GPUs")
 
@@ -60,7 +60,7 @@ def test_claims_take_others_and_holders_go_on(etc: Path, ask: Any, command: Any,
 
 def test_it_outlives_the_state_directory(etc: Path, ask: Any, ground: Any) -> None:
     ask("drain")
-    assert (etc / "drained").exists()
+    assert (etc / "closed").exists()
     assert sorted(drained_gpus()) == sorted(ground.uuids)
     with pytest.raises(NotEnoughGpusError, match="drained by root"):
         claim()
@@ -90,9 +90,9 @@ def test_the_owner_of_the_state_directory(etc: Path, state_dir: Path, as_user: A
 @pytest.mark.parametrize(("uid", "mode"), [(4712, 0o644), (0, 0o666)])
 def test_a_file_that_others_could_have_written(etc: Path, state_dir: Path, ground: Any, uid: int, mode: int) -> None:
     claim()
-    (state_dir / "drained").write_text(f"{ground.uuids[0]} because")
-    os.chown(state_dir / "drained", uid, uid)
-    (state_dir / "drained").chmod(mode)
+    (state_dir / "closed").write_text(f"{ground.uuids[0]} - - - because")
+    os.chown(state_dir / "closed", uid, uid)
+    (state_dir / "closed").chmod(mode)
     assert drained_gpus() == {}
 
 
@@ -169,7 +169,7 @@ def test_it_lapses_by_itself(etc: Path, ask: Any, as_user: Any, ground: Any) -> 
     claim()
     until = int(time.time()) + 2
     etc.mkdir()
-    (etc / "windows").write_text(f"1 {until} {','.join(ground.uuids)} -\n")
+    (etc / "closed").write_text("".join(f"{uuid} 1 {until} -\n" for uuid in ground.uuids))
 
     def wait() -> object:
         got = claim(timeout=60)
@@ -231,32 +231,31 @@ def test_the_owner_of_the_state_directory_reserves(etc: Path, state_dir: Path, a
 
 
 FORGED = {
-    "of another user": (BEN, 0o644, "1 4e9 {} -\n", "belongs to "),
-    "which others may write": (0, 0o666, "1 4e9 {} -\n", "can be written by others"),
-    "with a broken line": (0, 0o644, "1 4e9 {} -\nbroken\n", "has a line that is no window"),
-    "with too many lines": (0, 0o644, "1 4e9 {} -\n" * 101, "has a line that is no window, or too many"),
-    "that is huge": (0, 0o644, "1 4e9 {} -\n" + " " * (1 << 17), "has more than "),
-    "of no window": (0, 0o644, "1 1e400 {} -\n", "has a line that is no window"),
-    "of bytes": (0, 0o644, "\x00\ud800{}", "has a line that is no window"),
+    "of another user": (BEN, 0o644, "{} 1 4e9 -\n", "belongs to "),
+    "which others may write": (0, 0o666, "{} 1 4e9 -\n", "can be written by others"),
+    "that is huge": (0, 0o644, "{} 1 4e9 -\n" + " " * (1 << 17), "has more than "),
+    "with a line of no window": (0, 0o644, "{} 1 1e400 -\n", "has a line that closes no GPU, and is ignored"),
+    "with a line of an older build": (0, 0o644, "{} a fan\n", "has a line that closes no GPU, and is ignored"),
+    "of bytes": (0, 0o644, "\x00\ud800{}", "has a line that closes no GPU, and is ignored"),
 }
 
 
 @pytest.mark.parametrize("in_etc", [True, False], ids=["root's", "the owner's"])
 @pytest.mark.parametrize(("uid", "mode", "text", "why"), FORGED.values(), ids=FORGED.keys())
-def test_a_file_that_is_ignored_is_told(
+def test_what_is_ignored_is_told(
     etc: Path, state_dir: Path, ask: Any, as_user: Any, ground: Any,
     uid: int, mode: int, text: str, why: str, in_etc: bool,
 ) -> None:  # fmt: skip
     claim()
     etc.mkdir()
-    file = (etc if in_etc else state_dir) / "windows"
+    file = (etc if in_etc else state_dir) / "closed"
     file.write_text(text.replace("{}", ground.uuids[0]), errors="surrogatepass")
     file.chmod(mode)
     os.chown(file, uid, uid)
     assert as_user_told(as_user, ANNA, claim) == "[0]"
     for look in ("status", "doctor"):
         said = " ".join(ask(look).stdout.split())
-        assert all(words in said for words in (f"{file} ", why, "it is ignored, and reserves no GPU"))
+        assert all(words in said for words in (f"{file} ", why, "ignored"))
     assert ask("drain", "0", "--until", "+1h").returncode == 0
     if in_etc:
         assert as_user_told(as_user, ANNA, claim) == "[1]"
@@ -264,10 +263,26 @@ def test_a_file_that_is_ignored_is_told(
 
 def test_a_full_file_takes_no_more(etc: Path, ask: Any, ground: Any) -> None:
     etc.mkdir()
-    (etc / "windows").write_text(f"1 4e9 {ground.uuids[0]} -\n" * 99 + f"1 2 {ground.uuids[0]} -\n")
-    assert ask("drain", "1", "--until", "+1h").returncode == 0  # in place of the one that is over
-    assert "safe-gpu resume" in ask("drain", "1", "--until", "+1h").stderr
-    assert len((etc / "windows").read_text().splitlines()) == 100
+    line = f"{ground.uuids[0]} {{}} 4e9 - {'a' * 900}\n"
+    text = "".join(line.format(number) for number in range(66))
+    (etc / "closed").write_text(text + f"{ground.uuids[0]} 1 2 - {'a' * 600}\n")
+    assert (
+        ask("drain", "1", "--until", "+1h", "--reason", "a" * 600).returncode == 0
+    )  # in place of the one that is over
+    kept = (etc / "closed").read_text()
+    assert "safe-gpu resume" in ask("drain", "1", "--reason", "a" * 6000).stderr
+    assert (etc / "closed").read_text() == kept
+
+
+def test_a_drain_and_windows_of_one_gpu_are_kept_beside_each_other(etc: Path, ask: Any, ground: Any) -> None:
+    ask("drain", "0-1", "--until", "+1h", "--for-user", str(ANNA))
+    ask("drain", "1", "--reason", "a fan")
+    ask("drain", "1", "--until", "+2h")
+    lines = (etc / "closed").read_text().splitlines()
+    assert lines[0] == f"{ground.uuids[1]} - - - a fan"
+    assert [line.split()[0] for line in lines[1:]] == [ground.uuids[number] for number in (0, 1, 1)]
+    ask("resume", "1")
+    assert (etc / "closed").read_text().splitlines() == [lines[1]]
 
 
 # Until nobody holds them
@@ -297,19 +312,18 @@ def test_a_process_without_a_claim_is_waited_for(etc: Path, ask: Any, ground: An
     assert ask("drain", "1-7", "--wait", "--timeout", "0").returncode == 0
 
 
-@pytest.mark.parametrize("name", ["drained", "windows"])
+@pytest.mark.parametrize("line", ["{} - - -", "{} 1 4e9 -"])
 def test_what_is_closed_while_a_claim_comes_to_the_lock(
-    etc: Path, state_dir: Path, as_user: Any, ground: Any, monkeypatch: pytest.MonkeyPatch, name: str
+    etc: Path, state_dir: Path, as_user: Any, ground: Any, monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
     """The last look is made under host.lock, so that a GPU is nobody's once it was seen free after a drain."""
     claim()
     os.chown(state_dir, BEN, BEN)
     prepare = HostView.prepare
-    line = "{}" if name == "drained" else "1 4e9 {} -"
 
     def prepare_and_close(view: HostView) -> None:
         prepare(view)
-        (state_dir / name).write_text("".join(f"{line.format(uuid)}\n" for uuid in ground.uuids))
+        (state_dir / "closed").write_text("".join(f"{line.format(uuid)}\n" for uuid in ground.uuids))
 
     monkeypatch.setattr(HostView, "prepare", prepare_and_close)
     assert as_user_told(as_user, BEN, claim).startswith("NotEnoughGpusError")

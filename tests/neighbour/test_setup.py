@@ -16,7 +16,7 @@ from support.processes import own_network
 import safe_gpu
 from safe_gpu.cli import setup as command_of_setup
 from safe_gpu.cli import setup as host_files
-from safe_gpu.coordination.leases.drained import drained_gpus
+from safe_gpu.coordination.closed import drained_gpus
 from safe_gpu.coordination.leases.file_names import inner_name, lease_name, leases_of
 from safe_gpu.coordination.locks.host_lock import HostLock
 from safe_gpu.drivers import open_drivers

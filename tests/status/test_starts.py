@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.coordination.leases.drained import find_admitted
+from safe_gpu.coordination.closed import find_admitted
 from safe_gpu.coordination.queue.ticket import Ticket, TicketRequest
 from safe_gpu.gpus.devices import Gpu
 from safe_gpu.gpus.windows import Window

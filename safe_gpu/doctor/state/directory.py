@@ -9,7 +9,6 @@ from shlex import quote
 
 from ...coordination.directory import DIR_MODE, PARTS
 from ...coordination.files.lease_dir import LeaseDir
-from ...coordination.files.location import CLOSING
 from ...coordination.files.state_dir import StateDir
 from ...coordination.history import NAME, HistoryDir
 from ...coordination.leases.file_names import leases_of, names_of_host
@@ -42,7 +41,7 @@ def _is_state_dir(path: str) -> bool:
     """Return whether a directory is the default one, or has nothing in it but what a state directory has. Any other may
     have been named by mistake: nobody is told to remove it, or to open it to all."""
     with suppress(OSError):
-        return path == DEFAULT_DIR or set() < set(os.listdir(path)) <= {*PARTS, *CLOSING, "host.lock", "simulated"}
+        return path == DEFAULT_DIR or set() < set(os.listdir(path)) <= {*PARTS, "closed", "host.lock", "simulated"}
     return False
 
 

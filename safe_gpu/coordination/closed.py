@@ -1,0 +1,130 @@
+"""GPUs closed to new claims, for good or for a time, by the word of root or of the owner of the state directory."""
+
+import os
+import stat
+import time
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from ..gpus.windows import Window, parse_closed, why_reserved
+from ..host import procfs, programs
+from ..host.foreign_files import LIMIT, open_to_read
+from ..settings.variables import policy_directory
+from .state_dir import state_dir_path
+
+_NAME = "closed"
+
+
+class Closed(NamedTuple):
+    """What a file of closed GPUs says.
+
+    Attributes:
+        user: who wrote it.
+        reasons: UUID -> why it is drained.
+        windows: the times in which GPUs are reserved.
+        doubt: why the file, or some of its lines, are ignored; "" if all of it counts.
+    """
+
+    user: str = ""
+    reasons: Mapping[str, str] = MappingProxyType({})
+    windows: tuple[Window, ...] = ()
+    doubt: str = ""
+
+
+def closed_file(*, by_root: bool) -> str:
+    """Return the path of root's file, beside its settings of the host, or of the one in the state directory."""
+    return os.path.join(policy_directory(os.environ) if by_root else state_dir_path(), _NAME)
+
+
+def has_closed_file(above_fd: int) -> bool:
+    """Return whether one of the files is there; ``above_fd`` is a descriptor of the state directory."""
+    return os.access(_NAME, os.F_OK, dir_fd=above_fd) or os.access(closed_file(by_root=True), os.F_OK)
+
+
+def read_closed(*, by_root: bool, state_dir: str = "") -> Closed:
+    """Return what root has closed, or the owner of the state directory; nothing by the word of anybody else.
+
+    Args:
+        state_dir: another one than that of this process.
+    """
+    path = os.path.join(state_dir, _NAME) if state_dir else closed_file(by_root=by_root)
+    try:
+        # No path into the state directory is followed.
+        above = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | (0 if by_root else os.O_NOFOLLOW))
+    except OSError:
+        return Closed()
+    try:
+        owner = 0 if by_root else os.fstat(above).st_uid
+        with open_to_read(_NAME, os.O_NOFOLLOW, above) as file:
+            status = os.fstat(file.fileno())
+            user = procfs.user_name(status.st_uid)
+            doubt = _doubt(status, user, owner)
+            text = "" if doubt else (file.read(LIMIT) or b"").decode("utf-8", "replace")
+    except FileNotFoundError:
+        return Closed()
+    except OSError as err:
+        doubt = f"cannot be read ({err.strerror})"
+    finally:
+        os.close(above)
+    if doubt:
+        return Closed(doubt=f"{path} {doubt}: it is ignored, and closes no GPU")
+    reasons, windows, wrong = parse_closed(map(procfs.printable, text.split("\n")), user)
+    if wrong:
+        doubt = f"{path} has a line that closes no GPU, and is ignored: {wrong[0][:100]}"
+    return Closed(user, reasons, windows, doubt)
+
+
+def _doubt(status: os.stat_result, user: str, owner: int) -> str:
+    if not stat.S_ISREG(status.st_mode):
+        return f"is no regular file, and belongs to {user}"
+    if status.st_uid not in (0, owner):
+        return f"belongs to {user}, and the directory does not"
+    if status.st_size > LIMIT:
+        return f"of {user} has more than {LIMIT} bytes"
+    return f"of {user} can be written by others" if status.st_mode & 0o022 else ""
+
+
+def drained_gpus() -> dict[str, str]:
+    """Return UUID -> why nobody may claim it now: ``drained by root: a fan is broken``."""
+    found = {}
+    for closed in (read_closed(by_root=False), read_closed(by_root=True)):
+        for uuid, reason in closed.reasons.items():
+            found[uuid] = f"drained by {closed.user}" + (f": {reason}" if reason else "")
+    return found
+
+
+def all_windows() -> tuple[Window, ...]:
+    """Return the times in which GPUs are reserved, those that are over too."""
+    return read_closed(by_root=False).windows + read_closed(by_root=True).windows
+
+
+_admitted: dict[tuple[str, int], bool] = {}
+
+
+def find_admitted(windows: Iterable[Window], uids: Iterable[int]) -> None:
+    """Find out which of these users the windows are for. A directory service may be asked, so no lock may be held."""
+    for whom, uid in ((window.whom, uid) for uid in uids for window in windows):
+        if (whom, uid) not in _admitted:
+            from ..settings import policy
+
+            kind, _, name = whom.partition(":")
+            is_for = policy.is_in_group(uid, name) if kind == "group" else kind != "" and policy.uid_of(name) == uid
+            _admitted[whom, uid] = is_for or (uid == 0 and (os.geteuid() != 0 or programs.is_root()))
+
+
+def binding(windows: Iterable[Window], uid: int) -> list[Window]:
+    """Return the windows that are not for a user, as far as :func:`find_admitted` has found out. None binds root."""
+    return [window for window in windows if not _admitted.get((window.whom, uid))]
+
+
+def closed_now() -> dict[str, str]:
+    """Return UUID -> why this user may not claim it now: it is drained, or reserved for others at this moment."""
+    windows = all_windows()
+    find_admitted(windows, [os.geteuid()])
+    return {**why_reserved(binding(windows, os.geteuid()), time.time(), 0.0), **drained_gpus()}
+
+
+def ignored_closed() -> tuple[str, ...]:
+    """Return what is ignored of these files and why, a sentence for each."""
+    return tuple(filter(None, (read_closed(by_root=by_root).doubt for by_root in (False, True))))

@@ -251,6 +251,10 @@ class HostSnapshot(NamedTuple):
         return self._replace(gpus=tuple(newer.get(gpu.uuid, gpu) for gpu in self.gpus))
 
 
+LAST_CHOICE = 600.0
+"""Seconds for which a GPU is taken last after a claim failed on it."""
+
+
 class GpuFault(NamedTuple):
     """A note that a claim failed on a GPU: ``when`` in Unix seconds, and the ``error`` as text."""
 

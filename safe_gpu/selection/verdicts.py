@@ -11,7 +11,17 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..gpus.devices import ComputeMode, Gpu, GpuFault, GpuProcess, GpuVerdict, HostSnapshot, LeaseHolder, ProcessKind
+from ..gpus.devices import (
+    LAST_CHOICE,
+    ComputeMode,
+    Gpu,
+    GpuFault,
+    GpuProcess,
+    GpuVerdict,
+    HostSnapshot,
+    LeaseHolder,
+    ProcessKind,
+)
 from ..settings.variables import host_setting
 from ..wording.text import format_bytes, gpu_ranges, in_brackets, left_behind, plural
 from .request import MinMemory, Selection
@@ -361,9 +371,6 @@ def how_misread(visible_limit: VisibleLimit, gpus: Iterable[Gpu]) -> str:
     read_as = f"{visible_limit.library} reads {value!r} as {f'GPU {seen}' if seen else 'no GPU'}"
     return f"{read_as}: name GPUs of this host by index or UUID, each once, with commas between"
 
-
-LAST_CHOICE = 600.0
-"""Seconds for which a GPU is taken last after a claim failed on it."""
 
 LAST_CHOICE_TEXT = "ten minutes"
 

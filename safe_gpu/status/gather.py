@@ -11,12 +11,12 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..coordination.closed import all_windows, closed_now, find_admitted, ignored_closed
+from ..coordination.faults import read_faults
 from ..coordination.files.lease_dir import LeaseDir
 from ..coordination.files.state_dir import StateDir
 from ..coordination.holders.by_kernel import holder_by_kernel, lockers_seen, user_and_command
 from ..coordination.holders.of_gpus import HeldLeases
 from ..coordination.holders.outer_claim import outer_claim_of_process
-from ..coordination.leases.faults import read_faults
 from ..coordination.leases.file_names import inner_name, lease_name, names_of_host, slot_name
 from ..coordination.leases.lease import probe
 from ..coordination.locks.host_lock import HostLock
@@ -150,7 +150,7 @@ def _look_without_host_lock(found: HostFacts, path: str, uuids: Collection[str])
 
 def _find_leases(found: HostFacts, leases: LeaseDir, uuids: Collection[str], is_held: Callable[[str], bool]) -> None:
     found.find(leases, names_of_host(uuids), is_held)
-    found.faults = recent_faults(read_faults(leases, list(uuids)), time.time())
+    found.faults = recent_faults(read_faults(state_dir_path(), uuids), time.time())
 
 
 class LockHolder(NamedTuple):

@@ -1,6 +1,5 @@
 """A GPU that fails every claim: it is noted, taken last, tried before it is taken, and forgiven when it works."""
 
-import json
 import os
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ from support.ground import write_for_all
 
 import safe_gpu
 from safe_gpu import NotEnoughGpusError, PlaceholderError
+from safe_gpu.coordination.faults import write_fault
 from safe_gpu.gpus.devices import GpuFault
 
 ECC = "CUDA_ERROR_ECC_UNCORRECTABLE"
@@ -19,17 +19,11 @@ ECC = "CUDA_ERROR_ECC_UNCORRECTABLE"
 
 def notes(directory: str | None = None) -> list[str]:
     """UUIDs of the GPUs with a note."""
-    found = Path(directory or os.environ["SAFE_GPU_DIR"]).glob("leases/*.fault")
-    return sorted(path.stem for path in found if path.read_text())
+    return sorted(path.stem for path in Path(directory or os.environ["SAFE_GPU_DIR"], "faults").glob("[!.]*"))
 
 
 def note(uuid: str, age: float = 0.0) -> None:
-    from safe_gpu.coordination.files.state_dir import StateDir
-    from safe_gpu.coordination.leases.faults import write_fault
-    from safe_gpu.coordination.state_dir import state_dir_path
-
-    with StateDir(state_dir_path()) as root, StateDir("leases", root) as leases:
-        write_fault(leases, uuid, GpuFault(time.time() - age, "CUDA_ERROR_ECC_UNCORRECTABLE"))
+    write_fault(os.environ["SAFE_GPU_DIR"], uuid, GpuFault(time.time() - age, "CUDA_ERROR_ECC_UNCORRECTABLE"))
 
 
 def claim(number: int = 1, **options: Any) -> safe_gpu.GPUOwner:
@@ -133,7 +127,7 @@ def test_a_noted_gpu_that_has_to_be_taken_is_tried_first(host: Any, ground: Any)
 def test_a_note_that_cannot_be_written_costs_nothing(host: Any, caplog: pytest.LogCaptureFixture) -> None:
     claim()
     safe_gpu.release_gpus()
-    (Path(os.environ["SAFE_GPU_DIR"]) / "leases" / f"{host.uuids[0]}.fault").mkdir()
+    Path(os.environ["SAFE_GPU_DIR"], "faults", f"{host.uuids[0]}.{os.geteuid()}").mkdir(parents=True)
     damage(host, host.uuids[0])
     assert claim().devices_taken == [1]
     assert "note" in caplog.text
@@ -223,13 +217,13 @@ def test_a_start_of_cuda_that_fails_on_one_of_several_gpus_is_blamed_on_that_one
 
 def test_a_notebook_that_claims_its_noted_gpu_again_is_not_kept_out_by_itself(fake_gpus: Any) -> None:
     fake_gpus.set(1, mode=3)
-    line = json.dumps({"when": time.time(), "error": ECC})
+    place = os.environ["SAFE_GPU_DIR"]
     code = f"""
 claim(1)
 kept = CudaPlaceholder()(0)  # a framework keeps its context
 safe_gpu.release_gpus()
-with open(os.environ["SAFE_GPU_DIR"] + "/leases/{fake_gpus.uuids[0]}.fault", "w") as file:
-    file.write({line!r}), os.fchmod(file.fileno(), 0o666)
+from safe_gpu.coordination.faults import write_fault
+write_fault({place!r}, {fake_gpus.uuids[0]!r}, safe_gpu.gpus.devices.GpuFault({time.time()}, {ECC!r}))
 out = claim(1)
 """
     assert forked(fake_gpus, code) == [0]

@@ -18,7 +18,7 @@ cli.arguments cli.become cli.commands cli.job cli.output cli.wait_line coordinat
 coordination.files.descriptors coordination.files.file_system coordination.files.lease_dir
 coordination.files.location coordination.files.refusals coordination.files.shared_directory coordination.files.state_dir
 coordination.files.warnings coordination.history coordination.leases coordination.leases.claim_end
-coordination.leases.faults coordination.leases.file_names coordination.leases.lease
+coordination.leases.file_names coordination.leases.lease
 coordination.leases.previous_record coordination.leases.record coordination.leases.slots coordination.locks
 coordination.locks.cleaner_guard coordination.locks.flock coordination.locks.host_lock coordination.locks.legacy_lock
 coordination.locks.record_locks coordination.scope_names coordination.signals coordination.socket_names drivers

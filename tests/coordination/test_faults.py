@@ -1,105 +1,150 @@
-"""Notes of GPUs on which a claim failed: files that every user may read, replace and clear."""
+"""Notes of GPUs on which a claim failed: each user has its own, and reads those of all."""
 
 import json
 import os
-from collections.abc import Iterator
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ground import write_for_all
 
-from safe_gpu.coordination.files.state_dir import StateDir
-from safe_gpu.coordination.leases.faults import clear_fault, read_faults, write_fault
-from safe_gpu.coordination.leases.file_names import fault_name
+from safe_gpu.coordination.faults import clear_fault, read_faults, write_fault
 from safe_gpu.errors import StateDirError
-from safe_gpu.gpus.devices import GpuFault
+from safe_gpu.gpus.devices import LAST_CHOICE, GpuFault
 
 UUID = "GPU-1"
+OTHER = 54321
 
 
 @pytest.fixture
-def leases(open_tmp: Path) -> Iterator[StateDir]:
-    with StateDir(str(open_tmp / "leases")) as directory:
-        yield directory
+def place(open_tmp: Path) -> str:
+    return str(open_tmp / "state")
 
 
-def path(leases: StateDir) -> Path:
-    return Path(leases.path) / fault_name(UUID)
+def path(place: str, uuid: str = UUID, uid: int | None = None) -> Path:
+    return Path(place, "faults", f"{uuid}.{os.geteuid() if uid is None else uid}")
 
 
-def test_a_note_is_read_back_and_is_one_line_of_json_for_everybody(leases: StateDir) -> None:
+def test_a_note_is_read_back_and_is_one_line_of_json_for_everybody(place: str) -> None:
     mask = os.umask(0o077)
     try:
-        write_fault(leases, UUID, GpuFault(1795184513.2041, "cuInit failed"))
+        write_fault(place, UUID, GpuFault(1795184513.2041, "cuInit failed"))
     finally:
         os.umask(mask)
-    assert read_faults(leases, [UUID, "GPU-2"]) == {UUID: GpuFault(1795184513.204, "cuInit failed")}
-    assert path(leases).stat().st_mode & 0o777 == 0o666
-    assert json.loads(path(leases).read_text()) == {"when": 1795184513.204, "error": "cuInit failed"}
-    assert path(leases).read_text().count("\n") == 1
+    assert read_faults(place, [UUID, "GPU-2"]) == {UUID: GpuFault(1795184513.204, "cuInit failed")}
+    assert path(place).stat().st_mode & 0o777 == 0o644
+    assert path(place).parent.stat().st_mode & 0o7777 == 0o1777
+    assert json.loads(path(place).read_text()) == {"when": 1795184513.204, "error": "cuInit failed"}
+    assert path(place).read_text().count("\n") == 1
+    write_fault(place, UUID, GpuFault(2.0, "again"))
+    assert read_faults(place, [UUID]) == {UUID: GpuFault(2.0, "again")}
+    assert os.listdir(path(place).parent) == [path(place).name]
 
 
-def test_text_is_cut_and_made_safe_for_terminals(leases: StateDir) -> None:
-    write_fault(leases, UUID, GpuFault(1.0, "\x1b[31m\udce9" + "\U0001f600" * 9999))
-    assert path(leases).stat().st_size < 4096
-    error = read_faults(leases, [UUID])[UUID].error
+def test_text_is_cut_and_made_safe_for_terminals(place: str) -> None:
+    write_fault(place, UUID, GpuFault(1.0, "\x1b[31m\udce9" + "\U0001f600" * 9999))
+    assert path(place).stat().st_size < 4096
+    error = read_faults(place, [UUID])[UUID].error
     assert error.startswith(" [31m\ufffd\U0001f600")
     assert len(error) == 400
 
 
-def test_the_name_of_an_old_mig_instance(leases: StateDir) -> None:
-    write_fault(leases, "MIG-GPU-1/7/0", GpuFault(1.0, "bad"))
-    assert leases.names() == ["MIG-GPU-1_7_0.fault"]
-    assert read_faults(leases, ["MIG-GPU-1/7/0"]) == {"MIG-GPU-1/7/0": GpuFault(1.0, "bad")}
+def test_the_name_of_an_old_mig_instance(place: str) -> None:
+    write_fault(place, "MIG-GPU-1/7/0", GpuFault(1.0, "bad"))
+    assert os.listdir(Path(place, "faults")) == [f"MIG-GPU-1_7_0.{os.geteuid()}"]
+    assert read_faults(place, ["MIG-GPU-1/7/0"]) == {"MIG-GPU-1/7/0": GpuFault(1.0, "bad")}
+
+
+def test_who_only_looks_makes_nothing(place: str) -> None:
+    assert read_faults(place, [UUID]) == {}
+    clear_fault(place, UUID)
+    assert not os.path.exists(place)
 
 
 LONG = b'{"when": 1, "error": "' + b"x" * 9999
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[]", b"null", b'{"when": null, "error": "x"}', LONG + b'"}'])
-def test_nonsense_is_no_note(leases: StateDir, content: bytes) -> None:
-    write_for_all(path(leases), content)
-    assert read_faults(leases, [UUID]) == {}
+def test_nonsense_is_no_note(place: str, content: bytes) -> None:
+    write_fault(place, "GPU-2", GpuFault(1.0, "bad"))
+    path(place).write_bytes(content)
+    assert read_faults(place, [UUID, "GPU-2"]) == {"GPU-2": GpuFault(1.0, "bad")}
 
 
-def test_what_is_no_plain_file_is_no_note_and_is_not_waited_for(leases: StateDir, tmp_path: Path) -> None:
+def test_what_is_no_plain_file_is_no_note_and_is_not_waited_for(place: str, tmp_path: Path) -> None:
+    write_fault(place, "GPU-2", GpuFault(1.0, "bad"))
     (tmp_path / "secret").write_text('{"when": 1, "error": "x"}')
-    path(leases).symlink_to(tmp_path / "secret")
-    assert read_faults(leases, [UUID]) == {}
+    path(place).symlink_to(tmp_path / "secret")
+    assert read_faults(place, [UUID]) == {}
+    path(place).unlink()
+    os.mkfifo(path(place))
+    assert read_faults(place, [UUID]) == {}
+    path(place).unlink()
+    path(place).mkdir()
+    assert read_faults(place, [UUID]) == {}
+    with pytest.raises(OSError):
+        write_fault(place, UUID, GpuFault(1.0, "bad"))
+
+
+def test_a_directory_that_cannot_be_used_has_no_notes(place: str, tmp_path: Path) -> None:
+    Path(place).mkdir()
+    Path(place, "faults").symlink_to(tmp_path)
+    assert read_faults(place, [UUID]) == {}
     with pytest.raises(StateDirError, match="symbolic link"):
-        write_fault(leases, UUID, GpuFault(1.0, "bad"))
-    path(leases).unlink()
-    os.mkfifo(path(leases), 0o666)
-    assert read_faults(leases, [UUID]) == {}
-    with pytest.raises(StateDirError):
-        write_fault(leases, UUID, GpuFault(1.0, "bad"))
+        write_fault(place, UUID, GpuFault(1.0, "bad"))
 
 
-def test_a_note_is_cleared(leases: StateDir) -> None:
-    clear_fault(leases, UUID)
-    write_fault(leases, UUID, GpuFault(1.0, "bad"))
-    clear_fault(leases, UUID)
-    assert read_faults(leases, [UUID]) == {}
-    assert leases.names() == []
+def test_a_note_is_cleared(place: str) -> None:
+    write_fault(place, UUID, GpuFault(1.0, "bad"))
+    clear_fault(place, UUID)
+    clear_fault(place, UUID)
+    assert read_faults(place, [UUID]) == {}
+    assert os.listdir(Path(place, "faults")) == []
 
 
-def test_another_users_note_is_emptied_and_replaced(leases: StateDir, as_user: Any) -> None:
-    write_fault(leases, UUID, GpuFault(1.0, "bad"))
-    assert Path(leases.path).stat().st_mode & 0o7777 == 0o1777
+def test_what_a_killed_process_left_is_replaced(place: str) -> None:
+    write_fault(place, UUID, GpuFault(1.0, "bad"))
+    path(place).with_name(f".{path(place).name}").write_text("half")
+    write_fault(place, UUID, GpuFault(2.0, "bad"))
+    assert read_faults(place, [UUID]) == {UUID: GpuFault(2.0, "bad")}
+    assert os.listdir(Path(place, "faults")) == [path(place).name]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users")
+def test_each_user_has_a_note_of_its_own(place: str, as_user: Any) -> None:
+    now = round(time.time())
+    write_fault(place, UUID, GpuFault(now - 60, "bad"))
 
     def work(say: Any, listen: Any) -> None:
-        with StateDir(leases.path) as mine:
-            clear_fault(mine, UUID)
-            say(read_faults(mine, [UUID]))
-            listen()
-            write_fault(mine, UUID, GpuFault(2.0, "again"))
-            say("done")
+        clear_fault(place, UUID)
+        say(read_faults(place, [UUID])[UUID].error)
+        listen()
+        write_fault(place, UUID, GpuFault(now, "again"))
+        say("done")
+        listen()
+        write_fault(place, UUID, GpuFault(now - LAST_CHOICE - 60, "old"))
+        say("done")
 
-    other = as_user(work, uid=54321)
-    assert other.hear() == "{}"
-    assert path(leases).stat().st_uid == os.geteuid()
-    assert path(leases).read_bytes() == b""
+    other = as_user(work, uid=OTHER)
+    assert other.hear() == "bad"
     other.tell()
     assert other.hear() == "done"
-    assert read_faults(leases, [UUID]) == {UUID: GpuFault(2.0, "again")}
+    assert read_faults(place, [UUID]) == {UUID: GpuFault(now, "again")}
+    clear_fault(place, UUID)
+    assert read_faults(place, [UUID]) == {UUID: GpuFault(now, "again")}
+    other.tell()
+    assert other.hear() == "done"
+    assert read_faults(place, [UUID]) == {}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users")
+def test_names_that_a_neighbour_makes_say_nothing_and_are_not_all_read(place: str) -> None:
+    now = round(time.time())
+    write_fault(place, UUID, GpuFault(now, "bad"))
+    forged = json.dumps({"when": now + 60, "error": "forged"})
+    for uid in range(100, 400):
+        path(place, uid=uid).write_text(forged)
+        os.chown(path(place, uid=uid), OTHER, OTHER)
+    for name in (".", f"{UUID}.", f"{UUID}.-1", f"{UUID}.\u0663", f"{UUID}.{'9' * 99}"):
+        Path(place, "faults", name).touch() if name != "." else None
+    assert read_faults(place, [UUID]) == {UUID: GpuFault(now, "bad")}

@@ -2,16 +2,20 @@
 
 import json
 import math
+import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from hypothesis import example, given
 from support import hostile
 from support.hostile import CLAIM, FAULT, NOW, RECORD, TICKET, TRICK, assert_plain, bounded, broken_json, examples
 
-from safe_gpu.coordination.leases import faults
+from safe_gpu.coordination.faults import read_faults, write_fault
 from safe_gpu.coordination.leases.claim_end import LONGEST, ClaimEnd
 from safe_gpu.coordination.leases.record import LeaseRecord
 from safe_gpu.coordination.queue import ticket as tickets
+from safe_gpu.gpus.devices import GpuFault
 from safe_gpu.status import history as past
 
 LATEST = 1e11
@@ -93,8 +97,11 @@ def test_a_ticket(data: bytes) -> None:
 @examples(30)
 @given(broken_json(FAULT))
 def test_a_note_of_a_fault(data: bytes) -> None:
-    with bounded():
-        fault = faults._decode(data[:4096])
+    with tempfile.TemporaryDirectory() as place:
+        write_fault(place, "GPU-1", GpuFault(NOW, "makes the directory"))
+        Path(place, "faults", f"GPU-1.{os.geteuid()}").write_bytes(data)
+        with bounded():
+            fault = read_faults(place, ["GPU-1"]).get("GPU-1")
     if fault is not None:
         assert_plain(fault.error)
         assert_bounded(tuple(fault), 400)

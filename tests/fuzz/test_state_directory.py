@@ -46,7 +46,7 @@ def garbage(draw: Any, uuids: list[str]) -> tuple[Files, Files]:
         if draw(st.integers(0, 2)) == 0:
             (locked if number < HELD else free)[f"leases/{uuid}.lock"] = draw(broken_json(of_gpu, most=2))
         if draw(st.integers(0, 5)) == 0:
-            free[f"leases/{uuid}.fault"] = draw(broken_json(FAULT, most=2))
+            free[f"faults/{uuid}.0"] = draw(broken_json(FAULT, most=2))
         if draw(st.integers(0, 5)) == 0:
             free[f"history/{uuid}.idle"] = draw(broken_json(IDLE, most=2))
     for number in range(draw(st.integers(0, 3))):
@@ -69,6 +69,7 @@ def changed(document: dict[str, Any], **values: Any) -> bytes:
 def write(state_dir: Path, files: Mapping[str, bytes]) -> None:
     for name, data in files.items():
         path = os.fsencode(state_dir) + b"/" + name.encode("utf-8", "surrogateescape")
+        os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(path, "wb") as file:
             file.write(data)
         os.chmod(path, 0o666)
@@ -121,8 +122,8 @@ def test_garbage_in_every_file(run: Any, state_dir: Path, uuids: list[str]) -> N
         [{}, {f"leases/{uuids[0]}.lock": changed(RECORD, since=1, until=9e10)}],
         [{f"history/{month_of(NOW)}.jsonl": changed(CLAIM, labels=[TRICK], gpus=[TRICK])}, {}],
         [{f"history/{month_of(NOW)}.jsonl": changed(CLAIM, job="x" * 60_000)}, {}],
-        [{f"leases/{uuids[7]}.fault": changed(FAULT, error=TRICK * 99)}, {}],
-        [{f"leases/{uuids[7]}.fault": changed(FAULT, when=math.nan, error="")}, {}],
+        [{f"faults/{uuids[7]}.0": changed(FAULT, error=TRICK * 99)}, {}],
+        [{f"faults/{uuids[7]}.0": changed(FAULT, when=math.nan, error="")}, {}],
     )
     def attack(files: tuple[Files, Files]) -> None:
         judge(run, state_dir, uuids, *files)
@@ -135,7 +136,7 @@ def test_doctor_and_affinity_say_nothing_of_others(run: Any, state_dir: Path, uu
     safe_gpu.GPUOwner(8, safe_gpu.NoPlaceholder(), affinity=None, timeout=0).release_gpus()
     write(state_dir, {**{f"leases/{uuid}.lock": record for uuid in uuids}, "queue/1.ticket": b"\x1b" * 70_000})
     for name in (TRICK, "\udcff" * 9):
-        write(state_dir, {f"leases/{name}.fault": b"", f"queue/{name}.ticket": b"", f"{name}": b""})
+        write(state_dir, {f"faults/{name}.0": b"", f"queue/{name}.ticket": b"", f"{name}": b""})
     run("doctor", FINE, FINDINGS)
     run("doctor --json", FINE, FINDINGS)
     run("affinity")

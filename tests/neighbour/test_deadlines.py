@@ -12,7 +12,7 @@ import pytest
 from support.real import long
 
 import safe_gpu
-from safe_gpu.coordination.leases.file_names import fault_name, lease_name
+from safe_gpu.coordination.leases.file_names import lease_name
 
 NEIGHBOUR = 4711
 MOST = 64  # MiB beyond a bare interpreter
@@ -62,7 +62,9 @@ def places(where: str, used: Path, uuids: list[str]) -> list[Path]:
     """host.lock; or the lease of a GPU that is free by the driver, the note of another one, and a ticket."""
     if where == "host.lock":
         return [used / "host.lock"]
-    return [used / "leases" / name for name in (lease_name(uuids[1]), fault_name(uuids[2]), "../queue/1.ticket")]
+    (used / "faults").mkdir()
+    (used / "faults").chmod(0o1777)
+    return [used / name for name in (f"leases/{lease_name(uuids[1])}", f"faults/{uuids[2]}.4711", "queue/1.ticket")]
 
 
 @pytest.mark.parametrize("where", ["host.lock", "others"])

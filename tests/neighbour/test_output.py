@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.ground import write_for_all
 from support.hostile import TRICK, assert_plain, assert_shown_safely
 
 import safe_gpu
-from safe_gpu.coordination.leases.file_names import fault_name, lease_name
+from safe_gpu.coordination.faults import write_fault
+from safe_gpu.coordination.leases.file_names import lease_name
+from safe_gpu.gpus.devices import GpuFault
 
 LATE = 75
 
@@ -44,7 +45,8 @@ def tricks(state_dir: Path, ground: Any, child: Callable[..., Any]) -> int:
     (state_dir / "leases" / names[0]).write_text(json.dumps(record))
     (state_dir / "leases" / names[1]).write_text(json.dumps({**record, "pid": os.getpid()}))  # forged
     note = {"when": time.time(), "error": TRICK}
-    write_for_all(state_dir / "leases" / fault_name(ground.uuids[2]), json.dumps(note))
+    write_fault(str(state_dir), ground.uuids[2], GpuFault(time.time(), "makes the directory"))
+    (state_dir / "faults" / f"{ground.uuids[2]}.{os.geteuid()}").write_text(json.dumps(note))
     return int(holder.pid)
 
 

@@ -163,16 +163,12 @@ def test_a_race_with_the_owner_is_never_lost(owned: Path, victim: Path, child: A
 
 @needs_root
 @pytest.mark.parametrize("owner", [OWNER, 0])
-@pytest.mark.parametrize(
-    "name", ["host.lock", "leases/{lease}", "leases/{fault}", "history/{month}.jsonl", "queue/1.ticket"]
-)
+@pytest.mark.parametrize("name", ["host.lock", "leases/{lease}", "history/{month}.jsonl", "queue/1.ticket"])
 def test_a_file_that_was_moved_here_is_not_written(
     owned: Path, victim: Path, ground: Any, name: str, owner: int
 ) -> None:
     """Also in a directory of root's: who owns the directory in which root has made a file may move it away."""
-    place = owned / name.format(
-        lease=lease_name(ground.uuids[0]), fault=f"{ground.uuids[0]}.fault", month=history.month_of(time.time())
-    )
+    place = owned / name.format(lease=lease_name(ground.uuids[0]), month=history.month_of(time.time()))
     place.parent.mkdir(exist_ok=True)
     for directory in (owned, place.parent):
         os.chown(directory, owner, owner)

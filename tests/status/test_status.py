@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.ground import write_for_all
 
 import safe_gpu
 from safe_gpu.cli.commands import main
+from safe_gpu.coordination.faults import write_fault
 from safe_gpu.coordination.holders.of_gpus import LockedFile
 from safe_gpu.coordination.leases.file_names import lease_name
 from safe_gpu.coordination.leases.record import LeaseRecord
 from safe_gpu.drivers.presets import preset
-from safe_gpu.gpus.devices import Gpu, GpuProcess, HostSnapshot
+from safe_gpu.gpus.devices import Gpu, GpuFault, GpuProcess, HostSnapshot
 from safe_gpu.host import procfs
 from safe_gpu.status import gather as host_facts
 from safe_gpu.status.facts import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus, of_user
@@ -810,8 +810,7 @@ ERROR = "CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error encountered"
 
 
 def note(state_dir: Path, index: int, age: float = 0) -> None:
-    text = json.dumps({"when": time.time() - age, "error": ERROR})
-    write_for_all(state_dir / "leases" / f"{UUIDS[index]}.fault", text)
+    write_fault(str(state_dir), UUIDS[index], GpuFault(time.time() - age, ERROR))
 
 
 def test_a_free_gpu_that_is_taken_last_says_why(state_dir: Path) -> None:

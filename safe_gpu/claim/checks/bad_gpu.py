@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from ...coordination.files.state_dir import StateDir, opened
-from ...coordination.leases.faults import clear_fault, write_fault
+from ...coordination.faults import clear_fault, write_fault
+from ...coordination.signals import DeferredSignals
+from ...coordination.state_dir import state_dir_path
 from ...errors import CudaInitializedError, NoDriverError, PlaceholderError, StateDirError
 from ...gpus.devices import Gpu, GpuFault
 from ...runtimes.causes import blames_gpu
@@ -77,7 +78,7 @@ class BadGpuFallback:
             raise err
 
         fault = GpuFault(time.time(), str(err))
-        self._with_notes(bad, lambda leases, uuid: write_fault(leases, uuid, fault))
+        self._with_notes(bad, lambda state_dir, uuid: write_fault(state_dir, uuid, fault))
         last = f"GPU {_labels(bad)} is taken last for {LAST_CHOICE_TEXT}"
         uuids = {gpu.uuid for gpu in bad}
         if capacity([gpu for gpu in self._view.usable if gpu.uuid not in uuids]) < self._view.request.nb_gpus:
@@ -134,12 +135,12 @@ class BadGpuFallback:
         self._sound.add(gpu.uuid)
         return ""
 
-    def _with_notes(self, gpus: Iterable[Gpu], change: Callable[[StateDir, str], None]) -> None:
+    def _with_notes(self, gpus: Iterable[Gpu], change: Callable[[str, str], None]) -> None:
         """Change the notes on these GPUs. A note that cannot be changed does no harm."""
         try:
-            with opened("leases") as leases:
+            with DeferredSignals():
                 for gpu in gpus:
-                    change(leases, gpu.uuid)
+                    change(state_dir_path(), gpu.uuid)
         except (StateDirError, OSError) as err:
             self._logger.warning("the note that a GPU failed cannot be changed: %s", err)
 

@@ -1,0 +1,101 @@
+"""Notes of GPUs on which a claim failed, for the claims that come next.
+
+Each user has a note of its own on a GPU, ``faults/UUID.UID``, which counts if that user is its owner. It proves
+nothing: it only makes other GPUs the better choice for some minutes.
+"""
+
+import heapq
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import suppress
+
+from ..errors import StateDirError
+from ..gpus.devices import LAST_CHOICE, GpuFault
+from ..host import procfs
+from ..host.decoding import as_time
+from ..host.foreign_files import open_to_read
+from .directory import Directory
+
+_DIRECTORY = "faults"
+_MOST_BYTES = 4096
+_MOST_CHARACTERS = 400
+_MOST_NOTES = 64  # of a GPU that are read: anybody can make more names
+
+
+def _stem(uuid: str) -> str:
+    return uuid.replace("/", "_")
+
+
+def _own_name(uuid: str) -> str:
+    return f"{_stem(uuid)}.{os.geteuid()}"
+
+
+def read_faults(state_dir: str, uuids: Iterable[str]) -> dict[str, GpuFault]:
+    """Return UUID -> the latest note of any user, of the GPUs that have one that counts.
+
+    A note of this user counts until it is cleared, however old it is.
+    """
+    found: dict[str, GpuFault] = {}
+    now = time.time()
+    with suppress(StateDirError, FileNotFoundError), Directory(state_dir, _DIRECTORY, make=False) as directory:
+        users: defaultdict[str, list[int]] = defaultdict(list)
+        for name in directory.names():
+            stem, _, owner = name.rpartition(".")
+            if owner.isascii() and owner.isdecimal() and len(owner) <= 10:
+                users[stem].append(int(owner))
+        for uuid in uuids:
+            first = heapq.nsmallest(_MOST_NOTES, users.get(_stem(uuid), ()), key=lambda uid: (uid != os.geteuid(), uid))
+            for uid in first:
+                fault = _read(directory, f"{_stem(uuid)}.{uid}", uid)
+                if fault is None or not (uid == os.geteuid() or abs(now - fault.when) < LAST_CHOICE):
+                    continue
+                if uuid not in found or fault.when > found[uuid].when:
+                    found[uuid] = fault
+    return found
+
+
+def _read(directory: Directory, name: str, uid: int) -> GpuFault | None:
+    """Return the note in a file of this user; None if it is of somebody else or makes no sense."""
+    try:
+        with open_to_read(name, os.O_NOFOLLOW, directory.fd) as file:
+            if os.fstat(file.fileno()).st_uid != uid:
+                return None
+            said = json.loads((file.read(_MOST_BYTES) or b"").decode("utf-8", "replace"))
+        return GpuFault(as_time(said["when"]), procfs.printable(str(said["error"]))[:_MOST_CHARACTERS])
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return None
+
+
+def write_fault(state_dir: str, uuid: str, fault: GpuFault) -> None:
+    """Note that a claim of this user failed on a GPU, in place of its earlier note.
+
+    Raises:
+        StateDirError, OSError: it cannot be written.
+    """
+    error = procfs.printable(procfs.well_formed(fault.error))[:_MOST_CHARACTERS]
+    line = json.dumps({"when": round(fault.when, 3), "error": error}, ensure_ascii=False).encode() + b"\n"
+    name = _own_name(uuid)
+    temporary = f".{name}"  # one for each note: what a killed process has left there is replaced
+    with Directory(state_dir, _DIRECTORY) as directory:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=directory.fd)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=directory.fd)
+        try:
+            os.fchmod(fd, 0o644)
+            os.write(fd, line)
+        finally:
+            os.close(fd)
+        os.rename(temporary, name, src_dir_fd=directory.fd, dst_dir_fd=directory.fd)
+
+
+def clear_fault(state_dir: str, uuid: str) -> None:
+    """Remove the note of this user on a GPU, if there is one. Those of others count until they are old.
+
+    Raises:
+        StateDirError, OSError: it cannot be removed.
+    """
+    with suppress(FileNotFoundError), Directory(state_dir, _DIRECTORY, make=False) as directory:
+        os.unlink(_own_name(uuid), dir_fd=directory.fd)

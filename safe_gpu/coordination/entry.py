@@ -17,9 +17,10 @@ import stat
 import struct
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import StateDirError
@@ -40,11 +41,15 @@ _NAME = re.compile(r"(0|[1-9][0-9]{0,17})\.([0-9a-f]{16})")
 _UNFINISHED = re.compile(r"\.[0-9a-f]{16}")
 _LARGEST_GAP = 10**12  # between two numbers that count: who makes a larger one ends no numbers for others
 _UNFINISHED_FOR = 60.0  # seconds that an entry takes to be made at most
+_MOST_DEAD = 1000  # that are read
 _MOST_TRIES = 100  # to make one, while somebody removes what is being made
 _GPUS = 1024  # of an entry
 
 # What open(2) answers to a file that its owner has made unreadable: such a file counts for nothing.
 _NOT_AN_ENTRY = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EWOULDBLOCK)
+
+
+_NONSENSE = (ValueError, TypeError, OverflowError, RecursionError)
 
 
 class Entry(NamedTuple):
@@ -156,7 +161,7 @@ class Entries:
         self._living: dict[str, Entry] = {}
         self._unread: dict[str, int] = {}  # name -> number
         self._settled: set[str] = set()  # names of the dead, and of what is no entry
-        self._dead: dict[str, Entry | None] = {}  # that this user may remove, as far as they can be read
+        self._dead: set[str] = set()
         self._unfinished: set[str] = set()
 
     def refresh(self) -> None:
@@ -168,7 +173,8 @@ class Entries:
         names = self.directory.names()
         if len(names) > MOST_NAMES:
             raise self._too_many(names)
-        for known in (self._living, self._unread, self.strange, self._dead):
+        self._dead &= names
+        for known in (self._living, self._unread, self.strange):
             for name in known.keys() - names:
                 del known[name]
         new = names - self._settled - self._living.keys() - self._unread.keys()
@@ -211,6 +217,29 @@ class Entries:
         known = ((entry.number, name) for name, entry in self._living.items())
         return sorted([*known, *((number, name) for name, number in self._unread.items())])
 
+    def dead(self) -> Iterator[Entry]:
+        """Yield the dead entries that can be read, as of the latest look; of very many only some."""
+        for name in islice(self._dead, _MOST_DEAD):
+            if (found := self._read(name)) is not None:
+                yield found
+
+    def remove_dead(self) -> list[Entry]:
+        """Remove the dead entries of this user, of all users if it is root, and return them; of very many only some.
+
+        Not under host.lock: others wait.
+        """
+        removed: list[Entry] = []
+        for name in self._dead | self._unfinished:
+            with suppress(OSError):
+                status = os.stat(name, dir_fd=self.directory.fd, follow_symlinks=False)
+                finished = name in self._dead or time.time() - status.st_mtime > _UNFINISHED_FOR
+                if os.geteuid() in (0, status.st_uid) and finished:
+                    found = self._read(name) if len(removed) < _MOST_DEAD else None
+                    os.unlink(name, dir_fd=self.directory.fd)
+                    removed += [found] if found is not None else []
+        self._dead.clear()
+        return removed
+
     def ask(self, name: str) -> Entry | None:
         """Return the living entry of this name; None if there is none, or it counts for nothing.
 
@@ -219,11 +248,7 @@ class Entries:
         """
         self._unread.pop(name, None)
         self.strange.pop(name, None)
-        try:
-            found = self._found(name)
-        except (ValueError, TypeError, OverflowError, RecursionError) as err:
-            self.strange[name] = f"nonsense: {err}"
-            found = None
+        found = self._found(name)
         if found is not None:
             self._living[name] = found
             self._settled.discard(name)
@@ -235,21 +260,6 @@ class Entries:
     def known(self, name: str) -> Entry | None:
         """Return the entry of this name, which lived when it was asked last; it is asked if it never was."""
         return self._living.get(name) or (self.ask(name) if name in self._unread else None)
-
-    def remove_dead(self) -> list[Entry]:
-        """Remove the dead entries of this user, of all users if it is root, and return them, as far as they could be
-        read. Not under host.lock: others wait."""
-        removed = []
-        for name in (*self._dead, *self._unfinished):
-            with suppress(OSError):
-                status = os.stat(name, dir_fd=self.directory.fd, follow_symlinks=False)
-                finished = name in self._dead or time.time() - status.st_mtime > _UNFINISHED_FOR
-                if os.geteuid() in (0, status.st_uid) and finished:
-                    os.unlink(name, dir_fd=self.directory.fd)
-                    if (entry := self._dead.get(name)) is not None:
-                        removed.append(entry)
-        self._dead.clear()
-        return removed
 
     def _found(self, name: str) -> Entry | None:
         """Return the living entry of this name; None if it is dead or gone, or counts for nothing."""
@@ -263,24 +273,38 @@ class Entries:
             self.strange[name] = str(err.strerror)
             return None
         try:
-            status = os.fstat(fd)
-            lives, file = is_locked(fd), (status.st_dev, status.st_ino)
-            if not lives and os.geteuid() not in (0, status.st_uid):
-                return None
-            if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o022 or status.st_size > LONGEST_FILE:
-                self.strange[name] = f"mode {status.st_mode:o}, {status.st_size} bytes"
-                return None
-            entry = self._living.get(name)
-            if not lives:
-                self._dead[name] = None
-            if entry is None or entry.file != file:
-                uid = -1 if procfs.is_unknown_user(status.st_uid) else status.st_uid
-                entry = Entry.read(name, uid, file, os.pread(fd, LONGEST_FILE, 0))
-            if not lives:
-                self._dead[name] = entry
-            return entry if lives else None
+            if is_locked(fd):
+                return self._content(fd, name)
+            self._dead.add(name)
+        except _NONSENSE as err:
+            self.strange[name] = f"nonsense: {err}"
         finally:
             os.close(fd)
+        return None
+
+    def _read(self, name: str) -> Entry | None:
+        """Return what a dead entry says; None if it cannot be read."""
+        try:
+            fd = open_entry(self.directory, name)
+        except OSError:
+            return None
+        try:
+            return self._content(fd, name)
+        except _NONSENSE:
+            return None
+        finally:
+            os.close(fd)
+
+    def _content(self, fd: int, name: str) -> Entry:
+        """Return what an open entry says; one of ``_NONSENSE`` if it counts for nothing."""
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o022 or status.st_size > LONGEST_FILE:
+            raise ValueError(f"mode {status.st_mode:o}, {status.st_size} bytes")
+        known, file = self._living.get(name), (status.st_dev, status.st_ino)
+        if known is not None and known.file == file:
+            return known
+        uid = -1 if procfs.is_unknown_user(status.st_uid) else status.st_uid
+        return Entry.read(name, uid, file, os.pread(fd, LONGEST_FILE, 0))
 
     def _too_many(self, names: Collection[str]) -> StateDirError:
         owners: Counter[int] = Counter()

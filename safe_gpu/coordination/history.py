@@ -2,17 +2,30 @@
 
 A claim never waits for it and never fails for it: where a line cannot be written (no room, another user's file that is
 closed, a symbolic link), it is lost. The files grow to a bounded size and are kept for two years.
+
+A claim writes that it began, and that it was released. Of one that died, who removes its entry writes both.
 """
 
+from __future__ import annotations
+
+import errno
+import json
 import os
+import re
+import stat
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 from ..errors import StateDirError
-from .directory import OPEN_DIR, make_directory
-from .files.state_dir import StateDir
+from ..host.commands import program_names
+from ..host.procfs import pid_namespace, printable, user_name, well_formed
 from .state_dir import state_dir_path
+from .directory import DIR_MODE, OPEN_DIR, make_directory
+
+if TYPE_CHECKING:
+    from .entry import Entry
 
 NAME = "history"
 """The directory, in the state directory."""
@@ -25,24 +38,74 @@ PARTS = 4
 
 _MONTHS = 24  # whose files are kept
 
+_OLD = r"[0-9]{4}-(0[1-9]|1[0-2])(\.[1-3])?\.jsonl|\.[0-9a-f]{16}"
 
-class HistoryDir(StateDir):
-    """The directory of the history. Unlike other directories of the state directory it is not waited for.
+_FILE_MODE = 0o666
+
+_OPEN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: see open_entry
+
+
+@contextmanager
+def history_dir(*, make: bool = False) -> Iterator[int]:
+    """Open the directory, whose descriptor this is. Unlike other directories it is not waited for.
 
     Raises:
-        StateDirError, OSError: it cannot be opened, or made.
+        StateDirError, OSError: it cannot be opened, or made. FileNotFoundError: it is missing.
     """
-
-    def __init__(self, root: StateDir, *, make: bool = False) -> None:
-        self.path = os.path.join(root.path, NAME)
-        self.fd = -1
+    path = state_dir_path()
+    above = os.open(path, OPEN_DIR)
+    try:
         try:
-            self.fd = os.open(NAME, OPEN_DIR, dir_fd=root.fd)
+            fd = os.open(NAME, OPEN_DIR, dir_fd=above)
         except FileNotFoundError:
             if not make:
                 raise
-            make_directory(NAME, self.path, root.fd)
-            self.fd = os.open(NAME, OPEN_DIR, dir_fd=root.fd)
+            make_directory(NAME, os.path.join(path, NAME), above)
+            fd = os.open(NAME, OPEN_DIR, dir_fd=above)
+    finally:
+        os.close(above)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def open_file(directory: int, name: str, flags: int, *, make: bool = False) -> int:
+    """Return a descriptor of a file in the directory, which everybody may write.
+
+    A file with another mode may be somebody's from elsewhere: who owns the directory that it was in may move it here,
+    and where fs.protected_hardlinks is 0, anybody may link it.
+
+    Raises:
+        FileNotFoundError: it is missing, and is not to be made.
+        OSError: another file or kind of file stands there, or it cannot be made.
+    """
+    try:
+        fd = os.open(name, flags | _OPEN, dir_fd=directory)
+    except FileNotFoundError:
+        if not make:
+            raise
+        with suppress(FileExistsError):
+            _make_file(directory, name)
+        return open_file(directory, name, flags)
+    mode = os.fstat(fd).st_mode
+    if mode == stat.S_IFREG | _FILE_MODE:
+        return fd
+    os.close(fd)
+    raise PermissionError(errno.EPERM, f"{stat.filemode(mode)} in place of -rw-rw-rw-", name)
+
+
+def _make_file(directory: int, name: str) -> None:
+    """Make an empty file for everybody, whatever the umask. Nobody sees it with another mode."""
+    temporary = f".{os.urandom(8).hex()}"
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN, 0o600, dir_fd=directory)
+    try:
+        os.fchmod(fd, _FILE_MODE)
+        os.link(temporary, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
+    finally:
+        os.close(fd)
+        with suppress(OSError):
+            os.unlink(temporary, dir_fd=directory)
 
 
 def month_of(when: float) -> str:
@@ -86,42 +149,132 @@ def append(lines: Iterable[bytes], now: float) -> bool:
     if not data:
         return True
     try:
-        with StateDir(state_dir_path()) as root, HistoryDir(root, make=True) as directory:
-            directory.flags |= os.O_APPEND
+        with history_dir(make=True) as directory:
             return any(_append(directory, name, data, now) for name in file_names(month_of(now)))
     except (OSError, StateDirError):
         return False
 
 
-def _append(directory: StateDir, name: str, data: bytes, now: float) -> bool:
+def _append(directory: int, name: str, data: bytes, now: float) -> bool:
+    flags = os.O_WRONLY | os.O_APPEND
     try:
-        fd = directory.open(name)
-        if fd is None:
-            fd = directory.open_or_create(name)
+        try:
+            fd = open_file(directory, name, flags)
+        except FileNotFoundError:
+            fd = open_file(directory, name, flags, make=True)
             _remove_old(directory, now)
-    except StateDirError:
+    except OSError:
         return False  # somebody else's, and closed: the next part takes it
     try:
-        if os.fstat(fd).st_size >= LARGEST:
-            return False
-        return os.write(fd, data) == len(data)
+        return os.fstat(fd).st_size < LARGEST and os.write(fd, data) == len(data)
     except OSError:
         return False
     finally:
         os.close(fd)
 
 
-def _remove_old(directory: StateDir, now: float) -> None:
-    """Remove the files of this user from months that are not kept.
+def _remove_old(directory: int, now: float) -> None:
+    """Remove the files of this user from months that are not kept, and those that a kill has left unfinished.
 
     Names prove nothing and anybody can make some, so months are counted by the calendar. Root and the owner of the
-    directory could remove files of others too.
+    directory could remove files of others too. A directory that is not one of ours may be somebody's own.
     """
-    import re
-
+    status = os.fstat(directory)
+    if stat.S_IMODE(status.st_mode) != DIR_MODE or status.st_uid not in (0, os.geteuid()):
+        return
     oldest = months_kept(now)[0]
-    for name in directory.names():
-        if name < oldest and re.fullmatch(r"[0-9]{4}-(0[1-9]|1[0-2])(\.[1-3])?\.jsonl", name):
+    for name in os.listdir(directory):
+        if name < oldest and re.fullmatch(_OLD, name):
             with suppress(OSError):
-                if os.stat(name, dir_fd=directory.fd, follow_symlinks=False).st_uid == os.geteuid():
-                    directory.unlink(name)
+                if os.stat(name, dir_fd=directory, follow_symlinks=False).st_uid == os.geteuid():
+                    os.unlink(name, dir_fd=directory)
+
+
+def claim_line(said: Mapping[str, Any], *, uid: int, user: str, labels: Sequence[str], of: int | None) -> bytes:
+    """Return the line of a claim.
+
+    Args:
+        said: what its entry says, by the keys of :class:`~safe_gpu.coordination.entry.Entry`, and ``waited``.
+        labels: indices of its GPUs, for people; () if they are not known.
+        of: bytes of each GPU that could be shared; None if they are not known.
+    """
+    gpus, waited = said["gpus"], said.get("waited")
+    fields: dict[str, Any] = {"v": 1, "claim": [said["pid"], round(said["since"], 3)], "uid": uid, "user": user}
+    fields.update((key, said.get(key) and well_formed(said[key])) for key in ("host", "job"))
+    # The entry may have the whole command, by the wish of its user, and is soon gone; this line stays.
+    fields["command"] = printable(well_formed(program_names((said.get("command") or "").split()))) or None
+    fields.update(gpus=[*gpus], labels=labels, until=said.get("until"))
+    if waited is not None:
+        fields["waited"] = waited
+    share = next(iter(gpus.values()))
+    if share is not None:
+        fields.update(share=share, of=of)
+    return json.dumps(fields).encode() + b"\n"
+
+
+def end_line(pid: int, since: float, seen: float, ended: float) -> bytes:
+    """Return the line with the end of a claim, which was at ``ended`` if that is ``seen`` too, else between them.
+
+    >>> end_line(4470, 1795184513.204, 1795191713.2, 1795191713.2)
+    b'{"v": 1, "claim": [4470, 1795184513.204], "ended": 1795191713.200}\\n'
+    """
+    when = f"{ended:.3f}" if seen == ended else f"[{seen:.3f}, {ended:.3f}]"
+    return f'{{"v": 1, "claim": [{pid}, {since:.3f}], "ended": {when}}}\n'.encode()
+
+
+def line_of_entry(entry: Entry) -> bytes:
+    """Return the line of a claim as its entry tells it; b"" of one that has none: a claim inside another one, or on a
+    shared display, and what says no time or no GPUs."""
+    if entry.inside or entry.display or entry.nb_gpus or not (entry.pid and entry.since and entry.gpus):
+        return b""
+    said = {**entry.more, **entry._asdict()}
+    return claim_line(said, uid=entry.uid, user=user_name(entry.uid), labels=(), of=None)
+
+
+def lines_of_dead(entries: Iterable[Entry], now: float) -> Iterator[bytes]:
+    """Yield two lines of each claim that died: its own, which it may not have written, and one with its end.
+
+    Args:
+        now: when it was found dead, in Unix seconds.
+    """
+    for entry in entries:
+        line, since = line_of_entry(entry), entry.since
+        if line and since and since <= now:
+            yield line
+            yield end_line(entry.pid, since, *_end_of_dead(entry, since, now))
+
+
+def _end_of_dead(entry: Entry, since: float, now: float) -> tuple[float, float]:
+    """Return when it was last seen, and when it was found dead."""
+    seen = max(since, *map(_last_seen, entry.gpus))
+    if entry.start and entry.pidns == pid_namespace():
+        # It has lived no longer than since its process started, by the boot clock: the other may have jumped.
+        most = since + time.clock_gettime(time.CLOCK_BOOTTIME) - entry.start / os.sysconf("SC_CLK_TCK")
+        if seen <= most:  # else it is from before a reboot
+            now = min(now, most)
+    now = round(now, 3)
+    return min(round(seen, 3), now), now
+
+
+def mark_seen(directory: int, uuid: str) -> None:
+    """Note that a GPU is held now, of which no error is told.
+
+    A claim that dies is then known to have lived until now.
+    """
+    with suppress(OSError):
+        fd = open_file(directory, _seen(uuid), os.O_WRONLY, make=True)
+        try:
+            os.utime(fd)
+        finally:
+            os.close(fd)
+
+
+def _last_seen(uuid: str) -> float:
+    with suppress(OSError, ValueError):  # of an entry: its user may have written a NUL
+        path = os.path.join(state_dir_path(), NAME, _seen(uuid))
+        return os.stat(path, follow_symlinks=False).st_mtime
+    return 0.0
+
+
+def _seen(uuid: str) -> str:
+    return f"{uuid.replace('/', '_')}.seen"

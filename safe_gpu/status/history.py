@@ -5,30 +5,39 @@ Any user may have written any line of the history, so all of it is bounded, and 
 A claim that died ended between two moments, so each sum has a lower and an upper bound.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import os
-import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from io import BytesIO
-from itertools import chain, count, islice
-from typing import Any, NamedTuple
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..coordination.files.state_dir import StateDir
-from ..coordination.history import LARGEST, HistoryDir, file_names, month_of, months_kept
-from ..coordination.leases.claim_end import ClaimEnd
-from ..coordination.leases.lease import probe
-from ..coordination.leases.previous_record import PreviousRecord
-from ..coordination.locks.host_lock import HostLock
+from ..coordination.directory import Directory
+from ..coordination.entry import Entries
 from ..coordination.state_dir import state_dir_path
-from ..errors import LockTimeout, StateDirError
+from ..coordination.history import (
+    LARGEST,
+    file_names,
+    history_dir,
+    line_of_entry,
+    lines_of_dead,
+    month_of,
+    months_kept,
+    open_file,
+)
+from ..errors import StateDirError
 from ..host import procfs
 from ..host.decoding import as_int, as_list, as_seconds, as_text, as_time
 from ..wording.text import Column, gpu_ranges
-from .gather import mark_seen
 from .render import table
+
+if TYPE_CHECKING:
+    from ..coordination.entry import Entry
 
 _MOST = 50_000  # claims that are kept, together with the different texts in them
 
@@ -44,14 +53,6 @@ _TOO_MANY = "there are more claims than can be kept, and the first are left out:
 
 _MONTH = 31 * 86400.0
 
-_PATIENCE = 5.0  # seconds that host.lock is waited for
-
-_MOST_LEASES = 512  # lease files that are probed
-
-_LONGEST_PROBE = 0.02  # seconds of CPU, under host.lock
-
-_LONGEST_RECORD = 1 << 13
-
 _TICK = 1.0  # seconds, in which the two clocks are read and rounded
 
 
@@ -61,7 +62,7 @@ class PastClaim(NamedTuple):
     Attributes:
         pid: the process that claimed.
         since: when it did.
-        uid: as in its record, like ``user``, ``host``, ``job`` and ``command``; -1 if not known, as "" or None there.
+        uid: as in its line, like ``user``, ``host``, ``job`` and ``command``; -1 if not known, as "" or None there.
         gpus: UUIDs.
         labels: their indices at that time, in the same order; () if they are not known.
         until: when its holder expected it to end, or None.
@@ -119,6 +120,30 @@ class PastClaim(NamedTuple):
         return self.since < until and (self.ended is None or self.ended >= since)
 
 
+class ClaimEnd(NamedTuple):
+    """The end of the claim that process ``pid`` made at ``since``. Times are Unix seconds.
+
+    It ended between ``seen``, when it was last known to be alive, and ``ended``, equal if that is known exactly.
+    """
+
+    pid: int
+    since: float
+    seen: float
+    ended: float
+
+    @classmethod
+    def of(cls, raw: Any) -> ClaimEnd | None:
+        """Return the end that a decoded line tells of, or None. Anybody may have written it."""
+        try:
+            pid, since = raw["claim"]
+            when = raw["ended"]
+            seen, ended = map(as_time, when if isinstance(when, list) else (when, when))
+            found = cls(as_int(pid, 1, (1 << 31) - 1), as_time(since), seen, ended)
+        except (ValueError, TypeError, KeyError, OverflowError):
+            return None
+        return found if 0 < found.since <= found.seen <= found.ended else None
+
+
 def claims_between(since: float, until: float) -> tuple[list[PastClaim], list[str]]:
     """Return the claims that held GPUs in this time, in the order in which they began, and warnings.
 
@@ -126,16 +151,12 @@ def claims_between(since: float, until: float) -> tuple[list[PastClaim], list[st
     """
     warnings: list[str] = []
     try:
-        with StateDir(state_dir_path(), make=False) as root:
-            now = _now(root, warnings)
-            for ended in (since, 0.0):
-                found: list[PastClaim] = []
-                told = chain(_lines(root, since, until, ended, warnings), _of_leases(now))
-                found = [claim for claim in merged(told, until, warnings) if claim.overlaps(since, until)]
-                if not any(claim.seen == claim.since < since and not claim.running for claim in found):
-                    break  # else it may have no end, and a claim that was left out tells when it had ended
-    except FileNotFoundError:
-        return [], warnings
+        running, dead = _claims_now(warnings)
+        for ended in (since, 0.0):
+            told = chain(_told(dead), _told(_lines(since, until, ended, warnings)), running)
+            found = [claim for claim in merged(told, until, warnings) if claim.overlaps(since, until)]
+            if not any(claim.seen == claim.since < since and not claim.running for claim in found):
+                break  # else it may have no end, and a claim that was left out tells when it had ended
     except StateDirError as err:
         return [], [f"the history cannot be read: {err}"]
     return found, [*dict.fromkeys(warnings)]
@@ -198,10 +219,10 @@ class _Kept:
         key = claim.key
         known = self.claims.get(key, claim)
         if claim.labels and not known.labels:
-            known = known._replace(labels=claim.labels, waited=claim.waited)
-        if claim.running:
+            known = known._replace(labels=claim.labels, waited=claim.waited, of=claim.of)
+        if claim.running:  # its owner says whose it is, and anybody may have written its line
             self.claims.pop(key, None)  # it is to be dropped last
-            known = known._replace(running=True, seen=claim.seen, ended=None, not_before=claim.not_before)
+            known = claim._replace(labels=known.labels, waited=known.waited, of=known.of)
         self.claims[key] = self._sharing(known)
         if key in self._early:
             self.end(self._early.pop(key))
@@ -248,15 +269,13 @@ def _narrower(one: ClaimEnd, other: ClaimEnd) -> ClaimEnd:
     return one._replace(seen=seen, ended=ended) if seen <= ended else one
 
 
-def _lines(
-    root: StateDir, since: float, until: float, ended: float, warnings: list[str]
-) -> Iterator[PastClaim | ClaimEnd]:
+def _lines(since: float, until: float, ended: float, warnings: list[str]) -> Iterator[bytes]:
     """Read what may matter to this time. The files whose claims later ones would push out are not read, and of claims
     that had ended before ``ended`` nothing, where that is easily seen."""
     first, months, told = month_of(max(0.0, since - _MONTH)), (month_of(max(0.0, since)), month_of(until)), 0
     files: dict[int, int] = {}
     try:
-        with HistoryDir(root) as directory, ExitStack() as stack:
+        with history_dir() as directory, ExitStack() as stack:
             for name in (name for month in months_kept(time.time())[::-1] for name in file_names(month)[::-1]):
                 if name < first:
                     break
@@ -264,24 +283,24 @@ def _lines(
                     warnings.append(_TOO_MANY)
                     break
                 try:
-                    fd = directory.open(name)
-                except StateDirError as err:
-                    warnings.append(f"a part of the history cannot be read: {err}")
+                    fd = open_file(directory, name, os.O_RDONLY)
+                except FileNotFoundError:
                     continue
-                if fd is not None:
-                    stack.callback(os.close, fd)
-                    inode = os.fstat(fd).st_ino
-                    if inode not in files and months[0] < name[:7] < months[1]:  # all of them held GPUs in this time
-                        told += os.pread(fd, LARGEST, 0).count(b'"gpus"')
-                    files.setdefault(inode, fd)
+                except OSError as err:
+                    warnings.append(f"a part of the history cannot be read: {name}: {err.strerror}")
+                    continue
+                stack.callback(os.close, fd)
+                inode = os.fstat(fd).st_ino
+                if inode not in files and months[0] < name[:7] < months[1]:  # all of them held GPUs in this time
+                    told += os.pread(fd, LARGEST, 0).count(b'"gpus"')
+                files.setdefault(inode, fd)
             for fd in reversed(files.values()):
                 with BytesIO(os.pread(fd, LARGEST + _LONGEST_LINE, 0)) as lines:
-                    for line in _unended(islice(lines, _MOST_LINES), ended):
-                        yield from _line(line)
+                    yield from _unended(islice(lines, _MOST_LINES), ended)
     except FileNotFoundError:
         pass
     except OSError as err:
-        warnings.append(f"the history cannot be read: {err}")
+        warnings.append(f"the history cannot be read: {err.strerror}")
 
 
 def _unended(lines: Iterable[bytes], ended: float) -> Iterator[bytes]:
@@ -303,6 +322,10 @@ def _unended(lines: Iterable[bytes], ended: float) -> Iterator[bytes]:
             yield from filter(None, found.values())
             found.clear()
     yield from filter(None, found.values())
+
+
+def _told(lines: Iterable[bytes]) -> Iterator[PastClaim | ClaimEnd]:
+    return chain.from_iterable(map(_line, lines))
 
 
 def _line(line: bytes) -> Iterable[PastClaim | ClaimEnd]:
@@ -341,68 +364,37 @@ def _claim(raw: dict[str, Any]) -> PastClaim:
     )
 
 
-def _now(root: StateDir, warnings: list[str]) -> list[tuple[bool, PreviousRecord]]:
-    """Return what lease files say, and whether they are held."""
-    found: dict[str, tuple[bool, PreviousRecord]] = {}
+def _claims_now(warnings: list[str]) -> tuple[list[PastClaim], list[bytes]]:
+    """Return the claims that hold GPUs now, and lines of those that died and were not removed yet."""
+    running: list[PastClaim] = []
+    dead: list[bytes] = []
     try:
-        names = _lease_files(root)
-        if not names:
-            return []
-        with HostLock(time.monotonic() + _PATIENCE, root.path, make=False) as host:
-            began = time.thread_time()
-            for number, name in enumerate(names):
-                if number >= _MOST_LEASES or time.thread_time() - began > _LONGEST_PROBE:
-                    warnings.append(f"which claims hold GPUs now is known of {number} of {len(names)} files of leases")
+        with Directory(state_dir_path(), "claims", make=False) as directory:
+            entries = Entries(directory)
+            for entry in entries.look():
+                told = [*_line(line_of_entry(entry))]
+                running += [_running(entry, claim) for claim in told if isinstance(claim, PastClaim)]
+            size = 0
+            for line in lines_of_dead(entries.dead(), time.time()):
+                size += len(line)
+                if size > LARGEST:  # as of a file of the history
+                    warnings.append(_TOO_MANY)
                     break
-                with suppress(StateDirError):
-                    held, fd = probe(host, name), host.leases.open(name)
-                    if fd is not None:
-                        with open(fd, "rb"):
-                            found[name] = held, PreviousRecord.of(fd)
+                dead.append(line)
     except FileNotFoundError:
-        return []
-    except (LockTimeout, StateDirError, OSError) as err:
+        pass
+    except (StateDirError, OSError) as err:
         warnings.append(f"which claims hold GPUs now is not known: {err}")
-        return []
-    mark_seen(root.path, [name for name, (held, _) in found.items() if held])
-    return [*found.values()][::-1]
+    return running, dead
 
 
-def _lease_files(root: StateDir) -> list[str]:
-    """Return the names of the lease files with content, found before host.lock is taken: any user can make thousands.
-
-    They alternate between their owners, which nobody can forge, and of each owner the oldest inodes come first. So
-    files of one user do not push out those of others.
-    """
-    found = []
-    with StateDir("leases", root, make=False) as leases, os.scandir(leases.fd) as entries:
-        for entry in entries:
-            if entry.name.endswith(".lock") and not entry.name.endswith(".inner.lock"):
-                with suppress(OSError):
-                    status = entry.stat(follow_symlinks=False)
-                    if stat.S_ISREG(status.st_mode) and 0 < status.st_size <= _LONGEST_RECORD:
-                        found.append((status.st_ino, status.st_uid, entry.name))
-    ranks: dict[int, Iterator[int]] = {}
-    in_turn = [(next(ranks.setdefault(uid, count())), inode, name) for inode, uid, name in sorted(found)]
-    return [name for _, _, name in sorted(in_turn)]
-
-
-_RECORDED = ("pid", "since", "uid", "user", "host", "job", "command", "gpus", "until", "share", "of")
-
-
-def _of_leases(found: Iterable[tuple[bool, PreviousRecord]]) -> Iterator[PastClaim | ClaimEnd]:
-    """Return claims that hold GPUs, and ends that no later claim has written into the history yet."""
-    for held, former in found:
-        record = former.record()
-        if record is not None and record.since and record.gpus:
-            facts = {name: getattr(record, name) for name in _RECORDED}
-            known = held and record.here and record.start == procfs.start_time(record.pid)
-            age = procfs.seconds_running(record.pid) if known else None
-            began = 0.0 if age is None else time.time() - age - _TICK
-            yield PastClaim(**facts, seen=former.read if held else record.since, running=held, not_before=began)
-        ending = None if held else ClaimEnd.decode(former.ending())
-        if ending is not None:
-            yield ending
+def _running(entry: Entry, told: PastClaim) -> PastClaim:
+    """Return a claim whose entry lives, and by the boot clock when it can have begun at the earliest."""
+    now, began = time.time(), 0.0
+    if entry.pidns == procfs.pid_namespace() and entry.start == procfs.start_time(entry.pid):
+        age = procfs.seconds_running(entry.pid)
+        began = 0.0 if age is None else now - age - _TICK
+    return told._replace(running=True, seen=now, not_before=began)
 
 
 KEYS = ("user", "gpu", "job", "host", "day", "week")

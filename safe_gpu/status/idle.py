@@ -1,34 +1,27 @@
 """How long a claimed GPU has shown no work, and who is told of it.
 
-A note is ``history/UUID.idle``, one line of JSON. It proves nothing, and no claim depends on it. Where it cannot be
-read or written, nothing is known.
+A mark is ``history/UUID.idle``. With a byte in it, the GPU has shown no work since the time of the file. It proves
+nothing, and no claim depends on it. Where it cannot be read or written, nothing is known.
 
 They are shown and left alone. The limit is that of the user of the claim.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..coordination.files.state_dir import StateDir, write_all
-from ..coordination.history import HistoryDir
-from ..coordination.state_dir import state_dir_path
+from ..coordination.history import history_dir, mark_seen, open_file
 from ..errors import StateDirError
-from ..host.decoding import as_time, read_bounded
 from ..host.procfs import printable
 from ..settings import policy
 from ..wording.text import format_age, gpu_ranges
 
 if TYPE_CHECKING:
     from .facts import ClaimStatus, GpuStatus
-
-_LONGEST = 4096
 
 
 def shows_no_work(one: GpuStatus) -> bool:
@@ -37,7 +30,8 @@ def shows_no_work(one: GpuStatus) -> bool:
 
 
 def with_idle_times(gpus: Iterable[GpuStatus], now: float) -> tuple[GpuStatus, ...]:
-    """Return the same GPUs, the claimed ones with ``idle_for``, and leave notes for the next look.
+    """Return the same GPUs, the claimed ones with ``idle_for``, and leave marks: for the next look, and that they were
+    seen held, for the history.
 
     Args:
         now: Unix seconds.
@@ -46,42 +40,43 @@ def with_idle_times(gpus: Iterable[GpuStatus], now: float) -> tuple[GpuStatus, .
     if not any(one.claim and one.claim.since for one in gpus):
         return gpus
     try:
-        with StateDir(state_dir_path(), make=False) as root, HistoryDir(root) as directory:
+        with history_dir() as directory:
             return tuple(_with_idle_time(directory, one, now) for one in gpus)
     except (OSError, StateDirError):
         return gpus
 
 
-def _with_idle_time(directory: StateDir, one: GpuStatus, now: float) -> GpuStatus:
+def _with_idle_time(directory: int, one: GpuStatus, now: float) -> GpuStatus:
     since = one.claim.since if one.claim else None
-    if not since or one.shares:  # it is not known which of the sharers does nothing
+    if not since:
         return one
-    name, began = one.gpu.uuid.replace("/", "_") + ".idle", None
-    if shows_no_work(one):
-        began = min(_read(directory, name, since) or now, now)
-    _write(directory, name, since, began)
-    return replace(one, idle_for=0.0 if began is None else round(now - began, 3))
-
-
-def _read(directory: StateDir, name: str, since: float) -> float | None:
-    """Return since when the GPU had shown no work at the look before, if that was in the same claim."""
+    mark_seen(directory, one.gpu.uuid)
+    if one.shares:  # it is not known which of the sharers does nothing
+        return one
     try:
-        raw: Any = json.loads(read_bounded(directory.fd, name, _LONGEST).decode("utf-8", "replace"))
-        began = as_time(raw["idle"]) if raw["claim"] == since and raw["idle"] is not None else 0.0
-        return began if began >= since else None
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        began = _idle_since(directory, one, since)
+    except OSError:
+        began = None
+    return replace(one, idle_for=0.0 if began is None else max(0.0, round(now - began, 3)))
+
+
+def _idle_since(directory: int, one: GpuStatus, since: float) -> float | None:
+    """Return since when the GPU has shown no work at all looks in this claim; None if it has only now begun, or works.
+
+    The file belongs to whoever looked first, so others can set its time to that of a write only.
+    """
+    fd = open_file(directory, f"{one.gpu.uuid.replace('/', '_')}.idle", os.O_RDWR, make=True)
+    try:
+        status = os.fstat(fd)
+        if not shows_no_work(one):
+            os.ftruncate(fd, 0)
+        elif status.st_size and status.st_mtime >= since:
+            return status.st_mtime
+        else:
+            os.pwrite(fd, b"\n", 0)
         return None
-
-
-def _write(directory: StateDir, name: str, since: float, began: float | None) -> None:
-    line = json.dumps({"v": 1, "claim": since, "idle": began}).encode() + b"\n"
-    with suppress(StateDirError, OSError):
-        fd = directory.open_or_create(name)
-        try:
-            if os.pread(fd, _LONGEST, 0) != line:
-                write_all(fd, line, os.path.join(directory.path, name))
-        finally:
-            os.close(fd)
+    finally:
+        os.close(fd)
 
 
 _KEY = "idle_report_after"

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.ground import write_for_all
 
-from safe_gpu.coordination.history import LARGEST, NAME
-from safe_gpu.coordination.leases.claim_end import ClaimEnd
+from safe_gpu.coordination.history import LARGEST, NAME, end_line
 from safe_gpu.status import history as past_module
 from safe_gpu.status.history import (
     KEYS,
+    ClaimEnd,
     PastClaim,
     claims_between,
     gpu_hours_by,
@@ -175,9 +175,8 @@ def test_tables_keep_to_the_width(claims: list[PastClaim], width: int) -> None:
 @pytest.fixture
 def directory(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(time, "time", lambda: MONDAY + DAY)  # the files are of this month
-    (state_dir / "leases").mkdir(parents=True)
-    (state_dir / NAME).mkdir()
-    for path in (state_dir, state_dir / "leases", state_dir / NAME):
+    (state_dir / NAME).mkdir(parents=True)
+    for path in (state_dir, state_dir / NAME):
         path.chmod(0o1777)
     return state_dir / NAME
 
@@ -199,9 +198,9 @@ def entry(pid: int, since: float, gpu: str = "GPU-a") -> bytes:
 
 def test_of_claims_that_had_ended_before_nothing_is_decoded(directory: Path, read: list[bytes]) -> None:
     early, before = MONDAY - 9 * DAY, MONDAY - 3600.5
-    died, runs_on = ClaimEnd(2, early, early, before).encode(), ClaimEnd(3, early, MONDAY, MONDAY).encode()
+    died, runs_on = end_line(2, early, early, before), end_line(3, early, MONDAY, MONDAY)
     needed = [entry(2, early), died, entry(3, early, "GPU-b"), runs_on, entry(4, MONDAY + 60)]
-    many = [line for pid in range(5, 99) for line in (entry(pid, early), ClaimEnd(pid, early, before, before).encode())]
+    many = [line for pid in range(5, 99) for line in (entry(pid, early), end_line(pid, early, before, before))]
     write_for_all(directory / "2026-11.jsonl", b"".join([*many, *needed, *many[1::2]]))
     claims, _ = claims_between(MONDAY, MONDAY + DAY)
     assert [one.pid for one in claims] == [3, 4]
@@ -211,16 +210,16 @@ def test_of_claims_that_had_ended_before_nothing_is_decoded(directory: Path, rea
 def test_what_was_left_out_still_tells_when_others_had_ended(directory: Path) -> None:
     """Of the first no line tells the end, and another had its GPU since."""
     early, before = MONDAY - 9 * DAY, MONDAY - DAY
-    lines = [entry(1, early), entry(2, early + 60), ClaimEnd(2, early + 60, before, before).encode()]
+    lines = [entry(1, early), entry(2, early + 60), end_line(2, early + 60, before, before)]
     write_for_all(directory / "2026-11.jsonl", b"".join(lines))
     assert claims_between(MONDAY, MONDAY + DAY) == ([], [])
 
 
 def test_a_line_behind_an_incomplete_one_is_not_left_out_with_it(directory: Path) -> None:
     early, before = MONDAY - 9 * DAY, MONDAY - DAY
-    lines = [entry(1, early)[:70], entry(2, early), ClaimEnd(1, early, before, before).encode()]
-    lines += [entry(3, early, "GPU-b"), ClaimEnd(3, early, early, early).encode()[:53], entry(4, early, "GPU-b")]
-    lines += [ClaimEnd(pid, early, MONDAY, MONDAY).encode() for pid in (2, 4)]
+    lines = [entry(1, early)[:70], entry(2, early), end_line(1, early, before, before)]
+    lines += [entry(3, early, "GPU-b"), end_line(3, early, early, early)[:53], entry(4, early, "GPU-b")]
+    lines += [end_line(pid, early, MONDAY, MONDAY) for pid in (2, 4)]
     write_for_all(directory / "2026-11.jsonl", b"".join(lines))
     assert {2, 4} <= {one.pid for one in claims_between(MONDAY, MONDAY + DAY)[0]}
 
@@ -239,7 +238,7 @@ def test_what_is_left_out_changes_nothing(
     """Whatever the order of the lines, and with claims whose end no line tells."""
     lines = [entry(pid, began, gpu) for pid, (began, gpu, _) in enumerate(told, 1)]
     for pid, (began, _, ends) in enumerate(told, 1):
-        lines += [ClaimEnd(pid, began, seen, ended).encode() for seen, ended in ends]
+        lines += [end_line(pid, began, seen, ended) for seen, ended in ends]
     if random.random() < 0.5:
         random.shuffle(lines)
     lines = [line[: random.choice([30, 70, 999, 999, 999])] for line in lines]  # for some there was no room

@@ -1,7 +1,7 @@
 """How long a claimed GPU has shown no work, from one look to the next."""
 
-import json
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,57 +14,76 @@ from safe_gpu.status.facts import ClaimStatus, GpuStatus, HostStatus
 from safe_gpu.status.idle import sets_a_limit, whom_to_ask, with_idle_times, with_reports
 from safe_gpu.status.render import render
 
-SINCE = 1000.0
+SINCE = time.time() - 1000.0
 BUSY = GpuStatus(Gpu(0, "GPU-a", utilization=50), "claimed", claim=ClaimStatus(7, "anna", since=SINCE))
 STILL = replace(BUSY, gpu=Gpu(0, "GPU-a", utilization=0))
 NOBODY = replace(BUSY, idle=True)
-NEXT = replace(STILL, claim=ClaimStatus(8, "ben", since=1500.0))
 UNKNOWN = replace(BUSY, gpu=Gpu(0, "GPU-a"))
 
 
 @pytest.fixture
-def notes(state_dir: Path) -> Path:
+def marks(state_dir: Path) -> Path:
     (state_dir / "history").mkdir(parents=True)
     for path in (state_dir, state_dir / "history"):
         path.chmod(0o1777)
     return state_dir / "history"
 
 
-def idle(one: GpuStatus, now: float) -> float | None:
-    return with_idle_times([one], now)[0].idle_for
+def idle(one: GpuStatus, later: float = 0.0) -> float | None:
+    """How long a GPU has shown no work, that many seconds from now."""
+    return with_idle_times([one], time.time() + later)[0].idle_for
 
 
-def test_it_counts_from_the_first_look_without_work(notes: Path) -> None:
-    looks = [(STILL, 1100), (NOBODY, 1200), (STILL, 1400), (BUSY, 1410), (STILL, 1420), (STILL, 1430), (UNKNOWN, 1440)]
-    assert [idle(one, now) for one, now in looks] == [0, 100, 300, 0, 0, 10, 0]
+def about(seconds: float) -> Any:
+    return pytest.approx(seconds, abs=60)
 
 
-def test_another_claim_begins_anew(notes: Path) -> None:
-    assert [idle(STILL, 1100), idle(STILL, 1200), idle(NEXT, 1600), idle(NEXT, 1650)] == [0, 100, 0, 50]
+def test_it_counts_from_the_first_look_without_work(marks: Path) -> None:
+    assert idle(STILL) == 0
+    looks = [(NOBODY, 100), (STILL, 300), (BUSY, 310), (STILL, 0), (STILL, 200), (UNKNOWN, 210)]
+    assert [idle(one, later) for one, later in looks] == [about(100), about(300), 0, 0, about(200), 0]
 
 
-def test_a_gpu_without_a_claim_has_no_time(notes: Path) -> None:
-    assert idle(replace(STILL, claim=None), 1100) is None
-    assert list(notes.iterdir()) == []
+def test_another_claim_begins_anew(marks: Path) -> None:
+    assert [idle(STILL), idle(STILL, 100)] == [0, about(100)]
+    os.utime(marks / "GPU-a.idle", (SINCE - 1, SINCE - 1))
+    assert [idle(STILL, 50), idle(STILL, 70)] == [0, about(70)]
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["", "{", "[]", '{"claim": 1000.0}', '{"claim": 1000.0, "idle": -5}', '{"claim": 1000.0, "idle": "x"}', "[" * 9999],
-)
-def test_nonsense_in_a_note_counts_for_nothing(notes: Path, content: str) -> None:
-    write_for_all(notes / "GPU-a.idle", content)
-    assert [idle(STILL, 1100), idle(STILL, 1200)] == [0, 100]
+def test_a_gpu_that_is_held_is_marked_at_each_look(marks: Path) -> None:
+    idle(BUSY)
+    os.utime(marks / "GPU-a.seen", (SINCE, SINCE))
+    before = time.time() - 1
+    idle(replace(BUSY, shares=(BUSY.claim, BUSY.claim)))
+    assert (marks / "GPU-a.seen").stat().st_mtime > before
+    assert {path.stat().st_mode & 0o7777 for path in marks.iterdir()} == {0o666}
 
 
-def test_a_note_from_the_future_makes_no_negative_time(notes: Path) -> None:
-    write_for_all(notes / "GPU-a.idle", json.dumps({"v": 1, "claim": SINCE, "idle": 9e9}))
-    assert idle(STILL, 1100) == 0
+def test_a_gpu_without_a_claim_has_no_time(marks: Path) -> None:
+    assert idle(replace(STILL, claim=None)) is None
+    assert list(marks.iterdir()) == []
 
 
-def test_a_note_that_cannot_be_written_is_none(notes: Path) -> None:
-    os.mkfifo(notes / "GPU-a.idle")
-    assert [idle(STILL, 1100), idle(STILL, 1200)] == [0, 0]
+def test_a_mark_from_the_future_makes_no_negative_time(marks: Path) -> None:
+    write_for_all(marks / "GPU-a.idle", "x")
+    os.utime(marks / "GPU-a.idle", (9e9, 9e9))
+    assert idle(STILL) == 0
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "closed"])
+def test_a_mark_that_cannot_be_written_is_none(marks: Path, kind: str) -> None:
+    precious = marks.parent / "precious"
+    write_for_all(precious, "x")
+    os.utime(precious, (SINCE, SINCE))
+    for name in ("GPU-a.idle", "GPU-a.seen"):
+        if kind == "fifo":
+            os.mkfifo(marks / name)
+        elif kind == "link":
+            (marks / name).symlink_to(precious)
+        else:
+            (marks / name).touch(0o600)
+    assert [idle(STILL), idle(STILL, 100)] == [0, 0]
+    assert (precious.read_text(), precious.stat().st_mtime) == ("x", pytest.approx(SINCE, abs=1e-3))
 
 
 # Which are reported, by the policy for the user of the claim

@@ -1,8 +1,10 @@
-"""The files of the history: whole lines, bounded, and never in the way of a claim."""
+"""The files of the history: whole lines, bounded, and never in the way of a claim; and what entries add to them."""
 
+import json
 import os
 import stat
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safe_gpu import NoPlaceholder, claim_gpus
 from safe_gpu.coordination import history
-from safe_gpu.coordination.leases.claim_end import LONGEST, ClaimEnd, end_of_dead_claim
-from safe_gpu.coordination.leases.record import LeaseRecord
-from safe_gpu.status.history import claims_between
+from safe_gpu.coordination.directory import Directory
+from safe_gpu.coordination.entry import Entries, Entry, make_entry
+from safe_gpu.coordination.held import Held
+from safe_gpu.host import procfs
+from safe_gpu.status.history import ClaimEnd, PastClaim, claims_between
 
 NOW = 1_795_000_000.0  # in November 2026
 FILE = "2026-11.jsonl"
@@ -62,9 +65,15 @@ def test_old_months_are_removed(written: Path) -> None:
     months = [
         f"{year}-{month:02}" for year in (2024, 2025, 2026) for month in range(1, 13) if (year, month) < (2026, 11)
     ]
-    for name in [f"{month}.jsonl" for month in months] + ["2024-01.1.jsonl", "9999-01.jsonl", "notes"]:
+    unfinished = ".00000000000000aa"
+    for name in [f"{month}.jsonl" for month in months] + ["2024-01.1.jsonl", "9999-01.jsonl", "notes", unfinished]:
         (written / name).touch()
+    written.chmod(0o755)  # perhaps somebody's own directory
     assert history.append([LINE], NOW + 31 * 86400)  # a new file, December's
+    assert (written / "2024-01.1.jsonl").exists()
+    written.chmod(0o1777)
+    (written / "2026-12.jsonl").unlink()
+    assert history.append([LINE], NOW + 31 * 86400)
     left = sorted(file.name[:7] for file in written.iterdir())
     assert left == sorted([*months[-22:], "2026-11", "2026-12", "9999-01", "notes"])
 
@@ -119,57 +128,165 @@ def test_no_room_loses_the_line(written: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @given(pid=st.integers(1, (1 << 31) - 1), times=st.lists(TIMES, min_size=3, max_size=3).map(sorted))
-def test_an_ending_is_a_short_line_that_is_no_record(pid: int, times: list[float]) -> None:
-    for ending in (ClaimEnd(pid, *times), ClaimEnd(pid, times[0], times[1], times[1])):
-        line = ending.encode()
-        assert ClaimEnd.decode(line) == ending
-        assert len(line) <= LONGEST
-        assert LeaseRecord.decode(line) is None
+def test_an_end_is_read_as_it_was_written(pid: int, times: list[float]) -> None:
+    for end in (ClaimEnd(pid, *times), ClaimEnd(pid, times[0], times[1], times[1])):
+        assert ClaimEnd.of(json.loads(history.end_line(*end))) == end
 
 
-def test_a_record_is_always_longer_than_an_ending() -> None:
-    assert len(LeaseRecord(1, None, 0, "", "", None, None, (), 0.0, "").encode()) > LONGEST
+# Entries
+
+
+@pytest.fixture
+def claims(state_dir: Path) -> Iterator[Directory]:
+    with Directory(str(state_dir), "claims") as directory:
+        yield directory
+
+
+@pytest.fixture
+def hold(claims: Directory) -> Iterator[Callable[..., Held]]:
+    """Make an entry; its claim dies when what is returned is released."""
+    made: list[Held] = []
+
+    def hold(**said: Any) -> Held:
+        facts = {"pid": os.getpid(), "since": time.time() - 60, "gpus": {"GPU-a": None}, **said}
+        made.append(make_entry(claims, len(made) + 1, facts, by_children=True)[1])
+        return made[-1]
+
+    yield hold
+    for held in made:
+        held.release()
+
+
+def dead(directory: Directory) -> list[Entry]:
+    entries = Entries(directory)
+    assert entries.look() == []
+    return list(entries.dead())
+
+
+def past() -> list[PastClaim]:
+    found, warnings = claims_between(0, time.time() + 1)
+    assert warnings == []
+    return found
+
+
+def test_a_claim_that_runs_is_known_by_its_entry(hold: Any) -> None:
+    since = round(time.time() - 60, 3)
+    hold(
+        since=since, until=since + 90, host="gpu1", job="sge:1", command="python train.py", gpus={"a": None, "b": None}
+    )
+    (one,) = past()
+    assert (one.running, one.pid, one.since, one.gpus, one.until) == (True, os.getpid(), since, ("a", "b"), since + 90)
+    assert (one.host, one.job, one.command) == ("gpu1", "sge:1", "python train.py")
+    assert (one.uid, one.user) == (os.geteuid(), procfs.user_name(os.geteuid()))
+
+
+def test_its_line_adds_what_the_entry_does_not_tell_and_no_more(hold: Any) -> None:
+    """Anybody may have written the line. Whose the claim is says the owner of the entry."""
+    said = {"pid": os.getpid(), "since": time.time() - 60, "gpus": {"GPU-a": 20 << 30}, "waited": 2.5}
+    hold(**said)
+    line = history.claim_line(said, uid=4711, user="anna", labels=["3"], of=80 << 30)
+    assert history.append([line, history.end_line(said["pid"], said["since"], NOW, NOW)], time.time())
+    (one,) = past()
+    assert (one.labels, one.of, one.share, one.waited, one.part) == (("3",), 80 << 30, 20 << 30, 2.5, 0.25)
+    assert (one.running, one.ended, one.uid) == (True, None, os.geteuid())
+
+
+def test_the_process_of_a_claim_bounds_how_long_it_has_held(hold: Any) -> None:
+    """The clock has jumped since."""
+    started = procfs.start_time(os.getpid())
+    hold(since=time.time() - 365 * 86400, start=started, pidns=procfs.pid_namespace())
+    (one,) = past()
+    begin, _, last = one.held(0, time.time())
+    assert last - begin < 86400
+
+
+def test_a_claim_that_died_ended_after_it_was_seen_and_before_it_was_found(hold: Any, claims: Directory) -> None:
+    since = round(time.time() - 60, 3)
+    hold(since=since, gpus={"GPU-a": None, "AMD/b": None}).release()
+    (one,) = past()
+    assert (one.running, one.seen, one.since) == (False, since, since)
+    assert since < (one.ended or 0) <= time.time()
+    assert history.append([LINE], NOW)
+    with history.history_dir() as directory:
+        history.mark_seen(directory, "AMD/b")
+    os.utime(Path(claims.path).parent / "history" / "AMD_b.seen", (since + 30, since + 30))
+    assert past()[0].seen == pytest.approx(since + 30, abs=2e-3)
+    os.utime(Path(claims.path).parent / "history" / "AMD_b.seen", (9e9, 9e9))
+    (one,) = past()
+    assert one.seen == one.ended
+
+
+def test_who_removes_a_dead_claim_tells_the_history_once(hold: Any, claims: Directory) -> None:
+    said = {"since": round(time.time() - 60, 3), "gpus": {"GPU-a": 20 << 30}, "job": "sge:1"}
+    own = history.claim_line({"pid": os.getpid(), **said}, uid=os.geteuid(), user="me", labels=["0"], of=80 << 30)
+    hold(**said).release()
+    assert history.append([own], time.time())
+    before = past()
+    entries = Entries(claims)
+    entries.look()
+    removed = entries.remove_dead()
+    assert os.listdir(claims.fd) == []
+    assert history.append(history.lines_of_dead(removed, time.time()), time.time())
+    (one,) = past()
+    assert (one.labels, one.of, one.job, one.seen) == (("0",), 80 << 30, "sge:1", said["since"])
+    assert (before[0].ended or 0) <= (one.ended or 0) <= time.time()
+    assert entries.remove_dead() == []
+
+
+def test_a_claim_that_died_before_it_wrote_its_line_has_one(hold: Any, claims: Directory) -> None:
+    hold(command="python train.py --password 1234").release()
+    lines = list(history.lines_of_dead(dead(claims), time.time()))
+    first, end = map(json.loads, lines)
+    assert first["command"] == "python train.py"
+    assert first["claim"] == end["claim"]
+    assert history.append(lines, time.time())
+    assert [one.pid for one in past()] == [os.getpid()]
+
+
+def test_a_dead_claim_has_lasted_no_longer_than_its_process(hold: Any, claims: Directory) -> None:
+    """The clock jumps ahead before anybody finds out that it died."""
+    since = time.time()
+    hold(since=since, start=procfs.start_time(os.getpid()), pidns=procfs.pid_namespace()).release()
+    _, end = map(json.loads, history.lines_of_dead(dead(claims), since + 365 * 86400))
+    assert end["ended"][1] - since < 86400
+
+
+@pytest.mark.parametrize("said", [{"start": 1 << 60}, {"start": 0}, {"start": 7, "pidns": 1}])
+def test_a_process_of_elsewhere_or_of_before_a_reboot_bounds_nothing(hold: Any, claims: Directory, said: Any) -> None:
+    since = time.time()
+    hold(since=since, **{"pidns": procfs.pid_namespace(), **said}).release()
+    _, end = map(json.loads, history.lines_of_dead(dead(claims), since + 365 * 86400))
+    assert end["ended"][1] == pytest.approx(since + 365 * 86400, abs=1e-2)
 
 
 @pytest.mark.parametrize(
-    ("since", "changed", "expected"),
-    [
-        (10.0, 20.0, (20.0, 30.0)),
-        (10.0, 5.0, (10.0, 30.0)),
-        (10.0, 99.0, (30.0, 30.0)),
-        (31.0, 31.0, None),
-        (0.0, 1.0, None),
-    ],
+    "said",
+    [{"inside": "t"}, {"display": True}, {"nb_gpus": 1, "gpus": ["GPU-a"]}, {"gpus": {}}, {"since": None}, {"pid": 0}],
 )
-def test_a_dead_claim_ended_between_last_seen_and_found_free(
-    since: float, changed: float, expected: tuple[float, float] | None
-) -> None:
-    ending = end_of_dead_claim(7, since, changed, 30.0)
-    assert (ending and (ending.seen, ending.ended)) == expected
+def test_claims_inside_others_on_a_display_and_waiters_have_no_line(hold: Any, claims: Directory, said: Any) -> None:
+    held = hold(**said)
+    assert past() == []
+    held.release()
+    assert past() == []
+    assert list(history.lines_of_dead(dead(claims), time.time())) == []
 
 
-@pytest.mark.parametrize("jump", [-86400.0, 86400.0])
-def test_a_clock_that_jumps_does_not_change_how_long_a_claim_lasted(ground, monkeypatch, jump: float) -> None:
-    clock = time.time
-    began = time.monotonic()
-    with claim_gpus(1, NoPlaceholder(), affinity=None):
-        monkeypatch.setattr(time, "time", lambda: clock() + jump)
-    lasted = time.monotonic() - began
-    end = ClaimEnd.decode((ground.directory / "leases" / f"{ground.uuids[0]}.lock").read_bytes())
-    assert end is not None
-    assert 0 <= end.ended - end.since <= lasted
+def test_an_entry_of_nonsense_costs_no_other(hold: Any, claims: Directory) -> None:
+    for number, content in enumerate((b"", b"[", b'{"v": 1, "gpus": {"\\u0000": null}, "pid": 7, "since": 5}'), 50):
+        (Path(claims.path) / f"{number}.00000000000000aa").write_bytes(content)
+        (Path(claims.path) / f"{number}.00000000000000aa").chmod(0o644)
+    os.mkfifo(Path(claims.path) / "60.00000000000000aa")
+    hold()
+    assert [one.running for one in past()] == [False, True]
 
 
-def test_a_dead_claim_has_lasted_no_longer_than_its_process(ground, child, monkeypatch) -> None:
-    """The clock jumps ahead before anybody finds out that it died."""
-    began = time.monotonic()
-    died = child("import safe_gpu; safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), affinity=None); say(1); listen()")
-    died.hear()
-    died.kill()
-    clock = time.time
-    monkeypatch.setattr(time, "time", lambda: clock() + 86400.0)
-    with claim_gpus(8, NoPlaceholder(), affinity=None):
-        pass
-    lasted = time.monotonic() - began
-    (past, _) = claims_between(0, 1e12)[0]
-    assert (past.ended or 0) - past.since <= lasted + 1
+def test_dead_claims_of_a_neighbour_are_read_to_a_bound(claims: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("safe_gpu.status.history.LARGEST", 2000)
+    told = {"v": 1, "gpus": {"GPU-a": None}, "pid": 7}
+    for number in range(100):
+        entry = Path(claims.path) / f"{number}.00000000000000aa"
+        entry.write_text(json.dumps({**told, "since": 1000.0 + number}))
+        entry.chmod(0o644)
+    found, (warning,) = claims_between(0, time.time())
+    assert 0 < len(found) < 100
+    assert "more claims than can be kept" in warning

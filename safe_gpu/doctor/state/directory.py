@@ -7,14 +7,16 @@ from contextlib import suppress
 from functools import partial
 from shlex import quote
 
-from ...coordination.directory import DIR_MODE, PARTS
+from ...coordination.files.file_system import NETWORK_TYPES, file_system_of
 from ...coordination.files.lease_dir import LeaseDir
+from ...coordination.files.location import CLOSING, DEFAULT_DIR
+from ...coordination.files.shared_directory import DIR_MODE, PARTS
 from ...coordination.files.state_dir import StateDir
-from ...coordination.history import NAME, HistoryDir
+from ...coordination.files.warnings import setup_command
+from ...coordination.history import NAME, history_dir
 from ...coordination.leases.file_names import leases_of, names_of_host
 from ...coordination.locks.flock import lock_file
 from ...coordination.locks.host_lock import HostLock
-from ...coordination.state_dir import DEFAULT_DIR, NETWORK_TYPES, file_system_of, setup_command
 from ...errors import LockTimeout, PolicyError, StateDirError
 from ...host import procfs
 from ...host.programs import others_can_change
@@ -41,7 +43,7 @@ def _is_state_dir(path: str) -> bool:
     """Return whether a directory is the default one, or has nothing in it but what a state directory has. Any other may
     have been named by mistake: nobody is told to remove it, or to open it to all."""
     with suppress(OSError):
-        return path == DEFAULT_DIR or set() < set(os.listdir(path)) <= {*PARTS, "closed", "host.lock", "simulated"}
+        return path == DEFAULT_DIR or set() < set(os.listdir(path)) <= {*PARTS, *CLOSING, "host.lock", "simulated"}
     return False
 
 
@@ -274,7 +276,7 @@ def history(host: CheckedHost) -> Finding:
     """Check that every user's claims can be recorded. A claim does not fail where they cannot."""
     path = os.path.join(host.path, NAME)
     try:
-        with StateDir(host.path, make=False) as root, HistoryDir(root):
+        with history_dir():
             pass
     except FileNotFoundError:
         return passed("nothing has been recorded yet")

@@ -1,25 +1,23 @@
-/* A second client of safe_gpu/coordination/PROTOCOL.md, written from that page alone.
+/* The simplest client of safe_gpu/coordination/PROTOCOL.md, written from that page alone.
  *
- *   client -n N -g UUID,UUID,... [-p PRESET] [-t SECONDS] [-f SECONDS] [-s] COMMAND [ARGUMENT ...]
+ *   client -n N -g UUID,UUID,... [-m BYTES] [-s BYTES] [-i] [-f SECONDS] [-t SECONDS] [-p PRESET] COMMAND [ARGUMENT ...]
  *
  * It claims N of the GPUs, waits for them in the queue (for ever, or -t seconds), and becomes COMMAND, which then holds
- * the claim. -p: the processes on the GPUs are files of the simulated host PRESET; without it none are known. -f: for
- * how many seconds the GPUs will be held. -s: COMMAND may claim from what this claim holds.
- * Exit: 75 no GPUs, 70 anything else that failed, 64 usage.
+ * the claim. -m: the capacity of each GPU. -s: a share of each, else all of it. -i: claims inside this one are allowed.
+ * -f: for how many seconds the GPUs will be held. -p: the processes on the GPUs are files of the simulated host PRESET;
+ * without it none are known. Exit: 75 no GPUs, 70 anything else that failed, 64 usage.
  *
- * Left out, as the page allows: the history, places in the queue by date, the job in the record, contexts, shares of
- * GPUs. A host with one GPU and a display is not known here.
+ * Left out, as the page allows: passing those who wait ahead, faults, the history, contexts, displays, the file of
+ * settings, a turn of its own. It needs locks of open file descriptions.
  *
  * cc -std=c11 -Wall -Wextra -Werror -o client client.c
- * Builds that must be caught: -DNO_LEASE takes no lease and no name. -DNO_QUEUE ignores those who wait ahead. -DNO_SLOTS
- * does not ask whether claims share a GPU. */
+ * Builds that must be caught: -DONE_LISTING does not list again after its entry has its name, -DNO_DOORS takes none,
+ * -DNO_QUEUE ignores those who wait ahead, -DNO_ROOM takes what others hold. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <linux/netlink.h>
-#include <linux/sock_diag.h>
-#include <linux/unix_diag.h>
+#include <grp.h>
 #include <pwd.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -33,52 +31,49 @@
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
-#include <sys/sysmacros.h>
 #include <sys/time.h>
 #include <sys/un.h>
 #include <sys/vfs.h>
 #include <time.h>
 #include <unistd.h>
 
-enum { GPUS = 64, UUID_SIZE = 101, TEXT = 64 * 1024, NAMES = 3, TICKETS = 4096, SLOTS = 16 };
+enum { GPUS = 64, UUID_SIZE = 101, NAME_SIZE = 40, TEXT = 64 * 1024, NAMES = 65536, PARTS = 32, DOORS = 4, KEPT = 500 };
 
 struct gpu {
   char uuid[UUID_SIZE];
-  bool inside;        /* the outer claim named by SAFE_GPU_SCOPE holds it */
-  bool by_name;       /* which was found by its names */
-  bool busy;          /* by the last poll of the driver */
-  bool held;          /* its lease was held when last tried */
-  bool closed;        /* its lease cannot be opened: nobody can claim it */
-  long outer_pid;     /* from the record of the outer claim */
-  double named_until; /* another process had its name: not tried before then */
-  int lease, names[NAMES];
+  bool chosen, busy, closed, inside; /* inside: the claim around this one holds it */
+  bool elsewhere;                    /* a door is held by who has no entry here */
+  int doors[DOORS], door_count, part;
 };
 
-struct ticket {
-  long number;
-  double since, min_memory;
-  long pid, pidns;
-  int nb_gpus;
-  bool readable, strange; /* strange: it has a condition that is not known here */
-  const char *gpus; /* the JSON array, in text */
-  char text[TEXT + 1];
+struct entry { /* of a living claim, or of a waiter */
+  dev_t dev;
+  ino_t ino;
+  uid_t uid;
+  long long number, pid, nb_gpus;
+  char name[NAME_SIZE], token[17], inside[17];
+  long long bytes[GPUS]; /* of each of our GPUs; 0: none, -1: all of it, or wanted */
+  int part[GPUS];        /* -1: none */
+};
+
+struct directory {
+  const char *name;
+  int fd;
+  struct entry *living;
+  int count, room;
+  long long highest;
+  int mine; /* our entry in it; -1: none */
+  char mine_name[NAME_SIZE];
 };
 
 static struct gpu gpus[GPUS];
-static int gpu_count, wanted = 1;
-static double hold_for = -1, deadline = -1;
-static const char *preset;
-static char simulated[4096], name_prefix[64], secret[17], token[64], token_hash[17], scope_hash[17], user[65], command[256];
-static const char *scope;
-static bool named_here; /* the names of the outer claim, if it has any, are those that we can see */
-static int state_dir, leases_dir, queue_dir, kept_dir, host_fd = -1;
-static bool inner_claim;
-
-static int my_ticket_fd = -1;
-static char my_ticket_name[32];
-static long my_number;
-static struct { long number, pid, pidns; double since; } ahead[TICKETS]; /* who was there when my ticket was taken */
-static int ahead_count;
+static int gpu_count, wanted = 1, state_fd = -1, next_fd = KEPT;
+static long long capacity = 80LL << 30, share;
+static double hold_for = -1, deadline = -1, queued = -1, began;
+static struct directory claims = {.name = "claims", .fd = -1, .mine = -1}, queue = {.name = "queue", .fd = -1, .mine = -1};
+static char state_path[4096], simulated[4096], door_prefix[64], token[17], token_hash[17], inside[17], command[256];
+static const char *preset, *scope;
+static bool without_doors;
 
 static _Noreturn void die(int code, const char *format, ...)
 {
@@ -107,10 +102,20 @@ static double seconds(clockid_t clock)
 
 static double now(void) { return seconds(CLOCK_MONOTONIC); }
 
-static void nap(double s)
+static void nap(double least, double most)
 {
+  unsigned short r;
+  if (getrandom(&r, sizeof r, 0) != sizeof r) r = 0;
+  double s = least + (most - least) * r / 65535;
   struct timespec t = {(time_t)s, (long)((s - (double)(time_t)s) * 1e9)};
   nanosleep(&t, NULL);
+}
+
+static void hexadecimal(char out[17])
+{
+  unsigned char r[8];
+  if (getrandom(r, sizeof r, 0) != sizeof r) die(70, "no random numbers");
+  for (int i = 0; i < 8; i++) sprintf(out + 2 * i, "%02x", r[i]);
 }
 
 /* ---- SHA-256, of which the protocol uses the first 16 hexadecimal digits ---- */
@@ -157,127 +162,107 @@ static void hash16(const char *text, char out[17])
   put(out, 17, "%08x%08x", h[0], h[1]);
 }
 
-/* ---- JSON: as much as records and tickets need ---- */
+/* ---- JSON: a reader that knows the keys of an entry ---- */
 
-static const char *skip_space(const char *p) { return p + strspn(p, " \t\r\n"); }
+static const char *at;
+static bool bad;
 
-static const char *skip_string(const char *p) /* behind the closing quote, or NULL */
-{
-  if (*p++ != '"') return NULL;
-  for (; *p && *p != '"'; p++)
-    if (*p == '\\' && !*++p) return NULL;
-  return *p ? p + 1 : NULL;
-}
+static void blanks(void) { at += strspn(at, " \t\r\n"); }
 
-static const char *skip_value(const char *p) /* behind the value, or NULL */
-{
-  int depth = 0;
-  do {
-    p = skip_space(p);
-    if (*p == '"') {
-      if (!(p = skip_string(p))) return NULL;
-    } else if (*p == '{' || *p == '[') {
-      depth++, p++;
-      continue;
-    } else if (*p == '}' || *p == ']') {
-      depth--, p++;
-    } else if (depth && (*p == ',' || *p == ':')) {
-      p++;
-      continue;
-    } else {
-      size_t n = strcspn(p, ",]}: \t\r\n");
-      if (!n) return NULL;
-      p += n;
-    }
-    p = skip_space(p);
-  } while (depth > 0);
-  return depth < 0 ? NULL : p;
-}
-
-static const char *find_key(const char *p, const char *key) /* its value in an object that is whole, or NULL */
-{
-  const char *found = NULL, *start = p = skip_space(p), *end = skip_value(p);
-  if (*start != '{' || !end || *skip_space(end)) return NULL;
-  for (p = skip_space(p + 1); p && *p == '"'; p = *p == ',' ? skip_space(p + 1) : NULL) {
-    const char *name = p + 1, *behind = skip_string(p);
-    if (!behind || *(p = skip_space(behind)) != ':') return NULL;
-    p = skip_space(p + 1);
-    if ((size_t)(behind - name - 1) == strlen(key) && !strncmp(name, key, strlen(key))) found = p;
-    if (!(p = skip_value(p))) return NULL;
-  }
-  return found;
-}
-
-static bool has_other_keys(const char *p, const char *const *known) /* an object with a key that is not among these */
-{
-  const char *end = p ? skip_value(p) : NULL;
-  if (!p || !end || *skip_space(p) != '{') return false;
-  for (p = skip_space(skip_space(p) + 1); p && *p == '"'; p = p && *p == ',' ? skip_space(p + 1) : NULL) {
-    const char *name = p + 1, *behind = skip_string(p);
-    const char *value = behind && *(p = skip_space(behind)) == ':' ? skip_space(p + 1) : NULL;
-    bool is_known = !value || !strncmp(value, "null", 4);
-    for (int i = 0; value && known[i] && !is_known; i++)
-      is_known = (size_t)(behind - name - 1) == strlen(known[i]) && !strncmp(name, known[i], strlen(known[i]));
-    if (!is_known) return true;
-    p = value ? skip_value(value) : NULL;
-  }
-  return false;
-}
-
-static double number(const char *value, double otherwise)
-{
-  char *end;
-  if (!value || !strchr("-0123456789", *value)) return otherwise;
-  double x = strtod(value, &end);
-  return end == value || x != x ? otherwise : x;
-}
-
-static bool string(const char *value, char *out, size_t size) /* cut to size; escapes become a question mark */
+static void text(char *out, size_t size) /* an escape becomes a question mark: no UUID and no hash has one */
 {
   size_t n = 0;
-  if (!value || !skip_string(value)) return false;
-  for (value++; *value != '"'; value++) {
-    bool escaped = *value == '\\' && *++value != '/';
-    if (n + 1 < size) out[n++] = escaped ? '?' : *value;
+  bad = bad || *at != '"';
+  for (at++; !bad && *at != '"'; at++) {
+    bool escaped = *at == '\\' && at[1] && *++at != '/';
+    bad = !*at;
+    if (n + 1 < size) out[n++] = escaped ? '?' : *at;
   }
   out[n] = 0;
-  return true;
+  if (!bad) at++;
 }
 
-static const char *first(const char *array) { return array && *array == '[' ? skip_space(array + 1) : NULL; }
-
-static const char *next(const char *element)
+static void note(struct entry *e, const char *above, const char *key, const char *word, bool is_text)
 {
-  const char *p = element ? skip_value(element) : NULL;
-  return p && *p == ',' ? skip_space(p + 1) : NULL;
+  if (!*above && !strcmp(key, "token") && is_text) put(e->token, sizeof e->token, "%s", word);
+  if (!*above && !strcmp(key, "inside") && is_text) put(e->inside, sizeof e->inside, "%s", word);
+  if (!*above && !strcmp(key, "nb_gpus")) e->nb_gpus = atoll(word);
+  if (!*above && !strcmp(key, "pid")) e->pid = atoll(word);
+  for (int i = 0; *above && i < gpu_count; i++) {
+    bool in_list = is_text && !*key && !strcmp(gpus[i].uuid, word), is_key = !strcmp(gpus[i].uuid, key);
+    if (!strcmp(above, "gpus") && in_list) e->bytes[i] = -1;
+    if (!strcmp(above, "gpus") && is_key) e->bytes[i] = strcmp(word, "null") ? atoll(word) : -1;
+    if (!strcmp(above, "parts") && is_key) e->part[i] = atoi(word);
+  }
 }
 
-static void write_string(FILE *out, const char *s) /* bytes that are not UTF-8 become U+FFFD */
+static void value(struct entry *e, const char *above, const char *key, int depth)
+{
+  char word[256] = "", close = *at == '{' ? '}' : ']';
+  if (depth > 20) {
+    bad = true;
+  } else if (*at == '{' || *at == '[') {
+    for (at++, blanks(); !bad && *at != close; blanks()) {
+      char name[256] = "";
+      if (close == '}') {
+        text(name, sizeof name);
+        blanks();
+        bad = bad || *at != ':';
+        if (!bad) at++, blanks();
+      }
+      if (!bad) value(e, depth == 1 ? key : depth ? "?" : "", name, depth + 1);
+      blanks();
+      if (!bad && *at == ',') at++;
+      else bad = bad || *at != close;
+    }
+    if (!bad) at++;
+  } else if (*at == '"') {
+    text(word, sizeof word);
+    if (!bad) note(e, above, key, word, true);
+  } else {
+    size_t n = strspn(at, "-+.0123456789eEaflnrstuINity");
+    bad = !n || n >= sizeof word;
+    if (bad) return;
+    memcpy(word, at, n);
+    at += n;
+    note(e, above, key, word, false);
+  }
+}
+
+static void write_text(FILE *out, const char *s) /* what is not printable ASCII becomes a question mark */
 {
   fputc('"', out);
-  while (*s) {
-    unsigned char c = (unsigned char)*s;
-    int more = c < 0x80 ? 0 : c >= 0xc2 && c < 0xe0 ? 1 : c >= 0xe0 && c < 0xf0 ? 2 : c >= 0xf0 && c < 0xf5 ? 3 : -1;
-    bool good = more >= 0;
-    for (int i = 1; good && i <= more; i++) good = ((unsigned char)s[i] & 0xc0) == 0x80;
-    if (good && more > 1) { /* neither overlong, nor a surrogate, nor beyond U+10FFFF */
-      unsigned char d = (unsigned char)s[1];
-      good = !(c == 0xe0 && d < 0xa0) && !(c == 0xed && d > 0x9f) && !(c == 0xf0 && d < 0x90) && !(c == 0xf4 && d > 0x8f);
-    }
-    if (!good) fputs("\\ufffd", out);
-    else if (c < 0x20 || c == '"' || c == '\\' || c == 0x7f) fprintf(out, "\\u%04x", c);
-    else fwrite(s, 1, (size_t)more + 1, out);
-    s += good ? more + 1 : 1;
-  }
+  for (; *s; s++) fputc(*s < ' ' || *s > '~' || *s == '"' || *s == '\\' ? '?' : *s, out);
   fputc('"', out);
 }
 
 /* ---- files and directories ---- */
 
-static bool local_file_system(int fd)
+static bool same_file(int fd, int dir, const char *name)
 {
-  static const unsigned long remote[] = {0x6969, 0xff534d42, 0xfe534d42, 0x517b, 0x0bd00bd0, 0x00c36400,
-                                         0x5346414f, 0x01021997, 0x47504653, 0x19830326};
+  struct stat a, b;
+  return !fstat(fd, &a) && !fstatat(dir, name, &b, AT_SYMLINK_NOFOLLOW) && a.st_ino == b.st_ino && a.st_dev == b.st_dev;
+}
+
+static int raised(int fd) /* the same, higher than all before it, and where a shell's redirections do not reach */
+{
+  int high = fcntl(fd, F_DUPFD_CLOEXEC, next_fd);
+  if (high < 0) die(70, "no descriptors: %s", strerror(errno));
+  close(fd);
+  next_fd = high + 1;
+  return high;
+}
+
+static void close_fd(int *fd)
+{
+  if (*fd >= 0) close(*fd);
+  *fd = -1;
+}
+
+static bool is_local(int fd)
+{
+  static const unsigned long remote[] = {0x6969,     0xff534d42, 0xfe534d42, 0x517b,     0x0bd00bd0,
+                                         0x00c36400, 0x5346414f, 0x01021997, 0x47504653, 0x19830326};
   struct statfs s;
   if (fstatfs(fd, &s)) return false;
   for (size_t i = 0; i < sizeof remote / sizeof *remote; i++)
@@ -285,511 +270,445 @@ static bool local_file_system(int fd)
   return true;
 }
 
-static bool is_empty(int fd)
+static void temporary_name(char out[NAME_SIZE])
 {
-  int copy = openat(fd, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC), n = 0;
-  DIR *d = copy < 0 ? NULL : fdopendir(copy);
-  while (d && readdir(d)) n++;
-  if (d) closedir(d);
-  return n == 2;
-}
-
-static bool open_up(int parent, const char *name) /* by descriptor: the name may be a link by now */
-{
-  struct stat s;
-  int fd = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-  bool done = fd >= 0 && !fstat(fd, &s) && s.st_uid == geteuid() && is_empty(fd) && !fchmod(fd, 01777);
-  if (fd >= 0) close(fd);
-  return done;
+  *out = '.';
+  hexadecimal(out + 1);
 }
 
 static void make_directory(int parent, const char *name)
 {
-  char hidden[64];
-  put(hidden, sizeof hidden, ".new-%ld", (long)getpid());
-  if (mkdirat(parent, hidden, 0700)) return;
-  if (open_up(parent, hidden) && renameat2(parent, hidden, parent, name, RENAME_NOREPLACE) == 0) return;
-  int error = errno;
-  unlinkat(parent, hidden, AT_REMOVEDIR);
-  if ((error == EINVAL || error == ENOSYS) && mkdirat(parent, name, 01777) == 0) open_up(parent, name);
+  char temporary[NAME_SIZE];
+  temporary_name(temporary);
+  if (mkdirat(parent, temporary, 0700)) return;
+  int fd = openat(parent, temporary, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+  if (fd < 0 || fchmod(fd, 01777) || renameat2(parent, temporary, parent, name, RENAME_NOREPLACE))
+    unlinkat(parent, temporary, AT_REMOVEDIR);
+  close_fd(&fd);
 }
 
-static int open_directory(int parent, const char *name)
+static int open_directory(int parent, const char *name) /* -1: the one above was removed */
 {
   struct stat s;
-  int error = 0;
-  for (double until = now() + 1; now() < until; nap(0.01)) {
-    int fd = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-    if (fd < 0 && errno == ENOENT) {
-      make_directory(parent, name);
-      fd = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-    }
-    error = errno;
-    if (fd >= 0 && !fstat(fd, &s)) {
-      if (!local_file_system(fd)) die(70, "%s is not on a local file system", name);
-      if (s.st_uid == geteuid()) {
-        if ((s.st_mode & 07777) != 01777 && is_empty(fd)) fchmod(fd, 01777);
-        return fd;
-      }
-      if ((s.st_mode & 07777) == 01777 || faccessat(fd, ".", W_OK | X_OK, AT_EACCESS) == 0) return fd;
-      error = EACCES;
-    }
-    if (fd >= 0) close(fd);
-    if (error != EACCES && error != ENOENT) break;
+  int fd = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+  if (fd < 0 && errno == ENOENT) {
+    make_directory(parent, name);
+    fd = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
   }
-  die(70, "the directory %s cannot be used: %s", name, strerror(error));
-}
-
-static const char *absolute(const char *path) /* without a slash at its end; other spellings are refused */
-{
-  static char copies[2][4096];
-  static int which;
-  char *copy = copies[which++ % 2];
-  size_t n = strlen(path);
-  if (*path != '/' || n > 4000) die(70, "%s is not an absolute path", path);
-  strcpy(copy, path);
-  while (n > 1 && copy[n - 1] == '/') copy[--n] = 0;
-  if (strstr(copy, "//") || strstr(copy, "/./") || strstr(copy, "/../")) die(70, "%s can be written more simply", path);
-  return copy;
-}
-
-static int open_state_dir(void)
-{
-  const char *given = getenv("SAFE_GPU_DIR"), *own = getenv("SAFE_GPU_SIMULATED_DIR");
-  const char *path = absolute(given && *given ? given : "/tmp/safe-gpu");
-  if (own && *own) put(simulated, sizeof simulated, "%s", absolute(own));
-  else put(simulated, sizeof simulated, "%s/simulated", path);
-  char parent[4096], *slash;
-  strcpy(parent, path);
-  slash = strrchr(parent, '/');
-  *slash = 0;
-  int fd = open(slash == parent ? "/" : parent, O_PATH | O_DIRECTORY | O_CLOEXEC);
-  if (fd < 0) die(70, "%s: %s", parent, strerror(errno));
-  int state = open_directory(fd, slash + 1);
-  close(fd);
-  return state;
-}
-
-static int open_existing(int dir, const char *name) /* -1: errno; EPERM is a file that is not to be opened */
-{
-  struct stat s;
-  if (fstatat(dir, name, &s, AT_SYMLINK_NOFOLLOW)) return -1;
-  if (!S_ISREG(s.st_mode)) return errno = EPERM, -1;
-  int fd = openat(dir, name, O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
-  if (fd < 0) return -1;
-  if (fstat(fd, &s) || s.st_mode != (S_IFREG | 0666)) return close(fd), errno = EPERM, -1; /* linked or moved here */
+  if (fd < 0 && errno == ENOENT) return -1;
+  if (fd < 0 || fstat(fd, &s)) die(70, "%s cannot be opened: %s", name, strerror(errno));
+  if (!is_local(fd)) die(70, "%s is not on a local file system", name);
+  if ((s.st_mode & 07777) != 01777 && s.st_uid != geteuid() && faccessat(fd, ".", W_OK | X_OK, AT_EACCESS))
+    die(70, "%s has mode %o and belongs to another user", name, s.st_mode & 07777);
   return fd;
 }
 
-static void lease_name(char out[160], const char *uuid, bool inner)
+static bool is_current(void)
 {
-  put(out, 160, "%s%s.lock", uuid, inner ? ".inner" : "");
-  for (char *p = out; *p; p++)
-    if (*p == '/') *p = '_';
+  return state_fd >= 0 && same_file(state_fd, AT_FDCWD, state_path) && same_file(claims.fd, state_fd, "claims") &&
+         same_file(queue.fd, state_fd, "queue");
 }
 
-static bool same_file(int dir, const char *name, const struct stat *s)
+static void open_directories(void) /* also where somebody has removed them: a ticket in them is nobody's */
 {
-  struct stat other;
-  return !fstatat(dir, name, &other, AT_SYMLINK_NOFOLLOW) && other.st_ino == s->st_ino && other.st_dev == s->st_dev;
-}
-
-static int open_lease(const char *name) /* like open_existing; a link to host.lock or to another lease is refused */
-{
-  struct stat s;
-  int fd = open_existing(leases_dir, name);
-  if (fd < 0 || fstat(fd, &s) || s.st_nlink < 2) return fd;
-  bool linked = same_file(state_dir, "host.lock", &s);
-  for (int i = 0; i < 2 * gpu_count && !linked; i++) {
-    char other[160];
-    lease_name(other, gpus[i / 2].uuid, i % 2);
-    linked = strcmp(name, other) && same_file(leases_dir, other, &s);
+  static int kept = -1;
+  char *slash = strrchr(state_path, '/');
+  for (int i = 0; i < 100 && !is_current(); i++) {
+    int *all[] = {&state_fd, &claims.fd, &queue.fd, &queue.mine, &kept};
+    for (size_t k = 0; k < sizeof all / sizeof *all; k++) close_fd(all[k]);
+    *slash = 0;
+    int parent = open(*state_path ? state_path : "/", O_PATH | O_DIRECTORY | O_CLOEXEC);
+    *slash = '/';
+    if (parent < 0) die(70, "%s: %s", state_path, strerror(errno));
+    state_fd = open_directory(parent, slash + 1);
+    close(parent);
+    if (state_fd < 0) continue;
+    claims.fd = open_directory(state_fd, "claims");
+    queue.fd = open_directory(state_fd, "queue");
+    kept = openat(state_fd, ".", O_RDONLY | O_DIRECTORY); /* COMMAND keeps it, too */
+    if (kept >= 0 && flock(kept, LOCK_SH | LOCK_NB)) close_fd(&kept);
   }
-  return linked ? close(fd), errno = EPERM, -1 : fd;
+  if (!is_current()) die(70, "%s is removed again and again", state_path);
 }
 
-static bool make_file(int dir, const char *name, mode_t mode) /* false: errno, EEXIST among them */
+static int lock_host(void) /* -1: the directory was removed */
 {
-  char path[64];
-  int fd = openat(dir, ".", O_TMPFILE | O_RDWR | O_CLOEXEC, mode), result;
-  if (fd >= 0) {
-    put(path, sizeof path, "/proc/self/fd/%d", fd);
-    result = fchmod(fd, mode) || linkat(AT_FDCWD, path, dir, name, AT_SYMLINK_FOLLOW);
-  } else {
-    put(path, sizeof path, ".new-%ld", (long)getpid());
-    fd = openat(dir, path, O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
-    if (fd < 0) return false;
-    result = fchmod(fd, mode) || renameat2(dir, path, dir, name, RENAME_NOREPLACE);
-    int error = errno;
-    if (result) unlinkat(dir, path, 0);
-    errno = error;
-  }
-  int error = errno;
-  close(fd);
-  errno = error;
-  return !result;
-}
-
-static int open_file(int dir, const char *name) /* makes it where it is missing; -1: errno */
-{
-  for (int i = 0; i < 100; i++) {
-    int fd = dir == leases_dir ? open_lease(name) : open_existing(dir, name);
-    if (fd >= 0 || errno != ENOENT) return fd;
-    if (!make_file(dir, name, 0666) && errno != EEXIST) die(70, "%s cannot be made: %s", name, strerror(errno));
-  }
-  die(70, "%s is removed again and again", name);
-}
-
-static bool stands_there(int fd, int dir, const char *name)
-{
-  struct stat a, b;
-  return !fstat(fd, &a) && !fstatat(dir, name, &b, AT_SYMLINK_NOFOLLOW) && a.st_ino == b.st_ino && a.st_dev == b.st_dev;
-}
-
-static void give_back(int *fd) /* unlock before close: a forked child may have a copy */
-{
-  if (*fd >= 0) flock(*fd, LOCK_UN), close(*fd);
-  *fd = -1;
-}
-
-static const char *read_text(int fd, char text[TEXT + 1])
-{
-  for (int i = 0; i < 5; i++) {
-    ssize_t n = pread(fd, text, TEXT, 0);
-    text[n > 0 ? n : 0] = 0;
-    if (n <= 0 || text[n - 1] == '\n') break;
-  }
-  return text;
-}
-
-static bool write_text(int fd, const char *text)
-{
-  size_t length = strlen(text);
-  return pwrite(fd, text, length, 0) == (ssize_t)length && ftruncate(fd, (off_t)length) == 0;
-}
-
-static void lock_host(void)
-{
-  double began = now();
+  double since = now();
   for (;;) {
-    host_fd = open_file(state_dir, "host.lock");
-    if (host_fd < 0) die(70, "host.lock cannot be opened: %s", strerror(errno));
-    while (flock(host_fd, LOCK_EX | LOCK_NB)) {
-      double waited = now() - began;
-      if (waited > 60) die(70, "host.lock is held for a minute");
-      nap(waited < 0.1 ? 0.001 + (double)(getpid() % 5) / 1000 : waited < 1 ? 0.01 : 0.05);
-    }
-    if (stands_there(host_fd, state_dir, "host.lock")) return;
-    give_back(&host_fd);
-  }
-}
-
-static void unlock_host(void) { give_back(&host_fd); }
-
-/* ---- what the kernel says about processes, locks and names ---- */
-
-struct stat_line {
-  char state;
-  long parent;
-  unsigned long flags;
-  long threads;
-  unsigned long long start;
-};
-
-static bool stat_of(long pid, struct stat_line *s)
-{
-  char path[64], text[4097];
-  put(path, sizeof path, "/proc/%ld/stat", pid);
-  FILE *f = fopen(path, "re");
-  size_t n = f ? fread(text, 1, sizeof text - 1, f) : 0;
-  if (f) fclose(f);
-  text[n] = 0;
-  char *p = strrchr(text, ')');
-  return p && sscanf(p + 1, " %c %ld %*d %*d %*d %*d %lu %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %ld %*d %llu", &s->state,
-                     &s->parent, &s->flags, &s->threads, &s->start) == 5;
-}
-
-static bool has_ended(long pid, double start) /* start < 0: not known */
-{
-  struct stat_line s;
-  bool there = stat_of(pid, &s) && (s.threads > 1 || (s.state != 'Z' && s.state != 'X'));
-  return !there || (start >= 0 && (double)s.start != start);
-}
-
-static bool is_leaving(long pid)
-{
-  struct stat_line s;
-  struct dirent *thread;
-  bool lives = false;
-  char path[64];
-  put(path, sizeof path, "/proc/%ld/task", pid);
-  DIR *threads = opendir(path);
-  while (threads && (thread = readdir(threads)))
-    lives |= thread->d_name[0] != '.' && stat_of(atol(thread->d_name), &s) && !(s.flags & 4);
-  if (threads) closedir(threads);
-  return !lives;
-}
-
-static bool is_stopped(long pid)
-{
-  char path[4200], line[4096];
-  struct stat_line s;
-  bool frozen = false;
-  if (!stat_of(pid, &s)) return false;
-  if (s.state == 'T') return true;
-  put(path, sizeof path, "/proc/%ld/cgroup", pid);
-  FILE *f = fopen(path, "re");
-  while (f && fgets(line, sizeof line, f)) {
-    if (strncmp(line, "0::", 3)) continue;
-    line[strcspn(line, "\n")] = 0;
-    put(path, sizeof path, "/sys/fs/cgroup%s/cgroup.events", line + 3);
-    FILE *events = fopen(path, "re");
-    while (events && fgets(line, sizeof line, events)) frozen |= !strcmp(line, "frozen 1\n");
-    if (events) fclose(events);
-    break;
-  }
-  if (f) fclose(f);
-  return frozen;
-}
-
-static long own_pidns(void)
-{
-  struct stat s;
-  return stat("/proc/self/ns/pid", &s) ? -1 : (long)s.st_ino;
-}
-
-static bool is_here(const char *text) /* whether the pid in a record or a ticket is one of this PID namespace */
-{
-  double pidns = number(find_key(text, "pidns"), -1);
-  return pidns < 0 || pidns == (double)own_pidns();
-}
-
-static bool is_mine(long pid) /* a process with our effective uid */
-{
-  char path[64], line[256];
-  unsigned uid = 0;
-  bool found = false;
-  put(path, sizeof path, "/proc/%ld/status", pid);
-  FILE *f = fopen(path, "re");
-  while (f && !found && fgets(line, sizeof line, f)) found = sscanf(line, "Uid: %*u %u", &uid) == 1;
-  if (f) fclose(f);
-  return found && uid == geteuid();
-}
-
-static bool lock_line(const char *line, const struct stat *s, long *pid) /* a line of /proc/locks or of an fdinfo */
-{
-  unsigned major_, minor_;
-  unsigned long inode;
-  const char *p = strstr(line, "FLOCK");
-  return p && sscanf(p, "FLOCK %*s %*s %ld %x:%x:%lu", pid, &major_, &minor_, &inode) == 4 &&
-         inode == (unsigned long)s->st_ino && makedev(major_, minor_) == s->st_dev;
-}
-
-static long holder(int fd) /* the process that /proc/locks names, or 0 */
-{
-  struct stat s;
-  char line[512];
-  long pid = 0;
-  FILE *f = fopen("/proc/locks", "re");
-  if (fstat(fd, &s)) return 0;
-  while (f && fgets(line, sizeof line, f))
-    if (!strstr(line, "->") && lock_line(line, &s, &pid)) break;
-    else pid = 0;
-  if (f) fclose(f);
-  return pid > 0 ? pid : 0;
-}
-
-/* Whether some process of ours shows, in its folder ("fdinfo" or "fd"), the lock of a file or a socket. */
-static bool one_of_mine_has(const char *folder, const struct stat *lock, const char *socket)
-{
-  char path[512], text[512];
-  bool found = false;
-  struct dirent *entry, *file;
-  DIR *proc = opendir("/proc");
-  while (proc && !found && (entry = readdir(proc))) {
-    long pid = atol(entry->d_name), named;
-    if (pid <= 0 || !is_mine(pid)) continue;
-    put(path, sizeof path, "/proc/%ld/%s", pid, folder);
-    DIR *files = opendir(path);
-    for (int n = 0; files && !found && n < 4096 && (file = readdir(files)); n++) {
-      put(path, sizeof path, "/proc/%ld/%s/%.40s", pid, folder, file->d_name);
-      if (socket) {
-        ssize_t length = readlink(path, text, sizeof text - 1);
-        text[length > 0 ? length : 0] = 0;
-        found = !strcmp(text, socket);
+    int fd = openat(state_fd, "host.lock", O_RDWR | O_NOFOLLOW | O_CLOEXEC);
+    if (fd < 0 && errno == ENOENT) {
+      char temporary[NAME_SIZE];
+      temporary_name(temporary);
+      fd = openat(state_fd, temporary, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+      if (fd < 0 && errno == ENOENT) return -1;
+      if (fd >= 0 && (fchmod(fd, 0666) || renameat2(state_fd, temporary, state_fd, "host.lock", RENAME_NOREPLACE))) {
+        unlinkat(state_fd, temporary, 0);
+        close(fd);
         continue;
       }
-      FILE *f = fopen(path, "re");
-      while (f && !found && fgets(text, sizeof text, f)) found = lock_line(text, lock, &named);
-      if (f) fclose(f);
     }
-    if (files) closedir(files);
+    if (fd < 0) die(70, "host.lock cannot be opened: %s", strerror(errno));
+    while (flock(fd, LOCK_EX | LOCK_NB)) {
+      double waited = now() - since;
+      if (waited > 10 && deadline >= 0 && now() >= deadline) die(70, "host.lock is held for %.0f s", waited);
+      nap(0.001, waited < 0.1 ? 0.005 : 0.1);
+    }
+    if (same_file(fd, state_fd, "host.lock")) return fd;
+    close(fd);
   }
-  if (proc) closedir(proc);
-  return found;
 }
 
-static void name_of(char out[108], const struct gpu *gpu, const char *suffix)
+/* ---- entries ---- */
+
+static struct {
+  int dir;
+  char name[NAME_SIZE];
+} dead[1024]; /* of this user: they are removed when host.lock has been given back */
+static int dead_count;
+
+static void note_dead(int dir, const char *name, uid_t owner)
 {
-  char uuid[UUID_SIZE];
-  strcpy(uuid, gpu->uuid);
-  for (char *p = uuid; *p; p++)
-    if (*p == '/') *p = '_';
-  put(out, 108, "safe-gpu/1/%s%s%s", name_prefix, uuid, suffix);
-  size_t n = strlen(out);
-  while (n < 48) out[n++] = '.';
-  out[n] = 0;
+  if (dead_count == 1024 || (geteuid() && geteuid() != owner)) return;
+  dead[dead_count].dir = dir;
+  put(dead[dead_count++].name, NAME_SIZE, "%s", name);
 }
 
-static socklen_t address_of(struct sockaddr_un *address, const struct gpu *gpu, const char *suffix) /* its length */
+static void remove_dead(void)
 {
-  char name[108];
-  name_of(name, gpu, suffix);
-  memset(address, 0, sizeof *address);
-  address->sun_family = AF_UNIX;
-  memcpy(address->sun_path + 1, name, strlen(name) < 107 ? strlen(name) : 107);
-  return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + strlen(name));
+  while (dead_count) dead_count--, unlinkat(dead[dead_count].dir, dead[dead_count].name, 0);
 }
 
-static bool is_named(const struct gpu *gpu, const char *suffix) /* of a datagram socket */
+static struct flock whole_file(short type) { return (struct flock){.l_type = type, .l_whence = SEEK_SET}; }
+
+static bool is_locked(int fd)
 {
-  struct sockaddr_un address;
-  socklen_t length = address_of(&address, gpu, suffix);
+  struct flock lock = whole_file(F_RDLCK);
+  if (fcntl(fd, F_OFD_GETLK, &lock)) die(70, "F_OFD_GETLK: %s", strerror(errno));
+  return lock.l_type == F_WRLCK;
+}
+
+static bool is_hexadecimal(const char *s) { return strspn(s, "0123456789abcdef") == 16 && !s[16]; }
+
+static bool is_name(const char *name, long long *number)
+{
+  size_t digits = strspn(name, "0123456789");
+  if (!digits || digits > 18 || (*name == '0' && digits > 1) || name[digits] != '.') return false;
+  *number = atoll(name);
+  return is_hexadecimal(name + digits + 1);
+}
+
+static int open_entry(int dir, const char *name) /* -1: it counts for nothing */
+{
+  int fd = openat(dir, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+  if (fd < 0 && errno != ENOENT && errno != ELOOP && errno != EACCES && errno != EPERM && errno != ENXIO &&
+      errno != EWOULDBLOCK)
+    die(70, "%s: %s", name, strerror(errno));
+  return fd;
+}
+
+static void read_entry(struct directory *d, const char *name, long long number)
+{
+  static char data[TEXT + 1];
+  struct entry e = {.number = number};
+  struct stat s;
+  int fd = open_entry(d->fd, name);
+  if (fd < 0) return;
+  if (fstat(fd, &s)) die(70, "fstat: %s", strerror(errno));
+  if (!is_locked(fd)) {
+    note_dead(d->fd, name, s.st_uid);
+  } else if (S_ISREG(s.st_mode) && !(s.st_mode & 022) && s.st_size <= TEXT) {
+    ssize_t n = pread(fd, data, TEXT, 0);
+    data[n < 0 ? 0 : n] = 0;
+    for (int i = 0; i < GPUS; i++) e.part[i] = -1;
+    e.dev = s.st_dev, e.ino = s.st_ino, e.uid = s.st_uid;
+    put(e.name, sizeof e.name, "%s", name);
+    at = data, bad = false;
+    blanks();
+    bad = *at != '{';
+    if (!bad) value(&e, "", "", 0);
+    for (int i = 0; s.st_nlink > 1 && i < d->count; i++)
+      bad = bad || (d->living[i].dev == e.dev && d->living[i].ino == e.ino);
+    bad = bad || e.nb_gpus < 0 || (d == &queue) != (e.nb_gpus > 0);
+    if (!bad && d->count == d->room && !(d->living = realloc(d->living, (size_t)(d->room += 256) * sizeof e)))
+      die(70, "no memory");
+    if (!bad) d->living[d->count++] = e;
+  }
+  close(fd);
+}
+
+static int by_number(const void *a, const void *b)
+{
+  long long x = *(const long long *)a, y = *(const long long *)b;
+  return (x > y) - (x < y);
+}
+
+static int by_age(const void *a, const void *b)
+{
+  const struct entry *x = a, *y = b;
+  return x->number == y->number ? strcmp(x->name, y->name) : by_number(&x->number, &y->number);
+}
+
+static void list(struct directory *d)
+{
+  static long long numbers[NAMES];
+  int count = 0, names = 0, fd = openat(d->fd, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  DIR *directory = fd < 0 ? NULL : fdopendir(fd);
+  struct stat s;
+  if (!directory) die(70, "%s cannot be listed: %s", d->name, strerror(errno));
+  d->count = 0;
+  for (struct dirent *one; (one = readdir(directory));) {
+    if (++names > NAMES + 2) die(70, "%s has too many names", d->name);
+    if (is_name(one->d_name, &numbers[count]))
+      read_entry(d, one->d_name, numbers[count]), count++;
+    else if (*one->d_name == '.' && is_hexadecimal(one->d_name + 1) &&
+             !fstatat(d->fd, one->d_name, &s, AT_SYMLINK_NOFOLLOW) && time(NULL) - s.st_mtime > 60)
+      note_dead(d->fd, one->d_name, s.st_uid);
+  }
+  closedir(directory);
+  qsort(numbers, (size_t)count, sizeof *numbers, by_number);
+  d->highest = 0;
+  for (int i = 0; i < count && numbers[i] - d->highest <= 1000000000000; i++) d->highest = numbers[i];
+  if (d->count) qsort(d->living, (size_t)d->count, sizeof *d->living, by_age);
+}
+
+static void cap_tickets(void) /* of one user 1,000 count, and 4,096 in all */
+{
+  int kept = 0;
+  for (int i = 0; i < queue.count && kept < 4096; i++) {
+    int before = 0;
+    for (int k = 0; queue.living[i].uid && k < kept; k++) before += queue.living[k].uid == queue.living[i].uid;
+    if (before < 1000) queue.living[kept++] = queue.living[i];
+  }
+  queue.count = kept;
+}
+
+static bool is_mine(const struct directory *d, const struct entry *e)
+{
+  return d->mine >= 0 && !strcmp(e->name, d->mine_name);
+}
+
+static void write_gpus(FILE *out, bool ticket)
+{
+  int n = 0;
+  fprintf(out, "\"gpus\":%c", ticket ? '[' : '{');
+  for (int i = 0; i < gpu_count; i++) {
+    if (ticket ? *inside && !gpus[i].inside : !gpus[i].chosen) continue;
+    if (n++) fputc(',', out);
+    write_text(out, gpus[i].uuid);
+    if (!ticket && share) fprintf(out, ":%lld", share);
+    else if (!ticket) fputs(":null", out);
+  }
+  fprintf(out, "%c,\"parts\":{", ticket ? ']' : '}');
+  n = 0;
+  for (int i = 0; i < gpu_count && !ticket; i++) {
+    if (!gpus[i].chosen || gpus[i].part < 0) continue;
+    if (n++) fputc(',', out);
+    write_text(out, gpus[i].uuid);
+    fprintf(out, ":%d", gpus[i].part);
+  }
+  fputc('}', out);
+}
+
+static void write_time(FILE *out, const char *key, double when)
+{
+  if (when < 0) fprintf(out, ",\"%s\":null", key);
+  else fprintf(out, ",\"%s\":%.3f", key, when);
+}
+
+static char *entry_text(bool ticket, size_t *size)
+{
+  char *body = NULL, host[256] = "", line[4096] = "", *p;
+  unsigned long long start = 0;
+  double since = seconds(CLOCK_REALTIME);
+  struct stat s;
+  FILE *out = open_memstream(&body, size), *stat_file = fopen("/proc/self/stat", "re");
+  if (!out) die(70, "no memory");
+  if (stat_file && fgets(line, sizeof line, stat_file) && (p = strrchr(line, ')')))
+    sscanf(p + 1, " %*c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu", &start);
+  if (stat_file) fclose(stat_file);
+  gethostname(host, sizeof host - 1);
+  fprintf(out, "{\"v\":1,\"pid\":%d,\"start\":%llu,\"pidns\":%lu,\"host\":", (int)getpid(), start,
+          stat("/proc/self/ns/pid", &s) ? 0UL : (unsigned long)s.st_ino);
+  write_text(out, host);
+  fputs(",\"job\":\"\",\"command\":", out);
+  write_text(out, command);
+  write_time(out, "since", since);
+  write_time(out, "until", hold_for >= 0 && !ticket ? since + hold_for : -1);
+  write_time(out, "queued", ticket ? since : queued);
+  fprintf(out, ",\"display\":false,\"token\":\"%s\",\"inside\":\"%s\",", ticket || *inside ? "" : token_hash, inside);
+  write_gpus(out, ticket);
+  if (ticket) {
+    fprintf(out, ",\"nb_gpus\":%d", wanted);
+    if (share) fprintf(out, ",\"share\":%lld", share);
+    write_time(out, "hold_for", hold_for);
+    queued = since;
+  } else {
+    write_time(out, "waited", now() - began);
+  }
+  fputs("}\n", out);
+  if (fclose(out)) die(70, "no memory");
+  return body;
+}
+
+static void remove_entry(struct directory *d)
+{
+  struct flock lock = whole_file(F_UNLCK);
+  if (d->mine < 0) return;
+  if (same_file(d->mine, d->fd, d->mine_name)) unlinkat(d->fd, d->mine_name, 0);
+  fcntl(d->mine, F_OFD_SETLK, &lock);
+  close_fd(&d->mine);
+}
+
+static bool make_entry(struct directory *d) /* false: somebody has removed what was made */
+{
+  char temporary[NAME_SIZE];
+  size_t size;
+  char *body = entry_text(d == &queue, &size);
+  struct flock lock = whole_file(F_WRLCK);
+  temporary_name(temporary);
+  d->mine = openat(d->fd, temporary, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+  if (d->mine < 0 && errno == ENOENT) return free(body), false;
+  if (d->mine < 0 || write(d->mine, body, size) != (ssize_t)size || fcntl(d->mine, F_OFD_SETLK, &lock) ||
+      fchmod(d->mine, 0644)) {
+    int error = errno;
+    unlinkat(d->fd, temporary, 0);
+    die(70, "no entry can be made in %s: %s", d->name, strerror(error));
+  }
+  free(body);
+  d->mine = raised(d->mine);
+  put(d->mine_name, NAME_SIZE, "%lld.", d->highest + 1);
+  hexadecimal(d->mine_name + strlen(d->mine_name));
+  if (renameat2(d->fd, temporary, d->fd, d->mine_name, RENAME_NOREPLACE) && (errno == EINVAL || errno == ENOSYS) &&
+      !linkat(d->fd, temporary, d->fd, d->mine_name, 0))
+    unlinkat(d->fd, temporary, 0);
+  if (same_file(d->mine, d->fd, d->mine_name)) return true;
+  close_fd(&d->mine);
+  return false;
+}
+
+/* ---- doors ---- */
+
+static socklen_t address_of(struct sockaddr_un *a, const char *uuid, const char *tail)
+{
+  char name[sizeof a->sun_path], safe[UUID_SIZE];
+  put(safe, sizeof safe, "%s", uuid);
+  for (char *p = safe; (p = strchr(p, '/'));) *p = '_';
+  put(name, sizeof name, "safe-gpu/1/%s%s%s", door_prefix, safe, tail);
+  size_t n = strlen(name);
+  while (n < 48) name[n++] = '.';
+  memset(a, 0, sizeof *a);
+  a->sun_family = AF_UNIX;
+  memcpy(a->sun_path + 1, name, n < sizeof a->sun_path ? n : sizeof a->sun_path - 1);
+  return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + n);
+}
+
+static bool is_held(const struct gpu *gpu, const char *tail)
+{
+  struct sockaddr_un a;
+  socklen_t size = address_of(&a, gpu->uuid, tail);
   int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-  bool held = fd >= 0 && (!connect(fd, (void *)&address, length) || errno != ECONNREFUSED);
-  if (fd >= 0) close(fd);
+  if (fd < 0) die(70, "socket: %s", strerror(errno));
+  bool held = !connect(fd, (struct sockaddr *)&a, size) || errno != ECONNREFUSED;
+  close(fd);
   return held;
 }
 
-static bool is_shared(const struct gpu *gpu) /* whether a claim has the name of a share */
+static bool take_door(struct gpu *gpu, const char *tail)
 {
-#ifdef NO_SLOTS
-  return false && gpu;
+  struct sockaddr_un a;
+  socklen_t size = address_of(&a, gpu->uuid, tail);
+  int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  if (fd < 0) die(70, "socket: %s", strerror(errno));
+  if (!bind(fd, (struct sockaddr *)&a, size)) {
+    shutdown(fd, SHUT_RDWR);
+    gpu->doors[gpu->door_count++] = raised(fd);
+    return true;
+  }
+  if (errno != EADDRINUSE) die(70, "bind: %s", strerror(errno));
+  close(fd);
+  return false;
+}
+
+static bool is_part(int gpu, int part) /* of a living entry here */
+{
+  for (int i = 0; i < claims.count; i++)
+    if (!is_mine(&claims, &claims.living[i]) && claims.living[i].part[gpu] == part) return true;
+  return false;
+}
+
+static bool take_part(int i)
+{
+  char tail[16];
+  for (int part = 0; part < PARTS && gpus[i].part < 0; part++) {
+    put(tail, sizeof tail, ".%d", part);
+    if (!is_part(i, part) && take_door(&gpus[i], tail)) gpus[i].part = part;
+  }
+  return gpus[i].part >= 0;
+}
+
+static bool parts_are_known(int i)
+{
+  char tail[16];
+  for (int part = 0; part < PARTS; part++) {
+    put(tail, sizeof tail, ".%d", part);
+    if (is_held(&gpus[i], tail) && !is_part(i, part)) return false;
+  }
+  return true;
+}
+
+static void tails_of_token(const char *of, char first[32], char last[32])
+{
+  char both[64], hash[17];
+  put(both, sizeof both, "%s.door", of);
+  hash16(both, hash);
+  put(first, 32, ".%s.0", hash);
+  put(last, 32, ".%s.1", hash);
+}
+
+static bool is_token_held(const struct gpu *gpu)
+{
+  char first[32], last[32];
+  tails_of_token(scope, first, last);
+  return is_held(gpu, first) && is_held(gpu, last);
+}
+
+static void close_doors(struct gpu *gpu)
+{
+  while (gpu->door_count) close(gpu->doors[--gpu->door_count]);
+  gpu->part = -1;
+}
+
+static bool take_doors(int i)
+{
+  struct gpu *gpu = &gpus[i];
+  char first[32], last[32];
+#ifdef NO_DOORS
+  return true;
 #endif
-  struct sockaddr_un address;
-  bool held = false;
-  int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-  for (int i = 0; i < SLOTS && fd >= 0 && !held; i++) {
-    char suffix[20];
-    put(suffix, sizeof suffix, ".share.%d", i);
-    socklen_t length = address_of(&address, gpu, suffix);
-    held = !connect(fd, (void *)&address, length) || errno != ECONNREFUSED;
-  }
-  if (fd >= 0) close(fd);
-  return held;
-}
-
-static int bind_name(const struct gpu *gpu, const char *suffix) /* -1: another has it; -2: names cannot be had */
-{
-  struct sockaddr_un address;
-  socklen_t length = address_of(&address, gpu, suffix);
-  bool datagrams = !strcmp(suffix, ".outer");
-  int fd = socket(AF_UNIX, (datagrams ? SOCK_DGRAM : SOCK_STREAM) | SOCK_CLOEXEC, 0);
-  if (fd >= 0 && !bind(fd, (void *)&address, length)) {
-    if (datagrams) shutdown(fd, SHUT_RDWR);
-    return fd;
-  }
-  int error = errno;
-  if (fd >= 0) close(fd);
-  if (error == EADDRINUSE) return -1;
-  fprintf(stderr, "client: no name for %s: %s\n", gpu->uuid, strerror(error));
-  return -2;
-}
-
-/* The socket with this name and whether our effective user has made it, as the kernel tells by NETLINK_SOCK_DIAG: its
- * inode, or 0. No lock is held. */
-static unsigned long socket_with(const struct gpu *gpu, const char *suffix, bool *mine)
-{
-  struct { struct nlmsghdr head; struct unix_diag_req body; } request = {
-    {sizeof request, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST | NLM_F_DUMP, 0, 0},
-    {.sdiag_family = AF_UNIX, .udiag_states = ~0U, /* a datagram socket is "established" once anybody connected to it */
-     .udiag_show = UDIAG_SHOW_NAME | UDIAG_SHOW_UID}};
-  static char answer[1 << 15] __attribute__((aligned(NLMSG_ALIGNTO)));
-  char name[109] = "", nobody[16] = "", socket_text[64];
-  unsigned long found = 0;
-  int type = strcmp(suffix, ".outer") ? SOCK_STREAM : SOCK_DGRAM;
-  bool more = true;
-  name_of(name + 1, gpu, suffix);
-  FILE *f = fopen("/proc/sys/kernel/overflowuid", "re");
-  if (f && !fgets(nobody, sizeof nobody, f)) *nobody = 0;
-  if (f) fclose(f);
-  int fd = socket(AF_NETLINK, SOCK_RAW | SOCK_CLOEXEC, NETLINK_SOCK_DIAG);
-  more = fd >= 0 && send(fd, &request, sizeof request, 0) == sizeof request;
-  while (more && !found) {
-    ssize_t length = recv(fd, answer, sizeof answer, MSG_DONTWAIT);
-    if (length <= 0) break;
-    for (struct nlmsghdr *head = (void *)answer; more && NLMSG_OK(head, length); head = NLMSG_NEXT(head, length)) {
-      struct unix_diag_msg *message = NLMSG_DATA(head);
-      bool is_it = false, known = false;
-      uint32_t uid = 0;
-      more = head->nlmsg_type == SOCK_DIAG_BY_FAMILY;
-      size_t at = NLMSG_ALIGN(sizeof *message), end = more ? head->nlmsg_len - NLMSG_HDRLEN : 0;
-      while (at + NLA_HDRLEN <= end) {
-        struct nlattr *one = (void *)((char *)message + at);
-        size_t size = one->nla_len - (size_t)NLA_HDRLEN;
-        const char *value = (char *)one + NLA_HDRLEN;
-        if (one->nla_type == UNIX_DIAG_NAME) is_it = size == 1 + strlen(name + 1) && !memcmp(value, name, size);
-        if (one->nla_type == UNIX_DIAG_UID) memcpy(&uid, value, sizeof uid), known = uid != strtoul(nobody, NULL, 10);
-        at += NLA_ALIGN(one->nla_len);
-      }
-      if (!is_it || message->udiag_type != type || (type == SOCK_STREAM && message->udiag_state == 1)) continue; /* a connection */
-      put(socket_text, sizeof socket_text, "socket:[%u]", message->udiag_ino);
-      *mine = known ? uid == geteuid() : one_of_mine_has("fd", NULL, socket_text);
-      found = message->udiag_ino;
-    }
-  }
-  if (fd >= 0) close(fd);
-  return found;
-}
-
-static void hash_suffix(char suffix[20], const char *text, unsigned long inode) /* of the name that says whose a socket is */
-{
-  char with_inode[512], hash[17];
-  put(with_inode, sizeof with_inode, "%s:%lu", text, inode);
-  hash16(with_inode, hash);
-  put(suffix, 20, ".%s", hash);
-}
-
-static bool is_in_scope(const struct gpu *gpu) /* our outer claim holds it by name */
-{
-  char suffix[20];
-  bool mine = false, any;
-  unsigned long inode = socket_with(gpu, ".outer", &mine);
-  hash_suffix(suffix, scope, inode);
-  return mine && socket_with(gpu, suffix, &any);
+  if (without_doors) return true;
+  if (*inside) return take_part(i) && is_token_held(gpu);
+  tails_of_token(token, first, last);
+  if (*token && !take_door(gpu, first)) return false;
+  if (!take_door(gpu, "") || !parts_are_known(i)) return false;
+  if (*token) return take_part(i) && take_door(gpu, last);
+  if (!share) return true;
+  if (!take_part(i)) return false;
+  close(gpu->doors[0]);
+  gpu->doors[0] = gpu->doors[--gpu->door_count];
+  return true;
 }
 
 /* ---- the driver ---- */
 
-static double polled = -1e9;
-static struct { char uuid[UUID_SIZE]; long pid; long long drawn; } on_gpu[1024]; /* drawn: bytes, if it only draws */
+static struct {
+  char uuid[UUID_SIZE];
+  long pid;
+  long long drawn; /* bytes, if it only draws */
+} on_gpu[1024];
 static int on_gpu_count;
+static double polled = -1e9;
 
-static void judge_gpus(void) /* which are busy by the last poll */
-{
-  for (int i = 0; i < gpu_count; i++) {
-    gpus[i].busy = false;
-    for (int j = 0; j < on_gpu_count; j++)
-      gpus[i].busy |= !strcmp(on_gpu[j].uuid, gpus[i].uuid) && on_gpu[j].pid != getpid() &&
-                      !(inner_claim && on_gpu[j].pid == gpus[i].outer_pid);
-  }
-}
-
-static void forget_small_drawers(void) /* those that only draw, and use at most 1 GiB together on a GPU */
-{
-  int kept = 0;
-  long long drawn[1024];
-  for (int i = 0; i < on_gpu_count; i++) {
-    drawn[i] = 0;
-    for (int j = 0; j < on_gpu_count; j++)
-      if (!strcmp(on_gpu[j].uuid, on_gpu[i].uuid)) drawn[i] += on_gpu[j].drawn;
-  }
-  for (int i = 0; i < on_gpu_count; i++)
-    if (!on_gpu[i].drawn || drawn[i] > 1LL << 30) on_gpu[kept++] = on_gpu[i];
-  on_gpu_count = kept;
-}
-
-static void poll_driver(void) /* fills on_gpu: who has a context on which GPU */
+static void poll_driver(void)
 {
   char path[4200];
   polled = now();
@@ -797,491 +716,223 @@ static void poll_driver(void) /* fills on_gpu: who has a context on which GPU */
   if (!preset) return;
   put(path, sizeof path, "%.4000s/%.100s", simulated, preset);
   DIR *d = opendir(path);
-  for (struct dirent *entry; d && (entry = readdir(d));) {
+  for (struct dirent *one; d && (one = readdir(d));) {
     long pid;
     long long memory;
-    char *dot = strchr(entry->d_name, '.');
-    if (!dot || dot == entry->d_name || dot - entry->d_name >= UUID_SIZE) continue;
+    char *dot = strchr(one->d_name, '.');
+    if (!dot || dot == one->d_name || dot - one->d_name >= UUID_SIZE) continue;
     if (sscanf(dot, ".%ld-%lld-", &pid, &memory) != 2) continue;
-    int fd = openat(dirfd(d), entry->d_name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+    int fd = openat(dirfd(d), one->d_name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
     if (fd < 0) continue;
     if (flock(fd, LOCK_SH | LOCK_NB) && on_gpu_count < 1024) {
-      put(on_gpu[on_gpu_count].uuid, UUID_SIZE, "%.*s", (int)(dot - entry->d_name), entry->d_name);
+      put(on_gpu[on_gpu_count].uuid, UUID_SIZE, "%.*s", (int)(dot - one->d_name), one->d_name);
       on_gpu[on_gpu_count].drawn = strstr(dot, "-graphics-") ? memory : 0;
       on_gpu[on_gpu_count++].pid = pid;
     }
-    give_back(&fd);
+    close(fd);
   }
   if (d) closedir(d);
-  forget_small_drawers();
-  judge_gpus();
 }
 
-static bool someone_on(const char *uuid, long pid) /* pid 0: anybody */
+static bool is_of_sharer(int gpu, long pid)
 {
-  for (int i = 0; i < on_gpu_count; i++)
-    if (!strcmp(on_gpu[i].uuid, uuid) && (!pid || on_gpu[i].pid == pid)) return true;
+  char path[64];
+  struct stat s;
+  put(path, sizeof path, "/proc/%ld", pid);
+  for (int i = 0; share && !stat(path, &s) && i < claims.count; i++)
+    if (claims.living[i].bytes[gpu] > 0 && claims.living[i].uid == s.st_uid) return true;
   return false;
 }
 
-/* ---- leases ---- */
-
-static char scratch[TEXT + 1];
-
-static void clear_ended_record(int fd, const char *uuid) /* the lease is locked by us */
+static bool is_busy(int gpu, const struct entry *around)
 {
-  const char *record = read_text(fd, scratch);
-  double pid = number(find_key(record, "pid"), 0), start = number(find_key(record, "start"), -1);
-  if (pid < 1 || pid > 2147483647 || !is_here(record)) return;
-  if (has_ended((long)pid, start) && !someone_on(uuid, (long)pid)) (void)!ftruncate(fd, 0);
-}
-
-static bool is_held(const char *uuid, bool inner) /* under host.lock */
-{
-  char name[160];
-  lease_name(name, uuid, inner);
-  int fd = open_lease(name);
-  if (fd < 0) return errno != ENOENT;
-  bool held = flock(fd, LOCK_EX | LOCK_NB) != 0;
-  if (!held && !inner) clear_ended_record(fd, uuid);
-  if (held) close(fd); else give_back(&fd);
-  return held;
-}
-
-static int take_lease(const struct gpu *gpu, bool inner) /* under host.lock; -1: held; -2: it cannot be opened */
-{
-  char name[160];
-  lease_name(name, gpu->uuid, inner);
-  for (;;) {
-    int fd = open_file(leases_dir, name);
-    if (fd < 0) return -2;
-    if (flock(fd, LOCK_EX | LOCK_NB)) return close(fd), -1;
-    if (stands_there(fd, leases_dir, name)) return fd;
-    give_back(&fd);
+  long long drawn = 0;
+  for (int i = 0; i < on_gpu_count; i++) {
+    if (strcmp(on_gpu[i].uuid, gpus[gpu].uuid) || on_gpu[i].pid == getpid()) continue;
+    if ((around && on_gpu[i].pid == around->pid) || is_of_sharer(gpu, on_gpu[i].pid)) continue;
+    if (!on_gpu[i].drawn) return true;
+    drawn += on_gpu[i].drawn;
   }
+  return drawn > 1LL << 30;
 }
 
-static void close_names(struct gpu *gpu)
+/* ---- closed GPUs ---- */
+
+static bool is_for_me(const char *whom)
 {
-  for (int i = NAMES - 1; i >= 0; i--) {
-    if (gpu->names[i] >= 0) close(gpu->names[i]);
-    gpu->names[i] = -1;
+  struct passwd *user = getpwuid(geteuid());
+  gid_t groups[1024];
+  int count = getgroups(1024, groups);
+  if (!strncmp(whom, "user:", 5)) return user && !strcmp(whom + 5, user->pw_name);
+  for (int i = -1; !strncmp(whom, "group:", 6) && i < count; i++) {
+    struct group *group = getgrgid(i < 0 ? getegid() : groups[i]);
+    if (group && !strcmp(whom + 6, group->gr_name)) return true;
   }
+  return false;
 }
 
-static void release(struct gpu *gpu)
+static void read_closed_file(int dir, const char *name)
 {
-  if (gpu->lease >= 0) (void)!ftruncate(gpu->lease, 0);
-  close_names(gpu);
-  give_back(&gpu->lease);
-}
-
-static void write_gpus(FILE *out, bool all, const char *suffix)
-{
-  bool comma = false;
-  fputs("\"gpus\":[", out);
-  for (int i = 0; i < gpu_count; i++) {
-    char text[UUID_SIZE + 8];
-    if (all ? inner_claim && !gpus[i].inside : gpus[i].lease < 0) continue;
-    put(text, sizeof text, "%s%s", gpus[i].uuid, suffix);
-    if (comma) fputc(',', out);
-    write_string(out, text);
-    comma = true;
-  }
-  fputc(']', out);
-}
-
-static bool write_records(void)
-{
-  char *text = NULL, host[256] = "";
-  size_t size;
-  struct stat_line own;
-  double since = seconds(CLOCK_REALTIME);
-  bool good = true;
-  gethostname(host, sizeof host - 1);
-  FILE *out = open_memstream(&text, &size);
-  if (!out) return false;
-  fprintf(out, "{\"v\":1,\"pid\":%ld,\"start\":", (long)getpid());
-  if (stat_of(getpid(), &own)) fprintf(out, "%llu", own.start); else fputs("null", out);
-  fprintf(out, ",\"uid\":%ld,\"user\":", (long)geteuid());
-  write_string(out, user);
-  fputs(",\"host\":", out);
-  write_string(out, host);
-  fputs(",\"job\":null,\"command\":", out);
-  write_string(out, command);
-  fputc(',', out);
-  write_gpus(out, false, "");
-  fprintf(out, ",\"since\":%.3f,\"until\":", since);
-  if (hold_for >= 0) fprintf(out, "%.3f", since + hold_for); else fputs("null", out);
-  fprintf(out, ",\"token\":\"%s\",\"pidns\":%ld}\n", inner_claim ? "" : token_hash, own_pidns());
-  if (fclose(out)) return false;
-  for (int i = 0; i < gpu_count; i++)
-    if (gpus[i].lease >= 0) good &= write_text(gpus[i].lease, text);
-  free(text);
-  return good;
-}
-
-static bool has_fault(const struct gpu *gpu)
-{
-  char name[160], text[4097];
-  lease_name(name, gpu->uuid, false);
-  strcpy(strrchr(name, '.'), ".fault");
-  int fd = open_lease(name);
-  if (fd < 0) return false;
-  ssize_t n = pread(fd, text, sizeof text - 1, 0);
+  static char data[TEXT + 1];
+  char uuid[UUID_SIZE], from[32], until[32], whom[256];
+  struct stat s, above;
+  double begin = seconds(CLOCK_REALTIME), end = begin + (hold_for >= 0 ? hold_for : 86400);
+  int fd = openat(dir, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+  if (fd < 0) return;
+  bool counts = !fstat(fd, &s) && S_ISREG(s.st_mode) && !(s.st_mode & 022) && s.st_size <= TEXT;
+  counts = counts && (!s.st_uid || (!fstat(dir, &above) && s.st_uid == above.st_uid));
+  ssize_t n = counts ? pread(fd, data, TEXT, 0) : 0;
   close(fd);
-  text[n > 0 ? n : 0] = 0;
-  double age = seconds(CLOCK_REALTIME) - number(find_key(text, "when"), 0);
-  return age > -600 && age < 600;
-}
-
-static int by_uuid(const void *a, const void *b) { return strcmp((*(struct gpu *const *)a)->uuid, (*(struct gpu *const *)b)->uuid); }
-
-static unsigned long namespace_of_names(void)
-{
-  struct stat s;
-  return stat("/proc/self/ns/net", &s) ? 0 : (unsigned long)s.st_ino;
-}
-
-static void new_token(unsigned long place) /* of the network namespace in which its names are; 0: it has none */
-{
-  put(token, sizeof token, "%s@%lu", secret, place);
-  hash16(token, token_hash);
-}
-
-/* The names by which claims inside this one find it. -1: another has one; -2: names cannot be had. */
-static int bind_outer(struct gpu *gpu)
-{
-  struct stat s;
-  char suffix[20];
-  if ((gpu->names[1] = bind_name(gpu, ".outer")) < 0 || fstat(gpu->names[1], &s)) return gpu->names[1];
-  hash_suffix(suffix, token, (unsigned long)s.st_ino);
-  return gpu->names[2] = bind_name(gpu, suffix);
-}
-
-/* Names for the GPUs whose leases we hold. NULL, or the GPU that another process has. */
-static struct gpu *bind_names(void)
-{
-  struct gpu *sorted[GPUS];
-  int n = 0;
-  bool without = false;
-  if (*token_hash) new_token(namespace_of_names());
-  for (int i = 0; i < gpu_count; i++)
-    if (gpus[i].lease >= 0) sorted[n++] = &gpus[i];
-  qsort(sorted, (size_t)n, sizeof *sorted, by_uuid);
-  for (int i = 0; i < n; i++) {
-    struct gpu *gpu = sorted[i];
-    if (inner_claim && (gpu->names[1] = bind_name(gpu, ".inner")) == -1) return gpu;
-    if (inner_claim && gpu->by_name) {
-      if (!is_named(gpu, ".outer")) return gpu;
-      continue;
-    }
-    int bound = gpu->names[0] = bind_name(gpu, "");
-    if (bound == -1 || is_named(gpu, ".outer")) return gpu; /* asked before .inner, which one inside it has by then */
-    int moment = inner_claim ? -2 : bind_name(gpu, ".inner");
-    if (moment == -1) return gpu;
-    if (moment >= 0) close(moment);
-    if (is_shared(gpu)) return gpu;
-    if (*token_hash && !inner_claim && bound >= 0 && (bound = bind_outer(gpu)) == -1) return gpu;
-    without |= bound < 0;
+  data[n < 0 ? 0 : n] = 0;
+  for (char *line = data; line && *line; line = strchr(line, '\n'), line += line != NULL) {
+    if (sscanf(line, "%100s %31s %31s %255s", uuid, from, until, whom) != 4) continue;
+    bool drained = !strcmp(from, "-") && !strcmp(until, "-");
+    bool binds = drained || (geteuid() && begin < atof(until) && atof(from) < end && !is_for_me(whom));
+    for (int i = 0; i < gpu_count && binds; i++) gpus[i].closed = gpus[i].closed || !strcmp(gpus[i].uuid, uuid);
   }
-  for (int i = 0; i < n && without && *token_hash; i++) close_names(sorted[i]); /* all or none */
-  if (without && *token_hash) new_token(0);
+}
+
+static void read_closed(void) /* without host.lock: a directory service may be asked */
+{
+  for (int i = 0; i < gpu_count; i++) gpus[i].closed = false;
+  int settings = open("/etc/safe-gpu", O_PATH | O_DIRECTORY | O_CLOEXEC);
+  if (settings >= 0) read_closed_file(settings, "closed"), close(settings);
+  read_closed_file(state_fd, "closed");
+}
+
+/* ---- a claim ---- */
+
+static long long room(int gpu) /* what other claims leave */
+{
+  long long left = capacity;
+#ifdef NO_ROOM
+  return left;
+#endif
+  for (int i = 0; i < claims.count; i++) {
+    const struct entry *e = &claims.living[i];
+    bool beneath = false;
+    for (int k = 0; *e->inside && k < claims.count && !beneath; k++)
+      beneath = claims.living[k].uid == e->uid && !strcmp(claims.living[k].token, e->inside);
+    bool is_around = *inside && e->uid == geteuid() && !strcmp(e->token, inside);
+    bool is_beside = beneath && e->uid == geteuid() && !strcmp(e->inside, inside);
+    if (is_mine(&claims, e) || is_around || (beneath && !is_beside)) continue;
+    left -= e->bytes[gpu] < 0 || e->bytes[gpu] > capacity ? capacity : e->bytes[gpu];
+  }
+  return left;
+}
+
+static const struct entry *claim_around(void)
+{
+  char hash[17];
+  for (int i = 0; i < gpu_count; i++) gpus[i].inside = false;
+  if (!scope) return NULL;
+  hash16(scope, hash);
+  for (int i = 0; i < claims.count && !without_doors; i++) {
+    const struct entry *e = &claims.living[i];
+    if (e->uid != geteuid() || strcmp(e->token, hash)) continue;
+    int held = 0;
+    for (int k = 0; k < gpu_count; k++) {
+      gpus[k].inside = e->bytes[k] < 0 && is_token_held(&gpus[k]);
+      held += gpus[k].inside;
+    }
+    return held ? e : NULL;
+  }
   return NULL;
 }
 
-/* Which GPUs the outer claim named by SAFE_GPU_SCOPE holds, as the same user. Without host.lock. */
-static void look_for_scope(void)
+static bool could_do(int i)
 {
-  bool named = false;
-  for (int i = 0; i < gpu_count; i++) named |= gpus[i].by_name = gpus[i].inside = named_here && is_in_scope(&gpus[i]);
+  return !gpus[i].closed && !gpus[i].busy && !gpus[i].elsewhere && room(i) >= (share ? share : capacity) &&
+         (!*inside || gpus[i].inside);
+}
+
+static void release(void)
+{
   for (int i = 0; i < gpu_count; i++) {
-    char name[160], hash[20] = "";
-    struct stat s;
-    lease_name(name, gpus[i].uuid, false);
-    int fd = open_lease(name);
-    if (fd < 0) continue;
-    const char *record = read_text(fd, scratch);
-    if (string(find_key(record, "token"), hash, sizeof hash) && !strcmp(hash, scope_hash)) {
-      long pid = named ? 0 : holder(fd);
-      bool dead = !pid || (kill((pid_t)pid, 0) && errno == ESRCH);
-      gpus[i].outer_pid = (long)number(find_key(record, "pid"), 0);
-      if (!named && dead) gpus[i].inside = !fstat(fd, &s) && one_of_mine_has("fdinfo", &s, NULL); /* inherited */
-      if (!named && !named_here && !gpus[i].inside)
-        gpus[i].inside = pid ? !dead && is_mine(pid) : number(find_key(record, "uid"), -1) == (double)geteuid();
-    }
-    close(fd);
+    close_doors(&gpus[i]);
+    gpus[i].chosen = false;
   }
+  remove_entry(&claims);
+  next_fd = KEPT;
 }
 
-static bool is_still_inside(void) /* host.lock is free again: it was not known whose the name was that we asked for */
+static bool take(void) /* the doors of enough GPUs, or nothing */
 {
-  for (int i = 0; i < gpu_count; i++)
-    if (inner_claim && gpus[i].lease >= 0 && gpus[i].by_name && !is_in_scope(&gpus[i])) return false;
-  return true;
-}
-
-/* Leases and names of `wanted` GPUs, with records, or nothing. Under host.lock. */
-static bool take(void)
-{
-#ifdef NO_LEASE
-  int n = 0;
-  for (int i = 0; i < gpu_count; i++) gpus[i].lease = -1;
-  for (int i = 0; i < gpu_count && n < wanted; i++)
-    if (!gpus[i].busy) gpus[i].lease = open("/dev/null", O_RDWR | O_CLOEXEC), n++;
-  return n == wanted;
-#endif
-  for (int i = 0; i < gpu_count; i++) gpus[i].held = false;
   for (;;) {
-    int got = 0;
-    for (int bad = 0; bad < 2; bad++)
-      for (int i = 0; i < gpu_count && got < wanted; i++) {
-        struct gpu *gpu = &gpus[i];
-        if (gpu->lease >= 0 || gpu->busy || gpu->held || gpu->named_until > now() || (inner_claim && !gpu->inside)) continue;
-        if (has_fault(gpu) != (bool)bad) continue;
-        gpu->lease = take_lease(gpu, inner_claim);
-        gpu->closed = gpu->lease == -2;
-        if (gpu->lease >= 0 && !inner_claim && is_held(gpu->uuid, true)) give_back(&gpu->lease);
-        if (gpu->lease >= 0) got++; else gpu->held = true;
+    int order[GPUS], count = 0;
+    for (int i = 0; i < gpu_count && count < wanted; i++)
+      if (could_do(i)) order[count++] = i;
+    if (count < wanted) return false;
+    for (int i = 1; i < count; i++) /* by UUID */
+      for (int k = i; k && strcmp(gpus[order[k - 1]].uuid, gpus[order[k]].uuid) > 0; k--) {
+        int other = order[k];
+        order[k] = order[k - 1];
+        order[k - 1] = other;
       }
-    struct gpu *taken = got == wanted ? bind_names() : NULL;
-    if (got == wanted && !taken) {
-      if (write_records()) return true;
-      for (int i = 0; i < gpu_count; i++) release(&gpus[i]);
-      die(70, "the record cannot be written: %s", strerror(errno));
+    int taken = 0;
+    while (taken < count && take_doors(order[taken])) gpus[order[taken++]].chosen = true;
+    if (taken == count) return true;
+    gpus[order[taken]].elsewhere = true;
+    release();
+  }
+}
+
+/* The nearest waiter that goes first, or NULL; how many there are. */
+static const struct entry *ahead(int *count)
+{
+  const struct entry *nearest = NULL;
+  bool counted = queue.mine < 0;
+  *count = 0;
+  for (int i = 0; i < queue.count; i++) {
+    const struct entry *e = &queue.living[i];
+    bool competes = false;
+    if (is_mine(&queue, e)) {
+      counted = true;
+      break;
     }
-    if (taken) taken->named_until = now() + 1;
-    for (int i = 0; i < gpu_count; i++) {
-      close_names(&gpus[i]);
-      give_back(&gpus[i].lease);
-    }
-    if (!taken) return false;
+    for (int k = 0; k < gpu_count; k++) competes = competes || (e->bytes[k] && (!*inside || gpus[k].inside));
+    if (!competes || strcmp(e->inside, inside)) continue;
+    nearest = e;
+    ++*count;
   }
-}
-
-/* ---- the queue ---- */
-
-static bool ticket_number(const char *name, long *value)
-{
-  size_t digits = strspn(name, "0123456789");
-  if (!digits || digits > 18 || strcmp(name + digits, ".ticket") || (*name == '0' && digits > 1)) return false;
-  *value = atol(name);
-  return true;
-}
-
-struct place { long number; ino_t inode; uid_t user; bool counts; };
-
-static int by_number(const void *a, const void *b)
-{
-  const struct place *x = a, *y = b;
-  return x->number < y->number ? -1 : x->number > y->number;
-}
-
-static int by_inode(const void *a, const void *b)
-{
-  const struct place *x = a, *y = b;
-  return x->inode < y->inode ? -1 : x->inode > y->inode ? 1 : by_number(a, b);
-}
-
-/* Where there are more than a thousand: the first name of each ticket, and of one user a thousand. */
-static void thin_out(struct place *list, int n)
-{
-  struct { uid_t user; int tickets; } users[256];
-  int known = 0;
-  for (int i = 0; i < n; i++) {
-    char name[32];
-    struct stat s;
-    put(name, sizeof name, "%ld.ticket", list[i].number);
-    list[i].counts = !fstatat(queue_dir, name, &s, AT_SYMLINK_NOFOLLOW) && s.st_mode == (S_IFREG | 0644);
-    list[i].inode = list[i].counts ? s.st_ino : 0;
-    list[i].user = s.st_uid;
-  }
-  qsort(list, (size_t)n, sizeof *list, by_inode);
-  for (int i = n - 1; i > 0; i--)
-    if (list[i].inode == list[i - 1].inode) list[i].counts = false;
-  qsort(list, (size_t)n, sizeof *list, by_number);
-  for (int i = 0; i < n; i++) {
-    int k = 0;
-    if (!list[i].counts || list[i].user == 0) continue;
-    while (k < known && users[k].user != list[i].user) k++;
-    if (k == 256) continue;
-    if (k == known) users[known].user = list[i].user, users[known++].tickets = 0;
-    list[i].counts = ++users[k].tickets <= 1000;
-  }
-}
-
-static int list_tickets(struct place **numbers) /* upward, up to a gap that no queue makes */
-{
-  int n = 0, room = 64, copy = openat(queue_dir, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  long before = 0;
-  struct place *list = calloc((size_t)room, sizeof *list);
-  DIR *d = copy < 0 ? NULL : fdopendir(copy);
-  if (!d || !list) die(70, "the queue cannot be read");
-  for (struct dirent *entry; (entry = readdir(d));) {
-    if (n == room && !(list = realloc(list, (size_t)(room *= 2) * sizeof *list))) die(70, "no memory");
-    list[n].counts = true;
-    if (ticket_number(entry->d_name, &list[n].number)) n++;
-  }
-  closedir(d);
-  qsort(list, (size_t)n, sizeof *list, by_number);
-  for (int i = 0; i < n; before = list[i++].number)
-    if (list[i].number - before > 1000000000000) n = i;
-  if (n > 1000) thin_out(list, n);
-  *numbers = list;
-  return n;
-}
-
-static int open_live(long n, struct ticket *ticket) /* -1: dead, and removed where we may */
-{
-  char name[32];
-  put(name, sizeof name, "%ld.ticket", n);
-  struct stat s;
-  int fd = openat(queue_dir, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
-  if (fd < 0) return -1;
-  if (fstat(fd, &s) || s.st_mode != (S_IFREG | 0644)) return close(fd), -1; /* a link to a lock, or anything else */
-  if (flock(fd, LOCK_SH | LOCK_NB) == 0) {
-    unlinkat(queue_dir, name, 0);
-    give_back(&fd);
-    return -1;
-  }
-  const char *text = read_text(fd, ticket->text), *request = find_key(text, "request");
-  char *copy = request ? strndup(request, (size_t)(skip_value(request) - request)) : NULL;
-  const char *array = copy ? find_key(copy, "gpus") : NULL;
-  double nb = copy ? number(find_key(copy, "nb_gpus"), 0) : 0, memory = copy ? number(find_key(copy, "min_memory"), 0) : 0;
-  ticket->number = n;
-  ticket->since = number(find_key(text, "since"), -1);
-  ticket->pid = (long)number(find_key(text, "pid"), -1);
-  ticket->pidns = (long)number(find_key(text, "pidns"), -1);
-  ticket->nb_gpus = nb >= 1 && nb <= 4096 ? (int)nb : 0;
-  ticket->readable = ticket->nb_gpus && memory >= 0 && memory <= (double)(1L << 60) && array && *array == '[';
-  ticket->gpus = ticket->readable ? request + (array - copy) : NULL;
-  ticket->strange = has_other_keys(copy, (const char *const[]){"nb_gpus", "gpus", "min_memory", NULL});
-  free(copy);
-  return fd;
-}
-
-static bool competes(const struct ticket *ticket)
-{
-  if (!ticket->readable) return true;
-  for (const char *e = first(ticket->gpus); e; e = next(e)) {
-    char theirs[UUID_SIZE], ours[UUID_SIZE + 8];
-    if (!string(e, theirs, sizeof theirs)) continue;
-    for (int i = 0; i < gpu_count; i++) {
-      if (inner_claim && !gpus[i].inside) continue;
-      put(ours, sizeof ours, "%s%s", gpus[i].uuid, inner_claim ? ".inner" : "");
-      if (!strncmp(ours, theirs, UUID_SIZE - 1)) return true;
-    }
-  }
-  return false;
-}
-
-static bool is_absent(const struct ticket *ticket) /* stopped, or kept waiting by a stranger */
-{
-  int possible = 0, instances = 0;
-  if (!ticket->readable) return false;
-  if (ticket->pid > 0 && is_here(ticket->text) && is_stopped(ticket->pid)) return true;
-  if (ticket->strange) return false;
-  for (const char *e = first(ticket->gpus); e; e = next(e)) {
-    char uuid[UUID_SIZE], name[160];
-    if (!string(e, uuid, sizeof uuid)) continue;
-    size_t length = strlen(uuid);
-    bool inner = length > 6 && !strcmp(uuid + length - 6, ".inner"), counts = inner || !someone_on(uuid, 0) || is_held(uuid, false);
-    lease_name(name, uuid, false);
-    int fd = counts ? -1 : open_lease(name);
-    if (fd >= 0) {
-      const char *record = read_text(fd, scratch);
-      const char *ended = first(find_key(record, "claim")); /* of the line that takes the place of a record */
-      long pid = (long)number(ended ? ended : find_key(record, "pid"), 0);
-      counts = pid > 0 && is_here(record) && someone_on(uuid, pid) && is_leaving(pid);
-      close(fd);
-    }
-    if (counts && !strncmp(uuid, "MIG-", 4)) instances++; else possible += counts;
-  }
-  if (instances && !possible) possible = 1;
-  return possible < ticket->nb_gpus;
-}
-
-static bool was_ahead(const struct ticket *ticket) /* or came later, with a number from before a cleaning */
-{
-  if (my_ticket_fd < 0) return true;
-  for (int i = 0; i < ahead_count; i++)
-    if (ahead[i].number == ticket->number)
-      return ahead[i].since == ticket->since && ahead[i].pid == ticket->pid && ahead[i].pidns == ticket->pidns;
-  return false;
-}
-
-/* The nearest ticket to wait for, open, or -1. Under host.lock. */
-static int look_ahead(int *others, bool remember)
-{
-  static struct ticket ticket;
-  struct place *numbers;
-  int count = list_tickets(&numbers), nearest = -1;
-  *others = 0;
-  if (remember) ahead_count = 0;
-  for (int i = count - 1; i >= 0; i--) {
-    if (!numbers[i].counts || (my_ticket_fd >= 0 && numbers[i].number >= my_number)) continue;
-    int fd = open_live(numbers[i].number, &ticket);
-    if (fd < 0) continue;
-    ++*others;
-    if (remember && ahead_count < TICKETS) {
-      ahead[ahead_count].number = ticket.number, ahead[ahead_count].since = ticket.since;
-      ahead[ahead_count].pid = ticket.pid, ahead[ahead_count++].pidns = ticket.pidns;
-    }
-    if (nearest < 0 && was_ahead(&ticket) && competes(&ticket) && !is_absent(&ticket)) nearest = fd;
-    else close(fd);
-    if (nearest >= 0 && !remember) break;
-  }
-  free(numbers);
 #ifdef NO_QUEUE
-  if (nearest >= 0) close(nearest), nearest = -1;
+  return NULL;
 #endif
+  if (!counted && !nearest && queue.count) nearest = &queue.living[queue.count - 1];
   return nearest;
 }
 
-static void take_ticket(void) /* under host.lock */
+static void find_around(void) /* with the claims listed */
 {
-  struct place *numbers;
-  struct stat s;
-  char *text = NULL;
-  size_t size;
-  int count = list_tickets(&numbers);
-  my_number = count ? numbers[count - 1].number + 1 : 1;
-  free(numbers);
-  put(my_ticket_name, sizeof my_ticket_name, "%ld.ticket", my_number);
-  if (!make_file(queue_dir, my_ticket_name, 0644)) die(70, "%s cannot be made: %s", my_ticket_name, strerror(errno));
-  my_ticket_fd = openat(queue_dir, my_ticket_name, O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
-  if (my_ticket_fd < 0 || fstat(my_ticket_fd, &s) || s.st_uid != geteuid() || s.st_size || flock(my_ticket_fd, LOCK_EX | LOCK_NB)) die(70, "%s cannot be locked", my_ticket_name);
-  FILE *out = open_memstream(&text, &size);
-  if (!out) die(70, "no memory");
-  fprintf(out, "{\"pid\":%ld,\"pidns\":%ld,\"user\":", (long)getpid(), own_pidns());
-  write_string(out, user);
-  fprintf(out, ",\"request\":{\"nb_gpus\":%d,", wanted);
-  write_gpus(out, true, inner_claim ? ".inner" : "");
-  fprintf(out, ",\"min_memory\":null},\"since\":%.6f,\"hold_for\":", seconds(CLOCK_REALTIME));
-  if (hold_for >= 0) fprintf(out, "%.3f}\n", hold_for); else fputs("null}\n", out);
-  if (fclose(out) || !write_text(my_ticket_fd, text)) {
-    unlinkat(queue_dir, my_ticket_name, 0);
-    die(70, "%s cannot be written: %s", my_ticket_name, strerror(errno));
+  const struct entry *around = claim_around();
+  int held = 0;
+  for (int i = 0; i < gpu_count; i++) held += gpus[i].inside;
+  *inside = 0;
+  if (around) put(inside, sizeof inside, "%s", around->token);
+  if (around && (held < wanted || share)) die(75, "the claim around this one has %d of these GPUs, and whole ones", held);
+  if (scope && !around) {
+    fputs("client: warning: SAFE_GPU_SCOPE is of no living claim of these GPUs, and is ignored\n", stderr);
+    scope = NULL;
+    remove_entry(&queue); /* it was for GPUs inside */
   }
-  free(text);
+  for (int i = 0; i < gpu_count; i++) gpus[i].busy = is_busy(i, around), gpus[i].elsewhere = false;
 }
 
-static void abandon_ticket(void) /* under host.lock */
+static bool may_stay(void) /* with host.lock given back */
 {
-  if (my_ticket_fd < 0) return;
-  if (stands_there(my_ticket_fd, queue_dir, my_ticket_name)) unlinkat(queue_dir, my_ticket_name, 0);
-  give_back(&my_ticket_fd);
+#ifdef ONE_LISTING
+  return true;
+#endif
+  list(&claims);
+  remove_dead();
+  read_closed();
+  if (!is_current() || (scope && !claim_around())) return false;
+  for (int i = 0; i < gpu_count; i++) {
+    bool may = *inside ? gpus[i].inside : !gpus[i].closed;
+    if (gpus[i].chosen && (!may || room(i) < (share ? share : capacity))) return false;
+  }
+  return true;
 }
-
-static void leave_queue(void)
-{
-  if (my_ticket_fd < 0) return;
-  lock_host();
-  abandon_ticket();
-  unlock_host();
-}
-
-/* ---- waiting ---- */
 
 static void on_alarm(int signal) { (void)signal; }
 
@@ -1292,236 +943,182 @@ static void alarm_after(double s) /* and again, in case it fell between two call
   setitimer(ITIMER_REAL, &timer, NULL);
 }
 
-static double no_longer_than(double s)
+static bool wait_for_lock(int fd, double longest) /* a read lock */
 {
-  double left = deadline < 0 ? s : deadline - now();
-  return left < s ? (left > 0.001 ? left : 0.001) : s;
-}
-
-static void sleep_on(int *fd, double longest) /* until that waiter has gone */
-{
-  double until = now() + no_longer_than(longest);
-  alarm_after(no_longer_than(longest));
-  while (flock(*fd, LOCK_SH) && errno == EINTR && now() < until) {}
+  struct flock lock = whole_file(F_RDLCK);
+  double until = now() + longest;
+  int failed;
+  if (deadline >= 0 && deadline < until) until = deadline;
+  alarm_after(until > now() ? until - now() : 0.001);
+  while ((failed = fcntl(fd, F_OFD_SETLKW, &lock)) && errno == EINTR && now() < until) {}
   alarm_after(0);
-  give_back(fd);
+  return !failed;
 }
 
-static bool is_never_ours(const struct gpu *gpu) /* closed, or held by this process or an ancestor */
+static void sleep_on(const char *name, int others)
 {
-  char name[160];
-  struct stat_line line;
-  bool own = gpu->closed;
-  lease_name(name, gpu->uuid, inner_claim);
-  int fd = gpu->held ? open_lease(name) : -1;
-  if (fd < 0) return own;
-  const char *record = read_text(fd, scratch);
-  long pid = (long)number(find_key(record, "pid"), 0), shown = holder(fd);
-  double start = number(find_key(record, "start"), -1);
-  if (pid > 0 && is_here(record) && shown == pid)
-    for (long p = getpid(); p > 0 && !own; p = stat_of(p, &line) ? line.parent : 0) own = p == pid && !has_ended(pid, start);
+  struct flock lock = whole_file(F_UNLCK);
+  int fd = open_entry(queue.fd, name);
+  if (fd < 0) return;
+  wait_for_lock(fd, others < 32 ? 10 : 60);
+  fcntl(fd, F_OFD_SETLK, &lock);
   close(fd);
-  return own;
 }
 
-static void refuse_to_wait_for_ever(void)
+static void watch(void) /* the claims, as the first who waits */
 {
-  int others = 0;
-  for (int i = 0; i < gpu_count; i++)
-    others += (!inner_claim || gpus[i].inside) && !is_never_ours(&gpus[i]);
-  if (others >= wanted) return;
-  leave_queue();
-  die(75, "too few of these GPUs can ever be had: this process's own parents hold some, or their leases cannot be opened");
-}
-
-/* ---- the older package ---- */
-
-static int lock_older_package(void) /* shared; -1: it is not there */
-{
-  struct flock lock = {.l_type = F_RDLCK, .l_whence = SEEK_SET};
-  const char *mode = getenv("SAFE_GPU_LEGACY_LOCK");
-  if (mode && !strcmp(mode, "never")) return -1;
-  int dir = open("/tmp/safe_gpu", O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-  if (dir < 0) return -1;
-  struct stat s;
-  const char *name = "gpu-lock-magic-RaNdOM-This_Name-NEED_BE-THE_SAME-Across_Users";
-  int fd = -1, failed = 1;
-  if (!fstatat(dir, name, &s, AT_SYMLINK_NOFOLLOW) && S_ISREG(s.st_mode))
-    fd = openat(dir, name, O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
-  close(dir);
-  if (fd < 0) return -1;
-  alarm_after(no_longer_than(1e6));
-  while ((failed = fcntl(fd, F_OFD_SETLKW, &lock)) && errno == EINTR && (deadline < 0 || now() < deadline)) {}
-  alarm_after(0);
-  if (!failed) return fd;
-  for (int i = 0; i < gpu_count; i++) release(&gpus[i]);
-  leave_queue();
-  die(75, "the older package does not let go of its lock");
-}
-
-/* ---- a claim ---- */
-
-/* A claim inside another one is on its GPUs alone, for as long as that lives. Under host.lock, at every look. */
-static void enter_scope(void)
-{
-  int found = 0;
-  for (int i = 0; i < gpu_count; i++) {
-    gpus[i].inside = gpus[i].inside && (gpus[i].by_name || is_held(gpus[i].uuid, false));
-    found += gpus[i].inside;
+  for (double until = now() + 0.1; now() < until && (deadline < 0 || now() < deadline);) {
+    int free_gpus = 0;
+    nap(0.01, 0.02);
+    list(&claims);
+    for (int i = 0; i < gpu_count; i++) free_gpus += could_do(i);
+    if (free_gpus >= wanted) return;
   }
-  inner_claim = found > 0;
-  if (inner_claim && found >= wanted) return judge_gpus();
-  if (inner_claim) die(75, "the claim around this one holds %d of these GPUs", found);
-  fputs("client: warning: SAFE_GPU_SCOPE is of no living claim of these GPUs, and is ignored\n", stderr);
-  *scope_hash = 0;
-  abandon_ticket();
-  judge_gpus();
+}
+
+static int lock_older_package(bool *busy) /* shared; -1: there is none */
+{
+  const char *mode = getenv("SAFE_GPU_LEGACY_LOCK");
+  struct flock lock = whole_file(F_RDLCK);
+  *busy = false;
+  if (mode && !strcmp(mode, "never")) return -1;
+  int fd = open("/tmp/safe_gpu/gpu-lock-magic-RaNdOM-This_Name-NEED_BE-THE_SAME-Across_Users",
+                O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+  if (fd < 0) return -1;
+  *busy = fcntl(fd, F_OFD_SETLK, &lock) != 0;
+  if (*busy) release(), wait_for_lock(fd, 1e6);
+  return fd;
+}
+
+static bool confirmed(void) /* nobody came between the poll and the entry */
+{
+  bool busy;
+  int older = lock_older_package(&busy);
+  poll_driver();
+  for (int i = 0; i < gpu_count && !busy; i++) busy = gpus[i].chosen && is_busy(i, claim_around());
+  close_fd(&older);
+  return !busy;
 }
 
 static void claim(void)
 {
-  double shortage = now();
-  bool looked_again = false;
+  bool asked_again = false;
   for (;;) {
-    int others;
-    if (now() - polled > 0.5) poll_driver();
-    if (*scope_hash) look_for_scope();
-    lock_host();
-    if (*scope_hash) enter_scope();
-    int nearest = look_ahead(&others, my_ticket_fd < 0);
-    bool taken = nearest < 0 && take(), named = false, stale = false;
-    if (!taken && my_ticket_fd < 0 && (deadline < 0 || deadline > now())) take_ticket();
-    unlock_host();
-    if (taken && is_still_inside()) return;
-    if (taken) {
-      for (int i = 0; i < gpu_count; i++) release(&gpus[i]);
-      if (nearest >= 0) close(nearest);
-      continue;
+    open_directories();
+    if (queue.mine >= 0 && !same_file(queue.mine, queue.fd, queue.mine_name)) close_fd(&queue.mine);
+    if (now() - polled > 0.1) poll_driver();
+    read_closed();
+    int host = lock_host(), others = 0;
+    if (host < 0) continue;
+    list(&claims);
+    list(&queue);
+    cap_tickets();
+    find_around();
+    for (int i = 0; i < gpu_count; i++) gpus[i].closed = gpus[i].closed && !*inside;
+    const struct entry *nearest = ahead(&others);
+    bool taken = !nearest && take(), made = taken && make_entry(&claims);
+    if (!taken && queue.mine < 0 && (deadline < 0 || now() < deadline)) make_entry(&queue);
+    close(host);
+    remove_dead();
+    if (made && may_stay()) {
+      if (confirmed()) return remove_entry(&queue);
+      made = taken = false;
     }
-    for (int i = 0; i < gpu_count; i++) {
-      named |= gpus[i].named_until > now();
-      stale |= gpus[i].busy;
-    }
-    if (nearest < 0) refuse_to_wait_for_ever();
-    if (deadline >= 0 && now() >= deadline) {
-      if (named && !looked_again) { /* a child between fork and exec may have a copy of a name that was freed */
-        for (int i = 0; i < gpu_count; i++) gpus[i].named_until = 0;
-        looked_again = true;
-        nap(0.005);
-        if (nearest >= 0) close(nearest);
-        continue;
+    release();
+    bool withdrawn = taken, elsewhere = false;
+    for (int i = 0; i < gpu_count; i++) elsewhere = elsewhere || gpus[i].elsewhere;
+    if (deadline >= 0 && now() >= deadline && !(withdrawn && now() < began + 1)) {
+      if (!elsewhere || asked_again) {
+        remove_entry(&queue);
+        die(75, "%d of these GPUs were not free in time", wanted);
       }
-      leave_queue();
-      die(75, "%d of these GPUs were not free in time", wanted);
-    }
-    if (nearest >= 0) sleep_on(&nearest, others < 32 ? 10 : 60), polled = -1e9;
-    else nap(no_longer_than(0.015));
-    if (stale && now() - shortage > 0.1) {
-      shortage = now();
-      poll_driver();
+      asked_again = true; /* a dying process closes its descriptors one by one */
+      nap(0.005, 0.005);
+    } else if (withdrawn) {
+      nap(0.0005, 0.01);
+    } else if (nearest) {
+      sleep_on(nearest->name, others);
+      polled = -1e9;
+    } else {
+      watch();
     }
   }
-}
-
-static void claim_and_check(void)
-{
-  for (;;) {
-    bool good = true;
-    claim();
-    int older = lock_older_package();
-#ifndef NO_LEASE
-    poll_driver();
-    for (int i = 0; i < gpu_count; i++) good &= gpus[i].lease < 0 || !gpus[i].busy;
-#endif
-    if (good) {
-      leave_queue();
-      if (older >= 0) close(older);
-      return;
-    }
-    for (int i = 0; i < gpu_count; i++) release(&gpus[i]);
-    if (older >= 0) close(older);
-  }
-}
-
-static void keep(int fd) /* across exec, where a shell's redirections do not reach */
-{
-  if (fd >= 0 && fcntl(fd, F_DUPFD, 500) < 0) fcntl(fd, F_SETFD, 0);
 }
 
 static _Noreturn void become(char **argv)
 {
-  char list[GPUS * UUID_SIZE] = "";
+  char visible[GPUS * UUID_SIZE] = "", bytes[32];
+  fcntl(claims.mine, F_SETFD, 0);
   for (int i = 0; i < gpu_count; i++) {
-    if (gpus[i].lease < 0) continue;
-    if (*list) strcat(list, ",");
-    strcat(list, gpus[i].uuid);
-    keep(gpus[i].lease);
-    for (int j = 0; j < NAMES; j++) keep(gpus[i].names[j]);
+    if (!gpus[i].chosen) continue;
+    if (*visible) strcat(visible, ",");
+    strcat(visible, gpus[i].uuid);
+    for (int k = 0; k < gpus[i].door_count; k++) fcntl(gpus[i].doors[k], F_SETFD, 0);
   }
-  keep(kept_dir);
-  setenv("CUDA_VISIBLE_DEVICES", list, 1);
-  if (*token) setenv("SAFE_GPU_SCOPE", token, 1);
-  else if (!inner_claim) unsetenv("SAFE_GPU_SCOPE");
+  setenv("CUDA_VISIBLE_DEVICES", visible, 1);
+  put(bytes, sizeof bytes, "%lld", share);
+  if (share) setenv("SAFE_GPU_SHARE", bytes, 1);
+  if (*token && !*inside) setenv("SAFE_GPU_SCOPE", token, 1);
+  else if (!*inside) unsetenv("SAFE_GPU_SCOPE");
   signal(SIGALRM, SIG_DFL);
   execvp(argv[0], argv);
   die(70, "%s: %s", argv[0], strerror(errno));
 }
 
+static void copy_path(char out[4096], const char *path) /* without slashes at its end; other spellings are refused */
+{
+  size_t n = strlen(path);
+  if (*path != '/' || n > 4000) die(70, "%s is not an absolute path", path);
+  strcpy(out, path);
+  while (n > 1 && out[n - 1] == '/') out[--n] = 0;
+  if (strstr(out, "//") || strstr(out, "/./") || strstr(out, "/../")) die(70, "%s can be written more simply", path);
+}
+
 static void prepare(const char *program)
 {
-  struct passwd *entry = getpwuid(geteuid());
-  const char *slash = strrchr(program, '/');
+  const char *given = getenv("SAFE_GPU_DIR"), *hosts = getenv("SAFE_GPU_SIMULATED_DIR"), *slash = strrchr(program, '/');
+  struct sigaction action = {.sa_handler = on_alarm}; /* without SA_RESTART: a sleep ends */
   char hash[17];
-  unsigned char random[8];
-  put(user, sizeof user, "%ld", (long)geteuid());
-  if (entry) put(user, sizeof user, "%s", entry->pw_name);
-  put(command, sizeof command, "%.200s", slash ? slash + 1 : program);
-  state_dir = open_state_dir();
-  leases_dir = open_directory(state_dir, "leases");
-  queue_dir = open_directory(state_dir, "queue");
-  kept_dir = openat(state_dir, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC); /* the command holds it, too */
-  if (kept_dir >= 0) (void)!flock(kept_dir, LOCK_SH | LOCK_NB);
-  if (preset) {
-    hash16(simulated, hash);
-    put(name_prefix, sizeof name_prefix, "sim-%s/", hash);
-  }
-  scope = getenv("SAFE_GPU_SCOPE");
-  if (scope && *scope) {
-    const char *place = strchr(scope, '@');
-    named_here = !place || !place[1] || strtoul(place + 1, NULL, 10) == namespace_of_names();
-    hash16(scope, scope_hash);
-  }
-  if (*token) {
-    if (getrandom(random, sizeof random, 0) != sizeof random) die(70, "no random numbers");
-    for (int i = 0; i < 8; i++) sprintf(secret + 2 * i, "%02x", random[i]);
-    new_token(namespace_of_names());
-  }
-  struct sigaction action = {.sa_handler = on_alarm}; /* without SA_RESTART: a sleep in flock ends */
   sigaction(SIGALRM, &action, NULL);
+  put(command, sizeof command, "%.200s", slash ? slash + 1 : program);
+  copy_path(state_path, given && *given ? given : "/tmp/safe-gpu");
+  if (hosts && *hosts) copy_path(simulated, hosts);
+  else put(simulated, sizeof simulated, "%.4000s/simulated", state_path);
+  hash16(simulated, hash);
+  if (preset) put(door_prefix, sizeof door_prefix, "sim-%s/", hash);
+  scope = getenv("SAFE_GPU_SCOPE");
+  if (scope && !*scope) scope = NULL;
+  if (*token) hexadecimal(token), hash16(token, token_hash);
+  int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  without_doors = fd < 0 && errno != EMFILE && errno != ENFILE;
+  if (without_doors) fputs("client: warning: no sockets, so the claim holds by its file alone\n", stderr);
+  close_fd(&fd);
 }
 
 int main(int argc, char **argv)
 {
   int option;
-  char *list = NULL;
-  while ((option = getopt(argc, argv, "+n:g:p:t:f:s")) != -1) switch (option) {
+  char *listed = NULL;
+  began = now();
+  while ((option = getopt(argc, argv, "+n:g:m:s:if:t:p:")) != -1) switch (option) {
     case 'n': wanted = atoi(optarg); break;
-    case 'g': list = optarg; break;
-    case 'p': preset = optarg; break;
-    case 't': deadline = now() + atof(optarg); break;
+    case 'g': listed = optarg; break;
+    case 'm': capacity = atoll(optarg); break;
+    case 's': share = atoll(optarg); break;
+    case 'i': strcpy(token, "wanted"); break;
     case 'f': hold_for = atof(optarg); break;
-    case 's': strcpy(token, "wanted"); break;
+    case 't': deadline = began + atof(optarg); break;
+    case 'p': preset = optarg; break;
     default: die(64, "unknown option");
     }
-  for (char *uuid = list ? strtok(list, ",") : NULL; uuid && gpu_count < GPUS; uuid = strtok(NULL, ",")) {
-    struct gpu *gpu = &gpus[gpu_count++];
+  for (char *uuid = listed ? strtok(listed, ",") : NULL; uuid && gpu_count < GPUS; uuid = strtok(NULL, ",")) {
     if (strlen(uuid) >= UUID_SIZE) die(64, "%s is no UUID", uuid);
-    strcpy(gpu->uuid, uuid);
-    gpu->lease = gpu->names[0] = gpu->names[1] = gpu->names[2] = -1;
+    gpus[gpu_count].part = -1;
+    strcpy(gpus[gpu_count++].uuid, uuid);
   }
-  if (!argv[optind] || wanted < 1 || wanted > gpu_count || (hold_for >= 0 && hold_for < 1))
-    die(64, "usage: client -n N -g UUID,UUID,... [-p PRESET] [-t SECONDS] [-f SECONDS] [-s] COMMAND [ARGUMENT ...]");
+  if (!argv[optind] || wanted < 1 || wanted > gpu_count || share < 0 || share > capacity || (share && *token))
+    die(64, "usage: client -n N -g UUID,... [-m BYTES] [-s BYTES] [-i] [-f SECONDS] [-t SECONDS] [-p PRESET] COMMAND ...");
   prepare(argv[optind]);
-  claim_and_check();
+  claim();
   become(argv + optind);
 }

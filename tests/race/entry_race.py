@@ -62,7 +62,7 @@ def compete(referee: Referee, options: argparse.Namespace, number: int, gpus: li
         locks = [fd for uuid in claim.gpus for fd in referee.begin(uuid, share)]
         counts = {uuid: referee.count(uuid) for uuid in claim.gpus}
         if delegate and not by_client:
-            work_inside(referee, claimer, claim, locks)
+            work_inside(referee, claimer, claim, locks, options.client)
         if options.orphans and random.random() < 0.1 and not os.fork():
             time.sleep(random.uniform(0, 0.05))
             os._exit(0)
@@ -92,24 +92,28 @@ class ClientClaim:
 
 
 def claim_by_client(
-    path: str, state: str, gpus: Sequence[str], number: int, patience: float, share: int | None
+    path: str, state: str, gpus: Sequence[str], number: int, patience: float, share: int | None = None, scope: str = ""
 ) -> ClientClaim | None:
-    words = [path, state, number, share or 0, CAPACITY, patience, *gpus]
-    process = subprocess.Popen(map(str, words), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    words = [path, "-n", number, "-g", ",".join(gpus), "-m", CAPACITY, "-s", share or 0, "-t", patience]
+    process = subprocess.Popen(
+        [*map(str, words), "sh", "-c", "echo $CUDA_VISIBLE_DEVICES; read line"],
+        env={**os.environ, "SAFE_GPU_DIR": state, "SAFE_GPU_LEGACY_LOCK": "never", "SAFE_GPU_SCOPE": scope},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
-    uuids = []
-    while (line := process.stdout.readline()).strip():
-        uuids.append(line.strip())
+    uuids = process.stdout.readline().strip()
     if uuids:
-        return ClientClaim(process, uuids)
-    process.communicate()
-    code = process.returncode
-    if code != 75:
-        raise AssertionError(f"the client in C ended with {code}")
+        return ClientClaim(process, uuids.split(","))
+    _, errors = process.communicate()
+    if process.returncode != 75:
+        raise AssertionError(f"the client in C ended with {process.returncode}: {errors}")
     return None
 
 
-def work_inside(referee: Referee, claimer: Claimer, outer: Claim, locks: list[int]) -> None:
+def work_inside(referee: Referee, claimer: Claimer, outer: Claim, locks: list[int], client: str) -> None:
     """Let two children claim inside a claim. They may outlive it, and keep its entry."""
     children = []
     for _ in range(2):
@@ -125,7 +129,10 @@ def work_inside(referee: Referee, claimer: Claimer, outer: Claim, locks: list[in
                 os.close(outer.held.fd)
             if random.random() < 0.5:
                 time.sleep(random.uniform(0, 0.02))
-            claim = mine.claim(1, time.monotonic() + 0.3, scope=outer.token)
+            if client and random.random() < 0.5:
+                claim = claim_by_client(client, mine.state_dir, mine.gpus, 1, 0.3, scope=outer.token)
+            else:
+                claim = mine.claim(1, time.monotonic() + 0.3, scope=outer.token)
             referee.note("INSIDE" if claim else "OUTSIDE")
             if claim:
                 (uuid,) = claim.gpus

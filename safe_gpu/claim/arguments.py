@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..affinity.options import falls_back, parse_options
-from ..coordination.locks.host_lock import MINIMUM_PATIENCE
+from ..coordination.host_lock import MINIMUM_PATIENCE
 from ..errors import PlaceholderError, UnsatisfiableRequestError, package_logger
 from ..gpus.devices import HostSnapshot
 from ..host.procfs import printable_lines

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..coordination.closed import closed_now
-from ..coordination.holders.of_gpus import lease_holders
+from ..coordination.doors import digest
+from ..coordination.holders import Claims, held_elsewhere, living_claims
 from ..drivers import opened_driver
 from ..host.procfs import describe_process
 from ..selection.request import Conditions, Selection, parse_request
@@ -74,9 +75,11 @@ def current_verdicts(
         inner: whether the claim would be made inside another claim.
 
     Raises:
-        LockTimeout, StateDirError: the leases cannot be read.
+        StateDirError: the claims cannot be read.
         UnsatisfiableRequestError: a variable that sets a rule has no valid value.
     """
-    leased = lease_holders(snapshot.gpus, inner=inner, prefix=snapshot.name_prefix)
+    claims, uuids = Claims(living_claims()), [gpu.uuid for gpu in snapshot.gpus]
+    elsewhere = held_elsewhere(uuids, claims, snapshot.name_prefix) if not inside else ()
+    leased = {**dict.fromkeys(elsewhere, LeaseHolder(elsewhere=True)), **claims.holders(inside)}
     rules = Rules.of(os.environ)._replace(drained=closed_now())
     return judge(snapshot, request, leased=leased, visible_limit=visible_limit, describe=describe_process, rules=rules)

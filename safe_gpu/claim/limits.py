@@ -1,35 +1,30 @@
 """The limits of the policy file: how many GPUs the users of this host may hold, and hold, and for how long.
 
-Limits are resolved while no lock is held, because a directory service may have to be asked for groups. Who holds what
-is asked of the kernel just before host.lock is taken. The module is loaded only if there is a policy file.
+Limits are resolved while no lock is held, because a directory service may have to be asked for groups. Whose a claim is
+says the owner of its entry. The module is loaded only if there is a policy file.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..coordination.files.state_dir import StateDir, opened
-from ..coordination.holders.by_kernel import LeaseOwners, is_held_by, lease_owners
-from ..coordination.leases.file_names import lease_name, slot_name
-from ..coordination.leases.lease import is_empty
-from ..coordination.leases.record import read_record
-from ..coordination.leases.slots import recorded_slots
-from ..coordination.socket_names import slot_of
+from ..coordination.holders import Claims, living_claims
+from ..coordination.queue import TicketRequest
 from ..errors import PolicyError, UnsatisfiableRequestError, package_logger
-from ..gpus.devices import MOST_SHARERS, HostSnapshot
-from ..host.procfs import TOO_LONG, printable_lines
+from ..gpus.devices import HostSnapshot
+from ..host.procfs import printable_lines
 from ..selection.request import Selection
-from ..selection.sharing import LEAST_SHARE, ROUNDING, part_of
+from ..selection.sharing import ROUNDING, part_of
 from ..settings import policy
 from ..settings import variables as settings
 from ..wording.text import format_age
 
 if TYPE_CHECKING:
-    from ..coordination.queue.ticket import Ticket, TicketRequest
+    from ..coordination.entry import Entry
+    from ..coordination.host_lock import Host
     from ..settings.policy import Limits, Policy
     from ..wording.argument_style import ArgumentStyle
 
@@ -87,21 +82,15 @@ def hold_within(seconds: float | None, limits: Limits, *, said: bool) -> float |
 
 
 class LimitReached(NamedTuple):
-    """A limit of a user that stands in the way: ``held`` of ``most`` GPUs, by the leases with these names.
-
-    ``known`` is False if the kernel's tables were too long to tell what is held.
-    """
+    """A limit of a user that stands in the way: ``held`` of ``most`` GPUs, by the claims with these names."""
 
     held: float
     most: int
-    leases: frozenset[str] = frozenset()
-    known: bool = True
+    claims: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         """Return ``you hold 4 of your 4 GPUs``."""
         gpus = f"{self.most} {'GPU' if self.most == 1 else 'GPUs'}"
-        if not self.known:
-            return f"how many of your {gpus} you hold is not known: {TOO_LONG}"
         return f"you hold {round(self.held, 2):g} of your {gpus}"
 
 
@@ -120,7 +109,7 @@ class Quota:
         self._most: dict[int, int | None] = {os.geteuid(): limits.max_gpus}
         self._changed = _time_of(rules.path)
 
-    def prepare(self) -> None:
+    def prepare(self, host: Host) -> None:
         """Resolve the limits of the users who wait. Call it while host.lock is not held, before each look.
 
         A file that was changed is read again. While it has a mistake, the limits stay as they were.
@@ -135,12 +124,7 @@ class Quota:
                 self._most = {os.geteuid(): self.limits.max_gpus}
         if not self._rules.limits_gpus:
             return
-        owners: set[int] = set()
-        with suppress(FileNotFoundError), opened("queue", make=False) as queue:
-            if not queue.is_empty():
-                from ..coordination.queue.listing import ticket_owners
-
-                owners = ticket_owners(queue)
+        owners = {ticket.uid for ticket in host.queue.look(())} if host.queue.listed() else set()
         for uid in owners.difference(self._most):
             self._most[uid] = policy.limits_of_user(self._rules, uid).max_gpus
 
@@ -149,28 +133,9 @@ class Quota:
         """Whether users who wait are served by turns."""
         return self._rules.by_turns
 
-    def owners(self, leases: StateDir, snapshot: HostSnapshot, *, others: bool, joins: bool = False) -> LeaseOwners:
-        """Return whose leases are now, as far as a look needs it. Host.lock must not be held.
-
-        Args:
-            others: whether other users wait, whose limits matter too.
-            joins: whether it may join the queue, where its turn depends on what its user holds.
-        """
-        needs_own = self.limits.max_gpus is not None or (joins and self.by_turns)
-        if not needs_own and not (others and self._rules.limits_gpus):
-            return LeaseOwners()
-        return lease_owners(leases, [gpu.uuid for gpu in snapshot.gpus], snapshot.name_prefix)
-
-    def holdings(
-        self, leases: StateDir, snapshot: HostSnapshot, owners: LeaseOwners, *, tried: Collection[str] = ()
-    ) -> LeasesByUser:
-        """Return who holds what during one look.
-
-        Args:
-            owners: as of :meth:`owners`.
-            tried: the names of the leases that this process takes during the look, as it takes them.
-        """
-        return LeasesByUser(self, leases, snapshot, owners, tried)
+    def held(self, snapshot: HostSnapshot, claims: Claims) -> ClaimsByUser:
+        """Return who holds what of these claims."""
+        return ClaimsByUser(self, snapshot, claims)
 
     def most_of(self, uid: int) -> int | None:
         """Return how many GPUs a user may hold at once; None is no limit, or not known yet."""
@@ -188,23 +153,14 @@ def _time_of(path: str) -> int:
         return 0
 
 
-class LeasesByUser:
-    """Who holds which leases, by what the kernel told just before host.lock was taken.
+class ClaimsByUser:
+    """Which users hold what, by the living claims of one look. Claims inside claims and on a shared display count for
+    nothing."""
 
-    A claim of this user may have come since then. It has another record than the lease had, and counts if the process
-    that this names is of this user and has locked the lease.
-    """
-
-    def __init__(
-        self, quota: Quota, leases: StateDir, snapshot: HostSnapshot, owners: LeaseOwners, tried: Collection[str]
-    ) -> None:
+    def __init__(self, quota: Quota, snapshot: HostSnapshot, claims: Claims) -> None:
         self._quota = quota
-        self._leases = leases
         self._snapshot = snapshot
-        self._owners = owners
-        self._tried = tried
-        self._parts: dict[str, float] = {}  # of a GPU, by the name of the lease
-        self._users = dict(owners.users)
+        self._claims = claims
 
     def own_limit(self, request: Selection) -> LimitReached | None:
         """Return the limit of the user of this claim, if it does not allow that many GPUs more."""
@@ -212,66 +168,42 @@ class LeasesByUser:
 
     def own_held(self) -> float:
         """Return how many GPUs the user of this claim holds."""
-        return sum(self._parts[name] for name in self._held_by(os.geteuid()))
+        return sum(self._held_by(os.geteuid()).values())
 
-    def size(self, request: TicketRequest) -> float:
+    def size(self, ticket: Entry) -> float:
         """Return how many GPUs a ticket asks for."""
-        if not request.conditions:
-            return request.nb_gpus
-        selection, _ = Selection.from_ticket(request.nb_gpus, request.conditions)
-        return selection.amount(self._snapshot.gpus)
+        return self._asked(ticket).amount(self._snapshot.gpus)
+
+    def is_at_limit(self, ticket: Entry) -> bool:
+        """Return whether that waiter, of another user, cannot take its GPUs before claims of its user end. It may be
+        passed.
+
+        Waiters of this user keep their order, and those inside a claim have no limit.
+        """
+        if ticket.uid == os.geteuid() or ticket.inside:
+            return False
+        return self._limit_of(ticket.uid, self._asked(ticket)) is not None
+
+    def _asked(self, ticket: Entry) -> Selection:
+        request = TicketRequest.of(ticket)
+        return Selection.from_ticket(request.nb_gpus, request.conditions)[0]
 
     def _limit_of(self, uid: int, request: Selection) -> LimitReached | None:
         most = self._quota.most_of(uid)
         if most is None:
             return None
-        if not self._owners.known:
-            return LimitReached(most, most, known=False)
-        names = self._held_by(uid)
-        held = sum(self._parts[name] for name in names)
-        exceeds = held + request.amount(self._snapshot.gpus) > most + ROUNDING
-        return LimitReached(held, most, names) if exceeds else None
+        held = self._held_by(uid)
+        exceeds = sum(held.values()) + request.amount(self._snapshot.gpus) > most + ROUNDING
+        return LimitReached(sum(held.values()), most, frozenset(held)) if exceeds else None
 
-    def is_at_limit(self, ticket: Ticket) -> bool:
-        """Return whether that waiter, of another user, cannot take its GPUs before leases of its user end. It may be
-        passed.
-
-        Waiters of this user keep their order, and those inside a claim have no limit.
-        """
-        if ticket.request is None or ticket.uid == os.geteuid() or ticket.request.inside:
-            return False
-        request, _ = Selection.from_ticket(ticket.request.nb_gpus, ticket.request.conditions)
-        limit = self._limit_of(ticket.uid, request)
-        return limit is not None and limit.known
-
-    def _held_by(self, uid: int) -> frozenset[str]:
-        if not self._parts:
-            self._count()
-        counted = self._parts.keys() - self._tried
-        return frozenset(name for name, user in self._users.items() if user == uid and name in counted)
-
-    def _count(self) -> None:
-        self._parts = parts_by_lease(self._leases, self._snapshot, self._owners)
-        there = self._leases.few_names()
-        for gpu in self._snapshot.gpus:
-            for name in (lease_name(gpu.uuid), *(slot_name(gpu.uuid, slot) for slot in range(MOST_SHARERS))):
-                record = None if is_empty(self._leases, name, there) else read_record(self._leases, name)
-                known = self._owners.records.get(name)
-                if record is not None and record != known and is_held_by(self._leases, name, record, os.geteuid()):
-                    self._users[name], self._parts[name] = os.geteuid(), part_of(gpu, record.share)
-
-
-def parts_by_lease(leases: StateDir, snapshot: HostSnapshot, owners: LeaseOwners) -> dict[str, float]:
-    """Return name of a lease -> how much of a GPU who holds it has: of a share its part, or that of the smallest if
-    names do not confirm what the record says."""
-    found, directory = {}, os.fstat(leases.fd)
-    for gpu in snapshot.gpus:
-        found[lease_name(gpu.uuid)] = 1.0
-        for slot, record in recorded_slots(leases, gpu.uuid).items():
-            name = slot_of(gpu.uuid, slot, snapshot.name_prefix)
-            certain = owners.names.confirms(name, record, directory)
-            found[slot_name(gpu.uuid, slot)] = part_of(gpu, record.share if certain else LEAST_SHARE)
-    return found
+    def _held_by(self, uid: int) -> dict[str, float]:
+        """Return name of a claim -> how many GPUs it holds. Of a GPU that the driver does not show it holds all."""
+        found = {}
+        for one in self._claims.living:
+            if one.uid == uid and not one.display and not self._claims.is_inside(one):
+                gpus = ((self._snapshot.by_uuid(uuid), share) for uuid, share in one.gpus.items())
+                found[one.name] = sum(1.0 if gpu is None else part_of(gpu, share) for gpu, share in gpus)
+        return found
 
 
 def quota_of(path: str, warn: object) -> Quota | None:
@@ -297,7 +229,7 @@ def remaining_quota(snapshot: HostSnapshot, nb_gpus: int) -> float:
 
     Raises:
         UnsatisfiableRequestError: the policy never allows that many.
-        PolicyError: the policy file cannot be used. StateDirError: the leases cannot be read.
+        PolicyError: the policy file cannot be used. StateDirError: the claims cannot be read.
     """
     path = settings.existing_policy(os.environ)
     if path is None:
@@ -306,8 +238,6 @@ def remaining_quota(snapshot: HostSnapshot, nb_gpus: int) -> float:
     if quota is None or quota.limits.max_gpus is None:
         return math.inf
     check_count(nb_gpus, quota.limits)
-    with opened("leases") as leases:
-        holdings = quota.holdings(leases, snapshot, quota.owners(leases, snapshot, others=False))
-        limit = holdings.own_limit(Selection(quota.limits.max_gpus + 1))
+    limit = quota.held(snapshot, Claims(living_claims())).own_limit(Selection(quota.limits.max_gpus + 1))
     assert limit is not None  # one GPU more than the limit is never allowed
     return limit.most - limit.held

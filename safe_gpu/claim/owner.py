@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..affinity.cpu_shares import bind_claim, undo_binding
-from ..coordination.leases.record import LeaseRecord
+from ..coordination.entry import said_by_this_process
 from ..coordination.signals import DeferredSignals
 from ..drivers import opened_driver
 from ..errors import AlreadyClaimedError, GPUAffinityError, PlaceholderError, SafeGpuError, shorten
@@ -25,7 +25,7 @@ from ..wording.text import gpus_by_model
 from .arguments import NODE_BY_DEFAULT, ClaimOptions, asks_for_none, read_options
 from .checks.bad_gpu import BadGpuFallback
 from .checks.opened import other_processes, verify_alone, verify_devices
-from .held import Claim
+from .claim import Claim
 from .host.ancestors import UNDER_MAIN, imports_main
 from .host.host_view import HostView
 from .host.visible_limit import remember_initializer
@@ -187,9 +187,9 @@ class GPUOwner:
         return self._holding.placed
 
     def release_gpus(self) -> None:
-        """Release placeholders and leases, and restore the environment and the affinity. Safe to call twice.
+        """Release placeholders and GPUs, and restore the environment and the affinity. Safe to call twice.
 
-        In a forked child it only clears this object, because the GPUs, contexts and leases belong to the parent.
+        In a forked child it only clears this object, because the GPUs and contexts belong to the parent.
         """
         self._undo()
 
@@ -201,11 +201,11 @@ class GPUOwner:
     # The steps of a claim
 
     def _take_and_hold(self, view: HostView, options: ClaimOptions, bad: BadGpuFallback) -> Claim:
-        """Lease GPUs and put the placeholder on them; if one of them proves to be bad, give all back and try
+        """Take GPUs and put the placeholder on them; if one of them proves to be bad, give all back and try
         others."""
-        record = LeaseRecord.of_this_process(options.job.job_label, options.command)
+        said = said_by_this_process(options.job.job_label, options.command)
         while True:
-            self._claim = claim = Claim(record, os.urandom(8).hex() if options.delegate else "")
+            self._claim = claim = Claim(said, os.urandom(8).hex() if options.delegate else "")
             acquire(view, options, claim)
             self._take_over(claim, view.visible_limit)
             self._set_environment(claim, options.visible_as)

@@ -5,20 +5,14 @@ check it before they become the command, so programs that are not Python are che
 """
 
 import os
-import time
 from collections.abc import Sequence
 
 from ..affinity.binding import BindingReport, PartReport
 from ..affinity.cpu_shares import bind_near, bind_node
 from ..affinity.options import AffinityOptions, falls_back, parse_options
 from ..affinity.resolve_gpus import BOUND, Names, ResolvedGpus, by_ordinal, named, remember, remembered, visible
-from ..coordination.files.state_dir import opened
-from ..coordination.holders.outer_claim import outer_claim_of_process
-from ..coordination.leases.file_names import inner_name, lease_name
-from ..coordination.leases.lease import probe
-from ..coordination.leases.record import read_record
-from ..coordination.locks.host_lock import HostLock
-from ..coordination.socket_names import digest
+from ..coordination.doors import digest
+from ..coordination.holders import claim_around, living_claims
 from ..drivers import opened_driver
 from ..errors import GPUAffinityError, HolderLostError, SafeGpuError, WrongDeviceError, package_logger
 from ..gpus.devices import HostSnapshot, vendor_of
@@ -38,7 +32,7 @@ def check_expected_gpu() -> None:
     Raises:
         WrongDeviceError: the environment selects another GPU, several or none, or this host does not have the GPU.
         HolderLostError: the claim that held the GPU has ended.
-        NoDriverError, LockTimeout, StateDirError: the driver, host.lock or the state directory cannot be used.
+        NoDriverError, StateDirError: the driver or the state directory cannot be used.
     """
     uuid = os.environ.get(EXPECT)
     if not uuid:
@@ -74,17 +68,13 @@ def _check_visible(uuid: str) -> None:
 
 
 def is_held(uuid: str, token: str | None) -> bool:
-    """Return whether a claim holds the lease of this GPU; with a ``token`` (SAFE_GPU_SCOPE), whether that claim does.
+    """Return whether a claim holds this GPU; with a ``token`` (SAFE_GPU_SCOPE), whether that claim does.
 
     Raises:
-        LockTimeout, StateDirError: the leases cannot be read.
+        StateDirError: the claims cannot be read.
     """
-    # Engines start many workers at once and spin meanwhile: on few cores a holder of host.lock waits seconds for a CPU.
-    with HostLock(time.monotonic() + 60.0) as host:
-        if not probe(host, lease_name(uuid)):
-            return False
-        record = read_record(host.leases, lease_name(uuid))
-    return token is None or (record is not None and record.token == digest(token))
+    secret = None if token is None else digest(token)
+    return any(uuid in claim.gpus and secret in (None, claim.token) for claim in living_claims())
 
 
 def bind(
@@ -220,17 +210,11 @@ def _shift(snapshot: HostSnapshot) -> str:
     if not value[:1].isdigit():
         return ""
 
-    claimed = [gpu.uuid for gpu in owner.latest_gpus()] or _claimed_around(snapshot)
+    claimed = [gpu.uuid for gpu in owner.latest_gpus()] or _claimed_around()
     return stale_indices(value, os.environ.get("CUDA_DEVICE_ORDER"), claimed, snapshot)
 
 
-def _claimed_around(snapshot: HostSnapshot) -> Sequence[str]:
-    """Return the UUIDs of the GPUs of the claim inside which this process runs. Records are read without a lock."""
-    names = (name(gpu.uuid) for name in (inner_name, lease_name) for gpu in snapshot.gpus)
-    try:
-        with opened("leases", make=False) as leases:
-            records = [record for record in (read_record(leases, name) for name in names) if record is not None]
-    except FileNotFoundError:
-        return ()
-    around = outer_claim_of_process(records, os.environ.get("SAFE_GPU_SCOPE", ""))
-    return () if around is None else around.gpus
+def _claimed_around() -> Sequence[str]:
+    """Return the UUIDs of the GPUs of the claim inside which this process runs."""
+    around = claim_around(living_claims(), os.environ.get("SAFE_GPU_SCOPE", ""))
+    return () if around is None else tuple(around.gpus)

@@ -20,7 +20,7 @@ from ...selection.choice import capacity
 from ...selection.verdicts import LAST_CHOICE_TEXT
 
 if TYPE_CHECKING:
-    from ..held import Claim
+    from ..claim import Claim
     from ..host.host_view import HostView
 
 

@@ -1,35 +1,30 @@
-"""The check with the leases held: a second poll must find the GPUs still free."""
+"""The check with the GPUs held: a second poll must find them still free."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...coordination.files.state_dir import opened
+from ...coordination.holders import living_claims
 from ...coordination.locks.legacy_lock import take_legacy_lock
 from ...coordination.signals import DeferredSignals
 
 if TYPE_CHECKING:
     from ..arguments import ClaimOptions
-    from ..held import Claim
+    from ..claim import Claim
     from ..host.host_view import HostView
 
 
 def confirm(view: HostView, claim: Claim, options: ClaimOptions) -> bool:
-    """Poll again, with the leases and the lock of the older package held. Return whether the GPUs are still
-    free.
+    """Poll again, with the GPUs and the lock of the older package held. Return whether the GPUs are still free.
 
-    If they are not, or the claim around this one has ended, the claim is released.
+    If they are not, the claim is released.
     """
-    if not view.outer.still_has(claim.gpus, view.scope):
-        claim.release()
-        return False
     with DeferredSignals() as signals:
         claim.legacy = take_legacy_lock(None if options.timeout is None else options.deadline, options.logger, signals)
     view.polls.poll_again(claim.gpus)
     claim.before, claim.explained = view.snapshot, view.explained
-    if claim.beneath:
-        with opened("leases") as leases:
-            view.see_sharers(leases, claim.gpus)
+    if claim.share is not None:
+        view.see(one for one in living_claims() if one.file != claim.file)
     now = (view.snapshot.by_uuid(gpu.uuid) for gpu in claim.gpus)
     verdicts = {verdict.gpu.uuid: verdict for verdict in view.judge({}, [gpu for gpu in now if gpu is not None])}
     for gpu in claim.gpus:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from ...coordination.files.state_dir import opened
 from ...errors import GpuContendedError, NotEnoughGpusError, SafeGpuError, WrongDeviceError
 from ...host import procfs
 from ...host.procfs import describe_process
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from ...gpus.devices import Gpu, GpuProcess, HostSnapshot
     from ...runtimes.library import Runtime
     from ..arguments import ClaimOptions
-    from ..held import Claim
+    from ..claim import Claim
     from ..host.host_view import HostView
 
 # The lock of the older package is held until the driver shows the placeholder, but at most this long, in seconds.
@@ -56,7 +55,7 @@ def verify_devices(gpus: Sequence[Gpu], runtime: Runtime) -> None:
 def verify_alone(view: HostView, claim: Claim, options: ClaimOptions, *, holding: bool, own_function: str = "") -> None:
     """Poll a third time: refuse foreign processes, and release the lock of the older package.
 
-    That lock is held until the driver shows the placeholder, because the older package knows no leases. In a container
+    That lock is held until the driver shows the placeholder, because the older package knows no entries. In a container
     that shows host pids, the host pid of this process is found here and added to ``view.own``. A driver that hides the
     placeholder is not waited for: it warns, because then others cannot see it either.
 
@@ -76,12 +75,12 @@ def verify_alone(view: HostView, claim: Claim, options: ClaimOptions, *, holding
         for gpu in claim.gpus if holding else ():
             before, now = claim.before.by_uuid(gpu.uuid), snapshot.by_uuid(gpu.uuid)
             shown.append((gpu.label, presence(before or gpu, now or gpu, view.own)))
-        waiting = claim.legacy is not None and any(one not in (SHOWN, HIDDEN) for _, one in shown)
+        waiting = claim.older is not None and any(one not in (SHOWN, HIDDEN) for _, one in shown)
         late = time.monotonic() >= until
         if not waiting or late:
             break
         time.sleep(0.02)
-    claim.release_legacy()
+    claim.release_older()
     hidden = [label for label, one in shown if one == HIDDEN or (late and one == NOT_YET)]
     if hidden and not snapshot.shared_display:
         cause = "safe-gpu doctor says more"
@@ -109,9 +108,8 @@ def _refuse_other_processes(view: HostView, claim: Claim, snapshot: HostSnapshot
         if others:
             known |= {process.pid for process in users_of(before, before.processes, describe_process)}
         others = [process for process in others if process.pid not in known]
-        if claim.beneath and others:
-            with opened("leases") as leases:
-                others = view.strangers(leases, gpu, others)
+        if claim.share is not None and others:
+            others = view.strangers(gpu, others)
         # The MPS server does not count: the placeholder may have started it.
         new = users_of(now, others, describe_process, mps_clients=mps_clients)
         hidden = [process for process in new if process.elsewhere or not procfs.exists(process.pid)]

@@ -63,14 +63,14 @@ def refuse_inside_share(gpus: Iterable[Gpu], holders: Mapping[str, LeaseHolder])
 
 
 def refuse_gpus_of_ancestors(
-    verdicts: Iterable[GpuVerdict], usable: Collection[str], request: Selection, *, inner: bool
+    verdicts: Iterable[GpuVerdict], usable: Collection[str], request: Selection, *, inside: bool
 ) -> None:
     """Refuse to wait for GPUs that an ancestor holds: if the ancestor waits for this process, neither ever ends.
 
     Args:
         verdicts: with the holders, whose pids are of processes that live.
         usable: UUIDs that the request could ever get.
-        inner: whether the claim is made inside another one.
+        inside: whether the claim is made inside another one.
 
     Raises:
         NotEnoughGpusError: without the GPUs of this process and its ancestors there are too few.
@@ -83,7 +83,7 @@ def refuse_gpus_of_ancestors(
     who = "this process itself" if held[0].pid == os.getpid() else f"process {held[0].pid}, a parent of this one,"
     way_out = (
         "claims inside claims go one level deep, so use its GPUs without claiming"
-        if inner
+        if inside
         else "claim there with delegate=True (or start this under `safe-gpu run`) so that its children may claim from "
         "it, or use its GPUs without claiming"
     )

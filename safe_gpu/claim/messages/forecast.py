@@ -1,4 +1,4 @@
-"""When a waiter can expect to start, from records and tickets, without a lock."""
+"""When a waiter can expect to start, from entries, without a lock."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...coordination.holders.of_gpus import recorded_holders
-from ...coordination.leases.file_names import inner_name
+from ...coordination.queue import TicketRequest, is_stopped
 from ...selection.backfill import BackfillRequest, When, dates, starts, when_free
 from ...selection.request import Selection
 from ...wording.text import clock, format_age, gpu_ranges, not_before
@@ -51,17 +50,17 @@ class Forecast(NamedTuple):
 def forecast(view: HostView, place: QueuePlace) -> Forecast:
     """Return what the claim in this place can expect now."""
     waiter, now = place.ensure_waiter(), time.time()
-    holders = holders_on_record(view)
+    holders = view.claims.holders(view.inside)
     when = _free_at(view, holders, now)
     ahead = waiter.competing()
-    requests = [(one.request, one.uid) for one in ahead if one.request is not None and not one.is_stopped()]
+    requests = [(TicketRequest.of(one), one.uid) for one in ahead if not is_stopped(one)]
     requests.append((waiter.request._replace(hold_for=place.hold_for()), os.geteuid()))
     wants = [
         BackfillRequest.of(*request[:4], view.snapshot.gpus, view.reserved_for_others(uid)) for request, uid in requests
     ]
     start, earliest = starts(wants, when)[-1], list(dates(wants, when))[-1][1]
     held = [(gpu, holders[gpu.uuid]) for gpu in view.snapshot.gpus if gpu.uuid in holders]
-    wanted = [(gpu.label, holder) for gpu, holder in held if view.outer.stem(gpu.uuid) in waiter.request.gpus]
+    wanted = [(gpu.label, holder) for gpu, holder in held if gpu.uuid in waiter.request.gpus]
     mine = [(label, each) for label, holder in wanted for each in holder.each]
     told = any(holder.until is not None for _, holder in mine)
     return Forecast(
@@ -74,17 +73,9 @@ def forecast(view: HostView, place: QueuePlace) -> Forecast:
     )
 
 
-def holders_on_record(view: HostView) -> dict[str, LeaseHolder]:
-    """Return UUID -> who has a record in the lease file. A lease that was released has none."""
-    uuids = [gpu.uuid for gpu in view.snapshot.gpus]
-    names = {uuid: (view.outer.lease_name(uuid), inner_name(uuid)) for uuid in uuids}
-    found = recorded_holders(names, view.snapshot.name_prefix)
-    return {uuid: holder for uuid, holder in found.items() if holder.since is not None}
-
-
 def _free_at(view: HostView, holders: Mapping[str, LeaseHolder], now: float) -> dict[str, When]:
     return {
-        view.outer.stem(verdict.gpu.uuid): when_free(verdict.gpu, holders.get(verdict.gpu.uuid), now, free=verdict.free)
+        verdict.gpu.uuid: when_free(verdict.gpu, holders.get(verdict.gpu.uuid), now, free=verdict.free)
         for verdict in view.judge_for(Selection(), holders)
     }
 

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...coordination.holders.of_gpus import lease_holders
-from ...errors import ClaimTimeout, LockTimeout, NotEnoughGpusError
+from ...coordination.holders import Claims, held_elsewhere, living_claims
+from ...errors import ClaimTimeout, NotEnoughGpusError
+from ...gpus.devices import LeaseHolder
 from ...selection.verdicts import fence_hint
 from ..host.ancestors import refuse_gpus_of_ancestors
-from .forecast import holders_on_record
 from .wait_status import ClaimAhead
 from .wording import refusal_message
 
 if TYPE_CHECKING:
-    from ...coordination.queue.ticket import Ticket
-    from ...gpus.devices import GpuVerdict, LeaseHolder
+    from ...coordination.entry import Entry
+    from ...gpus.devices import GpuVerdict
     from ..host.host_view import HostView
     from ..limits import LimitReached
 
 
 def refuse_if_ancestor_holds(view: HostView) -> None:
-    """Call :func:`~safe_gpu.claim.host.ancestors.refuse_gpus_of_ancestors` with the present holders. Takes host.lock.
+    """Call :func:`~safe_gpu.claim.host.ancestors.refuse_gpus_of_ancestors` with the present holders.
 
     Raises:
         NotEnoughGpusError: an ancestor of this process holds the GPUs that it waits for.
-        LockTimeout, StateDirError: the leases cannot be read.
+        StateDirError: the claims cannot be read.
     """
     _judge(view, holders_now(view))
 
@@ -32,8 +32,8 @@ def refuse_if_ancestor_holds(view: HostView) -> None:
 def refusal(
     view: HostView,
     *,
-    ticket: Ticket | None,
-    stopped: Ticket | None = None,
+    ticket: Entry | None,
+    stopped: Entry | None = None,
     spent: LimitReached | None = None,
     position: int,
     waited: float,
@@ -46,7 +46,7 @@ def refusal(
     is stopped; ``wait_limit`` is the policy file, if that set the timeout.
 
     Raises:
-        NotEnoughGpusError, LockTimeout, StateDirError: as in :func:`refuse_if_ancestor_holds`.
+        NotEnoughGpusError, StateDirError: as in :func:`refuse_if_ancestor_holds`.
     """
     request, visible_limit = view.request, view.visible_limit
     holders = holders_now(view)
@@ -76,18 +76,17 @@ def refusal(
 
 
 def holders_now(view: HostView) -> dict[str, LeaseHolder]:
-    """Return UUID -> holder of the GPUs that are held now. Takes host.lock.
+    """Return UUID -> holder of the GPUs that are held now. Takes no lock.
 
     Raises:
-        StateDirError: the leases cannot be read.
+        StateDirError: the claims cannot be read.
     """
-    try:
-        return lease_holders(view.snapshot.gpus, inner=bool(view.outer), prefix=view.snapshot.name_prefix)
-    except LockTimeout:  # so large a crowd that it only tells who had them a moment ago
-        return holders_on_record(view)
+    claims, uuids = Claims(living_claims()), [gpu.uuid for gpu in view.snapshot.gpus]
+    elsewhere = set() if view.around else held_elsewhere(uuids, claims, view.snapshot.name_prefix)
+    return {**dict.fromkeys(elsewhere, LeaseHolder(elsewhere=True)), **claims.holders(view.inside)}
 
 
 def _judge(view: HostView, holders: dict[str, LeaseHolder]) -> tuple[GpuVerdict, ...]:
     verdicts = view.judge(holders)
-    refuse_gpus_of_ancestors(verdicts, {gpu.uuid for gpu in view.usable}, view.request, inner=bool(view.outer))
+    refuse_gpus_of_ancestors(verdicts, {gpu.uuid for gpu in view.usable}, view.request, inside=bool(view.around))
     return verdicts

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...coordination.holders.of_gpus import recorded_holders
-from ...coordination.leases.file_names import inner_name
+from ...coordination.holders import lives_here
+from ...coordination.queue import is_stopped
 from ...coordination.signals import DeferredSignals
 from ...gpus.devices import Gpu, GpuVerdict, LeaseHolder
 from ...host.procfs import user_name
 from ...selection.sharing import part_of
-from .forecast import Forecast, holders_on_record
+from .forecast import Forecast
 
 if TYPE_CHECKING:
-    from ...coordination.queue.ticket import Ticket
+    from ...coordination.entry import Entry
     from ..host.host_view import HostView
     from ..limits import LimitReached
 
@@ -22,29 +22,25 @@ if TYPE_CHECKING:
 class ClaimAhead(NamedTuple):
     """The nearest waiter ahead that wants some of the same GPUs.
 
-    ``since`` is in Unix seconds. ``stopped`` is True if its process is stopped or frozen (a suspended job). If the
-    kernel shows no process of the ticket's owner that waits, ``pid`` is 0 and ``user`` None. If the ticket cannot be
-    read, ``nb_gpus`` is None and ``since`` 0. If it came later and stands ahead by its turn, ``in_turn`` is how many
-    GPUs its user holds.
+    ``since`` is in Unix seconds. ``stopped`` is True if its process is stopped or frozen (a suspended job). ``pid`` is
+    0 if no process of the ticket's owner with this pid lives here. If it came later and stands ahead by its turn,
+    ``in_turn`` is how many GPUs its user holds.
     """
 
     pid: int
     user: str | None
-    nb_gpus: int | None
+    nb_gpus: int
     since: float
     stopped: bool = False
     in_turn: float | None = None
 
     @classmethod
-    def of(cls, ticket: Ticket) -> ClaimAhead:
-        """Return the claim that a ticket describes. /proc tells whose it is, and whether its process is stopped."""
-        from ...coordination.queue.waiting_process import lockers_of_ticket, waiting_process
-
-        nb_gpus = None if ticket.request is None else ticket.request.nb_gpus
-        pid = waiting_process(ticket, lockers_of_ticket(ticket))
+    def of(cls, ticket: Entry) -> ClaimAhead:
+        """Return the claim that a ticket describes. /proc tells whether its process is stopped."""
         with DeferredSignals():  # an exception that comes in the midst of getpwuid(3) is lost if it knows no such user
-            user = None if pid is None else user_name(ticket.uid)
-        return cls(pid or 0, user, nb_gpus, ticket.since, ticket.is_stopped())
+            user = user_name(ticket.uid) if ticket.uid >= 0 else None
+        pid = ticket.pid if lives_here(ticket) else 0
+        return cls(pid, user, ticket.nb_gpus, ticket.since or 0.0, is_stopped(ticket))
 
 
 class WaitStatus(NamedTuple):
@@ -73,10 +69,9 @@ class WaitStatus(NamedTuple):
 
 def wait_status(
     view: HostView,
-    ticket: Ticket | None,
-    unleased: Collection[str],
+    ticket: Entry | None,
     position: int,
-    named: Collection[str] = (),
+    elsewhere: Collection[str] = (),
     spent: LimitReached | None = None,
     *,
     came_later: bool = False,
@@ -85,10 +80,9 @@ def wait_status(
 
     Args:
         ticket: the nearest ticket ahead that may not be passed, if any.
-        unleased: UUIDs of the usable GPUs that nobody holds; used only if there is no such ticket.
         position: in the queue, or 0 if it was not counted. Behind a ticket the GPUs are not judged then, because
             hundreds may wait.
-        named: UUIDs of the GPUs that are held by name only.
+        elsewhere: UUIDs of the GPUs that only another state directory's claims hold.
         spent: the limit of this user, if it stands in the way.
         came_later: whether that ticket came later, and stands ahead by its turn.
     """
@@ -96,15 +90,10 @@ def wait_status(
     status = WaitStatus(position, None, view.request.nb_gpus, ahead=ahead, spent=spent, asked=view.request.text)
     if spent is not None or (ticket is not None and not position):
         return status
-    if ticket is not None:
-        verdicts = view.judge(holders := holders_on_record(view))
-        if came_later and ahead is not None:
-            status = status._replace(ahead=ahead._replace(in_turn=_held_by(ahead.user, view.snapshot.gpus, holders)))
-    else:
-        held = [gpu.uuid for gpu in view.usable if gpu.uuid not in unleased or gpu.uuid in view.shared]
-        names = {uuid: (view.outer.lease_name(uuid), inner_name(uuid)) for uuid in held if uuid not in named}
-        found = recorded_holders(names, view.snapshot.name_prefix)
-        verdicts = view.judge({uuid: found.get(uuid, LeaseHolder(elsewhere=True)) for uuid in held})
+    holders = view.claims.holders(view.inside)
+    verdicts = view.judge({**dict.fromkeys(elsewhere, LeaseHolder(elsewhere=True)), **holders})
+    if came_later and ahead is not None:
+        status = status._replace(ahead=ahead._replace(in_turn=_held_by(ahead.user, view.snapshot.gpus, holders)))
     return status._replace(free=sum(verdict.free for verdict in verdicts), verdicts=verdicts)
 
 

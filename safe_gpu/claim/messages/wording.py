@@ -116,8 +116,7 @@ def waiting_message(
         of = f"of {len(candidates)} " * (len(candidates) < len(status.verdicts))
         text += f" ({_free(status.free, status.needed, status.ahead, status.position, of)})"
     if status.spent is not None:
-        held = f"{round(status.spent.held, 2):g}" if status.spent.known else "?"
-        text += f", at your limit ({held} of {status.spent.most})"
+        text += f", at your limit ({round(status.spent.held, 2):g} of {status.spent.most})"
     place = f", #{status.position}{{}}" if status.ahead is not None and status.position > 1 else ""
     heads = [text + place.format(words) + (start and f", {start}") for words in (" in the queue", "")]
     head = heads[0] if width is None or display_width(heads[0]) <= width else heads[1]
@@ -161,8 +160,6 @@ def _moment(now: float | None) -> float:
 
 
 def _behind(ahead: ClaimAhead, now: float) -> str:
-    if ahead.nb_gpus is None:
-        return "behind a claim whose ticket cannot be read"
     if ahead.in_turn is not None:
         return f"in turn: {ahead.user or SOMEBODY} ({', '.join([gpus_held(ahead.in_turn), *_facts(ahead, now)])})"
     return f"behind {ahead.user or SOMEBODY} ({', '.join(_facts(ahead, now))})"
@@ -172,8 +169,7 @@ def _facts(waiter: ClaimAhead, now: float) -> list[str]:
     facts = [f"pid {waiter.pid}"] if waiter.pid else []
     if waiter.stopped:
         facts.append("stopped")
-    if waiter.nb_gpus is not None:
-        facts.append(f"wants {plural(waiter.nb_gpus)}")
+    facts.append(f"wants {plural(waiter.nb_gpus)}")
     if waiter.since:
         facts.append(f"queued for {format_age(now - waiter.since)}")
     return facts

@@ -1,7 +1,7 @@
-"""The loop that gets leases for a request: look, decide, wait, look again.
+"""The loop that gets GPUs for a request: look, decide, wait, look again.
 
 host.lock is never held during a slow operation. The driver is polled before host.lock is taken, and polled again once
-the leases are held, because a process may have started on a GPU in between.
+the GPUs are held, because a process may have started on a GPU in between.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING
 
-from ...coordination.signals import unwind_on_signals
+from ...coordination.entry import is_alive, said_by_this_process
+from ...coordination.host_lock import Host
+from ...coordination.signals import DeferredSignals, unwind_on_signals
 from ...coordination.state_dir import doubt_of_entries, doubt_of_image, not_told_yet, state_dir_path
 from ...errors import LockTimeout, StateDirError, UnsatisfiableRequestError
 from ...host.procfs import printable_lines
@@ -22,19 +24,22 @@ from ...selection.choice import check_possible, fits
 from ..arguments import ClaimOptions, with_policy_limits
 from ..checks.confirmation import confirm
 from ..host.ancestors import refuse_inside_share
-from .attempt import Attempt
-from .decision import POLL, REFUSE, SLEEP, TAKE, Decision, WaitState, decide
+from .decision import AGAIN, POLL, REFUSE, SLEEP, TAKE, Decision, WaitState, decide
+from .look import Look
 from .queue_place import QueuePlace
 
 if TYPE_CHECKING:
-    from ...coordination.leases.watcher import LeaseWatcher
     from ...gpus.devices import Gpu, LeaseHolder
-    from ..held import Claim
+    from ..claim import Claim
     from ..host.host_view import HostView
     from .wait_reports import WaitReporter
 
-# Pause of the head of the queue between two looks at the leases, in seconds. It is doubled after the first second.
-_LEASE_PAUSE = 0.010
+# Pause of the head of the queue between two questions whether claims live, in seconds. It is doubled after the first
+# second.
+_PAUSE = 0.010
+
+# Pauses of a claim that withdrew, in seconds: uneven, or two go in step.
+_UNEVEN = (0.0005, 0.010)
 
 # A sleeper that looks again polls the driver first if its latest poll is older than this, in seconds.
 _OLD = 30.0
@@ -49,7 +54,7 @@ _MOST_CROWDS = 6
 
 
 def acquire(view: HostView, options: ClaimOptions, claim: Claim) -> None:
-    """Fill an empty claim with leases on N GPUs, confirmed by a second poll.
+    """Fill an empty claim with N GPUs, confirmed by a second poll.
 
     Raises:
         UnsatisfiableRequestError: this host or its policy can never satisfy the request; raised without a wait.
@@ -60,11 +65,10 @@ def acquire(view: HostView, options: ClaimOptions, claim: Claim) -> None:
     if view.snapshot.shared_display:
         options.logger.info("Running on a machine with single GPU used for actual display")
     _Search(view, options).run(claim)
-    claim.note(time.monotonic() - options.began)
     path = state_dir_path()
     doubts = [doubt_of_image(path)]
-    if not view.snapshot.shared_display:  # there names keep nobody off
-        doubts.append(doubt_of_entries(path, doors=len(claim.names) >= len(claim.gpus)))
+    if not view.snapshot.shared_display:  # there doors keep nobody off
+        doubts.append(doubt_of_entries(path, doors=claim.has_doors))
     for doubt in not_told_yet(doubts):
         options.logger.warning("%s", doubt)
 
@@ -95,15 +99,14 @@ def _import_all() -> None:
 
 
 class _Search:
-    """One search for GPUs, from the first look to the leases; with ``claim`` None it takes no leases."""
+    """One search for GPUs, from the first look to the claim; with ``claim`` None it takes nothing."""
 
     def __init__(self, view: HostView, options: ClaimOptions) -> None:
         options = with_policy_limits(options)
         self._view = view
         self._options = options
-        self._place = QueuePlace(view, options.hold, options.quota, options.job.job_label)
-        self._attempt = Attempt()
-        self._watcher: LeaseWatcher | None = None
+        self._host: Host | None = None
+        self._place: QueuePlace | None = None
         self._state = WaitState(options.deadline, tried_last=options.timeout == 0)
         self._reporter: WaitReporter | None = None
         self._watching_since = 0.0
@@ -125,50 +128,55 @@ class _Search:
             with unwind_on_signals():
                 try:
                     while True:
-                        # Stored before it holds a ticket, so that _leave closes it after an interrupt.
-                        self._attempt = attempt = Attempt()
-                        with self._outlasting(attempt):
-                            scope = self._view.scope
-                            attempt.run(self._view, self._place, claim, self._options, may_wait=self._may_wait())
-                            if not self._takes(attempt, scope):
-                                continue
-                        if attempt.chosen and self._is_confirmed(claim, attempt.chosen):
-                            return attempt.chosen if claim is None else claim.gpus
+                        scope, look = self._view.scope, None
+                        with self._outlasting():
+                            look = self._look(claim)
+                        if look is None or not self._takes(look, scope):
+                            continue
+                        if self._is_confirmed(claim, look.chosen):
+                            return look.chosen if claim is None else claim.gpus
                 finally:
                     self._leave()
         except BaseException:
             self._leave()  # again, because an interrupt may have ended the first call
             raise
 
-    def _takes(self, attempt: Attempt, scope: str) -> bool:
+    def _look(self, claim: Claim | None) -> Look:
+        if self._host is None or self._place is None:
+            with DeferredSignals():
+                self._host = Host()
+            options, job = self._options, self._options.job.job_label
+            said = said_by_this_process(job, options.command)
+            self._place = QueuePlace(self._host, self._view, options.hold, said, options.quota)
+        look = Look(self._host, self._view, self._place, claim, self._options)
+        look.run(may_wait=self._may_wait())
+        return look
+
+    def _takes(self, look: Look, scope: str) -> bool:
         """Return whether a look took GPUs; wait if not."""
         if scope != self._view.scope:  # it is of no claim, so the visible limit decides
             self._check_possible()
         self._limit()
-        if attempt.chosen or not self._looks:
+        if look.chosen or not self._looks:
             self._options.logger.info("lock acquired")
             self._options.logger.info("lock released")
         self._looks += 1
         self._gone_since = 0.0
-        decision = self._decide(attempt)
+        decision = self._decide(look)
         if decision.step == REFUSE:
-            raise self._refusal(attempt)
+            raise self._refusal(look)
         if decision.step != TAKE:
-            self._carry_out(decision, attempt)
-            attempt.close()
+            self._carry_out(decision, look)
         return decision.step == TAKE
 
     @contextmanager
-    def _outlasting(self, attempt: Attempt) -> Iterator[None]:
+    def _outlasting(self) -> Iterator[None]:
         """Let a look fail while the state directory is away for a moment, or the host is overloaded."""
         try:
             yield
-        except (StateDirError, LockTimeout) as err:
-            attempt.close()
-            attempt.chosen = ()
-            if isinstance(err, StateDirError):
-                self._outlast(err)
-                return
+        except StateDirError as err:
+            self._outlast(err)
+        except LockTimeout as err:
             self._crowds += 1
             if not err.overloaded or self._crowds == _MOST_CROWDS:
                 raise
@@ -180,7 +188,7 @@ class _Search:
             return
         visible_limit = None if view.scope else view.visible_limit
         try:
-            check_possible(view.snapshot, request, visible_limit, leased=self._leased, rules=view.rules)
+            check_possible(view.snapshot, request, visible_limit, leased=self._holders, rules=view.rules)
         except UnsatisfiableRequestError as err:
             if visible_limit is not None:
                 raise  # this process was given GPUs, and those of another vendor are not among them
@@ -188,7 +196,7 @@ class _Search:
 
             raise with_way_out(err, request, view.rules) from None
 
-    def _leased(self) -> Mapping[str, LeaseHolder]:
+    def _holders(self) -> Mapping[str, LeaseHolder]:
         from ..messages.refusal import holders_now
 
         try:
@@ -197,7 +205,7 @@ class _Search:
             return {}
 
     def _is_confirmed(self, claim: Claim | None, gpus: tuple[Gpu, ...]) -> bool:
-        """Return whether a second poll shows the GPUs free; the leases of a claim are given back if not."""
+        """Return whether a second poll shows the GPUs free; a claim is given back if not."""
         if claim is not None:
             return confirm(self._view, claim, self._options)
         self._view.polls.poll_again(gpus)
@@ -219,20 +227,21 @@ class _Search:
             self._options = options._replace(timeout=most, wait_limit=limits.path)
         self._state = WaitState(self._options.deadline, tried_last=self._options.timeout == 0)
 
-    def _decide(self, attempt: Attempt) -> Decision:
+    def _decide(self, look: Look) -> Decision:
         now = next_look = time.monotonic()
-        if attempt.chosen:
+        if look.chosen:
             next_look = math.inf
         elif self._options.quota is None or not self._options.quota.unresolved:
             next_look = self._waiting(began=now).next_look(now)
-        unleased = [gpu for gpu in self._view.usable if gpu.uuid in attempt.result.unleased]
+        free = [gpu for gpu in self._view.usable if gpu.uuid in look.seen.free]
         decision = decide(
-            attempt.result,
+            look.seen,
             self._state,
-            suffices=fits(self._view.request, unleased),
+            suffices=fits(self._view.request, free),
             now=now,
             next_poll=self._view.polls.next_poll,
             next_look=next_look,
+            pause=_uneven(*_UNEVEN) if look.seen.withdrawn else 0.0,
         )
         self._state = decision.state
         return decision
@@ -252,75 +261,83 @@ class _Search:
             self._options.logger.warning("%s; waiting a minute for it", printable_lines(str(err)))
         time.sleep(_ABSENCE_PAUSE)
 
-    def _carry_out(self, decision: Decision, attempt: Attempt) -> None:
-        if not attempt.result.outdated and self._may_wait():
+    def _carry_out(self, decision: Decision, look: Look) -> None:
+        if decision.step == AGAIN:
+            time.sleep(max(0.0, decision.until - time.monotonic()))
+            return
+        if not look.seen.outdated and self._may_wait():
             _import_all()
-            self._waiting().report(attempt)
+            self._waiting().report(look)
         self._view.polls.has_waited = True
         if decision.step == POLL:
             self._view.polls.poll()
         elif decision.step == SLEEP:
-            if not self._sleep(attempt, min(decision.until, self._waiting().due)) and self._view.polls.age > _OLD:
-                self._view.polls.poll()  # a process that holds no lease may have started or exited
+            if not self._sleep(look, min(decision.until, self._waiting().due)) and self._view.polls.age > _OLD:
+                self._view.polls.poll()  # a process that holds no claim may have started or exited
         else:
-            self._watch(attempt, min(decision.until, self._waiting().warning_due))
+            self._watch(look, min(decision.until, self._waiting().warning_due))
 
     def _waiting(self, began: float | None = None) -> WaitReporter:
         if self._reporter is None:
             from .wait_reports import WaitReporter
 
+            assert self._place is not None
             self._reporter = WaitReporter(self._view, self._options, self._place, began or time.monotonic())
         return self._reporter
 
-    def _sleep(self, attempt: Attempt, until: float) -> bool:
+    def _sleep(self, look: Look, until: float) -> bool:
         """Sleep until the ticket ahead is gone or ``until``; give a warning that becomes due meanwhile.
 
         Returns:
             Whether the ticket ahead is gone.
         """
-        assert attempt.ahead is not None
+        assert look.ahead is not None and self._place is not None
         waiter, reporter = self._place.ensure_waiter(), self._waiting()
         if reporter.warning_due < until:
-            if waiter.sleep_behind(attempt.ahead, max(0.0, reporter.warning_due - time.monotonic())):
+            if waiter.sleep_behind(look.ahead, max(0.0, reporter.warning_due - time.monotonic())):
                 return True
-            reporter.warn_once(attempt)
-        return waiter.sleep_behind(attempt.ahead, max(0.0, until - time.monotonic()))
+            reporter.warn_once(look)
+        return waiter.sleep_behind(look.ahead, max(0.0, until - time.monotonic()))
 
-    def _watch(self, attempt: Attempt, until: float) -> None:
-        """Sleep until a lease may have been released, or until ``until``."""
-        from ...coordination.leases.watcher import LeaseWatcher
-
+    def _watch(self, look: Look, until: float) -> None:
+        """Sleep until a claim may have ended, or until ``until``. What is held elsewhere is seen by the next look."""
+        assert self._host is not None
         now = time.monotonic()
         self._watching_since = self._watching_since or now
-        # A name cannot be slept on: the next full look sees to it.
-        not_held = attempt.result.unleased | attempt.result.named
-        held = (self._view.outer.lease_name(gpu.uuid) for gpu in self._view.usable if gpu.uuid not in not_held)
-        watched = {*held, *attempt.result.watched}
-        self._watcher = LeaseWatcher(watched if attempt.result.limit is None else attempt.result.limit.leases)
-        with self._watcher as watcher:
-            while now < until:
-                pause = _LEASE_PAUSE if now - self._watching_since < 1.0 else 2 * _LEASE_PAUSE
-                time.sleep(min(until - now, pause))
-                if watcher.any_free():
+        claims, limit = self._host.claims.directory, look.seen.limit
+        watched = look.seen.watched if limit is None else limit.claims
+        while now < until:
+            pause = _PAUSE if now - self._watching_since < 1.0 else 2 * _PAUSE
+            time.sleep(min(until - now, pause))
+            with DeferredSignals():
+                if not all(is_alive(claims, name) for name in watched):
                     return
-                now = time.monotonic()
+            now = time.monotonic()
 
     def _leave(self) -> None:
-        if self._watcher is not None:
-            self._watcher.close()  # an interrupt may have come before the with block closed it
-        self._attempt.close()
-        self._place.leave()
+        place, host, self._place, self._host = self._place, self._host, None, None
+        with DeferredSignals():
+            if place is not None:
+                place.leave()
+            if host is not None:
+                host.close()
 
-    def _refusal(self, attempt: Attempt) -> Exception:
+    def _refusal(self, look: Look) -> Exception:
         from ..messages.refusal import refusal
 
-        ticket = None if attempt.ahead is None else attempt.ahead.ticket
+        assert self._place is not None
         return refusal(
             self._view,
-            ticket=ticket,
-            stopped=attempt.stopped,
-            spent=attempt.result.limit,
+            ticket=look.ahead,
+            stopped=look.stopped,
+            spent=look.seen.limit,
             position=self._place.position,
             waited=self._options.timeout or 0.0,
             wait_limit=self._options.wait_limit,
         )
+
+
+def _uneven(least: float, most: float) -> float:
+    import random
+
+    return random.Random().uniform(least, most)  # the program's own sequence of random numbers stays as it is

@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..host.ancestors import ancestor_may_hold
+from ...host import procfs
 
 if TYPE_CHECKING:
     from ..arguments import ClaimOptions
     from ..host.host_view import HostView
     from ..messages.wait_status import WaitStatus
-    from .attempt import Attempt
+    from .look import Look
     from .queue_place import QueuePlace
 
 # Seconds between two reports. A sleeping waiter also looks again about this often.
@@ -67,60 +67,57 @@ class WaitReporter:
             return now + _REPORT_INTERVAL * spread
         return self.due if self.due > now else now + _REPORT_INTERVAL
 
-    def report(self, attempt: Attempt) -> None:
+    def report(self, look: Look) -> None:
         """Give the reports that are due after this look.
 
         Raises:
             NotEnoughGpusError: an ancestor of this process holds the GPUs that it waits for.
-            LockTimeout, StateDirError: it cannot be determined whether one does.
+            StateDirError: the claims cannot be read.
         """
         now = time.monotonic()
-        if attempt.ahead is None and now >= self.warning_due:  # a waiter behind a ticket is warned while it sleeps
-            self.warn_once(attempt)
-        if self._on_wait is not None and (found := self._found(attempt)) != self._last:
+        if look.ahead is None and now >= self.warning_due:  # a waiter behind a ticket is warned while it sleeps
+            self.warn_once(look)
+        if self._on_wait is not None and (found := self._found(look)) != self._last:
             self._last = found
             self.due = min(self.due, now + max(_WARNING_DELAY, (now - self._began) / 60))  # a long wait fills no log
         if now < self.due:
             return
         self.due = now + _REPORT_INTERVAL if self._on_wait is not None else math.inf
-        # The records show without a lock whether an ancestor may hold a GPU. Only then are the holders looked up.
-        may_hold = ancestor_may_hold(self._view.usable, inner=bool(self._view.outer))
-        if attempt.ahead is None and (may_hold or self._on_wait is not None):
+        family = {os.getpid(), *procfs.ancestors(os.getpid())}
+        may_hold = any(one.pid in family for holder in self._view.held.values() for one in holder.each)
+        if look.ahead is None and (may_hold or self._on_wait is not None):
             self._view.polls.poll()
         if may_hold:
             from ..messages.refusal import refuse_if_ancestor_holds
 
             refuse_if_ancestor_holds(self._view)
         if self._on_wait is not None:
-            self._on_wait(self._gather(attempt, self._place.position))
+            self._on_wait(self._gather(look, self._place.position))
 
-    def _found(self, attempt: Attempt) -> tuple[object, ...]:
+    def _found(self, look: Look) -> tuple[object, ...]:
         """Return what a look has found; another report is due when it changes. Only few waiters count their
         position."""
         position = self._place.position if self._place.among_first(_EARLY) else 0
-        ahead = None if attempt.ahead is None else attempt.ahead.ticket.seq
-        return position, ahead, attempt.result.unleased, attempt.result.limit
+        return position, look.ahead and look.ahead.name, look.seen.free, look.seen.limit
 
-    def warn_once(self, attempt: Attempt) -> None:
+    def warn_once(self, look: Look) -> None:
         """Give the warning from this look alone. Hundreds may wait, so there is no new look and no poll for it."""
         if self._on_long_wait is not None:
-            self._on_long_wait(self._gather(attempt, 0))  # 0: the position is not counted either
+            self._on_long_wait(self._gather(look, 0))  # 0: the position is not counted either
         self._on_long_wait = None
         self.warning_due = math.inf
 
-    def _gather(self, attempt: Attempt, position: int) -> WaitStatus:
+    def _gather(self, look: Look, position: int) -> WaitStatus:
         from ..messages.forecast import forecast
         from ..messages.wait_status import wait_status
 
-        ticket = None if attempt.ahead is None else attempt.ahead.ticket
-        result = attempt.result
+        ticket = look.ahead
         status = wait_status(
             self._view,
             ticket,
-            result.unleased,
             position,
-            result.named,
-            result.limit,
+            look.seen.elsewhere,
+            look.seen.limit,
             came_later=ticket is not None and self._place.ensure_waiter().came_before(ticket),
         )
         if status.spent is not None:

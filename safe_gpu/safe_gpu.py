@@ -6,7 +6,7 @@ from .claim import functions as owner
 from .claim.free import get_free_gpus
 from .claim.functions import claim_gpus, release_gpus
 from .claim.owner import GPUOwner
-from .coordination.locks.legacy_lock import LOCK_FILE as LOCK_FILENAME
+from .coordination.older_package import LOCK_FILE as LOCK_FILENAME
 from .errors import NvidiasmiError
 from .runtimes.placeholders import (
     PyCudaPlaceholder,

@@ -24,11 +24,11 @@ from crash_trace import Stop
 
 import safe_gpu
 from safe_gpu.cli.commands import main as safe_gpu_main
+from safe_gpu.coordination import older_package as legacy
 from safe_gpu.coordination import signals
 from safe_gpu.coordination.files import file_system, shared_directory
 from safe_gpu.coordination.leases import lease as leases
 from safe_gpu.coordination.locks import host_lock
-from safe_gpu.coordination.locks import legacy_lock as legacy
 from safe_gpu.coordination.queue import waiter as queue
 from safe_gpu.drivers.simulated import SimulatedDriver
 

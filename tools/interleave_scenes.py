@@ -14,9 +14,9 @@ import safe_gpu
 from safe_gpu.claim.host import polls as view
 from safe_gpu.claim.host.outer_claim import OuterClaim
 from safe_gpu.claim.search import names_of_look as gpu_names
+from safe_gpu.coordination import older_package as legacy
 from safe_gpu.coordination import socket_names as names
 from safe_gpu.coordination.leases import file_names as leases
-from safe_gpu.coordination.locks import legacy_lock as legacy
 from safe_gpu.coordination.queue import predecessors, waiter
 from safe_gpu.coordination.queue.ticket import TicketRequest, encode_ticket
 from safe_gpu.drivers.presets import PRESETS, Preset

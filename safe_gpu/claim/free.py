@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..coordination.closed import closed_now
-from ..coordination.doors import digest
 from ..coordination.holders import Claims, held_elsewhere, living_claims
 from ..drivers import opened_driver
 from ..host.procfs import describe_process
@@ -67,12 +66,12 @@ def get_free_gpus(*, vendor: str | None = None) -> list[str]:
 
 
 def current_verdicts(
-    snapshot: HostSnapshot, request: Selection, visible_limit: VisibleLimit | None = None, *, inner: bool = False
+    snapshot: HostSnapshot, request: Selection, visible_limit: VisibleLimit | None = None, *, inside: str = ""
 ) -> tuple[GpuVerdict, ...]:
     """Return which GPUs of a new poll a request could have, with the holders of the others.
 
     Args:
-        inner: whether the claim would be made inside another claim.
+        inside: hash of the token of the claim inside which it would be made; "" for none.
 
     Raises:
         StateDirError: the claims cannot be read.

@@ -440,8 +440,8 @@ _sleepers: dict[tuple[int, str, str], threading.Thread] = {}
 def _sleep(held: Held) -> None:
     """Take a read lock, which does not count, and give it back."""
     try:
-        if _ofd_locks():
-            fcntl.fcntl(held.fd, fcntl.F_OFD_SETLKW, _flock(fcntl.F_RDLCK))
+        if ofd_locks():
+            set_ofd_lock(held.fd, fcntl.F_RDLCK, wait=True)
         else:
             fcntl.flock(held.fd, fcntl.LOCK_SH)
     except OSError:
@@ -456,8 +456,9 @@ def open_entry(directory: Directory, name: str) -> int:
 
 
 @cache
-def _ofd_locks() -> bool:
-    """Return whether the kernel knows these locks. Where it does not, as under gVisor, flock(2) does, for all."""
+def ofd_locks() -> bool:
+    """Return whether the kernel knows locks of open file descriptions. Where it does not, as under gVisor, flock(2)
+    does for entries."""
     fd = os.open("/", os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _flock(fcntl.F_RDLCK))
@@ -477,18 +478,28 @@ def _flock(kind: int) -> bytes:
     return _STRUCT.pack(kind, os.SEEK_SET, 0, 0, 0)
 
 
+def set_ofd_lock(fd: int, kind: int, *, wait: bool = False) -> None:
+    """Lock a whole file, or unlock it; OSError where others have locked it.
+
+    Args:
+        kind: ``fcntl.F_WRLCK``, ``F_RDLCK`` or ``F_UNLCK``.
+        wait: whether to wait for others, without limit.
+    """
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK, _flock(kind))
+
+
 def lock(fd: int) -> None:
     """Lock an entry that is being made; OSError where somebody else has locked it."""
-    if _ofd_locks():
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_WRLCK))
+    if ofd_locks():
+        set_ofd_lock(fd, fcntl.F_WRLCK)
     else:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def unlock(fd: int) -> None:
     """Give a lock back."""
-    if _ofd_locks():
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_UNLCK))
+    if ofd_locks():
+        set_ofd_lock(fd, fcntl.F_UNLCK)
     else:
         fcntl.flock(fd, fcntl.LOCK_UN)
 
@@ -498,7 +509,7 @@ _QUESTION = _flock(fcntl.F_RDLCK)
 
 def is_locked(fd: int) -> bool:
     """Return whether the process that made an entry, or a child that it was left to, still lives."""
-    if _ofd_locks():
+    if ofd_locks():
         return bool(_STRUCT.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _QUESTION))[0] == fcntl.F_WRLCK)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

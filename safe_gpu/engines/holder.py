@@ -21,6 +21,7 @@ from ..claim.arguments import ClaimOptions, read_options
 from ..claim.host.visible_limit import visible_limit_of
 from ..claim.owner import GPUOwner, owner_type
 from ..claim.times import DefaultTimeout
+from ..coordination.doors import digest
 from ..coordination.state_dir import state_dir_path
 from ..drivers import opened_driver
 from ..errors import GPUAffinityError, SafeGpuError, UnsatisfiableRequestError, package_logger
@@ -197,9 +198,9 @@ class HolderProcess:
                 request = request.resolved(snapshot)
                 visible_limit = visible_limit_of(snapshot, nb_gpus, driver.runtime)
             check_possible(snapshot, request, visible_limit, rules=Rules.of(os.environ))
-            inner = bool(os.environ.get("SAFE_GPU_SCOPE"))
-            verdicts = current_verdicts(snapshot, request, visible_limit, inner=inner)
-            room = math.inf if inner else remaining_quota(snapshot, nb_gpus)
+            scope = os.environ.get("SAFE_GPU_SCOPE")
+            verdicts = current_verdicts(snapshot, request, visible_limit, inside=digest(scope) if scope else "")
+            room = math.inf if scope else remaining_quota(snapshot, nb_gpus)
         except SafeGpuError:
             return -1
         return int(max(0, min(sum(verdict.free for verdict in verdicts), room)))

@@ -17,7 +17,7 @@ NOT_SUPPORTED = 3
 
 PRELUDE = """
 import logging
-from safe_gpu.coordination.locks import legacy_lock as legacy
+from safe_gpu.coordination import older_package as legacy
 legacy.LOCK_FILE = os.environ["FAKE_GPU_DIR"] + "/older package/lock"
 out = {"warnings": []}
 class Kept(logging.Handler):

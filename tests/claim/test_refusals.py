@@ -203,10 +203,10 @@ def test_the_timeout_is_one_deadline_from_the_call(host: Any, monkeypatch: pytes
         def __call__(self, device_no: int) -> None:
             return None
 
-    def take_legacy_lock(deadline: float, logger: Any, signals: Any) -> None:
+    def take_older_package_lock(deadline: float, logger: Any, signals: Any) -> None:
         deadlines.append(deadline)
 
-    monkeypatch.setattr(verification, "take_legacy_lock", take_legacy_lock)
+    monkeypatch.setattr(verification, "take_older_package_lock", take_older_package_lock)
     called = time.monotonic()
     safe_gpu.claim_gpus(1, Slow(), timeout=60)
     assert called + 60 <= deadlines[0] <= prepared[0] - SHORT + 60

@@ -48,7 +48,7 @@ def claims(open_tmp: Path) -> Iterator[Directory]:
 def locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both kinds of lock: of a kernel that has those of open file descriptions, and of one that has not."""
     if request.param == "flock":
-        monkeypatch.setattr(entry_module, "_ofd_locks", lambda: False)
+        monkeypatch.setattr(entry_module, "ofd_locks", lambda: False)
     return str(request.param)
 
 

@@ -8,8 +8,8 @@ from support.findings import UUIDS
 
 from safe_gpu.coordination.leases.file_names import lease_name
 from safe_gpu.coordination.leases.lease import try_lease
-from safe_gpu.coordination.locks import legacy_lock as legacy
 from safe_gpu.coordination.locks.host_lock import HostLock
+from safe_gpu.doctor.state import claims as legacy
 
 
 @pytest.fixture(autouse=True)

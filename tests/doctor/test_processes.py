@@ -11,9 +11,9 @@ import pytest
 from support.findings import HOLD, UUIDS, environment, finding, in_namespace, says
 
 from safe_gpu.coordination.leases.file_names import lease_name
-from safe_gpu.coordination.locks import legacy_lock as legacy
 from safe_gpu.doctor import packages as checks_of_process
 from safe_gpu.doctor.check import CheckedHost
+from safe_gpu.doctor.state import claims as legacy
 from safe_gpu.host import procfs
 
 

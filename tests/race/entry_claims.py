@@ -239,4 +239,4 @@ def break_build(build: str) -> None:
         urandom = os.urandom
         os.urandom = lambda size: urandom(size) if next(calls) % 2 == 0 else bytes(size)  # the second is of the name
     elif build == "flock":
-        entry._ofd_locks = lambda: False  # type: ignore[assignment]
+        entry.ofd_locks = lambda: False  # type: ignore[assignment]

@@ -132,17 +132,17 @@ class Spies:
 
             monkeypatch.setattr(module, name, call)
 
-        class LegacyLock:
+        class OlderPackageLock:
             def release(self) -> None:
                 if self in held:
                     held.remove(self)
                     host.events.append("legacy release")
 
-        held: list[LegacyLock] = []
+        held: list[OlderPackageLock] = []
 
-        def take_legacy_lock(deadline: float | None, logger: Any, signals: Any) -> LegacyLock:
+        def take_older_package_lock(deadline: float | None, logger: Any, signals: Any) -> OlderPackageLock:
             event("legacy lock")
-            held.append(LegacyLock())
+            held.append(OlderPackageLock())
             return held[-1]
 
         genuine_sleep = time.sleep
@@ -153,7 +153,7 @@ class Spies:
             genuine_sleep(seconds)
 
         monkeypatch.setattr(look, "HostLock", SpiedHostLock)
-        monkeypatch.setattr(recheck, "take_legacy_lock", take_legacy_lock)
+        monkeypatch.setattr(recheck, "take_older_package_lock", take_older_package_lock)
         monkeypatch.setattr(time, "sleep", sleep)
         spied(owner_module, "read_options", before="options")
         spied(functions, "read_options", before="options")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ...coordination.locks import legacy_lock as legacy
+from ...coordination.older_package import LOCK_FILE
 from ...host import procfs
 from ...wording.text import format_bytes, plural
 from ..check import CheckedHost, Finding, gpus_named, passed, skipped, warning
@@ -99,7 +99,7 @@ def clock(host: CheckedHost) -> Finding:
 
 def older_package(host: CheckedHost) -> Finding:
     """Check whether safe-gpu 1.x or 2.0 is in use here, and whether its lock can be taken too."""
-    path, directory = legacy.LOCK_FILE, os.path.dirname(legacy.LOCK_FILE)
+    path, directory = LOCK_FILE, os.path.dirname(LOCK_FILE)
     # The file must not be opened: closing any descriptor of it would drop a POSIX lock that this process holds on it.
     try:
         inode = os.stat(path).st_ino

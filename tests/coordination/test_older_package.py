@@ -7,14 +7,20 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from safe_gpu.coordination.locks import legacy_lock as legacy
-from safe_gpu.coordination.locks.legacy_lock import take_legacy_lock
+from safe_gpu.coordination import older_package
+from safe_gpu.coordination.older_package import OlderPackageLock, take_older_package_lock
+from safe_gpu.coordination.signals import DeferredSignals
 from safe_gpu.errors import LockTimeout, StateDirError, UnsatisfiableRequestError
 
-logger = logging.getLogger("test")
+
+def take(deadline: float | None, logger: Any = logging) -> OlderPackageLock | None:
+    with DeferredSignals() as signals:
+        return take_older_package_lock(deadline, logger, signals)
+
 
 THEIRS = """
 import fcntl, os, sys
@@ -28,7 +34,7 @@ f.close(); say("released"); listen()
 @pytest.fixture(autouse=True)
 def lock_file(open_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = open_tmp / "safe_gpu" / "gpu-lock"
-    monkeypatch.setattr(legacy, "LOCK_FILE", str(path))
+    monkeypatch.setattr(older_package, "LOCK_FILE", str(path))
     monkeypatch.delenv("SAFE_GPU_LEGACY_LOCK", raising=False)
     return path
 
@@ -47,19 +53,19 @@ def theirs(child, path: Path):
 
 
 def test_absent_or_never_means_nothing_to_do(lock_file: Path, monkeypatch: pytest.MonkeyPatch, child) -> None:
-    assert take_legacy_lock(0.0, logger) is None
+    assert take(0.0) is None
     assert not lock_file.parent.exists()
     lock_file.parent.mkdir()
     theirs(child, lock_file)
     monkeypatch.setenv("SAFE_GPU_LEGACY_LOCK", "never")
-    assert take_legacy_lock(0.0, logger) is None
+    assert take(0.0) is None
 
 
 def test_always_makes_it_open_to_all(lock_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFE_GPU_LEGACY_LOCK", "always")
     before = os.umask(0o077)
     try:
-        lock = take_legacy_lock(0.0, logger)
+        lock = take(0.0)
     finally:
         os.umask(before)
     assert lock is not None
@@ -71,16 +77,12 @@ def test_always_makes_it_open_to_all(lock_file: Path, monkeypatch: pytest.Monkey
 def test_a_bad_value_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFE_GPU_LEGACY_LOCK", "sometimes")
     with pytest.raises(UnsatisfiableRequestError, match=r"SAFE_GPU_LEGACY_LOCK=sometimes.*auto, always or never"):
-        take_legacy_lock(0.0, logger)
+        take(0.0)
 
 
 def test_ours_pass_side_by_side_and_keep_theirs_out(present: Path, child) -> None:
-    mine = take_legacy_lock(0.0, logger)
-    other = child(
-        f"from safe_gpu.coordination.locks import legacy_lock as legacy\n"
-        f"import logging\nlegacy.LOCK_FILE = {str(present)!r}\n"
-        "lock = legacy.take_legacy_lock(0.0, logging)\nsay('shared' if lock else 'none'); listen(); lock.release()"
-    )
+    mine = take(0.0)
+    other = ours(child, present, "lock = take(0)\nsay('shared' if lock else 'none'); listen(); lock.release()")
     assert other.hear() == "shared"
     assert not is_free(present)
     other.tell()
@@ -94,17 +96,20 @@ def test_ours_pass_side_by_side_and_keep_theirs_out(present: Path, child) -> Non
 def test_theirs_keeps_us_out_until_the_deadline(present: Path, child) -> None:
     holder = theirs(child, present)
     with pytest.raises(LockTimeout, match=r"older safe-gpu package") as caught:
-        take_legacy_lock(time.monotonic(), logger)
+        take(time.monotonic())
     assert caught.value.pid == holder.pid
     assert str(holder.pid) in str(caught.value)
 
 
 OURS = """
 import logging, os, signal, sys, threading, time
-from safe_gpu.coordination.locks import legacy_lock as legacy, record_locks
-legacy.LOCK_FILE = PATH
+from safe_gpu.coordination import older_package
+from safe_gpu.coordination.signals import DeferredSignals
+older_package.LOCK_FILE = PATH
 def take(seconds=None):
-    return legacy.take_legacy_lock(None if seconds is None else time.monotonic() + seconds, logging)
+    with DeferredSignals() as signals:
+        deadline = None if seconds is None else time.monotonic() + seconds
+        return older_package.take_older_package_lock(deadline, logging, signals)
 """
 
 
@@ -152,7 +157,7 @@ def test_ours_get_their_turn_between_theirs(present: Path, child, tmp_path: Path
     for rival in rivals:
         rival.tell()
     for _ in range(10):
-        lock = take_legacy_lock(None, logger)
+        lock = take(None)
         assert lock is not None
         lock.release()
     assert count.stat().st_size < 400  # polled, it is 600 to 4,000; in the queue, 5 to 200, by how busy the machine is
@@ -164,7 +169,7 @@ def test_waits_that_end_early_leave_one_thread_and_no_lock(present: Path, child,
     piped = set(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with pytest.raises(LockTimeout):
-            take_legacy_lock(time.monotonic() + 0.02, logger)
+            take(time.monotonic() + 0.02)
     assert threading.active_count() == threads + 1
     assert len(set(os.listdir("/proc/self/fd")) - piped) == 1
     holder.tell()
@@ -227,7 +232,7 @@ listen(); lock.release(); say("released"); listen()
 
 def test_another_descriptor_of_the_file_may_be_closed_meanwhile(present: Path, child) -> None:
     """That would end a lock of the process."""
-    lock = take_legacy_lock(0.0, logger)
+    lock = take(0.0)
     os.close(os.open(present, os.O_RDONLY))
     assert not is_free(present)
     lock.release()
@@ -238,7 +243,7 @@ def test_another_descriptor_of_the_file_may_be_closed_meanwhile(present: Path, c
     [
         "",
         "def refuse(thread): raise RuntimeError('no thread')\nthreading.Thread.start = refuse",
-        "def refuse(*arguments): raise OSError(22, 'Invalid argument')\nrecord_locks._command = refuse",
+        "older_package.ofd_locks = lambda: False",
     ],
     ids=["nothing", "threads", "locks of descriptions"],
 )
@@ -251,9 +256,9 @@ def test_a_wait_after_one_that_ended_early_gets_the_lock(present: Path, child, w
         f"{without}\ntry: take(0.01)\nexcept Exception as err: say(type(err).__name__)\n"
         "lock = take(); say('got it'); listen(); lock.release(); end = time.monotonic() + 30\n"
         # The lock may have been free before the thread that was left behind has seen it.
-        "while record_locks._left_behind and time.monotonic() < end: time.sleep(0.001)\n"
+        "while older_package._left_behind and time.monotonic() < end: time.sleep(0.001)\n"
         "for thread in threading.enumerate()[1:]: thread.join(30)\n"
-        "say(threading.active_count(), record_locks._left_behind); listen()",
+        "say(threading.active_count(), older_package._left_behind); listen()",
     )
     assert one.hear() == "LockTimeout"
     holder.tell()
@@ -267,7 +272,7 @@ def test_a_wait_after_one_that_ended_early_gets_the_lock(present: Path, child, w
 def test_a_file_lease_blocks_nobody_and_its_owner_is_named(present: Path, file_lease) -> None:
     file_lease(present, 54321)
     with pytest.raises(StateDirError, match=r"file lease \(F_SETLEASE\) by its owner 54321, by process \d+"):
-        take_legacy_lock(None, logger)
+        take(None)
 
 
 @pytest.mark.parametrize("what", ["fifo", "directory", "link", "link above"])
@@ -279,7 +284,7 @@ def test_what_is_no_file_is_not_opened(lock_file: Path, tmp_path: Path, what: st
         lock_file.parent.mkdir()
         make = {"fifo": os.mkfifo, "directory": os.mkdir}
         make.get(what, lambda path: os.symlink(tmp_path / lock_file.name, path))(lock_file)
-    assert take_legacy_lock(0.0, logger) is None
+    assert take(0.0) is None
     assert ("cannot be taken" if "link" in what else "is not a regular file") in caplog.text
 
 
@@ -292,7 +297,7 @@ def test_a_directory_that_cannot_be_entered_is_warned_of(present: Path, as_user)
             def warning(self, text: str, *args: object) -> None:
                 say(text % args)
 
-        say(take_legacy_lock(0.0, Log()))
+        say(take(0.0, Log()))
 
     other = as_user(work, uid=65534)
     warning = other.hear()

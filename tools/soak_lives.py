@@ -30,8 +30,8 @@ from safe_gpu.claim.search import slots_of_look as shares
 from safe_gpu.cli.commands import main as safe_gpu_main
 from safe_gpu.coordination import name_table, socket_names
 from safe_gpu.coordination.leases import lease
-from safe_gpu.coordination.locks import flock
-from safe_gpu.coordination.locks import host_lock as locks
+from safe_gpu.coordination import flock
+from safe_gpu.coordination import host_lock as locks
 from safe_gpu.coordination.queue import listing, turns, waiter
 from safe_gpu.drivers.simulated import SimulatedDriver
 from safe_gpu.selection import backfill, verdicts

@@ -1,6 +1,6 @@
 """flock(2) of a descriptor, tried once."""
 
-from ...errors import MissingPackageError
+from ..errors import MissingPackageError
 
 
 def lock_file(fd: int) -> bool:
@@ -21,13 +21,3 @@ def unlock_file(fd: int) -> None:
     except ImportError:
         return  # then nothing could be locked
     unlock_descriptor(fd)
-
-
-def lock_file_shared(fd: int) -> bool:
-    import fcntl
-
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -27,9 +27,9 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from ..coordination.directory import OPEN_DIR, OPEN_FILE, SharedDirectory
+from ..coordination.doors import simulated_tree
 from ..coordination.held import file_of
 from ..coordination.signals import DeferredSignals
-from ..coordination.socket_names import simulated_prefix
 from ..coordination.state_dir import refusal, state_dir_path
 from ..errors import PlaceholderError, StateDirError
 from ..gpus.devices import Gpu, GpuProcess, HostSnapshot, ProcessKind
@@ -182,7 +182,7 @@ class SimulatedDriver(Driver):
         self._host = find_preset(preset).of(vendor)
         self._state_dir = state_dir_path() if state_dir is None else state_dir
         self._place = (*_tree_of(state_dir, self._state_dir), self._host.name)
-        prefix = simulated_prefix(os.path.join(*self._place[:-1]))
+        prefix = simulated_tree(os.path.join(*self._place[:-1]))
         gpus = self._host.gpus()
         self._idle = HostSnapshot(gpus, self.name, VENDORS[gpus[0].vendor].version, prefix)
         self._by_uuid = {gpu.uuid: gpu for gpu in self._idle.gpus}

@@ -268,7 +268,7 @@ def test_a_taken_name_is_passed_over(driver: SimulatedDriver, monkeypatch: pytes
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as two users")
 def test_users_with_narrow_umasks_share_the_host(open_tmp: Path, occupying: Any) -> None:
-    become = "from safe_gpu.coordination.socket_names import digest; digest(''); "
+    become = "from safe_gpu.coordination.doors import digest; digest(''); "
     become += "os.umask(0o077); os.setgid({0}); os.setuid({0})"
     seen = "say(*sorted(p.pid for p in driver.snapshot().gpus[0].processes))"
     driver = SimulatedDriver("dgx-a100", str(open_tmp / "state"))

@@ -18,7 +18,7 @@ from safe_gpu.claim.free import wait_for_gpus
 from safe_gpu.claim.limits import remaining_quota
 from safe_gpu.claim.search import attempt
 from safe_gpu.coordination import name_table
-from safe_gpu.coordination.locks.flock import lock_file, unlock_file
+from safe_gpu.coordination.flock import lock_file, unlock_file
 from safe_gpu.coordination.scope import gpus_of_scope
 from safe_gpu.drivers.simulated import SimulatedDriver
 from safe_gpu.host import procfs

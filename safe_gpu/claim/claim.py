@@ -73,6 +73,11 @@ class Claim:
         return self._secret if self.delegates else ""
 
     @property
+    def has_doors(self) -> bool:
+        """Whether its doors keep off processes with another state directory."""
+        return not self.doors.are_open
+
+    @property
     def since(self) -> float:
         """When its entry was made, Unix seconds."""
         return float(self._said["since"])
@@ -128,7 +133,7 @@ class Claim:
         """
         with DeferredSignals():
             now = time.time()
-            lines = lines_of_dead(dead, now)
+            lines = [*lines_of_dead(dead, now)]
             if not self.inside and not self._said["display"]:
                 sizes = None if self.share is None else min(filter(None, map(share_capacity, self.gpus)), default=None)
                 user, labels = user_name(os.geteuid()), [gpu.label for gpu in self.gpus]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..coordination.closed import closed_now
 from ..coordination.holders import Claims, held_elsewhere, living_claims
 from ..drivers import opened_driver
+from ..gpus.devices import LeaseHolder
 from ..host.procfs import describe_process
 from ..selection.request import Conditions, Selection, parse_request
 from ..selection.verdicts import Rules, judge

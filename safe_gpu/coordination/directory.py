@@ -134,13 +134,18 @@ class Directory(SharedDirectory):
         super().close()
         self._above.close()
 
+    @property
+    def above(self) -> int:
+        """A descriptor of the state directory."""
+        return self._above.fd
+
     def is_current(self) -> bool:
         """Return whether its path still leads to it. If not, others do not see what is in this one."""
         try:
             above = os.stat(self._above.path, follow_symlinks=False)
         except OSError:
             return False
-        return os.path.samestat(above, os.fstat(self._above.fd)) and self._above.still_has(self._name, self.fd)
+        return self.fd >= 0 and os.path.samestat(above, os.fstat(self._above.fd)) and self._above.still_has(self._name, self.fd)
 
     def keep_from_cleaners(self, *, by_children: bool) -> Held:
         """Return a descriptor of the state directory, with a shared lock: systemd-tmpfiles skips a directory that

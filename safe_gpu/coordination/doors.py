@@ -100,6 +100,11 @@ class Doors:
         """Return whether another process holds a GPU, or a part of it beside those that are known."""
         return any(_are_held([self._name(uuid)])) or not self._held_parts(uuid) <= {*known}
 
+    @property
+    def are_open(self) -> bool:
+        """Whether none is held."""
+        return not self._held
+
     def release(self) -> None:
         """Give all doors back; safe to call twice."""
         self.parts = {}

@@ -11,9 +11,10 @@ from ..gpus.devices import LeaseHolder
 from ..host import procfs
 from ..host.commands import command_of
 from ..host.foreign_files import read_start
-from .directory import Directory, state_dir_path
+from .directory import Directory
 from .doors import Doors, digest
 from .entry import Entries, Entry
+from .state_dir import state_dir_path
 
 
 class Claims:

@@ -14,11 +14,12 @@ from contextlib import contextmanager
 from ..errors import LockTimeout, StateDirError
 from ..host import procfs
 from ..host.commands import program_names
-from .directory import Directory, state_dir_path
+from .directory import Directory
 from .entry import Entries
 from .flock import lock_file, unlock_file
 from .held import Held
 from .signals import DeferredSignals
+from .state_dir import state_dir_path
 
 MINIMUM_PATIENCE = 10.0
 """Seconds that host.lock is waited for even by a claim that waits for no GPU."""
@@ -34,7 +35,7 @@ class Host:
     """The claims and the tickets of a host, as one process gets to know them, and host.lock. Use it in ``with``.
 
     Args:
-        path: the state directory; None is :func:`~safe_gpu.coordination.directory.state_dir_path`. It is made where it
+        path: the state directory; None is :func:`~safe_gpu.coordination.state_dir.state_dir_path`. It is made where it
             is missing.
 
     Attributes:

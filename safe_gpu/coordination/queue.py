@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..host import procfs
-from .directory import Directory, state_dir_path
+from .directory import Directory
 from .entry import Entries, Entry, make_entry, remove_entry, sleep_until_dead
 from .held import Held
 from .host_lock import Host
+from .state_dir import state_dir_path
 from .turns import by_turn
 
 _MOST_OF_ONE_USER = 1000  # tickets that count, but of root

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..coordination.scope import gpus_of_scope
+from ..coordination.holders import gpus_of_scope
 from ..errors import NoDriverError, UnsatisfiableRequestError
 from ..gpus.devices import vendor_of
 from ..gpus.vendors import FIRST, VENDORS

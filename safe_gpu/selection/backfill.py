@@ -1,7 +1,7 @@
 """Who may go first without delaying anybody ahead (backfill). Pure.
 
-Times are Unix seconds or any other clock, durations are seconds, and ``math.inf`` is "never". GPUs are named by the
-stems of their lease files, and their memory is in bytes. A request is held back by dates, not by counts of spare GPUs
+Times are Unix seconds or any other clock, durations are seconds, and ``math.inf`` is "never". GPUs are named by
+UUID, and their memory is in bytes. A request is held back by dates, not by counts of spare GPUs
 or bytes: a count for each waiter allows several requests that together delay a waiter, and lets holders that overrun
 starve the first waiter.
 """
@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..gpus.windows import Spans, first_open
-from .request import Selection, uuid_of_stem
+from .request import Selection
 from .sharing import share_capacity
 
 if TYPE_CHECKING:
@@ -85,10 +85,8 @@ class BackfillRequest(NamedTuple):
         wanted = cls(nb, gpus, seconds, share=share, reserved=reserved)
         if not selection.together:
             return wanted
-        named = {uuid_of_stem(stem): stem for stem in gpus}
-        stems = {gpu: named[gpu.uuid] for gpu in devices if gpu.uuid in named}
-        groups = tuple(frozenset(map(stems.__getitem__, group)) for group in selection.groups(list(stems)))
-        return wanted._replace(groups=groups)
+        found = selection.groups([gpu for gpu in devices if gpu.uuid in gpus])
+        return wanted._replace(groups=tuple(frozenset(gpu.uuid for gpu in group) for group in found))
 
     @property
     def _groups(self) -> tuple[frozenset[str], ...]:
@@ -129,9 +127,9 @@ class BackfillRequest(NamedTuple):
 
 
 def free_at(now: float, *, since: float, until: float | None) -> float:
-    """Return when a leased GPU is expected to be free, as its holder stated.
+    """Return when a claimed GPU is expected to be free, as its holder stated.
 
-    A holder that overruns is due now, and so is one whose record cannot be right (``until`` before ``since``).
+    A holder that overruns is due now, and so is one whose entry cannot be right (``until`` before ``since``).
 
     Args:
         until: None is unknown.

@@ -366,15 +366,6 @@ CONDITIONS: tuple[type[Condition], ...] = (Only, Exclude, Model, MinMemory, MaxU
 _MOST_MEMORY = 1 << 60
 
 
-def uuid_of_stem(stem: str) -> str:
-    """Return the GPU of a lease, by its file without ``.lock``.
-
-    >>> uuid_of_stem("GPU-12.inner"), uuid_of_stem("GPU-12")
-    ('GPU-12', 'GPU-12')
-    """
-    return stem.removesuffix(".inner")
-
-
 _BY_ARGUMENT = {condition.argument: condition for condition in CONDITIONS}
 
 

@@ -145,7 +145,11 @@ class Directory(SharedDirectory):
             above = os.stat(self._above.path, follow_symlinks=False)
         except OSError:
             return False
-        return self.fd >= 0 and os.path.samestat(above, os.fstat(self._above.fd)) and self._above.still_has(self._name, self.fd)
+        return (
+            self.fd >= 0
+            and os.path.samestat(above, os.fstat(self._above.fd))
+            and self._above.still_has(self._name, self.fd)
+        )
 
     def keep_from_cleaners(self, *, by_children: bool) -> Held:
         """Return a descriptor of the state directory, with a shared lock: systemd-tmpfiles skips a directory that

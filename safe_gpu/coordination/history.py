@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import StateDirError
 from ..host.commands import program_names
 from ..host.procfs import pid_namespace, printable, user_name, well_formed
-from .state_dir import state_dir_path
 from .directory import DIR_MODE, OPEN_DIR, make_directory
+from .state_dir import state_dir_path
 
 if TYPE_CHECKING:
     from .entry import Entry
@@ -200,7 +200,7 @@ def claim_line(said: Mapping[str, Any], *, uid: int, user: str, labels: Sequence
     """
     gpus, waited = said["gpus"], said.get("waited")
     fields: dict[str, Any] = {"v": 1, "claim": [said["pid"], round(said["since"], 3)], "uid": uid, "user": user}
-    fields.update((key, said.get(key) and well_formed(said[key])) for key in ("host", "job"))
+    fields.update((key, well_formed(said.get(key) or "") or None) for key in ("host", "job"))
     # The entry may have the whole command, by the wish of its user, and is soon gone; this line stays.
     fields["command"] = printable(well_formed(program_names((said.get("command") or "").split()))) or None
     fields.update(gpus=[*gpus], labels=labels, until=said.get("until"))

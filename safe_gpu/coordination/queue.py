@@ -73,8 +73,10 @@ class TicketRequest(NamedTuple):
 
 
 def _is_plain(value: object) -> bool:
-    return value is None or isinstance(value, (bool, int, float)) or (
-        isinstance(value, str) and len(value) <= _LONGEST_CONDITION
+    return (
+        value is None
+        or isinstance(value, (bool, int, float))
+        or (isinstance(value, str) and len(value) <= _LONGEST_CONDITION)
     )
 
 
@@ -151,7 +153,9 @@ class Waiter:
         """Return whether it holds a ticket with a lower number than that one."""
         return self.queued and self._number < ticket.number
 
-    def join(self, said: Mapping[str, Any], newcomer: Callable[[list[tuple[float, Entry]]], float] | None = None) -> bool:
+    def join(
+        self, said: Mapping[str, Any], newcomer: Callable[[list[tuple[float, Entry]]], float] | None = None
+    ) -> bool:
         """Take a ticket: behind everyone who is there, or with a turn. host.lock is held.
 
         Args:

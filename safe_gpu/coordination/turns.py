@@ -16,8 +16,9 @@ _WINDOW = 1024  # a ticket is passed by fewer later numbers than this
 def turn_of(ticket: Entry) -> float | None:
     """Return the turn that a ticket says; None of a client without turns."""
     turn = ticket.more.get("turn")
-    right = isinstance(turn, (int, float)) and not isinstance(turn, bool) and 0 <= turn <= _LATEST
-    return float(turn) if right else None
+    if isinstance(turn, (int, float)) and not isinstance(turn, bool) and 0 <= turn <= _LATEST:
+        return float(turn)
+    return None
 
 
 def by_turn(tickets: Iterable[Entry]) -> list[tuple[float, Entry]]:

@@ -74,9 +74,7 @@ def check_possible_inside(view: HostView, around: Entry, *, delegate: bool) -> N
     number, call = request.nb_gpus, request.spelling.call
     usable = {gpu.uuid for gpu in view.usable}
     if number > held:
-        owner, larger = _owner_and_larger(
-            around, view.scope, f"-n {number}", f"claim_gpus({number}, delegate=True)"
-        )
+        owner, larger = _owner_and_larger(around, view.scope, f"-n {number}", f"claim_gpus({number}, delegate=True)")
         asked = f"{call}({(number, request.up_to) if request.up_to else number}) runs" if call else f"-n {number} is"
         problem = f"{asked} inside {owner}, which holds {plural(held)}: {larger}, or leave {call or 'this one'} out"
     elif number > len(usable):

@@ -46,7 +46,9 @@ class Look:
         stopped: the nearest ticket that was passed because its waiter is stopped.
     """
 
-    def __init__(self, host: Host, view: HostView, place: QueuePlace, claim: Claim | None, options: ClaimOptions) -> None:
+    def __init__(
+        self, host: Host, view: HostView, place: QueuePlace, claim: Claim | None, options: ClaimOptions
+    ) -> None:
         self.seen = Seen()
         self.chosen: tuple[Gpu, ...] = ()
         self.ahead: Entry | None = None

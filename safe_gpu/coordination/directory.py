@@ -100,6 +100,57 @@ class SharedDirectory:
             return False
         return os.path.samestat(now, os.fstat(fd))
 
+    def open_file(self, name: str, flags: int = OPEN_FILE, *, make: bool = False) -> int:
+        """Return a descriptor of a file in it that everybody may write.
+
+        A file of mode 0666 is everybody's anyway. Another one may be somebody's from elsewhere. O_CREAT is never used
+        on a name that may exist: in a sticky directory fs.protected_regular refuses that even to root.
+
+        Raises:
+            FileNotFoundError: it is missing, and is not to be made.
+            StateDirError: something else in its place, a file of another mode, or one that is closed to us.
+        """
+        path = os.path.join(self.path, name)
+        for _ in range(_MOST_TRIES):
+            fd = -1
+            try:
+                status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+                if is_everybodys(status):  # else, as a device or a FIFO, it is not even opened
+                    fd = os.open(name, flags, dir_fd=self.fd)
+                    status = os.fstat(fd)
+            except FileNotFoundError:
+                if not make:
+                    raise
+                self._make_file(name)
+                continue
+            except BlockingIOError as err:
+                raise under_file_lease(path, status) from err
+            except OSError as err:
+                raise self.error(name, err) from err
+            if is_everybodys(status):
+                return fd
+            if fd >= 0:
+                os.close(fd)
+            raise refusal_of_status(path, status)
+        raise refusal(f"{path} is removed at once, by its owner or a cleaner", path, errno.ENOENT)
+
+    def _make_file(self, name: str) -> None:
+        """Make it empty with its mode, whatever the umask, before it has its name; another process may be faster."""
+        temporary = f".{name}.{os.urandom(8).hex()}"
+        try:
+            fd = os.open(temporary, OPEN_FILE | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self.fd)
+            try:
+                os.fchmod(fd, 0o666)
+                rename_file(temporary, name, self.fd)
+            except FileExistsError:
+                pass
+            finally:
+                os.close(fd)
+                with suppress(OSError):  # it was renamed
+                    os.unlink(temporary, dir_fd=self.fd)
+        except OSError as err:
+            raise self.error(name, err) from err
+
     def error(self, name: str, err: OSError) -> StateDirError:
         """Return why a file in it cannot be opened or made."""
         return refusal_of_error(os.path.join(self.path, name), err, closed="ask its owner or root to remove this name")
@@ -169,33 +220,10 @@ class Directory(SharedDirectory):
     def open_host_lock(self) -> int:
         """Return a descriptor of host.lock in the state directory, which is made where it is missing.
 
-        A file of mode 0666 is everybody's anyway. Another one may be somebody's from elsewhere. O_CREAT is never used
-        on a name that may exist: in a sticky directory fs.protected_regular refuses that even to root.
-
         Raises:
-            StateDirError: something else in its place, a file of another mode, or one that is closed to us.
+            StateDirError: as of :meth:`open_file`.
         """
-        above, path = self._above, os.path.join(self._above.path, HOST_LOCK)
-        for _ in range(_MOST_TRIES):
-            fd = -1
-            try:
-                status = os.stat(HOST_LOCK, dir_fd=above.fd, follow_symlinks=False)
-                if is_everybodys(status):  # else, as a device or a FIFO, it is not even opened
-                    fd = os.open(HOST_LOCK, OPEN_FILE, dir_fd=above.fd)
-                    status = os.fstat(fd)
-            except FileNotFoundError:
-                _make_host_lock(above)
-                continue
-            except BlockingIOError as err:
-                raise under_file_lease(path, status) from err
-            except OSError as err:
-                raise above.error(HOST_LOCK, err) from err
-            if is_everybodys(status):
-                return fd
-            if fd >= 0:
-                os.close(fd)
-            raise refusal_of_status(path, status)
-        raise refusal(f"{path} is removed at once, by its owner or a cleaner", path, errno.ENOENT)
+        return self._above.open_file(HOST_LOCK, make=True)
 
     def is_current_file(self, name: str, fd: int) -> bool:
         """Return whether a name in the state directory still means this open file."""
@@ -209,24 +237,6 @@ def _unlock(fd: int) -> None:
 def is_everybodys(status: os.stat_result) -> bool:
     """Return whether it is a regular file that everybody may write."""
     return status.st_mode == stat.S_IFREG | 0o666
-
-
-def _make_host_lock(above: SharedDirectory) -> None:
-    """Make it empty with its mode, whatever the umask, before it has its name; another process may be faster."""
-    temporary = f".{HOST_LOCK}.{os.urandom(8).hex()}"
-    try:
-        fd = os.open(temporary, OPEN_FILE | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=above.fd)
-        try:
-            os.fchmod(fd, 0o666)
-            rename_file(temporary, HOST_LOCK, above.fd)
-        except FileExistsError:
-            pass
-        finally:
-            os.close(fd)
-            with suppress(OSError):  # it was renamed
-                os.unlink(temporary, dir_fd=above.fd)
-    except OSError as err:
-        raise above.error(HOST_LOCK, err) from err
 
 
 def unlink_in(above: int, part: str, name: str) -> None:

@@ -8,20 +8,19 @@ A claim writes that it began, and that it was released. Of one that died, who re
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ..errors import StateDirError
 from ..host.commands import program_names
 from ..host.procfs import pid_namespace, printable, user_name, well_formed
-from .directory import DIR_MODE, OPEN_DIR, make_directory
+from .directory import DIR_MODE, OPEN_FILE, Directory
 from .state_dir import state_dir_path
 
 if TYPE_CHECKING:
@@ -38,74 +37,18 @@ PARTS = 4
 
 _MONTHS = 24  # whose files are kept
 
-_OLD = r"[0-9]{4}-(0[1-9]|1[0-2])(\.[1-3])?\.jsonl|\.[0-9a-f]{16}"
-
-_FILE_MODE = 0o666
-
-_OPEN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: see open_entry
+_OLD = r"[0-9]{4}-(0[1-9]|1[0-2])(\.[1-3])?\.jsonl|\..*\.[0-9a-f]{16}"
 
 
-@contextmanager
-def history_dir(*, make: bool = False) -> Iterator[int]:
-    """Open the directory, whose descriptor this is. Unlike other directories it is not waited for.
+class HistoryDir(Directory):
+    """The directory, while it is open. Who only looks makes nothing.
 
     Raises:
-        StateDirError, OSError: it cannot be opened, or made. FileNotFoundError: it is missing.
+        StateDirError, FileNotFoundError: as :class:`~safe_gpu.coordination.directory.Directory`.
     """
-    path = state_dir_path()
-    above = os.open(path, OPEN_DIR)
-    try:
-        try:
-            fd = os.open(NAME, OPEN_DIR, dir_fd=above)
-        except FileNotFoundError:
-            if not make:
-                raise
-            make_directory(NAME, os.path.join(path, NAME), above)
-            fd = os.open(NAME, OPEN_DIR, dir_fd=above)
-    finally:
-        os.close(above)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
-
-def open_file(directory: int, name: str, flags: int, *, make: bool = False) -> int:
-    """Return a descriptor of a file in the directory, which everybody may write.
-
-    A file with another mode may be somebody's from elsewhere: who owns the directory that it was in may move it here,
-    and where fs.protected_hardlinks is 0, anybody may link it.
-
-    Raises:
-        FileNotFoundError: it is missing, and is not to be made.
-        OSError: another file or kind of file stands there, or it cannot be made.
-    """
-    try:
-        fd = os.open(name, flags | _OPEN, dir_fd=directory)
-    except FileNotFoundError:
-        if not make:
-            raise
-        with suppress(FileExistsError):
-            _make_file(directory, name)
-        return open_file(directory, name, flags)
-    mode = os.fstat(fd).st_mode
-    if mode == stat.S_IFREG | _FILE_MODE:
-        return fd
-    os.close(fd)
-    raise PermissionError(errno.EPERM, f"{stat.filemode(mode)} in place of -rw-rw-rw-", name)
-
-
-def _make_file(directory: int, name: str) -> None:
-    """Make an empty file for everybody, whatever the umask. Nobody sees it with another mode."""
-    temporary = f".{os.urandom(8).hex()}"
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN, 0o600, dir_fd=directory)
-    try:
-        os.fchmod(fd, _FILE_MODE)
-        os.link(temporary, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
-    finally:
-        os.close(fd)
-        with suppress(OSError):
-            os.unlink(temporary, dir_fd=directory)
+    def __init__(self, *, make: bool = False) -> None:
+        super().__init__(state_dir_path(), NAME, make=make)
 
 
 def month_of(when: float) -> str:
@@ -149,21 +92,21 @@ def append(lines: Iterable[bytes], now: float) -> bool:
     if not data:
         return True
     try:
-        with history_dir(make=True) as directory:
+        with HistoryDir(make=True) as directory:
             return any(_append(directory, name, data, now) for name in file_names(month_of(now)))
     except (OSError, StateDirError):
         return False
 
 
-def _append(directory: int, name: str, data: bytes, now: float) -> bool:
-    flags = os.O_WRONLY | os.O_APPEND
+def _append(directory: Directory, name: str, data: bytes, now: float) -> bool:
+    flags = OPEN_FILE | os.O_WRONLY | os.O_APPEND
     try:
         try:
-            fd = open_file(directory, name, flags)
+            fd = directory.open_file(name, flags)
         except FileNotFoundError:
-            fd = open_file(directory, name, flags, make=True)
+            fd = directory.open_file(name, flags, make=True)
             _remove_old(directory, now)
-    except OSError:
+    except StateDirError:
         return False  # somebody else's, and closed: the next part takes it
     try:
         return os.fstat(fd).st_size < LARGEST and os.write(fd, data) == len(data)
@@ -173,21 +116,21 @@ def _append(directory: int, name: str, data: bytes, now: float) -> bool:
         os.close(fd)
 
 
-def _remove_old(directory: int, now: float) -> None:
+def _remove_old(directory: Directory, now: float) -> None:
     """Remove the files of this user from months that are not kept, and those that a kill has left unfinished.
 
     Names prove nothing and anybody can make some, so months are counted by the calendar. Root and the owner of the
     directory could remove files of others too. A directory that is not one of ours may be somebody's own.
     """
-    status = os.fstat(directory)
+    status = os.fstat(directory.fd)
     if stat.S_IMODE(status.st_mode) != DIR_MODE or status.st_uid not in (0, os.geteuid()):
         return
     oldest = months_kept(now)[0]
-    for name in os.listdir(directory):
+    for name in directory.names():
         if name < oldest and re.fullmatch(_OLD, name):
             with suppress(OSError):
-                if os.stat(name, dir_fd=directory, follow_symlinks=False).st_uid == os.geteuid():
-                    os.unlink(name, dir_fd=directory)
+                if os.stat(name, dir_fd=directory.fd, follow_symlinks=False).st_uid == os.geteuid():
+                    os.unlink(name, dir_fd=directory.fd)
 
 
 def claim_line(said: Mapping[str, Any], *, uid: int, user: str, labels: Sequence[str], of: int | None) -> bytes:
@@ -227,26 +170,27 @@ def line_of_entry(entry: Entry) -> bytes:
     shared display, and what says no time or no GPUs."""
     if entry.inside or entry.display or entry.nb_gpus or not (entry.pid and entry.since and entry.gpus):
         return b""
-    said = {**entry.more, **entry._asdict()}
-    return claim_line(said, uid=entry.uid, user=user_name(entry.uid), labels=(), of=None)
+    user = user_name(entry.uid) if entry.uid >= 0 else ""
+    return claim_line({**entry.more, **entry._asdict()}, uid=entry.uid, user=user, labels=(), of=None)
 
 
-def lines_of_dead(entries: Iterable[Entry], now: float) -> Iterator[bytes]:
-    """Yield two lines of each claim that died: its own, which it may not have written, and one with its end.
+def lines_of_dead(entries: Iterable[Entry], now: float) -> list[bytes]:
+    """Return two lines of each claim that died: its own, which it may not have written, and one with its end.
 
     Args:
         now: when it was found dead, in Unix seconds.
     """
+    lines = []
     for entry in entries:
         line, since = line_of_entry(entry), entry.since
         if line and since and since <= now:
-            yield line
-            yield end_line(entry.pid, since, *_end_of_dead(entry, since, now))
+            lines += [line, end_line(entry.pid, since, *_end_of_dead(entry, since, now))]
+    return lines
 
 
 def _end_of_dead(entry: Entry, since: float, now: float) -> tuple[float, float]:
     """Return when it was last seen, and when it was found dead."""
-    seen = max(since, *map(_last_seen, entry.gpus))
+    seen = max(since, _last_seen(entry.gpus))
     if entry.start and entry.pidns == pid_namespace():
         # It has lived no longer than since its process started, by the boot clock: the other may have jumped.
         most = since + time.clock_gettime(time.CLOCK_BOOTTIME) - entry.start / os.sysconf("SC_CLK_TCK")
@@ -256,24 +200,27 @@ def _end_of_dead(entry: Entry, since: float, now: float) -> tuple[float, float]:
     return min(round(seen, 3), now), now
 
 
-def mark_seen(directory: int, uuid: str) -> None:
+def mark_seen(directory: Directory, uuid: str) -> None:
     """Note that a GPU is held now, of which no error is told.
 
     A claim that dies is then known to have lived until now.
     """
-    with suppress(OSError):
-        fd = open_file(directory, _seen(uuid), os.O_WRONLY, make=True)
+    with suppress(OSError, StateDirError):
+        fd = directory.open_file(_seen(uuid), OPEN_FILE | os.O_WRONLY, make=True)
         try:
             os.utime(fd)
         finally:
             os.close(fd)
 
 
-def _last_seen(uuid: str) -> float:
-    with suppress(OSError, ValueError):  # of an entry: its user may have written a NUL
-        path = os.path.join(state_dir_path(), NAME, _seen(uuid))
-        return os.stat(path, follow_symlinks=False).st_mtime
-    return 0.0
+def _last_seen(uuids: Iterable[str]) -> float:
+    """Return when one of these GPUs was last seen held; 0 if nobody has noted it."""
+    seen = 0.0
+    with suppress(OSError, StateDirError), HistoryDir() as directory:
+        for uuid in uuids:
+            with suppress(OSError, ValueError):  # of an entry: its user may have written a NUL
+                seen = max(seen, os.stat(_seen(uuid), dir_fd=directory.fd, follow_symlinks=False).st_mtime)
+    return seen
 
 
 def _seen(uuid: str) -> str:

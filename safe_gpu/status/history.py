@@ -19,17 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..coordination.directory import Directory
 from ..coordination.entry import Entries
+from ..coordination.history import LARGEST, HistoryDir, file_names, line_of_entry, lines_of_dead, month_of, months_kept
 from ..coordination.state_dir import state_dir_path
-from ..coordination.history import (
-    LARGEST,
-    file_names,
-    history_dir,
-    line_of_entry,
-    lines_of_dead,
-    month_of,
-    months_kept,
-    open_file,
-)
 from ..errors import StateDirError
 from ..host import procfs
 from ..host.decoding import as_int, as_list, as_seconds, as_text, as_time
@@ -150,15 +141,12 @@ def claims_between(since: float, until: float) -> tuple[list[PastClaim], list[st
     Claims that began more than a month before ``since`` are known only if they are held now.
     """
     warnings: list[str] = []
-    try:
-        running, dead = _claims_now(warnings)
-        for ended in (since, 0.0):
-            told = chain(_told(dead), _told(_lines(since, until, ended, warnings)), running)
-            found = [claim for claim in merged(told, until, warnings) if claim.overlaps(since, until)]
-            if not any(claim.seen == claim.since < since and not claim.running for claim in found):
-                break  # else it may have no end, and a claim that was left out tells when it had ended
-    except StateDirError as err:
-        return [], [f"the history cannot be read: {err}"]
+    running, dead = _claims_now(warnings)
+    for ended in (since, 0.0):
+        told = chain(_told(dead), _told(_lines(since, until, ended, warnings)), running)
+        found = [claim for claim in merged(told, until, warnings) if claim.overlaps(since, until)]
+        if not any(claim.seen == claim.since < since and not claim.running for claim in found):
+            break  # else it may have no end, and a claim that was left out tells when it had ended
     return found, [*dict.fromkeys(warnings)]
 
 
@@ -275,7 +263,7 @@ def _lines(since: float, until: float, ended: float, warnings: list[str]) -> Ite
     first, months, told = month_of(max(0.0, since - _MONTH)), (month_of(max(0.0, since)), month_of(until)), 0
     files: dict[int, int] = {}
     try:
-        with history_dir() as directory, ExitStack() as stack:
+        with HistoryDir() as directory, ExitStack() as stack:
             for name in (name for month in months_kept(time.time())[::-1] for name in file_names(month)[::-1]):
                 if name < first:
                     break
@@ -283,11 +271,11 @@ def _lines(since: float, until: float, ended: float, warnings: list[str]) -> Ite
                     warnings.append(_TOO_MANY)
                     break
                 try:
-                    fd = open_file(directory, name, os.O_RDONLY)
+                    fd = directory.open_file(name)
                 except FileNotFoundError:
                     continue
-                except OSError as err:
-                    warnings.append(f"a part of the history cannot be read: {name}: {err.strerror}")
+                except StateDirError as err:
+                    warnings.append(f"a part of the history cannot be read: {err}")
                     continue
                 stack.callback(os.close, fd)
                 inode = os.fstat(fd).st_ino
@@ -299,8 +287,8 @@ def _lines(since: float, until: float, ended: float, warnings: list[str]) -> Ite
                     yield from _unended(islice(lines, _MOST_LINES), ended)
     except FileNotFoundError:
         pass
-    except OSError as err:
-        warnings.append(f"the history cannot be read: {err.strerror}")
+    except (StateDirError, OSError) as err:
+        warnings.append(f"the history cannot be read: {err}")
 
 
 def _unended(lines: Iterable[bytes], ended: float) -> Iterator[bytes]:
@@ -374,13 +362,13 @@ def _claims_now(warnings: list[str]) -> tuple[list[PastClaim], list[bytes]]:
             for entry in entries.look():
                 told = [*_line(line_of_entry(entry))]
                 running += [_running(entry, claim) for claim in told if isinstance(claim, PastClaim)]
-            size = 0
-            for line in lines_of_dead(entries.dead(), time.time()):
-                size += len(line)
+            size, now = 0, time.time()
+            for lines in (lines_of_dead([entry], now) for entry in entries.dead()):
+                size += sum(map(len, lines))
                 if size > LARGEST:  # as of a file of the history
                     warnings.append(_TOO_MANY)
                     break
-                dead.append(line)
+                dead += lines
     except FileNotFoundError:
         pass
     except (StateDirError, OSError) as err:

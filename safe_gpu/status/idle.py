@@ -14,7 +14,8 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from ..coordination.history import history_dir, mark_seen, open_file
+from ..coordination.directory import OPEN_FILE, Directory
+from ..coordination.history import HistoryDir, mark_seen
 from ..errors import StateDirError
 from ..host.procfs import printable
 from ..settings import policy
@@ -40,13 +41,13 @@ def with_idle_times(gpus: Iterable[GpuStatus], now: float) -> tuple[GpuStatus, .
     if not any(one.claim and one.claim.since for one in gpus):
         return gpus
     try:
-        with history_dir() as directory:
+        with HistoryDir() as directory:
             return tuple(_with_idle_time(directory, one, now) for one in gpus)
     except (OSError, StateDirError):
         return gpus
 
 
-def _with_idle_time(directory: int, one: GpuStatus, now: float) -> GpuStatus:
+def _with_idle_time(directory: Directory, one: GpuStatus, now: float) -> GpuStatus:
     since = one.claim.since if one.claim else None
     if not since:
         return one
@@ -55,17 +56,17 @@ def _with_idle_time(directory: int, one: GpuStatus, now: float) -> GpuStatus:
         return one
     try:
         began = _idle_since(directory, one, since)
-    except OSError:
+    except (OSError, StateDirError):
         began = None
     return replace(one, idle_for=0.0 if began is None else max(0.0, round(now - began, 3)))
 
 
-def _idle_since(directory: int, one: GpuStatus, since: float) -> float | None:
+def _idle_since(directory: Directory, one: GpuStatus, since: float) -> float | None:
     """Return since when the GPU has shown no work at all looks in this claim; None if it has only now begun, or works.
 
     The file belongs to whoever looked first, so others can set its time to that of a write only.
     """
-    fd = open_file(directory, f"{one.gpu.uuid.replace('/', '_')}.idle", os.O_RDWR, make=True)
+    fd = directory.open_file(f"{one.gpu.uuid.replace('/', '_')}.idle", OPEN_FILE | os.O_RDWR, make=True)
     try:
         status = os.fstat(fd)
         if not shows_no_work(one):

@@ -13,7 +13,7 @@ from ...coordination.files.location import CLOSING, DEFAULT_DIR
 from ...coordination.files.shared_directory import DIR_MODE, PARTS
 from ...coordination.files.state_dir import StateDir
 from ...coordination.files.warnings import setup_command
-from ...coordination.history import NAME, history_dir
+from ...coordination.history import NAME, HistoryDir
 from ...coordination.leases.file_names import leases_of, names_of_host
 from ...coordination.locks.flock import lock_file
 from ...coordination.locks.host_lock import HostLock
@@ -276,7 +276,7 @@ def history(host: CheckedHost) -> Finding:
     """Check that every user's claims can be recorded. A claim does not fail where they cannot."""
     path = os.path.join(host.path, NAME)
     try:
-        with history_dir():
+        with HistoryDir():
             pass
     except FileNotFoundError:
         return passed("nothing has been recorded yet")

@@ -50,8 +50,7 @@ from safe_gpu.affinity.options import MODES
 from safe_gpu.affinity.planner import plan
 from safe_gpu.claim.search import search
 from safe_gpu.coordination import socket_names
-from safe_gpu.coordination.history import append
-from safe_gpu.coordination.leases.claim_end import ClaimEnd
+from safe_gpu.coordination.history import append, end_line
 from safe_gpu.drivers.simulated import SimulatedDriver
 from safe_gpu.status.history import claims_between
 from safe_gpu.topology.host import GpuLocality, HostTopology
@@ -666,7 +665,7 @@ def bench_history(options: argparse.Namespace) -> list[Row]:
         pid, began = number + 1, now - 50 * (20_000 - number)
         facts = {"user": "anna", "host": "node", "job": None, "command": "python train.py"}
         told = {"v": 1, "claim": [pid, began], "uid": 1, **facts, "gpus": [f"GPU-{number % 8}"], "labels": ["0"]}
-        lines += [json.dumps(told).encode() + b"\n", ClaimEnd(pid, began, began + 40, began + 40).encode()]
+        lines += [json.dumps(told).encode() + b"\n", end_line(pid, began, began + 40, began + 40)]
     with simulated_host():
         append(lines, now)
         spans = [partial(claims_between, since, now) for since in (0, now - 86400)]

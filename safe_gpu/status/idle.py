@@ -74,7 +74,7 @@ def _idle_since(directory: Directory, one: GpuStatus, since: float) -> float | N
         elif status.st_size and status.st_mtime >= since:
             return status.st_mtime
         else:
-            os.pwrite(fd, b"\n", 0)
+            os.pwrite(fd, b"1", 0)
         return None
     finally:
         os.close(fd)

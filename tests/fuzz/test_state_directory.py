@@ -28,8 +28,6 @@ COMMANDS = (
     "history --report month", "wait -n 1 --timeout 0", "policy",
 )  # fmt: skip
 
-IDLE = {"v": 1, "claim": NOW - 60, "idle": NOW - 50}
-
 NAMES = st.sampled_from(
     ["x", ".x", "GPU-1.lock", "1.ticket", "01.ticket", "9" * 18 + ".ticket", "9" * 40 + ".ticket", "-1.ticket",
      "\u0661.ticket", TRICK.replace("/", "").replace("\x00", ""), "\udcff\udcfe", "n" * 255, "2026-13.jsonl", "x.fault"]
@@ -48,7 +46,7 @@ def garbage(draw: Any, uuids: list[str]) -> tuple[Files, Files]:
         if draw(st.integers(0, 5)) == 0:
             free[f"faults/{uuid}.0"] = draw(broken_json(FAULT, most=2))
         if draw(st.integers(0, 5)) == 0:
-            free[f"history/{uuid}.idle"] = draw(broken_json(IDLE, most=2))
+            free[f"history/{uuid}.idle"] = draw(st.sampled_from(JUNK))
     for number in range(draw(st.integers(0, 3))):
         free[f"queue/{number + 1}.ticket"] = draw(broken_json(TICKET, most=2))
     month = month_of(NOW)

@@ -370,4 +370,4 @@ def test_status_notes_idle_gpus_only_where_there_is_a_history(state_dir: Path, g
         assert not (state_dir / "history").exists()
         (state_dir / "history").mkdir()
         assert command.run("status").returncode == 0
-        assert [file.suffix for file in (state_dir / "history").iterdir()] == [".idle"]
+        assert {file.suffix for file in (state_dir / "history").iterdir()} == {".idle", ".seen"}

@@ -7,8 +7,8 @@
  * -f: for how many seconds the GPUs will be held. -p: the processes on the GPUs are files of the simulated host PRESET;
  * without it none are known. Exit: 75 no GPUs, 70 anything else that failed, 64 usage.
  *
- * Left out, as the page allows: passing those who wait ahead, faults, the history, contexts, displays, the file of
- * settings, a turn of its own. It needs locks of open file descriptions.
+ * Left out: passing those who wait ahead, faults, the history, contexts, displays, processes that only draw, the file
+ * of settings, a turn of its own. It needs locks of open file descriptions.
  *
  * cc -std=c11 -Wall -Wextra -Werror -o client client.c
  * Builds that must be caught: -DONE_LISTING does not list again after its entry has its name, -DNO_DOORS takes none,
@@ -703,7 +703,6 @@ static bool take_doors(int i)
 static struct {
   char uuid[UUID_SIZE];
   long pid;
-  long long drawn; /* bytes, if it only draws */
 } on_gpu[1024];
 static int on_gpu_count;
 static double polled = -1e9;
@@ -718,15 +717,13 @@ static void poll_driver(void)
   DIR *d = opendir(path);
   for (struct dirent *one; d && (one = readdir(d));) {
     long pid;
-    long long memory;
     char *dot = strchr(one->d_name, '.');
     if (!dot || dot == one->d_name || dot - one->d_name >= UUID_SIZE) continue;
-    if (sscanf(dot, ".%ld-%lld-", &pid, &memory) != 2) continue;
+    if (strstr(one->d_name, "-graphics-") || sscanf(dot, ".%ld-", &pid) != 1) continue;
     int fd = openat(dirfd(d), one->d_name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
     if (fd < 0) continue;
     if (flock(fd, LOCK_SH | LOCK_NB) && on_gpu_count < 1024) {
       put(on_gpu[on_gpu_count].uuid, UUID_SIZE, "%.*s", (int)(dot - one->d_name), one->d_name);
-      on_gpu[on_gpu_count].drawn = strstr(dot, "-graphics-") ? memory : 0;
       on_gpu[on_gpu_count++].pid = pid;
     }
     close(fd);
@@ -746,14 +743,12 @@ static bool is_of_sharer(int gpu, long pid)
 
 static bool is_busy(int gpu, const struct entry *around)
 {
-  long long drawn = 0;
   for (int i = 0; i < on_gpu_count; i++) {
-    if (strcmp(on_gpu[i].uuid, gpus[gpu].uuid) || on_gpu[i].pid == getpid()) continue;
-    if ((around && on_gpu[i].pid == around->pid) || is_of_sharer(gpu, on_gpu[i].pid)) continue;
-    if (!on_gpu[i].drawn) return true;
-    drawn += on_gpu[i].drawn;
+    long pid = on_gpu[i].pid;
+    if (strcmp(on_gpu[i].uuid, gpus[gpu].uuid) || pid == getpid() || (around && pid == around->pid)) continue;
+    if (!is_of_sharer(gpu, pid)) return true;
   }
-  return drawn > 1LL << 30;
+  return false;
 }
 
 /* ---- closed GPUs ---- */

@@ -18,11 +18,27 @@ import pytest
 from support.processes import PACKAGE_ROOT
 from support.real import REQUIRED, unavailable
 
+from safe_gpu.coordination.directory import Directory
+from safe_gpu.coordination.entry import Entries, Entry
 from safe_gpu.drivers.presets import preset
+from safe_gpu.selection.sharing import share_capacity
 
 HERE = Path(__file__).parent
 PRESET = "dgx-a100"
 PATIENCE = 40.0  # only a hang takes that long
+
+# Those that run everywhere; ``.ci/run`` asks for all.
+SHORT = ("test_each_sees_what_the_other_holds", "test_both_share_a_gpu", "test_a_claim_inside_a_claim")
+
+# One option of the client in C is two of ``safe-gpu run``.
+OPTIONS = {
+    "now": {"c": ("-t", "0"), "python": ("--timeout", "0")},
+    "a minute": {"c": ("-f", "60"), "python": ("--for", "1m")},
+    "an hour": {"c": ("-f", "3600"), "python": ("--for", "1h")},
+    "10 GiB": {"c": ("-s", str(10 << 30)), "python": ("--share", "10GiB")},
+    "60 GiB": {"c": ("-s", str(60 << 30)), "python": ("--share", "60GiB")},
+    "around": {"c": ("-i",), "python": ()},  # claims inside it
+}
 
 # Read before the guard around every test takes it away.
 SEED = os.environ.get("SAFE_GPU_TEST_SEED", "")
@@ -30,15 +46,12 @@ SEED = os.environ.get("SAFE_GPU_TEST_SEED", "")
 
 @pytest.fixture(scope="session")
 def compiler() -> str:
-    """Skips but where ``.ci/run`` asks for everything."""
-    if not REQUIRED:
-        pytest.skip("needs SAFE_GPU_REQUIRE_REAL=1, as it takes long")
     return shutil.which("cc") or shutil.which("gcc") or shutil.which("clang") or unavailable("needs a C compiler")
 
 
 @pytest.fixture(scope="session")
 def build(compiler: str) -> Iterator[Callable[..., str]]:
-    """``build("client.c", "-DNO_LEASE")`` compiles it, once, where other users can run it too."""
+    """``build("client.c", "-DNO_DOORS")`` compiles it, once, where other users can run it too."""
     with tempfile.TemporaryDirectory(prefix="safe-gpu-client-") as directory:
         os.chmod(directory, 0o755)
         built: dict[tuple[str, ...], str] = {}
@@ -103,7 +116,9 @@ class Scene:
         seed = int(SEED or random.randrange(10**6))
         self.random = random.Random(seed)
         print(f"SAFE_GPU_TEST_SEED={seed} repeats this choice")
-        self.uuids = [gpu.uuid for gpu in preset(PRESET).gpus()]
+        host = preset(PRESET).gpus()
+        self.uuids = [gpu.uuid for gpu in host]
+        self.capacity = share_capacity(host[0])
         self.state_dir = directory / "state"
         self.markers = directory / "markers"
         self.tree = directory / "hosts" / PRESET
@@ -128,13 +143,14 @@ class Scene:
         """The command line of a client, up to the command that it becomes.
 
         Args:
-            options: as the client spells them; flags: how to compile the C client.
+            options: of OPTIONS; flags: how to compile the C client.
         """
+        spelt = [word for option in options for word in OPTIONS[option][kind]]
         if kind == "c":
-            listed = ("-g", ",".join(self.uuids), "-p", PRESET)
-            return [self.build("client.c", *flags), "-n", str(size), *listed, *options]
+            listed = ("-g", ",".join(self.uuids), "-p", PRESET, "-m", str(self.capacity))
+            return [self.build("client.c", *flags), "-n", str(size), *listed, *spelt]
         run = (sys.executable, "-m", "safe_gpu", "run", "--affinity", "none", "--visible-as", "uuid", "-q")
-        return [*run, "-n", str(size), *options, "--"]
+        return [*run, "-n", str(size), *spelt, "--"]
 
     def job(self, seconds: float = -1) -> list[str]:
         """The referee's job, which stays that long; -1: until it is killed."""
@@ -170,15 +186,17 @@ class Scene:
         """How often one met another on a GPU, by markers ("marker") or by the driver's processes ("list")."""
         return sum(line[-1] == how for line in self.said("rival"))
 
+    def entries(self, name: str, state_dir: Path | None = None) -> list[Entry]:
+        """Living claims ("claims") or waiters ("queue"), by their numbers."""
+        try:
+            with Directory(str(state_dir or self.state_dir), name, make=False) as directory:
+                return Entries(directory).look()
+        except FileNotFoundError:
+            return []
+
     def tickets(self, state_dir: Path | None = None) -> list[int]:
-        """The pids of those who wait, in the order of the queue."""
-        found = []
-        for path in sorted(((state_dir or self.state_dir) / "queue").glob("*.ticket"), key=lambda path: int(path.stem)):
-            try:
-                found.append(int(json.loads(path.read_text())["pid"]))
-            except (FileNotFoundError, ValueError):
-                pass  # served, or just being written
-        return found
+        """The pids of those who wait, by their numbers."""
+        return [ticket.pid for ticket in self.entries("queue", state_dir)]
 
     def until(self, condition: Callable[[], bool], *parties: Party) -> None:
         """Wait for it. A party that ends meanwhile fails the test with what it said."""
@@ -194,6 +212,12 @@ class Scene:
         self.until(lambda: party.pid in self.served(), party)
         return party
 
+    def stranger(self, uuid: str) -> Party:
+        """A job that has taken a GPU without a claim."""
+        party = Party("stranger", 1, self.job(), {**self.env, "CUDA_VISIBLE_DEVICES": uuid})
+        self.parties.append(party)
+        return self.until_holds(party)
+
     def until_waits(self, party: Party) -> Party:
         self.until(lambda: party.pid in self.tickets(), party)
         return party
@@ -206,9 +230,8 @@ class Scene:
 
     def all_can_be_claimed(self) -> None:
         """By each client in turn, without waiting."""
-        for kind, now in (("c", ("-t", "0")), ("python", ("--timeout", "0"))):
-            party = self.start(kind, len(self.uuids), *now, command=["true"])
-            assert party.finish()[0] == 0
+        for kind in ("c", "python"):
+            assert self.start(kind, len(self.uuids), "now", command=["true"]).finish()[0] == 0
 
     def close(self) -> None:
         for party in self.parties:
@@ -216,7 +239,9 @@ class Scene:
 
 
 @pytest.fixture
-def scene(build: Callable[..., str]) -> Iterator[Scene]:
+def scene(build: Callable[..., str], request: pytest.FixtureRequest) -> Iterator[Scene]:
+    if not REQUIRED and request.function.__name__ not in SHORT and "hostile" not in request.path.name:
+        pytest.skip("needs SAFE_GPU_REQUIRE_REAL=1, as it takes long")
     with tempfile.TemporaryDirectory(prefix="safe-gpu-protocol-") as path:
         os.chmod(path, 0o1777)
         scene = Scene(Path(path), build)

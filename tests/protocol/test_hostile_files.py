@@ -1,74 +1,93 @@
-"""What anybody may write into the shared directories does the second client no more harm than the page says."""
+"""What anybody may put into the shared directories does the client in C no more harm than the page says."""
 
-import fcntl
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-NOW = ("-t", "0")
-RECORD = {"v": 1, "pid": 4470, "start": 1, "uid": 0, "gpus": ["x"], "since": 1.5, "token": "", "pidns": None}
-REQUEST = {"nb_gpus": 1, "gpus": ["GPU-x"], "min_memory": None}
-TICKET = {"pid": 4470, "pidns": None, "user": "anna", "request": REQUEST, "since": 1.5, "hold_for": None}
-JUNK = (b"", b'"', b"{", b"]", b"\\", b"\xff", b"-", b"9" * 40, b"[" * 5000, b"\x00", b"1e999")
+from safe_gpu.coordination.entry import lock, unlock
+
+CLAIM = {"v": 1, "pid": 4470, "start": 1, "gpus": {"GPU-x": None}, "parts": {}, "token": "", "inside": "", "since": 1.5}
+TICKET = {"v": 1, "pid": 4470, "nb_gpus": 1, "gpus": ["GPU-x"], "inside": "", "hold_for": None, "turn": 1.5}
+JUNK = (b"", b'"', b"{", b"]", b"\\", b"\xff", b"-", b"9" * 40, b"[" * 5000, b"\x00", b"1e999", b"null")
 
 
 def claims_all(scene: Any) -> int:
-    return int(scene.start("c", 8, *NOW, command=["true"]).finish()[0])
+    return int(scene.start("c", 8, "now", command=["true"]).finish()[0])
+
+
+@contextmanager
+def living(path: Path, data: bytes) -> Iterator[None]:
+    """An entry whose owner keeps it locked, whatever it says."""
+    path.write_bytes(data)
+    path.chmod(0o644)
+    with path.open("r+b") as file:
+        lock(file.fileno())
+        yield
+        unlock(file.fileno())
+
+
+def name(number: int) -> str:
+    return f"{number}.{number:016x}"
 
 
 def mutated(scene: Any, good: dict[str, Any]) -> bytes:
     """A line of JSON in which some bytes were replaced, removed or repeated."""
-    line = bytearray(json.dumps(good).encode() + b"\n")
+    line = bytearray(json.dumps({**good, "gpus": [scene.uuids[0]]} if "nb_gpus" in good else good).encode() + b"\n")
     for _ in range(scene.random.randint(1, 4)):
         at = scene.random.randrange(len(line))
         line[at : at + scene.random.randint(0, 3)] = scene.random.choice(JUNK)
     return bytes(line)
 
 
-def test_files_that_are_no_tickets_are_no_waiters(scene: Any) -> None:
+def test_what_is_no_entry_counts_for_nothing(scene: Any) -> None:
     assert claims_all(scene) == 0
-    queue = scene.state_dir / "queue"
-    os.mkfifo(queue / "3.ticket")
-    os.link(scene.state_dir / "host.lock", queue / "4.ticket")
-    (queue / "5.ticket").mkdir()
-    (queue / "6.ticket").symlink_to(scene.state_dir / "host.lock")
-    (queue / "7.ticket").write_text("dead")
-    far = [queue / "007.ticket", queue / f"{'9' * 18}.ticket", queue / f"{'9' * 19}.ticket"]
-    kept = [path.open("w") for path in far]
-    for file in kept:
-        fcntl.flock(file, fcntl.LOCK_EX)
-    assert claims_all(scene) == 0
-    assert not (queue / "7.ticket").exists()
+    whole = json.dumps({**CLAIM, "gpus": dict.fromkeys(scene.uuids)}).encode()
+    for directory, data in (("claims", whole), ("queue", json.dumps({**TICKET, "gpus": scene.uuids}).encode())):
+        above = scene.state_dir / directory
+        os.mkfifo(above / name(3))
+        (above / name(4)).mkdir()
+        (above / name(6)).symlink_to(scene.state_dir / "host.lock")
+        (above / name(7)).write_bytes(data)  # dead
+        for odd in ("007." + "0" * 16, "9" * 19 + "." + "0" * 16, "8." + "F" * 16, "8", ".8"):
+            with living(above / odd, data):
+                assert claims_all(scene) == 0, odd
+        with living(above / name(8), data):
+            assert claims_all(scene) == 75
+            (above / name(8)).chmod(0o664)
+            assert claims_all(scene) == 0
+        assert not (above / name(7)).exists()
 
 
-def test_a_live_ticket_that_cannot_be_read_is_waited_for(scene: Any) -> None:
+def test_a_number_that_is_too_high_ends_no_numbers(scene: Any) -> None:
     assert claims_all(scene) == 0
-    with (scene.state_dir / "queue" / "6.ticket").open("w") as ticket:
-        for text in ("", "{", '{"pid":1}', json.dumps({**TICKET, "request": {**REQUEST, "nb_gpus": 5000}})):
-            os.ftruncate(ticket.fileno(), 0)
-            os.pwrite(ticket.fileno(), text.encode(), 0)
-            fcntl.flock(ticket, fcntl.LOCK_EX)
-            assert claims_all(scene) == 75, text
-        os.ftruncate(ticket.fileno(), 0)
-        os.pwrite(ticket.fileno(), json.dumps(TICKET).encode() + b"\n", 0)
-        assert claims_all(scene) == 0  # of other GPUs
-        os.pwrite(ticket.fileno(), b"x", 0)
-        waiter = scene.until_waits(scene.start("c", 8))
-        fcntl.flock(ticket, fcntl.LOCK_UN)
-        scene.until_holds(waiter)
+    with living(scene.state_dir / "claims" / f"{'9' * 18}.{'0' * 16}", json.dumps(CLAIM).encode()):
+        holder = scene.until_holds(scene.start("c", 1))
+        (found,) = [entry for entry in scene.entries("claims") if entry.pid == holder.pid]
+        assert found.number < 100
 
 
-def test_garbage_in_records_and_tickets_costs_nobody_a_gpu(scene: Any) -> None:
+def test_an_entry_with_two_names_counts_once_and_a_huge_share_once_more(scene: Any) -> None:
     assert claims_all(scene) == 0
-    leases, queue = scene.state_dir / "leases", scene.state_dir / "queue"
-    for number in range(400 if scene.required else 40):
-        for uuid in scene.uuids[:3]:
-            (leases / f"{uuid}.lock").write_bytes(mutated(scene, RECORD))
-            (leases / f"{uuid}.fault").write_bytes(mutated(scene, {"when": 1.5, "error": "x"}))
-        path = queue / f"{number + 10}.ticket"
-        path.write_bytes(mutated(scene, TICKET))
-        with path.open("r+b") as ticket:
-            fcntl.flock(ticket, fcntl.LOCK_EX)
-            assert claims_all(scene) in (0, 75), path.read_bytes()
+    above = scene.state_dir / "claims"
+    share = {**CLAIM, "gpus": dict.fromkeys(scene.uuids, 60 << 30)}
+    with living(above / name(8), json.dumps(share).encode()):
+        os.link(above / name(8), above / name(9))
+        assert scene.start("c", 8, "now", "10 GiB", command=["true"]).finish()[0] == 0
+        huge = json.dumps({**CLAIM, "gpus": dict.fromkeys(scene.uuids, 2**63 - 1)}).encode()
+        with living(above / name(10), huge), living(above / name(11), huge):
+            assert scene.start("c", 1, "now", "10 GiB", command=["true"]).finish()[0] == 75
+
+
+def test_garbage_in_entries_costs_nobody_a_gpu_for_longer_than_it_lives(scene: Any) -> None:
+    assert claims_all(scene) == 0
+    for number in range(20, 420 if scene.required else 60):
+        claim, ticket = mutated(scene, {**CLAIM, "gpus": {scene.uuids[0]: None}}), mutated(scene, TICKET)
+        with living(scene.state_dir / "claims" / name(number), claim):
+            assert claims_all(scene) in (0, 75), claim
+        with living(scene.state_dir / "queue" / name(number), ticket):
+            assert claims_all(scene) in (0, 75), ticket
         assert claims_all(scene) == 0
-        assert not path.exists()
+    assert len(os.listdir(scene.state_dir / "queue")) == 0

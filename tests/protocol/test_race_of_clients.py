@@ -3,19 +3,52 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from safe_gpu.cli.commands import main
-from safe_gpu.coordination import socket_names as names
-from safe_gpu.coordination.name_table import read_names
-from safe_gpu.coordination.queue.ticket import decode_file
-from safe_gpu.coordination.queue.turns import by_turn
 
 AT_ONCE = 10
 CONTENDED = 75  # EX_TEMPFAIL
+ENTRY_RACE = Path(__file__).parents[1] / "race" / "entry_race.py"
+NETWORKS = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make network namespaces")
+USERS = (54321, 54322, 54323)
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file tells the order")
+
+
+def entry_race(client: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Let it race with what the package has for entries and doors, without the rest of a claim."""
+    command = [sys.executable, str(ENTRY_RACE), "--client", client, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "--host-lock on --shares --inside",
+        "--host-lock off --shares --orphans",
+        "--host-lock off --shares --inside --directories",
+        pytest.param("--shares --networks", marks=NETWORKS),
+    ],
+)
+def test_entries_and_doors_alone_keep_both_apart(build: Callable[..., str], way: str) -> None:
+    done = entry_race(build("client.c", "-O2"), "--seconds", "10", *way.split())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(re.search(r"'CLAIMED': (\d+)", done.stdout)[1]) > 10, done.stdout
+
+
+@NETWORKS
+@pytest.mark.parametrize(("flag", "way"), [("-DONE_LISTING", "--networks"), ("-DNO_DOORS", "--directories")])
+def test_a_broken_client_is_caught(build: Callable[..., str], flag: str, way: str) -> None:
+    """It takes host.lock, so the others do not."""
+    done = entry_race(build("client.c", flag), "--seconds", "90", "--until-found", "--host-lock", "off", way)
+    assert done.returncode == 1, done.stdout + done.stderr
 
 
 def race(
@@ -43,11 +76,8 @@ def race(
         wait_for_room(AT_ONCE - 1)
         kind = "python" if number % 4 == 0 else "c"
         size, seconds = scene.random.choice((1, 2, 3, 5)), scene.random.choice((0.0, 0.005, 0.02))
-        options, env = (), {}
-        if directories:
-            env["SAFE_GPU_DIR"] = str(scene.directory / scene.random.choice(directories))
-        if directories and number % 2:
-            kind, options, seconds = "python", ("--share", scene.random.choice(("10%", "25%", "60%"))), 2 * seconds
+        env = {"SAFE_GPU_DIR": str(scene.directory / scene.random.choice(directories or ["state"]))}
+        options = [scene.random.choice(("10 GiB", "60 GiB"))] if directories and number % 2 else []
         if mixed is None:
             one = scene.start(kind, size, *options, seconds=seconds, flags=flags if kind == "c" else (), env=env)
         else:
@@ -58,23 +88,18 @@ def race(
     wait_for_room(0)
 
 
-@pytest.mark.timeout(600)
-def test_no_gpu_is_held_twice(scene: Any) -> None:
-    claims = 900 if scene.required else 50
-    race(scene, claims)
+def nothing_was_held_twice(scene: Any, claims: int) -> None:
     assert scene.said("rival") == []
     assert len(scene.served()) >= claims * 4 // 5
     scene.all_can_be_claimed()
     assert scene.tickets() == []
 
 
-def test_both_detectors_see_a_client_that_takes_no_leases(scene: Any) -> None:
-    for _ in range(20):
-        race(scene, 12, ["-DNO_LEASE"])
-        if scene.rivals("marker") and scene.rivals("list"):
-            break
-    assert scene.rivals("marker") > 0
-    assert scene.rivals("list") > 0
+@pytest.mark.timeout(600)
+def test_no_gpu_is_held_twice(scene: Any) -> None:
+    claims = 900 if scene.required else 50
+    race(scene, claims)
+    nothing_was_held_twice(scene, claims)
 
 
 @pytest.mark.timeout(600)
@@ -82,18 +107,16 @@ def test_both_detectors_see_a_client_that_takes_no_leases(scene: Any) -> None:
 def test_no_gpu_is_held_whole_beside_a_share(scene: Any, directories: Sequence[str]) -> None:
     claims = 300 if scene.required else 30
     race(scene, claims, directories=directories)
-    assert scene.said("rival") == []
-    assert len(scene.served()) >= claims * 4 // 5
-    scene.all_can_be_claimed()
+    nothing_was_held_twice(scene, claims)
 
 
-def test_a_client_that_does_not_ask_for_shares_is_seen(scene: Any) -> None:
-    last = names.slot_of(max(scene.uuids), 0, names.simulated_prefix(str(scene.tree.parent)))
-    sharer = scene.start("python", 8, "--share", "10%", command=["sleep", "60"])
-    scene.until(lambda: last in read_names(), sharer)
-    other = {"SAFE_GPU_DIR": str(scene.directory / "other")}
-    for flags, code in (((), CONTENDED), (("-DNO_SLOTS",), 0)):
-        assert scene.start("c", 1, "-t", "0", command=["true"], flags=flags, env=other).finish()[0] == code
+def test_both_detectors_see_a_client_that_takes_what_others_hold(scene: Any) -> None:
+    for _ in range(20):
+        race(scene, 12, ["-DNO_ROOM", "-DNO_DOORS"])
+        if scene.rivals("marker") and scene.rivals("list"):
+            break
+    assert scene.rivals("marker") > 0
+    assert scene.rivals("list") > 0
 
 
 class Forked:
@@ -116,7 +139,7 @@ class Forked:
 
 
 class Mixed:
-    """Clients of several users: in C, of an older release, and with turns. An older one is as one with fifo."""
+    """Clients of several users: in C, and of this package with turns or without them."""
 
     def __init__(self, scene: Any, as_user: Any) -> None:
         self.scene, self.as_user = scene, as_user
@@ -137,19 +160,12 @@ class Mixed:
         return Forked(self.as_user(work, uid=uid))
 
 
-USERS = (54321, 54322, 54323)
-AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file tells the order")
-
-
 @AS_ROOT
 @pytest.mark.timeout(600)
 def test_clients_with_and_without_turns_are_all_served(scene: Any, as_user: Any) -> None:
     claims = 300 if scene.required else 40
     race(scene, claims, mixed=Mixed(scene, as_user))
-    assert scene.said("rival") == []
-    assert len(scene.served()) >= claims * 4 // 5
-    scene.all_can_be_claimed()
-    assert scene.tickets() == []
+    nothing_was_held_twice(scene, claims)
 
 
 @AS_ROOT
@@ -157,13 +173,14 @@ def test_clients_with_and_without_turns_are_all_served(scene: Any, as_user: Any)
 def test_all_clients_see_one_order(scene: Any, as_user: Any) -> None:
     mixed, holder = Mixed(scene, as_user), scene.until_holds(scene.start("c", 8))
     waiters = [scene.until_waits(mixed.start(8, seconds=0.05)) for _ in range(40 if scene.required else 12)]
-    tickets = []
-    for path in sorted((scene.state_dir / "queue").iterdir(), key=lambda path: int(path.stem)):
-        with path.open() as file:
-            tickets.append(decode_file(int(path.stem), file.fileno()))
+    order, highest = [], 0.0
+    for ticket in scene.entries("queue"):
+        turn = ticket.more.get("turn", highest)  # one without a turn stands behind all lower numbers
+        highest = max(highest, turn)
+        order.append((turn, ticket.number, ticket.pid))
+    assert len({"turn" in ticket.more for ticket in scene.entries("queue")}) == 2
     holder.end()
     for one in waiters:
         scene.until(lambda one=one: one.process.poll() is not None)
         assert one.finish()[0] == 0
-    assert scene.served()[1:] == [ticket.pid for _, ticket in by_turn(tickets)]
-    assert len({ticket.turn is None for ticket in tickets}) == 2
+    assert scene.served()[1:] == [pid for _, _, pid in sorted(order)]

@@ -6,8 +6,6 @@ import pytest
 
 KINDS = ("c", "python")
 BOTH = pytest.mark.parametrize(("first", "second"), [KINDS, KINDS[::-1]], ids=["C first", "Python first"])
-NOW = {"c": ("-t", "0"), "python": ("--timeout", "0")}
-BRIEFLY = {"c": ("-f", "60"), "python": ("--for", "1m")}
 
 
 class Desk:
@@ -102,53 +100,29 @@ def test_a_client_that_ignores_the_queue_is_seen(desk: Desk) -> None:
         desk.arrive("c", 1, flags=("-DNO_QUEUE",))
 
 
-@BOTH
-def test_a_stopped_waiter_is_passed(scene: Any, stop: Any, first: str, second: str) -> None:
-    holder = scene.until_holds(scene.start("c", 1))
+@pytest.mark.parametrize("first", KINDS)
+def test_a_stopped_waiter_is_passed(scene: Any, stop: Any, first: str) -> None:
+    """Not by the client in C, which passes nobody, here and below."""
+    holder = scene.until_holds(scene.start("python", 1))
     waiter = scene.until_waits(scene.start(first, 8))
-    assert scene.start(second, 1, *NOW[second]).finish()[0] == 75
+    assert scene.start("python", 1, "now").finish()[0] == 75
     stop(waiter.pid, scene.state_dir)
-    scene.until_holds(scene.start(second, 1, *NOW[second]))
+    scene.until_holds(scene.start("python", 1, "now"))
+    assert scene.start("c", 1, "now").finish()[0] == 75
     holder.end()
 
 
-@BOTH
-def test_a_waiter_that_a_stranger_keeps_waiting_is_passed(scene: Any, first: str, second: str) -> None:
-    stranger = scene.start("c", 1, command=scene.job(), flags=["-DNO_LEASE"])
-    scene.until_holds(stranger)
-    scene.until_waits(scene.start(first, 8))
-    scene.until_holds(scene.start(second, 1, *NOW[second]))
+def test_a_waiter_that_a_stranger_keeps_waiting_is_passed(scene: Any) -> None:
+    stranger = scene.stranger(scene.uuids[0])
+    scene.until_waits(scene.start("c", 8))
+    scene.until_holds(scene.start("python", 1, "now"))
     stranger.end()
 
 
-@BOTH
-def test_a_waiter_is_passed_by_dates_only_where_it_is_not_delayed(scene: Any, first: str, second: str) -> None:
-    """The holder's ``until`` and the ``hold_for`` of both tickets are the other client's."""
-    hour = {"c": ("-f", "3600"), "python": ("--for", "1h")}
-    holder = scene.until_holds(scene.start(first, 4, *hour[first]))
-    scene.until_waits(scene.start(first, 8, *BRIEFLY[first]))
-    assert scene.start(second, 1, *NOW[second]).finish()[0] == 75  # for ever: it would delay the one ahead
-    brief = scene.start(second, 1, *NOW[second], *BRIEFLY[second], seconds=0)
-    # The C client is the simplest one, which passes nobody.
-    assert brief.finish()[0] == (0 if second == "python" else 75)
+def test_a_waiter_is_passed_by_dates_only_where_it_is_not_delayed(scene: Any) -> None:
+    """The holder's ``until`` and the ``hold_for`` of the ticket ahead are the other client's."""
+    holder = scene.until_holds(scene.start("c", 4, "an hour"))
+    scene.until_waits(scene.start("c", 8, "a minute"))
+    assert scene.start("python", 1, "now").finish()[0] == 75  # for ever: it would delay the one ahead
+    assert scene.start("python", 1, "now", "a minute", seconds=0).finish()[0] == 0
     holder.end()
-
-
-@pytest.mark.parametrize("second", KINDS)
-def test_who_knows_a_condition_that_the_free_gpus_do_not_meet_passes(scene: Any, second: str) -> None:
-    """GPUs 5 and 7 are free, of different nodes. The C client does not know what the waiter asks of them, and waits."""
-    strangers = [scene.until_holds(scene.start("c", 1, flags=["-DNO_LEASE"])) for _ in range(7)]
-    on = {int(pid): scene.uuids.index(uuid) for pid, uuid in scene.said("holds")}
-    by_gpu = {on[stranger.pid]: stranger for stranger in strangers}
-    by_gpu.pop(5).end()
-    waiter = scene.until_waits(scene.start("python", 2, "--near", "numa"))
-    third = scene.start(second, 1, *NOW[second])
-    if second == "python":
-        scene.until_holds(third)
-    else:
-        assert third.finish()[0] == 75
-    by_gpu.pop(6).end()
-    by_gpu.pop(4).end()
-    scene.until_holds(waiter)
-    for stranger in by_gpu.values():
-        stranger.end()

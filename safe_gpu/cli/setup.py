@@ -5,37 +5,33 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from ..coordination.closed import closed_file, read_closed
-from ..coordination.directory import PARTS
-from ..coordination.leases.file_names import lease_name, leases_of
-from ..coordination.name_table import read_names
-from ..coordination.setup.state_dir import examine, in_use, make, remove
+from ..coordination.directory import HOST_LOCK, PARTS
+from ..coordination.setup import examine, in_use, make, remove
 from ..coordination.state_dir import ADMIN_DIR, DEFAULT_DIR, setup_command, state_dir_path
-from ..errors import NoDriverError, PolicyError, StateDirError
+from ..errors import PolicyError, StateDirError
 from ..host.foreign_files import read_start
 from ..host.programs import is_root, others_can_change
 from ..settings import variables as settings
 from ..wording.text import plural
 from .become import CommandError
-from .output import say, write_whole
-
-if TYPE_CHECKING:
-    from ..gpus.devices import HostSnapshot
+from .output import write_whole
 
 _TRY_AGAIN = 75
+
+_MOST_NAMED = 5  # GPUs that a refusal names
 
 _SYSTEMD = ("/run/systemd/system", "/usr/bin/systemd-tmpfiles", "/bin/systemd-tmpfiles")
 
 
 def configure_setup(parser: argparse.ArgumentParser) -> None:
     """Set its options and its handler."""
-    parser.description = """Make a state directory of root's, with a lease file for each GPU, so that no
-user can remove or close what others rely on; lead all sessions to it by the
-host's settings. What is right already, and what others made, is not changed."""
+    parser.description = """Make a state directory of root's, so that no user can remove or close what
+others rely on; lead all sessions to it by the host's settings. What is right
+already, and what others made, is not changed."""
     parser.epilog = "examples:\n  safe-gpu setup --dry-run\n  safe-gpu setup && safe-gpu doctor"
     add = parser.add_argument
     add("--state-dir", metavar="DIR", default=ADMIN_DIR, help=f"an absolute path on a local disk (default {ADMIN_DIR})")
@@ -53,14 +49,11 @@ def _setup(options: argparse.Namespace) -> int:
         _refuse_if_used(path)
         left = [f"left, since setup did not write it: {name}" for name in _remove(path, act)]
     else:
-        snapshots = _snapshots()
         others = {state_dir_path(), _state_dir_of_settings() or DEFAULT_DIR} - {path}
         for other in others:
             with suppress(StateDirError):  # where nobody can claim
                 _refuse_if_used(other)
-        _refuse_if_named(path, snapshots)
-        uuids = [gpu.uuid for snapshot in snapshots for gpu in snapshot.gpus if gpu.uuid]
-        left = [f"to do: {text}" for text in _make(path, others, leases_of(uuids), act)]
+        left = [f"to do: {text}" for text in _make(path, others, act)]
         if act and not left:
             print(f"nothing is left to do: the state directory {path} is root's")
     for line in left:
@@ -91,74 +84,40 @@ def _checked(text: str) -> str:
     return path
 
 
-def _snapshots() -> list[HostSnapshot]:
-    from ..status.gather import polls
-
-    try:
-        found, broken = polls()
-    except NoDriverError:
-        found, broken = [], ["no GPU driver works here, so no lease files are made: run this again once one does"]
-    for text in broken:
-        say(f"warning: {text}")
-    return found
-
-
 def _refuse_if_used(path: str) -> None:
-    held, waiters = in_use(path)
-    if held or waiters:
-        found = held[:5] + [f"{len(held) - 5} more"] * (len(held) > 5) + [plural(waiters, "waiter")] * bool(waiters)
-        _refuse(f"in {path}: {', '.join(found)}")
+    claimed, waiters = in_use(path)
+    if claimed or waiters:
+        more = len(claimed) - _MOST_NAMED
+        found = claimed[:_MOST_NAMED] + [f"{more} more"] * (more > 0) + [plural(waiters, "waiter")] * bool(waiters)
+        raise CommandError(
+            f"GPUs are claimed or waited for in {path}: {', '.join(found)}: keep new claims off with safe-gpu drain, "
+            "and try again later",
+            code=_TRY_AGAIN,
+        )
 
 
-def _refuse_if_named(path: str, snapshots: Sequence[HostSnapshot]) -> None:
-    """Refuse while the kernel has names of claims whose leases are neither here nor there."""
-    held = {name.partition(".lock")[0] for name in in_use(path)[0]}
-    names = read_names()
-    for snapshot in snapshots:
-        here = {gpu.uuid for gpu in snapshot.gpus if any(name.startswith(lease_name(gpu.uuid)[:-5]) for name in held)}
-        uuids = [gpu.uuid for gpu in snapshot.gpus if gpu.uuid not in here]
-        if elsewhere := names.held_among(uuids, snapshot.name_prefix):
-            _refuse(f"in another state directory, as safe-gpu status shows: {', '.join(sorted(elsewhere))}")
-
-
-def _refuse(where: str) -> None:
-    text = f"GPUs are claimed or waited for {where}: keep new claims off with safe-gpu drain, and try again later"
-    raise CommandError(text, code=_TRY_AGAIN)
-
-
-def _make(path: str, others: set[str], leases: Sequence[str], act: bool) -> Iterator[str]:
+def _make(path: str, others: set[str], act: bool) -> Iterator[str]:
     """Make everything, or print what would be made. Yields what is left to do."""
-    missing = examine(path, leases)
-    for name in (one for one, wrong in missing.items() if not wrong):
-        print(f"make {_place(path, name)}")
-    if act:
-        make(path, missing)
-        missing = examine(path, leases)
-    yield from _lead_there(path, leases, act)
+    for name in (missing := examine(path)):
+        print(f"make {os.path.normpath(os.path.join(path, name))}")
+    if act and missing:
+        make(path)
+        examine(path)
+    yield from _lead_there(path, act)
     for other in sorted(others):
         here = read_closed(by_root=False, state_dir=other)
         if here.reasons or here.windows:
             yield f"{other}/closed closes GPUs, and does not count in {path}: close them again with safe-gpu drain"
-    for name, wrong in missing.items():
-        if wrong:
-            yield (
-                f"{_place(path, name)} {wrong}: while nobody claims that GPU, remove it, and run "
-                f"{setup_command(path)} again"
-            )
 
 
-def _place(path: str, name: str) -> str:
-    return os.path.normpath(os.path.join(path, name))
-
-
-def _lead_there(path: str, leases: Sequence[str], act: bool) -> Iterator[str]:
+def _lead_there(path: str, act: bool) -> Iterator[str]:
     """Write the rule and the settings, or print that. Yields what is left to do."""
     config, wanted = settings.policy_file(os.environ), {}
     if any(map(os.path.exists, _SYSTEMD)):
-        text, now = rule_text(path, leases), _text_of(RULE)
-        if now is None or (leases and now != text and is_own_rule(now, path)):
-            wanted[RULE] = text
-        elif not is_own_rule(now, path):
+        now = _text_of(RULE)
+        if now is None:
+            wanted[RULE] = rule_text(path)
+        elif now != rule_text(path):
             yield f"{RULE} has other lines: remove it, and run {setup_command(path)} again"
     if not os.path.lexists(config):
         wanted[config] = config_text(path)
@@ -188,7 +147,7 @@ def _remove(path: str, act: bool) -> Iterator[str]:
     config = settings.policy_file(os.environ)
     texts = {file: text for file in (config, RULE, closed_file(by_root=True)) if (text := _text_of(file)) is not None}
     for file, text in texts.items():
-        if text in ("", config_text(path)) or (file == RULE and is_own_rule(text, path)):
+        if text in ("", config_text(path), rule_text(path)):
             print(f"remove {file}")
             if act:
                 os.unlink(file)
@@ -208,19 +167,11 @@ RULE = "/etc/tmpfiles.d/safe-gpu.conf"
 """Makes the state directory again at boot, and keeps systemd-tmpfiles from cleaning it."""
 
 
-def rule_text(state_dir: str, leases: Iterable[str]) -> str:
+def rule_text(state_dir: str) -> str:
     """Return the rule of tmpfiles.d(5)."""
     directories = (state_dir, *(f"{state_dir}/{part}" for part in PARTS))
-    files = (f"{state_dir}/host.lock", *(f"{state_dir}/leases/{name}" for name in leases))
-    lines = [f"d {one} 1777 root root -\n" for one in directories] + [f"f {one} 0666 root root -\n" for one in files]
-    return "".join(lines).replace("%", "%%")
-
-
-def is_own_rule(text: str, state_dir: str) -> bool:
-    """Return whether a rule has only lines as setup writes them for this directory, for whichever GPUs."""
-    place = re.escape(state_dir.replace("%", "%%"))
-    line = rf"d {place}(/({'|'.join(PARTS)}))? 1777 root root -|f {place}/(host|leases/[^ /]+)\.lock 0666 root root -"
-    return all(re.fullmatch(line, one) for one in text.split("\n") if one)
+    lines = [f"d {one} 1777 root root -\n" for one in directories]
+    return "".join([*lines, f"f {state_dir}/{HOST_LOCK} 0666 root root -\n"]).replace("%", "%%")
 
 
 def config_text(state_dir: str) -> str:

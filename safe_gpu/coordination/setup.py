@@ -1,0 +1,139 @@
+"""Makes a state directory of root's, and removes it."""
+
+import os
+import re
+import stat
+from contextlib import ExitStack, suppress
+
+from ..errors import StateDirError
+from ..host.procfs import user_name
+from .directory import DIR_MODE, HOST_LOCK, PARTS, Directory, SharedDirectory, is_everybodys
+from .entry import Entries
+from .state_dir import setup_command
+
+_OF_ENTRIES = re.compile(r"[0-9]*\.[0-9a-f]{16}")
+
+_REMOVED = {
+    "faults": re.compile(r".+\.[0-9]+"),
+    "history": re.compile(r".+\.(seen|idle)|\..+"),
+    ".": re.compile(rf"{re.escape(HOST_LOCK)}|\..+"),
+}
+"""What goes of each directory: all that is of no use without it, and what was in the making."""
+
+
+def examine(path: str) -> list[str]:
+    """Return what a state directory of root's lacks, relative to it, in the order in which it is to be made.
+
+    Raises:
+        StateDirError: the directory, one in it or host.lock is not root's or not open to all, or there is something
+            else in its place. Nothing of another user is changed or taken over.
+    """
+    missing = []
+    with ExitStack() as stack:
+        root = None
+        for name in (".", *PARTS):
+            try:
+                directory = SharedDirectory(path if root is None else name, root, make=False)
+            except FileNotFoundError:
+                if root is None:
+                    return [".", *PARTS, HOST_LOCK]
+                missing.append(name)
+                continue
+            stack.enter_context(directory)
+            status = os.fstat(directory.fd)
+            _refuse_if_of_others(path, name, status)
+            if stat.S_IMODE(status.st_mode) != DIR_MODE:
+                raise _refusal(path, name, f"has mode {stat.S_IMODE(status.st_mode):04o} in place of 1777")
+            root = root or directory
+        assert root is not None
+        try:
+            status = os.stat(HOST_LOCK, dir_fd=root.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return [*missing, HOST_LOCK]
+        _refuse_if_of_others(path, HOST_LOCK, status)
+        if status.st_nlink != 1 or not is_everybodys(status):
+            raise _refusal(path, HOST_LOCK, "is no file with mode 0666 and one name")
+    return missing
+
+
+def _refuse_if_of_others(path: str, name: str, status: os.stat_result) -> None:
+    if status.st_uid:
+        raise _refusal(path, name, f"belongs to {user_name(status.st_uid)}")
+
+
+def _refusal(path: str, name: str, why: str) -> StateDirError:
+    place = os.path.normpath(os.path.join(path, name))
+    return StateDirError(
+        f"{place} {why}: name another directory, or move this one away (mv {path} {path}.old) and run "
+        f"{setup_command(path)} again",
+        path=place,
+    )
+
+
+def make(path: str) -> None:
+    """Make what :func:`examine` has found to be missing. Look again afterwards: others may have made it meanwhile.
+
+    Raises:
+        StateDirError: a directory or a file cannot be made.
+    """
+    for part in PARTS:
+        with Directory(path, part) as directory:
+            os.close(directory.open_host_lock())
+
+
+def in_use(path: str) -> tuple[list[str], int]:
+    """Return the UUIDs of the GPUs that are claimed there, and how many waiters there are.
+
+    Raises:
+        StateDirError: it cannot be read.
+    """
+    living = []
+    for part in ("claims", "queue"):
+        with suppress(FileNotFoundError), Directory(path, part, make=False) as directory:
+            living += Entries(directory).look()
+    claimed = {uuid for entry in living if not entry.nb_gpus for uuid in entry.gpus}
+    return sorted(claimed), sum(entry.nb_gpus > 0 for entry in living)
+
+
+def remove(path: str, *, carry_out: bool) -> list[str]:
+    """Remove a state directory of root's in which nothing is held, and return what stays, relative to it.
+
+    Args:
+        carry_out: False changes nothing.
+
+    Raises:
+        FileNotFoundError, StateDirError: there is none, or it cannot be opened.
+    """
+    left: list[str] = []
+    with SharedDirectory(path, make=False) as root:
+        for part in PARTS:
+            with suppress(FileNotFoundError), Directory(path, part, make=False) as directory:
+                stays = _rest(directory, part, carry_out)
+                left += [os.path.join(part, name) for name in sorted(stays)]
+                if carry_out and not stays:
+                    os.rmdir(part, dir_fd=root.fd)
+        left += sorted(_rest(root, ".", carry_out) - {*PARTS})
+    if carry_out and not left:
+        os.rmdir(path)
+    return left
+
+
+def _rest(directory: SharedDirectory, part: str, carry_out: bool) -> set[str]:
+    """Return the names that stay in a directory, and remove the others if that is to be."""
+    if isinstance(directory, Directory) and part not in _REMOVED:
+        entries = Entries(directory)
+        kept = {entry.name for entry in entries.look()} | entries.strange.keys()
+        if carry_out:
+            entries.remove_dead()
+            return directory.names()
+        return {name for name in directory.names() if name in kept or not _OF_ENTRIES.fullmatch(name)}
+    gone = {name for name in directory.names() if _REMOVED[part].fullmatch(name) and _is_file(directory, name)}
+    if carry_out:
+        for name in gone:
+            os.unlink(name, dir_fd=directory.fd)
+        return directory.names()
+    return directory.names() - gone
+
+
+def _is_file(directory: SharedDirectory, name: str) -> bool:
+    return not stat.S_ISDIR(os.stat(name, dir_fd=directory.fd, follow_symlinks=False).st_mode)

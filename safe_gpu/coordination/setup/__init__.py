@@ -1,1 +1,0 @@
-"""The state directory as an administrator prepares it."""

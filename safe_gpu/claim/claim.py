@@ -18,6 +18,7 @@ from ..host.procfs import user_name
 from ..selection.sharing import share_capacity
 
 if TYPE_CHECKING:
+    from ..coordination.directory import SharedDirectory
     from ..coordination.entry import Entry
     from ..coordination.held import Held
     from ..coordination.host_lock import Host
@@ -120,26 +121,26 @@ class Claim:
         self._kept = directory.keep_from_cleaners(by_children=True)
         self._name, self._entry = make_entry(directory, host.claims.next_number, self._said, by_children=True)
         self._began = time.clock_gettime(time.CLOCK_BOOTTIME)
-        status = os.fstat(self._entry.fd)
-        self.file = status.st_dev, status.st_ino
+        self.file = self._entry.file
+        host.claims.leave_out(self._name)
 
-    def note(self, dead: Collection[Entry]) -> None:
-        """Tell the history of this claim, and how others have ended. host.lock is not held.
+    def note(self, dead: Collection[Entry], state_dir: SharedDirectory | None) -> None:
+        """Tell the history of this claim, and how others have ended. host.lock is not held; signals are held back.
 
         Claims inside claims, and those that share a display, have no line.
 
         Args:
             dead: entries that were removed.
+            state_dir: while it is open.
         """
-        with DeferredSignals():
-            now = time.time()
-            lines = [*lines_of_dead(dead, now)]
-            if not self.inside and not self._said["display"]:
-                sizes = None if self.share is None else min(filter(None, map(share_capacity, self.gpus)), default=None)
-                user, labels = user_name(os.geteuid()), [gpu.label for gpu in self.gpus]
-                lines.append(claim_line(self._said, uid=os.geteuid(), user=user, labels=labels, of=sizes))
-                self._noted = True
-            self._noted = append(lines, now) and self._noted
+        now, uid = time.time(), os.geteuid()
+        lines = [*lines_of_dead(dead, now)]
+        if not self.inside and not self._said["display"]:
+            sizes = None if self.share is None else min(filter(None, map(share_capacity, self.gpus)), default=None)
+            labels = [gpu.label for gpu in self.gpus]
+            lines.append(claim_line(self._said, uid=uid, user=user_name(uid), labels=labels, of=sizes))
+            self._noted = True
+        self._noted = append(lines, now, state_dir) and self._noted
 
     def keep_across_exec(self) -> None:
         """Keep all that is held across exec(2) of this process."""

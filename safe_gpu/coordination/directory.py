@@ -34,6 +34,8 @@ NO_RENAME = (errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP)
 
 _RENAME_NOREPLACE = 1
 
+_ONE_BLOCK = 4096  # bytes of a directory that has few names, on all file systems
+
 _MOST_TRIES = 100  # to make a file, while somebody removes it
 
 _Opened = TypeVar("_Opened", bound="SharedDirectory")
@@ -54,8 +56,10 @@ class SharedDirectory:
 
     def __init__(self, path: str, above: SharedDirectory | None = None, *, make: bool = True) -> None:
         self.path: str = os.path.join(above.path, path) if above else path
-        self.fd: int = open_shared(path, self.path, above.fd if above else None, make=make)
-        kind = file_system_at(self.path, os.fstat(self.fd).st_dev).kind if above is None else ""
+        self.fd: int
+        self.fd, status = open_shared(path, self.path, above.fd if above else None, make=make)
+        self.file = status.st_dev, status.st_ino
+        kind = file_system_at(self.path, status.st_dev).kind if above is None else ""
         if kind in NETWORK_TYPES:
             self.close()
             raise StateDirError(
@@ -82,6 +86,8 @@ class SharedDirectory:
         They are read through a descriptor of their own: threads and forked children that share one share its place in
         the listing, and each would miss some names.
         """
+        with suppress(OSError):  # no /proc: the longer way
+            return set(os.listdir(f"/proc/self/fd/{self.fd}"))
         try:
             fd = os.open(".", OPEN_DIR, dir_fd=self.fd)
             try:
@@ -91,14 +97,14 @@ class SharedDirectory:
         except OSError as err:
             raise refusal_of_error(self.path, err) from err
 
-    def still_has(self, name: str, fd: int) -> bool:
-        """Return whether a name in it still means this open file. A cleaner may have removed it, and others made it
-        anew."""
-        try:
-            now = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
-        except OSError:
-            return False
-        return os.path.samestat(now, os.fstat(fd))
+    def still_has(self, name: str, file: tuple[int, int]) -> bool:
+        """Return whether a name in it still means the file with this device and inode. A cleaner may have removed it,
+        and others made it anew."""
+        return file == file_at(name, self.fd)
+
+    def is_large(self) -> bool:
+        """Return whether it may have more than some dozens of names."""
+        return os.fstat(self.fd).st_size > _ONE_BLOCK
 
     def open_file(self, name: str, flags: int = OPEN_FILE, *, make: bool = False) -> int:
         """Return a descriptor of a file in it that everybody may write.
@@ -151,6 +157,10 @@ class SharedDirectory:
         except OSError as err:
             raise self.error(name, err) from err
 
+    def is_removed(self) -> bool:
+        """Return whether it was removed since it was opened. Nothing can be made in it then."""
+        return os.fstat(self.fd).st_nlink == 0
+
     def error(self, name: str, err: OSError) -> StateDirError:
         """Return why a file in it cannot be opened or made."""
         return refusal_of_error(os.path.join(self.path, name), err, closed="ask its owner or root to remove this name")
@@ -160,7 +170,7 @@ class Directory(SharedDirectory):
     """An open directory of the state directory, such as ``claims``.
 
     Args:
-        state_dir: absolute path of the state directory.
+        state_dir: absolute path of the state directory, or that directory while it is open, which is not closed here.
         name: of the directory in it.
         make: whether they are made where they are missing.
 
@@ -168,22 +178,27 @@ class Directory(SharedDirectory):
         StateDirError, FileNotFoundError: as :class:`SharedDirectory`.
     """
 
-    def __init__(self, state_dir: str, name: str, *, make: bool = True) -> None:
+    def __init__(self, state_dir: str | SharedDirectory, name: str, *, make: bool = True) -> None:
         self._name = name
+        self._opened = isinstance(state_dir, str)
         while True:
-            self._above = SharedDirectory(state_dir, make=make)
+            self._above = SharedDirectory(state_dir, make=make) if isinstance(state_dir, str) else state_dir
             try:
                 super().__init__(name, self._above, make=make)
                 return
             except BaseException as err:
-                removed = os.fstat(self._above.fd).st_nlink == 0
-                self._above.close()
-                if not (make and removed and isinstance(err, StateDirError)):  # else a cleaner was faster
+                again = make and self._opened and self._above.is_removed() and isinstance(err, StateDirError)
+                self._close_above()
+                if not again:  # else a cleaner was faster
                     raise
 
     def close(self) -> None:
         super().close()
-        self._above.close()
+        self._close_above()
+
+    def _close_above(self) -> None:
+        if self._opened:
+            self._above.close()
 
     @property
     def above(self) -> int:
@@ -192,15 +207,7 @@ class Directory(SharedDirectory):
 
     def is_current(self) -> bool:
         """Return whether its path still leads to it. If not, others do not see what is in this one."""
-        try:
-            above = os.stat(self._above.path, follow_symlinks=False)
-        except OSError:
-            return False
-        return (
-            self.fd >= 0
-            and os.path.samestat(above, os.fstat(self._above.fd))
-            and self._above.still_has(self._name, self.fd)
-        )
+        return self._above.file == file_at(self._above.path) and self._above.still_has(self._name, self.file)
 
     def keep_from_cleaners(self, *, by_children: bool) -> Held:
         """Return a descriptor of the state directory, with a shared lock: systemd-tmpfiles skips a directory that
@@ -225,9 +232,18 @@ class Directory(SharedDirectory):
         """
         return self._above.open_file(HOST_LOCK, make=True)
 
-    def is_current_file(self, name: str, fd: int) -> bool:
-        """Return whether a name in the state directory still means this open file."""
-        return self._above.still_has(name, fd)
+    def is_current_file(self, name: str, file: tuple[int, int] | None) -> bool:
+        """Return whether a name in the state directory still means the file with this device and inode."""
+        return file is not None and self._above.still_has(name, file)
+
+
+def file_at(path: str, above: int | None = None) -> tuple[int, int] | None:
+    """Return the device and inode of what a path means, which is not followed if it is a link; None of nothing."""
+    try:
+        status = os.stat(path, dir_fd=above, follow_symlinks=False)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _unlock(fd: int) -> None:
@@ -249,8 +265,8 @@ def unlink_in(above: int, part: str, name: str) -> None:
             os.close(fd)
 
 
-def open_shared(name: str, path: str, parent: int | None, *, make: bool) -> int:
-    """Open a directory that everyone may use; the arguments are those of :func:`make_directory`."""
+def open_shared(name: str, path: str, parent: int | None, *, make: bool) -> tuple[int, os.stat_result]:
+    """Open a directory that everyone may use, and return its status too; the arguments are those of :func:`make_directory`."""
     while True:
         try:
             fd = os.open(name, OPEN_DIR, dir_fd=parent)
@@ -261,11 +277,13 @@ def open_shared(name: str, path: str, parent: int | None, *, make: bool) -> int:
             make_directory(name, path, parent)
         except OSError as err:
             raise why_unusable(name, path, parent, err) from err
-    status, user = os.fstat(fd), os.geteuid()
+    status = os.fstat(fd)
     mode = stat.S_IMODE(status.st_mode)
     can_work = os.W_OK | os.X_OK
-    if user == status.st_uid or mode == DIR_MODE or os.access(f"/proc/self/fd/{fd}", can_work, effective_ids=True):
-        return fd
+    if mode == DIR_MODE or (user := os.geteuid()) == status.st_uid:
+        return fd, status
+    if os.access(f"/proc/self/fd/{fd}", can_work, effective_ids=True):
+        return fd, status
     os.close(fd)
     what = f"{path} has mode {mode:04o} and belongs to uid {status.st_uid}, so user {user} cannot work in it"
     raise refusal(what, path, errno.EACCES)

@@ -212,6 +212,15 @@ class Entries:
                 living.append(entry)
         return living
 
+    @property
+    def living(self) -> list[Entry]:
+        """The entries that lived when they were asked last."""
+        return list(self._living.values())
+
+    def leave_out(self, name: str) -> None:
+        """Count an entry of this process for nothing, from when it has its name."""
+        self._settled.add(name)
+
     def listed(self) -> list[tuple[int, str]]:
         """Return numbers and names, in order, of what may live by the latest listing."""
         known = ((entry.number, name) for name, entry in self._living.items())
@@ -367,7 +376,7 @@ def make_entry(directory: Directory, number: int, said: Mapping[str, Any], *, by
             os.fchmod(fd, 0o644)  # now that nobody else can lock it first
             name = f"{number}.{os.urandom(8).hex()}"
             rename_file(temporary, name, directory.fd)
-            if directory.still_has(name, fd):
+            if held.file is not None and directory.still_has(name, held.file):
                 return name, held
             held.release()  # the owner of the directory has put another file there
         except BaseException as err:

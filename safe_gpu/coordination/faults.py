@@ -17,7 +17,7 @@ from ..gpus.devices import LAST_CHOICE, GpuFault
 from ..host import procfs
 from ..host.decoding import as_time
 from ..host.foreign_files import open_to_read
-from .directory import Directory
+from .directory import Directory, SharedDirectory
 
 _DIRECTORY = "faults"
 _MOST_BYTES = 4096
@@ -33,10 +33,13 @@ def _own_name(uuid: str) -> str:
     return f"{_stem(uuid)}.{os.geteuid()}"
 
 
-def read_faults(state_dir: str, uuids: Iterable[str]) -> dict[str, GpuFault]:
+def read_faults(state_dir: str | SharedDirectory, uuids: Iterable[str]) -> dict[str, GpuFault]:
     """Return UUID -> the latest note of any user, of the GPUs that have one that counts.
 
     A note of this user counts until it is cleared, however old it is.
+
+    Args:
+        state_dir: its path, or that directory while it is open.
     """
     found: dict[str, GpuFault] = {}
     now = time.time()

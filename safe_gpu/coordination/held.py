@@ -21,17 +21,20 @@ class Held:
         by_children: whether forked children keep their copy.
         unlock: called with the descriptor before it is closed. A child that was forked meanwhile may still have a copy
             of it.
+
+    Attributes:
+        file: device and inode of what is open.
     """
 
     def __init__(self, fd: int, *, by_children: bool = False, unlock: Callable[[int], None] | None = None) -> None:
-        self._fd, self._file, self._owner, self._unlock = fd, file_of(fd), os.getpid(), unlock
+        self._fd, self.file, self._owner, self._unlock = fd, file_of(fd), os.getpid(), unlock
         if not by_children:
             _closed_in_children.add(self)
 
     @property
     def fd(self) -> int:
         """The descriptor; -1 once it was closed, by :meth:`release` or by the program, whose number it may be now."""
-        return self._fd if self._fd >= 0 and file_of(self._fd) == self._file else -1
+        return self._fd if self._fd >= 0 and file_of(self._fd) == self.file else -1
 
     @property
     def is_mine(self) -> bool:
@@ -40,12 +43,11 @@ class Held:
 
     def release(self) -> None:
         """Give it back; safe to call twice. A forked child only closes its copy."""
-        fd, mine = self.fd, self.is_mine
-        self._fd = -1
+        fd, self._fd = self.fd, -1
         _closed_in_children.discard(self)
         if fd >= 0:
             try:
-                if mine and self._unlock is not None:
+                if self._unlock is not None and os.getpid() == self._owner:
                     self._unlock(fd)
             finally:
                 os.close(fd)

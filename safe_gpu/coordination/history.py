@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import StateDirError
 from ..host.commands import program_names
 from ..host.procfs import pid_namespace, printable, user_name, well_formed
-from .directory import DIR_MODE, OPEN_FILE, Directory
+from .directory import DIR_MODE, OPEN_FILE, Directory, SharedDirectory
 from .state_dir import state_dir_path
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ class HistoryDir(Directory):
         StateDirError, FileNotFoundError: as :class:`~safe_gpu.coordination.directory.Directory`.
     """
 
-    def __init__(self, *, make: bool = False) -> None:
-        super().__init__(state_dir_path(), NAME, make=make)
+    def __init__(self, state_dir: SharedDirectory | None = None, *, make: bool = False) -> None:
+        super().__init__(state_dir or state_dir_path(), NAME, make=make)
 
 
 def month_of(when: float) -> str:
@@ -81,18 +81,19 @@ def file_names(month: str) -> list[str]:
     return [f"{month}{f'.{part}' if part else ''}.jsonl" for part in range(PARTS)]
 
 
-def append(lines: Iterable[bytes], now: float) -> bool:
+def append(lines: Iterable[bytes], now: float, state_dir: SharedDirectory | None = None) -> bool:
     """Append whole lines to the file of the month; no lock is taken. Returns whether that was done. The caller holds
     handlers of signals back.
 
     Args:
         now: Unix seconds.
+        state_dir: while it is open; None opens that of this process.
     """
     data = b"".join(lines)
     if not data:
         return True
     try:
-        with HistoryDir(make=True) as directory:
+        with HistoryDir(state_dir, make=True) as directory:
             return any(_append(directory, name, data, now) for name in file_names(month_of(now)))
     except (OSError, StateDirError):
         return False

@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from ..errors import LockTimeout, StateDirError
 from ..host import procfs
 from ..host.commands import program_names
-from .directory import Directory
+from .directory import HOST_LOCK, Directory, SharedDirectory
 from .entry import Entries
 from .flock import lock_file, unlock_file
 from .held import Held
@@ -39,10 +39,8 @@ class Host:
             is missing.
 
     Attributes:
-        claims, queue: the entries.
-
-    Raises:
-        StateDirError: the state directory cannot be used.
+        claims, queue: the entries, from the first :meth:`look` on.
+        directory: the state directory.
 
     Example::
 
@@ -54,7 +52,9 @@ class Host:
 
     def __init__(self, path: str | None = None) -> None:
         self.path = path or state_dir_path()
-        self._open()
+        self.claims: Entries
+        self.queue: Entries
+        self.directory: SharedDirectory | None = None
 
     def __enter__(self) -> Host:
         return self
@@ -64,22 +64,31 @@ class Host:
 
     def close(self) -> None:
         """Close the directories; safe to call twice."""
-        self.claims.directory.close()
-        self.queue.directory.close()
+        directory, self.directory = self.directory, None
+        if directory is not None:
+            self.claims.directory.close()
+            self.queue.directory.close()
+            directory.close()
 
     def is_current(self) -> bool:
         """Return whether the path of the state directory still leads to these directories. A cleaner may have removed
         them."""
-        return self.claims.directory.is_current() and self.queue.directory.is_current()
+        return self.directory is not None and self.claims.directory.is_current() and self.queue.directory.is_current()
 
     def look(self) -> None:
-        """Find out which claims live and which tickets there are, before host.lock, since others wait meanwhile.
-        Directories that were replaced are opened anew."""
-        if not self.is_current():
+        """Open the directories, and those anew that were replaced. Where there may be many names, find out which claims
+        live and which tickets there are, since others wait under host.lock.
+
+        Raises:
+            StateDirError: the state directory cannot be used.
+        """
+        if self.directory is None or not self.is_current():
             self.close()
             self._open()
-        self.claims.look()
-        self.queue.refresh()
+        if self.claims.directory.is_large():
+            self.claims.look()
+        if self.queue.directory.is_large():
+            self.queue.refresh()
 
     @contextmanager
     def locked(self, deadline: float | None, signals: DeferredSignals) -> Iterator[None]:
@@ -102,27 +111,34 @@ class Host:
             held.release()
 
     def _open(self) -> None:
-        claims = Directory(self.path, "claims")
-        try:
-            self.claims, self.queue = Entries(claims), Entries(Directory(self.path, "queue"))
-        except BaseException:
-            claims.close()
-            raise
+        while self.directory is None:
+            with ExitStack() as stack:
+                above = stack.enter_context(SharedDirectory(self.path))
+                try:
+                    claims = stack.enter_context(Directory(above, "claims"))
+                    queue = stack.enter_context(Directory(above, "queue"))
+                except StateDirError:
+                    if above.is_removed():
+                        continue  # a cleaner was faster
+                    raise
+                stack.pop_all()
+                self.claims, self.queue, self.directory = Entries(claims), Entries(queue), above
 
     def _lock(self, deadline: float | None, signals: DeferredSignals) -> Held:
         directory = self.claims.directory
         while True:
-            held = Held(directory.open_host_lock(), unlock=unlock_file)
+            fd = directory.open_host_lock()
+            held = Held(fd, unlock=unlock_file)
             try:
                 pauses, holders = _pauses(), []
-                while not lock_file(held.fd):
+                while not lock_file(fd):
                     if deadline is not None and time.monotonic() >= deadline:
-                        holders.append(_holder(held.fd))
+                        holders.append(_holder(fd))
                         if len(holders) == _LAST_TRIES:
                             raise self._timeout(holders)
                     with signals.delivering():
                         time.sleep(next(pauses))
-                if directory.is_current_file("host.lock", held.fd):
+                if directory.is_current_file(HOST_LOCK, held.file):
                     return held
             except OSError as err:
                 held.release()

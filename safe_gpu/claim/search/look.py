@@ -90,7 +90,7 @@ class Look:
             dead = host.claims.remove_dead()
             host.queue.remove_dead()
             if claim is not None and stays:
-                claim.note(dead)
+                claim.note(dead, host.directory)
         if self.chosen and self._trouble is not None:
             self._options.logger.warning(
                 "the GPUs are claimed by an entry alone, since their doors cannot be taken (%s): processes with another "
@@ -108,8 +108,8 @@ class Look:
             self._options.quota.prepare(host)
         place.prepare()
         view.see_closed(place.hold_for(), host)
-        view.faults = read_faults(host.path, [gpu.uuid for gpu in view.snapshot.gpus])
-        view.see(host.claims.look(()))
+        if host.directory is not None:
+            view.faults = read_faults(host.directory, [gpu.uuid for gpu in view.snapshot.gpus])
         view.prepare()
 
     # Under host.lock
@@ -117,7 +117,7 @@ class Look:
     def _take(self, *, may_wait: bool) -> None:
         view, place, host = self._view, self._place, self._host
         usable = {gpu.uuid for gpu in view.usable}
-        living = host.claims.look([one.name for one in view.claims.living if not usable.isdisjoint(one.gpus)])
+        living = host.claims.look([one.name for one in host.claims.living if not usable.isdisjoint(one.gpus)])
         host.queue.refresh()
         view.see_closed(place.hold_for(), host, locked=True)
         view.see(living)

@@ -23,11 +23,16 @@ class QueuePlace:
     """The place of one claim. ``waiter`` is None until another process is found waiting or this claim waits.
 
     Args:
-        said: of this process, for the ticket.
+        said: returns what the ticket says of this process.
     """
 
     def __init__(
-        self, host: Host, view: HostView, hold: HoldTime, said: Mapping[str, Any], quota: Quota | None = None
+        self,
+        host: Host,
+        view: HostView,
+        hold: HoldTime,
+        said: Callable[[], Mapping[str, Any]],
+        quota: Quota | None = None,
     ) -> None:
         self.waiter: Waiter | None = None
         self._host = host
@@ -69,7 +74,7 @@ class QueuePlace:
         if waiter.queued and not waiter.was_removed():
             return False
         if not waiter.by_turns or self._quota is None or held is None:
-            return waiter.join(self._said)
+            return waiter.join(self._said())
         from ...coordination.turns import turn_of_newcomer
 
         weight = self._quota.limits.weight or 1.0
@@ -87,7 +92,7 @@ class QueuePlace:
                 counts=lambda ticket: self._host.queue.ask(ticket.name) is not None and not is_absent(ticket),
             )
 
-        return waiter.join(self._said, newcomer)
+        return waiter.join(self._said(), newcomer)
 
     def hold_for(self) -> float | None:
         """Return for how long this claim will probably hold its GPUs from now on, in seconds; None is unknown."""
@@ -101,15 +106,10 @@ class QueuePlace:
 
     def prepare(self) -> None:
         """Read before host.lock is taken what the look will need of those who wait, since others wait meanwhile."""
-        if not self._host.queue.listed():
-            return
-        from .queue_snapshot import QueueSnapshot  # noqa: F401 - while no lock is held
-
-        waiter = self.ensure_waiter() if not self._view.scope else None
         if self._quota is not None and self._quota.by_turns:
             self._host.queue.look(())
-        elif waiter is not None:
-            next(waiter.ahead(), None)
+        if self._host.queue.listed():
+            from .queue_snapshot import QueueSnapshot  # noqa: F401 - while no lock is held
 
     @property
     def queued(self) -> bool:

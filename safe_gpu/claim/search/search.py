@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from ...coordination.entry import is_alive, said_by_this_process
@@ -143,10 +143,9 @@ class _Search:
 
     def _look(self, claim: Claim | None) -> Look:
         if self._host is None or self._place is None:
-            with DeferredSignals():
-                self._host = Host()
-            options, job = self._options, self._options.job.job_label
-            said = said_by_this_process(job, options.command)
+            options = self._options
+            said = partial(said_by_this_process, options.job.job_label, options.command)
+            self._host = Host()
             self._place = QueuePlace(self._host, self._view, options.hold, said, options.quota)
         look = Look(self._host, self._view, self._place, claim, self._options)
         look.run(may_wait=self._may_wait())

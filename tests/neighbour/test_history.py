@@ -1,7 +1,6 @@
 """A history that several users write, and what one of them can do to the others."""
 
 import csv
-import fcntl
 import io
 import json
 import os
@@ -14,8 +13,8 @@ import pytest
 
 import safe_gpu
 from safe_gpu.coordination import history
-from safe_gpu.coordination.files.state_dir import StateDir
-from safe_gpu.coordination.locks.host_lock import HostLock
+from safe_gpu.coordination.directory import Directory
+from safe_gpu.coordination.entry import Entries, make_entry
 from safe_gpu.status import history as past
 from safe_gpu.status.history import claims_between
 
@@ -110,7 +109,7 @@ def test_names_of_months_that_never_were_remove_nothing(state_dir: Path) -> None
 @pytest.fixture
 def directory(state_dir: Path) -> Path:
     """The directory of the history of a host that has been used."""
-    for path in (state_dir, state_dir / "leases", state_dir / history.NAME):
+    for path in (state_dir, state_dir / "claims", state_dir / history.NAME):
         path.mkdir()
         path.chmod(0o1777)
     return state_dir / history.NAME
@@ -221,65 +220,72 @@ def test_a_spreadsheet_runs_no_cell(directory: Path, command: Any, start: str) -
         assert not [cell for key, cell in row.items() if key not in numbers and cell[0] in "=+-@"]
 
 
-# What a neighbour puts among the leases
+# Entries of neighbours
 
 
-def test_files_among_the_leases_keep_no_claim_out(state_dir: Path, monkeypatch: pytest.MonkeyPatch, as_user) -> None:
-    """They are looked for before host.lock is taken, only some are probed, and not those of one user alone."""
-    safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0).release_gpus()
-    for file in (state_dir / "leases").iterdir():
-        file.unlink()
-    for number in range(1000):
-        lease = state_dir / "leases" / f"GPU-{number}.lock"
-        write(lease, b'{"pid": 1, "since": 1, "gpus": ["GPU"]}')
-        os.chown(lease, USERS[0], USERS[0])
-    (state_dir / "leases" / "GPU-directory.lock").mkdir()
-
-    def hold(say: Callable[[object], None], listen: Callable[[], str]) -> None:
-        safe_gpu.GPUOwner(2, safe_gpu.NoPlaceholder(), affinity=None, timeout=0)
+def die(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+    """A claim of this user, and its entry once it is dead."""
+    with Directory(os.environ["SAFE_GPU_DIR"], "claims") as claims:
+        said = {"pid": os.getpid(), "since": time.time() - 60, "gpus": {"GPU-a": None}, "user": "ben"}
+        _, held = make_entry(claims, 1, said, by_children=True)
         say("claimed")
         listen()
+        held.release()
+        say("dead")
 
-    holder = as_user(hold, uid=USERS[1])
+
+def remove(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+    with Directory(os.environ["SAFE_GPU_DIR"], "claims") as claims:
+        entries = Entries(claims)
+        entries.look()
+        now = time.time()
+        history.append(history.lines_of_dead(entries.remove_dead(), now), now)
+        say(len(claims.names()))
+
+
+def test_whose_a_claim_is_says_the_owner_of_its_entry(directory: Path, as_user: Any) -> None:
+    holder = as_user(die, uid=USERS[0])
     assert holder.hear() == "claimed"
-    listed, probed = [], []
-    scandir, probe = os.scandir, past.probe
-
-    def scan(path: Any) -> Any:
-        listed.append(path)
-        with open(state_dir / "host.lock", "rb+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError, if it is held
-        return scandir(path)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "scandir", scan)
-        patched.setattr(StateDir, "names", lambda self: pytest.fail("listed under host.lock"))
-        patched.setattr(past, "probe", lambda host, name: probed.append(name) or probe(host, name))
-        patched.setattr(past, "_LONGEST_PROBE", 60.0)
-        claims, (warning,) = claims_between(time.time() - 3600, time.time() + 1)
-    assert [(len(one.gpus), one.uid) for one in claims if one.running] == [(2, USERS[1])]
-    assert len(listed) == 1
-    assert len(probed) == 512
-    assert warning.endswith("of 512 of 1002 files of leases")
+    (one,), _ = claims_between(0, time.time() + 1)
+    assert (one.uid, one.user, one.running) == (USERS[0], str(USERS[0]), True)
+    holder.tell()
+    assert holder.hear() == "dead"
+    (one,), _ = claims_between(0, time.time() + 1)
+    assert (one.uid, one.running) == (USERS[0], False)
 
 
-def test_who_holds_host_lock_for_long_stops(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with HostLock(time.monotonic() + 30):
-        pass
-    write(directory.parent / "leases" / "GPU-1.lock", b'{"pid": 1, "since": 1, "gpus": ["GPU-1"]}')
-    monkeypatch.setattr(past, "_LONGEST_PROBE", -1.0)
-    assert claims_between(0, time.time()) == ([], ["which claims hold GPUs now is known of 0 of 1 files of leases"])
+def test_its_owner_or_root_removes_it_and_tells_of_its_end(directory: Path, as_user: Any) -> None:
+    for remover in (USERS[0], 0):
+        holder = as_user(die, uid=USERS[0])
+        assert holder.hear() == "claimed"
+        assert as_user(remove, uid=remover).hear() == "1"
+        holder.tell()
+        assert holder.hear() == "dead"
+        assert as_user(remove, uid=USERS[1]).hear() == "1"
+        assert as_user(remove, uid=remover).hear() == "0"
+    told, warnings = claims_between(0, time.time() + 1)
+    assert ([(one.uid, one.ended is not None) for one in told], warnings) == ([(USERS[0], True)] * 2, [])
 
 
-def test_large_files_among_the_leases_are_not_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with HostLock(time.monotonic() + 30):
-        pass
-    record = b'{"pid": 1, "since": 1, "gpus": ["GPU-1"], "x": "%s"}' % (b"x" * 60_000)
-    write(directory.parent / "leases" / "GPU-1.lock", record)
-    assert claims_between(0, time.time()) == ([], [])
+@pytest.mark.parametrize("hostile", ["link", "file", "many"])
+def test_a_hostile_directory_of_claims_costs_what_runs_now(
+    directory: Path, hostile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("safe_gpu.coordination.entry.MOST_NAMES", 2)
+    write(directory / history.file_names(history.month_of(time.time()))[0], line(1, gpus=["a"]))
+    claims = directory.parent / "claims"
+    if hostile == "many":
+        for number in range(3):
+            write(claims / f"{number}", b"")
+    else:
+        claims.rmdir()
+        claims.touch() if hostile == "file" else claims.symlink_to("/etc")
+    (one,), (warning,) = claims_between(0, time.time() + 1)
+    assert one.pid == 2
+    assert "which claims hold GPUs now is not known" in warning
 
 
 def test_to_look_makes_no_file(directory: Path) -> None:
-    write(directory.parent / "leases" / "GPU-1.lock", b"")
+    (directory.parent / "claims").rmdir()
     assert claims_between(0, time.time()) == ([], [])
-    assert {path.name for path in directory.parent.iterdir()} == {"leases", history.NAME}
+    assert {path.name for path in directory.parent.rglob("*")} == {history.NAME}

@@ -198,7 +198,7 @@ def _end_of_dead(entry: Entry, since: float, now: float) -> tuple[float, float]:
         if seen <= most:  # else it is from before a reboot
             now = min(now, most)
     now = round(now, 3)
-    return min(round(seen, 3), now), now
+    return max(round(since, 3), round(min(seen, now - 1e-3), 3)), now  # not the same: that would be known exactly
 
 
 def mark_seen(directory: Directory, uuid: str) -> None:

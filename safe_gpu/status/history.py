@@ -92,6 +92,11 @@ class PastClaim(NamedTuple):
         return min(1.0, self.share / self.of) if self.share and self.of else 1.0
 
     @property
+    def knows_its_end(self) -> bool:
+        """Whether it was released, or runs; else it died."""
+        return self.running or self.seen == self.ended
+
+    @property
     def key(self) -> tuple[int, int]:
         """What identifies it on its host: the process, and the millisecond."""
         return self.pid, round(self.since * 1000)
@@ -145,8 +150,8 @@ def claims_between(since: float, until: float) -> tuple[list[PastClaim], list[st
     for ended in (since, 0.0):
         told = chain(_told(dead), _told(_lines(since, until, ended, warnings)), running)
         found = [claim for claim in merged(told, until, warnings) if claim.overlaps(since, until)]
-        if not any(claim.seen == claim.since < since and not claim.running for claim in found):
-            break  # else it may have no end, and a claim that was left out tells when it had ended
+        if not any(claim.since < since and not claim.knows_its_end for claim in found):
+            break  # else a claim that was left out may tell when it had ended
     return found, [*dict.fromkeys(warnings)]
 
 
@@ -167,10 +172,12 @@ def merged(
         warnings.append(_TOO_MANY)
     found = []
     for claim in sorted(kept.claims.values(), key=lambda claim: claim.since)[::-1]:
-        if claim.ended is None and not claim.running:  # it ended before one of its GPUs was claimed anew
+        if not claim.knows_its_end:  # it ended before one of its GPUs was claimed anew
             later = kept.next_claim if claim.share is None else kept.next_whole
-            anew = (later[uuid] for uuid in claim.gpus if uuid in later)
-            claim = claim._replace(ended=min(anew, default=None))
+            anew = min((later[uuid] for uuid in claim.gpus if uuid in later), default=None)
+            if anew is not None and (claim.ended is None or anew < claim.ended):
+                seen = claim.seen if claim.seen <= anew else claim.since  # the GPUs were seen held by another one
+                claim = claim._replace(seen=seen, ended=anew)
         found.append(claim)
         for later in (kept.next_claim, *([kept.next_whole] if claim.share is None else [])):
             later.update(dict.fromkeys(claim.gpus, claim.since))

@@ -66,6 +66,17 @@ def test_a_claim_without_an_end_ended_before_the_next_on_one_of_its_gpus() -> No
     assert [(one.pid, one.ended) for one in found] == [(1, 40.0), (2, None), (3, None)]
 
 
+def test_of_a_claim_that_died_what_others_did_on_its_gpus_since_counts_for_nothing() -> None:
+    """It was found late. Its GPU was seen held, but by the next claim."""
+    late = ClaimEnd(1, 10.0, 70.0, 90.0)
+    found = merged([past(1, 10.0), late, past(2, 40.0), past(3, 60.0, share=1, of=2)])
+    assert (found[0].seen, found[0].ended) == (10.0, 40.0)
+    found = merged([past(1, 10.0, share=1, of=2), late, past(2, 40.0, share=1, of=2), past(3, 60.0)])
+    assert (found[0].seen, found[0].ended) == (10.0, 60.0)
+    exact = merged([past(1, 10.0), ClaimEnd(1, 10.0, 70.0, 70.0), past(2, 40.0)])
+    assert exact[0].ended == 70.0
+
+
 def test_a_claim_that_runs_has_no_end_whatever_a_line_says() -> None:
     (one,) = merged([past(1, 10.0), ClaimEnd(1, 10.0, 20.0, 20.0), past(1, 10.0, seen=99.0, running=True)])
     assert (one.running, one.ended, one.seen) == (True, None, 99.0)

@@ -150,8 +150,9 @@ class Preset:
                 found.append(instance)
         return tuple(found)
 
+    @cached_property
     def topology(self) -> "HostTopology":
-        """Return the CPUs of the host, and where its GPUs are among them."""
+        """The CPUs of the host, and where its GPUs are among them."""
         from ..topology.host import GpuLocality, HostTopology
 
         cpus = self.cpus

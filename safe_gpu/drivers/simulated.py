@@ -296,7 +296,7 @@ class SimulatedDriver(Driver):
         return cpus.of_package(node // cpus.nodes) if scope == "socket" else cpus.of_node(node)
 
     def host_topology(self) -> HostTopology:
-        return self._host.topology()
+        return self._host.topology
 
     def _open_tree(self) -> int:
         """Return the directory of this host's processes, reached without following a link."""

@@ -13,6 +13,7 @@ import pytest
 from support.claims import claim
 from support.forks import in_fork
 
+import safe_gpu
 from safe_gpu.claim import claim as claim_module
 from safe_gpu.coordination import history
 from safe_gpu.status.history import PastClaim, claims_between
@@ -61,6 +62,19 @@ def test_a_claim_that_was_killed_ended_between_last_seen_and_found_dead(
     assert (dead.command, dead.gpus, dead.running) == ("sh", mine.gpus, False)
     assert before - 1 < dead.seen < killed + 1 < (dead.ended or 0.0) + 2
     assert [one["claim"][0] for one in lines(state_dir) if "ended" in one] == [started.pid, os.getpid()]
+
+
+def test_a_claim_that_is_refused_tells_of_the_dead_that_it_has_removed(state_dir: Path, command: Any) -> None:
+    words = ("run", "--", "sh", "-c", "echo up; read x")
+    killed, other = (command.start(*words, stdin=subprocess.PIPE) for _ in range(2))
+    for one in (killed, other):
+        assert one.stdout.readline() == "up\n"
+    killed.kill()
+    killed.wait(60)
+    with pytest.raises(safe_gpu.NotEnoughGpusError):
+        claim(8)
+    assert len(os.listdir(state_dir / "claims")) == 1
+    assert [one["claim"][0] for one in lines(state_dir) if "ended" in one] == [killed.pid]
 
 
 def test_a_claim_that_was_killed_before_it_wrote_its_line_has_one(state_dir: Path, child: Any) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...coordination.doors import Doors
 from ...coordination.faults import read_faults
+from ...coordination.history import append, lines_of_dead
 from ...coordination.signals import DeferredSignals
 from ...errors import StateDirError
 from ...host.procfs import printable_lines
@@ -91,10 +92,12 @@ class Look:
             host.queue.remove_dead()
             if claim is not None and stays:
                 claim.note(dead, host.directory)
+            elif dead:
+                append(lines_of_dead(dead, time.time()), time.time(), host.directory)
         if self.chosen and self._trouble is not None:
             self._options.logger.warning(
-                "the GPUs are claimed by an entry alone, since their doors cannot be taken (%s): processes with another "
-                "state directory or a private /tmp do not see the claim",
+                "the GPUs are claimed by an entry alone, since their doors cannot be taken (%s): processes with "
+                "another state directory or a private /tmp do not see the claim",
                 self._trouble,
             )
 

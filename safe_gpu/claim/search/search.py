@@ -290,7 +290,8 @@ class _Search:
         Returns:
             Whether the ticket ahead is gone.
         """
-        assert look.ahead is not None and self._place is not None
+        assert look.ahead is not None
+        assert self._place is not None
         waiter, reporter = self._place.ensure_waiter(), self._waiting()
         if reporter.warning_due < until:
             if waiter.sleep_behind(look.ahead, max(0.0, reporter.warning_due - time.monotonic())):

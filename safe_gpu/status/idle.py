@@ -64,7 +64,7 @@ def _with_idle_time(directory: Directory, one: GpuStatus, now: float) -> GpuStat
 def _idle_since(directory: Directory, one: GpuStatus, since: float) -> float | None:
     """Return since when the GPU has shown no work at all looks in this claim; None if it has only now begun, or works.
 
-    The file belongs to whoever looked first, so others can set its time to that of a write only.
+    The file belongs to the user who looked first: all that others can do to its time is to write.
     """
     fd = directory.open_file(f"{one.gpu.uuid.replace('/', '_')}.idle", OPEN_FILE | os.O_RDWR, make=True)
     try:

@@ -25,6 +25,8 @@ MOST_PARTS = 32
 _PROTOCOL = "safe-gpu/1/"  # what all names begin with, after a NUL byte
 
 _SHORTEST = 48  # bytes of a name; the columns of /proc/net/unix cannot be imitated by names of this length
+_TAILS = [str(part).encode() for part in range(MOST_PARTS)]
+
 _SPARE = 8  # descriptors that are left to the program: where the limit is that low, entries have to do
 
 
@@ -141,8 +143,9 @@ class Doors:
         return held is not None
 
     def _held_parts(self, uuid: str) -> set[int]:
-        held = _are_held(self._name(uuid, str(part)) for part in range(MOST_PARTS))
-        return {part for part, is_held in enumerate(held) if is_held}
+        begin = self._name(f"{uuid}.").rstrip(b".") + b"."
+        names = [(begin + tail).ljust(_SHORTEST + 1, b".") for tail in _TAILS]
+        return {part for part, is_held in enumerate(_are_held(names)) if is_held}
 
     def _name(self, uuid: str, *tail: str) -> bytes:
         """Return a name as bind(2) takes it.

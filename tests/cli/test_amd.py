@@ -115,7 +115,7 @@ def test_cpus_next_to_gpus(command: Any, ask: Any, host: Host) -> None:
     shares = json.loads(ask("affinity", "--json").stdout)["gpus"]
     assert [share["uuid"] for share in shares] == host.uuids
     if host.hip is None:
-        topology = preset(host.name).topology()
+        topology = preset(host.name).topology
         assert [share["numa_node"] for share in shares] == [gpu.numa_node for gpu in topology.gpus]
     inside = ("--", str(command.path), "bind", "--ordinal", 1, "--if-possible", "--", "printenv", "SAFE_GPU_BOUND")
     done = command.run("run", "-n", 2, "--only", "3,6", *inside)

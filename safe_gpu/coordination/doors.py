@@ -131,7 +131,7 @@ class Doors:
 
     def _take_part(self, uuid: str, known: Collection[int]) -> bool:
         for part in range(MOST_PARTS):
-            if part not in known and self._take(self._name(uuid, str(part))):
+            if part not in known and self._take(self._name(uuid, _TAILS[part])):
                 self.parts[uuid] = part
                 return True
         return False
@@ -143,23 +143,22 @@ class Doors:
         return held is not None
 
     def _held_parts(self, uuid: str) -> set[int]:
-        begin = self._name(f"{uuid}.").rstrip(b".") + b"."
-        names = [(begin + tail).ljust(_SHORTEST + 1, b".") for tail in _TAILS]
-        return {part for part, is_held in enumerate(_are_held(names)) if is_held}
+        held = _are_held([self._name(uuid, tail) for tail in _TAILS])
+        return {part for part, is_held in enumerate(held) if is_held}
 
-    def _name(self, uuid: str, *tail: str) -> bytes:
+    def _name(self, uuid: str, *tail: bytes) -> bytes:
         """Return a name as bind(2) takes it.
 
-        >>> Doors()._name("MIG-GPU-5c89852c/1/0", "7")
+        >>> Doors()._name("MIG-GPU-5c89852c/1/0", b"7")
         b'\\x00safe-gpu/1/MIG-GPU-5c89852c_1_0.7...............'
         """
-        text = _PROTOCOL + self._tree + ".".join([uuid.replace("/", "_"), *tail])
-        return b"\0" + os.fsencode(text.ljust(_SHORTEST, "."))
+        begin = b"\0" + os.fsencode(_PROTOCOL + self._tree + uuid.replace("/", "_"))
+        return b".".join([begin, *tail]).ljust(_SHORTEST + 1, b".")
 
     def _of_token(self, uuid: str, token: str) -> list[bytes]:
         """Return the names of the two doors of a token, in the order in which they are taken. All users can read names,
         and from these nobody learns what stands in the entry."""
-        return [self._name(uuid, digest(f"{token}.door"), side) for side in "01"]
+        return [self._name(uuid, digest(f"{token}.door").encode(), side) for side in (b"0", b"1")]
 
 
 def _bound(name: bytes, above: int) -> Held | None:

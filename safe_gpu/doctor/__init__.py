@@ -9,53 +9,34 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from . import gpus as gpus_module
-from . import packages, process_limits, shown_processes, variables
-from .check import Check, CheckedHost, Finding
-from .findings_text import render_checks
-from .state import claims, cleaners, namespaces
-from .state import directory as state_dir
+from . import driver, environment, state
+from .check import Check, Finding, render_checks
+from .host import CheckedHost
 
-__all__ = ["CHECKS", "Check", "exit_code", "render_checks", "run_checks", "to_dict"]
+__all__ = ["CHECKS", "Check", "CheckedHost", "exit_code", "render_checks", "run_checks", "to_dict"]
 
 CHECKS: tuple[tuple[str, Callable[[CheckedHost], Finding]], ...] = (
-    ("platform", packages.platform),
-    ("Python packages", packages.packages),
-    ("shared installation", packages.for_all_users),
-    ("GPU driver", gpus_module.driver),
-    ("GPUs of other vendors", gpus_module.other_vendor),
-    ("driver speed", gpus_module.driver_speed),
-    ("CUDA", gpus_module.cuda_starts),
-    ("access to GPUs", gpus_module.lost_gpus),
-    ("GPUs in service", gpus_module.drained),
-    ("process lists", shown_processes.process_lists),
-    ("compute mode", gpus_module.compute_mode),
-    ("MIG", gpus_module.mig),
-    ("MPS", gpus_module.mps),
-    ("state directory", state_dir.state_directory),
-    ("file system", state_dir.file_system),
-    ("free disk space", state_dir.room),
-    ("file locks", state_dir.locks),
-    ("removal of old files", cleaners.cleaning),
-    ("lease files", cleaners.removed_leases),
-    ("fs.protected_regular", cleaners.protected_regular),
-    ("policy file", variables.policy),
-    ("history", state_dir.history),
-    ("shared state directory", namespaces.private_directory),
-    ("visible processes", namespaces.process_namespace),
-    ("holders and waiters", claims.suspended),
-    ("shares of memory", claims.overused),
-    ("state directories of claims", claims.other_directories),
-    ("clock", claims.clock),
-    ("safe-gpu 1.x and 2.0", claims.older_package),
-    ("SAFE_GPU variables", variables.variables),
-    ("SAFE_GPU_SCOPE", variables.scope),
-    ("CUDA_VISIBLE_DEVICES", variables.visible_devices),
-    ("CUDA_DEVICE_ORDER", variables.device_order),
-    ("batch job", variables.batch_job),
-    ("address space limit", process_limits.address_space),
-    ("CPU mask", process_limits.cpu_mask),
-    ("OpenMP variables", process_limits.openmp),
+    ("Python packages", environment.packages),
+    ("GPU driver", driver.driver),
+    ("driver speed", driver.speed),
+    ("CUDA", driver.cuda_starts),
+    ("access to GPUs", driver.lost_gpus),
+    ("GPUs in service", state.drained),
+    ("process lists", driver.process_lists),
+    ("compute mode", driver.compute_mode),
+    ("MPS", driver.mps),
+    ("state directory", state.directory),
+    ("file locks", state.locks),
+    ("policy file", environment.policy),
+    ("visible processes", state.process_namespace),
+    ("state directories of claims", state.elsewhere),
+    ("safe-gpu 1.x and 2.0", state.older_package),
+    ("SAFE_GPU variables", environment.variables),
+    ("SAFE_GPU_SCOPE", state.scope),
+    ("CUDA_VISIBLE_DEVICES", environment.visible_devices),
+    ("batch job", environment.batch_job),
+    ("address space limit", environment.address_space),
+    ("OpenMP variables", environment.openmp),
 )
 """Name and function of every check, in the order of the report."""
 

@@ -1,28 +1,44 @@
 """The state directory in which ``doctor`` looks, and no older package beside it."""
 
-import time
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.findings import UUIDS
 
-from safe_gpu.coordination.leases.file_names import lease_name
-from safe_gpu.coordination.leases.lease import try_lease
-from safe_gpu.coordination.locks.host_lock import HostLock
-from safe_gpu.doctor.state import claims as legacy
+from safe_gpu.coordination import older_package as older
+from safe_gpu.coordination.directory import PARTS, Directory
+from safe_gpu.coordination.entry import make_entry, remove_entry, said_by_this_process
+
+Claim = Callable[..., None]
 
 
 @pytest.fixture(autouse=True)
 def no_older_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever was used on this host."""
-    monkeypatch.setattr(legacy, "LOCK_FILE", "/nowhere/lock")
+    monkeypatch.setattr(older, "LOCK_FILE", "/nowhere/lock")
 
 
 @pytest.fixture
-def claimed(state_dir: Path):
-    """A state directory in use, with the lease of GPU 0 held by this process."""
-    with HostLock(time.monotonic() + 30) as host:
-        lease = try_lease(host, lease_name(UUIDS[0]))
-    assert lease is not None
-    yield lease
-    lease.release()
+def used(state_dir: Path) -> Path:
+    """A state directory that is used."""
+    for part in PARTS:
+        with Directory(str(state_dir), part) as directory:
+            os.close(directory.open_host_lock())
+    return state_dir
+
+
+@pytest.fixture
+def claimed(used: Path) -> Iterator[Claim]:
+    """Called with the UUID of a GPU, and more that the entry says, it claims that GPU for this process."""
+    made = []
+
+    def claim(uuid: str, **said: object) -> None:
+        directory = Directory(str(used), "claims")
+        entry = {**said_by_this_process(None), "gpus": {uuid: None}, **said}
+        made.append((directory, *make_entry(directory, len(made), entry, by_children=True)))
+
+    yield claim
+    for directory, name, held in made:
+        remove_entry(directory, name, held)
+        directory.close()

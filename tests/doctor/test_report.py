@@ -11,7 +11,8 @@ from support.findings import FUNCTIONS
 
 from safe_gpu import doctor
 from safe_gpu.cli.commands import main
-from safe_gpu.doctor.check import CheckedHost, Finding
+from safe_gpu.doctor.check import Finding
+from safe_gpu.doctor.host import CheckedHost
 from safe_gpu.wording.text import display_width
 
 
@@ -30,15 +31,7 @@ def test_a_host_without_faults_passes_and_stays_as_it_was(state_dir: Path) -> No
     checks = doctor.run_checks()
     assert [one.name for one in checks] == list(FUNCTIONS)
     # A container may well be the place where the tests run.
-    places = (
-        "shared state directory",
-        "visible processes",
-        "removal of old files",
-        "Python packages",
-        "address space limit",
-        "MPS",
-        "shared installation",
-    )
+    places = ("visible processes", "Python packages", "address space limit", "MPS")
     assert {
         one.name: one.detail for one in checks if one.status in ("failed", "warning") and one.name not in places
     } == {}
@@ -51,7 +44,7 @@ def test_a_check_that_breaks_is_failed_and_hides_no_other(monkeypatch: pytest.Mo
     def broken(host: CheckedHost) -> Finding:
         raise ZeroDivisionError("a strange host")
 
-    monkeypatch.setattr(doctor, "CHECKS", (("first", broken), ("platform", FUNCTIONS["platform"])))
+    monkeypatch.setattr(doctor, "CHECKS", (("first", broken), ("batch job", FUNCTIONS["batch job"])))
     first, second = doctor.run_checks()
     assert first.status == "failed"
     assert "ZeroDivisionError: a strange host" in first.detail
@@ -74,11 +67,11 @@ def test_a_fact_is_asked_for_once_and_the_driver_is_closed(monkeypatch: pytest.M
 
 
 FOUND = [
-    doctor.Check("platform", "passed", "Linux"),
+    doctor.Check("MPS", "passed", "not running"),
     doctor.Check("policy file", "skipped", "there is none"),
     doctor.Check("file locks", "warning", "host.lock was held by others for 3.0 s", "look for a process " + "x" * 130),
     doctor.Check("GPU driver", "failed", "it does not answer " * 9, "restart the driver"),
-    doctor.Check("clock", "warning", "a claim began in the future", "set the clock"),
+    doctor.Check("SAFE_GPU_SCOPE", "warning", "belongs to no living claim", "unset it"),
 ]
 
 
@@ -89,7 +82,7 @@ def test_the_report_says_first_what_is_wrong(width: int, color: bool) -> None:
     assert ("\x1b[31mfailed\x1b[0m" in text, "\x1b[33mwarning\x1b[0m" in text) == (color, color)
     lines = re.sub(r"\x1b\[[0-9]+m", "", text).splitlines()
     assert [line.split(": ")[0] for line in lines if line[:1].strip()] == [
-        "failed   GPU driver", "warning  file locks", "warning  clock", lines[-1],
+        "failed   GPU driver", "warning  file locks", "warning  SAFE_GPU_SCOPE", lines[-1],
     ]  # fmt: skip
     assert sum(line.startswith(" " * 9 + "fix: ") for line in lines) == 3
     assert lines[-1] == "1 passed, 1 skipped, 1 failed, 2 warnings (-v lists all)"
@@ -99,7 +92,7 @@ def test_the_report_says_first_what_is_wrong(width: int, color: bool) -> None:
 
 def test_the_report_of_all_checks() -> None:
     lines = doctor.render_checks(FOUND, color=False, width=80, verbose=True).splitlines()
-    assert lines[-4:-2] == ["passed   platform: Linux", "skipped  policy file: there is none"]
+    assert lines[-4:-2] == ["passed   MPS: not running", "skipped  policy file: there is none"]
     assert lines[-1] == "1 passed, 1 skipped, 1 failed, 2 warnings"
     assert doctor.render_checks(FOUND[:1], color=False, width=80) == "1 passed (-v lists all)"
 
@@ -119,4 +112,4 @@ def test_from_the_command_line(state_dir: Path, capsys, monkeypatch: pytest.Monk
     by_name = {one["name"]: one for one in document["checks"]}
     assert by_name["GPU driver"]["status"] == "failed"
     assert by_name["compute mode"]["status"] == "skipped"
-    assert by_name["platform"]["status"] == "passed"
+    assert by_name["MPS"]["status"] == "passed"

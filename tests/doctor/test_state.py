@@ -1,4 +1,4 @@
-"""``doctor`` on the state directory: whose it is, its file system, locks and history."""
+"""``doctor`` on the state directory, who holds GPUs, and the older package."""
 
 import os
 import signal
@@ -7,96 +7,72 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.findings import UUIDS, finding, in_namespace, says
+from support.findings import UUIDS, environment, finding, in_namespace, says
 
-import safe_gpu
-from safe_gpu.coordination.leases.file_names import lease_name
+from safe_gpu.coordination import directory as directories
+from safe_gpu.coordination import older_package as older
+from safe_gpu.coordination.doors import Doors, digest
 from safe_gpu.coordination.state_dir import FileSystem
-from safe_gpu.doctor.state import directory as state
+from safe_gpu.doctor import CheckedHost, state
 from safe_gpu.host import procfs
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give files away and to act as other users")
 
 
 def test_a_missing_directory_will_be_made_where_it_can_be(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "does not exist yet" in finding("state directory").detail
     assert finding("file locks").status == "skipped"
     monkeypatch.setenv("SAFE_GPU_DIR", str(state_dir / "deep" / "down"))
-    found = finding("state directory")
-    assert (found.status, f"mkdir -p {state_dir / 'deep'}" in found.fix) == ("failed", True)
+    says("state directory", "failed", f"there is no {state_dir / 'deep'}", fix="create that directory")
     assert not state_dir.exists()
 
 
-def test_a_directory_in_use_passes(claimed, state_dir: Path) -> None:
-    for name in ("state directory", "file locks", "free disk space", "file system"):
+def test_a_directory_in_use_passes(used: Path) -> None:
+    before = sorted(used.rglob("*"))
+    for name in ("state directory", "file locks"):
         says(name, "passed")
     assert "mode 1777" in finding("state directory").detail
-    assert not [path for path in state_dir.rglob("*") if "doctor" in path.name]
-
-
-LEASES = [f"leases/{lease_name(uuid)}" for uuid in UUIDS]
+    assert sorted(used.rglob("*")) == before
 
 
 @pytest.mark.parametrize(
     ("fault", "status", "words"),
     [
-        ("chmod 755 .", "warning", "0755"),
-        ("chmod 777 .", "warning", "0777"),
+        ("chmod 755 .", "warning", "mode 0755 and belongs to "),
+        ("chmod 777 .", "warning", "every user may remove"),
         ("mv $PWD $PWD.moved && ln -s $PWD.moved $PWD", "failed", "symbolic link"),
         ("rm -r $PWD && touch $PWD", "failed", "not a directory"),
-        ("chmod 755 leases", "warning", "leases has mode 0755"),
-        (f"chmod 600 {LEASES[0]}", "failed", "mode 0600 in place of 0666"),
-        (f"ln -s /etc/passwd {LEASES[1]}", "failed", "is a symbolic link"),
-        (f"mkdir {LEASES[1]}", "failed", "not a regular file"),
-        (f"ln host.lock {LEASES[1]}", "failed", "a hard link to host.lock"),
+        ("chmod 755 claims", "warning", "claims has mode 0755"),
+        ("rm -r history && ln -s /tmp history", "failed", "history is a symbolic link"),
+        ("chmod 600 host.lock", "failed", "mode 0600 in place of 0666"),
+        ("ln -sf /etc/passwd host.lock", "failed", "is a symbolic link"),
+        ("rm host.lock && mkdir host.lock", "failed", "not a regular file"),
         ("chmod 700 ..", "warning", "other users cannot enter it"),
+        ("mkdir leases", "warning", "leases is of an older build"),
     ],
 )
-def test_faults_of_the_directory(claimed, state_dir: Path, fault: str, status: str, words: str) -> None:
+def test_faults_of_the_directory(used: Path, fault: str, status: str, words: str) -> None:
     says("state directory", "passed")
-    subprocess.run(fault, shell=True, check=True, cwd=state_dir, timeout=60)
+    subprocess.run(fault, shell=True, check=True, cwd=used, timeout=60)
     says("state directory", status, words)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give files away")
-@pytest.mark.parametrize("part", ["", "leases", "queue", "host.lock", f"leases/{lease_name(UUIDS[0])}"])
-def test_an_ordinary_user_who_owns_what_others_rely_on_is_a_risk(claimed, state_dir: Path, part: str) -> None:
-    (state_dir / "queue").mkdir(exist_ok=True)
-    (state_dir / "queue").chmod(0o1777)
-    os.chown(state_dir / part, 54321, 54321)
-    says(
-        "state directory", "warning", f"{state_dir / part} belongs to 54321, who can remove", fix=" setup --state-dir "
-    )
+@as_root
+@pytest.mark.parametrize("part", ["", "claims"])
+def test_who_can_remove_what_others_rely_on_is_named(used: Path, part: str) -> None:
+    os.chown(used / part, 54321, 54321)
+    says("state directory", "warning", "54321 can remove other users' files", fix="as root: safe-gpu setup --state-dir")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as other users")
-def test_a_directory_that_one_user_alone_has_used_is_no_risk(state_dir: Path, as_user) -> None:
-    def claim(say, listen) -> None:
-        safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0).release_gpus()
-        say("claimed")
-
-    assert as_user(claim, uid=54321).hear() == "claimed"
-    says("state directory", "passed", "belongs to 54321")
-    assert as_user(claim, uid=54322).hear() == "claimed"
-    says("state directory", "warning", "who can remove other users' files")
+def test_no_advice_opens_or_removes_a_directory(used: Path) -> None:
+    """It may be one that SAFE_GPU_DIR names by mistake, or that its owner replaces by a link."""
+    used.chmod(0o755)
+    assert finding("state directory").fix.startswith("set SAFE_GPU_DIR")
 
 
-def test_a_device_without_files_of_root_in_the_directory_of_the_settings(
-    claimed, state_dir: Path, open_tmp: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("needs root, whose settings count")
-    says("state directory", "passed")
-    (open_tmp / "config.ini").write_text(f"[host]\nstate_dir = {state_dir}\n")
-    monkeypatch.setenv("SAFE_GPU_POLICY", str(open_tmp / "config.ini"))
-    says("state directory", "warning", "GPUs 0,1,2,3,4,5,6,7: no lease files of root's", fix=f"--state-dir {state_dir}")
-    for uuid in UUIDS[1:]:
-        for name in (f"{uuid}.lock", f"{uuid}.inner.lock"):
-            (state_dir / "leases" / name).touch()
-            (state_dir / "leases" / name).chmod(0o666)
-    says("state directory", "warning", "GPU 0: no lease files of root's", fix=", again")
-
-
-def test_what_is_closed_to_an_ordinary_user_is_failed(claimed, state_dir: Path, as_user) -> None:
-    def work(say, listen) -> None:
+@as_root
+def test_what_is_closed_to_an_ordinary_user_is_failed(used: Path, as_user: Any) -> None:
+    def work(say: Any, listen: Any) -> None:
         say(finding("state directory").status)
         listen()
         say(finding("state directory").status)
@@ -104,32 +80,27 @@ def test_what_is_closed_to_an_ordinary_user_is_failed(claimed, state_dir: Path, 
 
     user = as_user(work, uid=12345)
     assert user.hear() == "passed"
-    state_dir.chmod(0o755)
+    used.chmod(0o755)
     user.tell()
     assert user.hear() == "failed"
     assert user.hear() == "failed"
 
 
-def test_network_file_systems(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "file_system_of", lambda fd: FileSystem("nfs4"))
-    says("file system", "failed", "nfs4", fix="SAFE_GPU_DIR")
+def test_network_file_systems(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directories, "file_system_at", lambda path, device: FileSystem("nfs4"))
+    says("state directory", "failed", "nfs4", fix="SAFE_GPU_DIR")
 
 
-def test_no_room_and_read_only(open_tmp: Path) -> None:
-    options = {"SAFE_GPU_DIR": str(open_tmp / "small" / "state")}
-    (open_tmp / "small").mkdir()
-    for mount, check, words in (
-        ("mount -t tmpfs -o size=1m,nr_inodes=8 none .", "free disk space", "inodes"),
-        ("mount -t tmpfs -o size=1m none . && head -c 1048576 /dev/zero > $PWD/x", "free disk space", "0 KiB"),
-        ("mount -t tmpfs -o ro none .", "file system", "read-only"),
-    ):
-        found = in_namespace(f"cd {open_tmp}/small && {mount}", check, **options)
-        assert (found.status, words in found.detail) == ("failed", True), found
+LOCKS = """
+from safe_gpu.coordination.host_lock import Host
+from safe_gpu.coordination.signals import DeferredSignals
+with DeferredSignals() as signals, Host() as host, host.locked(None, signals):
+    say("locked"); listen()
+"""
 
 
-def test_a_host_lock_that_is_never_given_back(claimed, state_dir: Path, child, eventually, monkeypatch: Any) -> None:
-    code = "import os\nfrom safe_gpu.coordination.locks.host_lock import HostLock\n"
-    holder = child(code + "with HostLock(None):\n    say('locked'); listen()", says="locked")
+def test_a_host_lock_that_is_never_given_back(used: Path, child: Any, eventually: Any, monkeypatch: Any) -> None:
+    holder = child(LOCKS, says="locked")
     os.kill(holder.pid, signal.SIGSTOP)
     eventually(lambda: procfs.is_stopped(holder.pid))
     monkeypatch.setattr(state, "_PATIENCE", 0.05)
@@ -138,33 +109,119 @@ def test_a_host_lock_that_is_never_given_back(claimed, state_dir: Path, child, e
     assert finding("file locks").status == "passed"
 
 
-def test_locks_that_are_slow_or_do_not_exclude(claimed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locks_that_are_slow_or_do_not_exclude(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "_LONG_HOLD", -1.0)
     says("file locks", "warning", "held by others for")
-    monkeypatch.setattr(state, "lock_file", lambda fd: True)
+    monkeypatch.setattr(state, "fcntl", type("Fcntl", (), {"LOCK_EX": 2, "LOCK_NB": 4, "flock": lambda *_: None}))
     says("file locks", "failed", "do not exclude each other")
 
 
-def test_a_lease_that_was_removed_under_its_claim(claimed, state_dir: Path) -> None:
-    says("lease files", "passed")
-    (state_dir / LEASES[0]).unlink()
-    says("lease files", "warning", f"the lease of {UUIDS[0]} that process {os.getpid()}")
-    claimed.release()
-    says("lease files", "passed")
+@as_root
+def test_what_is_drained_and_what_is_ignored(used: Path) -> None:
+    says("GPUs in service", "passed")
+    (used / "closed").write_text(f"{UUIDS[3]} - - - a fan\nGPU-gone - - - \n{UUIDS[4]}\n")
+    says(
+        "GPUs in service", "warning", "GPU 3 drained by root: a fan; GPU GPU-gone drained by root; ", fix="resume 3 GPU"
+    )
+    says("GPUs in service", "warning", f"closed has a line that closes no GPU, and is ignored: {UUIDS[4]}")
 
 
-@pytest.mark.parametrize(
-    ("prepare", "status", "words", "fix"),
-    [
-        ("true", "passed", "nothing has been recorded", ""),
-        ("mkdir -m 1777 history", "passed", "mode 1777", ""),
-        ("mkdir -m 1755 history", "warning", "not recorded", "chmod 1777"),
-        ("mkdir -m 777 history", "warning", "remove", "chmod 1777"),
-        ("ln -s /tmp history", "warning", "may not be recorded", "set SAFE_GPU_DIR"),
-    ],
-)
-def test_the_history(state_dir: Path, prepare: str, status: str, words: str, fix: str) -> None:
-    state_dir.mkdir()
-    state_dir.chmod(0o1777)
-    subprocess.run(prepare, shell=True, check=True, cwd=state_dir, timeout=60)
-    says("history", status, words, fix=fix)
+# Who holds GPUs
+
+
+def test_a_process_namespace_of_its_own() -> None:
+    found = in_namespace("true", "visible processes", "-p", "-f", "--mount-proc")
+    assert (found.status, "--pid=host" in found.fix) == ("warning", True)
+
+
+def test_hidden_processes_of_others() -> None:
+    mount = "mount -t proc -o hidepid=2 none /proc"
+    found = in_namespace(mount, "visible processes", user=12345)
+    assert (found.status, "hidepid" in found.detail) == ("warning", True)
+    if os.readlink("/proc/self/ns/pid") == "pid:[4026531836]":
+        assert in_namespace(mount, "visible processes").status == "passed", "nothing is hidden from root"
+
+
+def test_driver_pids_that_do_not_resolve(fake_gpus: Any) -> None:
+    fake_gpus.use_nvml_here()
+    fake_gpus.process(fake_gpus.uuids[1], os.getpid())
+    if os.readlink("/proc/self/ns/pid") == "pid:[4026531836]":
+        assert finding("visible processes").status == "passed"
+    fake_gpus.process(fake_gpus.uuids[1], 1 << 29, static=True)
+    says("visible processes", "warning", "1 of 2 processes")
+
+
+def test_a_claim_in_another_state_directory(claimed: Any) -> None:
+    says("state directories of claims", "passed")
+    host = CheckedHost()
+    assert host.snapshot is not None
+    doors = Doors(host.snapshot.name_prefix)
+    try:
+        for uuid in UUIDS[:3]:
+            assert doors.take_whole(uuid, known=())
+        claimed(UUIDS[0])
+        says("state directories of claims", "warning", "GPUs 1,2: claimed in another", host, "/etc/safe-gpu/config.ini")
+    finally:
+        doors.release()
+    says("state directories of claims", "passed")
+
+
+def test_scopes_that_live_and_scopes_that_leaked(claimed: Any) -> None:
+    assert finding("SAFE_GPU_SCOPE", environment()).status == "passed"
+    inside = environment(SAFE_GPU_SCOPE="0123")
+    says("SAFE_GPU_SCOPE", "warning", "belongs to no living claim", inside, "unset SAFE_GPU_SCOPE")
+    claimed(UUIDS[5], token=digest("0123"))
+    says("SAFE_GPU_SCOPE", "passed", f"claim of process {os.getpid()}, GPU 5", inside)
+
+
+@as_root
+def test_the_scope_of_another_user(claimed: Any, used: Path) -> None:
+    claimed(UUIDS[5], token=digest("0123"))
+    (path,) = (used / "claims").iterdir()
+    os.chown(path, 54321, 54321)
+    inside = environment(SAFE_GPU_SCOPE="0123")
+    says("SAFE_GPU_SCOPE", "warning", f"process {os.getpid()} of 54321, another user", inside, "claim as that user")
+
+
+# The older package
+
+
+@pytest.fixture
+def old_lock(open_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = open_tmp / "safe_gpu" / "lock"
+    monkeypatch.setattr(older, "LOCK_FILE", str(path))
+    monkeypatch.delenv("SAFE_GPU_LEGACY_LOCK")
+    return path
+
+
+def test_the_older_package(old_lock: Path, child: Any) -> None:
+    assert "not been used" in finding("safe-gpu 1.x and 2.0").detail
+    old_lock.parent.mkdir()
+    old_lock.touch()
+    assert "claims take its lock too" in finding("safe-gpu 1.x and 2.0").detail
+    theirs = child(
+        f"import fcntl\nf = open({str(old_lock)!r}, 'w')\nfcntl.lockf(f, fcntl.LOCK_EX)\nsay('locked'); listen()"
+    )
+    assert theirs.hear() == "locked"
+    assert f"process {theirs.pid}" in finding("safe-gpu 1.x and 2.0").detail
+    assert finding("safe-gpu 1.x and 2.0", environment(SAFE_GPU_LEGACY_LOCK="never")).status == "warning"
+
+
+@as_root
+def test_the_older_package_closed_to_us(old_lock: Path, as_user: Any) -> None:
+    old_lock.parent.mkdir()
+    old_lock.touch(0o644)
+    old_lock.chmod(0o644)
+
+    def work(say: Any, listen: Any) -> None:
+        say(finding("safe-gpu 1.x and 2.0").status)
+        listen()
+        found = finding("safe-gpu 1.x and 2.0")
+        say(f"{found.status} {found.fix}")
+
+    user = as_user(work, uid=12345)
+    assert user.hear() == "warning"
+    old_lock.chmod(0o666)
+    old_lock.parent.chmod(0o700)
+    user.tell()
+    assert user.hear().startswith("warning have its users upgrade")

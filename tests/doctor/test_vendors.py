@@ -11,7 +11,7 @@ from support.kfd_host import KfdHost
 import safe_gpu
 from safe_gpu.cli.commands import main
 
-NVIDIA_ONLY = ("compute mode", "MIG", "MPS", "CUDA_DEVICE_ORDER")
+NVIDIA_ONLY = ("compute mode", "MPS")
 
 
 @pytest.fixture
@@ -41,7 +41,6 @@ def test_rows_on_simulated_amd_hosts(doctor: Any, preset: str) -> None:
     found = doctor(SAFE_GPU_DRIVER=f"simulated:{preset}")
     check_rows_of_amd(found)
     assert found["HIP"]["detail"] == "simulated GPUs have no HIP"
-    assert found["GPUs of other vendors"]["detail"] == "no GPUs of a second vendor"
 
 
 def test_rows_on_a_saved_tree(doctor: Any, tmp_path: Path) -> None:
@@ -65,21 +64,7 @@ def test_the_other_vendor(doctor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with safe_gpu.GPUOwner(1, vendor="amd", timeout=0, affinity=None, delegate=True):
         inside = doctor()
     assert "this is inside the claim of process" in inside["SAFE_GPU_SCOPE"]["detail"]
-    assert inside["SAFE_GPU_SCOPE"]["detail"].endswith("GPU amd:0")
+    assert inside["SAFE_GPU_SCOPE"]["detail"].endswith("GPU 0")
     assert "HIP" in inside, "a claim inside a claim of AMD GPUs gets those"
     found = doctor()
     assert "CUDA" in found
-    assert found["GPUs of other vendors"]["status"] == "passed"
-    assert "4 GPUs, AMD Instinct MI210; claims get those with --vendor amd" in found["GPUs of other vendors"]["detail"]
-
-
-def test_a_broken_driver_of_one_vendor(doctor: Any, fake_gpus: Any, tmp_path: Path) -> None:
-    (tmp_path / "root/dev").mkdir(parents=True)
-    (tmp_path / "root/dev/nvidiactl").touch()
-    KfdHost(tmp_path / "root").gpu(0x03, 1, 0xABC)
-    fake_gpus.options(init_error=9)
-    fake_gpus.use_nvml_here()
-    found = doctor(SAFE_GPU_DRIVER="auto", SAFE_GPU_FSROOT=str(tmp_path / "root"))
-    assert found["GPU driver"]["status"] == "failed"
-    assert found["GPUs of other vendors"]["status"] == "warning"
-    assert "not loaded" in found["GPUs of other vendors"]["detail"]

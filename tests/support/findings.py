@@ -11,19 +11,12 @@ import pytest
 from support.gpus import PACKAGE_ROOT
 
 from safe_gpu import doctor
-from safe_gpu.doctor.check import CheckedHost, Finding
+from safe_gpu.doctor.check import Finding
+from safe_gpu.doctor.host import CheckedHost
 from safe_gpu.drivers.presets import preset
 
 UUIDS = [gpu.uuid for gpu in preset("dgx-a100").gpus()]
 FUNCTIONS = dict(doctor.CHECKS)
-
-
-HOLD = """
-from safe_gpu.runtimes.placeholders import NoPlaceholder
-import safe_gpu, os, time
-safe_gpu.claim_gpus(1, NoPlaceholder(), affinity=None, only=0)
-say("held"); listen()
-"""
 
 
 ASK = """

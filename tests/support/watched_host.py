@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from safe_gpu.coordination.leases.lease import Lease
 
 from safe_gpu.affinity import cpu_shares as shares
 from safe_gpu.claim import functions
@@ -16,7 +17,6 @@ from safe_gpu.claim.checks import confirmation as recheck
 from safe_gpu.claim.host import host_view
 from safe_gpu.claim.search import attempt as look
 from safe_gpu.claim.search import leases_of_look as leasing
-from safe_gpu.coordination.leases.lease import Lease
 from safe_gpu.drivers.simulated import SimulatedContext, SimulatedDriver, SimulatedPlaceholder
 from safe_gpu.gpus.devices import Gpu, HostSnapshot
 from safe_gpu.runtimes.cuda import CudaLibrary

@@ -1,9 +1,11 @@
-"""Checks of what users and administrators have set: variables and the policy file."""
+"""Checks of what a claim finds around it: packages, settings, variables, the batch job and limits."""
 
 import os
+import re
+import resource
 from collections.abc import Callable
+from importlib import metadata
 
-from ..coordination.socket_names import digest
 from ..errors import PolicyError, SafeGpuError
 from ..runtimes.visible_devices import read_visible_once
 from ..schedulers.gpu_count import number_for_job
@@ -14,7 +16,8 @@ from ..settings import policy as rules
 from ..settings import variables as settings_module
 from ..settings.variables import policy_file
 from ..wording.text import plural
-from .check import CheckedHost, Finding, failed, gpus_named, passed, skipped, warning
+from .check import Finding, failed, passed, skipped, warning
+from .host import CheckedHost
 
 
 def policy(host: CheckedHost) -> Finding:
@@ -79,30 +82,6 @@ _READERS: dict[str, Callable[[str, str], object]] = {
 }
 
 
-def scope(host: CheckedHost) -> Finding:
-    """Check that SAFE_GPU_SCOPE, which a claim sets for claims inside it, belongs to a claim that is held."""
-    token = host.environ.get("SAFE_GPU_SCOPE")
-    if not token:
-        return passed("not set: this is not inside another claim")
-
-    secret = digest(token)
-    inside = {one.label: one.claim for one in host.status.gpus if one.claim is not None and one.claim.token == secret}
-    for claim in inside.values():
-        if claim.uid not in (None, os.geteuid()):
-            return warning(
-                f"SAFE_GPU_SCOPE belongs to the claim of process {claim.pid} of {claim.user}, another user: it is "
-                "ignored",
-                "unset SAFE_GPU_SCOPE, and claim as that user",
-            )
-    for claim in inside.values():
-        return passed(f"this is inside the claim of process {claim.pid}, {gpus_named(list(inside))}")
-    return warning(
-        f"SAFE_GPU_SCOPE={token} belongs to no held claim of this host (it leaks through qsub -V, ssh, sudo and tmux): "
-        "it is ignored",
-        "unset SAFE_GPU_SCOPE",
-    )
-
-
 def visible_devices(host: CheckedHost) -> Finding:
     """Check whether an inherited variable such as CUDA_VISIBLE_DEVICES limits claims, and whether its value is
     clear."""
@@ -136,21 +115,6 @@ def visible_devices(host: CheckedHost) -> Finding:
     return warning(limits, lift)
 
 
-def device_order(host: CheckedHost) -> Finding:
-    """Check that CUDA_DEVICE_ORDER has a value that CUDA knows."""
-    if host.vendor.library != "CUDA":
-        return skipped(f"{host.vendor.library} does not read it")
-    value = host.environ.get("CUDA_DEVICE_ORDER")
-    if value in ("PCI_BUS_ID", "FASTEST_FIRST"):
-        return passed(value)
-    if value is None:
-        return passed("not set: a claim sets it together with CUDA_VISIBLE_DEVICES")
-    return warning(
-        f"CUDA_DEVICE_ORDER={value!r} is unknown to CUDA, which uses FASTEST_FIRST then",
-        "set CUDA_DEVICE_ORDER=PCI_BUS_ID, or unset it",
-    )
-
-
 def batch_job(host: CheckedHost) -> Finding:
     """Report the batch job and the rank of this process."""
     job = host.job
@@ -174,3 +138,67 @@ def batch_job(host: CheckedHost) -> Finding:
             "compare gres.conf with the driver's numbers (AutoDetect=nvml), or set CUDA_VISIBLE_DEVICES as Slurm says",
         )
     return passed(text if job.requested_gpus is None else f"{text}, {plural(job.requested_gpus)} asked for")
+
+
+def packages(host: CheckedHost) -> Finding:
+    """Check that the required Python packages are installed, and none that replaces their modules."""
+    found: dict[str, list[str]] = {}
+    for distribution in metadata.distributions():
+        versions = found.setdefault(re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower(), [])
+        if distribution.version not in versions:
+            versions.append(distribution.version)
+    try:
+        from filelock import lock_descriptor  # noqa: F401
+    except ImportError as err:
+        return failed(f"filelock is missing or too old ({err})", "pip install -U filelock")
+    # The project pynvml installs no module of this name since version 12.
+    colliding = [name for name in ("nvidia-ml-py3", "pynvml") for one in found.get(name, ()) if _major(one) < 12]
+    if colliding:
+        return warning(
+            f"{' and '.join(colliding)} installs its own pynvml module in place of that of nvidia-ml-py",
+            f"pip uninstall {' '.join(colliding)} && pip install --force-reinstall nvidia-ml-py",
+        )
+    own = found.get("safe-gpu", [])
+    if len(own) > 1:
+        return warning(
+            f"safe-gpu is installed {len(own)} times ({', '.join(own)})", "pip uninstall safe-gpu, then install"
+        )
+    if own and _major(own[0]) < 3:
+        return warning(
+            f"the older safe-gpu {own[0]} is installed beside this one", "pip uninstall safe-gpu, then install this one"
+        )
+    known = [f"{name} {found[name][0]}" for name in ("safe-gpu", "filelock", "nvidia-ml-py") if name in found]
+    return passed(", ".join(known) or "run from a source tree")
+
+
+def _major(version: str) -> int:
+    major = version.split(".")[0]
+    return int(major) if major.isdecimal() else 0
+
+
+def address_space(host: CheckedHost) -> Finding:
+    """Check that the address space is not limited. Batch systems set that limit for memory, and CUDA may fail under
+    it."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return passed("not limited")
+    return warning(
+        f"limited to {limit / (1 << 30):.1f} GiB: CUDA reserves more address space than the memory of the host and its "
+        "GPUs together, and may fail with an out-of-memory error",
+        "limit memory in another way than h_vmem or ulimit -v (such as m_mem_free, cgroups), or ulimit -v unlimited",
+    )
+
+
+_OPENMP = {"OMP_PROC_BIND": ("", "false"), "GOMP_CPU_AFFINITY": ("",), "KMP_AFFINITY": ("", "disabled", "none")}
+
+
+def openmp(host: CheckedHost) -> Finding:
+    """Check that no variable of OpenMP moves threads away from the CPUs to which a claim binds them."""
+    for name, harmless in _OPENMP.items():
+        value = host.environ.get(name)
+        if value is not None and value.lower() not in harmless:
+            return warning(
+                f"{name}={value}: OpenMP binds threads itself when it is loaded, which undoes the binding of the claim",
+                f"unset {name}, or claim with affinity=None (--affinity none)",
+            )
+    return passed("no variable makes OpenMP bind threads")

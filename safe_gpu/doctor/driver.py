@@ -1,19 +1,16 @@
-"""Checks of the GPUs and their driver.
-
-In some containers and virtual machines, and under WSL2, the lists can be read and are empty. A claim is then safe among
-users of safe_gpu, but others see its GPUs as free.
-"""
+"""Checks of the GPUs and their driver."""
 
 from collections.abc import Callable
 
-from ..coordination.closed import closed_now, ignored_closed
 from ..errors import NoDriverError
-from ..gpus.devices import MIG_IS_ON, ComputeMode, HostSnapshot, ProcessKind
+from ..gpus.devices import ComputeMode, HostSnapshot, ProcessKind
 from ..gpus.vendors import VENDORS
 from ..host import procfs
+from ..selection.verdicts import UNWATCHABLE, Rules, why_memory_unexplained
 from ..settings.variables import real_driver
 from ..wording.text import plural
-from .check import CheckedHost, Finding, failed, labels, passed, skipped, warning, with_snapshot
+from .check import Finding, failed, passed, skipped, warning
+from .host import CheckedHost, labels, with_snapshot
 
 # A poll of eight initialised GPUs takes milliseconds. Without persistence mode the kernel driver initialises each GPU
 # first, which takes seconds.
@@ -57,24 +54,8 @@ def driver(host: CheckedHost) -> Finding:
     return passed(detail)
 
 
-def other_vendor(host: CheckedHost) -> Finding:
-    """Check the drivers of GPUs of further vendors."""
-    others, broken = host.others
-    if broken:
-        return warning(
-            f"a driver of one vendor does not work, and only claims of other GPUs can be made: {broken[0]}",
-            "repair that driver; --vendor (vendor=) chooses the GPUs of one that works",
-        )
-    if host.snapshot is None or not others:
-        return passed("no GPUs of a second vendor")
-    found = (
-        f"{_described(one)}; claims get those with --vendor {one.vendor} (vendor={one.vendor!r})" for one in others
-    )
-    return passed("; ".join(found))
-
-
 @with_snapshot
-def driver_speed(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
+def speed(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
     """Check that a poll does not delay claims."""
     took = f"opening and polling the driver took {host.poll_seconds:.2f} s"
     if host.poll_seconds <= _SLOW_POLL:
@@ -103,16 +84,6 @@ def cuda_starts(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
             "WrongDeviceError or PlaceholderError",
         )
     return passed(f"{title} can be initialised and sees {plural(len(seen))}")
-
-
-def drained(host: CheckedHost) -> Finding:
-    """Check whether root, or the owner of the state directory, has taken GPUs out of use."""
-    reasons = closed_now()
-    found = {one.label: reasons[one.gpu.uuid] for one in host.status.gpus if one.gpu.uuid in reasons}
-    texts = "; ".join([*(f"GPU {label} {reason}" for label, reason in found.items()), *(ignored := ignored_closed())])
-    fixes = [f"safe-gpu resume {' '.join(found)}, when they may be claimed again"] if found else []
-    fixes += ["remove what is ignored, and drain again with safe-gpu drain"] if ignored else []
-    return warning(texts, "; ".join(fixes)) if texts else passed("no GPU is drained")
 
 
 @with_snapshot
@@ -145,29 +116,6 @@ def compute_mode(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
     return passed("DEFAULT on every GPU")
 
 
-@_of_nvidia
-def mig(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
-    """Check that GPUs in MIG mode have instances."""
-    split = [gpu for gpu in snapshot.gpus if gpu.mig_enabled]
-    if not split:
-        return passed("off")
-    reason = split[0].unusable or ""
-    if reason != MIG_IS_ON:
-        detail, _, fix = reason.partition(": ")
-        return warning(f"{labels(split)}: {detail}", fix)
-    parents = {gpu.mig_parent for gpu in snapshot.gpus if gpu.is_mig_instance}
-    empty = [gpu for gpu in split if gpu.uuid not in parents]
-    if empty:
-        return warning(
-            f"{labels(empty)}: MIG mode is on and there is no instance, so there is nothing to claim",
-            "make instances (nvidia-smi mig -cgi ... -C), or turn MIG off (nvidia-smi -mig 0), as root",
-        )
-    instances = sum(gpu.is_mig_instance for gpu in snapshot.gpus)
-    return passed(
-        f"on for {labels(split)}: {plural(instances, 'instance')}; CUDA uses one per process, and UUIDs name them"
-    )
-
-
 def mps(host: CheckedHost) -> Finding:
     """Check whether the Multi-Process Service runs."""
     if other := _not_of(host):
@@ -187,3 +135,42 @@ def mps(host: CheckedHost) -> Finding:
         "apply to the server, not to its clients",
         "claim with visible_as='uuid' (--visible-as uuid), or stop it: echo quit | nvidia-cuda-mps-control",
     )
+
+
+@with_snapshot
+def process_lists(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
+    """Check that the driver lists the processes on a GPU. Without that list it is not known whether the GPU is free.
+
+    Where lists can be read and are empty, as under WSL2, a claim says so.
+    """
+    rules = Rules.of(host.environ)
+    whole = [gpu for gpu in snapshot.gpus if not gpu.lost and not gpu.mig_enabled]
+    never = [gpu for gpu in whole if not gpu.processes_supported]
+    if never:
+        what = f"{labels(never)}: {never[0].process_error or 'no process list'}"
+        if rules.lists_optional:
+            return warning(
+                f"{what}; such a GPU is claimed by its memory alone (SAFE_GPU_PROCESS_LIST=optional)",
+                "make sure that nobody uses these GPUs without safe_gpu",
+            )
+        return failed(f"{what}; such a GPU cannot be claimed", UNWATCHABLE.partition("; ")[2])
+    private = [gpu for gpu in whole if gpu.processes_private]
+    if private:
+        return warning(
+            f"{labels(private)}: {private[0].process_error}; such a GPU is claimed by its memory, where that is known",
+            "make sure that nobody uses these GPUs without safe_gpu, or claim as root",
+        )
+    now = [gpu for gpu in whole if gpu.processes is None]
+    if now:
+        return warning(
+            f"{labels(now)}: {now[0].process_error or 'the process list failed'}; such a GPU counts as busy",
+            "try again; if it persists, see dmesg and restart the driver",
+        )
+    unexplained = [gpu for gpu in whole if why_memory_unexplained(gpu, rules)]
+    if unexplained:
+        return warning(
+            f"{labels(unexplained)}: {why_memory_unexplained(unexplained[0], rules)}; such a GPU counts as busy",
+            "look from the host, outside of containers; if the memory is the driver's own, raise "
+            "SAFE_GPU_UNEXPLAINED_MEMORY",
+        )
+    return passed("the driver has a list of processes for every GPU")

@@ -1,0 +1,111 @@
+"""The host that checks look at."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+
+from ..coordination.state_dir import state_dir_path
+from ..drivers import open_driver
+from ..drivers.base import Driver
+from ..errors import PolicyError, SafeGpuError, StateDirError
+from ..gpus.devices import Gpu, HostSnapshot
+from ..gpus.vendors import FIRST, VENDORS, Vendor
+from ..host.foreign_files import read_start
+from ..schedulers.job import JobContext, current
+from .check import Finding, skipped
+
+_MOST = 1 << 20  # characters
+
+
+def labels(gpus: Iterable[Gpu]) -> str:
+    """Return ``GPU 3`` or ``GPUs 0,1``."""
+    return _named([gpu.label for gpu in gpus])
+
+
+def _named(names: list[str]) -> str:
+    return f"GPU{'s' if len(names) > 1 else ''} {','.join(names)}"
+
+
+class CheckedHost:
+    """The host that is checked.
+
+    Args:
+        root: the directory that has ``proc/...``, ``etc/...`` and so on.
+        environ: the environment that is checked; None is this process's.
+
+    Attributes:
+        path: the state directory.
+        driver: the driver that a claim would use, once ``snapshot`` was asked for; None if there is none.
+        driver_error: why there is no driver; "" if there is one.
+        poll_seconds: how long opening and polling the driver took.
+    """
+
+    def __init__(self, root: str = "/", environ: Mapping[str, str] | None = None) -> None:
+        self.root = root
+        self.environ = os.environ if environ is None else environ
+        try:
+            self.path = state_dir_path()
+        except (StateDirError, PolicyError) as err:  # the checks of the variables and of the policy report it
+            self.path = os.path.abspath(err.path)
+        self.driver: Driver | None = None
+        self.driver_error = ""
+        self.poll_seconds = 0.0
+
+    def read(self, name: str) -> str | None:
+        """Return the text of a file under the root, its first MiB, without trailing blanks; None if it cannot be
+        read."""
+        data = read_start(os.path.join(self.root, name), _MOST)
+        return None if data is None else os.fsdecode(data).rstrip()
+
+    def link(self, name: str) -> str | None:
+        """Return the target of a symbolic link under the root; None if it cannot be read."""
+        try:
+            return os.readlink(os.path.join(self.root, name))
+        except OSError:
+            return None
+
+    @cached_property
+    def snapshot(self) -> HostSnapshot | None:
+        """One poll of the driver, shared by all checks; None without a driver."""
+        began = time.monotonic()
+        try:
+            self.driver = open_driver()
+            snapshot = self.driver.detailed(self.driver.snapshot())
+        except SafeGpuError as err:
+            self.driver_error = str(err)
+            return None
+        self.poll_seconds = time.monotonic() - began
+        return snapshot
+
+    @property
+    def vendor(self) -> Vendor:
+        """That of the GPUs that a claim would get."""
+        return VENDORS[FIRST if self.snapshot is None else self.snapshot.vendor]
+
+    def named(self, uuids: Iterable[str]) -> str:
+        """Return ``GPU 3`` or ``GPUs 0,1``; by their UUIDs those that the driver does not show."""
+        known = {} if self.snapshot is None else {gpu.uuid: gpu.label for gpu in self.snapshot.gpus}
+        return _named([known.get(uuid, uuid) for uuid in uuids])
+
+    @cached_property
+    def job(self) -> JobContext:
+        """The batch job and the rank of this process."""
+        return current(self.environ)
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the GPUs are simulated."""
+        return self.driver is not None and self.driver.is_simulated
+
+    def close(self) -> None:
+        """Close the driver."""
+        if self.driver is not None:
+            self.driver.close()
+
+
+def with_snapshot(check: Callable[[CheckedHost, HostSnapshot], Finding]) -> Callable[[CheckedHost], Finding]:
+    """Return a check of what the driver shows, which is skipped without one."""
+    return lambda host: skipped("there is no driver") if host.snapshot is None else check(host, host.snapshot)

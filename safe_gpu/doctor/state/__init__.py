@@ -1,1 +1,0 @@
-"""Checks of the state directory, and of what stands in it."""

@@ -117,7 +117,7 @@ def test_a_function_that_holds_the_gpu_is_not_blamed_for_what_the_driver_hides(
     fake_gpus.options(hidden=1)
     code = "out['taken'] = claimed(1, lambda device_no: safe_gpu.CudaPlaceholder()(device_no))"
     (warning,) = run(fake_gpus, code)["warnings"]
-    assert "safe-gpu doctor says more" in warning
+    assert "start it with --pid=host" in warning
 
 
 def test_a_context_of_our_own_that_is_not_listed_does_not_keep_us_out(fake_gpus: Any) -> None:

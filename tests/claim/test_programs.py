@@ -22,7 +22,6 @@ from support.gpus import PACKAGE_ROOT
 import safe_gpu
 from safe_gpu.claim.messages.wait_status import WaitStatus
 from safe_gpu.claim.search.wait_reports import _to_log
-from safe_gpu.doctor import shown_processes as doctor_gpus
 from safe_gpu.gpus.devices import GpuVerdict
 from safe_gpu.host.programs import python_child
 from safe_gpu.runtimes.cuda import CUDA, CudaLibrary
@@ -85,19 +84,16 @@ def _of_ours(fd: int) -> bool:
 # Programs that contain Python: frozen apps, and applications that embed it
 
 
-def _by_claim() -> str:
+def ask() -> str:
+    """Ask CUDA in a child, which is refused; say why."""
     with pytest.raises(safe_gpu.NoDriverError) as refusal:
         CUDA.visible_in_child()
     return str(refusal.value)
 
 
-CHILDREN = [_by_claim, lambda: doctor_gpus._shown_in_child(os.environ)]
-
-
-@pytest.mark.parametrize("ask", CHILDREN)
 @pytest.mark.parametrize("app", ["frozen", "embedding"])
 def test_an_app_that_contains_python_is_not_started_again(
-    app: str, ask: Callable[[], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    app: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     program, trace = tmp_path / "app", tmp_path / "started"
     program.write_text(f"#!/bin/sh\necho >> {trace}\n")
@@ -120,10 +116,7 @@ def test_where_the_python_of_an_app_is_known_it_answers(monkeypatch: pytest.Monk
     assert version.stdout.strip() == sys.version
 
 
-@pytest.mark.parametrize("ask", CHILDREN)
-def test_an_app_that_is_called_python_is_started_once(
-    ask: Callable[[], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_app_that_is_called_python_is_started_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program, trace = tmp_path / "python-app", tmp_path / "started"
     again = (
         f"import sys; sys.executable = {str(program)!r}\n"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safe_gpu.coordination.scope import gpus_of_scope
 from support.claims import claim
 
 import safe_gpu
@@ -19,7 +20,6 @@ from safe_gpu.claim.limits import remaining_quota
 from safe_gpu.claim.search import attempt
 from safe_gpu.coordination import name_table
 from safe_gpu.coordination.flock import lock_file, unlock_file
-from safe_gpu.coordination.scope import gpus_of_scope
 from safe_gpu.drivers.simulated import SimulatedDriver
 from safe_gpu.host import procfs
 from safe_gpu.status.gather import gather

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safe_gpu.coordination.leases.file_names import lease_name
+from safe_gpu.coordination.locks.host_lock import HostLock
 from support.claims import claim
 from support.processes import own_network
 
@@ -23,8 +25,6 @@ import safe_gpu
 from safe_gpu.coordination import history, socket_names
 from safe_gpu.coordination import state_dir as files
 from safe_gpu.coordination import state_dir as owners
-from safe_gpu.coordination.leases.file_names import lease_name
-from safe_gpu.coordination.locks.host_lock import HostLock
 from safe_gpu.errors import StateDirError
 
 from .conftest import exchange
@@ -264,7 +264,7 @@ def test_a_claim_that_has_names_says_nothing_of_it(owned: Path, ground: Any, uns
 def test_doctor_says_it_too(owned: Path, ground: Any, command: Any) -> None:
     claim().release_gpus()
     out = " ".join(command.run("doctor").stdout.split())
-    assert "4711, who can remove other users' files in it, root's too" in out
+    assert f"4711 can remove other users' files in {owned}, root's too" in out
     assert f"fix: as root: safe-gpu setup --state-dir {owned}" in out
 
 

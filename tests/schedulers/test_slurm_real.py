@@ -253,16 +253,6 @@ def test_jobs_with_a_private_tmp_get_no_gpu_twice(alone: Slurm, room: Any) -> No
 
 
 @private_tmp
-def test_doctor_sees_the_private_tmp(alone: Slurm, room: Any) -> None:
-    script = room.script("export SAFE_GPU_DIR=/tmp/safe-gpu", "$SAFE_GPU doctor --json; $CLAIM given --hold go")
-    job = start(alone, script, lambda: room.records("claim"))
-    room.go()
-    alone.finish(job)
-    report = json.JSONDecoder().raw_decode(alone.output(job))[0]
-    assert "SAFE_GPU_DIR" in json.dumps(report)
-
-
-@private_tmp
 def test_a_shared_state_directory_brings_them_together(alone: Slurm, room: Any) -> None:
     first = start(alone, room.script("$CLAIM claim 8 --hold go"), lambda: room.records("claim"))
     second = start(alone, room.script("$CLAIM claim 8"), lambda: room.waiting("n1") == 1)

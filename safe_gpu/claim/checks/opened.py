@@ -83,7 +83,7 @@ def verify_alone(view: HostView, claim: Claim, options: ClaimOptions, *, holding
     claim.release_older()
     hidden = [label for label, one in shown if one == HIDDEN or (late and one == NOT_YET)]
     if hidden and not snapshot.shared_display:
-        cause = "safe-gpu doctor says more"
+        cause = "in a container, start it with --pid=host; under WSL2 and some virtual machines it stays so"
         if own_function and HIDDEN not in dict(shown).values():
             cause = f"{own_function} probably put nothing there: a placeholder allocates on device_no, and returns that"
         options.logger.warning(

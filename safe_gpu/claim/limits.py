@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import defaultdict
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -204,6 +205,17 @@ class ClaimsByUser:
                 gpus = ((self._snapshot.by_uuid(uuid), share) for uuid, share in one.gpus.items())
                 found[one.name] = sum(1.0 if gpu is None else part_of(gpu, share) for gpu, share in gpus)
         return found
+
+
+def held_by_users(snapshot: HostSnapshot, claims: Claims) -> dict[int, float]:
+    """Return uid -> how many of the GPUs of one driver each user holds, counting shares as parts. Claims inside claims
+    and on a shared display count for nothing."""
+    found: dict[int, float] = defaultdict(float)
+    for one in claims.living:
+        if one.uid >= 0 and not one.display and not claims.is_inside(one):
+            shown = ((snapshot.by_uuid(uuid), share) for uuid, share in one.gpus.items())
+            found[one.uid] += sum(part_of(gpu, share) for gpu, share in shown if gpu is not None)
+    return {uid: number for uid, number in found.items() if number}
 
 
 def quota_of(path: str, warn: object) -> Quota | None:

@@ -258,30 +258,21 @@ def _policy(options: argparse.Namespace) -> int:
 def _held() -> dict[str, dict[int, float]] | None:
     """Return, for each vendor, how many of its GPUs each user (uid) holds here, counting shares as parts; None if the
     GPUs or the state directory cannot be read."""
-    from ..claim.limits import parts_by_lease
-    from ..coordination.files.state_dir import StateDir
-    from ..coordination.holders.by_kernel import lease_owners
-    from ..coordination.state_dir import state_dir_path
+    from ..claim.limits import held_by_users
+    from ..coordination.holders import Claims, living_claims
     from ..drivers import open_drivers
     from ..errors import SafeGpuError
 
     held = {}
     try:
+        claims = Claims(living_claims())
         for driver in open_drivers()[0]:
             try:
                 snapshot = driver.snapshot()
             finally:
                 driver.close()
-            with StateDir(state_dir_path(), make=False) as root, StateDir("leases", root, make=False) as leases:
-                uuids = [gpu.uuid for gpu in snapshot.gpus]
-                found = lease_owners(leases, uuids, snapshot.name_prefix)
-                parts, owners = parts_by_lease(leases, snapshot, found), found.users
-            held[snapshot.vendor] = {
-                uid: _rounded(sum(parts.get(name, 0.0) for name, owner in owners.items() if owner == uid))
-                for uid in set(owners.values())
-            }
-    except FileNotFoundError:
-        return {}
+            users = held_by_users(snapshot, claims)
+            held[snapshot.vendor] = {uid: _rounded(number) for uid, number in users.items()}
     except SafeGpuError as err:
         say(f"warning: {err}")
         return None

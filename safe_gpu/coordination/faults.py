@@ -4,11 +4,10 @@ Each user has a note of its own on a GPU, ``faults/UUID.UID``, which counts if t
 nothing: it only makes other GPUs the better choice for some minutes.
 """
 
-import heapq
 import json
 import os
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -41,35 +40,33 @@ def read_faults(state_dir: str | SharedDirectory, uuids: Iterable[str]) -> dict[
     Args:
         state_dir: its path, or that directory while it is open.
     """
+    wanted = {_stem(uuid): uuid for uuid in uuids}
     found: dict[str, GpuFault] = {}
-    now = time.time()
+    looked_at: Counter[str] = Counter()
     with suppress(StateDirError, FileNotFoundError), Directory(state_dir, _DIRECTORY, make=False) as directory:
-        users: defaultdict[str, list[int]] = defaultdict(list)
-        for name in directory.names():
-            stem, _, owner = name.rpartition(".")
-            if owner.isascii() and owner.isdecimal() and len(owner) <= 10:
-                users[stem].append(int(owner))
-        for uuid in uuids:
-            first = heapq.nsmallest(_MOST_NOTES, users.get(_stem(uuid), ()), key=lambda uid: (uid != os.geteuid(), uid))
-            for uid in first:
-                fault = _read(directory, f"{_stem(uuid)}.{uid}", uid)
-                if fault is None or not (uid == os.geteuid() or abs(now - fault.when) < LAST_CHOICE):
-                    continue
-                if uuid not in found or fault.when > found[uuid].when:
-                    found[uuid] = fault
+        names = directory.names()
+        for name in (*names.intersection(map(_own_name, wanted)), *names):
+            uuid = wanted.get(name.rpartition(".")[0])
+            if uuid is None or looked_at[uuid] == _MOST_NOTES:
+                continue
+            looked_at[uuid] += 1
+            fault = _read(directory, name)
+            if fault is not None and (uuid not in found or fault.when > found[uuid].when):
+                found[uuid] = fault
     return found
 
 
-def _read(directory: Directory, name: str, uid: int) -> GpuFault | None:
-    """Return the note in a file of this user; None if it is of somebody else or makes no sense."""
+def _read(directory: Directory, name: str) -> GpuFault | None:
+    """Return the note in a file; None if it is of another user than its name says, too old, or makes no sense."""
     try:
         with open_to_read(name, os.O_NOFOLLOW, directory.fd) as file:
-            if os.fstat(file.fileno()).st_uid != uid:
-                return None
+            uid = os.fstat(file.fileno()).st_uid
             said = json.loads((file.read(_MOST_BYTES) or b"").decode("utf-8", "replace"))
-        return GpuFault(as_time(said["when"]), procfs.printable(str(said["error"]))[:_MOST_CHARACTERS])
+        fault = GpuFault(as_time(said["when"]), procfs.printable(str(said["error"]))[:_MOST_CHARACTERS])
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
+    counts = uid == os.geteuid() or abs(time.time() - fault.when) < LAST_CHOICE
+    return fault if counts and name.endswith(f".{uid}") else None
 
 
 def write_fault(state_dir: str, uuid: str, fault: GpuFault) -> None:

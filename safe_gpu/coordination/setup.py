@@ -3,7 +3,7 @@
 import os
 import re
 import stat
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 
 from ..errors import StateDirError
 from ..host.procfs import user_name
@@ -24,50 +24,37 @@ _REMOVED = {
 def examine(path: str) -> list[str]:
     """Return what a state directory of root's lacks, relative to it, in the order in which it is to be made.
 
+    Args:
+        path: below directories that nobody but root can change.
+
     Raises:
         StateDirError: the directory, one in it or host.lock is not root's or not open to all, or there is something
             else in its place. Nothing of another user is changed or taken over.
     """
     missing = []
-    with ExitStack() as stack:
-        root = None
-        for name in (".", *PARTS):
-            try:
-                directory = SharedDirectory(path if root is None else name, root, make=False)
-            except FileNotFoundError:
-                if root is None:
-                    return [".", *PARTS, HOST_LOCK]
-                missing.append(name)
-                continue
-            stack.enter_context(directory)
-            status = os.fstat(directory.fd)
-            _refuse_if_of_others(path, name, status)
-            if stat.S_IMODE(status.st_mode) != DIR_MODE:
-                raise _refusal(path, name, f"has mode {stat.S_IMODE(status.st_mode):04o} in place of 1777")
-            root = root or directory
-        assert root is not None
+    for name in (".", *PARTS, HOST_LOCK):
+        place = os.path.normpath(os.path.join(path, name))
         try:
-            status = os.stat(HOST_LOCK, dir_fd=root.fd, follow_symlinks=False)
+            status = os.lstat(place)
         except FileNotFoundError:
-            return [*missing, HOST_LOCK]
-        _refuse_if_of_others(path, HOST_LOCK, status)
-        if status.st_nlink != 1 or not is_everybodys(status):
-            raise _refusal(path, HOST_LOCK, "is no file with mode 0666 and one name")
+            missing.append(name)
+            continue
+        if why := _wrong(name, status):
+            raise StateDirError(
+                f"{place} {why}: name another directory, or move this one away (mv {path} {path}.old) and run "
+                f"{setup_command(path)} again",
+                path=place,
+            )
     return missing
 
 
-def _refuse_if_of_others(path: str, name: str, status: os.stat_result) -> None:
+def _wrong(name: str, status: os.stat_result) -> str:
     if status.st_uid:
-        raise _refusal(path, name, f"belongs to {user_name(status.st_uid)}")
-
-
-def _refusal(path: str, name: str, why: str) -> StateDirError:
-    place = os.path.normpath(os.path.join(path, name))
-    return StateDirError(
-        f"{place} {why}: name another directory, or move this one away (mv {path} {path}.old) and run "
-        f"{setup_command(path)} again",
-        path=place,
-    )
+        return f"belongs to {user_name(status.st_uid)}"
+    if name == HOST_LOCK:
+        is_right = is_everybodys(status) and status.st_nlink == 1
+        return "" if is_right else "is no file with mode 0666 and one name"
+    return "" if status.st_mode == stat.S_IFDIR | DIR_MODE else "is no directory with mode 1777"
 
 
 def make(path: str) -> None:

@@ -167,8 +167,8 @@ def test_only_root(host: Host, as_user: Any) -> None:
         ("{}/a\nd x", "write an absolute path"),
         ("{}/missing/state", "there is no directory"),
         ("{}/anna/state", "users other than root can change"),
-        ("{}/file", "is not a directory"),
-        ("{}/link", "is a symbolic link"),
+        ("{}/file", "is no directory with mode 1777"),
+        ("{}/link", "is no directory with mode 1777"),
     ],
 )
 def test_places_that_are_refused(host: Host, path: str, words: str) -> None:
@@ -227,11 +227,11 @@ def test_a_neighbour_can_neither_remove_nor_close_it(host: Host, as_user: Any) -
     [
         (".", ANNA, 0o1777, "belongs to 4711"),
         (".", ANNA, 0o700, "belongs to 4711"),
-        (".", 0, 0o755, "has mode 0755 in place of 1777"),
+        (".", 0, 0o755, "is no directory with mode 1777"),
         ("claims", BEN, 0o1777, "belongs to 4712"),
         ("queue", ANNA, 0o1777, "belongs to 4711"),
         ("faults", ANNA, 0o1777, "belongs to 4711"),
-        ("history", 0, 0o700, "has mode 0700 in place of 1777"),
+        ("history", 0, 0o700, "is no directory with mode 1777"),
         ("host.lock", ANNA, 0o666, "belongs to 4711"),
         ("host.lock", 0, 0o600, "is no file with mode 0666 and one name"),
     ],

@@ -43,6 +43,7 @@ struct gpu {
   char uuid[UUID_SIZE];
   bool chosen, busy, closed, inside; /* inside: the claim around this one holds it */
   bool elsewhere;                    /* a door is held by who has no entry here */
+  bool by_entry;                     /* the claim around this one had no sockets */
   int doors[DOORS], door_count, part;
 };
 
@@ -686,7 +687,7 @@ static bool take_doors(int i)
   return true;
 #endif
   if (without_doors) return true;
-  if (*inside) return take_part(i) && is_token_held(gpu);
+  if (*inside) return gpu->by_entry || (take_part(i) && is_token_held(gpu));
   tails_of_token(token, first, last);
   if (*token && !take_door(gpu, first)) return false;
   if (!take_door(gpu, "") || !parts_are_known(i)) return false;
@@ -822,12 +823,13 @@ static const struct entry *claim_around(void)
   for (int i = 0; i < gpu_count; i++) gpus[i].inside = false;
   if (!scope) return NULL;
   hash16(scope, hash);
-  for (int i = 0; i < claims.count && !without_doors; i++) {
+  for (int i = 0; i < claims.count; i++) {
     const struct entry *e = &claims.living[i];
     if (e->uid != geteuid() || strcmp(e->token, hash)) continue;
     int held = 0;
     for (int k = 0; k < gpu_count; k++) {
-      gpus[k].inside = e->bytes[k] < 0 && is_token_held(&gpus[k]);
+      gpus[k].by_entry = without_doors || e->part[k] < 0;
+      gpus[k].inside = e->bytes[k] < 0 && (gpus[k].by_entry || is_token_held(&gpus[k]));
       held += gpus[k].inside;
     }
     return held ? e : NULL;

@@ -451,7 +451,7 @@ static int by_age(const void *a, const void *b)
 
 static void list(struct directory *d)
 {
-  static long long numbers[NAMES];
+  static long long numbers[NAMES + 3];
   int count = 0, names = 0, fd = openat(d->fd, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   DIR *directory = fd < 0 ? NULL : fdopendir(fd);
   struct stat s;

@@ -131,7 +131,7 @@ class Host:
             held = Held(fd, unlock=unlock_file)
             try:
                 pauses, holders = _pauses(), []
-                while not lock_file(fd):
+                while not self._try(fd):
                     if deadline is not None and time.monotonic() >= deadline:
                         holders.append(_holder(fd))
                         if len(holders) == _LAST_TRIES:
@@ -140,18 +140,21 @@ class Host:
                         time.sleep(next(pauses))
                 if directory.is_current_file(HOST_LOCK, held.file):
                     return held
-            except OSError as err:
-                held.release()
-                raise StateDirError(
-                    f"{self.path}/host.lock cannot be locked ({err.strerror}): set SAFE_GPU_DIR to a directory on a "
-                    "local file system",
-                    path=self.path,
-                    errno=err.errno,
-                ) from err
             except BaseException:
                 held.release()
                 raise
             held.release()  # a cleaner of /tmp took the file away meanwhile: lock what stands there now
+
+    def _try(self, fd: int) -> bool:
+        try:
+            return lock_file(fd)
+        except OSError as err:
+            raise StateDirError(
+                f"{self.path}/host.lock cannot be locked ({err.strerror}): set SAFE_GPU_DIR to a directory on a local "
+                "file system",
+                path=self.path,
+                errno=err.errno,
+            ) from err
 
     def _timeout(self, holders: list[tuple[int | None, bool]]) -> LockTimeout:
         """Return the error of a wait whose last tries found these holders, as of :func:`_holder`."""

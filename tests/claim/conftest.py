@@ -12,9 +12,10 @@ from support.watched_host import Host, Spies
 
 from safe_gpu import drivers
 from safe_gpu.claim import owner
-from safe_gpu.coordination.locks.host_lock import HostLock
-from safe_gpu.coordination.queue.ticket import TicketRequest
-from safe_gpu.coordination.queue.waiter import Waiter
+from safe_gpu.coordination.entry import said_by_this_process
+from safe_gpu.coordination.host_lock import Host as SharedHost
+from safe_gpu.coordination.queue import TicketRequest, Waiter
+from safe_gpu.coordination.signals import DeferredSignals
 
 
 @pytest.fixture
@@ -53,8 +54,8 @@ def spies(host: Host, monkeypatch: pytest.MonkeyPatch) -> Spies:
 def untouched() -> Callable[[], AbstractContextManager[None]]:
     """``with untouched():`` whatever happens inside, it leaves this process and the state directory as they were.
 
-    Compared are the environment, every thread's CPU mask, descriptors, threads, locks, tickets, simulated contexts, and
-    what the package remembers of claims.
+    Compared are the environment, every thread's CPU mask, descriptors, threads, claims, tickets, simulated contexts,
+    and what the package remembers of claims.
     """
     return traces.untouched
 
@@ -88,18 +89,20 @@ def stranger(child: Any, ground: Any) -> Callable[..., None]:
 @pytest.fixture
 def line(ground: Any) -> Iterator[Callable[..., Waiter]]:
     """Tickets, played in this process: ``line(2, (0, 1), hold_for=600)``."""
-    waiters: list[Waiter] = []
+    with ExitStack() as stack:
 
-    def join(nb_gpus: int, gpus: Sequence[int] = range(8), *, hold_for: float | None = None, **more: Any) -> Waiter:
-        uuids = frozenset(ground.uuids[index] for index in gpus)
-        waiters.append(Waiter(TicketRequest(nb_gpus, uuids, tuple(more.items()), hold_for)))
-        with HostLock(time.monotonic() + 30) as host:
-            waiters[-1].join(host)
-        return waiters[-1]
+        def join(nb_gpus: int, gpus: Sequence[int] = range(8), *, hold_for: float | None = None, **more: Any) -> Waiter:
+            uuids = frozenset(ground.uuids[index] for index in gpus)
+            host = stack.enter_context(SharedHost())
+            waiter = Waiter(host, TicketRequest(nb_gpus, uuids, tuple(more.items()), hold_for), by_turns=False)
+            stack.callback(waiter.leave)
+            with DeferredSignals() as signals:
+                host.look()
+                with host.locked(time.monotonic() + 30, signals):
+                    waiter.join(said_by_this_process(None))
+            return waiter
 
-    yield join
-    for waiter in waiters:
-        waiter.leave()
+        yield join
 
 
 @pytest.fixture
@@ -134,13 +137,10 @@ def user(as_user: Any) -> Callable[..., Any]:
 def waiting(user: Any, ground: Any, eventually: Any) -> Callable[..., Any]:
     """``waiting(ANNA, 2)``: a process of hers that has a ticket for two GPUs."""
 
-    def written() -> int:
-        return sum(bool((ground.directory / "queue" / name).read_text()) for name in ground.tickets())
-
     def start(uid: int, nb_gpus: int = 1, **options: Any) -> Any:
-        before = written()
+        before = len(ground.tickets())
         one = user(uid, nb_gpus, **{"timeout": None, **options})
-        eventually(lambda: written() > before)
+        eventually(lambda: len(ground.tickets()) > before)
         return one
 
     return start

@@ -108,14 +108,14 @@ class Room:
         lines = path.read_text().splitlines() if path.exists() else []
         return [record for record in map(json.loads, lines) if record["event"] == event]
 
-    def leases(self, host: str) -> dict[str, dict[str, Any]]:
-        """Lease records on a host by UUID, those of ended claims too."""
-        files = (self.state / host / "leases").glob("GPU-*.lock")
-        return {path.stem: json.loads(path.read_text()) for path in files if path.stat().st_size}
+    def entries(self, host: str) -> dict[str, dict[str, Any]]:
+        """Entries of claims on a host by the UUIDs of their GPUs, those of killed claims too."""
+        found = [json.loads(path.read_text()) for path in (self.state / host / "claims").glob("[0-9]*")]
+        return {uuid: entry for entry in found for uuid in entry["gpus"]}
 
     def waiting(self, host: str) -> int:
         """Tickets in the queue of a host."""
-        return len(list((self.state / host / "queue").glob("*.ticket")))
+        return len(list((self.state / host / "queue").glob("[0-9]*")))
 
     def go(self) -> None:
         """Let the jobs end that hold their GPUs until told."""

@@ -226,9 +226,9 @@ def test_starter_method_gives_gpus_to_jobs_that_know_nothing(sge: GridEngine, ro
     jobs[sge.submit(*ON_HOST1, "-l", "gpu=1", "-v", f"REFEREE={room.referee}", "-b", "y", *program)] = 1
     claims = sge.claims(4)
     assert {claim["about"]["JOB_ID"]: len(claim["gpus"]) for claim in claims} == jobs
-    holders = {record["pid"] for record in room.leases(HOST1).values()}
+    holders = {entry["pid"] for entry in room.entries(HOST1).values()}
     assert len(holders) == 4
-    # What holds the lease is the shell of the job's script, or the program itself: nothing stays in between.
+    # What holds the GPUs is the shell of the job's script, or the program itself: nothing stays in between.
     assert all(holders & {claim["pid"], claim["parent"]} for claim in claims)
     room.go()
     sge.finish(*jobs)
@@ -241,4 +241,4 @@ def test_starter_method_gives_none_to_jobs_that_declare_none(sge: GridEngine, ro
     assert [claim["gpus"] for claim in room.verdict()] == [[]]
     assert "visible: <>" in sge.output(job)
     assert f"starts without a GPU: job sge:{job} asked for no GPU" in sge.output(job)
-    assert room.leases(HOST1) == {}
+    assert room.entries(HOST1) == {}

@@ -240,7 +240,7 @@ def start(slurm: Slurm, script: str, started: Callable[[], Any]) -> str:
 
 @private_tmp
 def test_jobs_with_a_private_tmp_get_no_gpu_twice(alone: Slurm, room: Any) -> None:
-    """job_container/tmpfs: each job has a /tmp of its own, so their lease files do not meet. Their names do."""
+    """job_container/tmpfs: each job has a /tmp of its own, so their entries do not meet. Their doors do."""
     script = room.script("export SAFE_GPU_DIR=/tmp/safe-gpu", "$CLAIM claim 8 --hold go")
     first = start(alone, script, lambda: len(room.records("claim")) == 1)
     script = room.script("export SAFE_GPU_DIR=/tmp/safe-gpu", "$CLAIM claim 1 --timeout 0")

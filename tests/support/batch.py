@@ -56,11 +56,11 @@ class BatchSystem:
             self.finish(*left)
 
     def check_cancelling(self, host: str, *where: str) -> None:
-        """The first job is killed between its lease and its placeholder, the second while it waits; the third gets the
+        """The first job is killed between its entry and its placeholder, the second while it waits; the third gets the
         GPUs. All run on the host to which the options ``where`` lead."""
         room = self.room
         holder = self.submit(*where, room.script("exec $CLAIM claim 8 --debug-sleep 600"))
-        wait_for(lambda: len(room.leases(host)) == 8, "lease of the first")
+        wait_for(lambda: len(room.entries(host)) == 8, "entry of the first")
         waiter = self.submit(*where, room.script("exec $CLAIM claim 8"))
         wait_for(lambda: room.waiting(host) == 1, "ticket of the second")
         heir = self.submit(*where, room.script("$CLAIM claim 8"))

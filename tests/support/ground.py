@@ -1,10 +1,11 @@
 """The state directory of a test: where it lies, who holds and who waits there, and others who are played."""
 
-import json
 import os
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,69 @@ def write_for_all(path: Path, content: str | bytes) -> None:
     path.chmod(0o666)
 
 
+@contextmanager
+def locked_host(path: Path | None = None) -> Iterator[Any]:
+    """Hold host.lock of the state directory of this test, or of another one, with all claims and tickets seen."""
+    from safe_gpu.coordination.host_lock import Host
+    from safe_gpu.coordination.signals import DeferredSignals
+
+    with DeferredSignals() as signals, Host(None if path is None else str(path)) as host:
+        host.look()
+        with host.locked(time.monotonic() + 30, signals):
+            yield host
+
+
+def simulated_doors() -> Any:
+    """Doors of the simulated GPUs of this test, none of which is taken yet."""
+    from safe_gpu.coordination.doors import Doors, simulated_tree
+
+    tree = os.environ.get("SAFE_GPU_SIMULATED_DIR") or os.path.join(os.environ["SAFE_GPU_DIR"], "simulated")
+    return Doors(simulated_tree(tree))
+
+
+class PlayedClaim:
+    """The claim of a process that only sleeps: its entry and its doors, which this process holds in its place."""
+
+    def __init__(self, gpus: dict[str, int | None], uid: int, **said: Any) -> None:
+        from safe_gpu.coordination.entry import make_entry
+        from safe_gpu.host import procfs
+
+        self.process = subprocess.Popen(["sleep", "infinity"], **({} if uid == os.geteuid() else {"user": uid}))
+        self.doors = simulated_doors()
+        facts = {
+            "pid": self.process.pid,
+            "start": procfs.start_time(self.process.pid),
+            "pidns": procfs.pid_namespace() or 0,
+            "host": "gpu1",
+            "command": "sleep",
+            "since": round(time.time(), 3),
+        }
+        with locked_host() as host:
+            claims = host.claims.look()
+            for uuid, share in gpus.items():
+                known = {one.parts[uuid] for one in claims if uuid in one.parts}
+                take = self.doors.take_whole if share is None else self.doors.take_share
+                assert take(uuid, known), f"{uuid} is held"
+            said = {**facts, "gpus": gpus, "parts": self.doors.parts, **said}
+            name, self.entry = make_entry(host.claims.directory, host.claims.next_number, said, by_children=False)
+        self.path = Path(os.environ["SAFE_GPU_DIR"], "claims", name)
+        if uid != os.geteuid():
+            os.fchown(self.entry.fd, uid, uid)
+
+    def end(self) -> None:
+        """Let the process die: its entry stays behind, and the kernel gives back what it held."""
+        self.process.kill()
+        self.process.wait(30)
+        self.doors.release()
+        self.entry.release()
+
+    def release(self) -> None:
+        """Let it release its claim."""
+        with suppress(FileNotFoundError):
+            self.path.unlink()
+        self.end()
+
+
 class Ground:
     """What lies in this test's state directory: who holds which GPU, who waits. Others can be played here."""
 
@@ -53,48 +117,45 @@ class Ground:
         from safe_gpu.drivers.presets import preset
 
         self.uuids = [gpu.uuid for gpu in preset("dgx-a100").gpus()]
-        self._held: dict[str, Any] = {}
+        self._held: dict[str, PlayedClaim] = {}
         self._contexts: list[Any] = []
 
     @property
     def directory(self) -> Path:
         return Path(os.environ["SAFE_GPU_DIR"])
 
-    def leased(self, *, inner: bool = False) -> list[int]:
-        """Indices of the GPUs whose lease is held, by a played holder too."""
-        from safe_gpu.coordination.leases.file_names import inner_name, lease_name
-        from safe_gpu.coordination.leases.lease import probe
-        from safe_gpu.coordination.locks.host_lock import HostLock
+    def claims(self) -> list[Any]:
+        """The living claims."""
+        from safe_gpu.coordination.holders import living_claims
 
-        name = inner_name if inner else lease_name
-        with HostLock(time.monotonic() + 30) as host:
-            return [index for index, uuid in enumerate(self.uuids) if probe(host, name(uuid))]
+        return living_claims()
+
+    def leased(self, *, inside: bool = False) -> list[int]:
+        """Indices of the GPUs that a living claim holds, a played one too; with ``inside``, one inside another."""
+        held = {uuid for one in self.claims() if bool(one.inside) is inside for uuid in one.gpus}
+        return [index for index, uuid in enumerate(self.uuids) if uuid in held]
 
     def tickets(self) -> list[str]:
-        """Names in the queue's directory, in order."""
-        try:
-            names = os.listdir(self.directory / "queue")
-        except FileNotFoundError:
-            return []
-        return sorted(names, key=lambda name: (len(name), name))
+        """Names of the tickets of those who wait, in the order of the queue."""
+        from safe_gpu.coordination.queue import waiting_tickets
 
-    def hold(self, *indices: int, until: float | None = None) -> None:
-        """Play somebody else's claim of these GPUs, one that left no record, or one that is to end then."""
-        from safe_gpu.coordination.leases.file_names import lease_name
-        from safe_gpu.coordination.leases.lease import try_lease
-        from safe_gpu.coordination.locks.host_lock import HostLock
+        return [ticket.name for ticket in waiting_tickets()]
 
-        with HostLock(time.monotonic() + 30) as host:
-            for index in indices:
-                lease = try_lease(host, lease_name(self.uuids[index]))
-                assert lease is not None
-                facts = {"v": 1, "pid": 1, "user": "ben", "host": "gpu1", "gpus": [self.uuids[index]], "token": ""}
-                record = {**facts, "since": 1.0, "until": until}
-                lease.write(b"" if until is None else json.dumps(record).encode())
-                self._held[self.uuids[index]] = lease
+    def hold(self, *indices: int, until: float | None = None, uid: int | None = None, **said: Any) -> None:
+        """Play a claim of each of these GPUs by a sleeping process, which is to end then, of this or another user.
+
+        What else its entry says, or says in place of the truth, is given by key.
+        """
+        for uuid in [self.uuids[index] for index in indices]:
+            played = PlayedClaim({uuid: None}, os.geteuid() if uid is None else uid, until=until, **said)
+            self._held[uuid] = played
+
+    def played(self, index: int) -> PlayedClaim:
+        """The played claim of a GPU."""
+        return self._held[self.uuids[index]]
 
     def let_go(self, *indices: int) -> None:
-        """End that claim, on these GPUs or on all."""
+        """Release those claims, of these GPUs or of all."""
         for uuid in [self.uuids[index] for index in indices] or list(self._held):
             self._held.pop(uuid).release()
 

@@ -44,19 +44,25 @@ JUNK = (
 )  # fmt: skip
 """Bytes that are put anywhere into a document, or stand in place of one."""
 
-RECORD: dict[str, Any] = {
-    "v": 1, "pid": os.getpid(), "start": 1, "uid": 1000, "user": "anna", "host": "gpu1", "job": "sge:4711.3",
-    "command": "python train.py", "gpus": ["GPU-00000000-0000-0000-0000-000000000000"], "since": NOW - 60,
-    "until": NOW + 60, "token": "", "pidns": None,
+GPU = "GPU-00000000-0000-0000-0000-000000000000"
+_PROCESS: dict[str, Any] = {
+    "v": 1, "pid": os.getpid(), "start": 1, "pidns": 0, "host": "gpu1", "job": "sge:4711.3",
+    "command": "python train.py",
 }  # fmt: skip
-"""What a lease file says; the rest of what lies in a state directory follows."""
+ENTRY: dict[str, Any] = {
+    **_PROCESS, "since": NOW - 60, "until": NOW + 60, "queued": None, "gpus": {GPU: None}, "parts": {},
+    "display": False, "token": "", "inside": "", "waited": 0.1,
+}  # fmt: skip
+"""What the entry of a claim says; the rest of what lies in a state directory follows."""
 
 TICKET: dict[str, Any] = {
-    "pid": 1, "pidns": None, "user": "anna", "since": NOW - 5, "hold_for": 60.0,
-    "request": {"nb_gpus": 1, "gpus": RECORD["gpus"], "min_memory": None},
+    **_PROCESS, "nb_gpus": 1, "gpus": [GPU], "hold_for": 60.0, "inside": "", "min_memory": None, "turn": 1.5,
 }  # fmt: skip
 FAULT = {"when": NOW, "error": "CUDA_ERROR_ECC_UNCORRECTABLE"}
-CLAIM = {**RECORD, "claim": [os.getpid(), NOW - 60], "labels": ["0"]}
+CLAIM: dict[str, Any] = {
+    "v": 1, "claim": [os.getpid(), NOW - 60], "uid": 1000, "user": "anna", "host": "gpu1", "job": "sge:4711.3",
+    "command": "python train.py", "gpus": [GPU], "labels": ["0"], "until": NOW + 60, "waited": 0.1,
+}  # fmt: skip
 ENDING = {"v": 1, "claim": [os.getpid(), NOW - 60], "ended": [NOW - 20, NOW]}
 
 

@@ -2,52 +2,42 @@
 
 import fcntl
 import os
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from support.process_state import process_state
 
 import safe_gpu
 from safe_gpu.claim import owner
+from safe_gpu.coordination.holders import living_claims
+from safe_gpu.coordination.queue import waiting_tickets
 
 
 @contextmanager
 def untouched() -> Iterator[None]:
-    process, before = process_state(), _traces()
+    process, before, entries = process_state(), _traces(), _entries()
     yield
     assert not process_state().changes(process)
     now = _traces()
     for what, then in before.items():
         assert now[what] == then, what
-
-
-def _held(state: Path) -> list[str]:
-    """Names of the locks that are held, and not only tried by a waiter, who holds host.lock then."""
-
-    def leases() -> list[str]:
-        return [path.name for path in sorted(state.glob("leases/*.lock")) if is_locked(path)]
-
-    if not (state / "host.lock").exists():
-        return leases()
-    with (state / "host.lock").open() as lock:
-        for _ in range(100):  # a test may hold it all the time
-            with suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return leases()
-            time.sleep(0.005)
-    return ["host.lock", *leases()]
+    assert not _entries() - entries
 
 
 def _traces() -> dict[str, object]:
     state = Path(os.environ["SAFE_GPU_DIR"])
     return {
-        "locks": _held(state),
-        "tickets": sorted(path.name for path in state.glob("queue/*")),
+        "claims": [entry.name for entry in living_claims()],
+        "tickets": [ticket.name for ticket in waiting_tickets()],
         "contexts": sorted(path.name for path in state.glob("simulated/*/*")),
         "owners": (owner.current_owner(), safe_gpu.gpu_owner),
     }
+
+
+def _entries() -> set[str]:
+    state = Path(os.environ["SAFE_GPU_DIR"])
+    return {path.name for part in ("claims", "queue") for path in state.glob(f"{part}/*")}
 
 
 def is_locked(path: Path) -> bool:

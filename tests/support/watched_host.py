@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from safe_gpu.coordination.leases.lease import Lease
 
 from safe_gpu.affinity import cpu_shares as shares
+from safe_gpu.claim import claim as claim_module
 from safe_gpu.claim import functions
 from safe_gpu.claim import owner as owner_module
 from safe_gpu.claim.checks import confirmation as recheck
 from safe_gpu.claim.host import host_view
-from safe_gpu.claim.search import attempt as look
-from safe_gpu.claim.search import leases_of_look as leasing
+from safe_gpu.coordination import host_lock
+from safe_gpu.coordination.doors import Doors
 from safe_gpu.drivers.simulated import SimulatedContext, SimulatedDriver, SimulatedPlaceholder
 from safe_gpu.gpus.devices import Gpu, HostSnapshot
 from safe_gpu.runtimes.cuda import CudaLibrary
@@ -110,14 +111,14 @@ class Spies:
         host.cuda = True  # so that CUDA is asked about the devices; here it sleeps
         event = host.event
 
-        class SpiedHostLock(look.HostLock):
-            def __enter__(self) -> Any:
-                event("host.lock")
-                return super().__enter__()
+        genuine_locked = host_lock.Host.locked
 
-            def __exit__(self, *exc: object) -> None:
-                super().__exit__(*exc)
-                event("unlock")
+        @contextmanager
+        def locked(*arguments: Any) -> Iterator[None]:
+            event("host.lock")
+            with genuine_locked(*arguments):
+                yield
+            event("unlock")
 
         def spied(module: Any, name: str, before: str = "", after: str = "") -> None:
             genuine = getattr(module, name)
@@ -152,14 +153,14 @@ class Spies:
                 event(f"sleep, CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}")
             genuine_sleep(seconds)
 
-        monkeypatch.setattr(look, "HostLock", SpiedHostLock)
+        monkeypatch.setattr(host_lock.Host, "locked", locked)
         monkeypatch.setattr(recheck, "take_older_package_lock", take_older_package_lock)
         monkeypatch.setattr(time, "sleep", sleep)
         spied(owner_module, "read_options", before="options")
         spied(functions, "read_options", before="options")
         spied(host_view, "visible_limit_of", before="visible_limit")
-        spied(leasing, "try_lease", before="lease")
-        spied(Lease, "write", before="record")
+        spied(Doors, "take_whole", before="door")
+        spied(claim_module, "make_entry", before="entry")
         spied(owner_module, "verify_devices", before="verify")
         spied(shares, "bind_process", before="bind", after="bound")
         self.legacy_held = held

@@ -20,7 +20,7 @@ from support.hip_host import HipHost
 
 import safe_gpu
 from safe_gpu.claim import arguments
-from safe_gpu.coordination.queue import waiter as waiting
+from safe_gpu.coordination import host_lock
 from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.drivers.simulated import SimulatedDriver
 from safe_gpu.runtimes.hip import HIP
@@ -245,11 +245,13 @@ class Track:
             assert claim.devices_taken == list(range(every))
 
     def files(self) -> list[str]:
-        """Everything in the state directory but what belongs there when nobody does anything."""
-        snapshot = self.driver.snapshot()  # removes what dead processes had on the simulated GPUs
-        usual = {"host.lock", *(f"leases/{gpu.uuid}.lock" for gpu in snapshot.gpus)}
-        found = {str(path.relative_to(self.state_dir)) for path in self.state_dir.rglob("*") if not path.is_dir()}
-        return sorted(name for name in found - usual if not name.startswith("history/"))
+        """Everything in the state directory but what belongs there when nobody does anything, and what has no name yet:
+        it is removed when it is a minute old."""
+        self.driver.snapshot()  # removes what dead processes had on the simulated GPUs
+        found = [path for path in self.state_dir.rglob("*") if not path.is_dir() and not path.name.startswith(".")]
+        return sorted(
+            {str(path.relative_to(self.state_dir)) for path in found if path.parent.name != "history"} - {"host.lock"}
+        )
 
     def close(self) -> None:
         """End all racers."""
@@ -301,7 +303,7 @@ def track(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     with tempfile.TemporaryDirectory(prefix="safe-gpu-race-") as path:
         os.chmod(path, 0o1777)
         monkeypatch.setenv("SAFE_GPU_DIR", f"{path}/state")
-        for module in (arguments, waiting):  # a crowd on a busy machine may need longer for host.lock
+        for module in (arguments, host_lock):  # a crowd on a busy machine may need longer for host.lock
             monkeypatch.setattr(module, "MINIMUM_PATIENCE", 300.0)
         if kind == "hip":
             library = request.getfixturevalue("build_library")("hip.c", "libamdhip64.so")

@@ -6,14 +6,10 @@ from functools import partial
 from typing import Any
 
 import pytest
+from support.broken import BROKEN
 from support.real import REQUIRED
 
 import safe_gpu
-from safe_gpu.coordination import socket_names as names
-from safe_gpu.coordination.leases import lease as leases
-from safe_gpu.coordination.leases import watcher
-from safe_gpu.coordination.locks import host_lock
-from safe_gpu.coordination.queue import waiter as waiting
 
 NOTHING = safe_gpu.NoPlaceholder()
 ROUNDS = 15 if REQUIRED else 5
@@ -175,16 +171,13 @@ def test_on_an_amd_host_all_three_see_that_locks_are_missing(track: Any, sizes, 
 
 
 def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (host_lock, watcher, leases, waiting):
-        monkeypatch.setattr(module, "lock_file", lambda fd: True)
-    without_names(monkeypatch)
+    for build in ("not locked", "no doors", "no second listing"):
+        break_in(monkeypatch, build)
 
 
-def without_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str) -> None:
-        raise PermissionError(1, "no names in this test")
-
-    monkeypatch.setattr(names, "take_name", refuse)
+def break_in(monkeypatch: pytest.MonkeyPatch, build: str) -> None:
+    for broken in BROKEN[build]:
+        monkeypatch.setattr(*broken)
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -192,7 +185,7 @@ def test_with_two_state_directories_on_one_host(track: Any, monkeypatch: pytest.
     """Half of the racers have another state directory, so only names keep them apart: markers and counters tell."""
     monkeypatch.setenv("SAFE_GPU_SIMULATED_DIR", str(track.state_dir / "simulated"))
     if not named:
-        without_names(monkeypatch)
+        break_in(monkeypatch, "no doors")
     field = Field(track, 24, str(track.state_dir.parent / "other"))
     for number in range(6 if named else 1):
         waits = number % 2 == 1

@@ -1,0 +1,163 @@
+"""Builds that are broken on purpose: each must be caught by the race, the soak, the explorer or the crash points."""
+
+import math
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+from safe_gpu.claim import claim as claims
+from safe_gpu.claim.checks import opened
+from safe_gpu.claim.host import host_view
+from safe_gpu.claim.host.polls import Polls
+from safe_gpu.claim.limits import ClaimsByUser
+from safe_gpu.claim.search import look, queue_snapshot
+from safe_gpu.coordination import directory, entry, turns
+from safe_gpu.coordination.directory import Directory
+from safe_gpu.coordination.doors import Doors
+from safe_gpu.coordination.entry import Entries
+from safe_gpu.coordination.holders import Claims
+from safe_gpu.coordination.queue import Waiter
+from safe_gpu.coordination.signals import DeferredSignals
+from safe_gpu.selection import backfill, sharing, verdicts
+
+_take, _in_the_way, _see_closed = claims.Claim.take, look.Look._is_in_the_way, host_view.HostView.see_closed
+_lock, _still_has, _bound_part = entry.lock, Directory.still_has, Doors._take_part
+_held_by, _open_gpus, _room, _promised_room = (
+    ClaimsByUser._held_by,
+    backfill.open_gpus,
+    sharing.room,
+    sharing.promised_room,
+)
+
+
+def _give_back_doors_first(self: claims.Claim, *arguments: Any, **options: Any) -> None:
+    self.doors.release()
+    _take(self, *arguments, **options)
+
+
+def _see_lower_alone(self: look.Look, gpu: Any) -> bool:
+    assert self._claim is not None
+    number = int(self._claim._name.partition(".")[0])
+    self._view.claims = Claims(one for one in self._view.claims.living if one.number <= number)
+    return _in_the_way(self, gpu)
+
+
+def _remove_numbers(self: Entries) -> list[Any]:
+    numbers = {name.partition(".")[0] for name in self._dead}
+    for name in os.listdir(self.directory.fd):
+        if name.partition(".")[0] in numbers:
+            with suppress(OSError):
+                os.unlink(name, dir_fd=self.directory.fd)
+    return []
+
+
+def _lock_late(self: Directory, name: str, fd: int) -> bool:
+    _lock(fd)
+    return _still_has(self, name, fd)
+
+
+def _lock_and_drop_in_child(fd: int) -> None:
+    _lock(fd)
+    os.register_at_fork(after_in_child=lambda: suppressed(entry.unlock, fd))
+
+
+def suppressed(call: Callable[[int], None], fd: int) -> None:
+    with suppress(OSError):
+        call(fd)
+
+
+def _see_closed_before(self: host_view.HostView, *arguments: Any, locked: bool = False) -> None:
+    if not locked:
+        _see_closed(self, *arguments)
+
+
+def _same_random() -> SimpleNamespace:
+    """os of the module of entries, of whose random numbers each second one is that of a name."""
+    calls = count()
+    return SimpleNamespace(
+        **{**vars(os), "urandom": lambda size: os.urandom(size) if next(calls) % 2 == 0 else bytes(size)}
+    )
+
+
+def _share_without_door(self: Doors, uuid: str, known: Any) -> bool:
+    return self._take_part(uuid, known)
+
+
+def _ask_first_alone(self: Doors, uuid: str, token: str) -> bool:
+    from safe_gpu.coordination import doors
+
+    return all(doors._are_held(self._of_token(uuid, token)[:1]))
+
+
+def _refuse(*about: object) -> None:
+    raise PermissionError(1, "no doors in this build")
+
+
+def _without_dates(want: backfill.BackfillRequest, *rest: Any) -> frozenset[str]:
+    return _open_gpus(want if want.hold_for == math.inf else want._replace(hold_for=0.0), *rest)
+
+
+def _counts_all(self: ClaimsByUser, uid: int) -> dict[str, float]:
+    return {
+        name: held for one in {one.uid for one in self._claims.living} for name, held in _held_by(self, one).items()
+    }
+
+
+def _make_unfinished(name: str, path: str, parent: int | None) -> None:
+    os.mkdir(name, 0o700, dir_fd=parent)
+    os.chmod(name, 0o1777, dir_fd=parent)
+
+
+BROKEN: dict[str, list[tuple[Any, str, Any]]] = {
+    # Entries and doors
+    "no second listing": [(look.Look, "_stays", lambda self: True)],
+    "lower stays": [(look.Look, "_is_in_the_way", _see_lower_alone)],
+    "names come again": [(entry, "os", _same_random())],
+    "unlink by number": [(Entries, "remove_dead", _remove_numbers)],
+    "not locked": [(entry, "lock", lambda fd: None)],
+    "locked after its name": [(entry, "lock", lambda fd: None), (Directory, "still_has", _lock_late)],
+    "flock": [(entry, "ofd_locks", lambda: False)],  # which a neighbour can take too
+    "children unlock": [(entry, "lock", _lock_and_drop_in_child)],
+    "children keep": [(entry, "unlock", lambda fd: None)],
+    "no doors": [(Doors, "_take", _refuse), (Doors, "are_taken", _refuse)],
+    "door too early": [(claims.Claim, "take", _give_back_doors_first)],
+    "parts not asked": [(Doors, "_held_parts", lambda self, uuid: set())],
+    "share without the door": [(Doors, "take_share", _share_without_door)],
+    "no door of the token": [(Doors, "is_inside", lambda self, uuid, token: True)],
+    "one door of the token": [(Doors, "is_inside", _ask_first_alone)],
+    "closed read once": [(host_view.HostView, "see_closed", _see_closed_before)],
+    "directories unfinished": [(directory, "make_directory", _make_unfinished)],
+    # An exception comes between open(2) and the line that stores the descriptor.
+    "signals": [(DeferredSignals, "defer", lambda self: None)],
+    # The driver is not asked again.
+    "one poll": [
+        (Polls, "poll_again", lambda self, gpus: None),
+        (opened, "_refuse_other_processes", lambda *about: True),
+    ],
+    # The queue
+    "no queue": [(Waiter, "ahead", lambda self: iter(()))],
+    "ticket stays": [(Waiter, "leave", lambda self: None)],
+    "backfill": [(queue_snapshot, "open_gpus", lambda request, ahead, free, *about: frozenset(free))],
+    "promise": [(queue_snapshot, "open_gpus", _without_dates)],  # who says for how long may pass all
+    "old poll": [(Polls, "has_waited", property(lambda self: False, lambda self, value: None))],
+    "turns": [(turns, "turn_of_newcomer", lambda *about, **more: 0.5)],
+    # Limits and shares
+    "limit": [(ClaimsByUser, "own_limit", lambda *about: None)],
+    "limit of others": [(ClaimsByUser, "_held_by", _counts_all)],
+    "limit of waiters": [(ClaimsByUser, "is_at_limit", lambda *about: False)],
+    "room": [
+        (host_view, "promised_room", lambda *about: _promised_room(*about) + (8 << 30)),
+        (verdicts, "room", lambda *about, **more: _room(*about, **more) + (8 << 30)),
+        (look, "share_capacity", lambda gpu: 1 << 60),
+    ],
+}
+"""Name -> what is put in whose place, in one process."""
+
+
+def break_build(name: str) -> None:
+    """Break what this process does from now on; "" breaks nothing."""
+    for owner, attribute, other in BROKEN[name] if name else ():
+        setattr(owner, attribute, other)

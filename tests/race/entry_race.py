@@ -1,4 +1,4 @@
-"""A race of claims on entries and doors alone, with kill -9, children left behind, and directories that are removed.
+"""A race of claims, with kill -9, children left behind, and directories that are removed.
 
 Two detectors look for doubles (see :mod:`support.stage`). A third one looks for entries of dead processes that still
 count.
@@ -8,6 +8,7 @@ import argparse
 import ctypes
 import fcntl
 import json
+import logging
 import os
 import random
 import shutil
@@ -24,45 +25,110 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
-from race.entry_claims import BROKEN, CAPACITY, Claim, Claimer, break_build
+from support.broken import BROKEN, break_build
 from support.stage import DYING, Referee, words
 
+import safe_gpu
+from safe_gpu.claim.search import search
+from safe_gpu.coordination import host_lock
 from safe_gpu.coordination.directory import Directory
 from safe_gpu.coordination.entry import is_alive
+from safe_gpu.drivers.presets import preset
 from safe_gpu.errors import SafeGpuError
 from safe_gpu.host import procfs
+from safe_gpu.selection.sharing import share_capacity
 
+PRESET = "dgx-a100"
+GPUS = [gpu.uuid for gpu in preset(PRESET).gpus()]
+CAPACITY = share_capacity(preset(PRESET).gpus()[0]) or 0
 NEIGHBOUR = 4711
 FOUND = ("DOUBLE", "LOST", "GHOST", "DIED")
 """What a race must not find: two on one GPU, a lost update, a dead entry that counts, an error that nobody expects."""
 
 
-def compete(referee: Referee, options: argparse.Namespace, number: int, gpus: list[str]) -> None:
+class PackageClaim:
+    """A claim of this package.
+
+    Attributes:
+        inside: whether it is inside another one.
+    """
+
+    def __init__(self, gpus: Sequence[str], number: int, patience: float, share: int | None, delegate: bool) -> None:
+        sizes = {"share": str(share)} if share else {}
+        nothing = safe_gpu.NoPlaceholder()
+        options = {"timeout": patience, "affinity": None, "only": tuple(gpus), "delegate": delegate, **sizes}
+        self.owner = safe_gpu.GPUOwner(number, nothing, **options)  # type: ignore[arg-type]
+        self.gpus = tuple(gpu.uuid for gpu in self.owner.gpus)
+        self.release = self.owner.release_gpus
+        assert self.owner._claim is not None
+        self.inside = bool(self.owner._claim.inside)
+
+
+class ClientClaim:
+    """A claim of the client in C, which is told to end, or killed."""
+
+    inside = False
+
+    def __init__(self, process: "subprocess.Popen[str]", uuids: Sequence[str]) -> None:
+        self.process, self.gpus = process, tuple(uuids)
+
+    def release(self) -> None:
+        if random.random() < 0.2:
+            self.process.kill()
+        self.process.communicate("\n")
+
+
+def claim(
+    client: str, gpus: Sequence[str], number: int, patience: float, share: int | None = None, *, delegate: bool = False
+) -> PackageClaim | ClientClaim | None:
+    """Return a claim, of the client in C if its path is given; None where there were too few GPUs."""
+    if not client:
+        try:
+            return PackageClaim(gpus, number, patience, share, delegate)
+        except safe_gpu.NotEnoughGpusError:
+            return None
+    words = [client, "-n", number, "-g", ",".join(gpus), "-m", CAPACITY, "-s", share or 0, "-t", patience, "-p", PRESET]
+    process = subprocess.Popen(
+        [*map(str, words), "sh", "-c", "echo $CUDA_VISIBLE_DEVICES $SAFE_GPU_SCOPE; read line"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    uuids, _, scope = process.stdout.readline().strip().partition(" ")
+    if uuids:
+        found = ClientClaim(process, uuids.split(","))
+        found.inside = bool(scope)
+        return found
+    _, errors = process.communicate()
+    if process.returncode != 75:
+        raise AssertionError(f"the client in C ended with {process.returncode}: {errors}")
+    return None
+
+
+def compete(referee: Referee, options: argparse.Namespace, number: int) -> None:
     """Claim again and again: whole GPUs, shares, and for claims inside."""
     elsewhere = options.directories and number % 4 == 3
-    state = referee.directory / (f"private{number}" if elsewhere else "state")
-    claimer = Claimer(str(state), gpus, options.host_lock != "off", options.broken)
+    os.environ["SAFE_GPU_DIR"] = str(referee.directory / (f"private{number}" if elsewhere else "state"))
+    gpus, client = GPUS[: options.gpus], options.client if number % 2 == 1 else ""
     while True:
-        share = random.choice([None, 20, 30, 40]) if options.shares and number % 3 == 0 else None
-        delegate = options.inside and share is None and random.random() < 0.3
+        part = random.choice([None, 2, 3, 4]) if options.shares and number % 3 == 0 else None
+        share = None if part is None else (CAPACITY * part // 8 >> 20) << 20
+        delegate = options.inside and share is None and not client and random.random() < 0.3
         wanted = 1 if share else random.choice([1, 1, 2])
-        patience = random.choice([0, 0.3, 2])
-        by_client = options.client and number % 2 == 1
         try:
-            if by_client:
-                claim = claim_by_client(options.client, str(state), gpus, wanted, patience, share)
-            else:
-                claim = claimer.claim(wanted, time.monotonic() + patience, share=share, delegate=delegate)
+            mine = claim(client, gpus, wanted, random.choice([0, 0.3, 2]), share, delegate=delegate)
         except SafeGpuError as err:
             referee.note("ERROR", type(err).__name__, err)
             continue
-        if claim is None:
-            referee.note("REFUSED", claimer.withdrawals)
+        if mine is None:
+            referee.note("REFUSED")
             continue
-        locks = [fd for uuid in claim.gpus for fd in referee.begin(uuid, share)]
-        counts = {uuid: referee.count(uuid) for uuid in claim.gpus}
-        if delegate and not by_client:
-            work_inside(referee, claimer, claim, locks, options.client)
+        locks = [fd for uuid in mine.gpus for fd in referee.begin(uuid, share)]
+        counts = {uuid: referee.count(uuid) for uuid in mine.gpus}
+        if delegate:
+            work_inside(referee, mine, locks, options)
         if options.orphans and random.random() < 0.1 and not os.fork():
             time.sleep(random.uniform(0, 0.05))
             os._exit(0)
@@ -74,46 +140,13 @@ def compete(referee: Referee, options: argparse.Namespace, number: int, gpus: li
                 referee.count(uuid, count + 1)
                 referee.note("COUNTED", uuid)
         referee.end(locks)
-        referee.note("CLAIMED", share, delegate, claimer.withdrawals)
-        claimer.withdrawals = 0
-        claim.release()
+        referee.note("CLAIMED", share, delegate)
+        mine.release()
 
 
-class ClientClaim:
-    """A claim of the client in C, which is told to end, or killed."""
-
-    def __init__(self, process: subprocess.Popen[str], uuids: Sequence[str]) -> None:
-        self.process, self.gpus = process, tuple(uuids)
-
-    def release(self) -> None:
-        if random.random() < 0.2:
-            self.process.kill()
-        self.process.communicate("\n")
-
-
-def claim_by_client(
-    path: str, state: str, gpus: Sequence[str], number: int, patience: float, share: int | None = None, scope: str = ""
-) -> ClientClaim | None:
-    words = [path, "-n", number, "-g", ",".join(gpus), "-m", CAPACITY, "-s", share or 0, "-t", patience]
-    process = subprocess.Popen(
-        [*map(str, words), "sh", "-c", "echo $CUDA_VISIBLE_DEVICES; read line"],
-        env={**os.environ, "SAFE_GPU_DIR": state, "SAFE_GPU_LEGACY_LOCK": "never", "SAFE_GPU_SCOPE": scope},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    uuids = process.stdout.readline().strip()
-    if uuids:
-        return ClientClaim(process, uuids.split(","))
-    _, errors = process.communicate()
-    if process.returncode != 75:
-        raise AssertionError(f"the client in C ended with {process.returncode}: {errors}")
-    return None
-
-
-def work_inside(referee: Referee, claimer: Claimer, outer: Claim, locks: list[int], client: str) -> None:
+def work_inside(
+    referee: Referee, outer: PackageClaim | ClientClaim, locks: list[int], options: argparse.Namespace
+) -> None:
     """Let two children claim inside a claim. They may outlive it, and keep its entry."""
     children = []
     for _ in range(2):
@@ -122,31 +155,15 @@ def work_inside(referee: Referee, claimer: Claimer, outer: Claim, locks: list[in
             children.append(pid)
             continue
         try:
-            mine = Claimer(claimer.state_dir, claimer.gpus, claimer.host_lock, claimer.broken)
             for fd in locks:
                 os.close(fd)  # of what the claim around it uses
-            if outer.held is not None and random.random() < 0.5:
-                os.close(outer.held.fd)
+            if random.random() < 0.5:
+                outer.owner._claim._entry.release()  # type: ignore[union-attr]
             if random.random() < 0.5:
                 time.sleep(random.uniform(0, 0.02))
-            if client and random.random() < 0.5:
-                claim = claim_by_client(client, mine.state_dir, mine.gpus, 1, 0.3, scope=outer.token)
-            else:
-                claim = mine.claim(1, time.monotonic() + 0.3, scope=outer.token)
-            referee.note("INSIDE" if claim else "OUTSIDE")
-            if claim:
-                (uuid,) = claim.gpus
-                until = time.monotonic() + DYING
-                while not (lock := referee.lock(uuid, "inside")):
-                    if time.monotonic() > until or referee.lives(uuid, "inside"):
-                        referee.note("DOUBLE", uuid, "inside", os.getpid())
-                        os._exit(1)
-                    time.sleep(0.001)
-                time.sleep(random.uniform(0, 0.03))
-                if random.random() < 0.2:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                referee.end([lock])
-                claim.release()
+            claim_inside(referee, options)
+        except BaseException as err:
+            referee.note("DIED", "inside", type(err).__name__, err)
         finally:
             os._exit(0)
     if random.random() < 0.3:
@@ -154,6 +171,31 @@ def work_inside(referee: Referee, claimer: Claimer, outer: Claim, locks: list[in
         os.kill(os.getpid(), signal.SIGKILL)
     for pid in children:
         os.waitpid(pid, 0)
+
+
+def claim_inside(referee: Referee, options: argparse.Namespace) -> None:
+    """Claim one GPU of the claim around, or any where that has ended."""
+    client = options.client if random.random() < 0.5 else ""
+    mine = claim(client, GPUS[: options.gpus], 1, 0.3)
+    referee.note("NOTHING" if mine is None else "INSIDE" if mine.inside else "OUTSIDE")
+    if mine is None:
+        return
+    (uuid,) = mine.gpus
+    until = time.monotonic() + DYING
+    locks = [] if mine.inside else referee.begin(uuid, None)
+    while mine.inside and not locks:
+        if lock := referee.lock(uuid, "inside"):
+            locks.append(lock)
+        elif time.monotonic() > until or referee.lives(uuid, "inside"):
+            referee.note("DOUBLE", uuid, "inside", os.getpid())
+            return
+        else:
+            time.sleep(0.001)
+    time.sleep(random.uniform(0, 0.03))
+    if random.random() < 0.2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    referee.end(locks)
+    mine.release()
 
 
 def disturb(referee: Referee) -> None:
@@ -197,8 +239,18 @@ def race(directory: Path, options: argparse.Namespace) -> Counter[str]:
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     referee = Referee(directory, CAPACITY)
     directory.chmod(0o777)
-    gpus = [f"{directory.name}-GPU-{number}" for number in range(options.gpus)]
-    workers = {f"worker{n}": lambda n=n: compete(referee, options, n, gpus) for n in range(options.processes)}
+    for name in [name for name in os.environ if name.startswith("SAFE_GPU_")]:
+        del os.environ[name]
+    os.environ.update(
+        SAFE_GPU_DRIVER=f"simulated:{PRESET}",
+        SAFE_GPU_SIMULATED_DIR=str(directory / "tree"),
+        SAFE_GPU_LEGACY_LOCK="never",
+    )
+    logging.getLogger("safe_gpu").addHandler(logging.NullHandler())
+    search._import_all()  # not by each process
+    if options.host_lock == "off":
+        host_lock.lock_file = lambda fd: True
+    workers = {f"worker{n}": lambda n=n: compete(referee, options, n) for n in range(options.processes)}
     if os.geteuid() == 0:
         workers["neighbour"] = lambda: disturb(referee)
     if not options.orphans:
@@ -250,7 +302,7 @@ def race(directory: Path, options: argparse.Namespace) -> Counter[str]:
                         os.kill(pid, signal.SIGKILL)
                 os.waitpid(-1, 0)
     noted = Counter(words(directory))
-    for uuid in gpus:
+    for uuid in GPUS:
         lines = (directory / "log").read_text().split("\n")
         counted = sum(line == f"COUNTED {uuid}" for line in lines)
         # A process may be killed between its write and its note: then the counter is ahead.
@@ -282,8 +334,6 @@ def main() -> int:
         noted = race(Path(directory), options)
         print(dict(sorted(noted.items())))
         lines = (Path(directory) / "log").read_text().split("\n")
-        withdrawals = sum(int(line.split()[-1]) for line in lines if line.startswith(("CLAIMED", "REFUSED")))
-        print("withdrawals", withdrawals)
         for line in [line for line in lines if line.startswith((*FOUND, "ERROR"))][:10]:
             print(line)
     return int(any(noted[word] for word in FOUND))

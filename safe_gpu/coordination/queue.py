@@ -133,7 +133,7 @@ class Waiter:
         self.by_turns = by_turns
         self.since: float | None = None
         self._host = host
-        self._queue = host.queue
+        self._joined = host.queue  # where its ticket is; the host opens another one when a cleaner has removed that
         self._name = ""
         self._number = 0
         self._turn = 0.0
@@ -143,11 +143,11 @@ class Waiter:
     @property
     def queued(self) -> bool:
         """Whether it holds a ticket that others can see."""
-        return self._held is not None and self._queue is self._host.queue
+        return self._held is not None and self._joined is self._host.queue
 
     def was_removed(self) -> bool:
         """Return whether somebody has removed its ticket, by the latest listing."""
-        return self.queued and all(name != self._name for _, name in self._queue.listed())
+        return self.queued and all(name != self._name for _, name in self._host.queue.listed())
 
     def came_before(self, ticket: Entry) -> bool:
         """Return whether it holds a ticket with a lower number than that one."""
@@ -169,7 +169,7 @@ class Waiter:
             StateDirError: no room, or the queue is closed to us.
         """
         self.leave()
-        self._queue = queue = self._host.queue
+        self._joined = queue = self._host.queue
         others = self._in_order() if newcomer is not None else []
         turn = None if newcomer is None else newcomer(others)
         content = {**said, **self.request.said()} if turn is None else {**said, **self.request.said(), "turn": turn}
@@ -184,21 +184,21 @@ class Waiter:
         """Yield the living tickets ahead that compete, the nearest first, each asked again; without a ticket of its
         own, all are ahead."""
         for name in reversed(self._names_ahead()):
-            ticket = self._queue.ask(name)
+            ticket = self._host.queue.ask(name)
             if ticket is not None and ticket.nb_gpus and self.request.competes_with(ticket):
                 yield ticket
 
     def everybody_ahead(self) -> Iterator[Entry]:
         """Yield the same in the order of the queue."""
         for name in self._names_ahead():
-            ticket = self._queue.ask(name)
+            ticket = self._host.queue.ask(name)
             if ticket is not None and ticket.nb_gpus and self.request.competes_with(ticket):
                 yield ticket
 
     def competing(self) -> list[Entry]:
         """Return the tickets ahead that compete, in the order of the queue; one that died a moment ago may count."""
-        self._queue.refresh()
-        known = filter(None, map(self._queue.known, self._names_ahead()))
+        self._host.queue.refresh()
+        known = filter(None, map(self._host.queue.known, self._names_ahead()))
         return [ticket for ticket in known if ticket.nb_gpus and self.request.competes_with(ticket)]
 
     def position(self) -> int:
@@ -213,7 +213,7 @@ class Waiter:
         """Sleep until that ticket is given back (True), or until the time has passed."""
         until = time.monotonic() + seconds
         try:
-            sleep_until_dead(self._queue.directory, ticket.name, seconds)
+            sleep_until_dead(self._host.queue.directory, ticket.name, seconds)
         except RuntimeError:  # no room for one more thread (ulimit -u, h_vmem): look now and then
             time.sleep(min(seconds, _THREADLESS_PAUSE))
             return True
@@ -223,7 +223,7 @@ class Waiter:
         """Give the ticket back; safe to call twice, and without one."""
         held, self._held = self._held, None
         if held is not None:
-            remove_entry(self._queue.directory, self._name, held)
+            remove_entry(self._joined.directory, self._name, held)
         kept, self._kept = self._kept, None
         if kept is not None:
             kept.release()
@@ -232,7 +232,7 @@ class Waiter:
         if self.by_turns:
             own = (self._turn, self._number) if self.queued else (math.inf, 0)
             return [ticket.name for turn, ticket in self._in_order() if (turn, ticket.number) < own]
-        listed = self._queue.listed()
+        listed = self._host.queue.listed()
         if len(listed) > _MOST_OF_ONE_USER:
             listed = [(one.number, one.name) for one in self._counting()]
         return [name for number, name in listed if not self.queued or number < self._number]
@@ -241,6 +241,6 @@ class Waiter:
         return by_turn(self._counting())
 
     def _counting(self) -> list[Entry]:
-        known = filter(None, (self._queue.known(name) for _, name in self._queue.listed()))
+        known = filter(None, (self._host.queue.known(name) for _, name in self._host.queue.listed()))
         others = [one for one in known if one.nb_gpus and one.name != self._name]
         return [one for one in tickets_that_count(others) if one.inside == self.request.inside]

@@ -116,9 +116,9 @@ def holder_of(entry: Entry) -> LeaseHolder:
     said = said_by(entry)._replace(user=procfs.user_name(entry.uid) if entry.uid >= 0 else None)
     if said.namespace:
         return said._replace(pid=entry.pid)  # its own number there
-    if lives_here(entry):
+    if lives_here(entry) or (not procfs.exists(entry.pid) and not procfs.has_ended(entry.pid)):  # one that is hidden
         return said._replace(command=command_of(entry.pid, said.command))
-    heir = next(_heirs(entry), None)
+    heir = next(_heirs(entry), None) if os.geteuid() in (0, entry.uid) else None
     return said._replace(pid=heir, start=None, left_by=entry.pid)
 
 

@@ -172,12 +172,14 @@ class Waiter:
         self._joined = queue = self._host.queue
         others = self._in_order() if newcomer is not None else []
         turn = None if newcomer is None else newcomer(others)
-        content = {**said, **self.request.said()} if turn is None else {**said, **self.request.said(), "turn": turn}
+        self.since = time.time()
+        content = {**said, **self.request.said(), "since": round(self.since, 3)}
+        if turn is not None:
+            content["turn"] = turn
         self._kept = queue.directory.keep_from_cleaners(by_children=False)
         self._number = queue.next_number
         self._name, self._held = make_entry(queue.directory, self._number, content, by_children=False)
         self._turn = turn or 0.0
-        self.since = time.time()
         return turn is not None and bool(others) and turn < others[-1][0]
 
     def ahead(self) -> Iterator[Entry]:

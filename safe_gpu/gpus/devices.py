@@ -95,7 +95,7 @@ class Gpu(NamedTuple):
         vendor: a key of :data:`~safe_gpu.gpus.vendors.VENDORS`.
         tiles: how many parts Intel's library may show as devices of their own.
         processes_private: ``processes`` has only those that this user may see, for the reason in ``process_error``. The
-            GPU is claimed by lease, and by memory where that is known.
+            GPU is judged by claims, and by memory where that is known.
     """
 
     index: int  # type: ignore[assignment]  # tuple.index is not needed
@@ -263,19 +263,18 @@ class GpuFault(NamedTuple):
 
 
 class LeaseHolder(NamedTuple):
-    """Who holds the lease of a device. A field is None if it is not known.
+    """Who holds a device. A field is None if it is not known.
 
-    ``pid``, ``user`` and ``command`` are the kernel's word. Where it does not tell, ``user`` is ``says: `` and the name
-    in the record, and ``command`` is that of the record. All else is the record's word, which anybody may have written.
-    ``since`` is in Unix seconds, and so is ``until``, when the claim will probably end. ``start`` is the start time of
-    the holder in clock ticks since boot. It distinguishes the holder from another process that has its pid now.
-    ``elsewhere``: only the name of the GPU is held, and the lease file is not in this state directory. ``namespace``:
-    where ``pid`` is a number, such as "in a container"; "" if it is a process of this PID namespace. ``closed``: why
-    the lease file cannot be opened, so that nobody can claim the GPU; "" if it can be. ``uid`` is that of the record.
-    ``share`` is how many bytes of the GPU it holds; None for a whole GPU, and where that cannot be read. ``sharers``
-    are the claims that share the GPU, the oldest first, and the other fields are those of the oldest; empty if one
-    claim holds it alone. ``queued`` is when it joined the queue, in Unix seconds; None if it did not wait. ``left_by``
-    is the process that claimed, if it has ended: then ``pid`` is one that has inherited the lock.
+    ``uid`` and ``user`` are the owner of the entry of the claim; ``user`` is None where nobody was asked for the name.
+    ``command`` is as the kernel shows it, or as the entry says; all else is as the entry says. ``since`` is in Unix
+    seconds, and so is ``until``, when the claim will probably end. ``start`` is the start time of the holder in clock
+    ticks since boot. It distinguishes the holder from another process that has its pid now. ``elsewhere``: only the
+    door of the GPU is held, and no entry in this state directory tells more. ``namespace``: where ``pid`` is a number,
+    such as "in a container"; "" if it is a process of this PID namespace. ``share`` is how many bytes of the GPU it
+    holds; None for a whole GPU. ``sharers`` are the claims that share the GPU, the oldest first, and the other fields
+    are those of the oldest; empty if one claim holds it alone. ``queued`` is when it joined the queue, in Unix seconds;
+    None if it did not wait. ``left_by`` is the process that claimed, if it has ended: then ``pid`` is one that keeps
+    the entry.
     """
 
     pid: int | None = None
@@ -287,7 +286,6 @@ class LeaseHolder(NamedTuple):
     elsewhere: bool = False
     namespace: str = ""
     until: float | None = None
-    closed: str = ""
     uid: int = -1
     share: int | None = None
     sharers: "tuple[LeaseHolder, ...]" = ()

@@ -43,7 +43,7 @@ class Rules(NamedTuple):
 
     Attributes:
         unexplained_limit: bytes that may be in use without a process; None: by what the driver counts as used.
-        lists_optional: whether GPUs whose processes the driver can never list may be claimed, by lease and memory.
+        lists_optional: whether GPUs whose processes the driver can never list may be claimed, by memory alone.
         drained: UUID -> why nobody may claim it now.
     """
 
@@ -196,7 +196,7 @@ def presence(before: Gpu, now: Gpu, own: Collection[int]) -> str:
 
 UNWATCHABLE = (
     "the driver cannot list processes, so it is unknown whether the GPU is free; update the NVIDIA driver, try "
-    "SAFE_GPU_DRIVER=nvml or SAFE_GPU_DRIVER=nvidia-smi, or set SAFE_GPU_PROCESS_LIST=optional to claim by lease and "
+    "SAFE_GPU_DRIVER=nvml or SAFE_GPU_DRIVER=nvidia-smi, or set SAFE_GPU_PROCESS_LIST=optional to go by claims and "
     "memory alone"
 )
 
@@ -220,7 +220,7 @@ def judge(
     Args:
         snapshot: one poll of the driver.
         request: what is asked for; the number of GPUs is not used.
-        leased: UUID -> holder of its lease, without the leases that the caller itself holds.
+        leased: UUID -> who holds it, without the claims of the caller itself.
         beside: UUID -> holder, of devices that are shared and only take memory from others; None: those of ``leased``.
         visible_limit: the inherited CUDA_VISIBLE_DEVICES; None: there is none.
         own: pids whose processes and memory are disregarded on every device.
@@ -250,9 +250,7 @@ def judge(
         if shared_display:
             fits = request if share is None else request._replace(conditions=(MinMemory(share), *request.conditions))
             return GpuVerdict(gpu, "display", _why_not_now(gpu, fits, disregarded))
-        if holder is not None and holder.closed:
-            return GpuVerdict(gpu, "unusable", holder.closed)
-        sharers = holder.sharers if share is not None and holder is not None and not holder.elsewhere else ()
+        sharers = holder.sharers if share is not None and holder is not None else ()
         if holder is not None and not sharers:
             pid = None if holder.namespace else holder.pid
             return GpuVerdict(gpu, "claimed", _claimed_by(holder), pid, holder.user, holder)
@@ -319,12 +317,10 @@ def _why_not_now(gpu: Gpu, request: Selection, disregarded: Collection[int]) -> 
 
 
 def _claimed_by(holder: LeaseHolder) -> str:
-    if holder.sharers and holder.elsewhere:
-        return "shared in another state directory (set SAFE_GPU_DIR)"
     if holder.sharers:
         return f"shared by {plural(len(holder.sharers), 'claim')}"
     if holder.elsewhere:
-        return "claimed: its lease file is not in this state directory (a private /tmp, or it was removed)"
+        return "claimed in another state directory (a private /tmp?), or its entry was removed from this one"
     text = "claimed" if holder.pid is None else f"claimed by process {holder.pid}"
     text += holder.namespace and f" {holder.namespace}"
     if holder.left_by is not None:

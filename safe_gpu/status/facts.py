@@ -27,24 +27,23 @@ _MOST_WAITERS = 1000  # in the JSON document: any user can make more
 
 @dataclass(frozen=True)
 class ClaimStatus:
-    """A held lease and its holder; None means "not known".
+    """A claim and who made it; None means "not known".
 
     Attributes:
-        pid: a process that holds the lock, as numbered in this pid namespace; None if it cannot be seen from here.
-        user: by the kernel. Where it does not tell, ``says: `` and the name in the record.
-        command: by the kernel. Where it does not tell, that of the record.
-        job: the batch job, by the record.
-        since: when it was claimed, in Unix seconds, by the record.
+        pid: its process, or one that this has left behind; None if none can be seen from here.
+        user: the owner of its entry.
+        command: as /proc shows it; of a process that cannot be seen, as its entry says.
+        job: the batch job, as its entry says.
+        since: when it was claimed, in Unix seconds, as its entry says.
         token: the hash of the token that claims inside this claim carry; "" for none.
         stopped: the process is stopped or frozen, such as the processes of a suspended job.
-        note: anything unusual about the holder, such as a record that names another process; else "".
-        uid: the holder's real user id, by the kernel; None: it is not known whom to ask about the claim.
+        note: anything unusual about the holder, such as a process that has ended; else "".
+        uid: the user id of ``user``; None: it is not known whom to ask about the claim.
         until: when the holder expects it to end, in Unix seconds.
-        share: bytes of the GPU that it holds, by the record; None of a whole GPU.
-        share_known: whether the kernel confirms that.
+        share: bytes of the GPU that it holds; None of a whole GPU.
         memory_used: bytes of it that its process and their descendants use; None of a whole GPU.
-        elsewhere: the state directory of a claim whose lease is not in this one, "" if it cannot be seen; else None.
-        removable_by: the user who can remove its lease, if it has no name that keeps its GPU without one; else None.
+        elsewhere: whether another state directory has its entry, so that nothing more is known of it.
+        removable_by: the user who can remove its entry, if it has no door that keeps its GPU without one; else None.
     """
 
     pid: int | None = None
@@ -58,9 +57,8 @@ class ClaimStatus:
     uid: int | None = None
     until: float | None = None
     share: int | None = None
-    share_known: bool = True
     memory_used: int | None = None
-    elsewhere: str | None = None
+    elsewhere: bool = False
     removable_by: str | None = None
 
 
@@ -84,7 +82,7 @@ class GpuStatus:
 
     Attributes:
         idle: claimed, and the driver shows no process of the claim on it that computes or draws.
-        claim: None if no process holds the lease; of a shared GPU the oldest claim.
+        claim: None if there is none; of a shared GPU the oldest claim.
         shares: the claims that share it, the oldest first.
         share_free: bytes available to one more share; None if the GPU is not shared.
         inner: the claim inside ``claim``, if any.
@@ -148,13 +146,13 @@ class WaiterStatus:
 
     Attributes:
         position: its place among the waiters of this host, from 1.
-        user: the owner of the ticket's file.
+        user: the owner of its ticket.
         since: since when it has waited, in Unix seconds.
         hold_for: for how many seconds it expects to hold its GPUs.
         expected_start: when it is expected to start, in Unix seconds.
         vendor: that of the GPUs, a key of the table of vendors.
         share: how many bytes of each GPU it wants; None for whole GPUs.
-        job: the batch job, by its ticket.
+        job: the batch job, as its ticket says.
         limit: how many GPUs its user holds and may hold, if that is why it waits; else None.
         earliest_start: it probably does not start before that, in Unix seconds.
         turn: the number by which it stands in the queue, where users are served by turns.
@@ -197,7 +195,7 @@ class HostStatus:
         doubt: as in :class:`~safe_gpu.gpus.devices.HostSnapshot`.
         max_gpus: how many GPUs each user who holds some or waits may hold, where the policy limits that.
         broken: sentences on the drivers that do not work, whose GPUs are missing here.
-        ignored: sentences on the files of drained and reserved GPUs that do not count.
+        ignored: sentences on the files of drained and reserved GPUs, and on entries, that do not count.
         windows: the times in which GPUs are reserved, those that have begun or begin within a day.
     """
 
@@ -242,31 +240,31 @@ class HostStatus:
         gpus[].idle                    claimed, and no process of the claim computes or draws on it
         gpus[].idle_for                for how many seconds a claimed GPU has shown no work, as far as looks tell
         gpus[].reason                  why it is not free, or why it is taken last, a sentence; else ""
-        gpus[].claim                   null if no process holds the lease, else:
-        gpus[].claim.pid, uid, user    the process that holds it, and its real user, by the kernel; pid is null for a
-                                       process that cannot be seen from here, such as one outside this container. Where
-                                       the kernel does not tell whose it is, uid is null, and user is "says: NAME", by
-                                       the claim's record, which anybody may have written
+        gpus[].claim                   null if nobody has claimed it, else:
+        gpus[].claim.pid               the process that claimed, or one that it left behind; null for one that cannot be
+                                       seen from here, such as one outside this container
+        gpus[].claim.uid, user         the owner of its entry; null for one whom this user namespace does not know, and
+                                       for a claim of another state directory, of which nothing else is known either
         gpus[].claim.command           its program and script
-        gpus[].claim.job               the batch job, such as sge:1234.5, by the record
-        gpus[].claim.since, until      Unix seconds: claimed at; expected to end at; by the record
-        gpus[].claim.removable_by      the user who can remove its lease file, if nothing else keeps others off the GPU:
-                                       no name in the kernel that can be seen from here; else null
+        gpus[].claim.job               the batch job, such as sge:1234.5, as its entry says
+        gpus[].claim.since, until      Unix seconds: claimed at; expected to end at; as its entry says
+        gpus[].claim.removable_by      the user who can remove its entry, if nothing else keeps others off the GPU: no
+                                       door that can be seen from here; else null
         gpus[].shares[]                the claims that share the GPU, the oldest first, which is gpus[].claim: its keys,
                                        and share and memory_used in bytes
         gpus[].share_free              bytes available to one more share; null if the GPU is not shared
         gpus[].processes[]             pid, user, command, kind (compute, graphics, mps), memory_used in bytes
         queue                          the first 1,000 waiters
         queue[].position               1 for the first waiter of this host
-        queue[].pid, user              the waiting process, of the owner of its ticket, and that user; null where the
-                                       kernel shows no such process
+        queue[].pid                    the waiting process; null for one that cannot be seen from here
+        queue[].user                   the owner of its ticket; null for one whom this user namespace does not know
         queue[].nb_gpus, since         the number of GPUs that it waits for; since when, in Unix seconds
-        queue[].vendor                 nvidia, amd or intel; null if its ticket cannot be read
+        queue[].vendor                 nvidia, amd or intel
         queue[].share                  bytes of each GPU; null for whole GPUs
         queue[].hold_for               for how many seconds it expects to hold them
         queue[].expected_start         when it is expected to start, in Unix seconds
         queue[].earliest_start         it probably does not start before that, in Unix seconds
-        queue[].job                    the batch job, such as sge:1234.5, by the ticket
+        queue[].job                    the batch job, such as sge:1234.5, as its ticket says
         queue[].limit                  [held, most]: GPUs that its user holds and may hold, if that is why it waits
         queue[].turn                   by which it stands in the queue, where users are served by turns
         queue[].in_turn                GPUs that its user holds, if by its turn it is ahead of one who came earlier

@@ -351,7 +351,7 @@ def _notes(one: GpuStatus, now: float) -> Iterator[str]:
         if not (one.state == "busy" and one.users):
             yield from filter(None, [one.reason or "free, shared with the display" * (one.state == "display")])
         return
-    if one.state not in ("claimed", "display") or one.claim.elsewhere is not None:
+    if one.state not in ("claimed", "display") or one.claim.elsewhere:
         yield one.reason.partition(";")[0]
     if one.fault:
         yield one.fault
@@ -371,7 +371,7 @@ def _claim_notes(claim: ClaimStatus, now: float | None) -> Iterator[str]:
     if claim.note:
         yield claim.note
     if claim.removable_by:
-        yield f"nothing but its lease keeps others off it, and {claim.removable_by} can remove that (safe-gpu doctor)"
+        yield f"nothing but its entry keeps others off it, and {claim.removable_by} can remove that (safe-gpu doctor)"
     if now is not None and claim.until is not None and claim.until < now:
         yield f"overdue {format_age(now - claim.until)}"
     if _is_over(claim):

@@ -10,17 +10,18 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..coordination.closed import binding
+from ..coordination.queue import TicketRequest, is_stopped
 from ..gpus.devices import LeaseHolder, vendor_of
 from ..gpus.windows import spans_of
 from ..host.procfs import user_name
 from ..selection.backfill import BackfillRequest, dates, starts, when_free
 from ..selection.request import Selection
-from ..selection.sharing import LEAST_SHARE, ROUNDING, part_of
+from ..selection.sharing import ROUNDING, part_of
 from ..settings import policy
 from .facts import FREE
 
 if TYPE_CHECKING:
-    from ..coordination.queue.ticket import Ticket
+    from ..coordination.entry import Entry
     from ..gpus.windows import Window
     from ..selection.backfill import When
     from .facts import ClaimStatus, GpuStatus
@@ -49,8 +50,8 @@ def most_by_user(uids: Iterable[int], path: str) -> dict[str, int]:
     return {user: most for user, most in found.items() if most is not None}
 
 
-def at_limits(tickets: Sequence[Ticket], gpus: Iterable[GpuStatus], path: str, now: float) -> dict[int, AtLimit]:
-    """Return the limit of the user, by the number of the ticket, where the policy file at ``path`` makes it wait.
+def at_limits(tickets: Sequence[Entry], gpus: Iterable[GpuStatus], path: str, now: float) -> dict[str, AtLimit]:
+    """Return the limit of the user, by the name of the ticket, where the policy file at ``path`` makes it wait.
 
     It takes no lock, and may ask a directory service. A file that is broken counts as none: claims report it.
     """
@@ -62,12 +63,12 @@ def at_limits(tickets: Sequence[Ticket], gpus: Iterable[GpuStatus], path: str, n
     ends: dict[tuple[int | None, str], list[tuple[float, float]]] = {}  # and parts of GPUs
     for one in gpus:
         for claim in one.claims:
-            end = claim.until or math.inf, part_of(one.gpu, claim.share if claim.share_known else LEAST_SHARE)
+            end = claim.until or math.inf, part_of(one.gpu, claim.share)
             ends.setdefault((claim.uid, one.gpu.vendor), []).append(end)
     found = {}
     for ticket in tickets:
-        request, most = ticket.request, most_of(ticket.uid)
-        if request is None or most is None or request.inside:
+        request, most = TicketRequest.of(ticket), most_of(ticket.uid)
+        if most is None or request.inside:
             continue
         own = sorted(ends.get((ticket.uid, vendor_of(next(iter(request.gpus), ""))), ()))
         held, selection = sum(part for _, part in own), Selection.from_ticket(request.nb_gpus, request.conditions)[0]
@@ -77,15 +78,15 @@ def at_limits(tickets: Sequence[Ticket], gpus: Iterable[GpuStatus], path: str, n
             until = next(
                 (end for (end, _), sum_ in zip(own, freed, strict=True) if sum_ >= lacking - ROUNDING), math.inf
             )
-            found[ticket.seq] = AtLimit(round(held, 2), most, max(until, now))
+            found[ticket.name] = AtLimit(round(held, 2), most, max(until, now))
     return found
 
 
 def expected_starts(
-    tickets: Sequence[Ticket],
-    gpus: Iterable[GpuStatus],
+    tickets: Sequence[Entry],
+    gpus: Collection[GpuStatus],
     now: float,
-    limited: Mapping[int, AtLimit] = MappingProxyType({}),
+    limited: Mapping[str, AtLimit] = MappingProxyType({}),
     windows: Collection[Window] = (),
 ) -> list[tuple[float | None, float | None]]:
     """Return for each ticket, in the order of the queue, when it is expected to start, and before when it probably does
@@ -95,45 +96,59 @@ def expected_starts(
     user is at a limit delays nobody either, and starts when enough claims of that user end.
 
     Args:
-        limited: number of a ticket -> the limit of its user.
+        limited: name of a ticket -> the limit of its user.
         windows: the times in which GPUs are reserved.
     """
-    ends: dict[str, When] = {}
-    coming: set[str] = set()
-    devices = []
-    for one in gpus:
-        devices.append(one.gpu)
-        uuid, inner, free = one.gpu.uuid, f"{one.gpu.uuid}.inner", one.state in FREE
-        ends[uuid] = when_free(one.gpu, lease_holder(one.claim, one.shares), now, free=free)
-        ends[inner] = when_free(one.gpu, lease_holder(one.inner), now, free=True)
-        if free or one.claim is not None:
-            coming |= {uuid, inner}
-    wants: dict[int, BackfillRequest] = {}
-    for place, ticket in enumerate(tickets):
-        request = ticket.request
-        if request is None:  # nobody knows what it wants, so nobody behind it knows more
-            wants[place] = BackfillRequest(len(ends) + 1, frozenset(ends))
-        elif ticket.seq not in limited and not ticket.is_stopped() and len(request.gpus & coming) >= request.nb_gpus:
-            reserved = spans_of(binding(windows, ticket.uid), devices) if windows else {}
-            wants[place] = BackfillRequest.of(*request[:4], devices, reserved)
-    earliest = (date for _, date in dates(wants.values(), ends))
-    found = dict(zip(wants, zip(starts(wants.values(), ends), earliest, strict=True), strict=True))
-    found.update((place, (limited[one.seq].until, math.inf)) for place, one in enumerate(tickets) if one.seq in limited)
-    pairs = (found.get(place, (math.inf, math.inf)) for place in range(len(tickets)))
+    found: dict[str, tuple[float, float]] = {}
+    devices, stopped = [one.gpu for one in gpus], dict[int | bytes, bool]()
+    for inside in {ticket.inside for ticket in tickets}:
+        ends, coming = _ends(gpus, now, inside)
+        wants: dict[str, BackfillRequest] = {}
+        for ticket in tickets:
+            request = TicketRequest.of(ticket)
+            if ticket.inside != inside or ticket.name in limited:
+                continue
+            if not request.known:  # nobody passes it, so nobody knows more of those behind it
+                wants[ticket.name] = BackfillRequest(len(request.gpus) + 1, request.gpus)
+            elif not is_stopped(ticket, stopped) and len(request.gpus & coming) >= request.nb_gpus:
+                reserved = spans_of(binding(windows, ticket.uid), devices) if windows and not inside else {}
+                wants[ticket.name] = BackfillRequest.of(*request[:4], devices, reserved)
+        earliest = (date for _, date in dates(wants.values(), ends))
+        found.update(zip(wants, zip(starts(wants.values(), ends), earliest, strict=True), strict=True))
+    found.update((name, (limit.until, math.inf)) for name, limit in limited.items())
+    pairs = (found.get(ticket.name, (math.inf, math.inf)) for ticket in tickets)
     return [
         (None if start == math.inf else round(start, 3), None if date == math.inf else round(date))
         for start, date in pairs
     ]
 
 
-def lease_holder(claim: ClaimStatus | None, shares: Iterable[ClaimStatus] = ()) -> LeaseHolder | None:
+def _ends(gpus: Iterable[GpuStatus], now: float, inside: str) -> tuple[dict[str, When], set[str]]:
+    """Return when each GPU is expected to be free for claims inside the one with this hash of a token ("": inside
+    none), and those that releases of claims can free."""
+    ends: dict[str, When] = {}
+    coming = set()
+    for one in gpus:
+        if not inside:
+            free, holder = one.state in FREE, holder_by_status(one.claim, one.shares)
+        elif one.claim is not None and one.claim.token == inside:
+            free, holder = True, holder_by_status(one.inner)
+        else:
+            continue
+        ends[one.gpu.uuid] = when_free(one.gpu, holder, now, free=free)
+        if free or holder is not None:
+            coming.add(one.gpu.uuid)
+    return ends, coming
+
+
+def holder_by_status(claim: ClaimStatus | None, shares: Iterable[ClaimStatus] = ()) -> LeaseHolder | None:
     """Return who holds a GPU, from what was found of its claim, or of the claims that share it."""
     if claim is None:
         return None
-    found = [
+    alone, *found = (
         LeaseHolder(
             one.pid, one.user, one.job, one.command, one.since, until=one.until, uid=one.uid or 0, share=one.share
         )
-        for one in (*shares, claim)
-    ]
-    return LeaseHolder.of_sharers(found[:-1]) if len(found) > 1 else found[0]
+        for one in (claim, *shares)
+    )
+    return LeaseHolder.of_sharers(found) if found else alone

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..coordination.closed import closed_now
-from ..coordination.holders import Claims, held_elsewhere, living_claims
+from ..coordination.holders import claims_now
 from ..drivers import opened_driver
 from ..gpus.devices import LeaseHolder
 from ..host.procfs import describe_process
@@ -78,8 +78,8 @@ def current_verdicts(
         StateDirError: the claims cannot be read.
         UnsatisfiableRequestError: a variable that sets a rule has no valid value.
     """
-    claims, uuids = Claims(living_claims()), [gpu.uuid for gpu in snapshot.gpus]
-    elsewhere = held_elsewhere(uuids, claims, snapshot.name_prefix) if not inside else ()
+    uuids = () if inside else (gpu.uuid for gpu in snapshot.gpus)
+    claims, elsewhere = claims_now(uuids, snapshot.name_prefix)
     leased = {**dict.fromkeys(elsewhere, LeaseHolder(elsewhere=True)), **claims.holders(inside)}
     rules = Rules.of(os.environ)._replace(drained=closed_now())
     return judge(snapshot, request, leased=leased, visible_limit=visible_limit, describe=describe_process, rules=rules)

@@ -266,7 +266,7 @@ def unlink_in(above: int, part: str, name: str) -> None:
 
 
 def open_shared(name: str, path: str, parent: int | None, *, make: bool) -> tuple[int, os.stat_result]:
-    """Open a directory that everyone may use, and return its status too, with the arguments of :func:`make_directory`."""
+    """Open a directory that everyone may use, and return its status too; arguments as of :func:`make_directory`."""
     while True:
         try:
             fd = os.open(name, OPEN_DIR, dir_fd=parent)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 
 from ..errors import StateDirError
@@ -15,6 +16,8 @@ from .directory import Directory
 from .doors import Doors, digest
 from .entry import Entries, Entry
 from .state_dir import state_dir_path
+
+_SECOND_LOOK = 0.005  # seconds
 
 
 class Claims:
@@ -47,12 +50,11 @@ class Claims:
         Args:
             inside: hash of the token of the claim around that one; "" of a claim inside none.
         """
+        around = self._around.get((inside, os.geteuid())) if inside else None
         return [
             one
             for one in self.living
-            if uuid in one.gpus
-            and (one.inside == inside or not self.is_inside(one))
-            and not (inside and one.token == inside)
+            if uuid in one.gpus and (one.inside == inside or not self.is_inside(one)) and one is not around
         ]
 
     def parts(self, uuid: str) -> set[int]:
@@ -139,12 +141,32 @@ def _heirs(entry: Entry) -> Iterator[int]:
                 yield pid
 
 
-def held_elsewhere(uuids: Iterable[str], claims: Claims, tree: str = "") -> set[str]:
-    """Return those of these GPUs that no living claim here has all of, and whose doors another state directory holds.
+def claims_now(
+    uuids: Iterable[str], tree: str, living: Callable[[], list[Entry]] = living_claims
+) -> tuple[Claims, set[str]]:
+    """Return the living claims, and those of these GPUs that another state directory holds. No lock is taken.
+
+    A door may outlive its entry for a moment, and a claim may come between two questions, so what seems to be held
+    elsewhere is looked at twice.
 
     Args:
         tree: what stands before UUIDs in the names of doors.
+        living: lists the claims.
+
+    Raises:
+        StateDirError: they cannot be read.
     """
+    claims = Claims(living())
+    elsewhere = _elsewhere(uuids, claims, tree)
+    if elsewhere:
+        time.sleep(_SECOND_LOOK)
+        claims = Claims(living())
+        elsewhere = _elsewhere(elsewhere, claims, tree)
+    return claims, elsewhere
+
+
+def _elsewhere(uuids: Iterable[str], claims: Claims, tree: str) -> set[str]:
+    """Return those of these GPUs that no living claim here has all of, and whose doors are held by others."""
     with suppress(OSError):  # no sockets here: entries alone count
         doors = Doors(tree)
         whole = {uuid for one in claims.living for uuid, share in one.gpus.items() if share is None}

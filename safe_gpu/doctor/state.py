@@ -4,12 +4,13 @@ import fcntl
 import os
 import stat
 import time
+from functools import partial
 
 from ..coordination import older_package as older
 from ..coordination.closed import closed_now, ignored_closed
 from ..coordination.directory import DIR_MODE, HOST_LOCK, PARTS, Directory, SharedDirectory
 from ..coordination.doors import digest
-from ..coordination.holders import Claims, held_elsewhere, living_claims
+from ..coordination.holders import Claims, claims_now, living_claims
 from ..coordination.host_lock import Host
 from ..coordination.signals import DeferredSignals
 from ..coordination.state_dir import ADMIN_DIR, DEFAULT_DIR, doubt_of_image, remover_of, setup_command
@@ -189,8 +190,8 @@ def process_namespace(host: CheckedHost) -> Finding:
 def elsewhere(host: CheckedHost) -> Finding:
     """Check, by their doors, that no GPUs are claimed in another state directory."""
     snapshot = host.snapshot or HostSnapshot(())
-    claims = Claims(living_claims(host.path))
-    found = held_elsewhere([gpu.uuid for gpu in snapshot.gpus], claims, snapshot.name_prefix)
+    uuids = [gpu.uuid for gpu in snapshot.gpus]
+    _, found = claims_now(uuids, snapshot.name_prefix, partial(living_claims, host.path))
     if not found:
         return passed("no GPU is claimed in another state directory")
     names = host.named(gpu.uuid for gpu in snapshot.gpus if gpu.uuid in found)

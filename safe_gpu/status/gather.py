@@ -15,7 +15,7 @@ from ..coordination.directory import Directory
 from ..coordination.doors import Doors
 from ..coordination.entry import Entries
 from ..coordination.faults import read_faults
-from ..coordination.holders import Claims, claim_around, held_elsewhere, holder_of, lives_here
+from ..coordination.holders import Claims, claim_around, claims_now, holder_of, lives_here
 from ..coordination.queue import TicketRequest, tickets_that_count
 from ..coordination.state_dir import remover_of, state_dir_path
 from ..coordination.turns import by_turn, turn_of
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from ..drivers.base import Driver
     from ..gpus.devices import Gpu, GpuFault, GpuProcess, HostSnapshot, LeaseHolder
     from .starts import AtLimit
-
-# A dying process closes its descriptors one by one, so a door may outlive an entry: it is asked once more, in seconds.
-_SECOND_LOOK = 0.005
 
 
 @dataclass
@@ -103,12 +100,7 @@ def look(path: str, gpus: Collection[Gpu], tree: str = "") -> HostFacts:
     except StateDirError as err:
         found.warnings.append(f"The queue is not known: {err}")
     try:
-        found.claims = Claims(_living(found, "claims"))
-        found.elsewhere = held_elsewhere(uuids, found.claims, tree)
-        if found.elsewhere:
-            time.sleep(_SECOND_LOOK)
-            found.claims = Claims(_living(found, "claims"))
-            found.elsewhere = held_elsewhere(found.elsewhere, found.claims, tree)
+        found.claims, found.elsewhere = claims_now(uuids, tree, partial(_living, found, "claims"))
     except StateDirError as err:
         found.warnings.append(f"The claims are not known: {err}")
     found.warnings = list(dict.fromkeys(found.warnings))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...coordination.holders import Claims, held_elsewhere, living_claims
+from ...coordination.holders import claims_now
 from ...errors import ClaimTimeout, NotEnoughGpusError
 from ...gpus.devices import LeaseHolder
 from ...selection.verdicts import fence_hint
@@ -81,8 +81,8 @@ def holders_now(view: HostView) -> dict[str, LeaseHolder]:
     Raises:
         StateDirError: the claims cannot be read.
     """
-    claims, uuids = Claims(living_claims()), [gpu.uuid for gpu in view.snapshot.gpus]
-    elsewhere = set() if view.around else held_elsewhere(uuids, claims, view.snapshot.name_prefix)
+    uuids = () if view.around else (gpu.uuid for gpu in view.snapshot.gpus)
+    claims, elsewhere = claims_now(uuids, view.snapshot.name_prefix)
     return {**dict.fromkeys(elsewhere, LeaseHolder(elsewhere=True)), **claims.holders(view.inside)}
 
 

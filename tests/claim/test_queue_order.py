@@ -4,19 +4,15 @@ import json
 import logging
 import os
 import signal
-import time
 from dataclasses import dataclass, field
 
 import pytest
 from support.claims import try_claim
-from support.ground import write_for_all
 from support.real import long
 
 from safe_gpu import ClaimTimeout, NoPlaceholder, NotEnoughGpusError, claim_gpus
 from safe_gpu.claim.search import wait_reports as status
-from safe_gpu.coordination.leases.file_names import lease_name
-from safe_gpu.coordination.leases.record import LeaseRecord
-from safe_gpu.coordination.queue.waiter import Waiter
+from safe_gpu.coordination.queue import Waiter
 from safe_gpu.host import procfs
 
 USER = procfs.user_name(os.geteuid())
@@ -92,28 +88,17 @@ def test_a_waiter_whose_wish_no_release_can_meet_because_of_memory(ground, line,
     assert try_claim(1, only=0) == (0,)
 
 
-def last_holder(ground, number: int, pid: int) -> None:
-    """A record that was left by this process."""
-    since = time.time() - 60
-    record = LeaseRecord(pid, None, 0, "", "", None, None, (ground.uuids[number],), since, "")
-    write_for_all(ground.directory / "leases" / lease_name(ground.uuids[number]), record.encode())
-
-
 def test_a_holder_that_is_still_dying_is_no_stranger(ground, line, zombie: int) -> None:
-    """Its lease is gone, its context is not yet: whoever waits for that GPU will have it in a moment."""
+    """Its claim is gone, its context is not yet: whoever waits for that GPU will have it in a moment."""
     ground.occupy(7, pid=zombie)
     line(8)
-    assert try_claim(1) == (6,)
-    last_holder(ground, 7, zombie)
-    for _ in range(3):  # the first look replaces the record by the time of its end
-        assert try_claim(1) is None
+    assert try_claim(1) is None
 
 
 def test_a_holder_that_let_go_and_lives_on_is_a_stranger(ground, line, stranger_pid: int) -> None:
     """A command that closed its descriptors and computes on would else keep the queue closed to small claims."""
     ground.occupy(7, pid=stranger_pid)
     line(8)
-    last_holder(ground, 7, stranger_pid)
     assert try_claim(1) == (6,)
 
 
@@ -165,7 +150,7 @@ owner.release_gpus()
 """
 
 
-SHOW = 'cat "$SAFE_GPU_DIR"/leases/*.lock | grep -m 1 "\\"pid\\": $$,"'
+SHOW = 'cat "$SAFE_GPU_DIR"/claims/* | grep "\\"pid\\": $$,"'
 
 
 def hear(one, start: str) -> str:
@@ -183,11 +168,12 @@ def test_a_claimer_that_gives_back_after_the_second_poll_keeps_its_place(ground,
     (context,) = ground.occupy(0)
     ground.let_go()
     hear(first, "GPU 0 was taken meanwhile")
-    assert ground.tickets() == ["1.ticket", "2.ticket"]
+    tickets = ground.tickets()
+    assert [int(name.partition(".")[0]) for name in tickets] == [1, 2]
     eventually(lambda: ground.leased() == [])
     context.close()
     assert hear(first, "has") == "has 0"
-    assert ground.tickets() == ["2.ticket"]
+    assert ground.tickets() == tickets[1:]
     first.tell()
     assert hear(second, "has") == "has 0"
 
@@ -240,7 +226,7 @@ def test_a_timeout_is_one_deadline_wherever_one_stands(ground, line) -> None:
     for only in ((), (1,)):
         with pytest.raises(ClaimTimeout, match=rf"behind \S+ \(pid {os.getpid()}, wants 8 GPUs"):
             claim_gpus(1, NoPlaceholder(), only=only, timeout=0.05)
-    assert ground.tickets() == ["1.ticket"]
+    assert len(ground.tickets()) == 1
 
 
 @pytest.mark.parametrize("listens", [True, False])
@@ -278,23 +264,15 @@ import inspect, linecache, os, signal, sys
 import safe_gpu
 from safe_gpu import NoPlaceholder, claim_gpus
 from safe_gpu.claim import owner as owners
-from safe_gpu.coordination.locks.host_lock import HostLock
-from safe_gpu.coordination.files.descriptors import fork_guard
-from safe_gpu.coordination.leases.file_names import lease_name; from safe_gpu.coordination.leases.lease import probe
-from safe_gpu.coordination.queue.live import live_tickets
-from safe_gpu.drivers.presets import preset
+from safe_gpu.coordination import held
+from safe_gpu.coordination.holders import living_claims
+from safe_gpu.coordination.queue import waiting_tickets
 
-uuids = [gpu.uuid for gpu in preset("dgx-a100").gpus()]
 package = os.path.dirname(safe_gpu.__file__)
 rooms = tuple(os.path.join(package, room) for room in ("claim", "coordination"))
 
-def leased():
-    with HostLock(None) as host:
-        return [i for i, uuid in enumerate(uuids) if probe(host, lease_name(uuid))]
-
-def waiting():
-    with HostLock(None) as host:
-        return [ticket.seq for ticket in live_tickets(host)]
+def own(entries):
+    return [one.name for one in entries if one.pid == os.getpid()]
 
 been = set()
 
@@ -303,7 +281,7 @@ def interrupted(nb_gpus, timeout, only_note=False):
     where = ""
     def local(frame, event, argument):
         nonlocal where
-        line = frame.f_code, frame.f_lineno, bool(fork_guard._fds)
+        line = frame.f_code, frame.f_lineno, bool(held._closed_in_children)
         if event == "line" and line not in been:
             been.add(line)
             if only_note:
@@ -344,9 +322,8 @@ while where := interrupted(*REQUEST):
     left = {
         "owner": owners.current_owner(),
         "environment": dict(os.environ.items() - environment.items()),
-        "leases": set(leased()) - {0, 1},
-        "files": len(os.listdir("/proc/self/fd")) - files, "guarded": set(fork_guard._fds),
-        "tickets": waiting(),
+        "claims": own(living_claims()), "tickets": own(waiting_tickets()),
+        "files": len(os.listdir("/proc/self/fd")) - files, "held": set(held._closed_in_children),
     }
     if any(left.values()):
         say(f"interrupted before {where}, it left", {key: value for key, value in left.items() if value})

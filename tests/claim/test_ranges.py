@@ -6,7 +6,7 @@ import pytest
 from support.claims import claim, try_claim
 
 from safe_gpu import UnsatisfiableRequestError
-from safe_gpu.status.gather import gather
+from safe_gpu.coordination.queue import waiting_tickets
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_a_range_takes_only_gpus_that_it_may_pass_with(ground: Any, line: Any) -
 def test_the_ticket_of_a_range_has_its_least_number(ground: Any, child: Any, eventually: Any) -> None:
     ground.hold(*range(7))
     child("import safe_gpu\nsafe_gpu.claim_gpus((2, 4), safe_gpu.NoPlaceholder(), timeout=60)")
-    eventually(lambda: [one.nb_gpus for one in gather().queue] == [2])
+    eventually(lambda: [one.nb_gpus for one in waiting_tickets()] == [2])
 
 
 def test_a_range_of_shares(ground: Any) -> None:

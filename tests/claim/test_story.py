@@ -33,9 +33,8 @@ def test_the_steps_come_in_the_order_of_the_protocol(host: Any, spies: Any) -> N
         "visible_limit",
         "prepare",
         "host.lock",
-        *["lease"] * 2,
-        "record",
-        "record",
+        *["door"] * 2,
+        "entry",
         "unlock",
         "legacy lock",
         "usage",
@@ -64,9 +63,9 @@ def test_a_failure_at_any_step_leaves_nothing(host, spies, untouched, kind: type
     claim(spies, delegate=True)
     steps = list(host.events)
     safe_gpu.release_gpus()
-    assert len(steps) > 20
+    assert len(steps) > 15
     for failing, step in enumerate(steps):
-        if step == "legacy release":
+        if step == "legacy release" or (step == "door" and kind is OSError):  # without doors the entry counts
             continue
         host.events.clear()
 

@@ -1,9 +1,7 @@
 """Users who wait are served by turns, where root's file says so, with real users and tickets."""
 
-import json
 import os
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,10 @@ from safe_gpu import ClaimTimeout
 from safe_gpu.claim.free import wait_for_gpus
 from safe_gpu.claim.messages.wording import waiting_message
 from safe_gpu.claim.search import search, wait_reports
-from safe_gpu.coordination.queue import waiter
+from safe_gpu.coordination import queue
+from safe_gpu.coordination.entry import make_entry
+from safe_gpu.coordination.queue import waiting_tickets
+from safe_gpu.coordination.turns import turn_of
 from safe_gpu.host.procfs import user_name
 from safe_gpu.status.gather import gather
 from safe_gpu.status.render import render
@@ -50,7 +51,7 @@ def test_one_request_does_not_wait_for_a_sweep(
     crowd = [*sweep, ben]
     # Anna holds eight, so her first ticket has the turn 8.5; Ben comes after that one and before her next.
     expected = [sweep[0], ben, *sweep[1:]] if order == "fair" else [*sweep, ben]
-    assert [one.pid for one in gather().queue] == [one.pid for one in expected]
+    assert [one.pid for one in waiting_tickets()] == [one.pid for one in expected]
     assert [served(holder, crowd) for holder in holders[:5]] == expected
 
 
@@ -96,21 +97,25 @@ def test_a_claim_keeps_the_order_in_which_it_began(
     """Else it could wait for one who waits for it. Root changes the order between two looks."""
     rules(f"[host]\norder = {before}")
     line(1, (0,))
-    written, confirm, encode = list[Any](), search.confirm, waiter.encode_ticket
+    written, confirm = list[Any](), search.confirm
 
     def changing(*arguments: Any) -> bool:
         rules(f"[host]\norder = {after}")
         stranger(*range(8))
         return confirm(*arguments)
 
+    def writing(directory: Any, number: int, said: Any, **more: Any) -> Any:
+        written.append(said.get("turn"))
+        return make_entry(directory, number, said, **more)
+
     monkeypatch.setattr(search, "confirm", changing)
-    monkeypatch.setattr(waiter, "encode_ticket", lambda *about: [written.append(about[2]), encode(*about)][1])
+    monkeypatch.setattr(queue, "make_entry", writing)
     with pytest.raises(ClaimTimeout):
         claim(1, only=range(1, 8), timeout=2)
     assert written == turns
 
 
-def test_tickets_have_turns_only_where_the_order_is_fair(rules: Any, user: Any, waiting: Any, state_dir: Path) -> None:
+def test_tickets_have_turns_only_where_the_order_is_fair(rules: Any, user: Any, waiting: Any) -> None:
     """Who changes the order while some wait changes nobody's place."""
     rules("[host]\norder = fifo")
     holder = user(ANNA, 8)
@@ -120,24 +125,19 @@ def test_tickets_have_turns_only_where_the_order_is_fair(rules: Any, user: Any, 
     second = waiting(BEN, 8)
     third = waiting(BEN, 8)
     fourth = waiting(CARLA, 8)
-    tickets = sorted((state_dir / "queue").iterdir(), key=lambda path: int(path.stem))
-    turns = [json.loads(path.read_text()).get("turn") for path in tickets]
-    assert turns == [None, 0.5, 4.5, 0.5]  # the one without a turn counts with 0
-    plain = tickets[0].read_text()
-    assert list(json.loads(plain)) == ["pid", "pidns", "user", "request", "hold_for", "job", "since"]
-    assert plain == json.dumps(json.loads(plain)) + "\n"
+    turns = {one.pid: turn_of(one) for one in waiting_tickets()}
+    assert [turns[one.pid] for one in (first, second, third, fourth)] == [None, 0.5, 4.5, 0.5]
     crowd = [first, second, third, fourth]
     for one in (first, second, fourth, third):
         assert served(holder, crowd) is one
         holder = one
 
 
-def test_a_shares_turn_is_its_part_of_a_gpu(rules: Any, user: Any, waiting: Any, state_dir: Path) -> None:
+def test_a_shares_turn_is_its_part_of_a_gpu(rules: Any, user: Any, waiting: Any) -> None:
     rules("[host]\norder = fair")
     assert user(BEN, 1, share="25%").hear() == "1"
     assert user(BEN, 7).hear() == "7"
     waiting(BEN, 1, share="80%")
     waiting(BEN, 1, share="50%")
-    tickets = sorted((state_dir / "queue").iterdir(), key=lambda path: int(path.stem))
-    turns = [json.loads(path.read_text())["turn"] for path in tickets]
+    turns = [turn_of(one) for one in sorted(waiting_tickets(), key=lambda one: one.number)]
     assert turns == pytest.approx([7.75, 7.75 + 7.75], abs=0.001)

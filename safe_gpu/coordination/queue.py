@@ -92,14 +92,15 @@ def is_stopped(ticket: Entry, known: dict[int | bytes, bool] | None = None) -> b
 
 
 def tickets_that_count(tickets: list[Entry]) -> list[Entry]:
-    """Return the living tickets, given by number, without those of a user who makes too many."""
+    """Return the living tickets, given by number, without those of a user who makes too many, and each file once."""
     made: Counter[int] = Counter()
-    found = []
+    found: dict[tuple[int, int], Entry] = {}
     for ticket in tickets:
-        made[ticket.uid] += 1
-        if ticket.uid == 0 or made[ticket.uid] <= _MOST_OF_ONE_USER:
-            found.append(ticket)
-    return found[:_MOST]
+        if ticket.file not in found:
+            made[ticket.uid] += 1
+            if ticket.uid == 0 or made[ticket.uid] <= _MOST_OF_ONE_USER:
+                found[ticket.file] = ticket
+    return list(found.values())[:_MOST]
 
 
 def waiting_tickets(path: str | None = None) -> list[Entry]:

@@ -1,52 +1,72 @@
-"""The host lock: exclusive, given back by the kernel, its holder named."""
+"""Host: both directories of entries while a process claims, and host.lock, which the kernel gives back."""
 
+import errno
 import fcntl
 import os
 import random
 import shutil
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from safe_gpu import errors
-from safe_gpu.coordination.files.descriptors import fork_guard
-from safe_gpu.coordination.files.state_dir import StateDir
-from safe_gpu.coordination.holders.of_gpus import lease_holders
-from safe_gpu.coordination.leases import watcher
-from safe_gpu.coordination.locks import flock, host_lock
-from safe_gpu.coordination.locks.host_lock import HostLock, _pauses
-from safe_gpu.coordination.scope import gpus_of_scope
+from safe_gpu.coordination import host_lock
+from safe_gpu.coordination.directory import Directory
+from safe_gpu.coordination.entry import make_entry, remove_entry
+from safe_gpu.coordination.holders import gpus_of_scope, living_claims
+from safe_gpu.coordination.host_lock import Host, _pauses
+from safe_gpu.coordination.signals import DeferredSignals
 from safe_gpu.host import procfs
 
 HOLD = """
-from safe_gpu.coordination.locks.host_lock import HostLock
-with HostLock(None) as host:
-    say("held")
-    listen()
+from safe_gpu.coordination.host_lock import Host
+from safe_gpu.coordination.signals import DeferredSignals
+with DeferredSignals() as signals, Host() as host:
+    with host.locked(None, signals):
+        say("held")
+        listen()
 say("released")
 """
 
 
-def soon() -> float:
-    return time.monotonic() + 30
+@contextmanager
+def locked(seconds: float | None = 30.0) -> Iterator[Host]:
+    deadline = None if seconds is None else time.monotonic() + seconds
+    with DeferredSignals() as signals, Host() as host, host.locked(deadline, signals):
+        yield host
 
 
 def test_directories_are_there_while_it_is_held(state_dir: Path) -> None:
-    before = set(fork_guard._fds)  # a thread of an earlier test may still sleep on a ticket
-    with HostLock(soon()) as host:
-        assert os.path.samestat(os.fstat(host.leases.fd), (state_dir / "leases").stat())
-        assert os.path.samestat(os.fstat(host.queue.fd), (state_dir / "queue").stat())
-    assert sorted(os.listdir(state_dir)) == ["host.lock", "leases", "queue"]
-    assert fork_guard._fds.keys() <= before
+    before = os.listdir("/proc/self/fd")
+    with locked() as host:
+        assert os.path.samestat(os.fstat(host.claims.directory.fd), (state_dir / "claims").stat())
+        assert os.path.samestat(os.fstat(host.queue.directory.fd), (state_dir / "queue").stat())
+    assert sorted(os.listdir(state_dir)) == ["claims", "host.lock", "queue"]
+    assert os.listdir("/proc/self/fd") == before
 
 
-def test_a_timeout_names_the_holder(state_dir: Path, child, eventually) -> None:
+def test_a_look_knows_claims_and_lists_tickets(state_dir: Path) -> None:
+    with Host() as host:
+        name, held = make_entry(host.claims.directory, 1, {"gpus": {"GPU-1": None}}, by_children=False)
+        ticket, waits = make_entry(host.queue.directory, 7, {"gpus": ["GPU-1"], "nb_gpus": 1}, by_children=False)
+        host.look()
+        assert [one.name for one in host.claims.look(())] == [name]
+        assert host.queue.listed() == [(7, ticket)]
+        assert (host.claims.next_number, host.queue.next_number) == (2, 8)
+        remove_entry(host.claims.directory, name, held)
+        remove_entry(host.queue.directory, ticket, waits)
+
+
+def test_a_timeout_names_the_holder(state_dir: Path, child: Any, eventually: Any) -> None:
     holder = child(HOLD)
     assert holder.hear() == "held"
     eventually(lambda: not procfs.is_running(holder.pid))  # else the host may be overloaded
-    with pytest.raises(errors.LockTimeout) as caught, HostLock(time.monotonic()):
+    with pytest.raises(errors.LockTimeout) as caught, locked(0):
         pass
     assert caught.value.pid == holder.pid
     assert caught.value.user
@@ -54,31 +74,30 @@ def test_a_timeout_names_the_holder(state_dir: Path, child, eventually) -> None:
     assert isinstance(caught.value, TimeoutError)
 
 
-def test_who_reads_the_leases_waits_for_a_lock_that_is_held_for_a_moment(state_dir, monkeypatch) -> None:
-    tries: list[int] = []
-    genuine = flock.lock_file
-    monkeypatch.setattr(host_lock, "lock_file", lambda fd: tries.append(fd) or (len(tries) > 1 and genuine(fd)))
-    monkeypatch.setattr(watcher, "lock_file", lambda fd: tries.append(fd) or (len(tries) > 1 and genuine(fd)))
-    assert lease_holders((), prefix="") == {}
-    assert len(tries) == 2
+def test_a_stopped_holder_is_called_stopped_and_keeps_nobody_from_looking(
+    state_dir: Path, child: Any, eventually: Any
+) -> None:
+    holder = child(HOLD)
+    assert holder.hear() == "held"
+    os.kill(holder.pid, signal.SIGSTOP)
+    eventually(lambda: procfs.is_stopped(holder.pid))
+    with pytest.raises(errors.LockTimeout, match="which is stopped"), locked(0):
+        pass
+    assert living_claims() == []
+    with Host() as host:
+        host.look()
 
 
 def test_who_reads_makes_no_directory(state_dir: Path) -> None:
     assert gpus_of_scope("0123456789abcdef") == ()
+    assert living_claims() == []
     assert not state_dir.exists()
 
 
-def test_a_stopped_holder_is_called_stopped(state_dir: Path, child, eventually) -> None:
-    holder = child(HOLD)
-    assert holder.hear() == "held"
-    os.kill(holder.pid, signal.SIGSTOP)
-    eventually(lambda: Path(f"/proc/{holder.pid}/stat").read_text().split()[2] == "T")
-    with pytest.raises(errors.LockTimeout, match="which is stopped"), HostLock(time.monotonic()):
-        pass
-
-
 @pytest.mark.parametrize("held_by", ["others in turn", "one that gets no CPU", "one that has ended"])
-def test_nobody_is_blamed_on_an_overloaded_host(state_dir: Path, child, monkeypatch, held_by: str) -> None:
+def test_nobody_is_blamed_on_an_overloaded_host(
+    state_dir: Path, child: Any, monkeypatch: pytest.MonkeyPatch, held_by: str
+) -> None:
     holder = child(HOLD)
     assert holder.hear() == "held"
     ended = os.fork()
@@ -91,9 +110,9 @@ def test_nobody_is_blamed_on_an_overloaded_host(state_dir: Path, child, monkeypa
         monkeypatch.setattr(host_lock.procfs, "flock_holders", lambda inodes: {inode: [shown()] for inode in inodes})
     else:
         monkeypatch.setattr(host_lock.procfs, "is_running", lambda pid: pid == holder.pid)
-    monkeypatch.setattr(os, "getloadavg", lambda: (8.0 * os.cpu_count(), 0.0, 0.0))
-    with pytest.raises(errors.LockTimeout, match="no process keeps it: the host is overloaded") as caught:
-        HostLock(time.monotonic()).__enter__()
+    monkeypatch.setattr(os, "getloadavg", lambda: (8.0 * (os.cpu_count() or 1), 0.0, 0.0))
+    with pytest.raises(errors.LockTimeout, match="no process keeps it: the host is overloaded") as caught, locked(0):
+        pass
     assert (caught.value.pid, caught.value.overloaded) == (None, True)
     assert str(holder.pid) not in str(caught.value)
 
@@ -103,7 +122,7 @@ def test_a_forked_child_does_not_keep_it(state_dir: Path) -> None:
     ready, write = os.pipe()
     parent = os.fork()
     if parent == 0:
-        with HostLock(None):
+        with locked(None):
             survivor = os.fork()
             if survivor == 0:
                 os.write(write, b"%d\n" % os.getpid())
@@ -113,7 +132,7 @@ def test_a_forked_child_does_not_keep_it(state_dir: Path) -> None:
     os.kill(parent, signal.SIGKILL)
     os.waitpid(parent, 0)
     try:
-        with HostLock(soon()):
+        with locked():
             pass
         os.kill(survivor, 0)
     finally:
@@ -122,12 +141,12 @@ def test_a_forked_child_does_not_keep_it(state_dir: Path) -> None:
         os.close(write)
 
 
-def test_a_file_that_was_cleaned_away_meanwhile_is_not_locked(state_dir: Path, child) -> None:
+def test_a_file_that_was_cleaned_away_meanwhile_is_not_locked(state_dir: Path, child: Any) -> None:
     """A cleaner of /tmp unlinks host.lock while somebody waits for it: the waiter must end with the new file."""
     holder = child(HOLD)
     assert holder.hear() == "held"
     spy = """
-from safe_gpu.coordination.locks import host_lock
+from safe_gpu.coordination import host_lock
 real, told = host_lock.lock_file, []
 def lock_file(fd):
     got = real(fd)
@@ -145,51 +164,80 @@ host_lock.lock_file = lock_file
     third.tell()
     assert third.hear() == "released"
     assert waiter.hear() == "held"
-    with pytest.raises(errors.LockTimeout), HostLock(time.monotonic()):
+    with pytest.raises(errors.LockTimeout), locked(0):
         pass  # so the waiter holds the file that stands there now
 
 
-@pytest.mark.parametrize("removed", ["", "leases", "queue"])
-@pytest.mark.parametrize("step", ["open_or_create", "is_current"])
-def test_directories_that_are_removed_meanwhile_are_not_used(state_dir, monkeypatch, removed: str, step: str) -> None:
-    """A lease or ticket in a removed directory is seen by nobody, and no file can be made there."""
-    real = getattr(StateDir, step)
-    cleaned = []
+@pytest.mark.parametrize("removed", ["", "claims", "queue"])
+def test_directories_that_were_replaced_are_opened_anew_by_a_look(state_dir: Path, removed: str) -> None:
+    """An entry in a removed directory is seen by nobody, and no file can be made there."""
     before = len(os.listdir("/proc/self/fd"))
-
-    def clean_once(self: StateDir, *args: object) -> object:
-        if not cleaned:
-            cleaned.append(True)
-            shutil.rmtree(state_dir / removed)
-        return real(self, *args)
-
-    monkeypatch.setattr(StateDir, step, clean_once)
-    with HostLock(time.monotonic() + 30) as host:
-        assert cleaned
-        for name, directory in ("leases", host.leases), ("queue", host.queue):
-            assert os.path.samestat(os.stat(state_dir / name), os.fstat(directory.fd))
-            os.close(directory.open_or_create("file"))
-        assert (state_dir / "host.lock").exists()
+    with Host() as host:
+        host.look()
+        assert host.is_current()
+        shutil.rmtree(state_dir / removed)
+        assert not host.is_current()
+        with Directory(str(state_dir), "claims") as anew:
+            _, held = make_entry(anew, 5, {"gpus": {"GPU-1": None}}, by_children=False)
+            host.look()
+            assert host.is_current()
+            assert [one.number for one in host.claims.look(())] == [5]
+            held.release()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_state_directory_that_goes_away_before_the_lock_is_told(state_dir: Path) -> None:
+    with DeferredSignals() as signals, Host() as host:
+        host.look()
+        shutil.rmtree(state_dir)
+        with pytest.raises(errors.StateDirError) as caught, host.locked(time.monotonic() + 30, signals):
+            pass
+        assert caught.value.errno == errno.ENOENT
+        assert not host.is_current()
+
+
 def test_a_file_that_cannot_be_locked_is_a_state_dir_error(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> None:
-        raise OSError(37, "No locks available")
+    def refuse(fd: int, operation: int) -> None:
+        if operation != fcntl.LOCK_UN:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.raises(errors.StateDirError, match="cannot be locked"), HostLock(soon()):
-        pass
+    with Host() as host:
+        host.look()
+        monkeypatch.setattr(fcntl, "flock", refuse)
+        with (
+            pytest.raises(errors.StateDirError, match="cannot be locked"),
+            DeferredSignals() as signals,
+            host.locked(time.monotonic() + 30, signals),
+        ):
+            pass
 
 
-def test_only_one_at_a_time(state_dir: Path, child, tmp_path: Path) -> None:
+def test_a_handler_that_raises_while_it_waits_passes_and_leaves_nothing(
+    state_dir: Path, child: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder = child(HOLD)
+    assert holder.hear() == "held"
+    before = os.listdir("/proc/self/fd")
+
+    def interrupted(seconds: float) -> None:
+        raise BlockingIOError("of a handler")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "sleep", interrupted)
+        with pytest.raises(BlockingIOError, match="of a handler"), locked():
+            pass
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_only_one_at_a_time(state_dir: Path, child: Any, tmp_path: Path) -> None:
     """A marker must not be there on entry."""
     code = f"""
 import os
-from safe_gpu.coordination.locks.host_lock import HostLock
+from safe_gpu.coordination.host_lock import Host
+from safe_gpu.coordination.signals import DeferredSignals
 say("ready"); listen()
 for _ in range(200):
-    with HostLock(None):
+    with DeferredSignals() as signals, Host() as host, host.locked(None, signals):
         os.close(os.open({str(tmp_path / "occupied")!r}, os.O_CREAT | os.O_EXCL))
         os.unlink({str(tmp_path / "occupied")!r})
 """

@@ -1,391 +1,417 @@
-"""The queue: who stands before whom, who may pass, and how the dead fall out."""
+"""The queue: who stands before whom, how the dead fall out, and how a sleeper wakes."""
 
-import errno
-import fcntl
 import json
+import math
 import os
+import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from safe_gpu.coordination.files.descriptors import fork_guard
-from safe_gpu.coordination.files.state_dir import StateDir
-from safe_gpu.coordination.locks.host_lock import HostLock
-from safe_gpu.coordination.queue.listing import Listing
-from safe_gpu.coordination.queue.live import live_tickets
-from safe_gpu.coordination.queue.ticket import TicketRequest
-from safe_gpu.coordination.queue.waiter import Waiter
+from safe_gpu.coordination import queue as queue_module
+from safe_gpu.coordination.entry import Entry, make_entry, said_by_this_process
+from safe_gpu.coordination.held import Held
+from safe_gpu.coordination.host_lock import Host
+from safe_gpu.coordination.queue import TicketRequest, Waiter, is_stopped, tickets_that_count, waiting_tickets
+from safe_gpu.coordination.signals import DeferredSignals
 from safe_gpu.errors import StateDirError
 
 ANY = frozenset({"GPU-0", "GPU-1"})
+OTHER = 4711
 
 
-def host() -> HostLock:
-    return HostLock(time.monotonic() + 30)
+class Waiting:
+    """One who waits, with directories of its own, as each process has."""
+
+    def __init__(self, request: TicketRequest, *, by_turns: bool = False) -> None:
+        self.host = Host()
+        self.waiter = Waiter(self.host, request, by_turns=by_turns)
+
+    def join(self, turn: float | None = None) -> bool:
+        with DeferredSignals() as signals, self.host.locked(time.monotonic() + 30, signals):
+            self.host.queue.refresh()
+            newcomer = None if turn is None else lambda others: turn
+            return self.waiter.join(said_by_this_process(None), newcomer)
+
+    def ahead(self) -> list[int]:
+        """Numbers of those ahead who compete, the nearest first."""
+        self.host.queue.refresh()
+        return [ticket.number for ticket in self.waiter.ahead()]
+
+    def end(self) -> None:
+        self.waiter.leave()
+        self.host.close()
 
 
-def never(request: TicketRequest) -> bool:
-    return False
-
-
-def queue(state_dir: Path) -> list[str]:
-    return sorted(os.listdir(state_dir / "queue"), key=lambda name: int(name.split(".")[0]))
+Join = Callable[..., Waiting]
 
 
 @pytest.fixture
-def join():
-    """Waiters of this process, each with a ticket."""
-    joined: list[Waiter] = []
+def join(state_dir: Path) -> Iterator[Join]:
+    """Waiters of this process; each has a ticket, with a turn or without, unless told otherwise."""
+    joined: list[Waiting] = []
 
-    def make(gpus: frozenset[str] = ANY, nb_gpus: int = 1, *, ticket: bool = True) -> Waiter:
-        waiter = Waiter(TicketRequest(nb_gpus, gpus))
+    def make(
+        gpus: frozenset[str] = ANY,
+        nb_gpus: int = 1,
+        *,
+        inside: str = "",
+        ticket: bool = True,
+        by_turns: bool = False,
+        turn: float | None = None,
+    ) -> Waiting:
+        one = Waiting(TicketRequest(nb_gpus, gpus, inside=inside), by_turns=by_turns)
+        joined.append(one)
         if ticket:
-            with host() as locked:
-                waiter.join(locked)
-        joined.append(waiter)
-        return waiter
+            one.join(turn)
+        return one
 
     yield make
-    for waiter in joined:
-        waiter.leave()
+    for one in joined:
+        one.end()
 
 
 @pytest.fixture
-def locked() -> Iterator[ExitStack]:
-    """Files that stay locked until the test ends."""
-    with ExitStack() as stack:
-        yield stack
+def place(state_dir: Path) -> Iterator[Callable[..., tuple[str, Held]]]:
+    """Tickets that say what is given by key, of any user."""
+    made: list[Held] = []
+
+    def make(number: int, *, uid: int | None = None, **said: Any) -> tuple[str, Held]:
+        with Host() as host:
+            ticket = {"nb_gpus": 1, "gpus": sorted(ANY), **said}
+            name, held = make_entry(host.queue.directory, number, ticket, by_children=False)
+        if uid is not None:
+            os.fchown(held.fd, uid, uid)
+        made.append(held)
+        return name, held
+
+    yield make
+    for held in made:
+        held.release()
 
 
-def ahead_of(waiter: Waiter, may_pass=never) -> int | None:
-    with host() as locked:
-        found = waiter.nearest(locked)
-        while found is not None and found.ticket.request is not None and may_pass(found.ticket.request):
-            found = waiter.nearest(locked, beyond=found)
-    if found is None:
-        return None
-    os.close(found.fd)
-    return found.ticket.seq
+def numbers(state_dir: Path) -> list[int]:
+    return sorted(int(name.partition(".")[0]) for name in os.listdir(state_dir / "queue"))
 
 
-def test_tickets_are_numbered_in_order_and_say_who_waits(state_dir: Path, join) -> None:
+# Tickets
+
+
+def test_tickets_are_numbered_in_order_and_say_who_waits(state_dir: Path, join: Join) -> None:
     join()
     join(nb_gpus=8)
-    assert queue(state_dir) == ["1.ticket", "2.ticket"]
-    raw = json.loads((state_dir / "queue" / "2.ticket").read_text())
-    assert set(raw) == {"pid", "pidns", "user", "request", "since", "hold_for", "job"}
-    assert (raw["pid"], raw["pidns"]) == (os.getpid(), os.stat("/proc/self/ns/pid").st_ino)
-    assert raw["request"] == {"nb_gpus": 8, "gpus": ["GPU-0", "GPU-1"], "min_memory": None}
-    assert (state_dir / "queue" / "2.ticket").stat().st_mode & 0o777 == 0o644
+    assert numbers(state_dir) == [1, 2]
+    (path,) = (state_dir / "queue").glob("2.*")
+    said = json.loads(path.read_text())
+    assert (said["pid"], said["pidns"]) == (os.getpid(), os.stat("/proc/self/ns/pid").st_ino)
+    assert {"nb_gpus": 8, "gpus": ["GPU-0", "GPU-1"], "hold_for": None, "inside": ""}.items() <= said.items()
+    assert path.stat().st_mode & 0o777 == 0o644
 
 
-def test_a_number_is_one_above_the_highest_that_exists(state_dir: Path, join) -> None:
-    first, second, third = join(), join(), join()
-    second.leave()
-    assert queue(state_dir) == ["1.ticket", "3.ticket"]
+def test_a_number_is_one_above_the_highest_of_the_dead_too(state_dir: Path, join: Join, place: Any) -> None:
+    _first, second = join(), join()
+    second.waiter.leave()
+    assert join().host.queue.next_number == 2, "the name is another one"
+    place(7)[1].release()
     join()
-    assert queue(state_dir)[-1] == "4.ticket"
-    first.leave()
-    third.leave()
+    assert numbers(state_dir) == [1, 2, 7, 8]
 
 
-def test_leaving_leaves_nothing(state_dir: Path, join) -> None:
-    before = set(fork_guard._fds)  # a thread of an earlier test may still sleep on a ticket
-    waiter = join()
-    waiter.leave()
-    waiter.leave()
-    assert queue(state_dir) == []
-    assert fork_guard._fds.keys() <= before
+def test_leaving_leaves_nothing(state_dir: Path, join: Join) -> None:
+    before = os.listdir("/proc/self/fd")
+    one = join()
+    assert one.waiter.queued
+    one.end()
+    one.end()
+    assert not one.waiter.queued
+    assert numbers(state_dir) == []
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_no_room_for_the_ticket_leaves_none(state_dir: Path, join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = join(ticket=False)
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda fd, data: 1)
+        with pytest.raises(StateDirError, match="no room"):
+            one.join()
+    assert not one.waiter.queued
+    assert numbers(state_dir) == []
+    one.waiter.leave()
+    assert os.listdir("/proc/self/fd") == before
+
+
+REQUEST = TicketRequest(2, ANY, (("min_memory", 5), ("near", "numa")), 60.0, "abc")
+
+
+def test_a_request_is_what_its_ticket_says() -> None:
+    said = json.dumps({"v": 1, "pid": 1, **REQUEST.said()}).encode()
+    assert TicketRequest.of(Entry.read("1.00000000000000aa", 0, (0, 0), said)) == REQUEST
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"v": 2}, {"near": ["numa"]}, {"x": {}}, {"near": "x" * 65}, {f"c{number}": 1 for number in range(20)}],
+    ids=["a later version", "a list", "an object", "a long text", "many"],
+)
+def test_what_is_not_understood_makes_a_ticket_unknown(more: dict[str, Any]) -> None:
+    """So it is waited for and never passed."""
+    said = json.dumps({"v": 1, "nb_gpus": 1, "gpus": [], **more}).encode()
+    assert not TicketRequest.of(Entry.read("1.00000000000000aa", 0, (0, 0), said)).known
+
+
+@pytest.mark.parametrize("said", [0, -5, 0.5, "x", True, None, math.inf, math.nan, [1]])
+def test_a_time_that_is_none_is_unknown(said: object) -> None:
+    one = Entry.read("1.00000000000000aa", 0, (0, 0), b'{"v": 1, "nb_gpus": 1, "gpus": []}')
+    hold_for = TicketRequest.of(one._replace(more={"hold_for": said})).hold_for
+    assert hold_for is None or (said is True and hold_for == 1)
+
+
+# Order
 
 
 @pytest.mark.parametrize(
     ("ahead", "mine", "waits"),
     [
-        (ANY, ANY, True),
-        (frozenset({"GPU-0"}), frozenset({"GPU-0", "GPU-1"}), True),
-        (frozenset({"GPU-0"}), frozenset({"GPU-1"}), False),  # only=, model=: another part of the host
-        (frozenset({"GPU-0"}), frozenset({"GPU-0.inner"}), False),  # inside a claim
-        (frozenset({"GPU-0.inner"}), frozenset({"GPU-0.inner"}), True),
-        (frozenset(), ANY, False),
+        ((ANY, ""), (ANY, ""), True),
+        ((frozenset({"GPU-0"}), ""), (ANY, ""), True),
+        ((frozenset({"GPU-0"}), ""), (frozenset({"GPU-1"}), ""), False),  # only=, model=: another part of the host
+        ((ANY, ""), (ANY, "a"), False),  # inside a claim
+        ((ANY, "a"), (ANY, "a"), True),
+        ((ANY, "a"), (ANY, "b"), False),
+        ((frozenset(), ""), (ANY, ""), False),
     ],
 )
 @pytest.mark.parametrize("ticket", [True, False])
-def test_only_competitors_stand_in_the_way(state_dir: Path, join, ahead, mine, waits: bool, ticket: bool) -> None:
-    join(ahead)
-    assert ahead_of(join(mine, ticket=ticket)) == (1 if waits else None)
+@pytest.mark.parametrize("by_turns", [True, False])
+def test_only_competitors_stand_in_the_way(
+    join: Join, ahead: Any, mine: Any, waits: bool, ticket: bool, by_turns: bool
+) -> None:
+    join(ahead[0], inside=ahead[1])
+    one = join(mine[0], inside=mine[1], ticket=ticket, by_turns=by_turns, turn=5.0 if by_turns and ticket else None)
+    assert one.ahead() == ([1] if waits else [])
+    assert one.waiter.position() == 1 + waits
 
 
-def test_the_nearest_competitor_counts_and_nobody_behind(state_dir: Path, join) -> None:
+def test_the_nearest_competitor_comes_first_and_nobody_behind(join: Join) -> None:
     first, _other, second = join(), join(frozenset({"GPU-9"})), join()
     third = join()
+    last = join()
+    assert third.ahead() == [3, 1]
+    assert [one.number for one in third.waiter.everybody_ahead()] == [1, 3]
+    assert (second.ahead(), first.ahead()) == ([1], [])
+    assert [one.waiter.position() for one in (first, second, third)] == [1, 2, 3]
+    assert [third.waiter.among_first(number) for number in (3, 4)] == [False, True]
+    assert join(ticket=False).ahead() == [5, 4, 3, 1]
+    (ticket,) = [one for one in waiting_tickets() if one.number == 5]
+    assert (third.waiter.came_before(ticket), last.waiter.came_before(ticket)) == (True, False)
+
+
+def test_by_turns_a_lower_turn_is_ahead_of_a_lower_number(join: Join) -> None:
+    assert join(by_turns=True, turn=7.0).ahead() == []
+    late = join(by_turns=True, turn=9.0)
+    early = join(by_turns=True, turn=2.0)
+    assert early.ahead() == []
+    assert late.ahead() == [1, 3]
+    assert join(by_turns=True, ticket=False).ahead() == [2, 1, 3]
+    assert [ticket.number for ticket in waiting_tickets()] == [3, 1, 2]
+    assert (early.waiter.position(), late.waiter.position()) == (1, 3)
+
+
+def test_who_joins_by_turns_learns_whether_it_passed_somebody(join: Join) -> None:
+    join(by_turns=True, turn=7.0)
+    one, other = join(by_turns=True, ticket=False), join(by_turns=True, ticket=False)
+    assert one.join(2.0)
+    assert not other.join(9.0)
+    assert not join(ticket=False).join(), "in order of arrival nobody is passed"
+
+
+def test_who_came_between_the_listing_and_the_lock_stands_ahead(state_dir: Path, join: Join) -> None:
+    first, mine = join(), join(ticket=False)
+    mine.host.queue.refresh()
+    second = join()
+    first.waiter.leave()
+    mine.join()
+    assert numbers(state_dir) == [2, 3]
+    assert mine.ahead() == [2]
+    second.waiter.leave()
+    assert mine.ahead() == []
+
+
+def test_a_ticket_is_read_once_and_asked_again_only_where_it_decides(
+    join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head of hundreds looks many times a second."""
     join()
-    assert ahead_of(third) == 3
-    assert ahead_of(second) == 1
-    assert ahead_of(first) is None
-    assert third.position() == 3
-    assert first.position() == 1
-
-
-def test_a_ticket_that_may_be_passed_is_passed_and_the_next_counts(state_dir: Path, join) -> None:
-    join(nb_gpus=1)
-    join(nb_gpus=8)  # say: a stranger sits on one of its eight
+    join()
     mine = join()
-    assert ahead_of(mine, lambda request: request.nb_gpus == 8) == 1
-    assert ahead_of(mine, lambda request: True) is None
+    assert mine.ahead() == [2, 1]
+    asked: list[str] = []
+    genuine = type(mine.host.queue).ask
+    monkeypatch.setattr(type(mine.host.queue), "ask", lambda self, name: (asked.append(name), genuine(self, name))[1])
+    mine.host.queue.refresh()
+    assert next(mine.waiter.ahead()).number == 2
+    assert [name.partition(".")[0] for name in asked] == ["2"]
+    assert mine.waiter.position() == 3
+    assert len(asked) == 1
+
+
+# Removed and replaced
+
+
+def test_a_ticket_that_was_removed_is_noticed_and_made_anew(state_dir: Path, join: Join) -> None:
+    mine = join()
+    mine.host.look()
+    assert not mine.waiter.was_removed()
+    for path in (state_dir / "queue").iterdir():
+        path.unlink()
+    mine.host.look()
+    assert mine.waiter.was_removed()
+    mine.join()
+    assert len(numbers(state_dir)) == 1
+    assert not Waiter.was_removed(join(ticket=False).waiter)
+
+
+def test_a_queue_that_was_replaced_is_joined_anew(state_dir: Path, join: Join) -> None:
+    mine = join()
+    shutil.rmtree(state_dir / "queue")
+    other = join()
+    assert mine.waiter.queued
+    mine.host.look()
+    assert not mine.waiter.queued
+    mine.join()
+    assert (mine.ahead(), other.ahead()) == ([1], [])
+
+
+# Who counts
+
+
+def ticket(number: int, uid: int = OTHER, file: int | None = None, **said: Any) -> Entry:
+    data = json.dumps({"v": 1, "nb_gpus": 1, "gpus": ["GPU-0"], **said}).encode()
+    return Entry.read(f"{number}.{number:016x}", uid, (1, number if file is None else file), data)
+
+
+def test_of_one_user_a_thousand_tickets_count_and_4096_in_all() -> None:
+    crowd = [ticket(number) for number in range(1, 1051)]
+    victims = [ticket(1051, 4712), ticket(1052, 4713)]
+    found = tickets_that_count([*crowd, *victims, ticket(1053)])
+    assert [one.number for one in found] == [*range(1, 1001), 1051, 1052]
+    root = [ticket(number, 0) for number in range(1, 2001)]
+    assert len(tickets_that_count(root)) == 2000
+    many = [ticket(number, 5000 + number % 6) for number in range(1, 6001)]
+    assert [one.number for one in tickets_that_count(many)] == list(range(1, 4097))
+
+
+def test_beyond_the_caps_a_ticket_is_not_ahead_until_it_counts(
+    join: Join, place: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_module, "_MOST_OF_ONE_USER", 3)
+    made = [place(number, uid=OTHER)[1] for number in range(1, 6)]
+    mine = join()
+    assert mine.ahead() == [3, 2, 1]
+    assert mine.waiter.position() == 4
+    made[0].release()
+    assert [mine.ahead(), mine.ahead()][1] == [4, 3, 2]
+    assert len(waiting_tickets()) == 4
+
+
+def test_links_of_a_ticket_silence_nobody_and_count_once(
+    state_dir: Path, join: Join, place: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_module, "_MOST_OF_ONE_USER", 3)
+    name, _ = place(1, uid=OTHER)
+    for number in range(2, 8):
+        os.link(state_dir / "queue" / name, state_dir / "queue" / f"{number}.{number:016x}")
+    place(9, uid=OTHER)
+    mine = join()
+    assert mine.ahead() == [9, 1]
+    assert [one.number for one in waiting_tickets()] == [1, 9, 10]
+
+
+def test_a_claim_in_the_queue_is_no_ticket(join: Join, place: Any) -> None:
+    place(1, nb_gpus=0, gpus={"GPU-0": None})
+    assert join().ahead() == []
+    assert len(waiting_tickets()) == 1
+
+
+def test_who_only_looks_makes_no_queue(state_dir: Path) -> None:
+    assert waiting_tickets() == []
+    assert not state_dir.exists()
+
+
+@pytest.mark.parametrize("here", [True, None, False])
+def test_a_stopped_waiter_is_known_in_its_own_pid_namespace_only(
+    child: Any, eventually: Any, state_dir: Path, here: bool | None
+) -> None:
+    one = child("say('here'); listen()")
+    assert one.hear() == "here"
+    own = os.stat("/proc/self/ns/pid").st_ino
+    waiter = ticket(1, pid=one.pid, pidns={True: own, None: 0, False: own + 1}[here])
+    assert not is_stopped(waiter)
+    os.kill(one.pid, signal.SIGSTOP)
+    if here is False:
+        eventually(lambda: is_stopped(ticket(1, pid=one.pid, pidns=own)))
+        assert not is_stopped(waiter)
+    else:
+        eventually(lambda: is_stopped(waiter))
+    os.kill(one.pid, signal.SIGCONT)
+
+
+# Those who die, and those who sleep
 
 
 WAIT = """
 import os, time
-from safe_gpu.coordination.locks.host_lock import HostLock
-from safe_gpu.coordination.queue.waiter import Waiter
-from safe_gpu.coordination.queue.ticket import TicketRequest as Demand
-waiter = Waiter(Demand(1, frozenset({"GPU-0"})))
-with HostLock(None) as host:
-    waiter.join(host)
+from safe_gpu.coordination.host_lock import Host
+from safe_gpu.coordination.queue import TicketRequest, Waiter
+from safe_gpu.coordination.signals import DeferredSignals
+host = Host()
+waiter = Waiter(host, TicketRequest(1, frozenset({"GPU-0"})), by_turns=False)
+with DeferredSignals() as signals, host.locked(None, signals):
+    host.queue.refresh()
+    waiter.join({"pid": os.getpid()})
 say("queued")
 """
 
 
-def test_the_dead_fall_out(state_dir: Path, join, child) -> None:
+def test_the_dead_fall_out(state_dir: Path, join: Join, child: Any) -> None:
     dead = child(WAIT + "listen()")
     assert dead.hear() == "queued"
     mine = join()
-    assert ahead_of(mine) == 1
+    assert mine.ahead() == [1]
     dead.kill()
-    assert ahead_of(mine) is None
-    assert queue(state_dir) == ["2.ticket"]
+    assert mine.ahead() == []
+    assert mine.waiter.position() == 1
+    assert [one.number for one in mine.host.queue.remove_dead()] == [1]
+    assert numbers(state_dir) == [2]
 
 
-def test_a_dead_ticket_that_may_not_be_unlinked_is_skipped(state_dir: Path, as_user) -> None:
-    def waiter_work(say, listen) -> None:
-        waiter = Waiter(TicketRequest(1, ANY))
-        with host() as locked:
-            waiter.join(locked)
-        say("queued")
-        listen()
-
-    first = as_user(waiter_work, uid=12345, umask=0o077)
-    assert first.hear() == "queued"
-    os.chown(state_dir, 0, 0)
-    os.chown(state_dir / "queue", 0, 0)  # sticky: only root and the ticket's owner may unlink there
-
-    def other_work(say, listen) -> None:
-        waiter = Waiter(TicketRequest(1, ANY))
-        with host() as locked:
-            waiter.join(locked)
-        say(ahead_of(waiter))
-        listen()
-        say(ahead_of(waiter))
-        say(waiter.position())
-        waiter.leave()
-        say(os.listdir(state_dir / "queue"))
-
-    second = as_user(other_work, uid=65534)
-    assert second.hear() == "1"
-    first.end()
-    second.tell()
-    assert [second.hear(), second.hear(), second.hear()] == ["None", "1", "['1.ticket']"]
-    assert live_in(state_dir) == []  # root sweeps in passing
-    assert queue(state_dir) == []
-
-
-def live_in(state_dir: Path) -> list[int]:
-    with host() as locked:
-        return [ticket.seq for ticket in live_tickets(locked)]
-
-
-def test_a_number_of_a_dead_ticket_that_stays_is_not_taken_for_its_successor(state_dir: Path, join) -> None:
-    """What is known to be dead is known by number and inode, so that a new ticket is never mistaken for an old one."""
-    mine = join(ticket=False)
-    (state_dir / "queue").mkdir(parents=True)
-    (state_dir / "queue" / "1.ticket").write_text("{}")
-    os.chmod(state_dir, 0o1777)
-    assert ahead_of(mine) is None
-    live = join()
-    assert ahead_of(mine) == int(queue(state_dir)[-1].split(".")[0])
-    live.leave()
-
-
-def test_who_came_between_the_listing_and_the_lock_stands_ahead(state_dir: Path, join) -> None:
-    first = join()
-    listing = Listing()
-    with StateDir(str(state_dir)) as root, StateDir("queue", root) as tickets:
-        listing.update(tickets)
-    second = join()
-    first.leave()
-    mine = Waiter(TicketRequest(1, ANY), listing)
-    with host() as locked:
-        mine.join(locked)
-    assert queue(state_dir) == ["2.ticket", "3.ticket"]
-    assert ahead_of(mine) == 2
-    second.leave()
-    assert ahead_of(mine) is None
-    mine.leave()
-
-
-def test_whoever_waits_lists_the_queue_but_once(state_dir: Path, join, monkeypatch: pytest.MonkeyPatch) -> None:
-    """None comes to be ahead of a ticket, and the head of hundreds looks many times a second."""
-    first, passed, mine = join(), join(nb_gpus=8), join()
-    assert ahead_of(mine, lambda request: request.nb_gpus == 8) == 1
-    later = join()
-    monkeypatch.setattr(StateDir, "names", None)
-    assert ahead_of(mine) == 2
-    passed.leave()
-    assert ahead_of(mine) == 1
-    first.leave()
-    assert ahead_of(mine) is None
-    assert ahead_of(later) == 3
-
-
-def test_a_queue_that_was_cleaned_away_and_began_anew(state_dir: Path, join) -> None:
-    join()
+def test_a_forked_child_does_not_keep_the_ticket_alive(join: Join, child: Any) -> None:
+    parent = child(WAIT + "import signal\nif os.fork() == 0:\n    say(os.getpid()); signal.pause()\nlisten()")
+    assert parent.hear() == "queued"
+    survivor = int(parent.hear())
     mine = join()
-    assert ahead_of(mine) == 1
-    for name in queue(state_dir):
-        (state_dir / "queue" / name).unlink()
-    assert ahead_of(join()) is None
-    assert queue(state_dir) == ["1.ticket"]
-    assert ahead_of(mine) is None  # who has the number now came later
+    assert mine.ahead() == [1]
+    parent.kill()
+    try:
+        assert mine.ahead() == []
+        os.kill(survivor, 0)
+    finally:
+        os.kill(survivor, signal.SIGKILL)
 
 
-def test_a_ticket_is_known_again_by_what_cannot_repeat(state_dir: Path, join) -> None:
-    """Numbers and inodes are used again within seconds."""
-    join()
-    mine = join()
-    assert ahead_of(mine) == 1
-    ticket = state_dir / "queue" / "1.ticket"
-    inode = ticket.stat().st_ino
-    raw = json.loads((state_dir / "queue" / "2.ticket").read_text())
-    ticket.write_text(json.dumps(raw | {"pid": os.getppid()}))  # one who came later
-    assert ticket.stat().st_ino == inode
-    assert ahead_of(mine) is None
-
-
-@pytest.mark.parametrize(("here", "seen"), [(True, True), (None, True), (False, False)])
-def test_a_stopped_waiter_is_known_in_its_own_pid_namespace_only(
-    state_dir: Path, join, child, stop, here: bool | None, seen: bool
-) -> None:
-    one = child(WAIT + "listen()")
-    assert one.hear() == "queued"
-    ticket = state_dir / "queue" / "1.ticket"
-    raw = json.loads(ticket.read_text())
-    raw["pidns"] = {True: raw["pidns"], None: None, False: raw["pidns"] + 1}[here]
-    ticket.write_text(json.dumps(raw))
-    with host() as locked:
-        assert [found.is_stopped() for found in live_tickets(locked)] == [False]
-    stop(one.pid)
-    with host() as locked:
-        assert [found.is_stopped() for found in live_tickets(locked)] == [seen]
-
-
-def test_who_is_among_the_first_is_known_without_a_lock(state_dir: Path, join) -> None:
-    first, second, third = join(), join(frozenset({"GPU-7"})), join()
-    assert [third.among_first(number) for number in (1, 2, 3)] == [False, False, True]
-    assert first.among_first(1)
-    second.leave()
-    first.leave()
-    assert third.among_first(1)
-
-
-def test_too_few_descriptors_do_not_make_a_ticket_look_dead(state_dir: Path, join, monkeypatch) -> None:
-    join()
-    mine = join()
-
-    def full(*args: object, **kwargs: object) -> None:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    with monkeypatch.context() as patch, host() as locked:
-        patch.setattr(os, "open", full)
-        with pytest.raises(StateDirError, match="Too many"):
-            mine.nearest(locked)
-    assert ahead_of(mine) == 1
-
-
-def test_rubbish_in_the_queue_is_ignored(state_dir: Path, join, locked: ExitStack) -> None:
-    join()
-    rubbish = "x.ticket 1.tmp -3.ticket ٣.ticket .2.ticket.99.ab 02.ticket 00.ticket".split()
-    rubbish += [f"{'1' * 19}.ticket", f"{'9' * 248}.ticket"]
-    for name in rubbish:
-        file = locked.enter_context((state_dir / "queue" / name).open("w"))
-        fcntl.flock(file, fcntl.LOCK_EX)  # even so
-    (state_dir / "queue" / "7.ticket").symlink_to("/etc/passwd")
-    mine = join(ticket=False)
-    assert ahead_of(mine) == 1
-    join()
-    assert set(os.listdir(state_dir / "queue")) == {*rubbish, "1.ticket", "7.ticket", "8.ticket"}
-
-
-@pytest.mark.parametrize("number", [10**12 + 10, 10**17 - 1, 10**17, 10**18 - 1])
-@pytest.mark.parametrize("live", [True, False])
-def test_a_number_that_no_queue_gets_to_is_nobodys(state_dir: Path, join, number: int, live: bool) -> None:
-    """Else one dead file of another user, which nobody may remove, uses up the numbers."""
-    join()
-    with open(state_dir / "queue" / f"{number}.ticket", "w") as file:
-        if live:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        second, third = join(), join()
-        assert (ahead_of(second), ahead_of(third)) == (1, 2)
-        assert ahead_of(join(ticket=False)) == 3
-        assert third.position() == 3
-        assert third.among_first(4)
-        with host() as locked:
-            seen = [ticket.seq for ticket in live_tickets(locked)]
-    assert seen == [1, 2, 3]
-    assert "4.ticket" not in queue(state_dir)
-
-
-def test_the_numbers_of_a_long_lived_queue_count(state_dir: Path, join) -> None:
-    join().leave()
-    with open(state_dir / "queue" / f"{10**12}.ticket", "w") as file:
-        os.fchmod(file.fileno(), 0o644)
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert ahead_of(join()) == 10**12
-        assert f"{10**12 + 1}.ticket" in os.listdir(state_dir / "queue")
-
-
-@pytest.mark.parametrize("mode", [0o666, 0o600, 0o664, 0o4644])
-def test_a_file_of_another_mode_is_no_ticket(state_dir: Path, join, mode: int) -> None:
-    join()
-    (state_dir / "queue" / "1.ticket").chmod(mode)
-    assert ahead_of(join(ticket=False)) is None
-
-
-@pytest.mark.parametrize(
-    "wish",
-    [{"nb_gpus": 10**4000}, {"nb_gpus": -1}, {"min_memory": 10**4000}, {"gpus": ["GPU-0" + "x" * 70_000]}],
-    ids=["endless number", "negative number", "endless memory", "more than is read"],
-)
-def test_a_ticket_beyond_all_bounds_is_unreadable(state_dir: Path, join, wish: dict[str, object]) -> None:
-    join()
-    ticket = state_dir / "queue" / "1.ticket"
-    raw = json.loads(ticket.read_text())
-    raw["request"] |= wish
-    ticket.write_text(json.dumps(raw))
-    with host() as locked:
-        assert [found.request for found in live_tickets(locked)] == [None]
-
-
-def test_a_ticket_under_a_file_lease_is_dead(state_dir: Path, join, file_lease) -> None:
-    """Its waiter has it open, so nobody could take one. To open it would block everybody, with host.lock held."""
-    waiter = join()
-    os.close(waiter._fd)  # it died
-    waiter._fd = -1
-    file_lease(state_dir / "queue" / "1.ticket", 54321)
-    assert ahead_of(join()) is None
-
-
-def test_a_sleeper_wakes_when_the_one_before_it_leaves_or_dies(state_dir: Path, child) -> None:
+def test_a_sleeper_wakes_when_the_one_before_it_leaves_or_dies(state_dir: Path, child: Any) -> None:
     sleeper = (
         WAIT
         + """
 def look():
-    with HostLock(None) as host:
-        return waiter.nearest(host)
+    host.queue.refresh()
+    return next(waiter.ahead(), None)
 while (ahead := look()) is not None:
     say("sleeping")
     assert waiter.sleep_behind(ahead, 600)
@@ -405,60 +431,36 @@ say("left")
     assert [first.hear(), second.hear()] == ["left", "head"]
     second.kill()
     assert third.hear() == "head"
-    assert queue(state_dir) == ["3.ticket"]
 
 
-def test_a_sleep_ends_at_its_deadline_and_is_taken_up_again(state_dir: Path, join, eventually) -> None:
+def test_a_sleep_ends_at_its_deadline_and_is_taken_up_again(join: Join, eventually: Any) -> None:
     first = join()
     before = threading.active_count()
-    for waiter in (join(ticket=False), join(ticket=False)):
-        for _ in range(2):
-            with host() as locked:
-                ahead = waiter.nearest(locked)
-            assert ahead is not None
-            assert waiter.sleep_behind(ahead, 0.001) is False
+    for one in (join(ticket=False), join(ticket=False)):
+        one.host.queue.refresh()
+        ahead = next(one.waiter.ahead())
+        assert one.waiter.sleep_behind(ahead, 0.001) is False
+        assert one.waiter.sleep_behind(ahead, 0.001) is False
     assert threading.active_count() == before + 1  # one thread for one ticket, whoever looks at it and how often
-    first.leave()
+    first.waiter.leave()
     eventually(lambda: threading.active_count() == before)
 
 
-def test_a_forked_child_does_not_keep_the_ticket_alive(state_dir: Path, join, child) -> None:
-    code = (
-        WAIT
-        + """
-import signal
-if os.fork() == 0:
-    waiter.leave()          # not the child's to give back
-    say(os.getpid()); signal.pause()
-listen()
-"""
-    )
-    parent = child(code)
-    assert parent.hear() == "queued"
-    survivor = int(parent.hear())
-    mine = join(ticket=False)
-    assert ahead_of(mine) == 1
-    parent.kill()
-    try:
-        assert ahead_of(mine) is None
-        os.kill(survivor, 0)
-    finally:
-        os.kill(survivor, signal.SIGKILL)
+def test_without_a_thread_to_sleep_in_it_looks_now_and_then(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+    join()
+    mine = join()
+    mine.host.queue.refresh()
+    ahead = next(mine.waiter.ahead())
 
+    def refuse(*arguments: object) -> None:
+        raise RuntimeError("can't start new thread")
 
-def test_no_room_for_the_ticket_leaves_none(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    waiter = Waiter(TicketRequest(1, ANY))
-    with host() as locked, monkeypatch.context() as patch:
-        patch.setattr(os, "pwrite", lambda fd, data, offset: 1)
-        with pytest.raises(OSError, match="no room"):
-            waiter.join(locked)
-    assert not waiter.queued
-    assert queue(state_dir) == []
-    waiter.leave()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert mine.waiter.sleep_behind(ahead, 0.001) is True
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_that_kills_unwinds_first(state_dir: Path, child, number: int) -> None:
+def test_a_signal_that_kills_unwinds_first(state_dir: Path, child: Any, number: int) -> None:
     # The ticket is left inside, where the signal is caught; the process then dies of it as it would have.
     code = """
 import signal
@@ -473,10 +475,10 @@ with unwind_on_signals():
     assert [waiter.hear(), waiter.hear()] == ["queued", "waiting"]
     os.kill(waiter.pid, number)
     assert waiter.process.wait(30) == -number
-    assert queue(state_dir) == []
+    assert numbers(state_dir) == []
 
 
-def test_a_handler_of_the_program_is_left_alone(state_dir: Path, child) -> None:
+def test_a_handler_of_the_program_is_left_alone(child: Any) -> None:
     code = """
 import os, signal
 from safe_gpu.coordination.signals import unwind_on_signals
@@ -486,13 +488,3 @@ with unwind_on_signals():
 say(signal.getsignal(signal.SIGHUP) is signal.SIG_DFL)
 """
     assert child(code).finish().split() == ["mine", "True"]
-
-
-def test_a_ticket_that_is_abandoned_is_closed_at_once(state_dir: Path) -> None:
-    waiter = Waiter(TicketRequest(1, ANY))
-    with host() as locked:
-        before = set(os.listdir("/proc/self/fd"))
-        waiter.join(locked)
-        waiter.abandon(locked)
-        assert set(os.listdir("/proc/self/fd")) == before
-    assert os.listdir(state_dir / "queue") == []

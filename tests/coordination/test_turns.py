@@ -1,24 +1,38 @@
 """Turns in queues drawn at random, whose waiters come, are served strictly in their order, and go."""
 
+import json
 import math
 import random
 from collections.abc import Iterator
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from safe_gpu.coordination.queue.ticket import LATEST_TURN, Ticket, TicketRequest
-from safe_gpu.coordination.queue.turns import by_turn, turn_of_newcomer
+from safe_gpu.coordination.entry import Entry
+from safe_gpu.coordination.queue import TicketRequest
+from safe_gpu.coordination.turns import by_turn, turn_of, turn_of_newcomer
 from safe_gpu.selection.backfill import BackfillRequest, When, dates, open_gpus, ready
 
 GPUS = [f"GPU-{number}" for number in range(8)]
 SIMPLE, RESTRICTED, OLDER, SHARES, FORGED, WEIGHTS, GAPS, STOPPED = 0, 1, 2, 4, 8, 16, 32, 64
 """What a world has besides whole hosts, honest tickets and users who are alike. Gaps are numbers that came and went."""
-FORGER = -2
+FORGER = 9999
+LATEST_TURN = 2.0**53
 
 
-def size(request: TicketRequest) -> float:
-    return request.nb_gpus * dict(request.conditions).get("share", 1.0)
+def ticket_of(number: int, request: TicketRequest, *, uid: int, turn: float | None) -> Entry:
+    """A ticket as it is read back."""
+    said = {"v": 1, "pid": 1, **request.said(), **({} if turn is None else {"turn": turn})}
+    return Entry.read(f"{number}.{number:016x}", uid, (1, number), json.dumps(said).encode())
+
+
+def newcomers_turn(request: TicketRequest, queue: list[tuple[float, Entry]], number: int, **more: Any) -> float:
+    return turn_of_newcomer(request.competes_with, request.gpus, queue, number, size=size, **more)
+
+
+def size(ticket: Entry) -> float:
+    return ticket.nb_gpus * float(ticket.more.get("share", 1.0))
 
 
 class World:
@@ -28,8 +42,8 @@ class World:
         self.chance = random.Random(seed)
         self.kinds = kinds
         self.users = range(self.chance.randint(2, 5))
-        self.waiting: list[Ticket] = []
-        self.running: list[tuple[Ticket, list[str]]] = []
+        self.waiting: list[Entry] = []
+        self.running: list[tuple[Entry, list[str]]] = []
         self.last = 0
         self.stopped: set[int] = set()
 
@@ -42,46 +56,43 @@ class World:
         says = self.chance.choice([None, 1.0, 2.0, 5.0, 9.0])
         return TicketRequest(min(number, len(among)), frozenset(among), (("share", share),) if share < 1 else (), says)
 
-    def counts(self, ticket: Ticket) -> bool:
-        return ticket.seq not in self.stopped
+    def counts(self, ticket: Entry) -> bool:
+        return ticket.number not in self.stopped
 
-    def newcomer(self) -> Ticket:
+    def newcomer(self) -> Entry:
         """Let one join, perhaps of an older client, perhaps with a turn of its own making."""
         self.last += self.chance.choice([1, 300]) if self.kinds & GAPS else 1
         uid, request, seq = self.chance.choice(self.users), self.request(), self.last
         weight = 1.0 + uid if self.kinds & WEIGHTS else 1.0
-        held = sum(size(one.request) for one, _ in self.running if one.uid == uid and one.request)
-        turn: float | None = turn_of_newcomer(
-            request, by_turn(self.waiting), seq, uid=uid, held=held, size=size, weight=weight, counts=self.counts
+        held = sum(size(one) for one, _ in self.running if one.uid == uid)
+        turn: float | None = newcomers_turn(
+            request, by_turn(self.waiting), seq, uid=uid, held=held, weight=weight, counts=self.counts
         )
         if self.kinds & OLDER and self.chance.random() < 0.3:
             turn = None
         elif self.kinds & FORGED and self.chance.random() < 0.05:
             turn = self.chance.choice([0.0, 1e6, LATEST_TURN])
             uid = FORGER
-        ticket = Ticket(seq, seq, 1, "", 1.0, request, uid=uid, turn=turn)
+        ticket = ticket_of(seq, request, uid=uid, turn=turn)
         self.waiting.append(ticket)
         return ticket
 
     def serve(self) -> None:
         """Let some end, then start in order whom nobody ahead who competes hinders."""
         self.running = [run for run in self.running if self.chance.random() > 0.15]
-        taken = [
-            (gpu, size(one.request) / one.request.nb_gpus) for one, gpus in self.running for gpu in gpus if one.request
-        ]
-        left: list[Ticket] = []
+        taken = [(gpu, size(one) / one.nb_gpus) for one, gpus in self.running for gpu in gpus]
+        left: list[Entry] = []
         for _, one in by_turn(self.waiting):
-            assert one.request is not None
-            part = size(one.request) / one.request.nb_gpus
-            free = [g for g in sorted(one.request.gpus) if sum(used for gpu, used in taken if gpu == g) + part <= 1]
-            if len(free) < one.request.nb_gpus or any(competes(other, one) for other in left):
+            part = size(one) / one.nb_gpus
+            free = [g for g in sorted(one.gpus) if sum(used for gpu, used in taken if gpu == g) + part <= 1]
+            if len(free) < one.nb_gpus or any(competes(other, one) for other in left):
                 left.append(one)
                 continue
-            self.running.append((one, free[: one.request.nb_gpus]))
-            taken += [(gpu, part) for gpu in free[: one.request.nb_gpus]]
-        self.waiting = sorted(left, key=lambda one: one.seq)
+            self.running.append((one, free[: one.nb_gpus]))
+            taken += [(gpu, part) for gpu in free[: one.nb_gpus]]
+        self.waiting = sorted(left, key=lambda one: one.number)
 
-    def joins(self, steps: int) -> Iterator[tuple[list[Ticket], Ticket]]:
+    def joins(self, steps: int) -> Iterator[tuple[list[Entry], Entry]]:
         """Yield the order before each newcomer, and the newcomer."""
         for _ in range(steps):
             if self.chance.random() < 0.6:
@@ -98,21 +109,20 @@ class Timed(World):
         self.now = 0.0
         self.until: dict[int, float] = {}
 
-    def want(self, ticket: Ticket) -> BackfillRequest:
-        assert ticket.request is not None
-        number, gpus, _, says, _ = ticket.request
-        part = size(ticket.request) / number
+    def want(self, ticket: Entry) -> BackfillRequest:
+        number, gpus, says = ticket.nb_gpus, frozenset(ticket.gpus), ticket.more["hold_for"]
+        part = size(ticket) / number
         return BackfillRequest(number, gpus, says or math.inf, share=part if part < 1 else math.inf)
 
     def when(self) -> dict[str, When]:
         parts: dict[str, list[tuple[float, float]]] = {gpu: [] for gpu in GPUS}
         for one, gpus in self.running:
             for gpu in gpus:
-                parts[gpu].append((self.until[one.seq], min(1.0, self.want(one).share)))
+                parts[gpu].append((self.until[one.number], min(1.0, self.want(one).share)))
         return {gpu: (*held, (self.now, 1.0 - sum(part for _, part in held))) for gpu, held in parts.items()}
 
-    def order(self) -> list[Ticket]:
-        return [one for _, one in by_turn(self.waiting) if one.seq not in self.stopped]
+    def order(self) -> list[Entry]:
+        return [one for _, one in by_turn(self.waiting) if one.number not in self.stopped]
 
     def free(self, want: BackfillRequest) -> set[str]:
         when = self.when()
@@ -121,12 +131,12 @@ class Timed(World):
     def serve(self) -> None:
         self.now += self.chance.choice([0.5, 1.0, 3.0])
         self.running = [
-            run for run in self.running if self.until[run[0].seq] > self.now and self.chance.random() > 0.05
+            run for run in self.running if self.until[run[0].number] > self.now and self.chance.random() > 0.05
         ]
         while self.start_one():
             pass
         if self.kinds & STOPPED:
-            self.stopped = {one.seq for one in self.waiting if self.chance.random() < 0.2}
+            self.stopped = {one.number for one in self.waiting if self.chance.random() < 0.2}
 
     def start_one(self) -> bool:
         order = self.order()
@@ -134,22 +144,21 @@ class Timed(World):
             want = self.want(one)
             ahead = [other for other in order[:place] if competes(other, one)]
             open_to = open_gpus(want, map(self.want, ahead), self.free(want), self.when(), self.now)
-            if one.turn is None and any(other.seq < one.seq and competes(other, one) for other in order):
+            if turn_of(one) is None and any(other.number < one.number and competes(other, one) for other in order):
                 continue  # an older client, the simplest: it waits for all lower numbers
             if want.fits(open_to):
                 self.running.append((one, sorted(open_to)[: want.nb]))
-                self.until[one.seq] = self.now + want.hold_for
+                self.until[one.number] = self.now + want.hold_for
                 self.waiting.remove(one)
                 return True
         return False
 
 
-def competes(one: Ticket, other: Ticket) -> bool:
-    assert other.request is not None
-    return one.competes_with(other.request)
+def competes(one: Entry, other: Entry) -> bool:
+    return TicketRequest(one.nb_gpus, frozenset(one.gpus)).competes_with(other)
 
 
-def overtaken(before: list[Ticket], newcomer: Ticket, world: World) -> list[Ticket]:
+def overtaken(before: list[Entry], newcomer: Entry, world: World) -> list[Entry]:
     after = [one for _, one in by_turn(world.waiting)]
     assert [one for one in after if one is not newcomer] == before, "a newcomer changed the order of the others"
     return [one for one in after[after.index(newcomer) + 1 :] if competes(one, newcomer)]
@@ -164,9 +173,9 @@ def test_no_newcomer_passes_the_first_an_older_client_or_1023_numbers(kinds: int
     world = World(seed, kinds)
     for before, newcomer in world.joins(60):
         for one in overtaken(before, newcomer, world) if newcomer.uid != FORGER else ():
-            assert newcomer.seq - one.seq < 1024
-            assert one.turn is not None
-            assert newcomer.turn is not None
+            assert newcomer.number - one.number < 1024
+            assert turn_of(one) is not None
+            assert turn_of(newcomer) is not None
             assert any(competes(other, one) for other in before[: before.index(one)])
 
 
@@ -180,7 +189,7 @@ def test_where_all_compete_the_first_stays_first_and_its_date_never_moves_later(
         order = world.order()
         if first not in order[:1]:
             assert first not in order or order[0].uid == FORGER
-            first, promise = (order or [None])[0], math.inf
+            first, promise = next(iter(order), None), math.inf
         if first is not None:
             (_, date), *_ = dates([world.want(first)], world.when())
             assert date <= promise
@@ -229,50 +238,50 @@ def test_competitors_keep_their_order_when_others_leave(kinds: int, seed: int) -
             order = [one for _, one in by_turn(world.waiting)]
             world.waiting.remove(gone := world.chance.choice(world.waiting))
             order.remove(gone)
-            place = {one.seq: number for number, (_, one) in enumerate(by_turn(world.waiting))}
+            place = {one.number: number for number, (_, one) in enumerate(by_turn(world.waiting))}
             for number, first in enumerate(order):
                 for second in order[number + 1 :]:
                     forged = FORGER in (first.uid, second.uid)
-                    assert forged or not competes(first, second) or place[first.seq] < place[second.seq]
+                    assert forged or not competes(first, second) or place[first.number] < place[second.number]
 
 
 def test_a_ticket_is_passed_by_few_later_numbers() -> None:
     """However many fresh users come while one who holds much waits."""
     request = TicketRequest(1, frozenset(GPUS))
-    heavy = Ticket(1, 1, 1, "", 1.0, request, uid=1, turn=3000.0)
-    head = Ticket(2, 2, 1, "", 1.0, request, uid=2, turn=0.5)
+    heavy = ticket_of(1, request, uid=1, turn=3000.0)
+    head = ticket_of(2, request, uid=2, turn=0.5)
     queue = by_turn([heavy, head])
     for seq, before in ((1024, True), (1025, False)):
-        turn = turn_of_newcomer(request, queue, seq, uid=1000 + seq, held=0, size=size)
+        turn = newcomers_turn(request, queue, seq, uid=1000 + seq, held=0)
         assert (turn < 3000) is before
 
 
 def test_a_forged_turn_leaves_the_order_of_arrival() -> None:
     request = TicketRequest(1, frozenset(GPUS))
-    waiting = [Ticket(1, 1, 1, "", 1.0, request, uid=1, turn=LATEST_TURN)]
+    waiting = [ticket_of(1, request, uid=1, turn=LATEST_TURN)]
     for seq in range(2, 6):
-        turn = turn_of_newcomer(request, by_turn(waiting), seq, uid=seq, held=5, size=size)
+        turn = newcomers_turn(request, by_turn(waiting), seq, uid=seq, held=5)
         assert turn <= LATEST_TURN
-        waiting.append(Ticket(seq, seq, 1, "", 1.0, request, uid=seq, turn=turn))
-    assert [one.seq for _, one in by_turn(waiting)] == [1, 2, 3, 4, 5]
+        waiting.append(ticket_of(seq, request, uid=seq, turn=turn))
+    assert [one.number for _, one in by_turn(waiting)] == [1, 2, 3, 4, 5]
 
 
 def test_who_is_stopped_holds_nobody_up() -> None:
     request, one = TicketRequest(1, frozenset(GPUS)), TicketRequest(1, frozenset(GPUS[:1]))
-    stopped = Ticket(1, 1, 1, "", 1.0, request, uid=1, turn=9.0)
-    first = Ticket(2, 2, 1, "", 1.0, one, uid=2, turn=9.5)
-    later = Ticket(3, 3, 1, "", 1.0, request, uid=2, turn=11.0)
+    stopped = ticket_of(1, request, uid=1, turn=9.0)
+    first = ticket_of(2, one, uid=2, turn=9.5)
+    later = ticket_of(3, request, uid=2, turn=11.0)
     queue = by_turn([stopped, first, later])
     for absent, turn in ((), 9.5), ((1,), 10.0), ((1, 2), 11.5), ((1, 2, 3), 0.5):
-        assert turn == turn_of_newcomer(
-            request, queue, 4, uid=3, held=0, size=size, counts=lambda one, absent=absent: one.seq not in absent
+        assert turn == newcomers_turn(
+            request, queue, 4, uid=3, held=0, counts=lambda one, absent=absent: one.number not in absent
         )
-    assert turn_of_newcomer(request, queue, 4, uid=1, held=0, size=size, counts=lambda one: one.seq != 1) == 10.0
+    assert newcomers_turn(request, queue, 4, uid=1, held=0, counts=lambda one: one.number != 1) == 10.0
 
 
 def test_a_weight_divides_what_a_user_holds_and_waits_for() -> None:
     request = TicketRequest(4, frozenset(GPUS))
-    own = Ticket(1, 1, 1, "", 1.0, request, uid=1, turn=10.0)
+    own = ticket_of(1, request, uid=1, turn=10.0)
     for weight, turn in ((1.0, 14.5), (2.0, 12.5)):
-        assert turn_of_newcomer(request, by_turn([own]), 2, uid=1, held=4, size=size, weight=weight) == turn
-    assert turn_of_newcomer(request, by_turn([own]), 2, uid=1, held=0, size=size) == 14.0
+        assert newcomers_turn(request, by_turn([own]), 2, uid=1, held=4, weight=weight) == turn
+    assert newcomers_turn(request, by_turn([own]), 2, uid=1, held=0) == 14.0

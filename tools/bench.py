@@ -43,7 +43,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from common import ROOT, become, simulate
+from common import ROOT, simulate
+from support.actor import become
 
 import safe_gpu
 from safe_gpu.affinity.options import MODES

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(os.environ.get("SAFE_GPU_CHECKOUT") or Path(__file__).parents[1]).resolve()
-sys.path.insert(0, str(ROOT))  # the package beside these scripts, installed or not
+# The package beside these scripts, installed or not, and what its tests have of actors and broken builds.
+sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parents[1] / "tests")]
 
 
 def simulate(preset: str, state: str, **variables: str) -> None:
@@ -20,19 +21,11 @@ def simulate(preset: str, state: str, **variables: str) -> None:
     os.environ.update(variables)
 
 
-def become(uid: int | None) -> None:
-    """Go on as another user, without groups; None stays."""
-    if uid is not None:
-        os.setgroups([])
-        os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)
-
-
-def parser_with_seed(text: str | None, wounds: Iterable[str]) -> argparse.ArgumentParser:
-    """A parser with --seed, and with --break, which is ``wound``."""
+def parser_with_seed(text: str | None, builds: Iterable[str]) -> argparse.ArgumentParser:
+    """A parser with --seed, and with --break, which is ``broken``."""
     parser = argparse.ArgumentParser(description=(text or "").partition("\n")[0])
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6), help="of what is random")
     parser.add_argument(
-        "--break", dest="wound", choices=sorted(wounds), default="", help="break the claim code: must end with 1"
+        "--break", dest="broken", choices=builds, default="", help="break the claim code: must end with 1"
     )
     return parser

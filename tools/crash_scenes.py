@@ -19,7 +19,8 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, become, simulate
+from common import ROOT, simulate
+from support.actor import become
 from crash_trace import Stop
 
 import safe_gpu

@@ -31,7 +31,8 @@ from typing import Any, NamedTuple
 
 from common import parser_with_seed
 from soak_host import Policy, Stage, replace_file
-from soak_lives import ISLANDS, SHOWN_IN_CALM, WOUNDS, Life, draw, live
+from soak_lives import ISLANDS, Life, draw, live
+from support.broken import BROKEN
 
 import safe_gpu
 from safe_gpu.claim.search import search
@@ -45,6 +46,20 @@ GRACE = 15.0  # how far past its deadline a claim may return on a busy machine w
 QUIET_EVERY = 20.0  # seconds
 PATIENCE = 30.0  # how long all may take to end before a quiet point, seconds
 _SET_CHILD_SUBREAPER = 36  # prctl(2): processes whose parents have ended become children of this one
+_SHOWN_IN_CALM = (
+    "parts not asked",
+    "share without the door",
+    "no queue",
+    "ticket stays",
+    "backfill",
+    "promise",
+    "turns",
+    "limit",
+    "limit of others",
+    "limit of waiters",
+    "room",
+)
+"""The broken builds that a quiet point finds; the others need what happens before one."""
 _LATE = 0.3  # how much later than it was told a waiter may start on a busy machine, seconds
 
 
@@ -61,7 +76,7 @@ class Soak:
         self.users = USERS if options.users else ()
         limited = options.users or options.policy or options.order == "fair"
         self.policy = Policy(self.stage.root, options.order) if limited else None
-        self.wound: str = options.wound
+        self.broken: str = options.broken
         self.counts: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
         self.violations: list[dict[str, Any]] = []
@@ -97,7 +112,7 @@ class Soak:
     def run(self, seconds: float) -> None:
         """Let processes live for this time, with a quiet point every 20 s and at the end."""
         with self._without_cleaner():  # its end says that one is at work from now on
-            if self.wound in SHOWN_IN_CALM:
+            if self.broken in _SHOWN_IN_CALM:
                 self._be_quiet()
         started = time.monotonic()
         end, minute, quiet = started + seconds, started + 60.0, started + QUIET_EVERY / 3
@@ -116,7 +131,7 @@ class Soak:
     @property
     def is_caught(self) -> bool:
         """Whether the claim code was broken on purpose and that was found."""
-        return bool(self.wound) and bool(self.violations)
+        return bool(self.broken) and bool(self.violations)
 
     def _step(self) -> None:
         while len(self._children) < self.options.processes:
@@ -144,7 +159,7 @@ class Soak:
         sys.stdout.flush()
         child = os.fork()
         if child == 0:
-            live(self.stage, self._number, life, self.wound)
+            live(self.stage, self._number, life, self.broken)
         self._children.add(child)
         self.counts["processes"] += 1
         return self._number
@@ -451,7 +466,7 @@ class Soak:
         """The highest number of a ticket."""
         with suppress(OSError):
             names = os.listdir(f"{self.stage.state}/queue")
-            return max((int(name[:-7]) for name in names if name.endswith(".ticket")), default=-1)
+            return max((int(name.partition(".")[0]) for name in names if name[0] != "."), default=-1)
         return -1
 
 
@@ -534,7 +549,7 @@ def _signal(pid: int, number: int) -> bool:
 
 
 def main() -> int:
-    parser = parser_with_seed(__doc__, WOUNDS)
+    parser = parser_with_seed(__doc__, BROKEN)
     parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--processes", type=int, default=24, help="how many live at a time")
     parser.add_argument("--shares", action="store_true", help="most claims are on three GPUs, and share them")

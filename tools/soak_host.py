@@ -109,7 +109,7 @@ class Stage:
         """Take the referee's lock of a GPU; tell of a double booking if a living process has it.
 
         Returns:
-            The descriptor that holds it. Forked children hold it too, as they hold the lease.
+            The descriptor that holds it. Forked children hold it too, as they hold the entry.
         """
         fd = os.open(f"{self.root}/markers/{uuid}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         with suppress(PermissionError):
@@ -141,10 +141,9 @@ class Stage:
 
     @staticmethod
     def _home() -> str:
-        """The state directory of this process and its PID namespace, by inodes: limits count claims of one directory,
-        as far as the kernel names their processes there."""
+        """The state directory of this process, by its inode: limits count claims of one directory."""
         try:
-            return f"{os.stat(os.environ['SAFE_GPU_DIR']).st_ino}:{os.stat('/proc/self/ns/pid').st_ino}"
+            return str(os.stat(os.environ["SAFE_GPU_DIR"]).st_ino)
         except OSError:
             return "-"
 
@@ -183,7 +182,7 @@ class Stage:
         sizes = {words[6]: int(words[5]) for words in both}
         if sum(sizes.values()) > self._memory(uuid):
             self.tell("violation", what="more promised than there is", uuid=uuid, shares=sizes)
-        homes = {words[3].partition(":")[0] for words in both}
+        homes = {words[3] for words in both}
         if len(homes) > 1 and not os.path.exists(f"{self.root}/cleaner"):
             self.tell("violation", what="shared by two state directories", uuid=uuid, shares=both)
         return fd
@@ -210,7 +209,7 @@ class Stage:
     def count_own(self, number: int) -> None:
         """Tell if this user holds more GPUs at once than any of its claims was allowed.
 
-        Not while a cleaner is at work: a claim whose lease file is gone is not counted.
+        Not while a cleaner is at work: a claim whose entry is gone is not counted.
         """
         if self.has_cleaner():
             return
@@ -292,7 +291,7 @@ def be_a_stranger(stage: Stage, rng: random.Random) -> None:
 
 
 class Ambush:
-    """Between the first poll of a claim and its leases, a stranger takes all GPUs that were free, for two seconds.
+    """Between the first poll of a claim and its entry, a stranger takes all GPUs that were free, for two seconds.
 
     A claim that gets one of these GPUs while the stranger is there has not looked a second time.
     """

@@ -1,11 +1,9 @@
-"""What the processes of a soak test do: claim GPUs in every way, and end in every way; how to break the claim code.
+"""What the processes of a soak test do: claim GPUs in every way, and end in every way.
 
 As a script, `soak_lives.py STAGE hold|nest SECONDS END`, it is the command of a ``safe-gpu run``.
 """
 
 import ctypes
-import fcntl
-import math
 import os
 import random
 import shlex  # noqa: F401 - other users cannot read the library
@@ -14,29 +12,16 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from common import ROOT, become
+from common import ROOT
 from soak_host import Ambush, Stage, bad_weather, be_a_stranger, may_refuse
+from support.actor import become
+from support.broken import break_build
 
 import safe_gpu
-from safe_gpu.claim.checks import opened as claim
-from safe_gpu.claim.host import polls as view
-from safe_gpu.claim.limits import LeasesByUser
-from safe_gpu.claim.search import names_of_look as gpu_names
-from safe_gpu.claim.search import queue_snapshot
-from safe_gpu.claim.search import slots_of_look as shares
 from safe_gpu.cli.commands import main as safe_gpu_main
-from safe_gpu.coordination import name_table, socket_names
-from safe_gpu.coordination.leases import lease
-from safe_gpu.coordination import flock
-from safe_gpu.coordination import host_lock as locks
-from safe_gpu.coordination.queue import listing, turns, waiter
 from safe_gpu.drivers.simulated import SimulatedDriver
-from safe_gpu.selection import backfill, verdicts
-from safe_gpu.selection.backfill import BackfillRequest
-from safe_gpu.selection.sharing import promised_room, room
 
 ISLANDS = ("home", "other directory", "private directory", "pid namespace")
 _ENDS = ("release", "release", "release", "exit", "die", "fork", "exec", "nothing")
@@ -51,7 +36,7 @@ class Life(NamedTuple):
     """What one process will do.
 
     Attributes:
-        way: how it meets GPUs: ``claim``, ``ambush`` (a stranger comes between look and lease), ``run``, ``nest``
+        way: how it meets GPUs: ``claim``, ``ambush`` (a stranger comes between look and claim), ``run``, ``nest``
             (claims inside a ``run``), ``wait``, ``status``, ``stranger``.
         nb_gpus: how many GPUs it claims.
         context: whether it puts a context on them.
@@ -105,15 +90,15 @@ def draw(rng: random.Random, islands: tuple[str, ...], users: tuple[int, ...], s
     return life
 
 
-def live(stage: Stage, number: int, life: Life, wound: str = "") -> None:
+def live(stage: Stage, number: int, life: Life, broken: str = "") -> None:
     """Live this life in a forked process; does not return.
 
     Args:
-        wound: breaks the claim code on purpose, see WOUNDS.
+        broken: a build of ``support.broken``.
     """
     code = 1
     try:
-        code = _live(stage, number, life, wound)
+        code = _live(stage, number, life, broken)
     except safe_gpu.SafeGpuError as err:
         stage.tell("refused", number=number, error=type(err).__name__, text=str(err)[:300])
         if isinstance(err, safe_gpu.UnsatisfiableRequestError) and not _may_refuse(stage, life):
@@ -130,19 +115,19 @@ def live(stage: Stage, number: int, life: Life, wound: str = "") -> None:
         os._exit(code)
 
 
-def _live(stage: Stage, number: int, life: Life, wound: str) -> int:
+def _live(stage: Stage, number: int, life: Life, broken: str) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _move_to(stage, life.island)
     os.umask(random.Random(life.seed).choice((0o022, 0o077, 0o002)))
-    become(life.uid)
+    if life.uid is not None:
+        become(life.uid)
     stage.enter(stage.other if life.island == "other directory" else None)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
     if life.way != "ambush":  # a driver that shows strangers late hides them from the second poll
         bad_weather(stage)
-    for one in WOUNDS.get(wound, ()):
-        setattr(*one)
+    break_build(broken)
     stage.tell("begins", number=number, way=life.way, island=life.island, uid=life.uid)
     started = time.monotonic()
     stage.begin()
@@ -289,107 +274,6 @@ def _inside(stage: Stage, seconds: float) -> None:
     except safe_gpu.NotEnoughGpusError:
         return
     _hold(stage, -1, [f"{gpu.uuid}.inner" for gpu in owner.gpus], seconds, "release", owner.release_gpus)
-
-
-def _counts_all(self: LeasesByUser, uid: int) -> frozenset[str]:
-    _held_by(self, uid)
-    return frozenset(self._owners.users)
-
-
-def _without_dates(want: BackfillRequest, *rest: Any) -> frozenset[str]:
-    return _open_gpus(want if want.hold_for == math.inf else want._replace(hold_for=0.0), *rest)
-
-
-def _refuse_name(name: str) -> None:
-    raise PermissionError(1, "names are taken out")
-
-
-def _slow_update(self: listing.Listing, *rest: Any) -> None:
-    _update(self, *rest)
-    time.sleep(0.005)
-
-
-def _lock_and_drop_in_child(fd: int) -> bool:
-    def drop() -> None:
-        with suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_UN)
-
-    os.register_at_fork(after_in_child=drop)
-    return _lock_file(fd)
-
-
-_held_by, _open_gpus, _update = LeasesByUser._held_by, backfill.open_gpus, listing.Listing.update
-_lock_file = flock.lock_file
-_NO_DOOR = SimpleNamespace(**{**vars(socket_names), "name_of": lambda uuid, prefix="": f"{prefix}{uuid}.{os.getpid()}"})
-
-
-def _without_door(bind_slot: Any) -> Any:
-    """Take the names of a slot without that of the whole GPU."""
-
-    def bound(*arguments: Any) -> Any:
-        gpu_names.names = _NO_DOOR
-        try:
-            return bind_slot(*arguments)
-        finally:
-            gpu_names.names = socket_names
-
-    return bound
-
-
-_NO_NAMES = [(socket_names, "take_name", _refuse_name), (name_table.NameTable, "add", lambda *_: False)]
-
-WOUNDS: dict[str, list[tuple[Any, str, Any]]] = {
-    # Every free GPU is open to everybody, whatever a waiter ahead wants.
-    "backfill": [(queue_snapshot, "open_gpus", lambda request, ahead, free, *_: frozenset(free))],
-    # Who says for how long may pass, whatever the waiters ahead were promised.
-    "promise": [(queue_snapshot, "open_gpus", _without_dates)],
-    # What a user holds already is not counted.
-    "limit": [(LeasesByUser, "own_limit", lambda *_: None)],
-    # What others hold is counted too.
-    "limit-of-others": [(LeasesByUser, "_held_by", _counts_all)],
-    # A waiter whose user is at the limit is not passed.
-    "limit-of-waiters": [(LeasesByUser, "is_at_limit", lambda *_: False)],
-    "queue": [(waiter.Waiter, "nearest", lambda *_, **__: None)],
-    # What a user holds and waits for already is not counted.
-    "turns": [(turns, "turn_of_newcomer", lambda *_, **__: 0.5)],
-    "ticket": [(waiter.Waiter, "leave", lambda self: None), (waiter.Waiter, "abandon", lambda self, host: None)],
-    "names": _NO_NAMES,
-    "lease": [*_NO_NAMES, (lease, "lock_file", lambda fd: True)],
-    # flock(2) belongs to the open file: a child that unlocks its copy takes the lease from its parent.
-    "lease-after-fork": [*_NO_NAMES, (lease, "lock_file", _lock_and_drop_in_child)],
-    # Some time passes between the listing of the queue and a new ticket, so that two soon take the same number.
-    "host-lock": [(locks, "lock_file", lambda fd: True), (listing.Listing, "update", _slow_update)],
-    # No look at the driver once the leases are held.
-    "second-poll": [
-        (view.Polls, "poll_again", lambda self, gpus: None),
-        (claim, "_refuse_other_processes", lambda *_: True),
-    ],
-    # Nobody asks which slots of a shared GPU are locked.
-    "slots": [(shares, "held_slots", lambda *_: {})],
-    # Who shares a GPU does not take the name of the whole GPU first; nobody asks for the names of slots.
-    "door": [(gpu_names.GpuNames, "take_slot", _without_door(gpu_names.GpuNames.take_slot))],
-    "slot-names": [(socket_names, "_slots", lambda *_: ())],
-    # The room for shares is taken for 8 GiB larger than it is.
-    "room": [
-        (shares, "promised_room", lambda *rest: promised_room(*rest) + (8 << 30)),
-        (verdicts, "room", lambda *rest, **more: room(*rest, **more) + (8 << 30)),
-    ],
-}
-"""Ways to break the claim code in one process, to see that the soak test finds what they do."""
-
-_OF_SHARES = ("slots", "door", "slot-names", "room")
-SHOWN_IN_CALM = (
-    "backfill",
-    "promise",
-    "limit",
-    "limit-of-others",
-    "limit-of-waiters",
-    "queue",
-    "turns",
-    "ticket",
-    *_OF_SHARES,
-)
-"""Those that a quiet point finds; the others need what happens before one."""
 
 
 def _main(root: str, what: str, seconds: str, end: str) -> int:

@@ -15,7 +15,6 @@ from safe_gpu.claim.host.polls import Polls
 from safe_gpu.claim.limits import ClaimsByUser
 from safe_gpu.claim.search import look, queue_snapshot
 from safe_gpu.coordination import directory, entry, turns
-from safe_gpu.coordination.directory import Directory
 from safe_gpu.coordination.doors import Doors
 from safe_gpu.coordination.entry import Entries
 from safe_gpu.coordination.holders import Claims
@@ -24,13 +23,10 @@ from safe_gpu.coordination.signals import DeferredSignals
 from safe_gpu.selection import backfill, sharing, verdicts
 
 _take, _in_the_way, _see_closed = claims.Claim.take, look.Look._is_in_the_way, host_view.HostView.see_closed
-_lock, _still_has, _bound_part = entry.lock, Directory.still_has, Doors._take_part
-_held_by, _open_gpus, _room, _promised_room = (
-    ClaimsByUser._held_by,
-    backfill.open_gpus,
-    sharing.room,
-    sharing.promised_room,
-)
+_lock, _rename_file = entry.lock, entry.rename_file
+_held_by, _open_gpus = ClaimsByUser._held_by, backfill.open_gpus
+_room, _promised_room = sharing.room, sharing.promised_room
+_to_be_locked: list[int] = []
 
 
 def _give_back_doors_first(self: claims.Claim, *arguments: Any, **options: Any) -> None:
@@ -54,9 +50,9 @@ def _remove_numbers(self: Entries) -> list[Any]:
     return []
 
 
-def _lock_late(self: Directory, name: str, fd: int) -> bool:
-    _lock(fd)
-    return _still_has(self, name, fd)
+def _rename_and_lock(source: str, target: str, parent: int) -> None:
+    _rename_file(source, target, parent)
+    _lock(_to_be_locked.pop())
 
 
 def _lock_and_drop_in_child(fd: int) -> None:
@@ -118,7 +114,7 @@ BROKEN: dict[str, list[tuple[Any, str, Any]]] = {
     "names come again": [(entry, "os", _same_random())],
     "unlink by number": [(Entries, "remove_dead", _remove_numbers)],
     "not locked": [(entry, "lock", lambda fd: None)],
-    "locked after its name": [(entry, "lock", lambda fd: None), (Directory, "still_has", _lock_late)],
+    "locked after its name": [(entry, "lock", _to_be_locked.append), (entry, "rename_file", _rename_and_lock)],
     "flock": [(entry, "ofd_locks", lambda: False)],  # which a neighbour can take too
     "children unlock": [(entry, "lock", _lock_and_drop_in_child)],
     "children keep": [(entry, "unlock", lambda fd: None)],

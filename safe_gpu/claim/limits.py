@@ -125,8 +125,7 @@ class Quota:
                 self._most = {os.geteuid(): self.limits.max_gpus}
         if not self._rules.limits_gpus:
             return
-        owners = {ticket.uid for ticket in host.queue.look(())} if host.queue.listed() else set()
-        for uid in owners.difference(self._most):
+        for uid in {ticket.uid for ticket in host.queue.look(())}.difference(self._most):
             self._most[uid] = policy.limits_of_user(self._rules, uid).max_gpus
 
     @property

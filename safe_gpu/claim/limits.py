@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..coordination.holders import Claims, living_claims
 from ..coordination.queue import TicketRequest
 from ..errors import PolicyError, UnsatisfiableRequestError, package_logger
-from ..gpus.devices import HostSnapshot
+from ..gpus.devices import HostSnapshot, vendor_of
 from ..host.procfs import printable_lines
 from ..selection.request import Selection
 from ..selection.sharing import ROUNDING, part_of
@@ -197,24 +197,23 @@ class ClaimsByUser:
         return LimitReached(sum(held.values()), most, frozenset(held)) if exceeds else None
 
     def _held_by(self, uid: int) -> dict[str, float]:
-        """Return name of a claim -> how many GPUs it holds. Of a GPU that the driver does not show it holds all."""
-        found = {}
-        for one in self._claims.living:
-            if one.uid == uid and not one.display and not self._claims.is_inside(one):
-                gpus = ((self._snapshot.by_uuid(uuid), share) for uuid, share in one.gpus.items())
-                found[one.name] = sum(1.0 if gpu is None else part_of(gpu, share) for gpu, share in gpus)
-        return found
+        """Return name of a claim -> how many GPUs it holds."""
+        return {one.name: held for one, held in held_of(self._snapshot, self._claims) if one.uid == uid and held}
 
 
-def held_by_users(snapshot: HostSnapshot, claims: Claims) -> dict[int, float]:
-    """Return uid -> how many of the GPUs of one driver each user holds, counting shares as parts. Claims inside claims
-    and on a shared display count for nothing."""
-    found: dict[int, float] = defaultdict(float)
+def held_of(snapshot: HostSnapshot, claims: Claims) -> Iterator[tuple[Entry, float]]:
+    """Yield the claims that count for limits, each with how many GPUs of the vendor of one poll it holds, and shares as
+    parts. Of a GPU that the driver does not show it holds all."""
     for one in claims.living:
         if one.uid >= 0 and not one.display and not claims.is_inside(one):
-            shown = ((snapshot.by_uuid(uuid), share) for uuid, share in one.gpus.items())
-            found[one.uid] += sum(part_of(gpu, share) for gpu, share in shown if gpu is not None)
-    return {uid: number for uid, number in found.items() if number}
+            held = 0.0
+            for uuid, share in one.gpus.items():
+                gpu = snapshot.by_uuid(uuid)
+                if gpu is not None:
+                    held += part_of(gpu, share)
+                elif vendor_of(uuid) == snapshot.vendor:
+                    held += 1.0
+            yield one, held
 
 
 def quota_of(path: str, warn: object) -> Quota | None:

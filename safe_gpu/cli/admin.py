@@ -258,7 +258,7 @@ def _policy(options: argparse.Namespace) -> int:
 def _held() -> dict[str, dict[int, float]] | None:
     """Return, for each vendor, how many of its GPUs each user (uid) holds here, counting shares as parts; None if the
     GPUs or the state directory cannot be read."""
-    from ..claim.limits import held_by_users
+    from ..claim.limits import held_of
     from ..coordination.holders import Claims, living_claims
     from ..drivers import open_drivers
     from ..errors import SafeGpuError
@@ -271,8 +271,10 @@ def _held() -> dict[str, dict[int, float]] | None:
                 snapshot = driver.snapshot()
             finally:
                 driver.close()
-            users = held_by_users(snapshot, claims)
-            held[snapshot.vendor] = {uid: _rounded(number) for uid, number in users.items()}
+            users: dict[int, float] = {}
+            for claim, number in held_of(snapshot, claims):
+                users[claim.uid] = users.get(claim.uid, 0.0) + number
+            held[snapshot.vendor] = {uid: _rounded(number) for uid, number in users.items() if number}
     except SafeGpuError as err:
         say(f"warning: {err}")
         return None

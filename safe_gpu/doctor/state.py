@@ -127,9 +127,11 @@ def locks(host: CheckedHost) -> Finding:
         return skipped(f"nothing has been locked in {host.path} yet")
     began = time.monotonic()
     try:
-        with DeferredSignals() as signals, Host(host.path) as entries, entries.locked(began + _PATIENCE, signals):
-            waited = time.monotonic() - began
-            excluded = _is_locked(path)
+        with DeferredSignals() as signals, Host(host.path) as entries:
+            entries.look()
+            with entries.locked(began + _PATIENCE, signals):
+                waited = time.monotonic() - began
+                excluded = _is_locked(path)
     except LockTimeout as err:
         fix = "end the process that holds it; it cannot be seen from here, so look on the host, as root"
         if err.overloaded:

@@ -98,12 +98,11 @@ def look(path: str, gpus: Collection[Gpu], tree: str = "") -> HostFacts:
         waiting = tickets_that_count([one for one in _living(found, "queue") if one.nb_gpus])
         found.tickets = [ticket for _, ticket in by_turn(waiting)]
     except StateDirError as err:
-        found.warnings.append(f"The queue is not known: {err}")
+        found.warnings = [f"The queue is not known: {err}"]
     try:
         found.claims, found.elsewhere = claims_now(uuids, tree, partial(_living, found, "claims"))
     except StateDirError as err:
-        found.warnings.append(f"The claims are not known: {err}")
-    found.warnings = list(dict.fromkeys(found.warnings))
+        found.warnings = [f"The claims are not known: {err}"]
     found.faults = recent_faults(read_faults(path, uuids), time.time())
     return found
 

@@ -108,7 +108,8 @@ def expected_starts(
             request = TicketRequest.of(ticket)
             if ticket.inside != inside or ticket.name in limited:
                 continue
-            if not request.known:  # nobody passes it, so nobody knows more of those behind it
+            _, known = Selection.from_ticket(request.nb_gpus, request.conditions)
+            if not (known and request.known):  # nobody passes it, so nobody knows more of those behind it
                 wants[ticket.name] = BackfillRequest(len(request.gpus) + 1, request.gpus)
             elif not is_stopped(ticket, stopped) and len(request.gpus & coming) >= request.nb_gpus:
                 reserved = spans_of(binding(windows, ticket.uid), devices) if windows and not inside else {}

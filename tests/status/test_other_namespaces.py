@@ -3,26 +3,20 @@
 import json
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 
-from safe_gpu import NoPlaceholder, claim_gpus
-from safe_gpu.claim.host.ancestors import ancestor_may_hold
-from safe_gpu.claim.host.outer_claim import pids_of_outer
-from safe_gpu.coordination.holders.of_gpus import LockedFile
-from safe_gpu.coordination.leases.file_names import lease_name
-from safe_gpu.coordination.leases.record import LeaseRecord
-from safe_gpu.coordination.queue.ticket import Ticket
+from safe_gpu import NoPlaceholder, NotEnoughGpusError, claim_gpus
+from safe_gpu.claim.host.around import pids_of_around
+from safe_gpu.coordination.entry import Entry
 from safe_gpu.gpus.devices import Gpu, HostSnapshot, LeaseHolder
 from safe_gpu.host import procfs
 from safe_gpu.selection.request import Selection
 from safe_gpu.selection.verdicts import judge
-from safe_gpu.status.gather import ProcessTable, gather, who_holds, who_waits
+from safe_gpu.status.gather import gather
 
 OTHER = 4026539999
 FIRST = procfs.FIRST_PID_NAMESPACE
-FILE = LockedFile("x.lock", 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -41,30 +35,13 @@ def test_where_a_process_is(monkeypatch: pytest.MonkeyPatch, own: int, other: in
     assert procfs.namespace_text(other) == place
 
 
-def test_an_unrelated_process_with_that_number_is_not_blamed() -> None:
-    record = LeaseRecord.of_this_process(None, None)
-    holding = who_holds(FILE, record._replace(pidns=OTHER), ProcessTable([]))
-    assert holding[:2] == (None, None)
-    assert f"as process {os.getpid()} there, which cannot be seen from here" in holding.note
-    assert who_holds(FILE, record, ProcessTable([]))[:2] == (None, None), "nor is one of here, on a record's word"
-    ticket = Ticket(1, 2, os.getpid(), "x", 1.0, None, OTHER, os.geteuid())
-    pid, user, note = who_waits(ticket, (), ProcessTable([]))
-    assert (pid, user) == (None, None)
-    assert f"as process {os.getpid()} there, which cannot be seen from here" in note
-    assert who_waits(ticket, [os.getpid()], ProcessTable([]))[0] == os.getpid()
-
-
-def test_a_record_of_another_namespace_on_a_lock_of_this_one(ground, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Anybody can write a record; the kernel says that the holder is no process of a container."""
-    monkeypatch.setattr(procfs, "pid_namespace", lambda: FIRST)
-    with claim_gpus(1, NoPlaceholder(), affinity=None):
-        path = ground.directory / "leases" / lease_name(ground.uuids[0])
-        record = json.loads(path.read_text())
-        path.write_text(json.dumps({**record, "pid": 7, "start": 7, "pidns": OTHER, "user": "innocent"}))
-        claim = gather().gpus[0].claim
-        assert claim is not None
-        assert (claim.pid, claim.user) == (os.getpid(), procfs.user_name(os.geteuid()))
-        assert "its record names process 7 in a container, which does not hold the lock" in claim.note
+def test_an_unrelated_process_with_that_number_is_not_blamed(ground) -> None:
+    ground.hold(0, pid=os.getpid(), start=procfs.start_time(os.getpid()), pidns=OTHER)
+    one = gather().gpus[0]
+    assert one.claim is not None
+    assert (one.claim.pid, one.claim.user) == (None, procfs.user_name(os.geteuid()))
+    assert one.claim.note.endswith(f"container, as process {os.getpid()} there")
+    assert f"process {os.getpid()} (" not in one.reason
 
 
 def test_a_claim_in_a_real_pid_namespace(ground, child) -> None:
@@ -76,29 +53,20 @@ def test_a_claim_in_a_real_pid_namespace(ground, child) -> None:
     parent = child(code)
     try:
         assert parent.hear() == "1", "pid 1 of its namespace"
-        (holder,) = procfs.descendants(parent.pid)
         one = gather().gpus[0]
         assert one.claim is not None
-        assert one.claim.pid == holder
+        assert (one.claim.pid, one.claim.uid) == (None, 0)
         assert one.claim.note.endswith("container, as process 1 there")
         assert "process 1 (" not in one.reason
     finally:
         parent.tell()
 
 
-def test_a_number_of_another_namespace_is_no_ancestor(ground) -> None:
-    gpu = Gpu(0, ground.uuids[0])
-    with claim_gpus(1, NoPlaceholder(), affinity=None):
-        assert ancestor_may_hold([gpu], inner=False)
-        path = ground.directory / "leases" / lease_name(gpu.uuid)
-        path.write_text(json.dumps({**json.loads(path.read_text()), "pidns": OTHER}))
-        assert not ancestor_may_hold([gpu], inner=False)
-
-
-def test_the_processes_of_an_outer_claim_elsewhere() -> None:
-    record = LeaseRecord.of_this_process(None, None)
-    assert pids_of_outer(record) == (os.getpid(),)
-    assert pids_of_outer(record._replace(pidns=OTHER)) == tuple(procfs.ancestors(os.getpid()))
+def test_the_processes_of_a_claim_around_this_one_elsewhere() -> None:
+    said = {"v": 1, "gpus": {}, "pid": 7, "pidns": procfs.pid_namespace()}
+    around = Entry.read("1.x", 0, (1, 1), json.dumps(said).encode())
+    assert pids_of_around(around) == (7,)
+    assert pids_of_around(around._replace(pidns=OTHER)) == tuple(procfs.ancestors(os.getpid()))
 
 
 def test_what_a_refusal_says() -> None:
@@ -109,10 +77,10 @@ def test_what_a_refusal_says() -> None:
     assert verdict.pid is None
 
 
-def test_records_without_the_key_are_of_this_namespace(tmp_path: Path) -> None:
-    line = LeaseRecord.of_this_process(None, None).encode()
-    old = {key: value for key, value in json.loads(line).items() if key != "pidns"}
-    record = LeaseRecord.decode(json.dumps(old).encode())
-    assert record is not None
-    assert record.here
-    assert LeaseRecord.decode(line) == LeaseRecord.of_this_process(None, None)
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_number_of_another_namespace_is_no_ancestor(ground, elsewhere: bool) -> None:
+    said = {"pidns": OTHER} if elsewhere else {}
+    ground.hold(*range(8), pid=os.getpid(), start=procfs.start_time(os.getpid()), **said)
+    with pytest.raises(NotEnoughGpusError) as refused:
+        claim_gpus(1, NoPlaceholder(), affinity=None, timeout=0.01)
+    assert ("this process itself holds" in str(refused.value)) is not elsewhere

@@ -1,11 +1,13 @@
 """The expected starts of the queue, by a table."""
 
+import itertools
+import json
 from typing import Any
 
 import pytest
 
 from safe_gpu.coordination.closed import find_admitted
-from safe_gpu.coordination.queue.ticket import Ticket, TicketRequest
+from safe_gpu.coordination.entry import Entry
 from safe_gpu.gpus.devices import Gpu
 from safe_gpu.gpus.windows import Window
 from safe_gpu.status.facts import ClaimStatus, GpuStatus
@@ -14,18 +16,23 @@ from safe_gpu.status.starts import expected_starts
 NOW = 1000.0
 
 
+TOKEN = "0123456789abcdef"  # of the claims inside which others claim
+
+numbers = itertools.count(1)
+
+
 def gpu(index: int, state: str = "claimed", until: float | None = None, inner: ClaimStatus | None = None) -> GpuStatus:
-    claim = ClaimStatus(1, since=1.0, until=until) if state == "claimed" else None
+    claim = ClaimStatus(1, since=1.0, until=until, token=TOKEN) if state == "claimed" else None
     return GpuStatus(Gpu(index, f"GPU-{index}"), state, claim=claim, inner=inner)
 
 
-def ticket(nb_gpus: int, hold_for: float | None = None, inner: str = "") -> Ticket:
-    return Ticket(
-        1, 1, 0, "x", 1.0, TicketRequest(nb_gpus, frozenset({f"GPU-0{inner}", f"GPU-1{inner}"}), (), hold_for)
-    )
+def ticket(nb_gpus: int, hold_for: float | None = None, inside: str = "", **more: Any) -> Entry:
+    number = next(numbers)
+    said = {"v": 1, "nb_gpus": nb_gpus, "gpus": ["GPU-0", "GPU-1"], "hold_for": hold_for, "inside": inside, **more}
+    return Entry.read(f"{number}.{'0' * 16}", 0, (1, number), json.dumps(said).encode())
 
 
-UNREADABLE = ticket(1)._replace(request=None)
+UNKNOWN = ticket(1, wish="of a later version")
 LEASED = [gpu(0, until=1100.0), gpu(1, until=1300.0)]
 
 
@@ -40,11 +47,11 @@ LEASED = [gpu(0, until=1100.0), gpu(1, until=1300.0)]
         pytest.param([ticket(1)], [gpu(0, until=900.0), gpu(1)], [NOW], id="overdue"),
         pytest.param([ticket(2)], [gpu(0, "free"), gpu(1, until=1100.0)], [1100.0], id="one is free"),
         pytest.param([ticket(2), ticket(1)], [gpu(0, "busy"), gpu(1, until=1100.0)], [None, 1100.0], id="a stranger"),
-        pytest.param([UNREADABLE, ticket(1)], LEASED, [None, None], id="one that cannot be read"),
+        pytest.param([UNKNOWN, ticket(1)], LEASED, [None, None], id="one that nobody understands"),
         pytest.param(
-            [ticket(1, inner=".inner")],
-            [gpu(0, inner=ClaimStatus(2, until=1050.0)), gpu(1, "free")],
-            [NOW],
+            [ticket(2), ticket(1, 60, TOKEN), ticket(2, inside=TOKEN), ticket(1, inside="ended")],
+            [gpu(0, inner=ClaimStatus(2, until=1050.0)), gpu(1)],
+            [None, NOW, 1060.0, None],
             id="inside",
         ),
         pytest.param([], LEASED, [], id="nobody waits"),
@@ -61,7 +68,7 @@ def test_when_waiters_can_expect_to_start(tickets: Any, gpus: Any, expected: Any
         pytest.param(ticket(1, 200), [gpu(0, "free"), gpu(1)], 2000.0, id="after the window"),
         pytest.param(ticket(1), [gpu(0, "free"), gpu(1)], 2000.0, id="did not say"),
         pytest.param(ticket(1, 200), [gpu(0, "free"), gpu(1, until=1300.0)], 1300.0, id="another is free before"),
-        pytest.param(ticket(1, 60, ".inner"), [gpu(0, inner=ClaimStatus(2, until=1050.0)), gpu(1)], NOW, id="inside"),
+        pytest.param(ticket(1, 60, TOKEN), [gpu(0, inner=ClaimStatus(2, until=1050.0)), gpu(1)], NOW, id="inside"),
     ],
 )
 def test_a_window_puts_a_start_off(ticket: Any, gpus: Any, expected: float) -> None:

@@ -13,19 +13,18 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.ground import locked_host
 
 import safe_gpu
 from safe_gpu.cli.commands import main
+from safe_gpu.coordination.directory import Directory
+from safe_gpu.coordination.entry import make_entry, remove_entry, said_by_this_process
 from safe_gpu.coordination.faults import write_fault
-from safe_gpu.coordination.holders.of_gpus import LockedFile
-from safe_gpu.coordination.leases.file_names import lease_name
-from safe_gpu.coordination.leases.record import LeaseRecord
 from safe_gpu.drivers.presets import preset
 from safe_gpu.gpus.devices import Gpu, GpuFault, GpuProcess, HostSnapshot
 from safe_gpu.host import procfs
-from safe_gpu.status import gather as host_facts
 from safe_gpu.status.facts import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus, of_user
-from safe_gpu.status.gather import ProcessTable, gather, who_holds
+from safe_gpu.status.gather import gather
 from safe_gpu.status.render import render
 from safe_gpu.wording.text import display_width
 
@@ -109,12 +108,12 @@ HOLD_ONE = CLAIM + "claim(1, NoPlaceholder(), only=0); say('held'); listen()\n"
 
 @pytest.fixture
 def holder(state_dir: Path, child):
-    """A process that holds the lease of GPU 0 and nothing else."""
+    """A process that has claimed GPU 0 and nothing else."""
     return child(HOLD_ONE, says="held")
 
 
-def record_of_gpu_0(state_dir: Path) -> Path:
-    return state_dir / "leases" / lease_name(UUIDS[0])
+def entries(state_dir: Path, kind: str = "claims") -> list[Path]:
+    return sorted(path for path in (state_dir / kind).iterdir() if not path.name.startswith("."))
 
 
 # Claims
@@ -272,36 +271,44 @@ def test_claims_inside_claims_are_shown(state_dir: Path, child) -> None:
     assert after.state == "claimed", "the inner claim lives on"
 
 
-# The lock, not the record
+@pytest.fixture
+def ticket(state_dir: Path):
+    """Called with what it says, it makes a ticket of this process."""
+    made = []
+
+    def make(**said: object) -> None:
+        with locked_host() as host:
+            host.queue.refresh()
+            directory = Directory(str(state_dir), "queue")
+            said = {**said_by_this_process(None), "since": time.time(), **said}
+            made.append((directory, *make_entry(directory, host.queue.next_number, said, by_children=False)))
+
+    yield make
+    for directory, name, held in made:
+        remove_entry(directory, name, held)
+        directory.close()
 
 
-def test_a_record_that_names_somebody_else_is_not_believed(state_dir: Path, holder) -> None:
-    lie = {"v": 1, "pid": 1, "user": "nobody", "job": "9", "command": "innocent", "since": 5.0}
-    record_of_gpu_0(state_dir).write_text(json.dumps(lie))
-    claim = look().gpus[0].claim
-    assert (claim.pid, claim.user, claim.uid) == (holder.pid, procfs.user_of(holder.pid), os.geteuid())
-    assert claim.command == Path(sys.executable).name
-    assert f"names process 1, which does not hold the lock; process {holder.pid} does" in claim.note
-    assert claim.note in look().gpus[0].reason
-    assert f"process {holder.pid} does" in " ".join(table(look()).split())
+# What an entry says, and what is so
 
 
-def test_a_claim_without_a_readable_record_is_still_a_claim(state_dir: Path, holder) -> None:
-    for content in ("", '{"pid": 1', "null", "\0" * 9):
-        record_of_gpu_0(state_dir).write_text(content)
-        status = look()
-        assert status.gpus[0].state == "claimed"
-        assert status.gpus[0].claim.pid == holder.pid
-        assert "cannot be read" in status.gpus[0].claim.note
-    holder.kill()
-    assert record_of_gpu_0(state_dir).stat().st_size > 0
-    assert look().gpus[0].state == "free"
-    assert look().gpus[0].claim is None
+def test_who_claims_is_the_owner_of_the_entry_whatever_it_says(ground, holder) -> None:
+    """The process that it names is shown if that user's process began when the entry says; else who has the entry."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    ground.hold(1, pid=holder.pid, start=5, user="nobody", uid=12345)
+    ground.hold(2, pid=holder.pid, start=procfs.start_time(holder.pid), uid=12345)
+    first, second, third = (one.claim for one in look().gpus[:3])
+    assert (first.pid, first.user, first.uid) == (holder.pid, procfs.user_of(holder.pid), os.geteuid())
+    for claim in (second, third):
+        assert (claim.pid, claim.user, claim.uid) == (os.getpid(), "12345", 12345)
+        assert claim.note == f"still held by process {ME}, which an earlier process {holder.pid} left behind"
+    assert second.note in " ".join(table(look()).split())
 
 
 @pytest.fixture
 def heir(state_dir: Path, child):
-    """A process that the holder of GPU 0 has started, which still has its lock; the holder has been killed."""
+    """A process that the holder of GPU 0 has started, which still has its entry; the holder has been killed."""
     code = HOLD_ONE.replace("say(", "os.fork() or signal.pause(); say(")
     process = child("import signal\n" + code, says="held")
     (pid,) = procfs.descendants(process.pid)
@@ -315,46 +322,60 @@ def test_children_that_outlive_the_holder_are_named(heir) -> None:
     claim = look().gpus[0].claim
     assert claim.pid == heir
     assert claim.user == procfs.user_of(heir)
-    assert claim.command == Path(sys.executable).name, "the record is of this very claim"
+    assert claim.command == Path(sys.executable).name
     assert re.fullmatch(rf"still held by process {heir}, which process \d+ left behind", claim.note)
 
 
-def test_a_pid_that_was_used_again_is_not_the_holder(state_dir: Path, child) -> None:
-    # As after the holder's death: the kernel goes on showing its number, which another process has by now.
-    other = child("listen()")
-    record = LeaseRecord.of_this_process(None, None)._replace(pid=other.pid, start=procfs.start_time(other.pid))
-    file = LockedFile("x", 1, 1, (other.pid,))
-    assert who_holds(file, record, ProcessTable([])) == (other.pid, os.geteuid(), "")
-    ended = who_holds(file, record._replace(start=record.start - 1), ProcessTable([]))
-    assert ended[:2] == (None, None)
-    assert ended.note == f"still held by a process that an earlier process {other.pid} left behind"
-    doubtful = who_holds(file, record._replace(start=None), ProcessTable([]))
-    assert doubtful[:2] == (other.pid, None)
-    assert f"does not fit process {other.pid}, which /proc/locks names" in doubtful.note
+def test_an_heir_of_another_user_is_not_looked_for(heir, as_user) -> None:
+    def work(say, listen) -> None:
+        claim = gather().gpus[0].claim
+        say(f"{claim.pid} {claim.user} {claim.note}")
+
+    said = as_user(work, uid=12345).hear()
+    mine = procfs.user_of(heir)
+    assert re.fullmatch(rf"None {mine} still held by a process that process \d+ left behind", said)
 
 
-def test_a_lock_that_was_passed_on_is_found_where_it_may_be_looked_for(tmp_path: Path, child) -> None:
-    """A launcher has locked for its child. Root finds who has the lock, but to have a file open is not to hold it."""
-    path = tmp_path / "x.lock"
-    code = "import fcntl, os\nfd = os.open(PATH, os.O_RDWR | os.O_CREAT)\nfcntl.flock(fd, fcntl.LOCK_EX)\n"
-    code += "if os.fork():\n    os._exit(0)\nsay(os.getpid()); listen()"
-    heir = int(child(code.replace("PATH", repr(str(path)))).hear())
-    record = LeaseRecord.of_this_process(None, None)
-    status = path.stat()
-    file = LockedFile(path.name, status.st_dev, status.st_ino)
-    with path.open():
-        holding = who_holds(file, record, ProcessTable([path.name]))
-    assert holding[:2] == (heir, os.geteuid())
-    assert f"names process {os.getpid()}, which does not hold the lock; process {heir} does" in holding.note
-    assert who_holds(replace(file, inode=1), record, ProcessTable([path.name])).pid is None
+def test_a_dead_entry_holds_nothing(ground) -> None:
+    ground.hold(0)
+    played = ground.played(0)
+    assert look().gpus[0].state == "claimed"
+    played.end()
+    assert look().gpus[0].state == "free"
+    assert played.path.exists(), "who looks removes nothing"
 
 
-def test_a_holder_that_nobody_can_see(state_dir: Path) -> None:
-    record = LeaseRecord.of_this_process(None, None)
-    for one, note in ((record, "cannot be seen from here (in another container?)"), (None, "record cannot be read")):
-        holding = who_holds(LockedFile("x", 1, 1), one, ProcessTable([]))
-        assert holding[:2] == (None, None)
-        assert note in holding.note
+def test_a_claim_of_another_state_directory_is_told_by_its_door(ground, child, open_tmp: Path) -> None:
+    env = {"SAFE_GPU_DIR": str(open_tmp / "other"), "SAFE_GPU_SIMULATED_DIR": str(ground.directory / "simulated")}
+    child(HOLD_ONE, env=env, says="held")
+    status = look()
+    assert states(status) == " ".join(["claimed", *["free"] * 7])
+    claim = status.gpus[0].claim
+    assert (claim.elsewhere, claim.pid, claim.uid, claim.user) == (True, None, None, None)
+    assert "GPU 0: claimed in another state directory" in table(status)
+
+
+def test_an_entry_without_doors_is_at_risk_where_another_user_can_remove_it(ground, holder) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    ground.hold(1)
+    ground.played(1).doors.release()
+    assert [one.claim.removable_by for one in look().gpus[:2]] == [None, None], "all belongs to root"
+    os.chown(ground.directory, 12345, 12345)
+    assert [one.claim.removable_by for one in look().gpus[:2]] == [None, "12345"]
+    assert row(look(), 1).split()[1:3] == ["at", "risk"]
+    assert "nothing but its entry keeps others off it, and 12345 can remove that" in " ".join(table(look()).split())
+
+
+def test_shares_are_shown_with_the_claims_that_have_them(state_dir: Path, child) -> None:
+    code = CLAIM + "claim(1, NoPlaceholder(), only=0, share='20GiB'); say('held'); listen()"
+    sharers = [child(code, says="held") for _ in range(2)]
+    (one, *others) = look().gpus
+    assert [claim.pid for claim in one.shares] == [sharer.pid for sharer in sharers]
+    assert [claim.share for claim in one.shares] == [20 << 30] * 2
+    assert one.claim == one.shares[0]
+    assert one.share_free == 40 << 30
+    assert {other.state for other in others} == {"free"}
 
 
 # The queue
@@ -389,44 +410,37 @@ def test_who_waits_in_what_order(state_dir: Path, child, stop, eventually) -> No
     assert [one.pid for one in look().queue] == [waiters[1].pid, waiters[2].pid]
 
 
-def test_a_ticket_that_names_somebody_else_is_not_believed(state_dir: Path, child, holder, eventually) -> None:
-    waiter = child(WAIT.replace("N,", "8,"))
-    eventually(lambda: queued(1))
-    ticket = next((state_dir / "queue").glob("*.ticket"))
-    lie = json.loads(ticket.read_text())
-    ticket.write_text(json.dumps({**lie, "pid": 1, "user": "nobody"}))
+def test_who_waits_is_the_owner_of_the_ticket_whatever_it_says(holder, ticket) -> None:
+    ticket(nb_gpus=2, gpus=UUIDS[:2], pid=holder.pid, start=5, inside="no such claim", job="sge:7")
     (one,) = look().queue
-    assert (one.pid, one.user, one.nb_gpus) == (waiter.pid, procfs.user_of(waiter.pid), 8)
-    ticket.write_text("{")
-    (one,) = look().queue
-    assert (one.pid, one.nb_gpus) == (waiter.pid, None)
+    assert (one.pid, one.user, one.job) == (None, procfs.user_of(os.getpid()), "sge:7")
+    assert one.note == "its process cannot be seen from here"
+    assert one.expected_start is None, "nobody waits inside a claim that has ended"
+
+
+def test_waiters_of_the_same_claim_start_one_after_the_other(state_dir: Path, child, ticket) -> None:
+    code = "claim(2, NoPlaceholder(), only='0,1', hold_for=3600, delegate=True); say('held'); listen()"
+    child(CLAIM + code, says="held")
+    now, token = time.time(), look().gpus[0].claim.token
+    wanted = {"nb_gpus": 1, "gpus": UUIDS[:2], "hold_for": 600}
+    for inside in ("", token, token, token):
+        ticket(**wanted, inside=inside)
+    starts = [round((one.expected_start - now) / 600) for one in look().queue]
+    assert starts == [6, 0, 0, 1]
 
 
 # Trouble
 
 
-def test_looking_never_costs_another_its_claim(state_dir: Path, holder, monkeypatch: pytest.MonkeyPatch) -> None:
-    import fcntl
-
-    free = []
-
-    def watched(real):
-        def ask(*arguments):
-            with open(state_dir / "host.lock") as file:  # nobody may try a lease while another looks at it
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    free.append(real.__name__)
-                except BlockingIOError:
-                    free.append(None)
-            return real(*arguments)
-
-        return ask
-
-    for name in ("probe", "live_tickets"):
-        monkeypatch.setattr(host_facts, name, watched(getattr(host_facts, name)))
-    look()
-    assert len(free) > 1
-    assert set(free) == {None}
+def test_a_look_takes_no_lock_and_leaves_the_entries_alone(state_dir: Path, holder, ticket) -> None:
+    """host.lock is held all the while."""
+    ticket(nb_gpus=8, gpus=UUIDS)
+    kept = [(path, path.stat()) for kind in ("claims", "queue") for path in entries(state_dir, kind)]
+    assert len(kept) == 2
+    with locked_host():
+        status = look()
+    assert (status.gpus[0].claim.pid, len(status.queue), status.warnings) == (holder.pid, 1, ())
+    assert [(path, path.stat()) for path, _ in kept] == kept
 
 
 def test_a_state_directory_out_of_order_is_a_warning(state_dir: Path) -> None:
@@ -442,28 +456,18 @@ def test_a_state_directory_out_of_order_is_a_warning(state_dir: Path) -> None:
     assert "not a directory" in look(OneGpu()).warnings[0]
 
 
-def test_one_lease_file_out_of_order_concerns_its_gpu_alone(state_dir: Path, holder) -> None:
-    lease = state_dir / "leases" / lease_name(UUIDS[3])
-    lease.unlink(missing_ok=True)
-    lease.symlink_to("/etc/passwd")
+def test_names_that_count_for_nothing_are_told_and_hide_nothing(state_dir: Path, holder) -> None:
+    (state_dir / "claims" / f"77.{'a' * 16}").symlink_to("/etc/passwd")
+    for number in (78, 79):
+        (state_dir / "queue" / f"{number}.{'b' * 16}").symlink_to("/etc/passwd")
     status = look()
-    assert states(status) == "claimed free free unusable free free free free"
-    assert "symbolic link" in status.gpus[3].reason
-    assert "symbolic link" in table(status)
-
-
-def test_a_held_host_lock_does_not_hide_the_claims(state_dir: Path, child, holder, monkeypatch: Any) -> None:
-    code = "import time\nfrom safe_gpu.coordination.locks.host_lock import HostLock\n"
-    stuck = child(code + "with HostLock(None):\n    say('locked'); listen()", says="locked")
-    monkeypatch.setattr(host_facts, "_PATIENCE", 0.05)
-    status = look()
-    assert status.gpus[0].state == "claimed"
-    assert status.gpus[0].claim.pid == holder.pid
-    assert [one.state for one in status.gpus[1:]] == ["free"] * 7
-    assert f"held by process {stuck.pid}" in status.warnings[0]
-    stuck.tell()
-    stuck.finish()
-    assert look().warnings == ()
+    assert states(status) == " ".join(["claimed", *["free"] * 7])
+    second, first = status.ignored
+    mine = procfs.user_name(os.geteuid())
+    assert first == f"{state_dir}/claims/77.{'a' * 16} of {mine} counts for nothing (Too many levels of symbolic links)"
+    assert second.endswith(", as do 1 more")
+    assert status.to_dict()["warnings"] == [second, first]
+    assert main(["status"]) == 0
 
 
 def test_an_ordinary_user_sees_what_root_claimed(state_dir: Path, holder, as_user) -> None:
@@ -475,19 +479,6 @@ def test_an_ordinary_user_sees_what_root_claimed(state_dir: Path, holder, as_use
     other = as_user(work, uid=12345)
     mine = procfs.user_of(holder.pid)
     assert other.hear() == f"claimed {' '.join(['free'] * 7)} {holder.pid} {mine}"
-
-
-def test_an_heir_that_may_not_be_looked_at_leaves_the_pid_open(state_dir: Path, heir, as_user) -> None:
-    if not procfs.flock_holders({record_of_gpu_0(state_dir).stat().st_ino}):
-        pytest.skip("the kernel does not show locks of ended processes in this PID namespace")
-
-    def work(say, listen) -> None:
-        claim = gather().gpus[0].claim
-        say(f"{claim.pid} {claim.user} {claim.note}")
-
-    said = as_user(work, uid=12345).hear()
-    assert said.startswith("None says: root still held by")
-    assert re.search(r"still held by a process that process \d+ left behind$", said)
 
 
 # Odd GPUs
@@ -710,7 +701,7 @@ def test_verbose_lists_the_processes_on_each_gpu() -> None:
 def test_of_an_unknown_holder_the_process_on_the_gpu_is_shown() -> None:
     """The GPU is claimed through another state directory, whose processes this user cannot ask."""
     gpu = Gpu(0, "GPU-0", utilization=97)
-    claim = ClaimStatus(elsewhere="")
+    claim = ClaimStatus(elsewhere=True)
     running = ProcessStatus(7, "anna", "/usr/bin/train -x", "compute", 5)
     one = GpuStatus(gpu, "claimed", claim=claim, processes=(running,), reason="claimed elsewhere; more")
     status = HostStatus("h", "nvml", "1", "/d", 100.0, (one,))
@@ -779,23 +770,33 @@ def test_a_narrow_queue_leaves_out_the_least_important() -> None:
     assert shown[120][0].split() == "# USER JOB/PID WANTS WAITED PLANNED STARTS".split()
 
 
-def test_cost_of_a_look_is_bounded_by_one_walk_through_proc(state_dir: Path, holder, monkeypatch) -> None:
-    walks = []
-    real = procfs.pids
-    monkeypatch.setattr(procfs, "pids", lambda: walks.append(1) or real())
-    look()
+def test_a_look_opens_each_entry_once(state_dir: Path, holder, ticket, monkeypatch) -> None:
+    for _ in range(100):
+        ticket(nb_gpus=1, gpus=UUIDS)
+    walks, opened = [], []
+    real_pids, real_open = procfs.pids, os.open
+
+    def counting(path, *arguments, **options):
+        opened.append(path)
+        return real_open(path, *arguments, **options)
+
+    monkeypatch.setattr(procfs, "pids", lambda: walks.append(1) or real_pids())
+    monkeypatch.setattr(os, "open", counting)
+    assert len(gather().queue) == 100
+    names = [path.name for kind in ("claims", "queue") for path in entries(state_dir, kind)]
+    assert [opened.count(name) for name in names] == [1] * 101
     assert walks == [], "the usual case asks no other process"
-    for one in (state_dir / "leases").iterdir():
-        one.write_text("")
-    look()
-    assert len(walks) <= 1
 
 
 def test_from_the_command_line(state_dir: Path, holder, capsys) -> None:
     """Nothing but notes for the next look is left behind."""
-    before = {path for path in state_dir.rglob("*") if path.suffix != ".idle"}
+
+    def there() -> set[Path]:
+        return {path for path in state_dir.rglob("*") if path.suffix not in (".idle", ".seen")}
+
+    before = there()
     assert main(["status"]) == 0
-    assert {path for path in state_dir.rglob("*") if path.suffix != ".idle"} == before
+    assert there() == before
     assert "\x1b" not in capsys.readouterr().out
     assert main(["status", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -814,7 +815,6 @@ def note(state_dir: Path, index: int, age: float = 0) -> None:
 
 
 def test_a_free_gpu_that_is_taken_last_says_why(state_dir: Path) -> None:
-    (state_dir / "leases").mkdir(parents=True)
     note(state_dir, 0)
     note(state_dir, 1, age=86400)
     status = gather()

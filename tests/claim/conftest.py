@@ -94,12 +94,11 @@ def line(ground: Any) -> Iterator[Callable[..., Waiter]]:
         def join(nb_gpus: int, gpus: Sequence[int] = range(8), *, hold_for: float | None = None, **more: Any) -> Waiter:
             uuids = frozenset(ground.uuids[index] for index in gpus)
             host = stack.enter_context(SharedHost())
+            host.look()
             waiter = Waiter(host, TicketRequest(nb_gpus, uuids, tuple(more.items()), hold_for), by_turns=False)
             stack.callback(waiter.leave)
-            with DeferredSignals() as signals:
-                host.look()
-                with host.locked(time.monotonic() + 30, signals):
-                    waiter.join(said_by_this_process(None))
+            with DeferredSignals() as signals, host.locked(time.monotonic() + 30, signals):
+                waiter.join(said_by_this_process(None))
             return waiter
 
         yield join

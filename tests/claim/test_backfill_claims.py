@@ -1,10 +1,8 @@
 """Short claims that go first where they delay nobody: by a table in this process, and with real processes."""
 
-import json
 import subprocess
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,9 +22,9 @@ class Case:
     ahead: list[tuple[int, tuple[int, ...], float | None]] = field(default_factory=lambda: [(8, ALL, None)])
     """Tickets: how many of which GPUs, for how long."""
     due: dict[int, float] = field(default_factory=lambda: dict.fromkeys(ALL[1:], HOUR))
-    """Leased GPUs, and in how many seconds they are to be free."""
+    """Claimed GPUs, and in how many seconds they are to be free."""
     unknown: tuple[int, ...] = ()
-    """Leased GPUs of which nobody knows."""
+    """Claimed GPUs of which nobody knows."""
     only: tuple[int, ...] = ()
 
 
@@ -61,32 +59,6 @@ def test_who_goes_first(case: Case, ground: Any, line: Any) -> None:
         line(nb_gpus, gpus, hold_for=hold_for)
     assert try_claim(case.nb_gpus, only=case.only, hold_for=case.hold_for) == case.gets
     assert len(ground.tickets()) == len(case.ahead)
-
-
-def test_nobody_passes_a_ticket_that_cannot_be_read(ground: Any, line: Any) -> None:
-    for index in ALL[1:]:
-        ground.hold(index, until=time.time() + HOUR)
-    line(8)
-    (name,) = ground.tickets()
-    (ground.directory / "queue" / name).write_text("?")
-    assert try_claim(1, hold_for=1) is None
-
-
-def rewritten(path: Path, *without: str) -> None:
-    """Make a record or a ticket one of a client that does not know these keys."""
-    line = json.loads(path.read_text())
-    path.write_text(json.dumps({key: value for key, value in line.items() if key not in without}) + "\n")
-
-
-def test_clients_that_say_nothing_are_passed_by_their_holders_dates_only(ground: Any, line: Any) -> None:
-    for index in ALL[1:]:
-        ground.hold(index, until=time.time() + HOUR)
-    line(8, hold_for=60)
-    (name,) = ground.tickets()
-    rewritten(ground.directory / "queue" / name, "hold_for", "pidns")
-    assert try_claim(1, hold_for=600) == (0,)
-    rewritten(ground.directory / "leases" / f"{ground.uuids[3]}.lock", "until", "pidns")
-    assert try_claim(1, hold_for=600) is None  # nobody knows when the large request can start
 
 
 def test_a_stranger_s_gpu_has_no_date(ground: Any, line: Any, stranger: Any) -> None:

@@ -109,8 +109,6 @@ def test_a_full_disk(host: Any, full_disk: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("SAFE_GPU_DIR", str(full_disk / "state"))
     with safe_gpu.GPUOwner(1, lambda number: None, timeout=0):
         pass
-    for path in full_disk.glob("state/leases/*.lock"):
-        path.write_text("")  # its page must be had anew
     fill(full_disk)
     with untouched():
         refused(StateDirError, "free some space", timeout=None)
@@ -119,7 +117,7 @@ def test_a_full_disk(host: Any, full_disk: Path, monkeypatch: pytest.MonkeyPatch
         assert claimed.devices_taken == list(range(8))
 
 
-def test_a_disk_quota_that_ends_in_the_middle_of_a_record(host: Any, child: Any) -> None:
+def test_a_disk_quota_that_ends_in_the_middle_of_an_entry(host: Any, child: Any) -> None:
     # Any user can play that: no file may grow beyond ten bytes.
     code = """
 import os, resource, signal, safe_gpu
@@ -133,7 +131,7 @@ say(os.environ.get("CUDA_VISIBLE_DEVICES"))
 listen()
 """
     process = child(code)
-    assert re.search(r"leases/GPU-.*free some space", process.hear())
+    assert re.search(r"claims/\..*free some space", process.hear())
     assert process.hear() == "None"
     assert len(safe_gpu.get_free_gpus()) == 8
 

@@ -18,7 +18,7 @@ done
 mkdir -p -m 1777 "$0/tmp"
 exec chroot "$0" "$@"
 """
-TELL = """awk '$5 == "/"' /proc/self/mountinfo; echo "$CUDA_VISIBLE_DEVICES"; cd "$SAFE_GPU_DIR/leases"; ls | wc -l"""
+TELL = """awk '$5 == "/"' /proc/self/mountinfo; echo "$CUDA_VISIBLE_DEVICES"; cd "$SAFE_GPU_DIR/claims"; ls | wc -l"""
 
 
 def test_a_claim_in_a_plain_chroot(open_tmp: Path) -> None:
@@ -29,4 +29,4 @@ def test_a_claim_in_a_plain_chroot(open_tmp: Path) -> None:
     environment = {**os.environ, "SAFE_GPU_DIR": "/tmp/state", "PYTHONPATH": str(PACKAGE_ROOT)}
     del environment["SAFE_GPU_TEST_ETC"]  # it is not below this root
     done = subprocess.run([*enter, *run], env=environment, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["0,1", "2"], "")
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["0,1", "1"], "")

@@ -9,9 +9,10 @@ from support.watched_host import Host
 
 import safe_gpu
 from safe_gpu.claim.host.host_view import HostView
-from safe_gpu.claim.search import queue_place as queue_place_module
+from safe_gpu.claim.search import queue_snapshot
+from safe_gpu.claim.search.queue_place import QueuePlace
 from safe_gpu.claim.times import UNKNOWN
-from safe_gpu.coordination.queue.ticket import Ticket
+from safe_gpu.coordination.host_lock import Host as SharedHost
 from safe_gpu.selection.request import parse_request
 
 
@@ -101,7 +102,7 @@ def test_a_stopped_waiter_with_such_a_condition_is_passed(host, ground, line, mo
     line(1, (4, 5), colour="red")
     line(8, hold_for=60)
     assert try_claim(1, only=5, hold_for=1) is None
-    monkeypatch.setattr(Ticket, "is_stopped", lambda self, known: self.seq == 1)
+    monkeypatch.setattr(queue_snapshot, "is_stopped", lambda ticket, known: ticket.number == 1)
     assert try_claim(1, only=5, hold_for=1) == (5,)
 
 
@@ -109,7 +110,10 @@ def test_a_gpu_that_was_lost_when_a_waiter_came(host) -> None:
     """It stands in the waiter's ticket, so nobody takes it past the waiter when it is back."""
     host.edits[host.uuids[5]] = {"lost": True}
     view = HostView(host, host.snapshot(), parse_request(1, only="3,5"))
-    assert queue_place_module.QueuePlace(view, UNKNOWN).ensure_waiter().request.gpus == {host.uuids[3], host.uuids[5]}
+    with SharedHost() as shared:
+        shared.look()
+        waiter = QueuePlace(shared, view, UNKNOWN, {}).ensure_waiter()
+        assert waiter.request.gpus == {host.uuids[3], host.uuids[5]}
 
 
 @pytest.mark.parametrize(

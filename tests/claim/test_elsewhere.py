@@ -68,7 +68,7 @@ def test_two_state_directories_do_not_book_twice(host: Path, child: Any) -> None
         claim(6)
     reasons = [verdict.reason for verdict in caught.value.verdicts]
     assert reasons[3:] == [""] * 5
-    assert all("not in this state directory (a private /tmp, or it was removed)" in reason for reason in reasons[:3])
+    assert all("claimed in another state directory" in reason for reason in reasons[:3])
     assert safe_gpu.get_free_gpus() == ["3", "4", "5", "6", "7"]
     assert closed() == [0, 1, 2], "the refused hold none"
 

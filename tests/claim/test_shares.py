@@ -1,6 +1,5 @@
 """Claims that share GPUs: who fits beside whom, what they hold and give back, and what their programs are told."""
 
-import json
 import os
 import re
 import signal
@@ -17,9 +16,8 @@ from support.forks import forked
 import safe_gpu
 from safe_gpu import ClaimTimeout, NotEnoughGpusError, UnsatisfiableRequestError
 from safe_gpu.claim import variables as shares
-from safe_gpu.coordination import socket_names as names
-from safe_gpu.coordination.leases.file_names import slot_name
-from safe_gpu.coordination.name_table import read_names
+from safe_gpu.coordination.doors import Doors
+from safe_gpu.coordination.queue import waiting_tickets
 from safe_gpu.gpus.devices import Gpu
 from safe_gpu.status.gather import gather
 from safe_gpu.status.metrics import render_metrics
@@ -60,12 +58,6 @@ def sharing(child: Any) -> Any:
     return start
 
 
-def records(directory: Path) -> dict[str, Any]:
-    """Name of a slot -> its record, of those that have one of a claim."""
-    found = {path.name: json.loads(path.read_text() or "{}") for path in (directory / "leases").glob("*.share.*.lock")}
-    return {name: record for name, record in found.items() if "pid" in record}
-
-
 # Beside whom
 
 
@@ -93,9 +85,9 @@ def test_a_whole_claim_and_a_share_exclude_each_other(sharing: Any, ground: Any)
 
 def test_all_or_nothing(sharing: Any, ground: Any) -> None:
     sharing(7)
-    (last,) = sharing(share="70GiB").devices
+    sharing(share="70GiB")
     assert try_claim(2, share="5GiB") is None
-    assert list(records(ground.directory)) == [slot_name(ground.uuids[last], 0)]
+    assert len(ground.claims()) == 2
 
 
 def test_sixteen_and_no_more(sharing: Any, ground: Any) -> None:
@@ -104,7 +96,7 @@ def test_sixteen_and_no_more(sharing: Any, ground: Any) -> None:
         claim(1, share="1GiB", only="0")
     holders[3].kill()
     with claim(1, share="1GiB", only="0"):
-        assert records(ground.directory)[slot_name(ground.uuids[0], 3)]["pid"] == os.getpid()
+        assert [one.parts for one in ground.claims() if one.pid == os.getpid()] == [{ground.uuids[0]: 3}]
 
 
 def test_a_killed_sharer_leaves_its_room(sharing: Any, ground: Any) -> None:
@@ -116,32 +108,12 @@ def test_a_killed_sharer_leaves_its_room(sharing: Any, ground: Any) -> None:
     assert try_claim(8) == tuple(range(8))
 
 
-def test_a_share_is_given_back_with_its_end_in_place_of_its_record(ground: Any) -> None:
+def test_a_share_is_what_its_entry_says(ground: Any) -> None:
     with claim(1, share="20GiB") as owner:
         assert (owner.share, owner.share_fraction) == (20 * GIB, 19.5 / 80)
-        record = records(ground.directory)[slot_name(ground.uuids[0], 0)]
-        assert (record["share"], record["of"]) == (20 * GIB, 80 * GIB)
-        lease = ground.directory / "leases" / f"{ground.uuids[0]}.lock"
-        assert lease.read_bytes() == b""
-    assert (owner.share, owner.share_fraction) == (None, None)
-    assert records(ground.directory) == {}
-    assert names.slot_of(ground.uuids[0], 0) not in read_names()
-
-
-def test_the_record_of_a_dead_whole_claim_goes_when_its_gpu_is_shared(sharing: Any, ground: Any) -> None:
-    sharing(1).kill()
-    lease = ground.directory / "leases" / f"{ground.uuids[0]}.lock"
-    assert b'"pid"' in lease.read_bytes()
-    assert sharing(share="1GiB").devices == (0,)
-    assert b'"ended"' in lease.read_bytes()
-
-
-@pytest.mark.parametrize("content", [b"", b"not a record\n" * 20, b'{"pid": 1, "share": null}' + b" " * 200])
-def test_a_share_that_cannot_be_read_is_all_of_the_gpu(sharing: Any, ground: Any, content: bytes) -> None:
-    sharing(share="1GiB", only="0")
-    (ground.directory / "leases" / slot_name(ground.uuids[0], 0)).write_bytes(content)
-    assert try_claim(1, share="1GiB", only="0") is None
-    assert try_claim(1, share="1GiB", only="0,1") == (1,)
+        (entry,) = ground.claims()
+        assert (entry.gpus, entry.parts) == ({ground.uuids[0]: 20 * GIB}, {ground.uuids[0]: 0})
+    assert (owner.share, owner.share_fraction, ground.claims()) == (None, None, [])
 
 
 @pytest.fixture
@@ -182,7 +154,7 @@ def test_the_command_of_run_holds_the_share(command: Any, ground: Any) -> None:
     assert try_claim(8) == tuple(range(8))
 
 
-# By name, where files do not tell
+# By doors, where entries do not tell
 
 
 @pytest.fixture
@@ -198,53 +170,28 @@ def test_two_state_directories_never_share_a_gpu(sharing: Any, elsewhere: dict[s
     assert sharing(1, share="1GiB").devices == (2,)
     assert try_claim(7) is None
     assert try_claim(5) == (3, 4, 5, 6, 7)
-    with pytest.raises(NotEnoughGpusError, match=r"shared in another state directory \(set SAFE_GPU_DIR\)"):
+    with pytest.raises(NotEnoughGpusError, match=r"GPU 0,1 .*claimed in another state directory"):
         claim(7, share="1GiB")
     other.tell()
     assert other.hear() == "gone"
     assert try_claim(7) is not None
 
 
-def test_the_slot_of_an_orphan_is_not_taken_for_that_of_a_claim_elsewhere(
-    sharing: Any, elsewhere: dict[str, str], orphan: int
-) -> None:
-    """A forked child has no names, so that a claim elsewhere can have that of its slot."""
-    assert try_claim(1, share="5GiB", only="0") == (0,)
-    other = sharing(1, share="15GiB", only="0", env=elsewhere)
-    assert try_claim(1, share="5GiB", only="0") is None
-    other.kill()
-    assert try_claim(1, share="5GiB", only="0") == (0,)
-
-
-def test_a_whole_claim_elsewhere_is_met_by_name(sharing: Any, elsewhere: dict[str, str]) -> None:
+def test_a_whole_claim_elsewhere_is_met_by_its_doors(sharing: Any, elsewhere: dict[str, str]) -> None:
     assert sharing(6, env=elsewhere).devices == (0, 1, 2, 3, 4, 5)
     assert sharing(2, share="1GiB").devices == (6, 7)
     assert try_claim(3, share="1GiB") is None
 
 
-def test_where_names_cannot_be_bound_files_count(sharing: Any, ground: Any, monkeypatch: Any, caplog: Any) -> None:
-    def refuse(name: str) -> None:
+def test_where_doors_cannot_be_taken_entries_count(sharing: Any, ground: Any, monkeypatch: Any, caplog: Any) -> None:
+    def refuse(*arguments: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
     sharing(share="60GiB")
-    monkeypatch.setattr(names, "take_name", refuse)
+    monkeypatch.setattr(Doors, "take_share", refuse)
     assert try_claim(1, share="30GiB") == (1,)
     assert try_claim(1, share="20GiB") == (0,)
-    assert "names cannot be bound" in caplog.text
-
-
-def test_nobodys_datagrams_queue_up_in_a_name(ground: Any) -> None:
-    import socket
-
-    uuid, prefix = ground.uuids[0], gather().gpus[0] and names.simulated_prefix(str(ground.directory / "simulated"))
-    held = names.take_name(names.slot_of(uuid, 0, prefix))
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
-        with pytest.raises(OSError, match=r"Broken pipe|Operation not permitted"):
-            other.sendto(b"x", b"\0safe-gpu/1/" + names.slot_of(uuid, 0, prefix).encode())
-        assert names.named_slots(uuid, prefix) == [0]
-    assert held is not None
-    held.release()
-    assert names.named_slots(uuid, prefix) == []
+    assert "by an entry alone" in caplog.text
 
 
 # Inside other claims
@@ -285,7 +232,7 @@ def test_a_command_with_a_share_gets_no_scope(command: Any, ground: Any) -> None
 def test_a_share_cannot_delegate(ground: Any) -> None:
     with pytest.raises(UnsatisfiableRequestError, match=r"delegate=True with share='20GiB': .* leave one of them out"):
         claim(1, share="20GiB", delegate=True)
-    assert records(ground.directory) == {}
+    assert ground.claims() == []
 
 
 def test_who_was_started_inside_a_share_that_has_ended_may_claim(command: Any, ground: Any, sharing: Any) -> None:
@@ -330,7 +277,7 @@ def test_an_over_user_is_named_and_newcomers_are_refused(child: Any, ground: Any
 def test_a_sharer_waits_for_room_and_gets_it(sharing: Any, child: Any, ground: Any, eventually: Any) -> None:
     holder = sharing(8, share="50GiB")
     waiter = child(SHARE + "say(*claim(1, share='40GiB', timeout=60).devices_taken)")
-    eventually(lambda: [one.share for one in gather().queue] == [40 * GIB])
+    eventually(lambda: [one.more["share"] for one in waiting_tickets()] == [40 * GIB])
     holder.tell()
     assert waiter.hear() in "01234567"
 
@@ -339,7 +286,7 @@ def test_a_sharer_behind_a_whole_claim_waits_its_turn(sharing: Any, child: Any, 
     """There is room for it, but it would delay the whole claim; if it ends in time it does not."""
     holder = sharing(8, share="20GiB", hold_for=3600)
     whole = child(SHARE + "owner = claim(8, timeout=60); say(*owner.devices_taken); listen()")
-    eventually(lambda: len(gather().queue) == 1)
+    eventually(lambda: len(waiting_tickets()) == 1)
     assert try_claim(1, share="20GiB") is None
     assert try_claim(1, share="20GiB", hold_for=7200) is None
     assert try_claim(1, share="20GiB", hold_for=1800) == (0,)

@@ -1,0 +1,299 @@
+"""Who holds what, who is in whose way, and whom an entry names."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from safe_gpu.coordination.directory import Directory
+from safe_gpu.coordination.doors import Doors, digest
+from safe_gpu.coordination.entry import Entry, make_entry, said_by_this_process
+from safe_gpu.coordination.holders import (
+    Claims,
+    claim_around,
+    gpus_of_scope,
+    held_elsewhere,
+    holder_of,
+    lives_here,
+    living_claims,
+    said_by,
+)
+from safe_gpu.host import procfs
+
+ANNA, BEN = 4711, 4712
+GIB = 1 << 30
+
+
+def entry(number: int, gpus: Any = ("a",), uid: int = ANNA, **said: Any) -> Entry:
+    """A claim as it is read back: of whole GPUs, or of the shares that are given."""
+    shares = gpus if isinstance(gpus, dict) else dict.fromkeys(gpus)
+    data = json.dumps({"v": 1, "gpus": shares, **said}).encode()
+    return Entry.read(f"{number}.{number:016x}", uid, (1, number), data)
+
+
+# In whose way
+
+
+AROUND = entry(1, "ab", token="t")
+INSIDE = entry(2, "a", inside="t")
+ORPHAN = entry(3, "a", inside="gone")
+FORGED = entry(4, "a", BEN, inside="t")
+SHARE = entry(5, {"a": GIB})
+TICKET = entry(6, [], nb_gpus=1)
+UNKNOWN = entry(7, "a", -1, token="t")
+
+
+@pytest.mark.parametrize(
+    ("living", "uuid", "inside", "in_the_way"),
+    [
+        ([AROUND], "a", "", [AROUND]),
+        ([AROUND], "c", "", []),
+        ([AROUND, INSIDE], "a", "", [AROUND]),
+        ([AROUND, INSIDE], "a", "t", [INSIDE]),
+        ([AROUND, INSIDE], "b", "t", []),
+        ([INSIDE], "a", "", [INSIDE]),  # the claim around it has ended
+        ([INSIDE], "a", "t", [INSIDE]),
+        ([AROUND, ORPHAN], "a", "", [AROUND, ORPHAN]),
+        ([AROUND, ORPHAN], "a", "t", [ORPHAN]),
+        ([AROUND, FORGED], "a", "", [AROUND, FORGED]),  # another user's word opens no claim
+        ([AROUND, FORGED], "a", "t", [FORGED]),
+        ([UNKNOWN, INSIDE], "a", "", [UNKNOWN, INSIDE]),  # of nobody, so nothing is inside it
+        ([SHARE, TICKET], "a", "", [SHARE]),
+    ],
+)
+def test_who_takes_room_from_a_claim(living: list[Entry], uuid: str, inside: str, in_the_way: list[Entry]) -> None:
+    assert Claims(living).on(uuid, inside) == in_the_way
+
+
+def test_parts_of_all_claims_are_known() -> None:
+    parts = [entry(1, "ab", parts={"a": 3}), entry(2, {"a": GIB}, parts={"a": 0}), entry(3, "b", parts={"b": 1})]
+    assert Claims(parts).parts("a") == {0, 3}
+    assert Claims(parts).parts("c") == set()
+
+
+def test_of_sharers_each_is_told_and_a_whole_claim_alone() -> None:
+    shares = [entry(1, {"a": GIB, "b": 2 * GIB}), entry(2, {"a": 3 * GIB}, BEN)]
+    found = Claims(shares).holders(told=False)
+    assert [(one.uid, one.share) for one in found["a"].sharers] == [(ANNA, GIB), (BEN, 3 * GIB)]
+    assert [one.share for one in found["b"].sharers] == [2 * GIB]
+    whole = Claims([*shares, entry(3, "a", BEN)]).holders(told=False)["a"]
+    assert (whole.uid, whole.sharers) == (BEN, ())
+
+
+class World:
+    """Claims that are made by the rule alone, and end at any time. Each use of a GPU is one of its whole, or a share."""
+
+    CAPACITY = 4
+
+    def __init__(self) -> None:
+        self.living: list[Entry] = []
+        self.made = 0
+
+    def claim(self, uid: int, gpus: str, share: int | None, around: int) -> None:
+        """One more claim, inside a living claim of that user or beside all, if there is room."""
+        claims = Claims(self.living)
+        open_to = [one for one in self.living if one.token and one.uid == uid]
+        outer = open_to[around % len(open_to)] if open_to and around else None
+        inside = outer.token if outer is not None else ""
+        if outer is not None:
+            gpus, share = "".join(uuid for uuid in gpus if uuid in outer.gpus), None
+        needs = self.CAPACITY if share is None else share
+        if not gpus or any(self.room(claims, uuid, inside) < needs for uuid in gpus):
+            return
+        self.made += 1
+        token = f"t{self.made}" if share is None and not inside else ""
+        shares = dict.fromkeys(gpus, share)
+        self.living.append(entry(self.made, shares, uid, token=token, inside=inside))
+
+    def room(self, claims: Claims, uuid: str, inside: str) -> int:
+        taken = (one.gpus[uuid] for one in claims.on(uuid, inside))
+        return self.CAPACITY - sum(self.CAPACITY if share is None else share for share in taken)
+
+    def check(self) -> None:
+        for uuid in "ab":
+            on = [one for one in self.living if uuid in one.gpus]
+            for first, second in combinations(on, 2):
+                nested = {(first.token, second.inside), (second.token, first.inside)}
+                around = first.uid == second.uid and any(token and token == inside for token, inside in nested)
+                assert around or None not in (first.gpus[uuid], second.gpus[uuid]), (first, second)
+            assert sum(one.gpus[uuid] or 0 for one in on) <= self.CAPACITY
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.sampled_from([ANNA, BEN]),
+            st.sampled_from(["a", "b", "ab"]),
+            st.sampled_from([None, None, 1, 2]),
+            st.integers(0, 2),
+        ),
+        st.integers(0, 9),
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=300)
+@given(STEPS)
+def test_by_the_rule_no_gpu_has_two_users(steps: list[Any]) -> None:
+    """But for a claim and those inside it."""
+    world = World()
+    for step in steps:
+        if isinstance(step, int):
+            if world.living:
+                world.living.pop(step % len(world.living))
+        else:
+            world.claim(*step)
+        world.check()
+
+
+# The claim around a process
+
+
+def test_the_claim_around_is_this_users_by_its_token() -> None:
+    token, me = "secret", os.geteuid()
+    mine = entry(1, "a", me, token=digest(token))
+    assert Claims([mine]).around(token) == mine
+    for other in (mine._replace(uid=me + 1), mine._replace(uid=-1), mine._replace(token=token)):
+        assert Claims([other]).around(token) is None
+    assert Claims([mine]).around(digest(token)) is None, "the hash that everybody can read"
+    assert Claims([mine._replace(token="")]).around("") is None
+
+
+def this_process(pid: int, **said: Any) -> Entry:
+    start = procfs.start_time(pid)
+    return entry(pid, "a", os.geteuid(), **{"pid": pid, "start": start, "pidns": procfs.pid_namespace(), **said})
+
+
+def test_of_a_process_its_own_claim_counts_then_its_nearest_ancestors() -> None:
+    scoped = entry(1, "a", os.geteuid(), pid=999_999_999, start=1, token=digest("secret"))
+    me = this_process(os.getpid())
+    parents = [this_process(pid) for pid in procfs.ancestors(os.getpid())]
+    assert claim_around([*reversed(parents), scoped, me], "secret") == me
+    if parents:
+        assert claim_around([*reversed(parents), scoped], "secret") == parents[0]
+    assert claim_around([scoped], "secret") == scoped
+    assert claim_around([scoped], "other") is None
+    assert claim_around([me._replace(start=me.start + 1)], "") is None, "a recycled pid is another process"
+    assert claim_around([me._replace(pidns=me.pidns + 1)], "") is None, "nor is one of another namespace"
+
+
+def test_a_scope_names_its_gpus(state_dir: Path) -> None:
+    with Directory(str(state_dir), "claims") as claims:
+        said = {"gpus": {"b": None, "a": None}, "token": digest("secret")}
+        _, held = make_entry(claims, 1, said, by_children=False)
+        assert gpus_of_scope("secret") == ("a", "b")
+        assert gpus_of_scope(digest("secret")) == gpus_of_scope("") == ()
+        held.release()
+        assert gpus_of_scope("secret") == ()
+
+
+def test_where_the_claims_cannot_be_read_a_scope_names_none(state_dir: Path) -> None:
+    state_dir.write_text("no directory")
+    assert gpus_of_scope("secret") == ()
+
+
+# Whom an entry names
+
+
+def test_a_living_process_is_named_with_the_owner_of_the_file() -> None:
+    mine = this_process(os.getpid(), command="train", job="sge:1", since=5.0, until=9.0, queued=2.0)
+    told = holder_of(mine)
+    assert (told.pid, told.uid, told.user) == (os.getpid(), os.geteuid(), procfs.user_name(os.geteuid()))
+    assert (told.job, told.since, told.until, told.queued, told.left_by) == ("sge:1", 5.0, 9.0, 2.0, None)
+    assert told.command not in (None, "train"), "what it runs now"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"start": 1}, {"pid": 999_999_999}, {"pid": 0}, {"uid": ANNA}, {"uid": -1}], ids=str
+)
+def test_a_process_that_is_not_that_one_is_not_named(changes: dict[str, int]) -> None:
+    """A pid that is used again, one of another user, and one that was never there."""
+    if changes == {"uid": ANNA} and os.geteuid() == ANNA:
+        pytest.skip("this is that user")
+    other = this_process(os.getpid())._replace(**changes)
+    assert not lives_here(other)
+    told = holder_of(other)
+    assert (told.pid, told.start) == (None, None)
+    assert told.left_by == other.pid
+
+
+def test_a_process_of_another_namespace_is_named_by_its_number_there() -> None:
+    there = this_process(os.getpid())._replace(pidns=7, pid=12)
+    assert not lives_here(there)
+    told = holder_of(there)
+    assert (told.pid, told.start, told.left_by) == (12, None, None)
+    assert told.namespace
+    assert said_by(there).pid is None
+
+
+def test_who_is_unknown_to_the_user_namespace_is_nobody() -> None:
+    assert holder_of(entry(1, uid=-1)).user is None
+
+
+def test_a_process_that_was_left_behind_is_found_by_what_it_keeps_locked(
+    state_dir: Path, child: Callable[..., Any]
+) -> None:
+    parent = child(
+        "import os, signal\n"
+        "from safe_gpu.coordination.directory import Directory\n"
+        "from safe_gpu.coordination.entry import make_entry, said_by_this_process\n"
+        f"with Directory({str(state_dir)!r}, 'claims') as claims:\n"
+        "    made = make_entry(claims, 1, {**said_by_this_process(None), 'gpus': {'a': None}}, by_children=True)\n"
+        "if os.fork() == 0:\n    say(os.getpid()); signal.pause()\nlisten()"
+    )
+    heir = int(parent.hear())
+    try:
+        (one,) = living_claims()
+        assert holder_of(one).pid == parent.pid
+        with open(state_dir / "claims" / one.name):  # who only has it open does not hold it
+            parent.kill()
+            told = holder_of(one)
+        assert (told.pid, told.left_by, told.start) == (heir, parent.pid, None)
+    finally:
+        os.kill(heir, signal.SIGKILL)
+
+
+def test_a_claim_says_of_this_process_what_names_it(state_dir: Path) -> None:
+    with Directory(str(state_dir), "claims") as claims:
+        said = {**said_by_this_process("sge:7"), "gpus": {"a": None}}
+        _, held = make_entry(claims, 1, said, by_children=False)
+        (one,) = living_claims()
+        held.release()
+    assert lives_here(one)
+    assert (one.pid, one.job, one.host) == (os.getpid(), "sge:7", os.uname().nodename)
+
+
+# Elsewhere
+
+
+def test_what_another_state_directory_holds_is_seen_by_its_doors() -> None:
+    uuids = [f"GPU-{os.urandom(8).hex()}" for _ in range(3)]
+    whole, shared, free = uuids
+    doors, own = Doors(), Doors()
+    try:
+        assert doors.take_whole(whole, ())
+        assert doors.take_share(shared, ())
+        assert own.take_whole(free, ())
+        here = [entry(1, [free], parts={})]
+        assert held_elsewhere(uuids, Claims(here)) == {whole, shared}
+        known = [*here, entry(2, {shared: GIB}, parts={shared: doors.parts[shared]}), entry(3, [whole])]
+        assert held_elsewhere(uuids, Claims(known)) == set()
+    finally:
+        doors.release()
+        own.release()
+
+
+def test_without_sockets_nothing_is_held_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise PermissionError("no sockets")
+
+    monkeypatch.setattr(Doors, "are_taken", refuse)
+    assert held_elsewhere(["GPU-a"], Claims([])) == set()

@@ -315,7 +315,7 @@ class Look:
         view.see(living)
         if view.around and find_around(view.claims, view.scope, view.snapshot.name_prefix) is None:
             return False
-        if not {gpu.uuid for gpu in self.chosen} <= {gpu.uuid for gpu in view.usable}:
+        if not view.around and any(map(view.rules.why_drained, self.chosen)):
             return False  # it was drained or reserved meanwhile
         return host.is_current() and not any(map(self._is_in_the_way, self.chosen))
 

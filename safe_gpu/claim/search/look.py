@@ -15,7 +15,8 @@ from ...host.procfs import printable_lines
 from ...selection.choice import choose, choose_shares
 from ...selection.sharing import share_capacity
 from ...selection.verdicts import recent_faults
-from ..host.around import check_possible_inside, find_around
+from ..host.around import find_around
+from ..host.inside import check_possible_inside
 from .decision import Seen
 
 if TYPE_CHECKING:

@@ -63,10 +63,10 @@ def drain_line(uuid: str, reason: str) -> str:
 
 
 def parse_closed(lines: Iterable[str], by: str) -> tuple[dict[str, str], tuple[Window, ...], list[str]]:
-    """Return what the lines of a user's file say. A line that says nothing closes nothing, and the others count.
+    """Return what the lines of a user's file say. A line that makes no sense closes nothing, and the others count.
 
     Returns:
-        UUID -> reason of the GPUs that are drained, the windows, and the lines that say nothing.
+        UUID -> reason of the GPUs that are drained, the windows, and the lines that make no sense.
 
     >>> parse_closed(["GPU-0 - - - a fan is broken", "GPU-1 1 2 user:anna", "GPU-2"], "root")[::2]
     ({'GPU-0': 'a fan is broken'}, ['GPU-2'])

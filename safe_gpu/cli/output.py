@@ -17,7 +17,7 @@ from ..wording.text import cut, in_brackets
 
 
 def open_standard_streams() -> None:
-    """Open the numbers 0 to 2 where they are closed: a lease would take one of them, and be printed to.
+    """Open the numbers 0 to 2 where they are closed: an entry would take one of them, and be printed to.
 
     A line is one write(2), with PYTHONUNBUFFERED too, so that the lines of parallel jobs do not run together.
     """

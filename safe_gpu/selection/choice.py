@@ -53,7 +53,7 @@ def check_possible(
     """Raise if this host, or this process within its visible limit, can never satisfy the request.
 
     Args:
-        leased: returns the holders of leases, by UUID. It is called only to say what is free outside the visible limit.
+        leased: returns who holds GPUs, by UUID. It is called only to say what is free outside the visible limit.
 
     Raises:
         UnsatisfiableRequestError: names the offending value and what to do.
@@ -155,7 +155,7 @@ def _unread_instances(snapshot: HostSnapshot) -> str:
 def can_be_met_by_releases(
     candidate_uuids: Collection[str], request: Selection, verdicts: Iterable[GpuVerdict], leaving: Collection[str] = ()
 ) -> bool:
-    """Return whether a waiting request would be met if every lease were released. If so, later waiters must not pass
+    """Return whether a waiting request would be met if every claim were released. If so, later waiters must not pass
     it.
 
     Args:

@@ -1,219 +1,187 @@
-"""An outer claim of which only some descriptors are left, as while it dies: nobody gets its GPU twice.
+"""A claim of which only some descriptors are left, as while it dies: nobody gets its GPU twice.
 
-The kernel closes the descriptors of the dying in an order of its own, and programs close what they have inherited. So
-every state is tried in which some are left, before and at each step of a claim inside it.
+The kernel closes the descriptors of the dying one by one, in the order of their numbers or in the reverse one. So every
+state between is tried, before and at each step of a claim inside it.
 """
 
+import json
 import os
-import signal
 import socket
 from collections.abc import Callable, Iterator
-from itertools import combinations
-from multiprocessing.connection import Pipe
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.actor import Actor, Listen, Say
 
 import safe_gpu
-from safe_gpu.claim.search import search
-from safe_gpu.coordination import socket_names as names
-from safe_gpu.coordination.locks.host_lock import HostLock
+from safe_gpu.coordination.doors import Doors
+from safe_gpu.coordination.host_lock import Host
 
-WHOLE = os.environ.get("SAFE_GPU_REQUIRE_REAL") == "1"
-GIB = 1 << 30
+HELD = 5  # descriptors of a claim of one GPU that allows claims inside it: four doors and the entry
+LOSSES = [*((number, "first") for number in range(1, HELD)), *((number, "last") for number in range(1, HELD))]
+REFUSED = "refused"
 
 
-class Actor:
-    """A forked process that does what it is told: ``ask("claim", share=GIB)`` returns what came of it."""
+def held() -> list[int]:
+    """The descriptors of doors and entries in this process, by their numbers."""
+    found = []
+    for number in sorted(map(int, os.listdir("/proc/self/fd"))):
+        try:
+            target = os.readlink(f"/proc/self/fd/{number}")
+        except OSError:
+            continue
+        if target.startswith("socket:"):
+            with socket.socket(fileno=os.dup(number)) as one:
+                name = one.getsockname()
+            if isinstance(name, bytes) and name.startswith(b"\0safe-gpu/1/"):
+                found.append(number)
+        elif "/claims/" in target:
+            found.append(number)
+    return found
+
+
+def stop_at(step: str, stop: Callable[[], None]) -> None:
+    """Let the next claim inside another one stop at this step."""
+    take, is_inside, locked = Doors.take_inside, Doors.is_inside, Host.locked
+    taking: list[str] = []
+
+    def take_inside(doors: Doors, uuid: str, *arguments: Any) -> bool:
+        if step == "before the part":
+            stop()
+        taking.append(uuid)
+        return take(doors, uuid, *arguments)
+
+    def asked(doors: Doors, *arguments: Any) -> bool:
+        if taking and step == "after the part":
+            stop()
+        return is_inside(doors, *arguments)
+
+    @contextmanager
+    def holding(*arguments: Any) -> Iterator[None]:
+        with locked(*arguments):
+            yield
+        if step == "before the second listing":
+            stop()
+
+    Doors.take_inside, Doors.is_inside, Host.locked = take_inside, asked, holding  # type: ignore[method-assign, assignment]
+
+
+class Process(Actor):
+    """A process with a state directory that claims GPU 0 and loses what it holds, as told."""
 
     def __init__(self, directory: Path, scope: str = "") -> None:
-        self._line, theirs = Pipe()
-        self.pid = os.fork()
-        if not self.pid:
-            try:
-                os.environ["SAFE_GPU_DIR"], os.environ["SAFE_GPU_SCOPE"] = str(directory), scope
-                self._line = theirs
-                while True:
-                    verb, options = theirs.recv()
-                    theirs.send(getattr(self, f"_{verb}")(**options))
-            finally:
-                os._exit(0)
-        theirs.close()
+        def work(say: Say, listen: Listen) -> None:
+            os.environ["SAFE_GPU_DIR"], os.environ["SAFE_GPU_SCOPE"] = str(directory), scope
+            while True:
+                verb, _, rest = listen().partition(" ")
+                if verb == "claim":
+                    say(claim(**json.loads(rest)))
+                elif verb == "stop":
+                    stop_at(rest, lambda: (say("stopped"), listen()))  # type: ignore[func-returns-value, arg-type, return-value]
+                    say("ready")
+                else:
+                    say(lose(int(verb), rest))
 
-    def tell(self, verb: str, **options: Any) -> None:
-        self._line.send((verb, options))
+        super().__init__(work)
 
-    def hear(self) -> Any:
-        return self._line.recv()
-
-    def ask(self, verb: str, **options: Any) -> Any:
-        self.tell(verb, **options)
+    def ask(self, *words: object) -> str:
+        self.tell(" ".join(map(str, words)))
         return self.hear()
 
-    def end(self) -> None:
-        if not self.pid:
-            return
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
-        self._line.close()
-        self.pid = 0
-
-    # In the process
-
-    def _claim(self, **options: Any) -> str:
-        """Claim GPU 0; returns the token of it, "" if it has none, and why it was refused if it was."""
-        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-        before = os.environ.pop("SAFE_GPU_SCOPE", "") if options.get("delegate") else ""
-        try:
-            safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0, only=0, **options)
-        except safe_gpu.SafeGpuError as err:
-            return f"{type(err).__name__}: {before}{err}"
-        return os.environ.get("SAFE_GPU_SCOPE", "") if options.get("delegate") else ""
-
-    def _descriptors(self) -> list[str]:
-        return sorted(self._found())
-
-    def _lose(self, which: list[str]) -> None:
-        for label, number in self._found().items():
-            if label in which:
-                os.close(number)
-
-    def _found(self) -> dict[str, int]:
-        """What this process holds by the kernel's word: "lease" and "name" with what follows the UUID."""
-        found = {}
-        for number in map(int, os.listdir("/proc/self/fd")):
-            try:
-                target = os.readlink(f"/proc/self/fd/{number}")
-            except OSError:
-                continue
-            if target.startswith("socket:"):
-                with socket.socket(fileno=os.dup(number)) as one:
-                    name = one.getsockname()
-                if isinstance(name, bytes) and name.startswith(b"\0safe-gpu/1/"):
-                    found[f"name{name.decode().rstrip('.')[-80:].partition('-')[2].partition('.')[2]}"] = number
-            elif target.endswith(".lock") and "/leases/" in target:
-                found[f"lease{target.rpartition('/')[2].partition('.')[2].removesuffix('lock')}"] = number
-        return found
-
-    def _stop_at(self, step: str) -> None:
-        """Say "stopped" once at this step of the next claim, and go on when something is told."""
-        stopped = []
-
-        def stop() -> None:
-            if not stopped:
-                stopped.append(step)
-                self._line.send("stopped")
-                self._line.recv()
-
-        bind, confirm, leave = names.take_name, search.confirm, HostLock.__exit__
-
-        def stopping(name: str) -> Any:
-            inner = name.rstrip(".").endswith(".inner")
-            if inner and step == "before .inner":
-                stop()
-            held = bind(name)
-            if inner and step == "after .inner":
-                stop()
-            return held
-
-        def confirming(*arguments: Any) -> bool:
-            if step == "before the last look":
-                stop()
-            return confirm(*arguments)
-
-        def leaving(lock: Any, *exc: object) -> None:
-            if step == "before host.lock is free":
-                stop()
-            leave(lock, *exc)
-
-        names.take_name, search.confirm, HostLock.__exit__ = stopping, confirming, leaving  # type: ignore[method-assign]
+    def claim(self, **options: Any) -> str:
+        """Claim GPU 0. Returns the token of the claim, or "" if it has none, or "refused"."""
+        return self.ask("claim", json.dumps(options))
 
 
-STEPS = ("after .inner", "before the last look", *(("before .inner", "before host.lock is free") if WHOLE else ()))
+def claim(**options: Any) -> str:
+    if options.get("delegate"):
+        del os.environ["SAFE_GPU_SCOPE"]
+    try:
+        safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0, only=0, **options)
+    except safe_gpu.NotEnoughGpusError:
+        return REFUSED
+    return os.environ["SAFE_GPU_SCOPE"] if options.get("delegate") else ""
+
+
+def lose(number: int, which: str) -> int:
+    descriptors = held()
+    assert len(descriptors) == HELD
+    for fd in descriptors[:number] if which == "first" else descriptors[-number:]:
+        os.close(fd)
+    return number
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, everything_imported: None) -> Iterator[Callable[..., Actor]]:
+def start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, everything_imported: None
+) -> Iterator[Callable[..., Process]]:
     """``start("other", scope)``: a process with that state directory, on the host that all share."""
     monkeypatch.setenv("SAFE_GPU_SIMULATED_DIR", str(tmp_path / "host"))
-    actors: list[Actor] = []
+    processes: list[Process] = []
 
-    def start(directory: str = "state", scope: str = "") -> Actor:
-        actors.append(Actor(tmp_path / directory, scope))
-        return actors[-1]
+    def start(directory: str = "state", scope: str = "") -> Process:
+        processes.append(Process(tmp_path / directory, scope))
+        return processes[-1]
 
     yield start
-    for actor in actors:
-        actor.end()
-
-
-def subsets(labels: list[str]) -> list[list[str]]:
-    """All of them in ``.ci/run``; else those in which all but one are lost, or one."""
-    sizes = range(len(labels) + 1) if WHOLE else sorted({1, len(labels) - 1})
-    return [list(some) for size in sizes for some in combinations(labels, size)]
-
-
-def each_loss(start: Callable[..., Actor]) -> Iterator[tuple[Actor, str, list[str]]]:
-    """Yield an outer claim, its token and the descriptors that it is to lose."""
-    losses = None
-    while losses is None or losses:
-        outer = start()
-        token = outer.ask("claim", delegate=True)
-        assert "Error" not in token, token
-        if losses is None:
-            losses = subsets(outer.ask("descriptors"))
-        yield outer, token, losses.pop()
-        outer.end()
+    for process in processes:
+        process.end()
 
 
 KINDS = pytest.mark.parametrize(
-    "rival_wants", [{}, {"delegate": True}, {"share": 45 * GIB}], ids=["whole", "both delegate", "share"]
+    "rival_wants", [{}, {"delegate": True}, {"share": 45 << 30}], ids=["whole", "both delegate", "share"]
 )
 
 
 @KINDS
-@pytest.mark.parametrize(
-    ("first", "directory"),
-    [("rival", "other"), ("inner", "other"), *([("rival", "state"), ("inner", "state")] if WHOLE else [])],
-)
+@pytest.mark.parametrize(("first", "directory"), [("rival", "other"), ("inside", "other"), ("rival", "state")])
 def test_of_two_that_find_what_is_left_one_gets_it(
     start: Any, first: str, directory: str, rival_wants: dict[str, Any]
 ) -> None:
-    for outer, token, lost in each_loss(start):
-        outer.ask("lose", which=lost)
-        rival, inner = start(directory), start("state", token)
-        both = [(rival, rival_wants), (inner, {})]
-        answers = [actor.ask("claim", **wants) for actor, wants in (both if first == "rival" else both[::-1])]
-        assert any("Error" in answer for answer in answers), (lost, answers)
-        rival.end()
-        inner.end()
+    for number, which in LOSSES:
+        around = start()
+        token = around.claim(delegate=True)
+        around.ask(number, which)
+        rival, inside = start(directory), start("state", token)
+        both = [(rival, rival_wants), (inside, {})]
+        answers = [process.claim(**wants) for process, wants in (both if first == "rival" else both[::-1])]
+        assert REFUSED in answers, (number, which, answers)
+        for process in (around, rival, inside):
+            process.end()
 
 
 @KINDS
-@pytest.mark.parametrize("step", STEPS)
-def test_wherever_the_outer_claim_begins_to_die_while_one_inside_claims(
+@pytest.mark.parametrize("step", ["before the part", "after the part", "before the second listing"])
+def test_wherever_the_claim_around_it_begins_to_die_while_one_inside_claims(
     start: Any, step: str, rival_wants: dict[str, Any]
 ) -> None:
     """The rival has another state directory, and so another host.lock."""
-    for outer, token, lost in each_loss(start):
-        rival, inner = start("other"), start("state", token)
-        inner.ask("stop_at", step=step)
-        assert inner.ask("claim") == "stopped"
-        outer.ask("lose", which=lost)
-        answers = [rival.ask("claim", **rival_wants), inner.ask("go on")]
-        assert any("Error" in answer for answer in answers), (lost, answers)
-        rival.end()
-        inner.end()
+    for number, which in LOSSES:
+        around = start()
+        rival, inside = start("other"), start("state", around.claim(delegate=True))
+        assert inside.ask("stop", step) == "ready"
+        assert inside.claim() == "stopped"
+        around.ask(number, which)
+        answer = rival.claim(**rival_wants)
+        inside.tell()
+        while (other := inside.hear()) == "stopped":
+            inside.tell()
+        assert REFUSED in (answer, other), (number, which, answer, other)
+        for process in (around, rival, inside):
+            process.end()
 
 
-def test_a_whole_outer_claim_lets_others_in(start: Any) -> None:
-    """And what is left of it does not, once both of its names are gone: the claim inside is on its own then."""
-    outer = start()
-    token = outer.ask("claim", delegate=True)
-    inner = start("third", token)
-    assert inner.ask("claim") == ""
-    outer.end()
-    assert "Error" in start("other").ask("claim")
-    inner.end()
-    assert start("other").ask("claim") == ""
+def test_a_whole_claim_lets_others_in(start: Any) -> None:
+    """And what is left of it does not, once it has ended: the claim inside is on its own then."""
+    around = start()
+    token = around.claim(delegate=True)
+    inside = start("third", token)
+    assert inside.claim() == REFUSED, "another state directory"
+    inside = start("state", token)
+    assert inside.claim() == ""
+    around.end()
+    assert start("other").claim() == REFUSED
+    inside.end()
+    assert start("other").claim() == ""

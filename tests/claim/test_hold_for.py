@@ -88,37 +88,35 @@ def test_seconds_from_now(hold: HoldTime, outer_end: float | None, seconds: floa
 # Where it is written
 
 
-def record(ground: Any, index: int = 0, *, inner: bool = False) -> dict[str, Any]:
-    name = f"{ground.uuids[index]}{'.inner' if inner else ''}.lock"
-    text = (ground.directory / "leases" / name).read_text()
-    return json.loads(text)  # type: ignore[no-any-return]
+def entry(ground: Any) -> Any:
+    """The claim that was made last."""
+    return ground.claims()[-1]
 
 
-def test_the_record_says_until_when(ground: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_entry_says_until_when(ground: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with claim_gpus(2, NoPlaceholder(), affinity=None, hold_for="1h"):
-        assert [record(ground, index)["until"] for index in (0, 1)] == [
-            pytest.approx(record(ground)["since"] + 3600)
-        ] * 2
+        assert entry(ground).until == pytest.approx(entry(ground).since + 3600)
     with claim_gpus(1, NoPlaceholder(), affinity=None):
-        assert record(ground)["until"] is None
+        assert entry(ground).until is None
     monkeypatch.setenv("SAFE_GPU_FOR", "90")
     with claim_gpus(1, NoPlaceholder(), affinity=None):
-        assert record(ground)["until"] == pytest.approx(record(ground)["since"] + 90)
+        assert entry(ground).until == pytest.approx(entry(ground).since + 90)
     with claim_gpus(1, NoPlaceholder(), affinity=None, hold_for=None):
-        assert record(ground)["until"] is None
+        assert entry(ground).until is None
 
 
 def test_a_claim_inside_another_ends_with_that_one(ground: Any) -> None:
     def inside() -> float:
         with claim_gpus(1, NoPlaceholder(), affinity=None):
-            return record(ground, inner=True)["until"]
+            assert entry(ground).inside
+            return entry(ground).until  # type: ignore[no-any-return]
 
     with claim_gpus(1, NoPlaceholder(), affinity=None, hold_for=500, delegate=True):
-        assert in_fork(inside) == pytest.approx(record(ground)["until"], abs=0.1)
+        assert in_fork(inside) == pytest.approx(entry(ground).until, abs=0.1)
 
 
 def test_run_says_it_for_its_command(ground: Any, command: Any) -> None:
-    done = command.run("run", "--for", "1h30m", "--", "cat", ground.directory / "leases" / f"{ground.uuids[0]}.lock")
+    done = command.run("run", "--for", "1h30m", "--", "sh", "-c", 'cat "$SAFE_GPU_DIR"/claims/*')
     written = json.loads(done.stdout)
     assert written["until"] - written["since"] == pytest.approx(5400)
 
@@ -129,14 +127,15 @@ def test_run_refuses_what_cannot_be(command: Any) -> None:
 
 
 def test_status_tells_what_is_left(ground: Any, command: Any) -> None:
-    ground.hold(0, until=time.time() + 1200)
-    ground.hold(1, until=time.time() - 60)
+    now = round(time.time())
+    ground.hold(0, until=now + 1200)
+    ground.hold(1, until=now - 60)
     ground.hold(2)
     waiting = command.start("wait", "-n", "8", "--for", "90", stderr=subprocess.PIPE)
     waiting.stderr.readline()
     told = json.loads(command.run("status", "--json").stdout)
     until = [gpu["claim"] and gpu["claim"]["until"] for gpu in told["gpus"]]
-    assert until[:4] == [record(ground, 0)["until"], record(ground, 1)["until"], None, None]
+    assert until[:4] == [now + 1200, now - 60, None, None]
     assert [waiter["hold_for"] for waiter in told["queue"]] == [90.0]
     shown = command.run("status").stdout
     assert all(word in shown for word in ("LEFT", "overdue ", "PLANNED", "1m"))

@@ -121,20 +121,20 @@ def test_claims_of_the_same_user_keep_their_order(rules: Any, user: Any, waiting
     assert user(BEN, 1).hear() == "1"
 
 
-def test_limits_of_those_who_wait_are_known_before_the_look(rules: Any, state_dir: Path) -> None:
+def test_limits_of_those_who_wait_are_known_before_the_look(rules: Any, ground: Any, waiting: Any) -> None:
     """Whose limit is not known yet, since he came meanwhile, is not passed, and the look is made again at once."""
     path = rules("[default]\nmax_gpus = 1\n[user 4712]\nmax_gpus = 5")
     found = quota_of(str(path), pytest.fail)
     assert found is not None
-    found.prepare()
-    assert (found.most_of(BEN), found.unresolved) == (None, True)
-    waiter = Waiter(TicketRequest(1, frozenset({"GPU-1"})))
-    with HostLock(time.monotonic() + 30) as host:
-        waiter.join(host)
-    os.chown(next((state_dir / "queue").iterdir()), BEN, BEN)
-    found.prepare()
-    assert (found.most_of(BEN), found.unresolved) == (5, False)
-    waiter.leave()
+    with Host() as host:
+        host.look()
+        found.prepare(host)
+        assert (found.most_of(BEN), found.unresolved) == (None, True)
+        ground.hold(0)
+        waiting(BEN, only=0)
+        host.look()
+        found.prepare(host)
+        assert (found.most_of(BEN), found.unresolved) == (5, False)
 
 
 def test_a_process_that_hides_its_memory_is_still_of_its_user(rules: Any, as_user: Any, user: Any) -> None:

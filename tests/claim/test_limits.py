@@ -1,7 +1,6 @@
 """Limits at claims, with real users: at their edges, for two claims at once, and for those who wait in front."""
 
 import ctypes
-import json
 import os
 import re
 import select
@@ -13,16 +12,13 @@ from typing import Any
 import pytest
 from support.claims import claim
 from support.forks import in_fork
+from support.traces import is_locked
 
 from safe_gpu import NotEnoughGpusError, PolicyError, UnsatisfiableRequestError
 from safe_gpu.claim.free import wait_for_gpus
 from safe_gpu.claim.limits import quota_of, remaining_quota
-from safe_gpu.coordination.files.state_dir import opened
-from safe_gpu.coordination.holders.by_kernel import lease_owners
-from safe_gpu.coordination.leases.file_names import lease_name
-from safe_gpu.coordination.locks.host_lock import HostLock
-from safe_gpu.coordination.queue.ticket import TicketRequest
-from safe_gpu.coordination.queue.waiter import Waiter
+from safe_gpu.coordination.holders import living_claims
+from safe_gpu.coordination.host_lock import Host
 from safe_gpu.drivers.simulated import SimulatedDriver
 from safe_gpu.engines.holder import ClaimArguments, HolderProcess
 from safe_gpu.host import procfs
@@ -35,10 +31,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose fil
 
 
 def held_by(uid: int) -> int:
-    snapshot = SimulatedDriver("dgx-a100").snapshot()
-    with opened("leases") as leases:
-        owners = lease_owners(leases, [gpu.uuid for gpu in snapshot.gpus], snapshot.name_prefix)
-    return list(owners.users.values()).count(uid)
+    return len({uuid for one in living_claims() if one.uid == uid for uuid in one.gpus})
 
 
 def test_a_limit_at_its_edges(rules: Any, user: Any) -> None:
@@ -121,16 +114,15 @@ def test_claims_of_the_same_user_keep_their_order(rules: Any, user: Any, waiting
     assert user(BEN, 1).hear() == "1"
 
 
-def test_limits_of_those_who_wait_are_known_before_the_look(rules: Any, ground: Any, waiting: Any) -> None:
+def test_limits_of_those_who_wait_are_known_before_the_look(rules: Any, waiting: Any) -> None:
     """Whose limit is not known yet, since he came meanwhile, is not passed, and the look is made again at once."""
-    path = rules("[default]\nmax_gpus = 1\n[user 4712]\nmax_gpus = 5")
+    path = rules("[default]\nmax_gpus = 1\n[user 4712]\nmax_gpus = 5\nmax_wait = 1h")
     found = quota_of(str(path), pytest.fail)
     assert found is not None
     with Host() as host:
         host.look()
         found.prepare(host)
         assert (found.most_of(BEN), found.unresolved) == (None, True)
-        ground.hold(0)
         waiting(BEN, only=0)
         host.look()
         found.prepare(host)
@@ -181,10 +173,9 @@ NAMED = "[user root]\n"
 
 
 def until() -> float | None:
-    with claim() as owner:
-        path = Path(os.environ["SAFE_GPU_DIR"]) / "leases" / lease_name(owner.gpus[0].uuid)
-        record = json.loads(path.read_text())
-        return None if record["until"] is None else round(record["until"] - record["since"], 1)
+    with claim():
+        (entry,) = living_claims()
+        return None if entry.until is None else round(entry.until - entry.since, 1)
 
 
 @pytest.mark.parametrize(
@@ -270,31 +261,18 @@ def test_a_variable_that_names_no_file_is_told(rules: Any, caplog: Any) -> None:
     assert f"SAFE_GPU_POLICY={path} does not exist: nothing is limited" in caplog.text
 
 
-def test_locks_are_read_only_where_gpus_are_limited(rules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-    genuine = procfs.lines_of
-    monkeypatch.setattr(procfs, "lines_of", lambda path: read.append(path) or genuine(path))
-    path = rules("[default]\nmax_gpus = 3\n[user root]\nmax_gpus = unlimited\nmax_hold = 1d")
-    claim().release_gpus()
-    assert "/proc/locks" not in read
-    path.write_text(NAMED + "max_gpus = 3")
-    claim().release_gpus()
-    assert read.count("/proc/locks") == 1
-
-
 def test_groups_are_resolved_before_the_lock(rules: Any, monkeypatch: pytest.MonkeyPatch, state_dir: Path) -> None:
     """A directory service may take seconds to answer."""
     rules(NAMED + "max_gpus = 3\n[group staff]\nmax_gpus = 2")
     asked = []
 
     def gid(group: str) -> int:
-        with HostLock(time.monotonic()):  # nobody holds it
-            asked.append(group)
+        asked.append((group, is_locked(state_dir / "host.lock")))
         return 1
 
     monkeypatch.setattr(policy, "gid_of", gid)
     claim().release_gpus()
-    assert asked == ["staff"]
+    assert asked == [("staff", False)]
 
 
 def test_room_for_claims_across_hosts(rules: Any, user: Any) -> None:

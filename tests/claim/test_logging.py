@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 
 from safe_gpu import NoPlaceholder, NotEnoughGpusError, claim_gpus
-from safe_gpu.claim.search import attempt as look
 from safe_gpu.claim.search import search, wait_reports
-from safe_gpu.coordination.holders import of_gpus as survey
-from safe_gpu.coordination.leases.watcher import LeaseWatcher
-from safe_gpu.coordination.locks.host_lock import HostLock
-from safe_gpu.coordination.queue.waiter import Waiter
+from safe_gpu.coordination.host_lock import Host
+from safe_gpu.coordination.queue import Waiter
 from safe_gpu.host import procfs
 
 
@@ -57,8 +54,10 @@ def test_a_bare_script_that_waits_a_moment_hears_nothing(child, ground, eventual
 def test_a_bare_script_that_waits_longer_hears_it_once(child, ground, eventually) -> None:
     ground.hold(*range(8))
     head = child(WAITS.format(seconds=0.01))
-    assert head.process.stderr.readline() == "safe_gpu: waiting for 1 GPU (0 free); GPU 0-7: unknown holder\n"
-    who = rf"{re.escape(procfs.user_name(os.geteuid()))} \(pid {head.process.pid}, wants 1 GPU, queued for \d+ s\)"
+    user = re.escape(procfs.user_name(os.geteuid()))
+    said = rf"safe_gpu: waiting for 1 GPU \(0 free\); GPU 0-7: {user} \(pid \d+\) for \d+ s\n"
+    assert re.fullmatch(said, head.process.stderr.readline())
+    who = rf"{user} \(pid {head.process.pid}, wants 1 GPU, queued for \d+ s\)"
     behind = child(WAITS.format(seconds=0.01))
     said = rf"safe_gpu: waiting for 1 GPU; behind {who}\n"
     assert re.fullmatch(said, behind.process.stderr.readline())
@@ -135,18 +134,18 @@ def test_the_warning_costs_no_look(host, ground, line, monkeypatch, caplog, queu
         line(8)
     taken = []
 
-    class CountedLock(HostLock):
-        def __enter__(self) -> Any:
-            taken.append("host.lock")
-            return super().__enter__()
+    locked = Host.locked
+
+    def counted(*arguments: Any) -> Any:
+        taken.append("host.lock")
+        return locked(*arguments)
 
     def sleep(self: Waiter, ahead: object, seconds: float) -> bool:
         return seconds > 1 and enough()
 
-    monkeypatch.setattr(look, "HostLock", CountedLock)
-    monkeypatch.setattr(survey, "HostLock", CountedLock)
+    monkeypatch.setattr(Host, "locked", counted)
     monkeypatch.setattr(Waiter, "sleep_behind", sleep)
-    monkeypatch.setattr(LeaseWatcher, "any_free", enough)
+    monkeypatch.setattr(search, "is_alive", enough)
     monkeypatch.setattr(wait_reports, "_WARNING_DELAY", 0.0)
     seen = []
     for level in (logging.WARNING, logging.ERROR):
@@ -225,7 +224,8 @@ def test_a_wait_is_told_with_its_data(ground, caplog: pytest.LogCaptureFixture) 
         claim_gpus(2, NoPlaceholder(), affinity=None, timeout=0.5)
     waiting = [record for record in caplog.records if record.getMessage().startswith("waiting for 2 GPUs")]
     assert len(waiting) == 1
-    assert waiting[0].getMessage() == "waiting for 2 GPUs (1 free); GPU 0-6: unknown holder"
+    said = r"waiting for 2 GPUs \(1 free\); GPU 0-6: \S+ \(pid \d+\) for \d s"
+    assert re.fullmatch(said, waiting[0].getMessage())
     assert waiting[0].levelno == logging.INFO
     assert (waiting[0].safe_gpu_position, waiting[0].safe_gpu_free, waiting[0].safe_gpu_needed) == (1, 1, 2)
     assert len(waiting[0].safe_gpu_verdicts) == 8
@@ -241,11 +241,11 @@ def test_whom_one_waits_behind_is_told_with_its_data(line, ground, caplog: pytes
     (waiting,) = [
         record
         for record in caplog.records
-        if record.getMessage().startswith("waiting for 1 GPU (8 are free for 1 claim ahead), #2 in the queue; behind ")
+        if record.getMessage().startswith("waiting for 1 GPU (7 are free for 1 claim ahead), #2 in the queue; behind ")
     ]
     assert (waiting.safe_gpu_ahead.pid, waiting.safe_gpu_ahead.nb_gpus) == (os.getpid(), 8)
     assert not waiting.safe_gpu_ahead.stopped
-    assert (waiting.safe_gpu_position, waiting.safe_gpu_free, waiting.safe_gpu_needed) == (2, 8, 1)
+    assert (waiting.safe_gpu_position, waiting.safe_gpu_free, waiting.safe_gpu_needed) == (2, 7, 1)
 
 
 def test_a_logger_that_is_closed_to_info_costs_a_short_wait_nothing(ground, monkeypatch: pytest.MonkeyPatch) -> None:

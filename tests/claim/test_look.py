@@ -1,4 +1,4 @@
-"""Which leases a look takes: the chosen ones, and of the others only what their records leave in doubt."""
+"""What a look takes and reads: the doors of the chosen GPUs, and nothing slow under host.lock."""
 
 import os
 import signal
@@ -13,51 +13,38 @@ from support.traces import is_locked
 from safe_gpu import GPUOwner
 from safe_gpu.claim.host import host_view as host_view_module
 from safe_gpu.claim.host import polls as polls_module
-from safe_gpu.claim.search import leases_of_look as leasing
 from safe_gpu.claim.search.queue_snapshot import QueueSnapshot
-from safe_gpu.coordination.leases.file_names import lease_name
-from safe_gpu.coordination.leases.lease import Lease
-from safe_gpu.coordination.leases.record import LeaseRecord
-from safe_gpu.coordination.locks.host_lock import HostLock
-from safe_gpu.coordination.queue.ticket import TicketRequest
-from safe_gpu.coordination.queue.waiter import Waiter
+from safe_gpu.coordination.doors import Doors
+from safe_gpu.coordination.held import Held
 from safe_gpu.host import procfs
 
 
-def write_record(uuid: str) -> None:
-    path = Path(os.environ["SAFE_GPU_DIR"]) / "leases" / lease_name(uuid)
-    path.write_bytes(LeaseRecord.of_this_process(None, None).claiming((uuid,), "").encode())
-
-
-def test_idle_gpus_that_are_leased_count_when_nodes_are_filled_up(host: Any, ground: Any) -> None:
-    """GPUs 2 and 3 share a node. The driver shows nobody on GPU 2, its lease is held: GPU 3 is the one to take."""
+def test_idle_gpus_that_are_claimed_count_when_nodes_are_filled_up(host: Any, ground: Any) -> None:
+    """GPUs 2 and 3 share a node. The driver shows nobody on GPU 2, which is claimed: GPU 3 is the one to take."""
     assert try_claim(1) == (0,)
     ground.hold(2)
-    write_record(host.uuids[2])
     assert try_claim(1) == (3,)
 
 
-def test_only_what_is_wanted_is_leased(host: Any, monkeypatch: Any) -> None:
-    try_claim(1)
+def test_only_what_is_wanted_is_taken(host: Any, monkeypatch: Any) -> None:
     tried: list[str] = []
-    genuine = leasing.try_lease
+    genuine = Doors.take_whole
 
-    def try_lease(where: Any, name: str, *, shared: bool = False) -> Any:
-        tried.append(name)
-        return genuine(where, name, shared=shared)
+    def take(doors: Doors, uuid: str, *arguments: Any) -> bool:
+        tried.append(uuid)
+        return genuine(doors, uuid, *arguments)
 
-    monkeypatch.setattr(leasing, "try_lease", try_lease)
+    monkeypatch.setattr(Doors, "take_whole", take)
     assert try_claim(1) == (0,)
-    assert tried == [lease_name(host.uuids[0])]
+    assert tried == [host.uuids[0]]
 
 
-def test_a_process_is_looked_up_once_and_never_under_host_lock(host: Any, cleanup: ExitStack, monkeypatch: Any) -> None:
+def test_a_process_is_looked_up_once_and_never_under_host_lock(
+    host: Any, line: Any, cleanup: ExitStack, monkeypatch: Any
+) -> None:
     """Others wait for host.lock. The waiter ahead is judged too: it wants what the stranger has, and is passed."""
     cleanup.enter_context(host.stranger(0))
-    ahead = Waiter(TicketRequest(8, frozenset(host.uuids)))
-    with HostLock(None) as locked:
-        ahead.join(locked)
-    cleanup.callback(ahead.leave)
+    line(8)
     looked_up = []
 
     def describe(pid: int) -> Any:
@@ -86,7 +73,7 @@ def test_who_passes_a_waiter_knows_the_host_of_this_second(
 def test_nobodys_wish_is_read_where_too_few_gpus_are_free_anyhow(
     ground: Any, host: Any, line: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hundreds may be ahead. A GPU that is leased is not free, although nobody computes there."""
+    """Hundreds may be ahead. A GPU that is claimed is not free, although nobody computes there."""
 
     def read(*args: Any) -> None:
         raise AssertionError("the waiters ahead were asked for their dates")
@@ -100,18 +87,18 @@ def test_nobodys_wish_is_read_where_too_few_gpus_are_free_anyhow(
 def test_an_interrupt_while_it_is_prepared_for_exec_leaves_all_of_a_claim_prepared(
     host: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a lease may be in no descriptor that anybody knows, or the command holds a part of its GPUs."""
-    kept: list[Lease] = []
-    genuine = Lease.keep_across_exec
+    """Else the command may hold a part of its GPUs."""
+    kept: list[Held] = []
+    genuine = Held.keep_across_exec
 
-    def keep(lease: Lease) -> None:
+    def keep(held: Held) -> None:
         if not kept:
             signal.raise_signal(signal.SIGINT)
-        genuine(lease)
-        kept.append(lease)
+        genuine(held)
+        kept.append(held)
 
-    monkeypatch.setattr(Lease, "keep_across_exec", keep)
+    monkeypatch.setattr(Held, "keep_across_exec", keep)
     with GPUOwner(2, timeout=0) as owner:
         with pytest.raises(KeyboardInterrupt):
             owner.keep_across_exec()
-        assert [os.get_inheritable(lease.fd) for lease in kept] == [True, True]
+        assert [os.get_inheritable(held.fd) for held in kept] == [True] * 4, "the entry, its directory, two doors"

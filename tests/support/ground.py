@@ -68,17 +68,19 @@ def simulated_doors() -> Any:
 
 
 class PlayedClaim:
-    """The claim of a process that only sleeps: its entry and its doors, which this process holds in its place."""
+    """The claim of a process of that user: its entry and its doors, which this process holds in its place.
 
-    def __init__(self, gpus: dict[str, int | None], uid: int, **said: Any) -> None:
+    What else its entry says, or says in place of the truth, is given by key.
+    """
+
+    def __init__(self, gpus: dict[str, int | None], pid: int, uid: int, **said: Any) -> None:
         from safe_gpu.coordination.entry import make_entry
         from safe_gpu.host import procfs
 
-        self.process = subprocess.Popen(["sleep", "infinity"], **({} if uid == os.geteuid() else {"user": uid}))
         self.doors = simulated_doors()
         facts = {
-            "pid": self.process.pid,
-            "start": procfs.start_time(self.process.pid),
+            "pid": pid,
+            "start": procfs.start_time(pid),
             "pidns": procfs.pid_namespace() or 0,
             "host": "gpu1",
             "command": "sleep",
@@ -96,10 +98,8 @@ class PlayedClaim:
         if uid != os.geteuid():
             os.fchown(self.entry.fd, uid, uid)
 
-    def end(self) -> None:
-        """Let the process die: its entry stays behind, and the kernel gives back what it held."""
-        self.process.kill()
-        self.process.wait(30)
+    def die(self) -> None:
+        """Let it end as by SIGKILL: the kernel gives back what it held, and its entry stays behind."""
         self.doors.release()
         self.entry.release()
 
@@ -107,7 +107,7 @@ class PlayedClaim:
         """Let it release its claim."""
         with suppress(FileNotFoundError):
             self.path.unlink()
-        self.end()
+        self.die()
 
 
 class Ground:
@@ -118,6 +118,7 @@ class Ground:
 
         self.uuids = [gpu.uuid for gpu in preset("dgx-a100").gpus()]
         self._held: dict[str, PlayedClaim] = {}
+        self._sleepers: dict[int, subprocess.Popen[bytes]] = {}
         self._contexts: list[Any] = []
 
     @property
@@ -142,13 +143,19 @@ class Ground:
         return [ticket.name for ticket in waiting_tickets()]
 
     def hold(self, *indices: int, until: float | None = None, uid: int | None = None, **said: Any) -> None:
-        """Play a claim of each of these GPUs by a sleeping process, which is to end then, of this or another user.
+        """Play a claim of each of these GPUs, which is to end then, by a process of this or another user that sleeps.
 
-        What else its entry says, or says in place of the truth, is given by key.
+        Args:
+            said: as for :class:`PlayedClaim`.
         """
-        for uuid in [self.uuids[index] for index in indices]:
-            played = PlayedClaim({uuid: None}, os.geteuid() if uid is None else uid, until=until, **said)
-            self._held[uuid] = played
+        own = os.geteuid()
+        uid = own if uid is None else uid
+        if uid not in self._sleepers:
+            self._sleepers[uid] = subprocess.Popen(["sleep", "infinity"], user=None if uid == own else uid)
+        pid = said.pop("pid", self._sleepers[uid].pid)
+        for index in indices:
+            uuid = self.uuids[index]
+            self._held[uuid] = PlayedClaim({uuid: None}, pid, uid, until=until, **said)
 
     def played(self, index: int) -> PlayedClaim:
         """The played claim of a GPU."""
@@ -170,6 +177,9 @@ class Ground:
 
     def clear(self) -> None:
         self.let_go()
+        for sleeper in self._sleepers.values():
+            sleeper.kill()
+            sleeper.wait(30)
         for context in self._contexts:
             context.close()
 

@@ -75,9 +75,12 @@ class Host:
         them."""
         return self.directory is not None and self.claims.directory.is_current() and self.queue.directory.is_current()
 
-    def look(self) -> None:
+    def look(self, *, at_all: bool = False) -> None:
         """Open the directories, and those anew that were replaced. Where there may be many names, find out which claims
         live and which tickets there are, since others wait under host.lock.
+
+        Args:
+            at_all: whether all claims are asked whether they live, however few there are.
 
         Raises:
             StateDirError: the state directory cannot be used.
@@ -85,7 +88,7 @@ class Host:
         if self.directory is None or not self.is_current():
             self.close()
             self._open()
-        if self.claims.directory.is_large():
+        if at_all or self.claims.directory.is_large():
             self.claims.look()
         if self.queue.directory.is_large():
             self.queue.refresh()

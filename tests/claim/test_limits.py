@@ -329,3 +329,13 @@ def test_a_raised_limit_reaches_those_who_wait(rules: Any, user: Any, eventually
     eventually(lambda: bool(gather().queue))
     rules("[default]\nmax_gpus = 2")
     assert waiter.hear() == "1"
+
+
+def test_a_killed_claim_counts_no_more_whatever_gpu_it_had(rules: Any, user: Any, waiting: Any) -> None:
+    """Who waits at the limit for another GPU asks it again, and nobody else has removed its entry."""
+    rules("[default]\nmax_gpus = 1")
+    holder = user(ANNA, only=7)
+    assert holder.hear() == "1"
+    waiter = waiting(ANNA, only=0)
+    holder.kill()
+    assert waiter.hear() == "1"

@@ -107,7 +107,8 @@ class Look:
     def _prepare(self) -> None:
         """Find out what takes long, since others wait under host.lock."""
         view, place, host = self._view, self._place, self._host
-        host.look()
+        # Under the lock only claims on wanted GPUs are asked again. Limits, and the dates of others, go by all.
+        host.look(at_all=self._options.quota is not None or place.waiter is not None)
         if self._options.quota is not None:
             self._options.quota.prepare(host)
         place.prepare()

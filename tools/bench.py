@@ -50,7 +50,7 @@ import safe_gpu
 from safe_gpu.affinity.options import MODES
 from safe_gpu.affinity.planner import plan
 from safe_gpu.claim.search import search
-from safe_gpu.coordination import socket_names
+from safe_gpu.coordination.doors import Doors
 from safe_gpu.coordination.history import append, end_line
 from safe_gpu.drivers.simulated import SimulatedDriver
 from safe_gpu.status.history import claims_between
@@ -237,11 +237,12 @@ def bench_share(options: argparse.Namespace) -> list[Row]:
         safe_gpu.release_gpus()
 
     def unasked() -> None:
-        slots, socket_names._slots = socket_names._slots, lambda *_: ()
+        held_parts = Doors._held_parts
+        Doors._held_parts = lambda self, uuid: set()  # type: ignore[method-assign]
         try:
             claim()
         finally:
-            socket_names._slots = slots
+            Doors._held_parts = held_parts  # type: ignore[method-assign]
 
     def hold(line: Any) -> None:
         others = [gpu.uuid for gpu in SimulatedDriver("dgx-a100").idle.gpus[1:]]
@@ -267,7 +268,7 @@ def bench_share(options: argparse.Namespace) -> list[Row]:
     ]
 
 
-# Claims twice; prints how many calls of NVML there were at the start of each claim, when its leases are held, and at
+# Claims twice; prints how many calls of NVML there were at the start of each claim, when its GPUs are held, and at
 # its end.
 TWICE = """
 import json, logging, os
@@ -278,13 +279,13 @@ log = os.environ["FAKE_GPU_DIR"] + "/calls"
 marks = []
 def mark():
     marks.append(len(open(log).read().split()) if os.path.exists(log) else 0)
-class Leased(logging.Handler):
+class Taken(logging.Handler):
     def emit(self, record):
         if record.getMessage() == "lock released":
             mark()
 logger = logging.getLogger("safe_gpu")
 logger.setLevel(logging.INFO)
-logger.addHandler(Leased())
+logger.addHandler(Taken())
 for _ in range(2):
     mark()
     safe_gpu.claim_gpus(timeout=0)
@@ -348,13 +349,13 @@ def bench_calls(options: argparse.Namespace) -> list[Row]:
         env = {**environment(), **fake}
         told = subprocess.check_output([sys.executable, "-c", TWICE], env=env, cwd=directory)
         rows = list(cost_of_first_claim(env, directory))
-    began, leased, held, again, leased_again, held_again = json.loads(told)
+    began, taken, held, again, taken_again, held_again = json.loads(told)
     return [
         *rows,
         Row("NVML in a first claim", held - began, unit="calls", budget=100),
         Row("NVML in a claim again", held_again - again, unit="calls", budget=62),
-        Row("NVML once the leases are held", held - leased, unit="calls", budget=20),
-        Row("NVML once the leases are held", held_again - leased_again, unit="calls", budget=20),
+        Row("NVML once the GPUs are held", held - taken, unit="calls", budget=20),
+        Row("NVML once the GPUs are held", held_again - taken_again, unit="calls", budget=20),
     ]
 
 
@@ -483,7 +484,7 @@ def held(number: int = GPUS) -> Iterator[None]:
 
 def until_waiting(directory: Path, number: int) -> None:
     """Return when there are so many tickets."""
-    while len(list(directory.glob("state/queue/*.ticket"))) < number:
+    while len(list(directory.glob("state/queue/[0-9]*"))) < number:
         time.sleep(0.01)
 
 

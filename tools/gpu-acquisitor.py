@@ -6,7 +6,7 @@
 
 Each instance chooses its GPUs and then sleeps for --sleep seconds before it puts anything on them. Meanwhile nvidia-smi
 shows these GPUs as free. The second instance does not choose them, and it does not wait for the first one either: a
-claim takes the leases of its GPUs at once, under a lock that it holds for a moment only.
+claim takes its GPUs at once, under a lock that it holds for a moment only.
 
 Without a GPU use --backend simulated.
 """
@@ -116,7 +116,7 @@ def main() -> int:
         return 1
     chosen = stopwatch.steps["Set"]
     logger.info(
-        "Allocated devices: %s (chosen and leased in %.2f s; it took another %.1f s to put something on them, "
+        "Allocated devices: %s (chosen and claimed in %.2f s; it took another %.1f s to put something on them, "
         "and no other claim had to wait for that)",
         owner.devices_taken,
         chosen - stopwatch.steps["acquiring"],

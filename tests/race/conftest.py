@@ -122,7 +122,7 @@ class Counters:
 class Markers:
     """A byte of a file for each GPU, which whoever has the GPU locks.
 
-    Record locks belong to one process, not to what it forks, and end with it: before the kernel ends its leases.
+    Record locks belong to one process, not to what it forks, and end with it: before the kernel ends its claims.
     """
 
     def __init__(self, path: Path) -> None:

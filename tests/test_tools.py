@@ -224,7 +224,7 @@ open(sys.argv[1], "w").write(str(took))
 """
 
 
-@pytest.mark.parametrize("load", [(), ("--flocks", "3"), ("--names", "3"), ("--files", "3")])
+@pytest.mark.parametrize("load", [(), ("--locks", "3"), ("--doors", "3"), ("--names", "3")])
 def test_a_long_hold_is_found(tmp_path: Path, load: tuple[str, ...]) -> None:
     command = (str(TOOLS / "host_lock_holds.py"), "--runs", "1", *load, "--")
     done = python(*command, sys.executable, "-c", PLANTED, str(tmp_path / "took"))

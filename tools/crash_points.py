@@ -27,8 +27,9 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from common import parser_with_seed
-from crash_scenes import GPUS, SCENES, WOUNDS, Actor, Failure, Scene, Stage, claims, load_everything
+from crash_scenes import GPUS, SCENES, Actor, Failure, Scene, Stage, claims, load_everything
 from crash_trace import Stop, Traced, begin, end, refusal
+from support.broken import BROKEN, break_build
 
 from safe_gpu.claim.owner import current_owner
 from safe_gpu.host.procfs import has_ended
@@ -62,11 +63,11 @@ class Interrupt(BaseException):
     """What the signal handler of the victim raises. An Exception inside a placeholder would be the placeholder's."""
 
 
-def crash(stage: Stage, point: Point, wound: str) -> Outcome:
+def crash(stage: Stage, point: Point, broken: str) -> Outcome:
     """Let a process crash at this point, and see what is left.
 
     Args:
-        wound: breaks the claim code of the victim on purpose, see WOUNDS.
+        broken: what the victim is, a build of ``support.broken``.
     """
     scene = SCENES[point.operation]()
     if scene.first_use:
@@ -75,7 +76,7 @@ def crash(stage: Stage, point: Point, wound: str) -> Outcome:
     try:
         signal.signal(signal.SIGALRM, _give_up)
         signal.alarm(_LONGEST)
-        outcome.crash(wound)
+        outcome.crash(broken)
         outcome.look_after()
     except Failure as err:
         outcome.violations.append(str(err))
@@ -111,10 +112,10 @@ class Outcome:
 
     # The crash
 
-    def crash(self, wound: str) -> None:
+    def crash(self, broken: str) -> None:
         self.scene.arrange(self.stage)
         self._actors += self.scene.helpers
-        self._victim = self._start("the victim", _victim(self.scene, wound))
+        self._victim = self._start("the victim", _victim(self.scene, broken))
         self.scene.child = self._victim.hear("ready")[1]
         self._traced = Traced(self._victim.pid)
         for stop in self._traced.stops():
@@ -264,7 +265,7 @@ def _give_up(number: int, frame: Any) -> None:
     raise Failure(f"nothing goes on for {_LONGEST} s")
 
 
-_KINDS = {"host.lock": "host.lock", ".share.": "share", ".inner.lock": "inner GPU", ".lock": "GPU", ".ticket": "ticket"}
+_KINDS = {"host.lock": "host.lock", "/claims/": "claim", "/queue/": "ticket"}
 
 
 def _held(pid: int) -> str:
@@ -276,12 +277,12 @@ def _held(pid: int) -> str:
             kind = next((one for part, one in _KINDS.items() if part in path), "")
             if kind:
                 with open(f"/proc/{pid}/fdinfo/{name}") as file:
-                    if "FLOCK" in file.read():
+                    if "lock:" in file.read():
                         found.add(kind)
     return " + ".join(sorted(found, key=list(_KINDS.values()).index)) or "nothing"
 
 
-def _victim(scene: Scene, wound: str) -> Callable[[Connection], None]:
+def _victim(scene: Scene, broken: str) -> Callable[[Connection], None]:
     def work(line: Connection) -> None:
         raised: list[int] = []
         ignored: list[str] = []
@@ -293,8 +294,7 @@ def _victim(scene: Scene, wound: str) -> Callable[[Connection], None]:
 
         sys.unraisablehook = lambda one: ignored.append(f"{one.exc_value!r} in {one.object!r}")
         signal.signal(signal.SIGUSR1, interrupt)
-        if wound:
-            setattr(*WOUNDS[wound])
+        break_build(broken)
         before = _surroundings()
         scene.prepare(line)
         if not scene.ends_claim:
@@ -368,8 +368,8 @@ def points_of(stage: Stage, operation: str, args: argparse.Namespace) -> list[Po
     Raises:
         Failure: that run does not end well.
     """
-    whole = crash(stage, Point(operation, "kill", 0, True), args.wound)
-    if whole.violations and not args.wound:
+    whole = crash(stage, Point(operation, "kill", 0, True), args.broken)
+    if whole.violations and not args.broken:
         raise Failure(f"{operation} without any crash: {'; '.join(whole.violations)}")
     stops = [stop for stop in whole.calls if not args.call or stop.call in args.call]
     if args.at:
@@ -403,7 +403,7 @@ def _end_of(outcome: Outcome) -> str:
 
 
 def main() -> int:
-    parser = parser_with_seed(__doc__, WOUNDS)
+    parser = parser_with_seed(__doc__, BROKEN)
     parser.add_argument("--operation", choices=SCENES, action="append", help="only this one; may be repeated")
     parser.add_argument("--how", choices=HOW, help="only this way to crash")
     parser.add_argument("--sample", type=int, metavar="N", help="only N points")
@@ -418,7 +418,7 @@ def main() -> int:
     logging.getLogger("safe_gpu").addHandler(logging.NullHandler())
     load_everything()
     gc.freeze()  # forked processes share what is there
-    stage = Stage(_SHORT_PATIENCE if args.wound else _PATIENCE)
+    stage = Stage(_SHORT_PATIENCE if args.broken else _PATIENCE)
     try:
         return _crash_all(stage, args)
     finally:
@@ -438,13 +438,13 @@ def _crash_all(stage: Stage, args: argparse.Namespace) -> int:
             if time.monotonic() >= due:
                 due += _REPORT_INTERVAL
                 print(f"{rows.total()} of {len(points)} points", file=sys.stderr, flush=True)
-            outcome = crash(stage, point, args.wound)
+            outcome = crash(stage, point, args.broken)
             end = _end_of(outcome)  # alone: thousands of outcomes make every fork slow
             rows[point.operation, point.how, outcome.call or "(over before)", not point.before, end] += 1
             for violation in outcome.violations:
                 print(f"VIOLATION: {outcome.call} held {outcome.held}: {violation}\n    {point.command()}", flush=True)
             bad += bool(outcome.violations)
-            if args.wound and bad:
+            if args.broken and bad:
                 break
     print(table(rows))
     print(f"\n{rows.total()} points, {bad} with violations, {time.monotonic() - began:.0f} s")

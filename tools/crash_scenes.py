@@ -1,11 +1,11 @@
-"""The host on which processes are made to crash, what they are doing then, and ways to break the claim code."""
+"""The host on which processes are made to crash, and what they are doing then."""
 
 from __future__ import annotations
 
 import ast
-import ctypes
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -20,22 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from common import ROOT, simulate
-from support.actor import become
 from crash_trace import Stop
+from support.actor import become
 
 import safe_gpu
 from safe_gpu.cli.commands import main as safe_gpu_main
 from safe_gpu.coordination import older_package as legacy
-from safe_gpu.coordination import signals
-from safe_gpu.coordination.files import file_system, shared_directory
-from safe_gpu.coordination.leases import lease as leases
-from safe_gpu.coordination.locks import host_lock
-from safe_gpu.coordination.queue import waiter as queue
+from safe_gpu.coordination import state_dir
 from safe_gpu.drivers.simulated import SimulatedDriver
 
 GPUS = 8
 _PRESET = "dgx-a100"
-_SET_DUMPABLE = 4  # prctl(2): else /proc hides what a process does that has just changed its user
 
 
 class Failure(Exception):
@@ -62,8 +57,8 @@ class Actor:
         if self.pid == 0:
             try:
                 self.line.close()
-                become(uid)
-                ctypes.CDLL(None).prctl(_SET_DUMPABLE, 1, 0, 0, 0)
+                if uid is not None:
+                    become(uid)
                 work(theirs)
             except (EOFError, BrokenPipeError):
                 pass  # the controller is gone
@@ -110,7 +105,7 @@ class Actor:
     def wait_for_ticket(self, stage: Stage) -> None:
         """Return when it stands in the queue, or has something to say."""
         while not self.line.poll(0.0005):
-            for path in Path(stage.state, "queue").glob("*.ticket"):
+            for path in Path(stage.state, "queue").glob("[0-9]*"):
                 with suppress(OSError, ValueError):
                     if json.loads(path.read_bytes())["pid"] == self.pid:
                         return
@@ -169,9 +164,11 @@ class Stage:
         return Actor(name, work, self.users[other], self.patience)
 
     def leftovers(self) -> list[str]:
-        """What lies about that no claim uses: tickets, unfinished files and directories, contexts of the dead."""
+        """What lies about that no claim uses: entries, unfinished files and directories, contexts of the dead. An
+        unfinished entry is removed when it is a minute old."""
         place = Path(self.state).parent
-        found = [path for path in place.rglob("*") if path.name.startswith(".") or path.suffix == ".ticket"]
+        found = [path for path in place.rglob(".*") if not re.fullmatch(r"\.[0-9a-f]{16}", path.name)]
+        found += [path for part in ("claims", "queue") for path in place.glob(f"state/{part}/[0-9]*")]
         found += [path for path in place.glob("state/simulated/*/*") if path.suffix != ".bad"]
         return [str(path.relative_to(place)) for path in found]
 
@@ -186,9 +183,9 @@ class Stage:
         return wrong
 
     def torn_lines(self) -> list[str]:
-        """Lines of the history and of lease files that make no sense."""
+        """Lines of the history that make no sense."""
         torn = []
-        for path in (*Path(self.state).glob("history/*"), *Path(self.state).glob("leases/*")):
+        for path in Path(self.state).glob("history/*.jsonl"):
             for line in path.read_bytes().splitlines():
                 try:
                     json.loads(line)
@@ -263,7 +260,7 @@ class First(Scene):
     first_use = True
 
     def prepare(self, line: Connection) -> None:
-        file_system.file_system_at.cache_clear()
+        state_dir.file_system_at.cache_clear()
 
 
 class Wait(Scene):
@@ -307,7 +304,7 @@ class Queue(Wait):
         self.helpers[1].wait_for_ticket(stage)
 
     def at(self, stop: Stop) -> None:
-        if len(self.helpers) == 2 and stop.thread == 1 and stop.before and stop.call == "flock":
+        if len(self.helpers) == 2 and stop.thread == 1 and stop.before and stop.call == "fcntl":
             self.helpers.pop().kill()
         elif len(self.helpers) == 1:
             super().at(stop)
@@ -363,7 +360,7 @@ class ReleaseShare(Share):
 
 
 class ReleaseForked(Release):
-    """The release of two GPUs while a forked child lives, which has copies of the leases."""
+    """The release of two GPUs while a forked child lives, which has a copy of the entry."""
 
     def prepare(self, line: Connection) -> None:
         super().prepare(line)
@@ -446,21 +443,3 @@ SCENES: dict[str, type[Scene]] = {
     "nested": Nested,
     "run": Run,
 }
-
-
-def _make_unfinished(name: str, path: str, parent: int | None) -> None:
-    os.mkdir(name, 0o700, dir_fd=parent)
-    os.chmod(name, 0o1777, dir_fd=parent)
-
-
-WOUNDS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    # Leases are closed and not unlocked, so that a forked child keeps them.
-    "lease-after-fork": (leases, "unlock_file", lambda fd: None),
-    "ticket": (queue.Waiter, "leave", lambda self: None),
-    "host-lock": (host_lock.HostLock, "_unlock", lambda self: None),
-    # An exception comes between open(2) and the line that stores the descriptor.
-    "handlers": (signals.DeferredSignals, "defer", lambda self: None),
-    # Directories have their names before they have their modes.
-    "directories": (shared_directory, "make_directory", _make_unfinished),
-}
-"""Ways to break the claim code in one process, to see that crashes then leave something behind."""

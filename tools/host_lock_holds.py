@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""How long commands hold host.lock on a simulated host, while another user has many locks, names or files.
+"""How long commands hold host.lock on a simulated host, while another user has many locks, doors or names.
 
-    tools/host_lock_holds.py --flocks 10000 --names 60000 --files 60000
+    tools/host_lock_holds.py --locks 10000 --doors 60000 --names 60000
     tools/host_lock_holds.py --names 60000 -- safe-gpu wait --timeout 1s
 
 It tries host.lock itself, some 10,000 times a second, and where the lock is held it waits for it. So a hold is told
@@ -24,7 +24,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from common import ROOT, become, simulate
+from common import ROOT, simulate
+from support.actor import become
 
 NOBODY = 65534
 GPUS = 8  # of the simulated host
@@ -76,7 +77,7 @@ def measure(command: Sequence[str], path: str, *, patience: float, realtime: boo
         os.close(fd)
 
 
-def hold_flocks(numbers: Iterable[int], place: str) -> list[int]:
+def hold_locks(numbers: Iterable[int], place: str) -> list[int]:
     """Lock files of one's own."""
     fds = [os.open(os.path.join(place, str(one)), os.O_RDWR | os.O_CREAT, 0o600) for one in numbers]
     for fd in fds:
@@ -84,7 +85,7 @@ def hold_flocks(numbers: Iterable[int], place: str) -> list[int]:
     return fds
 
 
-def hold_names(numbers: Iterable[int], place: str) -> list[socket.socket]:
+def hold_doors(numbers: Iterable[int], place: str) -> list[socket.socket]:
     """Bind abstract names."""
     found = []
     for one in numbers:
@@ -93,20 +94,21 @@ def hold_names(numbers: Iterable[int], place: str) -> list[socket.socket]:
     return found
 
 
-def make_files(numbers: Iterable[int], place: str) -> None:
-    """Make files of 4 KiB where the leases are."""
-    leases = os.path.join(os.environ["SAFE_GPU_DIR"], "leases")
+def make_names(numbers: Iterable[int], place: str) -> None:
+    """Make dead entries of claims, which say nothing."""
     for one in numbers:
-        with open(os.path.join(leases, f"GPU-{one}.lock"), "w") as file:
-            file.write("{" + " " * 4094 + "}")
-            os.fchmod(file.fileno(), 0o666)
-    os.sync()  # or the commands wait while the disk is written
+        with open(os.path.join(_claims(), f"{one + 1}.{one:016x}"), "w") as file:
+            file.write("{}")
+
+
+def _claims() -> str:
+    return os.path.join(os.environ["SAFE_GPU_DIR"], "claims")
 
 
 LOADS: Mapping[str, Callable[[Iterable[int], str], object]] = {
-    "flocks": hold_flocks,
-    "names": hold_names,
-    "files": make_files,
+    "locks": hold_locks,
+    "doors": hold_doors,
+    "names": make_names,
 }
 
 
@@ -131,7 +133,8 @@ def neighbour(load: str, number: int) -> Iterator[None]:
             if not pids[-1]:
                 try:
                     os.close(until)
-                    become(NOBODY if os.geteuid() == 0 else None)
+                    if os.geteuid() == 0:
+                        become(NOBODY)
                     made = LOADS[load](range(first, min(number, first + most)), place)
                     os.write(told, b"x")
                     os.read(kept, 1)  # to the end of the block, also if the tool is killed
@@ -149,9 +152,8 @@ def neighbour(load: str, number: int) -> Iterator[None]:
         for pid in pids:
             os.waitpid(pid, 0)
         shutil.rmtree(place)
-        leases = os.path.join(os.environ["SAFE_GPU_DIR"], "leases")
-        for name in os.listdir(leases) if load == "files" else ():
-            os.unlink(os.path.join(leases, name))
+        for name in os.listdir(_claims()) if load == "names" else ():
+            os.unlink(os.path.join(_claims(), name))
 
 
 @contextmanager
@@ -187,9 +189,7 @@ def rows(loads: Iterable[tuple[str, int]], command: Sequence[str], runs: int, **
             if command:
                 yield row(os.path.basename(command[0]), load, number, command)
                 continue
-            yield row("status", load, number, (*SAFE_GPU, "status"))
             with all_claimed():
-                yield row("status, claimed", load, number, (*SAFE_GPU, "status"))
                 yield row("refused claim", load, number, CLAIM)
             yield row("claim", load, number, CLAIM)
             yield row("claim in a scope", load, number, ("env", *_SCOPE, *CLAIM))

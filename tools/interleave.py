@@ -27,15 +27,15 @@ from typing import Any, NamedTuple
 from common import parser_with_seed, simulate
 from interleave_host import Host, Move, Ran, Run, Schedule, VoidError, end_with_parent
 from interleave_racer import DEATHS, ENDLESS, GO, HELD, INTERRUPT
-from interleave_scenes import SCENES, WOUNDS, Scene
+from interleave_scenes import SCENES, Scene
+from support.broken import BROKEN
 
 from safe_gpu.claim.search import search
-from safe_gpu.coordination.queue import listing as queue
 
 _ENOUGH = 3  # faults of one scene
 _REPORT_INTERVAL = 60.0  # seconds
 _MOST_MISSES = 300  # draws one after the other, all of what was tried
-_LOOKS = re.compile(f"(pread|read|poll|connect) |.*{HELD}$")  # steps that change nothing
+_LOOKS = re.compile(f"(ask|list|read|poll|connect) |.*{HELD}$")  # steps that change nothing
 
 
 class Node(NamedTuple):
@@ -110,7 +110,7 @@ class Search:
 
     def __init__(self, scene: str, args: Any, seconds: float) -> None:
         self._name = scene
-        self._most, self._sample, self._seconds, self._wound = args.preemptions, args.sample, seconds, args.wound
+        self._most, self._sample, self._seconds, self._broken = args.preemptions, args.sample, seconds, args.broken
         begin = parse(args.begin)
         self._root = Node(begin, struck=any(move.kind != GO for move in begin))
         self._chance = random.Random(args.seed)
@@ -124,7 +124,7 @@ class Search:
         signal.signal(signal.SIGTERM, lambda *about: sys.exit(1))  # and not before the host is cleared away
         self._began = time.monotonic()
         self._due = self._began + _REPORT_INTERVAL
-        self._host = Host(SCENES[self._name], self._wound)
+        self._host = Host(SCENES[self._name], self._broken)
         try:
             if self._sample is None and self._seconds == math.inf:
                 self._try_all()
@@ -202,9 +202,9 @@ def parse(text: str) -> Schedule:
     return tuple(moves)
 
 
-def replay(scene: str, wound: str, schedule: Schedule) -> int:
+def replay(scene: str, broken: str, schedule: Schedule) -> int:
     """Make one schedule, and print each step of it."""
-    host = Host(SCENES[scene], wound)
+    host = Host(SCENES[scene], broken)
     try:
         run = Run(host, schedule)
     except VoidError as err:
@@ -225,7 +225,7 @@ def replay(scene: str, wound: str, schedule: Schedule) -> int:
 
 
 def main() -> int:
-    parser = parser_with_seed(__doc__, WOUNDS)
+    parser = parser_with_seed(__doc__, BROKEN)
     parser.add_argument("--scene", action="append", metavar="NAME", help="only this one, or those that begin so")
     parser.add_argument("--preemptions", type=int, default=1, metavar="K", help="at most so many (default 1)")
     parser.add_argument("--sample", type=int, metavar="N", help="only so many of each scene, drawn at random")
@@ -243,11 +243,10 @@ def main() -> int:
     os.sched_yield = lambda: None
     search._import_all()  # once, for all that are forked
     search._import_all = lambda: None  # type: ignore[assignment]
-    queue._TICK = 1 << 62  # files change faster than their times, as the clock of the racers goes
     names = [name for name in SCENES if any(map(name.startswith, args.scene or [""]))]
     names = [name for name in names if not (SCENES[name].users and os.geteuid())]
     if args.replay is not None:
-        return replay(args.scene[0], args.wound, parse(args.replay))
+        return replay(args.scene[0], args.broken, parse(args.replay))
     seconds = args.minutes * 60 * args.jobs / len(names)
     left, more = os.pipe()
     os.write(more, bytes(range(len(names))))

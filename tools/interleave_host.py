@@ -15,8 +15,9 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from interleave_racer import DEATHS, ENDLESS, FREES, GO, Racer, Task, names_of_tasks
-from interleave_scenes import WOUNDS, Referee, Scene, everything, furnish, renew
+from interleave_scenes import Referee, Scene, everything, furnish, renew
 from interleave_states import World
+from support.broken import break_build
 
 _SET_PDEATHSIG = 1  # prctl(2)
 _MOST_STEPS = 20_000
@@ -96,9 +97,9 @@ class FaultError(Exception):
 class Host:
     """A simulated host and its racers, who live from schedule to schedule unless they are struck."""
 
-    def __init__(self, scene: Scene, wound: str = "") -> None:
+    def __init__(self, scene: Scene, broken: str = "") -> None:
         self.scene = scene
-        self._wound = wound
+        self._broken = broken
         self.base = tempfile.mkdtemp(prefix="safe-gpu-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
         os.chmod(self.base, 0o755)
         self._line, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -131,10 +132,13 @@ class Host:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 self.scene.enter(name, self.base)
-                for broken in WOUNDS.get(self._wound, ()):
-                    setattr(*broken)
-                racer = Racer(self._tasks[name], self._theirs, self.clock, self.base, self.scene.slots)
-                racer.live(self.scene.plans[name].act, self.scene.become)
+                racer = Racer(self._tasks[name], self._theirs, self.clock, self.base, host_lock=self.scene.host_lock)
+
+                def become(racer: Racer) -> None:
+                    self.scene.become(racer)
+                    break_build(self._broken)
+
+                racer.live(self.scene.plans[name].act, become)
             finally:
                 os._exit(1)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import _socket
 import _thread
-import builtins
 import fcntl
 import gc
 import marshal
@@ -29,6 +28,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from safe_gpu.claim.host import host_view
+from safe_gpu.coordination import directory, doors, entry
 from safe_gpu.drivers import simulated
 
 GO, INTERRUPT = ".", "~"
@@ -45,12 +46,10 @@ FREES, GETS, CONTENT = "frees", "gets", "content"  # what is said for the contro
 HELD = ": another has it"
 _GRANT = struct.Struct("=cq")
 _TICK = 1e-5  # what a step takes, seconds
-_SLOT = re.compile(rb"\.share\.([0-9]+)")
-_PERSONAL = re.compile(  # what another process would write, or the same at another time
-    rb'"(pid|start|since|until|queued|ended)": ?[0-9.]+|"(claim)": ?\[[0-9]+, ?[0-9.]+'
-)
-_TABLES = "/proc/net/unix", "/proc/locks"
-_OFD = {36: "ask", 37: "try", 38: "wait for"}  # F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW
+_PERSONAL = re.compile(rb'"(pid|start|since|until|queued|waited)": ?[0-9.]+')  # of another time, it would be other
+_ASK, _TRY, _WAIT = 36, 37, 38  # F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW
+_OFD = {_ASK: "ask", _TRY: "try", _WAIT: "wait for"}
+_PARTS = 3  # that a GPU has: more is asked for in vain
 _KINDS = {0: "shared", 1: "exclusive"}  # F_RDLCK, F_WRLCK
 
 
@@ -95,11 +94,12 @@ class Racer:
         line: where it says how far it came.
         clock: shared by all: seconds.
         base: the directory of the host; paths are told relative to it.
-        slots: how many shares of a GPU there can be.
+        host_lock: whether host.lock is one.
     """
 
-    def __init__(self, tasks: list[Task], line: _socket.socket, clock: Any, base: str, slots: int) -> None:
-        self.slots = slots
+    def __init__(self, tasks: list[Task], line: _socket.socket, clock: Any, base: str, *, host_lock: bool) -> None:
+        self.host_lock = host_lock
+        self.made = 0  # random numbers
         self.name = tasks[0].name
         self.tasks = tasks
         self.line = line
@@ -118,6 +118,7 @@ class Racer:
         become(self)
         while True:
             self._listen(self.tasks[0])
+            self.made = 0
             try:
                 act(self)
             except BaseException as err:
@@ -132,7 +133,7 @@ class Racer:
 
     def step(self, what: str) -> None:
         """Stand here, if no more steps are granted; then make one."""
-        if self.quiet or (what.startswith("pread") and self.log and self.log[-1] == what):  # it is read again
+        if self.quiet:
             return
         task = self.running  # another thread may be granted steps as soon as this one has reported
         if not task.steps:
@@ -221,37 +222,46 @@ class Racer:
     # Stand-ins of functions that make system calls
 
     def flock(self, fd: int, operation: int) -> None:
-        label = "context" if self.quiet else self.label(fd)
-        if operation & fcntl.LOCK_UN:
+        label = self.label(fd)
+        if self.quiet or "/" not in label:  # of the driver, or that of a directory, for cleaners
+            _flock(fd, operation)
+        elif not self.host_lock and label.endswith("/host.lock"):
+            return
+        elif operation & fcntl.LOCK_UN:
             self.step(f"unlock {label}")
             _flock(fd, operation)
             self.held.pop(fd, None)
-            return
-        kind = _KINDS[bool(operation & fcntl.LOCK_EX)]
-        if operation & fcntl.LOCK_NB:
-            self.step(f"try {kind} {label}")
-            self.look(_flock, fd, operation)
         else:
-            self.step(f"wait for {kind} {label}")
-            self.wait(lambda: _succeeds(_flock, fd, operation | fcntl.LOCK_NB), label)
-        self.held[fd] = label
+            self.step(f"try exclusive {label}")
+            self.look(_flock, fd, operation)
+            self.held[fd] = label
 
     def fcntl(self, fd: int, command: int, argument: Any = 0) -> Any:
         if command in _OFD:
-            label, kind = self.label(fd), struct.unpack_from("h", argument)[0]
-            if kind not in _KINDS:
-                self.step(f"unlock {label}")
-                self.held.pop(fd, None)
-                return _fcntl(fd, command, argument)
-            self.step(f"{_OFD[command]} {_KINDS[kind]} {label}")
-            if command == 38:
-                self.wait(lambda: _succeeds(_fcntl, fd, 37, argument), label)
-            result = self.look(_fcntl, fd, 37 if command == 38 else command, argument)
-            self.held[fd] = label
-            return result
+            return self.lock(fd, command, argument)
         result = _fcntl(fd, command, argument)
         if command in (fcntl.F_DUPFD, fcntl.F_DUPFD_CLOEXEC) and fd in self.held:
             self.held[result] = self.held[fd]
+        return result
+
+    def lock(self, fd: int, command: int, argument: bytes) -> Any:
+        """Stand in for fcntl(2) with locks of open file descriptions. One of a file without a name is no step."""
+        label, kind = self.label(fd), struct.unpack_from("h", argument)[0]
+        if kind not in _KINDS:
+            if self.held.pop(fd, None):
+                self.step(f"unlock {label}")
+            return _fcntl(fd, command, argument)
+        if not _is_unnamed(label):
+            self.step(f"{_OFD[command]} {_KINDS[kind]} {label}")
+        if command == _ASK:
+            answer = _fcntl(fd, command, argument)
+            if struct.unpack_from("h", answer)[0] == fcntl.F_WRLCK and not self.quiet:
+                self.log[-1] += HELD
+            return answer
+        if command == _WAIT:
+            self.wait(lambda: _succeeds(_fcntl, fd, _TRY, argument), label)
+        result = self.look(_fcntl, fd, _TRY, argument)
+        self.held[fd] = label
         return result
 
     def lockf(self, fd: int, operation: int, *where: int) -> None:
@@ -266,26 +276,37 @@ class Racer:
         _lockf(fd, operation, *where)
 
     def close(self, fd: int) -> None:
-        if fd in self.held:
-            self.step(f"close {self.held[fd]}")
-            del self.held[fd]
+        self.forget(fd)
         _close(fd)
 
-    def named(self, call: Callable[..., Any], what: str) -> Callable[..., Any]:
-        """Return a function whose first argument is a path, or a descriptor, as a step."""
+    def forget(self, fd: int) -> None:
+        """A descriptor is closed: a step, if it was the last one of what others see by it."""
+        label = self.held.get(fd)
+        if label is not None and list(self.held.values()).count(label) == 1:
+            self.step(f"close {label}")
+        self.held.pop(fd, None)
 
-        def stepping(where: Any, *arguments: Any, **options: Any) -> Any:
-            if not self.quiet:
-                path = arguments[0] if what in ("link", "rename") else where
-                place = options.get("dst_dir_fd") or options.get("dir_fd")
-                self.step(f"{what} {f'{self.label(place)}/{path}' if place else self.label(path)}")
-            result = call(where, *arguments, **options)
-            if what in ("pwrite", "ftruncate") and not self.quiet:
-                line, _, left = _pread(where, 1 << 16, 0).partition(b"\n")
-                self.say(CONTENT, self.label(where), hash((_PERSONAL.sub(b"", line), bool(left))))
-            return result
+    def rename(self, source: str, target: str, parent: int) -> None:
+        """Stand in for the rename of a file to its name, which is locked already."""
+        place = self.label(parent)
+        old, new = f"{place}/{source}", f"{place}/{target}"
+        self.step(f"rename {new}")
+        _rename_file(source, target, parent)
+        self.held = {fd: new if label == old else label for fd, label in self.held.items()}
+        fd = os.open(target, os.O_RDONLY, dir_fd=parent)
+        self.say(CONTENT, new, hash(_PERSONAL.sub(b"", os.pread(fd, 1 << 16, 0))))
+        _close(fd)
 
-        return stepping
+    def unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
+        label = self.label(path) if dir_fd is None else f"{self.label(dir_fd)}/{path}"
+        if not _is_unnamed(label):
+            self.step(f"unlink {label}")
+        _unlink(path, dir_fd=dir_fd)
+
+    def random(self, size: int) -> bytes:
+        """Stand in for os.urandom: never the same in one schedule, and the same in each."""
+        self.made += 1
+        return f"{self.name}{self.made:{size - 1}}".encode()[:size]
 
     def whole(self, call: Callable[..., Any], what: str) -> Callable[..., Any]:
         """Return a function of the simulated driver, as one step, whatever it does within."""
@@ -301,8 +322,12 @@ class Racer:
         return stepping
 
 
-_pread = os.pread
-_flock, _fcntl, _lockf, _close, _open = fcntl.flock, fcntl.fcntl, fcntl.lockf, os.close, builtins.open
+_flock, _fcntl, _lockf, _close, _unlink = fcntl.flock, fcntl.fcntl, fcntl.lockf, os.close, os.unlink
+_rename_file, _names = entry.rename_file, directory.SharedDirectory.names
+
+
+def _is_unnamed(label: str) -> bool:
+    return label.rpartition("/")[2].startswith(".")
 
 
 def _succeeds(call: Callable[..., Any], *arguments: Any) -> bool:
@@ -316,23 +341,23 @@ def _succeeds(call: Callable[..., Any], *arguments: Any) -> bool:
 def _replace(racer: Racer) -> None:
     """Put the stand-ins into the modules of this process."""
     fcntl.flock, fcntl.fcntl, fcntl.lockf, os.close = racer.flock, racer.fcntl, racer.lockf, racer.close
-    for name in ("link", "unlink", "rename", "mkdir", "rmdir", "pread", "pwrite", "ftruncate"):
-        setattr(os, name, racer.named(getattr(os, name), name))
+    entry.rename_file, os.unlink, os.urandom = racer.rename, racer.unlink, racer.random
     driver, context = simulated.SimulatedDriver, simulated.SimulatedContext
     for owner, name, what in (
         (driver, "snapshot", "poll all"),
         (driver, "usage", "poll some"),
         (driver, "occupy", "start context"),
         (context, "close", "end context"),
+        (host_view, "has_closed_file", "read closed"),
     ):
         setattr(owner, name, racer.whole(getattr(owner, name), what))
 
-    def opened(path: Any, *arguments: Any, **options: Any) -> Any:
-        if path in _TABLES:
-            racer.step(f"read {path}")
-        return _open(path, *arguments, **options)
+    def names(self: Any) -> set[str]:
+        racer.step(f"list {racer.label(self.fd)}")
+        return _names(self)
 
-    builtins.open = opened  # type: ignore[assignment]
+    directory.SharedDirectory.names = names  # type: ignore[method-assign]
+    doors.MOST_PARTS = _PARTS
     _socket.socket = _socket_of(racer)  # type: ignore[misc]
     sys.modules["threading"] = _threading_of(racer)
     began = time.time(), time.monotonic(), time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -342,10 +367,9 @@ def _replace(racer: Racer) -> None:
     time.monotonic_ns = lambda: int(time.monotonic() * 1e9)
     time.clock_gettime = lambda number: began[2] + racer.clock[0]
     time.sleep = racer.sleep
-    os.urandom = lambda size: racer.name.encode() * size
     os.sched_yield = lambda: None
     os.sched_getaffinity = lambda pid: set(range(os.cpu_count() or 1))  # else claims look for what is near
-    random.Random = lambda seed=0: _Random(seed)  # type: ignore[misc, assignment]
+    random.Random = lambda: _Random(racer.name)  # type: ignore[misc, assignment]
 
 
 _Random = random.Random
@@ -359,18 +383,11 @@ def _socket_of(racer: Racer) -> type[_socket.socket]:
             racer.held[self.fileno()] = label
 
         def connect_ex(self, address: Any) -> int:
-            if (slot := _SLOT.search(address)) is None or int(slot[1]) < racer.slots:  # nobody here has the others
-                racer.step(f"connect {_name(address)}")
+            racer.step(f"connect {_name(address)}")
             return super().connect_ex(address)
 
-        def send(self, *data: Any) -> int:  # over netlink, which nothing else uses
-            racer.step(f"read {_TABLES[0]}")
-            return super().send(*data)
-
         def close(self) -> None:
-            if label := racer.held.get(self.fileno()):
-                racer.step(f"close {label}")
-                del racer.held[self.fileno()]
+            racer.forget(self.fileno())
             super().close()
 
     return Socket
@@ -382,23 +399,6 @@ def _name(address: bytes) -> str:
 
 def _threading_of(racer: Racer) -> types.ModuleType:
     """Return a module threading whose locks and threads the controller knows."""
-
-    class Lock:
-        def __init__(self) -> None:
-            self._taken = False
-
-        def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-            deadline = racer.clock[0] + (timeout if timeout >= 0 else math.inf) if blocking else -math.inf
-            taken = racer.wait(lambda: not self._taken, racer.name, deadline)
-            self._taken = self._taken or taken
-            return taken
-
-        def release(self) -> None:
-            self._taken = False
-            racer.say(FREES)
-
-        def locked(self) -> bool:
-            return self._taken
 
     class Event:
         def __init__(self) -> None:
@@ -416,11 +416,21 @@ def _threading_of(racer: Racer) -> types.ModuleType:
 
     class Thread:
         def __init__(self, target: Callable[..., None], args: tuple[Any, ...] = (), **about: Any) -> None:
-            self._run = lambda: target(*args)
+            self._run, self._done = lambda: target(*args), Event()
 
         def start(self) -> None:
-            racer.spawn(self._run)
+            def run() -> None:
+                self._run()
+                self._done.set()
+
+            racer.spawn(run)
+
+        def join(self, timeout: float | None = None) -> None:
+            self._done.wait(timeout)
+
+        def is_alive(self) -> bool:
+            return not self._done.is_set()
 
     module = types.ModuleType("threading")
-    module.__dict__.update({**vars(threading), "Lock": Lock, "Event": Event, "Thread": Thread})
+    module.__dict__.update({**vars(threading), "Event": Event, "Thread": Thread})
     return module

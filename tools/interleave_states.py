@@ -1,8 +1,7 @@
 """Tells when two schedules have come to the same state, from where they go on alike.
 
 The state of a racer is what it has done and has seen until now. What it sees besides the locks and names that it tries
-is the content of files, as others have left them, and what the tables of the kernel and the driver say, which are what
-all hold. What a dead one has done does not count, but what is left of it. Times are left out, but for whose is next.
+is the content of files, as others have left them, and what the driver says, which is what all hold. What a dead one has done does not count, but what is left of it. Times are left out, but for whose is next.
 """
 
 from collections.abc import Collection
@@ -30,8 +29,8 @@ class World:
         seen: Any = frozenset(self._files.items())
         if call == "connect":
             seen = any(name == thing for name, _ in self._held)
-        elif call in ("poll", "read"):
-            seen = seen, frozenset(one for one in self._held if (one[0] == "context") == (call == "poll"))
+        elif call == "poll":
+            seen = seen, frozenset(one for one in self._held if one[0] == "context")
         elif thing.endswith("host.lock") and not free:
             seen = 0
         self._seen[task] = hash((self._seen.get(task), what, seen))
@@ -41,7 +40,7 @@ class World:
             self._held.add((thing, racer))
         elif call == "try" and free:
             self._held.add((thing.partition(" ")[2], racer))
-        elif call in ("link", "rename"):
+        elif call == "rename":
             self._files[thing] = 0
         elif call == "unlink":
             self._files.pop(thing, None)

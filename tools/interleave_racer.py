@@ -29,7 +29,7 @@ from contextlib import suppress
 from typing import Any
 
 from safe_gpu.claim.host import host_view
-from safe_gpu.coordination import directory, doors, entry
+from safe_gpu.coordination import directory, doors
 from safe_gpu.drivers import simulated
 
 GO, INTERRUPT = ".", "~"
@@ -49,6 +49,7 @@ _TICK = 1e-5  # what a step takes, seconds
 _PERSONAL = re.compile(rb'"(pid|start|since|until|queued|waited)": ?[0-9.]+')  # of another time, it would be other
 _ASK, _TRY, _WAIT = 36, 37, 38  # F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW
 _OFD = {_ASK: "ask", _TRY: "try", _WAIT: "wait for"}
+_LISTED = "/claims", "/queue"
 _PARTS = 3  # that a GPU has: more is asked for in vain
 _KINDS = {0: "shared", 1: "exclusive"}  # F_RDLCK, F_WRLCK
 
@@ -95,10 +96,13 @@ class Racer:
         clock: shared by all: seconds.
         base: the directory of the host; paths are told relative to it.
         host_lock: whether host.lock is one.
+        closes: whether somebody closes GPUs, so that it matters when that is read.
     """
 
-    def __init__(self, tasks: list[Task], line: _socket.socket, clock: Any, base: str, *, host_lock: bool) -> None:
-        self.host_lock = host_lock
+    def __init__(
+        self, tasks: list[Task], line: _socket.socket, clock: Any, base: str, *, host_lock: bool, closes: bool
+    ) -> None:
+        self.host_lock, self.closes = host_lock, closes
         self.made = 0  # random numbers
         self.name = tasks[0].name
         self.tasks = tasks
@@ -286,16 +290,20 @@ class Racer:
             self.step(f"close {label}")
         self.held.pop(fd, None)
 
-    def rename(self, source: str, target: str, parent: int) -> None:
-        """Stand in for the rename of a file to its name, which is locked already."""
-        place = self.label(parent)
+    def rename(self, source: str, target: str, parent: int | None) -> int:
+        """Stand in for renameat2(2) of a file that others have not seen, which may be locked."""
+        place = "" if parent is None else self.label(parent)
         old, new = f"{place}/{source}", f"{place}/{target}"
-        self.step(f"rename {new}")
-        _rename_file(source, target, parent)
-        self.held = {fd: new if label == old else label for fd, label in self.held.items()}
-        fd = os.open(target, os.O_RDONLY, dir_fd=parent)
-        self.say(CONTENT, new, hash(_PERSONAL.sub(b"", os.pread(fd, 1 << 16, 0))))
-        _close(fd)
+        seen = place.endswith(_LISTED) or target == "host.lock"
+        if seen:
+            self.step(f"rename {new}")
+        failure = _rename(source, target, parent)
+        if seen and not failure:
+            self.held = {fd: new if label == old else label for fd, label in self.held.items()}
+            fd = os.open(target, os.O_RDONLY, dir_fd=parent)
+            self.say(CONTENT, new, hash(_PERSONAL.sub(b"", os.pread(fd, 1 << 16, 0))))
+            _close(fd)
+        return failure
 
     def unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
         label = self.label(path) if dir_fd is None else f"{self.label(dir_fd)}/{path}"
@@ -323,7 +331,7 @@ class Racer:
 
 
 _flock, _fcntl, _lockf, _close, _unlink = fcntl.flock, fcntl.fcntl, fcntl.lockf, os.close, os.unlink
-_rename_file, _names = entry.rename_file, directory.SharedDirectory.names
+_rename, _names = directory.rename_new, directory.SharedDirectory.names
 
 
 def _is_unnamed(label: str) -> bool:
@@ -341,7 +349,7 @@ def _succeeds(call: Callable[..., Any], *arguments: Any) -> bool:
 def _replace(racer: Racer) -> None:
     """Put the stand-ins into the modules of this process."""
     fcntl.flock, fcntl.fcntl, fcntl.lockf, os.close = racer.flock, racer.fcntl, racer.lockf, racer.close
-    entry.rename_file, os.unlink, os.urandom = racer.rename, racer.unlink, racer.random
+    directory.rename_new, os.unlink, os.urandom = racer.rename, racer.unlink, racer.random
     driver, context = simulated.SimulatedDriver, simulated.SimulatedContext
     for owner, name, what in (
         (driver, "snapshot", "poll all"),
@@ -350,14 +358,17 @@ def _replace(racer: Racer) -> None:
         (context, "close", "end context"),
         (host_view, "has_closed_file", "read closed"),
     ):
-        setattr(owner, name, racer.whole(getattr(owner, name), what))
+        if racer.closes or owner is not host_view:
+            setattr(owner, name, racer.whole(getattr(owner, name), what))
 
     def names(self: Any) -> set[str]:
-        racer.step(f"list {racer.label(self.fd)}")
+        label = racer.label(self.fd)
+        if label.endswith(_LISTED):
+            racer.step(f"list {label}")
         return _names(self)
 
     directory.SharedDirectory.names = names  # type: ignore[method-assign]
-    doors.MOST_PARTS = _PARTS
+    doors.MOST_PARTS, doors._TAILS = _PARTS, doors._TAILS[:_PARTS]
     _socket.socket = _socket_of(racer)  # type: ignore[misc]
     sys.modules["threading"] = _threading_of(racer)
     began = time.time(), time.monotonic(), time.clock_gettime(time.CLOCK_BOOTTIME)

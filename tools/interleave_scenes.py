@@ -4,21 +4,16 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from interleave_racer import Racer
 
 import safe_gpu
-from safe_gpu.claim.host import polls as view
-from safe_gpu.claim.host.outer_claim import OuterClaim
-from safe_gpu.claim.search import names_of_look as gpu_names
 from safe_gpu.coordination import older_package as legacy
-from safe_gpu.coordination import socket_names as names
-from safe_gpu.coordination.leases import file_names as leases
-from safe_gpu.coordination.queue import predecessors, waiter
-from safe_gpu.coordination.queue.ticket import TicketRequest, encode_ticket
+from safe_gpu.coordination import turns
+from safe_gpu.coordination.directory import PARTS
 from safe_gpu.drivers.presets import PRESETS, Preset
 from safe_gpu.drivers.simulated import SimulatedDriver
 
@@ -29,7 +24,6 @@ GIB = 1 << 30
 CAPACITY = (_HOST.devices[0].mib << 20) - GIB // 2  # of one GPU, about, bytes
 
 _FIRST_USER = 12000
-_refresh = predecessors.Predecessors.refresh
 
 Act = Callable[[Racer], None]
 
@@ -42,14 +36,12 @@ class Plan(NamedTuple):
         at: the number of its state directory.
         inside: the racer inside whose claim it claims.
         after: it begins when that one has its GPUs, or is over.
-        shares: whether it claims a share.
     """
 
     act: Act
     at: int = 1
     inside: str = ""
     after: str = ""
-    shares: bool = False
 
 
 def claims(
@@ -97,7 +89,7 @@ def claims(
                 owner.release_gpus()
             racer.say("has given back")
 
-    return Plan(act, at, inside, after or inside, "share" in options)
+    return Plan(act, at, inside, after or inside)
 
 
 def _scope(base: str, racer: str) -> str:
@@ -151,11 +143,23 @@ def drains(gpu: int, hold: float = 0.03) -> Plan:
         path = os.path.join(os.environ["SAFE_GPU_DIR"], "closed")
         with open(f"{path}.new", "w") as file:
             file.write(f"{_HOST.devices[gpu].uuid} - - - a fan\n")
+        racer.step("rename closed")
         os.rename(f"{path}.new", path)
         racer.say("drains", [gpu])
         time.sleep(hold)
         racer.say("undrains", [gpu])
         os.unlink(path)
+
+    return Plan(act)
+
+
+def unlinks() -> Plan:
+    """The owner of the state directory removes host.lock."""
+
+    def act(racer: Racer) -> None:
+        for _ in range(2):
+            with suppress(FileNotFoundError):
+                os.unlink(os.path.join(os.environ["SAFE_GPU_DIR"], "host.lock"))
 
     return Plan(act)
 
@@ -171,6 +175,7 @@ class Scene:
         served: how many claims must get their GPUs, if nobody is killed or interrupted.
         in_turn: who has the earlier ticket gets its GPUs first, or by ``users`` who has the lower turn.
         users: a letter for each racer, its user; they are served by turns. Needs root.
+        host_lock: whether host.lock is one. No GPU may be booked twice without it, either.
     """
 
     def __init__(
@@ -183,6 +188,7 @@ class Scene:
         served: int = 0,
         in_turn: bool = False,
         users: str = "",
+        host_lock: bool = True,
     ) -> None:
         self.plans = dict(zip("ABCDEF", plans, strict=False))
         self.gpus = gpus
@@ -192,6 +198,7 @@ class Scene:
         self.served = served
         self.in_turn = in_turn
         self.users = dict(zip(self.plans, users, strict=False))
+        self.host_lock = host_lock
 
     @property
     def preset(self) -> str:
@@ -206,17 +213,20 @@ class Scene:
         if not self.users:
             return
 
-        def encode(pid: int, request: TicketRequest, turn: float | None = None) -> bytes:
-            racer.say("turn", turn)
-            return encode_ticket(pid, request, turn)
+        turn_of_newcomer = turns.turn_of_newcomer
 
-        waiter.encode_ticket = encode  # type: ignore[attr-defined]
+        def said(*arguments: Any, **options: Any) -> float:
+            turn = turn_of_newcomer(*arguments, **options)
+            racer.say("turn", turn)
+            return turn
+
+        turns.turn_of_newcomer = said
         os.setresuid(*[_FIRST_USER + ord(self.users[racer.name])] * 3)
 
     @property
-    def slots(self) -> int:
-        """Return how many shares of a GPU there can be."""
-        return sum(plan.shares for plan in self.plans.values())
+    def closes(self) -> bool:
+        """Return whether one of them drains a GPU."""
+        return any(plan.act.__qualname__.startswith("drains") for plan in self.plans.values())
 
     @property
     def directories(self) -> list[int]:
@@ -302,15 +312,26 @@ SCENES: dict[str, Scene] = {
     "older": Scene(claims(context=True, older=True, **_PATIENT), old_package(), kill="A"),
     "older-directories": Scene(claims(context=True, older=True), claims(at=2, context=True, older=True), old_package()),
     "drain": Scene(drains(0), claims(), claims(**_PATIENT, only=0), kill="B"),
+    # host.lock keeps the order, and no GPU
+    "unlinked": Scene(unlinks(), claims(), claims(), kill="B"),
+    "unlinked-queue": Scene(unlinks(), claims(), claims(**_PATIENT), kill="B"),
+    "unlocked": Scene(claims(), claims(), kill="A", host_lock=False),
+    "unlocked-3": Scene(claims(), claims(), claims(), host_lock=False),
+    "unlocked-waits": Scene(claims(times=2), claims(**_PATIENT), kill="A", host_lock=False),
+    "unlocked-shares": Scene(claims(share=_BIG), claims(share=_SMALL), claims(), kill="A", host_lock=False),
+    "unlocked-nested": Scene(
+        claims(**_OUTER), claims(**_INNER), claims(**_INNER), claims(), kill="A", deaths=_ANY, host_lock=False
+    ),
+    "unlocked-drain": Scene(drains(0), claims(), kill="B", host_lock=False),
 }
 
 
-_TICKET = re.compile(r"(link|unlink) \d+/queue/(\d+)\.ticket")
-_LEASE = re.compile(r"try (exclusive|shared) \d+/leases/[^:]*$")
+_TICKET = re.compile(r"(rename|unlink) \d+/queue/(\d+)\.")
+_CLAIM = re.compile(r"rename \d+/claims/")
 
 
 class Referee:
-    """Hears what racers say, in the order in which they say it, and knows nothing of leases.
+    """Hears what racers say, in the order in which they say it, and knows nothing of entries.
 
     Attributes:
         faults: what must not be.
@@ -323,9 +344,10 @@ class Referee:
         self._served = 0
         self._drained: dict[int, set[str]] = {}
         self._began: set[str] = set()
+        self._turns: dict[str, float] = {}
         self._tickets: dict[str, tuple[float, int]] = {}  # turn and number
         self._waiting: set[str] = set()
-        self._waited: dict[str, tuple[str, ...]] = {}  # who waited when a racer took a lease: others join after that
+        self._waited: dict[str, tuple[str, ...]] = {}  # who waited when a racer made its entry: others join later
         self._stranger_since_wait: set[str] = set()  # racers that may have seen one
         self._strangers: set[str] = set()
         self._leaving: set[str] = set()  # who gives back, and has not done so
@@ -334,11 +356,11 @@ class Referee:
     def step(self, who: str, what: str) -> None:
         """Hear of a step of a racer."""
         self._began.add(who)
-        if _LEASE.match(what):
+        if _CLAIM.match(what):
             self._waited[who] = tuple(sorted(self._waiting))
         if found := _TICKET.match(what):
-            if found[1] == "link":
-                self._tickets[who] = 0.0, int(found[2])
+            if found[1] == "rename":
+                self._tickets[who] = self._turns.get(who, 0.0), int(found[2])
                 self._waiting.add(who)
             elif self._tickets.get(who, (0.0, 0))[1] == int(found[2]):
                 self._waiting.discard(who)
@@ -358,7 +380,7 @@ class Referee:
         elif what == "has given back":
             self._leaving.discard(who)
         elif what == "turn":
-            self._tickets[who] = about[0] or 0.0, self._tickets[who][1]
+            self._turns[who] = about[0]
         elif what == "fails":
             self.faults.append(f"{who} fails: {about[0]}")
         elif what == "comes":
@@ -371,7 +393,7 @@ class Referee:
         elif what == "undrains":
             self._drained.clear()
         if what in ("dies", "refused"):
-            # A share that is half given back counts as the whole GPU, and whoever meets a stranger gives all back.
+            # What is half given back is taken, and whoever meets a stranger gives all back.
             met = "GpuContendedError" in about and who in self._stranger_since_wait
             self._disturbed |= what == "dies" or "KeyboardInterrupt" in about or met or bool(self._leaving)
             self._waiting.discard(who)
@@ -419,7 +441,7 @@ class Referee:
 def furnish(scene: Scene, base: str) -> None:
     """Make what the first claims on a host would make, so that all schedules find the same."""
     legacy.LOCK_FILE = os.path.join(base, "older", "lock")
-    places = [f"{base}/{number}/{part}" for number in scene.directories for part in ("", "leases", "queue", "history")]
+    places = [f"{base}/{number}/{part}" for number in scene.directories for part in ("", *PARTS)]
     for place in (*places, os.path.dirname(legacy.LOCK_FILE)):
         os.mkdir(place)
         os.chmod(place, 0o1777)
@@ -428,10 +450,6 @@ def furnish(scene: Scene, base: str) -> None:
         with open(f"{base}/etc/policy.ini", "w") as file:
             file.write("[host]\norder = fair\n")
     files = [legacy.LOCK_FILE, *(f"{base}/{number}/host.lock" for number in scene.directories)]
-    for device in PRESETS[scene.preset].devices:
-        found = [leases.lease_name(device.uuid), leases.inner_name(device.uuid)]
-        found += (leases.slot_name(device.uuid, k) for k in range(scene.slots))
-        files += (f"{base}/{number}/leases/{one}" for number in scene.directories for one in found)
     for file in files:
         os.close(os.open(file, os.O_CREAT | os.O_WRONLY))
         os.chmod(file, 0o666)
@@ -444,11 +462,9 @@ def furnish(scene: Scene, base: str) -> None:
 def renew(scene: Scene, base: str) -> None:
     """Let the files be as before the first schedule."""
     for number in scene.directories:
-        for entry in (*os.scandir(f"{base}/{number}/leases"), *os.scandir(f"{base}/{number}/history")):
-            if entry.stat().st_size:
-                os.truncate(entry.path, 0)
-        for entry in os.scandir(f"{base}/{number}/queue"):
-            os.unlink(entry.path)
+        for part in PARTS:
+            for entry in os.scandir(f"{base}/{number}/{part}"):
+                os.unlink(entry.path)
         with suppress(FileNotFoundError):
             os.unlink(f"{base}/{number}/closed")
     for entry in (*os.scandir(f"{base}/simulated/{scene.preset}"), *os.scandir(base)):
@@ -467,8 +483,9 @@ def everything(scene: Scene, base: str) -> list[str]:
             safe_gpu.GPUOwner(scene.gpus, safe_gpu.NoPlaceholder(), timeout=0, affinity=None).release_gpus()
         except safe_gpu.SafeGpuError as err:
             found.append(f"afterwards not all can be claimed in directory {number}: {err}")
-        if left := os.listdir(f"{base}/{number}/queue"):
-            found.append(f"left in the queue: {', '.join(left)}")
+        for part in ("claims", "queue"):
+            if left := [name for name in os.listdir(f"{base}/{number}/{part}") if not name.startswith(".")]:
+                found.append(f"left in {part}: {', '.join(left)}")
     return found
 
 
@@ -480,20 +497,3 @@ def _variables(scene: Scene, base: str, number: int) -> dict[str, str]:
         "SAFE_GPU_LEGACY_LOCK": "never",
         "SAFE_GPU_POLICY": f"{base}/etc/policy.ini" if scene.users else "",
     }
-
-
-WOUNDS: Mapping[str, list[tuple[Any, str, Any]]] = {
-    # A whole claim does not ask whether another one allows claims inside it.
-    "outer": [(names, "is_divided", lambda uuid, prefix: bool(names.named_slots(uuid, prefix)))],
-    # A claim inside another does not look once more whether that one lives, and is not another with its GPUs.
-    "inside": [(OuterClaim, "still_has", lambda *about: True)],
-    # Nor does it ask for the outer claim's name when it has its own.
-    "outer-lives": [(OuterClaim, "still_has", lambda *about: True), (OuterClaim, "is_named", lambda *about: True)],
-    # A whole claim does not ask whether a claim inside another one lives on.
-    "inner": [(gpu_names.GpuNames, "_is_free", lambda self, name: True)],
-    # Who passes those ahead trusts a poll of before it waited.
-    "poll": [(view.Polls, "has_waited", property(lambda self: False, lambda self, value: None))],
-    # Who has a ticket does not list the queue again, though users are served by turns.
-    "turns": [(predecessors.Predecessors, "refresh", lambda self, host: self._own or _refresh(self, host))],
-}
-"""Ways to break the claim code, which the explorer must find."""

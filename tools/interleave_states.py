@@ -1,7 +1,8 @@
 """Tells when two schedules have come to the same state, from where they go on alike.
 
 The state of a racer is what it has done and has seen until now. What it sees besides the locks and names that it tries
-is the content of files, as others have left them, and what the driver says, which is what all hold. What a dead one has done does not count, but what is left of it. Times are left out, but for whose is next.
+is the content of files, as others have left them, and what the driver says, which is what all hold. What a dead one has
+done does not count, but what is left of it. Times are left out, but for whose is next.
 """
 
 from collections.abc import Collection

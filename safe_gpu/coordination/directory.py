@@ -30,7 +30,7 @@ DIR_MODE = 0o1777
 HOST_LOCK = "host.lock"
 
 # What a kernel, a file system or a seccomp filter answers that has no renameat2, or not this flag.
-NO_RENAME = (errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP)
+_NO_RENAME = (errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP)
 
 _RENAME_NOREPLACE = 1
 
@@ -326,7 +326,7 @@ def _make_finished(name: str, parent: int | None) -> None:
         finally:
             os.close(fd)
         failure = rename_new(temporary, name, parent)
-        if failure in NO_RENAME:  # it replaces only one of this user that is empty
+        if failure in _NO_RENAME:  # it replaces only one of this user that is empty
             os.rename(temporary, name, src_dir_fd=parent, dst_dir_fd=parent)
         elif failure:
             raise OSError(failure, os.strerror(failure))
@@ -359,13 +359,18 @@ def rename_new(source: str, target: str, parent: int | None) -> int:
 
 
 def rename_file(source: str, target: str, parent: int) -> None:
-    """Give a file its name, unless that is taken (FileExistsError), also where renameat2(2) is missing."""
-    failure = rename_new(source, target, parent)
-    if failure in NO_RENAME:
+    """Give a file its name, unless that is taken (FileExistsError): by link(2) and unlink(2), since others may wait and
+    ctypes takes milliseconds to import, and by renameat2(2) where a file system has no hard links."""
+    try:
         os.link(source, target, src_dir_fd=parent, dst_dir_fd=parent, follow_symlinks=False)
-        os.unlink(source, dir_fd=parent)
-    elif failure:
-        raise OSError(failure, os.strerror(failure))
+    except (FileExistsError, FileNotFoundError):
+        raise
+    except OSError:
+        if failure := rename_new(source, target, parent):
+            raise OSError(failure, os.strerror(failure)) from None
+    else:
+        with suppress(FileNotFoundError):
+            os.unlink(source, dir_fd=parent)
 
 
 def why_unusable(name: str, path: str, parent: int | None, err: OSError) -> StateDirError:

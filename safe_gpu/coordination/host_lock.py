@@ -11,12 +11,11 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from ..errors import LockTimeout, StateDirError
+from ..errors import LockTimeout, MissingPackageError, StateDirError
 from ..host import procfs
 from ..host.commands import program_names
 from .directory import HOST_LOCK, Directory, SharedDirectory
 from .entry import Entries
-from .flock import lock_file, unlock_file
 from .held import Held
 from .signals import DeferredSignals
 from .state_dir import state_dir_path
@@ -134,7 +133,7 @@ class Host:
             held = Held(fd, unlock=unlock_file)
             try:
                 pauses, holders = _pauses(), []
-                while not self._try(fd):
+                while not lock_file(fd, self.path):
                     if deadline is not None and time.monotonic() >= deadline:
                         holders.append(_holder(fd))
                         if len(holders) == _LAST_TRIES:
@@ -147,17 +146,6 @@ class Host:
                 held.release()
                 raise
             held.release()  # a cleaner of /tmp took the file away meanwhile: lock what stands there now
-
-    def _try(self, fd: int) -> bool:
-        try:
-            return lock_file(fd)
-        except OSError as err:
-            raise StateDirError(
-                f"{self.path}/host.lock cannot be locked ({err.strerror}): set SAFE_GPU_DIR to a directory on a local "
-                "file system",
-                path=self.path,
-                errno=err.errno,
-            ) from err
 
     def _timeout(self, holders: list[tuple[int | None, bool]]) -> LockTimeout:
         """Return the error of a wait whose last tries found these holders, as of :func:`_holder`."""
@@ -187,6 +175,34 @@ class Host:
             pid=pid,
             user=user,
         )
+
+
+def lock_file(fd: int, path: str) -> bool:
+    """Try once to lock host.lock in the state directory at this path; False where another open file holds the lock."""
+    try:
+        from filelock import lock_descriptor
+    except ImportError as err:
+        raise MissingPackageError(
+            f"the Python package filelock is missing or too old ({err}): pip install -U filelock"
+        ) from err
+    try:
+        return lock_descriptor(fd, blocking=False)
+    except OSError as err:
+        raise StateDirError(
+            f"{path}/host.lock cannot be locked ({err.strerror}): set SAFE_GPU_DIR to a directory on a local file "
+            "system",
+            path=path,
+            errno=err.errno,
+        ) from err
+
+
+def unlock_file(fd: int) -> None:
+    """Give the lock back before closing: a child forked meanwhile holds a copy of the descriptor and would keep it."""
+    try:
+        from filelock import unlock_descriptor
+    except ImportError:
+        return  # then nothing could be locked
+    unlock_descriptor(fd)
 
 
 def _pauses() -> Iterator[float]:

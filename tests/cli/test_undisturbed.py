@@ -9,24 +9,19 @@ import pytest
 # What only a claim that waits, fails, is limited, or runs on another vendor's GPUs needs is not here.
 OWN = """
 affinity affinity.binding affinity.cpu_shares affinity.memory_policy affinity.options affinity.planner claim
-claim.arguments claim.checks claim.checks.bad_gpu claim.checks.confirmation claim.checks.opened claim.functions
-claim.held claim.history_entry claim.host claim.host.ancestors claim.host.host_view claim.host.inside
-claim.host.outer_claim claim.host.polls claim.host.visible_limit claim.owner claim.placeholder_set claim.search
-claim.search.attempt claim.search.decision claim.search.kernel_facts claim.search.leases_of_look
-claim.search.names_of_look claim.search.queue_place claim.search.search claim.times claim.variables cli cli.advice
-cli.arguments cli.become cli.commands cli.job cli.output cli.wait_line coordination coordination.files
-coordination.files.descriptors coordination.files.file_system coordination.files.lease_dir
-coordination.files.location coordination.files.refusals coordination.files.shared_directory coordination.files.state_dir
-coordination.files.warnings coordination.history coordination.leases coordination.leases.claim_end
-coordination.leases.file_names coordination.leases.lease
-coordination.leases.previous_record coordination.leases.record coordination.leases.slots coordination.locks
-coordination.locks.cleaner_guard coordination.locks.flock coordination.locks.host_lock coordination.locks.legacy_lock
-coordination.locks.record_locks coordination.scope_names coordination.signals coordination.socket_names drivers
-drivers.base drivers.kernel drivers.presets drivers.simulated errors gpus gpus.devices gpus.vendors gpus.visible host
-host.commands host.decoding host.foreign_files host.procfs host.programs runtimes runtimes.causes runtimes.child runtimes.library
-runtimes.placeholders runtimes.visible_devices safe_gpu schedulers schedulers.job selection selection.choice
-selection.request selection.sharing selection.values selection.verdicts settings settings.durations settings.variables
-topology topology.cpulist topology.files topology.host wording wording.argument_style wording.text
+claim.arguments claim.checks claim.checks.bad_gpu claim.checks.confirmation claim.checks.opened claim.claim
+claim.functions claim.host claim.host.ancestors claim.host.around claim.host.host_view claim.host.polls
+claim.host.visible_limit claim.owner claim.placeholder_set claim.search claim.search.decision claim.search.look
+claim.search.queue_place claim.search.search claim.times claim.variables cli cli.advice cli.arguments cli.become
+cli.commands cli.job cli.output cli.wait_line coordination coordination.closed coordination.directory
+coordination.doors coordination.entry coordination.faults coordination.held coordination.history
+coordination.holders coordination.host_lock coordination.older_package coordination.signals coordination.state_dir
+drivers drivers.base drivers.kernel drivers.presets drivers.simulated errors gpus gpus.devices gpus.vendors
+gpus.visible gpus.windows host host.commands host.decoding host.foreign_files host.procfs host.programs runtimes
+runtimes.causes runtimes.child runtimes.library runtimes.placeholders runtimes.visible_devices safe_gpu schedulers
+schedulers.job selection selection.choice selection.request selection.sharing selection.values selection.verdicts
+settings settings.durations settings.variables topology topology.cpulist topology.files topology.host wording
+wording.argument_style wording.text
 """.split()
 HEAVY = set(
     "dataclasses logging subprocess ctypes socket hashlib shutil tempfile inspect threading difflib pynvml".split()

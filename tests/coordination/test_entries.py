@@ -20,7 +20,7 @@ from support.traced import CAN_TRACE, each_point
 
 from safe_gpu.coordination import directory as directory_module
 from safe_gpu.coordination import entry as entry_module
-from safe_gpu.coordination.directory import Directory, open_shared, rename_new, unlink_in
+from safe_gpu.coordination.directory import Directory, open_shared, unlink_in
 from safe_gpu.coordination.entry import (
     MOST_NAMES,
     Entries,
@@ -271,8 +271,8 @@ def test_death_at_any_system_call_leaves_nothing_that_counts(
 ) -> None:
     """Killed while it makes, keeps across exec, or removes an entry; the next look of its user removes what is left."""
     monkeypatch.setattr(entry_module, "_UNFINISHED_FOR", -1.0)
-    if way == "link":
-        monkeypatch.setattr(directory_module, "rename_new", lambda *arguments: errno.ENOSYS)
+    if way == "rename":
+        monkeypatch.setattr(os, "link", lambda *arguments, **options: fail_by(errno.EPERM))
 
     def work() -> None:
         name, held = make_entry(claims, Entries(claims).next_number, CLAIM, by_children=True)
@@ -573,18 +573,18 @@ def fail_by(code: int) -> None:
 
 
 def test_who_makes_one_begins_again_where_it_was_removed(claims: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
-    removed = []
+    removed, real = [], os.link
 
-    def rename(source: str, target: str, parent: int | None) -> int:
+    def link(source: str, target: str, **options: Any) -> None:
         if len(removed) < 3:
-            removed.append(os.unlink(source, dir_fd=parent))
-        return rename_new(source, target, parent)
+            removed.append(os.unlink(source, dir_fd=claims.fd))
+        real(source, target, **options)
 
-    monkeypatch.setattr(directory_module, "rename_new", rename)
+    monkeypatch.setattr(os, "link", link)
     name, held = make_entry(claims, 1, CLAIM, by_children=True)
     assert os.listdir(claims.fd) == [name]
     remove_entry(claims, name, held)
-    monkeypatch.setattr(directory_module, "rename_new", lambda source, *more: os.unlink(source, dir_fd=claims.fd) or 2)
+    monkeypatch.setattr(os, "link", lambda source, *more, **options: os.unlink(source, dir_fd=claims.fd) or fail_by(2))
     with pytest.raises(StateDirError, match="removed at once"):
         make_entry(claims, 1, CLAIM, by_children=True)
     assert os.listdir(claims.fd) == []

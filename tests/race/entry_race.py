@@ -249,7 +249,7 @@ def race(directory: Path, options: argparse.Namespace) -> Counter[str]:
     logging.getLogger("safe_gpu").addHandler(logging.NullHandler())
     search._import_all()  # not by each process
     if options.host_lock == "off":
-        host_lock.lock_file = lambda fd: True
+        host_lock.lock_file = lambda fd, path: True
     workers = {f"worker{n}": lambda n=n: compete(referee, options, n) for n in range(options.processes)}
     if os.geteuid() == 0:
         workers["neighbour"] = lambda: disturb(referee)

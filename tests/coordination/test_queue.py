@@ -223,6 +223,14 @@ def test_by_turns_a_lower_turn_is_ahead_of_a_lower_number(join: Join) -> None:
     assert (early.waiter.position(), late.waiter.position()) == (1, 3)
 
 
+def test_by_turns_one_without_a_turn_that_came_later_is_behind(join: Join) -> None:
+    """Though its turn, the highest of the tickets before it, is that of this waiter. Else both would wait."""
+    first = join(by_turns=True, turn=5.0)
+    second = join()
+    assert first.ahead() == []
+    assert second.ahead() == [1]
+
+
 def test_who_joins_by_turns_learns_whether_it_passed_somebody(join: Join) -> None:
     join(by_turns=True, turn=7.0)
     one, other = join(by_turns=True, ticket=False), join(by_turns=True, ticket=False)

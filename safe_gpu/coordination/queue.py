@@ -17,7 +17,7 @@ from .entry import Entries, Entry, make_entry, remove_entry, sleep_until_dead
 from .held import Held
 from .host_lock import Host
 from .state_dir import state_dir_path
-from .turns import by_turn
+from .turns import by_turn, turn_of
 
 _MOST_OF_ONE_USER = 1000  # tickets that count, but of root
 _MOST = 4096  # that count in all
@@ -233,8 +233,15 @@ class Waiter:
 
     def _names_ahead(self) -> list[str]:
         if self.by_turns:
-            own = (self._turn, self._number) if self.queued else (math.inf, 0)
-            return [ticket.name for turn, ticket in self._in_order() if (turn, ticket.number) < own]
+            if not self.queued:
+                return [ticket.name for _, ticket in self._in_order()]
+            own = self._turn, self._number
+            # One without a turn stands behind all lower numbers, and so behind this one too.
+            return [
+                ticket.name
+                for turn, ticket in self._in_order()
+                if (turn, ticket.number) < own and not (turn_of(ticket) is None and ticket.number > self._number)
+            ]
         listed = self._host.queue.listed()
         if len(listed) > _MOST_OF_ONE_USER:
             listed = [(one.number, one.name) for one in self._counting()]

@@ -88,7 +88,7 @@ def test_of_sharers_each_is_told_and_a_whole_claim_alone() -> None:
 
 
 class World:
-    """Claims that are made by the rule alone, and end at any time. Each use of a GPU is one of its whole, or a share."""
+    """Claims that are made by the rule alone, and end at any time. A GPU has one claim, or shares that fit."""
 
     CAPACITY = 4
 

@@ -114,7 +114,7 @@ def test_claims_of_the_same_user_keep_their_order(rules: Any, user: Any, waiting
     assert user(BEN, 1).hear() == "1"
 
 
-def test_limits_of_those_who_wait_are_known_before_the_look(rules: Any, waiting: Any) -> None:
+def test_limits_of_those_who_wait_are_known_before_the_look(rules: Any, ground: Any, waiting: Any) -> None:
     """Whose limit is not known yet, since he came meanwhile, is not passed, and the look is made again at once."""
     path = rules("[default]\nmax_gpus = 1\n[user 4712]\nmax_gpus = 5\nmax_wait = 1h")
     found = quota_of(str(path), pytest.fail)
@@ -123,6 +123,7 @@ def test_limits_of_those_who_wait_are_known_before_the_look(rules: Any, waiting:
         host.look()
         found.prepare(host)
         assert (found.most_of(BEN), found.unresolved) == (None, True)
+        ground.hold(0)
         waiting(BEN, only=0)
         host.look()
         found.prepare(host)

@@ -95,12 +95,12 @@ def test_hip_refuses(host: HipHost) -> None:
 def test_a_host_without_hip(host: HipHost, tmp_path: Path) -> None:
     found = forked(
         host,
-        'out["error"] = claim(1); out["leased"] = claim(1, safe_gpu.NoPlaceholder())',
+        'out["error"] = claim(1); out["claimed"] = claim(1, safe_gpu.NoPlaceholder())',
         LD_LIBRARY_PATH=str(without_hip(tmp_path)),
     )
     assert found["error"][0] == "NoDriverError"
     assert "HIP" in found["error"][1]
-    assert found["leased"] == [0]
+    assert found["claimed"] == [0]
 
 
 def test_a_stranger_keeps_a_gpu(host: HipHost) -> None:

@@ -112,7 +112,7 @@ def test_a_gpu_that_was_lost_when_a_waiter_came(host) -> None:
     view = HostView(host, host.snapshot(), parse_request(1, only="3,5"))
     with SharedHost() as shared:
         shared.look()
-        waiter = QueuePlace(shared, view, UNKNOWN, {}).ensure_waiter()
+        waiter = QueuePlace(shared, view, UNKNOWN, dict).ensure_waiter()
         assert waiter.request.gpus == {host.uuids[3], host.uuids[5]}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.forks import forked
 
-# Claims twice, and says which NVML functions were called before the leases were held and after, each time.
+# Claims twice, and says which NVML functions were called before the GPUs were held and after, each time.
 CLAIMS = """
 import logging
 from safe_gpu.claim.host import polls as host_view; from safe_gpu.claim import functions as owner
@@ -21,14 +21,14 @@ def new_calls():
     os.unlink(calls)
     return names
 
-class AtLeases(logging.Handler):
+class AtClaim(logging.Handler):
     def emit(self, record):
         if record.getMessage() == "lock released":
             phases.append(new_calls())
 
 logger = logging.getLogger("safe_gpu")
 logger.setLevel(logging.INFO)
-logger.addHandler(AtLeases())
+logger.addHandler(AtClaim())
 for _ in range(2):
     owner = safe_gpu.claim_gpus({nb_gpus}, timeout=0)
     phases.append(new_calls())
@@ -39,7 +39,7 @@ out = phases
 
 
 def claims(fake_gpus: Any, nb_gpus: int = 1) -> list[Counter[str]]:
-    """The calls of a first claim before and after its leases, and those of a second one."""
+    """The calls of a first claim before and after its GPUs are held, and those of a second one."""
     fake_gpus.options(log=1)
     phases: list[list[str]] = forked(fake_gpus, CLAIMS.format(nb_gpus=nb_gpus))
     assert len(phases) == 4
@@ -78,7 +78,7 @@ def test_what_is_asked_on_an_idle_host(fake_gpus: Any) -> None:
     for name in ("Name", "PciInfo", "MigMode", "HandleByIndex"):  # facts, once
         assert [phase[f"DeviceGet{name}"] for phase in phases] == [8, 0, 0, 0], name
     assert before_again["DeviceGetHandleByUUID"] == 8
-    for phase in (after, after_again):  # the second and the third poll are about the leased GPUs only
+    for phase in (after, after_again):  # the second and the third poll are about the claimed GPUs only
         for name in ("UUID", "MemoryInfo", "ComputeRunningProcesses", "MPSComputeRunningProcesses"):
             assert phase[f"DeviceGet{name}"] == 2, name
 

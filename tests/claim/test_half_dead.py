@@ -65,7 +65,7 @@ def stop_at(step: str, stop: Callable[[], None]) -> None:
         if step == "before the second listing":
             stop()
 
-    Doors.take_inside, Doors.is_inside, Host.locked = take_inside, asked, holding  # type: ignore[method-assign, assignment]
+    Doors.take_inside, Doors.is_inside, Host.locked = take_inside, asked, holding
 
 
 class Process(Actor):
@@ -79,7 +79,7 @@ class Process(Actor):
                 if verb == "claim":
                     say(claim(**json.loads(rest)))
                 elif verb == "stop":
-                    stop_at(rest, lambda: (say("stopped"), listen()))  # type: ignore[func-returns-value, arg-type, return-value]
+                    stop_at(rest, lambda: (say("stopped"), listen()))
                     say("ready")
                 else:
                     say(lose(int(verb), rest))

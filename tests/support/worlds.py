@@ -34,7 +34,7 @@ class Job:
 
 @dataclass
 class Hold:
-    """The job of a leased GPU, or of a share of it. ``said`` is when it is to end by its own word."""
+    """The job of a claimed GPU, or of a share of it. ``said`` is when it is to end by its own word."""
 
     job: Job
     since: float

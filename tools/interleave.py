@@ -243,7 +243,8 @@ def main() -> int:
     os.sched_yield = lambda: None
     search._import_all()  # once, for all that are forked
     search._import_all = lambda: None  # type: ignore[assignment]
-    names = [name for name in SCENES if any(map(name.startswith, args.scene or [""]))]
+    asked = tuple(args.scene or [""])
+    names = [name for name in SCENES if name in asked or name.startswith(tuple({*asked} - SCENES.keys()))]
     names = [name for name in names if not (SCENES[name].users and os.geteuid())]
     if args.replay is not None:
         return replay(args.scene[0], args.broken, parse(args.replay))

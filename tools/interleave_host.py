@@ -132,14 +132,7 @@ class Host:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 self.scene.enter(name, self.base)
-                racer = Racer(
-                    self._tasks[name],
-                    self._theirs,
-                    self.clock,
-                    self.base,
-                    host_lock=self.scene.host_lock,
-                    closes=self.scene.closes,
-                )
+                racer = Racer(self._tasks[name], self._theirs, self.clock, self.base, **self.scene.about)
 
                 def become(racer: Racer) -> None:
                     self.scene.become(racer)

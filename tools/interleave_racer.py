@@ -96,13 +96,22 @@ class Racer:
         clock: shared by all: seconds.
         base: the directory of the host; paths are told relative to it.
         host_lock: whether host.lock is one.
+        apart: whether nobody else sees its doors.
         closes: whether somebody closes GPUs, so that it matters when that is read.
     """
 
     def __init__(
-        self, tasks: list[Task], line: _socket.socket, clock: Any, base: str, *, host_lock: bool, closes: bool
+        self,
+        tasks: list[Task],
+        line: _socket.socket,
+        clock: Any,
+        base: str,
+        *,
+        host_lock: bool,
+        closes: bool,
+        apart: bool,
     ) -> None:
-        self.host_lock, self.closes = host_lock, closes
+        self.host_lock, self.closes, self.apart = host_lock, closes, apart
         self.made = 0  # random numbers
         self.name = tasks[0].name
         self.tasks = tasks
@@ -213,6 +222,15 @@ class Racer:
         """Return what a descriptor or a path is, as others know it."""
         path = file if isinstance(file, str) else os.readlink(f"/proc/self/fd/{file}").removesuffix(" (deleted)")
         return path[len(self.base) + 1 :] if path.startswith(self.base) else path
+
+    @property
+    def suffix(self) -> bytes:
+        """What keeps doors apart, as a network namespace does."""
+        return self.name.encode() if self.apart else b""
+
+    def door(self, address: bytes) -> str:
+        """Return what a door is, as others know it."""
+        return f"name {address.rpartition(b'/')[2].rstrip(b'.').decode()}{self.suffix.decode()}"
 
     def look(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Call what may find that another has it. Then nothing has changed, and the log says so."""
@@ -389,23 +407,20 @@ _Random = random.Random
 def _socket_of(racer: Racer) -> type[_socket.socket]:
     class Socket(_socket.socket):
         def bind(self, address: Any) -> None:
-            racer.step(f"bind {(label := _name(address))}")
-            racer.look(super().bind, address)
+            label = racer.door(address)
+            racer.step(f"bind {label}")
+            racer.look(super().bind, address + racer.suffix)
             racer.held[self.fileno()] = label
 
         def connect_ex(self, address: Any) -> int:
-            racer.step(f"connect {_name(address)}")
-            return super().connect_ex(address)
+            racer.step(f"connect {racer.door(address)}")
+            return super().connect_ex(address + racer.suffix)
 
         def close(self) -> None:
             racer.forget(self.fileno())
             super().close()
 
     return Socket
-
-
-def _name(address: bytes) -> str:
-    return "name " + address.rpartition(b"/")[2].rstrip(b".").decode()
 
 
 def _threading_of(racer: Racer) -> types.ModuleType:

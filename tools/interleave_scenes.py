@@ -176,6 +176,7 @@ class Scene:
         in_turn: who has the earlier ticket gets its GPUs first, or by ``users`` who has the lower turn.
         users: a letter for each racer, its user; they are served by turns. Needs root.
         host_lock: whether host.lock is one. No GPU may be booked twice without it, either.
+        apart: whether nobody sees the doors of others, as where each has a network of its own.
     """
 
     def __init__(
@@ -189,6 +190,7 @@ class Scene:
         in_turn: bool = False,
         users: str = "",
         host_lock: bool = True,
+        apart: bool = False,
     ) -> None:
         self.plans = dict(zip("ABCDEF", plans, strict=False))
         self.gpus = gpus
@@ -198,7 +200,7 @@ class Scene:
         self.served = served
         self.in_turn = in_turn
         self.users = dict(zip(self.plans, users, strict=False))
-        self.host_lock = host_lock
+        self.host_lock, self.apart = host_lock, apart
 
     @property
     def preset(self) -> str:
@@ -224,9 +226,10 @@ class Scene:
         os.setresuid(*[_FIRST_USER + ord(self.users[racer.name])] * 3)
 
     @property
-    def closes(self) -> bool:
-        """Return whether one of them drains a GPU."""
-        return any(plan.act.__qualname__.startswith("drains") for plan in self.plans.values())
+    def about(self) -> dict[str, bool]:
+        """Return what a racer has to know."""
+        closes = any(plan.act.__qualname__.startswith("drains") for plan in self.plans.values())
+        return {"host_lock": self.host_lock, "closes": closes, "apart": self.apart}
 
     @property
     def directories(self) -> list[int]:
@@ -239,6 +242,7 @@ _INNER: dict[str, Any] = {"inside": "A"}
 _ANY = "!^%&"
 _BIG, _SMALL = "60GiB", "30GiB"
 _PATIENT: dict[str, Any] = {"timeout": 60}
+_UNLOCKED: dict[str, Any] = {"host_lock": False, "apart": True}
 
 SCENES: dict[str, Scene] = {
     # Claim by claim
@@ -312,17 +316,21 @@ SCENES: dict[str, Scene] = {
     "older": Scene(claims(context=True, older=True, **_PATIENT), old_package(), kill="A"),
     "older-directories": Scene(claims(context=True, older=True), claims(at=2, context=True, older=True), old_package()),
     "drain": Scene(drains(0), claims(), claims(**_PATIENT, only=0), kill="B"),
-    # host.lock keeps the order, and no GPU
-    "unlinked": Scene(unlinks(), claims(), claims(), kill="B"),
-    "unlinked-queue": Scene(unlinks(), claims(), claims(**_PATIENT), kill="B"),
-    "unlocked": Scene(claims(), claims(), kill="A", host_lock=False),
-    "unlocked-3": Scene(claims(), claims(), claims(), host_lock=False),
-    "unlocked-waits": Scene(claims(times=2), claims(**_PATIENT), kill="A", host_lock=False),
-    "unlocked-shares": Scene(claims(share=_BIG), claims(share=_SMALL), claims(), kill="A", host_lock=False),
+    # Entries alone; and host.lock keeps the order, and no GPU
+    "apart": Scene(claims(), claims(), kill="A", apart=True, served=1),
+    "apart-shares": Scene(claims(share=_BIG), claims(share=_SMALL), kill="A", apart=True, served=1),
+    "apart-queue": Scene(claims(), claims(**_PATIENT), claims(**_PATIENT), kill="AB", apart=True, in_turn=True),
+    "unlinked": Scene(unlinks(), claims(), claims(), kill="B", apart=True),
+    "unlinked-queue": Scene(unlinks(), claims(), claims(**_PATIENT), kill="B", apart=True),
+    "unlocked": Scene(claims(), claims(), kill="A", **_UNLOCKED),
+    "unlocked-3": Scene(claims(), claims(), claims(), **_UNLOCKED),
+    "unlocked-again": Scene(claims(times=2), claims(), claims(), kill="A", **_UNLOCKED),
+    "unlocked-waits": Scene(claims(times=2), claims(**_PATIENT), kill="A", **_UNLOCKED),
+    "unlocked-shares": Scene(claims(share=_BIG), claims(share=_SMALL), claims(), kill="A", **_UNLOCKED),
+    "unlocked-drain": Scene(drains(0), claims(), kill="B", **_UNLOCKED),
     "unlocked-nested": Scene(
         claims(**_OUTER), claims(**_INNER), claims(**_INNER), claims(), kill="A", deaths=_ANY, host_lock=False
     ),
-    "unlocked-drain": Scene(drains(0), claims(), kill="B", host_lock=False),
 }
 
 

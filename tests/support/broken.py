@@ -107,6 +107,8 @@ def _make_unfinished(name: str, path: str, parent: int | None) -> None:
     os.chmod(name, 0o1777, dir_fd=parent)
 
 
+_NO_DOORS: list[tuple[Any, str, Any]] = [(Doors, "_take", _refuse), (Doors, "are_taken", _refuse)]
+
 BROKEN: dict[str, list[tuple[Any, str, Any]]] = {
     # Entries and doors
     "no second listing": [(look.Look, "_stays", lambda self: True)],
@@ -118,7 +120,8 @@ BROKEN: dict[str, list[tuple[Any, str, Any]]] = {
     "flock": [(entry, "ofd_locks", lambda: False)],  # which a neighbour can take too
     "children unlock": [(entry, "lock", _lock_and_drop_in_child)],
     "children keep": [(entry, "unlock", lambda fd: None)],
-    "no doors": [(Doors, "_take", _refuse), (Doors, "are_taken", _refuse)],
+    "no doors": _NO_DOORS,
+    "no doors nor locks": [*_NO_DOORS, (entry, "lock", lambda fd: None)],
     "door too early": [(claims.Claim, "take", _give_back_doors_first)],
     "parts not asked": [(Doors, "_held_parts", lambda self, uuid: set())],
     "share without the door": [(Doors, "take_share", _share_without_door)],

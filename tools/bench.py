@@ -294,9 +294,10 @@ for _ in range(2):
 print(json.dumps(marks))
 """
 
-# Looks at the GPUs and may claim one; prints how many functions of Python and C the claim calls.
+# Looks at the GPUs and may claim one; prints how many functions of Python and C the claim calls, without imports of
+# what is not of the package.
 FIRST = """
-import os, sys
+import ctypes, filelock, logging, os, sys
 import safe_gpu
 safe_gpu.claim_gpus, safe_gpu.get_free_gpus()
 calls = 0

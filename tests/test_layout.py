@@ -173,8 +173,8 @@ def test_every_import_is_seen() -> None:
     source = """
 import safe_gpu.errors
 from typing import TYPE_CHECKING
-from . import files
-from .files import StateDir
+from . import entry
+from .entry import Entry
 from .. import host, __version__
 from ..drivers import open_driver
 from safe_gpu.claim import owner
@@ -184,11 +184,11 @@ def lazily():
     from ..cli.parser import Parser
     from .. import claim_gpus
 """
-    assert set(imports(source, "coordination.leases", is_package=False)) == {
-        "errors", "coordination.files", "host", "drivers", "claim.owner", "gpus.devices", "cli.parser", "",
+    assert set(imports(source, "coordination.queue", is_package=False)) == {
+        "errors", "coordination.entry", "host", "drivers", "claim.owner", "gpus.devices", "cli.parser", "",
     }  # fmt: skip
-    assert set(imports("from . import files\nfrom ..errors import X", "coordination", is_package=True)) == {
-        "coordination.files",
+    assert set(imports("from . import entry\nfrom ..errors import X", "coordination", is_package=True)) == {
+        "coordination.entry",
         "errors",
     }
 

@@ -61,10 +61,10 @@ def test_one_link_leads_to_it(term: str, target: str) -> None:
 @pytest.mark.parametrize(
     ("name", "terms"),
     [
-        ("README.md", {"placeholder": "a small CUDA context", "state directory": "which has their lock files"}),
+        ("README.md", {"placeholder": "a small CUDA context", "state directory": "which has their files"}),
         (
             "safe_gpu/README.md",
-            {"placeholder": "shows others that", "state directory": "where claims keep", "lease": "the lock"},
+            {"placeholder": "shows others that", "state directory": "where claims keep"},
         ),
     ],
 )

@@ -16,7 +16,6 @@ from ...selection.choice import choose, choose_shares
 from ...selection.sharing import share_capacity
 from ...selection.verdicts import recent_faults
 from ..host.around import find_around
-from ..host.inside import check_possible_inside
 from .decision import Seen
 
 if TYPE_CHECKING:
@@ -116,6 +115,8 @@ class Look:
         if host.directory is not None:
             view.faults = read_faults(host.directory, [gpu.uuid for gpu in view.snapshot.gpus])
         view.prepare()
+        if view.scope:
+            from ..host import inside  # noqa: F401 - while no lock is held
 
     # Under host.lock
 
@@ -152,6 +153,8 @@ class Look:
         view, options = self._view, self._options
         view.around = find_around(view.claims, view.scope, view.snapshot.name_prefix)
         if view.around is not None:
+            from ..host.inside import check_possible_inside
+
             view.see(living)
             check_possible_inside(view, view.around, delegate=options.delegate and options.command is None)
             return

@@ -147,7 +147,7 @@ class SharedDirectory:
             fd = os.open(temporary, OPEN_FILE | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self.fd)
             try:
                 os.fchmod(fd, 0o666)
-                rename_file(temporary, name, self.fd)
+                _rename_file(temporary, name, self.fd)
             except FileExistsError:
                 pass
             finally:
@@ -358,19 +358,14 @@ def rename_new(source: str, target: str, parent: int | None) -> int:
     return ctypes.get_errno()
 
 
-def rename_file(source: str, target: str, parent: int) -> None:
-    """Give a file its name, unless that is taken (FileExistsError): by link(2) and unlink(2), since others may wait and
-    ctypes takes milliseconds to import, and by renameat2(2) where a file system has no hard links."""
-    try:
+def _rename_file(source: str, target: str, parent: int) -> None:
+    """Give a file its name, unless that is taken (FileExistsError), also where renameat2(2) is missing."""
+    failure = rename_new(source, target, parent)
+    if failure in _NO_RENAME:
         os.link(source, target, src_dir_fd=parent, dst_dir_fd=parent, follow_symlinks=False)
-    except (FileExistsError, FileNotFoundError):
-        raise
-    except OSError:
-        if failure := rename_new(source, target, parent):
-            raise OSError(failure, os.strerror(failure)) from None
-    else:
-        with suppress(FileNotFoundError):
-            os.unlink(source, dir_fd=parent)
+        os.unlink(source, dir_fd=parent)
+    elif failure:
+        raise OSError(failure, os.strerror(failure))
 
 
 def why_unusable(name: str, path: str, parent: int | None, err: OSError) -> StateDirError:

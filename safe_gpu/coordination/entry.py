@@ -27,7 +27,7 @@ from ..errors import StateDirError
 from ..host import procfs
 from ..host.commands import own_command
 from ..host.decoding import LONGEST_FILE, as_int, as_list, as_seconds, as_text
-from .directory import OPEN_FILE, Directory, rename_file
+from .directory import OPEN_FILE, Directory
 from .held import Held
 from .state_dir import refusal
 
@@ -44,6 +44,7 @@ _UNFINISHED_FOR = 60.0  # seconds that an entry takes to be made at most
 _MOST_DEAD = 1000  # that are read
 _MOST_TRIES = 100  # to make one, while somebody removes what is being made
 _GPUS = 1024  # of an entry
+_LONGEST_CAUSE = 100  # characters of why one counts for nothing
 
 # What open(2) answers to a file that its owner has made unreadable: such a file counts for nothing.
 _NOT_AN_ENTRY = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EWOULDBLOCK)
@@ -325,6 +326,33 @@ class Entries:
         return refusal(f"{what}or root must remove them", self.directory.path, errno.EMLINK)
 
 
+def living_entries(state_dir: str, name: str, ignored: list[str] | None = None) -> list[Entry]:
+    """Return the living entries of a directory in a state directory, without a lock; none if it is missing.
+
+    Args:
+        ignored: takes a sentence on the names that count for nothing. Any user can make many.
+
+    Raises:
+        StateDirError: it cannot be read.
+    """
+    with suppress(FileNotFoundError), Directory(state_dir, name, make=False) as directory:
+        entries = Entries(directory)
+        living = entries.look()
+        if ignored is not None and entries.strange:
+            ignored.append(_ignored(directory, entries.strange))
+        return living
+    return []
+
+
+def _ignored(directory: Directory, strange: Mapping[str, str]) -> str:
+    name, why = min(strange.items())
+    with suppress(OSError):
+        owner = os.stat(name, dir_fd=directory.fd, follow_symlinks=False).st_uid
+        name += f" of {procfs.user_name(owner)}"
+    more = f", as do {len(strange) - 1} more" if len(strange) > 1 else ""
+    return procfs.printable(f"{directory.path}/{name} counts for nothing ({why[:_LONGEST_CAUSE]}){more}")
+
+
 _own_start: dict[int, int | None] = {}  # of this process, by its pid, since a forked child has another
 
 
@@ -375,7 +403,7 @@ def make_entry(directory: Directory, number: int, said: Mapping[str, Any], *, by
             lock(fd)
             os.fchmod(fd, 0o644)  # now that nobody else can lock it first
             name = f"{number}.{os.urandom(8).hex()}"
-            rename_file(temporary, name, directory.fd)
+            os.rename(temporary, name, src_dir_fd=directory.fd, dst_dir_fd=directory.fd)  # nobody has that name
             if held.file is not None and directory.still_has(name, held.file):
                 return name, held
             held.release()  # the owner of the directory has put another file there

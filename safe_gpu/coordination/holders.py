@@ -12,9 +12,8 @@ from ..gpus.devices import LeaseHolder
 from ..host import procfs
 from ..host.commands import command_of
 from ..host.foreign_files import read_start
-from .directory import Directory
 from .doors import Doors, digest
-from .entry import Entries, Entry
+from .entry import Entry, living_entries
 from .state_dir import state_dir_path
 
 _SECOND_LOOK = 0.005  # seconds
@@ -79,18 +78,10 @@ class Claims:
         return found
 
 
-def living_claims(path: str | None = None) -> list[Entry]:
-    """Return the living claims in a state directory, None for that of this process, without a lock; none if it is
-    missing.
-
-    Raises:
-        StateDirError: it cannot be read.
-    """
-    try:
-        with Directory(path or state_dir_path(), "claims", make=False) as directory:
-            return Entries(directory).look()
-    except FileNotFoundError:
-        return []
+def living_claims(path: str | None = None, ignored: list[str] | None = None) -> list[Entry]:
+    """Return the living claims in a state directory, None for that of this process; the rest as of
+    :func:`~safe_gpu.coordination.entry.living_entries`."""
+    return living_entries(path or state_dir_path(), "claims", ignored)
 
 
 def said_by(entry: Entry) -> LeaseHolder:

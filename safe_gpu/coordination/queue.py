@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..host import procfs
-from .directory import Directory
-from .entry import Entries, Entry, make_entry, remove_entry, sleep_until_dead
+from .entry import Entry, living_entries, make_entry, remove_entry, sleep_until_dead
 from .held import Held
 from .host_lock import Host
 from .state_dir import state_dir_path
@@ -103,18 +102,11 @@ def tickets_that_count(tickets: list[Entry]) -> list[Entry]:
     return list(found.values())[:_MOST]
 
 
-def waiting_tickets(path: str | None = None) -> list[Entry]:
-    """Return everyone who waits in a state directory, in the order of the queue, without a lock; none if it is missing.
-
-    Raises:
-        StateDirError: it cannot be read.
-    """
-    try:
-        with Directory(path or state_dir_path(), "queue", make=False) as directory:
-            living = tickets_that_count([one for one in Entries(directory).look() if one.nb_gpus])
-            return [ticket for _, ticket in by_turn(living)]
-    except FileNotFoundError:
-        return []
+def waiting_tickets(path: str | None = None, ignored: list[str] | None = None) -> list[Entry]:
+    """Return everyone who waits in a state directory, in the order of the queue; the rest as of
+    :func:`~safe_gpu.coordination.entry.living_entries`."""
+    living = living_entries(path or state_dir_path(), "queue", ignored)
+    return [ticket for _, ticket in by_turn(tickets_that_count([one for one in living if one.nb_gpus]))]
 
 
 class Waiter:

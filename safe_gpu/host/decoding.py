@@ -63,20 +63,6 @@ def as_int(value: object, least: int, most: int) -> int:
     return int(number)
 
 
-def as_number(value: object, least: float, most: float) -> float:
-    """Return a number within these bounds.
-
-    Raises:
-        ValueError: it is none, or beyond them.
-
-    >>> as_number(2.5, 0, 4)
-    2.5
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-        raise ValueError("no number, or out of bounds")
-    return float(value)
-
-
 def as_time(value: object) -> float:
     """Return Unix seconds; 0 for a time that cannot be.
 

@@ -129,17 +129,8 @@ def seconds_running(pid: int) -> float | None:
 
 def pid_namespace() -> int | None:
     """Return the inode of this process's PID namespace, which identifies it on this host; None without /proc."""
-    return _namespace("pid")
-
-
-def network_namespace() -> int | None:
-    """Return the inode of this process's network namespace; None without /proc."""
-    return _namespace("net")
-
-
-def _namespace(kind: str) -> int | None:
     try:
-        return os.stat(f"/proc/self/ns/{kind}").st_ino
+        return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return None
 

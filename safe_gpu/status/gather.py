@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from ..coordination.closed import all_windows, closed_now, find_admitted, ignored_closed
-from ..coordination.directory import Directory
 from ..coordination.doors import Doors
-from ..coordination.entry import Entries
 from ..coordination.faults import read_faults
-from ..coordination.holders import Claims, claim_around, claims_now, holder_of, lives_here
-from ..coordination.queue import TicketRequest, tickets_that_count
+from ..coordination.holders import Claims, claim_around, claims_now, holder_of, lives_here, living_claims
+from ..coordination.queue import TicketRequest, waiting_tickets
 from ..coordination.state_dir import remover_of, state_dir_path
-from ..coordination.turns import by_turn, turn_of
+from ..coordination.turns import turn_of
 from ..drivers import open_drivers
 from ..errors import NoDriverError, StateDirError
 from ..gpus.devices import MOST_SHARERS, ProcessKind, vendor_of
 from ..host import procfs
-from ..host.procfs import printable, user_name
+from ..host.procfs import user_name
 from ..runtimes.visible_devices import stale_indices
 from ..selection.request import Selection
 from ..selection.sharing import part_of, promised, used_by_sharers, without_siblings
@@ -95,41 +93,16 @@ def look(path: str, gpus: Collection[Gpu], tree: str = "") -> HostFacts:
     found, uuids = HostFacts(path, tree), [gpu.uuid for gpu in gpus]
     try:
         # A waiter makes its claim before it leaves the queue.
-        waiting = tickets_that_count([one for one in _living(found, "queue") if one.nb_gpus])
-        found.tickets = [ticket for _, ticket in by_turn(waiting)]
+        found.tickets = waiting_tickets(path, found.ignored)
     except StateDirError as err:
         found.warnings = [f"The queue is not known: {err}"]
     try:
-        found.claims, found.elsewhere = claims_now(uuids, tree, partial(_living, found, "claims"))
+        found.claims, found.elsewhere = claims_now(uuids, tree, partial(living_claims, path, found.ignored))
     except StateDirError as err:
         found.warnings = [f"The claims are not known: {err}"]
+    found.ignored = list(dict.fromkeys(found.ignored))
     found.faults = recent_faults(read_faults(path, uuids), time.time())
     return found
-
-
-_LONGEST_CAUSE = 100  # characters of why an entry counts for nothing
-
-
-def _living(found: HostFacts, name: str) -> list[Entry]:
-    """Return the living entries of a directory, and note those that count for nothing."""
-    try:
-        with Directory(found.path, name, make=False) as directory:
-            entries = Entries(directory)
-            living = entries.look()
-            found.ignored += [text for text in _strange(entries) if text not in found.ignored]
-            return living
-    except FileNotFoundError:
-        return []
-
-
-def _strange(entries: Entries) -> Iterator[str]:
-    """Yield a sentence on the names that count for nothing. Any user can make many."""
-    for name, why in sorted(entries.strange.items())[:1]:
-        with suppress(OSError):
-            owner = os.stat(name, dir_fd=entries.directory.fd, follow_symlinks=False).st_uid
-            what = printable(f"{entries.directory.path}/{name} of {user_name(owner)}")
-            more = f", as do {len(entries.strange) - 1} more" if len(entries.strange) > 1 else ""
-            yield f"{what} counts for nothing ({printable(why)[:_LONGEST_CAUSE]}){more}"
 
 
 class ProcessTable:

@@ -265,14 +265,11 @@ def test_a_sleeper_with_a_limit_comes_back_and_is_found_again(claims: Directory)
 
 
 @pytest.mark.skipif(not CAN_TRACE, reason="cannot trace processes here")
-@pytest.mark.parametrize("way", ["rename", "link"])
 def test_death_at_any_system_call_leaves_nothing_that_counts(
-    claims: Directory, way: str, monkeypatch: pytest.MonkeyPatch
+    claims: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed while it makes, keeps across exec, or removes an entry; the next look of its user removes what is left."""
     monkeypatch.setattr(entry_module, "_UNFINISHED_FOR", -1.0)
-    if way == "rename":
-        monkeypatch.setattr(os, "link", lambda *arguments, **options: fail_by(errno.EPERM))
 
     def work() -> None:
         name, held = make_entry(claims, Entries(claims).next_number, CLAIM, by_children=True)
@@ -573,18 +570,18 @@ def fail_by(code: int) -> None:
 
 
 def test_who_makes_one_begins_again_where_it_was_removed(claims: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
-    removed, real = [], os.link
+    removed, real = [], os.rename
 
-    def link(source: str, target: str, **options: Any) -> None:
+    def rename(source: str, target: str, **options: int) -> None:
         if len(removed) < 3:
             removed.append(os.unlink(source, dir_fd=claims.fd))
         real(source, target, **options)
 
-    monkeypatch.setattr(os, "link", link)
+    monkeypatch.setattr(os, "rename", rename)
     name, held = make_entry(claims, 1, CLAIM, by_children=True)
     assert os.listdir(claims.fd) == [name]
     remove_entry(claims, name, held)
-    monkeypatch.setattr(os, "link", lambda source, *more, **options: os.unlink(source, dir_fd=claims.fd) or fail_by(2))
+    monkeypatch.setattr(os, "rename", lambda source, *more, **at: os.unlink(source, dir_fd=claims.fd) or fail_by(2))
     with pytest.raises(StateDirError, match="removed at once"):
         make_entry(claims, 1, CLAIM, by_children=True)
     assert os.listdir(claims.fd) == []

@@ -301,7 +301,7 @@ def test_who_claims_is_the_owner_of_the_entry_whatever_it_says(ground, holder) -
     first, second, third = (one.claim for one in look().gpus[:3])
     assert (first.pid, first.user, first.uid) == (holder.pid, procfs.user_of(holder.pid), os.geteuid())
     for claim in (second, third):
-        assert (claim.pid, claim.user, claim.uid) == (os.getpid(), "12345", 12345)
+        assert (claim.pid, claim.user, claim.uid) == (ME, "12345", 12345)
         assert claim.note == f"still held by process {ME}, which an earlier process {holder.pid} left behind"
     assert second.note in " ".join(table(look()).split())
 
@@ -340,7 +340,7 @@ def test_a_dead_entry_holds_nothing(ground) -> None:
     ground.hold(0)
     played = ground.played(0)
     assert look().gpus[0].state == "claimed"
-    played.end()
+    played.die()
     assert look().gpus[0].state == "free"
     assert played.path.exists(), "who looks removes nothing"
 

@@ -23,7 +23,7 @@ from safe_gpu.coordination.signals import DeferredSignals
 from safe_gpu.selection import backfill, sharing, verdicts
 
 _take, _in_the_way, _see_closed = claims.Claim.take, look.Look._is_in_the_way, host_view.HostView.see_closed
-_lock, _rename_file = entry.lock, entry.rename_file
+_lock = entry.lock
 _held_by, _open_gpus = ClaimsByUser._held_by, backfill.open_gpus
 _room, _promised_room = sharing.room, sharing.promised_room
 _to_be_locked: list[int] = []
@@ -50,9 +50,14 @@ def _remove_numbers(self: Entries) -> list[Any]:
     return []
 
 
-def _rename_and_lock(source: str, target: str, parent: int) -> None:
-    _rename_file(source, target, parent)
+def _rename_and_lock(source: str, target: str, **at: int) -> None:
+    os.rename(source, target, **at)
     _lock(_to_be_locked.pop())
+
+
+def _locking_late() -> SimpleNamespace:
+    """os of the module of entries."""
+    return SimpleNamespace(**{**vars(os), "rename": _rename_and_lock})
 
 
 def _lock_and_drop_in_child(fd: int) -> None:
@@ -116,7 +121,7 @@ BROKEN: dict[str, list[tuple[Any, str, Any]]] = {
     "names come again": [(entry, "os", _same_random())],
     "unlink by number": [(Entries, "remove_dead", _remove_numbers)],
     "not locked": [(entry, "lock", lambda fd: None)],
-    "locked after its name": [(entry, "lock", _to_be_locked.append), (entry, "rename_file", _rename_and_lock)],
+    "locked after its name": [(entry, "lock", _to_be_locked.append), (entry, "os", _locking_late())],
     "flock": [(entry, "ofd_locks", lambda: False)],  # which a neighbour can take too
     "children unlock": [(entry, "lock", _lock_and_drop_in_child)],
     "children keep": [(entry, "unlock", lambda fd: None)],

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.real import long
 
 from safe_gpu.cli.commands import main
 
@@ -28,6 +29,7 @@ def entry_race(client: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=110)
 
 
+@long
 @pytest.mark.parametrize(
     "way",
     [
@@ -43,6 +45,7 @@ def test_entries_and_doors_alone_keep_both_apart(build: Callable[..., str], way:
     assert int(re.search(r"'CLAIMED': (\d+)", done.stdout)[1]) > 10, done.stdout
 
 
+@long
 @NETWORKS
 @pytest.mark.parametrize(("flag", "way"), [("-DONE_LISTING", "--networks"), ("-DNO_DOORS", "--directories")])
 def test_a_broken_client_is_caught(build: Callable[..., str], flag: str, way: str) -> None:

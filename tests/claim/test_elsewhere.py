@@ -241,11 +241,12 @@ def test_where_doors_cannot_be_taken_the_entry_counts(
     host: Path, child: Any, refuse: Callable[[int], None], caplog: Any, number: int, options: Any
 ) -> None:
     """It holds the doors of all of its GPUs or of none: claims inside it would not find the others."""
+    other = child(CLAIM + "listen(); say(attempt(7)); say(attempt(6))")
     refuse(number)
     with claim(2, **options) as owner:
         assert owner.devices_taken == [0, 1]
         assert [(len(one.gpus), one.parts) for one in living_claims()] == [(2, {})]
-        other = child(CLAIM + "say(attempt(7)); say(attempt(6))", env={"SAFE_GPU_SCOPE": ""})
+        other.tell()
         assert other.hear() == "refused"
         assert other.hear() == "[2, 3, 4, 5, 6, 7]"
     assert ALONE in caplog.text

@@ -1,10 +1,8 @@
-"""The policy file, names of sockets, and command lines of other processes: any text, and none of it on a screen."""
+"""The policy file, and command lines of other processes: any text, and none of it on a screen."""
 
 import os
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,6 @@ from support import hostile
 from support.hostile import LINES, TRICK, assert_plain, assert_shown_safely, bounded, examples, refusing, with_examples
 
 import safe_gpu
-from safe_gpu.coordination.name_table import read_names
 from safe_gpu.errors import PolicyError
 from safe_gpu.host import procfs
 from safe_gpu.settings import policy
@@ -54,23 +51,6 @@ def test_a_policy(text: str) -> None:
     if refused.error is not None:
         assert isinstance(refused.error, PolicyError)
         assert refused.error.line in range(1, len(text.splitlines()) + 1)
-
-
-@pytest.fixture
-def stranger() -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as one:
-        yield one
-
-
-@pytest.mark.parametrize(
-    "name",
-    [b"", b"\xff\xfe", TRICK.encode()[:40], b"GPU-1 GPU-2", b"GPU-1\n", b"\x00", b"x" * 90,
-     b"\na: 2 0 1 0001 01 x @safe-gpu/1/GPU-1"],
-)  # fmt: skip
-def test_names_of_sockets_that_a_neighbour_binds(stranger: socket.socket, name: bytes) -> None:
-    stranger.bind(b"\0safe-gpu/1/" + name)
-    with bounded():
-        assert read_names().held_among(["GPU-00000000-0000-0000-0000-00000000fee1"]) == frozenset()
 
 
 @with_examples(*([line] for line in (

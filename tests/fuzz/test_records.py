@@ -9,11 +9,13 @@ from typing import Any
 
 from hypothesis import example, given
 from support import hostile
-from support.hostile import CLAIM, FAULT, NOW, RECORD, TICKET, TRICK, assert_plain, bounded, broken_json, examples
+from support.hostile import CLAIM, ENTRY, FAULT, NOW, TICKET, TRICK, assert_plain, bounded, broken_json, examples
 
+from safe_gpu.coordination.entry import Entry
 from safe_gpu.coordination.faults import read_faults, write_fault
-from safe_gpu.coordination.leases.record import LeaseRecord
-from safe_gpu.coordination.queue import ticket as tickets
+from safe_gpu.coordination.holders import said_by
+from safe_gpu.coordination.queue import TicketRequest
+from safe_gpu.coordination.turns import turn_of
 from safe_gpu.gpus.devices import GpuFault
 from safe_gpu.status import history as past
 
@@ -42,54 +44,74 @@ def with_classics(document: dict[str, Any], *changes: dict[str, Any]) -> Any:
     return hostile.with_examples(*CLASSICS, *(json.dumps({**document, **change}).encode() for change in ({}, *changes)))
 
 
+def read(data: bytes) -> Entry | None:
+    """What an entry says; None for nonsense, which counts for nothing."""
+    with bounded():
+        try:
+            return Entry.read("7.00000000000000aa", 1000, (1, 2), data[: 1 << 16])
+        except (ValueError, TypeError, OverflowError, RecursionError):
+            return None
+
+
+def assert_entry(entry: Entry) -> None:
+    fields = entry._asdict()
+    for name in ("file", "gpus", "parts", "more"):
+        del fields[name]
+    assert_plain([*fields.values()])
+    assert_bounded([*fields.values()], 200)
+    assert len(entry.gpus) <= 1024
+    assert_bounded([*entry.gpus.values(), *entry.parts.values()], 0, 2**60)
+    for when in (entry.since, entry.until, entry.queued):
+        assert when is None or 0 <= when < LATEST
+
+
 @with_classics(
-    RECORD,
-    {"gpus": [TRICK]},
+    ENTRY,
+    {"gpus": {TRICK: None}},
     {"gpus": "x" * 60_000},
-    {"gpus": [{}] * 20_000},
-    {"token": TRICK, "user": {"\x1b": "\x1b"}},
+    {"gpus": {"GPU-1": 2**61}},
+    {"gpus": {"GPU-1": -1}},
+    {"gpus": {str(number): None for number in range(5000)}},
+    {"parts": {"GPU-1": math.inf}},
+    {"token": TRICK, "host": {"\x1b": "\x1b"}},
     {"since": math.nan, "until": math.inf},
     {"since": 1e300, "until": 1e300},
-    {"pid": 1e5, "v": True, "uid": "\u0661"},
+    {"pid": 1e5, "v": True, "start": "\u0661"},
 )
 @examples(40)
-@given(broken_json(RECORD))
-def test_a_record(data: bytes) -> None:
-    with bounded():
-        record = LeaseRecord.decode(data[: 1 << 16])
-    if record is None:
-        return
-    fields = record._asdict()
-    assert_plain(tuple(fields.values()))
-    assert_bounded(tuple(fields.values()), 200)
-    assert len(record.gpus) <= 1024
-    assert 0 < record.pid < 1 << 31
-    assert 0 <= record.since < LATEST
-    json.loads(record.encode())
+@given(broken_json(ENTRY))
+def test_an_entry(data: bytes) -> None:
+    entry = read(data)
+    if entry is not None:
+        assert_entry(entry)
+        assert_plain([value for value in said_by(entry)._asdict().values() if isinstance(value, str)])
 
 
 @with_classics(
     TICKET,
-    {"user": TRICK},
-    {"request": {"nb_gpus": math.inf, "gpus": "GPU-1"}},
-    {"request": {"nb_gpus": 1, "gpus": {TRICK: 1}}},
-    {"hold_for": math.inf, "since": -math.inf},
+    {"nb_gpus": math.inf, "gpus": "GPU-1"},
+    {"gpus": [TRICK] * 5000},
+    {"hold_for": math.inf, "turn": -math.inf},
     {"pid": -(10**30), "pidns": 2**64},
     {"pid": math.nan},
+    {"turn": math.nan},
+    {TRICK: TRICK, "near": ["a"] * 60, "min_memory": "x" * 5000},
 )
 @examples(40)
 @given(broken_json(TICKET))
 def test_a_ticket(data: bytes) -> None:
+    ticket = read(data)
+    if ticket is None or not ticket.nb_gpus:
+        return
+    assert_entry(ticket)
     with bounded():
-        ticket = tickets._decode(7, 11, data[: 1 << 16])
-    assert_plain([ticket.user])
-    assert_bounded((*ticket[:5], *(ticket.request or ())), 100)
-    assert 0 <= ticket.pid < 1 << 31
-    assert 0 <= ticket.since < LATEST
-    if ticket.request is not None:
-        assert 1 <= ticket.request.nb_gpus <= 4096
-        assert ticket.request.hold_for is None or 1 <= ticket.request.hold_for < LATEST
-        assert isinstance(ticket.competes_with(ticket.request), bool)
+        request = TicketRequest.of(ticket)
+        turn = turn_of(ticket)
+    assert 1 <= request.nb_gpus <= 1024
+    assert request.hold_for is None or 1 <= request.hold_for < math.inf
+    assert turn is None or 0 <= turn <= 2**53
+    assert len(request.conditions) <= 16
+    assert isinstance(request.competes_with(ticket), bool)
 
 
 @with_classics(FAULT, {"error": TRICK}, {"when": math.nan}, {"when": 1e300})

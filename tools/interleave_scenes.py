@@ -14,6 +14,7 @@ import safe_gpu
 from safe_gpu.coordination import older_package as legacy
 from safe_gpu.coordination import turns
 from safe_gpu.coordination.directory import PARTS
+from safe_gpu.coordination.holders import living_claims
 from safe_gpu.drivers.presets import PRESETS, Preset
 from safe_gpu.drivers.simulated import SimulatedDriver
 
@@ -137,7 +138,7 @@ def old_package(hold: float = 0.03) -> Plan:
 
 
 def drains(gpu: int, hold: float = 0.03) -> Plan:
-    """The owner of the state directory drains a GPU for a while."""
+    """The owner of the state directory drains a GPU for a while, and looks once whether a claim holds it."""
 
     def act(racer: Racer) -> None:
         path = os.path.join(os.environ["SAFE_GPU_DIR"], "closed")
@@ -146,6 +147,8 @@ def drains(gpu: int, hold: float = 0.03) -> Plan:
         racer.step("rename closed")
         os.rename(f"{path}.new", path)
         racer.say("drains", [gpu])
+        if not any(_HOST.devices[gpu].uuid in one.gpus for one in living_claims()):
+            racer.say("empty", gpu)
         time.sleep(hold)
         racer.say("undrains", [gpu])
         os.unlink(path)
@@ -351,6 +354,7 @@ class Referee:
         self._has: dict[str, tuple[list[int], int | None]] = {}
         self._served = 0
         self._drained: dict[int, set[str]] = {}
+        self._empty: set[int] = set()  # GPUs that were found so after they were drained
         self._began: set[str] = set()
         self._turns: dict[str, float] = {}
         self._tickets: dict[str, tuple[float, int]] = {}  # turn and number
@@ -398,8 +402,11 @@ class Referee:
             self._strangers.discard(who)
         elif what == "drains":
             self._drained |= {gpu: set(self._began) for gpu in about[0]}
+        elif what == "empty":
+            self._empty.add(*about)
         elif what == "undrains":
             self._drained.clear()
+            self._empty.clear()
         if what in ("dies", "refused"):
             # What is half given back is taken, and whoever meets a stranger gives all back.
             met = "GpuContendedError" in about and who in self._stranger_since_wait
@@ -420,6 +427,8 @@ class Referee:
         for gpu in gpus:
             if gpu in self._drained and who not in self._drained[gpu]:
                 self.faults.append(f"{who} gets GPU {gpu}, which was drained before it began")
+            if gpu in self._empty:
+                self.faults.append(f"{who} gets GPU {gpu}, which was drained and held by nobody")
             holders = {one: about[1] for one, about in self._has.items() if gpu in about[0]}
             counted = [one for one in holders if self._scene.plans[one].inside not in holders]
             inner = [one for one in holders if one not in counted]

@@ -1,6 +1,5 @@
 """tools/interleave.py finds what was broken on purpose, and a schedule that it prints shows the same again."""
 
-import os
 import re
 import shlex
 import subprocess
@@ -18,7 +17,7 @@ pytestmark = [
 ]
 
 
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for several users")
+_TWICE = "GPU 0 is booked twice"
 
 
 def interleave(*words: str) -> subprocess.CompletedProcess[str]:
@@ -29,12 +28,18 @@ def interleave(*words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("broken", "scene", "begin", "fault"),
     [
-        ("outer", "nested-directories", "A A^", "GPU 0 is booked twice: C has all of it, B has all of it"),
-        ("inner", "nested-directories", "A B A!", "GPU 0 is booked twice: B has all of it, C has all of it"),
-        ("outer-lives", "nested-directories", "A B5 A", "GPU 0 is booked twice: C has all of it, B has all of it"),
-        ("inside", "nested-both-delegate", "A B5 A", "GPU 0 is booked twice: C has all of it, B has all of it"),
-        ("poll", "queue-stranger", "A B C D C D C D C D C D A", "D has GPU [0] before C, whose ticket is 1"),
-        pytest.param("turns", "queue-turns", "", "C has GPU [0] before D, whose ticket is 3", marks=as_root),
+        ("no second listing", "unlocked", "", _TWICE),
+        ("lower stays", "unlocked-again", "A B C2 A7", _TWICE),
+        ("names come again", "unlocked-again", "A B C2", _TWICE),
+        ("not locked", "apart", "", _TWICE),
+        ("no doors", "directories-2", "", _TWICE),
+        ("door too early", "directories-2", "", _TWICE),
+        ("parts not asked", "shares-whole-directories", "", _TWICE),
+        ("share without the door", "shares-whole-directories", "A3", _TWICE),
+        ("no door of the token", "nested-directories", "A A%3", _TWICE),
+        ("old poll", "queue-stranger", "A B C D C D C D C D C D A", "D has GPU [0] before C, whose ticket is 1"),
+        ("no queue", "queue", "A B C", "C has GPU [0] before B, whose ticket is 1"),
+        ("closed read once", "unlocked-drain", "", "which was drained and held by nobody"),
     ],
 )
 def test_a_broken_build_is_caught_and_the_schedule_repeated(broken: str, scene: str, begin: str, fault: str) -> None:

@@ -14,7 +14,7 @@ from safe_gpu.claim.host import host_view
 from safe_gpu.claim.host.polls import Polls
 from safe_gpu.claim.limits import ClaimsByUser
 from safe_gpu.claim.search import look, queue_snapshot
-from safe_gpu.coordination import directory, entry, turns
+from safe_gpu.coordination import directory, entry, held, turns
 from safe_gpu.coordination.doors import Doors
 from safe_gpu.coordination.entry import Entries
 from safe_gpu.coordination.holders import Claims
@@ -107,6 +107,13 @@ def _counts_all(self: ClaimsByUser, uid: int) -> dict[str, float]:
     }
 
 
+class _Empty(set[Any]):
+    """A set that stays empty."""
+
+    def add(self, one: Any) -> None:
+        pass
+
+
 def _make_unfinished(name: str, path: str, parent: int | None) -> None:
     os.mkdir(name, 0o700, dir_fd=parent)
     os.chmod(name, 0o1777, dir_fd=parent)
@@ -124,7 +131,7 @@ BROKEN: dict[str, list[tuple[Any, str, Any]]] = {
     "locked after its name": [(entry, "lock", _to_be_locked.append), (entry, "os", _locking_late())],
     "flock": [(entry, "ofd_locks", lambda: False)],  # which a neighbour can take too
     "children unlock": [(entry, "lock", _lock_and_drop_in_child)],
-    "children keep": [(entry, "unlock", lambda fd: None)],
+    "children keep all": [(held, "_closed_in_children", _Empty())],
     "no doors": _NO_DOORS,
     "no doors nor locks": [*_NO_DOORS, (entry, "lock", lambda fd: None)],
     "door too early": [(claims.Claim, "take", _give_back_doors_first)],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 
 from ..errors import StateDirError
@@ -101,18 +101,38 @@ def said_by(entry: Entry) -> LeaseHolder:
     )
 
 
-def holder_of(entry: Entry) -> LeaseHolder:
+def heirs_of(names: Collection[str]) -> dict[str, int]:
+    """Return name of an entry -> a process that has it open and locked, as far as this user may see."""
+    found: dict[str, int] = {}
+    for pid in procfs.pids():
+        if os.geteuid() not in (0, procfs.uid_of(pid)):
+            continue
+        for number, target in (procfs.open_files(pid) or {}).items():
+            name = target.rpartition("/")[2]
+            if name in names and b"lock:" in (read_start(f"/proc/{pid}/fdinfo/{number}") or b""):
+                found.setdefault(name, pid)
+    return found
+
+
+def heir_of(entry: Entry) -> int | None:
+    """Return the process that has an entry, whichever it names; None where this user may not see it."""
+    return heirs_of({entry.name}).get(entry.name) if os.geteuid() in (0, entry.uid) else None
+
+
+def holder_of(entry: Entry, heir: Callable[[Entry], int | None] = heir_of) -> LeaseHolder:
     """Return who holds an entry, for people: its process if that lives here, else one that it left behind.
 
     The user is the owner of the file. A directory service may be asked.
+
+    Args:
+        heir: as :func:`heir_of`.
     """
     said = said_by(entry)._replace(user=procfs.user_name(entry.uid) if entry.uid >= 0 else None)
     if said.namespace:
         return said._replace(pid=entry.pid)  # its own number there
     if lives_here(entry) or (not procfs.exists(entry.pid) and not procfs.has_ended(entry.pid)):  # one that is hidden
         return said._replace(command=command_of(entry.pid, said.command))
-    heir = next(_heirs(entry), None) if os.geteuid() in (0, entry.uid) else None
-    return said._replace(pid=heir, start=None, left_by=entry.pid)
+    return said._replace(pid=heir(entry), start=None, left_by=entry.pid)
 
 
 def lives_here(entry: Entry) -> bool:
@@ -120,16 +140,6 @@ def lives_here(entry: Entry) -> bool:
     if procfs.namespace_text(entry.pidns or None) or procfs.start_time(entry.pid) != entry.start:
         return False
     return entry.uid in (procfs.uid_of(entry.pid), procfs.real_uid_of(entry.pid))
-
-
-def _heirs(entry: Entry) -> Iterator[int]:
-    """Yield the processes that have an entry open and locked, as far as this user may see."""
-    for pid in procfs.pids():
-        if os.geteuid() not in (0, procfs.uid_of(pid)):
-            continue
-        for number, target in (procfs.open_files(pid) or {}).items():
-            if target.endswith(f"/{entry.name}") and b"lock:" in (read_start(f"/proc/{pid}/fdinfo/{number}") or b""):
-                yield pid
 
 
 def claims_now(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ..coordination.closed import all_windows, closed_now, find_admitted, ignored_closed
 from ..coordination.doors import Doors
 from ..coordination.faults import read_faults
-from ..coordination.holders import Claims, claim_around, claims_now, holder_of, lives_here, living_claims
+from ..coordination.holders import Claims, claim_around, claims_now, heirs_of, holder_of, lives_here, living_claims
 from ..coordination.queue import TicketRequest, waiting_tickets
 from ..coordination.state_dir import remover_of, state_dir_path
 from ..coordination.turns import turn_of
@@ -106,13 +106,27 @@ def look(path: str, gpus: Collection[Gpu], tree: str = "") -> HostFacts:
 
 
 class ProcessTable:
-    """What /proc says of processes. Each is read once."""
+    """What /proc says of processes. Each is read once, however many entries there are.
 
-    def __init__(self) -> None:
+    Args:
+        entries: of which processes are looked for.
+    """
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        self._names = {entry.name for entry in entries}
+        self._heirs: Mapping[str, int] | None = None
         self.is_stopped = partial(procfs.is_stopped, known={})
         self.describe = cache(procfs.describe_process)
         self.ancestors = cache(procfs.ancestors)
         self.family_of = cache(procfs.family_of)
+
+    def heir_of(self, entry: Entry) -> int | None:
+        """As :func:`~safe_gpu.coordination.holders.heir_of`. The first query reads all of /proc."""
+        if os.geteuid() not in (0, entry.uid):
+            return None
+        if self._heirs is None:
+            self._heirs = heirs_of(self._names)
+        return self._heirs.get(entry.name)
 
 
 _NOTICE = 86400.0  # seconds before a window begins, from which on it is shown
@@ -165,7 +179,7 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
     """
     path = state_dir_path()
     found = look(path, [gpu for snapshot in snapshots for gpu in snapshot.gpus], snapshots[0].name_prefix)
-    processes = ProcessTable()
+    processes = ProcessTable([*found.claims.living, *found.tickets])
     now = time.time()
     rows = [
         replace(one, prefix=f"{snapshot.vendor}:") if len(snapshots) > 1 else one
@@ -225,10 +239,10 @@ def _shift(snapshots: Iterable[HostSnapshot], found: HostFacts) -> str:
 
 
 def _claim(entry: Entry, processes: ProcessTable) -> ClaimStatus:
-    holder, note = holder_of(entry), ""
+    holder, note = holder_of(entry, processes.heir_of), ""
     if holder.namespace:
-        note = f"{holder.namespace}, as process {entry.pid} there"
-        holder = holder._replace(pid=None)
+        holder = holder._replace(pid=processes.heir_of(entry))
+        note = _place(holder.namespace, entry, holder.pid)
     elif holder.left_by is not None:
         note = left_behind(holder.pid, holder.left_by, reused=not procfs.has_ended(holder.left_by))
     return ClaimStatus(
@@ -243,6 +257,10 @@ def _claim(entry: Entry, processes: ProcessTable) -> ClaimStatus:
         uid=entry.uid if entry.uid >= 0 else None,
         until=holder.until,
     )
+
+
+def _place(namespace: str, entry: Entry, pid: int | None) -> str:
+    return f"{namespace}, as process {entry.pid} there{', which cannot be seen from here' if pid is None else ''}"
 
 
 def _gpus(snapshot: HostSnapshot, found: HostFacts, processes: ProcessTable) -> tuple[GpuStatus, ...]:
@@ -390,9 +408,9 @@ def _waiter(
     limit: AtLimit | None,
 ) -> WaiterStatus:
     request = TicketRequest.of(ticket)
-    pid = ticket.pid if lives_here(ticket) else None
+    pid = ticket.pid if lives_here(ticket) else processes.heir_of(ticket)
     namespace = procfs.namespace_text(ticket.pidns or None)
-    note = f"{namespace}, as process {ticket.pid} there" if namespace else ""
+    note = _place(namespace, ticket, pid) if namespace else ""
     vendors = set(map(vendor_of, request.gpus))
     return WaiterStatus(
         position,

@@ -22,20 +22,20 @@ def claim(nb_gpus: int) -> GPUOwner:
 
 
 def test_a_claim_inside_holds_outside(podman, ground, eventually) -> None:
-    """By its lease file alone: the container has a network of its own."""
+    """By its entry alone: the container has a network of its own."""
     assert podman.claim(3) == "0,1,2"
     assert ground.leased() == [0, 1, 2]
     with pytest.raises(NotEnoughGpusError) as refused:
         claim(6)
-    record = json.loads((ground.directory / "leases" / f"{ground.uuids[0]}.lock").read_text())
-    assert record["pidns"] != procfs.pid_namespace()
-    assert f"claimed by process {record['pid']} in a container" in str(refused.value)
+    (entry,) = ground.claims()
+    assert entry.pidns != procfs.pid_namespace()
+    assert f"claimed by process {entry.pid} in a container" in str(refused.value)
 
     holder = gather().gpus[0]
     assert holder.claim is not None
     assert holder.claim.pid is not None
-    assert f"\nNSpid:\t{holder.claim.pid}\t{record['pid']}\n" in Path(f"/proc/{holder.claim.pid}/status").read_text()
-    assert f"in a container, as process {record['pid']} there" in holder.reason
+    assert f"\nNSpid:\t{holder.claim.pid}\t{entry.pid}\n" in Path(f"/proc/{holder.claim.pid}/status").read_text()
+    assert f"in a container, as process {entry.pid} there" in holder.reason
     assert holder.claim.user == procfs.user_name(os.geteuid())
 
     with claim(5) as owner:
@@ -105,7 +105,7 @@ def test_a_container_without_the_state_directory(podman, ground) -> None:
         assert "the state directory /srv/safe-gpu-state belongs to this container" in alone.stderr
         assert "-v /srv/safe-gpu-state:/srv/safe-gpu-state" in alone.stderr
         named = podman.safe_gpu("run", "--", "printenv", "CUDA_VISIBLE_DEVICES", mount=False, network="host")
-        assert named.stdout.strip() == "1", "names are those of the host's network"
+        assert named.stdout.strip() == "1", "doors are those of the host's network"
 
 
 @pytest.mark.parametrize("mount", [True, False])

@@ -246,7 +246,7 @@ def test_jobs_with_a_private_tmp_get_no_gpu_twice(alone: Slurm, room: Any) -> No
     script = room.script("export SAFE_GPU_DIR=/tmp/safe-gpu", "$CLAIM claim 1 --timeout 0")
     second = start(alone, script, lambda: len(room.records("start")) == 2)
     alone.finish(second)
-    assert "its lease file is not in this state directory" in alone.output(second)
+    assert "claimed in another state directory" in alone.output(second)
     room.go()
     alone.finish(first)
     assert len(room.verdict()) == 1

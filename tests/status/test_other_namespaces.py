@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -35,13 +36,20 @@ def test_where_a_process_is(monkeypatch: pytest.MonkeyPatch, own: int, other: in
     assert procfs.namespace_text(other) == place
 
 
-def test_an_unrelated_process_with_that_number_is_not_blamed(ground) -> None:
-    ground.hold(0, pid=os.getpid(), start=procfs.start_time(os.getpid()), pidns=OTHER)
-    one = gather().gpus[0]
-    assert one.claim is not None
-    assert (one.claim.pid, one.claim.user) == (None, procfs.user_name(os.geteuid()))
-    assert one.claim.note.endswith(f"container, as process {os.getpid()} there")
-    assert f"process {os.getpid()} (" not in one.reason
+def test_an_unrelated_process_with_that_number_is_not_blamed(state_dir: Path, ground, as_user) -> None:
+    """Who has the entry is found by root and its user; for others it cannot be seen."""
+    ground.hold(0, pid=1, start=1, pidns=OTHER)
+
+    def work(say, listen) -> None:
+        one = gather().gpus[0]
+        say(f"{one.claim.pid} {one.claim.user} {one.claim.note}")
+
+    (claim,) = gather().gpus[0].claims
+    assert (claim.pid, claim.uid) == (os.getpid(), os.geteuid())
+    assert claim.note.endswith("container, as process 1 there")
+    said = as_user(work, uid=12345).hear()
+    assert said.startswith(f"None {claim.user} ")
+    assert said.endswith("container, as process 1 there, which cannot be seen from here")
 
 
 def test_a_claim_in_a_real_pid_namespace(ground, child) -> None:
@@ -53,9 +61,10 @@ def test_a_claim_in_a_real_pid_namespace(ground, child) -> None:
     parent = child(code)
     try:
         assert parent.hear() == "1", "pid 1 of its namespace"
+        (holder,) = procfs.descendants(parent.pid)
         one = gather().gpus[0]
         assert one.claim is not None
-        assert (one.claim.pid, one.claim.uid) == (None, 0)
+        assert (one.claim.pid, one.claim.uid) == (holder, 0)
         assert one.claim.note.endswith("container, as process 1 there")
         assert "process 1 (" not in one.reason
     finally:

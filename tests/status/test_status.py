@@ -413,8 +413,7 @@ def test_who_waits_in_what_order(state_dir: Path, child, stop, eventually) -> No
 def test_who_waits_is_the_owner_of_the_ticket_whatever_it_says(holder, ticket) -> None:
     ticket(nb_gpus=2, gpus=UUIDS[:2], pid=holder.pid, start=5, inside="no such claim", job="sge:7")
     (one,) = look().queue
-    assert (one.pid, one.user, one.job) == (None, procfs.user_of(os.getpid()), "sge:7")
-    assert one.note == "its process cannot be seen from here"
+    assert (one.pid, one.user, one.job, one.note) == (ME, procfs.user_of(ME), "sge:7", "")
     assert one.expected_start is None, "nobody waits inside a claim that has ended"
 
 
@@ -781,11 +780,16 @@ def test_a_look_opens_each_entry_once(state_dir: Path, holder, ticket, monkeypat
         return real_open(path, *arguments, **options)
 
     monkeypatch.setattr(procfs, "pids", lambda: walks.append(1) or real_pids())
-    monkeypatch.setattr(os, "open", counting)
-    assert len(gather().queue) == 100
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", counting)
+        assert len(gather().queue) == 100
     names = [path.name for kind in ("claims", "queue") for path in entries(state_dir, kind)]
     assert [opened.count(name) for name in names] == [1] * 101
     assert walks == [], "the usual case asks no other process"
+    for _ in range(3):
+        ticket(nb_gpus=1, gpus=UUIDS, start=1)
+    assert [one.pid for one in gather().queue] == [ME] * 103
+    assert walks == [1], "one walk through /proc finds the others"
 
 
 def test_from_the_command_line(state_dir: Path, holder, capsys) -> None:

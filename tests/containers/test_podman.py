@@ -33,8 +33,7 @@ def test_a_claim_inside_holds_outside(podman, ground, eventually) -> None:
 
     holder = gather().gpus[0]
     assert holder.claim is not None
-    assert holder.claim.pid is not None
-    assert f"\nNSpid:\t{holder.claim.pid}\t{entry.pid}\n" in Path(f"/proc/{holder.claim.pid}/status").read_text()
+    assert holder.claim.pid is None, "this number is another process's out here, or nobody's"
     assert f"in a container, as process {entry.pid} there" in holder.reason
     assert holder.claim.user == procfs.user_name(os.geteuid())
 
@@ -56,7 +55,7 @@ def test_a_claim_outside_holds_inside(podman, ground) -> None:
         seen = json.loads(podman.safe_gpu("status", "--json").stdout)["gpus"]
         assert [gpu["state"] for gpu in seen] == ["claimed"] * 5 + ["free"] * 3
         assert seen[0]["claim"]["pid"] is None, "this number is another process's in there, or nobody's"
-        assert f"outside this container, as process {os.getpid()} there, which cannot be seen" in seen[0]["reason"]
+        assert f"outside this container, as process {os.getpid()} there" in seen[0]["reason"]
         inside = podman.safe_gpu("run", "-n", "3", "--", "printenv", "CUDA_VISIBLE_DEVICES")
         assert inside.stdout.strip() == "5,6,7"
         assert inside.stderr == ""
@@ -74,7 +73,7 @@ def test_waiting_inside_for_a_claim_outside(podman, ground, eventually) -> None:
         waiting = podman.start(sys.executable, "-m", "safe_gpu", "run", "--", "printenv", "CUDA_VISIBLE_DEVICES")
         eventually(lambda: ground.tickets() != [])
         (waiter,) = gather().queue
-        assert waiter.pid in procfs.pids()
+        assert waiter.pid is None
         assert "in a container, as process" in waiter.note
     assert waiting.communicate(timeout=60)[0] == "0\n"
 

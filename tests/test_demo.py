@@ -20,11 +20,8 @@ import pytest
 
 import safe_gpu
 from safe_gpu import demo
-from safe_gpu.coordination import socket_names as names
-from safe_gpu.coordination.leases import lease as leases
-from safe_gpu.coordination.leases import watcher
-from safe_gpu.coordination.locks import host_lock as host_lock_module
-from safe_gpu.coordination.queue import waiter as waiting
+from safe_gpu.coordination import entry as entry_module
+from safe_gpu.coordination.doors import Doors
 from safe_gpu.host import procfs
 
 
@@ -94,9 +91,8 @@ def test_where_claims_share_the_only_gpu_the_race_moves(watch_a_demo: Any) -> No
 
 
 def test_a_broken_claim_is_found_out(watch_a_demo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (host_lock_module, watcher, leases, waiting):
-        monkeypatch.setattr(module, "lock_file", lambda fd, path: True)
-    monkeypatch.setattr(names, "take_name", Mock(side_effect=OSError(errno.EPERM, "not permitted")))
+    monkeypatch.setattr(entry_module, "is_locked", lambda fd: False)
+    monkeypatch.setattr(Doors, "take_whole", Mock(side_effect=OSError(errno.EPERM, "not permitted")))
     # With a placeholder the claims would notice each other by themselves.
     monkeypatch.setattr(demo, "claim_gpus", partial(safe_gpu.claim_gpus, placeholder_fn=safe_gpu.NoPlaceholder()))
     code, text = watch_a_demo("dgx-a100", 8)

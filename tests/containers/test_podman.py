@@ -33,7 +33,8 @@ def test_a_claim_inside_holds_outside(podman, ground, eventually) -> None:
 
     holder = gather().gpus[0]
     assert holder.claim is not None
-    assert holder.claim.pid is None, "this number is another process's out here, or nobody's"
+    assert holder.claim.pid is not None
+    assert f"\nNSpid:\t{holder.claim.pid}\t{entry.pid}\n" in Path(f"/proc/{holder.claim.pid}/status").read_text()
     assert f"in a container, as process {entry.pid} there" in holder.reason
     assert holder.claim.user == procfs.user_name(os.geteuid())
 

@@ -4,7 +4,6 @@ The programs that run on them are in ``programs/``; they check things themselves
 other environments than pytest does: SAFE_GPU_RAY_PYTHON and SAFE_GPU_DRAGON_PYTHON name their interpreters.
 """
 
-import fcntl
 import os
 import shutil
 import signal
@@ -21,6 +20,7 @@ from support.batch import wait_for
 from support.real import unavailable
 
 import safe_gpu
+from safe_gpu.coordination.holders import living_claims
 
 PROGRAMS = Path(__file__).parent / "programs"
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -109,25 +109,18 @@ class Hosts:
         return self.finish(self.start(host, *command, **env), timeout)
 
     def leased(self, *hosts: str) -> set[str]:
-        """host:UUID of every GPU that is leased, on these hosts or all."""
-        found = set()
-        for host in hosts or self.names:
-            for path in (self.scratch / f"{host}.state" / "leases").glob("*.lock"):
-                with path.open("rb") as file:
-                    try:
-                        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                    except BlockingIOError:
-                        found.add(f"{host}:{path.name.removesuffix('.lock')}")
-        return found
+        """host:UUID of every GPU that a living claim has, on these hosts or all."""
+        states = ((host, str(self.scratch / f"{host}.state")) for host in hosts or self.names)
+        return {f"{host}:{uuid}" for host, state in states for one in living_claims(state) for uuid in one.gpus}
 
     def see_the_driver_end(self, process: subprocess.Popen[str], end: str) -> None:
-        """A program that runs ``scenarios.driver`` ends, and so do its 16 leases."""
+        """A program that runs ``scenarios.driver`` ends, and so do its claims of 16 GPUs."""
         wait_for(lambda: (self.marks / "driver").exists() or process.poll() is not None, "claim")
         assert process.poll() is None, self.output(process)
         assert len(self.leased()) == 16
         (self.marks / "end-driver").touch()
         began = time.monotonic()
-        wait_for(lambda: not self.leased(), "end of the leases of a driver that is gone")
+        wait_for(lambda: not self.leased(), "end of the claims of a driver that is gone")
         print(f"driver, {end}: {1000 * (time.monotonic() - began):.0f} ms to free GPUs")
 
     @contextmanager

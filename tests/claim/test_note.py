@@ -81,7 +81,7 @@ def test_a_claim_that_was_killed_before_it_wrote_its_line_has_one(state_dir: Pat
     code = """
 import os, safe_gpu
 from safe_gpu.claim import claim
-claim.append = lambda lines, now: os.kill(os.getpid(), 9)
+claim.append = lambda *arguments: os.kill(os.getpid(), 9)
 safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0)
 """
     killed = child(code)
@@ -121,7 +121,7 @@ def test_a_month_ends_while_claims_go_on(state_dir: Path, ground: Any, monkeypat
 def test_nothing_of_it_is_done_under_host_lock(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[Any] = []
 
-    def spy(lines: Any, now: float) -> bool:
+    def spy(lines: Any, *more: Any) -> bool:
         with open(state_dir / "host.lock", "rb+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError, if anybody holds it
         written.append(lines)

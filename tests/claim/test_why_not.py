@@ -199,10 +199,6 @@ TOLD = {
         WaitStatus(3, None, 2, ahead=ADA._replace(pid=0, user=None)),
         "2 GPUs, #3 in the queue; behind somebody (wants 8 GPUs, queued for 12 min)",
     ),
-    "a ticket that cannot be read": (
-        WaitStatus(2, None, 1, ahead=ClaimAhead(30106, "ada", None, 0.0)),
-        "1 GPU, #2 in the queue; behind a claim whose ticket cannot be read",
-    ),
 }
 
 

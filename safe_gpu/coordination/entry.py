@@ -29,6 +29,7 @@ from ..host.commands import own_command
 from ..host.decoding import LONGEST_FILE, as_int, as_list, as_seconds, as_text
 from .directory import OPEN_FILE, Directory
 from .held import Held
+from .signals import DeferredSignals
 from .state_dir import refusal
 
 if TYPE_CHECKING:
@@ -335,7 +336,8 @@ def living_entries(state_dir: str, name: str, ignored: list[str] | None = None) 
     Raises:
         StateDirError: it cannot be read.
     """
-    with suppress(FileNotFoundError), Directory(state_dir, name, make=False) as directory:
+    # An exception of a handler, such as Ctrl-C in a notebook, would leave the directory open.
+    with suppress(FileNotFoundError), DeferredSignals(), Directory(state_dir, name, make=False) as directory:
         entries = Entries(directory)
         living = entries.look()
         if ignored is not None and entries.strange:

@@ -120,7 +120,7 @@ class Entry(NamedTuple):
             name=name,
             uid=uid,
             file=file,
-            gpus={uuid: None if share is None else as_int(share, 0, 1 << 60) for uuid, share in wanted.items()},
+            gpus={uuid: None if share is None else as_int(share, 1, 1 << 60) for uuid, share in wanted.items()},
             parts={uuid: as_int(part, 0, 1 << 10) for uuid, part in said.get("parts", {}).items()},
             nb_gpus=nb_gpus,
             display=said.get("display") is True,

@@ -56,9 +56,13 @@ class Claims:
             if uuid in one.gpus and (one.inside == inside or not self.is_inside(one)) and one is not around
         ]
 
-    def parts(self, uuid: str) -> set[int]:
-        """Return the parts of a GPU that living claims have."""
-        return {one.parts[uuid] for one in self.living if uuid in one.parts}
+    def parts(self, uuid: str, inside: str = "") -> set[int]:
+        """Return the parts of a GPU that the claims of :meth:`on` have.
+
+        No other claim vouches for a door: two claims of a neighbour, one inside the other, take no room, and could
+        say that they have what another state directory holds.
+        """
+        return {one.parts[uuid] for one in self.on(uuid, inside) if uuid in one.parts}
 
     def holders(self, inside: str = "", *, told: bool = True) -> dict[str, LeaseHolder]:
         """Return UUID -> who holds it, as seen by a claim inside none, or inside the one with this hash of a token.
@@ -170,8 +174,8 @@ def _elsewhere(uuids: Iterable[str], claims: Claims, tree: str) -> set[str]:
     """Return those of these GPUs that no living claim here has all of, and whose doors are held by others."""
     with suppress(OSError):  # no sockets here: entries alone count
         doors = Doors(tree)
-        whole = {uuid for one in claims.living for uuid, share in one.gpus.items() if share is None}
-        return {uuid for uuid in uuids if uuid not in whole and doors.are_taken(uuid, claims.parts(uuid))}
+        here = {uuid for uuid in uuids if any(one.gpus[uuid] is None for one in claims.on(uuid))}
+        return {uuid for uuid in {*uuids} - here if doors.are_taken(uuid, claims.parts(uuid))}
     return set()
 
 

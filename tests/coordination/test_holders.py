@@ -72,10 +72,12 @@ def test_who_takes_room_from_a_claim(living: list[Entry], uuid: str, inside: str
     assert Claims(living).on(uuid, inside) == in_the_way
 
 
-def test_parts_of_all_claims_are_known() -> None:
+def test_parts_of_what_takes_room_are_known() -> None:
     parts = [entry(1, "ab", parts={"a": 3}), entry(2, {"a": GIB}, parts={"a": 0}), entry(3, "b", parts={"b": 1})]
     assert Claims(parts).parts("a") == {0, 3}
     assert Claims(parts).parts("c") == set()
+    inside = [entry(4, "a", parts={"a": 0}, token="t"), entry(5, "a", parts={"a": 1}, inside="t")]
+    assert Claims(inside).parts("a") == {0}
 
 
 def test_of_sharers_each_is_told_and_a_whole_claim_alone() -> None:

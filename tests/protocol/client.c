@@ -633,10 +633,22 @@ static bool take_door(struct gpu *gpu, const char *tail)
   return false;
 }
 
-static bool is_part(int gpu, int part) /* of a living entry here */
+static bool takes_room(const struct entry *e) /* of a claim from this process, of the GPUs that it names */
 {
-  for (int i = 0; i < claims.count; i++)
-    if (!is_mine(&claims, &claims.living[i]) && claims.living[i].part[gpu] == part) return true;
+  bool beneath = false;
+  for (int k = 0; *e->inside && k < claims.count && !beneath; k++)
+    beneath = claims.living[k].uid == e->uid && !strcmp(claims.living[k].token, e->inside);
+  bool is_around = *inside && e->uid == geteuid() && !strcmp(e->token, inside);
+  bool is_beside = beneath && e->uid == geteuid() && !strcmp(e->inside, inside);
+  return !is_mine(&claims, e) && !is_around && (!beneath || is_beside);
+}
+
+static bool is_part(int gpu, int part) /* of a living entry here that takes room */
+{
+  for (int i = 0; i < claims.count; i++) {
+    const struct entry *e = &claims.living[i];
+    if (e->bytes[gpu] && e->part[gpu] == part && takes_room(e)) return true;
+  }
   return false;
 }
 
@@ -809,13 +821,7 @@ static long long room(int gpu) /* what other claims leave */
 #endif
   for (int i = 0; i < claims.count; i++) {
     const struct entry *e = &claims.living[i];
-    bool beneath = false;
-    for (int k = 0; *e->inside && k < claims.count && !beneath; k++)
-      beneath = claims.living[k].uid == e->uid && !strcmp(claims.living[k].token, e->inside);
-    bool is_around = *inside && e->uid == geteuid() && !strcmp(e->token, inside);
-    bool is_beside = beneath && e->uid == geteuid() && !strcmp(e->inside, inside);
-    if (is_mine(&claims, e) || is_around || (beneath && !is_beside)) continue;
-    left -= e->bytes[gpu] < 0 || e->bytes[gpu] > capacity ? capacity : e->bytes[gpu];
+    if (takes_room(e)) left -= e->bytes[gpu] < 0 || e->bytes[gpu] > capacity ? capacity : e->bytes[gpu];
   }
   return left;
 }

@@ -250,7 +250,7 @@ class Look:
         view, claim = self._view, self._claim
         doors = Doors(view.snapshot.name_prefix) if claim is None else claim.doors
         for uuid in sorted(gpu.uuid for gpu in chosen):
-            known = view.claims.parts(uuid)
+            known = view.claims.parts(uuid, view.inside)
             try:
                 if claim is None:
                     done = bool(view.around) or not doors.are_taken(uuid, known)

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 
 import safe_gpu
+from safe_gpu.coordination.directory import Directory
+from safe_gpu.coordination.entry import make_entry
 
 PACKAGE_ROOT = Path(safe_gpu.__file__).parents[1]
 MEBIBYTE = 1 << 20
@@ -99,6 +101,23 @@ def wide(child: Callable[..., Any]) -> int:
     if process.hear() != "0":
         pytest.skip("this kernel does not let a process move its arguments")
     return int(process.pid)
+
+
+@pytest.fixture
+def entry_of(state_dir: Path, as_user: Any) -> Callable[..., Path]:
+    """``entry_of(NEIGHBOUR, {"gpus": {}})``: the living entry, without a door, of a process of that user that says this
+    in it."""
+
+    def make(uid: int, said: dict[str, Any], part: str = "claims", number: int = 1) -> Path:
+        def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+            with Directory(str(state_dir), part) as directory:
+                name, _held = make_entry(directory, number, said, by_children=False)
+                say(name)
+                listen()
+
+        return state_dir / part / as_user(work, uid=uid).hear()
+
+    return make
 
 
 @pytest.fixture

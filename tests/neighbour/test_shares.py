@@ -1,19 +1,12 @@
-"""What a neighbour writes into the record of a share: it overbooks no GPU, and charges no limit."""
+"""What a neighbour says of a share of its own: it overbooks no GPU, and charges no limit of others."""
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-import safe_gpu
-from safe_gpu.coordination import socket_names as names
-from safe_gpu.coordination.leases.file_names import slot_name
-from safe_gpu.selection.sharing import share_capacity
-from safe_gpu.status.gather import gather
-from safe_gpu.status.render import render
+from support.claims import claim
 
 VICTIM, OTHER, NEIGHBOUR = 4711, 4712, 4713
 GIB = 1 << 30
@@ -27,7 +20,7 @@ def share(state_dir: Path, as_user: Any) -> Callable[..., str]:
 
     def start(uid: int, size: str, *, only: int = 0) -> str:
         def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
-            owner = safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0, only=only, share=size)
+            owner = claim(1, only=only, share=size)
             say(owner.devices_taken)
             listen()
 
@@ -37,69 +30,41 @@ def share(state_dir: Path, as_user: Any) -> Callable[..., str]:
     return start
 
 
-@pytest.fixture
-def forge(state_dir: Path, ground: Any, as_user: Any) -> Callable[[int], None]:
-    """``forge(SHARE)`` writes that share into the record of the first slot of GPU 0, as anybody may."""
-
-    def write(share: int) -> None:
-        path = state_dir / "leases" / slot_name(ground.uuids[0], 0)
-
-        def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
-            path.write_text(json.dumps({**json.loads(path.read_text()), "share": share}) + "\n")
-            say("written")
-
-        assert as_user(work, uid=NEIGHBOUR).hear() == "written"
-
-    return write
-
-
-def test_a_smaller_share_in_a_record_overbooks_no_gpu(share: Any, forge: Any) -> None:
-    assert share(VICTIM, "60GiB") == "[0]"
-    forge(GIB)
-    assert "NotEnoughGpusError" in share(OTHER, "40GiB")
-    forge(60 * GIB)
-    assert share(OTHER, "10GiB") == "[0]"
-
-
-@pytest.fixture
-def limited(rules: Any) -> None:
-    """Everybody may hold one GPU."""
-    rules("[default]\nmax_gpus = 1")
-
-
-@pytest.mark.parametrize(("forged", "name"), [(1 << 50, False), (78 * GIB, False), (78 * GIB, True)])
-def test_a_larger_share_in_a_record_charges_no_limit(
-    limited: None, state_dir: Path, ground: Any, as_user: Any, share: Any, forge: Any, forged: int, name: bool
+@pytest.mark.parametrize(
+    ("said", "room"),
+    [(-60 * GIB, 20), (0, 20), ("x", 20), (1e30, 20), (GIB, 19), (60 * GIB, 0), (1 << 60, 0), (1 << 61, 20), (None, 0)],
+)
+def test_what_a_neighbour_says_of_its_share_overbooks_no_gpu_and_charges_no_limit(
+    rules: Any, share: Any, entry_of: Any, ground: Any, said: object, room: int
 ) -> None:
-    """Also where the neighbour binds the name that goes with it."""
-    assert share(VICTIM, "40GiB") == "[0]"
-    forge(forged)
-
-    def bind(say: Callable[[object], None], listen: Callable[[], str]) -> None:
-        place, prefix = (state_dir / "leases").stat(), names.simulated_prefix(str(state_dir / "simulated"))
-        kept = names.take_name(names.amount_of(names.slot_of(ground.uuids[0], 0, prefix), forged, place))
-        say(kept is not None)
-        listen()
-
-    if name:
-        assert as_user(bind, uid=NEIGHBOUR).hear() == "True"
-    assert share(VICTIM, "60GiB", only=1) == "[1]"
+    """It takes of the room that is left at most; what is no share counts for nothing."""
+    rules("[default]\nmax_gpus = 1")
+    assert share(VICTIM, "60GiB") == "[0]"
+    entry_of(NEIGHBOUR, {"gpus": {ground.uuids[0]: said}, "parts": {ground.uuids[0]: 0}, "uid": VICTIM, "pid": 1})
+    assert "NotEnoughGpusError" in share(OTHER, f"{room + 1}GiB")
+    if room:
+        assert share(OTHER, f"{room}GiB") == "[0]"
+    assert "you hold 0.75 of your 1 GPU" in share(VICTIM, "30GiB", only=1)
+    assert share(VICTIM, "20GiB", only=1) == "[1]"
 
 
-def test_a_share_counts_as_what_it_is(limited: None, share: Any) -> None:
-    assert share(VICTIM, "40GiB") == "[0]"
-    assert "you hold 0.5 of your 1 GPU" in share(VICTIM, "60GiB", only=1)
-    assert share(VICTIM, "30GiB", only=1) == "[1]"
+HOLD_A_SHARE = """
+import safe_gpu
+owner = safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0, share="60GiB")
+say(*owner.devices_taken)
+listen()
+"""
 
 
-def test_status_says_what_is_hearsay(state_dir: Path, ground: Any, share: Any, forge: Any) -> None:
-    assert share(VICTIM, "40GiB") == "[0]"
-    assert share(OTHER, "10GiB") == "[0]"
-    before = gather().gpus[0]
-    assert [(one.share, one.note) for one in before.shares] == [(40 * GIB, ""), (10 * GIB, "")]
-    forge(1 << 50)
-    status = gather()
-    first, second = status.gpus[0].shares
-    assert (first.user, first.note) == ("4711", "its share is only what its record says")
-    assert (first.share, second.share, second.note) == (share_capacity(status.gpus[0].gpu), 10 * GIB, "")
-    assert "its share is only what its record says" in render(status, width=200, color=False)
+@pytest.mark.parametrize("wanted", [{}, {"share": "30GiB"}])
+def test_a_neighbour_does_not_vouch_for_a_part_of_another_state_directory(
+    state_dir: Path, child: Any, entry_of: Any, ground: Any, monkeypatch: pytest.MonkeyPatch, wanted: dict[str, str]
+) -> None:
+    """Of two claims of a neighbour one is inside the other, so it takes no room, and says that it has that part."""
+    monkeypatch.setenv("SAFE_GPU_SIMULATED_DIR", str(state_dir / "simulated"))
+    holder = child(HOLD_A_SHARE, env={"SAFE_GPU_DIR": str(state_dir.parent / "other")})
+    assert holder.hear() == "0"
+    entry_of(NEIGHBOUR, {"gpus": {}, "token": "t"})
+    entry_of(NEIGHBOUR, {"gpus": {ground.uuids[0]: None}, "inside": "t", "parts": {ground.uuids[0]: 0}})
+    with claim(1, **wanted) as owner:
+        assert owner.devices_taken == [1]

@@ -18,8 +18,8 @@ from safe_gpu.coordination.entry import Entry, make_entry, said_by_this_process
 from safe_gpu.coordination.holders import (
     Claims,
     claim_around,
+    claims_now,
     gpus_of_scope,
-    held_elsewhere,
     holder_of,
     lives_here,
     living_claims,
@@ -285,9 +285,9 @@ def test_what_another_state_directory_holds_is_seen_by_its_doors() -> None:
         assert doors.take_share(shared, ())
         assert own.take_whole(free, ())
         here = [entry(1, [free], parts={})]
-        assert held_elsewhere(uuids, Claims(here)) == {whole, shared}
+        assert claims_now(uuids, "", lambda: here)[1] == {whole, shared}
         known = [*here, entry(2, {shared: GIB}, parts={shared: doors.parts[shared]}), entry(3, [whole])]
-        assert held_elsewhere(uuids, Claims(known)) == set()
+        assert claims_now(uuids, "", lambda: known)[1] == set()
     finally:
         doors.release()
         own.release()
@@ -298,4 +298,4 @@ def test_without_sockets_nothing_is_held_elsewhere(monkeypatch: pytest.MonkeyPat
         raise PermissionError("no sockets")
 
     monkeypatch.setattr(Doors, "are_taken", refuse)
-    assert held_elsewhere(["GPU-a"], Claims([])) == set()
+    assert claims_now(["GPU-a"], "", list)[1] == set()

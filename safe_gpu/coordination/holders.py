@@ -134,7 +134,8 @@ def holder_of(entry: Entry, heir: Callable[[Entry], int | None] = heir_of) -> Le
     said = said_by(entry)._replace(user=procfs.user_name(entry.uid) if entry.uid >= 0 else None)
     if said.namespace:
         return said._replace(pid=entry.pid)  # its own number there
-    if lives_here(entry) or (not procfs.exists(entry.pid) and not procfs.has_ended(entry.pid)):  # one that is hidden
+    is_hidden = entry.pid and not procfs.exists(entry.pid) and not procfs.has_ended(entry.pid)
+    if is_hidden or lives_here(entry):
         return said._replace(command=command_of(entry.pid, said.command))
     return said._replace(pid=heir(entry), start=None, left_by=entry.pid)
 
@@ -174,8 +175,8 @@ def _elsewhere(uuids: Iterable[str], claims: Claims, tree: str) -> set[str]:
     """Return those of these GPUs that no living claim here has all of, and whose doors are held by others."""
     with suppress(OSError):  # no sockets here: entries alone count
         doors = Doors(tree)
-        here = {uuid for uuid in uuids if any(one.gpus[uuid] is None for one in claims.on(uuid))}
-        return {uuid for uuid in {*uuids} - here if doors.are_taken(uuid, claims.parts(uuid))}
+        not_here = (uuid for uuid in uuids if all(one.gpus[uuid] is not None for one in claims.on(uuid)))
+        return {uuid for uuid in not_here if doors.are_taken(uuid, claims.parts(uuid))}
     return set()
 
 

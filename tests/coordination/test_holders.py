@@ -68,7 +68,10 @@ UNKNOWN = entry(7, "a", -1, token="t")
         ([SHARE, TICKET], "a", "", [SHARE]),
     ],
 )
-def test_who_takes_room_from_a_claim(living: list[Entry], uuid: str, inside: str, in_the_way: list[Entry]) -> None:
+def test_who_takes_room_from_a_claim(
+    living: list[Entry], uuid: str, inside: str, in_the_way: list[Entry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: ANNA)
     assert Claims(living).on(uuid, inside) == in_the_way
 
 

@@ -1,35 +1,27 @@
 """The owner of the state directory is its first user: he may rename and remove what others make there, sticky bit or
 not. Nobody, root above all, is led to change, write or make anything elsewhere by that."""
 
-import contextlib
-import errno
-import json
-import logging
 import os
-import re
-import select
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safe_gpu.coordination.leases.file_names import lease_name
-from safe_gpu.coordination.locks.host_lock import HostLock
 from support.claims import claim
+from support.ground import locked_host
 from support.processes import own_network
 
-import safe_gpu
-from safe_gpu.coordination import history, socket_names
-from safe_gpu.coordination import state_dir as files
-from safe_gpu.coordination import state_dir as owners
+from safe_gpu.coordination import history
+from safe_gpu.coordination import state_dir as state_dir_module
+from safe_gpu.coordination.doors import Doors
 from safe_gpu.errors import StateDirError
 
 from .conftest import exchange
 
-OWNER, OTHER = 4711, 4712
+OWNER = 4711
 PRIVATE = 0o100600
 RACE = 60.0 if os.environ.get("SAFE_GPU_REQUIRE_REAL") == "1" else 0.5  # seconds; tests run without the variable
 
@@ -39,7 +31,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be the
 @pytest.fixture
 def owned(state_dir: Path) -> Path:
     """A state directory of another user, which is used already."""
-    with HostLock(time.monotonic() + 30):
+    with locked_host():
         pass
     for part in (state_dir, *state_dir.iterdir()):
         os.chown(part, OWNER, OWNER)
@@ -55,11 +47,11 @@ def victim(open_tmp: Path) -> Path:
 
 
 @pytest.fixture
-def exchanged_after(monkeypatch: pytest.MonkeyPatch, owned: Path, victim: Path) -> Callable[..., list[str]]:
-    """Put a link to the victim in the place of a new directory, after the n-th system call that concerns it."""
+def exchanged_after(monkeypatch: pytest.MonkeyPatch, victim: Path) -> Callable[..., list[str]]:
+    """Put a link to the victim in the place of what is being made, after the n-th system call that concerns it."""
 
-    def arrange(place: int, part: str) -> list[str]:
-        trap = owned / "trap"
+    def arrange(place: int, directory: Path, pattern: str) -> list[str]:
+        trap = directory / "trap"
         trap.symlink_to(victim)
         calls: list[str] = []
         own: list[bool] = []
@@ -70,7 +62,7 @@ def exchanged_after(monkeypatch: pytest.MonkeyPatch, owned: Path, victim: Path) 
                 if own:
                     return result
                 own.append(True)
-                if made := [entry for entry in owned.glob(f".{part}.*") if not entry.is_symlink()]:
+                if made := [entry for entry in directory.glob(pattern) if not entry.is_symlink()]:
                     calls.append(name)
                     if len(calls) == place:
                         assert exchange(made[0], trap) == 0
@@ -79,30 +71,37 @@ def exchanged_after(monkeypatch: pytest.MonkeyPatch, owned: Path, victim: Path) 
 
             return call
 
-        for name in ("mkdir", "open", "fstat", "listdir", "fchmod", "stat"):
+        for name in ("mkdir", "open", "fstat", "listdir", "fchmod", "stat", "write"):
             monkeypatch.setattr(os, name, after(name, getattr(os, name)))
         return calls
 
     return arrange
 
 
+def remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+    path.unlink(missing_ok=True)
+
+
+CALLS = {"claims": 5, "queue": 5, "history": 5, "host.lock": 2, "entry": 4}
+"""How many system calls concern what is being made."""
+
+
 @needs_root
-@pytest.mark.parametrize("part", ["leases", "queue", "history"])
-@pytest.mark.parametrize("place", range(1, 8))
-def test_a_directory_in_the_making_is_no_way_to_another_file(
-    owned: Path, victim: Path, exchanged_after: Any, part: str, place: int
+@pytest.mark.parametrize(("part", "place"), [(part, n + 1) for part, most in CALLS.items() for n in range(most)])
+def test_what_is_being_made_is_no_way_to_another_file(
+    owned: Path, victim: Path, ground: Any, exchanged_after: Any, part: str, place: int
 ) -> None:
-    shutil.rmtree(owned / part, ignore_errors=True)
-    calls = exchanged_after(place, part)
+    if part == "entry":
+        calls = exchanged_after(place, owned / "claims", "." + "[0-9a-f]" * 16)
+    else:
+        remove(owned / part)
+        calls = exchanged_after(place, owned, f".{part}.*")
     try:
-        if part == "history":
-            history.append([b"{}\n"], time.time())
-        else:
-            with HostLock(time.monotonic() + 30):
-                pass
+        claim().release_gpus()
     except StateDirError:
         pass
-    assert len(calls) >= min(place, 4), "the exchange took place"
+    assert len(calls) >= place, "the exchange took place"
     assert victim.stat().st_mode == PRIVATE
     assert victim.read_text() == "precious"
 
@@ -122,7 +121,7 @@ while True:
     while data:
         length = struct.unpack_from("iIII", data)[3]
         name, data = data[16:16 + length].rstrip(b"\\0"), data[16 + length:]
-        if name.startswith((b".queue.", b".leases.", b".history.")):
+        if name.startswith((b".queue.", b".claims.", b".history.", b".host.lock.")):
             libc.renameat2(-100, name, -100, b"trap", 2)
             for left in (name, b"trap"):
                 try:
@@ -148,11 +147,10 @@ def test_a_race_with_the_owner_is_never_lost(owned: Path, victim: Path, child: A
     rounds = made = 0
     while time.monotonic() < until or rounds < 200 or not made:  # until somebody gets through
         rounds += 1
-        for part in ("leases", "queue", "history"):
-            shutil.rmtree(owned / part, ignore_errors=True)
-            (owned / part).unlink(missing_ok=True)
+        for part in ("claims", "queue", "history", "host.lock"):
+            remove(owned / part)
         try:
-            with HostLock(time.monotonic() + 30):
+            with locked_host():
                 made += 1
         except StateDirError:
             pass
@@ -163,187 +161,49 @@ def test_a_race_with_the_owner_is_never_lost(owned: Path, victim: Path, child: A
 
 @needs_root
 @pytest.mark.parametrize("owner", [OWNER, 0])
-@pytest.mark.parametrize("name", ["host.lock", "leases/{lease}", "history/{month}.jsonl", "queue/1.ticket"])
+@pytest.mark.parametrize("name", ["host.lock", "claims/1.{zeros}", "history/{month}.jsonl", "queue/1.{zeros}"])
 def test_a_file_that_was_moved_here_is_not_written(
     owned: Path, victim: Path, ground: Any, name: str, owner: int
 ) -> None:
-    """Also in a directory of root's: who owns the directory in which root has made a file may move it away."""
-    place = owned / name.format(lease=lease_name(ground.uuids[0]), month=history.month_of(time.time()))
+    """Also in a directory of root's: who owns the directory in which root has made a file may move it away. At most
+    that name of it is removed, as that of an entry of root's that is dead."""
+    place = owned / name.format(zeros="0" * 16, month=history.month_of(time.time()))
     place.parent.mkdir(exist_ok=True)
     for directory in (owned, place.parent):
         os.chown(directory, owner, owner)
     place.unlink(missing_ok=True)
-    victim.rename(place)
+    os.link(victim, place)
     try:
-        safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0).release_gpus()
+        claim().release_gpus()
     except StateDirError:
         assert name == "host.lock"
-    assert place.read_text() == "precious"
-    assert place.stat().st_mode == PRIVATE
-
-
-def without_unnamed_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    genuine = os.open
-
-    def no_tmpfile(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-        return genuine(path, flags, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", no_tmpfile)
-
-
-@needs_root
-def test_root_makes_no_file_under_a_name_that_another_user_may_replace(owned: Path, monkeypatch) -> None:
-    with HostLock(time.monotonic() + 30):
-        pass  # as anybody does, where files without names can be made
-    (owned / "host.lock").unlink()
-    without_unnamed_files(monkeypatch)
-    refusal = r"belongs to 4711, and root makes a file in there only before it has a name"
-    with pytest.raises(StateDirError, match=refusal), HostLock(time.monotonic() + 30):
-        pass
-    assert sorted(os.listdir(owned)) == ["leases", "queue"]
+    assert victim.read_text() == "precious"
+    assert victim.stat().st_mode == PRIVATE
 
 
 # What is said
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if "can remove the leases" in record.getMessage()]
-
-
-@pytest.fixture
-def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The owners of no directory are known yet, and no claim was told."""
-    files.owners_of.cache_clear()
-    monkeypatch.setattr(files, "_told", set())
-
-
-@pytest.fixture
-def unnamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel refuses names."""
-
-    def refuse(name: str) -> None:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(socket_names, "take_name", refuse)
-
-
 @needs_root
-@pytest.mark.parametrize("place", [".", "leases", "lease"])
-def test_a_claim_that_cannot_have_names_says_once_who_can_remove_its_lease(
-    owned: Path, ground: Any, unseen: None, unnamed: None, caplog: pytest.LogCaptureFixture, place: str
+@pytest.mark.parametrize("why", ["", "it has no doors", "this network namespace seems not to be the host's"])
+def test_a_claim_whose_entry_alone_counts_says_once_who_can_remove_it(
+    owned: Path, ground: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    claim().release_gpus()
-    caplog.clear()
-    files._told.clear()
-    files.owners_of.cache_clear()
-    lease = owned / "leases" / lease_name(ground.uuids[0])
-    for part in (owned, *owned.iterdir(), lease):
-        os.chown(part, 0, 0)
-    claim().release_gpus()
-    assert said(caplog) == []
-    files.owners_of.cache_clear()
-    os.chown(lease if place == "lease" else owned / place, OWNER, OWNER)
-    claim().release_gpus()
-    claim().release_gpus()
-    (line,) = said(caplog)
-    assert line.startswith(f"{OWNER} can remove the leases of this claim in {owned}, and nothing else keeps others off")
-    assert line.endswith(f"since its names cannot be bound: as root: safe-gpu setup --state-dir {owned}")
+    def refuse(*arguments: object) -> None:
+        raise PermissionError(1, "not permitted")
 
-
-@needs_root
-def test_a_claim_that_has_names_says_nothing_of_it(owned: Path, ground: Any, unseen: None, caplog: Any) -> None:
-    if not owners.sees_network_devices():
-        pytest.skip("this network namespace has no network device")
-    claim().release_gpus()
-    assert said(caplog) == []
-
-
-@needs_root
-def test_doctor_says_it_too(owned: Path, ground: Any, command: Any) -> None:
-    claim().release_gpus()
-    out = " ".join(command.run("doctor").stdout.split())
-    assert f"4711 can remove other users' files in {owned}, root's too" in out
-    assert f"fix: as root: safe-gpu setup --state-dir {owned}" in out
-
-
-@pytest.fixture
-def namespace() -> Iterator[None]:
-    """A network namespace of this process's own."""
+    monkeypatch.setattr(state_dir_module, "_told", set())
+    if not why:
+        monkeypatch.setattr(state_dir_module, "sees_network_devices", lambda: True)
+    elif "doors" in why:
+        monkeypatch.setattr(Doors, "take_whole", refuse)
     with own_network():
-        yield
-
-
-@needs_root
-@pytest.mark.parametrize("owner", [OWNER, OTHER, 0])
-@pytest.mark.parametrize("place", ["directories", "lease"])
-def test_a_claim_in_a_network_of_its_own_says_who_can_remove_its_lease(
-    owned: Path, ground: Any, namespace: None, unseen: None, as_user: Any, owner: int, place: str
-) -> None:
-    claim().release_gpus()
-    for part in (owned, *owned.iterdir()):
-        os.chown(part, owner if place == "directories" else 0, 0)
-    os.chown(owned / "leases" / lease_name(ground.uuids[0]), owner if place == "lease" else 0, 0)
-
-    def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
-        files.owners_of.cache_clear()
-        files._told.clear()
-        told: list[str] = []
-        log = logging.getLogger("safe_gpu")
-        log.handlers = [logging.Handler()]
-        log.handlers[0].emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-        claim().release_gpus()
-        say([line for line in told if "can remove the leases of this claim" in line])
-
-    heard = as_user(work, uid=OTHER).hear()
-    assert (f"{OWNER} can remove the leases" in heard) is (owner == OWNER), heard
-    assert ("seems not to be the host's" in heard) is (owner == OWNER), heard
-
-
-@needs_root
-@pytest.mark.parametrize("orphan", [False, True], ids=["another network", "a child of a dead claimer"])
-def test_status_marks_a_claim_whose_lease_another_user_can_remove(
-    owned: Path, ground: Any, as_user: Any, ask: Any, orphan: bool
-) -> None:
-    for part in (owned, *owned.iterdir()):
-        os.chown(part, 0, 0)
-    claim().release_gpus()  # makes the lease file
-    os.chown(owned / "leases" / lease_name(ground.uuids[0]), OWNER, OWNER)
-
-    def hold(say: Callable[[object], None], listen: Callable[[], str]) -> None:
-        safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0)
-        if orphan:
-            claimer = os.pidfd_open(os.getpid())
-            if os.fork():
-                os._exit(0)
-            select.select([claimer], [], [])  # it has ended
-        say("held")
-        listen()
-
-    with contextlib.nullcontext() if orphan else own_network():
-        holder = as_user(hold, uid=OTHER)
-        assert holder.hear() == "held"
-    try:
-        table = ask("status").stdout
-        assert re.search(r"^ *0 +at risk", table, re.MULTILINE), table
-        assert "1 at risk" in table
-        assert f"nothing but its lease keeps others off it, and {OWNER} can remove that" in " ".join(table.split())
-        held = json.loads(ask("status", "--json").stdout)["gpus"][0]
-        assert held["state"] == "claimed"
-        assert held["claim"]["removable_by"] == str(OWNER)
-        os.chown(owned / "leases" / lease_name(ground.uuids[0]), 0, 0)
-        assert json.loads(ask("status", "--json").stdout)["gpus"][0]["claim"]["removable_by"] is None
-        assert " at risk" not in ask("status").stdout
-    finally:
-        holder.tell()
-
-
-@needs_root
-def test_status_does_not_mark_a_claim_that_has_its_name(owned: Path, ground: Any, ask: Any) -> None:
-    with safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0):
-        assert " at risk" not in ask("status").stdout
-        assert json.loads(ask("status", "--json").stdout)["gpus"][0]["claim"]["removable_by"] is None
+        for _ in range(2):
+            claim().release_gpus()
+    told = [line for record in caplog.records if "can remove the entries" in (line := record.getMessage())]
+    assert len(told) == bool(why)
+    assert all(line.startswith(f"{OWNER} can remove the entries of this claim in {owned}") for line in told)
+    assert all(why in line for line in told)
 
 
 # Who only looks
@@ -364,7 +224,7 @@ def test_who_looks_makes_nothing(state_dir: Path, command: Any, look: tuple[str,
 
 
 def test_status_notes_idle_gpus_only_where_there_is_a_history(state_dir: Path, ground: Any, command: Any) -> None:
-    with safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0):
+    with claim():
         shutil.rmtree(state_dir / "history")
         assert command.run("status").returncode == 0
         assert not (state_dir / "history").exists()

@@ -1,6 +1,5 @@
 """What a neighbour writes comes out as plain text of bounded length, wherever it is shown."""
 
-import fcntl
 import json
 import os
 import time
@@ -11,16 +10,17 @@ from typing import Any
 import pytest
 from support.hostile import TRICK, assert_plain, assert_shown_safely
 
-import safe_gpu
 from safe_gpu.coordination.faults import write_fault
-from safe_gpu.coordination.leases.file_names import lease_name
 from safe_gpu.gpus.devices import GpuFault
+from safe_gpu.host import procfs
 
-LATE = 75
+LATE, NEIGHBOUR = 75, 4711
+WORD = TRICK.replace("/", "")
 
 COMMANDS: list[tuple[object, ...]] = [
     ("status",),
     ("status", "--json"),
+    ("history",),
     ("doctor",),
     ("run", "-n", 8, "--timeout", 0.2, "--", "true"),
     ("wait", "-n", 8, "--timeout", 0.2),
@@ -28,45 +28,40 @@ COMMANDS: list[tuple[object, ...]] = [
 
 
 @pytest.fixture
-def tricks(state_dir: Path, ground: Any, child: Callable[..., Any]) -> int:
-    """Tricks in the arguments of a holder, in its record, in a note and in a ticket; the pid of the holder."""
-    safe_gpu.GPUOwner(8, safe_gpu.NoPlaceholder(), affinity=None, timeout=0).release_gpus()
-    names = [lease_name(uuid) for uuid in ground.uuids]
-    holder = child(
-        "import fcntl, os, subprocess\n"
-        f"os.chdir({str(state_dir / 'leases')!r})\n"
-        f"kept = [open(name, 'r+') for name in {names[:2]!r}]\n"
-        "for file in kept: fcntl.flock(file, fcntl.LOCK_EX); os.set_inheritable(file.fileno(), True)\n"
-        f"os.execlp('sh', {TRICK!r}, '-c', 'echo held; read x', {TRICK!r}, {TRICK * 200!r})\n"
-    )
+def tricks(state_dir: Path, ground: Any, child: Callable[..., Any], entry_of: Any) -> int:
+    """Tricks in the arguments of a holder, in entries and their names, in a ticket and in a note; its pid."""
+    run = f"os.execlp('sh', {TRICK!r}, '-c', 'echo held; read x', {TRICK!r}, {TRICK * 200!r})"
+    holder = child(f"import os\n{run}")
     assert holder.hear() == "held"
-    trick = f"{TRICK}\x00"  # no argument can have that
-    record = {"pid": holder.pid, "uid": 0, "user": trick, "host": trick, "job": trick, "command": trick, "since": 1}
-    (state_dir / "leases" / names[0]).write_text(json.dumps(record))
-    (state_dir / "leases" / names[1]).write_text(json.dumps({**record, "pid": os.getpid()}))  # forged
+    texts = {"user": TRICK, "host": TRICK, "job": TRICK, "command": TRICK * 200, TRICK: TRICK}
+    here = {"start": procfs.start_time(holder.pid), "pidns": procfs.pid_namespace(), "since": time.time() - 9}
+    ground.hold(0, pid=holder.pid, **texts)
+    entry_of(NEIGHBOUR, {"gpus": {ground.uuids[1]: None}, "pid": holder.pid, **here, **texts})
+    entry_of(NEIGHBOUR, {"gpus": {ground.uuids[2]: 5, TRICK: None}, "parts": {TRICK: 0}, "pid": 1, "pidns": 7, **texts})
+    entry_of(NEIGHBOUR, {"gpus": ground.uuids, "nb_gpus": 1, "near": TRICK, TRICK: TRICK, **texts}, part="queue")
+    entry_of(NEIGHBOUR, {"gpus": {ground.uuids[3]: TRICK}, **texts})
+    dead = {"gpus": {ground.uuids[4]: None}, "pid": 1, "v": 1, "since": time.time() - 9, **texts}
+    (state_dir / "claims" / f"9.{'9' * 16}").write_text(json.dumps(dead))
+    for part in ("claims", "queue"):
+        (state_dir / part / WORD).write_text(TRICK)
+    write_fault(str(state_dir), ground.uuids[5], GpuFault(time.time(), "makes the directory"))
     note = {"when": time.time(), "error": TRICK}
-    write_fault(str(state_dir), ground.uuids[2], GpuFault(time.time(), "makes the directory"))
-    (state_dir / "faults" / f"{ground.uuids[2]}.{os.geteuid()}").write_text(json.dumps(note))
+    (state_dir / "faults" / f"{ground.uuids[5]}.{os.geteuid()}").write_text(json.dumps(note))
     return int(holder.pid)
 
 
 def test_tricks_of_text(state_dir: Path, ground: Any, command: Any, tricks: int) -> None:
-    request = {"nb_gpus": 1, "gpus": ground.uuids}
-    with open(state_dir / "queue" / "1.ticket", "w") as file:
-        json.dump({"pid": os.getpid(), "user": TRICK, "since": 1, "request": request}, file)
-        file.flush()
-        fcntl.flock(file, fcntl.LOCK_EX)
-        for arguments in COMMANDS:
-            done = command.run(*arguments)
-            text = done.stdout + done.stderr
-            assert "evil" in text or arguments[0] in ("run", "wait", "doctor")
-            assert_shown_safely(text)
-            if "--json" in arguments:
-                assert_plain(json.loads(done.stdout))
+    for arguments in COMMANDS:
+        done = command.run(*arguments)
+        text = done.stdout + done.stderr
+        assert "evil" in text or arguments[0] != "status"
+        assert_shown_safely(text)
+        if "--json" in arguments:
+            assert_plain(json.loads(done.stdout))
 
 
 def test_a_refusal_that_names_the_holders(command: Any, tricks: int) -> None:
     done = command.run("run", "-n", 8, "--timeout", 0.2, "--", "true")
-    assert done.returncode == LATE, "nobody is refused for the parent that the second record names"
+    assert done.returncode == LATE
     assert str(tricks) in done.stderr
     assert_shown_safely(done.stderr)

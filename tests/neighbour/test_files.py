@@ -1,203 +1,295 @@
-"""What a neighbour's files do to claims and waiters of others: links, tickets of his, and many of both."""
+"""What a neighbour's names and entries do to claims of others: many, strange, linked, dead or alive. They cost little
+under host.lock, hide no claim, and are claims of nobody else."""
 
-import fcntl
 import json
 import os
+import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safe_gpu.coordination.files.state_dir import StateDir
-from safe_gpu.coordination.leases.file_names import lease_name
-from safe_gpu.coordination.locks.host_lock import HostLock
-from safe_gpu.coordination.queue.listing import Listing
-from safe_gpu.coordination.queue.live import live_tickets
-from safe_gpu.coordination.queue.ticket import TicketRequest
-from safe_gpu.coordination.queue.waiter import Waiter
 from support.claims import claim
 
-from safe_gpu.coordination.queue import live as tickets
-from safe_gpu.errors import NotEnoughGpusError, StateDirError
-from safe_gpu.status.gather import gather
+import safe_gpu
+from safe_gpu.coordination import entry as entry_module
+from safe_gpu.coordination.directory import Directory
+from safe_gpu.coordination.entry import MOST_NAMES, make_entry
+from safe_gpu.coordination.held import Held
+from safe_gpu.coordination.host_lock import Host
+from safe_gpu.coordination.queue import waiting_tickets
+from safe_gpu.errors import StateDirError
+from safe_gpu.host import procfs
 
 NEIGHBOUR, VICTIM = 4711, 4712
-MOST = 1000  # tickets of one user that count
+MANY = 60_000
+LONGEST = 0.06  # seconds of processor time under host.lock
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give files away")
 
 
 @pytest.fixture
 def used(state_dir: Path, ground: Any) -> Path:
-    with HostLock(time.monotonic() + 30):
-        return state_dir
+    claim().release_gpus()
+    return state_dir
 
 
-# Leases that are links
+def fill(directory: Path, contents: list[bytes], number: int, uid: int = NEIGHBOUR) -> None:
+    """Make that many dead entries of a neighbour. Most are names of a few files, which takes less time."""
+    first: list[str] = []
+    fd = os.open(directory, os.O_RDONLY)
+    for place in range(1, number + 1):
+        name = f"{place}.{place:016x}"
+        if len(first) < len(contents):
+            (directory / name).write_bytes(contents[place - 1])
+            os.chown(directory / name, uid, uid)
+            (directory / name).chmod(0o644)
+            first.append(name)
+        else:
+            os.link(first[place % len(first)], name, src_dir_fd=fd, dst_dir_fd=fd)
+    os.close(fd)
 
 
-def link(used: Path, source: str, index: int, ground: Any) -> None:
-    os.link(used / source, used / "leases" / lease_name(ground.uuids[index]))
+class Cost:
+    """What looks take while host.lock is held: seconds of processor time, and files that are opened."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.opened: list[int] = []
+        self._opened = -1
+
+    def watch(self, patch: pytest.MonkeyPatch) -> None:
+        locked, opened = Host.locked, entry_module.open_entry
+
+        @contextmanager
+        def timed(host: Host, *arguments: Any) -> Iterator[None]:
+            with locked(host, *arguments):
+                self._opened, began = 0, time.thread_time()
+                try:
+                    yield
+                finally:
+                    self.seconds.append(time.thread_time() - began)
+                    self.opened.append(self._opened)
+                    self._opened = -1
+
+        def count(*arguments: Any) -> int:
+            self._opened += self._opened >= 0
+            return opened(*arguments)
+
+        patch.setattr(Host, "locked", timed)
+        patch.setattr(entry_module, "open_entry", count)
 
 
-def test_a_lease_that_is_a_link_to_host_lock_is_closed(used: Path, ground: Any, command: Any) -> None:
-    link(used, "host.lock", 1, ground)
-    with pytest.raises(StateDirError, match=r"is closed: a hard link to host\.lock; who made it is not known"):
-        claim(only=1)
-    with claim(only="0,1") as owner:
-        assert owner.devices_taken == [0]
-    one = gather().gpus[1]
-    assert (one.state, one.claim) == ("unusable", None)
-    assert "a hard link" in one.reason
+def said(part: str, uuids: list[str]) -> bytes:
+    what: dict[str, Any] = {"gpus": dict.fromkeys(uuids)} if part == "claims" else {"gpus": uuids, "nb_gpus": 1}
+    return json.dumps({"v": 1, "pid": 1, **what}).encode()
 
 
-def test_a_lease_that_is_a_link_to_another_one_blames_nobody(used: Path, ground: Any, command: Any) -> None:
-    ground.hold(0)
-    link(used, f"leases/{lease_name(ground.uuids[0])}", 1, ground)
-    for one in gather().gpus[:2]:
-        assert one.state == "claimed", "its lease is held"
-        assert one.claim is not None
-        assert (one.claim.pid, one.claim.user) == (None, None)
-        assert "a hard link" in one.reason
-    with pytest.raises((NotEnoughGpusError, StateDirError)) as caught:
-        claim(only=1)
-    assert f"process {os.getpid()}" not in str(caught.value)
-    with claim() as owner:
-        assert owner.devices_taken == [2]
-    ground.let_go()
-    assert [one.state for one in gather().gpus[:3]] == ["unusable", "unusable", "free"]
+@pytest.mark.parametrize("scope", ["", "0123456789abcdef"], ids=["outside", "in a stale scope"])
+@pytest.mark.parametrize("part", ["claims", "queue"])
+def test_many_names_cost_little_under_host_lock(
+    used: Path, ground: Any, as_user: Any, part: str, scope: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dead entries for all GPUs, and nonsense. They are read before, and only their names are listed under it."""
+    fill(used / part, [said(part, ground.uuids), b"{", b"x" * 60_000], MANY)
+
+    def look(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+        if scope:
+            os.environ["SAFE_GPU_SCOPE"] = scope
+        found = Cost()
+        with pytest.MonkeyPatch.context() as patch:
+            found.watch(patch)
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            taken = [claim(8).release_gpus() for _ in range(3)]
+            grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        say(json.dumps([len(taken), min(found.seconds), max(found.opened), grown / 1024]))
+
+    answer = as_user(look, uid=VICTIM).hear()
+    taken, seconds, opened, grown = json.loads(answer)
+    assert taken == 3
+    assert opened <= 2
+    assert seconds < LONGEST
+    assert grown < 64, "MiB"
 
 
-def test_a_link_under_a_name_that_is_no_gpus_closes_nothing(used: Path, ground: Any) -> None:
-    ground.hold(0)
-    for name in ("a.lock", "GPU-unknown.lock", "x"):
-        os.link(used / "leases" / lease_name(ground.uuids[0]), used / "leases" / name)
-    assert gather().gpus[0].reason.count("a hard link") == 0
-    ground.let_go()
-    with claim(only=0) as owner:
-        assert owner.devices_taken == [0]
+def test_names_beyond_the_most_refuse_claims_and_name_their_owner(used: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(entry_module, "MOST_NAMES", 50)
+    fill(used / "claims", [b""], 60)
+    with pytest.raises(
+        StateDirError, match=rf"60 names, of which 60 are of {procfs.user_name(NEIGHBOUR)}, who or root"
+    ):
+        claim()
+    assert MOST_NAMES == 65_536
+    for path in (used / "claims").iterdir():
+        path.unlink()
+    claim().release_gpus()
 
 
-# Tickets
-
-
-def ahead_of(request: TicketRequest) -> list[int]:
-    """The numbers of the live tickets of which a newcomer knows, the nearest first."""
-    listing, found = Listing(), []
-    with StateDir(os.environ["SAFE_GPU_DIR"]) as root, StateDir("queue", root) as queue:
-        listing.update(queue)
-    waiter = Waiter(request, listing)
-    with HostLock(time.monotonic() + 30) as host:
-        one = waiter.nearest(host)
-        while one is not None:
-            found.append(one.ticket.seq)
-            one = waiter.nearest(host, beyond=one)
-    return found
-
-
-def make_ticket(used: Path, number: int, uid: int, content: str = "", mode: int = 0o644) -> int:
-    """A ticket that is locked for as long as its descriptor is open."""
-    fd = os.open(used / "queue" / f"{number}.ticket", os.O_CREAT | os.O_EXCL | os.O_RDWR)
-    os.write(fd, content.encode())
-    os.fchmod(fd, mode)
-    os.chown(fd, uid, uid)
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    return fd
-
-
-ANY = TicketRequest(1, frozenset({"GPU-0"}))
-REQUEST = json.dumps({"pid": 1, "user": "x", "since": 1.0, "request": {"nb_gpus": 1, "gpus": ["GPU-0"]}})
-
-
-def test_nobody_rewrites_a_ticket_of_another_user(used: Path, as_user: Any) -> None:
-    def wait(say: Callable[[object], None], listen: Callable[[], str]) -> None:
-        waiter = Waiter(ANY)
-        with HostLock(time.monotonic() + 30) as host:
-            waiter.join(host)
-        say("waits")
-        listen()
-
-    def attack(say: Callable[[object], None], listen: Callable[[], str]) -> None:
-        try:
-            os.open(used / "queue" / "1.ticket", os.O_RDWR)
-        except PermissionError:
-            say(f"closed, and {ahead_of(ANY)} ahead")
-
-    waiter = as_user(wait, uid=VICTIM, umask=0)
-    assert waiter.hear() == "waits"
-    assert as_user(attack, uid=NEIGHBOUR).hear() == "closed, and [1] ahead"
+# Entries of a neighbour's
 
 
 @pytest.fixture
-def needs_root() -> None:
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to give files away")
+def make(used: Path) -> Iterator[Callable[..., tuple[Path, Held]]]:
+    """Living entries that say what is given, of a neighbour."""
+    made: list[Held] = []
+
+    def entry(part: str, number: int, uid: int = NEIGHBOUR, **what: Any) -> tuple[Path, Held]:
+        with Directory(str(used), part) as directory:
+            name, held = make_entry(directory, number, what, by_children=False)
+        os.fchown(held.fd, uid, uid)
+        made.append(held)
+        return used / part / name, held
+
+    yield entry
+    for held in made:
+        held.release()
 
 
-def test_of_one_user_a_thousand_tickets_count(used: Path, needs_root: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(1, MOST + 51):
-        os.close(make_ticket(used, number, NEIGHBOUR))
-    victims = [make_ticket(used, MOST + 51 + number, uid, REQUEST) for number, uid in enumerate((VICTIM, 0))]
-    late = make_ticket(used, MOST + 53, NEIGHBOUR, REQUEST)
-    opened: list[int] = []
-    genuine = tickets.open_live
-
-    def counted(host: Any, seq: int, *args: Any) -> Any:
-        opened.append(seq)
-        return genuine(host, seq, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("safe_gpu.coordination.queue.predecessors.open_live", counted)
-        assert ahead_of(ANY) == [MOST + 52, MOST + 51]
-    assert len(opened) == MOST + 2
-    for fd in (*victims, late):
-        os.close(fd)
+NONSENSE: dict[str, dict[str, Any]] = {
+    "a negative share": {"gpus": {"{uuid}": -1}},
+    "a huge share": {"gpus": {"{uuid}": 1 << 61}},
+    "an endless share": {"gpus": {"{uuid}": 1e999}},
+    "text": {"gpus": {"{uuid}": "all"}},
+    "a list": {"gpus": ["{uuid}"]},
+    "a part beyond all": {"gpus": {"{uuid}": None}, "parts": {"{uuid}": 1 << 40}},
+    "version 0": {"v": 0, "gpus": {"{uuid}": None}},
+    "more GPUs than there are": {"gpus": dict.fromkeys(map(str, range(2000)))},
+}
 
 
-def test_links_silence_nobody_and_count_once(used: Path, needs_root: None) -> None:
-    fd = make_ticket(used, 1, VICTIM, REQUEST)
-    for number in range(2, MOST + 3):
-        os.link(used / "queue" / "1.ticket", used / "queue" / f"{number}.ticket")
-    second = make_ticket(used, MOST + 3, VICTIM, REQUEST)
-    assert ahead_of(ANY) == [MOST + 3, 1]
-    with HostLock(time.monotonic() + 30) as host:
-        assert [one.seq for one in live_tickets(host)] == [1, MOST + 3]
-    os.close(fd)
-    os.close(second)
+def with_uuid(what: Any, uuid: str) -> Any:
+    return json.loads(json.dumps(what).replace("{uuid}", uuid))
 
 
-@pytest.mark.parametrize("source", ["host.lock", "leases/{lease}"])
-def test_a_link_to_a_lock_is_no_ticket(used: Path, ground: Any, source: str) -> None:
-    ground.hold(0)
-    os.link(used / source.format(lease=lease_name(ground.uuids[0])), used / "queue" / "1.ticket")
-    assert ahead_of(TicketRequest(1, frozenset(ground.uuids))) == []
+@pytest.mark.parametrize("what", NONSENSE.values(), ids=NONSENSE)
+def test_nonsense_holds_no_gpu(used: Path, ground: Any, make: Any, what: dict[str, Any]) -> None:
+    make("claims", 1, **with_uuid(what, ground.uuids[0]))
+    with claim(8) as owner:
+        assert len(owner.devices_taken) == 8
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"v": 7}, {"since": "soon", "until": [], "queued": -1}, {"new": {"x": 1}}, {"command": "x" * 50_000}],
+    ids=["a later version", "times that are none", "a new key", "a long text"],
+)
+def test_what_is_known_of_a_strange_claim_counts(used: Path, ground: Any, make: Any, more: dict[str, Any]) -> None:
+    make("claims", 1, gpus={ground.uuids[0]: None}, **more)
     with claim() as owner:
         assert owner.devices_taken == [1]
 
 
-def test_nobody_looks_at_all_leases(used: Path, ground: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither for notes of bad GPUs, nor because a ticket has a second link."""
-    for number in range(100):
-        (used / "leases" / f"{number}.lock").touch()
-    fd = make_ticket(used, 1, os.geteuid(), REQUEST)
-    os.link(used / "queue" / "1.ticket", used / "queue" / "2.ticket")
-    looked: list[str] = []
-    genuine = os.stat
+def test_a_claim_under_a_file_lease_counts_for_nothing_and_keeps_nobody_up(
+    used: Path, ground: Any, file_lease: Any
+) -> None:
+    path = used / "claims" / f"1.{1:016x}"
+    path.write_bytes(said("claims", ground.uuids))
+    file_lease(path, NEIGHBOUR)
+    with claim(8) as owner:
+        assert len(owner.devices_taken) == 8
 
-    def spied(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
-        looked.append(str(path))
-        return genuine(path, *args, **kwargs)
 
-    monkeypatch.setattr(os, "stat", spied)
-    listed: list[str] = []
-    list_directory = os.listdir
+@pytest.mark.parametrize("mode", [0o666, 0o664, 0o600, 0o000])
+def test_an_entry_that_changes_its_mode_is_claimed_and_free_as_that_says(
+    used: Path, ground: Any, make: Any, as_user: Any, mode: int
+) -> None:
+    """Of what others may not read, nobody knows anything; what they may write is nobody's word."""
+    path, held = make("claims", 1, gpus={ground.uuids[0]: None})
 
-    def noted(fd: Any) -> list[str]:
-        listed.append(os.readlink(f"/proc/self/fd/{fd}") if isinstance(fd, int) else str(fd))
-        return list_directory(fd)
+    def look(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+        for _ in range(3):
+            say(safe_gpu.get_free_gpus()[0])
+            listen()
 
-    monkeypatch.setattr(os, "listdir", noted)
+    viewer = as_user(look, uid=VICTIM)
+    assert viewer.hear() == "1"
+    os.fchmod(held.fd, mode)
+    viewer.tell()
+    assert viewer.hear() == "0"
+    os.fchmod(held.fd, 0o644)
+    viewer.tell()
+    assert viewer.hear() == "1"
+    assert path.exists()
+
+
+def test_links_of_a_claim_hold_nothing_more_and_end_with_it(used: Path, ground: Any, make: Any) -> None:
+    path, held = make("claims", 1, gpus={ground.uuids[0]: 10 << 30})
+    for number in range(2, 12):
+        os.link(path, used / "claims" / f"{number}.{number:016x}")
+    with claim(8, share="60GiB") as owner:
+        assert len(owner.devices_taken) == 8
+    path.unlink()
+    with claim() as owner:
+        assert owner.devices_taken == [1], "it lives under its other names"
+    held.release()
     with claim() as owner:
         assert owner.devices_taken == [0]
-    assert not any(name.endswith(".lock") and name[:-5].isdigit() for name in looked)
-    assert not any(path.endswith("/leases") for path in listed)
-    os.close(fd)
+
+
+def test_no_living_claim_is_left_out_however_many_a_user_has(used: Path, ground: Any, make: Any) -> None:
+    for number in range(1, 201):
+        make("claims", number, gpus={f"GPU-{number}": None})
+    make("claims", 300, VICTIM, gpus={ground.uuids[0]: None})
+    with claim() as owner:
+        assert owner.devices_taken == [1]
+
+
+def test_what_another_user_left_is_not_touched(used: Path, ground: Any, make: Any, as_user: Any) -> None:
+    paths = []
+    for part in ("claims", "queue"):
+        path, held = make(part, 1, **json.loads(said(part, ground.uuids)))
+        held.release()
+        paths.append((path, path.stat(), path.read_bytes()))
+
+    def look(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+        claim(8).release_gpus()
+        say("released")
+
+    assert as_user(look, uid=VICTIM).hear() == "released"
+    for path, status, content in paths:
+        now = path.stat()
+        assert (now.st_ino, now.st_mtime_ns, now.st_ctime_ns) == (status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+        assert path.read_bytes() == content
+    claim().release_gpus()
+    assert not any(path.exists() for path, _, _ in paths), "root removes them"
+
+
+# Tickets of a neighbour's
+
+
+def test_who_lives_for_ever_in_the_queue_may_be_passed_once_it_is_stopped(
+    used: Path, ground: Any, make: Any, child: Any, eventually: Any
+) -> None:
+    waiter = child("say('here'); listen()", says="here")
+    make("queue", 1, gpus=ground.uuids, nb_gpus=1, pid=waiter.pid, pidns=procfs.pid_namespace())
+    with pytest.raises(safe_gpu.NotEnoughGpusError, match=f"behind {procfs.user_name(NEIGHBOUR)}"):
+        claim()
+    os.kill(waiter.pid, 19)
+    eventually(lambda: procfs.is_stopped(waiter.pid))
+    claim().release_gpus()
+
+
+@pytest.mark.parametrize("number", [10**12 + 10, 10**17, 10**18 - 1])
+def test_a_huge_number_uses_no_numbers_up(used: Path, ground: Any, make: Any, number: int) -> None:
+    """Else one entry of another user, which nobody may remove, would be the last."""
+    for part in ("claims", "queue"):
+        make(part, number, gpus={} if part == "claims" else ["x"], nb_gpus=part == "queue")
+    with claim():
+        (one,) = [entry for entry in ground.claims() if ground.uuids[0] in entry.gpus]
+        assert one.number < 10**6
+
+
+def test_tickets_beyond_a_thousand_of_one_user_stand_in_nobodys_way(
+    used: Path, make: Any, ground: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("safe_gpu.coordination.queue._MOST_OF_ONE_USER", 5)
+    for number in range(1, 6):
+        make("queue", number, gpus=["x"], nb_gpus=1)
+    make("queue", 6, gpus=ground.uuids, nb_gpus=1)
+    assert len(waiting_tickets()) == 5
+    claim().release_gpus()
+    make("queue", 7, VICTIM, gpus=ground.uuids, nb_gpus=1)
+    with pytest.raises(safe_gpu.NotEnoughGpusError, match=f"behind {procfs.user_name(VICTIM)}"):
+        claim()

@@ -42,7 +42,7 @@ _NAME = re.compile(r"(0|[1-9][0-9]{0,17})\.([0-9a-f]{16})")
 _UNFINISHED = re.compile(r"\.[0-9a-f]{16}")
 _LARGEST_GAP = 10**12  # between two numbers that count: who makes a larger one ends no numbers for others
 _UNFINISHED_FOR = 60.0  # seconds that an entry takes to be made at most
-_MOST_DEAD = 1000  # that are read
+_MOST_DEAD = 1000  # that are read, and removed at once
 _MOST_TRIES = 100  # to make one, while somebody removes what is being made
 _GPUS = 1024  # of an entry
 _LONGEST_CAUSE = 100  # characters of why one counts for nothing
@@ -175,12 +175,13 @@ class Entries:
         names = self.directory.names()
         if len(names) > MOST_NAMES:
             raise self._too_many(names)
-        self._dead &= names
-        for known in (self._living, self._unread, self.strange):
-            for name in known.keys() - names:
-                del known[name]
         new = names - self._settled - self._living.keys() - self._unread.keys()
-        self._settled &= names
+        if len(names) - len(new) < len(self._settled) + len(self._living) + len(self._unread):  # some are gone
+            self._settled &= names
+            self._dead &= names
+            for known in (self._living, self._unread, self.strange):
+                for name in known.keys() - names:
+                    del known[name]
         self._unfinished = {name for name in new if _UNFINISHED.fullmatch(name)}
         numbers = []
         for name in new - self._unfinished:
@@ -240,12 +241,14 @@ class Entries:
         Not under host.lock: others wait.
         """
         removed: list[Entry] = []
+        most = _MOST_DEAD
         for name in self._dead | self._unfinished:
             with suppress(OSError):
                 status = os.stat(name, dir_fd=self.directory.fd, follow_symlinks=False)
                 finished = name in self._dead or time.time() - status.st_mtime > _UNFINISHED_FOR
-                if os.geteuid() in (0, status.st_uid) and finished:
-                    found = self._read(name) if len(removed) < _MOST_DEAD else None
+                if most and os.geteuid() in (0, status.st_uid) and finished:
+                    most -= 1
+                    found = self._read(name)
                     os.unlink(name, dir_fd=self.directory.fd)
                     removed += [found] if found is not None else []
         self._dead.clear()

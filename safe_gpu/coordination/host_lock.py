@@ -90,7 +90,7 @@ class Host:
         if at_all or self.claims.directory.is_large():
             self.claims.look()
         if self.queue.directory.is_large():
-            self.queue.refresh()
+            self.queue.look(())
 
     @contextmanager
     def locked(self, deadline: float | None, signals: DeferredSignals) -> Iterator[None]:

@@ -26,7 +26,7 @@ def test_free_gpus_one_on_a_line(busy: None, ask: Any) -> None:
 
 def test_nothing_is_free_where_the_claims_are_not_known(state_dir: Path, ask: Any) -> None:
     state_dir.mkdir()
-    (state_dir / "leases").touch()
+    (state_dir / "claims").touch()
     done = ask("status", "--free")
     assert (done.returncode, done.stdout) == (73, "")
     assert "warning" in done.stderr

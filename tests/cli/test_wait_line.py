@@ -190,14 +190,14 @@ def test_when_it_starts_stays_and_who_holds_what_is_cut(
     command, ground, terminal: Terminal, shown: str, no_color: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NO_COLOR", no_color)
-    ground.hold(*range(8), until=time.time() + 7200)
+    ground.hold(*range(8), until=time.time() + 7200, since=1.0)
     first = command.start("run", "-n", 8, "--for", "1h", "--", "true")
     first.stderr.readline()
     started = command.start("run", "-n", 3, "--for", "9h", "--", "true", stderr=terminal.slave)
     terminal.read_until(lambda: len(set(re.findall(r"waiting 0:\d\d", terminal.raw))) > 1)  # the clock runs
     first, second = terminal.shown
     assert re.fullmatch(shown, first), first
-    assert re.fullmatch(r" {10}GPU 0-7 (says: )?\S+ idle", second), second
+    assert re.fullmatch(r" {10}GPU 0-7 \S+ idle", second), second
     assert terminal.widest < terminal.columns
     assert not re.search(r"\x1b\[[0-9;]*m", terminal.raw)
     started.kill()
@@ -220,7 +220,7 @@ def test_one_line_that_is_wiped_at_the_end(command, ground, terminal: Terminal, 
     assert re.fullmatch(rf"safe-gpu: got GPU 0,1 \(2 x NVIDIA A100-SXM4-80GB, simulated\) after \d+ s{rest}", text)
     assert out == ("started\n" if piped else None)
     if terminal.columns == 80:
-        assert re.search(r"waiting 0:\d\d for 2 GPUs \(0 free\)\r\n {10}GPU 0-6 \w+ · 7 \w+\r", terminal.raw)
+        assert re.search(r"waiting 0:\d\d for 2 GPUs \(0 free\)\r\n {10}GPU 0-7 \w+\r", terminal.raw)
 
 
 def test_who_comes_to_be_the_head_says_whom_it_waits_for_now(command, ground, terminal: Terminal) -> None:
@@ -230,7 +230,7 @@ def test_who_comes_to_be_the_head_says_whom_it_waits_for_now(command, ground, te
     behind = command.start("run", "--", "true", stderr=terminal.slave)
     terminal.read_until(", #2")
     head.terminate()
-    terminal.read_until("GPU 0-7: unknown holder")
+    terminal.read_until("for 1 GPU (0 free); GPU 0-7: ")
     ground.let_go()
     assert behind.wait(60) == 0
 
@@ -274,6 +274,6 @@ def test_a_terminal_that_is_closed_costs_no_place(command, ground, terminal: Ter
     started = command.start("run", "--", "echo", "started", stderr=terminal.slave, start_new_session=True)
     terminal.read_until("waiting")
     terminal.close()
-    assert ground.tickets() == ["1.ticket"]
+    assert len(ground.tickets()) == 1
     ground.let_go()
     assert started.communicate(timeout=60)[0] == "started\n"

@@ -107,7 +107,6 @@ def judge(run: Any, state_dir: Path, ground: Any, dead: Files, living: Files) ->
         pass
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to play another user")
 def test_garbage_in_every_file(run: Any, state_dir: Path, ground: Any) -> None:
     uuids = ground.uuids
 

@@ -16,7 +16,6 @@ from support.forks import forked
 import safe_gpu
 from safe_gpu import ClaimTimeout, NotEnoughGpusError, UnsatisfiableRequestError
 from safe_gpu.claim import variables as shares
-from safe_gpu.coordination.doors import Doors
 from safe_gpu.coordination.queue import waiting_tickets
 from safe_gpu.gpus.devices import Gpu
 from safe_gpu.status.gather import gather
@@ -181,17 +180,6 @@ def test_a_whole_claim_elsewhere_is_met_by_its_doors(sharing: Any, elsewhere: di
     assert sharing(6, env=elsewhere).devices == (0, 1, 2, 3, 4, 5)
     assert sharing(2, share="1GiB").devices == (6, 7)
     assert try_claim(3, share="1GiB") is None
-
-
-def test_where_doors_cannot_be_taken_entries_count(sharing: Any, ground: Any, monkeypatch: Any, caplog: Any) -> None:
-    def refuse(*arguments: object) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    sharing(share="60GiB")
-    monkeypatch.setattr(Doors, "take_share", refuse)
-    assert try_claim(1, share="30GiB") == (1,)
-    assert try_claim(1, share="20GiB") == (0,)
-    assert "by an entry alone" in caplog.text
 
 
 # Inside other claims

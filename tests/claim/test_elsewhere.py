@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 from support.claims import claim, try_claim
-from support.ground import simulated_doors
+from support.ground import PlayedClaim, simulated_doors
 from support.processes import own_network
 
 import safe_gpu
 from safe_gpu import NotEnoughGpusError
 from safe_gpu.claim.free import wait_for_gpus
+from safe_gpu.claim.search.look import Look
 from safe_gpu.coordination import state_dir as warnings
 from safe_gpu.coordination.doors import Doors, digest
 from safe_gpu.coordination.holders import living_claims
@@ -129,6 +130,20 @@ def test_a_shared_display_has_no_door(host: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:laptop")
     with claim(1) as owner:
         assert not simulated_doors().are_taken(owner.gpus[0].uuid, ())
+
+
+def test_a_claim_of_before_the_display_was_active_is_waited_for(
+    host: Path, child: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (uuid,) = [gpu.uuid for gpu in preset("laptop").gpus()]
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:laptop")
+    earlier = PlayedClaim({uuid: None}, os.getppid(), os.geteuid())
+    looks, run = [], Look.run
+    monkeypatch.setattr(Look, "run", lambda self, **more: (looks.append(self), run(self, **more)))
+    assert try_claim(1) is None
+    assert not any(look.seen.withdrawn for look in looks), "it is seen, and nothing is taken beside it"
+    earlier.release()
+    assert try_claim(1) == (0,)
 
 
 # Children that live on, and claims inside claims

@@ -197,7 +197,10 @@ class Look:
 
     def _taken(self) -> set[str]:
         """Return the UUIDs of the GPUs of which others have all, or too much to share it."""
-        return self._view.held.keys() - self._view.shared.keys() | self._elsewhere
+        view = self._view
+        if view.snapshot.shared_display:
+            return {gpu.uuid for gpu in view.usable if self._is_in_the_way(gpu)}
+        return view.held.keys() - view.shared.keys() | self._elsewhere
 
     def _choose(self, among: Collection[str] | None) -> tuple[Gpu, ...] | None:
         """Return the best GPUs that nobody holds or uses, with their doors; None if there are too few.
@@ -208,8 +211,7 @@ class Look:
         view = self._view
         last = recent_faults(view.faults, time.time())
         while True:
-            taken = set() if view.snapshot.shared_display else self._taken()
-            open_now = view.unoccupied.keys() - taken
+            open_now = view.unoccupied.keys() - self._taken()
             if among is not None:
                 open_now = open_now.intersection(among)
             chosen = self._best([view.unoccupied[uuid] for uuid in view.unoccupied if uuid in open_now], last)

@@ -83,3 +83,12 @@ def test_a_claim_counts_for_the_effective_user(limit: None, user: Any) -> None:
     assert user(BEN, start_as=0, before=lambda: os.seteuid(BEN), after=lambda: os.setresuid(0, 0, 0)).hear() == "1"
     assert "you hold 2 of your 2 GPUs" in user(BEN).hear()
     assert user(ANNA, 2).hear() == "2"
+
+
+def test_users_whom_this_namespace_does_not_know_share_no_limit(
+    limit: None, user: Any, ground: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They all look like one user, who is nobody."""
+    ground.hold(0, 1, uid=BEN)
+    monkeypatch.setattr(procfs, "is_unknown_user", lambda uid: uid == BEN)
+    assert user(BEN, 2).hear() == "2"

@@ -12,6 +12,7 @@ from support.ground import simulated_doors
 
 import safe_gpu
 from safe_gpu.coordination.doors import digest
+from safe_gpu.host import procfs
 
 VICTIM, THIEF = 4711, 4712
 
@@ -96,3 +97,18 @@ def test_a_forged_entry_adds_no_gpu_to_a_claim(
         assert "which can give 0 of its 1" in attempt(VICTIM, token, only=5)
     finally:
         doors.release()
+
+
+def test_another_claim_of_the_same_user_is_not_inside(victim: Any, attempt: Any) -> None:
+    token, _other = victim(1), victim(1)
+    assert attempt(VICTIM, token, only="0,1") == "[0]"
+    assert "which can give 0 of its 1" in attempt(VICTIM, token, only=1)
+
+
+def test_a_user_whom_the_namespace_does_not_know_is_in_no_claim(
+    victim: Any, attempt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All whom it does not know have one user id there."""
+    token = victim(8)
+    monkeypatch.setattr(procfs, "is_unknown_user", lambda uid: uid == VICTIM)
+    assert attempt(VICTIM, token) == "refused"

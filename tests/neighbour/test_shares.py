@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 from support.claims import claim
+from support.ground import simulated_doors
+
+from safe_gpu.status.gather import gather
 
 VICTIM, OTHER, NEIGHBOUR = 4711, 4712, 4713
 GIB = 1 << 30
@@ -68,3 +71,22 @@ def test_a_neighbour_does_not_vouch_for_a_part_of_another_state_directory(
     entry_of(NEIGHBOUR, {"gpus": {ground.uuids[0]: None}, "inside": "t", "parts": {ground.uuids[0]: 0}})
     with claim(1, **wanted) as owner:
         assert owner.devices_taken == [1]
+
+
+@pytest.mark.parametrize("wanted", [{}, {"share": "1GiB"}], ids=["whole", "share"])
+@pytest.mark.parametrize("part", [None, 0, 31])
+def test_a_gpu_behind_a_door_of_nobody_here_is_taken_elsewhere(
+    state_dir: Path, as_user: Any, ground: Any, wanted: dict[str, str], part: int | None
+) -> None:
+    """A neighbour may hold a GPU so, as another state directory does. Claims take others, and name no user of it."""
+
+    def bind(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+        doors, uuid = simulated_doors(), ground.uuids[0]
+        say(doors.take_whole(uuid, ()) if part is None else doors.take_share(uuid, {*range(part)}))
+        listen()
+
+    assert as_user(bind, uid=NEIGHBOUR).hear() == "True"
+    with claim(1, only="0,1", **wanted) as owner:
+        assert owner.devices_taken == [1]
+    one = gather().gpus[0]
+    assert (one.state, one.claim and (one.claim.pid, one.claim.user)) == ("claimed", (None, None))

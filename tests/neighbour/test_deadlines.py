@@ -1,6 +1,6 @@
 """What a neighbour can make a command wait: not beyond its deadline, and with little memory, whatever lies there."""
 
-import fcntl
+import json
 import os
 import resource
 from collections.abc import Callable, Iterator
@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.claims import claim
 from support.real import long
 
-import safe_gpu
-from safe_gpu.coordination.leases.file_names import lease_name
+from safe_gpu.coordination.entry import lock
 
 NEIGHBOUR = 4711
 MOST = 64  # MiB beyond a bare interpreter
@@ -29,15 +29,15 @@ CLAIM = ("run", "-n", 1, "--timeout", TIMEOUT, "--", "true")
 COMMANDS: dict[tuple[object, ...], tuple[int, ...]] = {
     ("run", "-n", 8, "--timeout", TIMEOUT, "--", "true"): (LATE, UNUSABLE),
     ("wait", "-n", 8, "--timeout", TIMEOUT): (LATE, UNUSABLE),
-    ("status", "--json"): (0, UNUSABLE),
+    ("status", "--json"): (0,),
     ("doctor",): (0, 1),
 }
 
 
 @pytest.fixture
 def used(state_dir: Path, ground: Any) -> Path:
-    """A state directory where each GPU was claimed once, and somebody waited. GPU 0 is claimed."""
-    safe_gpu.GPUOwner(8, safe_gpu.NoPlaceholder(), affinity=None, timeout=0).release_gpus()
+    """A state directory where each GPU was claimed once. GPU 0 is claimed."""
+    claim(8).release_gpus()
     ground.hold(0)
     return state_dir
 
@@ -59,12 +59,16 @@ def check(cost: Callable[..., Any]) -> Callable[..., None]:
 
 
 def places(where: str, used: Path, uuids: list[str]) -> list[Path]:
-    """host.lock; or the lease of a GPU that is free by the driver, the note of another one, and a ticket."""
+    """host.lock; or an entry of a claim, the note of a GPU, and a ticket."""
     if where == "host.lock":
         return [used / "host.lock"]
     (used / "faults").mkdir()
     (used / "faults").chmod(0o1777)
-    return [used / name for name in (f"leases/{lease_name(uuids[1])}", f"faults/{uuids[2]}.4711", "queue/1.ticket")]
+    return [used / name for name in (f"claims/{entry_name(1)}", f"faults/{uuids[2]}.4711", f"queue/{entry_name(1)}")]
+
+
+def entry_name(number: int) -> str:
+    return f"{number}.{number:016x}"
 
 
 @pytest.mark.parametrize("where", ["host.lock", "others"])
@@ -99,37 +103,43 @@ def test_other_kinds_of_files(used: Path, ground: Any, check: Any, where: str, k
     assert precious.read_text() == "precious"
 
 
-REQUEST = '{"pid": %d, "user": "x", "since": 1, "request": {"nb_gpus": %s, "gpus": ["%s"]}, "hold_for": %s}'
 RUBBISH = [
-    "",
-    "\0",
-    REQUEST % (1, "9" * 4000, "x", "1"),
-    REQUEST % (1, "1e999", "x", "Infinity"),
-    REQUEST % (-1, "1", "x", "NaN"),
-    "[" * 60_000,
-    '{"user": "' + "x" * 900_000,
+    b"",
+    b"\0",
+    b'{"v": 1, "pid": %s, "nb_gpus": 1, "gpus": ["x"]}' % (b"9" * 4000),
+    b'{"v": 1, "nb_gpus": 1e999, "gpus": ["x"], "hold_for": Infinity}',
+    b'{"v": 1, "pid": -1, "nb_gpus": 1, "gpus": ["x"], "hold_for": NaN}',
+    b"[" * 60_000,
+    b'{"host": "' + b"x" * 900_000,
 ]
 CROWD = 1100
 
 
+def said(nb_gpus: int, gpus: list[str], hold_for: float | None = None, pid: int = 1) -> bytes:
+    request = {"v": 1, "pid": pid, "nb_gpus": nb_gpus, "gpus": gpus, "hold_for": hold_for}
+    return json.dumps(request).encode()
+
+
 @pytest.fixture
 def crowd(used: Path) -> Iterator[Callable[..., None]]:
-    """Tickets with these contents, live or dead; every hundredth of the long ones, which take room on the disk."""
+    """Entries of a neighbour with these contents, living or dead; every hundredth of the long ones, which take room on
+    the disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard < 2 * CROWD:
+    if hard < 3 * CROWD:
         pytest.skip("cannot hold so many locks here")
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with ExitStack() as stack:
 
-        def make(contents: list[str], *, live: bool) -> None:
-            for number in range(1, CROWD + 1):
-                content = contents[number % len(contents)]
-                file = stack.enter_context(open(used / "queue" / f"{number}.ticket", "w"))
-                file.write(content if len(content) < 5000 or number % 100 < len(contents) else "")
+        def make(part: str, contents: list[bytes], *, live: bool, number: int = CROWD) -> None:
+            for one in range(1, number + 1):
+                content = contents[one % len(contents)]
+                file = stack.enter_context(open(used / part / entry_name(one), "wb"))
+                file.write(content if len(content) < 5000 or one % 100 < len(contents) else b"")
                 file.flush()
                 os.fchmod(file.fileno(), 0o644)
+                os.fchown(file.fileno(), NEIGHBOUR, NEIGHBOUR)
                 if live:
-                    fcntl.flock(file, fcntl.LOCK_EX)
+                    lock(file.fileno())
 
         yield make
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -138,27 +148,25 @@ def crowd(used: Path) -> Iterator[Callable[..., None]]:
 @long
 @pytest.mark.parametrize("live", [True, False], ids=["live", "dead"])
 def test_a_crowd_of_rubbish(crowd: Any, check: Any, live: bool) -> None:
-    crowd(RUBBISH, live=live)
+    for part in ("claims", "queue"):
+        crowd(part, RUBBISH, live=live)
     check()
-    check({CLAIM: (LATE,) if live else (0,), ("status",): (0,)})
+    check({CLAIM: (0,), ("status",): (0,)})
 
 
 @long
 @pytest.mark.parametrize("competes", [True, False])
 def test_a_crowd_of_waiters(crowd: Any, check: Any, ground: Any, competes: bool) -> None:
     wanted = ground.uuids if competes else ["x"]
-    requests = [REQUEST % (1, nb, '", "'.join(wanted), hold) for nb in "1278" for hold in (1, 3600, "null")]
-    crowd(requests if competes else requests[:2], live=True)
+    requests = [said(number, wanted, hold) for number in (1, 2, 7, 8) for hold in (1, 3600, None)]
+    crowd("queue", requests if competes else requests[:2], live=True)
     check()
     check({CLAIM: (LATE,) if competes else (0,), ("status",): (0,)})
 
 
-def test_a_wide_process(used: Path, ground: Any, check: Any, wide: int) -> None:
-    """It is in a record, in a ticket and on a GPU."""
-    (used / "leases" / lease_name(ground.uuids[0])).write_text(f'{{"pid": {wide}, "user": "x", "command": "y"}}')
+def test_a_wide_process(used: Path, ground: Any, crowd: Any, check: Any, wide: int) -> None:
+    """It is in a claim, in a ticket and on a GPU."""
+    ground.hold(2, pid=wide)
     ground.occupy(1, pid=wide)
-    with open(used / "queue" / "1.ticket", "w") as file:
-        file.write(REQUEST % (wide, "8", ground.uuids[5], "null"))
-        file.flush()
-        fcntl.flock(file, fcntl.LOCK_EX)
-        check({**COMMANDS, ("affinity", "--of", wide): (0, 1)})
+    crowd("queue", [said(8, ground.uuids[5:6], pid=wide)], live=True, number=1)
+    check({**COMMANDS, ("affinity", "--of", wide): (0, 1)})

@@ -122,8 +122,7 @@ def _trouble_above(path: str) -> Finding | None:
 
 def locks(host: CheckedHost) -> Finding:
     """Check that host.lock can be taken, and that a second lock on a locked file is refused."""
-    path = os.path.join(host.path, HOST_LOCK)
-    if not all(os.path.exists(os.path.join(host.path, name)) for name in (HOST_LOCK, "claims", "queue")):
+    if not all(os.path.lexists(os.path.join(host.path, name)) for name in (HOST_LOCK, "claims", "queue")):
         return skipped(f"nothing has been locked in {host.path} yet")
     began = time.monotonic()
     try:
@@ -131,7 +130,7 @@ def locks(host: CheckedHost) -> Finding:
             entries.look()
             with entries.locked(began + _PATIENCE, signals):
                 waited = time.monotonic() - began
-                excluded = _is_locked(path)
+                excluded = _is_locked(entries.claims.directory.open_host_lock())
     except LockTimeout as err:
         fix = "end the process that holds it; it cannot be seen from here, so look on the host, as root"
         if err.overloaded:
@@ -151,8 +150,8 @@ def locks(host: CheckedHost) -> Finding:
     return passed("host.lock was free, and locks exclude each other")
 
 
-def _is_locked(path: str) -> bool:
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+def _is_locked(fd: int) -> bool:
+    """Return whether a file is locked by others; its descriptor is closed."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

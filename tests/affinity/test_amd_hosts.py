@@ -60,7 +60,7 @@ def read(saved: tuple[Preset, str], monkeypatch: pytest.MonkeyPatch) -> tuple[Ho
     """The host as it is, and as it is read."""
     host, root = saved
     monkeypatch.setenv("SAFE_GPU_FSROOT", root)
-    return host.topology(), read_topology(driver=KfdDriver())
+    return host.topology, read_topology(driver=KfdDriver())
 
 
 def located(topology: HostTopology) -> list[tuple[Any, ...]]:

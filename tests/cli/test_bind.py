@@ -54,6 +54,6 @@ def test_the_host_of_the_article() -> None:
     host = preset("p4d")
     assert [gpu.numa_node for gpu in host.gpus()] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [gpu.pci_bus_id for gpu in host.gpus()[:2]] == ["0000:10:1c.0", "0000:10:1d.0"]
-    nodes = host.topology().nodes
+    nodes = host.topology.nodes
     assert nodes[0] == {*range(24), *range(48, 72)}
     assert nodes[1] == {*range(24, 48), *range(72, 96)}

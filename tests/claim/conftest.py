@@ -98,6 +98,7 @@ def line(ground: Any) -> Iterator[Callable[..., Waiter]]:
             waiter = Waiter(host, TicketRequest(nb_gpus, uuids, tuple(more.items()), hold_for), by_turns=False)
             stack.callback(waiter.leave)
             with DeferredSignals() as signals, host.locked(time.monotonic() + 30, signals):
+                host.queue.refresh()
                 waiter.join(said_by_this_process(None))
             return waiter
 

@@ -60,8 +60,8 @@ TELL = "echo $SAFE_GPU_SCOPE; read x"
 
 
 @pytest.fixture
-def outer(command, ground):
-    """``outer(2)`` runs a command that holds GPUs; returns the process and its token."""
+def holding(command, ground):
+    """``holding(2)`` runs a command that holds GPUs; returns the process and its token."""
 
     def start(nb_gpus: int, *arguments: object) -> tuple[subprocess.Popen[str], str]:
         started = command.start("run", "-n", nb_gpus, *arguments, "--", "sh", "-c", TELL, stdin=subprocess.PIPE)
@@ -100,8 +100,8 @@ def test_children_of_a_delegating_claim(child, ground) -> None:
 # Nobody reaches outside
 
 
-def test_no_more_than_the_outer_claim_has(outer, ground, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, token = outer(2)
+def test_no_more_than_the_claim_around_has(holding, ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, token = holding(2)
     inside(token, monkeypatch)
     monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")
     with pytest.raises(UnsatisfiableRequestError, match=r"claim_gpus\(3\) runs inside safe-gpu run .* holds 2 GPUs"):
@@ -144,7 +144,7 @@ RUN = ("run -n 3 -- true", "-n 3 is", "-n 3", "this one")
         ("a delegating claim", *RUN),
     ],
 )
-def test_more_than_the_claim_around_has(
+def test_more_than_the_claim_around_holds(
     command, ground, around: str, claim: str, asked: str, larger: str, leave: str
 ) -> None:
     """It names the one that is to be larger, and not its variables: to lift that limit leads nowhere."""
@@ -183,8 +183,8 @@ def test_gpus_beyond_the_visible_limit_that_others_hold_are_not_called_free(comm
     assert ground.tickets() == []
 
 
-def test_when_the_outer_claim_is_used_up(command, outer, ground, child, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, token = outer(2)
+def test_when_the_claim_around_is_used_up(command, holding, ground, child, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, token = holding(2)
     inside(token, monkeypatch)
     monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")
     first = child(rank("2"))
@@ -196,10 +196,10 @@ def test_when_the_outer_claim_is_used_up(command, outer, ground, child, monkeypa
     assert ground.tickets() == []
 
 
-def test_inner_claims_choose_among_what_is_free_inside(outer, child, ground, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claims_inside_choose_among_what_is_free_there(holding, child, ground, monkeypatch: pytest.MonkeyPatch) -> None:
     """Best outside need not be free inside: the choice is made there."""
     ground.hold(1, 2, 4, 6, 7)
-    _, token = outer(3)  # 0, 3, 5
+    _, token = holding(3)  # 0, 3, 5
     inside(token, monkeypatch)
     monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")
     ground.let_go()
@@ -208,8 +208,8 @@ def test_inner_claims_choose_among_what_is_free_inside(outer, child, ground, mon
 
 
 @pytest.mark.parametrize("visible_limit", ["2", "0,1,2"])
-def test_the_fence_counts_inside_as_well(outer, ground, monkeypatch: pytest.MonkeyPatch, visible_limit: str) -> None:
-    _, token = outer(4)
+def test_the_fence_counts_inside_as_well(holding, ground, monkeypatch: pytest.MonkeyPatch, visible_limit: str) -> None:
+    _, token = holding(4)
     inside(token, monkeypatch, visible_limit)
     with claim_gpus(1, NoPlaceholder(), affinity=None) as owner:
         assert owner.devices_taken[0] in map(int, visible_limit.split(","))
@@ -233,9 +233,9 @@ def test_the_warning_comes_once_however_long_it_waits(command, ground, monkeypat
     assert started.returncode == 0
 
 
-def test_a_scope_that_outlived_its_claim(outer, ground, child, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scope_that_outlived_its_claim(holding, ground, child, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a tmux session that was started inside."""
-    started, token = outer(2)
+    started, token = holding(2)
     assert [one.token for one in ground.claims()] == [digest(token)]
     ends_well(started)
     inside(token, monkeypatch)
@@ -244,20 +244,20 @@ def test_a_scope_that_outlived_its_claim(outer, ground, child, monkeypatch: pyte
     assert (ground.leased(), ground.leased(inside=True)) == ([0, 1], [])
 
 
-def test_a_gpu_that_somebody_else_has_meanwhile(outer, ground, child, monkeypatch: pytest.MonkeyPatch) -> None:
-    started, token = outer(1)
+def test_a_gpu_that_somebody_else_has_meanwhile(holding, ground, child, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, token = holding(1)
     ends_well(started)
     ground.hold(1)
-    held, other = outer(1)  # GPU 0 again, under another token
+    held, other = holding(1)  # GPU 0 again, under another token
     assert other != token
     inside(token, monkeypatch)
     assert child(rank()).hear() == "2"
     ends_well(held)
 
 
-def test_the_outer_claim_ends_while_one_inside_waits(outer, ground, child, command, monkeypatch) -> None:
+def test_the_claim_around_ends_while_one_inside_waits(holding, ground, child, command, monkeypatch) -> None:
     """It waits on as anybody else, and its place counts among all from then on."""
-    started, token = outer(1)
+    started, token = holding(1)
     inside(token, monkeypatch, "0")
     first = child(rank())
     assert first.hear() == "0"
@@ -274,8 +274,8 @@ def test_the_outer_claim_ends_while_one_inside_waits(outer, ground, child, comma
 # One level
 
 
-def test_an_inner_claim_cannot_delegate_and_says_so(outer, ground, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, token = outer(2)
+def test_a_claim_inside_cannot_delegate_and_says_so(holding, ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, token = holding(2)
     inside(token, monkeypatch)
     with pytest.raises(UnsatisfiableRequestError, match="delegate=True is not possible inside another claim"):
         claim_gpus(1, NoPlaceholder(), affinity=None, delegate=True)
@@ -300,8 +300,8 @@ def test_a_third_level_is_told_so_at_once(command, ground) -> None:
 # Life and death
 
 
-def test_nobody_takes_a_gpu_that_an_orphaned_inner_claim_holds(outer, ground, child, command, monkeypatch) -> None:
-    started, token = outer(2)
+def test_nobody_takes_a_gpu_that_an_orphaned_claim_inside_holds(holding, ground, child, command, monkeypatch) -> None:
+    started, token = holding(2)
     with monkeypatch.context() as patch:
         inside(token, patch)
         inner = child(
@@ -323,11 +323,11 @@ def test_nobody_takes_a_gpu_that_an_orphaned_inner_claim_holds(outer, ground, ch
     assert waiter.communicate(timeout=60)[0] == "all\n"
 
 
-def test_releasing_the_outer_claim_leaves_the_inner_ones(child) -> None:
-    outer = claim_gpus(2, NoPlaceholder(), delegate=True, affinity=None)
+def test_releasing_the_claim_around_leaves_those_inside(child) -> None:
+    around = claim_gpus(2, NoPlaceholder(), delegate=True, affinity=None)
     inner = child(rank())
     assert inner.hear() == "0"
-    outer.release_gpus()
+    around.release_gpus()
     with claim_gpus(2, NoPlaceholder(), affinity=None) as owner:
         assert 0 not in owner.devices_taken
 
@@ -335,8 +335,8 @@ def test_releasing_the_outer_claim_leaves_the_inner_ones(child) -> None:
 # The queue inside
 
 
-def test_those_who_wait_inside_and_outside_do_not_meet(outer, ground, child, command, monkeypatch) -> None:
-    _, token = outer(2)
+def test_those_who_wait_inside_and_outside_do_not_meet(holding, ground, child, command, monkeypatch) -> None:
+    _, token = holding(2)
     everything = command.start("run", "-n", 8, "--", "true")  # waits outside, first of all
     assert "for 8 GPUs (6 free); GPU 0,1: " in everything.stderr.readline()
     with monkeypatch.context() as patch:

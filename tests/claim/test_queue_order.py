@@ -183,7 +183,7 @@ def test_a_stranger_who_has_left_blocks_nobody(command, ground) -> None:
     ground.hold(*range(7))
     (context,) = ground.occupy(7)
     large = command.start("run", "-n", 8, "--", "sh", "-c", SHOW)
-    assert "for 8 GPUs (0 free); GPU 0: " in large.stderr.readline()
+    assert "for 8 GPUs (0 free); GPU 0-6: " in large.stderr.readline()
     small = command.start("run", "--only", "0", "--", "sh", "-c", SHOW)
     assert "for 1 GPU (0 of 1 free); GPU 0: " in small.stderr.readline()  # the large one, a stranger blocks
     context.close()

@@ -1,6 +1,5 @@
 """Scenarios, and parts of them, that are the same for every engine, given its ``claim``."""
 
-import json
 import os
 import signal
 import subprocess
@@ -14,14 +13,15 @@ from typing import Any
 from referee import MARKS, meet, raises, using, wait
 
 import safe_gpu
+from safe_gpu.coordination.holders import living_claims
 
 GO_ON = f"{MARKS}/go-on"
 """Training has started when there is this file with ".started", and goes on until there is this file."""
 
 
-def holder_of(lease: str) -> int:
-    """The pid in a lease record of this host."""
-    return int(json.loads((Path(os.environ["SAFE_GPU_DIR"]) / "leases" / f"{lease}.lock").read_text())["pid"])
+def holder_of(uuid: str, *, inside: bool = False) -> int:
+    """The pid of the claim that holds a GPU of this host, or of the one inside it."""
+    return next(one.pid for one in living_claims() if uuid in one.gpus and bool(one.inside) is inside)
 
 
 def refusals(claim: Callable[..., Any], more: Callable[[], None] = lambda: None) -> None:
@@ -73,7 +73,7 @@ def lose_holder(held: Any, use: Callable[[], object]) -> None:
 def lose_worker(working: Any) -> None:
     """The worker that holds this GPU of hosta dies: the GPU is free."""
     began = time.monotonic()
-    os.kill(holder_of(f"{working.uuid}.inner"), signal.SIGKILL)
+    os.kill(holder_of(working.uuid, inside=True), signal.SIGKILL)
     wait(lambda: len(safe_gpu.get_free_gpus()) == 8, "the dead worker's GPU")
     print(f"worker: {1000 * (time.monotonic() - began):.0f} ms to a free GPU", flush=True)
     os.unlink(f"{MARKS}/hosta:{working.uuid}")  # its mark died with it

@@ -1,4 +1,4 @@
-"""What a record says of a command."""
+"""What an entry says of a command."""
 
 import os
 

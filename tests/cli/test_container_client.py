@@ -1,4 +1,4 @@
-"""``safe-gpu run -- docker run ...``: the lease would end with the client, and the user is told before."""
+"""``safe-gpu run -- docker run ...``: the claim would end with the client, and the user is told before."""
 
 from pathlib import Path
 

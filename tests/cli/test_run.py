@@ -338,7 +338,7 @@ def test_wait_stands_in_the_queue_like_everybody(command, ground) -> None:
 
 
 def test_wait_is_not_deceived_by_what_it_saw_long_ago(command, ground) -> None:
-    """A GPU whose lease is given back, but on which somebody still computes, is not free."""
+    """A GPU whose claim has ended, but on which somebody still computes, is not free."""
     ground.hold(*range(8))
     started, _ = waiting(command, ground, "--only", "3", verb="wait")
     (context,) = ground.occupy(3)

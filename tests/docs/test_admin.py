@@ -48,11 +48,11 @@ runuser -u nobody -- safe-gpu run -n 4 -- true
 # A user removes and closes all that can be reached. In a network of its own a claim has nothing but files.
 ATTACK = """
 safe-gpu setup
-stat -c '%U %a %n' /var/lib/safe-gpu /var/lib/safe-gpu/* /var/lib/safe-gpu/leases/* | sort > /tmp/before
+stat -c '%U %a %n' /var/lib/safe-gpu /var/lib/safe-gpu/* /var/lib/safe-gpu/claims/* | sort > /tmp/before
 for what in 'chmod 600' 'rm -rf' rmdir; do
   runuser -u games -- find /var/lib/safe-gpu /etc/safe-gpu /etc/tmpfiles.d -depth -exec $what {} + || true
 done
-stat -c '%U %a %n' /var/lib/safe-gpu /var/lib/safe-gpu/* /var/lib/safe-gpu/leases/* | sort | diff /tmp/before -
+stat -c '%U %a %n' /var/lib/safe-gpu /var/lib/safe-gpu/* /var/lib/safe-gpu/claims/* | sort | diff /tmp/before -
 unshare -n runuser -u nobody -- safe-gpu run --only 0 --timeout 0 -- true || echo GPU 0 refused with $?
 safe-gpu setup --remove || echo removal refused with $?
 """

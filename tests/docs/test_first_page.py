@@ -62,10 +62,7 @@ def test_one_link_leads_to_it(term: str, target: str) -> None:
     ("name", "terms"),
     [
         ("README.md", {"placeholder": "a small CUDA context", "state directory": "which has their files"}),
-        (
-            "safe_gpu/README.md",
-            {"placeholder": "shows others that", "state directory": "where claims keep"},
-        ),
+        ("safe_gpu/README.md", {"placeholder": "shows others that", "state directory": "where claims keep"}),
     ],
 )
 def test_terms_are_explained_where_they_come_first(name: str, terms: dict[str, str]) -> None:

@@ -1,6 +1,5 @@
 """Slurm for real: jobs, arrays and steps with and without a gres, on two simulated nodes of 8 GPUs."""
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from typing import Any

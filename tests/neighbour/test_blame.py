@@ -232,7 +232,7 @@ def test_a_ticket_that_names_somebody_else(state_dir: Path, as_user: Any, ground
         _, held = make_entry(queue, 1, {**said, "user": "4711", "gpus": ground.uuids, "nb_gpus": 1}, by_children=False)
     os.fchown(held.fd, NEIGHBOUR, NEIGHBOUR)
     (one,) = gather().queue
-    assert (one.pid, one.user) == (None, "4712")
+    assert (one.pid, one.user) == (os.getpid(), "4712"), "who has it, and not whom it names"
     with pytest.raises(safe_gpu.NotEnoughGpusError, match="behind 4712 ") as refused:
         claim()
     assert not re.search(r"\b4711\b", str(refused.value))

@@ -236,6 +236,21 @@ def test_no_living_claim_is_left_out_however_many_a_user_has(used: Path, ground:
         assert owner.devices_taken == [1]
 
 
+def test_of_very_many_claims_few_are_asked_again_under_host_lock(
+    used: Path, ground: Any, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever lived a moment before is taken to live."""
+    monkeypatch.setattr("safe_gpu.claim.search.look._MOST_ASKED", 5)
+    monkeypatch.setattr(Directory, "is_large", lambda directory: True)
+    for number in range(1, 21):
+        make("claims", number, gpus={ground.uuids[0]: None})
+    cost = Cost()
+    cost.watch(monkeypatch)
+    with claim() as owner:
+        assert owner.devices_taken == [1]
+    assert cost.opened == [5]
+
+
 def test_what_another_user_left_is_not_touched(used: Path, ground: Any, make: Any, as_user: Any) -> None:
     paths = []
     for part in ("claims", "queue"):

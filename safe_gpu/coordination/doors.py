@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from typing import Any
 
-from .held import Held
+from .held import Held, keep_across_exec
 
 MOST_PARTS = 32
 """Parts that a GPU has at most: shares, or claims inside one claim."""
@@ -114,9 +114,8 @@ class Doors:
             self._held.pop().release()
 
     def keep_across_exec(self) -> None:
-        """Let all doors survive exec(2)."""
-        for held in self._held:
-            held.keep_across_exec()
+        """Let all doors survive exec(2), by descriptors in the same order."""
+        keep_across_exec(self._held)
 
     def _all_or_none(self, take: Callable[[], bool]) -> bool:
         begin, parts, done = len(self._held), dict(self.parts), False

@@ -6,7 +6,7 @@ of a claim is kept there, since the child may be using the GPUs, and everything 
 
 import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ..host import procfs
 
@@ -53,10 +53,13 @@ class Held:
                 os.close(fd)
 
     def keep_across_exec(self) -> None:
-        """Let it survive exec(2), out of the way of shell redirections. Of several, each gets a higher number than the
-        one before."""
-        if self.fd >= 0:
-            self._fd = survive_exec(self._fd)
+        """Let it survive exec(2), out of the way of shell redirections."""
+        keep_across_exec([self])
+
+    def move(self, fd: int) -> None:
+        """Hold it by a copy of its descriptor, and close the one that it had."""
+        os.close(self._fd)
+        self._fd = fd
 
 
 def close_in_child() -> None:
@@ -68,20 +71,26 @@ def close_in_child() -> None:
 os.register_at_fork(after_in_child=close_in_child)
 
 
-def survive_exec(fd: int) -> int:
-    """Move a descriptor out of the way of shell redirections and let it survive exec(2); returns the new one.
+def keep_across_exec(several: Iterable[Held]) -> None:
+    """Move descriptors out of the way of shell redirections, in their order, and let them survive exec(2).
 
-    To 500 or above, or as high as RLIMIT_NOFILE allows, so that a script's ``exec 3>`` does no harm.
+    To 500 and above, or as high as RLIMIT_NOFILE allows, so that a script's ``exec 3>`` does no harm.
     """
     soft = os.sysconf("SC_OPEN_MAX")  # -1 where there is no limit
     floor = 500 if soft < 0 or soft > 564 else max(soft - 64, soft // 2, 3)
+    there = [held for held in several if held.fd >= 0]
+    moved: list[int] = []
     try:
-        moved = fcntl.fcntl(fd, fcntl.F_DUPFD, floor)
+        for held in there:  # none is closed before the last is moved, or a later one could get a lower number
+            moved.append(fcntl.fcntl(held.fd, fcntl.F_DUPFD, floor))
     except OSError:
-        os.set_inheritable(fd, True)  # no room up there: it stays where it is
-        return fd
-    os.close(fd)
-    return moved
+        for fd in moved:
+            os.close(fd)
+        for held in there:
+            os.set_inheritable(held.fd, True)  # no room up there: they stay where they are
+        return
+    for held, fd in zip(there, moved, strict=True):
+        held.move(fd)
 
 
 def file_of(fd: int) -> tuple[int, int] | None:

@@ -89,15 +89,15 @@ def test_an_interrupt_while_it_is_prepared_for_exec_leaves_all_of_a_claim_prepar
 ) -> None:
     """Else the command may hold a part of its GPUs."""
     kept: list[Held] = []
-    genuine = Held.keep_across_exec
+    genuine = Held.move
 
-    def keep(held: Held) -> None:
+    def keep(held: Held, fd: int) -> None:
         if not kept:
             signal.raise_signal(signal.SIGINT)
-        genuine(held)
+        genuine(held, fd)
         kept.append(held)
 
-    monkeypatch.setattr(Held, "keep_across_exec", keep)
+    monkeypatch.setattr(Held, "move", keep)
     with GPUOwner(2, timeout=0) as owner:
         with pytest.raises(KeyboardInterrupt):
             owner.keep_across_exec()

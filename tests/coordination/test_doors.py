@@ -2,6 +2,7 @@
 
 import _socket
 import os
+import resource
 import signal
 import socket
 from collections.abc import Callable, Collection, Iterator
@@ -144,6 +145,24 @@ def test_descriptors_of_a_delegating_claim_stand_in_order(gpu: str, doors: Doors
     assert numbers == sorted(numbers)
     assert min(numbers) >= 500
     assert Doors().is_inside(gpu, TOKEN)
+
+
+@pytest.mark.parametrize("room", [1, 5])
+def test_they_stay_in_order_where_the_limit_leaves_little_room(gpu: str, doors: Doors, room: int) -> None:
+    """The limit is so low that they are moved to numbers next to their own, or not at all."""
+    assert doors.take_whole(gpu, (), TOKEN)
+    last = doors._held[-1].fd
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (last + room, hard))
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "sysconf", lambda name: 2 * (last - 1))
+            doors.keep_across_exec()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    numbers = [held.fd for held in doors._held]
+    assert numbers == sorted(numbers)
+    assert all(map(os.get_inheritable, numbers))
 
 
 def test_forked_children_close_them(gpu: str, doors: Doors, eventually: Any) -> None:

@@ -104,7 +104,7 @@ print(subprocess.run([*inner, "true"]).returncode)
 
 @of_partitions
 def test_claims_inside_a_claim(command: Any, host: Host) -> None:
-    """Two inner claims hold the two GPUs of the outer one, and a third finds none of them free."""
+    """Two claims inside one hold its two GPUs, and a third finds none of them free."""
     done = command.run("run", "-n", 2, "--only", "4,5", "--", sys.executable, "-c", INNER)
     assert done.stdout.splitlines() == [*sorted(f"{uuid} 0" for uuid in host.uuids[4:6]), "75", "0"], done.stderr
 

@@ -270,7 +270,7 @@ class Racer:
         """Stand in for fcntl(2) with locks of open file descriptions. One of a file without a name is no step."""
         label, kind = self.label(fd), struct.unpack_from("h", argument)[0]
         if kind not in _KINDS:
-            if self.held.pop(fd, None):
+            if label := self.held.pop(fd, ""):  # by which others know it
                 self.step(f"unlock {label}")
             return _fcntl(fd, command, argument)
         if not _is_unnamed(label):
@@ -308,20 +308,19 @@ class Racer:
             self.step(f"close {label}")
         self.held.pop(fd, None)
 
-    def rename(self, source: str, target: str, parent: int | None) -> int:
-        """Stand in for renameat2(2) of a file that others have not seen, which may be locked."""
-        place = "" if parent is None else self.label(parent)
+    def link(self, source: str, target: str, *, src_dir_fd: int, dst_dir_fd: int, follow_symlinks: bool) -> None:
+        """Stand in for link(2) of a file that others have not seen, which may be locked."""
+        place = self.label(dst_dir_fd)
         old, new = f"{place}/{source}", f"{place}/{target}"
         seen = place.endswith(_LISTED) or target == "host.lock"
         if seen:
-            self.step(f"rename {new}")
-        failure = _rename(source, target, parent)
-        if seen and not failure:
+            self.step(f"link {new}")
+        _link(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd, follow_symlinks=follow_symlinks)
+        if seen:
             self.held = {fd: new if label == old else label for fd, label in self.held.items()}
-            fd = os.open(target, os.O_RDONLY, dir_fd=parent)
+            fd = os.open(target, os.O_RDONLY, dir_fd=dst_dir_fd)
             self.say(CONTENT, new, hash(_PERSONAL.sub(b"", os.pread(fd, 1 << 16, 0))))
             _close(fd)
-        return failure
 
     def unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
         label = self.label(path) if dir_fd is None else f"{self.label(dir_fd)}/{path}"
@@ -349,7 +348,7 @@ class Racer:
 
 
 _flock, _fcntl, _lockf, _close, _unlink = fcntl.flock, fcntl.fcntl, fcntl.lockf, os.close, os.unlink
-_rename, _names = directory.rename_new, directory.SharedDirectory.names
+_link, _names = os.link, directory.SharedDirectory.names
 
 
 def _is_unnamed(label: str) -> bool:
@@ -367,7 +366,7 @@ def _succeeds(call: Callable[..., Any], *arguments: Any) -> bool:
 def _replace(racer: Racer) -> None:
     """Put the stand-ins into the modules of this process."""
     fcntl.flock, fcntl.fcntl, fcntl.lockf, os.close = racer.flock, racer.fcntl, racer.lockf, racer.close
-    directory.rename_new, os.unlink, os.urandom = racer.rename, racer.unlink, racer.random
+    os.link, os.unlink, os.urandom = racer.link, racer.unlink, racer.random
     driver, context = simulated.SimulatedDriver, simulated.SimulatedContext
     for owner, name, what in (
         (driver, "snapshot", "poll all"),

@@ -144,7 +144,7 @@ def drains(gpu: int, hold: float = 0.03) -> Plan:
         path = os.path.join(os.environ["SAFE_GPU_DIR"], "closed")
         with open(f"{path}.new", "w") as file:
             file.write(f"{_HOST.devices[gpu].uuid} - - - a fan\n")
-        racer.step("rename closed")
+        racer.step(f"write {racer.label(path)}")
         os.rename(f"{path}.new", path)
         racer.say("drains", [gpu])
         if not any(_HOST.devices[gpu].uuid in one.gpus for one in living_claims()):
@@ -337,8 +337,8 @@ SCENES: dict[str, Scene] = {
 }
 
 
-_TICKET = re.compile(r"(rename|unlink) \d+/queue/(\d+)\.")
-_CLAIM = re.compile(r"rename \d+/claims/")
+_TICKET = re.compile(r"(link|unlink) \d+/queue/(\d+)\.")
+_CLAIM = re.compile(r"link \d+/claims/")
 
 
 class Referee:
@@ -371,7 +371,7 @@ class Referee:
         if _CLAIM.match(what):
             self._waited[who] = tuple(sorted(self._waiting))
         if found := _TICKET.match(what):
-            if found[1] == "rename":
+            if found[1] == "link":
                 self._tickets[who] = self._turns.get(who, 0.0), int(found[2])
                 self._waiting.add(who)
             elif self._tickets.get(who, (0.0, 0))[1] == int(found[2]):

@@ -37,8 +37,8 @@ def interleave(*words: str) -> subprocess.CompletedProcess[str]:
         ("parts not asked", "shares-whole-directories", "", _TWICE),
         ("share without the door", "shares-whole-directories", "A3", _TWICE),
         ("no door of the token", "nested-directories", "A A%3", _TWICE),
-        ("old poll", "queue-stranger", "A B C D C D C D C D C D A", "D has GPU [0] before C, whose ticket is 1"),
-        ("no queue", "queue", "A B C", "C has GPU [0] before B, whose ticket is 1"),
+        ("old poll", "queue-stranger", "A B C D C D C D C A", "D has GPU [0] before C, whose ticket is 1"),
+        ("no queue", "queue", "A B C B C B", "C has GPU [0] before B, whose ticket is 1"),
         ("closed read once", "unlocked-drain", "", "which was drained and held by nobody"),
     ],
 )
@@ -58,3 +58,6 @@ def test_a_schedule_is_always_the_same() -> None:
     first, second = (interleave("--scene", "queue", "--replay", "A9 B A!") for _ in range(2))
     assert first.returncode == 0, first.stdout + first.stderr
     assert first.stdout.replace(" ", "") == second.stdout.replace(" ", "") != ""
+    for part in ("claims", "queue"):  # the steps by which others see an entry
+        for call in ("list", "link", "ask shared", "unlink", "unlock"):
+            assert re.search(rf" {call} 1/{part}\b", first.stdout), f"{call} {part}"

@@ -49,6 +49,7 @@ _TICK = 1e-5  # what a step takes, seconds
 _PERSONAL = re.compile(rb'"(pid|start|since|until|queued|waited)": ?[0-9.]+')  # of another time, it would be other
 _ASK, _TRY, _WAIT = 36, 37, 38  # F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW
 _OFD = {_ASK: "ask", _TRY: "try", _WAIT: "wait for"}
+_BEGAN = time.time(), time.monotonic(), time.clock_gettime(time.CLOCK_BOOTTIME)  # for all racers
 _LISTED = "/claims", "/queue"
 _PARTS = 3  # that a GPU has: more is asked for in vain
 _KINDS = {0: "shared", 1: "exclusive"}  # F_RDLCK, F_WRLCK
@@ -308,19 +309,19 @@ class Racer:
             self.step(f"close {label}")
         self.held.pop(fd, None)
 
-    def link(self, source: str, target: str, *, src_dir_fd: int, dst_dir_fd: int, follow_symlinks: bool) -> None:
-        """Stand in for link(2) of a file that others have not seen, which may be locked."""
+    def rename(self, source: str, target: str, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
+        """Stand in for rename(2). Of a file that others have not seen it is a step, and that may be locked."""
+        if dst_dir_fd is None or not self.label(dst_dir_fd).endswith(_LISTED):
+            _rename(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+            return
         place = self.label(dst_dir_fd)
         old, new = f"{place}/{source}", f"{place}/{target}"
-        seen = place.endswith(_LISTED) or target == "host.lock"
-        if seen:
-            self.step(f"link {new}")
-        _link(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd, follow_symlinks=follow_symlinks)
-        if seen:
-            self.held = {fd: new if label == old else label for fd, label in self.held.items()}
-            fd = os.open(target, os.O_RDONLY, dir_fd=dst_dir_fd)
-            self.say(CONTENT, new, hash(_PERSONAL.sub(b"", os.pread(fd, 1 << 16, 0))))
-            _close(fd)
+        self.step(f"rename {new}")
+        _rename(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+        self.held = {fd: new if label == old else label for fd, label in self.held.items()}
+        fd = os.open(target, os.O_RDONLY, dir_fd=dst_dir_fd)
+        self.say(CONTENT, new, hash(_PERSONAL.sub(b"", os.pread(fd, 1 << 16, 0))))
+        _close(fd)
 
     def unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
         label = self.label(path) if dir_fd is None else f"{self.label(dir_fd)}/{path}"
@@ -348,7 +349,7 @@ class Racer:
 
 
 _flock, _fcntl, _lockf, _close, _unlink = fcntl.flock, fcntl.fcntl, fcntl.lockf, os.close, os.unlink
-_link, _names = os.link, directory.SharedDirectory.names
+_rename, _names = os.rename, directory.SharedDirectory.names
 
 
 def _is_unnamed(label: str) -> bool:
@@ -366,7 +367,7 @@ def _succeeds(call: Callable[..., Any], *arguments: Any) -> bool:
 def _replace(racer: Racer) -> None:
     """Put the stand-ins into the modules of this process."""
     fcntl.flock, fcntl.fcntl, fcntl.lockf, os.close = racer.flock, racer.fcntl, racer.lockf, racer.close
-    os.link, os.unlink, os.urandom = racer.link, racer.unlink, racer.random
+    os.rename, os.unlink, os.urandom = racer.rename, racer.unlink, racer.random
     driver, context = simulated.SimulatedDriver, simulated.SimulatedContext
     for owner, name, what in (
         (driver, "snapshot", "poll all"),
@@ -388,12 +389,11 @@ def _replace(racer: Racer) -> None:
     doors.MOST_PARTS, doors._TAILS = _PARTS, doors._TAILS[:_PARTS]
     _socket.socket = _socket_of(racer)  # type: ignore[misc]
     sys.modules["threading"] = _threading_of(racer)
-    began = time.time(), time.monotonic(), time.clock_gettime(time.CLOCK_BOOTTIME)
-    time.time = lambda: began[0] + racer.clock[0]
+    time.time = lambda: _BEGAN[0] + racer.clock[0]
     time.time_ns = lambda: int(time.time() * 1e9)
-    time.monotonic = lambda: began[1] + racer.clock[0]
+    time.monotonic = lambda: _BEGAN[1] + racer.clock[0]
     time.monotonic_ns = lambda: int(time.monotonic() * 1e9)
-    time.clock_gettime = lambda number: began[2] + racer.clock[0]
+    time.clock_gettime = lambda number: _BEGAN[2] + racer.clock[0]
     time.sleep = racer.sleep
     os.sched_yield = lambda: None
     os.sched_getaffinity = lambda pid: set(range(os.cpu_count() or 1))  # else claims look for what is near

@@ -337,8 +337,8 @@ SCENES: dict[str, Scene] = {
 }
 
 
-_TICKET = re.compile(r"(link|unlink) \d+/queue/(\d+)\.")
-_CLAIM = re.compile(r"link \d+/claims/")
+_TICKET = re.compile(r"(rename|unlink) \d+/queue/(\d+)\.")
+_CLAIM = re.compile(r"rename \d+/claims/")
 
 
 class Referee:
@@ -371,7 +371,7 @@ class Referee:
         if _CLAIM.match(what):
             self._waited[who] = tuple(sorted(self._waiting))
         if found := _TICKET.match(what):
-            if found[1] == "link":
+            if found[1] == "rename":
                 self._tickets[who] = self._turns.get(who, 0.0), int(found[2])
                 self._waiting.add(who)
             elif self._tickets.get(who, (0.0, 0))[1] == int(found[2]):

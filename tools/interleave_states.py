@@ -41,7 +41,7 @@ class World:
             self._held.add((thing, racer))
         elif call == "try" and free:
             self._held.add((thing.partition(" ")[2], racer))
-        elif call in ("link", "write"):
+        elif call in ("rename", "write"):
             self._files[thing] = 0
         elif call == "unlink":
             self._files.pop(thing, None)

@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
-from types import SimpleNamespace
 from typing import Any
 
 from safe_gpu.claim import claim as claims
@@ -55,19 +54,24 @@ def _rename_and_lock(source: str, target: str, **at: int) -> None:
     _lock(_to_be_locked.pop())
 
 
-def _locking_late() -> SimpleNamespace:
-    """os of the module of entries."""
-    return SimpleNamespace(**{**vars(os), "rename": _rename_and_lock})
+class _Os:
+    """os of a module, with some functions of its own."""
+
+    def __init__(self, **own: Callable[..., Any]) -> None:
+        vars(self).update(own)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
 
 
 def _lock_and_drop_in_child(fd: int) -> None:
     _lock(fd)
-    os.register_at_fork(after_in_child=lambda: suppressed(entry.unlock, fd))
 
+    def drop() -> None:
+        with suppress(OSError):
+            entry.unlock(fd)
 
-def suppressed(call: Callable[[int], None], fd: int) -> None:
-    with suppress(OSError):
-        call(fd)
+    os.register_at_fork(after_in_child=drop)
 
 
 def _see_closed_before(self: host_view.HostView, *arguments: Any, locked: bool = False) -> None:
@@ -75,12 +79,12 @@ def _see_closed_before(self: host_view.HostView, *arguments: Any, locked: bool =
         _see_closed(self, *arguments)
 
 
-def _same_random() -> SimpleNamespace:
-    """os of the module of entries, of whose random numbers each second one is that of a name."""
-    calls = count()
-    return SimpleNamespace(
-        **{**vars(os), "urandom": lambda size: os.urandom(size) if next(calls) % 2 == 0 else bytes(size)}
-    )
+_calls = count()
+
+
+def _same_random(size: int) -> bytes:
+    """Each second random number of the module of entries is that of a name."""
+    return os.urandom(size) if next(_calls) % 2 == 0 else bytes(size)
 
 
 def _share_without_door(self: Doors, uuid: str, known: Any) -> bool:
@@ -125,10 +129,10 @@ BROKEN: dict[str, list[tuple[Any, str, Any]]] = {
     # Entries and doors
     "no second listing": [(look.Look, "_stays", lambda self: True)],
     "lower stays": [(look.Look, "_is_in_the_way", _see_lower_alone)],
-    "names come again": [(entry, "os", _same_random())],
+    "names come again": [(entry, "os", _Os(urandom=_same_random))],
     "unlink by number": [(Entries, "remove_dead", _remove_numbers)],
     "not locked": [(entry, "lock", lambda fd: None)],
-    "locked after its name": [(entry, "lock", _to_be_locked.append), (entry, "os", _locking_late())],
+    "locked after its name": [(entry, "lock", _to_be_locked.append), (entry, "os", _Os(rename=_rename_and_lock))],
     "flock": [(entry, "ofd_locks", lambda: False)],  # which a neighbour can take too
     "children unlock": [(entry, "lock", _lock_and_drop_in_child)],
     "children keep all": [(held, "_closed_in_children", _Empty())],

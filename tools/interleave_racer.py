@@ -271,8 +271,9 @@ class Racer:
         """Stand in for fcntl(2) with locks of open file descriptions. One of a file without a name is no step."""
         label, kind = self.label(fd), struct.unpack_from("h", argument)[0]
         if kind not in _KINDS:
-            if label := self.held.pop(fd, ""):  # by which others know it
+            if label := self.held.get(fd, ""):  # by which others know it
                 self.step(f"unlock {label}")
+                del self.held[fd]
             return _fcntl(fd, command, argument)
         if not _is_unnamed(label):
             self.step(f"{_OFD[command]} {_KINDS[kind]} {label}")

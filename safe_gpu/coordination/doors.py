@@ -24,7 +24,7 @@ MOST_PARTS = 32
 
 _PROTOCOL = "safe-gpu/1/"  # what all names begin with, after a NUL byte
 
-_SHORTEST = 48  # bytes of a name; the columns of /proc/net/unix cannot be imitated by names of this length
+_LENGTH = 49  # bytes of a name at least; the columns of /proc/net/unix cannot be imitated by names of this length
 _TAILS = [str(part).encode() for part in range(MOST_PARTS)]
 
 _SPARE = 8  # descriptors that are left to the program: where the limit is that low, entries have to do
@@ -142,7 +142,8 @@ class Doors:
         return held is not None
 
     def _held_parts(self, uuid: str) -> set[int]:
-        held = _are_held([self._name(uuid, tail) for tail in _TAILS])
+        begin = self._begin(uuid)
+        held = _are_held([b".".join((begin, tail)).ljust(_LENGTH, b".") for tail in _TAILS])
         return {part for part, is_held in enumerate(held) if is_held}
 
     def _name(self, uuid: str, *tail: bytes) -> bytes:
@@ -151,8 +152,10 @@ class Doors:
         >>> Doors()._name("MIG-GPU-5c89852c/1/0", b"7")
         b'\\x00safe-gpu/1/MIG-GPU-5c89852c_1_0.7...............'
         """
-        begin = b"\0" + os.fsencode(_PROTOCOL + self._tree + uuid.replace("/", "_"))
-        return b".".join([begin, *tail]).ljust(_SHORTEST + 1, b".")
+        return b".".join([self._begin(uuid), *tail]).ljust(_LENGTH, b".")
+
+    def _begin(self, uuid: str) -> bytes:
+        return b"\0" + os.fsencode(_PROTOCOL + self._tree + uuid.replace("/", "_"))
 
     def _of_token(self, uuid: str, token: str) -> list[bytes]:
         """Return the names of the two doors of a token, in the order in which they are taken. All users can read names,

@@ -27,6 +27,7 @@ HOLD = """
 from safe_gpu.coordination.host_lock import Host
 from safe_gpu.coordination.signals import DeferredSignals
 with DeferredSignals() as signals, Host() as host:
+    host.look()
     with host.locked(None, signals):
         say("held")
         listen()
@@ -37,8 +38,10 @@ say("released")
 @contextmanager
 def locked(seconds: float | None = 30.0) -> Iterator[Host]:
     deadline = None if seconds is None else time.monotonic() + seconds
-    with DeferredSignals() as signals, Host() as host, host.locked(deadline, signals):
-        yield host
+    with DeferredSignals() as signals, Host() as host:
+        host.look()
+        with host.locked(deadline, signals):
+            yield host
 
 
 def test_directories_are_there_while_it_is_held(state_dir: Path) -> None:
@@ -52,10 +55,11 @@ def test_directories_are_there_while_it_is_held(state_dir: Path) -> None:
 
 def test_a_look_knows_claims_and_lists_tickets(state_dir: Path) -> None:
     with Host() as host:
+        host.look()
         name, held = make_entry(host.claims.directory, 1, {"gpus": {"GPU-1": None}}, by_children=False)
         ticket, waits = make_entry(host.queue.directory, 7, {"gpus": ["GPU-1"], "nb_gpus": 1}, by_children=False)
-        host.look()
         assert [one.name for one in host.claims.look(())] == [name]
+        host.queue.refresh()
         assert host.queue.listed() == [(7, ticket)]
         assert (host.claims.next_number, host.queue.next_number) == (2, 8)
         remove_entry(host.claims.directory, name, held)
@@ -237,9 +241,11 @@ from safe_gpu.coordination.host_lock import Host
 from safe_gpu.coordination.signals import DeferredSignals
 say("ready"); listen()
 for _ in range(200):
-    with DeferredSignals() as signals, Host() as host, host.locked(None, signals):
-        os.close(os.open({str(tmp_path / "occupied")!r}, os.O_CREAT | os.O_EXCL))
-        os.unlink({str(tmp_path / "occupied")!r})
+    with DeferredSignals() as signals, Host() as host:
+        host.look()
+        with host.locked(None, signals):
+            os.close(os.open({str(tmp_path / "occupied")!r}, os.O_CREAT | os.O_EXCL))
+            os.unlink({str(tmp_path / "occupied")!r})
 """
     workers = [child(code) for _ in range(4)]
     for worker in workers:

@@ -30,6 +30,7 @@ class Waiting:
 
     def __init__(self, request: TicketRequest, *, by_turns: bool = False) -> None:
         self.host = Host()
+        self.host.look()
         self.waiter = Waiter(self.host, request, by_turns=by_turns)
 
     def join(self, turn: float | None = None) -> bool:
@@ -83,6 +84,7 @@ def place(state_dir: Path) -> Iterator[Callable[..., tuple[str, Held]]]:
 
     def make(number: int, *, uid: int | None = None, **said: Any) -> tuple[str, Held]:
         with Host() as host:
+            host.look()
             ticket = {"nb_gpus": 1, "gpus": sorted(ANY), **said}
             name, held = make_entry(host.queue.directory, number, ticket, by_children=False)
         if uid is not None:
@@ -275,10 +277,12 @@ def test_a_ticket_is_read_once_and_asked_again_only_where_it_decides(
 def test_a_ticket_that_was_removed_is_noticed_and_made_anew(state_dir: Path, join: Join) -> None:
     mine = join()
     mine.host.look()
+    mine.host.queue.refresh()
     assert not mine.waiter.was_removed()
     for path in (state_dir / "queue").iterdir():
         path.unlink()
     mine.host.look()
+    mine.host.queue.refresh()
     assert mine.waiter.was_removed()
     mine.join()
     assert len(numbers(state_dir)) == 1
@@ -379,6 +383,7 @@ from safe_gpu.coordination.host_lock import Host
 from safe_gpu.coordination.queue import TicketRequest, Waiter
 from safe_gpu.coordination.signals import DeferredSignals
 host = Host()
+host.look()
 waiter = Waiter(host, TicketRequest(1, frozenset({"GPU-0"})), by_turns=False)
 with DeferredSignals() as signals, host.locked(None, signals):
     host.queue.refresh()

@@ -152,8 +152,8 @@ def test_a_file_that_was_cleaned_away_meanwhile_is_not_locked(state_dir: Path, c
     spy = """
 from safe_gpu.coordination import host_lock
 real, told = host_lock.lock_file, []
-def lock_file(fd):
-    got = real(fd)
+def lock_file(fd, path):
+    got = real(fd, path)
     if not told: told.append(say("waiting"))
     return got
 host_lock.lock_file = lock_file

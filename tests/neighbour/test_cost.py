@@ -45,7 +45,7 @@ def test_each_process_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     genuine = procfs._stat_fields
     monkeypatch.setattr(procfs, "_stat_fields", lambda pid: (asked.append(pid), genuine(pid))[1])
-    processes = holders.ProcessTable()
+    processes = holders.ProcessTable(())
     assert {processes.is_stopped(os.getpid()) for _ in range(1500)} == {False}
     assert asked == [os.getpid()]
 

@@ -19,6 +19,7 @@ from support.findings import finding
 from safe_gpu.coordination import directory as directory_module
 from safe_gpu.coordination import state_dir as state_dir_module
 from safe_gpu.coordination.directory import HOST_LOCK, PARTS, Directory, SharedDirectory, make_directory, rename_new
+from safe_gpu.coordination.held import file_of
 from safe_gpu.coordination.state_dir import FileSystem, doubt_of_entries, file_system_of, state_dir_path
 from safe_gpu.errors import StateDirError
 
@@ -294,11 +295,11 @@ def test_it_is_made_once_and_for_all_users(state_dir: Path, claims: Directory) -
 
 def test_one_that_was_replaced_is_noticed(state_dir: Path, claims: Directory) -> None:
     fd = claims.open_host_lock()
-    assert claims.is_current_file(HOST_LOCK, fd)
+    assert claims.is_current_file(HOST_LOCK, file_of(fd))
     (state_dir / HOST_LOCK).unlink()
-    assert not claims.is_current_file(HOST_LOCK, fd)
+    assert not claims.is_current_file(HOST_LOCK, file_of(fd))
     os.close(claims.open_host_lock())
-    assert not claims.is_current_file(HOST_LOCK, fd)
+    assert not claims.is_current_file(HOST_LOCK, file_of(fd))
     os.close(fd)
 
 

@@ -34,7 +34,7 @@ class Closed(NamedTuple):
 
 def closed_file(*, by_root: bool) -> str:
     """Return the path of root's file, beside its settings of the host, or of the one in the state directory."""
-    return os.path.join(policy_directory(os.environ) if by_root else state_dir_path(), _NAME)
+    return f"{policy_directory(os.environ) if by_root else state_dir_path()}/{_NAME}"
 
 
 def has_closed_file(above_fd: int) -> bool:

@@ -62,7 +62,7 @@ class Doors:
             known: its parts that living entries of this directory have. They are judged by their entries.
             token: of a claim that allows claims inside it.
         """
-        first, last = self._of_token(uuid, token)
+        first, last = self._of_token(uuid, token) if token else (b"", b"")
         return self._all_or_none(
             lambda: (
                 (not token or self._take(first))
@@ -142,8 +142,11 @@ class Doors:
         return held is not None
 
     def _held_parts(self, uuid: str) -> set[int]:
-        begin = self._begin(uuid)
-        held = _are_held([b".".join((begin, tail)).ljust(_LENGTH, b".") for tail in _TAILS])
+        begin = self._begin(uuid) + b"."
+        names = [begin + tail for tail in _TAILS]
+        if len(begin) < _LENGTH:
+            names = [name.ljust(_LENGTH, b".") for name in names]
+        held = _are_held(names)
         return {part for part, is_held in enumerate(held) if is_held}
 
     def _name(self, uuid: str, *tail: bytes) -> bytes:
@@ -160,7 +163,8 @@ class Doors:
     def _of_token(self, uuid: str, token: str) -> list[bytes]:
         """Return the names of the two doors of a token, in the order in which they are taken. All users can read names,
         and from these nobody learns what stands in the entry."""
-        return [self._name(uuid, digest(f"{token}.door").encode(), side) for side in (b"0", b"1")]
+        tail = digest(f"{token}.door").encode()
+        return [self._name(uuid, tail, side) for side in (b"0", b"1")]
 
 
 def _bound(name: bytes, above: int) -> Held | None:

@@ -45,7 +45,8 @@ def read_faults(state_dir: str | SharedDirectory, uuids: Iterable[str]) -> dict[
     looked_at: Counter[str] = Counter()
     with suppress(StateDirError, FileNotFoundError), Directory(state_dir, _DIRECTORY, make=False) as directory:
         names = directory.names()
-        for name in (*names.intersection(map(_own_name, wanted)), *names):
+        own = names.intersection(map(_own_name, wanted)) if names else names  # almost always there are none
+        for name in (*own, *names):
             uuid = wanted.get(name.rpartition(".")[0])
             if uuid is None or looked_at[uuid] == _MOST_NOTES:
                 continue

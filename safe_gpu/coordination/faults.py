@@ -40,13 +40,12 @@ def read_faults(state_dir: str | SharedDirectory, uuids: Iterable[str]) -> dict[
     Args:
         state_dir: its path, or that directory while it is open.
     """
-    wanted = {_stem(uuid): uuid for uuid in uuids}
     found: dict[str, GpuFault] = {}
     looked_at: Counter[str] = Counter()
     with suppress(StateDirError, FileNotFoundError), Directory(state_dir, _DIRECTORY, make=False) as directory:
         names = directory.names()
-        own = names.intersection(map(_own_name, wanted)) if names else names  # almost always there are none
-        for name in (*own, *names):
+        wanted = {_stem(uuid): uuid for uuid in uuids} if names else {}  # almost always there are none
+        for name in (*names.intersection(map(_own_name, wanted)), *names):
             uuid = wanted.get(name.rpartition(".")[0])
             if uuid is None or looked_at[uuid] == _MOST_NOTES:
                 continue

@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import sys
 from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from typing import Any
@@ -25,7 +26,7 @@ MOST_PARTS = 32
 _PROTOCOL = "safe-gpu/1/"  # what all names begin with, after a NUL byte
 
 _LENGTH = 49  # bytes of a name at least; the columns of /proc/net/unix cannot be imitated by names of this length
-_TAILS = [str(part).encode() for part in range(MOST_PARTS)]
+_TAILS = [f".{part}".encode() for part in range(MOST_PARTS)]
 
 _SPARE = 8  # descriptors that are left to the program: where the limit is that low, entries have to do
 
@@ -142,29 +143,27 @@ class Doors:
         return held is not None
 
     def _held_parts(self, uuid: str) -> set[int]:
-        begin = self._begin(uuid) + b"."
-        names = [begin + tail for tail in _TAILS]
-        if len(begin) < _LENGTH:
-            names = [name.ljust(_LENGTH, b".") for name in names]
-        held = _are_held(names)
+        held = _are_held(self._names(uuid, _TAILS))
         return {part for part, is_held in enumerate(held) if is_held}
 
-    def _name(self, uuid: str, *tail: bytes) -> bytes:
+    def _name(self, uuid: str, tail: bytes = b"") -> bytes:
         """Return a name as bind(2) takes it.
 
-        >>> Doors()._name("MIG-GPU-5c89852c/1/0", b"7")
+        >>> Doors()._name("MIG-GPU-5c89852c/1/0", b".7")
         b'\\x00safe-gpu/1/MIG-GPU-5c89852c_1_0.7...............'
         """
-        return b".".join([self._begin(uuid), *tail]).ljust(_LENGTH, b".")
+        return self._names(uuid, [tail])[0]
 
-    def _begin(self, uuid: str) -> bytes:
-        return b"\0" + os.fsencode(_PROTOCOL + self._tree + uuid.replace("/", "_"))
+    def _names(self, uuid: str, tails: Iterable[bytes]) -> list[bytes]:
+        begin = b"\0" + os.fsencode(_PROTOCOL + self._tree + uuid.replace("/", "_"))
+        names = [begin + tail for tail in tails]
+        return names if len(begin) >= _LENGTH else [name.ljust(_LENGTH, b".") for name in names]
 
     def _of_token(self, uuid: str, token: str) -> list[bytes]:
         """Return the names of the two doors of a token, in the order in which they are taken. All users can read names,
         and from these nobody learns what stands in the entry."""
-        tail = digest(f"{token}.door").encode()
-        return [self._name(uuid, tail, side) for side in (b"0", b"1")]
+        tail = digest(f"{token}.door")
+        return self._names(uuid, [f".{tail}.0".encode(), f".{tail}.1".encode()])
 
 
 def _bound(name: bytes, above: int) -> Held | None:
@@ -206,15 +205,15 @@ def simulated_tree(path: str) -> str:
 
 @cache
 def _sha256() -> Callable[[bytes], Any]:
-    """Return SHA-256. hashlib would load OpenSSL, which takes longer than a claim; a module that is not there is
-    looked for each time."""
+    """Return SHA-256. hashlib would load OpenSSL, which takes longer than a claim; so does the search for a module that
+    is not there."""
     try:
-        from _sha2 import sha256  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        try:
+        if sys.version_info >= (3, 12):
+            from _sha2 import sha256  # type: ignore[import-not-found, unused-ignore]
+        else:
             from _sha256 import sha256  # type: ignore[import-not-found, unused-ignore]
-        except ImportError:
-            from hashlib import sha256
+    except ImportError:
+        from hashlib import sha256
     return sha256  # type: ignore[no-any-return, unused-ignore]
 
 

@@ -216,10 +216,13 @@ class Look:
         view = self._view
         last = recent_faults(view.faults, time.time())
         while True:
-            open_now = view.unoccupied.keys() - self._taken()
-            if among is not None:
-                open_now = open_now.intersection(among)
-            chosen = self._best([view.unoccupied[uuid] for uuid in view.unoccupied if uuid in open_now], last)
+            taken = self._taken()
+            free = [
+                verdict
+                for uuid, verdict in view.unoccupied.items()
+                if uuid not in taken and (among is None or uuid in among)
+            ]
+            chosen = self._best(free, last)
             if chosen is None or view.snapshot.shared_display:
                 return chosen
             missed = self._missed_door(chosen)

@@ -116,7 +116,7 @@ class Outcome:
         self.scene.arrange(self.stage)
         self._actors += self.scene.helpers
         self._victim = self._start("the victim", _victim(self.scene, broken))
-        self.scene.child = self._victim.hear("ready")[1]
+        self.scene.child = self._victim.expect("ready")[1]
         self._traced = Traced(self._victim.pid)
         for stop in self._traced.stops():
             self.calls.append(stop)
@@ -144,7 +144,7 @@ class Outcome:
                     self.violations.append("the exception was swallowed")
         status = self._traced.status
         if status is not None:
-            self._alive, self._victim.gone = False, True
+            self._alive, self._victim.status = False, status
             self.end = "ended by the signal" if os.WIFSIGNALED(status) else f"exit {os.WEXITSTATUS(status)}"
 
     def _is_victim(self) -> bool:
@@ -174,7 +174,7 @@ class Outcome:
             first.wait_for_ticket(stage)
             for position, helper in enumerate(scene.helpers):
                 if position:
-                    helper.hear("holds")
+                    helper.expect("holds")
                 helper.let_go()
         self._served(first)
         if self._alive:
@@ -202,7 +202,7 @@ class Outcome:
 
     def _examine(self) -> None:
         """What the victim says of itself."""
-        _, said, ignored, changed, uuids = self._victim.hear("over")
+        _, said, ignored, changed, uuids = self._victim.expect("over")
         self.end = said
         if ignored:
             self.violations.append(f"the exception was swallowed: {ignored}")
@@ -215,18 +215,18 @@ class Outcome:
             if self.call and not ignored:
                 self.violations.append("the exception was swallowed")
             self._victim.tell("release")
-            self._victim.hear("done")
+            self._victim.expect("done")
 
     def _claim_inside(self) -> None:
         """The outer claim holds its GPUs, and gives them to those inside it."""
         refused = self._start("a rival of the outer claim", claims(GPUS - self.scene.inside + 1), other=True)
-        refused.hear("refused")
+        refused.expect("refused")
         os.environ["SAFE_GPU_SCOPE"] = self.scene.token  # type: ignore[attr-defined]
         try:
             inner = self._start("the next claim inside", claims(self.scene.inside))
         finally:
             del os.environ["SAFE_GPU_SCOPE"]
-        inner.hear("holds")
+        inner.expect("holds")
         inner.let_go()
 
     def _more_descriptors(self) -> list[str]:
@@ -234,13 +234,13 @@ class Outcome:
         until = time.monotonic() + 2.0
         while True:
             self._victim.tell("descriptors")
-            more: list[str] = self._victim.hear("descriptors")[1]
+            more: list[str] = self._victim.expect("descriptors")[1]
             if not more or time.monotonic() > until:
                 return more
             time.sleep(0.005)
 
     def _served(self, actor: Actor) -> None:
-        uuids = actor.hear("holds")[1]
+        uuids = actor.expect("holds")[1]
         if len(set(uuids)) != GPUS:
             raise Failure(f"{actor.name} got {uuids}")
 
@@ -250,9 +250,9 @@ class Outcome:
 
     def close(self) -> None:
         """Let nobody live on."""
-        if self._traced is not None and not self._victim.gone:
+        if self._traced is not None and self._victim.status is None:
             self._traced.kill()
-            self._victim.gone = True
+            self._victim.status = self._traced.status
         for actor in {*self._actors, *self.scene.helpers}:
             actor.kill()
         if self.scene.child:

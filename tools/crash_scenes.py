@@ -7,21 +7,19 @@ import json
 import os
 import re
 import shutil
-import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from common import ROOT, simulate
 from crash_trace import Stop
-from support.actor import become
+from support.actor import Racer
 
 import safe_gpu
 from safe_gpu.cli.commands import main as safe_gpu_main
@@ -37,11 +35,10 @@ class Failure(Exception):
     """What a claim must never do."""
 
 
-class Actor:
-    """A forked process that does one thing and talks to this one over ``line``.
+class Actor(Racer):
+    """A forked process that does one thing.
 
     Args:
-        work: gets the process's end of the line.
         uid: the user that it becomes; None stays.
         patience: seconds that it may take to say anything.
     """
@@ -49,27 +46,10 @@ class Actor:
     def __init__(
         self, name: str, work: Callable[[Connection], None], uid: int | None = None, patience: float = 15.0
     ) -> None:
-        self.name = name
-        self.patience = patience
-        self.line, theirs = Pipe()
-        self.gone = False
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                self.line.close()
-                if uid is not None:
-                    become(uid)
-                work(theirs)
-            except (EOFError, BrokenPipeError):
-                pass  # the controller is gone
-            except BaseException:
-                with suppress(OSError):
-                    theirs.send(("failed", traceback.format_exc()))
-            finally:
-                os._exit(0)
-        theirs.close()
+        super().__init__(work, uid=uid)
+        self.name, self.patience = name, patience
 
-    def hear(self, *expected: str) -> tuple[Any, ...]:
+    def expect(self, *expected: str) -> tuple[Any, ...]:
         """What it says next.
 
         Raises:
@@ -78,29 +58,21 @@ class Actor:
         if not self.line.poll(self.patience):
             raise Failure(f"{self.name} says nothing for {self.patience:.0f} s instead of {' or '.join(expected)}")
         try:
-            said = self.line.recv()
+            said: tuple[Any, ...] = self.line.recv()
         except (EOFError, ConnectionResetError):
             said = ("gone",)
         if said[0] not in expected:
             raise Failure(f"{self.name} says {': '.join(map(str, said))}")
-        return said  # type: ignore[no-any-return]
+        return said
 
     def tell(self, word: str) -> None:
         with suppress(OSError):
-            self.line.send(word)
+            super().tell(word)
 
     def let_go(self) -> None:
         """Have it release its GPUs."""
         self.tell("let go")
-        self.hear("done")
-
-    def kill(self) -> None:
-        """End it, at whatever it is."""
-        if not self.gone:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-            self.gone = True
-        self.line.close()
+        self.expect("done")
 
     def wait_for_ticket(self, stage: Stage) -> None:
         """Return when it stands in the queue, or has something to say."""
@@ -152,7 +124,7 @@ class Stage:
         if not first_use:
             # By root: its files are nobody's whom a sticky directory would let remove them.
             one = Actor("the first", claims(GPUS))
-            one.hear("holds")
+            one.expect("holds")
             one.let_go()
             one.kill()
             driver = SimulatedDriver(_PRESET)
@@ -270,7 +242,7 @@ class Wait(Scene):
 
     def arrange(self, stage: Stage) -> None:
         self.helpers = [stage.start("the holder", claims(GPUS), other=True)]
-        self.helpers[0].hear("holds")
+        self.helpers[0].expect("holds")
 
     def operate(self) -> None:
         safe_gpu.claim_gpus(2, timeout=30, affinity=None, hold_for=60)
@@ -315,7 +287,7 @@ class Refused(Scene):
 
     def arrange(self, stage: Stage) -> None:
         self.helpers = [stage.start("the holder", claims(GPUS - 1), other=True)]
-        self.helpers[0].hear("holds")
+        self.helpers[0].expect("holds")
 
     def operate(self) -> None:
         with suppress(safe_gpu.NotEnoughGpusError):
@@ -341,7 +313,7 @@ class Share(Scene):
 
     def arrange(self, stage: Stage) -> None:
         self.helpers = [stage.start("the other sharer", claims(GPUS, share="50%"), other=True)]
-        self.helpers[0].hear("holds")
+        self.helpers[0].expect("holds")
 
     def operate(self) -> None:
         self.owner = safe_gpu.claim_gpus(2, timeout=0, affinity=None, share="50%", only=(0, 1))
@@ -384,7 +356,7 @@ class Nested(Scene):
 
     def arrange(self, stage: Stage) -> None:
         self.helpers = [stage.start("the outer claim", claims(self.inside, delegate=True))]
-        self.token = self.helpers[0].hear("holds")[2]
+        self.token = self.helpers[0].expect("holds")[2]
 
     def prepare(self, line: Connection) -> None:
         os.environ["SAFE_GPU_SCOPE"] = self.token

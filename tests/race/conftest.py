@@ -8,14 +8,14 @@ import random
 import signal
 import sys
 import tempfile
-import traceback
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Pipe, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.actor import Racer
 from support.hip_host import HipHost
 
 import safe_gpu
@@ -29,60 +29,6 @@ QUIET = logging.getLogger("safe_gpu.test_race")
 QUIET.propagate = False
 QUIET.addHandler(logging.NullHandler())
 PRESET = "dgx-a100"
-
-
-class Racer:
-    """A forked process that does one thing and talks to this one over ``line``; it dies with the test at the latest.
-
-    ``uid`` and ``umask`` make it another user's: the pytest of root is readable to it because everything that it needs
-    was imported before.
-    """
-
-    def __init__(self, work: Callable[[Any], None], *, uid: int | None = None, umask: int | None = None) -> None:
-        self.line, theirs = Pipe()
-        self.pid = os.fork()
-        self.status: int | None = None
-        if self.pid == 0:
-            try:
-                if umask is not None:
-                    os.umask(umask)
-                if uid is not None:
-                    os.setgroups([])
-                    os.setresgid(uid, uid, uid)
-                    os.setresuid(uid, uid, uid)
-                work(theirs)
-            except EOFError:
-                pass  # the test is over
-            except BaseException:
-                theirs.send(("error", traceback.format_exc()))
-            finally:
-                os._exit(0)
-        theirs.close()
-
-    def hear(self) -> tuple[Any, ...]:
-        """What it says next; ``("gone",)`` where it died."""
-        try:
-            said = self.line.recv()
-        except (EOFError, ConnectionResetError):
-            self.join()
-            return ("gone",)
-        assert said[0] != "error", said[1]
-        return said
-
-    def tell(self, word: str) -> None:
-        self.line.send(word)
-
-    def kill(self) -> None:
-        """Kill it and wait until nothing of it is left."""
-        if self.status is None:
-            os.kill(self.pid, signal.SIGKILL)
-            self.join()
-
-    def join(self) -> int:
-        """Its wait status."""
-        if self.status is None:
-            self.status = os.waitpid(self.pid, 0)[1]
-        return self.status
 
 
 def kill_me_at(step: int) -> None:
@@ -257,7 +203,6 @@ class Track:
         """End all racers."""
         for racer in self.racers:
             racer.kill()
-            racer.line.close()
         self.racers.clear()
         self.markers.close()
 

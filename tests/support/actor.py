@@ -3,7 +3,10 @@
 import ctypes
 import os
 import signal
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Pipe
 from typing import Any
 
 Say = Callable[[object], None]
@@ -71,6 +74,60 @@ class Actor:
         self.pid = 0
         self._in.close()
         return status
+
+
+class Racer:
+    """A forked process that runs ``work(line)`` and talks to this one over ``line`` in tuples; it dies with this one.
+
+    ``uid`` and ``umask`` make it another user's. An exception in it is said, as ``("error", traceback)``.
+    """
+
+    def __init__(self, work: Callable[[Any], None], *, uid: int | None = None, umask: int | None = None) -> None:
+        self.line, theirs = Pipe()
+        self.pid = os.fork()
+        self.status: int | None = None
+        if self.pid == 0:
+            try:
+                self.line.close()
+                if umask is not None:
+                    os.umask(umask)
+                if uid is not None:
+                    become(uid)
+                work(theirs)
+            except (EOFError, BrokenPipeError):
+                pass  # the other one is gone
+            except BaseException:
+                with suppress(OSError):
+                    theirs.send(("error", traceback.format_exc()))
+            finally:
+                os._exit(0)
+        theirs.close()
+
+    def hear(self) -> tuple[Any, ...]:
+        """What it says next; ``("gone",)`` where it died."""
+        try:
+            said: tuple[Any, ...] = self.line.recv()
+        except (EOFError, ConnectionResetError):
+            self.join()
+            return ("gone",)
+        assert said[0] != "error", said[1]
+        return said
+
+    def tell(self, word: str) -> None:
+        self.line.send(word)
+
+    def kill(self) -> None:
+        """Kill it and wait until nothing of it is left."""
+        if self.status is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.join()
+        self.line.close()
+
+    def join(self) -> int:
+        """Its wait status."""
+        if self.status is None:
+            self.status = os.waitpid(self.pid, 0)[1]
+        return self.status
 
 
 def become(uid: int) -> None:

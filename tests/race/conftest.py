@@ -1,14 +1,12 @@
 """Processes that race for simulated GPUs, and what they tell whoever runs the race."""
 
 import ctypes
-import fcntl
 import logging
 import os
 import random
 import signal
 import sys
 import tempfile
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 from support.actor import Racer
 from support.hip_host import HipHost
+from support.stage import UNITS, Referee
 
 import safe_gpu
 from safe_gpu.claim import arguments
@@ -45,54 +44,8 @@ def kill_me_at(step: int) -> None:
     sys.setprofile(profile)
 
 
-class Counters:
-    """A number for each GPU, read when a claim begins and written one higher when it ends: overlap loses updates."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def read(self, uuid: str) -> int:
-        path = self._directory / uuid
-        return int(path.read_text()) if path.exists() else 0
-
-    def write(self, uuid: str, number: int) -> None:
-        path = self._directory / uuid
-        path.unlink(missing_ok=True)  # it may be another user's
-        path.write_text(str(number))
-        path.chmod(0o644)
-
-    def total(self) -> int:
-        return sum(self.read(path.name) for path in self._directory.iterdir())
-
-
-class Markers:
-    """A byte of a file for each GPU, which whoever has the GPU locks.
-
-    Record locks belong to one process, not to what it forks, and end with it: before the kernel ends its claims.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT)  # a racer never closes it: that would end its locks
-
-    def enter(self, uuid: str) -> bool:
-        """Mark the GPU as held by this process; False if another one holds it."""
-        try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, zlib.crc32(uuid.encode()))
-        except OSError:
-            return False
-        return True
-
-    def leave(self, uuid: str) -> None:
-        """Take this process's mark away, before the GPU is released."""
-        fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, zlib.crc32(uuid.encode()))
-
-    def close(self) -> None:
-        """Called by who runs the race and holds no GPU."""
-        os.close(self._fd)
-
-
 class Track:
-    """A simulated host, the referee's markers and counters, and the racers on it.
+    """A simulated host, the referee, and the racers on it.
 
     Attributes:
         claims_once: a racer can choose its GPUs once only, since its runtime is initialised from then on.
@@ -104,7 +57,6 @@ class Track:
         self.preset = preset
         self.racers: list[Racer] = []
         self.random = random.Random(20)
-        self.markers: Markers | None = None
         self.use(directory)
 
     def use(self, directory: Path) -> None:
@@ -113,12 +65,9 @@ class Track:
         directory.chmod(0o1777)
         self.state_dir = directory / "state"
         self.driver: Any = self.open_driver()
-        (directory / "counters").mkdir()
-        (directory / "counters").chmod(0o777)
-        if self.markers is not None:
-            self.markers.close()
-        self.markers = Markers(directory / "markers")
-        self.counters = Counters(directory / "counters")
+        (directory / "referee").mkdir()
+        (directory / "referee").chmod(0o777)
+        self.referee = Referee(directory / "referee", UNITS)
 
     def open_driver(self) -> Any:
         """The host's driver."""
@@ -162,8 +111,9 @@ class Track:
             return
         sys.setprofile(None)
         uuids = self.opened(claim)
-        rivals = [uuid for uuid in uuids if not self.markers.enter(uuid)]
-        counts = [self.counters.read(uuid) for uuid in uuids]
+        locks = {uuid: self.referee.begin(uuid, None) for uuid in uuids}
+        rivals = [uuid for uuid in uuids if not locks[uuid]]
+        counts = [self.referee.count(uuid) for uuid in uuids]
         line.send(("holds", uuids, rivals))
         ends: list[Callable[[], None]] = []
         if line.recv() == "work":
@@ -171,8 +121,8 @@ class Track:
             line.send(("works",))
             line.recv()
         for uuid, count in zip(uuids, counts, strict=True):
-            self.counters.write(uuid, count + 1)
-            self.markers.leave(uuid)
+            self.referee.count(uuid, count + 1)
+            self.referee.end(locks[uuid])
         for end in ends:
             end()
         safe_gpu.release_gpus()
@@ -183,6 +133,10 @@ class Track:
         (line, *_) = wait([racer.line for racer in racers])
         racer = next(racer for racer in racers if racer.line is line)
         return racer, racer.hear()
+
+    def counted(self) -> int:
+        """How many claims of a GPU have ended, by its counter: those that overlap lose some."""
+        return sum(int(path.read_text()) for path in self.referee.directory.glob("*.count"))
 
     def claim_all(self) -> None:
         """All GPUs can be had at once, by this process."""
@@ -204,7 +158,6 @@ class Track:
         for racer in self.racers:
             racer.kill()
         self.racers.clear()
-        self.markers.close()
 
 
 class HipTrack(Track):

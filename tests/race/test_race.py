@@ -1,8 +1,6 @@
 """Many processes race for few GPUs, and some are killed in the middle of it."""
 
 import fcntl
-import os
-from functools import partial
 from typing import Any
 
 import pytest
@@ -18,26 +16,23 @@ ROUNDS = 15 if REQUIRED else 5
 class Field:
     """Racers that race again and again; whoever is killed is replaced before the next round."""
 
-    def __init__(self, track: Any, size: int, other_dir: str = "") -> None:
+    def __init__(self, track: Any, size: int) -> None:
         self._track = track
         self.claims = self.met = 0  # claimed GPUs, and how often a racer met another one there
         self.doubled: list[str] = []  # GPUs on which the driver showed several processes while they were held
-        self._other_dir = other_dir  # the state directory of half of the racers
         self._gun = track.state_dir.parent / "gun"
         self._gun.touch()
-        self.racers = [self._new(number % 2 == 1) for number in range(size)]
+        self.racers = [self._new() for _ in range(size)]
 
-    def _new(self, other: bool = False) -> Any:
-        return self._track.start(partial(self._race, other and self._other_dir))
+    def _new(self) -> Any:
+        return self._track.start(self._race)
 
     def _replaced(self, racer: Any) -> Any:
         racer.kill()
         self._track.bury(racer)
         return self._new()
 
-    def _race(self, state_dir: str, line: Any) -> None:
-        if state_dir:
-            os.environ["SAFE_GPU_DIR"] = state_dir
+    def _race(self, line: Any) -> None:
         while True:
             nb_gpus, options = line.recv()
             with self._gun.open() as gun:
@@ -107,7 +102,7 @@ def test_64_processes_race_for_8_gpus_and_some_are_killed(track: Any) -> None:
         said = field.round(orders, at_once=waits)
 
         assert field.met == 0
-        assert track.counters.total() == field.claims, f"round {number}: a lost update, so two held one GPU"
+        assert track.counted() == field.claims, f"round {number}: a lost update, so two held one GPU"
         killed += len(said["gone"])
         for (refusal,) in said["refused"]:
             assert len(refusal.verdicts) == 8
@@ -152,10 +147,10 @@ def run_eight(track: Any, sizes: tuple[int, ...], rounds: int, *, kills: bool = 
 @pytest.mark.timeout(300)
 @on_amd_hosts
 def test_eight_processes_race_on_an_amd_host(track: Any, sizes: tuple[int, ...], rounds: int) -> None:
-    """Markers, counters and the list of processes see no collision, and those that are killed leave nothing."""
+    """Neither locks nor counters nor the list of processes see a collision, and those that are killed leave nothing."""
     field = run_eight(track, sizes, rounds)
     assert field.met == 0
-    assert track.counters.total() == field.claims > rounds * 2, "a lost update, so two held one GPU"
+    assert track.counted() == field.claims > rounds * 2, "a lost update, so two held one GPU"
     assert field.doubled == []
     track.claim_all()
     assert track.files() == []
@@ -166,36 +161,11 @@ def test_on_an_amd_host_all_three_see_that_locks_are_missing(track: Any, sizes, 
     without_locks(monkeypatch)
     field = run_eight(track, sizes, min(rounds, 2), kills=False)
     assert field.met > 0
-    assert track.counters.total() < field.claims
+    assert track.counted() < field.claims
     assert field.doubled
 
 
 def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for build in ("not locked", "no doors", "no second listing"):
-        break_in(monkeypatch, build)
-
-
-def break_in(monkeypatch: pytest.MonkeyPatch, build: str) -> None:
-    for broken in BROKEN[build]:
-        monkeypatch.setattr(*broken)
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_with_two_state_directories_on_one_host(track: Any, monkeypatch: pytest.MonkeyPatch, named: bool) -> None:
-    """Half of the racers have another state directory, so only names keep them apart: markers and counters tell."""
-    monkeypatch.setenv("SAFE_GPU_SIMULATED_DIR", str(track.state_dir / "simulated"))
-    if not named:
-        break_in(monkeypatch, "no doors")
-    field = Field(track, 24, str(track.state_dir.parent / "other"))
-    for number in range(6 if named else 1):
-        waits = number % 2 == 1
-        orders = [
-            (1 + (i + number) % 2, {"placeholder": NOTHING, "timeout": 60.0 if waits else 0.0}) for i in range(24)
-        ]
-        field.round(orders, at_once=waits)
-    if named:
-        assert field.met == 0
-        assert track.counters.total() == field.claims > 6 * 6
-    else:
-        assert field.met > 0
-        assert track.counters.total() < field.claims
+    for build in ("no doors nor locks", "no second listing"):
+        for broken in BROKEN[build]:
+            monkeypatch.setattr(*broken)

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from safe_gpu.host import procfs
@@ -50,7 +51,7 @@ class Referee:
 
     def lock(self, uuid: str, what: object) -> int:
         """Take one lock, and note in it whose it is; 0 where another process has it."""
-        fd = os.open(self.directory / f"{uuid}.{what}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = self._open(uuid, what)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -61,7 +62,7 @@ class Referee:
 
     def is_held(self, uuid: str, what: object) -> bool:
         """Return whether a lock is held; several may ask at once."""
-        fd = os.open(self.directory / f"{uuid}.{what}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = self._open(uuid, what)
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -78,6 +79,12 @@ class Referee:
                 return True
         return False
 
+    def _open(self, uuid: str, what: object) -> int:
+        fd = os.open(self.directory / f"{uuid}.{what}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        with suppress(PermissionError):  # another user's, who has opened it to all
+            os.fchmod(fd, 0o666)
+        return fd
+
     def end(self, locks: list[int]) -> None:
         for fd in locks:
             os.pwrite(fd, b"%20d" % 0, 0)
@@ -86,7 +93,7 @@ class Referee:
 
     def count(self, uuid: str, new: int | None = None) -> int:
         """Return the counter of a GPU, or write it, so that a process may be killed at any time."""
-        fd = os.open(self.directory / f"{uuid}.count", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = self._open(uuid, "count")
         try:
             if new is not None:
                 os.pwrite(fd, b"%20d" % new, 0)

@@ -12,10 +12,10 @@ import pytest
 import safe_gpu
 from safe_gpu import errors
 from safe_gpu.errors import SafeGpuError
-from safe_gpu.gpus.devices import Gpu, GpuProcess, GpuVerdict, LeaseHolder
+from safe_gpu.gpus.devices import Gpu, GpuProcess, GpuVerdict, Holder
 from safe_gpu.runtimes.library import CudaCallError
 
-VERDICTS = (GpuVerdict(Gpu(0, "GPU-0"), "claimed", "claimed by process 7", 7, "ada", LeaseHolder(7, "ada", start=12)),)
+VERDICTS = (GpuVerdict(Gpu(0, "GPU-0"), "claimed", "claimed by process 7", 7, "ada", Holder(7, "ada", start=12)),)
 PROCESSES = (GpuProcess(7, memory_used=1 << 30),)
 TOO_FEW = {"nb_gpus": 2, "verdicts": VERDICTS}
 PATH = {"path": "/tmp/x"}

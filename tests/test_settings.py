@@ -66,7 +66,7 @@ def test_a_word_that_is_not_understood(name: str, words: tuple[str, ...], monkey
         ) as caught:
             safe_gpu.claim_gpus(1, timeout=0)
         assert caught.value.value == word
-    assert ground.leased() == []
+    assert ground.claimed() == []
 
 
 @pytest.mark.parametrize("path", ["state", "./state", "~/state", "../state"])

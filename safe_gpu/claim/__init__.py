@@ -1,4 +1,4 @@
 """Claims: how a process gets its GPUs, holds them and releases them.
 
-``selection`` decides which GPUs are free. ``coordination`` has the locks, the leases and the queue.
+``selection`` decides which GPUs are free. ``coordination`` has the entries, the doors and the queue.
 """

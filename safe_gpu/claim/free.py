@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..coordination.closed import closed_now
 from ..coordination.holders import claims_now
 from ..drivers import opened_driver
-from ..gpus.devices import LeaseHolder
+from ..gpus.devices import Holder
 from ..host.procfs import describe_process
 from ..selection.request import Conditions, Selection, parse_request
 from ..selection.verdicts import Rules, judge
@@ -80,6 +80,8 @@ def current_verdicts(
     """
     uuids = () if inside else (gpu.uuid for gpu in snapshot.gpus)
     claims, elsewhere = claims_now(uuids, snapshot.name_prefix)
-    leased = {**dict.fromkeys(elsewhere, LeaseHolder(elsewhere=True)), **claims.holders(inside)}
+    claimed = {**dict.fromkeys(elsewhere, Holder(elsewhere=True)), **claims.holders(inside)}
     rules = Rules.of(os.environ)._replace(drained=closed_now())
-    return judge(snapshot, request, leased=leased, visible_limit=visible_limit, describe=describe_process, rules=rules)
+    return judge(
+        snapshot, request, claimed=claimed, visible_limit=visible_limit, describe=describe_process, rules=rules
+    )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 
 from ..errors import StateDirError
-from ..gpus.devices import LeaseHolder
+from ..gpus.devices import Holder
 from ..host import procfs
 from ..host.commands import command_of
 from ..host.foreign_files import read_start
@@ -64,7 +64,7 @@ class Claims:
         """
         return {one.parts[uuid] for one in self.on(uuid, inside) if uuid in one.parts}
 
-    def holders(self, inside: str = "", *, told: bool = True) -> dict[str, LeaseHolder]:
+    def holders(self, inside: str = "", *, told: bool = True) -> dict[str, Holder]:
         """Return UUID -> who holds it, as seen by a claim inside none, or inside the one with this hash of a token.
 
         Args:
@@ -78,7 +78,7 @@ class Claims:
             if whole is not None:
                 found[uuid] = describe(whole)
             elif claims:
-                found[uuid] = LeaseHolder.of_sharers(describe(one)._replace(share=one.gpus[uuid]) for one in claims)
+                found[uuid] = Holder.of_sharers(describe(one)._replace(share=one.gpus[uuid]) for one in claims)
         return found
 
 
@@ -88,10 +88,10 @@ def living_claims(path: str | None = None, ignored: list[str] | None = None) -> 
     return living_entries(path or state_dir_path(), "claims", ignored)
 
 
-def said_by(entry: Entry) -> LeaseHolder:
+def said_by(entry: Entry) -> Holder:
     """Return what an entry says of its process. Nobody is asked, so it may be called under host.lock."""
     namespace = procfs.namespace_text(entry.pidns or None)
-    return LeaseHolder(
+    return Holder(
         None if namespace else entry.pid,
         None,
         entry.job or None,
@@ -123,7 +123,7 @@ def heir_of(entry: Entry) -> int | None:
     return heirs_of({entry.name}).get(entry.name) if os.geteuid() in (0, entry.uid) else None
 
 
-def holder_of(entry: Entry, heir: Callable[[Entry], int | None] = heir_of) -> LeaseHolder:
+def holder_of(entry: Entry, heir: Callable[[Entry], int | None] = heir_of) -> Holder:
     """Return who holds an entry, for people: its process if that lives here, else one that it left behind.
 
     The user is the owner of the file. A directory service may be asked.

@@ -16,7 +16,7 @@ class DeferredSignals:
     """Holds back the Python handlers of signals for microseconds: in ``with``, or between its two methods.
 
     A KeyboardInterrupt may come between any two lines, also between open(2) and the line that stores the descriptor.
-    Here that would keep the whole host locked, or a lease held, for as long as the process lives on, as a notebook
+    Here that would keep the whole host locked, or a GPU held, for as long as the process lives on, as a notebook
     does. What was taken meanwhile must be stored before the end of ``with``, where the handlers run.
     """
 

@@ -40,7 +40,7 @@ class Driver(Protocol):
         """
 
     def usage(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-        """Ask again about some devices of an earlier poll: the narrow question of a claim that has leased them.
+        """Ask again about some devices of an earlier poll: the narrow question of a claim that holds them.
 
         Returns:
             Their records, in the same order: memory and processes as they are now, MIG mode too; the rest as given.

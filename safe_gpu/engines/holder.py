@@ -1,6 +1,6 @@
 """The process that holds one host's GPUs for a claim across hosts.
 
-The holder claims GPUs like any other program on its host, so all users there see its leases and, unless the compute
+The holder claims GPUs like any other program on its host, so all users there see its claims and, unless the compute
 mode forbids it, its placeholder. It delegates: the workers of the claim get its SAFE_GPU_SCOPE and may claim its GPUs
 for themselves. Such an inner claim keeps the GPU even if the holder dies first. The holder does not bind itself to
 CPUs; it computes the CPUs of the workers.

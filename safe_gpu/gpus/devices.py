@@ -262,7 +262,7 @@ class GpuFault(NamedTuple):
     error: str
 
 
-class LeaseHolder(NamedTuple):
+class Holder(NamedTuple):
     """Who holds a device. A field is None if it is not known.
 
     ``uid`` and ``user`` are the owner of the entry of the claim; ``user`` is None where nobody was asked for the name.
@@ -288,18 +288,18 @@ class LeaseHolder(NamedTuple):
     until: float | None = None
     uid: int = -1
     share: int | None = None
-    sharers: "tuple[LeaseHolder, ...]" = ()
+    sharers: "tuple[Holder, ...]" = ()
     queued: float | None = None
     left_by: int | None = None
 
     @classmethod
-    def of_sharers(cls, sharers: "Iterable[LeaseHolder]") -> "LeaseHolder":
+    def of_sharers(cls, sharers: "Iterable[Holder]") -> "Holder":
         """Return the holder of a GPU that these claims share."""
         ranked = tuple(sorted(sharers, key=lambda one: one.since or 0.0))
         return ranked[0]._replace(sharers=ranked)
 
     @property
-    def each(self) -> "tuple[LeaseHolder, ...]":
+    def each(self) -> "tuple[Holder, ...]":
         """The claims on the GPU."""
         return self.sharers or (self,)
 
@@ -317,7 +317,7 @@ class GpuVerdict(NamedTuple):
     reason: str = ""
     pid: int | None = None
     user: str | None = None
-    holder: LeaseHolder | None = None
+    holder: Holder | None = None
 
     @property
     def free(self) -> bool:

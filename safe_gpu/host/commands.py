@@ -32,7 +32,7 @@ def command_for_record(arguments: Sequence[str]) -> str | None:
 
 def own_command() -> str | None:
     """Return the same of this process."""
-    # Empty where Python is embedded. /proc takes longer to read than a lease to take.
+    # Empty where Python is embedded. /proc takes longer to read than a claim to make.
     command = command_for_record(sys.orig_argv or arguments_of(os.getpid()))
     notebook = _base(os.environ.get("JPY_SESSION_NAME", ""))
     return f"{command} {notebook}"[:_LONGEST] if notebook and command and command.endswith(_KERNEL) else command

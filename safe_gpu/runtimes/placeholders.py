@@ -204,7 +204,7 @@ class LevelZeroPlaceholder(CudaPlaceholder):
 
 
 class NoPlaceholder(Base):
-    """Nothing on the GPU. Only the lease protects the claim; nvidia-smi shows the GPU as free.
+    """Nothing on the GPU. Only the entry and the door protect the claim; nvidia-smi shows the GPU as free.
 
     For processes that fork workers which use CUDA: a CUDA context in the parent would break CUDA in the workers.
     """

@@ -42,7 +42,7 @@ class JobContext(NamedTuple):
 
     @property
     def job_label(self) -> str | None:
-        """The job as one word for lease records and ``status``, ``sge:1234``, or ``sge:1234.5`` for an array task.
+        """The job as one word for entries and ``status``, ``sge:1234``, or ``sge:1234.5`` for an array task.
 
         None outside a batch job, or if the number of the job is not known.
 
@@ -268,7 +268,7 @@ class Scheduler(NamedTuple):
     """One scheduler.
 
     Attributes:
-        name: as in :class:`JobContext` and in lease records.
+        name: as in :class:`JobContext` and in entries.
         parse: gives the job of this process by an environment, or None outside the jobs of this scheduler.
         number: the variable with the number of GPUs of the job on this host, for messages; "" if it has none.
         lists_gpus: whether it lists the assigned GPUs in CUDA_VISIBLE_DEVICES, or in AMD's variables, and may have no

@@ -16,7 +16,7 @@ from .request import Selection
 from .sharing import share_capacity
 
 if TYPE_CHECKING:
-    from ..gpus.devices import Gpu, LeaseHolder
+    from ..gpus.devices import Gpu, Holder
 
 
 When = float | tuple[tuple[float, float], ...]
@@ -139,7 +139,7 @@ def free_at(now: float, *, since: float, until: float | None) -> float:
     return now if until < since else max(now, until)
 
 
-def when_free(gpu: "Gpu", holder: "LeaseHolder | None", now: float, *, free: bool) -> When:
+def when_free(gpu: "Gpu", holder: "Holder | None", now: float, *, free: bool) -> When:
     """Return when a GPU, or each part of it, is expected to be free by the word of who holds it.
 
     Args:

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UnsatisfiableRequestError
-from ..gpus.devices import MIG_IS_ON, Gpu, GpuVerdict, HostSnapshot, LeaseHolder
+from ..gpus.devices import MIG_IS_ON, Gpu, GpuVerdict, Holder, HostSnapshot
 from ..gpus.vendors import VENDORS
 from ..wording.text import gpu_ranges, plural
 from .request import Selection
@@ -47,13 +47,13 @@ def check_possible(
     request: Selection,
     visible_limit: VisibleLimit | None = None,
     *,
-    leased: Callable[[], Mapping[str, LeaseHolder]] = dict,
+    claimed: Callable[[], Mapping[str, Holder]] = dict,
     rules: Rules = DEFAULT_RULES,
 ) -> None:
     """Raise if this host, or this process within its visible limit, can never satisfy the request.
 
     Args:
-        leased: returns who holds GPUs, by UUID. It is called only to say what is free outside the visible limit.
+        claimed: returns who holds GPUs, by UUID. It is called only to say what is free outside the visible limit.
 
     Raises:
         UnsatisfiableRequestError: names the offending value and what to do.
@@ -67,7 +67,7 @@ def check_possible(
                 value=name,
             )
     left: Sequence[Gpu] = snapshot.gpus
-    holders: Mapping[str, LeaseHolder] = {}
+    holders: Mapping[str, Holder] = {}
     problem = ""
     unwatchable = partial(_why_unwatchable, snapshot=snapshot, rules=rules)
     for why_not in (why_unusable, unwatchable, partial(_why_never, request=request, visible_limit=None)):
@@ -79,8 +79,8 @@ def check_possible(
         and visible_limit is not None
         and not fits(request, [gpu for gpu in left if gpu.uuid in visible_limit])
     ):
-        holders = leased()
-        hint = fence_hint(judge(snapshot, request, leased=holders, rules=rules), visible_limit)
+        holders = claimed()
+        hint = fence_hint(judge(snapshot, request, claimed=holders, rules=rules), visible_limit)
         way_out = f", or set {visible_limit.lift} to disregard the variable" if visible_limit.lift else ""
         problem = f"{hint}: ask for its GPUs only{way_out}{_unread_instances(snapshot)}"
     if problem:
@@ -88,7 +88,7 @@ def check_possible(
         raise UnsatisfiableRequestError(
             f"{asked} asked for, but {problem}",
             value=request.nb_gpus,
-            verdicts=judge(snapshot, request, leased=holders, visible_limit=visible_limit, rules=rules),
+            verdicts=judge(snapshot, request, claimed=holders, visible_limit=visible_limit, rules=rules),
         )
 
 

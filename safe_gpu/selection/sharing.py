@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from ..gpus.devices import MOST_SHARERS, ComputeMode, Gpu, GpuProcess, LeaseHolder
+from ..gpus.devices import MOST_SHARERS, ComputeMode, Gpu, GpuProcess, Holder
 from ..wording.text import format_bytes, plural
 
 MIB = 1 << 20
@@ -55,7 +55,7 @@ def share_fraction(share: int, gpus: Collection[Gpu]) -> float:
     return max(0.0, min((share - _CONTEXT) / total for total in totals))
 
 
-def used_by_sharers(gpu: Gpu, sharers: Sequence[LeaseHolder], family_of: FamilyOf) -> list[int]:
+def used_by_sharers(gpu: Gpu, sharers: Sequence[Holder], family_of: FamilyOf) -> list[int]:
     """Return the bytes that each sharer's process and its descendants use, as far as the driver lists them."""
     used = [0] * len(sharers)
     largest: dict[int, int] = {}
@@ -71,39 +71,39 @@ def used_by_sharers(gpu: Gpu, sharers: Sequence[LeaseHolder], family_of: FamilyO
     return used
 
 
-def promised(gpu: Gpu, sharers: Sequence[LeaseHolder]) -> list[int]:
+def promised(gpu: Gpu, sharers: Sequence[Holder]) -> list[int]:
     """Return the bytes that are promised to each of these claims, no more than there are; all where its share cannot be
     read."""
     size = share_capacity(gpu) or 0
     return [size if sharer.share is None else min(size, sharer.share) for sharer in sharers]
 
 
-def promised_room(gpu: Gpu, sharers: Sequence[LeaseHolder]) -> int:
+def promised_room(gpu: Gpu, sharers: Sequence[Holder]) -> int:
     """Return the bytes that are not promised to these claims."""
     return (share_capacity(gpu) or 0) - sum(promised(gpu, sharers))
 
 
-def _overuse(gpu: Gpu, sharers: Sequence[LeaseHolder], family_of: FamilyOf) -> int:
+def _overuse(gpu: Gpu, sharers: Sequence[Holder], family_of: FamilyOf) -> int:
     """Return the bytes that sharers use beyond their shares."""
     used = used_by_sharers(gpu, sharers, family_of)
     return sum(max(0, size - one.share) for one, size in zip(sharers, used, strict=True) if one.share)
 
 
-def without_siblings(gpu: Gpu, gpus: Iterable[Gpu], leased: Mapping[str, LeaseHolder], family_of: FamilyOf) -> Gpu:
+def without_siblings(gpu: Gpu, gpus: Iterable[Gpu], claimed: Mapping[str, Holder], family_of: FamilyOf) -> Gpu:
     """Return the record of a device with the memory that is left to it of its GPU instance.
 
     Other compute instances keep what their processes use, and what is promised to the claims that share them.
 
     Args:
         gpus: all devices.
-        leased: UUID -> holder, of those that are shared.
+        claimed: UUID -> holder, of those that are shared.
     """
     siblings = gpu.siblings(gpus)
     if not siblings:
         return gpu
     owed = 0
     for one in siblings:
-        sharers = leased[one.uuid].sharers if one.uuid in leased else ()
+        sharers = claimed[one.uuid].sharers if one.uuid in claimed else ()
         pledged = sum(promised(one, sharers)) + _overuse(one, sharers, family_of)
         owed += max(0, pledged - (one.listed_memory or 0))
     beside = gpu.memory_beside or 0
@@ -119,7 +119,7 @@ def without_siblings(gpu: Gpu, gpus: Iterable[Gpu], leased: Mapping[str, LeaseHo
     )
 
 
-def room(gpu: Gpu, sharers: Sequence[LeaseHolder], family_of: FamilyOf, *, unexplained: int, own: int = 0) -> int:
+def room(gpu: Gpu, sharers: Sequence[Holder], family_of: FamilyOf, *, unexplained: int, own: int = 0) -> int:
     """Return the bytes that are neither promised nor in use; less than 0 where a holder uses more than its share.
 
     Args:
@@ -133,9 +133,7 @@ def room(gpu: Gpu, sharers: Sequence[LeaseHolder], family_of: FamilyOf, *, unexp
     return min(left, (share_capacity(gpu) or 0) - max(0, (gpu.memory_used or 0) - own - unexplained))
 
 
-def strangers(
-    processes: Collection[GpuProcess], sharers: Sequence[LeaseHolder], family_of: FamilyOf
-) -> list[GpuProcess]:
+def strangers(processes: Collection[GpuProcess], sharers: Sequence[Holder], family_of: FamilyOf) -> list[GpuProcess]:
     """Return those of the processes on a shared GPU that are certainly of none of its sharers.
 
     What cannot be told (a process of a container, a descendant whose parents have ended) only counts by its memory.
@@ -149,7 +147,7 @@ def strangers(
     return found
 
 
-def why_no_room(gpu: Gpu, sharers: Sequence[LeaseHolder], left: int, share: int) -> str:
+def why_no_room(gpu: Gpu, sharers: Sequence[Holder], left: int, share: int) -> str:
     """Return why a share does not fit beside those of others; "" if it does.
 
     ``shared: 72 of 79.4 GiB promised to 3 claims (anna 20 GiB, ben 32 GiB, ...), 7.4 left, 20 asked for``

@@ -18,8 +18,8 @@ from ..gpus.devices import (
     GpuFault,
     GpuProcess,
     GpuVerdict,
+    Holder,
     HostSnapshot,
-    LeaseHolder,
     ProcessKind,
 )
 from ..settings.variables import host_setting
@@ -205,8 +205,8 @@ def judge(
     snapshot: HostSnapshot,
     request: Selection,
     *,
-    leased: Mapping[str, LeaseHolder],
-    beside: Mapping[str, LeaseHolder] | None = None,
+    claimed: Mapping[str, Holder],
+    beside: Mapping[str, Holder] | None = None,
     visible_limit: VisibleLimit | None = None,
     own: Collection[int] = (),
     explained: Mapping[str, Collection[int]] | None = None,
@@ -220,8 +220,8 @@ def judge(
     Args:
         snapshot: one poll of the driver.
         request: what is asked for; the number of GPUs is not used.
-        leased: UUID -> who holds it, without the claims of the caller itself.
-        beside: UUID -> holder, of devices that are shared and only take memory from others; None: those of ``leased``.
+        claimed: UUID -> who holds it, without the claims of the caller itself.
+        beside: UUID -> holder, of devices that are shared and only take memory from others; None: those of ``claimed``.
         visible_limit: the inherited CUDA_VISIBLE_DEVICES; None: there is none.
         own: pids whose processes and memory are disregarded on every device.
         explained: UUID -> pids that are disregarded on that device (the processes of an outer claim). On these devices
@@ -232,13 +232,13 @@ def judge(
         rules: what the user has set.
         gpus: the devices of the snapshot to judge; None: all of them.
     """
-    explained, beside = explained or {}, leased if beside is None else beside
+    explained, beside = explained or {}, claimed if beside is None else beside
     describe, family_of = describe or (lambda pid: None), family_of or (lambda pid: None)
     share = request.share
     mps_clients, shared_display = has_mps_clients(snapshot), snapshot.shared_display
 
     def verdict_on(gpu: Gpu) -> GpuVerdict:
-        holder, of_outer = leased.get(gpu.uuid), explained.get(gpu.uuid)
+        holder, of_outer = claimed.get(gpu.uuid), explained.get(gpu.uuid)
         disregarded = own if of_outer is None else {*own, *of_outer}
         if unusable := why_unusable(gpu):
             return GpuVerdict(gpu, "unusable", unusable)
@@ -281,7 +281,7 @@ def judge(
 
 
 def room_for_shares(
-    gpu: Gpu, sharers: Sequence[LeaseHolder], rules: Rules, family_of: FamilyOf, disregarded: Collection[int] = ()
+    gpu: Gpu, sharers: Sequence[Holder], rules: Rules, family_of: FamilyOf, disregarded: Collection[int] = ()
 ) -> int:
     """Return the bytes of a GPU that another share may have; see :func:`~safe_gpu.selection.sharing.room`."""
     own = sum(process.memory_used or 0 for process in gpu.processes or () if process.pid in disregarded)
@@ -316,7 +316,7 @@ def _why_not_now(gpu: Gpu, request: Selection, disregarded: Collection[int]) -> 
     return request.why_not_now(gpu, sum(one.memory_used or 0 for one in processes if one.pid in disregarded))
 
 
-def _claimed_by(holder: LeaseHolder) -> str:
+def _claimed_by(holder: Holder) -> str:
     if holder.sharers:
         return f"shared by {plural(len(holder.sharers), 'claim')}"
     if holder.elsewhere:

@@ -23,7 +23,7 @@ VARIABLES = {
     "SAFE_GPU_FSROOT": "where /sys and /proc topology files are read (default /)",
     "SAFE_GPU_LEGACY_LOCK": "the older package's lock: auto, always or never (default auto)",
     "SAFE_GPU_UNEXPLAINED_MEMORY": "bytes in use by no visible process that make a GPU busy: 300MiB (at least 16MiB)",
-    "SAFE_GPU_PROCESS_LIST": "optional: claim by lease and memory where the driver can list no processes",
+    "SAFE_GPU_PROCESS_LIST": "optional: claim by entry and memory where the driver can list no processes",
     "SAFE_GPU_POLICY": "the policy file where the host has none (default /etc/safe-gpu/config.ini)",
     "SAFE_GPU_SIMULATED_DIR": "the tree of a simulated host",
     "SAFE_GPU_SGE_RESOURCE": "the name of the GPU resource in Grid Engine",

@@ -35,7 +35,7 @@ from .starts import expected_starts, holder_by_status
 if TYPE_CHECKING:
     from ..coordination.entry import Entry
     from ..drivers.base import Driver
-    from ..gpus.devices import Gpu, GpuFault, GpuProcess, HostSnapshot, LeaseHolder
+    from ..gpus.devices import Gpu, GpuFault, GpuProcess, Holder, HostSnapshot
     from .starts import AtLimit
 
 
@@ -266,7 +266,7 @@ def _place(namespace: str, entry: Entry, pid: int | None) -> str:
 def _gpus(snapshot: HostSnapshot, found: HostFacts, processes: ProcessTable) -> tuple[GpuStatus, ...]:
     pairs: list[tuple[ClaimStatus | None, ClaimStatus | None]] = []
     shares: list[tuple[ClaimStatus, ...]] = []
-    leased: dict[str, LeaseHolder] = {}
+    claimed: dict[str, Holder] = {}
     known: dict[str, ClaimStatus] = {}
 
     def claim_on(uuid: str, entry: Entry) -> ClaimStatus:
@@ -284,9 +284,9 @@ def _gpus(snapshot: HostSnapshot, found: HostFacts, processes: ProcessTable) -> 
         shares.append(_sharers(gpu, held, processes) if is_shared else ())
         pairs.append(((shares[-1] or [*held, None])[0], inner))
         if (holder := holder_by_status(pairs[-1][0], shares[-1])) is not None:
-            leased[gpu.uuid] = holder._replace(elsewhere=not outer)
+            claimed[gpu.uuid] = holder._replace(elsewhere=not outer)
     rules = Rules.of(os.environ)._replace(drained=closed_now())
-    verdicts = judge(snapshot, Selection(), leased=leased, describe=processes.describe, rules=rules)
+    verdicts = judge(snapshot, Selection(), claimed=claimed, describe=processes.describe, rules=rules)
     mps_clients = has_mps_clients(snapshot)
     rows = []
     for verdict, (claim, inner), sharers in zip(verdicts, pairs, shares, strict=True):
@@ -308,7 +308,7 @@ def _gpus(snapshot: HostSnapshot, found: HostFacts, processes: ProcessTable) -> 
                 processes=tuple(_process(process, processes) for process in gpu.processes or ()),
                 fault=fault,
                 shares=sharers,
-                share_free=_share_free(gpu, snapshot, leased, found, rules, processes) if sharers else None,
+                share_free=_share_free(gpu, snapshot, claimed, found, rules, processes) if sharers else None,
                 drained=bool(rules.why_drained(gpu)),
             )
         )
@@ -318,15 +318,15 @@ def _gpus(snapshot: HostSnapshot, found: HostFacts, processes: ProcessTable) -> 
 def _share_free(
     gpu: Gpu,
     snapshot: HostSnapshot,
-    leased: Mapping[str, LeaseHolder],
+    claimed: Mapping[str, Holder],
     found: HostFacts,
     rules: Rules,
     processes: ProcessTable,
 ) -> int:
-    sharers = leased[gpu.uuid].sharers
+    sharers = claimed[gpu.uuid].sharers
     if len(sharers) >= MOST_SHARERS or gpu.uuid in found.elsewhere:
         return 0
-    part = without_siblings(gpu, snapshot.gpus, leased, processes.family_of)
+    part = without_siblings(gpu, snapshot.gpus, claimed, processes.family_of)
     return max(0, room_for_shares(part, sharers, rules, processes.family_of))
 
 

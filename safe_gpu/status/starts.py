@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..coordination.closed import binding
 from ..coordination.queue import TicketRequest, is_stopped
-from ..gpus.devices import LeaseHolder, vendor_of
+from ..gpus.devices import Holder, vendor_of
 from ..gpus.windows import spans_of
 from ..host.procfs import user_name
 from ..selection.backfill import BackfillRequest, dates, starts, when_free
@@ -142,14 +142,12 @@ def _ends(gpus: Iterable[GpuStatus], now: float, inside: str) -> tuple[dict[str,
     return ends, coming
 
 
-def holder_by_status(claim: ClaimStatus | None, shares: Iterable[ClaimStatus] = ()) -> LeaseHolder | None:
+def holder_by_status(claim: ClaimStatus | None, shares: Iterable[ClaimStatus] = ()) -> Holder | None:
     """Return who holds a GPU, from what was found of its claim, or of the claims that share it."""
     if claim is None:
         return None
     alone, *found = (
-        LeaseHolder(
-            one.pid, one.user, one.job, one.command, one.since, until=one.until, uid=one.uid or 0, share=one.share
-        )
+        Holder(one.pid, one.user, one.job, one.command, one.since, until=one.until, uid=one.uid or 0, share=one.share)
         for one in (claim, *shares)
     )
-    return LeaseHolder.of_sharers(found) if found else alone
+    return Holder.of_sharers(found) if found else alone

@@ -206,9 +206,9 @@ def test_the_same_facts_as_data(caplog: pytest.LogCaptureFixture) -> None:
     with claim_gpus(2, NoPlaceholder(), affinity=None, delegate=True) as owner:
         uuids = [gpu.uuid for gpu in owner.gpus]
         token = os.environ["SAFE_GPU_SCOPE"]
-    leased = next(record for record in caplog.records if record.msg.startswith("Leased"))
-    assert leased.safe_gpu_uuids == uuids
-    assert leased.safe_gpu_devices == [0, 1]
+    claimed = next(record for record in caplog.records if record.msg.startswith("Leased"))
+    assert claimed.safe_gpu_uuids == uuids
+    assert claimed.safe_gpu_devices == [0, 1]
     assigned = next(record for record in caplog.records if record.msg.startswith("Set"))
     assert assigned.safe_gpu_environment == {
         "CUDA_VISIBLE_DEVICES": "0,1",

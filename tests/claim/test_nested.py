@@ -77,11 +77,11 @@ def test_ranks_under_run_get_a_gpu_each(command, ground) -> None:
     ground.hold(1, 4, 5, 6, 7)
     started = under_run(command, 3, sys.executable, "-c", LAUNCHER, 3, rank())
     assert started.stdout.readline() == "0;2;3\n"
-    assert ground.leased() == list(range(8))
-    assert ground.leased(inside=True) == [0, 2, 3]
+    assert ground.claimed() == list(range(8))
+    assert ground.claimed(inside=True) == [0, 2, 3]
     ends_well(started)
-    assert ground.leased() == [1, 4, 5, 6, 7]
-    assert ground.leased(inside=True) == []
+    assert ground.claimed() == [1, 4, 5, 6, 7]
+    assert ground.claimed(inside=True) == []
 
 
 def test_children_of_a_delegating_claim(child, ground) -> None:
@@ -89,12 +89,12 @@ def test_children_of_a_delegating_claim(child, ground) -> None:
     with claim_gpus(3, delegate=True, affinity=None):
         ranks = [child(rank()) for _ in range(3)]
         assert sorted(one.hear() for one in ranks) == ["0", "1", "2"]
-        assert (ground.leased(), ground.leased(inside=True)) == ([0, 1, 2], [0, 1, 2])
+        assert (ground.claimed(), ground.claimed(inside=True)) == ([0, 1, 2], [0, 1, 2])
         for one in ranks:
             one.tell()
             one.finish()
     assert "SAFE_GPU_SCOPE" not in os.environ
-    assert (ground.leased(), ground.leased(inside=True)) == ([], [])
+    assert (ground.claimed(), ground.claimed(inside=True)) == ([], [])
 
 
 # Nobody reaches outside
@@ -110,7 +110,7 @@ def test_no_more_than_the_claim_around_has(holding, ground, monkeypatch: pytest.
         claim_gpus(1, NoPlaceholder(), affinity=None, only=7)
     with claim_gpus(2, NoPlaceholder(), affinity=None) as owner:
         assert owner.devices_taken == [0, 1]
-        assert ground.leased() == [0, 1]
+        assert ground.claimed() == [0, 1]
 
 
 TRY = """
@@ -241,7 +241,7 @@ def test_a_scope_that_outlived_its_claim(holding, ground, child, monkeypatch: py
     inside(token, monkeypatch)
     one = child(rank("2"))
     assert one.hear() == "0 1"
-    assert (ground.leased(), ground.leased(inside=True)) == ([0, 1], [])
+    assert (ground.claimed(), ground.claimed(inside=True)) == ([0, 1], [])
 
 
 def test_a_gpu_that_somebody_else_has_meanwhile(holding, ground, child, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,14 +279,14 @@ def test_a_claim_inside_cannot_delegate_and_says_so(holding, ground, monkeypatch
     inside(token, monkeypatch)
     with pytest.raises(UnsatisfiableRequestError, match="delegate=True is not possible inside another claim"):
         claim_gpus(1, NoPlaceholder(), affinity=None, delegate=True)
-    assert ground.leased(inside=True) == []
+    assert ground.claimed(inside=True) == []
 
 
 def test_run_inside_run(command, ground) -> None:
     line = [command.path, "run", "-n", 1, "--", "sh", "-c", "echo up $CUDA_VISIBLE_DEVICES; read x"]
     started = under_run(command, 2, *line)
     assert started.stdout.readline() == "up 0\n"
-    assert (ground.leased(), ground.leased(inside=True)) == ([0, 1], [0])
+    assert (ground.claimed(), ground.claimed(inside=True)) == ([0, 1], [0])
     ends_well(started)
 
 
@@ -311,7 +311,7 @@ def test_nobody_takes_a_gpu_that_an_orphaned_claim_inside_holds(holding, ground,
         assert inner.hear() == "0"
     started.kill()
     started.wait(60)
-    assert ground.leased() == []
+    assert ground.claimed() == []
     assert safe_gpu.get_free_gpus() == ["1", "2", "3", "4", "5", "6", "7"]
     with claim_gpus(7, NoPlaceholder(), affinity=None) as owner:
         assert owner.devices_taken == [1, 2, 3, 4, 5, 6, 7]

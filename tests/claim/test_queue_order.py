@@ -31,7 +31,7 @@ class Case:
     gets: tuple[int, ...] | None
     ahead: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     """Tickets: how many of which GPUs."""
-    leased: tuple[int, ...] = ()
+    claimed: tuple[int, ...] = ()
     strangers: tuple[int, ...] = ()
     only: tuple[int, ...] = ()
     visible_limit: str = ""
@@ -40,21 +40,21 @@ class Case:
 CASES = {
     "nobody is there": Case(1, (0,)),
     "enough for both": Case(1, None, ahead=[(1, ALL)]),  # the first in line is about to take its own
-    "behind a large request that waits for a lease": Case(1, None, ahead=[(8, ALL)], leased=(3,)),
+    "behind a large request that waits for a lease": Case(1, None, ahead=[(8, ALL)], claimed=(3,)),
     "behind a large request that a stranger blocks": Case(1, (6,), ahead=[(8, ALL)], strangers=(7,)),
-    "a stranger and a lease": Case(1, (1,), ahead=[(8, ALL)], strangers=(7,), leased=(0, 2, 3, 4, 5, 6)),
-    "a stranger who leaves enough to be released": Case(1, None, ahead=[(7, ALL)], strangers=(7,), leased=(0,)),
+    "a stranger and a lease": Case(1, (1,), ahead=[(8, ALL)], strangers=(7,), claimed=(0, 2, 3, 4, 5, 6)),
+    "a stranger who leaves enough to be released": Case(1, None, ahead=[(7, ALL)], strangers=(7,), claimed=(0,)),
     "one stranger too many": Case(1, (0,), ahead=[(7, ALL)], strangers=(6, 7)),
     "a stranger on the one GPU that is wanted": Case(1, (1,), ahead=[(1, (0,))], strangers=(0,)),
-    "other parts of the host": Case(1, (4,), ahead=[(2, (0, 1))], leased=(0, 1), only=(4, 5)),
-    "overlapping parts of the host": Case(1, (2,), ahead=[(2, (0, 1))], leased=(0,), only=(1, 2)),
-    "any GPU, behind one who wants a certain one": Case(1, (1,), ahead=[(1, (0,))], leased=(0,)),
-    "a certain GPU, behind one who wants any": Case(1, None, ahead=[(1, ALL)], leased=(0,), only=(7,)),
-    "a visible limit makes other parts": Case(1, (3,), ahead=[(1, (0,))], leased=(0,), visible_limit="3"),
-    "a blocked one before one who is not": Case(1, None, ahead=[(8, ALL), (2, ALL)], strangers=(7,), leased=(0,)),
-    "one who is not before a blocked one": Case(1, None, ahead=[(2, ALL), (8, ALL)], strangers=(7,), leased=(0,)),
+    "other parts of the host": Case(1, (4,), ahead=[(2, (0, 1))], claimed=(0, 1), only=(4, 5)),
+    "overlapping parts of the host": Case(1, (2,), ahead=[(2, (0, 1))], claimed=(0,), only=(1, 2)),
+    "any GPU, behind one who wants a certain one": Case(1, (1,), ahead=[(1, (0,))], claimed=(0,)),
+    "a certain GPU, behind one who wants any": Case(1, None, ahead=[(1, ALL)], claimed=(0,), only=(7,)),
+    "a visible limit makes other parts": Case(1, (3,), ahead=[(1, (0,))], claimed=(0,), visible_limit="3"),
+    "a blocked one before one who is not": Case(1, None, ahead=[(8, ALL), (2, ALL)], strangers=(7,), claimed=(0,)),
+    "one who is not before a blocked one": Case(1, None, ahead=[(2, ALL), (8, ALL)], strangers=(7,), claimed=(0,)),
     "two blocked ones": Case(1, (6,), ahead=[(8, ALL), (1, (7,))], strangers=(7,)),
-    "the free ones are too few anyhow": Case(3, None, ahead=[(8, ALL)], strangers=(7,), leased=(0, 1, 2, 3, 4)),
+    "the free ones are too few anyhow": Case(3, None, ahead=[(8, ALL)], strangers=(7,), claimed=(0, 1, 2, 3, 4)),
 }
 
 
@@ -62,14 +62,14 @@ CASES = {
 def test_who_may_go_first(case: Case, ground, line, stranger, monkeypatch: pytest.MonkeyPatch) -> None:
     if case.visible_limit:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", case.visible_limit)
-    ground.hold(*case.leased)
+    ground.hold(*case.claimed)
     if case.strangers:
         stranger(*case.strangers)
     for nb_gpus, gpus in case.ahead:
         line(nb_gpus, gpus)
     assert try_claim(case.nb_gpus, only=case.only) == case.gets
     assert len(ground.tickets()) == len(case.ahead)
-    assert ground.leased() == list(case.leased)
+    assert ground.claimed() == list(case.claimed)
 
 
 def test_the_refusal_names_who_is_ahead(ground, line) -> None:
@@ -170,7 +170,7 @@ def test_a_claimer_that_gives_back_after_the_second_poll_keeps_its_place(ground,
     hear(first, "GPU 0 was taken meanwhile")
     tickets = ground.tickets()
     assert [int(name.partition(".")[0]) for name in tickets] == [1, 2]
-    eventually(lambda: ground.leased() == [])
+    eventually(lambda: ground.claimed() == [])
     context.close()
     assert hear(first, "has") == "has 0"
     assert ground.tickets() == tickets[1:]

@@ -9,7 +9,7 @@ from safe_gpu.claim.messages.forecast import Forecast, HolderGpus
 from safe_gpu.claim.messages.wait_status import ClaimAhead, WaitStatus
 from safe_gpu.claim.messages.wording import holders_line, refusal_message, waiting_message
 from safe_gpu.cli.arguments import CommandLine
-from safe_gpu.gpus.devices import Gpu, GpuProcess, GpuVerdict, LeaseHolder
+from safe_gpu.gpus.devices import Gpu, GpuProcess, GpuVerdict, Holder
 from safe_gpu.selection.request import Selection, parse_request
 
 NOW = 1_000_000.0
@@ -20,7 +20,7 @@ def gpu(index: int, **values: object) -> Gpu:
 
 
 def claimed(index: int, since: float | None = NOW - 3600, **holder: object) -> GpuVerdict:
-    who = LeaseHolder(**{"pid": 4711, "user": "ada", "since": since, **holder})  # type: ignore[arg-type]
+    who = Holder(**{"pid": 4711, "user": "ada", "since": since, **holder})  # type: ignore[arg-type]
     return GpuVerdict(gpu(index), "claimed", "claimed by process 4711 (ada)", who.pid, who.user, who)
 
 
@@ -174,7 +174,7 @@ TOLD = {
         f"20 GiB of 1 GPU (0 free); GPU 0: {BY_ADA}",
     ),
     "shares": (
-        status(claimed(0, sharers=(LeaseHolder(), LeaseHolder())), asked=parse_request((1, 2), share="1.5GiB").text),
+        status(claimed(0, sharers=(Holder(), Holder())), asked=parse_request((1, 2), share="1.5GiB").text),
         "1.5 GiB each of 1-2 GPUs (0 free); GPU 0: claimed by process 4711 (ada)",
     ),
     "a limit": (WaitStatus(1, None, 1, spent=HELD), "1 GPU, at your limit (1 of 1)"),

@@ -157,14 +157,14 @@ def test_sessions(
     with told.open("w") as stderr:
         started = command.start("run", "--", *session.split(), job.path, stdout=stderr, stderr=stderr)
     eventually(lambda: job.gpu() == seen)
-    eventually(lambda: ground.leased() == held)
+    eventually(lambda: ground.claimed() == held)
     job.end()
     assert started.wait(60) == 0
-    eventually(lambda: ground.leased() == [])
+    eventually(lambda: ground.claimed() == [])
 
     way = shlex.split(told.read_text().rpartition("Claim inside the session: ")[2].splitlines()[0])
     with subprocess.Popen(way, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
         eventually(lambda: job.gpu() == "0")
-        assert ground.leased() == [0]
+        assert ground.claimed() == [0]
         job.end()
-    eventually(lambda: ground.leased() == [])
+    eventually(lambda: ground.claimed() == [])

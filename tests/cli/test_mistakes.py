@@ -195,7 +195,7 @@ def test_on_the_command_line(
     assert_said(f"[{code}] {err.rstrip()}", said)
     assert not re.search(r"\b(timeout|min_memory|model|only|exclude|nb_gpus|hold_for)=", err), "as Python writes it"
     assert ground.tickets() == []
-    assert ground.leased() == []
+    assert ground.claimed() == []
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_in_python(call: str, said: str, ground) -> None:
         safe_gpu.release_gpus()
     assert_said(f"{type(caught.value).__name__}: {caught.value}", said)
     assert not re.search(r"(^|[ (])--?[a-z]", str(caught.value)), "an option of a command"
-    assert ground.leased() == []
+    assert ground.claimed() == []
     assert dict(os.environ) == before
 
 

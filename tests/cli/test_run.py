@@ -63,7 +63,7 @@ def test_a_command_without_handlers_dies_of_signals(command, ground, number: sig
     assert started.stdout.readline() == "up\n"
     started.send_signal(number)
     assert started.wait(60) == -number
-    assert ground.leased() == []
+    assert ground.claimed() == []
 
 
 def ignored_signals(text: str) -> set[int]:
@@ -90,10 +90,10 @@ def test_a_child_in_the_background_that_inherited_it_keeps_it(command, ground, e
     done = command.run("run", "--", "sh", "-c", "sleep 600 >/dev/null 2>&1 & echo $!")
     child = int(done.stdout)
     try:
-        assert ground.leased() == [0]
+        assert ground.claimed() == [0]
     finally:
         os.kill(child, signal.SIGKILL)
-    eventually(lambda: ground.leased() == [])
+    eventually(lambda: ground.claimed() == [])
 
 
 def test_a_child_that_closed_all_descriptors_does_not(command, ground) -> None:
@@ -101,7 +101,7 @@ def test_a_child_that_closed_all_descriptors_does_not(command, ground) -> None:
     done = command.run("run", "--", sys.executable, "-c", code)
     child = int(done.stdout)
     try:
-        assert ground.leased() == []
+        assert ground.claimed() == []
     finally:
         os.kill(child, signal.SIGKILL)
 
@@ -182,7 +182,7 @@ def test_a_command_that_cannot_be_run(command, ground, tmp_path: Path, verb: str
     *notes, line = done.stderr.splitlines()
     assert line.startswith(f"safe-gpu: {name}")
     assert not notes or verb == "bind"
-    assert ground.leased() == []
+    assert ground.claimed() == []
 
 
 def test_it_is_looked_for_before_anybody_queues(command, ground) -> None:
@@ -290,7 +290,7 @@ def test_a_waiter_that_is_told_to_end_leaves_nothing(command, ground, verb: str,
         assert one.returncode == ENDS[name]
     assert ground.tickets() == []
     ground.let_go()
-    assert ground.leased() == []
+    assert ground.claimed() == []
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_a_waiter_that_is_not_heard_or_says_nothing(command, ground, line: str, 
 def test_wait_claims_nothing(command, ground) -> None:
     done = command.run("wait", "-n", 8)
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, [str(index) for index in range(8)], "")
-    assert ground.leased() == []
+    assert ground.claimed() == []
     assert [*(ground.directory / "claims").iterdir()] == []
 
 

@@ -20,13 +20,13 @@ from safe_gpu.claim.messages.forecast import Forecast
 from safe_gpu.claim.messages.wait_status import ClaimAhead, WaitStatus
 from safe_gpu.cli.wait_line import WaitLine
 from safe_gpu.drivers.presets import preset
-from safe_gpu.gpus.devices import GpuVerdict, LeaseHolder
+from safe_gpu.gpus.devices import GpuVerdict, Holder
 
 GPUS = preset("dgx-a100").gpus()
 
 
 def status(free: int = 0, position: int = 1) -> WaitStatus:
-    holder = LeaseHolder(pid=77, user="eva", job="4711", command="train", since=1.0)
+    holder = Holder(pid=77, user="eva", job="4711", command="train", since=1.0)
     verdicts = tuple(
         GpuVerdict(gpu, "free", "") if gpu.index < free else GpuVerdict(gpu, "claimed", "claimed", 77, "eva", holder)
         for gpu in GPUS

@@ -24,7 +24,7 @@ def claim(nb_gpus: int) -> GPUOwner:
 def test_a_claim_inside_holds_outside(podman, ground, eventually) -> None:
     """By its entry alone: the container has a network of its own."""
     assert podman.claim(3) == "0,1,2"
-    assert ground.leased() == [0, 1, 2]
+    assert ground.claimed() == [0, 1, 2]
     with pytest.raises(NotEnoughGpusError) as refused:
         claim(6)
     (entry,) = ground.claims()
@@ -41,7 +41,7 @@ def test_a_claim_inside_holds_outside(podman, ground, eventually) -> None:
     with claim(5) as owner:
         assert owner.devices_taken == [3, 4, 5, 6, 7]
     podman.kill()
-    eventually(lambda: ground.leased() == [])
+    eventually(lambda: ground.claimed() == [])
 
 
 def test_a_claim_outside_holds_inside(podman, ground) -> None:
@@ -84,11 +84,11 @@ def test_a_detached_container_keeps_the_claim_of_run(command, podman, ground, ev
     options = ("-d", "--env=CUDA_VISIBLE_DEVICES", "--env=CUDA_DEVICE_ORDER")
     started = command.run("run", "-n", 2, "--", *podman.words("sleep", "600", options=options))
     assert (started.returncode, started.stderr) == (0, "")
-    assert ground.leased() == [0, 1]
+    assert ground.claimed() == [0, 1]
     with claim(6) as owner:
         assert owner.devices_taken == [2, 3, 4, 5, 6, 7]
     podman.kill()
-    eventually(lambda: ground.leased() == [])
+    eventually(lambda: ground.claimed() == [])
 
 
 def test_the_claim_of_run_reaches_into_the_container(command, podman) -> None:

@@ -72,7 +72,7 @@ def test_processes_of_other_users_are_not_known(
     assert {(gpu.processes_private, gpu.process_error, gpu.memory_used) for gpu in snapshot.gpus} == {
         (True, PRIVATE, None)
     }
-    verdicts = judge(snapshot, Selection(), leased={})
+    verdicts = judge(snapshot, Selection(), claimed={})
     assert [verdict.state for verdict in verdicts] == ["busy", "free"]
     main(["doctor"])
     assert "processes of other users on Intel" in " ".join(capsys.readouterr().out.split())

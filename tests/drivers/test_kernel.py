@@ -140,7 +140,7 @@ def test_numbers_of_others_on_every_driver(fake_gpus: Any, fake_nvidia_smi: Any,
 
 
 def judged(driver: Any, number: int = 0) -> tuple[str, str]:
-    verdict = judge(driver.snapshot(), Selection(), leased={})[number]
+    verdict = judge(driver.snapshot(), Selection(), claimed={})[number]
     return verdict.state, verdict.reason
 
 
@@ -154,7 +154,7 @@ def test_memory_that_the_driver_reserves(fake_gpus: Any) -> None:
     fake_gpus.change(0, used=600 * MIB)
     assert "600 MiB of memory in use by no process" in judged(driver)[1]
     (gpu,) = driver.usage(driver.snapshot().gpus[:1])
-    assert not judge(HostSnapshot((gpu, *driver.snapshot().gpus[1:])), Selection(), leased={})[0].free
+    assert not judge(HostSnapshot((gpu, *driver.snapshot().gpus[1:])), Selection(), claimed={})[0].free
     fake_gpus.change(0, used=0, memory_v2_error=NOT_SUPPORTED)
     assert driver.snapshot().gpus[0].counts_reserved
     assert judged(driver) == ("free", "")

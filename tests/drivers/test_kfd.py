@@ -43,7 +43,7 @@ def gpus() -> tuple[Gpu, ...]:
 
 def free() -> list[int]:
     snapshot = KfdDriver().snapshot()
-    return [verdict.gpu.index for verdict in judge(snapshot, Selection(), leased={}) if verdict.free]
+    return [verdict.gpu.index for verdict in judge(snapshot, Selection(), claimed={}) if verdict.free]
 
 
 def test_gpus_stand_in_the_order_of_rocr(three: KfdHost) -> None:

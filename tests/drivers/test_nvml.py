@@ -44,7 +44,7 @@ def identity(gpu: Gpu) -> tuple[Any, ...]:
 
 def state(gpu: Gpu) -> tuple[str, str]:
     """What a claim would say of it."""
-    (verdict,) = judge(HostSnapshot((gpu, Gpu(1, "GPU-other")), ""), Selection(), leased={})[:1]
+    (verdict,) = judge(HostSnapshot((gpu, Gpu(1, "GPU-other")), ""), Selection(), claimed={})[:1]
     return verdict.state, verdict.reason
 
 
@@ -600,7 +600,7 @@ def test_what_draws_is_seen_where_the_memory_of_another_is_not_told(
         host.process(host.uuids[0], os.getpid(), None)
     host.process(host.uuids[0], HIDDEN, 2 << 30, static=True, kind="graphics")
     for gpu, *_ in (driver.snapshot().gpus, driver.usage(driver.snapshot().gpus[:1])):
-        (verdict, _) = judge(HostSnapshot((gpu, Gpu(1, "GPU-other"))), Selection(), leased={}, own={os.getpid()})
+        (verdict, _) = judge(HostSnapshot((gpu, Gpu(1, "GPU-other"))), Selection(), claimed={}, own={os.getpid()})
         assert (verdict.state, verdict.pid) == ("busy", HIDDEN)
 
 

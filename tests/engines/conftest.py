@@ -108,7 +108,7 @@ class Hosts:
         """Run a command on a host. Output goes to a file: what a killed runtime leaves behind would hold a pipe."""
         return self.finish(self.start(host, *command, **env), timeout)
 
-    def leased(self, *hosts: str) -> set[str]:
+    def claimed(self, *hosts: str) -> set[str]:
         """host:UUID of every GPU that a living claim has, on these hosts or all."""
         states = ((host, str(self.scratch / f"{host}.state")) for host in hosts or self.names)
         return {f"{host}:{uuid}" for host, state in states for one in living_claims(state) for uuid in one.gpus}
@@ -117,10 +117,10 @@ class Hosts:
         """A program that runs ``scenarios.driver`` ends, and so do its claims of 16 GPUs."""
         wait_for(lambda: (self.marks / "driver").exists() or process.poll() is not None, "claim")
         assert process.poll() is None, self.output(process)
-        assert len(self.leased()) == 16
+        assert len(self.claimed()) == 16
         (self.marks / "end-driver").touch()
         began = time.monotonic()
-        wait_for(lambda: not self.leased(), "end of the claims of a driver that is gone")
+        wait_for(lambda: not self.claimed(), "end of the claims of a driver that is gone")
         print(f"driver, {end}: {1000 * (time.monotonic() - began):.0f} ms to free GPUs")
 
     @contextmanager

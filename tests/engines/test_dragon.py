@@ -138,7 +138,7 @@ def dragon(make_hosts: Callable[..., Any], dragon_python: str, build_library: Ca
 def test_workers_refusals_and_deaths(dragon: Dragon, scenes: str) -> None:
     output = dragon.finish(dragon.start(*scenes.split()), 420)
     assert output.count(": done in") == 2
-    wait_for(lambda: not dragon.hosts.leased(), "end of all claims")
+    wait_for(lambda: not dragon.hosts.claimed(), "end of all claims")
 
 
 def test_mpi_ranks(dragon: Dragon) -> None:
@@ -149,7 +149,7 @@ def test_mpi_ranks(dragon: Dragon) -> None:
     wait_for(lambda: done.exists() or process.poll() is not None, "ranks", seconds=240)
     assert done.exists(), dragon.hosts.output(process)
     assert not list(dragon.hosts.marks.glob("*.DOUBLE"))
-    wait_for(lambda: not dragon.hosts.leased(), "end of all claims")
+    wait_for(lambda: not dragon.hosts.claimed(), "end of all claims")
     dragon.kill(process)
 
 
@@ -165,7 +165,7 @@ def dragon_on_amd(make_hosts: Callable[..., Any], dragon_python: str, build_libr
 def test_amd_gpus(dragon: Dragon, dragon_on_amd: Dragon) -> None:
     dragon.hosts.down()  # two runtimes at a time are too much for few cores
     assert "amd: done in" in dragon_on_amd.finish(dragon_on_amd.start("amd"), 120)
-    wait_for(lambda: not dragon_on_amd.hosts.leased(), "end of all claims")
+    wait_for(lambda: not dragon_on_amd.hosts.claimed(), "end of all claims")
     dragon_on_amd.hosts.down()
 
 
@@ -211,7 +211,7 @@ def test_two_claims_from_opposite_ends(dragon: Dragon) -> None:
     """
     output = dragon.finish(dragon.start("race"), 420)
     assert sum(int(wins) for wins in re.findall(r"won (\d+) of 8", output)) == 4 + 2 * 4
-    wait_for(lambda: not dragon.hosts.leased(), "end of all claims")
+    wait_for(lambda: not dragon.hosts.claimed(), "end of all claims")
 
 
 def test_other_users_on_both_hosts(dragon: Dragon) -> None:

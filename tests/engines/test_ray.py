@@ -56,7 +56,7 @@ def no_claims_and_no_marks(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "cluster" in request.fixturenames:
         hosts = request.getfixturevalue("cluster").hosts
-        wait_for(lambda: not hosts.leased(), "end of all claims")
+        wait_for(lambda: not hosts.claimed(), "end of all claims")
         left = [path.name for path in hosts.marks.iterdir() if not path.name.startswith(("meet-", "end-", "stop"))]
         for path in hosts.marks.iterdir():
             path.unlink()
@@ -97,7 +97,7 @@ def amd_cluster(make_hosts: Callable[..., Any]) -> RayCluster:
 
 def test_amd_gpus(amd_cluster: RayCluster) -> None:
     amd_cluster.run("amd")
-    wait_for(lambda: not amd_cluster.hosts.leased(), "end of all claims")
+    wait_for(lambda: not amd_cluster.hosts.claimed(), "end of all claims")
 
 
 def test_two_nodes_on_one_host(make_hosts: Callable[..., Any], cluster: RayCluster) -> None:

@@ -122,7 +122,7 @@ def test_a_claim_in_such_an_environment(visible: str, monkeypatch: Any, ground: 
             assert {name: os.environ.get(name) for name in set_before} == set_before
             for command in ("status", "status --json", "policy", "wait --timeout 0"):
                 run(command, *ENDS, own=True)
-        assert ground.leased() == []
+        assert ground.claimed() == []
 
     attack()
 
@@ -167,7 +167,7 @@ def test_paths_that_name_anything(
         assert os.listdir(empty) == []
 
     attack()
-    assert ground.leased() == []
+    assert ground.claimed() == []
 
 
 COMMANDS = """

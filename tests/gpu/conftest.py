@@ -60,7 +60,7 @@ def gpu() -> RealGpu:
     """A free GPU, or MIG instance, of this machine."""
     with opened_driver() as driver:
         snapshot = driver.snapshot()
-    free = [verdict.gpu for verdict in judge(snapshot, Selection(), leased={}) if verdict.free]
+    free = [verdict.gpu for verdict in judge(snapshot, Selection(), claimed={}) if verdict.free]
     if not free:
         pytest.skip("no GPU of this machine is free")
     return RealGpu(free[0].uuid)

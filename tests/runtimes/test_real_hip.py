@@ -129,11 +129,11 @@ import safe_gpu
 out["error"] = told(lambda: safe_gpu.claim_gpus(1, timeout=0, affinity=None))
 out["left"] = [os.environ.get(name) for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")]
 owner = safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), timeout=0, affinity=None)
-out["leased"] = owner.devices_taken
+out["claimed"] = owner.devices_taken
 """
     found = run(code, SAFE_GPU_FSROOT=str(tmp_path), SAFE_GPU_DRIVER="kfd", SAFE_GPU_DIR=str(tmp_path / "state"))
     assert found["error"][0] == "PlaceholderError"
     assert "hipErrorNoDevice" in found["error"][1]
     assert "render and video" in found["error"][1]
     assert found["left"] == [None, None, None]
-    assert found["leased"] == [0]
+    assert found["claimed"] == [0]

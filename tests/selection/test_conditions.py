@@ -101,7 +101,7 @@ def test_bad_percentages(value: Any) -> None:
 )
 def test_a_busy_gpu(utilization: int | None, state: str) -> None:
     asked = parse_request(max_utilization="10%")
-    (verdict,) = judge(HostSnapshot((gpu(0, utilization=utilization),)), asked, leased={})
+    (verdict,) = judge(HostSnapshot((gpu(0, utilization=utilization),)), asked, claimed={})
     assert verdict.state == state
     assert state == "free" or "at most 10% asked for" in verdict.reason
 

@@ -41,7 +41,7 @@ def process(pid: int, mib: float | None = 300, kind: str = ProcessKind.COMPUTE, 
 
 def verdict(device: Gpu, beside: Gpu | None = None, request: Selection = ANY, **options: Any) -> GpuVerdict:
     other = beside or gpu(0, index=1, uuid="GPU-01")
-    return judge(HostSnapshot((device, other)), request, leased={}, **options)[0]
+    return judge(HostSnapshot((device, other)), request, claimed={}, **options)[0]
 
 
 # Memory that no visible process explains

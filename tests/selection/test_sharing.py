@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from safe_gpu import UnsatisfiableRequestError
-from safe_gpu.gpus.devices import ComputeMode, Gpu, GpuProcess, GpuVerdict, HostSnapshot, LeaseHolder, ProcessKind
+from safe_gpu.gpus.devices import ComputeMode, Gpu, GpuProcess, GpuVerdict, Holder, HostSnapshot, ProcessKind
 from safe_gpu.selection.backfill import BackfillRequest, open_gpus, ready, starts, when_free
 from safe_gpu.selection.choice import check_possible, choose_shares
 from safe_gpu.selection.request import Selection, parse_request
@@ -24,14 +24,14 @@ def gpu(index: int = 0, used: int = 0, **values: Any) -> Gpu:
     return Gpu(index, f"GPU-{index}", **{**memory, "counts_reserved": False, "processes": (), **values})
 
 
-def sharer(pid: int, share: int | None = 20 * GIB, uid: int = 1, user: str = "anna", **facts: Any) -> LeaseHolder:
-    return LeaseHolder(pid, user, uid=uid, share=share, **facts)
+def sharer(pid: int, share: int | None = 20 * GIB, uid: int = 1, user: str = "anna", **facts: Any) -> Holder:
+    return Holder(pid, user, uid=uid, share=share, **facts)
 
 
-def verdict(one: Gpu, share: str, *sharers: LeaseHolder, families: dict[int, Any] | None = None) -> GpuVerdict:
-    leased = {one.uuid: LeaseHolder.of_sharers(sharers)} if sharers else {}
+def verdict(one: Gpu, share: str, *sharers: Holder, families: dict[int, Any] | None = None) -> GpuVerdict:
+    claimed = {one.uuid: Holder.of_sharers(sharers)} if sharers else {}
     request = parse_request(1, share=share).resolved(HostSnapshot((one,)))
-    return judge(HostSnapshot((one, gpu(1))), request, leased=leased, family_of=(families or {}).get)[0]
+    return judge(HostSnapshot((one, gpu(1))), request, claimed=claimed, family_of=(families or {}).get)[0]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_percent_count_the_gpus_that_the_request_means() -> None:
         pytest.param(gpu(used=60 * GIB, memory_shared=True), [sharer(1)], "", id="memory that may be nobody's"),
     ],
 )
-def test_what_is_left_for_a_share(one: Gpu, sharers: list[LeaseHolder], expected: str) -> None:
+def test_what_is_left_for_a_share(one: Gpu, sharers: list[Holder], expected: str) -> None:
     found = verdict(one, "20GiB", *sharers)
     assert expected in found.reason
     assert found.free == (not expected)
@@ -139,8 +139,8 @@ def test_what_is_left_for_a_share(one: Gpu, sharers: list[LeaseHolder], expected
 
 
 def test_a_whole_request_is_told_of_the_shares() -> None:
-    leased = {"GPU-0": LeaseHolder.of_sharers([sharer(2, since=7.0), sharer(1, since=5.0)])}
-    found = judge(HostSnapshot((gpu(),)), Selection(), leased=leased)[0]
+    claimed = {"GPU-0": Holder.of_sharers([sharer(2, since=7.0), sharer(1, since=5.0)])}
+    found = judge(HostSnapshot((gpu(),)), Selection(), claimed=claimed)[0]
     assert (found.state, found.reason, found.pid) == ("claimed", "shared by 2 claims", 1)
 
 
@@ -210,21 +210,21 @@ def compute_instance(number: int, used: int, *processes: GpuProcess, beside: int
         pytest.param(OWN, 0, [sharer(OWN, None)], 0, id="a share that cannot be read is all"),
     ],
 )
-def test_what_a_compute_instance_leaves(pid: int, uses: int, sharers: list[LeaseHolder], left: float) -> None:
+def test_what_a_compute_instance_leaves(pid: int, uses: int, sharers: list[Holder], left: float) -> None:
     other = compute_instance(1, uses * GIB, GpuProcess(pid, memory_used=uses * GIB))
     one = compute_instance(0, uses * GIB, beside=uses * GIB)
     elsewhere = other._replace(uuid="MIG-2", gpu_instance=4)
-    leased = {name: LeaseHolder.of_sharers(sharers) for name in ("MIG-1", "MIG-2") if sharers}
-    part = without_siblings(one, (one, other, elsewhere), leased, FAMILIES.get)
+    claimed = {name: Holder.of_sharers(sharers) for name in ("MIG-1", "MIG-2") if sharers}
+    part = without_siblings(one, (one, other, elsewhere), claimed, FAMILIES.get)
     assert part.memory_free == share_capacity(part) == left * GIB
     assert (part.memory_used, part.unexplained_memory) == (0, 0)
-    assert without_siblings(one, (one, elsewhere), leased, FAMILIES.get) == one
+    assert without_siblings(one, (one, elsewhere), claimed, FAMILIES.get) == one
 
 
 def test_on_a_shared_display_a_share_is_free_memory() -> None:
     one = gpu(used=70 * GIB, display_active=True)
     request = parse_request(1, share="20GiB")
-    (found,) = judge(HostSnapshot((one,)), request, leased={})
+    (found,) = judge(HostSnapshot((one,)), request, claimed={})
     assert (found.state, found.reason) == ("display", "9.5 GiB of memory free, 20 GiB asked for")
 
 
@@ -287,9 +287,7 @@ def test_when_that_much_is_free(parts: Any, share: float, expected: float) -> No
 
 
 def test_a_holder_that_does_not_say_how_much_counts_as_all() -> None:
-    holder = LeaseHolder.of_sharers(
-        [sharer(1, 20 * GIB, until=50.0, since=1.0), sharer(2, None, until=90.0, since=1.0)]
-    )
+    holder = Holder.of_sharers([sharer(1, 20 * GIB, until=50.0, since=1.0), sharer(2, None, until=90.0, since=1.0)])
     when = when_free(gpu(), holder, 10.0, free=False)
     assert [ready(when, share) for share in (20 * GIB, 30 * GIB, math.inf)] == [50, 90, 90]
 

@@ -7,16 +7,7 @@ from typing import Any
 import pytest
 
 from safe_gpu.errors import UnsatisfiableRequestError
-from safe_gpu.gpus.devices import (
-    ComputeMode,
-    Gpu,
-    GpuFault,
-    GpuProcess,
-    GpuVerdict,
-    HostSnapshot,
-    LeaseHolder,
-    ProcessKind,
-)
+from safe_gpu.gpus.devices import ComputeMode, Gpu, GpuFault, GpuProcess, GpuVerdict, Holder, HostSnapshot, ProcessKind
 from safe_gpu.gpus.visible import VisibleLimit
 from safe_gpu.runtimes import visible_devices as visibility
 from safe_gpu.selection.choice import can_be_met_by_releases, candidates, capacity, check_possible
@@ -52,7 +43,7 @@ def mig_host() -> HostSnapshot:
 def verdict_on(device: Gpu, request: Selection = ANY, beside: int = 1, **options: Any) -> GpuVerdict:
     """The verdict on one device that is not alone in its host."""
     others = tuple(gpu(device.index + number) for number in range(1, beside + 1))
-    return judge(HostSnapshot((device, *others)), request, leased=options.pop("leased", {}), **options)[0]
+    return judge(HostSnapshot((device, *others)), request, claimed=options.pop("claimed", {}), **options)[0]
 
 
 people = {
@@ -121,16 +112,16 @@ def test_what_does_not(device: Gpu) -> None:
 
 
 def test_a_lease_says_who_and_since_when() -> None:
-    holder = LeaseHolder(4242, "alice", "1717", "python train.py", 1_700_000_000.0)
-    verdict = verdict_on(gpu(), leased={gpu().uuid: holder})
+    holder = Holder(4242, "alice", "1717", "python train.py", 1_700_000_000.0)
+    verdict = verdict_on(gpu(), claimed={gpu().uuid: holder})
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1_700_000_000))
     assert verdict.state == "claimed"
     assert verdict.reason == f"claimed by process 4242 (alice, job 1717, python train.py) since {since}"
     assert (verdict.pid, verdict.user) == (4242, "alice")
-    assert verdict_on(gpu(), leased={gpu().uuid: LeaseHolder()}).reason == "claimed"
+    assert verdict_on(gpu(), claimed={gpu().uuid: Holder()}).reason == "claimed"
     busy = verdict_on(gpu(processes=(process(),)), describe=people)
     assert (busy.pid, busy.user) == (4242, "alice")
-    assert verdict_on(gpu(), leased={gpu(1).uuid: holder}).free
+    assert verdict_on(gpu(), claimed={gpu(1).uuid: holder}).free
 
 
 def test_processes_of_ones_own_are_disregarded() -> None:
@@ -145,7 +136,7 @@ def test_processes_of_ones_own_are_disregarded() -> None:
 
 def test_an_outer_claims_processes_are_disregarded_on_its_own_gpus_only() -> None:
     snapshot = host(2, _0=gpu(0, processes=(process(11),)), _1=gpu(1, processes=(process(11),)))
-    verdicts = judge(snapshot, ANY, leased={}, explained={gpu(0).uuid: (11,)})
+    verdicts = judge(snapshot, ANY, claimed={}, explained={gpu(0).uuid: (11,)})
     assert [verdict.state for verdict in verdicts] == ["free", "busy"]
 
 
@@ -160,16 +151,16 @@ def test_a_process_in_two_lists_is_counted_once() -> None:
 def test_a_single_gpu_with_a_display_is_shared() -> None:
     used = gpu(display_active=True, memory_used=4 * GIB, processes=(process(),), processes_supported=False)
     snapshot = HostSnapshot((used,))
-    (verdict,) = judge(snapshot, ANY, leased={used.uuid: LeaseHolder(1)})
+    (verdict,) = judge(snapshot, ANY, claimed={used.uuid: Holder(1)})
     assert (verdict.state, verdict.reason, verdict.free) == ("display", "", True)
     check_possible(snapshot, ANY)
     assert candidates(snapshot, ANY) == (used,)
-    assert not judge(snapshot, parse_request(min_memory=79 * GIB), leased={})[0].free
-    assert not judge(HostSnapshot((used._replace(display_active=False),)), ANY, leased={})[0].free
+    assert not judge(snapshot, parse_request(min_memory=79 * GIB), claimed={})[0].free
+    assert not judge(HostSnapshot((used._replace(display_active=False),)), ANY, claimed={})[0].free
 
 
 def test_the_fence() -> None:
-    verdicts = judge(host(), ANY, leased={}, visible_limit=visibility.parse_cuda("2,5", host()))
+    verdicts = judge(host(), ANY, claimed={}, visible_limit=visibility.parse_cuda("2,5", host()))
     assert [verdict.gpu.index for verdict in verdicts if verdict.free] == [2, 5]
     assert "CUDA_VISIBLE_DEVICES=2,5" in verdicts[0].reason
 
@@ -226,15 +217,15 @@ def test_what_may_come_in_time(snapshot: HostSnapshot, request_: Selection, visi
 
 
 def test_leases_beyond_the_fence_are_not_called_free() -> None:
-    leased = {gpu(index).uuid: LeaseHolder(1) for index in range(3, 8)}
+    claimed = {gpu(index).uuid: Holder(1) for index in range(3, 8)}
     visible_limit = VisibleLimit("0", (gpu(0).uuid,))
     with pytest.raises(UnsatisfiableRequestError, match="2 others are free"):
-        check_possible(host(), Selection(2), visible_limit, leased=lambda: leased)
-    assert fence_hint(judge(host(), ANY, leased=leased), visible_limit).endswith("1 of 8 GPUs; 2 others are free")
+        check_possible(host(), Selection(2), visible_limit, claimed=lambda: claimed)
+    assert fence_hint(judge(host(), ANY, claimed=claimed), visible_limit).endswith("1 of 8 GPUs; 2 others are free")
 
 
 def test_no_hint_where_the_fence_leaves_nothing_out() -> None:
-    verdicts = judge(host(2), ANY, leased={})
+    verdicts = judge(host(2), ANY, claimed={})
     assert fence_hint(verdicts, None) == fence_hint(verdicts, visibility.parse_cuda("1,0", host(2))) == ""
 
 
@@ -306,14 +297,14 @@ def test_candidates() -> None:
 
 def test_what_releases_alone_can_satisfy() -> None:
     snapshot = host(4, _1=gpu(1, processes=(process(),)), _2=gpu(2, processes=(process(),)))
-    verdicts = judge(snapshot, ANY, leased={gpu(0).uuid: LeaseHolder(1)})  # claimed, busy, busy, free
+    verdicts = judge(snapshot, ANY, claimed={gpu(0).uuid: Holder(1)})  # claimed, busy, busy, free
     everything = {device.uuid for device in snapshot.gpus}
     assert can_be_met_by_releases(everything, Selection(2), verdicts)
     assert not can_be_met_by_releases(everything, Selection(3), verdicts)
     assert can_be_met_by_releases(everything, Selection(3), verdicts, leaving={gpu(2).uuid})
     assert not can_be_met_by_releases({gpu(1).uuid, gpu(3).uuid}, Selection(2), verdicts)
     instances = {device.uuid for device in mig_host().gpus if device.is_mig_instance}
-    assert not can_be_met_by_releases(instances, Selection(2), judge(mig_host(), ANY, leased={}))
+    assert not can_be_met_by_releases(instances, Selection(2), judge(mig_host(), ANY, claimed={}))
 
 
 def test_capacity() -> None:
@@ -372,7 +363,7 @@ MODELS = (
 def test_a_model_is_no_part_of_another_that_the_host_has(host: int, text: str, meant: list[int]) -> None:
     snapshot = HostSnapshot(tuple(gpu(index, name=name) for index, name in enumerate(MODELS[host])))
     asked = parse_request(1, model=text, prefer=f"nothing,{text}").resolved(snapshot)
-    assert [one.gpu.index for one in judge(snapshot, asked, leased={}) if one.free] == meant
+    assert [one.gpu.index for one in judge(snapshot, asked, claimed={}) if one.free] == meant
     _, preferred = asked.preferred
     assert [index for index, name in enumerate(MODELS[host]) if preferred.match(name)] == meant
 

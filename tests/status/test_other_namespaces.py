@@ -10,7 +10,7 @@ import pytest
 from safe_gpu import NoPlaceholder, NotEnoughGpusError, claim_gpus
 from safe_gpu.claim.host.around import pids_of_around
 from safe_gpu.coordination.entry import Entry
-from safe_gpu.gpus.devices import Gpu, HostSnapshot, LeaseHolder
+from safe_gpu.gpus.devices import Gpu, Holder, HostSnapshot
 from safe_gpu.host import procfs
 from safe_gpu.selection.request import Selection
 from safe_gpu.selection.verdicts import judge
@@ -80,8 +80,8 @@ def test_the_processes_of_a_claim_around_this_one_elsewhere() -> None:
 
 def test_what_a_refusal_says() -> None:
     gpu = Gpu(0, "GPU-0")
-    held = {"GPU-0": LeaseHolder(7, "ada", command="train", namespace="in a container")}
-    (verdict,) = judge(HostSnapshot((gpu,)), Selection(), leased=held)
+    held = {"GPU-0": Holder(7, "ada", command="train", namespace="in a container")}
+    (verdict,) = judge(HostSnapshot((gpu,)), Selection(), claimed=held)
     assert verdict.reason == "claimed by process 7 in a container (ada, train)"
     assert verdict.pid is None
 

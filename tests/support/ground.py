@@ -131,7 +131,7 @@ class Ground:
 
         return living_claims()
 
-    def leased(self, *, inside: bool = False) -> list[int]:
+    def claimed(self, *, inside: bool = False) -> list[int]:
         """Indices of the GPUs that a living claim holds, a played one too; with ``inside``, one inside another."""
         held = {uuid for one in self.claims() if bool(one.inside) is inside for uuid in one.gpus}
         return [index for index, uuid in enumerate(self.uuids) if uuid in held]

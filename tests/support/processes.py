@@ -165,10 +165,10 @@ def file_lease(as_user: Callable[..., Actor]) -> Callable[[Path, int], None]:
 
             signal.signal(signal.SIGIO, signal.SIG_IGN)  # the kernel asks to give it back
             fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-            say("leased")
+            say("claimed")
             listen()
 
-        assert as_user(work, uid=uid).hear() == "leased"
+        assert as_user(work, uid=uid).hear() == "claimed"
         os.close(fd)
 
     return take

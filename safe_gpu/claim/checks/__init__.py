@@ -1,1 +1,1 @@
-"""Checks of a claim that holds its leases."""
+"""Checks of a claim that holds its GPUs."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class BadGpuFallback:
-    """What one claim learns of bad GPUs, from its first lease to its last placeholder.
+    """What one claim learns of bad GPUs, from its first GPU to its last placeholder.
 
     Args:
         view: of this claim.

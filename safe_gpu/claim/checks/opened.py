@@ -129,7 +129,7 @@ def _contended(
         f"{names} started on GPU {gpu.label} ({gpu.uuid}) without safe_gpu, at the same moment as this claim: "
         "everything was given back, claim again",
         nb_gpus=len(claim.gpus),
-        verdicts=judge(snapshot, Selection(), leased={}, own=own, describe=describe_process),
+        verdicts=judge(snapshot, Selection(), claimed={}, own=own, describe=describe_process),
         uuid=gpu.uuid,
         processes=others,
     )
@@ -140,7 +140,7 @@ def _lost(gpu: Gpu, claim: Claim, snapshot: HostSnapshot, own: Collection[int]) 
         f"the driver lost GPU {gpu.label} ({gpu.uuid}) while it was being claimed: everything was given back, claim "
         "again to get another",
         nb_gpus=len(claim.gpus),
-        verdicts=judge(snapshot, Selection(), leased={}, own=own, describe=describe_process),
+        verdicts=judge(snapshot, Selection(), claimed={}, own=own, describe=describe_process),
     )
 
 

@@ -12,7 +12,7 @@ from ...host import procfs
 from ...wording.text import gpu_ranges
 
 if TYPE_CHECKING:
-    from ...gpus.devices import Gpu, GpuVerdict, LeaseHolder
+    from ...gpus.devices import Gpu, GpuVerdict, Holder
     from ...selection.request import Selection
 
 # For a rank whose script was started again by the first rank (Lightning) or by a launcher in a process that claims.
@@ -38,11 +38,11 @@ def _family() -> dict[int, int | None]:
     return {pid: procfs.start_time(pid) for pid in (os.getpid(), *procfs.ancestors(os.getpid()))}
 
 
-def _is_of(family: Mapping[int, int | None], holder: LeaseHolder) -> bool:
+def _is_of(family: Mapping[int, int | None], holder: Holder) -> bool:
     return holder.pid is not None and holder.start is not None and family.get(holder.pid) == holder.start
 
 
-def refuse_inside_share(gpus: Iterable[Gpu], holders: Mapping[str, LeaseHolder]) -> None:
+def refuse_inside_share(gpus: Iterable[Gpu], holders: Mapping[str, Holder]) -> None:
     """Refuse a claim of a process that holds a share, or whose ancestor does: the program was given that share.
 
     Args:

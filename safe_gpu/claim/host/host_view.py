@@ -11,7 +11,7 @@ from ...coordination.closed import has_closed_file
 from ...coordination.doors import digest
 from ...coordination.holders import Claims, living_claims
 from ...errors import NoDriverError
-from ...gpus.devices import Gpu, GpuFault, GpuProcess, GpuVerdict, HostSnapshot, LeaseHolder
+from ...gpus.devices import Gpu, GpuFault, GpuProcess, GpuVerdict, Holder, HostSnapshot
 from ...gpus.vendors import FIRST, VENDORS
 from ...host import procfs
 from ...host.procfs import describe_process
@@ -80,9 +80,9 @@ class HostView:
         self.claims = Claims(())
         self.faults: Mapping[str, GpuFault] = {}
         self.failed: Mapping[str, str] = {}
-        self.held: dict[str, LeaseHolder] = {}
-        self.shared: dict[str, LeaseHolder] = {}
-        self.beside: dict[str, LeaseHolder] = {}
+        self.held: dict[str, Holder] = {}
+        self.shared: dict[str, Holder] = {}
+        self.beside: dict[str, Holder] = {}
         self._windows: tuple[Window, ...] = ()
         self._usable: tuple[HostSnapshot, list[Gpu]] | None = None
         self._unoccupied: tuple[HostSnapshot, tuple[object, ...], dict[str, GpuVerdict]] | None = None
@@ -180,7 +180,7 @@ class HostView:
 
     @property
     def unoccupied(self) -> dict[str, GpuVerdict]:
-        """UUID -> verdict of the usable GPUs that are free apart from leases, computed once for each poll, and again
+        """UUID -> verdict of the usable GPUs that are free apart from claims, computed once for each poll, and again
         when others have come to share them."""
         return self._judged()
 
@@ -220,31 +220,31 @@ class HostView:
         self.scope, self.around, self._unoccupied = "", None, None
 
     def judge(
-        self, leased: Mapping[str, LeaseHolder], gpus: Iterable[Gpu] | None = None, *, within_limit: bool = True
+        self, claimed: Mapping[str, Holder], gpus: Iterable[Gpu] | None = None, *, within_limit: bool = True
     ) -> tuple[GpuVerdict, ...]:
         """Return which GPUs the request could have now, and why not the others.
 
         Args:
-            leased: UUID -> holder, for GPUs that others hold.
+            claimed: UUID -> holder, for GPUs that others hold.
             gpus: the GPUs to judge; None: all of the host.
             within_limit: False judges without the visible limit.
         """
-        leased = {**self.shared, **leased}
-        verdicts = self._judge(self.effective, leased, self.visible_limit if within_limit else None, gpus)
+        claimed = {**self.shared, **claimed}
+        verdicts = self._judge(self.effective, claimed, self.visible_limit if within_limit else None, gpus)
         if self.failed:
             why = self.failed
             verdicts = tuple(GpuVerdict(v.gpu, "busy", why[v.gpu.uuid]) if v.gpu.uuid in why else v for v in verdicts)
         return judged_inside(self.around, verdicts) if self.around else verdicts
 
-    def judge_for(self, request: Selection, leased: Mapping[str, LeaseHolder]) -> tuple[GpuVerdict, ...]:
+    def judge_for(self, request: Selection, claimed: Mapping[str, Holder]) -> tuple[GpuVerdict, ...]:
         """Return the verdicts for a request of another process, whose visible limit is unknown, as if no GPU were
         reserved."""
-        return self._judge(request, leased, None, rules=self._rules_for_all)
+        return self._judge(request, claimed, None, rules=self._rules_for_all)
 
     def _judge(
         self,
         request: Selection,
-        leased: Mapping[str, LeaseHolder],
+        claimed: Mapping[str, Holder],
         visible_limit: VisibleLimit | None,
         gpus: Iterable[Gpu] | None = None,
         *,
@@ -256,7 +256,7 @@ class HostView:
         return judge(
             self.snapshot,
             request,
-            leased=leased,
+            claimed=claimed,
             beside=self.beside,
             visible_limit=visible_limit,
             own=self.own,

@@ -14,7 +14,7 @@ from ...selection.request import Selection
 from ...wording.text import clock, format_age, gpu_ranges, not_before
 
 if TYPE_CHECKING:
-    from ...gpus.devices import LeaseHolder
+    from ...gpus.devices import Holder
     from ..host.host_view import HostView
     from ..search.queue_place import QueuePlace
 
@@ -73,14 +73,14 @@ def forecast(view: HostView, place: QueuePlace) -> Forecast:
     )
 
 
-def _free_at(view: HostView, holders: Mapping[str, LeaseHolder], now: float) -> dict[str, When]:
+def _free_at(view: HostView, holders: Mapping[str, Holder], now: float) -> dict[str, When]:
     return {
         verdict.gpu.uuid: when_free(verdict.gpu, holders.get(verdict.gpu.uuid), now, free=verdict.free)
         for verdict in view.judge_for(Selection(), holders)
     }
 
 
-def _by_user(holders: Iterable[tuple[str, LeaseHolder]]) -> tuple[HolderGpus, ...]:
+def _by_user(holders: Iterable[tuple[str, Holder]]) -> tuple[HolderGpus, ...]:
     """Group them, given with the labels of their GPUs, by user and end, those with the most GPUs first."""
     found: dict[tuple[str, float | None], list[str]] = {}
     for label, holder in holders:

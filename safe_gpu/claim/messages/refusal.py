@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ...coordination.holders import claims_now
 from ...errors import ClaimTimeout, NotEnoughGpusError
-from ...gpus.devices import LeaseHolder
+from ...gpus.devices import Holder
 from ...selection.verdicts import fence_hint
 from ..host.ancestors import refuse_gpus_of_ancestors
 from .wait_status import ClaimAhead
@@ -75,7 +75,7 @@ def refusal(
     return NotEnoughGpusError(message, nb_gpus=request.nb_gpus, verdicts=verdicts)
 
 
-def holders_now(view: HostView) -> dict[str, LeaseHolder]:
+def holders_now(view: HostView) -> dict[str, Holder]:
     """Return UUID -> holder of the GPUs that are held now. Takes no lock.
 
     Raises:
@@ -83,10 +83,10 @@ def holders_now(view: HostView) -> dict[str, LeaseHolder]:
     """
     uuids = () if view.around else (gpu.uuid for gpu in view.snapshot.gpus)
     claims, elsewhere = claims_now(uuids, view.snapshot.name_prefix)
-    return {**dict.fromkeys(elsewhere, LeaseHolder(elsewhere=True)), **claims.holders(view.inside)}
+    return {**dict.fromkeys(elsewhere, Holder(elsewhere=True)), **claims.holders(view.inside)}
 
 
-def _judge(view: HostView, holders: dict[str, LeaseHolder]) -> tuple[GpuVerdict, ...]:
+def _judge(view: HostView, holders: dict[str, Holder]) -> tuple[GpuVerdict, ...]:
     verdicts = view.judge(holders)
     refuse_gpus_of_ancestors(verdicts, {gpu.uuid for gpu in view.usable}, view.request, inside=bool(view.around))
     return verdicts

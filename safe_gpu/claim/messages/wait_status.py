@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ...coordination.holders import lives_here
 from ...coordination.queue import is_stopped
 from ...coordination.signals import DeferredSignals
-from ...gpus.devices import Gpu, GpuVerdict, LeaseHolder
+from ...gpus.devices import Gpu, GpuVerdict, Holder
 from ...host.procfs import user_name
 from ...selection.sharing import part_of
 from .forecast import Forecast
@@ -91,13 +91,13 @@ def wait_status(
     if spent is not None or (ticket is not None and not position):
         return status
     holders = view.claims.holders(view.inside)
-    verdicts = view.judge({**dict.fromkeys(elsewhere, LeaseHolder(elsewhere=True)), **holders})
+    verdicts = view.judge({**dict.fromkeys(elsewhere, Holder(elsewhere=True)), **holders})
     if came_later and ahead is not None:
         status = status._replace(ahead=ahead._replace(in_turn=_held_by(ahead.user, view.snapshot.gpus, holders)))
     return status._replace(free=sum(verdict.free for verdict in verdicts), verdicts=verdicts)
 
 
-def _held_by(user: str | None, gpus: Iterable[Gpu], holders: Mapping[str, LeaseHolder]) -> float:
+def _held_by(user: str | None, gpus: Iterable[Gpu], holders: Mapping[str, Holder]) -> float:
     """Return how many GPUs a user holds; a share counts as its part."""
     held = ((gpu, one) for gpu in gpus if gpu.uuid in holders for one in holders[gpu.uuid].each)
     return sum(part_of(gpu, one.share) for gpu, one in held if one.user == user)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ...coordination.doors import Doors
 from ...coordination.queue import TicketRequest, is_stopped
-from ...gpus.devices import Gpu, GpuVerdict, LeaseHolder
+from ...gpus.devices import Gpu, GpuVerdict, Holder
 from ...host import procfs
 from ...selection.backfill import BackfillRequest, When, open_gpus, when_free
 from ...selection.choice import can_be_met_by_releases, capacity
@@ -64,7 +64,7 @@ class QueueSnapshot:
             doors = Doors(view.snapshot.name_prefix)
             for gpu in used:
                 if not view.around and doors.are_taken(gpu.uuid, view.claims.parts(gpu.uuid)):
-                    self._held[gpu.uuid] = LeaseHolder(elsewhere=True)
+                    self._held[gpu.uuid] = Holder(elsewhere=True)
 
     def is_absent(self, ticket: Entry) -> bool:
         """Return whether a waiter counts as absent: it is stopped, its user is at a limit, or no release of claims can

@@ -29,7 +29,7 @@ from .look import Look
 from .queue_place import QueuePlace
 
 if TYPE_CHECKING:
-    from ...gpus.devices import Gpu, LeaseHolder
+    from ...gpus.devices import Gpu, Holder
     from ..claim import Claim
     from ..host.host_view import HostView
     from .wait_reports import WaitReporter
@@ -187,7 +187,7 @@ class _Search:
             return
         visible_limit = None if view.scope else view.visible_limit
         try:
-            check_possible(view.snapshot, request, visible_limit, leased=self._holders, rules=view.rules)
+            check_possible(view.snapshot, request, visible_limit, claimed=self._holders, rules=view.rules)
         except UnsatisfiableRequestError as err:
             if visible_limit is not None:
                 raise  # this process was given GPUs, and those of another vendor are not among them
@@ -195,7 +195,7 @@ class _Search:
 
             raise with_way_out(err, request, view.rules) from None
 
-    def _holders(self) -> Mapping[str, LeaseHolder]:
+    def _holders(self) -> Mapping[str, Holder]:
         from ..messages.refusal import holders_now
 
         try:

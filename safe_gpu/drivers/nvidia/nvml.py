@@ -444,7 +444,7 @@ def _failed(gpu: Gpu, fault: NvmlError) -> Gpu:
 
 
 def _without_doubles(found: list[_Entry]) -> list[_Entry]:
-    """Return the same, but a GPU whose UUID an earlier one has too cannot be used: a lease would be of both."""
+    """Return the same, but a GPU whose UUID an earlier one has too cannot be used: a claim would be of both."""
     seen: set[str] = set()
     for place, entry in enumerate(found):
         if entry.facts.uuid in seen:

@@ -37,7 +37,7 @@ def test_some_points() -> None:
 BROKEN = {
     "children keep all": ("release-forked", "exception", "close", "is held|refused"),
     "ticket stays": ("wait", "exception", "clock_nanosleep", "the next claimer says nothing"),
-    "signals": ("claim", "exception", "bind", "descriptors are left|refused"),
+    "signals": ("claim", "exception", "close", "descriptors are left|refused"),
     "directories unfinished": ("first", "kill", "mkdir", "the next claimer says nothing|the next claimer says refused"),
 }
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Kills or interrupts a process before and after each system call of a claim, and checks what is left.
 
-    tools/crash_points.py                       every point, in an hour or two; each minute it says how many
+    tools/crash_points.py                       every point, in an hour; each minute it says how many
     tools/crash_points.py --sample 100          some of them, by a seed that is printed
 
 An interrupt is a Python exception from a signal handler. After each crash no GPU is booked twice, none is lost, the

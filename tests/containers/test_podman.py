@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from safe_gpu.claim.owner import GPUOwner
+from safe_gpu.coordination.queue import waiting_tickets
 from safe_gpu.errors import NotEnoughGpusError
 from safe_gpu.host import procfs
 from safe_gpu.runtimes.placeholders import NoPlaceholder
@@ -74,8 +75,9 @@ def test_waiting_inside_for_a_claim_outside(podman, ground, eventually) -> None:
         waiting = podman.start(sys.executable, "-m", "safe_gpu", "run", "--", "printenv", "CUDA_VISIBLE_DEVICES")
         eventually(lambda: ground.tickets() != [])
         (waiter,) = gather().queue
-        assert waiter.pid is None
-        assert "in a container, as process" in waiter.note
+        (entry,) = waiting_tickets()
+        assert f"\nNSpid:\t{waiter.pid}\t{entry.pid}\n" in Path(f"/proc/{waiter.pid}/status").read_text()
+        assert f"in a container, as process {entry.pid} there" in waiter.note
     assert waiting.communicate(timeout=60)[0] == "0\n"
 
 

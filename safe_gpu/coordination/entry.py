@@ -38,13 +38,16 @@ if TYPE_CHECKING:
 MOST_NAMES = 65_536
 """Names in a directory; with more, every claim is refused."""
 
+MOST_CLAIMS = 4096
+"""Living claims; with more, every claim is refused."""
+
 _NAME = re.compile(r"(0|[1-9][0-9]{0,17})\.([0-9a-f]{16})")
 _UNFINISHED = re.compile(r"\.[0-9a-f]{16}")
 _LARGEST_GAP = 10**12  # between two numbers that count: who makes a larger one ends no numbers for others
 _UNFINISHED_FOR = 60.0  # seconds that an entry takes to be made at most
 _MOST_DEAD = 1000  # that are read, and removed at once
 _MOST_TRIES = 100  # to make one, while somebody removes what is being made
-_GPUS = 1024  # of an entry
+_GPUS = 256  # of an entry
 _LONGEST_CAUSE = 100  # characters of why one counts for nothing
 
 # What open(2) answers to a file that its owner has made unreadable: such a file counts for nothing.
@@ -165,6 +168,9 @@ class Entries:
         self._settled: set[str] = set()  # names of the dead, and of what is no entry
         self._dead: set[str] = set()
         self._unfinished: set[str] = set()
+        self._names: dict[tuple[int, int], str] = {}  # of the files of the living
+        self._links: dict[tuple[int, int], set[str]] = {}  # further names of these files, which count for nothing
+        self._in_order: list[tuple[int, str]] | None = None
 
     def refresh(self) -> None:
         """List the names, and open nothing.
@@ -179,9 +185,16 @@ class Entries:
         if len(names) - len(new) < len(self._settled) + len(self._living) + len(self._unread):  # some are gone
             self._settled &= names
             self._dead &= names
-            for known in (self._living, self._unread, self.strange):
+            for name in self._living.keys() - names:
+                self._forget(name)
+            for known in (self._unread, self.strange):
                 for name in known.keys() - names:
                     del known[name]
+            for links in self._links.values():
+                links &= names
+            self._in_order = None
+        if new:
+            self._in_order = None
         self._unfinished = {name for name in new if _UNFINISHED.fullmatch(name)}
         numbers = []
         for name in new - self._unfinished:
@@ -201,18 +214,19 @@ class Entries:
             ask: names of known entries that are asked again whether they live; None asks all.
 
         Raises:
-            StateDirError: more names than count, or a file that cannot be opened though its owner allows it: with an
-                entry left out, two could hold one GPU.
+            StateDirError: more names or claims than count, or a file that cannot be opened though its owner allows it:
+                with an entry left out, two could hold one GPU.
         """
         self.refresh()
         known = self._living.keys() | self.strange.keys()
-        for name in (*self._unread, *(known if ask is None else known & set(ask))):
+        for name in (
+            *sorted(self._unread, key=self._unread.__getitem__),
+            *(known if ask is None else known & set(ask)),
+        ):
             self.ask(name)
-        living, files = [], set()
-        for entry in sorted(self._living.values(), key=lambda entry: (entry.number, entry.name)):
-            if entry.file not in files:  # its owner may have linked it under several names
-                files.add(entry.file)
-                living.append(entry)
+        living = sorted(self._living.values(), key=lambda entry: (entry.number, entry.name))
+        if len(living) > MOST_CLAIMS and not living[0].nb_gpus:
+            raise self._too_many(self._living)
         return living
 
     @property
@@ -226,8 +240,10 @@ class Entries:
 
     def listed(self) -> list[tuple[int, str]]:
         """Return numbers and names, in order, of what may live by the latest listing."""
-        known = ((entry.number, name) for name, entry in self._living.items())
-        return sorted([*known, *((number, name) for name, number in self._unread.items())])
+        if self._in_order is None:
+            known = ((entry.number, name) for name, entry in self._living.items())
+            self._in_order = sorted([*known, *((number, name) for name, number in self._unread.items())])
+        return self._in_order
 
     def dead(self) -> Iterator[Entry]:
         """Yield the dead entries that can be read, as of the latest look; of very many only some."""
@@ -265,11 +281,22 @@ class Entries:
         found = self._found(name)
         if found is not None:
             self._living[name] = found
+            self._names[found.file] = name
             self._settled.discard(name)
         else:
-            self._living.pop(name, None)
+            self._forget(name)
             self._settled.add(name)
+            self._in_order = None
         return found
+
+    def _forget(self, name: str) -> None:
+        """Forget a living entry. Its file may have other names, one of which counts from now on."""
+        entry = self._living.pop(name, None)
+        if entry is not None:
+            self._names.pop(entry.file, None)
+            for link in self._links.pop(entry.file, ()):
+                self._settled.discard(link)
+                self._unread[link] = int(link.partition(".")[0])
 
     def known(self, name: str) -> Entry | None:
         """Return the entry of this name, which lived when it was asked last; it is asked if it never was."""
@@ -309,14 +336,18 @@ class Entries:
         finally:
             os.close(fd)
 
-    def _content(self, fd: int, name: str) -> Entry:
-        """Return what an open entry says; one of ``_NONSENSE`` if it counts for nothing."""
+    def _content(self, fd: int, name: str) -> Entry | None:
+        """Return what an open entry says, None of a further name of a living one; one of ``_NONSENSE`` if it counts for
+        nothing."""
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o022 or status.st_size > LONGEST_FILE:
             raise ValueError(f"mode {status.st_mode:o}, {status.st_size} bytes")
         known, file = self._living.get(name), (status.st_dev, status.st_ino)
         if known is not None and known.file == file:
             return known
+        if self._names.get(file, name) != name:
+            self._links.setdefault(file, set()).add(name)
+            return None
         uid = -1 if procfs.is_unknown_user(status.st_uid) else status.st_uid
         return Entry.read(name, uid, file, os.pread(fd, LONGEST_FILE, 0))
 

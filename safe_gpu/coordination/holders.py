@@ -33,6 +33,7 @@ class Claims:
     def __init__(self, living: Iterable[Entry]) -> None:
         self.living = tuple(entry for entry in living if not entry.nb_gpus)
         self._around = {(one.token, one.uid): one for one in self.living if one.token and one.uid >= 0}
+        self._naming: dict[str, list[Entry]] = {}  # a GPU
 
     def around(self, token: str) -> Entry | None:
         """Return the living claim of this user with this token, the value of SAFE_GPU_SCOPE. Its doors are not
@@ -50,11 +51,10 @@ class Claims:
             inside: hash of the token of the claim around that one; "" of a claim inside none.
         """
         around = self._around.get((inside, os.geteuid())) if inside else None
-        return [
-            one
-            for one in self.living
-            if uuid in one.gpus and (one.inside == inside or not self.is_inside(one)) and one is not around
-        ]
+        if uuid not in self._naming:
+            self._naming[uuid] = [one for one in self.living if uuid in one.gpus]
+        naming = self._naming[uuid]
+        return [one for one in naming if (one.inside == inside or not self.is_inside(one)) and one is not around]
 
     def parts(self, uuid: str, inside: str = "") -> set[int]:
         """Return the parts of a GPU that the claims of :meth:`on` have.
@@ -64,15 +64,16 @@ class Claims:
         """
         return {one.parts[uuid] for one in self.on(uuid, inside) if uuid in one.parts}
 
-    def holders(self, inside: str = "", *, told: bool = True) -> dict[str, Holder]:
+    def holders(self, inside: str = "", *, told: bool = True, uuids: Iterable[str] | None = None) -> dict[str, Holder]:
         """Return UUID -> who holds it, as seen by a claim inside none, or inside the one with this hash of a token.
 
         Args:
             told: whether for people, as of :func:`holder_of`; else as of :func:`said_by`, which asks nobody.
+            uuids: of the GPUs of the host; None is all that claims name.
         """
         describe = holder_of if told else said_by
         found = {}
-        for uuid in dict.fromkeys(uuid for one in self.living for uuid in one.gpus):
+        for uuid in dict.fromkeys(uuid for one in self.living for uuid in one.gpus) if uuids is None else uuids:
             claims = self.on(uuid, inside)
             whole = next((one for one in claims if one.gpus[uuid] is None), None)
             if whole is not None:

@@ -487,6 +487,37 @@ def test_too_many_names_are_refused_and_their_owner_is_named(
     assert MOST_NAMES == 65_536
 
 
+def test_too_many_living_claims_are_refused(claims: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who keeps so many costs all others processor time and memory."""
+    assert entry_module.MOST_CLAIMS == 4096
+    monkeypatch.setattr(entry_module, "MOST_CLAIMS", 3)
+    held = [make_entry(claims, number, CLAIM, by_children=False) for number in range(1, 5)]
+    with pytest.raises(StateDirError, match=f"4 names, of which 4 are of {procfs.user_name(os.geteuid())}"):
+        look(claims)
+    remove_entry(claims, *held.pop())
+    assert len(look(claims)) == 3
+    for name, one in held:
+        remove_entry(claims, name, one)
+
+
+def test_an_entry_with_many_names_is_read_once_and_outlives_each(
+    claims: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, held = make_entry(claims, 1, CLAIM, by_children=False)
+    for number in range(2, 30):
+        os.link(Path(claims.path) / name, Path(claims.path) / f"{number}.{'0' * 16}")
+    entries, read, pread = Entries(claims), [], os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, *more: read.append(fd) or pread(fd, *more))
+    assert [one.name for one in entries.look()] == [name]
+    assert len(read) == 1
+    assert [one.name for one in entries.look()] == [name]
+    for number in range(1, 29):
+        os.unlink(entries.look()[0].name, dir_fd=claims.fd)
+        assert [one.number for one in entries.look()] == [number + 1]
+    held.release()
+    assert entries.look() == []
+
+
 def test_what_is_known_is_not_asked_again(claims: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
     made = [make_entry(claims, number, CLAIM, by_children=True) for number in (1, 2, 3)]
     for number in range(50):

@@ -72,8 +72,9 @@ class Claims:
             uuids: of the GPUs of the host; None is all that claims name.
         """
         describe = holder_of if told else said_by
+        named = dict.fromkeys(uuid for one in self.living for uuid in one.gpus) if uuids is None else uuids
         found = {}
-        for uuid in dict.fromkeys(uuid for one in self.living for uuid in one.gpus) if uuids is None else uuids:
+        for uuid in named if self.living else ():
             claims = self.on(uuid, inside)
             whole = next((one for one in claims if one.gpus[uuid] is None), None)
             if whole is not None:

@@ -231,7 +231,7 @@ def choose(
     room = [gpu.numa_node for gpu in whole or free]
     pool = sorted(whole if nb_gpus > 1 else free, key=_position)
     drawbacks = {gpu.uuid: (gpu.uuid in last, gpu.is_mig_instance, gpu.draws) for gpu in pool}
-    links = _links(pool)
+    links = _links(pool) if nb_gpus > 1 else dict.fromkeys((gpu.uuid for gpu in pool), set[str]())
 
     def rank(gpus: Sequence[Gpu]) -> tuple[Any, ...]:
         """Return the rank of a set by the criteria above; the lowest is the best."""
@@ -315,6 +315,9 @@ def _sets(
                 break
         else:
             kinds.append([gpu])
+    if count == 1:
+        yield from ((kind[0],) for kind in kinds)
+        return
     found = list(islice(_divided(count, kinds), _MOST_SETS + 1))
     if len(found) > _MOST_SETS:
         for node in {gpu.numa_node for gpu in pool}:

@@ -231,7 +231,7 @@ def choose(
     room = [gpu.numa_node for gpu in whole or free]
     pool = sorted(whole if nb_gpus > 1 else free, key=_position)
     drawbacks = {gpu.uuid: (gpu.uuid in last, gpu.is_mig_instance, gpu.draws) for gpu in pool}
-    links = _links(pool) if nb_gpus > 1 else dict.fromkeys((gpu.uuid for gpu in pool), set[str]())
+    links = _links(pool) if nb_gpus > 1 else {gpu.uuid: set[str]() for gpu in pool}
 
     def rank(gpus: Sequence[Gpu]) -> tuple[Any, ...]:
         """Return the rank of a set by the criteria above; the lowest is the best."""

@@ -131,8 +131,8 @@ def crowd(used: Path) -> Iterator[Callable[..., None]]:
     with ExitStack() as stack:
 
         def make(part: str, contents: list[bytes], *, live: bool, number: int = CROWD) -> None:
-        if os.geteuid():
-            pytest.skip("needs root, to play another user")
+            if os.geteuid():
+                pytest.skip("needs root, to play another user")
             for one in range(1, number + 1):
                 content = contents[one % len(contents)]
                 file = stack.enter_context(open(used / part / entry_name(one), "wb"))

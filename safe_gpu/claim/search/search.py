@@ -315,12 +315,14 @@ class _Search:
             now = time.monotonic()
 
     def _leave(self) -> None:
+        DeferredSignals().run_deferred(self._leave_now)
+
+    def _leave_now(self) -> None:
         place, host, self._place, self._host = self._place, self._host, None, None
-        with DeferredSignals():
-            if place is not None:
-                place.leave()
-            if host is not None:
-                host.close()
+        if place is not None:
+            place.leave()
+        if host is not None:
+            host.close()
 
     def _refusal(self, look: Look) -> Exception:
         from ..messages.refusal import refusal

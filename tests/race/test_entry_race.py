@@ -23,7 +23,6 @@ CAUGHT = {  # build -> the way that catches it. The explorer catches others
     "names come again": "--shares --networks",
     "unlink by number": "--shares --networks",
     "not locked": "--shares --networks",
-    "locked after its name": "--shares --networks",
     "flock": "--networks",
     "children unlock": "--orphans --networks",
     "no doors": "--directories",

@@ -32,6 +32,7 @@ def interleave(*words: str) -> subprocess.CompletedProcess[str]:
         ("lower stays", "unlocked-again", "A B C2 A7", _TWICE),
         ("names come again", "unlocked-again", "A B C2", _TWICE),
         ("not locked", "apart", "", _TWICE),
+        ("locked after its name", "unlocked", "A8", _TWICE),
         ("no doors", "directories-2", "", _TWICE),
         ("door too early", "directories-2", "", _TWICE),
         ("parts not asked", "shares-whole-directories", "", _TWICE),
@@ -51,7 +52,8 @@ def test_a_broken_build_is_caught_and_the_schedule_repeated(broken: str, scene: 
     again = interleave(*shlex.split(command[1]), "--break", broken)
     assert again.returncode == 1, again.stdout + again.stderr
     assert fault in again.stdout
-    assert interleave(*shlex.split(command[1])).returncode == 0, "the schedule is harmless where nothing is broken"
+    intact = interleave(*shlex.split(command[1])).returncode
+    assert intact in (0, 2), "the schedule is harmless, or there is no such one, where nothing is broken"
 
 
 def test_a_schedule_is_always_the_same() -> None:

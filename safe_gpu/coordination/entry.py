@@ -151,7 +151,7 @@ class Entries:
     Attributes:
         directory: where they are.
         next_number: of a new entry: one above the highest that counts, as of the latest listing.
-        strange: names that count for nothing, and why. Their owners made them so, and it is told where GPUs are shown.
+        ignored: names that count for nothing, and why. Their owners made them so, and it is told where GPUs are shown.
 
     Example::
 
@@ -162,7 +162,7 @@ class Entries:
     def __init__(self, directory: Directory) -> None:
         self.directory = directory
         self.next_number = 1
-        self.strange: dict[str, str] = {}
+        self.ignored: dict[str, str] = {}
         self._living: dict[str, Entry] = {}
         self._unread: dict[str, int] = {}  # name -> number
         self._settled: set[str] = set()  # names of the dead, and of what is no entry
@@ -187,7 +187,7 @@ class Entries:
             self._dead &= names
             for name in self._living.keys() - names:
                 self._forget(name)
-            for known in (self._unread, self.strange):
+            for known in (self._unread, self.ignored):
                 for name in known.keys() - names:
                     del known[name]
             for links in self._links.values():
@@ -218,7 +218,7 @@ class Entries:
                 with an entry left out, two could hold one GPU.
         """
         self.refresh()
-        known = self._living.keys() | self.strange.keys()
+        known = self._living.keys() | self.ignored.keys()
         for name in (
             *sorted(self._unread, key=self._unread.__getitem__),
             *(known if ask is None else known & set(ask)),
@@ -277,7 +277,7 @@ class Entries:
             StateDirError: it cannot be opened though its owner allows it.
         """
         self._unread.pop(name, None)
-        self.strange.pop(name, None)
+        self.ignored.pop(name, None)
         found = self._found(name)
         if found is not None:
             self._living[name] = found
@@ -311,14 +311,14 @@ class Entries:
         except OSError as err:
             if err.errno not in _NOT_AN_ENTRY:
                 raise self.directory.error(name, err) from err
-            self.strange[name] = str(err.strerror)
+            self.ignored[name] = str(err.strerror)
             return None
         try:
             if is_locked(fd):
                 return self._content(fd, name)
             self._dead.add(name)
         except _NONSENSE as err:
-            self.strange[name] = f"nonsense: {err}"
+            self.ignored[name] = f"nonsense: {err}"
         finally:
             os.close(fd)
         return None
@@ -374,18 +374,18 @@ def living_entries(state_dir: str, name: str, ignored: list[str] | None = None) 
     with suppress(FileNotFoundError), DeferredSignals(), Directory(state_dir, name, make=False) as directory:
         entries = Entries(directory)
         living = entries.look()
-        if ignored is not None and entries.strange:
-            ignored.append(_ignored(directory, entries.strange))
+        if ignored is not None and entries.ignored:
+            ignored.append(_ignored(directory, entries.ignored))
         return living
     return []
 
 
-def _ignored(directory: Directory, strange: Mapping[str, str]) -> str:
-    name, why = min(strange.items())
+def _ignored(directory: Directory, ignored: Mapping[str, str]) -> str:
+    name, why = min(ignored.items())
     with suppress(OSError):
         owner = os.stat(name, dir_fd=directory.fd, follow_symlinks=False).st_uid
         name += f" of {procfs.user_name(owner)}"
-    more = f", as do {len(strange) - 1} more" if len(strange) > 1 else ""
+    more = f", as do {len(ignored) - 1} more" if len(ignored) > 1 else ""
     return procfs.printable(f"{directory.path}/{name} counts for nothing ({why[:_LONGEST_CAUSE]}){more}")
 
 

@@ -109,7 +109,7 @@ def _rest(directory: SharedDirectory, part: str, carry_out: bool) -> set[str]:
     """Return the names that stay in a directory, and remove the others if that is to be."""
     if isinstance(directory, Directory) and part not in _REMOVED:
         entries = Entries(directory)
-        kept = {entry.name for entry in entries.look()} | entries.strange.keys()
+        kept = {entry.name for entry in entries.look()} | entries.ignored.keys()
         if carry_out:
             entries.remove_dead()
             return directory.names()

@@ -29,8 +29,6 @@ _MOST_FILES = 1 << 12  # descriptors of one process
 LONGEST_READ = 0.2
 """Seconds of processor time after which a table of the kernel, which other users can make long, is not read on."""
 
-TOO_LONG = "other users have too many locks or sockets: the lists of the kernel cannot be read in time"
-
 # Flags of a task in the kernel (linux/sched.h).
 _PF_EXITING = 0x4  # set before the task's files are closed
 _PF_FORKNOEXEC = 0x40

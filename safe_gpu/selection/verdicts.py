@@ -224,8 +224,9 @@ def judge(
         beside: UUID -> holder, of devices that are shared and only take memory from others; None: those of ``claimed``.
         visible_limit: the inherited CUDA_VISIBLE_DEVICES; None: there is none.
         own: pids whose processes and memory are disregarded on every device.
-        explained: UUID -> pids that are disregarded on that device (the processes of an outer claim). On these devices
-            memory in use without a process does not count, because it may be of processes that are not listed here.
+        explained: UUID -> pids that are disregarded on that device (the processes of the claim around). On these
+            devices memory in use without a process does not count, because it may be of processes that are not listed
+            here.
         describe: gives the user and command of a process for the reasons, and identifies the MPS server. Without it
             reasons name only pids.
         family_of: tells whose processes there are on a shared GPU. Without it that cannot be told of any.

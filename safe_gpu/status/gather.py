@@ -65,10 +65,10 @@ class HostFacts:
 
     def on(self, uuid: str) -> tuple[list[Entry], Entry | None]:
         """Return the claims that hold a GPU, one alone or those that share it, and the claim inside the one."""
-        outer = self.claims.on(uuid)
-        whole = next((one for one in outer if one.gpus[uuid] is None), None)
+        holding = self.claims.on(uuid)
+        whole = next((one for one in holding if one.gpus[uuid] is None), None)
         if whole is None:
-            return sorted(outer, key=lambda one: one.since or 0.0), None
+            return sorted(holding, key=lambda one: one.since or 0.0), None
         inside = (one for one in self.claims.living if uuid in one.gpus and self.claims.is_inside(one))
         inner = next((one for one in inside if (one.inside, one.uid) == (whole.token, whole.uid)), None)
         return [whole], inner
@@ -275,16 +275,16 @@ def _gpus(snapshot: HostSnapshot, found: HostFacts, processes: ProcessTable) -> 
         return replace(known[entry.name], share=entry.gpus[uuid], removable_by=found.removable_by(entry, uuid))
 
     for gpu in snapshot.gpus:
-        outer, inside = found.on(gpu.uuid)
-        held = [claim_on(gpu.uuid, one) for one in outer[:MOST_SHARERS]]
+        holding, inside = found.on(gpu.uuid)
+        held = [claim_on(gpu.uuid, one) for one in holding[:MOST_SHARERS]]
         inner = None if inside is None else claim_on(gpu.uuid, inside)
         if not held and gpu.uuid in found.elsewhere:
             held = [ClaimStatus(elsewhere=True)]
-        is_shared = bool(outer) and outer[0].gpus[gpu.uuid] is not None
+        is_shared = bool(holding) and holding[0].gpus[gpu.uuid] is not None
         shares.append(_sharers(gpu, held, processes) if is_shared else ())
         pairs.append(((shares[-1] or [*held, None])[0], inner))
         if (holder := holder_by_status(pairs[-1][0], shares[-1])) is not None:
-            claimed[gpu.uuid] = holder._replace(elsewhere=not outer)
+            claimed[gpu.uuid] = holder._replace(elsewhere=not holding)
     rules = Rules.of(os.environ)._replace(drained=closed_now())
     verdicts = judge(snapshot, Selection(), claimed=claimed, describe=processes.describe, rules=rules)
     mps_clients = has_mps_clients(snapshot)

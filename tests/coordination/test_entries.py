@@ -104,7 +104,7 @@ def test_nonsense_counts_for_nothing_and_is_told(claims: Directory, content: byt
     with path.open("r+b") as file:
         entry_module.lock(file.fileno())
         assert entries.look() == []
-        assert list(entries.strange) == [path.name]
+        assert list(entries.ignored) == [path.name]
     assert entries.look() == []
 
 
@@ -281,7 +281,7 @@ def test_death_at_any_system_call_leaves_nothing_that_counts(
         points += 1
         entries = Entries(claims)
         assert entries.look() == []
-        assert entries.strange == {}
+        assert entries.ignored == {}
         entries.remove_dead()
         assert os.listdir(claims.fd) == []
     assert points > 20
@@ -448,7 +448,7 @@ def test_a_file_lease_keeps_nobody_up(claims: Directory, file_lease: Any) -> Non
     file_lease(path, USER)
     entries = Entries(claims)
     assert entries.look() == []
-    assert list(entries.strange) == [path.name]
+    assert list(entries.ignored) == [path.name]
 
 
 def test_who_removes_dead_entries(claims: Directory, as_user: Any) -> None:

@@ -1,1 +1,1 @@
-"""The search for GPUs: attempt, decide, wait, attempt again."""
+"""The search for GPUs: look, decide, wait, look again."""

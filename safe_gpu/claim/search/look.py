@@ -143,7 +143,7 @@ class Look:
         if self._held is not None and not view.snapshot.shared_display:
             limit = self._held.own_limit(view.effective)
         chosen = None
-        if limit is None and (self._queue is None or not self._queue.lacking):
+        if limit is None and (self._queue is None or not self._queue.missing):
             chosen = self._choose(among)
         self.seen = self._facts(chosen, limit)
         if chosen is not None and self.seen.enough:
@@ -293,8 +293,8 @@ class Look:
 
     def _facts(self, chosen: tuple[Gpu, ...] | None, limit: LimitReached | None) -> Seen:
         view = self._view
-        if self._queue is not None and self._queue.lacking:
-            view.polls.needs |= self._queue.lacking
+        if self._queue is not None and self._queue.missing:
+            view.polls.needs |= self._queue.missing
             return Seen(outdated=True)
         if chosen is not None:
             passed = self._queue is not None

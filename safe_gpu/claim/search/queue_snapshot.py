@@ -46,12 +46,12 @@ class QueueSnapshot:
 
     Attributes:
         stopped: the nearest ticket that was found to be stopped.
-        lacking: what the poll lacks to judge the GPUs for a ticket.
+        missing: what the poll lacks to judge the GPUs for a ticket.
     """
 
     def __init__(self, view: HostView, held: ClaimsByUser | None = None) -> None:
         self.stopped: Entry | None = None
-        self.lacking: frozenset[str] = frozenset()
+        self.missing: frozenset[str] = frozenset()
         self._view = view
         self._by_user = held
         self._judged: dict[tuple[object, ...], tuple[GpuVerdict, ...]] = {}
@@ -133,7 +133,7 @@ class QueueSnapshot:
 
     def _verdicts(self, selection: Selection) -> tuple[GpuVerdict, ...]:
         """Return which GPUs a request of another process could have."""
-        self.lacking |= selection.needs - self._view.polls.needs
+        self.missing |= selection.needs - self._view.polls.needs
         return self._judge(selection)
 
     def _judge(self, selection: Selection) -> tuple[GpuVerdict, ...]:

@@ -195,6 +195,7 @@ def test_when_it_starts_stays_and_who_holds_what_is_cut(
     first.stderr.readline()
     started = command.start("run", "-n", 3, "--for", "9h", "--", "true", stderr=terminal.slave)
     terminal.read_until(lambda: len(set(re.findall(r"waiting 0:\d\d", terminal.raw))) > 1)  # the clock runs
+    terminal.read_until(lambda: any(line.endswith("idle") for line in terminal.shown))  # not in mid-drawing
     first, second = terminal.shown
     assert re.fullmatch(shown, first), first
     assert re.fullmatch(r" {10}GPU 0-7 \S+ idle", second), second
@@ -210,7 +211,7 @@ def test_one_line_that_is_wiped_at_the_end(command, ground, terminal: Terminal, 
     options = {} if piped else {"stdout": terminal.slave}
     started = command.start("run", "-n", 2, "--", "echo", "started", stderr=terminal.slave, **options)
     terminal.read_until("waiting" if terminal.columns != 12 else "safe-gpu: .")
-    assert len(terminal.shown) == 1 + (terminal.columns in (80, 0))
+    terminal.read_until(lambda: len(terminal.shown) == 1 + (terminal.columns in (80, 0)))
     assert terminal.widest < (terminal.columns or 80)
     ground.let_go()
     out, _ = started.communicate(timeout=60)

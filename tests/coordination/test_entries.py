@@ -20,7 +20,8 @@ from support.traced import CAN_TRACE, each_point
 
 from safe_gpu.coordination import directory as directory_module
 from safe_gpu.coordination import entry as entry_module
-from safe_gpu.coordination.directory import Directory, open_shared, unlink_in
+from safe_gpu.coordination import locks as locks_module
+from safe_gpu.coordination.directory import Directory, SharedDirectory, unlink_in
 from safe_gpu.coordination.entry import (
     MOST_NAMES,
     Entries,
@@ -48,7 +49,7 @@ def claims(open_tmp: Path) -> Iterator[Directory]:
 def locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both kinds of lock: of a kernel that has those of open file descriptions, and of one that has not."""
     if request.param == "flock":
-        monkeypatch.setattr(entry_module, "ofd_locks", lambda: False)
+        monkeypatch.setattr(locks_module, "ofd_locks", lambda: False)
     return str(request.param)
 
 
@@ -130,7 +131,7 @@ def test_what_has_ended_is_dead_for_ever(claims: Directory, locks: str) -> None:
     with (Path(claims.path) / name).open() as file:
         if locks == "OFD":
             fcntl.flock(file, fcntl.LOCK_EX)
-            fcntl.fcntl(file, fcntl.F_OFD_SETLK, entry_module._flock(fcntl.F_RDLCK))
+            fcntl.fcntl(file, fcntl.F_OFD_SETLK, locks_module._QUESTION)
         assert look(claims) == []
     assert entries.look() == []
     entries.remove_dead()
@@ -214,7 +215,7 @@ def test_a_program_that_closes_everything_drops_it_and_loses_nothing_of_its_own(
     os.close(fd)
     mine = os.open(os.devnull, os.O_RDONLY)
     assert mine == fd
-    assert (held.fd, held.is_mine, is_alive(claims, name)) == (-1, False, False)
+    assert (held.fd, is_alive(claims, name)) == (-1, False)
     held.release()
     os.close(mine)
 
@@ -621,15 +622,6 @@ def test_who_makes_one_begins_again_where_it_was_removed(claims: Directory, monk
 # The directory
 
 
-def test_a_directory_that_was_replaced_is_noticed(claims: Directory, tmp_path: Path) -> None:
-    assert claims.is_current()
-    os.rename(claims.path, f"{claims.path}.old")
-    assert not claims.is_current()
-    with Directory(os.path.dirname(claims.path), "claims") as anew:
-        assert anew.is_current()
-        assert not claims.is_current()
-
-
 @pytest.mark.parametrize("which", ["state", "claims"])
 @pytest.mark.parametrize("kind", ["link", "file"])
 def test_a_directory_that_is_none(tmp_path: Path, which: str, kind: str) -> None:
@@ -646,16 +638,17 @@ def test_a_directory_that_is_none(tmp_path: Path, which: str, kind: str) -> None
 
 def test_a_state_directory_that_is_removed_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
+    real = directory_module.make_directory
 
-    def opened(name: str, path: str, parent: int | None, *, make: bool) -> int:
+    def make(name: str, path: str, parent: int | None) -> None:
         made.append(name)
         if len(made) in (2, 4):
             os.rmdir(tmp_path / "state")
-        return open_shared(name, path, parent, make=make)
+        real(name, path, parent)
 
-    monkeypatch.setattr(directory_module, "open_shared", opened)
+    monkeypatch.setattr(directory_module, "make_directory", make)
     with Directory(str(tmp_path / "state"), "claims") as claims:
-        assert claims.is_current()
+        assert os.path.samestat(os.fstat(claims.fd), os.stat(claims.path))
     assert len(made) == 6
 
 
@@ -666,14 +659,16 @@ def test_who_only_looks_makes_nothing(tmp_path: Path) -> None:
 
 
 def test_cleaners_leave_a_directory_alone(claims: Directory) -> None:
-    first, second = (claims.keep_from_cleaners(by_children=True) for _ in range(2))
+    with SharedDirectory(os.path.dirname(claims.path)) as root:
+        first, second = (root.keep_from_cleaners(by_children=True) for _ in range(2))
     cleaner = os.open(os.path.dirname(claims.path), os.O_RDONLY)
     with pytest.raises(BlockingIOError):
         fcntl.flock(cleaner, fcntl.LOCK_EX | fcntl.LOCK_NB)
     first.release()
     second.release()
     fcntl.flock(cleaner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    late = claims.keep_from_cleaners(by_children=True)  # without the lock: nobody waits for a cleaner
+    with SharedDirectory(os.path.dirname(claims.path)) as root:
+        late = root.keep_from_cleaners(by_children=True)  # without the lock: nobody waits for a cleaner
     os.close(cleaner)
     name, held = make_entry(claims, 1, CLAIM, by_children=True)
     unlink_in(late.fd, "claims", name)

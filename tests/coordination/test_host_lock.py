@@ -49,7 +49,7 @@ def test_directories_are_there_while_it_is_held(state_dir: Path) -> None:
     with locked() as host:
         assert os.path.samestat(os.fstat(host.claims.directory.fd), (state_dir / "claims").stat())
         assert os.path.samestat(os.fstat(host.queue.directory.fd), (state_dir / "queue").stat())
-    assert sorted(os.listdir(state_dir)) == ["claims", "host.lock", "queue"]
+    assert sorted(os.listdir(state_dir)) == ["claims", "history", "host.lock", "queue"]
     assert os.listdir("/proc/self/fd") == before
 
 

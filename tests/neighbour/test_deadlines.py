@@ -12,7 +12,7 @@ import pytest
 from support.claims import claim
 from support.real import long
 
-from safe_gpu.coordination.entry import lock
+from safe_gpu.coordination.locks import lock
 
 NEIGHBOUR = 4711
 MOST = 64  # MiB beyond a bare interpreter

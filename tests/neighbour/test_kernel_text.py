@@ -108,7 +108,7 @@ def test_a_claim_and_a_ticket_under_such_a_name(
 MOUNTS = r"""
 import ctypes, json, mmap, os, sys
 from safe_gpu.affinity.placement import placement
-from safe_gpu.coordination.state_dir import file_system_of
+from safe_gpu.host.file_systems import file_system_of
 libc = ctypes.CDLL(None, use_errno=True)
 if libc.unshare(0x20000) or libc.mount(b"none", b"/", None, 0x44000, None):  # CLONE_NEWNS, MS_REC | MS_PRIVATE
     print("cannot", flush=True), os._exit(0)

@@ -71,7 +71,7 @@ def test_its_sections(page: Path) -> None:
 @pytest.mark.parametrize("name", commands.COMMANDS)
 def test_every_option_of_a_command(terms: dict[str, list[str]], name: str) -> None:
     explained = {word for term in terms[name] for word in re.findall(r"--?[a-z][-a-z]*", term)}
-    hidden = {"-h", "--help", "--supervised", *(["--mode"] if name in commands.RUNNERS else [])}
+    hidden = {"-h", "--help", "--pending", *(["--mode"] if name in commands.RUNNERS else [])}
     options = set(commands.parser_of(name).names()) - hidden
     as_for_run = {word for term in terms["run"] for word in re.findall(r"--?[a-z][-a-z]*", term)}
     assert options <= explained | (as_for_run if name == "wait" else set())

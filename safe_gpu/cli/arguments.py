@@ -210,7 +210,7 @@ def add_which_gpus(parser: argparse.ArgumentParser, gpu: str, ordinal: str, node
         which.add_argument("--node", type=whole_number("a NUMA node", 0), default=None, metavar="N", help=node)
 
 
-_NOT_OF_CLAIMS = ("handler", "command", "words", "host", "supervised", "usage_error", "quiet", "refused_exit")
+_NOT_OF_CLAIMS = ("handler", "command", "words", "host", "pending", "usage_error", "quiet", "refused_exit")
 
 
 def claim_arguments(options: argparse.Namespace) -> dict[str, Any]:

@@ -29,11 +29,11 @@ EX_SOFTWARE = 70
 EX_STATE_DIR = 73
 EX_OUTPUT = 74
 EX_TRY_AGAIN = 75
-EX_CONNECTION = 76
 EX_NEVER = 78
 EX_CANNOT_RUN = 126
 EX_INTERRUPTED = 130
 EX_BROKEN_PIPE = 141
+EX_CONNECTION = 255  # ssh's own
 
 _EXIT_CODES: tuple[tuple[type[SafeGpuError], int], ...] = (
     (NoDriverError, EX_NO_DRIVER),

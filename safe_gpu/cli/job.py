@@ -49,8 +49,8 @@ without --cleanenv.
 
 exit codes: the command's; 2 usage, 68 no host of --host answers,
 69 no driver, 70 a package is missing, 73 state directory unusable,
-75 not free in time, 76 the connection to a host broke, 78 impossible on this
-host, 126 the command cannot be run, 127 it is not found, 130 interrupted"""
+75 not free in time, 78 impossible on this host, 126 the command cannot be run,
+127 it is not found, 130 interrupted, 255 the connection to a host broke"""
     add_request(parser)
     group = parser.add_argument_group("CPUs, memory and environment")
     add_affinity(group)
@@ -65,7 +65,7 @@ host, 126 the command cannot be run, 127 it is not found, 130 interrupted"""
     add("-q", "--quiet", action="store_true", help="print nothing about waiting, nor which GPUs were claimed")
     refused = "exit code in place of 69, 70 and 73: for Grid Engine 99 (queue the job again) or 100 (hold it)"
     add("--refused-exit", type=_exit_code, metavar="N", help=refused)
-    parser.add_argument("--supervised", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--pending", help=argparse.SUPPRESS)  # by run --host, see there
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(handler=_run, usage_error=parser.error)
 
@@ -77,15 +77,12 @@ def _exit_code(text: str) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.supervised:  # by run --host on another host, whose words these are
-        sys.stderr = sys.stdout
-    elif options.host:
+    if options.host and not options.pending:
         from .run_on_hosts import run_on_hosts
 
         return run_on_hosts(options)
     path = find_command(options.command)
-    own = options.words[: options.words.index("--supervised")] if options.supervised else options.words
-    if warning := warning_about(options.command, path, words=own):
+    if warning := warning_about(options.command, path, words=options.words):
         say(warning)
     if os.environ.get("SAFE_GPU_EXPECT"):
         from ..claim.worker import check_expected_gpu
@@ -113,10 +110,8 @@ def _run(options: argparse.Namespace) -> int:
         elif not options.quiet and (line.waited or sys.stderr.isatty()):
             say(_got(owner, line.seconds if line.waited else None))
         owner.keep_across_exec()
-        if options.supervised:
-            from .run_on_hosts import run_under
-
-            run_under(os.environ.pop("SAFE_GPU_SESSION", ""), path, options.command)
+        if options.pending:
+            _decide(options.pending)
         become(path, options.command)
     except UnsatisfiableRequestError as err:
         if options.nb_gpus != "job" or err.value != 0:
@@ -127,6 +122,18 @@ def _run(options: argparse.Namespace) -> int:
         become(path, options.command)
     finally:
         release_gpus()  # also where an exception came before the claim had a name here
+
+
+def _decide(pending: str) -> None:
+    """Remove the directory of ``run --host``, which tells that it has claimed here.
+
+    Raises:
+        CommandError: the other side has removed it, and the command must not run here.
+    """
+    try:
+        os.rmdir(pending)
+    except FileNotFoundError as err:
+        raise CommandError("run --host has ended its ssh", code=EX_USAGE) from err
 
 
 def _got(owner: GPUOwner, waited: float | None) -> str:

@@ -35,7 +35,6 @@ VARIABLES = {
     "SAFE_GPU_SHARE": "set by a claim that shares GPUs: bytes of each",
     "SAFE_GPU_SHARE_FRACTION": "set by a claim that shares GPUs: what a framework may allocate of each, from 0 to 1",
     "SAFE_GPU_SHARE_TORCH": "1 sets PYTORCH_CUDA_ALLOC_CONF in claims that share GPUs; PyTorch 2.10 or later",
-    "SAFE_GPU_SESSION": "set by run --host on the other host: what its side of the connection begins its words with",
     "SAFE_GPU_BOUND": "set by bind: the GPUs next to which this process was bound by number",
     "SAFE_GPU_RAY_WORKER": "set for the workers of a claim on Ray",
 }

@@ -154,7 +154,7 @@ def test_bash_splits_at_the_equals_sign(script: Callable[[str], Path], tmp_path:
 def test_every_option_of_every_command_is_known(name: str) -> None:
     found = candidates(["safe-gpu", name, "-"])
     assert isinstance(found, dict)
-    hidden = ["--mode", "--supervised"] if name in RUNNERS else []
+    hidden = ["--mode", "--pending"] if name in RUNNERS else []
     shown = [option for option in parser_of(name).names() if option not in hidden]
     assert [word for word in found if word.startswith("-")] == shown
     assert all(found[word] for word in shown)

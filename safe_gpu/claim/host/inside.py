@@ -57,6 +57,6 @@ def _owner_and_larger(around: Entry, token: str, option: str, argument: str) -> 
     pid = 0 if procfs.namespace_text(around.pidns or None) else around.pid
     if pid and procfs.uid_of(pid) == os.geteuid():
         began = (read_start(f"/proc/{pid}/environ", 1 << 22) or b"").split(b"\0")
-        if os.fsencode(f"SAFE_GPU_SCOPE={token}") in began or "--supervised" in procfs.arguments_of(pid):
+        if os.fsencode(f"SAFE_GPU_SCOPE={token}") in began:
             return f"safe-gpu run (process {pid})", f"write safe-gpu run {option}"
     return owner_of(around), f"write {argument} there"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from itertools import dropwhile
+from pathlib import Path
 from shlex import join, quote
 from typing import NamedTuple
 
@@ -51,119 +51,95 @@ def hint_for(command: Sequence[str], verb: str) -> str:
     return ""
 
 
-# What runs another command: how many words stand between its options and that command.
-_WRAPPERS = {
-    **dict.fromkeys("sudo doas env exec nice ionice nohup setsid stdbuf time numactl xargs".split(), 0),
-    **dict.fromkeys(("timeout", "taskset", "chrt", "conda", "uv"), 1),
-}
-
-_SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
-
-_OF_CONTAINERS = (
-    "not D debug tls tlsverify version help debug-full experimental insecure-registry remote r noout syslog trace "
-    "transient-store d i t P q detach interactive tty rm init privileged publish-all read-only oom-kill-disable "
-    "no-healthcheck sig-proxy disable-content-trust quiet use-api-socket rootfs all-resources compatibility dry-run "
-    "verbose build force-recreate remove-orphans"
+# Programs that run the command behind their options, and a shell that is given one.
+_WRAPPED = (
+    r"(?:(?:\S*/)?(?:sudo|doas|env|exec|nice|ionice|nohup|setsid|stdbuf|time|timeout|taskset|chrt|numactl|xargs|"
+    r"(?:conda|uv) run|(?:ba|da|z|k)?sh(?= -\w*c )) (?:-\S+ |\w+=\S* |\d\S* |(?<= -\w )\S+ )*)*"
+    r"(?:(?!\./)\S*/)?"  # ./screen is the user's own
 )
 
-# Options that take an argument; after "not", those that take none, while all others do.
-_OPTIONS = {
-    "sudo": "u g p C r t T h R D user group prompt close-from role type chroot chdir host",
-    **dict.fromkeys(("doas", "env"), "u C unset chdir"),
-    **dict.fromkeys(("conda", "uv"), "n p name prefix cwd python with directory project"),
-    "nice": "n adjustment",
-    "ionice": "c n p class classdata",
-    "stdbuf": "i o e input output error",
-    "time": "f o format output",
-    "timeout": "k s kill-after signal",
-    "chrt": "T P D sched-runtime sched-period sched-deadline",
-    "numactl": "i N C m P p l w interleave cpunodebind physcpubind membind preferred weighted-interleave",
-    "xargs": "a d E I L n P s arg-file delimiter replace max-lines max-args max-procs max-chars",
-    **dict.fromkeys(("docker", "docker-compose", "nerdctl", "podman", "podman-remote"), _OF_CONTAINERS),
-    **dict.fromkeys(("apptainer", "singularity"), "B bind W workdir S scratch H home o overlay pwd cwd env env-file"),
-    **dict.fromkeys(("tmux", "byobu"), "c e f F L l n p s S t T x y"),
-    "screen": "c e h p s S t T Logfile",
-    "systemd-run": "p u E M H property unit description slice uid gid nice working-directory setenv machine host",
-    "deepspeed": "not module no_python no_local_rank no_ssh no_ssh_check force_multi save_pid elastic_training",
-    "accelerate": "not cpu multi_gpu tpu mps use_deepspeed use_fsdp use_megatron_lm quiet q debug m module no_python",
-}
+_OPTIONS = r"(?:-\S+ (?:(?!-)\S+ )?)*?"  # each with a word or none
 
+# What only asks a service to start the container.
+_CLIENT = (
+    rf"(docker|docker-compose|nerdctl|podman-remote|podman(?= {_OPTIONS}(?:--remote|-r|--url|--connection|-c) )) "
+    rf"{_OPTIONS}(?:(?:compose|container) {_OPTIONS})?(run|exec|up|start) "
+)
+
+_NO_VARIABLES = "{program} passes no variables on, so the {work} may use GPUs that others hold"
 _ENDS = "the claim ends with `{shown}`, not with the {work}, which is not its child and may run on"
 _ENDS_AT_ONCE = "`{shown}` ends at once, and the claim with it, so that others can claim the GPUs of the {work}"
-_CLOSES = "`{shown}` closes the files that hold the claim, so that others can claim the GPUs of the {work}"
-_SERVER = (
-    "the server of `{program}` runs the {work}: one that is running does not hold the claim, and a new one holds it "
-    "until its last {work} ends"
-)
-_NO_VARIABLES = ", {program} passes no variables on, so the {work} may use GPUs that others hold"
-_CLEANS = f"with this option{_NO_VARIABLES}"
-_CHOOSES = "with {option}, {program} chooses among all GPUs of the host, and may use those that others hold"
-_COUNTS_FROM_0 = (
-    "System().gpu_policies() of Dragon 0.14 counts GPUs from 0. In a claim of others, workers meet on one GPU while "
-    "another is idle"
-)
-
+_CHOOSES = "with {last}, {program} chooses among all GPUs of the host, and may use those that others hold"
+_NO_CHOICE = "Leave it out, and {program} takes the GPUs of the claim"
 _IN_CONTAINER = (
     "Claim inside the container, with the state directory mounted: {program} run -v {state}:{state} ... IMAGE safe-gpu "
     "run -- CMD. With --network=host the claim holds by file and by name, with any other network by its file alone"
 )
-_INSIDE = "Claim inside the {work}: safe-gpu {run} CMD"
-_IN_THIS = "Claim inside the {work}: {inside}"
-_IN_LINE = "Claim inside the {work}: {shown} ... safe-gpu {run} CMD"
-_ADD_E = "Add -e CUDA_VISIBLE_DEVICES -e CUDA_DEVICE_ORDER"
-_NO_CLEANING = "To pass them on, leave out --cleanenv (-e) and --containall (-C)"
-_NO_CHOICE = "Leave it out, and {program} takes the GPUs of the claim"
-_BY_ENGINE = "Claim in the program (safe_gpu.engines.dragon) and use held.policies(), or Dragon 0.15"
-
-_CLEAN = "e cleanenv C containall"
-_PASSES_ON = "VISIBLE_DEVICES|AFFINITY_MASK|--env-host"
+_IN_JOB = "Claim inside the job: safe-gpu {run} CMD"
+_INSIDE = "Claim inside the {work}: {shown} ... safe-gpu {run} CMD"
 
 
-class _Row(NamedTuple):
+class _Advice(NamedTuple):
     """Commands to warn of, what becomes of the claim, and the way that works; fields in braces are filled in.
 
     Attributes:
-        work: what the programs start.
-        commands: the subcommands that do it; "" for programs without subcommands.
-        having, without: options of which the command has one, or none; "" where none matters.
-        seen, unseen: patterns of which its words show the one and not the other; "" where none matters.
+        pattern: of the command line from the program on, whose words each end with a blank. The groups are the program,
+            and perhaps its subcommand or the option that matters.
+        work: what the command starts.
     """
 
-    programs: str
+    pattern: str
     cause: str
-    way: str
+    way: str = _INSIDE
     work: str = "job"
-    commands: str = ""
-    having: str = ""
-    without: str = ""
-    seen: str = ""
-    unseen: str = "^$"
 
 
-_CLIENTS = "docker docker-compose nerdctl podman-remote"
+# The first that fits counts.
+_TABLE = (
+    _Advice(rf"{_CLIENT}{_OPTIONS}(?:-\w*d\w*|--detach) ", _ENDS_AT_ONCE, _IN_CONTAINER, "container"),
+    _Advice(_CLIENT, _ENDS, _IN_CONTAINER, "container"),
+    _Advice(
+        rf"(podman) {_OPTIONS}(?:container )?(run) (?!.*(?:VISIBLE_DEVICES|AFFINITY_MASK|--env-host)).*(?:gpu|/dev/)",
+        f"without -e, {_NO_VARIABLES}",
+        "Add -e CUDA_VISIBLE_DEVICES -e CUDA_DEVICE_ORDER",
+        "container",
+    ),
+    _Advice(
+        rf"(apptainer|singularity) {_OPTIONS}(exec|run|shell) {_OPTIONS}(?:-e|--cleanenv|-C|--containall) "
+        "(?!.*(?:VISIBLE_DEVICES|AFFINITY_MASK))",
+        f"with this option, {_NO_VARIABLES}",
+        "To pass them on, leave out --cleanenv (-e) and --containall (-C)",
+        "container",
+    ),
+    _Advice(
+        "(screen) (?!-ls |-list |-wipe |-v |--?version |--?help )",
+        "`{shown}` closes the files that hold the claim, so that others can claim the GPUs of the {work}",
+        work="session",
+    ),
+    _Advice(
+        rf"(tmux|byobu) {_OPTIONS}((?:new|neww|split|popup|send|a|at|attach)(?:-\w+|w)? |$)",
+        "the server of `{program}` runs the {work}: one that is running does not hold the claim, and a new one holds "
+        "it until its last {work} ends",
+        work="session",
+    ),
+    _Advice("(at|batch) (?!-[ldrcV] )", _ENDS, "Claim inside the job: echo 'safe-gpu {run} CMD' | {program} ..."),
+    _Advice("(sbatch) ", _ENDS, f"{_IN_JOB} in its script, or sbatch --wrap 'safe-gpu {{run}} CMD'"),
+    _Advice("(qsub|msub|oarsub) ", _ENDS, _IN_JOB),
+    _Advice("(bsub|srun|qrsh|condor_run|ssh) ", _ENDS),
+    _Advice(rf"(flux) {_OPTIONS}((?:mini )?(?:submit|bulksubmit|run|batch|alloc)) ", _ENDS),
+    _Advice("(condor_submit) ", _ENDS, "Claim inside the job: executable = /PATH/safe-gpu, arguments = {run} CMD"),
+    _Advice(rf"(systemd-run) (?!{_OPTIONS}--scope )", _ENDS, "Add --scope", "service"),
+    _Advice(
+        rf"(deepspeed|ds) {_OPTIONS}(--num_gpus|--num_nodes|--include|--exclude|--hostfile|-[ieH])[ =]",
+        _CHOOSES,
+        _NO_CHOICE,
+    ),
+    _Advice(rf"(accelerate) launch {_OPTIONS}(--gpu[-_]ids)[ =](?!all )", _CHOOSES, _NO_CHOICE),
+)
 
-# The first row that fits counts.
-_ROWS = (
-    _Row(_CLIENTS, _ENDS_AT_ONCE, _IN_CONTAINER, "container", "run exec up", "d detach"),
-    _Row(_CLIENTS, _ENDS, _IN_CONTAINER, "container", "run exec up"),
-    _Row(_CLIENTS, _ENDS, _IN_CONTAINER, "container", "start", "a attach i interactive"),
-    _Row(_CLIENTS, _ENDS_AT_ONCE, _IN_CONTAINER, "container", "start"),
-    _Row("podman", f"without -e{_NO_VARIABLES}", _ADD_E, "container", "run", seen="gpu|/dev/", unseen=_PASSES_ON),
-    _Row("apptainer singularity", _CLEANS, _NO_CLEANING, "container", "exec run shell", _CLEAN, unseen=_PASSES_ON),
-    _Row("screen", _CLOSES, _INSIDE, "session", having="X r x R"),
-    _Row("screen", _CLOSES, _IN_THIS, "session", without="ls list wipe v version help"),
-    _Row("tmux byobu", _SERVER, _INSIDE, "session", "send send-keys a at attach attach-session"),
-    _Row("tmux byobu", _SERVER, _IN_THIS, "session", "new new-session neww new-window splitw split-window popup"),
-    _Row("at batch", _ENDS, "Claim inside the job: echo 'safe-gpu {run} CMD' | {program} ...", without="l d r c V"),
-    _Row("sbatch", _ENDS, f"{_INSIDE} in its script, or sbatch --wrap 'safe-gpu {{run}} CMD'"),
-    _Row("qsub msub oarsub", _ENDS, _INSIDE),
-    _Row("bsub srun qrsh condor_run ssh", _ENDS, _IN_LINE),
-    _Row("flux", _ENDS, _IN_LINE, commands="submit bulksubmit run batch alloc"),
-    _Row("condor_submit", _ENDS, "Claim inside the job: executable = /PATH/safe-gpu, arguments = {run} CMD"),
-    _Row("systemd-run", _ENDS, "Add --scope", "service", without="scope"),
-    _Row("deepspeed ds", _CHOOSES, _NO_CHOICE, having="num_gpus i include e exclude num_nodes H hostfile"),
-    _Row("accelerate", _CHOOSES, _NO_CHOICE, commands="launch", having="gpu_ids gpu-ids", unseen="ids[ =]all"),
-    _Row("dragon", _COUNTS_FROM_0, _BY_ENGINE),
+_DRAGON = (
+    "warning: System().gpu_policies() of Dragon 0.14 counts GPUs from 0. In a claim of others, workers meet on one GPU "
+    "while another is idle. Claim in the program (safe_gpu.engines.dragon) and use held.policies(), or Dragon 0.15"
 )
 
 
@@ -180,55 +156,28 @@ def warning_about(command: Sequence[str], path: str, state_dir: str | None = Non
     Returns:
         Two sentences or more; "" for all other commands.
     """
-    typed = _within_wrappers(command)
-    if not typed or typed[0].startswith("./"):  # ./screen is the user's own
-        return ""
-    shown = program = os.path.basename(typed[0])
-    file = path if typed[0] == command[0] else _found(typed[0])
-    options, rest = _options(typed)
-    if program == "docker" and _is_podman(file):
-        program = "podman"
-    if program == "podman" and (
-        options & {"remote", "r", "url", "connection", "c"} or os.environ.get("CONTAINER_HOST")
-    ):
-        program = "podman-remote"  # only a client of a service, which then starts the container
-    rows = [row for row in _ROWS if program in row.programs.split()]
-    name = ""
-    if any(row.commands for row in rows):
-        name, *rest = rest or ["new"]  # tmux alone is tmux new
-        while name in ("compose", "container", "mini"):
-            shown += f" {name}"
-            name, *rest = _options([program, *rest])[1] or [""]
-        shown += f" {name}"
-        options, rest = _options([program, *rest])
-    row = next((row for row in rows if _fits(row, name, options, join(typed))), None)
-    if row is None or (program == "dragon" and not _counts_from_0(file, typed)):
-        return ""
-    run = join(["run", *words, "--"])
-    inside = f"safe-gpu {run} CMD"
-    if rest:
-        whole = command if typed == list(command[-len(typed) :]) else typed
-        inner = ["sh", "-c", *rest] if len(rest) == 1 and re.search(rf"\s|{_SHELL_SYNTAX}", rest[0]) else rest
-        inside = f"{join(whole[: len(whole) - len(rest)])} safe-gpu {run} {join(inner)}"
-    return f"warning: {row.cause}. {row.way}".format(
-        program=os.path.basename(typed[0]),
-        shown=shown,
-        work=row.work,
-        option=next((f"{'-' * min(len(one), 2)}{one}" for one in row.having.split() if one in options), ""),
-        state=(state_dir or state_dir_path()) if "{state}" in row.way else "",
-        run=run,
-        inside=inside,
-    )
 
+    def file_of(program: str) -> str:
+        return path if os.path.basename(command[0]) == program else _found(program)
 
-def _fits(row: _Row, name: str, options: set[str], text: str) -> bool:
-    return (
-        name in (row.commands.split() or [""])
-        and (not row.having or not options.isdisjoint(row.having.split()))
-        and options.isdisjoint(row.without.split())
-        and re.search(row.seen, text) is not None
-        and re.search(row.unseen, text) is None
-    )
+    line = "".join(f"{word} " for word in command)
+    if re.match(f"{_WRAPPED}docker ", line) and _is_podman(file_of("docker")):
+        line = line.replace("docker ", "podman ", 1)
+    if os.environ.get("CONTAINER_HOST"):  # makes it a client of a service, which then starts the container
+        line = line.replace("podman ", "podman --remote ", 1)
+    for one in _TABLE:
+        if found := re.match(_WRAPPED + one.pattern, line):
+            return f"warning: {one.cause}. {one.way}".format(
+                program=found[1],
+                shown=" ".join(found.groups()).strip(),
+                last=found.groups()[-1],
+                work=one.work,
+                state=(state_dir or state_dir_path()) if "{state}" in one.way else "",
+                run=join(["run", *words, "--"]),
+            )
+    if re.match(f"{_WRAPPED}dragon ", line) and _counts_from_0(file_of("dragon"), command):
+        return _DRAGON
+    return ""
 
 
 def _found(name: str) -> str:
@@ -243,47 +192,8 @@ def _counts_from_0(file: str, words: Sequence[str]) -> bool:
     That version numbers these policies from 0, and takes a number that is not in CUDA_VISIBLE_DEVICES for all GPUs. It
     is found by the files beside its own program, and only the files that the command names are read.
     """
-    from pathlib import Path
-
     installed = Path(os.path.realpath(file)).parent.parent.glob("lib/python*/*-packages/dragonhpc-0.14*")
     return any(b"gpu_policies" in (read_start(word) or b"") for word in words) and any(installed)
-
-
-def _within_wrappers(command: Sequence[str]) -> list[str]:
-    """Return the command that wrappers such as sudo and nohup run, or a shell that is given a single one."""
-    words = list(command)
-    while words and (name := os.path.basename(words[0])) in (*_WRAPPERS, *_SHELLS):
-        options, rest = _options(words)
-        if name in _SHELLS:
-            if "c" not in options or len(rest) != 1 or re.search(rf"{_SHELL_SYNTAX}|['\"\\]", rest[0]):
-                break
-            rest = rest[0].split()
-        for _ in range(_WRAPPERS.get(name, 0)):
-            _, rest = _options([name, *rest[1:]])
-        words = list(dropwhile(lambda word: "=" in word, rest))
-    return words
-
-
-def _options(words: Sequence[str]) -> tuple[set[str], list[str]]:
-    """Return the options of a program up to the first word that is none, without those switched off, and the words from
-    there on; ``words`` begin with the program."""
-    listed = _OPTIONS.get(os.path.basename(words[0]), "").split()
-    rest, found = list(words[1:]), set()
-    while rest and rest[0].startswith("-") and rest[0] != "-":
-        option, equals, value = rest.pop(0).partition("=")
-        if option == "--":
-            break
-        found.add(option[1:])  # -ls of screen is one
-        names = [option[2:]] if option.startswith("--") else list(option[1:])  # -itd is three
-        for place, name in enumerate(names, 1):
-            takes_argument = (name in listed) != ("not" in listed)
-            if takes_argument or value.lower() not in ("false", "0", "f"):
-                found.add(name)
-            if takes_argument:
-                if place == len(names) and not equals:
-                    del rest[:1]
-                break
-    return found, rest
 
 
 def _is_podman(path: str) -> bool:

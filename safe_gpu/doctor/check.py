@@ -2,52 +2,37 @@
 
 from __future__ import annotations
 
-import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from textwrap import TextWrapper
 
 from ..host.procfs import printable
 from ..wording.text import paint, plural, wrapped
 
 
 @dataclass(frozen=True)
-class Finding:
-    """The result of a check: ``status`` is passed, warning, failed or skipped; ``fix`` is one line or ""."""
-
-    status: str
-    detail: str
-    fix: str = ""
-
-
-@dataclass(frozen=True)
 class Check:
-    """A finding with the name of its check."""
+    """What a check has found: ``status`` is passed, warning, failed or skipped; ``fix`` is one line or ""."""
 
-    name: str
     status: str
     detail: str
     fix: str = ""
+    name: str = ""
 
 
-def passed(detail: str) -> Finding:
-    """Return a finding of no problem; ``detail`` says what was checked."""
-    return Finding("passed", detail)
+passed = partial(Check, "passed")
+"""Claims work; the detail says what was checked."""
 
+skipped = partial(Check, "skipped")
+"""The check does not apply; the detail says why."""
 
-def skipped(detail: str) -> Finding:
-    """Return a finding that the check does not apply; ``detail`` says why."""
-    return Finding("skipped", detail)
+warning = partial(Check, "warning")
+"""Claims work, but less well or less safely than users expect."""
 
-
-def warning(detail: str, fix: str) -> Finding:
-    """Return a finding that claims work, but less well or less safely than users expect."""
-    return Finding("warning", detail, fix)
-
-
-def failed(detail: str, fix: str) -> Finding:
-    """Return a finding that claims fail, or do not protect GPUs."""
-    return Finding("failed", detail, fix)
-
+failed = partial(Check, "failed")
+"""Claims fail, or do not protect GPUs."""
 
 _COLORS = {"failed": "red", "warning": "yellow", "passed": "green", "skipped": "dim"}
 
@@ -63,24 +48,19 @@ def render_checks(checks: Sequence[Check], *, color: bool, width: int, verbose: 
         width: the columns of the terminal. A word of a fix is never cut, so that it can be copied.
         verbose: list the checks that passed or were skipped too.
     """
+    fixes = TextWrapper(
+        width, initial_indent=_INDENT, subsequent_indent=_INDENT, break_long_words=False, break_on_hyphens=False
+    )
     lines = []
     for status in _COLORS if verbose else ("failed", "warning"):
         for one in (one for one in checks if one.status == status):
             first, *others = wrapped(f"{one.name}: {one.detail}", width, _INDENT)
             lines += [paint(status, _COLORS[status], color) + first[len(status) :], *others]
             if one.fix:
-                text = textwrap.fill(
-                    printable(f"fix: {one.fix}"),
-                    width,
-                    initial_indent=_INDENT,
-                    subsequent_indent=_INDENT,
-                    break_long_words=False,
-                    break_on_hyphens=False,
-                )
+                text = fixes.fill(printable(f"fix: {one.fix}"))
                 lines.append(text.replace("fix:", paint("fix:", "bold", color), 1))
-    numbers = {status: sum(one.status == status for one in checks) for status in ("passed", "skipped", "failed")}
-    warnings = len(checks) - sum(numbers.values())
-    counts = [f"{number} {status}" for status, number in numbers.items() if number]
-    counts += [plural(warnings, "warning")] if warnings else []
+    numbers = Counter(one.status for one in checks)
+    counts = [f"{numbers[status]} {status}" for status in ("passed", "skipped", "failed") if numbers[status]]
+    counts += [plural(numbers["warning"], "warning")] if numbers["warning"] else []
     summary = ", ".join(counts) + ("" if verbose else " (-v lists all)")
     return "\n".join([*lines, *[""][: len(lines)], summary])

@@ -1,7 +1,5 @@
 """Checks of the GPUs and their driver."""
 
-from collections.abc import Callable
-
 from ..errors import NoDriverError
 from ..gpus.devices import ComputeMode, HostSnapshot, ProcessKind
 from ..gpus.vendors import VENDORS
@@ -9,22 +7,12 @@ from ..host import procfs
 from ..selection.verdicts import UNWATCHABLE, Rules, why_memory_unexplained
 from ..settings.variables import real_driver
 from ..wording.text import plural
-from .check import Finding, failed, passed, skipped, warning
-from .host import CheckedHost, labels, with_snapshot
+from .check import Check, failed, passed, skipped, warning
+from .host import CheckedHost, labels
 
 # A poll of eight initialised GPUs takes milliseconds. Without persistence mode the kernel driver initialises each GPU
 # first, which takes seconds.
 _SLOW_POLL = 1.0
-
-
-def _of_nvidia(check: Callable[[CheckedHost, HostSnapshot], Finding]) -> Callable[[CheckedHost], Finding]:
-    return with_snapshot(lambda host, snapshot: _not_of(host) or check(host, snapshot))
-
-
-def _not_of(host: CheckedHost) -> Finding | None:
-    """Return the finding about a feature of NVIDIA's where a claim would get GPUs of another vendor; else None."""
-    is_first = host.vendor is VENDORS["nvidia"]
-    return None if is_first else skipped(f"it does not apply to {host.vendor.title} GPUs")
 
 
 def _described(snapshot: HostSnapshot) -> str:
@@ -32,10 +20,10 @@ def _described(snapshot: HostSnapshot) -> str:
     return f"{snapshot.driver} {snapshot.driver_version}".strip() + f": {plural(len(snapshot.physical))}, {names}"
 
 
-def driver(host: CheckedHost) -> Finding:
+def driver(host: CheckedHost) -> Check:
     """Check that there is a driver, and name it and its GPUs."""
     snapshot = host.snapshot
-    if snapshot is None:
+    if not snapshot.driver:
         detail, _, _ = host.driver_error.partition(". On a GPU host, ")  # which is the fix
         return failed(detail, f"{host.vendor.install}, or try SAFE_GPU_DRIVER=simulated:{host.vendor.preset}")
     if not snapshot.gpus:
@@ -54,8 +42,7 @@ def driver(host: CheckedHost) -> Finding:
     return passed(detail)
 
 
-@with_snapshot
-def speed(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
+def speed(host: CheckedHost) -> Check:
     """Check that a poll does not delay claims."""
     took = f"opening and polling the driver took {host.poll_seconds:.2f} s"
     if host.poll_seconds <= _SLOW_POLL:
@@ -63,8 +50,7 @@ def speed(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
     return warning(took, host.vendor.is_slow)
 
 
-@with_snapshot
-def cuda_starts(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
+def cuda_starts(host: CheckedHost) -> Check:
     """Check in a short-lived child that CUDA can be initialised and sees the GPUs that the driver shows."""
     if host.simulated:
         return skipped(f"simulated GPUs have no {host.vendor.library}")
@@ -75,7 +61,7 @@ def cuda_starts(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
         seen = host.driver.runtime.visible_in_child(without_fence)
     except NoDriverError as err:
         return failed(str(err), host.vendor.no_library)
-    usable = [gpu for gpu in snapshot.physical if not gpu.lost]
+    usable = [gpu for gpu in host.snapshot.physical if not gpu.lost]
     plain = not any(gpu.mig_enabled for gpu in usable)
     if len(seen) < len(usable) and plain:
         return warning(
@@ -86,27 +72,25 @@ def cuda_starts(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
     return passed(f"{title} can be initialised and sees {plural(len(seen))}")
 
 
-@with_snapshot
-def lost_gpus(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
+def lost_gpus(host: CheckedHost) -> Check:
     """Check that the driver can reach all GPUs."""
-    lost = [gpu for gpu in snapshot.gpus if gpu.lost]
+    lost = [gpu for gpu in host.snapshot.gpus if gpu.lost]
     if lost:
         return warning(f"{labels(lost)}: {lost[0].unusable or 'the driver lost it'}", host.vendor.recover)
-    closed = [gpu for gpu in snapshot.gpus if bool(gpu.unusable) and not gpu.mig_enabled]
+    closed = [gpu for gpu in host.snapshot.gpus if bool(gpu.unusable) and not gpu.mig_enabled]
     if closed:
         return warning(f"{labels(closed)}: {closed[0].unusable}", "ask the scheduler or the container for these GPUs")
     return passed("the driver reaches all of them")
 
 
-@_of_nvidia
-def compute_mode(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
+def compute_mode(host: CheckedHost) -> Check:
     """Check that compute modes neither prevent claims nor keep out the child processes of a claim."""
-    prohibited = [gpu for gpu in snapshot.gpus if gpu.compute_mode == ComputeMode.PROHIBITED]
+    prohibited = [gpu for gpu in host.snapshot.gpus if gpu.compute_mode == ComputeMode.PROHIBITED]
     if prohibited:
         return warning(
             f"{labels(prohibited)}: compute mode PROHIBITED, no process can claim it", "nvidia-smi -c DEFAULT, as root"
         )
-    exclusive = [gpu for gpu in snapshot.gpus if gpu.compute_mode == ComputeMode.EXCLUSIVE_PROCESS]
+    exclusive = [gpu for gpu in host.snapshot.gpus if gpu.compute_mode == ComputeMode.EXCLUSIVE_PROCESS]
     if exclusive:
         return warning(
             f"{labels(exclusive)}: compute mode EXCLUSIVE_PROCESS, so the placeholder of a claim also keeps the "
@@ -116,17 +100,14 @@ def compute_mode(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
     return passed("DEFAULT on every GPU")
 
 
-def mps(host: CheckedHost) -> Finding:
+def mps(host: CheckedHost) -> Check:
     """Check whether the Multi-Process Service runs."""
-    if other := _not_of(host):
-        return other
     servers = [
         pid
         for pid in procfs.pids()
         if (procfs.command_of(pid) or "").split(" ")[0].rpartition("/")[2].startswith("nvidia-cuda-mps")
     ]
-    gpus = host.snapshot.gpus if host.snapshot else ()
-    clients = [gpu for gpu in gpus if any(one.kind == ProcessKind.MPS for one in gpu.processes or ())]
+    clients = [gpu for gpu in host.snapshot.gpus if any(one.kind == ProcessKind.MPS for one in gpu.processes or ())]
     if not servers and not clients:
         return passed("not running")
     sign = f"process {servers[0]}" if servers else f"clients on {labels(clients)}"
@@ -137,14 +118,13 @@ def mps(host: CheckedHost) -> Finding:
     )
 
 
-@with_snapshot
-def process_lists(host: CheckedHost, snapshot: HostSnapshot) -> Finding:
+def process_lists(host: CheckedHost) -> Check:
     """Check that the driver lists the processes on a GPU. Without that list it is not known whether the GPU is free.
 
     Where lists can be read and are empty, as under WSL2, a claim says so.
     """
     rules = Rules.of(host.environ)
-    whole = [gpu for gpu in snapshot.gpus if not gpu.lost and not gpu.mig_enabled]
+    whole = [gpu for gpu in host.snapshot.gpus if not gpu.lost and not gpu.mig_enabled]
     never = [gpu for gpu in whole if not gpu.processes_supported]
     if never:
         what = f"{labels(never)}: {never[0].process_error or 'no process list'}"

@@ -16,11 +16,11 @@ from ..settings import policy as rules
 from ..settings import variables as settings_module
 from ..settings.variables import policy_file
 from ..wording.text import plural
-from .check import Finding, failed, passed, skipped, warning
+from .check import Check, failed, passed, skipped, warning
 from .host import CheckedHost
 
 
-def policy(host: CheckedHost) -> Finding:
+def policy(host: CheckedHost) -> Check:
     """Check that the policy file is read, and that every line of it is right."""
     path = policy_file(host.environ)
     try:
@@ -40,7 +40,7 @@ def policy(host: CheckedHost) -> Finding:
     return skipped(f"there is no {path}: nothing is limited")
 
 
-def variables(host: CheckedHost) -> Finding:
+def variables(host: CheckedHost) -> Check:
     """Check that every SAFE_GPU_* variable exists and has a value that its reader accepts."""
     for name, meant in settings_module.unknown(host.environ).items():
         hint = f"did you mean {meant}? " if meant else ""
@@ -82,14 +82,14 @@ _READERS: dict[str, Callable[[str, str], object]] = {
 }
 
 
-def visible_devices(host: CheckedHost) -> Finding:
+def visible_devices(host: CheckedHost) -> Check:
     """Check whether an inherited variable such as CUDA_VISIBLE_DEVICES limits claims, and whether its value is
     clear."""
     known = host.vendor.variables
     name = next((name for name in known if name in host.environ), "")
     if not name:
         return passed("not set: claims choose among all GPUs")
-    if host.snapshot is None:
+    if not host.snapshot.driver:
         return skipped("there is no driver to compare it with")
     value = host.environ[name]
     visible_limit = read_visible_once(host.environ, host.snapshot)
@@ -115,7 +115,7 @@ def visible_devices(host: CheckedHost) -> Finding:
     return warning(limits, lift)
 
 
-def batch_job(host: CheckedHost) -> Finding:
+def batch_job(host: CheckedHost) -> Check:
     """Report the batch job and the rank of this process."""
     job = host.job
     rank = "" if job.local_rank is None else f"rank {job.local_rank} of {job.local_size or '?'} on this host"
@@ -129,7 +129,7 @@ def batch_job(host: CheckedHost) -> Finding:
         )
     given = set((host.environ.get("SLURM_STEP_GPUS") or host.environ.get("SLURM_JOB_GPUS") or "").split(",")) - {""}
     visible = set(host.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) - {""}
-    shown = [] if host.snapshot is None else [gpu.label for gpu in host.snapshot.physical]
+    shown = [gpu.label for gpu in host.snapshot.physical]
     # In a device cgroup the driver shows the GPUs of the job alone, numbered anew.
     if given and len(shown) > len(given) and visible <= set(shown) and not visible <= given:
         return warning(
@@ -140,7 +140,7 @@ def batch_job(host: CheckedHost) -> Finding:
     return passed(text if job.requested_gpus is None else f"{text}, {plural(job.requested_gpus)} asked for")
 
 
-def packages(host: CheckedHost) -> Finding:
+def packages(host: CheckedHost) -> Check:
     """Check that the required Python packages are installed, and none that replaces their modules."""
     found: dict[str, list[str]] = {}
     for distribution in metadata.distributions():
@@ -176,7 +176,7 @@ def _major(version: str) -> int:
     return int(major) if major.isdecimal() else 0
 
 
-def address_space(host: CheckedHost) -> Finding:
+def address_space(host: CheckedHost) -> Check:
     """Check that the address space is not limited. Batch systems set that limit for memory, and CUDA may fail under
     it."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -192,7 +192,7 @@ def address_space(host: CheckedHost) -> Finding:
 _OPENMP = {"OMP_PROC_BIND": ("", "false"), "GOMP_CPU_AFFINITY": ("",), "KMP_AFFINITY": ("", "disabled", "none")}
 
 
-def openmp(host: CheckedHost) -> Finding:
+def openmp(host: CheckedHost) -> Check:
     """Check that no variable of OpenMP moves threads away from the CPUs to which a claim binds them."""
     for name, harmless in _OPENMP.items():
         value = host.environ.get(name)

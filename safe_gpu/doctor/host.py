@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 
 from ..coordination.state_dir import state_dir_path
@@ -12,12 +12,8 @@ from ..drivers import open_driver
 from ..drivers.base import Driver
 from ..errors import PolicyError, SafeGpuError, StateDirError
 from ..gpus.devices import Gpu, HostSnapshot
-from ..gpus.vendors import FIRST, VENDORS, Vendor
-from ..host.foreign_files import read_start
+from ..gpus.vendors import VENDORS, Vendor
 from ..schedulers.job import JobContext, current
-from .check import Finding, skipped
-
-_MOST = 1 << 20  # characters
 
 
 def labels(gpus: Iterable[Gpu]) -> str:
@@ -33,7 +29,7 @@ class CheckedHost:
     """The host that is checked.
 
     Args:
-        root: the directory that has ``proc/...``, ``etc/...`` and so on.
+        root: where the files are that show real drivers.
         environ: the environment that is checked; None is this process's.
 
     Attributes:
@@ -54,40 +50,27 @@ class CheckedHost:
         self.driver_error = ""
         self.poll_seconds = 0.0
 
-    def read(self, name: str) -> str | None:
-        """Return the text of a file under the root, its first MiB, without trailing blanks; None if it cannot be
-        read."""
-        data = read_start(os.path.join(self.root, name), _MOST)
-        return None if data is None else os.fsdecode(data).rstrip()
-
-    def link(self, name: str) -> str | None:
-        """Return the target of a symbolic link under the root; None if it cannot be read."""
-        try:
-            return os.readlink(os.path.join(self.root, name))
-        except OSError:
-            return None
-
     @cached_property
-    def snapshot(self) -> HostSnapshot | None:
-        """One poll of the driver, shared by all checks; None without a driver."""
+    def snapshot(self) -> HostSnapshot:
+        """One poll of the driver, shared by all checks; of no GPU without a driver."""
         began = time.monotonic()
         try:
             self.driver = open_driver()
             snapshot = self.driver.detailed(self.driver.snapshot())
         except SafeGpuError as err:
             self.driver_error = str(err)
-            return None
+            return HostSnapshot(())
         self.poll_seconds = time.monotonic() - began
         return snapshot
 
     @property
     def vendor(self) -> Vendor:
         """That of the GPUs that a claim would get."""
-        return VENDORS[FIRST if self.snapshot is None else self.snapshot.vendor]
+        return VENDORS[self.snapshot.vendor]
 
     def named(self, uuids: Iterable[str]) -> str:
         """Return ``GPU 3`` or ``GPUs 0,1``; by their UUIDs those that the driver does not show."""
-        known = {} if self.snapshot is None else {gpu.uuid: gpu.label for gpu in self.snapshot.gpus}
+        known = {gpu.uuid: gpu.label for gpu in self.snapshot.gpus}
         return _named([known.get(uuid, uuid) for uuid in uuids])
 
     @cached_property
@@ -104,8 +87,3 @@ class CheckedHost:
         """Close the driver."""
         if self.driver is not None:
             self.driver.close()
-
-
-def with_snapshot(check: Callable[[CheckedHost, HostSnapshot], Finding]) -> Callable[[CheckedHost], Finding]:
-    """Return a check of what the driver shows, which is skipped without one."""
-    return lambda host: skipped("there is no driver") if host.snapshot is None else check(host, host.snapshot)

@@ -16,9 +16,8 @@ from ..coordination.host_lock import Host
 from ..coordination.signals import DeferredSignals
 from ..coordination.state_dir import ADMIN_DIR, DEFAULT_DIR, remover_of, setup_command
 from ..errors import LockTimeout, StateDirError
-from ..gpus.devices import HostSnapshot
 from ..host import procfs
-from .check import Finding, failed, passed, skipped, warning
+from .check import Check, failed, passed, skipped, warning
 from .host import CheckedHost
 
 _ELSEWHERE = "set SAFE_GPU_DIR, for all users, to a directory on a local disk that all of them can write (mode 1777)"
@@ -28,18 +27,17 @@ _PATIENCE = 5.0
 _LONG_HOLD = 1.0
 
 
-def drained(host: CheckedHost) -> Finding:
+def drained(host: CheckedHost) -> Check:
     """Check whether root, or the owner of the state directory, has taken GPUs out of use."""
-    reasons = closed_now()
-    known = {gpu.uuid: gpu.label for gpu in host.snapshot.gpus} if host.snapshot is not None else {}
-    found = {known.get(uuid, uuid): reason for uuid, reason in reasons.items()}
+    known = {gpu.uuid: gpu.label for gpu in host.snapshot.gpus}
+    found = {known.get(uuid, uuid): reason for uuid, reason in closed_now().items()}
     texts = "; ".join([*(f"GPU {label} {reason}" for label, reason in found.items()), *(ignored := ignored_closed())])
     fixes = [f"safe-gpu resume {' '.join(found)}, when they may be claimed again"] if found else []
     fixes += ["remove what is ignored, and drain again with safe-gpu drain"] if ignored else []
     return warning(texts, "; ".join(fixes)) if texts else passed("no GPU is drained")
 
 
-def directory(host: CheckedHost) -> Finding:
+def directory(host: CheckedHost) -> Check:
     """Check that it is a plain directory that every user can use. It is opened as a claim opens it."""
     path = host.path
     real, trouble = os.path.realpath(path), None
@@ -82,7 +80,7 @@ def _way_out(path: str) -> str:
     return f"as root: {setup_command(path)}" if path in (DEFAULT_DIR, ADMIN_DIR) else _ELSEWHERE
 
 
-def _not_there(path: str) -> Finding:
+def _not_there(path: str) -> Check:
     parent = os.path.dirname(path)
     if not os.path.isdir(parent):
         return failed(f"{path} cannot be created: there is no {parent}", f"create that directory, or {_ELSEWHERE}")
@@ -91,7 +89,7 @@ def _not_there(path: str) -> Finding:
     return _trouble_above(path) or passed(f"{path} does not exist yet: the first claim creates it")
 
 
-def _trouble_with_mode(one: SharedDirectory, path: str) -> Finding | None:
+def _trouble_with_mode(one: SharedDirectory, path: str) -> Check | None:
     """Return a finding if a directory that this user can use is not open to all; ``path`` is the state directory."""
     status = os.fstat(one.fd)
     mode = stat.S_IMODE(status.st_mode)
@@ -102,7 +100,7 @@ def _trouble_with_mode(one: SharedDirectory, path: str) -> Finding | None:
     return warning(f"{what}: {closed}", _way_out(path))
 
 
-def _trouble_above(path: str) -> Finding | None:
+def _trouble_above(path: str) -> Check | None:
     """Return a finding if not all users may enter the directories above: users who may not would not see the claims."""
     above = os.path.dirname(path)
     while above != "/":
@@ -121,7 +119,7 @@ def _trouble_above(path: str) -> Finding | None:
     return None
 
 
-def locks(host: CheckedHost) -> Finding:
+def locks(host: CheckedHost) -> Check:
     """Check that host.lock can be taken, and that a second lock on a locked file is refused."""
     if not all(os.path.lexists(os.path.join(host.path, name)) for name in (HOST_LOCK, "claims", "queue")):
         return skipped(f"nothing has been locked in {host.path} yet")
@@ -162,10 +160,9 @@ def _is_locked(fd: int) -> bool:
     return False
 
 
-def process_namespace(host: CheckedHost) -> Finding:
+def process_namespace(host: CheckedHost) -> Check:
     """Check that the processes that the driver reports are visible."""
-    snapshot = host.snapshot or HostSnapshot(())
-    processes = [process for gpu in snapshot.gpus for process in gpu.processes or ()]
+    processes = [process for gpu in host.snapshot.gpus for process in gpu.processes or ()]
     unseen = {
         one.pid for one in processes if one.elsewhere or (not procfs.exists(one.pid) and procfs.has_ended(one.pid))
     }
@@ -175,12 +172,12 @@ def process_namespace(host: CheckedHost) -> Finding:
             "container?): their GPUs count as busy, but their users are not known",
             "start the container with --pid=host",
         )
-    if os.geteuid() != 0 and host.read("proc/1/stat") is None:
+    if os.geteuid() != 0 and not os.path.exists("/proc/1/stat"):
         return warning(
             "/proc is mounted with hidepid: the commands and users of other users' processes are not visible",
             "ask root to add you to the group of the mount option gid=, or to remount /proc without hidepid",
         )
-    if host.link("proc/self/ns/pid") not in (None, f"pid:[{procfs.FIRST_PID_NAMESPACE}]"):
+    if procfs.pid_namespace() not in (None, procfs.FIRST_PID_NAMESPACE):
         return warning(
             "this is not the initial pid namespace (a container?): claims made outside are respected, but their "
             "processes cannot be shown",
@@ -189,21 +186,20 @@ def process_namespace(host: CheckedHost) -> Finding:
     return passed("all processes of the host can be seen")
 
 
-def elsewhere(host: CheckedHost) -> Finding:
+def elsewhere(host: CheckedHost) -> Check:
     """Check, by their doors, that no GPUs are claimed in another state directory."""
-    snapshot = host.snapshot or HostSnapshot(())
-    uuids = [gpu.uuid for gpu in snapshot.gpus]
-    _, found = claims_now(uuids, snapshot.name_prefix, partial(living_claims, host.path))
+    uuids = [gpu.uuid for gpu in host.snapshot.gpus]
+    _, found = claims_now(uuids, host.snapshot.name_prefix, partial(living_claims, host.path))
     if not found:
         return passed("no GPU is claimed in another state directory")
-    names = host.named(gpu.uuid for gpu in snapshot.gpus if gpu.uuid in found)
+    names = host.named(uuid for uuid in uuids if uuid in found)
     return warning(
         f"{names}: claimed in another state directory, whose queue does not meet this one",
         "set state_dir in /etc/safe-gpu/config.ini, and no other SAFE_GPU_DIR, in all sessions of this host",
     )
 
 
-def scope(host: CheckedHost) -> Finding:
+def scope(host: CheckedHost) -> Check:
     """Check that SAFE_GPU_SCOPE, which a claim sets for claims inside it, belongs to a living claim of this user."""
     token = host.environ.get("SAFE_GPU_SCOPE")
     if not token:
@@ -226,7 +222,7 @@ def scope(host: CheckedHost) -> Finding:
     )
 
 
-def older_package(host: CheckedHost) -> Finding:
+def older_package(host: CheckedHost) -> Check:
     """Check whether safe-gpu 1.x or 2.0 is in use here, and whether its lock can be taken too."""
     path, directory = older.LOCK_FILE, os.path.dirname(older.LOCK_FILE)
     # The file must not be opened: closing any descriptor of it would drop a POSIX lock that this process holds on it.

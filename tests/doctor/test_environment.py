@@ -104,7 +104,7 @@ def test_a_limited_address_space(child) -> None:
     code = (
         "import resource\nfrom safe_gpu import doctor\n"
         "resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))\n"
-        "found = dict(doctor.CHECKS)['address space limit'](doctor.CheckedHost())\n"
+        "found = doctor.check('address space limit', doctor.CheckedHost())\n"
         "say(found.status, found.detail)"
     )
     said = child(code).hear()

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.findings import FUNCTIONS
 
 from safe_gpu import doctor
 from safe_gpu.cli.commands import main
-from safe_gpu.doctor.check import Finding
-from safe_gpu.doctor.host import CheckedHost
+from safe_gpu.doctor import Check, CheckedHost
 from safe_gpu.wording.text import display_width
 
 
@@ -29,7 +27,7 @@ def check_document(document: dict[str, Any]) -> None:
 
 def test_a_host_without_faults_passes_and_stays_as_it_was(state_dir: Path) -> None:
     checks = doctor.run_checks()
-    assert [one.name for one in checks] == list(FUNCTIONS)
+    assert [one.name for one in checks] == list(doctor.CHECKS)
     # A container may well be the place where the tests run.
     places = ("visible processes", "Python packages", "address space limit", "MPS")
     assert {
@@ -41,10 +39,10 @@ def test_a_host_without_faults_passes_and_stays_as_it_was(state_dir: Path) -> No
 
 
 def test_a_check_that_breaks_is_failed_and_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(host: CheckedHost) -> Finding:
+    def broken(host: CheckedHost) -> Check:
         raise ZeroDivisionError("a strange host")
 
-    monkeypatch.setattr(doctor, "CHECKS", (("first", broken), ("batch job", FUNCTIONS["batch job"])))
+    monkeypatch.setattr(doctor, "CHECKS", {"first": broken, "batch job": doctor.CHECKS["batch job"]})
     first, second = doctor.run_checks()
     assert first.status == "failed"
     assert "ZeroDivisionError: a strange host" in first.detail
@@ -67,11 +65,11 @@ def test_a_fact_is_asked_for_once_and_the_driver_is_closed(monkeypatch: pytest.M
 
 
 FOUND = [
-    doctor.Check("MPS", "passed", "not running"),
-    doctor.Check("policy file", "skipped", "there is none"),
-    doctor.Check("file locks", "warning", "host.lock was held by others for 3.0 s", "look for a process " + "x" * 130),
-    doctor.Check("GPU driver", "failed", "it does not answer " * 9, "restart the driver"),
-    doctor.Check("SAFE_GPU_SCOPE", "warning", "belongs to no living claim", "unset it"),
+    Check("passed", "not running", name="MPS"),
+    Check("skipped", "there is none", name="policy file"),
+    Check("warning", "host.lock was held by others for 3.0 s", "look for a process " + "x" * 130, "file locks"),
+    Check("failed", "it does not answer " * 9, "restart the driver", "GPU driver"),
+    Check("warning", "belongs to no living claim", "unset it", "SAFE_GPU_SCOPE"),
 ]
 
 

@@ -11,25 +11,23 @@ import pytest
 from support.gpus import PACKAGE_ROOT
 
 from safe_gpu import doctor
-from safe_gpu.doctor.check import Finding
-from safe_gpu.doctor.host import CheckedHost
+from safe_gpu.doctor import Check, CheckedHost
 from safe_gpu.drivers.presets import preset
 
 UUIDS = [gpu.uuid for gpu in preset("dgx-a100").gpus()]
-FUNCTIONS = dict(doctor.CHECKS)
 
 
 ASK = """
 import sys
 from safe_gpu import doctor
-found = dict(doctor.CHECKS)[sys.argv[1]](doctor.CheckedHost())
+found = doctor.check(sys.argv[1], doctor.CheckedHost())
 print(found.status, found.detail, found.fix, sep="|")
 """
 
 
-def finding(name: str, host: CheckedHost | None = None) -> Finding:
+def finding(name: str, host: CheckedHost | None = None) -> Check:
     """What one check finds; what is wrong has a fix of one line, what is not has none."""
-    found = FUNCTIONS[name](host or CheckedHost())
+    found = doctor.check(name, host or CheckedHost())
     assert bool(found.fix) == (found.status in ("warning", "failed"))
     assert "\n" not in found.fix
     return found
@@ -54,7 +52,7 @@ def rooted(tmp_path: Path, files: dict[str, str], path: str = "/tmp/safe-gpu") -
     return host
 
 
-def in_namespace(setup: str, check: str, *flags: str, user: int = 0, **variables: str) -> Finding:
+def in_namespace(setup: str, check: str, *flags: str, user: int = 0, **variables: str) -> Check:
     """What a check finds in a mount (or process) namespace of its own, after some shell commands there."""
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("needs root, and unshare, to make namespaces")
@@ -64,7 +62,7 @@ def in_namespace(setup: str, check: str, *flags: str, user: int = 0, **variables
         "host = doctor.CheckedHost()\n"
         "host.snapshot  # while this interpreter can still be read\n"
         f"os.setgroups([]); os.setresgid({user}, {user}, {user}); os.setresuid({user}, {user}, {user})\n"
-        f"found = dict(doctor.CHECKS)[{check!r}](host)\n"
+        f"found = doctor.check({check!r}, host)\n"
         "print(json.dumps([found.status, found.detail, found.fix]))"
     )
     command = ["unshare", *(flags or ["-m"]), "sh", "-c", f'{setup} && exec "$@"', "sh", sys.executable, "-c", code]
@@ -78,4 +76,4 @@ def in_namespace(setup: str, check: str, *flags: str, user: int = 0, **variables
     if run.returncode and ("unshare" in run.stderr or "mount:" in run.stderr):
         pytest.skip(f"no namespaces here: {run.stderr.strip()}")
     assert run.returncode == 0, run.stderr
-    return Finding(*json.loads(run.stdout))
+    return Check(*json.loads(run.stdout))

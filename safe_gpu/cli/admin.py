@@ -6,26 +6,32 @@ import argparse
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..claim.limits import held_of
 from ..coordination.closed import closed_file, drained_gpus, read_closed
-from ..errors import GPUAffinityError, PolicyError
+from ..coordination.holders import Claims, living_claims
+from ..drivers import open_drivers
+from ..errors import GPUAffinityError, PolicyError, SafeGpuError
+from ..gpus.vendors import VENDORS
 from ..gpus.windows import Window, drain_line
 from ..host import procfs
 from ..host.foreign_files import LIMIT
+from ..host.procfs import printable_lines
 from ..host.programs import is_root
 from ..selection.values import is_index, names_device
 from ..selection.verdicts import users_of
+from ..settings import policy
+from ..settings import variables as settings
 from ..settings.durations import parse_moment
-from ..settings.policy import gid_of, uid_of
 from ..status.gather import gather
-from ..wording.text import clock, gpu_ranges
+from ..wording.text import clock, format_age, gpu_ranges, plural
 from .arguments import duration, gpu_list
 from .output import print_json, print_lines, say, write_whole
 
 if TYPE_CHECKING:
-    from ..settings.policy import Limits
     from ..status.facts import GpuStatus
 
 _TRY_AGAIN = 75
@@ -116,7 +122,7 @@ def _drain(options: argparse.Namespace) -> int:
 
 def _window(options: argparse.Namespace, uuids: tuple[str, ...], reason: str) -> Window:
     kind, name = ("group", options.for_group) if options.for_group else ("user", options.for_user)
-    number, now = (gid_of if kind == "group" else uid_of)(name or "0"), time.time()
+    number, now = (policy.gid_of if kind == "group" else policy.uid_of)(name or "0"), time.time()
     if number is None:
         options.usage_error(f"there is no {kind} {name} here")
     try:
@@ -193,77 +199,95 @@ def configure_policy(parser: argparse.ArgumentParser) -> None:
 
 
 def _policy(options: argparse.Namespace) -> int:
-    from ..host.procfs import printable_lines, user_name
-    from ..settings import variables as settings
-    from ..settings.policy import KEYS, Limits, limits_of_this_user, limits_of_user, read, uid_of, unknown_names
-
     path = options.check or settings.policy_file(os.environ)
-    rules, ignored = read(path)
+    rules, ignored = policy.read(path)
     if ignored:
         say(f"warning: {ignored}")
-    if rules is not None and (options.check or options.all):
-        for doubt in unknown_names(rules):
-            say(f"warning: {doubt}")
+    for doubt in policy.unknown_names(rules) if rules is not None and (options.check or options.all) else ():
+        say(f"warning: {doubt}")
     if options.check:
         if rules is None and not ignored:
             options.usage_error(f"--check: there is no {path}")
         print(f"{path} is right" if rules else f"{path} would be ignored")
         return 0 if rules else 1
-    uid = os.geteuid() if options.user is None else uid_of(options.user)
+    uid = os.geteuid() if options.user is None else policy.uid_of(options.user)
     if uid is None:
         options.usage_error(f"--user {options.user}: there is no such user here")
     assert uid is not None
-    user = user_name(uid)
+    user = procfs.user_name(uid)
     if rules is None:
-        limits = Limits()
-    else:
-        limits = limits_of_this_user(rules) if uid == os.geteuid() else limits_of_user(rules, uid)
-    all_held = None if rules is None else _held()
-    if rules is not None and options.all:
-        held_by: dict[int, float] = {}
-        for users in (all_held or {}).values():
-            held_by.update((uid, held_by.get(uid, 0) + number) for uid, number in users.items())
-        sections = (uid_of(one.name) for one in rules.sections if one.kind == "user")
-        named = {one for one in sections if one is not None}
-        rows = [
-            (user_name(one), held_by.get(one, 0), limits_of_user(rules, one).max_gpus) for one in named | held_by.keys()
-        ]
-        if options.json:
-            facts = [{"user": name, "held": held, "max_gpus": most} for name, held, most in sorted(rows)]
-            print_json({"schema": 1, "file": path, "users": facts})
-            return 0
-        for name, number, most in sorted(rows):
-            above = "  above the limit" if most is not None and number > most else ""
-            print(printable_lines(f"{name:<18}{number} of {'unlimited' if most is None else most}{above}"))
-        return 0
-    held = None if all_held is None else {vendor: users.get(uid, 0) for vendor, users in all_held.items()}
-    if options.json:
-        own: dict[str, Any] = {"schema": 1, "file": limits.path or None, "user": user, "uid": uid}
-        own.update(exempt=limits.exempt, held=None if held is None else sum(held.values()))
-        own.update((key, getattr(limits, key)) for key in KEYS)
-        print_json({**own, "sections": dict(limits.sections)})
-        return 0
-    if rules is None:
+        shown = _Shown(user, uid, policy.Limits())
         text = f"{path} is ignored: nothing is limited" if ignored else f"There is no {path}: nothing is limited"
-    elif limits.exempt:
-        text = f"{user} is exempt: {path} limits root only in a section [user root]"
+    elif options.all:
+        return _show_all(rules, as_json=options.json)
     else:
-        keys = ((key, _shown_limit(key, getattr(limits, key)), limits.sections.get(key, "")) for key in KEYS)
-        lines = [f"{key:<18}{value:<13}{section}".rstrip() for key, value, section in keys]
-        text = "\n".join([f"{path}, for {user}", "", *lines, *_shown_held(limits, held, options.user and user)])
-    print_lines(printable_lines(text))
+        own = uid == os.geteuid()
+        limits = policy.limits_of_this_user(rules) if own else policy.limits_of_user(rules, uid)
+        shown = _Shown(user, uid, limits, _held())
+        text = shown.table("You" if options.user is None else user)
+    print_json(shown.facts()) if options.json else print_lines(printable_lines(text))
     return 0
 
 
-def _held() -> dict[str, dict[int, float]] | None:
+def _show_all(rules: policy.Policy, *, as_json: bool) -> int:
+    """Print how many GPUs each user holds and may hold, who has a section or holds any."""
+    held = Counter[int]()
+    for users in (_held() or {}).values():
+        held.update(users)
+    named = {policy.uid_of(one.name) for one in rules.sections if one.kind == "user"} - {None}
+    rows = sorted(
+        (procfs.user_name(uid), _rounded(held[uid]), policy.limits_of_user(rules, uid).max_gpus)
+        for uid in {*held, *named}
+        if uid is not None
+    )
+    if as_json:
+        facts = [{"user": name, "held": number, "max_gpus": most} for name, number, most in rows]
+        print_json({"schema": 1, "file": rules.path, "users": facts})
+        return 0
+    for name, number, most in rows:
+        above = "  above the limit" if most is not None and number > most else ""
+        print(printable_lines(f"{name:<18}{number} of {'unlimited' if most is None else most}{above}"))
+    return 0
+
+
+class _Shown(NamedTuple):
+    """What applies to a user, and how many GPUs of each vendor the user holds; None if that is not known."""
+
+    user: str
+    uid: int
+    limits: policy.Limits
+    held: dict[str, Counter[int]] | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """The document of ``--json``."""
+        held = None if self.held is None else _rounded(sum(users[self.uid] for users in self.held.values()))
+        limits = {key: getattr(self.limits, key) for key in ("exempt", *policy.KEYS)}
+        head = {"schema": 1, "file": self.limits.path or None, "user": self.user, "uid": self.uid, "held": held}
+        return {**head, **limits, "sections": dict(self.limits.sections)}
+
+    def table(self, whose: str) -> str:
+        """The lines for people; ``whose`` is "You" or the user."""
+        limits = self.limits
+        if limits.exempt:
+            return f"{self.user} is exempt: {limits.path} limits root only in a section [user root]"
+        keys = ((key, _shown_limit(key, getattr(limits, key)), limits.sections.get(key, "")) for key in policy.KEYS)
+        lines = [f"{key:<18}{value:<13}{section}".rstrip() for key, value, section in keys]
+        most = limits.max_gpus
+        if most is not None and self.held is not None:
+            numbers = {vendor: _rounded(users[self.uid]) for vendor, users in self.held.items()}
+            kinds = {f"{VENDORS[vendor].title} GPU": number for vendor, number in numbers.items()}
+            each = kinds if len(kinds) > 1 else {"GPU": sum(numbers.values())}
+            your = "your " if whose == "You" else ""
+            texts = [f"{number} of {your}{plural(most, kind)}" for kind, number in each.items()]
+            above = " The limit has been lowered: no claim ends, and new ones wait." * (max(each.values()) > most)
+            lines += ["", f"{whose} {'hold' if your else 'holds'} {' and '.join(texts)}.{above}"]
+        return "\n".join([f"{limits.path}, for {self.user}", "", *lines])
+
+
+def _held() -> dict[str, Counter[int]] | None:
     """Return, for each vendor, how many of its GPUs each user (uid) holds here, counting shares as parts; None if the
     GPUs or the state directory cannot be read."""
-    from ..claim.limits import held_of
-    from ..coordination.holders import Claims, living_claims
-    from ..drivers import open_drivers
-    from ..errors import SafeGpuError
-
-    held = {}
+    held: dict[str, Counter[int]] = {}
     try:
         claims = Claims(living_claims())
         for driver in open_drivers()[0]:
@@ -271,10 +295,9 @@ def _held() -> dict[str, dict[int, float]] | None:
                 snapshot = driver.snapshot()
             finally:
                 driver.close()
-            users: dict[int, float] = {}
+            users = held.setdefault(snapshot.vendor, Counter())
             for claim, number in held_of(snapshot, claims):
-                users[claim.uid] = users.get(claim.uid, 0.0) + number
-            held[snapshot.vendor] = {uid: _rounded(number) for uid, number in users.items() if number}
+                users[claim.uid] += number  # type: ignore[assignment]  # a share is a part
     except SafeGpuError as err:
         say(f"warning: {err}")
         return None
@@ -286,23 +309,7 @@ def _rounded(number: float) -> float:
     return int(number) if number == int(number) else round(number, 2)
 
 
-def _shown_held(limits: Limits, held: dict[str, float] | None, other: str | None) -> list[str]:
-    from ..gpus.vendors import VENDORS
-    from ..wording.text import plural
-
-    most = limits.max_gpus
-    if most is None or held is None:
-        return []
-    kinds = {f"{VENDORS[vendor].title} GPU": number for vendor, number in held.items()} if len(held) > 1 else {}
-    each = kinds or {"GPU": sum(held.values())}
-    texts = [f"{number} of {'' if other else 'your '}{plural(most, kind)}" for kind, number in each.items()]
-    above = " The limit has been lowered: no claim ends, and new ones wait." if max(each.values()) > most else ""
-    return ["", f"{f'{other} holds' if other else 'You hold'} {' and '.join(texts)}.{above}"]
-
-
 def _shown_limit(key: str, value: float | None) -> str:
-    from ..wording.text import format_age
-
     if value is None:
         return "unlimited" if key.startswith("max") else "unset"
     if key == "max_gpus":

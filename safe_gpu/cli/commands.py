@@ -6,17 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from .. import __version__
-from ..errors import (
-    GPUAffinityError,
-    LockTimeout,
-    NoDriverError,
-    NotEnoughGpusError,
-    PolicyError,
-    SafeGpuError,
-    StateDirError,
-    UnsatisfiableRequestError,
-)
+from .. import __version__, errors
+from ..errors import SafeGpuError
 from .arguments import Parser
 from .become import CommandError
 from .output import drop, drop_errors, open_standard_streams, say, why_unwritten
@@ -36,13 +27,13 @@ EX_BROKEN_PIPE = 141
 EX_CONNECTION = 255  # ssh's own
 
 _EXIT_CODES: tuple[tuple[type[SafeGpuError], int], ...] = (
-    (NoDriverError, EX_NO_DRIVER),
-    (StateDirError, EX_STATE_DIR),
-    (NotEnoughGpusError, EX_TRY_AGAIN),
-    (LockTimeout, EX_TRY_AGAIN),
-    (UnsatisfiableRequestError, EX_NEVER),
-    (GPUAffinityError, EX_NEVER),
-    (PolicyError, EX_NEVER),
+    (errors.NoDriverError, EX_NO_DRIVER),
+    (errors.StateDirError, EX_STATE_DIR),
+    (errors.NotEnoughGpusError, EX_TRY_AGAIN),
+    (errors.LockTimeout, EX_TRY_AGAIN),
+    (errors.UnsatisfiableRequestError, EX_NEVER),
+    (errors.GPUAffinityError, EX_NEVER),
+    (errors.PolicyError, EX_NEVER),
     (SafeGpuError, EX_SOFTWARE),
 )
 
@@ -120,7 +111,7 @@ def _for_scheduler(code: int, options: argparse.Namespace | None) -> int:
 
     try:
         return options.refused_exit or int(host_setting("refused_exit", "", os.environ) or code)
-    except PolicyError:
+    except errors.PolicyError:
         return code
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +12,6 @@ from support.hip_host import HipHost
 from safe_gpu.drivers.presets import preset
 
 ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
-PRINT = ("sh", "-c", "env | grep -E '^(ROCR|HIP|CUDA)_'")
 HOLD = ("sh", "-c", "echo held; cat")
 
 
@@ -46,30 +44,6 @@ def host(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 of_partitions = pytest.mark.parametrize("host", ["mi300x-cpx", "hip"], indirect=True)
 
 
-def seen(output: str) -> dict[str, str]:
-    return dict(line.split("=", 1) for line in output.splitlines())
-
-
-@pytest.mark.parametrize(
-    ("host", "arguments", "inherited", "taken"),
-    [
-        ("mi250x", [], {ROCR: "6,7", HIP: "1"}, [7]),
-        ("mi300x-cpx", ["-n", 2, "--only", "62-63"], {}, [62, 63]),
-        ("hip", ["--only", 5, "--visible-as", "index"], {}, [5]),
-        ("hip", ["--model", "instinct"], {}, [0]),
-        ("hip", [], {CUDA: "4"}, [4]),
-        ("hip", ["-n", 2], {ROCR: "5,3", CUDA: ""}, [3, 5]),
-    ],
-    indirect=["host"],
-)
-def test_the_command_sees_its_gpus(
-    command: Any, host: Host, arguments: list[Any], inherited: dict[str, str], taken: list[int]
-) -> None:
-    done = command.run("run", *arguments, "--", *PRINT, env=inherited)
-    assert done.returncode == 0, done.stderr
-    assert seen(done.stdout) == host.variables(*taken)
-
-
 @of_partitions
 def test_one_holds_and_others_look(command: Any, ask: Any, host: Host) -> None:
     holder = command.start("run", "-n", 2, "--only", "2,3", "--", *HOLD, stdin=subprocess.PIPE)
@@ -87,26 +61,6 @@ def test_one_holds_and_others_look(command: Any, ask: Any, host: Host) -> None:
     assert f"process {holder.pid}" in refused.stderr
     holder.communicate(timeout=60)
     assert ask("status", "--free").stdout.split() == [str(index) for index in range(len(host.uuids))]
-
-
-INNER = """
-import subprocess, sys
-inner = [sys.executable, "-m", "safe_gpu", "run", "--timeout", "0", "-q", "--"]
-hold = [*inner, "sh", "-c", "echo $ROCR_VISIBLE_DEVICES $HIP_VISIBLE_DEVICES; cat"]
-held = [subprocess.Popen(hold, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-print(*sorted(one.stdout.readline().strip() for one in held), sep="\\n")
-print(subprocess.run([*inner, "true"], stderr=subprocess.DEVNULL).returncode)
-for one in held:
-    one.communicate()
-print(subprocess.run([*inner, "true"]).returncode)
-"""
-
-
-@of_partitions
-def test_claims_inside_a_claim(command: Any, host: Host) -> None:
-    """Two claims inside one hold its two GPUs, and a third finds none of them free."""
-    done = command.run("run", "-n", 2, "--only", "4,5", "--", sys.executable, "-c", INNER)
-    assert done.stdout.splitlines() == [*sorted(f"{uuid} 0" for uuid in host.uuids[4:6]), "75", "0"], done.stderr
 
 
 @pytest.mark.skipif(not os.path.exists("/sys/devices/system/cpu/cpu0/topology"), reason="needs /sys")

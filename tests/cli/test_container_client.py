@@ -85,14 +85,6 @@ def test_containers_that_do_not_learn_which_gpus_were_claimed(
     assert way_out in text
 
 
-def test_run_says_that_of_apptainer_too(command, tmp_path: Path, ground) -> None:
-    apptainer = tmp_path / "apptainer"
-    apptainer.write_text("#!/bin/sh\n")
-    apptainer.chmod(0o755)
-    done = command.run("run", "--", apptainer, "exec", "-e", "IMAGE.sif", "true")
-    assert "safe-gpu: warning: with this option, apptainer passes no variables on" in done.stderr
-
-
 def test_podman_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CONTAINER_HOST", "unix:///run/podman/podman.sock")
     assert DETACHED in warned("podman run -d IMAGE")

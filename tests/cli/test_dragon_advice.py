@@ -44,16 +44,6 @@ def test_one_policy_for_each_gpu(
     assert ("held.policies()" in text) == warned == bool(text)
 
 
-def test_run_warns(environment: Path, command: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    dragon = environment / "bin" / "dragon"
-    dragon.write_text("#!/bin/sh\necho $CUDA_VISIBLE_DEVICES\n")
-    dragon.chmod(0o755)
-    (environment / "lib" / "python3.11" / "site-packages" / "dragonhpc-0.14.1.dist-info").mkdir(parents=True)
-    done = command.run("run", "-n", "2", "--only", "1-2", "--", dragon, environment / "pool.py")  # type: ignore[attr-defined]
-    assert done.stdout == "1,2\n"
-    assert "warning: System().gpu_policies() of Dragon 0.14" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("command", "option"),
     [

@@ -67,26 +67,6 @@ def test_it_outlives_the_state_directory(etc: Path, ask: Any, ground: Any) -> No
     assert "this host has no GPU 9" in ask("resume", "9").stderr
 
 
-def as_anna(as_user: Any, work: Callable[[], object]) -> str:
-    def told(say: Callable[[object], None], listen: Callable[[], str]) -> None:
-        say(work())
-
-    return str(as_user(told, uid=4711).hear())
-
-
-def test_the_owner_of_the_state_directory(etc: Path, state_dir: Path, as_user: Any, ground: Any) -> None:
-    claim()  # makes it
-    refused = as_anna(as_user, lambda: main(["drain", "3"]))
-    assert refused == "78"
-    os.chown(state_dir, 4711, 4711)
-    assert as_anna(as_user, lambda: main(["drain", "3"])) == "0"
-    assert drained_gpus() == {ground.uuids[3]: "drained by 4711"}
-    assert main(["drain", "3"]) == 0  # root's word comes first
-    assert drained_gpus() == {ground.uuids[3]: "drained by root"}
-    assert as_anna(as_user, lambda: main(["resume", "3"])) == "0"
-    assert drained_gpus() == {ground.uuids[3]: "drained by root"}
-
-
 def test_no_further_share_of_a_drained_gpu(etc: Path, ask: Any, command: Any) -> None:
     holder = command.start("run", "--share", "10GiB", "--", "sh", "-c", "echo up; exec sleep 600")
     assert holder.stdout.readline() == "up\n"
@@ -155,20 +135,6 @@ def test_during_it_those_enter_for_whom_it_is(etc: Path, ask: Any, as_user: Any,
     assert as_user_told(as_user, BEN, lambda: claim(only=3)).startswith("NotEnoughGpusError")
 
 
-def test_it_lapses_by_itself(etc: Path, ask: Any, as_user: Any, ground: Any) -> None:
-    """A waiter gets the GPU once the window is over, and not before."""
-    claim()
-    until = int(time.time()) + 2
-    etc.mkdir()
-    (etc / "closed").write_text("".join(f"{uuid} 1 {until} -\n" for uuid in ground.uuids))
-
-    def wait() -> object:
-        got = claim(timeout=60)
-        return got, time.time() >= until
-
-    assert as_user_told(as_user, BEN, wait) == "([0], True)"
-
-
 def test_a_waiter_whose_gpus_are_reserved_keeps_no_others(etc: Path, ask: Any, as_user: Any, ground: Any) -> None:
     claim()
     ask("drain", "0", "--until", "+1h", "--for-user", str(ANNA))
@@ -211,14 +177,20 @@ def test_what_makes_no_window(etc: Path, ask: Any, words: tuple[str, ...]) -> No
     assert not etc.exists()
 
 
-def test_the_owner_of_the_state_directory_reserves(etc: Path, state_dir: Path, as_user: Any, ground: Any) -> None:
-    claim()
-    assert as_user_told(as_user, ANNA, lambda: main(["drain", "3", "--until", "+1h"])) == "78"
+def test_the_owner_of_the_state_directory(etc: Path, state_dir: Path, as_user: Any, ground: Any) -> None:
+    def anna(*words: str) -> str:
+        return as_user_told(as_user, ANNA, lambda: main([*words]))
+
+    claim()  # makes it
+    assert anna("drain", "3") == anna("drain", "3", "--until", "+1h") == "78"
     os.chown(state_dir, ANNA, ANNA)
-    assert as_user_told(as_user, ANNA, lambda: main(["drain", "3", "--until", "+1h"])) == "0"
-    assert "reserved by 4711 from" in as_user_told(as_user, BEN, lambda: claim(only=3))
-    assert as_user_told(as_user, ANNA, lambda: main(["resume"])) == "0"
-    assert as_user_told(as_user, BEN, lambda: claim(only=3)) == "[3]"
+    assert anna("drain", "2", "--until", "+1h") == anna("drain", "3") == "0"
+    assert drained_gpus() == {ground.uuids[3]: "drained by 4711"}
+    assert "reserved by 4711 from" in as_user_told(as_user, BEN, lambda: claim(only=2))
+    assert main(["drain", "3"]) == 0  # root's word comes first
+    assert anna("resume") == "0"
+    assert drained_gpus() == {ground.uuids[3]: "drained by root"}
+    assert as_user_told(as_user, BEN, lambda: claim(only=2)) == "[2]"
 
 
 FORGED = {

@@ -57,15 +57,6 @@ def test_signals_reach_the_command(command, number: signal.Signals) -> None:
     assert started.returncode == 7
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_command_without_handlers_dies_of_signals(command, ground, number: signal.Signals) -> None:
-    started = command.start("run", "--", "sh", "-c", "echo up; exec sleep 600")
-    assert started.stdout.readline() == "up\n"
-    started.send_signal(number)
-    assert started.wait(60) == -number
-    assert ground.claimed() == []
-
-
 def ignored_signals(text: str) -> set[int]:
     mask = int(re.search(r"SigIgn:\s*([0-9a-f]+)", text)[1], 16)
     return {number for number in range(1, 65) if mask & 1 << (number - 1)}
@@ -94,16 +85,6 @@ def test_a_child_in_the_background_that_inherited_it_keeps_it(command, ground, e
     finally:
         os.kill(child, signal.SIGKILL)
     eventually(lambda: ground.claimed() == [])
-
-
-def test_a_child_that_closed_all_descriptors_does_not(command, ground) -> None:
-    code = "from subprocess import *; print(Popen(['sleep', '600'], stdout=DEVNULL, stderr=DEVNULL).pid)"
-    done = command.run("run", "--", sys.executable, "-c", code)
-    child = int(done.stdout)
-    try:
-        assert ground.claimed() == []
-    finally:
-        os.kill(child, signal.SIGKILL)
 
 
 # Descriptors
@@ -259,24 +240,6 @@ def test_it_says_once_for_whom_it_waits(command, ground, eventually) -> None:
     eventually(lambda: ground.tickets() == [])
 
 
-def test_it_says_it_again_every_minute(command, ground, child) -> None:
-    ground.hold(*range(7))
-    ground.occupy(7)
-    code = """
-import safe_gpu.claim.search.wait_reports
-from safe_gpu.cli import main
-safe_gpu.claim.search.wait_reports._REPORT_INTERVAL = 0.02
-sys.exit(main(["run", "--for", "1h", "--only", "6,7", "-n", "2", "--", "true"]))
-"""
-    waiter = child(code)
-    lines = {re.sub(r"\d+ s\b|0:\d\d", "N s", waiter.process.stderr.readline()) for _ in range(3)}
-    assert len(lines) == 1
-    line = lines.pop()
-    assert "for 2 GPUs (0 of 2 free); GPU 6: " in line
-    assert f"GPU 7: process {os.getpid()} " in line
-    waiter.kill()
-
-
 @pytest.mark.parametrize(("verb", "name"), [*(("run", name) for name in ENDS), ("wait", "TERM")])
 def test_a_waiter_that_is_told_to_end_leaves_nothing(command, ground, verb: str, name: str) -> None:
     ground.hold(*range(8))
@@ -337,35 +300,7 @@ def test_wait_stands_in_the_queue_like_everybody(command, ground) -> None:
     assert second.wait(60) == 0
 
 
-def test_wait_is_not_deceived_by_what_it_saw_long_ago(command, ground) -> None:
-    """A GPU whose claim has ended, but on which somebody still computes, is not free."""
-    ground.hold(*range(8))
-    started, _ = waiting(command, ground, "--only", "3", verb="wait")
-    (context,) = ground.occupy(3)
-    ground.let_go()
-    assert command.run("wait", "--timeout", "0", "--only", "4").returncode == 0  # longer than a look takes
-    assert started.poll() is None
-    context.close()
-    assert started.wait(60) == 0
-
-
 # In the company of other programs
-
-
-def test_in_scripts_pipes_and_xargs(command, ground) -> None:
-    text = """
-set -e -o pipefail
-echo 5 | safe-gpu run -- sh -c 'read x; echo $((x + 1))' | safe-gpu run -- cat
-printf '%s\\n' a b c | xargs -n 1 -P 3 safe-gpu run -n 4 --timeout 1m -- sh -c 'echo $0 ${#CUDA_VISIBLE_DEVICES}'
-safe-gpu run -- false || echo "code $?"
-x=$(safe-gpu run -n 3 -- printenv CUDA_VISIBLE_DEVICES); echo "$x"
-"""
-    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    first, *three, code, gpus = done.stdout.splitlines()
-    assert first == "6"
-    assert sorted(three) == ["a 7", "b 7", "c 7"]
-    assert (code, gpus) == ("code 1", "0,1,2")
 
 
 def test_the_number_that_a_job_asked_for(command, ground) -> None:
@@ -447,8 +382,3 @@ def test_what_a_scheduler_is_told_of_a_broken_host(
     monkeypatch.setenv("SAFE_GPU_DIR", str(tmp_path / "state"))
     assert command.run("run", "-n", 99, *option, "--", "true").returncode == 78  # the request is to blame
     assert command.run("run", *option, "--", "sh", "-c", "exit 70").returncode == 70  # the command's own
-
-
-def test_an_exit_code_that_is_none(command) -> None:
-    done = command.run("run", "--refused-exit", 256, "--", "true")
-    assert (done.returncode, "a whole number from 1 to 255" in done.stderr) == (2, True)

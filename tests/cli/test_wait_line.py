@@ -66,32 +66,6 @@ def test_the_line_is_never_wider_than_the_terminal(width: int, seconds: int, tol
         assert re.match(rf"safe-gpu: waiting \d+(:\d\d)+ for \d GPUs \([07] free\){place}", shown)
 
 
-def test_a_change_is_told(command, ground, child) -> None:
-    """How many GPUs are free, and the position in the queue."""
-    ground.hold(*range(8), until=time.time() + 7200)
-    ahead = [command.start("run", "-n", 8, "--", "true")]
-    assert " for 8 GPUs (0 free), starts about " in ahead[0].stderr.readline()
-    ahead.append(command.start("run", "-n", 8, "--", "true"))
-    assert " for 8 GPUs (0 free), #2 in the queue, probably not before " in ahead[1].stderr.readline()
-    code = """
-import safe_gpu.claim.search.wait_reports
-from safe_gpu.cli import main
-safe_gpu.claim.search.wait_reports._EARLY_INTERVAL = 0.1
-sys.exit(main(["wait", "-n", "8", "--for", "1h"]))
-"""
-    assert re.search(r"\n2 .* probably not before (\w+ )?\d\d:\d\d\n", command.run("status").stdout)
-    third = child(code).process
-    assert ", #3 in the queue, probably not before " in third.stderr.readline()
-    ahead[0].terminate()
-    assert ", #2 in the queue, probably not before " in third.stderr.readline()
-    ahead[1].terminate()
-    assert " (0 free), starts about " in third.stderr.readline()
-    ground.let_go(0, 1)
-    assert " (2 free), starts about " in third.stderr.readline()
-    ground.let_go()
-    assert third.wait(60) == 0
-
-
 # In a terminal
 
 
@@ -174,36 +148,6 @@ def test_a_job_in_the_background_leaves_the_line_to_its_shell(command: Any, grou
     assert "\x1b[K" not in terminal.raw
 
 
-AT_80 = r"safe-gpu: waiting 0:\d\d for 3 GPUs \(0 free\), #2 in the queue, starts about \d\d:\d\d"
-
-
-@pytest.mark.parametrize(
-    ("terminal", "shown", "no_color"),
-    [
-        (80, AT_80, "1"),
-        (120, AT_80 + r"; behind \S+ \(pid \d+, (w.*|\.\.)", ""),
-        (67, AT_80.replace(" in the queue", ""), "1"),
-    ],
-    indirect=["terminal"],
-)
-def test_when_it_starts_stays_and_who_holds_what_is_cut(
-    command, ground, terminal: Terminal, shown: str, no_color: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NO_COLOR", no_color)
-    ground.hold(*range(8), until=time.time() + 7200, since=1.0)
-    first = command.start("run", "-n", 8, "--for", "1h", "--", "true")
-    first.stderr.readline()
-    started = command.start("run", "-n", 3, "--for", "9h", "--", "true", stderr=terminal.slave)
-    terminal.read_until(lambda: len(set(re.findall(r"waiting 0:\d\d", terminal.raw))) > 1)  # the clock runs
-    terminal.read_until(lambda: any(line.endswith("idle") for line in terminal.shown))  # not in mid-drawing
-    first, second = terminal.shown
-    assert re.fullmatch(shown, first), first
-    assert re.fullmatch(r" {10}GPU 0-7 \S+ idle", second), second
-    assert terminal.widest < terminal.columns
-    assert not re.search(r"\x1b\[[0-9;]*m", terminal.raw)
-    started.kill()
-
-
 @pytest.mark.parametrize(("terminal", "piped"), [(80, False), (40, True), (12, True), (0, True)], indirect=["terminal"])
 def test_one_line_that_is_wiped_at_the_end(command, ground, terminal: Terminal, piped: bool) -> None:
     ground.hold(*range(7))
@@ -244,37 +188,3 @@ def test_it_is_wiped_when_the_wait_is_ended(command, ground, terminal: Terminal)
     started.wait(60)
     terminal.read_to_the_end()
     assert terminal.shown == []
-
-
-def test_a_refusal_follows_on_an_empty_line(command, ground, terminal: Terminal) -> None:
-    ground.hold(*range(8))
-    started = command.start("wait", "--timeout", "2", stderr=terminal.slave)
-    assert started.wait(60) == 75
-    terminal.read_to_the_end()
-    assert terminal.shown[0].startswith("safe-gpu: 1 GPU asked for, 0 free")
-    assert all(line.startswith("  ") for line in terminal.shown[1:])
-    assert terminal.widest <= terminal.columns
-    assert "waiting" in terminal.raw
-
-
-def test_a_terminal_that_cannot_move_its_cursor(command, ground, terminal: Terminal, monkeypatch) -> None:
-    monkeypatch.setenv("TERM", "dumb")
-    ground.hold(*range(8))
-    started = command.start("run", "--", "true", stderr=terminal.slave)
-    terminal.read_until("\n")
-    ground.let_go()
-    started.wait(60)
-    terminal.read_to_the_end()
-    assert "\x1b" not in terminal.raw
-    assert [row.split()[1] for row in terminal.shown] == ["waiting", "got"]
-
-
-def test_a_terminal_that_is_closed_costs_no_place(command, ground, terminal: Terminal) -> None:
-    """Closed without a hang-up, as where the command runs in a session of its own."""
-    ground.hold(*range(8))
-    started = command.start("run", "--", "echo", "started", stderr=terminal.slave, start_new_session=True)
-    terminal.read_until("waiting")
-    terminal.close()
-    assert len(ground.tickets()) == 1
-    ground.let_go()
-    assert started.communicate(timeout=60)[0] == "started\n"

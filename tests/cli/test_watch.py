@@ -16,14 +16,6 @@ from safe_gpu.host import procfs
 CLOCK = r"\d\d:\d\d:\d\d, every {} s \(Ctrl-C ends\)"
 
 
-def test_a_shorter_picture_leaves_nothing_of_the_one_before() -> None:
-    screen = Screen(10)
-    screen.write(redrawn("a long line\nsecond\nthird\n", 10))
-    screen.write(redrawn("short\nsecond\n", 10))
-    assert screen.shown == ["short", "second"]
-    assert screen.blanks == 0
-
-
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8])
 def test_a_picture_that_is_too_tall_does_not_scroll(rows: int) -> None:
     screen = Screen(rows)
@@ -74,19 +66,6 @@ def test_the_last_picture_stays_on_the_first_screen(command, terminal: Terminal,
     assert terminal.shown[0] == "$ what stood there"
     assert "8 of 8 GPUs free" in terminal.shown[1]
     assert terminal.shown[-1].split()[:2] == ["7", "free"]
-
-
-def test_the_terminal_is_given_back_while_it_is_suspended(command, terminal: Terminal, eventually: Any) -> None:
-    started = watch(command, terminal)
-    started.send_signal(signal.SIGTSTP)
-    eventually(lambda: procfs.is_stopped(started.pid))
-    terminal.read_until(lambda: not terminal.alternate)
-    assert terminal.cursor
-    terminal.whole = []
-    started.send_signal(signal.SIGCONT)
-    until_free(terminal, 8)
-    assert (terminal.alternate, terminal.cursor) == (True, False)
-    started.kill()
 
 
 @pytest.mark.parametrize("keys", [b"q", b"Q", b"~ \r\x1b[Aq", b"\x03"])

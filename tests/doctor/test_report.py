@@ -51,19 +51,6 @@ def test_a_check_that_breaks_is_failed_and_hides_no_other(monkeypatch: pytest.Mo
     assert doctor.exit_code([second]) == 0
 
 
-def test_a_fact_is_asked_for_once_and_the_driver_is_closed(monkeypatch: pytest.MonkeyPatch, state_dir: Path) -> None:
-    from safe_gpu.drivers.simulated import SimulatedDriver
-
-    calls: list[str] = []
-    for name in ("snapshot", "close"):
-        real = getattr(SimulatedDriver, name)
-        monkeypatch.setattr(
-            SimulatedDriver, name, lambda self, name=name, real=real: (calls.append(name), real(self))[1]
-        )
-    doctor.run_checks()
-    assert calls == ["snapshot", "close"]
-
-
 FOUND = [
     Check("passed", "not running", name="MPS"),
     Check("skipped", "there is none", name="policy file"),

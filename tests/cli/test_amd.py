@@ -1,7 +1,6 @@
 """The commands on AMD GPUs: simulated hosts, and a fake HIP behind the kernel's files."""
 
 import json
-import os
 import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,18 +60,3 @@ def test_one_holds_and_others_look(command: Any, ask: Any, host: Host) -> None:
     assert f"process {holder.pid}" in refused.stderr
     holder.communicate(timeout=60)
     assert ask("status", "--free").stdout.split() == [str(index) for index in range(len(host.uuids))]
-
-
-@pytest.mark.skipif(not os.path.exists("/sys/devices/system/cpu/cpu0/topology"), reason="needs /sys")
-@pytest.mark.parametrize("host", ["mi250x", "hip"], indirect=True)
-def test_cpus_next_to_gpus(command: Any, ask: Any, host: Host) -> None:
-    shares = json.loads(ask("affinity", "--json").stdout)["gpus"]
-    assert [share["uuid"] for share in shares] == host.uuids
-    if host.hip is None:
-        topology = preset(host.name).topology
-        assert [share["numa_node"] for share in shares] == [gpu.numa_node for gpu in topology.gpus]
-    inside = ("--", str(command.path), "bind", "--ordinal", 1, "--if-possible", "--", "printenv", "SAFE_GPU_BOUND")
-    done = command.run("run", "-n", 2, "--only", "3,6", *inside)
-    assert done.stdout.split() == [host.uuids[6]], done.stderr
-    done = command.run("bind", "--gpu", host.uuids[2], "--if-possible", "--", "printenv", "SAFE_GPU_BOUND")
-    assert done.stdout.split() == [host.uuids[2]], done.stderr

@@ -59,6 +59,14 @@ def test_the_timeout_as_an_option_and_by_the_environment(
     assert timeout_of(parsed(verb, "--timeout", "3", *tail)) == 3.0
 
 
+@pytest.mark.parametrize("verb", ["run", "bind"])
+def test_either_name_of_affinity_means_the_same(verb: str, ask) -> None:
+    for name in ("--affinity", "--mode"):
+        assert parsed(verb, name, "unique_contiguous", "--", "true").affinity == "unique_contiguous"
+    shown = ask("help", verb).stdout
+    assert ("--affinity M" in shown, "--mode M" in shown) == (True, False)
+
+
 # How it refuses
 
 NO_COUNT = ("0", "-1", "x", "1.5", "1_0", "٣", "9" * 30)

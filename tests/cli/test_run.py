@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.terminals import Terminal
 
-from safe_gpu.cli.become import CommandError, find_command
+from safe_gpu.cli.become import CommandError, become, find_command
 from safe_gpu.host import procfs
 
 USER = procfs.user_name(os.geteuid())
@@ -72,6 +72,22 @@ def test_signals_that_were_ignored_stay_ignored(command) -> None:
     text = f"trap '' HUP INT; exec {command.path} run -- grep SigIgn /proc/self/status"
     done = subprocess.run(["sh", "-c", text], capture_output=True, text=True, timeout=60)
     assert {signal.SIGHUP, signal.SIGINT} <= ignored_signals(done.stdout)
+
+
+def test_a_refused_command_leaves_signals_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGPIPE at its default would end the process when it says why, and nobody reads it."""
+
+    def interrupted(path: str, arguments: list[str]) -> None:
+        assert signal.getsignal(signal.SIGPIPE) == signal.SIG_DFL
+        raise KeyboardInterrupt
+
+    with pytest.raises(CommandError):
+        become("/etc/passwd", ["command"])
+    assert signal.getsignal(signal.SIGPIPE) == signal.getsignal(signal.SIGXFSZ) == signal.SIG_IGN
+    monkeypatch.setattr(os, "execv", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        become("/bin/true", ["true"])
+    assert signal.getsignal(signal.SIGPIPE) == signal.getsignal(signal.SIGXFSZ) == signal.SIG_IGN
 
 
 # The claim goes with the last who inherited it

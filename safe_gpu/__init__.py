@@ -16,98 +16,55 @@ TYPE_CHECKING = False  # importing typing would take longer than this whole modu
 if TYPE_CHECKING:
     from typing import Any
 
-    from .affinity.binding import BindingReport
-    from .affinity.cpu_shares import split_share
-    from .affinity.gpu_affinity import Mode, Multithreading, Scope, set_affinity
-    from .affinity.numactl import wrap_command
-    from .affinity.options import AffinityOptions
-    from .affinity.placement import PlacementReport, placement
-    from .claim.free import get_free_gpus
-    from .claim.functions import claim_gpus, ensure_gpus, release_gpus
-    from .claim.owner import GPUOwner
-    from .claim.worker import bind
-    from .errors import (
-        AlreadyClaimedError,
-        ClaimTimeout,
-        CudaInitializedError,
-        GPUAffinityError,
-        GpuContendedError,
-        LockTimeout,
-        NoDriverError,
-        NotEnoughGpusError,
-        NvidiasmiError,
-        PlaceholderError,
-        PolicyError,
-        SafeGpuError,
-        StateDirError,
-        UnsatisfiableRequestError,
-        WrongDeviceError,
+    from .affinity.binding import BindingReport as BindingReport
+    from .affinity.cpu_shares import split_share as split_share
+    from .affinity.gpu_affinity import (
+        Mode as Mode,
+        Multithreading as Multithreading,
+        Scope as Scope,
+        set_affinity as set_affinity,
     )
-    from .gpus.devices import Gpu, GpuProcess, GpuVerdict
+    from .affinity.numactl import wrap_command as wrap_command
+    from .affinity.options import AffinityOptions as AffinityOptions
+    from .affinity.placement import PlacementReport as PlacementReport, placement as placement
+    from .claim.free import get_free_gpus as get_free_gpus
+    from .claim.functions import claim_gpus as claim_gpus, ensure_gpus as ensure_gpus, release_gpus as release_gpus
+    from .claim.owner import GPUOwner as GPUOwner
+    from .claim.worker import bind as bind
+    from .errors import (
+        AlreadyClaimedError as AlreadyClaimedError,
+        ClaimTimeout as ClaimTimeout,
+        CudaInitializedError as CudaInitializedError,
+        GPUAffinityError as GPUAffinityError,
+        GpuContendedError as GpuContendedError,
+        LockTimeout as LockTimeout,
+        NoDriverError as NoDriverError,
+        NotEnoughGpusError as NotEnoughGpusError,
+        NvidiasmiError as NvidiasmiError,
+        PlaceholderError as PlaceholderError,
+        PolicyError as PolicyError,
+        SafeGpuError as SafeGpuError,
+        StateDirError as StateDirError,
+        UnsatisfiableRequestError as UnsatisfiableRequestError,
+        WrongDeviceError as WrongDeviceError,
+    )
+    from .gpus.devices import Gpu as Gpu, GpuProcess as GpuProcess, GpuVerdict as GpuVerdict
     from .runtimes.placeholders import (
-        CudaPlaceholder,
-        CupyPlaceholder,
-        JaxPlaceholder,
-        NoPlaceholder,
-        PyCudaPlaceholder,
-        PytorchPlaceholder,
-        TensorflowPlaceholder,
-        pytorch_placeholder,
-        tensorflow_placeholder,
+        CudaPlaceholder as CudaPlaceholder,
+        CupyPlaceholder as CupyPlaceholder,
+        JaxPlaceholder as JaxPlaceholder,
+        NoPlaceholder as NoPlaceholder,
+        PyCudaPlaceholder as PyCudaPlaceholder,
+        PytorchPlaceholder as PytorchPlaceholder,
+        TensorflowPlaceholder as TensorflowPlaceholder,
+        pytorch_placeholder as pytorch_placeholder,
+        tensorflow_placeholder as tensorflow_placeholder,
     )
 
     gpu_owner: GPUOwner | None
     """The owner that :func:`claim_gpus` made, until its release."""
 
 __version__ = "3.0.0"
-
-__all__ = [
-    "AffinityOptions",
-    "AlreadyClaimedError",
-    "BindingReport",
-    "ClaimTimeout",
-    "CudaInitializedError",
-    "CudaPlaceholder",
-    "CupyPlaceholder",
-    "GPUAffinityError",
-    "GPUOwner",
-    "Gpu",
-    "GpuContendedError",
-    "GpuProcess",
-    "GpuVerdict",
-    "JaxPlaceholder",
-    "LockTimeout",
-    "Mode",
-    "Multithreading",
-    "NoDriverError",
-    "NoPlaceholder",
-    "NotEnoughGpusError",
-    "NvidiasmiError",
-    "PlaceholderError",
-    "PlacementReport",
-    "PolicyError",
-    "PyCudaPlaceholder",
-    "PytorchPlaceholder",
-    "SafeGpuError",
-    "Scope",
-    "StateDirError",
-    "TensorflowPlaceholder",
-    "UnsatisfiableRequestError",
-    "WrongDeviceError",
-    "__version__",
-    "bind",
-    "claim_gpus",
-    "ensure_gpus",
-    "get_free_gpus",
-    "gpu_owner",
-    "placement",
-    "pytorch_placeholder",
-    "release_gpus",
-    "set_affinity",
-    "split_share",
-    "tensorflow_placeholder",
-    "wrap_command",
-]
 
 # Module -> names that are loaded from it.
 _HOMES = {
@@ -134,6 +91,10 @@ _HOMES = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
+if not TYPE_CHECKING:  # checkers take what is imported under its own name
+    __all__ = ["__version__"]
+    __all__.extend(_HOME_OF)
+
 
 def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
@@ -149,4 +110,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_HOME_OF})

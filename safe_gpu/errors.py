@@ -19,26 +19,6 @@ if TYPE_CHECKING:
     from logging import Logger, LogRecord
     from types import TracebackType
 
-__all__ = [
-    "AlreadyClaimedError",
-    "ClaimTimeout",
-    "CudaInitializedError",
-    "GPUAffinityError",
-    "GpuContendedError",
-    "HolderLostError",
-    "LockTimeout",
-    "MissingPackageError",
-    "NoDriverError",
-    "NotEnoughGpusError",
-    "NvidiasmiError",
-    "PlaceholderError",
-    "PolicyError",
-    "SafeGpuError",
-    "StateDirError",
-    "UnsatisfiableRequestError",
-    "WrongDeviceError",
-]
-
 
 class _CallSignature:
     """What help() and inspect show of an error's constructor: the message, and its attributes by keyword."""

@@ -259,14 +259,14 @@ class _Shown(NamedTuple):
     held: dict[str, Counter[int]] | None = None
 
     def facts(self) -> dict[str, Any]:
-        """The document of ``--json``."""
+        """Return the document of ``--json``."""
         held = None if self.held is None else _rounded(sum(users[self.uid] for users in self.held.values()))
         limits = {key: getattr(self.limits, key) for key in ("exempt", *policy.KEYS)}
         head = {"schema": 1, "file": self.limits.path or None, "user": self.user, "uid": self.uid, "held": held}
         return {**head, **limits, "sections": dict(self.limits.sections)}
 
     def table(self, whose: str) -> str:
-        """The lines for people; ``whose`` is "You" or the user."""
+        """Return the lines for people; ``whose`` is "You" or the user."""
         limits = self.limits
         if limits.exempt:
             return f"{self.user} is exempt: {limits.path} limits root only in a section [user root]"

@@ -33,10 +33,10 @@ class Hosts:
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         program(directory / "bin" / "ssh", f'exec {shutil.which("ssh")} -F {self.config} "$@"')
         program(directory / "remote" / "safe-gpu", f'exec {sys.executable} -m safe_gpu "$@"')
-        for key in ("host", "user-root", "stranger-root"):
+        for key in ("host", "user", "stranger"):
             words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / key)]
             subprocess.run(words, check=True, timeout=30)
-        shutil.copy(directory / "user-root.pub", directory / "authorized_keys")
+        shutil.copy(directory / "user.pub", directory / "authorized_keys")
         self.config.write_text(
             "Match all\n  GlobalKnownHostsFile /dev/null\n  IdentitiesOnly yes\n  IdentityAgent none\n"
             f"  StrictHostKeyChecking yes\n  UserKnownHostsFile {directory}/known_hosts\n  HostName 127.0.0.1\n"
@@ -92,13 +92,8 @@ class Hosts:
 
     def known(self, names: str, port: int, key: str = "user") -> None:
         """Let ssh know how to reach names."""
-        lines = f"Host {names}\n  Port {port}\n  IdentityFile {self.directory}/{key}-%u\n"
+        lines = f"Host {names}\n  Port {port}\n  IdentityFile {self.directory}/{key}\n"
         self.config.write_text(lines + self.config.read_text())
-
-    def give_key(self, user: str) -> None:
-        """Let another user reach the hosts."""
-        key = shutil.copy(self.directory / "user-root", self.directory / f"user-{user}")
-        shutil.chown(key, user)
 
     def down(self, name: str) -> None:
         """End the daemon; its connections stay."""
@@ -148,26 +143,12 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
     separation.mkdir(mode=0o755, exist_ok=True)
     monkeypatch.setenv("HOME", str(tmp_path))
     with TemporaryDirectory() as directory:
-        os.chmod(directory, 0o755)  # for other users
         hosts = Hosts(Path(directory))
         monkeypatch.setenv("PATH", f"{directory}/bin:{os.environ['PATH']}")
         yield hosts
         hosts.end()
     if made:
         separation.rmdir()
-
-
-@pytest.fixture
-def users() -> Iterator[list[str]]:
-    """Two users of this machine, with no home."""
-    if not REQUIRED:
-        pytest.skip("needs SAFE_GPU_REQUIRE_REAL=1, as it adds users")
-    names = ["safe-gpu-anna", "safe-gpu-ben"]
-    for name in names:
-        subprocess.run(["useradd", "-M", "-d", "/", "-s", "/bin/sh", "-p", "*", name], check=True)
-    yield names
-    for name in names:
-        subprocess.run(["userdel", name], check=True)
 
 
 @pytest.fixture

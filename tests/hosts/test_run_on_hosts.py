@@ -188,29 +188,6 @@ def test_sigterm_on_a_terminal(hosts: Any, free: Any, terminal: Terminal, eventu
     eventually(lambda: free("gpu1") == 8)
 
 
-def test_a_race_of_two_users_for_the_last_gpu(users: list[str], hosts: Any, remote: Any, eventually: Any) -> None:
-    hosts.up("gpu1")
-    remote("gpu1").hold(7)
-    in_home = os.path.realpath(sys.executable).startswith(("/root/", "/home/"))  # where other users cannot look
-    python = "/usr/bin/python3" if in_home else sys.executable
-    safe_gpu = hosts.directory / "remote" / "safe-gpu"
-    program(safe_gpu, f'exec {python} -m safe_gpu "$@"')
-    words = [safe_gpu, "run", "--host", "gpu1", "--", "sh", "-c", "id -un; exec sleep 600"]
-    env = {**os.environ, **hosts.environment("gpu1"), "PATH": os.environ["PATH"], "HOME": "/", "PWD": "/"}
-    racers = []
-    for user in users * 2:
-        hosts.give_key(user)
-        as_user: Any = {"user": user, "group": user, "extra_groups": (), "cwd": "/", "env": env}
-        racers.append((user, subprocess.Popen(words, stdout=subprocess.PIPE, **as_user)))
-    eventually(lambda: sum(one.poll() is not None for _, one in racers) == 3)
-    for user, one in racers:
-        with one:
-            if one.poll() is None:
-                assert one.stdout.readline() == f"{user}\n".encode()
-                one.terminate()
-    assert sorted(one.returncode for _, one in racers) == [75, 75, 75, 143]
-
-
 @pytest.mark.parametrize("words", ["--timeout 5 -- true", "-n job -- true"])
 def test_what_does_not_go_with_hosts(ask: Any, words: str) -> None:
     assert ask("run", "--host", "gpu1", *words.split()).returncode == 2

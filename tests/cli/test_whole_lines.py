@@ -14,29 +14,21 @@ from safe_gpu.cli.commands import COMMANDS
 PAGE = 4096  # what a pipe in packet mode keeps together of one write
 
 PRINTING = """
---version
 --help
 run --help
 status
-status -v
 status --json
-status --free
 status --prometheus
 history
-history --by user
 history --json
 history --csv
 doctor
-doctor --json
 affinity
-affinity --json
 affinity --of 1
 policy
 completion bash
-completion bash -- safe-gpu ''
 demo
 wait
-wait -n 8 --timeout 0
 run -- /nowhere
 run --tiemout 3
 drain 1 --dry-run

@@ -54,7 +54,7 @@ def hint_for(command: Sequence[str], verb: str) -> str:
 # Programs that run the command behind their options, and a shell that is given one.
 _WRAPPED = (
     r"(?:(?:\S*/)?(?:sudo|doas|env|exec|nice|ionice|nohup|setsid|stdbuf|time|timeout|taskset|chrt|numactl|xargs|"
-    r"(?:conda|uv) run|(?:ba|da|z|k)?sh(?= -\w*c )) (?:-\S+ |\w+=\S* |\d\S* |(?<= -\w )\S+ )*)*"
+    r"(?:conda|uv) run|(?:ba|da|z|k)?sh(?= -\w*c )) (?:-\S+ |\d\S* |(?!\d)\w+=\S* |(?<= -\w )(?![-\d]|\w+=)\S+ )*)*"
     r"(?:(?!\./)\S*/)?"  # ./screen is the user's own
 )
 

@@ -105,6 +105,7 @@ def test_what_becomes_of_the_claim_and_the_way_that_works(command: str, words: s
         "apptainer exec --nv IMAGE.sif perl -e 1", "apptainer exec --nv --bind /data IMAGE.sif python train.py",
         "deepspeed train.py --num_gpus 2", "deepspeed --master_port 29501 train.py",
         "accelerate launch --gpu_ids all train.py", "accelerate config --gpu_ids 0", "python train.py --num_gpus 2",
+        f"nice {'-a ' * 99}x", f"env {'1=2 ' * 99}x", f"docker {'-p 80 ' * 99}ps",  # read in no time
     ],
 )  # fmt: skip
 def test_what_keeps_the_claim_and_its_gpus_is_not_warned_of(command: str) -> None:

@@ -16,6 +16,9 @@ from .host import CheckedHost, labels, with_snapshot
 # first, which takes seconds.
 _SLOW_POLL = 1.0
 
+# Their process lists have rows of another width than NVML's header says.
+_ODD_ROWS = ("535.43", "535.54", "535.86")
+
 
 def _of_nvidia(check: Callable[[CheckedHost, HostSnapshot], Finding]) -> Callable[[CheckedHost], Finding]:
     return with_snapshot(lambda host, snapshot: _not_of(host) or check(host, snapshot))
@@ -47,10 +50,15 @@ def driver(host: CheckedHost) -> Finding:
             f"{detail}, on a host with real {maker} GPUs: claims do not protect the real ones", "unset SAFE_GPU_DRIVER"
         )
     if snapshot.driver == "nvidia-smi" and host.environ.get("SAFE_GPU_DRIVER", "auto") in ("", "auto"):
-        from ..drivers.nvidia.nvml import why_missing
+        from ..drivers.nvml import why_missing
 
         reason = why_missing() or "NVML is not available"
         return warning(f"{detail}, polled through nvidia-smi: {reason}", "pip install nvidia-ml-py")
+    if snapshot.driver == "nvml" and snapshot.driver_version[:6] in _ODD_ROWS:
+        return warning(
+            f"{detail}; NVML of this version lists several processes of a GPU with wrong numbers and memory",
+            "upgrade the driver to 535.98 or newer, or set SAFE_GPU_DRIVER=nvidia-smi",
+        )
     return passed(detail)
 
 

@@ -57,7 +57,7 @@ def open_driver(
     if kind == "simulated":
         return _simulated(preset, vendor, prefer, spelling)
     if kind == "nvml":
-        from .nvidia.nvml import NvmlDriver
+        from .nvml import NvmlDriver
 
         return NvmlDriver()
     if kind == "kfd":
@@ -68,7 +68,7 @@ def open_driver(
         from .intel import IntelDriver
 
         return IntelDriver()
-    from .nvidia.nvidia_smi import NvidiaSmiDriver
+    from .nvidia_smi import NvidiaSmiDriver
 
     return NvidiaSmiDriver()
 
@@ -133,13 +133,13 @@ def _auto(vendor: str | None, prefer: str | None, spelling: type[ArgumentStyle])
 
 def _nvidia(*, only: bool = False) -> Driver:
     """NVIDIA's driver; ``only`` if that of no other vendor is loaded."""
-    from .nvidia.nvml import NvmlDriver, why_missing
+    from .nvml import NvmlDriver, why_missing
 
     reason = why_missing()
     if reason is None:
         return NvmlDriver()
 
-    from .nvidia.nvidia_smi import NvidiaSmiDriver, find_nvidia_smi
+    from .nvidia_smi import NvidiaSmiDriver, find_nvidia_smi
 
     if find_nvidia_smi() is None:
         raise NoDriverError(

@@ -110,8 +110,8 @@ def open_of(vendor: str, open_nvidia: Callable[[], Driver], spelling: type[Argum
     """
     others = _others()
     if vendor != FIRST:
-        from .nvidia.nvidia_smi import find_nvidia_smi
-        from .nvidia.nvml import why_missing
+        from .nvidia_smi import find_nvidia_smi
+        from .nvml import why_missing
 
         if vendor not in others and (others or why_missing() is None or find_nvidia_smi() is not None):
             raise lacking(vendor, "auto", spelling)

@@ -10,8 +10,8 @@ import pytest
 
 from safe_gpu.drivers import kernel
 from safe_gpu.drivers.kernel import is_wsl, memory_is_node, own_namespace_pids
-from safe_gpu.drivers.nvidia.nvidia_smi import NvidiaSmiDriver
-from safe_gpu.drivers.nvidia.nvml import NvmlDriver
+from safe_gpu.drivers.nvidia_smi import NvidiaSmiDriver
+from safe_gpu.drivers.nvml import NvmlDriver
 from safe_gpu.drivers.simulated import SimulatedDriver
 from safe_gpu.gpus.devices import GpuProcess, HostSnapshot, ProcessKind
 from safe_gpu.selection.request import Selection

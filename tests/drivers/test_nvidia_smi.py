@@ -10,7 +10,7 @@ import pytest
 from safe_gpu import GPUOwner, NoPlaceholder
 from safe_gpu.cli.commands import main
 from safe_gpu.coordination.closed import drained_gpus
-from safe_gpu.drivers.nvidia.nvidia_smi import NvidiaSmiDriver
+from safe_gpu.drivers.nvidia_smi import NvidiaSmiDriver
 from safe_gpu.errors import NoDriverError, UnsatisfiableRequestError
 from safe_gpu.gpus.devices import ComputeMode, HostSnapshot, ProcessKind
 from safe_gpu.runtimes.visible_devices import parse_cuda

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.hostile import TRICK, assert_gpus_shown_safely, bounded, broken_text, examples, refusing, with_examples
 
-from safe_gpu.drivers.nvidia import nvidia_smi
+from safe_gpu.drivers import nvidia_smi
 from safe_gpu.errors import NoDriverError
 
 REPORT = Path(__file__).with_name("nvidia_smi.xml").read_text()

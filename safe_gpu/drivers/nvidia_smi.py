@@ -19,15 +19,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ...errors import NoDriverError
-from ...gpus.devices import ComputeMode, Gpu, GpuProcess, HostSnapshot, ProcessKind, normalize_bus_id
-from ...gpus.vendors import BARE_UUID, product_name
-from ...host import procfs
-from ...host.programs import TooLate, TooMuch, find_program, output_of
-from ...runtimes.cuda import CUDA
-from .. import pci
-from ..base import Driver
-from ..kernel import is_wsl, memory_is_node, own_namespace_pids
+from ..errors import NoDriverError
+from ..gpus.devices import ComputeMode, Gpu, GpuProcess, HostSnapshot, ProcessKind, normalize_bus_id
+from ..gpus.vendors import BARE_UUID, product_name
+from ..host import procfs
+from ..host.programs import TooLate, TooMuch, find_program, output_of
+from ..runtimes.cuda import CUDA
+from . import pci
+from .base import Driver
+from .kernel import is_wsl, memory_is_node, own_namespace_pids
 
 _MIB = 1 << 20
 

@@ -29,80 +29,105 @@ from . import pci
 from .base import Driver
 from .kernel import is_wsl, memory_is_node, own_namespace_pids
 
-_MIB = 1 << 20
+_MOST_OUTPUT = 16 << 20
+
+_MOST_GPUS = 256
 
 _LONGEST_TEXT = 400
+
+_LONGEST_COMPLAINT = 200
 
 _LONGEST_NAME = 80
 
 _GPU = re.compile(r'<gpu id="([^"]*)">')
 
-_KINDS = {"G": ProcessKind.GRAPHICS, "M": ProcessKind.MPS, "M+C": ProcessKind.MPS}
+_UUID = re.compile(rf"GPU-[0-9A-Za-z/-]{{1,90}}|{BARE_UUID}")
 
-_NO_VALUES = ("", "n/a", "none", "err!", "not found", "not supported", "unknown error", "insufficient permissions")
+# "GPU0: 0000:17:00.0: Unknown Error"; other versions write the index or the bus id alone, or no "GPU".
+_NO_HANDLE = re.compile(r"(?i)handle for +(?:GPU)? *(?:(\d{1,3})(?!\w*:\w\w:)[ :]*)?(\w{4,8}:\w\w:\w\w\.\w)?[ :]*(.*)")
 
 _LOST = re.compile(r"\bis lost\b|requires reset", re.I)
 
 _NEVER = re.compile(r"not supported|n/a", re.I)  # what is unsupported stays so; other trouble may pass
 
+_NO_VALUES = ("", "n/a", "none", "err!", "not found", "not supported", "unknown error", "insufficient permissions")
 
-class ProcessList(NamedTuple):
-    """The list of a GPU's processes, or why there is none; ``supported`` is False where there never will be."""
+_KINDS = {"G": ProcessKind.GRAPHICS, "M": ProcessKind.MPS, "M+C": ProcessKind.MPS}
 
-    rows: tuple[GpuProcess, ...] = ()
-    error: str = ""
-    supported: bool = True
+_MODES = {
+    "exclusive_process": ComputeMode.EXCLUSIVE_PROCESS,
+    "exclusive_thread": ComputeMode.EXCLUSIVE_PROCESS,
+    "prohibited": ComputeMode.PROHIBITED,
+}
+
+_SHIFTED = ", so an index may be that of another GPU: name GPUs by UUID"
+
+_FORGED = "nvidia-smi shows more GPUs than it counts, or one twice: the name of a process may look like a GPU"
+
+_MIG_NEEDS_NVML = (
+    "MIG mode is on, and its instances can be claimed through NVML only: pip install nvidia-ml-py, and leave "
+    "SAFE_GPU_DRIVER=nvidia-smi out"
+)
 
 
-class GpuReport(NamedTuple):
-    """One GPU.
+class _Section(NamedTuple):
+    """What nvidia-smi says of one GPU.
 
     Attributes:
         bus_id: "" where it has none, as on Jetson.
-        text: what nvidia-smi wrote of it besides its processes and MIG instances.
-        trouble: why the driver cannot reach it; "" if it can.
+        text: all but its processes and MIG instances; "" if the driver cannot reach it, and then ``trouble`` says why.
+        processes: the list of its processes; None if there is none.
     """
 
     bus_id: str
-    uuid: str = ""
     text: str = ""
-    mig: bool = False
-    processes: ProcessList = ProcessList()
+    processes: str | None = None
     trouble: str = ""
 
 
-def read(report: str) -> Iterator[GpuReport]:
-    """Yield the GPUs that it reports, in its order."""
-    _, *pieces = _GPU.split(report)
+def _read_sections(report: str) -> tuple[list[_Section], str]:
+    """Return the GPUs in nvidia-smi's order, those that it cannot reach too, and why the order may be wrong."""
+    head, *pieces = _GPU.split(report)
+    found = []
     for bus_id, text in zip(pieces[::2], pieces[1::2], strict=True):
         processes, rest = _without(text, "processes")
         _, rest = _without(rest, "mig_devices")
-        yield GpuReport(
-            normalize_bus_id(bus_id),
-            _text(rest, "uuid"),
-            rest,
-            _text(_section(rest, "mig_mode"), "current_mig").lower() == "enabled",
-            _read_processes(processes),
-        )
-
-
-def read_all(report: str) -> tuple[list[GpuReport], str]:
-    """Return the GPUs in nvidia-smi's order, those that it cannot reach too, and why the order may be wrong."""
-    head, found, doubt = _GPU.split(report, 1)[0], list(read(report)), ""
-    attached = _number(_text(head, "attached_gpus"))
-    names = Counter(name for gpu in found for name in (gpu.bus_id, _value(gpu.uuid)) if name)
+        found.append(_Section(normalize_bus_id(bus_id), rest, processes))
+    attached, doubt = _number(_text(head, "attached_gpus")), ""
+    names = Counter(name for one in found for name in (one.bus_id, _value(_text(one.text, "uuid"))) if name)
     if (attached is not None and len(found) > attached) or max(names.values(), default=0) > 1:
         doubt = _FORGED
-        found = [gpu._replace(processes=ProcessList(error=doubt)) for gpu in found]
-    placed = {(gpu.bus_id, False, 0 if gpu.bus_id else at): gpu for at, gpu in enumerate(found)}
-    for index, bus_id, said in _NO_HANDLE.findall("\n".join([head, *(gpu.text for gpu in found)])):
+    placed = {(one.bus_id, False, 0 if one.bus_id else at): one for at, one in enumerate(found)}
+    for index, bus_id, said in _NO_HANDLE.findall("\n".join([head, *(one.text for one in found)])):
         bus_id = normalize_bus_id(bus_id)
         if bus_id or index:  # those that have only an index are put among the others last
-            placed.setdefault((bus_id, not bus_id, 0 if bus_id else int(index)), GpuReport(bus_id, trouble=said))
+            placed.setdefault((bus_id, not bus_id, 0 if bus_id else int(index)), _Section(bus_id, trouble=said))
     if placed and len(placed) < (attached or 0):
         doubt = doubt or f"nvidia-smi counts {attached} GPUs and shows {len(placed)}"
-    order = [(bus_id, number, gpu) for (bus_id, _, number), gpu in sorted(placed.items())]
+    order = [(bus_id, number, one) for (bus_id, _, number), one in sorted(placed.items())]
     return pci.in_bus_order(order)[:_MOST_GPUS], doubt
+
+
+def _read_processes(text: str | None) -> dict[str, Any]:
+    """Return what a list of processes says, as fields of a Gpu."""
+    if text is None:
+        return {"processes": None, "process_error": "nvidia-smi does not list its processes"}
+    rows: dict[tuple[int, str], GpuProcess] = {}
+    said = "" if text.strip() == "None" else text.strip()
+    for entry in _elements(text, "process_info"):
+        command, entry = _without(entry, "process_name")
+        said = _text(entry, "pid")
+        if not re.fullmatch("[0-9]{1,10}", said):
+            break
+        kind = _KINDS.get(_text(entry, "type"), ProcessKind.COMPUTE)
+        memory, name = _in_bytes(_text(entry, "used_memory")), _value(_plain(command or ""))
+        rows.setdefault((int(said), kind), GpuProcess(int(said), kind, memory, name))
+        said = ""
+    if said:
+        said = procfs.printable(said[:_LONGEST_TEXT])
+        what = f"nvidia-smi does not list its processes: {said}"
+        return {"processes": None, "process_error": what, "processes_supported": not _NEVER.search(said)}
+    return {"processes": own_namespace_pids(rows.values()), "process_error": ""}
 
 
 def _without(text: str, name: str) -> tuple[str | None, str]:
@@ -111,6 +136,35 @@ def _without(text: str, name: str) -> tuple[str | None, str]:
     before, began, rest = text.partition(f"<{name}>")
     inside, ended, after = rest.rpartition(f"</{name}>")
     return (inside, before + after) if began and ended else (None, text)
+
+
+def _elements(text: str, name: str) -> Iterator[str]:
+    """Yield what stands in each element of this name. It takes one pass, also where elements are opened and never
+    closed."""
+    begin, end = f"<{name}>", f"</{name}>"
+    start = text.find(begin)
+    while start >= 0 and (stop := text.find(end, start + len(begin))) >= 0:
+        yield text[start + len(begin) : stop]
+        start = text.find(begin, stop)
+
+
+def _element(text: str, name: str) -> str:
+    return next(_elements(text, name), "")
+
+
+def _text(text: str, name: str) -> str:
+    """Return what an element holds as plain text; "" for none."""
+    return _plain(_element(text, name))
+
+
+def _plain(text: str) -> str:
+    """Return the beginning of a text, printable and with XML's names of characters replaced."""
+    found = text.strip()[:_LONGEST_TEXT]
+    if "&" in found:
+        from html import unescape
+
+        found = unescape(found)
+    return procfs.printable(found).strip()
 
 
 def _value(text: str) -> str | None:
@@ -127,96 +181,7 @@ def _number(text: str) -> int | None:
 def _in_bytes(text: str) -> int | None:
     """Return a number of MiB, with or without the unit, in bytes."""
     found = _number(text)
-    return None if found is None else found * _MIB
-
-
-def _read_processes(text: str | None) -> ProcessList:
-    if text is None:
-        return ProcessList(error="nvidia-smi does not list its processes")
-    rows: dict[tuple[int, str], GpuProcess] = {}
-    entries = list(_sections(text, "process_info"))
-    for entry in entries:
-        command, entry = _without(entry, "process_name")
-        pid = _text(entry, "pid")
-        if not re.fullmatch("[0-9]{1,10}", pid):
-            return _unlisted(pid)
-        kind = _KINDS.get(_text(entry, "type"), ProcessKind.COMPUTE)
-        memory, name = _in_bytes(_text(entry, "used_memory")), _value(_plain(command or ""))
-        rows.setdefault((int(pid), kind), GpuProcess(int(pid), kind, memory, name))
-    said = text.strip()
-    if not entries and said not in ("", "None"):
-        return _unlisted(said)
-    return ProcessList(tuple(rows.values()))
-
-
-def _unlisted(said: str) -> ProcessList:
-    said = procfs.printable(said[:_LONGEST_TEXT])
-    return ProcessList(error=f"nvidia-smi does not list its processes: {said}", supported=not _NEVER.search(said))
-
-
-def _memory(text: str) -> dict[str, Any]:
-    """Return the memory, bytes or None, as fields of a Gpu."""
-    return {f"memory_{name}": _in_bytes(_text(text, name)) for name in ("total", "used", "free")}
-
-
-def _section(text: str, name: str) -> str:
-    return next(_sections(text, name), "")
-
-
-def _sections(text: str, name: str) -> Iterator[str]:
-    """Yield what stands in each element of this name. It takes one pass, also where elements are opened and never
-    closed."""
-    begin, end = f"<{name}>", f"</{name}>"
-    start = text.find(begin)
-    while start >= 0 and (stop := text.find(end, start + len(begin))) >= 0:
-        yield text[start + len(begin) : stop]
-        start = text.find(begin, stop)
-
-
-def _text(text: str, name: str) -> str:
-    """Return what an element holds as plain text; "" for none."""
-    return _plain(_section(text, name))
-
-
-def _plain(text: str) -> str:
-    """Return the beginning of a text, printable and with XML's names of characters replaced."""
-    found = text.strip()[:_LONGEST_TEXT]
-    if "&" in found:
-        from html import unescape
-
-        found = unescape(found)
-    return procfs.printable(found).strip()
-
-
-_REPORT = ("-q", "-x")
-
-_MOST_OUTPUT = 16 << 20
-
-_LONGEST_COMPLAINT = 200
-
-_UUID = re.compile(rf"GPU-[0-9A-Za-z/-]{{1,90}}|{BARE_UUID}")
-
-_MOST_GPUS = 256
-
-# "GPU0: 0000:17:00.0: Unknown Error"; other versions write the index or the bus id alone, or no "GPU".
-_NO_HANDLE = re.compile(r"(?i)handle for +(?:GPU)? *(?:(\d{1,3})(?!\w*:\w\w:)[ :]*)?(\w{4,8}:\w\w:\w\w\.\w)?[ :]*(.*)")
-
-_MODES = {
-    "exclusive_process": ComputeMode.EXCLUSIVE_PROCESS,
-    "exclusive_thread": ComputeMode.EXCLUSIVE_PROCESS,
-    "prohibited": ComputeMode.PROHIBITED,
-}
-
-_SHIFTED = ", so an index may be that of another GPU: name GPUs by UUID"
-
-_MIG_NEEDS_NVML = (
-    "MIG mode is on, and its instances can be claimed through NVML only: pip install nvidia-ml-py, and leave "
-    "SAFE_GPU_DRIVER=nvidia-smi out"
-)
-
-_GONE = "nvidia-smi no longer shows it"
-
-_FORGED = "nvidia-smi shows more GPUs than it counts, or one twice: the name of a process may look like a GPU"
+    return None if found is None else found << 20
 
 
 def find_nvidia_smi() -> str | None:
@@ -247,21 +212,18 @@ class NvidiaSmiDriver(Driver):
     def __init__(self, timeout: float = 30.0) -> None:
         path = find_nvidia_smi()
         if path is None:
-            raise NoDriverError(
-                "nvidia-smi is not on PATH: install the NVIDIA driver, or put its directory on PATH.", driver=self.name
-            )
+            raise self._failure("nvidia-smi is not on PATH: install the NVIDIA driver, or put its directory on PATH.")
         self._path = path
         self._timeout = timeout
         self._known: dict[str, tuple[str, str]] = {}  # UUID and name by bus id, for a GPU that no longer tells
 
     def snapshot(self) -> HostSnapshot:
         """Poll every GPU of the host; see :class:`~safe_gpu.drivers.base.Driver`."""
-        code, text = self._run(*_REPORT)
-        found, doubt = read_all(text)
-        gpus = tuple(self._gpus(found))
+        code, text = self._run("-q", "-x")
+        gpus, doubt = self._read(text)
         if not gpus and "no devices" not in text.lower():
             said = _complaint(text) or f"exit status {code} and no output"
-            raise NoDriverError(f"nvidia-smi does not work on this host: {said}", driver=self.name)
+            raise self._failure(f"nvidia-smi does not work on this host: {said}")
         version = _value(_text(text, "driver_version")) or ""
         return HostSnapshot(gpus, self.name, version[:_LONGEST_NAME], doubt=doubt and doubt + _SHIFTED)
 
@@ -269,52 +231,54 @@ class NvidiaSmiDriver(Driver):
         """Ask again about these devices only, and about all where one of them does not answer like this."""
         if not gpus:
             return ()
-        asked = ",".join(gpu.uuid for gpu in gpus)
-        found, _ = read_all(self._run(*_REPORT, "-i", asked)[1])
-        shown = {gpu.uuid: gpu for gpu in self._gpus(found)}
+        _, text = self._run("-q", "-x", "-i", ",".join(gpu.uuid for gpu in gpus))
+        shown = {gpu.uuid: gpu for gpu in self._read(text)[0]}
         if not all(gpu.uuid in shown for gpu in gpus):
             shown = {gpu.uuid: gpu for gpu in self.snapshot().gpus}
+        gone = "nvidia-smi no longer shows it"
         return tuple(
-            shown[gpu.uuid]._replace(index=gpu.index) if gpu.uuid in shown else _unreachable(gpu, _GONE) for gpu in gpus
+            shown[gpu.uuid]._replace(index=gpu.index) if gpu.uuid in shown else _unreachable(gpu, gone) for gpu in gpus
         )
 
-    def _gpus(self, reports: Sequence[GpuReport]) -> Iterator[Gpu]:
-        """Yield the GPUs of a report."""
-        seen: set[str] = set()
-        for index, report in enumerate(reports):
-            gpu = self._gpu(index, report)
-            if gpu.uuid in seen:
-                nobody = gpu._replace(uuid=f"unknown-{report.bus_id or index}")
+    def _read(self, report: str) -> tuple[tuple[Gpu, ...], str]:
+        """Return the GPUs of a report, and why their order may be wrong."""
+        sections, doubt = _read_sections(report)
+        found: dict[str, Gpu] = {}
+        for index, section in enumerate(sections):
+            gpu = self._gpu(index, section)
+            if doubt == _FORGED and not gpu.lost:
+                gpu = gpu._replace(processes=None, process_error=doubt)
+            if gpu.uuid in found:
+                nobody = gpu._replace(uuid=f"unknown-{section.bus_id or index}")
                 gpu = _unreachable(nobody, "another GPU has its UUID")
-            yield gpu
-            seen.add(gpu.uuid)
+            found[gpu.uuid] = gpu
+        return tuple(found.values()), doubt
 
-    def _gpu(self, index: int, report: GpuReport) -> Gpu:
-        said, uuid, place = report.text, report.uuid, report.bus_id or str(index)
-        name, mode, display = (_text(said, field) for field in ("product_name", "compute_mode", "display_active"))
-        memory = _section(said, "fb_memory_usage")
-        figures = (_text(memory, field) for field in ("total", "used", "free"))
-        trouble = next((text for text in (uuid, name, mode, display, *figures) if _LOST.search(text)), report.trouble)
+    def _gpu(self, index: int, section: _Section) -> Gpu:
+        said, place = section.text, section.bus_id or str(index)
+        uuid, name, mode, display = (
+            _text(said, field) for field in ("uuid", "product_name", "compute_mode", "display_active")
+        )
+        memory = {field: _text(_element(said, "fb_memory_usage"), field) for field in ("total", "used", "free")}
+        trouble = next((text for text in (uuid, name, mode, display, *memory.values()) if _LOST.search(text)), "")
         known = self._known.get(place, (f"unknown-{place}", ""))
         if _UUID.fullmatch(uuid):
             known = self._known[place] = uuid, product_name(name)[:_LONGEST_NAME] or known[1]
-        gpu = Gpu(index, *known, report.bus_id, pci.numa_node(report.bus_id))
+        gpu = Gpu(index, *known, section.bus_id, pci.numa_node(section.bus_id))
         if trouble or not _UUID.fullmatch(uuid):
-            return _unreachable(gpu, trouble or uuid or "it reports no UUID")
-        listed = report.processes
+            return _unreachable(gpu, trouble or section.trouble or uuid or "it reports no UUID")
+        mig = _text(_element(said, "mig_mode"), "current_mig").lower() == "enabled"
         return gpu._replace(
             compute_mode=_MODES.get(mode.lower(), ComputeMode.DEFAULT),
-            counts_reserved=_value(_text(memory, "reserved")) is None,
-            memory_shared=is_wsl() or memory_is_node(report.bus_id),
-            utilization=_number(_text(_section(said, "utilization"), "gpu_util")),
-            temperature=_number(_text(_section(said, "temperature"), "gpu_temp")),
+            counts_reserved=_value(_text(_element(said, "fb_memory_usage"), "reserved")) is None,
+            memory_shared=is_wsl() or memory_is_node(section.bus_id),
+            utilization=_number(_text(_element(said, "utilization"), "gpu_util")),
+            temperature=_number(_text(_element(said, "temperature"), "gpu_temp")),
             display_active=display.lower() == "enabled",
-            unusable=_MIG_NEEDS_NVML if report.mig else None,
-            mig_enabled=report.mig,
-            processes=None if listed.error else own_namespace_pids(listed.rows),
-            process_error=listed.error,
-            processes_supported=listed.supported,
-            **_memory(memory),
+            unusable=_MIG_NEEDS_NVML if mig else None,
+            mig_enabled=mig,
+            **{f"memory_{field}": _in_bytes(text) for field, text in memory.items()},
+            **_read_processes(section.processes),
         )
 
     def _run(self, *arguments: str) -> tuple[int, str]:
@@ -327,20 +291,21 @@ class NvidiaSmiDriver(Driver):
         try:
             code, text, _ = output_of(command, env=env, timeout=self._timeout, most=_MOST_OUTPUT)
         except OSError as err:
-            raise NoDriverError(f"{self._path} cannot be started: {err.strerror}.", driver=self.name) from err
+            raise self._failure(f"{self._path} cannot be started: {err.strerror}.") from err
         except TooMuch as err:
-            raise NoDriverError(
+            raise self._failure(
                 f"{self._path} prints more than {_MOST_OUTPUT >> 20} MiB: look at what `nvidia-smi -q -x` shows, and "
-                "whether that is NVIDIA's program.",
-                driver=self.name,
+                "whether that is NVIDIA's program."
             ) from err
         except TooLate as err:
-            raise NoDriverError(
+            raise self._failure(
                 f"nvidia-smi did not answer within {self._timeout:g} s, so the NVIDIA driver hangs: look for NVRM or "
-                "Xid in dmesg; usually the host needs a reboot.",
-                driver=self.name,
+                "Xid in dmesg; usually the host needs a reboot."
             ) from err
         return code, text
+
+    def _failure(self, text: str) -> NoDriverError:
+        return NoDriverError(text, driver=self.name)
 
 
 def _unreachable(gpu: Gpu, complaint: str) -> Gpu:

@@ -47,30 +47,30 @@ def open_driver(
     """
     kind, preset = _parsed(name)
     if vendor is not None:
-        from .vendors import check_inside, lacking
+        from .vendors import check_inside, missing
 
         check_inside(vendor, spelling)
-        if _KINDS[kind] not in (None, vendor):
-            raise lacking(vendor, kind, spelling)
+        if kind != "auto" and vendor not in (find_preset(preset).vendors if kind == "simulated" else (_KINDS[kind],)):
+            raise missing(vendor, f"{kind}:{preset}".rstrip(":"), spelling)
     if kind == "auto":
         return _auto(vendor, prefer, spelling)
     if kind == "simulated":
-        return _simulated(preset, vendor, prefer, spelling)
+        from .simulated import SimulatedDriver
+
+        if vendor is None and len(find_preset(preset).vendors) > 1:
+            from .vendors import meant_vendor
+
+            vendor = meant_vendor(os.environ, prefer)
+        return SimulatedDriver(preset, vendor=vendor)
     if kind == "nvml":
         from .nvml import NvmlDriver
 
         return NvmlDriver()
-    if kind == "kfd":
-        from .kfd import KfdDriver
+    if kind == "nvidia-smi":
+        from .nvidia_smi import NvidiaSmiDriver
 
-        return KfdDriver()
-    if kind == "intel":
-        from .intel import IntelDriver
-
-        return IntelDriver()
-    from .nvidia_smi import NvidiaSmiDriver
-
-    return NvidiaSmiDriver()
+        return NvidiaSmiDriver()
+    return _other("amd" if kind == "kfd" else "intel")
 
 
 def open_drivers() -> tuple[list[Driver], list[str]]:
@@ -84,9 +84,7 @@ def open_drivers() -> tuple[list[Driver], list[str]]:
     """
     kind, preset = _parsed(None)
     if kind == "auto" and _may_have_others():
-        from .vendors import open_each
-
-        return open_each(_nvidia)
+        return _each()
     if kind == "simulated":
         from .simulated import SimulatedDriver
 
@@ -120,19 +118,56 @@ def _may_have_others() -> bool:
 
 
 def _auto(vendor: str | None, prefer: str | None, spelling: type[ArgumentStyle]) -> Driver:
-    if vendor is not None:
-        from .vendors import open_of
+    """Open the driver of the vendor that was chosen, else of the GPUs that this process has been given, else of the
+    first vendor of which the host has GPUs. Whether they are free does not matter: programs are built for one vendor.
+    """
+    if vendor is None and not _may_have_others():
+        return _nvidia()
+    from .vendors import meant_vendor, missing, others_here
 
-        return open_of(vendor, _nvidia, spelling)
-    if _may_have_others():
-        from .vendors import open_first
+    others = others_here()
+    meant = vendor or meant_vendor(os.environ, prefer)
+    if meant in others:
+        return _other(meant)
+    if vendor is None and others:
+        return _nvidia_here() or _other(next(iter(others)))
+    try:
+        driver = _nvidia()
+    except NoDriverError as err:
+        if vendor is None or err.driver != "auto" or not others:
+            raise
+        raise missing(vendor, "auto", spelling) from err
+    if vendor in (None, FIRST):
+        return driver
+    driver.close()
+    raise missing(vendor, "auto", spelling)
 
-        return open_first(prefer, _nvidia, spelling)
-    return _nvidia(only=True)
+
+def _each() -> tuple[list[Driver], list[str]]:
+    """Open the drivers of all vendors of which the host has GPUs; see :func:`open_drivers`.
+
+    The integrated graphics of a processor are left out where there are other GPUs.
+    """
+    from .vendors import others_here
+
+    others, broken, nvidia = others_here(), [], None
+    if not others:
+        return [_nvidia()], []
+    wanted = [key for key, only_graphics in others.items() if not only_graphics]
+    try:
+        nvidia = _nvidia_here()
+    except NoDriverError as err:
+        broken.append(str(err))
+    drivers = [_other(key) for key in VENDORS if key in (wanted if nvidia else wanted or others)]
+    return [nvidia, *drivers] if nvidia else drivers, broken
 
 
-def _nvidia(*, only: bool = False) -> Driver:
-    """NVIDIA's driver; ``only`` if that of no other vendor is loaded."""
+def _nvidia() -> Driver:
+    """Open NVML, or nvidia-smi where NVML's library or Python module is missing.
+
+    Raises:
+        NoDriverError: it does not work, or, with "auto" as its ``driver``, both are missing.
+    """
     from .nvml import NvmlDriver, why_missing
 
     reason = why_missing()
@@ -143,27 +178,42 @@ def _nvidia(*, only: bool = False) -> Driver:
 
     if find_nvidia_smi() is None:
         raise NoDriverError(
-            f"There is no {'' if only else 'NVIDIA '}GPU driver here: {reason}, and nvidia-smi is not on PATH"
-            f"{'; nor is the driver of AMD or Intel GPUs loaded' if only else ''}. On a GPU host, install the driver, "
-            "for NVIDIA also nvidia-ml-py; to try safe_gpu without a GPU, set SAFE_GPU_DRIVER=simulated:dgx-a100.",
+            f"There is no GPU driver here: {reason}, and nvidia-smi is not on PATH; nor is the driver of AMD or Intel "
+            "GPUs loaded, or it shows none. On a GPU host, install the driver, for NVIDIA also nvidia-ml-py; to try "
+            "safe_gpu without a GPU, set SAFE_GPU_DRIVER=simulated:dgx-a100.",
             driver="auto",
         )
     return NvidiaSmiDriver()
 
 
-def _simulated(preset: str, vendor: str | None, prefer: str | None, spelling: type[ArgumentStyle]) -> Driver:
-    from .simulated import SimulatedDriver
+def _nvidia_here() -> Driver | None:
+    """Open the same on a host with other GPUs. None if it has no NVIDIA GPUs: a cluster may install one image on all
+    hosts, with libraries of all vendors.
 
-    vendors = find_preset(preset).vendors
-    if vendor is not None and vendor not in vendors:
-        from .vendors import lacking
+    Raises:
+        NoDriverError: there are NVIDIA GPUs, and their driver does not work.
+    """
+    from ..topology.files import Files
 
-        raise lacking(vendor, f"simulated:{preset}", spelling)
-    if vendor is None and len(vendors) > 1:
-        from .vendors import meant_vendor
+    try:
+        driver = _nvidia()
+        if driver.snapshot().gpus:
+            return driver
+        driver.close()
+    except NoDriverError as err:
+        if Files().exists("dev/nvidiactl") or (err.driver != "auto" and Files().nvidia_gpus()):
+            raise
+    return None
 
-        vendor = meant_vendor(os.environ, prefer)
-    return SimulatedDriver(preset, vendor=vendor)
+
+def _other(vendor: str) -> Driver:
+    if vendor == "amd":
+        from .kfd import KfdDriver
+
+        return KfdDriver()
+    from .intel import IntelDriver
+
+    return IntelDriver()
 
 
 class opened_driver:

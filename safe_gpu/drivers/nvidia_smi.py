@@ -259,8 +259,10 @@ class NvidiaSmiDriver(Driver):
         uuid, name, mode, display = (
             _text(said, field) for field in ("uuid", "product_name", "compute_mode", "display_active")
         )
-        memory = {field: _text(_element(said, "fb_memory_usage"), field) for field in ("total", "used", "free")}
-        trouble = next((text for text in (uuid, name, mode, display, *memory.values()) if _LOST.search(text)), "")
+        memory = _element(said, "fb_memory_usage")
+        figures = {f"memory_{field}": _text(memory, field) for field in ("total", "used", "free")}
+        trouble = next((text for text in (uuid, name, mode, display, *figures.values()) if _LOST.search(text)), "")
+        sizes: dict[str, Any] = {field: _in_bytes(text) for field, text in figures.items()}
         known = self._known.get(place, (f"unknown-{place}", ""))
         if _UUID.fullmatch(uuid):
             known = self._known[place] = uuid, product_name(name)[:_LONGEST_NAME] or known[1]
@@ -270,14 +272,14 @@ class NvidiaSmiDriver(Driver):
         mig = _text(_element(said, "mig_mode"), "current_mig").lower() == "enabled"
         return gpu._replace(
             compute_mode=_MODES.get(mode.lower(), ComputeMode.DEFAULT),
-            counts_reserved=_value(_text(_element(said, "fb_memory_usage"), "reserved")) is None,
+            counts_reserved=_value(_text(memory, "reserved")) is None,
             memory_shared=is_wsl() or memory_is_node(section.bus_id),
             utilization=_number(_text(_element(said, "utilization"), "gpu_util")),
             temperature=_number(_text(_element(said, "temperature"), "gpu_temp")),
             display_active=display.lower() == "enabled",
             unusable=_MIG_NEEDS_NVML if mig else None,
             mig_enabled=mig,
-            **{f"memory_{field}": _in_bytes(text) for field, text in memory.items()},
+            **sizes,
             **_read_processes(section.processes),
         )
 

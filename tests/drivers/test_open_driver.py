@@ -81,7 +81,7 @@ def test_auto_prefers_nvml_and_takes_nvidia_smi_where_that_lacks(
 
 
 @pytest.mark.parametrize(
-    ("driver", "lacking", "words"),
+    ("driver", "missing", "words"),
     [
         ("auto", "library", ("There is no GPU driver here", "libnvidia-ml.so.1", "nor is the driver of AMD or Intel")),
         ("auto", "module", ("SAFE_GPU_DRIVER=simulated:dgx-a100", "nvidia-ml-py is not installed")),
@@ -90,9 +90,9 @@ def test_auto_prefers_nvml_and_takes_nvidia_smi_where_that_lacks(
     ],
 )
 def test_no_driver_at_all_names_the_way_out(
-    ask: Any, tmp_path: Path, driver: str, lacking: str, words: tuple[str, ...]
+    ask: Any, tmp_path: Path, driver: str, missing: str, words: tuple[str, ...]
 ) -> None:
-    error, message = ask(tmp_path, lacking, "program", driver=driver)
+    error, message = ask(tmp_path, missing, "program", driver=driver)
     assert error == "NoDriverError"
     assert all(word in message for word in words)
 
@@ -147,7 +147,6 @@ def test_a_broken_driver_of_gpus_that_are_there_is_reported(ask: Any, fake_gpus:
     error, message = ask(amd.root)
     assert error == "NoDriverError"
     assert "not loaded" in message
-    assert "this host has AMD GPUs too: vendor='amd'" in message
     assert ask(amd.root, "amd") == ["kfd", 1]
     shown, (broken,) = ask(amd.root, "each")
     assert shown == [["kfd", 1]]
@@ -256,7 +255,6 @@ def test_integrated_graphics_beside_nvidia_gpus_are_not_shown(
     assert ask(host.root, "each") == [[["nvml", 8]], []]
     assert ask(host.root, "amd") == ["kfd", 1]
     fake_gpus.set(0)
-    assert ask(host.root, "each") == [[["nvml", 0], ["kfd", 1]], []]
+    assert ask(host.root, "each") == [[["kfd", 1]], []]
     fake_gpus.options(init_error=9)
     with_nvidia_device(host)
-    assert "AMD" not in ask(host.root)[1]

@@ -25,9 +25,8 @@ from ..gpus.vendors import BARE_UUID, product_name
 from ..host import procfs
 from ..host.programs import TooLate, TooMuch, find_program, output_of
 from ..runtimes.cuda import CUDA
-from . import pci
 from .base import Driver
-from .kernel import is_wsl, memory_is_node, own_namespace_pids
+from .kernel import in_bus_order, is_wsl, memory_is_node, numa_node, own_namespace_pids
 
 _MOST_OUTPUT = 16 << 20
 
@@ -105,7 +104,7 @@ def _read_sections(report: str) -> tuple[list[_Section], str]:
     if placed and len(placed) < (attached or 0):
         doubt = doubt or f"nvidia-smi counts {attached} GPUs and shows {len(placed)}"
     order = [(bus_id, number, one) for (bus_id, _, number), one in sorted(placed.items())]
-    return pci.in_bus_order(order)[:_MOST_GPUS], doubt
+    return in_bus_order(order)[:_MOST_GPUS], doubt
 
 
 def _read_processes(text: str | None) -> dict[str, Any]:
@@ -266,7 +265,7 @@ class NvidiaSmiDriver(Driver):
         known = self._known.get(place, (f"unknown-{place}", ""))
         if _UUID.fullmatch(uuid):
             known = self._known[place] = uuid, product_name(name)[:_LONGEST_NAME] or known[1]
-        gpu = Gpu(index, *known, section.bus_id, pci.numa_node(section.bus_id))
+        gpu = Gpu(index, *known, section.bus_id, numa_node(section.bus_id))
         if trouble or not _UUID.fullmatch(uuid):
             return _unreachable(gpu, trouble or section.trouble or uuid or "it reports no UUID")
         mig = _text(_element(said, "mig_mode"), "current_mig").lower() == "enabled"

@@ -21,9 +21,8 @@ from ..gpus.vendors import product_name
 from ..host import procfs
 from ..runtimes.cuda import CUDA
 from ..runtimes.library import load_file
-from . import pci
 from .base import Driver
-from .kernel import is_wsl, own_namespace_pids
+from .kernel import in_bus_order, is_wsl, numa_node, own_namespace_pids
 
 LIBRARY = "libnvidia-ml.so.1"
 
@@ -345,7 +344,7 @@ def _read_facts(session: _Session, handle: Any, uuid: str) -> Gpu:
     said = getattr(session.ask_or(None, "nvmlDeviceGetPciInfo", handle), "busId", "")
     bus_id = normalize_bus_id(said.decode("ascii", "replace") if isinstance(said, bytes) else said)
     name = product_name(session.ask_or("", "nvmlDeviceGetName", handle))
-    return Gpu(0, uuid, name, bus_id, pci.numa_node(bus_id, lambda: session.cpus(handle, "node")))
+    return Gpu(0, uuid, name, bus_id, numa_node(bus_id, lambda: session.cpus(handle, "node")))
 
 
 def _described(session: _Session, one: _Found, index: int) -> list[Gpu]:
@@ -448,7 +447,7 @@ class NvmlDriver(Driver):
     def _poll(self, session: _Session) -> HostSnapshot:
         found = _identified(session, self._known)
         self._known = [one.gpu for one in found]
-        ordered = pci.in_bus_order((one.gpu.pci_bus_id, number, one) for number, one in enumerate(found))
+        ordered = in_bus_order((one.gpu.pci_bus_id, number, one) for number, one in enumerate(found))
         gpus: dict[str, Gpu] = {}
         for index, one in enumerate(ordered):
             for gpu in _described(session, one, index):

@@ -33,7 +33,7 @@ from ..coordination.state_dir import refusal, state_dir_path
 from ..errors import PlaceholderError, StateDirError
 from ..gpus.devices import Gpu, GpuProcess, HostSnapshot, ProcessKind
 from ..gpus.vendors import VENDORS
-from ..host.decoding import read_bounded
+from ..host.foreign_files import open_to_read
 from ..runtimes.library import Runtime
 from ..runtimes.visible_devices import read_visible
 from .base import Driver
@@ -234,9 +234,10 @@ class SimulatedDriver(Driver):
             raise PlaceholderError(f"{self.name} cannot run anything on {uuid}: {reason}", uuid=uuid)
         with ExitStack() as stack:
             directory = self._opened(stack)
-            trouble = read_bounded(directory.fd, f"{uuid}.bad", 4096).decode(errors="replace").strip()
-            if trouble:
-                raise PlaceholderError(f"{self.name} cannot make a context on {uuid}: {trouble}", uuid=uuid)
+            with suppress(OSError), open_to_read(f"{uuid}.bad", os.O_NOFOLLOW, directory.fd) as file:
+                trouble = (file.read(4096) or b"").decode(errors="replace").strip()
+                if trouble:
+                    raise PlaceholderError(f"{self.name} cannot make a context on {uuid}: {trouble}", uuid=uuid)
             return SimulatedContext(directory, uuid, memory, kind, os.getpid() if pid is None else pid)
 
     def visible(self) -> tuple[str, ...]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..errors import NoDriverError, UnsatisfiableRequestError
@@ -216,7 +218,10 @@ def _other(vendor: str) -> Driver:
     return IntelDriver()
 
 
-class opened_driver:
+@contextmanager
+def opened_driver(
+    vendor: str | None = None, *, prefer: str | None = None, spelling: type[ArgumentStyle] = ArgumentStyle
+) -> Iterator[Driver]:
     """``with opened_driver() as driver``: the driver that SAFE_GPU_DRIVER names, closed at the end.
 
     ``vendor``, ``prefer`` and ``spelling`` are those of :func:`open_driver`.
@@ -224,19 +229,10 @@ class opened_driver:
     Raises:
         UnsatisfiableRequestError: this is not Linux; or as :func:`open_driver`, NoDriverError too.
     """
-
-    def __init__(
-        self, vendor: str | None = None, *, prefer: str | None = None, spelling: type[ArgumentStyle] = ArgumentStyle
-    ) -> None:
-        self._vendor = vendor
-        self._prefer = prefer
-        self._spelling = spelling
-
-    def __enter__(self) -> Driver:
-        if sys.platform != "linux":
-            raise UnsatisfiableRequestError(f"safe_gpu works on Linux only, and this is {sys.platform}")
-        self._driver = open_driver(vendor=self._vendor, prefer=self._prefer, spelling=self._spelling)
-        return self._driver
-
-    def __exit__(self, *exc: object) -> None:
-        self._driver.close()
+    if sys.platform != "linux":
+        raise UnsatisfiableRequestError(f"safe_gpu works on Linux only, and this is {sys.platform}")
+    driver = open_driver(vendor=vendor, prefer=prefer, spelling=spelling)
+    try:
+        yield driver
+    finally:
+        driver.close()

@@ -40,7 +40,6 @@ from .base import Driver
 from .kernel import own_namespace_pids
 from .presets import CONTEXT_BYTES
 from .presets import preset as find_preset
-from .vendors import meant_vendor
 
 if TYPE_CHECKING:
     from ..topology.host import HostTopology
@@ -284,33 +283,12 @@ class SimulatedPlaceholder:
 
     Args:
         logger: where trouble on release is told.
-        driver: the simulated host; None: the one that ``SAFE_GPU_DRIVER`` names when it is used.
+        driver: the simulated host.
     """
 
-    def __init__(self, logger: Any = None, *, driver: SimulatedDriver | None = None) -> None:
+    def __init__(self, logger: Any = None, *, driver: SimulatedDriver) -> None:
         self.logger = logger
         self._driver = driver
-
-    def prepare(self) -> None:
-        """Find the simulated host.
-
-        Raises:
-            PlaceholderError: ``SAFE_GPU_DRIVER`` names none.
-        """
-        self._found()
-
-    def _found(self) -> SimulatedDriver:
-        """Return the given host, else that of the GPUs that the environment names now: a claim sets it after
-        ``prepare``."""
-        if self._driver is not None:
-            return self._driver
-        kind, _, name = os.environ.get("SAFE_GPU_DRIVER", "").partition(":")
-        if kind != "simulated":
-            raise PlaceholderError(
-                "SimulatedPlaceholder needs a simulated host: set SAFE_GPU_DRIVER=simulated:dgx-a100, "
-                "or use CudaPlaceholder on real GPUs"
-            )
-        return SimulatedDriver(name, vendor=meant_vendor(os.environ))
 
     def __call__(self, device_no: int) -> SimulatedContext:
         """Start a context on the device that CUDA_VISIBLE_DEVICES shows as ``device_no``.
@@ -319,15 +297,14 @@ class SimulatedPlaceholder:
             PlaceholderError: it shows fewer devices.
             StateDirError: the state directory cannot be written.
         """
-        driver = self._found()
-        visible = driver.visible()
+        visible = self._driver.visible()
         if not 0 <= device_no < len(visible):
             raise PlaceholderError(
                 f"there is no simulated CUDA device {device_no}: CUDA_VISIBLE_DEVICES="
-                f"{os.environ.get('CUDA_VISIBLE_DEVICES')} shows {len(visible)} of {driver.name}",
+                f"{os.environ.get('CUDA_VISIBLE_DEVICES')} shows {len(visible)} of {self._driver.name}",
                 device_no=device_no,
             )
-        return driver.occupy(visible[device_no])
+        return self._driver.occupy(visible[device_no])
 
     def release(self, thing: SimulatedContext) -> None:
         """Leave the GPU."""

@@ -103,12 +103,6 @@ def test_auto_takes_amd_gpus_where_there_is_no_nvidia_driver(ask: Any, amd: KfdH
     assert ask(amd.root, *NOTHING)[0] == "NoDriverError"
 
 
-def test_the_environment_decides_unless_a_name_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:laptop")
-    assert open_driver().name == "simulated:laptop"
-    assert open_driver("simulated:big-16").name == "simulated:big-16"
-
-
 @pytest.mark.parametrize("name", ["rocm", "NVML", "nvml:0", "nvidia-smi:x", "kfd:0", ":", "simulated", "simulated:dgx"])
 def test_unknown_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFE_GPU_DRIVER", name)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from safe_gpu.drivers.presets import PRESETS, preset
-from safe_gpu.drivers.simulated import SimulatedDriver, SimulatedPlaceholder
-from safe_gpu.errors import PlaceholderError, StateDirError, UnsatisfiableRequestError
+from safe_gpu.drivers.simulated import SimulatedDriver
+from safe_gpu.errors import PlaceholderError, StateDirError
 from safe_gpu.gpus.devices import HostSnapshot, ProcessKind
 
 
@@ -57,15 +57,6 @@ listen()
 # What the hosts are
 
 
-@pytest.mark.parametrize("name", ["", "dgx", "DGX-A100", "../etc", "dgx-a100/"])
-def test_an_unknown_host(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UnsatisfiableRequestError) as caught:
-        SimulatedDriver(name, str(tmp_path))
-    assert repr(name) in str(caught.value)
-    assert "workstation-mixed" in str(caught.value)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_devices_are_as_a_driver_reports_them(name: str, tmp_path: Path) -> None:
     snapshot = SimulatedDriver(name, str(tmp_path)).snapshot()
@@ -83,20 +74,12 @@ def test_devices_are_as_a_driver_reports_them(name: str, tmp_path: Path) -> None
 
 
 def test_what_tells_the_hosts_apart() -> None:
-    names = (
-        "dgx-a100 dgx-h100 p4d workstation-mixed laptop big-16 mig-h100 mi250x mi300x-cpx two-vendors max1550 arc-a770"
-    )
-    assert " ".join(PRESETS) == names
-    snapshots = {name: HostSnapshot(preset(name).gpus()) for name in PRESETS}
-    gpus = {name: snapshot.gpus for name, snapshot in snapshots.items()}
+    gpus = {name: preset(name).gpus() for name in PRESETS}
     assert " ".join(gpu.pci_bus_id[5:7] for gpu in gpus["dgx-a100"]) == "07 0f 47 4e 87 90 b7 bd"
     assert [gpu.numa_node for gpu in gpus["dgx-a100"]] == [3, 3, 1, 1, 7, 7, 5, 5]
-    assert [gpu.numa_node for gpu in gpus["dgx-h100"]] == [0] * 4 + [1] * 4
-    assert len(gpus["big-16"]) == 16
     assert len({gpu.name for gpu in gpus["workstation-mixed"]}) == 3
-    assert len({gpu.memory_total for gpu in gpus["workstation-mixed"]}) == 3
     assert [gpu.display_active for gpu in gpus["workstation-mixed"]] == [True, False, False]
-    assert snapshots["laptop"].shared_display
+    assert HostSnapshot(gpus["laptop"]).shared_display
     assert [gpu.label for gpu in gpus["mig-h100"]] == ["0", "0:0", "0:1", "0:2", "0:3", "1"]
     assert all(other.uuid in one.nvlink_peers for one, other in combinations(gpus["big-16"], 2))
 
@@ -162,14 +145,11 @@ def test_contexts_of_one_process_add_up(driver: SimulatedDriver, state: Path) ->
         first.close()
         first.close()
         assert sum(process.memory_used or 0 for process in driver.snapshot().gpus[0].processes or ()) == 510
-    assert driver.snapshot() == driver.idle
-    assert entries(state) == []
-
-
-def test_memory_never_goes_below_nothing(driver: SimulatedDriver) -> None:
-    with driver.occupy(driver.idle.gpus[0].uuid, memory=1 << 40):
+    with driver.occupy(uuid, memory=1 << 40):
         gpu = driver.snapshot().gpus[0]
     assert (gpu.memory_used, gpu.memory_free) == (gpu.memory_total, 0)
+    assert driver.snapshot() == driver.idle
+    assert entries(state) == []
 
 
 def test_two_drivers_see_the_same_host_and_not_that_of_another_kind(driver: SimulatedDriver, state: Path) -> None:
@@ -259,12 +239,14 @@ def test_what_the_dead_left_is_cleared_away_and_nothing_else(driver: SimulatedDr
     assert driver.snapshot() == driver.idle
 
 
-def test_a_taken_name_is_passed_over(driver: SimulatedDriver, monkeypatch: pytest.MonkeyPatch, state: Path) -> None:
+def test_a_taken_name_is_passed_over(driver: SimulatedDriver, state: Path) -> None:
     uuid = driver.idle.gpus[0].uuid
-    numbers = iter([1, 2, 2, 3])
-    monkeypatch.setattr("safe_gpu.drivers.simulated._numbers", numbers)
-    with driver.occupy(uuid), driver.occupy(uuid), driver.occupy(uuid):
-        assert [name[-1] for name in entries(state)] == ["1", "2", "3"]
+    with driver.occupy(uuid, memory=5):
+        stem, _, number = entries(state)[0].rpartition("-")
+        for more in (1, 2):
+            (state / "simulated/dgx-a100" / f"{stem}-{int(number) + more}").touch()
+        with driver.occupy(uuid, memory=5):
+            assert f"{stem}-{int(number) + 3}" in entries(state)
 
 
 # The state directory
@@ -364,23 +346,3 @@ def test_a_device_that_is_not_there(driver: SimulatedDriver, monkeypatch: pytest
             driver.runtime.default_placeholder()(device_no)
         assert caught.value.device_no == device_no
     assert driver.snapshot() == driver.idle
-
-
-def test_the_placeholder_finds_its_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setenv("SAFE_GPU_DIR", str(tmp_path))
-    monkeypatch.setenv("SAFE_GPU_DRIVER", "nvml")
-    with pytest.raises(PlaceholderError, match="SAFE_GPU_DRIVER=simulated:"):
-        SimulatedPlaceholder().prepare()
-    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:big-16")
-    with SimulatedPlaceholder()(12) as context:
-        (process,) = SimulatedDriver("big-16").snapshot().gpus[12].processes or ()
-        assert (process.pid, process.memory_used) == (os.getpid(), context.memory)
-
-
-def test_partitions_of_one_gpu_are_apart(tmp_path: Path) -> None:
-    driver = SimulatedDriver("mi300x-cpx", str(tmp_path))
-    first, second, *others = driver.snapshot().gpus
-    assert (first.pci_bus_id, len(others)) == (second.pci_bus_id, 62)
-    with driver.occupy(second.uuid):
-        assert [gpu.index for gpu in driver.snapshot().gpus if gpu.processes] == [1]

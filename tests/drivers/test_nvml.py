@@ -254,6 +254,12 @@ def test_a_gpu_that_this_process_may_not_open(host: Any, driver: nvml.NvmlDriver
     assert snapshot.needs_uuids, "CUDA does not number it either"
 
 
+def test_two_gpus_with_one_uuid(host: Any, driver: nvml.NvmlDriver) -> None:
+    host.write({}, {"uuid": host.uuids[0]})
+    first, second = driver.snapshot().gpus
+    assert (first.uuid, first.lost, second.uuid, second.lost) == (host.uuids[0], False, "unknown-1", True)
+
+
 # ---- the session ----
 
 
@@ -431,10 +437,13 @@ def test_compute_instances_have_the_memory_of_their_gpu_instance(
     assert [gpu.unexplained_memory for gpu in driver.snapshot().gpus[1:]] == [0, 0, 2 << 30], "it cannot be told"
 
 
-def test_a_mig_process_without_ids_counts_everywhere(sliced: Any, driver: nvml.NvmlDriver) -> None:
-    sliced.change(1, icompute_error=NOT_SUPPORTED)
+@pytest.mark.parametrize(("code", "here"), [(0, set()), (NOT_SUPPORTED, {(HIDDEN, ProcessKind.COMPUTE)})])
+def test_a_process_without_ids_counts_where_the_instance_is_mute(
+    sliced: Any, driver: nvml.NvmlDriver, code: int, here: Any
+) -> None:
+    sliced.change(1, icompute_error=code)
     sliced.process(sliced.uuids[1], HIDDEN, static=True)
-    assert [pids(gpu) for gpu in driver.snapshot().gpus[2:4]] == [{(HIDDEN, ProcessKind.COMPUTE)}] * 2
+    assert [pids(gpu) for gpu in driver.snapshot().gpus[2:4]] == [here, here]
 
 
 def test_mig_lists_that_fail(sliced: Any, driver: nvml.NvmlDriver) -> None:

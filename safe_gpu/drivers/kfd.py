@@ -106,7 +106,7 @@ class KfdDriver(Driver):
 def _gpus(files: Files, found: tuple[Device, ...]) -> Iterable[Gpu]:
     # Read before the processes, or the memory of one that starts in between would belong to no visible process.
     counters = {device.pci: files.number(f"{device.pci}/mem_info_vram_used") for device in found if not device.broken}
-    uses = _processes(files, [device.node.gpu_id for device in found if device.node.gpu_id])
+    uses = _processes(files, [device.gpu_id for device in found if device.gpu_id])
     held = {gpu_id: sum(process.memory_used or 0 for process in use.processes) for gpu_id, use in uses.items()}
     largest = max((device.memory_total or 0 for device in found), default=0)
     for index, device in enumerate(found):
@@ -114,13 +114,13 @@ def _gpus(files: Files, found: tuple[Device, ...]) -> Iterable[Gpu]:
             gpu = Gpu(index, device.uuid, device.name, device.bus_id, vendor="amd")
             yield gpu.unreachable(device.broken, lost=False)
             continue
-        use = uses[device.node.gpu_id]
+        use = uses[device.gpu_id]
         total, memory = device.memory_total, counters[device.pci]
         if memory is not None and device.shared:
             # Partitions of one GPU share its counter. Memory that no process on any of them accounts for may be on each
             # of them, so it counts on all.
-            nobodys = memory - sum(held[one.node.gpu_id] for one in found if one.pci == device.pci)
-            memory = held[device.node.gpu_id] + max(0, nobodys)
+            nobodys = memory - sum(held[one.gpu_id] for one in found if one.pci == device.pci)
+            memory = held[device.gpu_id] + max(0, nobodys)
         integrated = may_be_integrated(device) and largest >= _TIMES_LARGER * max(total or 0, 1)
         yield Gpu(
             index=index,

@@ -99,4 +99,5 @@ def test_what_it_answers(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, answer
             assert driver.cpu_affinity(gpu.uuid, "node") is None or gpu
         driver.close()
         assert_gpus_shown_safely(snapshot)
+        assert all(gpu.uuid.strip() for gpu in snapshot.gpus)
     assert refused.error is None or isinstance(refused.error, NoDriverError)

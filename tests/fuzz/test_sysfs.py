@@ -123,7 +123,7 @@ def test_a_tree_of_amd_gpus(root: Path, tmp_path: Path) -> None:
         with bounded(), refusing() as refused:
             for device in devices(Files(str(root))) or ():
                 assert device.uuid.startswith(("GPU-", "AMD-"))
-                assert device.broken or (device.bus_id and device.node.gpu_id and device.node.properties["simd_count"])
+                assert device.broken or (device.bus_id and device.gpu_id)
             driver = KfdDriver()
             snapshot = driver.detailed(driver.linked(driver.snapshot()))
             driver.usage(snapshot.gpus)

@@ -1,7 +1,7 @@
 """The NVIDIA driver through NVML.
 
-No handle outlives the question for which it was got, so none can be stale: a poll asks for each GPU by number, a narrow
-question by UUID. A driver remembers what its GPUs are called, since a GPU that fell off the bus no longer tells.
+No handle outlives the question for which it was got, so none can be stale. A process remembers what GPUs are called,
+since a GPU that fell off the bus no longer tells.
 Source: NVML API reference.
 """
 
@@ -79,6 +79,9 @@ _NO_DRIVER = {
 }
 
 _Answer = TypeVar("_Answer")
+
+KNOWN: list[Gpu] = []
+"""The GPUs that this process saw at its latest poll, in NVML's order, as nothing but what never changes."""
 
 
 class _Trouble(Exception):
@@ -314,13 +317,13 @@ class _Found(NamedTuple):
     fault: _Fault | None = None
 
 
-def _identified(session: _Session, known: Sequence[Gpu]) -> list[_Found]:
-    """Return every GPU that NVML counts.
-
-    Args:
-        known: those of the poll before.
-    """
+def _identified(session: _Session) -> list[_Found]:
+    """Return every GPU that NVML counts."""
     count = min(max(0, int(session.ask("nvmlDeviceGetCount"))), _MOST_GPUS)
+    known = list(KNOWN)
+    if count == len(known):
+        with suppress(_Fault):  # one has gone, or never had a UUID
+            return [_Found(gpu, session.ask("nvmlDeviceGetHandleByUUID", gpu.uuid)) for gpu in known]
     facts = {gpu.uuid: gpu for gpu in known if gpu.name and gpu.pci_bus_id}
     found: dict[str, _Found] = {}
     for number in range(count):
@@ -337,6 +340,7 @@ def _identified(session: _Session, known: Sequence[Gpu]) -> list[_Found]:
             nobody = one.gpu._replace(uuid=f"unknown-{number}")
             one = _Found(nobody, fault=_Fault(_UNKNOWN, "another GPU has its UUID"))
         found[one.gpu.uuid] = one
+    KNOWN[:] = [one.gpu for one in found.values()]
     return list(found.values())
 
 
@@ -359,6 +363,16 @@ def _described(session: _Session, one: _Found, index: int) -> list[Gpu]:
         return [gpu, *(session.instances(gpu, handle) if gpu.mig_enabled else ())]
     except _Fault as fault:
         return [_failed(gpu, fault)]
+
+
+def _poll(session: _Session) -> HostSnapshot:
+    found = _identified(session)
+    ordered = in_bus_order((one.gpu.pci_bus_id, number, one) for number, one in enumerate(found))
+    gpus: dict[str, Gpu] = {}
+    for index, one in enumerate(ordered):
+        for gpu in _described(session, one, index):
+            gpus.setdefault(gpu.uuid, gpu)  # no MIG instance twice
+    return HostSnapshot(tuple(gpus.values()), NvmlDriver.name, session.ask_or("", "nvmlSystemGetDriverVersion"))
 
 
 def _again(session: _Session, gpu: Gpu) -> Gpu:
@@ -437,22 +451,11 @@ class NvmlDriver(Driver):
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._session: _Session | None = None
-        self._known: list[Gpu] = []  # in NVML's order
         self._ask(lambda session: None)
 
     def snapshot(self) -> HostSnapshot:
         """Poll every GPU of the host; see :class:`~safe_gpu.drivers.base.Driver`, for the next three too."""
-        return self._ask(self._poll)
-
-    def _poll(self, session: _Session) -> HostSnapshot:
-        found = _identified(session, self._known)
-        self._known = [one.gpu for one in found]
-        ordered = in_bus_order((one.gpu.pci_bus_id, number, one) for number, one in enumerate(found))
-        gpus: dict[str, Gpu] = {}
-        for index, one in enumerate(ordered):
-            for gpu in _described(session, one, index):
-                gpus.setdefault(gpu.uuid, gpu)  # no MIG instance twice
-        return HostSnapshot(tuple(gpus.values()), self.name, session.ask_or("", "nvmlSystemGetDriverVersion"))
+        return self._ask(_poll)
 
     def usage(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
         """Ask again about these devices only."""

@@ -85,6 +85,10 @@ class Preset:
 
     def gpus(self) -> tuple[Gpu, ...]:
         """Return all devices as the driver of an idle host reports them."""
+        return self._gpus
+
+    @cached_property
+    def _gpus(self) -> tuple[Gpu, ...]:
         indices = {gpu.uuid: index for index, gpu in enumerate(one for one in self.devices if not one.is_mig_instance)}
         everyone = frozenset(indices if self.linked else ())
         return tuple(

@@ -25,7 +25,7 @@ from contextlib import ExitStack, suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from ..coordination.directory import OPEN_FILE, SharedDirectory
+from ..coordination.directory import OPEN_DIR, OPEN_FILE, SharedDirectory
 from ..coordination.doors import simulated_tree
 from ..coordination.held import Held
 from ..coordination.signals import DeferredSignals
@@ -186,15 +186,36 @@ class SimulatedDriver(Driver):
     def _usage(self, uuids: Container[str]) -> dict[str, _Usage]:
         """Return what lives on these devices; idle ones are left out."""
         usage: dict[str, _Usage] = {}
-        with DeferredSignals(), suppress(FileNotFoundError), ExitStack() as stack:
-            directory = self._opened(stack, make=False)
-            for name in directory.names():
-                entry = re.fullmatch(_ENTRY, name)
-                if entry and entry[1] in uuids and _is_alive(name, directory.fd):
-                    used = usage.setdefault(entry[1], {})
-                    key = int(entry[2]), entry[4]
-                    used[key] = used.get(key, 0) + int(entry[3])
+        with DeferredSignals():
+            try:
+                tree = self._open_tree()
+            except FileNotFoundError:
+                return {}
+            except OSError:
+                with ExitStack() as stack:
+                    self._opened(stack, make=False)  # which says why
+                raise
+            try:
+                for name in os.listdir(tree):
+                    entry = re.fullmatch(_ENTRY, name)
+                    if entry and entry[1] in uuids and _is_alive(name, tree):
+                        used = usage.setdefault(entry[1], {})
+                        key = int(entry[2]), entry[4]
+                        used[key] = used.get(key, 0) + int(entry[3])
+            finally:
+                os.close(tree)
         return usage
+
+    def _open_tree(self) -> int:
+        """Return the directory of this host's processes, reached without following a link. A poll is to be quick."""
+        tree = os.open(self._place[0], OPEN_DIR)
+        for name in self._place[1:]:
+            above = tree
+            try:
+                tree = os.open(name, OPEN_DIR, dir_fd=above)
+            finally:
+                os.close(above)
+        return tree
 
     def _opened(self, stack: ExitStack, *, make: bool = True) -> SharedDirectory:
         """Return the directory of this host's processes, open until the end of ``stack``."""

@@ -227,7 +227,7 @@ def test_a_gpu_lost_between_polls_keeps_its_identity(
 
 
 @pytest.mark.parametrize("code", [GPU_IS_LOST, RESET_REQUIRED])
-@pytest.mark.parametrize("field", ["uuid", "memory", "util", "mode", "mig", "compute", "graphics", "mps", "display"])
+@pytest.mark.parametrize("field", ["memory", "util", "mode", "mig", "compute", "graphics", "mps", "display"])
 def test_a_gpu_lost_during_the_poll(host: Any, driver: nvml.NvmlDriver, field: str, code: int) -> None:
     host.set(2, mig=0, used=32 << 20)
     driver.snapshot()

@@ -83,11 +83,12 @@ class SimulatedContext:
 
     def close(self) -> None:
         """Leave the GPU; safe to call twice, and without effect in a forked child, whose context it is not."""
-        if self._lock.is_mine:
-            with suppress(OSError):
-                os.unlink(self._name, dir_fd=self._directory.fd)
-        self._lock.release()
+        self._lock.release(first=self._unlink)
         self._directory.release()
+
+    def _unlink(self) -> None:
+        with suppress(OSError):
+            os.unlink(self._name, dir_fd=self._directory.fd)
 
     def __enter__(self) -> SimulatedContext:
         return self

@@ -121,15 +121,6 @@ def test_a_zombie_is_not_judged_by_its_devices(devices: Path, zombie: int) -> No
     assert not own_namespace_pids((GpuProcess(zombie),))[0].elsewhere
 
 
-def test_numbers_of_others_on_every_driver(fake_gpus: Any, fake_nvidia_smi: Any, devices: Path, opening: Any) -> None:
-    fake_gpus.use_nvml_here()
-    bystander = opening()
-    fake_gpus.process(fake_gpus.uuids[0], bystander)
-    for driver in (NvmlDriver(), NvidiaSmiDriver()):
-        (process,) = driver.snapshot().gpus[0].processes or ()
-        assert (process.pid, process.elsewhere, process.name) == (bystander, True, None), driver.name
-
-
 # Memory
 
 

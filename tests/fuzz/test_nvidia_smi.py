@@ -23,19 +23,6 @@ WORDS = (
 DIGITS = "9" * 5000
 
 
-class _Said(nvidia_smi.NvidiaSmiDriver):
-    """The driver with this answer in place of a program's."""
-
-    def __init__(self, report: str, code: int) -> None:
-        self._path = "nvidia-smi"
-        self._timeout = 1.0
-        self._known = {}
-        self._answer = code, report
-
-    def _run(self, *arguments: str) -> tuple[int, str]:
-        return self._answer
-
-
 # What is wrong in a report.
 REPORTS = {
     "<pid>1</pid>": [f"<pid>{DIGITS}</pid>", "<pid>4294967296</pid>", "<pid>\u0661\u00b2</pid>",
@@ -62,9 +49,11 @@ REPORTS = {
 )
 @examples(25)
 @given(broken_text(REPORT, WORDS), st.sampled_from([0, 1, 6, 255, -9]))
-def test_what_it_prints(report: str, code: int) -> None:
-    with bounded(), refusing() as refused:
-        driver = _Said(report, code)
+def test_what_it_prints(monkeypatch: pytest.MonkeyPatch, report: str, code: int) -> None:
+    with monkeypatch.context() as patch, bounded(), refusing() as refused:
+        patch.setattr(nvidia_smi, "find_program", lambda *names: "nvidia-smi")
+        patch.setattr(nvidia_smi, "output_of", lambda *command, **bounds: (code, report, ""))
+        driver = nvidia_smi.NvidiaSmiDriver()
         snapshot = driver.detailed(driver.linked(driver.snapshot()))
         driver.usage(snapshot.gpus)
         assert_gpus_shown_safely(snapshot)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import NoDriverError, UnsatisfiableRequestError
 from ..gpus.vendors import FIRST, VENDORS
+from ..topology.files import Files
 from ..wording.argument_style import ArgumentStyle
 from .presets import preset as find_preset
 
@@ -114,9 +115,7 @@ def _parsed(name: str | None) -> tuple[str, str]:
 def _may_have_others() -> bool:
     """Return whether a kernel driver of another than the first vendor is loaded. Every claim asks this, so it is one or
     two questions to the file system for each vendor."""
-    root = os.environ.get("SAFE_GPU_FSROOT") or "/"
-    paths = (path for key, vendor in VENDORS.items() if key != FIRST for path in vendor.loaded)
-    return any(os.path.exists(os.path.join(root, path)) for path in paths)
+    return any(Files().exists(path) for key, vendor in VENDORS.items() if key != FIRST for path in vendor.loaded)
 
 
 def _auto(vendor: str | None, prefer: str | None, spelling: type[ArgumentStyle]) -> Driver:
@@ -195,8 +194,6 @@ def _nvidia_here() -> Driver | None:
     Raises:
         NoDriverError: there are NVIDIA GPUs, and their driver does not work.
     """
-    from ..topology.files import Files
-
     try:
         driver = _nvidia()
         if driver.snapshot().gpus:

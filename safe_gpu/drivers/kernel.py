@@ -16,7 +16,7 @@ _Thing = TypeVar("_Thing")
 
 
 def own_namespace_pids(
-    processes: Iterable[GpuProcess], *, by_devices: bool = True, vendor: Vendor = VENDORS[FIRST]
+    processes: Iterable[GpuProcess], *, vendor: Vendor | None = VENDORS[FIRST]
 ) -> tuple[GpuProcess, ...]:
     """Return the processes under their numbers of this PID namespace, each once per kind.
 
@@ -25,13 +25,12 @@ def own_namespace_pids(
     kernel does so for AMD GPUs. Such a process is ``elsewhere``, and its name is not that of the one here.
 
     Args:
-        by_devices: False does not look whether a process has the driver's device open, for drivers without devices.
-        vendor: whose device files are looked for.
+        vendor: whose device files processes must have open; None where there are no devices.
     """
-    by_devices = by_devices and Files().exists(vendor.control)
+    device = vendor.device if vendor and Files().exists(vendor.control) else ""
     found: dict[tuple[int, str], GpuProcess] = {}
     for listed in processes:
-        process = _resolved(listed, vendor.device if by_devices else "")
+        process = _resolved(listed, device)
         known = found.setdefault((process.pid, process.kind), process)
         if (known.memory_used or -1) < (process.memory_used or -1):
             found[process.pid, process.kind] = process

@@ -18,7 +18,6 @@ PCI device.
 import os
 import re
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from ..errors import NoDriverError
 from ..gpus.devices import Gpu, GpuProcess, HostSnapshot
@@ -107,14 +106,14 @@ def _gpus(files: Files, found: tuple[Device, ...]) -> Iterable[Gpu]:
     # Read before the processes, or the memory of one that starts in between would belong to no visible process.
     counters = {device.pci: files.number(f"{device.pci}/mem_info_vram_used") for device in found if not device.broken}
     uses = _processes(files, [device.gpu_id for device in found if device.gpu_id])
-    held = {gpu_id: sum(process.memory_used or 0 for process in use.processes) for gpu_id, use in uses.items()}
+    held = {gpu_id: sum(process.memory_used or 0 for process in listed) for gpu_id, (listed, _) in uses.items()}
     largest = max((device.memory_total or 0 for device in found), default=0)
     for index, device in enumerate(found):
         if device.broken:
             gpu = Gpu(index, device.uuid, device.name, device.bus_id, vendor="amd")
             yield gpu.unreachable(device.broken, lost=False)
             continue
-        use = uses[device.gpu_id]
+        processes, error = uses[device.gpu_id]
         total, memory = device.memory_total, counters[device.pci]
         if memory is not None and device.shared:
             # Partitions of one GPU share its counter. Memory that no process on any of them accounts for may be on each
@@ -132,8 +131,8 @@ def _gpus(files: Files, found: tuple[Device, ...]) -> Iterable[Gpu]:
             memory_used=memory,
             memory_free=None if total is None or memory is None else max(0, total - memory),
             display_active=has_display(files, device.pci),
-            processes=None if use.error else use.processes,
-            process_error=use.error,
+            processes=None if error else processes,
+            process_error=error,
             unusable=_INTEGRATED if integrated else None,
             vendor="amd",
         )
@@ -145,20 +144,13 @@ def may_be_integrated(device: Device) -> bool:
     return device.integrated or (device.memory_total or 0) < _LARGEST_CARVE_OUT
 
 
-class _Listed(NamedTuple):
-    """The processes on one GPU, and why the list is incomplete, else ""."""
-
-    processes: tuple[GpuProcess, ...] = ()
-    error: str = ""
-
-
-def _processes(files: Files, gpu_ids: Iterable[int]) -> dict[int, _Listed]:
-    """Return the processes on each of these GPUs, by ``gpu_id``."""
+def _processes(files: Files, gpu_ids: Iterable[int]) -> dict[int, tuple[tuple[GpuProcess, ...], str]]:
+    """Return the processes on each of these GPUs, by ``gpu_id``, and why the list is incomplete, else ""."""
     wanted = tuple(gpu_ids)
     found: dict[int, list[GpuProcess]] = {gpu_id: [] for gpu_id in wanted}
     errors = dict.fromkeys(wanted, "")
     if not files.exists(_PROCESSES):
-        return dict.fromkeys(wanted, _Listed((), f"this kernel has no /{_PROCESSES}"))
+        return dict.fromkeys(wanted, ((), f"this kernel has no /{_PROCESSES}"))
     for pid in sorted(int(name) for name in files.names(_PROCESSES) if re.fullmatch(r"[1-9][0-9]{0,9}", name)):
         place = f"{_PROCESSES}/{pid}"
         contexts = [name for name in files.names(place) if re.fullmatch(r"context_[0-9]{1,10}", name)]
@@ -178,7 +170,7 @@ def _processes(files: Files, gpu_ids: Iterable[int]) -> dict[int, _Listed]:
                 found[gpu_id].append(GpuProcess(pid, memory_used=memory))
     return {
         # A pid there is the kernel's number, that of the first PID namespace.
-        gpu_id: _Listed(own_namespace_pids(listed, vendor=VENDORS["amd"]), errors[gpu_id])
+        gpu_id: (own_namespace_pids(listed, vendor=VENDORS["amd"]), errors[gpu_id])
         for gpu_id, listed in found.items()
     }
 

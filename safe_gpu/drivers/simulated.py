@@ -230,7 +230,7 @@ class SimulatedDriver(Driver):
         total = gpu.memory_total or 0
         taken = min((gpu.memory_used or 0) + sum(usage.values()), total)
         listed = (GpuProcess(pid, kind, memory) for (pid, kind), memory in sorted(usage.items()))
-        processes = own_namespace_pids(listed, by_devices=False)
+        processes = own_namespace_pids(listed, vendor=None)
         return gpu._replace(memory_used=taken, memory_free=total - taken, processes=processes)
 
     def occupy(

@@ -153,13 +153,15 @@ class _Session:
             raise _Fault(_FUNCTION_NOT_FOUND)
         try:
             answer = function(*args)
+            if not isinstance(answer, (bytes, str)):
+                return answer
             text = answer.decode() if isinstance(answer, bytes) else answer
         except self._pynvml.NVMLError as err:
             code = int(err.value)
             raise (_SessionOver if code in _SESSION_OVER else _Fault)(code, str(err)) from err
         except UnicodeDecodeError as err:
             raise _Fault(_UNKNOWN) from err
-        return procfs.printable(text[:_LONGEST]) if isinstance(text, str) else answer
+        return procfs.printable(text[:_LONGEST])
 
     def ask_or(self, default: Any, name: str, *args: Any) -> Any:
         """Return the same for a question that may go unanswered, unless the GPU or the session is gone altogether."""
@@ -179,9 +181,12 @@ class _Session:
         info = self.ask_or(None, "nvmlDeviceGetMemoryInfo", handle, newer)
         counts_reserved = newer is None or info is None
         info = info or self.ask_or(None, "nvmlDeviceGetMemoryInfo", handle)
-        sizes = {name: getattr(info, name, _HIDDEN) for name in ("total", "used", "free")}
-        known = {f"memory_{name}": None if size == _HIDDEN else int(size) for name, size in sizes.items()}
-        return {"counts_reserved": counts_reserved, **known}
+        if info is None:
+            return {"counts_reserved": True, "memory_total": None, "memory_used": None, "memory_free": None}
+        total, used, free = (None if size == _HIDDEN else int(size) for size in (info.total, info.used, info.free))
+        return {
+            "counts_reserved": counts_reserved, "memory_total": total, "memory_used": used, "memory_free": free
+        }  # fmt: skip
 
     def rows(self, handle: Any, kinds: Sequence[str]) -> list[tuple[str, Any]]:
         """Return the rows of these process lists of a GPU or MIG instance, each with its kind.
@@ -255,11 +260,11 @@ class _Session:
         name: str | None = procfs.command_of(pid) or self.ask_or(None, "nvmlSystemGetProcessName", pid)
         return name
 
-    def used(self, gpu: Gpu, handle: Any, parent: Any = None) -> Gpu:
-        """Return the device with its memory and processes of now."""
+    def used(self, gpu: Gpu, handle: Any, parent: Any = None, **known: Any) -> Gpu:
+        """Return the device with its memory and processes of now, and with these other fields."""
         # Read before the lists, or the memory of a process that starts in between would belong to no visible process.
-        gpu = gpu._replace(memory_shared=False, lost=False, **self.memory(handle))
-        gpu = gpu._replace(**self.processes(handle, [ProcessKind.COMPUTE], parent))
+        known.update(self.memory(handle), memory_shared=False, lost=False)
+        gpu = gpu._replace(**known, **self.processes(handle, [ProcessKind.COMPUTE], parent))
         if gpu.memory_used is None or gpu.memory_used - (gpu.listed_memory or 0) > _IDLE_MEMORY:
             gpu = gpu._replace(**self.processes(handle, list(_LISTS), parent))
         if gpu.unexplained_memory > _IDLE_MEMORY:
@@ -268,10 +273,10 @@ class _Session:
             gpu = gpu._replace(memory_shared=is_wsl() or nodes.count(None) < len(nodes))
         return gpu
 
-    def whole(self, gpu: Gpu, handle: Any) -> Gpu:
+    def whole(self, gpu: Gpu, handle: Any, **known: Any) -> Gpu:
         """Return the same of a GPU, which may have MIG mode on."""
         mig = self.ask_or((0, 0), "nvmlDeviceGetMigMode", handle)[0] == 1
-        return self.used(gpu._replace(mig_enabled=mig, unusable=MIG_IS_ON if mig else None), handle)
+        return self.used(gpu, handle, mig_enabled=mig, unusable=MIG_IS_ON if mig else None, **known)
 
     def instances(self, gpu: Gpu, handle: Any) -> list[Gpu]:
         """Return the MIG instances of a GPU as they are now."""
@@ -298,8 +303,6 @@ class _Session:
     def cpus(self, handle: Any, scope: str) -> frozenset[int] | None:
         """Return the CPUs next to a GPU. None is unknown, as where all of them lie outside this process's cpuset."""
         words = self.ask_or((), "nvmlDeviceGetCpuAffinityWithinScope", handle, _MASK_WORDS, _SCOPES[scope])
-        if not words and scope == "node":
-            words = self.ask_or((), "nvmlDeviceGetCpuAffinity", handle, _MASK_WORDS)
         return frozenset(64 * i + bit for i, word in enumerate(words) for bit in range(64) if word >> bit & 1) or None
 
 
@@ -359,7 +362,7 @@ def _described(session: _Session, one: _Found, index: int) -> list[Gpu]:
             raise one.fault
         mode = _COMPUTE_MODES.get(session.ask_or(0, "nvmlDeviceGetComputeMode", handle), ComputeMode.DEFAULT)
         display = session.ask_or(0, "nvmlDeviceGetDisplayActive", handle) == 1
-        gpu = session.whole(gpu._replace(compute_mode=mode, display_active=display), handle)
+        gpu = session.whole(gpu, handle, compute_mode=mode, display_active=display)
         return [gpu, *(session.instances(gpu, handle) if gpu.mig_enabled else ())]
     except _Fault as fault:
         return [_failed(gpu, fault)]

@@ -115,7 +115,7 @@ def test_lists_by_kind(host: Any, driver: nvml.NvmlDriver) -> None:
     assert detailed[0].processes == (own, own._replace(kind=ProcessKind.GRAPHICS))
 
 
-@pytest.mark.parametrize("flags", [(), ("-DNO_V3",), ("-DNO_V3", "-DNO_MIG", "-DNO_SCOPE")])
+@pytest.mark.parametrize("flags", [(), ("-DNO_V3",), ("-DNO_V3", "-DNO_MIG")])
 def test_every_generation_of_driver(host: Any, flags: tuple[str, ...]) -> None:
     host.variant(*flags)
     host.use_nvml_here()
@@ -135,7 +135,7 @@ def test_every_generation_of_driver(host: Any, flags: tuple[str, ...]) -> None:
         (HIDDEN + number, kind, (10 + number) << 20) for number, kind in enumerate(kinds)
     }
     assert driver.cpu_affinity(host.uuids[0], "node") == {0, 1, 2, 3}
-    assert driver.cpu_affinity(host.uuids[0], "socket") == (None if "-DNO_SCOPE" in flags else set(range(8)))
+    assert driver.cpu_affinity(host.uuids[0], "socket") == set(range(8))
 
 
 @pytest.mark.parametrize("code", [NOT_SUPPORTED, FUNCTION_NOT_FOUND])

@@ -47,7 +47,7 @@
  *
  * Compile:  gcc -shared -fPIC -O1 -Wl,-soname,libnvidia-ml.so.1 -o libnvidia-ml.so.1 nvml.c
  * Variants: -DNO_V3 lacks the _v3
- *           process lists and memory_v2, -DNO_V2 lacks the _v2 ones as well, -DNO_PROCESSES lacks them all, -DNO_SCOPE lacks nvmlDeviceGetCpuAffinityWithinScope, -DNO_MPS the MPS lists,
+ *           process lists and memory_v2, -DNO_V2 lacks the _v2 ones as well, -DNO_PROCESSES lacks them all, -DNO_MPS the MPS lists,
  *           -DNO_MIG everything about MIG, -DANCIENT lacks nvmlInitWithFlags.
  */
 
@@ -577,18 +577,11 @@ static int cpu_mask(const char *line, const char *key, unsigned words, unsigned 
     return 1;
 }
 
-API nvmlDeviceGetCpuAffinity(void *handle, unsigned words, unsigned long *mask) {
-    RESOLVE("affinity");
-    return cpu_mask(gpu.line, "node_cpus", words, mask) ? OK : NOT_SUPPORTED;
-}
-
-#ifndef NO_SCOPE
 API nvmlDeviceGetCpuAffinityWithinScope(void *handle, unsigned words, unsigned long *mask, unsigned scope) {
     RESOLVE("affinity");
     if (scope == 1 && cpu_mask(gpu.line, "socket_cpus", words, mask)) return OK;
     return cpu_mask(gpu.line, "node_cpus", words, mask) ? OK : NOT_SUPPORTED;
 }
-#endif
 
 /* ---- MIG ---- */
 

@@ -29,14 +29,11 @@ from safe_gpu.host.commands import command_for_record, own_command, program_name
         ("Rscript fit.R 1234", "Rscript fit.R"),
         ("torchrun --nproc-per-node 4 train.py 1234", "torchrun"),
         ("env PASSWORD=1234 python train.py", "env"),
+        ("trainer: --password 1234", "trainer:"),
     ],
 )
 def test_names_of_program_and_script(line: str, shown: str) -> None:
     assert program_names(line.split()) == shown
-
-
-def test_a_title_that_a_process_gave_itself() -> None:
-    assert program_names(["trainer: --password 1234"]) == "trainer:"
 
 
 def test_the_whole_command_on_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 
 from safe_gpu.cli.arguments import add_vendor
-from safe_gpu.drivers import _KINDS
 from safe_gpu.drivers.presets import PRESETS, preset
-from safe_gpu.drivers.vendors import _OTHERS
 from safe_gpu.gpus.devices import vendor_of, vendor_of_name
 from safe_gpu.gpus.vendors import FIRST, VENDORS
 from safe_gpu.runtimes.child import library_of
 from safe_gpu.runtimes.visible_devices import hide_all
-from safe_gpu.selection.values import _NAME
+from safe_gpu.selection.request import parse_request
 
 PAGE = Path(__file__).parents[1] / "safe_gpu" / "README.md"
 
@@ -27,17 +25,13 @@ def test_a_row_is_whole(key: str) -> None:
     assert uuids
     for uuid in [*uuids, *([f"{vendor.by_place}0000:05:00.0"] if vendor.by_place else [])]:
         assert [vendor_of(uuid), vendor_of_name(uuid)] == [key, key]
-        assert re.fullmatch(_NAME, uuid)
+        assert parse_request(only=uuid).named_vendor == key
     assert library_of(vendor.library).title == vendor.library
     assert all(name.startswith(tuple(p for one in VENDORS.values() for p in one.prefixes)) for name in vendor.variables)
     assert set(vendor.variables) <= set(hide_all())
 
 
 def test_what_derives_from_the_table() -> None:
-    assert {FIRST, *_OTHERS} == set(VENDORS)
-    assert {kind for kind, vendor in _KINDS.items() if vendor} == {
-        name for row in VENDORS.values() for name in row.drivers
-    }
     parser = argparse.ArgumentParser()
     add_vendor(parser, "")
     assert [parser.parse_args(["--vendor", key.upper()]).vendor for key in VENDORS] == list(VENDORS)

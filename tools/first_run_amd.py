@@ -142,13 +142,13 @@ def on(driver: KfdDriver, pid: int) -> dict[int, int]:
 
 
 def check_idle(snapshot: HostSnapshot) -> None:
-    """How much memory does an idle GPU show as used? What does the kernel say of each node?"""
+    """How much memory does an idle GPU show as used? What does the kernel say of each GPU?"""
     for gpu, device in zip(snapshot.gpus, kfd_topology.devices(files.Files()) or (), strict=True):
         used = gpu.memory_used
         idle = used is not None and used < IDLE_LIMIT and not gpu.processes
         say(idle, f"GPU {gpu.index}: {used} bytes in use while idle")
         note(f"{gpu}")
-        note(f"GPU {gpu.index} is node {device.node.number}, {device.node.properties}")
+        note(f"GPU {gpu.index} is {device}")
 
 
 def check_names(snapshot: HostSnapshot) -> None:

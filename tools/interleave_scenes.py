@@ -22,7 +22,7 @@ _HOST = PRESETS["dgx-a100"]
 for _number in (1, 2):
     PRESETS[f"gpus-{_number}"] = Preset(f"gpus-{_number}", _HOST.cpus, _HOST.devices[:_number])
 GIB = 1 << 30
-CAPACITY = (_HOST.devices[0].mib << 20) - GIB // 2  # of one GPU, about, bytes
+CAPACITY = (_HOST.devices[0].memory_total or 0) - GIB // 2  # of one GPU, about, bytes
 
 _FIRST_USER = 12000
 

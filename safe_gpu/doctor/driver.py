@@ -14,6 +14,9 @@ from .host import CheckedHost, labels
 # first, which takes seconds.
 _SLOW_POLL = 1.0
 
+# Their process lists have rows of another width than NVML's header says.
+_ODD_ROWS = ("535.43", "535.54", "535.86")
+
 
 def _described(snapshot: HostSnapshot) -> str:
     names = ", ".join(sorted({gpu.name for gpu in snapshot.physical if gpu.name})) or "no names"
@@ -35,10 +38,15 @@ def driver(host: CheckedHost) -> Check:
             f"{detail}, on a host with real {maker} GPUs: claims do not protect the real ones", "unset SAFE_GPU_DRIVER"
         )
     if snapshot.driver == "nvidia-smi" and host.environ.get("SAFE_GPU_DRIVER", "auto") in ("", "auto"):
-        from ..drivers.nvidia.nvml import why_missing
+        from ..drivers.nvml import why_missing
 
         reason = why_missing() or "NVML is not available"
         return warning(f"{detail}, polled through nvidia-smi: {reason}", "pip install nvidia-ml-py")
+    if snapshot.driver == "nvml" and snapshot.driver_version[:6] in _ODD_ROWS:
+        return warning(
+            f"{detail}; NVML of this version lists several processes of a GPU with wrong numbers and memory",
+            "upgrade the driver to 535.98 or newer, or set SAFE_GPU_DRIVER=nvidia-smi",
+        )
     return passed(detail)
 
 

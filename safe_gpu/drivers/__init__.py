@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..errors import NoDriverError, UnsatisfiableRequestError
 from ..gpus.vendors import FIRST, VENDORS
+from ..topology.files import Files
 from ..wording.argument_style import ArgumentStyle
 from .presets import preset as find_preset
 
@@ -47,30 +50,30 @@ def open_driver(
     """
     kind, preset = _parsed(name)
     if vendor is not None:
-        from .vendors import check_inside, lacking
+        from .vendors import check_inside, missing
 
         check_inside(vendor, spelling)
-        if _KINDS[kind] not in (None, vendor):
-            raise lacking(vendor, kind, spelling)
+        if kind != "auto" and vendor not in (find_preset(preset).vendors if kind == "simulated" else (_KINDS[kind],)):
+            raise missing(vendor, f"{kind}:{preset}".rstrip(":"), spelling)
     if kind == "auto":
         return _auto(vendor, prefer, spelling)
     if kind == "simulated":
-        return _simulated(preset, vendor, prefer, spelling)
+        from .simulated import SimulatedDriver
+
+        if vendor is None and len(find_preset(preset).vendors) > 1:
+            from .vendors import meant_vendor
+
+            vendor = meant_vendor(os.environ, prefer)
+        return SimulatedDriver(preset, vendor=vendor)
     if kind == "nvml":
-        from .nvidia.nvml import NvmlDriver
+        from .nvml import NvmlDriver
 
         return NvmlDriver()
-    if kind == "kfd":
-        from .kfd import KfdDriver
+    if kind == "nvidia-smi":
+        from .nvidia_smi import NvidiaSmiDriver
 
-        return KfdDriver()
-    if kind == "intel":
-        from .intel import IntelDriver
-
-        return IntelDriver()
-    from .nvidia.nvidia_smi import NvidiaSmiDriver
-
-    return NvidiaSmiDriver()
+        return NvidiaSmiDriver()
+    return _other("amd" if kind == "kfd" else "intel")
 
 
 def open_drivers() -> tuple[list[Driver], list[str]]:
@@ -84,9 +87,7 @@ def open_drivers() -> tuple[list[Driver], list[str]]:
     """
     kind, preset = _parsed(None)
     if kind == "auto" and _may_have_others():
-        from .vendors import open_each
-
-        return open_each(_nvidia)
+        return _each()
     if kind == "simulated":
         from .simulated import SimulatedDriver
 
@@ -114,59 +115,110 @@ def _parsed(name: str | None) -> tuple[str, str]:
 def _may_have_others() -> bool:
     """Return whether a kernel driver of another than the first vendor is loaded. Every claim asks this, so it is one or
     two questions to the file system for each vendor."""
-    root = os.environ.get("SAFE_GPU_FSROOT") or "/"
-    paths = (path for key, vendor in VENDORS.items() if key != FIRST for path in vendor.loaded)
-    return any(os.path.exists(os.path.join(root, path)) for path in paths)
+    return any(Files().exists(path) for key, vendor in VENDORS.items() if key != FIRST for path in vendor.loaded)
 
 
 def _auto(vendor: str | None, prefer: str | None, spelling: type[ArgumentStyle]) -> Driver:
-    if vendor is not None:
-        from .vendors import open_of
+    """Open the driver of the vendor that was chosen, else of the GPUs that this process has been given, else of the
+    first vendor of which the host has GPUs. Whether they are free does not matter: programs are built for one vendor.
+    """
+    if vendor is None and not _may_have_others():
+        return _nvidia()
+    from .vendors import meant_vendor, missing, others_here
 
-        return open_of(vendor, _nvidia, spelling)
-    if _may_have_others():
-        from .vendors import open_first
+    others = others_here()
+    meant = vendor or meant_vendor(os.environ, prefer)
+    if meant in others:
+        return _other(meant)
+    if vendor is None and others:
+        return _nvidia_here() or _other(next(iter(others)))
+    try:
+        driver = _nvidia()
+    except NoDriverError as err:
+        if vendor is None or err.driver != "auto" or not others:
+            raise
+        raise missing(vendor, "auto", spelling) from err
+    if vendor in (None, FIRST):
+        return driver
+    driver.close()
+    raise missing(vendor, "auto", spelling)
 
-        return open_first(prefer, _nvidia, spelling)
-    return _nvidia(only=True)
+
+def _each() -> tuple[list[Driver], list[str]]:
+    """Open the drivers of all vendors of which the host has GPUs; see :func:`open_drivers`.
+
+    The integrated graphics of a processor are left out where there are other GPUs.
+    """
+    from .vendors import others_here
+
+    others, broken, nvidia = others_here(), [], None
+    if not others:
+        return [_nvidia()], []
+    wanted = [key for key, only_graphics in others.items() if not only_graphics]
+    try:
+        nvidia = _nvidia_here()
+    except NoDriverError as err:
+        broken.append(str(err))
+    drivers = [_other(key) for key in VENDORS if key in (wanted if nvidia else wanted or others)]
+    return [nvidia, *drivers] if nvidia else drivers, broken
 
 
-def _nvidia(*, only: bool = False) -> Driver:
-    """NVIDIA's driver; ``only`` if that of no other vendor is loaded."""
-    from .nvidia.nvml import NvmlDriver, why_missing
+def _nvidia() -> Driver:
+    """Open NVML, or nvidia-smi where NVML's library or Python module is missing.
+
+    Raises:
+        NoDriverError: it does not work, or, with "auto" as its ``driver``, both are missing.
+    """
+    from .nvml import NvmlDriver, why_missing
 
     reason = why_missing()
     if reason is None:
         return NvmlDriver()
 
-    from .nvidia.nvidia_smi import NvidiaSmiDriver, find_nvidia_smi
+    from .nvidia_smi import NvidiaSmiDriver, find_nvidia_smi
 
     if find_nvidia_smi() is None:
         raise NoDriverError(
-            f"There is no {'' if only else 'NVIDIA '}GPU driver here: {reason}, and nvidia-smi is not on PATH"
-            f"{'; nor is the driver of AMD or Intel GPUs loaded' if only else ''}. On a GPU host, install the driver, "
-            "for NVIDIA also nvidia-ml-py; to try safe_gpu without a GPU, set SAFE_GPU_DRIVER=simulated:dgx-a100.",
+            f"There is no GPU driver here: {reason}, and nvidia-smi is not on PATH; nor is the driver of AMD or Intel "
+            "GPUs loaded, or it shows none. On a GPU host, install the driver, for NVIDIA also nvidia-ml-py; to try "
+            "safe_gpu without a GPU, set SAFE_GPU_DRIVER=simulated:dgx-a100.",
             driver="auto",
         )
     return NvidiaSmiDriver()
 
 
-def _simulated(preset: str, vendor: str | None, prefer: str | None, spelling: type[ArgumentStyle]) -> Driver:
-    from .simulated import SimulatedDriver
+def _nvidia_here() -> Driver | None:
+    """Open the same on a host with other GPUs. None if it has no NVIDIA GPUs: a cluster may install one image on all
+    hosts, with libraries of all vendors.
 
-    vendors = find_preset(preset).vendors
-    if vendor is not None and vendor not in vendors:
-        from .vendors import lacking
+    Raises:
+        NoDriverError: there are NVIDIA GPUs, and their driver does not work.
+    """
+    try:
+        driver = _nvidia()
+        if driver.snapshot().gpus:
+            return driver
+        driver.close()
+    except NoDriverError as err:
+        if Files().exists("dev/nvidiactl") or (err.driver != "auto" and Files().nvidia_gpus()):
+            raise
+    return None
 
-        raise lacking(vendor, f"simulated:{preset}", spelling)
-    if vendor is None and len(vendors) > 1:
-        from .vendors import meant_vendor
 
-        vendor = meant_vendor(os.environ, prefer)
-    return SimulatedDriver(preset, vendor=vendor)
+def _other(vendor: str) -> Driver:
+    if vendor == "amd":
+        from .kfd import KfdDriver
+
+        return KfdDriver()
+    from .intel import IntelDriver
+
+    return IntelDriver()
 
 
-class opened_driver:
+@contextmanager
+def opened_driver(
+    vendor: str | None = None, *, prefer: str | None = None, spelling: type[ArgumentStyle] = ArgumentStyle
+) -> Iterator[Driver]:
     """``with opened_driver() as driver``: the driver that SAFE_GPU_DRIVER names, closed at the end.
 
     ``vendor``, ``prefer`` and ``spelling`` are those of :func:`open_driver`.
@@ -174,19 +226,10 @@ class opened_driver:
     Raises:
         UnsatisfiableRequestError: this is not Linux; or as :func:`open_driver`, NoDriverError too.
     """
-
-    def __init__(
-        self, vendor: str | None = None, *, prefer: str | None = None, spelling: type[ArgumentStyle] = ArgumentStyle
-    ) -> None:
-        self._vendor = vendor
-        self._prefer = prefer
-        self._spelling = spelling
-
-    def __enter__(self) -> Driver:
-        if sys.platform != "linux":
-            raise UnsatisfiableRequestError(f"safe_gpu works on Linux only, and this is {sys.platform}")
-        self._driver = open_driver(vendor=self._vendor, prefer=self._prefer, spelling=self._spelling)
-        return self._driver
-
-    def __exit__(self, *exc: object) -> None:
-        self._driver.close()
+    if sys.platform != "linux":
+        raise UnsatisfiableRequestError(f"safe_gpu works on Linux only, and this is {sys.platform}")
+    driver = open_driver(vendor=vendor, prefer=prefer, spelling=spelling)
+    try:
+        yield driver
+    finally:
+        driver.close()

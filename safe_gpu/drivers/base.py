@@ -18,7 +18,7 @@ class Driver(Protocol):
     A driver may be used by one process only (NVML handles do not survive fork); implementations notice a fork and open
     a new session. All methods raise :class:`~safe_gpu.errors.NoDriverError` when the driver as a whole is gone;
     the trouble of a single GPU does not raise but shows in that GPU's record. The methods with a body
-    here answer for a driver that cannot tell and keeps nothing open.
+    here answer for a driver that reads the kernel's files, cannot tell more, and keeps nothing open.
     """
 
     @property
@@ -46,6 +46,8 @@ class Driver(Protocol):
             Their records, in the same order: memory and processes as they are now, MIG mode too; the rest as given.
             A device that the driver has lost, or that no longer has this UUID, is ``lost``.
         """
+        shown = {gpu.uuid: gpu for gpu in self.snapshot().gpus} if gpus else {}
+        return tuple(shown.get(gpu.uuid) or gpu.unreachable("the kernel no longer lists it") for gpu in gpus)
 
     def linked(self, snapshot: HostSnapshot) -> HostSnapshot:
         """Return the same poll with ``nvlink_peers``, for claims of several GPUs: n GPUs are n * (n - 1) / 2

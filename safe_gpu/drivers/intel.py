@@ -19,20 +19,17 @@ Not known without hardware:
 import os
 import re
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from ..errors import NoDriverError
-from ..gpus.devices import Gpu, GpuProcess, HostSnapshot
+from ..gpus.devices import Gpu, GpuProcess, HostSnapshot, bus_order
 from ..gpus.vendors import VENDORS
 from ..host import procfs
 from ..runtimes.level_zero import LEVEL_ZERO
-from ..topology.files import Files
-from . import kernel, pci
+from ..topology.files import PCI, Files
 from .base import Driver
+from .kernel import has_display, numa_node
 
 _DRM = "sys/class/drm"
-_PCI = "sys/bus/pci/devices"
-_GONE = "the kernel no longer lists it"
 _MOST_DESCRIPTORS = 1 << 16
 
 # PCI device ids and names of cards, from Intel's compute runtime.
@@ -53,65 +50,52 @@ PRIVATE = "the kernel shows the processes of other users on Intel GPUs to root o
 _OUTSIDE = "the processes outside this container are not visible"
 
 
-class Card(NamedTuple):
-    """A card without what changes from poll to poll; ``number`` is Level Zero's number of it."""
-
-    number: int
-    bus_id: str
-    name: str
-    tiles: int
-    memory_total: int | None
-
-    @property
-    def uuid(self) -> str:
-        """Its place, since sysfs has no UUID."""
-        return f"{VENDORS['intel'].by_place}{self.bus_id}"
-
-
-def cards(files: Files) -> tuple[Card, ...]:
-    """Return the cards that this process may open, in the order of their bus ids; integrated GPUs are left out."""
+def cards(files: Files) -> tuple[Gpu, ...]:
+    """Return the cards that this process may open, in the order of their bus ids and without what changes from poll to
+    poll; integrated GPUs are left out."""
     found = set()
     for node in files.names(_DRM):
         place = os.path.realpath(f"{files.root}/{_DRM}/{node}/device")
         bus_id = os.path.basename(place)
         driver = os.path.basename(os.path.realpath(f"{place}/driver"))
-        usable = re.fullmatch(r"renderD[0-9]{1,6}", node) and pci.bus_order(bus_id) and driver in ("i915", "xe")
+        usable = re.fullmatch(r"renderD[0-9]{1,6}", node) and bus_order(bus_id) and driver in ("i915", "xe")
         if usable and os.access(f"{files.root}/dev/dri/{node}", os.R_OK | os.W_OK):
             found.add(bus_id)
-    counted = sorted(found, key=lambda bus_id: pci.bus_order(bus_id) or ())
+    counted = sorted(found, key=lambda bus_id: bus_order(bus_id) or ())
     return tuple(_card(files, number, bus_id) for number, bus_id in enumerate(counted) if not _is_integrated(bus_id))
 
 
 def _is_integrated(bus_id: str) -> bool:
     """Return whether the GPU is part of the processor: it is on the root bus then, and a card is behind a bridge."""
-    domain, bus, _, _ = pci.bus_order(bus_id) or (0, 0, 0, 0)
+    domain, bus, _, _ = bus_order(bus_id) or (0, 0, 0, 0)
     return domain == bus == 0
 
 
-def _card(files: Files, number: int, bus_id: str) -> Card:
-    place = f"{_PCI}/{bus_id}"
+def _card(files: Files, number: int, bus_id: str) -> Gpu:
+    place = f"{PCI}/{bus_id}"
     minors = [f"{place}/drm/{name}" for name in files.names(f"{place}/drm") if name.startswith("card")]
     tiles = files.numbered(place, "tile")  # xe
     parts = [files.number(f"{place}/tile{tile}/physical_vram_size_bytes") for tile in tiles]
     parts = parts or [files.number(f"{minor}/lmem_total_bytes") for minor in minors[:1]]  # i915 outside mainline
-    known = [part for part in parts if part is not None]
     engines = [len(files.numbered(f"{minor}/gt", "gt")) for minor in minors]  # of i915: one on each tile
     device = re.fullmatch(r"0x([0-9a-f]{1,4})", files.text(f"{place}/device") or "")
     identity = int(device[1], 16) if device else 0
-    name = _NAMES.get(identity, f"GPU {identity:04x}")
-    total = sum(known) if known and len(known) == len(parts) else None
-    return Card(number, bus_id, f"Intel {name}", max([len(tiles), 1] if tiles else [*engines, 1]), total)
+    return Gpu(
+        number,  # Level Zero's
+        f"{VENDORS['intel'].by_place}{bus_id}",  # its place, since sysfs has no UUID
+        f"Intel {_NAMES.get(identity, f'GPU {identity:04x}')}",
+        bus_id,
+        numa_node(bus_id),
+        memory_total=_sum(parts) if parts else None,
+        display_active=has_display(files, place),
+        tiles=max([len(tiles), 1] if tiles else [*engines, 1]),
+        vendor="intel",
+    )
 
 
-class _Clients(NamedTuple):
-    """The processes on each GPU, by bus id, and why the lists are incomplete, else ""."""
-
-    processes: dict[str, list[GpuProcess]]
-    incomplete: str
-
-
-def clients(files: Files) -> _Clients:
-    """Return who has files of Intel GPUs open and holds memory there."""
+def _clients(files: Files) -> tuple[dict[str, list[GpuProcess]], str]:
+    """Return who has files of Intel GPUs open and holds memory there, by bus id, and why the lists are incomplete, else
+    ""."""
     found: dict[str, list[GpuProcess]] = {}
     incomplete = ""
     if files.root == "/" and procfs.pid_namespace() != procfs.FIRST_PID_NAMESPACE:
@@ -126,7 +110,7 @@ def clients(files: Files) -> _Clients:
             continue
         for bus_id, memory in used.items():
             found.setdefault(bus_id, []).append(GpuProcess(pid, memory_used=memory))
-    return _Clients(found, incomplete)
+    return found, incomplete
 
 
 def _used_by(files: Files, process: str) -> dict[str, int | None]:
@@ -168,7 +152,7 @@ def parse_client(text: str) -> tuple[str, str, int | None] | None:
     i915 or xe. Memory that is resident counts, or all of it in kernels that do not tell; None if they tell neither."""
     fields = dict(re.findall(r"(?m)^(drm-[\w-]+):[ \t]*(\S.*?)[ \t]*$", text))
     bus_id = fields.get("drm-pdev", "")
-    if fields.get("drm-driver") not in ("i915", "xe") or not pci.bus_order(bus_id):
+    if fields.get("drm-driver") not in ("i915", "xe") or not bus_order(bus_id):
         return None
     for kind in ("resident", "total"):
         sizes = [value for name, value in fields.items() if re.fullmatch(rf"drm-{kind}-(vram|local)[0-9]*", name)]
@@ -201,31 +185,17 @@ class IntelDriver(Driver):
     def snapshot(self) -> HostSnapshot:
         """Poll every card of the host; see :class:`~safe_gpu.drivers.base.Driver`."""
         files = Files()
-        users = clients(files)
-        gpus = tuple(_gpu(files, card, users) for card in cards(files))
+        users, incomplete = _clients(files)
+        gpus = tuple(_with_usage(card, users.get(card.pci_bus_id, ()), incomplete) for card in cards(files))
         return HostSnapshot(gpus, self.name, procfs.printable(f"Linux {os.uname().release}"[:80]))
 
-    def usage(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-        """Ask again about these devices: all of them are the same few files."""
-        return kernel.as_shown_now(gpus, self.snapshot().gpus, _GONE) if gpus else ()
 
-
-def _gpu(files: Files, card: Card, users: _Clients) -> Gpu:
-    processes = users.processes.get(card.bus_id, [])
-    used = None if users.incomplete else _sum([process.memory_used for process in processes])
-    return Gpu(
-        index=card.number,
-        uuid=card.uuid,
-        name=card.name,
-        pci_bus_id=card.bus_id,
-        numa_node=pci.numa_node(card.bus_id),
-        memory_total=card.memory_total,
+def _with_usage(card: Gpu, processes: Sequence[GpuProcess], incomplete: str) -> Gpu:
+    used = None if incomplete else _sum(process.memory_used for process in processes)
+    return card._replace(
         memory_used=used,
         memory_free=None if used is None or card.memory_total is None else max(0, card.memory_total - used),
-        display_active=kernel.has_display(files, f"{_PCI}/{card.bus_id}"),
         processes=tuple(processes),
-        process_error=users.incomplete,
-        processes_private=bool(users.incomplete),
-        tiles=card.tiles,
-        vendor="intel",
+        process_error=incomplete,
+        processes_private=bool(incomplete),
     )

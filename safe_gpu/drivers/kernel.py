@@ -1,28 +1,22 @@
-"""What /dev and /proc say about a driver's answers.
+"""What the kernel's files say of GPUs and of a driver's answers.
 
-Device files, and ``/proc/driver`` of the driver, are read under ``SAFE_GPU_FSROOT``; processes always in ``/proc``.
+Device files, ``/sys`` and ``/proc/driver`` are read under ``SAFE_GPU_FSROOT``; processes always in ``/proc``.
 """
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
-from ..gpus.devices import Gpu, GpuProcess
+from ..gpus.devices import Gpu, GpuProcess, bus_order
 from ..gpus.vendors import FIRST, VENDORS, Vendor
 from ..host import procfs
-from ..host.foreign_files import read_start
+from ..topology.files import Files
 
-if TYPE_CHECKING:
-    from ..topology.files import Files
-
-# A process with more descriptors than this is not searched for a device among them.
-_MOST_DESCRIPTORS = 4096
+_Thing = TypeVar("_Thing")
 
 
 def own_namespace_pids(
-    processes: Iterable[GpuProcess], *, by_devices: bool = True, vendor: Vendor = VENDORS[FIRST]
+    processes: Iterable[GpuProcess], *, vendor: Vendor | None = VENDORS[FIRST]
 ) -> tuple[GpuProcess, ...]:
     """Return the processes under their numbers of this PID namespace, each once per kind.
 
@@ -31,13 +25,12 @@ def own_namespace_pids(
     kernel does so for AMD GPUs. Such a process is ``elsewhere``, and its name is not that of the one here.
 
     Args:
-        by_devices: False does not look whether a process has the driver's device open, for drivers without devices.
-        vendor: whose device files are looked for.
+        vendor: whose device files processes must have open; None where there are no devices.
     """
-    by_devices = by_devices and _exists(vendor.control)
+    device = vendor.device if vendor and Files().exists(vendor.control) else ""
     found: dict[tuple[int, str], GpuProcess] = {}
     for listed in processes:
-        process = _resolved(listed, vendor.device if by_devices else "")
+        process = _resolved(listed, device)
         known = found.setdefault((process.pid, process.kind), process)
         if (known.memory_used or -1) < (process.memory_used or -1):
             found[process.pid, process.kind] = process
@@ -54,30 +47,22 @@ def _resolved(process: GpuProcess, device: str) -> GpuProcess:
 
 def _has_device(pid: int, device: str) -> bool | None:
     """Return whether a descriptor or a mapping of the process is such a device; None if /proc does not tell."""
-    mapped = False
-    try:
-        numbers = os.listdir(f"/proc/{pid}/fd")
-        if len(numbers) > _MOST_DESCRIPTORS:
-            return None
-        for number in numbers:
-            try:
-                if os.readlink(f"/proc/{pid}/fd/{number}").rpartition("/")[2].startswith(device):
-                    return True
-            except FileNotFoundError:
-                continue  # closed meanwhile
-        with open(f"/proc/{pid}/maps", "rb") as maps:
-            for line in maps:
-                if b"/" + device.encode() in line:
-                    return True
-                mapped = True
-    except OSError:
+    opened = procfs.open_files(pid)
+    if opened is None:
         return None
+    if any(path.rpartition("/")[2].startswith(device) for path in opened.values()):
+        return True
+    mapped = False
+    for line in procfs.lines_of(f"/proc/{pid}/maps"):
+        if b"/" + device.encode() in line:
+            return True
+        mapped = True
     return False if mapped else None  # without a mapping it is exiting, or its main thread has ended
 
 
 def is_wsl() -> bool:
     """Return whether the GPUs are those of a Windows host, whose desktop and processes are not listed here."""
-    return _exists("dev/dxg") and not _exists("dev/nvidiactl")
+    return Files().exists("dev/dxg") and not Files().exists("dev/nvidiactl")
 
 
 def memory_is_node(bus_id: str) -> bool:
@@ -87,8 +72,8 @@ def memory_is_node(bus_id: str) -> bool:
     """
     import re  # only nvidia-smi's driver asks, which has it loaded
 
-    status = read_start(under_root(f"proc/driver/nvidia/gpus/{bus_id}/numa_status"), 4096)
-    return re.search(rb"Node:\s*[0-9]", status or b"") is not None
+    status = Files().text(f"proc/driver/nvidia/gpus/{bus_id}/numa_status")
+    return re.search(r"Node:\s*[0-9]", status or "") is not None
 
 
 def has_display(files: Files, device: str) -> bool:
@@ -100,21 +85,38 @@ def has_display(files: Files, device: str) -> bool:
     )
 
 
-def _exists(path: str) -> bool:
-    return os.path.exists(under_root(path))
+def in_bus_order(found: Iterable[tuple[str, int, _Thing]]) -> list[_Thing]:
+    """Return GPUs by PCI bus id, as nvidia-smi numbers them. Those without one are put at the places that their numbers
+    give, in the given order.
+
+    Args:
+        found: bus id, number and GPU.
+    """
+    keyed = [(bus_order(bus_id), number, gpu) for bus_id, number, gpu in found]
+    ordered = [gpu for _, gpu in sorted(((key, gpu) for key, _, gpu in keyed if key), key=lambda pair: pair[0])]
+    for key, number, gpu in keyed:
+        if key is None:
+            ordered.insert(number, gpu)
+    return ordered
 
 
-def under_root(path: str) -> str:
-    return os.path.join(os.environ.get("SAFE_GPU_FSROOT") or "/", path)
+def numa_node(bus_id: str, near: Callable[[], frozenset[int] | None] = lambda: None) -> int | None:
+    """Return the NUMA node of a PCI device; None is unknown.
 
+    It is sysfs's. Where sysfs does not tell (-1), it is the only node that has CPUs, else the one that has all CPUs
+    near the device.
 
-def as_shown_now(gpus: Iterable[Gpu], shown: Iterable[Gpu], gone: str) -> tuple[Gpu, ...]:
-    """Return these devices with the memory and the processes of a new poll; ``gone`` is said of those that it lacks."""
-    found = {gpu.uuid: gpu for gpu in shown}
-    return tuple(
-        gpu._replace(memory_used=now.memory_used, memory_free=now.memory_free, processes=now.processes,
-                process_error=now.process_error, processes_private=now.processes_private, unusable=now.unusable)
-        if (now := found.get(gpu.uuid)) is not None
-        else gpu.unreachable(gone)
-        for gpu in gpus
-    )  # fmt: skip
+    This is where the card is plugged in. The driver's own notion of a GPU's NUMA node (``nvmlDeviceGetNumaNodeId``) is
+    the node that the GPU's *memory* forms on coherent platforms, which is no place for CPUs.
+
+    Args:
+        near: returns the driver's word for the CPUs near it, and is asked where sysfs does not tell.
+    """
+    node = Files().pci_node(bus_id)
+    if node is not None and node >= 0:
+        return node
+    from ..topology.host import SysfsHost, node_of_cpus  # most hosts need none of it
+
+    host = SysfsHost(Files())
+    node_by_sysfs, _, _ = host.place(Gpu(0, "", pci_bus_id=bus_id))
+    return node_of_cpus(near() or frozenset(), host.nodes) if node_by_sysfs is None else node_by_sysfs

@@ -11,23 +11,29 @@ Not known without hardware:
 * how long the directory of a process stays after its end. The kernel removes it in a work queue. Until then the GPU is
   busy.
 
-``kfd_nodes`` says which GPUs there are, ``kfd_processes`` who is on them. The rest is with the PCI device.
+Who is on them stands in ``/sys/class/kfd/kfd/proc``, what they are in ``topology.kfd_topology``, and the rest with the
+PCI device.
 """
 
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable
 
 from ..errors import NoDriverError
-from ..gpus.devices import Gpu, HostSnapshot
+from ..gpus.devices import Gpu, GpuProcess, HostSnapshot
+from ..gpus.vendors import VENDORS
 from ..host import procfs
 from ..runtimes.hip import HIP
 from ..topology.files import Files
 from ..topology.kfd_topology import Device, devices
-from . import kernel
-from . import pci as pci_module
 from .base import Driver
-from .kernel import as_shown_now
-from .kfd_processes import processes
+from .kernel import has_display, numa_node, own_namespace_pids
+
+_PROCESSES = "sys/class/kfd/kfd/proc"
+
+_MOST_CONTEXTS = 1 << 10
+
+_MOST_QUEUES = 1 << 12
 
 # The memory of integrated graphics is a small part of the host's that the firmware has set aside.
 _LARGEST_CARVE_OUT = 4 << 30
@@ -37,8 +43,6 @@ _TIMES_LARGER = 4
 _LONGEST_NAME = 80
 
 _INTEGRATED = "it is the processor's integrated graphics beside GPUs with memory of their own"
-
-_GONE = "the kernel no longer lists it"
 
 
 class KfdDriver(Driver):
@@ -64,10 +68,6 @@ class KfdDriver(Driver):
         # The version of the amdgpu module; the kernel's, if amdgpu is the kernel's own.
         version = files.text("sys/module/amdgpu/version") or f"Linux {os.uname().release}"
         return HostSnapshot(tuple(_gpus(files, found)), self.name, procfs.printable(version[:_LONGEST_NAME]))
-
-    def usage(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-        """Ask again about these devices. Their memory and processes are a few files of the host."""
-        return as_shown_now(gpus, self.snapshot().gpus, _GONE) if gpus else ()
 
     def linked(self, snapshot: HostSnapshot) -> HostSnapshot:
         """Return the same poll with the GPUs connected by xGMI as ``nvlink_peers``: those of one hive."""
@@ -105,34 +105,34 @@ class KfdDriver(Driver):
 def _gpus(files: Files, found: tuple[Device, ...]) -> Iterable[Gpu]:
     # Read before the processes, or the memory of one that starts in between would belong to no visible process.
     counters = {device.pci: files.number(f"{device.pci}/mem_info_vram_used") for device in found if not device.broken}
-    uses = processes(files, [device.node.gpu_id for device in found if device.node.gpu_id])
-    held = {gpu_id: sum(process.memory_used or 0 for process in use.processes) for gpu_id, use in uses.items()}
+    uses = _processes(files, [device.gpu_id for device in found if device.gpu_id])
+    held = {gpu_id: sum(process.memory_used or 0 for process in listed) for gpu_id, (listed, _) in uses.items()}
     largest = max((device.memory_total or 0 for device in found), default=0)
     for index, device in enumerate(found):
         if device.broken:
             gpu = Gpu(index, device.uuid, device.name, device.bus_id, vendor="amd")
             yield gpu.unreachable(device.broken, lost=False)
             continue
-        use = uses[device.node.gpu_id]
+        processes, error = uses[device.gpu_id]
         total, memory = device.memory_total, counters[device.pci]
         if memory is not None and device.shared:
             # Partitions of one GPU share its counter. Memory that no process on any of them accounts for may be on each
             # of them, so it counts on all.
-            nobodys = memory - sum(held[one.node.gpu_id] for one in found if one.pci == device.pci)
-            memory = held[device.node.gpu_id] + max(0, nobodys)
+            nobodys = memory - sum(held[one.gpu_id] for one in found if one.pci == device.pci)
+            memory = held[device.gpu_id] + max(0, nobodys)
         integrated = may_be_integrated(device) and largest >= _TIMES_LARGER * max(total or 0, 1)
         yield Gpu(
             index=index,
             uuid=device.uuid,
             name=device.name,
             pci_bus_id=device.bus_id,
-            numa_node=pci_module.numa_node(device.bus_id),
+            numa_node=numa_node(device.bus_id),
             memory_total=total,
             memory_used=memory,
             memory_free=None if total is None or memory is None else max(0, total - memory),
-            display_active=kernel.has_display(files, device.pci),
-            processes=None if use.error else use.processes,
-            process_error=use.error,
+            display_active=has_display(files, device.pci),
+            processes=None if error else processes,
+            process_error=error,
             unusable=_INTEGRATED if integrated else None,
             vendor="amd",
         )
@@ -142,3 +142,45 @@ def may_be_integrated(device: Device) -> bool:
     """Return whether it looks like the integrated graphics of a processor. GPUs of another vendor tell whether it
     matters."""
     return device.integrated or (device.memory_total or 0) < _LARGEST_CARVE_OUT
+
+
+def _processes(files: Files, gpu_ids: Iterable[int]) -> dict[int, tuple[tuple[GpuProcess, ...], str]]:
+    """Return the processes on each of these GPUs, by ``gpu_id``, and why the list is incomplete, else ""."""
+    wanted = tuple(gpu_ids)
+    found: dict[int, list[GpuProcess]] = {gpu_id: [] for gpu_id in wanted}
+    errors = dict.fromkeys(wanted, "")
+    if not files.exists(_PROCESSES):
+        return dict.fromkeys(wanted, ((), f"this kernel has no /{_PROCESSES}"))
+    for pid in sorted(int(name) for name in files.names(_PROCESSES) if re.fullmatch(r"[1-9][0-9]{0,9}", name)):
+        place = f"{_PROCESSES}/{pid}"
+        contexts = [name for name in files.names(place) if re.fullmatch(r"context_[0-9]{1,10}", name)]
+        places = [place, *(f"{place}/{name}" for name in contexts[:_MOST_CONTEXTS])]
+        queues = {
+            files.number(f"{place}/queues/{name}/gpuid")
+            for place in places
+            for name in files.names(f"{place}/queues")[:_MOST_QUEUES]
+        }
+        for gpu_id in wanted:
+            try:
+                memory = sum(_memory(files, f"{place}/vram_{gpu_id}") for place in places)
+            except (OSError, ValueError) as err:
+                errors[gpu_id] = f"memory of process {pid} cannot be read: {getattr(err, 'strerror', None) or err}"
+                continue
+            if memory or gpu_id in queues:
+                found[gpu_id].append(GpuProcess(pid, memory_used=memory))
+    return {
+        # A pid there is the kernel's number, that of the first PID namespace.
+        gpu_id: (own_namespace_pids(listed, vendor=VENDORS["amd"]), errors[gpu_id])
+        for gpu_id, listed in found.items()
+    }
+
+
+def _memory(files: Files, path: str) -> int:
+    """Return the bytes; 0 if there is no such file, because the process or its context has just ended."""
+    try:
+        text = files.read(path)
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    if not re.fullmatch(r"[0-9]{1,20}", text):
+        raise ValueError(f"it is {text[:20]!r}")
+    return int(text)

@@ -1,11 +1,12 @@
 """The hosts that can be simulated: a few lines of facts for each, and what is made of them on demand.
 
 :func:`preset` by name, then the devices as an idle driver would report them (:meth:`Preset.gpus`) and the CPUs as the
-kernel would (:meth:`Preset.topology`).
+kernel would (:attr:`Preset.topology`).
 """
 
+from collections.abc import Iterable
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import UnsatisfiableRequestError
 from ..gpus.devices import MIG_IS_ON, Gpu, vendor_of
@@ -52,50 +53,21 @@ class Cpus(NamedTuple):
             return frozenset(range(2 * first, 2 * (first + count)))
         return frozenset(range(first, first + count)) | frozenset(range(self.total + first, self.total + first + count))
 
-    def of_node(self, node: int) -> frozenset[int]:
-        """Return the logical CPUs of a NUMA node."""
-        return self.threads(node * self.cores, self.cores)
-
-    def of_package(self, package: int) -> frozenset[int]:
-        """Return the logical CPUs of a socket."""
-        return self.threads(package * self.nodes * self.cores, self.nodes * self.cores)
-
-
-class SimulatedInstance(NamedTuple):
-    """One MIG instance: its profile ("3g.40gb") and memory in MiB."""
-
-    uuid: str
-    profile: str
-    mib: int
-
-
-class SimulatedGpu(NamedTuple):
-    """One GPU: PCI bus and slot, NUMA node, memory in MiB; MIG mode is on where it has ``instances``."""
-
-    uuid: str
-    bus: int
-    node: int
-    name: str
-    mib: int
-    display: bool = False
-    instances: tuple[SimulatedInstance, ...] = ()
-    tiles: int = 1
-    slot: int = 0
-
-    @property
-    def vendor(self) -> str:
-        """Of the GPU."""
-        return vendor_of(self.uuid)
-
 
 class Preset:
-    """One simulated host; its GPUs stand in PCI bus order. ``nvswitch``: NVLink or xGMI connects all of them."""
+    """One simulated host.
 
-    def __init__(self, name: str, cpus: Cpus, devices: tuple[SimulatedGpu, ...], nvswitch: bool = False) -> None:
+    Args:
+        devices: its GPUs in PCI bus order, each before its MIG instances, as an idle driver reports them; their indices
+            and links are set here.
+        linked: whether NVLink or xGMI connects all of them.
+    """
+
+    def __init__(self, name: str, cpus: Cpus, devices: Iterable[Gpu], linked: bool = False) -> None:
         self.name = name
         self.cpus = cpus
-        self.devices = devices
-        self.nvswitch = nvswitch
+        self.devices = tuple(devices)
+        self.linked = linked
 
     @cached_property
     def vendors(self) -> tuple[str, ...]:
@@ -109,46 +81,20 @@ class Preset:
         if len(self.vendors) == 1:
             return self
         meant = vendor if vendor in self.vendors else self.vendors[0]
-        devices = tuple(device for device in self.devices if device.vendor == meant)
-        return Preset(self.name, self.cpus, devices, self.nvswitch)
+        return Preset(self.name, self.cpus, (one for one in self.devices if one.vendor == meant), self.linked)
 
     def gpus(self) -> tuple[Gpu, ...]:
-        """Return all devices as the driver of an idle host reports them, MIG instances after their GPU."""
+        """Return all devices as the driver of an idle host reports them."""
         return self._gpus
 
     @cached_property
     def _gpus(self) -> tuple[Gpu, ...]:
-        everyone = frozenset(device.uuid for device in self.devices) if self.nvswitch else frozenset()
-        found = []
-        for index, device in enumerate(self.devices):
-            mig = bool(device.instances)
-            used = _RESERVED + (_DESKTOP if device.display else 0)
-            whole = Gpu(
-                index=index,
-                uuid=device.uuid,
-                name=device.name,
-                pci_bus_id=f"0000:{device.bus:02x}:{device.slot:02x}.0",
-                numa_node=device.node,
-                memory_total=device.mib * MIB,
-                memory_used=used,
-                memory_free=device.mib * MIB - used,
-                counts_reserved=False,
-                utilization=None if mig else 0,
-                temperature=34,
-                display_active=device.display,
-                unusable=MIG_IS_ON if mig else None,
-                mig_enabled=mig,
-                nvlink_peers=everyone - {device.uuid},
-                vendor=device.vendor,
-                tiles=device.tiles,
-            )
-            found.append(whole)
-            for number, (uuid, profile, mib) in enumerate(device.instances):
-                instance = Gpu(index, uuid, f"{device.name} MIG {profile}", whole.pci_bus_id, device.node, mib * MIB,
-                               _RESERVED, mib * MIB - _RESERVED, counts_reserved=False, mig_parent=device.uuid,
-                               mig_instance=number)  # fmt: skip
-                found.append(instance)
-        return tuple(found)
+        indices = {gpu.uuid: index for index, gpu in enumerate(one for one in self.devices if not one.is_mig_instance)}
+        everyone = frozenset(indices if self.linked else ())
+        return tuple(
+            gpu._replace(index=indices[gpu.mig_parent or gpu.uuid], nvlink_peers=everyone - {gpu.uuid})
+            for gpu in self.devices
+        )
 
     @cached_property
     def topology(self) -> "HostTopology":
@@ -156,13 +102,15 @@ class Preset:
         from ..topology.host import GpuLocality, HostTopology
 
         cpus = self.cpus
-        nodes = range(cpus.packages * cpus.nodes)
         same, socket, remote = cpus.distances
+        nodes = {node: cpus.threads(node * cpus.cores, cpus.cores) for node in range(cpus.packages * cpus.nodes)}
+        in_package = cpus.nodes * cpus.cores
+        packages = {package: cpus.threads(package * in_package, in_package) for package in range(cpus.packages)}
         return HostTopology(
             cpus=frozenset(range(2 * cpus.total)),
             cores=tuple(cpus.threads(core, 1) for core in range(cpus.total)),
-            nodes={node: cpus.of_node(node) for node in nodes},
-            packages={package: cpus.of_package(package) for package in range(cpus.packages)},
+            nodes=nodes,
+            packages=packages,
             llc=tuple(cpus.threads(first, cpus.llc) for first in range(0, cpus.total, cpus.llc)),
             distances={
                 one: {
@@ -172,23 +120,12 @@ class Preset:
                 for one in nodes
             },
             gpus=tuple(
-                GpuLocality(
-                    index=gpu.index,
-                    uuid=gpu.uuid,
-                    numa_node=gpu.numa_node,
-                    node_cpus=cpus.of_node(gpu.numa_node or 0),
-                    socket_cpus=cpus.of_package((gpu.numa_node or 0) // cpus.nodes),
-                    pci_bus_id=gpu.pci_bus_id,
-                    source=f"simulated:{self.name}",
-                )
-                for gpu in self._gpus
-                if not gpu.is_mig_instance
+                GpuLocality(gpu.index, gpu.uuid, node, nodes[node], packages[node // cpus.nodes], gpu.pci_bus_id,
+                            f"simulated:{self.name}")
+                for gpu in self.gpus()
+                if not gpu.is_mig_instance and (node := gpu.numa_node) is not None
             ),
-        )
-
-    def node_of(self, uuid: str) -> int | None:
-        """Return the NUMA node of a GPU or MIG instance; None for a UUID that is not of this host."""
-        return next((gpu.numa_node for gpu in self._gpus if gpu.uuid == uuid), None)
+        )  # fmt: skip
 
 
 def preset(name: str) -> Preset:
@@ -215,9 +152,15 @@ def _uuid(vendor: str, of: str) -> str:
     return f"GPU-{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
 
 
+def _idle(mib: int, used: int = _RESERVED) -> dict[str, Any]:
+    """Return the memory of an idle device as fields of a Gpu."""
+    sizes = {"memory_total": mib * MIB, "memory_used": used, "memory_free": mib * MIB - used}
+    return {"counts_reserved": False, **sizes}
+
+
 def _cards(
     name: str, mib: int, places: str, *, display: bool = False, tiles: int = 1, partitions: int = 1
-) -> tuple[SimulatedGpu, ...]:
+) -> tuple[Gpu, ...]:
     """Return cards of one model, whole or each in partitions, which share the bus id.
 
     Args:
@@ -228,44 +171,56 @@ def _cards(
     vendor, found = name.partition(" ")[0], []
     for place in places.split():
         address, _, node = place.partition(":")
-        bus, slot = (int(number, 16) for number in f"{address}.0".split(".")[:2])
+        bus, _, slot = address.partition(".")
+        bus_id = f"0000:{bus}:{slot or '00'}.0"
         for partition in range(partitions):
-            uuid = _uuid(vendor, f"{name} {address} {partition}")
-            if vendor == "Intel":
-                uuid = f"INTEL-0000:{bus:02x}:00.0"
-            found.append(SimulatedGpu(uuid, bus, int(node), name, mib, display, tiles=tiles, slot=slot))
+            uuid = f"INTEL-{bus_id}" if vendor == "Intel" else _uuid(vendor, f"{name} {address} {partition}")
+            used = _RESERVED + (_DESKTOP if display else 0)
+            gpu = Gpu(0, uuid, name, bus_id, int(node), utilization=0, temperature=34, display_active=display,
+                      vendor=vendor_of(uuid), tiles=tiles, **_idle(mib, used))  # fmt: skip
+            found.append(gpu)
     return tuple(found)
+
+
+def _cut(gpu: Gpu, *profiles: tuple[str, int]) -> tuple[Gpu, ...]:
+    """Return a GPU with MIG mode on and its instances, given by profile and MiB."""
+    instances = (
+        gpu._replace(
+            uuid=_uuid("NVIDIA", f"MIG {number}").replace("GPU", "MIG"),
+            name=f"{gpu.name} MIG {profile}",
+            utilization=None,
+            temperature=None,
+            mig_parent=gpu.uuid,
+            mig_instance=number,
+            **_idle(mib),
+        )
+        for number, (profile, mib) in enumerate(profiles)
+    )
+    return gpu._replace(unusable=MIG_IS_ON, mig_enabled=True, utilization=None), *instances
 
 
 _NEAR, _FAR = (10, 10, 21), (10, 10, 32)
 
-_CUT, _WHOLE = _cards("NVIDIA H100 PCIe", 81559, "17:0 ca:1")
-
-_MIG_INSTANCES = tuple(
-    SimulatedInstance(_uuid("NVIDIA", f"MIG {number}").replace("GPU", "MIG"), profile, mib)
-    for number, (profile, mib) in enumerate(
-        (("3g.40gb", 40320), ("2g.20gb", 19968), ("1g.10gb", 9856), ("1g.10gb", 9856))
-    )
-)
+_TO_CUT, _WHOLE = _cards("NVIDIA H100 PCIe", 81559, "17:0 ca:1")
 
 _ALL = (
     Preset(
         "dgx-a100",
         Cpus(packages=2, nodes=4, cores=16, llc=4),  # two EPYC 7742, four NUMA nodes per socket
         _cards("NVIDIA A100-SXM4-80GB", 81920, "07:3 0f:3 47:1 4e:1 87:7 90:7 b7:5 bd:5"),
-        nvswitch=True,
+        linked=True,
     ),
     Preset(
         "dgx-h100",
         Cpus(packages=2, nodes=1, cores=56, llc=56, distances=_NEAR),  # two Xeon Platinum 8480C
         _cards("NVIDIA H100 80GB HBM3", 81559, "1b:0 43:0 52:0 61:0 9d:1 c3:1 d1:1 df:1"),
-        nvswitch=True,
+        linked=True,
     ),
     Preset(
         "p4d",
         Cpus(packages=2, nodes=1, cores=24, llc=24, distances=_NEAR),  # two Xeon Platinum 8275CL
         _cards("NVIDIA A100-SXM4-40GB", 40960, "10.1c:0 10.1d:0 20.1c:0 20.1d:0 90.1c:1 90.1d:1 a0.1c:1 a0.1d:1"),
-        nvswitch=True,
+        linked=True,
     ),
     Preset(
         "workstation-mixed",
@@ -289,24 +244,24 @@ _ALL = (
             32510,
             "34:0 36:0 39:0 3b:0 57:0 59:0 5c:0 5e:0 b7:1 b9:1 bc:1 be:1 e0:1 e2:1 e5:1 e7:1",
         ),
-        nvswitch=True,
+        linked=True,
     ),
     Preset(
         "mig-h100",
         Cpus(packages=2, nodes=1, cores=32, llc=32, distances=_NEAR),
-        (_CUT._replace(instances=_MIG_INSTANCES), _WHOLE),
+        (*_cut(_TO_CUT, ("3g.40gb", 40320), ("2g.20gb", 19968), ("1g.10gb", 9856), ("1g.10gb", 9856)), _WHOLE),
     ),
     Preset(
         "mi250x",
         Cpus(packages=1, nodes=4, cores=16, llc=8),  # an EPYC 7A53, as in LUMI and Frontier: each die is next to one L3
         _cards("AMD Instinct MI250X", 65520, "c1:3 c6:3 c9:1 ce:1 d1:0 d6:0 d9:2 de:2"),
-        nvswitch=True,
+        linked=True,
     ),
     Preset(
         "mi300x-cpx",
         Cpus(packages=2, nodes=1, cores=96, llc=8, distances=_FAR),  # two EPYC 9654
         _cards("AMD Instinct MI300X", 24560, "05:0 26:0 46:0 65:0 85:1 a6:1 c6:1 e5:1", partitions=8),
-        nvswitch=True,
+        linked=True,
     ),
     Preset(
         "two-vendors",
@@ -320,7 +275,7 @@ _ALL = (
         "max1550",
         Cpus(packages=2, nodes=1, cores=52, llc=52, distances=_NEAR),  # two Xeon Max 9470C, as in Aurora
         _cards("Intel Data Center GPU Max 1550", 131072, "18:0 42:0 6c:0 93:1 bd:1 e7:1", tiles=2),
-        nvswitch=True,
+        linked=True,
     ),
     Preset(
         "arc-a770",

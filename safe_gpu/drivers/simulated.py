@@ -20,7 +20,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import time
 from collections.abc import Container, Sequence
 from contextlib import ExitStack, suppress
 from itertools import count
@@ -28,14 +27,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..coordination.directory import OPEN_DIR, OPEN_FILE, SharedDirectory
 from ..coordination.doors import simulated_tree
-from ..coordination.held import file_of
+from ..coordination.held import Held
 from ..coordination.signals import DeferredSignals
 from ..coordination.state_dir import refusal, state_dir_path
 from ..errors import PlaceholderError, StateDirError
 from ..gpus.devices import Gpu, GpuProcess, HostSnapshot, ProcessKind
 from ..gpus.vendors import VENDORS
-from ..host.decoding import read_bounded
-from ..host.procfs import lasting
+from ..host.foreign_files import open_to_read
 from ..runtimes.library import Runtime
 from ..runtimes.visible_devices import read_visible
 from .base import Driver
@@ -46,8 +44,10 @@ from .presets import preset as find_preset
 if TYPE_CHECKING:
     from ..topology.host import HostTopology
 
+_numbers = count()
 
-def is_alive(name: str, directory: int) -> bool:
+
+def _is_alive(name: str, directory: int) -> bool:
     """Return whether somebody holds the lock of this entry; if nobody does, it is removed where this user may."""
     try:
         fd = os.open(name, OPEN_FILE, dir_fd=directory)
@@ -66,21 +66,6 @@ def is_alive(name: str, directory: int) -> bool:
         os.close(fd)
 
 
-_contexts: set[SimulatedContext] = lasting("simulated_contexts", set())
-_numbers = count()
-
-
-def _forget() -> None:
-    """Forget the contexts in a forked child: they are its parent's, and must not outlive that one through copies of the
-    locks."""
-    for context in _contexts:
-        context._disown()
-    _contexts.clear()
-
-
-os.register_at_fork(after_in_child=_forget)
-
-
 class SimulatedContext:
     """A live process on a simulated GPU; made by :meth:`SimulatedDriver.occupy`.
 
@@ -93,29 +78,17 @@ class SimulatedContext:
         self.uuid = uuid
         self.pid = pid
         self.memory = memory
-        self._directory = os.dup(directory.fd)
-        try:
-            self._fd, self._name = _enter(directory, f"{uuid}.{pid}-{memory}-{kind}")
-        except BaseException:
-            os.close(self._directory)
-            raise
-        self._files = {fd: file_of(fd) for fd in (self._fd, self._directory)}
-        _contexts.add(self)
+        self._name, self._lock = _enter(directory, f"{uuid}.{pid}-{memory}-{kind}")
+        self._directory = Held(os.dup(directory.fd))
 
     def close(self) -> None:
         """Leave the GPU; safe to call twice, and without effect in a forked child, whose context it is not."""
-        if self._fd < 0:
-            return
-        with suppress(OSError):
-            os.unlink(self._name, dir_fd=self._directory)
-        self._disown()
-        _contexts.discard(self)
+        self._lock.release(first=self._unlink)
+        self._directory.release()
 
-    def _disown(self) -> None:
-        for fd, file in self._files.items():
-            if file == file_of(fd):
-                os.close(fd)
-        self._fd = self._directory = -1
+    def _unlink(self) -> None:
+        with suppress(OSError):
+            os.unlink(self._name, dir_fd=self._directory.fd)
 
     def __enter__(self) -> SimulatedContext:
         return self
@@ -124,40 +97,30 @@ class SimulatedContext:
         self.close()
 
 
-def _enter(directory: SharedDirectory, stem: str) -> tuple[int, str]:
-    """Make the entry of a context and take its lock; return its descriptor and name."""
-    fd = -1
+def _enter(directory: SharedDirectory, stem: str) -> tuple[str, Held]:
+    """Make the entry of a context and take its lock; return its name and its lock."""
     try:
         while True:
             name = f"{stem}-{next(_numbers)}"
             try:
-                fd = os.open(name, OPEN_FILE | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=directory.fd)
+                lock = Held(os.open(name, OPEN_FILE | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=directory.fd))
             except FileExistsError:
                 continue  # left by a dead process with our pid, of a user whose files we cannot remove
-            os.fchmod(fd, 0o644)
-            with suppress(BlockingIOError):
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(fd).st_nlink:
-                    return fd, name
-            # A poll came between, took it for a dead one's and removes it.
-            os.close(fd)
-            fd = -1
+            try:
+                os.fchmod(lock.fd, 0o644)
+                with suppress(BlockingIOError):
+                    fcntl.flock(lock.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if os.fstat(lock.fd).st_nlink:
+                        return name, lock
+            except BaseException:
+                lock.release()
+                raise
+            lock.release()  # a poll came between, took it for a dead one's and removes it
     except OSError as err:
-        if fd >= 0:
-            os.close(fd)
         what = f"the simulated host cannot write {directory.path} ({err.strerror}): free some space there"
         raise refusal(what, directory.path, err.errno) from err
 
 
-def _opened(stack: ExitStack, place: tuple[str, ...]) -> SharedDirectory:
-    directory: SharedDirectory | None = None
-    for name in place:
-        directory = stack.enter_context(SharedDirectory(name, directory))
-    assert directory is not None
-    return directory
-
-
-_TREE = "simulated"
 _GONE = "this host has no such device"
 _ENTRY = r"(.+)\.([0-9]{1,10})-([0-9]{1,15})-(compute|graphics|mps)-[0-9]+"
 _Usage = dict["tuple[int, str]", int]
@@ -180,8 +143,7 @@ class SimulatedDriver(Driver):
 
     def __init__(self, preset: str, state_dir: str | None = None, *, vendor: str | None = None) -> None:
         self._host = find_preset(preset).of(vendor)
-        self._state_dir = state_dir_path() if state_dir is None else state_dir
-        self._place = (*_tree_of(state_dir, self._state_dir), self._host.name)
+        self._place = (*_tree_of(state_dir), self._host.name)
         prefix = simulated_tree(os.path.join(*self._place[:-1]))
         gpus = self._host.gpus()
         self._idle = HostSnapshot(gpus, self.name, VENDORS[gpus[0].vendor].version, prefix)
@@ -230,15 +192,14 @@ class SimulatedDriver(Driver):
                 tree = self._open_tree()
             except FileNotFoundError:
                 return {}
-            except OSError as err:
-                SharedDirectory(self._place[0]).close()  # where it is the state directory itself, this says more
-                path = os.path.join(*self._place)
-                what = f"the simulated host cannot read {path} ({err.strerror}): make it and what is above it plain "
-                raise refusal(f"{what}directories with mode 1777", path, err.errno) from err
+            except OSError:
+                with ExitStack() as stack:
+                    self._opened(stack, make=False)  # which says why
+                raise
             try:
                 for name in os.listdir(tree):
                     entry = re.fullmatch(_ENTRY, name)
-                    if entry and entry[1] in uuids and is_alive(name, tree):
+                    if entry and entry[1] in uuids and _is_alive(name, tree):
                         used = usage.setdefault(entry[1], {})
                         key = int(entry[2]), entry[4]
                         used[key] = used.get(key, 0) + int(entry[3])
@@ -246,12 +207,30 @@ class SimulatedDriver(Driver):
                 os.close(tree)
         return usage
 
+    def _open_tree(self) -> int:
+        """Return the directory of this host's processes, reached without following a link. A poll is to be quick."""
+        tree = os.open(self._place[0], OPEN_DIR)
+        for name in self._place[1:]:
+            above = tree
+            try:
+                tree = os.open(name, OPEN_DIR, dir_fd=above)
+            finally:
+                os.close(above)
+        return tree
+
+    def _opened(self, stack: ExitStack, *, make: bool = True) -> SharedDirectory:
+        """Return the directory of this host's processes, open until the end of ``stack``."""
+        directory = stack.enter_context(SharedDirectory(self._place[0], make=make))
+        for name in self._place[1:]:
+            directory = stack.enter_context(SharedDirectory(name, directory, make=make))
+        return directory
+
     def _used(self, gpu: Gpu, usage: _Usage) -> Gpu:
         """Return the device with its processes."""
         total = gpu.memory_total or 0
         taken = min((gpu.memory_used or 0) + sum(usage.values()), total)
         listed = (GpuProcess(pid, kind, memory) for (pid, kind), memory in sorted(usage.items()))
-        processes = own_namespace_pids(listed, by_devices=False)
+        processes = own_namespace_pids(listed, vendor=None)
         return gpu._replace(memory_used=taken, memory_free=total - taken, processes=processes)
 
     def occupy(
@@ -275,10 +254,11 @@ class SimulatedDriver(Driver):
             reason = gpu.unusable if gpu else "no such device"
             raise PlaceholderError(f"{self.name} cannot run anything on {uuid}: {reason}", uuid=uuid)
         with ExitStack() as stack:
-            directory = _opened(stack, self._place)
-            trouble = read_bounded(directory.fd, f"{uuid}.bad", 4096).decode(errors="replace").strip()
-            if trouble:
-                raise PlaceholderError(f"{self.name} cannot make a context on {uuid}: {trouble}", uuid=uuid)
+            directory = self._opened(stack)
+            with suppress(OSError), open_to_read(f"{uuid}.bad", os.O_NOFOLLOW, directory.fd) as file:
+                trouble = (file.read(4096) or b"").decode(errors="replace").strip()
+                if trouble:
+                    raise PlaceholderError(f"{self.name} cannot make a context on {uuid}: {trouble}", uuid=uuid)
             return SimulatedContext(directory, uuid, memory, kind, os.getpid() if pid is None else pid)
 
     def visible(self) -> tuple[str, ...]:
@@ -289,33 +269,22 @@ class SimulatedDriver(Driver):
         return tuple(gpu.uuid for gpu in self._idle.gpus if not gpu.unusable)
 
     def cpu_affinity(self, uuid: str, scope: str) -> frozenset[int] | None:
-        node = self._host.node_of(uuid)
-        if node is None:
+        gpu = self._by_uuid.get(uuid)
+        if gpu is None:
             return None
-        cpus = self._host.cpus
-        return cpus.of_package(node // cpus.nodes) if scope == "socket" else cpus.of_node(node)
+        place = self._host.topology.gpu(gpu.index)
+        return place.socket_cpus if scope == "socket" else place.node_cpus
 
     def host_topology(self) -> HostTopology:
         return self._host.topology
 
-    def _open_tree(self) -> int:
-        """Return the directory of this host's processes, reached without following a link."""
-        tree = os.open(self._place[0], OPEN_DIR)
-        for name in self._place[1:]:
-            above = tree
-            try:
-                tree = os.open(name, OPEN_DIR, dir_fd=above)
-            finally:
-                os.close(above)
-        return tree
 
-
-def _tree_of(given: str | None, state_dir: str) -> tuple[str, ...]:
+def _tree_of(state_dir: str | None) -> tuple[str, ...]:
     """Return where the processes of simulated hosts are: a directory, and what is below it. Its path is the host's
     identity: processes with two state directories and one tree are on one host."""
-    tree = os.environ.get("SAFE_GPU_SIMULATED_DIR") if given is None else None
+    tree = os.environ.get("SAFE_GPU_SIMULATED_DIR") if state_dir is None else None
     if not tree:
-        return state_dir, _TREE
+        return state_dir or state_dir_path(), "simulated"
     if not os.path.isabs(tree):
         raise StateDirError(f"SAFE_GPU_SIMULATED_DIR={tree} is relative: set it to an absolute path", path=tree)
     return (os.path.abspath(tree),)
@@ -336,46 +305,12 @@ class SimulatedPlaceholder:
 
     Args:
         logger: where trouble on release is told.
-        driver: the simulated host; None: the one that ``SAFE_GPU_DRIVER`` names when it is used.
-        memory: bytes that the context takes.
-        delay: seconds that it takes to start, for slow frameworks.
+        driver: the simulated host.
     """
 
-    def __init__(
-        self,
-        logger: Any = None,
-        *,
-        driver: SimulatedDriver | None = None,
-        memory: int = CONTEXT_BYTES,
-        delay: float = 0.0,
-    ) -> None:
+    def __init__(self, logger: Any = None, *, driver: SimulatedDriver) -> None:
         self.logger = logger
-        self.memory = memory
-        self.delay = delay
         self._driver = driver
-
-    def prepare(self) -> None:
-        """Find the simulated host.
-
-        Raises:
-            PlaceholderError: ``SAFE_GPU_DRIVER`` names none.
-        """
-        self._found()
-
-    def _found(self) -> SimulatedDriver:
-        """Return the given host, else that of the GPUs that the environment names now: a claim sets it after
-        ``prepare``."""
-        if self._driver is not None:
-            return self._driver
-        kind, _, name = os.environ.get("SAFE_GPU_DRIVER", "").partition(":")
-        if kind != "simulated":
-            raise PlaceholderError(
-                "SimulatedPlaceholder needs a simulated host: set SAFE_GPU_DRIVER=simulated:dgx-a100, "
-                "or use CudaPlaceholder on real GPUs"
-            )
-        from .vendors import meant_vendor
-
-        return SimulatedDriver(name, vendor=meant_vendor(os.environ))
 
     def __call__(self, device_no: int) -> SimulatedContext:
         """Start a context on the device that CUDA_VISIBLE_DEVICES shows as ``device_no``.
@@ -384,17 +319,14 @@ class SimulatedPlaceholder:
             PlaceholderError: it shows fewer devices.
             StateDirError: the state directory cannot be written.
         """
-        driver = self._found()
-        visible = driver.visible()
+        visible = self._driver.visible()
         if not 0 <= device_no < len(visible):
             raise PlaceholderError(
                 f"there is no simulated CUDA device {device_no}: CUDA_VISIBLE_DEVICES="
-                f"{os.environ.get('CUDA_VISIBLE_DEVICES')} shows {len(visible)} of {driver.name}",
+                f"{os.environ.get('CUDA_VISIBLE_DEVICES')} shows {len(visible)} of {self._driver.name}",
                 device_no=device_no,
             )
-        if self.delay > 0:
-            time.sleep(self.delay)
-        return driver.occupy(visible[device_no], memory=self.memory)
+        return self._driver.occupy(visible[device_no])
 
     def release(self, thing: SimulatedContext) -> None:
         """Leave the GPU."""

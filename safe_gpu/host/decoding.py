@@ -1,9 +1,4 @@
-"""Bounded reading of what anybody may have written."""
-
-from __future__ import annotations
-
-import os
-import stat
+"""Values of what anybody may have written, within bounds."""
 
 from . import procfs
 
@@ -12,22 +7,6 @@ LONGEST_FILE = 1 << 16
 
 # No time of ours is later (the year 5138); time.localtime fails on numbers that JSON allows.
 _LATEST = 1e11
-
-
-def read_bounded(dir_fd: int, name: str, most: int) -> bytes:
-    """Return the first ``most`` bytes of a regular file below a directory, whose descriptor this is; none if it is
-    missing or cannot be read."""
-    try:
-        # O_NONBLOCK: a FIFO without a writer, and a file lease of its owner (F_SETLEASE), would block open(2).
-        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
-    except OSError:
-        return b""
-    try:
-        return os.pread(fd, most, 0) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
-    except OSError:
-        return b""
-    finally:
-        os.close(fd)
 
 
 def as_text(value: object, longest: int = 200) -> str:

@@ -10,7 +10,7 @@ and no other line breaks: so its text is split at line feeds only.
 import os
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import TypeVar
@@ -243,16 +243,17 @@ def user_name(uid: int) -> str:
         return str(uid)
 
 
+@cache
 def is_unknown_user(uid: int) -> bool:
     """Return whether this uid stands for all users whom the user namespace of this process does not know."""
-    return uid == _unknown_uid()
-
-
-@cache
-def _unknown_uid() -> int | None:
-    all_are_known = _read("/proc/self/uid_map").split() in ([], [b"0", b"0", b"4294967295"])
     overflow = _read("/proc/sys/kernel/overflowuid").strip()
-    return None if all_are_known else int(overflow) if overflow.isdigit() else 65534
+    return not has_all_ids() and uid == (int(overflow) if overflow.isdigit() else 65534)
+
+
+@cache  # what was root of a user namespace stays that, and a claim asks several times
+def has_all_ids() -> bool:
+    """Return whether all users of the host are users here, or the kernel has no user namespaces."""
+    return _read("/proc/self/uid_map").split() in ([], [b"0", b"0", b"4294967295"])
 
 
 def uid_of(pid: int) -> int | None:
@@ -340,63 +341,26 @@ def well_formed(text: str) -> str:
     return "".join("\ufffd" if "\ud800" <= c <= "\udfff" else c for c in text)
 
 
-class LockTable(dict[int, list[int]]):
-    """Inode -> pids that lock it. ``complete`` is False if there were too many locks to read all."""
-
-    complete = True
-
-
-def flock_holders(
-    inodes: Collection[int],
-    devices: Mapping[int, int] | None = None,
-    kind: bytes = b"",
-    held: Collection[int] = (),
-    tries: int = 3,
-) -> LockTable:
+def flock_holders(inodes: Collection[int]) -> dict[int, list[int]]:
     """Return inode -> pids that hold a flock or POSIX lock on it, from /proc/locks.
 
     Only inodes are compared, because on overlay file systems the device numbers in /proc/locks differ from those of
     stat. The kernel does not show locks held in other pid namespaces. It writes the table a page at a time, and leaves
     locks out where others come and go meanwhile. How long it takes depends on other users, so host.lock must not be
     held.
-
-    Args:
-        devices: inode -> device number. If there are locks of that inode on that device, those of the same inode on
-            other devices are left out.
-        kind: of locks, such as FLOCK; "" for all.
-        held: inodes that are probably locked: for one that is not there the table is read again.
-        tries: how often it is read at most; twice if it is too long.
     """
-    holders, exact = LockTable(), LockTable()
+    holders: dict[int, list[int]] = {}
     wanted = {b"%d" % inode for inode in inodes}
     until = time.thread_time() + LONGEST_READ
     for number, line in enumerate(lines_of("/proc/locks")):
         if not number % 64 and time.thread_time() > until:
-            holders.complete = False
             break
-        if line.rpartition(b":")[2].partition(b" ")[0] not in wanted:
-            continue
         fields = line.split()
-        if len(fields) < 8 or fields[1] == b"->" or kind not in (b"", fields[1]):
+        if len(fields) < 8 or fields[1] == b"->" or fields[5].rpartition(b":")[2] not in wanted:
             continue
-        try:
-            major, minor, inode_text = fields[5].split(b":")
-            pid, inode = int(fields[4]), int(inode_text)
-            if pid <= 0:
-                continue
-            device = os.makedev(int(major, 16), int(minor, 16))
-        except (ValueError, OverflowError):
-            continue
-        tables = (holders, exact) if devices is not None and devices.get(inode) == device else (holders,)
-        for table in tables:
-            if pid not in (known := table.setdefault(inode, [])):
-                known.append(pid)
-    holders.update(exact)
-    missing = [inode for inode in held if inode not in holders]
-    if tries > 1 and not holders.complete:
-        return flock_holders(inodes, devices, kind, tries=1)
-    if tries > 1 and missing:
-        holders.update(flock_holders(missing, devices, kind, missing, tries - 1))
+        pid, known = _number(fields, 4), holders.setdefault(int(fields[5].rpartition(b":")[2]), [])
+        if pid and pid not in known:
+            known.append(pid)
     return holders
 
 

@@ -11,10 +11,9 @@ import stat
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import TYPE_CHECKING
 
-from .foreign_files import read_start
+from .procfs import has_all_ids
 
 if TYPE_CHECKING:
     import subprocess
@@ -35,13 +34,7 @@ _FOR_PROGRAMS = frozenset(
 def is_root() -> bool:
     """Return whether this process is root of the host or of a container whose root that is, rather than a user who
     became root of a user namespace and gains nothing from it."""
-    return os.geteuid() == 0 and _has_all_ids()
-
-
-@cache  # what was root of a user namespace stays that, and a claim asks several times
-def _has_all_ids() -> bool:
-    ids = read_start("/proc/self/uid_map", 4096)
-    return ids is None or ids.split() == [b"0", b"0", b"4294967295"]
+    return os.geteuid() == 0 and has_all_ids()
 
 
 def others_can_change(path: str, *, within: bool = False) -> str | None:

@@ -10,10 +10,6 @@ from collections.abc import Iterable
 LIMIT = 1 << 16
 """CPU and node numbers must be below this (Linux supports at most 8,192 CPUs and 1,024 nodes)."""
 
-_HEX = r"[0-9a-fA-F]{1,8}"
-
-_LONG_HEX = r"[0-9a-fA-F]+"
-
 
 def parse_cpulist(text: str | None) -> frozenset[int] | None:
     """Return the numbers in a kernel list; None if ``text`` is None or malformed, an empty set if it is blank.
@@ -49,19 +45,15 @@ def parse_cpumask(text: str | None) -> frozenset[int] | None:
     if text is None:
         return None
     text = text.replace("\0", "").strip()
+    groups = [group.strip() for group in text.split(",")]
+    digits = "".join(group.rjust(8, "0") for group in groups)
     if not text:
         return frozenset()
-    groups = text.split(",")
-    value = 0
-    if len(groups) == 1:
-        if not re.fullmatch(_LONG_HEX, text) or len(text) > LIMIT // 4:
-            return None
-        value = int(text, 16)
-    else:
-        if len(groups) > LIMIT // 32 or not all(re.fullmatch(_HEX, group.strip()) for group in groups):
-            return None
-        for group in groups:
-            value = value << 32 | int(group, 16)
+    if not all(groups) or (len(groups) > 1 and max(map(len, groups)) > 8):
+        return None
+    if len(digits) > LIMIT // 4 or not re.fullmatch("[0-9a-fA-F]+", digits):
+        return None
+    value = int(digits, 16)
     return frozenset(number for number in range(value.bit_length()) if value >> number & 1)
 
 

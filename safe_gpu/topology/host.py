@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from ..errors import GPUAffinityError, as_affinity_error
-from ..gpus.devices import Gpu, HostSnapshot, bus_order, normalize_bus_id
+from ..gpus.devices import Gpu, bus_order, normalize_bus_id
 from .cpulist import parse_cpulist
 from .files import PCI, Files
 
@@ -20,14 +21,29 @@ _CPU = "sys/devices/system/cpu"
 _NODE = "sys/devices/system/node"
 
 
-def _cpu_set(what: str, cpus: Iterable[int]) -> frozenset[int]:
-    try:
-        found = frozenset(cpus)
-        if all(type(cpu) is int or hasattr(cpu, "__index__") for cpu in found):
-            return found
-    except TypeError:
-        pass
-    raise GPUAffinityError(f"{what} must be a set of CPU numbers, not {cpus!r}")
+def _cpus(numbers: Iterable[int]) -> frozenset[int]:
+    return frozenset(map(operator.index, numbers))
+
+
+def _groups(groups: Iterable[Iterable[int]]) -> tuple[frozenset[int], ...]:
+    return tuple(map(_cpus, groups))
+
+
+def _named(groups: Mapping[int, Iterable[int]]) -> dict[int, frozenset[int]]:
+    return {name: _cpus(cpus) for name, cpus in groups.items()}
+
+
+def _shape(record: object, **shapes: Callable[[Any], object]) -> None:
+    """Bring fields of a frozen record into their shapes, so that it can be compared.
+
+    Raises:
+        GPUAffinityError: one has the wrong type.
+    """
+    for name, shaped in shapes.items():
+        try:
+            object.__setattr__(record, name, shaped(getattr(record, name)))
+        except (TypeError, ValueError, AttributeError) as err:
+            raise GPUAffinityError(f"{name} of a host topology has the wrong shape: {err}") from err
 
 
 @dataclass(frozen=True)
@@ -59,8 +75,7 @@ class GpuLocality:
         return self.numa_node is not None or bool(self.node_cpus)
 
     def __post_init__(self) -> None:
-        for name in ("node_cpus", "socket_cpus"):
-            object.__setattr__(self, name, _cpu_set(name, getattr(self, name) or ()))
+        _shape(self, node_cpus=lambda cpus: _cpus(cpus or ()), socket_cpus=lambda cpus: _cpus(cpus or ()))
 
 
 @dataclass(frozen=True)
@@ -98,27 +113,19 @@ class HostTopology:
     is_here: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        shapes: dict[str, Callable[[Any], object]] = {
-            "cpus": lambda cpus: _cpu_set("cpus", cpus),
-            "cores": lambda cores: tuple(_cpu_set("cores", core) for core in cores),
-            "nodes": lambda nodes: {node: _cpu_set("nodes", cpus) for node, cpus in nodes.items()},
-            "packages": lambda packages: {package: _cpu_set("packages", cpus) for package, cpus in packages.items()},
-            "llc": lambda groups: tuple(_cpu_set("llc", group) for group in groups),
-            "distances": lambda rows: {node: dict(row) for node, row in rows.items()},
-            "gpus": tuple,
-            "memoryless": lambda nodes: _cpu_set("memoryless", nodes),
-            "isolated": lambda cpus: _cpu_set("isolated", cpus),
-            "memory": dict,
-        }
-        for name, shaped in shapes.items():
-            try:
-                object.__setattr__(self, name, shaped(getattr(self, name)))
-            except GPUAffinityError:
-                raise
-            except (TypeError, ValueError, AttributeError) as err:
-                raise GPUAffinityError(f"{name} of a host topology has the wrong shape: {err}") from err
-        if not all(isinstance(gpu, GpuLocality) for gpu in self.gpus):
-            raise GPUAffinityError(f"gpus of a host topology must be GpuLocality records, not {self.gpus!r}")
+        _shape(
+            self,
+            cpus=_cpus,
+            cores=_groups,
+            nodes=_named,
+            packages=_named,
+            llc=_groups,
+            distances=lambda rows: {node: dict(row) for node, row in rows.items()},
+            gpus=lambda gpus: tuple(replace(gpu) for gpu in gpus),
+            memoryless=_cpus,
+            isolated=_cpus,
+            memory=dict,
+        )
 
     @classmethod
     def from_host(cls, fsroot: str | os.PathLike[str] | None = None, driver: Any = None) -> HostTopology:
@@ -198,16 +205,6 @@ class HostTopology:
         return near.union(*inside, package.difference(*self.nodes.values()))
 
 
-class GpuLocator(Protocol):
-    """What is asked of a driver here; every :class:`~safe_gpu.drivers.base.Driver` is one."""
-
-    @property
-    def name(self) -> str: ...
-    def snapshot(self) -> HostSnapshot: ...
-    def cpu_affinity(self, uuid: str, scope: str) -> frozenset[int] | None: ...
-    def host_topology(self) -> HostTopology | None: ...
-
-
 class SysfsHost(HostTopology):
     """A host whose facts are read when they are first asked for: most claims need the nodes only.
 
@@ -215,9 +212,9 @@ class SysfsHost(HostTopology):
     """
 
     _files: Files
-    _driver: GpuLocator | None
+    _driver: Any
 
-    def __init__(self, files: Files, driver: GpuLocator | None = None) -> None:
+    def __init__(self, files: Files, driver: Any = None) -> None:
         vars(self).update(_files=files, _driver=driver, is_here=files.root == "/")
 
     @cached_property
@@ -374,7 +371,7 @@ class SysfsHost(HostTopology):
 
 
 def read_topology(
-    fsroot: str | os.PathLike[str] | None = None, driver: GpuLocator | None = None, gpus: Iterable[Gpu] | None = None
+    fsroot: str | os.PathLike[str] | None = None, driver: Any = None, gpus: Iterable[Gpu] | None = None
 ) -> HostTopology:
     """Return a host whose facts are read when they are first asked for: all of them take tens of milliseconds for 256
     CPUs.
@@ -382,9 +379,9 @@ def read_topology(
     Args:
         fsroot: the directory that has ``sys`` and ``proc``, ``/`` for this host; None takes ``SAFE_GPU_FSROOT``,
             else ``/``. It may be a saved sysfs tree.
-        driver: the driver whose GPUs are located, in its order. None finds NVIDIA GPUs in sysfs by PCI bus order, or,
-            where there are none, AMD GPUs in the kernel's order. A driver with its own host topology (a simulated one)
-            returns that, unless another root is given.
+        driver: the :class:`~safe_gpu.drivers.base.Driver` whose GPUs are located, in its order. None finds NVIDIA GPUs
+            in sysfs by PCI bus order, or, where there are none, AMD GPUs in the kernel's order. A driver with its own
+            host topology (a simulated one) returns that, unless another root is given.
         gpus: only these of the driver's are located, and without their sockets, so that it is not polled; None: all.
 
     Raises:
@@ -393,7 +390,7 @@ def read_topology(
     """
     files = Files(fsroot)
     if driver is not None and files.root == "/":
-        own = as_affinity_error(driver, driver.host_topology)
+        own: HostTopology | None = as_affinity_error(driver, driver.host_topology)
         if own is not None:
             return own
     host = SysfsHost(files, driver)

@@ -57,22 +57,20 @@ class Device(NamedTuple):
     """A GPU, or one compute partition of a GPU, without what changes from poll to poll.
 
     Attributes:
-        node: the KFD node.
+        gpu_id: the kernel's number of it, 0 if it is unknown.
         uuid: ``GPU-<16 hex digits>`` as ROCR writes ``unique_id``; else ``AMD-<bus id>-<partition>``.
         bus_id: PCI bus id; "" if the node does not tell.
-        partition: number of the compute partition, 0 for a whole GPU.
         shared: several devices have this PCI device, whose memory counters are those of all of them together.
         name: product name.
         memory_total: bytes of its own memory, or None.
         integrated: it shares its node with CPU cores.
         hive: equal and not 0 for GPUs that are connected by xGMI.
-        broken: why the node cannot be used, else "".
+        broken: why it cannot be used, else "".
     """
 
-    node: Node
+    gpu_id: int
     uuid: str
     bus_id: str = ""
-    partition: int = 0
     shared: bool = False
     name: str = "AMD GPU"
     memory_total: int | None = None
@@ -91,33 +89,34 @@ def devices(files: Files) -> tuple[Device, ...] | None:
     if not files.exists(_NODES):
         return None
     nodes = list(_gpu_nodes(files))
-    ids = Counter(node.properties.get("unique_id", 0) for node in nodes)
     places = [_place(files, node) for node in nodes]
-    counts = Counter(bus_id for bus_id, _ in places)
+    ids = Counter(node.properties.get("unique_id", 0) for node in nodes)
+    counts, same = Counter(bus_id for bus_id, _ in places), Counter(places)
     found = []
     for node, (bus_id, partition) in zip(nodes, places, strict=True):
+        unique_id = node.properties.get("unique_id", 0)
+        named = 0 < unique_id < 1 << 64 and ids[unique_id] == 1
+        broken = ""
         if not node.properties or not bus_id:
             broken = f"the kernel describes it incompletely in /{node.path}/properties"
-            found.append(Device(node, f"AMD-node-{node.number}", broken=broken))
+        elif not named and same[bus_id, partition] > 1:
+            broken = f"the kernel gives several GPUs the place {bus_id}, partition {partition}"
+        if broken:
+            found.append(Device(node.gpu_id, f"AMD-node-{node.number}", broken=broken))
             continue
-        unique_id = node.properties.get("unique_id", 0)
-        addressable = 0 < unique_id < 1 << 64 and ids[unique_id] == 1
-        shared = counts[bus_id] > 1
-        total = _memory(files, node, bus_id, shared=shared)
         found.append(
             Device(
-                node,
-                f"GPU-{unique_id:016x}" if addressable else f"AMD-{bus_id}-{partition}",
+                node.gpu_id,
+                f"GPU-{unique_id:016x}" if named else f"AMD-{bus_id}-{partition}",
                 bus_id,
-                partition,
-                shared,
+                counts[bus_id] > 1,
                 _name(files, node, bus_id),
-                total,
+                _memory(files, node, bus_id, shared=counts[bus_id] > 1),
                 node.properties.get("cpu_cores_count", 0) > 0,
                 node.properties.get("hive_id", 0),
             )
         )
-    return tuple(_without_doubles(found))
+    return tuple(found)
 
 
 def _gpu_nodes(files: Files) -> Iterator[Node]:
@@ -169,14 +168,3 @@ def _name(files: Files, node: Node, bus_id: str) -> str:
     target = node.properties.get("gfx_target_version", 0)
     unknown = f"AMD GPU gfx{target // 10000}{target // 100 % 100:x}{target % 100:x}" if target else "AMD GPU"
     return _NAMES.get(node.properties.get("device_id", 0), unknown)
-
-
-def _without_doubles(found: list[Device]) -> Iterator[Device]:
-    """Yield the devices, where two have one key under a key each that cannot be claimed."""
-    keys = Counter(device.uuid for device in found)
-    for device in found:
-        if keys[device.uuid] == 1:
-            yield device
-        else:
-            broken = f"the kernel gives several GPUs the place {device.bus_id}, partition {device.partition}"
-            yield device._replace(uuid=f"AMD-node-{device.node.number}", broken=broken)

@@ -25,24 +25,24 @@ HOSTS = ("mi250x", "mi300x-cpx")
 def save(tree: SavedTree, host: Preset, numa_node: Callable[[int], int] = lambda node: node) -> KfdHost:
     """The tree of a host, with ``numa_node`` as the firmware tells it."""
     cpus = host.cpus
-    nodes = {node: cpus.of_node(node) for node in range(cpus.packages * cpus.nodes)}
+    nodes = host.topology.nodes
     same, socket, remote = cpus.distances
     tree.cpus(
         [cpus.threads(core, 1) for core in range(cpus.total)],
-        packages=[cpus.of_package(package) for package in range(cpus.packages)],
+        packages=list(host.topology.packages.values()),
         caches=[cpus.threads(first, cpus.llc) for first in range(0, cpus.total, cpus.llc)],
     )
     tree.nodes(
         nodes, distance=lambda a, b: same if a == b else socket if a // cpus.nodes == b // cpus.nodes else remote
     )
     kfd = KfdHost(tree.root)
-    partitions: dict[int, int] = {}
-    for number, gpu in enumerate(host.devices):
-        partition = partitions[gpu.bus] = partitions.get(gpu.bus, -1) + 1
-        unique_id = int(gpu.uuid.removeprefix("GPU-"), 16)
-        kfd.gpu(gpu.bus, 100 + number, unique_id, partition=partition, numa_node=numa_node(gpu.node))
-        near = range(2 * cpus.total) if numa_node(gpu.node) < 0 else nodes[gpu.node]
-        tree.write(f"sys/bus/pci/devices/0000:{gpu.bus:02x}:00.0/local_cpulist", ",".join(map(str, sorted(near))))
+    partitions: dict[str, int] = {}
+    for number, gpu in enumerate(host.gpus()):
+        partition = partitions[gpu.pci_bus_id] = partitions.get(gpu.pci_bus_id, -1) + 1
+        unique_id, node = int(gpu.uuid.removeprefix("GPU-"), 16), gpu.numa_node or 0
+        kfd.gpu(int(gpu.pci_bus_id[5:7], 16), 100 + number, unique_id, partition=partition, numa_node=numa_node(node))
+        near = range(2 * cpus.total) if numa_node(node) < 0 else nodes[node]
+        tree.write(f"sys/bus/pci/devices/{gpu.pci_bus_id}/local_cpulist", ",".join(map(str, sorted(near))))
     return kfd
 
 

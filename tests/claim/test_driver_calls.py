@@ -63,37 +63,23 @@ def seven_busy(fake_gpus: Any) -> None:
 def test_a_claim_of_one_gpu_of_eight(fake_gpus: Any, host: Any) -> None:
     host(fake_gpus)
     before, after, before_again, after_again = claims(fake_gpus)
-    assert before.total() + after.total() <= 100
-    assert after.total() <= 20
-    assert before_again.total() + after_again.total() <= 62
-    assert after_again.total() <= 20
+    assert (before.total() <= 85, before_again.total() <= 62) == (True, True)
+    assert max(after.total(), after_again.total()) <= 15
 
 
 def test_what_is_asked_on_an_idle_host(fake_gpus: Any) -> None:
-    phases = _, after, before_again, after_again = claims(fake_gpus)
-    for phase in phases:  # nothing that no claim decides by
-        for name in ("UtilizationRates", "GraphicsRunningProcesses", "P2PStatus"):
-            assert not phase[f"DeviceGet{name}"], name
-        assert phase["DeviceGetDisplayActive"] in (0, 8)
-    for name in ("Name", "PciInfo", "MigMode", "HandleByIndex"):  # facts, once
-        assert [phase[f"DeviceGet{name}"] for phase in phases] == [8, 0, 0, 0], name
-    assert before_again["DeviceGetHandleByUUID"] == 8
-    for phase in (after, after_again):  # the second and the third poll are about the claimed GPUs only
-        for name in ("UUID", "MemoryInfo", "ComputeRunningProcesses", "MPSComputeRunningProcesses"):
-            assert phase[f"DeviceGet{name}"] == 2, name
-
-
-def test_gpus_that_can_have_mig_are_asked_each_time(fake_gpus: Any) -> None:
     fake_gpus.set(8, mig=0)
-    before, after, before_again, after_again = claims(fake_gpus)
-    assert [phase["DeviceGetMigMode"] for phase in (before, after, before_again, after_again)] == [8, 2, 8, 2]
-    assert before.total() + after.total() <= 100
-    assert before_again.total() + after_again.total() <= 62
+    before, after, *_ = claims(fake_gpus)
+    for name in ("UtilizationRates", "GraphicsRunningProcesses", "MPSComputeRunningProcesses", "P2PStatus"):
+        assert not before[f"DeviceGet{name}"] + after[f"DeviceGet{name}"], name  # nothing that no claim decides by
+    assert set(before.values()) == {1, 8}, "each question once, of the host or of each GPU"
+    for name in ("HandleByUUID", "MemoryInfo", "ComputeRunningProcesses", "MigMode"):
+        assert 2 <= after[f"DeviceGet{name}"] <= 3, name  # the second and the third poll are about the claimed GPU only
 
 
 def test_links_are_asked_for_claims_of_several_gpus(fake_gpus: Any) -> None:
-    before, after, before_again, after_again = claims(fake_gpus, 2)
-    assert [phase["DeviceGetP2PStatus"] for phase in (before, after, before_again, after_again)] == [28, 0, 0, 0]
+    before, after, *_ = claims(fake_gpus, 2)
+    assert (before["DeviceGetP2PStatus"], after["DeviceGetP2PStatus"]) == (28, 0)
 
 
 def test_what_draws_is_asked_for_where_memory_is_unexplained(fake_gpus: Any) -> None:

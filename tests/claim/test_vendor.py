@@ -13,7 +13,7 @@ from support.forks import in_fork
 import safe_gpu
 from safe_gpu.claim.free import wait_for_gpus
 from safe_gpu.claim.host.host_view import HostView
-from safe_gpu.drivers.simulated import SimulatedDriver, SimulatedPlaceholder
+from safe_gpu.drivers.simulated import SimulatedDriver
 from safe_gpu.gpus.devices import HostSnapshot, vendor_of
 from safe_gpu.selection.request import Selection
 
@@ -192,11 +192,6 @@ def test_cpus_are_those_next_to_the_claimed_gpus() -> None:
                 assert "claimed by this process" in str(report.target)
 
     in_fork(work)  # which ends bound
-
-
-def test_placeholders_of_the_users_own_find_the_gpus() -> None:
-    with claim(1, vendor="amd", placeholder_fn=SimulatedPlaceholder()) as owner:
-        assert owner.placeholders[0].uuid == UUIDS["amd"][0]
 
 
 # The queue

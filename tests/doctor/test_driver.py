@@ -18,6 +18,8 @@ def test_a_good_host_of_gpus(fake_gpus) -> None:
     for name in ("GPU driver", "driver speed", "access to GPUs", "process lists", "compute mode"):
         assert finding(name, host).status == "passed", name
     assert finding("GPU driver", host).detail == "nvml 550.54.15: 8 GPUs, NVIDIA A100-SXM4-80GB"
+    fake_gpus.options(driver_version="535.54.03")
+    says("GPU driver", "warning", "wrong numbers")
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import pytest
 from support.forks import in_child
 
-from safe_gpu.drivers import open_driver, pci
+from safe_gpu.drivers import open_driver
 from safe_gpu.drivers.base import Driver
-from safe_gpu.gpus.devices import Gpu, ProcessKind, are_mixed
+from safe_gpu.gpus.devices import Gpu, ProcessKind, are_mixed, bus_order
 from safe_gpu.gpus.vendors import product_name
 
 HIDDEN = 4_000_000  # above every pid that Linux gives
@@ -87,7 +87,7 @@ def test_it_says_who_it_is(bench: Bench) -> None:
 def test_an_idle_host(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = bench.driver.snapshot()
     assert len(snapshot.physical) == len(snapshot.gpus) == len({gpu.uuid for gpu in snapshot.gpus}) == 3
-    keys = [pci.bus_order(gpu.pci_bus_id) for gpu in snapshot.gpus]
+    keys = [bus_order(gpu.pci_bus_id) for gpu in snapshot.gpus]
     assert None not in keys
     assert keys == sorted(keys)  # type: ignore[type-var]
     for index, gpu in enumerate(snapshot.gpus):

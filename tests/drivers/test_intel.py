@@ -106,7 +106,7 @@ def test_the_driver_of_a_host_without_other_gpus(host: IntelHost, monkeypatch: p
     host.gpu(ONE)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(host.root))
     monkeypatch.setenv("PATH", str(host.root))
-    monkeypatch.setattr("safe_gpu.drivers.nvidia.nvml.why_missing", lambda: "it is not installed")
+    monkeypatch.setattr("safe_gpu.drivers.nvml.why_missing", lambda: "it is not installed")
     monkeypatch.setenv("SAFE_GPU_DRIVER", "auto")
     assert open_driver().name == open_driver(vendor="intel").name == "intel"
     assert [driver.name for driver in open_drivers()[0]] == ["intel"]

@@ -20,68 +20,106 @@ AMD = "GPU-00000000000000abc"[:20]
 
 
 @pytest.fixture
-def amd(tmp_path: Path) -> KfdHost:
-    host = KfdHost(tmp_path / "root")
-    host.gpu(0x03, 1, 0xABC)
-    return host
-
-
-@pytest.fixture
 def ask(
-    fake_gpus: Any, driver_libraries: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_gpus: Any, fake_nvidia_smi: Any, driver_libraries: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., list[Any]]:
-    """``ask(root, "each")``: names of the drivers and numbers of their GPUs, or the class and text of an error.
+    """``ask("8 GPUs, AMD", "each")``: names of the drivers and numbers of their GPUs, or the class and text of an
+    error, on a host with 8 NVIDIA GPUs unless words say otherwise.
 
-    Words say what this host lacks: ``module``, ``library`` or ``program`` of NVML and nvidia-smi; or the vendor.
+    Of the host: ``AMD`` or ``graphics`` of a processor; ``empty`` or ``broken``, NVIDIA's driver; ``device``, its file
+    in /dev; ``card``, an NVIDIA GPU on the bus; without ``module``, ``library`` or ``program`` of NVML and nvidia-smi.
     """
-    empty = tmp_path / "libnvidia-ml.so.1"
-    empty.touch()
+    no_library = tmp_path / "libnvidia-ml.so.1"
+    no_library.touch()
+    host = KfdHost(tmp_path / "root")
 
     def shown(driver: Driver) -> list[Any]:
         found = [driver.name, len(driver.snapshot().gpus)]
         driver.close()
         return found
 
-    def answer(root: Path, *words: str, driver: str = "auto") -> list[Any]:
+    def answer(words: str, asked: str = "", driver: str = "auto") -> list[Any]:
         fake_gpus.use_nvml_here()
+        if "empty" in words:
+            fake_gpus.set(0)
+        fake_gpus.options(init_error=9 if "broken" in words else 0)
+        plain = not ("AMD" in words or "graphics" in words)
+        if not plain:
+            host.gpu(0x03, 1, 0xABC, memory=512 << 20 if "graphics" in words else 64 << 30)
+        if "device" in words:
+            (host.root / "dev").mkdir()
+            (host.root / "dev/nvidiactl").touch()
+        if "card" in words:
+            (host.pci / "0000:81:00.0").mkdir()
+            (host.pci / "0000:81:00.0/vendor").write_text("0x10de\n")
+            (host.pci / "0000:81:00.0/class").write_text("0x030200\n")
         if "library" in words:
-            driver_libraries.stand_ins["libnvidia-ml.so.1"] = str(empty)
+            driver_libraries.stand_ins["libnvidia-ml.so.1"] = str(no_library)
         with monkeypatch.context() as patch:
             patch.setenv("SAFE_GPU_DRIVER", driver)
-            patch.setenv("SAFE_GPU_FSROOT", str(root))
+            patch.setenv("SAFE_GPU_FSROOT", str(tmp_path / "plain" if plain else host.root))
             if "module" in words:
                 patch.setitem(sys.modules, "pynvml", None)
             if "program" in words:
                 patch.setenv("PATH", str(tmp_path / "nowhere"))
             try:
-                if "each" in words:
+                if asked == "each":
                     drivers, broken = open_drivers()
-                    return [[shown(driver) for driver in drivers], broken]
-                return shown(open_driver(vendor=next(iter({"nvidia", "amd"}.intersection(words)), None)))
+                    return [*(shown(driver) for driver in drivers), *(error.partition(":")[0] for error in broken)]
+                return shown(open_driver(vendor=asked or None))
             except SafeGpuError as err:
                 return [type(err).__name__, str(err)]
 
     return answer
 
 
-NOTHING = ("library", "program")
-
-
-# ---- one vendor ----
-
-
-def test_auto_prefers_nvml_and_takes_nvidia_smi_where_that_lacks(
-    ask: Any, fake_gpus: Any, fake_nvidia_smi: Any, tmp_path: Path
-) -> None:
-    assert ask(tmp_path) == ask(tmp_path, driver="") == ["nvml", 8]
-    assert ask(tmp_path, "module") == ask(tmp_path, "library") == ["nvidia-smi", 8]
-    fake_gpus.options(init_error=9)
-    error, message = ask(tmp_path)
-    assert (error, "not loaded" in message) == ("NoDriverError", True), "it is reported, not worked around"
+NVML, SMI, KFD = ["nvml", 8], ["nvidia-smi", 8], ["kfd", 1]
+NOT_LOADED = "The NVIDIA kernel driver is not loaded"
+NOTHING = "library program"
 
 
 @pytest.mark.parametrize(
-    ("driver", "lacking", "words"),
+    ("host", "asked", "expected"),
+    [
+        ("", "", NVML),
+        ("module", "", SMI),
+        ("library", "", SMI),
+        ("broken", "", ["NoDriverError", NOT_LOADED]),  # it is reported, not worked around
+        ("", "amd", ["UnsatisfiableRequestError", "vendor='amd' asks for AMD GPUs, and this host has none"]),
+        (NOTHING, "amd", ["NoDriverError", "There is no GPU driver here"]),
+        (NOTHING, "nvidia", ["NoDriverError", "There is no GPU driver here"]),
+        ("AMD", "", NVML),
+        ("AMD", "nvidia", NVML),
+        ("AMD", "amd", KFD),
+        ("AMD", "each", [NVML, KFD]),
+        ("AMD module", "each", [SMI, KFD]),
+        ("AMD empty", "", KFD),
+        ("AMD empty", "nvidia", ["nvml", 0]),
+        (f"AMD {NOTHING}", "", KFD),
+        (f"AMD {NOTHING}", "nvidia", ["UnsatisfiableRequestError", "vendor='nvidia' asks for NVIDIA GPUs, and this"]),
+        (f"AMD {NOTHING} device", "", ["NoDriverError", "There is no GPU driver here"]),
+        ("AMD broken device", "", ["NoDriverError", NOT_LOADED]),
+        ("AMD broken device", "amd", KFD),
+        ("AMD broken device", "each", [KFD, NOT_LOADED]),
+        ("AMD broken card", "", ["NoDriverError", NOT_LOADED]),
+        ("AMD broken", "", KFD),  # a library without a GPU, as one image has on all hosts
+        ("AMD broken", "each", [KFD]),
+        ("graphics", "each", [NVML]),
+        ("graphics", "amd", KFD),
+        ("graphics empty", "each", [KFD]),
+    ],
+)
+def test_which_driver_is_opened(ask: Any, host: str, asked: str, expected: list[Any]) -> None:
+    found = ask(host, asked)
+    if expected[0] in ("NoDriverError", "UnsatisfiableRequestError"):
+        assert found[0] == expected[0]
+        assert found[1].startswith(expected[1])
+    else:
+        assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("driver", "missing", "words"),
     [
         ("auto", "library", ("There is no GPU driver here", "libnvidia-ml.so.1", "nor is the driver of AMD or Intel")),
         ("auto", "module", ("SAFE_GPU_DRIVER=simulated:dgx-a100", "nvidia-ml-py is not installed")),
@@ -89,24 +127,10 @@ def test_auto_prefers_nvml_and_takes_nvidia_smi_where_that_lacks(
         ("nvml", "module", ("pip install nvidia-ml-py",)),
     ],
 )
-def test_no_driver_at_all_names_the_way_out(
-    ask: Any, tmp_path: Path, driver: str, lacking: str, words: tuple[str, ...]
-) -> None:
-    error, message = ask(tmp_path, lacking, "program", driver=driver)
+def test_no_driver_at_all_names_the_way_out(ask: Any, driver: str, missing: str, words: tuple[str, ...]) -> None:
+    error, message = ask(f"{missing} program", driver=driver)
     assert error == "NoDriverError"
     assert all(word in message for word in words)
-
-
-def test_auto_takes_amd_gpus_where_there_is_no_nvidia_driver(ask: Any, amd: KfdHost) -> None:
-    assert ask(amd.root, *NOTHING) == ["kfd", 1]
-    with_nvidia_device(amd)
-    assert ask(amd.root, *NOTHING)[0] == "NoDriverError"
-
-
-def test_the_environment_decides_unless_a_name_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:laptop")
-    assert open_driver().name == "simulated:laptop"
-    assert open_driver("simulated:big-16").name == "simulated:big-16"
 
 
 @pytest.mark.parametrize("name", ["rocm", "NVML", "nvml:0", "nvidia-smi:x", "kfd:0", ":", "simulated", "simulated:dgx"])
@@ -118,64 +142,6 @@ def test_unknown_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "dgx-a100" in message if name.startswith("simulated") else repr(name) in message
     if not name.startswith("simulated"):
         assert all(choice in message for choice in ("auto", "nvml", "nvidia-smi", "kfd", "simulated:PRESET"))
-
-
-# ---- both vendors ----
-
-
-def with_nvidia_device(host: KfdHost) -> None:
-    (host.root / "dev").mkdir()
-    (host.root / "dev/nvidiactl").touch()
-
-
-def test_nvidia_comes_first_and_a_choice_decides(ask: Any, fake_nvidia_smi: Any, amd: KfdHost) -> None:
-    assert ask(amd.root) == ask(amd.root, "nvidia") == ["nvml", 8]
-    assert ask(amd.root, "amd") == ["kfd", 1]
-    assert ask(amd.root, "each") == [[["nvml", 8], ["kfd", 1]], []]
-    assert ask(amd.root, "module", "each") == [[["nvidia-smi", 8], ["kfd", 1]], []]
-
-
-def test_a_driver_without_gpus_gives_way(ask: Any, fake_gpus: Any, amd: KfdHost) -> None:
-    fake_gpus.set(0)
-    assert ask(amd.root) == ["kfd", 1]
-    assert ask(amd.root, "nvidia") == ["nvml", 0]
-
-
-def test_a_broken_driver_of_gpus_that_are_there_is_reported(ask: Any, fake_gpus: Any, amd: KfdHost) -> None:
-    fake_gpus.options(init_error=9)
-    with_nvidia_device(amd)
-    error, message = ask(amd.root)
-    assert error == "NoDriverError"
-    assert "not loaded" in message
-    assert "this host has AMD GPUs too: vendor='amd'" in message
-    assert ask(amd.root, "amd") == ["kfd", 1]
-    shown, (broken,) = ask(amd.root, "each")
-    assert shown == [["kfd", 1]]
-    assert "not loaded" in broken
-
-
-def test_a_driver_that_is_not_loaded_for_a_gpu_on_the_bus(ask: Any, fake_gpus: Any, amd: KfdHost) -> None:
-    fake_gpus.options(init_error=9)
-    card = amd.pci / "0000:81:00.0"
-    card.mkdir(parents=True)
-    (card / "vendor").write_text("0x10de\n")
-    (card / "class").write_text("0x030200\n")
-    assert ask(amd.root)[0] == "NoDriverError"
-    (card / "class").write_text("0x020000\n")  # a network card
-    assert ask(amd.root) == ["kfd", 1], "a library without a GPU, as one image has on all hosts"
-    assert ask(amd.root, "each") == [[["kfd", 1]], []]
-
-
-def test_a_host_of_one_vendor_has_none_of_the_other(ask: Any, amd: KfdHost, tmp_path: Path) -> None:
-    plain = tmp_path / "plain"
-    assert ask(plain, "amd") == [
-        "UnsatisfiableRequestError",
-        "vendor='amd' asks for AMD GPUs, and this host has none: leave vendor= out",
-    ]
-    error, message = ask(amd.root, "nvidia", *NOTHING)
-    assert error == "UnsatisfiableRequestError"
-    assert "NVIDIA GPUs, and this host has none" in message
-    assert ask(plain, "nvidia", *NOTHING)[0] == ask(plain, "amd", *NOTHING)[0] == "NoDriverError"
 
 
 @pytest.mark.parametrize(
@@ -243,20 +209,3 @@ def test_what_a_uuid_names(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("ROCR_VISIBLE_DEVICES", environment)
         with opened_driver(**request.driver) as driver:
             assert driver.snapshot().vendor == vendor
-
-
-@pytest.mark.parametrize(
-    "properties", [{"cpu_cores_count": 16}, {"memory": 512 << 20}], ids=["with CPU cores", "little memory"]
-)
-def test_integrated_graphics_beside_nvidia_gpus_are_not_shown(
-    ask: Any, fake_gpus: Any, tmp_path: Path, properties: dict[str, int]
-) -> None:
-    host = KfdHost(tmp_path / "root")
-    host.gpu(0x03, 1, 0, **properties)
-    assert ask(host.root, "each") == [[["nvml", 8]], []]
-    assert ask(host.root, "amd") == ["kfd", 1]
-    fake_gpus.set(0)
-    assert ask(host.root, "each") == [[["nvml", 0], ["kfd", 1]], []]
-    fake_gpus.options(init_error=9)
-    with_nvidia_device(host)
-    assert "AMD" not in ask(host.root)[1]

@@ -81,40 +81,17 @@ def command_name(pid):
 KINDS = {"": "C", "graphics": "G", "mps": "M+C"}
 
 
-def process_infos(gpu):
-    for slot, uuid in enumerate([gpu["uuid"], *gpu.get("instances", "").split(",")]):
-        for pid, used, kind in processes(uuid) if uuid else ():
-            yield (
-                "<process_info>\n"
-                + "".join(
-                    (
-                        element("gpu_instance_id", str(slot) if slot else "N/A"),
-                        element("compute_instance_id", "0" if slot else "N/A"),
-                        element("pid", pid),
-                        element("type", KINDS[kind]),
-                        element("process_name", command_name(pid)),
-                        element("used_memory", mib(used) if used else "N/A"),
-                    )
-                )
-                + "</process_info>\n"
-            )
-
-
-def mig_devices(gpu):
-    for slot, uuid in enumerate(gpu.get("instances", "").split(",")):
-        if uuid:
-            total = int(gpu.get("imem", 10 << 30))
-            used = sum(int(memory or 0) for _, memory, _ in processes(uuid))
-            yield (
-                f"<mig_device>\n<index>{slot}</index>\n<gpu_instance_id>{slot + 1}</gpu_instance_id>\n"
-                f"<compute_instance_id>0</compute_instance_id>\n{memory(total, used)}</mig_device>\n"
-            )
+def process_infos(uuids):
+    for uuid in uuids:
+        for pid, used, kind in processes(uuid):
+            fields = ("gpu_instance_id", "N/A"), ("compute_instance_id", "N/A"), ("pid", pid), ("type", KINDS[kind])
+            named = ("process_name", command_name(pid)), ("used_memory", mib(used) if used else "N/A")
+            yield "<process_info>\n" + "".join(element(*field) for field in (*fields, *named)) + "</process_info>\n"
 
 
 def report(gpu):
-    used = int(gpu.get("used", 0))
-    for uuid in (gpu["uuid"], *filter(None, gpu.get("instances", "").split(","))):
-        used += sum(int(memory or 0) for _, memory, _ in processes(uuid))
+    uuids = [gpu["uuid"], *filter(None, gpu.get("instances", "").split(","))]
+    used = int(gpu.get("used", 0)) + sum(int(memory or 0) for uuid in uuids for _, memory, _ in processes(uuid))
     clocks = "<supported_mem_clock><value>1 MHz</supported_mem_clock></value>" if QUIRKS.get("broken") else ""
     load = "N/A" if gpu.get("util") == "NA" else gpu.get("util", "0") + " %"
     mig = {"1": "Enabled", "0": "Disabled"}.get(gpu.get("mig", ""), "N/A")
@@ -125,7 +102,7 @@ def report(gpu):
             element("display_mode", "Enabled"),
             element("display_active", "Enabled" if gpu.get("display") == "1" else "Disabled"),
             f"<mig_mode>\n{element('current_mig', mig)}<pending_mig>Disabled</pending_mig>\n</mig_mode>\n",
-            f"<mig_devices>\n{''.join(mig_devices(gpu)) or 'None'}</mig_devices>\n",
+            "<mig_devices><mig_device><uuid>MIG-x</uuid></mig_device></mig_devices>\n" if mig == "Enabled" else "",
             element("uuid", gpu["uuid"]),
             memory(int(gpu.get("mem", 80 << 30)), used),
             "<bar1_memory_usage><total>7 MiB</total><used>7 MiB</used></bar1_memory_usage>\n",
@@ -136,7 +113,7 @@ def report(gpu):
             f"<utilization>\n{element('gpu_util', load)}</utilization>\n",
             f"<temperature>\n{element('gpu_temp', gpu.get('temp', '41') + ' C')}</temperature>\n",
             clocks,
-            element("processes", "\n" + "".join(process_infos(gpu))),
+            element("processes", "\n" + "".join(process_infos(uuids))),
             "<accounted_processes></accounted_processes>\n</gpu>\n\n",
         )
     )

@@ -41,14 +41,13 @@
  *     lag_ms=N                a process shows N ms after its file was last written
  *     hidden=1                the process lists are empty, whoever is on the GPUs; the memory in use is not
  *     log=1                   append the name of every NVML function called to $FAKE_GPU_DIR/calls
- *     race=N                  the first N process lists with rows answer INSUFFICIENT_SIZE whatever room they are given
  *
  * Handles are valid in the process that called nvmlInit only: after fork() everything answers UNINITIALIZED until the
  * child calls nvmlInit, and a handle of the parent answers INVALID_ARGUMENT.
  *
  * Compile:  gcc -shared -fPIC -O1 -Wl,-soname,libnvidia-ml.so.1 -o libnvidia-ml.so.1 nvml.c
- * Variants: -DSTRIDE_V3=32 has the wide rows of early R535 drivers in its _v3 process lists, -DNO_V3 lacks the _v3
- *           process lists and memory_v2, -DNO_V2 lacks the _v2 ones as well, -DNO_PROCESSES lacks them all, -DNO_SCOPE lacks nvmlDeviceGetCpuAffinityWithinScope, -DNO_MPS the MPS lists,
+ * Variants: -DNO_V3 lacks the _v3
+ *           process lists and memory_v2, -DNO_V2 lacks the _v2 ones as well, -DNO_PROCESSES lacks them all, -DNO_MPS the MPS lists,
  *           -DNO_MIG everything about MIG, -DANCIENT lacks nvmlInitWithFlags.
  */
 
@@ -78,7 +77,6 @@ typedef struct {
 
 static int session_pid;   /* who called nvmlInit */
 static int session_depth; /* how often */
-static int races;
 
 /* ---- reading the directory ---- */
 
@@ -299,27 +297,14 @@ static int list_processes(const char *name, void *handle, const char *kind, unsi
     if (!code && strstr(name, "_v3")) code = (int)number_of(gpu.line, "v3_error", 0);
     if (code) return code;
     unsigned found = option("hidden", 0) ? 0 : list_device(gpu.line, slot, kind, rows);
-    if (found && races < (int)option("race", 0)) {
-        races++;
-        *count = found;
-        return INSUFFICIENT_SIZE;
-    }
     if (found > *count || (found && !out)) {
         *count = found;
         return INSUFFICIENT_SIZE;
     }
-    for (unsigned i = 0; i < found; i++) {
-        Row wide = rows[i];
-        if (stride > sizeof wide) memset((char *)out + i * stride, 0, stride);
-        memcpy((char *)out + i * stride, &wide, stride < sizeof wide ? stride : sizeof wide);
-    }
+    for (unsigned i = 0; i < found; i++) memcpy((char *)out + i * stride, &rows[i], stride);
     *count = found;
     return OK;
 }
-
-#ifndef STRIDE_V3
-#define STRIDE_V3 sizeof(Row) /* 32: as R535 had it up to 535.86 */
-#endif
 
 #define LISTS(symbol, kind, stride)                                           \
     API symbol(void *handle, unsigned *count, void *rows) {                   \
@@ -339,10 +324,10 @@ LISTS(nvmlDeviceGetGraphicsRunningProcesses_v2, "graphics", sizeof(Row))
 LISTS(nvmlDeviceGetMPSComputeRunningProcesses_v2, "mps", sizeof(Row))
 #endif
 #if !defined(NO_V3)
-LISTS(nvmlDeviceGetComputeRunningProcesses_v3, "", STRIDE_V3)
-LISTS(nvmlDeviceGetGraphicsRunningProcesses_v3, "graphics", STRIDE_V3)
+LISTS(nvmlDeviceGetComputeRunningProcesses_v3, "", sizeof(Row))
+LISTS(nvmlDeviceGetGraphicsRunningProcesses_v3, "graphics", sizeof(Row))
 #ifndef NO_MPS
-LISTS(nvmlDeviceGetMPSComputeRunningProcesses_v3, "mps", STRIDE_V3)
+LISTS(nvmlDeviceGetMPSComputeRunningProcesses_v3, "mps", sizeof(Row))
 #endif
 #endif
 #endif
@@ -592,18 +577,11 @@ static int cpu_mask(const char *line, const char *key, unsigned words, unsigned 
     return 1;
 }
 
-API nvmlDeviceGetCpuAffinity(void *handle, unsigned words, unsigned long *mask) {
-    RESOLVE("affinity");
-    return cpu_mask(gpu.line, "node_cpus", words, mask) ? OK : NOT_SUPPORTED;
-}
-
-#ifndef NO_SCOPE
 API nvmlDeviceGetCpuAffinityWithinScope(void *handle, unsigned words, unsigned long *mask, unsigned scope) {
     RESOLVE("affinity");
     if (scope == 1 && cpu_mask(gpu.line, "socket_cpus", words, mask)) return OK;
     return cpu_mask(gpu.line, "node_cpus", words, mask) ? OK : NOT_SUPPORTED;
 }
-#endif
 
 /* ---- MIG ---- */
 

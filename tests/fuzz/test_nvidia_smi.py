@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.hostile import TRICK, assert_gpus_shown_safely, bounded, broken_text, examples, refusing, with_examples
 
-from safe_gpu.drivers.nvidia import nvidia_smi
+from safe_gpu.drivers import nvidia_smi
 from safe_gpu.errors import NoDriverError
 
 REPORT = Path(__file__).with_name("nvidia_smi.xml").read_text()
@@ -21,19 +21,6 @@ WORDS = (
     "Unable to determine the device handle for GPU",
 )  # fmt: skip
 DIGITS = "9" * 5000
-
-
-class _Said(nvidia_smi.NvidiaSmiDriver):
-    """The driver with this answer in place of a program's."""
-
-    def __init__(self, report: str, code: int) -> None:
-        self._path = "nvidia-smi"
-        self._timeout = 1.0
-        self._known = {}
-        self._answer = code, report
-
-    def _run(self, *arguments: str) -> tuple[int, str]:
-        return self._answer
 
 
 # What is wrong in a report.
@@ -62,9 +49,11 @@ REPORTS = {
 )
 @examples(25)
 @given(broken_text(REPORT, WORDS), st.sampled_from([0, 1, 6, 255, -9]))
-def test_what_it_prints(report: str, code: int) -> None:
-    with bounded(), refusing() as refused:
-        driver = _Said(report, code)
+def test_what_it_prints(monkeypatch: pytest.MonkeyPatch, report: str, code: int) -> None:
+    with monkeypatch.context() as patch, bounded(), refusing() as refused:
+        patch.setattr(nvidia_smi, "find_program", lambda *names: "nvidia-smi")
+        patch.setattr(nvidia_smi, "output_of", lambda *command, **bounds: (code, report, ""))
+        driver = nvidia_smi.NvidiaSmiDriver()
         snapshot = driver.detailed(driver.linked(driver.snapshot()))
         driver.usage(snapshot.gpus)
         assert_gpus_shown_safely(snapshot)

@@ -189,7 +189,8 @@ def test_who_is_unknown_to_a_user_namespace_is_nobody(state_dir: Path, holder: A
             return
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"0 {VIEWER} 1")
-        procfs._unknown_uid.cache_clear()
+        procfs.is_unknown_user.cache_clear()
+        procfs.has_all_ids.cache_clear()
         one = gather().gpus[0].claim
         assert one is not None
         say(json.dumps([[entry.uid for entry in living_claims()], one.user, one.uid]))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from safe_gpu.drivers.nvidia.nvml_session import LIBRARY
+from safe_gpu.drivers.nvml import LIBRARY
 from safe_gpu.host.programs import is_root
 from safe_gpu.runtimes import library
 from safe_gpu.settings import variables as settings
@@ -16,7 +16,7 @@ NEIGHBOUR = 4711
 
 pytestmark = pytest.mark.skipif(not is_root(), reason="needs root, to be the victim")
 
-NVML = "from safe_gpu.drivers.nvidia.nvml import why_missing; print(why_missing())"
+NVML = "from safe_gpu.drivers.nvml import why_missing; print(why_missing())"
 CUDA = """
 from safe_gpu.errors import NoDriverError
 from safe_gpu.runtimes.cuda import CUDA

@@ -82,7 +82,7 @@ def forked(host: Any, code: str, **environment: str) -> Any:
     import filelock  # noqa: F401 - here, so that no child has to
     import pynvml
 
-    from safe_gpu.drivers.nvidia import nvml
+    from safe_gpu.drivers import nvml
 
     class ByPath(next(kind for kind in ctypes.CDLL.__mro__ if kind.__module__ == "ctypes")):  # type: ignore[misc]
         """Libraries as a process finds them that is started with this LD_LIBRARY_PATH."""
@@ -99,7 +99,7 @@ def forked(host: Any, code: str, **environment: str) -> Any:
         os.environ.update(seen)
         ctypes.CDLL = pynvml.CDLL = ByPath
         pynvml.nvmlLib, pynvml._nvmlGetFunctionPointer_cache = None, {}
-        nvml._KNOWN = nvml.KnownGpus()  # of the hosts of other tests
+        nvml.KNOWN.clear()  # of the hosts of other tests
         space = {"out": {}, "told": told, "in_fork": in_fork, "VARIABLES": VARIABLES}
         exec(IN_A_PROCESS + code, space)
         return space["out"]

@@ -198,7 +198,7 @@ class FakeGpus:
         CUDA keeps state for good: use a child for it."""
         import pynvml
 
-        from safe_gpu.drivers.nvidia import nvml
+        from safe_gpu.drivers import nvml
 
         self._libraries.stand_ins[DRIVER_LIBRARIES[0]] = str(self._build("nvml.c", DRIVER_LIBRARIES[0], *self._flags))
         self._monkeypatch.setenv("FAKE_GPU_DIR", str(self.directory))
@@ -206,7 +206,7 @@ class FakeGpus:
         self._monkeypatch.setattr(pynvml, "CDLL", ctypes.CDLL)
         self._monkeypatch.setattr(pynvml, "nvmlLib", None)
         self._monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
-        self._monkeypatch.setattr(nvml, "_KNOWN", nvml.KnownGpus())  # of the hosts of other tests
+        self._monkeypatch.setattr(nvml, "KNOWN", [])  # of the hosts of other tests
 
     def python(self, code: str, *arguments: str, timeout: float = 60.0, **environment: str) -> str:
         """Output of Python code that runs in a child which sees these GPUs."""

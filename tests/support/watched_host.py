@@ -178,7 +178,6 @@ class SpiedPlaceholder(SimulatedPlaceholder):
     def prepare(self) -> None:
         if "prepare" not in self.host.events:
             self.host.event("prepare")
-        super().prepare()
 
     def __call__(self, device_no: int) -> SimulatedContext:
         self.host.event(f"placeholder {device_no}")

@@ -1,1 +1,0 @@
-"""The NVIDIA driver."""

@@ -156,7 +156,6 @@ class WaiterStatus:
         limit: how many GPUs its user holds and may hold, if that is why it waits; else None.
         earliest_start: it probably does not start before that, in Unix seconds.
         turn: the number by which it stands in the queue, where users are served by turns.
-        in_turn: how many GPUs its user holds, if by its turn it stands ahead of one who came earlier; else None.
     """
 
     position: int
@@ -174,7 +173,6 @@ class WaiterStatus:
     limit: tuple[float, int] | None = None
     earliest_start: float | None = None
     turn: float | None = None
-    in_turn: float | None = None
 
 
 @dataclass(frozen=True)
@@ -267,7 +265,6 @@ class HostStatus:
         queue[].job                    the batch job, such as sge:1234.5, as its ticket says
         queue[].limit                  [held, most]: GPUs that its user holds and may hold, if that is why it waits
         queue[].turn                   by which it stands in the queue, where users are served by turns
-        queue[].in_turn                GPUs that its user holds, if by its turn it is ahead of one who came earlier
         windows[]                      when GPUs are reserved, from a day before it begins: from and until in Unix
                                        seconds, gpus (UUIDs), for (user:NAME, group:NAME; null is root alone), by (who
                                        reserved them), reason
@@ -293,8 +290,8 @@ def _window_dict(one: Window) -> dict[str, Any]:
 
 
 def _waiter_dict(one: WaiterStatus) -> dict[str, Any]:
-    turns = {name: getattr(one, name) for name in ("turn", "in_turn")} if one.turn is not None else {}
-    return {name: getattr(one, name) for name in _QUEUE} | turns
+    turn = {} if one.turn is None else {"turn": one.turn}
+    return {name: getattr(one, name) for name in _QUEUE} | turn
 
 
 def _gpu_dict(one: GpuStatus, now: float) -> dict[str, Any]:

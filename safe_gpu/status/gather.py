@@ -24,7 +24,7 @@ from ..host import procfs
 from ..host.procfs import user_name
 from ..runtimes.visible_devices import stale_indices
 from ..selection.request import Selection
-from ..selection.sharing import part_of, promised, used_by_sharers, without_siblings
+from ..selection.sharing import promised, used_by_sharers, without_siblings
 from ..selection.verdicts import Rules, has_mps_clients, judge, recent_faults, room_for_shares, users_of, why_last
 from ..settings.variables import existing_policy
 from ..wording.text import in_brackets, left_behind
@@ -200,7 +200,6 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
     windows = all_windows()
     find_admitted(windows, {ticket.uid for ticket in tickets})
     expected = zip(tickets, expected_starts(tickets, gpus, now, limited, windows), strict=True)
-    in_turn = _in_turn(tickets, gpus)
     return HostStatus(
         host=os.uname().nodename,
         driver=_all_of(snapshot.driver for snapshot in snapshots),
@@ -209,9 +208,7 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
         taken_at=now,
         gpus=gpus,
         queue=tuple(
-            replace(
-                _waiter(place, ticket, processes, moments, limited.get(ticket.name)), in_turn=in_turn.get(ticket.name)
-            )
+            _waiter(place, ticket, processes, moments, limited.get(ticket.name))
             for place, (ticket, moments) in enumerate(expected, 1)
         ),
         warnings=tuple(found.warnings),
@@ -383,21 +380,6 @@ def _is_of(process: GpuProcess, claims: Collection[ClaimStatus], processes: Proc
 def _process(process: GpuProcess, processes: ProcessTable) -> ProcessStatus:
     user, command = (None if process.elsewhere else processes.describe(process.pid)) or (None, None)
     return ProcessStatus(process.pid, user, command or process.name, process.kind, process.memory_used)
-
-
-def _in_turn(tickets: Sequence[Entry], gpus: Iterable[GpuStatus]) -> dict[str, float]:
-    """Return name of a ticket -> how many GPUs its user holds, for those ahead of a competitor that came earlier."""
-    held: dict[int | None, float] = {}
-    for one in gpus:
-        for claim in one.claims:
-            held[claim.uid] = held.get(claim.uid, 0.0) + part_of(one.gpu, claim.share)
-    found, first = {}, dict[tuple[str, str], int]()  # first: of those behind who want a GPU, the lowest number
-    for ticket in reversed(tickets):
-        wanted = [(ticket.inside, uuid) for uuid in ticket.gpus]
-        if any(first.get(one, ticket.number) < ticket.number for one in wanted):
-            found[ticket.name] = round(held.get(ticket.uid, 0.0), 2)
-        first.update((one, min(first.get(one, ticket.number), ticket.number)) for one in wanted)
-    return found
 
 
 def _waiter(

@@ -19,7 +19,7 @@ from ..host.procfs import printable
 from ..wording.text import clock, format_age, plural, short_age
 from .facts import FREE, ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
 from .history import hours
-from .render import in_turn, notes_of, queue_of, rows_of, windows_of
+from .render import notes_of, queue_of, rows_of, windows_of
 
 if TYPE_CHECKING:
     from .render import TableRow
@@ -224,9 +224,8 @@ def _waiting(status: HostStatus) -> Markup:
     order, groups, columns = queue_of(status, verbose=True, most_of_user=99)
     titles = [column.title.capitalize().partition("/")[0] for column in columns]
     rows = [dict(zip(titles, cells, strict=True)) for cells in zip(*(column.cells for column in columns), strict=True)]
-    passers, more = in_turn(status.queue), len(status.queue) - len(groups)
-    notes = [f"in turn: {passers}" if passers else "", f"and {more} more" if more else ""]
-    return joined(table(f"Waiting, {order}", titles, rows, "queue"), listed([*filter(None, notes)]))
+    more = len(status.queue) - len(groups)
+    return joined(table(f"Waiting, {order}", titles, rows, "queue"), listed([f"and {more} more"] * (more > 0)))
 
 
 def _status_of(document: Document, now: float) -> HostStatus:

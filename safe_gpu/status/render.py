@@ -20,7 +20,6 @@ from ..wording.text import (
     format_age,
     format_bytes,
     gpu_ranges,
-    gpus_held,
     not_before,
     paint,
     plural,
@@ -407,12 +406,6 @@ def queue_of(
     return order, groups, columns
 
 
-def in_turn(queue: Iterable[WaiterStatus]) -> str:
-    """Return who is ahead of one who came earlier, and how many GPUs they hold."""
-    passers = {one.user or "?": one.in_turn for one in queue if one.in_turn is not None}
-    return ", ".join(f"{user} ({gpus_held(held)})" for user, held in passers.items())
-
-
 def _queue(status: HostStatus, width: int, color: bool, verbose: bool, most_of_user: int) -> list[str]:
     if not status.queue:
         return []
@@ -427,8 +420,6 @@ def _queue(status: HostStatus, width: int, color: bool, verbose: bool, most_of_u
             text = f"process {one.pid} is stopped (a suspended job?) and keeps its place"
             lines += _warning(text, width, color, "     ")
         lines += _warning(one.note, width, color, "     ")
-    if passers := in_turn(queue):
-        lines += wrapped(f"in turn: {passers}", width, "     ")
     shown = sum(map(len, groups))
     if len(status.queue) > shown:
         lines.append(f"... and {len(status.queue) - shown} more")

@@ -72,7 +72,7 @@ def check_document(document: dict[str, Any]) -> None:
         for process in one["processes"]:
             check_types(process, PROCESS)
     for one in document["queue"]:
-        check_types(one, {**WAITER, "turn": NUMBER, "in_turn": NUMBER} if "turn" in one else WAITER)
+        check_types(one, {**WAITER, "turn": NUMBER} if "turn" in one else WAITER)
     for one in document["windows"]:
         check_types(one, WINDOW)
 

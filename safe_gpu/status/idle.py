@@ -22,7 +22,8 @@ from ..settings import policy
 from ..wording.text import format_age, gpu_ranges
 
 if TYPE_CHECKING:
-    from .facts import ClaimStatus, GpuStatus
+    from ..gpus.devices import Holder
+    from .facts import GpuStatus
 
 
 def shows_no_work(one: GpuStatus) -> bool:
@@ -89,7 +90,7 @@ def with_reports(gpus: tuple[GpuStatus, ...], path: str) -> tuple[GpuStatus, ...
     It takes no lock, and may ask a directory service. A file that is ignored or broken counts as none: claims and
     ``safe-gpu policy`` report it.
     """
-    if not any(one.claim and one.claim.uid is not None and one.idle_for for one in gpus):
+    if not any(one.claim and one.claim.uid >= 0 and one.idle_for for one in gpus):
         return gpus
     rules = policy.if_readable(path)
     if rules is None:
@@ -97,7 +98,7 @@ def with_reports(gpus: tuple[GpuStatus, ...], path: str) -> tuple[GpuStatus, ...
     limits = cache(partial(policy.limits_of_user, rules))
 
     def report(one: GpuStatus) -> bool | None:
-        if one.claim is None or one.claim.uid is None or one.idle_for is None:
+        if one.claim is None or one.claim.uid < 0 or one.idle_for is None:
             return None
         found = limits(one.claim.uid)
         if found.idle_report_after is None:
@@ -119,7 +120,7 @@ def whom_to_ask(gpus: Iterable[GpuStatus], uid: int) -> dict[tuple[int | None, f
     Args:
         uid: the user who reads it.
     """
-    found: dict[ClaimStatus, list[GpuStatus]] = {}
+    found: dict[Holder, list[GpuStatus]] = {}
     for one in gpus:
         if one.idle_report and one.claim is not None:
             found.setdefault(one.claim, []).append(one)
@@ -131,7 +132,7 @@ def _idle_for(gpus: list[GpuStatus]) -> float:
     return min(one.idle_for or 0.0 for one in gpus)
 
 
-def _line(claim: ClaimStatus, gpus: list[GpuStatus], uid: int) -> str:
+def _line(claim: Holder, gpus: list[GpuStatus], uid: int) -> str:
     pid = f"pid {claim.pid}" if claim.pid else "pid not known here"
     who = f"it is yours ({pid})" if claim.uid == uid else f"ask {printable(claim.user or f'uid {claim.uid}')} ({pid})"
     return f"no work on GPU {gpu_ranges(one.label for one in gpus)} for {format_age(_idle_for(gpus))}: {who}"

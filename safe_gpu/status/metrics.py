@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from ..host.procfs import printable
 
 if TYPE_CHECKING:
-    from .facts import ClaimStatus, GpuStatus, HostStatus
+    from ..gpus.devices import Holder
+    from .facts import GpuStatus, HostStatus
 
 _MOST_USERS = 100  # of waiters: somebody with many user ids can wait as each of them
 
@@ -17,7 +18,7 @@ _OTHERS = "other"
 
 _STATES = ("free", "claimed", "busy", "display", "unusable")
 
-_CLAIM_METRICS: tuple[tuple[str, str, Callable[[GpuStatus, ClaimStatus], float | None]], ...] = (
+_CLAIM_METRICS: tuple[tuple[str, str, Callable[[GpuStatus, Holder], float | None]], ...] = (
     ("claimed", "1 for a GPU that this user has claimed.", lambda one, claim: 1.0),
     ("claim_start_time_seconds", "When the claim was made, in Unix seconds.", lambda one, claim: claim.since or None),
     (
@@ -63,10 +64,7 @@ def render_metrics(status: HostStatus) -> str:
         ]
         text += _metric(name, help_text, shares)
     jobs = {
-        _of(one, user=claim.user or "", batch_job=claim.job): 1.0
-        for one in gpus
-        for claim in one.shares or (one.claim,)
-        if claim and claim.job
+        _of(one, user=claim.user or "", batch_job=claim.job): 1.0 for one in gpus for claim in one.claims if claim.job
     }
     text += _metric("claim_info", "The batch job of a claim.", [*jobs.items()])
     most = [(_labels(user=user), float(number)) for user, number in sorted(status.max_gpus.items())[:_MOST_USERS]]

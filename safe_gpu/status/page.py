@@ -12,12 +12,12 @@ from string import Template
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from .. import __version__
-from ..gpus.devices import MIG_IS_ON, Gpu
+from ..gpus.devices import MIG_IS_ON, Gpu, Holder
 from ..gpus.windows import Window
 from ..host.commands import program_names
 from ..host.procfs import printable
 from ..wording.text import clock, format_age, plural, short_age
-from .facts import FREE, ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
+from .facts import FREE, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
 from .history import hours
 from .render import notes_of, queue_of, rows_of, windows_of
 
@@ -203,7 +203,7 @@ def host_part(document: Document, figures: Figures, now: float, use: Markup) -> 
 
 
 def _row(row: TableRow, label: str, now: float) -> Mapping[str, str]:
-    state, cells, claim = row.state.strip(), row.cells, row.claim or ClaimStatus()
+    state, cells, claim = row.state.strip(), row.cells, row.claim or Holder()
     return {
         "GPU": label,
         "State": element("b", state, class_=state.replace(" ", "-")),
@@ -241,12 +241,12 @@ def _status_of(document: Document, now: float) -> HostStatus:
         in_use, shown = one["claim"] or one["processes"], one["state_shown"]
         reasons = [reason.partition(", since a claim failed")[0] for reason in one["reason"].split("; ")]
         told = "; ".join(reason for reason in reasons if reason.startswith(_TOLD) or not in_use)
+        shares = [record(Holder, each) for each in one["shares"]]
         return record(
             GpuStatus,
             one,
             gpu=record(Gpu, one, index=one["label"], processes=()),
-            claim=one["claim"] and record(ClaimStatus, one["claim"]),
-            shares=tuple(record(ClaimStatus, each) for each in one["shares"]),
+            claim=Holder.of_sharers(shares) if shares else one["claim"] and record(Holder, one["claim"]),
             processes=tuple(record(ProcessStatus, each) for each in one["processes"]),
             reason=told,
             fault=told,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,7 +27,8 @@ from ..wording.text import (
 )
 
 if TYPE_CHECKING:
-    from .facts import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
+    from ..gpus.devices import Holder
+    from .facts import GpuStatus, HostStatus, ProcessStatus, WaiterStatus
 
 _COLORS = {
     "free": "green",
@@ -158,7 +158,7 @@ class TableRow(NamedTuple):
     load: str
     cells: Mapping[str, str]
     text: str = ""
-    claim: ClaimStatus | None = None
+    claim: Holder | None = None
     heat: str = ""
     again: bool = False
 
@@ -247,11 +247,11 @@ def _width(columns: Collection[Column]) -> int:
 
 def _rows(gpus: Iterable[GpuStatus], now: float, verbose: bool) -> Iterator[TableRow]:
     """Return the rows of the table, in which each claim is described once and named by its user in each row."""
-    first: dict[ClaimStatus, str] = {}
-    last: ClaimStatus | None = None
+    first: dict[Holder, str] = {}
+    last: Holder | None = None
     for one in gpus:
         for row in rows_of(one, now):
-            claim = row.claim and replace(row.claim, memory_used=None)
+            claim = row.claim and row.claim._replace(memory_used=None)
             if claim in first:
                 text = "" if claim == last else f"with GPU {first[claim]}"
                 row = row._replace(cells={"USER": row.cells["USER"]}, text=text, again=True)
@@ -296,7 +296,7 @@ def _process_cells(users: Collection[ProcessStatus]) -> dict[str, str]:
     return _holder_cells(first.user, first.pid, None) | {"COMMAND": command}
 
 
-def _claim_cells(claim: ClaimStatus, now: float) -> dict[str, str]:
+def _claim_cells(claim: Holder, now: float) -> dict[str, str]:
     return _holder_cells(claim.user, claim.pid, claim.job) | {
         "HELD": short_age(now - claim.since) if claim.since else "?",
         "LEFT": _left(claim.until, now),
@@ -342,10 +342,10 @@ def _notes(one: GpuStatus, now: float) -> Iterator[str]:
         yield from _claim_notes(one.claim, now)
     if one.idle_report and one.idle_for is not None:
         yield f"no work for {format_age(one.idle_for)}"
-    if one.inner is not None:
-        who = " ".join(filter(None, (one.inner.user, _short(one.inner.command or ""))))
-        yield f"inside it: process {one.inner.pid or '?'} {who}".rstrip()
-        yield from _claim_notes(one.inner, None)
+    if one.inside is not None:
+        who = " ".join(filter(None, (one.inside.user, _short(one.inside.command or ""))))
+        yield f"inside it: process {one.inside.pid or '?'} {who}".rstrip()
+        yield from _claim_notes(one.inside, None)
     if one.claim is None:
         if not (one.state == "busy" and one.users):
             yield from filter(None, [one.reason or "free, shared with the display" * (one.state == "display")])
@@ -359,7 +359,7 @@ def _notes(one: GpuStatus, now: float) -> Iterator[str]:
         yield f"on it, but not part of the claim: process {who}"
 
 
-def _claim_notes(claim: ClaimStatus, now: float | None) -> Iterator[str]:
+def _claim_notes(claim: Holder, now: float | None) -> Iterator[str]:
     """Return the remarks on a claim.
 
     Args:
@@ -377,7 +377,7 @@ def _claim_notes(claim: ClaimStatus, now: float | None) -> Iterator[str]:
         yield f"uses more than its share: {format_bytes(claim.memory_used or 0)} of {format_bytes(claim.share or 0)}"
 
 
-def _is_over(claim: ClaimStatus) -> bool:
+def _is_over(claim: Holder) -> bool:
     return claim.share is not None and (claim.memory_used or 0) > claim.share
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..coordination.closed import binding
 from ..coordination.queue import TicketRequest, is_stopped
-from ..gpus.devices import Holder, vendor_of
+from ..gpus.devices import vendor_of
 from ..gpus.windows import spans_of
 from ..host.procfs import user_name
 from ..selection.backfill import BackfillRequest, dates, starts, when_free
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..coordination.entry import Entry
     from ..gpus.windows import Window
     from ..selection.backfill import When
-    from .facts import ClaimStatus, GpuStatus
+    from .facts import GpuStatus
 
 
 class AtLimit(NamedTuple):
@@ -60,7 +60,7 @@ def at_limits(tickets: Sequence[Entry], gpus: Iterable[GpuStatus], path: str, no
         return {}
     most_of = cache(lambda uid: policy.limits_of_user(rules, uid).max_gpus)
     gpus = tuple(gpus)
-    ends: dict[tuple[int | None, str], list[tuple[float, float]]] = {}  # and parts of GPUs
+    ends: dict[tuple[int, str], list[tuple[float, float]]] = {}  # and parts of GPUs
     for one in gpus:
         for claim in one.claims:
             end = claim.until or math.inf, part_of(one.gpu, claim.share)
@@ -131,23 +131,12 @@ def _ends(gpus: Iterable[GpuStatus], now: float, inside: str) -> tuple[dict[str,
     coming = set()
     for one in gpus:
         if not inside:
-            free, holder = one.state in FREE, holder_by_status(one.claim, one.shares)
+            free, holder = one.state in FREE, one.claim
         elif one.claim is not None and one.claim.token == inside:
-            free, holder = True, holder_by_status(one.inner)
+            free, holder = True, one.inside
         else:
             continue
         ends[one.gpu.uuid] = when_free(one.gpu, holder, now, free=free)
         if free or holder is not None:
             coming.add(one.gpu.uuid)
     return ends, coming
-
-
-def holder_by_status(claim: ClaimStatus | None, shares: Iterable[ClaimStatus] = ()) -> Holder | None:
-    """Return who holds a GPU, from what was found of its claim, or of the claims that share it."""
-    if claim is None:
-        return None
-    alone, *found = (
-        Holder(one.pid, one.user, one.job, one.command, one.since, until=one.until, uid=one.uid or 0, share=one.share)
-        for one in (claim, *shares)
-    )
-    return Holder.of_sharers(found) if found else alone

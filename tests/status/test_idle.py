@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from support.ground import write_for_all
 
-from safe_gpu.gpus.devices import Gpu
-from safe_gpu.status.facts import ClaimStatus, GpuStatus, HostStatus
+from safe_gpu.gpus.devices import Gpu, Holder
+from safe_gpu.status.facts import GpuStatus, HostStatus
 from safe_gpu.status.idle import sets_a_limit, whom_to_ask, with_idle_times, with_reports
 from safe_gpu.status.render import render
 
 SINCE = time.time() - 1000.0
-BUSY = GpuStatus(Gpu(0, "GPU-a", utilization=50), "claimed", claim=ClaimStatus(7, "anna", since=SINCE))
+BUSY = GpuStatus(Gpu(0, "GPU-a", utilization=50), "claimed", claim=Holder(7, "anna", since=SINCE))
 STILL = replace(BUSY, gpu=Gpu(0, "GPU-a", utilization=0))
 NOBODY = replace(BUSY, idle=True)
 UNKNOWN = replace(BUSY, gpu=Gpu(0, "GPU-a"))
@@ -54,7 +54,7 @@ def test_a_gpu_that_is_held_is_marked_at_each_look(marks: Path) -> None:
     idle(BUSY)
     os.utime(marks / "GPU-a.seen", (SINCE, SINCE))
     before = time.time() - 1
-    idle(replace(BUSY, shares=(BUSY.claim, BUSY.claim)))
+    idle(replace(BUSY, claim=Holder.of_sharers([BUSY.claim, BUSY.claim])))
     assert (marks / "GPU-a.seen").stat().st_mtime > before
     assert {path.stat().st_mode & 0o7777 for path in marks.iterdir()} == {0o666}
 
@@ -110,8 +110,8 @@ def path(tmp_path: Path) -> str:
     return str(path)
 
 
-def gpu(index: int, uid: int | None, idle_for: float | None, user: str = "anna", pid: int = 7) -> GpuStatus:
-    claim = ClaimStatus(pid, user, since=1.0, uid=uid)
+def gpu(index: int, uid: int, idle_for: float | None, user: str = "anna", pid: int = 7) -> GpuStatus:
+    claim = Holder(pid, user, since=1.0, uid=uid)
     return GpuStatus(Gpu(index, f"GPU-{index}"), "claimed", claim=claim, idle_for=idle_for)
 
 
@@ -124,7 +124,7 @@ def gpu(index: int, uid: int | None, idle_for: float | None, user: str = "anna",
         (4713, 1800.0, True),
         (9999, 1800.0, True),
         (9999, None, None),
-        (None, 1800.0, None),
+        (-1, 1800.0, None),
         (0, 9e9, None),  # root is exempt
     ],
 )

@@ -23,13 +23,13 @@ from support.processes import free_port
 from support.real import unavailable
 
 from safe_gpu.cli.commands import main
-from safe_gpu.gpus.devices import Gpu
-from safe_gpu.status.facts import ClaimStatus, GpuStatus, HostStatus, WaiterStatus
+from safe_gpu.gpus.devices import Gpu, Holder
+from safe_gpu.status.facts import GpuStatus, HostStatus, WaiterStatus
 from safe_gpu.status.gather import gather
 from safe_gpu.status.metrics import render_metrics
 
 NOW = 1_795_000_000.0
-CLAIM = ClaimStatus(7, "anna", since=NOW - 60, until=NOW + 60)
+CLAIM = Holder(7, "anna", since=NOW - 60, until=NOW + 60)
 STATUS = HostStatus(
     host="gpu1",
     driver="nvml",
@@ -120,7 +120,7 @@ def test_what_is_not_known_has_no_sample() -> None:
 @settings(max_examples=25)
 @given(st.text(max_size=20))
 def test_the_parser_of_prometheus_reads_any_user_back(user: str) -> None:
-    gpu = replace(STATUS.gpus[1], claim=replace(CLAIM, user=user))
+    gpu = replace(STATUS.gpus[1], claim=CLAIM._replace(user=user))
     families = {
         one.name: one for one in parser().text_string_to_metric_families(render_metrics(replace(STATUS, gpus=(gpu,))))
     }
@@ -150,7 +150,7 @@ def test_a_real_claim_and_the_file(command: Any, tmp_path: Path, capsys: pytest.
 
 def test_jobs_and_limits() -> None:
     claimed, waiter = STATUS.gpus[1], STATUS.queue[0]
-    claim = replace(claimed.claim, job="sge:7.3")  # type: ignore[type-var]
+    claim = CLAIM._replace(job="sge:7.3")
     limited = replace(waiter, limit=(1, 1))
     queue = (limited, limited, waiter)
     status = replace(STATUS, gpus=(replace(claimed, claim=claim),), queue=queue, max_gpus={"ben": 1})
@@ -158,8 +158,8 @@ def test_jobs_and_limits() -> None:
     assert 'safe_gpu_max_gpus{user="ben"} 1.0' in text
     assert 'safe_gpu_claim_info{gpu="1",UUID="GPU-b",vendor="nvidia",user="anna",batch_job="sge:7.3"} 1.0' in text
     assert 'safe_gpu_waiting_at_limit{user="ben"} 2.0' in text
-    shares = (claim, replace(claim, job="sge:8"), claim)
-    text = render_metrics(replace(status, gpus=(replace(claimed, claim=claim, shares=shares),)))
+    shares = (claim, claim._replace(job="sge:8"), claim)
+    text = render_metrics(replace(status, gpus=(replace(claimed, claim=Holder.of_sharers(shares)),)))
     assert re.findall('safe_gpu_claim_info{.*batch_job="(.*)"}', text) == ["sge:7.3", "sge:8"]
 
 

@@ -21,9 +21,9 @@ from safe_gpu.coordination.directory import Directory
 from safe_gpu.coordination.entry import make_entry, remove_entry, said_by_this_process
 from safe_gpu.coordination.faults import write_fault
 from safe_gpu.drivers.presets import preset
-from safe_gpu.gpus.devices import Gpu, GpuFault, GpuProcess, HostSnapshot
+from safe_gpu.gpus.devices import Gpu, GpuFault, GpuProcess, Holder, HostSnapshot
 from safe_gpu.host import procfs
-from safe_gpu.status.facts import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus, of_user
+from safe_gpu.status.facts import GpuStatus, HostStatus, ProcessStatus, WaiterStatus, of_user
 from safe_gpu.status.gather import gather
 from safe_gpu.status.render import render
 from safe_gpu.wording.text import display_width
@@ -261,10 +261,10 @@ def test_claims_inside_claims_are_shown(state_dir: Path, child) -> None:
     one = status.gpus[int(index)]
     assert one.claim.pid == outer.pid
     assert one.claim.token
-    assert one.inner is not None
-    assert procfs.parent_of(one.inner.pid) == outer.pid
+    assert one.inside is not None
+    assert procfs.parent_of(one.inside.pid) == outer.pid
     assert not one.idle
-    assert f"inside it: process {one.inner.pid}" in table(status)
+    assert f"inside it: process {one.inside.pid}" in table(status)
     assert sum(gpu.state == "claimed" for gpu in status.gpus) == 2
     outer.kill()
     after = look().gpus[int(index)]
@@ -351,7 +351,7 @@ def test_a_claim_of_another_state_directory_is_told_by_its_door(ground, child, o
     status = look()
     assert states(status) == " ".join(["claimed", *["free"] * 7])
     claim = status.gpus[0].claim
-    assert (claim.elsewhere, claim.pid, claim.uid, claim.user) == (True, None, None, None)
+    assert (claim.elsewhere, claim.pid, claim.uid, claim.user) == (True, None, -1, None)
     assert "GPU 0: claimed in another state directory" in table(status)
 
 
@@ -373,7 +373,7 @@ def test_shares_are_shown_with_the_claims_that_have_them(state_dir: Path, child)
     (one, *others) = look().gpus
     assert [claim.pid for claim in one.shares] == [sharer.pid for sharer in sharers]
     assert [claim.share for claim in one.shares] == [20 << 30] * 2
-    assert one.claim == one.shares[0]
+    assert one.claim.pid == sharers[0].pid
     assert one.share_free == 40 << 30
     assert {other.state for other in others} == {"free"}
 
@@ -536,7 +536,7 @@ ages = st.none() | st.floats(0, 2e9)
 pids, names, amounts = st.integers(1, 1 << 22), st.none() | texts, st.none() | st.integers(0, 1 << 38)
 commands = st.none() | st.text(max_size=200)
 claims = st.builds(
-    ClaimStatus, st.none() | pids, names, names, commands, ages, stopped=st.booleans(), note=texts, until=ages
+    Holder, st.none() | pids, names, names, commands, ages, stopped=st.booleans(), note=texts, until=ages
 )
 used = st.none() | st.integers(0, 100)
 gpus = st.builds(
@@ -553,7 +553,7 @@ gpu_statuses = st.builds(
     idle=st.booleans(),
     reason=texts,
     claim=st.none() | claims,
-    inner=st.none() | claims,
+    inside=st.none() | claims,
     processes=st.lists(processes, max_size=2).map(tuple),
 )
 waits = (st.booleans(), texts, st.none() | st.floats(1, 1e6), ages, st.none(), amounts, names)
@@ -599,7 +599,7 @@ def test_a_crowd_of_waiters_is_cut() -> None:
 
 
 def test_a_full_table_of_eighty_columns() -> None:
-    claim = ClaimStatus(1234567, "averylongusername", "sge:1234567.890", "/usr/bin/python train.py --epochs 3", 1.0)
+    claim = Holder(1234567, "averylongusername", "sge:1234567.890", "/usr/bin/python train.py --epochs 3", 1.0)
     gpu = Gpu(7, "GPU-7", "NVIDIA H100 80GB HBM3", memory_total=80 << 30, memory_used=79 << 30, utilization=100)
     busy = GpuStatus(
         gpu._replace(index=8), "busy", processes=(ProcessStatus(4242, "bob", "./x --y", "compute", 5 << 30),)
@@ -614,8 +614,8 @@ def test_a_full_table_of_eighty_columns() -> None:
 
 def test_what_gpus_have_in_common_stands_once() -> None:
     """Claims, and notes on several GPUs; a claim that is not known is not taken for the one before it."""
-    claim = ClaimStatus(7, "anna", None, "train", 1.0, stopped=True, until=2.0)
-    unknown = ClaimStatus(note="odd")
+    claim = Holder(7, "anna", None, "train", 1.0, stopped=True, until=2.0)
+    unknown = Holder(note="odd")
     drained = GpuStatus(Gpu(0, "GPU-0"), "unusable", reason="drained by root: dust", drained=True)
     held = [(0, claim), (1, claim), (2, unknown), (3, unknown), (4, claim)]
     gpus = [GpuStatus(Gpu(number, "GPU-x"), "claimed", claim=one) for number, one in held]
@@ -654,7 +654,7 @@ WARM = Gpu(0, "GPU-0", memory_total=80 << 30, memory_used=42 << 30, utilization=
 def test_the_temperature_is_shown_where_it_fits(
     width: int, user: str, command: str, until: float | None, columns: str
 ) -> None:
-    claim = ClaimStatus(1234567, user, None, command, 1.0, until=until)
+    claim = Holder(1234567, user, None, command, 1.0, until=until)
     status = HostStatus("h", "nvml", "1", "/d", 3001.0, (GpuStatus(WARM, "claimed", claim=claim),))
     title, row = render(status, width=width, color=False).split("\n")[3:5]
     assert title.split() == f"GPU STATE MEMORY UTIL {columns}".split()
@@ -666,7 +666,7 @@ def test_the_temperature_is_shown_where_it_fits(
 def test_every_row_of_a_claim_has_its_user_dim_where_it_is_repeated() -> None:
     """A name of any length is whole where another program reads it."""
     long = "annabell.with-a-long-name"[:24]
-    held = [ClaimStatus(7, long, None, "train", 1.0)] * 2 + [ClaimStatus(8, "ben", None, "eval", 1.0)] * 2
+    held = [Holder(7, long, None, "train", 1.0)] * 2 + [Holder(8, "ben", None, "eval", 1.0)] * 2
     gpus = tuple(GpuStatus(Gpu(number, f"GPU-{number}"), "claimed", claim=one) for number, one in enumerate(held))
     status = HostStatus("h", "nvml", "1", "/d", 62.0, gpus)
     assert render(status, width=80, color=False, piped=True).count(long) == 2
@@ -675,7 +675,7 @@ def test_every_row_of_a_claim_has_its_user_dim_where_it_is_repeated() -> None:
 
 
 def test_verbose_lists_the_processes_on_each_gpu() -> None:
-    claim = ClaimStatus(7, "anna", "sge:8", "train", 1.0)
+    claim = Holder(7, "anna", "sge:8", "train", 1.0)
     processes = (
         ProcessStatus(7, "anna", "/usr/bin/python train.py", "compute", 20 << 30),
         ProcessStatus(4242, "b\x1b[2Jn\r", "./x\ny \x1b]0;z\x07", "graphics", 22 << 30),
@@ -700,7 +700,7 @@ def test_verbose_lists_the_processes_on_each_gpu() -> None:
 def test_of_an_unknown_holder_the_process_on_the_gpu_is_shown() -> None:
     """The GPU is claimed through another state directory, whose processes this user cannot ask."""
     gpu = Gpu(0, "GPU-0", utilization=97)
-    claim = ClaimStatus(elsewhere=True)
+    claim = Holder(elsewhere=True)
     running = ProcessStatus(7, "anna", "/usr/bin/train -x", "compute", 5)
     one = GpuStatus(gpu, "claimed", claim=claim, processes=(running,), reason="claimed elsewhere; more")
     status = HostStatus("h", "nvml", "1", "/d", 100.0, (one,))
@@ -711,12 +711,12 @@ def test_of_an_unknown_holder_the_process_on_the_gpu_is_shown() -> None:
 
 
 def test_json_has_the_state_of_the_table() -> None:
-    held = GpuStatus(Gpu(0, "GPU-0"), "claimed", claim=ClaimStatus(1, since=1.0))
+    held = GpuStatus(Gpu(0, "GPU-0"), "claimed", claim=Holder(1, since=1.0))
     states = {
         "claimed": held,
         "idle": replace(held, idle=True),
-        "shared": replace(held, shares=(held.claim,)),
-        "at risk": replace(held, claim=ClaimStatus(1, since=1.0, removable_by="eve")),
+        "shared": replace(held, claim=Holder.of_sharers([held.claim])),
+        "at risk": replace(held, claim=Holder(1, since=1.0, removable_by="eve")),
         "drained": GpuStatus(held.gpu, "unusable", drained=True),
         "unusable": GpuStatus(held.gpu, "unusable"),
         "free": GpuStatus(held.gpu, "free"),
@@ -735,10 +735,10 @@ def test_what_computes_is_not_idle(holder) -> None:
 
 def test_each_sharer_has_its_row_and_its_notes() -> None:
     gib = 1 << 30
-    first = ClaimStatus(7, "anna", "sge:8", "train", 1.0, share=20 * gib, memory_used=30 * gib)
-    second = ClaimStatus(9, "ben", None, "infer", 90.0, share=40 * gib, memory_used=gib, until=95.0)
+    first = Holder(7, "anna", "sge:8", "train", 1.0, share=20 * gib, memory_used=30 * gib)
+    second = Holder(9, "ben", None, "infer", 90.0, share=40 * gib, memory_used=gib, until=95.0)
     gpu = Gpu(0, "GPU-0", memory_total=80 * gib, memory_used=31 * gib, utilization=5)
-    one = GpuStatus(gpu, "claimed", claim=first, shares=(first, second), share_free=10 * gib, idle=True)
+    one = GpuStatus(gpu, "claimed", claim=Holder.of_sharers((first, second)), share_free=10 * gib, idle=True)
     status = HostStatus("h", "nvml", "1", "/d", 100.0, (one,))
     lines = render(status, width=80, color=False).split("\n")[3:]
     assert [" ".join(line.split()) for line in lines[1:]] == [
@@ -750,8 +750,8 @@ def test_each_sharer_has_its_row_and_its_notes() -> None:
         "GPU 0: process 9: overdue 5 s",
     ]
     assert "0  idle " in render(replace(status, taken_at=150.0), width=80, color=False)
-    other = replace(first, memory_used=gib)  # the same claim on another GPU
-    status = replace(status, gpus=(one, replace(one, gpu=gpu._replace(index=1), claim=other, shares=(other,))))
+    other = first._replace(memory_used=gib)  # the same claim on another GPU
+    status = replace(status, gpus=(one, replace(one, gpu=gpu._replace(index=1), claim=Holder.of_sharers([other]))))
     assert render(status, width=80, color=False).count("anna") == 2
     assert "/20G        anna  with GPU 0\n" in render(status, width=80, color=False)
 

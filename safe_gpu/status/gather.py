@@ -26,16 +26,18 @@ from ..runtimes.visible_devices import stale_indices
 from ..selection.request import Selection
 from ..selection.sharing import promised, used_by_sharers, without_siblings
 from ..selection.verdicts import Rules, has_mps_clients, judge, recent_faults, room_for_shares, users_of, why_last
+from ..settings import policy
 from ..settings.variables import existing_policy
 from ..wording.text import in_brackets, left_behind
 from .facts import GpuStatus, HostStatus, ProcessStatus, WaiterStatus
 from .idle import with_idle_times, with_reports
-from .starts import expected_starts
+from .starts import at_limits, expected_starts
 
 if TYPE_CHECKING:
     from ..coordination.entry import Entry
     from ..drivers.base import Driver
     from ..gpus.devices import Gpu, GpuProcess, HostSnapshot
+    from ..settings.policy import Limits
     from .starts import AtLimit
 
 
@@ -212,15 +214,9 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
         for one in _gpus(snapshot, found)
     ]
     gpus = with_idle_times(rows, now)
-    limited: Mapping[str, AtLimit] = {}
-    max_gpus: Mapping[str, int] = {}
-    if rules := existing_policy(os.environ):
-        from .starts import at_limits, most_by_user
-
-        gpus = with_reports(gpus, rules)
-        uids = {claim.uid for one in gpus for claim in one.claims if claim.uid >= 0}
-        max_gpus = most_by_user(uids | {ticket.uid for ticket in tickets}, rules)
-        limited = at_limits(tickets, gpus, rules, now)
+    limits = _limits_of({claim.uid for one in gpus for claim in one.claims} | {ticket.uid for ticket in tickets})
+    gpus = with_reports(gpus, limits)
+    limited = at_limits(tickets, gpus, limits, now)
     windows = all_windows()
     find_admitted(windows, {ticket.uid for ticket in tickets})
     expected = zip(tickets, expected_starts(tickets, gpus, now, limited, windows), strict=True)
@@ -240,9 +236,19 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
         doubt=next((snapshot.doubt for snapshot in snapshots if snapshot.doubt), ""),
         broken=tuple(broken),
         ignored=(*ignored_closed(), *found.ignored),
-        max_gpus=max_gpus,
+        max_gpus={user_name(uid): one.max_gpus for uid, one in limits.items() if one.max_gpus is not None},
         windows=tuple(one for one in sorted(windows) if one.begin - _NOTICE < now < one.end),
     )
+
+
+def _limits_of(uids: Iterable[int]) -> dict[int, Limits]:
+    """Return what the policy of this host says of these users. A directory service may be asked.
+
+    A file that is ignored or broken counts as none: claims and ``safe-gpu policy`` report it.
+    """
+    path = existing_policy(os.environ)
+    rules = policy.if_readable(path) if path is not None else None
+    return {} if rules is None else {uid: policy.limits_of_user(rules, uid) for uid in uids if uid >= 0}
 
 
 def _all_of(texts: Iterable[str]) -> str:

@@ -203,18 +203,18 @@ def host_part(document: Document, figures: Figures, now: float, use: Markup) -> 
 
 
 def _row(row: TableRow, label: str, now: float) -> Mapping[str, str]:
-    state, cells, claim = row.state.strip(), row.cells, row.claim or Holder()
+    claim, state, memory = row.claim or Holder(), row.cells["STATE"].strip(), Markup()
+    if row.used is not None and row.total:
+        memory = joined(bar(row.used / row.total), element("span", row.cells["MEMORY"]))
     return {
         "GPU": label,
         "State": element("b", state, class_=state.replace(" ", "-")),
-        "Memory": joined(bar(row.used / row.total), element("span", row.memory))
-        if row.used is not None and row.total
-        else "",
-        "Util": row.load,
-        "Temp": row.heat,
-        "User": cells.get("USER", ""),
-        "Job": cells.get("JOB/PID", ""),
-        "Command": cells.get("COMMAND", row.text),
+        "Memory": memory,
+        "Util": row.cells["UTIL"],
+        "Temp": row.cells["TEMP"],
+        "User": row.cells.get("USER", ""),
+        "Job": row.cells.get("JOB/PID", ""),
+        "Command": row.cells.get("COMMAND", row.text),
         "Since": when(claim.since, now),
         "Until": when(claim.until, now),
     }

@@ -141,31 +141,22 @@ class TableRow(NamedTuple):
     """One line of the table.
 
     Attributes:
+        cells: by title.
+        color: that of the state and of the bar.
         used: bytes of memory.
-        total: bytes that the GPU has.
-        cells: those from USER on, by title.
-        text: what replaces them.
+        total: bytes that there are.
+        text: what replaces the cells from USER on.
         claim: the one that they describe.
-        heat: the temperature.
         again: whether a row above describes the claim, so that this one repeats its user alone.
     """
 
-    label: str
-    state: str
+    cells: Mapping[str, str]
     color: str
     used: int | None
     total: int | None
-    load: str
-    cells: Mapping[str, str]
     text: str = ""
     claim: Holder | None = None
-    heat: str = ""
     again: bool = False
-
-    @property
-    def memory(self) -> str:
-        """``12/80G``, in GiB."""
-        return "-" if self.used is self.total is None else f"{gib(self.used)}/{gib(self.total)}G"
 
     def bar(self, columns: int, marks: str, color: bool) -> str:
         """Return how full the memory is, that many columns wide."""
@@ -177,13 +168,19 @@ class TableRow(NamedTuple):
         return paint(marks[0] * full + marks[1] * half, self.color, color) + paint(rest, "dim", color)
 
 
+_TITLES = ("GPU", "STATE", "MEMORY", "UTIL", "TEMP", "USER", "JOB/PID", "HELD", "LEFT", "COMMAND")
+
+_RIGHT = ("GPU", "MEMORY", "UTIL", "TEMP", "HELD", "LEFT")
+
+_OF_GPU = _TITLES[: _TITLES.index("USER")]
+
+
 def _gpu_table(status: HostStatus, width: int, color: bool, marks: str, verbose: bool, most_of_user: int) -> list[str]:
     rows = [*_rows(status.gpus, status.taken_at, verbose)]
     most = {"USER": most_of_user, "JOB/PID": 13}
-    all_cells = {title: [getattr(row, name) for row in rows] for title, name in _HEAD.items()}
-    all_cells |= {title: [row.cells.get(title, "") for row in rows] for title in _TAIL}
     columns = [
-        Column(title, cells, right=title in _RIGHT, most=most.get(title, width)) for title, cells in all_cells.items()
+        Column(title, [row.cells.get(title, "") for row in rows], right=title in _RIGHT, most=most.get(title, width))
+        for title in _TITLES
     ]
     room = width - (_SHORTEST_BAR + 1 if width >= _WITH_BARS else 0)
     columns = _fitting(columns, room, ("TEMP", "COMMAND", "LEFT", "HELD", "JOB/PID"))
@@ -196,12 +193,14 @@ def _gpu_table(status: HostStatus, width: int, color: bool, marks: str, verbose:
     titles = [column.padded(column.title) for column in columns]
     titles[2] = "MEMORY".ljust(columns[2].width + len(blank))
     lines = [paint(cut(GAP.join(titles).rstrip(), width), "bold", color)]
-    head, tail = ([column for column in columns if (column.title in _HEAD) == known] for known in (True, False))
+    head = [column for column in columns if column.title in _OF_GPU]
+    tail = columns[len(head) :]
     room = width - _width(head) - len(blank) - len(GAP)
     for number, row in enumerate(rows):
         cells = [column.padded(column.cells[number]) for column in head]
-        cells[1] = paint(cells[1], row.color, color and row.state != "")
-        if row.load.removesuffix("%").isdecimal() and int(row.load[:-1]) >= _HIGH:
+        cells[1] = paint(cells[1], row.color, color and cells[1].strip() != "")
+        load = row.cells.get("UTIL", "")
+        if load.removesuffix("%").isdecimal() and int(load[:-1]) >= _HIGH:
             cells[3] = paint(cells[3], "bold", color)
         cells[2] = row.bar(bar, marks, color) + blank[:1] + cells[2]
         facts = [column.padded(column.cells[number]) for column in tail]
@@ -221,13 +220,6 @@ def notes_of(status: HostStatus) -> Iterator[str]:
         for note in _notes(one, status.taken_at):
             notes.setdefault(printable(note), []).append(one.label)
     return (f"GPU {gpu_ranges(labels)}: {note}" for note, labels in notes.items())
-
-
-_HEAD = {"GPU": "label", "STATE": "state", "MEMORY": "memory", "UTIL": "load", "TEMP": "heat"}
-
-_TAIL = ("USER", "JOB/PID", "HELD", "LEFT", "COMMAND")
-
-_RIGHT = ("GPU", "MEMORY", "UTIL", "TEMP", "HELD", "LEFT")
 
 
 def _fitting(columns: Iterable[Column], width: int, optional: Iterable[str]) -> list[Column]:
@@ -254,14 +246,15 @@ def _rows(gpus: Iterable[GpuStatus], now: float, verbose: bool) -> Iterator[Tabl
             claim = row.claim and row.claim._replace(memory_used=None)
             if claim in first:
                 text = "" if claim == last else f"with GPU {first[claim]}"
-                row = row._replace(cells={"USER": row.cells["USER"]}, text=text, again=True)
+                kept = {title: row.cells[title] for title in (*_OF_GPU, "USER")}
+                row = row._replace(cells=kept, text=text, again=True)
             elif claim and (claim.pid or claim.since):
                 first[claim] = one.label
             last = claim
             yield row
         for process in sorted(one.processes, key=lambda process: -(process.memory_used or 0)) if verbose else ():
-            cells = _process_cells([process])
-            yield TableRow("", f"  {process.kind}", "dim", process.memory_used, one.gpu.memory_total, "", cells)
+            row = _row(f"  {process.kind}", "dim", process.memory_used, one.gpu.memory_total)
+            yield row._replace(cells={**row.cells, **_process_cells([process])})
 
 
 def rows_of(one: GpuStatus, now: float) -> Iterator[TableRow]:
@@ -269,23 +262,26 @@ def rows_of(one: GpuStatus, now: float) -> Iterator[TableRow]:
     state, gpu = one.shown_state(now), one.gpu
     load = "-" if gpu.utilization is None else f"{gpu.utilization}%"
     heat = "" if gpu.temperature is None else f"{gpu.temperature}C"
-    color = _COLORS.get(state, "dim")
-    row = TableRow(one.label, state, color, gpu.memory_used, gpu.memory_total, load, {}, heat=heat)
+    row = _row(state, _COLORS.get(state, "dim"), gpu.memory_used, gpu.memory_total, one.label, load, heat)
+    cells: dict[str, str] = {}
     if one.shares:
         free = "" if one.share_free is None else f", {format_bytes(one.share_free)} unclaimed"
-        yield row._replace(text=plural(len(one.shares), "claim") + free)
+        row = row._replace(text=plural(len(one.shares), "claim") + free)
     elif one.claim is not None:
-        cells = _claim_cells(one.claim, now)
-        if one.users and one.claim.pid is None and not one.claim.since:
-            cells |= _process_cells(one.users)
-        yield row._replace(cells=cells, claim=one.claim)
-    elif one.state == "busy" and one.users:
-        yield row._replace(cells=_process_cells(one.users))
-    else:
-        yield row
+        cells, row = _claim_cells(one.claim, now), row._replace(claim=one.claim)
+    if one.users and (one.state == "busy" if one.claim is None else one.claim.pid is None and not one.claim.since):
+        cells |= _process_cells(one.users)
+    yield row._replace(cells={**row.cells, **cells})
     for claim in one.shares:
-        color = "red" if _is_over(claim) else "cyan"
-        yield TableRow("", "  share", color, claim.memory_used, claim.share, "", _claim_cells(claim, now), claim=claim)
+        row = _row("  share", "red" if _is_over(claim) else "cyan", claim.memory_used, claim.share)
+        yield row._replace(cells={**row.cells, **_claim_cells(claim, now)}, claim=claim)
+
+
+def _row(
+    state: str, color: str, used: int | None, total: int | None, label: str = "", load: str = "", heat: str = ""
+) -> TableRow:
+    memory = "-" if used is total is None else f"{gib(used)}/{gib(total)}G"
+    return TableRow(dict(zip(_OF_GPU, (label, state, memory, load, heat), strict=True)), color, used, total)
 
 
 def _process_cells(users: Collection[ProcessStatus]) -> dict[str, str]:

@@ -104,7 +104,8 @@ def test_a_wrong_line_is_named(text: str, line: int, says: str) -> None:
 
 
 def test_the_least_and_what_limits_gpus() -> None:
-    assert limits("ben", text="[default]\nmax_wait = 0\nmax_hold = 1s")[2:5:2] == (1.0, 0.0)
+    least = limits("ben", text="[default]\nmax_wait = 0\nmax_hold = 1s")
+    assert (least.max_wait, least.max_hold) == (0.0, 1.0)
     assert parse("[user x]\nmax_gpus = 0", "/p").limits_gpus
     assert not parse("[user x]\nmax_gpus = unlimited\nmax_wait = 1", "/p").limits_gpus
 

@@ -3,10 +3,6 @@
 import importlib.util
 import os
 import re
-import shlex
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -84,43 +80,6 @@ def test_a_column_is_whole_or_left_out(width: int, last: str) -> None:
     assert f" {last}\n  0 " in plain
     assert "\x1b[35mdrained" in picture.screen(width)
     assert "\x1b[1m 98%" in picture.screen(width)
-
-
-@pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
-@pytest.mark.parametrize(("width", "key"), [*zip(picture.WIDTHS, ("C-c", "q"), strict=True)])
-def test_the_same_in_tmux(tmp_path: Path, width: int, key: str, eventually: Any) -> None:
-    """What another author's terminal shows of --watch, and what is left of it after Ctrl-C or q."""
-
-    def tmux(*words: str) -> str:
-        done = subprocess.run(["tmux", "-S", str(tmp_path / "socket"), *words], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    def shown() -> str:
-        return tmux("capture-pane", "-p").rstrip()
-
-    expected = picture.screen(width, NO_COLOR="1").rstrip()
-    watch = shlex.join([sys.executable, str(TOOL), "status", "--watch", "--interval", "0.1"])
-    tmux(
-        "-u",
-        "-f",
-        "/dev/null",
-        "new-session",
-        "-d",
-        "-x",
-        str(width),
-        "-y",
-        "40",
-        f"unset COLUMNS; trap : INT; {watch}; echo code $?; read wait",
-    )
-    try:
-        eventually(lambda: shown().partition("\n")[2] == expected)
-        assert tmux("display-message", "-p", "#{alternate_on} #{cursor_flag}") == "1 0\n"
-        tmux("send-keys", key)
-        eventually(lambda: tmux("display-message", "-p", "#{alternate_on} #{cursor_flag}") == "0 1\n")
-        eventually(lambda: shown().endswith(f"{expected}\ncode 0"))
-    finally:
-        tmux("kill-server")
 
 
 def text_of(path: Path) -> str:

@@ -59,13 +59,14 @@ def figures_of(status: Document, now: float) -> Figures:
     Raises:
         NO_DOCUMENT: it is none.
     """
-    gpus = countable(status)
+    # Of a GPU that is divided the instances count.
+    gpus = [one for one in status["gpus"] if not one["reason"].startswith(MIG_IS_ON)]
     free, waiting = sum(one["state"] in FREE for one in gpus), len(status["queue"])
     since = [one["since"] for one in status["queue"] if one["since"] is not None]
     models = Counter(one["name"] or "(no name)" for one in gpus)
     held: Counter[str] = Counter()
     for one in gpus:
-        for claim in claims_of(one):
+        for claim in one["shares"] or filter(None, [one["claim"]]):
             part = (claim["share"] or 0) / (one["memory_total"] or 1) if "share" in claim else 1
             held[claim["user"] or "?"] += part  # type: ignore[assignment]
     cells = (
@@ -85,16 +86,6 @@ def figures_of(status: Document, now: float) -> Figures:
         tuple(printable(f"GPU {one['index']}: {one['reason']}") for one in broken),
         repr((status["host"], status["state_dir"], *(one["uuid"] for one in gpus))),
     )
-
-
-def countable(status: Document) -> list[Document]:
-    """Return its GPUs, of which the instances count in place of a GPU that is divided."""
-    return [one for one in status["gpus"] if not one["reason"].startswith(MIG_IS_ON)]
-
-
-def claims_of(gpu: Document) -> Sequence[Document]:
-    """Return the claims of a GPU: all that share it, or the one that has it."""
-    return gpu["shares"] or [one for one in [gpu["claim"]] if one]
 
 
 _LONGEST = 500  # characters of a text: anybody may have written it

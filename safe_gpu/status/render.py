@@ -25,6 +25,7 @@ from ..wording.text import (
     short_age,
     wrapped,
 )
+from .facts import FREE
 
 if TYPE_CHECKING:
     from ..gpus.devices import Holder
@@ -41,13 +42,9 @@ _COLORS = {
     "busy": "red",
 }
 
-_LONGEST_BAR, _SHORTEST_BAR = 10, 4
+_BARS = ((100, 10), (80, 4))  # columns of a terminal, and of the bars of memory from then on
 
-_WITH_BARS = 80  # columns of a terminal from which on there are bars in any case
-
-_COMMAND = 16  # columns of the command that a longer bar leaves
-
-_LEAST_COMMAND = 10  # columns of it that TEMP leaves
+_LEAST_COMMAND = 10  # columns that the others leave
 
 _HIGH = 90  # percent of utilization
 
@@ -122,7 +119,7 @@ def _headline(status: HostStatus, width: int, color: bool) -> list[str]:
 
 
 def _free(gpus: Iterable[GpuStatus]) -> int:
-    return sum(one.state in ("free", "display") for one in gpus)
+    return sum(one.state in FREE for one in gpus)
 
 
 def _models(status: HostStatus) -> list[tuple[str, str]]:
@@ -182,14 +179,9 @@ def _gpu_table(status: HostStatus, width: int, color: bool, marks: str, verbose:
         Column(title, [row.cells.get(title, "") for row in rows], right=title in _RIGHT, most=most.get(title, width))
         for title in _TITLES
     ]
-    room = width - (_SHORTEST_BAR + 1 if width >= _WITH_BARS else 0)
-    columns = _fitting(columns, room, ("TEMP", "COMMAND", "LEFT", "HELD", "JOB/PID"))
-    commands = columns[-1].width if columns[-1].title == "COMMAND" else 0
-    room = width - _width(columns) + max(0, commands - _COMMAND) - 1
-    if width >= _WITH_BARS:
-        room = max(room, _SHORTEST_BAR)
-    bar = min(room, _LONGEST_BAR) if room >= _SHORTEST_BAR else 0
+    bar = next((columns for least, columns in _BARS if width >= least), 0)
     blank = " " * (bar + 1 if bar else 0)
+    columns = _fitting(columns, width - len(blank), ("TEMP", "COMMAND", "LEFT", "HELD", "JOB/PID"))
     titles = [column.padded(column.title) for column in columns]
     titles[2] = "MEMORY".ljust(columns[2].width + len(blank))
     lines = [paint(cut(GAP.join(titles).rstrip(), width), "bold", color)]
@@ -217,7 +209,7 @@ def notes_of(status: HostStatus) -> Iterator[str]:
     """Return the remarks on the GPUs, each once with the GPUs that it is about."""
     notes: dict[str, list[str]] = {}
     for one in status.gpus:
-        for note in _notes(one, status.taken_at):
+        for note in _notes(one):
             notes.setdefault(printable(note), []).append(one.label)
     return (f"GPU {gpu_ranges(labels)}: {note}" for note, labels in notes.items())
 
@@ -329,19 +321,19 @@ def gib(size: int | None) -> str:
     return "?" if size is None else f"{gib:.1f}" if 0.05 <= gib < 9.95 else f"{gib:.0f}"
 
 
-def _notes(one: GpuStatus, now: float) -> Iterator[str]:
+def _notes(one: GpuStatus) -> Iterator[str]:
     """Return the remarks on a GPU and its claims."""
     if one.shares:
         for claim in one.shares:
-            yield from (f"process {claim.pid or '?'}: {note}" for note in _claim_notes(claim, now))
+            yield from (f"process {claim.pid or '?'}: {note}" for note in _claim_notes(claim))
     elif one.claim is not None:
-        yield from _claim_notes(one.claim, now)
+        yield from _claim_notes(one.claim)
     if one.idle_report and one.idle_for is not None:
         yield f"no work for {format_age(one.idle_for)}"
     if one.inside is not None:
         who = " ".join(filter(None, (one.inside.user, _short(one.inside.command or ""))))
         yield f"inside it: process {one.inside.pid or '?'} {who}".rstrip()
-        yield from _claim_notes(one.inside, None)
+        yield from _claim_notes(one.inside)
     if one.claim is None:
         if not (one.state == "busy" and one.users):
             yield from filter(None, [one.reason or "free, shared with the display" * (one.state == "display")])
@@ -355,20 +347,13 @@ def _notes(one: GpuStatus, now: float) -> Iterator[str]:
         yield f"on it, but not part of the claim: process {who}"
 
 
-def _claim_notes(claim: Holder, now: float | None) -> Iterator[str]:
-    """Return the remarks on a claim.
-
-    Args:
-        now: None for a claim inside another, which ends with that one.
-    """
+def _claim_notes(claim: Holder) -> Iterator[str]:
     if claim.stopped:
         yield f"process {claim.pid} is stopped (a suspended job?) and keeps the GPU"
     if claim.note:
         yield claim.note
     if claim.removable_by:
         yield f"nothing but its entry keeps others off it, and {claim.removable_by} can remove that (safe-gpu doctor)"
-    if now is not None and claim.until is not None and claim.until < now:
-        yield f"overdue {format_age(now - claim.until)}"
     if _is_over(claim):
         yield f"uses more than its share: {format_bytes(claim.memory_used or 0)} of {format_bytes(claim.share or 0)}"
 

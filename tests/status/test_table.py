@@ -86,9 +86,9 @@ def test_a_full_table_of_eighty_columns() -> None:
     )
     status = HostStatus("h", "nvml", "1", "/d", 12_001.0, (GpuStatus(gpu, "claimed", claim=claim), busy))
     assert render(status, width=80, color=False).split("\n")[3:] == [
-        "GPU  STATE    MEMORY        UTIL  USER      JOB/PID       HELD  COMMAND",
-        "  7  claimed  █████ 79/80G  100%  averyl..  1234567.890  3h20m  python train.p..",
-        "  8  busy     █████ 79/80G  100%  bob       pid 4242            x --y",
+        "GPU  STATE    MEMORY       UTIL  USER      JOB/PID       HELD  COMMAND",
+        "  7  claimed  ████ 79/80G  100%  averyl..  1234567.890  3h20m  python train.py..",
+        "  8  busy     ████ 79/80G  100%  bob       pid 4242            x --y",
     ]
 
 
@@ -110,7 +110,6 @@ def test_what_gpus_have_in_common_stands_once() -> None:
         "4 claimed - - anna with GPU 0",
         *("5 drained - -", "6 drained - -", "7 drained - -", ""),
         "GPU 0,1,4: process 7 is stopped (a suspended job?) and keeps the GPU",
-        "GPU 0,1,4: overdue 1 min",
         "GPU 2,3: odd",
         "GPU 5-7: drained by root: dust",
     ]
@@ -137,7 +136,7 @@ def test_the_temperature_is_shown_where_it_fits(
     title, row = render(status, width=width, color=False).split("\n")[3:5]
     assert title.split() == f"GPU STATE MEMORY UTIL {columns}".split()
     assert (" 61C " in row) == ("TEMP" in columns)
-    assert ("█" in row) == (width >= 72)
+    assert ("█" in row) == (width >= 80)
     assert len(row) <= width
 
 
@@ -214,12 +213,11 @@ def test_each_sharer_has_its_row_and_its_notes() -> None:
     status = HostStatus("h", "nvml", "1", "/d", 100.0, (one,))
     lines = render(status, width=80, color=False).split("\n")[3:]
     assert [" ".join(line.split()) for line in lines[1:]] == [
-        "0 shared ████░░░░░░ 31/80G 5% 2 claims, 10 GiB unclaimed",
-        "share ██████████ 30/20G anna 8 1m train",
-        "share ░░░░░░░░░░ 1.0/40G ben pid 9 10s -5s infer",
+        "0 shared █▌░░ 31/80G 5% 2 claims, 10 GiB unclaimed",
+        "share ████ 30/20G anna 8 1m train",
+        "share ░░░░ 1.0/40G ben pid 9 10s -5s infer",
         "",
         "GPU 0: process 7: uses more than its share: 30 GiB of 20 GiB",
-        "GPU 0: process 9: overdue 5 s",
     ]
     assert "0  idle " in render(replace(status, taken_at=150.0), width=80, color=False)
     other = first._replace(memory_used=gib)  # the same claim on another GPU

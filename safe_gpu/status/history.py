@@ -172,6 +172,9 @@ def merged(
         warnings.append(_TOO_MANY)
     found = []
     for claim in sorted(kept.claims.values(), key=lambda claim: claim.since)[::-1]:
+        end = kept.ends.get(claim.key)
+        if end is not None and not claim.running:
+            claim = claim._replace(seen=max(end.seen, claim.since), ended=end.ended)
         if not claim.knows_its_end:  # it ended before one of its GPUs was claimed anew
             later = kept.next_claim if claim.share is None else kept.next_whole
             anew = min((later[uuid] for uuid in claim.gpus if uuid in later), default=None)
@@ -188,7 +191,8 @@ class _Kept:
     """Claims in bounded memory, whatever the files say: if there are too many, those read first are dropped.
 
     Attributes:
-        claims: with their ends, as far as these have been read.
+        claims: without their ends.
+        ends: of them, the narrowest of each, and a few of claims that are not known yet.
         next_claim: UUID -> when it was first claimed after ``until``.
         next_whole: UUID -> when it was next claimed without others, of the claims that are kept.
         dropped: whether any claim was dropped.
@@ -196,11 +200,11 @@ class _Kept:
 
     def __init__(self, until: float) -> None:
         self.claims: dict[tuple[int, int], PastClaim] = {}
+        self.ends: dict[tuple[int, int], ClaimEnd] = {}
         self.next_claim: dict[str, float] = {}
         self.next_whole: dict[str, float] = {}
         self.dropped = False
         self._until = until
-        self._early: dict[tuple[int, int], ClaimEnd] = {}
         self._shared: dict[Any, Any] = {}  # texts and lists of GPUs, which many claims have in common
         self._size = 0  # of these, in texts
 
@@ -219,24 +223,15 @@ class _Kept:
             self.claims.pop(key, None)  # it is to be dropped last
             known = claim._replace(labels=known.labels, waited=known.waited, of=known.of)
         self.claims[key] = self._sharing(known)
-        if key in self._early:
-            self.end(self._early.pop(key))
         if len(self.claims) + self._size > _MOST:
             self._drop()
 
     def end(self, end: ClaimEnd) -> None:
         """Add the end of a claim. Of several the narrowest counts."""
         key = end.pid, round(end.since * 1000)
-        claim = self.claims.get(key)
-        if claim is None:
-            if end.since < self._until:
-                self._early[key] = _narrower(self._early[key], end) if key in self._early else end
-            if len(self._early) > _MOST_EARLY:
-                del self._early[next(iter(self._early))]
-        elif not claim.running:
-            if claim.ended is not None:
-                end = _narrower(ClaimEnd(claim.pid, claim.since, claim.seen, claim.ended), end)
-            self.claims[key] = claim._replace(seen=max(end.seen, claim.since), ended=end.ended)
+        self.ends[key] = _narrower(self.ends[key], end) if key in self.ends else end
+        if len(self.ends) > len(self.claims) + _MOST_EARLY:
+            self.ends = {key: end for key, end in self.ends.items() if key in self.claims}
 
     def _drop(self) -> None:
         self.dropped = True

@@ -43,6 +43,7 @@ def test_it_counts_from_the_first_look_without_work(marks: Path) -> None:
     assert idle(STILL) == 0
     looks = [(NOBODY, 100), (STILL, 300), (BUSY, 310), (STILL, 0), (STILL, 200), (UNKNOWN, 210)]
     assert [idle(one, later) for one, later in looks] == [about(100), about(300), 0, 0, about(200), 0]
+    assert idle(STILL, 220) == 0
     os.utime(marks / "GPU-a.idle", (SINCE - 1, SINCE - 1))
     assert [idle(STILL, 50), idle(STILL, 70)] == [0, about(70)], "another claim begins anew"
     os.utime(marks / "GPU-a.idle", (9e9, 9e9))

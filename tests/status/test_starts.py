@@ -10,8 +10,9 @@ from safe_gpu.coordination.closed import find_admitted
 from safe_gpu.coordination.entry import Entry
 from safe_gpu.gpus.devices import Gpu, Holder
 from safe_gpu.gpus.windows import Window
+from safe_gpu.settings.policy import Limits
 from safe_gpu.status.facts import GpuStatus
-from safe_gpu.status.starts import expected_starts
+from safe_gpu.status.starts import at_limits, expected_starts
 
 NOW = 1000.0
 
@@ -81,3 +82,26 @@ def test_a_window_puts_a_start_off(ticket: Any, gpus: Any, expected: float) -> N
 
 def test_before_when_a_waiter_probably_does_not_start() -> None:
     assert expected_starts([ticket(2), ticket(1)], LEASED, NOW) == [(1300.0, 1300.0), (None, 1300.0)]
+
+
+@pytest.mark.parametrize(
+    ("most", "share", "expected"),
+    [
+        (2, None, (2.0, 2, 1100.0)),  # until one of the two ends
+        (1, None, (2.0, 1, 1300.0)),
+        (2, 1 << 30, None),  # two halves
+        (1, 1 << 30, (1.0, 1, 1300.0)),
+    ],
+)
+def test_who_is_at_a_limit_and_until_when(most: int, share: int | None, expected: Any) -> None:
+    gpus = [
+        GpuStatus(
+            Gpu(index, f"GPU-{index}", memory_total=3 << 30),
+            "claimed",
+            claim=Holder(1, since=1.0, until=until, uid=4711, share=share),
+        )
+        for index, until in enumerate((1100.0, 1300.0))
+    ]
+    asked = ticket(1)._replace(uid=4711)
+    found = at_limits([asked, ticket(1)], gpus, {4711: Limits(max_gpus=most)}, NOW)
+    assert found == ({} if expected is None else {asked.name: expected})

@@ -305,7 +305,8 @@ def test_a_claim_of_another_state_directory_is_told_by_its_door(ground, child, o
     status = look()
     assert states(status) == " ".join(["claimed", *["free"] * 7])
     claim = status.gpus[0].claim
-    assert (claim.elsewhere, claim.pid, claim.uid, claim.user) == (True, None, -1, None)
+    assert (claim.elsewhere, claim.pid, claim.user) == (True, None, None)
+    assert status.to_dict()["gpus"][0]["claim"]["uid"] is None
     assert "GPU 0: claimed in another state directory" in table(status)
 
 

@@ -138,9 +138,12 @@ def test_jobs_and_limits() -> None:
     assert 'safe_gpu_max_gpus{user="ben"} 1.0' in text
     assert 'safe_gpu_claim_info{gpu="1",UUID="GPU-b",vendor="nvidia",user="anna",batch_job="sge:7.3"} 1.0' in text
     assert 'safe_gpu_waiting_at_limit{user="ben"} 2.0' in text
-    shares = (claim, claim._replace(job="sge:8"), claim)
+    shares = [claim._replace(job="sge:8", share=2 << 30, memory_used=3 << 30), claim, claim]
     text = render_metrics(replace(status, gpus=(replace(claimed, claim=Holder.of_sharers(shares)),)))
-    assert re.findall('safe_gpu_claim_info{.*batch_job="(.*)"}', text) == ["sge:7.3", "sge:8"]
+    assert re.findall('safe_gpu_claim_info{.*batch_job="(.*)"}', text) == ["sge:8", "sge:7.3"]
+    of_one = 'gpu="1",UUID="GPU-b",vendor="nvidia",user="anna",pid="7"'
+    assert f"safe_gpu_share_bytes{{{of_one}}} {float(2 << 30)}" in text
+    assert f"safe_gpu_share_used_bytes{{{of_one}}} {float(3 << 30)}" in text
 
 
 def test_a_driver_that_fails_shows_in_the_file(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

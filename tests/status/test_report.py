@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from support.forks import in_child
 from support.real import REQUIRED
 
-from safe_gpu.status import history
 from safe_gpu.status.history import PastClaim
 from safe_gpu.status.report import ReportRow, free_hours, percentile_95, report, report_by_day, table_of_report
 from safe_gpu.wording.text import display_width
@@ -117,13 +116,6 @@ def test_95_of_100_waited_no_longer(waits: list[float]) -> None:
     found = percentile_95(waits)
     assert found in waits
     assert sum(one < found for one in waits) < 0.95 * len(waits) <= sum(one <= found for one in waits)
-
-
-def test_a_wait_is_kept_whichever_line_of_a_claim_comes_first() -> None:
-    """The next claim writes one too for a claim that died, which knows nothing of the wait."""
-    own, later = past("anna", 0, 1, labels=("0",), waited=3.0), past("anna", 0, 1)
-    for told in ((own, later), (later, own)):
-        assert [one.waited for one in history.merged(told)] == [3.0]
 
 
 def test_by_day_the_largest_users_have_a_colour() -> None:

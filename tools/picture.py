@@ -26,9 +26,10 @@ from safe_gpu.cli import hosts as status
 from safe_gpu.cli.commands import main as command
 from safe_gpu.cli.hosts import Answer
 from safe_gpu.drivers.presets import preset
+from safe_gpu.gpus.devices import Holder
 from safe_gpu.gpus.windows import Window
 from safe_gpu.status import gather
-from safe_gpu.status.facts import ClaimStatus, GpuStatus, HostStatus, WaiterStatus
+from safe_gpu.status.facts import GpuStatus, HostStatus, WaiterStatus
 from safe_gpu.status.history import PastClaim
 from safe_gpu.status.page import figures_of, render_page
 from safe_gpu.status.report import ReportRow, report
@@ -41,18 +42,18 @@ PAGES = {"wide": (1400, 540), "telephone": (360, 1450)}  # pixels
 NOW, MINUTE, GIB = 1_795_000_000.0, 60.0, 1 << 30
 
 
-def claim(pid: int, user: str, job: str | None, script: str, held: float, left: float | None = None) -> ClaimStatus:
+def claim(pid: int, user: str, job: str | None, script: str, held: float, left: float | None = None) -> Holder:
     """A claim that has been held, and will be held, for so many minutes."""
     until = None if left is None else NOW + left * MINUTE
-    return ClaimStatus(pid, user, job, script, NOW - held * MINUTE, until=until)
+    return Holder(pid, user, job, script, NOW - held * MINUTE, until=until)
 
 
 def scene() -> HostStatus:
     """Eight GPUs: a claim of four, one that is shared, one that is idle, one that is drained, one free; two wait."""
     anna = claim(20511, "anna", "sge:4711.3", "python train.py", 200, 40)
     ben = claim(48213, "ben", None, "jupyter-lab", 1500)
-    carla = replace(claim(50017, "carla", "sge:4718", "python eval.py", 12), share=24 * GIB, memory_used=20 * GIB)
-    dora = replace(claim(50102, "dora", "sge:4719", "./simulate", 9, 51), share=40 * GIB, memory_used=22 * GIB)
+    carla = claim(50017, "carla", "sge:4718", "python eval.py", 12)._replace(share=24 * GIB, memory_used=20 * GIB)
+    dora = claim(50102, "dora", "sge:4719", "./simulate", 9, 51)._replace(share=40 * GIB, memory_used=22 * GIB)
     rows = [
         (anna, 71, 98),
         (anna, 71, 97),
@@ -71,7 +72,7 @@ def scene() -> HostStatus:
         for gpu, (holder, used, load) in zip(preset("dgx-a100").gpus(), [*rows, (None, 0, 0)], strict=True)
     ]
     gpus[4] = replace(gpus[4], idle=True)
-    gpus[5] = replace(gpus[5], shares=(carla, dora), share_free=16 * GIB)
+    gpus[5] = replace(gpus[5], claim=Holder.of_sharers([carla, dora]), share_free=16 * GIB)
     gpus[6] = replace(gpus[6], drained=True, reason="drained by root: its fan is to be replaced")
     gpus[7] = replace(gpus[7], state="free")
     waiters = (

@@ -8,7 +8,6 @@ from _thread import allocate_lock
 from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO
 
-from ..errors import SafeGpuError
 from .output import is_terminal, width_of
 
 if TYPE_CHECKING:
@@ -25,8 +24,6 @@ _ERASE_ABOVE = "\x1b[A\x1b[K"
 _LEAST_FOR_HOLDERS = 40  # columns
 
 _STOPPED = 3.0  # seconds without a tick, which a process has that was stopped
-
-_MOST_IDLE = 3  # claims without work of which one piece of news tells
 
 
 class WaitLine:
@@ -56,7 +53,6 @@ class WaitLine:
         self._ended: Event | None = None
         self._lock = allocate_lock()  # held from erasing to writing
         self._rows = 0  # of the terminal, that show the news
-        self._told: set[tuple[int | None, float | None]] = set()  # claims without work
 
     def __enter__(self) -> WaitLine:
         return self
@@ -88,40 +84,11 @@ class WaitLine:
             self._ended = threading.Event()
             self._thread = threading.Thread(target=self._tick, name="safe_gpu-waitline", daemon=True)
             self._thread.start()
-        if self._live:
-            self._tell_of_idle_claims(status)
         # Not at once, as most waits are short; but behind another waiter it may help at once.
         if self._hint and (not first or status.ahead is not None):
             self._hint = False
             if _hold_is_unknown():
                 self._note("short jobs get in earlier if they say for how long: --for 30m")
-
-    def _tell_of_idle_claims(self, status: WaitStatus) -> None:
-        """Tell once whom to ask for GPUs that are held without use, if the policy of this host asks for that."""
-        from ..settings import variables as settings
-
-        path = settings.existing_policy(os.environ)
-        if path is None:
-            return
-        try:
-            from ..status.gather import gather
-            from ..status.idle import sets_a_limit, whom_to_ask
-            from ..wording.text import cut
-        except ImportError:  # the package was upgraded during the wait
-            return
-        if not sets_a_limit(path):
-            return
-        try:
-            gpus = gather().gpus  # takes host.lock
-        except (SafeGpuError, OSError):
-            return
-        if status.verdicts:
-            wanted = {verdict.gpu.uuid for verdict in status.verdicts if verdict.state == "claimed"}
-            gpus = tuple(one for one in gpus if one.gpu.uuid in wanted)
-        lines = {key: line for key, line in whom_to_ask(gpus, os.geteuid()).items() if key not in self._told}
-        for key in list(lines)[:_MOST_IDLE]:
-            self._told.add(key)
-            self._note(cut(lines[key], width_of(self._stream) - 1 - len(_PROGRAM)))
 
     def _note(self, text: str) -> None:
         """Write a line of its own, above the live one."""

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ..gpus.devices import FIRST_MINUTE, Gpu, ProcessKind
+from ..gpus.devices import FIRST_MINUTE, ProcessKind
 from ..selection.verdicts import drawing
 
 if TYPE_CHECKING:
+    from ..gpus.devices import Gpu, Holder
     from ..gpus.windows import Window
 
 # Version of the JSON document.
@@ -23,43 +24,6 @@ _QUEUE = (
 _CLAIM = ("pid", "uid", "user", "job", "command", "since", "until", "removable_by")
 
 _MOST_WAITERS = 1000  # in the JSON document: any user can make more
-
-
-@dataclass(frozen=True)
-class ClaimStatus:
-    """A claim and who made it; None means "not known".
-
-    Attributes:
-        pid: its process, or one that this has left behind; None if none can be seen from here.
-        user: the owner of its entry.
-        command: as /proc shows it; of a process that cannot be seen, as its entry says.
-        job: the batch job, as its entry says.
-        since: when it was claimed, in Unix seconds, as its entry says.
-        token: the hash of the token that claims inside this claim carry; "" for none.
-        stopped: the process is stopped or frozen, such as the processes of a suspended job.
-        note: anything unusual about the holder, such as a process that has ended; else "".
-        uid: the user id of ``user``; None: it is not known whom to ask about the claim.
-        until: when the holder expects it to end, in Unix seconds.
-        share: bytes of the GPU that it holds; None of a whole GPU.
-        memory_used: bytes of it that its process and their descendants use; None of a whole GPU.
-        elsewhere: whether another state directory has its entry, so that nothing more is known of it.
-        removable_by: the user who can remove its entry, if it has no door that keeps its GPU without one; else None.
-    """
-
-    pid: int | None = None
-    user: str | None = None
-    job: str | None = None
-    command: str | None = None
-    since: float | None = None
-    token: str = ""
-    stopped: bool = False
-    note: str = ""
-    uid: int | None = None
-    until: float | None = None
-    share: int | None = None
-    memory_used: int | None = None
-    elsewhere: bool = False
-    removable_by: str | None = None
 
 
 @dataclass(frozen=True)
@@ -82,10 +46,9 @@ class GpuStatus:
 
     Attributes:
         idle: claimed, and the driver shows no process of the claim on it that computes or draws.
-        claim: None if there is none; of a shared GPU the oldest claim.
-        shares: the claims that share it, the oldest first.
+        claim: who holds it, or the claims that share it; None if there is none.
         share_free: bytes available to one more share; None if the GPU is not shared.
-        inner: the claim inside ``claim``, if any.
+        inside: the claim inside ``claim``, if any.
         idle_for: for how many seconds it has shown no work while claimed, as far as looks tell; None if not known.
         idle_report: whether ``idle_for`` has reached the policy's ``idle_report_after`` for the user of the claim; None
             if the policy does not set it.
@@ -99,13 +62,12 @@ class GpuStatus:
     state: str
     idle: bool = False
     reason: str = ""
-    claim: ClaimStatus | None = None
-    inner: ClaimStatus | None = None
+    claim: Holder | None = None
+    inside: Holder | None = None
     processes: tuple[ProcessStatus, ...] = ()
     fault: str = ""
     idle_for: float | None = None
     idle_report: bool | None = None
-    shares: tuple[ClaimStatus, ...] = ()
     share_free: int | None = None
     drained: bool = False
     prefix: str = ""
@@ -121,7 +83,7 @@ class GpuStatus:
             return "drained"
         if self.state != "claimed":
             return self.state
-        if any(claim.removable_by for claim in (*self.claims, self.inner) if claim is not None):
+        if any(claim.removable_by for claim in (*self.claims, self.inside) if claim is not None):
             return "at risk"
         began = max((claim.since or now for claim in self.claims), default=now)
         if self.idle_report or (self.idle and now - began >= FIRST_MINUTE):
@@ -135,9 +97,14 @@ class GpuStatus:
         return [one for one in self.processes if one.kind != ProcessKind.GRAPHICS or one.pid in drawn]
 
     @property
-    def claims(self) -> tuple[ClaimStatus, ...]:
+    def shares(self) -> tuple[Holder, ...]:
+        """The claims that share it, the oldest first."""
+        return () if self.claim is None else self.claim.sharers
+
+    @property
+    def claims(self) -> tuple[Holder, ...]:
         """All claims of it, except those inside others."""
-        return self.shares or ((self.claim,) if self.claim is not None else ())
+        return () if self.claim is None else self.claim.each
 
 
 @dataclass(frozen=True)
@@ -156,7 +123,6 @@ class WaiterStatus:
         limit: how many GPUs its user holds and may hold, if that is why it waits; else None.
         earliest_start: it probably does not start before that, in Unix seconds.
         turn: the number by which it stands in the queue, where users are served by turns.
-        in_turn: how many GPUs its user holds, if by its turn it stands ahead of one who came earlier; else None.
     """
 
     position: int
@@ -174,7 +140,6 @@ class WaiterStatus:
     limit: tuple[float, int] | None = None
     earliest_start: float | None = None
     turn: float | None = None
-    in_turn: float | None = None
 
 
 @dataclass(frozen=True)
@@ -215,65 +180,7 @@ class HostStatus:
     windows: tuple[Window, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the document of ``status --json``; null means "not known".
-
-        =============================  ==============================================================================
-        schema                         2; it changes when a key changes its meaning or is removed, not when one is added
-        host                           name of the host
-        driver, driver_version         the driver that was polled (nvml, nvidia-smi, kfd, simulated:NAME); "" if
-                                       unknown; "nvml, kfd" where there are GPUs of two vendors
-        state_dir                      the state directory
-        gpus[].index                   as nvidia-smi numbers them; a MIG instance has the index of its GPU; AMD GPUs
-                                       are numbered apart
-        gpus[].label                   for people: 3; 3:1 is a MIG instance; amd:3 on a host with GPUs of two vendors
-        gpus[].vendor                  nvidia, amd or intel
-        gpus[].uuid, name              as the driver reports them
-        gpus[].pci_bus_id              as sysfs writes it: 0000:07:00.0
-        gpus[].numa_node               number of its NUMA node
-        gpus[].memory_total            bytes; memory_used too
-        gpus[].utilization             percent
-        gpus[].temperature             degrees Celsius
-        gpus[].state                   free, claimed, busy (used without a claim), display (free, shared with the
-                                       host's only display), unusable
-        gpus[].state_shown             as in the table: state; for unusable also drained; for claimed also shared,
-                                       idle, at risk
-        gpus[].idle                    claimed, and no process of the claim computes or draws on it
-        gpus[].idle_for                for how many seconds a claimed GPU has shown no work, as far as looks tell
-        gpus[].reason                  why it is not free, or why it is taken last, a sentence; else ""
-        gpus[].claim                   null if nobody has claimed it, else:
-        gpus[].claim.pid               the process that claimed, or one that it left behind; null for one that cannot be
-                                       seen from here, such as one outside this container
-        gpus[].claim.uid, user         the owner of its entry; null for one whom this user namespace does not know, and
-                                       for a claim of another state directory, of which nothing else is known either
-        gpus[].claim.command           its program and script
-        gpus[].claim.job               the batch job, such as sge:1234.5, as its entry says
-        gpus[].claim.since, until      Unix seconds: claimed at; expected to end at; as its entry says
-        gpus[].claim.removable_by      the user who can remove its entry, if nothing else keeps others off the GPU: no
-                                       door that can be seen from here; else null
-        gpus[].shares[]                the claims that share the GPU, the oldest first, which is gpus[].claim: its keys,
-                                       and share and memory_used in bytes
-        gpus[].share_free              bytes available to one more share; null if the GPU is not shared
-        gpus[].processes[]             pid, user, command, kind (compute, graphics, mps), memory_used in bytes
-        queue                          the first 1,000 waiters
-        queue[].position               1 for the first waiter of this host
-        queue[].pid                    the waiting process; null for one that cannot be seen from here
-        queue[].user                   the owner of its ticket; null for one whom this user namespace does not know
-        queue[].nb_gpus, since         the number of GPUs that it waits for; since when, in Unix seconds
-        queue[].vendor                 nvidia, amd or intel
-        queue[].share                  bytes of each GPU; null for whole GPUs
-        queue[].hold_for               for how many seconds it expects to hold them
-        queue[].expected_start         when it is expected to start, in Unix seconds
-        queue[].earliest_start         it probably does not start before that, in Unix seconds
-        queue[].job                    the batch job, such as sge:1234.5, as its ticket says
-        queue[].limit                  [held, most]: GPUs that its user holds and may hold, if that is why it waits
-        queue[].turn                   by which it stands in the queue, where users are served by turns
-        queue[].in_turn                GPUs that its user holds, if by its turn it is ahead of one who came earlier
-        windows[]                      when GPUs are reserved, from a day before it begins: from and until in Unix
-                                       seconds, gpus (UUIDs), for (user:NAME, group:NAME; null is root alone), by (who
-                                       reserved them), reason
-        warnings[]                     sentences on what is missing or not known here
-        =============================  ==============================================================================
-        """
+        """Return the document of ``status --json``, whose keys are in README.md; None means "not known"."""
         return {
             "schema": SCHEMA,
             "host": self.host,
@@ -293,13 +200,16 @@ def _window_dict(one: Window) -> dict[str, Any]:
 
 
 def _waiter_dict(one: WaiterStatus) -> dict[str, Any]:
-    turns = {name: getattr(one, name) for name in ("turn", "in_turn")} if one.turn is not None else {}
-    return {name: getattr(one, name) for name in _QUEUE} | turns
+    turn = {} if one.turn is None else {"turn": one.turn}
+    return {name: getattr(one, name) for name in _QUEUE} | turn
+
+
+def _claim_dict(one: Holder, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(one, name) for name in names} | {"uid": one.uid if one.uid >= 0 else None}
 
 
 def _gpu_dict(one: GpuStatus, now: float) -> dict[str, Any]:
     facts = "index vendor uuid name pci_bus_id numa_node memory_total memory_used utilization temperature".split()
-    claim = one.claim
     return {
         "label": one.label,
         **{name: getattr(one.gpu, name) for name in facts},
@@ -308,8 +218,8 @@ def _gpu_dict(one: GpuStatus, now: float) -> dict[str, Any]:
         "idle": one.idle,
         "idle_for": one.idle_for,
         "reason": one.reason,
-        "claim": claim and {name: getattr(claim, name) for name in _CLAIM},
-        "shares": [{name: getattr(each, name) for name in (*_CLAIM, "share", "memory_used")} for each in one.shares],
+        "claim": one.claim and _claim_dict(one.claim, _CLAIM),
+        "shares": [_claim_dict(each, (*_CLAIM, "share", "memory_used")) for each in one.shares],
         "share_free": one.share_free,
         "processes": [asdict(process) for process in one.processes],
     }
@@ -337,7 +247,7 @@ def of_vendor(status: HostStatus, vendor: str) -> HostStatus:
 
 
 def _concerns(one: GpuStatus, user: str) -> bool:
-    claims = [claim.user for claim in (*one.claims, one.inner) if claim is not None]
+    claims = [claim.user for claim in (*one.claims, one.inside) if claim is not None]
     return user in claims or any(process.user == user for process in one.users)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
@@ -19,90 +19,99 @@ from ..coordination.state_dir import remover_of, state_dir_path
 from ..coordination.turns import turn_of
 from ..drivers import open_drivers
 from ..errors import NoDriverError, StateDirError
-from ..gpus.devices import MOST_SHARERS, ProcessKind, vendor_of
+from ..gpus.devices import MOST_SHARERS, Holder, ProcessKind, vendor_of
 from ..host import procfs
 from ..host.procfs import user_name
 from ..runtimes.visible_devices import stale_indices
 from ..selection.request import Selection
-from ..selection.sharing import part_of, promised, used_by_sharers, without_siblings
+from ..selection.sharing import promised, used_by_sharers, without_siblings
 from ..selection.verdicts import Rules, has_mps_clients, judge, recent_faults, room_for_shares, users_of, why_last
+from ..settings import policy
 from ..settings.variables import existing_policy
 from ..wording.text import in_brackets, left_behind
-from .facts import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
+from .facts import GpuStatus, HostStatus, ProcessStatus, WaiterStatus
 from .idle import with_idle_times, with_reports
-from .starts import expected_starts, holder_by_status
+from .starts import at_limits, expected_starts
 
 if TYPE_CHECKING:
     from ..coordination.entry import Entry
     from ..drivers.base import Driver
-    from ..gpus.devices import Gpu, GpuFault, GpuProcess, Holder, HostSnapshot
+    from ..gpus.devices import Gpu, GpuProcess, HostSnapshot
+    from ..settings.policy import Limits
     from .starts import AtLimit
 
 
-@dataclass
 class HostFacts:
-    """The claims and tickets at one moment.
+    """The claims and tickets of a state directory at one moment, and what /proc says of their processes.
+
+    The directory is not created if it is missing. Errors become warnings.
 
     Attributes:
-        path: the state directory.
-        tree: what stands before UUIDs in the names of doors.
         claims: those that live.
         elsewhere: UUIDs of the GPUs that another state directory's claims hold.
         tickets: of all waiters, in the order of the queue.
         faults: UUID -> note, of the GPUs that are taken last because a claim failed on them.
         warnings: sentences that say which facts are not known, and why.
         ignored: sentences on the entries that count for nothing.
+        processes: what /proc says.
+
+    Args:
+        path: the state directory.
+        tree: what stands before the UUIDs of this host in the names of doors.
     """
 
-    path: str
-    tree: str = ""
-    claims: Claims = field(default_factory=lambda: Claims(()))
-    elsewhere: Collection[str] = ()
-    tickets: list[Entry] = field(default_factory=list)
-    faults: Mapping[str, GpuFault] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
-    ignored: list[str] = field(default_factory=list)
+    def __init__(self, path: str, gpus: Iterable[Gpu], tree: str) -> None:
+        self._path, self._tree = path, tree
+        self.claims, self.elsewhere = Claims(()), set[str]()
+        self.tickets: list[Entry] = []
+        self.warnings: list[str] = []
+        uuids, ignored = [gpu.uuid for gpu in gpus], list[str]()
+        try:
+            # A waiter makes its claim before it leaves the queue.
+            self.tickets = waiting_tickets(path, ignored)
+        except StateDirError as err:
+            self.warnings = [f"The queue is not known: {err}"]
+        try:
+            self.claims, self.elsewhere = claims_now(uuids, tree, partial(living_claims, path, ignored))
+        except StateDirError as err:
+            self.warnings = [f"The claims are not known: {err}"]
+        self.ignored = list(dict.fromkeys(ignored))
+        self.faults = recent_faults(read_faults(path, uuids), time.time())
+        self.processes = ProcessTable([*self.claims.living, *self.tickets])
+        self._holders: dict[str, Holder] = {}  # name of an entry
 
-    def on(self, uuid: str) -> tuple[list[Entry], Entry | None]:
-        """Return the claims that hold a GPU, one alone or those that share it, and the claim inside the one."""
-        holding = self.claims.on(uuid)
+    def on(self, gpu: Gpu) -> tuple[Holder | None, Holder | None]:
+        """Return who holds a GPU, or the claims that share it, and the claim inside the one."""
+        uuid, holding = gpu.uuid, self.claims.on(gpu.uuid)
         whole = next((one for one in holding if one.gpus[uuid] is None), None)
-        if whole is None:
-            return sorted(holding, key=lambda one: one.since or 0.0), None
-        inside = (one for one in self.claims.living if uuid in one.gpus and self.claims.is_inside(one))
-        inner = next((one for one in inside if (one.inside, one.uid) == (whole.token, whole.uid)), None)
-        return [whole], inner
+        if whole is not None:
+            inside = (one for one in self.claims.living if uuid in one.gpus and self.claims.is_inside(one))
+            within = next((one for one in inside if (one.inside, one.uid) == (whole.token, whole.uid)), None)
+            return self._holder(whole, uuid), None if within is None else self._holder(within, uuid)
+        if not holding:
+            return Holder(elsewhere=True) if uuid in self.elsewhere else None, None
+        oldest = sorted(holding, key=lambda one: one.since or 0.0)[:MOST_SHARERS]
+        sharers = [self._holder(one, uuid) for one in oldest]
+        sizes = zip(promised(gpu, sharers), used_by_sharers(gpu, sharers, self.processes.family_of), strict=True)
+        shares = zip(sharers, sizes, strict=True)
+        return Holder.of_sharers(one._replace(share=most, memory_used=used) for one, (most, used) in shares), None
 
-    def removable_by(self, entry: Entry, uuid: str) -> str | None:
+    def _holder(self, entry: Entry, uuid: str) -> Holder:
+        """Return who has the entry of a claim, for people."""
+        known = self._holders.get(entry.name)
+        if known is None:
+            known = self._holders[entry.name] = self.processes.holder_of(entry)
+        return known._replace(share=entry.gpus[uuid], removable_by=self._removable_by(entry, uuid))
+
+    def _removable_by(self, entry: Entry, uuid: str) -> str | None:
         """Return who can remove the entry of a claim, if it has no door to a GPU that can be seen from here."""
-        uid = remover_of(self.path, entry.uid)
+        uid = remover_of(self._path, entry.uid)
         if uid is None or entry.display:
             return None
         with suppress(OSError):  # no sockets here
             known = self.claims.parts(uuid) - {entry.parts.get(uuid, -1)}
-            return None if Doors(self.tree).are_taken(uuid, known) else user_name(uid)
+            return None if Doors(self._tree).are_taken(uuid, known) else user_name(uid)
         return None
-
-
-def look(path: str, gpus: Collection[Gpu], tree: str = "") -> HostFacts:
-    """Read the entries of a state directory, which is not created if it is missing. Errors become warnings.
-
-    Args:
-        tree: what stands before the UUIDs of this host in the names of doors.
-    """
-    found, uuids = HostFacts(path, tree), [gpu.uuid for gpu in gpus]
-    try:
-        # A waiter makes its claim before it leaves the queue.
-        found.tickets = waiting_tickets(path, found.ignored)
-    except StateDirError as err:
-        found.warnings = [f"The queue is not known: {err}"]
-    try:
-        found.claims, found.elsewhere = claims_now(uuids, tree, partial(living_claims, path, found.ignored))
-    except StateDirError as err:
-        found.warnings = [f"The claims are not known: {err}"]
-    found.ignored = list(dict.fromkeys(found.ignored))
-    found.faults = recent_faults(read_faults(path, uuids), time.time())
-    return found
 
 
 class ProcessTable:
@@ -128,6 +137,35 @@ class ProcessTable:
             self._heirs = heirs_of(self._names)
         return self._heirs.get(entry.name)
 
+    def holder_of(self, entry: Entry) -> Holder:
+        """Return who has an entry, with a process of this PID namespace or none; a note says what is unusual."""
+        holder, note = holder_of(entry, self.heir_of), ""
+        if holder.namespace:
+            heir = self.heir_of(entry)
+            note = _place(holder.namespace, entry, heir)
+            holder = holder._replace(pid=heir, namespace="")
+        elif holder.left_by is not None:
+            note = left_behind(holder.pid, holder.left_by, reused=not procfs.has_ended(holder.left_by))
+        stopped = holder.pid is not None and self.is_stopped(holder.pid)
+        return holder._replace(left_by=None, token=entry.token, stopped=stopped, note=note)
+
+    def is_of(self, process: GpuProcess, claims: Iterable[Holder]) -> bool:
+        """Return whether a process is that of one of the claims, or a descendant of it."""
+        family = () if process.elsewhere else (process.pid, *self.ancestors(process.pid))
+        return any(claim.pid in family for claim in claims)
+
+    def may_be_of(self, process: GpuProcess, claims: Collection[Holder]) -> bool:
+        """Return whether a process may belong to one of the claims: a descendant, one of its user, or an unknown
+        one."""
+        described = None if process.elsewhere else self.describe(process.pid)
+        if described is None or any(claim.uid < 0 or claim.user == described[0] for claim in claims):
+            return True
+        return self.is_of(process, claims)
+
+
+def _place(namespace: str, entry: Entry, pid: int | None) -> str:
+    return f"{namespace}, as process {entry.pid} there{', which cannot be seen from here' if pid is None else ''}"
+
 
 _NOTICE = 86400.0  # seconds before a window begins, from which on it is shown
 
@@ -144,16 +182,6 @@ def gather(driver: Driver | None = None) -> HostStatus:
     """
     if driver is not None:
         return status_of(driver.detailed(driver.snapshot()))
-    snapshots, broken = polls()
-    return status_of(*([one for one in snapshots if one.gpus] or snapshots[:1]), broken=broken)
-
-
-def polls() -> tuple[list[HostSnapshot], list[str]]:
-    """Return one poll of each vendor's driver, and sentences on those that do not work.
-
-    Raises:
-        NoDriverError, UnsatisfiableRequestError: as of :func:`gather`.
-    """
     drivers, broken = open_drivers()
     snapshots: list[HostSnapshot] = []
     for opened in drivers:
@@ -167,7 +195,7 @@ def polls() -> tuple[list[HostSnapshot], list[str]]:
             opened.close()
     if not snapshots:
         raise NoDriverError("; ".join(broken), driver="auto")
-    return snapshots, broken
+    return status_of(*([one for one in snapshots if one.gpus] or snapshots[:1]), broken=broken)
 
 
 def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatus:
@@ -178,29 +206,20 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
         broken: sentences on the drivers that do not work.
     """
     path = state_dir_path()
-    found = look(path, [gpu for snapshot in snapshots for gpu in snapshot.gpus], snapshots[0].name_prefix)
-    processes = ProcessTable([*found.claims.living, *found.tickets])
-    now = time.time()
+    found = HostFacts(path, (gpu for snapshot in snapshots for gpu in snapshot.gpus), snapshots[0].name_prefix)
+    now, tickets = time.time(), found.tickets
     rows = [
         replace(one, prefix=f"{snapshot.vendor}:") if len(snapshots) > 1 else one
         for snapshot in snapshots
-        for one in _gpus(snapshot, found, processes)
+        for one in _gpus(snapshot, found)
     ]
     gpus = with_idle_times(rows, now)
-    tickets = found.tickets
-    limited: Mapping[str, AtLimit] = {}
-    max_gpus: Mapping[str, int] = {}
-    if rules := existing_policy(os.environ):
-        from .starts import at_limits, most_by_user
-
-        gpus = with_reports(gpus, rules)
-        uids = {claim.uid for one in gpus for claim in one.claims if claim.uid is not None}
-        max_gpus = most_by_user(uids | {ticket.uid for ticket in tickets}, rules)
-        limited = at_limits(tickets, gpus, rules, now)
+    limits = _limits_of({claim.uid for one in gpus for claim in one.claims} | {ticket.uid for ticket in tickets})
+    gpus = with_reports(gpus, limits)
+    limited = at_limits(tickets, gpus, limits, now)
     windows = all_windows()
     find_admitted(windows, {ticket.uid for ticket in tickets})
     expected = zip(tickets, expected_starts(tickets, gpus, now, limited, windows), strict=True)
-    in_turn = _in_turn(tickets, gpus)
     return HostStatus(
         host=os.uname().nodename,
         driver=_all_of(snapshot.driver for snapshot in snapshots),
@@ -209,28 +228,36 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
         taken_at=now,
         gpus=gpus,
         queue=tuple(
-            replace(
-                _waiter(place, ticket, processes, moments, limited.get(ticket.name)), in_turn=in_turn.get(ticket.name)
-            )
+            _waiter(place, ticket, found.processes, moments, limited.get(ticket.name))
             for place, (ticket, moments) in enumerate(expected, 1)
         ),
         warnings=tuple(found.warnings),
-        shift=_shift(snapshots, found),
+        shift=_shift(snapshots, found.claims),
         doubt=next((snapshot.doubt for snapshot in snapshots if snapshot.doubt), ""),
         broken=tuple(broken),
         ignored=(*ignored_closed(), *found.ignored),
-        max_gpus=max_gpus,
+        max_gpus={user_name(uid): one.max_gpus for uid, one in limits.items() if one.max_gpus is not None},
         windows=tuple(one for one in sorted(windows) if one.begin - _NOTICE < now < one.end),
     )
+
+
+def _limits_of(uids: Iterable[int]) -> dict[int, Limits]:
+    """Return what the policy of this host says of these users. A directory service may be asked.
+
+    A file that is ignored or broken counts as none: claims and ``safe-gpu policy`` report it.
+    """
+    path = existing_policy(os.environ)
+    rules = policy.if_readable(path) if path is not None else None
+    return {} if rules is None else {uid: policy.limits_of_user(rules, uid) for uid in uids if uid >= 0}
 
 
 def _all_of(texts: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(filter(None, texts)))
 
 
-def _shift(snapshots: Iterable[HostSnapshot], found: HostFacts) -> str:
+def _shift(snapshots: Iterable[HostSnapshot], claims: Claims) -> str:
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
-    around = claim_around(found.claims.living, os.environ.get("SAFE_GPU_SCOPE", "")) if value else None
+    around = claim_around(claims.living, os.environ.get("SAFE_GPU_SCOPE", "")) if value else None
     if around is None:
         return ""
     order = os.environ.get("CUDA_DEVICE_ORDER")
@@ -238,120 +265,55 @@ def _shift(snapshots: Iterable[HostSnapshot], found: HostFacts) -> str:
     return next((stale_indices(value, order, around.gpus, one) for one in of_it), "")
 
 
-def _claim(entry: Entry, processes: ProcessTable) -> ClaimStatus:
-    holder, note = holder_of(entry, processes.heir_of), ""
-    if holder.namespace:
-        holder = holder._replace(pid=processes.heir_of(entry))
-        note = _place(holder.namespace, entry, holder.pid)
-    elif holder.left_by is not None:
-        note = left_behind(holder.pid, holder.left_by, reused=not procfs.has_ended(holder.left_by))
-    return ClaimStatus(
-        holder.pid,
-        holder.user,
-        holder.job,
-        holder.command,
-        holder.since,
-        token=entry.token,
-        stopped=holder.pid is not None and processes.is_stopped(holder.pid),
-        note=note,
-        uid=entry.uid if entry.uid >= 0 else None,
-        until=holder.until,
-    )
-
-
-def _place(namespace: str, entry: Entry, pid: int | None) -> str:
-    return f"{namespace}, as process {entry.pid} there{', which cannot be seen from here' if pid is None else ''}"
-
-
-def _gpus(snapshot: HostSnapshot, found: HostFacts, processes: ProcessTable) -> tuple[GpuStatus, ...]:
-    pairs: list[tuple[ClaimStatus | None, ClaimStatus | None]] = []
-    shares: list[tuple[ClaimStatus, ...]] = []
-    claimed: dict[str, Holder] = {}
-    known: dict[str, ClaimStatus] = {}
-
-    def claim_on(uuid: str, entry: Entry) -> ClaimStatus:
-        if entry.name not in known:
-            known[entry.name] = _claim(entry, processes)
-        return replace(known[entry.name], share=entry.gpus[uuid], removable_by=found.removable_by(entry, uuid))
-
-    for gpu in snapshot.gpus:
-        holding, inside = found.on(gpu.uuid)
-        held = [claim_on(gpu.uuid, one) for one in holding[:MOST_SHARERS]]
-        inner = None if inside is None else claim_on(gpu.uuid, inside)
-        if not held and gpu.uuid in found.elsewhere:
-            held = [ClaimStatus(elsewhere=True)]
-        is_shared = bool(holding) and holding[0].gpus[gpu.uuid] is not None
-        shares.append(_sharers(gpu, held, processes) if is_shared else ())
-        pairs.append(((shares[-1] or [*held, None])[0], inner))
-        if (holder := holder_by_status(pairs[-1][0], shares[-1])) is not None:
-            claimed[gpu.uuid] = holder._replace(elsewhere=not holding)
-    rules = Rules.of(os.environ)._replace(drained=closed_now())
+def _gpus(snapshot: HostSnapshot, found: HostFacts) -> Iterator[GpuStatus]:
+    processes, rules = found.processes, Rules.of(os.environ)._replace(drained=closed_now())
+    held = [found.on(gpu) for gpu in snapshot.gpus]
+    claimed = {gpu.uuid: claim for gpu, (claim, _) in zip(snapshot.gpus, held, strict=True) if claim is not None}
     verdicts = judge(snapshot, Selection(), claimed=claimed, describe=processes.describe, rules=rules)
     mps_clients = has_mps_clients(snapshot)
-    rows = []
-    for verdict, (claim, inner), sharers in zip(verdicts, pairs, shares, strict=True):
-        gpu, state = verdict.gpu, verdict.state
+    for verdict, (claim, inside) in zip(verdicts, held, strict=True):
+        gpu, state, drained = verdict.gpu, verdict.state, rules.why_drained(verdict.gpu)
         fault = why_last(found.faults[gpu.uuid]) if gpu.uuid in found.faults else ""
-        fault = rules.why_drained(gpu) * (claim is not None) or fault
-        reasons = [verdict.reason, *_remarks(claim), *_inside(inner), fault]
+        if claim is not None and drained:
+            fault = drained
+        reasons = [verdict.reason, *_remarks(claim), *_inside(inside), fault]
         if state == "free" and found.warnings:
             reasons = ["the driver shows no process on it; whether it is claimed is not known"]
-        rows.append(
-            GpuStatus(
-                gpu,
-                state,
-                idle=claim is not None
-                and _is_idle(gpu, sharers or [*filter(None, (claim, inner))], processes, mps_clients),
-                reason="; ".join(filter(None, reasons)),
-                claim=claim,
-                inner=inner,
-                processes=tuple(_process(process, processes) for process in gpu.processes or ()),
-                fault=fault,
-                shares=sharers,
-                share_free=_share_free(gpu, snapshot, claimed, found, rules, processes) if sharers else None,
-                drained=bool(rules.why_drained(gpu)),
-            )
+        family = [] if claim is None else [*claim.each, *filter(None, [inside])]
+        yield GpuStatus(
+            gpu,
+            state,
+            idle=claim is not None and _is_idle(gpu, family, processes, mps_clients),
+            reason="; ".join(filter(None, reasons)),
+            claim=claim,
+            inside=inside,
+            processes=tuple(_process(process, processes) for process in gpu.processes or ()),
+            fault=fault,
+            share_free=_share_free(gpu, snapshot, claimed, found, rules) if claim and claim.sharers else None,
+            drained=bool(drained),
         )
-    return tuple(rows)
 
 
-def _share_free(
-    gpu: Gpu,
-    snapshot: HostSnapshot,
-    claimed: Mapping[str, Holder],
-    found: HostFacts,
-    rules: Rules,
-    processes: ProcessTable,
-) -> int:
-    sharers = claimed[gpu.uuid].sharers
+def _share_free(gpu: Gpu, snapshot: HostSnapshot, claimed: Mapping[str, Holder], found: HostFacts, rules: Rules) -> int:
+    sharers, family_of = claimed[gpu.uuid].sharers, found.processes.family_of
     if len(sharers) >= MOST_SHARERS or gpu.uuid in found.elsewhere:
         return 0
-    part = without_siblings(gpu, snapshot.gpus, claimed, processes.family_of)
-    return max(0, room_for_shares(part, sharers, rules, processes.family_of))
+    part = without_siblings(gpu, snapshot.gpus, claimed, family_of)
+    return max(0, room_for_shares(part, sharers, rules, family_of))
 
 
-def _sharers(gpu: Gpu, claims: Sequence[ClaimStatus], processes: ProcessTable) -> tuple[ClaimStatus, ...]:
-    """Return the claims that share a GPU with what they use of it, in the same order."""
-    holder = holder_by_status(claims[0], claims)
-    assert holder is not None
-    rows = zip(
-        claims, promised(gpu, holder.sharers), used_by_sharers(gpu, holder.sharers, processes.family_of), strict=True
-    )
-    return tuple(replace(one, share=most, memory_used=used) for one, most, used in rows)
-
-
-def _remarks(claim: ClaimStatus | None) -> list[str]:
+def _remarks(claim: Holder | None) -> list[str]:
     return [claim.note, "stopped (a suspended job?)" if claim.stopped else ""] if claim else []
 
 
-def _inside(inner: ClaimStatus | None) -> list[str]:
-    if inner is None:
+def _inside(claim: Holder | None) -> list[str]:
+    if claim is None:
         return []
-    who = in_brackets(inner.user, inner.command)
-    return [f"inside it claimed by process {inner.pid or '?'}{who}", *_remarks(inner)]
+    who = in_brackets(claim.user, claim.command)
+    return [f"inside it claimed by process {claim.pid or '?'}{who}", *_remarks(claim)]
 
 
-def _is_idle(gpu: Gpu, claims: Collection[ClaimStatus], processes: ProcessTable, mps_clients: bool) -> bool:
+def _is_idle(gpu: Gpu, claims: Collection[Holder], processes: ProcessTable, mps_clients: bool) -> bool:
     """Return whether none of the claim's processes computes or draws there; False if the process list is unknown.
 
     A process that draws little, and is no descendant of the claim's, may be the desktop of its user.
@@ -360,44 +322,15 @@ def _is_idle(gpu: Gpu, claims: Collection[ClaimStatus], processes: ProcessTable,
         return False
     users = users_of(gpu, gpu.processes, processes.describe, mps_clients=mps_clients)
     drawing = (one for one in gpu.processes if one.kind == ProcessKind.GRAPHICS)
-    computes = any(_may_belong(one, claims, processes) for one in users)
-    if computes or any(_is_of(one, claims, processes) for one in drawing):
+    computes = any(processes.may_be_of(one, claims) for one in users)
+    if computes or any(processes.is_of(one, claims) for one in drawing):
         return False
     return bool(users) or not gpu.utilization  # else the driver hides who computes
-
-
-def _may_belong(process: GpuProcess, claims: Collection[ClaimStatus], processes: ProcessTable) -> bool:
-    """Return whether a process may belong to one of the claims: a descendant, one of its user, or an unknown one."""
-    described = None if process.elsewhere else processes.describe(process.pid)
-    if described is None or any(claim.uid is None or claim.user == described[0] for claim in claims):
-        return True
-    return _is_of(process, claims, processes)
-
-
-def _is_of(process: GpuProcess, claims: Collection[ClaimStatus], processes: ProcessTable) -> bool:
-    """Return whether a process is that of one of the claims, or a descendant of it."""
-    family = () if process.elsewhere else (process.pid, *processes.ancestors(process.pid))
-    return any(claim.pid in family for claim in claims)
 
 
 def _process(process: GpuProcess, processes: ProcessTable) -> ProcessStatus:
     user, command = (None if process.elsewhere else processes.describe(process.pid)) or (None, None)
     return ProcessStatus(process.pid, user, command or process.name, process.kind, process.memory_used)
-
-
-def _in_turn(tickets: Sequence[Entry], gpus: Iterable[GpuStatus]) -> dict[str, float]:
-    """Return name of a ticket -> how many GPUs its user holds, for those ahead of a competitor that came earlier."""
-    held: dict[int | None, float] = {}
-    for one in gpus:
-        for claim in one.claims:
-            held[claim.uid] = held.get(claim.uid, 0.0) + part_of(one.gpu, claim.share)
-    found, first = {}, dict[tuple[str, str], int]()  # first: of those behind who want a GPU, the lowest number
-    for ticket in reversed(tickets):
-        wanted = [(ticket.inside, uuid) for uuid in ticket.gpus]
-        if any(first.get(one, ticket.number) < ticket.number for one in wanted):
-            found[ticket.name] = round(held.get(ticket.uid, 0.0), 2)
-        first.update((one, min(first.get(one, ticket.number), ticket.number)) for one in wanted)
-    return found
 
 
 def _waiter(

@@ -32,13 +32,11 @@ if TYPE_CHECKING:
 
 _MOST = 50_000  # claims that are kept, together with the different texts in them
 
-_MOST_EARLY = 4096  # facts that are read before the claims that they belong to
+_MOST_LATER = 4096  # GPUs of claims that began after the time that is asked for
 
 _MOST_LINES = LARGEST // 64  # of a file; none of ours is shorter
 
 _LONGEST_LINE = 1 << 16
-
-_MOST_WAITING = 4096  # lines that wait for the end of their claim
 
 _TOO_MANY = "there are more claims than can be kept, and the first are left out: ask for a shorter time"
 
@@ -172,6 +170,9 @@ def merged(
         warnings.append(_TOO_MANY)
     found = []
     for claim in sorted(kept.claims.values(), key=lambda claim: claim.since)[::-1]:
+        end = kept.ends.get(claim.key)
+        if end is not None and not claim.running:
+            claim = claim._replace(seen=max(end.seen, claim.since), ended=end.ended)
         if not claim.knows_its_end:  # it ended before one of its GPUs was claimed anew
             later = kept.next_claim if claim.share is None else kept.next_whole
             anew = min((later[uuid] for uuid in claim.gpus if uuid in later), default=None)
@@ -188,7 +189,8 @@ class _Kept:
     """Claims in bounded memory, whatever the files say: if there are too many, those read first are dropped.
 
     Attributes:
-        claims: with their ends, as far as these have been read.
+        claims: without their ends.
+        ends: of them, the narrowest of each.
         next_claim: UUID -> when it was first claimed after ``until``.
         next_whole: UUID -> when it was next claimed without others, of the claims that are kept.
         dropped: whether any claim was dropped.
@@ -196,11 +198,11 @@ class _Kept:
 
     def __init__(self, until: float) -> None:
         self.claims: dict[tuple[int, int], PastClaim] = {}
+        self.ends: dict[tuple[int, int], ClaimEnd] = {}
         self.next_claim: dict[str, float] = {}
         self.next_whole: dict[str, float] = {}
         self.dropped = False
         self._until = until
-        self._early: dict[tuple[int, int], ClaimEnd] = {}
         self._shared: dict[Any, Any] = {}  # texts and lists of GPUs, which many claims have in common
         self._size = 0  # of these, in texts
 
@@ -208,35 +210,21 @@ class _Kept:
         """Add a claim; what is already known of it stays."""
         if claim.since >= self._until:
             for uuid in claim.gpus:
-                if uuid in self._shared or len(self.next_claim) < _MOST_EARLY:
+                if uuid in self._shared or len(self.next_claim) < _MOST_LATER:
                     self.next_claim[uuid] = min(claim.since, self.next_claim.get(uuid, claim.since))
             return
-        key = claim.key
-        known = self.claims.get(key, claim)
-        if claim.labels and not known.labels:
-            known = known._replace(labels=claim.labels, waited=claim.waited, of=claim.of)
         if claim.running:  # its owner says whose it is, and anybody may have written its line
-            self.claims.pop(key, None)  # it is to be dropped last
-            known = claim._replace(labels=known.labels, waited=known.waited, of=known.of)
-        self.claims[key] = self._sharing(known)
-        if key in self._early:
-            self.end(self._early.pop(key))
+            self.claims.pop(claim.key, None)  # it is to be dropped last
+        if claim.key not in self.claims:
+            self.claims[claim.key] = self._sharing(claim)
         if len(self.claims) + self._size > _MOST:
             self._drop()
 
     def end(self, end: ClaimEnd) -> None:
-        """Add the end of a claim. Of several the narrowest counts."""
+        """Add the end of a claim that has been added. Of several the narrowest counts."""
         key = end.pid, round(end.since * 1000)
-        claim = self.claims.get(key)
-        if claim is None:
-            if end.since < self._until:
-                self._early[key] = _narrower(self._early[key], end) if key in self._early else end
-            if len(self._early) > _MOST_EARLY:
-                del self._early[next(iter(self._early))]
-        elif not claim.running:
-            if claim.ended is not None:
-                end = _narrower(ClaimEnd(claim.pid, claim.since, claim.seen, claim.ended), end)
-            self.claims[key] = claim._replace(seen=max(end.seen, claim.since), ended=end.ended)
+        if key in self.claims:
+            self.ends[key] = _narrower(self.ends[key], end) if key in self.ends else end
 
     def _drop(self) -> None:
         self.dropped = True
@@ -244,6 +232,7 @@ class _Kept:
             del self.claims[key]
         self._shared, self._size = {}, 0
         self.claims = {key: self._sharing(claim) for key, claim in self.claims.items()}
+        self.ends = {key: end for key, end in self.ends.items() if key in self.claims}
         self.next_claim = {uuid: since for uuid, since in self.next_claim.items() if uuid in self._shared}
 
     def _sharing(self, claim: PastClaim) -> PastClaim:
@@ -299,24 +288,21 @@ def _lines(since: float, until: float, ended: float, warnings: list[str]) -> Ite
 
 
 def _unended(lines: Iterable[bytes], ended: float) -> Iterator[bytes]:
-    """Leave out claims that were released before ``ended``, together with their ends, and second lines of claims. What
-    is not as we write it stays."""
-    found: dict[object, bytes] = {}
-    latest = b"%014.3f" % ended
-    for number, line in enumerate(lines):
-        line = line[-_LONGEST_LINE:]
+    """Leave out claims that were released before ``ended``, each with its end, which we write behind it. What is not as
+    we write it stays."""
+    claim, key, latest = b"", b"", b"%014.3f" % ended
+    for line in (one[-_LONGEST_LINE:] for one in lines):
         begin, _, rest = line.partition(b"], ")
-        key = begin.rstrip(b"0")  # of the fraction of a second, of which an end has three digits
-        if rest.startswith(b'"uid": ') and b'{"v":' not in rest:
-            found.setdefault(key, line)
-        elif rest[:9] == b'"ended": ' and begin[-14:] <= rest[9:23] < latest and rest[23:] == b"}\n" and key in found:
-            found[key] = b""
-        else:
-            found[number] = line
-        if len(found) >= _MOST_WAITING:
-            yield from filter(None, found.values())
-            found.clear()
-    yield from filter(None, found.values())
+        this = begin.rstrip(b"0")  # of the fraction of a second, of which an end has three digits
+        is_end = rest[:9] == b'"ended": ' and begin[-14:] <= rest[9:23] < latest and rest[23:] == b"}\n"
+        if is_end and key and key == this:
+            claim, key = b"", b""
+            continue
+        if claim:
+            yield claim
+        claim, key = line, this if rest.startswith(b'"uid": ') and b'{"v":' not in rest else b""
+    if claim:
+        yield claim
 
 
 def _told(lines: Iterable[bytes]) -> Iterator[PastClaim | ClaimEnd]:

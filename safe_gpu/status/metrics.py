@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ..host.procfs import printable
 
 if TYPE_CHECKING:
-    from .facts import ClaimStatus, GpuStatus, HostStatus
+    from ..gpus.devices import Holder
+    from .facts import GpuStatus, HostStatus
 
 _MOST_USERS = 100  # of waiters: somebody with many user ids can wait as each of them
 
@@ -17,13 +18,13 @@ _OTHERS = "other"
 
 _STATES = ("free", "claimed", "busy", "display", "unusable")
 
-_CLAIM_METRICS: tuple[tuple[str, str, Callable[[GpuStatus, ClaimStatus], float | None]], ...] = (
+_OF_CLAIMS: tuple[tuple[str, str, Callable[[GpuStatus, Holder], float | None]], ...] = (
     ("claimed", "1 for a GPU that this user has claimed.", lambda one, claim: 1.0),
     ("claim_start_time_seconds", "When the claim was made, in Unix seconds.", lambda one, claim: claim.since or None),
     (
         "claim_idle_seconds",
         "How long the claimed GPU has shown no work, as far as looks tell.",
-        lambda one, _: one.idle_for,
+        lambda one, claim: one.idle_for,
     ),
     (
         "claim_expected_end_time_seconds",
@@ -33,7 +34,7 @@ _CLAIM_METRICS: tuple[tuple[str, str, Callable[[GpuStatus, ClaimStatus], float |
 )
 """Name, help and value of each metric of a claimed GPU."""
 
-_SHARE_METRICS = (
+_OF_SHARES = (
     ("share_bytes", "Memory of the shared GPU that this claim holds.", "share"),
     ("share_used_bytes", "Memory that the processes of this claim use on the shared GPU.", "memory_used"),
 )
@@ -44,40 +45,36 @@ def render_metrics(status: HostStatus) -> str:
 
     Facts that are not known have no sample. Metrics of claims and of the queue are left out if these cannot be read.
     """
-    gpus = status.gpus
+    return "".join(_metrics(status))
+
+
+def _metrics(status: HostStatus) -> Iterator[str]:
+    gpus, queue = status.gpus, status.queue
+    yield _metric("up", "1 if the state of the host could be read.", [("", float(not status.warnings))])
     states = [(_of(one, state=state), float(one.state == state)) for one in gpus for state in _STATES]
-    used = [(_of(one), one.gpu.memory_used) for one in gpus]
-    text = _metric("up", "1 if the state of the host could be read.", [("", float(not status.warnings))])
-    text += _metric("gpu_state", "1 for the state that the GPU is in, 0 for the others.", states)
-    text += _metric("memory_used_bytes", "Memory in use on the GPU.", used)
+    yield _metric("gpu_state", "1 for the state that the GPU is in, 0 for the others.", states)
+    yield _metric("memory_used_bytes", "Memory in use on the GPU.", [(_of(one), one.gpu.memory_used) for one in gpus])
     if status.warnings:
-        return text
-    for name, help_text, value in _CLAIM_METRICS:
-        held = [(_of(one, user=claim.user or ""), value(one, claim)) for one in gpus for claim in one.claims]
-        text += _metric(name, help_text, held)
-    for name, help_text, fact in _SHARE_METRICS:
-        shares = [
-            (_of(one, user=claim.user or "", pid=str(claim.pid or "")), getattr(claim, fact))
-            for one in gpus
-            for claim in one.shares
-        ]
-        text += _metric(name, help_text, shares)
-    jobs = {
-        _of(one, user=claim.user or "", batch_job=claim.job): 1.0
-        for one in gpus
-        for claim in one.shares or (one.claim,)
-        if claim and claim.job
-    }
-    text += _metric("claim_info", "The batch job of a claim.", [*jobs.items()])
-    most = [(_labels(user=user), float(number)) for user, number in sorted(status.max_gpus.items())[:_MOST_USERS]]
-    text += _metric("max_gpus", "How many GPUs a user who holds some or waits may hold.", most)
-    limited = Counter(one.user or "" for one in status.queue if one.limit)
-    samples = [(_labels(user=user), float(number)) for user, number in sorted(limited.items())[:_MOST_USERS]]
-    text += _metric("waiting_at_limit", "Waiting claims whose user holds as many GPUs as allowed.", samples)
-    oldest = max((status.taken_at - one.since for one in status.queue if one.since), default=0.0)
-    text += _metric("waiting", "Waiting claims.", _waiting(status))
+        return
+    held = [(one, claim, claim.user or "") for one in gpus for claim in one.claims]
+    for name, help_text, value in _OF_CLAIMS:
+        yield _metric(name, help_text, [(_of(one, user=user), value(one, claim)) for one, claim, user in held])
+    shared = [(_of(one, user=user, pid=str(claim.pid or "")), claim) for one, claim, user in held if one.shares]
+    for name, help_text, fact in _OF_SHARES:
+        yield _metric(name, help_text, [(labels, getattr(claim, fact)) for labels, claim in shared])
+    jobs = [(_of(one, user=user, batch_job=claim.job), 1.0) for one, claim, user in held if claim.job]
+    yield _metric("claim_info", "The batch job of a claim.", jobs)
+    yield _by_user("max_gpus", "How many GPUs a user who holds some or waits may hold.", status.max_gpus)
+    limited = Counter(one.user or "" for one in queue if one.limit)
+    yield _by_user("waiting_at_limit", "Waiting claims whose user holds as many GPUs as allowed.", limited)
+    yield _metric("waiting", "Waiting claims.", _waiting(status))
+    oldest = max((status.taken_at - one.since for one in queue if one.since), default=0.0)
     help_text = "How long the first waiting claim has waited; 0 without any."
-    return text + _metric("oldest_wait_seconds", help_text, [("", max(0.0, oldest))])
+    yield _metric("oldest_wait_seconds", help_text, [("", max(0.0, oldest))])
+
+
+def _by_user(name: str, help_text: str, numbers: Mapping[str, int]) -> str:
+    return _metric(name, help_text, [(_labels(user=user), numbers[user]) for user in sorted(numbers)[:_MOST_USERS]])
 
 
 def _waiting(status: HostStatus) -> list[tuple[str, float]]:

@@ -12,14 +12,14 @@ from string import Template
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from .. import __version__
-from ..gpus.devices import MIG_IS_ON, Gpu
+from ..gpus.devices import MIG_IS_ON, Gpu, Holder
 from ..gpus.windows import Window
 from ..host.commands import program_names
 from ..host.procfs import printable
 from ..wording.text import clock, format_age, plural, short_age
-from .facts import FREE, ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
+from .facts import FREE, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
 from .history import hours
-from .render import in_turn, notes_of, queue_of, rows_of, windows_of
+from .render import notes_of, queue_of, rows_of, windows_of
 
 if TYPE_CHECKING:
     from .render import TableRow
@@ -59,13 +59,14 @@ def figures_of(status: Document, now: float) -> Figures:
     Raises:
         NO_DOCUMENT: it is none.
     """
-    gpus = countable(status)
+    # Of a GPU that is divided the instances count.
+    gpus = [one for one in status["gpus"] if not one["reason"].startswith(MIG_IS_ON)]
     free, waiting = sum(one["state"] in FREE for one in gpus), len(status["queue"])
     since = [one["since"] for one in status["queue"] if one["since"] is not None]
     models = Counter(one["name"] or "(no name)" for one in gpus)
     held: Counter[str] = Counter()
     for one in gpus:
-        for claim in claims_of(one):
+        for claim in one["shares"] or filter(None, [one["claim"]]):
             part = (claim["share"] or 0) / (one["memory_total"] or 1) if "share" in claim else 1
             held[claim["user"] or "?"] += part  # type: ignore[assignment]
     cells = (
@@ -85,16 +86,6 @@ def figures_of(status: Document, now: float) -> Figures:
         tuple(printable(f"GPU {one['index']}: {one['reason']}") for one in broken),
         repr((status["host"], status["state_dir"], *(one["uuid"] for one in gpus))),
     )
-
-
-def countable(status: Document) -> list[Document]:
-    """Return its GPUs, of which the instances count in place of a GPU that is divided."""
-    return [one for one in status["gpus"] if not one["reason"].startswith(MIG_IS_ON)]
-
-
-def claims_of(gpu: Document) -> Sequence[Document]:
-    """Return the claims of a GPU: all that share it, or the one that has it."""
-    return gpu["shares"] or [one for one in [gpu["claim"]] if one]
 
 
 _LONGEST = 500  # characters of a text: anybody may have written it
@@ -203,18 +194,18 @@ def host_part(document: Document, figures: Figures, now: float, use: Markup) -> 
 
 
 def _row(row: TableRow, label: str, now: float) -> Mapping[str, str]:
-    state, cells, claim = row.state.strip(), row.cells, row.claim or ClaimStatus()
+    claim, state, memory = row.claim or Holder(), row.cells["STATE"].strip(), Markup()
+    if row.used is not None and row.total:
+        memory = joined(bar(row.used / row.total), element("span", row.cells["MEMORY"]))
     return {
         "GPU": label,
         "State": element("b", state, class_=state.replace(" ", "-")),
-        "Memory": joined(bar(row.used / row.total), element("span", row.memory))
-        if row.used is not None and row.total
-        else "",
-        "Util": row.load,
-        "Temp": row.heat,
-        "User": cells.get("USER", ""),
-        "Job": cells.get("JOB/PID", ""),
-        "Command": cells.get("COMMAND", row.text),
+        "Memory": memory,
+        "Util": row.cells["UTIL"],
+        "Temp": row.cells["TEMP"],
+        "User": row.cells.get("USER", ""),
+        "Job": row.cells.get("JOB/PID", ""),
+        "Command": row.cells.get("COMMAND", row.text),
         "Since": when(claim.since, now),
         "Until": when(claim.until, now),
     }
@@ -224,9 +215,8 @@ def _waiting(status: HostStatus) -> Markup:
     order, groups, columns = queue_of(status, verbose=True, most_of_user=99)
     titles = [column.title.capitalize().partition("/")[0] for column in columns]
     rows = [dict(zip(titles, cells, strict=True)) for cells in zip(*(column.cells for column in columns), strict=True)]
-    passers, more = in_turn(status.queue), len(status.queue) - len(groups)
-    notes = [f"in turn: {passers}" if passers else "", f"and {more} more" if more else ""]
-    return joined(table(f"Waiting, {order}", titles, rows, "queue"), listed([*filter(None, notes)]))
+    more = len(status.queue) - len(groups)
+    return joined(table(f"Waiting, {order}", titles, rows, "queue"), listed([f"and {more} more"] * (more > 0)))
 
 
 def _status_of(document: Document, now: float) -> HostStatus:
@@ -242,12 +232,12 @@ def _status_of(document: Document, now: float) -> HostStatus:
         in_use, shown = one["claim"] or one["processes"], one["state_shown"]
         reasons = [reason.partition(", since a claim failed")[0] for reason in one["reason"].split("; ")]
         told = "; ".join(reason for reason in reasons if reason.startswith(_TOLD) or not in_use)
+        shares = [record(Holder, each) for each in one["shares"]]
         return record(
             GpuStatus,
             one,
             gpu=record(Gpu, one, index=one["label"], processes=()),
-            claim=one["claim"] and record(ClaimStatus, one["claim"]),
-            shares=tuple(record(ClaimStatus, each) for each in one["shares"]),
+            claim=Holder.of_sharers(shares) if shares else one["claim"] and record(Holder, one["claim"]),
             processes=tuple(record(ProcessStatus, each) for each in one["processes"]),
             reason=told,
             fault=told,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,16 +19,17 @@ from ..wording.text import (
     format_age,
     format_bytes,
     gpu_ranges,
-    gpus_held,
     not_before,
     paint,
     plural,
     short_age,
     wrapped,
 )
+from .facts import FREE
 
 if TYPE_CHECKING:
-    from .facts import ClaimStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
+    from ..gpus.devices import Holder
+    from .facts import GpuStatus, HostStatus, ProcessStatus, WaiterStatus
 
 _COLORS = {
     "free": "green",
@@ -42,13 +42,9 @@ _COLORS = {
     "busy": "red",
 }
 
-_LONGEST_BAR, _SHORTEST_BAR = 10, 4
+_BARS = ((100, 10), (80, 4))  # columns of a terminal, and of the bars of memory from then on
 
-_WITH_BARS = 80  # columns of a terminal from which on there are bars in any case
-
-_COMMAND = 16  # columns of the command that a longer bar leaves
-
-_LEAST_COMMAND = 10  # columns of it that TEMP leaves
+_LEAST_COMMAND = 10  # columns that the others leave
 
 _HIGH = 90  # percent of utilization
 
@@ -123,7 +119,7 @@ def _headline(status: HostStatus, width: int, color: bool) -> list[str]:
 
 
 def _free(gpus: Iterable[GpuStatus]) -> int:
-    return sum(one.state in ("free", "display") for one in gpus)
+    return sum(one.state in FREE for one in gpus)
 
 
 def _models(status: HostStatus) -> list[tuple[str, str]]:
@@ -142,31 +138,22 @@ class TableRow(NamedTuple):
     """One line of the table.
 
     Attributes:
+        cells: by title.
+        color: that of the state and of the bar.
         used: bytes of memory.
-        total: bytes that the GPU has.
-        cells: those from USER on, by title.
-        text: what replaces them.
+        total: bytes that there are.
+        text: what replaces the cells from USER on.
         claim: the one that they describe.
-        heat: the temperature.
         again: whether a row above describes the claim, so that this one repeats its user alone.
     """
 
-    label: str
-    state: str
+    cells: Mapping[str, str]
     color: str
     used: int | None
     total: int | None
-    load: str
-    cells: Mapping[str, str]
     text: str = ""
-    claim: ClaimStatus | None = None
-    heat: str = ""
+    claim: Holder | None = None
     again: bool = False
-
-    @property
-    def memory(self) -> str:
-        """``12/80G``, in GiB."""
-        return "-" if self.used is self.total is None else f"{gib(self.used)}/{gib(self.total)}G"
 
     def bar(self, columns: int, marks: str, color: bool) -> str:
         """Return how full the memory is, that many columns wide."""
@@ -178,31 +165,34 @@ class TableRow(NamedTuple):
         return paint(marks[0] * full + marks[1] * half, self.color, color) + paint(rest, "dim", color)
 
 
+_TITLES = ("GPU", "STATE", "MEMORY", "UTIL", "TEMP", "USER", "JOB/PID", "HELD", "LEFT", "COMMAND")
+
+_RIGHT = ("GPU", "MEMORY", "UTIL", "TEMP", "HELD", "LEFT")
+
+_OF_GPU = _TITLES[: _TITLES.index("USER")]
+
+
 def _gpu_table(status: HostStatus, width: int, color: bool, marks: str, verbose: bool, most_of_user: int) -> list[str]:
     rows = [*_rows(status.gpus, status.taken_at, verbose)]
     most = {"USER": most_of_user, "JOB/PID": 13}
-    all_cells = {title: [getattr(row, name) for row in rows] for title, name in _HEAD.items()}
-    all_cells |= {title: [row.cells.get(title, "") for row in rows] for title in _TAIL}
     columns = [
-        Column(title, cells, right=title in _RIGHT, most=most.get(title, width)) for title, cells in all_cells.items()
+        Column(title, [row.cells.get(title, "") for row in rows], right=title in _RIGHT, most=most.get(title, width))
+        for title in _TITLES
     ]
-    room = width - (_SHORTEST_BAR + 1 if width >= _WITH_BARS else 0)
-    columns = _fitting(columns, room, ("TEMP", "COMMAND", "LEFT", "HELD", "JOB/PID"))
-    commands = columns[-1].width if columns[-1].title == "COMMAND" else 0
-    room = width - _width(columns) + max(0, commands - _COMMAND) - 1
-    if width >= _WITH_BARS:
-        room = max(room, _SHORTEST_BAR)
-    bar = min(room, _LONGEST_BAR) if room >= _SHORTEST_BAR else 0
+    bar = next((columns for least, columns in _BARS if width >= least), 0)
     blank = " " * (bar + 1 if bar else 0)
+    columns = _fitting(columns, width - len(blank), ("TEMP", "COMMAND", "LEFT", "HELD", "JOB/PID"))
     titles = [column.padded(column.title) for column in columns]
     titles[2] = "MEMORY".ljust(columns[2].width + len(blank))
     lines = [paint(cut(GAP.join(titles).rstrip(), width), "bold", color)]
-    head, tail = ([column for column in columns if (column.title in _HEAD) == known] for known in (True, False))
+    head = [column for column in columns if column.title in _OF_GPU]
+    tail = columns[len(head) :]
     room = width - _width(head) - len(blank) - len(GAP)
     for number, row in enumerate(rows):
         cells = [column.padded(column.cells[number]) for column in head]
-        cells[1] = paint(cells[1], row.color, color and row.state != "")
-        if row.load.removesuffix("%").isdecimal() and int(row.load[:-1]) >= _HIGH:
+        cells[1] = paint(cells[1], row.color, color and cells[1].strip() != "")
+        load = row.cells.get("UTIL", "")
+        if load.removesuffix("%").isdecimal() and int(load[:-1]) >= _HIGH:
             cells[3] = paint(cells[3], "bold", color)
         cells[2] = row.bar(bar, marks, color) + blank[:1] + cells[2]
         facts = [column.padded(column.cells[number]) for column in tail]
@@ -219,16 +209,9 @@ def notes_of(status: HostStatus) -> Iterator[str]:
     """Return the remarks on the GPUs, each once with the GPUs that it is about."""
     notes: dict[str, list[str]] = {}
     for one in status.gpus:
-        for note in _notes(one, status.taken_at):
+        for note in _notes(one):
             notes.setdefault(printable(note), []).append(one.label)
     return (f"GPU {gpu_ranges(labels)}: {note}" for note, labels in notes.items())
-
-
-_HEAD = {"GPU": "label", "STATE": "state", "MEMORY": "memory", "UTIL": "load", "TEMP": "heat"}
-
-_TAIL = ("USER", "JOB/PID", "HELD", "LEFT", "COMMAND")
-
-_RIGHT = ("GPU", "MEMORY", "UTIL", "TEMP", "HELD", "LEFT")
 
 
 def _fitting(columns: Iterable[Column], width: int, optional: Iterable[str]) -> list[Column]:
@@ -248,21 +231,22 @@ def _width(columns: Collection[Column]) -> int:
 
 def _rows(gpus: Iterable[GpuStatus], now: float, verbose: bool) -> Iterator[TableRow]:
     """Return the rows of the table, in which each claim is described once and named by its user in each row."""
-    first: dict[ClaimStatus, str] = {}
-    last: ClaimStatus | None = None
+    first: dict[Holder, str] = {}
+    last: Holder | None = None
     for one in gpus:
         for row in rows_of(one, now):
-            claim = row.claim and replace(row.claim, memory_used=None)
+            claim = row.claim and row.claim._replace(memory_used=None)
             if claim in first:
                 text = "" if claim == last else f"with GPU {first[claim]}"
-                row = row._replace(cells={"USER": row.cells["USER"]}, text=text, again=True)
+                kept = {title: row.cells[title] for title in (*_OF_GPU, "USER")}
+                row = row._replace(cells=kept, text=text, again=True)
             elif claim and (claim.pid or claim.since):
                 first[claim] = one.label
             last = claim
             yield row
         for process in sorted(one.processes, key=lambda process: -(process.memory_used or 0)) if verbose else ():
-            cells = _process_cells([process])
-            yield TableRow("", f"  {process.kind}", "dim", process.memory_used, one.gpu.memory_total, "", cells)
+            row = _row(f"  {process.kind}", "dim", process.memory_used, one.gpu.memory_total)
+            yield row._replace(cells={**row.cells, **_process_cells([process])})
 
 
 def rows_of(one: GpuStatus, now: float) -> Iterator[TableRow]:
@@ -270,23 +254,26 @@ def rows_of(one: GpuStatus, now: float) -> Iterator[TableRow]:
     state, gpu = one.shown_state(now), one.gpu
     load = "-" if gpu.utilization is None else f"{gpu.utilization}%"
     heat = "" if gpu.temperature is None else f"{gpu.temperature}C"
-    color = _COLORS.get(state, "dim")
-    row = TableRow(one.label, state, color, gpu.memory_used, gpu.memory_total, load, {}, heat=heat)
+    row = _row(state, _COLORS.get(state, "dim"), gpu.memory_used, gpu.memory_total, one.label, load, heat)
+    cells: dict[str, str] = {}
     if one.shares:
         free = "" if one.share_free is None else f", {format_bytes(one.share_free)} unclaimed"
-        yield row._replace(text=plural(len(one.shares), "claim") + free)
+        row = row._replace(text=plural(len(one.shares), "claim") + free)
     elif one.claim is not None:
-        cells = _claim_cells(one.claim, now)
-        if one.users and one.claim.pid is None and not one.claim.since:
-            cells |= _process_cells(one.users)
-        yield row._replace(cells=cells, claim=one.claim)
-    elif one.state == "busy" and one.users:
-        yield row._replace(cells=_process_cells(one.users))
-    else:
-        yield row
+        cells, row = _claim_cells(one.claim, now), row._replace(claim=one.claim)
+    if one.users and (one.state == "busy" if one.claim is None else one.claim.pid is None and not one.claim.since):
+        cells |= _process_cells(one.users)
+    yield row._replace(cells={**row.cells, **cells})
     for claim in one.shares:
-        color = "red" if _is_over(claim) else "cyan"
-        yield TableRow("", "  share", color, claim.memory_used, claim.share, "", _claim_cells(claim, now), claim=claim)
+        row = _row("  share", "red" if _is_over(claim) else "cyan", claim.memory_used, claim.share)
+        yield row._replace(cells={**row.cells, **_claim_cells(claim, now)}, claim=claim)
+
+
+def _row(
+    state: str, color: str, used: int | None, total: int | None, label: str = "", load: str = "", heat: str = ""
+) -> TableRow:
+    memory = "-" if used is total is None else f"{gib(used)}/{gib(total)}G"
+    return TableRow(dict(zip(_OF_GPU, (label, state, memory, load, heat), strict=True)), color, used, total)
 
 
 def _process_cells(users: Collection[ProcessStatus]) -> dict[str, str]:
@@ -297,7 +284,7 @@ def _process_cells(users: Collection[ProcessStatus]) -> dict[str, str]:
     return _holder_cells(first.user, first.pid, None) | {"COMMAND": command}
 
 
-def _claim_cells(claim: ClaimStatus, now: float) -> dict[str, str]:
+def _claim_cells(claim: Holder, now: float) -> dict[str, str]:
     return _holder_cells(claim.user, claim.pid, claim.job) | {
         "HELD": short_age(now - claim.since) if claim.since else "?",
         "LEFT": _left(claim.until, now),
@@ -334,19 +321,19 @@ def gib(size: int | None) -> str:
     return "?" if size is None else f"{gib:.1f}" if 0.05 <= gib < 9.95 else f"{gib:.0f}"
 
 
-def _notes(one: GpuStatus, now: float) -> Iterator[str]:
+def _notes(one: GpuStatus) -> Iterator[str]:
     """Return the remarks on a GPU and its claims."""
     if one.shares:
         for claim in one.shares:
-            yield from (f"process {claim.pid or '?'}: {note}" for note in _claim_notes(claim, now))
+            yield from (f"process {claim.pid or '?'}: {note}" for note in _claim_notes(claim))
     elif one.claim is not None:
-        yield from _claim_notes(one.claim, now)
+        yield from _claim_notes(one.claim)
     if one.idle_report and one.idle_for is not None:
         yield f"no work for {format_age(one.idle_for)}"
-    if one.inner is not None:
-        who = " ".join(filter(None, (one.inner.user, _short(one.inner.command or ""))))
-        yield f"inside it: process {one.inner.pid or '?'} {who}".rstrip()
-        yield from _claim_notes(one.inner, None)
+    if one.inside is not None:
+        who = " ".join(filter(None, (one.inside.user, _short(one.inside.command or ""))))
+        yield f"inside it: process {one.inside.pid or '?'} {who}".rstrip()
+        yield from _claim_notes(one.inside)
     if one.claim is None:
         if not (one.state == "busy" and one.users):
             yield from filter(None, [one.reason or "free, shared with the display" * (one.state == "display")])
@@ -360,25 +347,18 @@ def _notes(one: GpuStatus, now: float) -> Iterator[str]:
         yield f"on it, but not part of the claim: process {who}"
 
 
-def _claim_notes(claim: ClaimStatus, now: float | None) -> Iterator[str]:
-    """Return the remarks on a claim.
-
-    Args:
-        now: None for a claim inside another, which ends with that one.
-    """
+def _claim_notes(claim: Holder) -> Iterator[str]:
     if claim.stopped:
         yield f"process {claim.pid} is stopped (a suspended job?) and keeps the GPU"
     if claim.note:
         yield claim.note
     if claim.removable_by:
         yield f"nothing but its entry keeps others off it, and {claim.removable_by} can remove that (safe-gpu doctor)"
-    if now is not None and claim.until is not None and claim.until < now:
-        yield f"overdue {format_age(now - claim.until)}"
     if _is_over(claim):
         yield f"uses more than its share: {format_bytes(claim.memory_used or 0)} of {format_bytes(claim.share or 0)}"
 
 
-def _is_over(claim: ClaimStatus) -> bool:
+def _is_over(claim: Holder) -> bool:
     return claim.share is not None and (claim.memory_used or 0) > claim.share
 
 
@@ -407,12 +387,6 @@ def queue_of(
     return order, groups, columns
 
 
-def in_turn(queue: Iterable[WaiterStatus]) -> str:
-    """Return who is ahead of one who came earlier, and how many GPUs they hold."""
-    passers = {one.user or "?": one.in_turn for one in queue if one.in_turn is not None}
-    return ", ".join(f"{user} ({gpus_held(held)})" for user, held in passers.items())
-
-
 def _queue(status: HostStatus, width: int, color: bool, verbose: bool, most_of_user: int) -> list[str]:
     if not status.queue:
         return []
@@ -427,8 +401,6 @@ def _queue(status: HostStatus, width: int, color: bool, verbose: bool, most_of_u
             text = f"process {one.pid} is stopped (a suspended job?) and keeps its place"
             lines += _warning(text, width, color, "     ")
         lines += _warning(one.note, width, color, "     ")
-    if passers := in_turn(queue):
-        lines += wrapped(f"in turn: {passers}", width, "     ")
     shown = sum(map(len, groups))
     if len(status.queue) > shown:
         lines.append(f"... and {len(status.queue) - shown} more")

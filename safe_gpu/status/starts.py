@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cache
-from itertools import accumulate
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..coordination.closed import binding
 from ..coordination.queue import TicketRequest, is_stopped
-from ..gpus.devices import Holder, vendor_of
+from ..gpus.devices import vendor_of
 from ..gpus.windows import spans_of
-from ..host.procfs import user_name
 from ..selection.backfill import BackfillRequest, dates, starts, when_free
 from ..selection.request import Selection
 from ..selection.sharing import ROUNDING, part_of
-from ..settings import policy
 from .facts import FREE
 
 if TYPE_CHECKING:
     from ..coordination.entry import Entry
     from ..gpus.windows import Window
     from ..selection.backfill import When
-    from .facts import ClaimStatus, GpuStatus
+    from ..settings.policy import Limits
+    from .facts import GpuStatus
 
 
 class AtLimit(NamedTuple):
@@ -41,44 +38,36 @@ class AtLimit(NamedTuple):
     until: float
 
 
-def most_by_user(uids: Iterable[int], path: str) -> dict[str, int]:
-    """Return how many GPUs these users may hold by the policy file at ``path``, of those that it limits."""
-    rules = policy.if_readable(path)
-    if rules is None or not rules.limits_gpus:
-        return {}
-    found = {user_name(uid): policy.limits_of_user(rules, uid).max_gpus for uid in uids}
-    return {user: most for user, most in found.items() if most is not None}
+def at_limits(
+    tickets: Sequence[Entry], gpus: Collection[GpuStatus], limits: Mapping[int, Limits], now: float
+) -> dict[str, AtLimit]:
+    """Return the limit of the user, by the name of the ticket, where it makes the ticket wait.
 
-
-def at_limits(tickets: Sequence[Entry], gpus: Iterable[GpuStatus], path: str, now: float) -> dict[str, AtLimit]:
-    """Return the limit of the user, by the name of the ticket, where the policy file at ``path`` makes it wait.
-
-    It takes no lock, and may ask a directory service. A file that is broken counts as none: claims report it.
+    Args:
+        limits: uid -> what the policy of this host allows.
     """
-    rules = policy.if_readable(path) if tickets else None
-    if rules is None or not rules.limits_gpus:
-        return {}
-    most_of = cache(lambda uid: policy.limits_of_user(rules, uid).max_gpus)
-    gpus = tuple(gpus)
-    ends: dict[tuple[int | None, str], list[tuple[float, float]]] = {}  # and parts of GPUs
+    held: dict[tuple[int, str], list[tuple[float, float]]] = {}  # (end, part of a GPU), by user and vendor
     for one in gpus:
         for claim in one.claims:
-            end = claim.until or math.inf, part_of(one.gpu, claim.share)
-            ends.setdefault((claim.uid, one.gpu.vendor), []).append(end)
+            part = claim.until or math.inf, part_of(one.gpu, claim.share)
+            held.setdefault((claim.uid, one.gpu.vendor), []).append(part)
     found = {}
     for ticket in tickets:
-        request, most = TicketRequest.of(ticket), most_of(ticket.uid)
+        request, most = TicketRequest.of(ticket), limits[ticket.uid].max_gpus if ticket.uid in limits else None
         if most is None or request.inside:
             continue
-        own = sorted(ends.get((ticket.uid, vendor_of(next(iter(request.gpus), ""))), ()))
-        held, selection = sum(part for _, part in own), Selection.from_ticket(request.nb_gpus, request.conditions)[0]
-        lacking = held + selection.amount(one.gpu for one in gpus) - most
-        if lacking > ROUNDING:
-            freed = accumulate(part for _, part in own)
-            until = next(
-                (end for (end, _), sum_ in zip(own, freed, strict=True) if sum_ >= lacking - ROUNDING), math.inf
-            )
-            found[ticket.name] = AtLimit(round(held, 2), most, max(until, now))
+        own = sorted(held.get((ticket.uid, vendor_of(next(iter(request.gpus), ""))), ()))
+        total = sum(size for _, size in own)
+        selection, _ = Selection.from_ticket(request.nb_gpus, request.conditions)
+        excess = total + selection.amount(one.gpu for one in gpus) - most
+        if excess > ROUNDING:
+            until = math.inf
+            for end, size in own:
+                excess -= size
+                if excess <= ROUNDING:
+                    until = max(end, now)
+                    break
+            found[ticket.name] = AtLimit(round(total, 2), most, until)
     return found
 
 
@@ -99,7 +88,7 @@ def expected_starts(
         limited: name of a ticket -> the limit of its user.
         windows: the times in which GPUs are reserved.
     """
-    found: dict[str, tuple[float, float]] = {}
+    found = {name: (limit.until, math.inf) for name, limit in limited.items()}
     devices, stopped = [one.gpu for one in gpus], dict[int | bytes, bool]()
     for inside in {ticket.inside for ticket in tickets}:
         ends, coming = _ends(gpus, now, inside)
@@ -116,7 +105,6 @@ def expected_starts(
                 wants[ticket.name] = BackfillRequest.of(*request[:4], devices, reserved)
         earliest = (date for _, date in dates(wants.values(), ends))
         found.update(zip(wants, zip(starts(wants.values(), ends), earliest, strict=True), strict=True))
-    found.update((name, (limit.until, math.inf)) for name, limit in limited.items())
     pairs = (found.get(ticket.name, (math.inf, math.inf)) for ticket in tickets)
     return [
         (None if start == math.inf else round(start, 3), None if date == math.inf else round(date))
@@ -131,23 +119,12 @@ def _ends(gpus: Iterable[GpuStatus], now: float, inside: str) -> tuple[dict[str,
     coming = set()
     for one in gpus:
         if not inside:
-            free, holder = one.state in FREE, holder_by_status(one.claim, one.shares)
+            free, holder = one.state in FREE, one.claim
         elif one.claim is not None and one.claim.token == inside:
-            free, holder = True, holder_by_status(one.inner)
+            free, holder = True, one.inside
         else:
             continue
         ends[one.gpu.uuid] = when_free(one.gpu, holder, now, free=free)
         if free or holder is not None:
             coming.add(one.gpu.uuid)
     return ends, coming
-
-
-def holder_by_status(claim: ClaimStatus | None, shares: Iterable[ClaimStatus] = ()) -> Holder | None:
-    """Return who holds a GPU, from what was found of its claim, or of the claims that share it."""
-    if claim is None:
-        return None
-    alone, *found = (
-        Holder(one.pid, one.user, one.job, one.command, one.since, until=one.until, uid=one.uid or 0, share=one.share)
-        for one in (claim, *shares)
-    )
-    return Holder.of_sharers(found) if found else alone

@@ -75,15 +75,14 @@ def test_who_is_passed_is_told_who_is_in_turn(
     told(r", #2 in the queue, starts .* or later; behind \S+ \(pid ")
     ben = waiting(BEN, 8, hold_for=60)
     found = gather()
-    assert [(one.pid, one.turn, one.in_turn) for one in found.queue] == [
-        (first.pid, 7.5, None),
-        (ben.pid, pytest.approx(8.25, abs=0.001), pytest.approx(0.25, abs=0.01)),
-        (passed.pid, 15.5, None),
+    assert [(one.pid, one.turn) for one in found.queue] == [
+        (first.pid, 7.5),
+        (ben.pid, pytest.approx(8.25, abs=0.001)),
+        (passed.pid, 15.5),
     ]
     text = render(found, width=100, color=False)
     assert "\nWaiting, by turns; all but the first may start later than shown:\n" in text
     who = rf"in turn: {user_name(BEN)} \(0.25 GPUs held"
-    assert re.search(rf"\n     {who}\)", text)
     told(rf", #3 in the queue, starts .* or later; {who}, pid {ben.pid}, wants 8 GPUs, ")
     first.end()
     ben.end()

@@ -180,11 +180,12 @@ def test_a_claim_that_runs_is_known_by_its_entry(hold: Any) -> None:
     assert (one.uid, one.user) == (os.geteuid(), procfs.user_name(os.geteuid()))
 
 
-def test_its_line_adds_what_the_entry_does_not_tell_and_no_more(hold: Any) -> None:
+def test_a_line_changes_nothing_of_a_claim_that_runs(hold: Any) -> None:
     """Anybody may have written the line. Whose the claim is says the owner of the entry."""
     said = {"pid": os.getpid(), "since": time.time() - 60, "gpus": {"GPU-a": 20 << 30}, "waited": 2.5}
+    said |= {"labels": ["3"], "of": 80 << 30}
     hold(**said)
-    line = history.claim_line({**said, "labels": ["3"], "of": 80 << 30}, uid=4711)
+    line = history.claim_line({**said, "labels": ["4"], "waited": 9.0}, uid=4711)
     assert history.append([line, history.end_line(said["pid"], said["since"], NOW, NOW)], time.time())
     (one,) = past()
     assert (one.labels, one.of, one.share, one.waited, one.part) == (("3",), 80 << 30, 20 << 30, 2.5, 0.25)

@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[2]
 READ = ("README.md", "CHANGELOG.md", "safe_gpu/**/*.md", "safe_gpu/**/*.py", "tests/README.md", ".github/*.md")
 
 BANNED = re.compile(
-    r"\bwhoever\b|\blikewise\b|\bawake\b|\bwakes?\b|\bso many\b|\bfor ever\b|\bwhich GPUs will do\b"
-    r"|\b(is|are) not to be had\b|\bsays? nothing\b|\bdo(es)? without\b(?! safe_gpu)|\bthe usual one\b|\bnobody ever\b"
+    r"\b(?:whoever|likewise|awake|wakes?|so many|for ever|GPUs will do|(?:is|are|was) not to be had|says? nothing"
+    r"|do(?:es)? without(?! safe_gpu)|the usual (?:one|case)|nobody ever|for want of|in good time)\b"
     r"|(?<=[0-9}]) %(?= [a-z]|[,.;:)|]|$)",
     re.IGNORECASE,
 )
@@ -42,44 +42,6 @@ def test_such_words_are_found(text: str) -> None:
 @pytest.mark.parametrize("text", ["10% of", "number % 100 + 1", "say % args", "without it", "forever", "(%s % (a, b))"])
 def test_others_are_not(text: str) -> None:
     assert not BANNED.search(text)
-
-
-# Sentences at which readers have stopped: parts of what stood in pages and messages once.
-STOPPED = (
-    *(
-        "would lose their places, and claims",
-        "A process without safe_gpu",
-        "No cleaner, `rm -rf`",
-        "shows by its memory alone",
-    ),
-    *("means that they do not tell", "where jobs collide", "Dropping the owner", "nothing ends when it is over"),
-    *(
-        "keeps its meaning when",
-        "and once more when the placeholder",
-        "A holder who overruns",
-        "hold no part of the lock",
-    ),
-    *(
-        "without any check",
-        "A Slurm without a gres for GPUs lets",
-        "takes the two for one list",
-        "HIP counts the second",
-    ),
-    *(
-        "counts promises",
-        "fit one sold with",
-        "and so promise too",
-        "of a user who shares nothing",
-        "by its holder's word",
-    ),
-    "computes on GPUs that may be",
-)
-
-
-@pytest.mark.parametrize("part", STOPPED)
-def test_what_readers_stumbled_over_stays_away(part: str) -> None:
-    paths = [path for pattern in READ for path in ROOT.glob(pattern)]
-    assert [str(path) for path in paths if part in " ".join(path.read_text().split())] == []
 
 
 _NO_VERB = frozenset("A An How The Those What When Where Whether Which Who Why Returns Yields".split())

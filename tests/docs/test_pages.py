@@ -17,10 +17,6 @@ from .conftest import PAGES, ROOT, SCENES, all_blocks
 
 MOST_WORDS = 900
 REFERENCE = "safe_gpu/README.md"
-BANNED = (
-    "whoever|likewise|awake|wakes|so many|for ever|will do|would do|is not to be had|was not to be had|says nothing|"
-    "say nothing|do without|does without|the usual one|the usual case|so nobody ever|for want of|in good time|fenced?"
-)
 
 
 def without_code(text: str) -> str:
@@ -75,20 +71,9 @@ def test_nobody_else_chooses_what_root_installs_or_reads() -> None:
     assert f"/root/safe-gpu/safe-gpu_{safe_gpu.__version__}-1_all.deb\n" in texts["safe_gpu/ADMIN.md"]
 
 
-def test_such_a_name_is_seen() -> None:
-    text = "`tools/build /tmp/x`, apt install /tmp/safe-gpu_*.deb /var/tmp/y.\n(/dev/shm/z) /home/tmp/no /tmp and /tmp:"
-    assert WORLD_WRITABLE.findall(text) == ["/tmp/x", "/tmp/safe-gpu_*.deb", "/var/tmp/y.", "/dev/shm/z"]
-
-
-def test_every_page_is_linked_from_the_first() -> None:
+def test_the_first_page_is_short_and_links_all_others() -> None:
     text = PAGES["README.md"].read_text()
-    for page in PAGES:
-        if page != "README.md":
-            assert f"({page}" in text, f"README.md does not link {page}"
-
-
-def test_the_first_page_is_short() -> None:
-    text = PAGES["README.md"].read_text()
+    assert [page for page in PAGES if page != "README.md" and f"({page}" not in text] == []
     assert len(prose(text).split()) <= MOST_WORDS
     assert any(line.startswith("safe-gpu run") for line in text.splitlines()[:50])
 
@@ -101,11 +86,6 @@ def test_the_rows_of_a_table_have_the_cells_of_its_head(page: str) -> None:
         assert not row or not before or len(row) == len(before), line
         assert row or not before or not line, f"{line}: an empty line belongs below a table"
         before = row
-
-
-def test_words_are_those_of_the_field(page: str) -> None:
-    text = " ".join(without_code(PAGES[page].read_text()).split())
-    assert not re.findall(rf"\b(?:{BANNED})\b|\b\d+ %", text, re.IGNORECASE)
 
 
 def test_files_that_pages_name_exist(page: str) -> None:
@@ -219,25 +199,3 @@ def test_on_the_package_index_the_first_page_has_no_link_that_leads_nowhere() ->
     text = runpy.run_path(str(script))["index_page"]((ROOT / "README.md").read_text())
     assert re.findall(r"\]\((?!https:)[^)]*\)|!\[", text) == []
     assert "(`safe_gpu/schedulers/README.md`)" in text
-
-
-@pytest.mark.parametrize(
-    ("target", "fact"),
-    [
-        # Dragon's tutorial on GPU affinity
-        *(("safe_gpu/engines/README.md", text) for text in ("System().gpu_policies()", "processes_per_policy=4")),
-        # safe-gpu 2.0: a placeholder of one's own
-        *(("safe_gpu/runtimes/README.md", text) for text in ("device_no", "`prepare()`", "`release(held)`")),
-        ("safe_gpu/runtimes/README.md", "driver does not list this process"),
-        # the article on NUMA, and torch.numa
-        *(("safe_gpu/affinity/README.md", text) for text in ("1.04 steps/s", "1.24 steps/s", "11.6%", "6.6%")),
-        ("safe_gpu/affinity/README.md", "placement(ordinal=rank)"),
-        ("safe_gpu/affinity/README.md", "LOCAL_RANK=$i WORLD_SIZE=2 safe-gpu bind"),
-        ("safe_gpu/affinity/README.md", "SAFE_GPU_DRIVER=simulated:p4d safe-gpu affinity"),
-        ("safe_gpu/affinity/README.md", "tools/compare_binding.py"),
-        # which jobs are asked for the number of their GPUs
-        ("safe_gpu/schedulers/README.md", "In Grid Engine, a claim of one GPU does not"),
-    ],
-)
-def test_the_page_has_it(target: str, fact: str) -> None:
-    assert fact in PAGES[target].read_text()

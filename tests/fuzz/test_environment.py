@@ -1,6 +1,7 @@
 """Variables of this package, of schedulers, launchers and vendors, with any bytes in them."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,26 +20,18 @@ from safe_gpu.schedulers import gpu_count as qstat
 from safe_gpu.schedulers.job import current
 from safe_gpu.settings.variables import VARIABLES
 
-SAFE = sorted({*VARIABLES} - {"SAFE_GPU_DIR", "SAFE_GPU_SIMULATED_DIR", "SAFE_GPU_POLICY"})
-JOBS = (
-    "SLURM_JOB_ID", "SLURM_JOBID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS",
-    "SLURM_GPUS_ON_NODE", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE",
-    "SLURM_TASKS_PER_NODE", "SLURM_GTIDS", "PBS_GPUFILE",
-    "SLURM_JOB_END_TIME", "PBS_JOBID", "PBS_ARRAY_INDEX", "PBS_ARRAYID", "PBS_NGPUS", "PBS_WALLTIME", "LSB_JOBID",
-    "LSB_JOBINDEX", "JOB_ID", "SGE_TASK_ID", "SGE_JOB_SPOOL_DIR", "SGE_ROOT", "SGE_HGR_gpu", "PE_HOSTFILE", "NHOSTS",
-    "NSLOTS", "HOSTNAME", "SAFE_GPU_SGE_RESOURCE", "SAFE_GPU_NB_GPUS", "CUDA_VISIBLE_DEVICES", "FLUX_JOB_ID",
-    "FLUX_JOB_SIZE", "FLUX_JOB_NNODES", "FLUX_TASK_LOCAL_ID", "FLUX_TASK_RANK", "_CONDOR_JOB_AD",
-    "_CONDOR_AssignedGPUs",
-)  # fmt: skip
-RANKS = (
-    "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "PMI_RANK", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE",
-)  # fmt: skip
-VISIBLE = (
-    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL",
-)  # fmt: skip
-SCREEN = ("COLUMNS", "TERM", "NO_COLOR", "TZ", "HOSTNAME")
-NAMES = sorted({*SAFE, *JOBS, *RANKS, *VISIBLE, *SCREEN})
+PATHS = ("SAFE_GPU_DIR", "SAFE_GPU_SIMULATED_DIR", "SAFE_GPU_POLICY")
+SCREEN = {"COLUMNS", "TERM", "NO_COLOR", "TZ", "HOSTNAME"}
+
+
+def named_in(*rooms: str) -> set[str]:
+    """The names of variables, and of a few other things, that these rooms have in quotes."""
+    texts = (path.read_text() for room in rooms for path in Path(safe_gpu.__file__).parent.joinpath(room).rglob("*.py"))
+    return {name for text in texts for name in re.findall(r'"(_?[A-Z][A-Z]+_?[A-Za-z_]+)"', text)}
+
+
+JOBS = sorted({*named_in("schedulers", "affinity"), "SGE_HGR_gpu", "NHOSTS", "NSLOTS"})
+NAMES = sorted({*JOBS, *VARIABLES, *named_in("runtimes"), *SCREEN}.difference({*PATHS, "PATH"}))
 
 # What an environment can hold: no NUL, and bytes that are not UTF-8 as lone surrogates of their own.
 VALUES = st.one_of(
@@ -79,7 +72,7 @@ def assert_logged_safely(caplog: pytest.LogCaptureFixture) -> None:
     {"SAFE_GPU_NB_GPUS": TRICK},
 )
 @examples(50)
-@given(st.dictionaries(st.sampled_from([*JOBS, *RANKS]), VALUES, max_size=6))
+@given(st.dictionaries(st.sampled_from(JOBS), VALUES, max_size=6))
 def test_jobs_and_ranks(environ: dict[str, str]) -> None:
     with bounded():
         job = current(environ)
@@ -127,7 +120,6 @@ def test_a_claim_in_such_an_environment(visible: str, monkeypatch: Any, ground: 
     attack()
 
 
-PATHS = ("SAFE_GPU_DIR", "SAFE_GPU_SIMULATED_DIR", "SAFE_GPU_POLICY")
 ELSEWHERE = (
     "", "relative", "./state", "~", "\udcff", TRICK, "/dev/null", "/dev/null/state", "/dev/full", "/proc/self",
     "/proc/self/fd/0", "/sys/kernel", "/" + "x" * 300, "/dev/null/" + "y/" * 30_000,

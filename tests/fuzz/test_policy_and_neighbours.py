@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support import hostile
-from support.hostile import LINES, TRICK, assert_plain, assert_shown_safely, bounded, examples, refusing, with_examples
+from support.hostile import TRICK, assert_plain, assert_shown_safely, bounded, examples, refusing, with_examples
 
 import safe_gpu
 from safe_gpu.errors import PolicyError
@@ -51,20 +51,6 @@ def test_a_policy(text: str) -> None:
     if refused.error is not None:
         assert isinstance(refused.error, PolicyError)
         assert refused.error.line in range(1, len(text.splitlines()) + 1)
-
-
-@with_examples(*([line] for line in (
-    b"1: FLOCK  ADVISORY  WRITE 1 08:01:7 0 EOF",
-    b"1: FLOCK  ADVISORY  WRITE " + DIGITS.encode() + b" 08:01:7 0 EOF",
-    b"1: FLOCK  ADVISORY  WRITE 1 " + b"f" * 5000 + b":01:7 0 EOF",
-)))  # fmt: skip
-@examples(30)
-@given(st.lists(st.binary(max_size=80) | LINES.map(lambda text: text.encode("utf-8", "replace")), max_size=4))
-def test_tables_of_the_kernel(lines: list[bytes]) -> None:
-    with bounded(), pytest.MonkeyPatch.context() as patched:
-        patched.setattr(procfs, "lines_of", lambda path: iter(lines))
-        for pids in procfs.flock_holders({7}).values():
-            assert all(pid > 0 for pid in pids)
 
 
 @pytest.mark.parametrize("argument", [TRICK, "\udcff" * 9, "x" * 100_000, "\u0301" * 30_000, ""])

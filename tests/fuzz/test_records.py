@@ -9,7 +9,19 @@ from typing import Any
 
 from hypothesis import example, given
 from support import hostile
-from support.hostile import CLAIM, ENTRY, FAULT, NOW, TICKET, TRICK, assert_plain, bounded, broken_json, examples
+from support.hostile import (
+    CLAIM,
+    ENDING,
+    ENTRY,
+    FAULT,
+    NOW,
+    TICKET,
+    TRICK,
+    assert_plain,
+    bounded,
+    broken_json,
+    examples,
+)
 
 from safe_gpu.coordination.entry import Entry
 from safe_gpu.coordination.faults import read_faults, write_fault
@@ -128,27 +140,23 @@ def test_a_note_of_a_fault(data: bytes) -> None:
         assert_bounded(tuple(fault), 400)
 
 
-@with_classics(hostile.ENDING, {"claim": [1e5, NOW], "ended": NOW}, {"claim": [4470, 5], "ended": [math.nan, math.inf]})
-@examples(30)
-@given(broken_json(hostile.ENDING))
-def test_the_end_of_a_claim(data: bytes) -> None:
-    with bounded():
-        found = [one for one in past._line(data[: 1 << 16]) if isinstance(one, past.ClaimEnd)]
-    for end in found:
-        assert_bounded(tuple(end), 0)
-        assert 0 < end.since <= end.seen <= end.ended < LATEST
+LINES = (CLAIM, {"labels": [TRICK], "gpus": [TRICK]}, {"labels": ["9" * 5000]}, {"claim": 5}, {"claim": [[[]], {}]})
+ENDS = (ENDING, {"claim": [1e5, NOW], "ended": NOW}, {"claim": [4470, 5], "ended": [math.nan, math.inf]})
 
 
-@with_classics(
-    CLAIM, {"labels": [TRICK], "gpus": [TRICK]}, {"labels": ["9" * 5000]}, {"claim": 5}, {"claim": [[[]], {}]}
-)
+@with_classics(*LINES)
+@with_classics(*ENDS)
 @example(b'{"v": 1' * 9000)
-@examples(40)
-@given(broken_json(CLAIM))
+@examples(60)
+@given(broken_json(CLAIM) | broken_json(ENDING))
 def test_a_line_of_the_history(data: bytes) -> None:
     with bounded():
         found = list(past._line(data[: 1 << 16]))
         claims = past.merged(found)
+    for end in found:
+        if isinstance(end, past.ClaimEnd):
+            assert_bounded(tuple(end), 0)
+            assert 0 < end.since <= end.seen <= end.ended < LATEST
     for claim in claims:
         values = [value for key, value in claim._asdict().items() if key != "running"]
         assert_plain(values)

@@ -8,7 +8,6 @@ import re
 import signal
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from safe_gpu.coordination.holders import living_claims
 from safe_gpu.host import procfs
 from safe_gpu.status.facts import HostStatus, WaiterStatus
 from safe_gpu.status.gather import gather
-from safe_gpu.status.idle import whom_to_ask, with_reports
 from safe_gpu.status.metrics import render_metrics
 
 VICTIM, NEIGHBOUR, VIEWER = 4711, 4712, 4713
@@ -202,21 +200,6 @@ def test_who_is_unknown_to_a_user_namespace_is_nobody(state_dir: Path, holder: A
     assert owners == [-1]
     assert user is None
     assert uid in (None, -1)
-
-
-@needs_root
-def test_no_idle_report_blames_whom_an_entry_names(
-    state_dir: Path, as_user: Any, ground: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = tmp_path / "policy.ini"
-    policy.write_text("[default]\nidle_report_after = 1m")
-    policy.chmod(0o644)
-    victim = as_user(lambda say, listen: listen(), uid=VICTIM)
-    ground.hold(0, uid=NEIGHBOUR, pid=victim.pid, start=procfs.start_time(victim.pid), user="4711")
-    gpus = tuple(replace(one, idle_for=61.0) for one in gather().gpus)
-    (told,) = whom_to_ask(with_reports(gpus, str(policy)), 0).values()
-    assert "ask 4712" in told
-    assert str(victim.pid) not in told
 
 
 # The queue

@@ -25,7 +25,7 @@ SMALL = f"""
 from safe_gpu.coordination import history
 history.LARGEST //= {PART}
 from safe_gpu.status import history as claims
-for bound in ("_MOST", "_MOST_EARLY", "_MOST_WAITING"):
+for bound in ("_MOST", "_MOST_LATER"):
     setattr(claims, bound, getattr(claims, bound) // {PART})
 """
 

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from support.ground import write_for_all
 
-from safe_gpu.gpus.devices import Gpu
-from safe_gpu.status.facts import ClaimStatus, GpuStatus, HostStatus
-from safe_gpu.status.idle import sets_a_limit, whom_to_ask, with_idle_times, with_reports
-from safe_gpu.status.render import render
+from safe_gpu.gpus.devices import Gpu, Holder
+from safe_gpu.settings.policy import Limits
+from safe_gpu.status.facts import GpuStatus
+from safe_gpu.status.gather import gather
+from safe_gpu.status.idle import with_idle_times, with_reports
 
 SINCE = time.time() - 1000.0
-BUSY = GpuStatus(Gpu(0, "GPU-a", utilization=50), "claimed", claim=ClaimStatus(7, "anna", since=SINCE))
+BUSY = GpuStatus(Gpu(0, "GPU-a", utilization=50), "claimed", claim=Holder(7, "anna", since=SINCE, uid=4711))
 STILL = replace(BUSY, gpu=Gpu(0, "GPU-a", utilization=0))
 NOBODY = replace(BUSY, idle=True)
 UNKNOWN = replace(BUSY, gpu=Gpu(0, "GPU-a"))
@@ -42,32 +43,22 @@ def test_it_counts_from_the_first_look_without_work(marks: Path) -> None:
     assert idle(STILL) == 0
     looks = [(NOBODY, 100), (STILL, 300), (BUSY, 310), (STILL, 0), (STILL, 200), (UNKNOWN, 210)]
     assert [idle(one, later) for one, later in looks] == [about(100), about(300), 0, 0, about(200), 0]
-
-
-def test_another_claim_begins_anew(marks: Path) -> None:
-    assert [idle(STILL), idle(STILL, 100)] == [0, about(100)]
+    assert idle(STILL, 220) == 0
     os.utime(marks / "GPU-a.idle", (SINCE - 1, SINCE - 1))
-    assert [idle(STILL, 50), idle(STILL, 70)] == [0, about(70)]
+    assert [idle(STILL, 50), idle(STILL, 70)] == [0, about(70)], "another claim begins anew"
+    os.utime(marks / "GPU-a.idle", (9e9, 9e9))
+    assert idle(STILL) == 0, "a mark from the future makes no negative time"
 
 
 def test_a_gpu_that_is_held_is_marked_at_each_look(marks: Path) -> None:
+    assert idle(replace(STILL, claim=None)) is None
+    assert list(marks.iterdir()) == []
     idle(BUSY)
     os.utime(marks / "GPU-a.seen", (SINCE, SINCE))
     before = time.time() - 1
-    idle(replace(BUSY, shares=(BUSY.claim, BUSY.claim)))
+    idle(replace(BUSY, claim=Holder.of_sharers([BUSY.claim, BUSY.claim])))
     assert (marks / "GPU-a.seen").stat().st_mtime > before
     assert {path.stat().st_mode & 0o7777 for path in marks.iterdir()} == {0o666}
-
-
-def test_a_gpu_without_a_claim_has_no_time(marks: Path) -> None:
-    assert idle(replace(STILL, claim=None)) is None
-    assert list(marks.iterdir()) == []
-
-
-def test_a_mark_from_the_future_makes_no_negative_time(marks: Path) -> None:
-    write_for_all(marks / "GPU-a.idle", "x")
-    os.utime(marks / "GPU-a.idle", (9e9, 9e9))
-    assert idle(STILL) == 0
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link", "closed"])
@@ -86,101 +77,30 @@ def test_a_mark_that_cannot_be_written_is_none(marks: Path, kind: str) -> None:
     assert (precious.read_text(), precious.stat().st_mtime) == ("x", pytest.approx(SINCE, abs=1e-3))
 
 
-# Which are reported, by the policy for the user of the claim
-
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a policy must be")
-
-POLICY = """\
-[default]
-idle_report_after = 30m
-[user 4711]
-idle_report_after = 2h
-[group 4712]
-idle_report_after = unlimited
-[user 4713]
-max_gpus = 1
-"""
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> str:
-    path = tmp_path / "policy.ini"
-    path.write_text(POLICY)
-    path.chmod(0o644)
-    return str(path)
-
-
-def gpu(index: int, uid: int | None, idle_for: float | None, user: str = "anna", pid: int = 7) -> GpuStatus:
-    claim = ClaimStatus(pid, user, since=1.0, uid=uid)
-    return GpuStatus(Gpu(index, f"GPU-{index}"), "claimed", claim=claim, idle_for=idle_for)
-
-
 @pytest.mark.parametrize(
-    ("uid", "idle_for", "expected"),
+    ("limits", "idle_for", "expected"),
     [
-        (4711, 7199.0, False),
-        (4711, 7200.0, True),
-        (4713, 1799.0, False),  # the section of the user does not set it, so the default counts
-        (4713, 1800.0, True),
-        (9999, 1800.0, True),
-        (9999, None, None),
-        (None, 1800.0, None),
-        (0, 9e9, None),  # root is exempt
+        (Limits(idle_report_after=1800.0), 1799.0, False),
+        (Limits(idle_report_after=1800.0), 1800.0, True),
+        (Limits(idle_report_after=1800.0), None, None),
+        (Limits(sections={"idle_report_after": "unlimited"}), 9e9, False),
+        (Limits(max_gpus=4), 9e9, None),
+        (None, 9e9, None),
     ],
 )
-@as_root
-def test_the_limit_is_that_of_the_user_of_the_claim(path: str, uid: Any, idle_for: Any, expected: Any) -> None:
-    other = gpu(1, 9999, 1.0)
-    assert with_reports((gpu(0, uid, idle_for), other), path)[0].idle_report is expected
+def test_the_limit_is_that_of_the_user_of_the_claim(limits: Any, idle_for: Any, expected: Any) -> None:
+    one = replace(BUSY, idle_for=idle_for)
+    known = {1000: Limits(idle_report_after=1.0)} | ({4711: limits} if limits else {})
+    assert with_reports([one], known)[0].idle_report is expected
 
 
-@as_root
-def test_a_group_without_a_limit_is_never_reported(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("safe_gpu.settings.policy._gids_of", lambda uid: {4712} if uid == 5000 else set())
-    assert [one.idle_report for one in with_reports((gpu(0, 5000, 9e9), gpu(1, 5001, 9e9)), path)] == [False, True]
-
-
-@as_root
-def test_a_file_that_does_not_count_reports_nothing(path: str) -> None:
-    gpus = (gpu(0, 9999, 9e9),)
-    assert sets_a_limit(path)
-    Path(path).write_text("[default]\nidle_report_after = soon")
-    assert with_reports(gpus, path) == gpus
-    Path(path).write_text(POLICY)
-    Path(path).chmod(0o666)
-    assert with_reports(gpus, path) == gpus
-    assert not sets_a_limit(path)
-
-
-@as_root
-def test_no_limit_in_a_policy(path: str) -> None:
-    Path(path).write_text("[default]\nmax_gpus = 4\n[user anna]\nidle_report_after = unlimited")
-    assert not sets_a_limit(path)
-    assert [one.idle_report for one in with_reports((gpu(0, 9999, 9e9),), path)] == [None]
-
-
-def test_whom_to_ask_the_longest_idle_first() -> None:
-    def idle(one: GpuStatus) -> GpuStatus:
-        return replace(one, idle_report=True)
-
-    gpus = [
-        idle(gpu(0, 4711, 3600.0)),
-        idle(gpu(1, 4712, 9000.0, "ben", 8)),
-        gpu(2, 4713, 1e6, "carla", 9),
-        idle(gpu(3, 4711, 7200.0)),
-    ]
-    assert list(whom_to_ask(gpus, 1000).values()) == [
-        "no work on GPU 1 for 2 h 30 min: ask ben (pid 8)",
-        "no work on GPU 0,3 for 1 h: ask anna (pid 7)",
-    ]
-    assert whom_to_ask(gpus, 4712)[8, 1.0] == "no work on GPU 1 for 2 h 30 min: it is yours (pid 8)"
-
-
-def test_the_table_marks_them() -> None:
-    def table(one: GpuStatus) -> list[str]:
-        return render(HostStatus("h", "nvml", "", "/s", 1e9, (one,)), width=80, color=False).splitlines()
-
-    one = gpu(0, 4711, 7200.0)
-    assert table(replace(one, idle_report=True))[-1] == "GPU 0: no work for 2 h"
-    for report in (None, False):
-        assert "no work" not in "\n".join(table(replace(one, idle_report=report)))
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a policy must be")
+@pytest.mark.parametrize(
+    ("text", "mode", "most"),
+    [("max_gpus = 4", 0o644, 4), ("max_gpus = 4", 0o666, None), ("max_gpus = 4\nmax_hold = x", 0o644, None)],
+)
+def test_a_file_that_does_not_count_limits_nobody(ground: Any, rules: Any, text: str, mode: int, most: Any) -> None:
+    ground.hold(0, uid=4711)
+    rules(f"[default]\n{text}").chmod(mode)
+    status = gather()
+    assert (status.max_gpus.get("4711"), status.gpus[0].state) == (most, "claimed")

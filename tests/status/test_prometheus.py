@@ -1,18 +1,19 @@
-"""Metrics: what they say, and that Prometheus reads them: its own parser, promtool, a real node_exporter."""
+"""Metrics: what they say, and that Prometheus reads them: its own parser, promtool, a real server."""
 
-import contextlib
 import importlib
 import json
 import os
 import re
 import shutil
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,13 @@ from support.processes import free_port
 from support.real import unavailable
 
 from safe_gpu.cli.commands import main
-from safe_gpu.gpus.devices import Gpu
-from safe_gpu.status.facts import ClaimStatus, GpuStatus, HostStatus, WaiterStatus
+from safe_gpu.gpus.devices import Gpu, Holder
+from safe_gpu.status.facts import GpuStatus, HostStatus, WaiterStatus
 from safe_gpu.status.gather import gather
 from safe_gpu.status.metrics import render_metrics
 
 NOW = 1_795_000_000.0
-CLAIM = ClaimStatus(7, "anna", since=NOW - 60, until=NOW + 60)
+CLAIM = Holder(7, "anna", since=NOW - 60, until=NOW + 60)
 STATUS = HostStatus(
     host="gpu1",
     driver="nvml",
@@ -70,27 +71,6 @@ def fetched(url: str) -> str:
             time.sleep(0.05)
 
 
-@contextlib.contextmanager
-def running(*arguments: object) -> Iterator[None]:
-    process = subprocess.Popen(list(map(str, arguments)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait(60)
-
-
-def exporter(directory: Path, port: int) -> tuple[object, ...]:
-    """The command of a node_exporter that serves the files in a directory, and nothing else."""
-    return (
-        program("prometheus-node-exporter"),
-        "--collector.disable-defaults",
-        "--collector.textfile",
-        f"--collector.textfile.directory={directory}",
-        f"--web.listen-address=127.0.0.1:{port}",
-    )
-
-
 def test_every_metric() -> None:
     assert [line for line in render_metrics(STATUS).splitlines() if not line.startswith("#")] == [
         "safe_gpu_up 1.0",
@@ -120,7 +100,7 @@ def test_what_is_not_known_has_no_sample() -> None:
 @settings(max_examples=25)
 @given(st.text(max_size=20))
 def test_the_parser_of_prometheus_reads_any_user_back(user: str) -> None:
-    gpu = replace(STATUS.gpus[1], claim=replace(CLAIM, user=user))
+    gpu = replace(STATUS.gpus[1], claim=CLAIM._replace(user=user))
     families = {
         one.name: one for one in parser().text_string_to_metric_families(render_metrics(replace(STATUS, gpus=(gpu,))))
     }
@@ -150,7 +130,7 @@ def test_a_real_claim_and_the_file(command: Any, tmp_path: Path, capsys: pytest.
 
 def test_jobs_and_limits() -> None:
     claimed, waiter = STATUS.gpus[1], STATUS.queue[0]
-    claim = replace(claimed.claim, job="sge:7.3")  # type: ignore[type-var]
+    claim = CLAIM._replace(job="sge:7.3")
     limited = replace(waiter, limit=(1, 1))
     queue = (limited, limited, waiter)
     status = replace(STATUS, gpus=(replace(claimed, claim=claim),), queue=queue, max_gpus={"ben": 1})
@@ -158,9 +138,12 @@ def test_jobs_and_limits() -> None:
     assert 'safe_gpu_max_gpus{user="ben"} 1.0' in text
     assert 'safe_gpu_claim_info{gpu="1",UUID="GPU-b",vendor="nvidia",user="anna",batch_job="sge:7.3"} 1.0' in text
     assert 'safe_gpu_waiting_at_limit{user="ben"} 2.0' in text
-    shares = (claim, replace(claim, job="sge:8"), claim)
-    text = render_metrics(replace(status, gpus=(replace(claimed, claim=claim, shares=shares),)))
-    assert re.findall('safe_gpu_claim_info{.*batch_job="(.*)"}', text) == ["sge:7.3", "sge:8"]
+    shares = [claim._replace(job="sge:8", share=2 << 30, memory_used=3 << 30), claim, claim]
+    text = render_metrics(replace(status, gpus=(replace(claimed, claim=Holder.of_sharers(shares)),)))
+    assert re.findall('safe_gpu_claim_info{.*batch_job="(.*)"}', text) == ["sge:8", "sge:7.3"]
+    of_one = 'gpu="1",UUID="GPU-b",vendor="nvidia",user="anna",pid="7"'
+    assert f"safe_gpu_share_bytes{{{of_one}}} {float(2 << 30)}" in text
+    assert f"safe_gpu_share_used_bytes{{{of_one}}} {float(3 << 30)}" in text
 
 
 def test_a_driver_that_fails_shows_in_the_file(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,43 +213,36 @@ def test_it_shows_each_metric_and_no_other() -> None:
     assert all(names(query) for query in queries())
 
 
-@checkout
-def test_its_variables_are_defined_and_its_panels_do_not_overlap() -> None:
-    dashboard = document()
-    defined = {one["name"] for one in dashboard["templating"]["list"]}
-    assert set(re.findall(r"\$\{?(\w+)", " ".join(queries()) + json.dumps(dashboard["panels"]))) == defined
-    places = [
-        (x, y)
-        for one in (panel["gridPos"] for panel in dashboard["panels"])
-        for x in range(one["x"], one["x"] + one["w"])
-        for y in range(one["y"], one["y"] + one["h"])
-    ]
-    assert len(places) == len(set(places))
-    assert max(x for x, _ in places) < 24
-    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+class Metrics(BaseHTTPRequestHandler):
+    """What node_exporter serves of the file."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain")
+        self.end_headers()
+        self.wfile.write(render_metrics(STATUS).encode())
 
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a Prometheus that scrapes a node_exporter, which serves every metric."""
-    directory = tmp_path_factory.mktemp("prometheus")
-    (directory / "textfiles").mkdir()
-    (directory / "textfiles" / "safe_gpu.prom").write_text(render_metrics(STATUS))
-    here, source = free_port(), free_port()
-    config = directory / "prometheus.yml"
-    job = {"job_name": "gpus", "static_configs": [{"targets": [f"127.0.0.1:{source}"]}]}
+    """The address of a Prometheus that scrapes every metric."""
+    directory, here = tmp_path_factory.mktemp("prometheus"), free_port()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Metrics)
+    job = {"job_name": "gpus", "static_configs": [{"targets": [f"127.0.0.1:{server.server_port}"]}]}
     times = {"scrape_interval": "1s", "scrape_timeout": "1s"}
-    config.write_text(json.dumps({"global": times, "scrape_configs": [job]}))  # JSON is YAML
-    server = (
-        program("prometheus"),
-        f"--config.file={config}",
-        f"--storage.tsdb.path={directory / 'data'}",
-        f"--web.listen-address=127.0.0.1:{here}",
-        "--log.level=error",
-    )
-    with running(*exporter(directory / "textfiles", source)), running(*server):
+    (directory / "prometheus.yml").write_text(json.dumps({"global": times, "scrape_configs": [job]}))  # JSON is YAML
+    command = [program("prometheus"), f"--config.file={directory}/prometheus.yml", "--log.level=error"]
+    command += [f"--storage.tsdb.path={directory}/data", f"--web.listen-address=127.0.0.1:{here}"]
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
         fetched(f"http://127.0.0.1:{here}/-/ready")
         yield f"http://127.0.0.1:{here}"
+    finally:
+        process.kill()
+        process.wait(60)
+        server.shutdown()
+        server.server_close()
 
 
 def answer(prometheus: str, query: str) -> list[Any]:

@@ -1,6 +1,5 @@
 """``history --report``: sums by user, week and host, by tables, by counting seconds, and as a picture."""
 
-import json
 import time
 import xml.etree.ElementTree as ElementTree
 from importlib.util import find_spec
@@ -12,17 +11,8 @@ from hypothesis import strategies as st
 from support.forks import in_child
 from support.real import REQUIRED
 
-from safe_gpu.status import history
 from safe_gpu.status.history import PastClaim
-from safe_gpu.status.report import (
-    ReportRow,
-    free_hours,
-    percentile_95,
-    report,
-    report_by_day,
-    table_of_report,
-    waits_by,
-)
+from safe_gpu.status.report import ReportRow, free_hours, percentile_95, report, report_by_day, table_of_report
 from safe_gpu.wording.text import display_width
 
 HOUR, DAY, WEEK = 3600.0, 86400.0, 604800.0
@@ -64,13 +54,6 @@ def test_free_hours_begin_with_the_history_and_need_the_gpus() -> None:
     assert {row.free_gpu_hours for row in report(CLAIMS, (), "gpu1", MONDAY, MONDAY + WEEK)} == {None}
     by_host = [row for row in report(CLAIMS, GPUS, "gpu2", MONDAY, MONDAY + WEEK) if row.by == "host"]
     assert [row.free_gpu_hours for row in by_host] == [None], "a container's name is not the host's"
-
-
-def test_a_wait_counts_where_its_claim_began() -> None:
-    assert waits_by(CLAIMS, "day", MONDAY) == {
-        "2026-11-16": [60], "2026-11-17": [0], "2026-11-22": [600], "2026-11-23": [5],
-    }  # fmt: skip
-    assert waits_by(CLAIMS, "user", MONDAY + HOUR) == {"anna": [0], "ben": [600], "carla": [5]}
 
 
 def test_the_table_has_one_unit_in_a_column() -> None:
@@ -133,23 +116,6 @@ def test_95_of_100_waited_no_longer(waits: list[float]) -> None:
     found = percentile_95(waits)
     assert found in waits
     assert sum(one < found for one in waits) < 0.95 * len(waits) <= sum(one <= found for one in waits)
-
-
-@pytest.mark.parametrize(
-    ("told", "waited"),
-    [("12.5", 12.5), ("0", 0.0), *[(text, None) for text in ("-1", "1e99", "NaN", "Infinity", '"9"', "[1]", "true")]],
-)
-def test_what_is_no_wait_counts_as_none(told: str, waited: float | None) -> None:
-    raw = json.loads(f'{{"v": 1, "claim": [7, {MONDAY}], "gpus": ["a"], "waited": {told}}}')
-    (one,) = history.merged([history._claim(raw)])
-    assert one.waited == waited
-
-
-def test_a_wait_is_kept_whichever_line_of_a_claim_comes_first() -> None:
-    """The next claim writes one too for a claim that died, which knows nothing of the wait."""
-    own, later = past("anna", 0, 1, labels=("0",), waited=3.0), past("anna", 0, 1)
-    for told in ((own, later), (later, own)):
-        assert [one.waited for one in history.merged(told)] == [3.0]
 
 
 def test_by_day_the_largest_users_have_a_colour() -> None:

@@ -8,10 +8,11 @@ import pytest
 
 from safe_gpu.coordination.closed import find_admitted
 from safe_gpu.coordination.entry import Entry
-from safe_gpu.gpus.devices import Gpu
+from safe_gpu.gpus.devices import Gpu, Holder
 from safe_gpu.gpus.windows import Window
-from safe_gpu.status.facts import ClaimStatus, GpuStatus
-from safe_gpu.status.starts import expected_starts
+from safe_gpu.settings.policy import Limits
+from safe_gpu.status.facts import GpuStatus
+from safe_gpu.status.starts import at_limits, expected_starts
 
 NOW = 1000.0
 
@@ -21,9 +22,9 @@ TOKEN = "0123456789abcdef"  # of the claims inside which others claim
 numbers = itertools.count(1)
 
 
-def gpu(index: int, state: str = "claimed", until: float | None = None, inner: ClaimStatus | None = None) -> GpuStatus:
-    claim = ClaimStatus(1, since=1.0, until=until, token=TOKEN) if state == "claimed" else None
-    return GpuStatus(Gpu(index, f"GPU-{index}"), state, claim=claim, inner=inner)
+def gpu(index: int, state: str = "claimed", until: float | None = None, inside: Holder | None = None) -> GpuStatus:
+    claim = Holder(1, since=1.0, until=until, token=TOKEN) if state == "claimed" else None
+    return GpuStatus(Gpu(index, f"GPU-{index}"), state, claim=claim, inside=inside)
 
 
 def ticket(nb_gpus: int, hold_for: float | None = None, inside: str = "", **more: Any) -> Entry:
@@ -50,7 +51,7 @@ LEASED = [gpu(0, until=1100.0), gpu(1, until=1300.0)]
         pytest.param([UNKNOWN, ticket(1)], LEASED, [None, None], id="one that nobody understands"),
         pytest.param(
             [ticket(2), ticket(1, 60, TOKEN), ticket(2, inside=TOKEN), ticket(1, inside="ended")],
-            [gpu(0, inner=ClaimStatus(2, until=1050.0)), gpu(1)],
+            [gpu(0, inside=Holder(2, until=1050.0)), gpu(1)],
             [None, NOW, 1060.0, None],
             id="inside",
         ),
@@ -68,7 +69,7 @@ def test_when_waiters_can_expect_to_start(tickets: Any, gpus: Any, expected: Any
         pytest.param(ticket(1, 200), [gpu(0, "free"), gpu(1)], 2000.0, id="after the window"),
         pytest.param(ticket(1), [gpu(0, "free"), gpu(1)], 2000.0, id="did not say"),
         pytest.param(ticket(1, 200), [gpu(0, "free"), gpu(1, until=1300.0)], 1300.0, id="another is free before"),
-        pytest.param(ticket(1, 60, TOKEN), [gpu(0, inner=ClaimStatus(2, until=1050.0)), gpu(1)], NOW, id="inside"),
+        pytest.param(ticket(1, 60, TOKEN), [gpu(0, inside=Holder(2, until=1050.0)), gpu(1)], NOW, id="inside"),
     ],
 )
 def test_a_window_puts_a_start_off(ticket: Any, gpus: Any, expected: float) -> None:
@@ -81,3 +82,26 @@ def test_a_window_puts_a_start_off(ticket: Any, gpus: Any, expected: float) -> N
 
 def test_before_when_a_waiter_probably_does_not_start() -> None:
     assert expected_starts([ticket(2), ticket(1)], LEASED, NOW) == [(1300.0, 1300.0), (None, 1300.0)]
+
+
+@pytest.mark.parametrize(
+    ("most", "share", "expected"),
+    [
+        (2, None, (2.0, 2, 1100.0)),  # until one of the two ends
+        (1, None, (2.0, 1, 1300.0)),
+        (2, 1 << 30, None),  # two halves
+        (1, 1 << 30, (1.0, 1, 1300.0)),
+    ],
+)
+def test_who_is_at_a_limit_and_until_when(most: int, share: int | None, expected: Any) -> None:
+    gpus = [
+        GpuStatus(
+            Gpu(index, f"GPU-{index}", memory_total=3 << 30),
+            "claimed",
+            claim=Holder(1, since=1.0, until=until, uid=4711, share=share),
+        )
+        for index, until in enumerate((1100.0, 1300.0))
+    ]
+    asked = ticket(1)._replace(uid=4711)
+    found = at_limits([asked, ticket(1)], gpus, {4711: Limits(max_gpus=most)}, NOW)
+    assert found == ({} if expected is None else {asked.name: expected})

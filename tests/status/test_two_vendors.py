@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,11 @@ def test_one_view_of_both(both: None) -> None:
         status = gather()
     assert [one.label for one in status.gpus] == [f"{vendor}:{n}" for vendor in ("nvidia", "amd") for n in range(4)]
     assert [one.state for one in status.gpus] == ["free"] * 4 + ["claimed"] * 2 + ["free"] * 2
-    assert [one.gpu.uuid for one in status.gpus[4:6]] == claimed
-    assert all(one.claim is not None and one.claim.pid == os.getpid() for one in status.gpus[4:6])
+    held = [(one.gpu.uuid, one.claim.pid) for one in status.gpus if one.claim]
+    assert held == [(uuid, os.getpid()) for uuid in claimed]
     document = status.to_dict()
-    assert [gpu["vendor"] for gpu in document["gpus"]] == ["nvidia"] * 4 + ["amd"] * 4
-    assert [gpu["index"] for gpu in document["gpus"]] == [0, 1, 2, 3] * 2
+    named = [(gpu["vendor"], gpu["index"]) for gpu in document["gpus"]]
+    assert named == [(vendor, index) for vendor in ("nvidia", "amd") for index in range(4)]
     assert document["driver"] == "simulated:two-vendors"
     assert free_labels(status) == ["nvidia:0", "nvidia:1", "nvidia:2", "nvidia:3", "amd:2", "amd:3"]
 
@@ -45,18 +46,9 @@ def test_one_view_of_both(both: None) -> None:
     assert free_labels(amd) == ["2", "3"]
     assert "2 of 4 GPUs free" in render(amd, width=100, color=False)
 
-    metrics = render_metrics(status).splitlines()
-    held = [line for line in metrics if line.startswith("safe_gpu_claimed{")]
-    assert [line.partition(",UUID=")[0] for line in held] == ['safe_gpu_claimed{gpu="0"', 'safe_gpu_claimed{gpu="1"']
-    assert all('vendor="amd"' in line for line in held)
-    assert len([line for line in metrics if line.startswith("safe_gpu_memory_used_bytes{")]) == 8
-
-
-def test_a_host_of_one_vendor_names_indices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:mi250x")
-    status = gather()
-    assert [one.label for one in status.gpus] == [str(number) for number in range(8)]
-    assert {gpu["vendor"] for gpu in status.to_dict()["gpus"]} == {"amd"}
+    metrics = render_metrics(status)
+    assert re.findall('safe_gpu_claimed{gpu="(.)",UUID="[^"]*",vendor="amd"', metrics) == ["0", "1"]
+    assert metrics.count("safe_gpu_memory_used_bytes{") == 8
 
 
 def test_the_command_shows_one_vendor_or_both(both: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,7 +42,7 @@ def crowded() -> dict[str, Any]:
     users = ("emil", "anna", "longer.name", "first.last-with-a-long-name@example.org")
     queue = [
         status["queue"][n % 2]
-        | {"position": n + 1, "user": users[n % 4], "job": f"slurm:{10_000_000 + n}", "turn": 1.0, "in_turn": 0}
+        | {"position": n + 1, "user": users[n % 4], "job": f"slurm:{10_000_000 + n}", "turn": 1.0}
         for n in range(40)
     ]
     queue[7] |= {"expected_start": None, "earliest_start": NOW + 100_000, "share": 20 << 30}

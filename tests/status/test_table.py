@@ -1,0 +1,239 @@
+"""The table of ``status`` from made-up facts: what stands in which column and note, and how wide it is."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from safe_gpu.gpus.devices import Gpu, Holder
+from safe_gpu.status.facts import GpuStatus, HostStatus, ProcessStatus, WaiterStatus
+from safe_gpu.status.render import render
+from safe_gpu.wording.text import display_width
+
+texts = st.text(max_size=40)
+ages = st.none() | st.floats(0, 2e9)
+pids, names, amounts = st.integers(1, 1 << 22), st.none() | texts, st.none() | st.integers(0, 1 << 38)
+commands = st.none() | st.text(max_size=200)
+claims = st.builds(
+    Holder, st.none() | pids, names, names, commands, ages, stopped=st.booleans(), note=texts, until=ages
+)
+used = st.none() | st.integers(0, 100)
+gpus = st.builds(
+    lambda index, name, total, used, load: Gpu(
+        index, "GPU-1", name, memory_total=total, memory_used=used, utilization=load
+    ),
+    *(st.integers(0, 31), texts, amounts, amounts, used),
+)
+processes = st.builds(ProcessStatus, pids, names, names, st.just("compute"), amounts)
+gpu_statuses = st.builds(
+    GpuStatus,
+    gpus,
+    st.sampled_from("free claimed busy display unusable".split()),
+    idle=st.booleans(),
+    reason=texts,
+    claim=st.none() | claims,
+    inside=st.none() | claims,
+    processes=st.lists(processes, max_size=2).map(tuple),
+)
+waits = (st.booleans(), texts, st.none() | st.floats(1, 1e6), ages, st.none(), amounts, names)
+waiters = st.builds(
+    WaiterStatus, st.integers(1, 999), st.none() | pids, names, st.none() | st.integers(1, 64), ages, *waits
+)
+hosts = st.builds(
+    HostStatus,
+    *map(st.just, ("gpu01.example.org", "nvml", "550.54.15", "/tmp/safe-gpu", 1.8e9)),
+    gpus=st.lists(gpu_statuses, max_size=4).map(tuple),
+    queue=st.lists(waiters, max_size=3).map(tuple),
+    warnings=st.lists(texts, max_size=1).map(tuple),
+)
+ANSI = re.compile(r"\x1b\[[0-9]+m")
+
+
+@settings(max_examples=30)
+@given(hosts, st.sampled_from([40, 80, 100, 200]))
+def test_no_line_is_too_wide_and_nothing_plays_tricks(status: HostStatus, width: int) -> None:
+    text = render(status, width=width, color=False)
+    lines = text.split("\n")
+    assert max(map(display_width, lines)) <= width
+    for line in lines:
+        assert line.isprintable()
+    colored = render(status, width=width, color=True)
+    assert "\x1b[" in colored
+    assert ANSI.sub("", colored) == text
+
+
+def test_a_crowd_of_waiters_is_cut() -> None:
+    crowd = tuple(WaiterStatus(place, place + 10, "anna", 1, None, note="odd") for place in range(1, 1501))
+    status = HostStatus("h", "nvml", "1", "/d", 12_001.0, (), crowd)
+    text = render(status, width=80, color=False)
+    assert "1500 waiting" in text
+    assert text.endswith("\n... and 1400 more")
+    assert text.count("anna") == 100
+    plain = replace(status, queue=tuple(replace(one, note="", job=f"sge:7.{one.position}") for one in crowd))
+    assert re.search(r"^1-1500  anna +1500 x 1 GPU", render(plain, width=80, color=False), re.M)
+    assert re.search(r"^ +3  anna  7\.3 +1 GPU", render(plain, width=80, color=False, verbose=True), re.M)
+    assert [one["position"] for one in status.to_dict()["queue"]] == list(range(1, 1001))
+    assert "more" not in render(replace(status, queue=crowd[:100]), width=80, color=False)
+
+
+def test_a_full_table_of_eighty_columns() -> None:
+    claim = Holder(1234567, "averylongusername", "sge:1234567.890", "/usr/bin/python train.py --epochs 3", 1.0)
+    gpu = Gpu(7, "GPU-7", "NVIDIA H100 80GB HBM3", memory_total=80 << 30, memory_used=79 << 30, utilization=100)
+    busy = GpuStatus(
+        gpu._replace(index=8), "busy", processes=(ProcessStatus(4242, "bob", "./x --y", "compute", 5 << 30),)
+    )
+    status = HostStatus("h", "nvml", "1", "/d", 12_001.0, (GpuStatus(gpu, "claimed", claim=claim), busy))
+    assert render(status, width=80, color=False).split("\n")[3:] == [
+        "GPU  STATE    MEMORY       UTIL  USER      JOB/PID       HELD  COMMAND",
+        "  7  claimed  ████ 79/80G  100%  averyl..  1234567.890  3h20m  python train.py..",
+        "  8  busy     ████ 79/80G  100%  bob       pid 4242            x --y",
+    ]
+
+
+def test_what_gpus_have_in_common_stands_once() -> None:
+    """Claims, and notes on several GPUs; a claim that is not known is not taken for the one before it."""
+    claim = Holder(7, "anna", None, "train", 1.0, stopped=True, until=2.0)
+    unknown = Holder(note="odd")
+    drained = GpuStatus(Gpu(0, "GPU-0"), "unusable", reason="drained by root: dust", drained=True)
+    held = [(0, claim), (1, claim), (2, unknown), (3, unknown), (4, claim)]
+    gpus = [GpuStatus(Gpu(number, "GPU-x"), "claimed", claim=one) for number, one in held]
+    gpus += [replace(drained, gpu=Gpu(number, "GPU-x")) for number in (5, 6, 7)]
+    lines = render(HostStatus("h", "nvml", "1", "/d", 62.0, tuple(gpus)), width=80, color=False).split("\n")
+    assert lines[0] == "h: 0 of 8 GPUs free, 3 drained (nvml 1)"
+    assert [" ".join(line.split()) for line in lines[4:]] == [
+        "0 claimed - - anna pid 7 1m -1m train",
+        "1 claimed - - anna",
+        "2 claimed - - ? pid ? ? ?",
+        "3 claimed - - ? pid ? ? ?",
+        "4 claimed - - anna with GPU 0",
+        *("5 drained - -", "6 drained - -", "7 drained - -", ""),
+        "GPU 0,1,4: process 7 is stopped (a suspended job?) and keeps the GPU",
+        "GPU 2,3: odd",
+        "GPU 5-7: drained by root: dust",
+    ]
+
+
+WARM = Gpu(0, "GPU-0", memory_total=80 << 30, memory_used=42 << 30, utilization=7, temperature=61)
+
+
+@pytest.mark.parametrize(
+    ("width", "user", "command", "until", "columns"),
+    [
+        (80, "anna", "train", None, "TEMP USER JOB/PID HELD COMMAND"),
+        (80, "anna", "train", 9e3, "TEMP USER JOB/PID HELD LEFT COMMAND"),
+        (80, "annabell", "python train.py --epochs 3", 9e3, "USER JOB/PID HELD LEFT COMMAND"),
+        (60, "anna", "train", None, "USER JOB/PID HELD COMMAND"),
+        (100, "annabell", "python train.py --epochs 3", 9e3, "TEMP USER JOB/PID HELD LEFT COMMAND"),
+    ],
+)
+def test_the_temperature_is_shown_where_it_fits(
+    width: int, user: str, command: str, until: float | None, columns: str
+) -> None:
+    claim = Holder(1234567, user, None, command, 1.0, until=until)
+    status = HostStatus("h", "nvml", "1", "/d", 3001.0, (GpuStatus(WARM, "claimed", claim=claim),))
+    title, row = render(status, width=width, color=False).split("\n")[3:5]
+    assert title.split() == f"GPU STATE MEMORY UTIL {columns}".split()
+    assert (" 61C " in row) == ("TEMP" in columns)
+    assert ("█" in row) == (width >= 80)
+    assert len(row) <= width
+
+
+def test_every_row_of_a_claim_has_its_user_dim_where_it_is_repeated() -> None:
+    """A name of any length is whole where another program reads it."""
+    long = "annabell.with-a-long-name"[:24]
+    held = [Holder(7, long, None, "train", 1.0)] * 2 + [Holder(8, "ben", None, "eval", 1.0)] * 2
+    gpus = tuple(GpuStatus(Gpu(number, f"GPU-{number}"), "claimed", claim=one) for number, one in enumerate(held))
+    status = HostStatus("h", "nvml", "1", "/d", 62.0, gpus)
+    assert render(status, width=80, color=False, piped=True).count(long) == 2
+    colored = render(status, width=120, color=True)
+    assert [colored.count(f"{dim}{user}") for user in (long, "ben") for dim in ("", "\x1b[2m")] == [2, 1, 2, 1]
+
+
+def test_verbose_lists_the_processes_on_each_gpu() -> None:
+    claim = Holder(7, "anna", "sge:8", "train", 1.0)
+    processes = (
+        ProcessStatus(7, "anna", "/usr/bin/python train.py", "compute", 20 << 30),
+        ProcessStatus(4242, "b\x1b[2Jn\r", "./x\ny \x1b]0;z\x07", "graphics", 22 << 30),
+        ProcessStatus(9, None, None, "mps", None),
+    )
+    gpus = (GpuStatus(WARM, "claimed", claim=claim, processes=processes),)
+    gpus += (GpuStatus(Gpu(1, "GPU-1"), "claimed", claim=claim), GpuStatus(Gpu(2, "GPU-2"), "free"))
+    status = HostStatus("h", "nvml", "1", "/d", 62.0, gpus)
+    plain, verbose = (render(status, width=100, color=False, verbose=one).split("\n")[4:] for one in (False, True))
+    assert [" ".join(line.split()) for line in verbose] == [
+        "0 claimed █████░░░░░ 42/80G 7% 61C anna 8 1m train",
+        "graphics ██▌░░░░░░░ 22/80G b [2Jn pid 4242 x y ]0;z",
+        "compute ██▌░░░░░░░ 20/80G anna pid 7 python train.py",
+        "mps ?/80G ? pid 9 (cannot be seen here)",
+        "1 claimed - - anna",
+        "2 free - -",
+    ]
+    rows = [" ".join(line.split()) for line in plain]
+    assert rows == ["0 claimed █████░░░░░ 42/80G 7% 61C anna 8 1m train", "1 claimed - - anna", "2 free - -"]
+
+
+def test_of_an_unknown_holder_the_process_on_the_gpu_is_shown() -> None:
+    """The GPU is claimed through another state directory, whose processes this user cannot ask."""
+    gpu = Gpu(0, "GPU-0", utilization=97)
+    claim = Holder(elsewhere=True)
+    running = ProcessStatus(7, "anna", "/usr/bin/train -x", "compute", 5)
+    one = GpuStatus(gpu, "claimed", claim=claim, processes=(running,), reason="claimed elsewhere; more")
+    status = HostStatus("h", "nvml", "1", "/d", 100.0, (one,))
+    lines = render(status, width=80, color=False).split("\n")[4:]
+    assert " ".join(lines[0].split()) == "0 claimed - 97% anna pid 7 ? train -x"
+    assert lines[1:] == ["", "GPU 0: claimed elsewhere"]
+    assert replace(one, processes=(), idle=True).shown_state(100.0) == "claimed", "since when is not known"
+
+
+def test_json_has_the_state_of_the_table() -> None:
+    held = GpuStatus(Gpu(0, "GPU-0"), "claimed", claim=Holder(1, since=1.0))
+    states = {
+        "claimed": held,
+        "idle": replace(held, idle=True),
+        "shared": replace(held, claim=Holder.of_sharers([held.claim])),
+        "at risk": replace(held, claim=Holder(1, since=1.0, removable_by="eve")),
+        "drained": GpuStatus(held.gpu, "unusable", drained=True),
+        "unusable": GpuStatus(held.gpu, "unusable"),
+        "free": GpuStatus(held.gpu, "free"),
+    }
+    status = HostStatus("h", "nvml", "1", "/d", 100.0, tuple(states.values()))
+    assert [one["state_shown"] for one in status.to_dict()["gpus"]] == [*states]
+    table = render(status, width=80, color=False)
+    assert [state for state in states if not re.search(rf"(?m)^  0  {state} ", table)] == []
+
+
+def test_each_sharer_has_its_row_and_its_notes() -> None:
+    gib = 1 << 30
+    first = Holder(7, "anna", "sge:8", "train", 1.0, share=20 * gib, memory_used=30 * gib)
+    second = Holder(9, "ben", None, "infer", 90.0, share=40 * gib, memory_used=gib, until=95.0)
+    gpu = Gpu(0, "GPU-0", memory_total=80 * gib, memory_used=31 * gib, utilization=5)
+    one = GpuStatus(gpu, "claimed", claim=Holder.of_sharers((first, second)), share_free=10 * gib, idle=True)
+    status = HostStatus("h", "nvml", "1", "/d", 100.0, (one,))
+    lines = render(status, width=80, color=False).split("\n")[3:]
+    assert [" ".join(line.split()) for line in lines[1:]] == [
+        "0 shared █▌░░ 31/80G 5% 2 claims, 10 GiB unclaimed",
+        "share ████ 30/20G anna 8 1m train",
+        "share ░░░░ 1.0/40G ben pid 9 10s -5s infer",
+        "",
+        "GPU 0: process 7: uses more than its share: 30 GiB of 20 GiB",
+    ]
+    assert "0  idle " in render(replace(status, taken_at=150.0), width=80, color=False)
+    other = first._replace(memory_used=gib)  # the same claim on another GPU
+    status = replace(status, gpus=(one, replace(one, gpu=gpu._replace(index=1), claim=Holder.of_sharers([other]))))
+    assert render(status, width=80, color=False).count("anna") == 2
+    assert "/20G        anna  with GPU 0\n" in render(status, width=80, color=False)
+
+
+def test_a_narrow_queue_leaves_out_the_least_important() -> None:
+    waiter = WaiterStatus(1, 7, "averylonguser", 12, 5.0, hold_for=90.0, job="sge:1234567.890", share=1 << 34)
+    waiter = replace(waiter, limit=(10, 12), expected_start=3600.0)
+    status = HostStatus("h", "nvml", "1", "/d", 10.0, (), (waiter,))
+    shown = {width: render(status, width=width, color=False).split("\n")[-2:] for width in (72, 80, 120)}
+    assert shown[80] == [
+        "#  USER      JOB/PID      WANTS              WAITED  STARTS",
+        "1  averyl..  1234567.890  16 GiB of 12 GPUs      5s  in 59m, at limit (10 of 12)",
+    ]
+    assert "GPUs  in 59m, at limit (10 of 12)" in shown[72][1]
+    assert shown[120][0].split() == "# USER JOB/PID WANTS WAITED PLANNED STARTS".split()

@@ -51,9 +51,8 @@ def ask_child(
 
 
 def library_of(title: str) -> Any:
-    """Return the library with this title: ``HIP`` of the module ``hip``, ``LEVEL_ZERO`` of ``level_zero``."""
-    name = title.replace(" ", "_")
-    return getattr(import_module(f".{name.lower()}", __package__), name.upper())
+    """Return the library with this title: ``HIP`` of the module ``hip``."""
+    return getattr(import_module(f".{title.lower()}", __package__), title)
 
 
 def _child(question: str, title: str) -> int:

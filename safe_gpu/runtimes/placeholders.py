@@ -197,12 +197,6 @@ class HipPlaceholder(CudaPlaceholder):
     _library = "HIP"
 
 
-class LevelZeroPlaceholder(CudaPlaceholder):
-    """The default on Intel GPUs where Level Zero is installed: a context with a small allocation, freed on release."""
-
-    _library = "Level Zero"
-
-
 class NoPlaceholder(Base):
     """Nothing on the GPU. Only the entry and the door protect the claim; nvidia-smi shows the GPU as free.
 

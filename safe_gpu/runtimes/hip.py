@@ -24,14 +24,10 @@ from .placeholders import HipPlaceholder
 _FILE = "libamdhip64.so"
 
 
-class HipCallError(CudaCallError):
-    """A call of the HIP runtime failed; attributes as of :class:`~safe_gpu.runtimes.library.CudaCallError`."""
-
-
 class HipLibrary(Library):
     """libamdhip64, whose every call initialises HIP. A GPU is named by UUID and bus id."""
 
-    title, failure = "HIP", HipCallError
+    title = "HIP"
     names = (_FILE, f"{_FILE}.7", f"{_FILE}.6", f"{_FILE}.5", f"/opt/rocm/lib/{_FILE}")
     called, vendor = "the HIP runtime library", "ROCm"
     install = (
@@ -74,7 +70,7 @@ class HipLibrary(Library):
         bus_id = ctypes.create_string_buffer(64)
         self.call("hipDeviceGetPCIBusId", bus_id, ctypes.c_int(len(bus_id)), ctypes.c_int(ordinal))
         octets = (ctypes.c_char * 16)()
-        with suppress(HipCallError):  # older than ROCm 5.2
+        with suppress(CudaCallError):  # older than ROCm 5.2
             self.call("hipDeviceGetUuid", octets, ctypes.c_int(ordinal))
         digits = octets.raw.decode("ascii", "replace").lower()  # those of ROCR's UUID, as text
         uuid = f"GPU-{digits}" if re.fullmatch("(?!0*$)[0-9a-f]{16}", digits) else ""
@@ -119,7 +115,7 @@ class HipLibrary(Library):
         try:
             yield
         finally:
-            with suppress(HipCallError):
+            with suppress(CudaCallError):
                 self.call("hipSetDevice", before)
 
 

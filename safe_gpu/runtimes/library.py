@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 HELD_BYTES = 1 << 16
 """The size of the allocation that holds a GPU. Drivers round it up to their own granularity."""
 
+# What CUDA and HIP answer if they see no GPU at all, and if they see none with an ordinal.
+_NO_GPU, _NO_DEVICE = 100, 101
+
 _DIRECTORIES = ("/lib64", "/usr/lib64", "/lib", "/usr/lib", "/usr/lib/wsl/lib", "/run/opengl-driver/lib")
 _CACHE = "/etc/ld.so.cache"
 _CACHE_LIMIT = 1 << 24
@@ -43,7 +46,7 @@ class CudaCallError(SafeGpuError):
 
     Attributes:
         call: the function, "cuInit".
-        code: its result, a CUresult for CUDA.
+        code: its result, a CUresult or a hipError_t.
         name: "CUDA_ERROR_NO_DEVICE", where the library knows one.
     """
 
@@ -122,8 +125,6 @@ class Library(Runtime):
         called, vendor, install: in messages: the library, what it belongs to, and how to get it.
         device_files: how the names begin, below the root, of the files that every process opens which uses it; "" where
             the library itself says whether it is initialised.
-        failure: what a failed call raises.
-        no_gpu, no_device: what it answers if it finds no GPU at all, and if there is none with an ordinal.
         trial: variables of the child in which a GPU is tried.
         after_fork: what a child cannot do with it that was forked from a process in which it was initialised.
         initialized_in: the pid of the process in which safe_gpu initialised it; another one in a forked child.
@@ -136,9 +137,6 @@ class Library(Runtime):
     vendor: ClassVar[str]
     install: ClassVar[str]
     device_files: ClassVar[str] = ""
-    failure: ClassVar[type[CudaCallError]] = CudaCallError
-    no_gpu: ClassVar[Sequence[int]] = (100,)
-    no_device: ClassVar[Sequence[int]] = (100, 101)
     trial: ClassVar[Mapping[str, str]] = {}
     after_fork: ClassVar[str] = "use it"
 
@@ -158,7 +156,7 @@ class Library(Runtime):
         """Return the text that names the GPU with this ordinal.
 
         Raises:
-            CudaCallError: with a code of ``no_device`` if there is no such GPU.
+            CudaCallError: with code 100 or 101 if there is no such GPU.
         """
         raise NotImplementedError
 
@@ -191,7 +189,7 @@ class Library(Runtime):
             function = getattr(self._handle, symbol, None)
             if function is not None:
                 return int(function(*arguments))
-        raise self.failure(f"{self.names[0]} has no {name}: {self.vendor} is too old", call=name)
+        raise CudaCallError(f"{self.names[0]} has no {name}: {self.vendor} is too old", call=name)
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call a function.
@@ -207,7 +205,7 @@ class Library(Runtime):
         title, meaning = self.texts(code)
         call = name.removesuffix("_v2")
         message = f"{call} failed with {title} ({code})" + (f": {meaning}" if meaning else "")
-        return self.failure(message, call=call, code=code, name=title)
+        return CudaCallError(message, call=call, code=code, name=title)
 
     def initialize(self) -> None:
         """Initialise the library in this process.
@@ -242,7 +240,7 @@ class Library(Runtime):
             self.initialize()
             return self.all_shown()
         except CudaCallError as err:
-            if err.code not in self.no_gpu:
+            if err.code != _NO_GPU:
                 raise
             return ()
 
@@ -325,7 +323,7 @@ class Library(Runtime):
             try:
                 return self.all_shown()
             except CudaCallError as err:
-                if err.code in self.no_gpu:
+                if err.code == _NO_GPU:
                     return ()
                 if not self.is_asleep(err):
                     problem = f"{self.title} is in use in this process but fails ({err}): claim GPUs in a new process"
@@ -337,7 +335,7 @@ class Library(Runtime):
         try:
             return self.shown(ordinal) if self.is_in_use() else None
         except CudaCallError as err:
-            return "" if err.code in self.no_device else None
+            return "" if err.code in (_NO_GPU, _NO_DEVICE) else None
 
     def is_forked(self) -> bool:
         """Return whether this process was forked from one in which safe_gpu had initialised the library."""

@@ -132,36 +132,17 @@ def test_pytorch_is_asked_where_libcuda_says_nothing(
 
 @pytest.mark.parametrize(
     ("woken", "asked"),
-    [
-        ("CUDA.hold(0).release()", "CUDA.visible_if_initialized()"),
-        (INITIALIZE, "CUDA.hold(0)"),
-        (INITIALIZE, "CUDA.visible_if_initialized()"),  # the fake opens no /dev/nvidia-uvm, as on WSL2 and Jetson
-    ],
+    [("CUDA.hold(0).release()", "CUDA.visible_if_initialized()"), ("held = CUDA.hold(0)", "CUDA.hold(0)")],
 )
-def test_child_forked_after_anyone_woke_cuda_is_told_to_spawn(host: Host, woken: str, asked: str) -> None:
+def test_child_forked_after_safe_gpu_woke_cuda_is_told_to_spawn(host: Host, woken: str, asked: str) -> None:
     name, message = host.run(woken + in_child(asked))
     assert name == "CudaInitializedError"
     assert "spawn" in message
-    assert host.holders() == []
 
 
 def test_child_forked_from_a_sleeping_process_is_free_to_start(host: Host) -> None:
     assert host.run(MAP + in_child("CUDA.visible_if_initialized()")) is None
     assert host.run(MAP + in_child("CUDA.hold(0).uuid")) == B
-
-
-def test_asking_about_the_fork_leaves_the_child_as_it_was(host: Host) -> None:
-    code = "[CUDA.visible_if_initialized(), os.environ.get('CUDA_VISIBLE_DEVICES'), lib.cuDeviceGet(0, 0)]"
-    assert host.run(MAP + in_child(code)) == [None, None, 3]
-    host.set_options("log=1")
-    host.run(f"{MAP}; result = CUDA.visible_if_initialized()")
-    assert "cuInit" not in host.calls(), "a process that was not forked has no need to ask"
-
-
-def test_a_driver_that_hangs_in_the_child_is_not_waited_for(host: Host) -> None:
-    host.set_options("cuda_init_ms=60000")
-    code = "from safe_gpu.runtimes import cuda as forked; forked._PATIENCE = 0.2; "
-    assert host.run(code + MAP + in_child("CUDA.visible_if_initialized()")) is None
 
 
 def test_inherited_device_that_only_cuda_opens_gives_the_fork_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,15 +152,7 @@ def test_inherited_device_that_only_cuda_opens_gives_the_fork_away(monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("asked", "answer"),
-    [
-        ("result = CUDA.hold(0).uuid", 3),
-        ("result = CUDA.visible_if_initialized()", None),
-        (in_child("CUDA.hold(0).uuid"), 3),
-        (in_child("CUDA.visible_if_initialized()"), None),
-        ("lib.cuInit(0)" + in_child("CUDA.hold(0).uuid"), 3),
-        ("lib.cuInit(0)" + in_child("CUDA.visible_if_initialized()"), None),
-    ],
+    ("asked", "answer"), [(in_child("CUDA.hold(0).uuid"), 3), (in_child("CUDA.visible_if_initialized()"), None)]
 )
 def test_a_driver_that_starts_in_no_process_is_not_taken_for_a_fork(host: Host, asked: str, answer: int | None) -> None:
     host.set_options("cuda_init_error=3")

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
         WrongDeviceError,
     )
     from .gpus.devices import Gpu, GpuProcess, GpuVerdict
+    from .runtimes.cuda import CudaPlaceholder
     from .runtimes.placeholders import (
-        CudaPlaceholder,
         CupyPlaceholder,
         JaxPlaceholder,
         NoPlaceholder,
@@ -127,8 +127,9 @@ _HOMES = {
     "claim.free": ("get_free_gpus"),
     "claim.functions": ("claim_gpus ensure_gpus gpu_owner release_gpus"),
     "claim.owner": ("GPUOwner"),
+    "runtimes.cuda": ("CudaPlaceholder"),
     "runtimes.placeholders": (
-        "CudaPlaceholder CupyPlaceholder JaxPlaceholder NoPlaceholder PyCudaPlaceholder "
+        "CupyPlaceholder JaxPlaceholder NoPlaceholder PyCudaPlaceholder "
         "PytorchPlaceholder TensorflowPlaceholder pytorch_placeholder tensorflow_placeholder"
     ),
 }

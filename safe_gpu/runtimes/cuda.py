@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import NoDriverError
 from ..gpus.devices import Gpu
-from ..host.procfs import is_forked, open_files
 from .library import HELD_BYTES, CudaCallError, Library
-from .placeholders import CudaPlaceholder
+from .placeholders import LibraryPlaceholder
 
 if TYPE_CHECKING:
     import ctypes
@@ -44,7 +43,8 @@ class CudaLibrary(Library):
     called, vendor = "the CUDA driver library", "the NVIDIA driver"
     install = "install the NVIDIA driver, or start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility"
     counting = "cuDeviceGetCount"
-    after_fork = "initialise it again"
+    asleep = (_NOT_INITIALIZED, _STUB_LIBRARY)
+    opened = "/dev/nvidia-uvm"  # not by NVML; there is none on WSL2 and Jetson
 
     def mapped_files(self) -> Sequence[str]:
         """Return the names of libcuda once ctypes is loaded: the dynamic linker tells faster than the maps."""
@@ -65,18 +65,7 @@ class CudaLibrary(Library):
     def start(self) -> None:
         import ctypes
 
-        code = self.ask("cuInit", ctypes.c_uint(0))
-        if code == _NOT_INITIALIZED and self._is_fork_of_cuda():
-            self.refuse_fork(self.error("cuInit", code))
-        if code:
-            raise self.error("cuInit", code)
-
-    def is_asleep(self, err: CudaCallError) -> bool:
-        if err.code not in (_NOT_INITIALIZED, _STUB_LIBRARY):
-            return False
-        if self._is_fork_of_cuda():
-            self.refuse_fork(err)
-        return True
+        self.call("cuInit", ctypes.c_uint(0))
 
     def device(self, ordinal: int) -> ctypes.c_int:
         """Return the CUdevice of an ordinal.
@@ -172,14 +161,6 @@ class CudaLibrary(Library):
         finally:
             self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
-    def _is_fork_of_cuda(self) -> bool:
-        """Return whether this process was forked from one in which CUDA was initialised.
-
-        If safe_gpu did not initialise CUDA in the parent, an inherited descriptor of /dev/nvidia-uvm, which CUDA opens
-        and NVML does not, tells it. There is none on WSL2 and Jetson, and a child may have closed it.
-        """
-        return self.is_forked() or (is_forked() and "/dev/nvidia-uvm" in (open_files("self") or {}).values())
-
 
 def same_device(cuda_uuid: str, claimed_uuid: str) -> bool:
     """Return whether a UUID that CUDA reports is the device that was claimed.
@@ -198,3 +179,9 @@ def _bare(uuid: str) -> str:
 
 
 CUDA = CudaLibrary()
+
+
+class CudaPlaceholder(LibraryPlaceholder):
+    """The default: a primary context with a small allocation, made through the CUDA driver and freed on release."""
+
+    library = CUDA

@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import CudaInitializedError
 from ..gpus.devices import Gpu
 from .library import HELD_BYTES, CudaCallError, Library
-from .placeholders import HipPlaceholder
+from .placeholders import LibraryPlaceholder
 
 _FILE = "libamdhip64.so"
 
@@ -131,3 +131,13 @@ def _of_pytorch() -> list[str]:
 
 
 HIP = HipLibrary()
+
+
+class HipPlaceholder(LibraryPlaceholder):
+    """The default on AMD GPUs: a small allocation through HIP, freed on release.
+
+    HIP stays initialised in this process, so that the kernel may list it on the GPU until it ends.
+    """
+
+    library = HIP
+    _library = "HIP"

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from ..errors import CudaInitializedError, NoDriverError, SafeGpuError
 from ..gpus.devices import Gpu, HostSnapshot
+from ..gpus.vendors import VENDORS
 from ..host.foreign_files import read_start
-from ..host.procfs import lines_of, open_files
-from ..host.programs import is_root, others_can_change
-from .child import ask_child
+from ..host.procfs import is_forked, lines_of, open_files
+from ..host.programs import Failed, TooLate, call_in_child, is_root, others_can_change
+from .child import MARK
 from .visible_devices import render_visible
 
 if TYPE_CHECKING:
@@ -125,8 +126,10 @@ class Library(Runtime):
         called, vendor, install: in messages: the library, what it belongs to, and how to get it.
         device_files: how the names begin, below the root, of the files that every process opens which uses it; "" where
             the library itself says whether it is initialised.
-        trial: variables of the child in which a GPU is tried.
-        after_fork: what a child cannot do with it that was forked from a process in which it was initialised.
+        asleep: what it answers while it is not initialised.
+        opened: a file that it opens when it is initialised, by which a forked child knows that it was.
+        patience: seconds to wait for a child. Without persistence mode, the start of CUDA on eight GPUs can take over
+            20 s.
         initialized_in: the pid of the process in which safe_gpu initialised it; another one in a forked child.
     """
 
@@ -137,8 +140,9 @@ class Library(Runtime):
     vendor: ClassVar[str]
     install: ClassVar[str]
     device_files: ClassVar[str] = ""
-    trial: ClassVar[Mapping[str, str]] = {}
-    after_fork: ClassVar[str] = "use it"
+    patience: ClassVar[float] = 120.0
+    asleep: ClassVar[Sequence[int]] = ()
+    opened: ClassVar[str] = ""
 
     def __init__(self, handle: ctypes.CDLL | None = None) -> None:
         self.initialized_in: int | None = None
@@ -215,7 +219,11 @@ class Library(Runtime):
             CudaInitializedError: this process was forked from one in which it was.
         """
         self.refuse_if_forked()
-        self.start()
+        try:
+            self.start()
+        except CudaCallError as err:
+            self._is_asleep(err)
+            raise
         self.initialized_in = os.getpid()
 
     def count(self) -> int:
@@ -256,23 +264,21 @@ class Library(Runtime):
         Raises:
             NoDriverError: this host has none.
         """
-        if not self.is_mapped():
-            self._handle = self._loaded()
+        troubles: list[OSError] = []
+        for name in () if self.is_mapped() else self.files():
+            try:
+                self._handle = load_file(name)
+                break
+            except OSError as err:
+                troubles.append(err)
+        if self._handle is None:
+            problem = f"{self.called} cannot be loaded ({troubles[0]}): {self.install}"
+            raise NoDriverError(problem, driver=self.title.lower()) from troubles[0]
         return self
 
     def files(self) -> Sequence[str]:
         """Return the files to load, in this order."""
         return self.names
-
-    def _loaded(self) -> ctypes.CDLL:
-        troubles = []
-        for name in self.files():
-            try:
-                return load_file(name)
-            except OSError as err:
-                troubles.append(err)
-        problem = f"{self.called} cannot be loaded ({troubles[0]}): {self.install}"
-        raise NoDriverError(problem, driver=self.title.lower()) from troubles[0]
 
     def is_mapped(self) -> bool:
         """Return whether the library is mapped into this process."""
@@ -309,13 +315,13 @@ class Library(Runtime):
         """Return whether the library is mapped, and this process may have initialised it."""
         return self.has_opened() is not False and self.is_mapped()
 
-    def is_asleep(self, err: CudaCallError) -> bool:
-        """Return whether the error means that it is not initialised.
-
-        Raises:
-            CudaInitializedError: this process was forked from one in which it was.
-        """
-        return False
+    def _is_asleep(self, err: CudaCallError) -> bool:
+        """Return whether the error means that it is not initialised, and was not in the process that forked this
+        one."""
+        asleep = err.code in self.asleep
+        if asleep and is_forked() and self.opened in (open_files("self") or {}).values():
+            self._refuse_fork(err)
+        return asleep
 
     def visible_if_initialized(self) -> tuple[str, ...] | None:
         if self.is_in_use():
@@ -325,7 +331,7 @@ class Library(Runtime):
             except CudaCallError as err:
                 if err.code == _NO_GPU:
                     return ()
-                if not self.is_asleep(err):
+                if not self._is_asleep(err):
                     problem = f"{self.title} is in use in this process but fails ({err}): claim GPUs in a new process"
                     raise CudaInitializedError(problem) from err
         self._refuse_if_torch_uses_it()
@@ -337,21 +343,16 @@ class Library(Runtime):
         except CudaCallError as err:
             return "" if err.code in (_NO_GPU, _NO_DEVICE) else None
 
-    def is_forked(self) -> bool:
-        """Return whether this process was forked from one in which safe_gpu had initialised the library."""
-        return self.initialized_in not in (None, os.getpid())
-
     def refuse_if_forked(self) -> None:
-        """Refuse to use the library in such a process."""
-        if self.is_forked():
-            self.refuse_fork()
+        """Refuse to use the library in a process that was forked from one in which safe_gpu had initialised it."""
+        if self.initialized_in not in (None, os.getpid()):
+            self._refuse_fork()
 
-    def refuse_fork(self, cause: Exception | None = None) -> NoReturn:
-        """Raise the error of a forked child."""
+    def _refuse_fork(self, cause: Exception | None = None) -> NoReturn:
         raise CudaInitializedError(
             f"{self.title} was initialised in the process from which this one was forked, and a forked child cannot "
-            f"{self.after_fork}: start the child with multiprocessing's 'spawn' (or 'forkserver') method, or claim "
-            f"before {self.title} is used"
+            "use it: start the child with multiprocessing's 'spawn' (or 'forkserver') method, or claim before "
+            f"{self.title} is used"
         ) from cause
 
     def _refuse_if_torch_uses_it(self) -> None:
@@ -363,7 +364,7 @@ class Library(Runtime):
         if cuda is None:
             return
         if getattr(cuda, "_is_in_bad_fork", bool)() is True:
-            self.refuse_fork()
+            self._refuse_fork()
         if getattr(cuda, "is_initialized", bool)() is True:
             raise CudaInitializedError(
                 "PyTorch has CUDA initialised in this process, so its choice of GPUs is fixed: claim GPUs before the "
@@ -373,12 +374,26 @@ class Library(Runtime):
     # In a child process
 
     def visible_in_child(self, env: Mapping[str, str] | None = None) -> tuple[str, ...]:
-        return ask_child("list", os.environ if env is None else env, library=self.title)
+        return self._ask_child("list", os.environ if env is None else env)
+
+    def _ask_child(self, question: str, env: Mapping[str, str]) -> tuple[str, ...]:
+        function, patience = "safe_gpu.runtimes.child tell", self.patience
+        try:
+            answer = call_in_child(function, question, self.title, env=env, timeout=patience)
+        except TooLate:
+            slow = next(vendor.is_slow for vendor in VENDORS.values() if vendor.library == self.title)
+            silent = f"{self.title} did not answer within {patience:g} s in a child process"
+            problem = f"{silent}: {slow}; or the driver hangs, see dmesg"
+        except (Failed, OSError) as err:
+            problem = f"{self.title} could not be asked in a child process: {err}"
+        else:
+            return tuple(line.removeprefix(MARK) for line in answer.split("\n") if line.startswith(MARK))
+        raise NoDriverError(problem, driver=self.title.lower())
 
     def try_gpu(self, gpu: Gpu, ordinal: int, logger: Any) -> None:
         """Hold a GPU in a child process."""
-        only = render_visible([gpu], visible_as="uuid", snapshot=HostSnapshot((gpu,)), environ=self.trial)
-        ask_child("hold", {**os.environ, **self.trial, **only}, library=self.title)
+        only = render_visible([gpu], visible_as="uuid", snapshot=HostSnapshot((gpu,)))
+        self._ask_child("hold", {**os.environ, **only})
 
 
 class Held:

@@ -13,7 +13,7 @@ from support import forks
 from support.cuda_host import INITIALIZE, M0, M1, MAP, SLICED, A, B, C, Host, broken_library, in_child, run
 
 from safe_gpu.errors import CudaInitializedError, NoDriverError
-from safe_gpu.runtimes import child, cuda
+from safe_gpu.runtimes import cuda
 from safe_gpu.runtimes.cuda import CUDA
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -199,11 +199,11 @@ def test_child_process_that_hangs_is_given_up_and_killed(host: Host) -> None:
     name, message = host.run(
         """
 import subprocess
-from safe_gpu.runtimes import child
 started, start = [], subprocess.Popen
 subprocess.Popen = lambda *args, **kwargs: started.append(start(*args, **kwargs)) or started[0]
 try:
-    child.ask_child("list", os.environ, 0.5)
+    CUDA.patience = 0.5
+    CUDA.visible_in_child()
 finally:
     assert started[0].wait(10) == -9
 """
@@ -211,7 +211,6 @@ finally:
     assert name == "NoDriverError"
     assert "0.5 s" in message
     assert "persistence mode" in message
-    assert child.PATIENCE == 120
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,9 @@ from support.gpus import PACKAGE_ROOT, run_python
 
 from safe_gpu.errors import CudaInitializedError, NotEnoughGpusError, PlaceholderError
 from safe_gpu.runtimes import placeholders
-from safe_gpu.runtimes.cuda import CUDA
+from safe_gpu.runtimes.cuda import CUDA, CudaPlaceholder
 from safe_gpu.runtimes.library import CudaCallError
 from safe_gpu.runtimes.placeholders import (
-    CudaPlaceholder,
     CupyPlaceholder,
     JaxPlaceholder,
     NoPlaceholder,

@@ -46,24 +46,24 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from ..affinity.cpu_shares import split_share
+from ..affinity.planner import divide
 from ..claim.times import DEFAULT, DefaultTimeout
 from ..claim.worker import EXPECT, is_held
 from ..errors import GPUAffinityError, HolderLostError, UnsatisfiableRequestError, WrongDeviceError
 from ..gpus.vendors import VENDORS
 from ..topology.cpulist import format_cpulist
+from .claim import ClusterClaim, NodeFacts, choose_nodes, claim_through
 from .dragon_holders import DragonHolder, start_holders
 from .holder import ClaimArguments, enter_worker
-from .remote import HeldClaim, NodeFacts, choose_nodes, claim_through
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ..affinity.options import AffinityOptions
     from ..selection.request import Conditions
-    from .cluster import ClusterGpu
+    from .holder import ClusterGpu
 
 
 def claim(
@@ -122,18 +122,17 @@ def claim(
     return DragonClaim(claim_through(holders, count, options.request.nb_gpus, options.timeout, options.logger), memory)
 
 
-class DragonClaim(HeldClaim[DragonHolder]):
+class DragonClaim(ClusterClaim):
     """GPUs on nodes of a Dragon runtime, held from :func:`claim` to :meth:`release`, the end of ``with``, or exit."""
 
     def __init__(self, held: Mapping[ClusterGpu, DragonHolder], memory: str | None = None) -> None:
-        super().__init__(held)
-        self._memory = memory
+        super().__init__(held, memory)
         try:
             self._held = {(gpu.host, _dragon_number(gpu, holder.node)): gpu for gpu, holder in held.items()}
         except BaseException:
             self.release()
             raise
-        _DeviceOrder.enter(self)
+        _set_order(self)
 
     @property
     def check_worker(self) -> WorkerCheck:
@@ -217,9 +216,10 @@ class DragonClaim(HeldClaim[DragonHolder]):
             )
         return {**gpu.environment, EXPECT: gpu.uuid}
 
-    def _release(self) -> None:
-        _DeviceOrder.leave(self)
-        super()._release()
+    def release(self) -> None:
+        """Release all GPUs; safe to call twice."""
+        _restore_order(self)
+        super().release()
 
 
 @dataclass(frozen=True)
@@ -291,26 +291,26 @@ def _values(gpu: ClusterGpu) -> tuple[str, ...]:
     return str(gpu.index), gpu.environment[_variable(gpu)]  # the latter if Dragon has inherited UUIDs
 
 
-class _DeviceOrder:
-    """Sets CUDA_DEVICE_ORDER=PCI_BUS_ID in this process while it has a claim. Dragon's processes inherit it."""
+# The claims of this process, for which CUDA_DEVICE_ORDER is set to PCI_BUS_ID, and what it was before. Dragon's
+# processes inherit it.
+_claims: set[DragonClaim] = set()
+_order_before: str | None = None
 
-    _claims: ClassVar[set[DragonClaim]] = set()
-    _before: ClassVar[str | None] = None
 
-    @classmethod
-    def enter(cls, claim: DragonClaim) -> None:
-        if not cls._claims:
-            cls._before = os.environ.get("CUDA_DEVICE_ORDER")
-            os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-        cls._claims.add(claim)
+def _set_order(claim: DragonClaim) -> None:
+    global _order_before
+    if not _claims:
+        _order_before = os.environ.get("CUDA_DEVICE_ORDER")
+        os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    _claims.add(claim)
 
-    @classmethod
-    def leave(cls, claim: DragonClaim) -> None:
-        if cls._claims == {claim}:
-            os.environ.pop("CUDA_DEVICE_ORDER", None)
-            if cls._before is not None:
-                os.environ["CUDA_DEVICE_ORDER"] = cls._before
-        cls._claims.discard(claim)
+
+def _restore_order(claim: DragonClaim) -> None:
+    if _claims == {claim}:
+        os.environ.pop("CUDA_DEVICE_ORDER", None)
+        if _order_before is not None:
+            os.environ["CUDA_DEVICE_ORDER"] = _order_before
+    _claims.discard(claim)
 
 
 def _dragon_number(gpu: ClusterGpu, node: Any) -> int:
@@ -339,10 +339,7 @@ def _dragon_number(gpu: ClusterGpu, node: Any) -> int:
 
 def _split(cores: Sequence[Sequence[int]], workers: int) -> list[tuple[int, ...]]:
     """Split the cores of a GPU among its workers; there are fewer parts than workers if there are too few cores."""
-    from ..topology.host import HostTopology
-
     if not cores:
         return [()]
-    cpus = frozenset(cpu for core in cores for cpu in core)
-    topology = HostTopology(cpus, tuple(frozenset(core) for core in cores))
-    return [tuple(sorted(part)) for part in split_share(cpus, topology, max(1, min(workers, len(cores))))]
+    parts = divide(cores, max(1, min(workers, len(cores))))
+    return [tuple(sorted(cpu for core in part for cpu in core)) for part in parts]

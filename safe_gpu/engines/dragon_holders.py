@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import HolderLostError
 from ..host import procfs
 from .holder import ClaimArguments, HolderProcess
-from .remote import holder_exited, holder_is_mute
+from .order import Holder
 
 _PAUSE = 0.005
 
@@ -85,8 +85,8 @@ _answers: _Answers | None = None
 _numbers = count(1)
 
 
-class DragonHolder:
-    """A :class:`~safe_gpu.engines.remote.RemoteHolder` in a process of its own."""
+class DragonHolder(Holder):
+    """A :class:`~safe_gpu.engines.order.Holder` in a process of its own."""
 
     def __init__(self, node: Any, wishes: ClaimArguments, sign: float) -> None:
         from dragon.infrastructure.policy import Policy
@@ -138,7 +138,7 @@ class DragonHolder:
                 self._connect(message[1])
             now = time.monotonic()
             if limit is not None and now - began > limit:
-                raise holder_is_mute(self.host, limit)
+                raise self.is_mute(limit)
             if now - asked > self._sign:
                 asked = now
                 self._check_alive()
@@ -156,7 +156,7 @@ class DragonHolder:
         except Exception:
             alive = False
         if not alive:
-            raise holder_exited(self.host)
+            raise self.exited()
 
     def end(self) -> None:
         if not self._started:

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 from ..claim.times import DEFAULT, DefaultTimeout
 from ..errors import UnsatisfiableRequestError, package_logger
 from ..gpus.vendors import VENDORS
-from .cluster import ClusterGpu
-from .holder import ClaimArguments, HolderProcess, enter_worker
-from .remote import HeldClaim, NodeFacts, choose_nodes, claim_through, holder_exited, holder_is_mute
+from .claim import ClusterClaim, NodeFacts, choose_nodes, claim_through
+from .holder import ClaimArguments, ClusterGpu, HolderProcess, enter_worker
+from .order import Holder
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -103,12 +103,8 @@ def claim(
     return RayClaim(claim_through(holders, count, options.request.nb_gpus, options.timeout, options.logger), memory)
 
 
-class RayClaim(HeldClaim["_RayHolder"]):
+class RayClaim(ClusterClaim):
     """GPUs on nodes of a Ray cluster, held from :func:`claim` to :meth:`release`, the end of ``with``, or exit."""
-
-    def __init__(self, held: Mapping[ClusterGpu, _RayHolder], memory: str | None = None) -> None:
-        super().__init__(held)
-        self._memory = memory
 
     def options(
         self, gpu: ClusterGpu, *, runtime_env: Mapping[str, Any] | None = None, **options: Any
@@ -134,7 +130,7 @@ class RayClaim(HeldClaim["_RayHolder"]):
         from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR as hook
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        self._known(gpu)
+        self.checked(gpu)
         job = ray.get_runtime_context().runtime_env.get("env_vars") or {}
         given = (runtime_env or {}).get("env_vars") or {}
         # In the runtime environment of a user they would limit the library beside the variables of the claim.
@@ -155,8 +151,8 @@ class RayClaim(HeldClaim["_RayHolder"]):
         }
 
 
-class _RayHolder:
-    """A :class:`~safe_gpu.engines.remote.RemoteHolder` in a Ray actor."""
+class _RayHolder(Holder):
+    """A :class:`~safe_gpu.engines.order.Holder` in a Ray actor."""
 
     def __init__(self, node: Mapping[str, Any], wishes: ClaimArguments) -> None:
         import ray
@@ -183,9 +179,9 @@ class _RayHolder:
         except ray.exceptions.RayTaskError:
             raise  # a bug in safe_gpu; the exception has the traceback
         except ray.exceptions.GetTimeoutError as err:
-            raise holder_is_mute(self.host, limit or 0) from err
+            raise self.is_mute(limit or 0) from err
         except ray.exceptions.RayError as err:
-            raise holder_exited(self.host, f" ({' '.join(str(err).split())[:300]})") from err
+            raise self.exited(f" ({' '.join(str(err).split())[:300]})") from err
 
     def end(self) -> None:
         import ray

@@ -19,9 +19,8 @@ from safe_gpu.claim.worker import check_expected_gpu
 from safe_gpu.drivers.presets import preset
 from safe_gpu.engines import dragon as dragon_module
 from safe_gpu.engines import dragon_holders
-from safe_gpu.engines.cluster import ClusterGpu
 from safe_gpu.engines.dragon import DragonClaim, WorkerCheck, _split, claim
-from safe_gpu.engines.holder import ClaimArguments, HolderProcess
+from safe_gpu.engines.holder import ClaimArguments, ClusterGpu, HolderProcess
 from safe_gpu.errors import HolderLostError
 from safe_gpu.host import procfs
 

@@ -10,12 +10,14 @@ before the first binding, not from the narrower mask that the first one set.
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from operator import index
 from typing import Any, NamedTuple
 
 from ..errors import GPUAffinityError
 from ..host.procfs import lasting
 from ..topology.cpulist import LIMIT, format_cpulist
+from ..wording.text import plural
 from .memory_policy import MemoryPolicy, get_policy, policy_for, set_policy
 from .options import check_memory_mode
 
@@ -73,8 +75,7 @@ class BindingReport(NamedTuple):
     def __str__(self) -> str:
         parts = []
         if self.threads.done:
-            threads = "1 thread" if self.threads.moved == 1 else f"{self.threads.moved} threads"
-            parts.append(f"bound {threads} to CPUs {format_cpulist(self.threads.done)}")
+            parts.append(f"bound {plural(self.threads.moved, 'thread')} to CPUs {format_cpulist(self.threads.done)}")
         if self.memory.done:
             nodes = "node" if len(self.memory.done) == 1 else "nodes"
             verb = "bound to" if self.memory_mode == "bind" else "preferred on"
@@ -242,18 +243,12 @@ def _mask_of(tid: int) -> frozenset[int] | None:
 
 def _set_memory(mode: str, nodes: frozenset[int]) -> PartReport:
     policy = policy_for(mode, nodes)
-    try:
-        earlier = get_policy()
-    except OSError:
-        earlier = MemoryPolicy()
+    earlier = get_policy() or MemoryPolicy()
     try:
         policy = set_policy(policy)
     except OSError as err:
         return PartReport(nodes, refused=(f"memory policy {policy}: {err.strerror}",))
-    try:
-        policy = get_policy()
-    except OSError:
-        pass  # the policy is set but cannot be read back: report the policy that was set
+    policy = get_policy() or policy
     for before in _stack:
         if not before.policies:
             before.memory = earlier
@@ -275,12 +270,8 @@ def _restore(before: _Before) -> None:
             if earlier is None and _mask_of(tid) in before.masks:
                 earlier = before.caller
             if earlier is not None:
-                try:
+                with suppress(OSError):  # it has ended, or its earlier CPUs are no longer in this process's cpuset
                     os.sched_setaffinity(tid, earlier)
-                except OSError:
-                    continue  # the thread has ended, or its earlier CPUs are no longer in this process's cpuset
-    try:
-        if before.policies and get_policy() in before.policies:
+    if before.policies and get_policy() in before.policies:
+        with suppress(OSError):  # the kernel or a container's filter refuses; the policy stays
             set_policy(before.memory)
-    except OSError:
-        pass  # the kernel or a container's filter refuses; the policy stays

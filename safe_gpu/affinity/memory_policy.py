@@ -53,17 +53,16 @@ def policy_for(mode: str, nodes: Iterable[int]) -> MemoryPolicy:
     return MemoryPolicy(number, wanted)
 
 
-def get_policy() -> MemoryPolicy:
-    """Return the calling thread's policy.
-
-    Raises:
-        OSError: the kernel or a container's filter refuses.
-    """
+def get_policy() -> MemoryPolicy | None:
+    """Return the calling thread's policy; None if the kernel or a container's filter refuses to tell."""
     import ctypes
 
     mode = ctypes.c_int()
     words = (ctypes.c_ulong * (_BITS // _WORD))()
-    _call(1, ctypes.byref(mode), words, ctypes.c_ulong(_BITS + 1), None, ctypes.c_ulong(0))
+    try:
+        _call(1, ctypes.byref(mode), words, ctypes.c_ulong(_BITS + 1), None, ctypes.c_ulong(0))
+    except OSError:
+        return None
     nodes = (at * _WORD + bit for at, word in enumerate(words) if word for bit in range(_WORD) if word >> bit & 1)
     return MemoryPolicy(mode.value, frozenset(nodes))
 

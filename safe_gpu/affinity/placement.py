@@ -13,7 +13,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -314,8 +313,8 @@ class _Reader:
         maps = parse_numa_maps(lines_of(f"/proc/{pid}/numa_maps"))
         policy, policy_nodes = (maps.policy, maps.nodes) if maps else ("", frozenset[int]())
         if pid == os.getpid():  # the policy of the calling thread
-            with suppress(OSError):  # no such call, or a container's filter refuses it
-                policy, policy_nodes = (own := get_policy()).name, own.nodes
+            own = get_policy()
+            policy, policy_nodes = (policy, policy_nodes) if own is None else (own.name, own.nodes)
         return ProcessPlacement(
             pid=pid,
             parent=parent,

@@ -11,12 +11,11 @@ before the first binding, not from the narrower mask that the first one set.
 import os
 from collections.abc import Iterable
 from contextlib import suppress
-from operator import index
 from typing import Any, NamedTuple
 
 from ..errors import GPUAffinityError
 from ..host.procfs import lasting
-from ..topology.cpulist import LIMIT, format_cpulist
+from ..topology.cpulist import format_cpulist
 from ..wording.text import plural
 from .memory_policy import MemoryPolicy, get_policy, policy_for, set_policy
 from .options import check_memory_mode
@@ -148,13 +147,14 @@ def bind_process(
         The report. It lists refused memory policies and threads that could not be moved; these do not raise.
 
     Raises:
-        GPUAffinityError: the calling thread cannot be moved (nothing has changed then), or an argument is wrong.
+        GPUAffinityError: the calling thread cannot be moved (nothing has changed then), or the memory mode is unknown
+            or has no node.
     """
     mode = check_memory_mode(memory_mode)
     nodes = frozenset(memory_nodes)
     if mode is not None and not nodes:
         raise GPUAffinityError(f"memory={mode!r} needs to know the NUMA node, and it is not known for these GPUs")
-    wanted = None if cpus is None else _checked(cpus)
+    wanted = None if cpus is None else frozenset(cpus)
     threads, memory = PartReport(), PartReport()
     lacks = list(lacks)
     said = [*lacks, *notes]
@@ -180,16 +180,6 @@ def bind_process(
     done = not threads.refused and (threads.done, memory.done) == (threads.asked, memory.asked)
     now = frozenset(os.sched_getaffinity(0))
     return BindingReport(now, threads, memory, mode, tuple(said), as_asked=done and not lacks)
-
-
-def _checked(cpus: Iterable[int]) -> frozenset[int]:
-    try:
-        wanted = frozenset(index(cpu) for cpu in cpus)
-    except TypeError as err:
-        raise GPUAffinityError(f"CPUs to bind to must be a set of numbers, not {cpus!r}") from err
-    if not wanted or not all(0 <= cpu < LIMIT for cpu in wanted):
-        raise GPUAffinityError(f"CPUs to bind to must be numbers, at least one and all below {LIMIT}, not {cpus!r}")
-    return wanted
 
 
 def _tids() -> list[int]:

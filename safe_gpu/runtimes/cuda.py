@@ -40,7 +40,7 @@ class CudaLibrary(Library):
     """libcuda. A GPU is named by its UUID."""
 
     names = ("libcuda.so.1",)
-    called, vendor = "the CUDA driver library", "the NVIDIA driver"
+    vendor = "the NVIDIA driver"
     install = "install the NVIDIA driver, or start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility"
     counting = "cuDeviceGetCount"
     asleep = (_NOT_INITIALIZED, _STUB_LIBRARY)

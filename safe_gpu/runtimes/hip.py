@@ -29,7 +29,7 @@ class HipLibrary(Library):
 
     title = "HIP"
     names = (_FILE, f"{_FILE}.7", f"{_FILE}.6", f"{_FILE}.5", f"/opt/rocm/lib/{_FILE}")
-    called, vendor = "the HIP runtime library", "ROCm"
+    vendor = "ROCm"
     install = (
         "install ROCm's hip-runtime-amd, or put its directory on LD_LIBRARY_PATH; `safe-gpu run` and NoPlaceholder() "
         "do not need it"

@@ -123,7 +123,7 @@ class Library(Runtime):
     Attributes:
         names: the files to load, in this order.
         counting: the function that counts the GPUs.
-        called, vendor, install: in messages: the library, what it belongs to, and how to get it.
+        vendor, install: in messages: what it belongs to, and how to get it.
         device_files: how the names begin, below the root, of the files that every process opens which uses it; "" where
             the library itself says whether it is initialised.
         asleep: what it answers while it is not initialised.
@@ -136,7 +136,6 @@ class Library(Runtime):
     asks_library = True
     names: ClassVar[Sequence[str]]
     counting: ClassVar[str]
-    called: ClassVar[str]
     vendor: ClassVar[str]
     install: ClassVar[str]
     device_files: ClassVar[str] = ""
@@ -202,14 +201,10 @@ class Library(Runtime):
             CudaCallError: its result is not 0, or the library has no such function.
         """
         if code := self.ask(name, *arguments):
-            raise self.error(name, code)
-
-    def error(self, name: str, code: int) -> CudaCallError:
-        """Return the error that says which call failed and how."""
-        title, meaning = self.texts(code)
-        call = name.removesuffix("_v2")
-        message = f"{call} failed with {title} ({code})" + (f": {meaning}" if meaning else "")
-        return CudaCallError(message, call=call, code=code, name=title)
+            title, meaning = self.texts(code)
+            call = name.removesuffix("_v2")
+            message = f"{call} failed with {title} ({code})" + (f": {meaning}" if meaning else "")
+            raise CudaCallError(message, call=call, code=code, name=title)
 
     def initialize(self) -> None:
         """Initialise the library in this process.
@@ -272,7 +267,7 @@ class Library(Runtime):
             except OSError as err:
                 troubles.append(err)
         if self._handle is None:
-            problem = f"{self.called} cannot be loaded ({troubles[0]}): {self.install}"
+            problem = f"{self.title}'s library cannot be loaded ({troubles[0]}): {self.install}"
             raise NoDriverError(problem, driver=self.title.lower()) from troubles[0]
         return self
 

@@ -150,7 +150,7 @@ class _Planner:
         """Raise unless any two of the sets are equal or have no physical core in common."""
         owner: dict[int, frozenset[int]] = {}
         for cpus in dict.fromkeys(sets):
-            for key in self._keys(cpus):
+            for key in sorted(self._keys(cpus)):
                 if (other := owner.setdefault(key, cpus)) is not cpus:
                     raise GPUAffinityError(
                         f"GPUs cannot divide cores here: the {what} sets {format_cpulist(other)} and "

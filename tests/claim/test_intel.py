@@ -51,11 +51,11 @@ def test_an_inherited_mask_is_the_limit(host: IntelHost, environment: dict[str, 
     assert found["set"][MASK] == mask
 
 
-def test_an_ambiguous_mask_is_refused(host: IntelHost) -> None:
-    """Where the hierarchy is not set, its numbers may be those of cards or of tiles."""
+def test_a_mask_without_a_hierarchy_is_refused_with_the_way_out(host: IntelHost) -> None:
     error, message, _ = claim(host, 'out["error"] = claim(1)', **{MASK: "1,2"})["error"]
     assert error == "UnsatisfiableRequestError"
-    assert f"without {HIERARCHY} it depends on the driver" in message
+    assert f"{MASK}=1,2 is ambiguous" in message
+    assert f"set {HIERARCHY} and {ORDER}=1" in message
 
 
 def test_a_claim_says_once_that_others_cannot_be_seen(host: IntelHost) -> None:

@@ -129,6 +129,15 @@ def test_no_cache_is_package_and_node(saved_tree: Any) -> None:
     assert groups(read_topology(saved_tree).llc) == [[0, 1], [2, 3], [4, 5]]
 
 
+def test_an_instruction_cache_is_never_the_last_level(saved_tree: Any) -> None:
+    saved_tree.cpus([(0,), (1,)], caches=[(0, 1)])
+    for cpu in (0, 1):
+        saved_tree.write(f"{CPU}/cpu{cpu}/cache/index9/level", "4")
+        saved_tree.write(f"{CPU}/cpu{cpu}/cache/index9/type", "Instruction")
+        saved_tree.write(f"{CPU}/cpu{cpu}/cache/index9/shared_cpu_list", str(cpu))
+    assert groups(read_topology(saved_tree).llc) == [[0, 1]]
+
+
 def test_malformed_is_missing(saved_tree: Any) -> None:
     two_sockets(saved_tree)
     saved_tree.write(f"{CPU}/online", "0-4294967295")

@@ -50,11 +50,8 @@ def dgx_a100(host: MakeHost) -> HostTopology:
         # dealt to its 32 node cores in order (16-31, 48-63): core 16 gets 0, ..., 31 gets 15, 48 gets 32, ..., 63 gets
         # 47.
         ("unique_contiguous", None, {0: "32-39,48-55", 1: "40-47,56-63", 2: "0-7,16-23", 7: "72-79,88-95"}),
-        # max counts cores and takes the node's own first.
-        ("unique_contiguous", 9, {0: "32,48-55"}),
         # All of the socket, own node first, then those of the socket's other GPUs: 20 cores are 16 own and 4 of theirs.
         ("all", 20, {0: "16-19,48-63", 2: "16-31,48-51"}),
-        ("all", 33, {0: "0,16-31,48-63", 2: "0,16-31,48-63"}),
     ],
 )
 def test_the_socket_of_a_dgx_a100(dgx_a100: HostTopology, mode: str, most: int, expected: dict[int, str]) -> None:

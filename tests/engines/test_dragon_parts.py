@@ -194,10 +194,7 @@ CORES = tuple((core, core + 8) for core in range(4))
 @pytest.mark.parametrize(
     ("cores", "workers", "parts"),
     [
-        (CORES, 1, [(0, 1, 2, 3, 8, 9, 10, 11)]),
-        (CORES, 2, [(0, 1, 8, 9), (2, 3, 10, 11)]),
         (CORES, 3, [(0, 1, 8, 9), (2, 10), (3, 11)]),
-        (CORES, 4, [(0, 8), (1, 9), (2, 10), (3, 11)]),
         (CORES, 9, [(0, 8), (1, 9), (2, 10), (3, 11)]),  # more workers than cores: they go round
         ((), 3, [()]),  # no preference
     ],

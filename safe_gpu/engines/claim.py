@@ -10,8 +10,9 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from ..errors import HolderLostError, UnsatisfiableRequestError, package_logger
+from .connection import Holder
 from .holder import ClusterGpu, HostReport
-from .order import ANSWER_LIMIT, Holder, HostClaim, claim_on_all
+from .order import ANSWER_LIMIT, HostClaim, claim_on_all
 
 # Seconds for a holder to start. It imports Python modules first, perhaps from a slow network file system.
 _START_LIMIT = 120.0
@@ -215,6 +216,6 @@ class ClusterClaim:
             raise lost
 
 
-# References to all claims that are held. Engines end objects that have no references left (Ray an actor, Dragon a
-# queue), and that must not end a claim.
+# References to all claims that are held: a connection to which there is no reference left is closed, and that must not
+# end a claim.
 _live: set[ClusterClaim] = set()

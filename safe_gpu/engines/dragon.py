@@ -1,21 +1,5 @@
 """Claims across the nodes of a Dragon runtime.
 
-Dragon's blocking waits are busy loops, so both sides poll with sleeps in between. A poll of a queue on the same node
-takes 0.2 ms, a poll across the network several ms. So each holder creates its request queue on its own node, and all
-holders put their answers into one queue of the driver.
-
-The holder must not outlive its driver, however the driver exits. So it asks Dragon regularly whether the driver is
-alive. Dragon may hang or exit, so the holder also watches two processes of its node without asking Dragon: its parent,
-which is the local services of the node, and the driver if it runs there.
-
-Three simpler ways do not work with Dragon's global services, at least in 0.14:
-
-* Joining the driver: the global services fail when the process that waits exits before the driver.
-* Asking them from two threads: the thread that gets its reply notifies the other one just before it releases a lock
-  that the other one tries only once. On a busy host the other thread then never stops waiting.
-* Killing a holder through them: sometimes the holder is never killed and the call never returns. So the driver asks the
-  holder to exit.
-
 from safe_gpu.engines.dragon import claim
 
     with claim(nodes=2, gpus_per_node=4) as held:
@@ -46,6 +30,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from socket import AF_INET, SOCK_DGRAM, socket
 from typing import TYPE_CHECKING, Any
 
 from ..affinity.planner import divide
@@ -55,7 +41,7 @@ from ..errors import GPUAffinityError, HolderLostError, UnsatisfiableRequestErro
 from ..gpus.vendors import VENDORS
 from ..topology.cpulist import format_cpulist
 from .claim import ClusterClaim, NodeFacts, choose_nodes, claim_through
-from .dragon_holders import DragonHolder, start_holders
+from .connection import Door, Holder, serve, start_all
 from .holder import ClaimArguments, enter_worker
 
 if TYPE_CHECKING:
@@ -118,14 +104,40 @@ def claim(
             "ROCR_VISIBLE_DEVICES too) must not be empty",
             value=nodes,
         )
-    holders = start_holders([alive[key] for key in chosen], wishes)
+    holders = start_all(partial(_DragonHolder, alive[key], wishes) for key in chosen)
     return DragonClaim(claim_through(holders, count, options.request.nb_gpus, options.timeout, options.logger), memory)
+
+
+class _DragonHolder(Holder):
+    def __init__(self, node: Any, wishes: ClaimArguments, *, door: Door) -> None:
+        self.node = node
+        super().__init__(node.hostname, str(node.h_uid), partial(_start, node.hostname, wishes), door=door)
+
+
+def _start(host: str, wishes: ClaimArguments, port: int, token: bytes) -> Callable[[], str]:
+    """Run a holder on a node, in a process that ends with its connection to this one."""
+    from dragon.infrastructure.policy import Policy
+    from dragon.native.process import Process
+
+    with socket(AF_INET, SOCK_DGRAM) as route:  # nothing is sent: it tells the address by which that host is reached
+        route.connect((host, 9))
+        here = route.getsockname()[0]
+    label = f"dragon: claim of process {os.getpid()} on {os.uname().nodename}"
+    process = Process(
+        target=serve,
+        args=((here, port), token, wishes, label),
+        # With this order the numbers in the CUDA_VISIBLE_DEVICES that Dragon sets are those of nvidia-smi.
+        env={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+        policy=Policy(placement=Policy.Placement.HOST_NAME, host_name=host),
+    )
+    process.start()
+    return lambda: "" if process.is_alive else "Dragon lists it no more"
 
 
 class DragonClaim(ClusterClaim):
     """GPUs on nodes of a Dragon runtime, held from :func:`claim` to :meth:`release`, the end of ``with``, or exit."""
 
-    def __init__(self, held: Mapping[ClusterGpu, DragonHolder], memory: str | None = None) -> None:
+    def __init__(self, held: Mapping[ClusterGpu, _DragonHolder], memory: str | None = None) -> None:
         super().__init__(held, memory)
         try:
             self._held = {(gpu.host, _dragon_number(gpu, holder.node)): gpu for gpu, holder in held.items()}

@@ -23,55 +23,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from ..errors import ClaimTimeout, HolderLostError, NotEnoughGpusError, SafeGpuError
+from ..errors import ClaimTimeout, NotEnoughGpusError, SafeGpuError
+from .connection import Holder
 
 # Seconds for a release or a ping, which normally take milliseconds.
 ANSWER_LIMIT = 30.0
 
 _ErrorT = TypeVar("_ErrorT", bound=SafeGpuError)
-
-
-class Holder:
-    """A :class:`~safe_gpu.engines.holder.HolderProcess` on a node, as the driver of a claim reaches it.
-
-    Attributes:
-        host: the engine's name of the host.
-        node_id: the engine's id of the node.
-    """
-
-    host: str
-    node_id: str
-
-    def call(self, method: str, *arguments: Any) -> None:
-        """Start a method of the holder. Each call must be followed by its answer."""
-        raise NotImplementedError
-
-    def answer(self, limit: float | None) -> Any:
-        """Return the result of the method.
-
-        Raises:
-            HolderLostError: the holder has exited, or did not answer within ``limit`` seconds.
-        """
-        raise NotImplementedError
-
-    def end(self) -> None:
-        """End the holder in any state, which releases what it holds. Safe to call twice."""
-        raise NotImplementedError
-
-    def exited(self, said: str = "") -> HolderLostError:
-        """Return the error of a holder that holds nothing any more; ``said`` is the engine's word, in brackets."""
-        return HolderLostError(
-            f"{self.host}: the process that held the GPUs there has exited, and others may have taken them: claim "
-            f"again{said}",
-            host=self.host,
-        )
-
-    def is_mute(self, limit: float) -> HolderLostError:
-        """Return the error of a holder that did not answer within this number of seconds."""
-        return HolderLostError(
-            f"{self.host}: the holder does not answer within {limit:g} s; is the node overloaded or cut off?",
-            host=self.host,
-        )
 
 
 class HostClaim(NamedTuple):

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
         WrongDeviceError as WrongDeviceError,
     )
     from .gpus.devices import Gpu as Gpu, GpuProcess as GpuProcess, GpuVerdict as GpuVerdict
+    from .runtimes.cuda import CudaPlaceholder as CudaPlaceholder
     from .runtimes.placeholders import (
-        CudaPlaceholder as CudaPlaceholder,
         CupyPlaceholder as CupyPlaceholder,
         JaxPlaceholder as JaxPlaceholder,
         NoPlaceholder as NoPlaceholder,
@@ -84,8 +84,9 @@ _HOMES = {
     "claim.free": ("get_free_gpus"),
     "claim.functions": ("claim_gpus ensure_gpus gpu_owner release_gpus"),
     "claim.owner": ("GPUOwner"),
+    "runtimes.cuda": ("CudaPlaceholder"),
     "runtimes.placeholders": (
-        "CudaPlaceholder CupyPlaceholder JaxPlaceholder NoPlaceholder PyCudaPlaceholder "
+        "CupyPlaceholder JaxPlaceholder NoPlaceholder PyCudaPlaceholder "
         "PytorchPlaceholder TensorflowPlaceholder pytorch_placeholder tensorflow_placeholder"
     ),
 }

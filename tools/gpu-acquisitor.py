@@ -23,6 +23,7 @@ try:
     from safe_gpu import safe_gpu
     from safe_gpu.errors import SafeGpuError
     from safe_gpu.runtimes import placeholders
+    from safe_gpu.runtimes.cuda import CudaPlaceholder
 except ModuleNotFoundError:
     sys.exit(f"safe_gpu is not installed for {sys.executable}: activate its environment first (. .venv/bin/activate)")
 
@@ -31,7 +32,7 @@ PLACEHOLDERS: dict[str, Callable[[logging.Logger], Any]] = {
     "pytorch": placeholders.PytorchPlaceholder,
     "tf": placeholders.TensorflowPlaceholder,
     "pycuda": placeholders.PyCudaPlaceholder,
-    "cuda": placeholders.CudaPlaceholder,
+    "cuda": CudaPlaceholder,
 }
 
 

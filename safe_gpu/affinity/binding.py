@@ -10,12 +10,13 @@ before the first binding, not from the narrower mask that the first one set.
 
 import os
 from collections.abc import Iterable
-from operator import index
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ..errors import GPUAffinityError
 from ..host.procfs import lasting
-from ..topology.cpulist import LIMIT, format_cpulist
+from ..topology.cpulist import format_cpulist
+from ..wording.text import plural
 from .memory_policy import MemoryPolicy, get_policy, policy_for, set_policy
 from .options import check_memory_mode
 
@@ -73,8 +74,7 @@ class BindingReport(NamedTuple):
     def __str__(self) -> str:
         parts = []
         if self.threads.done:
-            threads = "1 thread" if self.threads.moved == 1 else f"{self.threads.moved} threads"
-            parts.append(f"bound {threads} to CPUs {format_cpulist(self.threads.done)}")
+            parts.append(f"bound {plural(self.threads.moved, 'thread')} to CPUs {format_cpulist(self.threads.done)}")
         if self.memory.done:
             nodes = "node" if len(self.memory.done) == 1 else "nodes"
             verb = "bound to" if self.memory_mode == "bind" else "preferred on"
@@ -147,13 +147,14 @@ def bind_process(
         The report. It lists refused memory policies and threads that could not be moved; these do not raise.
 
     Raises:
-        GPUAffinityError: the calling thread cannot be moved (nothing has changed then), or an argument is wrong.
+        GPUAffinityError: the calling thread cannot be moved (nothing has changed then), or the memory mode is unknown
+            or has no node.
     """
     mode = check_memory_mode(memory_mode)
     nodes = frozenset(memory_nodes)
     if mode is not None and not nodes:
         raise GPUAffinityError(f"memory={mode!r} needs to know the NUMA node, and it is not known for these GPUs")
-    wanted = None if cpus is None else _checked(cpus)
+    wanted = None if cpus is None else frozenset(cpus)
     threads, memory = PartReport(), PartReport()
     lacks = list(lacks)
     said = [*lacks, *notes]
@@ -179,16 +180,6 @@ def bind_process(
     done = not threads.refused and (threads.done, memory.done) == (threads.asked, memory.asked)
     now = frozenset(os.sched_getaffinity(0))
     return BindingReport(now, threads, memory, mode, tuple(said), as_asked=done and not lacks)
-
-
-def _checked(cpus: Iterable[int]) -> frozenset[int]:
-    try:
-        wanted = frozenset(index(cpu) for cpu in cpus)
-    except TypeError as err:
-        raise GPUAffinityError(f"CPUs to bind to must be a set of numbers, not {cpus!r}") from err
-    if not wanted or not all(0 <= cpu < LIMIT for cpu in wanted):
-        raise GPUAffinityError(f"CPUs to bind to must be numbers, at least one and all below {LIMIT}, not {cpus!r}")
-    return wanted
 
 
 def _tids() -> list[int]:
@@ -242,18 +233,12 @@ def _mask_of(tid: int) -> frozenset[int] | None:
 
 def _set_memory(mode: str, nodes: frozenset[int]) -> PartReport:
     policy = policy_for(mode, nodes)
-    try:
-        earlier = get_policy()
-    except OSError:
-        earlier = MemoryPolicy()
+    earlier = get_policy() or MemoryPolicy()
     try:
         policy = set_policy(policy)
     except OSError as err:
         return PartReport(nodes, refused=(f"memory policy {policy}: {err.strerror}",))
-    try:
-        policy = get_policy()
-    except OSError:
-        pass  # the policy is set but cannot be read back: report the policy that was set
+    policy = get_policy() or policy
     for before in _stack:
         if not before.policies:
             before.memory = earlier
@@ -275,12 +260,8 @@ def _restore(before: _Before) -> None:
             if earlier is None and _mask_of(tid) in before.masks:
                 earlier = before.caller
             if earlier is not None:
-                try:
+                with suppress(OSError):  # it has ended, or its earlier CPUs are no longer in this process's cpuset
                     os.sched_setaffinity(tid, earlier)
-                except OSError:
-                    continue  # the thread has ended, or its earlier CPUs are no longer in this process's cpuset
-    try:
-        if before.policies and get_policy() in before.policies:
+    if before.policies and get_policy() in before.policies:
+        with suppress(OSError):  # the kernel or a container's filter refuses; the policy stays
             set_policy(before.memory)
-    except OSError:
-        pass  # the kernel or a container's filter refuses; the policy stays

@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ..errors import GPUAffinityError
 from ..topology.cpulist import format_cpulist
 
 # Numbers of set_mempolicy and get_mempolicy (syscall_64.tbl and asm-generic/unistd.h in the kernel).
@@ -42,28 +41,21 @@ def policy_for(mode: str, nodes: Iterable[int]) -> MemoryPolicy:
     """Return the policy for mode "preferred" or "bind" on some nodes.
 
     "bind" does not fall back to other nodes: the kernel kills a process that fills its nodes.
-
-    Raises:
-        GPUAffinityError: ``nodes`` is empty, or has something that is not a node number.
     """
     wanted = frozenset(nodes)
-    if not wanted or not all(isinstance(node, int) and 0 <= node < _BITS for node in wanted):
-        raise GPUAffinityError(f"a memory policy needs NUMA nodes, not {sorted(wanted, key=str)!r}")
-    number = _BIND if mode == "bind" else _PREFERRED if len(wanted) == 1 else _PREFERRED_MANY
-    return MemoryPolicy(number, wanted)
+    return MemoryPolicy(_BIND if mode == "bind" else _PREFERRED if len(wanted) == 1 else _PREFERRED_MANY, wanted)
 
 
-def get_policy() -> MemoryPolicy:
-    """Return the calling thread's policy.
-
-    Raises:
-        OSError: the kernel or a container's filter refuses.
-    """
+def get_policy() -> MemoryPolicy | None:
+    """Return the calling thread's policy; None if the kernel or a container's filter refuses to tell."""
     import ctypes
 
     mode = ctypes.c_int()
     words = (ctypes.c_ulong * (_BITS // _WORD))()
-    _call(1, ctypes.byref(mode), words, ctypes.c_ulong(_BITS + 1), None, ctypes.c_ulong(0))
+    try:
+        _call(1, ctypes.byref(mode), words, ctypes.c_ulong(_BITS + 1), None, ctypes.c_ulong(0))
+    except OSError:
+        return None
     nodes = (at * _WORD + bit for at, word in enumerate(words) if word for bit in range(_WORD) if word >> bit & 1)
     return MemoryPolicy(mode.value, frozenset(nodes))
 

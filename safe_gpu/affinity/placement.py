@@ -13,10 +13,9 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from .. import drivers
 from ..errors import GPUAffinityError, SafeGpuError
@@ -24,7 +23,7 @@ from ..host.foreign_files import read_start
 from ..host.procfs import command_of, descendants, lines_of, parent_of, printable
 from ..runtimes.visible_devices import visible_variables
 from ..topology.cpulist import format_cpulist, parse_cpulist
-from ..topology.host import GpuLocality, HostTopology, read_topology
+from ..topology.host import HostTopology, read_topology
 from ..wording.text import plural
 from .memory_policy import get_policy
 from .resolve_gpus import BOUND, Names, named, remembered, visible
@@ -123,10 +122,8 @@ class ProcessPlacement:
         if self.memory is not None:
             parts = [f"node {node} {size / 2**20:,.0f} MiB" for node, size in self.memory.items()]
             lines.append(f"  memory pages: {', '.join(parts) or 'none yet'}")
-        for what, match in (
-            ("GPU and CPU NUMA nodes", self.matches),
-            ("GPU node and memory policy", self.memory_matches),
-        ):
+        matches = {"GPU and CPU NUMA nodes": self.matches, "GPU node and memory policy": self.memory_matches}
+        for what, match in matches.items():
             if match is not None:
                 lines.append(f"  {what} {'match' if match else 'do NOT match'}")
         return "\n".join(lines)
@@ -185,22 +182,9 @@ _POLICY = re.compile(rb"[0-9a-f]+ (weighted interleave|prefer \(many\)|[a-z]+)(?
 _NAMES = {b"prefer": "preferred", b"prefer (many)": "preferred"}
 
 
-class NumaMaps(NamedTuple):
-    """What the mappings of a process show.
-
-    Attributes:
-        memory: bytes of its pages by node.
-        policy: the policy of most mappings, in the words of this package.
-        nodes: the nodes of that policy.
-    """
-
-    memory: dict[int, int]
-    policy: str
-    nodes: frozenset[int]
-
-
-def parse_numa_maps(lines: Iterable[bytes]) -> NumaMaps | None:
-    """Return the sums over all mappings; None if there are none, which means that the file may not be read."""
+def parse_numa_maps(lines: Iterable[bytes]) -> dict[str, Any]:
+    """Return what all mappings together show: ``memory``, ``policy`` (that of most) and ``policy_nodes`` of
+    :class:`ProcessPlacement`. Empty if there are none, which means that the file may not be read."""
     total: Counter[int] = Counter()
     policies: Counter[tuple[bytes, bytes]] = Counter()
     for line in lines:
@@ -210,14 +194,13 @@ def parse_numa_maps(lines: Iterable[bytes]) -> NumaMaps | None:
         for node, pages in re.findall(rb" N([0-9]{1,9})=([0-9]{1,18})\b", line):
             total[int(node)] += int(pages) * (int(size[1]) if size else 4) * 1024
     if not policies:
-        return None
+        return {}
     ((name, nodes), _), *_ = policies.most_common(1)
-    memory = dict(sorted(total.items()))
-    return NumaMaps(memory, _NAMES.get(name) or name.decode(), parse_cpulist(nodes.decode()) or frozenset())
-
-
-# Threads that one report describes: a process can have as many as the host has pids.
-_MOST_THREADS = 1 << 14
+    return {
+        "memory": dict(sorted(total.items())),
+        "policy": _NAMES.get(name) or name.decode(),
+        "policy_nodes": parse_cpulist(nodes.decode()) or frozenset(),
+    }
 
 
 def placement(
@@ -264,8 +247,6 @@ def placement(
     found = [process for number in (root, *sorted(descendants(root))) if (process := reader.process(number))]
     if not found or found[0].pid != root:
         raise GPUAffinityError(f"there is no process {root} that can be read from here")
-    if reader.left_out:
-        notes.append(f"{reader.left_out} threads are left out: only the first {_MOST_THREADS} are examined")
     return PlacementReport(tuple(found), tuple(notes))
 
 
@@ -290,8 +271,6 @@ class _Reader:
         self.places = {gpu.index: gpu for gpu in topology.gpus}
         self.node_of_cpu = {cpu: node for node, cpus in topology.nodes.items() for cpu in cpus}
         self.known: dict[int, tuple[tuple[int, ...], str]] = {}
-        self.left_out = 0
-        self._room = _MOST_THREADS
         self._set = cache(lambda text: parse_cpulist(text) or frozenset[int]())  # most threads have the same ones
 
     def process(self, pid: int) -> ProcessPlacement | None:
@@ -305,32 +284,26 @@ class _Reader:
             tids = sorted(map(int, os.listdir(f"/proc/{pid}/task")))
         except OSError:
             return None
-        self.left_out += max(0, len(tids) - self._room)
-        threads = tuple(thread for tid in tids[: self._room] if (thread := self._thread(pid, tid, places)))
+        near = frozenset[int]().union(*map(self.topology.node_set, places))
+        threads = tuple(thread for tid in tids if (thread := self._thread(f"/proc/{pid}/task/{tid}", tid, near)))
         if not threads:
             return None
-        self._room -= len(threads)
         nodes = (self.topology.node_of(place) for place in places)
-        maps = parse_numa_maps(lines_of(f"/proc/{pid}/numa_maps"))
-        policy, policy_nodes = (maps.policy, maps.nodes) if maps else ("", frozenset[int]())
-        if pid == os.getpid():  # the policy of the calling thread
-            with suppress(OSError):  # no such call, or a container's filter refuses it
-                policy, policy_nodes = (own := get_policy()).name, own.nodes
+        pages = parse_numa_maps(lines_of(f"/proc/{pid}/numa_maps"))
+        if pid == os.getpid() and (own := get_policy()):  # that of the calling thread
+            pages |= {"policy": own.name, "policy_nodes": own.nodes}
         return ProcessPlacement(
             pid=pid,
             parent=parent,
             command=command_of(pid, limit=60) or "?",
             threads=threads,
-            memory=None if maps is None else maps.memory,
-            policy=policy,
-            policy_nodes=policy_nodes,
             gpus=gpus,
             gpu_nodes=frozenset(node for node in nodes if node is not None),
             gpu_source=source,
+            **pages,
         )
 
-    def _thread(self, pid: int, tid: int, places: list[GpuLocality]) -> ThreadPlacement | None:
-        path = f"/proc/{pid}/task/{tid}"
+    def _thread(self, path: str, tid: int, near: frozenset[int]) -> ThreadPlacement | None:
         fields = _text(f"{path}/stat").rpartition(")")[2].split()
         status = dict(line.split(":\t", 1) for line in _text(f"{path}/status").split("\n") if ":\t" in line)
         known = len(fields) > 36 and fields[36].isdecimal() and "Cpus_allowed_list" in status
@@ -338,7 +311,6 @@ class _Reader:
             return None
         cpu = int(fields[36])
         allowed = self._set(status["Cpus_allowed_list"])
-        near = frozenset[int]().union(*(self.topology.node_set(place) for place in places))
         return ThreadPlacement(
             tid=tid,
             name=printable(status.get("Name", "")),
@@ -359,7 +331,7 @@ class _Reader:
         # /proc shows the environment at exec. A forked child therefore shows its parent's environment from before the
         # claim; the parent's GPUs are more recent.
         variables = _variables(pid)
-        of_parent = self.known.get(parent, ((), ""))[0]
+        of_parent, _ = self.known.get(parent, ((), ""))
         inherited = of_parent, "parent" if of_parent else ""
         forked = pid != os.getpid() and (variables is None or variables == _variables(parent, at_exec=True))
         if parent in self.known and forked:

@@ -8,7 +8,7 @@ single, single_unique, unique_interleaved, unique_contiguous). The modes that di
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise, zip_longest
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..errors import GPUAffinityError
 from ..topology.cpulist import format_cpulist
@@ -39,42 +39,27 @@ _DEALS: dict[str, Callable[[Sequence[Core], int], list[Sequence[Core]]]] = {
 
 
 def plan(
-    topology: HostTopology,
-    *,
-    mode: str,
-    scope: str = "node",
-    multithreading: str = "all_logical",
-    balanced: bool = True,
-    min_physical_cores: int = 1,
-    max_physical_cores: int | None = None,
-    allowed: Iterable[int] | None = None,
-    gpus: Iterable[int] | None = None,
+    topology: HostTopology, *, allowed: Iterable[int] | None = None, gpus: Iterable[int] | None = None, **options: Any
 ) -> list[frozenset[int]]:
     """Return the CPUs of each GPU: one non-empty set for each, in the order of ``gpus``.
 
     Args:
         topology: the host.
-        mode, scope, multithreading, balanced, min_physical_cores, max_physical_cores: see
-            :class:`~safe_gpu.affinity.options.AffinityOptions`.
         allowed: CPUs that may be used (taskset, cpuset, a scheduler's binding); None: all online CPUs. Isolated CPUs
             are left out, unless there are no others.
-        gpus: indices of the GPUs that divide the cores, in order of precedence; None: all GPUs of the host.
+        gpus: indices of the GPUs that divide the cores, each once, in order of precedence; None: all GPUs of the host.
+        options: see :class:`~safe_gpu.affinity.options.AffinityOptions`.
 
     Raises:
-        GPUAffinityError: an argument is wrong, or some GPU would have no share.
+        GPUAffinityError: an option is wrong, there is no such GPU, or some GPU would have no share.
     """
-    wishes = AffinityOptions(mode, scope, multithreading, balanced, min_physical_cores, max_physical_cores)
-    try:
-        usable = frozenset(map(int, topology.cpus if allowed is None else allowed)) & topology.cpus
-        indices = [gpu.index for gpu in topology.gpus] if gpus is None else list(gpus)
-        chosen = [topology.gpu(one) for one in (sorted(indices) if isinstance(gpus, (set, frozenset)) else indices)]
-    except (TypeError, AttributeError) as err:
-        given = f"{topology!r:.60}, allowed={allowed!r}, gpus={gpus!r}"
-        raise GPUAffinityError(f"a plan needs a host, CPU numbers and GPU indices, not {given}: {err}") from err
+    wishes = AffinityOptions(**options)
+    usable = topology.cpus if allowed is None else frozenset(allowed) & topology.cpus
     if not usable:
         raise GPUAffinityError(f"this process may use none of the {len(topology.cpus)} online CPUs")
-    if len(set(indices)) < len(indices):
-        raise GPUAffinityError(f"a GPU is named twice in gpus={indices}: each GPU takes one share")
+    chosen = list(topology.gpus) if gpus is None else [topology.gpu(index) for index in gpus]
+    if len(set(chosen)) < len(chosen):
+        raise GPUAffinityError(f"a GPU is named twice in gpus={gpus}: each GPU takes one share")
     return deal(topology, chosen, topology.unisolated(usable), wishes)
 
 
@@ -165,7 +150,7 @@ class _Planner:
         """Raise unless any two of the sets are equal or have no physical core in common."""
         owner: dict[int, frozenset[int]] = {}
         for cpus in dict.fromkeys(sets):
-            for key in self._keys(cpus):
+            for key in sorted(self._keys(cpus)):
                 if (other := owner.setdefault(key, cpus)) is not cpus:
                     raise GPUAffinityError(
                         f"GPUs cannot divide cores here: the {what} sets {format_cpulist(other)} and "

@@ -60,9 +60,10 @@ def speed(host: CheckedHost) -> Check:
 
 def cuda_starts(host: CheckedHost) -> Check:
     """Check in a short-lived child that CUDA can be initialised and sees the GPUs that the driver shows."""
-    if host.simulated:
-        return skipped(f"simulated GPUs have no {host.vendor.library}")
     assert host.driver is not None
+    if not host.driver.runtime.asks_library:
+        no_answer = "simulated GPUs have no" if host.simulated else "safe_gpu does not ask"
+        return skipped(f"{no_answer} {host.vendor.library}")
     title, chosen_by = host.driver.runtime.title, host.vendor.variables
     without_fence = {name: value for name, value in host.environ.items() if name not in chosen_by}
     try:

@@ -19,12 +19,14 @@ Not known without hardware:
 import os
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from ..errors import NoDriverError
 from ..gpus.devices import Gpu, GpuProcess, HostSnapshot, bus_order
 from ..gpus.vendors import VENDORS
 from ..host import procfs
-from ..runtimes.level_zero import LEVEL_ZERO
+from ..runtimes.library import Runtime
+from ..runtimes.placeholders import NoPlaceholder
 from ..topology.files import PCI, Files
 from .base import Driver
 from .kernel import has_display, numa_node
@@ -163,6 +165,15 @@ def parse_client(text: str) -> tuple[str, str, int | None] | None:
     return bus_id, fields.get("drm-client-id", ""), None
 
 
+class IntelRuntime(Runtime):
+    """Level Zero, which is not asked. Nothing is put on a card: the kernel shows to root only who uses it."""
+
+    title = "Level Zero"
+
+    def default_placeholder(self, logger: Any = None) -> NoPlaceholder:
+        return NoPlaceholder(logger)
+
+
 class IntelDriver(Driver):
     """The kernel's drivers i915 and xe as a driver. A device is a whole card.
 
@@ -171,7 +182,7 @@ class IntelDriver(Driver):
     """
 
     name = "intel"
-    runtime = LEVEL_ZERO
+    runtime = IntelRuntime()
 
     def __init__(self) -> None:
         files = Files()

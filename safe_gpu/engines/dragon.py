@@ -1,21 +1,5 @@
 """Claims across the nodes of a Dragon runtime.
 
-Dragon's blocking waits are busy loops, so both sides poll with sleeps in between. A poll of a queue on the same node
-takes 0.2 ms, a poll across the network several ms. So each holder creates its request queue on its own node, and all
-holders put their answers into one queue of the driver.
-
-The holder must not outlive its driver, however the driver exits. So it asks Dragon regularly whether the driver is
-alive. Dragon may hang or exit, so the holder also watches two processes of its node without asking Dragon: its parent,
-which is the local services of the node, and the driver if it runs there.
-
-Three simpler ways do not work with Dragon's global services, at least in 0.14:
-
-* Joining the driver: the global services fail when the process that waits exits before the driver.
-* Asking them from two threads: the thread that gets its reply notifies the other one just before it releases a lock
-  that the other one tries only once. On a busy host the other thread then never stops waiting.
-* Killing a holder through them: sometimes the holder is never killed and the call never returns. So the driver asks the
-  holder to exit.
-
 from safe_gpu.engines.dragon import claim
 
     with claim(nodes=2, gpus_per_node=4) as held:
@@ -46,24 +30,26 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from socket import AF_INET, SOCK_DGRAM, socket
+from typing import TYPE_CHECKING, Any
 
-from ..affinity.cpu_shares import split_share
+from ..affinity.planner import divide
 from ..claim.times import DEFAULT, DefaultTimeout
 from ..claim.worker import EXPECT, is_held
 from ..errors import GPUAffinityError, HolderLostError, UnsatisfiableRequestError, WrongDeviceError
 from ..gpus.vendors import VENDORS
 from ..topology.cpulist import format_cpulist
-from .dragon_holders import DragonHolder, start_holders
+from .claim import ClusterClaim, NodeFacts, choose_nodes, claim_through
+from .connection import Door, Holder, serve, start_all
 from .holder import ClaimArguments, enter_worker
-from .remote import HeldClaim, NodeFacts, choose_nodes, claim_through
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ..affinity.options import AffinityOptions
     from ..selection.request import Conditions
-    from .cluster import ClusterGpu
+    from .holder import ClusterGpu
 
 
 def claim(
@@ -118,22 +104,47 @@ def claim(
             "ROCR_VISIBLE_DEVICES too) must not be empty",
             value=nodes,
         )
-    holders = start_holders([alive[key] for key in chosen], wishes)
+    holders = start_all(partial(_DragonHolder, alive[key], wishes) for key in chosen)
     return DragonClaim(claim_through(holders, count, options.request.nb_gpus, options.timeout, options.logger), memory)
 
 
-class DragonClaim(HeldClaim[DragonHolder]):
+class _DragonHolder(Holder):
+    def __init__(self, node: Any, wishes: ClaimArguments, *, door: Door) -> None:
+        self.node = node
+        super().__init__(node.hostname, str(node.h_uid), partial(_start, node.hostname, wishes), door=door)
+
+
+def _start(host: str, wishes: ClaimArguments, port: int, token: bytes) -> Callable[[], str]:
+    """Run a holder on a node, in a process that ends with its connection to this one."""
+    from dragon.infrastructure.policy import Policy
+    from dragon.native.process import Process
+
+    with socket(AF_INET, SOCK_DGRAM) as route:  # nothing is sent: it tells the address by which that host is reached
+        route.connect((host, 9))
+        here = route.getsockname()[0]
+    label = f"dragon: claim of process {os.getpid()} on {os.uname().nodename}"
+    process = Process(
+        target=serve,
+        args=((here, port), token, wishes, label),
+        # With this order the numbers in the CUDA_VISIBLE_DEVICES that Dragon sets are those of nvidia-smi.
+        env={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+        policy=Policy(placement=Policy.Placement.HOST_NAME, host_name=host),
+    )
+    process.start()
+    return lambda: "" if process.is_alive else "Dragon lists it no more"
+
+
+class DragonClaim(ClusterClaim):
     """GPUs on nodes of a Dragon runtime, held from :func:`claim` to :meth:`release`, the end of ``with``, or exit."""
 
-    def __init__(self, held: Mapping[ClusterGpu, DragonHolder], memory: str | None = None) -> None:
-        super().__init__(held)
-        self._memory = memory
+    def __init__(self, held: Mapping[ClusterGpu, _DragonHolder], memory: str | None = None) -> None:
+        super().__init__(held, memory)
         try:
             self._held = {(gpu.host, _dragon_number(gpu, holder.node)): gpu for gpu, holder in held.items()}
         except BaseException:
             self.release()
             raise
-        _DeviceOrder.enter(self)
+        _set_order(self)
 
     @property
     def check_worker(self) -> WorkerCheck:
@@ -217,9 +228,10 @@ class DragonClaim(HeldClaim[DragonHolder]):
             )
         return {**gpu.environment, EXPECT: gpu.uuid}
 
-    def _release(self) -> None:
-        _DeviceOrder.leave(self)
-        super()._release()
+    def release(self) -> None:
+        """Release all GPUs; safe to call twice."""
+        _restore_order(self)
+        super().release()
 
 
 @dataclass(frozen=True)
@@ -291,26 +303,26 @@ def _values(gpu: ClusterGpu) -> tuple[str, ...]:
     return str(gpu.index), gpu.environment[_variable(gpu)]  # the latter if Dragon has inherited UUIDs
 
 
-class _DeviceOrder:
-    """Sets CUDA_DEVICE_ORDER=PCI_BUS_ID in this process while it has a claim. Dragon's processes inherit it."""
+# The claims of this process, for which CUDA_DEVICE_ORDER is set to PCI_BUS_ID, and what it was before. Dragon's
+# processes inherit it.
+_claims: set[DragonClaim] = set()
+_order_before: str | None = None
 
-    _claims: ClassVar[set[DragonClaim]] = set()
-    _before: ClassVar[str | None] = None
 
-    @classmethod
-    def enter(cls, claim: DragonClaim) -> None:
-        if not cls._claims:
-            cls._before = os.environ.get("CUDA_DEVICE_ORDER")
-            os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-        cls._claims.add(claim)
+def _set_order(claim: DragonClaim) -> None:
+    global _order_before
+    if not _claims:
+        _order_before = os.environ.get("CUDA_DEVICE_ORDER")
+        os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    _claims.add(claim)
 
-    @classmethod
-    def leave(cls, claim: DragonClaim) -> None:
-        if cls._claims == {claim}:
-            os.environ.pop("CUDA_DEVICE_ORDER", None)
-            if cls._before is not None:
-                os.environ["CUDA_DEVICE_ORDER"] = cls._before
-        cls._claims.discard(claim)
+
+def _restore_order(claim: DragonClaim) -> None:
+    if _claims == {claim}:
+        os.environ.pop("CUDA_DEVICE_ORDER", None)
+        if _order_before is not None:
+            os.environ["CUDA_DEVICE_ORDER"] = _order_before
+    _claims.discard(claim)
 
 
 def _dragon_number(gpu: ClusterGpu, node: Any) -> int:
@@ -339,10 +351,7 @@ def _dragon_number(gpu: ClusterGpu, node: Any) -> int:
 
 def _split(cores: Sequence[Sequence[int]], workers: int) -> list[tuple[int, ...]]:
     """Split the cores of a GPU among its workers; there are fewer parts than workers if there are too few cores."""
-    from ..topology.host import HostTopology
-
     if not cores:
         return [()]
-    cpus = frozenset(cpu for core in cores for cpu in core)
-    topology = HostTopology(cpus, tuple(frozenset(core) for core in cores))
-    return [tuple(sorted(part)) for part in split_share(cpus, topology, max(1, min(workers, len(cores))))]
+    parts = divide(cores, max(1, min(workers, len(cores))))
+    return [tuple(sorted(cpu for core in part for cpu in core)) for part in parts]

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..affinity.binding import bind_process
 from ..affinity.cpu_shares import cores_of_share, memory_nodes, near, with_memory
@@ -26,14 +26,14 @@ from ..coordination.state_dir import state_dir_path
 from ..drivers import opened_driver
 from ..errors import GPUAffinityError, SafeGpuError, UnsatisfiableRequestError, package_logger
 from ..gpus.devices import ComputeMode, Gpu, HostSnapshot
+from ..gpus.vendors import FIRST
 from ..host.foreign_files import read_start
 from ..runtimes.placeholders import NoPlaceholder
 from ..runtimes.visible_devices import read_visible, render_visible, visible_variables
 from ..selection.choice import check_possible
-from ..selection.request import Selection, parse_request
+from ..selection.request import parse_request
 from ..selection.verdicts import Rules
 from ..topology.host import read_topology
-from .cluster import ClusterGpu
 
 if TYPE_CHECKING:
     from ..drivers.base import Driver
@@ -80,33 +80,48 @@ class ClaimArguments:
             **self.selection,
         )
 
-    def request(self, nb_gpus: int) -> Selection:
-        """Return the request on one host.
-
-        Raises:
-            UnsatisfiableRequestError: an argument is wrong.
-        """
-        return parse_request(nb_gpus, **self.selection)
-
 
 @dataclass(frozen=True)
-class HostReport:
+class ClusterGpu:
+    """One GPU of a cluster claim.
+
+    Attributes:
+        host: the engine's name of the host.
+        node_id: the engine's id of the node.
+        index: as nvidia-smi shows it on that host; ROCR's number of an AMD GPU.
+        uuid: as nvidia-smi or ROCR shows it.
+        cpus: the CPUs next to it, for its workers; empty: no preference.
+        cores: the same CPUs, as the hardware threads of each physical core.
+        numa_node: the NUMA node next to it; None is unknown.
+        vendor: a key of :data:`~safe_gpu.gpus.vendors.VENDORS`.
+        environment: the variables that make only this GPU visible to CUDA or HIP, and allow its workers to claim it.
+        inherited_position: its position in the CUDA_VISIBLE_DEVICES, or ROCR_VISIBLE_DEVICES for an AMD GPU, that the
+            holder inherited; None without one.
+    """
+
+    host: str
+    node_id: str
+    index: int
+    uuid: str
+    cpus: frozenset[int] = frozenset()
+    cores: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
+    numa_node: int | None = field(default=None, repr=False)
+    vendor: str = field(default=FIRST, repr=False)
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    inherited_position: int | None = field(default=None, repr=False)
+
+
+class HostReport(NamedTuple):
     """A holder's report on its host.
 
     Attributes:
-        name: the host name.
-        place: identifies the boot and the state directory; two holders with the same place compete for the same GPUs.
+        rank: the host name, and what identifies the boot and the state directory: two holders with the same rank
+            compete for the same GPUs. Claims of all engines sort hosts by it.
         free: the number of GPUs that the request could take now; -1 if it can never be satisfied.
     """
 
-    name: str
-    place: str
+    rank: tuple[str, ...]
     free: int = 0
-
-    @property
-    def rank(self) -> tuple[str, ...]:
-        """The sort key of the host, the same for all engines."""
-        return (self.name, self.place)
 
 
 class HolderProcess:
@@ -127,14 +142,14 @@ class HolderProcess:
 
         boot = (read_start("/proc/sys/kernel/random/boot_id") or b"").decode().strip() or socket.gethostname()
         place = f"{boot}:{os.path.realpath(state_dir_path())}"
-        return HostReport(socket.gethostname(), place, self._free(count_for) if count_for else 0)
+        return HostReport((socket.gethostname(), place), self._free(count_for) if count_for else 0)
 
     def claim(self, nb_gpus: int, timeout: float | None) -> tuple[ClusterGpu, ...] | SafeGpuError:
         """Claim GPUs; the result has no host and node yet. Returns the error if the claim fails."""
         wishes = self._wishes
         inherited = dict(os.environ)
         try:
-            with opened_driver(**wishes.request(nb_gpus).driver) as driver:
+            with opened_driver(**parse_request(nb_gpus, **wishes.selection).driver) as driver:
                 self._owner = owner = owner_type(command=self._label)(
                     nb_gpus,
                     wishes.placeholder_fn or _placeholder(driver.snapshot()),
@@ -192,7 +207,7 @@ class HolderProcess:
         from ..claim.limits import remaining_quota
 
         try:
-            request = self._wishes.request(nb_gpus)
+            request = parse_request(nb_gpus, **self._wishes.selection)
             with opened_driver(**request.driver) as driver:
                 snapshot = driver.snapshot()
                 request = request.resolved(snapshot)

@@ -5,13 +5,13 @@
     with claim(nodes=2, gpus_per_node=4) as held:
         ray.get([train.options(**held.options(gpu)).remote() for gpu in held.gpus])
 
-One holder actor per node claims GPUs there, as any other program does, and keeps them. Ray's own GPU resource is not
+One holder task per node claims GPUs there, as any other program does, and keeps them. Ray's own GPU resource is not
 used, because Ray does not know which GPUs programs outside Ray use. Workers ask for ``num_gpus=0`` and are placed by
 node. The claim sets their CUDA_VISIBLE_DEVICES, and Ray is told not to change it. Workers on AMD GPUs get
 HIP_VISIBLE_DEVICES, and never ROCR_VISIBLE_DEVICES, with which Ray 2.45 and later cannot be imported.
 
-Ray ends the holders when the driver exits, for any reason, and the kernel releases their locks. If a holder dies, the
-claim on its node is lost; :meth:`RayClaim.check` and :meth:`RayClaim.options` raise an error then.
+Holders end when the driver exits, for any reason, and the kernel releases their locks. If a holder dies, the claim on
+its node is lost; :meth:`RayClaim.check` and :meth:`RayClaim.options` raise an error then.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..claim.times import DEFAULT, DefaultTimeout
 from ..errors import UnsatisfiableRequestError, package_logger
 from ..gpus.vendors import VENDORS
-from .cluster import ClusterGpu
-from .holder import ClaimArguments, HolderProcess, enter_worker
-from .remote import HeldClaim, NodeFacts, choose_nodes, claim_through, holder_exited, holder_is_mute
+from .claim import ClusterClaim, NodeFacts, choose_nodes, claim_through
+from .connection import Holder, serve, start_all
+from .holder import ClaimArguments, ClusterGpu, enter_worker
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -99,16 +100,12 @@ def claim(
         for key, node in alive.items()
     }
     chosen, count = choose_nodes(nodes, facts, "the Ray cluster")
-    holders = [_RayHolder(alive[key], wishes) for key in chosen]
+    holders = start_all(partial(Holder, facts[key].names[0], key, partial(_start, key, wishes)) for key in chosen)
     return RayClaim(claim_through(holders, count, options.request.nb_gpus, options.timeout, options.logger), memory)
 
 
-class RayClaim(HeldClaim["_RayHolder"]):
+class RayClaim(ClusterClaim):
     """GPUs on nodes of a Ray cluster, held from :func:`claim` to :meth:`release`, the end of ``with``, or exit."""
-
-    def __init__(self, held: Mapping[ClusterGpu, _RayHolder], memory: str | None = None) -> None:
-        super().__init__(held)
-        self._memory = memory
 
     def options(
         self, gpu: ClusterGpu, *, runtime_env: Mapping[str, Any] | None = None, **options: Any
@@ -134,7 +131,7 @@ class RayClaim(HeldClaim["_RayHolder"]):
         from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR as hook
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        self._known(gpu)
+        self.checked(gpu)
         job = ray.get_runtime_context().runtime_env.get("env_vars") or {}
         given = (runtime_env or {}).get("env_vars") or {}
         # In the runtime environment of a user they would limit the library beside the variables of the claim.
@@ -155,45 +152,29 @@ class RayClaim(HeldClaim["_RayHolder"]):
         }
 
 
-class _RayHolder:
-    """A :class:`~safe_gpu.engines.remote.RemoteHolder` in a Ray actor."""
+def _start(node_id: str, wishes: ClaimArguments, port: int, token: bytes) -> Callable[[], str]:
+    """Run a holder on a node, in a task whose process ends with it."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    def __init__(self, node: Mapping[str, Any], wishes: ClaimArguments) -> None:
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+    task = ray.remote(num_cpus=0, num_gpus=0, max_retries=0, max_calls=1)(serve)
+    ended = task.options(
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        runtime_env={"env_vars": _KEEP_VISIBLE_DEVICES},
+    ).remote(
+        (ray.util.get_node_ip_address(), port),
+        token,
+        wishes,
+        f"ray: claim of process {os.getpid()} on {os.uname().nodename}",
+    )
 
-        self.host: str = node["NodeManagerHostname"]
-        self.node_id: str = node["NodeID"]
-        self._pending: Any = None
-        # Not detached, so the actor ends with its driver. It has one thread, so it runs one method at a time.
-        actor = ray.remote(num_cpus=0, num_gpus=0, max_restarts=0, max_task_retries=0)(HolderProcess)
-        self._actor = actor.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(self.node_id, soft=False),
-            runtime_env={"env_vars": _KEEP_VISIBLE_DEVICES},
-        ).remote(wishes, f"ray: claim of process {os.getpid()} on {os.uname().nodename}")
-
-    def call(self, method: str, *arguments: Any) -> None:
-        self._pending = getattr(self._actor, method).remote(*arguments)
-
-    def answer(self, limit: float | None) -> Any:
-        import ray
-
+    def why_ended() -> str:
         try:
-            return ray.get(self._pending, timeout=limit)
-        except ray.exceptions.RayTaskError:
-            raise  # a bug in safe_gpu; the exception has the traceback
-        except ray.exceptions.GetTimeoutError as err:
-            raise holder_is_mute(self.host, limit or 0) from err
+            return "it was told to" if ray.wait([ended], timeout=0)[0] and ray.get(ended) is None else ""
         except ray.exceptions.RayError as err:
-            raise holder_exited(self.host, f" ({' '.join(str(err).split())[:300]})") from err
+            return " ".join(str(err).split())[:300]
 
-    def end(self) -> None:
-        import ray
-
-        try:
-            ray.kill(self._actor)
-        except Exception:
-            pass  # Ray has exited, and so have all actors of this driver
+    return why_ended
 
 
 def _set_up_worker() -> None:

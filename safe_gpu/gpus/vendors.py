@@ -123,8 +123,7 @@ VENDORS = {
         pass_in="pass GPUs into the container (docker run --device /dev/dri), and join the groups that may open "
         "/dev/dri/renderD* (render, video)",
         is_slow="see dmesg for xe and i915: a GPU answers slowly after a reset or a sleep",
-        no_library="install level-zero and intel-level-zero-gpu, and join the groups that may open /dev/dri/renderD* "
-        "(render, video)",
+        no_library="",
         log="xe or i915",
         recover="look for xe or i915 in dmesg, or reboot the host",
     ),

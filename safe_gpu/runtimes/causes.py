@@ -62,27 +62,15 @@ _HIP_CAUSES = r"""
 hipErrorOutOfMemory|[Oo]ut of memory|hipErrorRuntimeMemory
     another process uses most of the GPU's memory, or a limit on this process's address space is too low: see
     safe-gpu status and ulimit -v
-hipErrorNotInitialized|initialization error
-    the amdgpu driver cannot start HIP (see dmesg), or this process was forked from one in which HIP was initialised
-    (start it with the 'spawn' method)
+hipErrorNoDevice|no ROCm-capable device|No HIP GPUs|hipErrorInvalidDevice\b|invalid device ordinal|No devices found|
 /dev/kfd|/dev/dri|HSA_STATUS_ERROR_OUT_OF_RESOURCES
-    ROCm could not open the GPUs: the user needs read and write access to /dev/kfd and /dev/dri/renderD* (join the
-    groups that own them, render and video, and log in again), and a container needs --device=/dev/kfd
-    --device=/dev/dri and these groups by number (--group-add)
-hipErrorNoDevice|no ROCm-capable device|No HIP GPUs|hipErrorInvalidDevice\b|invalid device ordinal|No devices found
     HIP was probably initialised in this process before the claim, which fixes what it sees (claim first), or the
-    user may not open /dev/kfd and /dev/dri/renderD* (join the groups that own them, render and video)
+    user may not open /dev/kfd and /dev/dri/renderD*: join the groups that own them, render and video; a container
+    needs --device=/dev/kfd --device=/dev/dri and these groups by number (--group-add)
 hipErrorNoBinaryForGpu|no kernel image is available|find code object|find binary for current|
 hipErrorInvalidDeviceFunction|invalid device function|hipErrorInvalidImage|kernel image is invalid|TensileLibrary
     this build has no code for the architecture of the GPU: install one that has (rocminfo shows the gfx number),
     and unset HSA_OVERRIDE_GFX_VERSION where it names another architecture
-hipErrorInsufficientDriver|driver version is insufficient
-    the amdgpu driver is older than this version of ROCm needs: update the driver, or install the ROCm that belongs
-    to it
-hipErrorECCNotCorrectable|uncorrectable ECC|GPU Hang
-    the GPU reports a fault: see dmesg, and exclude it
-hipErrorUnknown|unknown error|hipErrorOperatingSystem|OS call failed|HSA_STATUS_ERROR
-    the amdgpu driver is in a bad state: see dmesg
 """
 
 # A GPU that answers so will answer the next claim so too. Memory that is short, a framework built for CPUs, CUDA that

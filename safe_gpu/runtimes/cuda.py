@@ -8,19 +8,15 @@ suffix.
 
 from __future__ import annotations
 
-import os
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from ..errors import NoDriverError
 from ..gpus.devices import Gpu
-from ..host.procfs import is_forked, open_files
-from .child import ask_child
 from .library import HELD_BYTES, CudaCallError, Library
-from .placeholders import CudaPlaceholder
+from .placeholders import LibraryPlaceholder
 
 if TYPE_CHECKING:
     import ctypes
@@ -39,18 +35,16 @@ _NAMES = {
     804: "COMPAT_NOT_SUPPORTED_ON_DEVICE", 999: "UNKNOWN",
 }  # fmt: skip
 
-# How long a child of this process may take to call cuInit, in seconds. It sees no GPU, so CUDA starts fast in it.
-_PATIENCE = 10.0
-
 
 class CudaLibrary(Library):
     """libcuda. A GPU is named by its UUID."""
 
     names = ("libcuda.so.1",)
-    called, vendor = "the CUDA driver library", "the NVIDIA driver"
+    vendor = "the NVIDIA driver"
     install = "install the NVIDIA driver, or start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility"
     counting = "cuDeviceGetCount"
-    after_fork = "initialise it again"
+    asleep = (_NOT_INITIALIZED, _STUB_LIBRARY)
+    opened = "/dev/nvidia-uvm"  # not by NVML; there is none on WSL2 and Jetson
 
     def mapped_files(self) -> Sequence[str]:
         """Return the names of libcuda once ctypes is loaded: the dynamic linker tells faster than the maps."""
@@ -71,18 +65,7 @@ class CudaLibrary(Library):
     def start(self) -> None:
         import ctypes
 
-        code = self.ask("cuInit", ctypes.c_uint(0))
-        if code == _NOT_INITIALIZED and self._is_fork_of_cuda():
-            self.refuse_fork(self.error("cuInit", code))
-        if code:
-            raise self.error("cuInit", code)
-
-    def is_asleep(self, err: CudaCallError) -> bool:
-        if err.code not in (_NOT_INITIALIZED, _STUB_LIBRARY):
-            return False
-        if self._is_fork_of_cuda():
-            self.refuse_fork(err)
-        return True
+        self.call("cuInit", ctypes.c_uint(0))
 
     def device(self, ordinal: int) -> ctypes.c_int:
         """Return the CUdevice of an ordinal.
@@ -178,58 +161,6 @@ class CudaLibrary(Library):
         finally:
             self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
-    def _is_fork_of_cuda(self) -> bool:
-        """Return whether this process was forked from one in which CUDA was initialised.
-
-        If safe_gpu did not initialise CUDA in the parent, an inherited descriptor of /dev/nvidia-uvm, which CUDA opens
-        and NVML does not, tells it. There is none on WSL2 and Jetson, and a child may have closed it. So a forked
-        process with libcuda mapped forks once more and calls cuInit there: after such a fork it answers
-        NOT_INITIALIZED. A driver that does not work answers so too, but also in a process that no fork made.
-        """
-        if self.is_forked():
-            return True
-        if not is_forked():
-            return False
-        if "/dev/nvidia-uvm" in (open_files("self") or {}).values():
-            return True
-        return self._refuses_in_fork() and not _refuses_anew()
-
-    def _refuses_in_fork(self) -> bool:
-        """Return whether cuInit fails in a forked child of this process as it does if CUDA was initialised before the
-        fork."""
-        import ctypes
-        import signal
-        import warnings
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python warns of a fork beside threads; this child only calls cuInit
-            pid = os.fork()
-        if pid == 0:
-            code = 2
-            try:
-                os.environ["CUDA_VISIBLE_DEVICES"] = ""
-                code = 1 if self.ask("cuInit", ctypes.c_uint(0)) == _NOT_INITIALIZED else 0
-            finally:
-                os._exit(code)
-        deadline = time.monotonic() + _PATIENCE
-        while time.monotonic() < deadline:
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                return os.waitstatus_to_exitcode(status) == 1
-            time.sleep(0.002)
-        os.kill(pid, signal.SIGKILL)  # it hangs on a lock that another thread held at the fork, or inside the driver
-        os.waitpid(pid, os.WNOHANG)
-        return False
-
-
-def _refuses_anew() -> bool:
-    """Return whether cuInit fails in the same way in a new process."""
-    try:
-        ask_child("list", os.environ)
-    except NoDriverError as err:
-        return _NAMES[_NOT_INITIALIZED] in str(err)
-    return False
-
 
 def same_device(cuda_uuid: str, claimed_uuid: str) -> bool:
     """Return whether a UUID that CUDA reports is the device that was claimed.
@@ -248,3 +179,9 @@ def _bare(uuid: str) -> str:
 
 
 CUDA = CudaLibrary()
+
+
+class CudaPlaceholder(LibraryPlaceholder):
+    """The default: a primary context with a small allocation, made through the CUDA driver and freed on release."""
+
+    library = CUDA

@@ -19,21 +19,17 @@ from typing import Any
 from ..errors import CudaInitializedError
 from ..gpus.devices import Gpu
 from .library import HELD_BYTES, CudaCallError, Library
-from .placeholders import HipPlaceholder
+from .placeholders import LibraryPlaceholder
 
 _FILE = "libamdhip64.so"
-
-
-class HipCallError(CudaCallError):
-    """A call of the HIP runtime failed; attributes as of :class:`~safe_gpu.runtimes.library.CudaCallError`."""
 
 
 class HipLibrary(Library):
     """libamdhip64, whose every call initialises HIP. A GPU is named by UUID and bus id."""
 
-    title, failure = "HIP", HipCallError
+    title = "HIP"
     names = (_FILE, f"{_FILE}.7", f"{_FILE}.6", f"{_FILE}.5", f"/opt/rocm/lib/{_FILE}")
-    called, vendor = "the HIP runtime library", "ROCm"
+    vendor = "ROCm"
     install = (
         "install ROCm's hip-runtime-amd, or put its directory on LD_LIBRARY_PATH; `safe-gpu run` and NoPlaceholder() "
         "do not need it"
@@ -74,7 +70,7 @@ class HipLibrary(Library):
         bus_id = ctypes.create_string_buffer(64)
         self.call("hipDeviceGetPCIBusId", bus_id, ctypes.c_int(len(bus_id)), ctypes.c_int(ordinal))
         octets = (ctypes.c_char * 16)()
-        with suppress(HipCallError):  # older than ROCm 5.2
+        with suppress(CudaCallError):  # older than ROCm 5.2
             self.call("hipDeviceGetUuid", octets, ctypes.c_int(ordinal))
         digits = octets.raw.decode("ascii", "replace").lower()  # those of ROCR's UUID, as text
         uuid = f"GPU-{digits}" if re.fullmatch("(?!0*$)[0-9a-f]{16}", digits) else ""
@@ -119,7 +115,7 @@ class HipLibrary(Library):
         try:
             yield
         finally:
-            with suppress(HipCallError):
+            with suppress(CudaCallError):
                 self.call("hipSetDevice", before)
 
 
@@ -135,3 +131,13 @@ def _of_pytorch() -> list[str]:
 
 
 HIP = HipLibrary()
+
+
+class HipPlaceholder(LibraryPlaceholder):
+    """The default on AMD GPUs: a small allocation through HIP, freed on release.
+
+    HIP stays initialised in this process, so that the kernel may list it on the GPU until it ends.
+    """
+
+    library = HIP
+    _library = "HIP"

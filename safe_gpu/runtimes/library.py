@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from ..errors import CudaInitializedError, NoDriverError, SafeGpuError
 from ..gpus.devices import Gpu, HostSnapshot
+from ..gpus.vendors import VENDORS
 from ..host.foreign_files import read_start
-from ..host.procfs import lines_of, open_files
-from ..host.programs import is_root, others_can_change
-from .child import ask_child
+from ..host.procfs import is_forked, lines_of, open_files
+from ..host.programs import Failed, TooLate, call_in_child, is_root, others_can_change
+from .child import MARK
 from .visible_devices import render_visible
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 HELD_BYTES = 1 << 16
 """The size of the allocation that holds a GPU. Drivers round it up to their own granularity."""
+
+# What CUDA and HIP answer if they see no GPU at all, and if they see none with an ordinal.
+_NO_GPU, _NO_DEVICE = 100, 101
 
 _DIRECTORIES = ("/lib64", "/usr/lib64", "/lib", "/usr/lib", "/usr/lib/wsl/lib", "/run/opengl-driver/lib")
 _CACHE = "/etc/ld.so.cache"
@@ -43,7 +47,7 @@ class CudaCallError(SafeGpuError):
 
     Attributes:
         call: the function, "cuInit".
-        code: its result, a CUresult for CUDA.
+        code: its result, a CUresult or a hipError_t.
         name: "CUDA_ERROR_NO_DEVICE", where the library knows one.
     """
 
@@ -119,28 +123,25 @@ class Library(Runtime):
     Attributes:
         names: the files to load, in this order.
         counting: the function that counts the GPUs.
-        called, vendor, install: in messages: the library, what it belongs to, and how to get it.
+        vendor, install: in messages: what it belongs to, and how to get it.
         device_files: how the names begin, below the root, of the files that every process opens which uses it; "" where
             the library itself says whether it is initialised.
-        failure: what a failed call raises.
-        no_gpu, no_device: what it answers if it finds no GPU at all, and if there is none with an ordinal.
-        trial: variables of the child in which a GPU is tried.
-        after_fork: what a child cannot do with it that was forked from a process in which it was initialised.
+        asleep: what it answers while it is not initialised.
+        opened: a file that it opens when it is initialised, by which a forked child knows that it was.
+        patience: seconds to wait for a child. Without persistence mode, the start of CUDA on eight GPUs can take over
+            20 s.
         initialized_in: the pid of the process in which safe_gpu initialised it; another one in a forked child.
     """
 
     asks_library = True
     names: ClassVar[Sequence[str]]
     counting: ClassVar[str]
-    called: ClassVar[str]
     vendor: ClassVar[str]
     install: ClassVar[str]
     device_files: ClassVar[str] = ""
-    failure: ClassVar[type[CudaCallError]] = CudaCallError
-    no_gpu: ClassVar[Sequence[int]] = (100,)
-    no_device: ClassVar[Sequence[int]] = (100, 101)
-    trial: ClassVar[Mapping[str, str]] = {}
-    after_fork: ClassVar[str] = "use it"
+    patience: ClassVar[float] = 120.0
+    asleep: ClassVar[Sequence[int]] = ()
+    opened: ClassVar[str] = ""
 
     def __init__(self, handle: ctypes.CDLL | None = None) -> None:
         self.initialized_in: int | None = None
@@ -158,7 +159,7 @@ class Library(Runtime):
         """Return the text that names the GPU with this ordinal.
 
         Raises:
-            CudaCallError: with a code of ``no_device`` if there is no such GPU.
+            CudaCallError: with code 100 or 101 if there is no such GPU.
         """
         raise NotImplementedError
 
@@ -191,7 +192,7 @@ class Library(Runtime):
             function = getattr(self._handle, symbol, None)
             if function is not None:
                 return int(function(*arguments))
-        raise self.failure(f"{self.names[0]} has no {name}: {self.vendor} is too old", call=name)
+        raise CudaCallError(f"{self.names[0]} has no {name}: {self.vendor} is too old", call=name)
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call a function.
@@ -200,14 +201,10 @@ class Library(Runtime):
             CudaCallError: its result is not 0, or the library has no such function.
         """
         if code := self.ask(name, *arguments):
-            raise self.error(name, code)
-
-    def error(self, name: str, code: int) -> CudaCallError:
-        """Return the error that says which call failed and how."""
-        title, meaning = self.texts(code)
-        call = name.removesuffix("_v2")
-        message = f"{call} failed with {title} ({code})" + (f": {meaning}" if meaning else "")
-        return self.failure(message, call=call, code=code, name=title)
+            title, meaning = self.texts(code)
+            call = name.removesuffix("_v2")
+            message = f"{call} failed with {title} ({code})" + (f": {meaning}" if meaning else "")
+            raise CudaCallError(message, call=call, code=code, name=title)
 
     def initialize(self) -> None:
         """Initialise the library in this process.
@@ -217,7 +214,11 @@ class Library(Runtime):
             CudaInitializedError: this process was forked from one in which it was.
         """
         self.refuse_if_forked()
-        self.start()
+        try:
+            self.start()
+        except CudaCallError as err:
+            self._is_asleep(err)
+            raise
         self.initialized_in = os.getpid()
 
     def count(self) -> int:
@@ -242,7 +243,7 @@ class Library(Runtime):
             self.initialize()
             return self.all_shown()
         except CudaCallError as err:
-            if err.code not in self.no_gpu:
+            if err.code != _NO_GPU:
                 raise
             return ()
 
@@ -258,23 +259,21 @@ class Library(Runtime):
         Raises:
             NoDriverError: this host has none.
         """
-        if not self.is_mapped():
-            self._handle = self._loaded()
+        troubles: list[OSError] = []
+        for name in () if self.is_mapped() else self.files():
+            try:
+                self._handle = load_file(name)
+                break
+            except OSError as err:
+                troubles.append(err)
+        if self._handle is None:
+            problem = f"{self.title}'s library cannot be loaded ({troubles[0]}): {self.install}"
+            raise NoDriverError(problem, driver=self.title.lower()) from troubles[0]
         return self
 
     def files(self) -> Sequence[str]:
         """Return the files to load, in this order."""
         return self.names
-
-    def _loaded(self) -> ctypes.CDLL:
-        troubles = []
-        for name in self.files():
-            try:
-                return load_file(name)
-            except OSError as err:
-                troubles.append(err)
-        problem = f"{self.called} cannot be loaded ({troubles[0]}): {self.install}"
-        raise NoDriverError(problem, driver=self.title.lower()) from troubles[0]
 
     def is_mapped(self) -> bool:
         """Return whether the library is mapped into this process."""
@@ -311,13 +310,13 @@ class Library(Runtime):
         """Return whether the library is mapped, and this process may have initialised it."""
         return self.has_opened() is not False and self.is_mapped()
 
-    def is_asleep(self, err: CudaCallError) -> bool:
-        """Return whether the error means that it is not initialised.
-
-        Raises:
-            CudaInitializedError: this process was forked from one in which it was.
-        """
-        return False
+    def _is_asleep(self, err: CudaCallError) -> bool:
+        """Return whether the error means that it is not initialised, and was not in the process that forked this
+        one."""
+        asleep = err.code in self.asleep
+        if asleep and is_forked() and self.opened in (open_files("self") or {}).values():
+            self._refuse_fork(err)
+        return asleep
 
     def visible_if_initialized(self) -> tuple[str, ...] | None:
         if self.is_in_use():
@@ -325,9 +324,9 @@ class Library(Runtime):
             try:
                 return self.all_shown()
             except CudaCallError as err:
-                if err.code in self.no_gpu:
+                if err.code == _NO_GPU:
                     return ()
-                if not self.is_asleep(err):
+                if not self._is_asleep(err):
                     problem = f"{self.title} is in use in this process but fails ({err}): claim GPUs in a new process"
                     raise CudaInitializedError(problem) from err
         self._refuse_if_torch_uses_it()
@@ -337,23 +336,18 @@ class Library(Runtime):
         try:
             return self.shown(ordinal) if self.is_in_use() else None
         except CudaCallError as err:
-            return "" if err.code in self.no_device else None
-
-    def is_forked(self) -> bool:
-        """Return whether this process was forked from one in which safe_gpu had initialised the library."""
-        return self.initialized_in not in (None, os.getpid())
+            return "" if err.code in (_NO_GPU, _NO_DEVICE) else None
 
     def refuse_if_forked(self) -> None:
-        """Refuse to use the library in such a process."""
-        if self.is_forked():
-            self.refuse_fork()
+        """Refuse to use the library in a process that was forked from one in which safe_gpu had initialised it."""
+        if self.initialized_in not in (None, os.getpid()):
+            self._refuse_fork()
 
-    def refuse_fork(self, cause: Exception | None = None) -> NoReturn:
-        """Raise the error of a forked child."""
+    def _refuse_fork(self, cause: Exception | None = None) -> NoReturn:
         raise CudaInitializedError(
             f"{self.title} was initialised in the process from which this one was forked, and a forked child cannot "
-            f"{self.after_fork}: start the child with multiprocessing's 'spawn' (or 'forkserver') method, or claim "
-            f"before {self.title} is used"
+            "use it: start the child with multiprocessing's 'spawn' (or 'forkserver') method, or claim before "
+            f"{self.title} is used"
         ) from cause
 
     def _refuse_if_torch_uses_it(self) -> None:
@@ -365,7 +359,7 @@ class Library(Runtime):
         if cuda is None:
             return
         if getattr(cuda, "_is_in_bad_fork", bool)() is True:
-            self.refuse_fork()
+            self._refuse_fork()
         if getattr(cuda, "is_initialized", bool)() is True:
             raise CudaInitializedError(
                 "PyTorch has CUDA initialised in this process, so its choice of GPUs is fixed: claim GPUs before the "
@@ -375,12 +369,26 @@ class Library(Runtime):
     # In a child process
 
     def visible_in_child(self, env: Mapping[str, str] | None = None) -> tuple[str, ...]:
-        return ask_child("list", os.environ if env is None else env, library=self.title)
+        return self._ask_child("list", os.environ if env is None else env)
+
+    def _ask_child(self, question: str, env: Mapping[str, str]) -> tuple[str, ...]:
+        function, patience = "safe_gpu.runtimes.child tell", self.patience
+        try:
+            answer = call_in_child(function, question, self.title, env=env, timeout=patience)
+        except TooLate:
+            slow = next(vendor.is_slow for vendor in VENDORS.values() if vendor.library == self.title)
+            silent = f"{self.title} did not answer within {patience:g} s in a child process"
+            problem = f"{silent}: {slow}; or the driver hangs, see dmesg"
+        except (Failed, OSError) as err:
+            problem = f"{self.title} could not be asked in a child process: {err}"
+        else:
+            return tuple(line.removeprefix(MARK) for line in answer.split("\n") if line.startswith(MARK))
+        raise NoDriverError(problem, driver=self.title.lower())
 
     def try_gpu(self, gpu: Gpu, ordinal: int, logger: Any) -> None:
         """Hold a GPU in a child process."""
-        only = render_visible([gpu], visible_as="uuid", snapshot=HostSnapshot((gpu,)), environ=self.trial)
-        ask_child("hold", {**os.environ, **self.trial, **only}, library=self.title)
+        only = render_visible([gpu], visible_as="uuid", snapshot=HostSnapshot((gpu,)))
+        self._ask_child("hold", {**os.environ, **only})
 
 
 class Held:

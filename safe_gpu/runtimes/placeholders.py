@@ -6,19 +6,19 @@ does the slow part that must not touch a GPU, such as importing a framework. ``r
 The functions :func:`prepare`, :func:`allocate`, :func:`release` and :func:`holds_gpu` accept a callable with or without
 these methods.
 
-``CudaPlaceholder`` is the default. It needs no package, shares its context with the frameworks of the same process, and
-frees everything on release. The other placeholders initialise their framework before the claim returns.
+``CudaPlaceholder`` of :mod:`~safe_gpu.runtimes.cuda` is the default. It needs no package, shares its context with the
+frameworks of the same process, and frees everything on release. The placeholders here initialise their framework before
+the claim returns.
 """
 
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 from ..errors import PlaceholderError, SafeGpuError, package_logger
 from .causes import likely_cause
-from .child import library_of
-from .library import CudaCallError
+from .library import CudaCallError, Held, Library
 
 Placeholder = Callable[[int], Any]
 """What a claim requires of a placeholder. The methods ``prepare()`` and ``release(thing)`` are optional."""
@@ -118,7 +118,7 @@ class Base:
     """Common to the placeholders of this module: the logger, the import of the framework, and the errors."""
 
     holds_gpu: bool = True
-    _library = "CUDA"  # the title of the library that it uses
+    _library = "CUDA"  # what messages call the library that it uses
     _module = ""  # the module that prepare() imports
     _install = ""  # the package to install, as an argument of pip
 
@@ -169,38 +169,25 @@ class Base:
             ) from err
 
 
-class CudaPlaceholder(Base):
-    """The default: a primary context with a small allocation, made through the CUDA driver and freed on release."""
+class LibraryPlaceholder(Base):
+    """A small allocation through a vendor's library, freed on release."""
+
+    library: ClassVar[Library]
 
     def prepare(self) -> None:
-        """Map the vendor's library. This does not initialise it.
+        """Map the library. This does not initialise it.
 
         Raises:
             NoDriverError: this host has none.
         """
-        library_of(self._library).load()
+        self.library.load()
 
-    def _allocate(self, device_no: int) -> Any:
-        return library_of(self._library).hold(device_no)
+    def _allocate(self, device_no: int) -> Held:
+        return self.library.hold(device_no)
 
-    def release(self, placeholder: Any) -> None:
-        """Free the allocation and release the context. The context stays if a framework of this process uses it."""
+    def release(self, placeholder: Held) -> None:
+        """Free the allocation. What it was allocated in stays if a framework of this process uses it."""
         placeholder.release()
-
-
-class HipPlaceholder(CudaPlaceholder):
-    """The default on AMD GPUs: a small allocation through HIP, freed on release.
-
-    HIP stays initialised in this process, so that the kernel may list it on the GPU until it ends.
-    """
-
-    _library = "HIP"
-
-
-class LevelZeroPlaceholder(CudaPlaceholder):
-    """The default on Intel GPUs where Level Zero is installed: a context with a small allocation, freed on release."""
-
-    _library = "Level Zero"
 
 
 class NoPlaceholder(Base):

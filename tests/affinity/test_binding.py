@@ -146,7 +146,7 @@ def test_what_the_kernel_refuses_leaves_nothing_behind(in_child: InChild) -> Non
     assert in_child(child) == (True, 0)
 
 
-@pytest.mark.parametrize("cpus", [(), {-1}, {1 << 40}, {"0"}, 3, {1.5}])
+@pytest.mark.parametrize("cpus", [(), {-1}, {1 << 40}])
 def test_sets_that_are_none(cpus: Any) -> None:
     with pytest.raises(GPUAffinityError):
         bind_process(cpus)
@@ -204,11 +204,9 @@ def test_a_cpuset_is_respected(cpuset: Any, in_child: InChild) -> None:
 
 @pytest.fixture
 def memory_node() -> int:
-    try:
-        memory_policy.get_policy()
-        return min(int(name[4:]) for name in os.listdir("/sys/devices/system/node") if name[4:].isdigit())
-    except OSError as err:
-        pytest.skip(f"NUMA memory policies cannot be used here: {err}")
+    if memory_policy.get_policy() is None:
+        pytest.skip("NUMA memory policies cannot be used here")
+    return min(int(name[4:]) for name in os.listdir("/sys/devices/system/node") if name[4:].isdigit())
 
 
 @pytest.mark.parametrize("mode", ["bind", "preferred"])
@@ -276,11 +274,7 @@ def test_preferred_on_several_nodes(
             raise OSError(errno.EINVAL, "Invalid argument")
 
     monkeypatch.setattr(memory_policy, "_set", kernel)
-
-    def unread() -> memory_policy.MemoryPolicy:
-        raise OSError(errno.EPERM, "it cannot be read back")
-
-    monkeypatch.setattr(binding_module, "get_policy", unread)
+    monkeypatch.setattr(binding_module, "get_policy", lambda: None)  # it cannot be read back
     report = in_child(lambda: bind_process(None, [0, 1], "preferred"))  # where no thread is older
     assert (report.memory.done, report.as_asked) == (nodes, kernel_knows_many)
     assert bool(report.notes) is not kernel_knows_many

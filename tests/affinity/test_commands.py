@@ -79,15 +79,12 @@ def test_integers_of_numpy(four_gpus: Any, in_child: InChild) -> None:
     [
         ((2, 2), {}, None, "gpu_id=2 .* nproc_per_node=2"),
         ((-1, 2), {}, None, "gpu_id=-1"),
-        ((True, 2), {}, None, "gpu_id must be a whole number, not True"),
         ((0, 2.0), {}, None, "nproc_per_node must be a whole number, not 2.0"),
-        ((0, 0), {}, None, "nproc_per_node=0"),
         ((0, 5), {}, None, "nproc_per_node=5 .* 4 are visible"),
         ((0, 2), {}, "0,0", "CUDA_VISIBLE_DEVICES=0,0 shows no GPU"),
         ((0, 2), {}, "0", "1 are visible with CUDA_VISIBLE_DEVICES=0"),
         pytest.param((0, 4), {}, None, "1 physical core near 2 GPUs", marks=needs_two_cpus),
         ((0, 2), {"mode": "best"}, None, "'best'"),
-        ((0, 2), {"max_physical_cores": 0}, None, "max_physical_cores=0"),
         ((0, 2), {"mode": "all", "min_physical_cores": 7, "max_physical_cores": 3}, None, "at least 7"),
         ((0, 1), {}, None, "no NVIDIA driver"),
     ],
@@ -129,14 +126,10 @@ def test_the_wrapped_command(four_gpus: Any, gpu: int, at: int) -> None:
     ("command", "wrong"),
     [
         (["true"], {"gpu": -1}),
-        (["true"], {"gpu": "0"}),
-        (["true"], {"mode": "none"}),
         # These do not fall back either.
         (["true"], {"mode": "somewhere", "strict": False}),
         (["true"], {"gpu": None, "strict": False}),
         (["true"], {"ordinal": 0, "strict": False}),
-        (["true"], {"gpu": None, "ordinal": -1}),
-        (["true"], {"gpu": None, "ordinal": True}),
         (["true"], {"memory": "here", "strict": False}),
         ([], {}),
         ("true", {}),
@@ -324,17 +317,6 @@ def test_the_table_of_nodes(host: Callable[..., HostTopology], saved_tree: Any) 
     bare = host(cores_per_node=2, nodes=1, smt=1)
     assert node_table(bare, {}).splitlines()[1].split() == ["0", "0-1", "-", "-", "-"]
     assert topology.memory == {}  # a made-up host has no memory of its own
-
-
-def test_sizes_of_this_very_host() -> None:
-    try:
-        memory = read_topology().memory
-    except GPUAffinityError as err:
-        pytest.skip(str(err))
-    if not memory:
-        pytest.skip("this kernel shows no memory by node")
-    assert all(0 <= free <= size for size, free in memory.values())
-    assert sum(size for size, _ in memory.values()) > 100 << 20
 
 
 def test_the_table_says_what_is_remote(host: Callable[..., HostTopology]) -> None:

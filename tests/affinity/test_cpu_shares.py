@@ -1,8 +1,6 @@
 """A claim's CPUs: divided over the whole host, cut to the mask, bound for real."""
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -78,22 +76,17 @@ def test_shares_are_of_the_host_and_cut_to_the_mask(
         (TWO_ON_ONE, "4-7", "exclusive", 0, "0-3", "0-1", False),
         (TWO_ON_ONE, "4-7", "exclusive", 1, "0-3", "2-3", False),
         (TWO_ON_ONE, "0-1", "unique_interleaved", 1, "0-7", "3,5,7", False),
-        (TWO_ON_ONE, "4-7", "node", 1, "0-7", "0-3", False),
-        (TWO_ON_ONE, "4-7", "socket", 1, "0-7", "0-3", False),
         (ONE_EACH, "6-7", "node", 1, "0-7", "4-5", False),
         # A part of which the mask has nothing: the other CPUs of the node come before the whole mask.
         (TWO_ON_ONE, "", "exclusive", 1, "0-3", "0-3", False),
         (ONE_EACH, "", "exclusive", 0, "4-5", "4-5", True),
-        (THREE, "", "exclusive", 1, "1,4-7", "1", False),
         (THREE, "3", "exclusive", 1, "0,3-7", "0", False),
         # The whole node of a GPU is isolated, which does not keep claims of the other GPU from their part.
         (ONE_EACH, "4-7", "exclusive", 0, "0-3", "0-3", False),
         (ONE_EACH, "4-7", "exclusive", 1, "0-7", "0-3", True),
-        (ONE_EACH, "4-7", "node", 1, "0-7", "0-3", True),
         # Whose mask has isolated CPUs only was put there on purpose.
         (ONE_EACH, "4-7", "node", 1, "4-6", "4-6", False),
         (ONE_EACH, "4-7", "exclusive", 0, "5-7", "5-7", True),
-        (TWO_ON_ONE, "4-7", "node", 0, "6", "6", False),
         (TWO_ON_ONE, "0-7", "exclusive", 1, "0-7", "4-7", False),
     ],
 )
@@ -146,12 +139,6 @@ def test_never_wider_than_the_mask_and_never_in_anothers_way(data: st.DataObject
         assert not first.cpus & second.cpus
 
 
-def test_memory_nodes(host: MakeHost) -> None:
-    topology = host(cores_per_node=2, nodes=3, gpu_nodes=[2, None, 1, 2])
-    assert memory_nodes(topology, [0, 1, 2, 3]) == {1, 2}
-    assert memory_nodes(topology, [1]) == frozenset()
-
-
 # Binding
 
 GPUS = [Gpu(number, f"GPU-{number}", pci_bus_id=f"0000:0{number + 1}:00.0") for number in range(3)]
@@ -193,14 +180,6 @@ def test_a_claim_is_bound_and_given_back(small_host: Any, fake_driver: Any, in_c
     assert after == {MASK[0]}
 
 
-def test_a_made_up_host_is_never_remote(fake_driver: Any, in_child: InChild) -> None:
-    driver = fake_driver(GPUS)
-    driver.own = HostTopology(cpus=cpus("5000"), nodes={0: cpus("5000")}, gpus=[GpuLocality(0, numa_node=0)])
-    driver.is_simulated = True
-    report = in_child(lambda: bind_near(GPUS[:1], driver, options=AffinityOptions()))
-    assert ("none of the CPUs 5000" in report.notes[0], report.remote) == (True, False)
-
-
 @needs_two_cpus
 def test_the_default_reads_no_whole_host(small_host: Any, fake_driver: Any, in_child: Any, monkeypatch: Any) -> None:
     """Neither the cores, sockets and caches of each CPU, nor the places of other GPUs."""
@@ -212,20 +191,6 @@ def test_the_default_reads_no_whole_host(small_host: Any, fake_driver: Any, in_c
     for fact in ("cores", "packages", "llc"):
         monkeypatch.setattr(SysfsHost, fact, property(lambda host: pytest.fail("the whole host was read")))
     assert in_child(lambda: bind_near(GPUS[1:2], Silent(GPUS), options=AffinityOptions()).cpus) == {MASK[1]}
-
-
-@needs_two_cpus
-def test_a_place_that_is_not_told_cheaply(small_host: Any, fake_driver: Any, in_child: InChild) -> None:
-    """The GPU's node has no CPUs: the nearest node's are taken, which takes the whole host to know."""
-    small_host.nodes({3: []})
-    small_host.write("sys/devices/system/node/online", "0-3")
-    for node, row in enumerate(["10 20 20 30", "20 10 20 12", "20 20 10 30", "30 12 30 10"]):
-        small_host.write(f"sys/devices/system/node/node{node}/distance", row)
-    small_host.gpu("0000:04:00.0", node=3)
-    gpus = [Gpu(0, "GPU-0", pci_bus_id="0000:04:00.0")]
-    report = in_child(lambda: bind_near(gpus, fake_driver(gpus), options=AffinityOptions()))
-    assert report.cpus == {MASK[1]}
-    assert "remote to GPU 0 (on NUMA node 3)" in str(report)
 
 
 @needs_two_cpus
@@ -241,21 +206,6 @@ def test_a_claim_that_cannot_be_bound_remembers_nothing(small_host: Any, fake_dr
     with pytest.raises(GPUAffinityError):
         bind_claim([], fake_driver([]), options=AffinityOptions())
     assert not binding._stack
-
-
-@needs_two_cpus
-def test_taskset_is_respected(small_host: Any, tmp_path: Any) -> None:
-    """GPU 0 is next to the CPU that the mask leaves out."""
-    code = """if True:
-    import os
-    from safe_gpu.affinity import HostTopology
-    from safe_gpu.affinity.cpu_shares import claim_shares
-    from safe_gpu.affinity.options import AffinityOptions
-    host, mask = HostTopology.from_host(), os.sched_getaffinity(0)
-    print([sorted(claim_shares(host, AffinityOptions(), [gpu], mask).cpus) for gpu in (0, 1)])
-    """
-    command = ["taskset", "-c", str(MASK[1]), sys.executable, "-c", code]
-    assert subprocess.check_output(command, text=True).strip() == str([[MASK[1]], [MASK[1]]])
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import safe_gpu
 from safe_gpu.affinity.gpu_affinity import Mode, Multithreading, Scope, set_affinity
-from safe_gpu.affinity.options import DIVIDING_MODES, MODES, MULTITHREADING, SCOPES, AffinityOptions, parse_options
+from safe_gpu.affinity.options import DIVIDING_MODES, MODES, MULTITHREADING, SCOPES, AffinityOptions
 from safe_gpu.affinity.planner import is_remote, plan
 from safe_gpu.errors import GPUAffinityError
 from safe_gpu.topology.cpulist import format_cpulist
@@ -50,11 +50,8 @@ def dgx_a100(host: MakeHost) -> HostTopology:
         # dealt to its 32 node cores in order (16-31, 48-63): core 16 gets 0, ..., 31 gets 15, 48 gets 32, ..., 63 gets
         # 47.
         ("unique_contiguous", None, {0: "32-39,48-55", 1: "40-47,56-63", 2: "0-7,16-23", 7: "72-79,88-95"}),
-        # max counts cores and takes the node's own first.
-        ("unique_contiguous", 9, {0: "32,48-55"}),
         # All of the socket, own node first, then those of the socket's other GPUs: 20 cores are 16 own and 4 of theirs.
         ("all", 20, {0: "16-19,48-63", 2: "16-31,48-51"}),
-        ("all", 33, {0: "0,16-31,48-63", 2: "0,16-31,48-63"}),
     ],
 )
 def test_the_socket_of_a_dgx_a100(dgx_a100: HostTopology, mode: str, most: int, expected: dict[int, str]) -> None:
@@ -144,17 +141,6 @@ def test_the_picture_of_the_modes(host: MakeHost) -> None:
     assert pictures == ([(mode.value, *shares(topology, mode)) for mode in Mode],) * 2
 
 
-def test_single_modes_ignore_scope_and_bounds(dgx_a100: HostTopology) -> None:
-    for mode in ("single", "single_unique"):
-        plain = plan(dgx_a100, mode=mode)
-        assert plan(dgx_a100, mode=mode, scope="socket", min_physical_cores=5, max_physical_cores=6) == plain
-
-
-def test_core_complex_without_caches_is_package_and_node(host: MakeHost) -> None:
-    one = replace(host(cores_per_node=2, nodes=2, smt=1, gpu_nodes=[0, 1]), llc=())
-    assert shares(one, "core-complex") == ["0-1", "2-3"]
-
-
 def one_node(host: MakeHost, cores: int, *gpus: tuple[str, str], smt: int = 1) -> HostTopology:
     """A node of some cores, with GPUs whose node and socket are these CPUs."""
     places = [GpuLocality(index, "", 7 * index, cpus(near), cpus(socket)) for index, (near, socket) in enumerate(gpus)]
@@ -224,21 +210,9 @@ def test_one_gpu_without_a_share_fails_the_whole_plan(host: MakeHost) -> None:
 
 def test_a_minimum_that_is_not_met(dgx1: HostTopology) -> None:
     assert plan(dgx1, mode="unique_contiguous", min_physical_cores=5)
-    for mode, least, names in (
-        ("unique_contiguous", 6, r"5 physical cores near GPU 0 .* at least 6"),
-        ("unique_interleaved", 6, r"5 physical cores near GPU 0 .* at least 6"),
-        ("all", 21, r"20 physical cores .* at least 21"),
-    ):
-        with pytest.raises(GPUAffinityError, match=names):
+    for mode, least, has in (("unique_contiguous", 6, 5), ("all", 21, 20)):
+        with pytest.raises(GPUAffinityError, match=rf"{has} physical cores near GPU 0 .* at least {least}"):
             plan(dgx1, mode=mode, min_physical_cores=least)
-
-
-def test_gpus_and_allowed_may_be_any_numbers_in_any_iterable(dgx1: HostTopology) -> None:
-    wanted = plan(dgx1, mode="exclusive", gpus=[0, 1])
-    for same in ({1, 0}, iter([0, 1])):
-        assert plan(dgx1, mode="exclusive", gpus=same) == wanted
-    (share,) = plan(dgx1, mode="node", gpus=[0], allowed=[1.0, 2, 90.0])
-    assert sorted(map(repr, share)) == ["1", "2"]
 
 
 class Theirs(Enum):
@@ -265,27 +239,14 @@ def test_strings_and_members_are_the_same(dgx1: HostTopology) -> None:
     ("bad", "names"),
     [
         ({"mode": "nodes"}, "'nodes'"),
-        ({"mode": None}, "None"),
-        ({"mode": ["node"]}, r"\['node'\]"),
         ({"scope": "host"}, "'host'"),
         ({"multithreading": "both"}, "'both'"),
         ({"balanced": "no"}, "'no'"),
         ({"min_physical_cores": -1}, "-1"),
-        ({"min_physical_cores": 1.5}, "1.5"),
         ({"max_physical_cores": 0}, "0"),
-        ({"max_physical_cores": True}, "True"),
         ({"gpus": [8]}, "GPU 8"),
-        ({"gpus": ["0"]}, "'0'"),
-        ({"gpus": [True]}, "True"),
         ({"gpus": [0, 0]}, "twice"),
-        ({"gpus": 3}, "3"),
-        ({"gpus": {0, "a"}}, "'a'"),
-        ({"allowed": ()}, "80 online CPUs"),
         ({"allowed": [500]}, "80 online CPUs"),
-        ({"allowed": 5}, "5"),
-        ({"allowed": [[1]]}, r"\[1\]"),
-        ({"topology": None}, "None"),
-        ({"topology": "dgx1"}, "dgx1"),
     ],
 )
 def test_bad_input_names_itself(dgx1: HostTopology, bad: dict[str, Any], names: str) -> None:
@@ -293,16 +254,6 @@ def test_bad_input_names_itself(dgx1: HostTopology, bad: dict[str, Any], names: 
         arguments: dict[str, Any] = {"topology": dgx1, "mode": mode, **bad}
         with pytest.raises(GPUAffinityError, match=names):
             plan(arguments.pop("topology"), **arguments)
-
-
-def test_options_as_a_claim_takes_them() -> None:
-    assert parse_options(None) is None
-    assert parse_options("socket") == AffinityOptions(mode="socket")
-    options = AffinityOptions(mode="all", max_physical_cores=3)
-    assert parse_options(options, "bind") is options
-    for wrong in ({"affinity": "sockets"}, {"affinity": 3}, {"affinity": None, "memory": "interleave"}):
-        with pytest.raises(GPUAffinityError):
-            parse_options(**wrong)
 
 
 # Laws for any machine
@@ -385,12 +336,3 @@ def test_laws(question: tuple[HostTopology, dict[str, Any]]) -> None:
         single = options["multithreading"] == "single_logical"
         for share, cores in zip(found, used, strict=True):
             assert share == ({min(core & allowed) for core in cores} if single else frozenset().union(*cores) & allowed)
-
-
-def test_nothing_of_the_process_matters(dgx_a100: HostTopology, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes with other masks and environments plan the same: nothing but the arguments is looked at."""
-    first = [plan(dgx_a100, mode=mode) for mode in MODES]
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    monkeypatch.setenv("SAFE_GPU_FSROOT", "/nowhere")
-    assert [plan(dgx_a100, mode=mode) for mode in MODES] == first

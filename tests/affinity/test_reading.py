@@ -54,19 +54,6 @@ def test_lists_masks_old_names_and_padding(saved_tree: Any, masks: bool, old_nam
     check_two_sockets(read_topology(saved_tree))
 
 
-HYBRID = [[0, 1], [2, 3], [4], [5], [6], [7]]
-REGULAR = [[[core * smt + thread for thread in range(smt)] for core in range(3)] for smt in (1, 2, 4, 8)]
-
-
-@pytest.mark.parametrize("cores", [*REGULAR, HYBRID])
-def test_any_number_of_threads(saved_tree: Any, cores: list[list[int]]) -> None:
-    caches = [[cpu for core in some for cpu in core] for some in (cores[:2], cores[2:])]
-    saved_tree.cpus(cores, caches=caches)
-    host = read_topology(saved_tree)
-    assert groups(host.cores) == cores
-    assert groups(host.llc) == caches
-
-
 def test_offline_cpus_that_lists_still_name(saved_tree: Any) -> None:
     """The kernel drops offline CPUs from siblings, but saved trees and node lists name them."""
     saved_tree.cpus([(0, 4), (1, 5), (2, 6), (3, 7)], offline=[5, 3, 7], caches=[range(8)])
@@ -174,19 +161,6 @@ def test_no_host_there(root: Any, names: str) -> None:
         read_topology(root)
 
 
-def test_the_root_comes_from_the_environment(saved_tree: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    two_sockets(saved_tree)
-    monkeypatch.setenv("SAFE_GPU_FSROOT", os.fspath(saved_tree))
-    check_two_sockets(read_topology())
-
-
-@needs_sysfs
-def test_this_very_host() -> None:
-    host = read_topology("/")
-    assert os.sched_getaffinity(0) <= host.cpus
-    assert frozenset().union(*host.cores) == host.cpus
-
-
 # GPUs without a driver
 
 
@@ -266,29 +240,6 @@ def test_the_drivers_word_comes_before_pci(saved_tree: Any, fake_driver: Any) ->
     driver = fake_driver([Gpu(0, "GPU-a", pci_bus_id="0000:01:00.0", numa_node=0)], {("GPU-a", "node"): SECOND})
     (gpu,) = read_topology(saved_tree, driver).gpus
     assert gpu == GpuLocality(0, "GPU-a", 1, SECOND, SECOND, "0000:01:00.0", "nvml")
-
-
-def test_a_silent_driver_leaves_it_to_pci(saved_tree: Any, fake_driver: Any) -> None:
-    two_sockets(saved_tree)
-    saved_tree.gpu("0000:02:00.0", node=1)
-    gpus = [
-        Gpu(0, "GPU-a", pci_bus_id="00000000:02:00.0"),
-        Gpu(1, "GPU-b", pci_bus_id="0000:77:00.0", numa_node=0),  # sysfs of a container may lack the device
-        Gpu(1, "MIG-b", pci_bus_id="0000:77:00.0", mig_parent="GPU-b"),
-    ]
-    found = read_topology(saved_tree, fake_driver(gpus, {("GPU-a", "node"): frozenset()})).gpus
-    assert [(gpu.uuid, gpu.numa_node, gpu.source) for gpu in found] == [
-        ("GPU-a", 1, "numa_node"),
-        ("GPU-b", 0, "numa_node"),
-    ]
-
-
-def test_a_driver_may_bring_its_own_host(saved_tree: Any, fake_driver: Any) -> None:
-    two_sockets(saved_tree)
-    driver = fake_driver([])
-    driver.own = HostTopology(cpus=frozenset([1]))
-    assert read_topology("/", driver) is driver.own
-    check_two_sockets(read_topology(saved_tree, driver))
 
 
 def test_a_driver_that_fails_is_our_error(saved_tree: Any, fake_driver: Any) -> None:

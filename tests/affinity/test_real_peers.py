@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -10,12 +9,11 @@ from itertools import islice
 from typing import Any
 
 import pytest
-from affinity.conftest import MASK, needs_known_calls, needs_two_cpus, refuse_memory_policies
+from affinity.conftest import MASK, needs_two_cpus
 from affinity.peers import torch_cases
 from support.real import REQUIRED
 
 import safe_gpu
-from safe_gpu.affinity import numactl
 from safe_gpu.affinity.numactl import wrap_command
 from safe_gpu.affinity.options import MODES, AffinityOptions, parse_options
 from safe_gpu.affinity.planner import plan
@@ -44,31 +42,6 @@ def test_numactl_runs_it(four_gpus: Any, four_gpus_env: dict[str, str], memory: 
     done = subprocess.run(wrapped, env=four_gpus_env, capture_output=True, text=True, timeout=60)
     policy = {None: ["default", [], None], "bind": ["bind", [0], True], "preferred": ["preferred", [0], True]}[memory]
     assert json.loads(done.stdout) == [[MASK[0]], *policy], done.stderr
-
-
-@needs_numactl
-@needs_two_cpus
-def test_numactls_own_refusal_is_told(four_gpus: Any, saved_tree: Any, caplog: Any) -> None:
-    """Node 1 of the saved tree is not on this host."""
-    if os.path.exists("/sys/devices/system/node/node1"):
-        pytest.skip("this host has a second node")
-    with pytest.raises(GPUAffinityError, match=r"numactl --physcpubind=\d+ --membind=1 fails here: .*<?1>? ") as caught:
-        wrap_command(["true"], gpu=1, mode="node", memory="bind", check=True)
-    assert "usage" in str(caught.value).lower() or "out of range" in str(caught.value)
-    kept = wrap_command(["true"], gpu=1, mode="node", memory="bind", check=True, strict=False)
-    assert kept == ["numactl", f"--physcpubind={MASK[1]}", "true"]
-    assert "bound without a memory policy: numactl" in caplog.text
-
-
-@needs_numactl
-@needs_known_calls
-def test_numactl_in_a_container_that_refuses_memory_policies(four_gpus: Any, in_child: Any) -> None:
-    def child() -> Any:
-        refuse_memory_policies()
-        numactl._refusal.cache_clear()
-        return wrap_command(["true"], gpu=0, mode="node", memory="bind", strict=False)
-
-    assert in_child(child) == ["numactl", f"--physcpubind={MASK[0]}", "true"]
 
 
 @needs_torch

@@ -1,6 +1,6 @@
 """A simulated cluster for claims across hosts: the engine's own code runs; hosts and network are simulated events.
 
-Each claim runs :func:`safe_gpu.engines.remote.claim_through` in a thread of its own. Only one thread runs at any time:
+Each claim runs :func:`safe_gpu.engines.claim.claim_through` in a thread of its own. Only one thread runs at any time:
 the one whose answer has come, by the order of events, so that a seed gives the same run every time.
 """
 
@@ -13,9 +13,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from safe_gpu.engines.cluster import ClusterGpu
-from safe_gpu.engines.holder import HostReport
-from safe_gpu.engines.remote import HeldClaim, claim_through
+from safe_gpu.engines.claim import ClusterClaim, claim_through
+from safe_gpu.engines.holder import ClusterGpu, HostReport
+from safe_gpu.engines.order import Holder
 from safe_gpu.errors import ClaimTimeout, HolderLostError, NotEnoughGpusError, SafeGpuError
 
 GPUS = 8
@@ -204,8 +204,8 @@ class SimulatedHost:
         return kind(f"{self.free} of {number} GPUs are free", nb_gpus=number, **more)
 
 
-class SimulatedHolder:
-    """A holder of one claim on one host; see :class:`safe_gpu.engines.remote.RemoteHolder`."""
+class SimulatedHolder(Holder):
+    """A holder of one claim on one host."""
 
     def __init__(self, host: SimulatedHost) -> None:
         self.host = self.node_id = host.name
@@ -264,7 +264,7 @@ class SimulatedHolder:
     # What the host does when a message arrives
 
     def _report(self, count_for: int) -> None:
-        self._reply(HostReport(self.host, "", self._on.free))
+        self._reply(HostReport((self.host,), self._on.free))
 
     def _claim(self, number: int, timeout: float | None) -> None:
         if self._over:
@@ -314,7 +314,9 @@ def run_claim(
     error = None
     held = None
     try:
-        held = HeldClaim(claim_through(holders, len(holders), gpus_per_host, timeout, _QUIET, clock=lambda: world.now))
+        held = ClusterClaim(
+            claim_through(holders, len(holders), gpus_per_host, timeout, _QUIET, clock=lambda: world.now)
+        )
     except SafeGpuError as err:
         error = err
     took = world.now - began

@@ -3,7 +3,6 @@
 import ctypes
 import os
 import pickle
-import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -18,12 +17,9 @@ from safe_gpu import GPUAffinityError, UnsatisfiableRequestError, WrongDeviceErr
 from safe_gpu.claim.worker import check_expected_gpu
 from safe_gpu.drivers.presets import preset
 from safe_gpu.engines import dragon as dragon_module
-from safe_gpu.engines import dragon_holders
-from safe_gpu.engines.cluster import ClusterGpu
 from safe_gpu.engines.dragon import DragonClaim, WorkerCheck, _split, claim
-from safe_gpu.engines.holder import ClaimArguments, HolderProcess
+from safe_gpu.engines.holder import ClaimArguments, ClusterGpu, HolderProcess
 from safe_gpu.errors import HolderLostError
-from safe_gpu.host import procfs
 
 
 @pytest.fixture
@@ -195,10 +191,7 @@ CORES = tuple((core, core + 8) for core in range(4))
 @pytest.mark.parametrize(
     ("cores", "workers", "parts"),
     [
-        (CORES, 1, [(0, 1, 2, 3, 8, 9, 10, 11)]),
-        (CORES, 2, [(0, 1, 8, 9), (2, 3, 10, 11)]),
         (CORES, 3, [(0, 1, 8, 9), (2, 10), (3, 11)]),
-        (CORES, 4, [(0, 8), (1, 9), (2, 10), (3, 11)]),
         (CORES, 9, [(0, 8), (1, 9), (2, 10), (3, 11)]),  # more workers than cores: they go round
         ((), 3, [()]),  # no preference
     ],
@@ -214,12 +207,12 @@ def test_outside_of_a_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The nodes on which holders were to be started, in a runtime of nodea, without GPUs, and nodeb."""
-    found: list[list[str]] = []
+    found: list[str] = []
 
-    def start(nodes: list[Any], wishes: ClaimArguments) -> None:
-        found.append([node.hostname for node in nodes])
+    def start(node: Any, wishes: ClaimArguments, door: object) -> None:
+        found.append(node.hostname)
         raise HolderLostError("none starts here")
 
     nodes = {
@@ -232,49 +225,22 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, "dragon.native.machine", machine)
     monkeypatch.setenv("DRAGON_MY_PUID", "1")
-    monkeypatch.setattr(dragon_module, "start_holders", start)
+    monkeypatch.setattr(dragon_module, "_DragonHolder", start)
     return found
 
 
 @pytest.mark.parametrize("nodes", [1, "nodeb", ["2"], [2]])
-def test_nodes_where_dragon_sees_gpus_are_asked(asked: list[list[str]], nodes: Any) -> None:
+def test_nodes_where_dragon_sees_gpus_are_asked(asked: list[str], nodes: Any) -> None:
     with pytest.raises(HolderLostError, match="none starts here"):
         claim(nodes, 1, timeout=0)
-    assert asked == [["nodeb"]]
+    assert asked == ["nodeb"]
 
 
 @pytest.mark.parametrize("nodes", [2, "nodea"])
-def test_nodes_where_dragon_sees_no_gpu_are_refused(asked: list[list[str]], nodes: Any) -> None:
+def test_nodes_where_dragon_sees_no_gpu_are_refused(asked: list[str], nodes: Any) -> None:
     with pytest.raises(UnsatisfiableRequestError, match="Dragon sees no GPU on nodea"):
         claim(nodes, 1, timeout=0)
     assert asked == []
-
-
-@pytest.mark.parametrize(
-    ("changed", "ends"), [({}, True), ({"node": "elsewhere"}, False), ({"start": 1}, False), ({"start": None}, False)]
-)
-def test_a_holder_ends_with_a_driver_of_its_node_without_asking_dragon(changed: Any, ends: bool, monkeypatch) -> None:
-    driver = subprocess.Popen(["sleep", "600"])
-    process = {"node": os.uname().nodename, "pid": driver.pid, "start": procfs.start_time(driver.pid), **changed}
-    looks = 0
-
-    def sleep(seconds: float) -> None:
-        nonlocal looks
-        looks += 1
-        if looks == 1:
-            driver.kill()
-            driver.wait()
-        elif looks == 3:
-            raise KeyboardInterrupt
-
-    def leave(code: int) -> None:
-        raise SystemExit
-
-    monkeypatch.setattr(dragon_holders, "time", SimpleNamespace(sleep=sleep))
-    monkeypatch.setattr(dragon_holders.os, "_exit", leave)
-    with pytest.raises(SystemExit if ends else KeyboardInterrupt):
-        dragon_holders._end_with_processes(**process)
-    assert looks == (1 if ends else 3)
 
 
 def test_the_stand_in_for_cudart_has_all_that_dragon_looks_up(build_library: Callable[..., Path]) -> None:

@@ -43,20 +43,16 @@ def test_what_a_mask_shows(environ: dict[str, str], shown: list[int] | None) -> 
 
 
 def test_when_a_mask_is_ambiguous() -> None:
-    limit = read_level_zero({MASK: "1"}, host(2, 2))
-    assert limit is not None
-    assert limit.ambiguous
-    assert HIERARCHY in limit.clear_by
-    limit = read_level_zero({MASK: "1"}, host(1, 1))
-    assert limit is not None
-    assert not limit.ambiguous
     mixed = HostSnapshot(tuple(Gpu(n, f"INTEL-{n}", f"Arc {n}", vendor="intel") for n in range(2)))
-    limit = read_level_zero({MASK: "1"}, mixed)
-    assert limit is not None
-    assert limit.ambiguous
-    limit = read_level_zero({MASK: "1", ORDER: "1"}, mixed)
-    assert limit is not None
-    assert not limit.ambiguous
+    for snapshot, order, ambiguous in (
+        (host(2, 2), "", True),
+        (host(1, 1), "", False),
+        (mixed, "", True),
+        (mixed, "1", False),
+    ):
+        limit = read_level_zero({MASK: "1", ORDER: order}, snapshot)
+        assert limit is not None
+        assert (limit.ambiguous, HIERARCHY in limit.clear_by) == (ambiguous, True)
 
 
 def test_what_a_claim_writes() -> None:

@@ -1,4 +1,4 @@
-"""Saved sysfs trees of hosts with Intel GPUs, with the open files of processes, and a fake libze_loader over them."""
+"""Saved sysfs trees of hosts with Intel GPUs, with the open files of processes."""
 
 import os
 from pathlib import Path
@@ -11,9 +11,8 @@ GIB = 1 << 30
 class IntelHost:
     """A tree for ``SAFE_GPU_FSROOT``: GPUs are added in any order."""
 
-    def __init__(self, root: Path, library: Path | None = None) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
-        self.library = library
         self._minor = 0
         for path in ("proc", "dev/dri", "sys/class/drm", "sys/bus/pci/drivers/xe", "sys/bus/pci/drivers/i915"):
             (root / path).mkdir(parents=True)
@@ -41,12 +40,6 @@ class IntelHost:
         self._minor += 1
         return path
 
-    def describe(self, *tiles: int) -> None:
-        """What Level Zero sees: all GPUs of the tree by bus id, with so many tiles each."""
-        names = sorted(path.name for path in (self.root / "sys/bus/pci/devices").iterdir())
-        lines = (f"{name} {count}\n" for name, count in zip(names, tiles, strict=True))
-        (self.root / "ze_cards").write_text("".join(lines))
-
     def client(
         self, pid: int, bus_id: str, *lines: str, number: int = 5, identity: int = 1, driver: str = "xe"
     ) -> None:
@@ -66,6 +59,5 @@ class IntelHost:
     @property
     def env(self) -> dict[str, str]:
         """os.environ with these GPUs in place of any others."""
-        library = self.root if self.library is None else self.library.parent
-        here = {"LD_LIBRARY_PATH": str(library), "SAFE_GPU_FSROOT": str(self.root), "SAFE_GPU_DRIVER": "intel"}
+        here = {"LD_LIBRARY_PATH": str(self.root), "SAFE_GPU_FSROOT": str(self.root), "SAFE_GPU_DRIVER": "intel"}
         return {**os.environ, **here, "PYTHONPATH": str(PACKAGE_ROOT)}

@@ -1,50 +1,50 @@
 """All or nothing across hosts: what one claim does, as tables; test_cluster_scale.py has crowds of them."""
 
 import pickle
+from typing import Any
 
 import pytest
 
-from safe_gpu.engines.cluster import ClusterClaim, ClusterGpu, claim_on_all, on_host
+from safe_gpu.engines.order import Holder, HostClaim, claim_on_all, on_host
 from safe_gpu.errors import ClaimTimeout, HolderLostError, NotEnoughGpusError, SafeGpuError, UnsatisfiableRequestError
 from safe_gpu.gpus.devices import Gpu, GpuVerdict
 
 VERDICTS = (GpuVerdict(Gpu(0, "GPU-0"), "claimed", "process 7 of ann", pid=7, user="ann"),)
 
 
-class Scripted:
-    """The claim on one host: answers each ``begin`` with the next entry, True or an error, and keeps a diary."""
+class Scripted(Holder):
+    """The holder on one host: answers each claim with the next entry, True or an error, and keeps a diary."""
 
     def __init__(self, name: str, diary: list[str], *answers: SafeGpuError | bool) -> None:
-        self.host = name
-        self.rank = (name,)
+        self.host = self.node_id = name
         self.diary = diary
         self.answers = list(answers)
         self.holds = False
-        self.result: SafeGpuError | None = None
+        self.result: Any = None
 
-    def begin(self, timeout: float | None) -> None:
-        assert not self.holds, "claimed twice"
+    def call(self, method: str, *arguments: Any) -> None:
+        assert self.holds == (method == "release"), "claimed twice, or given back for nothing"
+        if method == "release":
+            self.diary.append(f"give back {self.host}")
+            self.holds, self.result = False, None
+            return
+        number, timeout = arguments
+        assert number == 8
         self.diary.append(f"{'try' if timeout == 0 else 'wait'} {self.host}")
         answer = self.answers.pop(0)
-        self.result = None if isinstance(answer, bool) else answer
         self.holds = answer is True
+        self.result = f"{self.host}'s GPUs" if self.holds else answer
 
-    def outcome(self) -> str:
-        if self.result is not None:
-            raise self.result
-        return f"{self.host}'s GPUs"
+    def answer(self, limit: float | None) -> Any:
+        return self.result
 
-    def give_back(self) -> None:
-        assert self.holds
-        self.diary.append(f"give back {self.host}")
-        self.holds = False
-
-    def given_back(self) -> None:
-        assert not self.holds
-
-    def abandon(self) -> None:
+    def end(self) -> None:
         self.diary.append(f"abandon {self.host}")
         self.holds = False
+
+
+def claim_all(holders: list[Scripted], timeout: float | None, **options: Any) -> list[Any]:
+    return claim_on_all([HostClaim([holder], (holder.host,), 8) for holder in holders], timeout, **options)
 
 
 def busy() -> NotEnoughGpusError:
@@ -104,13 +104,13 @@ def test_story(story: str) -> None:
     claimers = [Scripted("b", diary, *b), Scripted("c", diary, *c), Scripted("a", diary, *a)]  # any order
     waited: list[str] = []
     if failure is None:
-        grants = claim_on_all(claimers, timeout, on_wait=lambda host, err: waited.append(host))
+        grants = claim_all(claimers, timeout, on_wait=lambda host, err: waited.append(host))
         assert grants == ["b's GPUs", "c's GPUs", "a's GPUs"]
         assert all(claimer.holds for claimer in claimers)
     else:
         host, kind = failure
         with pytest.raises(kind, match=f"^{host}: ") as caught:
-            claim_on_all(claimers, timeout, on_wait=lambda host, err: waited.append(host))
+            claim_all(claimers, timeout, on_wait=lambda host, err: waited.append(host))
         assert type(caught.value) is kind
         assert caught.value.host == host  # type: ignore[attr-defined]
         assert getattr(caught.value, "timeout", timeout) == timeout, "not what was left"
@@ -125,10 +125,11 @@ def test_the_deadline_is_one_for_all_hosts() -> None:
     timeouts: list[float | None] = []
 
     class Slow(Scripted):
-        def begin(self, timeout: float | None) -> None:
-            timeouts.append(timeout)
-            super().begin(timeout)
-            now[0] += 3 if timeout else 0
+        def call(self, method: str, *arguments: Any) -> None:
+            super().call(method, *arguments)
+            if method == "claim":
+                timeouts.append(arguments[1])
+                now[0] += 3 if arguments[1] else 0
 
     diary: list[str] = []
     claimers = [
@@ -137,7 +138,7 @@ def test_the_deadline_is_one_for_all_hosts() -> None:
         Slow("c", diary, OK, busy(), busy()),
     ]
     with pytest.raises(ClaimTimeout, match=r"^c: 0 of 8 GPUs") as caught:
-        claim_on_all(claimers, 6, clock=lambda: now[0])
+        claim_all(claimers, 6, clock=lambda: now[0])
     assert [timeout for timeout in timeouts if timeout] == [6, 3]
     assert caught.value.timeout == 6
     assert caught.value.verdicts == VERDICTS
@@ -146,12 +147,12 @@ def test_the_deadline_is_one_for_all_hosts() -> None:
 
 def test_whatever_interrupts_leaves_nothing() -> None:
     class Interrupted(Scripted):
-        def outcome(self) -> str:
+        def answer(self, limit: float | None) -> Any:
             raise KeyboardInterrupt
 
     claimers = [Scripted("a", [], True), Interrupted("b", [], True)]
     with pytest.raises(KeyboardInterrupt):
-        claim_on_all(claimers, 10)
+        claim_all(claimers, 10)
     assert not any(claimer.holds for claimer in claimers)
 
 
@@ -160,33 +161,3 @@ def test_an_error_says_where_once() -> None:
     assert str(error) == "hosta: 0 of 8 GPUs are free"
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), copy.host, copy.verdicts) == (str(error), "hosta", VERDICTS)
-
-
-class Held(ClusterClaim):
-    def __init__(self, gpus: list[ClusterGpu]) -> None:
-        super().__init__(gpus)
-        self.calls: list[str] = []
-
-    def _check(self, gpus: object) -> None:
-        self.calls.append("check")
-
-    def _release(self) -> None:
-        self.calls.append("release")
-
-
-def test_a_claim_is_released_once_and_useless_afterwards() -> None:
-    gpus = [ClusterGpu("hostb", "2", 0, "GPU-b0"), ClusterGpu("hosta", "1", 3, "GPU-a3", frozenset({4, 5}))]
-    with Held(gpus) as claim:
-        assert claim.gpus == tuple(gpus)
-        assert claim.hosts == ("hostb", "hosta")
-        claim.check()
-        assert repr(claim) == "<Held hostb:0, hosta:3>"
-    claim.release()
-    assert claim.calls == ["check", "release"]
-    with pytest.raises(UnsatisfiableRequestError, match="claim again"):
-        claim.check()
-
-
-def test_a_gpu_of_another_claim_is_refused() -> None:
-    with Held([ClusterGpu("hosta", "1", 0, "GPU-0")]) as claim, pytest.raises(UnsatisfiableRequestError, match="hostb"):
-        claim._known(ClusterGpu("hostb", "2", 0, "GPU-1"))

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.engines.cluster import ClusterGpu
-from safe_gpu.engines.holder import HostReport
-from safe_gpu.engines.remote import HeldClaim, NodeFacts, choose_nodes, claim_through
+from safe_gpu.engines.claim import ClusterClaim, NodeFacts, choose_nodes, claim_through
+from safe_gpu.engines.holder import ClusterGpu, HostReport
+from safe_gpu.engines.order import Holder
 from safe_gpu.errors import HolderLostError, NotEnoughGpusError, SafeGpuError, UnsatisfiableRequestError
 
 
-class Node:
+class Node(Holder):
     """A holder without a process: grants what the node has free, first numbers first."""
 
     def __init__(self, node_id: str, host: str, free: dict[str, list[int]], *, lost: str = "") -> None:
@@ -32,7 +32,7 @@ class Node:
         return getattr(self, f"_{method}")(*arguments)
 
     def _report(self, count_for: int) -> HostReport:
-        return HostReport(self.host, f"boot of {self.host}", len(self.free[self.host]) if count_for else 0)
+        return HostReport((self.host,), len(self.free[self.host]) if count_for else 0)
 
     def _claim(self, nb_gpus: int, timeout: float | None) -> tuple[ClusterGpu, ...] | SafeGpuError:
         free = self.free[self.host]
@@ -116,16 +116,24 @@ def test_nodes_that_are_one_host_make_one_claim() -> None:
 
 def test_a_claim_says_which_holder_is_gone() -> None:
     nodes, free = make(a=2, b=2)
-    claim = HeldClaim(claim_through(nodes, 2, 1, 0))
+    claim = ClusterClaim(claim_through(nodes, 2, 1, 0))
     claim.check()
     nodes[1].lost = "ping"
     with pytest.raises(HolderLostError, match="b: gone"):
         claim.check()
-    claim._known(claim.gpus[0])
+    claim.checked(claim.gpus[0])
     with pytest.raises(HolderLostError):
-        claim._known(claim.gpus[1])
+        claim.checked(claim.gpus[1])
+    with pytest.raises(UnsatisfiableRequestError, match="pass one of"):
+        claim.checked(ClusterGpu("b", "2", 7, "GPU-of another claim"))
+    assert (claim.hosts, repr(claim)) == (("a", "b"), "<ClusterClaim a:0, b:0>")
     nodes[1].lost = "release"
     claim.release()
+    asked = len(nodes[0].calls)
+    claim.release()
+    assert len(nodes[0].calls) == asked, "once"
+    with pytest.raises(UnsatisfiableRequestError, match="claim again"):
+        claim.check()
     assert all(node.ended for node in nodes)
     assert [len(gpus) for gpus in free.values()] == [2, 2]
 

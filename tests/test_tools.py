@@ -205,35 +205,3 @@ def test_an_unknown_benchmark_is_refused() -> None:
     done = bench("everything")
     assert done.returncode == 2
     assert "'everything'" in done.stderr
-
-
-# How long host.lock is held
-
-PLANTED = """
-import fcntl, os, sys, time
-with open(os.environ["SAFE_GPU_DIR"] + "/host.lock", "r+") as file:
-    waits = f":{os.fstat(file.fileno()).st_ino} "
-    fcntl.flock(file, fcntl.LOCK_EX)
-    began = time.monotonic()
-    while not any(" -> " in line and waits in line for line in open("/proc/locks")):
-        pass
-    time.sleep(0.1)  # so that no other hold is as long
-    took = time.monotonic() - began
-    fcntl.flock(file, fcntl.LOCK_UN)
-open(sys.argv[1], "w").write(str(took))
-"""
-
-
-@pytest.mark.parametrize("load", [(), ("--locks", "3"), ("--doors", "3"), ("--names", "3")])
-def test_a_long_hold_is_found(tmp_path: Path, load: tuple[str, ...]) -> None:
-    command = (str(TOOLS / "host_lock_holds.py"), "--runs", "1", *load, "--")
-    done = python(*command, sys.executable, "-c", PLANTED, str(tmp_path / "took"))
-    title, *rows = done.stdout.splitlines()
-    assert "longest hold, ms" in title, done.stderr
-    assert len(rows) == 1 + bool(load)
-    least, _, most, before, code = rows[-1].split()[-5:]
-    assert float(most) >= 1000 * float((tmp_path / "took").read_text()) - 0.1 >= 99
-    assert (least, code) == (most, "0")
-    assert float(before) > 0
-    done = python(*command, sys.executable, "-c", "raise SystemExit(3)")
-    assert done.stdout.splitlines()[-1].split()[-5:] == ["0.0", "0.0", "0.0", "-", "3"]

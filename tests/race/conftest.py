@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.actor import Racer
+from support.actor import Actor
 from support.hip_host import HipHost
 from support.stage import UNITS, Referee
 
@@ -55,7 +55,7 @@ class Track:
 
     def __init__(self, directory: Path, preset: str = PRESET) -> None:
         self.preset = preset
-        self.racers: list[Racer] = []
+        self.racers: list[Actor] = []
         self.random = random.Random(20)
         self.use(directory)
 
@@ -86,12 +86,12 @@ class Track:
         found = {gpu.uuid: {process.pid for process in gpu.processes or ()} for gpu in self.driver.snapshot().gpus}
         return [uuid for uuid, pids in found.items() if len(pids) > 1]
 
-    def start(self, work: Callable[[Any], None], **options: Any) -> Racer:
+    def start(self, work: Callable[[Any], None], **options: Any) -> Actor:
         """Fork a process that does this work."""
-        self.racers.append(Racer(work, **options))
+        self.racers.append(Actor(work, **options))
         return self.racers[-1]
 
-    def bury(self, racer: Racer) -> None:
+    def bury(self, racer: Actor) -> None:
         """Do what the kernel does after the end of a process."""
 
     def claim_and_hold(
@@ -128,7 +128,7 @@ class Track:
         safe_gpu.release_gpus()
         line.send(("done",))
 
-    def next_word(self, racers: Sequence[Racer]) -> tuple[Racer, tuple[Any, ...]]:
+    def next_word(self, racers: Sequence[Actor]) -> tuple[Actor, tuple[Any, ...]]:
         """The first of these to say something, and what."""
         (line, *_) = wait([racer.line for racer in racers])
         racer = next(racer for racer in racers if racer.line is line)
@@ -156,7 +156,7 @@ class Track:
     def close(self) -> None:
         """End all racers."""
         for racer in self.racers:
-            racer.kill()
+            racer.end()
         self.racers.clear()
 
 
@@ -172,7 +172,7 @@ class HipTrack(Track):
     def open_driver(self) -> KfdDriver:
         return KfdDriver()
 
-    def start(self, work: Callable[[Any], None], **options: Any) -> Racer:
+    def start(self, work: Callable[[Any], None], **options: Any) -> Actor:
         def with_hip(line: Any) -> None:
             ctypes.CDLL(str(self.host.library))  # not in this process, whose other tests are to do without
             work(line)
@@ -190,7 +190,7 @@ class HipTrack(Track):
     def work_on(self, claim: Any) -> list[Callable[[], None]]:
         return [HIP.hold(number).release for number in range(len(claim.gpus))]
 
-    def bury(self, racer: Racer) -> None:
+    def bury(self, racer: Actor) -> None:
         self.host.end(racer.pid)
 
 

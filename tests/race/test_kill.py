@@ -76,7 +76,7 @@ def test_two_users_share_a_state_directory(track: Any, umasks: tuple[int, int]) 
         holders = [verdict.pid for verdict in error.verdicts]
         assert sorted(holders) == sorted([holder.pid] * 6 + [guest.pid] * 2)
     waiter = track.start(claim(track, 8, timeout=60.0), uid=second, umask=other_mask)
-    holder.kill()
+    holder.end()
     guest.tell("let go")
     assert guest.hear() == ("done",)
     assert waiter.hear()[0] == "holds"

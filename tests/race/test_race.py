@@ -28,7 +28,7 @@ class Field:
         return self._track.start(self._race)
 
     def _replaced(self, racer: Any) -> Any:
-        racer.kill()
+        racer.end()
         self._track.bury(racer)
         return self._new()
 

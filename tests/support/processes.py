@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.actor import Actor
+from support.actor import Actor, in_words
 from support.gpus import PACKAGE_ROOT
 
 import safe_gpu
@@ -124,7 +124,7 @@ def as_user(everything_imported: None) -> Iterator[Callable[..., Actor]]:
     children: list[Actor] = []
 
     def start(work: Callable[..., None], *, uid: int, umask: int = 0o022) -> Actor:
-        children.append(Actor(work, uid=uid, umask=umask))
+        children.append(Actor(in_words(work), uid=uid, umask=umask))
         return children[-1]
 
     yield start

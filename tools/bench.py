@@ -37,8 +37,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from common import ROOT, simulate
+from common import ROOT
 from support.actor import Actor
+from support.stage import simulate
 
 import safe_gpu
 from safe_gpu.drivers.simulated import SimulatedDriver

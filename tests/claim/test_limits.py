@@ -71,7 +71,7 @@ def test_claims_at_the_same_moment_never_exceed_it(rules: Any, user: Any, eventu
     most = []
     while crowd:
         eventually(lambda: bool(most.append(held_by(ANNA)) or most[-1] == min(4, 2 * len(crowd))))
-        speaking = select.select([one._in for one in crowd], [], [], 30)[0]
+        speaking = select.select([one.line for one in crowd], [], [], 30)[0]
         holders = [one for one in crowd if one._in in speaking]
         assert 0 < len(holders) <= 2
         for one in holders:

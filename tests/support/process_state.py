@@ -51,5 +51,6 @@ def process_state() -> ProcessState:
         policy = get_policy()
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     threads = sorted(one.name for one in threading.enumerate())
-    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    # SIGALRM is pytest-timeout's, which lets it go when a test fails.
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals() - {signal.SIGALRM}}
     return ProcessState(environment, masks, policy, threads, descriptors, handlers)

@@ -29,7 +29,7 @@ _EXITING = 0x4  # PF_EXITING in the flags of /proc/PID/stat
 def simulate(preset: str, state: str, **variables: str) -> None:
     """Make this process one on a simulated host, whatever it has inherited and whoever claims here by safe-gpu 2.0."""
     for name in list(os.environ):
-        if name.startswith(("SAFE_GPU_", "CUDA_", "HIP_", "ROCR_", "GPU_DEVICE_")):
+        if name.startswith(("SAFE_GPU_", "CUDA_", "HIP_", "ROCR_", "GPU_DEVICE_")) and name != "SAFE_GPU_TEST_ETC":
             del os.environ[name]
     os.environ.update(SAFE_GPU_DRIVER=f"simulated:{preset}", SAFE_GPU_DIR=state, SAFE_GPU_LEGACY_LOCK="never")
     os.environ.update(variables)
@@ -61,7 +61,7 @@ def claims(nb_gpus: int, timeout: float = 0.0, **options: Any) -> Work:
         try:
             owner = safe_gpu.GPUOwner(nb_gpus, timeout=timeout, affinity=None, **options)
         except safe_gpu.SafeGpuError as err:
-            line.send(("refused", str(err)))
+            line.send(("refused", str(err), [verdict.pid for verdict in getattr(err, "verdicts", ())]))
             return
         line.send(("holds", [gpu.uuid for gpu in owner.gpus], os.environ.get("SAFE_GPU_SCOPE", "")))
         line.recv()

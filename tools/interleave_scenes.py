@@ -235,10 +235,9 @@ class Scene:
         os.setresuid(*[_FIRST_USER + ord(self.users[racer.name])] * 3)
 
     @property
-    def about(self) -> dict[str, bool]:
-        """Return what a racer has to know."""
-        closes = any(plan.act.__qualname__.startswith("drains") for plan in self.plans.values())
-        return {"host_lock": self.host_lock, "closes": closes, "apart": self.apart}
+    def closes(self) -> bool:
+        """Whether somebody closes GPUs."""
+        return any(plan.act.__qualname__.startswith("drains") for plan in self.plans.values())
 
     @property
     def directories(self) -> list[int]:

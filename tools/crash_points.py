@@ -212,11 +212,8 @@ class Outcome:
             self.violations.append(f"the exception became another: {said}")
         if said == "raised" and uuids:
             self.violations.append(f"GPUs are held after the exception: {uuids}")
-        if said == "done":
-            if self.call and not ignored:
-                self.violations.append("the exception was swallowed")
-            self._victim.tell("release")
-            self._victim.expect("done")
+        if said == "done" and self.call and not ignored:
+            self.violations.append("the exception was swallowed")
 
     def _claim_inside(self) -> None:
         """The outer claim holds its GPUs, and gives them to those inside it."""
@@ -312,9 +309,11 @@ def _victim(scene: Scene, broken: str) -> Work:
         end()
         owner = current_owner()
         uuids = [gpu.uuid for gpu in owner.gpus] if owner else []
+        if owner is not None:
+            owner.release_gpus()
         changed = process_state().changes(before) if said == "raised" else {}
-        changed.pop("descriptors", None)  # some are closed a moment later
-        changed.pop("threads", None)
+        for name in ("descriptors", "threads"):  # some end a moment later
+            changed.pop(name, None)
         line.send(("over", said, ignored, changed, uuids))
         _obey(line, before)
 
@@ -325,12 +324,7 @@ def _obey(line: Connection, before: ProcessState) -> None:
     """What the victim does after its operation: what it is told to."""
     while True:
         word = line.recv()
-        if word == "release":
-            owner = current_owner()
-            if owner is not None:
-                owner.release_gpus()
-            line.send(("done",))
-        elif word == "claim":
+        if word == "claim":
             claims(GPUS, _SOON)(line)
         elif word == "descriptors":
             now = process_state().descriptors

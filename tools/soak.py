@@ -35,7 +35,6 @@ from soak_lives import ISLANDS, Life, draw, live
 from support.broken import BROKEN
 from support.stage import import_everything
 
-import safe_gpu
 from safe_gpu.cli.commands import main as safe_gpu_main
 from safe_gpu.drivers.presets import PRESETS
 from safe_gpu.host import procfs
@@ -78,19 +77,11 @@ class Soak:
             if os.system(f"mount --bind /proc '{self.ground.root}/proc'"):
                 sys.exit("soak.py: --islands needs root, and mount(8)")
             self.ground = Ground(self.ground.root)
-        self._load_modules()
+        self.ground.enter()
+        import_everything()  # so that forked processes import nothing
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._events = open(self.ground.referee.log, encoding="utf-8")  # noqa: SIM115
         self._partial = ""
-
-    def _load_modules(self) -> None:
-        """Do everything once, so that forked processes import nothing."""
-        self.ground.enter()
-        safe_gpu.GPUOwner(1, timeout=0, affinity=None).release_gpus()
-        for words in (["status", "--json"], ["wait", "-t", "0"]):
-            with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
-                safe_gpu_main(words)
-        import_everything()
 
     # ---- Time passes ----
 

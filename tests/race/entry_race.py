@@ -316,7 +316,7 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--hip", default="", metavar="LIBRARY", help="a fake HIP, whose host is the directory --root")
     parser.add_argument("--root", default="")
     parser.add_argument("--host-lock", choices=("on", "off", "unlinked"), default="on")
-    parser.add_argument("--broken", choices=("", *BROKEN), default="")
+    parser.add_argument("--break", dest="broken", choices=("", *BROKEN), default="")
     parser.add_argument("--shares", action="store_true")
     parser.add_argument("--inside", action="store_true", help="claims inside claims")
     parser.add_argument("--orphans", action="store_true", help="children outlive their parents")

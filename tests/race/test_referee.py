@@ -3,12 +3,14 @@
 import math
 import os
 import random
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.actor import Actor
+from support.real import long
 from support.stage import Referee, booked_twice
 
 from safe_gpu.drivers.simulated import SimulatedDriver
@@ -144,3 +146,12 @@ def test_a_mark_counts_as_long_as_its_process_lives(tmp_path: Path) -> None:
         referee.begin("GPU-1").end()
         assert [event["what"] for event in referee.events()] == ["booked twice"]
     assert referee.held() == []
+
+
+@long
+@pytest.mark.timeout(300)
+def test_it_finds_nothing_in_claims_as_they_are() -> None:
+    command = [sys.executable, str(TOOLS / "soak.py"), "--seed", "1", "--processes", "16", "--minutes", "0.1"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "0 violations" in ended.stdout

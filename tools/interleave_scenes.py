@@ -333,6 +333,7 @@ SCENES: dict[str, Scene] = {
     "unlocked": Scene(claims(), claims(), kill="A", **_UNLOCKED),
     "unlocked-3": Scene(claims(), claims(), claims(), **_UNLOCKED),
     "unlocked-again": Scene(claims(times=2), claims(), claims(), kill="A", **_UNLOCKED),
+    "unlocked-dead": Scene(claims(), claims(), claims(times=2), kill="A", **_UNLOCKED),
     "unlocked-waits": Scene(claims(times=2), claims(**_PATIENT), kill="A", **_UNLOCKED),
     "unlocked-shares": Scene(claims(share=_BIG), claims(share=_SMALL), claims(), kill="A", **_UNLOCKED),
     "unlocked-drain": Scene(drains(0), claims(), kill="B", **_UNLOCKED),

@@ -24,7 +24,7 @@ CAUGHT = [  # build, what catches it, with these words, and what that says: one 
     ("lower stays", EXPLORER, "--scene unlocked-again --begin 'A B C2 A7'", TWICE),
     ("names come again", RACE, "--shares --networks", "violation"),
     ("names come again", EXPLORER, "--scene unlocked-again --begin 'A B C2'", TWICE),
-    ("unlink by number", RACE, "--shares --networks", "violation"),
+    ("unlink by number", EXPLORER, "--scene unlocked-dead --begin 'A6 B A2'", TWICE),
     ("not locked", RACE, "--shares --networks", "violation"),
     ("not locked", EXPLORER, "--scene apart", TWICE),
     ("locked after its name", EXPLORER, "--scene unlocked --begin A8", TWICE),

@@ -57,8 +57,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and not real_gpu():
-        pytest.skip("needs a real NVIDIA GPU")
+    marker = item.get_closest_marker("gpu")
+    if marker and not real_gpu(*marker.args):
+        pytest.skip(f"needs a real {'AMD' if marker.args else 'NVIDIA'} GPU")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -70,8 +71,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"Skipped: {counts}. More: pytest -rs")
 
 
-def real_gpu() -> bool:
-    """Whether this machine has a GPU, or fakes play one (``tests/gpu/test_on_fakes.py``)."""
+def real_gpu(vendor: str = "nvidia") -> bool:
+    """Whether this machine has a GPU of "nvidia" or "amd", or fakes play one (``tests/gpu/test_on_fakes.py``)."""
+    if vendor == "amd":
+        return os.path.exists(f"{os.environ.get('SAFE_GPU_FSROOT', '')}/dev/kfd")
     if "FAKE_GPU_DIR" in os.environ or os.path.exists("/dev/dxg"):
         return True
     return any(name[6:].isdigit() for name in os.listdir("/dev") if name.startswith("nvidia"))

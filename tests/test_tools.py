@@ -189,13 +189,11 @@ def test_all_that_has_a_budget_stands_in_one_table() -> None:
         ("affinity='node' on top of that (ms)", "-", "2 ms"),
         ("safe-gpu run -- true (ms)", number, "+15 ms"),
         ("8 processes at once (ms)", number, "4.5 times"),
-        ("hand-over, 10 for 8: median (ms)", number, "20 ms"),
-        ("hand-over, 10 for 8: worst (ms)", number, "300 ms"),
+        ("hand-over, 10 for 8: median (ms)", "-", "20 ms"),
+        ("hand-over, 10 for 8: worst (ms)", "-", "300 ms"),
         ("3 waiters arrive at once (s)", "-", "3 s"),
-        ("3 waiters, share of a core (%)", number, "2 %"),
-        ("3 waiters, an idle GPU, share of a core (%)", "-", "2 %"),
+        ("3 waiters, share of a core (%)", "-", "2 %"),
         ("memory of a waiter (MiB)", number, "+15 MiB"),
-        ("plan 1,024 CPUs, slowest mode, node (ms)", "-", "20 ms"),
     ):
         row = rf"^{re.escape(name)} +{number} +{rival}  {number} of at most {re.escape(budget)}: (met|MISSED)"
         assert re.search(row, done.stdout, re.MULTILINE), f"{row}\n{done.stdout}"
@@ -205,35 +203,3 @@ def test_an_unknown_benchmark_is_refused() -> None:
     done = bench("everything")
     assert done.returncode == 2
     assert "'everything'" in done.stderr
-
-
-# How long host.lock is held
-
-PLANTED = """
-import fcntl, os, sys, time
-with open(os.environ["SAFE_GPU_DIR"] + "/host.lock", "r+") as file:
-    waits = f":{os.fstat(file.fileno()).st_ino} "
-    fcntl.flock(file, fcntl.LOCK_EX)
-    began = time.monotonic()
-    while not any(" -> " in line and waits in line for line in open("/proc/locks")):
-        pass
-    time.sleep(0.1)  # so that no other hold is as long
-    took = time.monotonic() - began
-    fcntl.flock(file, fcntl.LOCK_UN)
-open(sys.argv[1], "w").write(str(took))
-"""
-
-
-@pytest.mark.parametrize("load", [(), ("--locks", "3"), ("--doors", "3"), ("--names", "3")])
-def test_a_long_hold_is_found(tmp_path: Path, load: tuple[str, ...]) -> None:
-    command = (str(TOOLS / "host_lock_holds.py"), "--runs", "1", *load, "--")
-    done = python(*command, sys.executable, "-c", PLANTED, str(tmp_path / "took"))
-    title, *rows = done.stdout.splitlines()
-    assert "longest hold, ms" in title, done.stderr
-    assert len(rows) == 1 + bool(load)
-    least, _, most, before, code = rows[-1].split()[-5:]
-    assert float(most) >= 1000 * float((tmp_path / "took").read_text()) - 0.1 >= 99
-    assert (least, code) == (most, "0")
-    assert float(before) > 0
-    done = python(*command, sys.executable, "-c", "raise SystemExit(3)")
-    assert done.stdout.splitlines()[-1].split()[-5:] == ["0.0", "0.0", "0.0", "-", "3"]

@@ -5,17 +5,12 @@
 
 import    `import safe_gpu` over a bare interpreter
 claim     an uncontended claim and its release, warm, over a simulated driver
-share     a claim of a share over one of a whole GPU, and both beside claims that share all other GPUs
 calls     what a claim of one GPU of eight calls, of NVML and of Python and C, with a fake NVML (needs a C compiler)
 crowd     eight processes at once, one GPU each, until the last process has its GPU
 run       `safe-gpu run -- true` over an interpreter that imports filelock, pynvml and argparse and becomes `true`
 handover  64 processes for 8 GPUs: from the release of a GPU to the next claim of it
 waiters   500 processes wait for GPUs that do not become free: the time until all wait, and their processor time
-backfill  the same with an idle GPU: all say for how long they hold it, too long to pass the first, who wants all GPUs
-sweep     waits in job lengths beside 64 jobs of another user, by turns and first come first served (as root)
-memory    the memory of a waiting process, minus that of a bare interpreter, and the processor time of several
-history   40,000 lines of a history, and one day of them, over json.loads of each line
-plan      the shares of 1,024 CPUs for 16 GPUs, in each mode
+memory    the memory of a waiting process, minus that of a bare interpreter
 
 Figures of one process are the fastest of many runs, figures of crowds are medians. Run it on an idle machine: it
 depends on the kernel's scheduler as much as on safe_gpu, and takes minutes.
@@ -27,7 +22,6 @@ import argparse
 import fcntl
 import gc
 import json
-import logging
 import math
 import os
 import shutil
@@ -38,30 +32,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any, NamedTuple
 
-from common import ROOT, simulate
-from support.actor import become
+from common import ROOT
+from support.actor import Actor
+from support.stage import simulate
 
 import safe_gpu
-from safe_gpu.affinity.options import MODES
-from safe_gpu.affinity.planner import plan
-from safe_gpu.claim.search import search
-from safe_gpu.coordination.doors import Doors
-from safe_gpu.coordination.history import append, end_line
 from safe_gpu.drivers.simulated import SimulatedDriver
-from safe_gpu.status.history import claims_between
-from safe_gpu.topology.host import GpuLocality, HostTopology
 
 GPUS = 8
-JOB = 2.0  # how long each job of the sweep lasts, seconds
-SWEEPER = 12001  # its user
 WORK = 0.05  # how long each claim of the hand-over is held, seconds
 FLOCK = "flock over poll and context"
-POLLED = "a lock file per GPU, tried every 50 ms"
 
 
 class Row(NamedTuple):
@@ -112,39 +97,10 @@ def simulated_host() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="safe-gpu-bench-") as directory:
         os.chmod(directory, 0o755)
         simulate("dgx-a100", f"{directory}/state", SAFE_GPU_TEST_SIMULATED="1")
-        if "--fair" in sys.argv:
-            serve_in("fair", directory)
         yield Path(directory)
 
 
-def serve_in(order: str, directory: Path | str) -> None:
-    """Let users who wait be served in this order."""
-    os.environ["SAFE_GPU_POLICY"] = f"{directory}/policy.ini"
-    Path(directory, "policy.ini").write_text(f"[host]\norder = {order}\n")
-
-
-class Worker:
-    """A forked process that runs ``work(line)`` and then exits."""
-
-    def __init__(self, work: Callable[[Connection[Any, Any]], object]) -> None:
-        self.line, far_end = Pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                with suppress(EOFError):
-                    work(far_end)
-            finally:
-                os._exit(0)
-        far_end.close()
-
-    def end(self, *, kill: bool = False) -> None:
-        if kill:
-            os.kill(self.pid, 9)
-        os.waitpid(self.pid, 0)
-        self.line.close()
-
-
-def start_all(work: Callable[[Connection[Any, Any]], object], number: int) -> tuple[list[Worker], float]:
+def start_all(work: Callable[[Connection[Any, Any]], object], number: int) -> tuple[list[Actor], float]:
     """Fork ``number`` processes and start them with one signal; returns them and the time of the signal."""
     gun, trigger = os.pipe()
 
@@ -155,7 +111,7 @@ def start_all(work: Callable[[Connection[Any, Any]], object], number: int) -> tu
 
     gc.collect()
     gc.freeze()  # or the garbage collector of each child would copy memory pages
-    workers = [Worker(wait_for_gun) for _ in range(number)]
+    workers = [Actor(wait_for_gun) for _ in range(number)]
     os.close(gun)
     fired = time.monotonic()
     os.close(trigger)
@@ -231,43 +187,6 @@ def bench_claim(options: argparse.Namespace) -> list[Row]:
     ]
 
 
-def bench_share(options: argparse.Namespace) -> list[Row]:
-    def claim(**options: Any) -> None:
-        safe_gpu.claim_gpus(timeout=0, affinity=None, **options)
-        safe_gpu.release_gpus()
-
-    def unasked() -> None:
-        held_parts = Doors._held_parts
-        Doors._held_parts = lambda self, uuid: set()  # type: ignore[method-assign]
-        try:
-            claim()
-        finally:
-            Doors._held_parts = held_parts  # type: ignore[method-assign]
-
-    def hold(line: Any) -> None:
-        others = [gpu.uuid for gpu in SimulatedDriver("dgx-a100").idle.gpus[1:]]
-        safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), affinity=None, share="5%", only=others)
-        line.send("holds")
-        line.recv()
-
-    repeat, sharers = 20 * options.repeat, 8 * (GPUS - 1)
-    with simulated_host():
-        empty = in_turns(repeat, claim, partial(claim, share="10%"), unasked)
-        holders = [Worker(hold) for _ in range(sharers)]
-        for holder in holders:
-            holder.line.recv()
-        crowded = in_turns(repeat, claim, partial(claim, share="10%"))
-        for holder in holders:
-            holder.end(kill=True)
-    whole, share, bare, late, late_share = (found[len(found) // 10] for found in (*empty, *crowded))
-    return [
-        Row("a share", share, whole, "a whole GPU", budget=1.5, what="over"),
-        Row("a whole GPU", whole, bare, "without asking whether it is shared", budget=0.1, what="over"),
-        Row(f"a whole GPU beside {sharers} shares", late, whole, "on an empty host", budget=1.0, what="over"),
-        Row(f"a share beside {sharers} shares", late_share, share, "on an empty host"),
-    ]
-
-
 # Claims twice; prints how many calls of NVML there were at the start of each claim, when its GPUs are held, and at
 # its end.
 TWICE = """
@@ -294,8 +213,7 @@ for _ in range(2):
 print(json.dumps(marks))
 """
 
-# Looks at the GPUs and may claim one; prints how many functions of Python and C the claim calls, without imports of
-# what is not of the package.
+# Claims a GPU; prints how many functions of Python and C the claim calls, without imports of other packages.
 FIRST = """
 import ctypes, filelock, logging, os, sys
 import safe_gpu
@@ -306,30 +224,24 @@ def count(frame, event, argument):
     calls += event in ("call", "c_call")
 if sys.argv[1] == "count":
     sys.setprofile(count)
-if sys.argv[1] != "look":
-    safe_gpu.claim_gpus(timeout=0)
+safe_gpu.claim_gpus(timeout=0)
 sys.setprofile(None)
 print(calls, flush=True)
 os._exit(0)
 """
 
 
-def cost_of_first_claim(env: dict[str, str], directory: Path) -> Iterator[Row]:
+def cost_of_first_claim(env: dict[str, str], directory: Path) -> Row:
     """What a process executes for its first claim once it has looked at the GPUs, however busy the machine is."""
     few = {name: value for name, value in env.items() if name in ("PATH", "HOME", "LANG") or "PYTHON" in name}
     env = few | {name: value for name, value in env.items() if "GPU" in name or name == "LD_LIBRARY_PATH"}
 
-    def told(what: str, *under: str) -> str:
-        command = [*under, sys.executable, directory / "first.py", what]
-        return subprocess.run(command, env=env, check=True, text=True, stderr=subprocess.STDOUT, stdout=-1).stdout
+    def told(what: str) -> str:
+        return subprocess.check_output([sys.executable, directory / "first.py", what], env=env, text=True)
 
     (directory / "first.py").write_text(FIRST)
     told("claim")  # compiles the package, makes the state directory
-    yield Row("a first claim, of Python and C", int(told("count")), unit="calls", budget=5000)
-    if shutil.which("valgrind"):
-        callgrind = "valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null"
-        look, claim = (int(told(what, *callgrind).partition("Collected :")[2].split()[0]) for what in ("look", "claim"))
-        yield Row("a first claim, by callgrind", (claim - look) / 1e6, unit="M instructions")
+    return Row("a first claim, of Python and C", int(told("count")), unit="calls", budget=5000)
 
 
 def bench_calls(options: argparse.Namespace) -> list[Row]:
@@ -349,10 +261,10 @@ def bench_calls(options: argparse.Namespace) -> list[Row]:
         del os.environ["SAFE_GPU_TEST_SIMULATED"]
         env = {**environment(), **fake}
         told = subprocess.check_output([sys.executable, "-c", TWICE], env=env, cwd=directory)
-        rows = list(cost_of_first_claim(env, directory))
+        first = cost_of_first_claim(env, directory)
     began, taken, held, again, taken_again, held_again = json.loads(told)
     return [
-        *rows,
+        first,
         Row("NVML in a first claim", held - began, unit="calls", budget=100),
         Row("NVML in a claim again", held_again - again, unit="calls", budget=64),
         Row("NVML once the GPUs are held", held - taken, unit="calls", budget=20),
@@ -383,9 +295,9 @@ def at_once(claim: Callable[[], None], release: Callable[[], None]) -> float:
         release()
 
     workers, fired = start_all(race, GPUS)
-    last = max(worker.line.recv() for worker in workers)
+    last = max(worker.hear() for worker in workers)
     for worker in workers:
-        worker.line.send("let go")
+        worker.tell()
         worker.end()
     return (last - fired) * 1e3
 
@@ -405,27 +317,6 @@ def bench_crowd(options: argparse.Namespace) -> list[Row]:
     return [Row("8 processes at once", median(own), median(other), FLOCK, budget=4.5, what="ratio")]
 
 
-class Polled:
-    """The usual solution by hand: a lock file for each GPU, all tried every 50 ms."""
-
-    def __init__(self, directory: Path) -> None:
-        self._paths = [f"{directory}/{number}.lock" for number in range(GPUS)]
-
-    def claim(self) -> str:
-        while True:
-            for path in self._paths:
-                self._file = open(path, "w")  # noqa: SIM115 - open as long as the claim is held
-                try:
-                    fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    return path
-                except BlockingIOError:
-                    self._file.close()
-            time.sleep(0.05)
-
-    def release(self) -> None:
-        self._file.close()
-
-
 def gaps(claim: Callable[[], str], release: Callable[[], None], processes: int) -> list[float]:
     """Milliseconds from the start of each release until the next claim of the same GPU returns, sorted."""
 
@@ -438,7 +329,7 @@ def gaps(claim: Callable[[], str], release: Callable[[], None], processes: int) 
         line.send((gpu, began, ended))
 
     workers, _ = start_all(use, processes)
-    uses = sorted((worker.line.recv() for worker in workers), key=lambda use: use[1])
+    uses = sorted((worker.hear() for worker in workers), key=lambda use: use[1])
     for worker in workers:
         worker.end()
     last: dict[str, float] = {}
@@ -457,13 +348,8 @@ def bench_handover(options: argparse.Namespace) -> list[Row]:
     with simulated_host() as directory:
         warm_up(directory)
         own = gaps(claim, safe_gpu.release_gpus, options.processes)
-        polled = Polled(directory)
-        other = gaps(polled.claim, polled.release, options.processes)
     name = f"hand-over, {options.processes} for {GPUS}"
-    return [
-        Row(f"{name}: median", median(own), median(other), POLLED, budget=20.0),
-        Row(f"{name}: worst", own[-1], other[-1], POLLED, budget=300.0),
-    ]
+    return [Row(f"{name}: median", median(own), budget=20.0), Row(f"{name}: worst", own[-1], budget=300.0)]
 
 
 @contextmanager
@@ -475,12 +361,12 @@ def held(number: int = GPUS) -> Iterator[None]:
         line.send("holds")
         line.recv()
 
-    holder = Worker(hold)
-    holder.line.recv()
+    holder = Actor(hold)
+    holder.hear()
     try:
         yield
     finally:
-        holder.end(kill=True)
+        holder.end()
 
 
 def until_waiting(directory: Path, number: int) -> None:
@@ -492,7 +378,7 @@ def until_waiting(directory: Path, number: int) -> None:
 def warm_up(directory: Path) -> None:
     """Import all modules in this process before it forks, also those for waiting behind others."""
     with held():
-        ahead = Worker(lambda line: safe_gpu.claim_gpus(timeout=60, affinity=None))
+        ahead = Actor(lambda line: safe_gpu.claim_gpus(timeout=60, affinity=None))
         until_waiting(directory, 1)
         with suppress(safe_gpu.ClaimTimeout):
             safe_gpu.claim_gpus(timeout=0.05, affinity=None)
@@ -532,49 +418,7 @@ def cost_of(
         return arrival, 100 * (processor_time(pids) - before) / (time.monotonic() - began)
     finally:
         for worker in workers:
-            worker.end(kill=True)
-
-
-def waits_behind_a_sweep(order: str) -> list[float]:
-    """Seconds for which each waits once the first user gives its GPUs back: its 64 jobs, then one GPU of a second user
-    and four of a third."""
-
-    def use(uid: int, number: int, line: Any) -> None:
-        become(uid)
-        safe_gpu.claim_gpus(number, safe_gpu.NoPlaceholder(), timeout=600, affinity=None, logger=quiet)
-        line.send(time.monotonic())
-        time.sleep(JOB)
-
-    quiet = logging.getLogger("bench")
-    quiet.setLevel(logging.CRITICAL)
-    with simulated_host() as directory:
-        serve_in(order, directory)
-        warm_up(directory)
-        search._import_all()  # those users may not be able to read the package
-        gate = Worker(lambda line: (use(SWEEPER, GPUS, line), line.recv()))
-        gate.line.recv()
-        workers = []
-        for uid, number in (*[(SWEEPER, 1)] * 64, (SWEEPER + 1, 1), (SWEEPER + 2, 4)):
-            workers.append(Worker(partial(use, uid, number)))
-            until_waiting(directory, len(workers))
-        gate.end(kill=True)
-        began = time.monotonic()
-        starts = [worker.line.recv() - began for worker in workers]
-        for worker in workers:
             worker.end()
-    return starts
-
-
-def bench_sweep(options: argparse.Namespace) -> list[Row]:
-    if os.geteuid() or options.quick:
-        print("sweep: it needs root, for three users, and a minute")
-        return []
-    fair, fifo = (waits_behind_a_sweep(order) for order in ("fair", "fifo"))
-    who = {"one GPU of another user": [64], "four GPUs of a third": [65], "the sweep, mean": range(64)}
-    return [
-        Row(name, *(fmean(waits[one] for one in which) / JOB for waits in (fair, fifo)), "order = fifo", "jobs")
-        for name, which in who.items()
-    ]
 
 
 def bench_waiters(options: argparse.Namespace) -> list[Row]:
@@ -591,35 +435,13 @@ def bench_waiters(options: argparse.Namespace) -> list[Row]:
         warm_up(directory)
         with held():
             for worker in start_all(wait_once, number)[0]:  # a virtual machine allocates memory slowly the first time
+                worker.join()
                 worker.end()
             arrival, share = cost_of(wait, number, partial(until_waiting, directory, number), options.seconds)
-        holders = [Polled(directory) for _ in range(GPUS)]
-        for one in holders:
-            one.claim()
-        rival = Polled(directory)
-        _, other = cost_of(lambda line: rival.claim(), number, lambda: time.sleep(1), min(5.0, options.seconds))
     return [
         Row(f"{number} waiters arrive at once", arrival, unit="s", budget=3.0),
-        Row(f"{number} waiters, share of a core", share, other, POLLED, "%", budget=2.0),
+        Row(f"{number} waiters, share of a core", share, unit="%", budget=2.0),
     ]
-
-
-def bench_backfill(options: argparse.Namespace) -> list[Row]:
-    number = options.waiters or 500
-
-    def wait(line: Any, nb_gpus: int = 1, hold_for: float = 7200) -> None:
-        safe_gpu.claim_gpus(nb_gpus, timeout=3600, affinity=None, hold_for=hold_for)
-
-    with simulated_host() as directory:
-        warm_up(directory)
-        with held(GPUS - 1):
-            head = Worker(partial(wait, nb_gpus=GPUS, hold_for=60))
-            try:
-                until_waiting(directory, 1)
-                _, share = cost_of(wait, number, partial(until_waiting, directory, number + 1), options.seconds)
-            finally:
-                head.end(kill=True)
-    return [Row(f"{number} waiters, an idle GPU, share of a core", share, unit="%", budget=2.0)]
 
 
 def memory_of(pid: int) -> float:
@@ -634,73 +456,22 @@ def bench_memory(options: argparse.Namespace) -> list[Row]:
     with simulated_host() as directory, ExitStack() as ending:
         ending.enter_context(held())
 
-        def start(code: str, number: int) -> list[int]:
-            processes = []
+        def memory(code: str) -> float:
+            found = []
             for _ in range(number):
-                one = subprocess.Popen(
-                    [sys.executable, "-c", code], env=environment(), stdout=-1, stderr=subprocess.DEVNULL
-                )
+                quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+                one = subprocess.Popen([sys.executable, "-c", code], env=environment(), **quiet)
                 ending.enter_context(one)
                 ending.callback(one.kill)
-                processes.append(one)
-            return [one.pid for one in processes if one.stdout and one.stdout.readline()]
+                one.stdout.readline()
+                found.append(one.pid)
+            if code == waits:
+                until_waiting(directory, number)
+            settle(found)
+            return median(map(memory_of, found))
 
-        waiters, bare = start(waits, number), start(f"import time; {say}; time.sleep(3600)", 5)
-        until_waiting(directory, number)
-        settle(waiters)
-        own, other = median(map(memory_of, waiters)), median(map(memory_of, bare))
-        before, began = processor_time(waiters), time.monotonic()
-        time.sleep(options.seconds)
-        share = 100 * (processor_time(waiters) - before) / (time.monotonic() - began)
-    rival = "a bare interpreter that sleeps"
-    return [
-        Row("memory of a waiter", own, other, rival, "MiB", budget=15.0, what="over"),
-        Row(f"{number} waiters that were started apart, share of a core", share, unit="%"),
-    ]
-
-
-# CPUs
-
-
-def bench_history(options: argparse.Namespace) -> list[Row]:
-    lines, now = [], int(time.time()) + 0.5
-    for number in range(20_000):
-        pid, began = number + 1, now - 50 * (20_000 - number)
-        facts = {"user": "anna", "host": "node", "job": None, "command": "python train.py"}
-        told = {"v": 1, "claim": [pid, began], "uid": 1, **facts, "gpus": [f"GPU-{number % 8}"], "labels": ["0"]}
-        lines += [json.dumps(told).encode() + b"\n", end_line(pid, began, began + 40, began + 40)]
-    with simulated_host():
-        append(lines, now)
-        spans = [partial(claims_between, since, now) for since in (0, now - 86400)]
-        whole, day, rival = (found[0] for found in in_turns(options.repeat, *spans, lambda: [*map(json.loads, lines)]))
-    return [
-        Row("history of 40,000 lines", whole, rival, "json.loads of each", budget=5.0, what="ratio"),
-        Row("one day of them", day, rival, "json.loads of each", budget=0.5, what="ratio"),
-    ]
-
-
-def bench_plan(options: argparse.Namespace) -> list[Row]:
-    cores, nodes, gpus = 512, 8, 16
-    threads = [frozenset({core, core + cores}) for core in range(cores)]  # numbered as Linux does on x86
-
-    def of(part: int, parts: int) -> frozenset[int]:
-        return frozenset().union(*threads[part * cores // parts : (part + 1) * cores // parts])
-
-    host = HostTopology(
-        cpus=frozenset(range(2 * cores)),
-        cores=threads,
-        nodes={node: of(node, nodes) for node in range(nodes)},
-        packages={package: of(package, 2) for package in range(2)},
-        llc=[of(part, cores // 8) for part in range(cores // 8)],
-        distances={a: {b: 10 if a == b else 32 for b in range(nodes)} for a in range(nodes)},
-        gpus=[GpuLocality(index, f"GPU-{index}", index * nodes // gpus) for index in range(gpus)],
-    )
-    rows = []
-    for scope in ("node", "socket"):
-        cases = [partial(plan, host, mode=mode, scope=scope) for mode in MODES]
-        slowest = max(found[0] for found in in_turns(min(7, options.repeat), *cases))
-        rows.append(Row(f"plan 1,024 CPUs, slowest mode, {scope}", slowest, budget=20.0))
-    return rows
+        own, other = memory(waits), memory(f"import time; {say}; time.sleep(3600)")
+    return [Row("memory of a waiter", own, other, "a bare interpreter that sleeps", "MiB", budget=15.0, what="over")]
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
@@ -715,7 +486,6 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=64, metavar="N", help="for handover (default: %(default)s)")
     parser.add_argument("--waiters", type=int, metavar="N", help="how many (default: 500, and 5 for memory)")
     parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of each measurement of waiters")
-    parser.add_argument("--fair", action="store_true", help="users who wait are served by turns (as root)")
     parser.add_argument("--quick", action="store_true", help="few repetitions, few processes")
     parser.add_argument("--check", action="store_true", help="exit 1 if a budget is missed")
     options = parser.parse_args()

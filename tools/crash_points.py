@@ -21,15 +21,18 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from common import parser_with_seed
-from crash_scenes import GPUS, SCENES, Actor, Failure, Scene, Stage, claims, load_everything
+from crash_scenes import GPUS, SCENES, Scene
 from crash_trace import Stop, Traced, begin, end, refusal
+from support.actor import Actor, Failure, Work
 from support.broken import BROKEN, break_build
+from support.process_state import ProcessState, process_state
+from support.stage import Stage, claims, import_everything, let_go
 
 from safe_gpu.claim.owner import current_owner
 from safe_gpu.host.procfs import has_ended
@@ -168,37 +171,34 @@ class Outcome:
         if scene.shared:
             sharer = self._start("the next sharer", claims(GPUS, share="50%"), other=True)
             self._served(sharer)
-            sharer.let_go()
+            let_go(sharer)
         first = self._start("the next claimer", claims(GPUS, _SOON if scene.helpers else 0.0), other=True)
         if scene.helpers:
-            first.wait_for_ticket(stage)
+            stage.until_queued(first)
             for position, helper in enumerate(scene.helpers):
                 if position:
                     helper.expect("holds")
-                helper.let_go()
+                let_go(helper)
         self._served(first)
         if self._alive:
             second = self._victim
             second.tell("claim")
         else:
             second = self._start("one more claimer", claims(GPUS, _SOON))
-        second.wait_for_ticket(stage)
+        stage.until_queued(second)
         if second.line.poll(0):
             raise Failure(
                 f"a GPU is booked twice: {second.name} says {second.line.recv()} while the next claimer holds all"
             )
-        first.let_go()
+        let_go(first)
         self._served(second)
-        second.let_go()
+        let_go(second)
         if self._alive and (more := self._more_descriptors()):
-            self.violations.append(f"descriptors are left: {', '.join(more)}")
-        left = stage.leftovers()
-        if scene.first_use:  # the directory that was not named yet when its maker died
-            left = left[1:] if left and "/." in f"/{left[0]}" else left
-        if left:
-            self.violations.append(f"left in the state directory: {', '.join(left)}")
-        self.violations += stage.narrow()
-        self.violations += [f"torn line: {line}" for line in stage.torn_lines()]
+            self.violations.append(f"descriptors are left: {more}")
+        flaws = stage.flaws()
+        if scene.first_use and flaws and "/." in flaws[0].replace("left: ", "/"):
+            del flaws[0]  # the directory that was not named yet when its maker died
+        self.violations += flaws
 
     def _examine(self) -> None:
         """What the victim says of itself."""
@@ -206,16 +206,14 @@ class Outcome:
         self.end = said
         if ignored:
             self.violations.append(f"the exception was swallowed: {ignored}")
-        self.violations += changed
+        if changed:
+            self.violations.append(f"changed: {changed}")
         if said not in ("done", "raised"):
             self.violations.append(f"the exception became another: {said}")
         if said == "raised" and uuids:
             self.violations.append(f"GPUs are held after the exception: {uuids}")
-        if said == "done":
-            if self.call and not ignored:
-                self.violations.append("the exception was swallowed")
-            self._victim.tell("release")
-            self._victim.expect("done")
+        if said == "done" and self.call and not ignored:
+            self.violations.append("the exception was swallowed")
 
     def _claim_inside(self) -> None:
         """The outer claim holds its GPUs, and gives them to those inside it."""
@@ -227,14 +225,14 @@ class Outcome:
         finally:
             del os.environ["SAFE_GPU_SCOPE"]
         inner.expect("holds")
-        inner.let_go()
+        let_go(inner)
 
-    def _more_descriptors(self) -> list[str]:
+    def _more_descriptors(self) -> dict[str, str]:
         """Those that it did not have before; a thread that sleeps for one that has just died may be closing its own."""
         until = time.monotonic() + 2.0
         while True:
             self._victim.tell("descriptors")
-            more: list[str] = self._victim.expect("descriptors")[1]
+            more: dict[str, str] = self._victim.hear()
             if not more or time.monotonic() > until:
                 return more
             time.sleep(0.005)
@@ -244,7 +242,7 @@ class Outcome:
         if len(set(uuids)) != GPUS:
             raise Failure(f"{actor.name} got {uuids}")
 
-    def _start(self, name: str, work: Callable[[Connection], None], *, other: bool = False) -> Actor:
+    def _start(self, name: str, work: Work, *, other: bool = False) -> Actor:
         self._actors.append(self.stage.start(name, work, other=other))
         return self._actors[-1]
 
@@ -254,7 +252,7 @@ class Outcome:
             self._traced.kill()
             self._victim.status = self._traced.status
         for actor in {*self._actors, *self.scene.helpers}:
-            actor.kill()
+            actor.end()
         if self.scene.child:
             with suppress(ProcessLookupError):
                 os.kill(self.scene.child, signal.SIGKILL)
@@ -282,7 +280,7 @@ def _held(pid: int) -> str:
     return " + ".join(sorted(found, key=list(_KINDS.values()).index)) or "nothing"
 
 
-def _victim(scene: Scene, broken: str) -> Callable[[Connection], None]:
+def _victim(scene: Scene, broken: str) -> Work:
     def work(line: Connection) -> None:
         raised: list[int] = []
         ignored: list[str] = []
@@ -295,10 +293,10 @@ def _victim(scene: Scene, broken: str) -> Callable[[Connection], None]:
         sys.unraisablehook = lambda one: ignored.append(f"{one.exc_value!r} in {one.object!r}")
         signal.signal(signal.SIGUSR1, interrupt)
         break_build(broken)
-        before = _surroundings()
+        before = process_state()
         scene.prepare(line)
         if not scene.ends_claim:
-            before = _surroundings()
+            before = process_state()
         line.send(("ready", scene.child))
         begin()
         said = "done"
@@ -311,46 +309,26 @@ def _victim(scene: Scene, broken: str) -> Callable[[Connection], None]:
         end()
         owner = current_owner()
         uuids = [gpu.uuid for gpu in owner.gpus] if owner else []
-        changed = _changes(before, "environment", "handler", "CPUs") if said == "raised" else []
+        if owner is not None:
+            owner.release_gpus()
+        changed = process_state().changes(before) if said == "raised" else {}
+        for name in ("descriptors", "threads"):  # some end a moment later
+            changed.pop(name, None)
         line.send(("over", said, ignored, changed, uuids))
         _obey(line, before)
 
     return work
 
 
-def _obey(line: Connection, before: Mapping[str, Any]) -> None:
+def _obey(line: Connection, before: ProcessState) -> None:
     """What the victim does after its operation: what it is told to."""
     while True:
         word = line.recv()
-        if word == "release":
-            owner = current_owner()
-            if owner is not None:
-                owner.release_gpus()
-            line.send(("done",))
-        elif word == "claim":
+        if word == "claim":
             claims(GPUS, _SOON)(line)
         elif word == "descriptors":
-            line.send(("descriptors", _changes(before, "descriptor")))
-
-
-def _surroundings() -> dict[str, Any]:
-    """What a claim leaves as it was: descriptors, environment, signal handlers, CPUs."""
-    found: dict[str, Any] = {f"environment variable {name}": value for name, value in os.environ.items()}
-    found |= {f"handler of signal {number}": signal.getsignal(number) for number in signal.valid_signals()}
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # that of the list itself
-            found[f"descriptor {name}"] = os.readlink(f"/proc/self/fd/{name}")
-    return found | {"CPUs": os.sched_getaffinity(0)}
-
-
-def _changes(before: Mapping[str, Any], *kinds: str) -> list[str]:
-    """What of these kinds is new, other or gone; a descriptor that is gone does not count."""
-    now = _surroundings()
-    return [
-        f"{what} is {now.get(what)}, and was {before.get(what)}"
-        for what in sorted({*now, *before} if kinds != ("descriptor",) else now)
-        if what.startswith(kinds) and now.get(what) != before.get(what)
-    ]
+            now = process_state().descriptors
+            line.send({number: path for number, path in now.items() if before.descriptors.get(number) != path})
 
 
 _Row = tuple[str, str, str, bool, str]
@@ -416,9 +394,9 @@ def main() -> int:
         print(f"skipped: {reason}")
         return _SKIPPED
     logging.getLogger("safe_gpu").addHandler(logging.NullHandler())
-    load_everything()
+    import_everything()
     gc.freeze()  # forked processes share what is there
-    stage = Stage(_SHORT_PATIENCE if args.broken else _PATIENCE)
+    stage = Stage(patience=_SHORT_PATIENCE if args.broken else _PATIENCE)
     try:
         return _crash_all(stage, args)
     finally:

@@ -1,191 +1,24 @@
-"""The host on which processes are made to crash, and what they are doing then."""
+"""What processes are doing when they are made to crash, and the host on which they do it."""
 
 from __future__ import annotations
 
-import ast
-import json
 import os
-import re
-import shutil
-import sys
-import tempfile
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
-from common import ROOT, simulate
+from common import ROOT  # noqa: F401 - the package beside this script
 from crash_trace import Stop
-from support.actor import Racer
+from support.actor import Actor
+from support.stage import Stage, claims, let_go
 
 import safe_gpu
 from safe_gpu.cli.commands import main as safe_gpu_main
 from safe_gpu.coordination import older_package as legacy
-from safe_gpu.drivers.simulated import SimulatedDriver
 from safe_gpu.host import file_systems
 
 GPUS = 8
-_PRESET = "dgx-a100"
-
-
-class Failure(Exception):
-    """What a claim must never do."""
-
-
-class Actor(Racer):
-    """A forked process that does one thing.
-
-    Args:
-        uid: the user that it becomes; None stays.
-        patience: seconds that it may take to say anything.
-    """
-
-    def __init__(
-        self, name: str, work: Callable[[Connection], None], uid: int | None = None, patience: float = 15.0
-    ) -> None:
-        super().__init__(work, uid=uid)
-        self.name, self.patience = name, patience
-
-    def expect(self, *expected: str) -> tuple[Any, ...]:
-        """What it says next.
-
-        Raises:
-            Failure: it says something else, nothing, or has gone.
-        """
-        if not self.line.poll(self.patience):
-            raise Failure(f"{self.name} says nothing for {self.patience:.0f} s instead of {' or '.join(expected)}")
-        try:
-            said: tuple[Any, ...] = self.line.recv()
-        except (EOFError, ConnectionResetError):
-            said = ("gone",)
-        if said[0] not in expected:
-            raise Failure(f"{self.name} says {': '.join(map(str, said))}")
-        return said
-
-    def tell(self, word: str) -> None:
-        with suppress(OSError):
-            super().tell(word)
-
-    def let_go(self) -> None:
-        """Have it release its GPUs."""
-        self.tell("let go")
-        self.expect("done")
-
-    def wait_for_ticket(self, stage: Stage) -> None:
-        """Return when it stands in the queue, or has something to say."""
-        while not self.line.poll(0.0005):
-            for path in Path(stage.state, "queue").glob("[0-9]*"):
-                with suppress(OSError, ValueError):
-                    if json.loads(path.read_bytes())["pid"] == self.pid:
-                        return
-
-
-def claims(nb_gpus: int, timeout: float = 0.0, **options: Any) -> Callable[[Connection], None]:
-    """What an actor does that claims, says ``holds`` or ``refused``, and releases when it is told to."""
-
-    def work(line: Connection) -> None:
-        try:
-            owner = safe_gpu.GPUOwner(nb_gpus, safe_gpu.NoPlaceholder(), timeout=timeout, affinity=None, **options)
-        except safe_gpu.SafeGpuError as err:
-            line.send(("refused", str(err)))
-            return
-        line.send(("holds", [gpu.uuid for gpu in owner.gpus], os.environ.get("SAFE_GPU_SCOPE", "")))
-        line.recv()
-        owner.release_gpus()
-        line.send(("done",))
-
-    return work
-
-
-class Stage:
-    """A simulated host with eight GPUs in a directory of its own, and two users where root runs this."""
-
-    def __init__(self, patience: float) -> None:
-        self.patience = patience
-        self.base = tempfile.mkdtemp(prefix="safe-gpu-crash-")
-        os.chmod(self.base, 0o755)
-        self.number = 0
-        self.state = ""
-        self.users: tuple[int | None, int | None] = (54321, 54322) if os.geteuid() == 0 else (None, None)
-        self.renew(first_use=False)
-
-    def renew(self, *, first_use: bool) -> None:
-        """Go on in another directory, in which nobody has claimed anything yet if ``first_use``."""
-        shutil.rmtree(os.path.join(self.base, str(self.number)), ignore_errors=True)
-        self.number += 1
-        place = os.path.join(self.base, str(self.number))
-        os.mkdir(place)
-        os.chmod(place, 0o1777)
-        self.state = os.path.join(place, "state")
-        simulate(_PRESET, self.state)
-        if not first_use:
-            # By root: its files are nobody's whom a sticky directory would let remove them.
-            one = Actor("the first", claims(GPUS))
-            one.expect("holds")
-            one.let_go()
-            one.kill()
-            driver = SimulatedDriver(_PRESET)
-            with driver.occupy(driver.idle.gpus[0].uuid, memory=1):  # the driver's own directories
-                pass
-
-    def start(self, name: str, work: Callable[[Connection], None], *, other: bool = False) -> Actor:
-        """Start a process of the first user, or of the other one."""
-        return Actor(name, work, self.users[other], self.patience)
-
-    def leftovers(self) -> list[str]:
-        """What lies about that no claim uses: entries, unfinished files and directories, contexts of the dead. An
-        unfinished entry is removed when it is a minute old."""
-        place = Path(self.state).parent
-        found = [path for path in place.rglob(".*") if not re.fullmatch(r"\.[0-9a-f]{16}", path.name)]
-        found += [path for part in ("claims", "queue") for path in place.glob(f"state/{part}/[0-9]*")]
-        found += [path for path in place.glob("state/simulated/*/*") if path.suffix != ".bad"]
-        return [str(path.relative_to(place)) for path in found]
-
-    def narrow(self) -> list[str]:
-        """Files and directories whose mode keeps other users out."""
-        state = Path(self.state)
-        wrong = []
-        for path in (state, *state.rglob("*")):
-            mode, wanted = path.stat().st_mode & 0o7777, 0o1777 if path.is_dir() else 0o666
-            if mode != wanted and not path.name.startswith(".") and "simulated/" not in str(path):
-                wrong.append(f"{path.relative_to(state.parent)} has mode {mode:o}")
-        return wrong
-
-    def torn_lines(self) -> list[str]:
-        """Lines of the history that make no sense."""
-        torn = []
-        for path in Path(self.state).glob("history/*.jsonl"):
-            for line in path.read_bytes().splitlines():
-                try:
-                    json.loads(line)
-                except ValueError:
-                    torn.append(f"{path.name}: {line!r}")
-        return torn
-
-    def close(self) -> None:
-        shutil.rmtree(self.base, ignore_errors=True)
-
-
-def load_everything() -> None:
-    """Import what claims import, so that only their own system calls are counted. Other users may not even read it."""
-    names = set()
-    for path in (ROOT / "safe_gpu").rglob("*.py"):
-        if path.parent.name != "engines" and path.stem != "__main__":
-            names.add(".".join(path.relative_to(ROOT).with_suffix("").parts))
-            for node in ast.walk(ast.parse(path.read_text())):  # in its functions too
-                if isinstance(node, ast.Import):
-                    names |= {alias.name for alias in node.names}
-                elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-                    names.add(node.module)
-    for name in sorted(names):
-        if name.partition(".")[0] in {"safe_gpu", "filelock", *sys.stdlib_module_names}:
-            with suppress(ImportError):  # of another version of Python
-                import_module(name)
-
-
 _SLEEPS = ("clock_nanosleep", "nanosleep", "pselect6", "select")
 
 
@@ -251,7 +84,7 @@ class Wait(Scene):
         if stop.thread == 0 and stop.before and stop.call in _SLEEPS and self.helpers:
             self.sleeps += 1
             if self.sleeps == 2:
-                self.helpers.pop().let_go()
+                let_go(self.helpers.pop())
 
 
 class Turns(Wait):
@@ -273,11 +106,11 @@ class Queue(Wait):
     def arrange(self, stage: Stage) -> None:
         super().arrange(stage)
         self.helpers.append(stage.start("the waiter ahead", claims(GPUS, 30.0), other=True))
-        self.helpers[1].wait_for_ticket(stage)
+        stage.until_queued(self.helpers[1])
 
     def at(self, stop: Stop) -> None:
         if len(self.helpers) == 2 and stop.thread == 1 and stop.before and stop.call == "fcntl":
-            self.helpers.pop().kill()
+            self.helpers.pop().end()
         elif len(self.helpers) == 1:
             super().at(stop)
 

@@ -14,7 +14,6 @@ waiter that was passed, or a process that never ends.
 
 import logging
 import math
-import mmap
 import os
 import random
 import re
@@ -22,13 +21,16 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
+from multiprocessing import Pool
 from typing import Any, NamedTuple
 
-from common import parser_with_seed, simulate
+from common import parser_with_seed
 from interleave_host import Host, Move, Ran, Run, Schedule, VoidError, end_with_parent
 from interleave_racer import DEATHS, ENDLESS, GO, HELD, INTERRUPT
 from interleave_scenes import SCENES, Scene
 from support.broken import BROKEN
+from support.stage import simulate
 
 from safe_gpu.claim.search import search
 
@@ -249,33 +251,17 @@ def main() -> int:
     if args.replay is not None:
         return replay(args.scene[0], args.broken, parse(args.replay))
     seconds = args.minutes * 60 * args.jobs / len(names)
-    left, more = os.pipe()
-    os.write(more, bytes(range(len(names))))
-    os.close(more)
-    counts = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")  # schedules and faults of each job
-    workers = [_work(names, left, args, seconds, counts[2 * job : 2 * job + 2]) for job in range(args.jobs)]
-    failed = sum(os.waitpid(pid, 0)[1] for pid in workers)
-    print(f"{sum(counts[::2])} schedules, {sum(counts[1::2])} with faults")
-    return 1 if failed or any(counts[1::2]) else 0
+    with Pool(args.jobs, end_with_parent, (signal.SIGTERM,)) as pool:
+        found = pool.map(partial(_search, args, seconds), names, 1)
+    print(f"{sum(tried for tried, _ in found)} schedules, {sum(faults for _, faults in found)} with faults")
+    return int(any(faults for _, faults in found))
 
 
-def _work(names: list[str], left: int, args: Any, seconds: float, counts: memoryview) -> int:
-    """Start a process that searches one scene after the other. Returns its pid."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            end_with_parent(signal.SIGTERM)
-            while number := os.read(left, 1):
-                one = Search(names[number[0]], args, seconds)
-                one.run()
-                counts[0] += one.schedules
-                counts[1] += len(one.faults)
-            code = 0
-        finally:
-            sys.stdout.flush()
-            os._exit(code)
-    return pid
+def _search(args: Any, seconds: float, scene: str) -> tuple[int, int]:
+    """Search a scene. Returns how many schedules were tried, and how many had faults."""
+    search = Search(scene, args, seconds)
+    search.run()
+    return search.schedules, len(search.faults)
 
 
 if __name__ == "__main__":

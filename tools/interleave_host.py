@@ -1,22 +1,20 @@
 """The host on which racers run, and one run of them: who goes on, for how long, and what they say."""
 
 import ctypes
-import marshal
 import math
 import mmap
 import os
-import select
 import shutil
 import signal
-import socket
 import tempfile
 from collections import Counter
-from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from interleave_racer import DEATHS, ENDLESS, FREES, GO, Racer, Task, names_of_tasks
 from interleave_scenes import Referee, Scene, everything, furnish, renew
 from interleave_states import World
+from support.actor import GONE, Actor, Failure
 from support.broken import break_build
 
 _SET_PDEATHSIG = 1  # prctl(2)
@@ -68,30 +66,8 @@ class Ran(NamedTuple):
         return sum(isinstance(one, str) for one in self.log[:death])
 
 
-class Actor:
-    """A thread of a racer, as it stands.
-
-    Attributes:
-        state: "new" (its racer has not begun), "none" (there is no such thread), or what its process said last.
-        deadline: until when it waits at most.
-        on: what it waits for.
-        seen: how often that had been let go of when it looked last.
-    """
-
-    def __init__(self, task: Task, state: str) -> None:
-        self.task = task
-        self.state = state
-        self.deadline = math.inf
-        self.on = ""
-        self.seen = 0
-
-
 class VoidError(Exception):
     """A schedule that cannot be: who is to go on must wait."""
-
-
-class FaultError(Exception):
-    """What ends a schedule early."""
 
 
 class Host:
@@ -102,85 +78,78 @@ class Host:
         self._broken = broken
         self.base = tempfile.mkdtemp(prefix="safe-gpu-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
         os.chmod(self.base, 0o755)
-        self._line, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         self.clock = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("d")
         self._tasks = {name: [Task(one, os.pipe()) for one in names_of_tasks(name)] for name in scene.plans}
-        self._pids: dict[str, int] = {}
+        self._racers: dict[str, Actor] = {}
         self._worn: set[str] = set()  # racers that cannot take part in another schedule
         furnish(scene, self.base)
 
-    def begin(self) -> list[Actor]:
+    def begin(self) -> list[Task]:
         """Let all be as before the first schedule."""
         renew(self.scene, self.base)
         self.clock[0] = 0.0
         for name in self.scene.plans:
             if name in self._worn:
                 self._end(name)
-            if name not in self._pids:
+            if name not in self._racers:
                 self._start(name)
-        found = ((task, "new" if task is tasks[0] else "none") for tasks in self._tasks.values() for task in tasks)
-        return [Actor(task, state) for task, state in found]
+        found = [task for tasks in self._tasks.values() for task in tasks]
+        for task in found:
+            task.begin()
+        return found
 
     def _start(self, name: str) -> None:
         for task in self._tasks[name]:
             task.forget()
-        pid = self._pids[name] = os.fork()
-        if pid == 0:
-            try:
-                end_with_parent(signal.SIGKILL)
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                self.scene.enter(name, self.base)
-                racer = Racer(self._tasks[name], self._theirs, self.clock, self.base, **self.scene.about)
 
-                def become(racer: Racer) -> None:
-                    self.scene.become(racer)
-                    break_build(self._broken)
+        def become(racer: Racer) -> None:
+            self.scene.become(racer)
+            break_build(self._broken)
 
-                racer.live(self.scene.plans[name].act, become)
-            finally:
-                os._exit(1)
+        def live(line: Connection) -> None:
+            end_with_parent(signal.SIGKILL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self.scene.enter(name, self.base)
+            Racer(self._tasks[name], line, self.clock, self.base, self.scene).live(self.scene.plans[name].act, become)
+
+        self._racers[name] = Actor(live, name=name, patience=_PATIENCE)
 
     def _end(self, name: str) -> None:
         self._worn.discard(name)
-        if name in self._pids:
-            pid = self._pids.pop(name)
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        if name in self._racers:
+            self._racers.pop(name).end()
 
     def wear(self, name: str) -> None:
         """Let another process take the part of this racer in the next schedule."""
         self._worn.add(name)
 
-    def hear(self) -> tuple[str, str, float, str, list[Any]]:
+    def hear(self, name: str) -> tuple[str, float, str, list[Any]]:
         """Return what a racer says of itself.
 
         Raises:
-            FaultError: it says nothing.
+            Failure: it says nothing.
         """
-        if not select.select([self._line], [], [], _PATIENCE)[0]:
-            raise FaultError(f"a racer makes no step for {_PATIENCE:.0f} s")
-        return marshal.loads(self._line.recv(1 << 20))  # type: ignore[no-any-return]
+        said = self._racers[name].hear()
+        if said == GONE:
+            raise Failure(f"{name} has gone")
+        return said
 
     def bury(self, name: str) -> None:
         """Wait until a racer that has closed everything is gone."""
-        os.waitpid(self._pids.pop(name), 0)
-        self._worn.discard(name)
+        self._racers[name].join()
+        self._end(name)
 
     def check(self) -> list[str]:
         """Return what is wrong when all are over."""
-        for name in self._worn & self._pids.keys():
+        for name in self._worn & self._racers.keys():
             self._end(name)
         return everything(self.scene, self.base)
 
     def restart(self) -> None:
         """End all racers, wherever they stand."""
-        for name in list(self._pids):
+        for name in list(self._racers):
             self._end(name)
-        while select.select([self._line], [], [], 0)[0]:
-            self._line.recv(1 << 20)
 
     def close(self) -> None:
         self.restart()
@@ -210,7 +179,7 @@ class Run:
         self._host = host
         self._referee = Referee(host.scene)
         self.faults = self._referee.faults
-        self._actors = {actor.task.name: actor for actor in host.begin()}
+        self._tasks = {task.name: task for task in host.begin()}
         self._steps = 0
         self._freed: Counter[str] = Counter()
         self._dying: set[str] = set()
@@ -224,7 +193,7 @@ class Run:
                 self._make(Move(name))
             self._referee.end()
             self.faults += host.check()
-        except FaultError as err:
+        except Failure as err:
             self.faults.append(str(err))
         except VoidError:
             host.restart()
@@ -232,72 +201,72 @@ class Run:
         if self.faults:
             host.restart()
 
-    def _can(self, actor: Actor) -> bool:
-        if actor.state == "new":
-            return self._host.scene.plans[actor.task.name].after in ("", *self._over)
-        if actor.state == "waits":
-            return actor.deadline <= self._host.clock[0] or actor.seen != self._freed[actor.on]
-        return actor.state == "at"
+    def _can(self, task: Task) -> bool:
+        if task.state == "new":
+            return self._host.scene.plans[task.name].after in ("", *self._over)
+        if task.state == "waits":
+            return task.deadline <= self._host.clock[0] or task.seen != self._freed[task.on]
+        return task.state == "at"
 
     def _next(self) -> str | None:
         """Return who goes on if nothing else was asked for; time passes if nobody can.
 
         Raises:
-            FaultError: nobody ever can.
+            Failure: nobody ever can.
         """
-        actors = self._actors.values()
+        tasks = self._tasks.values()
         last = self.made[-1].move.task if self.made else ""
-        for actor in sorted(actors, key=lambda one: one.task.name != last):
-            if self._can(actor):
-                return actor.task.name
-        waiting = [actor for actor in actors if actor.state == "waits"]
-        until = min((actor.deadline for actor in waiting), default=math.inf)
+        for task in sorted(tasks, key=lambda one: one.name != last):
+            if self._can(task):
+                return task.name
+        waiting = [task for task in tasks if task.state == "waits"]
+        until = min((task.deadline for task in waiting), default=math.inf)
         if until < math.inf:
             self._host.clock[0] = max(self._host.clock[0], until)
             return self._next()
-        for actor in waiting:  # a thread may be left behind
-            if actor.task.name == actor.task.racer:
-                raise FaultError(f"{actor.task.name} will wait for {actor.on} for ever")
-            self._host.wear(actor.task.racer)
+        for task in waiting:  # a thread may be left behind
+            if task.name == task.racer:
+                raise Failure(f"{task.name} will wait for {task.on} for ever")
+            self._host.wear(task.racer)
         return None
 
     def _choices(self) -> dict[str, bool]:
         """Return who may go on now -> whether others would have to stand still for longer than a moment."""
-        found = {name: False for name, actor in self._actors.items() if self._can(actor)}
+        found = {name: False for name, task in self._tasks.items() if self._can(task)}
         able = bool(found)
-        for name, actor in self._actors.items():
-            if actor.state == "waits" and actor.deadline < math.inf:
+        for name, task in self._tasks.items():
+            if task.state == "waits" and task.deadline < math.inf:
                 found.setdefault(name, able)
         return found
 
     def _make(self, move: Move) -> bool:
         """Let one go on. Returns whether it could."""
-        host, actor, before = self._host, self._actors[move.task], self._choices()
-        alive = {name for name in host.scene.plans if self._actors[name].state in ("at", "waits")} - self._dying
+        host, task, before = self._host, self._tasks[move.task], self._choices()
+        alive = {name for name in host.scene.plans if self._tasks[name].state in ("at", "waits")} - self._dying
         if move.task not in (before if move.kind == GO else alive):
             return False
         if move.kind != GO:
             host.wear(move.task)
-        elif not self._can(actor):
-            host.clock[0] = max(host.clock[0], actor.deadline)
-        waited = actor.deadline if actor.state == "waits" else None
-        actor.task.grant(move.kind, move.steps)
-        _, actor.state, actor.deadline, actor.on, log = host.hear()
+        elif not self._can(task):
+            host.clock[0] = max(host.clock[0], task.deadline)
+        waited = task.deadline if task.state == "waits" else None
+        task.grant(move.kind, move.steps)
+        task.state, task.deadline, task.on, log = host.hear(task.racer)
         states = [self._state(move.task)]
-        ready = self._read(actor.task, log, states)
-        actor.seen = self._freed[actor.on]
-        if actor.state == "gone":
-            host.bury(actor.task.racer)
-            actor.state = "over"
+        ready = self._read(task, log, states)
+        task.seen = self._freed[task.on]
+        if task.state == "gone":
+            host.bury(task.racer)
+            task.state = "over"
         if move.kind in DEATHS:
-            for other in self._actors.values():
-                if other.task.racer == move.task and other is not actor:
+            for other in self._tasks.values():
+                if other.racer == move.task and other is not task:
                     other.state = "over"
-        if actor.state == "over" and move.task in host.scene.plans:
+        if task.state == "over" and move.task in host.scene.plans:
             self._let_begin(move.task, 0, ready)
-        elif actor.state == "waits":
-            self._referee.stands(actor.task.racer)
-            if not log and actor.deadline == waited and move.kind == GO:
+        elif task.state == "waits":
+            self._referee.stands(task.racer)
+            if not log and task.deadline == waited and move.kind == GO:
                 return False
         others = {**dict.fromkeys(before, 0), **{one: ready.get(one, 0) for one in self._choices()}}
         others.pop(move.task, None)
@@ -307,12 +276,12 @@ class Run:
         if move.steps not in (made, ENDLESS):
             raise VoidError(f"{move} makes {made} steps")
         if self._steps > _MOST_STEPS:
-            raise FaultError(f"{_MOST_STEPS} steps, and no end")
+            raise Failure(f"{_MOST_STEPS} steps, and no end")
         return True
 
     def _state(self, running: str) -> int:
-        waiting = [one for one in self._actors.values() if one.state == "waits" and one.task.name != running]
-        found = tuple((one.task.name, one.on, self._can(one)) for one in sorted(waiting, key=lambda one: one.deadline))
+        waiting = [one for one in self._tasks.values() if one.state == "waits" and one.name != running]
+        found = tuple((one.name, one.on, self._can(one)) for one in sorted(waiting, key=lambda one: one.deadline))
         return self._world.state(running, found, self._referee.state())
 
     def _read(self, task: Task, log: list[Any], states: list[int]) -> dict[str, int]:
@@ -332,7 +301,7 @@ class Run:
             self._referee.hear(racer, *one)
             self._world.hear(task.name, racer, one[0], one[1:])
             if one[0] == "thread":
-                self._actors[one[1]].state = "at"
+                self._tasks[one[1]].state = "at"
                 self._host.wear(racer)
                 ready[one[1]] = made
             elif one[0] == FREES:
@@ -345,7 +314,7 @@ class Run:
 
     def _let_go(self, what: str, made: int, ready: dict[str, int]) -> None:
         self._freed[what] += 1
-        ready.update((name, made) for name, one in self._actors.items() if one.state == "waits" and one.on == what)
+        ready.update((name, made) for name, one in self._tasks.items() if one.state == "waits" and one.on == what)
 
     def _let_begin(self, racer: str, made: int, ready: dict[str, int]) -> None:
         if racer not in self._over:

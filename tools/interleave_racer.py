@@ -12,7 +12,6 @@ import _socket
 import _thread
 import fcntl
 import gc
-import marshal
 import math
 import os
 import random
@@ -26,6 +25,7 @@ import time
 import types
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import Any
 
 from safe_gpu.claim.host import host_view
@@ -65,13 +65,25 @@ class Task:
 
     Args:
         pipe: both ends of what its grants come by.
+
+    Attributes:
+        state: "new" (its racer has not begun), "none" (there is no such thread), or what its process said last.
+        deadline: until when it waits at most.
+        on: what it waits for.
+        seen: how often that had been let go of when it looked last.
     """
 
     def __init__(self, name: str, pipe: tuple[int, int]) -> None:
         self.name = name
         self.racer = name[0].upper()
         self.pipe = pipe
-        self.steps = 0  # that are granted
+        self.steps = 0  # that are granted, in its own process
+        self.begin()
+
+    def begin(self) -> None:
+        """In the controller: be as before the first step."""
+        self.state = "new" if self.name == self.racer else "none"
+        self.deadline, self.on, self.seen = math.inf, "", 0
 
     def grant(self, kind: str, steps: int) -> None:
         """In the controller: let it go on."""
@@ -96,23 +108,12 @@ class Racer:
         line: where it says how far it came.
         clock: shared by all: seconds.
         base: the directory of the host; paths are told relative to it.
-        host_lock: whether host.lock is one.
-        apart: whether nobody else sees its doors.
-        closes: whether somebody closes GPUs, so that it matters when that is read.
+        scene: which says whether host.lock is one (``host_lock``), whether nobody else sees its doors (``apart``), and
+            whether somebody closes GPUs, so that it matters when that is read (``closes``).
     """
 
-    def __init__(
-        self,
-        tasks: list[Task],
-        line: _socket.socket,
-        clock: Any,
-        base: str,
-        *,
-        host_lock: bool,
-        closes: bool,
-        apart: bool,
-    ) -> None:
-        self.host_lock, self.closes, self.apart = host_lock, closes, apart
+    def __init__(self, tasks: list[Task], line: Connection, clock: Any, base: str, scene: Any) -> None:
+        self.scene = scene
         self.made = 0  # random numbers
         self.name = tasks[0].name
         self.tasks = tasks
@@ -209,7 +210,7 @@ class Racer:
 
     def _report(self, state: str, deadline: float = math.inf, on: str = "") -> None:
         log, self.log = self.log, []
-        self.line.send(marshal.dumps((self.running.name, state, deadline, on, log)))
+        self.line.send((state, deadline, on, log))
 
     def _listen(self, task: Task) -> None:
         sign, steps = _GRANT.unpack(os.read(task.pipe[0], _GRANT.size))
@@ -227,7 +228,7 @@ class Racer:
     @property
     def suffix(self) -> bytes:
         """What keeps doors apart, as a network namespace does."""
-        return self.name.encode() if self.apart else b""
+        return self.name.encode() if self.scene.apart else b""
 
     def door(self, address: bytes) -> str:
         """Return what a door is, as others know it."""
@@ -248,7 +249,7 @@ class Racer:
         label = self.label(fd)
         if self.quiet or "/" not in label:  # of the driver, or that of a directory, for cleaners
             _flock(fd, operation)
-        elif not self.host_lock and label.endswith("/host.lock"):
+        elif not self.scene.host_lock and label.endswith("/host.lock"):
             return
         elif operation & fcntl.LOCK_UN:
             self.step(f"unlock {label}")
@@ -377,7 +378,7 @@ def _replace(racer: Racer) -> None:
         (context, "close", "end context"),
         (host_view, "has_closed_file", "read closed"),
     ):
-        if racer.closes or owner is not host_view:
+        if racer.scene.closes or owner is not host_view:
             setattr(owner, name, racer.whole(getattr(owner, name), what))
 
     def names(self: Any) -> set[str]:

@@ -4,11 +4,12 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from interleave_racer import Racer
+from support.stage import booked_twice, simulate
 
 import safe_gpu
 from safe_gpu.coordination import older_package as legacy
@@ -211,7 +212,12 @@ class Scene:
 
     def enter(self, name: str, base: str) -> None:
         """In the process of a racer: have its environment."""
-        os.environ.update(_variables(self, base, self.plans[name].at))
+        self.visit(base, self.plans[name].at)
+
+    def visit(self, base: str, number: int) -> None:
+        """Let this process use the state directory of that number."""
+        policy = {"SAFE_GPU_POLICY": f"{base}/etc/policy.ini"} if self.users else {}
+        simulate(self.preset, f"{base}/{number}", SAFE_GPU_SIMULATED_DIR=f"{base}/simulated", **policy)
 
     def become(self, racer: Racer) -> None:
         """In the process of a racer, when its stand-ins are there: be its user."""
@@ -229,10 +235,9 @@ class Scene:
         os.setresuid(*[_FIRST_USER + ord(self.users[racer.name])] * 3)
 
     @property
-    def about(self) -> dict[str, bool]:
-        """Return what a racer has to know."""
-        closes = any(plan.act.__qualname__.startswith("drains") for plan in self.plans.values())
-        return {"host_lock": self.host_lock, "closes": closes, "apart": self.apart}
+    def closes(self) -> bool:
+        """Whether somebody closes GPUs."""
+        return any(plan.act.__qualname__.startswith("drains") for plan in self.plans.values())
 
     @property
     def directories(self) -> list[int]:
@@ -328,6 +333,7 @@ SCENES: dict[str, Scene] = {
     "unlocked": Scene(claims(), claims(), kill="A", **_UNLOCKED),
     "unlocked-3": Scene(claims(), claims(), claims(), **_UNLOCKED),
     "unlocked-again": Scene(claims(times=2), claims(), claims(), kill="A", **_UNLOCKED),
+    "unlocked-dead": Scene(claims(), claims(), claims(times=2), kill="A", **_UNLOCKED),
     "unlocked-waits": Scene(claims(times=2), claims(**_PATIENT), kill="A", **_UNLOCKED),
     "unlocked-shares": Scene(claims(share=_BIG), claims(share=_SMALL), claims(), kill="A", **_UNLOCKED),
     "unlocked-drain": Scene(drains(0), claims(), kill="B", **_UNLOCKED),
@@ -430,19 +436,11 @@ class Referee:
             if gpu in self._empty:
                 self.faults.append(f"{who} gets GPU {gpu}, which was drained and held by nobody")
             holders = {one: about[1] for one, about in self._has.items() if gpu in about[0]}
-            counted = [one for one in holders if self._scene.plans[one].inside not in holders]
-            inner = [one for one in holders if one not in counted]
-            if len(counted) > 1 and (None in (held := [holders[one] for one in counted]) or sum(held) > CAPACITY):
-                self.faults.append(f"GPU {gpu} is booked twice: {self._told(counted)}")
-            if len(inner) > 1:
-                self.faults.append(f"GPU {gpu} is booked twice: {self._told(inner)}, inside one claim")
-
-    def _told(self, holders: Collection[str]) -> str:
-        found = []
-        for one in holders:
-            share = self._has[one][1]
-            found.append(f"{one} has {'all' if share is None else f'{share / GIB:.0f} GiB'} of it")
-        return ", ".join(found)
+            parts = [(share, self._scene.plans[one].inside in holders) for one, share in holders.items()]
+            if what := booked_twice(parts, CAPACITY):
+                sizes = {one: f"{share / GIB:.0f} GiB" if share else "all" for one, share in holders.items()}
+                told = ", ".join(f"{one} has {size} of it" for one, size in sizes.items())
+                self.faults.append(f"GPU {gpu} is booked twice ({what}): {told}")
 
     def state(self) -> str:
         """Return what matters to its judgement of what is to come."""
@@ -462,14 +460,12 @@ def furnish(scene: Scene, base: str) -> None:
     for place in (*places, os.path.dirname(legacy.LOCK_FILE)):
         os.mkdir(place)
         os.chmod(place, 0o1777)
+    os.close(os.open(legacy.LOCK_FILE, os.O_CREAT | os.O_WRONLY))
+    os.chmod(legacy.LOCK_FILE, 0o666)
     if scene.users:
         os.mkdir(f"{base}/etc")
         with open(f"{base}/etc/policy.ini", "w") as file:
             file.write("[host]\norder = fair\n")
-    files = [legacy.LOCK_FILE, *(f"{base}/{number}/host.lock" for number in scene.directories)]
-    for file in files:
-        os.close(os.open(file, os.O_CREAT | os.O_WRONLY))
-        os.chmod(file, 0o666)
     everything(scene, base)
     driver = SimulatedDriver(scene.preset)
     with driver.occupy(driver.idle.gpus[0].uuid):
@@ -495,7 +491,7 @@ def everything(scene: Scene, base: str) -> list[str]:
     for number in scene.directories:
         with suppress(FileNotFoundError):
             os.unlink(f"{base}/{number}/closed")
-        os.environ.update(_variables(scene, base, number))
+        scene.visit(base, number)
         try:
             safe_gpu.GPUOwner(scene.gpus, safe_gpu.NoPlaceholder(), timeout=0, affinity=None).release_gpus()
         except safe_gpu.SafeGpuError as err:
@@ -504,13 +500,3 @@ def everything(scene: Scene, base: str) -> list[str]:
             if left := [name for name in os.listdir(f"{base}/{number}/{part}") if not name.startswith(".")]:
                 found.append(f"left in {part}: {', '.join(left)}")
     return found
-
-
-def _variables(scene: Scene, base: str, number: int) -> dict[str, str]:
-    return {
-        "SAFE_GPU_DRIVER": f"simulated:{scene.preset}",
-        "SAFE_GPU_DIR": f"{base}/{number}",
-        "SAFE_GPU_SIMULATED_DIR": f"{base}/simulated",
-        "SAFE_GPU_LEGACY_LOCK": "never",
-        "SAFE_GPU_POLICY": f"{base}/etc/policy.ini" if scene.users else "",
-    }

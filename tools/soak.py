@@ -30,15 +30,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from common import parser_with_seed
-from soak_host import Policy, Stage, replace_file
+from soak_host import Ground, Policy, replace_file
 from soak_lives import ISLANDS, Life, draw, live
 from support.broken import BROKEN
+from support.stage import import_everything
 
-import safe_gpu
-from safe_gpu.claim.search import search
 from safe_gpu.cli.commands import main as safe_gpu_main
 from safe_gpu.drivers.presets import PRESETS
-from safe_gpu.drivers.simulated import SimulatedDriver
 from safe_gpu.host import procfs
 
 USERS = (12001, 12002, 12003)
@@ -46,20 +44,6 @@ GRACE = 15.0  # how far past its deadline a claim may return on a busy machine w
 QUIET_EVERY = 20.0  # seconds
 PATIENCE = 30.0  # how long all may take to end before a quiet point, seconds
 _SET_CHILD_SUBREAPER = 36  # prctl(2): processes whose parents have ended become children of this one
-_SHOWN_IN_CALM = (
-    "parts not asked",
-    "share without the door",
-    "no queue",
-    "ticket stays",
-    "backfill",
-    "promise",
-    "turns",
-    "limit",
-    "limit of others",
-    "limit of waiters",
-    "room",
-)
-"""The broken builds that a quiet point finds; the others need what happens before one."""
 _LATE = 0.3  # how much later than it was told a waiter may start on a busy machine, seconds
 
 
@@ -68,14 +52,14 @@ class Soak:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.rng = random.Random(options.seed)
-        self.stage = Stage.new(options.preset)
-        self.gpus = [gpu.uuid for gpu in SimulatedDriver(options.preset, self.stage.root).idle.gpus]
+        self.ground = Ground.new(options.preset)
+        self.gpus = self.ground.gpus
         self.options = options
         self.shared = tuple(self.gpus[:3]) if options.shares else ()
         self.islands = ISLANDS if options.islands else ISLANDS[:1]
         self.users = USERS if options.users else ()
         limited = options.users or options.policy or options.order == "fair"
-        self.policy = Policy(self.stage.root, options.order) if limited else None
+        self.policy = Policy(self.ground.root, options.order) if limited else None
         self.broken: str = options.broken
         self.counts: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
@@ -88,32 +72,22 @@ class Soak:
         self._resume: list[tuple[float, int]] = []
         self.story: deque[dict[str, Any]] = deque(maxlen=4000)
         if options.islands:
-            open(f"{self.stage.root}/islands", "w").close()
+            open(f"{self.ground.root}/islands", "w").close()
             # Processes in PID namespaces see the host's /proc there.
-            if os.system(f"mount --bind /proc '{self.stage.root}/proc'"):
+            if os.system(f"mount --bind /proc '{self.ground.root}/proc'"):
                 sys.exit("soak.py: --islands needs root, and mount(8)")
-            self.stage = Stage(self.stage.root)
-        self._load_modules()
+            self.ground = Ground(self.ground.root)
+        self.ground.enter()
+        import_everything()  # so that forked processes import nothing
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        self._events = open(f"{self.stage.root}/events", encoding="utf-8")  # noqa: SIM115
+        self._events = open(self.ground.referee.log, encoding="utf-8")  # noqa: SIM115
         self._partial = ""
-
-    def _load_modules(self) -> None:
-        """Do everything once, so that forked processes import nothing."""
-        self.stage.enter()
-        safe_gpu.GPUOwner(1, timeout=0, affinity=None).release_gpus()
-        for words in (["status", "--json"], ["wait", "-t", "0"]):
-            with open(os.devnull, "w") as null, redirect_stdout(null), redirect_stderr(null):
-                safe_gpu_main(words)
-        search._import_all()  # what waiters import
 
     # ---- Time passes ----
 
     def run(self, seconds: float) -> None:
         """Let processes live for this time, with a quiet point every 20 s and at the end."""
-        with self._without_cleaner():  # its end says that one is at work from now on
-            if self.broken in _SHOWN_IN_CALM:
-                self._be_quiet()
+        self._be_quiet()
         started = time.monotonic()
         end, minute, quiet = started + seconds, started + 60.0, started + QUIET_EVERY / 3
         while time.monotonic() < end and not self.is_caught:
@@ -147,9 +121,6 @@ class Soak:
             self._harm(self.rng.choice(list(self._players)))
         if self.rng.random() < 0.01:
             self._change_weather()
-        if self.policy and self.rng.random() < 0.01:
-            self.counts["policies"] += 1
-            self.policy.change(self.rng, self.users or (os.getuid(),))
         if self.options.cleaner and self.rng.random() < 0.2:
             self._clean()
         time.sleep(0.005)
@@ -159,7 +130,7 @@ class Soak:
         sys.stdout.flush()
         child = os.fork()
         if child == 0:
-            live(self.stage, self._number, life, self.broken)
+            live(self.ground, self._number, life, self.broken)
         self._children.add(child)
         self.counts["processes"] += 1
         return self._number
@@ -180,16 +151,16 @@ class Soak:
         self._set_weather(self.rng.choice((*[{}] * 4, *skies)))
 
     def _set_weather(self, sky: dict[str, Any]) -> None:
-        replace_file(f"{self.stage.root}/weather", json.dumps(sky))
+        replace_file(f"{self.ground.root}/weather", json.dumps(sky))
 
     def _clean(self) -> None:
         """What a cleaner of /tmp does: remove a file, a directory, everything; or move it away."""
         self.counts["cleaned"] += 1
-        state = self.stage.state
+        state = self.ground.state
         what = self.rng.random()
         if what < 0.05:
             with suppress(OSError):
-                os.rename(state, f"{self.stage.root}/moved-{self.counts['cleaned']}")
+                os.rename(state, f"{self.ground.root}/moved-{self.counts['cleaned']}")
         elif what < 0.15:
             shutil.rmtree(state, ignore_errors=True)
         else:
@@ -233,7 +204,7 @@ class Soak:
         with suppress(ChildProcessError):
             while child := os.waitpid(-1, os.WNOHANG)[0]:
                 self._children.discard(child)
-        for pid in [pid for pid in self._players if not self.stage.start_time(pid)]:
+        for pid in [pid for pid in self._players if not self.ground.referee.start_time(pid)]:
             del self._players[pid]
 
     # ---- Quiet points ----
@@ -264,13 +235,15 @@ class Soak:
             for scene in scenes:
                 if not self.is_caught:
                     scene()
-            if self.policy:
-                self.policy.set({})
+        self._end_all()
+        if self.policy:
+            self.counts["policies"] += 1
+            self.policy.change(self.rng, self.users or (os.getuid(),))
 
     @contextmanager
     def _without_cleaner(self) -> Iterator[None]:
         """The referee counts what users hold only while no cleaner is at work."""
-        path = f"{self.stage.root}/cleaner"
+        path = f"{self.ground.root}/cleaner"
         with suppress(FileNotFoundError):
             os.unlink(path)
         yield
@@ -325,9 +298,9 @@ class Soak:
     def close(self) -> None:
         """Remove the stage."""
         self._events.close()
-        if self.stage.islands:
-            os.system(f"umount -l '{self.stage.root}/proc'")
-        shutil.rmtree(os.path.dirname(self.stage.root), ignore_errors=True)
+        if self.ground.islands:
+            os.system(f"umount -l '{self.ground.root}/proc'")
+        shutil.rmtree(os.path.dirname(self.ground.root), ignore_errors=True)
 
     # ---- What must be true at a quiet point ----
 
@@ -465,7 +438,7 @@ class Soak:
     def _tickets(self) -> int:
         """The highest number of a ticket."""
         with suppress(OSError):
-            names = os.listdir(f"{self.stage.state}/queue")
+            names = os.listdir(f"{self.ground.state}/queue")
             return max((int(name.partition(".")[0]) for name in names if name[0] != "."), default=-1)
         return -1
 

@@ -11,11 +11,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from common import ROOT
-from soak_host import Ambush, Stage, bad_weather, be_a_stranger, may_refuse
+from soak_host import Ambush, Ground, bad_weather, be_a_stranger, may_refuse
 from support.actor import become
 from support.broken import break_build
 
@@ -90,7 +91,7 @@ def draw(rng: random.Random, islands: tuple[str, ...], users: tuple[int, ...], s
     return life
 
 
-def live(stage: Stage, number: int, life: Life, broken: str = "") -> None:
+def live(ground: Ground, number: int, life: Life, broken: str = "") -> None:
     """Live this life in a forked process; does not return.
 
     Args:
@@ -98,55 +99,54 @@ def live(stage: Stage, number: int, life: Life, broken: str = "") -> None:
     """
     code = 1
     try:
-        code = _live(stage, number, life, broken)
+        code = _live(ground, number, life, broken)
     except safe_gpu.SafeGpuError as err:
-        stage.tell("refused", number=number, error=type(err).__name__, text=str(err)[:300])
-        if isinstance(err, safe_gpu.UnsatisfiableRequestError) and not _may_refuse(stage, life):
-            stage.tell("violation", what="refused for ever without a cause", number=number)
+        ground.tell("refused", number=number, error=type(err).__name__, text=str(err)[:300])
+        if isinstance(err, safe_gpu.UnsatisfiableRequestError) and not _may_refuse(ground, life):
+            ground.tell("violation", what="refused for ever without a cause", number=number)
         code = 0
     except (KeyboardInterrupt, SystemExit):  # SIGINT, and SIGTERM during a claim
         code = 130
     except BaseException as err:  # whatever it is, the users of a claim were not told of it
         import traceback
 
-        stage.tell("trace", number=number, text=traceback.format_exc()[-2500:])
-        stage.tell("violation", what="undocumented exception", number=number, error=repr(err)[:300])
+        ground.tell("trace", number=number, text=traceback.format_exc()[-2500:])
+        ground.tell("violation", what="undocumented exception", number=number, error=repr(err)[:300])
     finally:
         os._exit(code)
 
 
-def _live(stage: Stage, number: int, life: Life, broken: str) -> int:
+def _live(ground: Ground, number: int, life: Life, broken: str) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _move_to(stage, life.island)
+    _move_to(ground, life.island)
     os.umask(random.Random(life.seed).choice((0o022, 0o077, 0o002)))
     if life.uid is not None:
         become(life.uid)
-    stage.enter(stage.other if life.island == "other directory" else None)
+    ground.enter(ground.other if life.island == "other directory" else None)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
     if life.way != "ambush":  # a driver that shows strangers late hides them from the second poll
-        bad_weather(stage)
+        bad_weather(ground)
     break_build(broken)
-    stage.tell("begins", number=number, way=life.way, island=life.island, uid=life.uid)
+    ground.tell("begins", number=number, way=life.way, island=life.island, uid=life.uid)
     started = time.monotonic()
-    stage.begin()
     if life.way == "claim":
-        _claim(stage, number, life)
+        _claim(ground, number, life)
     elif life.way == "ambush":
-        _claim(stage, number, life, Ambush(stage))
+        _claim(ground, number, life, Ambush(ground))
     elif life.way == "stranger":
-        be_a_stranger(stage, random.Random(life.seed))
+        be_a_stranger(ground, random.Random(life.seed))
     elif life.way in ("run", "nest"):
-        command = [sys.executable, os.path.abspath(__file__), stage.root]
+        command = [sys.executable, os.path.abspath(__file__), ground.root]
         command += ["nest" if life.way == "nest" else "hold", str(life.hold), life.end]
         return _command("run", "-q", *_options(life), "--", *command)
     elif life.way == "wait":
         code = _command("wait", "-q", *_options(life))
-        stage.tell("waited", number=number, seconds=time.monotonic() - started, timeout=life.timeout, code=code)
+        ground.tell("waited", number=number, seconds=time.monotonic() - started, timeout=life.timeout, code=code)
         # 143: the first process of a PID namespace does not die of the SIGTERM that ended the wait.
-        if code not in (0, 69, 73, 75, 130, 143) and not (code == 78 and _may_refuse(stage, life)):
-            stage.tell("violation", what=f"safe-gpu wait ended with {code}", number=number)
+        if code not in (0, 69, 73, 75, 130, 143) and not (code == 78 and _may_refuse(ground, life)):
+            ground.tell("violation", what=f"safe-gpu wait ended with {code}", number=number)
     else:
         _command("status", "--json")
     return 0
@@ -158,10 +158,10 @@ def _options(life: Life) -> list[str]:
     return words + (["--only", ",".join(life.only)] if life.only else [])
 
 
-def _may_refuse(stage: Stage, life: Life) -> bool:
+def _may_refuse(ground: Ground, life: Life) -> bool:
     """Whether the policy does not allow the claim of this life."""
     hold_for = life.hold_for if life.way in ("claim", "ambush") else None
-    return may_refuse(stage.root, os.getuid(), stage.began, life.nb_gpus, hold_for)
+    return may_refuse(ground.root, os.getuid(), life.nb_gpus, hold_for)
 
 
 def _command(*words: str) -> int:
@@ -169,7 +169,7 @@ def _command(*words: str) -> int:
     return int(safe_gpu_main(list(words)) or 0)
 
 
-def _claim(stage: Stage, number: int, life: Life, ambush: Ambush | None = None) -> None:
+def _claim(ground: Ground, number: int, life: Life, ambush: Ambush | None = None) -> None:
     started = time.monotonic()
     placeholder = None if life.context else safe_gpu.NoPlaceholder()
     try:
@@ -183,67 +183,64 @@ def _claim(stage: Stage, number: int, life: Life, ambush: Ambush | None = None) 
             only=life.only or None,
         )
     finally:
-        stage.tell("waited", number=number, seconds=time.monotonic() - started, timeout=life.timeout)
+        ground.tell("waited", number=number, seconds=time.monotonic() - started, timeout=life.timeout)
     uuids = [gpu.uuid for gpu in owner.gpus]
     if ambush:
         ambush.judge(uuids)
-    share = (owner.share, str(stage.pid())) if owner.share else None
-    _hold(stage, number, uuids, life.hold, life.end, owner.release_gpus, share)
+    _hold(ground, number, uuids, life.hold, life.end, owner.release_gpus, share=owner.share)
 
 
 def _hold(
-    stage: Stage,
+    ground: Ground,
     number: int,
     uuids: list[str],
     seconds: float,
     end: str,
-    release: Any,
-    share: tuple[int, str] | None = None,
+    release: Callable[[], None] | None = None,
+    *,
+    share: int | None = None,
+    inside: bool = False,
 ) -> None:
-    """Hold GPUs under the eyes of the referee, and end.
-
-    Args:
-        share: how much of each, and the claim, as of ``Stage.mark_share``.
-    """
-    marks = [stage.mark_share(uuid, *share) if share else stage.mark(uuid) for uuid in uuids]
-    stage.tell("holds", number=number, uuids=uuids, end=end, share=share and share[0])
-    if not share:
-        stage.look_for_company(uuids)
-    stage.count_own(number)
+    """Hold GPUs, or shares of them, under the eyes of the referee, and end."""
+    marks = [ground.mark(uuid, share, inside=inside) for uuid in uuids]
+    ground.tell("holds", number=number, uuids=uuids, end=end, share=share)
+    if not share and not inside:
+        ground.look_for_company(uuids)
+    ground.count_own(number)
     if end == "fork" and os.fork() == 0:
         for mark in marks:
-            if stage.islands or stage.has_cleaner():  # the name speaks for the GPU then, and that is the parent's
-                os.close(mark)
+            if ground.islands or ground.has_cleaner():  # the name speaks for the GPU then, and that is the parent's
+                mark.close()
             else:
-                stage.sign(mark, *(share or ()))
+                ground.referee.sign(mark)
         time.sleep(seconds + 0.2)
         os._exit(0)
     time.sleep(seconds)
-    if not share:
-        stage.look_for_company(uuids)
+    if not share and not inside:
+        ground.look_for_company(uuids)
     if end == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if end in ("exec", "release", "linger"):  # exec closes one file after the other, and the process lives meanwhile
         for mark in marks:
-            stage.unmark(mark)
+            mark.end()
     if end == "exec":
         os.execv("/bin/true", ["true"])
     if end in ("release", "linger"):
         release()
-        stage.tell("released", number=number, uuids=uuids)
+        ground.tell("released", number=number, uuids=uuids)
     if end == "linger":
         time.sleep(15)
 
 
-def _move_to(stage: Stage, island: str) -> None:
+def _move_to(ground: Ground, island: str) -> None:
     """Enter new namespaces, where the island has some."""
     if island == "private directory":
         _unshare(_NEWNS)
         while True:  # a cleaner may remove it at any moment, also while makedirs looks whether it is there
             with suppress(FileNotFoundError, FileExistsError):
-                os.makedirs(stage.state, exist_ok=True)
-                os.chmod(stage.state, 0o1777)
-                _mount(stage.private, stage.state, None, _BIND)
+                os.makedirs(ground.state, exist_ok=True)
+                os.chmod(ground.state, 0o1777)
+                _mount(ground.private, ground.state, None, _BIND)
                 break
     elif island == "pid namespace":
         _unshare(_NEWNS | _NEWPID)
@@ -267,31 +264,30 @@ def _mount(source: str, target: str, kind: str | None, flags: int) -> None:
         raise OSError(ctypes.get_errno(), f"mount {target}")
 
 
-def _inside(stage: Stage, seconds: float) -> None:
+def _inside(ground: Ground, seconds: float) -> None:
     """A claim made inside the claim of the process that started this one."""
     try:
         owner = safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), timeout=3.0, affinity=None)
     except safe_gpu.NotEnoughGpusError:
         return
-    _hold(stage, -1, [f"{gpu.uuid}.inner" for gpu in owner.gpus], seconds, "release", owner.release_gpus)
+    _hold(ground, -1, [gpu.uuid for gpu in owner.gpus], seconds, "release", owner.release_gpus, inside=True)
 
 
 def _main(root: str, what: str, seconds: str, end: str) -> int:
-    stage = Stage(root)
+    ground = Ground(root)
     if what == "inside":
-        _inside(stage, float(seconds))
+        _inside(ground, float(seconds))
         return 0
     uuids = list(SimulatedDriver(os.environ["SAFE_GPU_DRIVER"].partition(":")[2]).visible())
     if what == "nest":
         for uuid in uuids:
-            stage.mark(uuid)
-        stage.count_own(-1)
+            ground.mark(uuid)
+        ground.count_own(-1)
         inner = [sys.executable, __file__, root, "inside", seconds, end]
         inside = [subprocess.Popen(inner, cwd=ROOT) for _ in uuids]
         return max(process.wait() for process in inside)
     size = os.environ.get("SAFE_GPU_SHARE")
-    share = (int(size), str(stage.pid())) if size else None
-    _hold(stage, -1, uuids, float(seconds), "exit" if end == "release" else end, None, share)
+    _hold(ground, -1, uuids, float(seconds), "exit" if end == "release" else end, share=int(size) if size else None)
     return 0
 
 

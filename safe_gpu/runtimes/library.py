@@ -7,7 +7,7 @@ In the process of a claim, only :class:`Held` initialises one.
 Root loads nothing that another user could have put there. dlopen(3) looks through LD_LIBRARY_PATH first, which root may
 have from a user: in a scheduler's prolog, or under sudo.
 
-None of this has run on AMD or Intel hardware. ``tools/first_run_amd.py`` checks there what is taken for granted here.
+None of this has run on AMD or Intel hardware. ``tests/gpu/test_amd.py`` checks there what is taken for granted here.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.actor import Actor, Listen, Say
+from support.actor import Actor, Listen, Say, in_words
 
 import safe_gpu
 from safe_gpu.coordination.doors import Doors
@@ -84,7 +84,7 @@ class Process(Actor):
                 else:
                     say(lose(int(verb), rest))
 
-        super().__init__(work)
+        super().__init__(in_words(work))
 
     def ask(self, *words: object) -> str:
         self.tell(" ".join(map(str, words)))

@@ -71,8 +71,8 @@ def test_claims_at_the_same_moment_never_exceed_it(rules: Any, user: Any, eventu
     most = []
     while crowd:
         eventually(lambda: bool(most.append(held_by(ANNA)) or most[-1] == min(4, 2 * len(crowd))))
-        speaking = select.select([one._in for one in crowd], [], [], 30)[0]
-        holders = [one for one in crowd if one._in in speaking]
+        speaking = select.select([one.line for one in crowd], [], [], 30)[0]
+        holders = [one for one in crowd if one.line in speaking]
         assert 0 < len(holders) <= 2
         for one in holders:
             assert one.hear() == "2"
@@ -338,5 +338,5 @@ def test_a_killed_claim_counts_no_more_whatever_gpu_it_had(rules: Any, user: Any
     holder = user(ANNA, only=7)
     assert holder.hear() == "1"
     waiter = waiting(ANNA, only=0)
-    holder.kill()
+    holder.end()
     assert waiter.hear() == "1"

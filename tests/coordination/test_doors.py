@@ -167,7 +167,7 @@ def test_they_stay_in_order_where_the_limit_leaves_little_room(gpu: str, doors: 
 
 def test_forked_children_close_them(gpu: str, doors: Doors, eventually: Any) -> None:
     assert doors.take_whole(gpu, ())
-    child = Actor(lambda say, listen: (say("up"), listen()))
+    child = Actor(lambda line: (line.send("up"), line.recv()))
     assert child.hear() == "up"
     doors.release()
     assert doors.take_whole(gpu, ())

@@ -227,7 +227,7 @@ def test_a_program_that_closes_everything_drops_it_and_loses_nothing_of_its_own(
 def test_a_sleeper_wakes_when_the_process_is_killed(
     claims: Directory, locks: str, seconds: float | None, eventually: Any
 ) -> None:
-    holder = Actor(lambda say, listen: (say(make_entry(claims, 1, CLAIM, by_children=True)[0]), listen()))
+    holder = Actor(lambda line: (line.send(make_entry(claims, 1, CLAIM, by_children=True)[0]), line.recv()))
     name = holder.hear()
     woken: list[bool] = []
 
@@ -310,7 +310,7 @@ def test_on_other_file_systems(tmp_path: Path, kind: str) -> None:
             pytest.skip(f"cannot mount {kind} here")
         try:
             with Directory(str(state), "claims") as claims:
-                holder = Actor(lambda say, listen: (say(make_entry(claims, 1, CLAIM, by_children=True)[0]), listen()))
+                holder = Actor(lambda line: (line.send(make_entry(claims, 1, CLAIM, by_children=True)[0]), line.recv()))
                 name, entries = holder.hear(), Entries(claims)
                 assert [one.name for one in entries.look()] == [name]
                 assert [one.name for one in entries.look()] == [name]

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.real import REQUIRED, long
+from support.real import REQUIRED
 
 TOOL = Path(__file__).parents[2] / "tools" / "crash_points.py"
 
@@ -32,23 +32,3 @@ def test_some_points() -> None:
     assert done.returncode == 0, f"seed {seed}\n{done.stdout}{done.stderr}"
     assert f"seed {seed}" in done.stdout
     assert ", 0 with violations" in done.stdout
-
-
-BROKEN = {
-    "children keep all": ("release-forked", "exception", "close", "is held|refused"),
-    "ticket stays": ("wait", "exception", "clock_nanosleep", "the next claimer says nothing"),
-    "signals": ("claim", "exception", "close", "descriptors are left|refused"),
-    "directories unfinished": ("first", "kill", "mkdir", "the next claimer says nothing|the next claimer says refused"),
-}
-
-
-@long
-@pytest.mark.parametrize("build", BROKEN)
-def test_a_broken_build_is_caught(build: str) -> None:
-    operation, how, call, what = BROKEN[build]
-    if build == "directories unfinished" and os.geteuid() != 0:
-        pytest.skip("needs root, to act as other users")
-    done = crash_points("--break", build, "--operation", operation, "--how", how, "--call", call)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert any(text in done.stdout for text in what.split("|")), done.stdout
-    assert f"tools/crash_points.py --operation {operation} --how {how} --at " in done.stdout

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.hip_host import HipHost
 from support.real import long
 
 NEEDS_MORE = "tests/runtimes/test_cuda.py"  # than the fakes have: it is collected, and not run
+AMD = "tests/gpu/test_amd.py"
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,6 +46,25 @@ def test_they_need_little_and_pass_on_fake_gpus(fake_gpus: Any, tmp_path: Path) 
         if re.search(r"^(pytestmark = .*|@)pytest\.mark\.gpu\b", path.read_text(), re.MULTILINE)
     ]
     assert len(marked) >= 3
-    assert sorted({*passed, NEEDS_MORE}) == marked
+    assert sorted({*passed, NEEDS_MORE, AMD}) == marked
     assert len(passed) >= 15, done.stdout
     assert "no GPU" not in done.stdout
+
+
+def amd_gpus(host: HipHost) -> str:
+    """What the tests of AMD GPUs say of this host."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-m", "gpu", AMD]
+    return subprocess.run(command, cwd=ROOT, env=host.env, capture_output=True, text=True, timeout=110).stdout
+
+
+def test_those_of_amd_gpus_pass_on_fakes_and_see_what_differs(tmp_path: Path, build_library: Any) -> None:
+    """HIP in another order, a UUID of another kind, a GPU that HIP calls integrated, and memory of nobody."""
+    host = HipHost(tmp_path, build_library("hip.c", "libamdhip64.so"), count=2)
+    assert "5 passed, 2 xfailed" in amd_gpus(host)
+    host.describe(order=[1, 0])
+    host.fail("hipDeviceGetUuid", 1)
+    (host.root / "hip_integrated").write_text("101\n")
+    (host.pci / "0000:c2:00.0/mem_info_vram_used").write_text(f"{5 << 30}\n")
+    said = amd_gpus(host)
+    for name in ("an_idle_gpu_shows", "hip_numbers_and_names", "hip_tells_uuids"):
+        assert f"FAILED {AMD}::test_{name}" in said, said

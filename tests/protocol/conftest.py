@@ -182,10 +182,6 @@ class Scene:
         """Who has got GPUs, in order."""
         return [int(pid) for pid, _ in self.said("holds")]
 
-    def rivals(self, how: str) -> int:
-        """How often one met another on a GPU, by markers ("marker") or by the driver's processes ("list")."""
-        return sum(line[-1] == how for line in self.said("rival"))
-
     def entries(self, name: str, state_dir: Path | None = None) -> list[Entry]:
         """Living claims ("claims") or waiters ("queue"), by their numbers."""
         try:

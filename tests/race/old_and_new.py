@@ -7,17 +7,19 @@ says on its standard output what it does, a word and its arguments a line.
 """
 
 import os
-import subprocess
 import sys
+from contextlib import suppress
+from pathlib import Path
+
+sys.path.extend([str(Path(__file__).parents[2]), str(Path(__file__).parents[1])])
+
+from support.processes import Child
 
 ROOT = os.environ["FAKE_GPU_DIR"]
 MARKERS = os.path.join(ROOT, "markers")
 
 COMMON = """
-import logging, os, sys
-def say(*words): print(*words, flush=True)
-def listen():
-    if not sys.stdin.readline(): os._exit(1)
+import logging, os
 class Steps(logging.Handler):
     def emit(self, record): say("log", record.getMessage())
 logger = logging.getLogger("racer"); logger.setLevel(logging.INFO); logger.addHandler(Steps()); logger.propagate = False
@@ -33,17 +35,18 @@ def finish():
 OLD = (
     COMMON
     + """
-sys.path.insert(0, sys.argv[1])
+older = os.environ["OLDER"]
+sys.path.insert(0, older)
 from safe_gpu import safe_gpu
 import safe_gpu as package
-assert package.__file__.startswith(sys.argv[1])
+assert package.__file__.startswith(older)
 def context(device_no):
     say("placing"); listen()
     uuid = mine()[device_no]
     os.makedirs(os.environ["FAKE_GPU_DIR"] + "/procs/" + uuid, exist_ok=True)
     open(os.environ["FAKE_GPU_DIR"] + f"/procs/{uuid}/{os.getpid()}", "w").write("1048576")
     say("placed"); return uuid
-safe_gpu.claim_gpus(int(sys.argv[2]), context, logger)
+safe_gpu.claim_gpus(int(os.environ["NB_GPUS"]), context, logger)
 finish()
 """
 )
@@ -55,42 +58,30 @@ assert safe_gpu.__version__ >= "3"
 class Context(safe_gpu.CudaPlaceholder):
     def _allocate(self, device_no):
         say("placing"); listen(); thing = super()._allocate(device_no); say("placed"); return thing
-safe_gpu.claim_gpus(int(sys.argv[2]), Context(), logger, timeout=100, affinity=None)
+safe_gpu.claim_gpus(int(os.environ["NB_GPUS"]), Context(), logger, timeout=100, affinity=None)
 finish()
 """
 )
 
 
-class Process:
-    def __init__(self, code: str, nb_gpus: int = 1) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code, sys.argv[2], str(nb_gpus)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.gpus: list[str] = []
+class Process(Child):
+    """A claim by one of the two packages."""
 
-    def hear(self) -> list[str]:
-        line = self.process.stdout.readline()
-        assert line, "a process ended early"
-        return line.split()
+    def __init__(self, code: str, nb_gpus: int = 1) -> None:
+        super().__init__(code, env={"OLDER": sys.argv[2], "NB_GPUS": str(nb_gpus)})
+        self.gpus: list[str] = []
 
     def until(self, *words: str) -> list[str]:
         """Its words up to the line that begins with these."""
         while True:
-            said = self.hear()
+            said = self.hear().split()
             assert said[0] != "collision", f"collision on {said[1]}"
             if said[: len(words)] == list(words):
                 return said
 
-    def go_on(self) -> None:
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-
     def place(self) -> None:
         """From its placeholder to GPUs that it holds."""
-        self.go_on()
+        self.tell()
         self.until("placed")
 
     def hold(self) -> None:
@@ -98,7 +89,7 @@ class Process:
 
     def waits_for_a_posix_lock(self) -> bool:
         with open("/proc/locks") as file:
-            return any("->" in line and "POSIX" in line and f" {self.process.pid} " in line for line in file)
+            return any("->" in line and "POSIX" in line and f" {self.pid} " in line for line in file)
 
 
 def until(condition) -> None:
@@ -159,13 +150,11 @@ def kept_out() -> None:
 
 
 def open_files(process: Process) -> list[str]:
-    directory = f"/proc/{process.process.pid}/fd"
+    directory = f"/proc/{process.pid}/fd"
     found = []
     for name in os.listdir(directory):
-        try:
+        with suppress(FileNotFoundError):
             found.append(os.readlink(f"{directory}/{name}"))
-        except FileNotFoundError:
-            pass
     return found
 
 
@@ -174,13 +163,12 @@ def rush() -> None:
     for _ in range(2):
         processes = [Process(code) for code in (OLD, NEW) * 4]
         for process in processes:
-            process.go_on()
+            process.tell()
         for process in processes:
             process.hold()
         check_apart(processes)
         for process in processes:
-            process.process.kill()
-            process.process.wait()
+            process.kill()
         for name in os.listdir(MARKERS):
             os.unlink(os.path.join(MARKERS, name))
 

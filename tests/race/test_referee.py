@@ -1,16 +1,17 @@
 """What the referee of the soak test concludes from what processes tell."""
 
-import json
 import math
 import os
 import random
+import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.actor import Actor
+from support.real import long
+from support.stage import Referee, booked_twice
 
 from safe_gpu.drivers.simulated import SimulatedDriver
 
@@ -20,7 +21,7 @@ if not TOOLS.exists():
 sys.path.insert(0, str(TOOLS))
 
 from soak import Waiter, broken_promises  # noqa: E402
-from soak_host import Policy, Stage, allowed, may_refuse  # noqa: E402
+from soak_host import Ground, Policy, allowed, may_refuse  # noqa: E402
 
 Moments = tuple[float, float, float]
 HOLDER, LARGE, SECOND, SMALL = 1, 2, 3, 4
@@ -62,27 +63,13 @@ def test_nobody_is_blamed_for_as_much_as_the_waiter_ahead_was_late() -> None:
     assert [violation["number"] for violation in broken_promises(waiters, WORDS, told)] == [LARGE]
 
 
-def test_a_limit_counts_from_before_it_is_written_until_after_it_is_replaced(tmp_path: Path) -> None:
-    began = time.monotonic()
-    policy = Policy(str(tmp_path))
-    assert allowed(str(tmp_path), 7, time.monotonic()) == math.inf
-    policy.set({7: 3, 8: None})
-    later = time.monotonic()
-    assert allowed(str(tmp_path), 7, later) == 3
-    assert allowed(str(tmp_path), 8, later) == math.inf
-    policy.set({7: 2})
-    assert allowed(str(tmp_path), 7, later) == 3  # a claim that began before may have read the old one
-    assert allowed(str(tmp_path), 7, time.monotonic()) == 2
-    assert allowed(str(tmp_path), 7, began - 1) == math.inf
-
-
 @pytest.mark.parametrize(
     ("uid", "nb_gpus", "hold_for", "expected"),
     [(7, 3, None, True), (7, 2, None, False), (8, 3, None, False), (7, 2, 2.0, True), (7, 2, 1.0, False)],
 )
 def test_what_a_policy_may_refuse(tmp_path, uid: int, nb_gpus: int, hold_for: float | None, expected: bool) -> None:
     Policy(str(tmp_path)).set({7: 2}, {"max_hold": "1s"})
-    assert may_refuse(str(tmp_path), uid, time.monotonic(), nb_gpus, hold_for) == expected
+    assert may_refuse(str(tmp_path), uid, nb_gpus, hold_for) == expected
 
 
 def test_every_policy_of_a_soak_can_be_read(tmp_path: Path) -> None:
@@ -95,31 +82,25 @@ def test_every_policy_of_a_soak_can_be_read(tmp_path: Path) -> None:
         rules = package.parse(text, "policy.ini")
         most = {uid: package.resolve(rules, (str(uid),), lambda _: False, is_root=False).max_gpus for uid in (7, 8)}
         assert {uid: math.inf if number is None else number for uid, number in most.items()} == {
-            uid: allowed(str(tmp_path), uid, time.monotonic()) for uid in (7, 8)
+            uid: allowed(str(tmp_path), uid) for uid in (7, 8)
         }
 
 
 @pytest.fixture
-def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
-    monkeypatch.setenv("SAFE_GPU_SIMULATED_DIR", f"{tmp_path}/stage/tree")
-    stage = Stage(f"{tmp_path}/stage", "dgx-a100")
-    yield stage
-    stage.close()
+def ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ground:
+    monkeypatch.setenv("SAFE_GPU_SIMULATED_DIR", f"{tmp_path}/ground/tree")
+    return Ground(f"{tmp_path}/ground", "dgx-a100")
 
 
-def events(stage: Stage) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(stage.root, "events").read_text().splitlines()]
-
-
-def test_a_process_on_the_gpu_of_a_claim_is_a_violation(stage: Stage) -> None:
+def test_a_process_on_the_gpu_of_a_claim_is_a_violation(ground: Ground) -> None:
     driver = SimulatedDriver("dgx-a100")
     gpu, other = (one.uuid for one in driver.idle.gpus[:2])
     with driver.occupy(gpu, pid=os.getppid()), driver.occupy(other, pid=os.getppid()):
-        stage.look_for_company([gpu])
-    assert [(event["uuid"], event["rival"]) for event in events(stage)] == [(gpu, str(os.getppid()))]
+        ground.look_for_company([gpu])
+    assert [(event["uuid"], event["rival"]) for event in ground.referee.events()] == [(gpu, str(os.getppid()))]
 
 
-def test_a_stranger_that_comes_while_the_referee_looks_is_none(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_that_comes_while_the_referee_looks_is_none(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = SimulatedDriver("dgx-a100")
     driver.occupy(driver.idle.gpus[1].uuid).close()  # makes the tree
     gpu, contexts, listdir = driver.idle.gpus[0].uuid, [], os.listdir
@@ -127,12 +108,50 @@ def test_a_stranger_that_comes_while_the_referee_looks_is_none(stage: Stage, mon
     def then_a_stranger(path: str) -> list[str]:
         found = listdir(path)
         if not contexts:
-            Path(stage.root, "strangers", str(os.getppid())).touch()
+            Path(ground.root, "strangers", str(os.getppid())).touch()
             contexts.append(driver.occupy(gpu, pid=os.getppid()))
         return found
 
     monkeypatch.setattr(os, "listdir", then_a_stranger)
-    stage.look_for_company([gpu])
+    ground.look_for_company([gpu])
     assert contexts
     contexts.pop().close()
-    assert events(stage) == []
+    assert ground.referee.events() == []
+
+
+WHOLE, HALF, INSIDE = (None, False), (40, False), (None, True)
+
+
+@pytest.mark.parametrize(
+    ("parts", "wrong"),
+    [
+        ([WHOLE, INSIDE], ""),
+        ([HALF, HALF], ""),
+        ([WHOLE, WHOLE], "booked twice"),
+        ([WHOLE, INSIDE, INSIDE], "booked twice inside one claim"),
+        ([HALF, WHOLE], "a share beside a whole claim"),
+        ([HALF, HALF, HALF], "more promised than there is"),
+    ],
+)
+def test_who_may_have_a_gpu_together(parts: list[tuple[int | None, bool]], wrong: str) -> None:
+    assert booked_twice(parts, 80) == wrong
+
+
+def test_a_mark_counts_as_long_as_its_process_lives(tmp_path: Path) -> None:
+    referee = Referee(str(tmp_path), 80)
+    holder = Actor(lambda line: (referee.begin("GPU-1"), line.send("has it"), line.recv()))
+    assert holder.hear() == "has it"
+    for end in (lambda: None, holder.end):
+        end()
+        referee.begin("GPU-1").end()
+        assert [event["what"] for event in referee.events()] == ["booked twice"]
+    assert referee.held() == []
+
+
+@long
+@pytest.mark.timeout(300)
+def test_it_finds_nothing_in_claims_as_they_are() -> None:
+    command = [sys.executable, str(TOOLS / "soak.py"), "--seed", "1", "--processes", "16", "--minutes", "0.1"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "0 violations" in ended.stdout

@@ -6,128 +6,128 @@ import signal
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Pipe
+from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 Say = Callable[[object], None]
 Listen = Callable[[], str]
+Work = Callable[[Connection], object]
+GONE = ("gone",)
+
+
+class Failure(AssertionError):
+    """An actor did what it must never do."""
 
 
 class Actor:
-    """A forked process that runs ``work(say, listen)``, as another user if told so.
+    """A forked process that runs ``work(line)`` and talks to this one over ``line``; it dies with this one.
 
-    It is forked and not started anew, since another user may not even be able to read this interpreter. An exception
-    in it is said, as ``Name: message``.
+    It is forked and not started anew, since another user may not even be able to read this interpreter.
 
-    >>> actor = Actor(lambda say, listen: say(2 * int(listen())))
-    >>> actor.tell("21")
+    Args:
+        uid, umask: of the user that it becomes; None leaves them.
+        name: for messages.
+        patience: seconds that it may take to say anything; None is without limit.
+
+    >>> actor = Actor(lambda line: line.send(2 * line.recv()))
+    >>> actor.tell(21)
     >>> actor.hear()
-    '42'
+    42
     >>> actor.end()
     0
     """
 
-    def __init__(self, work: Callable[[Say, Listen], Any], *, uid: int | None = None, umask: int | None = None) -> None:
-        from_child, to_parent = os.pipe()
-        from_parent, to_child = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            code = 1
-            try:
-                os.close(from_child)
-                os.close(to_child)
-                if umask is not None:
-                    os.umask(umask)
-                if uid is not None:
-                    become(uid)
-                work(
-                    lambda text: _write(to_parent, f"{text}\n".encode()),
-                    lambda: os.read(from_parent, 99).decode().strip(),
-                )
-                code = 0
-            except BaseException as err:
-                _write(to_parent, f"{type(err).__name__}: {err}\n".encode())
-            finally:
-                os._exit(code)
-        os.close(to_parent)
-        os.close(from_parent)
-        self._in, self._out = os.fdopen(from_child), to_child
-
-    def hear(self) -> str:
-        """The next line that it says; "" where it has ended."""
-        return self._in.readline().strip()
-
-    def tell(self, text: object = "go") -> None:
-        _write(self._out, f"{text}\n".encode())
-
-    def kill(self) -> None:
-        """SIGKILL; it may take a moment until all is closed that it had open."""
-        os.kill(self.pid, signal.SIGKILL)
-
-    def end(self) -> int:
-        """Its wait status; it is killed where it has not ended yet (9 then)."""
-        if not self.pid:
-            return 0
-        self.kill()
-        os.close(self._out)
-        status = os.waitpid(self.pid, 0)[1]
-        self.pid = 0
-        self._in.close()
-        return status
-
-
-class Racer:
-    """A forked process that runs ``work(line)`` and talks to this one over ``line`` in tuples; it dies with this one.
-
-    ``uid`` and ``umask`` make it another user's. An exception in it is said, as ``("error", traceback)``.
-    """
-
-    def __init__(self, work: Callable[[Any], None], *, uid: int | None = None, umask: int | None = None) -> None:
+    def __init__(
+        self,
+        work: Work,
+        *,
+        uid: int | None = None,
+        umask: int | None = None,
+        name: str = "an actor",
+        patience: float | None = None,
+    ) -> None:
+        self.name, self.patience = name, patience
+        self.status: int | None = None
         self.line, theirs = Pipe()
         self.pid = os.fork()
-        self.status: int | None = None
-        if self.pid == 0:
-            try:
-                self.line.close()
-                if umask is not None:
-                    os.umask(umask)
-                if uid is not None:
-                    become(uid)
-                work(theirs)
-            except (EOFError, BrokenPipeError):
-                pass  # the other one is gone
-            except BaseException:
-                with suppress(OSError):
-                    theirs.send(("error", traceback.format_exc()))
-            finally:
-                os._exit(0)
-        theirs.close()
-
-    def hear(self) -> tuple[Any, ...]:
-        """What it says next; ``("gone",)`` where it died."""
+        if self.pid:
+            theirs.close()
+            return
+        code = 1
         try:
-            said: tuple[Any, ...] = self.line.recv()
+            self.line.close()
+            if umask is not None:
+                os.umask(umask)
+            if uid is not None:
+                become(uid)
+            work(theirs)
+            code = 0
+        except (EOFError, BrokenPipeError):
+            pass  # the other one is gone
+        except BaseException:
+            with suppress(OSError):
+                theirs.send(("error", traceback.format_exc()))
+        finally:
+            os._exit(code)
+
+    def hear(self) -> Any:
+        """What it says next; ``GONE`` where it has ended.
+
+        Raises:
+            Failure: it says nothing for too long, or that it has met an exception.
+        """
+        try:
+            if not self.line.poll(self.patience):
+                raise Failure(f"{self.name} says nothing for {self.patience} s")
+            said = self.line.recv()
         except (EOFError, ConnectionResetError):
-            self.join()
-            return ("gone",)
-        assert said[0] != "error", said[1]
+            return GONE
+        if isinstance(said, tuple) and said[0] == "error":
+            raise Failure(f"{self.name}: {said[1]}")
         return said
 
-    def tell(self, word: str) -> None:
-        self.line.send(word)
+    def expect(self, *words: str) -> Any:
+        """What it says next, which begins with one of these words.
 
-    def kill(self) -> None:
-        """Kill it and wait until nothing of it is left."""
-        if self.status is None:
-            os.kill(self.pid, signal.SIGKILL)
-            self.join()
-        self.line.close()
+        Raises:
+            Failure: it says something else.
+        """
+        said = self.hear()
+        if said[0] not in words:
+            raise Failure(f"{self.name} says {': '.join(map(str, said))} instead of {' or '.join(words)}")
+        return said
+
+    def tell(self, word: object = "go") -> None:
+        """Say something to it; nothing comes of it where it has ended."""
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self.line.send(word)
 
     def join(self) -> int:
-        """Its wait status."""
+        """Its wait status, when it has ended."""
         if self.status is None:
             self.status = os.waitpid(self.pid, 0)[1]
         return self.status
+
+    def end(self) -> int:
+        """SIGKILL, and wait until nothing of it is left. Returns its wait status: it may have ended before."""
+        if self.status is None:
+            os.kill(self.pid, signal.SIGKILL)
+        self.line.close()
+        return self.join()
+
+
+def in_words(work: Callable[[Say, Listen], object]) -> Work:
+    """The work of an actor that says texts: what it says as text, and an exception as ``Name: message``."""
+
+    def talk(line: Connection) -> None:
+        try:
+            work(lambda said: line.send(str(said)), line.recv)
+        except EOFError:
+            pass
+        except BaseException as err:
+            line.send(f"{type(err).__name__}: {err}")
+
+    return talk
 
 
 def become(uid: int) -> None:
@@ -136,7 +136,3 @@ def become(uid: int) -> None:
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
     ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE
-
-
-def _write(fd: int, data: bytes) -> None:
-    os.write(fd, data)

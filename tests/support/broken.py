@@ -4,7 +4,6 @@ import math
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import count
 from typing import Any
 
 from safe_gpu.claim import claim as claims
@@ -79,14 +78,6 @@ def _see_closed_before(self: host_view.HostView, *arguments: Any, locked: bool =
         _see_closed(self, *arguments)
 
 
-_calls = count()
-
-
-def _same_random(size: int) -> bytes:
-    """Each second random number of the module of entries is that of a name."""
-    return os.urandom(size) if next(_calls) % 2 == 0 else bytes(size)
-
-
 def _share_without_door(self: Doors, uuid: str, known: Any) -> bool:
     return self._take_part(uuid, known)
 
@@ -129,7 +120,7 @@ BROKEN: dict[str, list[tuple[Any, str, Any]]] = {
     # Entries and doors
     "no second listing": [(look.Look, "_stays", lambda self: True)],
     "lower stays": [(look.Look, "_is_in_the_way", _see_lower_alone)],
-    "names come again": [(entry, "os", _Os(urandom=_same_random))],
+    "names come again": [(entry, "os", _Os(urandom=bytes))],
     "unlink by number": [(Entries, "remove_dead", _remove_numbers)],
     "not locked": [(entry, "lock", lambda fd: None)],
     "locked after its name": [(entry, "lock", _to_be_locked.append), (entry, "os", _Os(rename=_rename_and_lock))],

@@ -3,37 +3,23 @@
 import ctypes
 import json
 import os
-import pickle
-import traceback
 from collections.abc import Callable
 from typing import Any
 
-import pytest
+from support.actor import GONE, Actor
 
 import safe_gpu
 
 
 def in_child(work: Callable[[], Any]) -> Any:
     """What ``work`` returns in a forked child of this process, where masks and memory policies may be changed."""
-    receiving, sending = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            try:
-                answer = (True, work())
-            except BaseException:
-                answer = (False, traceback.format_exc())
-            with os.fdopen(sending, "wb") as pipe:
-                pickle.dump(answer, pipe)
-        finally:
-            os._exit(0)
-    os.close(sending)
-    with os.fdopen(receiving, "rb") as pipe:
-        done, value = pickle.load(pipe)
-    os.waitpid(pid, 0)
-    if not done:
-        pytest.fail(value)
-    return value
+    child = Actor(lambda line: line.send(work()))
+    try:
+        answer = child.hear()
+        assert answer != GONE, f"the child ended with {child.join()}"
+        return answer
+    finally:
+        child.end()
 
 
 def in_fork(work: Callable[[], Any]) -> Any:

@@ -55,7 +55,7 @@ def driver_libraries(
     In this process loading a driver library fails the test; child processes find unusable files in their place.
     """
     libraries = DriverLibraries()
-    fakes = os.environ.get("FAKE_GPU_DIR")
+    fakes = {name: os.environ[name] for name in ("FAKE_GPU_DIR", "SAFE_GPU_FSROOT") if name in os.environ}
     for name in list(os.environ):
         if name.startswith(OUTER_PREFIXES) or name in OUTER_NAMES:
             monkeypatch.delenv(name)
@@ -65,8 +65,8 @@ def driver_libraries(
     monkeypatch.setenv("SAFE_GPU_LEGACY_LOCK", "never")  # whoever claims with safe-gpu 1.x or 2.0 here
     monkeypatch.setenv("SAFE_GPU_TEST_SIMULATED", "1")  # on purpose, also where there is a real driver
     if request.node.get_closest_marker("gpu"):
-        if fakes is not None:
-            monkeypatch.setenv("FAKE_GPU_DIR", fakes)  # the tests of real GPUs are themselves tested on fakes
+        for name, value in fakes.items():  # the tests of real GPUs are themselves tested on fakes
+            monkeypatch.setenv(name, value)
         yield libraries
         return
 

@@ -1,11 +1,12 @@
-"""What a test may leave in its process by mistake: variables, bindings, threads, descriptors."""
+"""What a test may leave in its process by mistake: variables, bindings, threads, descriptors, handlers of signals."""
 
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from safe_gpu.affinity.memory_policy import MemoryPolicy, get_policy
 
@@ -18,6 +19,7 @@ class ProcessState(NamedTuple):
     policy: MemoryPolicy | None
     threads: list[str]
     descriptors: dict[str, str]
+    handlers: dict[int, Any]
 
     def changes(self, before: ProcessState) -> dict[str, object]:
         """What is different now, by its name: the earlier value and this one, or of a mapping only what differs.
@@ -47,4 +49,7 @@ def process_state() -> ProcessState:
             descriptors[number] = os.readlink(f"/proc/self/fd/{number}")
     policy = get_policy()
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    return ProcessState(environment, masks, policy, sorted(one.name for one in threading.enumerate()), descriptors)
+    threads = sorted(one.name for one in threading.enumerate())
+    # SIGALRM is pytest-timeout's, which lets it go when a test fails.
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals() - {signal.SIGALRM}}
+    return ProcessState(environment, masks, policy, threads, descriptors, handlers)

@@ -2,9 +2,7 @@
 
 import ctypes
 import fcntl
-import importlib
 import os
-import pkgutil
 import signal
 import socket
 import subprocess
@@ -16,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.actor import Actor
+from support.actor import Actor, in_words
 from support.gpus import PACKAGE_ROOT
+from support.stage import import_everything
 
-import safe_gpu
 from safe_gpu.host import procfs
 
 
@@ -109,11 +107,7 @@ def zombie() -> Iterator[int]:
 @pytest.fixture(scope="session")
 def everything_imported() -> None:
     """Other users may not be able to read this package, so all that a forked process of theirs uses is imported."""
-    for module in pkgutil.walk_packages(safe_gpu.__path__, "safe_gpu."):
-        if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
-    for name in ("_strptime", "filelock", "grp", "pwd", "resource", "struct", "unicodedata", "encodings.idna"):
-        importlib.import_module(name)
+    import_everything()
 
 
 @pytest.fixture
@@ -124,7 +118,7 @@ def as_user(everything_imported: None) -> Iterator[Callable[..., Actor]]:
     children: list[Actor] = []
 
     def start(work: Callable[..., None], *, uid: int, umask: int = 0o022) -> Actor:
-        children.append(Actor(work, uid=uid, umask=umask))
+        children.append(Actor(in_words(work), uid=uid, umask=umask))
         return children[-1]
 
     yield start

@@ -43,15 +43,6 @@ def test_a_file_for_each_month_that_everybody_may_write(written: Path) -> None:
     assert {stat.S_IMODE(file.stat().st_mode) for file in written.iterdir()} == {0o666}
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as other users")
-def test_links_of_others_stay_wherever_they_lead(written: Path) -> None:
-    link = written / "2020-01.jsonl"
-    link.symlink_to(written / FILE)
-    os.chown(link, 4711, 4711, follow_symlinks=False)
-    assert history.append([LINE], NOW + 31 * 86400)
-    assert link.is_symlink()
-
-
 def test_a_full_file_is_followed_by_the_next_part_up_to_a_bound(written: Path) -> None:
     for name in history.file_names("2026-11"):
         assert history.append([LINE], NOW)

@@ -17,9 +17,8 @@ import pytest
 from support.findings import finding
 
 from safe_gpu.coordination import directory as directory_module
-from safe_gpu.coordination import state_dir as state_dir_module
 from safe_gpu.coordination.directory import HOST_LOCK, PARTS, Directory, SharedDirectory, make_directory, rename_new
-from safe_gpu.coordination.state_dir import FileSystem, doubt_of_entries, file_system_of, state_dir_path
+from safe_gpu.coordination.state_dir import FileSystem, file_system_of, state_dir_path
 from safe_gpu.errors import StateDirError
 
 FIRST, SECOND = 54321, 54322
@@ -351,23 +350,3 @@ def test_one_that_is_removed_at_once_is_said(claims: Directory, monkeypatch: pyt
 
 
 # What a claim is told
-
-
-@needs_root
-@pytest.mark.parametrize("place", ["", "claims"])
-@pytest.mark.parametrize(("doors", "devices"), [(False, True), (True, False), (True, True)])
-def test_who_can_remove_an_entry_is_told_where_nothing_else_counts(
-    state_dir: Path, claims: Directory, monkeypatch: pytest.MonkeyPatch, place: str, doors: bool, devices: bool
-) -> None:
-    monkeypatch.setattr(state_dir_module, "sees_network_devices", lambda: devices)
-    assert doubt_of_entries(str(state_dir), doors=doors) == ""
-    os.chown(state_dir / place, FIRST, FIRST)
-    told = doubt_of_entries(str(state_dir), doors=doors)
-    if doors and devices:
-        assert told == ""
-        return
-    why = "this network namespace seems not to be the host's" if doors else "it has no doors"
-    assert told == (
-        f"{FIRST} can remove the entries of this claim in {state_dir}, and nothing else keeps others off its GPUs, "
-        f"since {why}: as root: safe-gpu setup --state-dir {state_dir}"
-    )

@@ -76,7 +76,9 @@ def test_an_entry_says_what_was_said(claims: Directory) -> None:
     "content",
     [
         b"", b"{", b"[]", b"null", b'{"v": 1}', b'{"gpus": {}}', b'{"v": 0, "gpus": {}}', b'{"v": 1, "gpus": []}',
-        b'{"v": 1, "gpus": {"a": -1}}', b'{"v": 1, "gpus": {"a": "x"}}', b'{"v": 1, "gpus": {}, "parts": []}',
+        b'{"v": 1, "gpus": {"a": -1}}', b'{"v": 1, "gpus": {"a": %d}}' % (1 << 61), b'{"v": 1, "gpus": ["a"]}',
+        b'{"v": 1, "gpus": {"a": null}, "parts": {"a": %d}}' % (1 << 40),
+        b'{"v": 1, "gpus": {"a": "x"}}', b'{"v": 1, "gpus": {}, "parts": []}',
         b'{"v": 1, "gpus": {}, "pid": NaN}', b'{"v": 1, "gpus": {}, "pid": 1e999}', b"[" * 9999, b"\xff",
         b'{"v": 1, "gpus": {}, "nb_gpus": 99999}', b'{"v": 1, "gpus": {"a": 1e400}}', b" " * 70_000,
     ],

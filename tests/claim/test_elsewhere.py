@@ -116,16 +116,6 @@ def test_a_door_that_is_held_for_a_moment_is_tried_again(host: Path, monkeypatch
     assert len(refusals) == 1
 
 
-@pytest.mark.parametrize("options", [{}, {"delegate": True}, {"share": "20GiB"}])
-def test_doors_are_released_before_the_entry(host: Path, monkeypatch: pytest.MonkeyPatch, options: Any) -> None:
-    """Else others of this directory would find the GPU free, and be refused by its door."""
-    owner, lived = claim(1, **options), []
-    release = Doors.release
-    monkeypatch.setattr(Doors, "release", lambda self: (lived.append(len(living_claims())), release(self)))
-    owner.release_gpus()
-    assert (lived[0], living_claims(), closed()) == (1, [], [])
-
-
 def test_a_shared_display_has_no_door(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:laptop")
     with claim(1) as owner:
@@ -199,34 +189,6 @@ def test_a_claim_inside_outlives_the_one_around(host: Path, child: Any) -> None:
         assert try_claim(7) == (1, 2, 3, 4, 5, 6, 7)
     finally:
         os.kill(inside, signal.SIGKILL)
-
-
-@pytest.mark.parametrize("removed", [True, False])
-def test_no_claim_begins_inside_one_that_ends_just_then(
-    host: Path, child: Any, monkeypatch: pytest.MonkeyPatch, removed: bool
-) -> None:
-    """It has found the claim around, which then ends, and another state directory gets the GPU before the part is
-    taken."""
-    ends = "owner = claim(1, delegate=True); say(os.environ['SAFE_GPU_SCOPE']); listen(); owner.release_gpus()\n"
-    outer = child(CLAIM + ends + "say('ended'); listen()")
-    other = child(CLAIM + "listen(); say(claim(1).devices_taken); listen()", env=other_dir(host))
-    monkeypatch.setenv("SAFE_GPU_SCOPE", outer.hear())
-    take, seen = Doors.take_inside, []
-
-    def late(self: Doors, *arguments: Any) -> bool:
-        if not seen:
-            if removed:
-                shutil.rmtree(host / "state")
-            outer.tell()
-            seen.append(outer.hear())
-            other.tell()
-            seen.append(other.hear())
-        return take(self, *arguments)
-
-    monkeypatch.setattr(Doors, "take_inside", late)
-    with claim(1) as owner:
-        assert seen == ["ended", "[0]"]
-        assert owner.devices_taken == [1]
 
 
 # Without doors

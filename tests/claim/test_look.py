@@ -14,29 +14,8 @@ from safe_gpu import GPUOwner
 from safe_gpu.claim.host import host_view as host_view_module
 from safe_gpu.claim.host import polls as polls_module
 from safe_gpu.claim.search.queue_snapshot import QueueSnapshot
-from safe_gpu.coordination.doors import Doors
 from safe_gpu.coordination.held import Held
 from safe_gpu.host import procfs
-
-
-def test_idle_gpus_that_are_claimed_count_when_nodes_are_filled_up(host: Any, ground: Any) -> None:
-    """GPUs 2 and 3 share a node. The driver shows nobody on GPU 2, which is claimed: GPU 3 is the one to take."""
-    assert try_claim(1) == (0,)
-    ground.hold(2)
-    assert try_claim(1) == (3,)
-
-
-def test_only_what_is_wanted_is_taken(host: Any, monkeypatch: Any) -> None:
-    tried: list[str] = []
-    genuine = Doors.take_whole
-
-    def take(doors: Doors, uuid: str, *arguments: Any) -> bool:
-        tried.append(uuid)
-        return genuine(doors, uuid, *arguments)
-
-    monkeypatch.setattr(Doors, "take_whole", take)
-    assert try_claim(1) == (0,)
-    assert tried == [host.uuids[0]]
 
 
 def test_a_process_is_looked_up_once_and_never_under_host_lock(

@@ -1,7 +1,6 @@
 """Who may go first: the rules of the queue as a table, and real processes that wait, are stopped or interrupted."""
 
 import json
-import logging
 import os
 import signal
 from dataclasses import dataclass, field
@@ -11,8 +10,6 @@ from support.claims import try_claim
 from support.real import long
 
 from safe_gpu import ClaimTimeout, NoPlaceholder, NotEnoughGpusError, claim_gpus
-from safe_gpu.claim.search import wait_reports as status
-from safe_gpu.coordination.queue import Waiter
 from safe_gpu.host import procfs
 
 USER = procfs.user_name(os.geteuid())
@@ -70,14 +67,6 @@ def test_who_may_go_first(case: Case, ground, line, stranger, monkeypatch: pytes
     assert try_claim(case.nb_gpus, only=case.only) == case.gets
     assert len(ground.tickets()) == len(case.ahead)
     assert ground.claimed() == list(case.claimed)
-
-
-def test_the_refusal_names_who_is_ahead(ground, line) -> None:
-    line(8), line(1, (5,)), line(1, (0,))
-    ahead = rf"behind \S+ \(pid {os.getpid()}, wants 1 GPU, queued for \d+ s\) and 1 more claim:"
-    said = f"1 GPU asked for, 1 is free for 2 claims ahead, {ahead}"
-    with pytest.raises(NotEnoughGpusError, match=said):
-        claim_gpus(1, NoPlaceholder(), only=5, timeout=0)
 
 
 def test_a_waiter_whose_wish_no_release_can_meet_because_of_memory(ground, line, stranger) -> None:
@@ -196,30 +185,6 @@ def test_a_stranger_who_has_left_blocks_nobody(command, ground) -> None:
     assert since == sorted(since)
 
 
-NO_THREADS = """
-import threading
-from safe_gpu import NoPlaceholder, claim_gpus
-start = threading.Thread.start
-def refuse(thread):
-    if thread.name == "safe_gpu-waiter":
-        raise RuntimeError("can't start new thread")
-    start(thread)
-threading.Thread.start = refuse
-say(*claim_gpus(1, NoPlaceholder(), affinity=None, timeout=None).devices_taken)
-"""
-
-
-def test_a_waiter_that_can_have_no_thread_waits_all_the_same(ground, line, child, eventually) -> None:
-    """h_vmem and ulimit -u refuse threads."""
-    first = line(8)
-    ground.hold(0)
-    one = child(NO_THREADS)
-    eventually(lambda: len(ground.tickets()) == 2)
-    first.leave()
-    assert one.hear() != "0"
-    one.finish()
-
-
 def test_a_timeout_is_one_deadline_wherever_one_stands(ground, line) -> None:
     line(8)
     ground.hold(0)
@@ -227,33 +192,6 @@ def test_a_timeout_is_one_deadline_wherever_one_stands(ground, line) -> None:
         with pytest.raises(ClaimTimeout, match=rf"behind \S+ \(pid {os.getpid()}, wants 8 GPUs"):
             claim_gpus(1, NoPlaceholder(), only=only, timeout=0.05)
     assert len(ground.tickets()) == 1
-
-
-@pytest.mark.parametrize("listens", [True, False])
-@pytest.mark.parametrize("early", [True, False])
-def test_a_sleeper_wakes_for_its_news_and_else_at_a_pace_of_its_own(
-    ground, line, monkeypatch: pytest.MonkeyPatch, listens: bool, early: bool
-) -> None:
-    class Slept(Exception):
-        """Instead of sleeping."""
-
-    def sleep(self: Waiter, ahead: object, seconds: float) -> bool:
-        if seconds <= status._WARNING_DELAY:
-            return False  # until the warning
-        raise Slept(seconds)
-
-    line(8)
-    ground.hold(0)
-    logger = logging.Logger("sleeper", logging.INFO if listens else logging.WARNING)
-    monkeypatch.setattr(status, "_REPORT_INTERVAL", 1e6)  # so that what the machine is busy with counts for nothing
-    monkeypatch.setattr(status, "_EARLY_INTERVAL", 1e5)
-    monkeypatch.setattr(status, "_EARLY", 2 if early else 1)
-    monkeypatch.setattr(Waiter, "sleep_behind", sleep)
-    with pytest.raises(Slept) as slept:
-        claim_gpus(1, NoPlaceholder(), logger, affinity=None, timeout=None)
-    spread = 0.75 + os.getpid() % 500 / 1000
-    pace = 1e5 * spread if early else 1e6 if listens else 1e6 * spread
-    assert slept.value.args[0] == pytest.approx(pace, rel=0.001)
 
 
 # Interruptions

@@ -23,11 +23,6 @@ def test_a_range_takes_what_is_free_at_once(ground: Any, wanted: Any, expected: 
     assert try_claim(wanted) == expected
 
 
-def test_a_range_on_one_node_takes_as_many_as_the_best_node_has(ground: Any) -> None:
-    ground.hold(0, 2, 4, 5)
-    assert try_claim((1, 4), near="numa") == (6, 7)
-
-
 def test_a_range_passes_nobody(ground: Any, line: Any) -> None:
     ground.hold(0)
     line(8)
@@ -43,11 +38,6 @@ def test_the_ticket_of_a_range_has_its_least_number(ground: Any, child: Any, eve
     ground.hold(*range(7))
     child("import safe_gpu\nsafe_gpu.claim_gpus((2, 4), safe_gpu.NoPlaceholder(), timeout=60)")
     eventually(lambda: [one.nb_gpus for one in waiting_tickets()] == [2])
-
-
-def test_a_range_of_shares(ground: Any) -> None:
-    ground.hold(0, 1, 2, 3, 4)
-    assert try_claim((2, 4), share="20GiB") == (5, 6, 7)
 
 
 def test_a_range_on_the_command_line(ground: Any, command: Any) -> None:

@@ -2,10 +2,7 @@
 
 import os
 import re
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ from support.claims import claim, try_claim
 from support.forks import forked
 
 import safe_gpu
-from safe_gpu import ClaimTimeout, NotEnoughGpusError, UnsatisfiableRequestError
+from safe_gpu import NotEnoughGpusError, UnsatisfiableRequestError
 from safe_gpu.claim import variables as shares
 from safe_gpu.coordination.queue import waiting_tickets
 from safe_gpu.gpus.devices import Gpu
@@ -82,13 +79,6 @@ def test_a_whole_claim_and_a_share_exclude_each_other(sharing: Any, ground: Any)
     assert try_claim(1) == (0,)
 
 
-def test_all_or_nothing(sharing: Any, ground: Any) -> None:
-    sharing(7)
-    sharing(share="70GiB")
-    assert try_claim(2, share="5GiB") is None
-    assert len(ground.claims()) == 2
-
-
 def test_sixteen_and_no_more(sharing: Any, ground: Any) -> None:
     holders = [sharing(share="1GiB", only="0") for _ in range(16)]
     with pytest.raises(NotEnoughGpusError, match="16 claims share it already"):
@@ -113,34 +103,6 @@ def test_a_share_is_what_its_entry_says(ground: Any) -> None:
         (entry,) = ground.claims()
         assert (entry.gpus, entry.parts) == ({ground.uuids[0]: 20 * GIB}, {ground.uuids[0]: 0})
     assert (owner.share, owner.share_fraction, ground.claims()) == (None, None, [])
-
-
-@pytest.fixture
-def orphan(child: Any, ground: Any) -> Iterator[int]:
-    """A child that outlives the claim of a share, and may compute there."""
-    parent = child(
-        SHARE
-        + """
-owner = claim(1, share="60GiB", only="0")
-pid = os.fork()
-if not pid:
-    listen()
-    os._exit(0)
-say(pid)
-os.kill(os.getpid(), 9)
-"""
-    )
-    pid = int(parent.hear())
-    parent.process.wait(30)
-    yield pid
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def test_an_orphan_keeps_the_share(orphan: int, eventually: Any) -> None:
-    assert try_claim(1, share="60GiB", only="0") is None
-    os.kill(orphan, signal.SIGKILL)
-    eventually(lambda: try_claim(1, share="60GiB", only="0") == (0,))
 
 
 def test_the_command_of_run_holds_the_share(command: Any, ground: Any) -> None:
@@ -262,14 +224,6 @@ def test_an_over_user_is_named_and_newcomers_are_refused(child: Any, ground: Any
 # The queue
 
 
-def test_a_sharer_waits_for_room_and_gets_it(sharing: Any, child: Any, ground: Any, eventually: Any) -> None:
-    holder = sharing(8, share="50GiB")
-    waiter = child(SHARE + "say(*claim(1, share='40GiB', timeout=60).devices_taken)")
-    eventually(lambda: [one.more["share"] for one in waiting_tickets()] == [40 * GIB])
-    holder.tell()
-    assert waiter.hear() in "01234567"
-
-
 def test_a_sharer_behind_a_whole_claim_waits_its_turn(sharing: Any, child: Any, ground: Any, eventually: Any) -> None:
     """There is room for it, but it would delay the whole claim; if it ends in time it does not."""
     holder = sharing(8, share="20GiB", hold_for=3600)
@@ -280,12 +234,6 @@ def test_a_sharer_behind_a_whole_claim_waits_its_turn(sharing: Any, child: Any, 
     assert try_claim(1, share="20GiB", hold_for=1800) == (0,)
     holder.tell()
     assert whole.hear() == "0 1 2 3 4 5 6 7"
-
-
-def test_a_wait_for_a_share_ends_in_time(sharing: Any, ground: Any) -> None:
-    sharing(8, share="60GiB")
-    with pytest.raises(ClaimTimeout, match="promised to 1 claim"):
-        claim(1, share="30GiB", timeout=0.3)
 
 
 # Limits, and what users see

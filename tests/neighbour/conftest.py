@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -118,15 +117,3 @@ def entry_of(state_dir: Path, as_user: Any) -> Callable[..., Path]:
         return state_dir / part / as_user(work, uid=uid).hear()
 
     return make
-
-
-@pytest.fixture
-def next_tick(eventually: Callable[..., None]) -> Callable[[], None]:
-    """Wait until a process that starts has another start time (in clock ticks) than those that run."""
-
-    def wait() -> None:
-        ticks, clock = os.sysconf("SC_CLK_TCK"), time.CLOCK_BOOTTIME
-        now = int(time.clock_gettime(clock) * ticks)
-        eventually(lambda: int(time.clock_gettime(clock) * ticks) > now)
-
-    return wait

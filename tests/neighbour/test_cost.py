@@ -8,7 +8,6 @@ import pytest
 
 from safe_gpu.affinity import placement as placements
 from safe_gpu.host import procfs
-from safe_gpu.status import gather as holders
 
 MOST = 64  # MiB beyond a bare interpreter
 
@@ -38,16 +37,6 @@ def test_long_texts_in_entries_are_cut(ground: Any, cost: Callable[..., Any], te
         assert taken.code == 0
         assert len(taken.out) < (32_000 if arguments else 8_000)
         assert taken.mebibytes < MOST
-
-
-def test_each_process_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many tickets name it."""
-    asked: list[int] = []
-    genuine = procfs._stat_fields
-    monkeypatch.setattr(procfs, "_stat_fields", lambda pid: (asked.append(pid), genuine(pid))[1])
-    processes = holders.ProcessTable(())
-    assert {processes.is_stopped(os.getpid()) for _ in range(1500)} == {False}
-    assert asked == [os.getpid()]
 
 
 def test_a_process_with_too_many_descriptors_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,17 +39,6 @@ def user(as_user: Any) -> Callable[..., Any]:
     return start
 
 
-def test_an_entry_counts_once_whatever_names_it_has(limit: None, state_dir: Path, user: Any) -> None:
-    """Where fs.protected_hardlinks is 0, a neighbour can give it more, in the queue too."""
-    assert user(ANNA, only=0).hear() == "1"
-    (entry,) = (state_dir / "claims").iterdir()
-    for number, part in enumerate(("claims", "claims", "queue"), 5):
-        os.link(entry, state_dir / part / f"{number}.{'a' * 16}")
-    assert user(ANNA, only="1-4").hear() == "1"
-    assert "you hold 2 of your 2 GPUs" in user(ANNA).hear()
-    assert user(BEN, 2).hear() == "2"
-
-
 def test_what_an_entry_says_of_users_is_never_believed(limit: None, user: Any, entry_of: Any, as_user: Any) -> None:
     """The victim's uid, its name, and a process of hers, in the claims and the tickets of somebody else."""
     victim = as_user(lambda say, listen: listen(), uid=ANNA)

@@ -72,13 +72,6 @@ def test_by_dates_a_set_waits_for_the_earliest_of_its_groups(host, ground, line)
     assert try_claim(1, only=2, hold_for=900) == (2,)
 
 
-def test_a_claim_takes_what_is_near(host, ground) -> None:
-    ground.hold(1, 2, 4)
-    assert try_claim(2, near="numa") == (6, 7)
-    assert try_claim(2, near="nvlink") is None
-    assert try_claim(2) == (6, 7)
-
-
 @pytest.mark.parametrize("condition", [{"colour": "red"}, {"near": ["a", "b"]}, {"max_utilization": "x" * 100}])
 @pytest.mark.parametrize("there", ["free", "held", "stranger"])
 def test_a_condition_that_is_not_known_is_waited_for(condition: dict[str, Any], there: str, host, ground, line) -> None:

@@ -81,23 +81,3 @@ def test_what_is_asked_on_an_idle_host(fake_gpus: Any) -> None:
     for phase in (after, after_again):  # the second and the third poll are about the claimed GPUs only
         for name in ("UUID", "MemoryInfo", "ComputeRunningProcesses", "MPSComputeRunningProcesses"):
             assert phase[f"DeviceGet{name}"] == 2, name
-
-
-def test_gpus_that_can_have_mig_are_asked_each_time(fake_gpus: Any) -> None:
-    fake_gpus.set(8, mig=0)
-    before, after, before_again, after_again = claims(fake_gpus)
-    assert [phase["DeviceGetMigMode"] for phase in (before, after, before_again, after_again)] == [8, 2, 8, 2]
-    assert before.total() + after.total() <= 100
-    assert before_again.total() + after_again.total() <= 62
-
-
-def test_links_are_asked_for_claims_of_several_gpus(fake_gpus: Any) -> None:
-    before, after, before_again, after_again = claims(fake_gpus, 2)
-    assert [phase["DeviceGetP2PStatus"] for phase in (before, after, before_again, after_again)] == [28, 0, 0, 0]
-
-
-def test_what_draws_is_asked_for_where_memory_is_unexplained(fake_gpus: Any) -> None:
-    fake_gpus.change(0, used=40 << 20)
-    fake_gpus.change(1, used=8 << 20)
-    before, *_ = claims(fake_gpus)
-    assert before["DeviceGetGraphicsRunningProcesses"] == 1

@@ -115,14 +115,6 @@ def test_inner_claims_are_neither_counted_nor_limited(rules: Any, as_user: Any) 
     assert as_user(work, uid=ANNA).hear() == "[2, 2]"
 
 
-def test_a_scope_of_no_claim_lifts_no_limit(rules: Any, user: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rules("[default]\nmax_gpus = 1")
-    assert user(ANNA).hear() == "1"
-    monkeypatch.setenv("SAFE_GPU_SCOPE", "0123456789abcdef")
-    assert "you hold 1 of your 1 GPU" in user(ANNA).hear()
-    assert "2 GPUs asked for, and" in user(ANNA, 2, timeout=None).hear()
-
-
 NAMED = "[user root]\n"
 
 
@@ -169,16 +161,6 @@ def test_max_wait_ends_a_wait(rules: Any, ground: Any, command: Any) -> None:
     done = command.run("run", "--timeout", "inf", "--", "true")
     assert done.returncode == 75
     assert f"1 GPU asked for, 0 free: try again ({path} limits the wait)." in done.stderr
-
-
-def test_waiting_says_what_is_held_and_ends_with_it(rules: Any, command: Any, user: Any) -> None:
-    rules(NAMED + "max_gpus = 1")
-    first = user(0)
-    assert first.hear() == "1"
-    waiting = command.start("wait", "--timeout", "inf")
-    assert waiting.stderr.readline().endswith(" for 1 GPU, at your limit (1 of 1)\n")
-    first.tell()
-    assert waiting.wait(60) == 0
 
 
 def test_nothing_is_taken_in_a_foreseen_claim_beyond_the_limit(rules: Any, user: Any) -> None:
@@ -242,13 +224,6 @@ def test_room_for_claims_across_hosts(rules: Any, user: Any) -> None:
     assert holder.report(1).free == 0
     path.unlink()
     assert holder.report(1).free == 5
-
-
-def test_a_range_takes_no_more_than_its_user_may_hold(rules: Any, user: Any) -> None:
-    rules("[default]\nmax_gpus = 3")
-    assert user(ANNA, (2, 6)).hear() == "3"
-    assert user(BEN, (1, 2)).hear() == "2"
-    assert user(BEN, (1, 2)).hear() == "1"
 
 
 def test_a_share_counts_as_its_part_of_a_gpu(rules: Any, user: Any) -> None:

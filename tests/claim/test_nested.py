@@ -8,7 +8,6 @@ import pytest
 
 import safe_gpu
 from safe_gpu import NoPlaceholder, NotEnoughGpusError, UnsatisfiableRequestError, claim_gpus
-from safe_gpu.coordination.doors import digest
 
 CLAIM = """
 import os, sys
@@ -134,10 +133,8 @@ RUN = ("run -n 3 -- true", "-n 3 is", "-n 3", "this one")
     ("around", "claim", "asked", "larger", "leave"),
     [
         ("run", *CLAIMED),
-        ("run", "safe_gpu.claim_gpus((3, 4), share='1GiB')", "claim_gpus((3, 4)) runs", "-n 3", "claim_gpus"),
         ("run", "safe_gpu.ensure_gpus(2)", "ensure_gpus(2) runs", "-n 2", "ensure_gpus"),
         ("run", *RUN),
-        ("run", "wait -n 2-3", "-n 2 is", "-n 2", "this one"),
         ("run, and a shell", *CLAIMED),
         ("run, without its limit", *RUN),
         ("a delegating claim", *CLAIMED),
@@ -165,17 +162,6 @@ def test_more_than_the_claim_around_holds(
 
 
 # A scope that means nothing here
-
-
-def test_a_scope_that_outlived_its_claim(holding, ground, child, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a tmux session that was started inside."""
-    started, token = holding(2)
-    assert [one.token for one in ground.claims()] == [digest(token)]
-    ends_well(started)
-    inside(token, monkeypatch)
-    one = child(rank("2"))
-    assert one.hear() == "0 1"
-    assert (ground.claimed(), ground.claimed(inside=True)) == ([0, 1], [])
 
 
 def test_the_claim_around_ends_while_one_inside_waits(holding, ground, child, command, monkeypatch) -> None:
@@ -244,15 +230,6 @@ def test_nobody_takes_a_gpu_that_an_orphaned_claim_inside_holds(holding, ground,
     assert "for 8 GPUs (7 free); " in waiter.stderr.readline()
     inner.tell()
     assert waiter.communicate(timeout=60)[0] == "all\n"
-
-
-def test_releasing_the_claim_around_leaves_those_inside(child) -> None:
-    around = claim_gpus(2, NoPlaceholder(), delegate=True, affinity=None)
-    inner = child(rank())
-    assert inner.hear() == "0"
-    around.release_gpus()
-    with claim_gpus(2, NoPlaceholder(), affinity=None) as owner:
-        assert 0 not in owner.devices_taken
 
 
 # The queue inside

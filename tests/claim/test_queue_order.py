@@ -3,7 +3,9 @@
 import json
 import os
 import signal
+import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from support.claims import try_claim
@@ -26,12 +28,16 @@ class Case:
 
     nb_gpus: int
     gets: tuple[int, ...] | None
-    ahead: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
-    """Tickets: how many of which GPUs."""
+    ahead: list[tuple[Any, ...]] = field(default_factory=list)
+    """Tickets: how many of which GPUs, and for how long if that is said."""
     claimed: tuple[int, ...] = ()
+    """Claimed GPUs, of which nobody knows for how long."""
+    due: dict[int, float] = field(default_factory=dict)
+    """Claimed GPUs, and in how many seconds they are to be free."""
     strangers: tuple[int, ...] = ()
     only: tuple[int, ...] = ()
     visible_limit: str = ""
+    hold_for: float | None = None
 
 
 CASES = {
@@ -53,20 +59,52 @@ CASES = {
     "two blocked ones": Case(1, (6,), ahead=[(8, ALL), (1, (7,))], strangers=(7,)),
     "the free ones are too few anyhow": Case(3, None, ahead=[(8, ALL)], strangers=(7,), claimed=(0, 1, 2, 3, 4)),
 }
+HOUR = 3600.0
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def short(gets: tuple[int, ...] | None, **more: Any) -> Case:
+    """A claim for ten minutes beside one of eight GPUs that has to wait for an hour."""
+    usual = {"nb_gpus": 1, "hold_for": 600, "ahead": [(8, ALL)], "due": dict.fromkeys(ALL[1:], HOUR)}
+    return Case(gets=gets, **{**usual, **more})
+
+
+SHORT = {
+    "it ends in time": short((0,)),
+    "it ends too late": short(None, hold_for=2 * HOUR),
+    "it does not say": short(None, hold_for=None),
+    "the large one's date is not known": short(None, due=dict.fromkeys(ALL[1:7], HOUR), claimed=(7,)),
+    "known without that one": short((0,), ahead=[(7, ALL)], due=dict.fromkeys(ALL[1:7], HOUR), claimed=(7,)),
+    "a holder is overdue": short(None, due=dict.fromkeys(ALL[1:], -5.0)),
+    "one is overdue, the others are not": short((0,), due={1: -5.0, **dict.fromkeys(ALL[2:], HOUR)}),
+    "too few are free": short(None, nb_gpus=2),
+    "two": short((0, 1), nb_gpus=2, due=dict.fromkeys(ALL[2:], HOUR)),
+    "past two who cannot start either": short((0,), ahead=[(8, ALL), (1, (0,))]),
+    "past one of them only": short(None, ahead=[(8, ALL), (1, (0,), 60)]),
+    "the third, whose GPU is promised": short(
+        None, ahead=[(1, (1,), 60), (2, (0, 1, 2), 60)], due={1: 600, 2: HOUR}, only=(0,), hold_for=2 * HOUR
+    ),
+    "nobody wants that GPU": short((0,), hold_for=None, ahead=[(1, (1,))], due={1: HOUR}, only=(0,)),
+    "a stranger's GPU has no date": short(
+        (0,), hold_for=60, ahead=[(2, (0, 1, 2)), (1, (1,))], strangers=(1,), due=dict.fromkeys(ALL[2:], HOUR)
+    ),
+}
+
+
+@pytest.mark.parametrize("case", [*CASES.values(), *SHORT.values()], ids=[*CASES, *SHORT])
 def test_who_may_go_first(case: Case, ground, line, stranger, monkeypatch: pytest.MonkeyPatch) -> None:
     if case.visible_limit:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", case.visible_limit)
     ground.hold(*case.claimed)
+    now = time.time()
+    for index, seconds in case.due.items():
+        ground.hold(index, until=now + seconds)
     if case.strangers:
         stranger(*case.strangers)
-    for nb_gpus, gpus in case.ahead:
-        line(nb_gpus, gpus)
-    assert try_claim(case.nb_gpus, only=case.only) == case.gets
+    for nb_gpus, gpus, *hold_for in case.ahead:
+        line(nb_gpus, gpus, hold_for=next(iter(hold_for), None))
+    assert try_claim(case.nb_gpus, only=case.only, hold_for=case.hold_for) == case.gets
     assert len(ground.tickets()) == len(case.ahead)
-    assert ground.claimed() == list(case.claimed)
+    assert ground.claimed() == sorted({*case.claimed, *case.due})
 
 
 def test_a_waiter_whose_wish_no_release_can_meet_because_of_memory(ground, line, stranger) -> None:

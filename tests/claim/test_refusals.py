@@ -10,7 +10,6 @@ import pytest
 
 import safe_gpu
 from safe_gpu.claim.checks import confirmation as verification
-from safe_gpu.claim.owner import owner_type
 from safe_gpu.coordination.host_lock import Host
 from safe_gpu.errors import ClaimTimeout, LockTimeout, NotEnoughGpusError, SafeGpuError, UnsatisfiableRequestError
 
@@ -44,17 +43,6 @@ def test_too_few_until_the_deadline(host: Any, ground: Any, untouched: Callable[
     assert caught.value.timeout == SHORT
     assert caught.value.verdicts[0].state == "claimed"
     assert "wait longer" in str(caught.value)
-
-
-def test_a_wait_ends_when_the_claims_have_ended_and_the_stranger_is_gone(host, ground, cleanup) -> None:
-    ground.hold(*range(4))
-    stranger = cleanup.enter_context(host.stranger(4))
-
-    def end(status: Any) -> None:
-        ground.let_go()
-        stranger.close()
-
-    assert owner_type(on_wait=end)(8, timeout=60).devices_taken == list(range(8))
 
 
 # Choosing

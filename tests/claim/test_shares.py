@@ -138,12 +138,6 @@ def test_two_state_directories_never_share_a_gpu(sharing: Any, elsewhere: dict[s
     assert try_claim(7) is not None
 
 
-def test_a_whole_claim_elsewhere_is_met_by_its_doors(sharing: Any, elsewhere: dict[str, str]) -> None:
-    assert sharing(6, env=elsewhere).devices == (0, 1, 2, 3, 4, 5)
-    assert sharing(2, share="1GiB").devices == (6, 7)
-    assert try_claim(3, share="1GiB") is None
-
-
 # Inside other claims
 
 
@@ -156,14 +150,11 @@ RUN = ["safe-gpu", "run"]
     ("line", "code"),
     [
         ([*RUN, "--", "true"], 78),
-        ([*RUN, "--share", "10GiB", "--", "true"], 78),
         ([*RUN, "-n", "8", "--timeout", "inf", "--", "true"], 78),
         (["safe-gpu", "wait"], 78),
         (["sh", "-c", "safe-gpu run -- true; exit $?"], 78),
-        (["env", "SAFE_GPU_FENCE=ignore", *RUN, "--only", "7", "--", "true"], 78),
         (["env", "SAFE_GPU_SCOPE=0123456789abcdef", *RUN, "--", "true"], 78),
         ([*PYTHON, f"{SHARE}\nclaim()"], 1),
-        ([*PYTHON, f"{SHARE}\nclaim(share='10GiB', timeout=None)"], 1),
         ([*PYTHON, FORKED], 1),
     ],
 )
@@ -252,17 +243,6 @@ def test_what_users_see(sharing: Any, ground: Any) -> None:
     assert "  2 claims, 30 GiB unclaimed\n" in text
     assert " 0/20G " in text
     assert safe_gpu.get_free_gpus() == ["1", "2", "3", "4", "5", "6", "7"]
-
-
-def test_the_history_counts_a_share_as_its_part(ground: Any, monkeypatch: Any) -> None:
-    from safe_gpu.status.history import claims_between, gpu_hours_by
-
-    with claim(2, share="20GiB"):
-        pass
-    (past,), _ = claims_between(0, 1e12)
-    assert (past.share, past.of, past.part) == (20 * GIB, 80 * GIB, 0.25)
-    (use,) = gpu_hours_by([past], "user", 0, 1e12)
-    assert use.most == pytest.approx(2 * 0.25 * ((past.ended or 0) - past.since) / 3600)
 
 
 @pytest.mark.parametrize(

@@ -47,19 +47,6 @@ def test_a_stranger_before_the_second_poll_costs_one_gpu_and_not_the_claim(host:
     assert host.events.count("usage") == 3, "0 and 1, then 2 and 3 twice"
 
 
-def test_a_stranger_before_the_second_poll_is_named_when_too_few_are_left(host, cleanup, untouched, eventually) -> None:
-    stranger = cleanup.enter_context(host.stranger(3))
-    stranger.close()
-    host.on_poll = lambda number: number == 2 and cleanup.enter_context(host.stranger(3))
-    with untouched():
-        with pytest.raises(NotEnoughGpusError, match=f"GPU 3 .*process {host.stranger_pid}") as caught:
-            safe_gpu.claim_gpus(8, timeout=0)
-        cleanup.close()
-    assert type(caught.value) is NotEnoughGpusError
-    assert [verdict.state for verdict in caught.value.verdicts] == ["free"] * 3 + ["busy"] + ["free"] * 4
-    assert caught.value.verdicts[3].pid == host.stranger_pid
-
-
 @pytest.mark.parametrize(
     ("shown", "reason"),
     [

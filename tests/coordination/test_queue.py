@@ -232,22 +232,6 @@ def test_who_came_between_the_listing_and_the_lock_stands_ahead(state_dir: Path,
     assert mine.ahead() == []
 
 
-def test_a_ticket_is_read_once_and_asked_again_only_where_it_decides(
-    join: Join, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The head of hundreds looks many times a second."""
-    join()
-    join()
-    mine = join()
-    assert mine.ahead() == [2, 1]
-    asked: list[str] = []
-    genuine = type(mine.host.queue).ask
-    monkeypatch.setattr(type(mine.host.queue), "ask", lambda self, name: (asked.append(name), genuine(self, name))[1])
-    mine.host.queue.refresh()
-    assert next(mine.waiter.ahead()).number == 2
-    assert [name.partition(".")[0] for name in asked] == ["2"]
-    assert mine.waiter.position() == 3
-    assert len(asked) == 1
 
 
 # Removed and replaced
@@ -365,18 +349,6 @@ def test_the_dead_fall_out(state_dir: Path, join: Join, child: Any) -> None:
     assert numbers(state_dir) == [2]
 
 
-def test_a_forked_child_does_not_keep_the_ticket_alive(join: Join, child: Any) -> None:
-    parent = child(WAIT + "import signal\nif os.fork() == 0:\n    say(os.getpid()); signal.pause()\nlisten()")
-    assert parent.hear() == "queued"
-    survivor = int(parent.hear())
-    mine = join()
-    assert mine.ahead() == [1]
-    parent.kill()
-    try:
-        assert mine.ahead() == []
-        os.kill(survivor, 0)
-    finally:
-        os.kill(survivor, signal.SIGKILL)
 
 
 def test_a_sleeper_wakes_when_the_one_before_it_leaves_or_dies(state_dir: Path, child: Any) -> None:

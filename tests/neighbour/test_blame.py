@@ -28,23 +28,6 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give f
 
 
 @pytest.fixture
-def holder(state_dir: Path, as_user: Any) -> Callable[[int], Any]:
-    """``holder(UID)``: a process of that user that holds all GPUs."""
-
-    def hold(say: Callable[[object], None], listen: Callable[[], str]) -> None:
-        claim(8)
-        say("held")
-        listen()
-
-    def start(uid: int) -> Any:
-        one = as_user(hold, uid=uid)
-        assert one.hear() == "held"
-        return one
-
-    return start
-
-
-@pytest.fixture
 def seen(as_user: Any) -> Callable[[int], tuple[Any, ...]]:
     """``seen(UID)``: pid, user, uid and job of the claim of GPU 0, as ``status`` shows them to that user, and what a
     claim that is refused says."""
@@ -129,9 +112,9 @@ def test_a_process_whose_first_thread_has_ended_lives(state_dir: Path, as_user: 
 UNSHARED = "no user namespaces here"
 
 
-def test_who_is_unknown_to_a_user_namespace_is_nobody(state_dir: Path, holder: Any, as_user: Any) -> None:
+def test_who_is_unknown_to_a_user_namespace_is_nobody(state_dir: Path, user: Any, as_user: Any) -> None:
     """All whom it does not know look like one user, who is not this one."""
-    holder(VICTIM)
+    assert user(VICTIM, 8).hear() == str([*range(8)])
 
     def look(say: Callable[[object], None], listen: Callable[[], str]) -> None:
         if ctypes.CDLL(None, use_errno=True).unshare(0x10000000):  # CLONE_NEWUSER

@@ -1,18 +1,13 @@
 """What a neighbour can make a command wait: not beyond its deadline, and with little memory, whatever lies there."""
 
-import json
 import os
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.claims import claim
 from support.real import long
-
-from safe_gpu.coordination.entry import lock
 
 NEIGHBOUR = 4711
 MOST = 64  # MiB beyond a bare interpreter
@@ -103,72 +98,9 @@ def test_other_kinds_of_files(used: Path, ground: Any, check: Any, where: str, k
     assert precious.read_text() == "precious"
 
 
-RUBBISH = [
-    b"",
-    b"\0",
-    b'{"v": 1, "pid": %s, "nb_gpus": 1, "gpus": ["x"]}' % (b"9" * 4000),
-    b'{"v": 1, "nb_gpus": 1e999, "gpus": ["x"], "hold_for": Infinity}',
-    b'{"v": 1, "pid": -1, "nb_gpus": 1, "gpus": ["x"], "hold_for": NaN}',
-    b"[" * 60_000,
-    b'{"host": "' + b"x" * 900_000,
-]
-CROWD = 1100
-
-
-def said(nb_gpus: int, gpus: list[str], hold_for: float | None = None, pid: int = 1) -> bytes:
-    request = {"v": 1, "pid": pid, "nb_gpus": nb_gpus, "gpus": gpus, "hold_for": hold_for}
-    return json.dumps(request).encode()
-
-
-@pytest.fixture
-def crowd(used: Path) -> Iterator[Callable[..., None]]:
-    """Entries of a neighbour with these contents, living or dead; every hundredth of the long ones, which take room on
-    the disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard < 3 * CROWD:
-        pytest.skip("cannot hold so many locks here")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    with ExitStack() as stack:
-
-        def make(part: str, contents: list[bytes], *, live: bool, number: int = CROWD) -> None:
-            if os.geteuid():
-                pytest.skip("needs root, to play another user")
-            for one in range(1, number + 1):
-                content = contents[one % len(contents)]
-                file = stack.enter_context(open(used / part / entry_name(one), "wb"))
-                file.write(content if len(content) < 5000 or one % 100 < len(contents) else b"")
-                file.flush()
-                os.fchmod(file.fileno(), 0o644)
-                os.fchown(file.fileno(), NEIGHBOUR, NEIGHBOUR)
-                if live:
-                    lock(file.fileno())
-
-        yield make
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-@long
-@pytest.mark.parametrize("live", [True, False], ids=["live", "dead"])
-def test_a_crowd_of_rubbish(crowd: Any, check: Any, live: bool) -> None:
-    for part in ("claims", "queue"):
-        crowd(part, RUBBISH, live=live)
-    check()
-    check({CLAIM: (0,), ("status",): (0,)})
-
-
-@long
-@pytest.mark.parametrize("competes", [True, False])
-def test_a_crowd_of_waiters(crowd: Any, check: Any, ground: Any, competes: bool) -> None:
-    wanted = ground.uuids if competes else ["x"]
-    requests = [said(number, wanted, hold) for number in (1, 2, 7, 8) for hold in (1, 3600, None)]
-    crowd("queue", requests if competes else requests[:2], live=True)
-    check()
-    check({CLAIM: (LATE,) if competes else (0,), ("status",): (0,)})
-
-
-def test_a_wide_process(used: Path, ground: Any, crowd: Any, check: Any, wide: int) -> None:
+def test_a_wide_process(used: Path, ground: Any, entry_of: Any, check: Any, wide: int) -> None:
     """It is in a claim, in a ticket and on a GPU."""
     ground.hold(2, pid=wide)
     ground.occupy(1, pid=wide)
-    crowd("queue", [said(8, ground.uuids[5:6], pid=wide)], live=True, number=1)
+    entry_of(NEIGHBOUR, {"pid": wide, "nb_gpus": 8, "gpus": ground.uuids[5:6]}, part="queue")
     check({**COMMANDS, ("affinity", "--of", wide): (0, 1)})

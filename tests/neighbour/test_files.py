@@ -83,17 +83,12 @@ def said(part: str, uuids: list[str]) -> bytes:
     return json.dumps({"v": 1, "pid": 1, **what}).encode()
 
 
-@pytest.mark.parametrize("scope", ["", "0123456789abcdef"], ids=["outside", "in a stale scope"])
 @pytest.mark.parametrize("part", ["claims", "queue"])
-def test_many_names_cost_little_under_host_lock(
-    used: Path, ground: Any, as_user: Any, part: str, scope: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_names_cost_little_under_host_lock(used: Path, ground: Any, as_user: Any, part: str) -> None:
     """Dead entries for all GPUs, and nonsense. They are read before, and only their names are listed under it."""
     fill(used / part, [said(part, ground.uuids), b"{", b"x" * 60_000], MANY)
 
     def look(say: Callable[[object], None], listen: Callable[[], str]) -> None:
-        if scope:
-            os.environ["SAFE_GPU_SCOPE"] = scope
         found = Cost()
         with pytest.MonkeyPatch.context() as patch:
             found.watch(patch)

@@ -139,31 +139,6 @@ def test_a_name_of_a_cgroup(monkeypatch: pytest.MonkeyPatch, line: bytes, asked:
     )
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"",
-        b"7",
-        b"7 (x",
-        b"7 (x) ",
-        b"7 (x) Z" + b" x" * 60,
-        b"7 (x) Z" + b" -1" * 60,
-        b"7 (x) S" + b" 9_9" * 60,
-        b"7 (x) S " + b"9" * 5000,
-        b"\xff) \xb2 \xb2 \xb2",
-    ],
-)
-def test_what_does_not_parse_is_not_known(monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
-    fields = text.partition(b")")[2]
-    status = b"".join(b"%s:\t%s\n" % (name, fields) for name in (b"Tgid", b"Uid", b"NSpid"))
-    monkeypatch.setattr(procfs, "read_start", lambda path, limit: status if path.endswith("status") else text)
-    pid = os.getpid()
-    asked = (procfs.parent_of, procfs.start_time, procfs.seconds_running, procfs.thread_group, procfs.real_uid_of)
-    assert [ask(pid) for ask in (*asked, procfs.family_of)] == [None] * 6
-    assert not any((procfs.has_ended(pid), procfs.is_stopped(pid), procfs.is_forked()))
-    procfs.is_exiting(pid)
-
-
 def reads_of_lines(source: str) -> Iterator[str]:
     """What splits text at more than line feeds: ``splitlines``, and files and pipes read as text."""
     for node in ast.walk(ast.parse(source)):

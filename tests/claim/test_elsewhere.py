@@ -2,6 +2,7 @@
 its entry counts."""
 
 import _socket
+import logging
 import os
 import shutil
 import subprocess
@@ -13,13 +14,12 @@ from typing import Any
 import pytest
 from support.claims import claim, try_claim
 from support.gpus import PACKAGE_ROOT
-from support.ground import PlayedClaim, simulated_doors
+from support.ground import simulated_doors
 from support.processes import own_network
 
 import safe_gpu
 from safe_gpu import NotEnoughGpusError
-from safe_gpu.claim.free import wait_for_gpus
-from safe_gpu.claim.search.look import Look
+from safe_gpu.claim.search import search
 from safe_gpu.coordination import state_dir as warnings
 from safe_gpu.coordination.doors import Doors, digest
 from safe_gpu.coordination.holders import living_claims
@@ -73,14 +73,6 @@ def test_two_state_directories_do_not_book_twice(host: Path, child: Any) -> None
     assert closed() == [0, 1, 2], "the refused hold none"
 
 
-def test_who_only_waits_takes_no_door(host: Path, child: Any) -> None:
-    assert [gpu.index for gpu in wait_for_gpus(8, timeout=0)] == list(range(8))
-    child(CLAIM + "say(claim(1).devices_taken); listen()", "[0]", env=other_dir(host))
-    with pytest.raises(NotEnoughGpusError):
-        wait_for_gpus(8, timeout=0)
-    assert closed() == [0]
-
-
 def test_a_door_that_is_held_for_a_moment_is_tried_again(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that dies closes its descriptors one by one, and those of doors may be the last."""
     real, refusals = Doors.take_whole, []
@@ -101,20 +93,6 @@ def test_a_shared_display_has_no_door(host: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:laptop")
     with claim(1) as owner:
         assert not simulated_doors().are_taken(owner.gpus[0].uuid, ())
-
-
-def test_a_claim_of_before_the_display_was_active_is_waited_for(
-    host: Path, child: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (uuid,) = [gpu.uuid for gpu in preset("laptop").gpus()]
-    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:laptop")
-    earlier = PlayedClaim({uuid: None}, os.getppid(), os.geteuid())
-    looks, run = [], Look.run
-    monkeypatch.setattr(Look, "run", lambda self, **more: (looks.append(self), run(self, **more)))
-    assert try_claim(1) is None
-    assert not any(look.seen.withdrawn for look in looks), "it is seen, and nothing is taken beside it"
-    earlier.release()
-    assert try_claim(1) == (0,)
 
 
 # Children that live on, and claims inside claims
@@ -253,3 +231,84 @@ def test_a_container_without_the_network_of_the_host_is_told_once(
     lines = [one.getMessage() for one in caplog.records if "belongs to this container" in one.getMessage()]
     assert len(lines) == told
     assert all(f"start it with -v {host}/state:{host}/state" in line for line in lines)
+
+
+# A state directory that goes away while claims wait, where its users cannot make it again
+
+
+@pytest.fixture
+def var_lib(open_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory in which only root may make the state directory."""
+    (open_tmp / "simulated").mkdir()
+    (open_tmp / "simulated").chmod(0o1777)
+    (open_tmp / "lib").mkdir(mode=0o755)
+    monkeypatch.setenv("SAFE_GPU_SIMULATED_DIR", str(open_tmp / "simulated"))
+    monkeypatch.setenv("SAFE_GPU_DIR", str(open_tmp / "lib" / "state"))
+    return open_tmp / "lib"
+
+
+@pytest.fixture
+def waiter(var_lib: Path, as_user: Any) -> Callable[[], Any]:
+    def start() -> Any:
+        def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+            class Said(logging.Handler):
+                def emit(self, record: logging.LogRecord) -> None:
+                    say(record.getMessage())
+
+            logger = logging.getLogger("waiter")
+            logger.addHandler(Said(logging.WARNING))
+            say(claim(1, timeout=None, logger=logger).devices_taken)
+
+        return as_user(work, uid=4711)
+
+    return start
+
+
+def test_it_comes_back_within_a_minute(var_lib: Path, ground: Any, waiter: Any) -> None:
+    ground.hold(*range(8))
+    one = waiter()
+    assert "for 1 GPU" in one.hear()
+    (var_lib / "state").rename(var_lib / "gone")
+    assert "waiting a minute for it" in one.hear()
+    (var_lib / "gone").rename(var_lib / "state")
+    ground.let_go()
+    assert one.hear() == "[0]"
+
+
+def test_it_does_not(var_lib: Path, ground: Any, waiter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "_LONGEST_ABSENCE", 0.1)
+    ground.hold(*range(8))
+    one = waiter()
+    assert "for 1 GPU" in one.hear()
+    (var_lib / "state").rename(var_lib / "gone")
+    assert "waiting a minute for it" in one.hear()
+    assert one.hear().startswith("StateDirError: ")
+    (var_lib / "gone").rename(var_lib / "state")
+    ground.let_go()
+
+
+# A plain chroot (sbuild, mock, a rescue system): no mount is listed for its root directory
+
+
+# All of this machine but /tmp, in a directory that is no mount.
+ENTER = """
+for path in /*; do
+  if [ -L "$path" ]; then cp -P "$path" "$0$path"
+  elif [ -d "$path" ] && [ "$path" != /tmp ]; then mkdir -p "$0$path" && mount --rbind "$path" "$0$path"
+  fi
+done
+mkdir -p -m 1777 "$0/tmp"
+exec chroot "$0" "$@"
+"""
+TELL = """awk '$5 == "/"' /proc/self/mountinfo; echo "$CUDA_VISIBLE_DEVICES"; cd "$SAFE_GPU_DIR/claims"; ls | wc -l"""
+
+
+def test_a_claim_in_a_plain_chroot(open_tmp: Path) -> None:
+    enter = ["unshare", "--mount", "sh", "-euc", ENTER, str(open_tmp)]
+    if os.geteuid() or subprocess.run([*enter, sys.executable, "-c", ""], capture_output=True).returncode:
+        pytest.skip("needs root, to make a chroot")
+    run = [sys.executable, "-m", "safe_gpu", "run", "-q", "--affinity", "node", "-n", "2", "--", "sh", "-c", TELL]
+    environment = {**os.environ, "SAFE_GPU_DIR": "/tmp/state", "PYTHONPATH": str(PACKAGE_ROOT)}
+    del environment["SAFE_GPU_TEST_ETC"]  # it is not below this root
+    done = subprocess.run([*enter, *run], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["0,1", "1"], "")

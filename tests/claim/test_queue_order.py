@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from support.claims import try_claim
+from support.claims import claim, try_claim
 from support.real import long
 
-from safe_gpu import ClaimTimeout, NoPlaceholder, NotEnoughGpusError, claim_gpus
+from safe_gpu import ClaimTimeout, NoPlaceholder, NotEnoughGpusError, UnsatisfiableRequestError, claim_gpus
 from safe_gpu.host import procfs
 
 USER = procfs.user_name(os.geteuid())
@@ -144,21 +144,6 @@ def test_a_stopped_waiter_keeps_its_ticket_and_is_passed(command, ground, stop, 
     os.kill(large.pid, signal.SIGCONT)
     eventually(lambda: not procfs.is_stopped(large.pid))
     assert try_claim(1) is None
-    ground.let_go()
-    assert large.communicate(timeout=60)[0] == "large\n"
-
-
-def test_one_that_sleeps_behind_a_waiter_notices_that_it_was_stopped(command, ground, child, stop) -> None:
-    ground.hold(0)
-    large = command.start("run", "-n", 8, "--", "echo", "large")
-    assert "for 8 GPUs (7 free)" in large.stderr.readline()
-    patch = "from safe_gpu.claim.search import wait_reports as news\nnews._EARLY_INTERVAL = 0.05\n"
-    small = child(patch + WAIT.format(arguments="1"))
-    assert f"behind {USER} (pid {large.pid}, wants 8 GPUs" in hear(small, "waiting")
-    stop(large.pid)
-    assert hear(small, "has") == "has 1"
-    small.tell()
-    os.kill(large.pid, signal.SIGCONT)
     ground.let_go()
     assert large.communicate(timeout=60)[0] == "large\n"
 
@@ -327,3 +312,37 @@ def test_wherever_an_interrupt_comes_nothing_is_left_behind(number: int, ground,
     )
     assert left == []
     assert int(done.split()[2]) > 40
+
+
+# Ranges: at least so many, and more if these can be had at once
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        pytest.param((2, 4), (4, 5, 6, 7), id="as many as it may have"),
+        pytest.param((2, 6), (4, 5, 6, 7), id="as many as are free"),
+        pytest.param((4, 5), (4, 5, 6, 7), id="no more than it needs"),
+        pytest.param((5, 6), None, id="fewer than it needs"),
+    ],
+)
+def test_a_range_takes_what_is_free_at_once(ground: Any, wanted: Any, expected: Any) -> None:
+    ground.hold(0, 1, 2, 3)
+    assert try_claim(wanted) == expected
+
+
+def test_a_range_passes_nobody(ground: Any, line: Any) -> None:
+    ground.hold(0)
+    line(8)
+    assert try_claim((2, 4)) is None
+
+
+def test_a_range_takes_only_gpus_that_it_may_pass_with(ground: Any, line: Any) -> None:
+    line(3, range(3))
+    assert try_claim((2, 8)) == (3, 4, 5, 6, 7)
+
+
+@pytest.mark.parametrize("wanted", [(0, 2), (4, 2), (2, 2), (1, 2, 3), ("a", "b"), (2.5, 3)])
+def test_a_range_that_makes_no_sense_is_refused(wanted: Any) -> None:
+    with pytest.raises(UnsatisfiableRequestError, match="nb_gpus"):
+        claim(wanted)

@@ -164,13 +164,6 @@ def test_a_scope_of_nobody_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         assert vendor_of(owner.gpus[0].uuid) == "nvidia"
 
 
-def test_a_child_of_a_claim_that_does_not_delegate_is_told_so(command: Any) -> None:
-    with claim(4, vendor="amd"):
-        child = command.run("run", "--timeout", "0", "--", "true")
-        assert child.returncode == 75
-        assert f"process {os.getpid()}" in child.stderr
-
-
 def test_placeholders_of_the_users_own_find_the_gpus() -> None:
     with claim(1, vendor="amd", placeholder_fn=SimulatedPlaceholder()) as owner:
         assert owner.placeholders[0].uuid == UUIDS["amd"][0]

@@ -52,23 +52,6 @@ def test_a_full_file_is_followed_by_the_next_part_up_to_a_bound(written: Path) -
     assert sum(file.stat().st_size for file in written.iterdir()) == history.PARTS * history.LARGEST
 
 
-def test_old_months_are_removed(written: Path) -> None:
-    months = [
-        f"{year}-{month:02}" for year in (2024, 2025, 2026) for month in range(1, 13) if (year, month) < (2026, 11)
-    ]
-    unfinished = ".2026-10.jsonl.00000000000000aa"
-    for name in [f"{month}.jsonl" for month in months] + ["2024-01.1.jsonl", "9999-01.jsonl", "notes", unfinished]:
-        (written / name).touch()
-    written.chmod(0o755)  # perhaps somebody's own directory
-    assert history.append([LINE], NOW + 31 * 86400)  # a new file, December's
-    assert (written / "2024-01.1.jsonl").exists()
-    written.chmod(0o1777)
-    (written / "2026-12.jsonl").unlink()
-    assert history.append([LINE], NOW + 31 * 86400)
-    left = sorted(file.name[:7] for file in written.iterdir())
-    assert left == sorted([*months[-22:], "2026-11", "2026-12", "9999-01", "notes"])
-
-
 @pytest.mark.parametrize("hostile", ["fifo", "link", "hard link", "directory", "huge"])
 def test_a_hostile_file_is_passed(written: Path, hostile: str, tmp_path: Path) -> None:
     file, precious = written / FILE, written.parent / "precious"
@@ -233,8 +216,6 @@ def test_a_claim_that_died_before_it_wrote_its_line_has_one(hold: Any, claims: D
     assert first["claim"] == end["claim"]
     assert history.append(lines, time.time())
     assert [one.pid for one in past()] == [os.getpid()]
-
-
 
 
 @pytest.mark.parametrize("said", [{"start": 1 << 60}, {"start": 0}, {"start": 7, "pidns": 1}])

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import shutil
 import signal
 import threading
 import time
@@ -232,8 +231,6 @@ def test_who_came_between_the_listing_and_the_lock_stands_ahead(state_dir: Path,
     assert mine.ahead() == []
 
 
-
-
 # Removed and replaced
 
 
@@ -250,17 +247,6 @@ def test_a_ticket_that_was_removed_is_noticed_and_made_anew(state_dir: Path, joi
     mine.join()
     assert len(numbers(state_dir)) == 1
     assert not Waiter.was_removed(join(ticket=False).waiter)
-
-
-def test_a_queue_that_was_replaced_is_joined_anew(state_dir: Path, join: Join) -> None:
-    mine = join()
-    shutil.rmtree(state_dir / "queue")
-    other = join()
-    assert mine.waiter.queued
-    mine.host.look()
-    assert not mine.waiter.queued
-    mine.join()
-    assert (mine.ahead(), other.ahead()) == ([1], [])
 
 
 # Who counts
@@ -347,8 +333,6 @@ def test_the_dead_fall_out(state_dir: Path, join: Join, child: Any) -> None:
     assert mine.waiter.position() == 1
     assert [one.number for one in mine.host.queue.remove_dead()] == [1]
     assert numbers(state_dir) == [2]
-
-
 
 
 def test_a_sleeper_wakes_when_the_one_before_it_leaves_or_dies(state_dir: Path, child: Any) -> None:

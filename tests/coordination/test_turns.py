@@ -245,16 +245,6 @@ def test_competitors_keep_their_order_when_others_leave(kinds: int, seed: int) -
                     assert forged or not competes(first, second) or place[first.number] < place[second.number]
 
 
-def test_a_forged_turn_leaves_the_order_of_arrival() -> None:
-    request = TicketRequest(1, frozenset(GPUS))
-    waiting = [ticket_of(1, request, uid=1, turn=LATEST_TURN)]
-    for seq in range(2, 6):
-        turn = newcomers_turn(request, by_turn(waiting), seq, uid=seq, held=5)
-        assert turn <= LATEST_TURN
-        waiting.append(ticket_of(seq, request, uid=seq, turn=turn))
-    assert [one.number for _, one in by_turn(waiting)] == [1, 2, 3, 4, 5]
-
-
 def test_who_is_stopped_holds_nobody_up() -> None:
     request, one = TicketRequest(1, frozenset(GPUS)), TicketRequest(1, frozenset(GPUS[:1]))
     stopped = ticket_of(1, request, uid=1, turn=9.0)

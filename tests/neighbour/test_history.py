@@ -81,6 +81,11 @@ def test_names_of_months_that_never_were_remove_nothing(state_dir: Path) -> None
         (directory / name).touch()
     for name in others:
         os.chown(directory / name, USERS[0], USERS[0])
+    directory.chmod(0o755)  # perhaps somebody's own directory
+    assert history.append([b"{}\n"], NOW)
+    (directory / "2026-11.jsonl").unlink()
+    assert (directory / "2020-02.jsonl").exists()
+    directory.chmod(0o1777)
     assert history.append([b"{}\n"], NOW)
     assert sorted(os.listdir(directory)) == sorted([*odd, *others, *kept, "2026-11.jsonl"])
 

@@ -232,53 +232,6 @@ def test_a_kernel_that_can_have_other_gpus_only_anew_is_told_so(
         claim(1)
 
 
-# Modules that are loaded anew
-
-
-RELOADED = """
-import importlib, os, sys
-import safe_gpu
-
-def reloaded(cleared):
-    for name in sorted(name for name in sys.modules if name.partition(".")[0] == "safe_gpu"):
-        module = sys.modules[name]
-        if cleared:  # as IPython's autoreload does
-            loader = module.__loader__
-            vars(module).clear()
-            module.__name__, module.__loader__ = name, loader
-        importlib.reload(module)
-
-mask = os.sched_getaffinity(0)
-safe_gpu.claim_gpus(1), safe_gpu.release_gpus()  # ctypes may keep libffi's file open from its first use
-before = set(os.listdir("/proc/self/fd"))
-owner = safe_gpu.claim_gpus(2)
-reloaded({cleared})
-assert safe_gpu.gpu_owner is owner is safe_gpu.ensure_gpus(2)
-try:
-    safe_gpu.claim_gpus(1)
-except RuntimeError as err:
-    say(err)
-listen()
-reloaded({cleared})
-safe_gpu.release_gpus()
-say(safe_gpu.gpu_owner, owner, set(os.listdir("/proc/self/fd")) - before, os.sched_getaffinity(0) == mask)
-listen()
-"""
-
-
-@pytest.mark.parametrize("cleared", [False, True])
-def test_a_reload_of_all_modules_keeps_the_claim(cleared: bool, child: Any, ground: Any) -> None:
-    one = child(RELOADED.format(cleared=cleared))
-    assert one.hear().startswith("this process holds GPU 0,1 already")
-    with pytest.raises(safe_gpu.NotEnoughGpusError, match="6 free"):
-        claim(7)
-    one.tell()
-    assert one.hear() == "None <GPUOwner: released> set() True"
-    with claim(8):
-        one.tell()
-        one.finish()
-
-
 WORKER = """
 import multiprocessing, safe_gpu
 safe_gpu.claim_gpus({}, safe_gpu.NoPlaceholder(), affinity=None, timeout=0)

@@ -250,21 +250,3 @@ def test_what_is_no_file_is_not_opened(lock_file: Path, tmp_path: Path, what: st
         make.get(what, lambda path: os.symlink(tmp_path / lock_file.name, path))(lock_file)
     assert take(0.0) is None
     assert ("cannot be taken" if "link" in what else "is not a regular file") in caplog.text
-
-
-def test_a_directory_that_cannot_be_entered_is_warned_of(present: Path, as_user) -> None:
-    present.parent.chmod(0o700)
-    path = present
-
-    def work(say, listen) -> None:
-        class Log:
-            def warning(self, text: str, *args: object) -> None:
-                say(text % args)
-
-        say(take(0.0, Log()))
-
-    other = as_user(work, uid=65534)
-    warning = other.hear()
-    assert str(path) in warning
-    assert "Permission denied" in warning
-    assert other.hear() == "None"

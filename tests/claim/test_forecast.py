@@ -56,6 +56,23 @@ def test_a_waiter_is_told_when_it_can_start(child: Any, command: Any) -> None:
     assert re.search(r"#.* PLANNED +STARTS\n.* 1h00m +in 1h\d\dm\n.* 30m +in 2h\d\dm\n", command.run("status").stdout)
 
 
+def test_the_head_is_told_who_passed_it(ground: Any, child: Any) -> None:
+    ground.hold(*range(7), until=time.time() + 7200)
+    large = child(
+        "import logging, sys, time, safe_gpu\n"
+        "from safe_gpu.claim.search import wait_reports as news\n"
+        "news._REPORT_INTERVAL = news._WARNING_DELAY = 0.2\n"
+        "logging.basicConfig(stream=sys.stdout, level=logging.INFO, format='%(message)s')\n"
+        "safe_gpu.claim_gpus(8, safe_gpu.NoPlaceholder(), affinity=None, timeout=60)\n"
+    )
+    while "waiting for 8 GPUs" not in large.hear():
+        pass
+    claim = "safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), affinity=None, hold_for=600)"
+    child(f"import safe_gpu; {claim}; say('has'); listen()", "has")
+    while not re.search(r"; passed by \S+ \(GPU \d, until \d\d:\d\d\)$", large.hear()):
+        pass
+
+
 def test_run_mentions_for_once_where_it_may_help(ground: Any, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ground.hold(*range(8))
     first = command.start("run", "--", "true", stderr=subprocess.PIPE)

@@ -170,9 +170,6 @@ def test_help_shows_what_callers_can_give() -> None:
     assert "timeout: float | str | DefaultTimeout | None = DEFAULT" in shown.replace("'", "")  # shown before 3.14
 
 
-# Workers that outlive a claim
-
-
 # Scripts that start themselves again, as Lightning does for each further rank
 
 

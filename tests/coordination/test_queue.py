@@ -335,6 +335,20 @@ def test_the_dead_fall_out(state_dir: Path, join: Join, child: Any) -> None:
     assert numbers(state_dir) == [2]
 
 
+def test_a_forked_child_does_not_keep_the_ticket_alive(join: Join, child: Any) -> None:
+    parent = child(WAIT + "import signal\nif os.fork() == 0:\n    say(os.getpid()); signal.pause()\nlisten()")
+    assert parent.hear() == "queued"
+    survivor = int(parent.hear())
+    mine = join()
+    assert mine.ahead() == [1]
+    parent.kill()
+    try:
+        assert mine.ahead() == []
+        os.kill(survivor, 0)
+    finally:
+        os.kill(survivor, signal.SIGKILL)
+
+
 def test_a_sleeper_wakes_when_the_one_before_it_leaves_or_dies(state_dir: Path, child: Any) -> None:
     sleeper = (
         WAIT

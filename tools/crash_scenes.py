@@ -24,8 +24,8 @@ from support.actor import Racer
 import safe_gpu
 from safe_gpu.cli.commands import main as safe_gpu_main
 from safe_gpu.coordination import older_package as legacy
-from safe_gpu.coordination import state_dir
 from safe_gpu.drivers.simulated import SimulatedDriver
+from safe_gpu.host import file_systems
 
 GPUS = 8
 _PRESET = "dgx-a100"
@@ -232,7 +232,7 @@ class First(Scene):
     first_use = True
 
     def prepare(self, line: Connection) -> None:
-        state_dir.file_system_at.cache_clear()
+        file_systems.file_system_at.cache_clear()
 
 
 class Wait(Scene):

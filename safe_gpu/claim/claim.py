@@ -6,23 +6,21 @@ import os
 import time
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..coordination.directory import unlink_in
+from ..coordination.directory import Place, unlink_in
 from ..coordination.doors import Doors, digest
 from ..coordination.entry import make_entry
-from ..coordination.history import append, claim_line, end_line, lines_of_dead
+from ..coordination.history import append, claim_line, end_line
 from ..coordination.signals import DeferredSignals
 from ..gpus.devices import Gpu, HostSnapshot
-from ..host.procfs import user_name
 from ..selection.sharing import share_capacity
 
 if TYPE_CHECKING:
-    from ..coordination.directory import SharedDirectory
-    from ..coordination.entry import Entry
     from ..coordination.held import Held
     from ..coordination.host_lock import Host
-    from ..coordination.older_package import OlderPackageLock
+    from ..coordination.locks import ReadLock
 
 
 class Claim:
@@ -43,6 +41,7 @@ class Claim:
         before: the last poll before the placeholders are allocated.
         explained: UUID -> driver pids on that GPU that belong to the claim around it.
         older: the lock of the older package, while it is held.
+        stays: whether the second listing found nobody in its way. Only then the history tells of it.
     """
 
     def __init__(self, said: Mapping[str, Any], secret: str = "") -> None:
@@ -54,14 +53,14 @@ class Claim:
         self.queued: float | None = None
         self.before = HostSnapshot(())
         self.explained: Mapping[str, Collection[int]] = {}
-        self.older: OlderPackageLock | None = None
+        self.older: ReadLock | None = None
+        self.stays = False
         self._said = said
         self._secret = secret
-        self._name = ""
+        self._path = self._name = ""
         self._entry: Held | None = None
         self._kept: Held | None = None  # the state directory, from cleaners
         self._began = 0.0  # by the boot clock, which does not jump
-        self._noted = False
 
     @property
     def delegates(self) -> bool:
@@ -116,31 +115,18 @@ class Claim:
             "token": digest(self.token) if self.token else "",
             "inside": self.inside,
             "waited": round(waited, 3),
+            "labels": [gpu.label for gpu in gpus],
+            "of": share and min(filter(None, map(share_capacity, gpus)), default=None),
         }
-        directory = host.claims.directory
-        self._kept = directory.keep_from_cleaners(by_children=True)
-        self._name, self._entry = make_entry(directory, host.claims.next_number, self._said, by_children=True)
+        assert host.directory is not None
+        self._path = host.path
+        self._kept = host.directory.keep_from_cleaners(by_children=True)
+        self._name, self._entry = make_entry(
+            host.claims.directory, host.claims.next_number, self._said, by_children=True
+        )
         self._began = time.clock_gettime(time.CLOCK_BOOTTIME)
         self.file = self._entry.file
         host.claims.leave_out(self._name)
-
-    def note(self, dead: Collection[Entry], state_dir: SharedDirectory | None) -> None:
-        """Tell the history of this claim, and how others have ended. host.lock is not held; signals are held back.
-
-        Claims inside claims, and those that share a display, have no line.
-
-        Args:
-            dead: entries that were removed.
-            state_dir: while it is open.
-        """
-        now, uid = time.time(), os.geteuid()
-        lines = [*lines_of_dead(dead, now)]
-        if not self.inside and not self._said["display"]:
-            sizes = None if self.share is None else min(filter(None, map(share_capacity, self.gpus)), default=None)
-            labels = [gpu.label for gpu in self.gpus]
-            lines.append(claim_line(self._said, uid=uid, user=user_name(uid), labels=labels, of=sizes))
-            self._noted = True
-        self._noted = append(lines, now, state_dir) and self._noted
 
     def keep_across_exec(self) -> None:
         """Keep all that is held across exec(2) of this process."""
@@ -162,7 +148,6 @@ class Claim:
 
     def _release_now(self) -> None:
         with ExitStack() as steps:  # in reverse order, each even if another one raises
-            steps.callback(self._note_end, self._entry is not None and self._entry.is_mine)
             steps.callback(self._release_entry)
             steps.callback(self.doors.release)
             steps.callback(self.release_older)
@@ -170,15 +155,17 @@ class Claim:
     def _release_entry(self) -> None:
         entry, kept, self._entry, self._kept = self._entry, self._kept, None, None
         self.file = None
-        if entry is not None:
-            if entry.is_mine and kept is not None:
-                unlink_in(kept.fd, "claims", self._name)
-            entry.release()
-        if kept is not None:
+        if kept is None:
+            return
+        try:
+            if entry is not None:
+                entry.release(partial(self._end, Place(self._path, kept.fd)))
+        finally:
             kept.release()
 
-    def _note_end(self, mine: bool) -> None:
-        if mine and self._noted:
-            self._noted = False
+    def _end(self, state_dir: Place) -> None:
+        """Tell the history of this claim, and remove the name of its entry."""
+        if self.stays and (line := claim_line(self._said, uid=os.geteuid())):
             ended = round(self.since + time.clock_gettime(time.CLOCK_BOOTTIME) - self._began, 3)
-            append([end_line(self._said["pid"], self.since, ended, ended)], time.time())
+            append([line, end_line(self._said["pid"], self.since, ended, ended)], time.time(), state_dir)
+        unlink_in(state_dir.fd, "claims", self._name)

@@ -5,6 +5,7 @@ exec(2) leaves no wrapper behind: pid, signals and exit code are the command's o
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found,unused-ignore]
 import os
 import sys
 from collections.abc import Sequence
@@ -59,8 +60,6 @@ def become(path: str, command: Sequence[str]) -> NoReturn:
     """
     import errno
 
-    from ..coordination.signals import ignore_again, restore_default_signals
-
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -68,14 +67,16 @@ def become(path: str, command: Sequence[str]) -> NoReturn:
             pass  # nobody reads it any more, and the command may not care
     try:
         try:
-            restore_default_signals()  # after our last write: on a broken pipe it would be the end of this process
+            _set_signals_of_python(
+                _signal.SIG_DFL
+            )  # after our last write: on a broken pipe it would be the end of this process
             os.execv(path, list(command))
         except OSError as err:
             if err.errno != errno.ENOEXEC or _is_binary(path):
                 raise
             os.execv("/bin/sh", ["sh", path, *command[1:]])  # a script without #!: what a shell would do
     except BaseException as err:
-        ignore_again()
+        _set_signals_of_python(_signal.SIG_IGN)
         if not isinstance(err, OSError):  # a handler of a signal has raised
             raise
         reason = err.strerror
@@ -90,3 +91,9 @@ def _is_binary(path: str) -> bool:
     machine)."""
     with open(path, "rb", buffering=0) as file:
         return b"\0" in file.read(128)
+
+
+def _set_signals_of_python(action: int) -> None:
+    """Set the action of the two signals that Python ignores, which exec(2) would hand on."""
+    for number in (_signal.SIGPIPE, _signal.SIGXFSZ):
+        _signal.signal(number, action)

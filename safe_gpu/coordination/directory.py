@@ -11,11 +11,12 @@ import fcntl
 import os
 import stat
 from contextlib import suppress
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from ..errors import StateDirError
+from ..host.file_systems import NETWORK_TYPES, file_system_at
 from .held import Held
-from .state_dir import NETWORK_TYPES, file_system_at, refusal, refusal_of_error, refusal_of_status, under_file_lease
+from .state_dir import refusal, refusal_of_error, refusal_of_status, under_file_lease
 
 PARTS = ("claims", "queue", "faults", "history")
 """The directories in the state directory."""
@@ -29,16 +30,18 @@ DIR_MODE = 0o1777
 
 HOST_LOCK = "host.lock"
 
-# What a kernel, a file system or a seccomp filter answers that has no renameat2, or not this flag.
-_NO_RENAME = (errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP)
-
-_RENAME_NOREPLACE = 1
-
 _ONE_BLOCK = 4096  # bytes of a directory that has few names, on all file systems
 
 _MOST_TRIES = 100  # to make a file, while somebody removes it
 
 _Opened = TypeVar("_Opened", bound="SharedDirectory")
+
+
+class Place(NamedTuple):
+    """An open directory that belongs to somebody else here."""
+
+    path: str
+    fd: int
 
 
 class SharedDirectory:
@@ -49,24 +52,49 @@ class SharedDirectory:
         above: an open directory that the name is relative to.
         make: whether it is made where it is missing. Who only looks makes nothing.
 
+    Attributes:
+        file: its device and inode.
+        is_large: whether it may have had more than some dozens of names when it was opened.
+
     Raises:
         StateDirError: a symbolic link, not a directory, not writable, on a network file system, no room.
         FileNotFoundError: it is missing, and is not to be made.
     """
 
-    def __init__(self, path: str, above: SharedDirectory | None = None, *, make: bool = True) -> None:
+    fd = -1
+
+    def __init__(self, path: str, above: SharedDirectory | Place | None = None, *, make: bool = True) -> None:
         self.path: str = os.path.join(above.path, path) if above else path
-        self.fd: int
-        self.fd, status = open_shared(path, self.path, above.fd if above else None, make=make)
-        self.file = status.st_dev, status.st_ino
+        parent = above.fd if above else None
+        while self.fd < 0:
+            try:
+                self.fd = os.open(path, OPEN_DIR, dir_fd=parent)
+            except FileNotFoundError:
+                if not make:
+                    raise
+                make_directory(path, self.path, parent)
+            except OSError as err:
+                raise _why_not_opened(path, self.path, parent, err) from err
+        status = os.fstat(self.fd)
+        self.file, self.is_large = (status.st_dev, status.st_ino), status.st_size > _ONE_BLOCK
         kind = file_system_at(self.path, status.st_dev).kind if above is None else ""
+        if kind not in NETWORK_TYPES and self._is_open_to_us(status):
+            return
+        self.close()
         if kind in NETWORK_TYPES:
-            self.close()
             raise StateDirError(
                 f"{self.path} is on a network file system ({kind}), where locks do not work as on a local one: "
                 "set SAFE_GPU_DIR to a directory on a local disk or tmpfs that all jobs of this host share",
                 path=self.path,
             )
+        mode, owner = stat.S_IMODE(status.st_mode), status.st_uid
+        what = f"{self.path} has mode {mode:04o} and belongs to uid {owner}, so user {os.geteuid()} cannot work in it"
+        raise refusal(what, self.path, errno.EACCES)
+
+    def _is_open_to_us(self, status: os.stat_result) -> bool:
+        if stat.S_IMODE(status.st_mode) == DIR_MODE or status.st_uid == os.geteuid():
+            return True
+        return os.access(f"/proc/self/fd/{self.fd}", os.W_OK | os.X_OK, effective_ids=True)
 
     def __enter__(self: _Opened) -> _Opened:
         return self
@@ -97,17 +125,17 @@ class SharedDirectory:
         except OSError as err:
             raise refusal_of_error(self.path, err) from err
 
-    def still_has(self, name: str, file: tuple[int, int]) -> bool:
+    def still_has(self, name: str, file: tuple[int, int] | None) -> bool:
         """Return whether a name in it still means the file with this device and inode. A cleaner may have removed it,
         and others made it anew."""
-        return file == file_at(name, self.fd)
-
-    def is_large(self) -> bool:
-        """Return whether it may have more than some dozens of names."""
-        return os.fstat(self.fd).st_size > _ONE_BLOCK
+        return file is not None and file == file_at(name, self.fd)
 
     def open_file(self, name: str, flags: int = OPEN_FILE, *, make: bool = False) -> int:
-        """Return a descriptor of a file in it that everybody may write.
+        """Return a descriptor of a file in it that everybody may write, as :meth:`open_known`."""
+        return self.open_known(name, flags, make=make)[0]
+
+    def open_known(self, name: str, flags: int = OPEN_FILE, *, make: bool = False) -> tuple[int, os.stat_result]:
+        """Return a descriptor of a file in it that everybody may write, and its status.
 
         A file of mode 0666 is everybody's anyway. Another one may be somebody's from elsewhere. O_CREAT is never used
         on a name that may exist: in a sticky directory fs.protected_regular refuses that even to root.
@@ -118,25 +146,21 @@ class SharedDirectory:
         """
         path = os.path.join(self.path, name)
         for _ in range(_MOST_TRIES):
-            fd = -1
             try:
-                status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
-                if is_everybodys(status):  # else, as a device or a FIFO, it is not even opened
-                    fd = os.open(name, flags, dir_fd=self.fd)
-                    status = os.fstat(fd)
+                fd = os.open(name, flags, dir_fd=self.fd)
             except FileNotFoundError:
                 if not make:
                     raise
                 self._make_file(name)
                 continue
             except BlockingIOError as err:
-                raise under_file_lease(path, status) from err
+                raise under_file_lease(path, os.stat(name, dir_fd=self.fd, follow_symlinks=False)) from err
             except OSError as err:
-                raise self.error(name, err) from err
+                raise self._why_not_opened(name, err) from err
+            status = os.fstat(fd)
             if is_everybodys(status):
-                return fd
-            if fd >= 0:
-                os.close(fd)
+                return fd, status
+            os.close(fd)
             raise refusal_of_status(path, status)
         raise refusal(f"{path} is removed at once, by its owner or a cleaner", path, errno.ENOENT)
 
@@ -147,19 +171,39 @@ class SharedDirectory:
             fd = os.open(temporary, OPEN_FILE | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self.fd)
             try:
                 os.fchmod(fd, 0o666)
-                _rename_file(temporary, name, self.fd)
-            except FileExistsError:
-                pass
+                with suppress(FileExistsError):
+                    os.link(temporary, name, src_dir_fd=self.fd, dst_dir_fd=self.fd, follow_symlinks=False)
             finally:
                 os.close(fd)
-                with suppress(OSError):  # it was renamed
-                    os.unlink(temporary, dir_fd=self.fd)
+                os.unlink(temporary, dir_fd=self.fd)
         except OSError as err:
             raise self.error(name, err) from err
+
+    def keep_from_cleaners(self, *, by_children: bool) -> Held:
+        """Return a descriptor of it, with a shared lock: systemd-tmpfiles skips a directory that somebody has locked.
+        Nobody waits for it, so it goes without where a cleaner holds the lock just now.
+
+        Raises:
+            StateDirError: this process may open no more files.
+        """
+        try:
+            fd = os.open(".", OPEN_DIR, dir_fd=self.fd)
+        except OSError as err:
+            raise refusal_of_error(self.path, err) from err
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return Held(fd, file=self.file, by_children=by_children)
 
     def is_removed(self) -> bool:
         """Return whether it was removed since it was opened. Nothing can be made in it then."""
         return os.fstat(self.fd).st_nlink == 0
+
+    def _why_not_opened(self, name: str, err: OSError) -> StateDirError:
+        with suppress(OSError):
+            status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+            if not is_everybodys(status):
+                return refusal_of_status(os.path.join(self.path, name), status)
+        return self.error(name, err)
 
     def error(self, name: str, err: OSError) -> StateDirError:
         """Return why a file in it cannot be opened or made."""
@@ -178,63 +222,25 @@ class Directory(SharedDirectory):
         StateDirError, FileNotFoundError: as :class:`SharedDirectory`.
     """
 
-    def __init__(self, state_dir: str | SharedDirectory, name: str, *, make: bool = True) -> None:
-        self._name = name
-        self._opened = isinstance(state_dir, str)
+    def __init__(self, state_dir: str | SharedDirectory | Place, name: str, *, make: bool = True) -> None:
+        self._opened: SharedDirectory | None = None
         while True:
-            self._above = SharedDirectory(state_dir, make=make) if isinstance(state_dir, str) else state_dir
+            if isinstance(state_dir, str):
+                self._opened = SharedDirectory(state_dir, make=make)
+            above = self._opened if isinstance(state_dir, str) else state_dir
             try:
-                super().__init__(name, self._above, make=make)
+                super().__init__(name, above, make=make)
                 return
             except BaseException as err:
-                again = make and self._opened and self._above.is_removed() and isinstance(err, StateDirError)
-                self._close_above()
-                if not again:  # else a cleaner was faster
+                was_removed = self._opened is not None and self._opened.is_removed()
+                self.close()
+                if not (make and was_removed and isinstance(err, StateDirError)):  # else a cleaner was faster
                     raise
 
     def close(self) -> None:
         super().close()
-        self._close_above()
-
-    def _close_above(self) -> None:
-        if self._opened:
-            self._above.close()
-
-    @property
-    def above(self) -> int:
-        """A descriptor of the state directory."""
-        return self._above.fd
-
-    def is_current(self) -> bool:
-        """Return whether its path still leads to it. If not, others do not see what is in this one."""
-        return self._above.file == file_at(self._above.path) and self._above.still_has(self._name, self.file)
-
-    def keep_from_cleaners(self, *, by_children: bool) -> Held:
-        """Return a descriptor of the state directory, with a shared lock: systemd-tmpfiles skips a directory that
-        somebody has locked. Nobody waits for it, so it goes without where a cleaner holds the lock just now.
-
-        Raises:
-            StateDirError: this process may open no more files.
-        """
-        try:
-            fd = os.open(".", OPEN_DIR, dir_fd=self._above.fd)
-        except OSError as err:
-            raise refusal_of_error(self._above.path, err) from err
-        with suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return Held(fd, by_children=by_children, unlock=_unlock)
-
-    def open_host_lock(self) -> int:
-        """Return a descriptor of host.lock in the state directory, which is made where it is missing.
-
-        Raises:
-            StateDirError: as of :meth:`open_file`.
-        """
-        return self._above.open_file(HOST_LOCK, make=True)
-
-    def is_current_file(self, name: str, file: tuple[int, int] | None) -> bool:
-        """Return whether a name in the state directory still means the file with this device and inode."""
-        return file is not None and self._above.still_has(name, file)
+        if self._opened is not None:
+            self._opened.close()
 
 
 def file_at(path: str, above: int | None = None) -> tuple[int, int] | None:
@@ -244,10 +250,6 @@ def file_at(path: str, above: int | None = None) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_dev, status.st_ino
-
-
-def _unlock(fd: int) -> None:
-    fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def is_everybodys(status: os.stat_result) -> bool:
@@ -265,36 +267,14 @@ def unlink_in(above: int, part: str, name: str) -> None:
             os.close(fd)
 
 
-def open_shared(name: str, path: str, parent: int | None, *, make: bool) -> tuple[int, os.stat_result]:
-    """Open a directory that everyone may use, and return its status too; arguments as of :func:`make_directory`."""
-    while True:
-        try:
-            fd = os.open(name, OPEN_DIR, dir_fd=parent)
-            break
-        except FileNotFoundError:
-            if not make:
-                raise
-            make_directory(name, path, parent)
-        except OSError as err:
-            raise why_unusable(name, path, parent, err) from err
-    status = os.fstat(fd)
-    mode = stat.S_IMODE(status.st_mode)
-    can_work = os.W_OK | os.X_OK
-    if mode == DIR_MODE or (user := os.geteuid()) == status.st_uid:
-        return fd, status
-    if os.access(f"/proc/self/fd/{fd}", can_work, effective_ids=True):
-        return fd, status
-    os.close(fd)
-    what = f"{path} has mode {mode:04o} and belongs to uid {status.st_uid}, so user {user} cannot work in it"
-    raise refusal(what, path, errno.EACCES)
-
-
 def make_directory(name: str, path: str, parent: int | None) -> None:
     """Make a directory of mode 1777, whatever the umask, unless another process is faster.
 
     It is made under another name, which begins with a dot, and renamed when it is ready. A process that is killed here
     leaves nothing with the final name that others cannot use. Its mode is set through a descriptor: the owner of the
     directory above may replace names there, and a link in the place of the new directory is not followed.
+
+    A rename replaces a directory only if that is empty, and of this user. Who has that one open looks again.
 
     Args:
         name: absolute, or below ``parent``, which is the descriptor of a directory.
@@ -303,72 +283,37 @@ def make_directory(name: str, path: str, parent: int | None) -> None:
     Raises:
         StateDirError: no room, a read-only file system, a parent that is missing or closed.
     """
+    above, last = os.path.split(name)
+    temporary = os.path.join(above, f".{last}.{os.urandom(8).hex()}")
     try:
-        _make_finished(name, parent)
+        os.mkdir(temporary, 0o700, dir_fd=parent)
+        try:
+            _open_to_all(temporary, parent)
+            if file_at(name, parent) is None:
+                os.rename(temporary, name, src_dir_fd=parent, dst_dir_fd=parent)
+        finally:
+            with suppress(OSError):  # it was renamed
+                os.rmdir(temporary, dir_fd=parent)
     except OSError as err:
-        with suppress(OSError):
-            os.stat(name, dir_fd=parent, follow_symlinks=False)
+        if file_at(name, parent) is not None:
             return  # another process was faster
         if err.errno == errno.ENOENT and not os.path.isdir(os.path.dirname(path)):
             raise refusal(f"{os.path.dirname(path)} does not exist", path, err.errno, "create it") from err
         raise refusal_of_error(path, err, verb="created") from err
 
 
-def _make_finished(name: str, parent: int | None) -> None:
-    above, last = os.path.split(name)
-    temporary = os.path.join(above, f".{last}.{os.urandom(8).hex()}")
-    os.mkdir(temporary, 0o700, dir_fd=parent)
+def _open_to_all(name: str, parent: int | None) -> None:
+    """Give the directory just made mode 1777; OSError if somebody has put another one in its place."""
+    fd = os.open(name, OPEN_DIR, dir_fd=parent)
     try:
-        fd = os.open(temporary, OPEN_DIR, dir_fd=parent)
-        try:
-            if not open_to_all(fd):
-                raise PermissionError(errno.EPERM, "somebody replaced it while it was made", temporary)
-        finally:
-            os.close(fd)
-        failure = rename_new(temporary, name, parent)
-        if failure in _NO_RENAME:  # it replaces only one of this user that is empty
-            os.rename(temporary, name, src_dir_fd=parent, dst_dir_fd=parent)
-        elif failure:
-            raise OSError(failure, os.strerror(failure))
+        if os.fstat(fd).st_uid != os.geteuid() or os.listdir(fd):
+            raise PermissionError(errno.EPERM, "somebody replaced it while it was made", name)
+        os.fchmod(fd, DIR_MODE)
     finally:
-        with suppress(OSError):  # it was renamed
-            os.rmdir(temporary, dir_fd=parent)
+        os.close(fd)
 
 
-def open_to_all(fd: int) -> bool:
-    """Give an open directory mode 1777. Returns False for one that is not ours or holds something, and is left alone:
-    somebody may have put another directory in the place of the one just made."""
-    if os.fstat(fd).st_uid != os.geteuid() or os.listdir(fd):
-        return False
-    os.fchmod(fd, DIR_MODE)
-    return True
-
-
-def rename_new(source: str, target: str, parent: int | None) -> int:
-    """Call renameat2(2) with RENAME_NOREPLACE. Return 0 or the error number."""
-    try:
-        import ctypes
-
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except (ImportError, OSError, AttributeError):
-        return errno.ENOSYS
-    directory = -100 if parent is None else parent  # AT_FDCWD
-    if renameat2(directory, os.fsencode(source), directory, os.fsencode(target), ctypes.c_uint(_RENAME_NOREPLACE)) == 0:
-        return 0
-    return ctypes.get_errno()
-
-
-def _rename_file(source: str, target: str, parent: int) -> None:
-    """Give a file its name, unless that is taken (FileExistsError), also where renameat2(2) is missing."""
-    failure = rename_new(source, target, parent)
-    if failure in _NO_RENAME:
-        os.link(source, target, src_dir_fd=parent, dst_dir_fd=parent, follow_symlinks=False)
-        os.unlink(source, dir_fd=parent)
-    elif failure:
-        raise OSError(failure, os.strerror(failure))
-
-
-def why_unusable(name: str, path: str, parent: int | None, err: OSError) -> StateDirError:
+def _why_not_opened(name: str, path: str, parent: int | None, err: OSError) -> StateDirError:
     """Return why a directory cannot be opened, and what to do; the arguments are those of :func:`make_directory`."""
     with suppress(OSError):
         if stat.S_ISLNK(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):

@@ -1,9 +1,8 @@
 """Entries: files that say what one process holds, or what it wants, for as long as it keeps them locked.
 
 An entry belongs to its user, who alone can write it (mode 0644). So the owner of the file is the kernel's word for
-whose it is. It is locked before it has a name and never again, so one that is not locked stays dead. The lock is
-one of an open file description (F_OFD_SETLK in fcntl(2)): to take it needs a descriptor that may write, which only its
-user has. To ask for it (F_OFD_GETLK) takes nothing and disturbs nobody.
+whose it is. It is locked before it has a name and never again, so one that is not locked stays dead. To lock it needs a
+descriptor that may write, which only its user has.
 """
 
 from __future__ import annotations
@@ -14,14 +13,13 @@ import json
 import os
 import re
 import stat
-import struct
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from functools import cache
+from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import StateDirError
 from ..host import procfs
@@ -29,11 +27,9 @@ from ..host.commands import own_command
 from ..host.decoding import LONGEST_FILE, as_int, as_list, as_seconds, as_text
 from .directory import OPEN_FILE, Directory
 from .held import Held
+from .locks import is_locked, lock, read_lock, unlock
 from .signals import DeferredSignals
 from .state_dir import refusal
-
-if TYPE_CHECKING:
-    import threading
 
 MOST_NAMES = 65_536
 """Names in a directory; with more, every claim is refused."""
@@ -45,6 +41,7 @@ _NAME = re.compile(r"(0|[1-9][0-9]{0,17})\.([0-9a-f]{16})")
 _UNFINISHED = re.compile(r"\.[0-9a-f]{16}")
 _LARGEST_GAP = 10**12  # between two numbers that count: who makes a larger one ends no numbers for others
 _UNFINISHED_FOR = 60.0  # seconds that an entry takes to be made at most
+_FEW = 50  # names that are soon listed
 _MOST_DEAD = 1000  # that are read, and removed at once
 _MOST_TRIES = 100  # to make one, while somebody removes what is being made
 _GPUS = 256  # of an entry
@@ -168,9 +165,13 @@ class Entries:
         self._settled: set[str] = set()  # names of the dead, and of what is no entry
         self._dead: set[str] = set()
         self._unfinished: set[str] = set()
-        self._names: dict[tuple[int, int], str] = {}  # of the files of the living
-        self._links: dict[tuple[int, int], set[str]] = {}  # further names of these files, which count for nothing
+        self._read_once: dict[tuple[int, int], Entry] = {}  # a file of the living, which may have many names
         self._in_order: list[tuple[int, str]] | None = None
+
+    @property
+    def may_be_many(self) -> bool:
+        """Whether to list and read them may take long."""
+        return self.directory.is_large or len(self._settled) + len(self._living) + len(self._unread) > _FEW
 
     def refresh(self) -> None:
         """List the names, and open nothing.
@@ -190,8 +191,6 @@ class Entries:
             for known in (self._unread, self.ignored):
                 for name in known.keys() - names:
                     del known[name]
-            for links in self._links.values():
-                links &= names
             self._in_order = None
         if new:
             self._in_order = None
@@ -208,7 +207,7 @@ class Entries:
                 self.next_number = number + 1
 
     def look(self, ask: Collection[str] | None = None) -> list[Entry]:
-        """List the names, read what is new, and return the living entries by number.
+        """List the names, read what is new, and return the living entries by number, each file once.
 
         Args:
             ask: names of known entries that are asked again whether they live; None asks all.
@@ -224,15 +223,15 @@ class Entries:
             *(known if ask is None else known & set(ask)),
         ):
             self.ask(name)
-        living = sorted(self._living.values(), key=lambda entry: (entry.number, entry.name))
+        living = self.living
         if len(living) > MOST_CLAIMS and not living[0].nb_gpus:
             raise self._too_many(self._living)
         return living
 
     @property
     def living(self) -> list[Entry]:
-        """The entries that lived when they were asked last."""
-        return list(self._living.values())
+        """The entries that lived when they were asked last. Of several names of one file the first counts."""
+        return [*{entry.file: entry for entry in sorted(self._living.values(), reverse=True)}.values()][::-1]
 
     def leave_out(self, name: str) -> None:
         """Count an entry of this process for nothing, from when it has its name."""
@@ -280,8 +279,7 @@ class Entries:
         self.ignored.pop(name, None)
         found = self._found(name)
         if found is not None:
-            self._living[name] = found
-            self._names[found.file] = name
+            self._living[name] = self._read_once[found.file] = found
             self._settled.discard(name)
         else:
             self._forget(name)
@@ -290,13 +288,9 @@ class Entries:
         return found
 
     def _forget(self, name: str) -> None:
-        """Forget a living entry. Its file may have other names, one of which counts from now on."""
         entry = self._living.pop(name, None)
         if entry is not None:
-            self._names.pop(entry.file, None)
-            for link in self._links.pop(entry.file, ()):
-                self._settled.discard(link)
-                self._unread[link] = int(link.partition(".")[0])
+            self._read_once.pop(entry.file, None)
 
     def known(self, name: str) -> Entry | None:
         """Return the entry of this name, which lived when it was asked last; it is asked if it never was."""
@@ -336,18 +330,14 @@ class Entries:
         finally:
             os.close(fd)
 
-    def _content(self, fd: int, name: str) -> Entry | None:
-        """Return what an open entry says, None of a further name of a living one; one of ``_NONSENSE`` if it counts for
-        nothing."""
+    def _content(self, fd: int, name: str) -> Entry:
+        """Return what an open entry says; one of ``_NONSENSE`` if it counts for nothing."""
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o022 or status.st_size > LONGEST_FILE:
             raise ValueError(f"mode {status.st_mode:o}, {status.st_size} bytes")
-        known, file = self._living.get(name), (status.st_dev, status.st_ino)
-        if known is not None and known.file == file:
-            return known
-        if self._names.get(file, name) != name:
-            self._links.setdefault(file, set()).add(name)
-            return None
+        file = status.st_dev, status.st_ino
+        if (known := self._read_once.get(file)) is not None:
+            return known if known.name == name else known._replace(number=int(name.partition(".")[0]), name=name)
         uid = -1 if procfs.is_unknown_user(status.st_uid) else status.st_uid
         return Entry.read(name, uid, file, os.pread(fd, LONGEST_FILE, 0))
 
@@ -425,9 +415,9 @@ def make_entry(directory: Directory, number: int, said: Mapping[str, Any], *, by
         StateDirError: no room, a read-only file system, or somebody keeps removing what is made.
     """
     data = json.dumps({"v": 1, **said}).encode() + b"\n"
-    temporary = ""
     for _ in range(_MOST_TRIES):
         temporary = f".{os.urandom(8).hex()}"
+        name = f"{number}{temporary}"  # which nobody else has
         try:
             fd = os.open(temporary, OPEN_FILE | os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=directory.fd)
         except OSError as err:
@@ -438,9 +428,8 @@ def make_entry(directory: Directory, number: int, said: Mapping[str, Any], *, by
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             lock(fd)
             os.fchmod(fd, 0o644)  # now that nobody else can lock it first
-            name = f"{number}.{os.urandom(8).hex()}"
-            os.rename(temporary, name, src_dir_fd=directory.fd, dst_dir_fd=directory.fd)  # nobody has that name
-            if held.file is not None and directory.still_has(name, held.file):
+            os.rename(temporary, name, src_dir_fd=directory.fd, dst_dir_fd=directory.fd)
+            if directory.still_has(name, held.file):
                 return name, held
             held.release()  # the owner of the directory has put another file there
         except BaseException as err:
@@ -457,10 +446,8 @@ def make_entry(directory: Directory, number: int, said: Mapping[str, Any], *, by
 
 def remove_entry(directory: Directory, name: str, held: Held) -> None:
     """Remove an entry of this process and give it back; a forked child only closes its copy."""
-    if held.is_mine:
-        with suppress(OSError):
-            os.unlink(name, dir_fd=directory.fd)
-    held.release()
+    with suppress(OSError):
+        held.release(partial(os.unlink, name, dir_fd=directory.fd))
 
 
 def is_alive(directory: Directory, name: str) -> bool:
@@ -476,117 +463,19 @@ def is_alive(directory: Directory, name: str) -> bool:
 
 
 def sleep_until_dead(directory: Directory, name: str, seconds: float | None) -> None:
-    """Sleep until an entry is given back, or for that many seconds.
-
-    With a limit it sleeps in a thread, which stays behind until then: fcntl(2) knows none.
-    """
+    """Sleep until an entry is given back, or for that many seconds."""
     try:
-        fd = open_entry(directory, name)
+        held = read_lock(open_entry(directory, name), fcntl.flock)
     except OSError:
         return
-    held = Held(fd, unlock=unlock)
-    if seconds is None:
-        _sleep(held)
-        return
-    import threading
-
-    key = os.getpid(), directory.path, name
-    thread = _sleepers.get(key)  # one that was left behind
-    if thread is None:
-        thread = threading.Thread(target=_sleep, args=(held,), name="safe_gpu-waiter", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
-            held.release()
-            raise
-        _sleepers[key] = thread
-    else:
-        held.release()
-    thread.join(seconds)
-    if not thread.is_alive():
-        _sleepers.pop(key, None)
-
-
-_sleepers: dict[tuple[int, str, str], threading.Thread] = {}
-
-
-def _sleep(held: Held) -> None:
-    """Take a read lock, which does not count, and give it back."""
     try:
-        if ofd_locks():
-            set_ofd_lock(held.fd, fcntl.F_RDLCK, wait=True)
-        else:
-            fcntl.flock(held.fd, fcntl.LOCK_SH)
+        held.wait(None if seconds is None else time.monotonic() + seconds)
     except OSError:
         pass  # no room for a lock: who waits looks again
     finally:
-        held.release()
+        held.leave()
 
 
 def open_entry(directory: Directory, name: str) -> int:
     """Open an entry for reading; OSError as of open(2)."""
     return os.open(name, OPEN_FILE, dir_fd=directory.fd)
-
-
-@cache
-def ofd_locks() -> bool:
-    """Return whether the kernel knows locks of open file descriptions. Where it does not, as under gVisor, flock(2)
-    does for entries."""
-    fd = os.open("/", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _flock(fcntl.F_RDLCK))
-    except OSError as err:
-        if err.errno != errno.EINVAL:
-            raise
-        return False
-    finally:
-        os.close(fd)
-    return True
-
-
-_STRUCT = struct.Struct("@hhqqi0q")  # struct flock, with 64-bit offsets
-
-
-def _flock(kind: int) -> bytes:
-    return _STRUCT.pack(kind, os.SEEK_SET, 0, 0, 0)
-
-
-def set_ofd_lock(fd: int, kind: int, *, wait: bool = False) -> None:
-    """Lock a whole file, or unlock it; OSError where others have locked it.
-
-    Args:
-        kind: ``fcntl.F_WRLCK``, ``F_RDLCK`` or ``F_UNLCK``.
-        wait: whether to wait for others, without limit.
-    """
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK, _flock(kind))
-
-
-def lock(fd: int) -> None:
-    """Lock an entry that is being made; OSError where somebody else has locked it."""
-    if ofd_locks():
-        set_ofd_lock(fd, fcntl.F_WRLCK)
-    else:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def unlock(fd: int) -> None:
-    """Give a lock back."""
-    if ofd_locks():
-        set_ofd_lock(fd, fcntl.F_UNLCK)
-    else:
-        fcntl.flock(fd, fcntl.LOCK_UN)
-
-
-_QUESTION = _flock(fcntl.F_RDLCK)
-
-
-def is_locked(fd: int) -> bool:
-    """Return whether the process that made an entry, or a child that it was left to, still lives."""
-    if ofd_locks():
-        return bool(_STRUCT.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _QUESTION))[0] == fcntl.F_WRLCK)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    fcntl.flock(fd, fcntl.LOCK_UN)
-    return False

@@ -7,6 +7,7 @@ of a claim is kept there, since the child may be using the GPUs, and everything 
 import fcntl
 import os
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 
 from ..host import procfs
 
@@ -18,6 +19,7 @@ class Held:
 
     Args:
         fd: belongs to this object from now on.
+        file: device and inode of what is open, if they are known.
         by_children: whether forked children keep their copy.
         unlock: called with the descriptor before it is closed. A child that was forked meanwhile may still have a copy
             of it.
@@ -26,8 +28,15 @@ class Held:
         file: device and inode of what is open.
     """
 
-    def __init__(self, fd: int, *, by_children: bool = False, unlock: Callable[[int], None] | None = None) -> None:
-        self._fd, self.file, self._owner, self._unlock = fd, file_of(fd), os.getpid(), unlock
+    def __init__(
+        self,
+        fd: int,
+        *,
+        file: tuple[int, int] | None = None,
+        by_children: bool = False,
+        unlock: Callable[[int], None] | None = None,
+    ) -> None:
+        self._fd, self.file, self._owner, self._unlock = fd, file or file_of(fd), _this_process[0], unlock
         if not by_children:
             _closed_in_children.add(self)
 
@@ -36,21 +45,24 @@ class Held:
         """The descriptor; -1 once it was closed, by :meth:`release` or by the program, whose number it may be now."""
         return self._fd if self._fd >= 0 and file_of(self._fd) == self.file else -1
 
-    @property
-    def is_mine(self) -> bool:
-        """Whether this process holds it: it is still open, and not the copy of a forked child."""
-        return self.fd >= 0 and os.getpid() == self._owner
+    def release(self, first: Callable[[], object] | None = None) -> None:
+        """Give it back; safe to call twice. A forked child only closes its copy.
 
-    def release(self) -> None:
-        """Give it back; safe to call twice. A forked child only closes its copy."""
+        Args:
+            first: called before, if this process holds it.
+        """
         fd, self._fd = self.fd, -1
         _closed_in_children.discard(self)
-        if fd >= 0:
-            try:
-                if self._unlock is not None and os.getpid() == self._owner:
-                    self._unlock(fd)
-            finally:
-                os.close(fd)
+        if fd < 0:
+            return
+        with ExitStack() as steps:  # in reverse order, each even if another one raises
+            steps.callback(os.close, fd)
+            # Asked of the kernel, which knows of children that were not forked by Python.
+            if (first or self._unlock) and os.getpid() == self._owner:
+                if self._unlock:
+                    steps.callback(self._unlock, fd)
+                if first:
+                    steps.callback(first)
 
     def keep_across_exec(self) -> None:
         """Let it survive exec(2), out of the way of shell redirections."""
@@ -62,8 +74,12 @@ class Held:
         self._fd = fd
 
 
+_this_process = [os.getpid()]
+
+
 def close_in_child() -> None:
     """Close what forked children do not keep; called in the child."""
+    _this_process[0] = os.getpid()
     for held in list(_closed_in_children):
         held.release()
 

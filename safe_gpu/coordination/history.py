@@ -3,7 +3,7 @@
 A claim never waits for it and never fails for it: where a line cannot be written (no room, another user's file that is
 closed, a symbolic link), it is lost. The files grow to a bounded size and are kept for two years.
 
-A claim writes that it began, and that it was released. Of one that died, who removes its entry writes both.
+A claim is told when it ends: by itself, or if it died by who removes its entry. Until then its entry tells it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ..errors import StateDirError
 from ..host.commands import program_names
 from ..host.procfs import pid_namespace, printable, user_name, well_formed
-from .directory import DIR_MODE, OPEN_FILE, Directory, SharedDirectory
+from .directory import DIR_MODE, OPEN_FILE, Directory, Place, SharedDirectory
 from .state_dir import state_dir_path
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class HistoryDir(Directory):
         StateDirError, FileNotFoundError: as :class:`~safe_gpu.coordination.directory.Directory`.
     """
 
-    def __init__(self, state_dir: SharedDirectory | None = None, *, make: bool = False) -> None:
+    def __init__(self, state_dir: SharedDirectory | Place | None = None, *, make: bool = False) -> None:
         super().__init__(state_dir or state_dir_path(), NAME, make=make)
 
 
@@ -81,7 +81,7 @@ def file_names(month: str) -> list[str]:
     return [f"{month}{f'.{part}' if part else ''}.jsonl" for part in range(PARTS)]
 
 
-def append(lines: Iterable[bytes], now: float, state_dir: SharedDirectory | None = None) -> bool:
+def append(lines: Iterable[bytes], now: float, state_dir: SharedDirectory | Place | None = None) -> bool:
     """Append whole lines to the file of the month; no lock is taken. Returns whether that was done. The caller holds
     handlers of signals back.
 
@@ -103,14 +103,14 @@ def _append(directory: Directory, name: str, data: bytes, now: float) -> bool:
     flags = OPEN_FILE | os.O_WRONLY | os.O_APPEND
     try:
         try:
-            fd = directory.open_file(name, flags)
+            fd, status = directory.open_known(name, flags)
         except FileNotFoundError:
-            fd = directory.open_file(name, flags, make=True)
+            fd, status = directory.open_known(name, flags, make=True)
             _remove_old(directory, now)
     except StateDirError:
         return False  # somebody else's, and closed: the next part takes it
     try:
-        return os.fstat(fd).st_size < LARGEST and os.write(fd, data) == len(data)
+        return status.st_size < LARGEST and os.write(fd, data) == len(data)
     except OSError:
         return False
     finally:
@@ -134,25 +134,28 @@ def _remove_old(directory: Directory, now: float) -> None:
                     os.unlink(name, dir_fd=directory.fd)
 
 
-def claim_line(said: Mapping[str, Any], *, uid: int, user: str, labels: Sequence[str], of: int | None) -> bytes:
-    """Return the line of a claim.
+def claim_line(said: Mapping[str, Any], *, uid: int) -> bytes:
+    """Return the line of a claim; b"" of one that has none: a claim inside another one, or on a shared display, and
+    what says no time or no GPUs.
 
     Args:
-        said: what its entry says, by the keys of :class:`~safe_gpu.coordination.entry.Entry`, and ``waited``.
-        labels: indices of its GPUs, for people; () if they are not known.
-        of: bytes of each GPU that could be shared; None if they are not known.
+        said: what its entry says, by the keys of :class:`~safe_gpu.coordination.entry.Entry`; ``waited``; ``labels``,
+            the indices of its GPUs; and ``of``, the bytes of each GPU that could be shared.
     """
-    gpus, waited = said["gpus"], said.get("waited")
+    gpus, waited, user = said.get("gpus"), said.get("waited"), user_name(uid) if uid >= 0 else ""
+    without = said.get("inside") or said.get("display") or said.get("nb_gpus")
+    if without or not (gpus and said.get("pid") and said.get("since")):
+        return b""
     fields: dict[str, Any] = {"v": 1, "claim": [said["pid"], round(said["since"], 3)], "uid": uid, "user": user}
     fields.update((key, well_formed(said.get(key) or "") or None) for key in ("host", "job"))
     # The entry may have the whole command, by the wish of its user, and is soon gone; this line stays.
     fields["command"] = printable(well_formed(program_names((said.get("command") or "").split()))) or None
-    fields.update(gpus=[*gpus], labels=labels, until=said.get("until"))
+    fields.update(gpus=[*gpus], labels=said.get("labels", ()), until=said.get("until"))
     if waited is not None:
         fields["waited"] = waited
     share = next(iter(gpus.values()))
     if share is not None:
-        fields.update(share=share, of=of)
+        fields.update(share=share, of=said.get("of"))
     return json.dumps(fields).encode() + b"\n"
 
 
@@ -167,16 +170,12 @@ def end_line(pid: int, since: float, seen: float, ended: float) -> bytes:
 
 
 def line_of_entry(entry: Entry) -> bytes:
-    """Return the line of a claim as its entry tells it; b"" of one that has none: a claim inside another one, or on a
-    shared display, and what says no time or no GPUs."""
-    if entry.inside or entry.display or entry.nb_gpus or not (entry.pid and entry.since and entry.gpus):
-        return b""
-    user = user_name(entry.uid) if entry.uid >= 0 else ""
-    return claim_line({**entry.more, **entry._asdict()}, uid=entry.uid, user=user, labels=(), of=None)
+    """Return the line of a claim as its entry tells it, as :func:`claim_line`."""
+    return claim_line({**entry.more, **entry._asdict()}, uid=entry.uid)
 
 
 def lines_of_dead(entries: Iterable[Entry], now: float) -> list[bytes]:
-    """Return two lines of each claim that died: its own, which it may not have written, and one with its end.
+    """Return two lines of each claim that died: its own, and one with its end.
 
     Args:
         now: when it was found dead, in Unix seconds.

@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 from ..errors import LockTimeout, MissingPackageError, StateDirError
 from ..host import procfs
 from ..host.commands import program_names
-from .directory import HOST_LOCK, Directory, SharedDirectory
+from .directory import HOST_LOCK, Directory, SharedDirectory, file_at
 from .entry import Entries
 from .held import Held
 from .signals import DeferredSignals
@@ -69,10 +69,16 @@ class Host:
             self.queue.directory.close()
             directory.close()
 
-    def is_current(self) -> bool:
-        """Return whether the path of the state directory still leads to these directories. A cleaner may have removed
-        them."""
-        return self.directory is not None and self.claims.directory.is_current() and self.queue.directory.is_current()
+    def is_current(self, *, queue: bool = True) -> bool:
+        """Return whether the path of the state directory still leads to these directories, with or without that of the
+        queue. A cleaner may have removed them."""
+        directory = self.directory
+        return (
+            directory is not None
+            and directory.file == file_at(directory.path)
+            and directory.still_has("claims", self.claims.directory.file)
+            and (not queue or directory.still_has("queue", self.queue.directory.file))
+        )
 
     def look(self, *, at_all: bool = False) -> None:
         """Open the directories, and those anew that were replaced. Where there may be many names, find out which claims
@@ -87,9 +93,9 @@ class Host:
         if self.directory is None or not self.is_current():
             self.close()
             self._open()
-        if at_all or self.claims.directory.is_large():
+        if at_all or self.claims.may_be_many:
             self.claims.look()
-        if self.queue.directory.is_large():
+        if self.queue.may_be_many:
             self.queue.look(())
 
     @contextmanager
@@ -117,7 +123,7 @@ class Host:
             with ExitStack() as stack:
                 above = stack.enter_context(SharedDirectory(self.path))
                 try:
-                    claims = stack.enter_context(Directory(above, "claims"))
+                    claims = stack.enter_context(_claims_in(above))
                     queue = stack.enter_context(Directory(above, "queue"))
                 except StateDirError:
                     if above.is_removed():
@@ -127,10 +133,11 @@ class Host:
                 self.claims, self.queue, self.directory = Entries(claims), Entries(queue), above
 
     def _lock(self, deadline: float | None, signals: DeferredSignals) -> Held:
-        directory = self.claims.directory
+        directory = self.directory
+        assert directory is not None
         while True:
-            fd = directory.open_host_lock()
-            held = Held(fd, unlock=unlock_file)
+            fd, status = directory.open_known(HOST_LOCK, make=True)
+            held = Held(fd, file=(status.st_dev, status.st_ino), unlock=unlock_file)
             try:
                 pauses, holders = _pauses(), []
                 while not lock_file(fd, self.path):
@@ -140,7 +147,7 @@ class Host:
                             raise self._timeout(holders)
                     with signals.delivering():
                         time.sleep(next(pauses))
-                if directory.is_current_file(HOST_LOCK, held.file):
+                if directory.still_has(HOST_LOCK, held.file):
                     return held
             except BaseException:
                 held.release()
@@ -175,6 +182,15 @@ class Host:
             pid=pid,
             user=user,
         )
+
+
+def _claims_in(above: SharedDirectory) -> Directory:
+    try:
+        return Directory(above, "claims", make=False)
+    except FileNotFoundError:  # the first claim here
+        with suppress(StateDirError):
+            Directory(above, "history").close()  # where status notes what it sees held
+        return Directory(above, "claims")
 
 
 def lock_file(fd: int, path: str) -> bool:

@@ -4,10 +4,7 @@ That package holds a POSIX lock (fcntl.lockf) exclusively from its look at nvidi
 it shared from our entry until our placeholder can be seen: theirs keeps us out and ours keep them out, while our own
 claims pass side by side. flock(2) and POSIX locks do not see each other, so theirs has to be taken in its own kind.
 
-Ours belongs to the open file description, not to the process: closing another descriptor of the same file does not end
-it. The kernel serves those that block in it first. Who polls beside them is never served while two of them take turns.
-So a thread blocks in it. fcntl(2) knows no deadline: a wait that ends early leaves the thread behind, which the next
-wait takes over.
+Who polls beside those that block in it is never served while two of them take turns. So we block in it too.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ import errno
 import fcntl
 import os
 import stat
-import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -24,96 +20,15 @@ from ..errors import LockTimeout, StateDirError
 from ..host import procfs
 from ..settings import variables as settings
 from .directory import OPEN_FILE, make_directory
-from .entry import ofd_locks, set_ofd_lock
-from .held import Held, file_of
+from .locks import ReadLock, read_lock
 from .state_dir import under_file_lease
 
 if TYPE_CHECKING:
-    import threading
-
     from .signals import DeferredSignals
 
 LOCK_FILE = "/tmp/safe_gpu/gpu-lock-magic-RaNdOM-This_Name-NEED_BE-THE_SAME-Across_Users"
 
 _OPEN_DIR = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-
-_PAUSE = 0.01  # seconds between tries, without a thread or without such locks (Linux before 3.15, gVisor)
-
-_LONGEST = 4e6  # seconds; threading.TIMEOUT_MAX is at least this
-
-
-class OlderPackageLock(Held):
-    """A shared hold of it, which a forked child does not have.
-
-    Args:
-        fd: of an open file description of its own, for reading.
-    """
-
-    def __init__(self, fd: int) -> None:
-        super().__init__(fd, unlock=_unlock)
-        self._thread_is_done: threading.Event | None = None
-
-    def wait(self, deadline: float | None) -> bool:
-        """Return whether it is held, at the deadline at the latest; OSError where the file system has no locks."""
-        while self._thread_is_done is None:
-            if self._try_once():
-                return True
-            if deadline is not None and time.monotonic() >= deadline:
-                return False
-            if not self._start_thread():
-                time.sleep(_PAUSE)
-        seconds = None if deadline is None else min(deadline - time.monotonic(), _LONGEST)
-        return self._thread_is_done.wait(seconds) and self._try_once()
-
-    def leave(self) -> None:
-        """Give it back, or leave that to the thread, which does it when it gets the lock."""
-        if self._thread_is_done is None:
-            self.release()
-            return
-        _left_behind.append(self)
-        if self._thread_is_done.is_set():
-            self._release_if_left()
-
-    def _try_once(self) -> bool:
-        try:
-            if ofd_locks():
-                set_ofd_lock(self.fd, fcntl.F_RDLCK)
-            else:
-                fcntl.lockf(self.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            return False
-        return True
-
-    def _start_thread(self) -> bool:
-        import threading
-
-        done = threading.Event()
-        with suppress(RuntimeError):  # ulimit -u, h_vmem
-            if ofd_locks():
-                threading.Thread(target=self._block, args=(done,), name="safe_gpu-older-package", daemon=True).start()
-                self._thread_is_done = done
-        return self._thread_is_done is done
-
-    def _block(self, done: threading.Event) -> None:
-        with suppress(OSError):
-            set_ofd_lock(self.fd, fcntl.F_RDLCK, wait=True)
-        done.set()
-        self._release_if_left()
-
-    def _release_if_left(self) -> None:
-        """Both threads may come here, and one at most removes it from the list."""
-        with suppress(ValueError):
-            _left_behind.remove(self)
-            self.release()
-
-
-_left_behind: list[OlderPackageLock] = []
-"""Those whose threads still wait although their callers went away."""
-
-
-def _unlock(fd: int) -> None:
-    if ofd_locks():  # closing ends the other kind
-        set_ofd_lock(fd, fcntl.F_UNLCK)
 
 
 def older_package_mode() -> str:
@@ -126,7 +41,7 @@ def older_package_mode() -> str:
     return os.environ.get("SAFE_GPU_LEGACY_LOCK") or "auto"
 
 
-def take_older_package_lock(deadline: float | None, logger: Any, signals: DeferredSignals) -> OlderPackageLock | None:
+def take_older_package_lock(deadline: float | None, logger: Any, signals: DeferredSignals) -> ReadLock | None:
     """Take it shared where the older package is present (``SAFE_GPU_LEGACY_LOCK`` = auto, always or never).
 
     Args:
@@ -159,7 +74,7 @@ def take_older_package_lock(deadline: float | None, logger: Any, signals: Deferr
         return None
     if fd is None:
         return None
-    lock, taken = _left_behind_or(OlderPackageLock(fd)), False
+    lock, taken = read_lock(fd, fcntl.lockf), False
     try:
         with signals.delivering():
             came = lock.wait(deadline)
@@ -170,17 +85,6 @@ def take_older_package_lock(deadline: float | None, logger: Any, signals: Deferr
     finally:
         if not taken:
             lock.leave()
-
-
-def _left_behind_or(lock: OlderPackageLock) -> OlderPackageLock:
-    """Return one of the same file that was left behind, in place of a new one."""
-    for other in [*_left_behind]:
-        with suppress(ValueError):
-            if file_of(other.fd) == file_of(lock.fd):
-                _left_behind.remove(other)
-                lock.release()
-                return other
-    return lock
 
 
 def _open(*, create: bool) -> int | None:

@@ -21,8 +21,6 @@ from .turns import by_turn, turn_of
 _MOST_OF_ONE_USER = 1000  # tickets that count, but of root
 _MOST = 4096  # that count in all
 
-_THREADLESS_PAUSE = 0.1  # seconds between looks where no thread to sleep in can be started
-
 _NO_CONDITIONS = ("waited", "hold_for", "turn")
 _MOST_CONDITIONS = 16
 _LONGEST_CONDITION = 64
@@ -169,7 +167,8 @@ class Waiter:
         content = {**said, **self.request.said(), "since": round(self.since, 3)}
         if turn is not None:
             content["turn"] = turn
-        self._kept = queue.directory.keep_from_cleaners(by_children=False)
+        assert self._host.directory is not None
+        self._kept = self._host.directory.keep_from_cleaners(by_children=False)
         self._number = queue.next_number
         self._name, self._held = make_entry(queue.directory, self._number, content, by_children=False)
         self._turn = turn or 0.0
@@ -207,11 +206,7 @@ class Waiter:
     def sleep_behind(self, ticket: Entry, seconds: float) -> bool:
         """Sleep until that ticket is given back (True), or until the time has passed."""
         until = time.monotonic() + seconds
-        try:
-            sleep_until_dead(self._host.queue.directory, ticket.name, seconds)
-        except RuntimeError:  # no room for one more thread (ulimit -u, h_vmem): look now and then
-            time.sleep(min(seconds, _THREADLESS_PAUSE))
-            return True
+        sleep_until_dead(self._host.queue.directory, ticket.name, seconds)
         return time.monotonic() < until
 
     def leave(self) -> None:

@@ -63,9 +63,10 @@ def make(path: str) -> None:
     Raises:
         StateDirError: a directory or a file cannot be made.
     """
-    for part in PARTS:
-        with Directory(path, part) as directory:
-            os.close(directory.open_host_lock())
+    with SharedDirectory(path) as root:
+        for part in PARTS:
+            Directory(root, part).close()
+        os.close(root.open_file(HOST_LOCK, make=True))
 
 
 def in_use(path: str) -> tuple[list[str], int]:

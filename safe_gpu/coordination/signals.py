@@ -35,13 +35,14 @@ class DeferredSignals:
         self.deliver()
 
     def defer(self) -> None:
-        """Let handlers wait for :meth:`deliver`; safe to call twice. If a handler raises here, none is held back."""
+        """Let handlers wait for :meth:`deliver`; safe to call twice, and where another object holds them back already.
+        If a handler raises here, none is held back."""
         if self._handlers:
             return
         try:
             for number in self._NUMBERS:
                 handler = _signal.getsignal(number)
-                if callable(handler):
+                if callable(handler) and getattr(handler, "__func__", None) is not DeferredSignals._catch:
                     self._handlers[number] = handler
                     _signal.signal(number, self._catch)
         except ValueError:  # not the main thread, and only there do handlers run
@@ -122,15 +123,3 @@ def unwind_on_signals() -> Iterator[None]:
 def _set(handlers: Mapping[int, Any]) -> None:
     for number, handler in handlers.items():
         _signal.signal(number, handler)
-
-
-def restore_default_signals() -> None:
-    """Set SIGPIPE and SIGXFSZ to their default action: Python ignores them, and exec(2) would hand that on."""
-    for number in (_signal.SIGPIPE, _signal.SIGXFSZ):
-        _signal.signal(number, _signal.SIG_DFL)
-
-
-def ignore_again() -> None:
-    """Ignore the same two, as Python does from its start."""
-    for number in (_signal.SIGPIPE, _signal.SIGXFSZ):
-        _signal.signal(number, _signal.SIG_IGN)

@@ -6,6 +6,7 @@ import stat
 import time
 from functools import partial
 
+from ..claim.doubts import doubt_of_image
 from ..coordination import older_package as older
 from ..coordination.closed import closed_now, ignored_closed
 from ..coordination.directory import DIR_MODE, HOST_LOCK, PARTS, Directory, SharedDirectory
@@ -13,7 +14,7 @@ from ..coordination.doors import digest
 from ..coordination.holders import Claims, claims_now, living_claims
 from ..coordination.host_lock import Host
 from ..coordination.signals import DeferredSignals
-from ..coordination.state_dir import ADMIN_DIR, DEFAULT_DIR, doubt_of_image, remover_of, setup_command
+from ..coordination.state_dir import ADMIN_DIR, DEFAULT_DIR, remover_of, setup_command
 from ..errors import LockTimeout, StateDirError
 from ..gpus.devices import HostSnapshot
 from ..host import procfs
@@ -49,12 +50,12 @@ def directory(host: CheckedHost) -> Finding:
             trouble = _trouble_with_mode(root, path)
             owner = procfs.user_name(os.fstat(root.fd).st_uid)
             older_build = "leases" in root.names()
+            if os.path.lexists(os.path.join(path, HOST_LOCK)):
+                os.close(root.open_file(HOST_LOCK))
         for part in PARTS:
             try:
                 with Directory(path, part, make=False) as one:
                     trouble = trouble or _trouble_with_mode(one, path)
-                    if os.path.lexists(os.path.join(path, HOST_LOCK)):
-                        os.close(one.open_host_lock())
             except FileNotFoundError:
                 pass  # the first claim makes it
     except FileNotFoundError:
@@ -130,7 +131,7 @@ def locks(host: CheckedHost) -> Finding:
             entries.look()
             with entries.locked(began + _PATIENCE, signals):
                 waited = time.monotonic() - began
-                excluded = _is_locked(entries.claims.directory.open_host_lock())
+                excluded = entries.directory is not None and _is_locked(entries.directory.open_file(HOST_LOCK))
     except LockTimeout as err:
         fix = "end the process that holds it; it cannot be seen from here, so look on the host, as root"
         if err.overloaded:

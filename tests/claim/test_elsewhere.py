@@ -19,12 +19,13 @@ from support.processes import own_network
 
 import safe_gpu
 from safe_gpu import NotEnoughGpusError
+from safe_gpu.claim import doubts as warnings
 from safe_gpu.claim.search import search
-from safe_gpu.coordination import state_dir as warnings
 from safe_gpu.coordination.doors import Doors, digest
 from safe_gpu.coordination.holders import living_claims
-from safe_gpu.coordination.state_dir import FileSystem
 from safe_gpu.drivers.presets import preset
+from safe_gpu.host import file_systems
+from safe_gpu.host.file_systems import FileSystem
 
 UUIDS = [gpu.uuid for gpu in preset("dgx-a100").gpus()]
 CLAIM = """
@@ -221,8 +222,8 @@ def test_from_another_namespace(host: Path) -> None:
 def test_a_container_without_the_network_of_the_host_is_told_once(
     host: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, kind: str, point: str, network: bool, told: bool
 ) -> None:
-    monkeypatch.setattr(warnings, "file_system_at", lambda path, device: FileSystem(kind, point))
-    monkeypatch.setattr(warnings, "sees_network_devices", lambda: network)
+    monkeypatch.setattr(file_systems, "file_system_at", lambda path, device: FileSystem(kind, point))
+    monkeypatch.setattr(file_systems, "sees_network_devices", lambda: network)
     monkeypatch.setattr(warnings, "_told", set())
     warnings.doubt_of_image.cache_clear()
     claim(1).release_gpus()

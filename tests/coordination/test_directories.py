@@ -17,9 +17,10 @@ import pytest
 from support.findings import finding
 
 from safe_gpu.coordination import directory as directory_module
-from safe_gpu.coordination.directory import HOST_LOCK, PARTS, Directory, SharedDirectory, make_directory, rename_new
-from safe_gpu.coordination.state_dir import FileSystem, file_system_of, state_dir_path
+from safe_gpu.coordination.directory import HOST_LOCK, OPEN_FILE, PARTS, Directory, SharedDirectory, make_directory
+from safe_gpu.coordination.state_dir import state_dir_path
 from safe_gpu.errors import StateDirError
+from safe_gpu.host.file_systems import FileSystem, file_system_of
 
 FIRST, SECOND = 54321, 54322
 
@@ -45,13 +46,12 @@ def test_the_default_path_and_a_relative_one(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def make_all(path: Path) -> None:
-    with Directory(str(path), "claims") as claims:
-        os.close(claims.open_host_lock())
+    with SharedDirectory(str(path)) as root, Directory(root, "claims"):
+        os.close(root.open_file(HOST_LOCK, make=True))
 
 
 def killed_at(step: int, path: Path) -> bool:
     """Make the directories as another user, and die before that call into the kernel; False where it came to none."""
-    rename_new("/nowhere", "/nowhere/else", None)  # what it imports is there before the fork
     pid = os.fork()
     if pid == 0:
         left = step
@@ -89,24 +89,12 @@ def test_killed_at_any_step_it_is_open_to_others(open_tmp: Path, as_user: Any) -
     assert step > 10
 
 
-@pytest.mark.parametrize("trouble", ["", "no function", "not here"])
-def test_with_and_without_renameat2_they_are_made_and_whoever_is_faster_keeps_the_name(
-    state_dir: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
-) -> None:
-    import ctypes
-
-    if trouble == "no function":
-        monkeypatch.setattr(ctypes, "CDLL", lambda *args, **options: object())
-    elif trouble:
-        monkeypatch.setattr(directory_module, "rename_new", lambda *args: errno.EINVAL)
-    make_all(state_dir)
-    for path in (state_dir, state_dir / "claims"):
-        assert mode_of(path) == 0o1777
-    assert mode_of(state_dir / HOST_LOCK) == 0o666
-    assert sorted(os.listdir(state_dir)) == ["claims", HOST_LOCK]
-    assert os.listdir(state_dir.parent) == ["state"]
+def test_whoever_is_faster_keeps_the_name(state_dir: Path) -> None:
     make_directory(str(state_dir), str(state_dir), None)
-    assert sorted(os.listdir(state_dir)) == ["claims", HOST_LOCK]
+    (state_dir / "precious").touch()
+    make_directory(str(state_dir), str(state_dir), None)
+    assert os.listdir(state_dir) == ["precious"]
+    assert os.listdir(state_dir.parent) == ["state"]
 
 
 def test_the_mode_of_one_that_was_there_stays(tmp_path: Path) -> None:
@@ -233,28 +221,25 @@ def test_the_file_system_is_known_by_its_mount(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def claims(state_dir: Path) -> Iterator[Directory]:
-    with Directory(str(state_dir), "claims") as directory:
+def root(state_dir: Path) -> Iterator[SharedDirectory]:
+    with SharedDirectory(str(state_dir)) as directory, Directory(directory, "claims"):
         yield directory
 
 
 @pytest.mark.parametrize("kind", ["fifo", "directory", "socket"])
-def test_what_is_no_file_is_refused_unopened(
-    state_dir: Path, claims: Directory, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_what_is_no_file_is_refused(state_dir: Path, root: SharedDirectory, kind: str) -> None:
     types = {"fifo": stat.S_IFIFO, "socket": stat.S_IFSOCK}
     if kind == "directory":
         (state_dir / HOST_LOCK).mkdir(mode=0o777)
     else:
         os.mknod(state_dir / HOST_LOCK, types[kind] | 0o666)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", None)
+    for flags in (OPEN_FILE, OPEN_FILE | os.O_WRONLY):
         with pytest.raises(StateDirError, match="not a regular file: ask its owner"):
-            claims.open_host_lock()
+            root.open_file(HOST_LOCK, flags, make=True)
 
 
 def test_a_file_that_may_be_somebodys_from_elsewhere_is_refused(
-    state_dir: Path, tmp_path: Path, claims: Directory
+    state_dir: Path, tmp_path: Path, root: SharedDirectory
 ) -> None:
     """It would be locked, by everybody here."""
     (tmp_path / "thesis.tex").write_text("precious")
@@ -265,34 +250,38 @@ def test_a_file_that_may_be_somebodys_from_elsewhere_is_refused(
     for mode in (0o644, 0o600, 0o667, 0o4666):
         (tmp_path / "thesis.tex").chmod(mode)
         with pytest.raises(StateDirError, match=rf"host\.lock has 2 names \(hard links\) and mode {mode:04o}"):
-            claims.open_host_lock()
+            root.open_file(HOST_LOCK, make=True)
     os.unlink(tmp_path / "thesis.tex")
     with pytest.raises(StateDirError, match=r"host\.lock has mode 4666 in place of 0666"):
-        claims.open_host_lock()
+        root.open_file(HOST_LOCK, make=True)
 
 
-def test_a_second_link_to_it_locks_nobody_out(state_dir: Path, open_tmp: Path, claims: Directory, as_user: Any) -> None:
+def test_a_second_link_to_it_locks_nobody_out(
+    state_dir: Path, open_tmp: Path, root: SharedDirectory, as_user: Any
+) -> None:
     """Everybody may link a file of mode 0666, also where fs.protected_hardlinks is 1, and it stays for ever."""
-    os.close(claims.open_host_lock())
+    os.close(root.open_file(HOST_LOCK, make=True))
     neighbour = as_user(lambda say, listen: say(os.link(state_dir / HOST_LOCK, open_tmp / "x")), uid=FIRST)
     assert neighbour.hear() == "None"
-    fd = claims.open_host_lock()
+    fd = root.open_file(HOST_LOCK, make=True)
     assert os.fstat(fd).st_nlink == 2
     os.close(fd)
 
 
-def test_a_file_lease_blocks_nobody_and_its_owner_is_named(state_dir: Path, claims: Directory, file_lease: Any) -> None:
-    os.close(claims.open_host_lock())
+def test_a_file_lease_blocks_nobody_and_its_owner_is_named(
+    state_dir: Path, root: SharedDirectory, file_lease: Any
+) -> None:
+    os.close(root.open_file(HOST_LOCK, make=True))
     file_lease(state_dir / HOST_LOCK, FIRST)
     with pytest.raises(StateDirError, match=r"host\.lock is kept under a file lease .* owner 54321, by process"):
-        claims.open_host_lock()
+        root.open_file(HOST_LOCK, make=True)
 
 
 def test_o_creat_is_never_used_on_a_name_that_may_exist(
-    state_dir: Path, claims: Directory, monkeypatch: pytest.MonkeyPatch
+    state_dir: Path, root: SharedDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """fs.protected_regular answers EACCES to O_CREAT on another's file in a sticky directory, even to root."""
-    os.close(claims.open_host_lock())
+    os.close(root.open_file(HOST_LOCK, make=True))
     real = os.open
 
     def protected(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
@@ -301,29 +290,22 @@ def test_o_creat_is_never_used_on_a_name_that_may_exist(
         return real(path, flags, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", protected)
-    os.close(claims.open_host_lock())
-
-
-@pytest.fixture(params=["rename", "link"])
-def renaming(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, claims: Directory) -> None:
-    """How a file gets its name: some kernels do not know how to rename it."""
-    if request.param == "link":
-        monkeypatch.setattr(directory_module, "rename_new", lambda *args: errno.ENOSYS)
+    os.close(root.open_file(HOST_LOCK, make=True))
 
 
 def test_two_that_make_it_at_once_end_with_one_file(
-    state_dir: Path, claims: Directory, monkeypatch: pytest.MonkeyPatch, renaming: None
+    state_dir: Path, root: SharedDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = directory_module.rename_new
+    real = os.link
     fast: list[int] = []
 
-    def outrun(source: str, target: str, parent: int | None) -> int:
-        monkeypatch.setattr(directory_module, "rename_new", real)
-        fast.append(claims.open_host_lock())
-        return real(source, target, parent)
+    def outrun(*args: Any, **options: Any) -> None:
+        monkeypatch.setattr(os, "link", real)
+        fast.append(root.open_file(HOST_LOCK, make=True))
+        real(*args, **options)
 
-    monkeypatch.setattr(directory_module, "rename_new", outrun)
-    fd = claims.open_host_lock()
+    monkeypatch.setattr(os, "link", outrun)
+    fd = root.open_file(HOST_LOCK, make=True)
     assert os.path.samestat(os.fstat(fd), os.fstat(fast[0]))
     assert sorted(os.listdir(state_dir)) == ["claims", HOST_LOCK]
     os.close(fd)
@@ -332,21 +314,25 @@ def test_two_that_make_it_at_once_end_with_one_file(
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_said_and_leaves_nothing(
-    state_dir: Path, claims: Directory, monkeypatch: pytest.MonkeyPatch, code: int
+    state_dir: Path, root: SharedDirectory, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    monkeypatch.setattr(directory_module, "rename_new", lambda *args: code)
+    def full(*args: Any, **options: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", full)
+    monkeypatch.setattr(os, "rename", full)
     with pytest.raises(StateDirError, match="no room for") as caught:
-        claims.open_host_lock()
+        root.open_file(HOST_LOCK, make=True)
     assert caught.value.errno == code
     with pytest.raises(StateDirError, match="no room for"):
-        make_directory("queue", str(state_dir / "queue"), claims._above.fd)
+        make_directory("queue", str(state_dir / "queue"), root.fd)
     assert os.listdir(state_dir) == ["claims"]
 
 
-def test_one_that_is_removed_at_once_is_said(claims: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory_module, "rename_new", lambda source, target, parent: 0)
+def test_one_that_is_removed_at_once_is_said(root: SharedDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", lambda *args, **options: None)
     with pytest.raises(StateDirError, match=r"host\.lock is removed at once"):
-        claims.open_host_lock()
+        root.open_file(HOST_LOCK, make=True)
 
 
 # What a claim is told

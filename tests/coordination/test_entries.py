@@ -19,7 +19,8 @@ from support.traced import CAN_TRACE, each_point
 
 from safe_gpu.coordination import directory as directory_module
 from safe_gpu.coordination import entry as entry_module
-from safe_gpu.coordination.directory import Directory, open_shared
+from safe_gpu.coordination import locks as locks_module
+from safe_gpu.coordination.directory import Directory
 from safe_gpu.coordination.entry import MOST_NAMES, Entries, Entry, is_alive, make_entry, remove_entry, sleep_until_dead
 from safe_gpu.errors import StateDirError
 from safe_gpu.host import procfs
@@ -38,7 +39,7 @@ def claims(open_tmp: Path) -> Iterator[Directory]:
 def locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both kinds of lock: of a kernel that has those of open file descriptions, and of one that has not."""
     if request.param == "flock":
-        monkeypatch.setattr(entry_module, "ofd_locks", lambda: False)
+        monkeypatch.setattr(locks_module, "ofd_locks", lambda: False)
     return str(request.param)
 
 
@@ -115,7 +116,7 @@ def test_what_has_ended_is_dead_for_ever(claims: Directory, locks: str) -> None:
     with (Path(claims.path) / name).open() as file:
         if locks == "OFD":
             fcntl.flock(file, fcntl.LOCK_EX)
-            fcntl.fcntl(file, fcntl.F_OFD_SETLK, entry_module._flock(fcntl.F_RDLCK))
+            fcntl.fcntl(file, fcntl.F_OFD_SETLK, locks_module._QUESTION)
         assert look(claims) == []
     assert entries.look() == []
     entries.remove_dead()
@@ -505,14 +506,15 @@ def test_who_makes_one_begins_again_where_it_was_removed(claims: Directory, monk
 
 def test_a_state_directory_that_is_removed_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
+    real = directory_module.make_directory
 
-    def opened(name: str, path: str, parent: int | None, *, make: bool) -> int:
+    def make(name: str, path: str, parent: int | None) -> None:
         made.append(name)
         if len(made) in (2, 4):
             os.rmdir(tmp_path / "state")
-        return open_shared(name, path, parent, make=make)
+        real(name, path, parent)
 
-    monkeypatch.setattr(directory_module, "open_shared", opened)
+    monkeypatch.setattr(directory_module, "make_directory", make)
     with Directory(str(tmp_path / "state"), "claims") as claims:
-        assert claims.is_current()
+        assert os.path.samestat(os.fstat(claims.fd), os.stat(claims.path))
     assert len(made) == 6

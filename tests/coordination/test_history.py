@@ -158,7 +158,7 @@ def test_its_line_adds_what_the_entry_does_not_tell_and_no_more(hold: Any) -> No
     """Anybody may have written the line. Whose the claim is says the owner of the entry."""
     said = {"pid": os.getpid(), "since": time.time() - 60, "gpus": {"GPU-a": 20 << 30}, "waited": 2.5}
     hold(**said)
-    line = history.claim_line(said, uid=4711, user="anna", labels=["3"], of=80 << 30)
+    line = history.claim_line({**said, "labels": ["3"], "of": 80 << 30}, uid=4711)
     assert history.append([line, history.end_line(said["pid"], said["since"], NOW, NOW)], time.time())
     (one,) = past()
     assert (one.labels, one.of, one.share, one.waited, one.part) == (("3",), 80 << 30, 20 << 30, 2.5, 0.25)
@@ -193,7 +193,7 @@ def test_a_claim_that_died_ended_after_it_was_seen_and_before_it_was_found(hold:
 
 def test_who_removes_a_dead_claim_tells_the_history_once(hold: Any, claims: Directory) -> None:
     said = {"since": round(time.time() - 60, 3), "gpus": {"GPU-a": 20 << 30}, "job": "sge:1"}
-    own = history.claim_line({"pid": os.getpid(), **said}, uid=os.geteuid(), user="me", labels=["0"], of=80 << 30)
+    own = history.claim_line({"pid": os.getpid(), **said, "labels": ["0"], "of": 80 << 30}, uid=os.geteuid())
     hold(**said).release()
     assert history.append([own], time.time())
     before = past()

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from safe_gpu.coordination import older_package
-from safe_gpu.coordination.older_package import OlderPackageLock, take_older_package_lock
+from safe_gpu.coordination.locks import ReadLock
+from safe_gpu.coordination.older_package import take_older_package_lock
 from safe_gpu.coordination.signals import DeferredSignals
 from safe_gpu.errors import LockTimeout, StateDirError, UnsatisfiableRequestError
 
 
-def take(deadline: float | None, logger: Any = logging) -> OlderPackageLock | None:
+def take(deadline: float | None, logger: Any = logging) -> ReadLock | None:
     with DeferredSignals() as signals:
         return take_older_package_lock(deadline, logger, signals)
 
@@ -103,7 +104,7 @@ def test_theirs_keeps_us_out_until_the_deadline(present: Path, child) -> None:
 
 OURS = """
 import logging, os, signal, sys, threading, time
-from safe_gpu.coordination import older_package
+from safe_gpu.coordination import locks, older_package
 from safe_gpu.coordination.signals import DeferredSignals
 older_package.LOCK_FILE = PATH
 def take(seconds=None):
@@ -207,7 +208,7 @@ listen(); lock.release(); say("released"); listen()
     [
         "",
         "def refuse(thread): raise RuntimeError('no thread')\nthreading.Thread.start = refuse",
-        "older_package.ofd_locks = lambda: False",
+        "locks.ofd_locks = lambda: False",
     ],
     ids=["nothing", "threads", "locks of descriptions"],
 )
@@ -220,9 +221,9 @@ def test_a_wait_after_one_that_ended_early_gets_the_lock(present: Path, child, w
         f"{without}\ntry: take(0.01)\nexcept Exception as err: say(type(err).__name__)\n"
         "lock = take(); say('got it'); listen(); lock.release(); end = time.monotonic() + 30\n"
         # The lock may have been free before the thread that was left behind has seen it.
-        "while older_package._left_behind and time.monotonic() < end: time.sleep(0.001)\n"
+        "while locks._left_behind and time.monotonic() < end: time.sleep(0.001)\n"
         "for thread in threading.enumerate()[1:]: thread.join(30)\n"
-        "say(threading.active_count(), older_package._left_behind); listen()",
+        "say(threading.active_count(), locks._left_behind); listen()",
     )
     assert one.hear() == "LockTimeout"
     holder.tell()

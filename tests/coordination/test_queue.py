@@ -391,7 +391,7 @@ def test_a_sleep_ends_at_its_deadline_and_is_taken_up_again(join: Join, eventual
 
 
 def test_without_a_thread_to_sleep_in_it_looks_now_and_then(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
-    join()
+    first = join()
     mine = join()
     mine.host.queue.refresh()
     ahead = next(mine.waiter.ahead())
@@ -400,7 +400,9 @@ def test_without_a_thread_to_sleep_in_it_looks_now_and_then(join: Join, monkeypa
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert mine.waiter.sleep_behind(ahead, 0.001) is True
+    assert mine.waiter.sleep_behind(ahead, 0.001) is False
+    first.waiter.leave()
+    assert mine.waiter.sleep_behind(ahead, 60) is True
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -1,13 +1,13 @@
 """The state directory in which ``doctor`` looks, and no older package beside it."""
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from safe_gpu.coordination import older_package as older
-from safe_gpu.coordination.directory import PARTS, Directory
+from safe_gpu.coordination import setup
+from safe_gpu.coordination.directory import Directory
 from safe_gpu.coordination.entry import make_entry, remove_entry, said_by_this_process
 
 Claim = Callable[..., None]
@@ -22,9 +22,7 @@ def no_older_package(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def used(state_dir: Path) -> Path:
     """A state directory that is used."""
-    for part in PARTS:
-        with Directory(str(state_dir), part) as directory:
-            os.close(directory.open_host_lock())
+    setup.make(str(state_dir))
     return state_dir
 
 

@@ -12,9 +12,9 @@ from support.findings import UUIDS, environment, finding, in_namespace, says
 from safe_gpu.coordination import directory as directories
 from safe_gpu.coordination import older_package as older
 from safe_gpu.coordination.doors import Doors, digest
-from safe_gpu.coordination.state_dir import FileSystem
 from safe_gpu.doctor import CheckedHost, state
 from safe_gpu.host import procfs
+from safe_gpu.host.file_systems import FileSystem
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give files away and to act as other users")
 

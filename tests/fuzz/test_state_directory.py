@@ -16,8 +16,8 @@ from support import hostile
 from support.hostile import CLAIM, ENDING, ENTRY, FAULT, JUNK, NOW, TICKET, TRICK, bounded, broken_json, open_files
 
 import safe_gpu
-from safe_gpu.coordination.entry import lock
 from safe_gpu.coordination.history import file_names, month_of
+from safe_gpu.coordination.locks import lock
 
 HELD = 4
 """GPUs of eight that a neighbour holds."""

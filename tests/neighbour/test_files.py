@@ -15,7 +15,7 @@ from support.claims import claim
 
 from safe_gpu.coordination import entry as entry_module
 from safe_gpu.coordination.directory import Directory
-from safe_gpu.coordination.entry import make_entry
+from safe_gpu.coordination.entry import Entries, make_entry
 from safe_gpu.coordination.held import Held
 from safe_gpu.coordination.host_lock import Host
 
@@ -138,7 +138,7 @@ def test_of_very_many_claims_few_are_asked_again_under_host_lock(
 ) -> None:
     """Whoever lived a moment before is taken to live."""
     monkeypatch.setattr("safe_gpu.claim.search.look._MOST_ASKED", 5)
-    monkeypatch.setattr(Directory, "is_large", lambda directory: True)
+    monkeypatch.setattr(Entries, "may_be_many", True)
     for number in range(1, 21):
         make("claims", number, gpus={ground.uuids[0]: None})
     cost = Cost()

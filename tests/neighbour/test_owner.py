@@ -14,10 +14,11 @@ from support.claims import claim
 from support.ground import locked_host
 from support.processes import own_network
 
+from safe_gpu.claim import doubts
 from safe_gpu.coordination import history
-from safe_gpu.coordination import state_dir as state_dir_module
 from safe_gpu.coordination.doors import Doors
 from safe_gpu.errors import StateDirError
+from safe_gpu.host import file_systems
 
 from .conftest import exchange
 
@@ -192,9 +193,9 @@ def test_a_claim_whose_entry_alone_counts_says_once_who_can_remove_it(
     def refuse(*arguments: object) -> None:
         raise PermissionError(1, "not permitted")
 
-    monkeypatch.setattr(state_dir_module, "_told", set())
+    monkeypatch.setattr(doubts, "_told", set())
     if not why:
-        monkeypatch.setattr(state_dir_module, "sees_network_devices", lambda: True)
+        monkeypatch.setattr(file_systems, "sees_network_devices", lambda: True)
     elif "doors" in why:
         monkeypatch.setattr(Doors, "take_whole", refuse)
     with own_network():

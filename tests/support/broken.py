@@ -13,7 +13,7 @@ from safe_gpu.claim.host import host_view
 from safe_gpu.claim.host.polls import Polls
 from safe_gpu.claim.limits import ClaimsByUser
 from safe_gpu.claim.search import look, queue_snapshot
-from safe_gpu.coordination import directory, entry, held, turns
+from safe_gpu.coordination import directory, entry, held, locks, turns
 from safe_gpu.coordination.doors import Doors
 from safe_gpu.coordination.entry import Entries
 from safe_gpu.coordination.holders import Claims
@@ -133,7 +133,7 @@ BROKEN: dict[str, list[tuple[Any, str, Any]]] = {
     "unlink by number": [(Entries, "remove_dead", _remove_numbers)],
     "not locked": [(entry, "lock", lambda fd: None)],
     "locked after its name": [(entry, "lock", _to_be_locked.append), (entry, "os", _Os(rename=_rename_and_lock))],
-    "flock": [(entry, "ofd_locks", lambda: False)],  # which a neighbour can take too
+    "flock": [(locks, "ofd_locks", lambda: False)],  # which a neighbour can take too
     "children unlock": [(entry, "lock", _lock_and_drop_in_child)],
     "children keep all": [(held, "_closed_in_children", _Empty())],
     "no doors": _NO_DOORS,

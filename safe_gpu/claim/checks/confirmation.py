@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...coordination.holders import living_claims
-from ...coordination.older_package import take_older_package_lock
-from ...coordination.signals import DeferredSignals
 
 if TYPE_CHECKING:
     from ..arguments import ClaimOptions
@@ -19,10 +17,6 @@ def confirm(view: HostView, claim: Claim, options: ClaimOptions) -> bool:
 
     If they are not, the claim is released.
     """
-    with DeferredSignals() as signals:
-        claim.older = take_older_package_lock(
-            None if options.timeout is None else options.deadline, options.logger, signals
-        )
     view.polls.poll_again(claim.gpus)
     claim.before, claim.explained = view.snapshot, view.explained
     if claim.share is not None:

@@ -101,7 +101,7 @@ class HostView:
             host: of those who wait, for whom GPUs may be reserved.
             locked: whether host.lock is held. Then nobody is asked for whom.
         """
-        if not has_closed_file(host.claims.directory.above):  # as almost always, and others wait
+        if host.directory is None or not has_closed_file(host.directory.fd):  # as almost always, and others wait
             self.rules, self._rules_for_all, self._windows = self._without_closed, self._without_closed, ()
             return
         from ...coordination.closed import all_windows, binding, drained_gpus, find_admitted

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ...coordination.doors import Doors
 from ...coordination.faults import read_faults
 from ...coordination.history import append, lines_of_dead
+from ...coordination.older_package import take_older_package_lock
 from ...coordination.signals import DeferredSignals
 from ...errors import StateDirError
 from ...host.procfs import printable_lines
@@ -75,12 +76,12 @@ class Look:
             LockTimeout, StateDirError: host.lock, an entry or a directory cannot be used.
             UnsatisfiableRequestError: the claim around can never satisfy the request.
         """
-        host, claim = self._host, self._claim
+        host, claim, options = self._host, self._claim, self._options
         with DeferredSignals() as signals:
             self._prepare()
             stays = False
             try:
-                with host.locked(self._options.lock_deadline, signals):
+                with host.locked(options.lock_deadline, signals):
                     self._take(may_wait=may_wait)
                 stays = bool(self.chosen) and self._stays()
             except StateDirError:
@@ -94,10 +95,13 @@ class Look:
                 self.chosen, self.seen = (), Seen(withdrawn=True)
             dead = host.claims.remove_dead()
             host.queue.remove_dead()
+            append(lines_of_dead(dead, time.time()), time.time(), host.directory)
             if claim is not None and stays:
-                claim.note(dead, host.directory)
-            elif dead:
-                append(lines_of_dead(dead, time.time()), time.time(), host.directory)
+                claim.stays = True
+                deadline = None if options.timeout is None else options.deadline
+                claim.older = take_older_package_lock(deadline, options.logger, signals)
+            if stays and not self._place.queued:
+                host.close()
         if self.chosen and self._trouble is not None:
             self._options.logger.warning(
                 "the GPUs are claimed by an entry alone, since their doors cannot be taken (%s): processes with "
@@ -130,7 +134,6 @@ class Look:
         wanted = (one.name for one in host.claims.living if not usable.isdisjoint(one.gpus))
         living = host.claims.look([*islice(wanted, _MOST_ASKED)])
         host.queue.refresh()
-        view.see_closed(place.hold_for(), host, locked=True)
         view.see(living)
         if view.scope:
             self._enter_scope(living)
@@ -332,7 +335,7 @@ class Look:
             return False
         if not view.around and any(map(view.rules.why_drained, self.chosen)):
             return False  # it was drained or reserved meanwhile
-        return host.is_current() and not any(map(self._is_in_the_way, self.chosen))
+        return host.is_current(queue=False) and not any(map(self._is_in_the_way, self.chosen))
 
     def _is_in_the_way(self, gpu: Gpu) -> bool:
         view = self._view

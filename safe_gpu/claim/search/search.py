@@ -10,19 +10,20 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from ...coordination.entry import is_alive, said_by_this_process
 from ...coordination.host_lock import Host
 from ...coordination.signals import DeferredSignals, unwind_on_signals
-from ...coordination.state_dir import doubt_of_entries, doubt_of_image, not_told_yet, state_dir_path
+from ...coordination.state_dir import state_dir_path
 from ...errors import LockTimeout, StateDirError, UnsatisfiableRequestError
 from ...host.procfs import printable_lines
 from ...selection.choice import check_possible, fits
 from ..arguments import ClaimOptions, with_policy_limits
 from ..checks.confirmation import confirm
+from ..doubts import doubt_of_entries, doubt_of_image, not_told_yet
 from ..host.ancestors import refuse_inside_share
 from .decision import AGAIN, POLL, REFUSE, SLEEP, TAKE, Decision, WaitState, decide
 from .look import Look
@@ -68,7 +69,7 @@ def acquire(view: HostView, options: ClaimOptions, claim: Claim) -> None:
     path = state_dir_path()
     doubts = [doubt_of_image(path)]
     if not view.snapshot.shared_display:  # there doors keep nobody off
-        doubts.append(doubt_of_entries(path, doors=claim.has_doors))
+        doubts.append(doubt_of_entries(path, os.geteuid(), doors=claim.has_doors))
     for doubt in not_told_yet(doubts):
         options.logger.warning("%s", doubt)
 
@@ -105,8 +106,9 @@ class _Search:
         options = with_policy_limits(options)
         self._view = view
         self._options = options
-        self._host: Host | None = None
-        self._place: QueuePlace | None = None
+        self._host = Host()
+        said = partial(said_by_this_process, options.job.job_label, options.command)
+        self._place = QueuePlace(self._host, view, options.hold, said, options.quota)
         self._state = WaitState(options.deadline, tried_last=options.timeout == 0)
         self._reporter: WaitReporter | None = None
         self._watching_since = 0.0
@@ -114,6 +116,8 @@ class _Search:
         self._limited = False
         self._crowds = 0
         self._gone_since = 0.0  # time.monotonic() value, of the state directory
+        self._waits = ExitStack()  # ends with the search
+        self._unwinds = False
 
     def run(self, claim: Claim | None) -> tuple[Gpu, ...]:
         """Look, decide and wait until there are enough GPUs, and a second poll confirms that they are free."""
@@ -125,7 +129,7 @@ class _Search:
         self._limit()
         self._options.logger.info("acquiring lock")
         try:
-            with unwind_on_signals():
+            with self._waits:
                 try:
                     while True:
                         scope, look = self._view.scope, None
@@ -142,11 +146,6 @@ class _Search:
             raise
 
     def _look(self, claim: Claim | None) -> Look:
-        if self._host is None or self._place is None:
-            options = self._options
-            said = partial(said_by_this_process, options.job.job_label, options.command)
-            self._host = Host()
-            self._place = QueuePlace(self._host, self._view, options.hold, said, options.quota)
         look = Look(self._host, self._view, self._place, claim, self._options)
         look.run(may_wait=self._may_wait())
         return look
@@ -265,6 +264,9 @@ class _Search:
             time.sleep(max(0.0, decision.until - time.monotonic()))
             return
         if not look.seen.outdated and self._may_wait():
+            if not self._unwinds:
+                self._unwinds = True
+                self._waits.enter_context(unwind_on_signals())  # its ticket is to be removed
             _import_all()
             self._waiting().report(look)
         self._view.polls.has_waited = True
@@ -280,7 +282,6 @@ class _Search:
         if self._reporter is None:
             from .wait_reports import WaitReporter
 
-            assert self._place is not None
             self._reporter = WaitReporter(self._view, self._options, self._place, began or time.monotonic())
         return self._reporter
 
@@ -291,7 +292,6 @@ class _Search:
             Whether the ticket ahead is gone.
         """
         assert look.ahead is not None
-        assert self._place is not None
         waiter, reporter = self._place.ensure_waiter(), self._waiting()
         if reporter.warning_due < until:
             if waiter.sleep_behind(look.ahead, max(0.0, reporter.warning_due - time.monotonic())):
@@ -301,7 +301,6 @@ class _Search:
 
     def _watch(self, look: Look, until: float) -> None:
         """Sleep until a claim may have ended, or until ``until``. What is held elsewhere is seen by the next look."""
-        assert self._host is not None
         now = time.monotonic()
         self._watching_since = self._watching_since or now
         claims, limit = self._host.claims.directory, look.seen.limit
@@ -315,19 +314,16 @@ class _Search:
             now = time.monotonic()
 
     def _leave(self) -> None:
-        DeferredSignals().run_deferred(self._leave_now)
+        if self._place.waiter is not None or self._host.directory is not None:
+            DeferredSignals().run_deferred(self._leave_now)
 
     def _leave_now(self) -> None:
-        place, host, self._place, self._host = self._place, self._host, None, None
-        if place is not None:
-            place.leave()
-        if host is not None:
-            host.close()
+        self._place.leave()
+        self._host.close()
 
     def _refusal(self, look: Look) -> Exception:
         from ..messages.refusal import refusal
 
-        assert self._place is not None
         return refusal(
             self._view,
             ticket=look.ahead,

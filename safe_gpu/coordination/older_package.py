@@ -41,8 +41,14 @@ def older_package_mode() -> str:
     return os.environ.get("SAFE_GPU_LEGACY_LOCK") or "auto"
 
 
+def older_package_counts() -> bool:
+    """Return whether its lock is to be taken: the package is present, or always (``SAFE_GPU_LEGACY_LOCK``)."""
+    mode = older_package_mode()
+    return mode == "always" or (mode == "auto" and os.access(os.path.dirname(LOCK_FILE), os.F_OK))
+
+
 def take_older_package_lock(deadline: float | None, logger: Any, signals: DeferredSignals) -> ReadLock | None:
-    """Take it shared where the older package is present (``SAFE_GPU_LEGACY_LOCK`` = auto, always or never).
+    """Take it shared where :func:`older_package_counts`.
 
     Args:
         deadline: ``time.monotonic()`` value; None waits without limit. It is always tried once.
@@ -57,11 +63,8 @@ def take_older_package_lock(deadline: float | None, logger: Any, signals: Deferr
         UnsatisfiableRequestError: an unknown value of the variable.
         OSError: the file system has no locks.
     """
-    mode = older_package_mode()
-    if mode == "never":
-        return None
     try:
-        fd = _open(create=mode == "always")
+        fd = _open(create=older_package_mode() == "always")
     except StateDirError:
         raise
     except OSError as err:

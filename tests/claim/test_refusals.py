@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu.claim.search import look as look_module
+from safe_gpu.claim.checks import confirmation
 from safe_gpu.coordination.host_lock import Host
 from safe_gpu.errors import ClaimTimeout, LockTimeout, NotEnoughGpusError, SafeGpuError, UnsatisfiableRequestError
 
@@ -155,7 +155,8 @@ def test_the_timeout_is_one_deadline_from_the_call(host: Any, monkeypatch: pytes
     def take_older_package_lock(deadline: float, logger: Any, signals: Any) -> None:
         deadlines.append(deadline)
 
-    monkeypatch.setattr(look_module, "take_older_package_lock", take_older_package_lock)
+    monkeypatch.setattr(confirmation, "older_package_counts", lambda: True)
+    monkeypatch.setattr(confirmation, "take_older_package_lock", take_older_package_lock)
     called = time.monotonic()
     safe_gpu.claim_gpus(1, Slow(), timeout=60)
     assert called + 60 <= deadlines[0] <= prepared[0] - SHORT + 60

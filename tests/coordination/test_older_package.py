@@ -54,12 +54,14 @@ def theirs(child, path: Path):
 
 
 def test_absent_or_never_means_nothing_to_do(lock_file: Path, monkeypatch: pytest.MonkeyPatch, child) -> None:
+    assert not older_package.older_package_counts()
     assert take(0.0) is None
     assert not lock_file.parent.exists()
     lock_file.parent.mkdir()
     theirs(child, lock_file)
+    assert older_package.older_package_counts()
     monkeypatch.setenv("SAFE_GPU_LEGACY_LOCK", "never")
-    assert take(0.0) is None
+    assert not older_package.older_package_counts()
 
 
 def test_always_makes_it_open_to_all(lock_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ from safe_gpu.affinity import cpu_shares as shares
 from safe_gpu.claim import claim as claim_module
 from safe_gpu.claim import functions
 from safe_gpu.claim import owner as owner_module
+from safe_gpu.claim.checks import confirmation
 from safe_gpu.claim.host import host_view
-from safe_gpu.claim.search import look as look_module
 from safe_gpu.coordination import host_lock
 from safe_gpu.coordination.doors import Doors
 from safe_gpu.drivers.simulated import SimulatedContext, SimulatedDriver, SimulatedPlaceholder
@@ -154,7 +154,8 @@ class Spies:
             genuine_sleep(seconds)
 
         monkeypatch.setattr(host_lock.Host, "locked", locked)
-        monkeypatch.setattr(look_module, "take_older_package_lock", take_older_package_lock)
+        monkeypatch.setattr(confirmation, "older_package_counts", lambda: True)
+        monkeypatch.setattr(confirmation, "take_older_package_lock", take_older_package_lock)
         monkeypatch.setattr(time, "sleep", sleep)
         spied(owner_module, "read_options", before="options")
         spied(functions, "read_options", before="options")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...coordination.holders import living_claims
+from ...coordination.older_package import older_package_counts, take_older_package_lock
+from ...coordination.signals import DeferredSignals
 
 if TYPE_CHECKING:
     from ..arguments import ClaimOptions
@@ -17,6 +19,10 @@ def confirm(view: HostView, claim: Claim, options: ClaimOptions) -> bool:
 
     If they are not, the claim is released.
     """
+    if older_package_counts():
+        deadline = None if options.timeout is None else options.deadline
+        with DeferredSignals() as signals:
+            claim.older = take_older_package_lock(deadline, options.logger, signals)
     view.polls.poll_again(claim.gpus)
     claim.before, claim.explained = view.snapshot, view.explained
     if claim.share is not None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from ...coordination.doors import Doors
 from ...coordination.faults import read_faults
 from ...coordination.history import append, lines_of_dead
-from ...coordination.older_package import take_older_package_lock
 from ...coordination.signals import DeferredSignals
 from ...errors import StateDirError
 from ...host.procfs import printable_lines
@@ -76,12 +75,12 @@ class Look:
             LockTimeout, StateDirError: host.lock, an entry or a directory cannot be used.
             UnsatisfiableRequestError: the claim around can never satisfy the request.
         """
-        host, claim, options = self._host, self._claim, self._options
+        host, claim = self._host, self._claim
         with DeferredSignals() as signals:
             self._prepare()
             stays = False
             try:
-                with host.locked(options.lock_deadline, signals):
+                with host.locked(self._options.lock_deadline, signals):
                     self._take(may_wait=may_wait)
                 stays = bool(self.chosen) and self._stays()
             except StateDirError:
@@ -96,10 +95,8 @@ class Look:
             dead = host.claims.remove_dead()
             host.queue.remove_dead()
             append(lines_of_dead(dead, time.time()), time.time(), host.directory)
-            if claim is not None and stays:
-                claim.stays = True
-                deadline = None if options.timeout is None else options.deadline
-                claim.older = take_older_package_lock(deadline, options.logger, signals)
+            if claim is not None:
+                claim.stays = stays
             if stays and not self._place.queued:
                 host.close()
         if self.chosen and self._trouble is not None:

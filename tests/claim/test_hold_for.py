@@ -51,6 +51,19 @@ def test_a_batch_job_ends_where_its_scheduler_says(ends_in: int, known: bool) ->
     assert hold == HoldTime(end=ends if known else None)
 
 
+def test_a_pbs_job_ends_a_walltime_after_its_session_began(child: Any) -> None:
+    code = (
+        "import os, time\n"
+        "from safe_gpu.claim.times import DEFAULT, parse_hold_for\n"
+        "from safe_gpu.schedulers.job import current\n"
+        "say(parse_hold_for(DEFAULT, {}, current()).end)\n"
+    )
+    began = time.time()
+    job = child(code, env={"PBS_JOBID": "12.server", "PBS_WALLTIME": "3600"}, start_new_session=True)
+    end = float(job.hear())
+    assert began + 3600 - 1 <= end <= time.time() + 3600
+
+
 @pytest.mark.parametrize(
     ("hold", "outer_end", "seconds"),
     [

@@ -2,9 +2,6 @@
 
 import os
 import re
-import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +9,7 @@ import pytest
 
 import safe_gpu
 from safe_gpu.drivers.presets import preset
-from safe_gpu.errors import GPUAffinityError, PlaceholderError, SafeGpuError, StateDirError, UnsatisfiableRequestError
+from safe_gpu.errors import GPUAffinityError, PlaceholderError, SafeGpuError, UnsatisfiableRequestError
 from safe_gpu.runtimes.placeholders import Base
 
 # One of each kind, through a whole claim; all values are refused where they are parsed, and the messages are a table in
@@ -72,49 +69,6 @@ def test_arguments(host, arguments: dict[str, Any], kind: type[SafeGpuError], pa
 
 
 # The state directory
-
-
-def test_a_symbolic_link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, untouched: Callable[[], Any]) -> None:
-    (tmp_path / "real").mkdir(mode=0o777)
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    monkeypatch.setenv("SAFE_GPU_DIR", str(tmp_path / "link"))
-    with untouched():
-        error = refused(StateDirError, "symbolic link", timeout=None)
-    assert isinstance(error, OSError)
-    assert error.path == str(tmp_path / "link")  # type: ignore[attr-defined]
-    assert list((tmp_path / "real").iterdir()) == []
-
-
-@pytest.fixture
-def full_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system without room for a single byte more."""
-    mount = tmp_path / "full"
-    mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k,mode=1777", "tmpfs", str(mount)]
-    if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("needs the right to mount a small file system")
-    try:
-        yield mount
-    finally:
-        subprocess.run(["umount", str(mount)], check=True)
-
-
-def fill(mount: Path) -> None:
-    with suppress(OSError), open(mount / "filler", "wb", buffering=0) as file:
-        while True:
-            file.write(b"x" * 4096)
-
-
-def test_a_full_disk(host: Any, full_disk: Path, monkeypatch: pytest.MonkeyPatch, untouched: Callable[[], Any]) -> None:
-    monkeypatch.setenv("SAFE_GPU_DIR", str(full_disk / "state"))
-    with safe_gpu.GPUOwner(1, lambda number: None, timeout=0):
-        pass
-    fill(full_disk)
-    with untouched():
-        refused(StateDirError, "free some space", timeout=None)
-    (full_disk / "filler").unlink()
-    with safe_gpu.GPUOwner(8, lambda number: None, timeout=0) as claimed:
-        assert claimed.devices_taken == list(range(8))
 
 
 def test_a_disk_quota_that_ends_in_the_middle_of_an_entry(host: Any, child: Any) -> None:

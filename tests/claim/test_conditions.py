@@ -72,19 +72,6 @@ def test_by_dates_a_set_waits_for_the_earliest_of_its_groups(host, ground, line)
     assert try_claim(1, only=2, hold_for=900) == (2,)
 
 
-def test_a_claim_takes_what_is_near(host, ground) -> None:
-    ground.hold(1, 2, 4)
-    assert try_claim(2, near="numa") == (6, 7)
-    assert try_claim(2, near="nvlink") is None
-    assert try_claim(2) == (6, 7)
-
-
-def test_a_claim_of_idle_gpus(host, ground) -> None:
-    assert try_claim(1, only="0,1", max_utilization=20) == (1,)
-    assert try_claim(1, only="0", max_utilization=20) is None
-    assert try_claim(1, only="0", max_utilization=50) == (0,)
-
-
 @pytest.mark.parametrize("condition", [{"colour": "red"}, {"near": ["a", "b"]}, {"max_utilization": "x" * 100}])
 @pytest.mark.parametrize("there", ["free", "held", "stranger"])
 def test_a_condition_that_is_not_known_is_waited_for(condition: dict[str, Any], there: str, host, ground, line) -> None:
@@ -137,22 +124,3 @@ def test_an_a10_is_no_a100(asked: dict[str, Any], busy: tuple[int, ...], gets: A
             try_claim(1, **asked)
     else:
         assert try_claim(1, **asked) == gets
-
-
-@pytest.mark.parametrize(
-    ("prefer", "held", "gets"),
-    [
-        ("A2000", (), (0,)),
-        ("3090,4090", (), (2,)),
-        (["3090", "4090"], (2,), (1,)),
-        ("3090", (1, 2), (0,)),
-        ("H100", (), (1,)),
-    ],
-)
-def test_a_preference_is_an_order(
-    prefer: Any, held: tuple[int, ...], gets: tuple[int, ...], host_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    host = host_of("workstation-mixed")
-    for number in held:
-        host.stranger(number)
-    assert try_claim(1, prefer=prefer) == gets

@@ -54,31 +54,33 @@ def test_cuda_initialized_before_the_claim_is_refused_before_anything_is_touched
     assert holders(fake_gpus) == []
 
 
+EARLY, NEVER = "CudaInitializedError", "UnsatisfiableRequestError"
+
+
 @pytest.mark.parametrize(
-    ("visible", "placeholder"), [("3", "Cuda"), ("2,0", "Cuda"), ("2,0", "No"), ("0,1,2,3,4,5,6,7", "No")]
+    ("visible", "arguments", "taken"),
+    [
+        ("3", "1", [3]),
+        ("2,0", "2", [2, 0]),
+        ("2,0", "2, NoPlaceholder()", [2, 0]),
+        ("3,4", "1", EARLY),
+        ("3", "2", EARLY),
+        ("3", "1, only=4", NEVER),
+        ("3", "1, exclude=3", NEVER),
+        ("3", "1, model='H100'", NEVER),
+    ],
 )
 def test_cuda_initialized_is_fine_where_the_claim_takes_exactly_what_it_sees(
-    fake_gpus: Any, visible: str, placeholder: str
+    fake_gpus: Any, visible: str, arguments: str, taken: list[int] | str
 ) -> None:
-    taken = [int(index) for index in visible.split(",")]
-    code = f"initialize(); out = claim({len(taken)}, {placeholder}Placeholder())"
-    assert forked(fake_gpus, code, CUDA_VISIBLE_DEVICES=visible) == taken
+    found = forked(fake_gpus, f"initialize(); out = claim({arguments})", CUDA_VISIBLE_DEVICES=visible)
+    assert taken in (found, found[0])
+    assert not isinstance(taken, str) or holders(fake_gpus) == []
 
 
 def test_all_gpus_may_be_claimed_with_cuda_initialized_in_its_own_order(fake_gpus: Any) -> None:
     mix(fake_gpus)
     assert forked(fake_gpus, "initialize(); out = claim(3)") == [1, 2, 0]
-
-
-@pytest.mark.parametrize(
-    ("visible", "arguments"),
-    [("3,4", "1"), ("3", "2"), ("3", "1, only=4"), ("3", "1, exclude=3"), ("3", "1, model='H100'")],
-)
-def test_any_other_claim_comes_too_late(fake_gpus: Any, visible: str, arguments: str) -> None:
-    out = forked(fake_gpus, f"initialize(); out = claim({arguments})", CUDA_VISIBLE_DEVICES=visible)
-    assert out[0] in ("CudaInitializedError", "UnsatisfiableRequestError")
-    assert "CUDA" in out[1] or "leaves" in out[1] or "NVIDIA" in out[1]
-    assert holders(fake_gpus) == []
 
 
 def test_an_ignored_fence_does_not_move_what_cuda_sees(fake_gpus: Any) -> None:
@@ -87,41 +89,27 @@ def test_an_ignored_fence_does_not_move_what_cuda_sees(fake_gpus: Any) -> None:
     assert forked(fake_gpus, "initialize(); out = claim(2)", **environment)[0] == "CudaInitializedError"
 
 
-def test_a_notebook_claims_again_after_release(fake_gpus: Any) -> None:
+def test_a_notebook_claims_the_same_again_after_release_and_is_told_who_initialized_cuda(fake_gpus: Any) -> None:
     code = """
 out["first"] = claim(1, only=5)
 safe_gpu.release_gpus()
 out["again"] = claim(1)
 safe_gpu.release_gpus()
-out["more"] = claim(2)[0]
+out["more"] = claim(2)
 out["other"] = claim(1, only=4)[:2]
 out["set"] = variables()
 """
     out = forked(fake_gpus, code)
     assert out["first"] == out["again"] == [5]
-    assert out["more"] == "CudaInitializedError"
+    name, message, attributes = out["more"]
+    assert (name, attributes["visible"]) == ("CudaInitializedError", [fake_gpus.uuids[5]])
+    for part in ("placeholder of an earlier claim (CudaPlaceholder)", "one claim of 2", "NoPlaceholder()", "release_"):
+        assert part in message
+    assert "is_available" not in message
     assert out["other"][0] == "UnsatisfiableRequestError"
     assert "CUDA, already initialised in this process, limits this process to " in out["other"][1]
     assert "SAFE_GPU_FENCE" not in out["other"][1]
     assert out["set"] == {}
-
-
-@pytest.mark.parametrize(("first", "second", "way_out"), [(1, 2, "one claim of 2"), (3, 1, "one claim of 3")])
-def test_a_later_claim_of_another_number_is_told_that_the_placeholder_initialized_cuda(
-    fake_gpus: Any, first: int, second: int, way_out: str
-) -> None:
-    code = f"out['first'] = claim({first}); safe_gpu.release_gpus(); out['second'] = claim({second})"
-    name, message, attributes = forked(fake_gpus, code)["second"]
-    assert name == "CudaInitializedError"
-    assert attributes["visible"] == fake_gpus.uuids[:first]
-    for part in ("placeholder of an earlier claim (CudaPlaceholder)", way_out, "NoPlaceholder()", "release_gpus()"):
-        assert part in message
-    assert "is_available" not in message
-
-
-def test_a_later_claim_of_another_number_works_without_placeholders(fake_gpus: Any) -> None:
-    code = "out['first'] = claim(1, NoPlaceholder()); safe_gpu.release_gpus(); out['second'] = claim(2)"
-    assert forked(fake_gpus, code) == {"first": [0], "second": [0, 1]}
 
 
 @pytest.mark.parametrize("placeholder", ["NoPlaceholder()", "(lambda device_no: None)"])
@@ -132,14 +120,6 @@ def test_a_placeholder_that_did_not_initialize_cuda_is_not_named(fake_gpus: Any,
     assert "call claim_gpus() before torch.cuda.is_available()" in message
     code = "initialize(); claim(1, CudaPlaceholder()); safe_gpu.release_gpus(); out = claim(2)"
     assert "placeholder" not in forked(fake_gpus, code, CUDA_VISIBLE_DEVICES="3")[1]
-
-
-def test_a_notebook_whose_gpu_another_took_meanwhile_is_told_so(fake_gpus: Any) -> None:
-    fake_gpus.process(fake_gpus.uuids[5], os.getpid())
-    out = forked(fake_gpus, "initialize(); out = claim(1)", CUDA_VISIBLE_DEVICES="5")
-    assert out[0] == "NotEnoughGpusError"
-    assert f"process {os.getpid()}" in out[1]
-    assert "CUDA, already initialised in this process, limits this process to 1 of 8 GPUs; 7 others are free." in out[1]
 
 
 def test_prepare_must_not_wake_cuda(fake_gpus: Any) -> None:
@@ -213,14 +193,6 @@ out["set"] = variables()
 
 
 # Fences
-
-
-def test_an_ambiguous_fence_is_resolved_through_cuda(fake_gpus: Any) -> None:
-    mix(fake_gpus)
-    assert forked(fake_gpus, "out = claim(1)", CUDA_VISIBLE_DEVICES="0") == [1]
-    assert forked(fake_gpus, "out = claim(1)", CUDA_VISIBLE_DEVICES="2") == [0]
-    assert forked(fake_gpus, "out = claim(1)", CUDA_VISIBLE_DEVICES="0", CUDA_DEVICE_ORDER="PCI_BUS_ID") == [0]
-    assert forked(fake_gpus, "out = claim(2)", CUDA_VISIBLE_DEVICES="0,1") == [1, 2]
 
 
 def test_an_ambiguous_fence_that_cuda_cannot_resolve_is_refused_with_the_way_out(fake_gpus: Any) -> None:

@@ -2,9 +2,9 @@
 its entry counts."""
 
 import _socket
+import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,17 +13,16 @@ from typing import Any
 
 import pytest
 from support.claims import claim, try_claim
-from support.ground import PlayedClaim, simulated_doors
+from support.gpus import PACKAGE_ROOT
+from support.ground import simulated_doors
 from support.processes import own_network
 
 import safe_gpu
 from safe_gpu import NotEnoughGpusError
 from safe_gpu.claim import doubts as warnings
-from safe_gpu.claim.free import wait_for_gpus
-from safe_gpu.claim.search.look import Look
+from safe_gpu.claim.search import search
 from safe_gpu.coordination.doors import Doors, digest
 from safe_gpu.coordination.holders import living_claims
-from safe_gpu.coordination.queue import waiting_tickets
 from safe_gpu.drivers.presets import preset
 from safe_gpu.host import file_systems
 from safe_gpu.host.file_systems import FileSystem
@@ -75,32 +74,6 @@ def test_two_state_directories_do_not_book_twice(host: Path, child: Any) -> None
     assert closed() == [0, 1, 2], "the refused hold none"
 
 
-def test_a_state_directory_that_was_removed(host: Path, child: Any) -> None:
-    with claim(2) as owner:
-        shutil.rmtree(host / "state")
-        other = child(CLAIM + "say(attempt(7)); say(attempt(6)); listen()")
-        assert other.hear() == "refused"
-        assert other.hear() == "[2, 3, 4, 5, 6, 7]"
-        assert safe_gpu.get_free_gpus() == []
-    assert len(owner.devices_taken) == 0
-
-
-def test_who_only_waits_takes_no_door(host: Path, child: Any) -> None:
-    assert [gpu.index for gpu in wait_for_gpus(8, timeout=0)] == list(range(8))
-    child(CLAIM + "say(claim(1).devices_taken); listen()", "[0]", env=other_dir(host))
-    with pytest.raises(NotEnoughGpusError):
-        wait_for_gpus(8, timeout=0)
-    assert closed() == [0]
-
-
-def test_a_waiter_gets_what_the_other_directory_gives_back(host: Path, child: Any, eventually: Any) -> None:
-    holder = child(CLAIM + "owner = claim(8); say('holds'); listen(); owner.release_gpus(); listen()", "holds")
-    waiter = child(CLAIM + "say(attempt(8, timeout=60))", env=other_dir(host))
-    eventually(lambda: bool(waiting_tickets(str(host / "other"))))
-    holder.tell()
-    assert waiter.hear() == "[0, 1, 2, 3, 4, 5, 6, 7]"
-
-
 def test_a_door_that_is_held_for_a_moment_is_tried_again(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that dies closes its descriptors one by one, and those of doors may be the last."""
     real, refusals = Doors.take_whole, []
@@ -117,34 +90,10 @@ def test_a_door_that_is_held_for_a_moment_is_tried_again(host: Path, monkeypatch
     assert len(refusals) == 1
 
 
-@pytest.mark.parametrize("options", [{}, {"delegate": True}, {"share": "20GiB"}])
-def test_doors_are_released_before_the_entry(host: Path, monkeypatch: pytest.MonkeyPatch, options: Any) -> None:
-    """Else others of this directory would find the GPU free, and be refused by its door."""
-    owner, lived = claim(1, **options), []
-    release = Doors.release
-    monkeypatch.setattr(Doors, "release", lambda self: (lived.append(len(living_claims())), release(self)))
-    owner.release_gpus()
-    assert (lived[0], living_claims(), closed()) == (1, [], [])
-
-
 def test_a_shared_display_has_no_door(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:laptop")
     with claim(1) as owner:
         assert not simulated_doors().are_taken(owner.gpus[0].uuid, ())
-
-
-def test_a_claim_of_before_the_display_was_active_is_waited_for(
-    host: Path, child: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (uuid,) = [gpu.uuid for gpu in preset("laptop").gpus()]
-    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:laptop")
-    earlier = PlayedClaim({uuid: None}, os.getppid(), os.geteuid())
-    looks, run = [], Look.run
-    monkeypatch.setattr(Look, "run", lambda self, **more: (looks.append(self), run(self, **more)))
-    assert try_claim(1) is None
-    assert not any(look.seen.withdrawn for look in looks), "it is seen, and nothing is taken beside it"
-    earlier.release()
-    assert try_claim(1) == (0,)
 
 
 # Children that live on, and claims inside claims
@@ -185,49 +134,6 @@ def test_who_cannot_see_the_claim_around_is_inside_nothing(
         assert inside.hear() == "[2, 3, 4, 5, 6, 7]"
         inside.kill()
         assert STALE in inside.process.stderr.read()
-
-
-def test_a_claim_inside_outlives_the_one_around(host: Path, child: Any) -> None:
-    """Its part keeps others off, of other directories too."""
-    inner = "if not os.fork(): claim(1); say(os.getpid()); signal.pause()\nlisten()"
-    outer = child(CLAIM + "import signal\nowner = claim(1, delegate=True)\n" + inner)
-    inside = int(outer.hear())
-    outer.kill()
-    try:
-        assert try_claim(8) is None
-        shutil.rmtree(host / "state")
-        assert try_claim(8) is None
-        assert try_claim(7) == (1, 2, 3, 4, 5, 6, 7)
-    finally:
-        os.kill(inside, signal.SIGKILL)
-
-
-@pytest.mark.parametrize("removed", [True, False])
-def test_no_claim_begins_inside_one_that_ends_just_then(
-    host: Path, child: Any, monkeypatch: pytest.MonkeyPatch, removed: bool
-) -> None:
-    """It has found the claim around, which then ends, and another state directory gets the GPU before the part is
-    taken."""
-    ends = "owner = claim(1, delegate=True); say(os.environ['SAFE_GPU_SCOPE']); listen(); owner.release_gpus()\n"
-    outer = child(CLAIM + ends + "say('ended'); listen()")
-    other = child(CLAIM + "listen(); say(claim(1).devices_taken); listen()", env=other_dir(host))
-    monkeypatch.setenv("SAFE_GPU_SCOPE", outer.hear())
-    take, seen = Doors.take_inside, []
-
-    def late(self: Doors, *arguments: Any) -> bool:
-        if not seen:
-            if removed:
-                shutil.rmtree(host / "state")
-            outer.tell()
-            seen.append(outer.hear())
-            other.tell()
-            seen.append(other.hear())
-        return take(self, *arguments)
-
-    monkeypatch.setattr(Doors, "take_inside", late)
-    with claim(1) as owner:
-        assert seen == ["ended", "[0]"]
-        assert owner.devices_taken == [1]
 
 
 # Without doors
@@ -283,30 +189,20 @@ def test_claims_inside_one_without_doors_have_none(
     assert STALE in caplog.text
 
 
-def in_namespace(space: str, mount: str, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a namespace of its own, after a mount."""
-    enter = ["unshare", *space.split(), "sh", "-c"]
-    if subprocess.run([*enter, mount], capture_output=True).returncode:
-        pytest.skip("needs root, to make namespaces")
-    return subprocess.run(
-        [*enter, f'{mount} && exec "$0" -c "$1"', sys.executable, CLAIM + code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": str(Path(safe_gpu.__file__).parents[1]), **environment},
-    )
-
-
-@pytest.mark.parametrize("space", ["--mount", "--mount --pid --fork --mount-proc"], ids=["private /tmp", "own pids"])
-def test_from_another_namespace(host: Path, child: Any, space: str) -> None:
+def test_from_another_namespace(host: Path) -> None:
     """The same path of the state directory, and another file system under it, as with a private /tmp."""
     (host / "state").mkdir()
     (host / "state").chmod(0o1777)
+    mount = f"mount -t tmpfs -o mode=1777 tmpfs {host / 'state'}"
+    enter = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "sh", "-c"]
+    if subprocess.run([*enter, mount], capture_output=True).returncode:
+        pytest.skip("needs root, to make namespaces")
+    code = CLAIM + "print(attempt(7), attempt(6), flush=True)"
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE_ROOT)}
     with claim(2):
-        done = in_namespace(
-            space, f"mount -t tmpfs -o mode=1777 tmpfs {host / 'state'}", "print(attempt(7), attempt(6), flush=True)"
-        )
-        assert done.stdout.strip() == "refused [2, 3, 4, 5, 6, 7]", done.stderr
+        line = [*enter, f'{mount} && exec "$0" -c "$1"', sys.executable, code]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.stdout.strip() == "refused [2, 3, 4, 5, 6, 7]", done.stderr
 
 
 # A container's own state directory
@@ -336,3 +232,84 @@ def test_a_container_without_the_network_of_the_host_is_told_once(
     lines = [one.getMessage() for one in caplog.records if "belongs to this container" in one.getMessage()]
     assert len(lines) == told
     assert all(f"start it with -v {host}/state:{host}/state" in line for line in lines)
+
+
+# A state directory that goes away while claims wait, where its users cannot make it again
+
+
+@pytest.fixture
+def var_lib(open_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory in which only root may make the state directory."""
+    (open_tmp / "simulated").mkdir()
+    (open_tmp / "simulated").chmod(0o1777)
+    (open_tmp / "lib").mkdir(mode=0o755)
+    monkeypatch.setenv("SAFE_GPU_SIMULATED_DIR", str(open_tmp / "simulated"))
+    monkeypatch.setenv("SAFE_GPU_DIR", str(open_tmp / "lib" / "state"))
+    return open_tmp / "lib"
+
+
+@pytest.fixture
+def waiter(var_lib: Path, as_user: Any) -> Callable[[], Any]:
+    def start() -> Any:
+        def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+            class Said(logging.Handler):
+                def emit(self, record: logging.LogRecord) -> None:
+                    say(record.getMessage())
+
+            logger = logging.getLogger("waiter")
+            logger.addHandler(Said(logging.WARNING))
+            say(claim(1, timeout=None, logger=logger).devices_taken)
+
+        return as_user(work, uid=4711)
+
+    return start
+
+
+def test_it_comes_back_within_a_minute(var_lib: Path, ground: Any, waiter: Any) -> None:
+    ground.hold(*range(8))
+    one = waiter()
+    assert "for 1 GPU" in one.hear()
+    (var_lib / "state").rename(var_lib / "gone")
+    assert "waiting a minute for it" in one.hear()
+    (var_lib / "gone").rename(var_lib / "state")
+    ground.let_go()
+    assert one.hear() == "[0]"
+
+
+def test_it_does_not(var_lib: Path, ground: Any, waiter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "_LONGEST_ABSENCE", 0.1)
+    ground.hold(*range(8))
+    one = waiter()
+    assert "for 1 GPU" in one.hear()
+    (var_lib / "state").rename(var_lib / "gone")
+    assert "waiting a minute for it" in one.hear()
+    assert one.hear().startswith("StateDirError: ")
+    (var_lib / "gone").rename(var_lib / "state")
+    ground.let_go()
+
+
+# A plain chroot (sbuild, mock, a rescue system): no mount is listed for its root directory
+
+
+# All of this machine but /tmp, in a directory that is no mount.
+ENTER = """
+for path in /*; do
+  if [ -L "$path" ]; then cp -P "$path" "$0$path"
+  elif [ -d "$path" ] && [ "$path" != /tmp ]; then mkdir -p "$0$path" && mount --rbind "$path" "$0$path"
+  fi
+done
+mkdir -p -m 1777 "$0/tmp"
+exec chroot "$0" "$@"
+"""
+TELL = """awk '$5 == "/"' /proc/self/mountinfo; echo "$CUDA_VISIBLE_DEVICES"; cd "$SAFE_GPU_DIR/claims"; ls | wc -l"""
+
+
+def test_a_claim_in_a_plain_chroot(open_tmp: Path) -> None:
+    enter = ["unshare", "--mount", "sh", "-euc", ENTER, str(open_tmp)]
+    if os.geteuid() or subprocess.run([*enter, sys.executable, "-c", ""], capture_output=True).returncode:
+        pytest.skip("needs root, to make a chroot")
+    run = [sys.executable, "-m", "safe_gpu", "run", "-q", "--affinity", "node", "-n", "2", "--", "sh", "-c", TELL]
+    environment = {**os.environ, "SAFE_GPU_DIR": "/tmp/state", "PYTHONPATH": str(PACKAGE_ROOT)}
+    del environment["SAFE_GPU_TEST_ETC"]  # it is not below this root
+    done = subprocess.run([*enter, *run], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["0,1", "1"], "")

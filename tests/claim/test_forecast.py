@@ -73,22 +73,6 @@ def test_the_head_is_told_who_passed_it(ground: Any, child: Any) -> None:
         pass
 
 
-def test_who_queued_earlier_has_not_passed(ground: Any, child: Any, command: Any) -> None:
-    """They get their GPUs after a later waiter has joined the queue."""
-    ground.hold(*range(8))
-    first = child("import safe_gpu\nsafe_gpu.claim_gpus(4, safe_gpu.NoPlaceholder(), timeout=60); say('has'); listen()")
-    queue = lambda: json.loads(command.run("status", "--json").stdout)["queue"]  # noqa: E731
-    while not queue():
-        pass
-    second = command.start("wait", "-n", 8, stderr=subprocess.PIPE)
-    assert "behind" in second.stderr.readline()
-    ground.let_go()
-    assert first.hear() == "has"
-    news = second.stderr.readline()
-    assert "GPU 0-3: " in news
-    assert "passed" not in news
-
-
 def test_run_mentions_for_once_where_it_may_help(ground: Any, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ground.hold(*range(8))
     first = command.start("run", "--", "true", stderr=subprocess.PIPE)

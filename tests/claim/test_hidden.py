@@ -111,15 +111,6 @@ def test_a_placeholder_that_shows_nothing_is_told_of_after_the_wait(fake_gpus: A
     assert "<lambda> probably put nothing there" in warning
 
 
-def test_a_function_that_holds_the_gpu_is_not_blamed_for_what_the_driver_hides(
-    fake_gpus: Any, older_lock: None
-) -> None:
-    fake_gpus.options(hidden=1)
-    code = "out['taken'] = claimed(1, lambda device_no: safe_gpu.CudaPlaceholder()(device_no))"
-    (warning,) = run(fake_gpus, code)["warnings"]
-    assert "start it with --pid=host" in warning
-
-
 def test_a_context_of_our_own_that_is_not_listed_does_not_keep_us_out(fake_gpus: Any) -> None:
     """A framework keeps its context after the release; its memory is in use by no listed process."""
     fake_gpus.options(hidden=1)
@@ -186,18 +177,6 @@ def test_gpus_without_process_lists_are_claimed_where_that_is_allowed(fake_gpus:
     assert "does not tell its memory" in out["claim"][1]
 
 
-def test_a_context_of_our_own_does_not_keep_us_out_where_nothing_is_listed(fake_gpus: Any) -> None:
-    fake_gpus.set(1, compute_error=NOT_SUPPORTED, mps_error=NOT_SUPPORTED)
-    code = """
-from safe_gpu.runtimes.cuda import CUDA
-first = safe_gpu.claim_gpus(1, timeout=0, affinity=None)
-kept = CUDA.hold(0)
-first.release_gpus()
-out["second"] = claimed()
-"""
-    assert run(fake_gpus, code, SAFE_GPU_PROCESS_LIST="optional")["second"] == [0]
-
-
 # MPS servers
 
 
@@ -212,15 +191,3 @@ def test_an_idle_mps_server_of_another_user_is_no_stranger(host: Any, cleanup: A
     safe_gpu.release_gpus()
     with pytest.raises(NotEnoughGpusError, match=str(nameless - 1)):
         safe_gpu.claim_gpus(1, timeout=0, only=1)
-
-
-def test_the_mps_server_that_our_own_placeholder_starts_is_no_stranger(host: Any, cleanup: Any) -> None:
-    nameless = 999_999_999
-
-    def start(number: int) -> Any:
-        cleanup.enter_context(host.stranger(0, pid=nameless, memory=30 * MIB))
-        return host.occupy(host.uuids[0], kind=ProcessKind.MPS)
-
-    owner = safe_gpu.claim_gpus(1, start, timeout=0)
-    assert owner.devices_taken == [0]
-    owner.placeholders[0].close()

@@ -2,12 +2,10 @@
 
 import json
 import math
-import subprocess
 import time
 from typing import Any
 
 import pytest
-from support.forks import in_fork
 
 from safe_gpu import NoPlaceholder, UnsatisfiableRequestError, claim_gpus
 from safe_gpu.claim.times import DEFAULT, UNKNOWN, HoldTime, parse_hold_for
@@ -105,37 +103,7 @@ def test_the_entry_says_until_when(ground: Any, monkeypatch: pytest.MonkeyPatch)
         assert entry(ground).until is None
 
 
-def test_a_claim_inside_another_ends_with_that_one(ground: Any) -> None:
-    def inside() -> float:
-        with claim_gpus(1, NoPlaceholder(), affinity=None):
-            assert entry(ground).inside
-            return entry(ground).until  # type: ignore[no-any-return]
-
-    with claim_gpus(1, NoPlaceholder(), affinity=None, hold_for=500, delegate=True):
-        assert in_fork(inside) == pytest.approx(entry(ground).until, abs=0.1)
-
-
 def test_run_says_it_for_its_command(ground: Any, command: Any) -> None:
     done = command.run("run", "--for", "1h30m", "--", "sh", "-c", 'cat "$SAFE_GPU_DIR"/claims/*')
     written = json.loads(done.stdout)
     assert written["until"] - written["since"] == pytest.approx(5400)
-
-
-def test_run_refuses_what_cannot_be(command: Any) -> None:
-    done = command.run("run", "--for=-3", "--", "true")
-    assert (done.returncode, "--for -3 is not " in done.stderr) == (2, True)
-
-
-def test_status_tells_what_is_left(ground: Any, command: Any) -> None:
-    now = round(time.time())
-    ground.hold(0, until=now + 1200)
-    ground.hold(1, until=now - 60)
-    ground.hold(2)
-    waiting = command.start("wait", "-n", "8", "--for", "90", stderr=subprocess.PIPE)
-    waiting.stderr.readline()
-    told = json.loads(command.run("status", "--json").stdout)
-    until = [gpu["claim"] and gpu["claim"]["until"] for gpu in told["gpus"]]
-    assert until[:4] == [now + 1200, now - 60, None, None]
-    assert [waiter["hold_for"] for waiter in told["queue"]] == [90.0]
-    shown = command.run("status").stdout
-    assert all(word in shown for word in ("LEFT", "overdue ", "PLANNED", "1m"))

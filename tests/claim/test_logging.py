@@ -3,15 +3,10 @@
 import logging
 import os
 import re
-import time
-from typing import Any
 
 import pytest
 
 from safe_gpu import NoPlaceholder, NotEnoughGpusError, claim_gpus
-from safe_gpu.claim.search import search, wait_reports
-from safe_gpu.coordination.host_lock import Host
-from safe_gpu.coordination.queue import Waiter
 from safe_gpu.host import procfs
 
 
@@ -40,15 +35,6 @@ news._WARNING_DELAY = {seconds}
 safe_gpu.claim_gpus(timeout=None)
 say('has')
 """
-
-
-def test_a_bare_script_that_waits_a_moment_hears_nothing(child, ground, eventually) -> None:
-    ground.hold(*range(8))
-    one = child(WAITS.format(seconds=1e9))
-    eventually(lambda: bool(ground.tickets()))
-    ground.let_go()
-    out, err = one.process.communicate(timeout=60)
-    assert (out, err) == ("has\n", "")
 
 
 def test_a_bare_script_that_waits_longer_hears_it_once(child, ground, eventually) -> None:
@@ -84,90 +70,6 @@ def test_every_warning_names_its_sender_once(
     assert lines
     assert all(line.startswith(sender) and line.count("safe_gpu: ") == (not configured) for line in lines)
     assert any(line.startswith(sender + text) for line in lines)
-
-
-class Clock:
-    """Time that passes in pauses, and by a third of a second where a log is made ready, as in a new process."""
-
-    def __init__(self) -> None:
-        self._now = time.monotonic()
-
-    def monotonic(self) -> float:
-        return self._now
-
-    def sleep(self, seconds: float) -> None:
-        self._now += seconds
-
-
-@pytest.mark.parametrize("level", [logging.INFO, logging.WARNING])
-def test_a_wait_of_two_seconds_is_told_of_once(ground, level: int, caplog, monkeypatch: pytest.MonkeyPatch) -> None:
-    ground.hold(*range(8))
-    clock, to_log = Clock(), wait_reports._to_log
-
-    def slowly(logger: Any, *, late: bool) -> Any:
-        clock.sleep(1 / 3)
-        return to_log(logger, late=late)
-
-    monkeypatch.setattr(wait_reports, "time", clock)
-    monkeypatch.setattr(search, "time", clock)
-    monkeypatch.setattr(wait_reports, "_to_log", slowly)
-    caplog.set_level(level, "safe_gpu")
-    with pytest.raises(NotEnoughGpusError):
-        claim_gpus(1, NoPlaceholder(), affinity=None, timeout=1.9)
-    waiting = [record for record in caplog.records if record.getMessage().startswith("waiting for 1 GPU (0 free)")]
-    assert [record.levelno for record in waiting] == [level]
-
-
-class Enough(Exception):
-    """Instead of a second look."""
-
-
-def enough(*_: object) -> bool:
-    raise Enough
-
-
-@pytest.mark.parametrize("queued", [False, True])
-def test_the_warning_costs_no_look(host, ground, line, monkeypatch, caplog, queued: bool) -> None:
-    """Neither at host.lock nor at the driver: hundreds may wait."""
-    ground.hold(*range(8))
-    if queued:
-        line(8)
-    taken = []
-
-    locked = Host.locked
-
-    def counted(*arguments: Any) -> Any:
-        taken.append("host.lock")
-        return locked(*arguments)
-
-    def sleep(self: Waiter, ahead: object, seconds: float) -> bool:
-        return seconds > 1 and enough()
-
-    monkeypatch.setattr(Host, "locked", counted)
-    monkeypatch.setattr(Waiter, "sleep_behind", sleep)
-    monkeypatch.setattr(search, "is_alive", enough)
-    monkeypatch.setattr(wait_reports, "_WARNING_DELAY", 0.0)
-    seen = []
-    for level in (logging.WARNING, logging.ERROR):
-        logger = logging.Logger("safe_gpu", level)
-        logger.addHandler(caplog.handler)
-        caplog.clear()
-        taken.clear()
-        polls = host.polls
-        with pytest.raises(Enough):
-            claim_gpus(1, NoPlaceholder(), logger, affinity=None, timeout=None)
-        seen.append((len(taken), host.polls - polls))
-        assert len(caplog.records) == (level == logging.WARNING)
-    assert seen[0] == seen[1]
-    assert seen[0][0] == 1
-
-
-def test_what_went_wrong_is_heard_without_any_set_up(child, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAFE_GPU_SCOPE", "0123456789abcdef")
-    one = child("import safe_gpu; safe_gpu.claim_gpus()")
-    _, err = one.process.communicate(timeout=60)
-    assert err.count("\n") == 1
-    assert "SAFE_GPU_SCOPE=0123456789abcdef" in err
 
 
 def test_one_line_a_step(caplog: pytest.LogCaptureFixture) -> None:
@@ -217,45 +119,23 @@ def test_the_same_facts_as_data(caplog: pytest.LogCaptureFixture) -> None:
     }
 
 
-def test_a_wait_is_told_with_its_data(ground, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "safe_gpu")
-    ground.hold(*range(7))
-    with pytest.raises(NotEnoughGpusError):
-        claim_gpus(2, NoPlaceholder(), affinity=None, timeout=0.5)
-    waiting = [record for record in caplog.records if record.getMessage().startswith("waiting for 2 GPUs")]
-    assert len(waiting) == 1
-    said = r"waiting for 2 GPUs \(1 free\); GPU 0-6: \S+ \(pid \d+\) for \d s"
-    assert re.fullmatch(said, waiting[0].getMessage())
-    assert waiting[0].levelno == logging.INFO
-    assert (waiting[0].safe_gpu_position, waiting[0].safe_gpu_free, waiting[0].safe_gpu_needed) == (1, 1, 2)
-    assert len(waiting[0].safe_gpu_verdicts) == 8
-    assert waiting[0].safe_gpu_ahead is None
-
-
-def test_whom_one_waits_behind_is_told_with_its_data(line, ground, caplog: pytest.LogCaptureFixture) -> None:
-    line(8)
-    ground.hold(0)
+@pytest.mark.parametrize("queued", [False, True])
+def test_a_wait_is_told_with_its_data(line, ground, caplog: pytest.LogCaptureFixture, queued: bool) -> None:
+    if queued:
+        line(8)
+    ground.hold(*range(1 if queued else 8))
     caplog.set_level(logging.INFO, "safe_gpu")
     with pytest.raises(NotEnoughGpusError):
         claim_gpus(1, NoPlaceholder(), affinity=None, timeout=0.5)
-    (waiting,) = [
-        record
-        for record in caplog.records
-        if record.getMessage().startswith("waiting for 1 GPU (7 are free for 1 claim ahead), #2 in the queue; behind ")
-    ]
-    assert (waiting.safe_gpu_ahead.pid, waiting.safe_gpu_ahead.nb_gpus) == (os.getpid(), 8)
-    assert not waiting.safe_gpu_ahead.stopped
-    assert (waiting.safe_gpu_position, waiting.safe_gpu_free, waiting.safe_gpu_needed) == (2, 7, 1)
-
-
-def test_a_logger_that_is_closed_to_info_costs_a_short_wait_nothing(ground, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who holds what is looked up for the log only where somebody reads it."""
-    made = []
-    monkeypatch.setattr("safe_gpu.claim.messages.wait_status.wait_status", lambda *arguments: made.append(arguments))
-    ground.hold(*range(8))
-    with pytest.raises(NotEnoughGpusError):
-        claim_gpus(1, NoPlaceholder(), affinity=None, timeout=0.02)
-    assert made == []
+    (waiting,) = [record for record in caplog.records if record.getMessage().startswith("waiting for 1 GPU (")]
+    where = r"7 are free for 1 claim ahead\), #2 in the queue; behind .*" if queued else r"0 free\); GPU 0-7: .*"
+    assert re.fullmatch(rf"waiting for 1 GPU \({where}", waiting.getMessage())
+    assert waiting.levelno == logging.INFO
+    told = (waiting.safe_gpu_position, waiting.safe_gpu_free, waiting.safe_gpu_needed)
+    assert told == ((2, 7, 1) if queued else (1, 0, 1))
+    assert len(waiting.safe_gpu_verdicts) == 8
+    ahead = waiting.safe_gpu_ahead
+    assert (ahead and (ahead.pid, ahead.nb_gpus, ahead.stopped)) == ((os.getpid(), 8, False) if queued else None)
 
 
 def test_importing_and_claiming_configures_no_logging() -> None:
@@ -267,11 +147,3 @@ def test_importing_and_claiming_configures_no_logging() -> None:
         pass
     assert logging.root.handlers == before
     assert not logger.handlers
-
-
-@pytest.mark.parametrize("taken", [1, 2])
-def test_more_gpus_than_the_job_declared_are_warned_of(host: Any, taken: int, monkeypatch: Any, caplog: Any) -> None:
-    for name, value in {"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "1"}.items():
-        monkeypatch.setenv(name, value)
-    claim_gpus(taken, NoPlaceholder(), timeout=0)
-    assert ("takes 2 GPUs, but the job asked its scheduler for 1" in caplog.text) == (taken == 2)

@@ -13,30 +13,8 @@ from support.traces import is_locked
 from safe_gpu import GPUOwner
 from safe_gpu.claim.host import host_view as host_view_module
 from safe_gpu.claim.host import polls as polls_module
-from safe_gpu.claim.search.queue_snapshot import QueueSnapshot
-from safe_gpu.coordination.doors import Doors
 from safe_gpu.coordination.held import Held
 from safe_gpu.host import procfs
-
-
-def test_idle_gpus_that_are_claimed_count_when_nodes_are_filled_up(host: Any, ground: Any) -> None:
-    """GPUs 2 and 3 share a node. The driver shows nobody on GPU 2, which is claimed: GPU 3 is the one to take."""
-    assert try_claim(1) == (0,)
-    ground.hold(2)
-    assert try_claim(1) == (3,)
-
-
-def test_only_what_is_wanted_is_taken(host: Any, monkeypatch: Any) -> None:
-    tried: list[str] = []
-    genuine = Doors.take_whole
-
-    def take(doors: Doors, uuid: str, *arguments: Any) -> bool:
-        tried.append(uuid)
-        return genuine(doors, uuid, *arguments)
-
-    monkeypatch.setattr(Doors, "take_whole", take)
-    assert try_claim(1) == (0,)
-    assert tried == [host.uuids[0]]
 
 
 def test_a_process_is_looked_up_once_and_never_under_host_lock(
@@ -68,20 +46,6 @@ def test_who_passes_a_waiter_knows_the_host_of_this_second(
     line(8)
     assert try_claim(1) == (6,)
     assert host.polls == 2 * usual + polls
-
-
-def test_nobodys_wish_is_read_where_too_few_gpus_are_free_anyhow(
-    ground: Any, host: Any, line: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Hundreds may be ahead. A GPU that is claimed is not free, although nobody computes there."""
-
-    def read(*args: Any) -> None:
-        raise AssertionError("the waiters ahead were asked for their dates")
-
-    monkeypatch.setattr(QueueSnapshot, "open_to", read)
-    ground.hold(*range(7))
-    line(1)
-    assert try_claim(2) is None
 
 
 def test_an_interrupt_while_it_is_prepared_for_exec_leaves_all_of_a_claim_prepared(

@@ -8,7 +8,6 @@ import pytest
 
 import safe_gpu
 from safe_gpu import NoPlaceholder, NotEnoughGpusError, UnsatisfiableRequestError, claim_gpus
-from safe_gpu.coordination.doors import digest
 
 CLAIM = """
 import os, sys
@@ -134,10 +133,8 @@ RUN = ("run -n 3 -- true", "-n 3 is", "-n 3", "this one")
     ("around", "claim", "asked", "larger", "leave"),
     [
         ("run", *CLAIMED),
-        ("run", "safe_gpu.claim_gpus((3, 4), share='1GiB')", "claim_gpus((3, 4)) runs", "-n 3", "claim_gpus"),
         ("run", "safe_gpu.ensure_gpus(2)", "ensure_gpus(2) runs", "-n 2", "ensure_gpus"),
         ("run", *RUN),
-        ("run", "wait -n 2-3", "-n 2 is", "-n 2", "this one"),
         ("run, and a shell", *CLAIMED),
         ("run, without its limit", *RUN),
         ("a delegating claim", *CLAIMED),
@@ -164,95 +161,7 @@ def test_more_than_the_claim_around_holds(
     assert done.stderr.strip().removeprefix("safe-gpu: ") == said
 
 
-def test_a_refusal_inside_names_the_limit_of_the_process_itself(command, ground) -> None:
-    inner = ["env", "CUDA_VISIBLE_DEVICES=0", command.path, "run", "-n", 2, "--", "true"]
-    done = command.run("run", "-n", 2, "--only", "0,1", "--", *inner)
-    why = "which can give 1 of its 2 (GPU 1: not listed in CUDA_VISIBLE_DEVICES=0): ask for fewer, or ask for others"
-    assert why in done.stderr
-
-
-def test_gpus_beyond_the_visible_limit_that_others_hold_are_not_called_free(command, ground, monkeypatch) -> None:
-    ground.hold(*range(2, 8))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    done = command.run("run", "-n", 3, "--", "true")
-    assert "limits this process to 1 of 8 GPUs; 1 other is free: ask for its GPUs only, or set SAFE" in done.stderr
-    monkeypatch.setenv("SAFE_GPU_SCOPE", "0123456789abcdef")
-    done = command.run("run", "-n", 3, "--", "true")
-    assert "SAFE_GPU_SCOPE=0123456789abcdef names no living claim" in done.stderr
-    assert "limits this process to 1 of 8 GPUs; 1 other is free" in done.stderr
-    assert ground.tickets() == []
-
-
-def test_when_the_claim_around_is_used_up(command, holding, ground, child, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, token = holding(2)
-    inside(token, monkeypatch)
-    monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")
-    first = child(rank("2"))
-    assert first.hear() == "0 1"
-    with pytest.raises(NotEnoughGpusError, match=rf"(?s)1 GPU asked for, 0 free.*process {first.pid} "):
-        claim_gpus(1, NoPlaceholder(), affinity=None, timeout=0)
-    with pytest.raises(safe_gpu.ClaimTimeout):
-        claim_gpus(1, NoPlaceholder(), affinity=None, timeout=0.05)
-    assert ground.tickets() == []
-
-
-def test_claims_inside_choose_among_what_is_free_there(holding, child, ground, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Best outside need not be free inside: the choice is made there."""
-    ground.hold(1, 2, 4, 6, 7)
-    _, token = holding(3)  # 0, 3, 5
-    inside(token, monkeypatch)
-    monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")
-    ground.let_go()
-    assert child(rank("only=3")).hear() == "3"
-    assert child(rank("2")).hear() == "0 5"
-
-
-@pytest.mark.parametrize("visible_limit", ["2", "0,1,2"])
-def test_the_fence_counts_inside_as_well(holding, ground, monkeypatch: pytest.MonkeyPatch, visible_limit: str) -> None:
-    _, token = holding(4)
-    inside(token, monkeypatch, visible_limit)
-    with claim_gpus(1, NoPlaceholder(), affinity=None) as owner:
-        assert owner.devices_taken[0] in map(int, visible_limit.split(","))
-
-
 # A scope that means nothing here
-
-
-STALE = "SAFE_GPU_SCOPE=0123456789abcdef names no living claim of this user here"
-
-
-def test_the_warning_comes_once_however_long_it_waits(command, ground, monkeypatch: pytest.MonkeyPatch) -> None:
-    inside("0123456789abcdef", monkeypatch)
-    ground.hold(*range(8))
-    started = command.start("run", "--", "true")
-    lines = [started.stderr.readline() for _ in range(2)]
-    assert STALE in lines[0]
-    assert "for 1 GPU" in lines[1]
-    ground.let_go()
-    assert STALE not in started.communicate(timeout=60)[1]
-    assert started.returncode == 0
-
-
-def test_a_scope_that_outlived_its_claim(holding, ground, child, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a tmux session that was started inside."""
-    started, token = holding(2)
-    assert [one.token for one in ground.claims()] == [digest(token)]
-    ends_well(started)
-    inside(token, monkeypatch)
-    one = child(rank("2"))
-    assert one.hear() == "0 1"
-    assert (ground.claimed(), ground.claimed(inside=True)) == ([0, 1], [])
-
-
-def test_a_gpu_that_somebody_else_has_meanwhile(holding, ground, child, monkeypatch: pytest.MonkeyPatch) -> None:
-    started, token = holding(1)
-    ends_well(started)
-    ground.hold(1)
-    held, other = holding(1)  # GPU 0 again, under another token
-    assert other != token
-    inside(token, monkeypatch)
-    assert child(rank()).hear() == "2"
-    ends_well(held)
 
 
 def test_the_claim_around_ends_while_one_inside_waits(holding, ground, child, command, monkeypatch) -> None:
@@ -321,15 +230,6 @@ def test_nobody_takes_a_gpu_that_an_orphaned_claim_inside_holds(holding, ground,
     assert "for 8 GPUs (7 free); " in waiter.stderr.readline()
     inner.tell()
     assert waiter.communicate(timeout=60)[0] == "all\n"
-
-
-def test_releasing_the_claim_around_leaves_those_inside(child) -> None:
-    around = claim_gpus(2, NoPlaceholder(), delegate=True, affinity=None)
-    inner = child(rank())
-    assert inner.hear() == "0"
-    around.release_gpus()
-    with claim_gpus(2, NoPlaceholder(), affinity=None) as owner:
-        assert 0 not in owner.devices_taken
 
 
 # The queue inside

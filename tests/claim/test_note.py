@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from support.claims import claim
-from support.forks import in_fork
 
 import safe_gpu
 from safe_gpu.claim import claim as claim_module
@@ -78,33 +77,6 @@ def test_a_claim_that_is_refused_tells_of_the_dead_that_it_has_removed(state_dir
     assert [one["claim"][0] for one in lines(state_dir) if "ended" in one] == [killed.pid]
 
 
-def test_a_claim_that_was_killed_before_it_wrote_its_line_has_one(state_dir: Path, child: Any) -> None:
-    code = """
-import os, safe_gpu
-from safe_gpu.claim import claim
-claim.append = lambda *arguments: os.kill(os.getpid(), 9)
-safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0)
-"""
-    killed = child(code)
-    killed.process.wait(60)
-    assert lines(state_dir) == []
-    with claim():
-        first, _ = past()
-    assert first.pid == killed.pid
-    assert first.ended
-
-
-def test_a_waiter_that_was_killed_leaves_no_line(state_dir: Path, command: Any, ground: Any) -> None:
-    ground.hold(*range(8))
-    waiter = command.start("run", "--", "true")
-    assert "waiting" in waiter.stderr.readline()
-    waiter.kill()
-    waiter.wait(60)
-    ground.let_go()
-    with claim():
-        assert waiter.pid not in [one.pid for one in past()]
-
-
 def test_a_month_ends_while_claims_go_on(state_dir: Path, ground: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     december = 1_796_083_200.0  # its first second, in UTC
     clock = [december - 10]
@@ -146,20 +118,6 @@ def test_a_history_that_cannot_be_written_costs_its_lines_and_no_claim(state_dir
     with claim():
         pass
     assert len(past()) == 1
-
-
-def test_a_claim_inside_another_has_no_line(state_dir: Path) -> None:
-    with claim(2, delegate=True):
-        in_fork(lambda: claim(1).release_gpus())
-    assert [len(one.gpus) for one in past()] == [2]
-    assert len(lines(state_dir)) == 2
-
-
-def test_a_shared_display_has_no_lines(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:laptop")
-    with claim():
-        assert past() == []
-    assert lines(state_dir) == []
 
 
 def test_the_history_has_names_only(state_dir: Path, command: Any) -> None:

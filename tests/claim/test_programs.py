@@ -1,17 +1,13 @@
 """Claims in users' own programs: copies of the owner, closed descriptors, frozen apps, notebooks, worker pools."""
 
 import copy
-import logging
 import os
 import pickle
 import pydoc
-import signal
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,10 +16,6 @@ from support.forks import in_fork
 from support.gpus import PACKAGE_ROOT
 
 import safe_gpu
-from safe_gpu.claim.messages.wait_status import WaitStatus
-from safe_gpu.claim.search.wait_reports import _to_log
-from safe_gpu.gpus.devices import GpuVerdict
-from safe_gpu.host.programs import python_child
 from safe_gpu.runtimes.cuda import CUDA, CudaLibrary
 
 
@@ -107,15 +99,6 @@ def test_an_app_that_contains_python_is_not_started_again(
     assert not trace.exists()
 
 
-def test_where_the_python_of_an_app_is_known_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/opt/app/bin/app")
-    (python, *_), _ = python_child({})
-    version = subprocess.run(
-        [python, "-c", "import sys; print(sys.version)"], capture_output=True, text=True, timeout=60
-    )
-    assert version.stdout.strip() == sys.version
-
-
 def test_an_app_that_is_called_python_is_started_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program, trace = tmp_path / "python-app", tmp_path / "started"
     again = (
@@ -178,97 +161,6 @@ def test_a_claim_of_no_gpu_hides_all(function: Any, ground: Any, monkeypatch: py
 # What a user sees of an error
 
 
-PACKAGE = str(PACKAGE_ROOT / "safe_gpu")
-
-
-def _frames(err: BaseException | None) -> int:
-    """Frames of ours in an error and in all that led to it."""
-    if err is None:
-        return 0
-    number = sum(frame.filename.startswith(PACKAGE) for frame in traceback.extract_tb(err.__traceback__))
-    return number + max(_frames(err.__cause__), _frames(err.__context__))
-
-
-def _cell(err: BaseException) -> list[str]:
-    """What a notebook shows, as IPython's ``showtraceback`` makes it."""
-    return err._render_traceback_() if hasattr(err, "_render_traceback_") else traceback.format_exception(err)
-
-
-REFUSED: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
-    "too many GPUs": ({"nb_gpus": 9}, {}),
-    "a wrong argument": ({"timeout": -1}, {}),
-    "a wrong variable": ({}, {"SAFE_GPU_TIMEOUT": "soon"}),
-    "no state directory": ({}, {"SAFE_GPU_DIR": "/proc/nowhere"}),  # with a cause and its context
-    "no such driver": ({}, {"SAFE_GPU_DRIVER": "simulated:nothing"}),
-    "GPUs of a held claim": ({"hold_for": "soon"}, {}),
-}
-
-
-@pytest.mark.parametrize("refused", REFUSED)
-@pytest.mark.parametrize("function", ["claim_gpus", "ensure_gpus", "GPUOwner"])
-@pytest.mark.parametrize("full", [False, True])
-def test_an_error_is_shown_without_our_frames(
-    refused: str, function: str, full: bool, ground: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments, variables = REFUSED[refused]
-    if refused == "GPUs of a held claim":
-        safe_gpu.ensure_gpus(1, safe_gpu.NoPlaceholder(), affinity=None)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    if full:
-        monkeypatch.setenv("SAFE_GPU_TRACEBACK", "1")
-    with pytest.raises(safe_gpu.SafeGpuError) as caught:
-        getattr(safe_gpu, function)(**arguments)
-    safe_gpu.release_gpus()
-    assert (_frames(caught.value) > 2) is full
-    assert (_cell(caught.value) == [f"{type(caught.value).__name__}: {caught.value}"]) is not full
-    pickle.loads(pickle.dumps(caught.value))
-
-
-@pytest.mark.parametrize("error", [ValueError, safe_gpu.PolicyError, KeyboardInterrupt])
-def test_errors_of_the_programs_own_code_keep_their_frames(error: type[BaseException], ground: Any) -> None:
-    def broken(ordinal: int) -> object:
-        raise error("of the program")
-
-    with pytest.raises(safe_gpu.PlaceholderError if error is ValueError else error) as caught:
-        safe_gpu.claim_gpus(1, broken, timeout=0)
-    assert "in broken" in "".join(traceback.format_exception(caught.value))
-    assert error is not ValueError or "in broken" in "".join(_cell(caught.value))
-    assert (_frames(caught.value) > 2) is (error is ValueError)
-
-
-def test_ctrl_c_in_a_wait_shows_the_line_of_the_program(ground: Any) -> None:
-    class Pressed(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "waiting" in record.getMessage():
-                signal.raise_signal(signal.SIGINT)
-
-    ground.hold(*range(8))
-    logger = logging.Logger("of the program", logging.INFO)
-    logger.addHandler(Pressed())
-    with pytest.raises(KeyboardInterrupt) as caught:
-        safe_gpu.claim_gpus(1, logger=logger, timeout=60)
-    assert _frames(caught.value) <= 2
-
-
-def test_so_do_errors_that_the_program_was_handling(ground: Any) -> None:
-    def deep(number: int) -> None:
-        deep(number + 1)
-
-    def claim_after_it() -> None:
-        try:
-            deep(0)
-        except RecursionError:
-            safe_gpu.claim_gpus(9)
-
-    with pytest.raises(safe_gpu.UnsatisfiableRequestError) as caught:
-        claim_after_it()
-    context = caught.value.__context__
-    assert isinstance(context, RecursionError)
-    assert len(traceback.extract_tb(context.__traceback__)) > 100
-    assert _frames(caught.value) <= 2
-
-
 def test_help_shows_what_callers_can_give() -> None:
     shown = pydoc.render_doc(safe_gpu.GPUOwner)
     assert "_on_wait" not in shown
@@ -276,77 +168,6 @@ def test_help_shows_what_callers_can_give() -> None:
     assert "_spelling" not in shown
     assert "<default>" not in shown
     assert "timeout: float | str | DefaultTimeout | None = DEFAULT" in shown.replace("'", "")  # shown before 3.14
-
-
-def test_pytest_shows_the_line_that_claims(tmp_path: Path) -> None:
-    (tmp_path / "test_it.py").write_text("import safe_gpu\n\ndef test_it():\n    safe_gpu.claim_gpus(9)\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(tmp_path)]
-    env = {**os.environ, "PYTHONPATH": str(PACKAGE_ROOT)}
-    shown = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60).stdout
-    assert "test_it.py:4: UnsatisfiableRequestError" in shown
-    assert PACKAGE not in shown
-    assert "safe_gpu/claim" not in shown
-
-
-# Workers that outlive a claim
-
-
-FORKSERVER = """
-import os, multiprocessing, safe_gpu
-from multiprocessing import forkserver
-
-def claim(gpu):
-    safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), only=gpu, affinity=None)
-
-def command(pid):
-    with open(f"/proc/{{pid}}/cmdline") as file:
-        return file.read()
-
-if __name__ == "__main__":
-    {first}
-    forkserver.ensure_running()
-    while command(forkserver._forkserver._forkserver_pid) in ("", command("self")):
-        pass  # until it has executed its own program, whose environment counts
-    {second}
-"""
-OLDER = "the forkserver of multiprocessing was started before this claim"
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "warned"),
-    [
-        ("", "claim(0)", True),
-        ("claim(0)", "", False),
-        ("claim(0)", "safe_gpu.release_gpus(); claim(0)", False),
-        ("claim(0)", "safe_gpu.release_gpus(); claim(1)", True),
-    ],
-)
-def test_a_forkserver_that_sees_other_gpus_is_warned_of(
-    first: str, second: str, warned: bool, child: Any, ground: Any
-) -> None:
-    one = child(FORKSERVER.format(first=first, second=second))
-    _, err = one.process.communicate(timeout=60)
-    assert (OLDER in err) is warned
-    assert warned or not err
-
-
-@pytest.mark.parametrize("package", ["loky", "joblib.externals.loky"])
-def test_so_are_workers_of_loky(
-    package: str, child: Any, ground: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module: Any = ModuleType(f"{package}.process_executor")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    worker = child("say('there'); listen()", "there")
-    for alive, pids, warned in ((True, [], False), (False, [worker.pid], False), (True, [worker.pid], True)):
-        module._threads_wakeups = [SimpleNamespace(is_alive=lambda alive=alive: alive, processes=pids)]
-        caplog.clear()
-        with claim(1):
-            heirs = child("say('there'); listen()", "there")
-        assert [f"an executor of {package} was" in record.getMessage() for record in caplog.records] == [True] * warned
-        module._threads_wakeups = [SimpleNamespace(is_alive=lambda: True, processes=[heirs.pid])]
-        caplog.clear()
-        with claim(1):
-            assert not caplog.records
 
 
 # Scripts that start themselves again, as Lightning does for each further rank
@@ -392,19 +213,6 @@ def test_a_notebook_is_named(child: Any, tmp_path: Path) -> None:
         claim(1)
 
 
-def test_a_wait_behind_long_commands_is_a_short_line(host: Any, caplog: pytest.LogCaptureFixture) -> None:
-    reason = f"process {{}} (anna, python -m joblib.externals.loky.backend.popen_loky_posix {150 * 'x'}) uses 1 GiB"
-    verdicts = tuple(
-        GpuVerdict(gpu, "busy", reason.format(pid), user="anna", pid=pid)
-        for pid, gpu in enumerate(host.idle.gpus, 4000)
-    )
-    tell = _to_log(logging.getLogger("safe_gpu"), late=True)
-    assert tell is not None
-    tell(WaitStatus(1, 0, 1, verdicts))
-    assert caplog.messages[0].startswith("waiting for 1 GPU (0 free); GPU 0: process 4000 (anna, python -m joblib.")
-    assert len(caplog.messages[0]) == 240
-
-
 def test_a_kernel_that_can_have_other_gpus_only_anew_is_told_so(
     host: Any, ground: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -419,53 +227,6 @@ def test_a_kernel_that_can_have_other_gpus_only_anew_is_told_so(
     ground.hold(*range(1, 8))
     with pytest.raises(safe_gpu.NotEnoughGpusError, match=r"wait for it \(timeout="):
         claim(1)
-
-
-# Modules that are loaded anew
-
-
-RELOADED = """
-import importlib, os, sys
-import safe_gpu
-
-def reloaded(cleared):
-    for name in sorted(name for name in sys.modules if name.partition(".")[0] == "safe_gpu"):
-        module = sys.modules[name]
-        if cleared:  # as IPython's autoreload does
-            loader = module.__loader__
-            vars(module).clear()
-            module.__name__, module.__loader__ = name, loader
-        importlib.reload(module)
-
-mask = os.sched_getaffinity(0)
-safe_gpu.claim_gpus(1), safe_gpu.release_gpus()  # ctypes may keep libffi's file open from its first use
-before = set(os.listdir("/proc/self/fd"))
-owner = safe_gpu.claim_gpus(2)
-reloaded({cleared})
-assert safe_gpu.gpu_owner is owner is safe_gpu.ensure_gpus(2)
-try:
-    safe_gpu.claim_gpus(1)
-except RuntimeError as err:
-    say(err)
-listen()
-reloaded({cleared})
-safe_gpu.release_gpus()
-say(safe_gpu.gpu_owner, owner, set(os.listdir("/proc/self/fd")) - before, os.sched_getaffinity(0) == mask)
-listen()
-"""
-
-
-@pytest.mark.parametrize("cleared", [False, True])
-def test_a_reload_of_all_modules_keeps_the_claim(cleared: bool, child: Any, ground: Any) -> None:
-    one = child(RELOADED.format(cleared=cleared))
-    assert one.hear().startswith("this process holds GPU 0,1 already")
-    with pytest.raises(safe_gpu.NotEnoughGpusError, match="6 free"):
-        claim(7)
-    one.tell()
-    assert one.hear() == "None <GPUOwner: released> set() True"
-    with claim(8):
-        one.tell()
-        one.finish()
 
 
 WORKER = """

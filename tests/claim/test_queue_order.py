@@ -1,18 +1,17 @@
 """Who may go first: the rules of the queue as a table, and real processes that wait, are stopped or interrupted."""
 
 import json
-import logging
 import os
 import signal
+import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
-from support.claims import try_claim
+from support.claims import claim, try_claim
 from support.real import long
 
-from safe_gpu import ClaimTimeout, NoPlaceholder, NotEnoughGpusError, claim_gpus
-from safe_gpu.claim.search import wait_reports as status
-from safe_gpu.coordination.queue import Waiter
+from safe_gpu import ClaimTimeout, NoPlaceholder, NotEnoughGpusError, UnsatisfiableRequestError, claim_gpus
 from safe_gpu.host import procfs
 
 USER = procfs.user_name(os.geteuid())
@@ -29,12 +28,16 @@ class Case:
 
     nb_gpus: int
     gets: tuple[int, ...] | None
-    ahead: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
-    """Tickets: how many of which GPUs."""
+    ahead: list[tuple[Any, ...]] = field(default_factory=list)
+    """Tickets: how many of which GPUs, and for how long if that is said."""
     claimed: tuple[int, ...] = ()
+    """Claimed GPUs, of which nobody knows for how long."""
+    due: dict[int, float] = field(default_factory=dict)
+    """Claimed GPUs, and in how many seconds they are to be free."""
     strangers: tuple[int, ...] = ()
     only: tuple[int, ...] = ()
     visible_limit: str = ""
+    hold_for: float | None = None
 
 
 CASES = {
@@ -56,28 +59,52 @@ CASES = {
     "two blocked ones": Case(1, (6,), ahead=[(8, ALL), (1, (7,))], strangers=(7,)),
     "the free ones are too few anyhow": Case(3, None, ahead=[(8, ALL)], strangers=(7,), claimed=(0, 1, 2, 3, 4)),
 }
+HOUR = 3600.0
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def short(gets: tuple[int, ...] | None, **more: Any) -> Case:
+    """A claim for ten minutes beside one of eight GPUs that has to wait for an hour."""
+    usual = {"nb_gpus": 1, "hold_for": 600, "ahead": [(8, ALL)], "due": dict.fromkeys(ALL[1:], HOUR)}
+    return Case(gets=gets, **{**usual, **more})
+
+
+SHORT = {
+    "it ends in time": short((0,)),
+    "it ends too late": short(None, hold_for=2 * HOUR),
+    "it does not say": short(None, hold_for=None),
+    "the large one's date is not known": short(None, due=dict.fromkeys(ALL[1:7], HOUR), claimed=(7,)),
+    "known without that one": short((0,), ahead=[(7, ALL)], due=dict.fromkeys(ALL[1:7], HOUR), claimed=(7,)),
+    "a holder is overdue": short(None, due=dict.fromkeys(ALL[1:], -5.0)),
+    "one is overdue, the others are not": short((0,), due={1: -5.0, **dict.fromkeys(ALL[2:], HOUR)}),
+    "too few are free": short(None, nb_gpus=2),
+    "two": short((0, 1), nb_gpus=2, due=dict.fromkeys(ALL[2:], HOUR)),
+    "past two who cannot start either": short((0,), ahead=[(8, ALL), (1, (0,))]),
+    "past one of them only": short(None, ahead=[(8, ALL), (1, (0,), 60)]),
+    "the third, whose GPU is promised": short(
+        None, ahead=[(1, (1,), 60), (2, (0, 1, 2), 60)], due={1: 600, 2: HOUR}, only=(0,), hold_for=2 * HOUR
+    ),
+    "nobody wants that GPU": short((0,), hold_for=None, ahead=[(1, (1,))], due={1: HOUR}, only=(0,)),
+    "a stranger's GPU has no date": short(
+        (0,), hold_for=60, ahead=[(2, (0, 1, 2)), (1, (1,))], strangers=(1,), due=dict.fromkeys(ALL[2:], HOUR)
+    ),
+}
+
+
+@pytest.mark.parametrize("case", [*CASES.values(), *SHORT.values()], ids=[*CASES, *SHORT])
 def test_who_may_go_first(case: Case, ground, line, stranger, monkeypatch: pytest.MonkeyPatch) -> None:
     if case.visible_limit:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", case.visible_limit)
     ground.hold(*case.claimed)
+    now = time.time()
+    for index, seconds in case.due.items():
+        ground.hold(index, until=now + seconds)
     if case.strangers:
         stranger(*case.strangers)
-    for nb_gpus, gpus in case.ahead:
-        line(nb_gpus, gpus)
-    assert try_claim(case.nb_gpus, only=case.only) == case.gets
+    for nb_gpus, gpus, *hold_for in case.ahead:
+        line(nb_gpus, gpus, hold_for=next(iter(hold_for), None))
+    assert try_claim(case.nb_gpus, only=case.only, hold_for=case.hold_for) == case.gets
     assert len(ground.tickets()) == len(case.ahead)
-    assert ground.claimed() == list(case.claimed)
-
-
-def test_the_refusal_names_who_is_ahead(ground, line) -> None:
-    line(8), line(1, (5,)), line(1, (0,))
-    ahead = rf"behind \S+ \(pid {os.getpid()}, wants 1 GPU, queued for \d+ s\) and 1 more claim:"
-    said = f"1 GPU asked for, 1 is free for 2 claims ahead, {ahead}"
-    with pytest.raises(NotEnoughGpusError, match=said):
-        claim_gpus(1, NoPlaceholder(), only=5, timeout=0)
+    assert ground.claimed() == sorted({*case.claimed, *case.due})
 
 
 def test_a_waiter_whose_wish_no_release_can_meet_because_of_memory(ground, line, stranger) -> None:
@@ -117,21 +144,6 @@ def test_a_stopped_waiter_keeps_its_ticket_and_is_passed(command, ground, stop, 
     os.kill(large.pid, signal.SIGCONT)
     eventually(lambda: not procfs.is_stopped(large.pid))
     assert try_claim(1) is None
-    ground.let_go()
-    assert large.communicate(timeout=60)[0] == "large\n"
-
-
-def test_one_that_sleeps_behind_a_waiter_notices_that_it_was_stopped(command, ground, child, stop) -> None:
-    ground.hold(0)
-    large = command.start("run", "-n", 8, "--", "echo", "large")
-    assert "for 8 GPUs (7 free)" in large.stderr.readline()
-    patch = "from safe_gpu.claim.search import wait_reports as news\nnews._EARLY_INTERVAL = 0.05\n"
-    small = child(patch + WAIT.format(arguments="1"))
-    assert f"behind {USER} (pid {large.pid}, wants 8 GPUs" in hear(small, "waiting")
-    stop(large.pid)
-    assert hear(small, "has") == "has 1"
-    small.tell()
-    os.kill(large.pid, signal.SIGCONT)
     ground.let_go()
     assert large.communicate(timeout=60)[0] == "large\n"
 
@@ -196,30 +208,6 @@ def test_a_stranger_who_has_left_blocks_nobody(command, ground) -> None:
     assert since == sorted(since)
 
 
-NO_THREADS = """
-import threading
-from safe_gpu import NoPlaceholder, claim_gpus
-start = threading.Thread.start
-def refuse(thread):
-    if thread.name == "safe_gpu-waiter":
-        raise RuntimeError("can't start new thread")
-    start(thread)
-threading.Thread.start = refuse
-say(*claim_gpus(1, NoPlaceholder(), affinity=None, timeout=None).devices_taken)
-"""
-
-
-def test_a_waiter_that_can_have_no_thread_waits_all_the_same(ground, line, child, eventually) -> None:
-    """h_vmem and ulimit -u refuse threads."""
-    first = line(8)
-    ground.hold(0)
-    one = child(NO_THREADS)
-    eventually(lambda: len(ground.tickets()) == 2)
-    first.leave()
-    assert one.hear() != "0"
-    one.finish()
-
-
 def test_a_timeout_is_one_deadline_wherever_one_stands(ground, line) -> None:
     line(8)
     ground.hold(0)
@@ -227,33 +215,6 @@ def test_a_timeout_is_one_deadline_wherever_one_stands(ground, line) -> None:
         with pytest.raises(ClaimTimeout, match=rf"behind \S+ \(pid {os.getpid()}, wants 8 GPUs"):
             claim_gpus(1, NoPlaceholder(), only=only, timeout=0.05)
     assert len(ground.tickets()) == 1
-
-
-@pytest.mark.parametrize("listens", [True, False])
-@pytest.mark.parametrize("early", [True, False])
-def test_a_sleeper_wakes_for_its_news_and_else_at_a_pace_of_its_own(
-    ground, line, monkeypatch: pytest.MonkeyPatch, listens: bool, early: bool
-) -> None:
-    class Slept(Exception):
-        """Instead of sleeping."""
-
-    def sleep(self: Waiter, ahead: object, seconds: float) -> bool:
-        if seconds <= status._WARNING_DELAY:
-            return False  # until the warning
-        raise Slept(seconds)
-
-    line(8)
-    ground.hold(0)
-    logger = logging.Logger("sleeper", logging.INFO if listens else logging.WARNING)
-    monkeypatch.setattr(status, "_REPORT_INTERVAL", 1e6)  # so that what the machine is busy with counts for nothing
-    monkeypatch.setattr(status, "_EARLY_INTERVAL", 1e5)
-    monkeypatch.setattr(status, "_EARLY", 2 if early else 1)
-    monkeypatch.setattr(Waiter, "sleep_behind", sleep)
-    with pytest.raises(Slept) as slept:
-        claim_gpus(1, NoPlaceholder(), logger, affinity=None, timeout=None)
-    spread = 0.75 + os.getpid() % 500 / 1000
-    pace = 1e5 * spread if early else 1e6 if listens else 1e6 * spread
-    assert slept.value.args[0] == pytest.approx(pace, rel=0.001)
 
 
 # Interruptions
@@ -351,3 +312,37 @@ def test_wherever_an_interrupt_comes_nothing_is_left_behind(number: int, ground,
     )
     assert left == []
     assert int(done.split()[2]) > 40
+
+
+# Ranges: at least so many, and more if these can be had at once
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        pytest.param((2, 4), (4, 5, 6, 7), id="as many as it may have"),
+        pytest.param((2, 6), (4, 5, 6, 7), id="as many as are free"),
+        pytest.param((4, 5), (4, 5, 6, 7), id="no more than it needs"),
+        pytest.param((5, 6), None, id="fewer than it needs"),
+    ],
+)
+def test_a_range_takes_what_is_free_at_once(ground: Any, wanted: Any, expected: Any) -> None:
+    ground.hold(0, 1, 2, 3)
+    assert try_claim(wanted) == expected
+
+
+def test_a_range_passes_nobody(ground: Any, line: Any) -> None:
+    ground.hold(0)
+    line(8)
+    assert try_claim((2, 4)) is None
+
+
+def test_a_range_takes_only_gpus_that_it_may_pass_with(ground: Any, line: Any) -> None:
+    line(3, range(3))
+    assert try_claim((2, 8)) == (3, 4, 5, 6, 7)
+
+
+@pytest.mark.parametrize("wanted", [(0, 2), (4, 2), (2, 2), (1, 2, 3), ("a", "b"), (2.5, 3)])
+def test_a_range_that_makes_no_sense_is_refused(wanted: Any) -> None:
+    with pytest.raises(UnsatisfiableRequestError, match="nb_gpus"):
+        claim(wanted)

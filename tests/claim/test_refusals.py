@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu.claim import arguments
 from safe_gpu.claim.checks import confirmation
-from safe_gpu.claim.owner import owner_type
-from safe_gpu.coordination.host_lock import MINIMUM_PATIENCE, Host
+from safe_gpu.coordination.host_lock import Host
 from safe_gpu.errors import ClaimTimeout, LockTimeout, NotEnoughGpusError, SafeGpuError, UnsatisfiableRequestError
 
 SHORT = 0.05
@@ -45,17 +43,6 @@ def test_too_few_until_the_deadline(host: Any, ground: Any, untouched: Callable[
     assert caught.value.timeout == SHORT
     assert caught.value.verdicts[0].state == "claimed"
     assert "wait longer" in str(caught.value)
-
-
-def test_a_wait_ends_when_the_claims_have_ended_and_the_stranger_is_gone(host, ground, cleanup) -> None:
-    ground.hold(*range(4))
-    stranger = cleanup.enter_context(host.stranger(4))
-
-    def end(status: Any) -> None:
-        ground.let_go()
-        stranger.close()
-
-    assert owner_type(on_wait=end)(8, timeout=60).devices_taken == list(range(8))
 
 
 # Choosing
@@ -131,28 +118,6 @@ def test_an_empty_fence_leaves_no_gpu(host, monkeypatch, untouched, value: str) 
 # Locks and deadlines
 
 
-HOLDER = """
-from safe_gpu.coordination.host_lock import Host
-from safe_gpu.coordination.signals import DeferredSignals
-with DeferredSignals() as signals, Host() as host:
-    host.look()
-    with host.locked(None, signals):
-        say("held"); listen()
-"""
-
-
-def test_a_stuck_host_lock_names_its_holder(host, untouched, child, monkeypatch) -> None:
-    monkeypatch.setattr(arguments, "MINIMUM_PATIENCE", SHORT)
-    holder = child(HOLDER, says="held")
-    with untouched():
-        with pytest.raises(LockTimeout, match=rf"host\.lock is held by process {holder.pid} of ") as caught:
-            safe_gpu.claim_gpus(1, timeout=0)
-        assert len(safe_gpu.get_free_gpus()) == 8, "who only looks takes no lock"
-    assert (caught.value.pid, bool(caught.value.user)) == (holder.pid, True)
-    assert "say(" not in str(caught.value)  # arguments of others are nobody's business
-    assert caught.value.path == os.path.join(os.environ["SAFE_GPU_DIR"], "host.lock")
-
-
 def test_a_crowded_host_lock_is_waited_for_longer(host, monkeypatch) -> None:
     """As long as nobody keeps it, and not for ever."""
     tries: list[int] = []
@@ -173,21 +138,6 @@ def test_a_crowded_host_lock_is_waited_for_longer(host, monkeypatch) -> None:
     with pytest.raises(LockTimeout):
         safe_gpu.claim_gpus(1, timeout=0)
     assert len(tries) < last
-
-
-def test_a_crowd_at_the_end_of_a_wait_is_no_lock_timeout(host, ground, monkeypatch) -> None:
-    ground.hold(*range(8))
-    locked = Host.locked
-    deadlines: list[float] = []
-
-    def recording(self: Host, deadline: float, signals: Any) -> Any:
-        deadlines.append(deadline - time.monotonic())
-        return locked(self, deadline, signals)
-
-    monkeypatch.setattr(Host, "locked", recording)
-    with pytest.raises(ClaimTimeout):
-        safe_gpu.claim_gpus(1, timeout=SHORT)
-    assert min(deadlines) > MINIMUM_PATIENCE / 2
 
 
 def test_the_timeout_is_one_deadline_from_the_call(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 import safe_gpu
 from safe_gpu.claim.host import polls as host_view
-from safe_gpu.claim.owner import owner_type
 from safe_gpu.errors import GpuContendedError, NoDriverError, NotEnoughGpusError, UnsatisfiableRequestError
 from safe_gpu.gpus.devices import ComputeMode, ProcessKind
 from safe_gpu.host import procfs
@@ -46,19 +45,6 @@ def test_a_stranger_before_the_second_poll_costs_one_gpu_and_not_the_claim(host:
     assert owner.devices_taken == [2, 3]  # 0 and 1 were the first choice
     assert host.events.count("poll") == 2, "the whole host, before another choice"
     assert host.events.count("usage") == 3, "0 and 1, then 2 and 3 twice"
-
-
-def test_a_stranger_before_the_second_poll_is_named_when_too_few_are_left(host, cleanup, untouched, eventually) -> None:
-    stranger = cleanup.enter_context(host.stranger(3))
-    stranger.close()
-    host.on_poll = lambda number: number == 2 and cleanup.enter_context(host.stranger(3))
-    with untouched():
-        with pytest.raises(NotEnoughGpusError, match=f"GPU 3 .*process {host.stranger_pid}") as caught:
-            safe_gpu.claim_gpus(8, timeout=0)
-        cleanup.close()
-    assert type(caught.value) is NotEnoughGpusError
-    assert [verdict.state for verdict in caught.value.verdicts] == ["free"] * 3 + ["busy"] + ["free"] * 4
-    assert caught.value.verdicts[3].pid == host.stranger_pid
 
 
 @pytest.mark.parametrize(
@@ -110,14 +96,6 @@ def test_a_stranger_beside_our_placeholder_is_named_and_everything_given_back(ho
     assert [process.pid for process in caught.value.processes] == [host.stranger_pid]
     assert caught.value.nb_gpus == 2
     assert len(caught.value.verdicts) == 8
-
-
-@pytest.mark.parametrize("pid", [None, HIDDEN])
-def test_a_stranger_is_seen_beside_no_placeholder_too(host: Any, cleanup: ExitStack, pid: int | None) -> None:
-    """One that does not resolve is not ours where we hold nothing."""
-    host.on_poll = lambda number: number == 3 and cleanup.enter_context(host.stranger(0, pid=pid))
-    with pytest.raises(GpuContendedError, match=str(pid or host.stranger_pid)):
-        safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), timeout=0)
 
 
 @pytest.mark.parametrize(
@@ -179,12 +157,6 @@ def test_two_that_do_not_resolve_are_one_too_many(host: Any, cleanup: ExitStack,
     assert {process.pid for process in caught.value.processes} == {HIDDEN, HIDDEN - 1}
 
 
-def test_one_that_does_not_resolve_beside_our_own_is_a_stranger(host: Any, cleanup: ExitStack) -> None:
-    placeholder = Holding(host, lambda number: cleanup.enter_context(host.stranger(0, pid=HIDDEN)))
-    with pytest.raises(GpuContendedError, match=str(HIDDEN)):
-        safe_gpu.claim_gpus(1, placeholder, timeout=0)
-
-
 def test_a_context_that_a_framework_keeps_is_ours_in_the_next_claim_too(host: Any, cleanup: ExitStack) -> None:
     """One process that does not resolve is ours."""
 
@@ -235,12 +207,6 @@ def test_the_older_package_is_kept_out_until_the_driver_shows_our_placeholder(ho
     own[0].close()
 
 
-def test_with_nothing_to_show_the_older_package_may_look_at_once(host: Any, spies: Any) -> None:
-    safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), timeout=0)
-    assert host.polls == 3
-    assert not spies.legacy_held
-
-
 def test_a_gpu_that_is_lost_under_the_placeholder_is_no_gpu(host: Any, untouched: Callable[[], Any]) -> None:
     host.on_poll = lambda number: number == 3 and host.edits.update({host.uuids[0]: {"lost": True}})
     with untouched(), pytest.raises(NotEnoughGpusError, match="lost GPU 0") as caught:
@@ -277,7 +243,3 @@ def test_a_poll_is_taken_again_when_preparing_took_long(host: Any, monkeypatch: 
     monkeypatch.setattr("safe_gpu.claim.owner._STALE", 0.0)
     safe_gpu.claim_gpus(1, timeout=0)
     assert host.polls == 4
-
-
-def test_nothing_is_told_where_there_is_no_wait(host: Any) -> None:
-    owner_type(on_wait=lambda status: pytest.fail("told"))(1, timeout=60)

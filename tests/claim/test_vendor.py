@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.forks import in_fork
 
 import safe_gpu
 from safe_gpu.claim.free import wait_for_gpus
@@ -123,14 +122,6 @@ def test_a_wrong_vendor(vendor: Any) -> None:
             ask(vendor=vendor)
 
 
-def test_the_command_line(command: Any) -> None:
-    assert variables(command, "run", "-q", "--vendor", "AMD")["ROCR_VISIBLE_DEVICES"] == UUIDS["amd"][0]
-    assert variables(command, "run", "-q", "--vendor", "nvidia") == {"CUDA_VISIBLE_DEVICES": "0"}
-    child = command.run("run", "--vendor", "matrox", "--", "true")
-    assert child.returncode == 2
-    assert "choose from nvidia, amd" in child.stderr
-
-
 def test_a_driver_that_was_named(monkeypatch: pytest.MonkeyPatch, command: Any) -> None:
     monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:dgx-a100")
     child = command.run("run", "--vendor", "amd", "--", "true")
@@ -171,27 +162,6 @@ def test_a_scope_of_nobody_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("SAFE_GPU_SCOPE", token)
     with claim() as owner:
         assert vendor_of(owner.gpus[0].uuid) == "nvidia"
-
-
-def test_a_child_of_a_claim_that_does_not_delegate_is_told_so(command: Any) -> None:
-    with claim(4, vendor="amd"):
-        child = command.run("run", "--timeout", "0", "--", "true")
-        assert child.returncode == 75
-        assert f"process {os.getpid()}" in child.stderr
-
-
-def test_cpus_are_those_next_to_the_claimed_gpus() -> None:
-    """`bind` looks for the GPUs of the claim, in its process and in children, not for NVIDIA's of the same number."""
-
-    def work() -> None:
-        for vendor, environment in (("amd", {}), ("nvidia", {"ROCR_VISIBLE_DEVICES": UUIDS["amd"][0]})):
-            os.environ.update(environment)
-            with claim(1, vendor=vendor, only="2") as owner:
-                report = safe_gpu.bind(strict=False, mode=None, memory="preferred")
-                assert owner.gpus[0].uuid in UUIDS[vendor]
-                assert "claimed by this process" in str(report.target)
-
-    in_fork(work)  # which ends bound
 
 
 # The queue

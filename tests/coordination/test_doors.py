@@ -96,16 +96,6 @@ def test_inside_another_claim(gpu: str, doors: Doors, make: Callable[..., Doors]
     assert is_free(gpu)
 
 
-def test_what_is_refused_is_given_back(gpu: str, doors: Doors, make: Callable[..., Doors]) -> None:
-    other, holder = f"{gpu}-b", make()
-    assert doors.take_whole(other, (), TOKEN)
-    assert holder.take_share(gpu, ())
-    assert not doors.take_whole(gpu, (), TOKEN)
-    assert doors.parts == {other: 0}
-    holder.release()
-    assert is_free(gpu)
-
-
 @pytest.mark.skipif(not CAN_TRACE, reason="cannot trace processes here")
 def test_whichever_way_they_are_closed_one_of_the_token_goes_before_the_gpu(gpu: str) -> None:
     """As a process is killed, released or ends at any system call, nobody is inside once the GPU could be had."""

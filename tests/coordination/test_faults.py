@@ -55,12 +55,6 @@ def test_the_name_of_an_old_mig_instance(place: str) -> None:
     assert read_faults(place, ["MIG-GPU-1/7/0"]) == {"MIG-GPU-1/7/0": GpuFault(1.0, "bad")}
 
 
-def test_who_only_looks_makes_nothing(place: str) -> None:
-    assert read_faults(place, [UUID]) == {}
-    clear_fault(place, UUID)
-    assert not os.path.exists(place)
-
-
 LONG = b'{"when": 1, "error": "' + b"x" * 9999
 
 
@@ -92,14 +86,6 @@ def test_a_directory_that_cannot_be_used_has_no_notes(place: str, tmp_path: Path
     assert read_faults(place, [UUID]) == {}
     with pytest.raises(StateDirError, match="symbolic link"):
         write_fault(place, UUID, GpuFault(1.0, "bad"))
-
-
-def test_a_note_is_cleared(place: str) -> None:
-    write_fault(place, UUID, GpuFault(1.0, "bad"))
-    clear_fault(place, UUID)
-    clear_fault(place, UUID)
-    assert read_faults(place, [UUID]) == {}
-    assert os.listdir(Path(place, "faults")) == []
 
 
 def test_what_a_killed_process_left_is_replaced(place: str) -> None:

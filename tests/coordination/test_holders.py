@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from safe_gpu.coordination.directory import Directory
 from safe_gpu.coordination.doors import Doors, digest
-from safe_gpu.coordination.entry import Entry, make_entry, said_by_this_process
+from safe_gpu.coordination.entry import Entry, make_entry
 from safe_gpu.coordination.holders import (
     Claims,
     claim_around,
@@ -239,10 +239,6 @@ def test_a_process_of_another_namespace_is_named_by_its_number_there() -> None:
     assert said_by(there).pid is None
 
 
-def test_who_is_unknown_to_the_user_namespace_is_nobody() -> None:
-    assert holder_of(entry(1, uid=-1)).user is None
-
-
 def test_a_process_that_was_left_behind_is_found_by_what_it_keeps_locked(
     state_dir: Path, child: Callable[..., Any]
 ) -> None:
@@ -264,16 +260,6 @@ def test_a_process_that_was_left_behind_is_found_by_what_it_keeps_locked(
         assert (told.pid, told.left_by, told.start) == (heir, parent.pid, None)
     finally:
         os.kill(heir, signal.SIGKILL)
-
-
-def test_a_claim_says_of_this_process_what_names_it(state_dir: Path) -> None:
-    with Directory(str(state_dir), "claims") as claims:
-        said = {**said_by_this_process("sge:7"), "gpus": {"a": None}}
-        _, held = make_entry(claims, 1, said, by_children=False)
-        (one,) = living_claims()
-        held.release()
-    assert lives_here(one)
-    assert (one.pid, one.job, one.host) == (os.getpid(), "sge:7", os.uname().nodename)
 
 
 # Elsewhere

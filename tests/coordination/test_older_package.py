@@ -138,34 +138,6 @@ def is_free(path: Path) -> bool:
     return True
 
 
-TURNS = """
-import fcntl, os, time
-mine = open(os.open(PATH, os.O_WRONLY), "w")
-say("ready"); listen()
-while True:
-    fcntl.lockf(mine, fcntl.LOCK_EX)
-    fd = os.open(COUNT, os.O_WRONLY | os.O_APPEND); os.write(fd, b"x"); os.close(fd)
-    time.sleep(0.01)    # nvidia-smi, the import of a framework, a context
-    fcntl.lockf(mine, fcntl.LOCK_UN)
-"""
-
-
-def test_ours_get_their_turn_between_theirs(present: Path, child, tmp_path: Path) -> None:
-    """Who polls meets the lock free only by chance while two of theirs pass it to each other."""
-    count = tmp_path / "turns"
-    count.touch()
-    rivals = [child(f"PATH, COUNT = {str(present)!r}, {str(count)!r}\n{TURNS}") for _ in range(4)]
-    for rival in rivals:
-        assert rival.hear() == "ready"
-    for rival in rivals:
-        rival.tell()
-    for _ in range(10):
-        lock = take(None)
-        assert lock is not None
-        lock.release()
-    assert count.stat().st_size < 400  # polled, it is 600 to 4,000; in the queue, 5 to 200, by how busy the machine is
-
-
 def test_waits_that_end_early_leave_one_thread_and_no_lock(present: Path, child, eventually) -> None:
     threads, files = threading.active_count(), set(os.listdir("/proc/self/fd"))
     holder = theirs(child, present)
@@ -233,14 +205,6 @@ listen(); lock.release(); say("released"); listen()
     one.tell()
 
 
-def test_another_descriptor_of_the_file_may_be_closed_meanwhile(present: Path, child) -> None:
-    """That would end a lock of the process."""
-    lock = take(0.0)
-    os.close(os.open(present, os.O_RDONLY))
-    assert not is_free(present)
-    lock.release()
-
-
 @pytest.mark.parametrize(
     "without",
     [
@@ -289,21 +253,3 @@ def test_what_is_no_file_is_not_opened(lock_file: Path, tmp_path: Path, what: st
         make.get(what, lambda path: os.symlink(tmp_path / lock_file.name, path))(lock_file)
     assert take(0.0) is None
     assert ("cannot be taken" if "link" in what else "is not a regular file") in caplog.text
-
-
-def test_a_directory_that_cannot_be_entered_is_warned_of(present: Path, as_user) -> None:
-    present.parent.chmod(0o700)
-    path = present
-
-    def work(say, listen) -> None:
-        class Log:
-            def warning(self, text: str, *args: object) -> None:
-                say(text % args)
-
-        say(take(0.0, Log()))
-
-    other = as_user(work, uid=65534)
-    warning = other.hear()
-    assert str(path) in warning
-    assert "Permission denied" in warning
-    assert other.hear() == "None"

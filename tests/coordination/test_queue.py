@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import shutil
 import signal
 import threading
 import time
@@ -19,7 +18,6 @@ from safe_gpu.coordination.held import Held
 from safe_gpu.coordination.host_lock import Host
 from safe_gpu.coordination.queue import TicketRequest, Waiter, is_stopped, tickets_that_count, waiting_tickets
 from safe_gpu.coordination.signals import DeferredSignals
-from safe_gpu.errors import StateDirError
 
 ANY = frozenset({"GPU-0", "GPU-1"})
 OTHER = 4711
@@ -117,15 +115,6 @@ def test_tickets_are_numbered_in_order_and_say_who_waits(state_dir: Path, join: 
     assert path.stat().st_mode & 0o777 == 0o644
 
 
-def test_a_number_is_one_above_the_highest_of_the_dead_too(state_dir: Path, join: Join, place: Any) -> None:
-    _first, second = join(), join()
-    second.waiter.leave()
-    assert join().host.queue.next_number == 2, "the name is another one"
-    place(7)[1].release()
-    join()
-    assert numbers(state_dir) == [1, 2, 7, 8]
-
-
 def test_leaving_leaves_nothing(state_dir: Path, join: Join) -> None:
     before = os.listdir("/proc/self/fd")
     one = join()
@@ -134,19 +123,6 @@ def test_leaving_leaves_nothing(state_dir: Path, join: Join) -> None:
     one.end()
     assert not one.waiter.queued
     assert numbers(state_dir) == []
-    assert os.listdir("/proc/self/fd") == before
-
-
-def test_no_room_for_the_ticket_leaves_none(state_dir: Path, join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = join(ticket=False)
-    before = os.listdir("/proc/self/fd")
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", lambda fd, data: 1)
-        with pytest.raises(StateDirError, match="no room"):
-            one.join()
-    assert not one.waiter.queued
-    assert numbers(state_dir) == []
-    one.waiter.leave()
     assert os.listdir("/proc/self/fd") == before
 
 
@@ -255,24 +231,6 @@ def test_who_came_between_the_listing_and_the_lock_stands_ahead(state_dir: Path,
     assert mine.ahead() == []
 
 
-def test_a_ticket_is_read_once_and_asked_again_only_where_it_decides(
-    join: Join, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The head of hundreds looks many times a second."""
-    join()
-    join()
-    mine = join()
-    assert mine.ahead() == [2, 1]
-    asked: list[str] = []
-    genuine = type(mine.host.queue).ask
-    monkeypatch.setattr(type(mine.host.queue), "ask", lambda self, name: (asked.append(name), genuine(self, name))[1])
-    mine.host.queue.refresh()
-    assert next(mine.waiter.ahead()).number == 2
-    assert [name.partition(".")[0] for name in asked] == ["2"]
-    assert mine.waiter.position() == 3
-    assert len(asked) == 1
-
-
 # Removed and replaced
 
 
@@ -289,17 +247,6 @@ def test_a_ticket_that_was_removed_is_noticed_and_made_anew(state_dir: Path, joi
     mine.join()
     assert len(numbers(state_dir)) == 1
     assert not Waiter.was_removed(join(ticket=False).waiter)
-
-
-def test_a_queue_that_was_replaced_is_joined_anew(state_dir: Path, join: Join) -> None:
-    mine = join()
-    shutil.rmtree(state_dir / "queue")
-    other = join()
-    assert mine.waiter.queued
-    mine.host.look()
-    assert not mine.waiter.queued
-    mine.join()
-    assert (mine.ahead(), other.ahead()) == ([1], [])
 
 
 # Who counts
@@ -334,28 +281,10 @@ def test_beyond_the_caps_a_ticket_is_not_ahead_until_it_counts(
     assert len(waiting_tickets()) == 4
 
 
-def test_links_of_a_ticket_silence_nobody_and_count_once(
-    state_dir: Path, join: Join, place: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(queue_module, "_MOST_OF_ONE_USER", 3)
-    name, _ = place(1, uid=OTHER)
-    for number in range(2, 8):
-        os.link(state_dir / "queue" / name, state_dir / "queue" / f"{number}.{number:016x}")
-    place(9, uid=OTHER)
-    mine = join()
-    assert mine.ahead() == [9, 1]
-    assert [one.number for one in waiting_tickets()] == [1, 9, 10]
-
-
 def test_a_claim_in_the_queue_is_no_ticket(join: Join, place: Any) -> None:
     place(1, nb_gpus=0, gpus={"GPU-0": None})
     assert join().ahead() == []
     assert len(waiting_tickets()) == 1
-
-
-def test_who_only_looks_makes_no_queue(state_dir: Path) -> None:
-    assert waiting_tickets() == []
-    assert not state_dir.exists()
 
 
 @pytest.mark.parametrize("here", [True, None, False])

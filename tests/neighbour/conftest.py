@@ -5,12 +5,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from support.claims import claim
 
 import safe_gpu
 from safe_gpu.coordination.directory import Directory
@@ -121,12 +121,24 @@ def entry_of(state_dir: Path, as_user: Any) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def next_tick(eventually: Callable[..., None]) -> Callable[[], None]:
-    """Wait until a process that starts has another start time (in clock ticks) than those that run."""
+def user(state_dir: Path, as_user: Any) -> Callable[..., Any]:
+    """``user(ANNA, 1)``: a process of hers that claims one GPU, says which, or why not, and holds it.
 
-    def wait() -> None:
-        ticks, clock = os.sysconf("SC_CLK_TCK"), time.CLOCK_BOOTTIME
-        now = int(time.clock_gettime(clock) * ticks)
-        eventually(lambda: int(time.clock_gettime(clock) * ticks) > now)
+    ``before`` and ``after`` the claim these are called in it; ``start_as`` is its user before that, ``scope`` its
+    SAFE_GPU_SCOPE, and ``says`` a variable that it says in place of the GPUs.
+    """
 
-    return wait
+    def start(
+        uid: int, nb_gpus: int = 1, *, start_as=None, scope="", before=bool, after=bool, says="", **options: Any
+    ) -> Any:
+        def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+            os.environ["SAFE_GPU_SCOPE"] = scope
+            before()
+            owner = claim(nb_gpus, **options)
+            after()
+            say(os.environ[says] if says else owner.devices_taken)
+            listen()
+
+        return as_user(work, uid=uid if start_as is None else start_as)
+
+    return start

@@ -13,15 +13,11 @@ from typing import Any
 import pytest
 from support.claims import claim
 
-import safe_gpu
 from safe_gpu.coordination import entry as entry_module
 from safe_gpu.coordination.directory import Directory
-from safe_gpu.coordination.entry import MOST_NAMES, Entries, make_entry
+from safe_gpu.coordination.entry import Entries, make_entry
 from safe_gpu.coordination.held import Held
 from safe_gpu.coordination.host_lock import Host
-from safe_gpu.coordination.queue import waiting_tickets
-from safe_gpu.errors import StateDirError
-from safe_gpu.host import procfs
 
 NEIGHBOUR, VICTIM = 4711, 4712
 MANY = 60_000
@@ -87,17 +83,12 @@ def said(part: str, uuids: list[str]) -> bytes:
     return json.dumps({"v": 1, "pid": 1, **what}).encode()
 
 
-@pytest.mark.parametrize("scope", ["", "0123456789abcdef"], ids=["outside", "in a stale scope"])
 @pytest.mark.parametrize("part", ["claims", "queue"])
-def test_many_names_cost_little_under_host_lock(
-    used: Path, ground: Any, as_user: Any, part: str, scope: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_names_cost_little_under_host_lock(used: Path, ground: Any, as_user: Any, part: str) -> None:
     """Dead entries for all GPUs, and nonsense. They are read before, and only their names are listed under it."""
     fill(used / part, [said(part, ground.uuids), b"{", b"x" * 60_000], MANY)
 
     def look(say: Callable[[object], None], listen: Callable[[], str]) -> None:
-        if scope:
-            os.environ["SAFE_GPU_SCOPE"] = scope
         found = Cost()
         with pytest.MonkeyPatch.context() as patch:
             found.watch(patch)
@@ -112,19 +103,6 @@ def test_many_names_cost_little_under_host_lock(
     assert opened <= 2
     assert seconds < LONGEST
     assert grown < 64, "MiB"
-
-
-def test_names_beyond_the_most_refuse_claims_and_name_their_owner(used: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(entry_module, "MOST_NAMES", 50)
-    fill(used / "claims", [b""], 60)
-    with pytest.raises(
-        StateDirError, match=rf"60 names, of which 60 are of {procfs.user_name(NEIGHBOUR)}, who or root"
-    ):
-        claim()
-    assert MOST_NAMES == 65_536
-    for path in (used / "claims").iterdir():
-        path.unlink()
-    claim().release_gpus()
 
 
 # Entries of a neighbour's
@@ -145,87 +123,6 @@ def make(used: Path) -> Iterator[Callable[..., tuple[Path, Held]]]:
     yield entry
     for held in made:
         held.release()
-
-
-NONSENSE: dict[str, dict[str, Any]] = {
-    "a negative share": {"gpus": {"{uuid}": -1}},
-    "a huge share": {"gpus": {"{uuid}": 1 << 61}},
-    "an endless share": {"gpus": {"{uuid}": 1e999}},
-    "text": {"gpus": {"{uuid}": "all"}},
-    "a list": {"gpus": ["{uuid}"]},
-    "a part beyond all": {"gpus": {"{uuid}": None}, "parts": {"{uuid}": 1 << 40}},
-    "version 0": {"v": 0, "gpus": {"{uuid}": None}},
-    "more GPUs than there are": {"gpus": dict.fromkeys(map(str, range(2000)))},
-}
-
-
-def with_uuid(what: Any, uuid: str) -> Any:
-    return json.loads(json.dumps(what).replace("{uuid}", uuid))
-
-
-@pytest.mark.parametrize("what", NONSENSE.values(), ids=NONSENSE)
-def test_nonsense_holds_no_gpu(used: Path, ground: Any, make: Any, what: dict[str, Any]) -> None:
-    make("claims", 1, **with_uuid(what, ground.uuids[0]))
-    with claim(8) as owner:
-        assert len(owner.devices_taken) == 8
-
-
-@pytest.mark.parametrize(
-    "more",
-    [{"v": 7}, {"since": "soon", "until": [], "queued": -1}, {"new": {"x": 1}}, {"command": "x" * 50_000}],
-    ids=["a later version", "times that are none", "a new key", "a long text"],
-)
-def test_what_is_known_of_a_strange_claim_counts(used: Path, ground: Any, make: Any, more: dict[str, Any]) -> None:
-    make("claims", 1, gpus={ground.uuids[0]: None}, **more)
-    with claim() as owner:
-        assert owner.devices_taken == [1]
-
-
-def test_a_claim_under_a_file_lease_counts_for_nothing_and_keeps_nobody_up(
-    used: Path, ground: Any, file_lease: Any
-) -> None:
-    path = used / "claims" / f"1.{1:016x}"
-    path.write_bytes(said("claims", ground.uuids))
-    file_lease(path, NEIGHBOUR)
-    with claim(8) as owner:
-        assert len(owner.devices_taken) == 8
-
-
-@pytest.mark.parametrize("mode", [0o666, 0o664, 0o600, 0o000])
-def test_an_entry_that_changes_its_mode_is_claimed_and_free_as_that_says(
-    used: Path, ground: Any, make: Any, as_user: Any, mode: int
-) -> None:
-    """Of what others may not read, nobody knows anything; what they may write is nobody's word."""
-    path, held = make("claims", 1, gpus={ground.uuids[0]: None})
-
-    def look(say: Callable[[object], None], listen: Callable[[], str]) -> None:
-        for _ in range(3):
-            say(safe_gpu.get_free_gpus()[0])
-            listen()
-
-    viewer = as_user(look, uid=VICTIM)
-    assert viewer.hear() == "1"
-    os.fchmod(held.fd, mode)
-    viewer.tell()
-    assert viewer.hear() == "0"
-    os.fchmod(held.fd, 0o644)
-    viewer.tell()
-    assert viewer.hear() == "1"
-    assert path.exists()
-
-
-def test_links_of_a_claim_hold_nothing_more_and_end_with_it(used: Path, ground: Any, make: Any) -> None:
-    path, held = make("claims", 1, gpus={ground.uuids[0]: 10 << 30})
-    for number in range(2, 12):
-        os.link(path, used / "claims" / f"{number}.{number:016x}")
-    with claim(8, share="60GiB") as owner:
-        assert len(owner.devices_taken) == 8
-    path.unlink()
-    with claim() as owner:
-        assert owner.devices_taken == [1], "it lives under its other names"
-    held.release()
-    with claim() as owner:
-        assert owner.devices_taken == [0]
 
 
 def test_no_living_claim_is_left_out_however_many_a_user_has(used: Path, ground: Any, make: Any) -> None:
@@ -272,39 +169,3 @@ def test_what_another_user_left_is_not_touched(used: Path, ground: Any, make: An
 
 
 # Tickets of a neighbour's
-
-
-def test_who_lives_for_ever_in_the_queue_may_be_passed_once_it_is_stopped(
-    used: Path, ground: Any, make: Any, child: Any, eventually: Any
-) -> None:
-    waiter = child("say('here'); listen()", says="here")
-    make("queue", 1, gpus=ground.uuids, nb_gpus=1, pid=waiter.pid, pidns=procfs.pid_namespace())
-    with pytest.raises(safe_gpu.NotEnoughGpusError, match=f"behind {procfs.user_name(NEIGHBOUR)}"):
-        claim()
-    os.kill(waiter.pid, 19)
-    eventually(lambda: procfs.is_stopped(waiter.pid))
-    claim().release_gpus()
-
-
-@pytest.mark.parametrize("number", [10**12 + 10, 10**17, 10**18 - 1])
-def test_a_huge_number_uses_no_numbers_up(used: Path, ground: Any, make: Any, number: int) -> None:
-    """Else one entry of another user, which nobody may remove, would be the last."""
-    for part in ("claims", "queue"):
-        make(part, number, gpus={} if part == "claims" else ["x"], nb_gpus=part == "queue")
-    with claim():
-        (one,) = [entry for entry in ground.claims() if ground.uuids[0] in entry.gpus]
-        assert one.number < 10**6
-
-
-def test_tickets_beyond_a_thousand_of_one_user_stand_in_nobodys_way(
-    used: Path, make: Any, ground: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("safe_gpu.coordination.queue._MOST_OF_ONE_USER", 5)
-    for number in range(1, 6):
-        make("queue", number, gpus=["x"], nb_gpus=1)
-    make("queue", 6, gpus=ground.uuids, nb_gpus=1)
-    assert len(waiting_tickets()) == 5
-    claim().release_gpus()
-    make("queue", 7, VICTIM, gpus=ground.uuids, nb_gpus=1)
-    with pytest.raises(safe_gpu.NotEnoughGpusError, match=f"behind {procfs.user_name(VICTIM)}"):
-        claim()

@@ -56,12 +56,7 @@ def test_tricks_of_text(state_dir: Path, ground: Any, command: Any, tricks: int)
         text = done.stdout + done.stderr
         assert "evil" in text or arguments[0] != "status"
         assert_shown_safely(text)
+        if arguments[0] == "run":
+            assert (done.returncode, str(tricks) in done.stderr) == (LATE, True), "a refusal names the holders"
         if "--json" in arguments:
             assert_plain(json.loads(done.stdout))
-
-
-def test_a_refusal_that_names_the_holders(command: Any, tricks: int) -> None:
-    done = command.run("run", "-n", 8, "--timeout", 0.2, "--", "true")
-    assert done.returncode == LATE
-    assert str(tricks) in done.stderr
-    assert_shown_safely(done.stderr)

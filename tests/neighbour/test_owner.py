@@ -204,7 +204,7 @@ def test_a_claim_whose_entry_alone_counts_says_once_who_can_remove_it(
     told = [line for record in caplog.records if "can remove the entries" in (line := record.getMessage())]
     assert len(told) == bool(why)
     assert all(line.startswith(f"{OWNER} can remove the entries of this claim in {owned}") for line in told)
-    assert all(why in line for line in told)
+    assert all(why in line and line.endswith(f": as root: safe-gpu setup --state-dir {owned}") for line in told)
 
 
 # Who only looks

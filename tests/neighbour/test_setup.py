@@ -131,21 +131,22 @@ def test_the_rule_makes_the_same_again(host: Host) -> None:
     assert host.done() == [f"nothing is left to do: the state directory {host.path} is root's"]
 
 
-@pytest.mark.parametrize("text", ["[default]\nmax_gpus = 1\n", "[host]\nstate_dir = /srv/other\n"])
-def test_settings_of_the_administrator_are_left_alone(host: Host, text: str) -> None:
-    host.config.parent.mkdir()
-    host.config.write_text(text)
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("config", "[default]\nmax_gpus = 1\n", "to do: write state_dir = {path} below [host] in {config}"),
+        ("config", "[host]\nstate_dir = /srv/other\n", "to do: write state_dir = {path} below [host] in {config}"),
+        ("rule", "x /tmp/safe-gpu\n", "has other lines: remove it"),
+    ],
+)
+def test_files_of_the_administrator_are_left_alone(host: Host, file: str, text: str, words: str) -> None:
+    path: Path = getattr(host, file)
+    path.parent.mkdir()
+    path.write_text(text)
     done = host.run()
     assert done.returncode == 1
-    assert f"to do: write state_dir = {host.path} below [host] in {host.config}" in done.stdout
-    assert host.config.read_text() == text
-
-
-def test_a_rule_of_the_administrator_is_left_alone(host: Host) -> None:
-    host.rule.parent.mkdir()
-    host.rule.write_text("x /tmp/safe-gpu\n")
-    assert "has other lines: remove it" in host.run().stdout
-    assert host.rule.read_text() == "x /tmp/safe-gpu\n"
+    assert words.format(path=host.path, config=host.config) in done.stdout
+    assert path.read_text() == text
 
 
 def test_only_root(host: Host, as_user: Any) -> None:
@@ -289,19 +290,32 @@ def test_gpus_that_another_directory_closes_are_named(host: Host, monkeypatch: p
     host.done()
 
 
-# Where GPUs are claimed
+# Where GPUs are claimed or waited for
 
 
-@pytest.mark.parametrize(("part", "told"), [("claims", GPU), ("queue", "1 waiter")])
-def test_it_refuses_while_another_directory_is_used(host: Host, as_user: Any, part: str, told: str) -> None:
+TOLD = {"claims": GPU, "queue": "1 waiter"}
+
+
+@pytest.mark.parametrize("remove", [False, True])
+@pytest.mark.parametrize("part", TOLD)
+def test_it_refuses_while_somebody_claims_or_waits(host: Host, as_user: Any, part: str, remove: bool) -> None:
+    """In the directory that is to be removed, or in the one that is used now."""
+    if remove:
+        host.done()
     holder = as_user(entry(host.path, part), uid=ANNA)
     assert holder.hear() == "made"
-    done = host.run(path=host.place / "new")
-    assert (done.returncode, f"GPUs are claimed or waited for in {host.path}: {told}: " in done.stderr) == (75, True)
-    assert not (host.place / "new").exists()
+    before = host.tree()
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return host.run("--remove") if remove else host.run(path=host.place / "new")
+
+    done = run()
+    assert done.returncode == 75
+    assert f"GPUs are claimed or waited for in {host.path}: {TOLD[part]}: " in done.stderr
+    assert host.tree() == before
     holder.tell()
     assert holder.hear() == "removed"
-    assert host.run(path=host.place / "new").returncode == 0
+    assert run().returncode == 0
 
 
 # Removal
@@ -333,20 +347,6 @@ def test_removal_leaves_what_others_wrote_and_names_it(host: Host, as_user: Any)
     left = [line for line in host.done("--remove") if line.startswith("left")]
     assert would == left == [f"left, since setup did not write it: {path}" for path in kept]
     assert sorted(path for path in host.path.rglob("*") if path.is_file()) == sorted(kept[2:])
-
-
-@pytest.mark.parametrize("part", ["claims", "queue"])
-def test_removal_is_refused_while_something_lives(host: Host, as_user: Any, part: str) -> None:
-    host.done()
-    holder = as_user(entry(host.path, part), uid=ANNA)
-    assert holder.hear() == "made"
-    before = host.tree()
-    done = host.run("--remove")
-    assert (done.returncode, f"GPUs are claimed or waited for in {host.path}: " in done.stderr) == (75, True)
-    assert host.tree() == before
-    holder.tell()
-    assert holder.hear() == "removed"
-    assert host.run("--remove").returncode == 0
 
 
 def test_removal_leaves_a_directory_that_is_not_root_s(host: Host, as_user: Any) -> None:

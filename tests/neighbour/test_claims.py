@@ -1,0 +1,216 @@
+"""What a neighbour says in entries, knows of tokens and binds opens no claim, overbooks no GPU, uses no limit up."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.claims import claim
+from support.ground import simulated_doors
+
+from safe_gpu.coordination.doors import digest
+from safe_gpu.host import procfs
+from safe_gpu.status.gather import gather
+
+VICTIM, OTHER, THIEF = 4711, 4712, 4713
+GIB = 1 << 30
+REFUSED = "NotEnoughGpusError: "
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as other users")
+
+
+# A stolen scope
+
+
+@pytest.fixture
+def victim(user: Any) -> Callable[[int], str]:
+    """``victim(2)``: another user holds that many GPUs and lets its children claim; its token."""
+    return lambda nb_gpus: str(user(VICTIM, nb_gpus, delegate=True, says="SAFE_GPU_SCOPE").hear())
+
+
+@pytest.fixture
+def attempt(user: Any) -> Callable[..., str]:
+    """``attempt(THIEF, token)``: which GPU that user gets with that value of SAFE_GPU_SCOPE, or why not."""
+    return lambda uid, token, **options: str(user(uid, scope=token, **options).hear())
+
+
+def test_what_entries_and_doors_tell_opens_nothing(state_dir: Path, victim: Any, attempt: Any) -> None:
+    token = victim(8)
+    (entry,) = (state_dir / "claims").iterdir()
+    read = json.loads(entry.read_text())["token"]
+    assert token not in entry.read_text() + Path("/proc/net/unix").read_text()
+    for uid in (VICTIM, THIEF):
+        assert attempt(uid, read).startswith(REFUSED)
+
+
+def test_a_token_that_leaked_opens_nothing_to_other_users(victim: Any, attempt: Any) -> None:
+    token = victim(8)
+    for other in (THIEF, 0):
+        assert attempt(other, token).startswith(REFUSED)
+    assert attempt(VICTIM, token) == "[0]"
+
+
+def test_a_forged_entry_does_not_lure_anybody_into_a_claim(entry_of: Any, attempt: Any, ground: Any) -> None:
+    """A neighbour says the victim's hash, and its uid, in a claim of the neighbour's own, and holds the doors of its
+    token."""
+    token, gpu = "0123456789abcdef", ground.uuids[3]
+    entry_of(THIEF, {"gpus": {gpu: None}, "parts": {gpu: 0}, "token": digest(token), "uid": VICTIM})
+    doors = simulated_doors()
+    try:
+        assert doors.take_whole(gpu, (), token)
+        assert attempt(VICTIM, token) == "[2]", "outside, beside GPU 3, which somebody else has"
+    finally:
+        doors.release()
+
+
+@pytest.mark.parametrize("number", [1, 999])
+def test_a_forged_entry_adds_no_gpu_to_a_claim(
+    victim: Any, entry_of: Any, attempt: Any, ground: Any, number: int
+) -> None:
+    """The hash is public. Of two claims that say it the victim's own counts, whichever has the lower number."""
+    token, gpu = victim(1), ground.uuids[5]
+    entry_of(THIEF, {"gpus": {gpu: None}, "parts": {gpu: 0}, "token": digest(token), "uid": VICTIM}, number=number)
+    doors = simulated_doors()
+    try:
+        assert doors.take_whole(gpu, (), token)
+        assert attempt(VICTIM, token) == "[0]"
+        assert "which can give 0 of its 1" in attempt(VICTIM, token, only=5)
+    finally:
+        doors.release()
+
+
+def test_another_claim_of_the_same_user_is_not_inside(victim: Any, attempt: Any) -> None:
+    token, _other = victim(1), victim(1)
+    assert attempt(VICTIM, token, only="0,1") == "[0]"
+    assert "which can give 0 of its 1" in attempt(VICTIM, token, only=1)
+
+
+def test_a_user_whom_the_namespace_does_not_know_is_in_no_claim(
+    victim: Any, attempt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All whom it does not know have one user id there."""
+    token = victim(8)
+    monkeypatch.setattr(procfs, "is_unknown_user", lambda uid: uid == VICTIM)
+    assert attempt(VICTIM, token).startswith(REFUSED)
+
+
+# Shares
+
+
+@pytest.mark.parametrize(
+    ("said", "room"),
+    [(-60 * GIB, 20), (0, 20), ("x", 20), (1e30, 20), (GIB, 19), (60 * GIB, 0), (1 << 60, 0), (1 << 61, 20), (None, 0)],
+)
+def test_what_a_neighbour_says_of_its_share_overbooks_no_gpu_and_charges_no_limit(
+    rules: Any, user: Any, entry_of: Any, ground: Any, said: object, room: int
+) -> None:
+    """It takes of the room that is left at most; what is no share counts for nothing."""
+    rules("[default]\nmax_gpus = 1")
+    assert user(VICTIM, share="60GiB", only=0).hear() == "[0]"
+    entry_of(THIEF, {"gpus": {ground.uuids[0]: said}, "parts": {ground.uuids[0]: 0}, "uid": VICTIM, "pid": 1})
+    assert "NotEnoughGpusError" in user(OTHER, share=f"{room + 1}GiB", only=0).hear()
+    if room:
+        assert user(OTHER, share=f"{room}GiB", only=0).hear() == "[0]"
+    assert "you hold 0.75 of your 1 GPU" in user(VICTIM, share="30GiB", only=1).hear()
+    assert user(VICTIM, share="20GiB", only=1).hear() == "[1]"
+
+
+HOLD_A_SHARE = """
+import safe_gpu
+owner = safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0, share="60GiB")
+say(*owner.devices_taken)
+listen()
+"""
+
+
+@pytest.mark.parametrize("wanted", [{}, {"share": "30GiB"}])
+def test_a_neighbour_does_not_vouch_for_a_part_of_another_state_directory(
+    state_dir: Path, child: Any, entry_of: Any, ground: Any, monkeypatch: pytest.MonkeyPatch, wanted: dict[str, str]
+) -> None:
+    """Of two claims of a neighbour one is inside the other, so it takes no room, and says that it has that part."""
+    monkeypatch.setenv("SAFE_GPU_SIMULATED_DIR", str(state_dir / "simulated"))
+    holder = child(HOLD_A_SHARE, env={"SAFE_GPU_DIR": str(state_dir.parent / "other")})
+    assert holder.hear() == "0"
+    entry_of(THIEF, {"gpus": {}, "token": "t"})
+    entry_of(THIEF, {"gpus": {ground.uuids[0]: None}, "inside": "t", "parts": {ground.uuids[0]: 0}})
+    with claim(1, **wanted) as owner:
+        assert owner.devices_taken == [1]
+
+
+@pytest.mark.parametrize("wanted", [{}, {"share": "1GiB"}], ids=["whole", "share"])
+@pytest.mark.parametrize("part", [None, 0, 31])
+def test_a_gpu_behind_a_door_of_nobody_here_is_taken_elsewhere(
+    state_dir: Path, as_user: Any, ground: Any, wanted: dict[str, str], part: int | None
+) -> None:
+    """A neighbour may hold a GPU so, as another state directory does. Claims take others, and name no user of it."""
+
+    def bind(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+        doors, uuid = simulated_doors(), ground.uuids[0]
+        say(doors.take_whole(uuid, ()) if part is None else doors.take_share(uuid, {*range(part)}))
+        listen()
+
+    assert as_user(bind, uid=THIEF).hear() == "True"
+    with claim(1, only="0,1", **wanted) as owner:
+        assert owner.devices_taken == [1]
+    one = gather().gpus[0]
+    assert (one.state, one.claim and (one.claim.pid, one.claim.user)) == ("claimed", (None, None))
+
+
+# Limits
+
+
+def granted(one: Any) -> int:
+    """How many GPUs that process got."""
+    return len(json.loads(one.hear()))
+
+
+@pytest.fixture
+def limit(rules: Any, state_dir: Path) -> None:
+    """Everybody may hold two GPUs."""
+    rules("[default]\nmax_gpus = 2")
+
+
+def test_what_an_entry_says_of_users_is_never_believed(limit: None, user: Any, entry_of: Any, as_user: Any) -> None:
+    """The victim's uid, its name, and a process of hers, in the claims and the tickets of somebody else."""
+    victim = as_user(lambda say, listen: listen(), uid=VICTIM)
+    said = {"uid": VICTIM, "user": str(VICTIM), "pid": victim.pid, "start": procfs.start_time(victim.pid)}
+    entry_of(OTHER, {"gpus": {"GPU-a": None, "GPU-b": None}, **said})
+    entry_of(OTHER, {"gpus": ["GPU-a"], "nb_gpus": 1, **said}, part="queue")
+    assert granted(user(VICTIM, 2)) == 2
+    assert "you hold 2 of your 2 GPUs" in user(OTHER).hear()
+
+
+def test_a_child_of_a_process_that_has_ended_counts_for_its_user(limit: None, user: Any) -> None:
+    """It keeps the entry. Nobody has to see into it."""
+
+    def leave() -> None:
+        if os.fork():
+            os._exit(0)
+
+    gone = user(VICTIM, 2, after=leave)
+    assert granted(gone) == 2
+    os.waitid(os.P_PID, gone.pid, os.WEXITED | os.WNOWAIT)
+    try:
+        assert "you hold 2 of your 2 GPUs" in user(VICTIM).hear()
+        assert granted(user(OTHER, 2)) == 2
+    finally:
+        gone.tell()
+
+
+def test_a_claim_counts_for_the_effective_user(limit: None, user: Any) -> None:
+    """Of a program that keeps another real user, and for who claimed, whoever the process becomes after that."""
+    assert granted(user(OTHER, start_as=0, before=lambda: os.setresuid(VICTIM, OTHER, OTHER))) == 1
+    assert granted(user(OTHER, start_as=0, before=lambda: os.seteuid(OTHER), after=lambda: os.setresuid(0, 0, 0))) == 1
+    assert "you hold 2 of your 2 GPUs" in user(OTHER).hear()
+    assert granted(user(VICTIM, 2)) == 2
+
+
+def test_users_whom_this_namespace_does_not_know_share_no_limit(
+    limit: None, user: Any, ground: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They all look like one user, who is nobody."""
+    ground.hold(0, 1, uid=OTHER)
+    monkeypatch.setattr(procfs, "is_unknown_user", lambda uid: uid == OTHER)
+    assert granted(user(OTHER, 2)) == 2

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from .affinity.numactl import wrap_command
     from .affinity.options import AffinityOptions
     from .affinity.placement import PlacementReport, placement
-    from .claim.free import get_free_gpus
-    from .claim.functions import claim_gpus, ensure_gpus, release_gpus
+    from .claim.functions import claim_gpus, ensure_gpus, get_free_gpus, release_gpus
     from .claim.owner import GPUOwner
     from .claim.worker import bind
     from .errors import (
@@ -124,8 +123,7 @@ _HOMES = {
         "LockTimeout NoDriverError NotEnoughGpusError NvidiasmiError PlaceholderError PolicyError "
         "SafeGpuError StateDirError UnsatisfiableRequestError WrongDeviceError"
     ),
-    "claim.free": ("get_free_gpus"),
-    "claim.functions": ("claim_gpus ensure_gpus gpu_owner release_gpus"),
+    "claim.functions": ("claim_gpus ensure_gpus get_free_gpus gpu_owner release_gpus"),
     "claim.owner": ("GPUOwner"),
     "runtimes.placeholders": (
         "CudaPlaceholder CupyPlaceholder JaxPlaceholder NoPlaceholder PyCudaPlaceholder "

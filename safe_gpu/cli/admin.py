@@ -17,15 +17,15 @@ from ..host.foreign_files import LIMIT
 from ..host.programs import is_root
 from ..selection.values import is_index, names_device
 from ..selection.verdicts import users_of
+from ..settings.config import gid_of, uid_of
 from ..settings.durations import parse_moment
-from ..settings.policy import gid_of, uid_of
 from ..status.gather import gather
 from ..wording.text import clock, gpu_ranges
 from .arguments import duration, gpu_list
 from .output import print_json, print_lines, say, write_whole
 
 if TYPE_CHECKING:
-    from ..settings.policy import Limits
+    from ..settings.config import Limits
     from ..status.facts import GpuStatus
 
 _TRY_AGAIN = 75
@@ -195,7 +195,7 @@ def configure_policy(parser: argparse.ArgumentParser) -> None:
 def _policy(options: argparse.Namespace) -> int:
     from ..host.procfs import printable_lines, user_name
     from ..settings import variables as settings
-    from ..settings.policy import KEYS, Limits, limits_of_this_user, limits_of_user, read, uid_of, unknown_names
+    from ..settings.config import KEYS, Limits, limits_of_this_user, limits_of_user, read, uid_of, unknown_names
 
     path = options.check or settings.policy_file(os.environ)
     rules, ignored = read(path)

@@ -17,6 +17,7 @@ from ..errors import (
     StateDirError,
     UnsatisfiableRequestError,
 )
+from ..wording.argument_style import on_command_line
 from .arguments import Parser
 from .become import CommandError
 from .output import drop, drop_errors, open_standard_streams, say, why_unwritten
@@ -86,8 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = None
     try:
         try:
-            options = parse(list(sys.argv[1:] if argv is None else argv))
-            code = options.handler(options)
+            with on_command_line():
+                options = parse(list(sys.argv[1:] if argv is None else argv))
+                code = options.handler(options)
         except SystemExit as leaving:  # --help, --version, and usage errors
             code = leaving.code
         sys.stdout.flush()

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from ..errors import NoDriverError, UnsatisfiableRequestError
 from ..gpus.vendors import FIRST, VENDORS
-from ..wording.argument_style import ArgumentStyle
 from .presets import preset as find_preset
 
 if TYPE_CHECKING:
@@ -23,13 +22,7 @@ __all__ = ["may_be_several", "open_driver", "open_drivers", "opened_driver"]
 _KINDS = {"auto": None, **{name: key for key, vendor in VENDORS.items() for name in vendor.drivers}, "simulated": None}
 
 
-def open_driver(
-    name: str | None = None,
-    *,
-    vendor: str | None = None,
-    prefer: str | None = None,
-    spelling: type[ArgumentStyle] = ArgumentStyle,
-) -> Driver:
+def open_driver(name: str | None = None, *, vendor: str | None = None, prefer: str | None = None) -> Driver:
     """Open a driver by name: ``auto``, one of ``Vendor.drivers``, or ``simulated:PRESET``.
 
     Args:
@@ -38,7 +31,6 @@ def open_driver(
             is there and does not work is reported, not worked around.
         vendor: a key of ``VENDORS``; None leaves the choice to the host and to the claim around this process.
         prefer: the same where a host has GPUs of several and this is not inside a claim; never an error.
-        spelling: how messages write ``vendor``.
 
     Raises:
         UnsatisfiableRequestError: no such driver, or no such preset, or it has no GPUs of that vendor, or the claim
@@ -49,13 +41,13 @@ def open_driver(
     if vendor is not None:
         from .vendors import check_inside, lacking
 
-        check_inside(vendor, spelling)
+        check_inside(vendor)
         if _KINDS[kind] not in (None, vendor):
-            raise lacking(vendor, kind, spelling)
+            raise lacking(vendor, kind)
     if kind == "auto":
-        return _auto(vendor, prefer, spelling)
+        return _auto(vendor, prefer)
     if kind == "simulated":
-        return _simulated(preset, vendor, prefer, spelling)
+        return _simulated(preset, vendor, prefer)
     if kind == "nvml":
         from .nvidia.nvml import NvmlDriver
 
@@ -119,15 +111,15 @@ def _may_have_others() -> bool:
     return any(os.path.exists(os.path.join(root, path)) for path in paths)
 
 
-def _auto(vendor: str | None, prefer: str | None, spelling: type[ArgumentStyle]) -> Driver:
+def _auto(vendor: str | None, prefer: str | None) -> Driver:
     if vendor is not None:
         from .vendors import open_of
 
-        return open_of(vendor, _nvidia, spelling)
+        return open_of(vendor, _nvidia)
     if _may_have_others():
         from .vendors import open_first
 
-        return open_first(prefer, _nvidia, spelling)
+        return open_first(prefer, _nvidia)
     return _nvidia(only=True)
 
 
@@ -151,14 +143,14 @@ def _nvidia(*, only: bool = False) -> Driver:
     return NvidiaSmiDriver()
 
 
-def _simulated(preset: str, vendor: str | None, prefer: str | None, spelling: type[ArgumentStyle]) -> Driver:
+def _simulated(preset: str, vendor: str | None, prefer: str | None) -> Driver:
     from .simulated import SimulatedDriver
 
     vendors = find_preset(preset).vendors
     if vendor is not None and vendor not in vendors:
         from .vendors import lacking
 
-        raise lacking(vendor, f"simulated:{preset}", spelling)
+        raise lacking(vendor, f"simulated:{preset}")
     if vendor is None and len(vendors) > 1:
         from .vendors import meant_vendor
 
@@ -169,23 +161,20 @@ def _simulated(preset: str, vendor: str | None, prefer: str | None, spelling: ty
 class opened_driver:
     """``with opened_driver() as driver``: the driver that SAFE_GPU_DRIVER names, closed at the end.
 
-    ``vendor``, ``prefer`` and ``spelling`` are those of :func:`open_driver`.
+    ``vendor`` and ``prefer`` are those of :func:`open_driver`.
 
     Raises:
         UnsatisfiableRequestError: this is not Linux; or as :func:`open_driver`, NoDriverError too.
     """
 
-    def __init__(
-        self, vendor: str | None = None, *, prefer: str | None = None, spelling: type[ArgumentStyle] = ArgumentStyle
-    ) -> None:
+    def __init__(self, vendor: str | None = None, *, prefer: str | None = None) -> None:
         self._vendor = vendor
         self._prefer = prefer
-        self._spelling = spelling
 
     def __enter__(self) -> Driver:
         if sys.platform != "linux":
             raise UnsatisfiableRequestError(f"safe_gpu works on Linux only, and this is {sys.platform}")
-        self._driver = open_driver(vendor=self._vendor, prefer=self._prefer, spelling=self._spelling)
+        self._driver = open_driver(vendor=self._vendor, prefer=self._prefer)
         return self._driver
 
     def __exit__(self, *exc: object) -> None:

@@ -13,7 +13,7 @@ from ..gpus.vendors import FIRST, VENDORS
 from ..settings import variables as settings
 from ..topology.files import Files
 from ..topology.kfd_topology import devices
-from ..wording.argument_style import ArgumentStyle
+from ..wording import argument_style as style
 
 if TYPE_CHECKING:
     from .base import Driver
@@ -40,7 +40,7 @@ def meant_vendor(environ: Mapping[str, str], prefer: str | None = None) -> str |
     return settings.host_setting("vendor", "", environ)
 
 
-def check_inside(vendor: str, spelling: type[ArgumentStyle]) -> None:
+def check_inside(vendor: str) -> None:
     """Refuse a vendor that is not that of the claim inside which this process runs.
 
     Raises:
@@ -49,23 +49,23 @@ def check_inside(vendor: str, spelling: type[ArgumentStyle]) -> None:
     around = gpus_of_scope(os.environ.get("SAFE_GPU_SCOPE", ""))
     if around and (other := vendor_of(around[0])) != vendor:
         raise UnsatisfiableRequestError(
-            f"{_asked(vendor, spelling)}, and the claim around this process (SAFE_GPU_SCOPE) holds "
-            f"{VENDORS[other].title} GPUs: leave {spelling.option('vendor')} out, or make the claim outside",
+            f"{_asked(vendor)}, and the claim around this process (SAFE_GPU_SCOPE) holds "
+            f"{VENDORS[other].title} GPUs: leave {style.option('vendor')} out, or make the claim outside",
             value=vendor,
         )
 
 
-def lacking(vendor: str, driver: str, spelling: type[ArgumentStyle]) -> UnsatisfiableRequestError:
+def lacking(vendor: str, driver: str) -> UnsatisfiableRequestError:
     """Return the error of a claim for a vendor of which a driver has no GPUs."""
     if driver == "auto":
-        text = f"and this host has none: leave {spelling.option('vendor')} out"
+        text = f"and this host has none: leave {style.option('vendor')} out"
     else:
-        text = f"and SAFE_GPU_DRIVER={driver} has none: leave {spelling.option('vendor')} out, or unset SAFE_GPU_DRIVER"
-    return UnsatisfiableRequestError(f"{_asked(vendor, spelling)}, {text}", value=vendor)
+        text = f"and SAFE_GPU_DRIVER={driver} has none: leave {style.option('vendor')} out, or unset SAFE_GPU_DRIVER"
+    return UnsatisfiableRequestError(f"{_asked(vendor)}, {text}", value=vendor)
 
 
-def _asked(vendor: str, spelling: type[ArgumentStyle]) -> str:
-    return f"{spelling.setting('vendor', spelling.value(vendor))} asks for {VENDORS[vendor].title} GPUs"
+def _asked(vendor: str) -> str:
+    return f"{style.written('vendor', vendor)} asks for {VENDORS[vendor].title} GPUs"
 
 
 class _Other(NamedTuple):
@@ -101,7 +101,7 @@ def _others() -> dict[str, _Other]:
     return dict(sorted(there, key=lambda one: one[1].only_graphics))
 
 
-def open_of(vendor: str, open_nvidia: Callable[[], Driver], spelling: type[ArgumentStyle]) -> Driver:
+def open_of(vendor: str, open_nvidia: Callable[[], Driver]) -> Driver:
     """Return the driver of the vendor that was chosen.
 
     Raises:
@@ -114,17 +114,17 @@ def open_of(vendor: str, open_nvidia: Callable[[], Driver], spelling: type[Argum
         from .nvidia.nvml import why_missing
 
         if vendor not in others and (others or why_missing() is None or find_nvidia_smi() is not None):
-            raise lacking(vendor, "auto", spelling)
+            raise lacking(vendor, "auto")
         return _OTHERS[vendor]().open()
     try:
         return open_nvidia()
     except NoDriverError as err:
         if err.driver == "auto" and others:  # it is missing
-            raise lacking(vendor, "auto", spelling) from err
+            raise lacking(vendor, "auto") from err
         raise
 
 
-def open_first(prefer: str | None, open_nvidia: Callable[[], Driver], spelling: type[ArgumentStyle]) -> Driver:
+def open_first(prefer: str | None, open_nvidia: Callable[[], Driver]) -> Driver:
     """Return the driver of a process that chose no vendor, on a host where the kernel's driver of a further one is
     loaded.
 
@@ -150,7 +150,7 @@ def open_first(prefer: str | None, open_nvidia: Callable[[], Driver], spelling: 
             return others[first].open()
         if others[first].only_graphics:
             raise
-        way_out = spelling.setting("vendor", spelling.value(first))
+        way_out = style.written("vendor", first)
         text = f"{err} (this host has {VENDORS[first].title} GPUs too: {way_out})"
         raise NoDriverError(text, driver=err.driver) from err
     if is_first:

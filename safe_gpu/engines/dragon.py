@@ -49,7 +49,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..affinity.cpu_shares import split_share
-from ..claim.times import DEFAULT, DefaultTimeout
+from ..claim.arguments import DEFAULT, DefaultTimeout
 from ..claim.worker import EXPECT, is_held
 from ..errors import GPUAffinityError, HolderLostError, UnsatisfiableRequestError, WrongDeviceError
 from ..gpus.vendors import VENDORS

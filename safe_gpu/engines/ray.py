@@ -21,7 +21,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..claim.times import DEFAULT, DefaultTimeout
+from ..claim.arguments import DEFAULT, DefaultTimeout
 from ..errors import UnsatisfiableRequestError, package_logger
 from ..gpus.vendors import VENDORS
 from .cluster import ClusterGpu

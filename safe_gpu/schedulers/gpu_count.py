@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ..errors import UnsatisfiableRequestError
 from ..host.procfs import printable
 from ..host.programs import TooLate, TooMuch, find_program, output_of
-from ..wording.argument_style import ArgumentStyle
+from ..wording import argument_style as style
 from ..wording.text import plural
 from .job import SCHEDULERS, JobContext, count, current, lines_of_this_host, resource_names, text_of, visible_gpus
 
@@ -246,9 +246,7 @@ def _number(text: str | None) -> float | None:
     return amount if 0 <= amount < 1e6 else None
 
 
-def number_for_job(
-    environ: Mapping[str, str], *, ask: bool = True, spelling: type[ArgumentStyle] = ArgumentStyle
-) -> int:
+def number_for_job(environ: Mapping[str, str], *, ask: bool = True) -> int:
     """Return the number of GPUs that this process is to claim, from 1 up.
 
     ``SAFE_GPU_NB_GPUS`` takes precedence and is not divided. Otherwise the GPUs of the job on this host
@@ -257,7 +255,6 @@ def number_for_job(
 
     Args:
         ask: whether qstat may be run.
-        spelling: how the caller writes arguments, for messages.
 
     Raises:
         UnsatisfiableRequestError: the number is not known, or it is too small. ``value`` is 0 if the job is known to
@@ -270,11 +267,11 @@ def number_for_job(
             f"SAFE_GPU_NB_GPUS={own!r} is not a number of GPUs: set it to a whole number from 1 up, or unset it",
             value=own,
         )
-    way_out = f"set SAFE_GPU_NB_GPUS=N, or write {spelling.setting('nb_gpus', 'N')}"
+    way_out = f"set SAFE_GPU_NB_GPUS=N, or write {style.setting('nb_gpus', 'N')}"
     context = current(environ)
     if context.scheduler is None:
         raise UnsatisfiableRequestError(
-            f"{spelling.setting('nb_gpus', spelling.value('job'))} takes the number that the batch job asked for, and "
+            f"{style.written('nb_gpus', 'job')} takes the number that the batch job asked for, and "
             f"this process is in no batch job: {way_out}",
             value="job",
         )

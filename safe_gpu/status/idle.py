@@ -18,7 +18,7 @@ from ..coordination.directory import OPEN_FILE, Directory
 from ..coordination.history import HistoryDir, mark_seen
 from ..errors import StateDirError
 from ..host.procfs import printable
-from ..settings import policy
+from ..settings import config as policy
 from ..wording.text import format_age, gpu_ranges
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from ..host.procfs import user_name
 from ..selection.backfill import BackfillRequest, dates, starts, when_free
 from ..selection.request import Selection
 from ..selection.sharing import ROUNDING, part_of
-from ..settings import policy
+from ..settings import config as policy
 from .facts import FREE
 
 if TYPE_CHECKING:

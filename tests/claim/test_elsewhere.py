@@ -19,7 +19,7 @@ from support.processes import own_network
 import safe_gpu
 from safe_gpu import NotEnoughGpusError
 from safe_gpu.claim import doubts as warnings
-from safe_gpu.claim.free import wait_for_gpus
+from safe_gpu.claim.functions import wait_for_gpus
 from safe_gpu.claim.search.look import Look
 from safe_gpu.coordination.doors import Doors, digest
 from safe_gpu.coordination.holders import living_claims

@@ -54,14 +54,19 @@ out["after"], out["left"] = ze(), users()
 
 
 @pytest.mark.parametrize(
-    ("environment", "mask"),
-    [({HIERARCHY: "COMPOSITE", MASK: "2"}, "2"), ({HIERARCHY: "FLAT", MASK: "2,3,4"}, "3,4"), ({MASK: "1,2"}, "1,2")],
+    ("environment", "mask"), [({HIERARCHY: "COMPOSITE", MASK: "2"}, "2"), ({HIERARCHY: "FLAT", MASK: "2,3,4"}, "3,4")]
 )
 def test_an_inherited_mask_is_the_limit(host: IntelHost, environment: dict[str, str], mask: str) -> None:
-    """Where the hierarchy is not set, Level Zero itself says which cards the mask shows."""
     found = claim(host, 'out["taken"] = claim(1); out["set"] = ze()', **environment)
-    assert found["taken"] == [1 if mask == "1,2" else 2]
+    assert found["taken"] == [2]
     assert found["set"][MASK] == mask
+
+
+def test_a_mask_without_a_hierarchy_is_refused_with_the_way_out(host: IntelHost) -> None:
+    error, message, _ = claim(host, 'out["error"] = claim(1)', **{MASK: "1,2"})["error"]
+    assert error == "UnsatisfiableRequestError"
+    assert f"{MASK}=1,2 is ambiguous" in message
+    assert f"set {HIERARCHY} and {ORDER}=1" in message
 
 
 def test_level_zero_initialised_before_the_claim(host: IntelHost) -> None:

@@ -251,7 +251,7 @@ def test_whom_one_waits_behind_is_told_with_its_data(line, ground, caplog: pytes
 def test_a_logger_that_is_closed_to_info_costs_a_short_wait_nothing(ground, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who holds what is looked up for the log only where somebody reads it."""
     made = []
-    monkeypatch.setattr("safe_gpu.claim.messages.wait_status.wait_status", lambda *arguments: made.append(arguments))
+    monkeypatch.setattr("safe_gpu.claim.report.wait_status", lambda *arguments: made.append(arguments))
     ground.hold(*range(8))
     with pytest.raises(NotEnoughGpusError):
         claim_gpus(1, NoPlaceholder(), affinity=None, timeout=0.02)

@@ -104,7 +104,7 @@ def test_no_more_than_the_claim_around_has(holding, ground, monkeypatch: pytest.
     _, token = holding(2)
     inside(token, monkeypatch)
     monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")
-    with pytest.raises(UnsatisfiableRequestError, match=r"claim_gpus\(3\) runs inside safe-gpu run .* holds 2 GPUs"):
+    with pytest.raises(UnsatisfiableRequestError, match=r"nb_gpus=3 is inside safe-gpu run .* holds 2 GPUs"):
         claim_gpus(3, NoPlaceholder(), affinity=None)
     with pytest.raises(UnsatisfiableRequestError, match="0 of its 2"):
         claim_gpus(1, NoPlaceholder(), affinity=None, only=7)
@@ -126,27 +126,25 @@ subprocess.run(sys.argv[1:])
 """
 
 
-CLAIMED = ("safe_gpu.claim_gpus(2)", "claim_gpus(2) runs", "-n 2", "claim_gpus")
-RUN = ("run -n 3 -- true", "-n 3 is", "-n 3", "this one")
+CLAIMED = ("safe_gpu.claim_gpus(2)", "nb_gpus=2", "-n 2")
+RUN = ("run -n 3 -- true", "-n 3", "-n 3")
 
 
 @pytest.mark.parametrize(
-    ("around", "claim", "asked", "larger", "leave"),
+    ("around", "claim", "asked", "larger"),
     [
         ("run", *CLAIMED),
-        ("run", "safe_gpu.claim_gpus((3, 4), share='1GiB')", "claim_gpus((3, 4)) runs", "-n 3", "claim_gpus"),
-        ("run", "safe_gpu.ensure_gpus(2)", "ensure_gpus(2) runs", "-n 2", "ensure_gpus"),
+        ("run", "safe_gpu.claim_gpus((3, 4), share='1GiB')", "nb_gpus=3", "-n 3"),
+        ("run", "safe_gpu.ensure_gpus(2)", "nb_gpus=2", "-n 2"),
         ("run", *RUN),
-        ("run", "wait -n 2-3", "-n 2 is", "-n 2", "this one"),
+        ("run", "wait -n 2-3", "-n 2", "-n 2"),
         ("run, and a shell", *CLAIMED),
         ("run, without its limit", *RUN),
         ("a delegating claim", *CLAIMED),
         ("a delegating claim", *RUN),
     ],
 )
-def test_more_than_the_claim_around_holds(
-    command, ground, around: str, claim: str, asked: str, larger: str, leave: str
-) -> None:
+def test_more_than_the_claim_around_holds(command, ground, around: str, claim: str, asked: str, larger: str) -> None:
     """It names the one that is to be larger, and not its variables: to lift that limit leads nowhere."""
     inner = [command.path, *claim.split()]
     if "safe_gpu" in claim:
@@ -160,7 +158,7 @@ def test_more_than_the_claim_around_holds(
         limit = ["SAFE_GPU_FENCE=ignore"] if around == "run, without its limit" else []
         done = command.run("run", "--", "sh", "-c", script, "sh", "env", *limit, *inner)
         owner, larger = f"safe-gpu run (process {done.stdout.strip()})", f"safe-gpu run {larger}"
-    said = f"{asked} inside {owner}, which holds 1 GPU: write {larger}, or leave {leave} out"
+    said = f"{asked} is inside {owner}, which holds 1 GPU: write {larger}, or leave this claim out"
     assert done.stderr.strip().removeprefix("safe-gpu: ") == said
 
 

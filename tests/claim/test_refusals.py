@@ -10,7 +10,7 @@ import pytest
 
 import safe_gpu
 from safe_gpu.claim import arguments
-from safe_gpu.claim.checks import confirmation
+from safe_gpu.claim import checks as confirmation
 from safe_gpu.claim.owner import owner_type
 from safe_gpu.coordination.host_lock import MINIMUM_PATIENCE, Host
 from safe_gpu.errors import ClaimTimeout, LockTimeout, NotEnoughGpusError, SafeGpuError, UnsatisfiableRequestError

@@ -5,12 +5,10 @@ import time
 import pytest
 
 from safe_gpu.claim.limits import LimitReached
-from safe_gpu.claim.messages.forecast import Forecast, HolderGpus
-from safe_gpu.claim.messages.wait_status import ClaimAhead, WaitStatus
-from safe_gpu.claim.messages.wording import holders_line, refusal_message, waiting_message
-from safe_gpu.cli.arguments import CommandLine
+from safe_gpu.claim.report import ClaimAhead, Forecast, WaitStatus, holders_line, refusal_message, waiting_message
 from safe_gpu.gpus.devices import Gpu, GpuProcess, GpuVerdict, Holder
 from safe_gpu.selection.request import Selection, parse_request
+from safe_gpu.wording.argument_style import on_command_line
 
 NOW = 1_000_000.0
 
@@ -98,7 +96,8 @@ def test_the_first_sentence_says_what_to_do(nb_gpus: int, arguments: dict[str, o
 
 
 def test_a_request_from_the_command_line_is_answered_with_its_options() -> None:
-    text = refusal_message(Selection(2, spelling=CommandLine), (FREE, BUSY))
+    with on_command_line():
+        text = refusal_message(Selection(2), (FREE, BUSY))
     longer = "--timeout 1h, or --timeout inf to wait without limit"
     assert text.startswith(f"2 GPUs asked for, 1 free: wait for them ({longer}), or ask for fewer.")
 
@@ -156,13 +155,9 @@ TOLD = {
         status(claimed(0), DRAINED, expected=SOON),
         f"1 GPU (0 free), {SOON_TEXT}; GPU 0: {BY_ADA}; GPU 6: drained by root: a fan is broken",
     ),
-    "an overrun": (
-        status(claimed(0), expected=Forecast(NOW, NOW, overdue=(HolderGpus("ada", ("0",), NOW - 60),))),
-        f"1 GPU (0 free), ada's GPU 0 overdue by 1 min; GPU 0: {BY_ADA}",
-    ),
-    "no known end": (
-        status(claimed(0), expected=Forecast(silent=(HolderGpus("ada", ("0", "1"), None),))),
-        f"1 GPU (0 free); GPU 0: {BY_ADA}; no end known for ada's GPU 0,1",
+    "passed": (
+        status(claimed(0), expected=SOON._replace(passed_by=2)),
+        f"1 GPU (0 free), {SOON_TEXT}; passed by 2 claims; GPU 0: {BY_ADA}",
     ),
     "a range": (status(claimed(0), asked=Selection(2, up_to=4).text), f"2-4 GPUs (0 free); GPU 0: {BY_ADA}"),
     "GPUs of one node": (

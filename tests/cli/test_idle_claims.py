@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.terminals import Terminal
 
-from safe_gpu.claim.messages.wait_status import WaitStatus
+from safe_gpu.claim.report import WaitStatus
 from safe_gpu.cli.wait_line import WaitLine
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a policy must be")

@@ -5,7 +5,6 @@ nobody holds any. Where a line ends in "...", more follows.
 """
 
 import os
-import pickle
 import re
 import shlex
 from collections.abc import Iterator
@@ -15,8 +14,6 @@ import pytest
 
 import safe_gpu
 from safe_gpu.cli import main
-from safe_gpu.cli.arguments import CommandLine
-from safe_gpu.selection.request import parse_request
 
 TYPED = """
 # The command
@@ -208,11 +205,6 @@ def test_advice_on_a_wait_that_was_too_short(timeout: str, advice: str, capsys, 
         assert advice in capsys.readouterr().err
     with pytest.raises(safe_gpu.NotEnoughGpusError, match=re.escape(advice.replace("--timeout 1h", 'timeout="1h"'))):
         safe_gpu.GPUOwner(timeout=float(timeout))
-
-
-def test_a_request_keeps_its_style() -> None:
-    request = pickle.loads(pickle.dumps(parse_request(2, only="0-3", spelling=CommandLine)))
-    assert request.spelling is CommandLine
 
 
 class Names(dict[str, object]):

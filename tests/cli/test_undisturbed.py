@@ -9,19 +9,17 @@ import pytest
 # What only a claim that waits, fails, is limited, or runs on another vendor's GPUs needs is not here.
 OWN = """
 affinity affinity.binding affinity.cpu_shares affinity.memory_policy affinity.options affinity.planner claim
-claim.arguments claim.checks claim.checks.bad_gpu claim.checks.confirmation claim.checks.opened claim.claim
-claim.doubts claim.functions claim.host claim.host.ancestors claim.host.around claim.host.host_view claim.host.polls
-claim.host.visible_limit claim.owner claim.placeholder_set claim.search claim.search.decision claim.search.look
-claim.search.queue_place claim.search.search claim.times claim.variables cli cli.advice cli.arguments cli.become
-cli.commands cli.job cli.output cli.wait_line coordination coordination.closed coordination.directory
-coordination.doors coordination.entry coordination.faults coordination.held coordination.history coordination.holders
-coordination.host_lock coordination.locks coordination.older_package coordination.signals coordination.state_dir
-drivers drivers.base drivers.kernel drivers.presets drivers.simulated errors gpus gpus.devices gpus.vendors
-gpus.visible gpus.windows host host.commands host.decoding host.file_systems host.foreign_files host.procfs
-host.programs runtimes runtimes.causes runtimes.child runtimes.library runtimes.placeholders runtimes.visible_devices
-safe_gpu schedulers schedulers.job selection selection.choice selection.request selection.sharing selection.values
-selection.verdicts settings settings.durations settings.variables topology topology.cpulist topology.files
-topology.host wording wording.argument_style wording.text
+claim.arguments claim.around claim.checks claim.claim claim.doubts claim.functions claim.owner claim.placeholder_set
+claim.search claim.search.decision claim.search.look claim.search.queue_place claim.search.search claim.variables
+claim.view cli cli.advice cli.arguments cli.become cli.commands cli.job cli.output cli.wait_line coordination
+coordination.closed coordination.directory coordination.doors coordination.entry coordination.faults coordination.held
+coordination.history coordination.holders coordination.host_lock coordination.locks coordination.older_package
+coordination.signals coordination.state_dir drivers drivers.base drivers.kernel drivers.presets drivers.simulated errors
+gpus gpus.devices gpus.vendors gpus.visible gpus.windows host host.commands host.decoding host.file_systems
+host.foreign_files host.procfs host.programs runtimes runtimes.causes runtimes.child runtimes.library
+runtimes.placeholders runtimes.visible_devices safe_gpu schedulers schedulers.job selection selection.choice
+selection.request selection.sharing selection.values selection.verdicts settings settings.durations settings.variables
+topology topology.cpulist topology.files topology.host wording wording.argument_style wording.text
 """.split()
 HEAVY = set(
     "dataclasses logging subprocess ctypes socket hashlib shutil tempfile inspect threading difflib pynvml".split()

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 
 from safe_gpu.claim.arguments import read_options
-from safe_gpu.cli.arguments import CommandLine
 from safe_gpu.errors import UnsatisfiableRequestError
 from safe_gpu.schedulers.gpu_count import (
     QstatError,
@@ -27,6 +26,7 @@ from safe_gpu.schedulers.gpu_count import (
     with_end,
 )
 from safe_gpu.schedulers.job import current, lines_of_this_host
+from safe_gpu.wording.argument_style import on_command_line
 
 Qstat = Callable[..., dict[str, str]]
 SLURM = {"SLURM_JOB_ID": "77"}
@@ -211,8 +211,8 @@ def test_hard_request(requests: str, found: ResourceRequest | None) -> None:
 )
 def test_gpus_without_a_number(fake_qstat: Qstat, requests: str, word: str) -> None:
     """They are not known to be none: the claim is refused, and says what the number is missing in."""
-    with pytest.raises(UnsatisfiableRequestError) as caught:
-        number_for_job(fake_qstat(qstat_xml(requests)), spelling=CommandLine)
+    with on_command_line(), pytest.raises(UnsatisfiableRequestError) as caught:
+        number_for_job(fake_qstat(qstat_xml(requests)))
     assert caught.value.value == "job"
     for part in (word, "not known", "set SAFE_GPU_NB_GPUS=N", "-n N", "SAFE_GPU_SGE_RESOURCE=NAME"):
         assert part in str(caught.value)

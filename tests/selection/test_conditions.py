@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from safe_gpu import GPUOwner, UnsatisfiableRequestError, claim_gpus
-from safe_gpu.cli.arguments import CommandLine, add_request
+from safe_gpu.cli.arguments import add_request
 from safe_gpu.gpus.devices import Gpu, GpuVerdict, HostSnapshot
 from safe_gpu.selection.backfill import BackfillRequest, dates, open_gpus, starts
 from safe_gpu.selection.choice import candidates, check_possible, choose
@@ -27,7 +27,7 @@ from safe_gpu.selection.request import (
     parse_request,
 )
 from safe_gpu.selection.verdicts import judge
-from safe_gpu.wording.argument_style import ArgumentStyle
+from safe_gpu.wording.argument_style import as_option
 
 SAMPLES: dict[str, Any] = {
     "only": "1,3",
@@ -55,7 +55,7 @@ def test_it_is_an_argument_and_an_option(condition: type[Condition]) -> None:
         assert inspect.signature(claim).parameters[condition.argument].default in (None, ())
     parser = argparse.ArgumentParser()
     add_request(parser)
-    option = CommandLine.option(condition.argument)
+    option = as_option(condition.argument)
     text = str(SAMPLES[condition.argument])
     given_there = getattr(parser.parse_args([option, text]), condition.argument)
     assert parse_request(1, **{condition.argument: given_there}) == parse_request(1, **{condition.argument: text})
@@ -166,7 +166,7 @@ def test_an_unknown_node_is_said_to_be_unknown(nodes: list[int | None], unknown:
 
 def test_a_lost_gpu_may_come_back() -> None:
     host = HostSnapshot((gpu(0), gpu(1, lost=True), gpu(2, lost=True)))
-    asked = parse_request(exclude="2", spelling=ArgumentStyle)
+    asked = parse_request(exclude="2")
     assert [one.index for one in candidates(host, asked)] == [0]
     assert [one.index for one in candidates(host, asked, lost=True)] == [0, 1]
 

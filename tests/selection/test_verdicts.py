@@ -398,16 +398,18 @@ def test_names_of_nothing_or_of_several() -> None:
 
 # Notes on GPUs where a claim failed
 
+DAY = 86400.0
+
 
 @pytest.mark.parametrize(
     ("when", "counts"),
-    [(401.0, True), (400.0, False), (1001.0, True), (1600.0, False), (math.inf, False), (math.nan, False)],
+    [(1.0, True), (0.0, False), (2 * DAY - 1, True), (2 * DAY, False), (math.inf, False), (math.nan, False)],
 )
-def test_a_note_counts_for_ten_minutes(when: float, counts: bool) -> None:
+def test_a_note_counts_for_a_day(when: float, counts: bool) -> None:
     faults = {"GPU-1": GpuFault(when, "bad")}
-    assert recent_faults(faults, 1000.0) == (faults if counts else {})
+    assert recent_faults(faults, DAY) == (faults if counts else {})
 
 
 def test_people_read_until_when_and_why() -> None:
-    until = time.strftime("%H:%M", time.localtime(1600))
+    until = time.strftime("%a %H:%M", time.localtime(1000 + DAY))
     assert why_last(GpuFault(1000.0, "ECC")) == f"taken last until {until}, since a claim failed on it: ECC"

@@ -136,7 +136,7 @@ def test_the_limit_is_that_of_the_user_of_the_claim(path: str, uid: Any, idle_fo
 
 @as_root
 def test_a_group_without_a_limit_is_never_reported(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("safe_gpu.settings.policy._gids_of", lambda uid: {4712} if uid == 5000 else set())
+    monkeypatch.setattr("safe_gpu.settings.config._gids_of", lambda uid: {4712} if uid == 5000 else set())
     assert [one.idle_report for one in with_reports((gpu(0, 5000, 9e9), gpu(1, 5001, 9e9)), path)] == [False, True]
 
 

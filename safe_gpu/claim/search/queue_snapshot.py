@@ -18,8 +18,8 @@ from ...selection.request import Selection
 
 if TYPE_CHECKING:
     from ...coordination.entry import Entry
-    from ..host.host_view import HostView
     from ..limits import ClaimsByUser
+    from ..view import HostView
 
 
 def _is_leaving(gpu: Gpu) -> bool:

@@ -1,19 +1,27 @@
-"""Refuses to wait for GPUs that an ancestor of this process holds."""
+"""The claim inside which this process claims, and the GPUs that its ancestors hold."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ...errors import NotEnoughGpusError, UnsatisfiableRequestError
-from ...host import procfs
-from ...wording.text import gpu_ranges
+from ..coordination.doors import Doors
+from ..errors import NotEnoughGpusError, UnsatisfiableRequestError
+from ..gpus.devices import GpuVerdict
+from ..host import procfs
+from ..host.foreign_files import read_start
+from ..wording import argument_style as style
+from ..wording.text import gpu_ranges, in_brackets, plural
+from .view import HostView, owner_of
 
 if TYPE_CHECKING:
-    from ...gpus.devices import Gpu, GpuVerdict, Holder
-    from ...selection.request import Selection
+    from ..coordination.entry import Entry
+    from ..coordination.holders import Claims
+    from ..gpus.devices import Gpu, Holder
+    from ..selection.request import Selection
 
 # For a rank whose script was started again by the first rank (Lightning) or by a launcher in a process that claims.
 ONCE_FOR_ALL_RANKS = (
@@ -25,6 +33,68 @@ ONCE_FOR_ALL_RANKS = (
 UNDER_MAIN = (
     'put the claim under `if __name__ == "__main__":`, since each worker of multiprocessing imports the main module'
 )
+
+
+def find_around(claims: Claims, token: str, tree: str) -> Entry | None:
+    """Return this user's living claim with this token, the value of SAFE_GPU_SCOPE; None if it has ended.
+
+    A child that its process left behind keeps its entry, and none of its doors. One that could take no doors has no
+    parts either: then its entry alone counts.
+
+    Args:
+        tree: what stands before UUIDs in the names of doors.
+    """
+    around = claims.around(token)
+    if around is None or not around.parts:
+        return around
+    with suppress(OSError):  # no sockets here
+        return around if Doors(tree).is_inside(next(iter(around.gpus)), token) else None
+    return around
+
+
+def check_possible_inside(view: HostView, around: Entry, *, delegate: bool) -> None:
+    """Refuse a request that the claim around can never satisfy.
+
+    Args:
+        delegate: whether the claim asks to allow claims inside it too.
+
+    Raises:
+        UnsatisfiableRequestError: too few usable GPUs, or ``delegate``.
+    """
+    if delegate:
+        raise UnsatisfiableRequestError(
+            "delegate=True is not possible inside another claim (SAFE_GPU_SCOPE): one level only; "
+            + (ONCE_FOR_ALL_RANKS if "LOCAL_RANK" in os.environ else "claim without it"),
+            value=True,
+        )
+    request, held = view.request, len(around.gpus)
+    number = request.nb_gpus
+    usable = {gpu.uuid for gpu in view.usable}
+    if number > held:
+        owner, larger = _owner_and_larger(around, view.scope, number)
+        asked = style.setting("nb_gpus", str(number))
+        problem = f"{asked} is inside {owner}, which holds {plural(held)}: {larger}, or leave this claim out"
+    elif number > len(usable):
+        reasons = (v for v in view.judge({}) if v.gpu.uuid in around.gpus and v.gpu.uuid not in usable and v.reason)
+        listed = in_brackets("; ".join(f"GPU {verdict.gpu.label}: {verdict.reason}" for verdict in reasons))
+        problem = f"{plural(number)} asked for inside {owner_of(around)}, which can give {len(usable)} of its "
+        problem += f"{held}{listed}: ask for fewer{listed and ', or ask for others'}"
+    else:
+        return
+    raise UnsatisfiableRequestError(problem, value=number)
+
+
+def _owner_and_larger(around: Entry, token: str, number: int) -> tuple[str, str]:
+    """Return whose the claim around this one is, and how to make one of so many GPUs: by an option, or in Python.
+
+    What ``safe-gpu run`` executes has had the token from its start; a process that claimed in Python has not.
+    """
+    pid = 0 if procfs.namespace_text(around.pidns or None) else around.pid
+    if pid and procfs.uid_of(pid) == os.geteuid():
+        began = (read_start(f"/proc/{pid}/environ", 1 << 22) or b"").split(b"\0")
+        if os.fsencode(f"SAFE_GPU_SCOPE={token}") in began or "--supervised" in procfs.arguments_of(pid):
+            return f"safe-gpu run (process {pid})", f"write safe-gpu run -n {number}"
+    return owner_of(around), f"write claim_gpus({number}, delegate=True) there"
 
 
 def imports_main() -> bool:

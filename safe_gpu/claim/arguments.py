@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from ..affinity.options import AffinityOptions
     from .limits import Quota
-    from .report import WaitStatus
 
 
 # Default timeouts in seconds. The scheduler has assigned a GPU to a batch job, so one will become free. Elsewhere the
@@ -165,12 +164,11 @@ class ClaimOptions(NamedTuple):
         pause: seconds between setting CUDA_VISIBLE_DEVICES and the placeholders.
         delegate: whether child processes may claim from this claim.
         job: the batch job of this process.
-        by_job: whether the number of GPUs is that of the job.
         command: the command as in records, set by ``safe-gpu run``; None is that of this process.
         quota: the limits of the policy file; None if there is no such file.
         wait_limit: the policy file, if it made ``timeout`` shorter than was asked for.
-        on_wait: called when waiting begins, when something changes, and once a minute. None: the logger
-            gets these reports.
+        on_wait: called with a :class:`~safe_gpu.claim.report.WaitStatus` when waiting begins, when something changes,
+            and once a minute. None: the logger gets these reports.
     """
 
     request: Selection
@@ -185,9 +183,8 @@ class ClaimOptions(NamedTuple):
     pause: float = 0.0
     delegate: bool = False
     job: JobContext = JobContext()
-    by_job: bool = False
     command: str | None = None
-    on_wait: "Callable[[WaitStatus], None] | None" = None
+    on_wait: Callable[[Any], None] | None = None
     hold: HoldTime = UNKNOWN
     quota: "Quota | None" = None
     wait_limit: str = ""
@@ -228,7 +225,7 @@ def read_options(
     hold_for: float | str | DefaultTimeout | None = DEFAULT,
     vendor: str | None = None,
     command: str | None = None,
-    on_wait: "Callable[[WaitStatus], None] | None" = None,
+    on_wait: Callable[[Any], None] | None = None,
     **conditions: "Unpack[Conditions]",
 ) -> ClaimOptions:
     """Check the arguments of ``claim_gpus``. The timeout counts from this call.
@@ -294,7 +291,6 @@ def read_options(
         pause=pause,
         delegate=delegate,
         job=job,
-        by_job=nb_gpus == "job",
         command=command,
         on_wait=on_wait,
         hold=hold,

@@ -131,7 +131,7 @@ class GPUOwner:
                 if self._holding.on_gpu:
                     clear_notes(view, claim, self.logger)
                 self._bind(driver, options)
-            if not options.by_job and options.job.scheduler is not None:
+            if nb_gpus != "job" and options.job.scheduler is not None:
                 warn_of_more_than_declared(len(self.gpus), self.logger)
             self._asked = request_key(options)
         except BaseException:

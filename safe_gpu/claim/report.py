@@ -37,7 +37,9 @@ from .around import refuse_gpus_of_ancestors
 if TYPE_CHECKING:
     from ..coordination.entry import Entry
     from ..coordination.queue import Waiter
+    from .arguments import ClaimOptions
     from .limits import LimitReached
+    from .search.look import Look
     from .view import HostView
 
 SOMEBODY = "somebody"
@@ -180,21 +182,12 @@ def refuse_if_ancestor_holds(view: HostView) -> None:
     _judge(view, holders_now(view))
 
 
-def refusal(
-    view: HostView,
-    *,
-    ticket: Entry | None,
-    stopped: Entry | None = None,
-    spent: LimitReached | None = None,
-    position: int,
-    waited: float,
-    wait_limit: str = "",
-) -> NotEnoughGpusError:
-    """Return the error with which a claim fails: ClaimTimeout if it waited (``waited`` in seconds), else
-    NotEnoughGpusError.
+def refusal(view: HostView, look: Look, options: ClaimOptions, position: int) -> NotEnoughGpusError:
+    """Return the error with which a claim fails: ClaimTimeout if it waited, else NotEnoughGpusError.
 
-    ``ticket``, ``spent`` and ``position`` are those of :func:`wait_status`; ``stopped`` was passed, because its waiter
-    is stopped; ``wait_limit`` is the policy file, if that set the timeout.
+    Args:
+        look: the latest one.
+        position: as of :func:`wait_status`.
 
     Raises:
         NotEnoughGpusError, StateDirError: as in :func:`refuse_if_ancestor_holds`.
@@ -207,18 +200,17 @@ def refusal(
     frozen = visible_limit is not None and visible_limit.frozen
     if hint and visible_limit is not None and visible_limit.lift:
         hint += f" ({visible_limit.lift} disregards it)"
-    ahead = None if ticket is None else ClaimAhead.of(ticket)
-    passed = None if stopped is None else ClaimAhead.of(stopped)._replace(stopped=True)
+    waited = options.timeout or 0.0
     message = refusal_message(
         request,
         verdicts,
         hint=hint,
-        ahead=ahead,
-        passed=passed,
-        spent=spent,
+        ahead=None if look.ahead is None else ClaimAhead.of(look.ahead),
+        passed=None if look.stopped is None else ClaimAhead.of(look.stopped)._replace(stopped=True),
+        spent=look.seen.limit,
         position=position,
         waited=waited,
-        wait_limit=wait_limit,
+        wait_limit=options.wait_limit,
         elsewhere=frozen and sum(verdict.free for verdict in unlimited) >= request.nb_gpus,
     )
     if waited:
@@ -264,7 +256,8 @@ def refusal_message(
         hint: what CUDA_VISIBLE_DEVICES excludes, see ``fence_hint``; a sentence without the full stop.
         ahead, position: as in :class:`WaitStatus`.
         passed: a waiter that stands ahead and is stopped.
-        spent, wait_limit: as in :func:`refusal`.
+        spent: the limit of the user, if it stands in the way.
+        wait_limit: the policy file, if that set the timeout.
         waited: seconds that the claim waited.
         elsewhere: whether another process could have them at once, in which CUDA is not initialised.
         now: in Unix seconds; None reads the clock.

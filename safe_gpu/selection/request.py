@@ -115,10 +115,6 @@ class Condition:
         """
         return ""
 
-    def to_ticket(self) -> Any:
-        """Return what others must know, as JSON; None if nothing."""
-        return self.value if self.ticketed else None
-
     def groups(self, gpus: Sequence[Gpu]) -> list[list[Gpu]]:
         """Return the largest sets of these GPUs of which any subset meets the condition together."""
         return [list(gpus)]
@@ -434,7 +430,7 @@ class Selection(NamedTuple):
     @property
     def ticket(self) -> tuple[tuple[str, Any], ...]:
         """What others must know of its conditions: arguments and JSON values."""
-        return tuple((one.argument, one.to_ticket()) for one in self.conditions if one.ticketed)
+        return tuple((one.argument, one.value) for one in self.conditions if one.ticketed)
 
     @classmethod
     def from_ticket(cls, nb_gpus: int, conditions: Iterable[tuple[str, Any]]) -> "tuple[Selection, bool]":

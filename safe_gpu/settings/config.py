@@ -187,7 +187,7 @@ def _host_value(key: str, text: str) -> str:
         host_names(text)
     form, problem = _FORMS.get(key, (".*", ""))
     if not re.fullmatch(form, text):
-        raise ValueError(f"{f'{key} = {text}'.strip()} {problem}")
+        raise ValueError(f"{f'{key} = {text}' if text else key} {problem}")
     return text
 
 

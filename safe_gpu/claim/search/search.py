@@ -316,15 +316,7 @@ class _Search:
     def _refusal(self, look: Look) -> Exception:
         from ..report import refusal
 
-        return refusal(
-            self._view,
-            ticket=look.ahead,
-            stopped=look.stopped,
-            spent=look.seen.limit,
-            position=self._place.position,
-            waited=self._options.timeout or 0.0,
-            wait_limit=self._options.wait_limit,
-        )
+        return refusal(self._view, look, self._options, self._place.position)
 
 
 def _uneven(least: float, most: float) -> float:

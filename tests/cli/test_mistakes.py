@@ -124,7 +124,7 @@ $ safe-gpu run -- ''
 [127] safe-gpu: '': command not found; the name is empty: is a variable not set?
 # Variables
 $ SAFE_GPU_TIMEOUT=soon safe-gpu wait
-[78] safe-gpu: SAFE_GPU_TIMEOUT='soon' is not a duration: write seconds (90 or 90s), 15m, 1h30m, 01:30:00, 2-12:00:...
+[78] safe-gpu: SAFE_GPU_TIMEOUT=soon is not a duration: write seconds (90 or 90s), 15m, 1h30m, 01:30:00, 2-12:00:...
 $ SAFE_GPU_DRIVER=cuda safe-gpu wait
 [78] safe-gpu: There is no driver 'cuda': choose one of auto, nvml, nvidia-smi, kfd, intel, simulated:PRESET.
 $ SAFE_GPU_NB_GPUS=two safe-gpu wait -n job

@@ -223,7 +223,6 @@ def reads_of_lines(source: str) -> Iterator[str]:
 
 NO_KERNEL_TEXT = {
     "status/page.py": ["read_text"],  # a file of this package
-    "settings/policy.py": ["read_text"],  # a function of this package
 }
 
 

@@ -85,7 +85,7 @@ def check_possible_inside(view: HostView, around: Entry, *, delegate: bool) -> N
 
 
 def _owner_and_larger(around: Entry, token: str, number: int) -> tuple[str, str]:
-    """Return whose the claim around this one is, and how to get one with this number of GPUs: by an option, or in Python.
+    """Return whose the claim around this one is, and how to get one with this number of GPUs: an option, or in Python.
 
     What ``safe-gpu run`` executes has had the token from its start; a process that claimed in Python has not.
     """

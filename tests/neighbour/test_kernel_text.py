@@ -222,7 +222,7 @@ def reads_of_lines(source: str) -> Iterator[str]:
 
 
 NO_KERNEL_TEXT = {
-    "status/page.py": ["read_text"],  # a file of this package
+    "status/page.py": ["read_text"]  # a file of this package
 }
 
 

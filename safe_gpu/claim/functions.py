@@ -8,9 +8,7 @@ from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 from ..coordination.closed import closed_now
-from ..coordination.holders import claims_now
 from ..drivers import opened_driver
-from ..gpus.devices import Holder
 from ..host.procfs import describe_process
 from ..selection.request import Conditions, Selection, parse_request
 from ..selection.verdicts import Rules, judge
@@ -183,9 +181,9 @@ def current_verdicts(
         StateDirError: the claims cannot be read.
         UnsatisfiableRequestError: a variable that sets a rule has no valid value.
     """
-    uuids = () if inside else (gpu.uuid for gpu in snapshot.gpus)
-    claims, elsewhere = claims_now(uuids, snapshot.name_prefix)
-    claimed = {**dict.fromkeys(elsewhere, Holder(elsewhere=True)), **claims.holders(inside)}
+    from .report import holders_now
+
+    claimed = holders_now(snapshot, inside)
     rules = Rules.of(os.environ)._replace(drained=closed_now())
     return judge(
         snapshot, request, claimed=claimed, visible_limit=visible_limit, describe=describe_process, rules=rules

@@ -37,6 +37,7 @@ from .around import refuse_gpus_of_ancestors
 if TYPE_CHECKING:
     from ..coordination.entry import Entry
     from ..coordination.queue import Waiter
+    from ..gpus.devices import HostSnapshot
     from .arguments import ClaimOptions
     from .limits import LimitReached
     from .search.look import Look
@@ -179,7 +180,7 @@ def refuse_if_ancestor_holds(view: HostView) -> None:
         NotEnoughGpusError: an ancestor of this process holds the GPUs that it waits for.
         StateDirError: the claims cannot be read.
     """
-    _judge(view, holders_now(view))
+    _judge(view, holders_now(view.snapshot, view.inside))
 
 
 def refusal(view: HostView, look: Look, options: ClaimOptions, position: int) -> NotEnoughGpusError:
@@ -193,22 +194,19 @@ def refusal(view: HostView, look: Look, options: ClaimOptions, position: int) ->
         NotEnoughGpusError, StateDirError: as in :func:`refuse_if_ancestor_holds`.
     """
     request, visible_limit = view.request, view.visible_limit
-    holders = holders_now(view)
+    holders = holders_now(view.snapshot, view.inside)
     verdicts = _judge(view, holders)
     unlimited = view.judge(holders, within_limit=False)
     hint = fence_hint(unlimited, visible_limit)
     frozen = visible_limit is not None and visible_limit.frozen
     if hint and visible_limit is not None and visible_limit.lift:
         hint += f" ({visible_limit.lift} disregards it)"
-    waited = options.timeout or 0.0
+    waited, free = options.timeout or 0.0, sum(verdict.free for verdict in verdicts)
+    ahead = None if look.ahead is None else ClaimAhead.of(look.ahead)
     message = refusal_message(
-        request,
-        verdicts,
-        hint=hint,
-        ahead=None if look.ahead is None else ClaimAhead.of(look.ahead),
+        WaitStatus(position, free, request.nb_gpus, verdicts, ahead, spent=look.seen.limit, asked=request.text),
         passed=None if look.stopped is None else ClaimAhead.of(look.stopped)._replace(stopped=True),
-        spent=look.seen.limit,
-        position=position,
+        hint=hint,
         waited=waited,
         wait_limit=options.wait_limit,
         elsewhere=frozen and sum(verdict.free for verdict in unlimited) >= request.nb_gpus,
@@ -218,15 +216,17 @@ def refusal(view: HostView, look: Look, options: ClaimOptions, position: int) ->
     return NotEnoughGpusError(message, nb_gpus=request.nb_gpus, verdicts=verdicts)
 
 
-def holders_now(view: HostView) -> dict[str, Holder]:
-    """Return UUID -> holder of the GPUs that are held now. Takes no lock.
+def holders_now(snapshot: HostSnapshot, inside: str = "") -> dict[str, Holder]:
+    """Return UUID -> holder of the GPUs that are held now.
+
+    Args:
+        inside: hash of the token of the claim inside which they would be claimed; "" for none.
 
     Raises:
         StateDirError: the claims cannot be read.
     """
-    uuids = () if view.around else (gpu.uuid for gpu in view.snapshot.gpus)
-    claims, elsewhere = claims_now(uuids, view.snapshot.name_prefix)
-    return {**dict.fromkeys(elsewhere, Holder(elsewhere=True)), **claims.holders(view.inside)}
+    claims, elsewhere = claims_now(() if inside else (gpu.uuid for gpu in snapshot.gpus), snapshot.name_prefix)
+    return {**dict.fromkeys(elsewhere, Holder(elsewhere=True)), **claims.holders(inside)}
 
 
 def _judge(view: HostView, holders: dict[str, Holder]) -> tuple[GpuVerdict, ...]:
@@ -236,14 +236,10 @@ def _judge(view: HostView, holders: dict[str, Holder]) -> tuple[GpuVerdict, ...]
 
 
 def refusal_message(
-    request: Selection,
-    verdicts: Sequence[GpuVerdict],
+    status: WaitStatus,
     *,
-    hint: str = "",
-    ahead: ClaimAhead | None = None,
     passed: ClaimAhead | None = None,
-    spent: LimitReached | None = None,
-    position: int = 0,
+    hint: str = "",
     waited: float = 0.0,
     wait_limit: str = "",
     elsewhere: bool = False,
@@ -252,37 +248,35 @@ def refusal_message(
     """Return why a request was not met: one sentence, then one line for the GPUs that share a reason.
 
     Args:
-        verdicts: of every device, with holders.
-        hint: what CUDA_VISIBLE_DEVICES excludes, see ``fence_hint``; a sentence without the full stop.
-        ahead, position: as in :class:`WaitStatus`.
+        status: at its end, with a verdict on every device.
         passed: a waiter that stands ahead and is stopped.
-        spent: the limit of the user, if it stands in the way.
-        wait_limit: the policy file, if that set the timeout.
+        hint: what CUDA_VISIBLE_DEVICES excludes, see ``fence_hint``; a sentence without the full stop.
         waited: seconds that the claim waited.
+        wait_limit: the policy file, if that set the timeout.
         elsewhere: whether another process could have them at once, in which CUDA is not initialised.
         now: in Unix seconds; None reads the clock.
     """
-    free = sum(verdict.free for verdict in verdicts)
-    text = f"{request.text} asked for, {_free(free, request.nb_gpus, ahead, position)}"
+    free, ahead = status.free or 0, status.ahead
+    text = f"{status.asked} asked for, {_free(free, status.needed, ahead, status.position)}"
     if waited:
         text += f" after {format_age(waited)}"
     if ahead is not None:
         text += f", {_behind(ahead, _moment(now))}"
-        text += f" and {plural(position - 2, 'more claim')}" if position > 2 else ""
+        text += f" and {plural(status.position - 2, 'more claim')}" if status.position > 2 else ""
     if passed is not None:
         text += f" (past {passed.user or SOMEBODY}, {', '.join(_facts(passed, _moment(now)))})"
-    if spent is not None:
-        text += f", and {spent}"
-    way_out = "wait longer" if waited else "wait for it" if request.nb_gpus == 1 else "wait for them"
+    if status.spent is not None:
+        text += f", and {status.spent}"
+    way_out = "wait longer" if waited else "wait for it" if status.needed == 1 else "wait for them"
     if elsewhere:
         text += ": start a new process, which can have others (in a notebook, restart the kernel)"
     elif wait_limit:
         text += f": try again ({wait_limit} limits the wait)"
     else:
         text += f": {way_out} ({_longer_wait(waited)})"
-    if ahead is None and spent is None and 0 < free < request.nb_gpus:
+    if ahead is None and status.spent is None and 0 < free < status.needed:
         text += ", or ask for fewer"
-    return "\n".join([f"{text}. {hint}." if hint else f"{text}.", *_lines(verdicts)])
+    return "\n".join([f"{text}. {hint}." if hint else f"{text}.", *_lines(status.verdicts)])
 
 
 def _longer_wait(waited: float) -> str:

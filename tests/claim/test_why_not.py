@@ -1,6 +1,7 @@
 """The words of a refusal and of a wait."""
 
 import time
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,10 @@ def gpu(index: int, **values: object) -> Gpu:
 def claimed(index: int, since: float | None = NOW - 3600, **holder: object) -> GpuVerdict:
     who = Holder(**{"pid": 4711, "user": "ada", "since": since, **holder})  # type: ignore[arg-type]
     return GpuVerdict(gpu(index), "claimed", "claimed by process 4711 (ada)", who.pid, who.user, who)
+
+
+def refused(needed: int, *verdicts: GpuVerdict) -> WaitStatus:
+    return WaitStatus(0, sum(one.free for one in verdicts), needed, verdicts, asked=Selection(needed).text)
 
 
 FREE = GpuVerdict(gpu(0), "free")
@@ -55,7 +60,7 @@ INSTANCE = GpuVerdict(gpu(2, mig_parent="GPU-2", mig_instance=1), "free")
     ids=["all kinds", "one holder", "models", "no name", "a display", "a MIG instance"],
 )
 def test_a_refusal_is_a_sentence_and_a_line_for_each_gpu(verdicts: list[GpuVerdict], lines: str) -> None:
-    first, *rest = refusal_message(Selection(9), verdicts).split("\n")
+    first, *rest = refusal_message(refused(9, *verdicts)).split("\n")
     assert first.startswith("9 GPUs asked for, ")
     assert rest == lines.split("\n")[1:]
 
@@ -90,14 +95,17 @@ TWO_FREE = (FREE, FREE._replace(gpu=gpu(1)))
         (1, {"wait_limit": "/etc/p"}, "1 GPU asked for, 0 free: try again (/etc/p limits the wait)."),
     ],
 )
-def test_the_first_sentence_says_what_to_do(nb_gpus: int, arguments: dict[str, object], first: str) -> None:
-    text = refusal_message(Selection(nb_gpus), **{"verdicts": (BUSY,), "now": NOW, **arguments})  # type: ignore[arg-type]
+def test_the_first_sentence_says_what_to_do(nb_gpus: int, arguments: dict[str, Any], first: str) -> None:
+    arguments = dict(arguments)  # which rows share
+    facts = {name: arguments.pop(name) for name in ("ahead", "position") if name in arguments}
+    verdicts: Any = arguments.pop("verdicts", (BUSY,))
+    text = refusal_message(refused(nb_gpus, *verdicts)._replace(**facts), now=NOW, **arguments)
     assert text.splitlines()[0] == first
 
 
 def test_a_request_from_the_command_line_is_answered_with_its_options() -> None:
     with on_command_line():
-        text = refusal_message(Selection(2), (FREE, BUSY))
+        text = refusal_message(refused(2, FREE, BUSY))
     longer = "--timeout 1h, or --timeout inf to wait without limit"
     assert text.startswith(f"2 GPUs asked for, 1 free: wait for them ({longer}), or ask for fewer.")
 

@@ -124,7 +124,7 @@ class _Search:
         if "SAFE_GPU_SHARE" in os.environ:  # of a claim around this process, or leaked
             from ..report import holders_now
 
-            refuse_inside_share(self._view.snapshot.gpus, holders_now(self._view))
+            refuse_inside_share(self._view.snapshot.gpus, holders_now(self._view.snapshot, self._view.inside))
         self._check_possible()
         self._limit()
         self._options.logger.info("acquiring lock")
@@ -191,7 +191,7 @@ class _Search:
         from ..report import holders_now
 
         try:
-            return holders_now(self._view)
+            return holders_now(self._view.snapshot, self._view.inside)
         except StateDirError:
             return {}
 

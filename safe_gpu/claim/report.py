@@ -83,7 +83,7 @@ def forecast(view: HostView, waiter: Waiter, hold_for: float | None, *, by_turns
     requests = [(TicketRequest.of(one), one.uid) for one in ahead if not is_stopped(one)]
     requests.append((waiter.request._replace(hold_for=hold_for), os.geteuid()))
     wants = [
-        BackfillRequest.of(*request[:4], view.snapshot.gpus, view.reserved_for_others(uid)) for request, uid in requests
+        BackfillRequest.of(request, view.snapshot.gpus, view.reserved_for_others(uid)) for request, uid in requests
     ]
     start, earliest = starts(wants, when)[-1], list(dates(wants, when))[-1][1]
     holding = {one for uuid in waiter.request.gpus if uuid in holders for one in holders[uuid].each}

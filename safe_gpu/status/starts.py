@@ -113,7 +113,7 @@ def expected_starts(
                 wants[ticket.name] = BackfillRequest(len(request.gpus) + 1, request.gpus)
             elif not is_stopped(ticket, stopped) and len(request.gpus & coming) >= request.nb_gpus:
                 reserved = spans_of(binding(windows, ticket.uid), devices) if windows and not inside else {}
-                wants[ticket.name] = BackfillRequest.of(*request[:4], devices, reserved)
+                wants[ticket.name] = BackfillRequest.of(request, devices, reserved)
         earliest = (date for _, date in dates(wants.values(), ends))
         found.update(zip(wants, zip(starts(wants.values(), ends), earliest, strict=True), strict=True))
     found.update((name, (limit.until, math.inf)) for name, limit in limited.items())

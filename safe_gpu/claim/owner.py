@@ -297,8 +297,8 @@ NO_GPU = "no GPU"
 
 
 def request_key(options: ClaimOptions) -> str:
-    # Text, which compares after a reload too; the spelling of the arguments does not count.
-    return repr((*options.request[:3], options.request.up_to, options.visible_as, options.delegate))
+    # Text, which compares after a reload too.
+    return repr((*options.request, options.visible_as, options.delegate))
 
 
 def current_owner() -> GPUOwner | None:

@@ -60,6 +60,9 @@ class Condition:
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and vars(self) == vars(other)
 
+    def __hash__(self) -> int:
+        return hash(self.value)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.value!r})"
 

@@ -27,8 +27,12 @@ if TYPE_CHECKING:
     from .affinity.numactl import wrap_command as wrap_command
     from .affinity.options import AffinityOptions as AffinityOptions
     from .affinity.placement import PlacementReport as PlacementReport, placement as placement
-    from .claim.free import get_free_gpus as get_free_gpus
-    from .claim.functions import claim_gpus as claim_gpus, ensure_gpus as ensure_gpus, release_gpus as release_gpus
+    from .claim.functions import (
+        claim_gpus as claim_gpus,
+        ensure_gpus as ensure_gpus,
+        get_free_gpus as get_free_gpus,
+        release_gpus as release_gpus,
+    )
     from .claim.owner import GPUOwner as GPUOwner
     from .claim.worker import bind as bind
     from .errors import (
@@ -81,8 +85,7 @@ _HOMES = {
         "LockTimeout NoDriverError NotEnoughGpusError NvidiasmiError PlaceholderError PolicyError "
         "SafeGpuError StateDirError UnsatisfiableRequestError WrongDeviceError"
     ),
-    "claim.free": ("get_free_gpus"),
-    "claim.functions": ("claim_gpus ensure_gpus gpu_owner release_gpus"),
+    "claim.functions": ("claim_gpus ensure_gpus get_free_gpus gpu_owner release_gpus"),
     "claim.owner": ("GPUOwner"),
     "runtimes.cuda": ("CudaPlaceholder"),
     "runtimes.placeholders": (

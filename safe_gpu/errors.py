@@ -7,9 +7,7 @@ processes.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from .host.procfs import printable_lines
@@ -17,7 +15,6 @@ from .host.procfs import printable_lines
 if TYPE_CHECKING:
     from inspect import Signature
     from logging import Logger, LogRecord
-    from types import TracebackType
 
 
 class _CallSignature:
@@ -54,42 +51,6 @@ class SafeGpuError(Exception):
 
     def __str__(self) -> str:
         return self.message
-
-    @property
-    def _render_traceback_(self) -> Callable[[], list[str]]:
-        """What IPython calls, where there is such an attribute, for what a cell shows of an error."""
-        if _keeps_frames(self):
-            raise AttributeError("_render_traceback_")
-        return lambda: [f"{type(self).__name__}: {self}"]
-
-
-def _keeps_frames(err: BaseException) -> bool:
-    """Return whether its traceback has all frames: one of a placeholder leads to the program's own code."""
-    return bool(os.environ.get("SAFE_GPU_TRACEBACK")) or isinstance(err, PlaceholderError)
-
-
-def shorten(err: BaseException) -> None:
-    """Drop the frames of this package so far, also those of the errors that led to this one."""
-    chain: list[BaseException | None] = [None if _keeps_frames(err) else err]
-    seen: set[int] = set()  # by id, since errors of other packages may compare in ways of their own
-    for one in chain:
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            chain += one.__cause__, one.__context__
-            if not isinstance(one, PlaceholderError):
-                one.__traceback__ = _without_ours(one.__traceback__)
-
-
-def _without_ours(frames: TracebackType | None) -> TracebackType | None:
-    kept: list[TracebackType | None] = []
-    while frames is not None:
-        if str(frames.tb_frame.f_globals.get("__name__")).partition(".")[0] != __package__:
-            kept.append(frames)
-        frames = frames.tb_next
-    kept.append(None)
-    for one, following in pairwise(kept):
-        one.tb_next = following  # type: ignore[union-attr]
-    return kept[0]
 
 
 class NoDriverError(SafeGpuError):

@@ -3,8 +3,7 @@
 from typing import Any
 
 from .claim import functions as owner
-from .claim.free import get_free_gpus
-from .claim.functions import claim_gpus, release_gpus
+from .claim.functions import claim_gpus, get_free_gpus, release_gpus
 from .claim.owner import GPUOwner
 from .coordination.older_package import LOCK_FILE as LOCK_FILENAME
 from .errors import NvidiasmiError

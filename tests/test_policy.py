@@ -12,10 +12,19 @@ from safe_gpu.coordination.state_dir import state_dir_path
 from safe_gpu.drivers.vendors import meant_vendor
 from safe_gpu.schedulers.job import resource_names
 from safe_gpu.selection.verdicts import Rules
-from safe_gpu.settings import policy
+from safe_gpu.settings import config as policy
 from safe_gpu.settings import variables as settings
-from safe_gpu.settings.host_file import host_values
-from safe_gpu.settings.policy import KEYS, Limits, Policy, limits_of_this_user, limits_of_user, parse, read, resolve
+from safe_gpu.settings.config import (
+    KEYS,
+    Limits,
+    Policy,
+    host_values,
+    limits_of_this_user,
+    limits_of_user,
+    parse,
+    read,
+    resolve,
+)
 
 FILE = """\
 ; the group's rules
@@ -183,7 +192,7 @@ def test_groups_of_this_process_and_of_others(monkeypatch: pytest.MonkeyPatch) -
     """Those of this process are the kernel's, those of other users the directory's."""
     rules = parse("[group audio]\nmax_gpus = 5\n[group 77]\nmax_gpus = 7\n[default]\nmax_gpus = 1\n", "/p")
     monkeypatch.setattr(policy, "gid_of", {"audio": 29, "77": 77}.get)
-    monkeypatch.setattr(policy.programs, "is_root", lambda: False)
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
     monkeypatch.setattr(os, "getgroups", lambda: [77])
     assert limits_of_this_user(rules).max_gpus == 7
     monkeypatch.setattr(policy, "_gids_of", lambda uid: {29} if uid == 1000 else set())

@@ -28,7 +28,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from safe_gpu.claim.host import host_view
+from safe_gpu.claim import view as host_view
 from safe_gpu.coordination import directory, doors
 from safe_gpu.drivers import simulated
 

@@ -3,29 +3,141 @@
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..affinity.options import falls_back, parse_options
 from ..coordination.host_lock import MINIMUM_PATIENCE
 from ..errors import PlaceholderError, UnsatisfiableRequestError, package_logger
 from ..gpus.devices import HostSnapshot
-from ..host.procfs import printable_lines
+from ..host import procfs
+from ..host.procfs import lasting, printable_lines
 from ..runtimes.visible_devices import render_cuda
 from ..schedulers.job import JobContext, count, current
 from ..selection.request import Conditions, Selection, parse_request
 from ..selection.values import as_index
 from ..settings import variables as settings
-from ..settings.durations import number_of
-from ..wording.argument_style import ArgumentStyle
-from .times import DEFAULT, UNKNOWN, DefaultTimeout, HoldTime, parse_hold_for, parse_timeout
+from ..settings.durations import number_of, parse_duration, parse_seconds
+from ..wording import argument_style as style
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ..affinity.options import AffinityOptions
     from .limits import Quota
-    from .messages.wait_status import WaitStatus
+
+
+# Default timeouts in seconds. The scheduler has assigned a GPU to a batch job, so one will become free. Elsewhere the
+# wait only covers the exit of a previous process.
+_BATCH = 300.0
+
+_INTERACTIVE = 10.0
+
+
+class DefaultTimeout:
+    """The type of :data:`DEFAULT`, which stands for the result of :func:`default_timeout`."""
+
+    def __repr__(self) -> str:
+        return "DEFAULT"
+
+
+DEFAULT = lasting("default", DefaultTimeout())
+
+
+def parse_timeout(timeout: object, environ: Mapping[str, str], *, in_batch_job: bool) -> float | None:
+    """Return the seconds to wait, None for no limit. ``timeout`` is a number, None, a text for :func:`parse_duration`,
+    or DEFAULT.
+
+    Raises:
+        UnsatisfiableRequestError: the value is negative, not a number, or of another type.
+    """
+    if timeout is DEFAULT:
+        return default_timeout(environ, in_batch_job=in_batch_job)
+    what = "a number of seconds: pass 0 (no wait), a positive number, or None (no limit)"
+    return parse_seconds(timeout, "timeout", what)
+
+
+def default_timeout(environ: Mapping[str, str], *, in_batch_job: bool) -> float | None:
+    """Return ``SAFE_GPU_TIMEOUT``, else 300 s inside a batch job, else 10 s."""
+    text = environ.get("SAFE_GPU_TIMEOUT")
+    if text:
+        return parse_duration(text, "SAFE_GPU_TIMEOUT")
+    return _BATCH if in_batch_job else _INTERACTIVE
+
+
+_DAY = 86400.0
+
+# A text as an argument that is a smaller number than this, in seconds, probably lacks its unit.
+_FEWEST = 60
+
+
+class HoldTime(NamedTuple):
+    """How long a claim will probably hold its GPUs, from the moment that it gets them.
+
+    Attributes:
+        seconds: at least 1; None if that is not known.
+        end: when the batch job ends, Unix seconds; used if ``seconds`` is None.
+        said: whether the caller said it. If not, a claim inside another one ends with that one.
+    """
+
+    seconds: float | None = None
+    end: float | None = None
+    said: bool = False
+
+    def at(self, now: float, outer_end: float | None = None) -> float | None:
+        """Return the seconds for a claim that gets its GPUs at ``now``, at least 1; None is unknown.
+
+        Args:
+            outer_end: when the claim around this one will probably end, Unix seconds; None if there is none, or if
+                that is not known.
+        """
+        if self.said or (self.seconds is not None and outer_end is None):
+            return self.seconds
+        end = self.end if outer_end is None else outer_end
+        return None if end is None or end <= now else max(1.0, round(end - now, 3))
+
+
+UNKNOWN = HoldTime()
+
+
+def parse_hold_for(hold_for: object, environ: Mapping[str, str], job: JobContext) -> HoldTime:
+    """Return the meaning of ``hold_for``: seconds, a text for ``parse_duration``, None for unknown, or DEFAULT.
+
+    The default is ``SAFE_GPU_FOR``, else the end of the batch job if that is at most a day away, else unknown.
+
+    Raises:
+        UnsatisfiableRequestError: less than a second, not a number, or of another type.
+    """
+    if hold_for is not DEFAULT:
+        return HoldTime(_hold_seconds(hold_for, "hold_for"), said=True)
+    if text := environ.get("SAFE_GPU_FOR"):
+        return HoldTime(_hold_seconds(text, "SAFE_GPU_FOR"))
+    return HoldTime(end=_end_of(job))
+
+
+def _hold_seconds(value: object, name: str) -> float | None:
+    word = value.strip().lower() if isinstance(value, str) else ""
+    if word == "unknown":
+        return None
+    what = "a time to hold GPUs: give at least a second, or unknown"
+    seconds = parse_seconds(value, name, what, least=1.0)
+    if name == "hold_for" and seconds is not None and seconds < _FEWEST and word.isdecimal():
+        written = style.written(name, value)
+        hours, minutes, short = (style.value(f"{value}{unit}") for unit in "hms")
+        raise UnsatisfiableRequestError(
+            f"{written} means {value} seconds? write {hours}, {minutes} or {short}", value=value
+        )
+    return seconds
+
+
+def _end_of(job: JobContext) -> float | None:
+    """Return when the batch job ends, Unix seconds; None if that is not known, past, or more than a day away."""
+    now = time.time()
+    end: float | None = job.ends
+    if end is None and job.walltime is not None:
+        # The job began with its session. In a later session the end is estimated too late, which delays nobody.
+        end = now - (procfs.seconds_running(os.getsid(0)) or 0.0) + job.walltime
+    return end if end is not None and now < end <= now + _DAY else None
 
 
 class _ByDefault(str):
@@ -52,12 +164,11 @@ class ClaimOptions(NamedTuple):
         pause: seconds between setting CUDA_VISIBLE_DEVICES and the placeholders.
         delegate: whether child processes may claim from this claim.
         job: the batch job of this process.
-        by_job: whether the number of GPUs is that of the job.
         command: the command as in records, set by ``safe-gpu run``; None is that of this process.
         quota: the limits of the policy file; None if there is no such file.
         wait_limit: the policy file, if it made ``timeout`` shorter than was asked for.
-        on_wait: called when waiting begins, when something changes, and once a minute. None: the logger
-            gets these reports.
+        on_wait: called with a :class:`~safe_gpu.claim.report.WaitStatus` when waiting begins, when something changes,
+            and once a minute. None: the logger gets these reports.
     """
 
     request: Selection
@@ -72,9 +183,8 @@ class ClaimOptions(NamedTuple):
     pause: float = 0.0
     delegate: bool = False
     job: JobContext = JobContext()
-    by_job: bool = False
     command: str | None = None
-    on_wait: "Callable[[WaitStatus], None] | None" = None
+    on_wait: Callable[[Any], None] | None = None
     hold: HoldTime = UNKNOWN
     quota: "Quota | None" = None
     wait_limit: str = ""
@@ -115,8 +225,7 @@ def read_options(
     hold_for: float | str | DefaultTimeout | None = DEFAULT,
     vendor: str | None = None,
     command: str | None = None,
-    on_wait: "Callable[[WaitStatus], None] | None" = None,
-    spelling: type[ArgumentStyle] = ArgumentStyle,
+    on_wait: Callable[[Any], None] | None = None,
     **conditions: "Unpack[Conditions]",
 ) -> ClaimOptions:
     """Check the arguments of ``claim_gpus``. The timeout counts from this call.
@@ -144,16 +253,16 @@ def read_options(
     if nb_gpus == "job":
         from ..schedulers.gpu_count import number_for_job
 
-        number = number_for_job(environ, spelling=spelling)
-    request = parse_request(number, vendor=vendor, spelling=spelling, **conditions)
-    wait = parse_timeout(timeout, environ, in_batch_job=job.scheduler is not None, spelling=spelling)
+        number = number_for_job(environ)
+    request = parse_request(number, vendor=vendor, **conditions)
+    wait = parse_timeout(timeout, environ, in_batch_job=job.scheduler is not None)
     ends = job
     if job.scheduler in ("slurm", "sge") and isinstance(hold_for, DefaultTimeout) and not environ.get("SAFE_GPU_FOR"):
         from ..schedulers.gpu_count import with_end
 
         # Thousands of array tasks of one GPU would ask it at once.
         ends = with_end(environ, job, ask=job.task_id is None or request.nb_gpus > 1)
-    hold = parse_hold_for(hold_for, environ, ends, spelling=spelling)
+    hold = parse_hold_for(hold_for, environ, ends)
     render_cuda((), visible_as=visible_as, snapshot=HostSnapshot(()))
     settings.check(environ)
     binding = None
@@ -182,7 +291,6 @@ def read_options(
         pause=pause,
         delegate=delegate,
         job=job,
-        by_job=nb_gpus == "job",
         command=command,
         on_wait=on_wait,
         hold=hold,

@@ -1,18 +1,30 @@
-"""``claim_gpus`` and its like: the claim of this process, by function."""
+"""``claim_gpus`` and its like: the claim of this process by function, and questions that claim nothing."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SafeGpuError, shorten
-from ..wording.argument_style import EnsureStyle
-from .arguments import asks_for_none, read_options
-from .owner import NO_GPU, GPUOwner, already_claimed, current_owner, owner_type, owners, request_key
+from ..coordination.closed import closed_now
+from ..drivers import opened_driver
+from ..host.procfs import describe_process
+from ..selection.request import Conditions, Selection, parse_request
+from ..selection.verdicts import Rules, judge
+from .arguments import DEFAULT, DefaultTimeout, asks_for_none, read_options
+from .owner import NO_GPU, GPUOwner, already_claimed, current_owner, owners, request_key
+from .search.search import wait_until_free
+from .view import HostView
 
 if TYPE_CHECKING:
     from typing import ParamSpec
+
+    from typing_extensions import Unpack
+
+    from ..gpus.devices import Gpu, GpuVerdict, HostSnapshot
+    from ..gpus.visible import VisibleLimit
+    from .report import WaitStatus
 
     Arguments = ParamSpec("Arguments")
 
@@ -82,7 +94,6 @@ def claim_gpus(*args: Any, **options: Any) -> GPUOwner:
 
     After an error nothing stays claimed, and the environment is restored.
     """
-    __tracebackhide__ = True
     owners["gpu_owner"] = owner = GPUOwner(*args, **options)
     return owner
 
@@ -102,20 +113,15 @@ def ensure_gpus(
     Raises:
         AlreadyClaimedError: this process holds GPUs by another request. Others as for :func:`claim_gpus`.
     """
-    __tracebackhide__ = True
     options.update(placeholder_fn=placeholder_fn, logger=logger, debug_sleep=debug_sleep)
     holder = current_owner()
     if holder is None:
-        owners["gpu_owner"] = holder = owner_type(spelling=EnsureStyle)(nb_gpus, **options)
+        owners["gpu_owner"] = holder = GPUOwner(nb_gpus, **options)
         return holder
-    try:
-        none = asks_for_none(nb_gpus)
-        if (NO_GPU if none else request_key(read_options(nb_gpus, **options))) == holder._asked:
-            return holder
-        raise already_claimed(holder, "by another request: release_gpus() first")
-    except SafeGpuError as err:
-        shorten(err)
-        raise err
+    none = asks_for_none(nb_gpus)
+    if (NO_GPU if none else request_key(read_options(nb_gpus, **options))) == holder._asked:
+        return holder
+    raise already_claimed(holder, "by another request: release_gpus() first")
 
 
 def release_gpus() -> None:
@@ -123,3 +129,62 @@ def release_gpus() -> None:
     owner = owners.get("gpu_owner") or current_owner()
     if owner is not None:
         owner.release_gpus()
+
+
+def wait_for_gpus(
+    nb_gpus: int | str | tuple[int, int] = 1,
+    *,
+    timeout: float | str | DefaultTimeout | None = None,
+    hold_for: float | str | DefaultTimeout | None = DEFAULT,
+    vendor: str | None = None,
+    logger: Any = None,
+    on_wait: Callable[[WaitStatus], None] | None = None,
+    **conditions: Unpack[Conditions],
+) -> tuple[Gpu, ...]:
+    """Wait in the queue until a claim with these arguments would succeed, but claim nothing. The errors are the same.
+
+    Args:
+        conditions: ``min_memory``, ``model`` and the others of :func:`~safe_gpu.claim_gpus`.
+
+    Returns:
+        The GPUs that the claim would have got. Another process may take them at any time.
+    """
+    arguments = {name: value for name, value in locals().items() if name != "conditions"}
+    options = read_options(**arguments, **conditions)
+    with opened_driver(**options.request.driver) as driver:
+        return wait_until_free(HostView(driver, driver.snapshot(), options.request), options)
+
+
+def get_free_gpus(*, vendor: str | None = None) -> list[str]:
+    """Return the indices of the GPUs that nobody holds or uses, in numeric order. The result may be outdated at once.
+
+    CUDA_VISIBLE_DEVICES is not considered, and GPUs that this process holds are not free. A MIG instance is ``"3:1"``.
+
+    Args:
+        vendor: as for :func:`~safe_gpu.claim_gpus`, whose default it has too.
+    """
+    request = parse_request(1, vendor=vendor)
+    with opened_driver(**request.driver) as driver:
+        snapshot = driver.snapshot()
+    return [verdict.gpu.label for verdict in current_verdicts(snapshot, Selection()) if verdict.free]
+
+
+def current_verdicts(
+    snapshot: HostSnapshot, request: Selection, visible_limit: VisibleLimit | None = None, *, inside: str = ""
+) -> tuple[GpuVerdict, ...]:
+    """Return which GPUs of a new poll a request could have, with the holders of the others.
+
+    Args:
+        inside: hash of the token of the claim inside which it would be made; "" for none.
+
+    Raises:
+        StateDirError: the claims cannot be read.
+        UnsatisfiableRequestError: a variable that sets a rule has no valid value.
+    """
+    from .report import holders_now
+
+    claimed = holders_now(snapshot, inside)
+    rules = Rules.of(os.environ)._replace(drained=closed_now())
+    return judge(
+        snapshot, request, claimed=claimed, visible_limit=visible_limit, describe=describe_process, rules=rules
+    )

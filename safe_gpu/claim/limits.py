@@ -19,20 +19,18 @@ from ..gpus.devices import HostSnapshot, vendor_of
 from ..host.procfs import printable_lines
 from ..selection.request import Selection
 from ..selection.sharing import ROUNDING, part_of
-from ..settings import policy
+from ..settings import config as policy
 from ..settings import variables as settings
+from ..wording import argument_style as style
 from ..wording.text import format_age
 
 if TYPE_CHECKING:
     from ..coordination.entry import Entry
     from ..coordination.host_lock import Host
-    from ..settings.policy import Limits, Policy
-    from ..wording.argument_style import ArgumentStyle
+    from ..settings.config import Limits, Policy
 
 
-def check_policy_limits(
-    nb_gpus: float, seconds: float | None, limits: Limits, spelling: type[ArgumentStyle], *, said: bool
-) -> None:
+def check_policy_limits(nb_gpus: float, seconds: float | None, limits: Limits, *, said: bool) -> None:
     """Refuse a claim that is not made inside another one and that the policy never allows.
 
     Args:
@@ -44,7 +42,7 @@ def check_policy_limits(
     """
     check_count(nb_gpus, limits)
     if limits.max_hold is not None and seconds is not None and seconds > limits.max_hold:
-        name = spelling.option("hold_for") if said else "SAFE_GPU_FOR"
+        name = style.option("hold_for") if said else "SAFE_GPU_FOR"
         raise UnsatisfiableRequestError(
             f"{name} says {format_age(seconds)}, and {limits.path} allows you {format_age(limits.max_hold)} "
             f"({limits.sections['max_hold']}): say less, or ask the administrator",

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from _thread import allocate_lock
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -14,25 +13,21 @@ from ..affinity.cpu_shares import bind_claim, undo_binding
 from ..coordination.entry import said_by_this_process
 from ..coordination.signals import DeferredSignals
 from ..drivers import opened_driver
-from ..errors import AlreadyClaimedError, GPUAffinityError, PlaceholderError, SafeGpuError, shorten
-from ..host.foreign_files import read_start
+from ..errors import AlreadyClaimedError, GPUAffinityError, PlaceholderError
 from ..host.procfs import lasting
 from ..runtimes.visible_devices import hide_all, render_visible
 from ..selection.sharing import share_fraction
 from ..settings.variables import is_simulated
 from ..topology.cpulist import format_cpulist
 from ..wording.text import gpus_by_model
-from .arguments import NODE_BY_DEFAULT, ClaimOptions, asks_for_none, read_options
-from .checks.bad_gpu import BadGpuFallback
-from .checks.opened import other_processes, verify_alone, verify_devices
+from .arguments import DEFAULT, NODE_BY_DEFAULT, ClaimOptions, DefaultTimeout, asks_for_none, read_options
+from .around import UNDER_MAIN, imports_main
+from .checks import clear_notes, doubts_of, note_failure, verify_alone, verify_devices
 from .claim import Claim
-from .host.ancestors import UNDER_MAIN, imports_main
-from .host.host_view import HostView
-from .host.visible_limit import remember_initializer
 from .placeholder_set import PlaceholderSet
 from .search.search import acquire
-from .times import DEFAULT, DefaultTimeout
-from .variables import ClaimVariables
+from .variables import ClaimVariables, share_variables
+from .view import HostView
 
 if TYPE_CHECKING:
     from ..affinity.binding import BindingReport
@@ -105,12 +100,15 @@ class GPUOwner:
         self._environment = ClaimVariables()
         self._signals = DeferredSignals()
         self._holding = PlaceholderSet(self._signals)
+        self._release = ExitStack()  # each step of the claim adds before it begins what takes it back
 
         try:
+            self._release.callback(_clear_current, self)
             _become_current(self)
+            self._release.callback(self._forget)
             if asks_for_none(nb_gpus):
                 self._asked = NO_GPU
-                self._environment.set(hide_all())
+                self._set_variables(hide_all())
                 return
             options = read_options(**arguments, **self._internal)
             self.logger = options.logger
@@ -121,31 +119,24 @@ class GPUOwner:
                 self._holding.prepare(driver, options.placeholder_fn, self.logger)
                 if view.polls.age > _STALE:
                     view.polls.poll()
-                bad = BadGpuFallback(view, self.logger)
-                claim = self._take_and_hold(view, options, bad)
+                claim = self._take(view, options)
+                self._hold(view, claim)
                 if driver.runtime.asks_library:
-                    remember_initializer(view.visible_limit, self._holding.make, driver.runtime)
+                    self._holding.remember_initializer(driver.runtime)
                     verify_devices(self.gpus, driver.runtime)
-                verify_alone(
-                    view, claim, options, holding=self._holding.on_gpu, own_function=self._holding.own_function
-                )
-                if private := [one.process_error for one in claim.gpus if one.processes_private]:
-                    self.logger.warning(f"Whether other programs use the GPUs of this claim is not known: {private[0]}")
-                if claim.before.doubt:
-                    self.logger.warning(claim.before.doubt)
+                verify_alone(view, claim, options, self._holding)
+                for doubt in doubts_of(claim):
+                    self.logger.warning(doubt)
                 view.remember_own_pids()
-                bad.clear_notes(claim, holding=self._holding.on_gpu)
+                if self._holding.on_gpu:
+                    clear_notes(view, claim, self.logger)
                 self._bind(driver, options)
-            if not options.by_job and options.job.scheduler is not None:
+            if nb_gpus != "job" and options.job.scheduler is not None:
                 warn_of_more_than_declared(len(self.gpus), self.logger)
             self._asked = request_key(options)
-        except BaseException as err:
-            __tracebackhide__ = True  # by pytest
-            self._undo()
-            if not isinstance(err, (SafeGpuError, KeyboardInterrupt)):
-                raise
-            shorten(err)
-            raise err
+        except BaseException:
+            self.release_gpus()
+            raise
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse copies and pickles: a copy would give back the locks of this one."""
@@ -191,7 +182,7 @@ class GPUOwner:
 
         In a forked child it only clears this object, because the GPUs and contexts belong to the parent.
         """
-        self._undo()
+        self._signals.run_deferred(self._release.close)
 
     def keep_across_exec(self) -> None:
         """Keep the claim across exec(2), so that the command that this process executes holds the GPUs."""
@@ -200,24 +191,17 @@ class GPUOwner:
 
     # The steps of a claim
 
-    def _take_and_hold(self, view: HostView, options: ClaimOptions, bad: BadGpuFallback) -> Claim:
-        """Take GPUs and put the placeholder on them; if one of them proves to be bad, give all back and try
-        others."""
+    def _take(self, view: HostView, options: ClaimOptions) -> Claim:
+        """Take GPUs, and make them those that this process sees."""
         said = said_by_this_process(options.job.job_label, options.command)
-        while True:
-            self._claim = claim = Claim(said, os.urandom(8).hex() if options.delegate else "")
-            acquire(view, options, claim)
-            self._take_over(claim, view.visible_limit)
-            self._set_environment(claim, options.visible_as)
-            if options.pause:  # even time.sleep(0) yields the CPU
-                time.sleep(options.pause)
-            try:
-                bad.try_suspects(claim)
-                self._hold(view, bad)
-                return claim
-            except PlaceholderError as err:
-                bad.exclude(claim, err)
-            self._give_back()
+        self._claim = claim = Claim(said, os.urandom(8).hex() if options.delegate else "")
+        self._release.callback(claim.release)
+        acquire(view, options, claim)
+        self._take_over(claim, view.visible_limit)
+        self._set_environment(claim, options.visible_as)
+        if options.pause:  # even time.sleep(0) yields the CPU
+            time.sleep(options.pause)
+        return claim
 
     def _take_over(self, claim: Claim, visible_limit: VisibleLimit | None) -> None:
         gpus = claim.gpus
@@ -237,21 +221,23 @@ class GPUOwner:
     def _set_environment(self, claim: Claim, visible_as: str) -> None:
         variables = render_visible(claim.gpus, visible_as=visible_as, snapshot=claim.before, environ=os.environ)
         if claim.share is not None:
-            from .variables import share_variables
-
             variables.update(share_variables(claim.share, claim.gpus, os.environ))
         if claim.token:
             variables["SAFE_GPU_SCOPE"] = claim.token
-        self._environment.set(variables)
-        warn_of_older_workers(*next(iter(variables.items())), self.logger)
+        self._set_variables(variables)
         self.logger.info("Set %s=%s", *next(iter(variables.items())), extra={"safe_gpu_environment": variables})
 
-    def _hold(self, view: HostView, bad: BadGpuFallback) -> None:
-        for device_no, gpu in enumerate(self.gpus):
+    def _set_variables(self, variables: Mapping[str, str]) -> None:
+        self._release.callback(self._unless_forked, self._environment.restore)
+        self._environment.set(variables)
+
+    def _hold(self, view: HostView, claim: Claim) -> None:
+        self._release.callback(self._unless_forked, self._release_placeholders)
+        for device_no in range(len(claim.gpus)):
             try:
                 self._holding.place()
             except PlaceholderError as err:
-                raise bad.described(err, gpu, device_no, other_processes(view, gpu)) from err
+                raise note_failure(view, claim, device_no, err, self.logger) from err
         if self._holding.on_gpu:
             self.logger.info("Placeholder holds GPU %s", ",".join(gpu.label for gpu in self.gpus))
 
@@ -261,6 +247,7 @@ class GPUOwner:
 
         try:
             self.binding = bind_claim(self.gpus, driver, options=options.binding, memory=options.memory)
+            self._release.callback(self._unless_forked, undo_binding)
             self.cpus = set(self.binding.cpus)
             if self.share is not None and options.binding is not None and options.binding.mode in _DIVIDING:
                 note = "every claim that shares these GPUs gets the same CPUs"
@@ -273,30 +260,15 @@ class GPUOwner:
 
     # Release
 
-    def _undo(self) -> None:
-        """Release and restore everything, whichever steps of the claim have been done. Then handlers of signals run."""
-        self._signals.run_deferred(self._undo_now)
+    def _unless_forked(self, step: Callable[[], None]) -> None:
+        if self._pid == os.getpid():
+            step()
 
-    def _undo_now(self) -> None:
-        with ExitStack() as steps:  # the steps run in reverse order, each even if an earlier one raised
-            steps.callback(_clear_current, self)
-            if self._pid == os.getpid() and self.binding is not None:
-                steps.callback(undo_binding)
-            steps.callback(self._give_back)
-
-    def _give_back(self) -> None:
-        """Give back GPUs and environment, so that others can be claimed."""
-        mine = self._pid == os.getpid()
-        with ExitStack() as steps:
-            steps.callback(self._forget)
-            if mine:
-                steps.callback(self._environment.restore)
-            if self._claim is not None:
-                steps.callback(self._claim.release)
-            if mine:
-                placed = self._holding.placed
-                while placed:
-                    steps.callback(self._release_placeholder, placed.pop(), len(placed))
+    def _release_placeholders(self) -> None:
+        with ExitStack() as steps:  # each is released, even if another one raises
+            placed = self._holding.placed
+            while placed:
+                steps.callback(self._release_placeholder, placed.pop(), len(placed))
 
     def _release_placeholder(self, placeholder: Any, device_no: int) -> None:
         self.logger.info("Releasing placeholder on CUDA device: %s", self.devices_taken[device_no])
@@ -325,8 +297,8 @@ NO_GPU = "no GPU"
 
 
 def request_key(options: ClaimOptions) -> str:
-    # Text, which compares after a reload too; the spelling of the arguments does not count.
-    return repr((*options.request[:3], options.request.up_to, options.visible_as, options.delegate))
+    # Text, which compares after a reload too.
+    return repr((*options.request, options.visible_as, options.delegate))
 
 
 def current_owner() -> GPUOwner | None:
@@ -366,31 +338,6 @@ def _clear_current(owner: GPUOwner) -> None:
     for name, one in list(owners.items()):
         if one is owner:
             owners[name] = None
-
-
-_LARGEST_ENVIRONMENT = 1 << 22  # bytes
-
-
-def warn_of_older_workers(name: str, value: str, logger: Any) -> None:
-    """Warn if workers that outlive their work see other GPUs than this claim's, whose variable is ``name``."""
-    for title, pids in _lasting_workers(sys.modules):
-        environs = (read_start(f"/proc/{pid}/environ", _LARGEST_ENVIRONMENT) for pid in pids)
-        if any(one and os.fsencode(f"{name}={value}") not in one.split(b"\0") for one in environs):
-            logger.warning(
-                "%s was started before this claim, and its workers see other GPUs: claim before the first worker, and "
-                "end workers before the release (safe_gpu/PROGRAMS.md)",
-                title,
-            )
-
-
-def _lasting_workers(modules: Mapping[str, Any]) -> Iterator[tuple[str, list[int]]]:
-    """Yield what starts or keeps workers for later work -> the processes whose environment these have."""
-    server = getattr(modules.get("multiprocessing.forkserver"), "_forkserver", None)
-    yield "the forkserver of multiprocessing", [pid] if (pid := getattr(server, "_forkserver_pid", None)) else []
-    for package in ("loky", "joblib.externals.loky"):
-        threads = list(getattr(modules.get(f"{package}.process_executor"), "_threads_wakeups", ()))
-        pids = [pid for thread in threads if thread.is_alive() for pid in list(getattr(thread, "processes", ()))]
-        yield f"an executor of {package}", pids
 
 
 def warn_of_more_than_declared(taken: int, logger: Any) -> None:

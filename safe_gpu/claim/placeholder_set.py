@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from ..errors import PlaceholderError
+from ..errors import CudaInitializedError, PlaceholderError
 from ..runtimes import placeholders
-from .host.visible_limit import prepare_only
 
 if TYPE_CHECKING:
     from ..coordination.signals import DeferredSignals
     from ..drivers.base import Driver
+    from ..runtimes.library import Runtime
+
+initializers: dict[int, str] = {}
+"""Pid of a process in which a claim's placeholder initialised CUDA -> the name of that placeholder. CUDA stays
+initialised when the placeholder is released."""
 
 
 class PlaceholderSet:
@@ -27,12 +32,30 @@ class PlaceholderSet:
         self.placed: list[Any] = []
         self._signals = signals
         self._simulated = ""
+        self._was_initialized = False
 
     def prepare(self, driver: Driver, placeholder_fn: Any, logger: Any) -> None:
-        """Import what the placeholder needs; None is the default of the driver. Errors as for ``prepare_only``."""
-        self.make = driver.runtime.default_placeholder(logger) if placeholder_fn is None else placeholder_fn
+        """Import what the placeholder needs, and check that this does no more; None is the default of the driver.
+
+        Raises:
+            CudaInitializedError: it initialised the library.
+            PlaceholderError: as for :func:`~safe_gpu.runtimes.placeholders.prepare`.
+        """
+        runtime = driver.runtime
+        self.make = runtime.default_placeholder(logger) if placeholder_fn is None else placeholder_fn
         self._simulated = driver.name if driver.is_simulated and isinstance(self.make, placeholders.Base) else ""
-        prepare_only(self.make, driver.runtime)
+        self._was_initialized = runtime.visible_if_initialized() is not None
+        placeholders.prepare(self.make)
+        if not self._was_initialized and runtime.visible_if_initialized() is not None:
+            raise CudaInitializedError(
+                "the placeholder's prepare() initialised CUDA, which fixed the GPUs that this process sees: prepare() "
+                "may only import; initialise CUDA when the placeholder is called"
+            )
+
+    def remember_initializer(self, runtime: Runtime) -> None:
+        """Store whether the placeholders have initialised CUDA, for the error of a later claim."""
+        if not self._was_initialized and runtime.shown_at(0) is not None:
+            initializers[os.getpid()] = placeholders.name_of(self.make)
 
     @property
     def on_gpu(self) -> bool:

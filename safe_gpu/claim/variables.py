@@ -1,15 +1,87 @@
-"""The environment variables that a claim sets."""
+"""The environment variables of a claim: which GPUs they leave it, and those that it sets."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from ..errors import CudaInitializedError, UnsatisfiableRequestError
+from ..gpus.visible import VisibleLimit
+from ..runtimes.visible_devices import read_visible_once, visible_variables
+from ..schedulers.job import in_batch_job
 from ..selection.sharing import MIB, share_fraction
+from ..settings import variables as settings
+from .placeholder_set import initializers
 
 if TYPE_CHECKING:
-    from ..gpus.devices import Gpu
+    from ..gpus.devices import Gpu, HostSnapshot
+    from ..runtimes.library import Runtime
+
+
+def visible_limit_of(snapshot: HostSnapshot, nb_gpus: int, runtime: Runtime) -> VisibleLimit | None:
+    """Return the GPUs that the variables of their vendor allow; None if these do not limit the choice.
+
+    If the runtime is initialised in this process, the limit is the GPUs that it sees (``frozen``), in its order.
+
+    Args:
+        snapshot: the host's devices.
+        nb_gpus: how many are asked for.
+        runtime: of these devices.
+
+    Raises:
+        CudaInitializedError: CUDA is initialised and sees another number of GPUs than asked for.
+        UnsatisfiableRequestError: the variable is ambiguous on this host.
+    """
+    visible = runtime.visible_if_initialized()
+    if visible is not None:
+        return _frozen(snapshot, nb_gpus, visible, runtime)
+    if settings.ignores_fence(os.environ):
+        return None
+    limit = read_visible_once(os.environ, snapshot)
+    if limit is not None and in_batch_job():
+        limit = limit._replace(lift="")
+    if limit is not None and limit.ambiguous:
+        raise UnsatisfiableRequestError(
+            f"{limit.name}={limit.value} is ambiguous: {limit.doubt}; set {limit.clear_by}"
+            f"{limit.lift and f', or set {limit.lift}'}",
+            value=limit.value,
+        )
+    return limit
+
+
+def _frozen(snapshot: HostSnapshot, nb_gpus: int, visible: tuple[str, ...], runtime: Runtime) -> VisibleLimit:
+    """Return the limit of a process in which CUDA is initialised. It can claim exactly the GPUs that CUDA sees, no
+    others."""
+    found = _claimable(snapshot, visible, runtime)
+    if found is None or len(found) != nb_gpus:
+        library = runtime.title
+        cannot = f"sees {len(visible)} GPU(s), so a claim of {nb_gpus} cannot change which ones it uses"
+        problem = (
+            f"{library} is already initialised in this process and {cannot}: call claim_gpus() before "
+            f"torch.cuda.is_available(), device_count() and anything else that initialises {library}"
+        )
+        if placeholder := initializers.get(os.getpid()):
+            problem = (
+                f"{library} was initialised in this process by the placeholder of an earlier claim "
+                f"({placeholder}), and it stays so after release_gpus(): it {cannot}: make one claim of "
+                f"{max(nb_gpus, len(visible))}, or make the earlier claim with placeholder_fn=NoPlaceholder() and use "
+                "no GPU before this one"
+            )
+        raise CudaInitializedError(f"{problem}, or start a new process", visible=visible)
+    name = visible_variables(snapshot)[0]
+    return VisibleLimit(os.environ.get(name, ""), found, frozen=True, name=name, library=runtime.title, lift="")
+
+
+def _claimable(snapshot: HostSnapshot, visible: Iterable[str], runtime: Runtime) -> tuple[str, ...] | None:
+    """CUDA's UUIDs as the driver writes them, in CUDA's order; None if the driver does not list one of them."""
+    found = []
+    for shown in visible:
+        gpu = next((gpu for gpu in reversed(snapshot.gpus) if runtime.is_same(shown, gpu)), None)
+        if gpu is None:
+            return None
+        found.append(gpu.uuid)
+    return tuple(found)
 
 
 class ClaimVariables:

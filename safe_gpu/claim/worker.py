@@ -5,7 +5,7 @@ check it before they become the command, so programs that are not Python are che
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..affinity.binding import BindingReport, PartReport
 from ..affinity.cpu_shares import bind_near, bind_node
@@ -107,7 +107,17 @@ def bind(
         GPUAffinityError: the CPUs cannot be planned or bound. NoDriverError, UnsatisfiableRequestError: it cannot be
             determined which GPUs are meant. With ``strict=False`` none of these is raised.
     """
-    return _bind(gpus, ordinal, node, mode, memory, strict)
+    log = package_logger()
+    try:
+        report = _bound(gpus, ordinal, node, mode, memory, _own)
+    except SafeGpuError as err:
+        if strict and not falls_back(mode):
+            raise
+        log.warning("not bound: %s", err)
+        now = frozenset(os.sched_getaffinity(0))
+        return BindingReport(now, PartReport(refused=(str(err),)), memory_mode=memory, as_asked=False)
+    report.log(log)
+    return report
 
 
 def bind_rank(
@@ -120,56 +130,34 @@ def bind_rank(
 ) -> BindingReport:
     """Call :func:`bind` for one rank under a launcher, and log nothing. Of several visible GPUs the one at its local
     rank is used."""
-    rank = current(os.environ).local_rank if gpus is None and ordinal is None else None
-    return _bind(gpus, ordinal, node, mode, memory, True, of_rank=True, rank=rank)
+    return _bound(gpus, ordinal, node, mode, memory, _of_rank)
 
 
-def _bind(
+def _bound(
     gpus: Names | None,
     ordinal: int | None,
     node: int | None,
     mode: str | AffinityOptions | None,
     memory: str | None,
-    strict: bool,
-    *,
-    of_rank: bool = False,
-    rank: int | None = None,
+    unnamed: Callable[[HostSnapshot], ResolvedGpus],
 ) -> BindingReport:
-    log = package_logger()
-    try:
-        options = parse_options(mode, memory)
-        if node is not None:
-            if gpus is not None or ordinal is not None or (options is not None and options.mode != "node"):
-                raise GPUAffinityError(f"node={node!r} names no GPU: leave out gpus=, ordinal= and modes but 'node'")
-            report = bind_node(node, cpus=options is not None, memory=memory)
-            if not of_rank:
-                report.log(log)
-            return report
-        is_named = gpus is not None or ordinal is not None
-        with opened_driver(prefer=_vendor_of(gpus)) as driver:
-            snapshot = driver.snapshot()
-            shift = _shift(snapshot) if gpus is None else ""
-            try:
-                if is_named:
-                    chosen = named(gpus, ordinal, snapshot, os.environ)
-                else:
-                    chosen = _of_rank(rank, snapshot) if of_rank else _own(snapshot)
-            except GPUAffinityError as err:
-                raise GPUAffinityError(f"{err}; {shift}" if shift else str(err)) from err
-            report = bind_near(chosen.gpus, driver, options=options, memory=memory)
-            if is_named or of_rank:
-                remember(chosen.gpus)
-        notes = (*chosen.notes, *report.notes, *([shift] if shift else []))
-        report = report._replace(target=chosen.title, notes=notes)
-        if not of_rank:
-            report.log(log)
-        return report
-    except SafeGpuError as err:
-        if strict and not falls_back(mode):
-            raise
-        log.warning("not bound: %s", err)
-        now = frozenset(os.sched_getaffinity(0))
-        return BindingReport(now, PartReport(refused=(str(err),)), memory_mode=memory, as_asked=False)
+    """Bind; ``unnamed`` returns the GPUs that are meant where none is named."""
+    options, is_named = parse_options(mode, memory), gpus is not None or ordinal is not None
+    if node is not None:
+        if is_named or (options is not None and options.mode != "node"):
+            raise GPUAffinityError(f"node={node!r} names no GPU: leave out gpus=, ordinal= and modes but 'node'")
+        return bind_node(node, cpus=options is not None, memory=memory)
+    with opened_driver(prefer=_vendor_of(gpus)) as driver:
+        snapshot = driver.snapshot()
+        shift = _shift(snapshot) if gpus is None else ""
+        try:
+            chosen = named(gpus, ordinal, snapshot, os.environ) if is_named else unnamed(snapshot)
+        except GPUAffinityError as err:
+            raise GPUAffinityError(f"{err}; {shift}" if shift else str(err)) from err
+        report = bind_near(chosen.gpus, driver, options=options, memory=memory)
+        if is_named or unnamed is not _own:
+            remember(chosen.gpus)
+    return report._replace(target=chosen.title, notes=(*chosen.notes, *report.notes, *([shift] if shift else [])))
 
 
 def _vendor_of(gpus: Names | None) -> str | None:
@@ -190,9 +178,9 @@ def _own(snapshot: HostSnapshot) -> ResolvedGpus:
     return remembered(snapshot, os.environ) or visible(snapshot, os.environ)
 
 
-def _of_rank(rank: int | None, snapshot: HostSnapshot) -> ResolvedGpus:
+def _of_rank(snapshot: HostSnapshot) -> ResolvedGpus:
     """Return the GPUs of a rank: the one at its local rank, or all that are visible if there is none."""
-    shown = visible(snapshot, os.environ)
+    shown, rank = visible(snapshot, os.environ), current(os.environ).local_rank
     if len(shown.gpus) == 1:
         return shown
     if rank is None:

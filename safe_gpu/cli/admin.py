@@ -23,7 +23,7 @@ from ..host.procfs import printable_lines
 from ..host.programs import is_root
 from ..selection.values import is_index, names_device
 from ..selection.verdicts import users_of
-from ..settings import policy
+from ..settings import config as policy
 from ..settings import variables as settings
 from ..settings.durations import parse_moment
 from ..status.gather import gather

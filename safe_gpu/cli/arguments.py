@@ -10,7 +10,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..gpus.vendors import FIRST, VENDORS
-from ..wording.argument_style import ArgumentStyle
+from ..wording.argument_style import as_option
 from .output import columns
 
 if TYPE_CHECKING:
@@ -86,42 +86,18 @@ class Parser(argparse.ArgumentParser):
         return list(self._option_string_actions)
 
 
-class CommandLine(ArgumentStyle):
-    """How the arguments of a claim are written here."""
-
-    call = ""
-
-    @staticmethod
-    def option(argument: str) -> str:
-        """Return ``--timeout``; ``-n`` for the number of GPUs."""
-        return {"nb_gpus": "-n", "hold_for": "--for"}.get(argument) or f"--{argument.replace('_', '-')}"
-
-    @staticmethod
-    def setting(argument: str, value: str) -> str:
-        """Return ``--exclude 0,3``; variables of the environment, which are upper case, are ``NAME=value`` as
-        everywhere."""
-        return f"{argument}={value}" if argument.isupper() else f"{CommandLine.option(argument)} {value}"
-
-    @staticmethod
-    def value(value: object) -> str:
-        """Return a value as a shell takes it: ``20GiB``, ``'RTX*4090'``; ``inf`` for no limit."""
-        from shlex import quote
-
-        return "inf" if value is None else quote(str(value))
-
-
 def duration(text: str) -> float | None:
     """Parse the value of ``--timeout``, in seconds; None is ``inf``."""
     from ..settings.durations import parse_duration
 
-    return parse_duration(text, spelling=CommandLine)
+    return parse_duration(text)
 
 
 def _hold_for(text: str) -> float | None:
-    from ..claim.times import parse_hold_for
+    from ..claim.arguments import parse_hold_for
     from ..schedulers.job import JobContext
 
-    return parse_hold_for(text, {}, JobContext(), spelling=CommandLine).seconds
+    return parse_hold_for(text, {}, JobContext()).seconds
 
 
 def _count(text: str) -> int | str | tuple[int, int]:
@@ -140,14 +116,14 @@ def _count(text: str) -> int | str | tuple[int, int]:
 
 def _of(condition: type[Condition]) -> Callable[[str], Any]:
     """Return the parser of a condition, which a claim has too."""
-    return lambda text: condition.parse(text, CommandLine)
+    return lambda text: condition.parse(text)
 
 
 def gpu_list(text: str) -> tuple[str, ...]:
     """Parse the value of ``--gpu``: ``0,3``, ``4-7`` or UUIDs."""
     from ..selection.values import parse_names
 
-    return parse_names(text, "gpu", spelling=CommandLine)
+    return parse_names(text, "gpu")
 
 
 def whole_number(what: str, least: int) -> Callable[[str], int]:
@@ -178,7 +154,7 @@ def add_request(parser: argparse.ArgumentParser) -> None:
     which = parser.add_argument_group("which GPUs")
     which.add_argument("-n", "--gpus", "--nb-gpus", dest="nb_gpus", type=_count, default=1, metavar="N", help=_HOW_MANY)
     for one in CONDITIONS:
-        which.add_argument(CommandLine.option(one.argument), type=_of(one), metavar=one.metavar, help=one.help)
+        which.add_argument(as_option(one.argument), type=_of(one), metavar=one.metavar, help=one.help)
     add_vendor(which, f"GPUs of this vendor (default: {VENDORS[FIRST].title}'s where there are some)")
     add = parser.add_argument_group("how long").add_argument
     add("-t", "--timeout", type=duration, default=argparse.SUPPRESS, metavar="D", help=_HOW_LONG_TO_WAIT)
@@ -236,7 +212,7 @@ def timeout_of(options: argparse.Namespace) -> float | None:
 
 def hosts_of_option(text: str) -> tuple[str, ...]:
     """Parse the value of ``--host``."""
-    from ..settings.host_file import host_names
+    from ..settings.config import host_names
 
     names = host_names(text)
     if not names:
@@ -326,7 +302,7 @@ def chosen_hosts(options: argparse.Namespace) -> tuple[str, ...]:
     """Return the hosts that the command is about; where none are known, a usage error."""
     if options.host:
         return tuple(options.host)
-    from ..settings.other_hosts import known_hosts
+    from ..settings.variables import known_hosts
 
     try:
         if hosts := known_hosts(os.environ):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from .. import __version__, errors
 from ..errors import SafeGpuError
+from ..wording.argument_style import on_command_line
 from .arguments import Parser
 from .become import CommandError
 from .output import drop, drop_errors, open_standard_streams, say, why_unwritten
@@ -77,8 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = None
     try:
         try:
-            options = parse(list(sys.argv[1:] if argv is None else argv))
-            code = options.handler(options)
+            with on_command_line():
+                options = parse(list(sys.argv[1:] if argv is None else argv))
+                code = options.handler(options)
         except SystemExit as leaving:  # --help, --version, and usage errors
             code = leaving.code
         sys.stdout.flush()

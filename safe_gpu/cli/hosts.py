@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..errors import SafeGpuError
 from ..host.procfs import printable, printable_lines
 from ..host.programs import TooLate, TooMuch, find_program, output_of
-from ..settings.other_hosts import setting_of_hosts
+from ..settings.variables import setting_of_hosts
 from ..status.facts import SCHEMA
 from ..status.page import NO_DOCUMENT, TITLES, figures_of
 from ..status.render import table

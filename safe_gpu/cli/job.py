@@ -11,16 +11,7 @@ from typing import TYPE_CHECKING
 from ..errors import SafeGpuError, UnsatisfiableRequestError
 from ..settings.variables import is_simulated
 from .advice import warning_about
-from .arguments import (
-    EX_USAGE,
-    CommandLine,
-    add_affinity,
-    add_request,
-    add_which_gpus,
-    claim_arguments,
-    hosts_of_option,
-    is_number,
-)
+from .arguments import EX_USAGE, add_affinity, add_request, add_which_gpus, claim_arguments, hosts_of_option, is_number
 from .become import CommandError, become, find_command
 from .output import Log, is_terminal, say
 from .wait_line import WaitLine
@@ -102,7 +93,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         with unwind_on_signals(), WaitLine(sys.stderr, quiet=options.quiet, hint=hint) as line:
             record = command_for_record(options.command)
-            owner_of = owner_type(on_wait=line.show, command=record, spelling=CommandLine)
+            owner_of = owner_type(on_wait=line.show, command=record)
             delegate = arguments.get("share") is None
             owner = owner_of(placeholder_fn=NoPlaceholder(), logger=Log(), delegate=delegate, **arguments)
         if not owner.gpus and not options.quiet:
@@ -159,11 +150,11 @@ and claim nothing; exit code 0 then."""
 
 
 def _wait(options: argparse.Namespace) -> int:
-    from ..claim.free import wait_for_gpus
+    from ..claim.functions import wait_for_gpus
     from ..coordination.signals import unwind_on_signals
 
     with unwind_on_signals(), WaitLine(sys.stderr, quiet=options.quiet) as line:
-        gpus = wait_for_gpus(logger=Log(), on_wait=line.show, spelling=CommandLine, **claim_arguments(options))
+        gpus = wait_for_gpus(logger=Log(), on_wait=line.show, **claim_arguments(options))
     sys.stdout.writelines(f"{gpu.label}\n" for gpu in gpus)
     return 0
 

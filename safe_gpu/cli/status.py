@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from ..errors import SafeGpuError
 from ..status.facts import HostStatus, free_labels, of_user, of_vendor
-from .arguments import CommandLine, add_hosts, add_vendor
+from .arguments import add_hosts, add_vendor
 from .commands import EX_NO_DRIVER, EX_STATE_DIR
 from .output import columns, in_color, print_json, print_lines, say, watching, write_output
 
@@ -62,7 +62,7 @@ def seconds(text: str) -> float:
     """Parse the value of ``--interval``."""
     from ..settings.durations import parse_duration
 
-    found = parse_duration(text, "interval", spelling=CommandLine)
+    found = parse_duration(text, "interval")
     if not found or found < 0.1:
         raise ValueError(f"--interval {text} is not possible: a tenth of a second is the least")
     return found

@@ -13,7 +13,7 @@ from .output import is_terminal, width_of
 if TYPE_CHECKING:
     from threading import Event, Thread
 
-    from ..claim.messages.wait_status import WaitStatus
+    from ..claim.report import WaitStatus
 
 _PROGRAM = "safe-gpu: "
 
@@ -73,7 +73,7 @@ class WaitLine:
         first, self.waited = not self.waited, True
         if self._quiet:
             return
-        from ..claim.messages.wording import waiting_message
+        from ..claim.report import waiting_message
 
         self._status = status
         if not self._live:
@@ -117,7 +117,7 @@ class WaitLine:
 
     def _line(self, width: int) -> str:
         """Return what a terminal of this width shows without breaking the line."""
-        from ..claim.messages.wording import holders_line, waiting_message
+        from ..claim.report import holders_line, waiting_message
         from ..wording.text import cut
 
         assert self._status is not None
@@ -139,7 +139,7 @@ def _is_in_front(stream: TextIO) -> bool:
 
 def _hold_is_unknown() -> bool:
     """Return whether neither a variable nor a batch job tells for how long the GPUs will be held."""
-    from ..claim.times import DEFAULT, parse_hold_for
+    from ..claim.arguments import DEFAULT, parse_hold_for
     from ..schedulers.job import current
 
     return parse_hold_for(DEFAULT, os.environ, current(os.environ)).at(time.time()) is None

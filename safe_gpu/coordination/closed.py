@@ -106,7 +106,7 @@ def find_admitted(windows: Iterable[Window], uids: Iterable[int]) -> None:
     """Find out which of these users the windows are for. A directory service may be asked, so no lock may be held."""
     for whom, uid in ((window.whom, uid) for uid in uids for window in windows):
         if (whom, uid) not in _admitted:
-            from ..settings import policy
+            from ..settings import config as policy
 
             kind, _, name = whom.partition(":")
             is_for = policy.is_in_group(uid, name) if kind == "group" else kind != "" and policy.uid_of(name) == uid

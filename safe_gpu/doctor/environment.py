@@ -11,8 +11,8 @@ from ..runtimes.visible_devices import read_visible_once
 from ..schedulers.gpu_count import number_for_job
 from ..schedulers.job import count
 from ..selection.verdicts import MEMORY_VARIABLE, Rules, how_misread
+from ..settings import config as rules
 from ..settings import durations
-from ..settings import policy as rules
 from ..settings import variables as settings_module
 from ..settings.variables import policy_file
 from ..wording.text import plural

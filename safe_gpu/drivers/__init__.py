@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from ..errors import NoDriverError, UnsatisfiableRequestError
 from ..gpus.vendors import FIRST, VENDORS
 from ..topology.files import Files
-from ..wording.argument_style import ArgumentStyle
 from .presets import preset as find_preset
 
 if TYPE_CHECKING:
@@ -26,13 +25,7 @@ __all__ = ["may_be_several", "open_driver", "open_drivers", "opened_driver"]
 _KINDS = {"auto": None, **{name: key for key, vendor in VENDORS.items() for name in vendor.drivers}, "simulated": None}
 
 
-def open_driver(
-    name: str | None = None,
-    *,
-    vendor: str | None = None,
-    prefer: str | None = None,
-    spelling: type[ArgumentStyle] = ArgumentStyle,
-) -> Driver:
+def open_driver(name: str | None = None, *, vendor: str | None = None, prefer: str | None = None) -> Driver:
     """Open a driver by name: ``auto``, one of ``Vendor.drivers``, or ``simulated:PRESET``.
 
     Args:
@@ -41,7 +34,6 @@ def open_driver(
             is there and does not work is reported, not worked around.
         vendor: a key of ``VENDORS``; None leaves the choice to the host and to the claim around this process.
         prefer: the same where a host has GPUs of several and this is not inside a claim; never an error.
-        spelling: how messages write ``vendor``.
 
     Raises:
         UnsatisfiableRequestError: no such driver, or no such preset, or it has no GPUs of that vendor, or the claim
@@ -52,11 +44,11 @@ def open_driver(
     if vendor is not None:
         from .vendors import check_inside, missing
 
-        check_inside(vendor, spelling)
+        check_inside(vendor)
         if kind != "auto" and vendor not in (find_preset(preset).vendors if kind == "simulated" else (_KINDS[kind],)):
-            raise missing(vendor, f"{kind}:{preset}".rstrip(":"), spelling)
+            raise missing(vendor, f"{kind}:{preset}".rstrip(":"))
     if kind == "auto":
-        return _auto(vendor, prefer, spelling)
+        return _auto(vendor, prefer)
     if kind == "simulated":
         from .simulated import SimulatedDriver
 
@@ -118,7 +110,7 @@ def _may_have_others() -> bool:
     return any(Files().exists(path) for key, vendor in VENDORS.items() if key != FIRST for path in vendor.loaded)
 
 
-def _auto(vendor: str | None, prefer: str | None, spelling: type[ArgumentStyle]) -> Driver:
+def _auto(vendor: str | None, prefer: str | None) -> Driver:
     """Open the driver of the vendor that was chosen, else of the GPUs that this process has been given, else of the
     first vendor of which the host has GPUs. Whether they are free does not matter: programs are built for one vendor.
     """
@@ -137,11 +129,11 @@ def _auto(vendor: str | None, prefer: str | None, spelling: type[ArgumentStyle])
     except NoDriverError as err:
         if vendor is None or err.driver != "auto" or not others:
             raise
-        raise missing(vendor, "auto", spelling) from err
+        raise missing(vendor, "auto") from err
     if vendor in (None, FIRST):
         return driver
     driver.close()
-    raise missing(vendor, "auto", spelling)
+    raise missing(vendor, "auto")
 
 
 def _each() -> tuple[list[Driver], list[str]]:
@@ -216,19 +208,17 @@ def _other(vendor: str) -> Driver:
 
 
 @contextmanager
-def opened_driver(
-    vendor: str | None = None, *, prefer: str | None = None, spelling: type[ArgumentStyle] = ArgumentStyle
-) -> Iterator[Driver]:
+def opened_driver(vendor: str | None = None, *, prefer: str | None = None) -> Iterator[Driver]:
     """``with opened_driver() as driver``: the driver that SAFE_GPU_DRIVER names, closed at the end.
 
-    ``vendor``, ``prefer`` and ``spelling`` are those of :func:`open_driver`.
+    ``vendor`` and ``prefer`` are those of :func:`open_driver`.
 
     Raises:
         UnsatisfiableRequestError: this is not Linux; or as :func:`open_driver`, NoDriverError too.
     """
     if sys.platform != "linux":
         raise UnsatisfiableRequestError(f"safe_gpu works on Linux only, and this is {sys.platform}")
-    driver = open_driver(vendor=vendor, prefer=prefer, spelling=spelling)
+    driver = open_driver(vendor=vendor, prefer=prefer)
     try:
         yield driver
     finally:

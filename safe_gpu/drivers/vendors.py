@@ -12,7 +12,7 @@ from ..gpus.vendors import VENDORS
 from ..settings import variables as settings
 from ..topology.files import Files
 from ..topology.kfd_topology import devices
-from ..wording.argument_style import ArgumentStyle
+from ..wording import argument_style as style
 
 
 def meant_vendor(environ: Mapping[str, str], prefer: str | None = None) -> str | None:
@@ -36,7 +36,7 @@ def meant_vendor(environ: Mapping[str, str], prefer: str | None = None) -> str |
     return settings.host_setting("vendor", "", environ)
 
 
-def check_inside(vendor: str, spelling: type[ArgumentStyle]) -> None:
+def check_inside(vendor: str) -> None:
     """Refuse a vendor that is not that of the claim inside which this process runs.
 
     Raises:
@@ -45,23 +45,23 @@ def check_inside(vendor: str, spelling: type[ArgumentStyle]) -> None:
     around = gpus_of_scope(os.environ.get("SAFE_GPU_SCOPE", ""))
     if around and (other := vendor_of(around[0])) != vendor:
         raise UnsatisfiableRequestError(
-            f"{_asked(vendor, spelling)}, and the claim around this process (SAFE_GPU_SCOPE) holds "
-            f"{VENDORS[other].title} GPUs: leave {spelling.option('vendor')} out, or make the claim outside",
+            f"{_asked(vendor)}, and the claim around this process (SAFE_GPU_SCOPE) holds "
+            f"{VENDORS[other].title} GPUs: leave {style.option('vendor')} out, or make the claim outside",
             value=vendor,
         )
 
 
-def missing(vendor: str, driver: str, spelling: type[ArgumentStyle]) -> UnsatisfiableRequestError:
+def missing(vendor: str, driver: str) -> UnsatisfiableRequestError:
     """Return the error of a claim for a vendor of which a driver has no GPUs."""
     if driver == "auto":
-        text = f"and this host has none: leave {spelling.option('vendor')} out"
+        text = f"and this host has none: leave {style.option('vendor')} out"
     else:
-        text = f"and SAFE_GPU_DRIVER={driver} has none: leave {spelling.option('vendor')} out, or unset SAFE_GPU_DRIVER"
-    return UnsatisfiableRequestError(f"{_asked(vendor, spelling)}, {text}", value=vendor)
+        text = f"and SAFE_GPU_DRIVER={driver} has none: leave {style.option('vendor')} out, or unset SAFE_GPU_DRIVER"
+    return UnsatisfiableRequestError(f"{_asked(vendor)}, {text}", value=vendor)
 
 
-def _asked(vendor: str, spelling: type[ArgumentStyle]) -> str:
-    return f"{spelling.setting('vendor', spelling.value(vendor))} asks for {VENDORS[vendor].title} GPUs"
+def _asked(vendor: str) -> str:
+    return f"{style.written('vendor', vendor)} asks for {VENDORS[vendor].title} GPUs"
 
 
 def others_here() -> dict[str, bool]:

@@ -35,7 +35,7 @@ from socket import AF_INET, SOCK_DGRAM, socket
 from typing import TYPE_CHECKING, Any
 
 from ..affinity.planner import divide
-from ..claim.times import DEFAULT, DefaultTimeout
+from ..claim.arguments import DEFAULT, DefaultTimeout
 from ..claim.worker import EXPECT, is_held
 from ..errors import GPUAffinityError, HolderLostError, UnsatisfiableRequestError, WrongDeviceError
 from ..gpus.vendors import VENDORS

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..affinity.binding import bind_process
 from ..affinity.cpu_shares import cores_of_share, memory_nodes, near, with_memory
 from ..affinity.options import AffinityOptions, parse_options
-from ..claim.arguments import ClaimOptions, read_options
-from ..claim.host.visible_limit import visible_limit_of
+from ..claim.arguments import ClaimOptions, DefaultTimeout, read_options
 from ..claim.owner import GPUOwner, owner_type
-from ..claim.times import DefaultTimeout
+from ..claim.variables import visible_limit_of
 from ..coordination.doors import digest
 from ..coordination.state_dir import state_dir_path
 from ..drivers import opened_driver
@@ -203,7 +202,7 @@ class HolderProcess:
         """Do nothing; the answer shows that the holder is alive."""
 
     def _free(self, nb_gpus: int) -> int:
-        from ..claim.free import current_verdicts
+        from ..claim.functions import current_verdicts
         from ..claim.limits import remaining_quota
 
         try:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..claim.times import DEFAULT, DefaultTimeout
+from ..claim.arguments import DEFAULT, DefaultTimeout
 from ..errors import UnsatisfiableRequestError, package_logger
 from ..gpus.vendors import VENDORS
 from .claim import ClusterClaim, NodeFacts, choose_nodes, claim_through

@@ -251,8 +251,8 @@ class HostSnapshot(NamedTuple):
         return self._replace(gpus=tuple(newer.get(gpu.uuid, gpu) for gpu in self.gpus))
 
 
-LAST_CHOICE = 600.0
-"""Seconds for which a GPU is taken last after a claim failed on it."""
+LAST_CHOICE = 86400.0
+"""Seconds for which a GPU is taken last at most after a claim failed on it."""
 
 
 class GpuFault(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ..errors import UnsatisfiableRequestError
 from ..host.procfs import printable
 from ..host.programs import TooLate, TooMuch, find_program, output_of
-from ..wording.argument_style import ArgumentStyle
+from ..wording import argument_style as style
 from ..wording.text import plural
 from .job import SCHEDULERS, JobContext, count, current, lines_of_this_host, resource_names, text_of, visible_gpus
 
@@ -30,7 +30,7 @@ _PER = {"1": "slot", "2": "job"}  # CE_consumable: YES, JOB; HOST is 3
 
 
 class QstatError(Exception):
-    """qstat gives no usable answer on this host; the message says why."""
+    """A scheduler gives no usable answer on this host; the message says why."""
 
 
 class ResourceRequest(NamedTuple):
@@ -63,20 +63,7 @@ def ask_qstat(environ: Mapping[str, str], job_id: str, *, patience: float = 10.0
         environ.get("SGE_BINARY_PATH", ""),
         os.path.join(environ.get("SGE_ROOT", ""), "bin", environ.get("SGE_ARCH", "")),
     )
-    try:
-        program = find_program("qstat", environ, *filter(os.path.isabs, own))
-        if program is None:
-            raise QstatError("qstat is not on PATH here")
-        command = [program, "-j", job_id, "-xml"]
-        code, text, error = output_of(
-            command, env={**environ, "LC_ALL": "C"}, timeout=patience, most=_MOST_OUTPUT, apart=True
-        )
-    except TooLate:
-        raise QstatError(f"qstat did not answer in {patience:g} s") from None
-    except TooMuch:
-        raise QstatError(f"qstat prints more than {_MOST_OUTPUT >> 20} MiB") from None
-    except OSError as err:
-        raise QstatError(f"qstat cannot be run here ({err.strerror or err})") from err
+    code, text, error = _asked(environ, "qstat", "-j", job_id, "-xml", patience=patience, beside=own)
     if code != 0 or f"<JB_job_number>{job_id}</JB_job_number>" not in text:
         said = _reason(text, error) or f"exit status {code}"
         raise QstatError(f"qstat gives no information on job {job_id}: {said}")
@@ -93,6 +80,28 @@ def ask_qstat(environ: Mapping[str, str], job_id: str, *, patience: float = 10.0
         )
         raise QstatError(printable(doubt[:_LONGEST]))
     return number
+
+
+def _asked(
+    environ: Mapping[str, str], name: str, *arguments: str, patience: float, beside: Iterable[str] = ()
+) -> tuple[int, str, str]:
+    """Run a program of the scheduler; return its exit status, its output and its errors.
+
+    Raises:
+        QstatError: it is missing, cannot be run or does not answer in ``patience`` seconds.
+    """
+    try:
+        program = find_program(name, environ, *filter(os.path.isabs, beside))
+        if program is None:
+            raise QstatError(f"{name} is not on PATH here")
+        variables = {**environ, "LC_ALL": "C"}
+        return output_of([program, *arguments], env=variables, timeout=patience, most=_MOST_OUTPUT, apart=True)
+    except TooLate:
+        raise QstatError(f"{name} did not answer in {patience:g} s") from None
+    except TooMuch:
+        raise QstatError(f"{name} prints more than {_MOST_OUTPUT >> 20} MiB") from None
+    except OSError as err:
+        raise QstatError(f"{name} cannot be run here ({err.strerror or err})") from err
 
 
 _run_times: dict[str, int] = {}
@@ -117,11 +126,9 @@ def with_end(environ: Mapping[str, str], job: JobContext, *, ask: bool) -> JobCo
 
     number = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") or ""
     try:
-        program = find_program("squeue", environ)
-        command = [program or "", "-h", "-j", number, "-o", "%e"]
-        code, text, _ = output_of(command, env={**environ, "LC_ALL": "C"}, timeout=_PATIENCE, most=99, apart=True)
+        code, text, _ = _asked(environ, "squeue", "-h", "-j", number, "-o", "%e", patience=_PATIENCE)
         ends = int(time.mktime(time.strptime(text.strip(), "%Y-%m-%dT%H:%M:%S")))
-    except (OSError, TooLate, TooMuch, ValueError, OverflowError):  # a job without a limit ends at N/A
+    except (QstatError, ValueError, OverflowError):  # a job without a limit ends at N/A
         return job
     return job if code else job._replace(ends=ends)
 
@@ -246,9 +253,7 @@ def _number(text: str | None) -> float | None:
     return amount if 0 <= amount < 1e6 else None
 
 
-def number_for_job(
-    environ: Mapping[str, str], *, ask: bool = True, spelling: type[ArgumentStyle] = ArgumentStyle
-) -> int:
+def number_for_job(environ: Mapping[str, str], *, ask: bool = True) -> int:
     """Return the number of GPUs that this process is to claim, from 1 up.
 
     ``SAFE_GPU_NB_GPUS`` takes precedence and is not divided. Otherwise the GPUs of the job on this host
@@ -257,7 +262,6 @@ def number_for_job(
 
     Args:
         ask: whether qstat may be run.
-        spelling: how the caller writes arguments, for messages.
 
     Raises:
         UnsatisfiableRequestError: the number is not known, or it is too small. ``value`` is 0 if the job is known to
@@ -270,11 +274,11 @@ def number_for_job(
             f"SAFE_GPU_NB_GPUS={own!r} is not a number of GPUs: set it to a whole number from 1 up, or unset it",
             value=own,
         )
-    way_out = f"set SAFE_GPU_NB_GPUS=N, or write {spelling.setting('nb_gpus', 'N')}"
+    way_out = f"set SAFE_GPU_NB_GPUS=N, or write {style.setting('nb_gpus', 'N')}"
     context = current(environ)
     if context.scheduler is None:
         raise UnsatisfiableRequestError(
-            f"{spelling.setting('nb_gpus', spelling.value('job'))} takes the number that the batch job asked for, and "
+            f"{style.written('nb_gpus', 'job')} takes the number that the batch job asked for, and "
             f"this process is in no batch job: {way_out}",
             value="job",
         )

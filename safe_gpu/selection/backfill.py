@@ -9,13 +9,14 @@ starve the first waiter.
 import math
 from bisect import insort
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..gpus.windows import Spans, first_open
 from .request import Selection
 from .sharing import share_capacity
 
 if TYPE_CHECKING:
+    from ..coordination.queue import TicketRequest
     from ..gpus.devices import Gpu, Holder
 
 
@@ -65,27 +66,19 @@ class BackfillRequest(NamedTuple):
     reserved: "Mapping[str, Spans] | None" = None
 
     @classmethod
-    def of(
-        cls,
-        nb: int,
-        gpus: frozenset[str],
-        conditions: Iterable[tuple[str, Any]],
-        hold_for: float | None,
-        devices: "Iterable[Gpu]",
-        reserved: "Mapping[str, Spans]",
-    ) -> "BackfillRequest":
-        """Return what a ticket asks for, by its first four facts.
+    def of(cls, asked: "TicketRequest", devices: "Iterable[Gpu]", reserved: "Mapping[str, Spans]") -> "BackfillRequest":
+        """Return what a ticket asks for.
 
         Args:
             devices: of the host, with what the ticket's conditions need.
             reserved: when GPUs are reserved for others than the ticket's user.
         """
-        selection, _ = Selection.from_ticket(nb, conditions)
-        seconds, share = math.inf if hold_for is None else hold_for, selection.share or math.inf
-        wanted = cls(nb, gpus, seconds, share=share, reserved=reserved)
+        selection, _ = Selection.from_ticket(asked.nb_gpus, asked.conditions)
+        hold_for = math.inf if asked.hold_for is None else asked.hold_for
+        wanted = cls(asked.nb_gpus, asked.gpus, hold_for, share=selection.share or math.inf, reserved=reserved)
         if not selection.together:
             return wanted
-        found = selection.groups([gpu for gpu in devices if gpu.uuid in gpus])
+        found = selection.groups([gpu for gpu in devices if gpu.uuid in asked.gpus])
         return wanted._replace(groups=tuple(frozenset(gpu.uuid for gpu in group) for group in found))
 
     @property

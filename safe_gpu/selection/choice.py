@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import UnsatisfiableRequestError
 from ..gpus.devices import MIG_IS_ON, Gpu, GpuVerdict, Holder, HostSnapshot
 from ..gpus.vendors import VENDORS
+from ..wording import argument_style as style
 from ..wording.text import gpu_ranges, plural
 from .request import Selection
 from .values import is_index
@@ -61,7 +62,7 @@ def check_possible(
     for condition in request.conditions:
         for name in condition.unknown(snapshot):
             raise UnsatisfiableRequestError(
-                f"{request.spelling.setting(condition.argument, name)} names no single {_title(snapshot)} GPU of this "
+                f"{style.setting(condition.argument, name)} names no single {_title(snapshot)} GPU of this "
                 f"host, which has {_inventory(snapshot.gpus, by_uuid=not is_index(name))}"
                 + _unread_instances(snapshot),
                 value=name,
@@ -102,7 +103,7 @@ def _too_far_apart(request: Selection, left: Sequence[Gpu]) -> str:
     if most >= request.nb_gpus:
         return ""
     if request.value_of("near") == "numa" and (unknown := [gpu.label for gpu in left if gpu.numa_node is None]):
-        return f"the NUMA node of GPU {gpu_ranges(unknown)} is not known: leave {request.spelling.option('near')} out"
+        return f"the NUMA node of GPU {gpu_ranges(unknown)} is not known: leave {style.option('near')} out"
     return f"{f'only {most}' if most > 1 else 'no two'} of this host are {request.together}: ask for fewer"
 
 

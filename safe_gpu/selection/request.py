@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
 from ..errors import UnsatisfiableRequestError
 from ..gpus.devices import Gpu, HostSnapshot, vendor_of_name
 from ..gpus.vendors import VENDORS
-from ..wording.argument_style import ArgumentStyle
+from ..wording import argument_style as style
 from ..wording.text import format_bytes, plural
 from .sharing import LEAST_SHARE, MIB, part_of, share_capacity, why_unshareable
 from .values import as_index, model_pattern, names_device, parse_names, parse_size, refused, unknown_names
@@ -67,7 +67,7 @@ class Condition:
         return f"{type(self).__name__}({self.value!r})"
 
     @classmethod
-    def parse(cls, value: Any, spelling: type[ArgumentStyle]) -> Any:
+    def parse(cls, value: Any) -> Any:
         """Return the checked value; None is no condition.
 
         Raises:
@@ -83,11 +83,11 @@ class Condition:
             ValueError, TypeError: the value makes no sense.
         """
         try:
-            return cls(cls.parse(value, ArgumentStyle))
+            return cls(cls.parse(value))
         except UnsatisfiableRequestError as err:
             raise ValueError(str(err)) from err
 
-    def resolved(self, gpus: Sequence[Gpu], spelling: type[ArgumentStyle]) -> "Condition":
+    def resolved(self, gpus: Sequence[Gpu]) -> "Condition":
         """Return what it means on a host with these GPUs.
 
         Raises:
@@ -99,11 +99,11 @@ class Condition:
         """Return the names in it that fit no single device of this host."""
         return ()
 
-    def why_outside(self, gpu: Gpu, spelling: type[ArgumentStyle]) -> str:
+    def why_outside(self, gpu: Gpu) -> str:
         """Return why the GPU never meets the condition."""
         return ""
 
-    def why_unknowable(self, gpu: Gpu, spelling: type[ArgumentStyle]) -> str:
+    def why_unknowable(self, gpu: Gpu) -> str:
         """Return why it will never be known whether the GPU meets the condition."""
         return ""
 
@@ -115,10 +115,6 @@ class Condition:
         """
         return ""
 
-    def to_ticket(self) -> Any:
-        """Return what others must know, as JSON; None if nothing."""
-        return self.value if self.ticketed else None
-
     def groups(self, gpus: Sequence[Gpu]) -> list[list[Gpu]]:
         """Return the largest sets of these GPUs of which any subset meets the condition together."""
         return [list(gpus)]
@@ -129,8 +125,8 @@ class MinMemory(Condition):
     ticketed = True
 
     @classmethod
-    def parse(cls, value: Any, spelling: type[ArgumentStyle]) -> int | None:
-        return parse_size(value, spelling=spelling) or None
+    def parse(cls, value: Any) -> int | None:
+        return parse_size(value) or None
 
     @classmethod
     def from_ticket(cls, value: object) -> Condition:
@@ -138,15 +134,15 @@ class MinMemory(Condition):
             raise ValueError(value)
         return cls(value)
 
-    def why_outside(self, gpu: Gpu, spelling: type[ArgumentStyle]) -> str:
+    def why_outside(self, gpu: Gpu) -> str:
         if gpu.memory_total is None or gpu.memory_total >= self.value:
             return ""
         return f"{format_bytes(gpu.memory_total)} in all, {format_bytes(self.value)} asked for"
 
-    def why_unknowable(self, gpu: Gpu, spelling: type[ArgumentStyle]) -> str:
+    def why_unknowable(self, gpu: Gpu) -> str:
         if gpu.memory_free is not None:
             return ""
-        return f"the driver does not tell its memory: leave {spelling.option(self.argument)} out"
+        return f"the driver does not tell its memory: leave {style.option(self.argument)} out"
 
     def why_not_now(self, gpu: Gpu, freed: int = 0) -> str:
         if gpu.memory_free is None:
@@ -164,7 +160,7 @@ class _Models(Condition):
         super().__init__(value)
         self.meant = [model_pattern(one, names) for one in ((value,) if isinstance(value, str) else value)]
 
-    def resolved(self, gpus: Sequence[Gpu], spelling: type[ArgumentStyle]) -> Condition:
+    def resolved(self, gpus: Sequence[Gpu]) -> Condition:
         return type(self)(self.value, [gpu.name for gpu in gpus])
 
 
@@ -173,18 +169,16 @@ class Model(_Models):
     help = "part of the GPU's name, such as A100, or a pattern: 'RTX*4090'"
 
     @classmethod
-    def parse(cls, value: Any, spelling: type[ArgumentStyle]) -> str:
+    def parse(cls, value: Any) -> str:
         if not isinstance(value, str) or not value.strip():
-            example, pattern = map(spelling.value, ("A100", "RTX*4090"))
-            raise refused(
-                "model", value, f"give part of the name, such as {example}, or a pattern: {pattern}", spelling
-            )
+            example, pattern = map(style.value, ("A100", "RTX*4090"))
+            raise refused("model", value, f"give part of the name, such as {example}, or a pattern: {pattern}")
         return value.strip()
 
-    def why_outside(self, gpu: Gpu, spelling: type[ArgumentStyle]) -> str:
+    def why_outside(self, gpu: Gpu) -> str:
         if self.meant[0].match(gpu.name):
             return ""
-        pattern = spelling.setting(self.argument, spelling.value(self.value))
+        pattern = style.written(self.argument, self.value)
         return f"{gpu.name or 'GPU without a name'} does not match {pattern}"
 
 
@@ -194,8 +188,8 @@ class _Names(Condition):
     metavar = "L"
 
     @classmethod
-    def parse(cls, value: Any, spelling: type[ArgumentStyle]) -> tuple[str, ...] | None:
-        return parse_names(value, cls.argument, spelling=spelling) or None
+    def parse(cls, value: Any) -> tuple[str, ...] | None:
+        return parse_names(value, cls.argument) or None
 
     def unknown(self, snapshot: HostSnapshot) -> tuple[str, ...]:
         return unknown_names(self.value, snapshot)
@@ -207,15 +201,15 @@ class _Names(Condition):
 class Only(_Names):
     argument, help = "only", "only these GPUs: 0,3 or 4-7 or UUIDs"
 
-    def why_outside(self, gpu: Gpu, spelling: type[ArgumentStyle]) -> str:
-        return "" if self._names(gpu) else f"not listed in {spelling.setting('only', ','.join(self.value))}"
+    def why_outside(self, gpu: Gpu) -> str:
+        return "" if self._names(gpu) else f"not listed in {style.setting('only', ','.join(self.value))}"
 
 
 class Exclude(_Names):
     argument, help = "exclude", "not these GPUs: 0,3 or 4-7 or UUIDs"
 
-    def why_outside(self, gpu: Gpu, spelling: type[ArgumentStyle]) -> str:
-        return f"listed in {spelling.setting('exclude', ','.join(self.value))}" if self._names(gpu) else ""
+    def why_outside(self, gpu: Gpu) -> str:
+        return f"listed in {style.setting('exclude', ','.join(self.value))}" if self._names(gpu) else ""
 
 
 class MaxUtilization(Condition):
@@ -225,11 +219,11 @@ class MaxUtilization(Condition):
     needs = frozenset({"detailed"})
 
     @classmethod
-    def parse(cls, value: Any, spelling: type[ArgumentStyle]) -> int:
+    def parse(cls, value: Any) -> int:
         text = value.strip().removesuffix("%") if isinstance(value, str) else value
         percent = int(text) if isinstance(text, str) and text.isdecimal() and len(text) < 4 else as_index(text)
         if percent is None or not 0 <= percent <= 100:
-            raise refused(cls.argument, value, f"give percent from 0 to 100, such as {spelling.value(10)}", spelling)
+            raise refused(cls.argument, value, f"give percent from 0 to 100, such as {style.value(10)}")
         return percent
 
     def why_not_now(self, gpu: Gpu, freed: int = 0) -> str:
@@ -244,9 +238,9 @@ class Near(Condition):
     ticketed = True
 
     @classmethod
-    def parse(cls, value: Any, spelling: type[ArgumentStyle]) -> str:
+    def parse(cls, value: Any) -> str:
         if value not in _TOGETHER:
-            raise refused(cls.argument, value, f"choose {' or '.join(map(spelling.value, _TOGETHER))}", spelling)
+            raise refused(cls.argument, value, f"choose {' or '.join(map(style.value, _TOGETHER))}")
         return str(value)
 
     @property
@@ -304,44 +298,42 @@ class Share(Condition):
     ticketed = True
 
     @classmethod
-    def parse(cls, value: Any, spelling: type[ArgumentStyle]) -> int | str:
+    def parse(cls, value: Any) -> int | str:
         text = value.strip() if isinstance(value, str) else ""
         if text.endswith("%"):
             number = text.removesuffix("%").strip()
             if not number.isdecimal() or not 0 < int(number[:4]) <= 100:
-                raise refused("share", value, f"give percent from 1 to 100, such as {spelling.value('25%')}", spelling)
+                raise refused("share", value, f"give percent from 1 to 100, such as {style.value('25%')}")
             return f"{int(number)}%"
-        size = -(-parse_size(value, "share", spelling=spelling) // MIB) * MIB
+        size = -(-parse_size(value, "share") // MIB) * MIB
         if size < LEAST_SHARE:
-            raise refused(
-                "share", value, f"{format_bytes(LEAST_SHARE)} is the least, CUDA's context included", spelling
-            )
+            raise refused("share", value, f"{format_bytes(LEAST_SHARE)} is the least, CUDA's context included")
         return size
 
     @classmethod
     def from_ticket(cls, value: object) -> Condition:
         return MinMemory.from_ticket(value) and cls(value)
 
-    def why_outside(self, gpu: Gpu, spelling: type[ArgumentStyle]) -> str:
+    def why_outside(self, gpu: Gpu) -> str:
         return why_unshareable(gpu, self.value)
 
-    def why_unknowable(self, gpu: Gpu, spelling: type[ArgumentStyle]) -> str:
+    def why_unknowable(self, gpu: Gpu) -> str:
         if share_capacity(gpu) is not None:
             return ""
-        return f"the driver does not tell its memory: leave {spelling.option(self.argument)} out"
+        return f"the driver does not tell its memory: leave {style.option(self.argument)} out"
 
-    def resolved(self, gpus: Sequence[Gpu], spelling: type[ArgumentStyle]) -> Condition:
+    def resolved(self, gpus: Sequence[Gpu]) -> Condition:
         """Return the same in bytes. Percent are of what can be shared of each of these GPUs, which must be alike."""
         if not isinstance(self.value, str):
             return self
         sizes = sorted({size for gpu in gpus if (size := share_capacity(gpu)) is not None})
         if len(sizes) > 1:
             way_out = f"GPUs here have from {format_bytes(sizes[0])} to {format_bytes(sizes[-1])} to share: "
-            way_out += f"give a size, such as {spelling.value('20GiB')}, or choose GPUs by {spelling.option('model')}"
-            raise refused("share", self.value, way_out, spelling)
+            way_out += f"give a size, such as {style.value('20GiB')}, or choose GPUs by {style.option('model')}"
+            raise refused("share", self.value, way_out)
         share = sum(sizes) * int(self.value.removesuffix("%")) // 100 // MIB * MIB
         if sizes and share < LEAST_SHARE:
-            raise refused("share", self.value, f"{format_bytes(LEAST_SHARE)} is the least", spelling)
+            raise refused("share", self.value, f"{format_bytes(LEAST_SHARE)} is the least")
         return Share(share)
 
 
@@ -352,11 +344,11 @@ class Prefer(_Models):
     help = "models to take first, such as H100,A100; others are taken too"
 
     @classmethod
-    def parse(cls, value: Any, spelling: type[ArgumentStyle]) -> tuple[str, ...] | None:
+    def parse(cls, value: Any) -> tuple[str, ...] | None:
         patterns = value.split(",") if isinstance(value, str) else value
         if not isinstance(patterns, Iterable) or not all(isinstance(one, str) and one.strip() for one in patterns):
-            example = spelling.value("H100,A100")
-            raise refused(cls.argument, value, f"list parts of names, the best first, such as {example}", spelling)
+            example = style.value("H100,A100")
+            raise refused(cls.argument, value, f"list parts of names, the best first, such as {example}")
         return tuple(one.strip() for one in patterns) or None
 
 
@@ -372,14 +364,13 @@ _BY_ARGUMENT = {condition.argument: condition for condition in CONDITIONS}
 class Selection(NamedTuple):
     """What a claim asks for, checked and parsed by :func:`parse_request`.
 
-    ``vendor`` is one of ``VENDORS``, or None for no choice. ``spelling`` says how messages write its arguments.
+    ``vendor`` is one of ``VENDORS``, or None for no choice.
     ``up_to``: how many GPUs it takes if it can have them at once, of which it needs ``nb_gpus``; None: no more.
     """
 
     nb_gpus: int = 1
     conditions: tuple[Condition, ...] = ()
     vendor: str | None = None
-    spelling: type[ArgumentStyle] = ArgumentStyle
     up_to: int | None = None
 
     def value_of(self, argument: str) -> Any:
@@ -409,11 +400,11 @@ class Selection(NamedTuple):
             UnsatisfiableRequestError: a share in percent, and the GPUs have different memory.
         """
         gpus = snapshot.gpus
-        whole = self._replace(conditions=tuple(one.resolved(gpus, self.spelling) for one in self.whole.conditions))
+        whole = self._replace(conditions=tuple(one.resolved(gpus) for one in self.whole.conditions))
         if self.share is None:
             return whole
         gpus = tuple(gpu for gpu in gpus if not gpu.mig_enabled and not whole.why_outside(gpu))
-        shares = (one.resolved(gpus, self.spelling) for one in self.conditions if isinstance(one, Share))
+        shares = (one.resolved(gpus) for one in self.conditions if isinstance(one, Share))
         return whole._replace(conditions=(*whole.conditions, *shares))
 
     @property
@@ -429,7 +420,7 @@ class Selection(NamedTuple):
     @property
     def driver(self) -> dict[str, Any]:
         """Arguments of :class:`~safe_gpu.drivers.opened_driver`: the request may name the vendor, or a GPU of it."""
-        return {"vendor": self.vendor, "prefer": self.named_vendor, "spelling": self.spelling}
+        return {"vendor": self.vendor, "prefer": self.named_vendor}
 
     @property
     def needs(self) -> frozenset[str]:
@@ -439,7 +430,7 @@ class Selection(NamedTuple):
     @property
     def ticket(self) -> tuple[tuple[str, Any], ...]:
         """What others must know of its conditions: arguments and JSON values."""
-        return tuple((one.argument, one.to_ticket()) for one in self.conditions if one.ticketed)
+        return tuple((one.argument, one.value) for one in self.conditions if one.ticketed)
 
     @classmethod
     def from_ticket(cls, nb_gpus: int, conditions: Iterable[tuple[str, Any]]) -> "tuple[Selection, bool]":
@@ -461,14 +452,14 @@ class Selection(NamedTuple):
     def why_outside(self, gpu: Gpu) -> str:
         """Return why the GPU can never satisfy the request; "" if it can."""
         for one in self.conditions:  # most have none, and this is asked for every GPU
-            if why := one.why_outside(gpu, self.spelling):
+            if why := one.why_outside(gpu):
                 return why
         return ""
 
     def why_unknowable(self, gpu: Gpu) -> str:
         """Return why it will never be known whether the GPU satisfies the request."""
         for one in self.conditions:
-            if why := one.why_unknowable(gpu, self.spelling):
+            if why := one.why_unknowable(gpu):
                 return why
         return ""
 
@@ -508,19 +499,12 @@ class Selection(NamedTuple):
         yield self
 
 
-def parse_request(
-    nb_gpus: object = 1,
-    *,
-    vendor: object = None,
-    spelling: type[ArgumentStyle] = ArgumentStyle,
-    **conditions: "Unpack[Conditions]",
-) -> Selection:
+def parse_request(nb_gpus: object = 1, *, vendor: object = None, **conditions: "Unpack[Conditions]") -> Selection:
     """Check and parse what a claim asks for.
 
     Args:
         nb_gpus: a whole number, 1 or more (numpy integers too), or the least and the most, as ``(2, 4)``.
         vendor: one of ``VENDORS``; None: no choice.
-        spelling: how messages write these arguments.
         conditions: as ``claim_gpus`` documents them; None or nothing in it is no condition.
 
     Raises:
@@ -534,12 +518,12 @@ def parse_request(
     parsed: list[tuple[type[Condition], Any]] = []
     for one in CONDITIONS:
         if given.get(one.argument) is not None:
-            parsed.append((one, one.parse(given[one.argument], spelling)))
+            parsed.append((one, one.parse(given[one.argument])))
     if vendor is not None and vendor not in tuple(VENDORS):
-        raise refused("vendor", vendor, f"choose {' or '.join(map(spelling.value, VENDORS))}", spelling)
+        raise refused("vendor", vendor, f"choose {' or '.join(map(style.value, VENDORS))}")
     found = tuple(one(value) for one, value in parsed if value is not None)
     if {MinMemory, Share} <= {type(one) for one in found}:
-        both = " and ".join(map(spelling.option, ("min_memory", "share")))
+        both = " and ".join(map(style.option, ("min_memory", "share")))
         raise UnsatisfiableRequestError(
             f"{both} do not go together: a share is memory of its own, so ask for the larger of the two as a share",
             value=given["share"],
@@ -549,15 +533,15 @@ def parse_request(
         least, most = map(as_index, nb_gpus)
         if least is not None and most is not None and 0 < least < most:
             nb_gpus, up_to = least, most
-    return Selection(_count(nb_gpus, spelling), found, None if vendor is None else str(vendor), spelling, up_to)
+    return Selection(_count(nb_gpus), found, None if vendor is None else str(vendor), up_to)
 
 
-def _count(nb_gpus: object, spelling: type[ArgumentStyle]) -> int:
+def _count(nb_gpus: object) -> int:
     count = as_index(nb_gpus)
     if count is None or count < 1:
-        job = spelling.value("job")
+        job = style.value("job")
         way_out = f"ask for a whole number of GPUs, 1 or more (or {job} for the number that the batch job asked for)"
         if isinstance(nb_gpus, (list, tuple, range, set)):
-            way_out += f"; to choose GPUs by index, pass {spelling.setting('only', spelling.value(nb_gpus))}"
-        raise refused("nb_gpus", nb_gpus, way_out, spelling)
+            way_out += f"; to choose GPUs by index, pass {style.written('only', nb_gpus)}"
+        raise refused("nb_gpus", nb_gpus, way_out)
     return count

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ..errors import UnsatisfiableRequestError
 from ..gpus.devices import Gpu, HostSnapshot
 from ..gpus.vendors import BARE_UUID, VENDORS
-from ..wording.argument_style import ArgumentStyle
+from ..wording import argument_style as style
 
 _UNITS = {
     "": 1,
@@ -29,9 +29,9 @@ _BY_PLACE = "|".join(one.by_place for one in VENDORS.values() if one.by_place)
 _NAME = rf"[0-9]{{1,4}}(:[0-9]{{1,4}})?|(GPU|MIG)-[0-9A-Za-z/-]*|({_BY_PLACE})[0-9a-z:.-]*|{BARE_UUID}"
 
 
-def refused(name: str, value: object, way_out: str, spelling: type[ArgumentStyle]) -> UnsatisfiableRequestError:
+def refused(name: str, value: object, way_out: str) -> UnsatisfiableRequestError:
     """Return the error about a value that makes no sense."""
-    written = spelling.setting(name, spelling.value(value))
+    written = style.written(name, value)
     return UnsatisfiableRequestError(f"{written} makes no sense: {way_out}", value=value)
 
 
@@ -43,25 +43,25 @@ def as_index(value: object) -> int | None:
         return None
 
 
-def parse_size(value: object, name: str = "min_memory", *, spelling: type[ArgumentStyle] = ArgumentStyle) -> int:
+def parse_size(value: object, name: str = "min_memory") -> int:
     """Return the same as :func:`parse_bytes`, but a small number without a unit is refused: 20 probably means 20 GiB.
 
     Raises:
         UnsatisfiableRequestError: not a size, or probably without its unit.
     """
-    count = parse_bytes(value, name, spelling=spelling)
+    count = parse_bytes(value, name)
     bare = not isinstance(value, str) or value.strip().isdecimal()
     if bare and 0 < count < _FEWEST_BYTES:
         units = ["GiB" if count < 1024 and name in ("min_memory", "share") else "MiB"] + ["%"] * (
             name == "share" and count <= 100
         )
-        written = spelling.setting(name, spelling.value(value))
-        way_out = " or ".join(spelling.value(f"{count}{unit}") for unit in units)
+        written = style.written(name, value)
+        way_out = " or ".join(style.value(f"{count}{unit}") for unit in units)
         raise UnsatisfiableRequestError(f"{written} means {count} bytes? write {way_out}", value=value)
     return count
 
 
-def parse_bytes(value: object, name: str = "min_memory", *, spelling: type[ArgumentStyle] = ArgumentStyle) -> int:
+def parse_bytes(value: object, name: str = "min_memory") -> int:
     """Return a number of bytes: an int, or a string such as ``"20GiB"``, ``"20G"``, ``"1.5 TiB"``, ``"20480M"``,
     ``"20GB"``.
 
@@ -81,11 +81,11 @@ def parse_bytes(value: object, name: str = "min_memory", *, spelling: type[Argum
             return int(float(size[1]) * factor) if "." in size[1] else int(size[1]) * factor
     elif (count := as_index(value)) is not None and count >= 0:
         return count
-    way_out = f"give bytes as a whole number, or a size such as {spelling.value('20GiB')}"
-    raise refused(name, value, way_out, spelling)
+    way_out = f"give bytes as a whole number, or a size such as {style.value('20GiB')}"
+    raise refused(name, value, way_out)
 
 
-def parse_names(value: object, argument: str, *, spelling: type[ArgumentStyle] = ArgumentStyle) -> tuple[str, ...]:
+def parse_names(value: object, argument: str) -> tuple[str, ...]:
     """Return the entries of ``only`` or ``exclude``, as described in :func:`parse_request`; ranges are expanded.
 
     Raises:
@@ -94,9 +94,9 @@ def parse_names(value: object, argument: str, *, spelling: type[ArgumentStyle] =
     try:
         return _names(value)
     except ValueError:
-        examples = ", ".join(map(spelling.value, ("0,2", "4-7")))
-        way_out = f"name GPUs by index, range or UUID, such as {examples} or {spelling.value('GPU-8932f937')}"
-        raise refused(argument, value, way_out, spelling) from None
+        examples = ", ".join(map(style.value, ("0,2", "4-7")))
+        way_out = f"name GPUs by index, range or UUID, such as {examples} or {style.value('GPU-8932f937')}"
+        raise refused(argument, value, way_out) from None
 
 
 def is_index(name: str) -> bool:

@@ -369,9 +369,6 @@ def how_misread(visible_limit: VisibleLimit, gpus: Iterable[Gpu]) -> str:
     return f"{read_as}: name GPUs of this host by index or UUID, each once, with commas between"
 
 
-LAST_CHOICE_TEXT = "ten minutes"
-
-
 def recent_faults(faults: Mapping[str, GpuFault], now: float) -> dict[str, GpuFault]:
     """Return the notes, by UUID, that still count at ``now`` (Unix seconds).
 
@@ -381,6 +378,6 @@ def recent_faults(faults: Mapping[str, GpuFault], now: float) -> dict[str, GpuFa
 
 
 def why_last(fault: GpuFault) -> str:
-    """Return ``taken last until 14:32, since a claim failed on it: ...``, in local time."""
-    until = time.strftime("%H:%M", time.localtime(fault.when + LAST_CHOICE))
+    """Return ``taken last until Sun 14:32, since a claim failed on it: ...``, in local time."""
+    until = time.strftime("%a %H:%M", time.localtime(fault.when + LAST_CHOICE))
     return f"taken last until {until}, since a claim failed on it: {fault.error}"

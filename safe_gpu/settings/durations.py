@@ -5,7 +5,7 @@ import re
 import time
 
 from ..errors import UnsatisfiableRequestError
-from ..wording.argument_style import ArgumentStyle
+from ..wording import argument_style as style
 
 _UNITS = {"s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -21,14 +21,14 @@ _DAYS = rf"({_NUMBER})-({_NUMBER})(?::({_NUMBER}))?()"
 _UNCLEAR = rf"({_NUMBER}):({_NUMBER})"
 
 
-def parse_duration(text: str, name: str = "timeout", *, spelling: type[ArgumentStyle] = ArgumentStyle) -> float | None:
+def seconds_of(text: str) -> float | None:
     """Return the seconds of a duration; None for ``inf``.
 
     The forms are ``90``, ``90s``, ``15m``, ``1h30m``, ``2d``, ``01:30:00`` (h:m:s) and ``2-12:00:00`` (days-h:m:s, as
     in Slurm).
 
     Raises:
-        UnsatisfiableRequestError: names the argument ``name``, the value and the valid forms.
+        ValueError: says what it is instead, and the valid forms.
     """
     word = text.strip().lower()
     if word in ("inf", "infinity", "infinite", "unlimited", "none", "forever"):
@@ -37,23 +37,28 @@ def parse_duration(text: str, name: str = "timeout", *, spelling: type[ArgumentS
     if seconds is None:
         seconds = _compound(word)
     if seconds is None:
-        written = spelling.setting(name, spelling.value(text))
         if unclear := re.fullmatch(_UNCLEAR, word):
             one, other = map(int, unclear.groups())
-            raise UnsatisfiableRequestError(
-                f"{written} may be hours or minutes: write {one}h{other}m or {one}m{other}s", value=text
-            )
-        raise UnsatisfiableRequestError(
-            f"{written} is not a duration: write seconds (90 or 90s), 15m, 1h30m, 01:30:00, 2-12:00:00 (days first) or "
-            "inf",
-            value=text,
+            raise ValueError(f"may be hours or minutes: write {one}h{other}m or {one}m{other}s")
+        raise ValueError(
+            "is not a duration: write seconds (90 or 90s), 15m, 1h30m, 01:30:00, 2-12:00:00 (days first) or inf"
         )
     return seconds
 
 
-def parse_seconds(
-    value: object, name: str, what: str, *, least: float = 0.0, spelling: type[ArgumentStyle] = ArgumentStyle
-) -> float | None:
+def parse_duration(text: str, name: str = "timeout") -> float | None:
+    """Return the same.
+
+    Raises:
+        UnsatisfiableRequestError: names the argument ``name``, the value and the valid forms.
+    """
+    try:
+        return seconds_of(text)
+    except ValueError as err:
+        raise UnsatisfiableRequestError(f"{style.written(name, text)} {err}", value=text) from None
+
+
+def parse_seconds(value: object, name: str, what: str, *, least: float = 0.0) -> float | None:
     """Return the seconds of a number, or of a text as for :func:`parse_duration`; None for None and infinity.
 
     Args:
@@ -66,12 +71,12 @@ def parse_seconds(
     if value is None:
         return None
     if isinstance(value, str):
-        seconds = parse_duration(value, name, spelling=spelling)
+        seconds = parse_duration(value, name)
     else:
         seconds = math.nan if isinstance(value, bool) else number_of(value)
     if seconds is None or seconds >= least:
         return None if seconds == math.inf else seconds
-    raise UnsatisfiableRequestError(f"{spelling.setting(name, spelling.value(value))} is not {what}", value=value)
+    raise UnsatisfiableRequestError(f"{style.written(name, value)} is not {what}", value=value)
 
 
 def number_of(value: object) -> float:
@@ -136,8 +141,8 @@ def parse_moment(text: str, after: float | None = None) -> float:
         except (ValueError, OverflowError):
             continue
     try:
-        age = parse_duration(word.removeprefix("+"))
-    except UnsatisfiableRequestError:
+        age = seconds_of(word.removeprefix("+"))
+    except ValueError:
         age = None
     if age is None or word[-1:].isdecimal():
         raise ValueError(

@@ -29,7 +29,6 @@ VARIABLES = {
     "SAFE_GPU_SGE_RESOURCE": "the name of the GPU resource in Grid Engine",
     "SAFE_GPU_HOSTS": "the hosts of status --all-hosts: gpu1,gpu2",
     "SAFE_GPU_RECORD_COMMAND": "what others can read of a command: names (program and script; default) or full",
-    "SAFE_GPU_TRACEBACK": "1: errors of a claim come with all frames of the package",
     "SAFE_GPU_SCOPE": "set by a claim, for claims made inside it",
     "SAFE_GPU_EXPECT": "set for a worker of a claim across hosts: the GPU that run and bind must find",
     "SAFE_GPU_SHARE": "set by a claim that shares GPUs: bytes of each",
@@ -152,9 +151,34 @@ def host_setting(key: str, variable: str, environ: Mapping[str, str]) -> str | N
     path = existing_policy(environ)
     if path is None:
         return None
-    from .host_file import host_values
+    from .config import host_values
 
     return host_values(path).get(key)
+
+
+def known_hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the other hosts that SAFE_GPU_HOSTS, the user's file or root's names, the first that does.
+
+    Raises:
+        ValueError: SAFE_GPU_HOSTS names none that can be. PolicyError: as :func:`setting_of_hosts`.
+    """
+    from .config import host_names
+
+    return host_names(environ.get("SAFE_GPU_HOSTS") or setting_of_hosts("hosts", environ) or "")
+
+
+def setting_of_hosts(key: str, environ: Mapping[str, str]) -> str | None:
+    """Return ``hosts`` or ``remote_command`` as the user's own file has it in ``[host]``, else as root's does.
+
+    Raises:
+        PolicyError: a file cannot be read, or is wrong.
+    """
+    from .config import host_values, values_of_user
+
+    values = values_of_user(environ)
+    if key not in values and (path := existing_policy(environ)) is not None:
+        values = host_values(path)
+    return values.get(key)
 
 
 def _differences(environ: Mapping[str, str]) -> list[str]:
@@ -162,9 +186,9 @@ def _differences(environ: Mapping[str, str]) -> list[str]:
     path = existing_policy(environ)
     if path is None:
         return []
-    from .host_file import KEYS, host_values
+    from .config import HOST_KEYS, host_values
 
-    pairs = ((KEYS[key], f"{key} = {value}", value) for key, value in host_values(path).items())
+    pairs = ((HOST_KEYS[key], f"{key} = {value}", value) for key, value in host_values(path).items())
     return [
         f"{name}={environ[name]} counts, and {path} says {said}" + _QUEUES * (name == "SAFE_GPU_DIR")
         for name, said, value in pairs

@@ -26,7 +26,7 @@ from ..runtimes.visible_devices import stale_indices
 from ..selection.request import Selection
 from ..selection.sharing import promised, used_by_sharers, without_siblings
 from ..selection.verdicts import Rules, has_mps_clients, judge, recent_faults, room_for_shares, users_of, why_last
-from ..settings import policy
+from ..settings import config as policy
 from ..settings.variables import existing_policy
 from ..wording.text import in_brackets, left_behind
 from .facts import GpuStatus, HostStatus, ProcessStatus, WaiterStatus
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ..coordination.entry import Entry
     from ..drivers.base import Driver
     from ..gpus.devices import Gpu, GpuProcess, HostSnapshot
-    from ..settings.policy import Limits
+    from ..settings.config import Limits
     from .starts import AtLimit
 
 

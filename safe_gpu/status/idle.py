@@ -18,7 +18,7 @@ from ..coordination.history import HistoryDir, mark_seen
 from ..errors import StateDirError
 
 if TYPE_CHECKING:
-    from ..settings.policy import Limits
+    from ..settings.config import Limits
     from .facts import GpuStatus
 
 

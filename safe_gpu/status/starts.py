@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..coordination.entry import Entry
     from ..gpus.windows import Window
     from ..selection.backfill import When
-    from ..settings.policy import Limits
+    from ..settings.config import Limits
     from .facts import GpuStatus
 
 
@@ -102,7 +102,7 @@ def expected_starts(
                 wants[ticket.name] = BackfillRequest(len(request.gpus) + 1, request.gpus)
             elif not is_stopped(ticket, stopped) and len(request.gpus & coming) >= request.nb_gpus:
                 reserved = spans_of(binding(windows, ticket.uid), devices) if windows and not inside else {}
-                wants[ticket.name] = BackfillRequest.of(*request[:4], devices, reserved)
+                wants[ticket.name] = BackfillRequest.of(request, devices, reserved)
         earliest = (date for _, date in dates(wants.values(), ends))
         found.update(zip(wants, zip(starts(wants.values(), ends), earliest, strict=True), strict=True))
     pairs = (found.get(ticket.name, (math.inf, math.inf)) for ticket in tickets)

@@ -8,10 +8,10 @@ from support.claims import try_claim
 from support.watched_host import Host
 
 import safe_gpu
-from safe_gpu.claim.host.host_view import HostView
+from safe_gpu.claim.arguments import UNKNOWN
 from safe_gpu.claim.search import queue_snapshot
 from safe_gpu.claim.search.queue_place import QueuePlace
-from safe_gpu.claim.times import UNKNOWN
+from safe_gpu.claim.view import HostView
 from safe_gpu.coordination.host_lock import Host as SharedHost
 from safe_gpu.selection.request import parse_request
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from safe_gpu import NoPlaceholder, UnsatisfiableRequestError, claim_gpus
-from safe_gpu.claim.times import DEFAULT, UNKNOWN, HoldTime, parse_hold_for
+from safe_gpu.claim.arguments import DEFAULT, UNKNOWN, HoldTime, parse_hold_for
 from safe_gpu.schedulers.job import JobContext, current
 
 NO_JOB = JobContext()
@@ -54,7 +54,7 @@ def test_a_batch_job_ends_where_its_scheduler_says(ends_in: int, known: bool) ->
 def test_a_pbs_job_ends_a_walltime_after_its_session_began(child: Any) -> None:
     code = (
         "import os, time\n"
-        "from safe_gpu.claim.times import DEFAULT, parse_hold_for\n"
+        "from safe_gpu.claim.arguments import DEFAULT, parse_hold_for\n"
         "from safe_gpu.schedulers.job import current\n"
         "say(parse_hold_for(DEFAULT, {}, current()).end)\n"
     )

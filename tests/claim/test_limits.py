@@ -13,14 +13,14 @@ from support.forks import in_fork
 from support.traces import is_locked
 
 from safe_gpu import NotEnoughGpusError, PolicyError, UnsatisfiableRequestError
-from safe_gpu.claim.free import wait_for_gpus
+from safe_gpu.claim.functions import wait_for_gpus
 from safe_gpu.claim.limits import quota_of, remaining_quota
 from safe_gpu.coordination.holders import living_claims
 from safe_gpu.coordination.host_lock import Host
 from safe_gpu.drivers.simulated import SimulatedDriver
 from safe_gpu.engines.holder import ClaimArguments, HolderProcess
 from safe_gpu.host import procfs
-from safe_gpu.settings import policy
+from safe_gpu.settings import config as policy
 from safe_gpu.status.gather import gather
 
 ANNA, BEN, CARLA = 4711, 4712, 4713

@@ -11,8 +11,8 @@ from support.claims import try_claim
 from support.traces import is_locked
 
 from safe_gpu import GPUOwner
-from safe_gpu.claim.host import host_view as host_view_module
-from safe_gpu.claim.host import polls as polls_module
+from safe_gpu.claim import view as host_view_module
+from safe_gpu.claim import view as polls_module
 from safe_gpu.coordination.held import Held
 from safe_gpu.host import procfs
 

@@ -130,10 +130,10 @@ RUN = ("run -n 3 -- true", "-n 3 is", "-n 3", "this one")
 
 
 @pytest.mark.parametrize(
-    ("around", "claim", "asked", "larger", "leave"),
+    ("around", "claim", "asked", "larger", "this"),
     [
         ("run", *CLAIMED),
-        ("run", "safe_gpu.ensure_gpus(2)", "ensure_gpus(2) runs", "-n 2", "ensure_gpus"),
+        ("run", "safe_gpu.ensure_gpus(2)", "claim_gpus(2) runs", "-n 2", "claim_gpus"),
         ("run", *RUN),
         ("run, and a shell", *CLAIMED),
         ("run, without its limit", *RUN),
@@ -142,7 +142,7 @@ RUN = ("run -n 3 -- true", "-n 3 is", "-n 3", "this one")
     ],
 )
 def test_more_than_the_claim_around_holds(
-    command, ground, around: str, claim: str, asked: str, larger: str, leave: str
+    command, ground, around: str, claim: str, asked: str, larger: str, this: str
 ) -> None:
     """It names the one that is to be larger, and not its variables: to lift that limit leads nowhere."""
     inner = [command.path, *claim.split()]
@@ -157,7 +157,7 @@ def test_more_than_the_claim_around_holds(
         limit = ["SAFE_GPU_FENCE=ignore"] if around == "run, without its limit" else []
         done = command.run("run", "--", "sh", "-c", script, "sh", "env", *limit, *inner)
         owner, larger = f"safe-gpu run (process {done.stdout.strip()})", f"safe-gpu run {larger}"
-    said = f"{asked} inside {owner}, which holds 1 GPU: write {larger}, or leave {leave} out"
+    said = f"{asked} inside {owner}, which holds 1 GPU: write {larger}, or leave {this} out"
     assert done.stderr.strip().removeprefix("safe-gpu: ") == said
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu.claim.checks import confirmation
+from safe_gpu.claim import checks as confirmation
 from safe_gpu.coordination.host_lock import Host
 from safe_gpu.errors import ClaimTimeout, LockTimeout, NotEnoughGpusError, SafeGpuError, UnsatisfiableRequestError
 

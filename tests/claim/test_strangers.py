@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu.claim.host import polls as host_view
+from safe_gpu.claim import view as host_view
 from safe_gpu.errors import GpuContendedError, NoDriverError, NotEnoughGpusError, UnsatisfiableRequestError
 from safe_gpu.gpus.devices import ComputeMode, ProcessKind
 from safe_gpu.host import procfs

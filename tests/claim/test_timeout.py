@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 import safe_gpu
 from safe_gpu.claim import owner
-from safe_gpu.claim.arguments import ClaimOptions
-from safe_gpu.claim.times import DEFAULT, DefaultTimeout, default_timeout, parse_timeout
+from safe_gpu.claim.arguments import DEFAULT, ClaimOptions, DefaultTimeout, default_timeout, parse_timeout
 from safe_gpu.errors import UnsatisfiableRequestError
 from safe_gpu.settings.durations import parse_duration
 

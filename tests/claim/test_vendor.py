@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu.claim.free import wait_for_gpus
-from safe_gpu.claim.host.host_view import HostView
+from safe_gpu.claim.functions import wait_for_gpus
+from safe_gpu.claim.view import HostView
 from safe_gpu.drivers.simulated import SimulatedDriver
 from safe_gpu.gpus.devices import HostSnapshot, vendor_of
 from safe_gpu.selection.request import Selection
@@ -78,38 +78,6 @@ def _outside() -> dict[str, str]:
 def test_a_driver_without_gpus_is_told_what_its_vendor_needs(driver: str, words: str) -> None:
     with pytest.raises(safe_gpu.NoDriverError, match=rf"the driver \({driver}\) works, but .*{words}$"):
         HostView(SimpleNamespace(name=driver), HostSnapshot(()), Selection())
-
-
-def test_the_vendor_that_would_do_is_named(command: Any) -> None:
-    """Who leaves the vendor out and wants what only the other one has is told how to ask for it."""
-    hint = r" \(the AMD GPUs of this host fit: vendor='amd'\)$"
-    with pytest.raises(safe_gpu.UnsatisfiableRequestError, match=hint) as caught:
-        claim(model="MI210")
-    assert (caught.value.value, len(caught.value.verdicts)) == (1, 4)
-    assert claim(model="MI210", vendor="amd").release_gpus() is None
-    child = command.run("run", "--model", "mi210", "--", "true")
-    assert "(the AMD GPUs of this host fit: --vendor amd)" in child.stderr
-    refused: list[dict[str, Any]] = [{"nb_gpus": 5}, {"model": "H100"}, {"model": "MI210", "vendor": "nvidia"}]
-    for options in refused:
-        with pytest.raises(safe_gpu.UnsatisfiableRequestError) as caught:
-            claim(**options)
-        assert "of this host fit:" not in str(caught.value)
-        assert "nb_gpus" not in options or "this host has only 4 NVIDIA GPUs: ask for fewer" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "model"),
-    [
-        ("SAFE_GPU_DRIVER", "simulated:dgx-a100", "MI210"),
-        ("CUDA_VISIBLE_DEVICES", "0", "MI210"),
-        ("ROCR_VISIBLE_DEVICES", UUIDS["amd"][0], "A100"),
-    ],
-)
-def test_no_vendor_is_named_that_this_process_was_not_given(name: str, value: str, model: str, monkeypatch) -> None:
-    monkeypatch.setenv(name, value)
-    with pytest.raises(safe_gpu.UnsatisfiableRequestError) as caught:
-        claim(model=model)
-    assert "of this host fit:" not in str(caught.value)
 
 
 @pytest.mark.parametrize("vendor", ["matrox", "", "nvidia,amd", 1, ["amd"]])

@@ -1,16 +1,15 @@
 """The words of a refusal and of a wait."""
 
 import time
+from typing import Any
 
 import pytest
 
 from safe_gpu.claim.limits import LimitReached
-from safe_gpu.claim.messages.forecast import Forecast, HolderGpus
-from safe_gpu.claim.messages.wait_status import ClaimAhead, WaitStatus
-from safe_gpu.claim.messages.wording import holders_line, refusal_message, waiting_message
-from safe_gpu.cli.arguments import CommandLine
+from safe_gpu.claim.report import ClaimAhead, Forecast, WaitStatus, holders_line, refusal_message, waiting_message
 from safe_gpu.gpus.devices import Gpu, GpuProcess, GpuVerdict, Holder
 from safe_gpu.selection.request import Selection, parse_request
+from safe_gpu.wording.argument_style import on_command_line
 
 NOW = 1_000_000.0
 
@@ -22,6 +21,10 @@ def gpu(index: int, **values: object) -> Gpu:
 def claimed(index: int, since: float | None = NOW - 3600, **holder: object) -> GpuVerdict:
     who = Holder(**{"pid": 4711, "user": "ada", "since": since, **holder})  # type: ignore[arg-type]
     return GpuVerdict(gpu(index), "claimed", "claimed by process 4711 (ada)", who.pid, who.user, who)
+
+
+def refused(needed: int, *verdicts: GpuVerdict) -> WaitStatus:
+    return WaitStatus(0, sum(one.free for one in verdicts), needed, verdicts, asked=Selection(needed).text)
 
 
 FREE = GpuVerdict(gpu(0), "free")
@@ -56,7 +59,7 @@ INSTANCE = GpuVerdict(gpu(2, mig_parent="GPU-2", mig_instance=1), "free")
     ids=["all kinds", "one holder", "models", "a display", "a MIG instance"],
 )
 def test_a_refusal_is_a_sentence_and_a_line_for_each_gpu(verdicts: list[GpuVerdict], lines: str) -> None:
-    first, *rest = refusal_message(Selection(9), verdicts).split("\n")
+    first, *rest = refusal_message(refused(9, *verdicts)).split("\n")
     assert first.startswith("9 GPUs asked for, ")
     assert rest == lines.split("\n")[1:]
 
@@ -89,13 +92,17 @@ TWO_FREE = (FREE, FREE._replace(gpu=gpu(1)))
         (1, {"wait_limit": "/etc/p"}, "1 GPU asked for, 0 free: try again (/etc/p limits the wait)."),
     ],
 )
-def test_the_first_sentence_says_what_to_do(nb_gpus: int, arguments: dict[str, object], first: str) -> None:
-    text = refusal_message(Selection(nb_gpus), **{"verdicts": (BUSY,), "now": NOW, **arguments})  # type: ignore[arg-type]
+def test_the_first_sentence_says_what_to_do(nb_gpus: int, arguments: dict[str, Any], first: str) -> None:
+    arguments = dict(arguments)  # which rows share
+    facts = {name: arguments.pop(name) for name in ("ahead", "position") if name in arguments}
+    verdicts: Any = arguments.pop("verdicts", (BUSY,))
+    text = refusal_message(refused(nb_gpus, *verdicts)._replace(**facts), now=NOW, **arguments)
     assert text.splitlines()[0] == first
 
 
 def test_a_request_from_the_command_line_is_answered_with_its_options() -> None:
-    text = refusal_message(Selection(2, spelling=CommandLine), (FREE, BUSY))
+    with on_command_line():
+        text = refusal_message(refused(2, FREE, BUSY))
     longer = "--timeout 1h, or --timeout inf to wait without limit"
     assert text.startswith(f"2 GPUs asked for, 1 free: wait for them ({longer}), or ask for fewer.")
 
@@ -144,13 +151,9 @@ TOLD = {
         status(claimed(0), DRAINED, expected=SOON),
         f"1 GPU (0 free), {SOON_TEXT}; GPU 0: {BY_ADA}; GPU 6: drained by root: a fan is broken",
     ),
-    "an overrun": (
-        status(claimed(0), expected=Forecast(NOW, NOW, overdue=(HolderGpus("ada", ("0",), NOW - 60),))),
-        f"1 GPU (0 free), ada's GPU 0 overdue by 1 min; GPU 0: {BY_ADA}",
-    ),
-    "no known end": (
-        status(claimed(0), expected=Forecast(silent=(HolderGpus("ada", ("0", "1"), None),))),
-        f"1 GPU (0 free); GPU 0: {BY_ADA}; no end known for ada's GPU 0,1",
+    "passed": (
+        status(claimed(0), expected=SOON._replace(passed_by=2)),
+        f"1 GPU (0 free), {SOON_TEXT}; passed by 2 claims; GPU 0: {BY_ADA}",
     ),
     "a range": (status(claimed(0), asked=Selection(2, up_to=4).text), f"2-4 GPUs (0 free); GPU 0: {BY_ADA}"),
     "GPUs of one node": (

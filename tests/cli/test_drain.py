@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from safe_gpu import GPUOwner, NoPlaceholder, NotEnoughGpusError, SafeGpuError, get_free_gpus
-from safe_gpu.claim.free import wait_for_gpus
-from safe_gpu.claim.host.host_view import HostView
+from safe_gpu.claim.functions import wait_for_gpus
+from safe_gpu.claim.view import HostView
 from safe_gpu.cli.commands import main
 from safe_gpu.coordination.closed import closed_now, drained_gpus
 

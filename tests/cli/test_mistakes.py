@@ -5,7 +5,6 @@ nobody holds any. Where a line ends in "...", more follows.
 """
 
 import os
-import pickle
 import re
 import shlex
 from collections.abc import Iterator
@@ -15,8 +14,6 @@ import pytest
 
 import safe_gpu
 from safe_gpu.cli import main
-from safe_gpu.cli.arguments import CommandLine
-from safe_gpu.selection.request import parse_request
 
 TYPED = """
 # The command
@@ -95,7 +92,7 @@ $ safe-gpu run -- ''
 [127] safe-gpu: '': command not found; the name is empty: is a variable not set?
 # Variables
 $ SAFE_GPU_TIMEOUT=soon safe-gpu wait
-[78] safe-gpu: SAFE_GPU_TIMEOUT='soon' is not a duration: write seconds (90 or 90s), 15m, 1h30m, 01:30:00, 2-12:00:...
+[78] safe-gpu: SAFE_GPU_TIMEOUT=soon is not a duration: write seconds (90 or 90s), 15m, 1h30m, 01:30:00, 2-12:00:...
 $ SAFE_GPU_DRIVER=cuda safe-gpu wait
 [78] safe-gpu: There is no driver 'cuda': choose one of auto, nvml, nvidia-smi, kfd, intel, simulated:PRESET.
 $ SAFE_GPU_TIMOUT=5 safe-gpu wait
@@ -174,11 +171,6 @@ def test_advice_on_a_wait_that_was_too_short(timeout: str, advice: str, capsys, 
         assert advice in capsys.readouterr().err
     with pytest.raises(safe_gpu.NotEnoughGpusError, match=re.escape(advice.replace("--timeout 1h", 'timeout="1h"'))):
         safe_gpu.GPUOwner(timeout=float(timeout))
-
-
-def test_a_request_keeps_its_style() -> None:
-    request = pickle.loads(pickle.dumps(parse_request(2, only="0-3", spelling=CommandLine)))
-    assert request.spelling is CommandLine
 
 
 class Names(dict[str, object]):

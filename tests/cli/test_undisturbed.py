@@ -9,7 +9,7 @@ import pytest
 MOST_MODULES = 95  # of the package
 # Rooms that only a claim needs that waits, fails, or runs on the GPUs of a real vendor.
 OTHER_ROOMS = {"status", "engines", "doctor", "demo"}
-OTHERS = {"claim.limits", "claim.worker", "claim.messages", "drivers.nvml", "runtimes.cuda", "cli.status"}
+OTHERS = {"claim.limits", "claim.worker", "claim.report", "drivers.nvml", "runtimes.cuda", "cli.status"}
 HEAVY = set(
     "dataclasses logging subprocess ctypes socket hashlib shutil tempfile inspect threading difflib pynvml".split()
 )

@@ -14,7 +14,7 @@ from support.hostile import TRICK, assert_plain, assert_shown_safely, bounded, e
 import safe_gpu
 from safe_gpu.errors import PolicyError
 from safe_gpu.host import procfs
-from safe_gpu.settings import policy
+from safe_gpu.settings import config as policy
 
 POLICY = """# limits of this host
 [default]

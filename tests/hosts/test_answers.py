@@ -24,8 +24,8 @@ from safe_gpu.cli.hosts import (
 )
 from safe_gpu.errors import PolicyError
 from safe_gpu.gpus.devices import MIG_IS_ON
-from safe_gpu.settings.host_file import host_names
-from safe_gpu.settings.other_hosts import known_hosts, setting_of_hosts
+from safe_gpu.settings.config import host_names
+from safe_gpu.settings.variables import known_hosts, setting_of_hosts
 
 
 def status(*states: str, **more: Any) -> dict[str, Any]:

@@ -159,8 +159,7 @@ def reads_of_lines(source: str) -> Iterator[str]:
 
 
 NO_KERNEL_TEXT = {
-    "status/page.py": ["read_text"],  # a file of this package
-    "settings/policy.py": ["read_text"],  # a function of this package
+    "status/page.py": ["read_text"]  # a file of this package
 }
 
 

@@ -16,8 +16,8 @@ import safe_gpu
 from safe_gpu.cli import hosts
 from safe_gpu.errors import PolicyError
 from safe_gpu.host import programs
-from safe_gpu.settings.host_file import host_values
-from safe_gpu.settings.other_hosts import known_hosts
+from safe_gpu.settings.config import host_values
+from safe_gpu.settings.variables import known_hosts
 
 NEIGHBOUR = 4711
 

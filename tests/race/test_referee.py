@@ -73,7 +73,7 @@ def test_what_a_policy_may_refuse(tmp_path, uid: int, nb_gpus: int, hold_for: fl
 
 
 def test_every_policy_of_a_soak_can_be_read(tmp_path: Path) -> None:
-    from safe_gpu.settings import policy as package
+    from safe_gpu.settings import config as package
 
     policy, rng = Policy(str(tmp_path)), random.Random(1)
     for _ in range(30):

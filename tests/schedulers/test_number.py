@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 
 from safe_gpu.claim.arguments import read_options
-from safe_gpu.cli.arguments import CommandLine
 from safe_gpu.errors import UnsatisfiableRequestError
 from safe_gpu.schedulers.gpu_count import (
     QstatError,
@@ -27,6 +26,7 @@ from safe_gpu.schedulers.gpu_count import (
     with_end,
 )
 from safe_gpu.schedulers.job import current, lines_of_this_host
+from safe_gpu.wording.argument_style import on_command_line
 
 Qstat = Callable[..., dict[str, str]]
 SLURM = {"SLURM_JOB_ID": "77"}
@@ -110,8 +110,6 @@ GPU_TYPE = request("gpu_type", "a100", consumable=0, valtype=9)
     ("environ", "number"),
     [
         ({"SAFE_GPU_NB_GPUS": "3"}, 3),
-        ({"SAFE_GPU_NB_GPUS": " 2 ", **SLURM, "SLURM_GPUS_ON_NODE": "4"}, 2),
-        ({"SAFE_GPU_NB_GPUS": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, 2),
         ({**SLURM, "SLURM_GPUS_ON_NODE": "4"}, 4),
         ({**SLURM, "SLURM_GPUS_ON_NODE": "4", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "4"}, 1),
         ({**SLURM, "SLURM_GPUS_ON_NODE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 2),
@@ -120,7 +118,6 @@ GPU_TYPE = request("gpu_type", "a100", consumable=0, valtype=9)
         ({"PBS_JOBID": "1.h", "CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2,GPU-3"}, 3),
         ({"LSB_JOBID": "1", "CUDA_VISIBLE_DEVICES": "0,3"}, 2),
         # AMD hosts
-        ({"LSB_JOBID": "1", "ROCR_VISIBLE_DEVICES": "0,3"}, 2),
         ({"PBS_JOBID": "1.h", "HIP_VISIBLE_DEVICES": "1"}, 1),
         ({"PBS_JOBID": "1.h", "CUDA_VISIBLE_DEVICES": "0,1", "ROCR_VISIBLE_DEVICES": "4,5"}, 2),
         ({**SLURM, "SLURM_GPUS_ON_NODE": "2", "ROCR_VISIBLE_DEVICES": "4,5", "CUDA_VISIBLE_DEVICES": "4,5"}, 2),
@@ -136,8 +133,6 @@ def test_the_number(environ: dict[str, str], number: int) -> None:
     ("environ", "names"),
     [
         ({"SAFE_GPU_NB_GPUS": "two"}, ["SAFE_GPU_NB_GPUS='two'", "whole number"]),
-        ({"SAFE_GPU_NB_GPUS": "0"}, ["SAFE_GPU_NB_GPUS='0'"]),
-        ({"SAFE_GPU_NB_GPUS": "-1", **SLURM, "SLURM_GPUS_ON_NODE": "4"}, ["SAFE_GPU_NB_GPUS='-1'"]),
         ({}, ["in no batch job", "set SAFE_GPU_NB_GPUS=N"]),
         (SLURM, ["slurm:77", "not known (SLURM_GPUS_ON_NODE is not set)", "set SAFE_GPU_NB_GPUS=N"]),
         ({**SLURM, "SLURM_GPUS_ON_NODE": "0"}, ["slurm:77 asked for no GPU", "set SAFE_GPU_NB_GPUS=N"]),
@@ -147,7 +142,6 @@ def test_the_number(environ: dict[str, str], number: int) -> None:
         ),
         ({"SGE_TASK_ID": "undefined", "JOB_ID": "4"}, ["sge:4", "not known", "set SAFE_GPU_NB_GPUS=N"]),
         ({"SGE_TASK_ID": "undefined"}, ["of unknown number", "set SAFE_GPU_NB_GPUS=N"]),
-        ({"LSB_JOBID": "1"}, ["lsf:1", "set SAFE_GPU_NB_GPUS=N"]),
         ({**FLUX, "FLUX_JOB_SIZE": "4", "FLUX_JOB_NNODES": "1"}, ["flux:fABC", "set SAFE_GPU_NB_GPUS=N"]),
     ],
 )
@@ -165,21 +159,16 @@ def test_no_number_names_the_way_out(environ: dict[str, str], names: list[str]) 
         (hard(request("gpu", 2)), ResourceRequest(2, "slot")),
         (hard(request("ngpus", 2, consumable=2), request("h_rt", 100, valtype=3)), ResourceRequest(2, "job")),
         (hard(request("gpus", 1, consumable=3, valtype=10)), ResourceRequest(1, "host")),
-        (hard(request("GPU", 4)), ResourceRequest(4, "slot")),
         (hard(GPU_TYPE, request("gpu", 2)) + soft(flag("has_gpu")), ResourceRequest(2, "slot")),
         (hard(request("gpu", 0)) + listed("JB_hard_queue_list", queue("gpu.q")), ResourceRequest(0, "slot")),
         (hard(request("h_vmem", 4, valtype=4)) + listed("JB_hard_queue_list", queue("all.q")), None),
         (hard(flag("gpu", "FALSE")), None),
         (hard(request("hostname", "!gpu*", 0, 7)) + listed("JB_hard_queue_list", queue("!gpu.q")), None),
-        (hard(), None),
         ("", None),
         (sets(hard_set(0, request("gpu", 2))), ResourceRequest(2, "slot")),
-        (sets(hard_set(0, request("gpu", 2, consumable=2))), ResourceRequest(2, "job")),
-        (sets(hard_set(0, request("gpu", 1, consumable=3, valtype=10))), ResourceRequest(1, "host")),
         (sets(hard_set(1, request("gpu", 2))), ResourceRequest(2, "job")),
         (sets(hard_set(1, request("gpu", 2)), hard_set(2, request("gpu", 1))), ResourceRequest(1, "slave slot")),
         (sets(hard_set(2, request("gpu", 1, consumable=3))), ResourceRequest(1, "slave host")),
-        (sets(hard_set(0, request("h_rt", 60, valtype=3)), "1" + listed("JRS_hard_queue_list", queue("all.q"))), None),
     ],
 )
 def test_hard_request(requests: str, found: ResourceRequest | None) -> None:
@@ -190,20 +179,15 @@ def test_hard_request(requests: str, found: ResourceRequest | None) -> None:
     ("requests", "word"),
     [
         (hard(flag("gpu")), "-l gpu=TRUE"),
-        (hard(flag("has_gpu")), "-l has_gpu=TRUE"),
         (hard(GPU_TYPE), "-l gpu_type=a100"),
         (hard(request("gpu_ram", 20)), "-l gpu_ram=20"),
-        (hard(request("v100", 1)), "-l v100=1"),
         (hard(request("hostname", "gpu*", consumable=0, valtype=7)), "-l hostname=gpu*"),
         (soft(request("gpus", 7)), "-l gpus=7"),
-        (soft(flag("gpu")), "-l gpu=TRUE"),
         (listed("JB_hard_queue_list", queue("gpu.q")), "-q gpu.q"),
         (listed("JB_hard_queue_list", queue("all.q"), queue("GPU@node1")), "-q GPU@node1"),
-        (listed("JB_hard_queue_list", queue("all.q@@gpuhosts")), "-q all.q@@gpuhosts"),
         (listed("JB_soft_queue_list", queue("long-cuda.q")), "-q long-cuda.q"),
         (listed("JB_master_hard_queue_list", queue("gpu.q")), "-q gpu.q"),
         ("<JB_pe>gpu</JB_pe>", "-pe gpu"),
-        (sets(hard_set(0, flag("gpu"))), "-l gpu=TRUE"),
         (sets(hard_set(2, GPU_TYPE)), "-l gpu_type=a100"),
         (sets("0" + listed("JRS_soft_resource_list", request("gpu", 1))), "-l gpu=1"),
         (sets("1" + listed("JRS_hard_queue_list", queue("gpu.q"))), "-q gpu.q"),
@@ -211,8 +195,8 @@ def test_hard_request(requests: str, found: ResourceRequest | None) -> None:
 )
 def test_gpus_without_a_number(fake_qstat: Qstat, requests: str, word: str) -> None:
     """They are not known to be none: the claim is refused, and says what the number is missing in."""
-    with pytest.raises(UnsatisfiableRequestError) as caught:
-        number_for_job(fake_qstat(qstat_xml(requests)), spelling=CommandLine)
+    with on_command_line(), pytest.raises(UnsatisfiableRequestError) as caught:
+        number_for_job(fake_qstat(qstat_xml(requests)))
     assert caught.value.value == "job"
     for part in (word, "not known", "set SAFE_GPU_NB_GPUS=N", "-n N", "SAFE_GPU_SGE_RESOURCE=NAME"):
         assert part in str(caught.value)
@@ -229,10 +213,8 @@ def test_hard_request_in_a_broken_list() -> None:
         (ResourceRequest(2, "slot"), Slots(1, True), 2),
         (ResourceRequest(1, "slot"), Slots(4, False), 4),
         (ResourceRequest(0.5, "slot"), Slots(4, True), 2),
-        (ResourceRequest(1, "slot"), Slots(None, True), None),
         (ResourceRequest(2, "job"), Slots(4, True), 2),
         (ResourceRequest(2, "job"), Slots(4, False), 0),
-        (ResourceRequest(2, "host"), Slots(None, False), 2),
         (ResourceRequest(1, "slave slot"), Slots(3, False), 3),
         (ResourceRequest(1, "slave slot"), Slots(3, True), None),
         (ResourceRequest(1, "slave host"), Slots(3, False), 1),
@@ -251,19 +233,14 @@ def called(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     [
         ("n1", "", "n1 n2", [0]),
         ("n2", "", "n1 n2 n2", [1, 2]),
-        ("n1", "", "n1.site.org n2.site.org", [0]),
         ("n1.site.org", "", "n2 n1", [1]),
-        ("n1", "", "n2 n1.site.org n1", [1, 2]),
         ("N1.Site.org", "", "n2.site.org n1.SITE.ORG", [1]),
-        ("n1.local", "", "n1.site.org n2.site.org", [0]),
         ("n1.a.org", "", "n1.a.org n1.b.org", [0]),
         ("n1", "", "n1.a.org n1.b.org", []),
         ("n1", "n1.b.org", "n1.a.org n1.b.org", [1]),
         ("node7", "", "gpu-ib7", [0]),
-        ("node7", "", "gpu-ib7 GPU-IB7", [0, 1]),
         ("node7", "", "gpu-ib7 gpu-ib8", []),
         ("node7", "gpu-ib8", "gpu-ib7 gpu-ib8", [1]),
-        ("n2", "n1", "n1 n2", [1]),
         ("n2", "n1", "", []),
     ],
 )
@@ -281,18 +258,15 @@ TWO_HOSTS = "n1 2 all.q@n1 UNDEFINED\nn2 3 all.q@n2 UNDEFINED\n"
     ("name", "environ", "files", "found"),
     [
         ("n1", {}, {}, Slots(1, True)),
-        ("n1", {"NSLOTS": "4"}, {}, Slots(4, True)),
         ("n1", {"NSLOTS": "4", "NHOSTS": "2"}, {}, Slots(None, False)),
         ("n1", {"NSLOTS": "5", "NHOSTS": "2"}, {"7.1/pe_hostfile": TWO_HOSTS}, Slots(2, True)),
         ("n2", {"NSLOTS": "5", "NHOSTS": "2"}, {"7.1/pe_hostfile": TWO_HOSTS}, Slots(3, False)),
-        ("m1", {"NSLOTS": "5", "NHOSTS": "2"}, {"7.1/pe_hostfile": TWO_HOSTS}, Slots(None, False)),
         ("m1", {"NSLOTS": "2", "NHOSTS": "1"}, {"7.1/pe_hostfile": TWO_HOSTS[:25]}, Slots(2, True)),
         # The execution daemon knows the number whatever the host is called. The script runs in the job's own directory.
         ("m1", {"NHOSTS": "2"}, {"7.1/pe_hostfile": TWO_HOSTS, "7.1/config": "host_slots=2\n"}, Slots(2, True)),
         # Tasks of qrsh -inherit: on the script's host, elsewhere, elsewhere with -V.
         ("n1", {"NSLOTS": "5", "NHOSTS": "2"}, {"7.1/pe_hostfile": TWO_HOSTS, "7.1/1.n1/config": ""}, Slots(2, True)),
         ("n2", {"NSLOTS": "3", "NHOSTS": "1"}, {"7.1/1.n2/config": "pe_slots=3\nhost_slots=3\n"}, Slots(3, False)),
-        ("n2", {"NSLOTS": "3", "NHOSTS": "1"}, {"7.1/1.n2/config": ""}, Slots(3, False)),
         ("n2", {"NSLOTS": "3", "NHOSTS": "1", "PE_HOSTFILE": "/nonexistent"}, {"7.1/2.n2/config": ""}, Slots(3, False)),
         ("m2", {"NHOSTS": "1"}, {"V": TWO_HOSTS, "7.1/2.n2/config": "host_slots=3\n"}, Slots(3, False)),
     ],
@@ -450,38 +424,29 @@ ONE, TWO, FOUR = (env(f"CUDA_VISIBLE_DEVICES={gpus}") for gpus in ("2", "2,3", "
 @pytest.mark.parametrize(
     ("environ", "number"),
     [
-        pytest.param(srun(4, 4, "3"), 1, id="srun --gpus-per-task=1"),
         pytest.param(srun(2, 4, "2,3"), 2, id="srun --gpus-per-task=2"),
         pytest.param(srun(2, 4, "1"), 1, id="srun --gpu-bind=single:1, more GPUs than tasks"),
-        pytest.param(srun(1, 4, "0"), 1, id="srun --gpu-bind=map_gpu:0, one task"),
         pytest.param(srun(2, 4, "0,1,2,3"), 2, id="srun, one list for all"),
         pytest.param(srun(4, 8, "0,1,2,3"), 2, id="srun --gpu-bind=closest, two tasks on each socket"),
         pytest.param(srun(4, 2, "1"), "asked for 2 GPUs on this host, for 4 processes", id="srun --gpu-bind=single:2"),
         pytest.param(srun(2, 4, "2,3") | torchrun(2), 1, id="torchrun in each task of srun"),
         pytest.param(srun(2, 4, "2,3") | ompi(2), 1, id="mpirun in each task of srun"),
-        pytest.param(srun(2, 4, "2,3") | torchrun(4), "asked for 2 GPUs", id="too large a torchrun in a task"),
         pytest.param(batch(4, "0,1,2,3") | ompi(4), 1, id="mpirun in a batch script"),
         pytest.param(batch(4, "2") | ompi(4), 1, id="mpirun of a script that gives each rank a GPU"),
-        pytest.param(batch(8, "2,3") | ompi(4), 2, id="mpirun of a script that gives each rank two"),
         pytest.param(batch(4, "2,3") | torchrun(2), 1, id="torchrun on two of four"),
         pytest.param(batch(4, "2,3") | ompi(2) | {"SAFE_GPU_SCOPE": "x"}, 1, id="mpirun in a claim of two of four"),
         pytest.param(jsrun(6, "1"), 1, id="jsrun -g 1"),
         pytest.param(jsrun(3, "2,3"), 2, id="jsrun -g 2"),
-        pytest.param(jsrun(3, "2,3") | ompi(3), 2, id="jsrun -g 2 with Spectrum MPI"),
         pytest.param(jsrun(3, "2,3") | torchrun(2), 1, id="torchrun in each task of jsrun"),
         pytest.param(jsrun(6, ""), "asked for no GPU", id="jsrun -g 0"),
         pytest.param(TORQUE | FOUR | ompi(4), 1, id="torque, the job's list"),
         pytest.param(TORQUE | ompi(2), 2, id="torque, no list"),
-        pytest.param(TORQUE | ONE | ompi(4), 1, id="torque, a list of one for each"),
         pytest.param(TORQUE | TWO | ompi(2), 2, id="torque, a list of two for each"),
         pytest.param(TORQUE | TWO | torchrun(2), 1, id="torque, torchrun on two"),
         pytest.param(PBS | {"PBS_NGPUS": "4"} | ONE | ompi(4), 1, id="pbs with a number, a list of one for each"),
-        pytest.param(PBS | {"PBS_NGPUS": "4"} | FOUR | ompi(4), 1, id="pbs with a number, the job's list"),
         pytest.param(PBS | {"PBS_NGPUS": "2"} | TWO | ompi(4), "2 GPUs on this host, for 4", id="pbs, MPS ranks"),
         pytest.param(PBS | TWO | ompi(4), "2 GPUs visible to each of 4 processes", id="pbs, MPS ranks or not"),
-        pytest.param(PBS | FOUR | ompi(2), "may be its own or shared", id="pbs, its own list or the job's"),
         pytest.param(LSF | ONE | ompi(4), "1 GPU visible to each of 4 processes", id="lsf, its own list or the job's"),
-        pytest.param(LSF | FOUR | ompi(1), 4, id="lsf, one rank"),
         pytest.param(LSF | FOUR | torchrun(4), 1, id="lsf, torchrun shares"),
         pytest.param(PBS | FOUR | env("HOROVOD_LOCAL_RANK=0 HOROVOD_LOCAL_SIZE=2"), 2, id="pbs, horovod shares"),
     ],
@@ -520,7 +485,7 @@ def test_the_end_of_a_slurm_job(tmp_path: Path) -> None:
     assert (tmp_path / "asked").read_text().count("\n") == 1
 
 
-@pytest.mark.parametrize(("answer", "code"), [("N/A", 0), ("", 0), ("2026-11-22T23:40:00", 1)])
+@pytest.mark.parametrize(("answer", "code"), [("N/A", 0), ("2026-11-22T23:40:00", 1)])
 def test_a_slurm_that_does_not_tell(tmp_path: Path, answer: str, code: int) -> None:
     environ = fake_squeue(tmp_path, answer, code)
     assert with_end(environ, current(environ), ask=True).ends is None

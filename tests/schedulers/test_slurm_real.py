@@ -76,13 +76,6 @@ def test_jobs_without_gres_wait_for_each_other(slurm: Slurm) -> None:
     slurm.check_waiting(*ON_NODE1)
 
 
-def test_the_number_of_a_job_without_gres_is_not_known(slurm: Slurm, room: Any) -> None:
-    job = slurm.submit(room.script("$SAFE_GPU run -n job -- true; echo exit code $?"))
-    slurm.finish(job)
-    assert "set SAFE_GPU_NB_GPUS=N" in slurm.output(job)
-    assert "exit code 78" in slurm.output(job)
-
-
 def test_a_claim_ends_with_its_job(slurm: Slurm, room: Any) -> None:
     """This version sets no SLURM_JOB_END_TIME: squeue is asked."""
     script = room.script(END)
@@ -122,22 +115,11 @@ def test_tasks_that_srun_binds_to_a_gpu_each(slurm: Slurm, room: Any, preset: st
 
 @pytest.mark.parametrize(
     ("options", "numbers"),
-    [
-        ("-n2 --gres=gpu:4 --gpu-bind=single:1", [1, 1]),
-        ("-n2 --gres=gpu:8 --gpu-bind=map_gpu:1,5", [1, 1]),
-        ("-n2 --gpus-per-task=3", [3, 3]),
-        ("-n2 --gres=gpu:4 --gpu-bind=mask_gpu:0x3,0xc", [2, 2]),
-    ],
+    [("-n2 --gres=gpu:4 --gpu-bind=single:1", [1, 1]), ("-n2 --gres=gpu:4 --gpu-bind=mask_gpu:0x3,0xc", [2, 2])],
 )
 def test_tasks_take_the_list_of_their_own(slurm: Slurm, room: Any, options: str, numbers: list[int]) -> None:
     slurm.srun("-N1", *options.split(), room.script("$CLAIM claim job --timeout 0"))
     assert [len(claim["gpus"]) for claim in room.verdict()] == numbers
-
-
-def test_tasks_that_share_a_gpu_are_refused(slurm: Slurm, room: Any) -> None:
-    script = room.script("$SAFE_GPU run -n job -- true; echo exit code $?")
-    said = slurm.srun("-N1", "-n4", "--gres=gpu:2", "--gpu-bind=single:2", script)
-    assert said.count("exit code 78") == 4
 
 
 @pytest.mark.parametrize(("options", "number"), [(["--gres=gpu:3"], 3), (["-n2", "--gres=gpu:3"], 3), ([], None)])

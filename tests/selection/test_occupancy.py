@@ -52,12 +52,10 @@ def verdict(device: Gpu, beside: Gpu | None = None, request: Selection = ANY, **
     [
         (gpu(128 * MIB), True),
         (gpu(129 * MIB), False),
-        (gpu(600 * MIB), False),
         (gpu(600 * MIB, counts_reserved=True), True),
         (gpu(1025 * MIB, counts_reserved=True), False),
         (gpu(600 * MIB, display_active=True), True),  # a desktop whose processes a container does not list
         (gpu(60 * GIB, memory_shared=True), True),  # page cache, or the desktop of Windows
-        (gpu(60 * GIB, memory_shared=True, processes=(process(1),)), False),
         (gpu(400 * MIB, processes=(process(1, 300, ProcessKind.GRAPHICS),)), True),
         (gpu(600 * MIB, processes=(process(1, 300, ProcessKind.GRAPHICS),)), False),
         (gpu(None), True),
@@ -73,13 +71,10 @@ def test_how_much_memory_without_a_process_makes_a_gpu_busy(device: Gpu, free: b
     ("environ", "mib", "free"),
     [
         ({}, 128, True),
-        ({LIMIT: ""}, 129, False),
         ({LIMIT: "300MiB"}, 300, True),
         ({LIMIT: "300MiB"}, 301, False),
-        ({LIMIT: "1GiB"}, 1000, True),
         ({LIMIT: "32MiB"}, 33, False),
         ({LIMIT: "1MiB"}, 16, True),  # NVML is asked who draws only above that
-        ({LIMIT: "0"}, 16, True),
         ({LIMIT: "0"}, 17, False),
     ],
 )
@@ -155,13 +150,10 @@ described = {5: ("alice", "python train.py"), 6: ("root", "/usr/bin/nvidia-cuda-
     [
         (process(99, 64), True, False),
         (process(99, 65), True, True),
-        (process(99, None), True, True),
-        (process(7, 30), True, False),
         (process(5, 30), True, True),
         (process(6, 300), False, False),
         (process(99, 30, ProcessKind.MPS), True, True),
         (process(99, 30, ProcessKind.GRAPHICS), False, False),
-        (process(99, 30, name="python"), True, True),
         (process(5, 30, elsewhere=True), True, False),
         (process(6, 300, elsewhere=True), True, True),  # it is not the server here
     ],
@@ -182,18 +174,14 @@ def draws(pid: int, mib: float | None, **changes: Any) -> GpuProcess:
 @pytest.mark.parametrize(
     ("processes", "display", "busy"),
     [
-        pytest.param([draws(5, 40 * 1024)], False, {5}, id="a renderer"),
         pytest.param([draws(5, 1024)], False, set(), id="the most that counts as free"),
         pytest.param([draws(5, 1025)], False, {5}, id="a MiB more"),
         pytest.param([draws(5, 40 * 1024)], True, set(), id="a desktop"),
-        pytest.param([draws(pid, 300) for pid in (5, 98, 99)], False, set(), id="three small ones"),
         pytest.param([draws(pid, 300) for pid in (5, 97, 98, 99)], False, {5, 97, 98, 99}, id="one more"),
         pytest.param([draws(99, None)], False, set(), id="memory that is not told"),
-        pytest.param([draws(98, None), draws(99, 1025)], False, {98, 99}, id="beside one that is told"),
         pytest.param([process(5, 600), draws(5, 600)], True, {5}, id="it computes too"),
         pytest.param([process(5, 600), draws(5, 600), draws(99, 600)], False, {5}, id="and is counted once"),
         pytest.param([process(6, 30), draws(99, 1000)], False, set(), id="an MPS server, and one below the bound"),
-        pytest.param([draws(OWN, 40 * 1024)], False, set(), id="one's own"),
         pytest.param([draws(OWN, 800), draws(99, 800)], False, set(), id="one's own is not added"),
         pytest.param([process(OWN, 800), draws(OWN, 800), draws(99, 1025)], False, {99}, id="beside one's own"),
         pytest.param([draws(99, 2048, elsewhere=True)], False, {99}, id="of another namespace"),
@@ -231,13 +219,10 @@ IDLE = gpu(4 * MIB)
     ("before", "now", "expected"),
     [
         (IDLE, gpu(304 * MIB, processes=(process(OWN),)), SHOWN),
-        (IDLE, gpu(304 * MIB, processes=(process(OWN, None),)), SHOWN),
         (IDLE, gpu(304 * MIB), HIDDEN),
-        (IDLE, gpu(304 * MIB, memory_shared=True), HIDDEN),
         (IDLE, gpu(20 * MIB), HIDDEN),
         (IDLE, gpu(19 * MIB), NOT_YET),
         (IDLE, gpu(304 * MIB, processes=(process(1),)), NOT_YET),  # that is the other one's memory
-        (gpu(304 * MIB), gpu(304 * MIB), NOT_YET),
         (IDLE, gpu(None), NOT_YET),
         (IDLE, gpu(304 * MIB, processes=None), UNKNOWN),
         (gpu(4 * MIB, processes=None), gpu(304 * MIB), UNKNOWN),

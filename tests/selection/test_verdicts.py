@@ -10,7 +10,7 @@ from safe_gpu.errors import UnsatisfiableRequestError
 from safe_gpu.gpus.devices import ComputeMode, Gpu, GpuFault, GpuProcess, GpuVerdict, Holder, HostSnapshot, ProcessKind
 from safe_gpu.gpus.visible import VisibleLimit
 from safe_gpu.runtimes import visible_devices as visibility
-from safe_gpu.selection.choice import can_be_met_by_releases, candidates, capacity, check_possible
+from safe_gpu.selection.choice import can_be_met_by_releases, candidates, check_possible
 from safe_gpu.selection.request import Selection, parse_request
 from safe_gpu.selection.values import model_pattern, names_device, unknown_names
 from safe_gpu.selection.verdicts import fence_hint, how_misread, judge, recent_faults, why_last
@@ -68,9 +68,7 @@ DESKTOP = process(9, 3, ProcessKind.GRAPHICS)
         (gpu(processes=(process(gib=31.2),)), ANY, "busy", "process 4242 (alice, python train.py) uses 31.2 GiB"),
         (gpu(processes=(process(gib=None),)), ANY, "busy", "uses an unknown amount"),
         (gpu(processes=(process(99),)), ANY, "busy", "process 99 uses 2 GiB"),  # a pid that does not resolve
-        (gpu(processes=(process(99, name="[Not Found]"),)), ANY, "busy", "process 99"),
         (gpu(processes=(process(kind=ProcessKind.MPS),)), ANY, "busy", "process 4242"),
-        (gpu(processes=(process(7), process())), ANY, "busy", "process 4242"),
         (gpu(processes=(process(), process(4300, 9))), ANY, "busy", "(bob, /opt/bin/sim -x) uses 9 GiB, and 1 more"),
         (gpu(processes=None, process_error="Timeout"), ANY, "busy", "process list failed: Timeout"),
         (gpu(compute_mode=ComputeMode.PROHIBITED), ANY, "unusable", "PROHIBITED"),
@@ -83,11 +81,9 @@ DESKTOP = process(9, 3, ProcessKind.GRAPHICS)
         (gpu(), parse_request(only=("1", "2")), "outside", "only=1,2"),
         (gpu(), parse_request(exclude=("1", "0")), "outside", "exclude=1,0"),
         (gpu(), parse_request(model="H100"), "outside", "A100-SXM4-80GB"),
-        (gpu(unusable="MIG mode is on"), ANY, "unusable", "MIG mode is on"),
         (gpu(mig_enabled=True), ANY, "unusable", "MIG mode is on"),
         (gpu(lost=True), ANY, "unusable", "lost"),
         (gpu(processes_supported=False), ANY, "unusable", "cannot list processes"),
-        (gpu(processes=(process(),), lost=True), parse_request(only=("5",)), "unusable", "lost"),
     ],
 )
 def test_what_stands_in_the_way(device: Gpu, request_: Selection, state: str, words: str) -> None:
@@ -140,14 +136,6 @@ def test_an_outer_claims_processes_are_disregarded_on_its_own_gpus_only() -> Non
     assert [verdict.state for verdict in verdicts] == ["free", "busy"]
 
 
-def test_a_process_in_two_lists_is_counted_once() -> None:
-    twice = (process(9, 4), process(9, 4, ProcessKind.GRAPHICS))
-    assert verdict_on(gpu(memory_used=8 * GIB, processes=twice), own={9}).state == "busy"
-    reason = verdict_on(gpu(memory_used=4 * GIB, processes=(twice[0], twice[0]))).reason
-    assert "uses 4 GiB" in reason
-    assert "more" not in reason
-
-
 def test_a_single_gpu_with_a_display_is_shared() -> None:
     used = gpu(display_active=True, memory_used=4 * GIB, processes=(process(),), processes_supported=False)
     snapshot = HostSnapshot((used,))
@@ -171,7 +159,6 @@ def test_the_fence() -> None:
         (host(), Selection(9), None, ["9 GPUs are asked for", "this host has only 8 NVIDIA GPUs"]),
         (host(0), Selection(1), None, ["1 GPU is asked for", "this host has none"]),
         (host(8, _3=gpu(3, lost=True)), Selection(8), None, ["only 7 of the 8 NVIDIA GPUs", "GPU 3: the driver lost"]),
-        (host(1, _0=gpu(unusable="broken")), ANY, None, ["none fits (GPU 0: broken)"]),
         (host(), parse_request(model="H100"), None, ["none fits", f"GPU 0-7: {A100} does not match model='H100'"]),
         (host(), parse_request(3, only=("0", "1")), None, ["only 2 of the 8", "only=0,1"]),
         (host(2), parse_request(2, exclude=("1",)), None, ["only 1 of the 2", "GPU 1: listed in exclude=1"]),
@@ -179,13 +166,11 @@ def test_the_fence() -> None:
         (host(), parse_request(only=("8",)), None, ["only=8 names no single NVIDIA GPU of this host", "has GPU 0-7"]),
         (host(), parse_request(exclude=("GPU-",)), None, ["exclude=GPU- names no single NVIDIA GPU"]),
         (mig_host(), Selection(2), None, ["one MIG instance", "ask for 1"]),
-        (mig_host(), parse_request(2, only=("0",)), None, ["one MIG instance"]),
         (mig_host(), Selection(9), None, ["one MIG instance", "ask for 1 in each of up to"]),
         (host(1, _0=gpu(compute_mode=ComputeMode.PROHIBITED)), ANY, None, ["PROHIBITED", "nvidia-smi -c DEFAULT"]),
         (host(), Selection(2), "0", ["CUDA_VISIBLE_DEVICES=0 limits this process to 1 of 8 GPUs; 7 others are free"]),
         (host(), Selection(1), "", ["='' (set, but empty) limits", "0 of 8 GPUs", "SAFE_GPU_FENCE=ignore"]),
         (host(2), Selection(2), "1", ["1 of 2 GPUs; 1 other is free"]),
-        (host(2), parse_request(1, only=("0",)), "1", ["CUDA_VISIBLE_DEVICES=1 limits"]),
         (host(2, _0=gpu(processes=(process(),))), Selection(2), "1", ["none of the others are free"]),
     ],
 )
@@ -203,12 +188,9 @@ def test_what_this_host_can_never_do(
     ("snapshot", "request_", "visible_limit"),
     [
         (host(), Selection(8), None),
-        (host(8, _3=gpu(3, lost=True)), Selection(7), None),
         (host(1, _0=gpu(processes=(process(),))), ANY, None),
-        (host(1, _0=gpu(processes=None)), ANY, None),
         (host(2, _0=gpu(processes_supported=False)), ANY, None),
         (host(), Selection(2), "6,7"),
-        (mig_host(), parse_request(1, only=("0:1",)), None),
         (mig_host(), Selection(1), "MIG-2"),
     ],
 )
@@ -232,29 +214,12 @@ def test_no_hint_where_the_fence_leaves_nothing_out() -> None:
 @pytest.mark.parametrize(
     ("value", "seen"),
     [
-        *((value, "GPU 0") for value in ("0 1", "0;1", "0:1", "0-1", "0|1", "0\u3001 1", "0,,1", "0,cuda:1")),
-        *(
-            (value, "no GPU")
-            for value in (
-                "cuda:0",
-                "GPU 0",
-                "GPU0",
-                "gpu-000000",
-                "[0]",
-                "'0'",
-                "all",
-                ",0",
-                "0,0",
-                "99",
-                "-1,0",
-                "GPU-zz",
-            )
-        ),
-        *((value, "GPU 0,1") for value in ("0,1 2", "0,1;2", "0,1,GPU 2", "0,1,GPU-000002")),
+        *((value, "GPU 0") for value in ("0 1", "0;1", "0-1", "0\u3001 1", "0,,1", "0,cuda:1")),
+        *((value, "no GPU") for value in ("cuda:0", "GPU 0", "gpu-000000", "[0]", "all", ",0", "0,0", "99", "-1,0")),
+        *((value, "GPU 0,1") for value in ("0,1 2", "0,1,GPU-000002")),
         ("GPU-000001;GPU-000002", "no GPU"),
         ("GPU-000001,2", "GPU 1"),
-        *((value, "") for value in ("0", "0,1", "0,1,", " 0, 1 ", "+0", "-1", "", "none", "NoDevFiles")),
-        *((value, "") for value in ("GPU-000001", "GPU-000001, GPU-000002")),
+        *((value, "") for value in ("0", "0,1,", " 0, 1 ", "+0", "-1", "", "none", "GPU-000001, GPU-000002")),
     ],
 )
 def test_a_variable_that_is_no_list(value: str, seen: str) -> None:
@@ -276,7 +241,6 @@ def test_a_variable_that_is_no_list(value: str, seen: str) -> None:
             "HIP reads '0,1 HIP_",
         ),
         (VisibleLimit("0,1 HIP_VISIBLE_DEVICES=0", (A100,), name="ROCR_VISIBLE_DEVICES", library="HIP"), ""),
-        (VisibleLimit("0;1", name="ZE_AFFINITY_MASK", library="Level Zero"), "Level Zero reads '0;1' as no GPU"),
         (VisibleLimit("0.0,1.1", (A100,), name="ZE_AFFINITY_MASK", library="Level Zero"), ""),
         (VisibleLimit("0 1", frozen=True), ""),
     ],
@@ -307,17 +271,10 @@ def test_what_releases_alone_can_satisfy() -> None:
     assert not can_be_met_by_releases(instances, Selection(2), judge(mig_host(), ANY, claimed={}))
 
 
-def test_capacity() -> None:
-    one, two = mig_host().gpus[1:3]
-    assert capacity([]) == 0
-    assert capacity([one, two]) == 1
-    assert capacity([one, gpu(1), gpu(2)]) == 2
-
-
 @pytest.mark.parametrize(
     ("pattern", "fits"),
     [
-        *((fit, True) for fit in ("A100", "a100", A100, "80GB", "NVIDIA A100*", "A100*", "*80gb", "A1?0*", "A[12]00*")),
+        *((fit, True) for fit in ("a100", A100, "NVIDIA A100*", "*80gb", "A1?0*", "A[12]00*")),
         *((other, False) for other in ("H100", "A100*40GB", "100*", "A100?")),
     ],
 )
@@ -337,25 +294,17 @@ MODELS = (
     ("host", "text", "meant"),
     [
         (0, "A10", [0]),
-        (0, "a10 ", [0]),
         (0, "A100", [1, 2]),
         (0, "A100-SXM4", [1]),
-        (0, "100", [1, 2]),  # no whole word: any part
         (0, "A10*", [0, 1, 2, 3]),
         (1, "L4", [0]),
         (1, "L40", [1]),
-        (1, "nvidia l40s", [2]),
         (1, "T4", [3]),
         (1, "L", [0, 1, 2, 3]),
         (2, "RTX 6000", [0, 1]),
         (2, "6000", [0, 1]),
-        (2, "A6000", [2]),
         (2, "RTX 4090", [3]),
-        (2, "RTX 40", [3]),
-        (3, "H100", [0]),
-        (3, "H200", [1]),
         (3, "200", [1, 2]),
-        (3, "MI250", [3]),
         (3, "MI2", [3, 4]),
         (3, "A10", []),
     ],
@@ -398,16 +347,18 @@ def test_names_of_nothing_or_of_several() -> None:
 
 # Notes on GPUs where a claim failed
 
+DAY = 86400.0
+
 
 @pytest.mark.parametrize(
     ("when", "counts"),
-    [(401.0, True), (400.0, False), (1001.0, True), (1600.0, False), (math.inf, False), (math.nan, False)],
+    [(1.0, True), (0.0, False), (2 * DAY - 1, True), (2 * DAY, False), (math.inf, False), (math.nan, False)],
 )
-def test_a_note_counts_for_ten_minutes(when: float, counts: bool) -> None:
+def test_a_note_counts_for_a_day(when: float, counts: bool) -> None:
     faults = {"GPU-1": GpuFault(when, "bad")}
-    assert recent_faults(faults, 1000.0) == (faults if counts else {})
+    assert recent_faults(faults, DAY) == (faults if counts else {})
 
 
 def test_people_read_until_when_and_why() -> None:
-    until = time.strftime("%H:%M", time.localtime(1600))
+    until = time.strftime("%a %H:%M", time.localtime(1000 + DAY))
     assert why_last(GpuFault(1000.0, "ECC")) == f"taken last until {until}, since a claim failed on it: ECC"

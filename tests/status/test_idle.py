@@ -10,7 +10,7 @@ import pytest
 from support.ground import write_for_all
 
 from safe_gpu.gpus.devices import Gpu, Holder
-from safe_gpu.settings.policy import Limits
+from safe_gpu.settings.config import Limits
 from safe_gpu.status.facts import GpuStatus
 from safe_gpu.status.gather import gather
 from safe_gpu.status.idle import with_idle_times, with_reports

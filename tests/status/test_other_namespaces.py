@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from safe_gpu import NoPlaceholder, NotEnoughGpusError, claim_gpus
-from safe_gpu.claim.host.around import pids_of_around
+from safe_gpu.claim.view import pids_of_around
 from safe_gpu.coordination.entry import Entry
 from safe_gpu.gpus.devices import Gpu, Holder, HostSnapshot
 from safe_gpu.host import procfs

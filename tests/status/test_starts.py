@@ -10,7 +10,7 @@ from safe_gpu.coordination.closed import find_admitted
 from safe_gpu.coordination.entry import Entry
 from safe_gpu.gpus.devices import Gpu, Holder
 from safe_gpu.gpus.windows import Window
-from safe_gpu.settings.policy import Limits
+from safe_gpu.settings.config import Limits
 from safe_gpu.status.facts import GpuStatus
 from safe_gpu.status.starts import at_limits, expected_starts
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from safe_gpu.claim import checks as opened
 from safe_gpu.claim import claim as claims
-from safe_gpu.claim.checks import opened
-from safe_gpu.claim.host import host_view
-from safe_gpu.claim.host.polls import Polls
+from safe_gpu.claim import view as host_view
 from safe_gpu.claim.limits import ClaimsByUser
 from safe_gpu.claim.search import look, queue_snapshot
+from safe_gpu.claim.view import Polls
 from safe_gpu.coordination import directory, entry, held, locks, turns
 from safe_gpu.coordination.doors import Doors
 from safe_gpu.coordination.entry import Entries

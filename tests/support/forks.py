@@ -49,7 +49,7 @@ IN_A_PROCESS = """
 import ctypes, json, os, subprocess, sys, threading
 import safe_gpu
 from safe_gpu import CudaPlaceholder, NoPlaceholder
-from safe_gpu.claim.checks import opened as recheck
+from safe_gpu.claim import checks as recheck
 def initialize():
     lib = ctypes.CDLL("libcuda.so.1")
     assert lib.cuInit(0) == 0

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from safe_gpu.affinity import cpu_shares as shares
+from safe_gpu.claim import checks as confirmation
 from safe_gpu.claim import claim as claim_module
 from safe_gpu.claim import functions
 from safe_gpu.claim import owner as owner_module
-from safe_gpu.claim.checks import confirmation
-from safe_gpu.claim.host import host_view
+from safe_gpu.claim import view as host_view
 from safe_gpu.coordination import host_lock
 from safe_gpu.coordination.doors import Doors
 from safe_gpu.drivers.simulated import SimulatedContext, SimulatedDriver, SimulatedPlaceholder

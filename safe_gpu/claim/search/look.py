@@ -16,7 +16,7 @@ from ...host.procfs import printable_lines
 from ...selection.choice import choose, choose_shares
 from ...selection.sharing import share_capacity
 from ...selection.verdicts import recent_faults
-from ..host.around import find_around
+from ..around import check_possible_inside, find_around
 from .decision import Seen
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from ...selection.request import Selection
     from ..arguments import ClaimOptions
     from ..claim import Claim
-    from ..host.host_view import HostView
     from ..limits import ClaimsByUser, LimitReached
+    from ..view import HostView
     from .queue_place import QueuePlace
     from .queue_snapshot import QueueSnapshot
 
@@ -120,8 +120,6 @@ class Look:
         if host.directory is not None:
             view.faults = read_faults(host.directory, [gpu.uuid for gpu in view.snapshot.gpus])
         view.prepare()
-        if view.scope:
-            from ..host import inside  # noqa: F401 - while no lock is held
 
     # Under host.lock
 
@@ -158,8 +156,6 @@ class Look:
         view, options = self._view, self._options
         view.around = find_around(view.claims, view.scope, view.snapshot.name_prefix)
         if view.around is not None:
-            from ..host.inside import check_possible_inside
-
             view.see(living)
             check_possible_inside(view, view.around, delegate=options.delegate and options.command is None)
             return

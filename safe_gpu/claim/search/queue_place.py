@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from ...coordination.entry import Entry
     from ...coordination.host_lock import Host
     from ...coordination.queue import Waiter
-    from ..host.host_view import HostView
+    from ..arguments import HoldTime
     from ..limits import ClaimsByUser, Quota
-    from ..times import HoldTime
+    from ..view import HostView
 
 
 class QueuePlace:

@@ -18,8 +18,8 @@ from ...selection.request import Selection
 
 if TYPE_CHECKING:
     from ...coordination.entry import Entry
-    from ..host.host_view import HostView
     from ..limits import ClaimsByUser
+    from ..view import HostView
 
 
 def _is_leaving(gpu: Gpu) -> bool:
@@ -120,7 +120,7 @@ class QueueSnapshot:
                 yield self._fitting(request, ticket.uid) if known else _never_met(request.gpus)
 
     def _want(self, request: TicketRequest, uid: int) -> BackfillRequest:
-        return BackfillRequest.of(*request[:4], self._view.snapshot.gpus, self._view.reserved_for_others(uid))
+        return BackfillRequest.of(request, self._view.snapshot.gpus, self._view.reserved_for_others(uid))
 
     def _fitting(self, request: TicketRequest, uid: int) -> BackfillRequest:
         """Return what a waiter wants, without the GPUs that nobody holds and that do not meet its conditions."""

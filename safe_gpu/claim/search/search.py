@@ -18,13 +18,13 @@ from ...coordination.entry import is_alive, said_by_this_process
 from ...coordination.host_lock import Host
 from ...coordination.signals import DeferredSignals, unwind_on_signals
 from ...coordination.state_dir import state_dir_path
-from ...errors import LockTimeout, StateDirError, UnsatisfiableRequestError
+from ...errors import LockTimeout, StateDirError
 from ...host.procfs import printable_lines
 from ...selection.choice import check_possible, fits
 from ..arguments import ClaimOptions, with_policy_limits
-from ..checks.confirmation import confirm
+from ..around import refuse_inside_share
+from ..checks import confirm
 from ..doubts import doubt_of_entries, doubt_of_image, not_told_yet
-from ..host.ancestors import refuse_inside_share
 from .decision import AGAIN, POLL, REFUSE, SLEEP, TAKE, Decision, WaitState, decide
 from .look import Look
 from .queue_place import QueuePlace
@@ -32,7 +32,7 @@ from .queue_place import QueuePlace
 if TYPE_CHECKING:
     from ...gpus.devices import Gpu, Holder
     from ..claim import Claim
-    from ..host.host_view import HostView
+    from ..view import HostView
     from .wait_reports import WaitReporter
 
 # Pause of the head of the queue between two questions whether claims live, in seconds. It is doubled after the first
@@ -122,9 +122,9 @@ class _Search:
     def run(self, claim: Claim | None) -> tuple[Gpu, ...]:
         """Look, decide and wait until there are enough GPUs, and a second poll confirms that they are free."""
         if "SAFE_GPU_SHARE" in os.environ:  # of a claim around this process, or leaked
-            from ..messages.refusal import holders_now
+            from ..report import holders_now
 
-            refuse_inside_share(self._view.snapshot.gpus, holders_now(self._view))
+            refuse_inside_share(self._view.snapshot.gpus, holders_now(self._view.snapshot, self._view.inside))
         self._check_possible()
         self._limit()
         self._options.logger.info("acquiring lock")
@@ -185,20 +185,13 @@ class _Search:
         if not request.conditions and fits(request, view.usable):  # as almost always
             return
         visible_limit = None if view.scope else view.visible_limit
-        try:
-            check_possible(view.snapshot, request, visible_limit, claimed=self._holders, rules=view.rules)
-        except UnsatisfiableRequestError as err:
-            if visible_limit is not None:
-                raise  # this process was given GPUs, and those of another vendor are not among them
-            from ..messages.other_vendor import with_way_out
-
-            raise with_way_out(err, request, view.rules) from None
+        check_possible(view.snapshot, request, visible_limit, claimed=self._holders, rules=view.rules)
 
     def _holders(self) -> Mapping[str, Holder]:
-        from ..messages.refusal import holders_now
+        from ..report import holders_now
 
         try:
-            return holders_now(self._view)
+            return holders_now(self._view.snapshot, self._view.inside)
         except StateDirError:
             return {}
 
@@ -218,8 +211,7 @@ class _Search:
         self._limited = True
         options, limits = self._options, self._options.quota.limits
         number = self._view.request.amount(self._view.snapshot.gpus)
-        hold, spelling = options.hold, options.request.spelling
-        check_policy_limits(number, hold.seconds, limits, spelling, said=hold.said)
+        check_policy_limits(number, options.hold.seconds, limits, said=options.hold.said)
         most = limits.max_wait
         if most is not None and (options.timeout is None or options.timeout > most):
             self._options = options._replace(timeout=most, wait_limit=limits.path)
@@ -322,17 +314,9 @@ class _Search:
         self._host.close()
 
     def _refusal(self, look: Look) -> Exception:
-        from ..messages.refusal import refusal
+        from ..report import refusal
 
-        return refusal(
-            self._view,
-            ticket=look.ahead,
-            stopped=look.stopped,
-            spent=look.seen.limit,
-            position=self._place.position,
-            waited=self._options.timeout or 0.0,
-            wait_limit=self._options.wait_limit,
-        )
+        return refusal(self._view, look, self._options, self._place.position)
 
 
 def _uneven(least: float, most: float) -> float:

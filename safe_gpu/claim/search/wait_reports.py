@@ -12,8 +12,8 @@ from ...host import procfs
 
 if TYPE_CHECKING:
     from ..arguments import ClaimOptions
-    from ..host.host_view import HostView
-    from ..messages.wait_status import WaitStatus
+    from ..report import WaitStatus
+    from ..view import HostView
     from .look import Look
     from .queue_place import QueuePlace
 
@@ -88,7 +88,7 @@ class WaitReporter:
         if look.ahead is None and (may_hold or self._on_wait is not None):
             self._view.polls.poll()
         if may_hold:
-            from ..messages.refusal import refuse_if_ancestor_holds
+            from ..report import refuse_if_ancestor_holds
 
             refuse_if_ancestor_holds(self._view)
         if self._on_wait is not None:
@@ -108,23 +108,16 @@ class WaitReporter:
         self.warning_due = math.inf
 
     def _gather(self, look: Look, position: int) -> WaitStatus:
-        from ..messages.forecast import forecast
-        from ..messages.wait_status import wait_status
+        from ..report import forecast, wait_status
 
         ticket = look.ahead
-        status = wait_status(
-            self._view,
-            ticket,
-            position,
-            look.seen.elsewhere,
-            look.seen.limit,
-            came_later=ticket is not None and self._place.ensure_waiter().came_before(ticket),
-        )
+        status = wait_status(self._view, ticket, position, look.seen.elsewhere, look.seen.limit)
         if status.spent is not None:
             return status  # when a claim of the same user ends, others do not matter
         if ticket is not None and not position:
             return status  # hundreds may wait, and to look it up reads the tickets of all
-        return status._replace(expected=forecast(self._view, self._place))
+        waiter, hold_for = self._place.ensure_waiter(), self._place.hold_for()
+        return status._replace(expected=forecast(self._view, waiter, hold_for, by_turns=self._place.by_turns))
 
 
 def _to_log(logger: Any, *, late: bool) -> Callable[[WaitStatus], None] | None:
@@ -138,7 +131,7 @@ def _to_log(logger: Any, *, late: bool) -> Callable[[WaitStatus], None] | None:
         return None
 
     def tell(status: WaitStatus) -> None:
-        from ..messages.wording import waiting_message
+        from ..report import waiting_message
 
         facts = {f"safe_gpu_{name}": value for name, value in status._asdict().items()}
         (logger.warning if late else logger.info)("%s", waiting_message(status, width=_LONGEST_LINE), extra=facts)

@@ -1,27 +1,69 @@
-"""The checks with the placeholders on the GPUs: CUDA opened those, and nobody else uses them."""
+"""The checks of a claim that holds its GPUs: still free, opened by CUDA, used by nobody else, and not broken."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from ...errors import GpuContendedError, NotEnoughGpusError, SafeGpuError, WrongDeviceError
-from ...host import procfs
-from ...host.procfs import describe_process
-from ...selection.request import Selection
-from ...selection.verdicts import HIDDEN, NOT_YET, SHOWN, has_mps_clients, judge, presence, users_of
-from ...wording.text import in_brackets
+from ..coordination.faults import clear_fault, write_fault
+from ..coordination.holders import living_claims
+from ..coordination.older_package import older_package_counts, take_older_package_lock
+from ..coordination.signals import DeferredSignals
+from ..coordination.state_dir import state_dir_path
+from ..errors import (
+    GpuContendedError,
+    NotEnoughGpusError,
+    PlaceholderError,
+    SafeGpuError,
+    StateDirError,
+    WrongDeviceError,
+)
+from ..gpus.devices import GpuFault
+from ..host import procfs
+from ..host.procfs import describe_process
+from ..runtimes.causes import blames_gpu
+from ..selection.request import Selection
+from ..selection.verdicts import HIDDEN, NOT_YET, SHOWN, has_mps_clients, judge, presence, users_of
+from ..wording.text import in_brackets
 
 if TYPE_CHECKING:
-    from ...gpus.devices import Gpu, GpuProcess, HostSnapshot
-    from ...runtimes.library import Runtime
-    from ..arguments import ClaimOptions
-    from ..claim import Claim
-    from ..host.host_view import HostView
+    from ..gpus.devices import Gpu, GpuProcess, HostSnapshot
+    from ..runtimes.library import Runtime
+    from .arguments import ClaimOptions
+    from .claim import Claim
+    from .placeholder_set import PlaceholderSet
+    from .view import HostView
 
 # The lock of the older package is held until the driver shows the placeholder, but at most this long, in seconds.
 _SHOWING = 2.0
+
+
+def confirm(view: HostView, claim: Claim, options: ClaimOptions) -> bool:
+    """Poll again, with the GPUs and the lock of the older package held. Return whether the GPUs are still free.
+
+    If they are not, the claim is released.
+    """
+    if older_package_counts():
+        deadline = None if options.timeout is None else options.deadline
+        with DeferredSignals() as signals:
+            claim.older = take_older_package_lock(deadline, options.logger, signals)
+    view.polls.poll_again(claim.gpus)
+    claim.before, claim.explained = view.snapshot, view.explained
+    if claim.share is not None:
+        view.see(one for one in living_claims() if one.file != claim.file)
+    now = (view.snapshot.by_uuid(gpu.uuid) for gpu in claim.gpus)
+    verdicts = {verdict.gpu.uuid: verdict for verdict in view.judge({}, [gpu for gpu in now if gpu is not None])}
+    for gpu in claim.gpus:
+        verdict = verdicts.get(gpu.uuid)
+        if verdict is None or not verdict.free:
+            reason = "it is gone" if verdict is None else verdict.reason
+            options.logger.info("GPU %s was taken meanwhile (%s): starting over", gpu.label, reason)
+            claim.release()
+            view.polls.poll()  # before others are chosen
+            return False
+    claim.gpus = tuple(verdicts[gpu.uuid].gpu for gpu in claim.gpus)
+    return True
 
 
 def verify_devices(gpus: Sequence[Gpu], runtime: Runtime) -> None:
@@ -52,22 +94,18 @@ def verify_devices(gpus: Sequence[Gpu], runtime: Runtime) -> None:
         )
 
 
-def verify_alone(view: HostView, claim: Claim, options: ClaimOptions, *, holding: bool, own_function: str = "") -> None:
+def verify_alone(view: HostView, claim: Claim, options: ClaimOptions, placeholders: PlaceholderSet) -> None:
     """Poll a third time: refuse foreign processes, and release the lock of the older package.
 
     That lock is held until the driver shows the placeholder, because the older package knows no entries. In a container
     that shows host pids, the host pid of this process is found here and added to ``view.own``. A driver that hides the
     placeholder is not waited for: it warns, because then others cannot see it either.
 
-    Args:
-        holding: whether there is a placeholder that the driver can show.
-        own_function: the name of the program's own placeholder; "" for one of this package.
-
     Raises:
         GpuContendedError: a process that is not this one has started on a claimed GPU since the second poll.
         NotEnoughGpusError: a claimed GPU was lost.
     """
-    until = time.monotonic() + _SHOWING
+    holding, until = placeholders.on_gpu, time.monotonic() + _SHOWING
     while True:
         snapshot = claim.before.updated(view.polls.driver.usage(claim.gpus))
         _refuse_other_processes(view, claim, snapshot, holding)
@@ -84,14 +122,24 @@ def verify_alone(view: HostView, claim: Claim, options: ClaimOptions, *, holding
     hidden = [label for label, one in shown if one == HIDDEN or (late and one == NOT_YET)]
     if hidden and not snapshot.shared_display:
         cause = "in a container, start it with --pid=host; under WSL2 and some virtual machines it stays so"
-        if own_function and HIDDEN not in dict(shown).values():
-            cause = f"{own_function} probably put nothing there: a placeholder allocates on device_no, and returns that"
+        if placeholders.own_function and HIDDEN not in dict(shown).values():
+            cause = (
+                f"{placeholders.own_function} probably put nothing there: a placeholder allocates on device_no, and "
+                "returns that"
+            )
         options.logger.warning(
             "the driver does not list this process on GPU %s, so that others who look at the GPUs, with nvidia-smi for "
             "example, cannot see that it is taken: only claims of safe_gpu keep off it (%s)",
             ",".join(hidden),
             cause,
         )
+
+
+def doubts_of(claim: Claim) -> list[str]:
+    """Return what is not certain about the GPUs of a claim, one sentence each."""
+    private = [one.process_error for one in claim.gpus if one.processes_private]
+    told = [f"Whether other programs use the GPUs of this claim is not known: {error}" for error in private[:1]]
+    return [*told, *filter(None, [claim.before.doubt])]
 
 
 def _refuse_other_processes(view: HostView, claim: Claim, snapshot: HostSnapshot, holding: bool) -> None:
@@ -157,3 +205,40 @@ def other_processes(view: HostView, gpu: Gpu) -> str:
 def _process_text(process: GpuProcess) -> str:
     described = None if process.elsewhere else describe_process(process.pid)
     return f"process {process.pid}{in_brackets(*(described or (process.name,)))}"
+
+
+def note_failure(view: HostView, claim: Claim, device_no: int, err: PlaceholderError, logger: Any) -> PlaceholderError:
+    """Return the error of a placeholder with the GPU and who else is on it. If the GPU itself is bad, that is noted for
+    the claims to come, which take it last."""
+    gpu = claim.gpus[device_no]
+    others = other_processes(view, gpu)
+    logger.error("Failed to acquire placeholder on GPU %s: %s", gpu.label, err)
+    text = f"{err} [GPU {gpu.label}, {gpu.uuid}{others and f'; on it: {others}'}]"
+    # cuInit looks at all visible GPUs and does not say which is bad.
+    if blames_gpu(err, rivals=bool(others)) and (len(claim.gpus) == 1 or not _of_init(err)):
+        fault = GpuFault(time.time(), text)
+        _change_notes([gpu], lambda state_dir, uuid: write_fault(state_dir, uuid, fault), logger)
+        text += f"; GPU {gpu.label} is taken last for a day: start a new process"
+    return PlaceholderError(text, device_no=device_no, uuid=gpu.uuid)
+
+
+def clear_notes(view: HostView, claim: Claim, logger: Any) -> None:
+    """Clear the notes on the GPUs of a claim, on which a placeholder works."""
+    if noted := [gpu for gpu in claim.gpus if gpu.uuid in view.faults]:
+        _change_notes(noted, clear_fault, logger)
+
+
+def _change_notes(gpus: Iterable[Gpu], change: Callable[[str, str], None], logger: Any) -> None:
+    """Change the notes on these GPUs. A note that cannot be changed does no harm."""
+    try:
+        with DeferredSignals():
+            for gpu in gpus:
+                change(state_dir_path(), gpu.uuid)
+    except (StateDirError, OSError) as err:
+        logger.warning("the note that a GPU failed cannot be changed: %s", err)
+
+
+def _of_init(err: BaseException) -> bool:
+    while err.__cause__ is not None:
+        err = err.__cause__
+    return "cuInit" in str(err)

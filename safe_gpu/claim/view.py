@@ -1,34 +1,134 @@
-"""What one request of this process can have of the host, and the verdicts on its GPUs."""
+"""What one request of this process can have of the host, by the latest poll, and the verdicts on its GPUs."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-from ...coordination.closed import has_closed_file
-from ...coordination.doors import digest
-from ...coordination.holders import Claims, living_claims
-from ...errors import NoDriverError
-from ...gpus.devices import Gpu, GpuFault, GpuProcess, GpuVerdict, Holder, HostSnapshot
-from ...gpus.vendors import FIRST, VENDORS
-from ...host import procfs
-from ...host.procfs import describe_process
-from ...selection.choice import candidates
-from ...selection.sharing import promised_room, strangers, without_siblings
-from ...selection.verdicts import Rules, judge
-from .around import judged_inside, pids_of_around
-from .polls import ByPid, Polls, driver_pids, near_nodes, own_pids_in, unlisted_contexts
-from .visible_limit import visible_limit_of
+from ..affinity.cpu_shares import nodes_of_cpus
+from ..coordination.closed import has_closed_file
+from ..coordination.doors import digest
+from ..coordination.holders import Claims, living_claims
+from ..errors import NoDriverError
+from ..gpus.devices import Gpu, GpuFault, GpuProcess, GpuVerdict, Holder, HostSnapshot
+from ..gpus.vendors import FIRST, VENDORS
+from ..host import procfs
+from ..host.procfs import describe_process
+from ..selection.choice import candidates
+from ..selection.sharing import promised_room, strangers, without_siblings
+from ..selection.verdicts import Rules, judge
+from .variables import visible_limit_of
 
 if TYPE_CHECKING:
-    from ...coordination.entry import Entry
-    from ...coordination.host_lock import Host
-    from ...drivers.base import Driver
-    from ...gpus.visible import VisibleLimit
-    from ...gpus.windows import Spans, Window
-    from ...selection.request import Selection
+    from ..coordination.entry import Entry
+    from ..coordination.host_lock import Host
+    from ..drivers.base import Driver
+    from ..gpus.visible import VisibleLimit
+    from ..gpus.windows import Spans, Window
+    from ..selection.request import Selection
+
+# If the latest poll of the whole host is older than this, in seconds, the second poll is of the whole host again.
+_RECENT = 5.0
+
+# Minimum pause between two polls of a waiter, in seconds. If polls are slow they take at most a tenth of the time.
+_DRIVER_PAUSE = 0.100
+
+# Pid of this process or of one that it was forked from -> the pids under which the driver shows that process. In a
+# container the driver may show host pids. The first placeholder reveals them. A framework may keep its context after
+# the release, and the next claim must then recognise this process on the GPU.
+driver_pids: dict[int, frozenset[int]] = {}
+
+
+class Polls:
+    """The polls of the driver for one request.
+
+    Args:
+        driver: polled only while no lock is held.
+        snapshot: its latest poll. Each poll replaces it.
+        needs: methods of the driver that complete each poll, for this request, to choose well, and for
+            those of others that it must judge.
+
+    Attributes:
+        next_poll: ``time.monotonic()`` value before which a waiter must not poll the driver again.
+        has_waited: whether this claim has waited since the latest poll. Nobody in the queue is passed by that poll any
+            more: the processes that it lists may have ended.
+    """
+
+    def __init__(self, driver: Driver, snapshot: HostSnapshot, needs: frozenset[str]) -> None:
+        self.driver = driver
+        self.needs = needs
+        self.snapshot = self._completed(snapshot)
+        self.next_poll = 0.0
+        self.has_waited = False
+        self._at = time.monotonic()
+
+    def poll(self) -> None:
+        """Poll the driver for the whole host."""
+        began = time.monotonic()
+        self.snapshot = self._completed(self.driver.snapshot())
+        self._at = now = time.monotonic()
+        self.has_waited = False
+        self.next_poll = now + max(_DRIVER_PAUSE, 9 * (now - began))
+
+    def poll_again(self, gpus: Sequence[Gpu]) -> None:
+        """Poll the driver for these GPUs only, or for the whole host if the latest poll of it is old."""
+        if self.age > _RECENT:
+            self.poll()
+        else:
+            self.snapshot = self.snapshot.updated(self.driver.usage(gpus))
+
+    @property
+    def age(self) -> float:
+        """Seconds since the latest poll of the whole host."""
+        return time.monotonic() - self._at
+
+    def _completed(self, snapshot: HostSnapshot) -> HostSnapshot:
+        for method in sorted(self.needs):
+            snapshot = getattr(self.driver, method)(snapshot)
+        return snapshot
+
+
+class ByPid(dict[int, Any]):
+    """What a function says of each pid, asked once for each poll: a look judges the GPUs for several requests under
+    host.lock. A :func:`functools.cache` takes longer to make than to use here."""
+
+    def __init__(self, ask: Callable[[int], object]) -> None:
+        self._ask = ask
+
+    def __missing__(self, pid: int) -> object:
+        return self.setdefault(pid, self._ask(pid))
+
+
+_cpu_count = cache(os.cpu_count)  # reads a file of /sys
+
+
+def near_nodes(driver: Driver) -> frozenset[int] | None:
+    cpus = os.sched_getaffinity(0)
+    if len(cpus) >= (_cpu_count() or 1):
+        return None
+
+    return nodes_of_cpus(cpus, driver)
+
+
+def own_pids_in(snapshot: HostSnapshot) -> set[int]:
+    """Return the pids under which the driver shows this process.
+
+    A stored pid that the driver no longer shows is dropped, because another process may get it later.
+    """
+    pid = os.getpid()
+    shown = {process.pid for gpu in snapshot.gpus for process in gpu.processes or ()}
+    driver_pids[pid] = driver_pids.get(pid, frozenset()) & shown
+    return {pid, *driver_pids[pid]}
+
+
+def unlisted_contexts(driver: Driver, snapshot: HostSnapshot, own: Collection[int]) -> frozenset[str]:
+    """Return the UUIDs of the GPUs on which this process has a context that the driver does not list (a hidden process
+    list)."""
+    listed = {gpu.uuid for gpu in snapshot.gpus if any(process.pid in own for process in gpu.processes or ())}
+    return driver.runtime.contexts() - listed
 
 
 class HostView:
@@ -47,7 +147,6 @@ class HostView:
         around: the claim inside which this one is made; None of one inside none.
         claims: the living claims, by the latest look.
         faults: UUID -> note, of the GPUs on which a claim failed and none has worked since.
-        failed: UUID -> reason, of the GPUs on which this very claim has failed; it does not try them again.
         held: UUID -> who holds it, or whose claims share it, by the latest look.
         shared: those of them that this claim may share.
         beside: those of them that are shared, if this claim asks for memory: a usable compute instance may have the
@@ -79,7 +178,6 @@ class HostView:
         self.around: Entry | None = None
         self.claims = Claims(())
         self.faults: Mapping[str, GpuFault] = {}
-        self.failed: Mapping[str, str] = {}
         self.held: dict[str, Holder] = {}
         self.shared: dict[str, Holder] = {}
         self.beside: dict[str, Holder] = {}
@@ -104,8 +202,8 @@ class HostView:
         if host.directory is None or not has_closed_file(host.directory.fd):  # as almost always, and others wait
             self.rules, self._rules_for_all, self._windows = self._without_closed, self._without_closed, ()
             return
-        from ...coordination.closed import all_windows, binding, drained_gpus, find_admitted
-        from ...gpus.windows import why_reserved
+        from ..coordination.closed import all_windows, binding, drained_gpus, find_admitted
+        from ..gpus.windows import why_reserved
 
         drained, self._windows = drained_gpus(), all_windows()
         if self._windows and not locked:
@@ -118,8 +216,8 @@ class HostView:
         """Return UUID -> when it is reserved for others than this user. That binds no claim inside another."""
         if self.around or not self._windows:
             return {}
-        from ...coordination.closed import binding
-        from ...gpus.windows import spans_of
+        from ..coordination.closed import binding
+        from ..gpus.windows import spans_of
 
         return spans_of(binding(self._windows, uid), self.snapshot.gpus)
 
@@ -128,7 +226,7 @@ class HostView:
         """The GPUs that the request could ever get, whether they are free or not."""
         if self._usable is None or self._usable[0] is not self.snapshot:
             possible = candidates(self.snapshot, self.request, self.visible_limit, rules=self.rules)
-            self._usable = self.snapshot, [gpu for gpu in possible if gpu.uuid not in self.failed]
+            self._usable = self.snapshot, list(possible)
         if self.around:
             return [gpu for gpu in self._usable[1] if gpu.uuid in self.around.gpus]
         return self._usable[1]
@@ -137,11 +235,7 @@ class HostView:
     def wanted(self) -> Iterator[str]:
         """UUIDs of the GPUs that the request could ever use, those too that the driver does not reach now."""
         possible = candidates(self.snapshot, self.request, self.visible_limit, rules=self.rules, lost=True)
-        return (
-            one.uuid
-            for one in possible
-            if one.uuid not in self.failed and (not self.around or one.uuid in self.around.gpus)
-        )
+        return (one.uuid for one in possible if not self.around or one.uuid in self.around.gpus)
 
     @property
     def effective(self) -> Selection:
@@ -210,11 +304,6 @@ class HostView:
             pids.update(dict.fromkeys(self.around.gpus, pids_of_around(self.around)))
         return pids
 
-    def give_up(self, failed: Mapping[str, str]) -> None:
-        """Do not try these GPUs (UUID -> why) again in this claim, and poll the driver for the others."""
-        self.failed = {**self.failed, **failed}
-        self.polls.poll()
-
     def leave_scope(self) -> None:
         """Ask for GPUs as outside of every claim, since the claim around has ended."""
         self.scope, self.around, self._unoccupied = "", None, None
@@ -231,9 +320,6 @@ class HostView:
         """
         claimed = {**self.shared, **claimed}
         verdicts = self._judge(self.effective, claimed, self.visible_limit if within_limit else None, gpus)
-        if self.failed:
-            why = self.failed
-            verdicts = tuple(GpuVerdict(v.gpu, "busy", why[v.gpu.uuid]) if v.gpu.uuid in why else v for v in verdicts)
         return judged_inside(self.around, verdicts) if self.around else verdicts
 
     def judge_for(self, request: Selection, claimed: Mapping[str, Holder]) -> tuple[GpuVerdict, ...]:
@@ -270,3 +356,20 @@ class HostView:
     def remember_own_pids(self) -> None:
         """Store the driver's pids of this process for its next claim."""
         driver_pids[os.getpid()] = frozenset(self.own)
+
+
+def pids_of_around(around: Entry) -> tuple[int, ...]:
+    """Return the processes that are those of the claim around this process, which is a descendant of them."""
+    here = not procfs.namespace_text(around.pidns or None)
+    return (around.pid,) if around.pid and here else tuple(procfs.ancestors(os.getpid()))
+
+
+def judged_inside(around: Entry, verdicts: Iterable[GpuVerdict]) -> tuple[GpuVerdict, ...]:
+    """Return the verdicts, in which every GPU that the claim around does not hold has the state ``outside``."""
+    beyond = f"outside {owner_of(around)}, inside which this one is made (SAFE_GPU_SCOPE)"
+    return tuple(v if v.gpu.uuid in around.gpus else GpuVerdict(v.gpu, "outside", beyond) for v in verdicts)
+
+
+def owner_of(around: Entry) -> str:
+    namespace = procfs.namespace_text(around.pidns or None)
+    return f"the claim of process {around.pid or '?'}{namespace and f' {namespace}'}"

@@ -1,0 +1,166 @@
+"""The claim inside which this process claims, and the GPUs that its ancestors hold."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from ..coordination.doors import Doors
+from ..errors import NotEnoughGpusError, UnsatisfiableRequestError
+from ..gpus.devices import GpuVerdict
+from ..host import procfs
+from ..host.foreign_files import read_start
+from ..wording import argument_style as style
+from ..wording.text import gpu_ranges, in_brackets, plural
+from .view import HostView, owner_of
+
+if TYPE_CHECKING:
+    from ..coordination.entry import Entry
+    from ..coordination.holders import Claims
+    from ..gpus.devices import Gpu, Holder
+    from ..selection.request import Selection
+
+# For a rank whose script was started again by the first rank (Lightning) or by a launcher in a process that claims.
+ONCE_FOR_ALL_RANKS = (
+    'this is a rank that its program has started, so claim once for all: `if "LOCAL_RANK" not in os.environ: '
+    "safe_gpu.claim_gpus(...)`, and let the ranks use those GPUs without claiming"
+)
+
+
+UNDER_MAIN = (
+    'put the claim under `if __name__ == "__main__":`, since each worker of multiprocessing imports the main module'
+)
+
+
+def find_around(claims: Claims, token: str, tree: str) -> Entry | None:
+    """Return this user's living claim with this token, the value of SAFE_GPU_SCOPE; None if it has ended.
+
+    A child that its process left behind keeps its entry, and none of its doors. One that could take no doors has no
+    parts either: then its entry alone counts.
+
+    Args:
+        tree: what stands before UUIDs in the names of doors.
+    """
+    around = claims.around(token)
+    if around is None or not around.parts:
+        return around
+    with suppress(OSError):  # no sockets here
+        return around if Doors(tree).is_inside(next(iter(around.gpus)), token) else None
+    return around
+
+
+def check_possible_inside(view: HostView, around: Entry, *, delegate: bool) -> None:
+    """Refuse a request that the claim around can never satisfy.
+
+    Args:
+        delegate: whether the claim asks to allow claims inside it too.
+
+    Raises:
+        UnsatisfiableRequestError: too few usable GPUs, or ``delegate``.
+    """
+    if delegate:
+        raise UnsatisfiableRequestError(
+            "delegate=True is not possible inside another claim (SAFE_GPU_SCOPE): one level only; "
+            + (ONCE_FOR_ALL_RANKS if "LOCAL_RANK" in os.environ else "claim without it"),
+            value=True,
+        )
+    request, held = view.request, len(around.gpus)
+    number = request.nb_gpus
+    usable = {gpu.uuid for gpu in view.usable}
+    if number > held:
+        owner, larger = _owner_and_larger(around, view.scope, number)
+        asked, this = f"claim_gpus({(number, request.up_to) if request.up_to else number}) runs", "claim_gpus"
+        if style.option("nb_gpus") == "-n":
+            asked, this = f"-n {number} is", "this one"
+        problem = f"{asked} inside {owner}, which holds {plural(held)}: {larger}, or leave {this} out"
+    elif number > len(usable):
+        reasons = (v for v in view.judge({}) if v.gpu.uuid in around.gpus and v.gpu.uuid not in usable and v.reason)
+        listed = in_brackets("; ".join(f"GPU {verdict.gpu.label}: {verdict.reason}" for verdict in reasons))
+        problem = f"{plural(number)} asked for inside {owner_of(around)}, which can give {len(usable)} of its "
+        problem += f"{held}{listed}: ask for fewer{listed and ', or ask for others'}"
+    else:
+        return
+    raise UnsatisfiableRequestError(problem, value=number)
+
+
+def _owner_and_larger(around: Entry, token: str, number: int) -> tuple[str, str]:
+    """Return whose the claim around this one is, and how to get one with this number of GPUs: an option, or in Python.
+
+    What ``safe-gpu run`` executes has had the token from its start; a process that claimed in Python has not.
+    """
+    pid = 0 if procfs.namespace_text(around.pidns or None) else around.pid
+    if pid and procfs.uid_of(pid) == os.geteuid():
+        began = (read_start(f"/proc/{pid}/environ", 1 << 22) or b"").split(b"\0")
+        if os.fsencode(f"SAFE_GPU_SCOPE={token}") in began:
+            return f"safe-gpu run (process {pid})", f"write safe-gpu run -n {number}"
+    return owner_of(around), f"write claim_gpus({number}, delegate=True) there"
+
+
+def imports_main() -> bool:
+    """Return whether multiprocessing imports the main module of its parent into this process."""
+    process = sys.modules.get("multiprocessing.process")
+    return process is not None and getattr(process.current_process(), "_inheriting", False)
+
+
+def _family() -> dict[int, int | None]:
+    """Return the start of this process and of each of its ancestors, by pid."""
+    return {pid: procfs.start_time(pid) for pid in (os.getpid(), *procfs.ancestors(os.getpid()))}
+
+
+def _is_of(family: Mapping[int, int | None], holder: Holder) -> bool:
+    return holder.pid is not None and holder.start is not None and family.get(holder.pid) == holder.start
+
+
+def refuse_inside_share(gpus: Iterable[Gpu], holders: Mapping[str, Holder]) -> None:
+    """Refuse a claim of a process that holds a share, or whose ancestor does: the program was given that share.
+
+    Args:
+        holders: UUID -> holder.
+
+    Raises:
+        UnsatisfiableRequestError: there is such a share.
+    """
+    family = _family()
+    sharers = [(gpu, one) for gpu in gpus if gpu.uuid in holders for one in holders[gpu.uuid].sharers]
+    ours = [(gpu.label, one.pid) for gpu, one in sharers if _is_of(family, one)]
+    if ours:
+        raise UnsatisfiableRequestError(
+            f"process {ours[0][1]} holds a share of GPU {gpu_ranges(label for label, _ in ours)}, and no claim can be "
+            "made inside a share: leave this claim out and use that share",
+            value=ours[0][0],
+        )
+
+
+def refuse_gpus_of_ancestors(
+    verdicts: Iterable[GpuVerdict], usable: Collection[str], request: Selection, *, inside: bool
+) -> None:
+    """Refuse to wait for GPUs that an ancestor holds: if the ancestor waits for this process, neither ever ends.
+
+    Args:
+        verdicts: with the holders, whose pids are of processes that live.
+        usable: UUIDs that the request could ever get.
+        inside: whether the claim is made inside another one.
+
+    Raises:
+        NotEnoughGpusError: without the GPUs of this process and its ancestors there are too few.
+    """
+    family, all_verdicts = _family(), tuple(verdicts)
+    held = [one for one in all_verdicts if one.state == "claimed" and one.holder and _is_of(family, one.holder)]
+    if not held or len(set(usable) - {verdict.gpu.uuid for verdict in held}) >= request.nb_gpus:
+        return
+    labels = gpu_ranges(verdict.gpu.label for verdict in held)
+    who = "this process itself" if held[0].pid == os.getpid() else f"process {held[0].pid}, a parent of this one,"
+    way_out = (
+        "claims inside claims go one level deep, so use its GPUs without claiming"
+        if inside
+        else "claim there with delegate=True (or start this under `safe-gpu run`) so that its children may claim from "
+        "it, or use its GPUs without claiming"
+    )
+    if "LOCAL_RANK" in os.environ and held[0].pid != os.getpid():
+        way_out = ONCE_FOR_ALL_RANKS
+    if imports_main():
+        way_out = UNDER_MAIN
+    raise NotEnoughGpusError(f"{who} holds GPU {labels}: {way_out}", nb_gpus=request.nb_gpus, verdicts=all_verdicts)

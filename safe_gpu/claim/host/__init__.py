@@ -1,1 +1,0 @@
-"""The host as one request sees it."""

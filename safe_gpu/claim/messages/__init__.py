@@ -1,1 +1,0 @@
-"""Why a claim waits or was refused."""

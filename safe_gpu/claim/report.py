@@ -1,0 +1,408 @@
+"""Why a claim waits or was refused, and when it can expect to start.
+
+Nothing here takes a lock or polls the driver.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..coordination.holders import claims_now, lives_here
+from ..coordination.queue import TicketRequest, is_stopped
+from ..coordination.signals import DeferredSignals
+from ..errors import ClaimTimeout, NotEnoughGpusError
+from ..gpus.devices import GpuVerdict, Holder
+from ..host.procfs import user_name
+from ..selection.backfill import BackfillRequest, When, dates, starts, when_free
+from ..selection.request import Selection
+from ..selection.verdicts import fence_hint
+from ..wording import argument_style as style
+from ..wording.text import (
+    clock,
+    cut,
+    display_width,
+    format_age,
+    gpu_ranges,
+    in_brackets,
+    left_behind,
+    not_before,
+    plural,
+)
+from .around import refuse_gpus_of_ancestors
+
+if TYPE_CHECKING:
+    from ..coordination.entry import Entry
+    from ..coordination.queue import Waiter
+    from ..gpus.devices import HostSnapshot
+    from .arguments import ClaimOptions
+    from .limits import LimitReached
+    from .search.look import Look
+    from .view import HostView
+
+SOMEBODY = "somebody"
+
+_LEAST_REST = 12  # columns that are worth writing of who holds what
+
+
+class Forecast(NamedTuple):
+    """What a waiter can expect.
+
+    Attributes:
+        start: when it will probably start, in Unix seconds; None if some end is unknown.
+        earliest: it does not start before that if holders keep their word; None is unknown.
+        passed_by: how many claims hold GPUs that it wants and came after it.
+        may_move: it waits for others by turns, so who joins later may start before it.
+    """
+
+    start: float | None = None
+    earliest: float | None = None
+    passed_by: int = 0
+    may_move: bool = False
+
+    def text(self, now: float) -> str:
+        """Return when the waiter starts; "" if nothing is known."""
+        if self.start is None:
+            later = self.earliest is not None and self.earliest > now
+            return not_before(self.earliest, now) if later and self.earliest else ""
+        if self.start <= now:
+            return ""
+        moment = clock(self.start, now)
+        return f"starts {moment} or later" if self.may_move else f"starts about {moment}"
+
+
+def forecast(view: HostView, waiter: Waiter, hold_for: float | None, *, by_turns: bool) -> Forecast:
+    """Return what a waiter can expect now, which will hold its GPUs for ``hold_for`` seconds; None is unknown."""
+    now = time.time()
+    holders = view.claims.holders(view.inside)
+    when = _free_at(view, holders, now)
+    ahead = waiter.competing()
+    requests = [(TicketRequest.of(one), one.uid) for one in ahead if not is_stopped(one)]
+    requests.append((waiter.request._replace(hold_for=hold_for), os.geteuid()))
+    wants = [
+        BackfillRequest.of(request, view.snapshot.gpus, view.reserved_for_others(uid)) for request, uid in requests
+    ]
+    start, earliest = starts(wants, when)[-1], list(dates(wants, when))[-1][1]
+    holding = {one for uuid in waiter.request.gpus if uuid in holders for one in holders[uuid].each}
+    return Forecast(
+        start if start < math.inf else None,
+        earliest if earliest < math.inf else None,
+        sum((one.queued or one.since or 0.0) > waiter.since for one in holding) if waiter.since else 0,
+        by_turns and bool(ahead),
+    )
+
+
+def _free_at(view: HostView, holders: Mapping[str, Holder], now: float) -> dict[str, When]:
+    return {
+        verdict.gpu.uuid: when_free(verdict.gpu, holders.get(verdict.gpu.uuid), now, free=verdict.free)
+        for verdict in view.judge_for(Selection(), holders)
+    }
+
+
+class ClaimAhead(NamedTuple):
+    """The nearest waiter ahead that wants some of the same GPUs.
+
+    ``since`` is in Unix seconds. ``stopped`` is True if its process is stopped or frozen (a suspended job). ``pid`` is
+    0 if no process of the ticket's owner with this pid lives here.
+    """
+
+    pid: int
+    user: str | None
+    nb_gpus: int
+    since: float
+    stopped: bool = False
+
+    @classmethod
+    def of(cls, ticket: Entry) -> ClaimAhead:
+        """Return the claim that a ticket describes. /proc tells whether its process is stopped."""
+        with DeferredSignals():  # an exception that comes in the midst of getpwuid(3) is lost if it knows no such user
+            user = user_name(ticket.uid) if ticket.uid >= 0 else None
+        pid = ticket.pid if lives_here(ticket) else 0
+        return cls(pid, user, ticket.nb_gpus, ticket.since or 0.0, is_stopped(ticket))
+
+
+class WaitStatus(NamedTuple):
+    """The state of a wait, for a report to the user.
+
+    Attributes:
+        position: 1 for the first of the waiters that compete for the same GPUs, 0 if it was not counted.
+        free: how many GPUs are free; None if they were not judged.
+        needed: how many GPUs it waits for.
+        verdicts: one for each GPU; empty if they were not judged.
+        ahead: the nearest claim ahead in the queue, if there is one.
+        expected: when it can expect to start; None if that was not looked up.
+        spent: the limit of the user, if it stands in the way. Then the GPUs are not judged.
+        asked: all that is asked for, in words; "" if that is only ``needed`` GPUs.
+    """
+
+    position: int
+    free: int | None
+    needed: int
+    verdicts: tuple[GpuVerdict, ...] = ()
+    ahead: ClaimAhead | None = None
+    expected: Forecast | None = None
+    spent: LimitReached | None = None
+    asked: str = ""
+
+
+def wait_status(
+    view: HostView,
+    ticket: Entry | None,
+    position: int,
+    elsewhere: Collection[str] = (),
+    spent: LimitReached | None = None,
+) -> WaitStatus:
+    """Return the state of a wait after the latest look. It takes no lock and does not poll the driver.
+
+    Args:
+        ticket: the nearest ticket ahead that may not be passed, if any.
+        position: in the queue, or 0 if it was not counted. Behind a ticket the GPUs are not judged then, because
+            hundreds may wait.
+        elsewhere: UUIDs of the GPUs that only another state directory's claims hold.
+        spent: the limit of this user, if it stands in the way.
+    """
+    ahead = None if ticket is None else ClaimAhead.of(ticket)
+    status = WaitStatus(position, None, view.request.nb_gpus, ahead=ahead, spent=spent, asked=view.request.text)
+    if spent is not None or (ticket is not None and not position):
+        return status
+    holders = view.claims.holders(view.inside)
+    verdicts = view.judge({**dict.fromkeys(elsewhere, Holder(elsewhere=True)), **holders})
+    return status._replace(free=sum(verdict.free for verdict in verdicts), verdicts=verdicts)
+
+
+def refuse_if_ancestor_holds(view: HostView) -> None:
+    """Call :func:`~safe_gpu.claim.around.refuse_gpus_of_ancestors` with the present holders.
+
+    Raises:
+        NotEnoughGpusError: an ancestor of this process holds the GPUs that it waits for.
+        StateDirError: the claims cannot be read.
+    """
+    _judge(view, holders_now(view.snapshot, view.inside))
+
+
+def refusal(view: HostView, look: Look, options: ClaimOptions, position: int) -> NotEnoughGpusError:
+    """Return the error with which a claim fails: ClaimTimeout if it waited, else NotEnoughGpusError.
+
+    Args:
+        look: the latest one.
+        position: as of :func:`wait_status`.
+
+    Raises:
+        NotEnoughGpusError, StateDirError: as in :func:`refuse_if_ancestor_holds`.
+    """
+    request, visible_limit = view.request, view.visible_limit
+    holders = holders_now(view.snapshot, view.inside)
+    verdicts = _judge(view, holders)
+    unlimited = view.judge(holders, within_limit=False)
+    hint = fence_hint(unlimited, visible_limit)
+    frozen = visible_limit is not None and visible_limit.frozen
+    if hint and visible_limit is not None and visible_limit.lift:
+        hint += f" ({visible_limit.lift} disregards it)"
+    waited, free = options.timeout or 0.0, sum(verdict.free for verdict in verdicts)
+    ahead = None if look.ahead is None else ClaimAhead.of(look.ahead)
+    message = refusal_message(
+        WaitStatus(position, free, request.nb_gpus, verdicts, ahead, spent=look.seen.limit, asked=request.text),
+        passed=None if look.stopped is None else ClaimAhead.of(look.stopped)._replace(stopped=True),
+        hint=hint,
+        waited=waited,
+        wait_limit=options.wait_limit,
+        elsewhere=frozen and sum(verdict.free for verdict in unlimited) >= request.nb_gpus,
+    )
+    if waited:
+        return ClaimTimeout(message, nb_gpus=request.nb_gpus, verdicts=verdicts, timeout=waited)
+    return NotEnoughGpusError(message, nb_gpus=request.nb_gpus, verdicts=verdicts)
+
+
+def holders_now(snapshot: HostSnapshot, inside: str = "") -> dict[str, Holder]:
+    """Return UUID -> holder of the GPUs that are held now.
+
+    Args:
+        inside: hash of the token of the claim inside which they would be claimed; "" for none.
+
+    Raises:
+        StateDirError: the claims cannot be read.
+    """
+    claims, elsewhere = claims_now(() if inside else (gpu.uuid for gpu in snapshot.gpus), snapshot.name_prefix)
+    return {**dict.fromkeys(elsewhere, Holder(elsewhere=True)), **claims.holders(inside)}
+
+
+def _judge(view: HostView, holders: dict[str, Holder]) -> tuple[GpuVerdict, ...]:
+    verdicts = view.judge(holders)
+    refuse_gpus_of_ancestors(verdicts, {gpu.uuid for gpu in view.usable}, view.request, inside=bool(view.around))
+    return verdicts
+
+
+def refusal_message(
+    status: WaitStatus,
+    *,
+    passed: ClaimAhead | None = None,
+    hint: str = "",
+    waited: float = 0.0,
+    wait_limit: str = "",
+    elsewhere: bool = False,
+    now: float | None = None,
+) -> str:
+    """Return why a request was not met: one sentence, then one line for the GPUs that share a reason.
+
+    Args:
+        status: at its end, with a verdict on every device.
+        passed: a waiter that stands ahead and is stopped.
+        hint: what CUDA_VISIBLE_DEVICES excludes, see ``fence_hint``; a sentence without the full stop.
+        waited: seconds that the claim waited.
+        wait_limit: the policy file, if that set the timeout.
+        elsewhere: whether another process could have them at once, in which CUDA is not initialised.
+        now: in Unix seconds; None reads the clock.
+    """
+    free, ahead = status.free or 0, status.ahead
+    text = f"{status.asked} asked for, {_free(free, status.needed, ahead, status.position)}"
+    if waited:
+        text += f" after {format_age(waited)}"
+    if ahead is not None:
+        text += f", {_behind(ahead, _moment(now))}"
+        text += f" and {plural(status.position - 2, 'more claim')}" if status.position > 2 else ""
+    if passed is not None:
+        text += f" (past {passed.user or SOMEBODY}, {', '.join(_facts(passed, _moment(now)))})"
+    if status.spent is not None:
+        text += f", and {status.spent}"
+    way_out = "wait longer" if waited else "wait for it" if status.needed == 1 else "wait for them"
+    if elsewhere:
+        text += ": start a new process, which can have others (in a notebook, restart the kernel)"
+    elif wait_limit:
+        text += f": try again ({wait_limit} limits the wait)"
+    else:
+        text += f": {way_out} ({_longer_wait(waited)})"
+    if ahead is None and status.spent is None and 0 < free < status.needed:
+        text += ", or ask for fewer"
+    return "\n".join([f"{text}. {hint}." if hint else f"{text}.", *_lines(status.verdicts)])
+
+
+def _longer_wait(waited: float) -> str:
+    """Return how the caller writes a timeout of twice what was waited, or an hour, and none."""
+    hours = style.value(f"{max(1, -int(-waited // 1800))}h").replace("'", '"')
+    longer = style.setting("timeout", hours)
+    return f"{longer}, or {style.written('timeout', None)} to wait without limit"
+
+
+def _free(free: int, needed: int, ahead: ClaimAhead | None, position: int, of: str = "") -> str:
+    """Return how many GPUs are free; if enough are, but for others, for whom."""
+    if ahead is None or free < needed:
+        return f"{free} {of}free"
+    return f"{free} {'is' if free == 1 else 'are'} free for {plural(max(1, position - 1), 'claim')} ahead"
+
+
+def _lines(verdicts: Sequence[GpuVerdict]) -> Iterator[str]:
+    alike: dict[tuple[str, str], list[str]] = {}
+    for verdict in verdicts:
+        gpu = verdict.gpu
+        reason = verdict.reason or ("free, shared with the display" if verdict.state == "display" else "free")
+        alike.setdefault((gpu.name or gpu.uuid, reason), []).append(gpu.label)
+    for (name, reason), labels in alike.items():
+        yield f"  GPU {gpu_ranges(labels)} ({name}): {reason}"
+
+
+def waiting_message(
+    status: WaitStatus,
+    now: float | None = None,
+    *,
+    waited: float | None = None,
+    width: int | None = None,
+    holders: bool = True,
+) -> str:
+    """Return one line about a wait, the most important first: ``waiting 0:07 for 3 GPUs (0 free), #2 in the queue,
+    starts about 15:18; behind ada (pid 30106)``.
+
+    Args:
+        now: in Unix seconds; None reads the clock.
+        waited: seconds since the wait began; None leaves them out.
+        width: columns of the terminal. The end of a longer line is cut off, which is who holds what.
+        holders: whether to say who holds what.
+    """
+    moment = _moment(now)
+    expected = status.expected or Forecast()
+    start, passed = expected.text(moment), expected.passed_by
+    text = "waiting" if waited is None else f"waiting {_running_clock(waited)}"
+    text += f" for {status.asked or plural(status.needed)}"
+    candidates = [verdict for verdict in status.verdicts if _is_candidate(verdict)]
+    if status.free is not None:
+        of = f"of {len(candidates)} " * (len(candidates) < len(status.verdicts))
+        text += f" ({_free(status.free, status.needed, status.ahead, status.position, of)})"
+    if status.spent is not None:
+        text += f", at your limit ({round(status.spent.held, 2):g} of {status.spent.most})"
+    place = f", #{status.position}{{}}" if status.ahead is not None and status.position > 1 else ""
+    heads = [text + place.format(words) + (start and f", {start}") for words in (" in the queue", "")]
+    head = heads[0] if width is None or display_width(heads[0]) <= width else heads[1]
+    who = [] if status.ahead is None else [_behind(status.ahead, moment)]
+    who += [f"passed by {plural(passed, 'claim')}"] if passed else []
+    line = "; ".join([head, *who, *(_by_holder(candidates, moment) if holders else ())])
+    if width is None or display_width(line) <= width:
+        return line
+    return cut(line if display_width(head) + _LEAST_REST <= width else head, width)
+
+
+def holders_line(status: WaitStatus, now: float) -> str:
+    """Return who has the GPUs that are not free, in few words: ``GPU 0,1 ada · 2 ben idle · 3 shared``; "" for none."""
+    found: dict[str, list[str]] = {}
+    for one in filter(_is_candidate, status.verdicts):
+        if not one.free:
+            shared = one.holder is not None and one.holder.sharers
+            closed = one.reason.partition(" ")[0] if one.state == "unusable" else ""
+            who = "shared" if shared else one.user or closed or "unknown"
+            who += " idle" if one.is_idle(now) else ""
+            found.setdefault(who, []).append(one.gpu.label)
+    parts = [f"{gpu_ranges(labels)} {who}" for who, labels in found.items()]
+    return f"GPU {' · '.join(parts)}" if parts else ""
+
+
+def _running_clock(seconds: float) -> str:
+    """Return ``0:07`` or ``26:03:00``."""
+    minutes, left = divmod(max(0, int(seconds)), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{left:02}" if minutes >= 60 else f"{minutes}:{left:02}"
+
+
+def _is_candidate(verdict: GpuVerdict) -> bool:
+    """Return whether the request could use the GPU if it were free; a drained or reserved one comes back."""
+    return verdict.state not in ("outside", "unusable") or verdict.reason.startswith(("drained by ", "reserved by "))
+
+
+def _moment(now: float | None) -> float:
+    return time.time() if now is None else now
+
+
+def _behind(ahead: ClaimAhead, now: float) -> str:
+    return f"behind {ahead.user or SOMEBODY} ({', '.join(_facts(ahead, now))})"
+
+
+def _facts(waiter: ClaimAhead, now: float) -> list[str]:
+    facts = [f"pid {waiter.pid}"] if waiter.pid else []
+    if waiter.stopped:
+        facts.append("stopped")
+    facts.append(f"wants {plural(waiter.nb_gpus)}")
+    if waiter.since:
+        facts.append(f"queued for {format_age(now - waiter.since)}")
+    return facts
+
+
+def _by_holder(verdicts: Iterable[GpuVerdict], now: float) -> list[str]:
+    """Return who has the GPUs that are not free, those with the most GPUs first."""
+    holders: dict[str, list[str]] = {}
+    for verdict in verdicts:
+        if not verdict.free:
+            holders.setdefault(_who(verdict, now), []).append(verdict.gpu.label)
+    ranked = sorted(holders.items(), key=lambda item: -len(item[1]))
+    return [f"GPU {gpu_ranges(labels)}: {who}" for who, labels in ranked]
+
+
+def _who(verdict: GpuVerdict, now: float) -> str:
+    holder = verdict.holder
+    if verdict.state != "claimed" or holder is None or holder.elsewhere or holder.sharers:
+        return verdict.reason
+    if not holder.user and not holder.pid:
+        return "unknown holder"
+    pid = f"pid {holder.pid or '?'}{holder.namespace and f' {holder.namespace}'}"
+    if holder.left_by is not None:
+        pid = left_behind(holder.pid, holder.left_by)
+    age = f" for {format_age(now - holder.since)}" if holder.since else ""
+    return f"{holder.user or 'unknown user'}{in_brackets(pid, holder.job and f'job {holder.job}')}{age}"

@@ -10,13 +10,11 @@ MARK = "cuda-sees "
 """Starts the lines of the answer. Libraries may print other lines."""
 
 
-def tell(question: str, title: str) -> int:
-    """Print what names the GPUs that the library with this title shows, or an error to stderr; return an exit status.
-    With the question "hold" the first is held before, for a moment."""
+def tell(title: str) -> int:
+    """Print what names the GPUs that the library with this title shows, or an error to stderr; return an exit
+    status."""
     library = getattr(import_module(f".{title.lower()}", __package__), title)
     try:
-        if question == "hold":
-            library.hold(0).release()
         shown = library.load().listed()
     except SafeGpuError as err:
         print(f"{err}{likely_cause(err)}", file=sys.stderr)

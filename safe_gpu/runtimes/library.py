@@ -20,13 +20,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from ..errors import CudaInitializedError, NoDriverError, SafeGpuError
-from ..gpus.devices import Gpu, HostSnapshot
+from ..gpus.devices import Gpu
 from ..gpus.vendors import VENDORS
 from ..host.foreign_files import read_start
 from ..host.procfs import is_forked, lines_of, open_files
 from ..host.programs import Failed, TooLate, call_in_child, is_root, others_can_change
 from .child import MARK
-from .visible_devices import render_visible
 
 if TYPE_CHECKING:
     import ctypes
@@ -100,15 +99,6 @@ class Runtime:
             NoDriverError: it could not be asked.
         """
         raise NoDriverError("these GPUs are simulated", driver="simulated")
-
-    def try_gpu(self, gpu: Gpu, ordinal: int, logger: Any) -> None:
-        """Use a GPU, which this process knows by this ordinal, without initialising the library in this process.
-
-        Raises:
-            NoDriverError, PlaceholderError: it does not work; the message says why.
-        """
-        trial = self.default_placeholder(logger)
-        trial.release(trial(ordinal))
 
     def default_placeholder(self, logger: Any = None) -> Any:
         """Return the placeholder that holds these GPUs when the caller names none."""
@@ -369,12 +359,9 @@ class Library(Runtime):
     # In a child process
 
     def visible_in_child(self, env: Mapping[str, str] | None = None) -> tuple[str, ...]:
-        return self._ask_child("list", os.environ if env is None else env)
-
-    def _ask_child(self, question: str, env: Mapping[str, str]) -> tuple[str, ...]:
-        function, patience = "safe_gpu.runtimes.child tell", self.patience
+        env, patience = os.environ if env is None else env, self.patience
         try:
-            answer = call_in_child(function, question, self.title, env=env, timeout=patience)
+            answer = call_in_child("safe_gpu.runtimes.child tell", self.title, env=env, timeout=patience)
         except TooLate:
             slow = next(vendor.is_slow for vendor in VENDORS.values() if vendor.library == self.title)
             silent = f"{self.title} did not answer within {patience:g} s in a child process"
@@ -384,11 +371,6 @@ class Library(Runtime):
         else:
             return tuple(line.removeprefix(MARK) for line in answer.split("\n") if line.startswith(MARK))
         raise NoDriverError(problem, driver=self.title.lower())
-
-    def try_gpu(self, gpu: Gpu, ordinal: int, logger: Any) -> None:
-        """Hold a GPU in a child process."""
-        only = render_visible([gpu], visible_as="uuid", snapshot=HostSnapshot((gpu,)))
-        self._ask_child("hold", {**os.environ, **only})
 
 
 class Held:

@@ -69,19 +69,6 @@ def test_a_child_is_asked(host: HipHost, variable: str, value: str) -> None:
     assert run(host, code) == [[shown(host, int(value))] if value else [], None]
 
 
-def test_a_gpu_is_tried_in_a_child(host: HipHost) -> None:
-    code = """
-from safe_gpu.drivers.kfd import KfdDriver
-HIP.try_gpu(KfdDriver().snapshot().gpus[1], 0, None)
-result = HIP.visible_if_initialized()
-"""
-    assert run(host, code, ROCR_VISIBLE_DEVICES="0") is None
-    host.fail("hipMalloc", 999)
-    error, message = run(host, code)
-    assert error == "NoDriverError"
-    assert "hipMalloc" in message
-
-
 def test_a_library_without_uuids(host: HipHost, build_library: Callable[..., Path]) -> None:
     host.library = build_library("hip.c", "libamdhip64.so", "-DOLD")
     code = """

@@ -33,9 +33,6 @@ class RuntimeOnSimulatedGpus(CudaLibrary):
         super().__init__()
         self._host = host
 
-    def try_gpu(self, gpu: Gpu, ordinal: int, logger: Any) -> None:
-        raise AssertionError("no CUDA here")
-
     def default_placeholder(self, logger: Any = None) -> Any:
         return SimulatedPlaceholder(logger, driver=self._host)
 

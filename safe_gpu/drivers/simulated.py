@@ -78,8 +78,12 @@ class SimulatedContext:
         self.uuid = uuid
         self.pid = pid
         self.memory = memory
-        self._name, self._lock = _enter(directory, f"{uuid}.{pid}-{memory}-{kind}")
         self._directory = Held(os.dup(directory.fd))
+        try:
+            self._name, self._lock = _enter(directory, f"{uuid}.{pid}-{memory}-{kind}")
+        except BaseException:
+            self._directory.release()
+            raise
 
     def close(self) -> None:
         """Leave the GPU; safe to call twice, and without effect in a forked child, whose context it is not."""

@@ -97,7 +97,7 @@ def windows_of(status: HostStatus) -> Iterator[str]:
 
 
 def _warning(text: str, width: int, color: bool, indent: str = "") -> Iterator[str]:
-    return (paint(line, "yellow", color) for line in wrapped(text, width, indent))
+    return (paint(line, "yellow", color) for line in wrapped(text, width, indent, f"{indent}  "))
 
 
 def _headline(status: HostStatus, width: int, color: bool) -> list[str]:

@@ -51,8 +51,9 @@ def test_a_release_leaves_files_alone_that_have_its_old_numbers(
     ground: Any, tmp_path: Path, placeholder: Callable[[], Any]
 ) -> None:
     def daemon() -> list[object]:
+        before = os.listdir("/proc/self/fd")
         owner = safe_gpu.GPUOwner(2, placeholder(), affinity=None, timeout=0)
-        taken = [int(fd) for fd in os.listdir("/proc/self/fd") if _of_ours(int(fd))]
+        taken = [int(fd) for fd in os.listdir("/proc/self/fd") if fd not in before and _of_ours(int(fd))]
         _reopened(taken, tmp_path / "own")
         child = os.fork()
         if child == 0:

@@ -29,9 +29,9 @@ def served(holder: Any, crowd: list[Any]) -> Any:
 
     holder.tell()
     assert holder.hear() == "released"
-    ready = select.select([one._in for one in crowd], [], [], 60)[0]
+    ready = select.select([one.line for one in crowd], [], [], 60)[0]
     assert len(ready) == 1, "nobody, or more than one, was served"
-    one = next(one for one in crowd if one._in in ready)
+    one = next(one for one in crowd if one.line in ready)
     one.hear()
     crowd.remove(one)
     return one

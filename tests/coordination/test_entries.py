@@ -147,12 +147,15 @@ def test_a_child_that_outlives_its_parent_keeps_a_claim(claims: Directory, locks
 
 def test_a_forked_child_gives_nothing_back_and_keeps_nothing_that_was_released(claims: Directory, locks: str) -> None:
     name, held = make_entry(claims, 1, CLAIM, by_children=True)
-    child = Actor(lambda say, listen: (say(remove_entry(claims, name, held)), listen()))
-    assert child.hear() == "None"
+    child = Actor(lambda line: (line.send(remove_entry(claims, name, held)), line.recv()))
+    assert child.hear() is None
     assert is_alive(claims, name)
+    child.end()
+    copy = Actor(lambda line: (line.send("up"), line.recv()))
+    assert copy.hear() == "up"
     held.release()
     assert not is_alive(claims, name)
-    child.end()
+    copy.end()
 
 
 def test_it_survives_exec(claims: Directory, locks: str, eventually: Any) -> None:

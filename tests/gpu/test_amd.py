@@ -53,7 +53,7 @@ def used(driver: KfdDriver, pid: int) -> list[int]:
 
 def test_an_idle_gpu_shows_less_than_a_gibibyte_in_use(driver: KfdDriver) -> None:
     for gpu, device in zip(driver.snapshot().gpus, kfd_topology.devices(files.Files()) or (), strict=True):
-        print(gpu, device.node.number, device.node.properties)
+        print(gpu, device)
         assert not gpu.processes
         assert gpu.memory_used is not None
         assert gpu.memory_used < 1 << 30

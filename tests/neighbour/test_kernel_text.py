@@ -158,9 +158,7 @@ def reads_of_lines(source: str) -> Iterator[str]:
                 yield called
 
 
-NO_KERNEL_TEXT = {
-    "status/page.py": ["read_text"]  # a file of this package
-}
+NO_KERNEL_TEXT = {name: ["read_text"] for name in ("status/page.py", "cli/completion.py")}  # files of this package
 
 
 def test_nothing_else_splits_text_into_lines() -> None:

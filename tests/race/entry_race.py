@@ -140,7 +140,7 @@ class Race:
                 self.tell("refused")
                 continue
             marks = [self.referee.begin(uuid, share) for uuid in mine.gpus]
-            if options.work and isinstance(mine, PackageClaim):
+            if options.work and share is None and isinstance(mine, PackageClaim):
                 self.look_for_company(mine)
             if delegate:
                 self.work_inside(mine, marks)

@@ -17,7 +17,16 @@ ages = st.none() | st.floats(0, 2e9)
 pids, names, amounts = st.integers(1, 1 << 22), st.none() | texts, st.none() | st.integers(0, 1 << 38)
 commands = st.none() | st.text(max_size=200)
 claims = st.builds(
-    Holder, st.none() | pids, names, names, commands, ages, stopped=st.booleans(), note=texts, until=ages
+    Holder,
+    st.none() | pids,
+    names,
+    names,
+    commands,
+    ages,
+    stopped=st.booleans(),
+    note=texts,
+    until=ages,
+    sharers=st.just(()),
 )
 used = st.none() | st.integers(0, 100)
 gpus = st.builds(

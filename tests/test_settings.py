@@ -3,7 +3,7 @@
 import ast
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +92,14 @@ def test_an_absolute_one(value: str | None, path: str, monkeypatch: pytest.Monke
 
 
 @pytest.fixture
-def real_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def real_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A file that stands for the kernel driver's."""
     monkeypatch.delenv("SAFE_GPU_TEST_SIMULATED")
     monkeypatch.setattr(settings, "_REAL_DRIVERS", {str(tmp_path / "version"): "NVIDIA"})
     (tmp_path / "version").write_text("NVRM version: 550.54.15\n")
-    return tmp_path / "version"
+    settings.real_driver.cache_clear()
+    yield tmp_path / "version"
+    settings.real_driver.cache_clear()
 
 
 def test_simulated_gpus_beside_real_ones_are_warned_of_every_time(real_driver: Path, caplog) -> None:

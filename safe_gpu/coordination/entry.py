@@ -379,7 +379,7 @@ def _ignored(directory: Directory, ignored: Mapping[str, str]) -> str:
     return procfs.printable(f"{directory.path}/{name} counts for nothing ({why[:_LONGEST_CAUSE]}){more}")
 
 
-_own_start: dict[int, int | None] = {}  # of this process, by its pid, since a forked child has another
+_this_process: dict[int, dict[str, Any]] = {}  # what does not change, by the pid: a forked child has another
 
 
 def said_by_this_process(job: str | None, command: str | None = None) -> dict[str, Any]:
@@ -390,14 +390,16 @@ def said_by_this_process(job: str | None, command: str | None = None) -> dict[st
         command: of what this process will execute, for people; None: of this process itself.
     """
     pid = os.getpid()
-    if pid not in _own_start:
-        _own_start.clear()
-        _own_start[pid] = procfs.start_time(pid)
+    if pid not in _this_process:
+        _this_process.clear()
+        _this_process[pid] = {
+            "pid": pid,
+            "start": procfs.start_time(pid) or 0,
+            "pidns": procfs.pid_namespace() or 0,
+            "host": os.uname().nodename,
+        }
     return {
-        "pid": pid,
-        "start": _own_start[pid] or 0,
-        "pidns": procfs.pid_namespace() or 0,
-        "host": os.uname().nodename,
+        **_this_process[pid],
         "job": procfs.well_formed(job or ""),
         "command": procfs.well_formed(command or own_command() or ""),
     }

@@ -74,6 +74,7 @@ _REAL_DRIVERS = {f"/{one.warns}": one.title for one in VENDORS.values() if one.w
 _REAL_DRIVERS |= dict.fromkeys(("/dev/nvidia0", "/dev/dxg"), "NVIDIA")
 
 
+@cache  # every claim on simulated GPUs asks
 def real_driver(root: str = "/") -> str:
     """Return the maker of the real GPUs of a host, as far as files of their driver show; else ""."""
     return next((maker for path, maker in _REAL_DRIVERS.items() if os.path.exists(root.rstrip("/") + path)), "")
@@ -225,24 +226,26 @@ def doubts(environ: Mapping[str, str]) -> list[str]:
 
 _PATHS = ("SAFE_GPU_DIR", "SAFE_GPU_FSROOT", "SAFE_GPU_SIMULATED_DIR", f"{_FOR_TESTS}ETC")
 
-_safe: set[tuple[int, str]] = set()
-"""Effective uid and path, of what exists and no other user can change: no other user has changed it since."""
+_risks: dict[tuple[int, str], bool] = {}
 
 
 def _risks_for_root(environ: Mapping[str, str]) -> list[str]:
-    user = os.geteuid()
-    given = [name for name in _PATHS if environ.get(name, "").startswith("/") and (user, environ[name]) not in _safe]
-    if not given:
-        return []
+    given = [name for name in _PATHS if environ.get(name, "").startswith("/")]
+    return [
+        f"{name}={environ[name]}: other users can change what root reads there; unset {name}, and start this with a "
+        "clean environment"
+        for name in given
+        if _is_risk_for_root(os.geteuid(), environ[name])
+    ]
 
-    found = []
-    for name in given:
-        path = environ[name] if os.path.lexists(environ[name]) else os.path.dirname(environ[name].rstrip("/"))
-        if is_root() and others_can_change(path):
-            found.append(
-                f"{name}={environ[name]}: other users can change what root reads there; unset {name}, and start this "
-                "with a clean environment"
-            )
-        elif os.path.exists(environ[name]):
-            _safe.add((user, environ[name]))
-    return found
+
+def _is_risk_for_root(user: int, path: str) -> bool:
+    """Return whether this user is root and others can change what a path means. Of one that exists it is found out
+    once: every claim asks."""
+    if (user, path) in _risks:
+        return _risks[user, path]
+    there = os.path.lexists(path)
+    risk = is_root() and bool(others_can_change(path if there else os.path.dirname(path.rstrip("/"))))
+    if there:
+        _risks[user, path] = risk
+    return risk

@@ -3,19 +3,23 @@
 The kernel tells each end when the other is gone. So a holder ends with its driver, however that ends, and a driver
 notices a lost holder, whatever engine started it. An engine's part is to run :func:`serve` on a node.
 
-A holder calls the driver and shows a secret token, which also tells which holder it is.
+A holder calls the driver, and says which holder it is. Both prove then that they know its secret token, before either
+reads an object of the other: another user may have got the port of a driver that has ended.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any
@@ -26,7 +30,7 @@ from .holder import ClaimArguments, HolderProcess
 
 _TOKEN = 32  # bytes
 
-_PATIENCE = 10.0  # seconds for a caller to show its token
+_PATIENCE = 10  # seconds for each word of a proof
 
 _SIGN = 0.5  # seconds between two questions to the engine whether a holder that has not called yet still lives
 
@@ -57,19 +61,19 @@ class Door:
         self._server = socket.create_server(("", 0), backlog=4096)
         _open.add(self._server)
         self.port: int = self._server.getsockname()[1]
-        self._expected: dict[bytes, Future[Connection]] = {}
+        self._expected: dict[bytes, tuple[bytes, Future[Connection]]] = {}
         self._all_known = False
         Thread(target=self._listen, daemon=True).start()
 
     def expect(self) -> tuple[bytes, Future[Connection]]:
         """Return the token by which one holder is let in, and the connection to come."""
         token, link = secrets.token_bytes(_TOKEN), Future[Connection]()
-        self._expected[token] = link
+        self._expected[_name(token)] = token, link
         return token, link
 
     def give_up(self, token: bytes) -> None:
         """Let the holder with this token in no more."""
-        self._expected.pop(token, None)
+        self._expected.pop(_name(token), None)
         self._close_if_done()
 
     def close_when_done(self) -> None:
@@ -89,13 +93,17 @@ class Door:
                 Thread(target=self._admit, args=(caller,), daemon=True).start()
 
     def _admit(self, caller: socket.socket) -> None:
-        try:
-            caller.settimeout(_PATIENCE)
-            expected = self._expected.pop(caller.recv(_TOKEN, socket.MSG_WAITALL))
-        except (OSError, KeyError):
-            caller.close()  # a stranger, or the holder of a claim that is over
-            return
         link = _connection(caller)
+        try:
+            name = link.recv_bytes(_TOKEN)
+            token, _ = self._expected[name]
+            deliver_challenge(link, token)
+            answer_challenge(link, token)
+            _, expected = self._expected.pop(name)
+        except (OSError, EOFError, KeyError, AuthenticationError):
+            link.close()  # a stranger, or the holder of a claim that is over
+            return
+        _wait_for(link, 0)
         _open.add(link)
         if expected.set_running_or_notify_cancel():
             expected.set_result(link)
@@ -104,13 +112,26 @@ class Door:
         self._close_if_done()
 
 
+def _name(token: bytes) -> bytes:
+    """Return what anybody may know of a token."""
+    return hashlib.sha256(token).digest()
+
+
 def _connection(one: socket.socket) -> Connection:
-    """Return a connection over a socket; within half a minute it tells that the other host is gone."""
+    """Return a connection over a socket, for the proofs; within half a minute it tells that the other host is gone."""
     one.settimeout(None)
     one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
         one.setsockopt(socket.IPPROTO_TCP, option, value)
-    return Connection(one.detach())
+    link = Connection(one.detach())
+    _wait_for(link, _PATIENCE)
+    return link
+
+
+def _wait_for(link: Connection, seconds: int) -> None:
+    """Let a read last at most that long; 0 is without limit."""
+    with socket.socket(fileno=os.dup(link.fileno())) as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", seconds, 0))
 
 
 class Holder:
@@ -202,9 +223,11 @@ def _send(link: Future[Connection], message: tuple[str, tuple[Any, ...]]) -> Non
 
 def serve(address: Address, token: bytes, wishes: ClaimArguments, label: str) -> None:
     """Hold GPUs of this host for the driver at an address, until the driver ends it or is gone."""
-    with socket.create_connection(address, timeout=_PATIENCE) as caller:
-        caller.sendall(token)
-        driver = _connection(caller)
+    driver = _connection(socket.create_connection(address, timeout=_PATIENCE))
+    driver.send_bytes(_name(token))
+    answer_challenge(driver, token)
+    deliver_challenge(driver, token)
+    _wait_for(driver, 0)
     todo: SimpleQueue[tuple[str, tuple[Any, ...]] | None] = SimpleQueue()
     idle = Event()
     idle.set()

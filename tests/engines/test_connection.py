@@ -5,6 +5,9 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -138,10 +141,33 @@ def test_strangers_are_not_let_in(make: Any) -> None:
         return lambda: ""
 
     (holder,) = start_all([partial(Holder, "hosta", "1", start)])
-    with socket.create_connection(("127.0.0.1", ports[0]), timeout=30) as stranger:
-        stranger.sendall(bytes(32))
-        assert stranger.recv(1) == b""
+    with Connection(socket.create_connection(("127.0.0.1", ports[0])).detach()) as stranger:
+        stranger.send_bytes(bytes(32))
+        with pytest.raises(EOFError):
+            stranger.recv_bytes()
     holder.call("report")
     with pytest.raises(HolderLostError, match="does not answer"):
         holder.answer(0.05)
     holder.end()
+
+
+def test_a_holder_reads_no_object_of_a_stranger_who_got_the_port() -> None:
+    """A driver that has ended leaves its port to anybody."""
+
+    def welcome() -> None:
+        link = Connection(server.accept()[0].detach())
+        link.recv_bytes()
+        link.send_bytes(b"#CHALLENGE#" + bytes(20))
+        link.recv_bytes()
+        link.send_bytes(b"#WELCOME#")
+        link.recv_bytes()
+        link.send_bytes(bytes(16))
+        link.send(("release", ()))
+        link.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        stranger = Thread(target=welcome)
+        stranger.start()
+        with pytest.raises(AuthenticationError):
+            serve(server.getsockname(), bytes(32), ClaimArguments(), "a test")
+        stranger.join()

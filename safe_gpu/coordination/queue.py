@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..host import procfs
@@ -140,10 +140,6 @@ class Waiter:
         """Return whether somebody has removed its ticket, by the latest listing."""
         return self.queued and all(name != self._name for _, name in self._host.queue.listed())
 
-    def came_before(self, ticket: Entry) -> bool:
-        """Return whether it holds a ticket with a lower number than that one."""
-        return self.queued and self._number < ticket.number
-
     def join(
         self, said: Mapping[str, Any], newcomer: Callable[[list[tuple[float, Entry]]], float] | None = None
     ) -> bool:
@@ -177,23 +173,19 @@ class Waiter:
     def ahead(self) -> Iterator[Entry]:
         """Yield the living tickets ahead that compete, the nearest first, each asked again; without a ticket of its
         own, all are ahead."""
-        for name in reversed(self._names_ahead()):
-            ticket = self._host.queue.ask(name)
-            if ticket is not None and ticket.nb_gpus and self.request.competes_with(ticket):
-                yield ticket
+        return self._competing(map(self._host.queue.ask, reversed(self._names_ahead())))
 
     def everybody_ahead(self) -> Iterator[Entry]:
         """Yield the same in the order of the queue."""
-        for name in self._names_ahead():
-            ticket = self._host.queue.ask(name)
-            if ticket is not None and ticket.nb_gpus and self.request.competes_with(ticket):
-                yield ticket
+        return self._competing(map(self._host.queue.ask, self._names_ahead()))
 
     def competing(self) -> list[Entry]:
         """Return the tickets ahead that compete, in the order of the queue; one that died a moment ago may count."""
         self._host.queue.refresh()
-        known = filter(None, map(self._host.queue.known, self._names_ahead()))
-        return [ticket for ticket in known if ticket.nb_gpus and self.request.competes_with(ticket)]
+        return [*self._competing(map(self._host.queue.known, self._names_ahead()))]
+
+    def _competing(self, tickets: Iterable[Entry | None]) -> Iterator[Entry]:
+        return (one for one in tickets if one is not None and one.nb_gpus and self.request.competes_with(one))
 
     def position(self) -> int:
         """Return 1 for the head of those who compete with it, counting itself."""

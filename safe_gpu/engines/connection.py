@@ -63,7 +63,8 @@ class Door:
         self.port: int = self._server.getsockname()[1]
         self._expected: dict[bytes, tuple[bytes, Future[Connection]]] = {}
         self._all_known = False
-        Thread(target=self._listen, daemon=True).start()
+        self._listener = Thread(target=self._listen, daemon=True)
+        self._listener.start()
 
     def expect(self) -> tuple[bytes, Future[Connection]]:
         """Return the token by which one holder is let in, and the connection to come."""
@@ -85,6 +86,7 @@ class Door:
         if self._all_known and not self._expected:
             with suppress(OSError):
                 self._server.shutdown(socket.SHUT_RDWR)  # ends the accept of the thread
+            self._listener.join()
 
     def _listen(self) -> None:
         with self._server, suppress(OSError):

@@ -139,12 +139,14 @@ class ReadLock(Held):
     def _start_thread(self) -> bool:
         import threading
 
-        done = threading.Event()
-        with suppress(RuntimeError):  # ulimit -u, h_vmem
-            if ofd_locks():
-                threading.Thread(target=self._block, args=(done,), name="safe_gpu-waiter", daemon=True).start()
-                self._thread_is_done = done
-        return self._thread_is_done is done
+        if not ofd_locks():
+            return False
+        self._thread_is_done = done = threading.Event()  # before its start, in which a handler may raise
+        try:
+            threading.Thread(target=self._block, args=(done,), name="safe_gpu-waiter", daemon=True).start()
+        except RuntimeError:  # ulimit -u, h_vmem
+            self._thread_is_done = None
+        return self._thread_is_done is not None
 
     def _block(self, done: threading.Event) -> None:
         with suppress(OSError):

@@ -226,12 +226,12 @@ class Metrics(BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a Prometheus that scrapes every metric."""
-    directory, here = tmp_path_factory.mktemp("prometheus"), free_port()
+    path, directory, here = program("prometheus"), tmp_path_factory.mktemp("prometheus"), free_port()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Metrics)
     job = {"job_name": "gpus", "static_configs": [{"targets": [f"127.0.0.1:{server.server_port}"]}]}
     times = {"scrape_interval": "1s", "scrape_timeout": "1s"}
     (directory / "prometheus.yml").write_text(json.dumps({"global": times, "scrape_configs": [job]}))  # JSON is YAML
-    command = [program("prometheus"), f"--config.file={directory}/prometheus.yml", "--log.level=error"]
+    command = [path, f"--config.file={directory}/prometheus.yml", "--log.level=error"]
     command += [f"--storage.tsdb.path={directory}/data", f"--web.listen-address=127.0.0.1:{here}"]
     threading.Thread(target=server.serve_forever, daemon=True).start()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 _numbers = count()
 
 
-def _is_alive(name: str, directory: int) -> bool:
+def is_alive(name: str, directory: int) -> bool:
     """Return whether somebody holds the lock of this entry; if nobody does, it is removed where this user may."""
     try:
         fd = os.open(name, OPEN_FILE, dir_fd=directory)
@@ -203,7 +203,7 @@ class SimulatedDriver(Driver):
             try:
                 for name in os.listdir(tree):
                     entry = re.fullmatch(_ENTRY, name)
-                    if entry and entry[1] in uuids and _is_alive(name, tree):
+                    if entry and entry[1] in uuids and is_alive(name, tree):
                         used = usage.setdefault(entry[1], {})
                         key = int(entry[2]), entry[4]
                         used[key] = used.get(key, 0) + int(entry[3])

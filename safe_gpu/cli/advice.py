@@ -114,12 +114,14 @@ _TABLE = (
     _Advice(
         "(screen) (?!-ls |-list |-wipe |-v |--?version |--?help )",
         "`{shown}` closes the files that hold the claim, so that others can claim the GPUs of the {work}",
+        "Claim inside the {work}: {program} -dmS NAME safe-gpu {run} CMD",
         work="session",
     ),
     _Advice(
         rf"(tmux|byobu) {_OPTIONS}((?:new|neww|split|popup|send|a|at|attach)(?:-\w+|w)? |$)",
         "the server of `{program}` runs the {work}: one that is running does not hold the claim, and a new one holds "
         "it until its last {work} ends",
+        "Claim inside the {work}: {program} new -d safe-gpu {run} CMD",
         work="session",
     ),
     _Advice("(at|batch) (?!-[ldrcV] )", _ENDS, "Claim inside the job: echo 'safe-gpu {run} CMD' | {program} ..."),

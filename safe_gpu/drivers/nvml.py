@@ -184,9 +184,7 @@ class _Session:
         if info is None:
             return {"counts_reserved": True, "memory_total": None, "memory_used": None, "memory_free": None}
         total, used, free = (None if size == _HIDDEN else int(size) for size in (info.total, info.used, info.free))
-        return {
-            "counts_reserved": counts_reserved, "memory_total": total, "memory_used": used, "memory_free": free
-        }  # fmt: skip
+        return {"counts_reserved": counts_reserved, "memory_total": total, "memory_used": used, "memory_free": free}
 
     def rows(self, handle: Any, kinds: Sequence[str]) -> list[tuple[str, Any]]:
         """Return the rows of these process lists of a GPU or MIG instance, each with its kind.

@@ -120,12 +120,19 @@ class Preset:
                 for one in nodes
             },
             gpus=tuple(
-                GpuLocality(gpu.index, gpu.uuid, node, nodes[node], packages[node // cpus.nodes], gpu.pci_bus_id,
-                            f"simulated:{self.name}")
+                GpuLocality(
+                    gpu.index,
+                    gpu.uuid,
+                    node,
+                    nodes[node],
+                    packages[node // cpus.nodes],
+                    gpu.pci_bus_id,
+                    f"simulated:{self.name}",
+                )
                 for gpu in self.gpus()
                 if not gpu.is_mig_instance and (node := gpu.numa_node) is not None
             ),
-        )  # fmt: skip
+        )
 
 
 def preset(name: str) -> Preset:
@@ -176,8 +183,19 @@ def _cards(
         for partition in range(partitions):
             uuid = f"INTEL-{bus_id}" if vendor == "Intel" else _uuid(vendor, f"{name} {address} {partition}")
             used = _RESERVED + (_DESKTOP if display else 0)
-            gpu = Gpu(0, uuid, name, bus_id, int(node), utilization=0, temperature=34, display_active=display,
-                      vendor=vendor_of(uuid), tiles=tiles, **_idle(mib, used))  # fmt: skip
+            gpu = Gpu(
+                0,
+                uuid,
+                name,
+                bus_id,
+                int(node),
+                utilization=0,
+                temperature=34,
+                display_active=display,
+                vendor=vendor_of(uuid),
+                tiles=tiles,
+                **_idle(mib, used),
+            )
             found.append(gpu)
     return tuple(found)
 

@@ -17,9 +17,19 @@ if TYPE_CHECKING:
 SCHEMA = 2
 
 _QUEUE = (
-    "position", "pid", "user", "nb_gpus", "share", "vendor", "since", "hold_for", "expected_start", "earliest_start",
-    "job", "limit",
-)  # fmt: skip
+    "position",
+    "pid",
+    "user",
+    "nb_gpus",
+    "share",
+    "vendor",
+    "since",
+    "hold_for",
+    "expected_start",
+    "earliest_start",
+    "job",
+    "limit",
+)
 
 _CLAIM = ("pid", "uid", "user", "job", "command", "since", "until", "removable_by")
 

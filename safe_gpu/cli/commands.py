@@ -25,7 +25,6 @@ EX_NEVER = 78
 EX_CANNOT_RUN = 126
 EX_INTERRUPTED = 130
 EX_BROKEN_PIPE = 141
-EX_CONNECTION = 255  # ssh's own
 
 _EXIT_CODES: tuple[tuple[type[SafeGpuError], int], ...] = (
     (errors.NoDriverError, EX_NO_DRIVER),

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from ..errors import StateDirError
 from ..host import procfs
 from ..host.commands import own_command
 from ..host.decoding import LONGEST_FILE, as_int, as_list, as_seconds, as_text
+from ..host.foreign_files import open_to_read
 from .directory import OPEN_FILE, Directory
 from .held import Held
 from .locks import is_locked, lock, read_lock, unlock
@@ -47,11 +48,15 @@ _MOST_TRIES = 100  # to make one, while somebody removes what is being made
 _GPUS = 256  # of an entry
 _LONGEST_CAUSE = 100  # characters of why one counts for nothing
 
-# What open(2) answers to a file that its owner has made unreadable: such a file counts for nothing.
-_NOT_AN_ENTRY = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EWOULDBLOCK)
+# What open(2) answers to what its owner has made unreadable, and to what is no file: it counts for nothing.
+_NOT_AN_ENTRY = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EWOULDBLOCK, errno.EISDIR)
 
 
-_NONSENSE = (ValueError, TypeError, OverflowError, RecursionError)
+_NONSENSE = (ValueError, TypeError, AttributeError, OverflowError, RecursionError)
+
+_TEXTS = ("token", "inside", "host", "job", "command")
+_NUMBERS = ("pid", "start", "pidns")
+_TIMES = ("since", "until", "queued")
 
 
 class Entry(NamedTuple):
@@ -103,40 +108,29 @@ class Entry(NamedTuple):
         """Return what a file says.
 
         Raises:
-            ValueError, TypeError, OverflowError, RecursionError: nonsense.
+            ValueError, TypeError, AttributeError, OverflowError, RecursionError: nonsense.
         """
         said = json.loads(data)
-        if not isinstance(said, dict):
-            raise TypeError("no object")
-        more = {key: value for key, value in said.items() if key not in cls._fields and key != "v"}
-        nb_gpus = as_int(said.get("nb_gpus", 0), 0, _GPUS)
-        wanted = said.get("gpus")
+        nb_gpus, gpus, parts = as_int(said.get("nb_gpus", 0), 0, _GPUS), said.get("gpus"), said.get("parts", {})
         if nb_gpus:
-            wanted = dict.fromkeys(map(str, as_list(wanted)))
-        if not isinstance(wanted, dict) or not isinstance(said.get("parts", {}), dict) or len(wanted) > _GPUS:
+            gpus = dict.fromkeys(map(str, as_list(gpus)))
+        if not isinstance(gpus, dict) or not isinstance(parts, dict) or len(gpus) > _GPUS:
             raise TypeError("no GPUs")
+        read: dict[str, Any] = {key: as_text(said.get(key, "")) for key in _TEXTS}
+        read.update((key, as_int(said.get(key, 0), 0, 1 << 62)) for key in _NUMBERS)
+        read.update((key, as_seconds(said.get(key), 0)) for key in _TIMES)
         return cls(
-            number=int(name.partition(".")[0]),
+            number=_number(name),
             name=name,
             uid=uid,
             file=file,
-            gpus={uuid: None if share is None else as_int(share, 1, 1 << 60) for uuid, share in wanted.items()},
-            parts={uuid: as_int(part, 0, 1 << 10) for uuid, part in said.get("parts", {}).items()},
+            gpus={uuid: None if share is None else as_int(share, 1, 1 << 60) for uuid, share in gpus.items()},
+            parts={uuid: as_int(part, 0, 1 << 10) for uuid, part in parts.items()},
             nb_gpus=nb_gpus,
             display=said.get("display") is True,
-            token=as_text(said.get("token", "")),
-            inside=as_text(said.get("inside", "")),
-            pid=as_int(said.get("pid", 0), 0, 1 << 62),
-            start=as_int(said.get("start", 0), 0, 1 << 62),
-            pidns=as_int(said.get("pidns", 0), 0, 1 << 62),
-            host=as_text(said.get("host", "")),
-            job=as_text(said.get("job", "")),
-            command=as_text(said.get("command", "")),
-            since=as_seconds(said.get("since"), 0),
-            until=as_seconds(said.get("until"), 0),
-            queued=as_seconds(said.get("queued"), 0),
             version=as_int(said.get("v"), 1, 1 << 30),
-            more=more,
+            more={key: value for key, value in said.items() if key not in cls._fields and key != "v"},
+            **read,
         )
 
 
@@ -161,12 +155,11 @@ class Entries:
         self.next_number = 1
         self.ignored: dict[str, str] = {}
         self._living: dict[str, Entry] = {}
-        self._unread: dict[str, int] = {}  # name -> number
+        self._unread: set[str] = set()
         self._settled: set[str] = set()  # names of the dead, and of what is no entry
         self._dead: set[str] = set()
         self._unfinished: set[str] = set()
-        self._read_once: dict[tuple[int, int], Entry] = {}  # a file of the living, which may have many names
-        self._in_order: list[tuple[int, str]] | None = None
+        self._files: dict[tuple[int, int], Entry] = {}  # of the living: a file may have very many names
 
     @property
     def may_be_many(self) -> bool:
@@ -182,27 +175,19 @@ class Entries:
         names = self.directory.names()
         if len(names) > MOST_NAMES:
             raise self._too_many(names)
-        new = names - self._settled - self._living.keys() - self._unread.keys()
+        new = names - self._settled - self._living.keys() - self._unread
         if len(names) - len(new) < len(self._settled) + len(self._living) + len(self._unread):  # some are gone
-            self._settled &= names
-            self._dead &= names
-            for name in self._living.keys() - names:
-                self._forget(name)
-            for known in (self._unread, self.ignored):
+            for some in (self._settled, self._dead, self._unread):
+                some &= names
+            for known in (self._living, self.ignored):
                 for name in known.keys() - names:
                     del known[name]
-            self._in_order = None
-        if new:
-            self._in_order = None
+            self._files = {entry.file: entry for entry in self._living.values()}
         self._unfinished = {name for name in new if _UNFINISHED.fullmatch(name)}
-        numbers = []
-        for name in new - self._unfinished:
-            if match := _NAME.fullmatch(name):
-                self._unread[name] = int(match[1])
-                numbers.append(int(match[1]))
-            else:
-                self._settled.add(name)
-        for number in sorted(numbers):
+        found = {name for name in new if _NAME.fullmatch(name)}
+        self._unread |= found
+        self._settled |= new - found - self._unfinished
+        for number in sorted(map(_number, found)):
             if self.next_number <= number < self.next_number + _LARGEST_GAP:
                 self.next_number = number + 1
 
@@ -218,10 +203,7 @@ class Entries:
         """
         self.refresh()
         known = self._living.keys() | self.ignored.keys()
-        for name in (
-            *sorted(self._unread, key=self._unread.__getitem__),
-            *(known if ask is None else known & set(ask)),
-        ):
+        for name in (*sorted(self._unread, key=_number), *(known if ask is None else known & set(ask))):
             self.ask(name)
         living = self.living
         if len(living) > MOST_CLAIMS and not living[0].nb_gpus:
@@ -239,10 +221,7 @@ class Entries:
 
     def listed(self) -> list[tuple[int, str]]:
         """Return numbers and names, in order, of what may live by the latest listing."""
-        if self._in_order is None:
-            known = ((entry.number, name) for name, entry in self._living.items())
-            self._in_order = sorted([*known, *((number, name) for name, number in self._unread.items())])
-        return self._in_order
+        return sorted((_number(name), name) for name in (*self._living, *self._unread))
 
     def dead(self) -> Iterator[Entry]:
         """Yield the dead entries that can be read, as of the latest look; of very many only some."""
@@ -275,22 +254,16 @@ class Entries:
         Raises:
             StateDirError: it cannot be opened though its owner allows it.
         """
-        self._unread.pop(name, None)
+        self._unread.discard(name)
         self.ignored.pop(name, None)
         found = self._found(name)
         if found is not None:
-            self._living[name] = self._read_once[found.file] = found
+            self._living[name] = self._files[found.file] = found
             self._settled.discard(name)
         else:
-            self._forget(name)
+            self._living.pop(name, None)
             self._settled.add(name)
-            self._in_order = None
         return found
-
-    def _forget(self, name: str) -> None:
-        entry = self._living.pop(name, None)
-        if entry is not None:
-            self._read_once.pop(entry.file, None)
 
     def known(self, name: str) -> Entry | None:
         """Return the entry of this name, which lived when it was asked last; it is asked if it never was."""
@@ -299,36 +272,25 @@ class Entries:
     def _found(self, name: str) -> Entry | None:
         """Return the living entry of this name; None if it is dead or gone, or counts for nothing."""
         try:
-            fd = open_entry(self.directory, name)
+            with open_to_read(name, os.O_NOFOLLOW, self.directory.fd) as file:
+                if is_locked(file.fileno()):
+                    return self._living.get(name) or self._content(file.fileno(), name)
+            self._dead.add(name)
         except FileNotFoundError:
-            return None
+            pass
         except OSError as err:
             if err.errno not in _NOT_AN_ENTRY:
                 raise self.directory.error(name, err) from err
             self.ignored[name] = str(err.strerror)
-            return None
-        try:
-            if is_locked(fd):
-                return self._content(fd, name)
-            self._dead.add(name)
         except _NONSENSE as err:
             self.ignored[name] = f"nonsense: {err}"
-        finally:
-            os.close(fd)
         return None
 
     def _read(self, name: str) -> Entry | None:
         """Return what a dead entry says; None if it cannot be read."""
-        try:
-            fd = open_entry(self.directory, name)
-        except OSError:
-            return None
-        try:
-            return self._content(fd, name)
-        except _NONSENSE:
-            return None
-        finally:
-            os.close(fd)
+        with suppress(OSError, *_NONSENSE), open_to_read(name, os.O_NOFOLLOW, self.directory.fd) as file:
+            return self._content(file.fileno(), name)
+        return None
 
     def _content(self, fd: int, name: str) -> Entry:
         """Return what an open entry says; one of ``_NONSENSE`` if it counts for nothing."""
@@ -336,8 +298,8 @@ class Entries:
         if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o022 or status.st_size > LONGEST_FILE:
             raise ValueError(f"mode {status.st_mode:o}, {status.st_size} bytes")
         file = status.st_dev, status.st_ino
-        if (known := self._read_once.get(file)) is not None:
-            return known if known.name == name else known._replace(number=int(name.partition(".")[0]), name=name)
+        if status.st_nlink > 1 and file in self._files:  # the number of a file that is gone may be used again
+            return self._files[file]._replace(number=_number(name), name=name)
         uid = -1 if procfs.is_unknown_user(status.st_uid) else status.st_uid
         return Entry.read(name, uid, file, os.pread(fd, LONGEST_FILE, 0))
 
@@ -349,6 +311,10 @@ class Entries:
         (uid, number), *_ = owners.most_common(1) or [(0, 0)]
         what = f"{self.directory.path} has {len(names)} names, of which {number} are of {procfs.user_name(uid)}, who "
         return refusal(f"{what}or root must remove them", self.directory.path, errno.EMLINK)
+
+
+def _number(name: str) -> int:
+    return int(name.partition(".")[0])
 
 
 def living_entries(state_dir: str, name: str, ignored: list[str] | None = None) -> list[Entry]:
@@ -379,7 +345,11 @@ def _ignored(directory: Directory, ignored: Mapping[str, str]) -> str:
     return procfs.printable(f"{directory.path}/{name} counts for nothing ({why[:_LONGEST_CAUSE]}){more}")
 
 
-_this_process: dict[int, dict[str, Any]] = {}  # what does not change, by the pid: a forked child has another
+@cache
+def _said_always(pid: int) -> dict[str, Any]:
+    """Return what does not change of a process, which is this one; a forked child has another pid."""
+    started, namespace = procfs.start_time(pid) or 0, procfs.pid_namespace() or 0
+    return {"pid": pid, "start": started, "pidns": namespace, "host": os.uname().nodename}
 
 
 def said_by_this_process(job: str | None, command: str | None = None) -> dict[str, Any]:
@@ -389,17 +359,8 @@ def said_by_this_process(job: str | None, command: str | None = None) -> dict[st
         job: the batch job, for people.
         command: of what this process will execute, for people; None: of this process itself.
     """
-    pid = os.getpid()
-    if pid not in _this_process:
-        _this_process.clear()
-        _this_process[pid] = {
-            "pid": pid,
-            "start": procfs.start_time(pid) or 0,
-            "pidns": procfs.pid_namespace() or 0,
-            "host": os.uname().nodename,
-        }
     return {
-        **_this_process[pid],
+        **_said_always(os.getpid()),
         "job": procfs.well_formed(job or ""),
         "command": procfs.well_formed(command or own_command() or ""),
     }
@@ -424,24 +385,25 @@ def make_entry(directory: Directory, number: int, said: Mapping[str, Any], *, by
             fd = os.open(temporary, OPEN_FILE | os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=directory.fd)
         except OSError as err:
             raise directory.error(temporary, err) from err
-        held = Held(fd, by_children=by_children, unlock=unlock)
+        held, made = Held(fd, by_children=by_children, unlock=unlock), False
         try:
             if os.write(fd, data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             lock(fd)
             os.fchmod(fd, 0o644)  # now that nobody else can lock it first
             os.rename(temporary, name, src_dir_fd=directory.fd, dst_dir_fd=directory.fd)
-            if directory.still_has(name, held.file):
+            made = directory.still_has(name, held.file)  # else the directory's owner has put another file there
+            if made:
                 return name, held
-            held.release()  # the owner of the directory has put another file there
-        except BaseException as err:
-            with suppress(OSError):
-                os.unlink(temporary, dir_fd=directory.fd)
-            held.release()
-            if isinstance(err, OSError) and not isinstance(err, FileNotFoundError | FileExistsError):
-                raise directory.error(temporary, err) from err
-            if not isinstance(err, OSError):
-                raise
+        except (FileNotFoundError, FileExistsError):
+            pass
+        except OSError as err:
+            raise directory.error(temporary, err) from err
+        finally:
+            if not made:
+                with suppress(OSError):
+                    os.unlink(temporary, dir_fd=directory.fd)
+                held.release()
     what = f"what is made in {directory.path} is removed at once, by its owner or a cleaner"
     raise refusal(what, directory.path, errno.ENOENT)
 
@@ -454,20 +416,15 @@ def remove_entry(directory: Directory, name: str, held: Held) -> None:
 
 def is_alive(directory: Directory, name: str) -> bool:
     """Return whether an entry still lives, as one who waits asks again and again."""
-    try:
-        fd = open_entry(directory, name)
-    except OSError:
-        return False
-    try:
-        return is_locked(fd)
-    finally:
-        os.close(fd)
+    with suppress(OSError), open_to_read(name, os.O_NOFOLLOW, directory.fd) as file:
+        return is_locked(file.fileno())
+    return False
 
 
 def sleep_until_dead(directory: Directory, name: str, seconds: float | None) -> None:
     """Sleep until an entry is given back, or for that many seconds."""
     try:
-        held = read_lock(open_entry(directory, name), fcntl.flock)
+        held = read_lock(os.open(name, OPEN_FILE, dir_fd=directory.fd), fcntl.flock)
     except OSError:
         return
     try:
@@ -476,8 +433,3 @@ def sleep_until_dead(directory: Directory, name: str, seconds: float | None) -> 
         pass  # no room for a lock: who waits looks again
     finally:
         held.leave()
-
-
-def open_entry(directory: Directory, name: str) -> int:
-    """Open an entry for reading; OSError as of open(2)."""
-    return os.open(name, OPEN_FILE, dir_fd=directory.fd)

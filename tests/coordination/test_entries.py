@@ -474,7 +474,7 @@ def test_no_claim_is_left_out_where_it_cannot_be_read(claims: Directory, monkeyp
     entries = Entries(claims)
     for code in (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM):
         with monkeypatch.context() as patch:
-            patch.setattr(entry_module, "open_entry", lambda *one, code=code: fail_by(code))
+            patch.setattr(entry_module, "open_to_read", lambda *one, code=code: fail_by(code))
             with pytest.raises(StateDirError) as raised:
                 entries.look()
         assert raised.value.errno == code

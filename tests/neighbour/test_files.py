@@ -57,7 +57,7 @@ class Cost:
         self._opened = -1
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
-        locked, opened = Host.locked, entry_module.open_entry
+        locked, opened = Host.locked, entry_module.open_to_read
 
         @contextmanager
         def timed(host: Host, *arguments: Any) -> Iterator[None]:
@@ -70,12 +70,12 @@ class Cost:
                     self.opened.append(self._opened)
                     self._opened = -1
 
-        def count(*arguments: Any) -> int:
+        def count(*arguments: Any) -> Any:
             self._opened += self._opened >= 0
             return opened(*arguments)
 
         patch.setattr(Host, "locked", timed)
-        patch.setattr(entry_module, "open_entry", count)
+        patch.setattr(entry_module, "open_to_read", count)
 
 
 def said(part: str, uuids: list[str]) -> bytes:

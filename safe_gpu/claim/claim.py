@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..coordination.directory import Place, unlink_in
+from ..coordination.directory import Place
 from ..coordination.doors import Doors, digest
 from ..coordination.entry import make_entry
 from ..coordination.history import append, claim_line, end_line
@@ -168,4 +168,5 @@ class Claim:
         if self.stays and (line := claim_line(self._said, uid=os.geteuid())):
             ended = round(self.since + time.clock_gettime(time.CLOCK_BOOTTIME) - self._began, 3)
             append([line, end_line(self._said["pid"], self.since, ended, ended)], time.time(), state_dir)
-        unlink_in(state_dir.fd, "claims", self._name)
+        with suppress(OSError):  # no file of this name exists elsewhere, whatever the owner makes of claims
+            os.unlink(f"claims/{self._name}", dir_fd=state_dir.fd)

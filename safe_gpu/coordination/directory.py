@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 from ..errors import StateDirError
 from ..host.file_systems import NETWORK_TYPES, file_system_at
 from .held import Held
-from .state_dir import refusal, refusal_of_error, refusal_of_status, under_file_lease
+from .state_dir import refusal, refusal_of_error, refusal_of_status
 
 PARTS = ("claims", "queue", "faults", "history")
 """The directories in the state directory."""
@@ -74,7 +74,7 @@ class SharedDirectory:
                     raise
                 make_directory(path, self.path, parent)
             except OSError as err:
-                raise _why_not_opened(path, self.path, parent, err) from err
+                raise refusal_of_error(self.path, err) from err
         status = os.fstat(self.fd)
         self.file, self.is_large = (status.st_dev, status.st_ino), status.st_size > _ONE_BLOCK
         kind = file_system_at(self.path, status.st_dev).kind if above is None else ""
@@ -153,10 +153,8 @@ class SharedDirectory:
                     raise
                 self._make_file(name)
                 continue
-            except BlockingIOError as err:
-                raise under_file_lease(path, os.stat(name, dir_fd=self.fd, follow_symlinks=False)) from err
             except OSError as err:
-                raise self._why_not_opened(name, err) from err
+                raise self.error(name, err) from err
             status = os.fstat(fd)
             if is_everybodys(status):
                 return fd, status
@@ -198,13 +196,6 @@ class SharedDirectory:
         """Return whether it was removed since it was opened. Nothing can be made in it then."""
         return os.fstat(self.fd).st_nlink == 0
 
-    def _why_not_opened(self, name: str, err: OSError) -> StateDirError:
-        with suppress(OSError):
-            status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
-            if not is_everybodys(status):
-                return refusal_of_status(os.path.join(self.path, name), status)
-        return self.error(name, err)
-
     def error(self, name: str, err: OSError) -> StateDirError:
         """Return why a file in it cannot be opened or made."""
         return refusal_of_error(os.path.join(self.path, name), err, closed="ask its owner or root to remove this name")
@@ -223,24 +214,11 @@ class Directory(SharedDirectory):
     """
 
     def __init__(self, state_dir: str | SharedDirectory | Place, name: str, *, make: bool = True) -> None:
-        self._opened: SharedDirectory | None = None
-        while True:
-            if isinstance(state_dir, str):
-                self._opened = SharedDirectory(state_dir, make=make)
-            above = self._opened if isinstance(state_dir, str) else state_dir
-            try:
-                super().__init__(name, above, make=make)
-                return
-            except BaseException as err:
-                was_removed = self._opened is not None and self._opened.is_removed()
-                self.close()
-                if not (make and was_removed and isinstance(err, StateDirError)):  # else a cleaner was faster
-                    raise
-
-    def close(self) -> None:
-        super().close()
-        if self._opened is not None:
-            self._opened.close()
+        if not isinstance(state_dir, str):
+            super().__init__(name, state_dir, make=make)
+            return
+        with SharedDirectory(state_dir, make=make) as above:
+            super().__init__(name, above, make=make)
 
 
 def file_at(path: str, above: int | None = None) -> tuple[int, int] | None:
@@ -255,16 +233,6 @@ def file_at(path: str, above: int | None = None) -> tuple[int, int] | None:
 def is_everybodys(status: os.stat_result) -> bool:
     """Return whether it is a regular file that everybody may write."""
     return status.st_mode == stat.S_IFREG | 0o666
-
-
-def unlink_in(above: int, part: str, name: str) -> None:
-    """Remove a name from a directory below the one whose descriptor this is, if this user may, and if it is there."""
-    with suppress(OSError):
-        fd = os.open(part, OPEN_DIR, dir_fd=above)
-        try:
-            os.unlink(name, dir_fd=fd)
-        finally:
-            os.close(fd)
 
 
 def make_directory(name: str, path: str, parent: int | None) -> None:
@@ -311,11 +279,3 @@ def _open_to_all(name: str, parent: int | None) -> None:
         os.fchmod(fd, DIR_MODE)
     finally:
         os.close(fd)
-
-
-def _why_not_opened(name: str, path: str, parent: int | None, err: OSError) -> StateDirError:
-    """Return why a directory cannot be opened, and what to do; the arguments are those of :func:`make_directory`."""
-    with suppress(OSError):
-        if stat.S_ISLNK(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
-            err = OSError(errno.ELOOP, os.strerror(errno.ELOOP))  # O_DIRECTORY answers ENOTDIR
-    return refusal_of_error(path, err)

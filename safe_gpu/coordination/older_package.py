@@ -21,7 +21,7 @@ from ..host import procfs
 from ..settings import variables as settings
 from .directory import OPEN_FILE, make_directory
 from .locks import ReadLock, read_lock
-from .state_dir import under_file_lease
+from .state_dir import refusal_of_error
 
 if TYPE_CHECKING:
     from .signals import DeferredSignals
@@ -110,7 +110,7 @@ def _open(*, create: bool) -> int | None:
     except FileNotFoundError:
         return None
     except BlockingIOError as err:
-        raise under_file_lease(LOCK_FILE, os.stat(LOCK_FILE, follow_symlinks=False)) from err
+        raise refusal_of_error(LOCK_FILE, err) from err
     finally:
         if directory >= 0:
             os.close(directory)

@@ -51,46 +51,34 @@ def refusal(what: str, path: str, code: int | None, way_out: str = "") -> StateD
 
 
 def refusal_of_error(path: str, err: OSError, *, verb: str = "opened", closed: str = "") -> StateDirError:
-    """Return why it cannot be opened or made. ``closed`` is the way out of one that is closed to this user."""
-    what, way_out = f"{path} cannot be {verb} ({err.strerror})", ""
+    """Return why it cannot be opened or made. ``closed`` is the way out of one that is not what it should be."""
+    what, way_out = f"{path} cannot be {verb} ({err.strerror})", closed
     if err.errno in (errno.ELOOP, errno.EMLINK):
-        what, way_out = f"{path} is a symbolic link, which is never followed", closed
+        what = f"{path} is a symbolic link, which is never followed"
     elif err.errno == errno.ENOTDIR and verb == "opened":
-        what = f"{path} is not a directory"
+        what = f"{path} is not a directory, or it is a symbolic link, which is never followed"
+    elif err.errno == errno.EWOULDBLOCK:
+        what, way_out = f"{path} is kept under a file lease (F_SETLEASE)", "ask its owner or root to end that"
     elif err.errno in (errno.EACCES, errno.EPERM) and verb == "opened":
-        what, way_out = f"{path} is closed to user {os.geteuid()} ({err.strerror})", closed
+        what = f"{path} is closed to user {os.geteuid()} ({err.strerror})"
     elif err.errno in (errno.ENOSPC, errno.EDQUOT):
         what, way_out = f"no room for {path} ({err.strerror})", "free some space there"
     elif err.errno in (errno.EMFILE, errno.ENFILE):
         way_out = "let this process open more (ulimit -n)"
     elif err.errno == errno.EROFS:
-        what = f"{path} is on a read-only file system"
+        what, way_out = f"{path} is on a read-only file system", ""
     return refusal(what, path, err.errno, way_out)
 
 
 def refusal_of_status(path: str, status: os.stat_result) -> StateDirError:
     """Return why a file of this kind, or with this mode, is not used."""
+    names = f"{status.st_nlink} names (hard links) and " if status.st_nlink > 1 else ""
+    what = f"{path} has {names}mode {stat.S_IMODE(status.st_mode):04o} in place of 0666, so it may be somebody's file"
+    what += " from elsewhere, which is not to be written to"
+    if not stat.S_ISREG(status.st_mode):
+        what = f"{path} is not a regular file"
     way_out = f"ask its owner {procfs.user_name(status.st_uid)} or root to remove this name"
-    if stat.S_ISLNK(status.st_mode):
-        what, code = f"{path} is a symbolic link, which is never followed", errno.ELOOP
-    elif not stat.S_ISREG(status.st_mode):
-        what, code = f"{path} is not a regular file", errno.EINVAL
-    else:
-        mode, code = stat.S_IMODE(status.st_mode), errno.EPERM
-        names = f"{status.st_nlink} names (hard links) and " if status.st_nlink > 1 else ""
-        what = f"{path} has {names}mode {mode:04o} in place of 0666, so it may be somebody's file from elsewhere, which"
-        what += " is not to be written to"
-    return refusal(what, path, code, way_out)
-
-
-def under_file_lease(path: str, status: os.stat_result) -> StateDirError:
-    """Return why it cannot be opened now: a file lease (F_SETLEASE in fcntl(2)), which only its owner or root can
-    take."""
-    user = procfs.user_name(status.st_uid)
-    pids = procfs.flock_holders({status.st_ino}).get(status.st_ino, [])
-    by = f", by process {pids[0]}" if pids else ""
-    what = f"{path} is kept under a file lease (F_SETLEASE) by its owner {user}{by}"
-    return refusal(what, path, errno.EWOULDBLOCK, f"ask {user} or root to end that")
+    return refusal(what, path, errno.EPERM, way_out)
 
 
 def setup_command(path: str) -> str:

@@ -17,7 +17,6 @@ import pytest
 from support.actor import Actor
 from support.traced import CAN_TRACE, each_point
 
-from safe_gpu.coordination import directory as directory_module
 from safe_gpu.coordination import entry as entry_module
 from safe_gpu.coordination import locks as locks_module
 from safe_gpu.coordination.directory import Directory
@@ -505,19 +504,3 @@ def test_who_makes_one_begins_again_where_it_was_removed(claims: Directory, monk
 
 
 # The directory
-
-
-def test_a_state_directory_that_is_removed_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-    real = directory_module.make_directory
-
-    def make(name: str, path: str, parent: int | None) -> None:
-        made.append(name)
-        if len(made) in (2, 4):
-            os.rmdir(tmp_path / "state")
-        real(name, path, parent)
-
-    monkeypatch.setattr(directory_module, "make_directory", make)
-    with Directory(str(tmp_path / "state"), "claims") as claims:
-        assert os.path.samestat(os.fstat(claims.fd), os.stat(claims.path))
-    assert len(made) == 6

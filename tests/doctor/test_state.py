@@ -43,7 +43,7 @@ def test_a_directory_in_use_passes(used: Path) -> None:
         ("mv $PWD $PWD.moved && ln -s $PWD.moved $PWD", "failed", "symbolic link"),
         ("rm -r $PWD && touch $PWD", "failed", "not a directory"),
         ("chmod 755 claims", "warning", "claims has mode 0755"),
-        ("rm -r history && ln -s /tmp history", "failed", "history is a symbolic link"),
+        ("rm -r history && ln -s /tmp history", "failed", "history is not a directory, or it is a symbolic link"),
         ("chmod 600 host.lock", "failed", "mode 0600 in place of 0666"),
         ("ln -sf /etc/passwd host.lock", "failed", "is a symbolic link"),
         ("rm host.lock && mkdir host.lock", "failed", "not a regular file"),

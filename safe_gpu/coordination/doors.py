@@ -28,8 +28,6 @@ _PROTOCOL = "safe-gpu/1/"  # what all names begin with, after a NUL byte
 _LENGTH = 49  # bytes of a name at least; the columns of /proc/net/unix cannot be imitated by names of this length
 _TAILS = [f".{part}".encode() for part in range(MOST_PARTS)]
 
-_SPARE = 8  # descriptors that are left to the program: where the limit is that low, entries have to do
-
 
 class Doors:
     """The doors that one claim holds. Those of a GPU are taken all or none.
@@ -172,8 +170,6 @@ def _bound(name: bytes, above: int) -> Held | None:
 
     one = socket(AF_UNIX, SOCK_DGRAM)
     try:
-        if 0 < os.sysconf("SC_OPEN_MAX") <= one.fileno() + _SPARE:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         one.bind(name)
         one.shutdown(SHUT_RDWR)  # or datagrams of anybody, with descriptors in them, would queue up in it
         if one.fileno() > above:

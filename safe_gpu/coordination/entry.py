@@ -26,7 +26,7 @@ from ..host import procfs
 from ..host.commands import own_command
 from ..host.decoding import LONGEST_FILE, as_int, as_list, as_seconds, as_text
 from ..host.foreign_files import open_to_read
-from .directory import OPEN_FILE, Directory
+from .directory import OPEN_FILE, Directory, SharedDirectory
 from .held import Held
 from .locks import is_locked, lock, read_lock, unlock
 from .signals import DeferredSignals
@@ -414,7 +414,7 @@ def remove_entry(directory: Directory, name: str, held: Held) -> None:
         held.release(partial(os.unlink, name, dir_fd=directory.fd))
 
 
-def is_alive(directory: Directory, name: str) -> bool:
+def is_alive(directory: SharedDirectory, name: str) -> bool:
     """Return whether an entry still lives, as one who waits asks again and again."""
     with suppress(OSError), open_to_read(name, os.O_NOFOLLOW, directory.fd) as file:
         return is_locked(file.fileno())

@@ -77,18 +77,16 @@ def write_fault(state_dir: str, uuid: str, fault: GpuFault) -> None:
     """
     error = procfs.printable(procfs.well_formed(fault.error))[:_MOST_CHARACTERS]
     line = json.dumps({"when": round(fault.when, 3), "error": error}, ensure_ascii=False).encode() + b"\n"
-    name = _own_name(uuid)
-    temporary = f".{name}"  # one for each note: what a killed process has left there is replaced
     with Directory(state_dir, _DIRECTORY) as directory:
         with suppress(FileNotFoundError):
-            os.unlink(temporary, dir_fd=directory.fd)
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=directory.fd)
+            os.unlink(_own_name(uuid), dir_fd=directory.fd)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        fd = os.open(_own_name(uuid), flags, 0o600, dir_fd=directory.fd)
         try:
             os.fchmod(fd, 0o644)
             os.write(fd, line)
         finally:
             os.close(fd)
-        os.rename(temporary, name, src_dir_fd=directory.fd, dst_dir_fd=directory.fd)
 
 
 def clear_fault(state_dir: str, uuid: str) -> None:

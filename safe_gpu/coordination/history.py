@@ -100,16 +100,13 @@ def append(lines: Iterable[bytes], now: float, state_dir: SharedDirectory | Plac
 
 
 def _append(directory: Directory, name: str, data: bytes, now: float) -> bool:
-    flags = OPEN_FILE | os.O_WRONLY | os.O_APPEND
     try:
-        try:
-            fd, status = directory.open_known(name, flags)
-        except FileNotFoundError:
-            fd, status = directory.open_known(name, flags, make=True)
-            _remove_old(directory, now)
+        fd, status = directory.open_known(name, OPEN_FILE | os.O_WRONLY | os.O_APPEND, make=True)
     except StateDirError:
         return False  # somebody else's, and closed: the next part takes it
     try:
+        if not status.st_size:
+            _remove_old(directory, now)
         return status.st_size < LARGEST and os.write(fd, data) == len(data)
     except OSError:
         return False

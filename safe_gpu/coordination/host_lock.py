@@ -6,6 +6,7 @@ reads entries does not take it.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
 from collections.abc import Iterator
@@ -137,7 +138,7 @@ class Host:
         assert directory is not None
         while True:
             fd, status = directory.open_known(HOST_LOCK, make=True)
-            held = Held(fd, file=(status.st_dev, status.st_ino), unlock=unlock_file)
+            held = Held(fd, file=(status.st_dev, status.st_ino), unlock=_unlock)
             try:
                 pauses, holders = _pauses(), []
                 while not lock_file(fd, self.path):
@@ -156,32 +157,24 @@ class Host:
 
     def _timeout(self, holders: list[tuple[int | None, bool]]) -> LockTimeout:
         """Return the error of a wait whose last tries found these holders, as of :func:`_holder`."""
-        path = os.path.join(self.path, "host.lock")
+        path = os.path.join(self.path, HOST_LOCK)
         pid, running = holders[-1]
         load, cpus = os.getloadavg()[0], os.cpu_count() or 1
-        if running or len(set(holders)) > 1 or (pid is None and load > 2 * cpus):
-            cause = f"the host is overloaded (load {load:.0f}, CPUs: {cpus})"
-            return LockTimeout(
-                f"{path} could not be taken in time, and no process keeps it: "
-                f"{cause if load > cpus else 'too many processes use it at once'}; try again, with a longer timeout",
-                path=path,
-                overloaded=True,
-            )
-        if pid is None:
-            return LockTimeout(
-                f"{path} is locked by a process that cannot be seen from here (in another container?): try again, and "
-                "if it stays, end the process that holds it",
-                path=path,
-            )
-        user = procfs.user_of(pid)
-        stopped = ", which is stopped: continue or end it" if procfs.is_stopped(pid) else ": try again, or end it"
-        command = program_names(procfs.arguments_of(pid)) or "?"  # others read it, on a page too
-        return LockTimeout(
-            f"{path} is held by process {pid} of {user or 'unknown'} ({command}){stopped}",
-            path=path,
-            pid=pid,
-            user=user,
-        )
+        overloaded = running or len(set(holders)) > 1 or (pid is None and load > 2 * cpus)
+        user = None
+        if overloaded:
+            pid = None
+            what = "could not be taken in time, and no process keeps it: the host is overloaded "
+            what += f"(load {load:.0f}, CPUs: {cpus}); try again, with a longer timeout"
+        elif pid is None:
+            what = "is locked by a process that cannot be seen from here (in another container?): try again, and if it "
+            what += "stays, end that process"
+        else:
+            user = procfs.user_of(pid)
+            command = program_names(procfs.arguments_of(pid)) or "?"  # others read it, on a page too
+            way_out = ", which is stopped: continue" if procfs.is_stopped(pid) else ": try again,"
+            what = f"is held by process {pid} of {user or 'unknown'} ({command}){way_out} or end it"
+        return LockTimeout(f"{path} {what}", path=path, pid=pid, user=user, overloaded=overloaded)
 
 
 def _claims_in(above: SharedDirectory) -> Directory:
@@ -212,13 +205,9 @@ def lock_file(fd: int, path: str) -> bool:
         ) from err
 
 
-def unlock_file(fd: int) -> None:
+def _unlock(fd: int) -> None:
     """Give the lock back before closing: a child forked meanwhile holds a copy of the descriptor and would keep it."""
-    try:
-        from filelock import unlock_descriptor
-    except ImportError:
-        return  # then nothing could be locked
-    unlock_descriptor(fd)
+    fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def _pauses() -> Iterator[float]:

@@ -8,17 +8,17 @@ from contextlib import suppress
 from ..errors import StateDirError
 from ..host.procfs import user_name
 from .directory import DIR_MODE, HOST_LOCK, PARTS, Directory, SharedDirectory, is_everybodys
-from .entry import Entries
+from .entry import is_alive, living_entries
 from .state_dir import setup_command
 
-_OF_ENTRIES = re.compile(r"[0-9]*\.[0-9a-f]{16}")
-
 _REMOVED = {
-    "faults": re.compile(r".+\.[0-9]+"),
-    "history": re.compile(r".+\.(seen|idle)|\..+"),
-    ".": re.compile(rf"{re.escape(HOST_LOCK)}|\..+"),
+    "claims": r"[0-9]*\.[0-9a-f]{16}",
+    "queue": r"[0-9]*\.[0-9a-f]{16}",
+    "faults": r".+\.[0-9]+",
+    "history": r".+\.(seen|idle)|\..+",
+    ".": rf"{re.escape(HOST_LOCK)}|\..+",
 }
-"""What goes of each directory: all that is of no use without it, and what was in the making."""
+"""What goes of each directory, unless it is an entry that lives: what is of no use without it, or was in the making."""
 
 
 def examine(path: str) -> list[str]:
@@ -75,10 +75,7 @@ def in_use(path: str) -> tuple[list[str], int]:
     Raises:
         StateDirError: it cannot be read.
     """
-    living = []
-    for part in ("claims", "queue"):
-        with suppress(FileNotFoundError), Directory(path, part, make=False) as directory:
-            living += Entries(directory).look()
+    living = [*living_entries(path, "claims"), *living_entries(path, "queue")]
     claimed = {uuid for entry in living if not entry.nb_gpus for uuid in entry.gpus}
     return sorted(claimed), sum(entry.nb_gpus > 0 for entry in living)
 
@@ -108,20 +105,8 @@ def remove(path: str, *, carry_out: bool) -> list[str]:
 
 def _rest(directory: SharedDirectory, part: str, carry_out: bool) -> set[str]:
     """Return the names that stay in a directory, and remove the others if that is to be."""
-    if isinstance(directory, Directory) and part not in _REMOVED:
-        entries = Entries(directory)
-        kept = {entry.name for entry in entries.look()} | entries.ignored.keys()
-        if carry_out:
-            entries.remove_dead()
-            return directory.names()
-        return {name for name in directory.names() if name in kept or not _OF_ENTRIES.fullmatch(name)}
-    gone = {name for name in directory.names() if _REMOVED[part].fullmatch(name) and _is_file(directory, name)}
-    if carry_out:
-        for name in gone:
-            os.unlink(name, dir_fd=directory.fd)
-        return directory.names()
-    return directory.names() - gone
-
-
-def _is_file(directory: SharedDirectory, name: str) -> bool:
-    return not stat.S_ISDIR(os.stat(name, dir_fd=directory.fd, follow_symlinks=False).st_mode)
+    names = directory.names()
+    gone = {name for name in names if re.fullmatch(_REMOVED[part], name) and not is_alive(directory, name)}
+    for name in gone if carry_out else ():
+        os.unlink(name, dir_fd=directory.fd)
+    return names - gone

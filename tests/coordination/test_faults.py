@@ -88,14 +88,6 @@ def test_a_directory_that_cannot_be_used_has_no_notes(place: str, tmp_path: Path
         write_fault(place, UUID, GpuFault(1.0, "bad"))
 
 
-def test_what_a_killed_process_left_is_replaced(place: str) -> None:
-    write_fault(place, UUID, GpuFault(1.0, "bad"))
-    path(place).with_name(f".{path(place).name}").write_text("half")
-    write_fault(place, UUID, GpuFault(2.0, "bad"))
-    assert read_faults(place, [UUID]) == {UUID: GpuFault(2.0, "bad")}
-    assert os.listdir(Path(place, "faults")) == [path(place).name]
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users")
 def test_each_user_has_a_note_of_its_own(place: str, as_user: Any) -> None:
     now = round(time.time())

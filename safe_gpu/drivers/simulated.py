@@ -20,7 +20,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import stat
 from collections.abc import Container, Sequence
 from contextlib import ExitStack, suppress
 from itertools import count
@@ -192,8 +191,12 @@ class SimulatedDriver(Driver):
     def _usage(self, uuids: Container[str]) -> dict[str, _Usage]:
         """Return what lives on these devices; idle ones are left out."""
         usage: dict[str, _Usage] = {}
-        if not os.path.lexists(os.path.join(*self._place[:2])) and _is_directory(self._place[0]):
-            return usage  # nobody has used it: nothing is opened
+        try:
+            os.lstat(os.path.join(*self._place[:2]))
+        except FileNotFoundError:  # nobody has used it: nothing is opened
+            return usage
+        except OSError:
+            pass  # the rest says why
         with DeferredSignals():
             try:
                 tree = self._open_tree()
@@ -284,13 +287,6 @@ class SimulatedDriver(Driver):
 
     def host_topology(self) -> HostTopology:
         return self._host.topology
-
-
-def _is_directory(path: str) -> bool:
-    try:
-        return stat.S_ISDIR(os.lstat(path).st_mode)
-    except FileNotFoundError:
-        return True  # it will be one
 
 
 def _tree_of(state_dir: str | None) -> tuple[str, ...]:

@@ -230,12 +230,12 @@ _risks: dict[tuple[int, str], bool] = {}
 
 
 def _risks_for_root(environ: Mapping[str, str]) -> list[str]:
-    given = [name for name in _PATHS if environ.get(name, "").startswith("/")]
+    given, user = [name for name in _PATHS if environ.get(name, "").startswith("/")], os.geteuid()
     return [
         f"{name}={environ[name]}: other users can change what root reads there; unset {name}, and start this with a "
         "clean environment"
         for name in given
-        if _is_risk_for_root(os.geteuid(), environ[name])
+        if _is_risk_for_root(user, environ[name])
     ]
 
 

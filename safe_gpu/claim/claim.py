@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..coordination.directory import Place
 from ..coordination.doors import Doors, digest
 from ..coordination.entry import make_entry
+from ..coordination.held import keep_across_exec
 from ..coordination.history import append, claim_line, end_line
 from ..coordination.signals import DeferredSignals
 from ..gpus.devices import Gpu, HostSnapshot
@@ -131,9 +132,7 @@ class Claim:
     def keep_across_exec(self) -> None:
         """Keep all that is held across exec(2) of this process."""
         with DeferredSignals():
-            for held in (self._entry, self._kept):
-                if held is not None:
-                    held.keep_across_exec()
+            keep_across_exec(filter(None, (self._entry, self._kept)))
             self.doors.keep_across_exec()
 
     def release_older(self) -> None:

@@ -256,7 +256,7 @@ class HostView:
     def see(self, living: Iterable[Entry]) -> None:
         """Take over who holds what by a listing. Nobody is asked, since host.lock may be held."""
         self.claims = Claims(living)
-        self.held = self.claims.holders(self.inside, told=False, uuids=[gpu.uuid for gpu in self.snapshot.gpus])
+        self.held = self.claims.holders(self.inside, told=False)
         shared = {uuid: holder for uuid, holder in self.held.items() if holder.sharers}
         usable = {gpu.uuid for gpu in self.usable}
         self.shared = {uuid: holder for uuid, holder in shared.items() if self.share is not None and uuid in usable}
@@ -269,7 +269,7 @@ class HostView:
 
     def strangers(self, gpu: Gpu, processes: list[GpuProcess]) -> list[GpuProcess]:
         """Return those of these processes on a GPU of this claim that are of no claim that shares it now."""
-        holder = Claims(living_claims()).holders(told=False, uuids=[gpu.uuid]).get(gpu.uuid)
+        holder = Claims(living_claims()).holders(told=False).get(gpu.uuid)
         return strangers(processes, holder.sharers if holder else (), procfs.family_of)
 
     @property

@@ -52,7 +52,7 @@ _LONGEST_CAUSE = 100  # characters of why one counts for nothing
 _NOT_AN_ENTRY = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EWOULDBLOCK, errno.EISDIR)
 
 
-_NONSENSE = (ValueError, TypeError, AttributeError, OverflowError, RecursionError)
+_NONSENSE = (ValueError, TypeError, OverflowError, RecursionError)
 
 _TEXTS = ("token", "inside", "host", "job", "command")
 _NUMBERS = ("pid", "start", "pidns")
@@ -108,9 +108,11 @@ class Entry(NamedTuple):
         """Return what a file says.
 
         Raises:
-            ValueError, TypeError, AttributeError, OverflowError, RecursionError: nonsense.
+            ValueError, TypeError, OverflowError, RecursionError: nonsense.
         """
         said = json.loads(data)
+        if not isinstance(said, dict):
+            raise TypeError("no object")
         nb_gpus, gpus, parts = as_int(said.get("nb_gpus", 0), 0, _GPUS), said.get("gpus"), said.get("parts", {})
         if nb_gpus:
             gpus = dict.fromkeys(map(str, as_list(gpus)))

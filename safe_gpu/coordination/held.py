@@ -64,10 +64,6 @@ class Held:
                 if first:
                     steps.callback(first)
 
-    def keep_across_exec(self) -> None:
-        """Let it survive exec(2), out of the way of shell redirections."""
-        keep_across_exec([self])
-
     def move(self, fd: int) -> None:
         """Hold it by a copy of its descriptor, and close the one that it had."""
         os.close(self._fd)

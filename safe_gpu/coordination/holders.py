@@ -64,17 +64,15 @@ class Claims:
         """
         return {one.parts[uuid] for one in self.on(uuid, inside) if uuid in one.parts}
 
-    def holders(self, inside: str = "", *, told: bool = True, uuids: Iterable[str] | None = None) -> dict[str, Holder]:
+    def holders(self, inside: str = "", *, told: bool = True) -> dict[str, Holder]:
         """Return UUID -> who holds it, as seen by a claim inside none, or inside the one with this hash of a token.
 
         Args:
             told: whether for people, as of :func:`holder_of`; else as of :func:`said_by`, which asks nobody.
-            uuids: of the GPUs of the host; None is all that claims name.
         """
         describe = holder_of if told else said_by
-        named = dict.fromkeys(uuid for one in self.living for uuid in one.gpus) if uuids is None else uuids
         found = {}
-        for uuid in named if self.living else ():
+        for uuid in dict.fromkeys(uuid for one in self.living for uuid in one.gpus):
             claims = self.on(uuid, inside)
             whole = next((one for one in claims if one.gpus[uuid] is None), None)
             if whole is not None:

@@ -62,18 +62,19 @@ def set_ofd_lock(fd: int, kind: int, *, wait: bool = False) -> None:
 
 def lock(fd: int) -> None:
     """Take a write lock; OSError where somebody else has locked the file."""
-    if ofd_locks():
-        set_ofd_lock(fd, fcntl.F_WRLCK)
-    else:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    _set(fd, fcntl.F_WRLCK, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def unlock(fd: int) -> None:
     """Give a lock back."""
+    _set(fd, fcntl.F_UNLCK, fcntl.LOCK_UN)
+
+
+def _set(fd: int, kind: int, instead: int, by: Callable[[int, int], object] = fcntl.flock) -> None:
     if ofd_locks():
-        set_ofd_lock(fd, fcntl.F_UNLCK)
+        set_ofd_lock(fd, kind)
     else:
-        fcntl.flock(fd, fcntl.LOCK_UN)
+        by(fd, instead)
 
 
 def is_locked(fd: int) -> bool:
@@ -128,10 +129,7 @@ class ReadLock(Held):
 
     def _try_once(self) -> bool:
         try:
-            if ofd_locks():
-                set_ofd_lock(self.fd, fcntl.F_RDLCK)
-            else:
-                self._instead(self.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            _set(self.fd, fcntl.F_RDLCK, fcntl.LOCK_SH | fcntl.LOCK_NB, self._instead)
         except (BlockingIOError, PermissionError):
             return False
         return True

@@ -21,6 +21,7 @@ from safe_gpu.coordination import entry as entry_module
 from safe_gpu.coordination import locks as locks_module
 from safe_gpu.coordination.directory import Directory
 from safe_gpu.coordination.entry import MOST_NAMES, Entries, Entry, is_alive, make_entry, remove_entry, sleep_until_dead
+from safe_gpu.coordination.held import keep_across_exec
 from safe_gpu.errors import StateDirError
 from safe_gpu.host import procfs
 
@@ -161,7 +162,7 @@ def test_it_survives_exec(claims: Directory, locks: str, eventually: Any) -> Non
     pid = os.fork()
     if pid == 0:
         _, held = make_entry(claims, 1, CLAIM, by_children=True)
-        held.keep_across_exec()
+        keep_across_exec([held])
         assert held.fd >= 500
         os.execvp("sleep", ["sleep", "infinity"])
     eventually(lambda: Path(f"/proc/{pid}/comm").read_text() == "sleep\n")
@@ -214,7 +215,7 @@ def test_death_at_any_system_call_leaves_nothing_that_counts(
 
     def work() -> None:
         name, held = make_entry(claims, Entries(claims).next_number, CLAIM, by_children=True)
-        held.keep_across_exec()
+        keep_across_exec([held])
         remove_entry(claims, name, held)
 
     points = 0

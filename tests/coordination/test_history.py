@@ -17,7 +17,7 @@ from safe_gpu.coordination.directory import Directory
 from safe_gpu.coordination.entry import Entries, Entry, make_entry
 from safe_gpu.coordination.held import Held
 from safe_gpu.host import procfs
-from safe_gpu.status.history import ClaimEnd, PastClaim, claims_between
+from safe_gpu.status.history import ClaimEnd, PastClaim, _line, claims_between
 
 NOW = 1_795_000_000.0  # in November 2026
 FILE = "2026-11.jsonl"
@@ -104,7 +104,7 @@ def test_no_room_loses_the_line(written: Path, monkeypatch: pytest.MonkeyPatch) 
 @given(pid=st.integers(1, (1 << 31) - 1), times=st.lists(TIMES, min_size=3, max_size=3).map(sorted))
 def test_an_end_is_read_as_it_was_written(pid: int, times: list[float]) -> None:
     for end in (ClaimEnd(pid, *times), ClaimEnd(pid, times[0], times[1], times[1])):
-        assert ClaimEnd.of(json.loads(history.end_line(*end))) == end
+        assert _line(history.end_line(*end)) == end
 
 
 # Entries

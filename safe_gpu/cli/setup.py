@@ -18,9 +18,8 @@ from ..host.programs import is_root, others_can_change
 from ..settings import variables as settings
 from ..wording.text import plural
 from .become import CommandError
+from .commands import EX_TRY_AGAIN
 from .output import write_whole
-
-_TRY_AGAIN = 75
 
 _MOST_NAMED = 5  # GPUs that a refusal names
 
@@ -92,7 +91,7 @@ def _refuse_if_used(path: str) -> None:
         raise CommandError(
             f"GPUs are claimed or waited for in {path}: {', '.join(found)}: keep new claims off with safe-gpu drain, "
             "and try again later",
-            code=_TRY_AGAIN,
+            code=EX_TRY_AGAIN,
         )
 
 

@@ -154,9 +154,9 @@ def warning_about(command: Sequence[str], path: str, state_dir: str | None = Non
     """
 
     line = "".join(f"{word} " for word in command)
-    if re.match(f"{_WRAPPED}docker ", line):
-        if _is_podman(path if os.path.basename(command[0]) == "docker" else _found("docker")):
-            line = line.replace("docker ", "podman ", 1)
+    by_name = os.path.basename(command[0]) == "docker"
+    if re.match(f"{_WRAPPED}docker ", line) and _is_podman(path if by_name else _found("docker")):
+        line = line.replace("docker ", "podman ", 1)
     if os.environ.get("CONTAINER_HOST"):  # makes it a client of a service, which then starts the container
         line = line.replace("podman ", "podman --remote ", 1)
     for one in _TABLE:

@@ -10,7 +10,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..gpus.vendors import FIRST, VENDORS
-from ..wording.argument_style import as_option
+from ..wording.text import as_option
 from .output import columns
 
 if TYPE_CHECKING:

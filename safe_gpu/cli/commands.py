@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from .. import __version__, errors
 from ..errors import SafeGpuError
-from ..wording.argument_style import on_command_line
+from ..wording.text import on_command_line
 from .arguments import Parser, unknown_command, unknown_option
 from .become import CommandError
 from .output import drop, drop_errors, open_standard_streams, say, why_unwritten

@@ -24,10 +24,10 @@ from ..selection.values import is_index, names_device
 from ..selection.verdicts import users_of
 from ..settings import config as policy
 from ..settings import variables as settings
-from ..settings.durations import parse_moment
+from ..settings.durations import parse_duration, parse_moment
 from ..status.gather import gather
 from ..wording.text import clock, format_age, gpu_ranges, plural
-from .arguments import duration, gpu_list
+from .arguments import gpu_list
 from .commands import EX_TRY_AGAIN
 from .output import print_json, print_lines, say, write_whole
 
@@ -60,7 +60,7 @@ for whom the GPUs are reserved."""
     whom.add_argument("--for-group", metavar="G", help="for the users in this group")
     whom.add_argument("--for-user", metavar="U", help="for this user")
     add("--wait", action="store_true", help="then wait until nobody holds or uses them")
-    add("--timeout", type=duration, metavar="D", help="with --wait: end with 75 after this time (default inf)")
+    add("--timeout", type=parse_duration, metavar="D", help="with --wait: end with 75 after this time (default inf)")
     _add_gpus(parser)
     parser.set_defaults(handler=_drain, usage_error=parser.error)
 

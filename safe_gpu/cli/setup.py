@@ -125,15 +125,11 @@ def _lead_there(path: str, act: bool) -> Iterator[str]:
     for file, text in wanted.items():
         print(f"write {file}")
         if act:
-            _write(file, text)
-
-
-def _write(path: str, text: str) -> None:
-    directory = os.path.dirname(path)
-    os.makedirs(directory, exist_ok=True)
-    if part := others_can_change(directory):
-        raise PolicyError(f"{path} is not written: users other than root can change {part}", path=path)
-    write_whole(path, text)
+            directory = os.path.dirname(file)
+            os.makedirs(directory, exist_ok=True)
+            if part := others_can_change(directory):
+                raise PolicyError(f"{file} is not written: users other than root can change {part}", path=file)
+            write_whole(file, text)
 
 
 def _text_of(path: str) -> str | None:

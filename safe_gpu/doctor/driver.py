@@ -1,5 +1,7 @@
 """Checks of the GPUs and their driver."""
 
+import re
+
 from ..errors import NoDriverError
 from ..gpus.devices import ComputeMode, HostSnapshot, ProcessKind
 from ..gpus.vendors import VENDORS
@@ -105,11 +107,8 @@ def compute_mode(host: CheckedHost) -> Check:
 
 def mps(host: CheckedHost) -> Check:
     """Check whether the Multi-Process Service runs."""
-    servers = [
-        pid
-        for pid in procfs.pids()
-        if (procfs.command_of(pid) or "").split(" ")[0].rpartition("/")[2].startswith("nvidia-cuda-mps")
-    ]
+    commands = ((pid, procfs.command_of(pid) or "") for pid in procfs.pids())
+    servers = [pid for pid, command in commands if re.match(r"(\S*/)?nvidia-cuda-mps", command)]
     clients = [gpu for gpu in host.snapshot.gpus if any(one.kind == ProcessKind.MPS for one in gpu.processes or ())]
     if not servers and not clients:
         return passed("not running")

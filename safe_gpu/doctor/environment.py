@@ -55,11 +55,6 @@ def variables(host: CheckedHost) -> Check:
             return failed(str(err), f"set {name} to a valid value, or unset it")
     for doubt in settings_module.doubts(host.environ):
         return warning(doubt, f"unset {doubt.partition('=')[0]}")
-    if given.get("SAFE_GPU_FSROOT", "/") != "/":
-        return warning(
-            f"SAFE_GPU_FSROOT={given['SAFE_GPU_FSROOT']}: CPUs are bound by the topology of another host",
-            "unset SAFE_GPU_FSROOT (it is for tests)",
-        )
     return passed(", ".join(f"{name}={value}" for name, value in given.items()) or "none is set")
 
 
@@ -74,8 +69,7 @@ _READERS: dict[str, Callable[[str, str], object]] = {
 def visible_devices(host: CheckedHost) -> Check:
     """Check whether an inherited variable such as CUDA_VISIBLE_DEVICES limits claims, and whether its value is
     clear."""
-    known = host.vendor.variables
-    name = next((name for name in known if name in host.environ), "")
+    name = next((name for name in host.vendor.variables if name in host.environ), "")
     if not name:
         return passed("not set: claims choose among all GPUs")
     if not host.snapshot.driver:

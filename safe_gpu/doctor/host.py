@@ -67,10 +67,14 @@ class CheckedHost:
         """That of the GPUs that a claim would get."""
         return VENDORS[self.snapshot.vendor]
 
+    def label(self, uuid: str) -> str:
+        """Return how people name a GPU; one that the driver does not show by its UUID."""
+        gpu = self.snapshot.by_uuid(uuid)
+        return uuid if gpu is None else gpu.label
+
     def named(self, uuids: Iterable[str]) -> str:
-        """Return ``GPU 0,1``; by their UUIDs those that the driver does not show."""
-        known = {gpu.uuid: gpu.label for gpu in self.snapshot.gpus}
-        return named(known.get(uuid, uuid) for uuid in uuids)
+        """Return ``GPU 0,1``."""
+        return named(map(self.label, uuids))
 
     @cached_property
     def job(self) -> JobContext:

@@ -27,8 +27,7 @@ _LONG_HOLD = 1.0
 
 def drained(host: CheckedHost) -> Check:
     """Check whether root, or the owner of the state directory, has taken GPUs out of use."""
-    known = {gpu.uuid: gpu.label for gpu in host.snapshot.gpus}
-    found = {known.get(uuid, uuid): reason for uuid, reason in closed_now().items()}
+    found = {host.label(uuid): reason for uuid, reason in closed_now().items()}
     texts = "; ".join([*(f"GPU {label} {reason}" for label, reason in found.items()), *(ignored := ignored_closed())])
     fixes = [f"safe-gpu resume {' '.join(found)}, when they may be claimed again"] if found else []
     fixes += ["remove what is ignored, and drain again with safe-gpu drain"] if ignored else []
@@ -127,10 +126,8 @@ def locks(host: CheckedHost) -> Check:
             with entries.locked(began + _PATIENCE, signals):
                 waited = time.monotonic() - began
     except LockTimeout as err:
-        fix = "end the process that holds it; it cannot be seen from here, so look on the host, as root"
-        if err.overloaded:
-            fix = "run fewer processes here at once, and check again"
-        elif err.pid is not None:
+        fix = "run fewer processes here at once, and check again; as root, look who holds it"
+        if err.pid is not None:
             fix = f"kill -CONT {err.pid} if it is stopped, else end it"
         return failed(f"host.lock could not be taken within {_PATIENCE:g} s: {err}", fix)
     except (StateDirError, OSError) as err:
@@ -199,19 +196,18 @@ def scope(host: CheckedHost) -> Check:
 
 def older_package(host: CheckedHost) -> Check:
     """Check whether safe-gpu 1.x or 2.0 is in use here, and whether its lock can be taken too."""
-    path, directory = older.LOCK_FILE, os.path.dirname(older.LOCK_FILE)
+    path = older.LOCK_FILE
     # The file must not be opened: closing any descriptor of it would drop a POSIX lock that this process holds on it.
     try:
         inode = os.stat(path).st_ino
-        closed = not os.access(path, os.R_OK | os.W_OK)
     except FileNotFoundError:
         return passed("safe-gpu 1.x or 2.0 has not been used here")
     except OSError:
-        inode, closed = 0, True
-    if closed:
+        inode = 0
+    if not os.access(path, os.R_OK | os.W_OK):
         return warning(
             f"safe-gpu 1.x or 2.0 is used here, and you may not open its lock {path}: its users may collide with you",
-            f"have its users upgrade, and then as root: rm -r {directory}",
+            f"have its users upgrade, and then as root: rm -r {os.path.dirname(path)}",
         )
     if host.environ.get("SAFE_GPU_LEGACY_LOCK") == "never":
         return warning("safe-gpu 1.x or 2.0 is used here, and its lock is not taken", "unset SAFE_GPU_LEGACY_LOCK")

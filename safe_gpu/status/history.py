@@ -439,6 +439,5 @@ def _end(claim: PastClaim) -> str:
 
 
 def _use(claim: PastClaim, since: float, until: float) -> str:
-    number = len(claim.gpus)
-    least, most = (seconds * number / 3600 for seconds in hours_held(claim, since, until))
+    least, most = (seconds * len(claim.gpus) / 3600 for seconds in hours_held(claim, since, until))
     return hours(least, most)

@@ -49,7 +49,6 @@ VARIABLES, VISIBLE = "SAFE_GPU variables", "CUDA_VISIBLE_DEVICES"
         (VARIABLES, {"SAFE_GPU_UNEXPLAINED_MEMORY": "much"}, "failed", "much"),
         (VARIABLES, {"SAFE_GPU_NB_GPUS": "-1"}, "failed", "'-1'"),
         (VARIABLES, {"SAFE_GPU_FENCE": "yes"}, "failed", "ignore"),
-        (VARIABLES, {"SAFE_GPU_FSROOT": "/tmp"}, "warning", "another host"),
         (VISIBLE, {}, "passed", "not set"),
         (VISIBLE, {VISIBLE: "0,1,2,3,4,5,6,7"}, "passed", "all GPUs"),
         (VISIBLE, {VISIBLE: "0"}, "warning", "limits claims to 1 of 8"),

@@ -144,19 +144,13 @@ def _report(claims: list[PastClaim], options: argparse.Namespace, since: float, 
 def _without_work(claims: list[PastClaim]) -> list[PastClaim]:
     """Return the running claims with a GPU that has shown no work since an earlier look, or as long as the policy says.
 
-    Their user is the one that the kernel knows. Claims whose user it does not know are left out.
+    Claims whose user the kernel does not know are left out.
     """
-    from ..host.procfs import user_name
     from ..status.gather import gather
 
-    idle = [one for one in gather().gpus if one.claim and one.idle_for and one.idle_report is not False]
-    uids = {one.gpu.uuid: one.claim.uid for one in idle if one.claim and one.claim.uid is not None}
-    found = []
-    for claim in claims:
-        uid = next((uids[uuid] for uuid in claim.gpus if uuid in uids), None)
-        if claim.running and uid is not None:
-            found.append(claim._replace(user=user_name(uid), uid=uid))
-    return found
+    idle = [one for one in gather().gpus if one.idle_for and one.idle_report is not False]
+    uuids = {one.gpu.uuid for one in idle if one.claim and one.claim.uid >= 0}
+    return [claim for claim in claims if claim.running and not uuids.isdisjoint(claim.gpus)]
 
 
 _FACTS = "user uid pid job command host gpus labels since until running seen ended share of waited".split()

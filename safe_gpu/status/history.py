@@ -204,21 +204,12 @@ class _Kept:
         """Add the end of a claim that has been added. Of several the narrowest counts."""
         key = end.pid, round(end.since * 1000)
         if key in self.claims:
-            self.ends[key] = _narrower(self.ends[key], end) if key in self.ends else end
+            self.ends[key] = min(self.ends.get(key, end), end, key=lambda one: one.ended - one.seen)
 
     def _remove(self, key: tuple[int, int]) -> None:
         if claim := self.claims.pop(key, None):
             self._gpus -= len(claim.gpus)
             self.ends.pop(key, None)
-
-
-def _narrower(one: ClaimEnd, other: ClaimEnd) -> ClaimEnd:
-    """Return what two ends of the same claim tell together, as seen on different GPUs."""
-    exact = next((end for end in (one, other) if end.seen == end.ended), None)
-    if exact is not None:
-        return exact
-    seen, ended = max(one.seen, other.seen), min(one.ended, other.ended)
-    return one._replace(seen=seen, ended=ended) if seen <= ended else one
 
 
 def _lines(since: float, warnings: list[str]) -> Iterator[bytes]:

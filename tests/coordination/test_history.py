@@ -166,15 +166,6 @@ def test_a_line_changes_nothing_of_a_claim_that_runs(hold: Any) -> None:
     assert (one.running, one.ended, one.uid) == (True, None, os.geteuid())
 
 
-def test_the_process_of_a_claim_bounds_how_long_it_has_held(hold: Any) -> None:
-    """The clock has jumped since."""
-    started = procfs.start_time(os.getpid())
-    hold(since=time.time() - 365 * 86400, start=started, pidns=procfs.pid_namespace())
-    (one,) = past()
-    begin, _, last = one.held(0, time.time())
-    assert last - begin < 86400
-
-
 def test_a_claim_that_died_ended_after_it_was_seen_and_before_it_was_found(hold: Any, claims: Directory) -> None:
     since = round(time.time() - 60, 3)
     hold(since=since, gpus={"GPU-a": None, "AMD/b": None}).release()

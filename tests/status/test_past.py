@@ -56,7 +56,7 @@ def test_ends_go_to_their_claims_and_the_narrowest_counts() -> None:
     ]
     found = {one.pid: one for one in merged(told)}
     assert found.keys() == {1, 2}
-    assert (found[1].seen, found[1].ended, found[1].user) == (30.0, 90.0, "")
+    assert (found[1].seen, found[1].ended, found[1].user) == (30.0, 99.0, "")
     assert (found[2].seen, found[2].ended) == (50.0, 50.0)
 
 

@@ -2,7 +2,6 @@
 
 import ctypes
 import logging
-import math
 import multiprocessing
 import os
 import signal
@@ -14,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
 from typing import Any, TextIO
 
 from .claim.functions import claim_gpus, release_gpus
@@ -26,7 +24,7 @@ from .status.gather import gather
 from .wording.text import gpu_ranges, paint, plural, wrapped
 
 _HOST = "dgx-a100"  # that is simulated if SAFE_GPU_DRIVER names none
-_TURN = _START_UP = 0.05  # seconds
+_START_UP = 0.05  # seconds
 _PATIENCE = 60.0  # a faulty GPU can block a process that uses it
 _ENOUGH = 3.0  # seconds after which no further round begins
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -35,13 +33,12 @@ _QUIET = logging.Logger("safe_gpu.demo", logging.CRITICAL)
 
 @dataclass
 class Outcome:
-    """What one racer reports; times are seconds of the monotonic clock."""
+    """What one racer reports; ``began`` is in seconds of the monotonic clock."""
 
     gpus: Sequence[Gpu] = ()
     refused: str = ""
     error: str = ""
     began: float = 0.0
-    ended: float = math.inf
     pid: int = 0
 
 
@@ -50,14 +47,6 @@ Work = Callable[[int, Any], Outcome]
 
 def _at_once(ask: int, line: Any) -> Outcome:
     return Outcome(claim_gpus(ask, logger=_QUIET, timeout=0.0, affinity=None).gpus)
-
-
-def _in_turn(ask: int, line: Any) -> Outcome:
-    got = Outcome(claim_gpus(ask, logger=_QUIET, timeout=_PATIENCE / 2, affinity=None).gpus, began=time.monotonic())
-    time.sleep(_TURN)
-    got.ended = time.monotonic()
-    release_gpus()
-    return got
 
 
 def _poll_and_pick(ask: int, line: Any) -> Outcome:
@@ -83,7 +72,7 @@ def _racer(parent: int, work: Work, ask: int, line: Any, start: int, gun: int) -
         told = Outcome(refused=str(err))
     except Exception as err:
         told = Outcome(error=f"{type(err).__name__}: {err}")
-    told.began, told.pid = told.began or time.monotonic(), os.getpid()
+    told.began, told.pid = time.monotonic(), os.getpid()
     line.send(told)
     line.recv()  # hold the GPUs until all have reported
     release_gpus()
@@ -104,11 +93,9 @@ def _race(asks: Sequence[int], work: Work) -> list[Outcome]:
                 ending.callback(end)
             racers.append((process, line))
         told = [_hear(line) for _, line in racers]
-        fired = time.monotonic()
         shot.close()
         told = [one if one.error else _hear(line) for one, (_, line) in zip(told, racers, strict=True)]
         for one, (process, line) in zip(told, racers, strict=True):
-            one.began, one.ended = one.began - fired, one.ended - fired
             with suppress(OSError):
                 line.send("let go")
             process.join(_PATIENCE)
@@ -142,15 +129,13 @@ def _signals_at_the_end() -> Iterator[None]:
 
 
 def _collisions(heat: Sequence[Outcome]) -> list[str]:
-    latest: dict[str, Outcome] = {}
+    first: dict[str, Outcome] = {}
     found = []
     for one in sorted(heat, key=lambda one: one.began):
         for gpu in one.gpus:
-            rival = latest.get(gpu.uuid)
-            if rival is not None and rival.ended > one.began:
+            rival = first.setdefault(gpu.uuid, one)
+            if rival is not one:
                 found.append(f"Collision: process {one.pid} got GPU {gpu.label}, which process {rival.pid} had.")
-            if rival is None or one.ended > rival.ended:
-                latest[gpu.uuid] = one
     return found
 
 
@@ -225,14 +210,6 @@ def run(processes: int | None = None, rounds: int = 5, stream: TextIO | None = N
             heats.append(_race(asks, _at_once))
         first = [one for one in heats[0] if one.gpus]
         say(*_users(first, color), f"  {len(first)} of {len(asks)} got GPUs, the others were refused.", "")
-        if simulated:
-            say(
-                paint(
-                    f"With safe_gpu, each waits for its turn and uses its GPUs for {_TURN * 1e3:.0f} ms:", "bold", color
-                )
-            )
-            heats.append(_race(asks, _in_turn))
-            say(*_turns(heats[-1]), "")
     told = [one for heat in heats for one in heat]
     errors = [text for heat in heats for text in _collisions(heat)]
     number, taken = len(errors), sum(len(one.gpus) for one in told)
@@ -253,17 +230,6 @@ def _users(heat: Sequence[Outcome], color: bool) -> list[str]:
         text = "1 process" + " each" * (len(labels) > 1) if number == 1 else f"{number} processes at once"
         lines.append(f"  GPU {gpu_ranges(labels)}: {paint(text, 'red' if number > 1 else 'green', color)}")
     return lines
-
-
-def _turns(heat: Sequence[Outcome]) -> list[str]:
-    last: dict[str, float] = {}
-    gaps = []
-    for one in sorted(heat, key=lambda one: one.began):
-        before = max((last.get(gpu.uuid, -math.inf) for gpu in one.gpus), default=-math.inf)
-        gaps += [one.began - before] if -math.inf < before <= one.began else []
-        last.update((gpu.uuid, one.ended) for gpu in one.gpus)
-    text = f"  {sum(bool(one.gpus) for one in heat)} of {len(heat)} served"
-    return [f"{text}; a freed GPU was idle for {median(gaps) * 1e3:.0f} ms (median)." if gaps else f"{text}."]
 
 
 def _say(stream: TextIO, *lines: str) -> None:

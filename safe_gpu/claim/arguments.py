@@ -18,7 +18,7 @@ from ..selection.request import Conditions, Selection, parse_request
 from ..selection.values import as_index
 from ..settings import variables as settings
 from ..settings.durations import number_of, parse_duration, parse_seconds
-from ..wording import argument_style as style
+from ..wording import text as style
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -13,7 +13,7 @@ from ..errors import NotEnoughGpusError, UnsatisfiableRequestError
 from ..gpus.devices import GpuVerdict
 from ..host import procfs
 from ..host.foreign_files import read_start
-from ..wording import argument_style as style
+from ..wording import text as style
 from ..wording.text import gpu_ranges, in_brackets, plural
 from .view import HostView, owner_of
 

@@ -21,7 +21,7 @@ from ..selection.request import Selection
 from ..selection.sharing import ROUNDING, part_of
 from ..settings import config as policy
 from ..settings import variables as settings
-from ..wording import argument_style as style
+from ..wording import text as style
 from ..wording.text import format_age
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from ..host.procfs import user_name
 from ..selection.backfill import BackfillRequest, When, dates, starts, when_free
 from ..selection.request import Selection
 from ..selection.verdicts import fence_hint
-from ..wording import argument_style as style
+from ..wording import text as style
 from ..wording.text import (
     clock,
     cut,

@@ -7,8 +7,8 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ..claim.limits import held_of
 from ..coordination.closed import closed_file, drained_gpus, read_closed
@@ -17,24 +17,22 @@ from ..drivers import open_drivers
 from ..errors import GPUAffinityError, PolicyError, SafeGpuError
 from ..gpus.vendors import VENDORS
 from ..gpus.windows import Window, drain_line
-from ..host import procfs
 from ..host.foreign_files import LIMIT
-from ..host.procfs import printable_lines
+from ..host.procfs import describe_process, printable_lines, user_name
 from ..host.programs import is_root
 from ..selection.values import is_index, names_device
 from ..selection.verdicts import users_of
 from ..settings import config as policy
 from ..settings import variables as settings
-from ..settings.durations import parse_moment
+from ..settings.durations import parse_duration, parse_moment
 from ..status.gather import gather
 from ..wording.text import clock, format_age, gpu_ranges, plural
-from .arguments import duration, gpu_list
+from .arguments import gpu_list
+from .commands import EX_TRY_AGAIN
 from .output import print_json, print_lines, say, write_whole
 
 if TYPE_CHECKING:
     from ..status.facts import GpuStatus
-
-_TRY_AGAIN = 75
 
 _PAUSE = 1.0  # seconds between two looks of --wait
 
@@ -62,7 +60,7 @@ for whom the GPUs are reserved."""
     whom.add_argument("--for-group", metavar="G", help="for the users in this group")
     whom.add_argument("--for-user", metavar="U", help="for this user")
     add("--wait", action="store_true", help="then wait until nobody holds or uses them")
-    add("--timeout", type=duration, metavar="D", help="with --wait: end with 75 after this time (default inf)")
+    add("--timeout", type=parse_duration, metavar="D", help="with --wait: end with 75 after this time (default inf)")
     _add_gpus(parser)
     parser.set_defaults(handler=_drain, usage_error=parser.error)
 
@@ -95,7 +93,8 @@ def _drain(options: argparse.Namespace) -> int:
         raise GPUAffinityError(f"this host has no GPU {', '.join(unknown)}: see safe-gpu status")
     meant = [one for one in gpus if not names or any(names_device(name, one.gpu) for name in names)]
     root, reason, uuids = is_root(), " ".join((options.reason or "").split()), [one.gpu.uuid for one in meant]
-    if not root and not _is_own(os.path.dirname(closed_file(by_root=False))):
+    own = os.path.dirname(closed_file(by_root=False))
+    if not root and not (os.path.isdir(own) and os.stat(own).st_uid == os.geteuid()):
         raise PolicyError("only root and the owner of the state directory may drain GPUs: ask them")
     closed = read_closed(by_root=root)
     reasons, windows = dict(closed.reasons), [*closed.windows]
@@ -133,7 +132,7 @@ def _window(options: argparse.Namespace, uuids: tuple[str, ...], reason: str) ->
     if not max(begin, now) < until < now + _FARTHEST:
         options.usage_error(f"--until {options.until} is not after --from, is past, or is over a year away")
     whom = f"{kind}:{number if ' ' in name else name}" if name else ""
-    return Window(begin, until, uuids, whom, reason, procfs.user_name(os.geteuid()))
+    return Window(begin, until, uuids, whom, reason, user_name(os.geteuid()))
 
 
 def _write(path: str, lines: Sequence[str]) -> None:
@@ -148,13 +147,6 @@ def _write(path: str, lines: Sequence[str]) -> None:
     if text or os.path.lexists(path):
         os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
         write_whole(path, text)
-
-
-def _is_own(path: str) -> bool:
-    try:
-        return os.stat(path).st_uid == os.geteuid()
-    except OSError:
-        return False
 
 
 def _say_overlaps(gpus: Sequence[GpuStatus], window: Window) -> None:
@@ -173,16 +165,12 @@ def _wait(uuids: Collection[str], timeout: float | None) -> int:
     while True:
         status = gather()
         meant = (one for one in status.gpus if one.gpu.uuid in uuids)
-        used = [
-            one.label
-            for one in meant
-            if one.claim or users_of(one.gpu, one.gpu.processes or (), procfs.describe_process)
-        ]
+        used = [one.label for one in meant if one.claim or users_of(one.gpu, one.gpu.processes or (), describe_process)]
         if not used and not status.warnings:
             return 0
         if time.monotonic() >= deadline:
             say("; ".join([f"GPU {gpu_ranges(used)} still in use", *status.warnings]))
-            return _TRY_AGAIN
+            return EX_TRY_AGAIN
         time.sleep(_PAUSE)
 
 
@@ -201,10 +189,9 @@ def configure_policy(parser: argparse.ArgumentParser) -> None:
 def _policy(options: argparse.Namespace) -> int:
     path = options.check or settings.policy_file(os.environ)
     rules, ignored = policy.read(path)
-    if ignored:
-        say(f"warning: {ignored}")
-    for doubt in policy.unknown_names(rules) if rules is not None and (options.check or options.all) else ():
-        say(f"warning: {doubt}")
+    doubts = policy.unknown_names(rules) if rules is not None and (options.check or options.all) else ()
+    for warning in filter(None, [ignored, *doubts]):
+        say(f"warning: {warning}")
     if options.check:
         if rules is None and not ignored:
             options.usage_error(f"--check: there is no {path}")
@@ -214,74 +201,59 @@ def _policy(options: argparse.Namespace) -> int:
     if uid is None:
         options.usage_error(f"--user {options.user}: there is no such user here")
     assert uid is not None
-    user = procfs.user_name(uid)
+    user, limits, held = user_name(uid), policy.Limits(), None
+    if rules is not None:
+        held = _held()
+        if options.all:
+            return _show_all(rules, held or {}, as_json=options.json)
+        limits = policy.limits_of_this_user(rules) if uid == os.geteuid() else policy.limits_of_user(rules, uid)
+    own = {vendor: _rounded(users[uid]) for vendor, users in (held or {}).items()}
+    if options.json:
+        total = None if held is None else _rounded(sum(own.values()))
+        facts: dict[str, Any] = {"schema": 1, "file": limits.path or None, "user": user, "uid": uid, "held": total}
+        facts |= {key: getattr(limits, key) for key in ("exempt", *policy.KEYS)}
+        print_json({**facts, "sections": dict(limits.sections)})
+        return 0
     if rules is None:
-        shown = _Shown(user, uid, policy.Limits())
         text = f"{path} is ignored: nothing is limited" if ignored else f"There is no {path}: nothing is limited"
-    elif options.all:
-        return _show_all(rules, as_json=options.json)
+    elif limits.exempt:
+        text = f"{user} is exempt: {path} limits root only in a section [user root]"
     else:
-        own = uid == os.geteuid()
-        limits = policy.limits_of_this_user(rules) if own else policy.limits_of_user(rules, uid)
-        shown = _Shown(user, uid, limits, _held())
-        text = shown.table("You" if options.user is None else user)
-    print_json(shown.facts()) if options.json else print_lines(printable_lines(text))
+        keys = ((key, _shown_limit(key, getattr(limits, key)), limits.sections.get(key, "")) for key in policy.KEYS)
+        lines = [f"{key:<18}{value:<13}{section}".rstrip() for key, value, section in keys]
+        text = "\n".join([f"{path}, for {user}", "", *lines, *_shown_held(limits, own, options.user and user)])
+    print_lines(printable_lines(text))
     return 0
 
 
-def _show_all(rules: policy.Policy, *, as_json: bool) -> int:
+def _show_all(rules: policy.Policy, held: Mapping[str, Counter[int]], *, as_json: bool) -> int:
     """Print how many GPUs each user holds and may hold, who has a section or holds any."""
-    held = Counter[int]()
-    for users in (_held() or {}).values():
-        held.update(users)
-    named = {policy.uid_of(one.name) for one in rules.sections if one.kind == "user"} - {None}
+    total = sum(held.values(), Counter[int]())
+    named = {policy.uid_of(one.name) for one in rules.sections if one.kind == "user"}
     rows = sorted(
-        (procfs.user_name(uid), _rounded(held[uid]), policy.limits_of_user(rules, uid).max_gpus)
-        for uid in {*held, *named}
+        (user_name(uid), _rounded(total[uid]), policy.limits_of_user(rules, uid).max_gpus)
+        for uid in {*total, *named}
         if uid is not None
     )
     if as_json:
         facts = [{"user": name, "held": number, "max_gpus": most} for name, number, most in rows]
         print_json({"schema": 1, "file": rules.path, "users": facts})
-        return 0
-    for name, number, most in rows:
+    for name, number, most in () if as_json else rows:
         above = "  above the limit" if most is not None and number > most else ""
         print(printable_lines(f"{name:<18}{number} of {'unlimited' if most is None else most}{above}"))
     return 0
 
 
-class _Shown(NamedTuple):
-    """What applies to a user, and how many GPUs of each vendor the user holds; None if that is not known."""
-
-    user: str
-    uid: int
-    limits: policy.Limits
-    held: dict[str, Counter[int]] | None = None
-
-    def facts(self) -> dict[str, Any]:
-        """Return the document of ``--json``."""
-        held = None if self.held is None else _rounded(sum(users[self.uid] for users in self.held.values()))
-        limits = {key: getattr(self.limits, key) for key in ("exempt", *policy.KEYS)}
-        head = {"schema": 1, "file": self.limits.path or None, "user": self.user, "uid": self.uid, "held": held}
-        return {**head, **limits, "sections": dict(self.limits.sections)}
-
-    def table(self, whose: str) -> str:
-        """Return the lines for people; ``whose`` is "You" or the user."""
-        limits = self.limits
-        if limits.exempt:
-            return f"{self.user} is exempt: {limits.path} limits root only in a section [user root]"
-        keys = ((key, _shown_limit(key, getattr(limits, key)), limits.sections.get(key, "")) for key in policy.KEYS)
-        lines = [f"{key:<18}{value:<13}{section}".rstrip() for key, value, section in keys]
-        most = limits.max_gpus
-        if most is not None and self.held is not None:
-            numbers = {vendor: _rounded(users[self.uid]) for vendor, users in self.held.items()}
-            kinds = {f"{VENDORS[vendor].title} GPU": number for vendor, number in numbers.items()}
-            each = kinds if len(kinds) > 1 else {"GPU": sum(numbers.values())}
-            your = "your " if whose == "You" else ""
-            texts = [f"{number} of {your}{plural(most, kind)}" for kind, number in each.items()]
-            above = " The limit has been lowered: no claim ends, and new ones wait." * (max(each.values()) > most)
-            lines += ["", f"{whose} {'hold' if your else 'holds'} {' and '.join(texts)}.{above}"]
-        return "\n".join([f"{limits.path}, for {self.user}", "", *lines])
+def _shown_held(limits: policy.Limits, held: Mapping[str, float], other: str | None) -> list[str]:
+    """Return what this user, or another one, holds of each vendor's GPUs, where that is known and limited."""
+    most = limits.max_gpus
+    if most is None or not held:
+        return []
+    kinds = {f"{VENDORS[vendor].title} GPU": number for vendor, number in held.items()}
+    each = kinds if len(kinds) > 1 else {"GPU": sum(held.values())}
+    texts = [f"{number} of {'' if other else 'your '}{plural(most, kind)}" for kind, number in each.items()]
+    above = " The limit has been lowered: no claim ends, and new ones wait." * (max(each.values()) > most)
+    return ["", f"{f'{other} holds' if other else 'You hold'} {' and '.join(texts)}.{above}"]
 
 
 def _held() -> dict[str, Counter[int]] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from shlex import join, quote
 from typing import NamedTuple
 
@@ -139,11 +138,6 @@ _TABLE = (
     _Advice(rf"(accelerate) launch {_OPTIONS}(--gpu[-_]ids)[ =](?!all )", _CHOOSES, _NO_CHOICE),
 )
 
-_DRAGON = (
-    "warning: System().gpu_policies() of Dragon 0.14 counts GPUs from 0. In a claim of others, workers meet on one GPU "
-    "while another is idle. Claim in the program (safe_gpu.engines.dragon) and use held.policies(), or Dragon 0.15"
-)
-
 
 def warning_about(command: Sequence[str], path: str, state_dir: str | None = None, words: Sequence[str] = ()) -> str:
     """Return a warning about a command that hands its work to a process that is not its child, as clients of containers
@@ -159,11 +153,9 @@ def warning_about(command: Sequence[str], path: str, state_dir: str | None = Non
         Two sentences or more; "" for all other commands.
     """
 
-    def file_of(program: str) -> str:
-        return path if os.path.basename(command[0]) == program else _found(program)
-
     line = "".join(f"{word} " for word in command)
-    if re.match(f"{_WRAPPED}docker ", line) and _is_podman(file_of("docker")):
+    by_name = os.path.basename(command[0]) == "docker"
+    if re.match(f"{_WRAPPED}docker ", line) and _is_podman(path if by_name else _found("docker")):
         line = line.replace("docker ", "podman ", 1)
     if os.environ.get("CONTAINER_HOST"):  # makes it a client of a service, which then starts the container
         line = line.replace("podman ", "podman --remote ", 1)
@@ -177,8 +169,6 @@ def warning_about(command: Sequence[str], path: str, state_dir: str | None = Non
                 state=(state_dir or state_dir_path()) if "{state}" in one.way else "",
                 run=join(["run", *words, "--"]),
             )
-    if re.match(f"{_WRAPPED}dragon ", line) and _counts_from_0(file_of("dragon"), command):
-        return _DRAGON
     return ""
 
 
@@ -186,16 +176,6 @@ def _found(name: str) -> str:
     from shutil import which  # loads much
 
     return which(name) or ""
-
-
-def _counts_from_0(file: str, words: Sequence[str]) -> bool:
-    """Return whether a program asks Dragon 0.14 for one policy per GPU.
-
-    That version numbers these policies from 0, and takes a number that is not in CUDA_VISIBLE_DEVICES for all GPUs. It
-    is found by the files beside its own program, and only the files that the command names are read.
-    """
-    installed = Path(os.path.realpath(file)).parent.parent.glob("lib/python*/*-packages/dragonhpc-0.14*")
-    return any(b"gpu_policies" in (read_start(word) or b"") for word in words) and any(installed)
 
 
 def _is_podman(path: str) -> bool:

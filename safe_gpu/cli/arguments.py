@@ -7,14 +7,12 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from shlex import quote
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from ..gpus.vendors import FIRST, VENDORS
-from ..wording.argument_style import as_option
+from ..settings.durations import parse_duration
+from ..wording.text import as_option
 from .output import columns
-
-if TYPE_CHECKING:
-    from ..selection.request import Condition
 
 EX_USAGE = 2
 
@@ -86,13 +84,6 @@ class Parser(argparse.ArgumentParser):
         return list(self._option_string_actions)
 
 
-def duration(text: str) -> float | None:
-    """Parse the value of ``--timeout``, in seconds; None is ``inf``."""
-    from ..settings.durations import parse_duration
-
-    return parse_duration(text)
-
-
 def _hold_for(text: str) -> float | None:
     from ..claim.arguments import parse_hold_for
     from ..schedulers.job import JobContext
@@ -112,11 +103,6 @@ def _count(text: str) -> int | str | tuple[int, int]:
             f"-n {text} is not a number of GPUs: a whole number from 1 up, a range such as 2-4, or job{hint}"
         )
     return int(text)
-
-
-def _of(condition: type[Condition]) -> Callable[[str], Any]:
-    """Return the parser of a condition, which a claim has too."""
-    return lambda text: condition.parse(text)
 
 
 def gpu_list(text: str) -> tuple[str, ...]:
@@ -154,10 +140,10 @@ def add_request(parser: argparse.ArgumentParser) -> None:
     which = parser.add_argument_group("which GPUs")
     which.add_argument("-n", "--gpus", "--nb-gpus", dest="nb_gpus", type=_count, default=1, metavar="N", help=_HOW_MANY)
     for one in CONDITIONS:
-        which.add_argument(as_option(one.argument), type=_of(one), metavar=one.metavar, help=one.help)
+        which.add_argument(as_option(one.argument), type=one.parse, metavar=one.metavar, help=one.help)
     add_vendor(which, f"GPUs of this vendor (default: {VENDORS[FIRST].title}'s where there are some)")
     add = parser.add_argument_group("how long").add_argument
-    add("-t", "--timeout", type=duration, default=argparse.SUPPRESS, metavar="D", help=_HOW_LONG_TO_WAIT)
+    add("-t", "--timeout", type=parse_duration, default=argparse.SUPPRESS, metavar="D", help=_HOW_LONG_TO_WAIT)
     add("--for", dest="hold_for", type=_hold_for, default=argparse.SUPPRESS, metavar="D", help=_HOW_LONG_TO_HOLD)
 
 
@@ -204,8 +190,6 @@ def timeout_of(options: argparse.Namespace) -> float | None:
     if hasattr(options, "timeout"):
         timeout: float | None = options.timeout
         return timeout
-    from ..settings.durations import parse_duration
-
     text = os.environ.get("SAFE_GPU_TIMEOUT")
     return parse_duration(text, "SAFE_GPU_TIMEOUT") if text else None
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from .. import __version__, errors
 from ..errors import SafeGpuError
-from ..wording.argument_style import on_command_line
-from .arguments import Parser
+from ..wording.text import on_command_line
+from .arguments import Parser, unknown_command, unknown_option
 from .become import CommandError
 from .output import drop, drop_errors, open_standard_streams, say, why_unwritten
 
@@ -26,16 +26,13 @@ EX_CANNOT_RUN = 126
 EX_INTERRUPTED = 130
 EX_BROKEN_PIPE = 141
 
-_EXIT_CODES: tuple[tuple[type[SafeGpuError], int], ...] = (
-    (errors.NoDriverError, EX_NO_DRIVER),
-    (errors.StateDirError, EX_STATE_DIR),
-    (errors.NotEnoughGpusError, EX_TRY_AGAIN),
-    (errors.LockTimeout, EX_TRY_AGAIN),
-    (errors.UnsatisfiableRequestError, EX_NEVER),
-    (errors.GPUAffinityError, EX_NEVER),
-    (errors.PolicyError, EX_NEVER),
-    (SafeGpuError, EX_SOFTWARE),
-)
+_EXIT_CODES: dict[int, type[SafeGpuError] | tuple[type[SafeGpuError], ...]] = {
+    EX_NO_DRIVER: errors.NoDriverError,
+    EX_STATE_DIR: errors.StateDirError,
+    EX_TRY_AGAIN: (errors.NotEnoughGpusError, errors.LockTimeout),
+    EX_NEVER: (errors.UnsatisfiableRequestError, errors.GPUAffinityError, errors.PolicyError),
+    EX_SOFTWARE: SafeGpuError,
+}
 
 _OF_THE_HOST = (EX_NO_DRIVER, EX_SOFTWARE, EX_STATE_DIR)
 
@@ -89,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return err.code
     except SafeGpuError as err:
         say(str(err))
-        return _for_scheduler(next(code for kind, code in _EXIT_CODES if isinstance(err, kind)), options)
+        return _for_scheduler(next(code for code, kinds in _EXIT_CODES.items() if isinstance(err, kinds)), options)
     except KeyboardInterrupt:
         return 0 if getattr(options, "watch", False) else EX_INTERRUPTED
     except BrokenPipeError:  # the reader of the output has closed it
@@ -130,12 +127,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         if first in COMMANDS:
             return parser_of(first).parse_args(["--help"])
     if first in ("-V", "--version"):
-        print(f"safe-gpu {__version__}{_commit()}")
+        print(f"safe-gpu {__version__}")
         raise SystemExit(0)
     parser = top_parser()
     if first not in ("-h", "--help", "help"):
-        from .arguments import unknown_command, unknown_option
-
         if first.startswith("-"):
             mistake = unknown_option(first, {name: parser_of(name).names() for name in COMMANDS}, " ".join(rest))
         else:
@@ -163,22 +158,6 @@ SAFE_GPU_FENCE; CUDA_VISIBLE_DEVICES limits which GPUs are chosen from""",
     parser.add_argument("-V", "--version", action="store_true", help="show the version and exit")
     parser.add_help_option()
     return parser
-
-
-def _commit() -> str:
-    """Return `` (5089dec)`` in a checkout where git tells; else ""."""
-    from ..host.programs import TooLate, TooMuch, find_program, output_of
-
-    checkout = __file__.rpartition("/safe_gpu/")[0]
-    if not os.path.exists(f"{checkout}/.git"):
-        return ""
-    try:
-        git = find_program("git", os.environ)
-        command = (git or "", "-C", checkout, "rev-parse", "--short", "HEAD")
-        code, text, _ = output_of(command, env={**os.environ, "LC_ALL": "C"}, timeout=5.0, most=99)
-    except (OSError, TooLate, TooMuch):
-        return ""
-    return "" if code else f" ({text.strip()})"
 
 
 def parser_of(name: str) -> Parser:

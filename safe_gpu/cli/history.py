@@ -6,8 +6,8 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..settings.durations import parse_moment
 from .output import columns, print_json, say, write_whole
@@ -72,14 +72,12 @@ GPU-hours have a least and a most for that."""
 def _history(options: argparse.Namespace) -> int:
     from ..status.history import claims_between
 
-    if options.plot is not None and not options.report:
-        options.usage_error("--plot goes with --report")
+    _check(options)
     now = time.time()
     until = now if options.until is None else min(now, options.until)
     days = _REPORTS[options.report] if options.report else _DAYS
     since = max(0.0, until - days * 86400) if options.since is None else options.since
     if options.report:
-        _check_report(options)
         whole = parse_moment(time.strftime("%Y-%m-%d", time.localtime(since))) if options.since is None else since
         since = max(whole, until - _LONGEST_REPORT * 86400)
     if since > until:
@@ -91,26 +89,48 @@ def _history(options: argparse.Namespace) -> int:
         claims = [claim for claim in claims if claim.user == options.user]
     if options.idle:
         claims = _without_work(claims)
-    if options.report:
-        _report(claims, options, since, until)
+    shown = (_report if options.report else _sums if options.by else _claims)(claims, options, since, until)
+    head = {"schema": 1, "since": since, "until": until} | ({"by": options.by} if options.by else {})
+    if options.json:
+        print_json({**head, shown.kind: [dict(zip(shown.names, row, strict=True)) for row in shown.rows]})
+    elif options.csv:
+        import csv
+
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(shown.names)
+        writer.writerows(map(_cell, shown.names, row) for row in shown.rows)
     else:
-        _show(claims, options, since, until)
+        sys.stdout.writelines(f"{line}\n" for line in (shown.table if claims else _NONE))
     return 0
 
 
-def _check_report(options: argparse.Namespace) -> None:
+def _check(options: argparse.Namespace) -> None:
+    """End with a usage error where options do not go together."""
     from importlib.util import find_spec
 
-    for other in ("by", "user", "idle"):
-        if getattr(options, other):
-            options.usage_error(f"--report and --{other} do not go together")
-    if options.plot is not None and not options.plot.endswith((".svg", ".png")):
+    others = [name for name in ("by", "user", "idle") if getattr(options, name)]
+    if options.report and others:
+        options.usage_error(f"--report and --{others[0]} do not go together")
+    if options.plot is None:
+        return
+    if not options.report:
+        options.usage_error("--plot goes with --report")
+    if not options.plot.endswith((".svg", ".png")):
         options.usage_error(f"--plot {options.plot}: name a file that ends with .svg or .png")
-    if options.plot is not None and find_spec("matplotlib") is None:
+    if find_spec("matplotlib") is None:
         options.usage_error("--plot needs matplotlib, which is not installed: pip install matplotlib")
 
 
-def _report(claims: list[PastClaim], options: argparse.Namespace, since: float, until: float) -> None:
+class _Shown(NamedTuple):
+    """What is printed: ``rows`` for programs, below ``kind`` and with ``names``; the lines of ``table`` for people."""
+
+    kind: str
+    names: Sequence[str]
+    rows: Iterable[Sequence[object]]
+    table: Iterable[str]
+
+
+def _report(claims: list[PastClaim], options: argparse.Namespace, since: float, until: float) -> _Shown:
     from ..status.gather import gather
     from ..status.report import ReportRow, drawn, report, report_by_day, table_of_report
 
@@ -118,74 +138,45 @@ def _report(claims: list[PastClaim], options: argparse.Namespace, since: float, 
     rows = [*report(claims, gpus, os.uname().nodename, since, until)]
     if options.plot is not None:
         write_whole(options.plot, drawn(report_by_day(claims, since, until), options.plot[-3:]))
-    head = {"schema": 1, "since": since, "until": until}
-    _print(options, head, "report", ReportRow._fields, rows, table_of_report(rows, columns()) if claims else _NONE)
+    return _Shown("report", ReportRow._fields, rows, table_of_report(rows, columns()))
 
 
 def _without_work(claims: list[PastClaim]) -> list[PastClaim]:
     """Return the running claims with a GPU that has shown no work since an earlier look, or as long as the policy says.
 
-    Their user is the one that the kernel knows. Claims whose user it does not know are left out.
+    Claims whose user the kernel does not know are left out.
     """
-    from ..host.procfs import user_name
     from ..status.gather import gather
 
-    idle = [one for one in gather().gpus if one.claim and one.idle_for and one.idle_report is not False]
-    uids = {one.gpu.uuid: one.claim.uid for one in idle if one.claim and one.claim.uid is not None}
-    found = []
-    for claim in claims:
-        uid = next((uids[uuid] for uuid in claim.gpus if uuid in uids), None)
-        if claim.running and uid is not None:
-            found.append(claim._replace(user=user_name(uid), uid=uid))
-    return found
+    idle = [one for one in gather().gpus if one.idle_for and one.idle_report is not False]
+    uuids = {one.gpu.uuid for one in idle if one.claim and one.claim.uid >= 0}
+    return [claim for claim in claims if claim.running and not uuids.isdisjoint(claim.gpus)]
 
 
 _FACTS = "user uid pid job command host gpus labels since until running seen ended share of waited".split()
 
 
-def _show(claims: list[PastClaim], options: argparse.Namespace, since: float, until: float) -> None:
-    """Claims, or their sums, in the form that was asked for."""
-    from ..status.history import gpu_hours_by, hours_held, table_of_claims, table_of_use
-
-    head: dict[str, object] = {"schema": 1, "since": since, "until": until}
-    rows: Iterable[Sequence[object]]
-    if options.by:
-        uses = gpu_hours_by(claims, options.by, since, until)
-        table = table_of_use(uses, options.by, columns())
-        head["by"], kind, names = options.by, "use", [options.by, "claims"]
-        rows = ((one.key, one.claims, round(one.least, 4), round(one.most, 4)) for one in uses)
-    else:
-        claims.reverse()
-        table = table_of_claims(claims, since, until, columns())
-        kind, names = "claims", _FACTS
-        rows = (
-            [getattr(one, name) for name in _FACTS]
-            + [round(seconds * len(one.gpus) / 3600, 4) for seconds in hours_held(one, since, until)]
-            for one in claims
-        )
-    names = [*names, "gpu_hours_least", "gpu_hours_most"]
-    _print(options, head, kind, names, rows, table if claims else _NONE)
+_HOURS = ("gpu_hours_least", "gpu_hours_most")
 
 
-def _print(
-    options: argparse.Namespace,
-    head: Mapping[str, object],
-    kind: str,
-    names: Sequence[str],
-    rows: Iterable[Sequence[object]],
-    table: Iterable[str],
-) -> None:
-    """Print rows in the form that was asked for; ``table`` has the lines for people."""
-    if options.json:
-        print_json({**head, kind: [dict(zip(names, row, strict=True)) for row in rows]})
-    elif options.csv:
-        import csv
+def _sums(claims: list[PastClaim], options: argparse.Namespace, since: float, until: float) -> _Shown:
+    from ..status.history import gpu_hours_by, table_of_use
 
-        writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerow(names)
-        writer.writerows(map(_cell, names, row) for row in rows)
-    else:
-        sys.stdout.writelines(f"{line}\n" for line in table)
+    uses = gpu_hours_by(claims, options.by, since, until)
+    rows = ((one.key, one.claims, round(one.least, 4), round(one.most, 4)) for one in uses)
+    return _Shown("use", (options.by, "claims", *_HOURS), rows, table_of_use(uses, options.by, columns()))
+
+
+def _claims(claims: list[PastClaim], options: argparse.Namespace, since: float, until: float) -> _Shown:
+    from ..status.history import hours_held, table_of_claims
+
+    claims.reverse()
+    rows = (
+        [getattr(one, name) for name in _FACTS]
+        + [round(seconds * len(one.gpus) / 3600, 4) for seconds in hours_held(one, since, until)]
+        for one in claims
+    )
+    return _Shown("claims", (*_FACTS, *_HOURS), rows, table_of_claims(claims, since, until, columns()))
 
 
 def _cell(name: str, value: object) -> object:

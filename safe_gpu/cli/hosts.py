@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from queue import SimpleQueue
-from shlex import quote
 from threading import Semaphore, Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,8 +29,6 @@ from .output import columns, in_color, print_json, print_lines, say, watching, w
 
 if TYPE_CHECKING:
     from ..status.page import Figures
-
-_NEWLINE = "_safe_gpu_newline"
 
 
 def ssh_to(host: str, script: str, *options: str) -> list[str]:
@@ -63,15 +60,6 @@ def for_any_shell(script: str) -> str:
     return "sh -c " + "".join(f"\\{part}" if part in ("'", "\\", "!") else f"'{part}'" for part in parts)
 
 
-def words_of_sh(words: Sequence[str]) -> str:
-    """Return words as ``sh`` reads them, on one line: csh ends a command with its line, even within quotes."""
-    text = " ".join(map(quote, words))
-    return text.replace("\n", f"'\"${_NEWLINE}\"'")
-
-
-NEWLINE_FOR_SH = f'{_NEWLINE}=$(printf "\\nx"); {_NEWLINE}=${{{_NEWLINE}%x}}'
-"""What comes before such words."""
-
 AT_ONCE = 16
 
 SECONDS = 10.0
@@ -86,8 +74,8 @@ class Said(NamedTuple):
     """What a host has answered. ``code`` is ssh's exit code: 255 of its own, else the other side's."""
 
     code: int
-    out: bytes
-    err: bytes
+    out: str
+    err: str
 
 
 def ask(ssh: Sequence[str]) -> Said:
@@ -99,12 +87,11 @@ def ask(ssh: Sequence[str]) -> Said:
     try:
         limit = find_program("timeout", os.environ)
         command = [limit, str(SECONDS), *ssh] if limit else ssh
-        code, out, err = output_of(command, env=os.environ, timeout=SECONDS + 1, most=_LONGEST_ANSWER, apart=True)
+        return Said(*output_of(command, env=os.environ, timeout=SECONDS + 1, most=_LONGEST_ANSWER, apart=True))
     except TooLate:
-        return Said(TOO_LATE, b"", b"")
+        return Said(TOO_LATE, "", "")
     except (OSError, TooMuch) as error:
-        return Said(255, b"", str(error).encode())
-    return Said(code, out.encode(), err.encode())
+        return Said(255, "", str(error))
 
 
 def answers(hosts: Collection[str], script: str, interval: float | None = None) -> Iterator[tuple[str, Said]]:
@@ -155,7 +142,7 @@ class Answer:
 
 def read_answer(said: Said) -> Answer:
     """Return what a host has said, as far as it can be believed to be a status of this schema."""
-    out, why = said.out.decode("utf-8", "replace"), last_line(said.err)
+    out, why = said.out, last_line(said.err)
     if said.code == TOO_LATE:
         return Answer(error=why or f"did not answer within {SECONDS:g} s")
     if said.code == 255:
@@ -179,9 +166,9 @@ def read_answer(said: Said) -> Answer:
         return Answer(error=f"its answer cannot be read: {shown(f'{type(err).__name__}: {err}')}")
 
 
-def last_line(text: bytes) -> str:
+def last_line(text: str) -> str:
     """Return the last line of what a host has written, printable, without what stands before every message."""
-    line = text.decode("utf-8", "replace").rstrip().rpartition("\n")[2]
+    line = text.rstrip().rpartition("\n")[2]
     return shown(line.removeprefix("safe-gpu: ").removeprefix("warning: "))
 
 

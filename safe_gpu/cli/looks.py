@@ -5,13 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import TYPE_CHECKING
 
 from .arguments import add_which_gpus, is_number, whole_number
 from .output import columns, in_color, print_json, print_lines
-
-if TYPE_CHECKING:
-    from ..drivers.base import Driver
 
 
 def configure_affinity(parser: argparse.ArgumentParser) -> None:
@@ -70,6 +66,7 @@ def _affinity(options: argparse.Namespace) -> int:
     from ..affinity.cpu_shares import claim_shares, usable_cpus
     from ..affinity.options import AffinityOptions, doubt_about
     from ..affinity.plan_text import affinity_json, affinity_table, node_table
+    from ..affinity.resolve_gpus import named
     from ..drivers import opened_driver
     from ..topology.host import read_topology
 
@@ -78,7 +75,9 @@ def _affinity(options: argparse.Namespace) -> int:
         topology = read_topology(None, driver)
         mask = usable_cpus(topology) if options.allowed is None else options.allowed & topology.cpus
         memory = topology.memory
-        shown = _shown(options, driver)
+        shown = None
+        if options.gpu is not None or options.ordinal is not None:
+            shown = [gpu.index for gpu in named(options.gpu, options.ordinal, driver.snapshot(), os.environ).gpus]
     # What a claim of each GPU alone is bound to.
     shares = [claim_shares(topology, modes, [gpu.index], mask).cpus for gpu in topology.gpus]
     if options.json:
@@ -89,16 +88,6 @@ def _affinity(options: argparse.Namespace) -> int:
         print(doubt)
     print_lines(f"\n{node_table(topology, memory)}")
     return 0
-
-
-def _shown(options: argparse.Namespace, driver: Driver) -> list[int] | None:
-    """Return the indices of the GPUs to show; None for all."""
-    from ..affinity.resolve_gpus import named
-
-    if options.gpu is None and options.ordinal is None:
-        return None
-    chosen = named(options.gpu, options.ordinal, driver.snapshot(), os.environ)
-    return [gpu.index for gpu in chosen.gpus]
 
 
 def configure_doctor(parser: argparse.ArgumentParser) -> None:

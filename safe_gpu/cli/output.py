@@ -156,7 +156,7 @@ def watching(interval: float, *, as_lines: bool) -> AbstractContextManager[Calla
 def _second_screen(head: Callable[[], str]) -> Iterator[Callable[[str], None]]:
     """Show pictures on the terminal's second screen, where ``q`` is as Ctrl-C.
 
-    However that ends, and while it is suspended, the first screen is back, and the last picture stays there.
+    However that ends, the first screen is back, and the last picture stays there. It cannot be suspended.
     """
     import signal
     import termios
@@ -164,7 +164,7 @@ def _second_screen(head: Callable[[], str]) -> Iterator[Callable[[str], None]]:
 
     from ..coordination.signals import unwind_on_signals
 
-    picture = last = ""
+    last = ""
     before = termios.tcgetattr(1)
     keys = [*before[:3], before[3] & ~(termios.ICANON | termios.ECHO), *before[4:]]
 
@@ -174,9 +174,9 @@ def _second_screen(head: Callable[[], str]) -> Iterator[Callable[[str], None]]:
             data = data[os.write(1, data) :]
 
     def show(text: str) -> None:
-        nonlocal picture, last
-        picture, last = redrawn(f"{head()}\n{text}", os.get_terminal_size(1).lines or 24), f"{text}\n"
-        write(picture)
+        nonlocal last
+        last = f"{text}\n"
+        write(redrawn(f"{head()}\n{text}", os.get_terminal_size(1).lines or 24))
 
     def switch(mode: list[Any], text: str) -> None:
         with suppress(termios.error):  # in the background of a shell that has gone
@@ -189,17 +189,9 @@ def _second_screen(head: Callable[[], str]) -> Iterator[Callable[[str], None]]:
                 pass
             os.kill(os.getpid(), signal.SIGINT)
 
-    def suspend(number: int, frame: object) -> None:
-        switch(before, _LEAVE + last)
-        signal.signal(number, handler)
-        os.kill(os.getpid(), number)
-        signal.signal(number, suspend)
-        switch(keys, _ENTER + picture)
-
-    handler = signal.getsignal(signal.SIGTSTP)
     with unwind_on_signals():
         try:
-            signal.signal(signal.SIGTSTP, suspend)
+            signal.signal(signal.SIGTSTP, signal.SIG_IGN)
             switch(keys, _ENTER)
             Thread(target=wait_for_q, daemon=True).start()
             yield show

@@ -12,11 +12,12 @@ import os
 import signal
 import subprocess
 import sys
+from shlex import join, quote
 
 from ..host.programs import environment
 from ..wording.text import plural
 from .commands import EX_CANNOT_RUN, EX_NO_HOST, EX_TRY_AGAIN
-from .hosts import NEWLINE_FOR_SH, answers_of, arranged, ask, remote_command, script_of_status, ssh_to, words_of_sh
+from .hosts import answers_of, arranged, ask, remote_command, script_of_status, ssh_to
 from .output import say
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -79,12 +80,11 @@ def _script(pending: str, options: argparse.Namespace) -> str:
     """Return what ``sh`` is to run on the other host, in the directory of this process there."""
     here = os.environ.get("PWD", "")  # by the name that it has on all hosts, rather than where its links lead here
     directory = here if os.path.isabs(here) and os.path.isdir(here) and os.path.samefile(here, ".") else os.getcwd()
-    missing = words_of_sh([f"there is no directory {directory}"])
-    words = words_of_sh([*options.words, "--pending", pending, "--timeout", "0", "--", *options.command])
+    words = join([*options.words, "--pending", pending, "--timeout", "0", "--", *options.command])
     steps = [
-        NEWLINE_FOR_SH,
         f"mkdir -m 700 {pending} || exit {EX_CANNOT_RUN}",
-        f"cd {words_of_sh([directory])} 2>/dev/null || {{ echo {missing} >&2; exit {EX_CANNOT_RUN}; }}",
+        f"cd {quote(directory)} 2>/dev/null || {{ echo there is no directory {quote(directory)} >&2; "
+        f"exit {EX_CANNOT_RUN}; }}",
         f"exec {remote_command()} run {words}",
     ]
     return "; ".join(steps)

@@ -18,9 +18,8 @@ from ..host.programs import is_root, others_can_change
 from ..settings import variables as settings
 from ..wording.text import plural
 from .become import CommandError
+from .commands import EX_TRY_AGAIN
 from .output import write_whole
-
-_TRY_AGAIN = 75
 
 _MOST_NAMED = 5  # GPUs that a refusal names
 
@@ -92,7 +91,7 @@ def _refuse_if_used(path: str) -> None:
         raise CommandError(
             f"GPUs are claimed or waited for in {path}: {', '.join(found)}: keep new claims off with safe-gpu drain, "
             "and try again later",
-            code=_TRY_AGAIN,
+            code=EX_TRY_AGAIN,
         )
 
 
@@ -126,15 +125,11 @@ def _lead_there(path: str, act: bool) -> Iterator[str]:
     for file, text in wanted.items():
         print(f"write {file}")
         if act:
-            _write(file, text)
-
-
-def _write(path: str, text: str) -> None:
-    directory = os.path.dirname(path)
-    os.makedirs(directory, exist_ok=True)
-    if part := others_can_change(directory):
-        raise PolicyError(f"{path} is not written: users other than root can change {part}", path=path)
-    write_whole(path, text)
+            directory = os.path.dirname(file)
+            os.makedirs(directory, exist_ok=True)
+            if part := others_can_change(directory):
+                raise PolicyError(f"{file} is not written: users other than root can change {part}", path=file)
+            write_whole(file, text)
 
 
 def _text_of(path: str) -> str | None:

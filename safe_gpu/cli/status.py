@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -10,9 +11,15 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ..errors import SafeGpuError
+from ..host.procfs import user_name
+from ..settings.durations import parse_duration
 from ..status.facts import HostStatus, free_labels, of_user, of_vendor
+from ..status.gather import gather
+from ..status.metrics import render_metrics
+from ..status.render import render
 from .arguments import add_hosts, add_vendor
 from .commands import EX_NO_DRIVER, EX_STATE_DIR
+from .hosts import status_of_hosts, write_page
 from .output import columns, in_color, print_json, print_lines, say, watching, write_output
 
 _INTERVAL = 2.0
@@ -60,8 +67,6 @@ exit codes with hosts: 0 all have answered, 1 some have, 68 none has"""
 
 def seconds(text: str) -> float:
     """Parse the value of ``--interval``."""
-    from ..settings.durations import parse_duration
-
     found = parse_duration(text, "interval")
     if not found or found < 0.1:
         raise ValueError(f"--interval {text} is not possible: a tenth of a second is the least")
@@ -73,8 +78,6 @@ def _status(options: argparse.Namespace) -> int:
     if options.mine:
         if user is not None:
             options.usage_error("--mine and --user do not go together")
-        from ..host.procfs import user_name
-
         user = user_name(os.geteuid())
     for option, other in (("interval", "watch"), ("output", "prometheus")):
         if getattr(options, option) is not None and not (getattr(options, other) or options.html):
@@ -83,61 +86,46 @@ def _status(options: argparse.Namespace) -> int:
         if getattr(options, form) and (user is not None or options.watch):
             options.usage_error(f"--{form} goes with none of --mine, --user and --watch")
     if options.host or options.all_hosts:
-        from .hosts import status_of_hosts
-
         return status_of_hosts(options)
     if options.sort:
         options.usage_error("--sort goes with --host and --all-hosts")
     if options.watch:
         _watch(options, user)
     try:
-        status = _gathered(options.vendor)
+        status, shown = _looked(options.vendor, user)
     except SafeGpuError as err:
         if options.prometheus:
             write_output("safe_gpu_up 0\n", options.output)
         elif options.html:
-            from .hosts import write_page
-
             write_page({os.uname().nodename: str(err)}, options)
         raise
     warnings: Sequence[str] = ()
     if options.prometheus or options.html or options.free:
         warnings = (*status.broken, *status.warnings)
     elif options.json:
-        warnings = (*status.broken, *filter(None, [status.shift]))
+        warnings = status.broken
     for warning in warnings:
         say(f"warning: {warning}")
     if options.prometheus:
-        from ..status.metrics import render_metrics
-
         write_output(render_metrics(status), options.output)
     elif options.html:
-        from .hosts import write_page
-
         write_page({status.host: status.to_dict()}, options)
     elif options.free:
         sys.stdout.writelines(f"{label}\n" for label in free_labels(status))
     elif options.json:
-        print_json(_of(status, user).to_dict())
+        print_json(shown.to_dict())
     else:
-        print_lines(_table(status, user, options.verbose))
+        print_lines(_table(status, shown, options.verbose))
     return EX_STATE_DIR if status.warnings else EX_NO_DRIVER if status.broken else 0
 
 
-def _gathered(vendor: str | None) -> HostStatus:
-    from ..status.gather import gather
-
-    return gather() if vendor is None else of_vendor(gather(), vendor)
-
-
-def _of(status: HostStatus, user: str | None) -> HostStatus:
-    return status if user is None else of_user(status, user)
+def _looked(vendor: str | None, user: str | None) -> tuple[HostStatus, HostStatus]:
+    """Return the state of the host, and the part of it that is listed."""
+    status = gather() if vendor is None else of_vendor(gather(), vendor)
+    return status, status if user is None else of_user(status, user)
 
 
-def _table(status: HostStatus, user: str | None, verbose: bool) -> str:
-    from ..status.render import render
-
-    shown = None if user is None else _of(status, user)
+def _table(status: HostStatus, shown: HostStatus, verbose: bool) -> str:
     bar = "█▌░" if sys.stdout.encoding.lower().startswith("utf") else "##-"
     color, piped = in_color(sys.stdout), not sys.stdout.isatty()
     return render(status, width=columns(), color=color, shown=shown, verbose=verbose, bar=bar, piped=piped)
@@ -145,11 +133,9 @@ def _table(status: HostStatus, user: str | None, verbose: bool) -> str:
 
 def _watch(options: argparse.Namespace, user: str | None) -> NoReturn:
     """Show it until Ctrl-C or a signal."""
-    import json
-
     interval = _INTERVAL if options.interval is None else options.interval
     with watching(interval, as_lines=options.json) as show:
         while True:
-            status = _gathered(options.vendor)
-            show(json.dumps(_of(status, user).to_dict()) if options.json else _table(status, user, options.verbose))
+            status, shown = _looked(options.vendor, user)
+            show(json.dumps(shown.to_dict()) if options.json else _table(status, shown, options.verbose))
             time.sleep(interval)

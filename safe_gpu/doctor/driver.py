@@ -1,11 +1,12 @@
 """Checks of the GPUs and their driver."""
 
+import re
+
 from ..errors import NoDriverError
 from ..gpus.devices import ComputeMode, HostSnapshot, ProcessKind
 from ..gpus.vendors import VENDORS
 from ..host import procfs
 from ..selection.verdicts import UNWATCHABLE, Rules, why_memory_unexplained
-from ..settings.variables import real_driver
 from ..wording.text import plural
 from .check import Check, failed, passed, skipped, warning
 from .host import CheckedHost, labels
@@ -33,10 +34,6 @@ def driver(host: CheckedHost) -> Check:
         whose = next((one for one in VENDORS.values() if snapshot.driver in one.drivers), host.vendor)
         return failed(f"{snapshot.driver} {snapshot.driver_version} shows no GPU", whose.pass_in)
     detail = _described(snapshot)
-    if host.simulated and (maker := real_driver(host.root)):
-        return warning(
-            f"{detail}, on a host with real {maker} GPUs: claims do not protect the real ones", "unset SAFE_GPU_DRIVER"
-        )
     if snapshot.driver == "nvidia-smi" and host.environ.get("SAFE_GPU_DRIVER", "auto") in ("", "auto"):
         from ..drivers.nvml import why_missing
 
@@ -62,17 +59,16 @@ def cuda_starts(host: CheckedHost) -> Check:
     """Check in a short-lived child that CUDA can be initialised and sees the GPUs that the driver shows."""
     assert host.driver is not None
     if not host.driver.runtime.asks_library:
-        no_answer = "simulated GPUs have no" if host.simulated else "safe_gpu does not ask"
+        no_answer = "simulated GPUs have no" if host.driver.is_simulated else "safe_gpu does not ask"
         return skipped(f"{no_answer} {host.vendor.library}")
-    title, chosen_by = host.driver.runtime.title, host.vendor.variables
-    without_fence = {name: value for name, value in host.environ.items() if name not in chosen_by}
+    title = host.driver.runtime.title
+    without_fence = {name: value for name, value in host.environ.items() if name not in host.vendor.variables}
     try:
         seen = host.driver.runtime.visible_in_child(without_fence)
     except NoDriverError as err:
         return failed(str(err), host.vendor.no_library)
     usable = [gpu for gpu in host.snapshot.physical if not gpu.lost]
-    plain = not any(gpu.mig_enabled for gpu in usable)
-    if len(seen) < len(usable) and plain:
+    if len(seen) < len(usable) and not any(gpu.mig_enabled for gpu in usable):
         return warning(
             f"{title} can be initialised and sees {plural(len(seen))}, but the driver shows {len(usable)}",
             f"see dmesg for the others ({host.vendor.log}); claims of them fail with "
@@ -111,11 +107,8 @@ def compute_mode(host: CheckedHost) -> Check:
 
 def mps(host: CheckedHost) -> Check:
     """Check whether the Multi-Process Service runs."""
-    servers = [
-        pid
-        for pid in procfs.pids()
-        if (procfs.command_of(pid) or "").split(" ")[0].rpartition("/")[2].startswith("nvidia-cuda-mps")
-    ]
+    commands = ((pid, procfs.command_of(pid) or "") for pid in procfs.pids())
+    servers = [pid for pid, command in commands if re.match(r"(\S*/)?nvidia-cuda-mps", command)]
     clients = [gpu for gpu in host.snapshot.gpus if any(one.kind == ProcessKind.MPS for one in gpu.processes or ())]
     if not servers and not clients:
         return passed("not running")

@@ -1,11 +1,11 @@
 """Checks of what a claim finds around it: packages, settings, variables, the batch job and limits."""
 
-import os
-import re
 import resource
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import metadata
 
+from ..coordination.state_dir import state_dir_path
 from ..errors import PolicyError, SafeGpuError
 from ..runtimes.visible_devices import read_visible_once
 from ..schedulers.gpu_count import number_for_job
@@ -55,38 +55,21 @@ def variables(host: CheckedHost) -> Check:
             return failed(str(err), f"set {name} to a valid value, or unset it")
     for doubt in settings_module.doubts(host.environ):
         return warning(doubt, f"unset {doubt.partition('=')[0]}")
-    if given.get("SAFE_GPU_FSROOT", "/") != "/":
-        return warning(
-            f"SAFE_GPU_FSROOT={given['SAFE_GPU_FSROOT']}: CPUs are bound by the topology of another host",
-            "unset SAFE_GPU_FSROOT (it is for tests)",
-        )
     return passed(", ".join(f"{name}={value}" for name, value in given.items()) or "none is set")
-
-
-def _check_path(name: str, value: str) -> None:
-    if name == "SAFE_GPU_DIR" and not os.path.isabs(value):
-        way = "relative, so processes with different working directories use different directories"
-    elif name == "SAFE_GPU_FSROOT" and not os.path.isdir(value):
-        way = "not a directory"
-    else:
-        return
-    raise SafeGpuError(f"{name}={value!r} is {way}")
 
 
 _READERS: dict[str, Callable[[str, str], object]] = {
     "SAFE_GPU_TIMEOUT": lambda name, value: durations.parse_duration(value, name),
     "SAFE_GPU_NB_GPUS": lambda name, value: count({name: value}, name) == 0 or number_for_job({name: value}),
     MEMORY_VARIABLE: lambda name, value: Rules.of({name: value}),
-    "SAFE_GPU_DIR": _check_path,
-    "SAFE_GPU_FSROOT": _check_path,
+    "SAFE_GPU_DIR": lambda name, value: state_dir_path(),
 }
 
 
 def visible_devices(host: CheckedHost) -> Check:
     """Check whether an inherited variable such as CUDA_VISIBLE_DEVICES limits claims, and whether its value is
     clear."""
-    known = host.vendor.variables
-    name = next((name for name in known if name in host.environ), "")
+    name = next((name for name in host.vendor.variables if name in host.environ), "")
     if not name:
         return passed("not set: claims choose among all GPUs")
     if not host.snapshot.driver:
@@ -127,53 +110,27 @@ def batch_job(host: CheckedHost) -> Check:
             f"{text}, which asked for no GPU: the scheduler may start other jobs on the GPUs that this one claims",
             "ask the scheduler for the GPUs that the job uses",
         )
-    given = set((host.environ.get("SLURM_STEP_GPUS") or host.environ.get("SLURM_JOB_GPUS") or "").split(",")) - {""}
-    visible = set(host.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) - {""}
-    shown = [gpu.label for gpu in host.snapshot.physical]
-    # In a device cgroup the driver shows the GPUs of the job alone, numbered anew.
-    if given and len(shown) > len(given) and visible <= set(shown) and not visible <= given:
-        return warning(
-            f"{text}: CUDA_VISIBLE_DEVICES={','.join(sorted(visible))} names other GPUs than Slurm gave it "
-            f"({','.join(sorted(given))}), and the driver shows {len(shown)}",
-            "compare gres.conf with the driver's numbers (AutoDetect=nvml), or set CUDA_VISIBLE_DEVICES as Slurm says",
-        )
     return passed(text if job.requested_gpus is None else f"{text}, {plural(job.requested_gpus)} asked for")
 
 
 def packages(host: CheckedHost) -> Check:
     """Check that the required Python packages are installed, and none that replaces their modules."""
-    found: dict[str, list[str]] = {}
-    for distribution in metadata.distributions():
-        versions = found.setdefault(re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower(), [])
-        if distribution.version not in versions:
-            versions.append(distribution.version)
+    found = {}
+    for name in ("safe-gpu", "filelock", "nvidia-ml-py", "nvidia-ml-py3", "pynvml"):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
     try:
         from filelock import lock_descriptor  # noqa: F401
     except ImportError as err:
         return failed(f"filelock is missing or too old ({err})", "pip install -U filelock")
     # The project pynvml installs no module of this name since version 12.
-    colliding = [name for name in ("nvidia-ml-py3", "pynvml") for one in found.get(name, ()) if _major(one) < 12]
+    colliding = [name for name in ("nvidia-ml-py3", "pynvml") if int(found.get(name, "12").partition(".")[0]) < 12]
     if colliding:
         return warning(
             f"{' and '.join(colliding)} installs its own pynvml module in place of that of nvidia-ml-py",
             f"pip uninstall {' '.join(colliding)} && pip install --force-reinstall nvidia-ml-py",
         )
-    own = found.get("safe-gpu", [])
-    if len(own) > 1:
-        return warning(
-            f"safe-gpu is installed {len(own)} times ({', '.join(own)})", "pip uninstall safe-gpu, then install"
-        )
-    if own and _major(own[0]) < 3:
-        return warning(
-            f"the older safe-gpu {own[0]} is installed beside this one", "pip uninstall safe-gpu, then install this one"
-        )
-    known = [f"{name} {found[name][0]}" for name in ("safe-gpu", "filelock", "nvidia-ml-py") if name in found]
-    return passed(", ".join(known) or "run from a source tree")
-
-
-def _major(version: str) -> int:
-    major = version.split(".")[0]
-    return int(major) if major.isdecimal() else 0
+    return passed(", ".join(f"{name} {version}" for name, version in found.items()))
 
 
 def address_space(host: CheckedHost) -> Check:

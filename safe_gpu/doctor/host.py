@@ -16,20 +16,20 @@ from ..gpus.vendors import VENDORS, Vendor
 from ..schedulers.job import JobContext, current
 
 
+def named(labels: Iterable[str]) -> str:
+    """Return ``GPU 0,1``."""
+    return f"GPU {','.join(labels)}"
+
+
 def labels(gpus: Iterable[Gpu]) -> str:
-    """Return ``GPU 3`` or ``GPUs 0,1``."""
-    return _named([gpu.label for gpu in gpus])
-
-
-def _named(names: list[str]) -> str:
-    return f"GPU{'s' if len(names) > 1 else ''} {','.join(names)}"
+    """Return ``GPU 0,1``."""
+    return named(gpu.label for gpu in gpus)
 
 
 class CheckedHost:
     """The host that is checked.
 
     Args:
-        root: where the files are that show real drivers.
         environ: the environment that is checked; None is this process's.
 
     Attributes:
@@ -39,8 +39,7 @@ class CheckedHost:
         poll_seconds: how long opening and polling the driver took.
     """
 
-    def __init__(self, root: str = "/", environ: Mapping[str, str] | None = None) -> None:
-        self.root = root
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         self.environ = os.environ if environ is None else environ
         try:
             self.path = state_dir_path()
@@ -68,20 +67,19 @@ class CheckedHost:
         """That of the GPUs that a claim would get."""
         return VENDORS[self.snapshot.vendor]
 
+    def label(self, uuid: str) -> str:
+        """Return how people name a GPU; one that the driver does not show by its UUID."""
+        gpu = self.snapshot.by_uuid(uuid)
+        return uuid if gpu is None else gpu.label
+
     def named(self, uuids: Iterable[str]) -> str:
-        """Return ``GPU 3`` or ``GPUs 0,1``; by their UUIDs those that the driver does not show."""
-        known = {gpu.uuid: gpu.label for gpu in self.snapshot.gpus}
-        return _named([known.get(uuid, uuid) for uuid in uuids])
+        """Return ``GPU 0,1``."""
+        return named(map(self.label, uuids))
 
     @cached_property
     def job(self) -> JobContext:
         """The batch job and the rank of this process."""
         return current(self.environ)
-
-    @property
-    def simulated(self) -> bool:
-        """Whether the GPUs are simulated."""
-        return self.driver is not None and self.driver.is_simulated
 
     def close(self) -> None:
         """Close the driver."""

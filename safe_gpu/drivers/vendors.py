@@ -12,7 +12,7 @@ from ..gpus.vendors import VENDORS
 from ..settings import variables as settings
 from ..topology.files import Files
 from ..topology.kfd_topology import devices
-from ..wording import argument_style as style
+from ..wording import text as style
 
 
 def meant_vendor(environ: Mapping[str, str], prefer: str | None = None) -> str | None:

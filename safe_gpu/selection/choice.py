@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import UnsatisfiableRequestError
 from ..gpus.devices import MIG_IS_ON, Gpu, GpuVerdict, Holder, HostSnapshot
 from ..gpus.vendors import VENDORS
-from ..wording import argument_style as style
+from ..wording import text as style
 from ..wording.text import gpu_ranges, plural
 from .request import Selection
 from .values import is_index

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
 from ..errors import UnsatisfiableRequestError
 from ..gpus.devices import Gpu, HostSnapshot, vendor_of_name
 from ..gpus.vendors import VENDORS
-from ..wording import argument_style as style
+from ..wording import text as style
 from ..wording.text import format_bytes, plural
 from .sharing import LEAST_SHARE, MIB, part_of, share_capacity, why_unshareable
 from .values import as_index, model_pattern, names_device, parse_names, parse_size, refused, unknown_names

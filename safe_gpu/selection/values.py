@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ..errors import UnsatisfiableRequestError
 from ..gpus.devices import Gpu, HostSnapshot
 from ..gpus.vendors import BARE_UUID, VENDORS
-from ..wording import argument_style as style
+from ..wording import text as style
 
 _UNITS = {
     "": 1,

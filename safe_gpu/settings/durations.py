@@ -5,7 +5,7 @@ import re
 import time
 
 from ..errors import UnsatisfiableRequestError
-from ..wording import argument_style as style
+from ..wording import text as style
 
 _UNITS = {"s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 

@@ -16,21 +16,6 @@ if TYPE_CHECKING:
 # Version of the JSON document.
 SCHEMA = 2
 
-_QUEUE = (
-    "position",
-    "pid",
-    "user",
-    "nb_gpus",
-    "share",
-    "vendor",
-    "since",
-    "hold_for",
-    "expected_start",
-    "earliest_start",
-    "job",
-    "limit",
-)
-
 _CLAIM = ("pid", "uid", "user", "job", "command", "since", "until", "removable_by")
 
 _MOST_WAITERS = 1000  # in the JSON document: any user can make more
@@ -165,8 +150,6 @@ class HostStatus:
         gpus: every device, in the driver's order, one vendor after the other.
         queue: the waiters, in order.
         warnings: sentences that say which facts are not known, and why.
-        shift: a sentence, if the indices in CUDA_VISIBLE_DEVICES of this process no longer mean the GPUs of the claim
-            around it; else "".
         doubt: as in :class:`~safe_gpu.gpus.devices.HostSnapshot`.
         max_gpus: how many GPUs each user who holds some or waits may hold, where the policy limits that.
         broken: sentences on the drivers that do not work, whose GPUs are missing here.
@@ -182,7 +165,6 @@ class HostStatus:
     gpus: tuple[GpuStatus, ...]
     queue: tuple[WaiterStatus, ...] = ()
     warnings: tuple[str, ...] = ()
-    shift: str = ""
     doubt: str = ""
     broken: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
@@ -210,8 +192,8 @@ def _window_dict(one: Window) -> dict[str, Any]:
 
 
 def _waiter_dict(one: WaiterStatus) -> dict[str, Any]:
-    turn = {} if one.turn is None else {"turn": one.turn}
-    return {name: getattr(one, name) for name in _QUEUE} | turn
+    without = {"stopped", "note"} if one.turn is not None else {"stopped", "note", "turn"}
+    return {name: value for name, value in asdict(one).items() if name not in without}
 
 
 def _claim_dict(one: Holder, names: tuple[str, ...]) -> dict[str, Any]:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from io import BytesIO
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,15 +20,16 @@ from ..coordination.entry import Entries
 from ..coordination.history import LARGEST, HistoryDir, file_names, line_of_entry, lines_of_dead, month_of, months_kept
 from ..coordination.state_dir import state_dir_path
 from ..errors import StateDirError
-from ..host import procfs
 from ..host.decoding import as_int, as_list, as_seconds, as_text, as_time
 from ..wording.text import Column, gpu_ranges
 from .render import table
 
 if TYPE_CHECKING:
-    from ..coordination.entry import Entry
+    pass
 
-_MOST = 50_000  # claims that are kept, together with the different texts in them
+_MOST = 50_000  # claims that are kept
+
+_MOST_OF_ONE = 8  # GPUs of each of them, on average
 
 _MOST_LATER = 4096  # GPUs of claims that began after the time that is asked for
 
@@ -41,8 +40,6 @@ _LONGEST_LINE = 1 << 16
 _TOO_MANY = "there are more claims than can be kept, and the first are left out: ask for a shorter time"
 
 _MONTH = 31 * 86400.0
-
-_TICK = 1.0  # seconds, in which the two clocks are read and rounded
 
 
 class PastClaim(NamedTuple):
@@ -62,8 +59,6 @@ class PastClaim(NamedTuple):
         share: bytes that it held of each GPU; None of whole GPUs.
         of: bytes of each GPU that could be shared; None of whole GPUs.
         waited: seconds that it waited for its GPUs; None if not known.
-        not_before: of a claim that runs, the start of its process by the boot clock: ``since`` is by a clock that may
-            have jumped since.
     """
 
     pid: int
@@ -82,7 +77,6 @@ class PastClaim(NamedTuple):
     share: int | None = None
     of: int | None = None
     waited: float | None = None
-    not_before: float = 0.0
 
     @property
     def part(self) -> float:
@@ -104,7 +98,7 @@ class PastClaim(NamedTuple):
 
         ``until`` is at most now: a claim that runs holds them up to then.
         """
-        begin = max(self.since, self.not_before, since)
+        begin = max(self.since, since)
         last = until if self.running or self.ended is None else min(self.ended, until)
         sure = until if self.running else min(self.seen, until)
         return begin, max(begin, sure), max(begin, last)
@@ -125,18 +119,6 @@ class ClaimEnd(NamedTuple):
     seen: float
     ended: float
 
-    @classmethod
-    def of(cls, raw: Any) -> ClaimEnd | None:
-        """Return the end that a decoded line tells of, or None. Anybody may have written it."""
-        try:
-            pid, since = raw["claim"]
-            when = raw["ended"]
-            seen, ended = map(as_time, when if isinstance(when, list) else (when, when))
-            found = cls(as_int(pid, 1, (1 << 31) - 1), as_time(since), seen, ended)
-        except (ValueError, TypeError, KeyError, OverflowError):
-            return None
-        return found if 0 < found.since <= found.seen <= found.ended else None
-
 
 def claims_between(since: float, until: float) -> tuple[list[PastClaim], list[str]]:
     """Return the claims that held GPUs in this time, in the order in which they began, and warnings.
@@ -145,11 +127,8 @@ def claims_between(since: float, until: float) -> tuple[list[PastClaim], list[st
     """
     warnings: list[str] = []
     running, dead = _claims_now(warnings)
-    for ended in (since, 0.0):
-        told = chain(_told(dead), _told(_lines(since, until, ended, warnings)), running)
-        found = [claim for claim in merged(told, until, warnings) if claim.overlaps(since, until)]
-        if not any(claim.since < since and not claim.knows_its_end for claim in found):
-            break  # else a claim that was left out may tell when it had ended
+    told = chain(map(_line, dead), map(_line, _lines(since, warnings)), running)
+    found = [claim for claim in merged(filter(None, told), until, warnings) if claim.overlaps(since, until)]
     return found, [*dict.fromkeys(warnings)]
 
 
@@ -203,69 +182,44 @@ class _Kept:
         self.next_whole: dict[str, float] = {}
         self.dropped = False
         self._until = until
-        self._shared: dict[Any, Any] = {}  # texts and lists of GPUs, which many claims have in common
-        self._size = 0  # of these, in texts
+        self._gpus = 0  # of these claims
 
     def add(self, claim: PastClaim) -> None:
         """Add a claim; what is already known of it stays."""
         if claim.since >= self._until:
-            for uuid in claim.gpus:
-                if uuid in self._shared or len(self.next_claim) < _MOST_LATER:
-                    self.next_claim[uuid] = min(claim.since, self.next_claim.get(uuid, claim.since))
+            for uuid in claim.gpus[: _MOST_LATER - len(self.next_claim)]:
+                self.next_claim[uuid] = min(claim.since, self.next_claim.get(uuid, claim.since))
             return
         if claim.running:  # its owner says whose it is, and anybody may have written its line
-            self.claims.pop(claim.key, None)  # it is to be dropped last
+            self._remove(claim.key)  # it is to be dropped last
         if claim.key not in self.claims:
-            self.claims[claim.key] = self._sharing(claim)
-        if len(self.claims) + self._size > _MOST:
-            self._drop()
+            self.claims[claim.key] = claim
+            self._gpus += len(claim.gpus)
+        if len(self.claims) > _MOST or self._gpus > _MOST_OF_ONE * _MOST:
+            self.dropped = True
+            for key in [*self.claims][: len(self.claims) // 2]:
+                self._remove(key)
 
     def end(self, end: ClaimEnd) -> None:
         """Add the end of a claim that has been added. Of several the narrowest counts."""
         key = end.pid, round(end.since * 1000)
         if key in self.claims:
-            self.ends[key] = _narrower(self.ends[key], end) if key in self.ends else end
+            self.ends[key] = min(self.ends.get(key, end), end, key=lambda one: one.ended - one.seen)
 
-    def _drop(self) -> None:
-        self.dropped = True
-        for key in [*self.claims][: len(self.claims) // 2]:
-            del self.claims[key]
-        self._shared, self._size = {}, 0
-        self.claims = {key: self._sharing(claim) for key, claim in self.claims.items()}
-        self.ends = {key: end for key, end in self.ends.items() if key in self.claims}
-        self.next_claim = {uuid: since for uuid, since in self.next_claim.items() if uuid in self._shared}
-
-    def _sharing(self, claim: PastClaim) -> PastClaim:
-        shared, pid, since, uid, *texts, gpus, labels = self._shared, *claim[:9]
-        for value in (*gpus, *labels, *texts, gpus, labels):
-            if value not in shared:
-                shared[value] = tuple([shared[one] for one in value]) if isinstance(value, tuple) else value
-                self._size += len(value) if isinstance(value, tuple) else 1
-        return PastClaim._make((pid, since, uid, *[shared[one] for one in (*texts, gpus, labels)], *claim[9:]))
+    def _remove(self, key: tuple[int, int]) -> None:
+        if claim := self.claims.pop(key, None):
+            self._gpus -= len(claim.gpus)
+            self.ends.pop(key, None)
 
 
-def _narrower(one: ClaimEnd, other: ClaimEnd) -> ClaimEnd:
-    """Return what two ends of the same claim tell together, as seen on different GPUs."""
-    exact = next((end for end in (one, other) if end.seen == end.ended), None)
-    if exact is not None:
-        return exact
-    seen, ended = max(one.seen, other.seen), min(one.ended, other.ended)
-    return one._replace(seen=seen, ended=ended) if seen <= ended else one
-
-
-def _lines(since: float, until: float, ended: float, warnings: list[str]) -> Iterator[bytes]:
-    """Read what may matter to this time. The files whose claims later ones would push out are not read, and of claims
-    that had ended before ``ended`` nothing, where that is easily seen."""
-    first, months, told = month_of(max(0.0, since - _MONTH)), (month_of(max(0.0, since)), month_of(until)), 0
-    files: dict[int, int] = {}
+def _lines(since: float, warnings: list[str]) -> Iterator[bytes]:
+    """Read what may matter from this time on."""
+    first = month_of(max(0.0, since - _MONTH))
     try:
-        with HistoryDir() as directory, ExitStack() as stack:
-            for name in (name for month in months_kept(time.time())[::-1] for name in file_names(month)[::-1]):
+        with HistoryDir() as directory:
+            for name in chain.from_iterable(map(file_names, months_kept(time.time()))):
                 if name < first:
-                    break
-                if told > _MOST:
-                    warnings.append(_TOO_MANY)
-                    break
+                    continue
                 try:
                     fd = directory.open_file(name)
                 except FileNotFoundError:
@@ -273,63 +227,38 @@ def _lines(since: float, until: float, ended: float, warnings: list[str]) -> Ite
                 except StateDirError as err:
                     warnings.append(f"a part of the history cannot be read: {err}")
                     continue
-                stack.callback(os.close, fd)
-                inode = os.fstat(fd).st_ino
-                if inode not in files and months[0] < name[:7] < months[1]:  # all of them held GPUs in this time
-                    told += os.pread(fd, LARGEST, 0).count(b'"gpus"')
-                files.setdefault(inode, fd)
-            for fd in reversed(files.values()):
-                with BytesIO(os.pread(fd, LARGEST + _LONGEST_LINE, 0)) as lines:
-                    yield from _unended(islice(lines, _MOST_LINES), ended)
+                with open(fd, "rb", buffering=0) as file, BytesIO(file.read(LARGEST + _LONGEST_LINE)) as lines:
+                    yield from islice(lines, _MOST_LINES)
     except FileNotFoundError:
         pass
     except (StateDirError, OSError) as err:
         warnings.append(f"the history cannot be read: {err}")
 
 
-def _unended(lines: Iterable[bytes], ended: float) -> Iterator[bytes]:
-    """Leave out claims that were released before ``ended``, each with its end, which we write behind it. What is not as
-    we write it stays."""
-    claim, key, latest = b"", b"", b"%014.3f" % ended
-    for line in (one[-_LONGEST_LINE:] for one in lines):
-        begin, _, rest = line.partition(b"], ")
-        this = begin.rstrip(b"0")  # of the fraction of a second, of which an end has three digits
-        is_end = rest[:9] == b'"ended": ' and begin[-14:] <= rest[9:23] < latest and rest[23:] == b"}\n"
-        if is_end and key and key == this:
-            claim, key = b"", b""
-            continue
-        if claim:
-            yield claim
-        claim, key = line, this if rest.startswith(b'"uid": ') and b'{"v":' not in rest else b""
-    if claim:
-        yield claim
-
-
-def _told(lines: Iterable[bytes]) -> Iterator[PastClaim | ClaimEnd]:
-    return chain.from_iterable(map(_line, lines))
-
-
-def _line(line: bytes) -> Iterable[PastClaim | ClaimEnd]:
+def _line(line: bytes) -> PastClaim | ClaimEnd | None:
     """Read a line. A line that is incomplete, since there was no room, is followed by the next one."""
-    start = line.rfind(b'{"v":')
+    line = line[-_LONGEST_LINE:]
     try:
-        raw: Any = json.loads(line[max(start, 0) :].decode("utf-8", "replace"))
-        ending = ClaimEnd.of(raw)
-        return () if ending is None and not isinstance(raw, dict) else (ending or _claim(raw),)
+        raw: Any = json.loads(line[max(line.rfind(b'{"v":'), 0) :].decode("utf-8", "replace"))
+        pid, since = raw["claim"]
+        pid, since = as_int(pid, 1, (1 << 31) - 1), as_time(since)
+        if "ended" not in raw:
+            return _claim(pid, since, raw)
+        when = raw["ended"]
+        seen, ended = map(as_time, when if isinstance(when, list) else (when, when))
+        return ClaimEnd(pid, since, seen, ended) if 0 < since <= seen <= ended else None
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        return ()
+        return None
 
 
-def _claim(raw: dict[str, Any]) -> PastClaim:
-    pid, since = raw["claim"]
-    since = as_time(since)
+def _claim(pid: int, since: float, raw: Mapping[str, Any]) -> PastClaim | None:
     gpus = tuple(as_text(uuid, 100) for uuid in as_list(raw.get("gpus")))
     labels = tuple(as_text(label, 16) for label in as_list(raw.get("labels")))
     if not since or not gpus:
-        raise ValueError("no claim")
+        return None
     return PastClaim(
-        pid=as_int(pid, 1, (1 << 31) - 1),
-        since=since,
+        pid,
+        since,
         uid=as_int(raw.get("uid", -1), -1, 1 << 32),
         user=as_text(raw.get("user", ""), 64),
         host=as_text(raw.get("host", ""), 64),
@@ -353,8 +282,8 @@ def _claims_now(warnings: list[str]) -> tuple[list[PastClaim], list[bytes]]:
         with Directory(state_dir_path(), "claims", make=False) as directory:
             entries = Entries(directory)
             for entry in entries.look():
-                told = [*_line(line_of_entry(entry))]
-                running += [_running(entry, claim) for claim in told if isinstance(claim, PastClaim)]
+                claim = _line(line_of_entry(entry))
+                running += [claim._replace(running=True, seen=time.time())] if isinstance(claim, PastClaim) else []
             size, now = 0, time.time()
             for lines in (lines_of_dead([entry], now) for entry in entries.dead()):
                 size += sum(map(len, lines))
@@ -367,19 +296,6 @@ def _claims_now(warnings: list[str]) -> tuple[list[PastClaim], list[bytes]]:
     except (StateDirError, OSError) as err:
         warnings.append(f"which claims hold GPUs now is not known: {err}")
     return running, dead
-
-
-def _running(entry: Entry, told: PastClaim) -> PastClaim:
-    """Return a claim whose entry lives, and by the boot clock when it can have begun at the earliest."""
-    now, began = time.time(), 0.0
-    if entry.pidns == procfs.pid_namespace() and entry.start == procfs.start_time(entry.pid):
-        age = procfs.seconds_running(entry.pid)
-        began = 0.0 if age is None else now - age - _TICK
-    return told._replace(running=True, seen=now, not_before=began)
-
-
-KEYS = ("user", "gpu", "job", "host", "day", "week")
-"""What can be summed up by."""
 
 
 class GpuHours(NamedTuple):
@@ -401,35 +317,29 @@ def hours_held(claim: PastClaim, since: float, until: float) -> tuple[float, flo
 
 
 def gpu_hours_by(claims: Iterable[PastClaim], by: str, since: float, until: float) -> list[GpuHours]:
-    """Return the sums, the largest first; by day and week in their order."""
+    """Return the sums by user, gpu, job or host, the largest first; by day and week in their order."""
     claims = list(claims)
     labels = {uuid: label for claim in claims for uuid, label in zip(claim.gpus, claim.labels, strict=False)}
-    sums: dict[str, list[float]] = {}
+    sums: dict[str, GpuHours] = {}
     for claim in claims:
-        for key, least, most in _shares(claim, by, since, until, labels):
-            one = sums.setdefault(key, [0, 0.0, 0.0])
-            one[0] += 1
-            one[1] += least / 3600
-            one[2] += most / 3600
-    found = sorted(GpuHours(key, int(number), least, most) for key, (number, least, most) in sums.items())
-    return found if by in _CALENDAR else sorted(found, key=lambda use: -use.most)
+        for key, number, begin, end in _parts(claim, by, since, until, labels):
+            least, most = (seconds * number / 3600 for seconds in hours_held(claim, begin, end))
+            _, claims_before, least_before, most_before = sums.get(key, GpuHours(key, 0, 0.0, 0.0))
+            sums[key] = GpuHours(key, claims_before + 1, least_before + least, most_before + most)
+    return sorted(sums.values(), key=lambda use: (0 if by in _CALENDAR else -use.most, use.key))
 
 
-def _shares(
+def _parts(
     claim: PastClaim, by: str, since: float, until: float, labels: Mapping[str, str]
-) -> Iterator[tuple[str, float, float]]:
-    """Return the keys that a claim counts for, each with GPU-seconds."""
+) -> Iterable[tuple[str, int, float, float]]:
+    """Return the keys that a claim counts for, each with a number of GPUs and a time."""
     number = len(claim.gpus)
     if by == "gpu":
-        number, spans = 1, [(f"{labels[uuid]} {uuid}" if uuid in labels else uuid, since, until) for uuid in claim.gpus]
-    elif by in _CALENDAR:
+        return [(f"{labels[uuid]} {uuid}" if uuid in labels else uuid, 1, since, until) for uuid in claim.gpus]
+    if by in _CALENDAR:
         last = until if claim.running else min(claim.ended or until, until)
-        spans = [*calendar(by, max(claim.since, since), last)]
-    else:
-        spans = [(key_of(claim, by), since, until)]
-    for key, begin, end in spans:
-        least, most = hours_held(claim, begin, end)
-        yield key, least * number, most * number
+        return [(key, number, begin, end) for key, begin, end in calendar(by, max(claim.since, since), last)]
+    return [(key_of(claim, by), number, since, until)]
 
 
 def key_of(claim: PastClaim, by: str) -> str:
@@ -520,6 +430,5 @@ def _end(claim: PastClaim) -> str:
 
 
 def _use(claim: PastClaim, since: float, until: float) -> str:
-    number = len(claim.gpus)
-    least, most = (seconds * number / 3600 for seconds in hours_held(claim, since, until))
+    least, most = (seconds * len(claim.gpus) / 3600 for seconds in hours_held(claim, since, until))
     return hours(least, most)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from ..host.procfs import printable
 
 if TYPE_CHECKING:
-    from ..gpus.devices import Holder
     from .facts import GpuStatus, HostStatus
 
 _MOST_USERS = 100  # of waiters: somebody with many user ids can wait as each of them
@@ -17,27 +16,6 @@ _MOST_USERS = 100  # of waiters: somebody with many user ids can wait as each of
 _OTHERS = "other"
 
 _STATES = ("free", "claimed", "busy", "display", "unusable")
-
-_OF_CLAIMS: tuple[tuple[str, str, Callable[[GpuStatus, Holder], float | None]], ...] = (
-    ("claimed", "1 for a GPU that this user has claimed.", lambda one, claim: 1.0),
-    ("claim_start_time_seconds", "When the claim was made, in Unix seconds.", lambda one, claim: claim.since or None),
-    (
-        "claim_idle_seconds",
-        "How long the claimed GPU has shown no work, as far as looks tell.",
-        lambda one, claim: one.idle_for,
-    ),
-    (
-        "claim_expected_end_time_seconds",
-        "When the claim is expected to end, in Unix seconds.",
-        lambda one, claim: claim.until,
-    ),
-)
-"""Name, help and value of each metric of a claimed GPU."""
-
-_OF_SHARES = (
-    ("share_bytes", "Memory of the shared GPU that this claim holds.", "share"),
-    ("share_used_bytes", "Memory that the processes of this claim use on the shared GPU.", "memory_used"),
-)
 
 
 def render_metrics(status: HostStatus) -> str:
@@ -57,11 +35,19 @@ def _metrics(status: HostStatus) -> Iterator[str]:
     if status.warnings:
         return
     held = [(one, claim, claim.user or "") for one in gpus for claim in one.claims]
-    for name, help_text, value in _OF_CLAIMS:
-        yield _metric(name, help_text, [(_of(one, user=user), value(one, claim)) for one, claim, user in held])
+    owned = [(_of(one, user=user), one, claim) for one, claim, user in held]
+    yield _metric("claimed", "1 for a GPU that this user has claimed.", [(labels, 1.0) for labels, _, _ in owned])
+    help_text = "When the claim was made, in Unix seconds."
+    yield _metric("claim_start_time_seconds", help_text, [(labels, one.since or None) for labels, _, one in owned])
+    help_text = "How long the claimed GPU has shown no work, as far as looks tell."
+    yield _metric("claim_idle_seconds", help_text, [(labels, one.idle_for) for labels, one, _ in owned])
+    help_text = "When the claim is expected to end, in Unix seconds."
+    yield _metric("claim_expected_end_time_seconds", help_text, [(labels, one.until) for labels, _, one in owned])
     shared = [(_of(one, user=user, pid=str(claim.pid or "")), claim) for one, claim, user in held if one.shares]
-    for name, help_text, fact in _OF_SHARES:
-        yield _metric(name, help_text, [(labels, getattr(claim, fact)) for labels, claim in shared])
+    help_text = "Memory of the shared GPU that this claim holds."
+    yield _metric("share_bytes", help_text, [(labels, one.share) for labels, one in shared])
+    help_text = "Memory that the processes of this claim use on the shared GPU."
+    yield _metric("share_used_bytes", help_text, [(labels, one.memory_used) for labels, one in shared])
     jobs = [(_of(one, user=user, batch_job=claim.job), 1.0) for one, claim, user in held if claim.job]
     yield _metric("claim_info", "The batch job of a claim.", jobs)
     yield _by_user("max_gpus", "How many GPUs a user who holds some or waits may hold.", status.max_gpus)

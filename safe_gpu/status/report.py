@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import warnings
@@ -101,15 +100,10 @@ def percentile_95(values: Iterable[float]) -> float:
 def free_hours(claims: Iterable[PastClaim], gpus: Collection[str], since: float, until: float) -> float:
     """Return the GPU-hours in this time in which no claim held one of these GPUs, a claim as long as it may have."""
     free, ends = 0.0, dict.fromkeys(gpus, since)
-    own: dict[int, Collection[str]] = {}  # the GPUs of many claims are one tuple, which may be a long one
-    spans = sorted((*claim.held(since, until)[::2], id(claim.gpus), claim.gpus) for claim in claims)
-    for begin, last, number, uuids in spans:
-        if number not in own:
-            own[number] = ends.keys() & set(uuids)
-        if begin < last:
-            for uuid in own[number]:
-                free += max(0.0, begin - ends[uuid])
-                ends[uuid] = max(ends[uuid], last)
+    for begin, last, uuids in sorted((*claim.held(since, until)[::2], claim.gpus) for claim in claims):
+        for uuid in ends.keys() & set(uuids) if begin < last else ():
+            free += max(0.0, begin - ends[uuid])
+            ends[uuid] = max(ends[uuid], last)
     return (free + sum(until - end for end in ends.values())) / 3600
 
 
@@ -159,8 +153,10 @@ def _number(value: float | None, unit: float, digits: int) -> str:
 
 
 def drawn(days: Days, form: str) -> bytes:
-    """Return what :func:`draw` does, in a child: matplotlib goes by files in the current directory, and by variables,
-    which another user may have made, and starts programs for them.
+    """Return a picture as ``svg`` or ``png``: GPU-hours by user, stacked by day, and below them how long claims waited.
+
+    A child draws it: matplotlib goes by files in the current directory, and by variables, which another user may have
+    made, and starts programs for them.
 
     Raises:
         SafeGpuError: the child cannot draw it; the message says why.
@@ -170,25 +166,15 @@ def drawn(days: Days, form: str) -> bytes:
         Path(place, "days").write_text(json.dumps(days), encoding="utf-8")
         env = environment(os.environ) | {"MPLCONFIGDIR": place, "MATPLOTLIBRC": os.devnull, "MPLBACKEND": "agg"}
         try:
-            function = "safe_gpu.status.report draw_there"
             # matplotlib looks for the fonts of the host first.
-            call_in_child(function, place, form, env=env, timeout=300.0, with_packages=True)
+            call_in_child("safe_gpu.status.report draw", place, form, env=env, timeout=300.0, with_packages=True)
         except Failed as err:
             raise SafeGpuError(f"the picture cannot be drawn: {err}") from err
         return Path(place, form).read_bytes()
 
 
-def draw_there(place: str, form: str) -> None:
-    """Do the child's part: draw what is described in a directory into a file there."""
-    os.chdir("/")
-    Path(place, form).write_bytes(draw(Days(*json.loads(Path(place, "days").read_bytes())), form))
-
-
-def draw(days: Days, form: str) -> bytes:
-    """Return the picture: GPU-hours by user, stacked by day, and below them how long claims waited.
-
-    Args:
-        form: "svg" or "png".
+def draw(place: str, form: str) -> None:
+    """Do the child's part: draw what is described in a directory into a file there.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -196,8 +182,9 @@ def draw(days: Days, form: str) -> bytes:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
+    os.chdir("/")
+    days = Days(*json.loads(Path(place, "days").read_bytes()))
     names = [date.fromisoformat(name) for name in days.names]
-    file = io.BytesIO()
     with rc_context({"text.parse_math": False}), warnings.catch_warnings():  # a user's name is no formula
         warnings.simplefilter("ignore")  # the font may lack a letter of it
         figure = Figure(figsize=(10, 6), layout="constrained")
@@ -216,5 +203,4 @@ def draw(days: Days, form: str) -> bytes:
         wait.set_ylim(bottom=0)
         wait.legend(loc="upper left", bbox_to_anchor=(1, 1))
         wait.tick_params("x", rotation=30)
-        figure.savefig(file, format=form)
-    return file.getvalue()
+        figure.savefig(Path(place, form), format=form)

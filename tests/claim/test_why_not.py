@@ -9,7 +9,7 @@ from safe_gpu.claim.limits import LimitReached
 from safe_gpu.claim.report import ClaimAhead, Forecast, WaitStatus, holders_line, refusal_message, waiting_message
 from safe_gpu.gpus.devices import Gpu, GpuProcess, GpuVerdict, Holder
 from safe_gpu.selection.request import Selection, parse_request
-from safe_gpu.wording.argument_style import on_command_line
+from safe_gpu.wording.text import on_command_line
 
 NOW = 1_000_000.0
 

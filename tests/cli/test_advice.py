@@ -131,32 +131,6 @@ def program(path: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("version", "command", "is_warned_of"),
-    [
-        ("0.14.1", "dragon -s pool.py", True),
-        ("0.14.1", "nice -n 5 dragon -w ssh -t tcp pool.py --epochs 3", True),
-        ("0.14.1", "dragon -s other.py", False),
-        ("0.14.1", "dragon -s no-such-file.py", False),
-        ("0.14.1", "python pool.py", False),
-        ("0.15.0", "dragon -s pool.py", False),
-    ],
-)
-def test_one_policy_for_each_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, command: str, is_warned_of: bool
-) -> None:
-    """Where Dragon is installed in a virtual environment, and its program is in the current directory."""
-    (tmp_path / "pool.py").write_text("Pool(policy=System().gpu_policies(), processes_per_policy=4)\n")
-    (tmp_path / "other.py").write_text("held.policies()\n")
-    (tmp_path / "lib" / "python3.11" / "site-packages" / f"dragonhpc-{version}.dist-info").mkdir(parents=True)
-    (tmp_path / "bin").mkdir()
-    dragon = program(tmp_path / "bin" / "dragon", "exit")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", str(dragon.parent))
-    text = warned(command, str(dragon))
-    assert ("held.policies()" in text) == is_warned_of == bool(text)
-
-
 def test_it_is_said_before_the_command_starts_and_where_run_is_to_be_quiet(command, tmp_path: Path, ground) -> None:
     sbatch = program(tmp_path / "sbatch", "echo the command >&2")
     own = ["-q", "-n", 2, "--min-memory=20GiB"]

@@ -151,7 +151,7 @@ ENDS = (ENDING, {"claim": [1e5, NOW], "ended": NOW}, {"claim": [4470, 5], "ended
 @given(broken_json(CLAIM) | broken_json(ENDING))
 def test_a_line_of_the_history(data: bytes) -> None:
     with bounded():
-        found = list(past._line(data[: 1 << 16]))
+        found = [one for one in [past._line(data)] if one is not None]
         claims = past.merged(found)
     for end in found:
         if isinstance(end, past.ClaimEnd):

@@ -26,7 +26,7 @@ from safe_gpu.schedulers.gpu_count import (
     with_end,
 )
 from safe_gpu.schedulers.job import current, lines_of_this_host
-from safe_gpu.wording.argument_style import on_command_line
+from safe_gpu.wording.text import on_command_line
 
 Qstat = Callable[..., dict[str, str]]
 SLURM = {"SLURM_JOB_ID": "77"}

@@ -27,7 +27,7 @@ from safe_gpu.selection.request import (
     parse_request,
 )
 from safe_gpu.selection.verdicts import judge
-from safe_gpu.wording.argument_style import as_option
+from safe_gpu.wording.text import as_option
 
 SAMPLES: dict[str, Any] = {
     "only": "1,3",

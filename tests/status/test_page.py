@@ -184,7 +184,7 @@ def test_hosts_that_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, a
     """The last day is known of the one that is this one; a second name of a host has no figures of its own."""
     here = json.loads(ask("status", "--json").stdout)
     found = {"gpu1": here, "web": here, "gpu2": crowded() | {"host": here["host"]}}
-    answers = {name: read_answer(Said(0, json.dumps(one).encode(), b"")) for name, one in found.items()}
+    answers = {name: read_answer(Said(0, json.dumps(one), "")) for name, one in found.items()}
     monkeypatch.setattr(of_hosts, "answers_of", lambda *_: answers | {"gpu3": Answer(error="no route to host")})
     done = ask("status", "--host", "any", "--sort", "free", "--html", "--output", tmp_path / "gpus.html")
     assert (done.returncode, done.stdout) == (1, "")

@@ -1,8 +1,10 @@
 """``history --report``: sums by user, week and host, by tables, by counting seconds, and as a picture."""
 
+import json
 import time
 import xml.etree.ElementTree as ElementTree
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,10 +131,11 @@ def test_by_day_the_largest_users_have_a_colour() -> None:
 
 
 @pytest.mark.skipif(find_spec("matplotlib") is None and not REQUIRED, reason="needs matplotlib")
-def test_the_picture() -> None:
+def test_the_picture(tmp_path: Path) -> None:
     names = ["anna", "_ben", "$\\frac{$", "<!-- --> &", "\u4eba\U0001f600"]
     claims = [past(name, 0, number, waited=60 * number) for number, name in enumerate(names, 1)]
     days = report_by_day([*claims, past("anna", 24, 1)], MONDAY, MONDAY + 2 * DAY)
+    (tmp_path / "days").write_text(json.dumps(days))
 
     def work() -> Any:  # in a child, since matplotlib keeps its fonts open
         from matplotlib.figure import Figure
@@ -141,15 +144,16 @@ def test_the_picture() -> None:
 
         figures, save = [], Figure.savefig
         Figure.savefig = lambda self, *args, **how: (figures.append(self), save(self, *args, **how))
-        drawn = [draw(days, form) for form in ("svg", "png")]
+        for form in ("svg", "png"):
+            draw(str(tmp_path), form)
         use, wait = figures[0].axes
         bars = [[(float(bar.get_y()), float(bar.get_height())) for bar in users] for users in use.containers]
         labels = [label.get_text() for label in use.get_legend().get_texts()]
-        return *drawn, bars, labels, [float(line.get_ydata()[0]) for line in wait.get_lines()]
+        return bars, labels, [float(line.get_ydata()[0]) for line in wait.get_lines()]
 
-    svg, png, bars, labels, waits = in_child(work)
-    assert ElementTree.fromstring(svg).tag.endswith("svg")
-    assert png.startswith(b"\x89PNG")
+    bars, labels, waits = in_child(work)
+    assert ElementTree.parse(tmp_path / "svg").getroot().tag.endswith("svg")
+    assert (tmp_path / "png").read_bytes().startswith(b"\x89PNG")
     assert bars == [
         [(0, 5), (0, 0)], [(5, 4), (0, 0)], [(9, 3), (0, 0)], [(12, 2), (0, 0)], [(14, 1), (0, 1)],
     ]  # fmt: skip

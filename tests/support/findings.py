@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from support.gpus import PACKAGE_ROOT
@@ -41,15 +40,6 @@ def says(name: str, status: str, detail: str = "", host: CheckedHost | None = No
 
 def environment(**variables: str) -> CheckedHost:
     return CheckedHost(environ=variables)
-
-
-def rooted(tmp_path: Path, files: dict[str, str], path: str = "/tmp/safe-gpu") -> CheckedHost:
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    host = CheckedHost(root=str(tmp_path))
-    host.path = path
-    return host
 
 
 def in_namespace(setup: str, check: str, *flags: str, user: int = 0, **variables: str) -> Check:

@@ -4,8 +4,8 @@ A library reads the variables that choose its GPUs once, when it is initialised.
 process. The questions whether it is in use must not initialise it, so they go only to a library that is mapped already.
 In the process of a claim, only :class:`Held` initialises one.
 
-Root loads nothing that another user could have put there. dlopen(3) looks through LD_LIBRARY_PATH first, which root may
-have from a user: in a scheduler's prolog, or under sudo.
+Root loads nothing while another user could have put it there. dlopen(3) looks through LD_LIBRARY_PATH first, which root
+may have from a user: in a scheduler's prolog, or under sudo.
 
 None of this has run on AMD or Intel hardware. ``tests/gpu/test_amd.py`` checks there what is taken for granted here.
 """
@@ -13,9 +13,8 @@ None of this has run on AMD or Intel hardware. ``tests/gpu/test_amd.py`` checks 
 from __future__ import annotations
 
 import os
-import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -25,20 +24,19 @@ from ..gpus.vendors import VENDORS
 from ..host.foreign_files import read_start
 from ..host.procfs import is_forked, lines_of, open_files
 from ..host.programs import Failed, TooLate, call_in_child, is_root, others_can_change
-from .child import MARK
+from .causes import likely_cause
 
 if TYPE_CHECKING:
     import ctypes
+
+# Starts the lines of a child's answer. Libraries may print other lines.
+_MARK = "cuda-sees "
 
 HELD_BYTES = 1 << 16
 """The size of the allocation that holds a GPU. Drivers round it up to their own granularity."""
 
 # What CUDA and HIP answer if they see no GPU at all, and if they see none with an ordinal.
 _NO_GPU, _NO_DEVICE = 100, 101
-
-_DIRECTORIES = ("/lib64", "/usr/lib64", "/lib", "/usr/lib", "/usr/lib/wsl/lib", "/run/opengl-driver/lib")
-_CACHE = "/etc/ld.so.cache"
-_CACHE_LIMIT = 1 << 24
 
 
 class CudaCallError(SafeGpuError):
@@ -361,7 +359,7 @@ class Library(Runtime):
     def visible_in_child(self, env: Mapping[str, str] | None = None) -> tuple[str, ...]:
         env, patience = os.environ if env is None else env, self.patience
         try:
-            answer = call_in_child("safe_gpu.runtimes.child tell", self.title, env=env, timeout=patience)
+            answer = call_in_child("safe_gpu.runtimes.library tell", self.title, env=env, timeout=patience)
         except TooLate:
             slow = next(vendor.is_slow for vendor in VENDORS.values() if vendor.library == self.title)
             silent = f"{self.title} did not answer within {patience:g} s in a child process"
@@ -369,8 +367,23 @@ class Library(Runtime):
         except (Failed, OSError) as err:
             problem = f"{self.title} could not be asked in a child process: {err}"
         else:
-            return tuple(line.removeprefix(MARK) for line in answer.split("\n") if line.startswith(MARK))
+            return tuple(line.removeprefix(_MARK) for line in answer.split("\n") if line.startswith(_MARK))
         raise NoDriverError(problem, driver=self.title.lower())
+
+
+def tell(title: str) -> int:
+    """Print, in a child process, what names the GPUs that the library with this title shows, or an error to stderr;
+    return an exit status."""
+    from importlib import import_module
+
+    library = getattr(import_module(f".{title.lower()}", __package__), title)
+    try:
+        shown = library.load().listed()
+    except SafeGpuError as err:
+        print(f"{err}{likely_cause(err)}", file=sys.stderr)
+        return 1
+    print(*(_MARK + one for one in shown), sep="\n")
+    return 0
 
 
 class Held:
@@ -408,28 +421,20 @@ class Held:
 
 
 def load_file(name: str) -> ctypes.CDLL:
-    """Load a shared library by its name; for root, from a place that only root can change.
+    """Load a shared library by its name.
 
     Raises:
-        OSError: there is none, or only one that other users can change.
+        OSError: there is none; or this is root, and other users can change where it would be looked for.
     """
     import ctypes
 
-    places = _search_path() if is_root() else []
-    doubtful = [place for place in places if "$" in place or others_can_change(place, within=True)]
-    if not doubtful:
-        return ctypes.CDLL(name)
-    for path in _candidates(name):
-        real = os.path.realpath(path)
-        if os.path.isfile(real) and not others_can_change(real):
-            try:
-                return ctypes.CDLL(real)
-            except OSError as err:
-                if "wrong ELF class" not in str(err):
-                    raise
-    raise OSError(
-        f"{name}: not found where root may load it from, since other users can change {doubtful[0]} on LD_LIBRARY_PATH"
-    )
+    for place in _search_path() if is_root() else ():
+        if "$" in place or others_can_change(place, within=True):
+            raise OSError(
+                f"{name}: not loaded as root, since other users can change {place} on LD_LIBRARY_PATH: start this "
+                "without that variable"
+            )
+    return ctypes.CDLL(name)
 
 
 def _search_path() -> list[str]:
@@ -438,11 +443,3 @@ def _search_path() -> list[str]:
     began = [os.fsdecode(one.partition(b"\0")[0]) for one in entries.split(b"\0LD_LIBRARY_PATH=")[1:]]
     values = filter(None, (os.environ.get("LD_LIBRARY_PATH"), *began))
     return list(dict.fromkeys(place or "." for value in values for place in value.replace(";", ":").split(":")))
-
-
-def _candidates(name: str) -> Iterator[str]:
-    """Files of that name in the order of dlopen(3): LD_LIBRARY_PATH, the loader's cache, the usual directories."""
-    yield from (os.path.join(place, name) for place in _search_path() if not others_can_change(place))
-    cache = read_start(_CACHE, _CACHE_LIMIT) or b""  # its table of strings has paths (glibc's dl-cache.h)
-    yield from map(os.fsdecode, re.findall(rb"/[^\0]*/" + re.escape(os.fsencode(name)) + rb"(?=\0)", cache))
-    yield from (os.path.join(place, name) for place in _DIRECTORIES)

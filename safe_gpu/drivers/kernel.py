@@ -92,10 +92,11 @@ def in_bus_order(found: Iterable[tuple[str, int, _Thing]]) -> list[_Thing]:
     Args:
         found: bus id, number and GPU.
     """
-    keyed = [(bus_order(bus_id), number, gpu) for bus_id, number, gpu in found]
-    ordered = [gpu for _, gpu in sorted(((key, gpu) for key, _, gpu in keyed if key), key=lambda pair: pair[0])]
-    for key, number, gpu in keyed:
-        if key is None:
+    given = list(found)
+    placed = sorted((one for one in given if bus_order(one[0])), key=lambda one: bus_order(one[0]) or ())
+    ordered = [gpu for _, _, gpu in placed]
+    for bus_id, number, gpu in given:
+        if not bus_order(bus_id):
             ordered.insert(number, gpu)
     return ordered
 

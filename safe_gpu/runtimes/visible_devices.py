@@ -50,9 +50,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 
 from ..errors import UnsatisfiableRequestError
-from ..gpus.devices import Gpu, HostSnapshot, are_mixed
+from ..gpus.devices import HIERARCHY, MASK, PCI_ORDER, Gpu, HostSnapshot, VisibleLimit, are_mixed
 from ..gpus.vendors import VENDORS
-from ..gpus.visible import HIERARCHY, MASK, PCI_ORDER, VisibleLimit
 
 ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 
@@ -355,10 +354,6 @@ def render_level_zero(
     return written
 
 
-def _library(snapshot: HostSnapshot) -> str:
-    return VENDORS[snapshot.vendor].library
-
-
 def visible_variables(snapshot: HostSnapshot) -> tuple[str, ...]:
     """Return the variables that choose among these GPUs."""
     return VENDORS[snapshot.vendor].variables
@@ -366,9 +361,9 @@ def visible_variables(snapshot: HostSnapshot) -> tuple[str, ...]:
 
 def read_visible(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleLimit | None:
     """Return the GPUs to which an environment limits a process; None if no variable does."""
-    if _library(snapshot) == "HIP":
+    if VENDORS[snapshot.vendor].library == "HIP":
         return read_rocm(environ, snapshot)
-    if _library(snapshot) == "Level Zero":
+    if VENDORS[snapshot.vendor].library == "Level Zero":
         return read_level_zero(environ, snapshot)
     return parse_cuda(environ.get(CUDA), snapshot, device_order=environ.get("CUDA_DEVICE_ORDER"))
 
@@ -376,7 +371,7 @@ def read_visible(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleL
 def read_visible_once(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleLimit | None:
     """Return the GPUs to which an environment limits a claim: as :func:`read`, but a list that a batch scheduler has
     written into several variables counts once. See :mod:`~safe_gpu.runtimes.visible_devices`."""
-    return read_visible(rocm_once(environ) if _library(snapshot) == "HIP" else environ, snapshot)
+    return read_visible(rocm_once(environ) if VENDORS[snapshot.vendor].library == "HIP" else environ, snapshot)
 
 
 def render_visible(
@@ -388,9 +383,9 @@ def render_visible(
     Raises:
         UnsatisfiableRequestError: as for :func:`~safe_gpu.runtimes.visible_devices.render_cuda`.
     """
-    if _library(snapshot) == "HIP":
+    if VENDORS[snapshot.vendor].library == "HIP":
         return render_rocm(gpus, visible_as=visible_as, snapshot=snapshot, environ=environ or {})
-    if _library(snapshot) == "Level Zero":
+    if VENDORS[snapshot.vendor].library == "Level Zero":
         return render_level_zero(gpus, visible_as=visible_as, snapshot=snapshot, environ=environ or {})
     return render_cuda(gpus, visible_as=visible_as, snapshot=snapshot)
 
@@ -408,7 +403,7 @@ def stale_indices(value: str | None, device_order: str | None, claimed: Collecti
         claimed: UUIDs of the GPUs of the claim inside which this process runs.
         snapshot: the host now.
     """
-    if _library(snapshot) != "CUDA":
+    if VENDORS[snapshot.vendor].library != "CUDA":
         return ""  # the others do not renumber
     visible_limit = parse_cuda(value, snapshot, device_order=device_order)
     if visible_limit is None or not visible_limit.uses_indices or not claimed:

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from support.kfd_host import KfdHost
 
-from safe_gpu.drivers import open_driver, open_drivers, opened_driver
+from safe_gpu.drivers import meant_vendor, open_driver, open_drivers, opened_driver
 from safe_gpu.drivers.base import Driver
 from safe_gpu.drivers.presets import PRESETS, preset
-from safe_gpu.drivers.vendors import meant_vendor
 from safe_gpu.errors import SafeGpuError, UnsatisfiableRequestError
 from safe_gpu.gpus.devices import vendor_of
 from safe_gpu.selection.request import Selection, parse_request

@@ -3,8 +3,7 @@
 import pytest
 
 from safe_gpu.errors import UnsatisfiableRequestError
-from safe_gpu.gpus.devices import Gpu, HostSnapshot
-from safe_gpu.gpus.visible import VisibleLimit
+from safe_gpu.gpus.devices import Gpu, HostSnapshot, VisibleLimit
 from safe_gpu.runtimes.visible_devices import hide_all, read_rocm, read_visible_once, render_visible, visible_variables
 
 A, B, C, D = "GPU-aa00000000000001", "GPU-aa00000000000002", "GPU-bb00000000000003", "AMD-0000:05:00.0-3"

@@ -27,9 +27,10 @@ def own_namespace_pids(
     Args:
         vendor: whose device files processes must have open; None where there are no devices.
     """
-    device = vendor.device if vendor and Files().exists(vendor.control) else ""
+    there = tuple(processes)
+    device = vendor.device if there and vendor and Files().exists(vendor.control) else ""
     found: dict[tuple[int, str], GpuProcess] = {}
-    for listed in processes:
+    for listed in there:
         process = _resolved(listed, device)
         known = found.setdefault((process.pid, process.kind), process)
         if (known.memory_used or -1) < (process.memory_used or -1):

@@ -5,6 +5,7 @@ Memory is in bytes and utilisation in percent. ``None`` means that the driver do
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 from .vendors import FIRST, VENDORS
@@ -186,11 +187,7 @@ class Gpu(NamedTuple):
     def unreachable(self, reason: str, *, lost: bool = True) -> "Gpu":
         """Return the record of this device while nothing but its identity is known."""
         return Gpu(
-            self.index,
-            self.uuid,
-            self.name,
-            self.pci_bus_id,
-            self.numa_node,
+            *self[:5],
             processes=None,
             process_error=reason,
             unusable=reason,
@@ -424,6 +421,7 @@ def normalize_bus_id(bus_id: str) -> str:
     return found if bus_order(found) else ""
 
 
+@lru_cache(1024)  # a poll asks several times for each GPU
 def bus_order(bus_id: str) -> tuple[int, int, int, int] | None:
     """Return a PCI bus id in sysfs's form as numbers: domain, bus, device and function. They sort as nvidia-smi does;
     None if it is none.

@@ -162,13 +162,6 @@ def _doubt_about_numbers(highest: int, chosen: Sequence[Gpu], snapshot: HostSnap
     return ""
 
 
-def _check_visible_as(visible_as: str) -> None:
-    if visible_as not in ("index", "uuid"):
-        raise UnsatisfiableRequestError(
-            f'visible_as={visible_as!r} is unknown: use "index" or "uuid"', value=visible_as
-        )
-
-
 def render_cuda(gpus: Sequence[Gpu], *, visible_as: str, snapshot: HostSnapshot) -> dict[str, str]:
     """Return the environment variables that make exactly these devices visible to CUDA, in this order.
 
@@ -181,7 +174,10 @@ def render_cuda(gpus: Sequence[Gpu], *, visible_as: str, snapshot: HostSnapshot)
     Raises:
         UnsatisfiableRequestError: ``visible_as`` is neither.
     """
-    _check_visible_as(visible_as)
+    if visible_as not in ("index", "uuid"):
+        raise UnsatisfiableRequestError(
+            f'visible_as={visible_as!r} is unknown: use "index" or "uuid"', value=visible_as
+        )
     if (visible_as == "uuid" or snapshot.needs_uuids) and all(gpu.named_by_uuid for gpu in gpus):
         return {CUDA: ",".join(gpu.uuid for gpu in gpus)}
     lost = [gpu.index for gpu in snapshot.physical if gpu.lost]
@@ -269,11 +265,7 @@ def render_rocm(
     is written if it is set.
 
     Under Ray an inherited ROCR_VISIBLE_DEVICES stays as it is, and HIP's variable counts what it leaves.
-
-    Raises:
-        UnsatisfiableRequestError: ``visible_as`` is neither "index" nor "uuid".
     """
-    _check_visible_as(visible_as)
     if _RAY not in environ:
         numbers = ",".join(map(str, range(len(gpus))))
         by_uuid = (gpu.uuid if gpu.uuid.startswith("GPU-") else str(gpu.index) for gpu in gpus)
@@ -333,18 +325,12 @@ def read_level_zero(environ: Mapping[str, str], snapshot: HostSnapshot) -> Visib
     return VisibleLimit(value, tuple(uuids), bool(doubt), True, doubt, name=MASK, library="Level Zero")
 
 
-def render_level_zero(
-    gpus: Sequence[Gpu], *, visible_as: str, snapshot: HostSnapshot, environ: Mapping[str, str]
-) -> dict[str, str]:
+def render_level_zero(gpus: Sequence[Gpu], *, snapshot: HostSnapshot, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that make exactly these cards visible, with all their tiles.
 
     Numbers are the only names that there are. ONEAPI_DEVICE_SELECTOR counts what the mask leaves. It is written where
     it is set and holds numbers.
-
-    Raises:
-        UnsatisfiableRequestError: ``visible_as`` is neither "index" nor "uuid".
     """
-    _check_visible_as(visible_as)
     hierarchy = _hierarchy(environ) or "FLAT"
     ordinals = _ordinals(snapshot, cards=hierarchy == "COMPOSITE")
     numbers = [number for gpu in gpus for number in ordinals[gpu.uuid]]
@@ -381,12 +367,12 @@ def render_visible(
     (None: an empty one). The first one names them.
 
     Raises:
-        UnsatisfiableRequestError: as for :func:`~safe_gpu.runtimes.visible_devices.render_cuda`.
+        UnsatisfiableRequestError: as for :func:`render_cuda`, which every claim calls to check its arguments.
     """
     if VENDORS[snapshot.vendor].library == "HIP":
         return render_rocm(gpus, visible_as=visible_as, snapshot=snapshot, environ=environ or {})
     if VENDORS[snapshot.vendor].library == "Level Zero":
-        return render_level_zero(gpus, visible_as=visible_as, snapshot=snapshot, environ=environ or {})
+        return render_level_zero(gpus, snapshot=snapshot, environ=environ or {})
     return render_cuda(gpus, visible_as=visible_as, snapshot=snapshot)
 
 

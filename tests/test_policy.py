@@ -9,7 +9,7 @@ import pytest
 
 from safe_gpu import PolicyError
 from safe_gpu.coordination.state_dir import state_dir_path
-from safe_gpu.drivers.vendors import meant_vendor
+from safe_gpu.drivers import meant_vendor
 from safe_gpu.schedulers.job import resource_names
 from safe_gpu.selection.verdicts import Rules
 from safe_gpu.settings import config as policy

@@ -23,7 +23,7 @@ PAGE = Path(__file__).parents[1] / "safe_gpu" / "README.md"
 def test_a_row_is_whole(key: str) -> None:
     vendor = VENDORS[key]
     assert preset(vendor.preset).vendors == (key,)
-    uuids = [device.uuid for host in PRESETS.values() for device in host.devices if device.vendor == key]
+    uuids = [device.uuid for name in PRESETS for device in preset(name).devices if device.vendor == key]
     assert uuids
     for uuid in [*uuids, *([f"{vendor.by_place}0000:05:00.0"] if vendor.by_place else [])]:
         assert [vendor_of(uuid), vendor_of_name(uuid)] == [key, key]

@@ -16,12 +16,13 @@ from safe_gpu.coordination import older_package as legacy
 from safe_gpu.coordination import turns
 from safe_gpu.coordination.directory import PARTS
 from safe_gpu.coordination.holders import living_claims
-from safe_gpu.drivers.presets import PRESETS, Preset
+from safe_gpu.drivers.presets import PRESETS, preset
 from safe_gpu.drivers.simulated import SimulatedDriver
 
-_HOST = PRESETS["dgx-a100"]
+_HOST = preset("dgx-a100")
+_FACTS, _CARDS = PRESETS["dgx-a100"]
 for _number in (1, 2):
-    PRESETS[f"gpus-{_number}"] = Preset(f"gpus-{_number}", _HOST.cpus, _HOST.devices[:_number])
+    PRESETS[f"gpus-{_number}"] = [_FACTS, " ".join(_CARDS.split(" ")[: 3 + _number])]
 GIB = 1 << 30
 CAPACITY = (_HOST.devices[0].memory_total or 0) - GIB // 2  # of one GPU, about, bytes
 

@@ -69,7 +69,7 @@ def scene() -> HostStatus:
             "claimed" if holder else "unusable",
             claim=holder,
         )
-        for gpu, (holder, used, load) in zip(preset("dgx-a100").gpus(), [*rows, (None, 0, 0)], strict=True)
+        for gpu, (holder, used, load) in zip(preset("dgx-a100").gpus, [*rows, (None, 0, 0)], strict=True)
     ]
     gpus[4] = replace(gpus[4], idle=True)
     gpus[5] = replace(gpus[5], claim=Holder.of_sharers([carla, dora]), share_free=16 * GIB)
@@ -110,7 +110,7 @@ def answers(*_: object) -> dict[str, Answer]:
     }  # fmt: skip
 
 
-UUIDS = [gpu.uuid for gpu in preset("dgx-a100").gpus()]
+UUIDS = [gpu.uuid for gpu in preset("dgx-a100").gpus]
 COURSE = Window(NOW + 20_000, NOW + 30_000, tuple(UUIDS[:2]), "group:course", "practical course", "root")
 
 

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-    from ..gpus.devices import Gpu, GpuVerdict, HostSnapshot
-    from ..gpus.visible import VisibleLimit
+    from ..gpus.devices import Gpu, GpuVerdict, HostSnapshot, VisibleLimit
     from .report import WaitStatus
 
     Arguments = ParamSpec("Arguments")

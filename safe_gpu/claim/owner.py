@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from ..affinity.binding import BindingReport
     from ..affinity.options import AffinityOptions
     from ..drivers.base import Driver
-    from ..gpus.devices import Gpu
-    from ..gpus.visible import VisibleLimit
+    from ..gpus.devices import Gpu, VisibleLimit
 
 # If the first poll is older than this, in seconds, it is repeated. Importing the placeholder's framework takes time.
 _STALE = 1.0

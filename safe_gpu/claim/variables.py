@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ..errors import CudaInitializedError, UnsatisfiableRequestError
-from ..gpus.visible import VisibleLimit
+from ..gpus.devices import VisibleLimit
 from ..runtimes.visible_devices import read_visible_once, visible_variables
 from ..schedulers.job import in_batch_job
 from ..selection.sharing import MIB, share_fraction

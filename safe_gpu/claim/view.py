@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..coordination.entry import Entry
     from ..coordination.host_lock import Host
     from ..drivers.base import Driver
-    from ..gpus.visible import VisibleLimit
+    from ..gpus.devices import VisibleLimit
     from ..gpus.windows import Spans, Window
     from ..selection.request import Selection
 

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from ..coordination.holders import gpus_of_scope
 from ..errors import NoDriverError, UnsatisfiableRequestError
+from ..gpus.devices import vendor_of
 from ..gpus.vendors import FIRST, VENDORS
+from ..settings import variables as settings
 from ..topology.files import Files
+from ..wording import text as style
 from .presets import preset as find_preset
 
 if TYPE_CHECKING:
     from .base import Driver
 
-__all__ = ["may_be_several", "open_driver", "open_drivers", "opened_driver"]
+__all__ = ["may_be_several", "meant_vendor", "open_driver", "open_drivers", "opened_driver"]
 
 # The drivers, with the vendor of those whose GPUs are all of one.
 _KINDS = {"auto": None, **{name: key for key, vendor in VENDORS.items() for name in vendor.drivers}, "simulated": None}
@@ -42,19 +46,15 @@ def open_driver(name: str | None = None, *, vendor: str | None = None, prefer: s
     """
     kind, preset = _parsed(name)
     if vendor is not None:
-        from .vendors import check_inside, missing
-
-        check_inside(vendor)
+        _check_inside(vendor)
         if kind != "auto" and vendor not in (find_preset(preset).vendors if kind == "simulated" else (_KINDS[kind],)):
-            raise missing(vendor, f"{kind}:{preset}".rstrip(":"))
+            raise _missing(vendor, f"{kind}:{preset}".rstrip(":"))
     if kind == "auto":
         return _auto(vendor, prefer)
     if kind == "simulated":
         from .simulated import SimulatedDriver
 
         if vendor is None and len(find_preset(preset).vendors) > 1:
-            from .vendors import meant_vendor
-
             vendor = meant_vendor(os.environ, prefer)
         return SimulatedDriver(preset, vendor=vendor)
     if kind == "nvml":
@@ -116,9 +116,7 @@ def _auto(vendor: str | None, prefer: str | None) -> Driver:
     """
     if vendor is None and not _may_have_others():
         return _nvidia()
-    from .vendors import meant_vendor, missing, others_here
-
-    others = others_here()
+    others = _others_here()
     meant = vendor or meant_vendor(os.environ, prefer)
     if meant in others:
         return _other(meant)
@@ -129,11 +127,11 @@ def _auto(vendor: str | None, prefer: str | None) -> Driver:
     except NoDriverError as err:
         if vendor is None or err.driver != "auto" or not others:
             raise
-        raise missing(vendor, "auto") from err
+        raise _missing(vendor, "auto") from err
     if vendor in (None, FIRST):
         return driver
     driver.close()
-    raise missing(vendor, "auto")
+    raise _missing(vendor, "auto")
 
 
 def _each() -> tuple[list[Driver], list[str]]:
@@ -141,9 +139,7 @@ def _each() -> tuple[list[Driver], list[str]]:
 
     The integrated graphics of a processor are left out where there are other GPUs.
     """
-    from .vendors import others_here
-
-    others, broken, nvidia = others_here(), [], None
+    others, broken, nvidia = _others_here(), [], None
     if not others:
         return [_nvidia()], []
     wanted = [key for key, only_graphics in others.items() if not only_graphics]
@@ -205,6 +201,73 @@ def _other(vendor: str) -> Driver:
     from .intel import IntelDriver
 
     return IntelDriver()
+
+
+def meant_vendor(environ: Mapping[str, str], prefer: str | None = None) -> str | None:
+    """Return the vendor whose GPUs this process has been given, or ``prefer``; None if nothing tells.
+
+    A claim inside another one keeps to the vendor of that. After ``prefer`` comes the GPU for which an engine started
+    this process, and AMD where ROCR_VISIBLE_DEVICES has UUIDs, as claims set it. CUDA_VISIBLE_DEVICES does not tell:
+    HIP reads it too.
+    """
+    around = gpus_of_scope(environ.get("SAFE_GPU_SCOPE", ""))
+    if around:
+        return vendor_of(around[0])
+    if prefer is not None:
+        return prefer
+    expected = environ.get("SAFE_GPU_EXPECT")
+    if expected:
+        return vendor_of(expected)
+    named = environ.get("ROCR_VISIBLE_DEVICES", "").strip().upper().startswith("GPU-")
+    if named and not settings.ignores_fence(environ):
+        return "amd"
+    return settings.host_setting("vendor", "", environ)
+
+
+def _check_inside(vendor: str) -> None:
+    """Refuse a vendor that is not that of the claim inside which this process runs.
+
+    Raises:
+        UnsatisfiableRequestError: it is not.
+    """
+    around = gpus_of_scope(os.environ.get("SAFE_GPU_SCOPE", ""))
+    if around and (other := vendor_of(around[0])) != vendor:
+        raise UnsatisfiableRequestError(
+            f"{_asked(vendor)}, and the claim around this process (SAFE_GPU_SCOPE) holds "
+            f"{VENDORS[other].title} GPUs: leave {style.option('vendor')} out, or make the claim outside",
+            value=vendor,
+        )
+
+
+def _missing(vendor: str, driver: str) -> UnsatisfiableRequestError:
+    """Return the error of a claim for a vendor of which a driver has no GPUs."""
+    if driver == "auto":
+        text = f"and this host has none: leave {style.option('vendor')} out"
+    else:
+        text = f"and SAFE_GPU_DRIVER={driver} has none: leave {style.option('vendor')} out, or unset SAFE_GPU_DRIVER"
+    return UnsatisfiableRequestError(f"{_asked(vendor)}, {text}", value=vendor)
+
+
+def _asked(vendor: str) -> str:
+    return f"{style.written('vendor', vendor)} asks for {VENDORS[vendor].title} GPUs"
+
+
+def _others_here() -> dict[str, bool]:
+    """Return the vendors after the first of which the kernel shows GPUs, and whether those may all be integrated
+    graphics. Such a vendor comes last."""
+    files, found = Files(), {}
+    if any(map(files.exists, VENDORS["amd"].loaded)):
+        from ..topology.kfd_topology import devices
+        from .kfd import may_be_integrated
+
+        if amd := devices(files):
+            found["amd"] = all(map(may_be_integrated, amd))
+    if any(map(files.exists, VENDORS["intel"].loaded)):
+        from .intel import cards
+
+        if cards(files):
+            found["intel"] = False
+    return dict(sorted(found.items(), key=lambda one: one[1]))
 
 
 @contextmanager

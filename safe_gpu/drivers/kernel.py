@@ -27,9 +27,10 @@ def own_namespace_pids(
     Args:
         vendor: whose device files processes must have open; None where there are no devices.
     """
-    device = vendor.device if vendor and Files().exists(vendor.control) else ""
+    there = tuple(processes)
+    device = vendor.device if there and vendor and Files().exists(vendor.control) else ""
     found: dict[tuple[int, str], GpuProcess] = {}
-    for listed in processes:
+    for listed in there:
         process = _resolved(listed, device)
         known = found.setdefault((process.pid, process.kind), process)
         if (known.memory_used or -1) < (process.memory_used or -1):
@@ -92,10 +93,11 @@ def in_bus_order(found: Iterable[tuple[str, int, _Thing]]) -> list[_Thing]:
     Args:
         found: bus id, number and GPU.
     """
-    keyed = [(bus_order(bus_id), number, gpu) for bus_id, number, gpu in found]
-    ordered = [gpu for _, gpu in sorted(((key, gpu) for key, _, gpu in keyed if key), key=lambda pair: pair[0])]
-    for key, number, gpu in keyed:
-        if key is None:
+    given = list(found)
+    placed = sorted((one for one in given if bus_order(one[0])), key=lambda one: bus_order(one[0]) or ())
+    ordered = [gpu for _, _, gpu in placed]
+    for bus_id, number, gpu in given:
+        if not bus_order(bus_id):
             ordered.insert(number, gpu)
     return ordered
 

@@ -218,7 +218,7 @@ class NvidiaSmiDriver(Driver):
 
     def snapshot(self) -> HostSnapshot:
         """Poll every GPU of the host; see :class:`~safe_gpu.drivers.base.Driver`."""
-        code, text = self._run("-q", "-x")
+        code, text = self._run()
         gpus, doubt = self._read(text)
         if not gpus and "no devices" not in text.lower():
             said = _complaint(text) or f"exit status {code} and no output"
@@ -230,7 +230,7 @@ class NvidiaSmiDriver(Driver):
         """Ask again about these devices only, and about all where one of them does not answer like this."""
         if not gpus:
             return ()
-        _, text = self._run("-q", "-x", "-i", ",".join(gpu.uuid for gpu in gpus))
+        _, text = self._run("-i", ",".join(gpu.uuid for gpu in gpus))
         shown = {gpu.uuid: gpu for gpu in self._read(text)[0]}
         if not all(gpu.uuid in shown for gpu in gpus):
             shown = {gpu.uuid: gpu for gpu in self.snapshot().gpus}
@@ -288,22 +288,22 @@ class NvidiaSmiDriver(Driver):
         Raises:
             NoDriverError: it cannot be started, or does not end in time.
         """
-        command, env = [self._path, *arguments], {**os.environ, "LC_ALL": "C"}
+        command, env = [self._path, "-q", "-x", *arguments], {**os.environ, "LC_ALL": "C"}
         try:
-            code, text, _ = output_of(command, env=env, timeout=self._timeout, most=_MOST_OUTPUT)
+            return output_of(command, env=env, timeout=self._timeout, most=_MOST_OUTPUT)[:2]
         except OSError as err:
-            raise self._failure(f"{self._path} cannot be started: {err.strerror}.") from err
-        except TooMuch as err:
-            raise self._failure(
+            problem = f"{self._path} cannot be started: {err.strerror}."
+        except TooMuch:
+            problem = (
                 f"{self._path} prints more than {_MOST_OUTPUT >> 20} MiB: look at what `nvidia-smi -q -x` shows, and "
                 "whether that is NVIDIA's program."
-            ) from err
-        except TooLate as err:
-            raise self._failure(
+            )
+        except TooLate:
+            problem = (
                 f"nvidia-smi did not answer within {self._timeout:g} s, so the NVIDIA driver hangs: look for NVRM or "
                 "Xid in dmesg; usually the host needs a reboot."
-            ) from err
-        return code, text
+            )
+        raise self._failure(problem)
 
     def _failure(self, text: str) -> NoDriverError:
         return NoDriverError(text, driver=self.name)

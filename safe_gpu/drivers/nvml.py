@@ -194,19 +194,14 @@ class _Session:
         """
         found: list[tuple[str, Any]] = []
         for kind in kinds:
-            name = f"nvmlDeviceGet{_LISTS[kind]}RunningProcesses"
-            try:
+            for version in ("_v3", "_v2"):  # the latter for drivers before R510
                 try:
-                    rows = self.ask(f"{name}_v3", handle)
+                    rows = self.ask(f"nvmlDeviceGet{_LISTS[kind]}RunningProcesses{version}", handle)
+                    found += [(kind, row) for row in rows]
+                    break
                 except _Fault as fault:
-                    if not fault.is_absent:
+                    if not fault.is_absent or (version, kind) == ("_v2", ProcessKind.COMPUTE):
                         raise
-                    rows = self.ask(f"{name}_v2", handle)  # drivers before R510
-            except _Fault as fault:
-                if not fault.is_absent or kind == ProcessKind.COMPUTE:
-                    raise
-                rows = []
-            found += [(kind, row) for row in rows]
         return found
 
     def processes(self, handle: Any, kinds: Sequence[str], parent: Any = None) -> dict[str, Any]:

@@ -149,7 +149,7 @@ class SimulatedDriver(Driver):
         self._host = find_preset(preset).of(vendor)
         self._place = (*_tree_of(state_dir), self._host.name)
         prefix = simulated_tree(os.path.join(*self._place[:-1]))
-        gpus = self._host.gpus()
+        gpus = self._host.gpus
         self._idle = HostSnapshot(gpus, self.name, VENDORS[gpus[0].vendor].version, prefix)
         self._by_uuid = {gpu.uuid: gpu for gpu in self._idle.gpus}
 

@@ -5,6 +5,7 @@ Memory is in bytes and utilisation in percent. ``None`` means that the driver do
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 from .vendors import FIRST, VENDORS
@@ -19,6 +20,8 @@ FIRST_MINUTE = 60.0
 """Seconds in which a claim that has just begun is not called idle."""
 
 _MOST_HIDDEN = 1 << 30  # bytes that a GPU may have in use while nobody computes there
+
+MASK, HIERARCHY, PCI_ORDER = "ZE_AFFINITY_MASK", "ZE_FLAT_DEVICE_HIERARCHY", "ZE_ENABLE_PCI_ID_DEVICE_ORDER"
 
 _HEX = frozenset("0123456789abcdef")
 
@@ -184,11 +187,7 @@ class Gpu(NamedTuple):
     def unreachable(self, reason: str, *, lost: bool = True) -> "Gpu":
         """Return the record of this device while nothing but its identity is known."""
         return Gpu(
-            self.index,
-            self.uuid,
-            self.name,
-            self.pci_bus_id,
-            self.numa_node,
+            *self[:5],
             processes=None,
             process_error=reason,
             unusable=reason,
@@ -342,6 +341,50 @@ class GpuVerdict(NamedTuple):
         return since is not None and now - since >= FIRST_MINUTE and listed and gpu.processes == ()
 
 
+class VisibleLimit(NamedTuple):
+    """The devices to which an inherited CUDA_VISIBLE_DEVICES limits this process.
+
+    Attributes:
+        value: the text of the variable.
+        uuids: the devices it selects, in CUDA's order; a guess if ``ambiguous``.
+        ambiguous: the text alone does not tell which devices are selected (see ``doubt``). Only CUDA can tell.
+        uses_indices: the variable holds indices rather than UUIDs.
+        doubt: why it is ambiguous, as a clause ("this host's GPUs are of different models and ..."), else "".
+        frozen: CUDA is already initialised in this process, and its choice of GPUs is the limit, not the variable.
+        name: the variable.
+        library: which library reads it.
+        lift: how to disregard the variable; "" where no message shall advise it, as in a batch job, in which the GPUs
+            outside may be those of other jobs.
+    """
+
+    value: str
+    uuids: tuple[str, ...] = ()
+    ambiguous: bool = False
+    uses_indices: bool = False
+    doubt: str = ""
+    frozen: bool = False
+    name: str = "CUDA_VISIBLE_DEVICES"
+    library: str = "CUDA"
+    lift: str = "SAFE_GPU_FENCE=ignore"
+
+    @property
+    def clear_by(self) -> str:
+        """What to set so that the variable is not ambiguous."""
+        if self.name == MASK:
+            return f"{HIERARCHY} and {PCI_ORDER}=1 with numbers in the order of the bus ids"
+        return "CUDA_DEVICE_ORDER=PCI_BUS_ID with numbers as nvidia-smi shows them, or name UUIDs"
+
+    @property
+    def title(self) -> str:
+        """What limits this process, as the subject of a sentence in a message."""
+        if self.frozen:
+            return f"{self.library}, already initialised in this process,"
+        return f"{self.name}={self.value or repr(self.value) + ' (set, but empty)'}"
+
+    def __contains__(self, uuid: object) -> bool:
+        return uuid in self.uuids
+
+
 def are_mixed(gpus: Iterable[Gpu]) -> bool:
     """Return whether GPUs are known to be of different models; one without a name counts as none."""
     return len({gpu.name for gpu in gpus if gpu.name}) > 1
@@ -378,6 +421,7 @@ def normalize_bus_id(bus_id: str) -> str:
     return found if bus_order(found) else ""
 
 
+@lru_cache(1024)  # a poll asks several times for each GPU
 def bus_order(bus_id: str) -> tuple[int, int, int, int] | None:
     """Return a PCI bus id in sysfs's form as numbers: domain, bus, device and function. They sort as nvidia-smi does;
     None if it is none.

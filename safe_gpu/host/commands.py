@@ -15,7 +15,7 @@ _INTERPRETERS = frozenset(
     "sh bash dash zsh ksh fish csh tcsh perl ruby node nodejs Rscript julia lua php tclsh octave wish expect".split()
 )
 
-_SHELLS = frozenset("sh bash dash zsh ksh".split())
+_SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
 
 _SHELL_FLAGS = frozenset("abefhiklmnprstuvxBCEHPT")  # those that take no value
 

@@ -216,10 +216,9 @@ def ancestors(pid: int) -> list[int]:
 def descendants(pid: int) -> list[int]:
     """Return the pids of the children, their children and so on, in no particular order. They may change at any
     time."""
-    children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdecimal() and (parent := parent_of(int(name))):
-            children.setdefault(parent, []).append(int(name))
+    children: dict[int | None, list[int]] = {}
+    for one in pids():
+        children.setdefault(parent_of(one), []).append(one)
     found: list[int] = []
     todo = [pid]
     while todo:

@@ -25,10 +25,13 @@ from ..gpus.vendors import VENDORS
 from ..host.foreign_files import read_start
 from ..host.procfs import is_forked, lines_of, open_files
 from ..host.programs import Failed, TooLate, call_in_child, is_root, others_can_change
-from .child import MARK
+from .causes import likely_cause
 
 if TYPE_CHECKING:
     import ctypes
+
+# Starts the lines of a child's answer. Libraries may print other lines.
+_MARK = "cuda-sees "
 
 HELD_BYTES = 1 << 16
 """The size of the allocation that holds a GPU. Drivers round it up to their own granularity."""
@@ -361,7 +364,7 @@ class Library(Runtime):
     def visible_in_child(self, env: Mapping[str, str] | None = None) -> tuple[str, ...]:
         env, patience = os.environ if env is None else env, self.patience
         try:
-            answer = call_in_child("safe_gpu.runtimes.child tell", self.title, env=env, timeout=patience)
+            answer = call_in_child("safe_gpu.runtimes.library tell", self.title, env=env, timeout=patience)
         except TooLate:
             slow = next(vendor.is_slow for vendor in VENDORS.values() if vendor.library == self.title)
             silent = f"{self.title} did not answer within {patience:g} s in a child process"
@@ -369,8 +372,23 @@ class Library(Runtime):
         except (Failed, OSError) as err:
             problem = f"{self.title} could not be asked in a child process: {err}"
         else:
-            return tuple(line.removeprefix(MARK) for line in answer.split("\n") if line.startswith(MARK))
+            return tuple(line.removeprefix(_MARK) for line in answer.split("\n") if line.startswith(_MARK))
         raise NoDriverError(problem, driver=self.title.lower())
+
+
+def tell(title: str) -> int:
+    """Print, in a child process, what names the GPUs that the library with this title shows, or an error to stderr;
+    return an exit status."""
+    from importlib import import_module
+
+    library = getattr(import_module(f".{title.lower()}", __package__), title)
+    try:
+        shown = library.load().listed()
+    except SafeGpuError as err:
+        print(f"{err}{likely_cause(err)}", file=sys.stderr)
+        return 1
+    print(*(_MARK + one for one in shown), sep="\n")
+    return 0
 
 
 class Held:

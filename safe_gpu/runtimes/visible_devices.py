@@ -50,9 +50,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 
 from ..errors import UnsatisfiableRequestError
-from ..gpus.devices import Gpu, HostSnapshot, are_mixed
+from ..gpus.devices import HIERARCHY, MASK, PCI_ORDER, Gpu, HostSnapshot, VisibleLimit, are_mixed
 from ..gpus.vendors import VENDORS
-from ..gpus.visible import HIERARCHY, MASK, PCI_ORDER, VisibleLimit
 
 ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
 
@@ -163,13 +162,6 @@ def _doubt_about_numbers(highest: int, chosen: Sequence[Gpu], snapshot: HostSnap
     return ""
 
 
-def _check_visible_as(visible_as: str) -> None:
-    if visible_as not in ("index", "uuid"):
-        raise UnsatisfiableRequestError(
-            f'visible_as={visible_as!r} is unknown: use "index" or "uuid"', value=visible_as
-        )
-
-
 def render_cuda(gpus: Sequence[Gpu], *, visible_as: str, snapshot: HostSnapshot) -> dict[str, str]:
     """Return the environment variables that make exactly these devices visible to CUDA, in this order.
 
@@ -182,7 +174,10 @@ def render_cuda(gpus: Sequence[Gpu], *, visible_as: str, snapshot: HostSnapshot)
     Raises:
         UnsatisfiableRequestError: ``visible_as`` is neither.
     """
-    _check_visible_as(visible_as)
+    if visible_as not in ("index", "uuid"):
+        raise UnsatisfiableRequestError(
+            f'visible_as={visible_as!r} is unknown: use "index" or "uuid"', value=visible_as
+        )
     if (visible_as == "uuid" or snapshot.needs_uuids) and all(gpu.named_by_uuid for gpu in gpus):
         return {CUDA: ",".join(gpu.uuid for gpu in gpus)}
     lost = [gpu.index for gpu in snapshot.physical if gpu.lost]
@@ -270,11 +265,7 @@ def render_rocm(
     is written if it is set.
 
     Under Ray an inherited ROCR_VISIBLE_DEVICES stays as it is, and HIP's variable counts what it leaves.
-
-    Raises:
-        UnsatisfiableRequestError: ``visible_as`` is neither "index" nor "uuid".
     """
-    _check_visible_as(visible_as)
     if _RAY not in environ:
         numbers = ",".join(map(str, range(len(gpus))))
         by_uuid = (gpu.uuid if gpu.uuid.startswith("GPU-") else str(gpu.index) for gpu in gpus)
@@ -334,18 +325,12 @@ def read_level_zero(environ: Mapping[str, str], snapshot: HostSnapshot) -> Visib
     return VisibleLimit(value, tuple(uuids), bool(doubt), True, doubt, name=MASK, library="Level Zero")
 
 
-def render_level_zero(
-    gpus: Sequence[Gpu], *, visible_as: str, snapshot: HostSnapshot, environ: Mapping[str, str]
-) -> dict[str, str]:
+def render_level_zero(gpus: Sequence[Gpu], *, snapshot: HostSnapshot, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that make exactly these cards visible, with all their tiles.
 
     Numbers are the only names that there are. ONEAPI_DEVICE_SELECTOR counts what the mask leaves. It is written where
     it is set and holds numbers.
-
-    Raises:
-        UnsatisfiableRequestError: ``visible_as`` is neither "index" nor "uuid".
     """
-    _check_visible_as(visible_as)
     hierarchy = _hierarchy(environ) or "FLAT"
     ordinals = _ordinals(snapshot, cards=hierarchy == "COMPOSITE")
     numbers = [number for gpu in gpus for number in ordinals[gpu.uuid]]
@@ -355,10 +340,6 @@ def render_level_zero(
     return written
 
 
-def _library(snapshot: HostSnapshot) -> str:
-    return VENDORS[snapshot.vendor].library
-
-
 def visible_variables(snapshot: HostSnapshot) -> tuple[str, ...]:
     """Return the variables that choose among these GPUs."""
     return VENDORS[snapshot.vendor].variables
@@ -366,9 +347,9 @@ def visible_variables(snapshot: HostSnapshot) -> tuple[str, ...]:
 
 def read_visible(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleLimit | None:
     """Return the GPUs to which an environment limits a process; None if no variable does."""
-    if _library(snapshot) == "HIP":
+    if VENDORS[snapshot.vendor].library == "HIP":
         return read_rocm(environ, snapshot)
-    if _library(snapshot) == "Level Zero":
+    if VENDORS[snapshot.vendor].library == "Level Zero":
         return read_level_zero(environ, snapshot)
     return parse_cuda(environ.get(CUDA), snapshot, device_order=environ.get("CUDA_DEVICE_ORDER"))
 
@@ -376,7 +357,7 @@ def read_visible(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleL
 def read_visible_once(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleLimit | None:
     """Return the GPUs to which an environment limits a claim: as :func:`read`, but a list that a batch scheduler has
     written into several variables counts once. See :mod:`~safe_gpu.runtimes.visible_devices`."""
-    return read_visible(rocm_once(environ) if _library(snapshot) == "HIP" else environ, snapshot)
+    return read_visible(rocm_once(environ) if VENDORS[snapshot.vendor].library == "HIP" else environ, snapshot)
 
 
 def render_visible(
@@ -386,12 +367,12 @@ def render_visible(
     (None: an empty one). The first one names them.
 
     Raises:
-        UnsatisfiableRequestError: as for :func:`~safe_gpu.runtimes.visible_devices.render_cuda`.
+        UnsatisfiableRequestError: as for :func:`render_cuda`, which every claim calls to check its arguments.
     """
-    if _library(snapshot) == "HIP":
+    if VENDORS[snapshot.vendor].library == "HIP":
         return render_rocm(gpus, visible_as=visible_as, snapshot=snapshot, environ=environ or {})
-    if _library(snapshot) == "Level Zero":
-        return render_level_zero(gpus, visible_as=visible_as, snapshot=snapshot, environ=environ or {})
+    if VENDORS[snapshot.vendor].library == "Level Zero":
+        return render_level_zero(gpus, snapshot=snapshot, environ=environ or {})
     return render_cuda(gpus, visible_as=visible_as, snapshot=snapshot)
 
 
@@ -408,7 +389,7 @@ def stale_indices(value: str | None, device_order: str | None, claimed: Collecti
         claimed: UUIDs of the GPUs of the claim inside which this process runs.
         snapshot: the host now.
     """
-    if _library(snapshot) != "CUDA":
+    if VENDORS[snapshot.vendor].library != "CUDA":
         return ""  # the others do not renumber
     visible_limit = parse_cuda(value, snapshot, device_order=device_order)
     if visible_limit is None or not visible_limit.uses_indices or not claimed:

@@ -18,7 +18,7 @@ from .values import is_index
 from .verdicts import DEFAULT_RULES, UNWATCHABLE, Rules, fence_hint, judge, why_outside, why_unusable
 
 if TYPE_CHECKING:
-    from ..gpus.visible import VisibleLimit
+    from ..gpus.devices import VisibleLimit
 
 
 def candidates(

@@ -29,7 +29,7 @@ from .sharing import FamilyOf, room, strangers, why_no_room, without_siblings
 from .values import parse_size
 
 if TYPE_CHECKING:
-    from ..gpus.visible import VisibleLimit
+    from ..gpus.devices import VisibleLimit
 
 MEMORY_VARIABLE = "SAFE_GPU_UNEXPLAINED_MEMORY"
 

@@ -226,26 +226,19 @@ def doubts(environ: Mapping[str, str]) -> list[str]:
 
 _PATHS = ("SAFE_GPU_DIR", "SAFE_GPU_FSROOT", "SAFE_GPU_SIMULATED_DIR", f"{_FOR_TESTS}ETC")
 
-_risks: dict[tuple[int, str], bool] = {}
-
 
 def _risks_for_root(environ: Mapping[str, str]) -> list[str]:
-    given, user = [name for name in _PATHS if environ.get(name, "").startswith("/")], os.geteuid()
+    given = [name for name in _PATHS if environ.get(name, "").startswith("/")] if is_root() else []
     return [
         f"{name}={environ[name]}: other users can change what root reads there; unset {name}, and start this with a "
         "clean environment"
         for name in given
-        if _is_risk_for_root(user, environ[name])
+        if _is_risk(environ[name])
     ]
 
 
-def _is_risk_for_root(user: int, path: str) -> bool:
-    """Return whether this user is root and others can change what a path means. Of one that exists it is found out
-    once: every claim asks."""
-    if (user, path) in _risks:
-        return _risks[user, path]
+@cache  # every claim asks
+def _is_risk(path: str) -> bool:
+    """Return whether others can change what a path means, or, where it does not exist yet, make it."""
     there = os.path.lexists(path)
-    risk = is_root() and bool(others_can_change(path if there else os.path.dirname(path.rstrip("/"))))
-    if there:
-        _risks[user, path] = risk
-    return risk
+    return bool(others_can_change(path if there else os.path.dirname(path.rstrip("/"))))

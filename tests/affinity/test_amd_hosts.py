@@ -37,7 +37,7 @@ def save(tree: SavedTree, host: Preset, numa_node: Callable[[int], int] = lambda
     )
     kfd = KfdHost(tree.root)
     partitions: dict[str, int] = {}
-    for number, gpu in enumerate(host.gpus()):
+    for number, gpu in enumerate(host.gpus):
         partition = partitions[gpu.pci_bus_id] = partitions.get(gpu.pci_bus_id, -1) + 1
         unique_id, node = int(gpu.uuid.removeprefix("GPU-"), 16), gpu.numa_node or 0
         kfd.gpu(int(gpu.pci_bus_id[5:7], 16), 100 + number, unique_id, partition=partition, numa_node=numa_node(node))

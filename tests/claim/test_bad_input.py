@@ -39,7 +39,7 @@ ARGUMENTS: list[tuple[dict[str, Any], type[SafeGpuError], str]] = [
     ({"debug_sleep": float("inf")}, REFUSED, "debug_sleep=inf"),
     ({"debug_sleep": None}, REFUSED, "debug_sleep=None"),
     ({"only": "9"}, REFUSED, "has GPU 0-7"),
-    ({"only": "GPU-"}, REFUSED, preset("dgx-a100").gpus()[0].uuid),
+    ({"only": "GPU-"}, REFUSED, preset("dgx-a100").gpus[0].uuid),
     ({"logger": "print"}, REFUSED, "logger='print'"),
     ({"placeholder_fn": safe_gpu.PytorchPlaceholder}, PlaceholderError, "PytorchPlaceholder()"),
 ]

@@ -27,7 +27,7 @@ from safe_gpu.drivers.presets import preset
 from safe_gpu.host import file_systems
 from safe_gpu.host.file_systems import FileSystem
 
-UUIDS = [gpu.uuid for gpu in preset("dgx-a100").gpus()]
+UUIDS = [gpu.uuid for gpu in preset("dgx-a100").gpus]
 CLAIM = """
 import os, safe_gpu
 os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # of the test's own claim

@@ -31,7 +31,7 @@ class Host(NamedTuple):
 def host(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     if request.param != "hip":
         monkeypatch.setenv("SAFE_GPU_DRIVER", f"simulated:{request.param}")
-        return Host(request.param, [gpu.uuid for gpu in preset(request.param).gpus()])
+        return Host(request.param, [gpu.uuid for gpu in preset(request.param).gpus])
     fake = HipHost(tmp_path, request.getfixturevalue("build_library")("hip.c", "libamdhip64.so"))
     (tmp_path / "sys/devices").mkdir()
     (tmp_path / "sys/devices/system").symlink_to("/sys/devices/system")

@@ -21,7 +21,7 @@ from safe_gpu.cli.wait_line import WaitLine
 from safe_gpu.drivers.presets import preset
 from safe_gpu.gpus.devices import GpuVerdict, Holder
 
-GPUS = preset("dgx-a100").gpus()
+GPUS = preset("dgx-a100").gpus
 
 
 def status(free: int = 0, position: int = 1) -> WaitStatus:

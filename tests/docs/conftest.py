@@ -232,7 +232,7 @@ def _full(desk: Desk) -> None:
 
 def _month(desk: Desk) -> None:
     """A host with eight GPUs that two users have used for three weeks."""
-    uuids = [gpu.uuid for gpu in preset("dgx-a100").gpus()]
+    uuids = [gpu.uuid for gpu in preset("dgx-a100").gpus]
     for number in range(60):
         since = time.time() - 86400 * (20 - number / 3)
         claim = {"v": 1, "claim": [1 + number, since], "gpus": uuids[: 1 + number % 4], "waited": 60 * (number % 7)}

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from support.kfd_host import KfdHost
 
-from safe_gpu.drivers import open_driver, open_drivers, opened_driver
+from safe_gpu.drivers import meant_vendor, open_driver, open_drivers, opened_driver
 from safe_gpu.drivers.base import Driver
-from safe_gpu.drivers.presets import PRESETS
-from safe_gpu.drivers.vendors import meant_vendor
+from safe_gpu.drivers.presets import PRESETS, preset
 from safe_gpu.errors import SafeGpuError, UnsatisfiableRequestError
 from safe_gpu.gpus.devices import vendor_of
 from safe_gpu.selection.request import Selection, parse_request
@@ -188,7 +187,7 @@ def test_simulated_hosts_have_a_driver_for_each_vendor(preset: str, monkeypatch:
         ({"ROCR_VISIBLE_DEVICES": AMD}, "amd"),
         ({"ROCR_VISIBLE_DEVICES": AMD, "SAFE_GPU_FENCE": "ignore"}, None),
         ({"SAFE_GPU_EXPECT": AMD}, "amd"),
-        ({"SAFE_GPU_EXPECT": PRESETS["laptop"].devices[0].uuid, "ROCR_VISIBLE_DEVICES": AMD}, "nvidia"),
+        ({"SAFE_GPU_EXPECT": preset("laptop").devices[0].uuid, "ROCR_VISIBLE_DEVICES": AMD}, "nvidia"),
         ({"SAFE_GPU_SCOPE": "nobody's", "ROCR_VISIBLE_DEVICES": AMD}, "amd"),
     ],
 )

@@ -74,7 +74,7 @@ def test_devices_are_as_a_driver_reports_them(name: str, tmp_path: Path) -> None
 
 
 def test_what_tells_the_hosts_apart() -> None:
-    gpus = {name: preset(name).gpus() for name in PRESETS}
+    gpus = {name: preset(name).gpus for name in PRESETS}
     assert " ".join(gpu.pci_bus_id[5:7] for gpu in gpus["dgx-a100"]) == "07 0f 47 4e 87 90 b7 bd"
     assert [gpu.numa_node for gpu in gpus["dgx-a100"]] == [3, 3, 1, 1, 7, 7, 5, 5]
     assert len({gpu.name for gpu in gpus["workstation-mixed"]}) == 3
@@ -323,7 +323,7 @@ def test_the_default_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("visible", "order", "device_no", "index"),
     [(None, None, 0, 0), (None, None, 7, 7), ("5,2", "PCI_BUS_ID", 1, 2), ("5,2", None, 0, 5),
-     (preset("dgx-a100").gpus()[1].uuid[:12], None, 0, 1)],
+     (preset("dgx-a100").gpus[1].uuid[:12], None, 0, 1)],
 )  # fmt: skip
 def test_the_placeholder_takes_what_cuda_would_show(
     driver: SimulatedDriver, monkeypatch: pytest.MonkeyPatch, visible: str | None, order: str | None, device_no: int,

@@ -176,7 +176,7 @@ def test_a_worker_on_an_amd_gpu(amd: DragonClaim, by_uuid: bool, left_over: dict
     check_expected_gpu()
 
 
-@pytest.mark.parametrize("visible", [None, "", "0", "2,3", preset("mi250x").gpus()[0].uuid])
+@pytest.mark.parametrize("visible", [None, "", "0", "2,3", preset("mi250x").gpus[0].uuid])
 def test_a_worker_on_another_amd_gpu(amd: DragonClaim, visible: str | None, patch: pytest.MonkeyPatch) -> None:
     patch.setenv("CUDA_VISIBLE_DEVICES", "3")
     if visible is not None:

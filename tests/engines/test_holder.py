@@ -76,7 +76,7 @@ def test_uuids(make: Callable[..., HolderProcess]) -> None:
 
 
 # the UUIDs of simulated:mi250x, by index
-AMD = [gpu.uuid for gpu in preset("mi250x").gpus()[:4]]
+AMD = [gpu.uuid for gpu in preset("mi250x").gpus[:4]]
 
 
 def test_amd_gpus(make: Callable[..., HolderProcess], monkeypatch: pytest.MonkeyPatch) -> None:

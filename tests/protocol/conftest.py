@@ -116,7 +116,7 @@ class Scene:
         seed = int(SEED or random.randrange(10**6))
         self.random = random.Random(seed)
         print(f"SAFE_GPU_TEST_SEED={seed} repeats this choice")
-        host = preset(PRESET).gpus()
+        host = preset(PRESET).gpus
         self.uuids = [gpu.uuid for gpu in host]
         self.capacity = share_capacity(host[0])
         self.state_dir = directory / "state"

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from safe_gpu.errors import UnsatisfiableRequestError
-from safe_gpu.gpus import visible
-from safe_gpu.gpus.devices import Gpu, HostSnapshot
+from safe_gpu.gpus.devices import Gpu, HostSnapshot, VisibleLimit
 from safe_gpu.runtimes import visible_devices
 
 UUIDS = ("GPU-aa000000", "GPU-ab000000", "GPU-c0000000", "GPU-d0000000")
@@ -37,7 +36,7 @@ def with_mig() -> HostSnapshot:
     return host(parent, *instances, Gpu(1, "GPU-ab000000", "NVIDIA H100"))
 
 
-def parsed(value: str, snapshot: HostSnapshot, device_order: str | None = None) -> visible.VisibleLimit:
+def parsed(value: str, snapshot: HostSnapshot, device_order: str | None = None) -> VisibleLimit:
     visible_limit = visible_devices.parse_cuda(value, snapshot, device_order=device_order)
     assert visible_limit is not None
     return visible_limit

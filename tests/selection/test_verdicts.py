@@ -7,8 +7,17 @@ from typing import Any
 import pytest
 
 from safe_gpu.errors import UnsatisfiableRequestError
-from safe_gpu.gpus.devices import ComputeMode, Gpu, GpuFault, GpuProcess, GpuVerdict, Holder, HostSnapshot, ProcessKind
-from safe_gpu.gpus.visible import VisibleLimit
+from safe_gpu.gpus.devices import (
+    ComputeMode,
+    Gpu,
+    GpuFault,
+    GpuProcess,
+    GpuVerdict,
+    Holder,
+    HostSnapshot,
+    ProcessKind,
+    VisibleLimit,
+)
 from safe_gpu.runtimes import visible_devices as visibility
 from safe_gpu.selection.choice import can_be_met_by_releases, candidates, check_possible
 from safe_gpu.selection.request import Selection, parse_request

@@ -24,7 +24,7 @@ from safe_gpu.status.facts import HostStatus, of_user
 from safe_gpu.status.gather import gather
 from safe_gpu.status.render import render
 
-UUIDS = [gpu.uuid for gpu in preset("dgx-a100").gpus()]
+UUIDS = [gpu.uuid for gpu in preset("dgx-a100").gpus]
 ME, PARENT = os.getpid(), os.getppid()  # of the same user
 
 

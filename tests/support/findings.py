@@ -13,7 +13,7 @@ from safe_gpu import doctor
 from safe_gpu.doctor import Check, CheckedHost
 from safe_gpu.drivers.presets import preset
 
-UUIDS = [gpu.uuid for gpu in preset("dgx-a100").gpus()]
+UUIDS = [gpu.uuid for gpu in preset("dgx-a100").gpus]
 
 
 ASK = """

@@ -116,7 +116,7 @@ class Ground:
     def __init__(self) -> None:
         from safe_gpu.drivers.presets import preset
 
-        self.uuids = [gpu.uuid for gpu in preset("dgx-a100").gpus()]
+        self.uuids = [gpu.uuid for gpu in preset("dgx-a100").gpus]
         self._held: dict[str, PlayedClaim] = {}
         self._sleepers: dict[int, subprocess.Popen[bytes]] = {}
         self._contexts: list[Any] = []

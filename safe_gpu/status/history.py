@@ -13,19 +13,17 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..coordination.directory import Directory
-from ..coordination.entry import Entries
+from ..coordination.entry import Entries, Entry
 from ..coordination.history import LARGEST, HistoryDir, file_names, line_of_entry, lines_of_dead, month_of, months_kept
 from ..coordination.state_dir import state_dir_path
 from ..errors import StateDirError
+from ..host import procfs
 from ..host.decoding import as_int, as_list, as_seconds, as_text, as_time
 from ..wording.text import Column, gpu_ranges
 from .render import table
-
-if TYPE_CHECKING:
-    pass
 
 _MOST = 50_000  # claims that are kept
 
@@ -40,6 +38,8 @@ _LONGEST_LINE = 1 << 16
 _TOO_MANY = "there are more claims than can be kept, and the first are left out: ask for a shorter time"
 
 _MONTH = 31 * 86400.0
+
+_TICK = 1.0  # seconds, in which the two clocks are read and rounded
 
 
 class PastClaim(NamedTuple):
@@ -59,6 +59,8 @@ class PastClaim(NamedTuple):
         share: bytes that it held of each GPU; None of whole GPUs.
         of: bytes of each GPU that could be shared; None of whole GPUs.
         waited: seconds that it waited for its GPUs; None if not known.
+        not_before: of a claim that runs, the start of its process by the boot clock: ``since`` is by a clock that may
+            have jumped since.
     """
 
     pid: int
@@ -77,6 +79,7 @@ class PastClaim(NamedTuple):
     share: int | None = None
     of: int | None = None
     waited: float | None = None
+    not_before: float = 0.0
 
     @property
     def part(self) -> float:
@@ -98,7 +101,7 @@ class PastClaim(NamedTuple):
 
         ``until`` is at most now: a claim that runs holds them up to then.
         """
-        begin = max(self.since, since)
+        begin = max(self.since, self.not_before, since)
         last = until if self.running or self.ended is None else min(self.ended, until)
         sure = until if self.running else min(self.seen, until)
         return begin, max(begin, sure), max(begin, last)
@@ -283,7 +286,7 @@ def _claims_now(warnings: list[str]) -> tuple[list[PastClaim], list[bytes]]:
             entries = Entries(directory)
             for entry in entries.look():
                 claim = _line(line_of_entry(entry))
-                running += [claim._replace(running=True, seen=time.time())] if isinstance(claim, PastClaim) else []
+                running += [_running(entry, claim)] if isinstance(claim, PastClaim) else []
             size, now = 0, time.time()
             for lines in (lines_of_dead([entry], now) for entry in entries.dead()):
                 size += sum(map(len, lines))
@@ -296,6 +299,14 @@ def _claims_now(warnings: list[str]) -> tuple[list[PastClaim], list[bytes]]:
     except (StateDirError, OSError) as err:
         warnings.append(f"which claims hold GPUs now is not known: {err}")
     return running, dead
+
+
+def _running(entry: Entry, told: PastClaim) -> PastClaim:
+    now, began = time.time(), 0.0
+    if entry.pidns == procfs.pid_namespace() and entry.start == procfs.start_time(entry.pid):
+        age = procfs.seconds_running(entry.pid)
+        began = 0.0 if age is None else now - age - _TICK
+    return told._replace(running=True, seen=now, not_before=began)
 
 
 class GpuHours(NamedTuple):

@@ -112,6 +112,7 @@ def test_claims_after_the_time_push_out_none(monkeypatch: pytest.MonkeyPatch) ->
         (past(), (0, 2 * DAY)),
         (past(running=True), (2 * DAY, 2 * DAY)),
         (past(since=MONDAY - 3600, ended=MONDAY - 60), (0, 0)),
+        (past(since=1.0, running=True, not_before=MONDAY + 60), (2 * DAY - 60, 2 * DAY - 60)),  # the clock jumped
     ],
 )
 def test_only_the_time_that_was_asked_for_counts(claim: PastClaim, expected: tuple[float, float]) -> None:

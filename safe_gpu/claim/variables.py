@@ -12,11 +12,15 @@ from ..runtimes.visible_devices import read_visible_once, visible_variables
 from ..schedulers.job import in_batch_job
 from ..selection.sharing import MIB, share_fraction
 from ..settings import variables as settings
-from .placeholder_set import initializers
 
 if TYPE_CHECKING:
     from ..gpus.devices import Gpu, HostSnapshot
     from ..runtimes.library import Runtime
+
+
+initializers: dict[int, str] = {}
+"""Pid of a process in which a claim's placeholder initialised CUDA -> the name of that placeholder. CUDA stays
+initialised when the placeholder is released."""
 
 
 def visible_limit_of(snapshot: HostSnapshot, nb_gpus: int, runtime: Runtime) -> VisibleLimit | None:

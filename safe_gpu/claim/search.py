@@ -11,29 +11,27 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
 
-from ...coordination.entry import is_alive, said_by_this_process
-from ...coordination.host_lock import Host
-from ...coordination.signals import DeferredSignals, unwind_on_signals
-from ...coordination.state_dir import state_dir_path
-from ...errors import LockTimeout, StateDirError
-from ...host.procfs import printable_lines
-from ...selection.choice import check_possible, fits
-from ..arguments import ClaimOptions, with_policy_limits
-from ..around import refuse_inside_share
-from ..checks import confirm
-from ..doubts import doubt_of_entries, doubt_of_image, not_told_yet
-from .decision import AGAIN, POLL, REFUSE, SLEEP, TAKE, Decision, WaitState, decide
-from .look import Look
+from ..coordination.entry import is_alive
+from ..coordination.host_lock import Host
+from ..coordination.signals import DeferredSignals, unwind_on_signals
+from ..coordination.state_dir import state_dir_path
+from ..errors import LockTimeout, StateDirError
+from ..host.procfs import printable_lines
+from ..selection.choice import check_possible, fits
+from .arguments import ClaimOptions, with_policy_limits
+from .around import refuse_inside_share
+from .checks import confirm, doubt_of_entries, doubt_of_image, not_told_yet
+from .look import Look, Seen
 from .queue_place import QueuePlace
 
 if TYPE_CHECKING:
-    from ...gpus.devices import Gpu, Holder
-    from ..claim import Claim
-    from ..view import HostView
-    from .wait_reports import WaitReporter
+    from ..gpus.devices import Gpu, Holder
+    from .claim import Claim
+    from .report import WaitReporter
+    from .view import HostView
 
 # Pause of the head of the queue between two questions whether claims live, in seconds. It is doubled after the first
 # second.
@@ -52,6 +50,105 @@ _ABSENCE_PAUSE = 0.25
 
 # A claim waits at most this many times MINIMUM_PATIENCE for a host.lock that nobody keeps.
 _MOST_CROWDS = 6
+
+
+TAKE = "take"
+"""The claim holds its GPUs; the search ends."""
+
+POLL = "poll"
+"""Poll the driver, then look again."""
+
+SLEEP = "sleep"
+"""Sleep until the ticket ahead is gone, then look again."""
+
+WATCH = "watch"
+"""Watch the claims of others, then look again."""
+
+AGAIN = "again"
+"""Pause unevenly, then look again: two claims have seen each other."""
+
+REFUSE = "refuse"
+"""Fail, because the time to wait is over."""
+
+# The head of the queue makes a full look this often, in seconds, because the state directory may have been deleted.
+_FULL_LOOK = 1.0
+
+# A dying process closes its descriptors one by one, so a door may outlive an entry: it is tried once more, in seconds.
+_SECOND_TRY = 0.005
+
+# For so long even a claim that does not wait looks again after it withdrew, in seconds.
+_WITHDRAWING = 1.0
+
+
+class WaitState(NamedTuple):
+    """The state of a claim's wait.
+
+    Attributes:
+        deadline: ``time.monotonic()`` value; ``math.inf`` waits without limit.
+        tried_last: whether the last look, after the deadline, has been made.
+        polled_for: the GPUs that nobody held at the time of the latest poll.
+        elsewhere: the GPUs held elsewhere for which a second look was made.
+        withdrew: when the claim withdrew first, since it was not in anybody's way; 0 for never.
+    """
+
+    deadline: float = math.inf
+    tried_last: bool = False
+    polled_for: frozenset[str] | None = None
+    elsewhere: frozenset[str] = frozenset()
+    withdrew: float = 0.0
+
+
+class Decision(NamedTuple):
+    """A step; ``until`` is the ``time.monotonic()`` value at which SLEEP, WATCH and AGAIN end at the latest."""
+
+    step: str
+    state: WaitState
+    until: float = 0.0
+
+
+def decide(
+    seen: Seen,
+    state: WaitState,
+    *,
+    suffices: bool,
+    now: float,
+    next_poll: float,
+    next_look: float = math.inf,
+    pause: float = 0.0,
+) -> Decision:
+    """Return the next step of a claim.
+
+    Args:
+        suffices: whether the GPUs that nobody holds would be enough.
+        now: ``time.monotonic()`` value, as are the next two.
+        next_poll: earliest time of another poll for the same GPUs.
+        next_look: latest time at which a sleeping waiter looks again.
+        pause: seconds until a claim that withdrew looks again.
+    """
+    if seen.enough:
+        return Decision(TAKE, state)
+    if seen.outdated:
+        return Decision(POLL, state)
+    withdrew = (state.withdrew or now) if seen.withdrawn else 0.0
+    state = state._replace(withdrew=withdrew)
+    if seen.withdrawn and now < max(state.deadline, withdrew + _WITHDRAWING):
+        return Decision(AGAIN, state, now + pause)
+    if not seen.elsewhere <= state.elsewhere:
+        return Decision(WATCH, state._replace(elsewhere=state.elsewhere | seen.elsewhere), now + _SECOND_TRY)
+    if now >= state.deadline:
+        if state.tried_last:
+            return Decision(REFUSE, state)
+        return Decision(POLL, state._replace(tried_last=True))
+    if seen.behind:
+        return Decision(SLEEP, state, min(state.deadline, next_look))
+    until = min(state.deadline, now + _FULL_LOOK)
+    if seen.limit is not None:
+        return Decision(WATCH, state, until)
+    if suffices:  # nobody holds enough of them, but the driver shows processes there
+        if seen.free != state.polled_for or now >= next_poll:
+            return Decision(POLL, state._replace(polled_for=seen.free))
+        until = min(until, next_poll)
+    return Decision(WATCH, state, until)
 
 
 def acquire(view: HostView, options: ClaimOptions, claim: Claim) -> None:
@@ -107,8 +204,7 @@ class _Search:
         self._view = view
         self._options = options
         self._host = Host()
-        said = partial(said_by_this_process, options.job.job_label, options.command)
-        self._place = QueuePlace(self._host, view, options.hold, said, options.quota)
+        self._place = QueuePlace(self._host, view, options)
         self._state = WaitState(options.deadline, tried_last=options.timeout == 0)
         self._reporter: WaitReporter | None = None
         self._watching_since = 0.0
@@ -122,7 +218,7 @@ class _Search:
     def run(self, claim: Claim | None) -> tuple[Gpu, ...]:
         """Look, decide and wait until there are enough GPUs, and a second poll confirms that they are free."""
         if "SAFE_GPU_SHARE" in os.environ:  # of a claim around this process, or leaked
-            from ..report import holders_now
+            from .report import holders_now
 
             refuse_inside_share(self._view.snapshot.gpus, holders_now(self._view.snapshot, self._view.inside))
         self._check_possible()
@@ -188,7 +284,7 @@ class _Search:
         check_possible(view.snapshot, request, visible_limit, claimed=self._holders, rules=view.rules)
 
     def _holders(self) -> Mapping[str, Holder]:
-        from ..report import holders_now
+        from .report import holders_now
 
         try:
             return holders_now(self._view.snapshot, self._view.inside)
@@ -206,7 +302,7 @@ class _Search:
         """Apply the policy, once it is certain that this claim is not made inside another one."""
         if self._limited or self._options.quota is None or self._view.scope:
             return
-        from ..limits import check_policy_limits
+        from .limits import check_policy_limits
 
         self._limited = True
         options, limits = self._options, self._options.quota.limits
@@ -272,7 +368,7 @@ class _Search:
 
     def _waiting(self, began: float | None = None) -> WaitReporter:
         if self._reporter is None:
-            from .wait_reports import WaitReporter
+            from .report import WaitReporter
 
             self._reporter = WaitReporter(self._view, self._options, self._place, began or time.monotonic())
         return self._reporter
@@ -314,7 +410,7 @@ class _Search:
         self._host.close()
 
     def _refusal(self, look: Look) -> Exception:
-        from ..report import refusal
+        from .report import refusal
 
         return refusal(self._view, look, self._options, self._place.position)
 

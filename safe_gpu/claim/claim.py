@@ -61,19 +61,9 @@ class Claim:
         self._began = 0.0  # by the boot clock, which does not jump
 
     @property
-    def delegates(self) -> bool:
-        """Whether child processes may claim inside this claim."""
-        return bool(self._secret) and not self.inside
-
-    @property
     def token(self) -> str:
         """What child processes need to claim inside this claim, whose hash its entry has; "" if they cannot."""
-        return self._secret if self.delegates else ""
-
-    @property
-    def has_doors(self) -> bool:
-        """Whether its doors keep off processes with another state directory."""
-        return not self.doors.are_open
+        return "" if self.inside else self._secret
 
     @property
     def since(self) -> float:

@@ -107,11 +107,8 @@ class Quota:
                 self._rules = policy.read(self._rules.path)[0] or self._rules
                 self.limits = policy.limits_of_this_user(self._rules)
                 self._most = {os.geteuid(): self.limits.max_gpus}
-        if self.by_turns:
-            host.queue.look(())
-        if not self._rules.limits_gpus:
-            return
-        for uid in {ticket.uid for ticket in host.queue.look(())}.difference(self._most):
+        waiting = host.queue.look(()) if self.by_turns or self._rules.limits_gpus else ()
+        for uid in {ticket.uid for ticket in waiting}.difference(self._most) if self._rules.limits_gpus else ():
             self._most[uid] = policy.limits_of_user(self._rules, uid).max_gpus
 
     def hold_within(self, seconds: float | None, *, said: bool) -> float | None:

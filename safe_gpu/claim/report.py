@@ -1,6 +1,6 @@
 """Why a claim waits or was refused, and when it can expect to start.
 
-Nothing here takes a lock or polls the driver.
+Nothing here takes a lock.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..coordination.holders import claims_now, lives_here
@@ -18,7 +18,7 @@ from ..errors import ClaimTimeout, NotEnoughGpusError
 from ..gpus.devices import GpuVerdict, Holder
 from ..host import procfs
 from ..host.procfs import user_name
-from ..selection.backfill import BackfillRequest, When, dates, starts, when_free
+from ..selection.backfill import BackfillRequest, dates, starts, when_free
 from ..selection.request import Selection
 from ..selection.verdicts import fence_hint
 from ..wording import argument_style as style
@@ -94,7 +94,10 @@ def forecast(view: HostView, waiter: Waiter, hold_for: float | None, *, by_turns
     """Return what a waiter can expect now, which will hold its GPUs for ``hold_for`` seconds; None is unknown."""
     now = time.time()
     holders = view.claims.holders(view.inside)
-    when = _free_at(view, holders, now)
+    when = {
+        verdict.gpu.uuid: when_free(verdict.gpu, holders.get(verdict.gpu.uuid), now, free=verdict.free)
+        for verdict in view.judge_for(Selection(), holders)
+    }
     ahead = waiter.competing()
     requests = [(TicketRequest.of(one), one.uid) for one in ahead if not is_stopped(one)]
     requests.append((waiter.request._replace(hold_for=hold_for), os.geteuid()))
@@ -109,13 +112,6 @@ def forecast(view: HostView, waiter: Waiter, hold_for: float | None, *, by_turns
         sum((one.queued or one.since or 0.0) > waiter.since for one in holding) if waiter.since else 0,
         by_turns and bool(ahead),
     )
-
-
-def _free_at(view: HostView, holders: Mapping[str, Holder], now: float) -> dict[str, When]:
-    return {
-        verdict.gpu.uuid: when_free(verdict.gpu, holders.get(verdict.gpu.uuid), now, free=verdict.free)
-        for verdict in view.judge_for(Selection(), holders)
-    }
 
 
 class ClaimAhead(NamedTuple):
@@ -425,7 +421,7 @@ def _who(verdict: GpuVerdict, now: float) -> str:
 
 
 class WaitReporter:
-    """The reports of one wait, which began at ``began``, a ``time.monotonic()`` value.
+    """The reports of one wait, which begins with this object.
 
     Reports go to ``options.on_wait``. If there is none they go to the logger at INFO; where nobody hears that, once,
     after a second, as a warning, which Python shows even if logging is not configured.
@@ -435,15 +431,15 @@ class WaitReporter:
         warning_due: the same for the warning.
     """
 
-    def __init__(self, view: HostView, options: ClaimOptions, place: QueuePlace, began: float) -> None:
+    def __init__(self, view: HostView, options: ClaimOptions, place: QueuePlace) -> None:
         self._view = view
         self._place = place
         self._on_wait = options.on_wait or _to_log(options.logger, late=False)
         is_heard = getattr(options.logger, "hasHandlers", bool) if options.on_wait is None else lambda: True
         self._on_long_wait = None if self._on_wait and is_heard() else _to_log(options.logger, late=True)
         self._last: tuple[object, ...] | None = None
-        self._began = self.due = began
-        self.warning_due = math.inf if self._on_long_wait is None else began + _WARNING_DELAY
+        self._began = self.due = time.monotonic()
+        self.warning_due = math.inf if self._on_long_wait is None else self._began + _WARNING_DELAY
 
     def next_look(self, now: float) -> float:
         """Return the latest time at which a sleeping waiter looks again, whether or not the ticket that it sleeps on is

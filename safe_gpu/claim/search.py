@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -166,7 +166,7 @@ def acquire(view: HostView, options: ClaimOptions, claim: Claim) -> None:
     path = state_dir_path()
     doubts = [doubt_of_image(path)]
     if not view.snapshot.shared_display:  # there doors keep nobody off
-        doubts.append(doubt_of_entries(path, os.geteuid(), doors=claim.has_doors))
+        doubts.append(doubt_of_entries(path, os.geteuid(), doors=not claim.doors.are_open))
     for doubt in not_told_yet(doubts):
         options.logger.warning("%s", doubt)
 
@@ -228,12 +228,8 @@ class _Search:
             with self._waits:
                 try:
                     while True:
-                        scope, look = self._view.scope, None
-                        with self._outlasting():
-                            look = self._look(claim)
-                        if look is None or not self._takes(look, scope):
-                            continue
-                        if self._is_confirmed(claim, look.chosen):
+                        look = self._look(claim)
+                        if look is not None and self._takes(look) and self._is_confirmed(claim, look.chosen):
                             return look.chosen if claim is None else claim.gpus
                 finally:
                     self._leave()
@@ -241,13 +237,20 @@ class _Search:
             self._leave()  # again, because an interrupt may have ended the first call
             raise
 
-    def _look(self, claim: Claim | None) -> Look:
+    def _look(self, claim: Claim | None) -> Look | None:
+        """Look; None where that fails while the state directory is away for a moment, or the host is overloaded."""
+        scope = self._view.scope
         look = Look(self._host, self._view, self._place, claim, self._options)
-        look.run(may_wait=self._may_wait())
-        return look
-
-    def _takes(self, look: Look, scope: str) -> bool:
-        """Return whether a look took GPUs; wait if not."""
+        try:
+            look.run(may_wait=self._may_wait())
+        except StateDirError as err:
+            self._outlast(err)
+            return None
+        except LockTimeout as err:
+            self._crowds += 1
+            if not err.overloaded or self._crowds == _MOST_CROWDS:
+                raise
+            return None
         if scope != self._view.scope:  # it is of no claim, so the visible limit decides
             self._check_possible()
         self._limit()
@@ -256,24 +259,20 @@ class _Search:
             self._options.logger.info("lock released")
         self._looks += 1
         self._gone_since = 0.0
+        return look
+
+    def _takes(self, look: Look) -> bool:
+        """Return whether a look took GPUs; wait if not."""
         decision = self._decide(look)
         if decision.step == REFUSE:
-            raise self._refusal(look)
-        if decision.step != TAKE:
-            self._carry_out(decision, look)
-        return decision.step == TAKE
+            from .report import refusal
 
-    @contextmanager
-    def _outlasting(self) -> Iterator[None]:
-        """Let a look fail while the state directory is away for a moment, or the host is overloaded."""
-        try:
-            yield
-        except StateDirError as err:
-            self._outlast(err)
-        except LockTimeout as err:
-            self._crowds += 1
-            if not err.overloaded or self._crowds == _MOST_CROWDS:
-                raise
+            raise refusal(self._view, look, self._options, self._place.position)
+        if decision.step == AGAIN:
+            time.sleep(max(0.0, decision.until - time.monotonic()))
+        elif decision.step != TAKE:
+            self._wait(decision, look)
+        return decision.step == TAKE
 
     def _check_possible(self) -> None:
         """Refuse what this host can never give. Inside another claim, that decides, once the lock is held."""
@@ -314,11 +313,10 @@ class _Search:
         self._state = WaitState(self._options.deadline, tried_last=self._options.timeout == 0)
 
     def _decide(self, look: Look) -> Decision:
+        reporter = None if look.chosen else self._waiting()
         now = next_look = time.monotonic()
-        if look.chosen:
-            next_look = math.inf
-        elif self._options.quota is None or not self._options.quota.unresolved:
-            next_look = self._waiting(began=now).next_look(now)
+        if self._options.quota is None or not self._options.quota.unresolved:
+            next_look = math.inf if reporter is None else reporter.next_look(now)
         free = [gpu for gpu in self._view.usable if gpu.uuid in look.seen.free]
         decision = decide(
             look.seen,
@@ -347,10 +345,7 @@ class _Search:
             self._options.logger.warning("%s; waiting a minute for it", printable_lines(str(err)))
         time.sleep(_ABSENCE_PAUSE)
 
-    def _carry_out(self, decision: Decision, look: Look) -> None:
-        if decision.step == AGAIN:
-            time.sleep(max(0.0, decision.until - time.monotonic()))
-            return
+    def _wait(self, decision: Decision, look: Look) -> None:
         if not look.seen.outdated and self._may_wait():
             if not self._unwinds:
                 self._unwinds = True
@@ -366,11 +361,11 @@ class _Search:
         else:
             self._watch(look, min(decision.until, self._waiting().warning_due))
 
-    def _waiting(self, began: float | None = None) -> WaitReporter:
+    def _waiting(self) -> WaitReporter:
         if self._reporter is None:
             from .report import WaitReporter
 
-            self._reporter = WaitReporter(self._view, self._options, self._place, began or time.monotonic())
+            self._reporter = WaitReporter(self._view, self._options, self._place)
         return self._reporter
 
     def _sleep(self, look: Look, until: float) -> bool:
@@ -408,11 +403,6 @@ class _Search:
     def _leave_now(self) -> None:
         self._place.leave()
         self._host.close()
-
-    def _refusal(self, look: Look) -> Exception:
-        from .report import refusal
-
-        return refusal(self._view, look, self._options, self._place.position)
 
 
 def _uneven(least: float, most: float) -> float:

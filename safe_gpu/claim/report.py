@@ -185,14 +185,17 @@ def wait_status(
     return status._replace(free=sum(verdict.free for verdict in verdicts), verdicts=verdicts)
 
 
-def refuse_if_ancestor_holds(view: HostView) -> None:
-    """Call :func:`~safe_gpu.claim.around.refuse_gpus_of_ancestors` with the present holders.
+def judged_now(view: HostView) -> tuple[dict[str, Holder], tuple[GpuVerdict, ...]]:
+    """Return who holds GPUs now, and the verdicts on all of them.
 
     Raises:
         NotEnoughGpusError: an ancestor of this process holds the GPUs that it waits for.
         StateDirError: the claims cannot be read.
     """
-    _judge(view, holders_now(view.snapshot, view.inside))
+    holders = holders_now(view.snapshot, view.inside)
+    verdicts = view.judge(holders)
+    refuse_gpus_of_ancestors(verdicts, {gpu.uuid for gpu in view.usable}, view.request, inside=bool(view.around))
+    return holders, verdicts
 
 
 def refusal(view: HostView, look: Look, options: ClaimOptions, position: int) -> NotEnoughGpusError:
@@ -203,11 +206,10 @@ def refusal(view: HostView, look: Look, options: ClaimOptions, position: int) ->
         position: as of :func:`wait_status`.
 
     Raises:
-        NotEnoughGpusError, StateDirError: as in :func:`refuse_if_ancestor_holds`.
+        NotEnoughGpusError, StateDirError: as in :func:`judged_now`.
     """
     request, visible_limit = view.request, view.visible_limit
-    holders = holders_now(view.snapshot, view.inside)
-    verdicts = _judge(view, holders)
+    holders, verdicts = judged_now(view)
     unlimited = view.judge(holders, within_limit=False)
     hint = fence_hint(unlimited, visible_limit)
     frozen = visible_limit is not None and visible_limit.frozen
@@ -239,12 +241,6 @@ def holders_now(snapshot: HostSnapshot, inside: str = "") -> dict[str, Holder]:
     """
     claims, elsewhere = claims_now(() if inside else (gpu.uuid for gpu in snapshot.gpus), snapshot.name_prefix)
     return {**dict.fromkeys(elsewhere, Holder(elsewhere=True)), **claims.holders(inside)}
-
-
-def _judge(view: HostView, holders: dict[str, Holder]) -> tuple[GpuVerdict, ...]:
-    verdicts = view.judge(holders)
-    refuse_gpus_of_ancestors(verdicts, {gpu.uuid for gpu in view.usable}, view.request, inside=bool(view.around))
-    return verdicts
 
 
 def refusal_message(
@@ -476,7 +472,7 @@ class WaitReporter:
         if look.ahead is None and (may_hold or self._on_wait is not None):
             self._view.polls.poll()
         if may_hold:
-            refuse_if_ancestor_holds(self._view)
+            judged_now(self._view)
         if self._on_wait is not None:
             self._on_wait(self._gather(look, self._place.position))
 

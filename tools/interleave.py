@@ -32,7 +32,7 @@ from interleave_scenes import SCENES, Scene
 from support.broken import BROKEN
 from support.stage import simulate
 
-from safe_gpu.claim.search import search
+from safe_gpu.claim import search
 
 _ENOUGH = 3  # faults of one scene
 _REPORT_INTERVAL = 60.0  # seconds

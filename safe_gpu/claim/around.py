@@ -12,7 +12,6 @@ from ..coordination.doors import Doors
 from ..errors import NotEnoughGpusError, UnsatisfiableRequestError
 from ..gpus.devices import GpuVerdict
 from ..host import procfs
-from ..host.foreign_files import read_start
 from ..wording import text as style
 from ..wording.text import gpu_ranges, in_brackets, plural
 from .view import HostView, owner_of
@@ -71,11 +70,13 @@ def check_possible_inside(view: HostView, around: Entry, *, delegate: bool) -> N
     number = request.nb_gpus
     usable = {gpu.uuid for gpu in view.usable}
     if number > held:
-        owner, larger = _owner_and_larger(around, view.scope, number)
         asked, this = f"claim_gpus({(number, request.up_to) if request.up_to else number}) runs", "claim_gpus"
         if style.option("nb_gpus") == "-n":
             asked, this = f"-n {number} is", "this one"
-        problem = f"{asked} inside {owner}, which holds {plural(held)}: {larger}, or leave {this} out"
+        problem = (
+            f"{asked} inside {owner_of(around)}, which holds {plural(held)}: ask for {number} there (safe-gpu run "
+        )
+        problem += f"-n {number}, or claim_gpus({number}, delegate=True)), or leave {this} out"
     elif number > len(usable):
         reasons = (v for v in view.judge({}) if v.gpu.uuid in around.gpus and v.gpu.uuid not in usable and v.reason)
         listed = in_brackets("; ".join(f"GPU {verdict.gpu.label}: {verdict.reason}" for verdict in reasons))
@@ -84,19 +85,6 @@ def check_possible_inside(view: HostView, around: Entry, *, delegate: bool) -> N
     else:
         return
     raise UnsatisfiableRequestError(problem, value=number)
-
-
-def _owner_and_larger(around: Entry, token: str, number: int) -> tuple[str, str]:
-    """Return whose the claim around this one is, and how to get one with this number of GPUs: an option, or in Python.
-
-    What ``safe-gpu run`` executes has had the token from its start; a process that claimed in Python has not.
-    """
-    pid = 0 if procfs.namespace_text(around.pidns or None) else around.pid
-    if pid and procfs.uid_of(pid) == os.geteuid():
-        began = (read_start(f"/proc/{pid}/environ", 1 << 22) or b"").split(b"\0")
-        if os.fsencode(f"SAFE_GPU_SCOPE={token}") in began:
-            return f"safe-gpu run (process {pid})", f"write safe-gpu run -n {number}"
-    return owner_of(around), f"write claim_gpus({number}, delegate=True) there"
 
 
 def imports_main() -> bool:

@@ -1,16 +1,18 @@
-"""The checks of a claim that holds its GPUs: still free, opened by CUDA, used by nobody else, and not broken."""
+"""The checks of a claim that holds its GPUs: still free, opened by CUDA, used by nobody else, not broken, and kept."""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ..coordination.faults import clear_fault, write_fault
 from ..coordination.holders import living_claims
 from ..coordination.older_package import older_package_counts, take_older_package_lock
 from ..coordination.signals import DeferredSignals
-from ..coordination.state_dir import state_dir_path
+from ..coordination.state_dir import remover_of, setup_command, state_dir_path
 from ..errors import (
     GpuContendedError,
     NotEnoughGpusError,
@@ -20,7 +22,7 @@ from ..errors import (
     WrongDeviceError,
 )
 from ..gpus.devices import GpuFault
-from ..host import procfs
+from ..host import file_systems, procfs
 from ..host.procfs import describe_process
 from ..runtimes.causes import blames_gpu
 from ..selection.request import Selection
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     from ..runtimes.library import Runtime
     from .arguments import ClaimOptions
     from .claim import Claim
-    from .placeholder_set import PlaceholderSet
     from .view import HostView
 
 # The lock of the older package is held until the driver shows the placeholder, but at most this long, in seconds.
@@ -94,18 +95,22 @@ def verify_devices(gpus: Sequence[Gpu], runtime: Runtime) -> None:
         )
 
 
-def verify_alone(view: HostView, claim: Claim, options: ClaimOptions, placeholders: PlaceholderSet) -> None:
+def verify_alone(view: HostView, claim: Claim, options: ClaimOptions, *, holding: bool, own_function: str) -> None:
     """Poll a third time: refuse foreign processes, and release the lock of the older package.
 
     That lock is held until the driver shows the placeholder, because the older package knows no entries. In a container
     that shows host pids, the host pid of this process is found here and added to ``view.own``. A driver that hides the
     placeholder is not waited for: it warns, because then others cannot see it either.
 
+    Args:
+        holding: whether the driver sees a process on a GPU because of its placeholder.
+        own_function: the name of the program's own placeholder; "" for one of this package.
+
     Raises:
         GpuContendedError: a process that is not this one has started on a claimed GPU since the second poll.
         NotEnoughGpusError: a claimed GPU was lost.
     """
-    holding, until = placeholders.on_gpu, time.monotonic() + _SHOWING
+    until = time.monotonic() + _SHOWING
     while True:
         snapshot = claim.before.updated(view.polls.driver.usage(claim.gpus))
         _refuse_other_processes(view, claim, snapshot, holding)
@@ -122,24 +127,19 @@ def verify_alone(view: HostView, claim: Claim, options: ClaimOptions, placeholde
     hidden = [label for label, one in shown if one == HIDDEN or (late and one == NOT_YET)]
     if hidden and not snapshot.shared_display:
         cause = "in a container, start it with --pid=host; under WSL2 and some virtual machines it stays so"
-        if placeholders.own_function and HIDDEN not in dict(shown).values():
-            cause = (
-                f"{placeholders.own_function} probably put nothing there: a placeholder allocates on device_no, and "
-                "returns that"
-            )
+        if own_function and HIDDEN not in dict(shown).values():
+            cause = f"{own_function} probably put nothing there: a placeholder allocates on device_no, and returns that"
         options.logger.warning(
             "the driver does not list this process on GPU %s, so that others who look at the GPUs, with nvidia-smi for "
             "example, cannot see that it is taken: only claims of safe_gpu keep off it (%s)",
             ",".join(hidden),
             cause,
         )
-
-
-def doubts_of(claim: Claim) -> list[str]:
-    """Return what is not certain about the GPUs of a claim, one sentence each."""
-    private = [one.process_error for one in claim.gpus if one.processes_private]
-    told = [f"Whether other programs use the GPUs of this claim is not known: {error}" for error in private[:1]]
-    return [*told, *filter(None, [claim.before.doubt])]
+    private = next((one.process_error for one in claim.gpus if one.processes_private), None)
+    if private is not None:
+        options.logger.warning("Whether other programs use the GPUs of this claim is not known: %s", private)
+    if claim.before.doubt:
+        options.logger.warning("%s", claim.before.doubt)
 
 
 def _refuse_other_processes(view: HostView, claim: Claim, snapshot: HostSnapshot, holding: bool) -> None:
@@ -148,7 +148,12 @@ def _refuse_other_processes(view: HostView, claim: Claim, snapshot: HostSnapshot
     for gpu in claim.gpus:
         before, now = claim.before.by_uuid(gpu.uuid), snapshot.by_uuid(gpu.uuid)
         if now is None or now.lost:
-            raise _lost(gpu, claim, snapshot, own)
+            raise NotEnoughGpusError(
+                f"the driver lost GPU {gpu.label} ({gpu.uuid}) while it was being claimed: everything was given back, "
+                "claim again to get another",
+                nb_gpus=len(claim.gpus),
+                verdicts=judge(snapshot, Selection(), claimed={}, own=own, describe=describe_process),
+            )
         if now.processes is None or before is None or before.processes is None:
             continue  # one of the two process lists failed, so they cannot be compared
         others = [process for process in now.processes if process.pid not in own]
@@ -166,33 +171,17 @@ def _refuse_other_processes(view: HostView, claim: Claim, snapshot: HostSnapshot
             own.add(hidden[0].pid)
             new = [process for process in new if process not in hidden]
         if new and not snapshot.shared_display:
-            raise _contended(gpu, new, claim, snapshot, own)
+            raise GpuContendedError(
+                f"{', '.join(map(_process_text, new))} started on GPU {gpu.label} ({gpu.uuid}) without safe_gpu, at "
+                "the same moment as this claim: everything was given back, claim again",
+                nb_gpus=len(claim.gpus),
+                verdicts=judge(snapshot, Selection(), claimed={}, own=own, describe=describe_process),
+                uuid=gpu.uuid,
+                processes=new,
+            )
 
 
-def _contended(
-    gpu: Gpu, others: list[GpuProcess], claim: Claim, snapshot: HostSnapshot, own: Collection[int]
-) -> GpuContendedError:
-    names = ", ".join(_process_text(process) for process in others)
-    return GpuContendedError(
-        f"{names} started on GPU {gpu.label} ({gpu.uuid}) without safe_gpu, at the same moment as this claim: "
-        "everything was given back, claim again",
-        nb_gpus=len(claim.gpus),
-        verdicts=judge(snapshot, Selection(), claimed={}, own=own, describe=describe_process),
-        uuid=gpu.uuid,
-        processes=others,
-    )
-
-
-def _lost(gpu: Gpu, claim: Claim, snapshot: HostSnapshot, own: Collection[int]) -> NotEnoughGpusError:
-    return NotEnoughGpusError(
-        f"the driver lost GPU {gpu.label} ({gpu.uuid}) while it was being claimed: everything was given back, claim "
-        "again to get another",
-        nb_gpus=len(claim.gpus),
-        verdicts=judge(snapshot, Selection(), claimed={}, own=own, describe=describe_process),
-    )
-
-
-def other_processes(view: HostView, gpu: Gpu) -> str:
+def _other_processes(view: HostView, gpu: Gpu) -> str:
     """Return the other processes on a GPU whose placeholder failed, for the message; "" if there is none."""
     try:
         (now,) = view.polls.driver.usage((gpu,))
@@ -211,7 +200,7 @@ def note_failure(view: HostView, claim: Claim, device_no: int, err: PlaceholderE
     """Return the error of a placeholder with the GPU and who else is on it. If the GPU itself is bad, that is noted for
     the claims to come, which take it last."""
     gpu = claim.gpus[device_no]
-    others = other_processes(view, gpu)
+    others = _other_processes(view, gpu)
     logger.error("Failed to acquire placeholder on GPU %s: %s", gpu.label, err)
     text = f"{err} [GPU {gpu.label}, {gpu.uuid}{others and f'; on it: {others}'}]"
     # cuInit looks at all visible GPUs and does not say which is bad.
@@ -242,3 +231,56 @@ def _of_init(err: BaseException) -> bool:
     while err.__cause__ is not None:
         err = err.__cause__
     return "cuInit" in str(err)
+
+
+_told: set[str] = set()
+"""What a claim of this process was told of state directories."""
+
+
+def not_told_yet(doubts: Iterable[str]) -> list[str]:
+    """Return those of these sentences on state directories that no claim of this process was told; "" is none."""
+    new = [one for one in doubts if one and one not in _told]
+    _told.update(new)
+    return new
+
+
+_OF_IMAGES = frozenset({"overlay", "fuse-overlayfs", "fuse.fuse-overlayfs"})
+
+
+@cache
+def doubt_of_image(path: str) -> str:
+    """Return what a claim is to be told of a state directory in the image of a container that has not the network of
+    the host; "" for nothing."""
+    above = path
+    while not os.path.isdir(above):
+        above = os.path.dirname(above)
+    kind, point = file_systems.file_system_at(above, os.stat(above).st_dev)
+    if point != "/" or kind not in _OF_IMAGES or file_systems.sees_network_devices():
+        return ""
+    return (
+        f"the state directory {procfs.printable_lines(path)} belongs to this container, and claims outside it are not "
+        f"seen, nor do they see this one, unless it has the network of the host: start it with -v {path}:{path}"
+    )
+
+
+@cache  # every claim asks, and is told once
+def doubt_of_entries(path: str, user: int, *, doors: bool) -> str:
+    """Return what a claim of this process is to be told of its entry; "" for nothing.
+
+    A claim that has doors keeps its GPUs without its entry, in its own network namespace. Those of other processes
+    cannot be read, but the host's has the network interfaces that are devices.
+
+    Args:
+        path: the state directory.
+        user: uid of this process.
+        doors: whether the claim has doors.
+    """
+    uid = remover_of(path, user)
+    if uid is None or (doors and file_systems.sees_network_devices()):
+        return ""
+    why = "this network namespace seems not to be the host's" if doors else "it has no doors"
+    ask = "as root" if user == 0 else "ask root to run"
+    return (
+        f"{procfs.user_name(uid)} can remove the entries of this claim in {procfs.printable(path)}, and nothing else "
+        f"keeps others off its GPUs, since {why}: {ask}: {setup_command(path)}"
+    )

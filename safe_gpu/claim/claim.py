@@ -38,7 +38,6 @@ class Claim:
         share: bytes of each GPU that it holds; None for whole GPUs, and inside another claim.
         inside: hash of the token of the claim around it; "" of a claim inside none.
         file: device and inode of its entry.
-        queued: when it joined the queue, in Unix seconds; None if it did not wait.
         before: the last poll before the placeholders are allocated.
         explained: UUID -> driver pids on that GPU that belong to the claim around it.
         older: the lock of the older package, while it is held.
@@ -51,7 +50,6 @@ class Claim:
         self.share: int | None = None
         self.inside = ""
         self.file: tuple[int, int] | None = None
-        self.queued: float | None = None
         self.before = HostSnapshot(())
         self.explained: Mapping[str, Collection[int]] = {}
         self.older: ReadLock | None = None
@@ -64,19 +62,9 @@ class Claim:
         self._began = 0.0  # by the boot clock, which does not jump
 
     @property
-    def delegates(self) -> bool:
-        """Whether child processes may claim inside this claim."""
-        return bool(self._secret) and not self.inside
-
-    @property
     def token(self) -> str:
         """What child processes need to claim inside this claim, whose hash its entry has; "" if they cannot."""
-        return self._secret if self.delegates else ""
-
-    @property
-    def has_doors(self) -> bool:
-        """Whether its doors keep off processes with another state directory."""
-        return not self.doors.are_open
+        return "" if self.inside else self._secret
 
     @property
     def since(self) -> float:
@@ -90,6 +78,7 @@ class Claim:
         *,
         share: int | None = None,
         hold_for: float | None = None,
+        queued: float | None = None,
         waited: float = 0.0,
         display: bool = False,
     ) -> None:
@@ -97,6 +86,7 @@ class Claim:
 
         Args:
             hold_for: seconds that the claim will probably last; None is unknown.
+            queued: when it joined the queue, in Unix seconds; None if it did not wait.
             waited: seconds since the call.
             display: whether it shares a display.
 
@@ -109,7 +99,7 @@ class Claim:
             **self._said,
             "since": now,
             "until": hold_for and round(now + hold_for, 3),
-            "queued": self.queued and round(self.queued, 3),
+            "queued": queued and round(queued, 3),
             "gpus": {gpu.uuid: share for gpu in gpus},
             "parts": self.doors.parts,
             "display": display,

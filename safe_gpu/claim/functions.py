@@ -14,7 +14,7 @@ from ..selection.request import Conditions, Selection, parse_request
 from ..selection.verdicts import Rules, judge
 from .arguments import DEFAULT, DefaultTimeout, asks_for_none, read_options
 from .owner import NO_GPU, GPUOwner, already_claimed, current_owner, owners, request_key
-from .search.search import wait_until_free
+from .search import wait_until_free
 from .view import HostView
 
 if TYPE_CHECKING:

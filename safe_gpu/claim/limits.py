@@ -66,20 +66,6 @@ def check_count(nb_gpus: float, limits: Limits) -> None:
         )
 
 
-def hold_within(seconds: float | None, limits: Limits, *, said: bool) -> float | None:
-    """Return for how long a claim will probably hold its GPUs, by its own word and by the policy; None is unknown.
-
-    Args:
-        seconds: by its own word, or by that of the batch job.
-        said: whether the claim said it. If not, and nothing is known, the default of the policy applies.
-    """
-    if seconds is None and not said:
-        seconds = limits.default_hold
-    if limits.max_hold is None:
-        return seconds
-    return limits.max_hold if seconds is None else min(seconds, limits.max_hold)
-
-
 class LimitReached(NamedTuple):
     """A limit of a user that stands in the way: ``held`` of ``most`` GPUs, by the claims with these names."""
 
@@ -121,10 +107,22 @@ class Quota:
                 self._rules = policy.read(self._rules.path)[0] or self._rules
                 self.limits = policy.limits_of_this_user(self._rules)
                 self._most = {os.geteuid(): self.limits.max_gpus}
-        if not self._rules.limits_gpus:
-            return
-        for uid in {ticket.uid for ticket in host.queue.look(())}.difference(self._most):
+        waiting = host.queue.look(()) if self.by_turns or self._rules.limits_gpus else ()
+        for uid in {ticket.uid for ticket in waiting}.difference(self._most) if self._rules.limits_gpus else ():
             self._most[uid] = policy.limits_of_user(self._rules, uid).max_gpus
+
+    def hold_within(self, seconds: float | None, *, said: bool) -> float | None:
+        """Return for how long a claim will probably hold its GPUs, by its own word and by the policy; None is unknown.
+
+        Args:
+            seconds: by its own word, or by that of the batch job.
+            said: whether the claim said it. If not, and nothing is known, the default of the policy applies.
+        """
+        if seconds is None and not said:
+            seconds = self.limits.default_hold
+        if self.limits.max_hold is None:
+            return seconds
+        return self.limits.max_hold if seconds is None else min(seconds, self.limits.max_hold)
 
     @property
     def by_turns(self) -> bool:

@@ -6,15 +6,16 @@ import os
 import time
 from _thread import allocate_lock
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..affinity.cpu_shares import bind_claim, undo_binding
 from ..coordination.entry import said_by_this_process
 from ..coordination.signals import DeferredSignals
 from ..drivers import opened_driver
-from ..errors import AlreadyClaimedError, GPUAffinityError, PlaceholderError
+from ..errors import AlreadyClaimedError, CudaInitializedError, GPUAffinityError, PlaceholderError
 from ..host.procfs import lasting
+from ..runtimes import placeholders
 from ..runtimes.visible_devices import hide_all, render_visible
 from ..selection.sharing import share_fraction
 from ..settings.variables import is_simulated
@@ -22,11 +23,10 @@ from ..topology.cpulist import format_cpulist
 from ..wording.text import gpus_by_model
 from .arguments import DEFAULT, NODE_BY_DEFAULT, ClaimOptions, DefaultTimeout, asks_for_none, read_options
 from .around import UNDER_MAIN, imports_main
-from .checks import clear_notes, doubts_of, note_failure, verify_alone, verify_devices
+from .checks import clear_notes, note_failure, verify_alone, verify_devices
 from .claim import Claim
-from .placeholder_set import PlaceholderSet
-from .search.search import acquire
-from .variables import ClaimVariables, share_variables
+from .search import acquire
+from .variables import ClaimVariables, initializers, share_variables
 from .view import HostView
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ..affinity.options import AffinityOptions
     from ..drivers.base import Driver
     from ..gpus.devices import Gpu, VisibleLimit
+    from ..runtimes.library import Runtime
 
 # If the first poll is older than this, in seconds, it is repeated. Importing the placeholder's framework takes time.
 _STALE = 1.0
@@ -46,6 +47,82 @@ _DIVIDING = ("exclusive", "core-complex")
 owners: dict[str, GPUOwner | None] = lasting("owners", {})
 
 _owners_lock = lasting("owners_lock", allocate_lock())
+
+
+class PlaceholderSet:
+    """The placeholders of a claim.
+
+    Attributes:
+        make: called with an ordinal; returns a placeholder.
+        placed: the placeholders, by ordinal.
+    """
+
+    def __init__(self, signals: DeferredSignals) -> None:
+        self.make: Any = None
+        self.placed: list[Any] = []
+        self._signals = signals
+        self._simulated = ""
+        self._was_initialized = False
+
+    def prepare(self, driver: Driver, placeholder_fn: Any, logger: Any) -> None:
+        """Import what the placeholder needs, and check that this does no more; None is the default of the driver.
+
+        Raises:
+            CudaInitializedError: it initialised the library.
+            PlaceholderError: as for :func:`~safe_gpu.runtimes.placeholders.prepare`.
+        """
+        runtime = driver.runtime
+        self.make = runtime.default_placeholder(logger) if placeholder_fn is None else placeholder_fn
+        self._simulated = driver.name if driver.is_simulated and isinstance(self.make, placeholders.Base) else ""
+        self._was_initialized = runtime.visible_if_initialized() is not None
+        placeholders.prepare(self.make)
+        if not self._was_initialized and runtime.visible_if_initialized() is not None:
+            raise CudaInitializedError(
+                "the placeholder's prepare() initialised CUDA, which fixed the GPUs that this process sees: prepare() "
+                "may only import; initialise CUDA when the placeholder is called"
+            )
+
+    def remember_initializer(self, runtime: Runtime) -> None:
+        """Store whether the placeholders have initialised CUDA, for the error of a later claim."""
+        if not self._was_initialized and runtime.shown_at(0) is not None:
+            initializers[os.getpid()] = placeholders.name_of(self.make)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the driver sees a process on the GPU because of it; not so of ``NoPlaceholder``."""
+        return placeholders.holds_gpu(self.make)
+
+    @property
+    def own_function(self) -> str:
+        """The name of the program's own placeholder; "" for one of this package."""
+        return "" if placeholders.is_builtin(self.make) else placeholders.name_of(self.make)
+
+    def place(self) -> None:
+        """Make the placeholder of the next ordinal.
+
+        Raises:
+            PlaceholderError: it cannot be made.
+        """
+        try:
+            with self._signals, self._passing():  # nothing comes between the context and its place in the list
+                self.placed.append(placeholders.allocate(self.make, len(self.placed)))
+        except PlaceholderError as err:
+            if not self._simulated:
+                raise
+            raise PlaceholderError(
+                f"{placeholders.name_of(self.make)} needs a GPU, and those of {self._simulated} are simulated: leave "
+                "placeholder_fn out",
+                device_no=err.device_no,
+            ) from err
+
+    def give_back(self, placeholder: Any) -> None:
+        """Release one that is no longer in ``placed``."""
+        with self._passing():
+            placeholders.release(self.make, placeholder)
+
+    def _passing(self) -> AbstractContextManager[object]:
+        """Let handlers of signals run in a placeholder of the program's own, which may take any time."""
+        return nullcontext() if placeholders.is_builtin(self.make) else self._signals.delivering()
 
 
 class GPUOwner:
@@ -123,11 +200,10 @@ class GPUOwner:
                 if driver.runtime.asks_library:
                     self._holding.remember_initializer(driver.runtime)
                     verify_devices(self.gpus, driver.runtime)
-                verify_alone(view, claim, options, self._holding)
-                for doubt in doubts_of(claim):
-                    self.logger.warning(doubt)
+                holding = self._holding.on_gpu
+                verify_alone(view, claim, options, holding=holding, own_function=self._holding.own_function)
                 view.remember_own_pids()
-                if self._holding.on_gpu:
+                if holding:
                     clear_notes(view, claim, self.logger)
                 self._bind(driver, options)
             if nb_gpus != "job" and options.job.scheduler is not None:

@@ -1,6 +1,6 @@
 """Why a claim waits or was refused, and when it can expect to start.
 
-Nothing here takes a lock or polls the driver.
+Nothing here takes a lock.
 """
 
 from __future__ import annotations
@@ -8,16 +8,17 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..coordination.holders import claims_now, lives_here
 from ..coordination.queue import TicketRequest, is_stopped
 from ..coordination.signals import DeferredSignals
 from ..errors import ClaimTimeout, NotEnoughGpusError
 from ..gpus.devices import GpuVerdict, Holder
+from ..host import procfs
 from ..host.procfs import user_name
-from ..selection.backfill import BackfillRequest, When, dates, starts, when_free
+from ..selection.backfill import BackfillRequest, dates, starts, when_free
 from ..selection.request import Selection
 from ..selection.verdicts import fence_hint
 from ..wording import text as style
@@ -40,10 +41,25 @@ if TYPE_CHECKING:
     from ..gpus.devices import HostSnapshot
     from .arguments import ClaimOptions
     from .limits import LimitReached
-    from .search.look import Look
+    from .look import Look
+    from .queue_place import QueuePlace
     from .view import HostView
 
 SOMEBODY = "somebody"
+
+# Seconds between two reports. A sleeping waiter also looks again about this often.
+_REPORT_INTERVAL = 60.0
+
+# The same for the first waiters of the queue: nobody behind one that stops is woken by that.
+_EARLY_INTERVAL = 10.0
+
+_EARLY = 32
+
+# Seconds of waiting after which a warning is given, and the fewest after which a change is reported.
+_WARNING_DELAY = 1.0
+
+# Characters of a report in the log; what others run on the GPUs may have any length.
+_LONGEST_LINE = 240
 
 _LEAST_REST = 12  # columns that are worth writing of who holds what
 
@@ -78,7 +94,10 @@ def forecast(view: HostView, waiter: Waiter, hold_for: float | None, *, by_turns
     """Return what a waiter can expect now, which will hold its GPUs for ``hold_for`` seconds; None is unknown."""
     now = time.time()
     holders = view.claims.holders(view.inside)
-    when = _free_at(view, holders, now)
+    when = {
+        verdict.gpu.uuid: when_free(verdict.gpu, holders.get(verdict.gpu.uuid), now, free=verdict.free)
+        for verdict in view.judge_for(Selection(), holders)
+    }
     ahead = waiter.competing()
     requests = [(TicketRequest.of(one), one.uid) for one in ahead if not is_stopped(one)]
     requests.append((waiter.request._replace(hold_for=hold_for), os.geteuid()))
@@ -93,13 +112,6 @@ def forecast(view: HostView, waiter: Waiter, hold_for: float | None, *, by_turns
         sum((one.queued or one.since or 0.0) > waiter.since for one in holding) if waiter.since else 0,
         by_turns and bool(ahead),
     )
-
-
-def _free_at(view: HostView, holders: Mapping[str, Holder], now: float) -> dict[str, When]:
-    return {
-        verdict.gpu.uuid: when_free(verdict.gpu, holders.get(verdict.gpu.uuid), now, free=verdict.free)
-        for verdict in view.judge_for(Selection(), holders)
-    }
 
 
 class ClaimAhead(NamedTuple):
@@ -173,14 +185,17 @@ def wait_status(
     return status._replace(free=sum(verdict.free for verdict in verdicts), verdicts=verdicts)
 
 
-def refuse_if_ancestor_holds(view: HostView) -> None:
-    """Call :func:`~safe_gpu.claim.around.refuse_gpus_of_ancestors` with the present holders.
+def judged_now(view: HostView) -> tuple[dict[str, Holder], tuple[GpuVerdict, ...]]:
+    """Return who holds GPUs now, and the verdicts on all of them.
 
     Raises:
         NotEnoughGpusError: an ancestor of this process holds the GPUs that it waits for.
         StateDirError: the claims cannot be read.
     """
-    _judge(view, holders_now(view.snapshot, view.inside))
+    holders = holders_now(view.snapshot, view.inside)
+    verdicts = view.judge(holders)
+    refuse_gpus_of_ancestors(verdicts, {gpu.uuid for gpu in view.usable}, view.request, inside=bool(view.around))
+    return holders, verdicts
 
 
 def refusal(view: HostView, look: Look, options: ClaimOptions, position: int) -> NotEnoughGpusError:
@@ -191,11 +206,10 @@ def refusal(view: HostView, look: Look, options: ClaimOptions, position: int) ->
         position: as of :func:`wait_status`.
 
     Raises:
-        NotEnoughGpusError, StateDirError: as in :func:`refuse_if_ancestor_holds`.
+        NotEnoughGpusError, StateDirError: as in :func:`judged_now`.
     """
     request, visible_limit = view.request, view.visible_limit
-    holders = holders_now(view.snapshot, view.inside)
-    verdicts = _judge(view, holders)
+    holders, verdicts = judged_now(view)
     unlimited = view.judge(holders, within_limit=False)
     hint = fence_hint(unlimited, visible_limit)
     frozen = visible_limit is not None and visible_limit.frozen
@@ -227,12 +241,6 @@ def holders_now(snapshot: HostSnapshot, inside: str = "") -> dict[str, Holder]:
     """
     claims, elsewhere = claims_now(() if inside else (gpu.uuid for gpu in snapshot.gpus), snapshot.name_prefix)
     return {**dict.fromkeys(elsewhere, Holder(elsewhere=True)), **claims.holders(inside)}
-
-
-def _judge(view: HostView, holders: dict[str, Holder]) -> tuple[GpuVerdict, ...]:
-    verdicts = view.judge(holders)
-    refuse_gpus_of_ancestors(verdicts, {gpu.uuid for gpu in view.usable}, view.request, inside=bool(view.around))
-    return verdicts
 
 
 def refusal_message(
@@ -406,3 +414,104 @@ def _who(verdict: GpuVerdict, now: float) -> str:
         pid = left_behind(holder.pid, holder.left_by)
     age = f" for {format_age(now - holder.since)}" if holder.since else ""
     return f"{holder.user or 'unknown user'}{in_brackets(pid, holder.job and f'job {holder.job}')}{age}"
+
+
+class WaitReporter:
+    """The reports of one wait, which begins with this object.
+
+    Reports go to ``options.on_wait``. If there is none they go to the logger at INFO; where nobody hears that, once,
+    after a second, as a warning, which Python shows even if logging is not configured.
+
+    Attributes:
+        due: ``time.monotonic()`` value at which the next report is due; ``math.inf`` if none is.
+        warning_due: the same for the warning.
+    """
+
+    def __init__(self, view: HostView, options: ClaimOptions, place: QueuePlace) -> None:
+        self._view = view
+        self._place = place
+        self._on_wait = options.on_wait or _to_log(options.logger, late=False)
+        is_heard = getattr(options.logger, "hasHandlers", bool) if options.on_wait is None else lambda: True
+        self._on_long_wait = None if self._on_wait and is_heard() else _to_log(options.logger, late=True)
+        self._last: tuple[object, ...] | None = None
+        self._began = self.due = time.monotonic()
+        self.warning_due = math.inf if self._on_long_wait is None else self._began + _WARNING_DELAY
+
+    def next_look(self, now: float) -> float:
+        """Return the latest time at which a sleeping waiter looks again, whether or not the ticket that it sleeps on is
+        gone.
+
+        Among the first 32 of the queue that is in 10 seconds, else when the next report is due or in about a minute.
+        The intervals depend on the pid, so that hundreds of waiters that started together do not look at the same time.
+        """
+        spread = 0.75 + os.getpid() % 500 / 1000
+        if self._place.among_first(_EARLY):
+            return now + _EARLY_INTERVAL * spread
+        if self._on_wait is None:
+            return now + _REPORT_INTERVAL * spread
+        return self.due if self.due > now else now + _REPORT_INTERVAL
+
+    def report(self, look: Look) -> None:
+        """Give the reports that are due after this look.
+
+        Raises:
+            NotEnoughGpusError: an ancestor of this process holds the GPUs that it waits for.
+            StateDirError: the claims cannot be read.
+        """
+        now = time.monotonic()
+        if look.ahead is None and now >= self.warning_due:  # a waiter behind a ticket is warned while it sleeps
+            self.warn_once(look)
+        if self._on_wait is not None and (found := self._found(look)) != self._last:
+            self._last = found
+            self.due = min(self.due, now + max(_WARNING_DELAY, (now - self._began) / 60))  # a long wait fills no log
+        if now < self.due:
+            return
+        self.due = now + _REPORT_INTERVAL if self._on_wait is not None else math.inf
+        family = {os.getpid(), *procfs.ancestors(os.getpid())}
+        may_hold = any(one.pid in family for holder in self._view.held.values() for one in holder.each)
+        if look.ahead is None and (may_hold or self._on_wait is not None):
+            self._view.polls.poll()
+        if may_hold:
+            judged_now(self._view)
+        if self._on_wait is not None:
+            self._on_wait(self._gather(look, self._place.position))
+
+    def _found(self, look: Look) -> tuple[object, ...]:
+        """Return what a look has found; another report is due when it changes. Only few waiters count their
+        position."""
+        position = self._place.position if self._place.among_first(_EARLY) else 0
+        return position, look.ahead and look.ahead.name, look.seen.free, look.seen.limit
+
+    def warn_once(self, look: Look) -> None:
+        """Give the warning from this look alone. Hundreds may wait, so there is no new look and no poll for it."""
+        if self._on_long_wait is not None:
+            self._on_long_wait(self._gather(look, 0))  # 0: the position is not counted either
+        self._on_long_wait = None
+        self.warning_due = math.inf
+
+    def _gather(self, look: Look, position: int) -> WaitStatus:
+        ticket = look.ahead
+        status = wait_status(self._view, ticket, position, look.seen.elsewhere, look.seen.limit)
+        if status.spent is not None:
+            return status  # when a claim of the same user ends, others do not matter
+        if ticket is not None and not position:
+            return status  # hundreds may wait, and to look it up reads the tickets of all
+        waiter, hold_for = self._place.ensure_waiter(), self._place.hold_for()
+        return status._replace(expected=forecast(self._view, waiter, hold_for, by_turns=waiter.by_turns))
+
+
+def _to_log(logger: Any, *, late: bool) -> Callable[[WaitStatus], None] | None:
+    """Return a function that logs a report, with the facts as attributes of the log record: at INFO, or if ``late`` a
+    warning.
+
+    None if the logger is not enabled for that level.
+    """
+    is_enabled = getattr(logger, "isEnabledFor", None)  # the older package accepts the module logging, which has none
+    if is_enabled is not None and not is_enabled(30 if late else 20):
+        return None
+
+    def tell(status: WaitStatus) -> None:
+        facts = {f"safe_gpu_{name}": value for name, value in status._asdict().items()}
+        (logger.warning if late else logger.info)("%s", waiting_message(status, width=_LONGEST_LINE), extra=facts)
+
+    return tell

@@ -9,14 +9,18 @@ from typing import TYPE_CHECKING
 from ..errors import CudaInitializedError, UnsatisfiableRequestError
 from ..gpus.devices import VisibleLimit
 from ..runtimes.visible_devices import read_visible_once, visible_variables
-from ..schedulers.job import in_batch_job
+from ..schedulers.job import current
 from ..selection.sharing import MIB, share_fraction
 from ..settings import variables as settings
-from .placeholder_set import initializers
 
 if TYPE_CHECKING:
     from ..gpus.devices import Gpu, HostSnapshot
     from ..runtimes.library import Runtime
+
+
+initializers: dict[int, str] = {}
+"""Pid of a process in which a claim's placeholder initialised CUDA -> the name of that placeholder. CUDA stays
+initialised when the placeholder is released."""
 
 
 def visible_limit_of(snapshot: HostSnapshot, nb_gpus: int, runtime: Runtime) -> VisibleLimit | None:
@@ -39,7 +43,7 @@ def visible_limit_of(snapshot: HostSnapshot, nb_gpus: int, runtime: Runtime) -> 
     if settings.ignores_fence(os.environ):
         return None
     limit = read_visible_once(os.environ, snapshot)
-    if limit is not None and in_batch_job():
+    if limit is not None and current().scheduler is not None:
         limit = limit._replace(lift="")
     if limit is not None and limit.ambiguous:
         raise UnsatisfiableRequestError(

@@ -5,7 +5,7 @@ check it before they become the command, so programs that are not Python are che
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from ..affinity.binding import BindingReport, PartReport
 from ..affinity.cpu_shares import bind_near, bind_node
@@ -198,11 +198,8 @@ def _shift(snapshot: HostSnapshot) -> str:
     if not value[:1].isdigit():
         return ""
 
-    claimed = [gpu.uuid for gpu in owner.latest_gpus()] or _claimed_around()
+    claimed = [gpu.uuid for gpu in owner.latest_gpus()]
+    if not claimed:
+        around = claim_around(living_claims(), os.environ.get("SAFE_GPU_SCOPE", ""))
+        claimed = [] if around is None else list(around.gpus)
     return stale_indices(value, os.environ.get("CUDA_DEVICE_ORDER"), claimed, snapshot)
-
-
-def _claimed_around() -> Sequence[str]:
-    """Return the UUIDs of the GPUs of the claim inside which this process runs."""
-    around = claim_around(living_claims(), os.environ.get("SAFE_GPU_SCOPE", ""))
-    return () if around is None else tuple(around.gpus)

@@ -5,7 +5,7 @@ import stat
 import time
 from functools import partial
 
-from ..claim.doubts import doubt_of_image
+from ..claim.checks import doubt_of_image
 from ..coordination import older_package as older
 from ..coordination.closed import closed_now, ignored_closed
 from ..coordination.directory import DIR_MODE, HOST_LOCK, PARTS, Directory, SharedDirectory

@@ -335,11 +335,6 @@ def current(environ: Mapping[str, str] | None = None) -> JobContext:
     return job._replace(requested_gpus=listed, own_list=not together) if counts else job
 
 
-def in_batch_job(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether this process is part of a batch job. Claims in a batch job have a longer default timeout."""
-    return current(environ).scheduler is not None
-
-
 def _rank(environ: Mapping[str, str]) -> tuple[int, int | None, bool] | None:
     """Return the rank that a launcher other than srun gave to this process, the number of ranks here, and whether these
     have one list of visible GPUs together; or None.

@@ -375,10 +375,7 @@ class Selection(NamedTuple):
 
     def value_of(self, argument: str) -> Any:
         """Return the value of a condition; None where there is no such condition."""
-        for one in self.conditions:
-            if one.argument == argument:
-                return one.value
-        return None
+        return next((one.value for one in self.conditions if one.argument == argument), None)
 
     @property
     def share(self) -> int | None:
@@ -451,17 +448,11 @@ class Selection(NamedTuple):
 
     def why_outside(self, gpu: Gpu) -> str:
         """Return why the GPU can never satisfy the request; "" if it can."""
-        for one in self.conditions:  # most have none, and this is asked for every GPU
-            if why := one.why_outside(gpu):
-                return why
-        return ""
+        return next(filter(None, (one.why_outside(gpu) for one in self.conditions)), "")
 
     def why_unknowable(self, gpu: Gpu) -> str:
         """Return why it will never be known whether the GPU satisfies the request."""
-        for one in self.conditions:
-            if why := one.why_unknowable(gpu):
-                return why
-        return ""
+        return next(filter(None, (one.why_unknowable(gpu) for one in self.conditions)), "")
 
     def why_not_now(self, gpu: Gpu, freed: int = 0) -> str:
         """Return why the GPU does not satisfy the request now."""

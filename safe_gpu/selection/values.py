@@ -44,12 +44,28 @@ def as_index(value: object) -> int | None:
 
 
 def parse_size(value: object, name: str = "min_memory") -> int:
-    """Return the same as :func:`parse_bytes`, but a small number without a unit is refused: 20 probably means 20 GiB.
+    """Return a number of bytes: an int, or a string such as ``"20GiB"``, ``"20G"``, ``"1.5 TiB"``, ``"20480M"``,
+    ``"20GB"``.
+
+    K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024, as in nvidia-smi and Grid Engine; KB, MB, GB, TB are powers of
+    1000. A bare number is bytes. Letter case does not matter.
 
     Raises:
-        UnsatisfiableRequestError: not a size, or probably without its unit.
+        UnsatisfiableRequestError: not a size, or a small number without its unit: 20 probably means 20 GiB. ``name`` is
+            the name of the argument in the message.
+
+    >>> parse_size("20GiB") == parse_size("20G") == 20 * 1024**3
+    True
     """
-    count = parse_bytes(value, name)
+    size = re.fullmatch(_SIZE, value) if isinstance(value, str) else None
+    factor = _UNITS.get(size[2].lower()) if size else None
+    if size and factor:
+        count = int(float(size[1]) * factor) if "." in size[1] else int(size[1]) * factor
+    else:
+        found = as_index(value)
+        if found is None or found < 0:
+            raise refused(name, value, f"give bytes as a whole number, or a size such as {style.value('20GiB')}")
+        count = found
     bare = not isinstance(value, str) or value.strip().isdecimal()
     if bare and 0 < count < _FEWEST_BYTES:
         units = ["GiB" if count < 1024 and name in ("min_memory", "share") else "MiB"] + ["%"] * (
@@ -61,61 +77,33 @@ def parse_size(value: object, name: str = "min_memory") -> int:
     return count
 
 
-def parse_bytes(value: object, name: str = "min_memory") -> int:
-    """Return a number of bytes: an int, or a string such as ``"20GiB"``, ``"20G"``, ``"1.5 TiB"``, ``"20480M"``,
-    ``"20GB"``.
-
-    K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024, as in nvidia-smi and Grid Engine; KB, MB, GB, TB are powers of
-    1000. A bare number is bytes. Letter case does not matter.
-
-    Raises:
-        UnsatisfiableRequestError: not a size; ``name`` is the name of the argument in the message.
-
-    >>> parse_bytes("20GiB") == parse_bytes("20G") == 20 * 1024**3
-    True
-    """
-    if isinstance(value, str):
-        size = re.fullmatch(_SIZE, value)
-        factor = _UNITS.get(size[2].lower()) if size else None
-        if size and factor:
-            return int(float(size[1]) * factor) if "." in size[1] else int(size[1]) * factor
-    elif (count := as_index(value)) is not None and count >= 0:
-        return count
-    way_out = f"give bytes as a whole number, or a size such as {style.value('20GiB')}"
-    raise refused(name, value, way_out)
-
-
 def parse_names(value: object, argument: str) -> tuple[str, ...]:
     """Return the entries of ``only`` or ``exclude``, as described in :func:`parse_request`; ranges are expanded.
 
     Raises:
         UnsatisfiableRequestError: an entry has none of the forms; ``argument`` is its name in the message.
     """
+    names: dict[str, None] = {}
     try:
-        return _names(value)
+        for item in _flat(value):
+            text = item.strip()
+            span = re.fullmatch(_RANGE, text)
+            if span is not None and int(span[1]) <= int(span[2]):
+                names.update((str(index), None) for index in range(int(span[1]), int(span[2]) + 1))
+            elif re.fullmatch(_NAME, text):
+                names[":".join(str(int(part)) for part in text.split(":")) if is_index(text) else text] = None
+            else:
+                raise ValueError(text)
     except ValueError:
         examples = ", ".join(map(style.value, ("0,2", "4-7")))
         way_out = f"name GPUs by index, range or UUID, such as {examples} or {style.value('GPU-8932f937')}"
         raise refused(argument, value, way_out) from None
+    return tuple(names)
 
 
 def is_index(name: str) -> bool:
     """Return whether a name is an index, or that of a MIG instance (``3:1``); UUIDs may begin with a digit too."""
     return name.replace(":", "").isdigit()
-
-
-def _names(value: object) -> tuple[str, ...]:
-    names: dict[str, None] = {}
-    for item in _flat(value):
-        text = item.strip()
-        span = re.fullmatch(_RANGE, text)
-        if span is not None and int(span[1]) <= int(span[2]):
-            names.update((str(index), None) for index in range(int(span[1]), int(span[2]) + 1))
-        elif re.fullmatch(_NAME, text):
-            names[":".join(str(int(part)) for part in text.split(":")) if is_index(text) else text] = None
-        else:
-            raise ValueError(text)
-    return tuple(names)
 
 
 def _flat(value: object) -> Iterable[str]:

@@ -8,9 +8,9 @@ from support.claims import try_claim
 from support.watched_host import Host
 
 import safe_gpu
-from safe_gpu.claim.arguments import UNKNOWN
-from safe_gpu.claim.search import queue_snapshot
-from safe_gpu.claim.search.queue_place import QueuePlace
+from safe_gpu.claim import queue_place
+from safe_gpu.claim.arguments import read_options
+from safe_gpu.claim.queue_place import QueuePlace
 from safe_gpu.claim.view import HostView
 from safe_gpu.coordination.host_lock import Host as SharedHost
 from safe_gpu.selection.request import parse_request
@@ -89,7 +89,7 @@ def test_a_stopped_waiter_with_such_a_condition_is_passed(host, ground, line, mo
     line(1, (4, 5), colour="red")
     line(8, hold_for=60)
     assert try_claim(1, only=5, hold_for=1) is None
-    monkeypatch.setattr(queue_snapshot, "is_stopped", lambda ticket, known: ticket.number == 1)
+    monkeypatch.setattr(queue_place, "is_stopped", lambda ticket, known: ticket.number == 1)
     assert try_claim(1, only=5, hold_for=1) == (5,)
 
 
@@ -99,7 +99,7 @@ def test_a_gpu_that_was_lost_when_a_waiter_came(host) -> None:
     view = HostView(host, host.snapshot(), parse_request(1, only="3,5"))
     with SharedHost() as shared:
         shared.look()
-        waiter = QueuePlace(shared, view, UNKNOWN, dict).ensure_waiter()
+        waiter = QueuePlace(shared, view, read_options()).ensure_waiter()
         assert waiter.request.gpus == {host.uuids[3], host.uuids[5]}
 
 

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from safe_gpu.claim.limits import LimitReached
-from safe_gpu.claim.search.decision import AGAIN, POLL, REFUSE, SLEEP, TAKE, WATCH, Seen, WaitState, decide
+from safe_gpu.claim.look import Seen
+from safe_gpu.claim.search import AGAIN, POLL, REFUSE, SLEEP, TAKE, WATCH, WaitState, decide
 
 NOW = 1000.0
 A, AB, ABC = frozenset("A"), frozenset("AB"), frozenset("ABC")

@@ -19,8 +19,8 @@ from support.processes import own_network
 
 import safe_gpu
 from safe_gpu import NotEnoughGpusError
-from safe_gpu.claim import doubts as warnings
-from safe_gpu.claim.search import search
+from safe_gpu.claim import checks as warnings
+from safe_gpu.claim import search
 from safe_gpu.coordination.doors import Doors, digest
 from safe_gpu.coordination.holders import living_claims
 from safe_gpu.drivers.presets import preset

@@ -30,7 +30,7 @@ for arguments in {}, {"timeout": 0}, {"nb_gpus": 8}, {"affinity": "socket"}, {"m
 
 WAITS = """
 import safe_gpu
-from safe_gpu.claim.search import wait_reports as news
+from safe_gpu.claim import report as news
 news._WARNING_DELAY = {seconds}
 safe_gpu.claim_gpus(timeout=None)
 say('has')

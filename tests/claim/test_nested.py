@@ -103,7 +103,7 @@ def test_no_more_than_the_claim_around_has(holding, ground, monkeypatch: pytest.
     _, token = holding(2)
     inside(token, monkeypatch)
     monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")
-    with pytest.raises(UnsatisfiableRequestError, match=r"claim_gpus\(3\) runs inside safe-gpu run .* holds 2 GPUs"):
+    with pytest.raises(UnsatisfiableRequestError, match=r"claim_gpus\(3\) runs inside the claim of .* holds 2 GPUs"):
         claim_gpus(3, NoPlaceholder(), affinity=None)
     with pytest.raises(UnsatisfiableRequestError, match="0 of its 2"):
         claim_gpus(1, NoPlaceholder(), affinity=None, only=7)
@@ -150,14 +150,13 @@ def test_more_than_the_claim_around_holds(
         inner = [sys.executable, "-c", TRY.format(claim)]
     if around == "a delegating claim":
         done = subprocess.run([sys.executable, "-c", DELEGATE, *inner], capture_output=True, text=True, timeout=60)
-        owner = f"the claim of process {done.stdout.strip()}"
-        larger = f"claim_gpus({larger[3:]}, delegate=True) there"
     else:
         script = 'echo $$; "$@"; exit' if around == "run, and a shell" else 'echo $$; exec "$@"'
         limit = ["SAFE_GPU_FENCE=ignore"] if around == "run, without its limit" else []
         done = command.run("run", "--", "sh", "-c", script, "sh", "env", *limit, *inner)
-        owner, larger = f"safe-gpu run (process {done.stdout.strip()})", f"safe-gpu run {larger}"
-    said = f"{asked} inside {owner}, which holds 1 GPU: write {larger}, or leave {this} out"
+    owner = f"the claim of process {done.stdout.strip()}"
+    larger = f"ask for {larger[3:]} there (safe-gpu run {larger}, or claim_gpus({larger[3:]}, delegate=True))"
+    said = f"{asked} inside {owner}, which holds 1 GPU: {larger}, or leave {this} out"
     assert done.stderr.strip().removeprefix("safe-gpu: ") == said
 
 

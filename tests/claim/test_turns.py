@@ -8,9 +8,9 @@ import pytest
 from support.claims import claim
 
 from safe_gpu import ClaimTimeout
+from safe_gpu.claim import report, search
 from safe_gpu.claim.functions import wait_for_gpus
 from safe_gpu.claim.report import waiting_message
-from safe_gpu.claim.search import search, wait_reports
 from safe_gpu.coordination import queue
 from safe_gpu.coordination.entry import make_entry
 from safe_gpu.coordination.queue import waiting_tickets
@@ -41,7 +41,7 @@ def served(holder: Any, crowd: list[Any]) -> Any:
 def test_one_request_does_not_wait_for_a_sweep(
     rules: Any, user: Any, waiting: Any, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wait_reports, "_EARLY_INTERVAL", 1e6)  # each is woken by whom it waits for, or never
+    monkeypatch.setattr(report, "_EARLY_INTERVAL", 1e6)  # each is woken by whom it waits for, or never
     rules(f"[host]\norder = {order}")
     holders = [user(ANNA, 1) for _ in range(8)]
     assert [one.hear() for one in holders] == ["1"] * 8
@@ -57,7 +57,7 @@ def test_one_request_does_not_wait_for_a_sweep(
 def test_who_is_passed_is_told_who_is_in_turn(
     rules: Any, user: Any, as_user: Any, waiting: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wait_reports, "_EARLY_INTERVAL", 0.1)
+    monkeypatch.setattr(report, "_EARLY_INTERVAL", 0.1)
     rules("[host]\norder = fair")
     assert user(ANNA, 7, hold_for=3600).hear() == "7"
     assert user(BEN, 1, share="25%", hold_for=3600).hear() == "1"

@@ -137,7 +137,7 @@ def test_of_very_many_claims_few_are_asked_again_under_host_lock(
     used: Path, ground: Any, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever lived a moment before is taken to live."""
-    monkeypatch.setattr("safe_gpu.claim.search.look._MOST_ASKED", 5)
+    monkeypatch.setattr("safe_gpu.claim.look._MOST_ASKED", 5)
     monkeypatch.setattr(Entries, "may_be_many", True)
     for number in range(1, 21):
         make("claims", number, gpus={ground.uuids[0]: None})

@@ -14,7 +14,7 @@ from support.claims import claim
 from support.ground import locked_host
 from support.processes import own_network
 
-from safe_gpu.claim import doubts
+from safe_gpu.claim import checks
 from safe_gpu.coordination import history
 from safe_gpu.coordination.doors import Doors
 from safe_gpu.errors import StateDirError
@@ -193,7 +193,7 @@ def test_a_claim_whose_entry_alone_counts_says_once_who_can_remove_it(
     def refuse(*arguments: object) -> None:
         raise PermissionError(1, "not permitted")
 
-    monkeypatch.setattr(doubts, "_told", set())
+    monkeypatch.setattr(checks, "_told", set())
     if not why:
         monkeypatch.setattr(file_systems, "sees_network_devices", lambda: True)
     elif "doors" in why:

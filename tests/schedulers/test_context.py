@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.guard import OUTER_NAMES, OUTER_PREFIXES
 
 from safe_gpu import schedulers
-from safe_gpu.schedulers.job import SCHEDULERS, JobContext, Scheduler, current, in_batch_job
+from safe_gpu.schedulers.job import SCHEDULERS, JobContext, Scheduler, current
 
 TESTS = Path(__file__).parents[1]
 
@@ -227,7 +227,6 @@ def test_environment_to_context(name: str, tmp_path: Path) -> None:
     before = dict(environ)
     context = current(environ)
     assert context == expected
-    assert in_batch_job(environ) is (expected.scheduler is not None)
     assert environ == before
     assert pickle.loads(pickle.dumps(context)) == context
     with pytest.raises(AttributeError):
@@ -268,7 +267,5 @@ def test_own_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     assert current() == JobContext()
-    assert not in_batch_job()
     monkeypatch.setenv("LSB_JOBID", "31")
     assert current().job_label == "lsf:31"
-    assert in_batch_job()

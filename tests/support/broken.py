@@ -8,9 +8,9 @@ from typing import Any
 
 from safe_gpu.claim import checks as opened
 from safe_gpu.claim import claim as claims
+from safe_gpu.claim import look, queue_place
 from safe_gpu.claim import view as host_view
 from safe_gpu.claim.limits import ClaimsByUser
-from safe_gpu.claim.search import look, queue_snapshot
 from safe_gpu.claim.view import Polls
 from safe_gpu.coordination import directory, entry, held, locks, turns
 from safe_gpu.coordination.doors import Doors
@@ -146,8 +146,8 @@ BROKEN: dict[str, list[tuple[Any, str, Any]]] = {
     # The queue
     "no queue": [(Waiter, "ahead", lambda self: iter(()))],
     "ticket stays": [(Waiter, "leave", lambda self: None)],
-    "backfill": [(queue_snapshot, "open_gpus", lambda request, ahead, free, *about: frozenset(free))],
-    "promise": [(queue_snapshot, "open_gpus", _without_dates)],  # who says for how long may pass all
+    "backfill": [(queue_place, "open_gpus", lambda request, ahead, free, *about: frozenset(free))],
+    "promise": [(queue_place, "open_gpus", _without_dates)],  # who says for how long may pass all
     "old poll": [(Polls, "has_waited", property(lambda self: False, lambda self, value: None))],
     "turns": [(turns, "turn_of_newcomer", lambda *about, **more: 0.5)],
     # Limits and shares

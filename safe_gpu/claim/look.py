@@ -5,37 +5,59 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from ...coordination.doors import Doors
-from ...coordination.faults import read_faults
-from ...coordination.history import append, lines_of_dead
-from ...coordination.signals import DeferredSignals
-from ...errors import StateDirError
-from ...host.procfs import printable_lines
-from ...selection.choice import choose, choose_shares
-from ...selection.sharing import share_capacity
-from ...selection.verdicts import recent_faults
-from ..around import check_possible_inside, find_around
-from .decision import Seen
+from ..coordination.doors import Doors
+from ..coordination.faults import read_faults
+from ..coordination.history import append, lines_of_dead
+from ..coordination.signals import DeferredSignals
+from ..errors import StateDirError
+from ..host.procfs import printable_lines
+from ..selection.choice import choose, choose_shares
+from ..selection.sharing import share_capacity
+from ..selection.verdicts import recent_faults
+from .around import check_possible_inside, find_around
+from .queue_place import QueuePlace, QueueSnapshot
 
 if TYPE_CHECKING:
-    from ...coordination.entry import Entry
-    from ...coordination.host_lock import Host
-    from ...gpus.devices import Gpu, GpuVerdict
-    from ...selection.request import Selection
-    from ..arguments import ClaimOptions
-    from ..claim import Claim
-    from ..limits import ClaimsByUser, LimitReached
-    from ..view import HostView
-    from .queue_place import QueuePlace
-    from .queue_snapshot import QueueSnapshot
+    from ..coordination.entry import Entry
+    from ..coordination.host_lock import Host
+    from ..gpus.devices import Gpu, GpuVerdict
+    from ..selection.request import Selection
+    from .arguments import ClaimOptions
+    from .claim import Claim
+    from .limits import ClaimsByUser, LimitReached
+    from .view import HostView
 
 # Others in the queue may be passed only by a poll that is at most this old, in seconds.
 _RECENT = 1.0
 
 # Claims that are asked again under host.lock whether they live: more than honest users have. Others lived a moment ago.
 _MOST_ASKED = 1000
+
+
+class Seen(NamedTuple):
+    """What one look saw. At most one of the flags is set.
+
+    Attributes:
+        enough: enough GPUs are free.
+        outdated: the poll is too old, or lacks what another waiter's conditions need.
+        withdrawn: the claim was given back, since another one was made meanwhile.
+        behind: a ticket ahead competes for the same GPUs and may not be passed.
+        free: UUIDs of the usable GPUs that nobody holds; empty if ``behind``.
+        elsewhere: UUIDs of the usable GPUs that only another state directory's claims hold.
+        limit: the limit of this user, if it does not allow more; ``free`` and ``elsewhere`` are empty then.
+        watched: names of the claims on usable GPUs.
+    """
+
+    enough: bool = False
+    outdated: bool = False
+    withdrawn: bool = False
+    behind: bool = False
+    free: frozenset[str] = frozenset()
+    elsewhere: frozenset[str] = frozenset()
+    limit: LimitReached | None = None
+    watched: frozenset[str] = frozenset()
 
 
 class Look:
@@ -115,11 +137,11 @@ class Look:
         host.look(at_all=self._options.quota is not None or place.waiter is not None)
         if self._options.quota is not None:
             self._options.quota.prepare(host)
-        place.prepare()
         view.see_closed(place.hold_for(), host)
         if host.directory is not None:
             view.faults = read_faults(host.directory, [gpu.uuid for gpu in view.snapshot.gpus])
-        view.prepare()
+        if not view.scope:  # inside another claim, which is known only under the lock, others are judged
+            view.unoccupied()
 
     # Under host.lock
 
@@ -137,16 +159,22 @@ class Look:
         if self._options.quota is not None and not view.around:
             self._held = self._options.quota.held(view.snapshot, view.claims)
         among = self._open_to()
-        limit = None
-        if self._held is not None and not view.snapshot.shared_display:
-            limit = self._held.own_limit(view.effective)
+        limit = self._limit_of(view.effective)
         chosen = None
         if limit is None and (self._queue is None or not self._queue.missing):
             chosen = self._choose(among)
         self.seen = self._facts(chosen, limit)
         if chosen is not None and self.seen.enough:
             if self._claim is not None:
-                self._fill(self._claim, chosen)
+                self._claim.take(
+                    host,
+                    chosen,
+                    share=view.share,
+                    hold_for=place.hold_for(),
+                    queued=None if place.waiter is None else place.waiter.since,
+                    waited=time.monotonic() - self._options.began,
+                    display=view.snapshot.shared_display,
+                )
             self.chosen = chosen
         elif may_wait and place.join(self._held, self._is_absent):
             self.seen = Seen(outdated=True)  # it found somebody ahead who is behind now
@@ -174,8 +202,6 @@ class Look:
         if not self._host.queue.listed() and place.waiter is None:
             return None
         waiter = place.ensure_waiter()
-        from .queue_snapshot import QueueSnapshot
-
         for ticket in waiter.ahead():
             if self._queue is None:
                 self._queue = QueueSnapshot(view, self._held)
@@ -187,7 +213,7 @@ class Look:
         self.stopped = self._queue.stopped
         if self.ahead is None:
             return None
-        free = view.unoccupied.keys() - self._taken()
+        free = view.unoccupied().keys() - self._taken()
         if len(free) < view.request.nb_gpus:
             return ()
         request = waiter.request._replace(hold_for=place.hold_for())
@@ -215,7 +241,7 @@ class Look:
             taken = self._taken()
             free = [
                 verdict
-                for uuid, verdict in view.unoccupied.items()
+                for uuid, verdict in view.unoccupied().items()
                 if uuid not in taken and (among is None or uuid in among)
             ]
             chosen = self._best(free, last)
@@ -232,7 +258,7 @@ class Look:
         if view.visible_limit is not None and view.visible_limit.frozen:
             requests = iter([view.request])  # CUDA is initialised with that many
         for request in requests:
-            if request is not view.request and self._exceeds(request):
+            if request is not view.request and self._limit_of(request) is not None:
                 continue
             if view.share is None:
                 groups = request.groups if request.together else None
@@ -245,11 +271,11 @@ class Look:
                 return chosen
         return None
 
-    def _exceeds(self, request: Selection) -> bool:
-        """Return whether the limit of this user forbids a larger number than the request needs."""
+    def _limit_of(self, request: Selection) -> LimitReached | None:
+        """Return the limit of this user, if it does not allow what a request asks for."""
         if self._held is None or self._view.snapshot.shared_display:
-            return False
-        return self._held.own_limit(request) is not None
+            return None
+        return self._held.own_limit(request)
 
     def _missed_door(self, chosen: tuple[Gpu, ...]) -> str:
         """Take the doors of these GPUs. Returns one that another state directory has, and nothing is taken; or ""."""
@@ -275,18 +301,6 @@ class Look:
                 return uuid
         return ""
 
-    def _fill(self, claim: Claim, chosen: tuple[Gpu, ...]) -> None:
-        view, place = self._view, self._place
-        claim.queued = place.since
-        claim.take(
-            self._host,
-            chosen,
-            share=view.share,
-            hold_for=place.hold_for(),
-            waited=time.monotonic() - self._options.began,
-            display=view.snapshot.shared_display,
-        )
-
     def _facts(self, chosen: tuple[Gpu, ...] | None, limit: LimitReached | None) -> Seen:
         view = self._view
         if self._queue is not None and self._queue.missing:
@@ -300,17 +314,14 @@ class Look:
             return Seen(behind=self.ahead is not None, limit=limit)
         usable = {gpu.uuid for gpu in view.usable}
         watched = {one.name for uuid in usable for one in view.claims.on(uuid, view.inside)}
-        here = usable - self._taken() if view.share is None else self._with_room(usable)
+        here = usable - self._taken()
+        if view.share is not None:
+            here = {gpu.uuid for gpu in view.usable if gpu.uuid in here and view.promised_room(gpu) >= view.share}
         return Seen(
             free=frozenset(here - self._elsewhere),
             elsewhere=frozenset(self._elsewhere & usable),
             watched=frozenset(watched),
         )
-
-    def _with_room(self, usable: Collection[str]) -> set[str]:
-        view, share = self._view, self._view.share or 0
-        rooms = ((gpu.uuid, view.promised_room(gpu)) for gpu in view.usable if gpu.uuid in usable)
-        return {uuid for uuid, room in rooms if room >= share} - self._taken()
 
     # After host.lock
 

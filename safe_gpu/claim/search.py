@@ -9,31 +9,29 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import cache, partial
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
 
-from ...coordination.entry import is_alive, said_by_this_process
-from ...coordination.host_lock import Host
-from ...coordination.signals import DeferredSignals, unwind_on_signals
-from ...coordination.state_dir import state_dir_path
-from ...errors import LockTimeout, StateDirError
-from ...host.procfs import printable_lines
-from ...selection.choice import check_possible, fits
-from ..arguments import ClaimOptions, with_policy_limits
-from ..around import refuse_inside_share
-from ..checks import confirm
-from ..doubts import doubt_of_entries, doubt_of_image, not_told_yet
-from .decision import AGAIN, POLL, REFUSE, SLEEP, TAKE, Decision, WaitState, decide
-from .look import Look
+from ..coordination.entry import is_alive
+from ..coordination.host_lock import Host
+from ..coordination.signals import DeferredSignals, unwind_on_signals
+from ..coordination.state_dir import state_dir_path
+from ..errors import LockTimeout, StateDirError
+from ..host.procfs import printable_lines
+from ..selection.choice import check_possible, fits
+from .arguments import ClaimOptions, with_policy_limits
+from .around import refuse_inside_share
+from .checks import confirm, doubt_of_entries, doubt_of_image, not_told_yet
+from .look import Look, Seen
 from .queue_place import QueuePlace
 
 if TYPE_CHECKING:
-    from ...gpus.devices import Gpu, Holder
-    from ..claim import Claim
-    from ..view import HostView
-    from .wait_reports import WaitReporter
+    from ..gpus.devices import Gpu, Holder
+    from .claim import Claim
+    from .report import WaitReporter
+    from .view import HostView
 
 # Pause of the head of the queue between two questions whether claims live, in seconds. It is doubled after the first
 # second.
@@ -54,6 +52,105 @@ _ABSENCE_PAUSE = 0.25
 _MOST_CROWDS = 6
 
 
+TAKE = "take"
+"""The claim holds its GPUs; the search ends."""
+
+POLL = "poll"
+"""Poll the driver, then look again."""
+
+SLEEP = "sleep"
+"""Sleep until the ticket ahead is gone, then look again."""
+
+WATCH = "watch"
+"""Watch the claims of others, then look again."""
+
+AGAIN = "again"
+"""Pause unevenly, then look again: two claims have seen each other."""
+
+REFUSE = "refuse"
+"""Fail, because the time to wait is over."""
+
+# The head of the queue makes a full look this often, in seconds, because the state directory may have been deleted.
+_FULL_LOOK = 1.0
+
+# A dying process closes its descriptors one by one, so a door may outlive an entry: it is tried once more, in seconds.
+_SECOND_TRY = 0.005
+
+# For so long even a claim that does not wait looks again after it withdrew, in seconds.
+_WITHDRAWING = 1.0
+
+
+class WaitState(NamedTuple):
+    """The state of a claim's wait.
+
+    Attributes:
+        deadline: ``time.monotonic()`` value; ``math.inf`` waits without limit.
+        tried_last: whether the last look, after the deadline, has been made.
+        polled_for: the GPUs that nobody held at the time of the latest poll.
+        elsewhere: the GPUs held elsewhere for which a second look was made.
+        withdrew: when the claim withdrew first, since it was not in anybody's way; 0 for never.
+    """
+
+    deadline: float = math.inf
+    tried_last: bool = False
+    polled_for: frozenset[str] | None = None
+    elsewhere: frozenset[str] = frozenset()
+    withdrew: float = 0.0
+
+
+class Decision(NamedTuple):
+    """A step; ``until`` is the ``time.monotonic()`` value at which SLEEP, WATCH and AGAIN end at the latest."""
+
+    step: str
+    state: WaitState
+    until: float = 0.0
+
+
+def decide(
+    seen: Seen,
+    state: WaitState,
+    *,
+    suffices: bool,
+    now: float,
+    next_poll: float,
+    next_look: float = math.inf,
+    pause: float = 0.0,
+) -> Decision:
+    """Return the next step of a claim.
+
+    Args:
+        suffices: whether the GPUs that nobody holds would be enough.
+        now: ``time.monotonic()`` value, as are the next two.
+        next_poll: earliest time of another poll for the same GPUs.
+        next_look: latest time at which a sleeping waiter looks again.
+        pause: seconds until a claim that withdrew looks again.
+    """
+    if seen.enough:
+        return Decision(TAKE, state)
+    if seen.outdated:
+        return Decision(POLL, state)
+    withdrew = (state.withdrew or now) if seen.withdrawn else 0.0
+    state = state._replace(withdrew=withdrew)
+    if seen.withdrawn and now < max(state.deadline, withdrew + _WITHDRAWING):
+        return Decision(AGAIN, state, now + pause)
+    if not seen.elsewhere <= state.elsewhere:
+        return Decision(WATCH, state._replace(elsewhere=state.elsewhere | seen.elsewhere), now + _SECOND_TRY)
+    if now >= state.deadline:
+        if state.tried_last:
+            return Decision(REFUSE, state)
+        return Decision(POLL, state._replace(tried_last=True))
+    if seen.behind:
+        return Decision(SLEEP, state, min(state.deadline, next_look))
+    until = min(state.deadline, now + _FULL_LOOK)
+    if seen.limit is not None:
+        return Decision(WATCH, state, until)
+    if suffices:  # nobody holds enough of them, but the driver shows processes there
+        if seen.free != state.polled_for or now >= next_poll:
+            return Decision(POLL, state._replace(polled_for=seen.free))
+        until = min(until, next_poll)
+    return Decision(WATCH, state, until)
+
+
 def acquire(view: HostView, options: ClaimOptions, claim: Claim) -> None:
     """Fill an empty claim with N GPUs, confirmed by a second poll.
 
@@ -69,7 +166,7 @@ def acquire(view: HostView, options: ClaimOptions, claim: Claim) -> None:
     path = state_dir_path()
     doubts = [doubt_of_image(path)]
     if not view.snapshot.shared_display:  # there doors keep nobody off
-        doubts.append(doubt_of_entries(path, os.geteuid(), doors=claim.has_doors))
+        doubts.append(doubt_of_entries(path, os.geteuid(), doors=not claim.doors.are_open))
     for doubt in not_told_yet(doubts):
         options.logger.warning("%s", doubt)
 
@@ -107,8 +204,7 @@ class _Search:
         self._view = view
         self._options = options
         self._host = Host()
-        said = partial(said_by_this_process, options.job.job_label, options.command)
-        self._place = QueuePlace(self._host, view, options.hold, said, options.quota)
+        self._place = QueuePlace(self._host, view, options)
         self._state = WaitState(options.deadline, tried_last=options.timeout == 0)
         self._reporter: WaitReporter | None = None
         self._watching_since = 0.0
@@ -122,7 +218,7 @@ class _Search:
     def run(self, claim: Claim | None) -> tuple[Gpu, ...]:
         """Look, decide and wait until there are enough GPUs, and a second poll confirms that they are free."""
         if "SAFE_GPU_SHARE" in os.environ:  # of a claim around this process, or leaked
-            from ..report import holders_now
+            from .report import holders_now
 
             refuse_inside_share(self._view.snapshot.gpus, holders_now(self._view.snapshot, self._view.inside))
         self._check_possible()
@@ -132,12 +228,8 @@ class _Search:
             with self._waits:
                 try:
                     while True:
-                        scope, look = self._view.scope, None
-                        with self._outlasting():
-                            look = self._look(claim)
-                        if look is None or not self._takes(look, scope):
-                            continue
-                        if self._is_confirmed(claim, look.chosen):
+                        look = self._look(claim)
+                        if look is not None and self._takes(look) and self._is_confirmed(claim, look.chosen):
                             return look.chosen if claim is None else claim.gpus
                 finally:
                     self._leave()
@@ -145,13 +237,20 @@ class _Search:
             self._leave()  # again, because an interrupt may have ended the first call
             raise
 
-    def _look(self, claim: Claim | None) -> Look:
+    def _look(self, claim: Claim | None) -> Look | None:
+        """Look; None where that fails while the state directory is away for a moment, or the host is overloaded."""
+        scope = self._view.scope
         look = Look(self._host, self._view, self._place, claim, self._options)
-        look.run(may_wait=self._may_wait())
-        return look
-
-    def _takes(self, look: Look, scope: str) -> bool:
-        """Return whether a look took GPUs; wait if not."""
+        try:
+            look.run(may_wait=self._may_wait())
+        except StateDirError as err:
+            self._outlast(err)
+            return None
+        except LockTimeout as err:
+            self._crowds += 1
+            if not err.overloaded or self._crowds == _MOST_CROWDS:
+                raise
+            return None
         if scope != self._view.scope:  # it is of no claim, so the visible limit decides
             self._check_possible()
         self._limit()
@@ -160,24 +259,20 @@ class _Search:
             self._options.logger.info("lock released")
         self._looks += 1
         self._gone_since = 0.0
+        return look
+
+    def _takes(self, look: Look) -> bool:
+        """Return whether a look took GPUs; wait if not."""
         decision = self._decide(look)
         if decision.step == REFUSE:
-            raise self._refusal(look)
-        if decision.step != TAKE:
-            self._carry_out(decision, look)
-        return decision.step == TAKE
+            from .report import refusal
 
-    @contextmanager
-    def _outlasting(self) -> Iterator[None]:
-        """Let a look fail while the state directory is away for a moment, or the host is overloaded."""
-        try:
-            yield
-        except StateDirError as err:
-            self._outlast(err)
-        except LockTimeout as err:
-            self._crowds += 1
-            if not err.overloaded or self._crowds == _MOST_CROWDS:
-                raise
+            raise refusal(self._view, look, self._options, self._place.position)
+        if decision.step == AGAIN:
+            time.sleep(max(0.0, decision.until - time.monotonic()))
+        elif decision.step != TAKE:
+            self._wait(decision, look)
+        return decision.step == TAKE
 
     def _check_possible(self) -> None:
         """Refuse what this host can never give. Inside another claim, that decides, once the lock is held."""
@@ -188,7 +283,7 @@ class _Search:
         check_possible(view.snapshot, request, visible_limit, claimed=self._holders, rules=view.rules)
 
     def _holders(self) -> Mapping[str, Holder]:
-        from ..report import holders_now
+        from .report import holders_now
 
         try:
             return holders_now(self._view.snapshot, self._view.inside)
@@ -200,13 +295,13 @@ class _Search:
         if claim is not None:
             return confirm(self._view, claim, self._options)
         self._view.polls.poll_again(gpus)
-        return all(gpu.uuid in self._view.unoccupied for gpu in gpus)
+        return all(gpu.uuid in self._view.unoccupied() for gpu in gpus)
 
     def _limit(self) -> None:
         """Apply the policy, once it is certain that this claim is not made inside another one."""
         if self._limited or self._options.quota is None or self._view.scope:
             return
-        from ..limits import check_policy_limits
+        from .limits import check_policy_limits
 
         self._limited = True
         options, limits = self._options, self._options.quota.limits
@@ -218,11 +313,10 @@ class _Search:
         self._state = WaitState(self._options.deadline, tried_last=self._options.timeout == 0)
 
     def _decide(self, look: Look) -> Decision:
+        reporter = None if look.chosen else self._waiting()
         now = next_look = time.monotonic()
-        if look.chosen:
-            next_look = math.inf
-        elif self._options.quota is None or not self._options.quota.unresolved:
-            next_look = self._waiting(began=now).next_look(now)
+        if self._options.quota is None or not self._options.quota.unresolved:
+            next_look = math.inf if reporter is None else reporter.next_look(now)
         free = [gpu for gpu in self._view.usable if gpu.uuid in look.seen.free]
         decision = decide(
             look.seen,
@@ -251,10 +345,7 @@ class _Search:
             self._options.logger.warning("%s; waiting a minute for it", printable_lines(str(err)))
         time.sleep(_ABSENCE_PAUSE)
 
-    def _carry_out(self, decision: Decision, look: Look) -> None:
-        if decision.step == AGAIN:
-            time.sleep(max(0.0, decision.until - time.monotonic()))
-            return
+    def _wait(self, decision: Decision, look: Look) -> None:
         if not look.seen.outdated and self._may_wait():
             if not self._unwinds:
                 self._unwinds = True
@@ -270,11 +361,11 @@ class _Search:
         else:
             self._watch(look, min(decision.until, self._waiting().warning_due))
 
-    def _waiting(self, began: float | None = None) -> WaitReporter:
+    def _waiting(self) -> WaitReporter:
         if self._reporter is None:
-            from .wait_reports import WaitReporter
+            from .report import WaitReporter
 
-            self._reporter = WaitReporter(self._view, self._options, self._place, began or time.monotonic())
+            self._reporter = WaitReporter(self._view, self._options, self._place)
         return self._reporter
 
     def _sleep(self, look: Look, until: float) -> bool:
@@ -312,11 +403,6 @@ class _Search:
     def _leave_now(self) -> None:
         self._place.leave()
         self._host.close()
-
-    def _refusal(self, look: Look) -> Exception:
-        from ..report import refusal
-
-        return refusal(self._view, look, self._options, self._place.position)
 
 
 def _uneven(least: float, most: float) -> float:

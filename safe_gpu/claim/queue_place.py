@@ -1,0 +1,204 @@
+"""The queue as one claim sees it: its own place, and the waiters ahead under one hold of host.lock.
+
+The rule who may pass whom is that of :mod:`safe_gpu.selection.backfill`. This module gathers what it needs.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from ..coordination.doors import Doors
+from ..coordination.entry import said_by_this_process
+from ..coordination.queue import TicketRequest, Waiter, is_stopped
+from ..coordination.turns import turn_of_newcomer
+from ..gpus.devices import GpuVerdict, Holder
+from ..host import procfs
+from ..selection.backfill import BackfillRequest, When, open_gpus, when_free
+from ..selection.choice import can_be_met_by_releases, capacity
+from ..selection.request import Selection
+
+if TYPE_CHECKING:
+    from ..coordination.entry import Entry
+    from ..coordination.host_lock import Host
+    from .arguments import ClaimOptions
+    from .limits import ClaimsByUser
+    from .view import HostView
+
+
+class QueuePlace:
+    """The place of one claim. ``waiter`` is None until another process is found waiting or this claim waits."""
+
+    def __init__(self, host: Host, view: HostView, options: ClaimOptions) -> None:
+        self.waiter: Waiter | None = None
+        self._host = host
+        self._view = view
+        self._options = options
+
+    def ensure_waiter(self) -> Waiter:
+        """Return the waiter of this claim, created on the first call. It holds a ticket only after ``join``."""
+        if self.waiter is None:
+            view, quota = self._view, self._options.quota
+            wanted, conditions = frozenset(view.wanted), view.effective.ticket
+            request = TicketRequest(view.request.nb_gpus, wanted, conditions, self.hold_for(), view.inside)
+            self.waiter = Waiter(self._host, request, by_turns=quota is not None and quota.by_turns and not view.around)
+        return self.waiter
+
+    def join(self, held: ClaimsByUser | None, is_absent: Callable[[Entry], bool]) -> bool:
+        """Take a ticket, if this claim has none. Returns whether it stands ahead of somebody by that.
+
+        Args:
+            held: which users hold what; not None where they are served by turns.
+            is_absent: whether a waiter counts as absent.
+        """
+        waiter, options, queue = self.ensure_waiter(), self._options, self._host.queue
+        if waiter.queued and not waiter.was_removed():
+            return False
+        said = said_by_this_process(options.job.job_label, options.command)
+        if not waiter.by_turns or options.quota is None or held is None:
+            return waiter.join(said)
+        weight = options.quota.limits.weight or 1.0
+
+        def newcomer(others: list[tuple[float, Entry]]) -> float:
+            return turn_of_newcomer(
+                waiter.request.competes_with,
+                waiter.request.gpus,
+                others,
+                queue.next_number,
+                uid=os.geteuid(),
+                held=held.own_held(),
+                size=held.size,
+                weight=weight,
+                counts=lambda ticket: queue.ask(ticket.name) is not None and not is_absent(ticket),
+            )
+
+        return waiter.join(said, newcomer)
+
+    def hold_for(self) -> float | None:
+        """Return for how long this claim will probably hold its GPUs from now on, in seconds; None is unknown."""
+        around, quota, hold = self._view.around, self._options.quota, self._options.hold
+        seconds = hold.at(time.time(), around.until if around else None)
+        return seconds if quota is None or around else quota.hold_within(seconds, said=hold.said)
+
+    @property
+    def queued(self) -> bool:
+        """Whether this claim holds a ticket."""
+        return self.waiter is not None and self.waiter.queued
+
+    @property
+    def position(self) -> int:
+        """Position among the waiters that compete for the same GPUs; 1 is the head."""
+        return 1 if self.waiter is None else self.waiter.position()
+
+    def among_first(self, number: int) -> bool:
+        """Return whether this claim is certainly one of the first ``number`` waiters."""
+        return self.waiter is None or self.waiter.among_first(number)
+
+    def leave(self) -> None:
+        """Remove the ticket. Safe to call twice. The next one may compete for other GPUs."""
+        waiter, self.waiter = self.waiter, None
+        if waiter is not None:
+            waiter.leave()
+
+
+class QueueSnapshot:
+    """The waiters and the GPUs of the host under one hold of host.lock.
+
+    Args:
+        by_user: which users hold what; None if there are no limits.
+
+    Attributes:
+        stopped: the nearest ticket that was found to be stopped.
+        missing: what the poll lacks to judge the GPUs for a ticket.
+    """
+
+    def __init__(self, view: HostView, by_user: ClaimsByUser | None) -> None:
+        self.stopped: Entry | None = None
+        self.missing: frozenset[str] = frozenset()
+        self._view = view
+        self._by_user = by_user
+        self._judged: dict[tuple[object, ...], tuple[GpuVerdict, ...]] = {}
+        self._stopped: dict[int | bytes, bool] = {}
+        self._absent: dict[str, bool] = {}
+        self._held = dict(view.held)
+        used = [gpu for gpu in view.snapshot.gpus if gpu.processes and gpu.uuid not in self._held]
+        # GPUs with a process that exits. One that let go of its claim and lives on is a stranger.
+        self._leaving = {gpu.uuid for gpu in used if any(procfs.is_exiting(one.pid) for one in gpu.processes or ())}
+        with suppress(OSError):  # no sockets here
+            doors = Doors(view.snapshot.name_prefix)
+            for gpu in used:
+                if not view.around and doors.are_taken(gpu.uuid, view.claims.parts(gpu.uuid)):
+                    self._held[gpu.uuid] = Holder(elsewhere=True)
+
+    def is_absent(self, ticket: Entry) -> bool:
+        """Return whether a waiter counts as absent: it is stopped, its user is at a limit, or no release of claims can
+        satisfy it.
+
+        One with a condition that is not known here may be met by any release.
+        """
+        if ticket.name not in self._absent:
+            self._absent[ticket.name] = self._find_absent(ticket)
+        return self._absent[ticket.name]
+
+    def _find_absent(self, ticket: Entry) -> bool:
+        if is_stopped(ticket, self._stopped):
+            self.stopped = self.stopped or ticket
+            return True
+        if self._by_user is not None and self._by_user.is_at_limit(ticket):
+            return True
+        view, request = self._view, TicketRequest.of(ticket)
+        if not request.conditions and not view.snapshot.shared_display:  # if enough are held, nothing is to be judged
+            held = [gpu for gpu in view.usable if gpu.uuid in request.gpus and gpu.uuid in self._held]
+            if capacity(held) >= request.nb_gpus:
+                return False
+        selection, known = _asked(request)
+        return known and not can_be_met_by_releases(request.gpus, selection, self._judge(selection), self._leaving)
+
+    def open_to(self, request: TicketRequest, ahead: Iterable[Entry], free: Set[str]) -> frozenset[str]:
+        """Return the UUIDs of the free GPUs that a request may take past the waiters ahead; too few: it may not pass.
+
+        Args:
+            ahead: in the order of the queue. Only those are read that decide.
+            free: UUIDs.
+        """
+        now, want = time.time(), self._want(request, os.geteuid())
+        idle = {verdict.gpu.uuid for verdict in self._judge(Selection()) if verdict.free} | self._leaving
+        free_at: dict[str, When] = {
+            gpu.uuid: when_free(gpu, self._held.get(gpu.uuid), now, free=gpu.uuid in idle)
+            for gpu in self._view.snapshot.gpus
+        }
+        return open_gpus(want, self._wants(ahead), free, free_at, now)
+
+    def _wants(self, ahead: Iterable[Entry]) -> Iterator[BackfillRequest]:
+        """Yield what the waiters want, without the GPUs that nobody holds and that do not meet their conditions."""
+        for ticket in ahead:
+            if self.is_absent(ticket):
+                continue
+            request = TicketRequest.of(ticket)
+            selection, known = _asked(request)
+            want = self._want(request, ticket.uid)
+            if not known:
+                want = BackfillRequest(len(request.gpus) + 1, request.gpus)  # which nobody passes on these GPUs
+            elif request.conditions:
+                busy = {one.gpu.uuid for one in self._judge(selection) if not one.free}
+                want = want.without(busy - self._leaving - self._held.keys())
+            yield want
+
+    def _want(self, request: TicketRequest, uid: int) -> BackfillRequest:
+        return BackfillRequest.of(request, self._view.snapshot.gpus, self._view.reserved_for_others(uid))
+
+    def _judge(self, selection: Selection) -> tuple[GpuVerdict, ...]:
+        """Return which GPUs a request of another process could have."""
+        self.missing |= selection.needs - self._view.polls.needs
+        if selection.conditions not in self._judged:
+            self._judged[selection.conditions] = self._view.judge_for(selection, self._held)
+        return self._judged[selection.conditions]
+
+
+def _asked(request: TicketRequest) -> tuple[Selection, bool]:
+    """Return what a ticket asks for, and whether all that it says is known here."""
+    selection, known = Selection.from_ticket(request.nb_gpus, request.conditions)
+    return selection, known and request.known

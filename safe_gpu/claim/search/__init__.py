@@ -1,1 +1,0 @@
-"""The search for GPUs: look, decide, wait, look again."""

@@ -15,7 +15,7 @@ from ..host.procfs import lasting, printable_lines
 from ..runtimes.visible_devices import render_cuda
 from ..schedulers.job import JobContext, count, current
 from ..selection.request import Conditions, Selection, parse_request
-from ..selection.values import as_index, refused
+from ..selection.values import as_index
 from ..settings import variables as settings
 from ..settings.durations import number_of, parse_duration, parse_seconds
 from ..wording import text as style
@@ -35,7 +35,7 @@ _INTERACTIVE = 10.0
 
 
 class DefaultTimeout:
-    """The type of :data:`DEFAULT`, which stands for ``SAFE_GPU_TIMEOUT`` or ``SAFE_GPU_FOR``, or what holds without."""
+    """The type of :data:`DEFAULT`, which stands for the result of :func:`default_timeout`."""
 
     def __repr__(self) -> str:
         return "DEFAULT"
@@ -46,15 +46,21 @@ DEFAULT = lasting("default", DefaultTimeout())
 
 def parse_timeout(timeout: object, environ: Mapping[str, str], *, in_batch_job: bool) -> float | None:
     """Return the seconds to wait, None for no limit. ``timeout`` is a number, None, a text for :func:`parse_duration`,
-    or DEFAULT: ``SAFE_GPU_TIMEOUT``, else 300 s inside a batch job, else 10 s.
+    or DEFAULT.
 
     Raises:
         UnsatisfiableRequestError: the value is negative, not a number, or of another type.
     """
-    if timeout is not DEFAULT:
-        what = "a number of seconds: pass 0 (no wait), a positive number, or None (no limit)"
-        return parse_seconds(timeout, "timeout", what)
-    if text := environ.get("SAFE_GPU_TIMEOUT"):
+    if timeout is DEFAULT:
+        return default_timeout(environ, in_batch_job=in_batch_job)
+    what = "a number of seconds: pass 0 (no wait), a positive number, or None (no limit)"
+    return parse_seconds(timeout, "timeout", what)
+
+
+def default_timeout(environ: Mapping[str, str], *, in_batch_job: bool) -> float | None:
+    """Return ``SAFE_GPU_TIMEOUT``, else 300 s inside a batch job, else 10 s."""
+    text = environ.get("SAFE_GPU_TIMEOUT")
+    if text:
         return parse_duration(text, "SAFE_GPU_TIMEOUT")
     return _BATCH if in_batch_job else _INTERACTIVE
 
@@ -106,12 +112,7 @@ def parse_hold_for(hold_for: object, environ: Mapping[str, str], job: JobContext
         return HoldTime(_hold_seconds(hold_for, "hold_for"), said=True)
     if text := environ.get("SAFE_GPU_FOR"):
         return HoldTime(_hold_seconds(text, "SAFE_GPU_FOR"))
-    now = time.time()
-    end: float | None = job.ends
-    if end is None and job.walltime is not None:
-        # The job began with its session. In a later session the end is estimated too late, which delays nobody.
-        end = now - (procfs.seconds_running(os.getsid(0)) or 0.0) + job.walltime
-    return HoldTime(end=end if end is not None and now < end <= now + _DAY else None)
+    return HoldTime(end=_end_of(job))
 
 
 def _hold_seconds(value: object, name: str) -> float | None:
@@ -127,6 +128,16 @@ def _hold_seconds(value: object, name: str) -> float | None:
             f"{written} means {value} seconds? write {hours}, {minutes} or {short}", value=value
         )
     return seconds
+
+
+def _end_of(job: JobContext) -> float | None:
+    """Return when the batch job ends, Unix seconds; None if that is not known, past, or more than a day away."""
+    now = time.time()
+    end: float | None = job.ends
+    if end is None and job.walltime is not None:
+        # The job began with its session. In a later session the end is estimated too late, which delays nobody.
+        end = now - (procfs.seconds_running(os.getsid(0)) or 0.0) + job.walltime
+    return end if end is not None and now < end <= now + _DAY else None
 
 
 class _ByDefault(str):
@@ -233,18 +244,25 @@ def read_options(
     if logger is None:
         logger = package_logger()
     elif not callable(getattr(logger, "info", None)):
-        raise refused("logger", logger, "pass a logging.Logger, or leave it out")
+        raise UnsatisfiableRequestError(
+            f"logger={logger!r} is not a logger: pass a logging.Logger, or leave it out", value=logger
+        )
     environ = dict(os.environ)  # one copy costs less than the look-ups below, each of which encodes and decodes
     job = current(environ)
     number = nb_gpus
     if nb_gpus == "job":
-        from ..schedulers.gpu_count import number_for_job, run_times
+        from ..schedulers.gpu_count import number_for_job
 
         number = number_for_job(environ)
-        job = job._replace(walltime=run_times.get(job.job_id, job.walltime))
     request = parse_request(number, vendor=vendor, **conditions)
     wait = parse_timeout(timeout, environ, in_batch_job=job.scheduler is not None)
-    hold = parse_hold_for(hold_for, environ, job)
+    ends = job
+    if job.scheduler in ("slurm", "sge") and isinstance(hold_for, DefaultTimeout) and not environ.get("SAFE_GPU_FOR"):
+        from ..schedulers.gpu_count import with_end
+
+        # Thousands of array tasks of one GPU would ask it at once.
+        ends = with_end(environ, job, ask=job.task_id is None or request.nb_gpus > 1)
+    hold = parse_hold_for(hold_for, environ, ends)
     render_cuda((), visible_as=visible_as, snapshot=HostSnapshot(()))
     settings.check(environ)
     binding = None
@@ -252,9 +270,7 @@ def read_options(
     if affinity is not None or memory is not None:
         binding = parse_options(affinity, memory)
         binding_required = binding_required and not falls_back(affinity)
-    pause = number_of(debug_sleep)
-    if not 0 <= pause < math.inf:  # time.sleep would refuse it after the claim
-        raise refused("debug_sleep", debug_sleep, "pass a number of seconds, 0 or more")
+    pause = _pause(debug_sleep)
     if placeholder_fn is not None and not callable(placeholder_fn):
         raise PlaceholderError(
             f"placeholder_fn={placeholder_fn!r} cannot be called: pass a function of the CUDA ordinal that returns "
@@ -295,3 +311,14 @@ def with_policy_limits(options: ClaimOptions) -> ClaimOptions:
     from .limits import quota_of
 
     return options._replace(quota=quota_of(path, options.logger.warning))
+
+
+def _pause(debug_sleep: object) -> float:
+    """Return the seconds of ``debug_sleep``. A value that ``time.sleep`` would refuse is refused here, before the claim
+    begins."""
+    seconds = number_of(debug_sleep)
+    if 0 <= seconds < math.inf:
+        return seconds
+    raise UnsatisfiableRequestError(
+        f"debug_sleep={debug_sleep!r} is not a number of seconds: pass 0 or a positive number", value=debug_sleep
+    )

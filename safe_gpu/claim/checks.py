@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -135,11 +135,13 @@ def verify_alone(view: HostView, claim: Claim, options: ClaimOptions, *, holding
             ",".join(hidden),
             cause,
         )
-    private = next((one.process_error for one in claim.gpus if one.processes_private), None)
-    if private is not None:
-        options.logger.warning("Whether other programs use the GPUs of this claim is not known: %s", private)
-    if claim.before.doubt:
-        options.logger.warning("%s", claim.before.doubt)
+
+
+def doubts_of(claim: Claim) -> list[str]:
+    """Return what is not certain about the GPUs of a claim, one sentence each."""
+    private = [one.process_error for one in claim.gpus if one.processes_private]
+    told = [f"Whether other programs use the GPUs of this claim is not known: {error}" for error in private[:1]]
+    return [*told, *filter(None, [claim.before.doubt])]
 
 
 def _refuse_other_processes(view: HostView, claim: Claim, snapshot: HostSnapshot, holding: bool) -> None:
@@ -148,12 +150,7 @@ def _refuse_other_processes(view: HostView, claim: Claim, snapshot: HostSnapshot
     for gpu in claim.gpus:
         before, now = claim.before.by_uuid(gpu.uuid), snapshot.by_uuid(gpu.uuid)
         if now is None or now.lost:
-            raise NotEnoughGpusError(
-                f"the driver lost GPU {gpu.label} ({gpu.uuid}) while it was being claimed: everything was given back, "
-                "claim again to get another",
-                nb_gpus=len(claim.gpus),
-                verdicts=judge(snapshot, Selection(), claimed={}, own=own, describe=describe_process),
-            )
+            raise _lost(gpu, claim, snapshot, own)
         if now.processes is None or before is None or before.processes is None:
             continue  # one of the two process lists failed, so they cannot be compared
         others = [process for process in now.processes if process.pid not in own]
@@ -171,17 +168,33 @@ def _refuse_other_processes(view: HostView, claim: Claim, snapshot: HostSnapshot
             own.add(hidden[0].pid)
             new = [process for process in new if process not in hidden]
         if new and not snapshot.shared_display:
-            raise GpuContendedError(
-                f"{', '.join(map(_process_text, new))} started on GPU {gpu.label} ({gpu.uuid}) without safe_gpu, at "
-                "the same moment as this claim: everything was given back, claim again",
-                nb_gpus=len(claim.gpus),
-                verdicts=judge(snapshot, Selection(), claimed={}, own=own, describe=describe_process),
-                uuid=gpu.uuid,
-                processes=new,
-            )
+            raise _contended(gpu, new, claim, snapshot, own)
 
 
-def _other_processes(view: HostView, gpu: Gpu) -> str:
+def _contended(
+    gpu: Gpu, others: list[GpuProcess], claim: Claim, snapshot: HostSnapshot, own: Collection[int]
+) -> GpuContendedError:
+    names = ", ".join(_process_text(process) for process in others)
+    return GpuContendedError(
+        f"{names} started on GPU {gpu.label} ({gpu.uuid}) without safe_gpu, at the same moment as this claim: "
+        "everything was given back, claim again",
+        nb_gpus=len(claim.gpus),
+        verdicts=judge(snapshot, Selection(), claimed={}, own=own, describe=describe_process),
+        uuid=gpu.uuid,
+        processes=others,
+    )
+
+
+def _lost(gpu: Gpu, claim: Claim, snapshot: HostSnapshot, own: Collection[int]) -> NotEnoughGpusError:
+    return NotEnoughGpusError(
+        f"the driver lost GPU {gpu.label} ({gpu.uuid}) while it was being claimed: everything was given back, claim "
+        "again to get another",
+        nb_gpus=len(claim.gpus),
+        verdicts=judge(snapshot, Selection(), claimed={}, own=own, describe=describe_process),
+    )
+
+
+def other_processes(view: HostView, gpu: Gpu) -> str:
     """Return the other processes on a GPU whose placeholder failed, for the message; "" if there is none."""
     try:
         (now,) = view.polls.driver.usage((gpu,))
@@ -200,7 +213,7 @@ def note_failure(view: HostView, claim: Claim, device_no: int, err: PlaceholderE
     """Return the error of a placeholder with the GPU and who else is on it. If the GPU itself is bad, that is noted for
     the claims to come, which take it last."""
     gpu = claim.gpus[device_no]
-    others = _other_processes(view, gpu)
+    others = other_processes(view, gpu)
     logger.error("Failed to acquire placeholder on GPU %s: %s", gpu.label, err)
     text = f"{err} [GPU {gpu.label}, {gpu.uuid}{others and f'; on it: {others}'}]"
     # cuInit looks at all visible GPUs and does not say which is bad.

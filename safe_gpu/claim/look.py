@@ -140,8 +140,7 @@ class Look:
         view.see_closed(place.hold_for(), host)
         if host.directory is not None:
             view.faults = read_faults(host.directory, [gpu.uuid for gpu in view.snapshot.gpus])
-        if not view.scope:  # inside another claim, which is known only under the lock, others are judged
-            view.unoccupied()
+        view.prepare()
 
     # Under host.lock
 
@@ -213,7 +212,7 @@ class Look:
         self.stopped = self._queue.stopped
         if self.ahead is None:
             return None
-        free = view.unoccupied().keys() - self._taken()
+        free = view.unoccupied.keys() - self._taken()
         if len(free) < view.request.nb_gpus:
             return ()
         request = waiter.request._replace(hold_for=place.hold_for())
@@ -241,7 +240,7 @@ class Look:
             taken = self._taken()
             free = [
                 verdict
-                for uuid, verdict in view.unoccupied().items()
+                for uuid, verdict in view.unoccupied.items()
                 if uuid not in taken and (among is None or uuid in among)
             ]
             chosen = self._best(free, last)

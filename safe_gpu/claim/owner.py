@@ -23,7 +23,7 @@ from ..topology.cpulist import format_cpulist
 from ..wording.text import gpus_by_model
 from .arguments import DEFAULT, NODE_BY_DEFAULT, ClaimOptions, DefaultTimeout, asks_for_none, read_options
 from .around import UNDER_MAIN, imports_main
-from .checks import clear_notes, note_failure, verify_alone, verify_devices
+from .checks import clear_notes, doubts_of, note_failure, verify_alone, verify_devices
 from .claim import Claim
 from .search import acquire
 from .variables import ClaimVariables, initializers, share_variables
@@ -202,6 +202,8 @@ class GPUOwner:
                     verify_devices(self.gpus, driver.runtime)
                 holding = self._holding.on_gpu
                 verify_alone(view, claim, options, holding=holding, own_function=self._holding.own_function)
+                for doubt in doubts_of(claim):
+                    self.logger.warning(doubt)
                 view.remember_own_pids()
                 if holding:
                     clear_notes(view, claim, self.logger)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..affinity.cpu_shares import nodes_of_cpus
 from ..coordination.closed import has_closed_file
@@ -91,6 +91,28 @@ class Polls:
         return snapshot
 
 
+class ByPid(dict[int, Any]):
+    """What a function says of each pid, asked once for each poll: a look judges the GPUs for several requests under
+    host.lock. A :func:`functools.cache` takes longer to make than to use here."""
+
+    def __init__(self, ask: Callable[[int], object]) -> None:
+        self._ask = ask
+
+    def __missing__(self, pid: int) -> object:
+        return self.setdefault(pid, self._ask(pid))
+
+
+_cpu_count = cache(os.cpu_count)  # reads a file of /sys
+
+
+def near_nodes(driver: Driver) -> frozenset[int] | None:
+    cpus = os.sched_getaffinity(0)
+    if len(cpus) >= (_cpu_count() or 1):
+        return None
+
+    return nodes_of_cpus(cpus, driver)
+
+
 def own_pids_in(snapshot: HostSnapshot) -> set[int]:
     """Return the pids under which the driver shows this process.
 
@@ -100,6 +122,13 @@ def own_pids_in(snapshot: HostSnapshot) -> set[int]:
     shown = {process.pid for gpu in snapshot.gpus for process in gpu.processes or ()}
     driver_pids[pid] = driver_pids.get(pid, frozenset()) & shown
     return {pid, *driver_pids[pid]}
+
+
+def unlisted_contexts(driver: Driver, snapshot: HostSnapshot, own: Collection[int]) -> frozenset[str]:
+    """Return the UUIDs of the GPUs on which this process has a context that the driver does not list (a hidden process
+    list)."""
+    listed = {gpu.uuid for gpu in snapshot.gpus if any(process.pid in own for process in gpu.processes or ())}
+    return driver.runtime.contexts() - listed
 
 
 class HostView:
@@ -138,12 +167,10 @@ class HostView:
             )
         self.visible_limit = limit = visible_limit_of(snapshot, request.nb_gpus, driver.runtime)
         self.own = own_pids_in(snapshot)
-        cpus = os.sched_getaffinity(0)
-        self.near = nodes_of_cpus(cpus, driver) if len(cpus) < (os.cpu_count() or 1) else None
-        self.unlisted: frozenset[str] = frozenset()
-        if limit is not None and limit.frozen:
-            shown = {one.uuid for one in snapshot.gpus if any(used.pid in self.own for used in one.processes or ())}
-            self.unlisted = driver.runtime.contexts() - shown
+        self.near = near_nodes(driver)
+        self.unlisted = (
+            unlisted_contexts(driver, snapshot, self.own) if limit is not None and limit.frozen else frozenset()
+        )
         self.scope = os.environ.get("SAFE_GPU_SCOPE", "")
         self.rules = self._rules_for_all = self._without_closed = Rules.of(os.environ)
         self.polls = Polls(driver, snapshot, request.needs | ({"linked"} if request.several else frozenset()))
@@ -157,7 +184,7 @@ class HostView:
         self._windows: tuple[Window, ...] = ()
         self._usable: tuple[HostSnapshot, list[Gpu]] | None = None
         self._unoccupied: tuple[HostSnapshot, tuple[object, ...], dict[str, GpuVerdict]] | None = None
-        self._processes = self.snapshot, cache(describe_process), cache(procfs.family_of)
+        self._processes = self.snapshot, ByPid(describe_process), ByPid(procfs.family_of)
 
     @property
     def snapshot(self) -> HostSnapshot:
@@ -245,14 +272,26 @@ class HostView:
         holder = Claims(living_claims()).holders(told=False).get(gpu.uuid)
         return strangers(processes, holder.sharers if holder else (), procfs.family_of)
 
+    @property
     def unoccupied(self) -> dict[str, GpuVerdict]:
-        """Return UUID -> verdict of the usable GPUs that are free apart from claims, computed once for each poll, and
-        again when others have come to share them."""
+        """UUID -> verdict of the usable GPUs that are free apart from claims, computed once for each poll, and again
+        when others have come to share them."""
+        return self._judged()
+
+    def _judged(self) -> dict[str, GpuVerdict]:
         known, facts = self._unoccupied, (self.rules, self.shared, self.beside)
         if known is None or known[0] is not self.snapshot or known[1] != facts:
             free = {verdict.gpu.uuid: verdict for verdict in self.judge({}, self.usable) if verdict.free}
             self._unoccupied = known = self.snapshot, (self.rules, dict(self.shared), self.beside), free
         return known[2]
+
+    def prepare(self) -> None:
+        """Judge the GPUs before host.lock is taken, since others wait meanwhile.
+
+        Not inside another claim, which is known only under the lock.
+        """
+        if not self.scope:
+            self._judged()
 
     @property
     def explained(self) -> dict[str, tuple[int, ...]]:
@@ -281,11 +320,7 @@ class HostView:
         """
         claimed = {**self.shared, **claimed}
         verdicts = self._judge(self.effective, claimed, self.visible_limit if within_limit else None, gpus)
-        if self.around is None:
-            return verdicts
-        held, beyond = self.around.gpus, f"outside {owner_of(self.around)}, inside which this one is made"
-        beyond += " (SAFE_GPU_SCOPE)"
-        return tuple(one if one.gpu.uuid in held else GpuVerdict(one.gpu, "outside", beyond) for one in verdicts)
+        return judged_inside(self.around, verdicts) if self.around else verdicts
 
     def judge_for(self, request: Selection, claimed: Mapping[str, Holder]) -> tuple[GpuVerdict, ...]:
         """Return the verdicts for a request of another process, whose visible limit is unknown, as if no GPU were
@@ -302,7 +337,7 @@ class HostView:
         rules: Rules | None = None,
     ) -> tuple[GpuVerdict, ...]:
         if self._processes[0] is not self.snapshot:
-            self._processes = self.snapshot, cache(describe_process), cache(procfs.family_of)
+            self._processes = self.snapshot, ByPid(describe_process), ByPid(procfs.family_of)
         _, described, families = self._processes
         return judge(
             self.snapshot,
@@ -312,8 +347,8 @@ class HostView:
             visible_limit=visible_limit,
             own=self.own,
             explained=self.explained,
-            describe=described,
-            family_of=families,
+            describe=described.__getitem__,
+            family_of=families.__getitem__,
             rules=rules or self.rules,
             gpus=gpus,
         )
@@ -327,6 +362,12 @@ def pids_of_around(around: Entry) -> tuple[int, ...]:
     """Return the processes that are those of the claim around this process, which is a descendant of them."""
     here = not procfs.namespace_text(around.pidns or None)
     return (around.pid,) if around.pid and here else tuple(procfs.ancestors(os.getpid()))
+
+
+def judged_inside(around: Entry, verdicts: Iterable[GpuVerdict]) -> tuple[GpuVerdict, ...]:
+    """Return the verdicts, in which every GPU that the claim around does not hold has the state ``outside``."""
+    beyond = f"outside {owner_of(around)}, inside which this one is made (SAFE_GPU_SCOPE)"
+    return tuple(v if v.gpu.uuid in around.gpus else GpuVerdict(v.gpu, "outside", beyond) for v in verdicts)
 
 
 def owner_of(around: Entry) -> str:

@@ -29,10 +29,6 @@ _NUMBERS, _FLAG = {"1", "8", "10"}, "5"  # CE_valtype: INT, DOUBLE, RSMAP; BOOL 
 _PER = {"1": "slot", "2": "job"}  # CE_consumable: YES, JOB; HOST is 3
 
 
-run_times: dict[str | None, int] = {}
-"""Number of a job of Grid Engine -> its hard limit h_rt, in seconds, by the answers of qstat in this process."""
-
-
 class QstatError(Exception):
     """A scheduler gives no usable answer on this host; the message says why."""
 
@@ -67,28 +63,12 @@ def ask_qstat(environ: Mapping[str, str], job_id: str, *, patience: float = 10.0
         environ.get("SGE_BINARY_PATH", ""),
         os.path.join(environ.get("SGE_ROOT", ""), "bin", environ.get("SGE_ARCH", "")),
     )
-    try:
-        program = find_program("qstat", environ, *filter(os.path.isabs, own))
-        if program is None:
-            raise QstatError("qstat is not on PATH here")
-        code, text, error = output_of(
-            [program, "-j", job_id, "-xml"],
-            env={**environ, "LC_ALL": "C"},
-            timeout=patience,
-            most=_MOST_OUTPUT,
-            apart=True,
-        )
-    except TooLate:
-        raise QstatError(f"qstat did not answer in {patience:g} s") from None
-    except TooMuch:
-        raise QstatError(f"qstat prints more than {_MOST_OUTPUT >> 20} MiB") from None
-    except OSError as err:
-        raise QstatError(f"qstat cannot be run here ({err.strerror or err})") from err
+    code, text, error = _asked(environ, "qstat", "-j", job_id, "-xml", patience=patience, beside=own)
     if code != 0 or f"<JB_job_number>{job_id}</JB_job_number>" not in text:
         said = _reason(text, error) or f"exit status {code}"
         raise QstatError(f"qstat gives no information on job {job_id}: {said}")
     if limit := re.search(r"<CE_name>h_rt</CE_name>(?:(?!<CE_name>).)*?<CE_doubleval>([0-9]+)", text, re.DOTALL):
-        run_times[job_id] = int(limit[1])
+        _run_times[job_id] = int(limit[1])
     request = hard_request(text, resource_names(environ))
     if request is None:
         return 0
@@ -100,6 +80,57 @@ def ask_qstat(environ: Mapping[str, str], job_id: str, *, patience: float = 10.0
         )
         raise QstatError(printable(doubt[:_LONGEST]))
     return number
+
+
+def _asked(
+    environ: Mapping[str, str], name: str, *arguments: str, patience: float, beside: Iterable[str] = ()
+) -> tuple[int, str, str]:
+    """Run a program of the scheduler; return its exit status, its output and its errors.
+
+    Raises:
+        QstatError: it is missing, cannot be run or does not answer in ``patience`` seconds.
+    """
+    try:
+        program = find_program(name, environ, *filter(os.path.isabs, beside))
+        if program is None:
+            raise QstatError(f"{name} is not on PATH here")
+        variables = {**environ, "LC_ALL": "C"}
+        return output_of([program, *arguments], env=variables, timeout=patience, most=_MOST_OUTPUT, apart=True)
+    except TooLate:
+        raise QstatError(f"{name} did not answer in {patience:g} s") from None
+    except TooMuch:
+        raise QstatError(f"{name} prints more than {_MOST_OUTPUT >> 20} MiB") from None
+    except OSError as err:
+        raise QstatError(f"{name} cannot be run here ({err.strerror or err})") from err
+
+
+_run_times: dict[str, int] = {}
+"""Number of a job of Grid Engine -> its hard limit h_rt, in seconds, by the answers of qstat in this process."""
+
+_PATIENCE = 3.0
+
+
+def with_end(environ: Mapping[str, str], job: JobContext, *, ask: bool) -> JobContext:
+    """Return the job with its end or its walltime, where the scheduler told these with the number of GPUs, or is asked.
+
+    Args:
+        ask: whether Slurm may be asked, which takes about 0.05 s, at most 3 s.
+    """
+    if job.ends is not None or job.walltime is not None or job.job_id is None:
+        return job
+    if job.scheduler == "sge":
+        return job._replace(walltime=_run_times.get(job.job_id))
+    if job.scheduler != "slurm" or not ask:
+        return job
+    import time
+
+    number = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") or ""
+    try:
+        code, text, _ = _asked(environ, "squeue", "-h", "-j", number, "-o", "%e", patience=_PATIENCE)
+        ends = int(time.mktime(time.strptime(text.strip(), "%Y-%m-%dT%H:%M:%S")))
+    except (QstatError, ValueError, OverflowError):  # a job without a limit ends at N/A
+        return job
+    return job if code else job._replace(ends=ends)
 
 
 def hard_request(xml: str, names: Iterable[str]) -> ResourceRequest | None:

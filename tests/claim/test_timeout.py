@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import safe_gpu
 from safe_gpu.claim import owner
-from safe_gpu.claim.arguments import DEFAULT, ClaimOptions, DefaultTimeout, parse_timeout
+from safe_gpu.claim.arguments import DEFAULT, ClaimOptions, DefaultTimeout, default_timeout, parse_timeout
 from safe_gpu.errors import UnsatisfiableRequestError
 from safe_gpu.settings.durations import parse_duration
 
@@ -37,7 +37,7 @@ SPACED = [(" 10 M ", 600.0), ("90 sec", 90.0), ("1H 30M", 5400.0)]
 def test_durations(text: str, seconds: float | None) -> None:
     assert parse_duration(text) == seconds
     assert parse_timeout(text, {}, in_batch_job=False) == seconds
-    assert parse_timeout(DEFAULT, {"SAFE_GPU_TIMEOUT": text}, in_batch_job=True) == seconds
+    assert default_timeout({"SAFE_GPU_TIMEOUT": text}, in_batch_job=True) == seconds
 
 
 NO_DURATIONS = """

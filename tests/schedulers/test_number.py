@@ -4,12 +4,14 @@ import os
 import stat
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from safe_gpu.claim.arguments import read_options
 from safe_gpu.errors import UnsatisfiableRequestError
 from safe_gpu.schedulers.gpu_count import (
     QstatError,
@@ -20,10 +22,10 @@ from safe_gpu.schedulers.gpu_count import (
     hard_request,
     here,
     number_for_job,
-    run_times,
     slots,
+    with_end,
 )
-from safe_gpu.schedulers.job import lines_of_this_host
+from safe_gpu.schedulers.job import current, lines_of_this_host
 from safe_gpu.wording.text import on_command_line
 
 Qstat = Callable[..., dict[str, str]]
@@ -464,7 +466,44 @@ def test_the_number_of_a_rank(environ: dict[str, str], number: int | str, tmp_pa
 # When the job ends, where its variables do not tell
 
 
+def fake_squeue(tmp_path: Path, answer: str, code: int = 0) -> dict[str, str]:
+    program = tmp_path / "squeue"
+    program.write_text(f"#!/bin/sh\necho \"$*\" >> {tmp_path}/asked\necho '{answer}'\nexit {code}\n")
+    program.chmod(0o755)
+    return {"SLURM_JOB_ID": "77", "PATH": f"{tmp_path}:{os.defpath}"}
+
+
+def test_the_end_of_a_slurm_job(tmp_path: Path) -> None:
+    environ = fake_squeue(tmp_path, "2026-11-22T23:40:00")
+    job = current(environ)
+    ends = int(time.mktime((2026, 11, 22, 23, 40, 0, 0, 0, -1)))
+    assert with_end(environ, job, ask=True).ends == ends
+    assert (tmp_path / "asked").read_text() == "-h -j 77 -o %e\n"
+    assert with_end(environ, job, ask=False) == job
+    told = job._replace(ends=5)
+    assert with_end(environ, told, ask=True) == told
+    assert (tmp_path / "asked").read_text().count("\n") == 1
+
+
+@pytest.mark.parametrize(("answer", "code"), [("N/A", 0), ("2026-11-22T23:40:00", 1)])
+def test_a_slurm_that_does_not_tell(tmp_path: Path, answer: str, code: int) -> None:
+    environ = fake_squeue(tmp_path, answer, code)
+    assert with_end(environ, current(environ), ask=True).ends is None
+
+
 def test_the_limit_of_a_job_of_grid_engine(fake_qstat: Qstat) -> None:
     environ = fake_qstat(qstat_xml(hard(request("h_rt", 7200, valtype=3), request("gpu", 2))))
+    job = current(environ)
+    assert with_end(environ, job, ask=True).walltime is None  # qstat is not asked for that alone
     assert ask_qstat(environ, "1234") == 2
-    assert run_times["1234"] == 7200
+    assert with_end(environ, job, ask=True).walltime == 7200
+
+
+def test_array_tasks_of_one_gpu_ask_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "7"}
+    for name, value in (fake_squeue(tmp_path, "N/A") | array).items():
+        monkeypatch.setenv(name, value)
+    read_options(1)
+    assert not (tmp_path / "asked").exists()
+    read_options(2)
+    assert (tmp_path / "asked").exists()

@@ -12,6 +12,12 @@ from .conftest import bring_up
 pytestmark = [pytest.mark.scheduler, pytest.mark.timeout(300)]
 
 ON_NODE1 = ("-w", "n1")
+# What the job says: when it began, and when others expect its claim to end.
+END = """export PROGRAM="$SAFE_GPU"; date +%s
+$SAFE_GPU run -- python3 -c '
+import json, os, subprocess
+status = json.loads(subprocess.check_output([*os.environ["PROGRAM"].split(), "status", "--json"]))
+print(next(gpu["claim"]["until"] for gpu in status["gpus"] if gpu["claim"]))'"""
 
 
 class Slurm(BatchSystem):
@@ -68,6 +74,15 @@ def test_jobs_with_gres_take_what_slurm_gave_them(slurm: Slurm, room: Any) -> No
 
 def test_jobs_without_gres_wait_for_each_other(slurm: Slurm) -> None:
     slurm.check_waiting(*ON_NODE1)
+
+
+def test_a_claim_ends_with_its_job(slurm: Slurm, room: Any) -> None:
+    """This version sets no SLURM_JOB_END_TIME: squeue is asked."""
+    script = room.script(END)
+    job = slurm.submit(*ON_NODE1, "--gres=gpu:1", "--time=10", script)
+    slurm.finish(job)
+    began, *_, until = slurm.output(job).split()
+    assert 0 < float(until) - float(began) <= 601  # a claim gets its GPUs some milliseconds after it asked
 
 
 def test_array(slurm: Slurm, room: Any) -> None:

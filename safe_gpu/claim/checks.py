@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from ..coordination.faults import clear_fault, write_fault
 from ..coordination.holders import living_claims
 from ..coordination.older_package import older_package_counts, take_older_package_lock
-from ..coordination.signals import DeferredSignals
 from ..coordination.state_dir import remover_of, setup_command, state_dir_path
 from ..errors import (
     GpuContendedError,
@@ -24,6 +23,7 @@ from ..errors import (
 from ..gpus.devices import GpuFault
 from ..host import file_systems, procfs
 from ..host.procfs import describe_process
+from ..host.signals import DeferredSignals
 from ..runtimes.causes import blames_gpu
 from ..selection.request import Selection
 from ..selection.verdicts import HIDDEN, NOT_YET, SHOWN, has_mps_clients, judge, presence, users_of

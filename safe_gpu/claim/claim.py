@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 from ..coordination.directory import Place
 from ..coordination.doors import Doors, digest
 from ..coordination.entry import make_entry
-from ..coordination.held import keep_across_exec
 from ..coordination.history import append, claim_line, end_line
-from ..coordination.signals import DeferredSignals
 from ..gpus.devices import Gpu, HostSnapshot
+from ..host.held import keep_across_exec
+from ..host.signals import DeferredSignals
 from ..selection.sharing import share_capacity
 
 if TYPE_CHECKING:
-    from ..coordination.held import Held
     from ..coordination.host_lock import Host
-    from ..coordination.locks import ReadLock
+    from ..host.held import Held
+    from ..host.locks import ReadLock
 
 
 class Claim:

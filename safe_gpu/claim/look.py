@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..coordination.doors import Doors
 from ..coordination.faults import read_faults
 from ..coordination.history import append, lines_of_dead
-from ..coordination.signals import DeferredSignals
 from ..errors import StateDirError
 from ..host.procfs import printable_lines
+from ..host.signals import DeferredSignals
 from ..selection.choice import choose, choose_shares
 from ..selection.sharing import share_capacity
 from ..selection.verdicts import recent_faults

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..affinity.cpu_shares import bind_claim, undo_binding
 from ..coordination.entry import said_by_this_process
-from ..coordination.signals import DeferredSignals
 from ..drivers import opened_driver
 from ..errors import AlreadyClaimedError, CudaInitializedError, GPUAffinityError, PlaceholderError
 from ..host.procfs import lasting
+from ..host.signals import DeferredSignals
 from ..runtimes import placeholders
 from ..runtimes.visible_devices import hide_all, render_visible
 from ..selection.sharing import share_fraction

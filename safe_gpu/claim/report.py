@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..coordination.holders import claims_now, lives_here
 from ..coordination.queue import TicketRequest, is_stopped
-from ..coordination.signals import DeferredSignals
 from ..errors import ClaimTimeout, NotEnoughGpusError
 from ..gpus.devices import GpuVerdict, Holder
 from ..host import procfs
 from ..host.procfs import user_name
+from ..host.signals import DeferredSignals
 from ..selection.backfill import BackfillRequest, dates, starts, when_free
 from ..selection.request import Selection
 from ..selection.verdicts import fence_hint

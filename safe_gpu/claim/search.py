@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..coordination.entry import is_alive
 from ..coordination.host_lock import Host
-from ..coordination.signals import DeferredSignals, unwind_on_signals
 from ..coordination.state_dir import state_dir_path
 from ..errors import LockTimeout, StateDirError
 from ..host.procfs import printable_lines
+from ..host.signals import DeferredSignals, unwind_on_signals
 from ..selection.choice import check_possible, fits
 from .arguments import ClaimOptions, with_policy_limits
 from .around import refuse_inside_share

@@ -81,8 +81,8 @@ def _run(options: argparse.Namespace) -> int:
         check_expected_gpu()
     from ..claim.functions import release_gpus
     from ..claim.owner import owner_type
-    from ..coordination.signals import unwind_on_signals
     from ..host.commands import command_for_record
+    from ..host.signals import unwind_on_signals
     from ..runtimes.placeholders import NoPlaceholder
     from ..runtimes.visible_devices import hide_all
 
@@ -151,7 +151,7 @@ and claim nothing; exit code 0 then."""
 
 def _wait(options: argparse.Namespace) -> int:
     from ..claim.functions import wait_for_gpus
-    from ..coordination.signals import unwind_on_signals
+    from ..host.signals import unwind_on_signals
 
     with unwind_on_signals(), WaitLine(sys.stderr, quiet=options.quiet) as line:
         gpus = wait_for_gpus(logger=Log(), on_wait=line.show, **claim_arguments(options))

@@ -162,7 +162,7 @@ def _second_screen(head: Callable[[], str]) -> Iterator[Callable[[str], None]]:
     import termios
     from threading import Thread
 
-    from ..coordination.signals import unwind_on_signals
+    from ..host.signals import unwind_on_signals
 
     last = ""
     before = termios.tcgetattr(1)

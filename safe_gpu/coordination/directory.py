@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 
 from ..errors import StateDirError
 from ..host.file_systems import NETWORK_TYPES, file_system_at
-from .held import Held
+from ..host.held import Held
 from .state_dir import refusal, refusal_of_error, refusal_of_status
 
 PARTS = ("claims", "queue", "faults", "history")

@@ -26,10 +26,10 @@ from ..host import procfs
 from ..host.commands import own_command
 from ..host.decoding import LONGEST_FILE, as_int, as_list, as_seconds, as_text
 from ..host.foreign_files import open_to_read
+from ..host.held import Held
+from ..host.locks import is_locked, lock, read_lock, unlock
+from ..host.signals import DeferredSignals
 from .directory import OPEN_FILE, Directory, SharedDirectory
-from .held import Held
-from .locks import is_locked, lock, read_lock, unlock
-from .signals import DeferredSignals
 from .state_dir import refusal
 
 MOST_NAMES = 65_536

@@ -15,10 +15,10 @@ from contextlib import ExitStack, contextmanager
 from ..errors import LockTimeout, MissingPackageError, StateDirError
 from ..host import procfs
 from ..host.commands import program_names
+from ..host.held import Held
+from ..host.signals import DeferredSignals
 from .directory import HOST_LOCK, Directory, SharedDirectory, file_at
 from .entry import Entries
-from .held import Held
-from .signals import DeferredSignals
 from .state_dir import state_dir_path
 
 MINIMUM_PATIENCE = 10.0

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import LockTimeout, StateDirError
 from ..host import procfs
+from ..host.locks import ReadLock, read_lock
 from ..settings import variables as settings
 from .directory import OPEN_FILE, make_directory
-from .locks import ReadLock, read_lock
 from .state_dir import refusal_of_error
 
 if TYPE_CHECKING:
-    from .signals import DeferredSignals
+    from ..host.signals import DeferredSignals
 
 LOCK_FILE = "/tmp/safe_gpu/gpu-lock-magic-RaNdOM-This_Name-NEED_BE-THE_SAME-Across_Users"
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..host import procfs
+from ..host.held import Held
 from .entry import Entry, living_entries, make_entry, remove_entry, sleep_until_dead
-from .held import Held
 from .host_lock import Host
 from .state_dir import state_dir_path
 from .turns import by_turn, turn_of

@@ -110,6 +110,16 @@ def batch_job(host: CheckedHost) -> Check:
             f"{text}, which asked for no GPU: the scheduler may start other jobs on the GPUs that this one claims",
             "ask the scheduler for the GPUs that the job uses",
         )
+    given = set((host.environ.get("SLURM_STEP_GPUS") or host.environ.get("SLURM_JOB_GPUS") or "").split(",")) - {""}
+    visible = set(host.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) - {""}
+    shown = [gpu.label for gpu in host.snapshot.physical]
+    # In a device cgroup the driver shows the GPUs of the job alone, numbered anew.
+    if given and len(shown) > len(given) and visible <= set(shown) and not visible <= given:
+        return warning(
+            f"{text}: CUDA_VISIBLE_DEVICES={','.join(sorted(visible))} names other GPUs than Slurm gave it "
+            f"({','.join(sorted(given))}), and the driver shows {len(shown)}",
+            "compare gres.conf with the driver's numbers (AutoDetect=nvml), or set CUDA_VISIBLE_DEVICES as Slurm says",
+        )
     return passed(text if job.requested_gpus is None else f"{text}, {plural(job.requested_gpus)} asked for")
 
 

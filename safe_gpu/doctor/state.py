@@ -11,10 +11,10 @@ from ..coordination.closed import closed_now, ignored_closed
 from ..coordination.directory import DIR_MODE, HOST_LOCK, PARTS, Directory, SharedDirectory
 from ..coordination.holders import Claims, claims_now, living_claims
 from ..coordination.host_lock import Host
-from ..coordination.signals import DeferredSignals
 from ..coordination.state_dir import ADMIN_DIR, DEFAULT_DIR, remover_of, setup_command
 from ..errors import LockTimeout, StateDirError
 from ..host import procfs
+from ..host.signals import DeferredSignals
 from .check import Check, failed, passed, skipped, warning
 from .host import CheckedHost
 

@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..coordination.directory import OPEN_DIR, OPEN_FILE, SharedDirectory
 from ..coordination.doors import simulated_tree
-from ..coordination.held import Held
-from ..coordination.signals import DeferredSignals
 from ..coordination.state_dir import refusal, state_dir_path
 from ..errors import PlaceholderError, StateDirError
 from ..gpus.devices import Gpu, GpuProcess, HostSnapshot, ProcessKind
 from ..gpus.vendors import VENDORS
 from ..host.foreign_files import open_to_read
+from ..host.held import Held
+from ..host.signals import DeferredSignals
 from ..runtimes.library import Runtime
 from ..runtimes.visible_devices import read_visible
 from .base import Driver

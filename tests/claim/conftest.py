@@ -15,7 +15,7 @@ from safe_gpu.claim import owner
 from safe_gpu.coordination.entry import said_by_this_process
 from safe_gpu.coordination.host_lock import Host as SharedHost
 from safe_gpu.coordination.queue import TicketRequest, Waiter
-from safe_gpu.coordination.signals import DeferredSignals
+from safe_gpu.host.signals import DeferredSignals
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from support.traces import is_locked
 from safe_gpu import GPUOwner
 from safe_gpu.claim import view as host_view_module
 from safe_gpu.claim import view as polls_module
-from safe_gpu.coordination.held import Held
 from safe_gpu.host import procfs
+from safe_gpu.host.held import Held
 
 
 def test_a_process_is_looked_up_once_and_never_under_host_lock(

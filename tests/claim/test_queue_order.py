@@ -225,7 +225,7 @@ import inspect, linecache, os, signal, sys
 import safe_gpu
 from safe_gpu import NoPlaceholder, claim_gpus
 from safe_gpu.claim import owner as owners
-from safe_gpu.coordination import held
+from safe_gpu.host import held
 from safe_gpu.coordination.holders import living_claims
 from safe_gpu.coordination.queue import waiting_tickets
 

@@ -11,8 +11,8 @@ from support.claims import claim, try_claim
 from safe_gpu.claim.claim import Claim
 from safe_gpu.coordination.directory import Directory
 from safe_gpu.coordination.entry import make_entry
-from safe_gpu.coordination.held import Held
 from safe_gpu.errors import NotEnoughGpusError
+from safe_gpu.host.held import Held
 
 DRAINED = "{} - - - a fan is broken\n"
 

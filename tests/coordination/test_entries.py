@@ -18,12 +18,12 @@ from support.actor import Actor
 from support.traced import CAN_TRACE, each_point
 
 from safe_gpu.coordination import entry as entry_module
-from safe_gpu.coordination import locks as locks_module
 from safe_gpu.coordination.directory import Directory
 from safe_gpu.coordination.entry import MOST_NAMES, Entries, Entry, is_alive, make_entry, remove_entry, sleep_until_dead
-from safe_gpu.coordination.held import keep_across_exec
 from safe_gpu.errors import StateDirError
+from safe_gpu.host import locks as locks_module
 from safe_gpu.host import procfs
+from safe_gpu.host.held import keep_across_exec
 
 USER = 4711
 CLAIM = {"gpus": {"GPU-a": None}, "pid": 1}

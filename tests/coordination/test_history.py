@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safe_gpu.coordination import history
 from safe_gpu.coordination.directory import Directory
 from safe_gpu.coordination.entry import Entries, Entry, make_entry
-from safe_gpu.coordination.held import Held
 from safe_gpu.host import procfs
+from safe_gpu.host.held import Held
 from safe_gpu.status.history import ClaimEnd, PastClaim, _line, claims_between
 
 NOW = 1_795_000_000.0  # in November 2026

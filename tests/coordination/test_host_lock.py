@@ -21,12 +21,12 @@ from safe_gpu.coordination.directory import Directory
 from safe_gpu.coordination.entry import make_entry
 from safe_gpu.coordination.holders import gpus_of_scope, living_claims
 from safe_gpu.coordination.host_lock import Host
-from safe_gpu.coordination.signals import DeferredSignals
 from safe_gpu.host import procfs
+from safe_gpu.host.signals import DeferredSignals
 
 HOLD = """
 from safe_gpu.coordination.host_lock import Host
-from safe_gpu.coordination.signals import DeferredSignals
+from safe_gpu.host.signals import DeferredSignals
 with DeferredSignals() as signals, Host() as host:
     host.look()
     with host.locked(None, signals):

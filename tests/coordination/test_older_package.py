@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from safe_gpu.coordination import older_package
-from safe_gpu.coordination.locks import ReadLock
 from safe_gpu.coordination.older_package import take_older_package_lock
-from safe_gpu.coordination.signals import DeferredSignals
 from safe_gpu.errors import LockTimeout, StateDirError, UnsatisfiableRequestError
+from safe_gpu.host.locks import ReadLock
+from safe_gpu.host.signals import DeferredSignals
 
 
 def take(deadline: float | None, logger: Any = logging) -> ReadLock | None:
@@ -106,8 +106,9 @@ def test_theirs_keeps_us_out_until_the_deadline(present: Path, child) -> None:
 
 OURS = """
 import logging, os, signal, sys, threading, time
-from safe_gpu.coordination import locks, older_package
-from safe_gpu.coordination.signals import DeferredSignals
+from safe_gpu.coordination import older_package
+from safe_gpu.host import locks
+from safe_gpu.host.signals import DeferredSignals
 older_package.LOCK_FILE = PATH
 def take(seconds=None):
     with DeferredSignals() as signals:

@@ -14,10 +14,10 @@ import pytest
 
 from safe_gpu.coordination import queue as queue_module
 from safe_gpu.coordination.entry import Entry, make_entry, said_by_this_process
-from safe_gpu.coordination.held import Held
 from safe_gpu.coordination.host_lock import Host
 from safe_gpu.coordination.queue import TicketRequest, Waiter, is_stopped, tickets_that_count, waiting_tickets
-from safe_gpu.coordination.signals import DeferredSignals
+from safe_gpu.host.held import Held
+from safe_gpu.host.signals import DeferredSignals
 
 ANY = frozenset({"GPU-0", "GPU-1"})
 OTHER = 4711
@@ -309,7 +309,7 @@ WAIT = """
 import os, time
 from safe_gpu.coordination.host_lock import Host
 from safe_gpu.coordination.queue import TicketRequest, Waiter
-from safe_gpu.coordination.signals import DeferredSignals
+from safe_gpu.host.signals import DeferredSignals
 host = Host()
 host.look()
 waiter = Waiter(host, TicketRequest(1, frozenset({"GPU-0"})), by_turns=False)
@@ -407,7 +407,7 @@ def test_a_signal_that_kills_unwinds_first(state_dir: Path, child: Any, number: 
     # The ticket is left inside, where the signal is caught; the process then dies of it as it would have.
     code = """
 import signal
-from safe_gpu.coordination.signals import unwind_on_signals
+from safe_gpu.host.signals import unwind_on_signals
 with unwind_on_signals():
     try:
         say("waiting"); signal.pause()
@@ -424,7 +424,7 @@ with unwind_on_signals():
 def test_a_handler_of_the_program_is_left_alone(child: Any) -> None:
     code = """
 import os, signal
-from safe_gpu.coordination.signals import unwind_on_signals
+from safe_gpu.host.signals import unwind_on_signals
 signal.signal(signal.SIGTERM, lambda *a: say("mine"))
 with unwind_on_signals():
     os.kill(os.getpid(), signal.SIGTERM)

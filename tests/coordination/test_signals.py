@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.coordination import signals
-from safe_gpu.coordination.signals import DeferredSignals, unwind_on_signals
+from safe_gpu.host import signals
+from safe_gpu.host.signals import DeferredSignals, unwind_on_signals
 
 NUMBERS = (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGTERM)
 

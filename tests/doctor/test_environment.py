@@ -64,6 +64,8 @@ VARIABLES, VISIBLE = "SAFE_GPU variables", "CUDA_VISIBLE_DEVICES"
         ("batch job", {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "passed", "rank 1 of 4"),
         ("batch job", {"JOB_ID": "12", "SGE_TASK_ID": "3", "SGE_ROOT": "/x"}, "passed", "sge:12.3"),
         ("batch job", {"SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "0,1"}, "passed", "2 GPUs asked for"),
+        ("batch job", {"SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "2,3", "CUDA_VISIBLE_DEVICES": "3"}, "passed", ""),
+        ("batch job", {"SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "2,3", "CUDA_VISIBLE_DEVICES": "0,1"}, "warning", "0,1"),
         ("OpenMP variables", {"OMP_PROC_BIND": "false", "KMP_AFFINITY": "disabled"}, "passed", "no variable"),
         ("OpenMP variables", {"OMP_PROC_BIND": "close"}, "warning", "close"),
         ("OpenMP variables", {"GOMP_CPU_AFFINITY": "0-3"}, "warning", "0-3"),

@@ -77,7 +77,7 @@ def test_network_file_systems(used: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 LOCKS = """
 from safe_gpu.coordination.host_lock import Host
-from safe_gpu.coordination.signals import DeferredSignals
+from safe_gpu.host.signals import DeferredSignals
 with DeferredSignals() as signals, Host() as host:
     host.look()
     with host.locked(None, signals):

@@ -17,7 +17,7 @@ from support.hostile import CLAIM, ENDING, ENTRY, FAULT, JUNK, NOW, TICKET, TRIC
 
 import safe_gpu
 from safe_gpu.coordination.history import file_names, month_of
-from safe_gpu.coordination.locks import lock
+from safe_gpu.host.locks import lock
 
 HELD = 4
 """GPUs of eight that a neighbour holds."""

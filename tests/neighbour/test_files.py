@@ -16,8 +16,8 @@ from support.claims import claim
 from safe_gpu.coordination import entry as entry_module
 from safe_gpu.coordination.directory import Directory
 from safe_gpu.coordination.entry import Entries, make_entry
-from safe_gpu.coordination.held import Held
 from safe_gpu.coordination.host_lock import Host
+from safe_gpu.host.held import Held
 
 NEIGHBOUR, VICTIM = 4711, 4712
 MANY = 60_000

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safe_gpu.coordination.locks import lock, unlock
+from safe_gpu.host.locks import lock, unlock
 
 CLAIM = {"v": 1, "pid": 4470, "start": 1, "gpus": {"GPU-x": None}, "parts": {}, "token": "", "inside": "", "since": 1.5}
 TICKET = {"v": 1, "pid": 4470, "nb_gpus": 1, "gpus": ["GPU-x"], "inside": "", "hold_for": None, "turn": 1.5}

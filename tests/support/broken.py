@@ -12,12 +12,13 @@ from safe_gpu.claim import look, queue_place
 from safe_gpu.claim import view as host_view
 from safe_gpu.claim.limits import ClaimsByUser
 from safe_gpu.claim.view import Polls
-from safe_gpu.coordination import directory, entry, held, locks, turns
+from safe_gpu.coordination import directory, entry, turns
 from safe_gpu.coordination.doors import Doors
 from safe_gpu.coordination.entry import Entries
 from safe_gpu.coordination.holders import Claims
 from safe_gpu.coordination.queue import Waiter
-from safe_gpu.coordination.signals import DeferredSignals
+from safe_gpu.host import held, locks
+from safe_gpu.host.signals import DeferredSignals
 from safe_gpu.selection import backfill, sharing, verdicts
 
 _take, _in_the_way, _see_closed = claims.Claim.take, look.Look._is_in_the_way, host_view.HostView.see_closed

@@ -51,7 +51,7 @@ def write_for_all(path: Path, content: str | bytes) -> None:
 def locked_host(path: Path | None = None) -> Iterator[Any]:
     """Hold host.lock of the state directory of this test, or of another one, with all claims and tickets seen."""
     from safe_gpu.coordination.host_lock import Host
-    from safe_gpu.coordination.signals import DeferredSignals
+    from safe_gpu.host.signals import DeferredSignals
 
     with DeferredSignals() as signals, Host(None if path is None else str(path)) as host:
         host.look()

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 
-from ..host import procfs
+from . import procfs
 
 _closed_in_children: "set[Held]" = procfs.lasting("closed_in_children", set())
 

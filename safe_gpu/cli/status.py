@@ -103,7 +103,7 @@ def _status(options: argparse.Namespace) -> int:
     if options.prometheus or options.html or options.free:
         warnings = (*status.broken, *status.warnings)
     elif options.json:
-        warnings = status.broken
+        warnings = (*status.broken, *filter(None, [status.shift]))
     for warning in warnings:
         say(f"warning: {warning}")
     if options.prometheus:

@@ -10,7 +10,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 from ..errors import LockTimeout, MissingPackageError, StateDirError
 from ..host import procfs
@@ -124,7 +124,7 @@ class Host:
             with ExitStack() as stack:
                 above = stack.enter_context(SharedDirectory(self.path))
                 try:
-                    claims = stack.enter_context(Directory(above, "claims"))
+                    claims = stack.enter_context(_claims_in(above))
                     queue = stack.enter_context(Directory(above, "queue"))
                 except StateDirError:
                     if above.is_removed():
@@ -175,6 +175,15 @@ class Host:
             way_out = ", which is stopped: continue" if procfs.is_stopped(pid) else ": try again,"
             what = f"is held by process {pid} of {user or 'unknown'} ({command}){way_out} or end it"
         return LockTimeout(f"{path} {what}", path=path, pid=pid, user=user, overloaded=overloaded)
+
+
+def _claims_in(above: SharedDirectory) -> Directory:
+    try:
+        return Directory(above, "claims", make=False)
+    except FileNotFoundError:  # the first claim here
+        with suppress(StateDirError):
+            Directory(above, "history").close()  # where status notes what it sees held
+        return Directory(above, "claims")
 
 
 def lock_file(fd: int, path: str) -> bool:

@@ -233,12 +233,11 @@ def _risks_for_root(environ: Mapping[str, str]) -> list[str]:
         f"{name}={environ[name]}: other users can change what root reads there; unset {name}, and start this with a "
         "clean environment"
         for name in given
-        if _is_risk(environ[name])
+        if _is_risk(environ[name], os.path.lexists(environ[name]))
     ]
 
 
 @cache  # every claim asks
-def _is_risk(path: str) -> bool:
+def _is_risk(path: str, there: bool) -> bool:
     """Return whether others can change what a path means, or, where it does not exist yet, make it."""
-    there = os.path.lexists(path)
     return bool(others_can_change(path if there else os.path.dirname(path.rstrip("/"))))

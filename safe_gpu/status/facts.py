@@ -150,6 +150,8 @@ class HostStatus:
         gpus: every device, in the driver's order, one vendor after the other.
         queue: the waiters, in order.
         warnings: sentences that say which facts are not known, and why.
+        shift: a sentence, if the indices in CUDA_VISIBLE_DEVICES of this process no longer mean the GPUs of the claim
+            around it; else "".
         doubt: as in :class:`~safe_gpu.gpus.devices.HostSnapshot`.
         max_gpus: how many GPUs each user who holds some or waits may hold, where the policy limits that.
         broken: sentences on the drivers that do not work, whose GPUs are missing here.
@@ -165,6 +167,7 @@ class HostStatus:
     gpus: tuple[GpuStatus, ...]
     queue: tuple[WaiterStatus, ...] = ()
     warnings: tuple[str, ...] = ()
+    shift: str = ""
     doubt: str = ""
     broken: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ..coordination.closed import all_windows, closed_now, find_admitted, ignored_closed
 from ..coordination.doors import Doors
 from ..coordination.faults import read_faults
-from ..coordination.holders import Claims, claims_now, heirs_of, holder_of, lives_here, living_claims
+from ..coordination.holders import Claims, claim_around, claims_now, heirs_of, holder_of, lives_here, living_claims
 from ..coordination.queue import TicketRequest, waiting_tickets
 from ..coordination.state_dir import remover_of, state_dir_path
 from ..coordination.turns import turn_of
@@ -22,6 +22,7 @@ from ..errors import NoDriverError, StateDirError
 from ..gpus.devices import MOST_SHARERS, Holder, ProcessKind, vendor_of
 from ..host import procfs
 from ..host.procfs import user_name
+from ..runtimes.visible_devices import stale_indices
 from ..selection.request import Selection
 from ..selection.sharing import promised, used_by_sharers, without_siblings
 from ..selection.verdicts import Rules, has_mps_clients, judge, recent_faults, room_for_shares, users_of, why_last
@@ -231,6 +232,7 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
             for place, (ticket, moments) in enumerate(expected, 1)
         ),
         warnings=tuple(found.warnings),
+        shift=_shift(snapshots, found.claims),
         doubt=next((snapshot.doubt for snapshot in snapshots if snapshot.doubt), ""),
         broken=tuple(broken),
         ignored=(*ignored_closed(), *found.ignored),
@@ -251,6 +253,16 @@ def _limits_of(uids: Iterable[int]) -> dict[int, Limits]:
 
 def _all_of(texts: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(filter(None, texts)))
+
+
+def _shift(snapshots: Iterable[HostSnapshot], claims: Claims) -> str:
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    around = claim_around(claims.living, os.environ.get("SAFE_GPU_SCOPE", "")) if value else None
+    if around is None:
+        return ""
+    order = os.environ.get("CUDA_DEVICE_ORDER")
+    of_it = (one for one in snapshots if any(one.by_uuid(uuid) is not None for uuid in around.gpus))
+    return next((stale_indices(value, order, around.gpus, one) for one in of_it), "")
 
 
 def _gpus(snapshot: HostSnapshot, found: HostFacts) -> Iterator[GpuStatus]:

@@ -84,7 +84,7 @@ def render(
     for window in windows_of(shown):
         lines += _warning(window, width, color)
     lines += _queue(shown, width, color, verbose, most_of_user)
-    for warning in (*filter(None, [status.doubt]), *status.broken, *status.ignored, *status.warnings):
+    for warning in (*filter(None, [status.shift, status.doubt]), *status.broken, *status.ignored, *status.warnings):
         lines += ["", *_warning(f"warning: {warning}", width, color)]
     return "\n".join(lines)
 

@@ -39,7 +39,7 @@ WRAP = CODE.format("wrap_command(['train'], gpu=0, mode=None, memory='preferred'
 ASK = """
 from safe_gpu.cli.hosts import ask, ssh_to
 try:
-    print(ask({}).err.decode())
+    print(ask({}).err)
 except OSError as err:
     print(err)
 """

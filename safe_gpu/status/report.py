@@ -179,10 +179,10 @@ def draw(place: str, form: str) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
+    os.chdir("/")  # before matplotlib is imported, which reads a matplotlibrc there
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    os.chdir("/")
     days = Days(*json.loads(Path(place, "days").read_bytes()))
     names = [date.fromisoformat(name) for name in days.names]
     with rc_context({"text.parse_math": False}), warnings.catch_warnings():  # a user's name is no formula

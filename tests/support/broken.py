@@ -12,7 +12,7 @@ from safe_gpu.claim import look, queue_place
 from safe_gpu.claim import view as host_view
 from safe_gpu.claim.limits import ClaimsByUser
 from safe_gpu.claim.view import Polls
-from safe_gpu.coordination import directory, entry, turns
+from safe_gpu.coordination import directory, entry
 from safe_gpu.coordination.doors import Doors
 from safe_gpu.coordination.entry import Entries
 from safe_gpu.coordination.holders import Claims
@@ -150,7 +150,7 @@ BROKEN: dict[str, list[tuple[Any, str, Any]]] = {
     "backfill": [(queue_place, "open_gpus", lambda request, ahead, free, *about: frozenset(free))],
     "promise": [(queue_place, "open_gpus", _without_dates)],  # who says for how long may pass all
     "old poll": [(Polls, "has_waited", property(lambda self: False, lambda self, value: None))],
-    "turns": [(turns, "turn_of_newcomer", lambda *about, **more: 0.5)],
+    "turns": [(queue_place, "turn_of_newcomer", lambda *about, **more: 0.5)],
     # Limits and shares
     "limit": [(ClaimsByUser, "own_limit", lambda *about: None)],
     "limit of others": [(ClaimsByUser, "_held_by", _counts_all)],

@@ -106,7 +106,12 @@ def remove(path: str, *, carry_out: bool) -> list[str]:
 def _rest(directory: SharedDirectory, part: str, carry_out: bool) -> set[str]:
     """Return the names that stay in a directory, and remove the others if that is to be."""
     names = directory.names()
-    gone = {name for name in names if re.fullmatch(_REMOVED[part], name) and not is_alive(directory, name)}
+    files = (name for name in names if re.fullmatch(_REMOVED[part], name) and _is_file(directory, name))
+    gone = {name for name in files if not is_alive(directory, name)}
     for name in gone if carry_out else ():
         os.unlink(name, dir_fd=directory.fd)
     return names - gone
+
+
+def _is_file(directory: SharedDirectory, name: str) -> bool:
+    return not stat.S_ISDIR(os.stat(name, dir_fd=directory.fd, follow_symlinks=False).st_mode)

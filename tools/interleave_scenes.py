@@ -12,8 +12,8 @@ from interleave_racer import Racer
 from support.stage import booked_twice, simulate
 
 import safe_gpu
+from safe_gpu.claim import queue_place
 from safe_gpu.coordination import older_package as legacy
-from safe_gpu.coordination import turns
 from safe_gpu.coordination.directory import PARTS
 from safe_gpu.coordination.holders import living_claims
 from safe_gpu.drivers.presets import PRESETS, preset
@@ -225,14 +225,14 @@ class Scene:
         if not self.users:
             return
 
-        turn_of_newcomer = turns.turn_of_newcomer
+        turn_of_newcomer = queue_place.turn_of_newcomer
 
         def said(*arguments: Any, **options: Any) -> float:
             turn = turn_of_newcomer(*arguments, **options)
             racer.say("turn", turn)
             return turn
 
-        turns.turn_of_newcomer = said
+        queue_place.turn_of_newcomer = said
         os.setresuid(*[_FIRST_USER + ord(self.users[racer.name])] * 3)
 
     @property

@@ -112,7 +112,12 @@ def parse_hold_for(hold_for: object, environ: Mapping[str, str], job: JobContext
         return HoldTime(_hold_seconds(hold_for, "hold_for"), said=True)
     if text := environ.get("SAFE_GPU_FOR"):
         return HoldTime(_hold_seconds(text, "SAFE_GPU_FOR"))
-    return HoldTime(end=_end_of(job))
+    now = time.time()
+    end: float | None = job.ends
+    if end is None and job.walltime is not None:
+        # The job began with its session. In a later session the end is estimated too late, which delays nobody.
+        end = now - (procfs.seconds_running(os.getsid(0)) or 0.0) + job.walltime
+    return HoldTime(end=end if end is not None and now < end <= now + _DAY else None)
 
 
 def _hold_seconds(value: object, name: str) -> float | None:
@@ -128,16 +133,6 @@ def _hold_seconds(value: object, name: str) -> float | None:
             f"{written} means {value} seconds? write {hours}, {minutes} or {short}", value=value
         )
     return seconds
-
-
-def _end_of(job: JobContext) -> float | None:
-    """Return when the batch job ends, Unix seconds; None if that is not known, past, or more than a day away."""
-    now = time.time()
-    end: float | None = job.ends
-    if end is None and job.walltime is not None:
-        # The job began with its session. In a later session the end is estimated too late, which delays nobody.
-        end = now - (procfs.seconds_running(os.getsid(0)) or 0.0) + job.walltime
-    return end if end is not None and now < end <= now + _DAY else None
 
 
 class _ByDefault(str):
@@ -270,7 +265,11 @@ def read_options(
     if affinity is not None or memory is not None:
         binding = parse_options(affinity, memory)
         binding_required = binding_required and not falls_back(affinity)
-    pause = _pause(debug_sleep)
+    pause = number_of(debug_sleep)
+    if not 0 <= pause < math.inf:  # time.sleep would refuse it after the claim
+        raise UnsatisfiableRequestError(
+            f"debug_sleep={debug_sleep!r} is not a number of seconds: pass 0 or a positive number", value=debug_sleep
+        )
     if placeholder_fn is not None and not callable(placeholder_fn):
         raise PlaceholderError(
             f"placeholder_fn={placeholder_fn!r} cannot be called: pass a function of the CUDA ordinal that returns "
@@ -311,14 +310,3 @@ def with_policy_limits(options: ClaimOptions) -> ClaimOptions:
     from .limits import quota_of
 
     return options._replace(quota=quota_of(path, options.logger.warning))
-
-
-def _pause(debug_sleep: object) -> float:
-    """Return the seconds of ``debug_sleep``. A value that ``time.sleep`` would refuse is refused here, before the claim
-    begins."""
-    seconds = number_of(debug_sleep)
-    if 0 <= seconds < math.inf:
-        return seconds
-    raise UnsatisfiableRequestError(
-        f"debug_sleep={debug_sleep!r} is not a number of seconds: pass 0 or a positive number", value=debug_sleep
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -150,7 +150,12 @@ def _refuse_other_processes(view: HostView, claim: Claim, snapshot: HostSnapshot
     for gpu in claim.gpus:
         before, now = claim.before.by_uuid(gpu.uuid), snapshot.by_uuid(gpu.uuid)
         if now is None or now.lost:
-            raise _lost(gpu, claim, snapshot, own)
+            raise NotEnoughGpusError(
+                f"the driver lost GPU {gpu.label} ({gpu.uuid}) while it was being claimed: everything was given back, "
+                "claim again to get another",
+                nb_gpus=len(claim.gpus),
+                verdicts=judge(snapshot, Selection(), claimed={}, own=own, describe=describe_process),
+            )
         if now.processes is None or before is None or before.processes is None:
             continue  # one of the two process lists failed, so they cannot be compared
         others = [process for process in now.processes if process.pid not in own]
@@ -168,33 +173,17 @@ def _refuse_other_processes(view: HostView, claim: Claim, snapshot: HostSnapshot
             own.add(hidden[0].pid)
             new = [process for process in new if process not in hidden]
         if new and not snapshot.shared_display:
-            raise _contended(gpu, new, claim, snapshot, own)
+            raise GpuContendedError(
+                f"{', '.join(map(_process_text, new))} started on GPU {gpu.label} ({gpu.uuid}) without safe_gpu, at "
+                "the same moment as this claim: everything was given back, claim again",
+                nb_gpus=len(claim.gpus),
+                verdicts=judge(snapshot, Selection(), claimed={}, own=own, describe=describe_process),
+                uuid=gpu.uuid,
+                processes=new,
+            )
 
 
-def _contended(
-    gpu: Gpu, others: list[GpuProcess], claim: Claim, snapshot: HostSnapshot, own: Collection[int]
-) -> GpuContendedError:
-    names = ", ".join(_process_text(process) for process in others)
-    return GpuContendedError(
-        f"{names} started on GPU {gpu.label} ({gpu.uuid}) without safe_gpu, at the same moment as this claim: "
-        "everything was given back, claim again",
-        nb_gpus=len(claim.gpus),
-        verdicts=judge(snapshot, Selection(), claimed={}, own=own, describe=describe_process),
-        uuid=gpu.uuid,
-        processes=others,
-    )
-
-
-def _lost(gpu: Gpu, claim: Claim, snapshot: HostSnapshot, own: Collection[int]) -> NotEnoughGpusError:
-    return NotEnoughGpusError(
-        f"the driver lost GPU {gpu.label} ({gpu.uuid}) while it was being claimed: everything was given back, claim "
-        "again to get another",
-        nb_gpus=len(claim.gpus),
-        verdicts=judge(snapshot, Selection(), claimed={}, own=own, describe=describe_process),
-    )
-
-
-def other_processes(view: HostView, gpu: Gpu) -> str:
+def _other_processes(view: HostView, gpu: Gpu) -> str:
     """Return the other processes on a GPU whose placeholder failed, for the message; "" if there is none."""
     try:
         (now,) = view.polls.driver.usage((gpu,))
@@ -213,7 +202,7 @@ def note_failure(view: HostView, claim: Claim, device_no: int, err: PlaceholderE
     """Return the error of a placeholder with the GPU and who else is on it. If the GPU itself is bad, that is noted for
     the claims to come, which take it last."""
     gpu = claim.gpus[device_no]
-    others = other_processes(view, gpu)
+    others = _other_processes(view, gpu)
     logger.error("Failed to acquire placeholder on GPU %s: %s", gpu.label, err)
     text = f"{err} [GPU {gpu.label}, {gpu.uuid}{others and f'; on it: {others}'}]"
     # cuInit looks at all visible GPUs and does not say which is bad.
@@ -277,7 +266,7 @@ def doubt_of_image(path: str) -> str:
 
 
 @cache  # every claim asks, and is told once
-def doubt_of_entries(path: str, user: int, *, doors: bool) -> str:
+def doubt_of_entries(path: str, *, doors: bool) -> str:
     """Return what a claim of this process is to be told of its entry; "" for nothing.
 
     A claim that has doors keeps its GPUs without its entry, in its own network namespace. Those of other processes
@@ -285,14 +274,13 @@ def doubt_of_entries(path: str, user: int, *, doors: bool) -> str:
 
     Args:
         path: the state directory.
-        user: uid of this process.
         doors: whether the claim has doors.
     """
-    uid = remover_of(path, user)
+    uid = remover_of(path, os.geteuid())
     if uid is None or (doors and file_systems.sees_network_devices()):
         return ""
     why = "this network namespace seems not to be the host's" if doors else "it has no doors"
-    ask = "as root" if user == 0 else "ask root to run"
+    ask = "as root" if os.geteuid() == 0 else "ask root to run"
     return (
         f"{procfs.user_name(uid)} can remove the entries of this claim in {procfs.printable(path)}, and nothing else "
         f"keeps others off its GPUs, since {why}: {ask}: {setup_command(path)}"

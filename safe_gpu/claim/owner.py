@@ -104,7 +104,8 @@ class PlaceholderSet:
             PlaceholderError: it cannot be made.
         """
         try:
-            with self._signals, self._passing():  # nothing comes between the context and its place in the list
+            # Nothing comes between the context and its place in the list.
+            with nullcontext() if type(self.make) is placeholders.NoPlaceholder else self._signals, self._passing():
                 self.placed.append(placeholders.allocate(self.make, len(self.placed)))
         except PlaceholderError as err:
             if not self._simulated:
@@ -171,6 +172,7 @@ class GPUOwner:
         self.binding: BindingReport | None = None
 
         self._pid = os.getpid()
+        self._forked = False
         self._asked = ""
         self._claim: Claim | None = None
         self._environment = ClaimVariables()
@@ -259,7 +261,7 @@ class GPUOwner:
 
         In a forked child it only clears this object, because the GPUs and contexts belong to the parent.
         """
-        self._signals.run_deferred(self._release.close)
+        self._signals.run_deferred(self._release_now)
 
     def keep_across_exec(self) -> None:
         """Keep the claim across exec(2), so that the command that this process executes holds the GPUs."""
@@ -270,7 +272,7 @@ class GPUOwner:
 
     def _take(self, view: HostView, options: ClaimOptions) -> Claim:
         """Take GPUs, and make them those that this process sees."""
-        said = said_by_this_process(options.job.job_label, options.command)
+        said = said_by_this_process(options.job.job_label, options.command, pid=self._pid)
         self._claim = claim = Claim(said, os.urandom(8).hex() if options.delegate else "")
         self._release.callback(claim.release)
         acquire(view, options, claim)
@@ -337,8 +339,12 @@ class GPUOwner:
 
     # Release
 
+    def _release_now(self) -> None:
+        self._forked = self._pid != os.getpid()
+        self._release.close()
+
     def _unless_forked(self, step: Callable[[], None]) -> None:
-        if self._pid == os.getpid():
+        if not self._forked:
             step()
 
     def _release_placeholders(self) -> None:

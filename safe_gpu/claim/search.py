@@ -166,7 +166,7 @@ def acquire(view: HostView, options: ClaimOptions, claim: Claim) -> None:
     path = state_dir_path()
     doubts = [doubt_of_image(path)]
     if not view.snapshot.shared_display:  # there doors keep nobody off
-        doubts.append(doubt_of_entries(path, os.geteuid(), doors=not claim.doors.are_open))
+        doubts.append(doubt_of_entries(path, doors=not claim.doors.are_open))
     for doubt in not_told_yet(doubts):
         options.logger.warning("%s", doubt)
 

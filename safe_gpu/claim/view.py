@@ -113,12 +113,11 @@ def near_nodes(driver: Driver) -> frozenset[int] | None:
     return nodes_of_cpus(cpus, driver)
 
 
-def own_pids_in(snapshot: HostSnapshot) -> set[int]:
+def own_pids_in(snapshot: HostSnapshot, pid: int) -> set[int]:
     """Return the pids under which the driver shows this process.
 
     A stored pid that the driver no longer shows is dropped, because another process may get it later.
     """
-    pid = os.getpid()
     shown = {process.pid for gpu in snapshot.gpus for process in gpu.processes or ()}
     driver_pids[pid] = driver_pids.get(pid, frozenset()) & shown
     return {pid, *driver_pids[pid]}
@@ -166,7 +165,8 @@ class HostView:
                 driver=driver.name,
             )
         self.visible_limit = limit = visible_limit_of(snapshot, request.nb_gpus, driver.runtime)
-        self.own = own_pids_in(snapshot)
+        self._pid = os.getpid()
+        self.own = own_pids_in(snapshot, self._pid)
         self.near = near_nodes(driver)
         self.unlisted = (
             unlisted_contexts(driver, snapshot, self.own) if limit is not None and limit.frozen else frozenset()
@@ -355,7 +355,7 @@ class HostView:
 
     def remember_own_pids(self) -> None:
         """Store the driver's pids of this process for its next claim."""
-        driver_pids[os.getpid()] = frozenset(self.own)
+        driver_pids[self._pid] = frozenset(self.own)
 
 
 def pids_of_around(around: Entry) -> tuple[int, ...]:

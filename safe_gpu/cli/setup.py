@@ -43,6 +43,7 @@ def _setup(options: argparse.Namespace) -> int:
     path, act = _checked(options.state_dir), not options.dry_run
     if act and not is_root():
         raise PolicyError("only root can set up a host: run it as root, or with --dry-run")
+    settings.read_anew()
     os.umask(0o022)  # all users are to read the settings
     if options.remove:
         _refuse_if_used(path)

@@ -354,15 +354,16 @@ def _said_always(pid: int) -> dict[str, Any]:
     return {"pid": pid, "start": started, "pidns": namespace, "host": os.uname().nodename}
 
 
-def said_by_this_process(job: str | None, command: str | None = None) -> dict[str, Any]:
+def said_by_this_process(job: str | None, command: str | None = None, *, pid: int | None = None) -> dict[str, Any]:
     """Return what an entry of this process says of it.
 
     Args:
         job: the batch job, for people.
         command: of what this process will execute, for people; None: of this process itself.
+        pid: of this process, where it is known.
     """
     return {
-        **_said_always(os.getpid()),
+        **_said_always(pid or os.getpid()),
         "job": procfs.well_formed(job or ""),
         "command": procfs.well_formed(command or own_command() or ""),
     }

@@ -246,9 +246,8 @@ def if_readable(path: str) -> Policy | None:
         return None
 
 
-@cache
 def host_values(path: str) -> Mapping[str, str]:
-    """Return the values of ``[host]`` in a file, read once in a process, which thus stays with one state directory.
+    """Return the values of ``[host]`` in a file.
 
     Raises:
         PolicyError: the file cannot be read, or a line of that section is wrong.

@@ -122,10 +122,7 @@ def policy_files(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 def policy_directory(environ: Mapping[str, str]) -> str:
     """Return the directory of root's files, which most hosts do not have."""
-    return _directory(policy_files(environ)[0])
-
-
-_directory = cache(lambda path: os.path.dirname(path) or ".")  # every claim asks several times
+    return os.path.dirname(policy_files(environ)[0]) or "."
 
 
 def existing_policy(environ: Mapping[str, str]) -> str | None:
@@ -147,14 +144,7 @@ def host_setting(key: str, variable: str, environ: Mapping[str, str]) -> str | N
     Raises:
         PolicyError: the file cannot be read, or a line of its section [host] is wrong.
     """
-    if given := environ.get(variable):
-        return given
-    path = existing_policy(environ)
-    if path is None:
-        return None
-    from .config import host_values
-
-    return host_values(path).get(key)
+    return environ.get(variable) or _values_for_host(environ).get(key)
 
 
 def known_hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -174,24 +164,43 @@ def setting_of_hosts(key: str, environ: Mapping[str, str]) -> str | None:
     Raises:
         PolicyError: a file cannot be read, or is wrong.
     """
-    from .config import host_values, values_of_user
+    from .config import values_of_user
 
     values = values_of_user(environ)
-    if key not in values and (path := existing_policy(environ)) is not None:
-        values = host_values(path)
-    return values.get(key)
+    return values[key] if key in values else _values_for_host(environ).get(key)
+
+
+_read: dict[tuple[str, ...], Mapping[str, str]] = {}
+
+
+def _values_for_host(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """Return root's settings for this host, read once in a process, which thus stays with one state directory."""
+    files = policy_files(environ)
+    if files not in _read:
+        path = existing_policy(environ)
+        if path is None:
+            return _read.setdefault(files, {})
+        from .config import host_values
+
+        _read[files] = host_values(path)
+    return _read[files]
+
+
+def read_anew() -> None:
+    """Let root's settings be read once more, by who changes them."""
+    _read.clear()
 
 
 def _differences(environ: Mapping[str, str]) -> list[str]:
     """Return where the environment differs from root's file: jobs, cron and sudo do not inherit it."""
-    path = existing_policy(environ)
-    if path is None:
+    values = _values_for_host(environ)
+    if not values:
         return []
-    from .config import HOST_KEYS, host_values
+    from .config import HOST_KEYS
 
-    pairs = ((HOST_KEYS[key], f"{key} = {value}", value) for key, value in host_values(path).items())
+    pairs = ((HOST_KEYS[key], f"{key} = {value}", value) for key, value in values.items())
     return [
-        f"{name}={environ[name]} counts, and {path} says {said}" + _QUEUES * (name == "SAFE_GPU_DIR")
+        f"{name}={environ[name]} counts, and {policy_file(environ)} says {said}" + _QUEUES * (name == "SAFE_GPU_DIR")
         for name, said, value in pairs
         if environ.get(name, value) not in ("", value)
     ]
@@ -228,16 +237,23 @@ _PATHS = ("SAFE_GPU_DIR", "SAFE_GPU_FSROOT", "SAFE_GPU_SIMULATED_DIR", f"{_FOR_T
 
 
 def _risks_for_root(environ: Mapping[str, str]) -> list[str]:
-    given = [name for name in _PATHS if environ.get(name, "").startswith("/")] if is_root() else []
+    given = [name for name in _PATHS if environ.get(name, "").startswith("/") and environ[name] not in _trusted]
+    if not given or not is_root():
+        return []
     return [
         f"{name}={environ[name]}: other users can change what root reads there; unset {name}, and start this with a "
         "clean environment"
         for name in given
-        if _is_risk(environ[name], os.path.lexists(environ[name]))
+        if _is_risk(environ[name])
     ]
 
 
-@cache  # every claim asks
-def _is_risk(path: str, there: bool) -> bool:
+_trusted: set[str] = set()  # every claim asks
+
+
+def _is_risk(path: str) -> bool:
     """Return whether others can change what a path means, or, where it does not exist yet, make it."""
-    return bool(others_can_change(path if there else os.path.dirname(path.rstrip("/"))))
+    if not others_can_change(path):
+        _trusted.add(path)
+        return False
+    return os.path.lexists(path) or bool(others_can_change(os.path.dirname(path.rstrip("/"))))

@@ -16,7 +16,7 @@ from support.stage import Stage, claims, let_go
 import safe_gpu
 from safe_gpu.cli.commands import main as safe_gpu_main
 from safe_gpu.coordination import older_package as legacy
-from safe_gpu.host import file_systems
+from safe_gpu.host import procfs
 
 GPUS = 8
 _SLEEPS = ("clock_nanosleep", "nanosleep", "pselect6", "select")
@@ -65,7 +65,7 @@ class First(Scene):
     first_use = True
 
     def prepare(self, line: Connection) -> None:
-        file_systems.file_system_at.cache_clear()
+        procfs.file_system_at.cache_clear()
 
 
 class Wait(Scene):

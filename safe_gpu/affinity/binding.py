@@ -117,14 +117,6 @@ def leave() -> None:
         _restore(_stack.pop())
 
 
-def undo() -> None:
-    """Restore the state before the first binding of this process. Safe to call twice."""
-    if _stack:
-        before = _stack[0]
-        _stack.clear()
-        _restore(before)
-
-
 def bind_process(
     cpus: Iterable[int] | None,
     memory_nodes: Iterable[int] = (),

@@ -221,7 +221,7 @@ def bind_node(node: int, *, cpus: bool = True, memory: str | None = None) -> Bin
 def bind_claim(
     gpus: Sequence[Gpu], driver: Driver, *, options: AffinityOptions | None, memory: str | None = None
 ) -> BindingReport:
-    """Call :func:`bind_near` for a claim: :func:`undo_binding` restores the state at the time of this call.
+    """Call :func:`bind_near` for a claim, at whose end ``binding.leave`` restores the state at the time of this call.
 
     Raises:
         GPUAffinityError: as for :func:`bind_near`; the earlier state has been restored then.
@@ -237,10 +237,6 @@ def bind_claim(
 def usable_cpus(topology: HostTopology) -> frozenset[int]:
     """Return this process's mask, where the topology is this host's; else all CPUs."""
     return original_mask() if topology.is_here else topology.cpus
-
-
-undo_binding = leave
-"""Restore every thread's mask and the memory policy as they were before the latest :func:`bind_claim`."""
 
 
 def nodes_of_cpus(cpus: Iterable[int], driver: Driver, fsroot: str | None = None) -> frozenset[int] | None:

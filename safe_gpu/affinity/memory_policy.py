@@ -68,28 +68,21 @@ def set_policy(policy: MemoryPolicy) -> MemoryPolicy:
     Raises:
         OSError: the kernel or a container's filter refuses.
     """
+    import ctypes
     import errno
 
+    words = (ctypes.c_ulong * (max(policy.nodes, default=0) // _WORD + 1))()
+    for node in policy.nodes:
+        words[node // _WORD] |= 1 << node % _WORD
+    # The kernel subtracts one from the number of bits that it is given.
+    bits = len(words) * _WORD + 1 if policy.nodes else 0
     try:
-        _set(policy)
+        _call(0, ctypes.c_int(policy.mode), words if bits else None, ctypes.c_ulong(bits))
         return policy
     except OSError as err:
         if policy.mode != _PREFERRED_MANY or err.errno != errno.EINVAL:
             raise
     return set_policy(MemoryPolicy(_PREFERRED, frozenset([min(policy.nodes)])))
-
-
-def _set(policy: MemoryPolicy) -> None:
-    import ctypes
-
-    if not policy.nodes:
-        _call(0, ctypes.c_int(policy.mode), None, ctypes.c_ulong(0))
-        return
-    words = (ctypes.c_ulong * (max(policy.nodes) // _WORD + 1))()
-    for node in policy.nodes:
-        words[node // _WORD] |= 1 << node % _WORD
-    # The kernel subtracts one from the number of bits that it is given.
-    _call(0, ctypes.c_int(policy.mode), words, ctypes.c_ulong(len(words) * _WORD + 1))
 
 
 def _call(which: int, *arguments: object) -> None:

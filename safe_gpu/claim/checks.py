@@ -21,7 +21,7 @@ from ..errors import (
     WrongDeviceError,
 )
 from ..gpus.devices import GpuFault
-from ..host import file_systems, procfs
+from ..host import procfs
 from ..host.procfs import describe_process
 from ..host.signals import DeferredSignals
 from ..runtimes.causes import blames_gpu
@@ -256,8 +256,8 @@ def doubt_of_image(path: str) -> str:
     above = path
     while not os.path.isdir(above):
         above = os.path.dirname(above)
-    kind, point = file_systems.file_system_at(above, os.stat(above).st_dev)
-    if point != "/" or kind not in _OF_IMAGES or file_systems.sees_network_devices():
+    kind, point = procfs.file_system_at(above, os.stat(above).st_dev)
+    if point != "/" or kind not in _OF_IMAGES or procfs.sees_network_devices():
         return ""
     return (
         f"the state directory {procfs.printable_lines(path)} belongs to this container, and claims outside it are not "
@@ -277,7 +277,7 @@ def doubt_of_entries(path: str, *, doors: bool) -> str:
         doors: whether the claim has doors.
     """
     uid = remover_of(path, os.geteuid())
-    if uid is None or (doors and file_systems.sees_network_devices()):
+    if uid is None or (doors and procfs.sees_network_devices()):
         return ""
     why = "this network namespace seems not to be the host's" if doors else "it has no doors"
     ask = "as root" if os.geteuid() == 0 else "ask root to run"

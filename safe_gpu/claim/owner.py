@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..affinity.cpu_shares import bind_claim, undo_binding
+from ..affinity.binding import leave
+from ..affinity.cpu_shares import bind_claim
 from ..coordination.entry import said_by_this_process
 from ..drivers import opened_driver
 from ..errors import AlreadyClaimedError, CudaInitializedError, GPUAffinityError, PlaceholderError
@@ -326,7 +327,7 @@ class GPUOwner:
 
         try:
             self.binding = bind_claim(self.gpus, driver, options=options.binding, memory=options.memory)
-            self._release.callback(self._unless_forked, undo_binding)
+            self._release.callback(self._unless_forked, leave)
             self.cpus = set(self.binding.cpus)
             if self.share is not None and options.binding is not None and options.binding.mode in _DIVIDING:
                 note = "every claim that shares these GPUs gets the same CPUs"

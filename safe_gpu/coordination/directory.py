@@ -14,8 +14,8 @@ from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
 from ..errors import StateDirError
-from ..host.file_systems import NETWORK_TYPES, file_system_at
 from ..host.held import Held
+from ..host.procfs import NETWORK_TYPES, file_system_at
 from .state_dir import refusal, refusal_of_error, refusal_of_status
 
 PARTS = ("claims", "queue", "faults", "history")

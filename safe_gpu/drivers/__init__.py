@@ -23,7 +23,7 @@ from .presets import preset as find_preset
 if TYPE_CHECKING:
     from .base import Driver
 
-__all__ = ["may_be_several", "meant_vendor", "open_driver", "open_drivers", "opened_driver"]
+__all__ = ["meant_vendor", "open_driver", "open_drivers", "opened_driver"]
 
 # The drivers, with the vendor of those whose GPUs are all of one.
 _KINDS = {"auto": None, **{name: key for key, vendor in VENDORS.items() for name in vendor.drivers}, "simulated": None}
@@ -85,14 +85,6 @@ def open_drivers() -> tuple[list[Driver], list[str]]:
 
         return [SimulatedDriver(preset, vendor=vendor) for vendor in find_preset(preset).vendors], []
     return [open_driver()], []
-
-
-def may_be_several() -> bool:
-    """Return whether :func:`open_drivers` may open more than one driver. It opens none."""
-    kind, preset = _parsed(None)
-    if kind == "simulated":
-        return len(find_preset(preset).vendors) > 1
-    return kind == "auto" and _may_have_others()
 
 
 def _parsed(name: str | None) -> tuple[str, str]:

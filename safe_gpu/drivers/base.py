@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..topology.host import HostTopology
 
 
-class Driver(Protocol):
+class Driver:
     """A source of truth about GPUs. Chosen in one place, ``drivers.open_driver``.
 
     A driver may be used by one process only (NVML handles do not survive fork); implementations notice a fork and open
@@ -21,16 +21,14 @@ class Driver(Protocol):
     here answer for a driver that reads the kernel's files, cannot tell more, and keeps nothing open.
     """
 
-    @property
-    def name(self) -> str:
-        """``nvml``, ``nvidia-smi``, ``kfd`` or ``simulated:PRESET``."""
+    name: str
+    """``nvml``, ``nvidia-smi``, ``kfd`` or ``simulated:PRESET``."""
 
     is_simulated: bool = False
     """Whether there are no such GPUs."""
 
-    @property
-    def runtime(self) -> Runtime:
-        """The library through which programs use its GPUs."""
+    runtime: Runtime
+    """The library through which programs use its GPUs."""
 
     def snapshot(self) -> HostSnapshot:
         """Poll every GPU of the host, whatever CUDA_VISIBLE_DEVICES says. May take seconds on a troubled host.
@@ -38,6 +36,7 @@ class Driver(Protocol):
         It holds what decides whether a GPU is free. Utilisation and NVLink may be missing, and so may processes that
         only draw, but never where memory in use would be unexplained without them.
         """
+        raise NotImplementedError
 
     def usage(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
         """Ask again about some devices of an earlier poll: the narrow question of a claim that holds them.

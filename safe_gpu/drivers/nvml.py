@@ -61,7 +61,8 @@ _FUNCTION_NOT_FOUND = 13
 _UNKNOWN = 999
 _SESSION_OVER = frozenset({1, 9, 18})  # uninitialised, driver not loaded, versions differ
 _NO_SUCH_DEVICE = frozenset({2, 6})  # invalid argument, not found
-_ABSENT = frozenset({3, 13, 25, 26})  # not supported, function not found, argument version, deprecated
+# No answer here, now or ever: not supported, function not found, argument version, deprecated.
+_ABSENT = frozenset({3, 13, 25, 26})
 _GPU_LOST = frozenset({15, 16, 28})  # lost, needs a reset, GPU not found
 
 _NO_DRIVER = {
@@ -98,11 +99,6 @@ class _SessionOver(_Trouble):
 
 class _Fault(_Trouble):
     """A question that was not answered."""
-
-    @property
-    def is_absent(self) -> bool:
-        """Whether it has no answer here, now or ever."""
-        return self.code in _ABSENT
 
 
 def _pynvml() -> Any:
@@ -200,7 +196,7 @@ class _Session:
                     found += [(kind, row) for row in rows]
                     break
                 except _Fault as fault:
-                    if not fault.is_absent or (version, kind) == ("_v2", ProcessKind.COMPUTE):
+                    if fault.code not in _ABSENT or (version, kind) == ("_v2", ProcessKind.COMPUTE):
                         raise
         return found
 
@@ -219,13 +215,13 @@ class _Session:
             mute = fault
         if parent is not None:
             rows = list(self._of_instance(handle, rows, unplaced=True))
-            if mute is None or mute.is_absent:
+            if mute is None or mute.code in _ABSENT:
                 with suppress(_Fault):
                     rows += self._of_instance(handle, self.rows(parent, kinds), unplaced=mute is not None)
                     mute = None
         if mute is not None:
             what = f"the driver does not list its processes: {mute}"
-            return {"processes": None, "process_error": what, "processes_supported": not mute.is_absent}
+            return {"processes": None, "process_error": what, "processes_supported": mute.code not in _ABSENT}
         listed = (GpuProcess(row.pid, kind, row.usedGpuMemory, self._name(row.pid)) for kind, row in rows)
         return {"processes": own_namespace_pids(listed), "process_error": "", "processes_supported": True}
 

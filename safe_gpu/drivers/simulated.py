@@ -141,32 +141,24 @@ class SimulatedDriver(Driver):
             ``simulated`` in the state directory. It is made when the first process comes.
         vendor: whose GPUs it has, on a host with those of several; None: of the first there.
 
+    Attributes:
+        idle: the host with nobody on it.
+
     Raises:
         UnsatisfiableRequestError: no such preset. StateDirError: a relative path.
     """
+
+    is_simulated = True
 
     def __init__(self, preset: str, state_dir: str | None = None, *, vendor: str | None = None) -> None:
         self._host = find_preset(preset).of(vendor)
         self._place = (*_tree_of(state_dir), self._host.name)
         prefix = simulated_tree(os.path.join(*self._place[:-1]))
         gpus = self._host.gpus
-        self._idle = HostSnapshot(gpus, self.name, VENDORS[gpus[0].vendor].version, prefix)
-        self._by_uuid = {gpu.uuid: gpu for gpu in self._idle.gpus}
-
-    is_simulated = True
-
-    @property
-    def name(self) -> str:
-        return f"simulated:{self._host.name}"
-
-    @property
-    def runtime(self) -> SimulatedRuntime:
-        return SimulatedRuntime(self)
-
-    @property
-    def idle(self) -> HostSnapshot:
-        """The host with nobody on it; asks nothing."""
-        return self._idle
+        self.name = f"simulated:{self._host.name}"
+        self.runtime = SimulatedRuntime(self)
+        self.idle = HostSnapshot(gpus, self.name, VENDORS[gpus[0].vendor].version, prefix)
+        self._by_uuid = {gpu.uuid: gpu for gpu in gpus}
 
     def snapshot(self) -> HostSnapshot:
         """Poll: the host with the processes that live now.
@@ -176,8 +168,8 @@ class SimulatedDriver(Driver):
         """
         usage = self._usage(self._by_uuid)
         if not usage:
-            return self._idle
-        return self._idle.updated(self._used(self._by_uuid[uuid], used) for uuid, used in usage.items())
+            return self.idle
+        return self.idle.updated(self._used(self._by_uuid[uuid], used) for uuid, used in usage.items())
 
     def usage(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
         """Return these devices with the processes that live now; the same errors as :meth:`snapshot`."""
@@ -273,10 +265,10 @@ class SimulatedDriver(Driver):
 
     def visible(self) -> tuple[str, ...]:
         """Return the UUIDs that CUDA would show this process now, by ordinal, as its environment says."""
-        visible_limit = read_visible(os.environ, self._idle)
+        visible_limit = read_visible(os.environ, self.idle)
         if visible_limit is not None:
             return visible_limit.uuids
-        return tuple(gpu.uuid for gpu in self._idle.gpus if not gpu.unusable)
+        return tuple(gpu.uuid for gpu in self.idle.gpus if not gpu.unusable)
 
     def cpu_affinity(self, uuid: str, scope: str) -> frozenset[int] | None:
         gpu = self._by_uuid.get(uuid)

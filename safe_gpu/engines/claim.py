@@ -180,7 +180,6 @@ class ClusterClaim:
             HolderLostError: the process that held a host's GPUs has exited, so the claim on that host is lost.
             UnsatisfiableRequestError: the claim was released.
         """
-        self._check_unreleased()
         self._check(self.gpus)
 
     def release(self) -> None:
@@ -201,7 +200,6 @@ class ClusterClaim:
         """Return the GPU itself, if it belongs to this claim and is still held."""
         if gpu not in self.gpus:
             raise UnsatisfiableRequestError(f"{gpu!r} is not a GPU of {self!r}: pass one of claim.gpus", value=gpu)
-        self._check_unreleased()
         self._check((gpu,))
         return gpu
 
@@ -210,6 +208,7 @@ class ClusterClaim:
             raise UnsatisfiableRequestError(f"{self!r} holds nothing any more: claim again")
 
     def _check(self, gpus: Sequence[ClusterGpu]) -> None:
+        self._check_unreleased()
         with self._calls:
             _, lost = _ask(dict.fromkeys(self._holders[gpu] for gpu in gpus), ANSWER_LIMIT, "ping")
         if lost is not None:

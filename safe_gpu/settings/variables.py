@@ -113,11 +113,9 @@ def policy_files(environ: Mapping[str, str]) -> tuple[str, ...]:
     simulated.
     """
     given = environ.get("SAFE_GPU_POLICY")
-    if not given:
-        return HOST_FILES
-    if not is_simulated(environ) and os.path.lexists(os.path.dirname(HOST_FILES[0])):
-        return (given,) if is_root() else HOST_FILES
-    return (given,)
+    if given and (is_simulated(environ) or is_root() or not os.path.lexists(os.path.dirname(HOST_FILES[0]))):
+        return (given,)
+    return HOST_FILES
 
 
 def policy_directory(environ: Mapping[str, str]) -> str:

@@ -41,16 +41,13 @@ _NAMES = {
 
 
 class Node(NamedTuple):
-    """One GPU node. ``properties`` is empty if its file is missing or malformed."""
+    """One GPU node. ``path`` is where its files are, below the root. ``properties`` is empty if its file is missing or
+    malformed."""
 
     number: int
+    path: str
     gpu_id: int
     properties: dict[str, int]
-
-    @property
-    def path(self) -> str:
-        """Where its files are, below the root."""
-        return f"{_NODES}/{self.number}"
 
 
 class Device(NamedTuple):
@@ -133,7 +130,7 @@ def _gpu_nodes(files: Files) -> Iterator[Node]:
         gpu_id = files.number(f"{path}/gpu_id")
         if gpu_id == 0 or properties.get("simd_count") == 0 or (gpu_id is None and not properties):
             continue  # CPUs only
-        yield Node(number, gpu_id or 0, properties if gpu_id and "simd_count" in properties else {})
+        yield Node(number, path, gpu_id or 0, properties if gpu_id and "simd_count" in properties else {})
 
 
 def _place(files: Files, node: Node) -> tuple[str, int]:

@@ -15,7 +15,7 @@ from affinity.conftest import MASK, InChild, needs_known_calls, needs_two_cpus, 
 
 from safe_gpu.affinity import binding as binding_module
 from safe_gpu.affinity import memory_policy
-from safe_gpu.affinity.binding import PartReport, bind_process, enter, leave, original_mask, undo
+from safe_gpu.affinity.binding import PartReport, bind_process, enter, leave, original_mask
 from safe_gpu.errors import GPUAffinityError
 
 
@@ -52,7 +52,7 @@ def test_every_thread_moves_and_comes_back_to_its_own_mask(in_child: InChild) ->
         bind_process({first})
         seen.append(masks())
         start = original_mask()
-        undo()
+        leave()
         seen.append(masks())
         done.set()
         return report, start, *seen
@@ -90,7 +90,7 @@ def test_threads_that_are_born_meanwhile(in_child: InChild) -> None:
         for cpu in MASK[:2] * 2:
             report = bind_process({cpu})
             right = right and report.ok and set(map(frozenset, masks().values())) == {frozenset([cpu])}
-        undo()
+        leave()
         right = right and set(map(frozenset, masks().values())) == {frozenset(MASK)}
         stop.set()
         for breeder in breeders:
@@ -109,13 +109,13 @@ def test_moments_that_can_be_come_back_to(in_child: InChild) -> None:
         bind_process({MASK[0]})
         enter()
         bind_process({MASK[1]})
-        for step in (lambda: None, leave, undo, undo, leave):
+        for step in (lambda: None, leave, leave, leave):
             step()
             seen += [os.sched_getaffinity(0), set(original_mask())]
         return seen
 
     everything = set(MASK)
-    assert in_child(child) == [{MASK[1]}, everything, {MASK[0]}, everything, *[everything] * 6]
+    assert in_child(child) == [{MASK[1]}, everything, {MASK[0]}, everything, *[everything] * 4]
 
 
 @needs_two_cpus
@@ -128,7 +128,7 @@ def test_a_forked_worker_starts_from_the_original_mask(in_child: InChild) -> Non
         def worker() -> tuple[Any, ...]:
             inherited = os.sched_getaffinity(0)
             mine = bind_process({MASK[1]}).cpus
-            undo()
+            leave()
             return inherited, mine, os.sched_getaffinity(0)
 
         return (*in_child(worker), os.sched_getaffinity(0))
@@ -217,7 +217,7 @@ def test_memory_policy_is_set_inherited_and_given_back(in_child: InChild, memory
         now = memory_policy.get_policy()
         maps = subprocess.run(["cat", "/proc/self/numa_maps"], check=True, capture_output=True, text=True).stdout
         bind_process(None, [memory_node], "bind")
-        undo()
+        leave()
         return report, now, maps, before == memory_policy.get_policy()
 
     report, now, maps, restored = in_child(child)
@@ -246,7 +246,7 @@ def test_a_container_that_refuses_memory_policies(in_child: InChild, number: int
     def child() -> tuple[Any, ...]:
         refuse_memory_policies(number)
         report = bind_process({MASK[0]}, [0], "bind")
-        undo()
+        leave()
         return report, os.sched_getaffinity(0)
 
     report, after = in_child(child)
@@ -269,11 +269,11 @@ def test_preferred_on_several_nodes(
 ) -> None:
     """MPOL_PREFERRED_MANY is of Linux 5.15; before, EINVAL: then the lowest node alone."""
 
-    def kernel(policy: memory_policy.MemoryPolicy) -> None:
-        if policy.mode == 5 and not kernel_knows_many:
+    def kernel(call: int, mode: Any, *nodes: Any) -> None:
+        if mode.value == 5 and not kernel_knows_many:
             raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr(memory_policy, "_set", kernel)
+    monkeypatch.setattr(memory_policy, "_call", kernel)
     monkeypatch.setattr(binding_module, "get_policy", lambda: None)  # it cannot be read back
     report = in_child(lambda: bind_process(None, [0, 1], "preferred"))  # where no thread is older
     assert (report.memory.done, report.as_asked) == (nodes, kernel_knows_many)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from safe_gpu.affinity import binding
-from safe_gpu.affinity.binding import bind_process
+from safe_gpu.affinity.binding import bind_process, leave
 from safe_gpu.affinity.cpu_shares import (
     bind_claim,
     bind_near,
@@ -18,7 +18,6 @@ from safe_gpu.affinity.cpu_shares import (
     memory_nodes,
     nodes_of_cpus,
     split_share,
-    undo_binding,
     with_memory,
 )
 from safe_gpu.affinity.options import MODES, AffinityOptions
@@ -168,7 +167,7 @@ def test_a_claim_is_bound_and_given_back(small_host: Any, fake_driver: Any, in_c
             report = bind_claim(chosen, driver, options=AffinityOptions(mode=mode))
             assert report.remote == bool(report.notes) != report.as_asked
             seen.append((os.sched_getaffinity(0), report.notes))
-            undo_binding()
+            leave()
         return (*seen, os.sched_getaffinity(0))
 
     one, two, both, remote, after = in_child(child)

@@ -24,8 +24,8 @@ from safe_gpu.claim import search
 from safe_gpu.coordination.doors import Doors, digest
 from safe_gpu.coordination.holders import living_claims
 from safe_gpu.drivers.presets import preset
-from safe_gpu.host import file_systems
-from safe_gpu.host.file_systems import FileSystem
+from safe_gpu.host import procfs
+from safe_gpu.host.procfs import FileSystem
 
 UUIDS = [gpu.uuid for gpu in preset("dgx-a100").gpus]
 CLAIM = """
@@ -222,8 +222,8 @@ def test_from_another_namespace(host: Path) -> None:
 def test_a_container_without_the_network_of_the_host_is_told_once(
     host: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, kind: str, point: str, network: bool, told: bool
 ) -> None:
-    monkeypatch.setattr(file_systems, "file_system_at", lambda path, device: FileSystem(kind, point))
-    monkeypatch.setattr(file_systems, "sees_network_devices", lambda: network)
+    monkeypatch.setattr(procfs, "file_system_at", lambda path, device: FileSystem(kind, point))
+    monkeypatch.setattr(procfs, "sees_network_devices", lambda: network)
     monkeypatch.setattr(warnings, "_told", set())
     warnings.doubt_of_image.cache_clear()
     claim(1).release_gpus()

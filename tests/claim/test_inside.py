@@ -12,7 +12,7 @@ import pytest
 
 import safe_gpu
 from safe_gpu import GPUOwner, NoPlaceholder, WrongDeviceError
-from safe_gpu.affinity.binding import undo
+from safe_gpu.affinity.binding import leave
 from safe_gpu.claim.worker import check_expected_gpu
 from safe_gpu.errors import HolderLostError
 
@@ -135,7 +135,7 @@ def test_status_and_bind_notice_it(shell: Any, fake_gpus: Any, command: Any) -> 
 def unbound() -> Iterator[None]:
     """Undo the binding of this process after the test."""
     yield
-    undo()
+    leave()
 
 
 def test_bind_in_python_notices_it(host: Any, unbound: None) -> None:

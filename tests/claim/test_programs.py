@@ -216,7 +216,7 @@ def test_a_notebook_is_named(child: Any, tmp_path: Path) -> None:
 def test_a_kernel_that_can_have_other_gpus_only_anew_is_told_so(
     host: Any, ground: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host.cuda = True
+    host.ask_cuda()
     monkeypatch.setattr(CudaLibrary, "visible_if_initialized", lambda self: (host.uuids[0],))
     monkeypatch.setattr(CudaLibrary, "contexts", lambda self: frozenset())
     ground.hold(0)

@@ -20,7 +20,7 @@ from safe_gpu.coordination import directory as directory_module
 from safe_gpu.coordination.directory import HOST_LOCK, OPEN_FILE, PARTS, Directory, SharedDirectory, make_directory
 from safe_gpu.coordination.state_dir import state_dir_path
 from safe_gpu.errors import StateDirError
-from safe_gpu.host.file_systems import FileSystem, file_system_of
+from safe_gpu.host.procfs import FileSystem, file_system_of
 
 FIRST, SECOND = 54321, 54322
 

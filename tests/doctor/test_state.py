@@ -14,7 +14,7 @@ from safe_gpu.coordination import older_package as older
 from safe_gpu.coordination.doors import Doors, digest
 from safe_gpu.doctor import CheckedHost, state
 from safe_gpu.host import procfs
-from safe_gpu.host.file_systems import FileSystem
+from safe_gpu.host.procfs import FileSystem
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give files away and to act as other users")
 

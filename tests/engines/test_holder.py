@@ -17,7 +17,7 @@ from safe_gpu import (
     UnsatisfiableRequestError,
     get_free_gpus,
 )
-from safe_gpu.affinity.binding import undo
+from safe_gpu.affinity.binding import leave
 from safe_gpu.drivers.presets import preset
 from safe_gpu.engines.holder import ClaimArguments, HolderProcess, HostReport, enter_worker
 
@@ -199,8 +199,8 @@ def test_a_worker_is_moved_or_says_why_not() -> None:
         assert "bound" in enter_worker([cpu], None, None)
         assert os.sched_getaffinity(0) == {cpu}
     finally:
-        undo()
+        leave()
     assert enter_worker([], None, None) == "not bound"
     assert enter_worker([max(mask) + 4096], None, None).startswith("not bound: ")
-    undo()
+    leave()
     assert os.sched_getaffinity(0) == mask

@@ -70,7 +70,7 @@ def test_a_name_of_a_process_says_nothing_else_of_it(as_user: Callable[..., Any]
 MOUNTS = r"""
 import ctypes, json, mmap, os, sys
 from safe_gpu.affinity.placement import placement
-from safe_gpu.host.file_systems import file_system_of
+from safe_gpu.host.procfs import file_system_of
 libc = ctypes.CDLL(None, use_errno=True)
 if libc.unshare(0x20000) or libc.mount(b"none", b"/", None, 0x44000, None):  # CLONE_NEWNS, MS_REC | MS_PRIVATE
     print("cannot", flush=True), os._exit(0)

@@ -18,7 +18,7 @@ from safe_gpu.claim import checks
 from safe_gpu.coordination import history
 from safe_gpu.coordination.doors import Doors
 from safe_gpu.errors import StateDirError
-from safe_gpu.host import file_systems
+from safe_gpu.host import procfs
 
 from .conftest import exchange
 
@@ -195,7 +195,7 @@ def test_a_claim_whose_entry_alone_counts_says_once_who_can_remove_it(
 
     monkeypatch.setattr(checks, "_told", set())
     if not why:
-        monkeypatch.setattr(file_systems, "sees_network_devices", lambda: True)
+        monkeypatch.setattr(procfs, "sees_network_devices", lambda: True)
     elif "doors" in why:
         monkeypatch.setattr(Doors, "take_whole", refuse)
     with own_network():

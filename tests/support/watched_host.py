@@ -47,16 +47,15 @@ class Host(SimulatedDriver):
         super().__init__(preset)
         self.stranger_pid = stranger_pid
         self.polls = 0
-        self.cuda = False
         self.events: list[str] = []
         self.edits: dict[str, dict[str, Any]] = {}
         self.on_poll: Callable[[int], object] = lambda number: None
         self.on_event: Callable[[str], object] = lambda event: None
         self.strangers: list[SimulatedContext] = []
 
-    @property
-    def runtime(self) -> Any:
-        return RuntimeOnSimulatedGpus(self) if self.cuda else super().runtime
+    def ask_cuda(self) -> None:
+        """From now on CUDA is asked about the devices; here it sleeps."""
+        self.runtime: Any = RuntimeOnSimulatedGpus(self)
 
     @property
     def uuids(self) -> list[str]:
@@ -105,7 +104,7 @@ class Spies:
     def __init__(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         self.host = host
         self.released: list[str] = []
-        host.cuda = True  # so that CUDA is asked about the devices; here it sleeps
+        host.ask_cuda()
         event = host.event
 
         genuine_locked = host_lock.Host.locked

@@ -28,25 +28,14 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, **{"width": min(columns(), 80) - 2, **options})
 
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        # The value once, not after each of the names: -n N, --gpus N.
-        if not action.option_strings or action.nargs == 0:
-            return super()._format_action_invocation(action)
-        value = self._format_args(action, self._get_default_metavar_for_optional(action))
-        return f"{', '.join(action.option_strings)} {value}"
-
 
 class Parser(argparse.ArgumentParser):
     """argparse, with ``-5s`` taken for the value that it is, no abbreviations, and suggestions for what is unknown."""
 
     def __init__(self, **options: Any) -> None:
-        options.update(formatter_class=_Formatter, allow_abbrev=False, add_help=False)
+        options.update(formatter_class=_Formatter, allow_abbrev=False)
         super().__init__(**options)
         self._negative_number_matcher = re.compile(r"-([0-9.].*|inf)$")
-
-    def add_help_option(self) -> None:
-        """Add ``--help`` at the end, where it is no group of its own."""
-        self._action_groups[-1].add_argument("-h", "--help", action="help", help="show this help and exit")
 
     def error(self, message: str) -> NoReturn:
         name, colon, rest = message.partition(": ")
@@ -176,22 +165,18 @@ _NOT_OF_CLAIMS = ("handler", "command", "words", "host", "pending", "usage_error
 
 
 def claim_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of a command that asks for GPUs as keyword arguments of a claim, which have the same names."""
-    given = {name: value for name, value in vars(options).items() if name not in _NOT_OF_CLAIMS}
-    return {**given, "timeout": timeout_of(options)}
+    """Return the options of a command that asks for GPUs as keyword arguments of a claim, which have the same names.
 
-
-def timeout_of(options: argparse.Namespace) -> float | None:
-    """Return the seconds to wait: ``--timeout``, else SAFE_GPU_TIMEOUT; None waits without limit, as by default.
+    Without ``--timeout`` the claim waits as long as SAFE_GPU_TIMEOUT says, else without limit.
 
     Raises:
         UnsatisfiableRequestError: the variable makes no sense.
     """
-    if hasattr(options, "timeout"):
-        timeout: float | None = options.timeout
-        return timeout
-    text = os.environ.get("SAFE_GPU_TIMEOUT")
-    return parse_duration(text, "SAFE_GPU_TIMEOUT") if text else None
+    given = {name: value for name, value in vars(options).items() if name not in _NOT_OF_CLAIMS}
+    if "timeout" not in given:
+        text = os.environ.get("SAFE_GPU_TIMEOUT")
+        given["timeout"] = parse_duration(text, "SAFE_GPU_TIMEOUT") if text else None
+    return given
 
 
 def hosts_of_option(text: str) -> tuple[str, ...]:

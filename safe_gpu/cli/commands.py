@@ -10,8 +10,7 @@ from .. import __version__, errors
 from ..errors import SafeGpuError
 from ..wording.text import on_command_line
 from .arguments import Parser, unknown_command, unknown_option
-from .become import CommandError
-from .output import drop, drop_errors, open_standard_streams, say, why_unwritten
+from .output import CommandError, drop, drop_errors, open_standard_streams, say, why_unwritten
 
 # sysexits.h, where it has a fitting one.
 EX_SOME_HOSTS = 1
@@ -33,8 +32,6 @@ _EXIT_CODES: dict[int, type[SafeGpuError] | tuple[type[SafeGpuError], ...]] = {
     EX_NEVER: (errors.UnsatisfiableRequestError, errors.GPUAffinityError, errors.PolicyError),
     EX_SOFTWARE: SafeGpuError,
 }
-
-_OF_THE_HOST = (EX_NO_DRIVER, EX_SOFTWARE, EX_STATE_DIR)
 
 # The module of each has ``configure_NAME(parser)``, which sets the options and the handler.
 COMMANDS = {
@@ -103,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _for_scheduler(code: int, options: argparse.Namespace | None) -> int:
     """Return the exit code, or the one of ``run --refused-exit`` or root's file in its place where the host is to
     blame."""
-    if code not in _OF_THE_HOST or options is None or not hasattr(options, "refused_exit"):
+    if code not in (EX_NO_DRIVER, EX_SOFTWARE, EX_STATE_DIR) or options is None or not hasattr(options, "refused_exit"):
         return code
     from ..settings.variables import host_setting
 
@@ -120,12 +117,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         SystemExit: a usage error, or help or the version was printed.
     """
     first, *rest = arguments or ["--help"]
+    if first == "help" and rest:
+        first, rest = rest[0], ["--help"]
     if first in COMMANDS:
         return _parse_command(first, rest)
-    if first == "help" and rest:
-        first, *rest = rest
-        if first in COMMANDS:
-            return parser_of(first).parse_args(["--help"])
     if first in ("-V", "--version"):
         print(f"safe-gpu {__version__}")
         raise SystemExit(0)
@@ -156,7 +151,6 @@ environment: SAFE_GPU_DIR, SAFE_GPU_DRIVER, SAFE_GPU_TIMEOUT, SAFE_GPU_NB_GPUS,
 SAFE_GPU_FENCE; CUDA_VISIBLE_DEVICES limits which GPUs are chosen from""",
     )
     parser.add_argument("-V", "--version", action="store_true", help="show the version and exit")
-    parser.add_help_option()
     return parser
 
 
@@ -167,7 +161,6 @@ def parser_of(name: str) -> Parser:
     parser = Parser(prog=f"safe-gpu {name}")
     module = import_module("." + _MODULES.get(name, name), __package__)
     getattr(module, f"configure_{name}")(parser)
-    parser.add_help_option()
     return parser
 
 

@@ -1,19 +1,23 @@
-"""The commands that claim GPUs or wait for them."""
+"""The commands that claim GPUs or wait for them, and the end of this process: it becomes the command of the user.
+
+exec(2) leaves no wrapper behind: pid, signals and exit code are the command's own.
+"""
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found,unused-ignore]
 import argparse
 import os
 import sys
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import SafeGpuError, UnsatisfiableRequestError
 from ..settings.variables import is_simulated
-from .advice import warning_about
+from .advice import hint_for, warning_about
 from .arguments import EX_USAGE, add_affinity, add_request, add_which_gpus, claim_arguments, hosts_of_option, is_number
-from .become import CommandError, become, find_command
-from .output import Log, is_terminal, say
+from .output import CommandError, Log, is_terminal, say
 from .wait_line import WaitLine
 
 if TYPE_CHECKING:
@@ -31,12 +35,7 @@ def configure_run(parser: argparse.ArgumentParser) -> None:
   safe-gpu run --host gpu1,gpu2 -- python train.py      where GPUs are free now
 
 The GPUs are held until the command and whatever inherited its descriptors have
-ended. In Python, claim_gpus() also shows others a context at once.
-
-Claim inside containers of docker and nerdctl, with the state directory mounted.
-A claim around podman run or apptainer exec holds: let podman pass on what the
-claim sets (-e CUDA_VISIBLE_DEVICES -e CUDA_DEVICE_ORDER), and start apptainer
-without --cleanenv.
+ended. Claim inside containers of docker and nerdctl, around those of others.
 
 exit codes: the command's; 2 usage, 68 no host of --host answers,
 69 no driver, 70 a package is missing, 73 state directory unusable,
@@ -69,7 +68,7 @@ def _exit_code(text: str) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     if options.host and not options.pending:
-        from .run_on_hosts import run_on_hosts
+        from .hosts import run_on_hosts
 
         return run_on_hosts(options)
     path = find_command(options.command)
@@ -205,3 +204,79 @@ def _bind(options: argparse.Namespace) -> int:
         if report.notes or not report.ok or is_terminal(sys.stderr):
             say(str(report))
     become(path, options.command)
+
+
+def find_command(command: Sequence[str], verb: str = "run") -> str:
+    """Return the file that a shell would run for this command; a name with a slash is the file itself.
+
+    Args:
+        command: its name and arguments.
+        verb: the command of safe-gpu that runs it, for advice.
+
+    Raises:
+        CommandError: no such command, or only files that cannot be executed.
+    """
+    name = command[0]
+    if "/" in name:
+        paths = [name]
+    else:
+        paths = [os.path.join(place or ".", name) for place in os.environ.get("PATH", os.defpath).split(os.pathsep)]
+    closed = "/" in name and os.path.isdir(name)
+    for path in paths:
+        if os.path.isfile(path):
+            if os.access(path, os.X_OK):
+                return path
+            closed = True
+
+    if closed:
+        what = "it is a directory" if os.path.isdir(name) else "it is not an executable file (chmod +x makes it one)"
+        raise CommandError(f"{name} cannot be run: {what}", code=126)
+    hint = hint_for(command, f"safe-gpu {verb}")
+    raise CommandError(f"{name or repr(name)}: command not found{hint and f'; {hint}'}", code=127)
+
+
+def become(path: str, command: Sequence[str]) -> NoReturn:
+    """Turn into the command; ``path`` is its file, ``command`` its arguments from the name on.
+
+    Raises:
+        CommandError: the kernel refused; everything is as before then.
+    """
+    import errno
+
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass  # nobody reads it any more, and the command may not care
+    try:
+        try:
+            _set_signals_of_python(
+                _signal.SIG_DFL
+            )  # after our last write: on a broken pipe it would be the end of this process
+            os.execv(path, list(command))
+        except OSError as err:
+            if err.errno != errno.ENOEXEC or _is_binary(path):
+                raise
+            os.execv("/bin/sh", ["sh", path, *command[1:]])  # a script without #!: what a shell would do
+    except BaseException as err:
+        _set_signals_of_python(_signal.SIG_IGN)
+        if not isinstance(err, OSError):  # a handler of a signal has raised
+            raise
+        reason = err.strerror
+        if err.errno == errno.ENOENT and os.path.exists(path):
+            reason = "its interpreter (after #!, or the dynamic loader) does not exist"
+        code = 126 if os.path.exists(path) else 127
+        raise CommandError(f"{command[0]} cannot be run: {reason}", code=code) from err
+
+
+def _is_binary(path: str) -> bool:
+    """Return whether a file that the kernel knows no way to execute is no script either (a program for another
+    machine)."""
+    with open(path, "rb", buffering=0) as file:
+        return b"\0" in file.read(128)
+
+
+def _set_signals_of_python(action: int) -> None:
+    """Set the action of the two signals that Python ignores, which exec(2) would hand on."""
+    for number in (_signal.SIGPIPE, _signal.SIGXFSZ):
+        _signal.signal(number, action)

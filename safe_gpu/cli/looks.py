@@ -12,7 +12,7 @@ from .output import columns, in_color, print_json, print_lines
 
 def configure_affinity(parser: argparse.ArgumentParser) -> None:
     """Set its options and its handler."""
-    from ..affinity.options import MODES
+    from ..affinity.options import MODES, parse_cpus
 
     parser.description = "Show the CPUs that a claim of each GPU is bound to, or where a process runs."
     parser.epilog = (
@@ -29,7 +29,7 @@ def configure_affinity(parser: argparse.ArgumentParser) -> None:
     add("--max-cores", dest="max_physical_cores", type=cores, metavar="N", help=f"at most {each}")
     add(
         "--allowed",
-        type=_cpus,
+        type=parse_cpus,
         metavar="CPULIST",
         help="as if this process might use these CPUs only, such as 0-15,128-143",
     )
@@ -41,12 +41,6 @@ def configure_affinity(parser: argparse.ArgumentParser) -> None:
     )
     add("--json", action="store_true", help="for programs")
     parser.set_defaults(handler=_affinity)
-
-
-def _cpus(text: str) -> frozenset[int]:
-    from ..affinity.options import parse_cpus
-
-    return parse_cpus(text)
 
 
 def process_id(text: str) -> int:

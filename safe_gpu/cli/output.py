@@ -1,4 +1,4 @@
-"""The standard streams of a command, a terminal's second screen, and files that are replaced whole."""
+"""The standard streams of a command, the error that ends it, a second screen, and files replaced whole."""
 
 from __future__ import annotations
 
@@ -12,8 +12,17 @@ from errno import EBADF, EDQUOT, EFBIG, EIO, ENOSPC
 from io import TextIOWrapper
 from typing import Any, TextIO
 
+from ..errors import SafeGpuError
 from ..host.procfs import open_files, printable_lines
 from ..wording.text import cut, in_brackets
+
+
+class CommandError(SafeGpuError):
+    """The command cannot be run; ``code`` is what shells exit with: 127 not found, 126 found and not runnable."""
+
+    def __init__(self, message: str = "", *, code: int = 127) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def open_standard_streams() -> None:
@@ -243,11 +252,9 @@ def write_output(text: str, path: str | None) -> None:
     """Write a file whole, the value of ``--output``; print the text for None and ``-``.
 
     Raises:
-        OSError: as of :func:`write_whole`; or there is no such directory.
+        OSError: as of :func:`write_whole`.
     """
     if path in (None, "-"):
         sys.stdout.write(text)
-        return
-    if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
-        raise OSError(f"--output {path}: there is no such directory: make it, for those who read the file")
-    write_whole(path, text)
+    else:
+        write_whole(path, text)

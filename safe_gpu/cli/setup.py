@@ -17,11 +17,8 @@ from ..host.foreign_files import read_start
 from ..host.programs import is_root, others_can_change
 from ..settings import variables as settings
 from ..wording.text import plural
-from .become import CommandError
 from .commands import EX_TRY_AGAIN
-from .output import write_whole
-
-_MOST_NAMED = 5  # GPUs that a refusal names
+from .output import CommandError, write_whole
 
 _SYSTEMD = ("/run/systemd/system", "/usr/bin/systemd-tmpfiles", "/bin/systemd-tmpfiles")
 
@@ -87,8 +84,7 @@ def _checked(text: str) -> str:
 def _refuse_if_used(path: str) -> None:
     claimed, waiters = in_use(path)
     if claimed or waiters:
-        more = len(claimed) - _MOST_NAMED
-        found = claimed[:_MOST_NAMED] + [f"{more} more"] * (more > 0) + [plural(waiters, "waiter")] * bool(waiters)
+        found = claimed + [plural(waiters, "waiter")] * bool(waiters)
         raise CommandError(
             f"GPUs are claimed or waited for in {path}: {', '.join(found)}: keep new claims off with safe-gpu drain, "
             "and try again later",

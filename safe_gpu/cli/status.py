@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
 from typing import NoReturn
 
 from ..errors import SafeGpuError
@@ -99,7 +98,7 @@ def _status(options: argparse.Namespace) -> int:
         elif options.html:
             write_page({os.uname().nodename: str(err)}, options)
         raise
-    warnings: Sequence[str] = ()
+    warnings: tuple[str, ...] = ()
     if options.prometheus or options.html or options.free:
         warnings = (*status.broken, *status.warnings)
     elif options.json:

@@ -77,7 +77,7 @@ class WaitLine:
 
         self._status = status
         if not self._live:
-            self._note(waiting_message(status, waited=self.seconds))
+            self._draw(f"{_PROGRAM}{waiting_message(status, waited=self.seconds)}\n")
         elif self._thread is None:
             import threading
 
@@ -88,14 +88,10 @@ class WaitLine:
         if self._hint and (not first or status.ahead is not None):
             self._hint = False
             if _hold_is_unknown():
-                self._note("short jobs get in earlier if they say for how long: --for 30m")
-
-    def _note(self, text: str) -> None:
-        """Write a line of its own, above the live one."""
-        self._draw(f"{_PROGRAM}{text}\n", live=self._live)
+                self._draw(f"{_PROGRAM}short jobs get in earlier if they say for how long: --for 30m\n")
 
     def _draw(self, note: str = "", *, live: bool = True) -> None:
-        """Erase the live line where it was written, and write a note and the live line.
+        """Erase the live line where it was written, and write a note, as a line of its own, and the live line.
 
         A shell shares the terminal's lines with a job in the background, and has used them while a job was stopped:
         what is there then is not ours to erase.

@@ -280,7 +280,7 @@ def _process_cells(users: Collection[ProcessStatus]) -> dict[str, str]:
     """Describe the process with the most memory."""
     first = max(users, key=lambda process: process.memory_used or 0)
     number = len({process.pid for process in users})
-    command = (f"(1 of {number}) " if number > 1 else "") + _command_of(first)
+    command = (f"(1 of {number}) " if number > 1 else "") + _short(first.command)
     return _holder_cells(first.user, first.pid, None) | {"COMMAND": command}
 
 
@@ -298,13 +298,9 @@ def _holder_cells(user: str | None, pid: int | None, job: str | None) -> dict[st
     return {"USER": printable(user or "?"), "JOB/PID": number}
 
 
-def _command_of(process: ProcessStatus) -> str:
-    return _short(process.command or "(cannot be seen here)")
-
-
-def _short(command: str) -> str:
+def _short(command: str | None) -> str:
     """Return a command line without the directory of its program, to save columns."""
-    program, blank, arguments = printable(command).partition(" ")
+    program, blank, arguments = printable(command or "(cannot be seen here)").partition(" ")
     return (program.rpartition("/")[2] or program) + blank + arguments
 
 
@@ -343,7 +339,7 @@ def _notes(one: GpuStatus) -> Iterator[str]:
     if one.fault:
         yield one.fault
     for process in one.users if one.idle else []:
-        who = f"{process.pid} {process.user or ''} {_command_of(process)}"
+        who = f"{process.pid} {process.user or ''} {_short(process.command)}"
         yield f"on it, but not part of the claim: process {who}"
 
 

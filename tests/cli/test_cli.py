@@ -10,7 +10,7 @@ import pytest
 from safe_gpu import GPUAffinityError, LockTimeout, __version__
 from safe_gpu.claim import owner
 from safe_gpu.cli import commands as cli
-from safe_gpu.cli.arguments import timeout_of
+from safe_gpu.cli.arguments import claim_arguments
 from safe_gpu.cli.commands import COMMANDS, main
 
 
@@ -51,11 +51,11 @@ def test_the_timeout_as_an_option_and_by_the_environment(
 ) -> None:
     tail = ["--", "true"] if verb == "run" else []
     for option in ("--timeout", "-t"):
-        assert timeout_of(parsed(verb, option, text, *tail)) == seconds
-    assert timeout_of(parsed(verb, *tail)) is None
+        assert claim_arguments(parsed(verb, option, text, *tail))["timeout"] == seconds
+    assert claim_arguments(parsed(verb, *tail))["timeout"] is None
     monkeypatch.setenv("SAFE_GPU_TIMEOUT", text)
-    assert timeout_of(parsed(verb, *tail)) == seconds
-    assert timeout_of(parsed(verb, "--timeout", "3", *tail)) == 3.0
+    assert claim_arguments(parsed(verb, *tail))["timeout"] == seconds
+    assert claim_arguments(parsed(verb, "--timeout", "3", *tail))["timeout"] == 3.0
 
 
 @pytest.mark.parametrize("verb", ["run", "bind"])

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from support.terminals import Terminal
 
-from safe_gpu.cli.become import CommandError, become, find_command
+from safe_gpu.cli.job import become, find_command
+from safe_gpu.cli.output import CommandError
 from safe_gpu.host import procfs
 
 USER = procfs.user_name(os.geteuid())

@@ -100,7 +100,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Shown:
 
 def test_a_tip_at_the_same_moment_erases_nothing_of_the_users(shown: Shown) -> None:
     line, started = WaitLine(shown), threading.Event()
-    tip = threading.Thread(target=line._note, args=("a tip",))
+    tip = threading.Thread(target=line._draw, args=("safe-gpu: a tip\n",))
 
     def give_it() -> None:
         tip.start()
@@ -122,7 +122,7 @@ def test_nothing_is_erased_that_was_not_written(shown: Shown, tips: int) -> None
     line = WaitLine(shown)
     line._status = status()
     for _ in range(tips):
-        line._note("a tip")
+        line._draw("safe-gpu: a tip\n")
     line._draw()
     line._draw()
     before = [COMMAND, *["safe-gpu: a tip"] * tips, *LIVE]

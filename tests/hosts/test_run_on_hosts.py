@@ -105,7 +105,7 @@ def test_a_directory_that_is_not_there_is_no_claim(hosts: Any, command: Any, tmp
     hosts.up("gpu1")
     gone = tmp_path / "gone"
     gone.mkdir()
-    code = f"import os, sys; os.rmdir('{gone}'); os.environ['PWD'] = '/'; from safe_gpu.cli import run_on_hosts as run"
+    code = f"import os, sys; os.rmdir('{gone}'); os.environ['PWD'] = '/'; from safe_gpu.cli import hosts as run"
     code += f"; os.getcwd = lambda: '{gone}'; from safe_gpu.cli import main; sys.exit(main(sys.argv[1:]))"
     words = [sys.executable, "-c", code, "run", "--host", "gpu1", "--", "touch", str(tmp_path / "ran")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=tmp_path)

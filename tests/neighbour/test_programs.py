@@ -288,7 +288,7 @@ def test_one_runner_starts_all_programs() -> None:
     """But for the commands of users, and ssh with the terminal of one."""
     root = Path(safe_gpu.__file__).parent
     found = {str(path.relative_to(root)) for path in root.rglob("*.py") if starts(path.read_text())}
-    assert found == {"host/programs.py", "cli/run_on_hosts.py"}
+    assert found == {"host/programs.py", "cli/hosts.py"}
     assert starts("import subprocess as s") == starts("from subprocess import run") == {"subprocess"}
     assert starts("os.system('x')") == {"system"}
 

@@ -154,7 +154,7 @@ def test_a_driver_that_fails_shows_in_the_file(command: Any, tmp_path: Path, mon
     assert (tmp_path / "safe_gpu.prom").read_text() == "safe_gpu_up 0\n"
     missing = tmp_path / "missing" / "safe_gpu.prom"
     done = command.run("status", "--prometheus", "--output", missing)
-    assert (done.returncode, f"--output {missing}: there is no such directory" in done.stderr) == (74, True)
+    assert (done.returncode, f"{missing} cannot be written: No such file or directory" in done.stderr) == (74, True)
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: os.symlink("/dev/null", path)])

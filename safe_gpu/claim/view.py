@@ -18,7 +18,7 @@ from ..gpus.vendors import FIRST, VENDORS
 from ..host import procfs
 from ..host.procfs import describe_process
 from ..selection.choice import candidates
-from ..selection.sharing import promised_room, strangers, without_siblings
+from ..selection.sharing import promised_room, strangers
 from ..selection.verdicts import Rules, judge
 from .variables import visible_limit_of
 
@@ -148,8 +148,6 @@ class HostView:
         faults: UUID -> note, of the GPUs on which a claim failed and none has worked since.
         held: UUID -> who holds it, or whose claims share it, by the latest look.
         shared: those of them that this claim may share.
-        beside: those of them that are shared, if this claim asks for memory: a usable compute instance may have the
-            same memory.
 
     Raises:
         NoDriverError: the driver has no GPU. CudaInitializedError, UnsatisfiableRequestError: see
@@ -180,7 +178,6 @@ class HostView:
         self.faults: Mapping[str, GpuFault] = {}
         self.held: dict[str, Holder] = {}
         self.shared: dict[str, Holder] = {}
-        self.beside: dict[str, Holder] = {}
         self._windows: tuple[Window, ...] = ()
         self._usable: tuple[HostSnapshot, list[Gpu]] | None = None
         self._unoccupied: tuple[HostSnapshot, tuple[object, ...], dict[str, GpuVerdict]] | None = None
@@ -257,15 +254,12 @@ class HostView:
         """Take over who holds what by a listing. Nobody is asked, since host.lock may be held."""
         self.claims = Claims(living)
         self.held = self.claims.holders(self.inside, told=False)
-        shared = {uuid: holder for uuid, holder in self.held.items() if holder.sharers}
-        usable = {gpu.uuid for gpu in self.usable}
-        self.shared = {uuid: holder for uuid, holder in shared.items() if self.share is not None and uuid in usable}
-        self.beside = shared if self.share is not None or self.request.value_of("min_memory") is not None else {}
+        usable = {gpu.uuid for gpu in self.usable} if self.share is not None else ()
+        self.shared = {uuid: holder for uuid, holder in self.held.items() if holder.sharers and uuid in usable}
 
     def promised_room(self, gpu: Gpu) -> int:
-        """Return the bytes of a GPU that are not promised to claims that share it or its memory."""
-        part = without_siblings(gpu, self.snapshot.gpus, self.beside, procfs.family_of)
-        return promised_room(part, self.shared[gpu.uuid].sharers if gpu.uuid in self.shared else ())
+        """Return the bytes of a GPU that are not promised to claims that share it."""
+        return promised_room(gpu, self.shared[gpu.uuid].sharers if gpu.uuid in self.shared else ())
 
     def strangers(self, gpu: Gpu, processes: list[GpuProcess]) -> list[GpuProcess]:
         """Return those of these processes on a GPU of this claim that are of no claim that shares it now."""
@@ -279,10 +273,10 @@ class HostView:
         return self._judged()
 
     def _judged(self) -> dict[str, GpuVerdict]:
-        known, facts = self._unoccupied, (self.rules, self.shared, self.beside)
+        known, facts = self._unoccupied, (self.rules, self.shared)
         if known is None or known[0] is not self.snapshot or known[1] != facts:
             free = {verdict.gpu.uuid: verdict for verdict in self.judge({}, self.usable) if verdict.free}
-            self._unoccupied = known = self.snapshot, (self.rules, dict(self.shared), self.beside), free
+            self._unoccupied = known = self.snapshot, (self.rules, dict(self.shared)), free
         return known[2]
 
     def prepare(self) -> None:
@@ -343,7 +337,6 @@ class HostView:
             self.snapshot,
             request,
             claimed=claimed,
-            beside=self.beside,
             visible_limit=visible_limit,
             own=self.own,
             explained=self.explained,

@@ -284,10 +284,14 @@ class _Session:
                 compute_mode=gpu.compute_mode,
                 mig_parent=gpu.uuid,
                 mig_instance=slot,
-                gpu_instance=self.ask_or(None, "nvmlDeviceGetGpuInstanceId", part),
             )
-            found.append(self.used(instance, part, handle))
-        return [one._replace(memory_beside=_listed_on(one.siblings(found))) for one in found]
+            whole = self.ask_or(uuid, "nvmlDeviceGetGpuInstanceId", part)
+            found.append((whole, self.used(instance, part, handle)))
+        instances = []
+        for whole, one in found:
+            others = [gpu for its, gpu in found if its == whole and gpu is not one]
+            instances.append(one._replace(divided=bool(others), memory_beside=_listed_on(others)))
+        return instances
 
     def cpus(self, handle: Any, scope: str) -> frozenset[int] | None:
         """Return the CPUs next to a GPU. None is unknown, as where all of them lie outside this process's cpuset."""

@@ -90,9 +90,9 @@ class Gpu(NamedTuple):
         mig_enabled: MIG mode is on (for a parent GPU).
         mig_parent: UUID of the parent GPU, for a MIG instance.
         mig_instance: number of the instance on its parent, for a MIG instance.
-        gpu_instance: the driver's number of the GPU instance that a MIG instance belongs to. All its compute instances,
-            each a MIG instance, have one memory, and ``memory_total``, ``memory_used`` and ``memory_free`` are of that.
-        memory_beside: bytes that processes on the other compute instances of its GPU instance use; None is unknown.
+        divided: whether this MIG instance is one of several compute instances of a GPU instance. They have one memory,
+            and ``memory_total``, ``memory_used`` and ``memory_free`` are of that.
+        memory_beside: bytes that processes on the others of these use; None is unknown.
         nvlink_peers: UUIDs of the GPUs reachable by NVLink, directly or through NVSwitch, or by xGMI; queried only for
             claims of several GPUs (``Driver.linked``).
         vendor: a key of :data:`~safe_gpu.gpus.vendors.VENDORS`.
@@ -123,7 +123,7 @@ class Gpu(NamedTuple):
     mig_enabled: bool = False
     mig_parent: str | None = None
     mig_instance: int | None = None
-    gpu_instance: int | None = None
+    divided: bool = False
     memory_beside: int | None = 0
     nvlink_peers: frozenset[str] = frozenset()
     vendor: str = FIRST
@@ -176,13 +176,6 @@ class Gpu(NamedTuple):
         """Whether a display is active on it, or a graphics process is on it: such a GPU is taken last."""
         processes = self.processes or ()
         return self.display_active or ProcessKind.GRAPHICS in [process.kind for process in processes]
-
-    def siblings(self, gpus: Iterable["Gpu"]) -> list["Gpu"]:
-        """Return those of these devices that are other compute instances of the same GPU instance."""
-        if self.gpu_instance is None:
-            return []
-        same = self.mig_parent, self.gpu_instance
-        return [gpu for gpu in gpus if gpu.uuid != self.uuid and (gpu.mig_parent, gpu.gpu_instance) == same]
 
     def unreachable(self, reason: str, *, lost: bool = True) -> "Gpu":
         """Return the record of this device while nothing but its identity is known."""

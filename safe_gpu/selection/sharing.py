@@ -1,6 +1,6 @@
 """How much of the memory of a shared GPU is left, and which processes stand in the way. Pure."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from ..gpus.devices import MOST_SHARERS, ComputeMode, Gpu, GpuProcess, Holder
 from ..wording.text import format_bytes, plural
@@ -41,6 +41,8 @@ def part_of(gpu: Gpu, share: int | None) -> float:
 
 def why_unshareable(gpu: Gpu, share: int) -> str:
     """Return why the GPU can never be shared that way; "" if it can, or its memory is not known."""
+    if gpu.divided:
+        return "it is one of several compute instances that have one memory, so it cannot be shared"
     if gpu.compute_mode == ComputeMode.EXCLUSIVE_PROCESS:
         return "compute mode EXCLUSIVE_PROCESS admits one process, so it cannot be shared"
     size = share_capacity(gpu)
@@ -87,36 +89,6 @@ def _overuse(gpu: Gpu, sharers: Sequence[Holder], family_of: FamilyOf) -> int:
     """Return the bytes that sharers use beyond their shares."""
     used = used_by_sharers(gpu, sharers, family_of)
     return sum(max(0, size - one.share) for one, size in zip(sharers, used, strict=True) if one.share)
-
-
-def without_siblings(gpu: Gpu, gpus: Iterable[Gpu], claimed: Mapping[str, Holder], family_of: FamilyOf) -> Gpu:
-    """Return the record of a device with the memory that is left to it of its GPU instance.
-
-    Other compute instances keep what their processes use, and what is promised to the claims that share them.
-
-    Args:
-        gpus: all devices.
-        claimed: UUID -> holder, of those that are shared.
-    """
-    siblings = gpu.siblings(gpus)
-    if not siblings:
-        return gpu
-    owed = 0
-    for one in siblings:
-        sharers = claimed[one.uuid].sharers if one.uuid in claimed else ()
-        pledged = sum(promised(one, sharers)) + _overuse(one, sharers, family_of)
-        owed += max(0, pledged - (one.listed_memory or 0))
-    beside = gpu.memory_beside or 0
-
-    def less(size: int | None, taken: int) -> int | None:
-        return None if size is None else max(0, size - taken)
-
-    return gpu._replace(
-        memory_total=less(gpu.memory_total, beside + owed),
-        memory_used=less(gpu.memory_used, beside),
-        memory_free=less(gpu.memory_free, owed),
-        memory_beside=0,
-    )
 
 
 def room(gpu: Gpu, sharers: Sequence[Holder], family_of: FamilyOf, *, unexplained: int, own: int = 0) -> int:

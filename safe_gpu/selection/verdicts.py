@@ -25,7 +25,7 @@ from ..gpus.devices import (
 from ..settings.variables import host_setting
 from ..wording.text import format_bytes, gpu_ranges, in_brackets, left_behind, plural
 from .request import MinMemory, Selection
-from .sharing import FamilyOf, room, strangers, why_no_room, without_siblings
+from .sharing import FamilyOf, room, strangers, why_no_room
 from .values import parse_size
 
 if TYPE_CHECKING:
@@ -206,7 +206,6 @@ def judge(
     request: Selection,
     *,
     claimed: Mapping[str, Holder],
-    beside: Mapping[str, Holder] | None = None,
     visible_limit: VisibleLimit | None = None,
     own: Collection[int] = (),
     explained: Mapping[str, Collection[int]] | None = None,
@@ -221,7 +220,6 @@ def judge(
         snapshot: one poll of the driver.
         request: what is asked for; the number of GPUs is not used.
         claimed: UUID -> who holds it, without the claims of the caller itself.
-        beside: UUID -> holder, of devices that are shared and only take memory from others; None: those of ``claimed``.
         visible_limit: the inherited CUDA_VISIBLE_DEVICES; None: there is none.
         own: pids whose processes and memory are disregarded on every device.
         explained: UUID -> pids that are disregarded on that device (the processes of the claim around). On these
@@ -233,7 +231,7 @@ def judge(
         rules: what the user has set.
         gpus: the devices of the snapshot to judge; None: all of them.
     """
-    explained, beside = explained or {}, claimed if beside is None else beside
+    explained = explained or {}
     describe, family_of = describe or (lambda pid: None), family_of or (lambda pid: None)
     share = request.share
     mps_clients, shared_display = has_mps_clients(snapshot), snapshot.shared_display
@@ -268,13 +266,12 @@ def judge(
             user, text = name_processes(users, describe)
             text += " without a share" if sharers else ""
             return GpuVerdict(gpu, "busy", text, users[0].pid, user)
-        part = without_siblings(gpu, snapshot.gpus, beside, family_of) if request.conditions else gpu
-        reason = _why_not_now(part, request, disregarded)
+        reason = _why_not_now(gpu, request, disregarded)
         if not reason and of_outer is None and not sharers:
             reason = why_memory_unexplained(gpu, rules)
         if not reason and share is not None:
-            left = room_for_shares(part, sharers, rules, family_of, disregarded)
-            if full := why_no_room(part, sharers, left, share):
+            left = room_for_shares(gpu, sharers, rules, family_of, disregarded)
+            if full := why_no_room(gpu, sharers, left, share):
                 return GpuVerdict(gpu, "claimed" if sharers else "busy", full, holder=holder)
         return GpuVerdict(gpu, "busy" if reason else "free", reason)
 

@@ -24,7 +24,7 @@ from ..host import procfs
 from ..host.procfs import user_name
 from ..runtimes.visible_devices import stale_indices
 from ..selection.request import Selection
-from ..selection.sharing import promised, used_by_sharers, without_siblings
+from ..selection.sharing import promised, used_by_sharers
 from ..selection.verdicts import Rules, has_mps_clients, judge, recent_faults, room_for_shares, users_of, why_last
 from ..settings import config as policy
 from ..settings.variables import existing_policy
@@ -289,17 +289,16 @@ def _gpus(snapshot: HostSnapshot, found: HostFacts) -> Iterator[GpuStatus]:
             inside=inside,
             processes=tuple(_process(process, processes) for process in gpu.processes or ()),
             fault=fault,
-            share_free=_share_free(gpu, snapshot, claimed, found, rules) if claim and claim.sharers else None,
+            share_free=_share_free(gpu, claimed, found, rules) if claim and claim.sharers else None,
             drained=bool(drained),
         )
 
 
-def _share_free(gpu: Gpu, snapshot: HostSnapshot, claimed: Mapping[str, Holder], found: HostFacts, rules: Rules) -> int:
+def _share_free(gpu: Gpu, claimed: Mapping[str, Holder], found: HostFacts, rules: Rules) -> int:
     sharers, family_of = claimed[gpu.uuid].sharers, found.processes.family_of
     if len(sharers) >= MOST_SHARERS or gpu.uuid in found.elsewhere:
         return 0
-    part = without_siblings(gpu, snapshot.gpus, claimed, family_of)
-    return max(0, room_for_shares(part, sharers, rules, family_of))
+    return max(0, room_for_shares(gpu, sharers, rules, family_of))
 
 
 def _remarks(claim: Holder | None) -> list[str]:

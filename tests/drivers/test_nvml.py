@@ -427,7 +427,7 @@ def test_compute_instances_have_the_memory_of_their_gpu_instance(
     assert [gpu.memory_used for gpu in (first, second, other)] == [5 << 30, 5 << 30, 0]
     assert [gpu.memory_beside for gpu in (first, second, other)] == [5 << 30, 0, 0]
     assert [state(gpu)[0] for gpu in (first, second, other)] == ["free", "busy", "free"]
-    assert [gpu.uuid for gpu in first.siblings(gpus)] == ["MIG-b"]
+    assert [gpu.divided for gpu in (first, second, other)] == [True, True, False]
     host.change(0, iused=2 << 30)
     assert [gpu.unexplained_memory for gpu in driver.usage((first, second, other))] == [2 << 30] * 3
     host.process("MIG-b", HIDDEN, None, static=True, kind=kind)

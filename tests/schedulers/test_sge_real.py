@@ -8,9 +8,15 @@ import pytest
 from support.batch import BatchSystem
 
 from .conftest import bring_up
-from .test_slurm_real import END
 
 pytestmark = [pytest.mark.scheduler, pytest.mark.timeout(300)]
+
+# What the job says: when it began, and when others expect its claim to end.
+END = """export PROGRAM="$SAFE_GPU"; date +%s
+$SAFE_GPU run -n job -- python3 -c '
+import json, os, subprocess
+status = json.loads(subprocess.check_output([*os.environ["PROGRAM"].split(), "status", "--json"]))
+print(next(gpu["claim"]["until"] for gpu in status["gpus"] if gpu["claim"]))'"""
 
 HOST1, HOST2 = "sgehost", "sgehost2"
 ON_HOST1, ON_HOST2 = ("-q", f"all.q@{HOST1}"), ("-q", f"all.q@{HOST2}")
@@ -71,7 +77,7 @@ def test_jobs_that_declare_nothing_wait_for_each_other(sge: GridEngine) -> None:
 
 def test_a_claim_ends_with_its_job(sge: GridEngine, room: Any) -> None:
     """h_rt stands in the answer of qstat that tells the number of GPUs."""
-    script = room.script(END.replace("run --", "run -n job --"))
+    script = room.script(END)
     job = sge.submit(*ON_HOST1, "-l", "gpu=1,h_rt=600", script)
     sge.finish(job)
     began, *_, until = sge.output(job).split()

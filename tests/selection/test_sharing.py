@@ -12,7 +12,7 @@ from safe_gpu.gpus.devices import ComputeMode, Gpu, GpuProcess, GpuVerdict, Hold
 from safe_gpu.selection.backfill import BackfillRequest, open_gpus, ready, starts, when_free
 from safe_gpu.selection.choice import check_possible, choose_shares
 from safe_gpu.selection.request import Selection, parse_request
-from safe_gpu.selection.sharing import room, share_capacity, share_fraction, without_siblings
+from safe_gpu.selection.sharing import room, share_capacity, share_fraction
 from safe_gpu.selection.verdicts import judge
 
 GIB = 1 << 30
@@ -189,32 +189,6 @@ def test_who_uses_more_than_promised_keeps_newcomers_off() -> None:
 def test_the_first_sharer_follows_the_rules_of_whole_claims() -> None:
     one = gpu(used=GIB, processes=(GpuProcess(HIDDEN, memory_used=GIB),))
     assert verdict(one, "20GiB").state == "busy"
-
-
-def compute_instance(number: int, used: int, *processes: GpuProcess, beside: int = 0) -> Gpu:
-    facts: dict[str, Any] = {"mig_parent": "GPU-0", "mig_instance": number, "gpu_instance": 3, "memory_beside": beside}
-    return gpu(0, used, processes=processes, **facts)._replace(uuid=f"MIG-{number}")
-
-
-@pytest.mark.parametrize(
-    ("pid", "uses", "sharers", "left"),
-    [
-        pytest.param(OTHER, 10, [], 69.5, id="used without a share"),
-        pytest.param(OWN, 10, [sharer(OWN)], 59.5, id="a share that is used in part"),
-        pytest.param(OWN, 25, [sharer(OWN)], 54.5, id="a share that is used up and more"),
-        pytest.param(OWN, 25, [sharer(OWN), sharer(OTHER)], 34.5, id="beside one that is not used"),
-        pytest.param(OWN, 0, [sharer(OWN, None)], 0, id="a share that cannot be read is all"),
-    ],
-)
-def test_what_a_compute_instance_leaves(pid: int, uses: int, sharers: list[Holder], left: float) -> None:
-    other = compute_instance(1, uses * GIB, GpuProcess(pid, memory_used=uses * GIB))
-    one = compute_instance(0, uses * GIB, beside=uses * GIB)
-    elsewhere = other._replace(uuid="MIG-2", gpu_instance=4)
-    claimed = {name: Holder.of_sharers(sharers) for name in ("MIG-1", "MIG-2") if sharers}
-    part = without_siblings(one, (one, other, elsewhere), claimed, FAMILIES.get)
-    assert part.memory_free == share_capacity(part) == left * GIB
-    assert (part.memory_used, part.unexplained_memory) == (0, 0)
-    assert without_siblings(one, (one, elsewhere), claimed, FAMILIES.get) == one
 
 
 def test_on_a_shared_display_a_share_is_free_memory() -> None:

@@ -40,6 +40,7 @@ from safe_gpu.runtimes.hip import HIP
 from safe_gpu.selection.sharing import share_capacity
 
 NEIGHBOUR = 4711
+USERS = (4712, 4713)
 DYING = 1.0  # seconds that an entry may count after the end of its process
 FOUND = ("violation", "ghost", "died")
 """What a race must not find: two on one GPU, a dead entry that counts, an error that nobody expects."""
@@ -263,6 +264,10 @@ class Race:
             try:
                 if options.networks and name.startswith("worker") and ctypes.CDLL(None).unshare(0x40000000):
                     raise OSError("cannot make a network namespace")
+                if options.users and name.startswith("worker"):
+                    uid = USERS[int(name[-1]) % 2]
+                    os.setresgid(uid, uid, uid)
+                    os.setresuid(uid, uid, uid)
                 if options.hip:
                     ctypes.CDLL(options.hip)
                 random.seed(os.urandom(8))
@@ -322,6 +327,7 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--orphans", action="store_true", help="children outlive their parents")
     parser.add_argument("--directories", action="store_true", help="several state directories, and rm -rf")
     parser.add_argument("--networks", action="store_true", help="a network for each process: doors are not seen")
+    parser.add_argument("--users", action="store_true", help="of two users; needs root")
     parser.add_argument("--client", default="", help="path of the client in C, which every second process uses")
     parser.add_argument("--until-found", action="store_true", help="end with the first fault")
     return parser.parse_args(arguments)

@@ -17,7 +17,7 @@ WAYS = [
     pytest.param("--host-lock on --shares --inside"),
     pytest.param("--host-lock off --shares --orphans"),
     pytest.param("--host-lock off --shares --inside --directories"),
-    pytest.param("--host-lock unlinked --shares --inside --networks", marks=NETWORKS),
+    pytest.param("--host-lock unlinked --shares --inside --networks --users", marks=NETWORKS),
     "--processes 64 --gpus 8 --work",
     "--preset mi250x --work",
     "--preset mi300x-cpx --work --shares",

@@ -144,7 +144,6 @@ class TableRow(NamedTuple):
         total: bytes that there are.
         text: what replaces the cells from USER on.
         claim: the one that they describe.
-        again: whether a row above describes the claim, so that this one repeats its user alone.
     """
 
     cells: Mapping[str, str]
@@ -153,7 +152,6 @@ class TableRow(NamedTuple):
     total: int | None
     text: str = ""
     claim: Holder | None = None
-    again: bool = False
 
     def bar(self, columns: int, marks: str, color: bool) -> str:
         """Return how full the memory is, that many columns wide."""
@@ -196,11 +194,8 @@ def _gpu_table(status: HostStatus, width: int, color: bool, marks: str, verbose:
             cells[3] = paint(cells[3], "bold", color)
         cells[2] = row.bar(bar, marks, color) + blank[:1] + cells[2]
         facts = [column.padded(column.cells[number]) for column in tail]
-        if row.text:
-            facts = [*(facts[:1] if row.again else ()), row.text]
-        rest = cut(GAP.join(facts).rstrip(), max(0, room))
-        user = len(tail[0].cells[number]) if row.again else 0
-        lines.append(GAP.join([*cells, paint(rest[:user], "dim", color) + rest[user:]]).rstrip())
+        rest = cut(row.text or GAP.join(facts).rstrip(), max(0, room))
+        lines.append(GAP.join([*cells, rest]).rstrip())
     notes = [line for note in notes_of(status) for line in _warning(note, width, color)]
     return [*lines, "", *notes] if notes else lines
 
@@ -230,20 +225,8 @@ def _width(columns: Collection[Column]) -> int:
 
 
 def _rows(gpus: Iterable[GpuStatus], now: float, verbose: bool) -> Iterator[TableRow]:
-    """Return the rows of the table, in which each claim is described once and named by its user in each row."""
-    first: dict[Holder, str] = {}
-    last: Holder | None = None
     for one in gpus:
-        for row in rows_of(one, now):
-            claim = row.claim and row.claim._replace(memory_used=None)
-            if claim in first:
-                text = "" if claim == last else f"with GPU {first[claim]}"
-                kept = {title: row.cells[title] for title in (*_OF_GPU, "USER")}
-                row = row._replace(cells=kept, text=text, again=True)
-            elif claim and (claim.pid or claim.since):
-                first[claim] = one.label
-            last = claim
-            yield row
+        yield from rows_of(one, now)
         for process in sorted(one.processes, key=lambda process: -(process.memory_used or 0)) if verbose else ():
             row = _row(f"  {process.kind}", "dim", process.memory_used, one.gpu.memory_total)
             yield row._replace(cells={**row.cells, **_process_cells([process])})

@@ -113,10 +113,10 @@ def test_what_gpus_have_in_common_stands_once() -> None:
     assert lines[0] == "h: 0 of 8 GPUs free, 3 drained (nvml 1)"
     assert [" ".join(line.split()) for line in lines[4:]] == [
         "0 claimed - - anna pid 7 1m -1m train",
-        "1 claimed - - anna",
+        "1 claimed - - anna pid 7 1m -1m train",
         "2 claimed - - ? pid ? ? ?",
         "3 claimed - - ? pid ? ? ?",
-        "4 claimed - - anna with GPU 0",
+        "4 claimed - - anna pid 7 1m -1m train",
         *("5 drained - -", "6 drained - -", "7 drained - -", ""),
         "GPU 0,1,4: process 7 is stopped (a suspended job?) and keeps the GPU",
         "GPU 2,3: odd",
@@ -149,15 +149,13 @@ def test_the_temperature_is_shown_where_it_fits(
     assert len(row) <= width
 
 
-def test_every_row_of_a_claim_has_its_user_dim_where_it_is_repeated() -> None:
+def test_every_row_of_a_claim_has_its_user() -> None:
     """A name of any length is whole where another program reads it."""
     long = "annabell.with-a-long-name"[:24]
-    held = [Holder(7, long, None, "train", 1.0)] * 2 + [Holder(8, "ben", None, "eval", 1.0)] * 2
-    gpus = tuple(GpuStatus(Gpu(number, f"GPU-{number}"), "claimed", claim=one) for number, one in enumerate(held))
+    claim = Holder(7, long, None, "train", 1.0)
+    gpus = tuple(GpuStatus(Gpu(number, f"GPU-{number}"), "claimed", claim=claim) for number in range(2))
     status = HostStatus("h", "nvml", "1", "/d", 62.0, gpus)
     assert render(status, width=80, color=False, piped=True).count(long) == 2
-    colored = render(status, width=120, color=True)
-    assert [colored.count(f"{dim}{user}") for user in (long, "ben") for dim in ("", "\x1b[2m")] == [2, 1, 2, 1]
 
 
 def test_verbose_lists_the_processes_on_each_gpu() -> None:
@@ -176,11 +174,11 @@ def test_verbose_lists_the_processes_on_each_gpu() -> None:
         "graphics ██▌░░░░░░░ 22/80G b [2Jn pid 4242 x y ]0;z",
         "compute ██▌░░░░░░░ 20/80G anna pid 7 python train.py",
         "mps ?/80G ? pid 9 (cannot be seen here)",
-        "1 claimed - - anna",
+        "1 claimed - - anna 8 1m train",
         "2 free - -",
     ]
     rows = [" ".join(line.split()) for line in plain]
-    assert rows == ["0 claimed █████░░░░░ 42/80G 7% 61C anna 8 1m train", "1 claimed - - anna", "2 free - -"]
+    assert rows == ["0 claimed █████░░░░░ 42/80G 7% 61C anna 8 1m train", "1 claimed - - anna 8 1m train", "2 free - -"]
 
 
 def test_of_an_unknown_holder_the_process_on_the_gpu_is_shown() -> None:
@@ -232,7 +230,7 @@ def test_each_sharer_has_its_row_and_its_notes() -> None:
     other = first._replace(memory_used=gib)  # the same claim on another GPU
     status = replace(status, gpus=(one, replace(one, gpu=gpu._replace(index=1), claim=Holder.of_sharers([other]))))
     assert render(status, width=80, color=False).count("anna") == 2
-    assert "/20G        anna  with GPU 0\n" in render(status, width=80, color=False)
+    assert re.search(r"/20G +anna +8 +1m +train\n", render(status, width=80, color=False))
 
 
 def test_a_narrow_queue_leaves_out_the_least_important() -> None:

@@ -142,9 +142,8 @@ def holder_of(entry: Entry, heir: Callable[[Entry], int | None] = heir_of) -> Ho
 
 def lives_here(entry: Entry) -> bool:
     """Return whether the process that made an entry lives in this PID namespace, and is of the owner of the entry."""
-    if procfs.namespace_text(entry.pidns or None) or procfs.start_time(entry.pid) != entry.start:
-        return False
-    if procfs.has_ended(entry.pid):  # a zombie, whose child may hold the entry
+    # A zombie does not count: its child may hold the entry.
+    if procfs.namespace_text(entry.pidns or None) or procfs.start_of_living(entry.pid) != entry.start:
         return False
     return entry.uid in (procfs.uid_of(entry.pid), procfs.real_uid_of(entry.pid))
 

@@ -87,7 +87,10 @@ def has_ended(pid: int) -> bool:
         return True
     except OSError:
         pass  # it exists, but belongs to another user
-    fields = _stat_fields(pid)
+    return _is_zombie(_stat_fields(pid))
+
+
+def _is_zombie(fields: list[bytes]) -> bool:
     threads = _number(fields, 17)
     return fields[:1] in ([b"Z"], [b"X"]) and threads is not None and threads < 2
 
@@ -124,6 +127,12 @@ def start_time(pid: int) -> int | None:
     """Return the start time of the process in clock ticks since boot. Pid and start time together identify one
     process."""
     return _number(_stat_fields("self" if pid == os.getpid() else pid), 19)  # /proc may be of another PID namespace
+
+
+def start_of_living(pid: int) -> int | None:
+    """Return the same of a process that has not exited."""
+    fields = _stat_fields("self" if pid == os.getpid() else pid)
+    return None if _is_zombie(fields) else _number(fields, 19)
 
 
 def seconds_running(pid: int) -> float | None:

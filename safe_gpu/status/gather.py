@@ -124,7 +124,8 @@ class ProcessTable:
     def __init__(self, entries: Iterable[Entry]) -> None:
         self._names = {entry.name for entry in entries}
         self._heirs: Mapping[str, int] | None = None
-        self.is_stopped = partial(procfs.is_stopped, known={})
+        self.stopped: dict[int | bytes, bool] = {}
+        self.is_stopped = partial(procfs.is_stopped, known=self.stopped)
         self.describe = cache(procfs.describe_process)
         self.ancestors = cache(procfs.ancestors)
         self.family_of = cache(procfs.family_of)
@@ -219,7 +220,7 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
     limited = at_limits(tickets, gpus, limits, now)
     windows = all_windows()
     find_admitted(windows, {ticket.uid for ticket in tickets})
-    expected = zip(tickets, expected_starts(tickets, gpus, now, limited, windows), strict=True)
+    starts = expected_starts(tickets, gpus, now, limited, windows, found.processes.stopped)
     return HostStatus(
         host=os.uname().nodename,
         driver=_all_of(snapshot.driver for snapshot in snapshots),
@@ -229,7 +230,7 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
         gpus=gpus,
         queue=tuple(
             _waiter(place, ticket, found.processes, moments, limited.get(ticket.name))
-            for place, (ticket, moments) in enumerate(expected, 1)
+            for place, (ticket, moments) in enumerate(zip(tickets, starts, strict=True), 1)
         ),
         warnings=tuple(found.warnings),
         shift=_shift(snapshots, found.claims),

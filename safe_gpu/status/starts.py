@@ -77,6 +77,7 @@ def expected_starts(
     now: float,
     limited: Mapping[str, AtLimit] = MappingProxyType({}),
     windows: Collection[Window] = (),
+    stopped: dict[int | bytes, bool] | None = None,
 ) -> list[tuple[float | None, float | None]]:
     """Return for each ticket, in the order of the queue, when it is expected to start, and before when it probably does
     not, in Unix seconds. The first is None where a holder did not say for how long.
@@ -87,9 +88,10 @@ def expected_starts(
     Args:
         limited: name of a ticket -> the limit of its user.
         windows: the times in which GPUs are reserved.
+        stopped: as ``known`` of :func:`~safe_gpu.host.procfs.is_stopped`.
     """
     found = {name: (limit.until, math.inf) for name, limit in limited.items()}
-    devices, stopped = [one.gpu for one in gpus], dict[int | bytes, bool]()
+    devices, stopped = [one.gpu for one in gpus], {} if stopped is None else stopped
     for inside in {ticket.inside for ticket in tickets}:
         ends, coming = _ends(gpus, now, inside)
         wants: dict[str, BackfillRequest] = {}

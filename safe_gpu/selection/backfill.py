@@ -7,7 +7,7 @@ starve the first waiter.
 """
 
 import math
-from bisect import insort
+from bisect import bisect, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -160,11 +160,15 @@ def dates(wants: Iterable[BackfillRequest], free_at: Mapping[str, When]) -> Iter
     earlier: list[tuple[BackfillRequest, float]] = []  # by date
     for want in wants:
         date = want.earliest(free_at)[0]
-        for other, other_date in earlier:
+        for other, other_date in earlier[bisect(earlier, date, key=_date) :]:
             if date < other_date < math.inf and not _may_pass(want, date, other, other_date):
                 date = other_date
-        insort(earlier, (want, date), key=lambda waiter: waiter[1])
+        insort(earlier, (want, date), key=_date)
         yield want, date
+
+
+def _date(waiter: tuple[BackfillRequest, float]) -> float:
+    return waiter[1]
 
 
 def _may_pass(want: BackfillRequest, start: float, other: BackfillRequest, date: float) -> bool:
@@ -210,8 +214,13 @@ def starts(wants: Iterable[BackfillRequest], free_at: Mapping[str, When]) -> lis
     found = []
     for want, date in dates(wants, free_at):
         start = want.earliest(free_at)[0]
-        rivals = [when for other, when in ahead if not other.wanted_at(start).isdisjoint(want.gpus)]
-        if not rivals or not all(start + want.hold_for <= when < math.inf for when in rivals):
+        passes = False
+        for other, when in ahead:
+            if not other.wanted_at(start).isdisjoint(want.gpus):
+                passes = start + want.hold_for <= when < math.inf
+                if not passes:
+                    break
+        if not passes:
             free, first = want.earliest(ends)
             start = want.first_open(max(date, free), first)
             ends.update((gpu, _after(ends.get(gpu, math.inf), want.share, start + want.hold_for)) for gpu in first)

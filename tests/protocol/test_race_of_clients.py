@@ -36,7 +36,7 @@ def entry_race(client: str, *words: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_entries_and_doors_alone_keep_both_apart(build: Callable[..., str], way: str) -> None:
-    done = entry_race(build("client.c", "-O2"), "--seconds", "10" if REQUIRED else "2", *way.split())
+    done = entry_race(build("client.c", "-O2"), "--seconds", "6" if REQUIRED else "2", *way.split())
     assert done.returncode == 0, done.stdout + done.stderr
     assert "'claimed'" in done.stdout
 

@@ -11,7 +11,7 @@ from support.hip_host import HipHost
 from support.real import REQUIRED
 
 RACE = Path(__file__).parent / "entry_race.py"
-SECONDS = "10" if REQUIRED else "2"
+SECONDS = "6" if REQUIRED else "2"
 NETWORKS = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make network namespaces")
 WAYS = [
     pytest.param("--host-lock on --shares --inside"),

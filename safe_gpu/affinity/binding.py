@@ -9,6 +9,7 @@ before the first binding, not from the narrower mask that the first one set.
 """
 
 import os
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -191,28 +192,25 @@ def _move_threads(wanted: frozenset[int]) -> PartReport:
     done = frozenset(os.sched_getaffinity(0))
     for before in _stack:
         before.masks.add(done)
-    refused: dict[int, str] = {}
-    tries: dict[int, int] = {}
+    tries: Counter[int] = Counter()
+    trouble: dict[int, str] = {}
     # A thread that was not moved yet may start another one. A thread that is just being created has the old mask and
     # is not listed yet. So two rounds in a row must find every thread with the new mask.
     quiet = 0
     while quiet < 2:
-        behind = [tid for tid in _tids() if tid not in refused and _mask_of(tid) not in (None, done)]
+        behind = [tid for tid in _tids() if tries[tid] < 3 and _mask_of(tid) not in (None, done)]
         quiet = 0 if behind else quiet + 1
+        tries.update(behind)
         for tid in behind:
             for before in _stack:  # setdefault: the thread may have been created after that state was saved
                 before.threads.setdefault(tid, before.caller)
-            tries[tid] = tries.get(tid, 0) + 1
-            if tries[tid] > 3:
-                refused[tid] = f"thread {tid} stays on CPUs {format_cpulist(_mask_of(tid) or ())}"
-                continue
             try:
                 os.sched_setaffinity(tid, wanted)
-            except ProcessLookupError:
-                continue  # the thread has ended
             except OSError as err:
-                refused[tid] = f"thread {tid} could not be moved: {err.strerror}"
-    return PartReport(wanted, done, tuple(refused.values()), len(_tids()) - len(refused))
+                trouble[tid] = f": {err.strerror}"
+    stay = {tid: mask for tid in tries if tries[tid] == 3 and (mask := _mask_of(tid)) not in (None, done)}
+    refused = [f"thread {tid} stays on CPUs {format_cpulist(stay[tid] or ())}{trouble.get(tid, '')}" for tid in stay]
+    return PartReport(wanted, done, tuple(refused), len(_tids()) - len(stay))
 
 
 def _mask_of(tid: int) -> frozenset[int] | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..drivers import opened_driver
 from ..errors import GPUAffinityError
 from ..topology.cpulist import format_cpulist
-from ..topology.host import GpuLocality, HostTopology, read_topology
+from ..topology.host import HostTopology, read_topology
 from .binding import BindingReport, bind_process, enter, leave, original_mask
 from .options import AffinityOptions, as_count, doubt_about
 from .planner import deal, divide, is_remote
@@ -52,49 +52,38 @@ def claim_shares(
         GPUAffinityError: the mode cannot divide this host (fewer cores than GPUs), a GPU is unknown, or the mask is
             empty.
     """
-    places = {gpu.index: gpu for gpu in sorted(topology.gpus, key=lambda gpu: gpu.index)}
-    chosen = {topology.gpu(index).index for index in gpus}
-    near = {index: topology.node_set(place) for index, place in places.items() if place.is_known}
     usable = topology.unisolated(frozenset(mask))
+    if not usable:
+        raise GPUAffinityError("the mask of allowed CPUs is empty")
+    chosen = {gpu.index: gpu for gpu in map(topology.gpu, gpus)}
+    # In mode node a share does not depend on the other GPUs.
+    taking_part = chosen.values() if options.mode == "node" else topology.gpus
+    places = sorted(taking_part, key=lambda gpu: gpu.index)
+    near = {gpu.index: topology.node_set(gpu) for gpu in places if gpu.is_known}
     # Isolated CPUs are dealt if the mask has no others, and to GPUs that have no others: the cut takes those away.
     dealt = usable.union(*(cpus for cpus in near.values() if cpus <= topology.isolated))
     allowed = topology.cpus - (topology.isolated - dealt) or topology.cpus
-    planned = zip(places, deal(topology, list(places.values()), allowed, options), strict=True)
-    found = _cut({index: share for index, share in planned if index in chosen}, near, usable)
-    remote = _notes(
-        (index, f"CPUs {format_cpulist(share)} are remote to {{}} (on {_node_name(topology, places[index])})")
-        for index, share in found.shares.items()
-        if is_remote(topology, places[index], share)
-    )
-    return found._replace(notes=(*found.notes, *remote), remote=bool(remote))
+    planned = zip(places, deal(topology, places, allowed, options), strict=True)
+    shares = {gpu.index: share for gpu, share in planned if gpu.index in chosen}
+    lost = [index for index, share in shares.items() if share.isdisjoint(usable)]
+    theirs = format_cpulist(frozenset[int]().union(*map(shares.__getitem__, lost)))
+    notes = [f"this process may use none of the CPUs {theirs} of {_titled(lost)}"] if lost else []
+    cut = {index: share & usable or near.get(index, share) & usable for index, share in shares.items()}
+    cpus = frozenset[int]().union(*cut.values()) or usable
+    found = {index: share or cpus for index, share in cut.items()}
+    remote: dict[tuple[frozenset[int], str], list[int]] = {}
+    for index, share in found.items():
+        if is_remote(topology, chosen[index], share):
+            node = topology.node_of(chosen[index])
+            own = f"CPUs {format_cpulist(near[index])}" if node is None else f"NUMA node {node}"
+            remote.setdefault((share, own), []).append(index)
+    for (share, own), indices in remote.items():
+        notes.append(f"CPUs {format_cpulist(share)} are remote to {_titled(indices)} (on {own})")
+    return ClaimShares(cpus, found, tuple(notes), bool(remote))
 
 
-def _notes(said: Iterable[tuple[int, str]]) -> list[str]:
-    """Merge equal sentences of several GPUs into one; the names of the GPUs replace the ``{}`` in it."""
-    gpus: dict[str, list[int]] = {}
-    for index, sentence in said:
-        gpus.setdefault(sentence, []).append(index)
-    return [
-        sentence.format(f"GPU{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices))}")
-        for sentence, indices in gpus.items()
-    ]
-
-
-def _node_name(topology: HostTopology, gpu: GpuLocality) -> str:
-    node = topology.node_of(gpu)
-    return f"CPUs {format_cpulist(topology.node_set(gpu))}" if node is None else f"NUMA node {node}"
-
-
-def _cut(planned: dict[int, frozenset[int]], near: dict[int, frozenset[int]], whole: frozenset[int]) -> ClaimShares:
-    """Cut the shares of GPUs to the mask ``whole``; ``near`` has the CPUs of their nodes."""
-    if not whole:
-        raise GPUAffinityError("the mask of allowed CPUs is empty")
-    cut = {index: share & whole or near.get(index, share) & whole for index, share in planned.items()}
-    cpus = frozenset[int]().union(*cut.values()) or whole
-    lost = [index for index, share in planned.items() if share.isdisjoint(whole)]
-    theirs = format_cpulist(frozenset[int]().union(*map(planned.__getitem__, lost)))
-    notes = _notes((index, f"this process may use none of the CPUs {theirs} of {{}}") for index in lost)
-    return ClaimShares(cpus, {index: share or cpus for index, share in cut.items()}, tuple(notes))
+def _titled(indices: Sequence[int]) -> str:
+    return f"GPU{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"
 
 
 def memory_nodes(topology: HostTopology, gpus: Iterable[int]) -> frozenset[int]:
@@ -143,7 +132,6 @@ def near(
     memory: str | None,
     *,
     mask: Iterable[int] | None = None,
-    fsroot: str | None = None,
 ) -> Near:
     """Return the CPUs and memory next to some GPUs, of a process that may use the CPUs in ``mask``.
 
@@ -157,7 +145,7 @@ def near(
         GPUAffinityError: the CPUs cannot be planned.
     """
     divided = options is not None and options.mode != "node"  # among all GPUs of the host
-    topology = read_topology(fsroot, driver, None if divided else gpus)
+    topology = read_topology(None, driver, None if divided else gpus)
     indices = list(dict.fromkeys(gpu.index for gpu in gpus))
     nodes, lacks = with_memory(topology, memory_nodes(topology, indices) if memory is not None else ())
     if options is None:
@@ -167,12 +155,7 @@ def near(
 
 
 def bind_near(
-    gpus: Sequence[Gpu],
-    driver: Driver,
-    *,
-    options: AffinityOptions | None,
-    memory: str | None = None,
-    fsroot: str | None = None,
+    gpus: Sequence[Gpu], driver: Driver, *, options: AffinityOptions | None, memory: str | None = None
 ) -> BindingReport:
     """Bind this process next to some GPUs, starting from the mask before any earlier binding; arguments as of
     :func:`near`.
@@ -182,7 +165,7 @@ def bind_near(
     """
     if not gpus:
         raise GPUAffinityError("there is no GPU to bind next to: claim one, or name some")
-    there = near(gpus, driver, options, memory, fsroot=fsroot)
+    there = near(gpus, driver, options, memory)
     doubt = "" if options is None else doubt_about(options)
     report = bind_process(there.cpus, there.nodes, memory, notes=[doubt] if doubt else (), lacks=there.lacks)
     # The CPUs and nodes of a made-up host are not those of this machine.

@@ -165,26 +165,20 @@ def parse_client(text: str) -> tuple[str, str, int | None] | None:
     return bus_id, fields.get("drm-client-id", ""), None
 
 
-class IntelRuntime(Runtime):
-    """Level Zero, which is not asked. Nothing is put on a card: the kernel shows to root only who uses it."""
-
-    title = "Level Zero"
-
-    def default_placeholder(self, logger: Any = None) -> NoPlaceholder:
-        return NoPlaceholder(logger)
-
-
-class IntelDriver(Driver):
+class IntelDriver(Driver, Runtime):
     """The kernel's drivers i915 and xe as a driver. A device is a whole card.
+
+    Level Zero is not asked. Nothing is put on a card: the kernel shows to root only who uses it.
 
     Raises:
         NoDriverError: neither is loaded.
     """
 
     name = "intel"
-    runtime = IntelRuntime()
+    title = "Level Zero"
 
     def __init__(self) -> None:
+        self.runtime = self
         files = Files()
         if not any(map(files.exists, VENDORS["intel"].loaded)):
             raise NoDriverError(
@@ -199,6 +193,9 @@ class IntelDriver(Driver):
         users, incomplete = _clients(files)
         gpus = tuple(_with_usage(card, users.get(card.pci_bus_id, ()), incomplete) for card in cards(files))
         return HostSnapshot(gpus, self.name, procfs.printable(f"Linux {os.uname().release}"[:80]))
+
+    def default_placeholder(self, logger: Any = None) -> NoPlaceholder:
+        return NoPlaceholder(logger)
 
 
 def _with_usage(card: Gpu, processes: Sequence[GpuProcess], incomplete: str) -> Gpu:

@@ -25,7 +25,7 @@ from contextlib import ExitStack, suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from ..coordination.directory import OPEN_DIR, OPEN_FILE, SharedDirectory
+from ..coordination.directory import OPEN_FILE, SharedDirectory
 from ..coordination.doors import simulated_tree
 from ..coordination.state_dir import refusal, state_dir_path
 from ..errors import PlaceholderError, StateDirError
@@ -131,7 +131,7 @@ _Usage = dict["tuple[int, str]", int]
 """(pid, kind) -> bytes, on one device."""
 
 
-class SimulatedDriver(Driver):
+class SimulatedDriver(Driver, Runtime):
     """The driver of a simulated host. NVLink is part of the preset, a poll lists all processes, and utilisation is not
     simulated. Nothing is open between polls; contexts belong to their process, as with a real driver.
 
@@ -156,7 +156,7 @@ class SimulatedDriver(Driver):
         prefix = simulated_tree(os.path.join(*self._place[:-1]))
         gpus = self._host.gpus
         self.name = f"simulated:{self._host.name}"
-        self.runtime = SimulatedRuntime(self)
+        self.runtime = self  # no library knows these GPUs
         self.idle = HostSnapshot(gpus, self.name, VENDORS[gpus[0].vendor].version, prefix)
         self._by_uuid = {gpu.uuid: gpu for gpu in gpus}
 
@@ -189,36 +189,18 @@ class SimulatedDriver(Driver):
             return usage
         except OSError:
             pass  # the rest says why
-        with DeferredSignals():
+        with DeferredSignals(), ExitStack() as stack:
             try:
-                tree = self._open_tree()
+                tree = self._opened(stack, make=False).fd
             except FileNotFoundError:
-                return {}
-            except OSError:
-                with ExitStack() as stack:
-                    self._opened(stack, make=False)  # which says why
-                raise
-            try:
-                for name in os.listdir(tree):
-                    entry = re.fullmatch(_ENTRY, name)
-                    if entry and entry[1] in uuids and is_alive(name, tree):
-                        used = usage.setdefault(entry[1], {})
-                        key = int(entry[2]), entry[4]
-                        used[key] = used.get(key, 0) + int(entry[3])
-            finally:
-                os.close(tree)
+                return usage
+            for name in os.listdir(tree):
+                entry = re.fullmatch(_ENTRY, name)
+                if entry and entry[1] in uuids and is_alive(name, tree):
+                    used = usage.setdefault(entry[1], {})
+                    key = int(entry[2]), entry[4]
+                    used[key] = used.get(key, 0) + int(entry[3])
         return usage
-
-    def _open_tree(self) -> int:
-        """Return the directory of this host's processes, reached without following a link. A poll is to be quick."""
-        tree = os.open(self._place[0], OPEN_DIR)
-        for name in self._place[1:]:
-            above = tree
-            try:
-                tree = os.open(name, OPEN_DIR, dir_fd=above)
-            finally:
-                os.close(above)
-        return tree
 
     def _opened(self, stack: ExitStack, *, make: bool = True) -> SharedDirectory:
         """Return the directory of this host's processes, open until the end of ``stack``."""
@@ -280,6 +262,9 @@ class SimulatedDriver(Driver):
     def host_topology(self) -> HostTopology:
         return self._host.topology
 
+    def default_placeholder(self, logger: Any = None) -> SimulatedPlaceholder:
+        return SimulatedPlaceholder(logger, driver=self)
+
 
 def _tree_of(state_dir: str | None) -> tuple[str, ...]:
     """Return where the processes of simulated hosts are: a directory, and what is below it. Its path is the host's
@@ -290,16 +275,6 @@ def _tree_of(state_dir: str | None) -> tuple[str, ...]:
     if not os.path.isabs(tree):
         raise StateDirError(f"SAFE_GPU_SIMULATED_DIR={tree} is relative: set it to an absolute path", path=tree)
     return (os.path.abspath(tree),)
-
-
-class SimulatedRuntime(Runtime):
-    """No library knows these GPUs; the placeholder is a context on the simulated host."""
-
-    def __init__(self, driver: SimulatedDriver) -> None:
-        self._driver = driver
-
-    def default_placeholder(self, logger: Any = None) -> SimulatedPlaceholder:
-        return SimulatedPlaceholder(logger, driver=self._driver)
 
 
 class SimulatedPlaceholder:

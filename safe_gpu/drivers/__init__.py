@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ..coordination.holders import gpus_of_scope
@@ -27,6 +28,8 @@ __all__ = ["meant_vendor", "open_driver", "open_drivers", "opened_driver"]
 
 # The drivers, with the vendor of those whose GPUs are all of one.
 _KINDS = {"auto": None, **{name: key for key, vendor in VENDORS.items() for name in vendor.drivers}, "simulated": None}
+
+_CLASSES = {"nvml": "NvmlDriver", "nvidia-smi": "NvidiaSmiDriver", "kfd": "KfdDriver", "intel": "IntelDriver"}
 
 
 def open_driver(name: str | None = None, *, vendor: str | None = None, prefer: str | None = None) -> Driver:
@@ -48,7 +51,8 @@ def open_driver(name: str | None = None, *, vendor: str | None = None, prefer: s
     if vendor is not None:
         _check_inside(vendor)
         if kind != "auto" and vendor not in (find_preset(preset).vendors if kind == "simulated" else (_KINDS[kind],)):
-            raise _missing(vendor, f"{kind}:{preset}".rstrip(":"))
+            given = f"SAFE_GPU_DRIVER={kind}:{preset}".rstrip(":")
+            raise _refused(vendor, f"{given} has none", ", or unset SAFE_GPU_DRIVER")
     if kind == "auto":
         return _auto(vendor, prefer)
     if kind == "simulated":
@@ -57,15 +61,7 @@ def open_driver(name: str | None = None, *, vendor: str | None = None, prefer: s
         if vendor is None and len(find_preset(preset).vendors) > 1:
             vendor = meant_vendor(os.environ, prefer)
         return SimulatedDriver(preset, vendor=vendor)
-    if kind == "nvml":
-        from .nvml import NvmlDriver
-
-        return NvmlDriver()
-    if kind == "nvidia-smi":
-        from .nvidia_smi import NvidiaSmiDriver
-
-        return NvidiaSmiDriver()
-    return _other("amd" if kind == "kfd" else "intel")
+    return _opened(kind)
 
 
 def open_drivers() -> tuple[list[Driver], list[str]]:
@@ -78,7 +74,7 @@ def open_drivers() -> tuple[list[Driver], list[str]]:
         UnsatisfiableRequestError: no such driver, or no such preset. NoDriverError: none works.
     """
     kind, preset = _parsed(None)
-    if kind == "auto" and _may_have_others():
+    if kind == "auto":
         return _each()
     if kind == "simulated":
         from .simulated import SimulatedDriver
@@ -96,34 +92,35 @@ def _parsed(name: str | None) -> tuple[str, str]:
     return kind, preset
 
 
-def _may_have_others() -> bool:
-    """Return whether a kernel driver of another than the first vendor is loaded. Every claim asks this, so it is one or
-    two questions to the file system for each vendor."""
-    return any(Files().exists(path) for key, vendor in VENDORS.items() if key != FIRST for path in vendor.loaded)
+def _opened(kind: str) -> Driver:
+    driver: Driver = getattr(import_module(f".{kind.replace('-', '_')}", __package__), _CLASSES[kind])()
+    return driver
+
+
+def _of_vendor(vendor: str) -> Driver:
+    return _opened(VENDORS[vendor].drivers[0])
 
 
 def _auto(vendor: str | None, prefer: str | None) -> Driver:
     """Open the driver of the vendor that was chosen, else of the GPUs that this process has been given, else of the
     first vendor of which the host has GPUs. Whether they are free does not matter: programs are built for one vendor.
     """
-    if vendor is None and not _may_have_others():
-        return _nvidia()
     others = _others_here()
-    meant = vendor or meant_vendor(os.environ, prefer)
+    meant = vendor or (meant_vendor(os.environ, prefer) if others else None)
     if meant in others:
-        return _other(meant)
+        return _of_vendor(meant)
     if vendor is None and others:
-        return _nvidia_here() or _other(next(iter(others)))
+        return _nvidia_here() or _of_vendor(next(iter(others)))
     try:
         driver = _nvidia()
     except NoDriverError as err:
         if vendor is None or err.driver != "auto" or not others:
             raise
-        raise _missing(vendor, "auto") from err
+        raise _refused(vendor, "this host has none") from err
     if vendor in (None, FIRST):
         return driver
     driver.close()
-    raise _missing(vendor, "auto")
+    raise _refused(vendor, "this host has none")
 
 
 def _each() -> tuple[list[Driver], list[str]]:
@@ -139,7 +136,7 @@ def _each() -> tuple[list[Driver], list[str]]:
         nvidia = _nvidia_here()
     except NoDriverError as err:
         broken.append(str(err))
-    drivers = [_other(key) for key in VENDORS if key in (wanted if nvidia else wanted or others)]
+    drivers = [_of_vendor(key) for key in VENDORS if key in (wanted if nvidia else wanted or others)]
     return [nvidia, *drivers] if nvidia else drivers, broken
 
 
@@ -149,13 +146,13 @@ def _nvidia() -> Driver:
     Raises:
         NoDriverError: it does not work, or, with "auto" as its ``driver``, both are missing.
     """
-    from .nvml import NvmlDriver, why_missing
+    from .nvml import why_missing
 
     reason = why_missing()
     if reason is None:
-        return NvmlDriver()
+        return _opened("nvml")
 
-    from .nvidia_smi import NvidiaSmiDriver, find_nvidia_smi
+    from .nvidia_smi import find_nvidia_smi
 
     if find_nvidia_smi() is None:
         raise NoDriverError(
@@ -164,7 +161,7 @@ def _nvidia() -> Driver:
             "safe_gpu without a GPU, set SAFE_GPU_DRIVER=simulated:dgx-a100.",
             driver="auto",
         )
-    return NvidiaSmiDriver()
+    return _opened("nvidia-smi")
 
 
 def _nvidia_here() -> Driver | None:
@@ -183,16 +180,6 @@ def _nvidia_here() -> Driver | None:
         if Files().exists("dev/nvidiactl") or (err.driver != "auto" and Files().nvidia_gpus()):
             raise
     return None
-
-
-def _other(vendor: str) -> Driver:
-    if vendor == "amd":
-        from .kfd import KfdDriver
-
-        return KfdDriver()
-    from .intel import IntelDriver
-
-    return IntelDriver()
 
 
 def meant_vendor(environ: Mapping[str, str], prefer: str | None = None) -> str | None:
@@ -224,24 +211,14 @@ def _check_inside(vendor: str) -> None:
     """
     around = gpus_of_scope(os.environ.get("SAFE_GPU_SCOPE", ""))
     if around and (other := vendor_of(around[0])) != vendor:
-        raise UnsatisfiableRequestError(
-            f"{_asked(vendor)}, and the claim around this process (SAFE_GPU_SCOPE) holds "
-            f"{VENDORS[other].title} GPUs: leave {style.option('vendor')} out, or make the claim outside",
-            value=vendor,
-        )
+        held = f"the claim around this process (SAFE_GPU_SCOPE) holds {VENDORS[other].title} GPUs"
+        raise _refused(vendor, held, ", or make the claim outside")
 
 
-def _missing(vendor: str, driver: str) -> UnsatisfiableRequestError:
-    """Return the error of a claim for a vendor of which a driver has no GPUs."""
-    if driver == "auto":
-        text = f"and this host has none: leave {style.option('vendor')} out"
-    else:
-        text = f"and SAFE_GPU_DRIVER={driver} has none: leave {style.option('vendor')} out, or unset SAFE_GPU_DRIVER"
-    return UnsatisfiableRequestError(f"{_asked(vendor)}, {text}", value=vendor)
-
-
-def _asked(vendor: str) -> str:
-    return f"{style.written('vendor', vendor)} asks for {VENDORS[vendor].title} GPUs"
+def _refused(vendor: str, why: str, or_else: str = "") -> UnsatisfiableRequestError:
+    """Return the error of a claim for a vendor whose GPUs it cannot have."""
+    asked = f"{style.written('vendor', vendor)} asks for {VENDORS[vendor].title} GPUs"
+    return UnsatisfiableRequestError(f"{asked}, and {why}: leave {style.option('vendor')} out{or_else}", value=vendor)
 
 
 def _others_here() -> dict[str, bool]:

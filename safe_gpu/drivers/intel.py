@@ -18,7 +18,7 @@ Not known without hardware:
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import NoDriverError
@@ -29,7 +29,7 @@ from ..runtimes.library import Runtime
 from ..runtimes.placeholders import NoPlaceholder
 from ..topology.files import PCI, Files
 from .base import Driver
-from .kernel import has_display, numa_node
+from .kernel import has_display, numa_node, total_of
 
 _DRM = "sys/class/drm"
 _MOST_DESCRIPTORS = 1 << 16
@@ -88,7 +88,7 @@ def _card(files: Files, number: int, bus_id: str) -> Gpu:
         f"Intel {_NAMES.get(identity, f'GPU {identity:04x}')}",
         bus_id,
         numa_node(bus_id),
-        memory_total=_sum(parts) if parts else None,
+        memory_total=total_of(parts) if parts else None,
         display_active=has_display(files, place),
         tiles=max([len(tiles), 1] if tiles else [*engines, 1]),
         vendor="intel",
@@ -133,17 +133,7 @@ def _used_by(files: Files, process: str) -> dict[str, int | None]:
         if client is not None:
             bus_id, identity, memory = client
             used.setdefault(bus_id, {})[identity] = memory  # a client may be open under several numbers
-    return {bus_id: _sum(memory.values()) for bus_id, memory in used.items() if _sum(memory.values()) != 0}
-
-
-def _sum(parts: Iterable[int | None]) -> int | None:
-    """Return their sum; None if one is not known."""
-    total = 0
-    for part in parts:
-        if part is None:
-            return None
-        total += part
-    return total
+    return {bus_id: total_of(memory.values()) for bus_id, memory in used.items() if total_of(memory.values()) != 0}
 
 
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -199,7 +189,7 @@ class IntelDriver(Driver, Runtime):
 
 
 def _with_usage(card: Gpu, processes: Sequence[GpuProcess], incomplete: str) -> Gpu:
-    used = None if incomplete else _sum(process.memory_used for process in processes)
+    used = None if incomplete else total_of(process.memory_used for process in processes)
     return card._replace(
         memory_used=used,
         memory_free=None if used is None or card.memory_total is None else max(0, card.memory_total - used),

@@ -86,6 +86,12 @@ def has_display(files: Files, device: str) -> bool:
     )
 
 
+def total_of(sizes: Iterable[int | None]) -> int | None:
+    """Return their sum; None if one is not known."""
+    known = tuple(sizes)
+    return None if None in known else sum(filter(None, known))
+
+
 def in_bus_order(found: Iterable[tuple[str, int, _Thing]]) -> list[_Thing]:
     """Return GPUs by PCI bus id, as nvidia-smi numbers them. Those without one are put at the places that their numbers
     give, in the given order.

@@ -12,6 +12,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import combinations
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,7 +23,7 @@ from ..host import procfs
 from ..runtimes.cuda import CUDA
 from ..runtimes.library import load_file
 from .base import Driver
-from .kernel import in_bus_order, is_wsl, numa_node, own_namespace_pids
+from .kernel import in_bus_order, is_wsl, numa_node, own_namespace_pids, total_of
 
 LIBRARY = "libnvidia-ml.so.1"
 
@@ -177,9 +178,8 @@ class _Session:
         info = self.ask_or(None, "nvmlDeviceGetMemoryInfo", handle, newer)
         counts_reserved = newer is None or info is None
         info = info or self.ask_or(None, "nvmlDeviceGetMemoryInfo", handle)
-        if info is None:
-            return {"counts_reserved": True, "memory_total": None, "memory_used": None, "memory_free": None}
-        total, used, free = (None if size == _HIDDEN else int(size) for size in (info.total, info.used, info.free))
+        sizes = (getattr(info, name, _HIDDEN) for name in ("total", "used", "free"))
+        total, used, free = (None if size == _HIDDEN else int(size) for size in sizes)
         return {"counts_reserved": counts_reserved, "memory_total": total, "memory_used": used, "memory_free": free}
 
     def rows(self, handle: Any, kinds: Sequence[str]) -> list[tuple[str, Any]]:
@@ -192,8 +192,8 @@ class _Session:
         for kind in kinds:
             for version in ("_v3", "_v2"):  # the latter for drivers before R510
                 try:
-                    rows = self.ask(f"nvmlDeviceGet{_LISTS[kind]}RunningProcesses{version}", handle)
-                    found += [(kind, row) for row in rows]
+                    name = f"nvmlDeviceGet{_LISTS[kind]}RunningProcesses{version}"
+                    found += [(kind, row) for row in self.ask(name, handle)]
                     break
                 except _Fault as fault:
                     if fault.code not in _ABSENT or (version, kind) == ("_v2", ProcessKind.COMPUTE):
@@ -222,7 +222,9 @@ class _Session:
         if mute is not None:
             what = f"the driver does not list its processes: {mute}"
             return {"processes": None, "process_error": what, "processes_supported": mute.code not in _ABSENT}
-        listed = (GpuProcess(row.pid, kind, row.usedGpuMemory, self._name(row.pid)) for kind, row in rows)
+        listed = (GpuProcess(row.pid, kind, row.usedGpuMemory, procfs.command_of(row.pid)) for kind, row in rows)
+        asked = partial(self.ask_or, None, "nvmlSystemGetProcessName")  # where /proc does not show the command
+        listed = (one if one.name else one._replace(name=asked(one.pid)) for one in listed)
         return {"processes": own_namespace_pids(listed), "process_error": "", "processes_supported": True}
 
     def _of_instance(self, handle: Any, rows: list[tuple[str, Any]], *, unplaced: bool) -> Iterator[tuple[str, Any]]:
@@ -243,11 +245,6 @@ class _Session:
                 here = all(None in pair or pair[0] == pair[1] for pair in zip(ids, own, strict=True))
             if here:
                 yield kind, row
-
-    def _name(self, pid: int) -> str | None:
-        """Return the command of a process; NVML is asked where /proc does not show it."""
-        name: str | None = procfs.command_of(pid) or self.ask_or(None, "nvmlSystemGetProcessName", pid)
-        return name
 
     def used(self, gpu: Gpu, handle: Any, parent: Any = None, **known: Any) -> Gpu:
         """Return the device with its memory and processes of now, and with these other fields."""
@@ -290,19 +287,14 @@ class _Session:
         instances = []
         for whole, one in found:
             others = [gpu for its, gpu in found if its == whole and gpu is not one]
-            instances.append(one._replace(divided=bool(others), memory_beside=_listed_on(others)))
+            beside = total_of(gpu.listed_memory for gpu in others)
+            instances.append(one._replace(divided=bool(others), memory_beside=beside))
         return instances
 
     def cpus(self, handle: Any, scope: str) -> frozenset[int] | None:
         """Return the CPUs next to a GPU. None is unknown, as where all of them lie outside this process's cpuset."""
         words = self.ask_or((), "nvmlDeviceGetCpuAffinityWithinScope", handle, _MASK_WORDS, _SCOPES[scope])
         return frozenset(64 * i + bit for i, word in enumerate(words) for bit in range(64) if word >> bit & 1) or None
-
-
-def _listed_on(gpus: Sequence[Gpu]) -> int | None:
-    """Return the bytes that the listed processes of these devices use; None if that of one is unknown."""
-    known = [size for gpu in gpus if (size := gpu.listed_memory) is not None]
-    return sum(known) if len(known) == len(gpus) else None
 
 
 class _Found(NamedTuple):
@@ -403,18 +395,18 @@ def _detailed(session: _Session, gpu: Gpu) -> Gpu:
     return gpu._replace(utilization=utilization, temperature=temperature, processes=processes)
 
 
-def _peers(session: _Session, gpus: Sequence[Gpu]) -> dict[str, set[str]]:
-    """Return who reaches whom by NVLink."""
-    handles, peers = {}, defaultdict(set)
-    for gpu in gpus:
+def _linked(session: _Session, snapshot: HostSnapshot) -> HostSnapshot:
+    """Return the same poll with who reaches whom by NVLink."""
+    handles, peers = [], defaultdict(set)
+    for gpu in snapshot.physical:
         with suppress(_Fault):
-            handles[gpu.uuid] = session.ask("nvmlDeviceGetHandleByUUID", gpu.uuid)
-    for one, other in combinations(handles, 2):
+            handles.append((gpu, session.ask("nvmlDeviceGetHandleByUUID", gpu.uuid)))
+    for (one, its), (other, others) in combinations(handles, 2):
         with suppress(_Fault):
-            if session.ask("nvmlDeviceGetP2PStatus", handles[one], handles[other], _P2P_NVLINK) == 0:
-                peers[one].add(other)
-                peers[other].add(one)
-    return peers
+            if session.ask("nvmlDeviceGetP2PStatus", its, others, _P2P_NVLINK) == 0:
+                peers[one].add(other.uuid)
+                peers[other].add(one.uuid)
+    return snapshot.updated(gpu._replace(nvlink_peers=frozenset(peers[gpu])) for gpu in peers)
 
 
 def _cpus(session: _Session, uuid: str, scope: str) -> frozenset[int] | None:
@@ -459,9 +451,7 @@ class NvmlDriver(Driver):
 
     def linked(self, snapshot: HostSnapshot) -> HostSnapshot:
         """Return the same poll with NVLink."""
-        peers = self._ask(lambda session: _peers(session, snapshot.physical))
-        linked = (gpu for gpu in snapshot.gpus if gpu.uuid in peers)
-        return snapshot.updated(gpu._replace(nvlink_peers=frozenset(peers[gpu.uuid])) for gpu in linked)
+        return self._ask(lambda session: _linked(session, snapshot))
 
     def detailed(self, snapshot: HostSnapshot) -> HostSnapshot:
         """Return the same poll with utilisation and graphics processes."""
@@ -487,19 +477,16 @@ class NvmlDriver(Driver):
         with self._lock:
             try:
                 try:
-                    return question(self._opened())
+                    self._session = self._session or _Session()
+                    return question(self._session)
                 except _SessionOver:
                     self._end()
-                    return question(self._opened())
+                    self._session = _Session()
+                    return question(self._session)
             except _Trouble as trouble:
                 self._end()
                 what = _NO_DRIVER.get(trouble.code) or f"NVML cannot be used: {trouble}."
                 raise NoDriverError(what, driver=self.name) from trouble
-
-    def _opened(self) -> _Session:
-        if self._session is None:
-            self._session = _Session()
-        return self._session
 
     def _end(self) -> None:
         session, self._session = self._session, None

@@ -241,10 +241,8 @@ def split_share(cpus: Iterable[int], topology: HostTopology, n: int) -> list[fro
     Raises:
         GPUAffinityError: ``n`` is not a positive number, or there are fewer than ``n`` physical cores.
     """
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise GPUAffinityError(f"a share can be split among 1 worker or more, not {n!r}")
     cores = cores_of_share(cpus, topology)
-    if len(cores) < n:
+    if len(cores) < as_count("n", n, 1):
         raise GPUAffinityError(
             f"{n} workers cannot have a physical core each: CPUs {format_cpulist(cpus)} are {len(cores)} "
             f"physical core{'' if len(cores) == 1 else 's'}; start fewer workers, or let them share"

@@ -13,7 +13,7 @@ from ..errors import GPUAffinityError, SafeGpuError, package_logger
 from ..host.programs import TooLate, TooMuch, find_program, output_of
 from ..topology.cpulist import format_cpulist
 from .cpu_shares import near
-from .options import AffinityOptions, check_memory_mode, doubt_about, falls_back, parse_options
+from .options import AffinityOptions, as_count, check_memory_mode, doubt_about, falls_back, parse_options
 from .resolve_gpus import named
 
 if TYPE_CHECKING:
@@ -72,10 +72,9 @@ def wrap_command(
     log = package_logger()
     may_fall_back = not strict or falls_back(mode)
     try:
-        if ordinal is None and (isinstance(gpu, bool) or not isinstance(gpu, int) or gpu < 0):
-            raise GPUAffinityError(f"gpu={gpu!r} is not an index as nvidia-smi shows it")
+        index = None if gpu is None else as_count("gpu", gpu, 0)
         with opened_driver() if driver is None else nullcontext(driver) as opened:
-            chosen = named(gpu, ordinal, opened.snapshot(), os.environ)
+            chosen = named(index, ordinal, opened.snapshot(), os.environ)
             there = near(chosen.gpus[:1], opened, options, memory)
         prefix, lack = _prefix(there.cpus, there.nodes, memory, check=check, may_fall_back=may_fall_back)
     except SafeGpuError as err:

@@ -9,6 +9,7 @@ nodes of its pages. The memory policy of the calling thread comes from get_mempo
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections import Counter
@@ -26,6 +27,7 @@ from ..topology.cpulist import format_cpulist, parse_cpulist
 from ..topology.host import HostTopology, read_topology
 from ..wording.text import plural
 from .memory_policy import get_policy
+from .options import as_count
 from .resolve_gpus import BOUND, Names, named, remembered, visible
 
 if TYPE_CHECKING:
@@ -152,19 +154,13 @@ class PlacementReport:
     def as_dict(self) -> dict[str, Any]:
         """Return the report as JSON values: CPU and node sets as kernel lists ("0-3,8"), the keys of ``memory`` as
         strings."""
-
-        def plain(value: Any) -> Any:
-            if isinstance(value, frozenset):
-                return format_cpulist(value)
-            if isinstance(value, dict):
-                return {str(key): plain(item) for key, item in value.items()}
-            return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
         processes = [
-            plain({**asdict(process), "matches": process.matches, "memory_matches": process.memory_matches})
+            {**asdict(process), "matches": process.matches, "memory_matches": process.memory_matches}
             for process in self.processes
         ]
-        return {"matches": self.matches, "processes": processes, "notes": list(self.notes)}
+        report = {"matches": self.matches, "processes": processes, "notes": self.notes}
+        plain: dict[str, Any] = json.loads(json.dumps(report, default=format_cpulist))
+        return plain
 
 
 def _all_known(matches: Iterable[bool | None]) -> bool | None:
@@ -228,10 +224,7 @@ def placement(
 
     A variable that another process has set since it started cannot be seen: give ``gpus`` for one that bound itself.
     """
-    root = os.getpid() if pid is None else pid
-    if isinstance(root, bool) or not isinstance(root, int) or root < 1:
-        raise GPUAffinityError(f"a pid is a positive number, not {pid!r}")
-
+    root = os.getpid() if pid is None else as_count("pid", pid, 1)
     notes: list[str] = []
     snapshot = None
     try:

@@ -230,16 +230,6 @@ class Library(Runtime):
         """Return the GPUs that it sees in this process, in the order of its ordinals."""
         return tuple(self.shown(ordinal) for ordinal in range(self.count()))
 
-    def listed(self) -> tuple[str, ...]:
-        """Return the same; the library is initialised if it is not yet."""
-        try:
-            self.initialize()
-            return self.all_shown()
-        except CudaCallError as err:
-            if err.code != _NO_GPU:
-                raise
-            return ()
-
     def hold(self, device_no: int) -> Held:
         """Initialise the library if necessary, and hold the GPU with this ordinal; errors as of :class:`Held`."""
         return Held(self, device_no)
@@ -382,11 +372,14 @@ def tell(title: str) -> int:
     from importlib import import_module
 
     library = getattr(import_module(f".{title.lower()}", __package__), title)
+    shown: tuple[str, ...] = ()
     try:
-        shown = library.load().listed()
+        library.load().initialize()
+        shown = library.all_shown()
     except SafeGpuError as err:
-        print(f"{err}{likely_cause(err)}", file=sys.stderr)
-        return 1
+        if getattr(err, "code", 0) != _NO_GPU:
+            print(f"{err}{likely_cause(err)}", file=sys.stderr)
+            return 1
     print(*(_MARK + one for one in shown), sep="\n")
     return 0
 

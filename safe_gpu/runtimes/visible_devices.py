@@ -207,15 +207,6 @@ def read_rocm(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleLimi
     return VisibleLimit(value, tuple(gpu.uuid for gpu in left), uses_indices=by_index, name=name, library="HIP")
 
 
-def rocm_once(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment without Slurm's second copy of its list, which HIP would take for numbers within the
-    list."""
-    copied = CUDA in environ and environ.get(CUDA) == environ.get(ROCR) and not environ.get(HIP)
-    if not copied or "SLURM_JOB_ID" not in environ or "GPU-" in environ[CUDA]:
-        return environ
-    return {name: value for name, value in environ.items() if name != CUDA}
-
-
 def _by_rocr(value: str, gpus: Sequence[Gpu]) -> list[Gpu]:
     chosen: list[Gpu] = []
     for entry in value.removesuffix(",").split(",")[: len(gpus)]:  # as C++'s getline
@@ -347,17 +338,20 @@ def visible_variables(snapshot: HostSnapshot) -> tuple[str, ...]:
 
 def read_visible(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleLimit | None:
     """Return the GPUs to which an environment limits a process; None if no variable does."""
-    if VENDORS[snapshot.vendor].library == "HIP":
-        return read_rocm(environ, snapshot)
-    if VENDORS[snapshot.vendor].library == "Level Zero":
-        return read_level_zero(environ, snapshot)
-    return parse_cuda(environ.get(CUDA), snapshot, device_order=environ.get("CUDA_DEVICE_ORDER"))
+    library = VENDORS[snapshot.vendor].library
+    if library == "CUDA":
+        return parse_cuda(environ.get(CUDA), snapshot, device_order=environ.get("CUDA_DEVICE_ORDER"))
+    return (read_rocm if library == "HIP" else read_level_zero)(environ, snapshot)
 
 
 def read_visible_once(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleLimit | None:
-    """Return the GPUs to which an environment limits a claim: as :func:`read`, but a list that a batch scheduler has
-    written into several variables counts once. See :mod:`~safe_gpu.runtimes.visible_devices`."""
-    return read_visible(rocm_once(environ) if VENDORS[snapshot.vendor].library == "HIP" else environ, snapshot)
+    """Return the GPUs to which an environment limits a claim: as :func:`read_visible`, but a list that a batch
+    scheduler has written into several variables counts once. HIP would take Slurm's second copy for numbers within the
+    list."""
+    copied = CUDA in environ and environ[CUDA] == environ.get(ROCR) and not environ.get(HIP)
+    if copied and "SLURM_JOB_ID" in environ and "GPU-" not in environ[CUDA] and snapshot.vendor == "amd":
+        environ = {name: value for name, value in environ.items() if name != CUDA}
+    return read_visible(environ, snapshot)
 
 
 def render_visible(
@@ -369,11 +363,12 @@ def render_visible(
     Raises:
         UnsatisfiableRequestError: as for :func:`render_cuda`, which every claim calls to check its arguments.
     """
-    if VENDORS[snapshot.vendor].library == "HIP":
-        return render_rocm(gpus, visible_as=visible_as, snapshot=snapshot, environ=environ or {})
-    if VENDORS[snapshot.vendor].library == "Level Zero":
+    library = VENDORS[snapshot.vendor].library
+    if library == "CUDA":
+        return render_cuda(gpus, visible_as=visible_as, snapshot=snapshot)
+    if library == "Level Zero":
         return render_level_zero(gpus, snapshot=snapshot, environ=environ or {})
-    return render_cuda(gpus, visible_as=visible_as, snapshot=snapshot)
+    return render_rocm(gpus, visible_as=visible_as, snapshot=snapshot, environ=environ or {})
 
 
 def hide_all() -> dict[str, str]:

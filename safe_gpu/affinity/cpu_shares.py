@@ -16,7 +16,7 @@ from ..errors import GPUAffinityError
 from ..topology.cpulist import format_cpulist
 from ..topology.host import HostTopology, read_topology
 from .binding import BindingReport, bind_process, enter, leave, original_mask
-from .options import AffinityOptions, as_count, doubt_about
+from .options import AffinityOptions, as_count
 from .planner import deal, divide, is_remote
 
 if TYPE_CHECKING:
@@ -166,8 +166,7 @@ def bind_near(
     if not gpus:
         raise GPUAffinityError("there is no GPU to bind next to: claim one, or name some")
     there = near(gpus, driver, options, memory)
-    doubt = "" if options is None else doubt_about(options)
-    report = bind_process(there.cpus, there.nodes, memory, notes=[doubt] if doubt else (), lacks=there.lacks)
+    report = bind_process(there.cpus, there.nodes, memory, lacks=there.lacks)
     # The CPUs and nodes of a made-up host are not those of this machine.
     if driver.is_simulated:
         return report._replace(as_asked=True)

@@ -8,7 +8,7 @@ from .. import drivers
 from ..errors import GPUAffinityError, SafeGpuError, package_logger
 from ..topology.host import read_topology
 from .binding import bind_process, original_mask
-from .options import AffinityOptions, as_count, doubt_about
+from .options import AffinityOptions, as_count
 from .planner import plan
 from .resolve_gpus import by_ordinal, remember, visible
 
@@ -111,9 +111,9 @@ def set_affinity(
             + (f" with CUDA_VISIBLE_DEVICES={listed}" if (listed := os.environ.get("CUDA_VISIBLE_DEVICES")) else "")
         )
     taking_part = [gpu.index for gpu in shown[:nproc_per_node]]
-    shares = plan(read_topology(driver=driver), **options._asdict(), allowed=original_mask(), gpus=taking_part)
+    shares = plan(read_topology(driver=driver), **vars(options), allowed=original_mask(), gpus=taking_part)
     chosen = by_ordinal(gpu_id, snapshot, os.environ)
-    report = bind_process(shares[gpu_id], notes=filter(None, [*chosen.notes, doubt_about(options)]))
+    report = bind_process(shares[gpu_id], notes=chosen.notes)
     remember(chosen.gpus)
     log = package_logger()
     log.log(logging.WARNING if report.notes else logging.INFO, "%s", report._replace(target=chosen.title))

@@ -13,7 +13,7 @@ from ..errors import GPUAffinityError, SafeGpuError, package_logger
 from ..host.programs import TooLate, TooMuch, find_program, output_of
 from ..topology.cpulist import format_cpulist
 from .cpu_shares import near
-from .options import AffinityOptions, as_count, check_memory_mode, doubt_about, falls_back, parse_options
+from .options import AffinityOptions, as_count, check_memory_mode, falls_back, parse_options
 from .resolve_gpus import named
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def wrap_command(
             raise
         which = f"ordinal {ordinal}" if gpu is None else repr(gpu)
         raise GPUAffinityError(f"the place of GPU {which} is not known: {err}") from err
-    for note in filter(None, (*chosen.notes, *there.lacks, lack, doubt_about(options))):
+    for note in filter(None, (*chosen.notes, *there.lacks, lack)):
         log.warning("%s", note)
     wrapped = [*prefix, *command]
     log.info("next to %s: %s", chosen.title, shlex.join(wrapped))

@@ -3,7 +3,8 @@
 All values are strings here. A member of an enumeration counts as its value.
 """
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from ..errors import GPUAffinityError
 from ..topology.cpulist import parse_cpulist
@@ -56,16 +57,8 @@ def parse_cpus(text: str) -> frozenset[int]:
     return cpus
 
 
-class _Options(NamedTuple):
-    mode: str
-    scope: str
-    multithreading: str
-    balanced: bool
-    min_physical_cores: int
-    max_physical_cores: int | None
-
-
-class AffinityOptions(_Options):
+@dataclass(frozen=True)
+class AffinityOptions:
     """How a GPU's CPUs are chosen. Takes strings and members of enumerations (those of gpu_affinity and of torch).
 
     The modes node, socket, exclusive and core-complex ignore every option but ``mode``; the other options belong to
@@ -78,31 +71,30 @@ class AffinityOptions(_Options):
         balanced: give every GPU the same number of physical cores.
         min_physical_cores: too few physical cores for this are an error.
         max_physical_cores: a share is trimmed to its first cores; None is no bound. As in gpu_affinity it wins over a
-            greater minimum (see :func:`doubt_about`).
+            greater minimum.
 
     Raises:
         GPUAffinityError: a value is not one of these.
     """
 
-    __slots__ = ()
+    mode: str = "node"
+    scope: str = "node"
+    multithreading: str = "all_logical"
+    balanced: bool = True
+    min_physical_cores: int = 1
+    max_physical_cores: int | None = None
 
-    def __new__(
-        cls,
-        mode: str = "node",
-        scope: str = "node",
-        multithreading: str = "all_logical",
-        balanced: bool = True,
-        min_physical_cores: int = 1,
-        max_physical_cores: int | None = None,
-    ) -> "AffinityOptions":
-        mode = _choice("affinity mode", mode, MODES)
-        scope = _choice("affinity scope", scope, SCOPES)
-        multithreading = _choice("multithreading mode", multithreading, MULTITHREADING)
-        if not isinstance(balanced, bool):
-            raise GPUAffinityError(f"balanced must be True or False, not {balanced!r}")
-        least = as_count("min_physical_cores", min_physical_cores, 0)
-        most = None if max_physical_cores is None else as_count("max_physical_cores", max_physical_cores, 1)
-        return super().__new__(cls, mode, scope, multithreading, balanced, least, most)
+    def __post_init__(self) -> None:
+        if not isinstance(self.balanced, bool):
+            raise GPUAffinityError(f"balanced must be True or False, not {self.balanced!r}")
+        most = self.max_physical_cores
+        vars(self).update(
+            mode=_choice("affinity mode", self.mode, MODES),
+            scope=_choice("affinity scope", self.scope, SCOPES),
+            multithreading=_choice("multithreading mode", self.multithreading, MULTITHREADING),
+            min_physical_cores=as_count("min_physical_cores", self.min_physical_cores, 0),
+            max_physical_cores=None if most is None else as_count("max_physical_cores", most, 1),
+        )
 
 
 def parse_options(affinity: object, memory: object = None) -> AffinityOptions | None:
@@ -124,14 +116,6 @@ def falls_back(affinity: object) -> bool:
     """Return whether an argument ``affinity`` is a ``NumaOptions`` of torch that asks for going on where binding
     fails."""
     return bool(getattr(affinity, "should_fall_back_if_binding_fails", False))
-
-
-def doubt_about(options: AffinityOptions | None) -> str:
-    """Return a warning about options that contradict each other; "" if they do not."""
-    least, most = (0, None) if options is None else (options.min_physical_cores, options.max_physical_cores)
-    if most is None or most >= least:
-        return ""
-    return f"max_physical_cores={most} is below min_physical_cores={least}: shares are trimmed to {most}"
 
 
 def check_memory_mode(memory: object) -> str | None:

@@ -58,13 +58,13 @@ def _affinity(options: argparse.Namespace) -> int:
         print_json(report.as_dict()) if options.json else print_lines(str(report))
         return 0
     from ..affinity.cpu_shares import claim_shares, usable_cpus
-    from ..affinity.options import AffinityOptions, doubt_about
+    from ..affinity.options import AffinityOptions
     from ..affinity.plan_text import affinity_json, affinity_table, node_table
     from ..affinity.resolve_gpus import named
     from ..drivers import opened_driver
     from ..topology.host import read_topology
 
-    modes = AffinityOptions(**{name: getattr(options, name) for name in AffinityOptions._fields})
+    modes = AffinityOptions(**{name: getattr(options, name) for name in AffinityOptions.__match_args__})
     with opened_driver() as driver:
         topology = read_topology(None, driver)
         mask = usable_cpus(topology) if options.allowed is None else options.allowed & topology.cpus
@@ -78,8 +78,6 @@ def _affinity(options: argparse.Namespace) -> int:
         print_json(affinity_json(topology, modes, shares, memory, shown))
         return 0
     print_lines(affinity_table(topology, modes, shares, shown))
-    if doubt := doubt_about(modes):
-        print(doubt)
     print_lines(f"\n{node_table(topology, memory)}")
     return 0
 

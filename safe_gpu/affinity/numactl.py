@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import cache
-from typing import TYPE_CHECKING
 
 from ..drivers import opened_driver
 from ..errors import GPUAffinityError, SafeGpuError, package_logger
@@ -15,10 +13,6 @@ from ..topology.cpulist import format_cpulist
 from .cpu_shares import near
 from .options import AffinityOptions, as_count, check_memory_mode, falls_back, parse_options
 from .resolve_gpus import named
-
-if TYPE_CHECKING:
-    from ..drivers.base import Driver
-
 
 # Seconds for "numactl OPTIONS true" to end, and bytes of what it prints.
 _PATIENCE = 30.0
@@ -34,7 +28,6 @@ def wrap_command(
     memory: str | None = None,
     strict: bool = True,
     check: bool = False,
-    driver: Driver | None = None,
 ) -> list[str]:
     """Return ``command`` with ``numactl --physcpubind=...`` before it, for the share of one GPU among all GPUs of the
     host.
@@ -54,7 +47,6 @@ def wrap_command(
             with ``should_fall_back_if_binding_fails``. Avoid it: a command that runs unbound is slow, and only the log
             says why.
         check: run ``numactl`` with these options and ``true``, here. Each binding is tried once per process and PATH.
-        driver: None opens the one that ``SAFE_GPU_DRIVER`` names.
 
     Raises:
         GPUAffinityError: an argument is wrong. Unless it falls back: there is no such GPU, no share for it, or no
@@ -73,9 +65,9 @@ def wrap_command(
     may_fall_back = not strict or falls_back(mode)
     try:
         index = None if gpu is None else as_count("gpu", gpu, 0)
-        with opened_driver() if driver is None else nullcontext(driver) as opened:
-            chosen = named(index, ordinal, opened.snapshot(), os.environ)
-            there = near(chosen.gpus[:1], opened, options, memory)
+        with opened_driver() as driver:
+            chosen = named(index, ordinal, driver.snapshot(), os.environ)
+            there = near(chosen.gpus[:1], driver, options, memory)
         prefix, lack = _prefix(there.cpus, there.nodes, memory, check=check, may_fall_back=may_fall_back)
     except SafeGpuError as err:
         if may_fall_back:

@@ -200,12 +200,7 @@ def parse_numa_maps(lines: Iterable[bytes]) -> dict[str, Any]:
 
 
 def placement(
-    pid: int | None = None,
-    *,
-    driver: Driver | None = None,
-    gpus: Names | None = None,
-    ordinal: int | None = None,
-    fsroot: str | os.PathLike[str] | None = None,
+    pid: int | None = None, *, driver: Driver | None = None, gpus: Names | None = None, ordinal: int | None = None
 ) -> PlacementReport:
     """Return where a process, its threads and its descendants run.
 
@@ -217,7 +212,6 @@ def placement(
             that is known: the driver's process lists, the GPUs next to which it was bound by number (SAFE_GPU_BOUND),
             CUDA_VISIBLE_DEVICES, and for a descendant the GPUs of its parent.
         ordinal: CUDA's number of the process's GPU in that process, instead of ``gpus``.
-        fsroot: root of the topology files; processes are always read from this host.
 
     Raises:
         GPUAffinityError: there is no such process or GPU, or it may not be read.
@@ -233,7 +227,7 @@ def placement(
     except SafeGpuError as err:
         driver = None
         notes.append(f"the GPUs in use are not known: {err}")
-    topology = read_topology(fsroot, driver)
+    topology = read_topology(None, driver)
     reader = _Reader(topology, snapshot)
     if gpus is not None or ordinal is not None:
         reader.known[root] = (_given(gpus, ordinal, root, topology, snapshot), "given")

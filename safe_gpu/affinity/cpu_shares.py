@@ -4,24 +4,20 @@ All cores of the host but the isolated ones are divided among all its GPUs first
 with the mask of the process. In this way two independent jobs get disjoint cores, whatever their masks are.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..drivers import opened_driver
+from ..drivers.base import Driver
 from ..errors import GPUAffinityError
+from ..gpus.devices import Gpu
 from ..topology.cpulist import format_cpulist
 from ..topology.host import HostTopology, read_topology
 from .binding import BindingReport, bind_process, enter, leave, original_mask
 from .options import AffinityOptions, as_count
 from .planner import deal, divide, is_remote
-
-if TYPE_CHECKING:
-    from ..drivers.base import Driver
-    from ..gpus.devices import Gpu
 
 
 class ClaimShares(NamedTuple):

@@ -1,7 +1,5 @@
 """Prefixes a command with numactl so that it runs next to a GPU, for launchers that start other programs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from functools import cache

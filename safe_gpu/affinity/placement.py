@@ -7,8 +7,6 @@ The data come from ``/proc``: the CPU on which a thread ran last, the CPUs and m
 nodes of its pages. The memory policy of the calling thread comes from get_mempolicy(2).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -16,10 +14,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import drivers
+from ..drivers.base import Driver
 from ..errors import GPUAffinityError, SafeGpuError
+from ..gpus.devices import Gpu, HostSnapshot
 from ..host.foreign_files import read_start
 from ..host.procfs import command_of, descendants, lines_of, parent_of, printable
 from ..runtimes.visible_devices import visible_variables
@@ -29,10 +29,6 @@ from ..wording.text import plural
 from .memory_policy import get_policy
 from .options import as_count
 from .resolve_gpus import BOUND, Names, named, remembered, visible
-
-if TYPE_CHECKING:
-    from ..drivers.base import Driver
-    from ..gpus.devices import Gpu, HostSnapshot
 
 
 @dataclass(frozen=True)

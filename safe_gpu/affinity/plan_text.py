@@ -1,17 +1,13 @@
 """Renders an affinity plan."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..topology.cpulist import format_cpulist
+from ..topology.host import GpuLocality, HostTopology
 from ..wording.text import format_bytes
+from .options import AffinityOptions
 from .planner import is_remote
-
-if TYPE_CHECKING:
-    from ..topology.host import GpuLocality, HostTopology
-    from .options import AffinityOptions
 
 _HEADER = ("GPU", "BUS", "NODE", "CPUS", "CORES", "MEMORY", "SOURCE")
 

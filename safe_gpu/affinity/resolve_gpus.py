@@ -5,8 +5,6 @@ CUDA_VISIBLE_DEVICES. The two differ as soon as that variable is set. On AMD GPU
 ROCR_VISIBLE_DEVICES and HIP_VISIBLE_DEVICES.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple

@@ -3,14 +3,11 @@
 Nothing here knows claims: a driver reports what it sees, and ``selection`` judges it.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from ..coordination.holders import gpus_of_scope
 from ..errors import NoDriverError, UnsatisfiableRequestError
@@ -19,10 +16,8 @@ from ..gpus.vendors import FIRST, VENDORS
 from ..settings import variables as settings
 from ..topology.files import Files
 from ..wording import text as style
+from .base import Driver
 from .presets import preset as find_preset
-
-if TYPE_CHECKING:
-    from .base import Driver
 
 __all__ = ["meant_vendor", "open_driver", "open_drivers", "opened_driver"]
 

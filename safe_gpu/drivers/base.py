@@ -1,15 +1,10 @@
 """What a driver is: the few questions that safe_gpu asks of whatever knows the GPUs of this host."""
 
-from __future__ import annotations
+from collections.abc import Sequence
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ..gpus.devices import Gpu, HostSnapshot
-    from ..runtimes.library import Runtime
-    from ..topology.host import HostTopology
+from ..gpus.devices import Gpu, HostSnapshot
+from ..runtimes.library import Runtime
+from ..topology.host import HostTopology
 
 
 class Driver:

@@ -5,8 +5,6 @@ since a GPU that fell off the bus no longer tells.
 Source: NVML API reference.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections import defaultdict

@@ -7,14 +7,12 @@ kernel would (:attr:`Preset.topology`).
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import UnsatisfiableRequestError
 from ..gpus.devices import MIG_IS_ON, Gpu, vendor_of
 from ..gpus.vendors import VENDORS
-
-if TYPE_CHECKING:
-    from ..topology.host import HostTopology
+from ..topology.host import GpuLocality, HostTopology
 
 MIB = 1 << 20
 
@@ -95,10 +93,8 @@ class Preset:
         )
 
     @cached_property
-    def topology(self) -> "HostTopology":
+    def topology(self) -> HostTopology:
         """The CPUs of the host, and where its GPUs are among them."""
-        from ..topology.host import GpuLocality, HostTopology
-
         cpus = self.cpus
         same, socket, remote = cpus.distances
         nodes = {node: cpus.threads(node * cpus.cores, cpus.cores) for node in range(cpus.packages * cpus.nodes)}

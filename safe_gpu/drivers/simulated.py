@@ -23,7 +23,7 @@ import re
 from collections.abc import Container, Sequence
 from contextlib import ExitStack, suppress
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..coordination.directory import OPEN_FILE, SharedDirectory
 from ..coordination.doors import simulated_tree
@@ -36,13 +36,11 @@ from ..host.held import Held
 from ..host.signals import DeferredSignals
 from ..runtimes.library import Runtime
 from ..runtimes.visible_devices import read_visible
+from ..topology.host import HostTopology
 from .base import Driver
 from .kernel import own_namespace_pids
 from .presets import CONTEXT_BYTES
 from .presets import preset as find_preset
-
-if TYPE_CHECKING:
-    from ..topology.host import HostTopology
 
 _numbers = count()
 

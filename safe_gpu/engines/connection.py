@@ -7,8 +7,6 @@ A holder calls the driver, and says which holder it is. Both prove then that the
 reads an object of the other: another user may have got the port of a driver that has ended.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import secrets

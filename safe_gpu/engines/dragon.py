@@ -42,14 +42,13 @@ from ..gpus.vendors import VENDORS
 from ..topology.cpulist import format_cpulist
 from .claim import ClusterClaim, NodeFacts, choose_nodes, claim_through
 from .connection import Door, Holder, serve, start_all
-from .holder import ClaimArguments, enter_worker
+from .holder import ClaimArguments, ClusterGpu, enter_worker
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ..affinity.options import AffinityOptions
     from ..selection.request import Conditions
-    from .holder import ClusterGpu
 
 
 def claim(

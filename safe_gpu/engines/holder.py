@@ -6,13 +6,11 @@ for themselves. Such an inner claim keeps the GPU even if the holder dies first.
 CPUs; it computes the CPUs of the workers.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..affinity.binding import bind_process
 from ..affinity.cpu_shares import cores_of_share, memory_nodes, near, with_memory
@@ -23,6 +21,7 @@ from ..claim.variables import visible_limit_of
 from ..coordination.doors import digest
 from ..coordination.state_dir import state_dir_path
 from ..drivers import opened_driver
+from ..drivers.base import Driver
 from ..errors import GPUAffinityError, SafeGpuError, UnsatisfiableRequestError, package_logger
 from ..gpus.devices import ComputeMode, Gpu, HostSnapshot
 from ..gpus.vendors import FIRST
@@ -33,9 +32,6 @@ from ..selection.choice import check_possible
 from ..selection.request import parse_request
 from ..selection.verdicts import Rules
 from ..topology.host import read_topology
-
-if TYPE_CHECKING:
-    from ..drivers.base import Driver
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,6 @@ the first. Of two such claims with the same first host, one continues and the ot
 This takes the time of two hosts instead of one, whatever the number of hosts.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar

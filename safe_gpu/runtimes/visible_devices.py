@@ -44,8 +44,6 @@ CUDA does not count a GPU that is lost, so the GPUs behind it get lower numbers.
 opens other GPUs than those that were claimed for it. UUIDs keep their meaning.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping, Sequence
 

@@ -19,8 +19,6 @@ from ..wording import text as style
 from .base import Driver
 from .presets import preset as find_preset
 
-__all__ = ["meant_vendor", "open_driver", "open_drivers", "opened_driver"]
-
 # The drivers, with the vendor of those whose GPUs are all of one.
 _KINDS = {"auto": None, **{name: key for key, vendor in VENDORS.items() for name in vendor.drivers}, "simulated": None}
 

@@ -247,19 +247,17 @@ def _near(
     gpus: Sequence[Gpu], driver: Driver, wishes: ClaimArguments
 ) -> dict[int, tuple[tuple[tuple[int, ...], ...], int | None]]:
     """Return, by GPU index, the cores and the NUMA node for its workers."""
-    indices = list(dict.fromkeys(gpu.index for gpu in gpus))
-    nowhere: dict[int, tuple[tuple[tuple[int, ...], ...], int | None]] = dict.fromkeys(indices, ((), None))
+    places: dict[int, tuple[tuple[tuple[int, ...], ...], int | None]] = {gpu.index: ((), None) for gpu in gpus}
     options = parse_options(wishes.affinity, wishes.memory)
     if options is None and wishes.memory is None:
-        return nowhere
+        return places
     try:
         there = near(gpus, driver, options, None, mask=os.sched_getaffinity(0))
     except GPUAffinityError:
         if options is not None and options.mode == "node" and wishes.memory is None:  # the default: no reason to fail
-            return nowhere
+            return places
         raise
-    places = {}
-    for index in indices:
+    for index in places:
         share = there.shares.shares[index] if there.shares is not None else ()
         cores = sorted(tuple(sorted(core)) for core in cores_of_share(share, there.topology))
         places[index] = tuple(cores), next(iter(memory_nodes(there.topology, [index])), None)

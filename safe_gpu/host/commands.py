@@ -1,8 +1,10 @@
 """What a record says of a command: everybody can read it, and arguments may hold a password."""
 
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import dropwhile
 
 from .procfs import arguments_of, printable
 
@@ -17,7 +19,7 @@ _INTERPRETERS = frozenset(
 
 _SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
 
-_SHELL_FLAGS = frozenset("abefhiklmnprstuvxBCEHPT")  # those that take no value
+_SHELL_FLAGS = "-[abefhiklmnprstuvxBCEHPT]+"  # those that take no value
 
 
 def command_for_record(arguments: Sequence[str]) -> str | None:
@@ -70,7 +72,7 @@ def program_names(arguments: Sequence[str]) -> str:
         script = _python_script(others)
     elif kind in _INTERPRETERS:
         if kind in _SHELLS:
-            others = _without_flags(others)
+            others = list(dropwhile(re.compile(_SHELL_FLAGS).fullmatch, others))
         script = _base(others[0]) if others and not others[0].startswith("-") else ""
     else:
         script = ""
@@ -79,13 +81,6 @@ def program_names(arguments: Sequence[str]) -> str:
 
 def _base(path: str) -> str:
     return path.rpartition("/")[2]
-
-
-def _without_flags(arguments: Sequence[str]) -> list[str]:
-    rest = list(arguments)
-    while rest and len(rest[0]) > 1 and rest[0][0] == "-" and _SHELL_FLAGS.issuperset(rest[0][1:]):
-        del rest[0]
-    return rest
 
 
 def _python_script(arguments: Iterable[str]) -> str:

@@ -48,25 +48,26 @@ def prepare(placeholder: Placeholder) -> None:
         raise PlaceholderError(f"{name_of(placeholder)} could not be prepared: {_first_line(err)}") from err
 
 
-def allocate(placeholder: Placeholder, device_no: int) -> Any:
+def allocate(
+    placeholder: Placeholder, device_no: int, *, hold: Placeholder | None = None, library: str = "CUDA"
+) -> Any:
     """Put the placeholder on the GPU that CUDA knows as ``device_no`` and return the object that holds it.
 
+    Args:
+        hold: does it, in place of the call of the placeholder.
+        library: what messages call the library.
+
     Raises:
-        PlaceholderError: it failed. The message gives the likely cause; ``__cause__`` is the original error.
+        PlaceholderError: it failed. The message gives the likely cause; ``__cause__`` is the original error. Errors of
+            this package that are no failed call of a library stay what they are.
     """
-    return _allocated(placeholder, name_of(placeholder), device_no)
-
-
-def _allocated(hold: Placeholder, name: str, device_no: int, library: str = "CUDA") -> Any:
-    """Return what a call returns. Its errors become PlaceholderError, but for those of this package that are no failed
-    call of a library."""
     try:
-        return hold(device_no)
+        return (hold or placeholder)(device_no)
     except Exception as err:
         if isinstance(err, SafeGpuError) and not isinstance(err, CudaCallError):
             raise
-        message = f"{name} could not hold {library} device {device_no}: {_first_line(err)}{likely_cause(err)}"
-        raise PlaceholderError(message, device_no=device_no) from err
+        what = f"{name_of(placeholder)} could not hold {library} device {device_no}"
+        raise PlaceholderError(f"{what}: {_first_line(err)}{likely_cause(err)}", device_no=device_no) from err
 
 
 def release(placeholder: Placeholder, thing: Any) -> None:
@@ -120,7 +121,7 @@ class Base:
     holds_gpu: bool = True
     _library = "CUDA"  # what messages call the library that it uses
     _module = ""  # the module that prepare() imports
-    _install = ""  # the package to install, as an argument of pip
+    _install = ""  # the package to install, as an argument of pip, if it is not the first part of that
 
     def __init__(self, logger: Any = None) -> None:
         self._logger = logger
@@ -145,7 +146,7 @@ class Base:
         Raises:
             PlaceholderError: with ``device_no`` and the likely cause.
         """
-        return _allocated(self._allocate, name_of(self), device_no, self._library)
+        return allocate(self, device_no, hold=self._allocate, library=self._library)
 
     def release(self, placeholder: Any) -> None:
         """Free what the framework can free."""
@@ -161,7 +162,7 @@ class Base:
         except Exception as err:
             package = self._module.partition(".")[0]
             if isinstance(err, ModuleNotFoundError) and (err.name or "").partition(".")[0] == package:
-                problem = f"needs {package}, which is not installed: pip install {self._install}"
+                problem = f"needs {package}, which is not installed: pip install {self._install or package}"
             else:
                 problem = f"cannot import {self._module} ({_first_line(err)}): repair that installation"
             raise PlaceholderError(
@@ -206,7 +207,6 @@ class PytorchPlaceholder(Base):
     """A tensor of one element. PyTorch keeps its context (some hundred MB) until the process ends."""
 
     _module = "torch"
-    _install = "torch"
 
     def _allocate(self, device_no: int) -> Any:
         torch = self._import()
@@ -226,7 +226,6 @@ class TensorflowPlaceholder(Base):
     """A tensor of one element, with memory growth on. Without it TensorFlow takes all memory of every visible GPU."""
 
     _module = "tensorflow"
-    _install = "tensorflow"
 
     def _allocate(self, device_no: int) -> Any:
         tensorflow = self._import()
@@ -259,7 +258,6 @@ class PyCudaPlaceholder(Base):
     """A separate context, current in the calling thread, as after ``import pycuda.autoinit``."""
 
     _module = "pycuda.driver"
-    _install = "pycuda"
 
     def __init__(self, logger: Any = None) -> None:
         super().__init__(logger)

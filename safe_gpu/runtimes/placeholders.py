@@ -48,14 +48,11 @@ def prepare(placeholder: Placeholder) -> None:
         raise PlaceholderError(f"{name_of(placeholder)} could not be prepared: {_first_line(err)}") from err
 
 
-def allocate(
-    placeholder: Placeholder, device_no: int, *, hold: Placeholder | None = None, library: str = "CUDA"
-) -> Any:
+def allocate(placeholder: Placeholder, device_no: int, hold: Placeholder | None = None) -> Any:
     """Put the placeholder on the GPU that CUDA knows as ``device_no`` and return the object that holds it.
 
     Args:
         hold: does it, in place of the call of the placeholder.
-        library: what messages call the library.
 
     Raises:
         PlaceholderError: it failed. The message gives the likely cause; ``__cause__`` is the original error. Errors of
@@ -66,6 +63,7 @@ def allocate(
     except Exception as err:
         if isinstance(err, SafeGpuError) and not isinstance(err, CudaCallError):
             raise
+        library = getattr(placeholder, "_library", "CUDA")
         what = f"{name_of(placeholder)} could not hold {library} device {device_no}"
         raise PlaceholderError(f"{what}: {_first_line(err)}{likely_cause(err)}", device_no=device_no) from err
 
@@ -146,7 +144,7 @@ class Base:
         Raises:
             PlaceholderError: with ``device_no`` and the likely cause.
         """
-        return allocate(self, device_no, hold=self._allocate, library=self._library)
+        return allocate(self, device_no, self._allocate)
 
     def release(self, placeholder: Any) -> None:
         """Free what the framework can free."""

@@ -10,7 +10,7 @@ before the first binding, not from the narrower mask that the first one set.
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -123,8 +123,7 @@ def bind_process(
     memory_nodes: Iterable[int] = (),
     memory_mode: str | None = None,
     *,
-    notes: Iterable[str] = (),
-    lacks: Iterable[str] = (),
+    lacks: Sequence[str] = (),
 ) -> BindingReport:
     """Move all threads of this process to ``cpus`` and set the calling thread's memory policy.
 
@@ -133,8 +132,7 @@ def bind_process(
         memory_nodes: NUMA nodes for ``memory_mode``.
         memory_mode: None, "preferred" (falls back to other nodes) or "bind" (does not fall back: the kernel may kill
             the process when the nodes are full).
-        notes: remarks that are added to the report.
-        lacks: the same, if they say that these CPUs and nodes are not those that the user asked for.
+        lacks: why these CPUs and nodes are not those that the user asked for; added to the notes of the report.
 
     Returns:
         The report. It lists refused memory policies and threads that could not be moved; these do not raise.
@@ -149,8 +147,7 @@ def bind_process(
         raise GPUAffinityError(f"memory={mode!r} needs to know the NUMA node, and it is not known for these GPUs")
     wanted = None if cpus is None else frozenset(cpus)
     threads, memory = PartReport(), PartReport()
-    lacks = list(lacks)
-    said = [*lacks, *notes]
+    said = [*lacks]
     first = not _stack
     if first:
         enter()

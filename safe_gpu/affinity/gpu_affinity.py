@@ -113,8 +113,9 @@ def set_affinity(
     taking_part = [gpu.index for gpu in shown[:nproc_per_node]]
     shares = plan(read_topology(driver=driver), **vars(options), allowed=original_mask(), gpus=taking_part)
     chosen = by_ordinal(gpu_id, snapshot, os.environ)
-    report = bind_process(shares[gpu_id], notes=chosen.notes)
+    report = bind_process(shares[gpu_id])
     remember(chosen.gpus)
-    log = package_logger()
-    log.log(logging.WARNING if report.notes else logging.INFO, "%s", report._replace(target=chosen.title))
+    notes = (*chosen.notes, *report.notes)
+    level = logging.WARNING if notes else logging.INFO
+    package_logger().log(level, "%s", report._replace(target=chosen.title, notes=notes))
     return set(report.cpus)

@@ -433,11 +433,8 @@ def load_file(name: str) -> ctypes.CDLL:
     for path in _candidates(name):
         real = os.path.realpath(path)
         if os.path.isfile(real) and not others_can_change(real):
-            try:
+            with suppress(OSError):  # of another ELF class
                 return ctypes.CDLL(real)
-            except OSError as err:
-                if "wrong ELF class" not in str(err):
-                    raise
     raise OSError(
         f"{name}: not found where root may load it from, since other users can change {doubtful[0]} on LD_LIBRARY_PATH"
     )

@@ -27,7 +27,7 @@ from ..runtimes.hip import HIP
 from ..topology.files import Files
 from ..topology.kfd_topology import Device, devices
 from .base import Driver
-from .kernel import has_display, numa_node, own_namespace_pids
+from .kernel import has_display, numa_node, own_namespace_pids, total_of
 
 _PROCESSES = "sys/class/kfd/kfd/proc"
 
@@ -161,12 +161,10 @@ def _processes(files: Files, gpu_ids: Iterable[int]) -> dict[int, tuple[tuple[Gp
             for name in files.names(f"{place}/queues")[:_MOST_QUEUES]
         }
         for gpu_id in wanted:
-            try:
-                memory = sum(_memory(files, f"{place}/vram_{gpu_id}") for place in places)
-            except (OSError, ValueError) as err:
-                errors[gpu_id] = f"memory of process {pid} cannot be read: {getattr(err, 'strerror', None) or err}"
-                continue
-            if memory or gpu_id in queues:
+            memory = total_of(_memory(files, f"{place}/vram_{gpu_id}") for place in places)
+            if memory is None:
+                errors[gpu_id] = f"memory of process {pid} cannot be read"
+            elif memory or gpu_id in queues:
                 found[gpu_id].append(GpuProcess(pid, memory_used=memory))
     return {
         # A pid there is the kernel's number, that of the first PID namespace.
@@ -175,12 +173,11 @@ def _processes(files: Files, gpu_ids: Iterable[int]) -> dict[int, tuple[tuple[Gp
     }
 
 
-def _memory(files: Files, path: str) -> int:
-    """Return the bytes; 0 if there is no such file, because the process or its context has just ended."""
+def _memory(files: Files, path: str) -> int | None:
+    """Return the bytes; 0 if there is no such file, because the process or its context has just ended. None if they
+    cannot be read."""
     try:
         text = files.read(path)
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    if not re.fullmatch(r"[0-9]{1,20}", text):
-        raise ValueError(f"it is {text[:20]!r}")
-    return int(text)
+    except OSError as err:
+        return 0 if isinstance(err, (FileNotFoundError, ProcessLookupError)) else None
+    return int(text) if re.fullmatch(r"[0-9]{1,20}", text) else None

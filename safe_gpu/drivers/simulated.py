@@ -15,8 +15,6 @@ blocking, and makes another one where it is locked or has been unlinked meanwhil
 or ``mps``.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re
@@ -92,7 +90,7 @@ class SimulatedContext:
         with suppress(OSError):
             os.unlink(self._name, dir_fd=self._directory.fd)
 
-    def __enter__(self) -> SimulatedContext:
+    def __enter__(self) -> "SimulatedContext":
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -260,7 +258,7 @@ class SimulatedDriver(Driver, Runtime):
     def host_topology(self) -> HostTopology:
         return self._host.topology
 
-    def default_placeholder(self, logger: Any = None) -> SimulatedPlaceholder:
+    def default_placeholder(self, logger: Any = None) -> "SimulatedPlaceholder":
         return SimulatedPlaceholder(logger, driver=self)
 
 

@@ -1,7 +1,5 @@
 """The driver's side of a claim across hosts: chooses nodes and claims GPUs through their holders, for every engine."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -158,7 +156,7 @@ class ClusterClaim:
         self._released = False
         _live.add(self)
 
-    def __enter__(self) -> ClusterClaim:
+    def __enter__(self) -> "ClusterClaim":
         return self
 
     def __exit__(self, *exc: object) -> None:

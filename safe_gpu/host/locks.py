@@ -4,8 +4,6 @@ Such a lock belongs to the open file description, not to the process: closing an
 not end it. A write lock needs a descriptor that may write. To ask for it takes nothing and disturbs nobody.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -146,7 +144,7 @@ class ReadLock(Held):
             self._thread_is_done = None
         return self._thread_is_done is not None
 
-    def _block(self, done: threading.Event) -> None:
+    def _block(self, done: "threading.Event") -> None:
         with suppress(OSError):
             set_ofd_lock(self.fd, fcntl.F_RDLCK, wait=True)
         done.set()

@@ -3,8 +3,6 @@
 ``_signal`` is what the module ``signal`` wraps in enumerations, which take longer than a claim.
 """
 
-from __future__ import annotations
-
 import _signal  # type: ignore[import-not-found,unused-ignore]
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +25,7 @@ class DeferredSignals:
         self._handlers: dict[int, Callable[[int, object], object]] = {}
         self._caught: list[tuple[int, object]] = []
 
-    def __enter__(self) -> DeferredSignals:
+    def __enter__(self) -> "DeferredSignals":
         self.defer()
         return self
 

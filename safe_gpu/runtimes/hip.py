@@ -8,8 +8,6 @@ Programs may bring their own copy of the library, as PyTorch's packages do. Two 
 so the copy that is mapped already is used, and else the one that an installed PyTorch would load.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -87,7 +85,7 @@ class HipLibrary(Library):
             return seen.lower() == gpu.uuid.lower()
         return bool(seen_at) and seen_at.rpartition(".")[0] == gpu.pci_bus_id.lower().rpartition(".")[0]
 
-    def default_placeholder(self, logger: Any = None) -> HipPlaceholder:
+    def default_placeholder(self, logger: Any = None) -> "HipPlaceholder":
         return HipPlaceholder(logger)
 
     def allocate(self, ordinal: int) -> Any:

@@ -1,5 +1,6 @@
 """The NUMA memory policy of the calling thread, by raw system call."""
 
+import errno
 import os
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -69,7 +70,6 @@ def set_policy(policy: MemoryPolicy) -> MemoryPolicy:
         OSError: the kernel or a container's filter refuses.
     """
     import ctypes
-    import errno
 
     words = (ctypes.c_ulong * (max(policy.nodes, default=0) // _WORD + 1))()
     for node in policy.nodes:
@@ -87,7 +87,6 @@ def set_policy(policy: MemoryPolicy) -> MemoryPolicy:
 
 def _call(which: int, *arguments: object) -> None:
     import ctypes
-    import errno
 
     numbers = _CALLS.get(os.uname().machine)
     if numbers is None or ctypes.sizeof(ctypes.c_ulong) * 8 != _WORD:

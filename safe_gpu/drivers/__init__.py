@@ -22,8 +22,6 @@ from .presets import preset as find_preset
 # The drivers, with the vendor of those whose GPUs are all of one.
 _KINDS = {"auto": None, **{name: key for key, vendor in VENDORS.items() for name in vendor.drivers}, "simulated": None}
 
-_CLASSES = {"nvml": "NvmlDriver", "nvidia-smi": "NvidiaSmiDriver", "kfd": "KfdDriver", "intel": "IntelDriver"}
-
 
 def open_driver(name: str | None = None, *, vendor: str | None = None, prefer: str | None = None) -> Driver:
     """Open a driver by name: ``auto``, one of ``Vendor.drivers``, or ``simulated:PRESET``.
@@ -48,13 +46,11 @@ def open_driver(name: str | None = None, *, vendor: str | None = None, prefer: s
             raise _refused(vendor, f"{given} has none", ", or unset SAFE_GPU_DRIVER")
     if kind == "auto":
         return _auto(vendor, prefer)
-    if kind == "simulated":
-        from .simulated import SimulatedDriver
-
-        if vendor is None and len(find_preset(preset).vendors) > 1:
-            vendor = meant_vendor(os.environ, prefer)
-        return SimulatedDriver(preset, vendor=vendor)
-    return _opened(kind)
+    if kind != "simulated":
+        return _opened(kind)
+    if vendor is None and len(find_preset(preset).vendors) > 1:
+        vendor = meant_vendor(os.environ, prefer)
+    return _opened(kind, preset, vendor=vendor)
 
 
 def open_drivers() -> tuple[list[Driver], list[str]]:
@@ -70,9 +66,7 @@ def open_drivers() -> tuple[list[Driver], list[str]]:
     if kind == "auto":
         return _each()
     if kind == "simulated":
-        from .simulated import SimulatedDriver
-
-        return [SimulatedDriver(preset, vendor=vendor) for vendor in find_preset(preset).vendors], []
+        return [_opened(kind, preset, vendor=vendor) for vendor in find_preset(preset).vendors], []
     return [open_driver()], []
 
 
@@ -85,8 +79,10 @@ def _parsed(name: str | None) -> tuple[str, str]:
     return kind, preset
 
 
-def _opened(kind: str) -> Driver:
-    driver: Driver = getattr(import_module(f".{kind.replace('-', '_')}", __package__), _CLASSES[kind])()
+def _opened(kind: str, *arguments: str, **named: str | None) -> Driver:
+    """Open a driver by its name, after which its module and its class are called: ``nvidia_smi.NvidiaSmiDriver``."""
+    module = import_module(f".{kind.replace('-', '_')}", __package__)
+    driver: Driver = getattr(module, f"{kind.title().replace('-', '')}Driver")(*arguments, **named)
     return driver
 
 

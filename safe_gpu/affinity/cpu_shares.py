@@ -5,7 +5,7 @@ with the mask of the process. In this way two independent jobs get disjoint core
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -105,20 +105,18 @@ class Near(NamedTuple):
 
     Attributes:
         topology: the host.
-        shares: the CPUs; None if no threads are to be bound.
+        cpus: those to bind to; None if no threads are to be bound.
         nodes: the nodes for a memory policy; empty without one.
         lacks: sentences on what is not as asked.
+        shares, remote: as of :class:`ClaimShares`.
     """
 
     topology: HostTopology
-    shares: ClaimShares | None
+    cpus: frozenset[int] | None
     nodes: frozenset[int]
     lacks: tuple[str, ...]
-
-    @property
-    def cpus(self) -> frozenset[int] | None:
-        """The CPUs to bind to; None: none are asked for."""
-        return None if self.shares is None else self.shares.cpus
+    shares: Mapping[int, frozenset[int]] = {}
+    remote: bool = False
 
 
 def near(
@@ -146,8 +144,8 @@ def near(
     nodes, lacks = with_memory(topology, memory_nodes(topology, indices) if memory is not None else ())
     if options is None:
         return Near(topology, None, nodes, tuple(lacks))
-    shares = claim_shares(topology, options, indices, original_mask() if mask is None else mask)
-    return Near(topology, shares, nodes, (*shares.notes, *lacks))
+    cpus, shares, notes, remote = claim_shares(topology, options, indices, original_mask() if mask is None else mask)
+    return Near(topology, cpus, nodes, (*notes, *lacks), shares, remote)
 
 
 def bind_near(
@@ -164,9 +162,7 @@ def bind_near(
     there = near(gpus, driver, options, memory)
     report = bind_process(there.cpus, there.nodes, memory, lacks=there.lacks)
     # The CPUs and nodes of a made-up host are not those of this machine.
-    if driver.is_simulated:
-        return report._replace(as_asked=True)
-    return report._replace(remote=there.shares is not None and there.shares.remote)
+    return report._replace(as_asked=True) if driver.is_simulated else report._replace(remote=there.remote)
 
 
 def bind_node(node: int, *, cpus: bool = True, memory: str | None = None) -> BindingReport:

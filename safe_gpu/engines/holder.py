@@ -258,7 +258,7 @@ def _near(
             return places
         raise
     for index in places:
-        share = there.shares.shares[index] if there.shares is not None else ()
-        cores = sorted(tuple(sorted(core)) for core in cores_of_share(share, there.topology))
+        share = cores_of_share(there.shares.get(index, ()), there.topology)
+        cores = sorted(tuple(sorted(core)) for core in share)
         places[index] = tuple(cores), next(iter(memory_nodes(there.topology, [index])), None)
     return places

@@ -112,7 +112,7 @@ def test_older_driver_without_versioned_functions(host: Host, build_library: Cal
     assert host.run("held = CUDA.hold(0); held.release(); result = held.uuid") == B
     assert host.holders() == []
     name, message = host.run("CUDA.hold(9)")
-    assert (name, message) == ("CudaCallError", "cuDeviceGet failed with unnamed CUDA error (101)")
+    assert (name, message) == ("CudaCallError", "cuDeviceGet failed with CUDA_ERROR_INVALID_DEVICE (101)")
 
 
 def test_missing_libcuda_names_the_way_out(host: Host, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from ..gpus.devices import GpuFault
 from ..host import procfs
 from ..host.procfs import describe_process
 from ..host.signals import DeferredSignals
+from ..runtimes import placeholders
 from ..runtimes.causes import blames_gpu
 from ..selection.request import Selection
 from ..selection.verdicts import HIDDEN, NOT_YET, SHOWN, has_mps_clients, judge, presence, users_of
@@ -95,7 +96,7 @@ def verify_devices(gpus: Sequence[Gpu], runtime: Runtime) -> None:
         )
 
 
-def verify_alone(view: HostView, claim: Claim, options: ClaimOptions, *, holding: bool, own_function: str) -> None:
+def verify_alone(view: HostView, claim: Claim, options: ClaimOptions, placeholder: Any) -> None:
     """Poll a third time: refuse foreign processes, and release the lock of the older package.
 
     That lock is held until the driver shows the placeholder, because the older package knows no entries. In a container
@@ -103,13 +104,13 @@ def verify_alone(view: HostView, claim: Claim, options: ClaimOptions, *, holding
     placeholder is not waited for: it warns, because then others cannot see it either.
 
     Args:
-        holding: whether the driver sees a process on a GPU because of its placeholder.
-        own_function: the name of the program's own placeholder; "" for one of this package.
+        placeholder: made the placeholders of the claim.
 
     Raises:
         GpuContendedError: a process that is not this one has started on a claimed GPU since the second poll.
         NotEnoughGpusError: a claimed GPU was lost.
     """
+    holding = placeholders.holds_gpu(placeholder)  # so the driver sees a process on the GPU
     until = time.monotonic() + _SHOWING
     while True:
         snapshot = claim.before.updated(view.polls.driver.usage(claim.gpus))
@@ -127,8 +128,9 @@ def verify_alone(view: HostView, claim: Claim, options: ClaimOptions, *, holding
     hidden = [label for label, one in shown if one == HIDDEN or (late and one == NOT_YET)]
     if hidden and not snapshot.shared_display:
         cause = "in a container, start it with --pid=host; under WSL2 and some virtual machines it stays so"
-        if own_function and HIDDEN not in dict(shown).values():
-            cause = f"{own_function} probably put nothing there: a placeholder allocates on device_no, and returns that"
+        if not placeholders.is_builtin(placeholder) and HIDDEN not in dict(shown).values():
+            name = placeholders.name_of(placeholder)
+            cause = f"{name} probably put nothing there: a placeholder allocates on device_no, and returns that"
         options.logger.warning(
             "the driver does not list this process on GPU %s, so that others who look at the GPUs, with nvidia-smi for "
             "example, cannot see that it is taken: only claims of safe_gpu keep off it (%s)",

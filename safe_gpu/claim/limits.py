@@ -158,14 +158,6 @@ class ClaimsByUser:
         self._snapshot = snapshot
         self._claims = claims
 
-    def own_limit(self, request: Selection) -> LimitReached | None:
-        """Return the limit of the user of this claim, if it does not allow that many GPUs more."""
-        return self._limit_of(os.geteuid(), request)
-
-    def own_held(self) -> float:
-        """Return how many GPUs the user of this claim holds."""
-        return sum(self._held_by(os.geteuid()).values())
-
     def size(self, ticket: Entry) -> float:
         """Return how many GPUs a ticket asks for."""
         return self._asked(ticket).amount(self._snapshot.gpus)
@@ -178,21 +170,22 @@ class ClaimsByUser:
         """
         if ticket.uid == os.geteuid() or ticket.inside:
             return False
-        return self._limit_of(ticket.uid, self._asked(ticket)) is not None
+        return self.limit_of(ticket.uid, self._asked(ticket)) is not None
 
     def _asked(self, ticket: Entry) -> Selection:
         request = TicketRequest.of(ticket)
         return Selection.from_ticket(request.nb_gpus, request.conditions)[0]
 
-    def _limit_of(self, uid: int, request: Selection) -> LimitReached | None:
+    def limit_of(self, uid: int, request: Selection) -> LimitReached | None:
+        """Return the limit of a user, if it does not allow that many GPUs more."""
         most = self._quota.most_of(uid)
         if most is None:
             return None
-        held = self._held_by(uid)
+        held = self.held_by(uid)
         exceeds = sum(held.values()) + request.amount(self._snapshot.gpus) > most + ROUNDING
         return LimitReached(sum(held.values()), most, frozenset(held)) if exceeds else None
 
-    def _held_by(self, uid: int) -> dict[str, float]:
+    def held_by(self, uid: int) -> dict[str, float]:
         """Return name of a claim -> how many GPUs it holds."""
         return {one.name: held for one, held in held_of(self._snapshot, self._claims) if one.uid == uid and held}
 
@@ -244,6 +237,7 @@ def remaining_quota(snapshot: HostSnapshot, nb_gpus: int) -> float:
     if quota is None or quota.limits.max_gpus is None:
         return math.inf
     check_count(nb_gpus, quota.limits)
-    limit = quota.held(snapshot, Claims(living_claims())).own_limit(Selection(quota.limits.max_gpus + 1))
+    held = quota.held(snapshot, Claims(living_claims()))
+    limit = held.limit_of(os.geteuid(), Selection(quota.limits.max_gpus + 1))
     assert limit is not None  # one GPU more than the limit is never allowed
     return limit.most - limit.held

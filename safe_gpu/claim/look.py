@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Collection
 from itertools import islice
@@ -140,7 +141,8 @@ class Look:
         view.see_closed(place.hold_for(), host)
         if host.directory is not None:
             view.faults = read_faults(host.directory, [gpu.uuid for gpu in view.snapshot.gpus])
-        view.prepare()
+        if not view.scope:  # the claim around is known only under the lock
+            view.unoccupied()
 
     # Under host.lock
 
@@ -212,7 +214,7 @@ class Look:
         self.stopped = self._queue.stopped
         if self.ahead is None:
             return None
-        free = view.unoccupied.keys() - self._taken()
+        free = view.unoccupied().keys() - self._taken()
         if len(free) < view.request.nb_gpus:
             return ()
         request = waiter.request._replace(hold_for=place.hold_for())
@@ -240,7 +242,7 @@ class Look:
             taken = self._taken()
             free = [
                 verdict
-                for uuid, verdict in view.unoccupied.items()
+                for uuid, verdict in view.unoccupied().items()
                 if uuid not in taken and (among is None or uuid in among)
             ]
             chosen = self._best(free, last)
@@ -274,7 +276,7 @@ class Look:
         """Return the limit of this user, if it does not allow what a request asks for."""
         if self._held is None or self._view.snapshot.shared_display:
             return None
-        return self._held.own_limit(request)
+        return self._held.limit_of(os.geteuid(), request)
 
     def _missed_door(self, chosen: tuple[Gpu, ...]) -> str:
         """Take the doors of these GPUs. Returns one that another state directory has, and nothing is taken; or ""."""

@@ -88,16 +88,6 @@ class PlaceholderSet:
         if not self._was_initialized and runtime.shown_at(0) is not None:
             initializers[os.getpid()] = placeholders.name_of(self.make)
 
-    @property
-    def on_gpu(self) -> bool:
-        """Whether the driver sees a process on the GPU because of it; not so of ``NoPlaceholder``."""
-        return placeholders.holds_gpu(self.make)
-
-    @property
-    def own_function(self) -> str:
-        """The name of the program's own placeholder; "" for one of this package."""
-        return "" if placeholders.is_builtin(self.make) else placeholders.name_of(self.make)
-
     def place(self) -> None:
         """Make the placeholder of the next ordinal.
 
@@ -203,12 +193,11 @@ class GPUOwner:
                 if driver.runtime.asks_library:
                     self._holding.remember_initializer(driver.runtime)
                     verify_devices(self.gpus, driver.runtime)
-                holding = self._holding.on_gpu
-                verify_alone(view, claim, options, holding=holding, own_function=self._holding.own_function)
+                verify_alone(view, claim, options, self._holding.make)
                 for doubt in doubts_of(claim):
                     self.logger.warning(doubt)
                 view.remember_own_pids()
-                if holding:
+                if placeholders.holds_gpu(self._holding.make):
                     clear_notes(view, claim, self.logger)
                 self._bind(driver, options)
             if nb_gpus != "job" and options.job.scheduler is not None:
@@ -318,7 +307,7 @@ class GPUOwner:
                 self._holding.place()
             except PlaceholderError as err:
                 raise note_failure(view, claim, device_no, err, self.logger) from err
-        if self._holding.on_gpu:
+        if placeholders.holds_gpu(self._holding.make):
             self.logger.info("Placeholder holds GPU %s", ",".join(gpu.label for gpu in self.gpus))
 
     def _bind(self, driver: Driver, options: ClaimOptions) -> None:

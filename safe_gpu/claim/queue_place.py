@@ -69,7 +69,7 @@ class QueuePlace:
                 others,
                 queue.next_number,
                 uid=os.geteuid(),
-                held=held.own_held(),
+                held=sum(held.held_by(os.geteuid()).values()),
                 size=held.size,
                 weight=weight,
                 counts=lambda ticket: queue.ask(ticket.name) is not None and not is_absent(ticket),

@@ -295,7 +295,7 @@ class _Search:
         if claim is not None:
             return confirm(self._view, claim, self._options)
         self._view.polls.poll_again(gpus)
-        return all(gpu.uuid in self._view.unoccupied for gpu in gpus)
+        return all(gpu.uuid in self._view.unoccupied() for gpu in gpus)
 
     def _limit(self) -> None:
         """Apply the policy, once it is certain that this claim is not made inside another one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -123,13 +123,6 @@ def own_pids_in(snapshot: HostSnapshot, pid: int) -> set[int]:
     return {pid, *driver_pids[pid]}
 
 
-def unlisted_contexts(driver: Driver, snapshot: HostSnapshot, own: Collection[int]) -> frozenset[str]:
-    """Return the UUIDs of the GPUs on which this process has a context that the driver does not list (a hidden process
-    list)."""
-    listed = {gpu.uuid for gpu in snapshot.gpus if any(process.pid in own for process in gpu.processes or ())}
-    return driver.runtime.contexts() - listed
-
-
 class HostView:
     """What one request of this process can have of the host, by the latest poll, its environment and CUDA.
 
@@ -140,7 +133,8 @@ class HostView:
         visible_limit: the UUIDs to choose from; None is all.
         own: pids under which the driver shows this process.
         near: NUMA nodes of the CPUs that this process may use; None if it may use all CPUs.
-        unlisted: UUIDs of the GPUs on which this process has a context that the driver does not list.
+        unlisted: UUIDs of the GPUs on which this process has a context that the driver does not list (a
+            hidden process list).
         scope: the value of SAFE_GPU_SCOPE, "" if it is not set.
         rules: how GPUs are judged, with those that are drained, and those that are reserved for others than this user.
         around: the claim inside which this one is made; None of one inside none.
@@ -166,9 +160,10 @@ class HostView:
         self._pid = os.getpid()
         self.own = own_pids_in(snapshot, self._pid)
         self.near = near_nodes(driver)
-        self.unlisted = (
-            unlisted_contexts(driver, snapshot, self.own) if limit is not None and limit.frozen else frozenset()
-        )
+        self.unlisted: frozenset[str] = frozenset()
+        if limit is not None and limit.frozen:
+            listed = {gpu.uuid for gpu in snapshot.gpus if any(one.pid in self.own for one in gpu.processes or ())}
+            self.unlisted = driver.runtime.contexts() - listed
         self.scope = os.environ.get("SAFE_GPU_SCOPE", "")
         self.rules = self._rules_for_all = self._without_closed = Rules.of(os.environ)
         self.polls = Polls(driver, snapshot, request.needs | ({"linked"} if request.several else frozenset()))
@@ -266,26 +261,14 @@ class HostView:
         holder = Claims(living_claims()).holders(told=False).get(gpu.uuid)
         return strangers(processes, holder.sharers if holder else (), procfs.family_of)
 
-    @property
     def unoccupied(self) -> dict[str, GpuVerdict]:
-        """UUID -> verdict of the usable GPUs that are free apart from claims, computed once for each poll, and again
-        when others have come to share them."""
-        return self._judged()
-
-    def _judged(self) -> dict[str, GpuVerdict]:
+        """Return UUID -> verdict of the usable GPUs that are free apart from claims, computed once for each poll, and
+        again when others have come to share them."""
         known, facts = self._unoccupied, (self.rules, self.shared)
         if known is None or known[0] is not self.snapshot or known[1] != facts:
             free = {verdict.gpu.uuid: verdict for verdict in self.judge({}, self.usable) if verdict.free}
             self._unoccupied = known = self.snapshot, (self.rules, dict(self.shared)), free
         return known[2]
-
-    def prepare(self) -> None:
-        """Judge the GPUs before host.lock is taken, since others wait meanwhile.
-
-        Not inside another claim, which is known only under the lock.
-        """
-        if not self.scope:
-            self._judged()
 
     @property
     def explained(self) -> dict[str, tuple[int, ...]]:

@@ -23,7 +23,7 @@ from safe_gpu.selection import backfill, sharing, verdicts
 
 _take, _in_the_way, _see_closed = claims.Claim.take, look.Look._is_in_the_way, host_view.HostView.see_closed
 _lock = entry.lock
-_held_by, _open_gpus = ClaimsByUser._held_by, backfill.open_gpus
+_held_by, _open_gpus = ClaimsByUser.held_by, backfill.open_gpus
 _room, _promised_room = sharing.room, sharing.promised_room
 _to_be_locked: list[int] = []
 
@@ -152,8 +152,8 @@ BROKEN: dict[str, list[tuple[Any, str, Any]]] = {
     "old poll": [(Polls, "has_waited", property(lambda self: False, lambda self, value: None))],
     "turns": [(queue_place, "turn_of_newcomer", lambda *about, **more: 0.5)],
     # Limits and shares
-    "limit": [(ClaimsByUser, "own_limit", lambda *about: None)],
-    "limit of others": [(ClaimsByUser, "_held_by", _counts_all)],
+    "limit": [(ClaimsByUser, "limit_of", lambda *about: None)],
+    "limit of others": [(ClaimsByUser, "held_by", _counts_all)],
     "limit of waiters": [(ClaimsByUser, "is_at_limit", lambda *about: False)],
     "room": [
         (host_view, "promised_room", lambda *about: _promised_room(*about) + (8 << 30)),

@@ -256,7 +256,7 @@ class Look:
     def _best(self, free: Collection[GpuVerdict], last: Collection[str]) -> tuple[Gpu, ...] | None:
         view = self._view
         requests = view.request.numbers
-        if view.visible_limit is not None and view.visible_limit.frozen:
+        if view.is_frozen:
             requests = iter([view.request])  # CUDA is initialised with that many
         for request in requests:
             if request is not view.request and self._limit_of(request) is not None:

@@ -35,10 +35,6 @@ if TYPE_CHECKING:
     from ..affinity.options import AffinityOptions
     from ..drivers.base import Driver
     from ..gpus.devices import Gpu, VisibleLimit
-    from ..runtimes.library import Runtime
-
-# If the first poll is older than this, in seconds, it is repeated. Importing the placeholder's framework takes time.
-_STALE = 1.0
 
 # The affinity modes that divide the CPUs of a node among its GPUs.
 _DIVIDING = ("exclusive", "core-complex")
@@ -63,7 +59,6 @@ class PlaceholderSet:
         self.placed: list[Any] = []
         self._signals = signals
         self._simulated = ""
-        self._was_initialized = False
 
     def prepare(self, driver: Driver, placeholder_fn: Any, logger: Any) -> None:
         """Import what the placeholder needs, and check that this does no more; None is the default of the driver.
@@ -75,18 +70,13 @@ class PlaceholderSet:
         runtime = driver.runtime
         self.make = runtime.default_placeholder(logger) if placeholder_fn is None else placeholder_fn
         self._simulated = driver.name if driver.is_simulated and isinstance(self.make, placeholders.Base) else ""
-        self._was_initialized = runtime.visible_if_initialized() is not None
+        was_initialized = runtime.visible_if_initialized() is not None
         placeholders.prepare(self.make)
-        if not self._was_initialized and runtime.visible_if_initialized() is not None:
+        if not was_initialized and runtime.visible_if_initialized() is not None:
             raise CudaInitializedError(
                 "the placeholder's prepare() initialised CUDA, which fixed the GPUs that this process sees: prepare() "
                 "may only import; initialise CUDA when the placeholder is called"
             )
-
-    def remember_initializer(self, runtime: Runtime) -> None:
-        """Store whether the placeholders have initialised CUDA, for the error of a later claim."""
-        if not self._was_initialized and runtime.shown_at(0) is not None:
-            initializers[os.getpid()] = placeholders.name_of(self.make)
 
     def place(self) -> None:
         """Make the placeholder of the next ordinal.
@@ -156,19 +146,13 @@ class GPUOwner:
         vendor: str | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
-        self.devices_taken: list[int] = []
-        self.gpus: tuple[Gpu, ...] = ()
-        self.share: int | None = None
-        self.cpus: set[int] = set()
-        self.binding: BindingReport | None = None
-
         self._pid = os.getpid()
         self._forked = False
         self._asked = ""
-        self._claim: Claim | None = None
         self._environment = ClaimVariables()
         self._signals = DeferredSignals()
         self._holding = PlaceholderSet(self._signals)
+        self._forget()
         self._release = ExitStack()  # each step of the claim adds before it begins what takes it back
 
         try:
@@ -184,14 +168,13 @@ class GPUOwner:
             if imports_main():
                 self.logger.warning("this worker claims GPUs of its own: %s", UNDER_MAIN)
             with opened_driver(**options.request.driver) as driver:
-                view = HostView(driver, driver.snapshot(), options.request)
                 self._holding.prepare(driver, options.placeholder_fn, self.logger)
-                if view.polls.age > _STALE:
-                    view.polls.poll()
+                view = HostView(driver, driver.snapshot(), options.request)
                 claim = self._take(view, options)
                 self._hold(view, claim)
                 if driver.runtime.asks_library:
-                    self._holding.remember_initializer(driver.runtime)
+                    if not view.is_frozen and driver.runtime.shown_at(0) is not None:  # for the error of a later claim
+                        initializers[os.getpid()] = placeholders.name_of(self._holding.make)
                     verify_devices(self.gpus, driver.runtime)
                 verify_alone(view, claim, options, self._holding.make)
                 for doubt in doubts_of(claim):
@@ -206,6 +189,16 @@ class GPUOwner:
         except BaseException:
             self.release_gpus()
             raise
+
+    def _forget(self) -> None:
+        """Make this object one that holds nothing."""
+        self._claim: Claim | None = None
+        self._holding.placed = []
+        self.binding: BindingReport | None = None
+        self.cpus: set[int] = set()
+        self.devices_taken: list[int] = []
+        self.gpus: tuple[Gpu, ...] = ()
+        self.share: int | None = None
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse copies and pickles: a copy would give back the locks of this one."""
@@ -346,15 +339,6 @@ class GPUOwner:
     def _release_placeholder(self, placeholder: Any, device_no: int) -> None:
         self.logger.info("Releasing placeholder on CUDA device: %s", self.devices_taken[device_no])
         self._holding.give_back(placeholder)
-
-    def _forget(self) -> None:
-        self._claim = None
-        self._holding.placed = []
-        self.binding = None
-        self.cpus = set()
-        self.devices_taken = []
-        self.gpus = ()
-        self.share = None
 
 
 def owner_type(**internal: Any) -> type[GPUOwner]:

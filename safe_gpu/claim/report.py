@@ -212,7 +212,6 @@ def refusal(view: HostView, look: Look, options: ClaimOptions, position: int) ->
     holders, verdicts = judged_now(view)
     unlimited = view.judge(holders, within_limit=False)
     hint = fence_hint(unlimited, visible_limit)
-    frozen = visible_limit is not None and visible_limit.frozen
     if hint and visible_limit is not None and visible_limit.lift:
         hint += f" ({visible_limit.lift} disregards it)"
     waited, free = options.timeout or 0.0, sum(verdict.free for verdict in verdicts)
@@ -223,7 +222,7 @@ def refusal(view: HostView, look: Look, options: ClaimOptions, position: int) ->
         hint=hint,
         waited=waited,
         wait_limit=options.wait_limit,
-        elsewhere=frozen and sum(verdict.free for verdict in unlimited) >= request.nb_gpus,
+        elsewhere=view.is_frozen and sum(verdict.free for verdict in unlimited) >= request.nb_gpus,
     )
     if waited:
         return ClaimTimeout(message, nb_gpus=request.nb_gpus, verdicts=verdicts, timeout=waited)
@@ -490,12 +489,9 @@ class WaitReporter:
         self.warning_due = math.inf
 
     def _gather(self, look: Look, position: int) -> WaitStatus:
-        ticket = look.ahead
-        status = wait_status(self._view, ticket, position, look.seen.elsewhere, look.seen.limit)
-        if status.spent is not None:
-            return status  # when a claim of the same user ends, others do not matter
-        if ticket is not None and not position:
-            return status  # hundreds may wait, and to look it up reads the tickets of all
+        status = wait_status(self._view, look.ahead, position, look.seen.elsewhere, look.seen.limit)
+        if status.free is None:  # others do not matter, or hundreds may wait, whose tickets are all read for that
+            return status
         waiter, hold_for = self._place.ensure_waiter(), self._place.hold_for()
         return status._replace(expected=forecast(self._view, waiter, hold_for, by_turns=waiter.by_turns))
 

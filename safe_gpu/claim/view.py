@@ -156,12 +156,12 @@ class HostView:
                 f"without a GPU, set SAFE_GPU_DRIVER=simulated:{vendor.preset}",
                 driver=driver.name,
             )
-        self.visible_limit = limit = visible_limit_of(snapshot, request.nb_gpus, driver.runtime)
+        self.visible_limit = visible_limit_of(snapshot, request.nb_gpus, driver.runtime)
         self._pid = os.getpid()
         self.own = own_pids_in(snapshot, self._pid)
         self.near = near_nodes(driver)
         self.unlisted: frozenset[str] = frozenset()
-        if limit is not None and limit.frozen:
+        if self.is_frozen:
             listed = {gpu.uuid for gpu in snapshot.gpus if any(one.pid in self.own for one in gpu.processes or ())}
             self.unlisted = driver.runtime.contexts() - listed
         self.scope = os.environ.get("SAFE_GPU_SCOPE", "")
@@ -182,6 +182,11 @@ class HostView:
     def snapshot(self) -> HostSnapshot:
         """The latest poll."""
         return self.polls.snapshot
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether CUDA is initialised in this process, which then sees certain GPUs and no others."""
+        return self.visible_limit is not None and self.visible_limit.frozen
 
     def see_closed(self, hold_for: float | None, host: Host, *, locked: bool = False) -> None:
         """Read which GPUs are drained, and which are reserved for others, if any.

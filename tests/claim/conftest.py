@@ -30,8 +30,6 @@ def host_of(monkeypatch: pytest.MonkeyPatch, stranger_pid: int) -> Iterator[Call
         monkeypatch.setattr(drivers, "open_driver", lambda name=None, **choice: host)
         return host
 
-    # A busy machine must not make a claim poll once more than it has to.
-    monkeypatch.setattr(owner, "_STALE", 1e9)
     yield install
     for host in hosts:
         for stranger in host.strangers:

@@ -29,9 +29,9 @@ def test_the_steps_come_in_the_order_of_the_protocol(host: Any, spies: Any) -> N
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert host.events == [
         "options",
+        "prepare",
         "poll",
         "visible_limit",
-        "prepare",
         "host.lock",
         *["door"] * 2,
         "entry",

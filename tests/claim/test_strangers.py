@@ -237,9 +237,3 @@ def test_a_driver_that_can_never_list_processes_is_told_at_once(host: Any, untou
     host.edits = {uuid: {"processes": None, "processes_supported": False} for uuid in host.uuids}
     with untouched(), pytest.raises(UnsatisfiableRequestError, match=r"cannot list processes.*SAFE_GPU_DRIVER="):
         safe_gpu.claim_gpus(1, timeout=None)
-
-
-def test_a_poll_is_taken_again_when_preparing_took_long(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("safe_gpu.claim.owner._STALE", 0.0)
-    safe_gpu.claim_gpus(1, timeout=0)
-    assert host.polls == 4

@@ -105,14 +105,6 @@ class ByPid(dict[int, Any]):
 _cpu_count = cache(os.cpu_count)  # reads a file of /sys
 
 
-def near_nodes(driver: Driver) -> frozenset[int] | None:
-    cpus = os.sched_getaffinity(0)
-    if len(cpus) >= (_cpu_count() or 1):
-        return None
-
-    return nodes_of_cpus(cpus, driver)
-
-
 def own_pids_in(snapshot: HostSnapshot, pid: int) -> set[int]:
     """Return the pids under which the driver shows this process.
 
@@ -159,7 +151,8 @@ class HostView:
         self.visible_limit = visible_limit_of(snapshot, request.nb_gpus, driver.runtime)
         self._pid = os.getpid()
         self.own = own_pids_in(snapshot, self._pid)
-        self.near = near_nodes(driver)
+        cpus = os.sched_getaffinity(0)
+        self.near = nodes_of_cpus(cpus, driver) if len(cpus) < (_cpu_count() or 1) else None
         self.unlisted: frozenset[str] = frozenset()
         if self.is_frozen:
             listed = {gpu.uuid for gpu in snapshot.gpus if any(one.pid in self.own for one in gpu.processes or ())}

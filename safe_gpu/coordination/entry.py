@@ -27,7 +27,7 @@ from ..host.commands import own_command
 from ..host.decoding import LONGEST_FILE, as_int, as_list, as_seconds, as_text
 from ..host.foreign_files import open_to_read
 from ..host.held import Held
-from ..host.locks import is_locked, lock, read_lock, unlock
+from ..host.locks import NoLocksError, is_locked, lock, read_lock, unlock
 from ..host.signals import DeferredSignals
 from .directory import OPEN_FILE, Directory, SharedDirectory
 from .state_dir import refusal
@@ -426,13 +426,14 @@ def is_alive(directory: SharedDirectory, name: str) -> bool:
 
 def sleep_until_dead(directory: Directory, name: str, seconds: float | None) -> None:
     """Sleep until an entry is given back, or for that many seconds."""
-    try:
-        held = read_lock(os.open(name, OPEN_FILE, dir_fd=directory.fd), fcntl.flock)
-    except OSError:
-        return
-    try:
-        held.wait(None if seconds is None else time.monotonic() + seconds)
-    except OSError:
-        pass  # no room for a lock: who waits looks again
-    finally:
-        held.leave()
+    with DeferredSignals() as signals:
+        try:
+            held = read_lock(os.open(name, OPEN_FILE, dir_fd=directory.fd), fcntl.flock)
+        except OSError:
+            return
+        try:
+            held.wait(None if seconds is None else time.monotonic() + seconds, signals)
+        except NoLocksError:
+            pass  # who waits looks again
+        finally:
+            held.leave()

@@ -79,9 +79,7 @@ def take_older_package_lock(deadline: float | None, logger: Any, signals: Deferr
         return None
     lock, taken = read_lock(fd, fcntl.lockf), False
     try:
-        with signals.delivering():
-            came = lock.wait(deadline)
-        taken = came  # now that no handler raises any more
+        taken = lock.wait(deadline, signals)
         if not taken:
             raise _timeout(os.fstat(lock.fd).st_ino)
         return lock

@@ -15,6 +15,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from .held import Held, file_of
+from .signals import DeferredSignals
 
 if TYPE_CHECKING:
     import threading
@@ -87,6 +88,10 @@ def is_locked(fd: int) -> bool:
     return False
 
 
+class NoLocksError(OSError):
+    """The kernel or the file system gives no lock at all."""
+
+
 class ReadLock(Held):
     """A read lock of a file, which a forked child does not have.
 
@@ -103,18 +108,25 @@ class ReadLock(Held):
         self._instead = instead
         self._thread_is_done: threading.Event | None = None
 
-    def wait(self, deadline: float | None) -> bool:
-        """Return whether it is held, at the deadline (``time.monotonic()``) at the latest; OSError where the file
-        system has no locks."""
+    def wait(self, deadline: float | None, signals: DeferredSignals) -> bool:
+        """Return whether it is held, at the deadline (``time.monotonic()``) at the latest. Signals, which the caller
+        holds back, pass while this waits.
+
+        Raises:
+            NoLocksError: there are none, or no room for one.
+        """
         while self._thread_is_done is None:
             if self._try_once():
                 return True
             if deadline is not None and time.monotonic() >= deadline:
                 return False
             if not self._start_thread():
-                time.sleep(_PAUSE)
+                with signals.delivering():
+                    time.sleep(_PAUSE)
         seconds = None if deadline is None else min(deadline - time.monotonic(), _LONGEST)
-        return self._thread_is_done.wait(seconds) and self._try_once()
+        with signals.delivering():
+            self._thread_is_done.wait(seconds)
+        return self._thread_is_done.is_set() and self._try_once()
 
     def leave(self) -> None:
         """Give it back, or leave that to the thread, which does it when it gets the lock."""
@@ -130,6 +142,8 @@ class ReadLock(Held):
             _set(self.fd, fcntl.F_RDLCK, fcntl.LOCK_SH | fcntl.LOCK_NB, self._instead)
         except (BlockingIOError, PermissionError):
             return False
+        except OSError as err:
+            raise NoLocksError(err.errno, err.strerror) from err
         return True
 
     def _start_thread(self) -> bool:
@@ -137,7 +151,7 @@ class ReadLock(Held):
 
         if not ofd_locks():
             return False
-        self._thread_is_done = done = threading.Event()  # before its start, in which a handler may raise
+        self._thread_is_done = done = threading.Event()
         try:
             threading.Thread(target=self._block, args=(done,), name="safe_gpu-waiter", daemon=True).start()
         except RuntimeError:  # ulimit -u, h_vmem

@@ -197,6 +197,27 @@ def test_a_sleeper_wakes_when_the_process_is_killed(
     assert woken == [False]
 
 
+def test_a_handler_that_raises_reaches_the_program_of_a_sleeper(claims: Directory, locks: str) -> None:
+    """TimeoutError is an OSError, as a lock that cannot be had is."""
+    name, held = make_entry(claims, 1, CLAIM, by_children=False)
+
+    def work(line: Any) -> None:
+        def late(*about: object) -> None:
+            raise TimeoutError("an alarm of the program's own")
+
+        signal.signal(signal.SIGALRM, late)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            sleep_until_dead(claims, name, 600.0)
+        except TimeoutError as err:
+            line.send(str(err))
+
+    sleeper = Actor(work)
+    assert sleeper.hear() == "an alarm of the program's own"
+    sleeper.end()
+    held.release()
+
+
 def state_of(thread: threading.Thread) -> str:
     with suppress(OSError):
         return Path(f"/proc/self/task/{thread.native_id}/stat").read_text().rpartition(")")[2].split()[0]

@@ -14,7 +14,7 @@ from ..gpus.vendors import VENDORS
 from ..wording import text as style
 from ..wording.text import gpu_ranges, plural
 from .request import Selection
-from .values import is_index
+from .values import is_index, unknown_names
 from .verdicts import DEFAULT_RULES, UNWATCHABLE, Rules, fence_hint, judge, why_outside, why_unusable
 
 if TYPE_CHECKING:
@@ -59,12 +59,11 @@ def check_possible(
     Raises:
         UnsatisfiableRequestError: names the offending value and what to do.
     """
-    for condition in request.conditions:
-        for name in condition.unknown(snapshot):
+    for argument in ("only", "exclude"):
+        for name in unknown_names(request.value_of(argument) or (), snapshot):
             raise UnsatisfiableRequestError(
-                f"{style.setting(condition.argument, name)} names no single {_title(snapshot)} GPU of this "
-                f"host, which has {_inventory(snapshot.gpus, by_uuid=not is_index(name))}"
-                + _unread_instances(snapshot),
+                f"{style.setting(argument, name)} names no single {_title(snapshot)} GPU of this host, which has "
+                f"{_inventory(snapshot.gpus, by_uuid=not is_index(name))}{_unread_instances(snapshot)}",
                 value=name,
             )
     left: Sequence[Gpu] = snapshot.gpus

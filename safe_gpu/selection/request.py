@@ -14,7 +14,7 @@ from ..gpus.vendors import VENDORS
 from ..wording import text as style
 from ..wording.text import format_bytes, plural
 from .sharing import LEAST_SHARE, MIB, part_of, share_capacity, why_unshareable
-from .values import as_index, model_pattern, names_device, parse_names, parse_size, refused, unknown_names
+from .values import as_index, model_pattern, names_device, parse_names, parse_size, refused
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -60,12 +60,6 @@ class Condition:
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and vars(self) == vars(other)
 
-    def __hash__(self) -> int:
-        return hash(self.value)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.value!r})"
-
     @classmethod
     def parse(cls, value: Any) -> Any:
         """Return the checked value; None is no condition.
@@ -82,10 +76,7 @@ class Condition:
         Raises:
             ValueError, TypeError: the value makes no sense.
         """
-        try:
-            return cls(cls.parse(value))
-        except UnsatisfiableRequestError as err:
-            raise ValueError(str(err)) from err
+        return cls(cls.parse(value))
 
     def resolved(self, gpus: Sequence[Gpu]) -> "Condition":
         """Return what it means on a host with these GPUs.
@@ -95,16 +86,8 @@ class Condition:
         """
         return self
 
-    def unknown(self, snapshot: HostSnapshot) -> tuple[str, ...]:
-        """Return the names in it that fit no single device of this host."""
-        return ()
-
     def why_outside(self, gpu: Gpu) -> str:
         """Return why the GPU never meets the condition."""
-        return ""
-
-    def why_unknowable(self, gpu: Gpu) -> str:
-        """Return why it will never be known whether the GPU meets the condition."""
         return ""
 
     def why_not_now(self, gpu: Gpu, freed: int = 0) -> str:
@@ -138,11 +121,6 @@ class MinMemory(Condition):
         if gpu.memory_total is None or gpu.memory_total >= self.value:
             return ""
         return f"{format_bytes(gpu.memory_total)} in all, {format_bytes(self.value)} asked for"
-
-    def why_unknowable(self, gpu: Gpu) -> str:
-        if gpu.memory_free is not None:
-            return ""
-        return f"the driver does not tell its memory: leave {style.option(self.argument)} out"
 
     def why_not_now(self, gpu: Gpu, freed: int = 0) -> str:
         if gpu.memory_free is None:
@@ -190,9 +168,6 @@ class _Names(Condition):
     @classmethod
     def parse(cls, value: Any) -> tuple[str, ...] | None:
         return parse_names(value, cls.argument) or None
-
-    def unknown(self, snapshot: HostSnapshot) -> tuple[str, ...]:
-        return unknown_names(self.value, snapshot)
 
     def _names(self, gpu: Gpu) -> bool:
         return any(names_device(name, gpu) for name in self.value)
@@ -316,11 +291,6 @@ class Share(Condition):
 
     def why_outside(self, gpu: Gpu) -> str:
         return why_unshareable(gpu, self.value)
-
-    def why_unknowable(self, gpu: Gpu) -> str:
-        if share_capacity(gpu) is not None:
-            return ""
-        return f"the driver does not tell its memory: leave {style.option(self.argument)} out"
 
     def resolved(self, gpus: Sequence[Gpu]) -> Condition:
         """Return the same in bytes. Percent are of what can be shared of each of these GPUs, which must be alike."""
@@ -452,7 +422,9 @@ class Selection(NamedTuple):
 
     def why_unknowable(self, gpu: Gpu) -> str:
         """Return why it will never be known whether the GPU satisfies the request."""
-        return next(filter(None, (one.why_unknowable(gpu) for one in self.conditions)), "")
+        facts = {"min_memory": gpu.memory_free, "share": share_capacity(gpu)}
+        unknown = [one.argument for one in self.conditions if facts.get(one.argument, 0) is None]
+        return f"the driver does not tell its memory: leave {style.option(unknown[0])} out" if unknown else ""
 
     def why_not_now(self, gpu: Gpu, freed: int = 0) -> str:
         """Return why the GPU does not satisfy the request now."""
@@ -506,10 +478,8 @@ def parse_request(nb_gpus: object = 1, *, vendor: object = None, **conditions: "
         raise TypeError(f"there is no argument {min(unknown)!r}")
     if isinstance(vendor, str):
         vendor = vendor.strip().lower()
-    parsed: list[tuple[type[Condition], Any]] = []
-    for one in CONDITIONS:
-        if given.get(one.argument) is not None:
-            parsed.append((one, one.parse(given[one.argument])))
+    asked = [one for one in CONDITIONS if given.get(one.argument) is not None]
+    parsed = [(one, one.parse(given[one.argument])) for one in asked]
     if vendor is not None and vendor not in tuple(VENDORS):
         raise refused("vendor", vendor, f"choose {' or '.join(map(style.value, VENDORS))}")
     found = tuple(one(value) for one, value in parsed if value is not None)

@@ -206,7 +206,7 @@ def _policy(options: argparse.Namespace) -> int:
         held = _held()
         if options.all:
             return _show_all(rules, held or {}, as_json=options.json)
-        limits = policy.limits_of_this_user(rules) if uid == os.geteuid() else policy.limits_of_user(rules, uid)
+        limits = policy.limits_of_user(rules, uid)
     own = {vendor: _rounded(users[uid]) for vendor, users in (held or {}).items()}
     if options.json:
         total = None if held is None else _rounded(sum(own.values()))

@@ -115,7 +115,7 @@ class Preset:
             packages=packages,
             llc=tuple(cpus.threads(first, cpus.llc) for first in range(0, cpus.total, cpus.llc)),
             distances={one: {other: distance(one, other) for other in nodes} for one in nodes},
-            gpus=[place(gpu, gpu.numa_node or 0) for gpu in self.gpus if not gpu.is_mig_instance],
+            gpus=tuple(place(gpu, gpu.numa_node or 0) for gpu in self.gpus if not gpu.is_mig_instance),
         )
 
 

@@ -318,23 +318,20 @@ def resolve(policy: Policy, names: Collection[str], in_group: Callable[[str], bo
 def limits_of_this_user(policy: Policy) -> Limits:
     """Return what applies to this process, by its effective user and its groups. Takes no lock; a directory may be
     asked."""
-    return limits_of_user(policy, os.geteuid(), _own_gids)
+    return limits_of_user(policy, os.geteuid())
 
 
-def limits_of_user(policy: Policy, uid: int, gids_of: Callable[[], set[int]] | None = None) -> Limits:
-    """Return what applies to a user, by the groups that the directory has for that user. It may take a while.
-
-    Args:
-        gids_of: returns other groups to go by.
-    """
-    gids = cache(gids_of or (lambda: _gids_of(uid)))  # not asked for where no group matters
+def limits_of_user(policy: Policy, uid: int) -> Limits:
+    """Return what applies to a user, by the groups of this process or those that the directory has for another user.
+    The directory may take a while."""
+    gids = cache(lambda: _gids_of(uid))  # not asked for where no group matters
     names = procfs.user_name(uid), str(uid)
     return resolve(policy, names, lambda group: gid_of(group) in gids(), is_root=uid == 0)
 
 
 def is_in_group(uid: int, group: str) -> bool:
     """Return whether a user is in the group of that name or number, as in the two functions above."""
-    return gid_of(group) in (_own_gids() if uid == os.geteuid() else _gids_of(uid))
+    return gid_of(group) in _gids_of(uid)
 
 
 def unknown_names(policy: Policy) -> list[str]:
@@ -371,13 +368,11 @@ def _number(name: str) -> int | None:
     return int(name) if name.isdecimal() and name.isascii() and len(name) < 11 else None
 
 
-def _own_gids() -> set[int]:
-    return {os.getegid(), *os.getgroups()}
-
-
 def _gids_of(uid: int) -> set[int]:
     import pwd
 
+    if uid == os.geteuid():
+        return {os.getegid(), *os.getgroups()}
     try:
         entry = pwd.getpwuid(uid)
         return set(os.getgrouplist(entry.pw_name, entry.pw_gid))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -19,31 +18,6 @@ from .files import PCI, Files
 _CPU = "sys/devices/system/cpu"
 
 _NODE = "sys/devices/system/node"
-
-
-def _cpus(numbers: Iterable[int]) -> frozenset[int]:
-    return frozenset(map(operator.index, numbers))
-
-
-def _groups(groups: Iterable[Iterable[int]]) -> tuple[frozenset[int], ...]:
-    return tuple(map(_cpus, groups))
-
-
-def _named(groups: Mapping[int, Iterable[int]]) -> dict[int, frozenset[int]]:
-    return {name: _cpus(cpus) for name, cpus in groups.items()}
-
-
-def _shape(record: object, **shapes: Callable[[Any], object]) -> None:
-    """Bring fields of a frozen record into their shapes, so that it can be compared.
-
-    Raises:
-        GPUAffinityError: one has the wrong type.
-    """
-    for name, shaped in shapes.items():
-        try:
-            object.__setattr__(record, name, shaped(getattr(record, name)))
-        except (TypeError, ValueError, AttributeError) as err:
-            raise GPUAffinityError(f"{name} of a host topology has the wrong shape: {err}") from err
 
 
 @dataclass(frozen=True)
@@ -74,9 +48,6 @@ class GpuLocality:
         """Whether it is known which CPUs are next to it."""
         return self.numa_node is not None or bool(self.node_cpus)
 
-    def __post_init__(self) -> None:
-        _shape(self, node_cpus=lambda cpus: _cpus(cpus or ()), socket_cpus=lambda cpus: _cpus(cpus or ()))
-
 
 @dataclass(frozen=True)
 class HostTopology:
@@ -94,9 +65,6 @@ class HostTopology:
         isolated: CPUs over which the kernel does not spread threads (isolcpus=).
         memory: node -> bytes of its memory: all, and free; {} if the kernel does not tell.
         is_here: whether these are the CPUs on which this process runs.
-
-    Raises:
-        GPUAffinityError: a field has the wrong type.
     """
 
     cpus: frozenset[int]
@@ -111,21 +79,6 @@ class HostTopology:
     memory: Mapping[int, tuple[int, int]] = field(default_factory=dict, compare=False)
 
     is_here: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        _shape(
-            self,
-            cpus=_cpus,
-            cores=_groups,
-            nodes=_named,
-            packages=_named,
-            llc=_groups,
-            distances=lambda rows: {node: dict(row) for node, row in rows.items()},
-            gpus=lambda gpus: tuple(replace(gpu) for gpu in gpus),
-            memoryless=_cpus,
-            isolated=_cpus,
-            memory=dict,
-        )
 
     @classmethod
     def from_host(cls, fsroot: str | os.PathLike[str] | None = None, driver: Any = None) -> HostTopology:

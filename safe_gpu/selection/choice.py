@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -34,13 +33,14 @@ def candidates(
     Args:
         lost: whether those count that the driver has lost and may find again.
     """
-    return tuple(
-        gpu
-        for gpu in snapshot.gpus
-        if not (request.nb_gpus > 1 and gpu.is_mig_instance)
-        and not ((why_unusable(gpu) or _why_unwatchable(gpu, snapshot, rules)) and not (lost and gpu.lost))
-        and not (why_outside(gpu, request, visible_limit) if gpu.lost else _why_never(gpu, request, visible_limit))
-    )
+
+    def why_not(gpu: Gpu) -> str:
+        if lost and gpu.lost:
+            return why_outside(gpu, request, visible_limit)
+        return _why_never(gpu, snapshot, request, visible_limit, rules)
+
+    gpus = snapshot.gpus if request.nb_gpus == 1 else snapshot.physical
+    return tuple(gpu for gpu in gpus if not why_not(gpu))
 
 
 def check_possible(
@@ -66,14 +66,10 @@ def check_possible(
                 f"{_inventory(snapshot.gpus, by_uuid=not is_index(name))}{_unread_instances(snapshot)}",
                 value=name,
             )
-    left: Sequence[Gpu] = snapshot.gpus
     holders: Mapping[str, Holder] = {}
-    problem = ""
-    unwatchable = partial(_why_unwatchable, snapshot=snapshot, rules=rules)
-    for why_not in (why_unusable, unwatchable, partial(_why_never, request=request, visible_limit=None)):
-        left = [gpu for gpu in left if not why_not(gpu)]
-        problem = problem or _too_few(request.nb_gpus, left, snapshot, why_not)
-    problem = problem or _too_far_apart(request, left)
+    reasons = {gpu: _why_never(gpu, snapshot, request, None, rules) for gpu in snapshot.gpus}
+    left = [gpu for gpu in reasons if not reasons[gpu]]
+    problem = _too_few(request.nb_gpus, left, snapshot, reasons) or _too_far_apart(request, left)
     if (
         not problem
         and visible_limit is not None
@@ -106,18 +102,17 @@ def _too_far_apart(request: Selection, left: Sequence[Gpu]) -> str:
     return f"{f'only {most}' if most > 1 else 'no two'} of this host are {request.together}: ask for fewer"
 
 
-def _why_unwatchable(gpu: Gpu, snapshot: HostSnapshot, rules: Rules) -> str:
+def _why_never(
+    gpu: Gpu, snapshot: HostSnapshot, request: Selection, visible_limit: VisibleLimit | None, rules: Rules
+) -> str:
+    """Return why the request can never get the device: nobody can claim it, it is outside, or whether it is free or has
+    the memory will never be known."""
     watchable = gpu.processes_supported or snapshot.shared_display or rules.lists_optional
-    return "" if watchable else UNWATCHABLE
+    never = why_unusable(gpu) or ("" if watchable else UNWATCHABLE)
+    return never or why_outside(gpu, request, visible_limit) or request.why_unknowable(gpu)
 
 
-def _why_never(gpu: Gpu, request: Selection, visible_limit: VisibleLimit | None) -> str:
-    """Return why the request can never get the device: it is outside, or whether it has the memory will never be
-    known."""
-    return why_outside(gpu, request, visible_limit) or request.why_unknowable(gpu)
-
-
-def _too_few(nb_gpus: int, left: Sequence[Gpu], snapshot: HostSnapshot, why_not: Callable[[Gpu], str]) -> str:
+def _too_few(nb_gpus: int, left: Sequence[Gpu], snapshot: HostSnapshot, reasons: Mapping[Gpu, str]) -> str:
     """Return why the devices in ``left`` are fewer than ``nb_gpus``; "" if they suffice."""
     most = capacity(left)
     if most >= nb_gpus:
@@ -129,12 +124,12 @@ def _too_few(nb_gpus: int, left: Sequence[Gpu], snapshot: HostSnapshot, why_not:
         if most < len(left):
             text += f"{', or for 1' if most > 1 else ''} in each of up to {len(left)} processes"
         return text
-    if total < nb_gpus and len(left) == len(snapshot.gpus):
+    if total < nb_gpus:
         return f"this host has only {gpus}: ask for fewer" if total else "this host has none"
-    reasons: dict[str, list[str]] = {}
-    for gpu in snapshot.gpus:
-        reasons.setdefault(why_not(gpu), []).append(gpu.label)
-    listed = "; ".join(f"GPU {gpu_ranges(labels)}: {reason}" for reason, labels in reasons.items() if reason)
+    labels: dict[str, list[str]] = {}
+    for gpu, reason in reasons.items():
+        labels.setdefault(reason, []).append(gpu.label)
+    listed = "; ".join(f"GPU {gpu_ranges(labels[reason])}: {reason}" for reason in labels if reason)
     return f"only {most} of the {gpus} of this host can be claimed ({listed})" if most else f"none fits ({listed})"
 
 

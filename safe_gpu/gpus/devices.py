@@ -59,6 +59,12 @@ class GpuProcess(NamedTuple):
     elsewhere: bool = False
 
 
+def memory_by_pid(processes: Iterable[GpuProcess]) -> dict[int, int]:
+    """Return the bytes that each process uses, as far as that is known. It counts once, although it may be in both
+    lists."""
+    return {pid: size for size, pid in sorted((one.memory_used or 0, one.pid) for one in processes)}
+
+
 class Gpu(NamedTuple):
     """One device: a GPU, or a MIG instance of a GPU. It may be one that cannot be claimed.
 
@@ -158,18 +164,12 @@ class Gpu(NamedTuple):
 
     @property
     def listed_memory(self) -> int | None:
-        """Bytes that its listed processes use; None if that of one is unknown, or the query failed.
-
-        A process with both a compute and a graphics context is in both lists, with the same memory.
-        """
+        """Bytes that its listed processes use; None if that of one is unknown, or the query failed."""
         if not self.processes:
             return None if self.processes is None and self.processes_supported else 0
-        largest: dict[int, int] = {}
-        for process in self.processes:
-            if process.memory_used is None:
-                return None
-            largest[process.pid] = max(largest.get(process.pid, 0), process.memory_used)
-        return sum(largest.values())
+        if None in (process.memory_used for process in self.processes):
+            return None
+        return sum(memory_by_pid(self.processes).values())
 
     @property
     def draws(self) -> bool:

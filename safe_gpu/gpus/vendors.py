@@ -22,7 +22,6 @@ class Vendor(NamedTuple):
         loaded: a directory or file below the root for each kernel driver, which is there while that is loaded.
         control: the device file that every process on its GPUs opens, below the root; "" if there is none.
         device: how the names of its device files begin.
-        warns: a file that is there on hosts with its GPUs only, for the warning about simulated ones; "" if none is.
         library: the library through which programs use the GPUs.
         variables: those that choose among the GPUs. Claims name the GPUs in the first one.
         hides: the value of these variables that hides all GPUs.
@@ -41,7 +40,6 @@ class Vendor(NamedTuple):
     loaded: tuple[str, ...]
     control: str
     device: str
-    warns: str
     library: str
     variables: tuple[str, ...]
     hides: str
@@ -65,7 +63,6 @@ VENDORS = {
         loaded=("proc/driver/nvidia/version",),
         control="dev/nvidiactl",
         device="nvidia",
-        warns="proc/driver/nvidia/version",
         library="CUDA",
         variables=("CUDA_VISIBLE_DEVICES",),
         hides="",
@@ -89,7 +86,6 @@ VENDORS = {
         loaded=("sys/class/kfd/kfd/topology/nodes",),
         control="dev/kfd",
         device="kfd",
-        warns="dev/kfd",
         library="HIP",
         variables=("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
         hides="",
@@ -112,7 +108,6 @@ VENDORS = {
         loaded=("sys/bus/pci/drivers/i915", "sys/bus/pci/drivers/xe"),
         control="",
         device="render",
-        warns="",  # laptops without a card have these drivers too
         library="Level Zero",
         variables=("ZE_AFFINITY_MASK",),
         hides="9999",  # an empty mask hides nothing, a number that no device has hides all

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 
-from ..gpus.devices import MOST_SHARERS, ComputeMode, Gpu, GpuProcess, Holder
+from ..gpus.devices import MOST_SHARERS, ComputeMode, Gpu, GpuProcess, Holder, memory_by_pid
 from ..wording.text import format_bytes, plural
 
 MIB = 1 << 20
@@ -60,16 +60,11 @@ def share_fraction(share: int, gpus: Collection[Gpu]) -> float:
 def used_by_sharers(gpu: Gpu, sharers: Sequence[Holder], family_of: FamilyOf) -> list[int]:
     """Return the bytes that each sharer's process and its descendants use, as far as the driver lists them."""
     used = [0] * len(sharers)
-    largest: dict[int, int] = {}
-    for process in gpu.processes or ():
-        if not process.elsewhere:
-            largest[process.pid] = max(largest.get(process.pid, 0), process.memory_used or 0)
-    for pid, size in largest.items():
-        family = family_of(pid)
-        for number, sharer in enumerate(sharers):
-            if family is not None and sharer.pid in family[1]:
-                used[number] += size
-                break
+    for pid, size in memory_by_pid(one for one in gpu.processes or () if not one.elsewhere).items():
+        _, family = family_of(pid) or (0, ())
+        first = next((number for number, sharer in enumerate(sharers) if sharer.pid in family), None)
+        if first is not None:
+            used[first] += size
     return used
 
 
@@ -85,12 +80,6 @@ def promised_room(gpu: Gpu, sharers: Sequence[Holder]) -> int:
     return (share_capacity(gpu) or 0) - sum(promised(gpu, sharers))
 
 
-def _overuse(gpu: Gpu, sharers: Sequence[Holder], family_of: FamilyOf) -> int:
-    """Return the bytes that sharers use beyond their shares."""
-    used = used_by_sharers(gpu, sharers, family_of)
-    return sum(max(0, size - one.share) for one, size in zip(sharers, used, strict=True) if one.share)
-
-
 def room(gpu: Gpu, sharers: Sequence[Holder], family_of: FamilyOf, *, unexplained: int, own: int = 0) -> int:
     """Return the bytes that are neither promised nor in use; less than 0 where a holder uses more than its share.
 
@@ -101,7 +90,8 @@ def room(gpu: Gpu, sharers: Sequence[Holder], family_of: FamilyOf, *, unexplaine
     left = promised_room(gpu, sharers)
     if gpu.memory_shared:  # what is in use there may belong to nobody
         return left
-    left -= _overuse(gpu, sharers, family_of)
+    used = used_by_sharers(gpu, sharers, family_of)
+    left -= sum(max(0, size - one.share) for one, size in zip(sharers, used, strict=True) if one.share)
     return min(left, (share_capacity(gpu) or 0) - max(0, (gpu.memory_used or 0) - own - unexplained))
 
 

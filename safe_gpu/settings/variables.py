@@ -70,14 +70,15 @@ def is_simulated(environ: Mapping[str, str]) -> bool:
     return environ.get("SAFE_GPU_DRIVER", "").startswith("simulated")
 
 
-_REAL_DRIVERS = {f"/{one.warns}": one.title for one in VENDORS.values() if one.warns}
+# Laptops without a card have Intel's drivers too.
+_REAL_DRIVERS = {f"/{one.loaded[0]}": one.title for one in VENDORS.values() if one.control}
 _REAL_DRIVERS |= dict.fromkeys(("/dev/nvidia0", "/dev/dxg"), "NVIDIA")
 
 
 @cache  # every claim on simulated GPUs asks
-def real_driver(root: str = "/") -> str:
+def real_driver() -> str:
     """Return the maker of the real GPUs of a host, as far as files of their driver show; else ""."""
-    return next((maker for path, maker in _REAL_DRIVERS.items() if os.path.exists(root.rstrip("/") + path)), "")
+    return next((maker for path, maker in _REAL_DRIVERS.items() if os.path.exists(path)), "")
 
 
 def unknown(names: Iterable[str]) -> dict[str, str]:

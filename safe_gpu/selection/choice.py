@@ -12,7 +12,7 @@ from ..gpus.devices import MIG_IS_ON, Gpu, GpuVerdict, Holder, HostSnapshot
 from ..gpus.vendors import VENDORS
 from ..wording import text as style
 from ..wording.text import gpu_ranges, plural
-from .request import Selection
+from .request import Selection, linked
 from .values import is_index, unknown_names
 from .verdicts import DEFAULT_RULES, UNWATCHABLE, Rules, fence_hint, judge, why_outside, why_unusable
 
@@ -62,8 +62,8 @@ def check_possible(
     for argument in ("only", "exclude"):
         for name in unknown_names(request.value_of(argument) or (), snapshot):
             raise UnsatisfiableRequestError(
-                f"{style.setting(argument, name)} names no single {_title(snapshot)} GPU of this host, which has "
-                f"{_inventory(snapshot.gpus, by_uuid=not is_index(name))}{_unread_instances(snapshot)}",
+                f"{style.setting(argument, name)} names no single {VENDORS[snapshot.vendor].title} GPU of this "
+                f"host, which has {_inventory(snapshot.gpus, by_uuid=not is_index(name))}{_unread_instances(snapshot)}",
                 value=name,
             )
     holders: Mapping[str, Holder] = {}
@@ -86,10 +86,6 @@ def check_possible(
             value=request.nb_gpus,
             verdicts=judge(snapshot, request, claimed=holders, visible_limit=visible_limit, rules=rules),
         )
-
-
-def _title(snapshot: HostSnapshot) -> str:
-    return VENDORS[snapshot.vendor].title
 
 
 def _too_far_apart(request: Selection, left: Sequence[Gpu]) -> str:
@@ -118,7 +114,7 @@ def _too_few(nb_gpus: int, left: Sequence[Gpu], snapshot: HostSnapshot, reasons:
     if most >= nb_gpus:
         return ""
     total = len(snapshot.physical)
-    gpus = plural(total, f"{_title(snapshot)} GPU")
+    gpus = plural(total, f"{VENDORS[snapshot.vendor].title} GPU")
     if any(gpu.is_mig_instance for gpu in left):
         text = f"CUDA shows a process one MIG instance, and no whole GPU beside it: ask for {most}"
         if most < len(left):
@@ -134,11 +130,9 @@ def _too_few(nb_gpus: int, left: Sequence[Gpu], snapshot: HostSnapshot, reasons:
 
 
 def _inventory(gpus: Sequence[Gpu], *, by_uuid: bool) -> str:
-    if not gpus:
-        return "none"
     if by_uuid:
-        return ", ".join(f"{gpu.label} ({gpu.uuid})" for gpu in gpus)
-    return f"GPU {gpu_ranges(gpu.label for gpu in gpus)}"
+        return ", ".join(f"{gpu.label} ({gpu.uuid})" for gpu in gpus) or "none"
+    return f"GPU {gpu_ranges(gpu.label for gpu in gpus)}" if gpus else "none"
 
 
 def _unread_instances(snapshot: HostSnapshot) -> str:
@@ -226,7 +220,7 @@ def choose(
     room = [gpu.numa_node for gpu in whole or free]
     pool = sorted(whole if nb_gpus > 1 else free, key=_position)
     drawbacks = {gpu.uuid: (gpu.uuid in last, gpu.is_mig_instance, gpu.draws) for gpu in pool}
-    links = _links(pool) if nb_gpus > 1 else {gpu.uuid: set[str]() for gpu in pool}
+    links = linked((gpu.uuid, gpu.nvlink_peers if nb_gpus > 1 else frozenset()) for gpu in pool)
 
     def rank(gpus: Sequence[Gpu]) -> tuple[Any, ...]:
         """Return the rank of a set by the criteria above; the lowest is the best."""
@@ -282,16 +276,6 @@ def choose_shares(
 
 def _position(gpu: Gpu) -> tuple[int, int]:
     return gpu.index, -1 if gpu.mig_instance is None else gpu.mig_instance
-
-
-def _links(gpus: Sequence[Gpu]) -> dict[str, set[str]]:
-    """Return the UUIDs that each GPU is linked to, or that are linked to it."""
-    links: dict[str, set[str]] = {gpu.uuid: set() for gpu in gpus}
-    for gpu in gpus:
-        for peer in links.keys() & gpu.nvlink_peers:
-            links[gpu.uuid].add(peer)
-            links[peer].add(gpu.uuid)
-    return links
 
 
 def _sets(

@@ -237,32 +237,29 @@ class Near(Condition):
 _TOGETHER = {"numa": "on one NUMA node", "nvlink": "all connected to each other by NVLink"}
 
 
-@lru_cache(64)
-def _cliques(links: tuple[tuple[str, frozenset[str]], ...]) -> list[frozenset[str]]:
-    """Return the largest sets of UUIDs each of which is linked to each (Bron and Kerbosch, Algorithm 457, CACM 1973).
+def linked(peers: Iterable[tuple[str, frozenset[str]]]) -> dict[str, set[str]]:
+    """Return the UUIDs to which each GPU is linked, or that are linked to it.
 
     Args:
-        links: each UUID with those of its peers.
+        peers: each UUID with those that it names.
     """
-    linked: dict[str, set[str]] = {uuid: set() for uuid, _ in links}
-    for uuid, peers in links:
-        for peer in linked.keys() & set(peers) - {uuid}:
-            linked[uuid].add(peer)
-            linked[peer].add(uuid)
-    found: list[frozenset[str]] = []
-
-    def extend(clique: frozenset[str], ahead: set[str], done: set[str]) -> None:
-        if not ahead and not done:
-            found.append(clique)
-            return
-        pivot = max(ahead | done, key=lambda uuid: len(linked[uuid] & ahead))
-        for uuid in sorted(ahead - linked[pivot]):
-            extend(clique | {uuid}, ahead & linked[uuid], done & linked[uuid])
-            ahead = ahead - {uuid}
-            done = done | {uuid}
-
-    extend(frozenset(), set(linked), set())
+    named = dict(peers)
+    found: dict[str, set[str]] = {uuid: set() for uuid in named}
+    for uuid in named:
+        for peer in found.keys() & named[uuid] - {uuid}:
+            found[uuid].add(peer)
+            found[peer].add(uuid)
     return found
+
+
+@lru_cache(64)
+def _cliques(peers: tuple[tuple[str, frozenset[str]], ...]) -> list[frozenset[str]]:
+    """Return the largest sets of UUIDs each of which is linked to each."""
+    found = {frozenset[str]()}
+    for uuid, others in linked(peers).items():  # the sets of the GPUs so far, with this one and without it
+        grown = {one & others | {uuid} for one in found}
+        found = {one for one in found | grown if not any(one < other for other in grown)}
+    return sorted(found, key=sorted)
 
 
 class Share(Condition):

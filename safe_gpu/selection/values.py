@@ -107,19 +107,14 @@ def is_index(name: str) -> bool:
 
 
 def _flat(value: object) -> Iterable[str]:
-    if value is None:
-        return
-    if isinstance(value, str):
-        yield from value.split(",")
-    elif isinstance(value, Iterable) and not isinstance(value, (bytes, bytearray)):
-        for item in value:
-            if item is None or (isinstance(item, Iterable) and not isinstance(item, str)):
-                raise ValueError(item)
-            yield from _flat(item)
-    elif (index := as_index(value)) is not None:
-        yield str(index)
-    else:
-        raise ValueError(value)
+    several = isinstance(value, Iterable) and not isinstance(value, (str, bytes, bytearray))
+    for item in value if several else (value,):  # type: ignore[attr-defined]
+        if isinstance(item, str):
+            yield from item.split(",")
+        elif (index := as_index(item)) is not None:
+            yield str(index)
+        else:
+            raise ValueError(item)
 
 
 def names_device(name: str, gpu: Gpu) -> bool:

@@ -59,11 +59,6 @@ def _directory_of_root() -> str:
 HOST_FILES = tuple(f"{_directory_of_root()}/{name}" for name in ("config.ini", "policy.ini"))
 """The file with root's settings and limits for this host: its name, and its older name."""
 
-_BEGIN = len(PREFIX)
-
-# Programs that use simulated GPUs on purpose set this variable, which turns off the warning about them.
-_SIMULATED_ON_PURPOSE = f"{_FOR_TESTS}SIMULATED"
-
 
 def is_simulated(environ: Mapping[str, str]) -> bool:
     """Return whether claims get simulated GPUs."""
@@ -86,7 +81,7 @@ def unknown(names: Iterable[str]) -> dict[str, str]:
     ""."""
     found = {}
     for name in names:
-        if name[:_BEGIN].upper() == PREFIX and name not in VARIABLES and not name.startswith(_FOR_TESTS):
+        if name.upper().startswith(PREFIX) and name not in VARIABLES and not name.startswith(_FOR_TESTS):
             from difflib import get_close_matches
 
             found[name] = next(iter(get_close_matches(name.upper(), VARIABLES, 1, 0.8)), "")
@@ -199,13 +194,11 @@ def _differences(environ: Mapping[str, str]) -> list[str]:
 
     pairs = ((HOST_KEYS[key], f"{key} = {value}", value) for key, value in values.items())
     return [
-        f"{name}={environ[name]} counts, and {policy_file(environ)} says {said}" + _QUEUES * (name == "SAFE_GPU_DIR")
+        f"{name}={environ[name]} counts, and {policy_file(environ)} says {said}"
+        + ": two state directories are two queues" * (name == "SAFE_GPU_DIR")
         for name, said, value in pairs
         if environ.get(name, value) not in ("", value)
     ]
-
-
-_QUEUES = ": two state directories are two queues"
 
 
 def ignores_fence(environ: Mapping[str, str]) -> bool:
@@ -224,7 +217,8 @@ def doubts(environ: Mapping[str, str]) -> list[str]:
     policy = environ.get("SAFE_GPU_POLICY")
     if policy and policy != policy_file(environ):
         found.append(f"SAFE_GPU_POLICY={policy} has no effect: {policy_file(environ)} holds on this host")
-    if is_simulated(environ) and not environ.get(_SIMULATED_ON_PURPOSE) and (maker := real_driver()):
+    on_purpose = environ.get(f"{_FOR_TESTS}SIMULATED")  # set by programs that use simulated GPUs on purpose
+    if is_simulated(environ) and not on_purpose and (maker := real_driver()):
         found.append(
             f"SAFE_GPU_DRIVER={environ['SAFE_GPU_DRIVER']}: these GPUs are simulated, and this host has a real {maker} "
             "driver whose GPUs are not claimed this way; unset SAFE_GPU_DRIVER to claim them"

@@ -36,7 +36,6 @@ class Outcome:
     """What one racer reports; ``began`` is in seconds of the monotonic clock."""
 
     gpus: Sequence[Gpu] = ()
-    refused: str = ""
     error: str = ""
     began: float = 0.0
     pid: int = 0
@@ -68,8 +67,8 @@ def _racer(parent: int, work: Work, ask: int, line: Any, start: int, gun: int) -
         line.send(Outcome())  # ready
         os.read(start, 1)
         told = work(ask, line)
-    except NotEnoughGpusError as err:
-        told = Outcome(refused=str(err))
+    except NotEnoughGpusError:
+        told = Outcome()
     except Exception as err:
         told = Outcome(error=f"{type(err).__name__}: {err}")
     told.began, told.pid = time.monotonic(), os.getpid()
@@ -178,17 +177,14 @@ def run(processes: int | None = None, rounds: int = 5, stream: TextIO | None = N
     """
     say = partial(_say, stream or sys.stdout)
     kind, _, name = os.environ.get("SAFE_GPU_DRIVER", "").partition(":")
-    simulated = kind == "simulated"
+    hosts = [name, _HOST] if kind == "simulated" else [_HOST]
     with _signals_at_the_end(), ExitStack() as stack:
-        if simulated:
-            stack.enter_context(_simulated(name))
-        elif not _free_gpus():
+        free = [] if kind == "simulated" else _free_gpus()
+        simulated = not free
+        if simulated and kind != "simulated":
             say("No GPU is free on this host; `safe-gpu status` and `safe-gpu doctor` say why.", "")
-            simulated = True
-            stack.enter_context(_simulated(name := _HOST))
-        free = _free_gpus()
-        if not free:
-            stack.enter_context(_simulated(name := _HOST))
+        while not free:
+            stack.enter_context(_simulated(name := hosts.pop(0)))
             free = _free_gpus()
         where = f"A race on a simulated host, {name}" if simulated else "A race for the free GPUs of this host"
         models = Counter(gpu.name or "unknown GPU" for gpu in free)

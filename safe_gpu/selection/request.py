@@ -353,8 +353,6 @@ class Selection(NamedTuple):
     @property
     def whole(self) -> "Selection":
         """The same request for whole GPUs."""
-        if self.share is None:
-            return self
         return self._replace(conditions=tuple(one for one in self.conditions if not isinstance(one, Share)))
 
     def resolved(self, snapshot: HostSnapshot) -> "Selection":
@@ -365,8 +363,6 @@ class Selection(NamedTuple):
         """
         gpus = snapshot.gpus
         whole = self._replace(conditions=tuple(one.resolved(gpus) for one in self.whole.conditions))
-        if self.share is None:
-            return whole
         gpus = tuple(gpu for gpu in gpus if not gpu.mig_enabled and not whole.why_outside(gpu))
         shares = (one.resolved(gpus) for one in self.conditions if isinstance(one, Share))
         return whole._replace(conditions=(*whole.conditions, *shares))

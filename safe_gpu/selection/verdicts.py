@@ -308,10 +308,8 @@ def why_outside(gpu: Gpu, request: Selection, visible_limit: VisibleLimit | None
 
 
 def _why_not_now(gpu: Gpu, request: Selection, disregarded: Collection[int]) -> str:
-    if not request.conditions:
-        return ""
-    processes = gpu.processes or ()
-    return request.why_not_now(gpu, sum(one.memory_used or 0 for one in processes if one.pid in disregarded))
+    freed = sum(one.memory_used or 0 for one in gpu.processes or () if one.pid in disregarded)
+    return request.why_not_now(gpu, freed)
 
 
 def _claimed_by(holder: Holder) -> str:

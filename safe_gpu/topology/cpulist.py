@@ -21,14 +21,11 @@ def parse_cpulist(text: str | None) -> frozenset[int] | None:
         return None
     numbers: set[int] = set()
     size = 0
-    for raw in text.replace("\0", "").split(","):
-        item = raw.strip()
-        if not item:
-            continue
-        ends = item.split("-")
-        if len(ends) > 2 or not all(end.isascii() and end.isdecimal() and len(end) < 10 for end in ends):
+    for item in filter(None, map(str.strip, text.replace("\0", "").split(","))):
+        ends = re.fullmatch("([0-9]{1,9})(?:-([0-9]{1,9}))?", item)
+        if not ends:
             return None
-        first, last = int(ends[0]), int(ends[-1])
+        first, last = int(ends[1]), int(ends[2] or ends[1])
         size += last - first + 1
         if last < first or last >= LIMIT or size > LIMIT:  # the kernel names no number twice
             return None
@@ -44,14 +41,12 @@ def parse_cpumask(text: str | None) -> frozenset[int] | None:
     """
     if text is None:
         return None
-    text = text.replace("\0", "").strip()
-    groups = [group.strip() for group in text.split(",")]
-    digits = "".join(group.rjust(8, "0") for group in groups)
-    if not text:
+    groups = [group.strip() for group in text.replace("\0", "").split(",")]
+    if groups == [""]:
         return frozenset()
-    if not all(groups) or (len(groups) > 1 and max(map(len, groups)) > 8):
-        return None
-    if len(digits) > LIMIT // 4 or not re.fullmatch("[0-9a-fA-F]+", digits):
+    digits = "".join(group.rjust(8, "0") for group in groups)
+    valid = len(groups) == 1 or all(0 < len(group) < 9 for group in groups)
+    if not valid or len(digits) > LIMIT // 4 or not re.fullmatch("[0-9a-fA-F]+", digits):
         return None
     value = int(digits, 16)
     return frozenset(number for number in range(value.bit_length()) if value >> number & 1)

@@ -7,10 +7,12 @@ import time
 from ..errors import UnsatisfiableRequestError
 from ..wording import text as style
 
-_UNITS = {"s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_UNITS = {"": 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 # Compiled on first use by re's own cache, because most claims need none of these patterns.
 _NUMBER = r"[0-9]{1,9}"
+
+_SIMPLE = r"((?:[0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})(?:e(?:-[0-9]{1,3}|\+?[0-9]{1,2}))?)\s*([a-z]*)"
 
 _SPANS = rf"(?:({_NUMBER})d)?\s*(?:({_NUMBER})h)?\s*(?:({_NUMBER})m(?:in)?)?\s*(?:({_NUMBER})s(?:ec)?)?"
 
@@ -33,17 +35,19 @@ def seconds_of(text: str) -> float | None:
     word = text.strip().lower()
     if word in ("inf", "infinity", "infinite", "unlimited", "none", "forever"):
         return None
-    seconds = _simple(word)
-    if seconds is None:
-        seconds = _compound(word)
-    if seconds is None:
+    simple = re.fullmatch(_SIMPLE, word)
+    if simple and simple[2] in _UNITS:
+        return float(simple[1]) * _UNITS[simple[2]]
+    found = re.fullmatch(_CLOCK, word) or re.fullmatch(_DAYS, word) or (word and re.fullmatch(_SPANS, word))
+    if not found:
         if unclear := re.fullmatch(_UNCLEAR, word):
             one, other = map(int, unclear.groups())
             raise ValueError(f"may be hours or minutes: write {one}h{other}m or {one}m{other}s")
         raise ValueError(
             "is not a duration: write seconds (90 or 90s), 15m, 1h30m, 01:30:00, 2-12:00:00 (days first) or inf"
         )
-    return seconds
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 def parse_duration(text: str, name: str = "timeout") -> float | None:
@@ -85,27 +89,6 @@ def number_of(value: object) -> float:
         return math.nan if isinstance(value, (str, bytes, bytearray)) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         return math.nan
-
-
-def _simple(word: str) -> float | None:
-    """Return the seconds of a number with at most one unit; None if the text has another form."""
-    number = word.rstrip("abcdefghijklmnopqrstuvwxyz")
-    unit = _UNITS.get(word[len(number) :]) if number != word else 1.0
-    try:
-        seconds = float(number) * (unit or math.nan)
-    except ValueError:
-        return None
-    return seconds if 0 <= seconds < math.inf and number.isascii() and "_" not in number else None
-
-
-def _compound(word: str) -> float | None:
-    """Return the seconds of ``1h30m``, ``01:30:00`` and similar forms, with whole numbers; None if the text has another
-    form."""
-    found = re.fullmatch(_CLOCK, word) or re.fullmatch(_DAYS, word) or (word and re.fullmatch(_SPANS, word))
-    if not found:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 _DATES = ("%Y-%m-%d", "%Y-%m-%d %H:%M", "%Y-%m-%dT%H:%M", "%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S", "%Y-%m")

@@ -43,16 +43,12 @@ class Condition:
         argument: of ``claim_gpus``.
         metavar, help: of the command line's option.
         ticketed: whether others must know it, since it depends on more than which GPU it is. Then ``value`` is JSON.
-        needs: methods of :class:`~safe_gpu.drivers.base.Driver` that must complete each poll.
-        together: what the GPUs are of which it is a condition that they are so together; "" if it is of each.
     """
 
     argument: ClassVar[str]
     metavar: ClassVar[str]
     help: ClassVar[str]
     ticketed: ClassVar[bool] = False
-    needs: ClassVar[frozenset[str]] = frozenset()
-    together: ClassVar[str] = ""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -191,7 +187,6 @@ class MaxUtilization(Condition):
     argument, metavar = "max_utilization", "PCT"
     help = "only GPUs whose utilisation is at most this, in percent, such as 10"
     ticketed = True
-    needs = frozenset({"detailed"})
 
     @classmethod
     def parse(cls, value: Any) -> int:
@@ -217,14 +212,6 @@ class Near(Condition):
         if value not in _TOGETHER:
             raise refused(cls.argument, value, f"choose {' or '.join(map(style.value, _TOGETHER))}")
         return str(value)
-
-    @property
-    def together(self) -> str:  # type: ignore[override]
-        return _TOGETHER[self.value]
-
-    @property
-    def needs(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset({"linked"} if self.value == "nvlink" else ())
 
     def groups(self, gpus: Sequence[Gpu]) -> list[list[Gpu]]:
         if self.value == "nvlink":
@@ -384,8 +371,9 @@ class Selection(NamedTuple):
 
     @property
     def needs(self) -> frozenset[str]:
-        """What its conditions need (:attr:`Condition.needs`)."""
-        return frozenset().union(*(one.needs for one in self.conditions))
+        """The methods of :class:`~safe_gpu.drivers.base.Driver` that must complete each poll for its conditions."""
+        found = {"detailed": self.value_of("max_utilization") is not None, "linked": self.value_of("near") == "nvlink"}
+        return frozenset(method for method in found if found[method])
 
     @property
     def ticket(self) -> tuple[tuple[str, Any], ...]:
@@ -434,7 +422,7 @@ class Selection(NamedTuple):
     @property
     def together(self) -> str:
         """What the GPUs must be together; "" if nothing."""
-        return " and ".join(filter(None, (one.together for one in self.conditions))) if self.several else ""
+        return _TOGETHER.get(self.value_of("near"), "") if self.several else ""
 
     @property
     def text(self) -> str:

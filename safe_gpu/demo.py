@@ -41,14 +41,14 @@ class Outcome:
     pid: int = 0
 
 
-Work = Callable[[int, Any], Outcome]
+Work = Callable[[int], Outcome]
 
 
-def _at_once(ask: int, line: Any) -> Outcome:
+def _at_once(ask: int) -> Outcome:
     return Outcome(claim_gpus(ask, logger=_QUIET, timeout=0.0, affinity=None).gpus)
 
 
-def _poll_and_pick(ask: int, line: Any) -> Outcome:
+def _poll_and_pick(ask: int) -> Outcome:
     """Do what programs do without safe_gpu: poll the driver, pick a free GPU, start up, use it."""
     with opened_driver() as driver:
         free = [gpu for gpu in driver.snapshot().gpus if not (gpu.processes or gpu.unusable or gpu.lost)][:ask]
@@ -66,7 +66,7 @@ def _racer(parent: int, work: Work, ask: int, line: Any, start: int, gun: int) -
     try:
         line.send(Outcome())  # ready
         os.read(start, 1)
-        told = work(ask, line)
+        told = work(ask)
     except NotEnoughGpusError:
         told = Outcome()
     except Exception as err:

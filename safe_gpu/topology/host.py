@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from ..errors import GPUAffinityError, as_affinity_error
-from ..gpus.devices import Gpu, bus_order, normalize_bus_id
+from ..gpus.devices import Gpu, normalize_bus_id
 from .cpulist import parse_cpulist
 from .files import PCI, Files
 
@@ -287,9 +287,7 @@ class SysfsHost(HostTopology):
                 if around is None and node is not None and near & nodes.get(node, frozenset()):
                     around = node
                 return around, near, driver.name.partition(":")[0] or "driver"
-        path = f"{PCI}/{bus_id}"
-        known = (f"{path}/local_cpulist", f"{path}/local_cpus") if bus_order(bus_id) else ("",)
-        told, source = self._files.cpus(*known)
+        told, source = self._files.cpus(f"{PCI}/{bus_id}/local_cpulist", f"{PCI}/{bus_id}/local_cpus")
         near = told.intersection(frozenset[int]().union(*nodes.values()))
         if node is not None and node in nodes:
             return node, nodes[node] or near, "numa_node"

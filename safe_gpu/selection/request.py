@@ -56,6 +56,9 @@ class Condition:
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and vars(self) == vars(other)
 
+    def __hash__(self) -> int:
+        return hash(self.value)
+
     @classmethod
     def parse(cls, value: Any) -> Any:
         """Return the checked value; None is no condition.

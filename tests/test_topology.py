@@ -1,8 +1,28 @@
-"""The name by which users read the topology of a host."""
+"""The records of a host's topology, without a host: what they refuse, and that they are plain values."""
 
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from safe_gpu.errors import GPUAffinityError
 from safe_gpu.topology.host import HostTopology, read_topology
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"cpus": 3},
+        {"cpus": [0], "cores": [0]},
+        {"cpus": [0], "nodes": [0]},
+        {"cpus": ["x"]},
+        {"cpus": [0], "gpus": [0]},
+        {"cpus": [0], "distances": {0: 3}},
+    ],
+)
+def test_a_topology_of_the_wrong_shape(broken: dict[str, Any]) -> None:
+    with pytest.raises(GPUAffinityError, match=r"^(cpus|cores|nodes|gpus|distances) "):
+        HostTopology(**broken)
 
 
 def test_from_host_reads_as_affinity_does(tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -20,8 +21,38 @@ _CPU = "sys/devices/system/cpu"
 _NODE = "sys/devices/system/node"
 
 
+def _cpus(numbers: Iterable[int] | None) -> frozenset[int]:
+    return frozenset(map(operator.index, () if numbers is None else numbers))
+
+
+# Field -> what brings it into its shape.
+_SHAPES: Mapping[str, Callable[[Any], object]] = {
+    **dict.fromkeys(("cpus", "memoryless", "isolated", "node_cpus", "socket_cpus"), _cpus),
+    **dict.fromkeys(("cores", "llc"), lambda groups: tuple(map(_cpus, groups))),
+    **dict.fromkeys(("nodes", "packages"), lambda groups: {name: _cpus(cpus) for name, cpus in groups.items()}),
+    "distances": lambda rows: {node: dict(row) for node, row in rows.items()},
+    "gpus": lambda gpus: tuple(replace(gpu) for gpu in gpus),
+    "memory": dict,
+}
+
+
+class _Shaped:
+    """A frozen record whose fields are brought into their shapes, so that it can be compared.
+
+    Raises:
+        GPUAffinityError: one has the wrong type.
+    """
+
+    def __post_init__(self) -> None:
+        for name in filter(_SHAPES.__contains__, vars(self)):
+            try:
+                object.__setattr__(self, name, _SHAPES[name](getattr(self, name)))
+            except (TypeError, ValueError, AttributeError) as err:
+                raise GPUAffinityError(f"{name} of a host topology has the wrong shape: {err}") from err
+
+
 @dataclass(frozen=True)
-class GpuLocality:
+class GpuLocality(_Shaped):
     """The place of one GPU in the host.
 
     Attributes:
@@ -50,7 +81,7 @@ class GpuLocality:
 
 
 @dataclass(frozen=True)
-class HostTopology:
+class HostTopology(_Shaped):
     """The topology of a host. All sets hold logical CPU numbers.
 
     Attributes:

@@ -59,6 +59,9 @@ class Condition:
     def __hash__(self) -> int:
         return hash(self.value)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.value!r})"
+
     @classmethod
     def parse(cls, value: Any) -> Any:
         """Return the checked value; None is no condition.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from shlex import join, quote
 from typing import NamedTuple
 
 from ..coordination.state_dir import state_dir_path
@@ -27,6 +26,8 @@ def hint_for(command: Sequence[str], verb: str) -> str:
         command: its name, which is not found, and its arguments.
         verb: ``safe-gpu run`` or ``safe-gpu bind``, for the advice.
     """
+    from shlex import join, quote
+
     name, *arguments = command
     if not name:
         return "the name is empty: is a variable not set?"
@@ -93,6 +94,12 @@ class _Advice(NamedTuple):
     work: str = "job"
 
 
+# The programs of the table. To look for its patterns in every command takes longer than a claim.
+_PROGRAMS = frozenset(
+    "docker docker-compose nerdctl podman podman-remote apptainer singularity screen tmux byobu at batch sbatch qsub "
+    "msub oarsub bsub srun qrsh condor_run ssh flux condor_submit systemd-run deepspeed ds accelerate".split()
+)
+
 # The first that fits counts.
 _TABLE = (
     _Advice(rf"{_CLIENT}{_OPTIONS}(?:-\w*d\w*|--detach) ", _ENDS_AT_ONCE, _IN_CONTAINER, "container"),
@@ -154,6 +161,11 @@ def warning_about(command: Sequence[str], path: str, state_dir: str | None = Non
     """
 
     line = "".join(f"{word} " for word in command)
+    if _PROGRAMS.isdisjoint(re.split(r"[\s/]+", line)):
+        return ""
+
+    from shlex import join
+
     by_name = os.path.basename(command[0]) == "docker"
     if re.match(f"{_WRAPPED}docker ", line) and _is_podman(path if by_name else _found("docker")):
         line = line.replace("docker ", "podman ", 1)

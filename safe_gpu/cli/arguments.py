@@ -6,7 +6,6 @@ import argparse
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from shlex import quote
 from typing import Any, NoReturn
 
 from ..gpus.vendors import FIRST, VENDORS
@@ -213,6 +212,8 @@ def _similar(word: str, known: Iterable[str]) -> str:
 
 def not_a_choice(option: Sequence[str], value: str, choices: Sequence[str]) -> str:
     """Return the usage error for a value that is none of a few words; ``option`` is its name, or nothing."""
+    from shlex import quote
+
     close = _similar(value, choices)
     meant = f"did you mean {close}? " if close else ""
     return f"{' '.join([*option, quote(value)])} is not possible: {meant}choose from {', '.join(choices)}"

@@ -282,14 +282,15 @@ class Look:
         view, claim = self._view, self._claim
         doors = Doors(view.snapshot.name_prefix) if claim is None else claim.doors
         for uuid in sorted(gpu.uuid for gpu in chosen):
-            known = view.claims.parts(uuid, view.inside)
+            known = view.claims.parts_with_doors(uuid, view.inside)
             try:
                 if claim is None:
                     done = bool(view.around) or not doors.are_taken(uuid, known)
                 elif view.around:
                     done = not view.around.parts or doors.take_inside(uuid, known, view.scope)
                 elif view.share is not None:
-                    done = doors.take_share(uuid, known)
+                    # One of the processes may have ended since, and its door be another's.
+                    done = doors.take_share(uuid, known) and known == view.claims.parts_with_doors(uuid)
                 else:
                     done = doors.take_whole(uuid, known, claim.token)
             except OSError as err:

@@ -64,6 +64,11 @@ class Claims:
         """
         return {one.parts[uuid] for one in self.on(uuid, inside) if uuid in one.parts}
 
+    def parts_with_doors(self, uuid: str, inside: str = "") -> set[int]:
+        """Return the same without the parts of claims whose process has ended: its children keep the entry and not the
+        doors, so such a door that is held may be of another state directory."""
+        return {one.parts[uuid] for one in self.on(uuid, inside) if uuid in one.parts and not _has_ended(one)}
+
     def holders(self, inside: str = "", *, told: bool = True) -> dict[str, Holder]:
         """Return UUID -> who holds it, as seen by a claim inside none, or inside the one with this hash of a token.
 
@@ -138,6 +143,13 @@ def holder_of(entry: Entry, heir: Callable[[Entry], int | None] = heir_of) -> Ho
     if is_hidden or lives_here(entry):
         return said._replace(command=command_of(entry.pid, said.command))
     return said._replace(pid=heir(entry), start=None, left_by=entry.pid)
+
+
+def _has_ended(entry: Entry) -> bool:
+    """Return whether the process that made an entry has ended, as far as can be seen from here."""
+    if not entry.pid or procfs.namespace_text(entry.pidns or None):
+        return False
+    return procfs.has_ended(entry.pid) or procfs.start_time(entry.pid) not in (None, entry.start)
 
 
 def lives_here(entry: Entry) -> bool:

@@ -117,6 +117,20 @@ def test_a_child_that_lives_on_holds_the_entry_and_no_door(
     orphan.tell()
 
 
+def test_a_share_that_only_a_child_keeps_vouches_for_no_door(host: Path, child: Any) -> None:
+    """Another directory may have it since."""
+    work = "owner = claim(1, share='4GiB', only=0)\nif os.fork(): os._exit(0)\nsay('kept'); listen()\n"
+    orphan = child(CLAIM + work)
+    assert orphan.hear() == "kept"
+    orphan.process.wait(30)
+    with claim(1, share="4GiB", only=0):
+        pass
+    child(CLAIM + "say(claim(1, share='4GiB', only=0).devices_taken); listen()", "[0]", env=other_dir(host))
+    with pytest.raises(NotEnoughGpusError):
+        claim(1, share="4GiB", only=0)
+    orphan.tell()
+
+
 @pytest.mark.parametrize("where", ["removed", "other", "network"])
 def test_who_cannot_see_the_claim_around_is_inside_nothing(
     host: Path, child: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch, where: str

@@ -51,7 +51,7 @@ struct entry { /* of a living claim, or of a waiter */
   dev_t dev;
   ino_t ino;
   uid_t uid;
-  long long number, pid, nb_gpus;
+  long long number, pid, start, pidns, nb_gpus;
   char name[NAME_SIZE], token[17], inside[17];
   long long bytes[GPUS]; /* of each of our GPUs; 0: none, -1: all of it, or wanted */
   int part[GPUS];        /* -1: none */
@@ -189,6 +189,8 @@ static void note(struct entry *e, const char *above, const char *key, const char
   if (!*above && !strcmp(key, "inside") && is_text) put(e->inside, sizeof e->inside, "%s", word);
   if (!*above && !strcmp(key, "nb_gpus")) e->nb_gpus = atoll(word);
   if (!*above && !strcmp(key, "pid")) e->pid = atoll(word);
+  if (!*above && !strcmp(key, "start")) e->start = atoll(word);
+  if (!*above && !strcmp(key, "pidns")) e->pidns = atoll(word);
   for (int i = 0; *above && i < gpu_count; i++) {
     bool in_list = is_text && !*key && !strcmp(gpus[i].uuid, word), is_key = !strcmp(gpus[i].uuid, key);
     if (!strcmp(above, "gpus") && in_list) e->bytes[i] = -1;
@@ -235,6 +237,34 @@ static void write_text(FILE *out, const char *s) /* what is not printable ASCII 
   fputc('"', out);
   for (; *s; s++) fputc(*s < ' ' || *s > '~' || *s == '"' || *s == '\\' ? '?' : *s, out);
   fputc('"', out);
+}
+
+/* ---- processes ---- */
+
+static long long pid_namespace(void) /* 0: not known */
+{
+  struct stat s;
+  return stat("/proc/self/ns/pid", &s) ? 0 : (long long)s.st_ino;
+}
+
+static bool read_process(long long pid, char *state, long long *start) /* false: it is not seen */
+{
+  char path[64], line[4096] = "";
+  put(path, sizeof path, "/proc/%lld/stat", pid);
+  FILE *file = fopen(path, "re");
+  char *p = file && fgets(line, sizeof line, file) ? strrchr(line, ')') : NULL;
+  if (file) fclose(file);
+  return p && sscanf(p + 1, " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %lld", state,
+                     start) == 2;
+}
+
+static bool has_ended(const struct entry *e) /* the process that made it, as far as can be seen from here */
+{
+  char state;
+  long long start;
+  if (!e->pid || e->pidns != pid_namespace()) return false;
+  if (read_process(e->pid, &state, &start)) return state == 'Z' || state == 'X' || start != e->start;
+  return kill((pid_t)e->pid, 0) && errno == ESRCH;
 }
 
 /* ---- files and directories ---- */
@@ -518,18 +548,14 @@ static void write_time(FILE *out, const char *key, double when)
 
 static char *entry_text(bool ticket, size_t *size)
 {
-  char *body = NULL, host[256] = "", line[4096] = "", *p;
-  unsigned long long start = 0;
+  char *body = NULL, host[256] = "", state;
+  long long start = 0;
   double since = seconds(CLOCK_REALTIME);
-  struct stat s;
-  FILE *out = open_memstream(&body, size), *stat_file = fopen("/proc/self/stat", "re");
+  FILE *out = open_memstream(&body, size);
   if (!out) die(70, "no memory");
-  if (stat_file && fgets(line, sizeof line, stat_file) && (p = strrchr(line, ')')))
-    sscanf(p + 1, " %*c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu", &start);
-  if (stat_file) fclose(stat_file);
+  if (!read_process(getpid(), &state, &start)) start = 0;
   gethostname(host, sizeof host - 1);
-  fprintf(out, "{\"v\":1,\"pid\":%d,\"start\":%llu,\"pidns\":%lu,\"host\":", (int)getpid(), start,
-          stat("/proc/self/ns/pid", &s) ? 0UL : (unsigned long)s.st_ino);
+  fprintf(out, "{\"v\":1,\"pid\":%d,\"start\":%lld,\"pidns\":%lld,\"host\":", (int)getpid(), start, pid_namespace());
   write_text(out, host);
   fputs(",\"job\":\"\",\"command\":", out);
   write_text(out, command);
@@ -643,11 +669,11 @@ static bool takes_room(const struct entry *e) /* of a claim from this process, o
   return !is_mine(&claims, e) && !is_around && (!beneath || is_beside);
 }
 
-static bool is_part(int gpu, int part) /* of a living entry here that takes room */
+static bool is_part(int gpu, int part) /* of an entry here that takes room and whose process, unlike a child, keeps it */
 {
   for (int i = 0; i < claims.count; i++) {
     const struct entry *e = &claims.living[i];
-    if (e->bytes[gpu] && e->part[gpu] == part && takes_room(e)) return true;
+    if (e->bytes[gpu] && e->part[gpu] == part && takes_room(e) && !has_ended(e)) return true;
   }
   return false;
 }
@@ -667,7 +693,7 @@ static bool parts_are_known(int i)
   char tail[16];
   for (int part = 0; part < PARTS; part++) {
     put(tail, sizeof tail, ".%d", part);
-    if (is_held(&gpus[i], tail) && !is_part(i, part)) return false;
+    if (part != gpus[i].part && is_held(&gpus[i], tail) && !is_part(i, part)) return false;
   }
   return true;
 }
@@ -708,7 +734,7 @@ static bool take_doors(int i)
   if (!take_door(gpu, "") || !parts_are_known(i)) return false;
   if (*token) return take_part(i) && take_door(gpu, last);
   if (!share) return true;
-  if (!take_part(i)) return false;
+  if (!take_part(i) || !parts_are_known(i)) return false; /* one of the processes may have ended since */
   close(gpu->doors[0]);
   gpu->doors[0] = gpu->doors[--gpu->door_count];
   return true;

@@ -78,6 +78,22 @@ def test_both_share_a_gpu(scene: Any, first: str, second: str) -> None:
     assert scene.said("rival") == []
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_share_that_only_a_child_keeps_vouches_for_no_door(scene: Any, kind: str) -> None:
+    """The child keeps the entry and no door, so a share of another directory may have it since."""
+    work = "import os, safe_gpu\nsafe_gpu.claim_gpus(8, share='10GiB')\nif os.fork(): os._exit(0)\nprint(), input()\n"
+    child = subprocess.Popen(
+        [sys.executable, "-P", "-c", work], env=scene.env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.wait(40) == 0
+    assert child.stdout.readline() == "\n"
+    share = (kind, 1, "now", "10 GiB")
+    assert scene.start(*share, command=["true"]).finish()[0] == 0
+    scene.until_holds(scene.start(kind, 8, "10 GiB", env={"SAFE_GPU_DIR": str(scene.directory / "other")}))
+    assert scene.start(*share, command=["true"]).finish()[0] == 75
+    child.communicate("\n", timeout=40)
+
+
 @BOTH
 def test_a_claim_inside_a_claim(scene: Any, first: str, second: str) -> None:
     """The inner one gets GPUs of the outer one only, at most those, and each once."""

@@ -12,7 +12,7 @@ _UNITS = {"": 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d
 # Compiled on first use by re's own cache, because most claims need none of these patterns.
 _NUMBER = r"[0-9]{1,9}"
 
-_SIMPLE = r"((?:[0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})(?:e(?:-[0-9]{1,3}|\+?[0-9]{1,2}))?)\s*([a-z]*)"
+_SIMPLE = r"((?:[0-9]{1,24}(?:\.[0-9]{0,24})?|\.[0-9]{1,24})(?:e(?:-[0-9]{1,3}|\+?[0-9]{1,2}))?)\s*([a-z]*)"
 
 _SPANS = rf"(?:({_NUMBER})d)?\s*(?:({_NUMBER})h)?\s*(?:({_NUMBER})m(?:in)?)?\s*(?:({_NUMBER})s(?:ec)?)?"
 

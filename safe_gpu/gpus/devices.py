@@ -173,7 +173,7 @@ class Gpu(NamedTuple):
 
     @property
     def draws(self) -> bool:
-        """Whether a display is active on it, or a graphics process is on it: such a GPU is taken last."""
+        """Whether a display or a graphics process is on it. Such a GPU is taken last."""
         processes = self.processes or ()
         return self.display_active or ProcessKind.GRAPHICS in [process.kind for process in processes]
 

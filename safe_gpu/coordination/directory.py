@@ -144,7 +144,6 @@ class SharedDirectory:
             FileNotFoundError: it is missing, and is not to be made.
             StateDirError: something else in its place, a file of another mode, or one that is closed to us.
         """
-        path = os.path.join(self.path, name)
         for _ in range(_MOST_TRIES):
             try:
                 fd = os.open(name, flags, dir_fd=self.fd)
@@ -159,7 +158,8 @@ class SharedDirectory:
             if is_everybodys(status):
                 return fd, status
             os.close(fd)
-            raise refusal_of_status(path, status)
+            raise refusal_of_status(os.path.join(self.path, name), status)
+        path = os.path.join(self.path, name)
         raise refusal(f"{path} is removed at once, by its owner or a cleaner", path, errno.ENOENT)
 
     def _make_file(self, name: str) -> None:

@@ -405,17 +405,25 @@ class Selection(NamedTuple):
 
     def why_outside(self, gpu: Gpu) -> str:
         """Return why the GPU can never satisfy the request; "" if it can."""
-        return next(filter(None, (one.why_outside(gpu) for one in self.conditions)), "")
+        for one in self.conditions:
+            if why := one.why_outside(gpu):
+                return why
+        return ""
 
     def why_unknowable(self, gpu: Gpu) -> str:
         """Return why it will never be known whether the GPU satisfies the request."""
-        facts = {"min_memory": gpu.memory_free, "share": share_capacity(gpu)}
-        unknown = [one.argument for one in self.conditions if facts.get(one.argument, 0) is None]
-        return f"the driver does not tell its memory: leave {style.option(unknown[0])} out" if unknown else ""
+        facts = {"min_memory": gpu.memory_free, "share": gpu.memory_total}
+        for one in self.conditions:
+            if facts.get(one.argument, 0) is None:
+                return f"the driver does not tell its memory: leave {style.option(one.argument)} out"
+        return ""
 
     def why_not_now(self, gpu: Gpu, freed: int = 0) -> str:
         """Return why the GPU does not satisfy the request now."""
-        return next(filter(None, (one.why_not_now(gpu, freed) for one in self.conditions)), "")
+        for one in self.conditions:
+            if why := one.why_not_now(gpu, freed):
+                return why
+        return ""
 
     def groups(self, gpus: Sequence[Gpu]) -> list[list[Gpu]]:
         """Return the largest sets of these GPUs of which any ``nb_gpus`` satisfy the request together."""

@@ -81,7 +81,7 @@ def unknown(names: Iterable[str]) -> dict[str, str]:
     ""."""
     found = {}
     for name in names:
-        if name.upper().startswith(PREFIX) and name not in VARIABLES and not name.startswith(_FOR_TESTS):
+        if name[: len(PREFIX)].upper() == PREFIX and name not in VARIABLES and not name.startswith(_FOR_TESTS):
             from difflib import get_close_matches
 
             found[name] = next(iter(get_close_matches(name.upper(), VARIABLES, 1, 0.8)), "")
@@ -230,7 +230,7 @@ _PATHS = ("SAFE_GPU_DIR", "SAFE_GPU_FSROOT", "SAFE_GPU_SIMULATED_DIR", f"{_FOR_T
 
 
 def _risks_for_root(environ: Mapping[str, str]) -> list[str]:
-    given = [name for name in _PATHS if environ.get(name, "").startswith("/") and environ[name] not in _trusted]
+    given = [name for name in _PATHS if environ.get(name, "").startswith("/")]
     if not given or not is_root():
         return []
     return [
@@ -241,12 +241,9 @@ def _risks_for_root(environ: Mapping[str, str]) -> list[str]:
     ]
 
 
-_trusted: set[str] = set()  # every claim asks
-
-
+@cache  # every claim asks
 def _is_risk(path: str) -> bool:
     """Return whether others can change what a path means, or, where it does not exist yet, make it."""
     if not others_can_change(path):
-        _trusted.add(path)
         return False
     return os.path.lexists(path) or bool(others_can_change(os.path.dirname(path.rstrip("/"))))

@@ -180,6 +180,7 @@ class Scene:
         served: how many claims must get their GPUs, if nobody is killed or interrupted.
         in_turn: who has the earlier ticket gets its GPUs first, or by ``users`` who has the lower turn.
         users: a letter for each racer, its user; they are served by turns. Needs root.
+        limit: how many GPUs each of these users may hold at once, by the policy; 0 is any number.
         host_lock: whether host.lock is one. No GPU may be booked twice without it, either.
         apart: whether nobody sees the doors of others, as where each has a network of its own.
     """
@@ -194,6 +195,7 @@ class Scene:
         served: int = 0,
         in_turn: bool = False,
         users: str = "",
+        limit: int = 0,
         host_lock: bool = True,
         apart: bool = False,
     ) -> None:
@@ -205,6 +207,7 @@ class Scene:
         self.served = served
         self.in_turn = in_turn
         self.users = dict(zip(self.plans, users, strict=False))
+        self.limit = limit
         self.host_lock, self.apart = host_lock, apart
 
     @property
@@ -249,7 +252,7 @@ class Scene:
 _OUTER: dict[str, Any] = {"delegate": True}
 _INNER: dict[str, Any] = {"inside": "A"}
 _ANY = "!^%&"
-_BIG, _SMALL = "60GiB", "30GiB"
+_BIG, _SMALL = "60GiB", "25GiB"
 _PATIENT: dict[str, Any] = {"timeout": 60}
 _UNLOCKED: dict[str, Any] = {"host_lock": False, "apart": True}
 
@@ -310,13 +313,12 @@ SCENES: dict[str, Scene] = {
     ),
     # A's user holds and waits: the turns are 1.5 of B, 3 of C and 2 of D
     "queue-turns": Scene(
-        claims(),
-        *(claims(**_PATIENT, after=after) for after in ("A", "A", "A")),
-        kill="B",
-        in_turn=True,
-        served=4,
-        users="aaab",
+        claims(), *(claims(**_PATIENT, after=after) for after in ("A", "A", "A")), in_turn=True, served=4, users="aaab"
     ),
+    "queue-turns-killed": Scene(
+        claims(), *(claims(**_PATIENT, after="A") for _ in "BC"), kill="B", in_turn=True, users="aab"
+    ),
+    "limits": Scene(claims(), claims(), claims(), gpus=2, users="aab", limit=1, kill="A", served=2),
     "timeouts": Scene(claims(), claims(timeout=0.03), claims(timeout=0.05), in_turn=True),
     "interrupt": Scene(claims(), claims(**_PATIENT), claims(**_PATIENT), interrupt="B", in_turn=True),
     "interrupt-claim": Scene(claims(**_OUTER), claims(), interrupt="A"),
@@ -431,6 +433,10 @@ class Referee:
                         f"{who} has GPU {gpus} before {other}, whose ticket is {self._tickets[other][1]}"
                     )
         self._has[who] = gpus, share
+        if limit := self._scene.limit:
+            users = self._scene.users
+            if sum(len(held) for one, (held, _) in self._has.items() if users[one] == users[who]) > limit:
+                self.faults.append(f"{who} has GPU {gpus} beyond the limit of its user")
         for gpu in gpus:
             if gpu in self._drained and who not in self._drained[gpu]:
                 self.faults.append(f"{who} gets GPU {gpu}, which was drained before it began")
@@ -467,6 +473,8 @@ def furnish(scene: Scene, base: str) -> None:
         os.mkdir(f"{base}/etc")
         with open(f"{base}/etc/policy.ini", "w") as file:
             file.write("[host]\norder = fair\n")
+            if scene.limit:
+                file.write(f"[default]\nmax_gpus = {scene.limit}\n")
     everything(scene, base)
     driver = SimulatedDriver(scene.preset)
     with driver.occupy(driver.idle.gpus[0].uuid):

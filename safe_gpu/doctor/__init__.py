@@ -9,10 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..gpus.vendors import VENDORS
 from . import driver, environment, state
-from .check import Check, failed, render_checks, skipped
-from .host import CheckedHost
+from .check import Check, CheckedHost, failed, render_checks, skipped
 
 __all__ = ["CHECKS", "Check", "CheckedHost", "check", "exit_code", "render_checks", "run_checks", "to_dict"]
 
@@ -24,26 +22,19 @@ CHECKS: dict[str, Callable[[CheckedHost], Check]] = {
     "access to GPUs": driver.lost_gpus,
     "GPUs in service": state.drained,
     "process lists": driver.process_lists,
-    "compute mode": driver.compute_mode,
-    "MPS": driver.mps,
     "state directory": state.directory,
     "file locks": state.locks,
     "policy file": environment.policy,
     "visible processes": state.process_namespace,
     "state directories of claims": state.elsewhere,
-    "safe-gpu 1.x and 2.0": state.older_package,
     "SAFE_GPU variables": environment.variables,
-    "SAFE_GPU_SCOPE": state.scope,
     "CUDA_VISIBLE_DEVICES": environment.visible_devices,
     "batch job": environment.batch_job,
-    "address space limit": environment.address_space,
     "OpenMP variables": environment.openmp,
 }
 """Name -> function of every check, in the order of the report."""
 
-_NEED_A_DRIVER = ("driver speed", "CUDA", "access to GPUs", "process lists", "compute mode")
-
-_OF_NVIDIA = ("compute mode", "MPS")
+_NEED_A_DRIVER = ("driver speed", "CUDA", "access to GPUs", "process lists", "CUDA_VISIBLE_DEVICES")
 
 
 def check(name: str, host: CheckedHost) -> Check:
@@ -51,8 +42,6 @@ def check(name: str, host: CheckedHost) -> Check:
     try:
         if name in _NEED_A_DRIVER and not host.snapshot.driver:
             return skipped("there is no driver")
-        if name in _OF_NVIDIA and host.vendor is not VENDORS["nvidia"]:
-            return skipped(f"it does not apply to {host.vendor.title} GPUs")
         return CHECKS[name](host)
     except Exception as err:
         return failed(

@@ -1,15 +1,11 @@
 """Checks of the GPUs and their driver."""
 
-import re
-
 from ..errors import NoDriverError
-from ..gpus.devices import ComputeMode, HostSnapshot, ProcessKind
+from ..gpus.devices import HostSnapshot
 from ..gpus.vendors import VENDORS
-from ..host import procfs
 from ..selection.verdicts import UNWATCHABLE, Rules, why_memory_unexplained
 from ..wording.text import plural
-from .check import Check, failed, passed, skipped, warning
-from .host import CheckedHost, labels
+from .check import Check, CheckedHost, failed, labels, passed, skipped, warning
 
 # A poll of eight initialised GPUs takes milliseconds. Without persistence mode the kernel driver initialises each GPU
 # first, which takes seconds.
@@ -67,13 +63,6 @@ def cuda_starts(host: CheckedHost) -> Check:
         seen = host.driver.runtime.visible_in_child(without_fence)
     except NoDriverError as err:
         return failed(str(err), host.vendor.no_library)
-    usable = [gpu for gpu in host.snapshot.physical if not gpu.lost]
-    if len(seen) < len(usable) and not any(gpu.mig_enabled for gpu in usable):
-        return warning(
-            f"{title} can be initialised and sees {plural(len(seen))}, but the driver shows {len(usable)}",
-            f"see dmesg for the others ({host.vendor.log}); claims of them fail with "
-            "WrongDeviceError or PlaceholderError",
-        )
     return passed(f"{title} can be initialised and sees {plural(len(seen))}")
 
 
@@ -88,38 +77,6 @@ def lost_gpus(host: CheckedHost) -> Check:
     return passed("the driver reaches all of them")
 
 
-def compute_mode(host: CheckedHost) -> Check:
-    """Check that compute modes neither prevent claims nor keep out the child processes of a claim."""
-    prohibited = [gpu for gpu in host.snapshot.gpus if gpu.compute_mode == ComputeMode.PROHIBITED]
-    if prohibited:
-        return warning(
-            f"{labels(prohibited)}: compute mode PROHIBITED, no process can claim it", "nvidia-smi -c DEFAULT, as root"
-        )
-    exclusive = [gpu for gpu in host.snapshot.gpus if gpu.compute_mode == ComputeMode.EXCLUSIVE_PROCESS]
-    if exclusive:
-        return warning(
-            f"{labels(exclusive)}: compute mode EXCLUSIVE_PROCESS, so the placeholder of a claim also keeps the "
-            "claim's own child processes out",
-            "claim in the process that computes, or use `safe-gpu run` or NoPlaceholder; or nvidia-smi -c DEFAULT",
-        )
-    return passed("DEFAULT on every GPU")
-
-
-def mps(host: CheckedHost) -> Check:
-    """Check whether the Multi-Process Service runs."""
-    commands = ((pid, procfs.command_of(pid) or "") for pid in procfs.pids())
-    servers = [pid for pid, command in commands if re.match(r"(\S*/)?nvidia-cuda-mps", command)]
-    clients = [gpu for gpu in host.snapshot.gpus if any(one.kind == ProcessKind.MPS for one in gpu.processes or ())]
-    if not servers and not clients:
-        return passed("not running")
-    sign = f"process {servers[0]}" if servers else f"clients on {labels(clients)}"
-    return warning(
-        f"the Multi-Process Service runs ({sign}); CUDA numbers GPUs differently under it, and exclusive compute modes "
-        "apply to the server, not to its clients",
-        "claim with visible_as='uuid' (--visible-as uuid), or stop it: echo quit | nvidia-cuda-mps-control",
-    )
-
-
 def process_lists(host: CheckedHost) -> Check:
     """Check that the driver lists the processes on a GPU. Without that list it is not known whether the GPU is free.
 
@@ -127,19 +84,15 @@ def process_lists(host: CheckedHost) -> Check:
     """
     rules = Rules.of(host.environ)
     whole = [gpu for gpu in host.snapshot.gpus if not gpu.lost and not gpu.mig_enabled]
-    never = [gpu for gpu in whole if not gpu.processes_supported]
-    if never:
-        what = f"{labels(never)}: {never[0].process_error or 'no process list'}"
-        if rules.lists_optional:
-            return warning(
-                f"{what}; such a GPU is claimed by its memory alone (SAFE_GPU_PROCESS_LIST=optional)",
-                "make sure that nobody uses these GPUs without safe_gpu",
-            )
-        return failed(f"{what}; such a GPU cannot be claimed", UNWATCHABLE.partition("; ")[2])
-    private = [gpu for gpu in whole if gpu.processes_private]
-    if private:
+    blind = [gpu for gpu in whole if not gpu.processes_supported]
+    if blind and not rules.lists_optional:
+        what = f"{labels(blind)}: {blind[0].process_error or 'no process list'}; such a GPU cannot be claimed"
+        return failed(what, UNWATCHABLE.partition("; ")[2])
+    blind += [gpu for gpu in whole if gpu.processes_private]
+    if blind:
         return warning(
-            f"{labels(private)}: {private[0].process_error}; such a GPU is claimed by its memory, where that is known",
+            f"{labels(blind)}: {blind[0].process_error or 'no process list'}; such a GPU is claimed by its memory "
+            "alone, where that is known",
             "make sure that nobody uses these GPUs without safe_gpu, or claim as root",
         )
     now = [gpu for gpu in whole if gpu.processes is None]

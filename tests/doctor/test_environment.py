@@ -3,30 +3,9 @@
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.findings import environment, finding, says
-
-
-@pytest.mark.parametrize(
-    ("installed", "status", "words"),
-    [
-        ({"pynvml": "11.5.3"}, "warning", "pip uninstall pynvml"),
-        ({"pynvml": "12.0.0"}, "passed", ""),
-        ({"nvidia_ml_py3": "7.352.0"}, "warning", "pip uninstall nvidia-ml-py3"),
-    ],
-)
-def test_packages_in_each_others_way(tmp_path: Path, monkeypatch: Any, installed: Any, status: str, words: str) -> None:
-    before = finding("Python packages")
-    if before.status != "passed":
-        pytest.skip(f"this environment has the trouble already: {before.detail}")
-    for name, version in installed.items():
-        directory = tmp_path / f"{name}-{version}.dist-info"
-        directory.mkdir()
-        (directory / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    says("Python packages", status, fix=words)
+from support.findings import environment, says
 
 
 def test_a_filelock_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,17 +68,6 @@ def test_the_list_of_a_scheduler_is_not_ignored(value: str, status: str) -> None
 def test_numbers_that_mean_other_gpus_to_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:workstation-mixed")
     says(VISIBLE, "warning", "ambiguous", environment(CUDA_VISIBLE_DEVICES="1"), "PCI_BUS_ID")
-
-
-def test_a_limited_address_space(child) -> None:
-    code = (
-        "import resource\nfrom safe_gpu import doctor\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))\n"
-        "found = doctor.check('address space limit', doctor.CheckedHost())\n"
-        "say(found.status, found.detail)"
-    )
-    said = child(code).hear()
-    assert said.startswith("warning limited to 8.0 GiB")
 
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a policy must be")

@@ -1,18 +1,25 @@
-"""The state of a host at one moment: every GPU, its holder, and the queue."""
+"""The state of a host at one moment: every GPU, its holder, how long it has shown no work, and the queue.
+
+The mark of a GPU for the next look is ``history/UUID.idle``. With a byte in it, the GPU has shown no work since the
+time of the file. It proves nothing, and no claim depends on it. Where it cannot be read or written, nothing is known.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from ..coordination.closed import all_windows, closed_now, find_admitted, ignored_closed
+from ..coordination.directory import OPEN_FILE, Directory
 from ..coordination.doors import Doors
 from ..coordination.faults import read_faults
+from ..coordination.history import HistoryDir, mark_seen
 from ..coordination.holders import Claims, claim_around, claims_now, heirs_of, holder_of, lives_here, living_claims
 from ..coordination.queue import TicketRequest, waiting_tickets
 from ..coordination.state_dir import remover_of, state_dir_path
@@ -30,7 +37,6 @@ from ..settings import config as policy
 from ..settings.variables import existing_policy
 from ..wording.text import in_brackets, left_behind
 from .facts import GpuStatus, HostStatus, ProcessStatus, WaiterStatus
-from .idle import with_idle_times, with_reports
 from .starts import at_limits, expected_starts
 
 if TYPE_CHECKING:
@@ -209,14 +215,13 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
     path = state_dir_path()
     found = HostFacts(path, (gpu for snapshot in snapshots for gpu in snapshot.gpus), snapshots[0].name_prefix)
     now, tickets = time.time(), found.tickets
+    limits = _limits_of({entry.uid for entry in (*found.claims.living, *tickets)})
     rows = [
         replace(one, prefix=f"{snapshot.vendor}:") if len(snapshots) > 1 else one
         for snapshot in snapshots
-        for one in _gpus(snapshot, found)
+        for one in _gpus(snapshot, found, limits)
     ]
     gpus = with_idle_times(rows, now)
-    limits = _limits_of({claim.uid for one in gpus for claim in one.claims} | {ticket.uid for ticket in tickets})
-    gpus = with_reports(gpus, limits)
     limited = at_limits(tickets, gpus, limits, now)
     windows = all_windows()
     find_admitted(windows, {ticket.uid for ticket in tickets})
@@ -227,7 +232,7 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
         driver_version=_all_of(snapshot.driver_version for snapshot in snapshots),
         state_dir=path,
         taken_at=now,
-        gpus=gpus,
+        gpus=tuple(gpus),
         queue=tuple(
             _waiter(place, ticket, found.processes, moments, limited.get(ticket.name))
             for place, (ticket, moments) in enumerate(zip(tickets, starts, strict=True), 1)
@@ -252,6 +257,14 @@ def _limits_of(uids: Iterable[int]) -> dict[int, Limits]:
     return {} if rules is None else {uid: policy.limits_of_user(rules, uid) for uid in uids if uid >= 0}
 
 
+def report_after(limits: Limits | None) -> float | None:
+    """Return after how many seconds without work a claim of a user with these limits is reported; None if the policy
+    says nothing of it."""
+    if limits is None or limits.idle_report_after is not None:
+        return limits and limits.idle_report_after
+    return math.inf if "idle_report_after" in limits.sections else None
+
+
 def _all_of(texts: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(filter(None, texts)))
 
@@ -266,7 +279,7 @@ def _shift(snapshots: Iterable[HostSnapshot], claims: Claims) -> str:
     return next((stale_indices(value, order, around.gpus, one) for one in of_it), "")
 
 
-def _gpus(snapshot: HostSnapshot, found: HostFacts) -> Iterator[GpuStatus]:
+def _gpus(snapshot: HostSnapshot, found: HostFacts, limits: Mapping[int, Limits]) -> Iterator[GpuStatus]:
     processes, rules = found.processes, Rules.of(os.environ)._replace(drained=closed_now())
     held = [found.on(gpu) for gpu in snapshot.gpus]
     claimed = {gpu.uuid: claim for gpu, (claim, _) in zip(snapshot.gpus, held, strict=True) if claim is not None}
@@ -290,6 +303,7 @@ def _gpus(snapshot: HostSnapshot, found: HostFacts) -> Iterator[GpuStatus]:
             inside=inside,
             processes=tuple(_process(process, processes) for process in gpu.processes or ()),
             fault=fault,
+            idle_report_after=report_after(limits.get(claim.uid)) if claim else None,
             share_free=_share_free(gpu, claimed, found, rules) if claim and claim.sharers else None,
             drained=bool(drained),
         )
@@ -326,6 +340,54 @@ def _is_idle(gpu: Gpu, claims: Collection[Holder], processes: ProcessTable, mps_
     if computes or any(processes.is_of(one, claims) for one in drawing):
         return False
     return bool(users) or not gpu.utilization  # else the driver hides who computes
+
+
+def with_idle_times(gpus: Sequence[GpuStatus], now: float) -> Sequence[GpuStatus]:
+    """Return the same GPUs, the claimed ones with ``idle_for``, and leave marks: for the next look, and that they were
+    seen held, for the history.
+
+    Args:
+        now: Unix seconds.
+    """
+    if not any(one.claim and one.claim.since for one in gpus):
+        return gpus
+    try:
+        with HistoryDir() as directory:
+            return [replace(one, idle_for=_idle_for(directory, one, now)) for one in gpus]
+    except (OSError, StateDirError):
+        return gpus
+
+
+def _idle_for(directory: Directory, one: GpuStatus, now: float) -> float | None:
+    since = one.claim.since if one.claim else None
+    if not since:
+        return None
+    mark_seen(directory, one.gpu.uuid)
+    if one.shares:  # it is not known which of the sharers does nothing
+        return None
+    try:
+        return max(0.0, round(now - _idle_since(directory, one, since, now), 3))
+    except (OSError, StateDirError):
+        return 0.0
+
+
+def _idle_since(directory: Directory, one: GpuStatus, since: float, now: float) -> float:
+    """Return since when the GPU has shown no work at all looks in this claim; now if it has only now begun, or works.
+
+    The file belongs to the user who looked first: all that others can do to its time is to write.
+    """
+    fd = directory.open_file(f"{one.gpu.uuid.replace('/', '_')}.idle", OPEN_FILE | os.O_RDWR, make=True)
+    try:
+        status = os.fstat(fd)
+        if not one.idle and one.gpu.utilization != 0:
+            os.ftruncate(fd, 0)
+        elif status.st_size and status.st_mtime >= since:
+            return status.st_mtime
+        else:
+            os.pwrite(fd, b"1", 0)
+        return now
+    finally:
+        os.close(fd)
 
 
 def _process(process: GpuProcess, processes: ProcessTable) -> ProcessStatus:

@@ -242,7 +242,7 @@ def _status_of(document: Document, now: float) -> HostStatus:
             reason=told,
             fault=told,
             idle=shown == "idle",
-            idle_report=shown == "idle",
+            idle_report_after=0.0 if shown == "idle" else None,
             drained=shown == "drained",
         )
 

@@ -310,12 +310,16 @@ def _running(entry: Entry, told: PastClaim) -> PastClaim:
 
 
 class GpuHours(NamedTuple):
-    """What claims with the same ``key`` used: their number, and GPU-hours between ``least`` and ``most``."""
+    """What claims with the same ``key`` used: their number, and GPU-hours between ``least`` and ``most``.
+
+    ``waits`` are seconds, of the claims that began in this time and say how long they waited.
+    """
 
     key: str
     claims: int
     least: float
     most: float
+    waits: list[float]
 
 
 def hours_held(claim: PastClaim, since: float, until: float) -> tuple[float, float]:
@@ -335,8 +339,10 @@ def gpu_hours_by(claims: Iterable[PastClaim], by: str, since: float, until: floa
     for claim in claims:
         for key, number, begin, end in _parts(claim, by, since, until, labels):
             least, most = (seconds * number / 3600 for seconds in hours_held(claim, begin, end))
-            _, claims_before, least_before, most_before = sums.get(key, GpuHours(key, 0, 0.0, 0.0))
-            sums[key] = GpuHours(key, claims_before + 1, least_before + least, most_before + most)
+            _, claims_before, least_before, most_before, waits = sums.get(key, GpuHours(key, 0, 0.0, 0.0, []))
+            if claim.waited is not None and claim.since >= begin:
+                waits.append(claim.waited)
+            sums[key] = GpuHours(key, claims_before + 1, least_before + least, most_before + most, waits)
     return sorted(sums.values(), key=lambda use: (0 if by in _CALENDAR else -use.most, use.key))
 
 
@@ -350,14 +356,8 @@ def _parts(
     if by in _CALENDAR:
         last = until if claim.running else min(claim.ended or until, until)
         return [(key, number, begin, end) for key, begin, end in calendar(by, max(claim.since, since), last)]
-    return [(key_of(claim, by), number, since, until)]
-
-
-def key_of(claim: PastClaim, by: str) -> str:
-    """Return the user, job or host of a claim, or the day or week in which it began."""
-    if by in _CALENDAR:
-        return next(calendar(by, claim.since, claim.since), ("?",))[0]
-    return {"user": claim.user or "?", "job": claim.job or "(no job)", "host": claim.host or "?"}[by]
+    keys = {"user": claim.user or "?", "job": claim.job or "(no job)", "host": claim.host or "?"}
+    return [(keys[by], number, since, until)]
 
 
 _CALENDAR = {"day": 1, "week": 7}
@@ -401,7 +401,7 @@ def table_of_use(found: Sequence[GpuHours], by: str, width: int) -> Iterator[str
     rows = [*found]
     if len(found) > 1:
         claims = sum(one.claims for one in found) if by == "user" else 0
-        rows.append(GpuHours("total", claims, sum(one.least for one in found), sum(one.most for one in found)))
+        rows.append(GpuHours("total", claims, sum(one.least for one in found), sum(one.most for one in found), []))
     facts = [
         Column(by.upper(), [one.key for one in rows], most=64),
         Column("CLAIMS", [str(one.claims or "") for one in rows], right=True),

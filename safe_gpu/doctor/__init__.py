@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..errors import SafeGpuError
 from . import driver, environment, state
 from .check import Check, CheckedHost, failed, render_checks, skipped
 
@@ -38,16 +39,14 @@ _NEED_A_DRIVER = ("driver speed", "CUDA", "access to GPUs", "process lists", "CU
 
 
 def check(name: str, host: CheckedHost) -> Check:
-    """Run the check of that name. Whatever it raises is what it has found."""
+    """Run the check of that name. Whatever it raises is what it has found; errors of ours say what to do."""
     try:
         if name in _NEED_A_DRIVER and not host.snapshot.driver:
             return skipped("there is no driver")
         return CHECKS[name](host)
     except Exception as err:
-        return failed(
-            f"the check itself failed: {type(err).__name__}: {err}",
-            "look for the cause that the message names; the other checks are not affected",
-        )
+        what = str(err) if isinstance(err, SafeGpuError) else f"the check itself failed: {type(err).__name__}: {err}"
+        return failed(what, "look for the cause that the message names; the other checks are not affected")
 
 
 def run_checks() -> list[Check]:

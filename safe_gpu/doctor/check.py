@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from textwrap import TextWrapper
 
-from ..coordination.state_dir import state_dir_path
 from ..drivers import open_driver
 from ..drivers.base import Driver
-from ..errors import PolicyError, SafeGpuError, StateDirError
+from ..errors import SafeGpuError
 from ..gpus.devices import Gpu, HostSnapshot
 from ..gpus.vendors import VENDORS, Vendor
 from ..host.procfs import printable
@@ -32,7 +31,6 @@ class CheckedHost:
         environ: the environment that is checked; None is this process's.
 
     Attributes:
-        path: the state directory.
         driver: the driver that a claim would use, once ``snapshot`` was asked for; None if there is none.
         driver_error: why there is no driver; "" if there is one.
         poll_seconds: how long opening and polling the driver took.
@@ -40,10 +38,6 @@ class CheckedHost:
 
     def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         self.environ = os.environ if environ is None else environ
-        try:
-            self.path = state_dir_path()
-        except (StateDirError, PolicyError) as err:  # the checks of the variables and of the policy report it
-            self.path = os.path.abspath(err.path)
         self.driver: Driver | None = None
         self.driver_error = ""
         self.poll_seconds = 0.0

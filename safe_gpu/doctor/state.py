@@ -3,15 +3,14 @@
 import os
 import stat
 import time
-from functools import partial
 
 from ..claim.checks import doubt_of_image
 from ..coordination.closed import closed_now, ignored_closed
 from ..coordination.directory import DIR_MODE, HOST_LOCK, PARTS, Directory, SharedDirectory
 from ..coordination.holders import claims_now, living_claims
 from ..coordination.host_lock import Host
-from ..coordination.state_dir import ADMIN_DIR, DEFAULT_DIR, remover_of, setup_command
-from ..errors import LockTimeout, StateDirError
+from ..coordination.state_dir import ADMIN_DIR, DEFAULT_DIR, remover_of, setup_command, state_dir_path
+from ..errors import StateDirError
 from ..host import procfs
 from ..host.signals import DeferredSignals
 from .check import Check, CheckedHost, failed, labels, passed, skipped, warning
@@ -33,7 +32,7 @@ def drained(host: CheckedHost) -> Check:
 
 def directory(host: CheckedHost) -> Check:
     """Check that it is a plain directory that every user can use. It is opened as a claim opens it."""
-    path = host.path
+    path = state_dir_path()
     real, trouble = os.path.realpath(path), None
     if doubt := doubt_of_image(real):
         return warning(doubt, f"start the container with -v {real}:{real}")
@@ -110,20 +109,13 @@ def _trouble_above(path: str) -> Check | None:
 
 def locks(host: CheckedHost) -> Check:
     """Check that host.lock can be taken."""
-    if not all(os.path.lexists(os.path.join(host.path, name)) for name in (HOST_LOCK, "claims", "queue")):
-        return skipped(f"nothing has been locked in {host.path} yet")
-    try:
-        with DeferredSignals() as signals, Host(host.path) as entries:
-            entries.look()
-            with entries.locked(time.monotonic() + _PATIENCE, signals):
-                return passed("host.lock was free")
-    except LockTimeout as err:
-        fix = "run fewer processes here at once, and check again; as root, look who holds it"
-        if err.pid is not None:
-            fix = f"kill -CONT {err.pid} if it is stopped, else end it"
-        return failed(f"host.lock could not be taken within {_PATIENCE:g} s: {err}", fix)
-    except (StateDirError, OSError) as err:
-        return failed(str(err), _way_out(host.path))
+    path = state_dir_path()
+    if not all(os.path.lexists(os.path.join(path, name)) for name in (HOST_LOCK, "claims", "queue")):
+        return skipped(f"nothing has been locked in {path} yet")
+    with DeferredSignals() as signals, Host(path) as entries:
+        entries.look()
+        with entries.locked(time.monotonic() + _PATIENCE, signals):
+            return passed("host.lock was free")
 
 
 def process_namespace(host: CheckedHost) -> Check:
@@ -150,7 +142,7 @@ def process_namespace(host: CheckedHost) -> Check:
 def elsewhere(host: CheckedHost) -> Check:
     """Check, by their doors, that no GPUs are claimed in another state directory."""
     uuids = [gpu.uuid for gpu in host.snapshot.gpus]
-    _, found = claims_now(uuids, host.snapshot.name_prefix, partial(living_claims, host.path))
+    _, found = claims_now(uuids, host.snapshot.name_prefix, living_claims)
     if not found:
         return passed("no GPU is claimed in another state directory")
     names = labels(gpu for gpu in host.snapshot.gpus if gpu.uuid in found)

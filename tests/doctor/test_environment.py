@@ -57,7 +57,7 @@ def test_variables(check: str, variables: dict[str, str], status: str, words: st
 
 def test_a_state_directory_that_is_relative(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFE_GPU_DIR", "state")
-    says(VARIABLES, "failed", "relative")
+    says("state directory", "failed", "relative")
 
 
 @pytest.mark.parametrize(("value", "status"), [("10000", "failed"), ("1,99", "warning")])
@@ -78,7 +78,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a
     ("prepare", "status", "words", "fix"),
     [
         ("printf '[default]\nmax_gpus = 4\n[user anna]\nmax_gpus = 1' > $P", "passed", "2 sections", ""),
-        ("printf '[default]\nmax_gpus = many' > $P", "failed", ":2: max_gpus = many is not a number", "line 2"),
+        ("printf '[default]\nmax_gpus = many' > $P", "failed", ":2: max_gpus = many is not a number", "message names"),
         ("echo '[default]' > $P; chmod 666 $P", "warning", "mode 0666): it is ignored", "as root"),
         ("echo '[default]' > $P; chown 54321 $P", "warning", "not to root", "as root"),
         ("ln -s /etc/passwd $P", "warning", "is a link", "as root"),

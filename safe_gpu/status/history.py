@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import BytesIO
@@ -38,6 +39,8 @@ _LONGEST_LINE = 1 << 16
 _TOO_MANY = "there are more claims than can be kept, and the first are left out: ask for a shorter time"
 
 _MONTH = 31 * 86400.0
+
+_LABEL = re.compile("([0-9]+:)?[0-9]+")
 
 _TICK = 1.0  # seconds, in which the two clocks are read and rounded
 
@@ -218,24 +221,16 @@ class _Kept:
 def _lines(since: float, warnings: list[str]) -> Iterator[bytes]:
     """Read what may matter from this time on."""
     first = month_of(max(0.0, since - _MONTH))
-    try:
-        with HistoryDir() as directory:
-            for name in chain.from_iterable(map(file_names, months_kept(time.time()))):
-                if name < first:
-                    continue
-                try:
-                    fd = directory.open_file(name)
-                except FileNotFoundError:
-                    continue
-                except StateDirError as err:
-                    warnings.append(f"a part of the history cannot be read: {err}")
-                    continue
-                with open(fd, "rb", buffering=0) as file, BytesIO(file.read(LARGEST + _LONGEST_LINE)) as lines:
-                    yield from islice(lines, _MOST_LINES)
-    except FileNotFoundError:
-        pass
-    except (StateDirError, OSError) as err:
-        warnings.append(f"the history cannot be read: {err}")
+    for name in chain.from_iterable(file_names(month) for month in months_kept(time.time()) if month >= first):
+        try:
+            with HistoryDir() as directory, open(directory.open_file(name), "rb", buffering=0) as file:
+                lines = BytesIO(file.read(LARGEST + _LONGEST_LINE))
+        except FileNotFoundError:
+            continue
+        except (StateDirError, OSError) as err:
+            warnings.append(f"a part of the history cannot be read: {err}")
+            continue
+        yield from islice(lines, _MOST_LINES)
 
 
 def _line(line: bytes) -> PastClaim | ClaimEnd | None:
@@ -268,7 +263,7 @@ def _claim(pid: int, since: float, raw: Mapping[str, Any]) -> PastClaim | None:
         job=None if raw.get("job") is None else as_text(raw["job"], 100),
         command=None if raw.get("command") is None else as_text(raw["command"]),
         gpus=gpus,
-        labels=labels if len(labels) == len(gpus) else (),
+        labels=labels if len(labels) == len(gpus) and all(map(_LABEL.fullmatch, labels)) else (),
         until=as_seconds(raw.get("until"), 0),
         seen=since,
         share=None if raw.get("share") is None else as_int(raw["share"], 1, 1 << 62),
@@ -423,10 +418,7 @@ def hours(least: float, most: float) -> str:
 def _gpus(claim: PastClaim) -> str:
     if not claim.labels:
         return f"{len(claim.gpus)} GPUs" if len(claim.gpus) > 1 else claim.gpus[0][:12]
-    try:
-        return gpu_ranges(claim.labels)
-    except ValueError:  # labels that no claim of ours writes
-        return ",".join(claim.labels)
+    return gpu_ranges(claim.labels)
 
 
 def _end(claim: PastClaim) -> str:

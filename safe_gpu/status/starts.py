@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -61,12 +62,8 @@ def at_limits(
         selection, _ = Selection.from_ticket(request.nb_gpus, request.conditions)
         excess = total + selection.amount(one.gpu for one in gpus) - most
         if excess > ROUNDING:
-            until = math.inf
-            for end, size in own:
-                excess -= size
-                if excess <= ROUNDING:
-                    until = max(end, now)
-                    break
+            freed = zip(accumulate(size for _, size in own), (end for end, _ in own), strict=True)
+            until = next((max(end, now) for size, end in freed if excess - size <= ROUNDING), math.inf)
             found[ticket.name] = AtLimit(round(total, 2), most, until)
     return found
 

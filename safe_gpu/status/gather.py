@@ -154,7 +154,7 @@ class ProcessTable:
         elif holder.left_by is not None:
             note = left_behind(holder.pid, holder.left_by, reused=not procfs.has_ended(holder.left_by))
         stopped = holder.pid is not None and self.is_stopped(holder.pid)
-        return holder._replace(left_by=None, token=entry.token, stopped=stopped, note=note)
+        return holder._replace(left_by=None, stopped=stopped, note=note)
 
     def is_of(self, process: GpuProcess, claims: Iterable[Holder]) -> bool:
         """Return whether a process is that of one of the claims, or a descendant of it."""
@@ -195,8 +195,6 @@ def gather(driver: Driver | None = None) -> HostStatus:
         try:
             snapshots.append(opened.detailed(opened.snapshot()))
         except NoDriverError as err:
-            if len(drivers) == 1:
-                raise
             broken.append(str(err))
         finally:
             opened.close()
@@ -349,8 +347,6 @@ def with_idle_times(gpus: Sequence[GpuStatus], now: float) -> Sequence[GpuStatus
     Args:
         now: Unix seconds.
     """
-    if not any(one.claim and one.claim.since for one in gpus):
-        return gpus
     try:
         with HistoryDir() as directory:
             return [replace(one, idle_for=_idle_for(directory, one, now)) for one in gpus]

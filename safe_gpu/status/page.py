@@ -19,7 +19,7 @@ from ..host.procfs import printable
 from ..wording.text import clock, format_age, plural, short_age
 from .facts import FREE, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
 from .history import hours
-from .render import notes_of, queue_of, rows_of, windows_of
+from .render import notes_of, queue_of, rows_of
 
 if TYPE_CHECKING:
     from .render import TableRow
@@ -187,7 +187,7 @@ def host_part(document: Document, figures: Figures, now: float, use: Markup) -> 
     if figures.waiting:
         about += f", {figures.waiting} waiting, the first for {figures.cells['Longest'] or '?'}"
     rows = [_row(row, one.label, now) for one in status.gpus for row in rows_of(one, now)]
-    notes = listed([*notes_of(status), *windows_of(status), *status.warnings])
+    notes = listed([*notes_of(status), *status.warnings])
     left = element("div", table("GPUs", _TITLES, rows, "gpus"), notes)
     parts = element("div", left, element("div", _waiting(status), use), class_="parts")
     return joined(element("p", about, class_="dim"), parts)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import TYPE_CHECKING
 
 from ..coordination.closed import all_windows, closed_now, find_admitted, ignored_closed
@@ -35,7 +35,7 @@ from ..selection.sharing import promised, used_by_sharers
 from ..selection.verdicts import Rules, has_mps_clients, judge, recent_faults, room_for_shares, users_of, why_last
 from ..settings import config as policy
 from ..settings.variables import existing_policy
-from ..wording.text import in_brackets, left_behind
+from ..wording.text import left_behind
 from .facts import GpuStatus, HostStatus, ProcessStatus, WaiterStatus
 from .starts import at_limits, expected_starts
 
@@ -129,20 +129,19 @@ class ProcessTable:
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self._names = {entry.name for entry in entries}
-        self._heirs: Mapping[str, int] | None = None
         self.stopped: dict[int | bytes, bool] = {}
         self.is_stopped = partial(procfs.is_stopped, known=self.stopped)
         self.describe = cache(procfs.describe_process)
         self.ancestors = cache(procfs.ancestors)
         self.family_of = cache(procfs.family_of)
 
+    @cached_property
+    def _heirs(self) -> Mapping[str, int]:
+        return heirs_of(self._names)
+
     def heir_of(self, entry: Entry) -> int | None:
         """As :func:`~safe_gpu.coordination.holders.heir_of`. The first query reads all of /proc."""
-        if os.geteuid() not in (0, entry.uid):
-            return None
-        if self._heirs is None:
-            self._heirs = heirs_of(self._names)
-        return self._heirs.get(entry.name)
+        return self._heirs.get(entry.name) if os.geteuid() in (0, entry.uid) else None
 
     def holder_of(self, entry: Entry) -> Holder:
         """Return who has an entry, with a process of this PID namespace or none; a note says what is unusual."""
@@ -288,7 +287,8 @@ def _gpus(snapshot: HostSnapshot, found: HostFacts, limits: Mapping[int, Limits]
         fault = why_last(found.faults[gpu.uuid]) if gpu.uuid in found.faults else ""
         if claim is not None and drained:
             fault = drained
-        reasons = [verdict.reason, *_remarks(claim), *_inside(inside), fault]
+        remarks = [claim.note, "stopped (a suspended job?)" * claim.stopped] if claim else []
+        reasons = [verdict.reason, *remarks, fault]
         if state == "free" and found.warnings:
             reasons = ["the driver shows no process on it; whether it is claimed is not known"]
         family = [] if claim is None else [*claim.each, *filter(None, [inside])]
@@ -312,17 +312,6 @@ def _share_free(gpu: Gpu, claimed: Mapping[str, Holder], found: HostFacts, rules
     if len(sharers) >= MOST_SHARERS or gpu.uuid in found.elsewhere:
         return 0
     return max(0, room_for_shares(gpu, sharers, rules, family_of))
-
-
-def _remarks(claim: Holder | None) -> list[str]:
-    return [claim.note, "stopped (a suspended job?)" if claim.stopped else ""] if claim else []
-
-
-def _inside(claim: Holder | None) -> list[str]:
-    if claim is None:
-        return []
-    who = in_brackets(claim.user, claim.command)
-    return [f"inside it claimed by process {claim.pid or '?'}{who}", *_remarks(claim)]
 
 
 def _is_idle(gpu: Gpu, claims: Collection[Holder], processes: ProcessTable, mps_clients: bool) -> bool:

@@ -198,22 +198,24 @@ def _row(row: TableRow, label: str, now: float) -> Mapping[str, str]:
     if row.used is not None and row.total:
         memory = joined(bar(row.used / row.total), element("span", row.cells["MEMORY"]))
     return {
+        **{_title(title): text for title, text in row.cells.items()},
         "GPU": label,
         "State": element("b", state, class_=state.replace(" ", "-")),
         "Memory": memory,
-        "Util": row.cells["UTIL"],
-        "Temp": row.cells["TEMP"],
-        "User": row.cells.get("USER", ""),
-        "Job": row.cells.get("JOB/PID", ""),
         "Command": row.cells.get("COMMAND", row.text),
         "Since": when(claim.since, now),
         "Until": when(claim.until, now),
     }
 
 
+def _title(column: str) -> str:
+    """Return the title that a column of the terminal has on the page."""
+    return column.capitalize().partition("/")[0]
+
+
 def _waiting(status: HostStatus) -> Markup:
     order, groups, columns = queue_of(status, verbose=True, most_of_user=99)
-    titles = [column.title.capitalize().partition("/")[0] for column in columns]
+    titles = [_title(column.title) for column in columns]
     rows = [dict(zip(titles, cells, strict=True)) for cells in zip(*(column.cells for column in columns), strict=True)]
     more = len(status.queue) - len(groups)
     return joined(table(f"Waiting, {order}", titles, rows, "queue"), listed([f"and {more} more"] * (more > 0)))

@@ -18,7 +18,6 @@ __all__ = ["CHECKS", "Check", "CheckedHost", "check", "exit_code", "render_check
 CHECKS: dict[str, Callable[[CheckedHost], Check]] = {
     "Python packages": environment.packages,
     "GPU driver": driver.driver,
-    "driver speed": driver.speed,
     "CUDA": driver.cuda_starts,
     "access to GPUs": driver.lost_gpus,
     "GPUs in service": state.drained,
@@ -35,7 +34,7 @@ CHECKS: dict[str, Callable[[CheckedHost], Check]] = {
 }
 """Name -> function of every check, in the order of the report."""
 
-_NEED_A_DRIVER = ("driver speed", "CUDA", "access to GPUs", "process lists", "CUDA_VISIBLE_DEVICES")
+_NEED_A_DRIVER = ("CUDA", "access to GPUs", "process lists", "CUDA_VISIBLE_DEVICES")
 
 
 def check(name: str, host: CheckedHost) -> Check:

@@ -57,8 +57,9 @@ class CheckedHost:
 
     @property
     def vendor(self) -> Vendor:
-        """That of the GPUs that a claim would get."""
-        return VENDORS[self.snapshot.vendor]
+        """That of the GPUs that a claim would get, or of a driver that shows none."""
+        of_driver = (one for one in VENDORS.values() if self.snapshot.driver in one.drivers)
+        return next(of_driver, VENDORS[self.snapshot.vendor])
 
     def close(self) -> None:
         """Close the driver."""

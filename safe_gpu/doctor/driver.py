@@ -1,8 +1,6 @@
 """Checks of the GPUs and their driver."""
 
 from ..errors import NoDriverError
-from ..gpus.devices import HostSnapshot
-from ..gpus.vendors import VENDORS
 from ..selection.verdicts import UNWATCHABLE, Rules, why_memory_unexplained
 from ..wording.text import plural
 from .check import Check, CheckedHost, failed, labels, passed, skipped, warning
@@ -15,11 +13,6 @@ _SLOW_POLL = 1.0
 _ODD_ROWS = ("535.43", "535.54", "535.86")
 
 
-def _described(snapshot: HostSnapshot) -> str:
-    names = ", ".join(sorted({gpu.name for gpu in snapshot.physical if gpu.name})) or "no names"
-    return f"{snapshot.driver} {snapshot.driver_version}".strip() + f": {plural(len(snapshot.physical))}, {names}"
-
-
 def driver(host: CheckedHost) -> Check:
     """Check that there is a driver, and name it and its GPUs."""
     snapshot = host.snapshot
@@ -27,9 +20,9 @@ def driver(host: CheckedHost) -> Check:
         detail, _, _ = host.driver_error.partition(". On a GPU host, ")  # which is the fix
         return failed(detail, f"{host.vendor.install}, or try SAFE_GPU_DRIVER=simulated:{host.vendor.preset}")
     if not snapshot.gpus:
-        whose = next((one for one in VENDORS.values() if snapshot.driver in one.drivers), host.vendor)
-        return failed(f"{snapshot.driver} {snapshot.driver_version} shows no GPU", whose.pass_in)
-    detail = _described(snapshot)
+        return failed(f"{snapshot.driver} {snapshot.driver_version} shows no GPU", host.vendor.pass_in)
+    names = ", ".join(sorted({gpu.name for gpu in snapshot.physical if gpu.name})) or "no names"
+    detail = f"{snapshot.driver} {snapshot.driver_version}".strip() + f": {plural(len(snapshot.physical))}, {names}"
     if snapshot.driver == "nvidia-smi" and host.environ.get("SAFE_GPU_DRIVER", "auto") in ("", "auto"):
         from ..drivers.nvml import why_missing
 
@@ -40,30 +33,22 @@ def driver(host: CheckedHost) -> Check:
             f"{detail}; NVML of this version lists several processes of a GPU with wrong numbers and memory",
             "upgrade the driver to 535.98 or newer, or set SAFE_GPU_DRIVER=nvidia-smi",
         )
+    if host.poll_seconds > _SLOW_POLL:  # which delays claims
+        return warning(f"{detail}; opening and polling it took {host.poll_seconds:.2f} s", host.vendor.is_slow)
     return passed(detail)
-
-
-def speed(host: CheckedHost) -> Check:
-    """Check that a poll does not delay claims."""
-    took = f"opening and polling the driver took {host.poll_seconds:.2f} s"
-    if host.poll_seconds <= _SLOW_POLL:
-        return passed(took)
-    return warning(took, host.vendor.is_slow)
 
 
 def cuda_starts(host: CheckedHost) -> Check:
     """Check in a short-lived child that CUDA can be initialised and sees the GPUs that the driver shows."""
     assert host.driver is not None
     if not host.driver.runtime.asks_library:
-        no_answer = "simulated GPUs have no" if host.driver.is_simulated else "safe_gpu does not ask"
-        return skipped(f"{no_answer} {host.vendor.library}")
-    title = host.driver.runtime.title
+        return skipped(f"safe_gpu does not ask {host.vendor.library} about these GPUs")
     without_fence = {name: value for name, value in host.environ.items() if name not in host.vendor.variables}
     try:
         seen = host.driver.runtime.visible_in_child(without_fence)
     except NoDriverError as err:
         return failed(str(err), host.vendor.no_library)
-    return passed(f"{title} can be initialised and sees {plural(len(seen))}")
+    return passed(f"{host.vendor.library} can be initialised and sees {plural(len(seen))}")
 
 
 def lost_gpus(host: CheckedHost) -> Check:

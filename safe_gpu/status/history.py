@@ -12,6 +12,7 @@ import math
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import date, timedelta
 from io import BytesIO
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -362,14 +363,12 @@ def calendar(by: str, begin: float, end: float) -> Iterator[tuple[str, float, fl
     """Return the days, or the weeks from Monday on, of local time in a span: first day, beginning and end. A moment is
     a span too."""
     while begin <= end:
-        day = time.localtime(begin)
-        first = day.tm_mday - (day.tm_wday if by == "week" else 0)
-        named, after = (
-            time.mktime((day.tm_year, day.tm_mon, first + days, 0, 0, 0, 0, 0, -1)) for days in (0, _CALENDAR[by])
-        )
+        day = date.fromtimestamp(begin)
+        first = day - timedelta(day.weekday() if by == "week" else 0)
+        after = time.mktime((first + timedelta(_CALENDAR[by])).timetuple())
         if after <= begin:
             return
-        yield time.strftime("%Y-%m-%d", time.localtime(named)), begin, min(after, end)
+        yield first.isoformat(), begin, min(after, end)
         if after >= end:
             return
         begin = after

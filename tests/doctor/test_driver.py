@@ -11,7 +11,7 @@ from safe_gpu.doctor import CheckedHost
 def test_a_good_host_of_gpus(fake_gpus) -> None:
     fake_gpus.use_nvml_here()
     host = CheckedHost()
-    for name in ("GPU driver", "driver speed", "access to GPUs", "process lists"):
+    for name in ("GPU driver", "access to GPUs", "process lists"):
         assert finding(name, host).status == "passed", name
     assert finding("GPU driver", host).detail == "nvml 550.54.15: 8 GPUs, NVIDIA A100-SXM4-80GB"
     fake_gpus.options(driver_version="535.54.03")
@@ -39,7 +39,7 @@ def test_no_gpus_and_no_driver(fake_gpus) -> None:
     fake_gpus.options(init_error=9)
     host = CheckedHost()
     assert finding("GPU driver", host).status == "failed"
-    for name in ("driver speed", "CUDA", "access to GPUs", "process lists"):
+    for name in ("CUDA", "access to GPUs", "process lists"):
         assert finding(name, host).status == "skipped", name
 
 
@@ -47,7 +47,7 @@ def test_a_slow_driver() -> None:
     host = CheckedHost()
     assert host.snapshot is not None
     host.poll_seconds = 3.2
-    says("driver speed", "warning", "3.20 s", host, "persistence")
+    says("GPU driver", "warning", "3.20 s", host, "persistence")
 
 
 def test_cuda_in_a_child(fake_gpus) -> None:

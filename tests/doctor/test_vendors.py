@@ -32,7 +32,7 @@ def test_rows_on_a_simulated_amd_host(doctor: Any) -> None:
     texts = [f"{one['detail']} {one['fix']}" for one in found.values()]
     wrong = [text for text in texts if any(word in text for word in ("nvidia-smi", "Xid", "NVML", "CUDA can"))]
     assert wrong == []
-    assert found["HIP"]["detail"] == "simulated GPUs have no HIP"
+    assert found["HIP"]["detail"] == "safe_gpu does not ask HIP about these GPUs"
 
 
 def test_a_tree_without_gpus(doctor: Any, tmp_path: Path) -> None:

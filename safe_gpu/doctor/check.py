@@ -1,7 +1,5 @@
 """The host that checks look at, what a check finds, and how findings are shown."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections import Counter

@@ -1,17 +1,12 @@
 """The state of a host as records, and the part of it that concerns one user or one vendor. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..gpus.devices import FIRST_MINUTE, ProcessKind
+from ..gpus.devices import FIRST_MINUTE, Gpu, Holder, ProcessKind
+from ..gpus.windows import Window
 from ..selection.verdicts import drawing
-
-if TYPE_CHECKING:
-    from ..gpus.devices import Gpu, Holder
-    from ..gpus.windows import Window
 
 # Version of the JSON document.
 SCHEMA = 2

@@ -4,8 +4,6 @@ The mark of a GPU for the next look is ``history/UUID.idle``. With a byte in it,
 time of the file. It proves nothing, and no claim depends on it. Where it cannot be read or written, nothing is known.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time
@@ -13,11 +11,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property, partial
-from typing import TYPE_CHECKING
 
 from ..coordination.closed import all_windows, closed_now, find_admitted, ignored_closed
 from ..coordination.directory import OPEN_FILE, Directory
 from ..coordination.doors import Doors
+from ..coordination.entry import Entry
 from ..coordination.faults import read_faults
 from ..coordination.history import HistoryDir, mark_seen
 from ..coordination.holders import Claims, claim_around, claims_now, heirs_of, holder_of, lives_here, living_claims
@@ -25,8 +23,9 @@ from ..coordination.queue import TicketRequest, waiting_tickets
 from ..coordination.state_dir import remover_of, state_dir_path
 from ..coordination.turns import turn_of
 from ..drivers import open_drivers
+from ..drivers.base import Driver
 from ..errors import NoDriverError, StateDirError
-from ..gpus.devices import MOST_SHARERS, Holder, ProcessKind, vendor_of
+from ..gpus.devices import MOST_SHARERS, Gpu, GpuProcess, Holder, HostSnapshot, ProcessKind, vendor_of
 from ..host import procfs
 from ..host.procfs import user_name
 from ..runtimes.visible_devices import stale_indices
@@ -34,17 +33,11 @@ from ..selection.request import Selection
 from ..selection.sharing import promised, used_by_sharers
 from ..selection.verdicts import Rules, has_mps_clients, judge, recent_faults, room_for_shares, users_of, why_last
 from ..settings import config as policy
+from ..settings.config import Limits
 from ..settings.variables import existing_policy
 from ..wording.text import left_behind
 from .facts import GpuStatus, HostStatus, ProcessStatus, WaiterStatus
-from .starts import at_limits, expected_starts
-
-if TYPE_CHECKING:
-    from ..coordination.entry import Entry
-    from ..drivers.base import Driver
-    from ..gpus.devices import Gpu, GpuProcess, HostSnapshot
-    from ..settings.config import Limits
-    from .starts import AtLimit
+from .starts import AtLimit, at_limits, expected_starts
 
 
 class HostFacts:

@@ -5,8 +5,6 @@ Any user may have written any line of the history, so all of it is bounded, and 
 A claim that died ended between two moments, so each sum has a lower and an upper bound.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

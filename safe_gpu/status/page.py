@@ -19,10 +19,9 @@ from ..host.procfs import printable
 from ..wording.text import clock, format_age, plural, short_age
 from .facts import FREE, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
 from .history import hours
-from .render import notes_of, queue_of, rows_of
+from .render import TableRow, notes_of, queue_of, rows_of
 
 if TYPE_CHECKING:
-    from .render import TableRow
     from .report import ReportRow
 
 Document = Mapping[str, Any]

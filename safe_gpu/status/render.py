@@ -3,13 +3,12 @@
 Labels are named as NVIDIA's DCGM exporter names them (``gpu``, ``UUID``), so that both join on them.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from ..gpus.devices import Holder
 from ..gpus.vendors import VENDORS
 from ..host.procfs import printable
 from ..wording.text import (
@@ -25,11 +24,7 @@ from ..wording.text import (
     short_age,
     wrapped,
 )
-from .facts import FREE
-
-if TYPE_CHECKING:
-    from ..gpus.devices import Holder
-    from .facts import GpuStatus, HostStatus, ProcessStatus, WaiterStatus
+from .facts import FREE, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
 
 _COLORS = {
     "free": "green",

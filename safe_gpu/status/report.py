@@ -1,7 +1,5 @@
 """What a host was used for, by user, week and host, as rows and as plots."""
 
-from __future__ import annotations
-
 import json
 import os
 import warnings
@@ -10,16 +8,13 @@ from datetime import date
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..errors import SafeGpuError
 from ..host.programs import Failed, call_in_child, environment, is_root
 from ..wording.text import Column
-from .history import calendar, gpu_hours_by, hours
+from .history import PastClaim, calendar, gpu_hours_by, hours
 from .render import table
-
-if TYPE_CHECKING:
-    from .history import PastClaim
 
 BY = ("user", "week", "host")
 

@@ -1,27 +1,21 @@
 """When each waiter of the queue can expect to start, and whose user is at a limit."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..coordination.closed import binding
+from ..coordination.entry import Entry
 from ..coordination.queue import TicketRequest, is_stopped
 from ..gpus.devices import vendor_of
-from ..gpus.windows import spans_of
+from ..gpus.windows import Window, spans_of
 from ..selection.backfill import BackfillRequest, dates, starts, when_free
 from ..selection.request import Selection
 from ..selection.sharing import ROUNDING, part_of
-from .facts import FREE
-
-if TYPE_CHECKING:
-    from ..coordination.entry import Entry
-    from ..gpus.windows import Window
-    from ..settings.config import Limits
-    from .facts import GpuStatus
+from ..settings.config import Limits
+from .facts import FREE, GpuStatus
 
 
 class AtLimit(NamedTuple):

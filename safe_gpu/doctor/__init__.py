@@ -6,6 +6,7 @@ checks still run.
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +31,6 @@ CHECKS: dict[str, Callable[[CheckedHost], Check]] = {
     "SAFE_GPU variables": environment.variables,
     "CUDA_VISIBLE_DEVICES": environment.visible_devices,
     "batch job": environment.batch_job,
-    "OpenMP variables": environment.openmp,
 }
 """Name -> function of every check, in the order of the report."""
 
@@ -51,13 +51,10 @@ def check(name: str, host: CheckedHost) -> Check:
 def run_checks() -> list[Check]:
     """Run all checks, each under its name, on this host with this process's environment. Errors in checks do not
     raise."""
-    host = CheckedHost()
-    try:
+    with closing(CheckedHost()) as host:
         found = {name: check(name, host) for name in CHECKS}
         own = {"CUDA": host.vendor.library, "CUDA_VISIBLE_DEVICES": host.vendor.variables[0]}
         return [replace(one, name=own.get(name, name)) for name, one in found.items()]
-    finally:
-        host.close()
 
 
 def to_dict(checks: Sequence[Check]) -> dict[str, Any]:

@@ -80,17 +80,12 @@ def process_lists(host: CheckedHost) -> Check:
             "alone, where that is known",
             "make sure that nobody uses these GPUs without safe_gpu, or claim as root",
         )
-    now = [gpu for gpu in whole if gpu.processes is None]
-    if now:
+    busy = [gpu for gpu in whole if gpu.processes is None or why_memory_unexplained(gpu, rules)]
+    if busy:
+        why = busy[0].process_error or why_memory_unexplained(busy[0], rules) or "the process list failed"
         return warning(
-            f"{labels(now)}: {now[0].process_error or 'the process list failed'}; such a GPU counts as busy",
-            "try again; if it persists, see dmesg and restart the driver",
-        )
-    unexplained = [gpu for gpu in whole if why_memory_unexplained(gpu, rules)]
-    if unexplained:
-        return warning(
-            f"{labels(unexplained)}: {why_memory_unexplained(unexplained[0], rules)}; such a GPU counts as busy",
-            "look from the host, outside of containers; if the memory is the driver's own, raise "
+            f"{labels(busy)}: {why}; such a GPU counts as busy",
+            "try again, and from the host, outside of containers; see dmesg; if the memory is the driver's own, raise "
             "SAFE_GPU_UNEXPLAINED_MEMORY",
         )
     return passed("the driver has a list of processes for every GPU")

@@ -8,18 +8,16 @@ from ..runtimes.visible_devices import read_visible_once
 from ..schedulers.gpu_count import number_for_job
 from ..schedulers.job import count, current
 from ..selection.verdicts import MEMORY_VARIABLE, Rules, how_misread
-from ..settings import config as rules
-from ..settings import durations
-from ..settings import variables as settings_module
-from ..settings.variables import policy_file
+from ..settings import config, durations
+from ..settings import variables as settings
 from ..wording.text import plural
 from .check import Check, CheckedHost, failed, passed, skipped, warning
 
 
 def policy(host: CheckedHost) -> Check:
     """Check that the policy file is read, and that every line of it is right."""
-    path = policy_file(host.environ)
-    found, ignored = rules.read(path)
+    path = settings.policy_file(host.environ)
+    found, ignored = config.read(path)
     if ignored:
         return warning(
             ignored.partition(";")[0], f"as root: write the limits into a file of root's with mode 644, {path}"
@@ -33,12 +31,12 @@ def policy(host: CheckedHost) -> Check:
 
 def variables(host: CheckedHost) -> Check:
     """Check that every SAFE_GPU_* variable exists and has a value that its reader accepts."""
-    given = {name: value for name, value in sorted(host.environ.items()) if name in settings_module.VARIABLES}
-    settings_module.check(given)
+    given = {name: value for name, value in sorted(host.environ.items()) if name in settings.VARIABLES}
+    settings.check(given)
     for name, value in given.items():
         if name in _READERS and value.strip():
             _READERS[name](name, value)
-    for doubt in settings_module.doubts(host.environ):
+    for doubt in settings.doubts(host.environ):
         return warning(doubt, f"unset {doubt.split()[0].partition('=')[0]}")
     return passed(", ".join(f"{name}={value}" for name, value in given.items()) or "none is set")
 
@@ -63,7 +61,7 @@ def visible_devices(host: CheckedHost) -> Check:
     lift = f"unset {name}, or set SAFE_GPU_FENCE=ignore"
     if in_job:
         lift = f"ask the scheduler of the job, which may have set {name}, for GPUs"
-    if settings_module.ignores_fence(host.environ):
+    if settings.ignores_fence(host.environ):
         return passed(f"{value!r} is ignored (SAFE_GPU_FENCE=ignore)")
     if visible_limit.ambiguous:
         return warning(f"{value!r} is ambiguous: {visible_limit.doubt}", f"set {visible_limit.clear_by}")
@@ -117,18 +115,3 @@ def packages(host: CheckedHost) -> Check:
     except ImportError as err:
         return failed(f"filelock is missing or too old ({err})", "pip install -U filelock")
     return passed(", ".join(f"{name} {version}" for name, version in found.items()))
-
-
-_OPENMP = {"OMP_PROC_BIND": ("", "false"), "GOMP_CPU_AFFINITY": ("",), "KMP_AFFINITY": ("", "disabled", "none")}
-
-
-def openmp(host: CheckedHost) -> Check:
-    """Check that no variable of OpenMP moves threads away from the CPUs to which a claim binds them."""
-    for name, harmless in _OPENMP.items():
-        value = host.environ.get(name)
-        if value is not None and value.lower() not in harmless:
-            return warning(
-                f"{name}={value}: OpenMP binds threads itself when it is loaded, which undoes the binding of the claim",
-                f"unset {name}, or claim with affinity=None (--affinity none)",
-            )
-    return passed("no variable makes OpenMP bind threads")

@@ -23,7 +23,6 @@ from ..coordination.queue import TicketRequest, waiting_tickets
 from ..coordination.state_dir import remover_of, state_dir_path
 from ..coordination.turns import turn_of
 from ..drivers import open_drivers
-from ..drivers.base import Driver
 from ..errors import NoDriverError, StateDirError
 from ..gpus.devices import MOST_SHARERS, Gpu, GpuProcess, Holder, HostSnapshot, ProcessKind, vendor_of
 from ..host import procfs
@@ -169,18 +168,13 @@ def _place(namespace: str, entry: Entry, pid: int | None) -> str:
 _NOTICE = 86400.0  # seconds before a window begins, from which on it is shown
 
 
-def gather(driver: Driver | None = None) -> HostStatus:
+def gather() -> HostStatus:
     """Return the state of this host, for any user. It claims nothing and does not create the state directory.
-
-    Args:
-        driver: None opens those that ``SAFE_GPU_DRIVER`` names, one for each vendor, and closes them again.
 
     Raises:
         NoDriverError, UnsatisfiableRequestError: there is no such driver, or none works. An error of the state
             directory does not raise: it becomes a warning, and the GPUs are shown as the driver reports them.
     """
-    if driver is not None:
-        return status_of(driver.detailed(driver.snapshot()))
     drivers, broken = open_drivers()
     snapshots: list[HostSnapshot] = []
     for opened in drivers:

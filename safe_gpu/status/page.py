@@ -93,8 +93,6 @@ _LONGEST = 500  # characters of a text: anybody may have written it
 class Markup(str):
     """Text in which names of users and all else that is not ours have been escaped."""
 
-    __slots__ = ()
-
 
 def element(tag: str, *content: str, **attributes: str) -> Markup:
     """Return an element; ``class_`` and ``aria_label`` name the attributes ``class`` and ``aria-label``.

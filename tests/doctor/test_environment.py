@@ -45,10 +45,6 @@ VARIABLES, VISIBLE = "SAFE_GPU variables", "CUDA_VISIBLE_DEVICES"
         ("batch job", {"SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "0,1"}, "passed", "2 GPUs asked for"),
         ("batch job", {"SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "2,3", "CUDA_VISIBLE_DEVICES": "3"}, "passed", ""),
         ("batch job", {"SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "2,3", "CUDA_VISIBLE_DEVICES": "0,1"}, "warning", "0,1"),
-        ("OpenMP variables", {"OMP_PROC_BIND": "false", "KMP_AFFINITY": "disabled"}, "passed", "no variable"),
-        ("OpenMP variables", {"OMP_PROC_BIND": "close"}, "warning", "close"),
-        ("OpenMP variables", {"GOMP_CPU_AFFINITY": "0-3"}, "warning", "0-3"),
-        ("OpenMP variables", {"KMP_AFFINITY": "granularity=fine,compact"}, "warning", "compact"),
     ],
 )
 def test_variables(check: str, variables: dict[str, str], status: str, words: str) -> None:

@@ -3,6 +3,7 @@
 import os
 import stat
 import time
+from contextlib import suppress
 
 from ..claim.checks import doubt_of_image
 from ..coordination.closed import closed_now, ignored_closed
@@ -33,7 +34,7 @@ def drained(host: CheckedHost) -> Check:
 def directory(host: CheckedHost) -> Check:
     """Check that it is a plain directory that every user can use. It is opened as a claim opens it."""
     path = state_dir_path()
-    real, trouble = os.path.realpath(path), None
+    real = os.path.realpath(path)
     if doubt := doubt_of_image(real):
         return warning(doubt, f"start the container with -v {real}:{real}")
     try:
@@ -42,12 +43,9 @@ def directory(host: CheckedHost) -> Check:
             owner = procfs.user_name(os.fstat(root.fd).st_uid)
             if os.path.lexists(os.path.join(path, HOST_LOCK)):
                 os.close(root.open_file(HOST_LOCK))
-        for part in PARTS:
-            try:
-                with Directory(path, part, make=False) as one:
+            for part in PARTS:
+                with suppress(FileNotFoundError), Directory(root, part, make=False) as one:  # the first claim makes it
                     trouble = trouble or _trouble_with_mode(one, path)
-            except FileNotFoundError:
-                pass  # the first claim makes it
     except FileNotFoundError:
         return _not_there(path)
     except StateDirError as err:

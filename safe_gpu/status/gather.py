@@ -289,16 +289,15 @@ def _gpus(snapshot: HostSnapshot, found: HostFacts, limits: Mapping[int, Limits]
             processes=tuple(_process(process, processes) for process in gpu.processes or ()),
             fault=fault,
             idle_report_after=report_after(limits.get(claim.uid)) if claim else None,
-            share_free=_share_free(gpu, claimed, found, rules) if claim and claim.sharers else None,
+            share_free=_share_free(gpu, claim.sharers, found, rules) if claim and claim.sharers else None,
             drained=bool(drained),
         )
 
 
-def _share_free(gpu: Gpu, claimed: Mapping[str, Holder], found: HostFacts, rules: Rules) -> int:
-    sharers, family_of = claimed[gpu.uuid].sharers, found.processes.family_of
+def _share_free(gpu: Gpu, sharers: Sequence[Holder], found: HostFacts, rules: Rules) -> int:
     if len(sharers) >= MOST_SHARERS or gpu.uuid in found.elsewhere:
         return 0
-    return max(0, room_for_shares(gpu, sharers, rules, family_of))
+    return max(0, room_for_shares(gpu, sharers, rules, found.processes.family_of))
 
 
 def _is_idle(gpu: Gpu, claims: Collection[Holder], processes: ProcessTable, mps_clients: bool) -> bool:

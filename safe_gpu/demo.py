@@ -64,7 +64,6 @@ def _racer(parent: int, work: Work, ask: int, line: Any, start: int, gun: int) -
         return
     os.close(gun)
     try:
-        line.send(Outcome())  # ready
         os.read(start, 1)
         told = work(ask)
     except NotEnoughGpusError:
@@ -91,9 +90,8 @@ def _race(asks: Sequence[int], work: Work) -> list[Outcome]:
             for end in (line.close, process.join, process.kill):
                 ending.callback(end)
             racers.append((process, line))
-        told = [_hear(line) for _, line in racers]
         shot.close()
-        told = [one if one.error else _hear(line) for one, (_, line) in zip(told, racers, strict=True)]
+        told = [_hear(line) for _, line in racers]
         for one, (process, line) in zip(told, racers, strict=True):
             with suppress(OSError):
                 line.send("let go")
@@ -115,16 +113,6 @@ def _hear(line: Any) -> Outcome:
         return told
     except (EOFError, OSError):
         return Outcome(error="it exited without a report")
-
-
-@contextmanager
-def _signals_at_the_end() -> Iterator[None]:
-    """Block signals that end this process, here and in its children, until all is cleaned up."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _collisions(heat: Sequence[Outcome]) -> list[str]:
@@ -178,7 +166,9 @@ def run(processes: int | None = None, rounds: int = 5, stream: TextIO | None = N
     say = partial(_say, stream or sys.stdout)
     kind, _, name = os.environ.get("SAFE_GPU_DRIVER", "").partition(":")
     hosts = [name, _HOST] if kind == "simulated" else [_HOST]
-    with _signals_at_the_end(), ExitStack() as stack:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # here and in children, until all is cleaned up
+    with ExitStack() as stack:
+        stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
         free = [] if kind == "simulated" else _free_gpus()
         simulated = not free
         if simulated and kind != "simulated":

@@ -6,71 +6,55 @@ checks still run.
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from ..gpus.vendors import VENDORS
+from ..errors import SafeGpuError
 from . import driver, environment, state
-from .check import Check, failed, render_checks, skipped
-from .host import CheckedHost
+from .check import Check, CheckedHost, failed, render_checks, skipped
 
 __all__ = ["CHECKS", "Check", "CheckedHost", "check", "exit_code", "render_checks", "run_checks", "to_dict"]
 
 CHECKS: dict[str, Callable[[CheckedHost], Check]] = {
     "Python packages": environment.packages,
     "GPU driver": driver.driver,
-    "driver speed": driver.speed,
     "CUDA": driver.cuda_starts,
     "access to GPUs": driver.lost_gpus,
     "GPUs in service": state.drained,
     "process lists": driver.process_lists,
-    "compute mode": driver.compute_mode,
-    "MPS": driver.mps,
     "state directory": state.directory,
     "file locks": state.locks,
     "policy file": environment.policy,
     "visible processes": state.process_namespace,
     "state directories of claims": state.elsewhere,
-    "safe-gpu 1.x and 2.0": state.older_package,
     "SAFE_GPU variables": environment.variables,
-    "SAFE_GPU_SCOPE": state.scope,
     "CUDA_VISIBLE_DEVICES": environment.visible_devices,
     "batch job": environment.batch_job,
-    "address space limit": environment.address_space,
-    "OpenMP variables": environment.openmp,
 }
 """Name -> function of every check, in the order of the report."""
 
-_NEED_A_DRIVER = ("driver speed", "CUDA", "access to GPUs", "process lists", "compute mode")
-
-_OF_NVIDIA = ("compute mode", "MPS")
+_NEED_A_DRIVER = ("CUDA", "access to GPUs", "process lists", "CUDA_VISIBLE_DEVICES")
 
 
 def check(name: str, host: CheckedHost) -> Check:
-    """Run the check of that name. Whatever it raises is what it has found."""
+    """Run the check of that name. Whatever it raises is what it has found; errors of ours say what to do."""
     try:
         if name in _NEED_A_DRIVER and not host.snapshot.driver:
             return skipped("there is no driver")
-        if name in _OF_NVIDIA and host.vendor is not VENDORS["nvidia"]:
-            return skipped(f"it does not apply to {host.vendor.title} GPUs")
         return CHECKS[name](host)
     except Exception as err:
-        return failed(
-            f"the check itself failed: {type(err).__name__}: {err}",
-            "look for the cause that the message names; the other checks are not affected",
-        )
+        what = str(err) if isinstance(err, SafeGpuError) else f"the check itself failed: {type(err).__name__}: {err}"
+        return failed(what, "look for the cause that the message names; the other checks are not affected")
 
 
 def run_checks() -> list[Check]:
     """Run all checks, each under its name, on this host with this process's environment. Errors in checks do not
     raise."""
-    host = CheckedHost()
-    try:
+    with closing(CheckedHost()) as host:
         found = {name: check(name, host) for name in CHECKS}
         own = {"CUDA": host.vendor.library, "CUDA_VISIBLE_DEVICES": host.vendor.variables[0]}
         return [replace(one, name=own.get(name, name)) for name, one in found.items()]
-    finally:
-        host.close()
 
 
 def to_dict(checks: Sequence[Check]) -> dict[str, Any]:

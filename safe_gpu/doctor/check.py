@@ -1,15 +1,68 @@
-"""What a check finds, and how findings are shown."""
+"""The host that checks look at, what a check finds, and how findings are shown."""
 
-from __future__ import annotations
-
+import os
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from textwrap import TextWrapper
 
+from ..drivers import open_driver
+from ..drivers.base import Driver
+from ..errors import SafeGpuError
+from ..gpus.devices import Gpu, HostSnapshot
+from ..gpus.vendors import VENDORS, Vendor
 from ..host.procfs import printable
 from ..wording.text import paint, plural, wrapped
+
+
+def labels(gpus: Iterable[Gpu]) -> str:
+    """Return ``GPU 0,1``."""
+    return f"GPU {','.join(gpu.label for gpu in gpus)}"
+
+
+class CheckedHost:
+    """The host that is checked.
+
+    Args:
+        environ: the environment that is checked; None is this process's.
+
+    Attributes:
+        driver: the driver that a claim would use, once ``snapshot`` was asked for; None if there is none.
+        driver_error: why there is no driver; "" if there is one.
+        poll_seconds: how long opening and polling the driver took.
+    """
+
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
+        self.environ = os.environ if environ is None else environ
+        self.driver: Driver | None = None
+        self.driver_error = ""
+        self.poll_seconds = 0.0
+
+    @cached_property
+    def snapshot(self) -> HostSnapshot:
+        """One poll of the driver, shared by all checks; of no GPU without a driver."""
+        began = time.monotonic()
+        try:
+            self.driver = open_driver()
+            snapshot = self.driver.detailed(self.driver.snapshot())
+        except SafeGpuError as err:
+            self.driver_error = str(err)
+            return HostSnapshot(())
+        self.poll_seconds = time.monotonic() - began
+        return snapshot
+
+    @property
+    def vendor(self) -> Vendor:
+        """That of the GPUs that a claim would get, or of a driver that shows none."""
+        of_driver = (one for one in VENDORS.values() if self.snapshot.driver in one.drivers)
+        return next(of_driver, VENDORS[self.snapshot.vendor])
+
+    def close(self) -> None:
+        """Close the driver."""
+        if self.driver is not None:
+            self.driver.close()
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,9 @@
 """Checks of the GPUs and their driver."""
 
-import re
-
 from ..errors import NoDriverError
-from ..gpus.devices import ComputeMode, HostSnapshot, ProcessKind
-from ..gpus.vendors import VENDORS
-from ..host import procfs
 from ..selection.verdicts import UNWATCHABLE, Rules, why_memory_unexplained
 from ..wording.text import plural
-from .check import Check, failed, passed, skipped, warning
-from .host import CheckedHost, labels
+from .check import Check, CheckedHost, failed, labels, passed, skipped, warning
 
 # A poll of eight initialised GPUs takes milliseconds. Without persistence mode the kernel driver initialises each GPU
 # first, which takes seconds.
@@ -19,11 +13,6 @@ _SLOW_POLL = 1.0
 _ODD_ROWS = ("535.43", "535.54", "535.86")
 
 
-def _described(snapshot: HostSnapshot) -> str:
-    names = ", ".join(sorted({gpu.name for gpu in snapshot.physical if gpu.name})) or "no names"
-    return f"{snapshot.driver} {snapshot.driver_version}".strip() + f": {plural(len(snapshot.physical))}, {names}"
-
-
 def driver(host: CheckedHost) -> Check:
     """Check that there is a driver, and name it and its GPUs."""
     snapshot = host.snapshot
@@ -31,9 +20,9 @@ def driver(host: CheckedHost) -> Check:
         detail, _, _ = host.driver_error.partition(". On a GPU host, ")  # which is the fix
         return failed(detail, f"{host.vendor.install}, or try SAFE_GPU_DRIVER=simulated:{host.vendor.preset}")
     if not snapshot.gpus:
-        whose = next((one for one in VENDORS.values() if snapshot.driver in one.drivers), host.vendor)
-        return failed(f"{snapshot.driver} {snapshot.driver_version} shows no GPU", whose.pass_in)
-    detail = _described(snapshot)
+        return failed(f"{snapshot.driver} {snapshot.driver_version} shows no GPU", host.vendor.pass_in)
+    names = ", ".join(sorted({gpu.name for gpu in snapshot.physical if gpu.name})) or "no names"
+    detail = f"{snapshot.driver} {snapshot.driver_version}".strip() + f": {plural(len(snapshot.physical))}, {names}"
     if snapshot.driver == "nvidia-smi" and host.environ.get("SAFE_GPU_DRIVER", "auto") in ("", "auto"):
         from ..drivers.nvml import why_missing
 
@@ -44,37 +33,22 @@ def driver(host: CheckedHost) -> Check:
             f"{detail}; NVML of this version lists several processes of a GPU with wrong numbers and memory",
             "upgrade the driver to 535.98 or newer, or set SAFE_GPU_DRIVER=nvidia-smi",
         )
+    if host.poll_seconds > _SLOW_POLL:  # which delays claims
+        return warning(f"{detail}; opening and polling it took {host.poll_seconds:.2f} s", host.vendor.is_slow)
     return passed(detail)
-
-
-def speed(host: CheckedHost) -> Check:
-    """Check that a poll does not delay claims."""
-    took = f"opening and polling the driver took {host.poll_seconds:.2f} s"
-    if host.poll_seconds <= _SLOW_POLL:
-        return passed(took)
-    return warning(took, host.vendor.is_slow)
 
 
 def cuda_starts(host: CheckedHost) -> Check:
     """Check in a short-lived child that CUDA can be initialised and sees the GPUs that the driver shows."""
     assert host.driver is not None
     if not host.driver.runtime.asks_library:
-        no_answer = "simulated GPUs have no" if host.driver.is_simulated else "safe_gpu does not ask"
-        return skipped(f"{no_answer} {host.vendor.library}")
-    title = host.driver.runtime.title
+        return skipped(f"safe_gpu does not ask {host.vendor.library} about these GPUs")
     without_fence = {name: value for name, value in host.environ.items() if name not in host.vendor.variables}
     try:
         seen = host.driver.runtime.visible_in_child(without_fence)
     except NoDriverError as err:
         return failed(str(err), host.vendor.no_library)
-    usable = [gpu for gpu in host.snapshot.physical if not gpu.lost]
-    if len(seen) < len(usable) and not any(gpu.mig_enabled for gpu in usable):
-        return warning(
-            f"{title} can be initialised and sees {plural(len(seen))}, but the driver shows {len(usable)}",
-            f"see dmesg for the others ({host.vendor.log}); claims of them fail with "
-            "WrongDeviceError or PlaceholderError",
-        )
-    return passed(f"{title} can be initialised and sees {plural(len(seen))}")
+    return passed(f"{host.vendor.library} can be initialised and sees {plural(len(seen))}")
 
 
 def lost_gpus(host: CheckedHost) -> Check:
@@ -88,38 +62,6 @@ def lost_gpus(host: CheckedHost) -> Check:
     return passed("the driver reaches all of them")
 
 
-def compute_mode(host: CheckedHost) -> Check:
-    """Check that compute modes neither prevent claims nor keep out the child processes of a claim."""
-    prohibited = [gpu for gpu in host.snapshot.gpus if gpu.compute_mode == ComputeMode.PROHIBITED]
-    if prohibited:
-        return warning(
-            f"{labels(prohibited)}: compute mode PROHIBITED, no process can claim it", "nvidia-smi -c DEFAULT, as root"
-        )
-    exclusive = [gpu for gpu in host.snapshot.gpus if gpu.compute_mode == ComputeMode.EXCLUSIVE_PROCESS]
-    if exclusive:
-        return warning(
-            f"{labels(exclusive)}: compute mode EXCLUSIVE_PROCESS, so the placeholder of a claim also keeps the "
-            "claim's own child processes out",
-            "claim in the process that computes, or use `safe-gpu run` or NoPlaceholder; or nvidia-smi -c DEFAULT",
-        )
-    return passed("DEFAULT on every GPU")
-
-
-def mps(host: CheckedHost) -> Check:
-    """Check whether the Multi-Process Service runs."""
-    commands = ((pid, procfs.command_of(pid) or "") for pid in procfs.pids())
-    servers = [pid for pid, command in commands if re.match(r"(\S*/)?nvidia-cuda-mps", command)]
-    clients = [gpu for gpu in host.snapshot.gpus if any(one.kind == ProcessKind.MPS for one in gpu.processes or ())]
-    if not servers and not clients:
-        return passed("not running")
-    sign = f"process {servers[0]}" if servers else f"clients on {labels(clients)}"
-    return warning(
-        f"the Multi-Process Service runs ({sign}); CUDA numbers GPUs differently under it, and exclusive compute modes "
-        "apply to the server, not to its clients",
-        "claim with visible_as='uuid' (--visible-as uuid), or stop it: echo quit | nvidia-cuda-mps-control",
-    )
-
-
 def process_lists(host: CheckedHost) -> Check:
     """Check that the driver lists the processes on a GPU. Without that list it is not known whether the GPU is free.
 
@@ -127,32 +69,23 @@ def process_lists(host: CheckedHost) -> Check:
     """
     rules = Rules.of(host.environ)
     whole = [gpu for gpu in host.snapshot.gpus if not gpu.lost and not gpu.mig_enabled]
-    never = [gpu for gpu in whole if not gpu.processes_supported]
-    if never:
-        what = f"{labels(never)}: {never[0].process_error or 'no process list'}"
-        if rules.lists_optional:
-            return warning(
-                f"{what}; such a GPU is claimed by its memory alone (SAFE_GPU_PROCESS_LIST=optional)",
-                "make sure that nobody uses these GPUs without safe_gpu",
-            )
-        return failed(f"{what}; such a GPU cannot be claimed", UNWATCHABLE.partition("; ")[2])
-    private = [gpu for gpu in whole if gpu.processes_private]
-    if private:
+    blind = [gpu for gpu in whole if not gpu.processes_supported]
+    if blind and not rules.lists_optional:
+        what = f"{labels(blind)}: {blind[0].process_error or 'no process list'}; such a GPU cannot be claimed"
+        return failed(what, UNWATCHABLE.partition("; ")[2])
+    blind += [gpu for gpu in whole if gpu.processes_private]
+    if blind:
         return warning(
-            f"{labels(private)}: {private[0].process_error}; such a GPU is claimed by its memory, where that is known",
+            f"{labels(blind)}: {blind[0].process_error or 'no process list'}; such a GPU is claimed by its memory "
+            "alone, where that is known",
             "make sure that nobody uses these GPUs without safe_gpu, or claim as root",
         )
-    now = [gpu for gpu in whole if gpu.processes is None]
-    if now:
+    busy = [gpu for gpu in whole if gpu.processes is None or why_memory_unexplained(gpu, rules)]
+    if busy:
+        why = busy[0].process_error or why_memory_unexplained(busy[0], rules) or "the process list failed"
         return warning(
-            f"{labels(now)}: {now[0].process_error or 'the process list failed'}; such a GPU counts as busy",
-            "try again; if it persists, see dmesg and restart the driver",
-        )
-    unexplained = [gpu for gpu in whole if why_memory_unexplained(gpu, rules)]
-    if unexplained:
-        return warning(
-            f"{labels(unexplained)}: {why_memory_unexplained(unexplained[0], rules)}; such a GPU counts as busy",
-            "look from the host, outside of containers; if the memory is the driver's own, raise "
+            f"{labels(busy)}: {why}; such a GPU counts as busy",
+            "try again, and from the host, outside of containers; see dmesg; if the memory is the driver's own, raise "
             "SAFE_GPU_UNEXPLAINED_MEMORY",
         )
     return passed("the driver has a list of processes for every GPU")

@@ -1,40 +1,29 @@
-"""Checks of what a claim finds around it: packages, settings, variables, the batch job and limits."""
+"""Checks of what a claim finds around it: packages, settings, variables and the batch job."""
 
-import resource
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import metadata
 
-from ..coordination.state_dir import state_dir_path
-from ..errors import PolicyError, SafeGpuError
 from ..runtimes.visible_devices import read_visible_once
 from ..schedulers.gpu_count import number_for_job
-from ..schedulers.job import count
+from ..schedulers.job import count, current
 from ..selection.verdicts import MEMORY_VARIABLE, Rules, how_misread
-from ..settings import config as rules
-from ..settings import durations
-from ..settings import variables as settings_module
-from ..settings.variables import policy_file
+from ..settings import config, durations
+from ..settings import variables as settings
 from ..wording.text import plural
-from .check import Check, failed, passed, skipped, warning
-from .host import CheckedHost
+from .check import Check, CheckedHost, failed, passed, skipped, warning
 
 
 def policy(host: CheckedHost) -> Check:
     """Check that the policy file is read, and that every line of it is right."""
-    path = policy_file(host.environ)
-    try:
-        found, ignored = rules.read(path)
-    except PolicyError as err:
-        fix = f"as root: correct line {err.line}" if err.line else "as root: write it into a short file of mode 644"
-        return failed(f"claims fail: {err}", fix)
+    path = settings.policy_file(host.environ)
+    found, ignored = config.read(path)
     if ignored:
         return warning(
             ignored.partition(";")[0], f"as root: write the limits into a file of root's with mode 644, {path}"
         )
     if found is not None:
-        order = "by turns (order = fair)" if found.by_turns else "as they came (order = fifo)"
-        return passed(f"{path}, {plural(len(found.sections), 'section')}; users who wait are served {order}")
+        return passed(f"{path}, {plural(len(found.sections), 'section')}")
     if host.environ.get("SAFE_GPU_POLICY"):
         return warning(f"SAFE_GPU_POLICY={path} does not exist: nothing is limited", "unset SAFE_GPU_POLICY")
     return skipped(f"there is no {path}: nothing is limited")
@@ -42,19 +31,13 @@ def policy(host: CheckedHost) -> Check:
 
 def variables(host: CheckedHost) -> Check:
     """Check that every SAFE_GPU_* variable exists and has a value that its reader accepts."""
-    for name, meant in settings_module.unknown(host.environ).items():
-        hint = f"did you mean {meant}? " if meant else ""
-        return warning(f"{name} is not a variable of safe_gpu and has no effect", f"{hint}unset {name}")
-    given = {name: value for name, value in sorted(host.environ.items()) if name in settings_module.VARIABLES}
+    given = {name: value for name, value in sorted(host.environ.items()) if name in settings.VARIABLES}
+    settings.check(given)
     for name, value in given.items():
-        try:
-            settings_module.check({name: value})
-            if name in _READERS and value.strip():
-                _READERS[name](name, value)
-        except SafeGpuError as err:
-            return failed(str(err), f"set {name} to a valid value, or unset it")
-    for doubt in settings_module.doubts(host.environ):
-        return warning(doubt, f"unset {doubt.partition('=')[0]}")
+        if name in _READERS and value.strip():
+            _READERS[name](name, value)
+    for doubt in settings.doubts(host.environ):
+        return warning(doubt, f"unset {doubt.split()[0].partition('=')[0]}")
     return passed(", ".join(f"{name}={value}" for name, value in given.items()) or "none is set")
 
 
@@ -62,7 +45,6 @@ _READERS: dict[str, Callable[[str, str], object]] = {
     "SAFE_GPU_TIMEOUT": lambda name, value: durations.parse_duration(value, name),
     "SAFE_GPU_NB_GPUS": lambda name, value: count({name: value}, name) == 0 or number_for_job({name: value}),
     MEMORY_VARIABLE: lambda name, value: Rules.of({name: value}),
-    "SAFE_GPU_DIR": lambda name, value: state_dir_path(),
 }
 
 
@@ -72,15 +54,14 @@ def visible_devices(host: CheckedHost) -> Check:
     name = next((name for name in host.vendor.variables if name in host.environ), "")
     if not name:
         return passed("not set: claims choose among all GPUs")
-    if not host.snapshot.driver:
-        return skipped("there is no driver to compare it with")
     value = host.environ[name]
     visible_limit = read_visible_once(host.environ, host.snapshot)
     assert visible_limit is not None
+    in_job = current(host.environ).scheduler is not None
     lift = f"unset {name}, or set SAFE_GPU_FENCE=ignore"
-    if host.job.scheduler is not None:
+    if in_job:
         lift = f"ask the scheduler of the job, which may have set {name}, for GPUs"
-    if settings_module.ignores_fence(host.environ):
+    if settings.ignores_fence(host.environ):
         return passed(f"{value!r} is ignored (SAFE_GPU_FENCE=ignore)")
     if visible_limit.ambiguous:
         return warning(f"{value!r} is ambiguous: {visible_limit.doubt}", f"set {visible_limit.clear_by}")
@@ -93,14 +74,14 @@ def visible_devices(host: CheckedHost) -> Check:
     limits = f"{value!r} limits claims to {len(visible_limit.uuids)} of {len(usable)} GPUs"
     if len(visible_limit.uuids) >= len(usable):
         return passed(f"{value!r} shows all GPUs")
-    if host.job.scheduler is not None or host.environ.get("SAFE_GPU_SCOPE"):
+    if in_job or host.environ.get("SAFE_GPU_SCOPE"):
         return passed(f"{limits}, as the job's share")
     return warning(limits, lift)
 
 
 def batch_job(host: CheckedHost) -> Check:
     """Report the batch job and the rank of this process."""
-    job = host.job
+    job = current(host.environ)
     rank = "" if job.local_rank is None else f"rank {job.local_rank} of {job.local_size or '?'} on this host"
     if job.scheduler is None:
         return passed("not in a batch job" + (rank and f"; {rank}"))
@@ -124,48 +105,13 @@ def batch_job(host: CheckedHost) -> Check:
 
 
 def packages(host: CheckedHost) -> Check:
-    """Check that the required Python packages are installed, and none that replaces their modules."""
+    """Check that the required Python packages are installed."""
     found = {}
-    for name in ("safe-gpu", "filelock", "nvidia-ml-py", "nvidia-ml-py3", "pynvml"):
+    for name in ("safe-gpu", "filelock", "nvidia-ml-py"):
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     try:
         from filelock import lock_descriptor  # noqa: F401
     except ImportError as err:
         return failed(f"filelock is missing or too old ({err})", "pip install -U filelock")
-    # The project pynvml installs no module of this name since version 12.
-    colliding = [name for name in ("nvidia-ml-py3", "pynvml") if int(found.get(name, "12").partition(".")[0]) < 12]
-    if colliding:
-        return warning(
-            f"{' and '.join(colliding)} installs its own pynvml module in place of that of nvidia-ml-py",
-            f"pip uninstall {' '.join(colliding)} && pip install --force-reinstall nvidia-ml-py",
-        )
     return passed(", ".join(f"{name} {version}" for name, version in found.items()))
-
-
-def address_space(host: CheckedHost) -> Check:
-    """Check that the address space is not limited. Batch systems set that limit for memory, and CUDA may fail under
-    it."""
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == resource.RLIM_INFINITY:
-        return passed("not limited")
-    return warning(
-        f"limited to {limit / (1 << 30):.1f} GiB: CUDA reserves more address space than the memory of the host and its "
-        "GPUs together, and may fail with an out-of-memory error",
-        "limit memory in another way than h_vmem or ulimit -v (such as m_mem_free, cgroups), or ulimit -v unlimited",
-    )
-
-
-_OPENMP = {"OMP_PROC_BIND": ("", "false"), "GOMP_CPU_AFFINITY": ("",), "KMP_AFFINITY": ("", "disabled", "none")}
-
-
-def openmp(host: CheckedHost) -> Check:
-    """Check that no variable of OpenMP moves threads away from the CPUs to which a claim binds them."""
-    for name, harmless in _OPENMP.items():
-        value = host.environ.get(name)
-        if value is not None and value.lower() not in harmless:
-            return warning(
-                f"{name}={value}: OpenMP binds threads itself when it is loaded, which undoes the binding of the claim",
-                f"unset {name}, or claim with affinity=None (--affinity none)",
-            )
-    return passed("no variable makes OpenMP bind threads")

@@ -3,31 +3,28 @@
 import os
 import stat
 import time
-from functools import partial
+from contextlib import suppress
 
 from ..claim.checks import doubt_of_image
-from ..coordination import older_package as older
 from ..coordination.closed import closed_now, ignored_closed
 from ..coordination.directory import DIR_MODE, HOST_LOCK, PARTS, Directory, SharedDirectory
-from ..coordination.holders import Claims, claims_now, living_claims
+from ..coordination.holders import claims_now, living_claims
 from ..coordination.host_lock import Host
-from ..coordination.state_dir import ADMIN_DIR, DEFAULT_DIR, remover_of, setup_command
-from ..errors import LockTimeout, StateDirError
+from ..coordination.state_dir import ADMIN_DIR, DEFAULT_DIR, remover_of, setup_command, state_dir_path
+from ..errors import StateDirError
 from ..host import procfs
 from ..host.signals import DeferredSignals
-from .check import Check, failed, passed, skipped, warning
-from .host import CheckedHost
+from .check import Check, CheckedHost, failed, labels, passed, skipped, warning
 
 _ELSEWHERE = "set SAFE_GPU_DIR, for all users, to a directory on a local disk that all of them can write (mode 1777)"
 
 _PATIENCE = 5.0
 
-_LONG_HOLD = 1.0
-
 
 def drained(host: CheckedHost) -> Check:
     """Check whether root, or the owner of the state directory, has taken GPUs out of use."""
-    found = {host.label(uuid): reason for uuid, reason in closed_now().items()}
+    names = {gpu.uuid: gpu.label for gpu in host.snapshot.gpus}
+    found = {names.get(uuid, uuid): reason for uuid, reason in closed_now().items()}
     texts = "; ".join([*(f"GPU {label} {reason}" for label, reason in found.items()), *(ignored := ignored_closed())])
     fixes = [f"safe-gpu resume {' '.join(found)}, when they may be claimed again"] if found else []
     fixes += ["remove what is ignored, and drain again with safe-gpu drain"] if ignored else []
@@ -36,23 +33,19 @@ def drained(host: CheckedHost) -> Check:
 
 def directory(host: CheckedHost) -> Check:
     """Check that it is a plain directory that every user can use. It is opened as a claim opens it."""
-    path = host.path
-    real, trouble = os.path.realpath(path), None
+    path = state_dir_path()
+    real = os.path.realpath(path)
     if doubt := doubt_of_image(real):
         return warning(doubt, f"start the container with -v {real}:{real}")
     try:
         with SharedDirectory(path, make=False) as root:
             trouble = _trouble_with_mode(root, path)
             owner = procfs.user_name(os.fstat(root.fd).st_uid)
-            older_build = "leases" in root.names()
             if os.path.lexists(os.path.join(path, HOST_LOCK)):
                 os.close(root.open_file(HOST_LOCK))
-        for part in PARTS:
-            try:
-                with Directory(path, part, make=False) as one:
+            for part in PARTS:
+                with suppress(FileNotFoundError), Directory(root, part, make=False) as one:  # the first claim makes it
                     trouble = trouble or _trouble_with_mode(one, path)
-            except FileNotFoundError:
-                pass  # the first claim makes it
     except FileNotFoundError:
         return _not_there(path)
     except StateDirError as err:
@@ -64,10 +57,6 @@ def directory(host: CheckedHost) -> Check:
             f"{procfs.user_name(uid)} can remove other users' files in {path}, root's too: then waiters would lose "
             "their places in the queue, and claims without doors their GPUs",
             f"as root: {setup_command(path)}",
-        )
-    if older_build:
-        return warning(
-            f"{path}/leases is of an older build, whose claims are not seen", "end what uses that build, and remove it"
         )
     return passed(f"{path}, mode 1777, belongs to {owner}")
 
@@ -100,12 +89,8 @@ def _trouble_above(path: str) -> Check | None:
     """Return a finding if not all users may enter the directories above: users who may not would not see the claims."""
     above = os.path.dirname(path)
     while above != "/":
-        try:
-            status = os.stat(above)
-        except OSError as err:
-            return failed(f"{above}, above {path}, cannot be examined ({err.strerror})", _ELSEWHERE)
-        if not status.st_mode & stat.S_IXOTH:
-            mode = stat.S_IMODE(status.st_mode)
+        mode = stat.S_IMODE(os.stat(above).st_mode)
+        if not mode & stat.S_IXOTH:
             return warning(
                 f"{above}, above {path}, has mode {mode:04o}: other users cannot enter it, and claims do not protect "
                 "GPUs from them",
@@ -117,27 +102,13 @@ def _trouble_above(path: str) -> Check | None:
 
 def locks(host: CheckedHost) -> Check:
     """Check that host.lock can be taken."""
-    if not all(os.path.lexists(os.path.join(host.path, name)) for name in (HOST_LOCK, "claims", "queue")):
-        return skipped(f"nothing has been locked in {host.path} yet")
-    began = time.monotonic()
-    try:
-        with DeferredSignals() as signals, Host(host.path) as entries:
-            entries.look()
-            with entries.locked(began + _PATIENCE, signals):
-                waited = time.monotonic() - began
-    except LockTimeout as err:
-        fix = "run fewer processes here at once, and check again; as root, look who holds it"
-        if err.pid is not None:
-            fix = f"kill -CONT {err.pid} if it is stopped, else end it"
-        return failed(f"host.lock could not be taken within {_PATIENCE:g} s: {err}", fix)
-    except (StateDirError, OSError) as err:
-        return failed(str(err), _way_out(host.path))
-    if waited > _LONG_HOLD:
-        return warning(
-            f"host.lock was held by others for {waited:.1f} s; microseconds are normal",
-            "look for a process that uses safe_gpu and is stopped or gets no CPU time (safe-gpu status)",
-        )
-    return passed("host.lock was free")
+    path = state_dir_path()
+    if not all(os.path.lexists(os.path.join(path, name)) for name in (HOST_LOCK, "claims", "queue")):
+        return skipped(f"nothing has been locked in {path} yet")
+    with DeferredSignals() as signals, Host(path) as entries:
+        entries.look()
+        with entries.locked(time.monotonic() + _PATIENCE, signals):
+            return passed("host.lock was free")
 
 
 def process_namespace(host: CheckedHost) -> Check:
@@ -146,10 +117,11 @@ def process_namespace(host: CheckedHost) -> Check:
     unseen = {
         one.pid for one in processes if one.elsewhere or (not procfs.exists(one.pid) and procfs.has_ended(one.pid))
     }
-    if unseen:
+    if unseen or procfs.pid_namespace() not in (None, procfs.FIRST_PID_NAMESPACE):
+        number = f"{len(unseen)} of {len({one.pid for one in processes})} processes on the GPUs"
         return warning(
-            f"{len(unseen)} of {len({one.pid for one in processes})} processes on the GPUs cannot be seen from here (a "
-            "container?): their GPUs count as busy, but their users are not known",
+            f"{number if unseen else 'processes of the host'} cannot be seen from here (a container?): their claims "
+            "are respected and their GPUs count as busy, but their users are not known",
             "start the container with --pid=host",
         )
     if os.geteuid() != 0 and not os.path.exists("/proc/1/stat"):
@@ -157,60 +129,17 @@ def process_namespace(host: CheckedHost) -> Check:
             "/proc is mounted with hidepid: the commands and users of other users' processes are not visible",
             "ask root to add you to the group of the mount option gid=, or to remount /proc without hidepid",
         )
-    if procfs.pid_namespace() not in (None, procfs.FIRST_PID_NAMESPACE):
-        return warning(
-            "this is not the initial pid namespace (a container?): claims made outside are respected, but their "
-            "processes cannot be shown",
-            "start the container with --pid=host",
-        )
     return passed("all processes of the host can be seen")
 
 
 def elsewhere(host: CheckedHost) -> Check:
     """Check, by their doors, that no GPUs are claimed in another state directory."""
     uuids = [gpu.uuid for gpu in host.snapshot.gpus]
-    _, found = claims_now(uuids, host.snapshot.name_prefix, partial(living_claims, host.path))
+    _, found = claims_now(uuids, host.snapshot.name_prefix, living_claims)
     if not found:
         return passed("no GPU is claimed in another state directory")
-    names = host.named(uuid for uuid in uuids if uuid in found)
+    names = labels(gpu for gpu in host.snapshot.gpus if gpu.uuid in found)
     return warning(
         f"{names}: claimed in another state directory, whose queue does not meet this one",
         "set state_dir in /etc/safe-gpu/config.ini, and no other SAFE_GPU_DIR, in all sessions of this host",
     )
-
-
-def scope(host: CheckedHost) -> Check:
-    """Check that SAFE_GPU_SCOPE, which a claim sets for claims inside it, belongs to a living claim of this user."""
-    token = host.environ.get("SAFE_GPU_SCOPE")
-    if not token:
-        return passed("not set: this is not inside another claim")
-    around = Claims(living_claims(host.path)).around(token)
-    if around is not None:
-        return passed(f"this is inside the claim of process {around.pid}, {host.named(sorted(around.gpus))}")
-    return warning(
-        f"SAFE_GPU_SCOPE={token} belongs to no living claim of yours on this host (it leaks through qsub -V, ssh, sudo "
-        "and tmux): it is ignored",
-        "unset SAFE_GPU_SCOPE",
-    )
-
-
-def older_package(host: CheckedHost) -> Check:
-    """Check whether safe-gpu 1.x or 2.0 is in use here, and whether its lock can be taken too."""
-    path = older.LOCK_FILE
-    # The file must not be opened: closing any descriptor of it would drop a POSIX lock that this process holds on it.
-    try:
-        inode = os.stat(path).st_ino
-    except FileNotFoundError:
-        return passed("safe-gpu 1.x or 2.0 has not been used here")
-    except OSError:
-        inode = 0
-    if not os.access(path, os.R_OK | os.W_OK):
-        return warning(
-            f"safe-gpu 1.x or 2.0 is used here, and you may not open its lock {path}: its users may collide with you",
-            f"have its users upgrade, and then as root: rm -r {os.path.dirname(path)}",
-        )
-    if host.environ.get("SAFE_GPU_LEGACY_LOCK") == "never":
-        return warning("safe-gpu 1.x or 2.0 is used here, and its lock is not taken", "unset SAFE_GPU_LEGACY_LOCK")
-    holders = procfs.flock_holders({inode}).get(inode, [])
-    now = f"; process {holders[0]} ({procfs.user_of(holders[0])}) holds it now" if holders else ""
-    return passed(f"safe-gpu 1.x or 2.0 has been used here: claims take its lock too{now}")

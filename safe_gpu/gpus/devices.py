@@ -268,11 +268,10 @@ class Holder(NamedTuple):
     None if it did not wait. ``left_by`` is the process that claimed, if it has ended: then ``pid`` is one that keeps
     the entry.
 
-    What follows is found out for people only. ``token`` is the hash of the token that claims inside this one carry; ""
-    for none. ``stopped``: the process is stopped or frozen, such as those of a suspended job. ``note`` is a clause on
-    anything unusual, such as a process that has ended; else "". ``memory_used`` is how many bytes of a shared GPU its
-    process and the descendants of that use. ``removable_by`` is the user who can remove its entry, if it has no door
-    that keeps its GPU without one; else None.
+    What follows is found out for people only. ``stopped``: the process is stopped or frozen, such as those of a
+    suspended job. ``note`` is a clause on anything unusual, such as a process that has ended; else "". ``memory_used``
+    is how many bytes of a shared GPU its process and the descendants of that use. ``removable_by`` is the user who can
+    remove its entry, if it has no door that keeps its GPU without one; else None.
     """
 
     pid: int | None = None
@@ -289,7 +288,6 @@ class Holder(NamedTuple):
     sharers: "tuple[Holder, ...]" = ()
     queued: float | None = None
     left_by: int | None = None
-    token: str = ""
     stopped: bool = False
     note: str = ""
     memory_used: int | None = None

@@ -28,9 +28,8 @@ class Vendor(NamedTuple):
         prefixes: how the names of all variables of its library begin that claims read or set.
         preset: a simulated host with its GPUs.
         version: that of its driver on simulated hosts.
-        install, pass_in, is_slow, no_library, log, recover: what ``safe-gpu doctor`` advises where there is no driver;
-            no GPU in a container; a slow poll; a library that does not start. What to look for in dmesg, and what to
-            do about a lost GPU.
+        install, pass_in, is_slow, no_library, recover: what ``safe-gpu doctor`` advises where there is no driver; no
+            GPU in a container; a slow poll; a library that does not start; a lost GPU.
     """
 
     title: str
@@ -50,7 +49,6 @@ class Vendor(NamedTuple):
     pass_in: str
     is_slow: str
     no_library: str
-    log: str
     recover: str
 
 
@@ -75,7 +73,6 @@ VENDORS = {
         no_library="install the driver's CUDA library of the same version as the kernel module, and load nvidia_uvm; "
         "on NVSwitch hosts start nvidia-fabricmanager; with confidential computing set the ready state (nvidia-smi "
         "conf-compute -srs 1); see dmesg",
-        log="Xid",
         recover="look for Xid in dmesg, then `nvidia-smi -r` as root, or reboot the host",
     ),
     "amd": Vendor(
@@ -97,7 +94,6 @@ VENDORS = {
         is_slow="see dmesg for amdgpu: a GPU answers slowly after a reset or a sleep",
         no_library="install ROCm's HIP runtime, and join the groups that may open /dev/kfd and /dev/dri (render, "
         "video)",
-        log="amdgpu",
         recover="look for amdgpu in dmesg, or reboot the host",
     ),
     "intel": Vendor(
@@ -119,7 +115,6 @@ VENDORS = {
         "/dev/dri/renderD* (render, video)",
         is_slow="see dmesg for xe and i915: a GPU answers slowly after a reset or a sleep",
         no_library="",
-        log="xe or i915",
         recover="look for xe or i915 in dmesg, or reboot the host",
     ),
 }

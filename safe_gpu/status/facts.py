@@ -1,17 +1,12 @@
 """The state of a host as records, and the part of it that concerns one user or one vendor. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..gpus.devices import FIRST_MINUTE, ProcessKind
+from ..gpus.devices import FIRST_MINUTE, Gpu, Holder, ProcessKind
+from ..gpus.windows import Window
 from ..selection.verdicts import drawing
-
-if TYPE_CHECKING:
-    from ..gpus.devices import Gpu, Holder
-    from ..gpus.windows import Window
 
 # Version of the JSON document.
 SCHEMA = 2
@@ -45,8 +40,8 @@ class GpuStatus:
         share_free: bytes available to one more share; None if the GPU is not shared.
         inside: the claim inside ``claim``, if any.
         idle_for: for how many seconds it has shown no work while claimed, as far as looks tell; None if not known.
-        idle_report: whether ``idle_for`` has reached the policy's ``idle_report_after`` for the user of the claim; None
-            if the policy does not set it.
+        idle_report_after: that of the policy for the user of the claim, ``math.inf`` for never; None if the policy does
+            not set it.
         fault: why it is taken last, if a claim failed on it in the last day; why it is not claimed again, if it
             is claimed and drained; else "".
         drained: whether an administrator has closed it to new claims.
@@ -62,7 +57,7 @@ class GpuStatus:
     processes: tuple[ProcessStatus, ...] = ()
     fault: str = ""
     idle_for: float | None = None
-    idle_report: bool | None = None
+    idle_report_after: float | None = None
     share_free: int | None = None
     drained: bool = False
     prefix: str = ""
@@ -84,6 +79,11 @@ class GpuStatus:
         if self.idle_report or (self.idle and now - began >= FIRST_MINUTE):
             return "idle"
         return "shared" if self.shares else "claimed"
+
+    @property
+    def idle_report(self) -> bool | None:
+        """Whether ``idle_for`` has reached ``idle_report_after``; None if the policy does not set that."""
+        return None if self.idle_report_after is None else (self.idle_for or 0.0) >= self.idle_report_after
 
     @property
     def users(self) -> list[ProcessStatus]:

@@ -1,25 +1,30 @@
-"""The state of a host at one moment: every GPU, its holder, and the queue."""
+"""The state of a host at one moment: every GPU, its holder, how long it has shown no work, and the queue.
 
-from __future__ import annotations
+The mark of a GPU for the next look is ``history/UUID.idle``. With a byte in it, the GPU has shown no work since the
+time of the file. It proves nothing, and no claim depends on it. Where it cannot be read or written, nothing is known.
+"""
 
+import math
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, partial
-from typing import TYPE_CHECKING
+from functools import cache, cached_property, partial
 
 from ..coordination.closed import all_windows, closed_now, find_admitted, ignored_closed
+from ..coordination.directory import OPEN_FILE, Directory
 from ..coordination.doors import Doors
+from ..coordination.entry import Entry
 from ..coordination.faults import read_faults
+from ..coordination.history import HistoryDir, mark_seen
 from ..coordination.holders import Claims, claim_around, claims_now, heirs_of, holder_of, lives_here, living_claims
 from ..coordination.queue import TicketRequest, waiting_tickets
 from ..coordination.state_dir import remover_of, state_dir_path
 from ..coordination.turns import turn_of
 from ..drivers import open_drivers
 from ..errors import NoDriverError, StateDirError
-from ..gpus.devices import MOST_SHARERS, Holder, ProcessKind, vendor_of
+from ..gpus.devices import MOST_SHARERS, Gpu, GpuProcess, Holder, HostSnapshot, ProcessKind, vendor_of
 from ..host import procfs
 from ..host.procfs import user_name
 from ..runtimes.visible_devices import stale_indices
@@ -27,18 +32,11 @@ from ..selection.request import Selection
 from ..selection.sharing import promised, used_by_sharers
 from ..selection.verdicts import Rules, has_mps_clients, judge, recent_faults, room_for_shares, users_of, why_last
 from ..settings import config as policy
+from ..settings.config import Limits
 from ..settings.variables import existing_policy
-from ..wording.text import in_brackets, left_behind
+from ..wording.text import left_behind
 from .facts import GpuStatus, HostStatus, ProcessStatus, WaiterStatus
-from .idle import with_idle_times, with_reports
-from .starts import at_limits, expected_starts
-
-if TYPE_CHECKING:
-    from ..coordination.entry import Entry
-    from ..drivers.base import Driver
-    from ..gpus.devices import Gpu, GpuProcess, HostSnapshot
-    from ..settings.config import Limits
-    from .starts import AtLimit
+from .starts import AtLimit, at_limits, expected_starts
 
 
 class HostFacts:
@@ -123,20 +121,19 @@ class ProcessTable:
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self._names = {entry.name for entry in entries}
-        self._heirs: Mapping[str, int] | None = None
         self.stopped: dict[int | bytes, bool] = {}
         self.is_stopped = partial(procfs.is_stopped, known=self.stopped)
         self.describe = cache(procfs.describe_process)
         self.ancestors = cache(procfs.ancestors)
         self.family_of = cache(procfs.family_of)
 
+    @cached_property
+    def _heirs(self) -> Mapping[str, int]:
+        return heirs_of(self._names)
+
     def heir_of(self, entry: Entry) -> int | None:
         """As :func:`~safe_gpu.coordination.holders.heir_of`. The first query reads all of /proc."""
-        if os.geteuid() not in (0, entry.uid):
-            return None
-        if self._heirs is None:
-            self._heirs = heirs_of(self._names)
-        return self._heirs.get(entry.name)
+        return self._heirs.get(entry.name) if os.geteuid() in (0, entry.uid) else None
 
     def holder_of(self, entry: Entry) -> Holder:
         """Return who has an entry, with a process of this PID namespace or none; a note says what is unusual."""
@@ -148,7 +145,7 @@ class ProcessTable:
         elif holder.left_by is not None:
             note = left_behind(holder.pid, holder.left_by, reused=not procfs.has_ended(holder.left_by))
         stopped = holder.pid is not None and self.is_stopped(holder.pid)
-        return holder._replace(left_by=None, token=entry.token, stopped=stopped, note=note)
+        return holder._replace(left_by=None, stopped=stopped, note=note)
 
     def is_of(self, process: GpuProcess, claims: Iterable[Holder]) -> bool:
         """Return whether a process is that of one of the claims, or a descendant of it."""
@@ -171,26 +168,19 @@ def _place(namespace: str, entry: Entry, pid: int | None) -> str:
 _NOTICE = 86400.0  # seconds before a window begins, from which on it is shown
 
 
-def gather(driver: Driver | None = None) -> HostStatus:
+def gather() -> HostStatus:
     """Return the state of this host, for any user. It claims nothing and does not create the state directory.
-
-    Args:
-        driver: None opens those that ``SAFE_GPU_DRIVER`` names, one for each vendor, and closes them again.
 
     Raises:
         NoDriverError, UnsatisfiableRequestError: there is no such driver, or none works. An error of the state
             directory does not raise: it becomes a warning, and the GPUs are shown as the driver reports them.
     """
-    if driver is not None:
-        return status_of(driver.detailed(driver.snapshot()))
     drivers, broken = open_drivers()
     snapshots: list[HostSnapshot] = []
     for opened in drivers:
         try:
             snapshots.append(opened.detailed(opened.snapshot()))
         except NoDriverError as err:
-            if len(drivers) == 1:
-                raise
             broken.append(str(err))
         finally:
             opened.close()
@@ -209,14 +199,13 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
     path = state_dir_path()
     found = HostFacts(path, (gpu for snapshot in snapshots for gpu in snapshot.gpus), snapshots[0].name_prefix)
     now, tickets = time.time(), found.tickets
+    limits = _limits_of({entry.uid for entry in (*found.claims.living, *tickets)})
     rows = [
         replace(one, prefix=f"{snapshot.vendor}:") if len(snapshots) > 1 else one
         for snapshot in snapshots
-        for one in _gpus(snapshot, found)
+        for one in _gpus(snapshot, found, limits)
     ]
     gpus = with_idle_times(rows, now)
-    limits = _limits_of({claim.uid for one in gpus for claim in one.claims} | {ticket.uid for ticket in tickets})
-    gpus = with_reports(gpus, limits)
     limited = at_limits(tickets, gpus, limits, now)
     windows = all_windows()
     find_admitted(windows, {ticket.uid for ticket in tickets})
@@ -227,7 +216,7 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
         driver_version=_all_of(snapshot.driver_version for snapshot in snapshots),
         state_dir=path,
         taken_at=now,
-        gpus=gpus,
+        gpus=tuple(gpus),
         queue=tuple(
             _waiter(place, ticket, found.processes, moments, limited.get(ticket.name))
             for place, (ticket, moments) in enumerate(zip(tickets, starts, strict=True), 1)
@@ -252,6 +241,14 @@ def _limits_of(uids: Iterable[int]) -> dict[int, Limits]:
     return {} if rules is None else {uid: policy.limits_of_user(rules, uid) for uid in uids if uid >= 0}
 
 
+def report_after(limits: Limits | None) -> float | None:
+    """Return after how many seconds without work a claim of a user with these limits is reported; None if the policy
+    does not set that."""
+    if limits is None or limits.idle_report_after is not None:
+        return limits and limits.idle_report_after
+    return math.inf if "idle_report_after" in limits.sections else None
+
+
 def _all_of(texts: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(filter(None, texts)))
 
@@ -266,7 +263,7 @@ def _shift(snapshots: Iterable[HostSnapshot], claims: Claims) -> str:
     return next((stale_indices(value, order, around.gpus, one) for one in of_it), "")
 
 
-def _gpus(snapshot: HostSnapshot, found: HostFacts) -> Iterator[GpuStatus]:
+def _gpus(snapshot: HostSnapshot, found: HostFacts, limits: Mapping[int, Limits]) -> Iterator[GpuStatus]:
     processes, rules = found.processes, Rules.of(os.environ)._replace(drained=closed_now())
     held = [found.on(gpu) for gpu in snapshot.gpus]
     claimed = {gpu.uuid: claim for gpu, (claim, _) in zip(snapshot.gpus, held, strict=True) if claim is not None}
@@ -277,7 +274,8 @@ def _gpus(snapshot: HostSnapshot, found: HostFacts) -> Iterator[GpuStatus]:
         fault = why_last(found.faults[gpu.uuid]) if gpu.uuid in found.faults else ""
         if claim is not None and drained:
             fault = drained
-        reasons = [verdict.reason, *_remarks(claim), *_inside(inside), fault]
+        remarks = [claim.note, "stopped (a suspended job?)" * claim.stopped] if claim else []
+        reasons = [verdict.reason, *remarks, fault]
         if state == "free" and found.warnings:
             reasons = ["the driver shows no process on it; whether it is claimed is not known"]
         family = [] if claim is None else [*claim.each, *filter(None, [inside])]
@@ -290,27 +288,16 @@ def _gpus(snapshot: HostSnapshot, found: HostFacts) -> Iterator[GpuStatus]:
             inside=inside,
             processes=tuple(_process(process, processes) for process in gpu.processes or ()),
             fault=fault,
-            share_free=_share_free(gpu, claimed, found, rules) if claim and claim.sharers else None,
+            idle_report_after=report_after(limits.get(claim.uid)) if claim else None,
+            share_free=_share_free(gpu, claim.sharers, found, rules) if claim and claim.sharers else None,
             drained=bool(drained),
         )
 
 
-def _share_free(gpu: Gpu, claimed: Mapping[str, Holder], found: HostFacts, rules: Rules) -> int:
-    sharers, family_of = claimed[gpu.uuid].sharers, found.processes.family_of
+def _share_free(gpu: Gpu, sharers: Sequence[Holder], found: HostFacts, rules: Rules) -> int:
     if len(sharers) >= MOST_SHARERS or gpu.uuid in found.elsewhere:
         return 0
-    return max(0, room_for_shares(gpu, sharers, rules, family_of))
-
-
-def _remarks(claim: Holder | None) -> list[str]:
-    return [claim.note, "stopped (a suspended job?)" if claim.stopped else ""] if claim else []
-
-
-def _inside(claim: Holder | None) -> list[str]:
-    if claim is None:
-        return []
-    who = in_brackets(claim.user, claim.command)
-    return [f"inside it claimed by process {claim.pid or '?'}{who}", *_remarks(claim)]
+    return max(0, room_for_shares(gpu, sharers, rules, found.processes.family_of))
 
 
 def _is_idle(gpu: Gpu, claims: Collection[Holder], processes: ProcessTable, mps_clients: bool) -> bool:
@@ -326,6 +313,52 @@ def _is_idle(gpu: Gpu, claims: Collection[Holder], processes: ProcessTable, mps_
     if computes or any(processes.is_of(one, claims) for one in drawing):
         return False
     return bool(users) or not gpu.utilization  # else the driver hides who computes
+
+
+def with_idle_times(gpus: Sequence[GpuStatus], now: float) -> Sequence[GpuStatus]:
+    """Return the same GPUs, the claimed ones with ``idle_for``, and leave marks: for the next look, and that they were
+    seen held, for the history.
+
+    Args:
+        now: Unix seconds.
+    """
+    try:
+        with HistoryDir() as directory:
+            return [replace(one, idle_for=_idle_for(directory, one, now)) for one in gpus]
+    except (OSError, StateDirError):
+        return gpus
+
+
+def _idle_for(directory: Directory, one: GpuStatus, now: float) -> float | None:
+    since = one.claim.since if one.claim else None
+    if not since:
+        return None
+    mark_seen(directory, one.gpu.uuid)
+    if one.shares:  # it is not known which of the sharers does nothing
+        return None
+    try:
+        return max(0.0, round(now - _idle_since(directory, one, since, now), 3))
+    except (OSError, StateDirError):
+        return 0.0
+
+
+def _idle_since(directory: Directory, one: GpuStatus, since: float, now: float) -> float:
+    """Return since when the GPU has shown no work at all looks in this claim; now if it has only now begun, or works.
+
+    The file belongs to the user who looked first: all that others can do to its time is to write.
+    """
+    fd = directory.open_file(f"{one.gpu.uuid.replace('/', '_')}.idle", OPEN_FILE | os.O_RDWR, make=True)
+    try:
+        status = os.fstat(fd)
+        if not one.idle and one.gpu.utilization != 0:
+            os.ftruncate(fd, 0)
+        elif status.st_size and status.st_mtime >= since:
+            return status.st_mtime
+        else:
+            os.pwrite(fd, b"1", 0)
+        return now
+    finally:
+        os.close(fd)
 
 
 def _process(process: GpuProcess, processes: ProcessTable) -> ProcessStatus:

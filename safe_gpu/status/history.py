@@ -5,12 +5,12 @@ Any user may have written any line of the history, so all of it is bounded, and 
 A claim that died ended between two moments, so each sum has a lower and an upper bound.
 """
 
-from __future__ import annotations
-
 import json
 import math
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import date, timedelta
 from io import BytesIO
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -38,6 +38,8 @@ _LONGEST_LINE = 1 << 16
 _TOO_MANY = "there are more claims than can be kept, and the first are left out: ask for a shorter time"
 
 _MONTH = 31 * 86400.0
+
+_LABEL = re.compile("([0-9]+:)?[0-9]+")
 
 _TICK = 1.0  # seconds, in which the two clocks are read and rounded
 
@@ -218,24 +220,16 @@ class _Kept:
 def _lines(since: float, warnings: list[str]) -> Iterator[bytes]:
     """Read what may matter from this time on."""
     first = month_of(max(0.0, since - _MONTH))
-    try:
-        with HistoryDir() as directory:
-            for name in chain.from_iterable(map(file_names, months_kept(time.time()))):
-                if name < first:
-                    continue
-                try:
-                    fd = directory.open_file(name)
-                except FileNotFoundError:
-                    continue
-                except StateDirError as err:
-                    warnings.append(f"a part of the history cannot be read: {err}")
-                    continue
-                with open(fd, "rb", buffering=0) as file, BytesIO(file.read(LARGEST + _LONGEST_LINE)) as lines:
-                    yield from islice(lines, _MOST_LINES)
-    except FileNotFoundError:
-        pass
-    except (StateDirError, OSError) as err:
-        warnings.append(f"the history cannot be read: {err}")
+    for name in chain.from_iterable(file_names(month) for month in months_kept(time.time()) if month >= first):
+        try:
+            with HistoryDir() as directory, open(directory.open_file(name), "rb", buffering=0) as file:
+                lines = BytesIO(file.read(LARGEST + _LONGEST_LINE))
+        except FileNotFoundError:
+            continue
+        except (StateDirError, OSError) as err:
+            warnings.append(f"a part of the history cannot be read: {err}")
+            continue
+        yield from islice(lines, _MOST_LINES)
 
 
 def _line(line: bytes) -> PastClaim | ClaimEnd | None:
@@ -268,7 +262,7 @@ def _claim(pid: int, since: float, raw: Mapping[str, Any]) -> PastClaim | None:
         job=None if raw.get("job") is None else as_text(raw["job"], 100),
         command=None if raw.get("command") is None else as_text(raw["command"]),
         gpus=gpus,
-        labels=labels if len(labels) == len(gpus) else (),
+        labels=labels if len(labels) == len(gpus) and all(map(_LABEL.fullmatch, labels)) else (),
         until=as_seconds(raw.get("until"), 0),
         seen=since,
         share=None if raw.get("share") is None else as_int(raw["share"], 1, 1 << 62),
@@ -310,12 +304,16 @@ def _running(entry: Entry, told: PastClaim) -> PastClaim:
 
 
 class GpuHours(NamedTuple):
-    """What claims with the same ``key`` used: their number, and GPU-hours between ``least`` and ``most``."""
+    """What claims with the same ``key`` used: their number, and GPU-hours between ``least`` and ``most``.
+
+    ``waits`` are seconds, of the claims that began in this time and say how long they waited.
+    """
 
     key: str
     claims: int
     least: float
     most: float
+    waits: list[float]
 
 
 def hours_held(claim: PastClaim, since: float, until: float) -> tuple[float, float]:
@@ -335,8 +333,10 @@ def gpu_hours_by(claims: Iterable[PastClaim], by: str, since: float, until: floa
     for claim in claims:
         for key, number, begin, end in _parts(claim, by, since, until, labels):
             least, most = (seconds * number / 3600 for seconds in hours_held(claim, begin, end))
-            _, claims_before, least_before, most_before = sums.get(key, GpuHours(key, 0, 0.0, 0.0))
-            sums[key] = GpuHours(key, claims_before + 1, least_before + least, most_before + most)
+            _, claims_before, least_before, most_before, waits = sums.get(key, GpuHours(key, 0, 0.0, 0.0, []))
+            if claim.waited is not None and claim.since >= begin:
+                waits.append(claim.waited)
+            sums[key] = GpuHours(key, claims_before + 1, least_before + least, most_before + most, waits)
     return sorted(sums.values(), key=lambda use: (0 if by in _CALENDAR else -use.most, use.key))
 
 
@@ -350,14 +350,8 @@ def _parts(
     if by in _CALENDAR:
         last = until if claim.running else min(claim.ended or until, until)
         return [(key, number, begin, end) for key, begin, end in calendar(by, max(claim.since, since), last)]
-    return [(key_of(claim, by), number, since, until)]
-
-
-def key_of(claim: PastClaim, by: str) -> str:
-    """Return the user, job or host of a claim, or the day or week in which it began."""
-    if by in _CALENDAR:
-        return next(calendar(by, claim.since, claim.since), ("?",))[0]
-    return {"user": claim.user or "?", "job": claim.job or "(no job)", "host": claim.host or "?"}[by]
+    keys = {"user": claim.user or "?", "job": claim.job or "(no job)", "host": claim.host or "?"}
+    return [(keys[by], number, since, until)]
 
 
 _CALENDAR = {"day": 1, "week": 7}
@@ -367,14 +361,12 @@ def calendar(by: str, begin: float, end: float) -> Iterator[tuple[str, float, fl
     """Return the days, or the weeks from Monday on, of local time in a span: first day, beginning and end. A moment is
     a span too."""
     while begin <= end:
-        day = time.localtime(begin)
-        first = day.tm_mday - (day.tm_wday if by == "week" else 0)
-        named, after = (
-            time.mktime((day.tm_year, day.tm_mon, first + days, 0, 0, 0, 0, 0, -1)) for days in (0, _CALENDAR[by])
-        )
+        day = date.fromtimestamp(begin)
+        first = day - timedelta(day.weekday() if by == "week" else 0)
+        after = time.mktime((first + timedelta(_CALENDAR[by])).timetuple())
         if after <= begin:
             return
-        yield time.strftime("%Y-%m-%d", time.localtime(named)), begin, min(after, end)
+        yield first.isoformat(), begin, min(after, end)
         if after >= end:
             return
         begin = after
@@ -401,7 +393,7 @@ def table_of_use(found: Sequence[GpuHours], by: str, width: int) -> Iterator[str
     rows = [*found]
     if len(found) > 1:
         claims = sum(one.claims for one in found) if by == "user" else 0
-        rows.append(GpuHours("total", claims, sum(one.least for one in found), sum(one.most for one in found)))
+        rows.append(GpuHours("total", claims, sum(one.least for one in found), sum(one.most for one in found), []))
     facts = [
         Column(by.upper(), [one.key for one in rows], most=64),
         Column("CLAIMS", [str(one.claims or "") for one in rows], right=True),
@@ -423,10 +415,7 @@ def hours(least: float, most: float) -> str:
 def _gpus(claim: PastClaim) -> str:
     if not claim.labels:
         return f"{len(claim.gpus)} GPUs" if len(claim.gpus) > 1 else claim.gpus[0][:12]
-    try:
-        return gpu_ranges(claim.labels)
-    except ValueError:  # labels that no claim of ours writes
-        return ",".join(claim.labels)
+    return gpu_ranges(claim.labels)
 
 
 def _end(claim: PastClaim) -> str:

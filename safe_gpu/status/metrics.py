@@ -1,15 +1,10 @@
 """The state of a host as metrics, in the text format of Prometheus. Pure."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from ..host.procfs import printable
-
-if TYPE_CHECKING:
-    from .facts import GpuStatus, HostStatus
+from .facts import GpuStatus, HostStatus
 
 _MOST_USERS = 100  # of waiters: somebody with many user ids can wait as each of them
 

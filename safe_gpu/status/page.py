@@ -19,10 +19,9 @@ from ..host.procfs import printable
 from ..wording.text import clock, format_age, plural, short_age
 from .facts import FREE, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
 from .history import hours
-from .render import notes_of, queue_of, rows_of, windows_of
+from .render import TableRow, notes_of, queue_of, rows_of
 
 if TYPE_CHECKING:
-    from .render import TableRow
     from .report import ReportRow
 
 Document = Mapping[str, Any]
@@ -93,8 +92,6 @@ _LONGEST = 500  # characters of a text: anybody may have written it
 
 class Markup(str):
     """Text in which names of users and all else that is not ours have been escaped."""
-
-    __slots__ = ()
 
 
 def element(tag: str, *content: str, **attributes: str) -> Markup:
@@ -187,7 +184,7 @@ def host_part(document: Document, figures: Figures, now: float, use: Markup) -> 
     if figures.waiting:
         about += f", {figures.waiting} waiting, the first for {figures.cells['Longest'] or '?'}"
     rows = [_row(row, one.label, now) for one in status.gpus for row in rows_of(one, now)]
-    notes = listed([*notes_of(status), *windows_of(status), *status.warnings])
+    notes = listed([*notes_of(status), *status.warnings])
     left = element("div", table("GPUs", _TITLES, rows, "gpus"), notes)
     parts = element("div", left, element("div", _waiting(status), use), class_="parts")
     return joined(element("p", about, class_="dim"), parts)
@@ -198,22 +195,24 @@ def _row(row: TableRow, label: str, now: float) -> Mapping[str, str]:
     if row.used is not None and row.total:
         memory = joined(bar(row.used / row.total), element("span", row.cells["MEMORY"]))
     return {
+        **{_title(title): text for title, text in row.cells.items()},
         "GPU": label,
         "State": element("b", state, class_=state.replace(" ", "-")),
         "Memory": memory,
-        "Util": row.cells["UTIL"],
-        "Temp": row.cells["TEMP"],
-        "User": row.cells.get("USER", ""),
-        "Job": row.cells.get("JOB/PID", ""),
         "Command": row.cells.get("COMMAND", row.text),
         "Since": when(claim.since, now),
         "Until": when(claim.until, now),
     }
 
 
+def _title(column: str) -> str:
+    """Return the title that a column of the terminal has on the page."""
+    return column.capitalize().partition("/")[0]
+
+
 def _waiting(status: HostStatus) -> Markup:
     order, groups, columns = queue_of(status, verbose=True, most_of_user=99)
-    titles = [column.title.capitalize().partition("/")[0] for column in columns]
+    titles = [_title(column.title) for column in columns]
     rows = [dict(zip(titles, cells, strict=True)) for cells in zip(*(column.cells for column in columns), strict=True)]
     more = len(status.queue) - len(groups)
     return joined(table(f"Waiting, {order}", titles, rows, "queue"), listed([f"and {more} more"] * (more > 0)))
@@ -242,7 +241,7 @@ def _status_of(document: Document, now: float) -> HostStatus:
             reason=told,
             fault=told,
             idle=shown == "idle",
-            idle_report=shown == "idle",
+            idle_report_after=0.0 if shown == "idle" else None,
             drained=shown == "drained",
         )
 

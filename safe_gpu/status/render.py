@@ -3,13 +3,12 @@
 Labels are named as NVIDIA's DCGM exporter names them (``gpu``, ``UUID``), so that both join on them.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from ..gpus.devices import Holder
 from ..gpus.vendors import VENDORS
 from ..host.procfs import printable
 from ..wording.text import (
@@ -25,11 +24,7 @@ from ..wording.text import (
     short_age,
     wrapped,
 )
-from .facts import FREE
-
-if TYPE_CHECKING:
-    from ..gpus.devices import Holder
-    from .facts import GpuStatus, HostStatus, ProcessStatus, WaiterStatus
+from .facts import FREE, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
 
 _COLORS = {
     "free": "green",
@@ -81,19 +76,10 @@ def render(
         lines += _gpu_table(shown, width, color, bar, verbose, most_of_user)
     else:
         lines += wrapped("none of these GPUs" if status.gpus else "no GPUs", width)
-    for window in windows_of(shown):
-        lines += _warning(window, width, color)
     lines += _queue(shown, width, color, verbose, most_of_user)
     for warning in (*filter(None, [status.shift, status.doubt]), *status.broken, *status.ignored, *status.warnings):
         lines += ["", *_warning(f"warning: {warning}", width, color)]
     return "\n".join(lines)
-
-
-def windows_of(status: HostStatus) -> Iterator[str]:
-    """Yield when GPUs are reserved, where the notes under the table do not say it."""
-    for one in status.windows:
-        if labels := [shown.label for shown in status.gpus if one.covers(shown.gpu) and str(one) not in shown.reason]:
-            yield printable(f"GPU {gpu_ranges(labels)}: {one}")
 
 
 def _warning(text: str, width: int, color: bool, indent: str = "") -> Iterator[str]:
@@ -201,12 +187,16 @@ def _gpu_table(status: HostStatus, width: int, color: bool, marks: str, verbose:
 
 
 def notes_of(status: HostStatus) -> Iterator[str]:
-    """Return the remarks on the GPUs, each once with the GPUs that it is about."""
+    """Yield the remarks on the GPUs and when they are reserved, each once with the GPUs that it is about."""
     notes: dict[str, list[str]] = {}
     for one in status.gpus:
         for note in _notes(one):
             notes.setdefault(printable(note), []).append(one.label)
-    return (f"GPU {gpu_ranges(labels)}: {note}" for note, labels in notes.items())
+    for window in status.windows:
+        for one in status.gpus:
+            if window.covers(one.gpu) and str(window) not in one.reason:
+                notes.setdefault(printable(str(window)), []).append(one.label)
+    yield from (f"GPU {gpu_ranges(labels)}: {note}" for note, labels in notes.items())
 
 
 def _fitting(columns: Iterable[Column], width: int, optional: Iterable[str]) -> list[Column]:

@@ -1,7 +1,5 @@
 """What a host was used for, by user, week and host, as rows and as plots."""
 
-from __future__ import annotations
-
 import json
 import os
 import warnings
@@ -10,16 +8,13 @@ from datetime import date
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..errors import SafeGpuError
 from ..host.programs import Failed, call_in_child, environment, is_root
 from ..wording.text import Column
-from .history import calendar, gpu_hours_by, hours, key_of
+from .history import PastClaim, calendar, gpu_hours_by, hours
 from .render import table
-
-if TYPE_CHECKING:
-    from .history import PastClaim
 
 BY = ("user", "week", "host")
 
@@ -62,9 +57,7 @@ def report(
         free = {name: free_hours(claims, gpus, begin, end) for name, begin, end in weeks}
         free[host] = sum(free.values())
     for by in BY:
-        waits = waits_by(claims, by, since)
         for use in gpu_hours_by(claims, by, since, until):
-            known = waits.get(use.key, [])
             yield ReportRow(
                 by,
                 use.key,
@@ -72,19 +65,10 @@ def report(
                 round(use.least, 4),
                 round(use.most, 4),
                 round(free[use.key], 4) if by != "user" and use.key in free else None,
-                len(known),
-                round(fmean(known), 3) if known else None,
-                percentile_95(known) if known else None,
+                len(use.waits),
+                round(fmean(use.waits), 3) if use.waits else None,
+                percentile_95(use.waits) if use.waits else None,
             )
-
-
-def waits_by(claims: Iterable[PastClaim], by: str, since: float) -> dict[str, list[float]]:
-    """Return for how many seconds the claims waited that began from ``since`` on and say it, by :func:`key_of`."""
-    found: dict[str, list[float]] = {}
-    for claim in claims:
-        if claim.waited is not None and claim.since >= since:
-            found.setdefault(key_of(claim, by), []).append(claim.waited)
-    return found
 
 
 def percentile_95(values: Iterable[float]) -> float:
@@ -121,13 +105,14 @@ def report_by_day(claims: Sequence[PastClaim], since: float, until: float) -> Da
     users = [use.key for use in gpu_hours_by(claims, "user", since, until)]
     groups: dict[str, list[PastClaim]] = {user: [] for user in users[:_MOST_USERS]}
     for claim in claims:
-        user = key_of(claim, "user")
+        user = claim.user or "?"
         groups.setdefault(user if user in groups else _OTHERS, []).append(claim)
     used = {}
     for user, own in groups.items():
         hours_of = {use.key: use.most for use in gpu_hours_by(own, "day", since, until)}
         used[user] = [hours_of.get(name, 0.0) for name in names]
-    return Days(names, used, waits_by(claims, "day", since))
+    waits = {use.key: use.waits for use in gpu_hours_by(claims, "day", since, until) if use.waits}
+    return Days(names, used, waits)
 
 
 def table_of_report(rows: Iterable[ReportRow], width: int) -> Iterator[str]:

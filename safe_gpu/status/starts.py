@@ -1,27 +1,21 @@
 """When each waiter of the queue can expect to start, and whose user is at a limit."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..coordination.closed import binding
+from ..coordination.entry import Entry
 from ..coordination.queue import TicketRequest, is_stopped
 from ..gpus.devices import vendor_of
-from ..gpus.windows import spans_of
+from ..gpus.windows import Window, spans_of
 from ..selection.backfill import BackfillRequest, dates, starts, when_free
 from ..selection.request import Selection
 from ..selection.sharing import ROUNDING, part_of
-from .facts import FREE
-
-if TYPE_CHECKING:
-    from ..coordination.entry import Entry
-    from ..gpus.windows import Window
-    from ..selection.backfill import When
-    from ..settings.config import Limits
-    from .facts import GpuStatus
+from ..settings.config import Limits
+from .facts import FREE, GpuStatus
 
 
 class AtLimit(NamedTuple):
@@ -61,12 +55,8 @@ def at_limits(
         selection, _ = Selection.from_ticket(request.nb_gpus, request.conditions)
         excess = total + selection.amount(one.gpu for one in gpus) - most
         if excess > ROUNDING:
-            until = math.inf
-            for end, size in own:
-                excess -= size
-                if excess <= ROUNDING:
-                    until = max(end, now)
-                    break
+            freed = zip(accumulate(size for _, size in own), (end for end, _ in own), strict=True)
+            until = next((max(end, now) for size, end in freed if excess - size <= ROUNDING), math.inf)
             found[ticket.name] = AtLimit(round(total, 2), most, until)
     return found
 
@@ -80,7 +70,8 @@ def expected_starts(
     stopped: dict[int | bytes, bool] | None = None,
 ) -> list[tuple[float | None, float | None]]:
     """Return for each ticket, in the order of the queue, when it is expected to start, and before when it probably does
-    not, in Unix seconds. The first is None where a holder did not say for how long.
+    not, in Unix seconds. The first is None where a holder did not say for how long. Of a waiter inside a claim neither
+    is known.
 
     A waiter that is stopped, or that no release of claims can satisfy, has no start and delays nobody. A waiter whose
     user is at a limit delays nobody either, and starts when enough claims of that user end.
@@ -92,41 +83,23 @@ def expected_starts(
     """
     found = {name: (limit.until, math.inf) for name, limit in limited.items()}
     devices, stopped = [one.gpu for one in gpus], {} if stopped is None else stopped
-    for inside in {ticket.inside for ticket in tickets}:
-        ends, coming = _ends(gpus, now, inside)
-        wants: dict[str, BackfillRequest] = {}
-        for ticket in tickets:
-            request = TicketRequest.of(ticket)
-            if ticket.inside != inside or ticket.name in limited:
-                continue
-            _, known = Selection.from_ticket(request.nb_gpus, request.conditions)
-            if not (known and request.known):  # nobody passes it, so nobody knows more of those behind it
-                wants[ticket.name] = BackfillRequest(len(request.gpus) + 1, request.gpus)
-            elif not is_stopped(ticket, stopped) and len(request.gpus & coming) >= request.nb_gpus:
-                reserved = spans_of(binding(windows, ticket.uid), devices) if windows and not inside else {}
-                wants[ticket.name] = BackfillRequest.of(request, devices, reserved)
-        earliest = (date for _, date in dates(wants.values(), ends))
-        found.update(zip(wants, zip(starts(wants.values(), ends), earliest, strict=True), strict=True))
+    ends = {one.gpu.uuid: when_free(one.gpu, one.claim, now, free=one.state in FREE) for one in gpus}
+    coming = {one.gpu.uuid for one in gpus if one.state in FREE or one.claim is not None}
+    wants: dict[str, BackfillRequest] = {}
+    for ticket in tickets:
+        request = TicketRequest.of(ticket)
+        if ticket.inside or ticket.name in limited:
+            continue
+        _, known = Selection.from_ticket(request.nb_gpus, request.conditions)
+        if not (known and request.known):  # nobody passes it, so nobody knows more of those behind it
+            wants[ticket.name] = BackfillRequest(len(request.gpus) + 1, request.gpus)
+        elif not is_stopped(ticket, stopped) and len(request.gpus & coming) >= request.nb_gpus:
+            reserved = spans_of(binding(windows, ticket.uid), devices) if windows else {}
+            wants[ticket.name] = BackfillRequest.of(request, devices, reserved)
+    earliest = (date for _, date in dates(wants.values(), ends))
+    found.update(zip(wants, zip(starts(wants.values(), ends), earliest, strict=True), strict=True))
     pairs = (found.get(ticket.name, (math.inf, math.inf)) for ticket in tickets)
     return [
         (None if start == math.inf else round(start, 3), None if date == math.inf else round(date))
         for start, date in pairs
     ]
-
-
-def _ends(gpus: Iterable[GpuStatus], now: float, inside: str) -> tuple[dict[str, When], set[str]]:
-    """Return when each GPU is expected to be free for claims inside the one with this hash of a token ("": inside
-    none), and those that releases of claims can free."""
-    ends: dict[str, When] = {}
-    coming = set()
-    for one in gpus:
-        if not inside:
-            free, holder = one.state in FREE, one.claim
-        elif one.claim is not None and one.claim.token == inside:
-            free, holder = True, one.inside
-        else:
-            continue
-        ends[one.gpu.uuid] = when_free(one.gpu, holder, now, free=free)
-        if free or holder is not None:
-            coming.add(one.gpu.uuid)
-    return ends, coming

@@ -64,15 +64,6 @@ def plural(number: int, thing: str = "GPU") -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
-def gpus_held(number: float) -> str:
-    """Return how many GPUs a user holds, where a share counts as its part.
-
-    >>> gpus_held(1.0), gpus_held(0.25)
-    ('1 GPU held', '0.25 GPUs held')
-    """
-    return f"{round(number, 2):g} {'GPU' if number == 1 else 'GPUs'} held"
-
-
 def left_behind(pid: int | None, ended: int, *, reused: bool = False) -> str:
     """Return who still holds what a process claimed that has ended, so that nobody takes that number for the holder's.
 

@@ -1,22 +1,15 @@
-"""The state directory in which ``doctor`` looks, and no older package beside it."""
+"""The state directory in which ``doctor`` looks."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from safe_gpu.coordination import older_package as older
 from safe_gpu.coordination import setup
 from safe_gpu.coordination.directory import Directory
 from safe_gpu.coordination.entry import make_entry, remove_entry, said_by_this_process
 
 Claim = Callable[..., None]
-
-
-@pytest.fixture(autouse=True)
-def no_older_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever was used on this host."""
-    monkeypatch.setattr(older, "LOCK_FILE", "/nowhere/lock")
 
 
 @pytest.fixture

@@ -1,10 +1,6 @@
 """``doctor`` on GPUs and their driver, and whether it lists processes."""
 
-import os
 import re
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 from support.findings import ASK, finding, says
@@ -15,7 +11,7 @@ from safe_gpu.doctor import CheckedHost
 def test_a_good_host_of_gpus(fake_gpus) -> None:
     fake_gpus.use_nvml_here()
     host = CheckedHost()
-    for name in ("GPU driver", "driver speed", "access to GPUs", "process lists", "compute mode"):
+    for name in ("GPU driver", "access to GPUs", "process lists"):
         assert finding(name, host).status == "passed", name
     assert finding("GPU driver", host).detail == "nvml 550.54.15: 8 GPUs, NVIDIA A100-SXM4-80GB"
     fake_gpus.options(driver_version="535.54.03")
@@ -27,8 +23,6 @@ def test_a_good_host_of_gpus(fake_gpus) -> None:
     [
         ({"lost": 1}, "access to GPUs", "warning", "GPU 2"),
         ({"handle_error": 4}, "access to GPUs", "warning", "GPU 2"),
-        ({"mode": 2}, "compute mode", "warning", "GPU 2: compute mode PROHIBITED"),
-        ({"mode": 3}, "compute mode", "warning", "GPU 2: compute mode EXCLUSIVE_PROCESS"),
         ({"compute_error": 999}, "process lists", "warning", "GPU 2"),
     ],
 )
@@ -45,7 +39,7 @@ def test_no_gpus_and_no_driver(fake_gpus) -> None:
     fake_gpus.options(init_error=9)
     host = CheckedHost()
     assert finding("GPU driver", host).status == "failed"
-    for name in ("driver speed", "CUDA", "access to GPUs", "process lists", "compute mode"):
+    for name in ("CUDA", "access to GPUs", "process lists"):
         assert finding(name, host).status == "skipped", name
 
 
@@ -53,7 +47,7 @@ def test_a_slow_driver() -> None:
     host = CheckedHost()
     assert host.snapshot is not None
     host.poll_seconds = 3.2
-    says("driver speed", "warning", "3.20 s", host, "persistence")
+    says("GPU driver", "warning", "3.20 s", host, "persistence")
 
 
 def test_cuda_in_a_child(fake_gpus) -> None:
@@ -84,19 +78,3 @@ def test_lists_that_nobody_asks_for(fake_gpus) -> None:
     assert (status, "GPU 2" in detail, "SAFE_GPU_PROCESS_LIST=optional" in fix) == ("failed", True, True)
     status, detail, _ = lists(fake_gpus, SAFE_GPU_PROCESS_LIST="optional")
     assert (status, "by its memory alone" in detail) == ("warning", True)
-
-
-def test_mps_daemons_and_clients(fake_gpus, eventually) -> None:
-    fake_gpus.use_nvml_here()
-    assert finding("MPS").status == "passed"
-    client = fake_gpus.process(fake_gpus.uuids[3], os.getpid(), kind="mps")
-    assert "clients on GPU 3" in finding("MPS").detail
-    client.unlink()
-    daemon = subprocess.Popen(["/usr/bin/nvidia-cuda-mps-control", "60"], executable=shutil.which("sleep"))
-    # exec(2) closes the pipe that Popen waits for before the new command line can be read.
-    eventually(lambda: b"mps-control" in Path(f"/proc/{daemon.pid}/cmdline").read_bytes())
-    try:
-        says("MPS", "warning", f"process {daemon.pid}")
-    finally:
-        daemon.kill()
-        daemon.wait()

@@ -1,4 +1,4 @@
-"""``doctor`` on the state directory, who holds GPUs, and the older package."""
+"""``doctor`` on the state directory, and who holds GPUs."""
 
 import os
 import signal
@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.findings import UUIDS, environment, finding, in_namespace, says
+from support.findings import UUIDS, finding, in_namespace, says
 
 from safe_gpu.coordination import directory as directories
-from safe_gpu.coordination import older_package as older
-from safe_gpu.coordination.doors import Doors, digest
+from safe_gpu.coordination.doors import Doors
 from safe_gpu.doctor import CheckedHost, state
 from safe_gpu.host import procfs
 from safe_gpu.host.procfs import FileSystem
@@ -48,7 +47,6 @@ def test_a_directory_in_use_passes(used: Path) -> None:
         ("ln -sf /etc/passwd host.lock", "failed", "is a symbolic link"),
         ("rm host.lock && mkdir host.lock", "failed", "not a regular file"),
         ("chmod 700 ..", "warning", "other users cannot enter it"),
-        ("mkdir leases", "warning", "leases is of an older build"),
     ],
 )
 def test_faults_of_the_directory(used: Path, fault: str, status: str, words: str) -> None:
@@ -90,14 +88,9 @@ def test_a_host_lock_that_is_never_given_back(used: Path, child: Any, eventually
     os.kill(holder.pid, signal.SIGSTOP)
     eventually(lambda: procfs.is_stopped(holder.pid))
     monkeypatch.setattr(state, "_PATIENCE", 0.05)
-    says("file locks", "failed", f"process {holder.pid}", fix=f"kill -CONT {holder.pid}")
+    says("file locks", "failed", f"process {holder.pid} of ", fix="the message names")
     holder.kill()
     assert finding("file locks").status == "passed"
-
-
-def test_locks_that_are_slow(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "_LONG_HOLD", -1.0)
-    says("file locks", "warning", "held by others for")
 
 
 @as_root
@@ -148,48 +141,3 @@ def test_a_claim_in_another_state_directory(claimed: Any) -> None:
     finally:
         doors.release()
     says("state directories of claims", "passed")
-
-
-def test_scopes_that_live_and_scopes_that_leaked(claimed: Any) -> None:
-    assert finding("SAFE_GPU_SCOPE", environment()).status == "passed"
-    inside = environment(SAFE_GPU_SCOPE="0123")
-    says("SAFE_GPU_SCOPE", "warning", "belongs to no living claim", inside, "unset SAFE_GPU_SCOPE")
-    claimed(UUIDS[5], token=digest("0123"))
-    says("SAFE_GPU_SCOPE", "passed", f"claim of process {os.getpid()}, GPU 5", inside)
-
-
-@as_root
-def test_the_scope_of_another_user(claimed: Any, used: Path) -> None:
-    claimed(UUIDS[5], token=digest("0123"))
-    (path,) = (used / "claims").iterdir()
-    os.chown(path, 54321, 54321)
-    inside = environment(SAFE_GPU_SCOPE="0123")
-    says("SAFE_GPU_SCOPE", "warning", "belongs to no living claim of yours", inside, "unset SAFE_GPU_SCOPE")
-
-
-# The older package
-
-
-@pytest.fixture
-def old_lock(open_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = open_tmp / "safe_gpu" / "lock"
-    monkeypatch.setattr(older, "LOCK_FILE", str(path))
-    monkeypatch.delenv("SAFE_GPU_LEGACY_LOCK")
-    return path
-
-
-def test_the_older_package(old_lock: Path, child: Any) -> None:
-    assert "not been used" in finding("safe-gpu 1.x and 2.0").detail
-    old_lock.parent.mkdir()
-    old_lock.touch()
-    assert "claims take its lock too" in finding("safe-gpu 1.x and 2.0").detail
-    theirs = child(
-        f"import fcntl\nf = open({str(old_lock)!r}, 'w')\nfcntl.lockf(f, fcntl.LOCK_EX)\nsay('locked'); listen()"
-    )
-    assert theirs.hear() == "locked"
-    assert f"process {theirs.pid}" in finding("safe-gpu 1.x and 2.0").detail
-    assert finding("safe-gpu 1.x and 2.0", environment(SAFE_GPU_LEGACY_LOCK="never")).status == "warning"
-    old_lock.unlink()
-    old_lock.parent.rmdir()
-    old_lock.parent.symlink_to(old_lock.parent)  # cannot be examined, as another user's
-    says("safe-gpu 1.x and 2.0", "warning", "may not open its lock", fix="have its users upgrade")

@@ -11,8 +11,6 @@ from support.kfd_host import KfdHost
 import safe_gpu
 from safe_gpu.cli.commands import main
 
-NVIDIA_ONLY = ("compute mode", "MPS")
-
 
 @pytest.fixture
 def doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
@@ -28,14 +26,13 @@ def doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
 
 def test_rows_on_a_simulated_amd_host(doctor: Any) -> None:
     found = doctor(SAFE_GPU_DRIVER="simulated:mi300x-cpx")
-    assert {name: found[name]["status"] for name in NVIDIA_ONLY} == dict.fromkeys(NVIDIA_ONLY, "skipped")
     assert "CUDA" not in found
     assert "CUDA_VISIBLE_DEVICES" not in found
     assert found["ROCR_VISIBLE_DEVICES"]["status"] == "passed"
-    texts = [f"{one['detail']} {one['fix']}" for one in found.values() if one["name"] not in NVIDIA_ONLY]
+    texts = [f"{one['detail']} {one['fix']}" for one in found.values()]
     wrong = [text for text in texts if any(word in text for word in ("nvidia-smi", "Xid", "NVML", "CUDA can"))]
     assert wrong == []
-    assert found["HIP"]["detail"] == "simulated GPUs have no HIP"
+    assert found["HIP"]["detail"] == "safe_gpu does not ask HIP about these GPUs"
 
 
 def test_a_tree_without_gpus(doctor: Any, tmp_path: Path) -> None:
@@ -49,8 +46,6 @@ def test_the_other_vendor(doctor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:two-vendors")
     with safe_gpu.GPUOwner(1, vendor="amd", timeout=0, affinity=None, delegate=True):
         inside = doctor()
-    assert "this is inside the claim of process" in inside["SAFE_GPU_SCOPE"]["detail"]
-    assert inside["SAFE_GPU_SCOPE"]["detail"].endswith("GPU 0")
     assert "HIP" in inside, "a claim inside a claim of AMD GPUs gets those"
     found = doctor()
     assert "CUDA" in found

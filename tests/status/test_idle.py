@@ -12,8 +12,7 @@ from support.ground import write_for_all
 from safe_gpu.gpus.devices import Gpu, Holder
 from safe_gpu.settings.config import Limits
 from safe_gpu.status.facts import GpuStatus
-from safe_gpu.status.gather import gather
-from safe_gpu.status.idle import with_idle_times, with_reports
+from safe_gpu.status.gather import gather, report_after, with_idle_times
 
 SINCE = time.time() - 1000.0
 BUSY = GpuStatus(Gpu(0, "GPU-a", utilization=50), "claimed", claim=Holder(7, "anna", since=SINCE, uid=4711))
@@ -82,16 +81,13 @@ def test_a_mark_that_cannot_be_written_is_none(marks: Path, kind: str) -> None:
     [
         (Limits(idle_report_after=1800.0), 1799.0, False),
         (Limits(idle_report_after=1800.0), 1800.0, True),
-        (Limits(idle_report_after=1800.0), None, None),
         (Limits(sections={"idle_report_after": "unlimited"}), 9e9, False),
         (Limits(max_gpus=4), 9e9, None),
         (None, 9e9, None),
     ],
 )
 def test_the_limit_is_that_of_the_user_of_the_claim(limits: Any, idle_for: Any, expected: Any) -> None:
-    one = replace(BUSY, idle_for=idle_for)
-    known = {1000: Limits(idle_report_after=1.0)} | ({4711: limits} if limits else {})
-    assert with_reports([one], known)[0].idle_report is expected
+    assert replace(BUSY, idle_for=idle_for, idle_report_after=report_after(limits)).idle_report is expected
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a policy must be")

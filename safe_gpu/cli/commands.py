@@ -59,7 +59,7 @@ _COMMAND_LIST = "\n".join(["commands:", *(f"  {name:<12} {summary}" for name, su
 # The module of each command that is not ``NAME.py``.
 _MODULES = {
     **dict.fromkeys(("run", "bind", "wait"), "job"),
-    **dict.fromkeys(("drain", "resume", "policy"), "admin"),
+    **dict.fromkeys(("drain", "resume", "policy", "setup"), "admin"),
     **dict.fromkeys(("affinity", "doctor", "demo"), "looks"),
 }
 

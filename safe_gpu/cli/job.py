@@ -17,8 +17,7 @@ from ..errors import SafeGpuError, UnsatisfiableRequestError
 from ..settings.variables import is_simulated
 from .advice import hint_for, warning_about
 from .arguments import EX_USAGE, add_affinity, add_request, add_which_gpus, claim_arguments, hosts_of_option, is_number
-from .output import CommandError, Log, is_terminal, say
-from .wait_line import WaitLine
+from .output import CommandError, Log, WaitLine, is_terminal, say
 
 if TYPE_CHECKING:
     from ..claim.owner import GPUOwner

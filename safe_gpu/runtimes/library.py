@@ -25,7 +25,6 @@ from ..gpus.vendors import VENDORS
 from ..host.foreign_files import read_start
 from ..host.procfs import is_forked, lines_of, open_files
 from ..host.programs import Failed, TooLate, call_in_child, is_root, others_can_change
-from .causes import likely_cause
 
 if TYPE_CHECKING:
     import ctypes
@@ -370,6 +369,8 @@ def tell(title: str) -> int:
     """Print, in a child process, what names the GPUs that the library with this title shows, or an error to stderr;
     return an exit status."""
     from importlib import import_module
+
+    from .causes import likely_cause
 
     library = getattr(import_module(f".{title.lower()}", __package__), title)
     shown: tuple[str, ...] = ()

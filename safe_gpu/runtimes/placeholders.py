@@ -17,7 +17,6 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from ..errors import PlaceholderError, SafeGpuError, package_logger
-from .causes import likely_cause
 from .library import CudaCallError, Held, Library
 
 Placeholder = Callable[[int], Any]
@@ -63,6 +62,8 @@ def allocate(placeholder: Placeholder, device_no: int, hold: Placeholder | None 
     except Exception as err:
         if isinstance(err, SafeGpuError) and not isinstance(err, CudaCallError):
             raise
+        from .causes import likely_cause
+
         library = getattr(placeholder, "_library", "CUDA")
         what = f"{name_of(placeholder)} could not hold {library} device {device_no}"
         raise PlaceholderError(f"{what}: {_first_line(err)}{likely_cause(err)}", device_no=device_no) from err

@@ -56,7 +56,13 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            self.error(not_a_choice(action.option_strings[-1:], str(value), tuple(map(str, action.choices))))
+            from shlex import quote
+
+            choices = tuple(map(str, action.choices))
+            close = _similar(str(value), choices)
+            meant = f"did you mean {close}? " if close else ""
+            given = " ".join([*action.option_strings[-1:], quote(str(value))])
+            self.error(f"{given} is not possible: {meant}choose from {', '.join(choices)}")
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -208,15 +214,6 @@ def _similar(word: str, known: Iterable[str]) -> str:
     bare = {option.lstrip("-"): option for option in known if option[:2] == "--" or option[:1] != "-"}
     close = get_close_matches(word.lstrip("-").lower().replace("_", "-"), bare, 1, 0.7)
     return bare[close[0]] if close else ""
-
-
-def not_a_choice(option: Sequence[str], value: str, choices: Sequence[str]) -> str:
-    """Return the usage error for a value that is none of a few words; ``option`` is its name, or nothing."""
-    from shlex import quote
-
-    close = _similar(value, choices)
-    meant = f"did you mean {close}? " if close else ""
-    return f"{' '.join([*option, quote(value)])} is not possible: {meant}choose from {', '.join(choices)}"
 
 
 def unknown_option(word: str, options_of: Mapping[str, Sequence[str]], after: str = "") -> str:

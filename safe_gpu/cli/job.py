@@ -170,17 +170,16 @@ def configure_bind(parser: argparse.ArgumentParser) -> None:
   mpirun -np 8 safe-gpu bind --memory preferred -- ./simulate
   for i in 0 1 2 3; do LOCAL_RANK=$i safe-gpu bind -- ./train & done"""
     add_affinity(parser)
-    parser.add_argument("--memory", choices=("preferred", "bind"), help="NUMA memory policy next to the GPUs")
+    add = parser.add_argument
+    add("--memory", choices=("preferred", "bind"), help="NUMA memory policy next to the GPUs")
     add_which_gpus(
         parser,
         gpu="these GPUs instead, as nvidia-smi shows them: 0,3",
         ordinal="this GPU instead, as CUDA numbers it after CUDA_VISIBLE_DEVICES",
         node="the NUMA node of this number instead, whatever GPU the command uses",
     )
-    parser.add_argument(
-        "--if-possible", action="store_true", help="where binding fails, say why and run the command unbound"
-    )
-    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    add("--if-possible", action="store_true", help="where binding fails, say why and run the command unbound")
+    add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(handler=_bind)
 
 

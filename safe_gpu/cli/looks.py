@@ -27,12 +27,8 @@ def configure_affinity(parser: argparse.ArgumentParser) -> None:
     cores, each = whole_number("cores", 1), "N physical cores for each GPU"
     add("--min-cores", dest="min_physical_cores", type=cores, default=1, metavar="N", help=f"at least {each}")
     add("--max-cores", dest="max_physical_cores", type=cores, metavar="N", help=f"at most {each}")
-    add(
-        "--allowed",
-        type=parse_cpus,
-        metavar="CPULIST",
-        help="as if this process might use these CPUs only, such as 0-15,128-143",
-    )
+    allowed = "as if this process might use these CPUs only, such as 0-15,128-143"
+    add("--allowed", type=parse_cpus, metavar="CPULIST", help=allowed)
     add("--of", type=process_id, metavar="PID", help="report where this process runs instead")
     add_which_gpus(
         parser,

@@ -231,20 +231,18 @@ def write_whole(path: str, content: str | bytes) -> None:
     Raises:
         OSError: it cannot be written there, or would replace what is no regular file; nothing is left behind.
     """
+    from tempfile import mkstemp
+
     path = os.path.abspath(path)
     with suppress(FileNotFoundError):
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise OSError(f"{path} is there and is no regular file, so it is not replaced: name another file")
     directory, name = os.path.split(path)
-    temporary = os.path.join(
-        directory, f".{name}.{os.getpid()}.{time.monotonic_ns():x}.tmp"
-    )  # no reader takes it for a metrics file
     try:
-        # A link that somebody put there is not followed.
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        fd, temporary = mkstemp(".tmp", f".{name}.", directory)  # no reader takes it for a metrics file
         try:
             with os.fdopen(fd, "wb") as file:
-                os.fchmod(file.fileno(), 0o644)
+                os.fchmod(fd, 0o644)
                 file.write(content.encode() if isinstance(content, str) else content)
             os.replace(temporary, path)
         except BaseException:

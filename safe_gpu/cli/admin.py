@@ -9,7 +9,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 from ..claim.limits import held_of
@@ -268,10 +268,8 @@ def _held() -> dict[str, Counter[int]] | None:
     try:
         claims = Claims(living_claims())
         for driver in open_drivers()[0]:
-            try:
+            with closing(driver):
                 snapshot = driver.snapshot()
-            finally:
-                driver.close()
             users = held.setdefault(snapshot.vendor, Counter())
             for claim, number in held_of(snapshot, claims):
                 users[claim.uid] += number  # type: ignore[assignment]  # a share is a part

@@ -11,6 +11,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import SafeGpuError, UnsatisfiableRequestError
@@ -87,13 +88,10 @@ def _run(options: argparse.Namespace) -> int:
     arguments = claim_arguments(options)
     if arguments.get("affinity") == "none":
         arguments["affinity"] = None
-    hint = "hold_for" not in arguments
+    arguments |= {"placeholder_fn": NoPlaceholder(), "logger": Log(), "delegate": arguments.get("share") is None}
     try:
-        with unwind_on_signals(), WaitLine(sys.stderr, quiet=options.quiet, hint=hint) as line:
-            record = command_for_record(options.command)
-            owner_of = owner_type(on_wait=line.show, command=record)
-            delegate = arguments.get("share") is None
-            owner = owner_of(placeholder_fn=NoPlaceholder(), logger=Log(), delegate=delegate, **arguments)
+        with unwind_on_signals(), WaitLine(sys.stderr, quiet=options.quiet, hint="hold_for" not in arguments) as line:
+            owner = owner_type(on_wait=line.show, command=command_for_record(options.command))(**arguments)
         if not owner.gpus and not options.quiet:
             say("the command starts without a GPU: SAFE_GPU_NB_GPUS=0")
         elif not options.quiet and (line.waited or sys.stderr.isatty()):
@@ -242,10 +240,8 @@ def become(path: str, command: Sequence[str]) -> NoReturn:
     import errno
 
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with suppress(OSError, ValueError):  # nobody reads it any more, and the command may not care
             stream.flush()
-        except (OSError, ValueError):
-            pass  # nobody reads it any more, and the command may not care
     try:
         try:
             _set_signals_of_python(

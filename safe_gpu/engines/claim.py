@@ -224,10 +224,9 @@ def _try(ahead: Sequence[HostClaim]) -> tuple[list[Any], NotEnoughGpusError | No
                 behind.append(claimer.holder)
     if error is not None:  # waiting for the busy hosts cannot help
         raise error
-    for holder in behind:
-        holder.call("release")
-    for holder in behind:
-        holder.answer(ANSWER_LIMIT)
+    _, lost = _ask(behind, ANSWER_LIMIT, "release")
+    if lost is not None:
+        raise lost
     return grants, refusal
 
 

@@ -47,7 +47,7 @@ _KEPT = 7 * 86400.0  # seconds for which a window that is over is kept: the cloc
 
 
 def configure_drain(parser: argparse.ArgumentParser) -> None:
-    """Set its options and its handler."""
+    """Set its options."""
     parser.description = """Allow no new claims on these GPUs, or on any GPU of this host. Claims that hold
 them go on, and waiters keep waiting. For root and the owner of the state
 directory only. With --until it is for a time: before that begins, only claims
@@ -67,15 +67,14 @@ for whom the GPUs are reserved."""
     add("--wait", action="store_true", help="then wait until nobody holds or uses them")
     add("--timeout", type=parse_duration, metavar="D", help="with --wait: end with 75 after this time (default inf)")
     _add_gpus(parser)
-    parser.set_defaults(handler=_drain, usage_error=parser.error)
 
 
 def configure_resume(parser: argparse.ArgumentParser) -> None:
-    """Set its options and its handler."""
+    """Set its options."""
     parser.description = """Allow new claims on these GPUs again, or on all GPUs of this host: they are
 neither drained nor reserved any more."""
     _add_gpus(parser)
-    parser.set_defaults(handler=_drain, **dict.fromkeys("reason begin until for_group for_user wait timeout".split()))
+    parser.set_defaults(**dict.fromkeys("reason begin until for_group for_user wait timeout".split()))
 
 
 def _add_gpus(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +82,7 @@ def _add_gpus(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("gpus", nargs="*", type=gpu_list, metavar="GPU", help=names)
 
 
-def _drain(options: argparse.Namespace) -> int:
+def do_drain(options: argparse.Namespace) -> int:
     """Write root's files, or those of the owner of the state directory."""
     for_time = options.begin or options.for_group or options.for_user
     if (options.wait if options.until else for_time) or (options.timeout is not None and not options.wait):
@@ -122,6 +121,9 @@ def _drain(options: argparse.Namespace) -> int:
         claimed = f"; claimed by {one.claim.user} until that claim ends" if one.claim and one.gpu.uuid in now else ""
         say(f"GPU {one.label}: {now.get(one.gpu.uuid, 'can be claimed')}{claimed}")
     return _wait(uuids, options.timeout) if options.wait else 0
+
+
+do_resume = do_drain  # its options say which
 
 
 def _window(options: argparse.Namespace, uuids: tuple[str, ...], reason: str) -> Window:
@@ -180,7 +182,7 @@ def _wait(uuids: Collection[str], timeout: float | None) -> int:
 
 
 def configure_policy(parser: argparse.ArgumentParser) -> None:
-    """Set its options and its handler."""
+    """Set its options."""
     parser.description = "Show the limits that the administrator has set for you, or for others."
     parser.epilog = "examples:\n  safe-gpu policy\n  safe-gpu policy --json | jq .max_gpus\n  safe-gpu policy --all"
     whose = parser.add_mutually_exclusive_group()
@@ -188,10 +190,10 @@ def configure_policy(parser: argparse.ArgumentParser) -> None:
     whose.add_argument("--all", action="store_true", help="show how many GPUs each user holds and may hold")
     whose.add_argument("--check", metavar="FILE", help="check whether this file is valid as the host's")
     parser.add_argument("--json", action="store_true", help="for programs; times in seconds, null for no limit")
-    parser.set_defaults(handler=_policy, usage_error=parser.error)
 
 
-def _policy(options: argparse.Namespace) -> int:
+def do_policy(options: argparse.Namespace) -> int:
+    """Carry out the command; return its exit code."""
     path = options.check or settings.policy_file(os.environ)
     rules, ignored = policy.read(path)
     doubts = policy.unknown_names(rules) if rules is not None and (options.check or options.all) else ()
@@ -296,7 +298,7 @@ _SYSTEMD = ("/run/systemd/system", "/usr/bin/systemd-tmpfiles", "/bin/systemd-tm
 
 
 def configure_setup(parser: argparse.ArgumentParser) -> None:
-    """Set its options and its handler."""
+    """Set its options."""
     parser.description = """Make a state directory of root's, so that no user can remove or close what
 others rely on; lead all sessions to it by the host's settings. What is right
 already, and what others made, is not changed."""
@@ -305,10 +307,10 @@ already, and what others made, is not changed."""
     add("--state-dir", metavar="DIR", default=ADMIN_DIR, help=f"an absolute path on a local disk (default {ADMIN_DIR})")
     add("--dry-run", action="store_true", help="print what would be done, and change nothing")
     add("--remove", action="store_true", help="remove what setup made, while nobody claims or waits")
-    parser.set_defaults(handler=_setup)
 
 
-def _setup(options: argparse.Namespace) -> int:
+def do_setup(options: argparse.Namespace) -> int:
+    """Carry out the command; return its exit code."""
     path, act = _checked(options.state_dir), not options.dry_run
     if act and not is_root():
         raise PolicyError("only root can set up a host: run it as root, or with --dry-run")

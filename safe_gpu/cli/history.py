@@ -33,7 +33,7 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what spreadsheets would run
 
 
 def configure_history(parser: argparse.ArgumentParser) -> None:
-    """Set its options and its handler."""
+    """Set its options."""
     parser.description = "Claims on this host, the latest first, or GPU-hours by user, GPU, job or day."
     parser.epilog = """examples:
   safe-gpu history --user anna --since yesterday
@@ -55,10 +55,10 @@ GPU-hours have a least and a most for that."""
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="for programs; times in Unix seconds")
     form.add_argument("--csv", action="store_true", help="for spreadsheets; times in UTC")
-    parser.set_defaults(handler=_history, usage_error=parser.error)
 
 
-def _history(options: argparse.Namespace) -> int:
+def do_history(options: argparse.Namespace) -> int:
+    """Carry out the command; return its exit code."""
     from ..status.history import claims_between
 
     _check(options)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def configure_run(parser: argparse.ArgumentParser) -> None:
-    """Set its options and its handler."""
+    """Set its options."""
     parser.usage = "safe-gpu run [options] -- CMD ..."
     parser.description = "Wait for GPUs, claim them, and become the command, which holds them to its end."
     parser.epilog = """examples:
@@ -57,7 +57,6 @@ exit codes: the command's; 2 usage, 68 no host of --host answers,
     add("--refused-exit", type=_exit_code, metavar="N", help=refused)
     parser.add_argument("--pending", help=argparse.SUPPRESS)  # by run --host, see there
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.set_defaults(handler=_run, usage_error=parser.error)
 
 
 def _exit_code(text: str) -> int:
@@ -66,7 +65,8 @@ def _exit_code(text: str) -> int:
     return int(text)
 
 
-def _run(options: argparse.Namespace) -> int:
+def do_run(options: argparse.Namespace) -> int:
+    """Carry out the command; return its exit code."""
     if options.host and not options.pending:
         from .hosts import run_on_hosts
 
@@ -135,17 +135,17 @@ def _got(owner: GPUOwner, waited: float | None) -> str:
 
 
 def configure_wait(parser: argparse.ArgumentParser) -> None:
-    """Set its options and its handler."""
+    """Set its options."""
     parser.description = """Wait until that many GPUs could be claimed, print their indices, one on a line,
 and claim nothing; exit code 0 then."""
     parser.epilog = "example:\n  safe-gpu wait -n 2 --timeout 1h && notify-send 'two GPUs are free'"
     add_request(parser)
     quiet = "print nothing about waiting"
     parser.add_argument_group("output").add_argument("-q", "--quiet", action="store_true", help=quiet)
-    parser.set_defaults(handler=_wait)
 
 
-def _wait(options: argparse.Namespace) -> int:
+def do_wait(options: argparse.Namespace) -> int:
+    """Carry out the command; return its exit code."""
     from ..claim.functions import wait_for_gpus
     from ..host.signals import unwind_on_signals
 
@@ -156,7 +156,7 @@ def _wait(options: argparse.Namespace) -> int:
 
 
 def configure_bind(parser: argparse.ArgumentParser) -> None:
-    """Set its options and its handler."""
+    """Set its options."""
     parser.usage = "safe-gpu bind [options] -- CMD ..."
     parser.description = (
         "Bind CPUs (and memory) next to the visible GPUs, then become the command: for\n"
@@ -178,10 +178,10 @@ def configure_bind(parser: argparse.ArgumentParser) -> None:
     )
     add("--if-possible", action="store_true", help="where binding fails, say why and run the command unbound")
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.set_defaults(handler=_bind)
 
 
-def _bind(options: argparse.Namespace) -> int:
+def do_bind(options: argparse.Namespace) -> int:
+    """Carry out the command; return its exit code."""
     given = getattr(options, "affinity", "node")
     if options.node is not None and given not in ("node", "none"):
         raise CommandError(f"--node {options.node} binds to the whole node: leave out --affinity", code=EX_USAGE)

@@ -28,7 +28,7 @@ page, which says that it is stale after thrice as long (default 5m)"""
 
 
 def configure_status(parser: argparse.ArgumentParser) -> None:
-    """Set its options and its handler."""
+    """Set its options."""
     parser.description = "Which GPUs are free, who has the others, and who waits."
     parser.epilog = """examples:
   safe-gpu status --watch --interval 10s
@@ -50,7 +50,6 @@ exit codes with hosts: 0 all have answered, 1 some have, 68 none has"""
     add("--watch", action="store_true", help="show it again every two seconds, hosts every five, until q or Ctrl-C")
     add("--interval", type=seconds, metavar="D", help=_BETWEEN)
     add_hosts(parser)
-    parser.set_defaults(handler=_status, usage_error=parser.error)
 
 
 def seconds(text: str) -> float:
@@ -61,7 +60,8 @@ def seconds(text: str) -> float:
     return found
 
 
-def _status(options: argparse.Namespace) -> int:
+def do_status(options: argparse.Namespace) -> int:
+    """Carry out the command; return its exit code."""
     user: str | None = options.user
     if options.mine:
         if user is not None:

@@ -6,7 +6,9 @@ around the limits too.
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
 import re
 import stat
 from collections.abc import Callable, Collection, Mapping
@@ -341,31 +343,22 @@ def unknown_names(policy: Policy) -> list[str]:
 
 def uid_of(name: str) -> int | None:
     """Return the uid of a user, by name or number; None if nobody has that name."""
-    import pwd
-
-    try:
-        return pwd.getpwnam(name).pw_uid
-    except (KeyError, ValueError):
-        return _number(name)
+    return _id_of(name, pwd.getpwnam)
 
 
 def gid_of(group: str) -> int | None:
     """Return the gid of a group, by name or number; None if none has that name."""
-    import grp
+    return _id_of(group, grp.getgrnam)
 
+
+def _id_of(name: str, entry_of: Callable[[str], Any]) -> int | None:
     try:
-        return grp.getgrnam(group).gr_gid
+        return int(entry_of(name)[2])  # pw_uid, gr_gid
     except (KeyError, ValueError):
-        return _number(group)
-
-
-def _number(name: str) -> int | None:
-    return int(name) if name.isdecimal() and name.isascii() and len(name) < 11 else None
+        return int(name) if name.isdecimal() and name.isascii() and len(name) < 11 else None
 
 
 def _gids_of(uid: int) -> set[int]:
-    import pwd
-
     if uid == os.geteuid():
         return {os.getegid(), *os.getgroups()}
     try:

@@ -25,7 +25,6 @@ from ..host import procfs
 from ..host.procfs import describe_process
 from ..host.signals import DeferredSignals
 from ..runtimes import placeholders
-from ..runtimes.causes import blames_gpu
 from ..selection.request import Selection
 from ..selection.verdicts import HIDDEN, NOT_YET, SHOWN, has_mps_clients, judge, presence, users_of
 from ..wording.text import in_brackets
@@ -203,6 +202,8 @@ def _process_text(process: GpuProcess) -> str:
 def note_failure(view: HostView, claim: Claim, device_no: int, err: PlaceholderError, logger: Any) -> PlaceholderError:
     """Return the error of a placeholder with the GPU and who else is on it. If the GPU itself is bad, that is noted for
     the claims to come, which take it last."""
+    from ..runtimes.causes import blames_gpu
+
     gpu = claim.gpus[device_no]
     others = _other_processes(view, gpu)
     logger.error("Failed to acquire placeholder on GPU %s: %s", gpu.label, err)

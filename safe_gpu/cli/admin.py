@@ -1,25 +1,30 @@
-"""The commands of administrators: drain, resume and policy."""
+"""The commands of administrators: drain, resume, policy, and setup, which makes a state directory of root's."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import os
+import re
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 from ..claim.limits import held_of
 from ..coordination.closed import closed_file, drained_gpus, read_closed
+from ..coordination.directory import HOST_LOCK, PARTS
 from ..coordination.holders import Claims, living_claims
+from ..coordination.setup import examine, in_use, make, remove
+from ..coordination.state_dir import ADMIN_DIR, DEFAULT_DIR, setup_command, state_dir_path
 from ..drivers import open_drivers
-from ..errors import GPUAffinityError, PolicyError, SafeGpuError
+from ..errors import GPUAffinityError, PolicyError, SafeGpuError, StateDirError
 from ..gpus.vendors import VENDORS
 from ..gpus.windows import Window, drain_line
-from ..host.foreign_files import LIMIT
+from ..host.foreign_files import LIMIT, read_start
 from ..host.procfs import describe_process, printable_lines, user_name
-from ..host.programs import is_root
+from ..host.programs import is_root, others_can_change
 from ..selection.values import is_index, names_device
 from ..selection.verdicts import users_of
 from ..settings import config as policy
@@ -29,7 +34,7 @@ from ..status.gather import gather
 from ..wording.text import clock, format_age, gpu_ranges, plural
 from .arguments import gpu_list
 from .commands import EX_TRY_AGAIN
-from .output import print_json, print_lines, say, write_whole
+from .output import CommandError, print_json, print_lines, say, write_whole
 
 if TYPE_CHECKING:
     from ..status.facts import GpuStatus
@@ -42,7 +47,7 @@ _KEPT = 7 * 86400.0  # seconds for which a window that is over is kept: the cloc
 
 
 def configure_drain(parser: argparse.ArgumentParser) -> None:
-    """Set its options and its handler."""
+    """Set its options."""
     parser.description = """Allow no new claims on these GPUs, or on any GPU of this host. Claims that hold
 them go on, and waiters keep waiting. For root and the owner of the state
 directory only. With --until it is for a time: before that begins, only claims
@@ -62,15 +67,14 @@ for whom the GPUs are reserved."""
     add("--wait", action="store_true", help="then wait until nobody holds or uses them")
     add("--timeout", type=parse_duration, metavar="D", help="with --wait: end with 75 after this time (default inf)")
     _add_gpus(parser)
-    parser.set_defaults(handler=_drain, usage_error=parser.error)
 
 
 def configure_resume(parser: argparse.ArgumentParser) -> None:
-    """Set its options and its handler."""
+    """Set its options."""
     parser.description = """Allow new claims on these GPUs again, or on all GPUs of this host: they are
 neither drained nor reserved any more."""
     _add_gpus(parser)
-    parser.set_defaults(handler=_drain, **dict.fromkeys("reason begin until for_group for_user wait timeout".split()))
+    parser.set_defaults(**dict.fromkeys("reason begin until for_group for_user wait timeout".split()))
 
 
 def _add_gpus(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +82,7 @@ def _add_gpus(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("gpus", nargs="*", type=gpu_list, metavar="GPU", help=names)
 
 
-def _drain(options: argparse.Namespace) -> int:
+def do_drain(options: argparse.Namespace) -> int:
     """Write root's files, or those of the owner of the state directory."""
     for_time = options.begin or options.for_group or options.for_user
     if (options.wait if options.until else for_time) or (options.timeout is not None and not options.wait):
@@ -117,6 +121,9 @@ def _drain(options: argparse.Namespace) -> int:
         claimed = f"; claimed by {one.claim.user} until that claim ends" if one.claim and one.gpu.uuid in now else ""
         say(f"GPU {one.label}: {now.get(one.gpu.uuid, 'can be claimed')}{claimed}")
     return _wait(uuids, options.timeout) if options.wait else 0
+
+
+do_resume = do_drain  # its options say which
 
 
 def _window(options: argparse.Namespace, uuids: tuple[str, ...], reason: str) -> Window:
@@ -175,7 +182,7 @@ def _wait(uuids: Collection[str], timeout: float | None) -> int:
 
 
 def configure_policy(parser: argparse.ArgumentParser) -> None:
-    """Set its options and its handler."""
+    """Set its options."""
     parser.description = "Show the limits that the administrator has set for you, or for others."
     parser.epilog = "examples:\n  safe-gpu policy\n  safe-gpu policy --json | jq .max_gpus\n  safe-gpu policy --all"
     whose = parser.add_mutually_exclusive_group()
@@ -183,10 +190,10 @@ def configure_policy(parser: argparse.ArgumentParser) -> None:
     whose.add_argument("--all", action="store_true", help="show how many GPUs each user holds and may hold")
     whose.add_argument("--check", metavar="FILE", help="check whether this file is valid as the host's")
     parser.add_argument("--json", action="store_true", help="for programs; times in seconds, null for no limit")
-    parser.set_defaults(handler=_policy, usage_error=parser.error)
 
 
-def _policy(options: argparse.Namespace) -> int:
+def do_policy(options: argparse.Namespace) -> int:
+    """Carry out the command; return its exit code."""
     path = options.check or settings.policy_file(os.environ)
     rules, ignored = policy.read(path)
     doubts = policy.unknown_names(rules) if rules is not None and (options.check or options.all) else ()
@@ -263,10 +270,8 @@ def _held() -> dict[str, Counter[int]] | None:
     try:
         claims = Claims(living_claims())
         for driver in open_drivers()[0]:
-            try:
+            with closing(driver):
                 snapshot = driver.snapshot()
-            finally:
-                driver.close()
             users = held.setdefault(snapshot.vendor, Counter())
             for claim, number in held_of(snapshot, claims):
                 users[claim.uid] += number  # type: ignore[assignment]  # a share is a part
@@ -287,3 +292,154 @@ def _shown_limit(key: str, value: float | None) -> str:
     if key == "max_gpus":
         return str(value)
     return f"{value:g} s" if value % 60 else format_age(value)
+
+
+_SYSTEMD = ("/run/systemd/system", "/usr/bin/systemd-tmpfiles", "/bin/systemd-tmpfiles")
+
+
+def configure_setup(parser: argparse.ArgumentParser) -> None:
+    """Set its options."""
+    parser.description = """Make a state directory of root's, so that no user can remove or close what
+others rely on; lead all sessions to it by the host's settings. What is right
+already, and what others made, is not changed."""
+    parser.epilog = "examples:\n  safe-gpu setup --dry-run\n  safe-gpu setup && safe-gpu doctor"
+    add = parser.add_argument
+    add("--state-dir", metavar="DIR", default=ADMIN_DIR, help=f"an absolute path on a local disk (default {ADMIN_DIR})")
+    add("--dry-run", action="store_true", help="print what would be done, and change nothing")
+    add("--remove", action="store_true", help="remove what setup made, while nobody claims or waits")
+
+
+def do_setup(options: argparse.Namespace) -> int:
+    """Carry out the command; return its exit code."""
+    path, act = _checked(options.state_dir), not options.dry_run
+    if act and not is_root():
+        raise PolicyError("only root can set up a host: run it as root, or with --dry-run")
+    settings.read_anew()
+    os.umask(0o022)  # all users are to read the settings
+    if options.remove:
+        _refuse_if_used(path)
+        left = [f"left, since setup did not write it: {name}" for name in _remove(path, act)]
+    else:
+        others = {state_dir_path(), _state_dir_of_settings() or DEFAULT_DIR} - {path}
+        for other in others:
+            with suppress(StateDirError):  # where nobody can claim
+                _refuse_if_used(other)
+        left = [f"to do: {text}" for text in _make(path, others, act)]
+        if act and not left:
+            print(f"nothing is left to do: the state directory {path} is root's")
+    for line in left:
+        print(line)
+    if not act:
+        print("nothing was changed (--dry-run)")
+    return int(bool(left) and not options.remove)
+
+
+def _state_dir_of_settings() -> str | None:
+    return settings.host_setting("state_dir", "", os.environ)
+
+
+def _checked(text: str) -> str:
+    """Return the path of the state directory.
+
+    Raises:
+        StateDirError: root cannot rely on it, or no settings could name it.
+    """
+    path = os.path.abspath(text)
+    if not os.path.isabs(text) or not re.fullmatch(r"[\w./%+:@-]+", path, re.ASCII) or path == "/":
+        raise StateDirError(f"--state-dir {text} is not possible: write an absolute path without blanks", path=path)
+    above = os.path.dirname(path)
+    if not os.path.isdir(above):
+        raise StateDirError(f"there is no directory {above}: create it", path=path)
+    if part := others_can_change(above):
+        raise StateDirError(f"{path} is not safe: users other than root can change {part}; name another", path=path)
+    return path
+
+
+def _refuse_if_used(path: str) -> None:
+    claimed, waiters = in_use(path)
+    if claimed or waiters:
+        found = claimed + [plural(waiters, "waiter")] * bool(waiters)
+        raise CommandError(
+            f"GPUs are claimed or waited for in {path}: {', '.join(found)}: keep new claims off with safe-gpu drain, "
+            "and try again later",
+            code=EX_TRY_AGAIN,
+        )
+
+
+def _make(path: str, others: set[str], act: bool) -> Iterator[str]:
+    """Make everything, or print what would be made. Yields what is left to do."""
+    for name in (missing := examine(path)):
+        print(f"make {os.path.normpath(os.path.join(path, name))}")
+    if act and missing:
+        make(path)
+        examine(path)
+    yield from _lead_there(path, act)
+    for other in sorted(others):
+        here = read_closed(by_root=False, state_dir=other)
+        if here.reasons or here.windows:
+            yield f"{other}/closed closes GPUs, and does not count in {path}: close them again with safe-gpu drain"
+
+
+def _lead_there(path: str, act: bool) -> Iterator[str]:
+    """Write the rule and the settings, or print that. Yields what is left to do."""
+    config, wanted = settings.policy_file(os.environ), {}
+    if any(map(os.path.exists, _SYSTEMD)):
+        now = _text_of(RULE)
+        if now is None:
+            wanted[RULE] = rule_text(path)
+        elif now != rule_text(path):
+            yield f"{RULE} has other lines: remove it, and run {setup_command(path)} again"
+    if not os.path.lexists(config):
+        wanted[config] = config_text(path)
+    elif _state_dir_of_settings() != path:
+        yield f"write state_dir = {path} below [host] in {config}, so that all sessions use it"
+    for file, text in wanted.items():
+        print(f"write {file}")
+        if act:
+            directory = os.path.dirname(file)
+            os.makedirs(directory, exist_ok=True)
+            if part := others_can_change(directory):
+                raise PolicyError(f"{file} is not written: users other than root can change {part}", path=file)
+            write_whole(file, text)
+
+
+def _text_of(path: str) -> str | None:
+    data = read_start(path)
+    return None if data is None else data.decode("utf-8", "replace")
+
+
+def _remove(path: str, act: bool) -> Iterator[str]:
+    """Remove what setup made, or print what would be removed. Yields what stays."""
+    config = settings.policy_file(os.environ)
+    texts = {file: text for file in (config, RULE, closed_file(by_root=True)) if (text := _text_of(file)) is not None}
+    for file, text in texts.items():
+        if text in ("", config_text(path), rule_text(path)):
+            print(f"remove {file}")
+            if act:
+                os.unlink(file)
+        else:
+            yield file
+    with suppress(FileNotFoundError):
+        stays = [""] if os.stat(path, follow_symlinks=False).st_uid else remove(path, carry_out=act)
+        yield from (f"{path}/{name}".rstrip("/") for name in stays)
+        if not stays:
+            print(f"remove {path}")
+    if act:
+        with suppress(OSError):  # something is left in it
+            os.rmdir(os.path.dirname(config))
+
+
+RULE = "/etc/tmpfiles.d/safe-gpu.conf"
+"""Makes the state directory again at boot, and keeps systemd-tmpfiles from cleaning it."""
+
+
+def rule_text(state_dir: str) -> str:
+    """Return the rule of tmpfiles.d(5)."""
+    directories = (state_dir, *(f"{state_dir}/{part}" for part in PARTS))
+    lines = [f"d {one} 1777 root root -\n" for one in directories]
+    return "".join([*lines, f"f {state_dir}/{HOST_LOCK} 0666 root root -\n"]).replace("%", "%%")
+
+
+def config_text(state_dir: str) -> str:
+    """Return the settings of a host that has no others."""
+    return f"[host]\nstate_dir = {state_dir}\n"

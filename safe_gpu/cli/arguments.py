@@ -56,7 +56,13 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            self.error(not_a_choice(action.option_strings[-1:], str(value), tuple(map(str, action.choices))))
+            from shlex import quote
+
+            choices = tuple(map(str, action.choices))
+            close = _similar(str(value), choices)
+            meant = f"did you mean {close}? " if close else ""
+            given = " ".join([*action.option_strings[-1:], quote(str(value))])
+            self.error(f"{given} is not possible: {meant}choose from {', '.join(choices)}")
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -210,15 +216,6 @@ def _similar(word: str, known: Iterable[str]) -> str:
     return bare[close[0]] if close else ""
 
 
-def not_a_choice(option: Sequence[str], value: str, choices: Sequence[str]) -> str:
-    """Return the usage error for a value that is none of a few words; ``option`` is its name, or nothing."""
-    from shlex import quote
-
-    close = _similar(value, choices)
-    meant = f"did you mean {close}? " if close else ""
-    return f"{' '.join([*option, quote(value)])} is not possible: {meant}choose from {', '.join(choices)}"
-
-
 def unknown_option(word: str, options_of: Mapping[str, Sequence[str]], after: str = "") -> str:
     """Return the usage error for an option where a command was expected; ``options_of``: command -> its options."""
     name = word.partition("=")[0]
@@ -266,18 +263,3 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
     every = "those of SAFE_GPU_HOSTS, else of hosts in ~/.config/safe-gpu/config.ini, else of root's file"
     which.add_argument("--all-hosts", action="store_true", help=every)
     parser.add_argument("--sort", choices=("free",), help="with hosts: those with the most free GPUs first")
-
-
-def chosen_hosts(options: argparse.Namespace) -> tuple[str, ...]:
-    """Return the hosts that the command is about; where none are known, a usage error."""
-    if options.host:
-        return tuple(options.host)
-    from ..settings.variables import known_hosts
-
-    try:
-        if hosts := known_hosts(os.environ):
-            return hosts
-    except ValueError as err:
-        options.usage_error(f"SAFE_GPU_HOSTS: {err}")
-    options.usage_error("which hosts? set SAFE_GPU_HOSTS=gpu1,gpu2, or hosts in ~/.config/safe-gpu/config.ini")
-    return ()

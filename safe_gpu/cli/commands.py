@@ -33,7 +33,7 @@ _EXIT_CODES: dict[int, type[SafeGpuError] | tuple[type[SafeGpuError], ...]] = {
     EX_SOFTWARE: SafeGpuError,
 }
 
-# The module of each has ``configure_NAME(parser)``, which sets the options and the handler.
+# The module of each has ``configure_NAME(parser)``, which sets the options, and ``do_NAME(options)``.
 COMMANDS = {
     "run": "wait for GPUs, claim them, become a command",
     "bind": "bind CPUs next to the visible GPUs, become a command",
@@ -59,7 +59,7 @@ _COMMAND_LIST = "\n".join(["commands:", *(f"  {name:<12} {summary}" for name, su
 # The module of each command that is not ``NAME.py``.
 _MODULES = {
     **dict.fromkeys(("run", "bind", "wait"), "job"),
-    **dict.fromkeys(("drain", "resume", "policy"), "admin"),
+    **dict.fromkeys(("drain", "resume", "policy", "setup"), "admin"),
     **dict.fromkeys(("affinity", "doctor", "demo"), "looks"),
 }
 
@@ -161,6 +161,7 @@ def parser_of(name: str) -> Parser:
     parser = Parser(prog=f"safe-gpu {name}")
     module = import_module("." + _MODULES.get(name, name), __package__)
     getattr(module, f"configure_{name}")(parser)
+    parser.set_defaults(handler=getattr(module, f"do_{name}"), usage_error=parser.error)
     return parser
 
 

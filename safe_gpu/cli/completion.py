@@ -17,17 +17,17 @@ _BEFORE_HELP = {"zsh": ":", "fish": "\t"}  # bash shows none
 
 
 def configure_completion(parser: argparse.ArgumentParser) -> None:
-    """Set its argument and its handler."""
+    """Set its argument."""
     parser.description = "Print a script that completes commands, options and their values."
     parser.epilog = """examples:
   echo 'eval "$(safe-gpu completion bash)"' >> ~/.bashrc
   echo 'eval "$(safe-gpu completion zsh)"' >> ~/.zshrc            after compinit
   safe-gpu completion fish > ~/.config/fish/completions/safe-gpu.fish"""
     parser.add_argument("shell", nargs="?", choices=SHELLS, help="for which shell")
-    parser.set_defaults(handler=_completion, usage_error=parser.error)
 
 
-def _completion(options: argparse.Namespace) -> int:
+def do_completion(options: argparse.Namespace) -> int:
+    """Carry out the command; return its exit code."""
     if options.shell is None:
         options.usage_error(f"for which shell? {', '.join(SHELLS)}")
     if not options.command:

@@ -21,13 +21,19 @@ _REPORTS = {"week": 7, "month": 30, "year": 365}
 
 _LONGEST_REPORT = 731  # days; no file is kept longer
 
+_SINCE = f"""claims that held GPUs after this: 2026-11-01, '2026-11-01 12:00', 12:00, 'Thu 9:00', today, yesterday, or
+7d for seven days ago (default {_DAYS} days ago)"""
+
+_REPORT = """claims, GPU-hours, waits and free GPU-hours by user, week and host, of the last 7, 30 or 365 days unless
+--since says otherwise"""
+
 _NONE = ("no claims in this time",)
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what spreadsheets would run
 
 
 def configure_history(parser: argparse.ArgumentParser) -> None:
-    """Set its options and its handler."""
+    """Set its options."""
     parser.description = "Claims on this host, the latest first, or GPU-hours by user, GPU, job or day."
     parser.epilog = """examples:
   safe-gpu history --user anna --since yesterday
@@ -37,39 +43,22 @@ def configure_history(parser: argparse.ArgumentParser) -> None:
 
 A claim that was not released but died ended at some time between two others;
 GPU-hours have a least and a most for that."""
-    parser.add_argument("--user", metavar="U", help="claims of this user only")
-    parser.add_argument(
-        "--since",
-        type=parse_moment,
-        metavar="D",
-        help="claims that held GPUs after this: 2026-11-01, '2026-11-01 12:00', 12:00, 'Thu 9:00', today, yesterday, "
-        f"or 7d for seven days ago (default {_DAYS} days ago)",
-    )
-    parser.add_argument("--until", type=parse_moment, metavar="D", help="and before this (default now)")
-    parser.add_argument(
-        "--by", choices=("user", "gpu", "job", "host", "day", "week"), help="GPU-hours in place of claims"
-    )
-    parser.add_argument(
-        "--report",
-        choices=tuple(_REPORTS),
-        help="claims, GPU-hours, waits and free GPU-hours by user, week and host, of the last 7, 30 or 365 days unless "
-        "--since says otherwise",
-    )
-    parser.add_argument(
-        "--plot", metavar="FILE", help="with --report: also draw it by day, as .svg or .png (needs matplotlib)"
-    )
-    parser.add_argument(
-        "--idle",
-        action="store_true",
-        help="only claims that hold a GPU now that has shown no work, for idle_report_after where the policy sets that",
-    )
+    add = parser.add_argument
+    add("--user", metavar="U", help="claims of this user only")
+    add("--since", type=parse_moment, metavar="D", help=_SINCE)
+    add("--until", type=parse_moment, metavar="D", help="and before this (default now)")
+    add("--by", choices=("user", "gpu", "job", "host", "day", "week"), help="GPU-hours in place of claims")
+    add("--report", choices=tuple(_REPORTS), help=_REPORT)
+    add("--plot", metavar="FILE", help="with --report: also draw it by day, as .svg or .png (needs matplotlib)")
+    idle = "only claims that hold a GPU now that has shown no work, for idle_report_after where the policy sets that"
+    add("--idle", action="store_true", help=idle)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="for programs; times in Unix seconds")
     form.add_argument("--csv", action="store_true", help="for spreadsheets; times in UTC")
-    parser.set_defaults(handler=_history, usage_error=parser.error)
 
 
-def _history(options: argparse.Namespace) -> int:
+def do_history(options: argparse.Namespace) -> int:
+    """Carry out the command; return its exit code."""
     from ..status.history import claims_between
 
     _check(options)

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import repeat
 from queue import SimpleQueue
 from shlex import join, quote
@@ -26,12 +25,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..errors import SafeGpuError
 from ..host.procfs import printable, printable_lines
 from ..host.programs import TooLate, TooMuch, environment, find_program, output_of
-from ..settings.variables import setting_of_hosts
+from ..settings.variables import known_hosts, setting_of_hosts
 from ..status.facts import SCHEMA
 from ..status.page import NO_DOCUMENT, TITLES, figures_of
 from ..status.render import table
 from ..wording.text import GAP, Column, paint, plural, wrapped
-from .arguments import chosen_hosts
 from .commands import EX_CANNOT_RUN, EX_NO_HOST, EX_SOME_HOSTS, EX_TRY_AGAIN
 from .output import columns, in_color, print_json, print_lines, say, watching, write_output
 
@@ -102,14 +100,14 @@ def ask(ssh: Sequence[str]) -> Said:
         return Said(255, "", str(error))
 
 
-def answers(hosts: Collection[str], script: str, interval: float | None = None) -> Iterator[tuple[str, Said]]:
-    """Yield what each host says, as it comes; with an interval again and again, that long after its last answer."""
-    slots, news = Semaphore(AT_ONCE), SimpleQueue[tuple[str, Said]]()
+def answers(hosts: Collection[str], script: str, interval: float | None = None) -> Iterator[tuple[str, Answer]]:
+    """Yield what each host answers, as it comes; with an interval again and again, that long after its last answer."""
+    slots, news = Semaphore(AT_ONCE), SimpleQueue[tuple[str, Answer]]()
 
     def follow(host: str, ssh: Sequence[str]) -> None:
         while True:
             with slots:
-                news.put((host, ask(ssh)))
+                news.put((host, read_answer(ask(ssh))))
             if interval is None:
                 return
             time.sleep(interval)
@@ -130,8 +128,7 @@ _ADVICE = {
 _NOT_FOUND = (126, 127)  # what sh ends with
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """One host's answer.
 
     Attributes:
@@ -194,7 +191,7 @@ def arranged(answers: Answers, most_free_first: bool) -> Answers:
     names: dict[str, str] = {}
     for name, one in answers.items():
         if one.figures and (first := names.setdefault(one.figures.identity, name)) != name:
-            one = replace(one, figures=None, error=f"the same host as {first}", same_as=first)
+            one = one._replace(figures=None, error=f"the same host as {first}", same_as=first)
         found[name] = one
     if not most_free_first:
         return found
@@ -246,7 +243,7 @@ _INTERVAL = 5.0
 
 def answers_of(hosts: Collection[str], script: str) -> Answers:
     """Return what each host answers, in their order."""
-    found = {host: read_answer(said) for host, said in answers(hosts, script)}
+    found = dict(answers(hosts, script))
     return {host: found[host] for host in hosts}
 
 
@@ -256,9 +253,20 @@ def script_of_status(vendor: str | None, verbose: bool = False) -> str:
     return f"{status} --json" + f" && COLUMNS={columns()} {status} -v" * verbose
 
 
+def _chosen(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the hosts that the command is about; where none are known, a usage error."""
+    try:
+        if hosts := options.host or known_hosts(os.environ):
+            return tuple(hosts)
+    except ValueError as err:
+        options.usage_error(f"SAFE_GPU_HOSTS: {err}")
+    options.usage_error("which hosts? set SAFE_GPU_HOSTS=gpu1,gpu2, or hosts in ~/.config/safe-gpu/config.ini")
+    return ()
+
+
 def status_of_hosts(options: argparse.Namespace) -> int:
     """Print the status of the hosts that the options choose."""
-    hosts = chosen_hosts(options)
+    hosts = _chosen(options)
     for option in ("prometheus", "free", "mine", "user", *(() if options.html else ("output",))):
         if getattr(options, option):
             options.usage_error(f"--{option} is about one host: it does not go with --host and --all-hosts")
@@ -288,8 +296,8 @@ def _watch(options: argparse.Namespace, hosts: Collection[str], script: str) -> 
     interval = _INTERVAL if options.interval is None else options.interval
     known = dict.fromkeys(hosts, Answer(error="..."))
     with watching(interval, as_lines=options.json) as show:
-        for host, said in answers(hosts, script, interval):
-            known[host] = read_answer(said)
+        for host, answer in answers(hosts, script, interval):
+            known[host] = answer
             found = document({host: known[host]})
             show(json.dumps(found) if options.json else _picture(arranged(known, options.sort), options))
 

@@ -11,21 +11,21 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import SafeGpuError, UnsatisfiableRequestError
 from ..settings.variables import is_simulated
 from .advice import hint_for, warning_about
 from .arguments import EX_USAGE, add_affinity, add_request, add_which_gpus, claim_arguments, hosts_of_option, is_number
-from .output import CommandError, Log, is_terminal, say
-from .wait_line import WaitLine
+from .output import CommandError, Log, WaitLine, is_terminal, say
 
 if TYPE_CHECKING:
     from ..claim.owner import GPUOwner
 
 
 def configure_run(parser: argparse.ArgumentParser) -> None:
-    """Set its options and its handler."""
+    """Set its options."""
     parser.usage = "safe-gpu run [options] -- CMD ..."
     parser.description = "Wait for GPUs, claim them, and become the command, which holds them to its end."
     parser.epilog = """examples:
@@ -57,7 +57,6 @@ exit codes: the command's; 2 usage, 68 no host of --host answers,
     add("--refused-exit", type=_exit_code, metavar="N", help=refused)
     parser.add_argument("--pending", help=argparse.SUPPRESS)  # by run --host, see there
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.set_defaults(handler=_run, usage_error=parser.error)
 
 
 def _exit_code(text: str) -> int:
@@ -66,7 +65,8 @@ def _exit_code(text: str) -> int:
     return int(text)
 
 
-def _run(options: argparse.Namespace) -> int:
+def do_run(options: argparse.Namespace) -> int:
+    """Carry out the command; return its exit code."""
     if options.host and not options.pending:
         from .hosts import run_on_hosts
 
@@ -88,13 +88,10 @@ def _run(options: argparse.Namespace) -> int:
     arguments = claim_arguments(options)
     if arguments.get("affinity") == "none":
         arguments["affinity"] = None
-    hint = "hold_for" not in arguments
+    arguments |= {"placeholder_fn": NoPlaceholder(), "logger": Log(), "delegate": arguments.get("share") is None}
     try:
-        with unwind_on_signals(), WaitLine(sys.stderr, quiet=options.quiet, hint=hint) as line:
-            record = command_for_record(options.command)
-            owner_of = owner_type(on_wait=line.show, command=record)
-            delegate = arguments.get("share") is None
-            owner = owner_of(placeholder_fn=NoPlaceholder(), logger=Log(), delegate=delegate, **arguments)
+        with unwind_on_signals(), WaitLine(sys.stderr, quiet=options.quiet, hint="hold_for" not in arguments) as line:
+            owner = owner_type(on_wait=line.show, command=command_for_record(options.command))(**arguments)
         if not owner.gpus and not options.quiet:
             say("the command starts without a GPU: SAFE_GPU_NB_GPUS=0")
         elif not options.quiet and (line.waited or sys.stderr.isatty()):
@@ -138,17 +135,17 @@ def _got(owner: GPUOwner, waited: float | None) -> str:
 
 
 def configure_wait(parser: argparse.ArgumentParser) -> None:
-    """Set its options and its handler."""
+    """Set its options."""
     parser.description = """Wait until that many GPUs could be claimed, print their indices, one on a line,
 and claim nothing; exit code 0 then."""
     parser.epilog = "example:\n  safe-gpu wait -n 2 --timeout 1h && notify-send 'two GPUs are free'"
     add_request(parser)
     quiet = "print nothing about waiting"
     parser.add_argument_group("output").add_argument("-q", "--quiet", action="store_true", help=quiet)
-    parser.set_defaults(handler=_wait)
 
 
-def _wait(options: argparse.Namespace) -> int:
+def do_wait(options: argparse.Namespace) -> int:
+    """Carry out the command; return its exit code."""
     from ..claim.functions import wait_for_gpus
     from ..host.signals import unwind_on_signals
 
@@ -159,7 +156,7 @@ def _wait(options: argparse.Namespace) -> int:
 
 
 def configure_bind(parser: argparse.ArgumentParser) -> None:
-    """Set its options and its handler."""
+    """Set its options."""
     parser.usage = "safe-gpu bind [options] -- CMD ..."
     parser.description = (
         "Bind CPUs (and memory) next to the visible GPUs, then become the command: for\n"
@@ -171,21 +168,20 @@ def configure_bind(parser: argparse.ArgumentParser) -> None:
   mpirun -np 8 safe-gpu bind --memory preferred -- ./simulate
   for i in 0 1 2 3; do LOCAL_RANK=$i safe-gpu bind -- ./train & done"""
     add_affinity(parser)
-    parser.add_argument("--memory", choices=("preferred", "bind"), help="NUMA memory policy next to the GPUs")
+    add = parser.add_argument
+    add("--memory", choices=("preferred", "bind"), help="NUMA memory policy next to the GPUs")
     add_which_gpus(
         parser,
         gpu="these GPUs instead, as nvidia-smi shows them: 0,3",
         ordinal="this GPU instead, as CUDA numbers it after CUDA_VISIBLE_DEVICES",
         node="the NUMA node of this number instead, whatever GPU the command uses",
     )
-    parser.add_argument(
-        "--if-possible", action="store_true", help="where binding fails, say why and run the command unbound"
-    )
-    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.set_defaults(handler=_bind)
+    add("--if-possible", action="store_true", help="where binding fails, say why and run the command unbound")
+    add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
-def _bind(options: argparse.Namespace) -> int:
+def do_bind(options: argparse.Namespace) -> int:
+    """Carry out the command; return its exit code."""
     given = getattr(options, "affinity", "node")
     if options.node is not None and given not in ("node", "none"):
         raise CommandError(f"--node {options.node} binds to the whole node: leave out --affinity", code=EX_USAGE)
@@ -244,10 +240,8 @@ def become(path: str, command: Sequence[str]) -> NoReturn:
     import errno
 
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with suppress(OSError, ValueError):  # nobody reads it any more, and the command may not care
             stream.flush()
-        except (OSError, ValueError):
-            pass  # nobody reads it any more, and the command may not care
     try:
         try:
             _set_signals_of_python(

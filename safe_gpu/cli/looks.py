@@ -11,7 +11,7 @@ from .output import columns, in_color, print_json, print_lines
 
 
 def configure_affinity(parser: argparse.ArgumentParser) -> None:
-    """Set its options and its handler."""
+    """Set its options."""
     from ..affinity.options import MODES, parse_cpus
 
     parser.description = "Show the CPUs that a claim of each GPU is bound to, or where a process runs."
@@ -27,12 +27,8 @@ def configure_affinity(parser: argparse.ArgumentParser) -> None:
     cores, each = whole_number("cores", 1), "N physical cores for each GPU"
     add("--min-cores", dest="min_physical_cores", type=cores, default=1, metavar="N", help=f"at least {each}")
     add("--max-cores", dest="max_physical_cores", type=cores, metavar="N", help=f"at most {each}")
-    add(
-        "--allowed",
-        type=parse_cpus,
-        metavar="CPULIST",
-        help="as if this process might use these CPUs only, such as 0-15,128-143",
-    )
+    allowed = "as if this process might use these CPUs only, such as 0-15,128-143"
+    add("--allowed", type=parse_cpus, metavar="CPULIST", help=allowed)
     add("--of", type=process_id, metavar="PID", help="report where this process runs instead")
     add_which_gpus(
         parser,
@@ -40,7 +36,6 @@ def configure_affinity(parser: argparse.ArgumentParser) -> None:
         ordinal="the same for one GPU as CUDA numbers it after CUDA_VISIBLE_DEVICES (with --of: that of the process)",
     )
     add("--json", action="store_true", help="for programs")
-    parser.set_defaults(handler=_affinity)
 
 
 def process_id(text: str) -> int:
@@ -50,7 +45,8 @@ def process_id(text: str) -> int:
     return int(text)
 
 
-def _affinity(options: argparse.Namespace) -> int:
+def do_affinity(options: argparse.Namespace) -> int:
+    """Carry out the command; return its exit code."""
     if options.of is not None:
         from ..affinity.placement import placement
 
@@ -83,14 +79,14 @@ def _affinity(options: argparse.Namespace) -> int:
 
 
 def configure_doctor(parser: argparse.ArgumentParser) -> None:
-    """Set its options and its handler."""
+    """Set its options."""
     parser.description = "Check this host and this environment; print what is wrong, each with its fix."
     parser.add_argument("-v", "--verbose", action="store_true", help="list the checks that passed or were skipped too")
     parser.add_argument("--json", action="store_true", help="for programs")
-    parser.set_defaults(handler=_doctor)
 
 
-def _doctor(options: argparse.Namespace) -> int:
+def do_doctor(options: argparse.Namespace) -> int:
+    """Carry out the command; return its exit code."""
     from .. import doctor
 
     checks = doctor.run_checks()
@@ -102,12 +98,12 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def configure_demo(parser: argparse.ArgumentParser) -> None:
-    """Set its handler; it takes no options."""
+    """Describe it; it takes no options."""
     parser.description = "Race processes for GPUs: real ones that are free, or simulated ones."
-    parser.set_defaults(handler=_demo)
 
 
-def _demo(options: argparse.Namespace) -> int:
+def do_demo(options: argparse.Namespace) -> int:
+    """Carry out the command; return its exit code."""
     from ..demo import run
 
     return run(stream=sys.stdout, color=in_color(sys.stdout))

@@ -1,4 +1,4 @@
-"""The standard streams of a command, the error that ends it, a second screen, and files replaced whole."""
+"""The standard streams of a command: its errors, the line of a wait, a second screen, and files replaced whole."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import os
 import stat
 import sys
 import time
+from _thread import allocate_lock
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from errno import EBADF, EDQUOT, EFBIG, EIO, ENOSPC
 from io import TextIOWrapper
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import SafeGpuError
 from ..host.procfs import open_files, printable_lines
 from ..wording.text import cut, in_brackets
+
+if TYPE_CHECKING:
+    from threading import Event, Thread
+
+    from ..claim.report import WaitStatus
 
 
 class CommandError(SafeGpuError):
@@ -225,20 +231,18 @@ def write_whole(path: str, content: str | bytes) -> None:
     Raises:
         OSError: it cannot be written there, or would replace what is no regular file; nothing is left behind.
     """
+    from tempfile import mkstemp
+
     path = os.path.abspath(path)
     with suppress(FileNotFoundError):
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise OSError(f"{path} is there and is no regular file, so it is not replaced: name another file")
     directory, name = os.path.split(path)
-    temporary = os.path.join(
-        directory, f".{name}.{os.getpid()}.{time.monotonic_ns():x}.tmp"
-    )  # no reader takes it for a metrics file
     try:
-        # A link that somebody put there is not followed.
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        fd, temporary = mkstemp(".tmp", f".{name}.", directory)  # no reader takes it for a metrics file
         try:
             with os.fdopen(fd, "wb") as file:
-                os.fchmod(file.fileno(), 0o644)
+                os.fchmod(fd, 0o644)
                 file.write(content.encode() if isinstance(content, str) else content)
             os.replace(temporary, path)
         except BaseException:
@@ -258,3 +262,128 @@ def write_output(text: str, path: str | None) -> None:
         sys.stdout.write(text)
     else:
         write_whole(path, text)
+
+
+_PROGRAM = "safe-gpu: "
+
+_ERASE = "\r\x1b[K"
+
+_ERASE_ABOVE = "\x1b[A\x1b[K"
+
+_LEAST_FOR_HOLDERS = 40  # columns
+
+_STOPPED = 3.0  # seconds without a tick, which a process has that was stopped
+
+
+class WaitLine:
+    """Shows the news of a wait on a stream; on a terminal as a line with a running clock, and a second one of holders
+    where they do not fit, wiped at the end. A job in the background writes lines there as into a file.
+
+    A stream that fails (a terminal that was closed, a pipe that nobody reads) costs the news, not the place in the
+    queue.
+
+    Args:
+        quiet: show nothing.
+        hint: mention --for once.
+
+    Attributes:
+        waited: whether there was any news.
+    """
+
+    def __init__(self, stream: TextIO, *, quiet: bool = False, hint: bool = False) -> None:
+        self.waited = False
+        self._stream = stream
+        self._quiet = quiet
+        self._hint = hint
+        self._live = is_terminal(stream) and _is_in_front(stream)
+        self._began = self._drawn = time.monotonic()
+        self._status: WaitStatus | None = None
+        self._thread: Thread | None = None
+        self._ended: Event | None = None
+        self._lock = allocate_lock()  # held from erasing to writing
+        self._rows = 0  # of the terminal, that show the news
+
+    def __enter__(self) -> WaitLine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._ended is not None and self._thread is not None:
+            self._ended.set()
+            self._thread.join()
+            self._draw(live=False)
+
+    @property
+    def seconds(self) -> float:
+        """Since the wait began."""
+        return time.monotonic() - self._began
+
+    def show(self, status: WaitStatus) -> None:
+        """Tell the user where the wait stands."""
+        first, self.waited = not self.waited, True
+        if self._quiet:
+            return
+        from ..claim.report import waiting_message
+
+        self._status = status
+        if not self._live:
+            self._draw(f"{_PROGRAM}{waiting_message(status, waited=self.seconds)}\n")
+        elif self._thread is None:
+            import threading
+
+            self._ended = threading.Event()
+            self._thread = threading.Thread(target=self._tick, name="safe_gpu-waitline", daemon=True)
+            self._thread.start()
+        # Not at once, as most waits are short; but behind another waiter it may help at once.
+        if self._hint and (not first or status.ahead is not None):
+            self._hint = False
+            if _hold_is_unknown():
+                self._draw(f"{_PROGRAM}short jobs get in earlier if they say for how long: --for 30m\n")
+
+    def _draw(self, note: str = "", *, live: bool = True) -> None:
+        """Erase the live line where it was written, and write a note, as a line of its own, and the live line.
+
+        A shell shares the terminal's lines with a job in the background, and has used them while a job was stopped:
+        what is there then is not ours to erase.
+        """
+        with self._lock:
+            front, now = self._live and _is_in_front(self._stream), time.monotonic()
+            rows = self._rows if front and now - self._drawn < _STOPPED else 0
+            text = self._line(width_of(self._stream) - 1) if live and front else ""
+            self._rows, self._drawn = text.count("\n") + 1 if text else 0, now
+            with suppress(OSError, ValueError):
+                self._stream.write((_ERASE + _ERASE_ABOVE * (rows - 1) if rows else "") + note + text)
+                self._stream.flush()
+
+    def _tick(self) -> None:
+        assert self._ended is not None
+        self._draw()
+        while not self._ended.wait(1.0):
+            self._draw()
+
+    def _line(self, width: int) -> str:
+        """Return what a terminal of this width shows without breaking the line."""
+        from ..claim.report import holders_line, waiting_message
+
+        assert self._status is not None
+        status, waited, room = self._status, self.seconds, width - len(_PROGRAM)
+        apart = holders_line(status, time.time()) if room >= _LEAST_FOR_HOLDERS else ""
+        if not apart or len(waiting_message(status, waited=waited)) <= room:
+            return (_PROGRAM + waiting_message(status, waited=waited, width=room))[: max(0, width)]
+        text = waiting_message(status, waited=waited, width=room, holders=False)
+        return f"{_PROGRAM}{text}\n{' ' * len(_PROGRAM)}{cut(apart, room)}"
+
+
+def _is_in_front(stream: TextIO) -> bool:
+    """Return whether this process may use a terminal's lines: it is no job in the background of a shell there."""
+    try:
+        return os.tcgetpgrp(stream.fileno()) == os.getpgrp()
+    except (OSError, ValueError):  # not the terminal of this session, or closed
+        return True
+
+
+def _hold_is_unknown() -> bool:
+    """Return whether neither a variable nor a batch job tells for how long the GPUs will be held."""
+    from ..claim.arguments import DEFAULT, parse_hold_for
+    from ..schedulers.job import current
+
+    return parse_hold_for(DEFAULT, os.environ, current(os.environ)).at(time.time()) is None

@@ -23,9 +23,12 @@ from .output import columns, in_color, print_json, print_lines, say, watching, w
 
 _INTERVAL = 2.0
 
+_BETWEEN = """with --watch: time between looks, such as 10s, 1m (default 2s); with --html: how often cron makes the
+page, which says that it is stale after thrice as long (default 5m)"""
+
 
 def configure_status(parser: argparse.ArgumentParser) -> None:
-    """Set its options and its handler."""
+    """Set its options."""
     parser.description = "Which GPUs are free, who has the others, and who waits."
     parser.epilog = """examples:
   safe-gpu status --watch --interval 10s
@@ -33,35 +36,20 @@ def configure_status(parser: argparse.ArgumentParser) -> None:
   safe-gpu status --host gpu1,gpu2 --sort free
 
 exit codes with hosts: 0 all have answered, 1 some have, 68 none has"""
-    form = parser.add_mutually_exclusive_group()
+    add, form = parser.add_argument, parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="for programs; sizes in bytes, times in Unix seconds")
     form.add_argument("--prometheus", action="store_true", help="metrics in the text format of Prometheus")
     form.add_argument("--html", action="store_true", help="a page for browsers, with the use of the last day")
     form.add_argument("--free", action="store_true", help="only the indices of the free GPUs, one on a line")
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        help="with --prometheus or --html: write this file, whole, for node_exporter's textfiles or a web server",
-    )
-    parser.add_argument("--mine", action="store_true", help="only GPUs that you use, and your places in the queue")
-    parser.add_argument("--user", metavar="U", help="the same of this user")
-    parser.add_argument(
-        "-v", "--verbose", action="store_true", help="each waiter and process; with hosts each host's own table"
-    )
+    file = "with --prometheus or --html: write this file, whole, for node_exporter's textfiles or a web server"
+    add("--output", metavar="FILE", help=file)
+    add("--mine", action="store_true", help="only GPUs that you use, and your places in the queue")
+    add("--user", metavar="U", help="the same of this user")
+    add("-v", "--verbose", action="store_true", help="each waiter and process; with hosts each host's own table")
     add_vendor(parser, "only GPUs of this vendor (default: of all)")
-    parser.add_argument(
-        "--watch", action="store_true", help="show it again every two seconds, hosts every five, until q or Ctrl-C"
-    )
-    parser.add_argument(
-        "--interval",
-        type=seconds,
-        default=None,
-        metavar="D",
-        help="with --watch: time between looks, such as 10s, 1m (default 2s); with --html: how often cron makes the "
-        "page, which says that it is stale after thrice as long (default 5m)",
-    )
+    add("--watch", action="store_true", help="show it again every two seconds, hosts every five, until q or Ctrl-C")
+    add("--interval", type=seconds, metavar="D", help=_BETWEEN)
     add_hosts(parser)
-    parser.set_defaults(handler=_status, usage_error=parser.error)
 
 
 def seconds(text: str) -> float:
@@ -72,7 +60,8 @@ def seconds(text: str) -> float:
     return found
 
 
-def _status(options: argparse.Namespace) -> int:
+def do_status(options: argparse.Namespace) -> int:
+    """Carry out the command; return its exit code."""
     user: str | None = options.user
     if options.mine:
         if user is not None:

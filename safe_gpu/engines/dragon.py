@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..affinity.planner import divide
 from ..claim.arguments import DEFAULT, DefaultTimeout
+from ..claim.variables import ClaimVariables
 from ..claim.worker import EXPECT, is_held
 from ..errors import GPUAffinityError, HolderLostError, UnsatisfiableRequestError, WrongDeviceError
 from ..gpus.vendors import VENDORS
@@ -143,7 +144,9 @@ class DragonClaim(ClusterClaim):
         except BaseException:
             self.release()
             raise
-        _set_order(self)
+        if not _claims:
+            _order.set({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})
+        _claims.add(self)
 
     @property
     def check_worker(self) -> WorkerCheck:
@@ -229,7 +232,9 @@ class DragonClaim(ClusterClaim):
 
     def release(self) -> None:
         """Release all GPUs; safe to call twice."""
-        _restore_order(self)
+        _claims.discard(self)
+        if not _claims:
+            _order.restore()
         super().release()
 
 
@@ -302,26 +307,9 @@ def _values(gpu: ClusterGpu) -> tuple[str, ...]:
     return str(gpu.index), gpu.environment[_variable(gpu)]  # the latter if Dragon has inherited UUIDs
 
 
-# The claims of this process, for which CUDA_DEVICE_ORDER is set to PCI_BUS_ID, and what it was before. Dragon's
-# processes inherit it.
+# The claims of this process, for which CUDA_DEVICE_ORDER is set to PCI_BUS_ID. Dragon's processes inherit it.
 _claims: set[DragonClaim] = set()
-_order_before: str | None = None
-
-
-def _set_order(claim: DragonClaim) -> None:
-    global _order_before
-    if not _claims:
-        _order_before = os.environ.get("CUDA_DEVICE_ORDER")
-        os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    _claims.add(claim)
-
-
-def _restore_order(claim: DragonClaim) -> None:
-    if _claims == {claim}:
-        os.environ.pop("CUDA_DEVICE_ORDER", None)
-        if _order_before is not None:
-            os.environ["CUDA_DEVICE_ORDER"] = _order_before
-    _claims.discard(claim)
+_order = ClaimVariables()
 
 
 def _dragon_number(gpu: ClusterGpu, node: Any) -> int:

@@ -138,4 +138,3 @@ class HipPlaceholder(LibraryPlaceholder):
     """
 
     library = HIP
-    _library = "HIP"

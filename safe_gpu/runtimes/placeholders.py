@@ -17,7 +17,6 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from ..errors import PlaceholderError, SafeGpuError, package_logger
-from .causes import likely_cause
 from .library import CudaCallError, Held, Library
 
 Placeholder = Callable[[int], Any]
@@ -63,8 +62,10 @@ def allocate(placeholder: Placeholder, device_no: int, hold: Placeholder | None 
     except Exception as err:
         if isinstance(err, SafeGpuError) and not isinstance(err, CudaCallError):
             raise
-        library = getattr(placeholder, "_library", "CUDA")
-        what = f"{name_of(placeholder)} could not hold {library} device {device_no}"
+        from .causes import likely_cause
+
+        title = getattr(getattr(placeholder, "library", None), "title", "CUDA")
+        what = f"{name_of(placeholder)} could not hold {title} device {device_no}"
         raise PlaceholderError(f"{what}: {_first_line(err)}{likely_cause(err)}", device_no=device_no) from err
 
 
@@ -117,7 +118,6 @@ class Base:
     """Common to the placeholders of this module: the logger, the import of the framework, and the errors."""
 
     holds_gpu: bool = True
-    _library = "CUDA"  # what messages call the library that it uses
     _module = ""  # the module that prepare() imports
     _install = ""  # the package to install, as an argument of pip, if it is not the first part of that
 

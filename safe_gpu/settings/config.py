@@ -6,7 +6,9 @@ around the limits too.
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
 import re
 import stat
 from collections.abc import Callable, Collection, Mapping
@@ -32,7 +34,7 @@ HOST_KEYS = {
 }
 """What ``[host]`` may set -> the variable of the environment that wins, "" without one."""
 
-# The form of a value of ``[host]``, and what is wrong with another one.
+# The form of a value, and what is wrong with another one.
 _FORMS = {
     "state_dir": ("/.*", "is relative: write a path from / on"),
     "vendor": ("|".join(VENDORS), f"is no vendor: write {', '.join(VENDORS)}"),
@@ -40,6 +42,7 @@ _FORMS = {
     "refused_exit": ("0{0,2}[1-9]|0?[1-9][0-9]|1[0-9]{2}|2[0-4][0-9]|25[0-5]", "is no exit code: write 1 to 255"),
     "order": ("fifo|fair", "is no order: write fifo or fair"),
     "remote_command": (".+", "is empty: write what starts safe-gpu on the other hosts"),
+    "max_gpus": ("[0-9]{1,5}|(?i:unlimited|none|inf)", "is not a number of GPUs: write a whole number, or unlimited"),
 }
 
 KEYS = ("max_gpus", "max_hold", "default_hold", "max_wait", "idle_report_after", "weight")
@@ -179,25 +182,19 @@ def _read_setting(line: str, section: Section) -> None:
         raise ValueError(f"{key!r} is unknown: " + (f"did you mean {meant}?" if meant else f"write {', '.join(keys)}"))
     if key in section.values:
         raise ValueError(f"{key} is set twice in this section")
-    section.values[key] = _host_value(key, text) if section.kind == "host" else _limit(key, text)
+    section.values[key] = _value(key, text)
 
 
-def _host_value(key: str, text: str) -> str:
-    if key == "hosts":
-        host_names(text)
+def _value(key: str, text: str) -> str | float | None:
     form, problem = _FORMS.get(key, (".*", ""))
     if not re.fullmatch(form, text):
         raise ValueError(f"{f'{key} = {text}' if text else key} {problem}")
-    return text
-
-
-def _limit(key: str, text: str) -> float | None:
+    if key == "hosts":
+        host_names(text)
+    if key in HOST_KEYS:
+        return text
     if key == "max_gpus":
-        if text.lower() in ("unlimited", "none", "inf"):
-            return None
-        if not (text.isdecimal() and text.isascii() and len(text) < 6):
-            raise ValueError(f"{key} = {text} is not a number of GPUs: write a whole number, or unlimited")
-        return int(text)
+        return int(text) if text.isdecimal() else None
     if key == "weight":
         if not (re.fullmatch(r"[0-9]{1,3}(\.[0-9]+)?", text) and _WEIGHTS[0] <= float(text) <= _WEIGHTS[1]):
             raise ValueError(f"{key} = {text} is no weight: write a number from {_WEIGHTS[0]:g} to {_WEIGHTS[1]:g}")
@@ -346,31 +343,22 @@ def unknown_names(policy: Policy) -> list[str]:
 
 def uid_of(name: str) -> int | None:
     """Return the uid of a user, by name or number; None if nobody has that name."""
-    import pwd
-
-    try:
-        return pwd.getpwnam(name).pw_uid
-    except (KeyError, ValueError):
-        return _number(name)
+    return _id_of(name, pwd.getpwnam)
 
 
 def gid_of(group: str) -> int | None:
     """Return the gid of a group, by name or number; None if none has that name."""
-    import grp
+    return _id_of(group, grp.getgrnam)
 
+
+def _id_of(name: str, entry_of: Callable[[str], Any]) -> int | None:
     try:
-        return grp.getgrnam(group).gr_gid
+        return int(entry_of(name)[2])  # pw_uid, gr_gid
     except (KeyError, ValueError):
-        return _number(group)
-
-
-def _number(name: str) -> int | None:
-    return int(name) if name.isdecimal() and name.isascii() and len(name) < 11 else None
+        return int(name) if name.isdecimal() and name.isascii() and len(name) < 11 else None
 
 
 def _gids_of(uid: int) -> set[int]:
-    import pwd
-
     if uid == os.geteuid():
         return {os.getegid(), *os.getgroups()}
     try:

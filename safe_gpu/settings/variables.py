@@ -237,13 +237,13 @@ def _risks_for_root(environ: Mapping[str, str]) -> list[str]:
         f"{name}={environ[name]}: other users can change what root reads there; unset {name}, and start this with a "
         "clean environment"
         for name in given
-        if _is_risk(environ[name])
+        if _is_risk(environ[name], os.path.lexists(environ[name]))
     ]
 
 
 @cache  # every claim asks
-def _is_risk(path: str) -> bool:
+def _is_risk(path: str, exists: bool) -> bool:
     """Return whether others can change what a path means, or, where it does not exist yet, make it."""
     if not others_can_change(path):
         return False
-    return os.path.lexists(path) or bool(others_can_change(os.path.dirname(path.rstrip("/"))))
+    return exists or bool(others_can_change(os.path.dirname(path.rstrip("/"))))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support.terminals import Screen, Terminal
 
 from safe_gpu.claim.report import ClaimAhead, Forecast, WaitStatus
-from safe_gpu.cli.wait_line import WaitLine
+from safe_gpu.cli.output import WaitLine
 from safe_gpu.drivers.presets import preset
 from safe_gpu.gpus.devices import GpuVerdict, Holder
 

@@ -13,9 +13,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from safe_gpu.engines.claim import ClusterClaim, claim_through
+from safe_gpu.engines.claim import ClusterClaim, Holder, claim_through
 from safe_gpu.engines.holder import ClusterGpu, HostReport
-from safe_gpu.engines.order import Holder
 from safe_gpu.errors import ClaimTimeout, HolderLostError, NotEnoughGpusError, SafeGpuError
 
 GPUS = 8

@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.engines.claim import ClusterClaim, NodeFacts, choose_nodes, claim_through
+from safe_gpu.engines.claim import ClusterClaim, Holder, NodeFacts, choose_nodes, claim_through
 from safe_gpu.engines.holder import ClusterGpu, HostReport
-from safe_gpu.engines.order import Holder
 from safe_gpu.errors import HolderLostError, NotEnoughGpusError, SafeGpuError, UnsatisfiableRequestError
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.engines.order import Holder, HostClaim, claim_on_all, on_host
+from safe_gpu.engines.claim import Holder, HostClaim, claim_on_all, on_host
 from safe_gpu.errors import ClaimTimeout, HolderLostError, NotEnoughGpusError, SafeGpuError, UnsatisfiableRequestError
 from safe_gpu.gpus.devices import Gpu, GpuVerdict
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.cli import setup as command_of_setup
+from safe_gpu.cli import admin as command_of_setup
 from safe_gpu.coordination.closed import drained_gpus
 from safe_gpu.coordination.directory import Directory
 from safe_gpu.coordination.entry import Entries, make_entry, remove_entry

@@ -1,6 +1,6 @@
 """The rule of tmpfiles.d that setup writes."""
 
-from safe_gpu.cli.setup import rule_text
+from safe_gpu.cli.admin import rule_text
 from safe_gpu.coordination.directory import PARTS
 
 

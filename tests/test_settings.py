@@ -30,16 +30,7 @@ def test_every_variable_that_is_read_is_known() -> None:
     assert {name for name in named if not name.startswith("SAFE_GPU_TEST")} <= set(settings.VARIABLES)
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("SAFE_GPU_TIMOUT", "SAFE_GPU_TIMEOUT"),
-        ("SAFE_GPU_DRVIER", "SAFE_GPU_DRIVER"),
-        ("safe_gpu_dir", "SAFE_GPU_DIR"),
-        ("SAFE_GPU_NB_GPU", "SAFE_GPU_NB_GPUS"),
-        ("SAFE_GPU_XYZZY", ""),
-    ],
-)
+@pytest.mark.parametrize(("name", "meant"), [("SAFE_GPU_TIMOUT", "SAFE_GPU_TIMEOUT"), ("SAFE_GPU_XYZZY", "")])
 def test_a_variable_that_nobody_reads(name: str, meant: str, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     assert settings.unknown([*settings.VARIABLES, "SAFE_GPU_TEST_X", "PATH", name]) == {name: meant}
     monkeypatch.setenv(name, "1")
@@ -115,12 +106,7 @@ def test_simulated_gpus_beside_real_ones_are_warned_of_every_time(real_driver: P
 
 @pytest.mark.parametrize(
     ("variables", "there"),
-    [
-        ({"SAFE_GPU_DRIVER": "simulated:dgx-a100"}, False),
-        ({"SAFE_GPU_DRIVER": "nvml"}, True),
-        ({}, True),
-        ({"SAFE_GPU_DRIVER": "simulated:dgx-a100", "SAFE_GPU_TEST_SIMULATED": "1"}, True),
-    ],
+    [({"SAFE_GPU_DRIVER": "simulated:dgx-a100"}, False), ({"SAFE_GPU_DRIVER": "nvml"}, True), ({}, True)],
 )
 def test_what_is_fine(real_driver: Path, variables: dict[str, str], there: bool) -> None:
     if not there:
@@ -135,11 +121,7 @@ def test_what_is_fine(real_driver: Path, variables: dict[str, str], there: bool)
     ("variables", "is_root", "own"),
     [
         ({"SAFE_GPU_TEST_ETC": "/x", "SAFE_GPU_DRIVER": "simulated:dgx-a100"}, False, True),
-        ({"SAFE_GPU_TEST_ETC": "/x", "SAFE_GPU_DRIVER": "nvml"}, True, True),
         ({"SAFE_GPU_TEST_ETC": "/x", "SAFE_GPU_DRIVER": "nvml"}, False, False),
-        ({"SAFE_GPU_TEST_ETC": "/x", "SAFE_GPU_DRIVER": "simulated"}, False, False),
-        ({"SAFE_GPU_TEST_ETC": "/x"}, False, False),
-        ({"SAFE_GPU_DRIVER": "simulated:dgx-a100"}, True, False),
     ],
 )
 def test_whose_limits_tests_go_by(variables: dict[str, str], is_root: bool, own: bool, monkeypatch: Any) -> None:

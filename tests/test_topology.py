@@ -15,7 +15,6 @@ from safe_gpu.topology.host import HostTopology, read_topology
         {"cpus": 3},
         {"cpus": [0], "cores": [0]},
         {"cpus": [0], "nodes": [0]},
-        {"cpus": ["x"]},
         {"cpus": [0], "gpus": [0]},
         {"cpus": [0], "distances": {0: 3}},
     ],

@@ -37,7 +37,6 @@ THREE = {"cores_per_node": 4, "nodes": 2, "gpu_nodes": [0, 0, 1]}
         # GPU 0 has cores 0-3 of 8 and GPU 1 cores 4-7, whoever asks, although each mask alone would divide otherwise.
         (TWO_ON_ONE, "exclusive", [0], "2-5", {0: "2-3"}, ()),
         (TWO_ON_ONE, "exclusive", [1], "0-7", {1: "4-7"}, ()),
-        (THREE, "exclusive", [2, 0], "0-7", {2: "4-7", 0: "0-1"}, ()),
         # The cut leaves nothing, for a GPU or for all of them.
         (
             *(ONE_EACH, "node", [0], "5-6", {0: "5-6"}),
@@ -81,12 +80,8 @@ def test_shares_are_of_the_host_and_cut_to_the_mask(
         (ONE_EACH, "", "exclusive", 0, "4-5", "4-5", True),
         (THREE, "3", "exclusive", 1, "0,3-7", "0", False),
         # The whole node of a GPU is isolated, which does not keep claims of the other GPU from their part.
-        (ONE_EACH, "4-7", "exclusive", 0, "0-3", "0-3", False),
         (ONE_EACH, "4-7", "exclusive", 1, "0-7", "0-3", True),
         # Whose mask has isolated CPUs only was put there on purpose.
-        (ONE_EACH, "4-7", "node", 1, "4-6", "4-6", False),
-        (ONE_EACH, "4-7", "exclusive", 0, "5-7", "5-7", True),
-        (TWO_ON_ONE, "0-7", "exclusive", 1, "0-7", "4-7", False),
     ],
 )
 def test_isolated_cpus_are_left_out_before_cores_are_divided(
@@ -193,14 +188,6 @@ def test_the_default_reads_no_whole_host(small_host: Any, fake_driver: Any, in_c
 
 
 @needs_two_cpus
-def test_memory_goes_to_the_gpus_node(small_host: Any, fake_driver: Any, in_child: InChild) -> None:
-    report = in_child(lambda: bind_near(GPUS[:1], fake_driver(GPUS), options=None, memory="bind"))
-    assert report.cpus == set(MASK)
-    assert report.memory.asked == {0}
-    assert report.threads.asked == frozenset()
-
-
-@needs_two_cpus
 def test_a_claim_that_cannot_be_bound_remembers_nothing(small_host: Any, fake_driver: Any) -> None:
     with pytest.raises(GPUAffinityError):
         bind_claim([], fake_driver([]), options=AffinityOptions())
@@ -212,7 +199,6 @@ def test_a_claim_that_cannot_be_bound_remembers_nothing(small_host: Any, fake_dr
     [
         ("0-3", [1, 1, 1, 1], "16 10 16 16", {1}),
         ("0,2-3", [1, 0, 1, 1], "16 10 28 12", {3}),
-        ("0,2-3", [1, 0, 1, 1], "16 10 16 32", {0, 2}),
         ("0,2-3", [1, 0, 1, 1], "", {0, 2, 3}),
         ("", [1, 0, 1, 1], "32 10 16 16", {2, 3}),  # before Linux 2.6.24
         ("0-", [1, 0, 1, 1], "16 10 28 12", {3}),
@@ -246,17 +232,6 @@ def test_nodes_of_cpus(saved_tree: Any, fake_driver: Any, host: MakeHost) -> Non
 
 
 # Workers
-
-
-def test_a_share_among_workers(host: MakeHost) -> None:
-    topology = host(cores_per_node=5, nodes=2, gpu_nodes=[0])  # 0-4 with 10-14, 5-9 with 15-19
-    (share,) = plan(topology, mode="node")
-    assert split_share(share, topology, 2) == [cpus("0-2,10-12"), cpus("3-4,13-14")]
-    assert split_share(share, topology, 1) == [share]
-    assert split_share([0, 10, 1], topology, 2) == [cpus("0,10"), cpus("1")]
-    for wrong in (0, -1, 6, True, "2"):
-        with pytest.raises(GPUAffinityError, match=str(wrong)):
-            split_share(share, topology, wrong)
 
 
 @settings(max_examples=60)

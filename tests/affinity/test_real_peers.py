@@ -13,9 +13,7 @@ from affinity.conftest import MASK, needs_two_cpus
 from affinity.peers import torch_cases
 from support.real import REQUIRED
 
-import safe_gpu
 from safe_gpu.affinity.numactl import wrap_command
-from safe_gpu.affinity.options import MODES, AffinityOptions, parse_options
 from safe_gpu.affinity.planner import plan
 from safe_gpu.errors import GPUAffinityError
 
@@ -42,29 +40,6 @@ def test_numactl_runs_it(four_gpus: Any, four_gpus_env: dict[str, str], memory: 
     done = subprocess.run(wrapped, env=four_gpus_env, capture_output=True, text=True, timeout=60)
     policy = {None: ["default", [], None], "bind": ["bind", [0], True], "preferred": ["preferred", [0], True]}[memory]
     assert json.loads(done.stdout) == [[MASK[0]], *policy], done.stderr
-
-
-@needs_torch
-@needs_two_cpus
-def test_torchs_own_options(four_gpus: Any, in_child: Any) -> None:
-    from torch.numa.binding import AffinityMode, NumaOptions
-
-    assert {mode.value for mode in AffinityMode} < set(MODES)
-    for mode in AffinityMode:
-        assert parse_options(NumaOptions(affinity_mode=mode)) == AffinityOptions(mode.value)
-    node = NumaOptions(affinity_mode=AffinityMode.NODE)
-    divided = NumaOptions(affinity_mode=AffinityMode.EXCLUSIVE)  # one core for two GPUs
-    falls_back = NumaOptions(affinity_mode=AffinityMode.EXCLUSIVE, should_fall_back_if_binding_fails=True)
-    assert wrap_command(["true"], gpu=1, mode=node) == ["numactl", f"--physcpubind={MASK[1]}", "true"]
-    with pytest.raises(GPUAffinityError, match="physical core"):
-        wrap_command(["true"], gpu=1, mode=divided)
-    assert wrap_command(["true"], gpu=1, mode=falls_back) == ["true"]
-
-    def child() -> Any:
-        unbound = safe_gpu.bind(1, mode=falls_back)
-        return unbound.ok, sorted(unbound.cpus), sorted(safe_gpu.bind(1, mode=node).cpus)
-
-    assert in_child(child) == (False, MASK, [MASK[1]])
 
 
 @needs_torch

@@ -101,7 +101,6 @@ def test_where_not_all_answer_by_id_the_host_is_asked(host: Any, driver: NvidiaS
     ("says", "shown"),
     [
         ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", "couldn't communicate"),
-        ("Failed to initialize NVML: Driver/library version mismatch\\nNVML library version: 550.54", "mismatch"),
         ("something else altogether", "something else altogether"),
         ("", "exit status 9"),
     ],
@@ -298,9 +297,7 @@ def test_values_that_say_lost(host: Any, driver: NvidiaSmiDriver, field: str, te
         ({"processes": "Unknown Error"}, "Unknown Error", True),
         ({"version_lacks": "processes"}, "does not list", True),
         ({"pid": "[Not Supported]"}, "[Not Supported]", False),
-        ({"pid": "[N/A]"}, "[N/A]", False),
         ({"pid": "[Unknown Error]"}, "[Unknown Error]", True),
-        ({"pid": "ERR!"}, "ERR!", True),
     ],
 )
 def test_no_process_list(

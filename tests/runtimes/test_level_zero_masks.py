@@ -22,13 +22,7 @@ def host(*tiles: int, missing: int = 0) -> HostSnapshot:
     ("environ", "shown"),
     [
         ({}, None),
-        ({MASK: ""}, None),
-        ({MASK: "default"}, None),
         ({MASK: "1", HIERARCHY: "COMPOSITE"}, [1]),
-        ({MASK: "1,0", HIERARCHY: "COMPOSITE"}, [0, 1]),
-        ({MASK: "1.1, 1.0,2.0", HIERARCHY: "composite"}, [1]),
-        ({MASK: "2,3", HIERARCHY: "FLAT"}, [1]),
-        ({MASK: "0,2,3,4", HIERARCHY: "COMBINED"}, [1]),
         ({MASK: "0.0,0.1", HIERARCHY: "FLAT"}, []),
         ({MASK: "9999,x,-1", HIERARCHY: "FLAT"}, []),
         ({**hide_all(), HIERARCHY: "FLAT"}, []),

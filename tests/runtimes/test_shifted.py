@@ -21,9 +21,6 @@ def uuids(*indices: int) -> list[str]:
     [
         # They mean what they did.
         ("1", (1,), (), ""),
-        ("1,2", (1, 2), (), ""),
-        ("2,1", (1, 2), (), ""),
-        ("1", (1, 2), (), ""),  # a rank of the claim
         ("1", (1,), (3,), ""),  # a GPU behind it is lost
         ("GPU-1", (1,), (0,), ""),
         (None, (1,), (0,), ""),

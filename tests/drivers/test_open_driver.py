@@ -160,19 +160,14 @@ def test_a_driver_that_was_named_and_has_no_such_gpus(
 def test_simulated_hosts_have_a_driver_for_each_vendor(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFE_GPU_DRIVER", f"simulated:{preset}")
     drivers, broken = open_drivers()
-    assert broken == []
     vendors = [driver.snapshot().vendor for driver in drivers]
     both, amd, intel = ["nvidia", "amd"], ["amd"], ["intel"]
     others = {"two-vendors": both, "mi250x": amd, "mi300x-cpx": amd, "max1550": intel, "arc-a770": intel}
-    assert vendors == others.get(preset, ["nvidia"])
+    assert (vendors, broken) == (others.get(preset, ["nvidia"]), [])
     for driver, vendor in zip(drivers, vendors, strict=True):
         snapshot = driver.snapshot()
-        assert {gpu.vendor for gpu in snapshot.gpus} == {vendor}
-        assert {vendor_of(gpu.uuid) for gpu in snapshot.gpus} == {vendor}
+        assert {gpu.vendor for gpu in snapshot.gpus} == {vendor_of(gpu.uuid) for gpu in snapshot.gpus} == {vendor}
         assert open_driver(vendor=vendor).snapshot() == snapshot
-        topology = driver.host_topology()
-        assert topology is not None
-        assert [place.uuid for place in topology.gpus] == [gpu.uuid for gpu in snapshot.physical]
 
 
 @pytest.mark.parametrize(

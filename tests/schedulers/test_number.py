@@ -118,6 +118,8 @@ GPU_TYPE = request("gpu_type", "a100", consumable=0, valtype=9)
         ({"PBS_JOBID": "1.h", "CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2,GPU-3"}, 3),
         ({"LSB_JOBID": "1", "CUDA_VISIBLE_DEVICES": "0,3"}, 2),
         # AMD hosts
+        ({"PBS_JOBID": "1.h", "HIP_VISIBLE_DEVICES": "1"}, 1),
+        ({"PBS_JOBID": "1.h", "CUDA_VISIBLE_DEVICES": "0,1", "ROCR_VISIBLE_DEVICES": "4,5"}, 2),
         ({**SLURM, "SLURM_GPUS_ON_NODE": "2", "ROCR_VISIBLE_DEVICES": "4,5", "CUDA_VISIBLE_DEVICES": "4,5"}, 2),
         ({**FLUX, "FLUX_JOB_SIZE": "2", "FLUX_JOB_NNODES": "2", "CUDA_VISIBLE_DEVICES": "4,5,6"}, 3),
         ({"SGE_TASK_ID": "undefined", "JOB_ID": "4", "SGE_HGR_gpu": "2 5"}, 2),
@@ -161,7 +163,12 @@ def test_no_number_names_the_way_out(environ: dict[str, str], names: list[str]) 
         (hard(request("gpu", 0)) + listed("JB_hard_queue_list", queue("gpu.q")), ResourceRequest(0, "slot")),
         (hard(request("h_vmem", 4, valtype=4)) + listed("JB_hard_queue_list", queue("all.q")), None),
         (hard(flag("gpu", "FALSE")), None),
+        (hard(request("hostname", "!gpu*", 0, 7)) + listed("JB_hard_queue_list", queue("!gpu.q")), None),
         ("", None),
+        (sets(hard_set(0, request("gpu", 2))), ResourceRequest(2, "slot")),
+        (sets(hard_set(1, request("gpu", 2))), ResourceRequest(2, "job")),
+        (sets(hard_set(1, request("gpu", 2)), hard_set(2, request("gpu", 1))), ResourceRequest(1, "slave slot")),
+        (sets(hard_set(2, request("gpu", 1, consumable=3))), ResourceRequest(1, "slave host")),
     ],
 )
 def test_hard_request(requests: str, found: ResourceRequest | None) -> None:
@@ -173,9 +180,12 @@ def test_hard_request(requests: str, found: ResourceRequest | None) -> None:
     [
         (hard(flag("gpu")), "-l gpu=TRUE"),
         (hard(request("gpu_ram", 20)), "-l gpu_ram=20"),
+        (soft(request("gpus", 7)), "-l gpus=7"),
         (listed("JB_hard_queue_list", queue("gpu.q")), "-q gpu.q"),
         (listed("JB_hard_queue_list", queue("all.q"), queue("GPU@node1")), "-q GPU@node1"),
         ("<JB_pe>gpu</JB_pe>", "-pe gpu"),
+        (sets(hard_set(2, GPU_TYPE)), "-l gpu_type=a100"),
+        (sets("0" + listed("JRS_soft_resource_list", request("gpu", 1))), "-l gpu=1"),
     ],
 )
 def test_gpus_without_a_number(fake_qstat: Qstat, requests: str, word: str) -> None:
@@ -196,9 +206,12 @@ def test_hard_request_in_a_broken_list() -> None:
     ("request_", "granted", "number"),
     [
         (ResourceRequest(2, "slot"), Slots(1, True), 2),
+        (ResourceRequest(0.5, "slot"), Slots(4, True), 2),
         (ResourceRequest(2, "job"), Slots(4, True), 2),
         (ResourceRequest(2, "job"), Slots(4, False), 0),
+        (ResourceRequest(1, "slave slot"), Slots(3, False), 3),
         (ResourceRequest(1, "slave slot"), Slots(3, True), None),
+        (ResourceRequest(1, "slave host"), Slots(3, False), 1),
     ],
 )
 def test_request_on_this_host(request_: ResourceRequest, granted: Slots, number: int | None) -> None:
@@ -213,10 +226,13 @@ def called(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     ("name", "hostname", "hosts", "lines"),
     [
         ("n1", "", "n1 n2", [0]),
+        ("n1.site.org", "", "n2 n1", [1]),
+        ("N1.Site.org", "", "n2.site.org n1.SITE.ORG", [1]),
         ("n1", "", "n1.a.org n1.b.org", []),
         ("n1", "n1.b.org", "n1.a.org n1.b.org", [1]),
         ("node7", "", "gpu-ib7", [0]),
         ("node7", "", "gpu-ib7 gpu-ib8", []),
+        ("node7", "gpu-ib8", "gpu-ib7 gpu-ib8", [1]),
         ("n2", "n1", "", []),
     ],
 )
@@ -234,11 +250,17 @@ TWO_HOSTS = "n1 2 all.q@n1 UNDEFINED\nn2 3 all.q@n2 UNDEFINED\n"
     ("name", "environ", "files", "found"),
     [
         ("n1", {}, {}, Slots(1, True)),
+        ("n1", {"NSLOTS": "4", "NHOSTS": "2"}, {}, Slots(None, False)),
         ("n1", {"NSLOTS": "5", "NHOSTS": "2"}, {"7.1/pe_hostfile": TWO_HOSTS}, Slots(2, True)),
+        ("n2", {"NSLOTS": "5", "NHOSTS": "2"}, {"7.1/pe_hostfile": TWO_HOSTS}, Slots(3, False)),
         ("m1", {"NSLOTS": "2", "NHOSTS": "1"}, {"7.1/pe_hostfile": TWO_HOSTS[:25]}, Slots(2, True)),
         # The execution daemon knows the number whatever the host is called. The script runs in the job's own directory.
         ("m1", {"NHOSTS": "2"}, {"7.1/pe_hostfile": TWO_HOSTS, "7.1/config": "host_slots=2\n"}, Slots(2, True)),
         # Tasks of qrsh -inherit: on the script's host, elsewhere, elsewhere with -V.
+        ("n1", {"NSLOTS": "5", "NHOSTS": "2"}, {"7.1/pe_hostfile": TWO_HOSTS, "7.1/1.n1/config": ""}, Slots(2, True)),
+        ("n2", {"NSLOTS": "3", "NHOSTS": "1"}, {"7.1/1.n2/config": "pe_slots=3\nhost_slots=3\n"}, Slots(3, False)),
+        ("n2", {"NSLOTS": "3", "NHOSTS": "1", "PE_HOSTFILE": "/nonexistent"}, {"7.1/2.n2/config": ""}, Slots(3, False)),
+        ("m2", {"NHOSTS": "1"}, {"V": TWO_HOSTS, "7.1/2.n2/config": "host_slots=3\n"}, Slots(3, False)),
     ],
 )
 def test_slots_of_a_job_on_this_host(
@@ -293,21 +315,14 @@ def fake_qstat(tmp_path: Path) -> Qstat:
     return make
 
 
-def test_asking_qstat(fake_qstat: Qstat) -> None:
-    environ = fake_qstat(qstat_xml(hard(request("gpu", 2))))
-    assert number_for_job(environ) == 2
-    assert declared_gpus(environ) == 2
-    assert declared_gpus(environ, ask=False) is None
-    assert number_for_job({**environ, "SAFE_GPU_NB_GPUS": "1"}) == 1
-    off_its_path = {**environ, "SGE_BINARY_PATH": environ["PATH"], "PATH": "/nowhere"}
-    assert number_for_job(off_its_path) == 2
-
-
 def test_slots_ranks_and_a_resource_of_another_name(fake_qstat: Qstat) -> None:
     environ = {**fake_qstat(qstat_xml(hard(request("accel", 1)))), "NSLOTS": "4"}
     assert declared_gpus(environ) == 0
     environ["SAFE_GPU_SGE_RESOURCE"] = "accel"
-    assert number_for_job(environ) == 4
+    assert (declared_gpus(environ), declared_gpus(environ, ask=False)) == (4, None)
+    assert number_for_job({**environ, "SAFE_GPU_NB_GPUS": "1"}) == 1
+    off_its_path = {**environ, "SGE_BINARY_PATH": environ["PATH"], "PATH": "/nowhere"}
+    assert number_for_job(off_its_path) == 4
     assert number_for_job({**environ, "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}) == 1
 
 
@@ -318,7 +333,9 @@ def test_slots_ranks_and_a_resource_of_another_name(fake_qstat: Qstat) -> None:
             {"status": 1, "error": 'denied: host "n1" is neither submit nor admin host\n'},
             "neither submit nor admin host",
         ),
+        ({"answer": REFUSAL}, 'job 1234: denied: host "n1" is neither submit nor admin host)'),
         ({"answer": "<?xml version='1.0'?>\n<unknown_jobs >\n<ST_name>1234</ST_name></unknown_jobs>"}, "no such job"),
+        ({"answer": qstat_xml("", job="12345")}, "job 1234"),
         ({"answer": qstat_xml("")}, "asked for no GPU on this host"),
         ({"answer": qstat_xml(sets(hard_set(2, request("gpu", 1))))}, "how many of its tasks"),
     ],
@@ -392,11 +409,14 @@ ONE, TWO, FOUR = (env(f"CUDA_VISIBLE_DEVICES={gpus}") for gpus in ("2", "2,3", "
     ("environ", "number"),
     [
         pytest.param(srun(2, 4, "2,3"), 2, id="srun --gpus-per-task=2"),
+        pytest.param(srun(2, 4, "1"), 1, id="srun --gpu-bind=single:1, more GPUs than tasks"),
+        pytest.param(srun(2, 4, "0,1,2,3"), 2, id="srun, one list for all"),
         pytest.param(srun(4, 2, "1"), "asked for 2 GPUs on this host, for 4 processes", id="srun --gpu-bind=single:2"),
         pytest.param(srun(2, 4, "2,3") | torchrun(2), 1, id="torchrun in each task of srun"),
         pytest.param(srun(2, 4, "2,3") | ompi(2), 1, id="mpirun in each task of srun"),
         pytest.param(batch(4, "0,1,2,3") | ompi(4), 1, id="mpirun in a batch script"),
         pytest.param(batch(4, "2,3") | torchrun(2), 1, id="torchrun on two of four"),
+        pytest.param(batch(4, "2,3") | ompi(2) | {"SAFE_GPU_SCOPE": "x"}, 1, id="mpirun in a claim of two of four"),
         pytest.param(jsrun(6, "1"), 1, id="jsrun -g 1"),
         pytest.param(jsrun(3, "2,3") | torchrun(2), 1, id="torchrun in each task of jsrun"),
         pytest.param(jsrun(6, ""), "asked for no GPU", id="jsrun -g 0"),

@@ -231,12 +231,3 @@ def test_jobs_with_a_private_tmp_get_no_gpu_twice(alone: Slurm, room: Any) -> No
     room.go()
     alone.finish(first)
     assert len(room.verdict()) == 1
-
-
-@private_tmp
-def test_a_shared_state_directory_brings_them_together(alone: Slurm, room: Any) -> None:
-    first = start(alone, room.script("$CLAIM claim 8 --hold go"), lambda: room.records("claim"))
-    second = start(alone, room.script("$CLAIM claim 8"), lambda: room.waiting("n1") == 1)
-    room.go()
-    alone.finish(first, second)
-    assert [claim["job"] for claim in room.verdict()] == [f"slurm:{first}", f"slurm:{second}"]

@@ -423,17 +423,6 @@ def test_jax_starts_without_preallocation_unless_the_user_has_chosen(
     assert os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") == chosen
 
 
-def test_real_pytorch() -> None:
-    torch = pytest.importorskip("torch", reason="needs PyTorch")
-    placeholders.prepare(placeholders.pytorch_placeholder)
-    tensor = torch.zeros((1,))
-    placeholders.pytorch_placeholder.release(tensor)
-    assert tensor.untyped_storage().nbytes() == 0
-    if not torch.backends.cuda.is_built():
-        with pytest.raises(PlaceholderError, match="for CPUs only"):
-            placeholders.pytorch_placeholder(0)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Any callable
 

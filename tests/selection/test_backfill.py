@@ -63,21 +63,6 @@ def test_the_dates_and_expected_starts_of_waiters(
     assert when(wants, free) == expected
 
 
-@pytest.mark.parametrize(
-    ("one", "ahead", "expected"),
-    [
-        pytest.param(want(1, "01", 60), [want(8, "01")], "", id="ahead of it needs more than there are"),
-        pytest.param(want(1, "01", 10), [want(2, "01")], "0", id="ends in time"),
-        pytest.param(want(1, "01", 11), [want(2, "01")], "", id="ends a moment later"),
-        pytest.param(want(1, "01"), [want(2, "12")], "0", id="nobody wants it"),
-        pytest.param(want(1, "01", 10), [want(2, "01"), want(1, "0")], "0", id="the second cannot start before either"),
-    ],
-)
-def test_the_gpus_that_are_open(one: BackfillRequest, ahead: Sequence[BackfillRequest], expected: str) -> None:
-    free = times(100, 110, 120)
-    assert open_gpus(one, ahead, {"GPU-0"}, free, 100) == want(1, expected).gpus
-
-
 def test_no_more_waiters_are_read_than_decide() -> None:
     read: list[int] = []
 

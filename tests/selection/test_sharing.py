@@ -46,14 +46,6 @@ def test_what_can_be_shared_of_a_gpu(one: Gpu, expected: int | None) -> None:
     assert share_capacity(one) == expected
 
 
-@pytest.mark.parametrize(
-    ("given_share", "expected"),
-    [("20GiB", 20 * GIB), (20 * GIB - 1, 20 * GIB), ("25%", (TOTAL - RESERVED) // 4 >> 20 << 20)],
-)
-def test_shares_are_whole_mib(given_share: Any, expected: int) -> None:
-    assert parse_request(1, share=given_share).resolved(HostSnapshot((gpu(),))).share == expected
-
-
 def test_shares_count_as_their_part_of_the_smallest_gpu_that_has_them() -> None:
     gpus = [gpu(n, memory_total=size * GIB + RESERVED, memory_free=size * GIB) for n, size in enumerate((80, 40, 10))]
 
@@ -65,16 +57,12 @@ def test_shares_count_as_their_part_of_the_smallest_gpu_that_has_them() -> None:
     assert amount(2, 100 * GIB) == 2.0, "none has it"
 
 
-def test_four_quarters_fit() -> None:
-    quarter = parse_request(1, share="25%").resolved(HostSnapshot((gpu(),))).share
-    assert quarter is not None
-    assert 4 * quarter <= (share_capacity(gpu()) or 0) < 4 * quarter + (4 << 20)
-
-
 @pytest.mark.parametrize("value", ["0%", "101%", "-5%", "1.5.2GiB", "512MiB", 5, "x", "%", True, "²%"])
 def test_a_share_that_makes_no_sense_is_refused(value: Any) -> None:
     with pytest.raises(UnsatisfiableRequestError, match="share="):
         parse_request(1, share=value)
+    with pytest.raises(UnsatisfiableRequestError, match="min_memory= and share= do not go together"):
+        parse_request(1, share="20GiB", min_memory="30GiB")
 
 
 @pytest.mark.parametrize(
@@ -93,14 +81,16 @@ def test_what_this_host_can_never_give(arguments: dict[str, Any], gpus: list[Gpu
         check_possible(snapshot, parse_request(1, **arguments).resolved(snapshot))
 
 
-def test_free_memory_is_not_asked_for_too() -> None:
-    with pytest.raises(UnsatisfiableRequestError, match="min_memory= and share= do not go together"):
-        parse_request(1, share="20GiB", min_memory="30GiB")
-
-
 def test_percent_count_the_gpus_that_the_request_means() -> None:
+    """Shares are whole MiB, and four quarters fit."""
     snapshot = HostSnapshot((gpu(name="A100"), gpu(1, name="T4", memory_total=16 * GIB, memory_free=15 * GIB)))
     assert parse_request(1, share="50%", model="T4").resolved(snapshot).share == 15 * GIB // 2
+    for given_share, expected in (
+        ("20GiB", 20 * GIB),
+        (20 * GIB - 1, 20 * GIB),
+        ("25%", (TOTAL - RESERVED) // 4 >> 20 << 20),
+    ):
+        assert parse_request(1, share=given_share).resolved(HostSnapshot((gpu(),))).share == expected
 
 
 @pytest.mark.parametrize(
@@ -227,20 +217,6 @@ def test_what_frameworks_may_allocate() -> None:
 
 
 # The queue
-
-
-@pytest.mark.parametrize(
-    ("parts", "share", "expected"),
-    [
-        pytest.param(5.0, 20, 5, id="a whole GPU"),
-        pytest.param(((5, 20), (9, 30), (0, 10)), 10, 0, id="room now"),
-        pytest.param(((5, 20), (9, 30), (0, 10)), 11, 5, id="when the first ends"),
-        pytest.param(((5, 20), (9, 30), (0, 10)), math.inf, 9, id="all of it"),
-        pytest.param(((5, 20), (math.inf, 30), (0, 10)), 31, math.inf, id="who did not say"),
-    ],
-)
-def test_when_that_much_is_free(parts: Any, share: float, expected: float) -> None:
-    assert ready(parts, share) == expected
 
 
 def test_a_holder_that_does_not_say_how_much_counts_as_all() -> None:

@@ -293,7 +293,10 @@ MODELS = (
 )
 
 
-@pytest.mark.parametrize(("host", "text", "meant"), [(0, "A10", [0]), (0, "A10*", [0, 1, 2, 3]), (3, "A10", [])])
+@pytest.mark.parametrize(
+    ("host", "text", "meant"),
+    [(0, "A10", [0]), (0, "A100", [1, 2]), (0, "A10*", [0, 1, 2, 3]), (1, "L4", [0]), (3, "A10", [])],
+)
 def test_a_model_is_no_part_of_another_that_the_host_has(host: int, text: str, meant: list[int]) -> None:
     snapshot = HostSnapshot(tuple(gpu(index, name=name) for index, name in enumerate(MODELS[host])))
     asked = parse_request(1, model=text, prefer=f"nothing,{text}").resolved(snapshot)
@@ -310,7 +313,14 @@ NAMED = HostSnapshot((PARENT, FIRST, SECOND, WHOLE))
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"), [("0", (PARENT, FIRST, SECOND)), ("1", ()), ("GPU-aa", (PARENT, FIRST, SECOND))]
+    ("name", "meant"),
+    [
+        ("0", (PARENT, FIRST, SECOND)),
+        ("1", ()),
+        ("0:1", (SECOND,)),
+        ("GPU-aa", (PARENT, FIRST, SECOND)),
+        ("MIG-11", (FIRST,)),
+    ],
 )
 def test_what_a_name_means(name: str, meant: tuple[Gpu, ...]) -> None:
     assert tuple(gpu for gpu in NAMED.gpus if names_device(name, gpu)) == meant

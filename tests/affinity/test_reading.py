@@ -17,7 +17,7 @@ from safe_gpu.drivers import open_driver
 from safe_gpu.errors import GPUAffinityError, NoDriverError
 from safe_gpu.gpus.devices import Gpu, HostSnapshot
 from safe_gpu.topology.cpulist import LIMIT, format_cpulist, parse_cpulist, parse_cpumask
-from safe_gpu.topology.host import GpuLocality, read_topology
+from safe_gpu.topology.host import GpuLocality, HostTopology, read_topology
 
 needs_sysfs = pytest.mark.skipif(not os.path.isdir("/sys/devices/system/cpu"), reason="/sys is not mounted")
 CPU = "sys/devices/system/cpu"
@@ -361,3 +361,26 @@ def test_written_and_read_back(numbers: frozenset[int]) -> None:
 def test_ranges_are_as_short_as_the_kernels() -> None:
     assert format_cpulist([7, 0, 1, 2, 5]) == "0-2,5,7"
     assert format_cpulist(()) == ""
+
+
+def test_from_host_reads_as_affinity_does(tmp_path: Path) -> None:
+    """The name that users have: one CPU, one node, and the driver's own host where it brings one."""
+    (tmp_path / "sys/devices/system/cpu/cpu3/topology").mkdir(parents=True)
+    host = HostTopology.from_host(fsroot=tmp_path, driver=None)
+    assert host == read_topology(tmp_path)
+    assert host.cpus == {3}
+
+    class Driver:
+        name = "simulated:one"
+
+        def host_topology(self) -> HostTopology:
+            return host
+
+    assert HostTopology.from_host(driver=Driver()) is host
+
+
+def test_a_topology_of_the_wrong_shape() -> None:
+    wrong: tuple[dict[str, Any], ...] = ({"cores": [0]}, {"nodes": [0]}, {"gpus": [0]}, {"distances": {0: 3}})
+    for broken in ({"cpus": 3}, *({"cpus": [0], **more} for more in wrong)):
+        with pytest.raises(GPUAffinityError, match=r"^(cpus|cores|nodes|gpus|distances) "):
+            HostTopology(**broken)

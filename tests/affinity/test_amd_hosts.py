@@ -125,14 +125,5 @@ def test_firmware_that_tells_no_node(saved_tree: SavedTree, monkeypatch: pytest.
     assert memory_nodes(found, range(8)) == frozenset()
 
 
-def test_nvidia_gpus_of_the_host_take_no_share(saved_tree: SavedTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A claim divides the cores among the GPUs of its own vendor."""
-    save(saved_tree, preset("mi250x"))
-    saved_tree.gpu("0000:01:00.0", node=3)
-    monkeypatch.setenv("SAFE_GPU_FSROOT", os.fspath(saved_tree))
-    assert text(plan(read_topology(driver=KfdDriver()), mode="exclusive"))[:2] == EXPECTED["mi250x", "exclusive"][:2]
-    assert [gpu.pci_bus_id for gpu in read_topology(saved_tree).gpus] == ["0000:01:00.0"]
-
-
 def text(shares: list[frozenset[int]]) -> list[str]:
     return [format_cpulist(share) for share in shares]

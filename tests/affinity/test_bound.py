@@ -4,7 +4,6 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -215,34 +214,6 @@ def test_memory_that_is_not_as_asked_warns(
         assert len(re.findall(warning, done.stderr)) == 1
 
 
-WORKER = """
-import json, multiprocessing, os
-import safe_gpu
-def facts():
-    process = safe_gpu.placement().processes[0]
-    print(json.dumps([process.gpus, process.gpu_source, sorted(os.sched_getaffinity(0)), process.matches]), flush=True)
-def rank(number):
-    safe_gpu.bind(number)
-    facts()
-    for method in ("fork", "spawn"):  # as a DataLoader's workers
-        worker = multiprocessing.get_context(method).Process(target=facts)
-        worker.start()
-        worker.join()
-if __name__ == "__main__":
-    process = multiprocessing.get_context("spawn").Process(target=rank, args=(3,))
-    process.start()
-    process.join()
-"""
-
-
-def test_a_spawned_rank_and_its_workers_know_their_gpu(four_gpus_env: dict[str, str], tmp_path: Any) -> None:
-    program = tmp_path / "ranks.py"
-    program.write_text(WORKER)
-    done = subprocess.run([sys.executable, program], env=four_gpus_env, capture_output=True, text=True, timeout=100)
-    expected = [[3], "SAFE_GPU_BOUND", [MASK[1]], True]
-    assert [json.loads(text) for text in done.stdout.splitlines()] == [expected] * 3, done.stderr
-
-
 SHOW = """
 import json, os, safe_gpu
 found = safe_gpu.placement().processes[0]
@@ -387,46 +358,6 @@ MIG = HostSnapshot(
 )
 
 
-@pytest.mark.parametrize(("shown", "ordinal", "index"), [(None, 3, 3), ("7,2", 1, 2), ("GPU-55,GPU-1", 1, 1)])
-def test_ordinals_count_what_cuda_shows(shown: str | None, ordinal: int, index: int) -> None:
-    environ = {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
-    found = by_ordinal(ordinal, EIGHT, environ)
-    assert [gpu.index for gpu in found.gpus] == [index]
-    assert found.title.startswith(f"GPU {index} (GPU-{index}{index}ab), CUDA ordinal {ordinal}")
-    assert (f"CUDA_VISIBLE_DEVICES={shown}" in found.title) == (shown is not None)
-    assert found.notes == ()
-
-
-@pytest.mark.parametrize(
-    ("shown", "ordinal", "names"),
-    [
-        ("7,2", 2, "no GPU 2: 2 are visible with CUDA_VISIBLE_DEVICES=7,2"),
-        ("0,0", 0, "shows no GPU"),
-        (None, 8, "8 are visible"),
-        (None, -1, "ordinal=-1"),
-    ],
-)
-def test_no_such_ordinal(shown: str | None, ordinal: Any, names: str) -> None:
-    with pytest.raises(GPUAffinityError, match=names):
-        by_ordinal(ordinal, EIGHT, {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown})
-
-
-@pytest.mark.parametrize(
-    ("snapshot", "environ", "certain"),
-    [
-        (EIGHT, {}, True),
-        (MIXED, {}, False),
-        (MIXED, {"CUDA_VISIBLE_DEVICES": "0,1,2"}, False),
-        (MIXED, {"CUDA_VISIBLE_DEVICES": "0,1,2", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, True),
-        (MIG, {"CUDA_VISIBLE_DEVICES": "0"}, False),
-    ],
-)
-def test_an_uncertain_order_is_said(snapshot: HostSnapshot, environ: dict[str, str], certain: bool) -> None:
-    notes = by_ordinal(0, snapshot, environ).notes
-    assert bool(notes) != certain
-    assert all("not certain which GPU" in note for note in notes)
-
-
 def test_names_are_those_of_nvidia_smi() -> None:
     assert [gpu.index for gpu in by_name("5-7", EIGHT).gpus] == [5, 6, 7]
     assert by_name([1, "GPU-22"], EIGHT).title == "GPU 1,2"
@@ -440,29 +371,52 @@ def test_names_are_those_of_nvidia_smi() -> None:
         by_name("cuda:0", EIGHT)
 
 
-def test_lost_gpus_have_no_ordinal() -> None:
-    snapshot = HostSnapshot((Gpu(0, "GPU-0", lost=True), Gpu(1, "GPU-1")))
-    assert [gpu.index for gpu in visible(snapshot, {}).gpus] == [1]
+def test_ordinals_count_what_cuda_shows() -> None:
+    for shown, ordinal, index in ((None, 3, 3), ("7,2", 1, 2), ("GPU-55,GPU-1", 1, 1)):
+        found = by_ordinal(ordinal, EIGHT, {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown})
+        assert ([gpu.index for gpu in found.gpus], found.notes) == ([index], ())
+        assert found.title.startswith(f"GPU {index} (GPU-{index}{index}ab), CUDA ordinal {ordinal}")
+    wrong: tuple[tuple[str, Any, str], ...] = (
+        ("7,2", 2, "no GPU 2: 2 are visible with CUDA_VISIBLE_DEVICES=7,2"),
+        ("7", 1, "no GPU 1: 1 is visible"),
+        ("0,0", 0, "shows no GPU"),
+        ("7", -1, "ordinal=-1"),
+        ("7", "0", "ordinal='0'"),
+    )
+    for shown, ordinal, names in wrong:
+        with pytest.raises(GPUAffinityError, match=names):
+            by_ordinal(ordinal, EIGHT, {"CUDA_VISIBLE_DEVICES": shown})
+    lost = HostSnapshot((Gpu(0, "GPU-0", lost=True), Gpu(1, "GPU-1")))
+    assert [gpu.index for gpu in visible(lost, {}).gpus] == [1]
 
 
-@pytest.mark.parametrize(
-    ("bound", "shown", "indices"),
-    [
-        (None, None, None),
-        ("GPU-55ab", None, [5]),
-        ("GPU-55ab", "5", [5]),
-        ("GPU-55ab", "1,2", None),  # a claim or launcher has chosen other GPUs since
-        ("GPU-55ab,GPU-11ab", "5", None),
-        ("GPU-of-another-host", None, None),
-    ],
-)
-def test_what_was_bound_is_known_while_it_is_visible(bound: Any, shown: Any, indices: list[int] | None) -> None:
-    environ = {name: value for name, value in ((BOUND, bound), ("CUDA_VISIBLE_DEVICES", shown)) if value is not None}
-    found = remembered(EIGHT, environ)
-    assert (found and [gpu.index for gpu in found.gpus]) == indices
+def test_an_uncertain_order_is_said() -> None:
+    by_bus = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    for snapshot, environ, certain in (
+        (EIGHT, {}, True),
+        (MIXED, {}, False),
+        (MIXED, {"CUDA_VISIBLE_DEVICES": "0,1,2"}, False),
+        (MIXED, {"CUDA_VISIBLE_DEVICES": "0,1,2", **by_bus}, True),
+        (MIXED, by_bus, True),
+        (MIXED, {"CUDA_VISIBLE_DEVICES": "GPU-11"}, True),
+        (MIG, {"CUDA_VISIBLE_DEVICES": "0"}, False),
+    ):
+        notes = by_ordinal(0, snapshot, environ).notes
+        assert (bool(notes), all("not certain which GPU" in note for note in notes)) == (not certain, True)
 
 
-def test_a_mig_instance_is_part_of_its_gpu() -> None:
-    assert remembered(MIG, {BOUND: "GPU-00", "CUDA_VISIBLE_DEVICES": "MIG-01"})
-    assert remembered(MIG, {BOUND: "MIG-01", "CUDA_VISIBLE_DEVICES": "GPU-00"})
-    assert not remembered(MIG, {BOUND: "GPU-11", "CUDA_VISIBLE_DEVICES": "MIG-01"})
+def test_what_was_bound_is_known_while_it_is_visible() -> None:
+    """A MIG instance is part of its GPU."""
+    for snapshot, bound, shown, indices in (
+        (EIGHT, "", "5", None),
+        (EIGHT, "GPU-55ab,GPU-11ab", "1,5,6", [5, 1]),
+        (EIGHT, "GPU-55ab", "1,2", None),  # a claim or launcher has chosen other GPUs since
+        (EIGHT, "GPU-55ab,GPU-11ab", "5", None),
+        (EIGHT, "GPU-of-another-host", "5", None),
+        (MIG, "GPU-00", "MIG-01", [0]),
+        (MIG, "MIG-01", "GPU-00", [0]),
+        (MIG, "GPU-11", "MIG-01", None),
+    ):
+        found = remembered(snapshot, {BOUND: bound, "CUDA_VISIBLE_DEVICES": shown})
+        assert (found and [gpu.index for gpu in found.gpus]) == indices
+    assert remembered(EIGHT, {}) is None

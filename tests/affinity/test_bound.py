@@ -62,17 +62,6 @@ def test_neighbours_mean_what_they_say(
         assert lines[-1].endswith(f": numactl --physcpubind={MASK[index % 2]} true")
 
 
-def test_the_latest_binding_counts_until_other_gpus_are_visible(four_gpus: Any, in_child: InChild) -> None:
-    def child() -> Any:
-        safe_gpu.bind(1)
-        safe_gpu.bind(2)
-        again = safe_gpu.bind()
-        os.environ["CUDA_VISIBLE_DEVICES"] = "1,3"  # as a claim does
-        return sorted(again.cpus), sorted(safe_gpu.bind().cpus)
-
-    assert in_child(child) == ([MASK[0]], [MASK[1]])
-
-
 def test_a_node_by_its_number(
     four_gpus: Any, in_child: Any, said: Any, saved_tree: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,20 +88,6 @@ def test_a_node_by_its_number(
             safe_gpu.bind(**wrong)
         assert not safe_gpu.bind(**wrong, strict=False).ok
     assert "SAFE_GPU_BOUND" not in os.environ
-
-
-def test_a_claim_far_from_its_gpu_warns(four_gpus: Any, in_child: Any, said: Any) -> None:
-    """A scheduler gave the job the CPUs of another node."""
-
-    def child() -> Any:
-        os.sched_setaffinity(0, MASK[:1])
-        for gpu in (0, 1):
-            safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), only=gpu).release_gpus()
-        return [line for line in said() if "bound" in line]
-
-    near, far = in_child(child)
-    assert near == f"INFO bound 1 thread to CPUs {MASK[0]}"
-    assert far.startswith(f"WARNING bound 1 thread to CPUs {MASK[0]}; this process may use none of the CPUs {MASK[1]} ")
 
 
 BOTH = (MASK * 2)[:2]
@@ -155,14 +130,6 @@ def test_all_divide_the_same_cpus(
 
     found = in_child(lambda: list(child()))
     assert found == [expected[0]] * 4 + [expected[1]] * 4
-
-
-def test_a_node_without_its_isolated_cpus(four_gpus: Any, saved_tree: Any, in_child: InChild) -> None:
-    saved_tree.nodes({0: BOTH, 1: []})
-    for isolated, cpus in ((str(BOTH[1]), FIRST), (f"{BOTH[0]},{BOTH[1]}", BOTH)):
-        saved_tree.write("sys/devices/system/cpu/isolated", isolated)
-        assert in_child(lambda: sorted(safe_gpu.bind(node=0).cpus)) == cpus
-        assert in_child(lambda: sorted(safe_gpu.set_affinity(0, 1))) == cpus
 
 
 # What is not as it was asked for is a warning, whoever asks: one in a container that refuses memory policies, one next
@@ -336,15 +303,6 @@ def test_each_rank_has_cores_of_its_own(state_dir: Any, saved_tree: Any, fake_gp
     assert [facts["gpus"] for facts in held] == [[0], [1]]
     assert [facts["cpus"] for facts in held] == [[first], [second]]
     assert all(facts["said"] == facts["thread"] == facts["cpus"] for facts in held)
-
-
-def test_a_rank_beyond_the_visible_gpus_is_told(
-    four_gpus: Any, in_child: InChild, monkeypatch: pytest.MonkeyPatch, capfd: Any, ran: list[list[str]]
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,0")
-    monkeypatch.setenv("LOCAL_RANK", "5")
-    assert in_child(lambda: (main(["bind", "--", "true"]), ran)) == (0, [["true"]])
-    assert "local rank 5 is beyond the 2 visible GPUs" in capfd.readouterr().err
 
 
 EIGHT = HostSnapshot(tuple(Gpu(number, f"GPU-{number}{number}ab", name="A100") for number in range(8)))

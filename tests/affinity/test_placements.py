@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -133,30 +132,6 @@ def test_this_process_and_a_forked_worker(two_nodes: Any, in_child: InChild) -> 
     assert [process.pid for process in report.processes] == [pid, worker]
     assert [process.gpus for process in report.processes] == [(1,), (1,)]
     assert [process.gpu_source for process in report.processes] == ["CUDA_VISIBLE_DEVICES", "parent"]
-
-
-def test_a_thread_that_sleeps_since_it_was_bound_matches(two_nodes: Any, in_child: InChild) -> None:
-    """It still shows the CPU from before; where it may run is what counts."""
-
-    def child() -> Any:
-        sleeping, stop = threading.Event(), threading.Event()
-
-        def sleep() -> None:
-            os.sched_setaffinity(0, {MASK[1]})
-            sleeping.set()
-            stop.wait()
-
-        thread = threading.Thread(target=sleep)
-        thread.start()
-        sleeping.wait()
-        for tid in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(tid), {MASK[0]})
-        report = placement(driver=two_nodes, gpus=[0])
-        stop.set()
-        thread.join()
-        return report.matches
-
-    assert in_child(child) is True
 
 
 def test_a_memory_policy_changes_the_policy_and_not_the_cpuset(two_nodes: Any, in_child: InChild) -> None:

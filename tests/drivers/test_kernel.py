@@ -136,14 +136,6 @@ def test_memory_that_the_driver_reserves(fake_gpus: Any) -> None:
     assert judged(driver)[0] == "busy"
 
 
-def test_memory_that_nvidia_smi_reserves(fake_gpus: Any, fake_nvidia_smi: Any) -> None:
-    fake_gpus.change(0, used=600 * MIB)
-    driver = NvidiaSmiDriver()
-    assert judged(driver)[0] == "busy"
-    fake_nvidia_smi({"version_lacks": "reserved"})
-    assert judged(driver)[0] == "free"
-
-
 def test_page_cache_on_a_gpu_whose_memory_is_a_numa_node(fake_gpus: Any) -> None:
     fake_gpus.use_nvml_here()
     driver = NvmlDriver()

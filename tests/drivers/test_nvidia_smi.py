@@ -98,19 +98,6 @@ def test_a_driver_that_does_not_work(host: Any, driver: NvidiaSmiDriver, says: s
         assert caught.value.driver == "nvidia-smi"
 
 
-def test_a_lost_gpu_keeps_its_place_and_identity(host: Any, driver: NvidiaSmiDriver) -> None:
-    before = driver.snapshot().gpus
-    host.change(0, lost=1)
-    for lost, other in (driver.snapshot().gpus, driver.usage(before)):
-        known = [(gpu.index, gpu.uuid, gpu.name, gpu.pci_bus_id) for gpu in (before[0], lost)]
-        assert known[0] == known[1]
-        assert (lost.lost, lost.processes, "GPU is lost" in (lost.unusable or "")) == (True, None, True)
-        assert other == before[1]
-    assert NvidiaSmiDriver().snapshot().gpus[0].lost, "also when it was never seen alive"
-    host.set(0)
-    assert driver.snapshot().gpus == (), "no GPU in spite of a driver"
-
-
 @pytest.mark.parametrize("lost", [(0,), (1,), (3,), (1, 2)])
 @pytest.mark.parametrize(
     "said",

@@ -208,16 +208,6 @@ def test_a_gpu_lost_during_the_poll(host: Any, driver: nvml.NvmlDriver, field: s
     assert (first.uuid, first.lost, bool(first.unusable), other.lost) == (host.uuids[0], True, True, False)
 
 
-def test_gpus_lost_from_the_start_stand_where_nvml_counts_them(host: Any, driver: nvml.NvmlDriver) -> None:
-    host.change(2, lost=2)
-    host.change(5, lost=1)
-    gpus = driver.snapshot().gpus
-    assert [gpu.index for gpu in gpus] == list(range(8))
-    assert [gpu.index for gpu in gpus if gpu.lost] == [2, 5]
-    assert len({gpu.uuid for gpu in gpus}) == 8
-    assert [gpu.uuid for gpu in gpus if not gpu.lost] == [host.uuids[number] for number in (0, 1, 3, 4, 6, 7)]
-
-
 def test_a_gpu_that_this_process_may_not_open(host: Any, driver: nvml.NvmlDriver) -> None:
     host.change(0, handle_error=NO_PERMISSION)
     snapshot = driver.snapshot()

@@ -461,23 +461,6 @@ def test_function_that_fails_is_named_and_explained() -> None:
         placeholders.allocate(hold, 3)
 
 
-def test_class_written_for_the_older_package() -> None:
-    released: list[object] = []
-
-    class Mine(PytorchPlaceholder):
-        def __init__(self, logger: Any = logging) -> None: ...
-
-        def __call__(self, device_no: int) -> str:
-            return f"mine {device_no}"
-
-        def release(self, placeholder: object) -> None:
-            released.append(placeholder)
-
-    mine = Mine()
-    placeholders.release(mine, placeholders.allocate(mine, 0))
-    assert released == ["mine 0"]
-
-
 def test_errors_of_ours_and_interrupts_pass_through() -> None:
     for err in (NotEnoughGpusError("none"), KeyboardInterrupt()):
         with pytest.raises(type(err)) as caught:

@@ -97,19 +97,6 @@ def test_parallel_environment_over_two_hosts(sge: GridEngine, room: Any) -> None
     assert {claim["job"] for claim in room.records("claim")} == {f"sge:{job}"}
 
 
-@pytest.mark.parametrize("options", ["", "-V"])
-def test_a_request_per_job_counts_where_the_script_runs(sge: GridEngine, room: Any, options: str) -> None:
-    """A task that qrsh starts elsewhere has NHOSTS=1 there, and only with -V a host file."""
-    task = room.script("$SAFE_GPU run -n job -- sh -c 'echo on $(hostname): $CUDA_VISIBLE_DEVICES.'")
-    script = room.script(f"for host in {HOST1} {HOST2}; do qrsh -inherit {options} -nostdin $host {task}; done")
-    job = sge.submit("-pe", "mpi", "2", "-masterq", f"all.q@{HOST1}", "-l", "ngpus=2", script)
-    sge.finish(job)
-    said = sge.output(job)
-    assert f"on {HOST1}: 0,1." in said
-    assert f"on {HOST2}: .\n" in said
-    assert f"job sge:{job} asked for no GPU on this host" in said
-
-
 def test_mpi_ranks_of_a_parallel_environment(sge: GridEngine, room: Any, mpirun: list[str]) -> None:
     """Open MPI starts its daemons through Grid Engine; each rank claims its share, one GPU of the 2 on its host."""
     rank = room.script("$CLAIM claim job --hold go")

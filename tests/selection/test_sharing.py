@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from safe_gpu import UnsatisfiableRequestError
 from safe_gpu.gpus.devices import ComputeMode, Gpu, GpuProcess, GpuVerdict, Holder, HostSnapshot, ProcessKind
-from safe_gpu.selection.backfill import BackfillRequest, open_gpus, ready, starts, when_free
+from safe_gpu.selection.backfill import BackfillRequest, ready, starts, when_free
 from safe_gpu.selection.choice import check_possible, choose_shares
 from safe_gpu.selection.request import Selection, parse_request
 from safe_gpu.selection.sharing import room, share_capacity, share_fraction
@@ -227,22 +227,6 @@ def test_a_holder_that_does_not_say_how_much_counts_as_all() -> None:
 
 def want(nb: int, share: float = math.inf, hold_for: float = math.inf, gpus: str = "0") -> BackfillRequest:
     return BackfillRequest(nb, frozenset(gpus), hold_for, share=share)
-
-
-HALF = {"0": ((100.0, 40.0), (0.0, 40.0))}  # one holder has half of it until 100
-
-
-@pytest.mark.parametrize(
-    ("one", "ahead", "opens"),
-    [
-        pytest.param(want(1, 30, 100), [want(1)], True, id="ends by the date of a whole request"),
-        pytest.param(want(1, 30, 101), [want(1)], False, id="would delay it"),
-        pytest.param(want(1, 10), [want(1, 60)], False, id="spare room is not counted"),
-        pytest.param(want(1, 10, 100), [want(1, 60)], True, id="ends by the date of a share"),
-    ],
-)
-def test_who_passes_whom(one: BackfillRequest, ahead: list[BackfillRequest], opens: bool) -> None:
-    assert open_gpus(one, ahead, {"0"}, HALF, 0.0) == (one.gpus if opens else frozenset())
 
 
 def test_expected_starts_fill_a_gpu_up_and_no_further() -> None:

@@ -56,19 +56,6 @@ def test_only_one_kind_of_runs_is_bound(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text() == "run " * 4
 
 
-@needs_two_cpus
-def test_each_rank_is_bound_by_itself() -> None:
-    """The launcher behind which the ranks are bound may use all CPUs."""
-    launcher = (
-        "import os, subprocess, sys; print('CPUs:', len(os.sched_getaffinity(0))); subprocess.check_call(sys.argv[1:])"
-    )
-    rank = "import os; print('CPUs:', len(os.sched_getaffinity(0)))"
-    words = (sys.executable, "-uc", launcher, "BIND", sys.executable, "-c", rank)
-    done = compare("--runs", "1", "--affinity", "single", "--figure", "CPUs: (.*)", "--", *words)
-    assert "bound:     median 1 (1 to 1)" in done.stdout, done.stdout + done.stderr
-    assert f"not bound: median {len(MASK)} (" in done.stdout
-
-
 def test_a_run_is_looked_at_while_it_lasts(tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This one ends when it has been."""
     seen = tmp_path / "seen"

@@ -1,10 +1,13 @@
-"""Errors: one root, the bases that callers catch, data that survives pickling and copying."""
+"""Errors: one root, the bases that callers catch, data that survives pickling; and packages that are missing."""
 
 import copy
 import errno
 import inspect
+import os
 import pickle
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,32 +80,81 @@ def test_bases_message_and_attributes(
 
 
 @CLASSES
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_pickling_keeps_everything(
-    kind: type[SafeGpuError], attributes: dict[str, Any], bases: object, protocol: int
-) -> None:
+def test_pickling_keeps_everything(kind: type[SafeGpuError], attributes: dict[str, Any], bases: object) -> None:
     error = kind("it is so: do that", **attributes)
     error.hint = "extra"  # type: ignore[attr-defined]
     error.message = "n1: it is so"  # as an engine adds the host
-    for clone in (pickle.loads(pickle.dumps(error, protocol)), copy.copy(error), copy.deepcopy(error)):
+    pickled = [pickle.dumps(error, protocol) for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1)]
+    for clone in (*map(pickle.loads, pickled), copy.copy(error), copy.deepcopy(error)):
         assert type(clone) is kind
         assert str(clone) == "n1: it is so"
         assert vars(clone) == {"message": "n1: it is so", "hint": "extra", **attributes}
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="notes came with Python 3.11")
-def test_notes_survive_pickling() -> None:
-    error = errors.NotEnoughGpusError("busy")
-    error.add_note("seen on node1")
-    assert pickle.loads(pickle.dumps(error)).__notes__ == ["seen on node1"]
-
-
-def test_the_older_name_of_a_missing_driver() -> None:
+def test_what_may_be_missing_or_added() -> None:
+    for kind in (errors.LockTimeout, errors.StateDirError):
+        assert pickle.loads(pickle.dumps(kind("closed", path="/tmp/x"))).errno is None
+    if sys.version_info >= (3, 11):
+        error = errors.NotEnoughGpusError("busy")
+        error.add_note("seen on node1")
+        assert pickle.loads(pickle.dumps(error)).__notes__ == ["seen on node1"]
     assert errors.NvidiasmiError is errors.NoDriverError is safe_gpu.NvidiasmiError
 
 
-@pytest.mark.parametrize("kind", [errors.LockTimeout, errors.StateDirError])
-def test_an_errno_may_be_missing(kind: type[Any]) -> None:
-    error = kind("closed", path="/tmp/x")
-    assert error.errno is None
-    assert pickle.loads(pickle.dumps(error)).errno is None
+ROOT = Path(safe_gpu.__file__).parents[1]
+CLAIM = """
+import os, safe_gpu
+try:
+    safe_gpu.claim_gpus(1, timeout=None)
+except safe_gpu.SafeGpuError as err:
+    print(type(err).__name__, isinstance(err, ImportError), err, os.environ.get("CUDA_VISIBLE_DEVICES"))
+"""
+
+
+@pytest.fixture(params=["missing", "too old"])
+def without(request: pytest.FixtureRequest, tmp_path: Path):
+    """An environment in which a package is missing or too old."""
+
+    def make(name: str, **variables: str) -> dict[str, str]:
+        missing = f"raise ModuleNotFoundError('No module named {name}', name='{name}')"
+        (tmp_path / f"{name}.py").write_text(missing if request.param == "missing" else "__version__ = '0.1'")
+        return {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", **variables}
+
+    return make
+
+
+def run(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=60)
+
+
+def test_filelock_on_the_command_line(without, ground) -> None:
+    done = run(without("filelock"), "-m", "safe_gpu", "run", "--", "true")
+    assert (done.returncode, done.stdout) == (70, "")
+    assert done.stderr.startswith("safe-gpu: the Python package filelock is missing or too old (")
+    assert done.stderr.endswith("): pip install -U filelock\n")
+    assert done.stderr.count("\n") == 1
+    assert ground.tickets() == []
+
+
+def test_filelock_in_python(without) -> None:
+    done = run(without("filelock"), "-c", CLAIM)
+    assert done.stdout.startswith("MissingPackageError True the Python package filelock is missing or too old")
+    assert done.stdout.endswith("pip install -U filelock None\n")
+    assert done.stderr == ""
+
+
+def test_status_does_without_and_doctor_says_so(without, ground) -> None:
+    ground.hold(0)
+    for verb, code, said in (("status", 0, ": 7 of 8 GPUs free"), ("doctor", 1, "filelock is missing or too old")):
+        done = run(without("filelock"), "-m", "safe_gpu", verb)
+        assert (done.returncode, done.stderr) == (code, "")
+        assert said in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize(("driver", "line"), [("nvml", "run -- /bin/true"), ("auto", "wait"), ("auto", "status")])
+def test_nvidia_ml_py(without, tmp_path: Path, line: str, driver: str) -> None:
+    done = run(without("pynvml", SAFE_GPU_DRIVER=driver, PATH=str(tmp_path)), "-m", "safe_gpu", *line.split())
+    assert done.returncode in (69, 70)
+    assert done.stdout == ""
+    assert "nvidia-ml-py" in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -1,16 +1,21 @@
-"""What the package offers, what importing it costs, and the names that the older package had."""
+"""What the package offers, what importing it costs, and that code for the older package runs unchanged."""
 
 import importlib
 import inspect
+import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import safe_gpu
+from safe_gpu import safe_gpu as old
+from safe_gpu.claim import owner
 
 ROOT = Path(safe_gpu.__file__).parents[1]
 CONTRACT = """
@@ -113,15 +118,6 @@ def test_elsewhere_than_on_linux_the_import_works_and_a_claim_says_so(monkeypatc
         safe_gpu.claim_gpus(1)
 
 
-def test_the_version_is_the_distributions() -> None:
-    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
-    assert f'version = "{safe_gpu.__version__}"' in text
-
-
-def test_it_is_typed() -> None:
-    assert (Path(safe_gpu.__file__).parent / "py.typed").exists()
-
-
 # The older package's module
 
 
@@ -130,3 +126,84 @@ def test_both_modules_speak_of_the_same_things() -> None:
     for name in older.__all__:
         if name in safe_gpu.__all__:
             assert getattr(older, name) is getattr(safe_gpu, name)
+
+
+def test_the_version_is_the_distributions_and_it_is_typed() -> None:
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert f'version = "{safe_gpu.__version__}"' in text
+    assert (Path(safe_gpu.__file__).parent / "py.typed").exists()
+
+
+@pytest.fixture(autouse=True)
+def released() -> Iterator[None]:
+    """An owner that a test dropped goes with it."""
+    yield
+    if owner.current_owner() is not None:
+        owner.current_owner().release_gpus()
+
+
+def visible() -> str | None:
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def test_claiming_one_gpu() -> None:
+    assert old.gpu_owner is None
+    old.claim_gpus()
+    assert old.gpu_owner.devices_taken == [0]
+    assert type(old.gpu_owner.devices_taken[0]) is int
+    assert visible() == "0"
+    assert len(old.gpu_owner.placeholders) == 1
+    assert isinstance(old.gpu_owner, old.GPUOwner)
+    assert safe_gpu.gpu_owner is old.gpu_owner
+
+
+def test_all_four_arguments_by_position(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("mine")
+    caplog.set_level(logging.INFO, "mine")
+    devices = []
+    old.claim_gpus(2, devices.append, logger, 0.0)
+    assert devices == [0, 1]
+    assert {record.name for record in caplog.records} == {"mine"}
+
+
+def test_the_default_of_the_older_package_can_be_passed_where_torch_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Torch:
+        @staticmethod
+        def zeros(shape: Any, device: str) -> str:
+            return device
+
+    monkeypatch.setitem(sys.modules, "torch", Torch)
+    old.claim_gpus(2, placeholder_fn=old.PytorchPlaceholder(logger=logging))
+    assert old.gpu_owner.placeholders == ["cuda:0", "cuda:1"]
+
+
+def test_an_own_placeholder_is_called_with_the_device_number_and_kept() -> None:
+    made = []
+
+    def occupy(device_no: int) -> object:
+        made.append((device_no, visible()))
+        return f"pointer {device_no}"
+
+    old.claim_gpus(2, placeholder_fn=occupy)
+    assert made == [(0, "0,1"), (1, "0,1")]
+    assert old.gpu_owner.placeholders == ["pointer 0", "pointer 1"]
+    old.release_gpus()  # it has no release(): nothing to call
+
+
+def test_the_owner_can_be_constructed_and_released_explicitly(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    own = old.GPUOwner(nb_gpus=2, logger=logging, debug_sleep=0.0)
+    assert own.devices_taken == [0, 1]
+    assert {record.name for record in caplog.records} == {"root"}, "the logging module is a logger, too"
+    assert old.gpu_owner is None
+    own.release_gpus()
+    assert old.GPUOwner(2).devices_taken == [0, 1], "they were given back"
+
+
+def test_all_names_are_there_by_any_way_of_importing() -> None:
+    names = (
+        "LOCK_FILENAME, NvidiasmiError, get_free_gpus, PytorchPlaceholder, TensorflowPlaceholder, PyCudaPlaceholder, "
+        "GPUOwner, claim_gpus, release_gpus, gpu_owner, pytorch_placeholder, tensorflow_placeholder"
+    )
+    exec(f"from safe_gpu.safe_gpu import {names}; import safe_gpu.safe_gpu as s; s.claim_gpus", {})
+    assert importlib.import_module("safe_gpu.safe_gpu") is old

@@ -92,60 +92,10 @@ def test_the_second_instance_does_not_wait_for_the_first_ones_placeholder(instan
     assert "now claims run side by side" in second.steps[-2]
 
 
-# PyCUDA as far as it matters here: a stack of contexts, and an abort at exit if one is left on it.
-PYCUDA = """
-import atexit, os
-stack = []
-class Context:
-    pop = stack.pop
-    def push(self):
-        stack.append(self)
-    def detach(self):
-        stack[:] = [context for context in stack if context is not self]
-class Device:
-    def __init__(self, number):
-        pass
-    def make_context(self):
-        stack.append(Context())
-        return stack[-1]
-    def free(self):
-        pass
-init = object
-def mem_alloc(size):
-    assert stack, "no current context"
-    return Device(size)
-def memcpy_htod(memory, data):
-    assert stack, "no current context"
-atexit.register(lambda: stack and os.abort())
-"""
-
-
-@pytest.mark.parametrize(("nb_gpus", "how"), [(1, ()), (2, ("--explicit-owner-object",))])
-def test_pycuda(
-    instance: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nb_gpus: int, how: tuple[str, ...]
-) -> None:
-    (tmp_path / "pycuda").mkdir()
-    (tmp_path / "pycuda" / "__init__.py").touch()
-    (tmp_path / "pycuda" / "driver.py").write_text(PYCUDA)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    one = instance("--backend", "pycuda", "--nb-gpus", str(nb_gpus), "--sleep", "0", *how)
-    assert one.finish() == 0
-    assert one.steps[-1] == "Finished"
-    assert [step for step in one.steps if step.startswith("Released")] == ["Released a CUDA context"] * nb_gpus
-
-
 def test_it_says_why_it_got_nothing(instance: Any) -> None:
     greedy = instance("--backend", "simulated", "--nb-gpus", "9", "--sleep", "0")
     assert "only 8" in greedy.until("9 GPUs")
     assert greedy.finish() == 1
-
-
-def test_a_missing_framework_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    done = python(str(ACQUISITOR), "--sleep", "0")
-    assert done.returncode == 1
-    assert "needs torch, which is not installed" in done.stderr
 
 
 def test_a_python_without_the_package_is_told_which_to_use() -> None:
@@ -170,13 +120,6 @@ def test_driver_calls_are_counted() -> None:
         assert all(0 < int(number) <= most for number in calls)
 
 
-def test_without_a_compiler_no_driver_calls_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nonexistent")
-    done = bench("calls", "--check")
-    assert done.returncode == 0, done.stderr
-    assert "needs a C compiler" in done.stdout
-
-
 @long
 def test_all_that_has_a_budget_stands_in_one_table() -> None:
     done = bench("--quick")
@@ -197,9 +140,3 @@ def test_all_that_has_a_budget_stands_in_one_table() -> None:
     ):
         row = rf"^{re.escape(name)} +{number} +{rival}  {number} of at most {re.escape(budget)}: (met|MISSED)"
         assert re.search(row, done.stdout, re.MULTILINE), f"{row}\n{done.stdout}"
-
-
-def test_an_unknown_benchmark_is_refused() -> None:
-    done = bench("everything")
-    assert done.returncode == 2
-    assert "'everything'" in done.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from affinity.conftest import MASK, InChild, needs_known_calls, needs_two_cpus, refuse_memory_policies
+from affinity.conftest import MASK, InChild, needs_two_cpus
 
 from safe_gpu.affinity import binding as binding_module
 from safe_gpu.affinity import memory_policy
@@ -236,25 +236,6 @@ def test_a_node_that_is_not_there_is_reported(in_child: InChild, memory_node: in
     assert report.memory.asked == {1000}
     assert not report.memory.done
     assert "Invalid argument" in str(report)
-
-
-@needs_known_calls
-@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
-def test_a_container_that_refuses_memory_policies(in_child: InChild, number: int) -> None:
-    """Reported, not raised; the CPUs are bound all the same."""
-
-    def child() -> tuple[Any, ...]:
-        refuse_memory_policies(number)
-        report = bind_process({MASK[0]}, [0], "bind")
-        leave()
-        return report, os.sched_getaffinity(0)
-
-    report, after = in_child(child)
-    assert report.cpus == {MASK[0]}
-    assert report.memory.refused == (f"memory policy bind on node 0: {os.strerror(number)}",)
-    assert not report.ok
-    assert not report.as_asked
-    assert after == set(MASK)
 
 
 def test_an_architecture_whose_calls_are_not_known(monkeypatch: pytest.MonkeyPatch, in_child: InChild) -> None:

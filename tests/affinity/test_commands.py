@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,21 +26,6 @@ from safe_gpu.topology.host import HostTopology, read_topology
 
 
 @needs_two_cpus
-@pytest.mark.parametrize(("visible", "expected"), [(None, [0, 1]), ("3,2", [1, 0]), ("GPU-33,GPU-0", [1, 0])])
-def test_ranks_follow_the_order_of_visible_gpus(
-    four_gpus: Any, in_child: InChild, monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: list[int]
-) -> None:
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-
-    def child() -> list[set[int]]:
-        # The second call starts from the mask before the first, or it would find no core.
-        return [found for rank in (0, 1) if (found := set_affinity(rank, 2)) == os.sched_getaffinity(0)]
-
-    assert in_child(child) == [{MASK[at]} for at in expected]
-
-
-@needs_two_cpus
 def test_a_program_for_gpu_affinity_changes_its_import_only(four_gpus: Any, in_child: InChild) -> None:
     def child() -> set[int]:
         return gpu_affinity.set_affinity(
@@ -58,49 +42,6 @@ def test_a_program_for_gpu_affinity_changes_its_import_only(four_gpus: Any, in_c
     assert repr(in_child(child)) == repr(set(MASK[:2]))
 
 
-class Int64:
-    """An integer as numpy has them."""
-
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-    def __index__(self) -> int:
-        return self.value
-
-
-@needs_two_cpus
-def test_integers_of_numpy(four_gpus: Any, in_child: InChild) -> None:
-    number: Any = Int64
-    assert in_child(lambda: set_affinity(number(1), number(2), max_physical_cores=number(1))) == {MASK[1]}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "options", "visible", "names"),
-    [
-        ((2, 2), {}, None, "gpu_id=2 .* nproc_per_node=2"),
-        ((-1, 2), {}, None, "gpu_id=-1"),
-        ((0, 2.0), {}, None, "nproc_per_node must be a whole number, not 2.0"),
-        ((0, 5), {}, None, "nproc_per_node=5 .* 4 are visible"),
-        ((0, 2), {}, "0,0", "CUDA_VISIBLE_DEVICES=0,0 shows no GPU"),
-        ((0, 2), {}, "0", "1 are visible with CUDA_VISIBLE_DEVICES=0"),
-        pytest.param((0, 4), {}, None, "1 physical core near 2 GPUs", marks=needs_two_cpus),
-        ((0, 2), {"mode": "best"}, None, "'best'"),
-        ((0, 2), {"mode": "all", "min_physical_cores": 7, "max_physical_cores": 3}, None, "at least 7"),
-        ((0, 1), {}, None, "no NVIDIA driver"),
-    ],
-)
-def test_errors_have_the_numbers_in_them(
-    four_gpus: Any, monkeypatch: pytest.MonkeyPatch, arguments: Any, options: Any, visible: str | None, names: str
-) -> None:
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    if names == "no NVIDIA driver":
-        monkeypatch.setattr(safe_gpu.drivers, "open_driver", no_driver)
-    with pytest.raises(GPUAffinityError, match=names):
-        set_affinity(*arguments, **options)
-    assert sorted(os.sched_getaffinity(0)) == MASK
-
-
 # numactl
 
 
@@ -112,33 +53,6 @@ def test_options_of_numactl() -> None:
     assert numactl_options(share, frozenset([2, 3]), "preferred")[1] == "--preferred-many=2-3"
     with pytest.raises(GPUAffinityError, match="NUMA node"):
         numactl_options(share, frozenset(), "bind")
-
-
-@needs_two_cpus
-@pytest.mark.parametrize(("gpu", "at"), [(0, 0), (1, 1), (3, 1)])
-def test_the_wrapped_command(four_gpus: Any, gpu: int, at: int) -> None:
-    command = ["python", "-c", "print('a b')"]
-    assert wrap_command(command, gpu=gpu, mode="node") == ["numactl", f"--physcpubind={MASK[at]}", *command]
-    assert wrap_command(tuple(command), gpu=gpu, mode="node", memory="bind")[2] == f"--membind={at}"
-
-
-@pytest.mark.parametrize(
-    ("command", "wrong"),
-    [
-        (["true"], {"gpu": -1}),
-        # These do not fall back either.
-        (["true"], {"mode": "somewhere", "strict": False}),
-        (["true"], {"gpu": None, "strict": False}),
-        (["true"], {"ordinal": 0, "strict": False}),
-        (["true"], {"memory": "here", "strict": False}),
-        ([], {}),
-        ("true", {}),
-        ([1], {}),
-    ],
-)
-def test_commands_that_cannot_be_wrapped(four_gpus: Any, command: Any, wrong: Any) -> None:
-    with pytest.raises(GPUAffinityError):
-        wrap_command(command, **{"gpu": 0, "mode": "node", **wrong})
 
 
 # Fallback, and options as torch writes them
@@ -169,7 +83,6 @@ def test_options_of_torch_are_taken_as_they_are(four_gpus: Any, in_child: InChil
         parse_options(NumaOptions(Theirs.ELSEWHERE))
 
 
-@pytest.mark.parametrize("torchs", [False, True])
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
@@ -181,62 +94,19 @@ def test_options_of_torch_are_taken_as_they_are(four_gpus: Any, in_child: InChil
     ],
 )
 def test_falling_back_to_the_command(
-    four_gpus: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any, tmp_path: Any, torchs: bool, arguments: Any, why: str
+    four_gpus: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any, tmp_path: Any, arguments: Any, why: str
 ) -> None:
     if why == "no NVIDIA driver":
         monkeypatch.setattr(safe_gpu.drivers, "open_driver", no_driver)
     monkeypatch.setenv("PATH", str(tmp_path))
     mode, command = arguments.get("mode", "node"), ["./train", "--all"]
-    falls_back = {"mode": NumaOptions(mode, True)} if torchs else {"mode": mode, "strict": False}
+    falls_back = {"mode": NumaOptions(mode, True)} if why == "no GPU 9" else {"mode": mode, "strict": False}
     assert wrap_command(command, **{**arguments, **falls_back}) == command
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "the command runs unbound: " in caplog.text
     assert why in caplog.text
     with pytest.raises(GPUAffinityError, match=why):
         wrap_command(command, **{**arguments, "mode": mode, "check": True})
-
-
-@pytest.mark.parametrize(
-    ("refused", "arguments", "kept", "said"),
-    [
-        ("--preferred=0", {"memory": "bind"}, ["--physcpubind={}", "--membind=0"], ""),
-        ("--membind=0", {"memory": "bind"}, ["--physcpubind={}"], "bound without a memory policy: numactl --phys"),
-        ("--physcpubind={}", {"memory": "bind"}, [], "the command runs unbound: numactl --physcpubind={} fails"),
-        ("--membind=0", {"memory": "bind", "mode": None}, [], "the command runs unbound: numactl --membind=0 fails"),
-        ("--membind=0", {"memory": None}, ["--physcpubind={}"], ""),
-        ("--membind=0", {"memory": "bind", "gpu": 4}, ["--physcpubind={}"], "policy: memory='bind' needs to know"),
-    ],
-)
-def test_numactl_loses_only_what_is_refused(
-    four_gpus: Any,
-    saved_tree: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Any,
-    caplog: Any,
-    refused: str,
-    arguments: Any,
-    kept: list[str],
-    said: str,
-) -> None:
-    """It refuses one option, as in a container; each set of options is tried once. GPU 4 is next to no known node."""
-    four_gpus.gpus.append(Gpu(4, "GPU-4"))
-    cpus = f"{MASK[0]}-{MASK[-1]}" if "gpu" in arguments else str(MASK[0])
-    numactl = tmp_path / "numactl"
-    refusing = f"*{refused.format(cpus)}*) echo no policy >&2; exit 1"
-    numactl.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\ncase "$*" in {refusing};; esac\n')
-    numactl.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    asked = {"gpu": 0, "mode": "node", **arguments}
-    expected = [*(["numactl"] if kept else []), *(option.format(cpus) for option in kept), "./train"]
-    for _ in range(2):
-        assert wrap_command(["./train"], **asked, strict=False) == expected
-        if said:
-            assert caplog.records[0].levelname == "WARNING"
-            assert said.format(cpus) in caplog.text
-            with pytest.raises(GPUAffinityError):
-                wrap_command(["./train"], **asked, check=True)
-    lines = (tmp_path / "asked").read_text().splitlines()
-    assert len(lines) == len(set(lines))
 
 
 def test_a_node_without_memory_is_not_given_to_numactl(four_gpus: Any, saved_tree: Any, caplog: Any) -> None:
@@ -253,18 +123,6 @@ def test_no_mode_no_change(four_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(safe_gpu.drivers, "open_driver", no_driver)
     assert wrap_command(("./train", "x y"), mode=None) == ["./train", "x y"]
     assert wrap_command(["./train"], gpu=0, mode=None, check=True) == ["./train"]
-
-
-@needs_two_cpus
-def test_what_differs_from_torch_numa(four_gpus: Any) -> None:
-    """The page has a table of it."""
-    assert wrap_command(["true"], gpu=1, mode=NumaOptions("node")) == ["numactl", f"--physcpubind={MASK[1]}", "true"]
-    with pytest.raises(RuntimeError, match="physical core"):  # torch's for too few cores
-        wrap_command(["true"], gpu=0, mode=NumaOptions("exclusive"))
-    with pytest.raises(ValueError, match="elsewhere"):  # torch's for an unknown mode
-        wrap_command(["true"], gpu=0, mode=NumaOptions(Theirs.ELSEWHERE))
-    table = (Path(safe_gpu.__file__).parent / "affinity" / "README.md").read_text().partition("from torch.numa\n")[2]
-    assert all(word in table for word in ("--cpunodebind", "--physcpubind", "`None`", "ValueError", "avoid using this"))
 
 
 def test_a_claim_falls_back_with_torchs_options(four_gpus: Any) -> None:
@@ -319,7 +177,70 @@ def test_the_table_of_nodes(host: Callable[..., HostTopology], saved_tree: Any) 
     assert topology.memory == {}  # a made-up host has no memory of its own
 
 
-def test_the_table_says_what_is_remote(host: Callable[..., HostTopology]) -> None:
-    topology = host(cores_per_node=2, nodes=2, smt=1, gpu_nodes=[0], distances=True)
-    shares = plan(topology, mode="node", allowed=[2, 3])
-    assert "GPU 0: its CPUs are on another node" in affinity_table(topology, AffinityOptions(), shares)
+@needs_two_cpus
+def test_errors_have_the_numbers_in_them(four_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong: list[tuple[Any, dict[str, Any], str, str]] = [
+        ((2, 2), {}, "0,1,2,3", "gpu_id=2 .* nproc_per_node=2"),
+        ((-1, 2), {}, "0,1,2,3", "gpu_id=-1"),
+        ((0, 2.0), {}, "0,1,2,3", "nproc_per_node must be a whole number, not 2.0"),
+        ((0, 2), {}, "0,0", "CUDA_VISIBLE_DEVICES=0,0 shows no GPU"),
+        ((0, 2), {}, "0", "nproc_per_node=2 .*1 are visible with CUDA_VISIBLE_DEVICES=0"),
+        ((0, 4), {}, "0,1,2,3", "1 physical core near 2 GPUs"),
+        ((0, 2), {"mode": "all", "min_physical_cores": 7, "max_physical_cores": 3}, "0,1,2,3", "at least 7"),
+    ]
+    for arguments, options, visible, names in wrong:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        with pytest.raises(GPUAffinityError, match=names):
+            set_affinity(*arguments, **options)
+    monkeypatch.setattr(safe_gpu.drivers, "open_driver", no_driver)
+    with pytest.raises(GPUAffinityError, match="no NVIDIA driver"):
+        set_affinity(0, 1)
+    assert sorted(os.sched_getaffinity(0)) == MASK
+
+
+@needs_two_cpus
+def test_the_wrapped_command(four_gpus: Any) -> None:
+    command = ["python", "-c", "print('a b')"]
+    for gpu, at in ((0, 0), (3, 1)):
+        assert wrap_command(command, gpu=gpu, mode="node") == ["numactl", f"--physcpubind={MASK[at]}", *command]
+        assert wrap_command(tuple(command), gpu=gpu, mode="node", memory="bind")[2] == f"--membind={at}"
+    wrong: list[tuple[Any, dict[str, Any]]] = [(["true"], {"gpu": -1}), ([], {}), ("true", {}), ([1], {})]
+    # These do not fall back either.
+    more = ({"mode": "somewhere"}, {"gpu": None}, {"ordinal": 0}, {"memory": "here"})
+    for words, options in [*wrong, *((["true"], {**one, "strict": False}) for one in more)]:
+        with pytest.raises(GPUAffinityError):
+            wrap_command(words, **{"gpu": 0, "mode": "node", **options})
+
+
+@pytest.mark.parametrize(
+    ("refused", "arguments", "kept", "said"),
+    [
+        ("--membind=0", {"memory": "bind"}, ["--physcpubind={}"], "bound without a memory policy: numactl --phys"),
+        ("--physcpubind={}", {"memory": "bind"}, [], "the command runs unbound: numactl --physcpubind={} fails"),
+        ("--membind=0", {"memory": "bind", "mode": None}, [], "the command runs unbound: numactl --membind=0 fails"),
+        ("--membind=0", {"memory": None}, ["--physcpubind={}"], ""),
+        ("--membind=0", {"memory": "bind", "gpu": 4}, ["--physcpubind={}"], "policy: memory='bind' needs to know"),
+    ],
+)
+def test_numactl_loses_only_what_is_refused(
+    four_gpus: Any, monkeypatch: Any, tmp_path: Any, caplog: Any, refused: str, arguments: Any, kept: Any, said: str
+) -> None:
+    """It refuses one option, as in a container; each set of options is tried once. GPU 4 is next to no known node."""
+    four_gpus.gpus.append(Gpu(4, "GPU-4"))
+    cpus = f"{MASK[0]}-{MASK[-1]}" if "gpu" in arguments else str(MASK[0])
+    numactl = tmp_path / "numactl"
+    refusing = f"*{refused.format(cpus)}*) echo no policy >&2; exit 1"
+    numactl.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\ncase "$*" in {refusing};; esac\n')
+    numactl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    asked = {"gpu": 0, "mode": "node", **arguments}
+    expected = [*(["numactl"] if kept else []), *(option.format(cpus) for option in kept), "./train"]
+    for _ in range(2):
+        assert wrap_command(["./train"], **asked, strict=False) == expected
+        if said:
+            assert caplog.records[0].levelname == "WARNING"
+            assert said.format(cpus) in caplog.text
+            with pytest.raises(GPUAffinityError):
+                wrap_command(["./train"], **asked, check=True)
+    lines = (tmp_path / "asked").read_text().splitlines()
+    assert len(lines) == len(set(lines))

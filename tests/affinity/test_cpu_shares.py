@@ -31,73 +31,6 @@ ONE_EACH = {"cores_per_node": 4, "nodes": 2, "gpu_nodes": [0, 1]}
 THREE = {"cores_per_node": 4, "nodes": 2, "gpu_nodes": [0, 0, 1]}
 
 
-@pytest.mark.parametrize(
-    ("shape", "mode", "gpus", "mask", "expected", "notes"),
-    [
-        # GPU 0 has cores 0-3 of 8 and GPU 1 cores 4-7, whoever asks, although each mask alone would divide otherwise.
-        (TWO_ON_ONE, "exclusive", [0], "2-5", {0: "2-3"}, ()),
-        (TWO_ON_ONE, "exclusive", [1], "0-7", {1: "4-7"}, ()),
-        (THREE, "exclusive", [2, 0], "0-7", {2: "4-7", 0: "0-1"}, ()),
-        # The cut leaves nothing, for a GPU or for all of them.
-        (
-            *(ONE_EACH, "node", [0], "5-6", {0: "5-6"}),
-            ("this process may use none of the CPUs 0-3 of GPU 0", "CPUs 5-6 are remote to GPU 0 (on NUMA node 0)"),
-        ),
-        (
-            *(THREE, "node", [0, 1, 2], "5", {0: "5", 1: "5", 2: "5"}),
-            (
-                "this process may use none of the CPUs 0-3 of GPUs 0, 1",
-                "CPUs 5 are remote to GPUs 0, 1 (on NUMA node 0)",
-            ),
-        ),
-        (
-            *({**ONE_EACH, "nodes": 3}, "node", [0, 1], "8-9", {0: "8-9", 1: "8-9"}),
-            (
-                "this process may use none of the CPUs 0-7 of GPUs 0, 1",
-                "CPUs 8-9 are remote to GPU 0 (on NUMA node 0)",
-                "CPUs 8-9 are remote to GPU 1 (on NUMA node 1)",
-            ),
-        ),
-    ],
-)
-def test_shares_are_of_the_host_and_cut_to_the_mask(
-    host: MakeHost, shape: Any, mode: str, gpus: list[int], mask: str, expected: dict[int, str], notes: Any
-) -> None:
-    found = claim_shares(host(**shape, smt=1), AffinityOptions(mode=mode), gpus, cpus(mask))
-    assert found.shares == {index: cpus(share) for index, share in expected.items()}
-    assert found.cpus == frozenset().union(*found.shares.values())
-    assert found.notes == notes
-
-
-@pytest.mark.parametrize(
-    ("shape", "isolated", "mode", "gpu", "mask", "share", "remote"),
-    [
-        (TWO_ON_ONE, "4-7", "exclusive", 0, "0-3", "0-1", False),
-        (TWO_ON_ONE, "4-7", "exclusive", 1, "0-3", "2-3", False),
-        (TWO_ON_ONE, "0-1", "unique_interleaved", 1, "0-7", "3,5,7", False),
-        (ONE_EACH, "6-7", "node", 1, "0-7", "4-5", False),
-        # A part of which the mask has nothing: the other CPUs of the node come before the whole mask.
-        (TWO_ON_ONE, "", "exclusive", 1, "0-3", "0-3", False),
-        (ONE_EACH, "", "exclusive", 0, "4-5", "4-5", True),
-        (THREE, "3", "exclusive", 1, "0,3-7", "0", False),
-        # The whole node of a GPU is isolated, which does not keep claims of the other GPU from their part.
-        (ONE_EACH, "4-7", "exclusive", 0, "0-3", "0-3", False),
-        (ONE_EACH, "4-7", "exclusive", 1, "0-7", "0-3", True),
-        # Whose mask has isolated CPUs only was put there on purpose.
-        (ONE_EACH, "4-7", "node", 1, "4-6", "4-6", False),
-        (ONE_EACH, "4-7", "exclusive", 0, "5-7", "5-7", True),
-        (TWO_ON_ONE, "0-7", "exclusive", 1, "0-7", "4-7", False),
-    ],
-)
-def test_isolated_cpus_are_left_out_before_cores_are_divided(
-    host: MakeHost, shape: Any, isolated: str, mode: str, gpu: int, mask: str, share: str, remote: bool
-) -> None:
-    topology = replace(host(**shape, smt=1), isolated=cpus(isolated))
-    found = claim_shares(topology, AffinityOptions(mode=mode), [gpu], cpus(mask))
-    assert (found.cpus, found.remote) == (cpus(share), remote)
-    assert found.shares == {gpu: cpus(share)}
-
-
 def test_cpus_of_another_node_are_remote(host: MakeHost) -> None:
     topology = host(cores_per_node=2, nodes=2, smt=1, gpu_nodes=[2], distances=True)
     far = {0: {0: 10, 1: 20, 2: 80}, 1: {0: 20, 1: 10, 2: 40}, 2: {0: 80, 1: 40, 2: 10}}
@@ -193,45 +126,10 @@ def test_the_default_reads_no_whole_host(small_host: Any, fake_driver: Any, in_c
 
 
 @needs_two_cpus
-def test_memory_goes_to_the_gpus_node(small_host: Any, fake_driver: Any, in_child: InChild) -> None:
-    report = in_child(lambda: bind_near(GPUS[:1], fake_driver(GPUS), options=None, memory="bind"))
-    assert report.cpus == set(MASK)
-    assert report.memory.asked == {0}
-    assert report.threads.asked == frozenset()
-
-
-@needs_two_cpus
 def test_a_claim_that_cannot_be_bound_remembers_nothing(small_host: Any, fake_driver: Any) -> None:
     with pytest.raises(GPUAffinityError):
         bind_claim([], fake_driver([]), options=AffinityOptions())
     assert not binding._stack
-
-
-@pytest.mark.parametrize(
-    ("has", "sizes", "distances", "nodes"),
-    [
-        ("0-3", [1, 1, 1, 1], "16 10 16 16", {1}),
-        ("0,2-3", [1, 0, 1, 1], "16 10 28 12", {3}),
-        ("0,2-3", [1, 0, 1, 1], "16 10 16 32", {0, 2}),
-        ("0,2-3", [1, 0, 1, 1], "", {0, 2, 3}),
-        ("", [1, 0, 1, 1], "32 10 16 16", {2, 3}),  # before Linux 2.6.24
-        ("0-", [1, 0, 1, 1], "16 10 28 12", {3}),
-        ("\0", [0, 0, 0, 0], "16 10 28 12", {1}),  # they cannot all be without memory
-    ],
-)
-def test_the_nearest_memory_of_a_node(saved_tree: Any, has: str, sizes: list[int], distances: str, nodes: Any) -> None:
-    saved_tree.cpus([(0,), (1,), (2,), (3,)])
-    saved_tree.nodes({number: [number] for number in range(4)})
-    saved_tree.gpu("0000:01:00.0", node=1)
-    base = "sys/devices/system/node"
-    saved_tree.write(f"{base}/node1/distance", distances)
-    saved_tree.write(f"{base}/has_memory", has)
-    for node, size in enumerate(sizes):
-        saved_tree.write(f"{base}/node{node}/meminfo", f"Node {node} MemTotal:   {size * 4096} kB")
-    topology = read_topology(saved_tree)
-    found, lacks = with_memory(topology, memory_nodes(topology, [0]))
-    assert found == nodes
-    assert [line.partition(",")[0] for line in lacks] == ["NUMA node 1 has no memory"] * (found != {1})
 
 
 def test_nodes_of_cpus(saved_tree: Any, fake_driver: Any, host: MakeHost) -> None:
@@ -248,17 +146,6 @@ def test_nodes_of_cpus(saved_tree: Any, fake_driver: Any, host: MakeHost) -> Non
 # Workers
 
 
-def test_a_share_among_workers(host: MakeHost) -> None:
-    topology = host(cores_per_node=5, nodes=2, gpu_nodes=[0])  # 0-4 with 10-14, 5-9 with 15-19
-    (share,) = plan(topology, mode="node")
-    assert split_share(share, topology, 2) == [cpus("0-2,10-12"), cpus("3-4,13-14")]
-    assert split_share(share, topology, 1) == [share]
-    assert split_share([0, 10, 1], topology, 2) == [cpus("0,10"), cpus("1")]
-    for wrong in (0, -1, 6, True, "2"):
-        with pytest.raises(GPUAffinityError, match=str(wrong)):
-            split_share(share, topology, wrong)
-
-
 @settings(max_examples=60)
 @given(st.integers(1, 32), st.sampled_from([1, 2, 4]), st.data())
 def test_parts_are_whole_cores_and_make_up_the_share(cores: int, smt: int, data: st.DataObject) -> None:
@@ -273,3 +160,69 @@ def test_parts_are_whole_cores_and_make_up_the_share(cores: int, smt: int, data:
     assert sum(map(len, parts)) == len(share)
     for core in topology.cores:
         assert sum(not core.isdisjoint(part) for part in parts) <= 1
+
+
+def test_shares_are_of_the_host_and_cut_to_the_mask(host: MakeHost) -> None:
+    """GPU 0 has cores 0-3 of 8 and GPU 1 cores 4-7, whoever asks, although each mask alone would divide otherwise.
+
+    The cut may leave nothing, for a GPU or for all of them.
+    """
+    none = "this process may use none of the CPUs 0-3 of GPU"
+    for shape, mode, gpus, mask, expected, notes in (
+        (TWO_ON_ONE, "exclusive", [0], "2-5", {0: "2-3"}, ()),
+        (TWO_ON_ONE, "exclusive", [1], "0-7", {1: "4-7"}, ()),
+        (THREE, "exclusive", [2, 0], "0-7", {2: "4-7", 0: "0-1"}, ()),
+        (ONE_EACH, "node", [0], "5-6", {0: "5-6"}, (f"{none} 0", "CPUs 5-6 are remote to GPU 0 (on NUMA node 0)")),
+        (
+            *(THREE, "node", [0, 1, 2], "5", {0: "5", 1: "5", 2: "5"}),
+            (f"{none}s 0, 1", "CPUs 5 are remote to GPUs 0, 1 (on NUMA node 0)"),
+        ),
+    ):
+        found = claim_shares(host(**shape, smt=1), AffinityOptions(mode=mode), gpus, cpus(mask))
+        assert found.shares == {index: cpus(share) for index, share in expected.items()}
+        assert found.cpus == frozenset().union(*found.shares.values())
+        assert found.notes == notes
+
+
+def test_isolated_cpus_are_left_out_before_cores_are_divided(host: MakeHost) -> None:
+    for shape, isolated, mode, gpu, mask, share, remote in (
+        (TWO_ON_ONE, "4-7", "exclusive", 1, "0-3", "2-3", False),
+        (TWO_ON_ONE, "0-1", "unique_interleaved", 1, "0-7", "3,5,7", False),
+        # A part of which the mask has nothing: the other CPUs of the node come before the whole mask.
+        (TWO_ON_ONE, "", "exclusive", 1, "0-3", "0-3", False),
+        (ONE_EACH, "", "exclusive", 0, "4-5", "4-5", True),
+        # The whole node of a GPU is isolated, which does not keep claims of the other GPU from their part.
+        (ONE_EACH, "4-7", "exclusive", 0, "0-3", "0-3", False),
+        (ONE_EACH, "4-7", "exclusive", 1, "0-7", "0-3", True),
+        # Whose mask has isolated CPUs only was put there on purpose.
+        (ONE_EACH, "4-7", "node", 1, "4-6", "4-6", False),
+        (TWO_ON_ONE, "0-7", "exclusive", 1, "0-7", "4-7", False),
+    ):
+        topology = replace(host(**shape, smt=1), isolated=cpus(isolated))
+        found = claim_shares(topology, AffinityOptions(mode=mode), [gpu], cpus(mask))
+        assert (found.shares, found.remote) == ({gpu: cpus(share)}, remote)
+
+
+@pytest.mark.parametrize(
+    ("has", "sizes", "distances", "nodes"),
+    [
+        ("0-3", [1, 1, 1, 1], "16 10 16 16", {1}),
+        ("0,2-3", [1, 0, 1, 1], "16 10 16 32", {0, 2}),
+        ("0,2-3", [1, 0, 1, 1], "", {0, 2, 3}),
+        ("", [1, 0, 1, 1], "32 10 16 16", {2, 3}),  # before Linux 2.6.24
+        ("\0", [0, 0, 0, 0], "16 10 28 12", {1}),  # they cannot all be without memory
+    ],
+)
+def test_the_nearest_memory_of_a_node(saved_tree: Any, has: str, sizes: list[int], distances: str, nodes: Any) -> None:
+    saved_tree.cpus([(0,), (1,), (2,), (3,)])
+    saved_tree.nodes({number: [number] for number in range(4)})
+    saved_tree.gpu("0000:01:00.0", node=1)
+    base = "sys/devices/system/node"
+    saved_tree.write(f"{base}/node1/distance", distances)
+    saved_tree.write(f"{base}/has_memory", has)
+    for node, size in enumerate(sizes):
+        saved_tree.write(f"{base}/node{node}/meminfo", f"Node {node} MemTotal:   {size * 4096} kB")
+    topology = read_topology(saved_tree)
+    found, lacks = with_memory(topology, memory_nodes(topology, [0]))
+    assert found == nodes
+    assert [line.partition(",")[0] for line in lacks] == ["NUMA node 1 has no memory"] * (found != {1})

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import safe_gpu
-from safe_gpu.affinity.gpu_affinity import Mode, Multithreading, Scope, set_affinity
+from safe_gpu.affinity.gpu_affinity import Mode, Multithreading, Scope
 from safe_gpu.affinity.options import DIVIDING_MODES, MODES, MULTITHREADING, SCOPES, AffinityOptions
 from safe_gpu.affinity.planner import is_remote, plan
 from safe_gpu.errors import GPUAffinityError
@@ -62,53 +61,9 @@ def test_the_socket_of_a_dgx_a100(dgx_a100: HostTopology, mode: str, most: int, 
 # The fine print: each rule with a host that shows it.
 
 ONE_LOGICAL, SOCKET, UNBALANCED = {"multithreading": "single_logical"}, {"scope": "socket"}, {"balanced": False}
-SIBLINGS = {"cores_per_node": 4, "nodes": 1, "gpu_nodes": [0, 0]}  # cores {0,4} {1,5} {2,6} {3,7}
 FOUR_THREADS = {"cores_per_node": 2, "nodes": 1, "smt": 4, "gpu_nodes": [0]}  # {0,2,4,6} {1,3,5,7}
-ELEVEN = {"cores_per_node": 11, "nodes": 1, "smt": 1, "gpu_nodes": [0, 0, 0]}
-ONE_AND_THREE = {"cores_per_node": 6, "nodes": 2, "smt": 1, "gpu_nodes": [0, 1, 1, 1]}
 SPARE_NODE = {"cores_per_node": 2, "nodes": 4, "nodes_per_package": 2, "smt": 1, "gpu_nodes": [0, 2, 3]}
-COMPLEXES = {"cores_per_node": 8, "nodes": 1, "smt": 1, "gpu_nodes": [0] * 5, "caches_per_node": 4}
 ANYWHERE = {"cores_per_node": 2, "nodes": 2, "smt": 1, "gpu_nodes": [None]}
-
-RULES: list[tuple[dict[str, Any], str, dict[str, Any], list[str]]] = [
-    # Without CPU 0 the first core is known by CPU 4, and is still the first.
-    (SIBLINGS, "exclusive", {"allowed": "1-7"}, ["1,4-5", "2-3,6-7"]),
-    (SIBLINGS, "unique_contiguous", {"allowed": "1-7"}, ["1,4-5", "2-3,6-7"]),
-    (SIBLINGS, "single", {"allowed": "1-7"}, ["4", "4"]),
-    # The lowest sibling that is allowed.
-    (FOUR_THREADS, "all", {"allowed": "2-7", **ONE_LOGICAL}, ["2-3"]),
-    (FOUR_THREADS, "all", {"allowed": "2-7"}, ["2-7"]),
-    # Remainders: the first GPUs get one core more; unique_contiguous leaves 9 and 10.
-    (ELEVEN, "exclusive", {}, ["0-3", "4-7", "8-10"]),
-    (ELEVEN, "unique_contiguous", UNBALANCED, ["0-2", "3-5", "6-8"]),
-    (ELEVEN, "unique_interleaved", UNBALANCED, ["0,3,6,9", "1,4,7,10", "2,5,8"]),
-    (ELEVEN, "unique_interleaved", {}, ["0,3,6", "1,4,7", "2,5,8"]),
-    # Balanced is the least over all nodes: 6 cores for 1 GPU, 6 cores for 3, and everyone gets 2.
-    (ONE_AND_THREE, "unique_contiguous", {}, ["0-1", "6-7", "8-9", "10-11"]),
-    (ONE_AND_THREE, "unique_contiguous", UNBALANCED, ["0-5", "6-7", "8-9", "10-11"]),
-    # Socket 0 has a node without a GPU, socket 1 is used up: with balance nobody gets more than 2 cores.
-    (SPARE_NODE, "unique_contiguous", SOCKET, ["0-1", "4-5", "6-7"]),
-    (SPARE_NODE, "unique_contiguous", {**SOCKET, **UNBALANCED}, ["0-3", "4-5", "6-7"]),
-    # {0,1} {2,3} {4,5} {6,7} without 0 and 5: 2-3 and 6-7 have two CPUs, then 1 (of a group from 0), then 4.
-    (COMPLEXES, "core-complex", {"allowed": "1-4,6-7"}, ["2-3", "6-7", "1", "4", "2-3"]),
-    # An unknown place is the whole host.
-    *((ANYWHERE, mode, {}, ["0-3"]) for mode in ("node", "socket", "all", "exclusive")),
-    # The order of gpus: the first in line takes the first cores.
-    (HOSTS["dgx1"], "exclusive", {"gpus": [5, 0, 4]}, ["20-29,60-69", "0-19,40-59", "30-39,70-79"]),
-    # Bounds count physical cores.
-    (HOSTS["dgx1"], "unique_contiguous", {"max_physical_cores": 2, "gpus": [0]}, ["0-1,40-41"]),
-    (HOSTS["dgx1"], "all", {"max_physical_cores": 1, "gpus": [0]}, ["0,40"]),
-    (HOSTS["dgx-a100"], "unique_contiguous", {"gpus": [0], **SOCKET, **ONE_LOGICAL}, ["0-63"]),
-    (HOSTS["dgx1"], "exclusive", {"gpus": ()}, []),
-    ({"cores_per_node": 1, "nodes": 1}, "node", {}, []),
-]
-
-
-@pytest.mark.parametrize(("shape", "mode", "options", "expected"), RULES)
-def test_rules(host: MakeHost, shape: dict[str, Any], mode: str, options: dict[str, Any], expected: list[str]) -> None:
-    if "allowed" in options:
-        options = {**options, "allowed": cpus(options["allowed"])}
-    assert shares(host(**shape), mode, **options) == expected
 
 
 def test_socket_cores_are_dealt_round_robin_and_none_is_lost(host: MakeHost) -> None:
@@ -118,17 +73,6 @@ def test_socket_cores_are_dealt_round_robin_and_none_is_lost(host: MakeHost) -> 
     )
     for most, expected in ((None, "0-7"), (4, "0-3"), (7, "0-6")):  # round by round: 0 1 2, 3 4 5, 6 7
         assert shares(topology, "unique_contiguous", scope="socket", max_physical_cores=most) == [expected]
-
-
-def test_what_balanced_does_on_a_dgx_a100(dgx_a100: HostTopology) -> None:
-    """gpu_affinity takes 8 of the 16 node cores of GPU 4, with 3 other cores of the socket each: 32."""
-    for ranks in (5, 6):
-        for mode in (Mode.UNIQUE_CONTIGUOUS, Mode.UNIQUE_INTERLEAVED):
-            found = plan(dgx_a100, mode=mode, scope="socket", gpus=range(ranks))
-            assert [len(cores_of(dgx_a100, share)) for share in found] == [16] * ranks
-    told = "5 or 6 ranks on a DGX A100, GPU 4 gets 16 cores here, as every GPU does, and 32 there"
-    assert told in PAGE.read_text()
-    assert told in " ".join(str(set_affinity.__doc__).split())
 
 
 def test_the_picture_of_the_modes(host: MakeHost) -> None:
@@ -147,15 +91,8 @@ def one_node(host: MakeHost, cores: int, *gpus: tuple[str, str], smt: int = 1) -
     return replace(host(cores_per_node=cores, nodes=1, smt=smt), gpus=places)
 
 
-def test_own_sets_of_gpus_win_over_the_nodes(host: MakeHost) -> None:
-    """Two GPUs that name different nodes and the same CPUs still divide them."""
-    assert shares(one_node(host, 4, ("0-3", ""), ("0-3", "")), "exclusive") == ["0-1", "2-3"]
-    one = one_node(host, 4, ("2-3", "1-3"))
-    assert (shares(one, "node"), shares(one, "socket")) == (["2-3"], ["1-3"])
-
-
 def test_partly_overlapping_sets(host: MakeHost) -> None:
-    """And a core {0,2} with one thread in each set."""
+    """And a core {0,2} with one thread in each set. A GPU's own sets win over those of its node."""
     one, astride = one_node(host, 4, ("0-2", ""), ("1-3", "")), one_node(host, 2, ("0", ""), ("1-3", ""), smt=2)
     for mode in MODES:
         if mode in DIVIDING_MODES:
@@ -165,6 +102,8 @@ def test_partly_overlapping_sets(host: MakeHost) -> None:
             assert len(plan(one, mode=mode, allowed=cpus("1-2"))) == 2  # the same once cut
         else:
             assert len(plan(one, mode=mode)) == 2
+    assert shares(one_node(host, 4, ("0-3", ""), ("0-3", "")), "exclusive") == ["0-1", "2-3"]
+    assert shares(one_node(host, 4, ("2-3", "1-3")), "socket") == ["1-3"]
 
 
 def test_partly_overlapping_sockets(host: MakeHost) -> None:
@@ -192,68 +131,33 @@ def test_nothing_local_is_the_nearest_node(host: MakeHost, dgx_a100: HostTopolog
     assert not is_remote(host(**ANYWHERE), GpuLocality(0), cpus("0"))  # its node is unknown
 
 
-def test_nothing_local_and_no_distances(dgx1: HostTopology) -> None:
-    for mode in ("node", "socket", "core-complex"):
-        with pytest.raises(GPUAffinityError, match=r"GPU 0 .*20-39"):
-            plan(dgx1, mode=mode, allowed=cpus("20-39"))
-
-
-def test_one_gpu_without_a_share_fails_the_whole_plan(host: MakeHost) -> None:
-    two = host(cores_per_node=2, nodes=2, gpu_nodes=[0, 0, 0, 1])
-    for mode in DIVIDING_MODES:
-        with pytest.raises(GPUAffinityError, match=r"2 physical cores near 3 GPUs \(0, 1, 2\)"):
-            plan(two, mode=mode)
-    for balanced in (False, True):
-        with pytest.raises(GPUAffinityError):
-            plan(two, mode="unique_interleaved", balanced=balanced, min_physical_cores=0)
-
-
-def test_a_minimum_that_is_not_met(dgx1: HostTopology) -> None:
-    assert plan(dgx1, mode="unique_contiguous", min_physical_cores=5)
-    for mode, least, has in (("unique_contiguous", 6, 5), ("all", 21, 20)):
-        with pytest.raises(GPUAffinityError, match=rf"{has} physical cores near GPU 0 .* at least {least}"):
-            plan(dgx1, mode=mode, min_physical_cores=least)
-
-
-class Theirs(Enum):
-    CONTIGUOUS = "unique_contiguous"
-    SOCKET = "socket"
-
-
 def test_strings_and_members_are_the_same(dgx1: HostTopology) -> None:
     text = plan(dgx1, mode="unique_contiguous", scope="socket", multithreading="single_logical")
     members: dict[str, Any] = {"scope": Scope.SOCKET, "multithreading": Multithreading.SINGLE_LOGICAL}
     assert plan(dgx1, mode=Mode.UNIQUE_CONTIGUOUS, **members) == text
-    assert plan(dgx1, mode=Theirs.CONTIGUOUS, **{**members, "scope": Theirs.SOCKET}) == text  # type: ignore[arg-type]
-    assert str(Mode.SINGLE_UNIQUE) == "single_unique"
     assert {mode.value for mode in Mode} < set(MODES)
     assert tuple(scope.value for scope in Scope) == SCOPES
     assert tuple(threads.value for threads in Multithreading) == MULTITHREADING
-    assert AffinityOptions(mode=Mode.ALL) == AffinityOptions(mode="all")
+    assert (str(Mode.SINGLE_UNIQUE), AffinityOptions(mode=Mode.ALL)) == ("single_unique", AffinityOptions(mode="all"))
 
 
 # Bad input
 
 
-@pytest.mark.parametrize(
-    ("bad", "names"),
-    [
+def test_bad_input_names_itself(dgx1: HostTopology) -> None:
+    for bad, names in (
         ({"mode": "nodes"}, "'nodes'"),
         ({"scope": "host"}, "'host'"),
-        ({"multithreading": "both"}, "'both'"),
         ({"balanced": "no"}, "'no'"),
         ({"min_physical_cores": -1}, "-1"),
         ({"max_physical_cores": 0}, "0"),
         ({"gpus": [8]}, "GPU 8"),
         ({"gpus": [0, 0]}, "twice"),
         ({"allowed": [500]}, "80 online CPUs"),
-    ],
-)
-def test_bad_input_names_itself(dgx1: HostTopology, bad: dict[str, Any], names: str) -> None:
-    for mode in ("node", "unique_contiguous", "single"):
-        arguments: dict[str, Any] = {"topology": dgx1, "mode": mode, **bad}
+    ):
+        arguments: dict[str, Any] = {"mode": "unique_contiguous", **bad}
         with pytest.raises(GPUAffinityError, match=names):
-            plan(arguments.pop("topology"), **arguments)
+            plan(dgx1, **arguments)
 
 
 # Laws for any machine
@@ -336,3 +240,41 @@ def test_laws(question: tuple[HostTopology, dict[str, Any]]) -> None:
         single = options["multithreading"] == "single_logical"
         for share, cores in zip(found, used, strict=True):
             assert share == ({min(core & allowed) for core in cores} if single else frozenset().union(*cores) & allowed)
+
+
+RULES: list[tuple[dict[str, Any], str, dict[str, Any], list[str]]] = [
+    # The lowest sibling that is allowed.
+    (FOUR_THREADS, "all", {"allowed": "2-7", **ONE_LOGICAL}, ["2-3"]),
+    (FOUR_THREADS, "all", {"allowed": "2-7"}, ["2-7"]),
+    # Socket 0 has a node without a GPU, socket 1 is used up: with balance nobody gets more than 2 cores.
+    (SPARE_NODE, "unique_contiguous", SOCKET, ["0-1", "4-5", "6-7"]),
+    (SPARE_NODE, "unique_contiguous", {**SOCKET, **UNBALANCED}, ["0-3", "4-5", "6-7"]),
+    # An unknown place is the whole host.
+    *((ANYWHERE, mode, {}, ["0-3"]) for mode in ("node", "socket", "all", "exclusive")),
+    # The order of gpus: the first in line takes the first cores.
+    (HOSTS["dgx1"], "exclusive", {"gpus": [5, 0, 4]}, ["20-29,60-69", "0-19,40-59", "30-39,70-79"]),
+    (HOSTS["dgx1"], "all", {"max_physical_cores": 1, "gpus": [0]}, ["0,40"]),
+    (HOSTS["dgx1"], "exclusive", {"gpus": ()}, []),
+    ({"cores_per_node": 1, "nodes": 1}, "node", {}, []),
+]
+
+
+def test_rules(host: MakeHost) -> None:
+    """What the recorded answers of the peers do not show."""
+    for shape, mode, options, expected in RULES:
+        allowed = {"allowed": cpus(options["allowed"])} if "allowed" in options else {}
+        assert shares(host(**shape), mode, **{**options, **allowed}) == expected, (shape, mode, options)
+
+
+def test_one_gpu_without_a_share_fails_the_whole_plan(host: MakeHost, dgx1: HostTopology) -> None:
+    two = host(cores_per_node=2, nodes=2, gpu_nodes=[0, 0, 0, 1])
+    for mode in DIVIDING_MODES:
+        with pytest.raises(GPUAffinityError, match=r"2 physical cores near 3 GPUs \(0, 1, 2\)"):
+            plan(two, mode=mode, **({"min_physical_cores": 0} if mode.startswith("unique_") else {}))
+    for mode in ("node", "socket", "core-complex"):  # no distances are known
+        with pytest.raises(GPUAffinityError, match=r"GPU 0 .*20-39"):
+            plan(dgx1, mode=mode, allowed=cpus("20-39"))
+    assert plan(dgx1, mode="unique_contiguous", min_physical_cores=5)
+    for mode, least, has in (("unique_contiguous", 6, 5), ("all", 21, 20)):
+        with pytest.raises(GPUAffinityError, match=rf"{has} physical cores near GPU 0 .* at least {least}"):
+            plan(dgx1, mode=mode, min_physical_cores=least)

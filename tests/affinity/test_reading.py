@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 from affinity.conftest import cpus
+from hypothesis import given
+from hypothesis import strategies as st
 
 from safe_gpu.drivers import open_driver
 from safe_gpu.errors import GPUAffinityError, NoDriverError
 from safe_gpu.gpus.devices import Gpu, HostSnapshot
-from safe_gpu.topology.cpulist import parse_cpumask
+from safe_gpu.topology.cpulist import LIMIT, format_cpulist, parse_cpulist, parse_cpumask
 from safe_gpu.topology.host import GpuLocality, HostTopology, read_topology
 
 needs_sysfs = pytest.mark.skipif(not os.path.isdir("/sys/devices/system/cpu"), reason="/sys is not mounted")
@@ -37,23 +39,6 @@ def two_sockets(tree: Any, **options: Any) -> None:
     tree.nodes(dict(enumerate(packages)), distance=lambda a, b: 10 if a == b else 21, masks=options.get("masks", False))
 
 
-def check_two_sockets(host: HostTopology) -> None:
-    assert host.cpus == frozenset(range(16))
-    assert groups(host.cores) == [[cpu, cpu + 8] for cpu in range(8)]
-    assert host.nodes == host.packages == {0: FIRST, 1: SECOND}
-    assert set(host.llc) == {FIRST, SECOND}
-    assert host.distances == {0: {0: 10, 1: 21}, 1: {0: 21, 1: 10}}
-
-
-@pytest.mark.parametrize("masks", [False, True])
-@pytest.mark.parametrize(("old_names", "padded"), [(False, False), (True, True)])
-def test_lists_masks_old_names_and_padding(saved_tree: Any, masks: bool, old_names: bool, padded: bool) -> None:
-    two_sockets(saved_tree, masks=masks, old_names=old_names)
-    if padded:
-        saved_tree.pad_with_nul()
-    check_two_sockets(read_topology(saved_tree))
-
-
 def test_offline_cpus_that_lists_still_name(saved_tree: Any) -> None:
     """The kernel drops offline CPUs from siblings, but saved trees and node lists name them."""
     saved_tree.cpus([(0, 4), (1, 5), (2, 6), (3, 7)], offline=[5, 3, 7], caches=[range(8)])
@@ -67,75 +52,21 @@ def test_offline_cpus_that_lists_still_name(saved_tree: Any) -> None:
     assert host.gpus[0].node_cpus == host.cpus
 
 
-@pytest.mark.parametrize(("online", "found"), [("0,2", {0, 2}), ("0-4", {0, 1, 2})])
-def test_online_is_what_the_kernel_lists_and_what_has_a_topology(saved_tree: Any, online: str, found: Any) -> None:
-    saved_tree.cpus([(0,), (1,), (2,)])
-    saved_tree.write(f"{CPU}/online", online)
-    (Path(saved_tree) / CPU / "cpu3").mkdir()
-    assert read_topology(saved_tree).cpus == found
-
-
 def test_nodes_sparse_absent_and_without_cpus(saved_tree: Any) -> None:
-    """Node 252 has memory only, node 3 is possible but not there, node 7 has a directory but is offline."""
+    """Node 252 has memory only, node 3 is possible but not there, node 7 has a directory but is offline.
+
+    With numa=fake every CPU is in every node, and belongs to the first. CPU 4 has no topology.
+    """
     saved_tree.cpus([(0,), (1,), (2,), (3,)])
-    saved_tree.nodes({0: [0, 1], 8: [2, 3], 252: []}, distance=lambda a, b: 10 if a == b else 40 if 8 in (a, b) else 80)
+    saved_tree.nodes({0: [0, 1], 8: [1, 2, 3], 252: []}, distance=lambda a, b: 10 if a == b else 40)
+    saved_tree.write(f"{CPU}/online", "0-2,4")
     saved_tree.write(f"{NODE}/possible", "0-255")
     saved_tree.write(f"{NODE}/node7/cpulist", "")
+    saved_tree.write(f"{NODE}/node8/distance", "21")  # it does not fit
+    (Path(saved_tree) / CPU / "cpu4").mkdir()
     host = read_topology(saved_tree)
-    assert host.nodes == {0: {0, 1}, 8: {2, 3}, 252: set()}
-    assert host.distances[252] == {0: 80, 8: 40, 252: 10}
-
-
-def test_a_cpu_in_several_nodes_belongs_to_the_first(saved_tree: Any) -> None:
-    """numa=fake puts every CPU into every node."""
-    saved_tree.cpus([(0,), (1,), (2,)])
-    saved_tree.nodes({0: [0, 1], 1: [1, 2]})
-    assert read_topology(saved_tree).nodes == {0: {0, 1}, 1: {2}}
-
-
-def test_a_distance_row_that_does_not_fit_is_left_out(saved_tree: Any) -> None:
-    two_sockets(saved_tree)
-    saved_tree.write(f"{NODE}/node1/distance", "21")
-    assert read_topology(saved_tree).distances == {0: {0: 10, 1: 21}}
-
-
-@pytest.mark.parametrize("ids", [[36, 3002], [0, 1]])
-def test_package_ids_are_the_kernels(saved_tree: Any, ids: list[int]) -> None:
-    saved_tree.cpus([(0,), (1,), (2,), (3,)], packages=[(0, 1), (2, 3)], package_ids=ids)
-    assert read_topology(saved_tree).packages == {ids[0]: {0, 1}, ids[1]: {2, 3}}
-
-
-@pytest.mark.parametrize(("old_names", "missing"), [(False, False), (True, True)])
-def test_packages_without_ids(saved_tree: Any, old_names: bool, missing: bool) -> None:
-    saved_tree.cpus(
-        [(0,), (1,), (2,), (3,)], packages=[(0, 2), (1, 3)], package_ids=[-1, -1], old_names=old_names, masks=True
-    )
-    if missing:
-        saved_tree.remove(f"{CPU}/cpu*/topology/physical_package_id")
-    assert read_topology(saved_tree).packages == {0: {0, 2}, 1: {1, 3}}
-
-
-def test_no_word_about_packages_and_nodes_is_one_of_each(saved_tree: Any) -> None:
-    saved_tree.cpus([(0,), (1,)])
-    saved_tree.remove(f"{CPU}/cpu*/topology/p*")
-    host = read_topology(saved_tree)
-    assert host.packages == host.nodes == {0: {0, 1}}
-    assert host.distances == {}
-
-
-def test_no_cache_is_package_and_node(saved_tree: Any) -> None:
-    saved_tree.cpus([(cpu,) for cpu in range(6)], packages=[(0, 1, 2, 3), (4, 5)])
-    saved_tree.nodes({0: [0, 1], 1: [2, 3, 4, 5]})
-    assert groups(read_topology(saved_tree).llc) == [[0, 1], [2, 3], [4, 5]]
-
-
-def test_an_instruction_cache_is_never_the_last_level(saved_tree: Any) -> None:
-    saved_tree.cpus([(0,), (1,)], caches=[(0, 1)])
-    for cpu in (0, 1):
-        saved_tree.write(f"{CPU}/cpu{cpu}/cache/index9/level", "4")
-        saved_tree.write(f"{CPU}/cpu{cpu}/cache/index9/type", "Instruction")
-        saved_tree.write(f"{CPU}/cpu{cpu}/cache/index9/shared_cpu_list", str(cpu))
-    assert groups(read_topology(saved_tree).llc) == [[0, 1]]
+    assert (host.cpus, host.nodes) == ({0, 1, 2}, {0: {0, 1}, 8: {2}, 252: set()})
+    assert (host.distances[252], 8 in host.distances) == ({0: 40, 8: 40, 252: 10}, False)
 
 
 def test_malformed_is_missing(saved_tree: Any) -> None:
@@ -184,22 +115,17 @@ def test_gpus_in_bus_order(saved_tree: Any) -> None:
 
 
 def test_gpus_that_only_the_kernel_driver_names(saved_tree: Any) -> None:
+    """A card that was passed on to a virtual machine is no GPU."""
     two_sockets(saved_tree)
     saved_tree.write("sys/bus/pci/devices/0035:03:00.0/numa_node", "1")
     saved_tree.write("proc/driver/nvidia/gpus/0035:03:00.0/information", "Model: V100\nGPU UUID: \t GPU-abc-1\n")
-    saved_tree.gpu("0004:04:00.0", node=0)
+    for bus_id, driver in (("0004:04:00.0", "nvidia"), ("0001:01:00.0", "vfio-pci")):
+        saved_tree.gpu(bus_id, node=0)
+        (saved_tree.root / f"sys/bus/pci/devices/{bus_id}/driver").symlink_to(f"../../../../bus/pci/drivers/{driver}")
+    saved_tree.write("proc/driver/nvidia/gpus/0004:04:00.0/information", "")
     (gpu0, gpu1) = read_topology(saved_tree).gpus
     assert (gpu0.pci_bus_id, gpu0.uuid) == ("0004:04:00.0", "")
     assert (gpu1.pci_bus_id, gpu1.uuid, gpu1.numa_node) == ("0035:03:00.0", "GPU-abc-1", 1)
-
-
-def test_a_card_passed_on_to_a_virtual_machine_is_no_gpu(saved_tree: Any) -> None:
-    two_sockets(saved_tree)
-    for bus_id, driver in [("0000:01:00.0", "vfio-pci"), ("0000:02:00.0", "nvidia")]:
-        saved_tree.gpu(bus_id, node=0)
-        (saved_tree.root / f"sys/bus/pci/devices/{bus_id}/driver").symlink_to(f"../../../../bus/pci/drivers/{driver}")
-    saved_tree.write("proc/driver/nvidia/gpus/0000:02:00.0/information", "")
-    assert [gpu.pci_bus_id for gpu in read_topology(saved_tree).gpus] == ["0000:02:00.0"]
 
 
 def test_where_a_gpu_stands(saved_tree: Any) -> None:
@@ -219,38 +145,7 @@ def test_where_a_gpu_stands(saved_tree: Any) -> None:
         assert (gpu.numa_node, gpu.node_cpus, gpu.source) == expected, files
 
 
-@pytest.mark.parametrize(
-    ("node", "expected"),
-    [(-1, (0, {0, 1}, "only node")), (4, (4, set(), "numa_node"))],  # firmware of single-node hosts; memory only
-)
-def test_nodes_without_cpus(saved_tree: Any, node: int, expected: Any) -> None:
-    saved_tree.cpus([(0,), (1,)])
-    saved_tree.nodes({0: [0, 1]} if node < 0 else {0: [0, 1], 4: []})
-    saved_tree.gpu("0000:01:00.0", node=node)
-    (gpu,) = read_topology(saved_tree).gpus
-    assert (gpu.numa_node, gpu.node_cpus, gpu.source) == expected
-
-
 # GPUs of a driver
-
-
-def test_the_drivers_word_comes_before_pci(saved_tree: Any, fake_driver: Any) -> None:
-    two_sockets(saved_tree)
-    saved_tree.gpu("0000:01:00.0", node=0)
-    driver = fake_driver([Gpu(0, "GPU-a", pci_bus_id="0000:01:00.0", numa_node=0)], {("GPU-a", "node"): SECOND})
-    (gpu,) = read_topology(saved_tree, driver).gpus
-    assert gpu == GpuLocality(0, "GPU-a", 1, SECOND, SECOND, "0000:01:00.0", "nvml")
-
-
-def test_a_driver_that_fails_is_our_error(saved_tree: Any, fake_driver: Any) -> None:
-    two_sockets(saved_tree)
-
-    class Broken(fake_driver):
-        def snapshot(self) -> HostSnapshot:
-            raise NoDriverError("the driver was unloaded")
-
-    with pytest.raises(GPUAffinityError, match="the driver was unloaded"):
-        _ = read_topology(saved_tree, Broken([])).gpus
 
 
 @needs_sysfs
@@ -365,8 +260,115 @@ def test_hwloc_sees_the_same_host(saved_tree: Any, seed: int) -> None:
     }
 
 
-@needs_hwloc
-def test_hwloc_sees_this_host_as_we_do() -> None:
-    ours, theirs = read_topology("/"), hwloc("/")
-    assert ours.cpus >= frozenset().union(*theirs["PU"])
-    assert set(ours.packages.values()) >= theirs["Package"]
+@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize(("old_names", "padded"), [(False, False), (True, True)])
+def test_lists_masks_old_names_and_padding(saved_tree: Any, masks: bool, old_names: bool, padded: bool) -> None:
+    two_sockets(saved_tree, masks=masks, old_names=old_names)
+    if padded:
+        saved_tree.pad_with_nul()
+    host = read_topology(saved_tree)
+    assert host.cpus == frozenset(range(16))
+    assert groups(host.cores) == [[cpu, cpu + 8] for cpu in range(8)]
+    assert host.nodes == host.packages == {0: FIRST, 1: SECOND}
+    assert set(host.llc) == {FIRST, SECOND}
+    assert host.distances == {0: {0: 10, 1: 21}, 1: {0: 21, 1: 10}}
+
+
+def test_packages_and_caches(saved_tree: Any) -> None:
+    """Ids of packages are the kernel's. Without them packages are numbered, without packages the host is one."""
+    cores = [(0,), (1,), (2,), (3,)]
+    saved_tree.cpus(cores, packages=[(0, 1), (2, 3)], package_ids=[36, 3002])
+    assert read_topology(saved_tree).packages == {36: {0, 1}, 3002: {2, 3}}
+    saved_tree.nodes({0: [0], 1: [1, 2, 3]})
+    assert groups(read_topology(saved_tree).llc) == [[0], [1], [2, 3]]  # no cache is package and node
+    saved_tree.cpus(cores, packages=[(0, 2), (1, 3)], package_ids=[-1, -1])
+    assert read_topology(saved_tree).packages == {0: {0, 2}, 1: {1, 3}}
+    saved_tree.remove(f"{CPU}/cpu*/topology/p*")
+    for path in ("online", "node*/*"):
+        saved_tree.remove(f"{NODE}/{path}")
+    for node in (0, 1):
+        (saved_tree.root / NODE / f"node{node}").rmdir()
+    host = read_topology(saved_tree)
+    assert (host.packages, host.nodes, host.distances) == ({0: set(range(4))}, {0: set(range(4))}, {})
+    saved_tree.cpus(cores, caches=[(0, 1, 2, 3)])
+    for cpu in range(4):  # an instruction cache is never the last level
+        for name, text in (("level", "4"), ("type", "Instruction"), ("shared_cpu_list", str(cpu))):
+            saved_tree.write(f"{CPU}/cpu{cpu}/cache/index9/{name}", text)
+    assert groups(read_topology(saved_tree).llc) == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("node", "expected"),
+    [(-1, (0, {0, 1}, "only node")), (4, (4, set(), "numa_node"))],  # firmware of single-node hosts; memory only
+)
+def test_nodes_without_cpus(saved_tree: Any, node: int, expected: Any) -> None:
+    saved_tree.cpus([(0,), (1,)])
+    saved_tree.nodes({0: [0, 1]} if node < 0 else {0: [0, 1], 4: []})
+    saved_tree.gpu("0000:01:00.0", node=node)
+    (gpu,) = read_topology(saved_tree).gpus
+    assert (gpu.numa_node, gpu.node_cpus, gpu.source) == expected
+
+
+def test_the_drivers_word_comes_before_pci(saved_tree: Any, fake_driver: Any) -> None:
+    two_sockets(saved_tree)
+    saved_tree.gpu("0000:01:00.0", node=0)
+    driver = fake_driver([Gpu(0, "GPU-a", pci_bus_id="0000:01:00.0", numa_node=0)], {("GPU-a", "node"): SECOND})
+    (gpu,) = read_topology(saved_tree, driver).gpus
+    assert gpu == GpuLocality(0, "GPU-a", 1, SECOND, SECOND, "0000:01:00.0", "nvml")
+
+    class Broken(fake_driver):
+        def snapshot(self) -> HostSnapshot:
+            raise NoDriverError("the driver was unloaded")
+
+    with pytest.raises(GPUAffinityError, match="the driver was unloaded"):
+        _ = read_topology(saved_tree, Broken([])).gpus
+
+
+LISTS = {
+    "0": {0}, "0-3": {0, 1, 2, 3}, "0-1,8,10-11\n": {0, 1, 8, 10, 11}, "0-1\n\0\0\0": {0, 1}, " 2 , 4 ": {2, 4},
+    "": set(), "\n": set(),
+}  # fmt: skip
+MASKS = {
+    "f": {0, 1, 2, 3}, "00000000,00000001": {0}, "1,00000000": {32}, "00000001,00000000,00000002\0\0": {1, 64},
+    "0": set(), "ff00000000000000": set(range(56, 64)),
+}  # fmt: skip
+NO_LISTS = (
+    "x", "3-1", "0-", "-1", "0--3", "0-4294967295", str(LIMIT), "9" * 5000, "0-3:2", "٣", "(null)", "1 2", None,
+)  # fmt: skip
+NO_MASKS = ("g", "0x1", "1,,1", "000000000,1", "-1", "f" * 70_000, "1," * 3000 + "1", None)
+
+
+@pytest.mark.parametrize(
+    ("parse", "texts"),
+    [(parse_cpulist, {**LISTS, **dict.fromkeys(NO_LISTS)}), (parse_cpumask, {**MASKS, **dict.fromkeys(NO_MASKS)})],
+)
+def test_lists_and_masks_and_what_is_none(parse: Any, texts: dict[str | None, set[int] | None]) -> None:
+    assert {text: parse(text) for text in texts} == texts
+
+
+@given(st.frozensets(st.integers(0, 2000)))
+def test_written_and_read_back(numbers: frozenset[int]) -> None:
+    assert parse_cpulist(format_cpulist(numbers)) == numbers
+
+
+def test_from_host_reads_as_affinity_does(tmp_path: Path) -> None:
+    """The name that users have: one CPU, one node, and the driver's own host where it brings one."""
+    (tmp_path / "sys/devices/system/cpu/cpu3/topology").mkdir(parents=True)
+    host = HostTopology.from_host(fsroot=tmp_path, driver=None)
+    assert host == read_topology(tmp_path)
+    assert host.cpus == {3}
+
+    class Driver:
+        name = "simulated:one"
+
+        def host_topology(self) -> HostTopology:
+            return host
+
+    assert HostTopology.from_host(driver=Driver()) is host
+
+
+def test_a_topology_of_the_wrong_shape() -> None:
+    wrong: tuple[dict[str, Any], ...] = ({"cores": [0]}, {"nodes": [0]}, {"gpus": [0]}, {"distances": {0: 3}})
+    for broken in ({"cpus": 3}, *({"cpus": [0], **more} for more in wrong)):
+        with pytest.raises(GPUAffinityError, match=r"^(cpus|cores|nodes|gpus|distances) "):
+            HostTopology(**broken)

@@ -1,26 +1,19 @@
 """numactl and PyTorch as they are installed; SAFE_GPU_REQUIRE_REAL makes their absence a failure."""
 
-import importlib.util
 import json
 import shutil
 import subprocess
 import sys
-from itertools import islice
 from typing import Any
 
 import pytest
 from affinity.conftest import MASK, needs_two_cpus
-from affinity.peers import torch_cases
 from support.real import REQUIRED
 
-import safe_gpu
 from safe_gpu.affinity.numactl import wrap_command
-from safe_gpu.affinity.options import MODES, AffinityOptions, parse_options
-from safe_gpu.affinity.planner import plan
 from safe_gpu.errors import GPUAffinityError
 
 needs_numactl = pytest.mark.skipif(shutil.which("numactl") is None and not REQUIRED, reason="needs numactl")
-needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None and not REQUIRED, reason="needs PyTorch")
 
 
 @needs_numactl
@@ -42,67 +35,3 @@ def test_numactl_runs_it(four_gpus: Any, four_gpus_env: dict[str, str], memory: 
     done = subprocess.run(wrapped, env=four_gpus_env, capture_output=True, text=True, timeout=60)
     policy = {None: ["default", [], None], "bind": ["bind", [0], True], "preferred": ["preferred", [0], True]}[memory]
     assert json.loads(done.stdout) == [[MASK[0]], *policy], done.stderr
-
-
-@needs_torch
-@needs_two_cpus
-def test_torchs_own_options(four_gpus: Any, in_child: Any) -> None:
-    from torch.numa.binding import AffinityMode, NumaOptions
-
-    assert {mode.value for mode in AffinityMode} < set(MODES)
-    for mode in AffinityMode:
-        assert parse_options(NumaOptions(affinity_mode=mode)) == AffinityOptions(mode.value)
-    node = NumaOptions(affinity_mode=AffinityMode.NODE)
-    divided = NumaOptions(affinity_mode=AffinityMode.EXCLUSIVE)  # one core for two GPUs
-    falls_back = NumaOptions(affinity_mode=AffinityMode.EXCLUSIVE, should_fall_back_if_binding_fails=True)
-    assert wrap_command(["true"], gpu=1, mode=node) == ["numactl", f"--physcpubind={MASK[1]}", "true"]
-    with pytest.raises(GPUAffinityError, match="physical core"):
-        wrap_command(["true"], gpu=1, mode=divided)
-    assert wrap_command(["true"], gpu=1, mode=falls_back) == ["true"]
-
-    def child() -> Any:
-        unbound = safe_gpu.bind(1, mode=falls_back)
-        return unbound.ok, sorted(unbound.cpus), sorted(safe_gpu.bind(1, mode=node).cpus)
-
-    assert in_child(child) == (False, MASK, [MASK[1]])
-
-
-@needs_torch
-def test_torchs_own_plans(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The installed torch gives the same sets of CPUs, for every hundredth case of the recorded ones."""
-    from torch.numa import binding
-
-    def told(name: str, answer: Any) -> None:
-        assert hasattr(binding, name), f"torch.numa.binding has no {name} any more"
-        monkeypatch.setattr(binding, name, answer)
-
-    for topology, mask, gpus, mode in islice(torch_cases(host), 0, None, 101):
-        near = [topology.gpus[index].numa_node for index in gpus]
-        told("_get_gpu_count", lambda near=near: len(near))
-        told("_get_numa_node_index_for_gpu_index", lambda *, gpu_index, near=near: near[gpu_index])
-        told("_get_systemwide_numa_node_indices", lambda host=topology: set(host.nodes))
-        told(
-            "_get_cpu_indices_for_numa_node_MAYBE_NOT_ALLOWED",
-            lambda *, numa_node_index, host=topology: set(host.nodes[numa_node_index]),
-        )
-        told("_get_allowed_cpu_indices_for_current_thread", lambda mask=mask: set(mask))
-        told("_get_socket_index_for_cpu", lambda *, cpu_index, host=topology: group_of(cpu_index, host.packages))
-        for name, groups in (
-            ("_get_logical_cpu_indices_sharing_same_physical_core_as", topology.cores),
-            ("_get_logical_cpus_sharing_same_max_level_cache_as", topology.llc),
-        ):
-            told(name, lambda *, logical_cpu_index, groups=groups: next(g for g in groups if logical_cpu_index in g))
-        plans = getattr(binding, f"_{mode.replace('-', '_')}_get_logical_cpus_to_bind_to")
-        try:
-            theirs = [set(plans(gpu_index=number)) for number in range(len(gpus))]
-        except RuntimeError:
-            theirs = None
-        try:
-            own = [set(share) for share in plan(topology, mode=mode, allowed=mask, gpus=gpus)]
-        except GPUAffinityError:
-            own = None
-        assert own == theirs, (gpus, mode)
-
-
-def group_of(cpu: int, groups: Any) -> int:
-    return next(number for number, cpus in groups.items() if cpu in cpus)

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.drivers.kernel import is_wsl, memory_is_node, own_namespace_pids
+from safe_gpu.drivers.kernel import is_wsl, own_namespace_pids
 from safe_gpu.drivers.nvidia_smi import NvidiaSmiDriver
 from safe_gpu.drivers.nvml import NvmlDriver
-from safe_gpu.drivers.simulated import SimulatedDriver
 from safe_gpu.gpus.devices import GpuProcess, HostSnapshot, ProcessKind
 from safe_gpu.host import procfs
 from safe_gpu.selection.request import Selection
@@ -73,16 +72,6 @@ def test_a_thread_stands_for_its_process(thread: int) -> None:
     assert own_namespace_pids(reversed(listed))[1] == GpuProcess(os.getpid(), memory_used=7)
     kinds = (GpuProcess(thread), GpuProcess(thread, ProcessKind.GRAPHICS))
     assert [process.kind for process in own_namespace_pids(kinds)] == [ProcessKind.COMPUTE, ProcessKind.GRAPHICS]
-
-
-def test_threads_on_every_driver(fake_gpus: Any, fake_nvidia_smi: Any, ground: Any, thread: int) -> None:
-    fake_gpus.use_nvml_here()
-    fake_gpus.process(fake_gpus.uuids[0], thread)
-    simulated = SimulatedDriver("dgx-a100")
-    with simulated.occupy(simulated.idle.gpus[0].uuid, pid=thread):
-        for driver in (NvmlDriver(), NvidiaSmiDriver(), simulated):
-            (gpu,) = driver.usage(driver.snapshot().gpus[:1])
-            assert [process.pid for process in gpu.processes or ()] == [os.getpid()], driver.name
 
 
 # Numbers of another PID namespace
@@ -147,14 +136,6 @@ def test_memory_that_the_driver_reserves(fake_gpus: Any) -> None:
     assert judged(driver)[0] == "busy"
 
 
-def test_memory_that_nvidia_smi_reserves(fake_gpus: Any, fake_nvidia_smi: Any) -> None:
-    fake_gpus.change(0, used=600 * MIB)
-    driver = NvidiaSmiDriver()
-    assert judged(driver)[0] == "busy"
-    fake_nvidia_smi({"version_lacks": "reserved"})
-    assert judged(driver)[0] == "free"
-
-
 def test_page_cache_on_a_gpu_whose_memory_is_a_numa_node(fake_gpus: Any) -> None:
     fake_gpus.use_nvml_here()
     driver = NvmlDriver()
@@ -168,21 +149,6 @@ def test_page_cache_on_a_gpu_whose_memory_is_a_numa_node(fake_gpus: Any) -> None
     assert judged(driver, 1)[0] == "busy"
     fake_gpus.process(fake_gpus.uuids[0], HIDDEN, 1 << 30, static=True)
     assert judged(driver)[0] == "busy"
-
-
-@pytest.mark.parametrize(
-    ("text", "node"), [("Node:    1\nStatus:  online\n", True), ("Node:    -1\nStatus:  disabled\n", False)]
-)
-def test_page_cache_by_nvidia_smi(fake_gpus: Any, fake_nvidia_smi: Any, text: str, node: bool) -> None:
-    fake_gpus.change(0, used=60 << 30, bus="00000009:01:00.0")
-    root = fake_gpus.devices().parent
-    (root / "proc").unlink()
-    status = root / "proc/driver/nvidia/gpus/0009:01:00.0/numa_status"
-    status.parent.mkdir(parents=True)
-    status.write_text(text)
-    assert memory_is_node("0009:01:00.0") is node
-    by_bus = {gpu.pci_bus_id: gpu for gpu in NvidiaSmiDriver().snapshot().gpus}
-    assert by_bus["0009:01:00.0"].memory_shared is node
 
 
 def test_the_desktop_of_windows(fake_gpus: Any, fake_nvidia_smi: Any) -> None:

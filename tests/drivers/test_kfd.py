@@ -71,14 +71,6 @@ def test_the_module_tells_its_version_and_the_board_its_name(three: KfdHost) -> 
     assert names == ["AMD INSTINCT MI210 PCIe", "AMD Instinct MI210", "AMD Instinct MI210", "AMD GPU gfx942"]
 
 
-def test_only_values_put_a_process_on_a_gpu(three: KfdHost) -> None:
-    three.process(os.getpid())  # it has only enumerated them
-    assert free() == [0, 1, 2]
-    three.process(HIDDEN, vram_22=512 << 20)
-    assert [gpu.processes for gpu in gpus()] == [(), (GpuProcess(HIDDEN, memory_used=512 << 20),), ()]
-    assert free() == [0, 2]
-
-
 def test_the_memory_of_a_process_that_starts_meanwhile_is_not_that_of_nobody(
     three: KfdHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,14 +168,6 @@ def test_a_node_that_a_cgroup_hides_is_not_counted(three: KfdHost, monkeypatch: 
 
     monkeypatch.setattr(Files, "read", refused)
     assert [(gpu.index, gpu.pci_bus_id) for gpu in gpus()] == [(0, "0000:23:00.0"), (1, "0000:63:00.0")]
-
-
-def test_integrated_graphics_alone_and_beside_gpus(host: KfdHost) -> None:
-    host.gpu(0x10, 2, 0, memory=GIB // 2, cpu_cores_count=16, device_id=0x164E, gfx_target_version=100306)
-    assert free() == [0]
-    host.gpu(0x20, 1, MI210)
-    assert "integrated" in (gpus()[0].unusable or "")
-    assert free() == [1]
 
 
 def test_what_is_asked_for_later(three: KfdHost) -> None:

@@ -75,22 +75,6 @@ def test_values_that_are_none(host: Any, driver: NvidiaSmiDriver, value: str) ->
     assert snapshot.driver_version == ""
 
 
-def runs(host: Any) -> list[str]:
-    """The arguments of each run since the last time this was asked."""
-    path = host.directory / "runs"
-    lines: list[str] = path.read_text().splitlines()
-    path.unlink()
-    return lines
-
-
-def test_one_run_answers_a_poll(host: Any, driver: NvidiaSmiDriver) -> None:
-    gpus = driver.snapshot().gpus
-    assert runs(host) == ["-q -x"]
-    driver.usage(gpus)
-    driver.usage(gpus[1:])
-    assert runs(host) == [f"-q -x -i {host.uuids[0]},{host.uuids[1]}", f"-q -x -i {host.uuids[1]}"]
-
-
 def test_where_not_all_answer_by_id_the_host_is_asked(host: Any, driver: NvidiaSmiDriver) -> None:
     gpus = driver.snapshot().gpus
     host.quirks(one_id=1)
@@ -101,7 +85,6 @@ def test_where_not_all_answer_by_id_the_host_is_asked(host: Any, driver: NvidiaS
     ("says", "shown"),
     [
         ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", "couldn't communicate"),
-        ("Failed to initialize NVML: Driver/library version mismatch\\nNVML library version: 550.54", "mismatch"),
         ("something else altogether", "something else altogether"),
         ("", "exit status 9"),
     ],
@@ -113,19 +96,6 @@ def test_a_driver_that_does_not_work(host: Any, driver: NvidiaSmiDriver, says: s
         with pytest.raises(NoDriverError, match=shown) as caught:
             question()
         assert caught.value.driver == "nvidia-smi"
-
-
-def test_a_lost_gpu_keeps_its_place_and_identity(host: Any, driver: NvidiaSmiDriver) -> None:
-    before = driver.snapshot().gpus
-    host.change(0, lost=1)
-    for lost, other in (driver.snapshot().gpus, driver.usage(before)):
-        known = [(gpu.index, gpu.uuid, gpu.name, gpu.pci_bus_id) for gpu in (before[0], lost)]
-        assert known[0] == known[1]
-        assert (lost.lost, lost.processes, "GPU is lost" in (lost.unusable or "")) == (True, None, True)
-        assert other == before[1]
-    assert NvidiaSmiDriver().snapshot().gpus[0].lost, "also when it was never seen alive"
-    host.set(0)
-    assert driver.snapshot().gpus == (), "no GPU in spite of a driver"
 
 
 @pytest.mark.parametrize("lost", [(0,), (1,), (3,), (1, 2)])
@@ -210,32 +180,21 @@ def test_a_process_named_like_a_gpu_makes_busy(
     [
         {"before": "WARNING: infoROM is corrupted at gpu 0000:0F:00.0\\nHinweis", "after": "\\nWARNING: one, two"},
         {"broken": 1},  # elements close in the wrong order
-        {"version_lacks": "current_mig,display_active,driver_version,type,gpu_instance_id,compute_instance_id"},
-        {"version_lacks": "compute_mode,free"},
-        *(
-            {"process_name": name}
-            for name in (
-                "</process_name><uuid>GPU-x</uuid><used_memory>0 MiB</used_memory>", "<!-- <![CDATA[ ]]",
-                "&bogus; &#0; &", "\x00\x1b", "<processes>", "</processes><mig_devices>", '<gpu id="',
-                "<attached_gpus>9</attached_gpus>", "</gpu></nvidia_smi_log>",
-                "Unable to determine the device handle for GPU 0000:00:00.0: GPU is lost",
-            )
-        ),
+        {"version_lacks": "compute_mode,free,current_mig,display_active,driver_version,type,gpu_instance_id"},
+        *({"process_name": name} for name in ("</process_name><uuid>GPU-x</uuid>", "<!-- <![CDATA[ ]]", "\x00&bogus;")),
+        {"process_name": "Unable to determine the device handle for GPU 0000:00:00.0: GPU is lost"},
     ],
-)  # fmt: skip
+)
 def test_what_changes_nothing(host: Any, driver: NvidiaSmiDriver, quirks: dict[str, object]) -> None:
     for uuid in host.uuids:
         host.process(uuid, HIDDEN, 5 << 20, static=True)
-        host.process(uuid, HIDDEN + 1, 5 << 20, static=True)
     host.quirks(**quirks)
     snapshot = driver.snapshot()
     assert [(gpu.uuid, gpu.lost, gpu.memory_total) for gpu in snapshot.gpus] == [
         (uuid, False, 80 << 30) for uuid in host.uuids
     ]
     for gpu in snapshot.gpus:
-        assert [(one.pid, one.kind, one.memory_used) for one in gpu.processes or ()] == [
-            (HIDDEN, ProcessKind.COMPUTE, 5 << 20), (HIDDEN + 1, ProcessKind.COMPUTE, 5 << 20)
-        ]  # fmt: skip
+        assert [(one.pid, one.kind, one.memory_used) for one in gpu.processes or ()] == [(HIDDEN, "compute", 5 << 20)]
     assert snapshot.doubt == ""
 
 
@@ -248,29 +207,8 @@ def test_the_name_is_whole(host: Any, driver: NvidiaSmiDriver) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("bus", ["N/A", "[N/A]", ""])
-def test_gpus_without_bus_ids_and_prefixes(host: Any, driver: NvidiaSmiDriver, bus: str) -> None:
-    host.write({"uuid": BARE[0], "bus": bus}, {"uuid": BARE[1], "bus": bus})
-    host.process(BARE[1], HIDDEN, static=True)
-    snapshot = driver.snapshot()
-    assert [(gpu.index, gpu.uuid, gpu.pci_bus_id) for gpu in snapshot.gpus] == [(0, BARE[0], ""), (1, BARE[1], "")]
-    assert ([gpu.processes == () for gpu in snapshot.gpus], snapshot.doubt) == ([True, False], "")
-    assert driver.usage(snapshot.gpus[::-1]) == snapshot.gpus[::-1]
-    host.write({"uuid": BARE[0], "bus": bus, "lost": 1}, {"uuid": BARE[1], "bus": bus})
-    host.quirks(lost_line="Unable to determine the device handle for GPU{index}: Unknown Error")
-    assert [(gpu.uuid, gpu.lost) for gpu in driver.snapshot().gpus] == [(BARE[0], True), (BARE[1], False)]
-
-
 @pytest.mark.parametrize("visible_as", ["index", "uuid"])
-@pytest.mark.parametrize(
-    ("wishes", "inherited"),
-    [
-        ({"only": BARE[1]}, None),
-        ({"exclude": BARE[0]}, None),
-        ({}, BARE[1]),
-        ({"only": [BARE[1]]}, f"{BARE[1]},{BARE[0]}"),
-    ],
-)
+@pytest.mark.parametrize(("wishes", "inherited"), [({"exclude": BARE[0]}, None), ({}, BARE[1])])
 def test_uuids_without_a_prefix_are_names(
     host: Any, monkeypatch: pytest.MonkeyPatch, visible_as: str, wishes: Any, inherited: str | None
 ) -> None:
@@ -298,9 +236,7 @@ def test_values_that_say_lost(host: Any, driver: NvidiaSmiDriver, field: str, te
         ({"processes": "Unknown Error"}, "Unknown Error", True),
         ({"version_lacks": "processes"}, "does not list", True),
         ({"pid": "[Not Supported]"}, "[Not Supported]", False),
-        ({"pid": "[N/A]"}, "[N/A]", False),
         ({"pid": "[Unknown Error]"}, "[Unknown Error]", True),
-        ({"pid": "ERR!"}, "ERR!", True),
     ],
 )
 def test_no_process_list(

@@ -68,18 +68,6 @@ def test_dynamic_fields(host: Any, driver: nvml.NvmlDriver) -> None:
     assert third.compute_mode == ComputeMode.EXCLUSIVE_PROCESS
 
 
-@pytest.mark.parametrize("lost", [0, 2])
-def test_a_host_whose_gpus_change(host: Any, driver: nvml.NvmlDriver, lost: int) -> None:
-    """Numbers mean other GPUs then; a lost one is not taken for that which had its number."""
-    before = [gpu.uuid for gpu in driver.snapshot().gpus]
-    host.write({"uuid": "GPU-new", "bus": "00000000:01:00.0", "lost": lost}, *host.gpus)
-    new, *others = driver.snapshot().gpus
-    assert (new.lost, new.uuid == "GPU-new", new.uuid in before) == (bool(lost), not lost, False)
-    assert [(gpu.uuid, gpu.lost) for gpu in others] == [(uuid, False) for uuid in before]
-    host.set(2)
-    assert len(driver.snapshot().gpus) == 2
-
-
 def test_nvlink(host: Any, driver: nvml.NvmlDriver) -> None:
     host.set(4)
     one, two, *_ = host.uuids
@@ -136,22 +124,6 @@ def test_every_generation_of_driver(host: Any, flags: tuple[str, ...]) -> None:
     }
     assert driver.cpu_affinity(host.uuids[0], "node") == {0, 1, 2, 3}
     assert driver.cpu_affinity(host.uuids[0], "socket") == set(range(8))
-
-
-@pytest.mark.parametrize("code", [NOT_SUPPORTED, FUNCTION_NOT_FOUND])
-def test_a_list_that_exists_and_does_not_work(host: Any, driver: nvml.NvmlDriver, code: int) -> None:
-    host.change(0, v3_error=code, used=1 << 30)
-    host.process(host.uuids[0], HIDDEN, static=True)
-    host.process(host.uuids[0], HIDDEN, static=True, kind="mps")
-    assert pids(driver.snapshot().gpus[0]) == {(HIDDEN, ProcessKind.COMPUTE), (HIDDEN, ProcessKind.MPS)}
-
-
-@pytest.mark.parametrize("flag", ["-DNO_PROCESSES", "-DNO_V2"])
-def test_a_driver_without_process_lists_that_we_know(host: Any, flag: str) -> None:
-    host.variant(flag)
-    host.use_nvml_here()
-    gpus = nvml.NvmlDriver().snapshot().gpus
-    assert all(gpu.processes is None and not gpu.processes_supported and gpu.process_error for gpu in gpus)
 
 
 @pytest.mark.parametrize("code", [NOT_SUPPORTED, FUNCTION_NOT_FOUND])
@@ -236,16 +208,6 @@ def test_a_gpu_lost_during_the_poll(host: Any, driver: nvml.NvmlDriver, field: s
     assert (first.uuid, first.lost, bool(first.unusable), other.lost) == (host.uuids[0], True, True, False)
 
 
-def test_gpus_lost_from_the_start_stand_where_nvml_counts_them(host: Any, driver: nvml.NvmlDriver) -> None:
-    host.change(2, lost=2)
-    host.change(5, lost=1)
-    gpus = driver.snapshot().gpus
-    assert [gpu.index for gpu in gpus] == list(range(8))
-    assert [gpu.index for gpu in gpus if gpu.lost] == [2, 5]
-    assert len({gpu.uuid for gpu in gpus}) == 8
-    assert [gpu.uuid for gpu in gpus if not gpu.lost] == [host.uuids[number] for number in (0, 1, 3, 4, 6, 7)]
-
-
 def test_a_gpu_that_this_process_may_not_open(host: Any, driver: nvml.NvmlDriver) -> None:
     host.change(0, handle_error=NO_PERMISSION)
     snapshot = driver.snapshot()
@@ -263,18 +225,7 @@ def test_two_gpus_with_one_uuid(host: Any, driver: nvml.NvmlDriver) -> None:
 # ---- the session ----
 
 
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        (DRIVER_NOT_LOADED, "modprobe"),
-        (VERSION_MISMATCH, "reboot"),
-        (NO_PERMISSION, "/dev/nvidiactl"),
-        (UNKNOWN, "container"),
-        (28, "no GPU"),
-        (12345, "12345"),
-        (0, "older than R450"),
-    ],
-)
+@pytest.mark.parametrize(("code", "words"), [(DRIVER_NOT_LOADED, "modprobe"), (NO_PERMISSION, "/dev/nvidiactl")])
 def test_nvml_that_does_not_start(host: Any, code: int, words: str) -> None:
     host.options(init_error=code)
     if not code:
@@ -315,19 +266,6 @@ def test_a_session_that_another_ended(host: Any, driver: nvml.NvmlDriver) -> Non
     for question in (lambda: driver.snapshot() == before, lambda: driver.usage(before.gpus) == before.gpus):
         pynvml.nvmlShutdown()
         assert question()
-
-
-def test_one_session_serves_all_and_close_ends_it(host: Any) -> None:
-    host.options(log=1)
-    driver = nvml.NvmlDriver()
-    for _ in range(3):
-        driver.snapshot()
-    driver.close()
-    driver.close()
-    calls = host.calls()
-    assert [call for call in calls if "Init" in call or "Shutdown" in call] == ["nvmlInitWithFlags", "nvmlShutdown"]
-    assert len(driver.snapshot().gpus) == 8
-    driver.close()
 
 
 def test_threads_share_a_driver(host: Any, driver: nvml.NvmlDriver) -> None:
@@ -402,16 +340,6 @@ def sliced(host: Any) -> Any:
     return host
 
 
-def test_mig_instances_have_what_their_gpu_has(sliced: Any, driver: nvml.NvmlDriver) -> None:
-    snapshot = driver.snapshot()
-    whole, parent, first, second, empty = snapshot.gpus
-    assert snapshot.physical == (whole, parent, empty)
-    assert (whole.unusable, whole.mig_enabled, empty.mig_enabled) == (None, False, True)
-    assert [(gpu.uuid, gpu.label) for gpu in (first, second)] == [("MIG-a", "1:0"), ("MIG-c", "1:2")]
-    for gpu in (first, second):
-        assert (gpu.memory_total, gpu.processes, gpu.compute_mode) == (20 << 30, (), ComputeMode.EXCLUSIVE_PROCESS)
-
-
 @pytest.mark.parametrize("code", [0, NOT_SUPPORTED])
 @pytest.mark.parametrize("kind", ["", "graphics"])
 def test_compute_instances_have_the_memory_of_their_gpu_instance(
@@ -473,26 +401,6 @@ def test_the_memory_of_a_process_that_starts_meanwhile_is_not_that_of_nobody(
     assert (pids(gpu), gpu.memory_used) == ({(HIDDEN, ProcessKind.COMPUTE)}, 0)
 
 
-def test_what_draws_explains_memory(host: Any, driver: nvml.NvmlDriver) -> None:
-    gpus = driver.snapshot().gpus
-    host.process(host.uuids[0], HIDDEN, 4 << 30, static=True, kind="graphics")
-    for gpu, *_ in (driver.usage(gpus[:1]), driver.snapshot().gpus):
-        assert [process.kind for process in gpu.processes or ()] == [ProcessKind.GRAPHICS]
-        assert state(gpu) == ("busy", f"process {HIDDEN} uses 4 GiB")
-    host.change(0, display=1)
-    for gpu, *_ in (driver.usage(driver.snapshot().gpus[:1]), driver.snapshot().gpus):
-        assert state(gpu) == ("free", "")
-    host.change(0, used=4 << 30)
-    for gpu, *_ in (driver.usage(gpus[:1]), driver.snapshot().gpus):
-        assert gpu.unexplained_memory == 4 << 30
-    host.change(0, display=0, used=0)
-    assert state(driver.snapshot().gpus[0]) == ("busy", f"process {HIDDEN} uses 4 GiB"), "the desktop has gone"
-    host.change(0, used=0, graphics_error=TIMEOUT)
-    for gpu, *_ in (driver.usage(gpus[:1]), driver.snapshot().gpus):
-        assert gpu.processes is None, "it cannot be told"
-        assert state(gpu)[0] == "busy"
-
-
 @pytest.mark.parametrize("values", [{}, {"memory_error": NOT_SUPPORTED}])
 def test_what_draws_is_seen_where_the_memory_of_another_is_not_told(
     host: Any, driver: nvml.NvmlDriver, values: dict[str, int]
@@ -535,18 +443,3 @@ def test_mig_turned_on_cut_anew_and_turned_off(host: Any, driver: nvml.NvmlDrive
 
 
 # ---- a real one ----
-
-
-@pytest.mark.gpu
-def test_a_real_driver() -> None:
-    driver = nvml.NvmlDriver()
-    snapshot = driver.snapshot()
-    assert snapshot.gpus
-    assert snapshot.driver_version
-    for gpu in snapshot.gpus:
-        assert gpu.uuid.startswith(("GPU-", "MIG-"))
-        assert gpu.name
-        assert gpu.processes_supported
-        assert gpu.memory_total is None or gpu.memory_total > 1 << 30
-    assert [gpu.uuid for gpu in driver.snapshot().gpus] == [gpu.uuid for gpu in snapshot.gpus]
-    driver.close()

@@ -57,22 +57,6 @@ listen()
 # What the hosts are
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_devices_are_as_a_driver_reports_them(name: str, tmp_path: Path) -> None:
-    snapshot = SimulatedDriver(name, str(tmp_path)).snapshot()
-    physical = snapshot.physical
-    assert [gpu.index for gpu in physical] == list(range(len(physical)))
-    assert [gpu.pci_bus_id for gpu in physical] == sorted(gpu.pci_bus_id for gpu in physical)
-    assert len({gpu.uuid for gpu in snapshot.gpus}) == len(snapshot.gpus)
-    for gpu in snapshot.gpus:
-        assert gpu.processes == ()
-        assert (gpu.memory_used or 0) + (gpu.memory_free or 0) == gpu.memory_total
-        assert all(snapshot.by_uuid(peer) is not None for peer in gpu.nvlink_peers)
-        assert gpu.uuid not in gpu.nvlink_peers
-    assert SimulatedDriver(name, str(tmp_path / "elsewhere")).snapshot().gpus == snapshot.gpus
-    assert list(tmp_path.iterdir()) == []  # looking leaves nothing behind
-
-
 def test_what_tells_the_hosts_apart() -> None:
     gpus = {name: preset(name).gpus for name in PRESETS}
     assert " ".join(gpu.pci_bus_id[5:7] for gpu in gpus["dgx-a100"]) == "07 0f 47 4e 87 90 b7 bd"
@@ -89,42 +73,16 @@ def test_the_processors_fit_together(name: str, tmp_path: Path) -> None:
     driver = SimulatedDriver(name, str(tmp_path))
     topology = driver.host_topology()
     for parts in (topology.cores, topology.nodes.values(), topology.packages.values(), topology.llc):
-        together = [cpu for part in parts for cpu in part]
-        assert sorted(together) == sorted(topology.cpus)
-    assert all(len(core) == 2 for core in topology.cores)
-    for core in topology.cores:
-        assert any(core <= group for group in topology.llc)
-    for group in topology.llc:
-        assert any(group <= cpus for cpus in topology.nodes.values())
-    assert set(topology.distances) == set(topology.nodes)
+        assert sorted(cpu for part in parts for cpu in part) == sorted(topology.cpus)
+    assert all(any(core <= group for group in topology.llc) for core in topology.cores)
+    assert all(any(group <= cpus for cpus in topology.nodes.values()) for group in topology.llc)
     for one, row in topology.distances.items():
         assert row[one] == 10 == min(row.values())
         assert all(topology.distances[other][one] == far for other, far in row.items())
     assert [place.uuid for place in topology.gpus] == [gpu.uuid for gpu in driver.idle.physical]
     for place in topology.gpus:
-        assert place.numa_node is not None
         assert place.node_cpus == topology.nodes[place.numa_node] == driver.cpu_affinity(place.uuid, "node")
-        assert place.socket_cpus in topology.packages.values()
-        assert place.node_cpus <= place.socket_cpus
-        assert place.socket_cpus == driver.cpu_affinity(place.uuid, "socket")
-
-
-def test_numbers_of_real_hosts(driver: SimulatedDriver, tmp_path: Path) -> None:
-    topology = driver.host_topology()
-    assert topology.nodes[3] == frozenset([*range(48, 64), *range(176, 192)])
-    assert topology.cores[5] == {5, 133}
-    assert len(topology.packages[1]) == 128
-    assert topology.distances[0][3] < topology.distances[0][4]
-    lumi = SimulatedDriver("mi250x", str(tmp_path))
-    assert [gpu.numa_node for gpu in lumi.idle.gpus] == [3, 3, 1, 1, 0, 0, 2, 2]
-    assert lumi.cpu_affinity(lumi.idle.gpus[0].uuid, "node") == frozenset((*range(48, 64), *range(112, 128)))
-
-
-def test_instances_stand_where_their_gpu_does(tmp_path: Path) -> None:
-    driver = SimulatedDriver("mig-h100", str(tmp_path))
-    parent, instance = driver.idle.gpus[:2]
-    assert driver.cpu_affinity(instance.uuid, "node") == driver.cpu_affinity(parent.uuid, "node")
-    assert driver.cpu_affinity("GPU-of-nobody", "node") is None
+        assert place.socket_cpus == driver.cpu_affinity(place.uuid, "socket") >= place.node_cpus
 
 
 # Processes
@@ -133,18 +91,14 @@ def test_instances_stand_where_their_gpu_does(tmp_path: Path) -> None:
 def test_contexts_of_one_process_add_up(driver: SimulatedDriver, state: Path) -> None:
     uuid = driver.idle.gpus[0].uuid
     first = driver.occupy(uuid, memory=1000)
-    with (
-        driver.occupy(uuid, memory=500),
-        driver.occupy(uuid, memory=7, kind=ProcessKind.GRAPHICS),
-        driver.occupy(uuid, memory=3, pid=4_000_000),
-    ):
-        shown = driver.snapshot().gpus[0].processes or ()
-        assert [(process.pid, process.kind, process.memory_used) for process in shown] == sorted(
-            [(os.getpid(), "compute", 1500), (os.getpid(), "graphics", 7), (4_000_000, "compute", 3)]
-        )
+    with driver.occupy(uuid, memory=500), driver.occupy(uuid, memory=7, kind=ProcessKind.GRAPHICS):
+        shown = SimulatedDriver("dgx-a100", str(state)).snapshot().gpus[0].processes or ()
+        assert [(process.pid, process.kind, process.memory_used) for process in shown] == [
+            (os.getpid(), "compute", 1500), (os.getpid(), "graphics", 7)
+        ]  # fmt: skip
         first.close()
         first.close()
-        assert sum(process.memory_used or 0 for process in driver.snapshot().gpus[0].processes or ()) == 510
+        assert sum(process.memory_used or 0 for process in driver.snapshot().gpus[0].processes or ()) == 507
     with driver.occupy(uuid, memory=1 << 40):
         gpu = driver.snapshot().gpus[0]
     assert (gpu.memory_used, gpu.memory_free) == (gpu.memory_total, 0)
@@ -152,21 +106,17 @@ def test_contexts_of_one_process_add_up(driver: SimulatedDriver, state: Path) ->
     assert entries(state) == []
 
 
-def test_two_drivers_see_the_same_host_and_not_that_of_another_kind(driver: SimulatedDriver, state: Path) -> None:
-    other = SimulatedDriver("dgx-h100", str(state))
-    with driver.occupy(driver.idle.gpus[0].uuid):
-        assert pids(SimulatedDriver("dgx-a100", str(state)).snapshot()) == [os.getpid()]
-        assert other.snapshot() == other.idle
-
-
 def test_devices_that_nothing_can_run_on(tmp_path: Path) -> None:
     driver = SimulatedDriver("mig-h100", str(tmp_path))
-    for uuid in (driver.idle.gpus[0].uuid, "GPU-of-nobody", "../../escape"):
+    parent, instance = driver.idle.gpus[:2]
+    for uuid in (parent.uuid, "GPU-of-nobody", "../../escape"):
         with pytest.raises(PlaceholderError) as caught:
             driver.occupy(uuid)
         assert caught.value.uuid == uuid
-    with driver.occupy(driver.idle.gpus[1].uuid):
+    with driver.occupy(instance.uuid):
         assert pids(driver.snapshot(), 1) == [os.getpid()]
+    assert driver.cpu_affinity(instance.uuid, "node") == driver.cpu_affinity(parent.uuid, "node")
+    assert driver.cpu_affinity("GPU-of-nobody", "node") is None
 
 
 def test_a_killed_process_is_gone_before_anyone_buries_it(driver: SimulatedDriver, occupying: Any, state: Path) -> None:
@@ -309,41 +259,23 @@ def test_a_full_disk(driver: SimulatedDriver, broken: str, monkeypatch: pytest.M
     assert driver.snapshot() == driver.idle
 
 
-def test_the_default_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAFE_GPU_DIR", str(tmp_path / "mine"))
-    driver = SimulatedDriver("laptop")
-    with driver.occupy(driver.idle.gpus[0].uuid):
-        assert (tmp_path / "mine" / "simulated" / "laptop").is_dir()
-        assert (tmp_path / "mine").stat().st_mode & 0o7777 == 0o1777
-
-
 # The placeholder
 
 
-@pytest.mark.parametrize(
-    ("visible", "order", "device_no", "index"),
-    [(None, None, 0, 0), (None, None, 7, 7), ("5,2", "PCI_BUS_ID", 1, 2), ("5,2", None, 0, 5),
-     (preset("dgx-a100").gpus[1].uuid[:12], None, 0, 1)],
-)  # fmt: skip
+@pytest.mark.parametrize(("visible", "device_no", "index"), [(None, 7, 7), ("5,2", 1, 2)])
 def test_the_placeholder_takes_what_cuda_would_show(
-    driver: SimulatedDriver, monkeypatch: pytest.MonkeyPatch, visible: str | None, order: str | None, device_no: int,
-    index: int,
-) -> None:  # fmt: skip
-    for name, value in (("CUDA_VISIBLE_DEVICES", visible), ("CUDA_DEVICE_ORDER", order)):
-        monkeypatch.delenv(name, raising=False)
-        if value is not None:
-            monkeypatch.setenv(name, value)
+    driver: SimulatedDriver, monkeypatch: pytest.MonkeyPatch, visible: str | None, device_no: int, index: int
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     placeholder = driver.runtime.default_placeholder()
     held = placeholder(device_no)
     assert [number for number in range(8) if pids(driver.snapshot(), number)] == [index]
     placeholder.release(held)
     assert driver.snapshot() == driver.idle
-
-
-def test_a_device_that_is_not_there(driver: SimulatedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    for device_no in (1, -1):
+    for wrong in (1, -1):
         with pytest.raises(PlaceholderError, match="CUDA_VISIBLE_DEVICES=3 shows 1") as caught:
-            driver.runtime.default_placeholder()(device_no)
-        assert caught.value.device_no == device_no
-    assert driver.snapshot() == driver.idle
+            placeholder(wrong)
+        assert caught.value.device_no == wrong

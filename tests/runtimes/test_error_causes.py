@@ -15,65 +15,42 @@ def table(rows: str) -> list[tuple[str, str]]:
 # What people have reported, word for word but for addresses; the last ones are hip_error.cpp's own texts.
 OF_HIP = table("""
 claim first | HIP error: hipErrorNoDevice
-claim first | No HIP GPUs are available
 render and video | No HIP GPUs are available
-claim first | hipGetDeviceCount failed with hipErrorNoDevice (100)
 render and video | HIP initialization: Unexpected error from hipGetDeviceCount(). Did you run some cuda functions \
 before calling NumHipDevices() that might have already set an error? Error 101: hipErrorInvalidDevice
-render and video | error: 'hipErrorInvalidDevice'(101) at square.cpp:61
 render and video | rocBLAS error: Could not initialize Tensile host: No devices found
 --device=/dev/kfd | Unable to open /dev/kfd read-write: Permission denied
 --device=/dev/kfd | HSA_STATUS_ERROR_OUT_OF_RESOURCES: The runtime failed to allocate the necessary resources. This \
 error may also occur when the core runtime library needs to spawn threads or create internal OS-specific events.
-HSA_OVERRIDE_GFX_VERSION | HIP error: invalid device function
 HSA_OVERRIDE_GFX_VERSION | hipErrorNoBinaryForGpu: Unable to find code object for all current devices!
 HSA_OVERRIDE_GFX_VERSION | hip_code_object.cpp:92: guarantee(false && "hipErrorNoBinaryForGpu: Coudn't find binary \
 for current devices!
-HSA_OVERRIDE_GFX_VERSION | rocBLAS error: Cannot read /opt/rocm/lib/rocblas/library/TensileLibrary.dat: Illegal seek \
-for GPU arch : gfx1201
 uses most of the GPU | HIP out of memory. Tried to allocate 2.00 MiB. GPU 7 has a total capacity of 287.98 GiB of \
 which 203.49 GiB is free. Of the allocated memory 68.63 GiB is allocated by PyTorch, and 14.93 GiB is reserved by \
 PyTorch
-uses most of the GPU | hipErrorOutOfMemory (2): out of memory
-claim first | HIP error: no ROCm-capable device is detected
-claim first | HIP error: invalid device ordinal
 HSA_OVERRIDE_GFX_VERSION | HIP error: no kernel image is available for execution on the device
-HSA_OVERRIDE_GFX_VERSION | HIP error: device kernel image is invalid
 - | hipErrorUnknown (999): unknown error
 """)
 
 OF_CUDA = table("""
 nvidia_uvm | cuInit failed with CUDA_ERROR_NOT_INITIALIZED (3): initialization error
-dmesg | cuInit failed with CUDA_ERROR_NOT_INITIALIZED (3)
-nvidia_uvm | CUDA error: initialization error
 nvidia_uvm | CUDA driver initialization failed, you might not have a CUDA gpu.
-dmesg | cudaErrorInitializationError: initialization error
 spawn | Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the
-EXCLUSIVE_PROCESS | CUDA_ERROR_DEVICE_UNAVAILABLE
 must be reset | cuDevicePrimaryCtxRetain failed with CUDA_ERROR_DEVICE_UNAVAILABLE (46)
 memory of the host | cuInit failed with CUDA_ERROR_OUT_OF_MEMORY (2): out of memory
-memory of the host | cuInit failed: out of memory
 uses most of the GPU | cuMemAlloc failed with CUDA_ERROR_OUT_OF_MEMORY (2): out of memory
 EXCLUSIVE_PROCESS | cudaErrorDevicesUnavailable: CUDA-capable device(s) is/are busy or unavailable
-uses most of the GPU | cudaErrorMemoryAllocation: out of memory
-uses most of the GPU | CUDA out of memory. Tried to allocate 2.00 MiB
 uses most of the GPU | RESOURCE_EXHAUSTED: Out of memory while trying to allocate
-claim first | cuInit failed: no CUDA-capable device is detected
-claim first | cudaErrorInvalidDevice: invalid device ordinal
-claim first | No CUDA GPUs are available
 CUDA_VISIBLE_DEVICES hides | cuInit failed with CUDA_ERROR_NO_DEVICE (100): no CUDA-capable device is detected
 a container needs --gpus | No CUDA GPUs are available
 CPUs only | Torch not compiled with CUDA enabled
 CPUs only | Unknown backend: 'gpu' requested, but no platforms that are instances of gpu are present
 reboot | CUDA_ERROR_SYSTEM_DRIVER_MISMATCH
 stubs | CUDA_ERROR_STUB_LIBRARY
-data center | CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE
 reboot | cuInit failed with CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE (804): forward compatibility was attempted
 do not match | cudaErrorInsufficientDriver
 a container needs --gpus | Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU
-Fabric Manager | CUDA_ERROR_SYSTEM_NOT_READY: system not yet initialized
 nvidia-smi conf-compute -srs 1 | cuInit failed with CUDA_ERROR_SYSTEM_NOT_READY (802): system not yet initialized
-nvidia-modprobe | CUDA_ERROR_UNKNOWN
 lost /dev/nvidia* | cuInit failed with CUDA_ERROR_UNKNOWN (999): unknown error
 MPS | CUDA_ERROR_MPS_CONNECTION_FAILED
 hardware | CUDA_ERROR_ECC_UNCORRECTABLE
@@ -84,14 +61,11 @@ OF_THE_GPU = """
 HIP error: uncorrectable ECC error encountered
 hipMalloc failed with hipErrorECCNotCorrectable (214)
 HW Exception by GPU node-1 (Agent handle: 0x1b0fc990) reason :GPU Hang
-CUDA_ERROR_DEVICE_UNAVAILABLE
-CUDA_ERROR_ECC_UNCORRECTABLE
 cuDevicePrimaryCtxRetain failed with CUDA_ERROR_DEVICE_UNAVAILABLE (46)
 cudaErrorDevicesUnavailable: CUDA-capable device(s) is/are busy or unavailable
 cuDevicePrimaryCtxRetain failed with CUDA_ERROR_ECC_UNCORRECTABLE (214)
-CUDA error: uncorrectable ECC error encountered
+CUDA_ERROR_ECC_UNCORRECTABLE
 CUDA_ERROR_HARDWARE_STACK_ERROR: hardware stack error
-CUDA_ERROR_NVLINK_UNCORRECTABLE
 Unable to determine the device handle for GPU 0000:01:00.0: GPU is lost
 """.strip().splitlines()
 

@@ -423,17 +423,6 @@ def test_jax_starts_without_preallocation_unless_the_user_has_chosen(
     assert os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") == chosen
 
 
-def test_real_pytorch() -> None:
-    torch = pytest.importorskip("torch", reason="needs PyTorch")
-    placeholders.prepare(placeholders.pytorch_placeholder)
-    tensor = torch.zeros((1,))
-    placeholders.pytorch_placeholder.release(tensor)
-    assert tensor.untyped_storage().nbytes() == 0
-    if not torch.backends.cuda.is_built():
-        with pytest.raises(PlaceholderError, match="for CPUs only"):
-            placeholders.pytorch_placeholder(0)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Any callable
 
@@ -470,23 +459,6 @@ def test_function_that_fails_is_named_and_explained() -> None:
         PlaceholderError, match=r"hold could not hold CUDA device 3: ValueError: .*uses most of the GPU"
     ):
         placeholders.allocate(hold, 3)
-
-
-def test_class_written_for_the_older_package() -> None:
-    released: list[object] = []
-
-    class Mine(PytorchPlaceholder):
-        def __init__(self, logger: Any = logging) -> None: ...
-
-        def __call__(self, device_no: int) -> str:
-            return f"mine {device_no}"
-
-        def release(self, placeholder: object) -> None:
-            released.append(placeholder)
-
-    mine = Mine()
-    placeholders.release(mine, placeholders.allocate(mine, 0))
-    assert released == ["mine 0"]
 
 
 def test_errors_of_ours_and_interrupts_pass_through() -> None:

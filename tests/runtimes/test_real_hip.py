@@ -96,18 +96,6 @@ out["seen"] = [HIP.visible_if_initialized(), HIP.shown_at(0)]
     assert found["seen"] == [None, None], "nothing is open, so that nothing keeps a later claim from choosing"
 
 
-def test_its_names_of_errors_are_those_that_are_explained() -> None:
-    code = """
-from safe_gpu.runtimes.causes import likely_cause as explain
-names = [HIP.load().texts(code)[0] for code in (2, 98, 100, 101, 200, 209)]
-out["names"] = names
-out["unexplained"] = [name for name in names if not explain(RuntimeError(name))]
-"""
-    found = run(code)
-    assert found["names"][0] == "hipErrorOutOfMemory"
-    assert found["unexplained"] == []
-
-
 def test_a_copy_that_is_loaded_already_is_used(tmp_path: Path) -> None:
     """As that of a PyTorch for ROCm; a second copy would be another HIP."""
     copy = tmp_path / "libamdhip64.so"

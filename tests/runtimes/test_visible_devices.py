@@ -1,4 +1,4 @@
-"""CUDA's grammar of CUDA_VISIBLE_DEVICES, case by case, and writing it back."""
+"""Which GPUs the variables show to CUDA, HIP and Level Zero, and what a claim writes into them."""
 
 import pytest
 from hypothesis import given
@@ -7,6 +7,15 @@ from hypothesis import strategies as st
 from safe_gpu.errors import UnsatisfiableRequestError
 from safe_gpu.gpus.devices import Gpu, HostSnapshot, VisibleLimit
 from safe_gpu.runtimes import visible_devices
+from safe_gpu.runtimes.visible_devices import (
+    hide_all,
+    read_level_zero,
+    read_rocm,
+    read_visible_once,
+    render_visible,
+    stale_indices,
+    visible_variables,
+)
 
 UUIDS = ("GPU-aa000000", "GPU-ab000000", "GPU-c0000000", "GPU-d0000000")
 
@@ -69,30 +78,6 @@ def test_what_a_value_shows(shown: list[int], values: list[str]) -> None:
         assert all((uuid in visible_limit) == (uuid in visible_limit.uuids) for uuid in UUIDS)
 
 
-@pytest.mark.parametrize(
-    ("value", "order", "ambiguous"),
-    [
-        ("0", None, True),
-        ("0", "FASTEST_FIRST", True),
-        ("0", "PCI_BUS_ID", False),
-        ("2,1,0,3", None, False),  # all of them
-        ("GPU-c", None, False),
-        ("-1", None, False),
-        ("", None, False),
-        ("9", None, False),
-    ],
-)
-def test_numbers_on_mixed_gpus(value: str, order: str | None, ambiguous: bool) -> None:
-    visible_limit = parsed(value, mixed(), order)
-    assert visible_limit.ambiguous is ambiguous
-    assert bool(visible_limit.doubt) is ambiguous
-
-
-def test_a_gpu_without_a_name_is_no_other_model() -> None:
-    unnamed = host(*(gpu._replace(name=gpu.name if gpu.index else "") for gpu in alike().gpus))
-    assert not parsed("1", unnamed).ambiguous
-
-
 def test_a_lost_gpu_is_not_counted() -> None:
     below = parsed("0,1", with_lost(2))
     assert (below.uuids, below.ambiguous) == (UUIDS[:2], False)
@@ -100,24 +85,6 @@ def test_a_lost_gpu_is_not_counted() -> None:
     assert (beyond.uuids, beyond.ambiguous) == (UUIDS[3:], True)
     assert "GPU 2 is lost" in beyond.doubt
     assert parsed(f"{UUIDS[2]},{UUIDS[3]}", with_lost(2)).uuids == ()
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        ("MIG-11", ("MIG-11000000",)),
-        ("MIG-12000000", ("MIG-12000000",)),
-        ("MIG-1", ()),
-        ("MIG-12,MIG-11", ("MIG-12000000", "MIG-11000000")),
-        ("GPU-aa", ("MIG-11000000",)),  # CUDA shows the first instance
-        ("GPU-ab,MIG-12", ("GPU-ab000000", "MIG-12000000")),
-        ("MIG-GPU-ffffffff/1/0", ()),
-        ("MIG-GPU-aa000000", ()),
-    ],
-)
-def test_mig_by_uuid(value: str, shown: tuple[str, ...]) -> None:
-    visible_limit = parsed(value, with_mig())
-    assert (visible_limit.uuids, visible_limit.ambiguous) == (shown, False)
 
 
 def test_the_older_name_of_a_mig_instance() -> None:
@@ -128,15 +95,6 @@ def test_the_older_name_of_a_mig_instance() -> None:
     renamed = (gpu._replace(uuid=f"MIG-GPU-aa000000/{gpu.mig_instance}/0") for gpu in with_mig().gpus[1:3])
     literal = parsed(name, host(with_mig().gpus[0], *renamed))
     assert (literal.uuids, literal.ambiguous) == ((name,), False)
-
-
-def test_numbers_under_mig_are_ambiguous() -> None:
-    assert all(parsed(value, with_mig(), "PCI_BUS_ID").ambiguous for value in ("0", "1"))
-
-
-def test_a_mig_gpu_without_instances_is_not_counted() -> None:
-    bare = host(alike().gpus[0]._replace(mig_enabled=True), alike().gpus[1])
-    assert parsed("GPU-aa,GPU-ab", bare).uuids == ()
 
 
 @given(
@@ -163,14 +121,6 @@ def test_what_is_written_is_what_cuda_reads(indices: list[int], visible_as: str,
     assert not visible_limit.ambiguous
 
 
-def test_indices_come_with_their_order() -> None:
-    snapshot = alike()
-    chosen = snapshot.gpus[2:]
-    indices, uuids = (visible_devices.render_cuda(chosen, visible_as=v, snapshot=snapshot) for v in ("index", "uuid"))
-    assert indices == {"CUDA_VISIBLE_DEVICES": "2,3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    assert uuids == {"CUDA_VISIBLE_DEVICES": "GPU-c0000000,GPU-d0000000"}
-
-
 @pytest.mark.parametrize("snapshot", [with_mig(), with_lost(0)], ids=["mig", "lost"])
 def test_uuids_where_numbers_mislead(snapshot: HostSnapshot) -> None:
     written = visible_devices.render_cuda([snapshot.gpus[-1]], visible_as="index", snapshot=snapshot)
@@ -192,12 +142,275 @@ def test_numbers_where_cuda_does_not_take_a_uuid(visible_as: str, lost: tuple[in
     assert parsed("54d0709b", host(*gpus)).uuids == ()
 
 
-def test_an_unset_variable_is_no_fence() -> None:
-    assert visible_devices.parse_cuda(None, alike()) is None
-
-
 @pytest.mark.parametrize("visible_as", ["INDEX", "", None, 0, ["index"]])
 def test_an_unknown_way_to_write_it(visible_as: object) -> None:
     with pytest.raises(UnsatisfiableRequestError, match="visible_as=") as caught:
         visible_devices.render_cuda([], visible_as=visible_as, snapshot=alike())  # type: ignore[arg-type]
     assert caught.value.value == visible_as
+
+
+def test_numbers_on_mixed_gpus() -> None:
+    for value, order, ambiguous in (
+        ("0", None, True),
+        ("0", "PCI_BUS_ID", False),
+        ("2,1,0,3", None, False),  # all of them
+        *((value, None, False) for value in ("GPU-c", "-1", "", "9")),
+    ):
+        visible_limit = parsed(value, mixed(), order)
+        assert (visible_limit.ambiguous, bool(visible_limit.doubt)) == (ambiguous, ambiguous)
+    assert visible_devices.parse_cuda(None, mixed()) is None
+
+
+def test_mig_by_uuid() -> None:
+    first, second = "MIG-11000000", "MIG-12000000"
+    for value, shown in (("MIG-11", (first,)), (second, (second,)), ("MIG-1", ()), ("MIG-GPU-ffffffff/1/0", ())):
+        visible_limit = parsed(value, with_mig())
+        assert (visible_limit.uuids, visible_limit.ambiguous) == (shown, False)
+    assert all(parsed(value, with_mig(), "PCI_BUS_ID").ambiguous for value in ("0", "1"))
+    bare = host(alike().gpus[0]._replace(mig_enabled=True), alike().gpus[1])  # no instances
+    assert parsed("GPU-aa,GPU-ab", bare).uuids == ()
+
+
+A, B, C, D = "GPU-aa00000000000001", "GPU-aa00000000000002", "GPU-bb00000000000003", "AMD-0000:05:00.0-3"
+OF_AMD = HostSnapshot(tuple(Gpu(index, uuid, vendor="amd") for index, uuid in enumerate((A, B, C, D))))
+
+
+def seen(rocr: str | None = None, hip: str | None = None, cuda: str | None = None) -> tuple[str, ...] | None:
+    given = {"ROCR_VISIBLE_DEVICES": rocr, "HIP_VISIBLE_DEVICES": hip, "CUDA_VISIBLE_DEVICES": cuda}
+    return uuids(read_rocm({name: value for name, value in given.items() if value is not None}, OF_AMD))
+
+
+def uuids(visible_limit: VisibleLimit | None) -> tuple[str, ...] | None:
+    return None if visible_limit is None else visible_limit.uuids
+
+
+BY_ROCR = [
+    ((A,), ["0", "0,4,1", "0,,2", "0,", A]),
+    ((B,), ["0x1,010", "+1", "1,x,2", "1,1,2"]),  # 010 is 8 in C
+    ((C,), ["02", "gpu-BB", "2," + C]),  # the last is the same one again
+    ((C, A), ["2,0"]),
+    ((B, D), [" 1 ,3\t"]),
+    ((B, C), ["1," + C]),
+    ((A, C), [A.lower() + "," + C.upper()]),
+    ((A, B, C, D), ["0,1,2,3,0"]),
+    ((), ["-1", "", "4", "1 2", "08", "GPU-", "GPU-aa00000000000001f", "GPU-cc,0"]),
+    ((), ["GPU-aa", D]),  # two GPUs; none, since it has no UUID
+]
+BY_HIP = [
+    ((A,), ["0", "0, 1", A]),
+    ((B,), ["1,4,0"]),
+    ((C, A), ["2,0"]),
+    ((B, C), ["1,1,2"]),  # no effect
+    ((), ["01", " 1", "-1", "4", "GPU-dd,0"]),
+]
+
+
+@pytest.mark.parametrize(("shown", "values"), BY_ROCR)
+def test_rocr(shown: tuple[str, ...], values: list[str]) -> None:
+    for value in values:
+        assert seen(rocr=value) == shown, value
+
+
+@pytest.mark.parametrize(("shown", "values"), BY_HIP)
+def test_hip(shown: tuple[str, ...], values: list[str]) -> None:
+    for value in values:
+        assert seen(hip=value) == seen(hip=value, cuda="3") == shown, value
+        assert seen(cuda=value) == seen(hip="", cuda=value) == shown, value
+
+
+def test_hip_counts_what_rocr_left() -> None:
+    assert seen(rocr="3,1", hip="1") == (B,)
+    assert seen(rocr="3,1", cuda="0") == (D,)
+    assert seen(rocr="3,1", hip="2") == ()
+    assert seen(rocr="3,1", hip="", cuda="") == (D, B)
+    assert seen(rocr="", hip="0") == ()
+
+
+def test_nothing_is_set() -> None:
+    assert seen() is None
+    assert seen(hip="") is None
+    assert seen(cuda="", hip="") is None
+
+
+def test_what_a_claim_writes_is_read_back() -> None:
+    for visible_as in ("index", "uuid"):
+        written = render_visible([OF_AMD.gpus[3], OF_AMD.gpus[0]], visible_as=visible_as, snapshot=OF_AMD)
+        assert written == {"ROCR_VISIBLE_DEVICES": f"3,{A}", "HIP_VISIBLE_DEVICES": "0,1", CUDA: "0,1"}
+        limit = read_rocm(written, OF_AMD)
+        assert limit is not None
+        assert (limit.uuids, limit.title.split()[0]) == ((D, A), f"ROCR_VISIBLE_DEVICES=3,{A}")
+    with_opencl = {"GPU_DEVICE_ORDINAL": "2,3"}  # it is written where it is set
+    written = render_visible(OF_AMD.gpus[2:3], visible_as="index", snapshot=OF_AMD, environ=with_opencl)
+    assert written["GPU_DEVICE_ORDINAL"] == "0"
+
+
+CUDA = "CUDA_VISIBLE_DEVICES"
+RAY = {"RAY_RAYLET_PID": "7"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "visible_as", "written"),
+    [
+        (RAY, "index", {"HIP_VISIBLE_DEVICES": "3,0"}),
+        (RAY, "uuid", {"HIP_VISIBLE_DEVICES": f"3,{A}"}),
+        # Ray refuses two values that differ
+        ({**RAY, "ROCR_VISIBLE_DEVICES": "3,2,0"}, "index", {"HIP_VISIBLE_DEVICES": "0,2"}),
+        ({**RAY, "ROCR_VISIBLE_DEVICES": "3,2,0"}, "uuid", {"HIP_VISIBLE_DEVICES": f"0,{A}"}),
+    ],
+)
+def test_under_ray_rocr_is_left_alone(environ: dict[str, str], visible_as: str, written: dict[str, str]) -> None:
+    chosen = [OF_AMD.gpus[3], OF_AMD.gpus[0]]
+    assert render_visible(chosen, visible_as=visible_as, snapshot=OF_AMD, environ=environ) == written
+    assert uuids(read_rocm({**environ, **written}, OF_AMD)) == (D, A)
+
+
+def of_slurm(value: str, *names: str, **others: str) -> dict[str, str]:
+    """The environment of a Slurm job: by default gres.conf has no flags."""
+    chosen = names or ("ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL")
+    return {"SLURM_JOB_ID": "7", **dict.fromkeys(chosen, value), **others}
+
+
+@pytest.mark.parametrize(
+    ("environ", "inside"),
+    [
+        (of_slurm("2,3"), (C, D)),
+        (of_slurm("2,3", "CUDA_VISIBLE_DEVICES"), (C, D)),  # Slurm before 21.08
+        # what a user has chosen inside of it counts as HIP counts it
+        (of_slurm("2,3", CUDA_VISIBLE_DEVICES="1"), (D,)),
+        (of_slurm("2,3", HIP_VISIBLE_DEVICES="1"), (D,)),
+        # elsewhere two equal lists are what HIP makes of them
+        ({"ROCR_VISIBLE_DEVICES": "2,3", "CUDA_VISIBLE_DEVICES": "2,3"}, ()),
+    ],
+)
+def test_the_list_that_slurm_writes_twice_counts_once(environ: dict[str, str], inside: tuple[str, ...]) -> None:
+    assert uuids(read_visible_once(environ, OF_AMD)) == inside
+
+
+def test_all_gpus_hidden() -> None:
+    assert uuids(read_rocm(hide_all(), OF_AMD)) == ()
+    assert set(visible_variables(OF_AMD)) <= set(hide_all())
+
+
+MASK, HIERARCHY, ORDER = "ZE_AFFINITY_MASK", "ZE_FLAT_DEVICE_HIERARCHY", "ZE_ENABLE_PCI_ID_DEVICE_ORDER"
+SELECTOR = "ONEAPI_DEVICE_SELECTOR"
+
+
+def cards(*tiles: int, missing: int = 0) -> HostSnapshot:
+    """Cards with so many tiles each, after integrated GPUs that have numbers and are not listed."""
+    return HostSnapshot(
+        tuple(Gpu(missing + n, f"INTEL-{n}", "Max", vendor="intel", tiles=count) for n, count in enumerate(tiles))
+    )
+
+
+@pytest.mark.parametrize(
+    ("environ", "shown"),
+    [
+        ({}, None),
+        ({MASK: "1", HIERARCHY: "COMPOSITE"}, [1]),
+        ({MASK: "0.0,0.1", HIERARCHY: "FLAT"}, []),
+        ({MASK: "9999,x,-1", HIERARCHY: "FLAT"}, []),
+        ({**hide_all(), HIERARCHY: "FLAT"}, []),
+    ],
+)
+def test_what_a_mask_shows(environ: dict[str, str], shown: list[int] | None) -> None:
+    limit = read_level_zero(environ, cards(2, 2, 2))
+    assert (None if limit is None else list(limit.uuids)) == (
+        None if shown is None else [f"INTEL-{number}" for number in shown]
+    )
+    assert limit is None or not limit.ambiguous
+
+
+def test_when_a_mask_is_ambiguous() -> None:
+    mixed = HostSnapshot(tuple(Gpu(n, f"INTEL-{n}", f"Arc {n}", vendor="intel") for n in range(2)))
+    for snapshot, order, ambiguous in (
+        (cards(2, 2), "", True),
+        (cards(1, 1), "", False),
+        (mixed, "", True),
+        (mixed, "1", False),
+    ):
+        limit = read_level_zero({MASK: "1", ORDER: order}, snapshot)
+        assert limit is not None
+        assert (limit.ambiguous, HIERARCHY in limit.clear_by) == (ambiguous, True)
+
+
+def test_what_a_claim_of_cards_writes() -> None:
+    snapshot = cards(2, 2, missing=1)
+    written = render_visible(snapshot.gpus[1:], visible_as="index", snapshot=snapshot)
+    assert written == {MASK: "3,4", HIERARCHY: "FLAT", ORDER: "1"}
+    assert next(iter(written)) == MASK
+    composite = {HIERARCHY: "COMPOSITE", SELECTOR: "level_zero:1"}
+    assert render_visible(snapshot.gpus[1:], visible_as="uuid", snapshot=snapshot, environ=composite) == {
+        MASK: "2",
+        HIERARCHY: "COMPOSITE",
+        ORDER: "1",
+        SELECTOR: "level_zero:0",
+    }
+    unnumbered = {SELECTOR: "level_zero:gpu"}
+    assert SELECTOR not in render_visible(snapshot.gpus, visible_as="index", snapshot=snapshot, environ=unnumbered)
+
+
+@given(
+    tiles=st.lists(st.integers(1, 4), min_size=1, max_size=6),
+    missing=st.integers(0, 2),
+    hierarchy=st.sampled_from(["COMPOSITE", "FLAT", "COMBINED", "", "nonsense"]),
+    chosen=st.data(),
+)
+def test_a_written_mask_is_read_again(tiles: list[int], missing: int, hierarchy: str, chosen: st.DataObject) -> None:
+    snapshot = cards(*tiles, missing=missing)
+    gpus = chosen.draw(st.lists(st.sampled_from(snapshot.gpus), min_size=1, unique_by=lambda gpu: gpu.uuid))
+    written = render_visible(gpus, visible_as="index", snapshot=snapshot, environ={HIERARCHY: hierarchy})
+    limit = read_level_zero(written, snapshot)
+    assert limit is not None
+    assert not limit.ambiguous
+    assert set(limit.uuids) == {gpu.uuid for gpu in gpus}
+
+
+FOUR = [Gpu(index, f"GPU-{index}", "Model") for index in range(4)]
+
+
+def losing(*lost: int) -> HostSnapshot:
+    return HostSnapshot(tuple(gpu._replace(lost=gpu.index in lost) for gpu in FOUR))
+
+
+def named(*indices: int) -> list[str]:
+    return [f"GPU-{index}" for index in indices]
+
+
+@pytest.mark.parametrize(
+    ("value", "claimed", "lost", "text"),
+    [
+        # They mean what they did.
+        ("1", (1,), (), ""),
+        ("1", (1,), (3,), ""),  # a GPU behind it is lost
+        ("GPU-1", (1,), (0,), ""),
+        (None, (1,), (0,), ""),
+        ("", (1,), (0,), ""),
+        ("-1", (1,), (0,), ""),  # a program that hides its GPUs
+        ("1,", (1,), (), ""),
+        ("1", (), (0,), ""),  # no claim
+        # They have shifted.
+        ("1", (1,), (0,), "now means GPU 2, which this claim does not hold, since GPU 0 is lost: "),
+        ("1,2", (1, 2), (1,), "now means GPU 3, which this claim does not hold, since GPU 1 is lost: "),
+        ("3", (3,), (0,), "now means fewer GPUs than this claim holds, since GPU 0 is lost: "),
+        ("0,1,2,3", (0, 1, 2, 3), (2,), "now means fewer GPUs than this claim holds, since GPU 2 is lost: "),
+        ("1", (2,), (), "now means GPU 1, which this claim does not hold: "),
+    ],
+)
+def test_what_indices_mean_now(value: str | None, claimed: tuple[int, ...], lost: tuple[int, ...], text: str) -> None:
+    found = stale_indices(value, "PCI_BUS_ID", named(*claimed), losing(*lost))
+    if not text:
+        assert found == ""
+        return
+    assert found.startswith(f"CUDA_VISIBLE_DEVICES={value} {text}")
+    left = [index for index in claimed if index not in lost]
+    assert f"set CUDA_VISIBLE_DEVICES={','.join(named(*left))} before CUDA starts" in found
+
+
+def test_a_claim_whose_gpus_are_lost_has_nothing_left() -> None:
+    assert ": end this claim" in stale_indices("1", "PCI_BUS_ID", named(1), losing(1))
+
+
+def test_a_gpu_that_the_driver_does_not_list_any_more() -> None:
+    gone = HostSnapshot(tuple(gpu._replace(index=gpu.index - 1) for gpu in FOUR[1:]))
+    assert "now means GPU 1, which this claim does not hold: " in stale_indices("1", "PCI_BUS_ID", named(1), gone)
+    assert "since a claimed GPU is gone: end this claim" in stale_indices("0", "PCI_BUS_ID", named(0), gone)

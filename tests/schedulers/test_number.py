@@ -3,7 +3,6 @@
 import os
 import stat
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -179,18 +178,13 @@ def test_hard_request(requests: str, found: ResourceRequest | None) -> None:
     ("requests", "word"),
     [
         (hard(flag("gpu")), "-l gpu=TRUE"),
-        (hard(GPU_TYPE), "-l gpu_type=a100"),
         (hard(request("gpu_ram", 20)), "-l gpu_ram=20"),
-        (hard(request("hostname", "gpu*", consumable=0, valtype=7)), "-l hostname=gpu*"),
         (soft(request("gpus", 7)), "-l gpus=7"),
         (listed("JB_hard_queue_list", queue("gpu.q")), "-q gpu.q"),
         (listed("JB_hard_queue_list", queue("all.q"), queue("GPU@node1")), "-q GPU@node1"),
-        (listed("JB_soft_queue_list", queue("long-cuda.q")), "-q long-cuda.q"),
-        (listed("JB_master_hard_queue_list", queue("gpu.q")), "-q gpu.q"),
         ("<JB_pe>gpu</JB_pe>", "-pe gpu"),
         (sets(hard_set(2, GPU_TYPE)), "-l gpu_type=a100"),
         (sets("0" + listed("JRS_soft_resource_list", request("gpu", 1))), "-l gpu=1"),
-        (sets("1" + listed("JRS_hard_queue_list", queue("gpu.q"))), "-q gpu.q"),
     ],
 )
 def test_gpus_without_a_number(fake_qstat: Qstat, requests: str, word: str) -> None:
@@ -211,7 +205,6 @@ def test_hard_request_in_a_broken_list() -> None:
     ("request_", "granted", "number"),
     [
         (ResourceRequest(2, "slot"), Slots(1, True), 2),
-        (ResourceRequest(1, "slot"), Slots(4, False), 4),
         (ResourceRequest(0.5, "slot"), Slots(4, True), 2),
         (ResourceRequest(2, "job"), Slots(4, True), 2),
         (ResourceRequest(2, "job"), Slots(4, False), 0),
@@ -232,10 +225,8 @@ def called(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     ("name", "hostname", "hosts", "lines"),
     [
         ("n1", "", "n1 n2", [0]),
-        ("n2", "", "n1 n2 n2", [1, 2]),
         ("n1.site.org", "", "n2 n1", [1]),
         ("N1.Site.org", "", "n2.site.org n1.SITE.ORG", [1]),
-        ("n1.a.org", "", "n1.a.org n1.b.org", [0]),
         ("n1", "", "n1.a.org n1.b.org", []),
         ("n1", "n1.b.org", "n1.a.org n1.b.org", [1]),
         ("node7", "", "gpu-ib7", [0]),
@@ -323,21 +314,14 @@ def fake_qstat(tmp_path: Path) -> Qstat:
     return make
 
 
-def test_asking_qstat(fake_qstat: Qstat) -> None:
-    environ = fake_qstat(qstat_xml(hard(request("gpu", 2))))
-    assert number_for_job(environ) == 2
-    assert declared_gpus(environ) == 2
-    assert declared_gpus(environ, ask=False) is None
-    assert number_for_job({**environ, "SAFE_GPU_NB_GPUS": "1"}) == 1
-    off_its_path = {**environ, "SGE_BINARY_PATH": environ["PATH"], "PATH": "/nowhere"}
-    assert number_for_job(off_its_path) == 2
-
-
 def test_slots_ranks_and_a_resource_of_another_name(fake_qstat: Qstat) -> None:
     environ = {**fake_qstat(qstat_xml(hard(request("accel", 1)))), "NSLOTS": "4"}
     assert declared_gpus(environ) == 0
     environ["SAFE_GPU_SGE_RESOURCE"] = "accel"
-    assert number_for_job(environ) == 4
+    assert (declared_gpus(environ), declared_gpus(environ, ask=False)) == (4, None)
+    assert number_for_job({**environ, "SAFE_GPU_NB_GPUS": "1"}) == 1
+    off_its_path = {**environ, "SGE_BINARY_PATH": environ["PATH"], "PATH": "/nowhere"}
+    assert number_for_job(off_its_path) == 4
     assert number_for_job({**environ, "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}) == 1
 
 
@@ -351,7 +335,6 @@ def test_slots_ranks_and_a_resource_of_another_name(fake_qstat: Qstat) -> None:
         ({"answer": REFUSAL}, 'job 1234: denied: host "n1" is neither submit nor admin host)'),
         ({"answer": "<?xml version='1.0'?>\n<unknown_jobs >\n<ST_name>1234</ST_name></unknown_jobs>"}, "no such job"),
         ({"answer": qstat_xml("", job="12345")}, "job 1234"),
-        ({"status": 3}, "exit status 3"),
         ({"answer": qstat_xml("")}, "asked for no GPU on this host"),
         ({"answer": qstat_xml(sets(hard_set(2, request("gpu", 1))))}, "how many of its tasks"),
     ],
@@ -372,17 +355,6 @@ def test_no_qstat(tmp_path: Path) -> None:
     with pytest.raises(UnsatisfiableRequestError, match=r"qstat is not on PATH here.*set SAFE_GPU_NB_GPUS=N"):
         number_for_job(environ)
     assert declared_gpus(environ) is None
-
-
-def test_qstat_that_hangs(fake_qstat: Qstat, tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    environ = fake_qstat(hang=str(pipe))
-    answer: list[int | None] = [-1]
-    asking = threading.Thread(target=lambda: answer.append(declared_gpus(environ, patience=0.2)), daemon=True)
-    asking.start()
-    asking.join(30)
-    assert answer == [-1, None]
 
 
 # The GPUs of one rank
@@ -427,27 +399,22 @@ ONE, TWO, FOUR = (env(f"CUDA_VISIBLE_DEVICES={gpus}") for gpus in ("2", "2,3", "
         pytest.param(srun(2, 4, "2,3"), 2, id="srun --gpus-per-task=2"),
         pytest.param(srun(2, 4, "1"), 1, id="srun --gpu-bind=single:1, more GPUs than tasks"),
         pytest.param(srun(2, 4, "0,1,2,3"), 2, id="srun, one list for all"),
-        pytest.param(srun(4, 8, "0,1,2,3"), 2, id="srun --gpu-bind=closest, two tasks on each socket"),
         pytest.param(srun(4, 2, "1"), "asked for 2 GPUs on this host, for 4 processes", id="srun --gpu-bind=single:2"),
         pytest.param(srun(2, 4, "2,3") | torchrun(2), 1, id="torchrun in each task of srun"),
         pytest.param(srun(2, 4, "2,3") | ompi(2), 1, id="mpirun in each task of srun"),
         pytest.param(batch(4, "0,1,2,3") | ompi(4), 1, id="mpirun in a batch script"),
-        pytest.param(batch(4, "2") | ompi(4), 1, id="mpirun of a script that gives each rank a GPU"),
         pytest.param(batch(4, "2,3") | torchrun(2), 1, id="torchrun on two of four"),
         pytest.param(batch(4, "2,3") | ompi(2) | {"SAFE_GPU_SCOPE": "x"}, 1, id="mpirun in a claim of two of four"),
         pytest.param(jsrun(6, "1"), 1, id="jsrun -g 1"),
-        pytest.param(jsrun(3, "2,3"), 2, id="jsrun -g 2"),
         pytest.param(jsrun(3, "2,3") | torchrun(2), 1, id="torchrun in each task of jsrun"),
         pytest.param(jsrun(6, ""), "asked for no GPU", id="jsrun -g 0"),
         pytest.param(TORQUE | FOUR | ompi(4), 1, id="torque, the job's list"),
         pytest.param(TORQUE | ompi(2), 2, id="torque, no list"),
-        pytest.param(TORQUE | TWO | ompi(2), 2, id="torque, a list of two for each"),
         pytest.param(TORQUE | TWO | torchrun(2), 1, id="torque, torchrun on two"),
         pytest.param(PBS | {"PBS_NGPUS": "4"} | ONE | ompi(4), 1, id="pbs with a number, a list of one for each"),
         pytest.param(PBS | {"PBS_NGPUS": "2"} | TWO | ompi(4), "2 GPUs on this host, for 4", id="pbs, MPS ranks"),
         pytest.param(PBS | TWO | ompi(4), "2 GPUs visible to each of 4 processes", id="pbs, MPS ranks or not"),
         pytest.param(LSF | ONE | ompi(4), "1 GPU visible to each of 4 processes", id="lsf, its own list or the job's"),
-        pytest.param(LSF | FOUR | torchrun(4), 1, id="lsf, torchrun shares"),
         pytest.param(PBS | FOUR | env("HOROVOD_LOCAL_RANK=0 HOROVOD_LOCAL_SIZE=2"), 2, id="pbs, horovod shares"),
     ],
 )

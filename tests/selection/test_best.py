@@ -23,10 +23,6 @@ def gpu(index: int, node: int | None = None, links: Sequence[int] = (), display:
     return Gpu(index, uuid(index), numa_node=node, nvlink_peers=peers, display_active=display)
 
 
-def drawn(index: int) -> Gpu:
-    return gpu(index)._replace(processes=(GpuProcess(9, ProcessKind.GRAPHICS, 300 << 20),))
-
-
 def instance(index: int, number: int) -> Gpu:
     return Gpu(index, f"MIG-{index}-{number}", mig_parent=uuid(index), mig_instance=number)
 
@@ -48,65 +44,9 @@ def test_only_the_free_ones_count() -> None:
     ]
     assert choose(verdicts, 2) == (gpu(1), gpu(2))
     assert choose(verdicts, 3) is None
-
-
-@pytest.mark.parametrize(
-    ("gpus", "count", "near", "taken"),
-    [
-        pytest.param([gpu(10), gpu(2)], 1, None, ["2"], id="indices are numbers"),
-        pytest.param([gpu(0, display=True), gpu(1)], 1, None, ["1"], id="displays last"),
-        pytest.param([gpu(0, 0, display=True), gpu(1, 0), gpu(2, 1)], 2, None, ["1", "2"], id="displays before nodes"),
-        pytest.param([drawn(0), gpu(1)], 1, None, ["1"], id="what is drawn on, last"),
-        pytest.param([drawn(0), gpu(1, display=True), gpu(2)], 2, None, ["0", "2"], id="it counts as a display"),
-        pytest.param([gpu(0, 0), gpu(1, 1), gpu(2, 1)], 2, None, ["1", "2"], id="one node"),
-        pytest.param([gpu(0, 0), gpu(1, 1), gpu(2, 1)], 1, None, ["0"], id="the node with least room"),
-        pytest.param([gpu(0, 0), gpu(1, 0, [3]), gpu(2, 0), gpu(3, 0, [1])], 2, None, ["1", "3"], id="linked"),
-        pytest.param([gpu(0), gpu(1), gpu(2, 0)], 2, None, ["0", "1"], id="unknown nodes are one node"),
-        pytest.param([instance(0, 0), instance(0, 1), gpu(1)], 1, None, ["1"], id="whole before instance"),
-        pytest.param([instance(0, 1), instance(0, 0)], 1, None, ["0:0"], id="an instance"),
-        pytest.param(
-            [*(instance(0, number)._replace(numa_node=0) for number in range(2)), gpu(1, 0), gpu(2, 1), gpu(3, 1)],
-            1,
-            None,
-            ["1"],
-            id="instances are no room",
-        ),
-        pytest.param([instance(0, 0), instance(0, 1)], 2, None, None, id="not two instances"),
-        pytest.param([instance(0, 0), gpu(1)], 2, None, None, id="not mixed"),
-    ],
-)
-def test_rules(gpus: Sequence[Gpu], count: int, near: frozenset[int] | None, taken: list[str] | None) -> None:
-    assert pick(gpus, count, near) == taken
-    assert pick(gpus[::-1], count, near) == taken
-
-
-@pytest.mark.parametrize(
-    ("gpus", "count", "last", "taken"),
-    [
-        pytest.param([gpu(0), gpu(1), gpu(2)], 1, {0}, ["1"], id="not the bad one"),
-        pytest.param([gpu(0), gpu(1), gpu(2)], 2, {0, 1}, ["0", "2"], id="as few bad ones as can be"),
-        pytest.param([gpu(0), gpu(1, display=True)], 1, {0}, ["1"], id="rather the display's than a bad one"),
-        pytest.param([gpu(0, display=True), gpu(1)], 1, {0, 1}, ["1"], id="the bad one without a display"),
-        pytest.param([gpu(0, display=True), gpu(1), gpu(2)], 2, {0, 1}, ["1", "2"], id="a bad one with a display last"),
-        pytest.param([gpu(0), instance(1, 0)], 1, {0}, ["1:0"], id="rather an instance than a bad whole GPU"),
-        pytest.param([gpu(0), gpu(1), instance(2, 0)], 2, {0}, ["0", "1"], id="not mixed"),
-    ],
-)
-def test_bad_ones_last(gpus: Sequence[Gpu], count: int, last: set[int], taken: list[str]) -> None:
-    for order in (gpus, gpus[::-1]):
-        assert pick(order, count, last={uuid(index) for index in last}) == taken
-
-
-def test_the_hybrid_mesh_of_a_dgx_1() -> None:
-    """Two quads on two sockets, each fully linked; one link from every GPU to its mirror image in the other quad."""
-    mesh = [
-        gpu(index, index // 4, [peer for peer in range(8) if (peer // 4 == index // 4) ^ (peer % 4 == index % 4)])
-        for index in range(8)
-    ]
-    assert pick(mesh, 4) == ["0", "1", "2", "3"]
-    assert pick(mesh[1:], 4) == ["4", "5", "6", "7"]
-    assert pick([mesh[0], mesh[3], mesh[4], mesh[6], mesh[7]], 3) == ["4", "6", "7"]
-    assert pick([mesh[0], mesh[3], mesh[5], mesh[7]], 3) == ["0", "3", "7"]  # 3 and 7 are mirror images
+    assert pick([instance(0, 0), instance(0, 1)], 2) is None
+    drawn = gpu(0)._replace(processes=(GpuProcess(9, ProcessKind.GRAPHICS, 300 << 20),))
+    assert pick([drawn, gpu(1, display=True), gpu(2)], 2) == ["0", "2"], "it counts as a display"
 
 
 def by_brute_force(gpus: Sequence[Gpu], count: int, near: frozenset[int], last: frozenset[str]) -> list[str]:

@@ -1,0 +1,221 @@
+"""What is read of other programs: files that others write, names of commands, processes on their way out."""
+
+import ctypes
+import fcntl
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from safe_gpu.host import procfs
+from safe_gpu.host.commands import command_for_record, own_command, program_names
+from safe_gpu.host.foreign_files import open_to_read, read_bytes, read_start
+
+PTRACE_SEIZE = 0x4206
+
+# The first process of a PID namespace, when it ends, closes its files, ends the others there, and waits until all of
+# them have been waited for. One that is traced from outside waits for its tracer.
+FIRST = """
+import ctypes, fcntl, os, signal, sys
+if ctypes.CDLL(None).unshare(0x20000000):  # CLONE_NEWPID
+    say("cannot"), listen()
+locked, lock = os.pipe()
+first = os.fork()
+if not first:
+    file = open(PATH, "w")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    if not os.fork():
+        signal.pause()
+    os.write(lock, b"!")
+    signal.pause()
+os.read(locked, 1)
+say(first)
+listen()
+"""
+
+
+def test_a_process_that_is_held_while_it_exits(tmp_path: Path, child: Callable[..., Any], eventually: Any) -> None:
+    """Its locks are free, and it has not ended: nobody waits for it in vain, nobody takes it for a stranger."""
+    path = tmp_path / "lock"
+    started = child(FIRST.replace("PATH", repr(str(path))))
+    heard = started.hear()
+    if heard == "cannot":
+        pytest.skip("no PID namespaces for this user")
+    first = int(heard)
+    try:
+        eventually(lambda: len(procfs.descendants(first)) == 1)
+        (traced,) = procfs.descendants(first)
+        ptrace = ctypes.CDLL(None).ptrace
+        ptrace.argtypes = [ctypes.c_long] * 4
+        if ptrace(PTRACE_SEIZE, traced, 0, 0):
+            pytest.skip("no ptrace here")
+        assert not procfs.is_exiting(first)
+    finally:
+        os.kill(first, signal.SIGKILL)
+    try:
+        with open(path) as file:
+            eventually(lambda: _is_free(file.fileno()))
+        assert procfs.is_exiting(first)
+        assert not procfs.has_ended(first)
+    finally:
+        os.waitid(os.P_PID, traced, os.WEXITED)
+    eventually(lambda: procfs.has_ended(first))
+    assert procfs.is_exiting(first), "a zombie"
+
+
+@pytest.mark.parametrize(("flags", "exits"), [(4, True), (0x400044, True), (0x400040, False)])
+def test_a_process_exits_when_its_last_thread_does(monkeypatch: pytest.MonkeyPatch, flags: int, exits: bool) -> None:
+    """The first is a zombie already, and the other may still free memory of a GPU, or live on."""
+
+    def stat(path: str, limit: int = 0) -> bytes:
+        state, flag = ("Z", 4) if path.endswith(f"/proc/{os.getpid()}/stat") else ("D", flags)
+        return f"1 (a b) {state}{' 0' * 5} {flag}{' 0' * 10} 2".encode()
+
+    thread = threading.Event()
+    other = threading.Thread(target=thread.wait)
+    other.start()
+    try:
+        monkeypatch.setattr(procfs, "read_start", stat)
+        assert procfs.is_exiting(os.getpid()) is exits
+        assert not procfs.has_ended(os.getpid())
+    finally:
+        thread.set()
+        other.join()
+
+
+def _is_free(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def test_the_start_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"0123456789" * 20_000)
+    assert read_bytes(str(path)) == path.read_bytes()[: 1 << 16]
+    assert [read_start(str(path), limit) for limit in (0, 3, 100_000)] == [b"", b"012", path.read_bytes()[:100_000]]
+    assert len(read_bytes("/dev/zero", 200_000)) == 200_000
+    assert len(read_bytes("/proc/self/stat")) > 50
+
+
+def test_what_cannot_be_read_leaves_no_descriptor(tmp_path: Path) -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    for path in (str(tmp_path / "missing"), str(tmp_path), "with\0NUL", "/proc/self/mem"):
+        assert read_start(path) is None
+        with pytest.raises((OSError, ValueError)):
+            read_bytes(path)
+    (tmp_path / "link").symlink_to("/etc/passwd")
+    with pytest.raises(OSError):
+        open_to_read(str(tmp_path / "link"), os.O_NOFOLLOW)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_fifo_does_not_block(tmp_path: Path) -> None:
+    path = str(tmp_path / "fifo")
+    os.mkfifo(path)
+    assert read_start(path) == b""
+    writer = os.open(path, os.O_RDWR)
+    try:
+        assert read_start(path) == b"", "a writer that writes nothing"
+        os.write(writer, b"some")
+        assert read_start(path, 2) == b"so"
+    finally:
+        os.close(writer)
+
+
+def test_a_file_lease_does_not_block(tmp_path: Path) -> None:
+    """The kernel would wait for the holder of the lease, for 45 seconds."""
+    path = tmp_path / "file"
+    path.touch()
+    with open(path, "wb") as file:
+        kept = signal.signal(signal.SIGIO, signal.SIG_IGN)
+        try:
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            with pytest.raises(BlockingIOError):
+                read_bytes(str(path))
+        finally:
+            signal.signal(signal.SIGIO, kept)
+
+
+INTERRUPTED = """
+import os, signal, sys
+from safe_gpu.host.foreign_files import read_start
+raised = 0
+class Interrupt(BaseException): pass
+def handler(*_):
+    global raised
+    raised += 1
+    raise Interrupt
+signal.signal(signal.SIGALRM, handler)
+before = len(os.listdir("/proc/self/fd"))
+while raised < 300:
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 20e-6 + raised % 50 * 1e-6)
+        while True:
+            read_start(PATH)
+    except Interrupt:
+        pass
+say(len(os.listdir("/proc/self/fd")) - before)
+"""
+
+
+@pytest.mark.parametrize("path", ["/proc/self/stat", "/dev/null"])
+def test_an_interrupt_leaves_no_descriptor(child: Callable[..., Any], path: str) -> None:
+    """An exception of a signal handler may come after any call, and here it comes after each at some time."""
+    assert child(INTERRUPTED.replace("PATH", repr(path))).hear() == "0"
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("./train --password 1234", "train"),
+        ("python train.py --password 1234", "python train.py"),
+        ("/home/anna/v/bin/python3.11 -u -W ignore -Xdev /home/anna/train.py 1234", "python3.11 train.py"),
+        ("python -m train 1234", "python -m train"),
+        ("python -Im train 1234", "python -m train"),
+        ("python -mtrain 1234", "python -m train"),
+        ("python -c 1234", "python"),
+        ("python -Ic 1234 5678", "python"),
+        ("python - 1234", "python"),
+        ("python --unheard-of 1234", "python"),
+        ("python", "python"),
+        ("python -m", "python -m"),
+        ("bash jobs/run.sh 1234", "bash run.sh"),
+        ("bash -eu run.sh 1234", "bash run.sh"),
+        ("bash -c 1234", "bash"),
+        ("bash -o pipefail -c 1234", "bash"),
+        ("Rscript fit.R 1234", "Rscript fit.R"),
+        ("torchrun --nproc-per-node 4 train.py 1234", "torchrun"),
+        ("env PASSWORD=1234 python train.py", "env"),
+        ("trainer: --password 1234", "trainer:"),
+    ],
+)
+def test_names_of_program_and_script(line: str, shown: str) -> None:
+    assert program_names(line.split()) == shown
+
+
+def test_the_whole_command_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = ["sh", "-c", "echo 1234", "x" * 300]
+    assert command_for_record(line) == "sh"
+    monkeypatch.setenv("SAFE_GPU_RECORD_COMMAND", "names")
+    assert command_for_record(line) == "sh"
+    monkeypatch.setenv("SAFE_GPU_RECORD_COMMAND", "full")
+    assert command_for_record(line) == ("sh -c echo 1234 " + "x" * 300)[:200]
+
+
+def test_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = own_command()
+    assert own
+    with monkeypatch.context() as embedded:
+        embedded.setattr("sys.orig_argv", [])
+        assert own_command() == own
+    assert "tests/" not in own
+    monkeypatch.setenv("SAFE_GPU_RECORD_COMMAND", "full")
+    with open("/proc/self/cmdline", "rb") as file:
+        assert own_command() == os.fsdecode(file.read().rstrip(b"\0").replace(b"\0", b" "))[:200]

@@ -1,8 +1,6 @@
 """Limits at claims, with real users: at their edges, for two claims at once, and for those who wait in front."""
 
 import os
-import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,22 +116,14 @@ def test_inner_claims_are_neither_counted_nor_limited(rules: Any, as_user: Any) 
 NAMED = "[user root]\n"
 
 
-def until() -> float | None:
-    with claim():
-        (entry,) = living_claims()
-        return None if entry.until is None else round(entry.until - entry.since, 1)
-
-
 @pytest.mark.parametrize(
     ("text", "said", "seconds"),
     [
         ("default_hold = 60", None, 60.0),
         ("default_hold = 60", "90", 90.0),
-        ("default_hold = 60", "unknown", 60.0),
         ("default_hold = 60\nmax_hold = 30", None, 30.0),
         ("max_hold = 30", None, 30.0),
         ("max_hold = 30", "20", 20.0),
-        ("max_hold = 30", "30", 30.0),
         ("max_gpus = 8", None, None),
     ],
 )
@@ -141,7 +131,9 @@ def test_how_long_a_claim_will_hold(rules, monkeypatch, text: str, said: str | N
     rules(NAMED + text)
     if said is not None:
         monkeypatch.setenv("SAFE_GPU_FOR", said)
-    assert until() == seconds
+    with claim():
+        (entry,) = living_claims()
+        assert (None if entry.until is None else round(entry.until - entry.since, 1)) == seconds
 
 
 def test_what_is_said_in_the_call(rules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,21 +169,13 @@ def test_a_wrong_line_fails_claims(rules: Any, command: Any) -> None:
         claim()
     done = command.run("run", "--", "true")
     assert (done.returncode, done.stderr.startswith(f"safe-gpu: {path}:2: ")) == (78, True)
-    assert command.run("policy").returncode == 78
 
 
-def test_a_file_that_others_may_write_limits_nothing(rules: Any, command: Any, caplog: Any) -> None:
+def test_a_file_that_others_may_write_or_that_is_missing_limits_nothing(rules: Any, caplog: Any) -> None:
     path = rules(NAMED + "max_gpus = 0")
     path.chmod(0o666)
     claim().release_gpus()
     assert "can be written by others than root (mode 0666): it is ignored" in caplog.text
-    done = command.run("run", "--", "true")
-    assert done.returncode == 0
-    assert "it is ignored" in done.stderr
-
-
-def test_a_variable_that_names_no_file_is_told(rules: Any, caplog: Any) -> None:
-    path = rules("")
     path.unlink()
     claim().release_gpus()
     assert f"SAFE_GPU_POLICY={path} does not exist: nothing is limited" in caplog.text
@@ -235,20 +219,6 @@ def test_a_share_counts_as_its_part_of_a_gpu(rules: Any, user: Any) -> None:
     assert user(BEN).hear() == "1"
     assert user(ANNA, 2, share="20GiB").hear() == "2"
     assert "you hold 1 of your 1 GPU" in user(ANNA, share="1GiB").hear()
-
-
-def test_status_says_why_a_claim_waits(rules: Any, user: Any, command: Any, eventually: Any) -> None:
-    rules("[default]\nmax_gpus = 1")
-    ends = time.time() + 600
-    assert user(ANNA, hold_for=600).hear() == "1"
-    user(ANNA, timeout=None)
-    eventually(lambda: bool(gather().queue))
-    (waiter,) = gather().queue
-    assert waiter.limit == (1, 1)
-    assert waiter.expected_start is not None
-    assert abs(waiter.expected_start - ends) < 120
-    shown = command.run("status", env={"COLUMNS": "100"}).stdout
-    assert re.search(r"in \d+m, at limit \(1 of 1\)", shown)
 
 
 def test_a_raised_limit_reaches_those_who_wait(rules: Any, user: Any, eventually: Any) -> None:

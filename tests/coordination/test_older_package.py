@@ -62,6 +62,9 @@ def test_absent_or_never_means_nothing_to_do(lock_file: Path, monkeypatch: pytes
     assert older_package.older_package_counts()
     monkeypatch.setenv("SAFE_GPU_LEGACY_LOCK", "never")
     assert not older_package.older_package_counts()
+    monkeypatch.setenv("SAFE_GPU_LEGACY_LOCK", "sometimes")
+    with pytest.raises(UnsatisfiableRequestError, match=r"SAFE_GPU_LEGACY_LOCK=sometimes.*auto, always or never"):
+        take(0.0)
 
 
 def test_always_makes_it_open_to_all(lock_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,12 +78,6 @@ def test_always_makes_it_open_to_all(lock_file: Path, monkeypatch: pytest.Monkey
     lock.release()
     assert lock_file.stat().st_mode & 0o777 == 0o666
     assert lock_file.parent.stat().st_mode & 0o7777 == 0o1777
-
-
-def test_a_bad_value_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAFE_GPU_LEGACY_LOCK", "sometimes")
-    with pytest.raises(UnsatisfiableRequestError, match=r"SAFE_GPU_LEGACY_LOCK=sometimes.*auto, always or never"):
-        take(0.0)
 
 
 def test_ours_pass_side_by_side_and_keep_theirs_out(present: Path, child) -> None:

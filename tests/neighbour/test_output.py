@@ -1,7 +1,8 @@
-"""What a neighbour writes comes out as plain text of bounded length, wherever it is shown."""
+"""What a neighbour writes comes out as plain text of bounded length, and stands in no advice, which root may follow."""
 
 import json
 import os
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,10 @@ from typing import Any
 import pytest
 from support.hostile import TRICK, assert_plain, assert_shown_safely
 
+from safe_gpu.coordination.directory import PARTS, Directory
 from safe_gpu.coordination.faults import write_fault
+from safe_gpu.doctor import CheckedHost, run_checks
+from safe_gpu.doctor.state import directory
 from safe_gpu.gpus.devices import GpuFault
 from safe_gpu.host import procfs
 
@@ -60,3 +64,45 @@ def test_tricks_of_text(state_dir: Path, ground: Any, command: Any, tricks: int)
             assert (done.returncode, str(tricks) in done.stderr) == (LATE, True), "a refusal names the holders"
         if "--json" in arguments:
             assert_plain(json.loads(done.stdout))
+
+
+# What doctor advises is pasted by root: no name that a neighbour chose stands in it, and none that it can replace
+
+
+@pytest.fixture
+def used(state_dir: Path) -> Path:
+    for part in PARTS:
+        Directory(str(state_dir), part).close()
+    return state_dir
+
+
+@pytest.mark.parametrize("name", ["a\n; touch pwned\n", "\x1b[2J$(touch pwned)", "-rf "])
+def test_names_of_others_stand_in_no_advice(used: Path, name: str) -> None:
+    for part in PARTS:
+        (used / part / name).symlink_to("/etc/passwd")
+    for check in run_checks():
+        assert "touch" not in check.fix + check.detail
+        assert "-rf " not in check.fix
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give files away")
+def test_the_path_of_the_state_directory_is_quoted(open_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = open_tmp / "a b; touch pwned"
+    Directory(str(path), "claims").close()
+    os.chown(path, NEIGHBOUR, NEIGHBOUR)
+    monkeypatch.setenv("SAFE_GPU_DIR", str(path))
+    command = directory(CheckedHost()).fix.partition(": ")[2]
+    assert shlex.split(command) == ["safe-gpu", "setup", "--state-dir", str(path)]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give files away")
+@pytest.mark.parametrize("mode", [0o700, 0o1777])
+@pytest.mark.parametrize("broken", ["host.lock", *PARTS, "."])
+def test_root_is_not_told_to_change_what_others_can_replace(used: Path, broken: str, mode: int) -> None:
+    """The owner puts a symbolic link in its place before the advice is followed."""
+    path = used / broken
+    path.touch()
+    os.chown(path, NEIGHBOUR, NEIGHBOUR)
+    path.chmod(mode)
+    words = directory(CheckedHost()).fix.split()
+    assert not {"chmod", "chown", "mv", "rm"} & {*words}

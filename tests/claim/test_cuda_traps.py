@@ -21,27 +21,6 @@ def mix(gpus: Any) -> None:
 # Before the claim
 
 
-def test_a_claim_holds_its_gpus_and_nothing_else_and_lets_them_go(fake_gpus: Any) -> None:
-    code = """
-owner = safe_gpu.claim_gpus(2, timeout=0)
-out["taken"] = owner.devices_taken
-out["set"] = variables()
-out["free"] = safe_gpu.get_free_gpus()
-procs = os.walk(os.environ["FAKE_GPU_DIR"] + "/procs")
-out["procs"] = sorted(os.path.basename(root) for root, _, files in procs if files)
-safe_gpu.release_gpus()
-out["unset"] = variables()
-out["free again"] = safe_gpu.get_free_gpus()
-"""
-    out = forked(fake_gpus, code)
-    visible = ",".join(map(str, out["taken"]))
-    assert out["set"] == {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    assert out["procs"] == sorted(fake_gpus.uuids[index] for index in out["taken"])
-    assert sorted(out["free"] + visible.split(",")) == out["free again"] == [str(index) for index in range(8)]
-    assert out["unset"] == {}
-    assert holders(fake_gpus) == []
-
-
 def test_cuda_initialized_before_the_claim_is_refused_before_anything_is_touched(fake_gpus, tmp_path: Path) -> None:
     state = tmp_path / "state"
     out = forked(fake_gpus, "initialize(); out['claim'] = claim(1); out['set'] = variables()", SAFE_GPU_DIR=str(state))
@@ -221,30 +200,6 @@ out["free"] = safe_gpu.get_free_gpus()
 
 
 # Placeholders that fail
-
-
-def test_the_rival_on_an_exclusive_gpu_is_named(fake_gpus: Any) -> None:
-    fake_gpus.set(2, mode=3)
-    code = f"""
-class Late(CudaPlaceholder):
-    def __call__(self, device_no):
-        if device_no == 1:  # somebody comes between our look and our context
-            place = "{fake_gpus.directory}/procs/{fake_gpus.uuids[1]}"
-            os.makedirs(place, exist_ok=True)
-            open(place + "/{os.getpid()}", "w").write("1000000")
-        return super().__call__(device_no)
-out["claim"] = claim(2, Late())
-out["set"] = variables()
-out["free"] = safe_gpu.get_free_gpus()
-"""
-    out = forked(fake_gpus, code)
-    name, message, attributes = out["claim"]
-    assert name == "PlaceholderError"
-    assert attributes == {"device_no": 1, "uuid": fake_gpus.uuids[1]}
-    assert "EXCLUSIVE_PROCESS" in message
-    assert f"process {os.getpid()} (" in message
-    assert out["set"] == {}
-    assert out["free"] == ["0"]
 
 
 @pytest.mark.parametrize("option", ["ctx_error", "alloc_error", "cuda_init_error"])

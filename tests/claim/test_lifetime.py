@@ -85,22 +85,6 @@ def test_the_entry_says_who_holds_it(host: Any, ground: Any, monkeypatch: pytest
     assert entry.gpus == {gpu.uuid: None for gpu in owner.gpus}
 
 
-def test_every_thread_is_bound_and_gets_its_own_mask_back(host_of: Any, untouched: Any) -> None:
-    host_of("laptop")
-    narrow = safe_gpu.AffinityOptions(mode="single", multithreading="single_logical")
-    go = threading.Event()
-    thread = threading.Thread(target=go.wait, args=(30,))
-    thread.start()
-    try:
-        with untouched(), GPUOwner(timeout=0, affinity=narrow) as owner:
-            masks = {frozenset(os.sched_getaffinity(int(tid))) for tid in os.listdir("/proc/self/task")}
-            assert masks == {frozenset(owner.cpus)}
-            assert owner.binding is not None
-    finally:
-        go.set()
-        thread.join()
-
-
 def test_an_affinity_that_cannot_be_had_fails_the_claim_only_where_it_was_asked_for(
     host: Any, untouched: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -81,21 +81,6 @@ def test_a_claim_that_is_refused_tells_of_the_dead_that_it_has_removed(state_dir
     assert [one["claim"][0] for one in lines(state_dir) if "ended" in one] == [killed.pid]
 
 
-def test_a_month_ends_while_claims_go_on(state_dir: Path, ground: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    december = 1_796_083_200.0  # its first second, in UTC
-    clock = [december - 10]
-    monkeypatch.setattr(time, "time", lambda: clock[0])
-    monkeypatch.setattr(time, "clock_gettime", lambda which: clock[0])
-    owner = claim()
-    clock[0] = december + 5
-    owner.release_gpus()
-    files = sorted(file.name for file in (state_dir / history.NAME).iterdir())
-    assert files == ["2026-12.jsonl"]
-    for since in (december - 20, december):
-        (first,), warnings = claims_between(since, december + 60)
-        assert (first.since, first.ended, warnings) == (december - 10, december + 5, [])
-
-
 def test_nothing_of_it_is_done_under_host_lock(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[Any] = []
 

@@ -1,8 +1,6 @@
 """The words of a refusal and of a wait, and what a waiter is told of its start."""
 
-import json
 import re
-import subprocess
 import time
 from typing import Any
 
@@ -226,20 +224,6 @@ FORECASTS = {
 @pytest.mark.parametrize(("expected", "start"), FORECASTS.values(), ids=FORECASTS)
 def test_when_it_starts(expected: Forecast, start: str) -> None:
     assert expected.text(NOW) == time.strftime(start, time.localtime(expected.start or expected.earliest or 0))
-
-
-def test_a_waiter_is_told_when_it_can_start(child: Any, command: Any) -> None:
-    claim = "safe_gpu.claim_gpus(7, safe_gpu.NoPlaceholder(), affinity=None, hold_for=7200)"
-    assert child(f"import safe_gpu\n{claim}\nsay('got'); listen()").hear() == "got"
-    large = command.start("run", "-n", 8, "--for", "1h", "--", "true", stderr=subprocess.PIPE)
-    clock = r"(?:\w{3} )?\d\d:\d\d"
-    assert re.search(rf"waiting 0:0\d for 8 GPUs \(1 free\), starts about {clock}; GPU 0-6: ", large.stderr.readline())
-    small = command.start("wait", "-n", 8, "--for", "30m", stderr=subprocess.PIPE)
-    assert re.search(rf"for 8 GPUs \(1 free\), #2 in the queue, starts about {clock}; behind ", small.stderr.readline())
-    queue = json.loads(command.run("status", "--json").stdout)["queue"]
-    assert queue[0]["expected_start"] == pytest.approx(time.time() + 7200, abs=600)
-    assert queue[1]["expected_start"] == pytest.approx(queue[0]["expected_start"] + 3600, abs=1)
-    assert re.search(r"#.* PLANNED +STARTS\n.* 1h00m +in 1h\d\dm\n.* 30m +in 2h\d\dm\n", command.run("status").stdout)
 
 
 def test_the_head_is_told_who_passed_it(ground: Any, child: Any) -> None:

@@ -4,7 +4,6 @@ import fcntl
 import logging
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -134,22 +133,6 @@ def is_free(path: Path) -> bool:
         except OSError:
             return False
     return True
-
-
-def test_waits_that_end_early_leave_one_thread_and_no_lock(present: Path, child, eventually) -> None:
-    threads, files = threading.active_count(), set(os.listdir("/proc/self/fd"))
-    holder = theirs(child, present)
-    piped = set(os.listdir("/proc/self/fd"))
-    for _ in range(3):
-        with pytest.raises(LockTimeout):
-            take(time.monotonic() + 0.02)
-    assert threading.active_count() == threads + 1
-    assert len(set(os.listdir("/proc/self/fd")) - piped) == 1
-    holder.tell()
-    assert holder.hear() == "released"
-    eventually(lambda: threading.active_count() == threads)
-    assert set(os.listdir("/proc/self/fd")) == piped != files
-    assert is_free(present)
 
 
 def test_an_interrupt_ends_the_wait_and_leaves_no_lock(present: Path, child, eventually) -> None:

@@ -148,8 +148,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return start
 
 
-@pytest.mark.parametrize("number", [0, 3])
-@pytest.mark.parametrize("options", [{}, {"share": "20GiB"}, {"delegate": True}])
+@pytest.mark.parametrize(("number", "options"), [(0, {}), (3, {"share": "20GiB"}), (3, {"delegate": True})])
 def test_where_doors_cannot_be_taken_the_entry_counts(
     host: Path, child: Any, refuse: Callable[[int], None], caplog: Any, number: int, options: Any
 ) -> None:

@@ -157,11 +157,7 @@ def test_free_gpus_are_those_of_the_host_in_numeric_order(host_of, ground, clean
     assert safe_gpu.get_free_gpus() == [str(index) for index in range(16) if index not in (2, 3, 11, 13, 14)]
 
 
-# Nonsense in arguments
-
-
-# One of each kind, through a whole claim; all values are refused where they are parsed, and the messages are a table in
-# tests/cli/test_mistakes.py.
+# Nonsense in arguments: one of each kind, through a whole claim; the messages are a table in tests/cli/test_mistakes.py
 
 
 class OfFramework(Base):

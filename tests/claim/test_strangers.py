@@ -221,7 +221,7 @@ def test_a_driver_that_can_never_list_processes_is_told_at_once(host: Any, untou
         safe_gpu.claim_gpus(1, timeout=None)
 
 
-# Drivers that list numbers of another PID namespace, no processes, or no memory
+# Drivers that list numbers of another PID namespace, no processes, or no memory: real processes on fake libraries
 
 
 MIB = 1 << 20

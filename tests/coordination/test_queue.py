@@ -307,13 +307,15 @@ say("queued")
 """
 
 
-def test_the_dead_fall_out(state_dir: Path, join: Join, child: Any) -> None:
-    dead = child(WAIT + "listen()")
+def test_the_dead_fall_out_though_a_forked_child_lives_on(state_dir: Path, join: Join, child: Any) -> None:
+    dead = child(WAIT + "import signal\nif os.fork() == 0:\n    say(os.getpid()); signal.pause()\nlisten()")
     assert dead.hear() == "queued"
+    survivor = int(dead.hear())
     mine = join()
     assert mine.ahead() == [1]
     dead.kill()
     assert mine.ahead() == []
+    os.kill(survivor, signal.SIGKILL)
     assert mine.waiter.position() == 1
     assert [one.number for one in mine.host.queue.remove_dead()] == [1]
     assert numbers(state_dir) == [2]

@@ -1,6 +1,7 @@
 """Limits and turns of users who claim and wait, where root's file says so, with real users and tickets."""
 
 import os
+import re
 import select
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from safe_gpu import ClaimTimeout, NotEnoughGpusError, PolicyError, Unsatisfiabl
 from safe_gpu.claim import report, search
 from safe_gpu.claim.functions import wait_for_gpus
 from safe_gpu.claim.limits import quota_of, remaining_quota
+from safe_gpu.claim.report import waiting_message
 from safe_gpu.coordination import queue
 from safe_gpu.coordination.entry import make_entry
 from safe_gpu.coordination.holders import living_claims
@@ -329,3 +331,28 @@ def test_a_shares_turn_is_its_part_of_a_gpu(rules: Any, user: Any, waiting: Any)
     waiting(BEN, 1, share="50%")
     turns = [turn_of(one) for one in sorted(waiting_tickets(), key=lambda one: one.number)]
     assert turns == pytest.approx([7.75, 7.75 + 7.75], abs=0.001)
+
+
+def test_who_is_passed_is_told_who_is_in_turn(
+    rules: Any, user: Any, as_user: Any, waiting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "_EARLY_INTERVAL", 0.1)
+    rules("[host]\norder = fair")
+    assert user(ANNA, 8, hold_for=3600).hear() == "8"
+    first = waiting(ANNA, 8, hold_for=60)
+
+    def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+        wait_for_gpus(8, hold_for=60, on_wait=lambda status: say(waiting_message(status, holders=False)))
+
+    passed = as_user(work, uid=ANNA)  # has the turn 16.5, and Ben, who comes when it waits, 9
+
+    def told(text: str) -> None:
+        assert any(re.search(text, line) for line in iter(passed.hear, ""))
+
+    told(r", #2 in the queue, starts .* or later; behind \S+ \(pid ")
+    ben = waiting(BEN, 8, hold_for=60)
+    assert [one.pid for one in gather().queue] == [first.pid, ben.pid, passed.pid]
+    told(rf", #3 in the queue, starts .* or later; behind \S+ \(pid {ben.pid}, wants 8 GPUs, ")
+    first.end()
+    ben.end()
+    told(r"0 free\), starts about ")

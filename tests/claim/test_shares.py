@@ -162,11 +162,18 @@ RUN = ["safe-gpu", "run"]
     ],
 )
 def test_no_claim_is_made_inside_a_share(command: Any, ground: Any, line: list[str], code: int) -> None:
-    assert command.run("run", "--", "true", env={"SAFE_GPU_SHARE": str(20 * GIB)}).returncode == 0, "of one that ended"
     line = [word.replace("safe-gpu", str(command.path)) for word in line]
     ran = command.run("run", "--share", "20GiB", "--only", "3", "--", *line)
     why = r"process \d+ holds a share of GPU 3, and no claim can be made inside a share: leave this claim out and use"
     assert (ran.returncode, len(re.findall(why, ran.stderr))) == (code, 1)
+
+
+def test_a_share_that_has_ended_hinders_no_claim_and_inside_a_whole_claim_a_share_gets_the_gpu(
+    command: Any, ground: Any
+) -> None:
+    tell = [command.path, "run", "--share", "20GiB", "-t", "0", "--", "sh", "-c", "echo got $SAFE_GPU_SHARE"]
+    assert command.run("run", "--", *tell).stdout == "got\n"
+    assert command.run("run", "--", "true", env={"SAFE_GPU_SHARE": str(20 * GIB)}).returncode == 0
 
 
 def test_a_share_cannot_delegate_nor_reach_across_hosts(ground: Any) -> None:

@@ -241,3 +241,20 @@ def test_the_head_is_told_who_passed_it(ground: Any, child: Any) -> None:
     child(f"import safe_gpu; {claim}; say('has'); listen()", "has")
     while not re.search(r"; passed by 1 claim; GPU ", large.hear()):
         pass
+
+
+def test_run_mentions_for_once_where_it_may_help(ground: Any, command: Any) -> None:
+    ground.hold(*range(8))
+    first = command.start("run", "--", "true")
+    assert "for 1 GPU" in first.stderr.readline()
+    second, third = (command.start("run", *said, "--", "true") for said in ((), ("--for", "1h")))
+    for one in (second, third):
+        assert "behind" in one.stderr.readline()
+    assert "--for 30m" in second.stderr.readline()
+    ground.let_go()
+    for one in (first, second, third):
+        assert "--for" not in one.communicate(timeout=60)[1]
+
+
+def test_ages_where_a_clock_was_set_back() -> None:
+    assert "for 0 s" in waiting_message(WaitStatus(1, 0, 1, (claimed(1, since=4e9),)))

@@ -17,6 +17,8 @@ from safe_gpu.doctor import CheckedHost, run_checks
 from safe_gpu.doctor.state import directory
 from safe_gpu.gpus.devices import GpuFault
 from safe_gpu.host import procfs
+from safe_gpu.status.facts import HostStatus, WaiterStatus
+from safe_gpu.status.metrics import render_metrics
 
 LATE, NEIGHBOUR = 75, 4711
 WORD = TRICK.replace("/", "")
@@ -64,6 +66,18 @@ def test_tricks_of_text(state_dir: Path, ground: Any, command: Any, tricks: int)
             assert (done.returncode, str(tricks) in done.stderr) == (LATE, True), "a refusal names the holders"
         if "--json" in arguments:
             assert_plain(json.loads(done.stdout))
+
+
+def test_metrics_of_a_thousand_users_who_wait() -> None:
+    """A neighbour with a range of user ids (subuid(5)) can wait as each of them."""
+    users = ["ada"] * 5 + ["other"] * 3 + [f"u{number}" for number in range(1000)]
+    queue = tuple(WaiterStatus(place, 1, user, 1, 1.0) for place, user in enumerate(users, 1))
+    text = render_metrics(HostStatus("h", "nvml", "", "/s", 2.0, (), queue))
+    samples = [line.rpartition(" ") for line in text.splitlines() if line.startswith("safe_gpu_waiting{")]
+    numbers = {labels: float(value) for labels, _, value in samples}
+    assert (len(samples), sum(numbers.values())) == (100, len(users))
+    assert numbers['safe_gpu_waiting{user="ada"}'] == 5
+    assert numbers['safe_gpu_waiting{user="other"}'] == len(users) - 5 - 98
 
 
 # What doctor advises is pasted by root: no name that a neighbour chose stands in it, and none that it can replace

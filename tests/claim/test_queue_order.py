@@ -377,14 +377,6 @@ def test_a_set_that_no_release_can_complete_is_passed(
     assert try_claim(1, only=0) == gets
 
 
-def test_by_dates_a_set_waits_for_the_earliest_of_its_groups(linked, ground, line) -> None:
-    ground.hold(1, until=time.time() + 1000)
-    ground.hold(3, until=time.time() + 5000)
-    line(2, range(4), near="numa", hold_for=60)
-    assert try_claim(1, only=2, hold_for=2000) is None
-    assert try_claim(1, only=2, hold_for=900) == (2,)
-
-
 @pytest.mark.parametrize("condition", [{"colour": "red"}, {"near": ["a", "b"]}, {"max_utilization": "x" * 100}])
 @pytest.mark.parametrize("there", ["free", "held", "stranger"])
 def test_a_condition_that_is_not_known_is_waited_for(

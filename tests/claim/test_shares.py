@@ -16,7 +16,6 @@ from safe_gpu.claim import variables as shares
 from safe_gpu.coordination.queue import waiting_tickets
 from safe_gpu.engines.holder import ClaimArguments
 from safe_gpu.gpus.devices import Gpu
-from safe_gpu.status.gather import gather
 
 GIB = 1 << 30
 SHARE = """
@@ -27,12 +26,10 @@ def claim(nb_gpus=1, **options):
 """
 
 
-def hold(*arguments: object, first: str = "", **options: object) -> str:
-    """Code that claims these, does something first, says which GPUs it got, and gives them back when told."""
-    given = ", ".join([*map(str, arguments), *(f"{name}={value!r}" for name, value in options.items())])
+def hold(nb_gpus: int, **options: object) -> str:
+    """Code that claims these, says which GPUs it got, and gives them back when told."""
     return f"""{SHARE}
-owner = claim({given})
-{first}
+owner = claim({nb_gpus}, **{options!r})
 say(*owner.devices_taken)
 listen()
 owner.release_gpus()
@@ -182,28 +179,6 @@ def test_a_share_cannot_delegate_nor_reach_across_hosts(ground: Any) -> None:
     with pytest.raises(UnsatisfiableRequestError, match="share='20GiB' is not possible across hosts"):
         ClaimArguments(selection={"share": "20GiB"}).read(1, 0, None)
     assert ground.claims() == []
-
-
-# Strangers, and who uses too much
-
-
-def test_a_stranger_keeps_newcomers_off_a_shared_gpu(sharing: Any, ground: Any, as_user: Any) -> None:
-    sharing(share="1GiB", only="0")
-    other = as_user(lambda say, listen: (say("here"), listen()), uid=12001)
-    assert other.hear() == "here"
-    ground.occupy(0, pid=other.pid)
-    with pytest.raises(NotEnoughGpusError, match=f"process {other.pid} .* without a share"):
-        claim(1, share="1GiB", only="0")
-
-
-def test_an_over_user_is_named_and_newcomers_are_refused(child: Any, ground: Any) -> None:
-    use = f"used = safe_gpu.drivers.open_driver().occupy(owner.gpus[0].uuid, memory={70 * GIB})"
-    greedy = child("import safe_gpu.drivers\n" + hold(share="20GiB", only="0", first=use))
-    greedy.hear()
-    with pytest.raises(NotEnoughGpusError, match="10 left, 20 asked for"):
-        claim(1, share="20GiB", only="0")
-    (one,) = gather().gpus[0].shares
-    assert (one.pid, one.share, one.memory_used) == (greedy.process.pid, 20 * GIB, 70 * GIB)
 
 
 # The queue

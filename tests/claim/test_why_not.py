@@ -149,10 +149,6 @@ TOLD = {
         f"20 GiB of 1 GPU (0 free), {SOON_TEXT}; passed by 2 claims; GPU 0: {BY_ADA}",
     ),
     "a limit": (WaitStatus(1, None, 1, spent=HELD._replace(held=0.5)), "1 GPU, at your limit (0.5 of 1)"),
-    "one ahead": (
-        WaitStatus(2, 7, 1, (FREE, *claims(1)), ADA, SOON),
-        f"1 GPU (7 are free for 1 claim ahead), #2 in the queue, {SOON_TEXT}; {BEHIND}; GPU 1: {BY_ADA}",
-    ),
     "the position is unknown": (
         WaitStatus(0, None, 1, ahead=ADA._replace(stopped=True)),
         f"1 GPU; {BEHIND.replace('6,', '6, stopped,')}",

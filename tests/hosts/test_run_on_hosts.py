@@ -117,21 +117,6 @@ def test_a_signal_before_the_claim_makes_none(hosts: Any, command: Any, slow: An
     assert (free("gpu1"), (tmp_path / "ran").exists()) == (8, False)
 
 
-def test_a_host_whose_connection_breaks_before_the_claim_makes_none(
-    hosts: Any, command: Any, slow: Any, free: Any, tmp_path: Path
-) -> None:
-    hosts.up("gpu1", env=slow.env)
-    hosts.up("gpu2", env=LAPTOP)
-    words = ("sh", "-c", f'echo "$SAFE_GPU_DIR" >> {tmp_path}/ran; exit 3')
-    started = command.start("run", "--host", "gpu1,gpu2", "--", *words)
-    slow.has_begun()
-    for pid in hosts.connections():
-        os.kill(pid, signal.SIGKILL)
-    assert started.wait(60) == 3
-    assert "has ended its ssh" in slow.goes_on()
-    assert (free("gpu1"), (tmp_path / "ran").read_text()) == (8, f"{hosts.state_dir('gpu2')}\n")
-
-
 def test_no_other_host_is_tried_where_the_connection_breaks_after_the_claim(
     hosts: Any, command: Any, free: Any, tmp_path: Path, eventually: Any
 ) -> None:

@@ -22,10 +22,6 @@ def notes(directory: str | None = None) -> list[str]:
     return sorted(path.stem for path in Path(directory or os.environ["SAFE_GPU_DIR"], "faults").glob("[!.]*"))
 
 
-def note(uuid: str, age: float = 0.0) -> None:
-    write_fault(os.environ["SAFE_GPU_DIR"], uuid, GpuFault(time.time() - age, ECC))
-
-
 def claim(number: int = 1, **options: Any) -> safe_gpu.GPUOwner:
     return safe_gpu.claim_gpus(number, **{"timeout": 0, "affinity": None, **options})
 
@@ -64,17 +60,11 @@ def test_the_trouble_of_a_framework_is_no_fault_of_the_gpu(host: Any, text: str,
     assert notes() == []
 
 
-@pytest.mark.parametrize(("age", "taken"), [(0, [1]), (86_300, [1]), (86_500, [0])])
-def test_a_noted_gpu_is_taken_last_for_a_day(host: Any, age: float, taken: list[int]) -> None:
-    note(host.uuids[0], age)
-    assert claim().devices_taken == taken
-
-
 @pytest.mark.parametrize(("placeholder", "forgiven"), [(None, True), (safe_gpu.NoPlaceholder(), False)])
 def test_a_noted_gpu_is_forgiven_where_a_placeholder_works(
     host: Any, ground: Any, placeholder: Any, forgiven: bool
 ) -> None:
-    note(host.uuids[0])
+    write_fault(os.environ["SAFE_GPU_DIR"], host.uuids[0], GpuFault(time.time(), ECC))
     ground.hold(*range(1, 8))
     assert claim(placeholder_fn=placeholder).devices_taken == [0]
     assert notes() == ([] if forgiven else [host.uuids[0]])
@@ -98,16 +88,6 @@ def run(gpus: Any, code: str) -> Any:
     return forked(gpus, f"out = {code}")
 
 
-@pytest.mark.parametrize("code", [46, 214, 714])
-def test_a_bad_gpu_swallows_one_claim_and_no_more(fake_gpus: Any, code: int) -> None:
-    fake_gpus.change(0, bad=code)
-    name, message, _ = run(fake_gpus, "claim(1)")
-    assert name == "PlaceholderError"
-    assert f"({code})" in message
-    assert notes() == [fake_gpus.uuids[0]]
-    assert [run(fake_gpus, "claim(1)"), run(fake_gpus, "claim(7)")] == [[1], [1, 2, 3, 4, 5, 6, 7]]
-
-
 def test_a_hidden_process_on_an_exclusive_gpu_makes_it_the_last_choice(fake_gpus: Any, stranger_pid: int) -> None:
     fake_gpus.set(8, mode=3)
     fake_gpus.process(fake_gpus.uuids[0], stranger_pid, 8 << 20, kind="graphics")  # not among those that are asked for
@@ -115,10 +95,12 @@ def test_a_hidden_process_on_an_exclusive_gpu_makes_it_the_last_choice(fake_gpus
     assert run(fake_gpus, "claim(1)") == [1]
 
 
-@pytest.mark.parametrize(("number", "noted"), [(1, [0]), (4, [])])
-def test_a_start_of_cuda_that_fails_is_blamed_on_the_only_gpu_that_it_saw(
-    fake_gpus: Any, number: int, noted: list[int]
+@pytest.mark.parametrize(("trouble", "number", "noted"), [("bad", 1, [0]), ("bad_init", 1, [0]), ("bad_init", 4, [])])
+def test_a_failure_of_cuda_is_blamed_on_the_gpu_or_on_the_only_one_that_its_start_saw(
+    fake_gpus: Any, trouble: str, number: int, noted: list[int]
 ) -> None:
-    fake_gpus.change(0, bad_init=214)
-    assert run(fake_gpus, f"claim({number})")[0] == "PlaceholderError"
+    fake_gpus.change(0, **{trouble: 214})
+    name, message, _ = run(fake_gpus, f"claim({number})")
+    assert (name, "(214)" in message) == ("PlaceholderError", True)
     assert notes() == [fake_gpus.uuids[index] for index in noted]
+    assert not noted or run(fake_gpus, "claim(7)") == [1, 2, 3, 4, 5, 6, 7]

@@ -52,17 +52,8 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def other_dir(host: Path) -> dict[str, str]:
-    return {"SAFE_GPU_DIR": str(host / "other")}
-
-
-def closed() -> list[int]:
-    """Indices of the GPUs of which any door is held."""
-    return [index for index, uuid in enumerate(UUIDS) if simulated_doors().are_taken(uuid, ())]
-
-
 def test_two_state_directories_do_not_book_twice(host: Path, child: Any) -> None:
-    child(CLAIM + "say(claim(3).devices_taken); listen()", "[0, 1, 2]", env=other_dir(host))
+    child(CLAIM + "say(claim(3).devices_taken); listen()", "[0, 1, 2]", env={"SAFE_GPU_DIR": str(host / "other")})
     with claim(5) as owner:
         assert owner.devices_taken == [3, 4, 5, 6, 7]
     with pytest.raises(NotEnoughGpusError, match="6 GPUs asked for, 5 free") as caught:
@@ -71,7 +62,7 @@ def test_two_state_directories_do_not_book_twice(host: Path, child: Any) -> None
     assert reasons[3:] == [""] * 5
     assert all("claimed in another state directory" in reason for reason in reasons[:3])
     assert safe_gpu.get_free_gpus() == ["3", "4", "5", "6", "7"]
-    assert closed() == [0, 1, 2], "the refused hold none"
+    assert not any(simulated_doors().are_taken(uuid, ()) for uuid in UUIDS[3:]), "the refused hold none"
 
 
 def test_a_door_that_is_held_for_a_moment_is_tried_again(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,26 +99,12 @@ def test_a_child_that_lives_on_holds_the_entry_and_no_door(
     orphan = child(CLAIM + work)
     monkeypatch.setenv("SAFE_GPU_SCOPE", orphan.hear())
     orphan.process.wait(30)
-    assert closed() == []
+    assert not simulated_doors().are_taken(UUIDS[0], ())
     with pytest.raises(NotEnoughGpusError, match="8 GPUs asked for, 7 free"):
         claim(8)
     with claim(1) as owner:
         assert owner.devices_taken == [1]
-    child(CLAIM + "say(claim(1).devices_taken); listen()", "[0]", env=other_dir(host))
-    orphan.tell()
-
-
-def test_a_share_that_only_a_child_keeps_vouches_for_no_door(host: Path, child: Any) -> None:
-    """Another directory may have it since."""
-    work = "owner = claim(1, share='4GiB', only=0)\nif os.fork(): os._exit(0)\nsay('kept'); listen()\n"
-    orphan = child(CLAIM + work)
-    assert orphan.hear() == "kept"
-    orphan.process.wait(30)
-    with claim(1, share="4GiB", only=0):
-        pass
-    child(CLAIM + "say(claim(1, share='4GiB', only=0).devices_taken); listen()", "[0]", env=other_dir(host))
-    with pytest.raises(NotEnoughGpusError):
-        claim(1, share="4GiB", only=0)
+    child(CLAIM + "say(claim(1).devices_taken); listen()", "[0]", env={"SAFE_GPU_DIR": str(host / "other")})
     orphan.tell()
 
 
@@ -143,7 +120,7 @@ def test_who_cannot_see_the_claim_around_is_inside_nothing(
             with own_network():
                 inside = child(code)
         else:
-            inside = child(code, env=other_dir(host) if where == "other" else {})
+            inside = child(code, env={"SAFE_GPU_DIR": str(host / "other")} if where == "other" else {})
         assert inside.hear() == "refused"
         assert inside.hear() == "[2, 3, 4, 5, 6, 7]"
         inside.kill()
@@ -171,8 +148,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return start
 
 
-@pytest.mark.parametrize("number", [0, 3])
-@pytest.mark.parametrize("options", [{}, {"share": "20GiB"}, {"delegate": True}])
+@pytest.mark.parametrize(("number", "options"), [(0, {}), (3, {"share": "20GiB"}), (3, {"delegate": True})])
 def test_where_doors_cannot_be_taken_the_entry_counts(
     host: Path, child: Any, refuse: Callable[[int], None], caplog: Any, number: int, options: Any
 ) -> None:
@@ -226,11 +202,9 @@ def test_from_another_namespace(host: Path) -> None:
     ("kind", "point", "network", "told"),
     [
         ("overlay", "/", False, True),
-        ("fuse-overlayfs", "/", False, True),
         ("overlay", "/", True, False),
         ("overlay", "/tmp", False, False),
         ("ext4", "/", False, False),
-        ("", "", False, False),
     ],
 )
 def test_a_container_without_the_network_of_the_host_is_told_once(
@@ -251,55 +225,35 @@ def test_a_container_without_the_network_of_the_host_is_told_once(
 # A state directory that goes away while claims wait, where its users cannot make it again
 
 
-@pytest.fixture
-def var_lib(open_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory in which only root may make the state directory."""
-    (open_tmp / "simulated").mkdir()
-    (open_tmp / "simulated").chmod(0o1777)
-    (open_tmp / "lib").mkdir(mode=0o755)
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_it_is_waited_for(open_tmp: Path, ground: Any, as_user: Any, monkeypatch: Any, comes_back: bool) -> None:
+    """For a minute."""
+    for name, mode in (("simulated", 0o1777), ("lib", 0o755)):
+        (open_tmp / name).mkdir()
+        (open_tmp / name).chmod(mode)
+    state, gone = open_tmp / "lib" / "state", open_tmp / "lib" / "gone"
     monkeypatch.setenv("SAFE_GPU_SIMULATED_DIR", str(open_tmp / "simulated"))
-    monkeypatch.setenv("SAFE_GPU_DIR", str(open_tmp / "lib" / "state"))
-    return open_tmp / "lib"
+    monkeypatch.setenv("SAFE_GPU_DIR", str(state))
+    if not comes_back:
+        monkeypatch.setattr(search, "_LONGEST_ABSENCE", 0.1)
 
+    def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+        logger = logging.getLogger("waiter")
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]
+        logger.addHandler(handler)
+        say(claim(1, timeout=None, logger=logger).devices_taken)
 
-@pytest.fixture
-def waiter(var_lib: Path, as_user: Any) -> Callable[[], Any]:
-    def start() -> Any:
-        def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
-            class Said(logging.Handler):
-                def emit(self, record: logging.LogRecord) -> None:
-                    say(record.getMessage())
-
-            logger = logging.getLogger("waiter")
-            logger.addHandler(Said(logging.WARNING))
-            say(claim(1, timeout=None, logger=logger).devices_taken)
-
-        return as_user(work, uid=4711)
-
-    return start
-
-
-def test_it_comes_back_within_a_minute(var_lib: Path, ground: Any, waiter: Any) -> None:
     ground.hold(*range(8))
-    one = waiter()
-    assert "for 1 GPU" in one.hear()
-    (var_lib / "state").rename(var_lib / "gone")
-    assert "waiting a minute for it" in one.hear()
-    (var_lib / "gone").rename(var_lib / "state")
+    waiter = as_user(work, uid=4711)
+    assert "for 1 GPU" in waiter.hear()
+    state.rename(gone)
+    assert "waiting a minute for it" in waiter.hear()
+    if not comes_back:
+        assert waiter.hear().startswith("StateDirError: ")
+    gone.rename(state)
     ground.let_go()
-    assert one.hear() == "[0]"
-
-
-def test_it_does_not(var_lib: Path, ground: Any, waiter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "_LONGEST_ABSENCE", 0.1)
-    ground.hold(*range(8))
-    one = waiter()
-    assert "for 1 GPU" in one.hear()
-    (var_lib / "state").rename(var_lib / "gone")
-    assert "waiting a minute for it" in one.hear()
-    assert one.hear().startswith("StateDirError: ")
-    (var_lib / "gone").rename(var_lib / "state")
-    ground.let_go()
+    assert not comes_back or waiter.hear() == "[0]"
 
 
 # A plain chroot (sbuild, mock, a rescue system): no mount is listed for its root directory

@@ -171,17 +171,3 @@ def test_wherever_the_claim_around_it_begins_to_die_while_one_inside_claims(
         assert REFUSED in (answer, other), (number, which, answer, other)
         for process in (around, rival, inside):
             process.end()
-
-
-def test_a_whole_claim_lets_others_in(start: Any) -> None:
-    """And what is left of it does not, once it has ended: the claim inside is on its own then."""
-    around = start()
-    token = around.claim(delegate=True)
-    inside = start("third", token)
-    assert inside.claim() == REFUSED, "another state directory"
-    inside = start("state", token)
-    assert inside.claim() == ""
-    around.end()
-    assert start("other").claim() == REFUSED
-    inside.end()
-    assert start("other").claim() == ""

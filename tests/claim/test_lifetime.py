@@ -85,39 +85,6 @@ def test_the_entry_says_who_holds_it(host: Any, ground: Any, monkeypatch: pytest
     assert entry.gpus == {gpu.uuid: None for gpu in owner.gpus}
 
 
-@pytest.fixture
-def narrowing(host_of: Any) -> dict[str, Any]:
-    """Arguments of a claim that binds this process to fewer CPUs than it may use, and its host."""
-    host = host_of("laptop")
-    arguments = {"timeout": 0, "affinity": safe_gpu.AffinityOptions(mode="single", multithreading="single_logical")}
-    mask = os.sched_getaffinity(0)
-    with GPUOwner(**arguments) as owner:
-        if not owner.cpus < mask:
-            pytest.skip(f"CPUs {mask} leave nothing to narrow to")
-    assert os.sched_getaffinity(0) == mask
-    return {"host": host, **arguments}
-
-
-def masks() -> dict[str, set[int]]:
-    return {tid: os.sched_getaffinity(int(tid)) for tid in os.listdir("/proc/self/task")}
-
-
-def test_every_thread_is_bound_and_gets_its_own_mask_back(narrowing: dict[str, Any], untouched: Any) -> None:
-    narrowing.pop("host")
-    go = threading.Event()
-    thread = threading.Thread(target=go.wait, args=(30,))
-    thread.start()
-    try:
-        with untouched():
-            owner = GPUOwner(**narrowing)
-            assert set(map(frozenset, masks().values())) == {frozenset(owner.cpus)}
-            assert owner.binding is not None
-            owner.release_gpus()
-    finally:
-        go.set()
-        thread.join()
-
-
 def test_an_affinity_that_cannot_be_had_fails_the_claim_only_where_it_was_asked_for(
     host: Any, untouched: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -135,18 +102,6 @@ def test_an_affinity_that_cannot_be_had_fails_the_claim_only_where_it_was_asked_
 
 
 # One claim a process
-
-
-def test_a_second_claim_is_told_what_the_first_holds(host: Any) -> None:
-    first = GPUOwner(2, timeout=0)
-    for claim in (safe_gpu.claim_gpus, GPUOwner):
-        with pytest.raises(AlreadyClaimedError, match=r"holds GPU 0,1 already: release_gpus\(\) first") as caught:
-            claim(1, timeout=0)
-        assert caught.value.devices == (0, 1)
-    assert first.devices_taken == [0, 1]
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
-    first.release_gpus()
-    safe_gpu.claim_gpus(1, timeout=0)
 
 
 def test_a_second_claim_while_another_thread_is_at_it_is_refused(host: Any) -> None:
@@ -167,7 +122,9 @@ def test_a_second_claim_while_another_thread_is_at_it_is_refused(host: Any) -> N
     assert caught.value.devices == ()
     go.set()
     thread.join(30)
-    assert taken == [[0, 1]]
+    with pytest.raises(AlreadyClaimedError, match=r"holds GPU 0,1 already: release_gpus\(\) first") as caught:
+        GPUOwner(1, timeout=0)
+    assert (taken, caught.value.devices) == ([[0, 1]], (0, 1))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
@@ -199,20 +156,14 @@ def test_a_forked_child_frees_nothing_and_leaves_the_placeholders_alone(host: An
     assert released == [0, 1]
 
 
-@pytest.mark.parametrize("timeout", [0, 60, None])
-def test_a_forked_child_that_claims_its_parents_gpus_is_told_so(host: Any, timeout: float | None) -> None:
+def test_a_forked_child_that_claims_its_parents_gpus_is_told_so(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     safe_gpu.claim_gpus(2, timeout=0)
-    name, message, _ = in_fork(lambda: safe_gpu.claim_gpus(1, timeout=timeout).devices_taken)
+    name, message, _ = in_fork(lambda: safe_gpu.claim_gpus(1, timeout=None).devices_taken)
     assert name == "NotEnoughGpusError"
     assert f"process {os.getpid()}, a parent of this one, holds GPU 0,1" in message
     assert "delegate=True" in message
-
-
-def test_a_forked_child_may_claim_what_its_parent_does_not_hold(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    safe_gpu.claim_gpus(2, timeout=0)
     monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")
     assert in_fork(lambda: safe_gpu.claim_gpus(6, timeout=0).devices_taken) == [2, 3, 4, 5, 6, 7]
-    assert "a parent of this one" in in_fork(lambda: safe_gpu.claim_gpus(7, timeout=60).devices_taken)[1]
 
 
 def test_a_process_of_another_container_with_our_parents_number_is_not_our_parent(host: Any, ground: Any) -> None:
@@ -251,10 +202,6 @@ def test_claims_share_the_only_gpu_where_a_display_is_on_it(child: Any, host_of:
     assert owner.devices_taken == [0]
     inside = [child("import safe_gpu\nsay(safe_gpu.claim_gpus(timeout=0).devices_taken)\nlisten()") for _ in range(2)]
     assert [process.hear() for process in inside] == ["[0]", "[0]"]
-    beside = child(
-        "import os, safe_gpu\ndel os.environ['SAFE_GPU_SCOPE']\nsay(safe_gpu.claim_gpus(timeout=0).devices_taken)"
-    )
-    assert beside.hear() == "[0]"
     owner.release_gpus()
     with pytest.raises(UnsatisfiableRequestError, match="only 1"):
         safe_gpu.claim_gpus(2, timeout=0)
@@ -267,6 +214,4 @@ def test_gpus_with_their_model_and_who_holds_them(ground) -> None:
         assert in_fork(lambda: repr(owner)) == f"{gpus}, held by process {os.getpid()}>"
         owner.cpus = {0, 1, 2, 3, 8}
         assert repr(owner) == f"{gpus}, CPUs 0-3,8>"
-        owner.cpus = {7}
-        assert repr(owner) == f"{gpus}, CPU 7>"
     assert repr(owner) == "<GPUOwner: released>"

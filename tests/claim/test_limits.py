@@ -1,8 +1,8 @@
-"""Limits at claims, with real users: at their edges, for two claims at once, and for those who wait in front."""
+"""Limits and turns of users who claim and wait, where root's file says so, with real users and tickets."""
 
 import os
 import re
-import time
+import select
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,17 @@ from support.claims import claim
 from support.forks import in_fork
 from support.traces import is_locked
 
-from safe_gpu import NotEnoughGpusError, PolicyError, UnsatisfiableRequestError
+from safe_gpu import ClaimTimeout, NotEnoughGpusError, PolicyError, UnsatisfiableRequestError
+from safe_gpu.claim import report, search
 from safe_gpu.claim.functions import wait_for_gpus
 from safe_gpu.claim.limits import quota_of, remaining_quota
+from safe_gpu.claim.report import waiting_message
+from safe_gpu.coordination import queue
+from safe_gpu.coordination.entry import make_entry
 from safe_gpu.coordination.holders import living_claims
 from safe_gpu.coordination.host_lock import Host
+from safe_gpu.coordination.queue import waiting_tickets
+from safe_gpu.coordination.turns import turn_of
 from safe_gpu.drivers.simulated import SimulatedDriver
 from safe_gpu.engines.holder import ClaimArguments, HolderProcess
 from safe_gpu.host import procfs
@@ -118,22 +124,14 @@ def test_inner_claims_are_neither_counted_nor_limited(rules: Any, as_user: Any) 
 NAMED = "[user root]\n"
 
 
-def until() -> float | None:
-    with claim():
-        (entry,) = living_claims()
-        return None if entry.until is None else round(entry.until - entry.since, 1)
-
-
 @pytest.mark.parametrize(
     ("text", "said", "seconds"),
     [
         ("default_hold = 60", None, 60.0),
         ("default_hold = 60", "90", 90.0),
-        ("default_hold = 60", "unknown", 60.0),
         ("default_hold = 60\nmax_hold = 30", None, 30.0),
         ("max_hold = 30", None, 30.0),
         ("max_hold = 30", "20", 20.0),
-        ("max_hold = 30", "30", 30.0),
         ("max_gpus = 8", None, None),
     ],
 )
@@ -141,7 +139,9 @@ def test_how_long_a_claim_will_hold(rules, monkeypatch, text: str, said: str | N
     rules(NAMED + text)
     if said is not None:
         monkeypatch.setenv("SAFE_GPU_FOR", said)
-    assert until() == seconds
+    with claim():
+        (entry,) = living_claims()
+        assert (None if entry.until is None else round(entry.until - entry.since, 1)) == seconds
 
 
 def test_what_is_said_in_the_call(rules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,21 +177,13 @@ def test_a_wrong_line_fails_claims(rules: Any, command: Any) -> None:
         claim()
     done = command.run("run", "--", "true")
     assert (done.returncode, done.stderr.startswith(f"safe-gpu: {path}:2: ")) == (78, True)
-    assert command.run("policy").returncode == 78
 
 
-def test_a_file_that_others_may_write_limits_nothing(rules: Any, command: Any, caplog: Any) -> None:
+def test_a_file_that_others_may_write_or_that_is_missing_limits_nothing(rules: Any, caplog: Any) -> None:
     path = rules(NAMED + "max_gpus = 0")
     path.chmod(0o666)
     claim().release_gpus()
     assert "can be written by others than root (mode 0666): it is ignored" in caplog.text
-    done = command.run("run", "--", "true")
-    assert done.returncode == 0
-    assert "it is ignored" in done.stderr
-
-
-def test_a_variable_that_names_no_file_is_told(rules: Any, caplog: Any) -> None:
-    path = rules("")
     path.unlink()
     claim().release_gpus()
     assert f"SAFE_GPU_POLICY={path} does not exist: nothing is limited" in caplog.text
@@ -237,20 +229,6 @@ def test_a_share_counts_as_its_part_of_a_gpu(rules: Any, user: Any) -> None:
     assert "you hold 1 of your 1 GPU" in user(ANNA, share="1GiB").hear()
 
 
-def test_status_says_why_a_claim_waits(rules: Any, user: Any, command: Any, eventually: Any) -> None:
-    rules("[default]\nmax_gpus = 1")
-    ends = time.time() + 600
-    assert user(ANNA, hold_for=600).hear() == "1"
-    user(ANNA, timeout=None)
-    eventually(lambda: bool(gather().queue))
-    (waiter,) = gather().queue
-    assert waiter.limit == (1, 1)
-    assert waiter.expected_start is not None
-    assert abs(waiter.expected_start - ends) < 120
-    shown = command.run("status", env={"COLUMNS": "100"}).stdout
-    assert re.search(r"in \d+m, at limit \(1 of 1\)", shown)
-
-
 def test_a_raised_limit_reaches_those_who_wait(rules: Any, user: Any, eventually: Any) -> None:
     rules("[default]\nmax_gpus = 1")
     assert user(ANNA).hear() == "1"
@@ -268,3 +246,113 @@ def test_a_killed_claim_counts_no_more_whatever_gpu_it_had(rules: Any, user: Any
     waiter = waiting(ANNA, only=0)
     holder.end()
     assert waiter.hear() == "1"
+
+
+# Users who wait are served by turns
+
+
+def served(holder: Any, crowd: list[Any]) -> Any:
+    """Let a holder go, and return who of a crowd gets its GPUs."""
+    holder.tell()
+    assert holder.hear() == "released"
+    ready = select.select([one.line for one in crowd], [], [], 60)[0]
+    assert len(ready) == 1, "nobody, or more than one, was served"
+    one = next(one for one in crowd if one.line in ready)
+    one.hear()
+    crowd.remove(one)
+    return one
+
+
+@pytest.mark.parametrize("order", ["fifo", "fair"])
+def test_one_request_does_not_wait_for_a_sweep(
+    rules: Any, user: Any, waiting: Any, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "_EARLY_INTERVAL", 1e6)  # each is woken by whom it waits for, or never
+    rules(f"[host]\norder = {order}")
+    holders = [user(ANNA, 1) for _ in range(8)]
+    assert [one.hear() for one in holders] == ["1"] * 8
+    sweep = [waiting(ANNA) for _ in range(4)]
+    ben = waiting(BEN)
+    crowd = [*sweep, ben]
+    # Anna holds eight, so her first ticket has the turn 8.5; Ben comes after that one and before her next.
+    expected = [sweep[0], ben, *sweep[1:]] if order == "fair" else [*sweep, ben]
+    assert [one.pid for one in waiting_tickets()] == [one.pid for one in expected]
+    assert [served(holder, crowd) for holder in holders[:5]] == expected
+
+
+@pytest.mark.parametrize(("before", "after", "turns"), [("fifo", "fair", [None]), ("fair", "fifo", [1.0])])
+def test_a_claim_keeps_the_order_in_which_it_began(
+    rules: Any, line: Any, stranger: Any, monkeypatch: pytest.MonkeyPatch, before: str, after: str, turns: list[Any]
+) -> None:
+    """Else it could wait for one who waits for it. Root changes the order between two looks."""
+    rules(f"[host]\norder = {before}")
+    line(1, (0,))
+    written, confirm = list[Any](), search.confirm
+
+    def changing(*arguments: Any) -> bool:
+        rules(f"[host]\norder = {after}")
+        stranger(*range(8))
+        return confirm(*arguments)
+
+    def writing(directory: Any, number: int, said: Any, **more: Any) -> Any:
+        written.append(said.get("turn"))
+        return make_entry(directory, number, said, **more)
+
+    monkeypatch.setattr(search, "confirm", changing)
+    monkeypatch.setattr(queue, "make_entry", writing)
+    with pytest.raises(ClaimTimeout):
+        claim(1, only=range(1, 8), timeout=2)
+    assert written == turns
+
+
+def test_tickets_have_turns_only_where_the_order_is_fair(rules: Any, user: Any, waiting: Any) -> None:
+    """Who changes the order while some wait changes nobody's place."""
+    rules("[host]\norder = fifo")
+    holder = user(ANNA, 8)
+    assert holder.hear() == "8"
+    first = waiting(ANNA, 8)
+    rules("[host]\norder = fair\n[user 4712]\nweight = 2")
+    second = waiting(BEN, 8)
+    third = waiting(BEN, 8)
+    fourth = waiting(CARLA, 8)
+    turns = {one.pid: turn_of(one) for one in waiting_tickets()}
+    assert [turns[one.pid] for one in (first, second, third, fourth)] == [None, 0.5, 4.5, 0.5]
+    crowd = [first, second, third, fourth]
+    for one in (first, second, fourth, third):
+        assert served(holder, crowd) is one
+        holder = one
+
+
+def test_a_shares_turn_is_its_part_of_a_gpu(rules: Any, user: Any, waiting: Any) -> None:
+    rules("[host]\norder = fair")
+    assert user(BEN, 1, share="25%").hear() == "1"
+    assert user(BEN, 7).hear() == "7"
+    waiting(BEN, 1, share="80%")
+    waiting(BEN, 1, share="50%")
+    turns = [turn_of(one) for one in sorted(waiting_tickets(), key=lambda one: one.number)]
+    assert turns == pytest.approx([7.75, 7.75 + 7.75], abs=0.001)
+
+
+def test_who_is_passed_is_told_who_is_in_turn(
+    rules: Any, user: Any, as_user: Any, waiting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "_EARLY_INTERVAL", 0.1)
+    rules("[host]\norder = fair")
+    assert user(ANNA, 8, hold_for=3600).hear() == "8"
+    first = waiting(ANNA, 8, hold_for=60)
+
+    def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+        wait_for_gpus(8, hold_for=60, on_wait=lambda status: say(waiting_message(status, holders=False)))
+
+    passed = as_user(work, uid=ANNA)  # has the turn 16.5, and Ben, who comes when it waits, 9
+
+    def told(text: str) -> None:
+        assert any(re.search(text, line) for line in iter(passed.hear, ""))
+
+    told(r", #2 in the queue, starts .* or later; behind \S+ \(pid ")
+    ben = waiting(BEN, 8, hold_for=60)
+    assert [one.pid for one in gather().queue] == [first.pid, ben.pid, passed.pid]
+    told(rf", #3 in the queue, starts .* or later; behind \S+ \(pid {ben.pid}, wants 8 GPUs, ")
+    first.end()
+    ben.end()
+    told(r"0 free\), starts about ")

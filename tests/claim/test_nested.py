@@ -1,13 +1,26 @@
-"""Claims inside claims: ranks under ``safe-gpu run``, children of a delegating claim, and who is kept out."""
+"""Inside a claim: claims of ranks and children, who is kept out, and workers that find their GPU, or have lost it."""
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 import safe_gpu
-from safe_gpu import NoPlaceholder, NotEnoughGpusError, UnsatisfiableRequestError, claim_gpus
+from safe_gpu import (
+    GPUOwner,
+    NoPlaceholder,
+    NotEnoughGpusError,
+    UnsatisfiableRequestError,
+    WrongDeviceError,
+    claim_gpus,
+)
+from safe_gpu.affinity.binding import leave
+from safe_gpu.claim.worker import check_expected_gpu
+from safe_gpu.errors import HolderLostError
 
 CLAIM = """
 import os, sys
@@ -35,10 +48,6 @@ sys.exit(max(rank.returncode for rank in ranks))
 
 def rank(arguments: str = "") -> str:
     return CLAIM.format(arguments=arguments and f"{arguments}, ")
-
-
-def under_run(command, nb_gpus: int, *line: object, **options: object) -> subprocess.Popen[str]:
-    return command.start("run", "-n", nb_gpus, "--", *line, stdin=subprocess.PIPE, **options)
 
 
 def ends_well(started: subprocess.Popen[str]) -> str:
@@ -74,7 +83,8 @@ def holding(command, ground):
 
 def test_ranks_under_run_get_a_gpu_each(command, ground) -> None:
     ground.hold(1, 4, 5, 6, 7)
-    started = under_run(command, 3, sys.executable, "-c", LAUNCHER, 3, rank())
+    words = ("run", "-n", 3, "--", sys.executable, "-c", LAUNCHER, 3, rank())
+    started = command.start(*words, stdin=subprocess.PIPE)
     assert started.stdout.readline() == "0;2;3\n"
     assert ground.claimed() == list(range(8))
     assert ground.claimed(inside=True) == [0, 2, 3]
@@ -107,6 +117,8 @@ def test_no_more_than_the_claim_around_has(holding, ground, monkeypatch: pytest.
         claim_gpus(3, NoPlaceholder(), affinity=None)
     with pytest.raises(UnsatisfiableRequestError, match="0 of its 2"):
         claim_gpus(1, NoPlaceholder(), affinity=None, only=7)
+    with pytest.raises(UnsatisfiableRequestError, match="delegate=True is not possible inside another claim"):
+        claim_gpus(1, NoPlaceholder(), affinity=None, delegate=True)
     with claim_gpus(2, NoPlaceholder(), affinity=None) as owner:
         assert owner.devices_taken == [0, 1]
         assert ground.claimed() == [0, 1]
@@ -125,20 +137,12 @@ subprocess.run(sys.argv[1:])
 """
 
 
-CLAIMED = ("safe_gpu.claim_gpus(2)", "claim_gpus(2) runs", "-n 2", "claim_gpus")
-RUN = ("run -n 3 -- true", "-n 3 is", "-n 3", "this one")
-
-
 @pytest.mark.parametrize(
     ("around", "claim", "asked", "larger", "this"),
     [
-        ("run", *CLAIMED),
-        ("run", "safe_gpu.ensure_gpus(2)", "claim_gpus(2) runs", "-n 2", "claim_gpus"),
-        ("run", *RUN),
-        ("run, and a shell", *CLAIMED),
-        ("run, without its limit", *RUN),
-        ("a delegating claim", *CLAIMED),
-        ("a delegating claim", *RUN),
+        ("run, and a shell", "safe_gpu.claim_gpus(2)", "claim_gpus(2) runs", "-n 2", "claim_gpus"),
+        ("run, without its limit", "run -n 3 -- true", "-n 3 is", "-n 3", "this one"),
+        ("a delegating claim", "safe_gpu.ensure_gpus(2)", "claim_gpus(2) runs", "-n 2", "claim_gpus"),
     ],
 )
 def test_more_than_the_claim_around_holds(
@@ -180,22 +184,6 @@ def test_the_claim_around_ends_while_one_inside_waits(holding, ground, child, co
 
 
 # One level
-
-
-def test_a_claim_inside_cannot_delegate_and_says_so(holding, ground, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, token = holding(2)
-    inside(token, monkeypatch)
-    with pytest.raises(UnsatisfiableRequestError, match="delegate=True is not possible inside another claim"):
-        claim_gpus(1, NoPlaceholder(), affinity=None, delegate=True)
-    assert ground.claimed(inside=True) == []
-
-
-def test_run_inside_run(command, ground) -> None:
-    line = [command.path, "run", "-n", 1, "--", "sh", "-c", "echo up $CUDA_VISIBLE_DEVICES; read x"]
-    started = under_run(command, 2, *line)
-    assert started.stdout.readline() == "up 0\n"
-    assert (ground.claimed(), ground.claimed(inside=True)) == ([0, 1], [0])
-    ends_well(started)
 
 
 def test_a_third_level_is_told_so_at_once(command, ground) -> None:
@@ -254,3 +242,112 @@ def test_those_who_wait_inside_and_outside_do_not_meet(holding, ground, child, c
     first.tell()
     assert second.communicate(timeout=60)[0] == "second\n"
     assert third.communicate(timeout=60)[0] == "third\n"
+
+
+# Workers that are told their GPU (SAFE_GPU_EXPECT)
+
+
+@pytest.fixture
+def held() -> Iterator[GPUOwner]:
+    """A delegating claim of GPU 0 and 1. The environment is that of a worker for GPU 1."""
+    with GPUOwner(2, NoPlaceholder(), affinity=None, delegate=True) as owner:
+        yield owner
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # where a test released it, ``worker`` has put that back
+
+
+@pytest.fixture
+def worker(held: GPUOwner) -> Iterator[pytest.MonkeyPatch]:
+    """Sets variables of the worker, for as long as the claim lives; so far they are right."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "1")
+        patch.setenv("SAFE_GPU_EXPECT", held.gpus[1].uuid)
+        yield patch
+
+
+@pytest.mark.parametrize("verb", ["run", "bind"])
+def test_the_command_runs_on_the_gpu_that_was_meant_or_not_at_all(worker, held: GPUOwner, command, verb: str) -> None:
+    done = command.run(verb, "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES ${SAFE_GPU_EXPECT-unset}")
+    assert (done.returncode, done.stdout) == (0, "1 unset\n"), done.stderr
+    worker.setenv("CUDA_VISIBLE_DEVICES", "0")
+    done = command.run(verb, "--", "echo", "started")
+    assert (done.returncode, done.stdout, "CUDA_VISIBLE_DEVICES=0 it sees GPU-" in done.stderr) == (70, "", True)
+    held.release_gpus()
+    worker.setenv("CUDA_VISIBLE_DEVICES", "1")
+    done = command.run(verb, "--", "echo", "started")
+    assert (done.returncode, done.stdout, "is no longer held by its claim" in done.stderr) == (70, "", True)
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"),
+    [
+        ("0,1", "CUDA_VISIBLE_DEVICES=0,1 it sees GPU-"),
+        ("", "CUDA_VISIBLE_DEVICES= it sees 0 GPUs"),
+        (None, "without CUDA_VISIBLE_DEVICES it sees 8 GPUs"),
+    ],
+)
+def test_other_gpus_than_the_expected_one(worker: pytest.MonkeyPatch, visible: str | None, seen: str) -> None:
+    worker.delenv("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        worker.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(WrongDeviceError, match=seen) as caught:
+        check_expected_gpu()
+    assert os.environ["SAFE_GPU_EXPECT"] in str(caught.value)
+    worker.setenv("CUDA_VISIBLE_DEVICES", "1")
+    worker.setenv("SAFE_GPU_SCOPE", "0123456789abcdef")
+    with pytest.raises(HolderLostError, match="is no longer held"):  # but by another claim
+        check_expected_gpu()
+
+
+def test_without_the_variable_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("safe_gpu.claim.worker.opened_driver", None)
+    check_expected_gpu()
+    monkeypatch.setenv("SAFE_GPU_EXPECT", "")
+    check_expected_gpu()
+
+
+def test_two_workers_of_one_gpu_share_it_under_bind(worker: pytest.MonkeyPatch, command) -> None:
+    """``run`` claims the GPU for its command alone; ``bind`` claims nothing."""
+    first = command.start("bind", "--", "sh", "-c", "echo started; cat")
+    assert first.stdout.readline() == "started\n"
+    assert command.run("bind", "--", "printenv", "CUDA_VISIBLE_DEVICES").stdout == "1\n"
+    assert command.run("run", "--timeout", 0, "--", "printenv", "CUDA_VISIBLE_DEVICES").stdout == "1\n"
+    first.communicate("", timeout=60)
+
+
+# A GPU that is lost after a claim shifts CUDA's numbers
+
+
+SHIFT = "CUDA_VISIBLE_DEVICES=1 now means GPU 2, which this claim does not hold, since GPU 0 is lost"
+
+
+@pytest.fixture
+def unbound() -> Iterator[None]:
+    """Undo the binding of this process after the test."""
+    yield
+    leave()
+
+
+def test_bind_in_python_notices_it_and_makes_no_state_directory(
+    host: Any, unbound: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "1")
+        safe_gpu.bind()
+        assert not Path(os.environ["SAFE_GPU_DIR"]).exists()
+    safe_gpu.claim_gpus(1, only=1, affinity=None, timeout=0)
+    assert SHIFT not in str(safe_gpu.bind())
+    host.edits[host.uuids[0]] = {"lost": True}
+    assert SHIFT in str(safe_gpu.bind())
+
+
+@pytest.mark.skipif(not os.path.exists("/sys/devices/system/cpu/cpu0/topology"), reason="needs /sys")
+def test_status_and_bind_notice_it(fake_gpus: Any, command: Any) -> None:
+    fake_gpus.set(4)
+    looks = "safe-gpu status --json 2>&1; safe-gpu bind -- echo bound 2>&1; "
+    script = f"export COLUMNS=300; safe-gpu status; echo up; read x; safe-gpu status; {looks}"
+    started = command.start("run", "--only", "1", "--", "sh", "-c", script, stdin=subprocess.PIPE, env=fake_gpus.env)
+    before = list(iter(started.stdout.readline, "up\n"))
+    fake_gpus.change(0, lost=1)
+    out, _ = started.communicate("\n", timeout=60)
+    assert (SHIFT in "".join(before), f"warning: {SHIFT}" in out, out.count(SHIFT)) == (False, True, 3)
+    assert out.endswith("bound\n")

@@ -1,12 +1,12 @@
-"""Claims in users' own programs: copies of the owner, closed descriptors, frozen apps, notebooks, worker pools."""
+"""Claims in users' own programs: copies of the owner, closed descriptors, frozen apps, notebooks, workers, upgrades."""
 
 import copy
 import os
 import pickle
-import pydoc
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,40 +30,30 @@ def test_an_owner_is_neither_copied_nor_pickled(ground: Any, duplicate: Callable
         assert duplicate([owner.devices_taken, owner.gpus])
 
 
-def _reopened(fds: Iterable[int], path: Path) -> None:
-    """Close these descriptors, as daemons do, and open files of the program's own under the same numbers."""
-    path.write_text("kept")
-    own = os.open(path, os.O_RDWR)
-    for fd in fds:
-        os.dup2(own, fd)
-
-
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
-
-
 @pytest.mark.parametrize("placeholder", [safe_gpu.NoPlaceholder, lambda: None])
 def test_a_release_leaves_files_alone_that_have_its_old_numbers(
     ground: Any, tmp_path: Path, placeholder: Callable[[], Any]
 ) -> None:
+    """As a daemon closes all descriptors, and opens files of its own under the same numbers."""
+
     def daemon() -> list[object]:
         before = os.listdir("/proc/self/fd")
         owner = safe_gpu.GPUOwner(2, placeholder(), affinity=None, timeout=0)
         taken = [int(fd) for fd in os.listdir("/proc/self/fd") if fd not in before and _of_ours(int(fd))]
-        _reopened(taken, tmp_path / "own")
+        (tmp_path / "own").write_text("kept")
+        own = os.open(tmp_path / "own", os.O_RDWR)
+        for fd in taken:
+            os.dup2(own, fd)
         child = os.fork()
         if child == 0:
             owner.release_gpus()
-            os._exit(sum(not _is_open(fd) for fd in taken))
+            os._exit(sum(not os.path.exists(f"/proc/self/fd/{fd}") for fd in taken))
         lost_in_child = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         owner.release_gpus()
-        return [len(taken) > 2, lost_in_child, sum(not _is_open(fd) for fd in taken), (tmp_path / "own").read_text()]
+        left = all(os.path.exists(f"/proc/self/fd/{fd}") for fd in taken)
+        return [len(taken) > 2, lost_in_child, left, (tmp_path / "own").read_text()]
 
-    assert in_fork(daemon) == [True, 0, 0, "kept"]
+    assert in_fork(daemon) == [True, 0, True, "kept"]
 
 
 def _of_ours(fd: int) -> bool:
@@ -120,31 +110,21 @@ def test_an_app_that_is_called_python_is_started_once(monkeypatch: pytest.Monkey
 # Cells that run twice
 
 
-@pytest.mark.parametrize("again", [{}, {"timeout": 5, "affinity": None}, {"min_memory": None, "only": ()}])
-def test_the_same_request_keeps_its_gpus(ground: Any, again: dict[str, Any]) -> None:
-    owner = safe_gpu.ensure_gpus(2, safe_gpu.NoPlaceholder(), timeout=0)
-    assert safe_gpu.ensure_gpus(2, safe_gpu.NoPlaceholder(), **again) is owner is safe_gpu.gpu_owner
+def test_the_same_request_keeps_its_gpus_and_another_one_does_not(ground: Any) -> None:
+    owner = safe_gpu.ensure_gpus(2, safe_gpu.NoPlaceholder(), timeout=0, model="A100")
+    for again in ({}, {"timeout": 5, "affinity": None}, {"min_memory": None, "only": ()}):
+        assert safe_gpu.ensure_gpus(2, safe_gpu.NoPlaceholder(), model="A100", **again) is owner is safe_gpu.gpu_owner
+    for other in ({"nb_gpus": 3}, {"model": None}, {"delegate": True}, {"visible_as": "uuid"}):
+        held = r"holds GPU 0,1 by another request: release_gpus\(\) first"
+        with pytest.raises(safe_gpu.AlreadyClaimedError, match=held) as caught:
+            safe_gpu.ensure_gpus(**{"nb_gpus": 2, "model": "A100", **other})
+        assert caught.value.devices == (0, 1)
+    with pytest.raises(safe_gpu.AlreadyClaimedError, match=r"or call ensure_gpus\(\)"):
+        claim(1)
     assert owner.devices_taken == [0, 1]
     safe_gpu.release_gpus()
-    assert safe_gpu.ensure_gpus(2, safe_gpu.NoPlaceholder(), timeout=0) is not owner
-
-
-def test_it_keeps_what_a_claim_holds(ground: Any) -> None:
-    with claim(1, model="A100") as owner:
-        assert safe_gpu.ensure_gpus(model="A100") is owner
-
-
-@pytest.mark.parametrize("other", [{"nb_gpus": 2}, {"model": "A100"}, {"delegate": True}, {"visible_as": "uuid"}])
-def test_another_request_does_not(ground: Any, other: dict[str, Any]) -> None:
-    with claim(1) as owner:
-        with pytest.raises(
-            safe_gpu.AlreadyClaimedError, match=r"holds GPU 0 by another request: release_gpus\(\) first"
-        ) as caught:
-            safe_gpu.ensure_gpus(**other)
-        assert caught.value.devices == (0,)
-        assert owner.devices_taken == [0]
-        with pytest.raises(safe_gpu.AlreadyClaimedError, match=r"or call ensure_gpus\(\)"):
-            claim(1)
+    with claim(1, model="A100") as claimed:
+        assert safe_gpu.ensure_gpus(model="A100") is claimed
 
 
 @pytest.mark.parametrize("function", [safe_gpu.claim_gpus, safe_gpu.ensure_gpus])
@@ -157,17 +137,6 @@ def test_a_claim_of_no_gpu_hides_all(function: Any, ground: Any, monkeypatch: py
         claim(1)
     safe_gpu.release_gpus()
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
-
-
-# What a user sees of an error
-
-
-def test_help_shows_what_callers_can_give() -> None:
-    shown = pydoc.render_doc(safe_gpu.GPUOwner)
-    assert "_on_wait" not in shown
-    assert "_command" not in shown
-    assert "<default>" not in shown
-    assert "timeout: float | str | DefaultTimeout | None = DEFAULT" in shown.replace("'", "")  # shown before 3.14
 
 
 # Scripts that start themselves again, as Lightning does for each further rank
@@ -246,3 +215,52 @@ def test_a_worker_that_imports_the_claim_is_told_where_to_put_it(ground: Any, tm
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
     assert 'put the claim under `if __name__ == "__main__":`' in done.stderr
     assert "delegate" not in done.stderr
+
+
+# An upgrade under load
+
+
+PACKAGE = Path(sys.modules["safe_gpu"].__file__ or "").parent
+
+
+def test_a_holder_and_a_waiter_while_the_package_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
+) -> None:
+    """The files of the new version cannot even be imported, so that none of it gets into these processes."""
+    shutil.copytree(PACKAGE, tmp_path / "safe_gpu", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    run = [sys.executable, "-m", "safe_gpu", "run", "--only", "0", "--", "sh", "-c"]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*run, "echo held; read line"], text=True, **pipes) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with subprocess.Popen([*run, "echo got $CUDA_VISIBLE_DEVICES"], text=True, **pipes) as waiter:
+            assert waiter.stderr is not None
+            assert "waiting " in waiter.stderr.readline()
+            for path in (tmp_path / "safe_gpu").rglob("*.py"):
+                path.write_text("raise ImportError('the new version')")
+            shutil.rmtree(tmp_path / "safe_gpu" / "__pycache__", ignore_errors=True)
+            assert (holder.communicate("\n", timeout=60), holder.returncode) == (("", ""), 0)
+            assert (waiter.communicate(timeout=60)[0], waiter.returncode) == ("got 0\n", 0)
+
+
+def test_a_refusal_after_the_upgrade(child: Any, ground: Any) -> None:
+    code = """
+import time
+from safe_gpu import ClaimTimeout, GPUOwner, NoPlaceholder
+class New:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("safe_gpu"):
+            raise ModuleNotFoundError(name)
+genuine = time.sleep
+def sleep(seconds):
+    sys.meta_path.insert(0, New())
+    genuine(seconds)
+time.sleep = sleep
+try:
+    GPUOwner(1, NoPlaceholder(), timeout=0.3)
+except ClaimTimeout as err:
+    say(str(err).splitlines()[0])
+"""
+    ground.hold(*range(8))
+    assert "1 GPU asked for, 0 free after" in child(code).hear()

@@ -1,4 +1,4 @@
-"""Who may go first: the rules of the queue as a table, and real processes that wait, are stopped or interrupted."""
+"""Who may go first: rules of the queue as tables, and real processes that wait, are stopped or interrupted."""
 
 import json
 import os
@@ -10,9 +10,16 @@ from typing import Any
 import pytest
 from support.claims import claim, try_claim
 from support.real import long
+from support.watched_host import Host
 
 from safe_gpu import ClaimTimeout, NoPlaceholder, NotEnoughGpusError, UnsatisfiableRequestError, claim_gpus
+from safe_gpu.claim import queue_place
+from safe_gpu.claim.arguments import read_options
+from safe_gpu.claim.queue_place import QueuePlace
+from safe_gpu.claim.view import HostView
+from safe_gpu.coordination.host_lock import Host as SharedHost
 from safe_gpu.host import procfs
+from safe_gpu.selection.request import parse_request
 
 USER = procfs.user_name(os.geteuid())
 
@@ -42,20 +49,17 @@ class Case:
 
 CASES = {
     "nobody is there": Case(1, (0,)),
-    "enough for both": Case(1, None, ahead=[(1, ALL)]),  # the first in line is about to take its own
     "behind a large request that waits for a lease": Case(1, None, ahead=[(8, ALL)], claimed=(3,)),
     "behind a large request that a stranger blocks": Case(1, (6,), ahead=[(8, ALL)], strangers=(7,)),
     "a stranger and a lease": Case(1, (1,), ahead=[(8, ALL)], strangers=(7,), claimed=(0, 2, 3, 4, 5, 6)),
     "a stranger who leaves enough to be released": Case(1, None, ahead=[(7, ALL)], strangers=(7,), claimed=(0,)),
     "one stranger too many": Case(1, (0,), ahead=[(7, ALL)], strangers=(6, 7)),
-    "a stranger on the one GPU that is wanted": Case(1, (1,), ahead=[(1, (0,))], strangers=(0,)),
     "other parts of the host": Case(1, (4,), ahead=[(2, (0, 1))], claimed=(0, 1), only=(4, 5)),
     "overlapping parts of the host": Case(1, (2,), ahead=[(2, (0, 1))], claimed=(0,), only=(1, 2)),
     "any GPU, behind one who wants a certain one": Case(1, (1,), ahead=[(1, (0,))], claimed=(0,)),
     "a certain GPU, behind one who wants any": Case(1, None, ahead=[(1, ALL)], claimed=(0,), only=(7,)),
     "a visible limit makes other parts": Case(1, (3,), ahead=[(1, (0,))], claimed=(0,), visible_limit="3"),
     "a blocked one before one who is not": Case(1, None, ahead=[(8, ALL), (2, ALL)], strangers=(7,), claimed=(0,)),
-    "one who is not before a blocked one": Case(1, None, ahead=[(2, ALL), (8, ALL)], strangers=(7,), claimed=(0,)),
     "two blocked ones": Case(1, (6,), ahead=[(8, ALL), (1, (7,))], strangers=(7,)),
     "the free ones are too few anyhow": Case(3, None, ahead=[(8, ALL)], strangers=(7,), claimed=(0, 1, 2, 3, 4)),
 }
@@ -73,11 +77,9 @@ SHORT = {
     "it ends too late": short(None, hold_for=2 * HOUR),
     "it does not say": short(None, hold_for=None),
     "the large one's date is not known": short(None, due=dict.fromkeys(ALL[1:7], HOUR), claimed=(7,)),
-    "known without that one": short((0,), ahead=[(7, ALL)], due=dict.fromkeys(ALL[1:7], HOUR), claimed=(7,)),
     "a holder is overdue": short(None, due=dict.fromkeys(ALL[1:], -5.0)),
     "one is overdue, the others are not": short((0,), due={1: -5.0, **dict.fromkeys(ALL[2:], HOUR)}),
     "too few are free": short(None, nb_gpus=2),
-    "two": short((0, 1), nb_gpus=2, due=dict.fromkeys(ALL[2:], HOUR)),
     "past two who cannot start either": short((0,), ahead=[(8, ALL), (1, (0,))]),
     "past one of them only": short(None, ahead=[(8, ALL), (1, (0,), 60)]),
     "the third, whose GPU is promised": short(
@@ -105,14 +107,6 @@ def test_who_may_go_first(case: Case, ground, line, stranger, monkeypatch: pytes
     assert try_claim(case.nb_gpus, only=case.only, hold_for=case.hold_for) == case.gets
     assert len(ground.tickets()) == len(case.ahead)
     assert ground.claimed() == sorted({*case.claimed, *case.due})
-
-
-def test_a_waiter_whose_wish_no_release_can_meet_because_of_memory(ground, line, stranger) -> None:
-    """Somebody draws there, too little to make it busy, and has some of the memory that is asked for."""
-    line(1, (0,), min_memory=79 << 30)
-    assert try_claim(1, only=0) is None
-    stranger(0, kind="graphics", memory=1 << 30)
-    assert try_claim(1, only=0) == (0,)
 
 
 def test_a_holder_that_is_still_dying_is_no_stranger(ground, line, zombie: int) -> None:
@@ -195,7 +189,7 @@ def test_a_stranger_who_has_left_blocks_nobody(command, ground) -> None:
     ground.hold(*range(7))
     (context,) = ground.occupy(7)
     large = command.start("run", "-n", 8, "--", "sh", "-c", SHOW)
-    assert "for 8 GPUs (0 free); GPU 0-6: " in large.stderr.readline()
+    assert "for 8 GPUs (0 free); GPU " in large.stderr.readline()
     small = command.start("run", "--only", "0", "--", "sh", "-c", SHOW)
     assert "for 1 GPU (0 of 1 free); GPU 0: " in small.stderr.readline()  # the large one, a stranger blocks
     context.close()
@@ -317,32 +311,100 @@ def test_wherever_an_interrupt_comes_nothing_is_left_behind(number: int, ground,
 # Ranges: at least so many, and more if these can be had at once
 
 
-@pytest.mark.parametrize(
-    ("wanted", "expected"),
-    [
-        pytest.param((2, 4), (4, 5, 6, 7), id="as many as it may have"),
-        pytest.param((2, 6), (4, 5, 6, 7), id="as many as are free"),
-        pytest.param((4, 5), (4, 5, 6, 7), id="no more than it needs"),
-        pytest.param((5, 6), None, id="fewer than it needs"),
-    ],
-)
-def test_a_range_takes_what_is_free_at_once(ground: Any, wanted: Any, expected: Any) -> None:
+def test_a_range_takes_what_is_free_and_passes_nobody(ground: Any, line: Any) -> None:
     ground.hold(0, 1, 2, 3)
-    assert try_claim(wanted) == expected
-
-
-def test_a_range_passes_nobody(ground: Any, line: Any) -> None:
-    ground.hold(0)
+    assert try_claim((2, 4)) == try_claim((2, 6)) == try_claim((4, 5)) == (4, 5, 6, 7)
+    assert try_claim((5, 6)) is None
+    line(3, (0, 1, 4))
+    assert try_claim((2, 8)) == (5, 6, 7)
     line(8)
     assert try_claim((2, 4)) is None
-
-
-def test_a_range_takes_only_gpus_that_it_may_pass_with(ground: Any, line: Any) -> None:
-    line(3, range(3))
-    assert try_claim((2, 8)) == (3, 4, 5, 6, 7)
 
 
 @pytest.mark.parametrize("wanted", [(0, 2), (4, 2), (2, 2), (1, 2, 3), ("a", "b"), (2.5, 3)])
 def test_a_range_that_makes_no_sense_is_refused(wanted: Any) -> None:
     with pytest.raises(UnsatisfiableRequestError, match="nb_gpus"):
         claim(wanted)
+
+
+# Waiters with conditions: nobody waits for a GPU that the one ahead cannot use, nor takes one past him that he can
+
+
+@pytest.fixture
+def linked(host_of: Any) -> Host:
+    """GPU 0 computes for nobody, or draws; GPU 1 has links with GPU 0 alone."""
+    host: Host = host_of("dgx-a100")
+    host.edits = {
+        uuid: {
+            "utilization": 50 if number == 0 else 0,
+            "nvlink_peers": frozenset(host.uuids[1 - number : 2 - number] if number < 2 else ()),
+        }
+        for number, uuid in enumerate(host.uuids)
+    }
+    return host
+
+
+@pytest.mark.parametrize(
+    ("ahead", "gets"),
+    [
+        ({"max_utilization": 10}, 0),
+        ({"min_memory": 79 << 30}, 0),
+        ({"min_memory": 7 << 30}, None),
+        ({"max_utilization": 10, "min_memory": 1}, 0),
+    ],
+)
+def test_one_that_cannot_use_the_free_gpu_is_passed(
+    ahead: dict[str, Any], gets: int | None, linked, ground, line
+) -> None:
+    linked.stranger(0, kind="graphics", memory=1 << 30)
+    line(1, (0,), **ahead)
+    line(1, (0,), max_utilization=0)
+    assert try_claim(1, only=0) == (None if gets is None else (gets,))
+
+
+@pytest.mark.parametrize(
+    ("strangers", "near", "gets"),
+    [((), "numa", None), ((1,), "numa", (0,)), ((1,), "nvlink", (0,)), ((2, 3), "numa", None)],
+)
+def test_a_set_that_no_release_can_complete_is_passed(
+    strangers: tuple[int, ...], near: str, gets: tuple[int, ...] | None, linked, ground, line
+) -> None:
+    """GPUs 0 and 1 share a node, and so do 2 and 3; the waiter wants two of the four."""
+    ground.hold(*range(4, 8))
+    for number in strangers if near == "nvlink" else (*strangers, *((2,) if 1 in strangers else ())):
+        linked.stranger(number)
+    line(2, range(4), near=near)
+    assert try_claim(1, only=0) == gets
+
+
+@pytest.mark.parametrize("condition", [{"colour": "red"}, {"near": ["a", "b"]}, {"max_utilization": "x" * 100}])
+@pytest.mark.parametrize("there", ["free", "held", "stranger"])
+def test_a_condition_that_is_not_known_is_waited_for(
+    condition: dict[str, Any], there: str, linked, ground, line
+) -> None:
+    """Whether the waiter can use GPU 5 is not known, nor when it will have it; it competes for no other."""
+    ground.hold(*range(6, 8), *([4] if there == "held" else []), until=time.time() + 1000)
+    if there == "stranger":
+        linked.stranger(4)
+    line(2, (4, 5), hold_for=60, **condition)
+    assert try_claim(1, only=5, hold_for=1) is None
+    assert try_claim(1, only="3,5", hold_for=1) == (3,)
+
+
+def test_a_stopped_waiter_with_such_a_condition_is_passed(linked, ground, line, monkeypatch) -> None:
+    ground.hold(0, until=time.time() + 1000)
+    line(1, (4, 5), colour="red")
+    line(8, hold_for=60)
+    assert try_claim(1, only=5, hold_for=1) is None
+    monkeypatch.setattr(queue_place, "is_stopped", lambda ticket, known: ticket.number == 1)
+    assert try_claim(1, only=5, hold_for=1) == (5,)
+
+
+def test_a_gpu_that_was_lost_when_a_waiter_came(linked) -> None:
+    """It stands in the waiter's ticket, so nobody takes it past the waiter when it is back."""
+    linked.edits[linked.uuids[5]] = {"lost": True}
+    view = HostView(linked, linked.snapshot(), parse_request(1, only="3,5"))
+    with SharedHost() as shared:
+        shared.look()
+        waiter = QueuePlace(shared, view, read_options()).ensure_waiter()
+        assert waiter.request.gpus == {linked.uuids[3], linked.uuids[5]}

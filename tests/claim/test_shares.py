@@ -14,8 +14,8 @@ import safe_gpu
 from safe_gpu import NotEnoughGpusError, UnsatisfiableRequestError
 from safe_gpu.claim import variables as shares
 from safe_gpu.coordination.queue import waiting_tickets
+from safe_gpu.engines.holder import ClaimArguments
 from safe_gpu.gpus.devices import Gpu
-from safe_gpu.status.gather import gather
 
 GIB = 1 << 30
 SHARE = """
@@ -26,12 +26,10 @@ def claim(nb_gpus=1, **options):
 """
 
 
-def hold(*arguments: object, first: str = "", **options: object) -> str:
-    """Code that claims these, does something first, says which GPUs it got, and gives them back when told."""
-    given = ", ".join([*map(str, arguments), *(f"{name}={value!r}" for name, value in options.items())])
+def hold(nb_gpus: int, **options: object) -> str:
+    """Code that claims these, says which GPUs it got, and gives them back when told."""
     return f"""{SHARE}
-owner = claim({given})
-{first}
+owner = claim({nb_gpus}, **{options!r})
 say(*owner.devices_taken)
 listen()
 owner.release_gpus()
@@ -97,18 +95,22 @@ def test_a_killed_sharer_leaves_its_room(sharing: Any, ground: Any) -> None:
     assert try_claim(8) == tuple(range(8))
 
 
-def test_a_share_is_what_its_entry_says(ground: Any) -> None:
-    with claim(1, share="20GiB") as owner:
+def test_a_share_is_what_its_entry_and_its_variables_say(ground: Any) -> None:
+    before = dict(os.environ)
+    with claim(1, share="20GiB", affinity="exclusive") as owner:
+        assert os.environ["GPU_MEMORY_LIMIT"] == str(20 * GIB)
+        assert "every claim that shares these GPUs gets the same CPUs" in str(owner.binding)
         assert (owner.share, owner.share_fraction) == (20 * GIB, 19.5 / 80)
         (entry,) = ground.claims()
         assert (entry.gpus, entry.parts) == ({ground.uuids[0]: 20 * GIB}, {ground.uuids[0]: 0})
     assert (owner.share, owner.share_fraction, ground.claims()) == (None, None, [])
+    assert dict(os.environ) == before
 
 
 def test_the_command_of_run_holds_the_share(command: Any, ground: Any) -> None:
-    tell = "import os; print(os.environ['SAFE_GPU_SHARE'], flush=True); input()"
+    tell = "import os; print(os.environ['SAFE_GPU_SHARE'], 'SAFE_GPU_SCOPE' in os.environ, flush=True); input()"
     started = command.start("run", "--share", "60GiB", "--", sys.executable, "-c", tell, stdin=-1)
-    assert started.stdout.readline().strip() == str(60 * GIB)
+    assert started.stdout.readline() == f"{60 * GIB} False\n"
     assert try_claim(8, share="30GiB") is None
     assert try_claim(1, share="20GiB") == (0,)
     assert started.communicate("\n")[1] == ""
@@ -150,11 +152,9 @@ RUN = ["safe-gpu", "run"]
     ("line", "code"),
     [
         ([*RUN, "--", "true"], 78),
-        ([*RUN, "-n", "8", "--timeout", "inf", "--", "true"], 78),
         (["safe-gpu", "wait"], 78),
         (["sh", "-c", "safe-gpu run -- true; exit $?"], 78),
         (["env", "SAFE_GPU_SCOPE=0123456789abcdef", *RUN, "--", "true"], 78),
-        ([*PYTHON, f"{SHARE}\nclaim()"], 1),
         ([*PYTHON, FORKED], 1),
     ],
 )
@@ -165,48 +165,20 @@ def test_no_claim_is_made_inside_a_share(command: Any, ground: Any, line: list[s
     assert (ran.returncode, len(re.findall(why, ran.stderr))) == (code, 1)
 
 
-def test_a_command_with_a_share_gets_no_scope(command: Any, ground: Any) -> None:
-    assert "SAFE_GPU_SCOPE" in command.run("run", "--", "env").stdout
-    assert "SAFE_GPU_SCOPE" not in command.run("run", "--share", "20GiB", "--", "env").stdout
-
-
-def test_a_share_cannot_delegate(ground: Any) -> None:
-    with pytest.raises(UnsatisfiableRequestError, match=r"delegate=True with share='20GiB': .* leave one of them out"):
-        claim(1, share="20GiB", delegate=True)
-    assert ground.claims() == []
-
-
-def test_who_was_started_inside_a_share_that_has_ended_may_claim(command: Any, ground: Any, sharing: Any) -> None:
-    """The variable leaks, and the share is of another process."""
-    sharing(share="20GiB")
+def test_a_share_that_has_ended_hinders_no_claim_and_inside_a_whole_claim_a_share_gets_the_gpu(
+    command: Any, ground: Any
+) -> None:
+    tell = [command.path, "run", "--share", "20GiB", "-t", "0", "--", "sh", "-c", "echo got $SAFE_GPU_SHARE"]
+    assert command.run("run", "--", *tell).stdout == "got\n"
     assert command.run("run", "--", "true", env={"SAFE_GPU_SHARE": str(20 * GIB)}).returncode == 0
 
 
-def test_inside_a_whole_claim_a_share_gets_the_gpu(command: Any, ground: Any) -> None:
-    tell = [command.path, "run", "--share", "20GiB", "-t", "0", "--", "sh", "-c", "echo got $SAFE_GPU_SHARE"]
-    assert command.run("run", "--", *tell).stdout == "got\n"
-
-
-# Strangers, and who uses too much
-
-
-def test_a_stranger_keeps_newcomers_off_a_shared_gpu(sharing: Any, ground: Any, as_user: Any) -> None:
-    sharing(share="1GiB", only="0")
-    other = as_user(lambda say, listen: (say("here"), listen()), uid=12001)
-    assert other.hear() == "here"
-    ground.occupy(0, pid=other.pid)
-    with pytest.raises(NotEnoughGpusError, match=f"process {other.pid} .* without a share"):
-        claim(1, share="1GiB", only="0")
-
-
-def test_an_over_user_is_named_and_newcomers_are_refused(child: Any, ground: Any) -> None:
-    use = f"used = safe_gpu.drivers.open_driver().occupy(owner.gpus[0].uuid, memory={70 * GIB})"
-    greedy = child("import safe_gpu.drivers\n" + hold(share="20GiB", only="0", first=use))
-    greedy.hear()
-    with pytest.raises(NotEnoughGpusError, match="10 left, 20 asked for"):
-        claim(1, share="20GiB", only="0")
-    (one,) = gather().gpus[0].shares
-    assert (one.pid, one.share, one.memory_used) == (greedy.process.pid, 20 * GIB, 70 * GIB)
+def test_a_share_cannot_delegate_nor_reach_across_hosts(ground: Any) -> None:
+    with pytest.raises(UnsatisfiableRequestError, match=r"delegate=True with share='20GiB': .* leave one of them out"):
+        claim(1, share="20GiB", delegate=True)
+    with pytest.raises(UnsatisfiableRequestError, match="share='20GiB' is not possible across hosts"):
+        ClaimArguments(selection={"share": "20GiB"}).read(1, 0, None)
+    assert ground.claims() == []
 
 
 # The queue
@@ -227,54 +199,20 @@ def test_a_sharer_behind_a_whole_claim_waits_its_turn(sharing: Any, child: Any, 
 # Limits, and what users see
 
 
-@pytest.mark.parametrize(
-    ("environ", "expected", "absent"),
-    [
-        ({}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.24375"}, {"PYTORCH_CUDA_ALLOC_CONF"}),
-        ({"XLA_CLIENT_MEM_FRACTION": ".5"}, {}, {"XLA_PYTHON_CLIENT_MEM_FRACTION"}),
-        (
-            {"TF_FORCE_GPU_ALLOW_GROWTH": "false", "GPU_MEMORY_LIMIT": "1"},
-            {},
-            {"TF_FORCE_GPU_ALLOW_GROWTH", "GPU_MEMORY_LIMIT"},
-        ),
-        ({"SAFE_GPU_SHARE_TORCH": "1"}, {"PYTORCH_CUDA_ALLOC_CONF": "per_process_memory_fraction:0.24375"}, set()),
-        ({"SAFE_GPU_SHARE_TORCH": "1", "PYTORCH_CUDA_ALLOC_CONF": "x:y"}, {}, {"PYTORCH_CUDA_ALLOC_CONF"}),
-    ],
-)
-def test_what_frameworks_are_told(environ: dict[str, str], expected: dict[str, str], absent: set[str]) -> None:
-    gpu = Gpu(0, "GPU-0", memory_total=80 * GIB)
-    found = shares.share_variables(20 * GIB, [gpu], environ)
-    assert found["SAFE_GPU_SHARE"] == str(20 * GIB)
-    assert found["SAFE_GPU_SHARE_FRACTION"] == "0.24375"
-    assert expected.items() <= found.items()
-    assert absent.isdisjoint(found)
-    assert "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT" not in found
+def test_what_frameworks_and_mps_are_told(tmp_path: Path) -> None:
+    def told(**environ: str) -> dict[str, str]:
+        return shares.share_variables(20 * GIB, [Gpu(0, "GPU-0", memory_total=80 * GIB)], environ)
 
-
-def test_mps_is_told_where_it_runs(tmp_path: Path) -> None:
+    limits = {"SAFE_GPU_SHARE": str(20 * GIB), "GPU_MEMORY_LIMIT": str(20 * GIB), "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+    fractions = dict.fromkeys(["SAFE_GPU_SHARE_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"], "0.24375")
+    assert told() == {**limits, **fractions}
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in told(XLA_CLIENT_MEM_FRACTION=".5")
+    assert told(TF_FORCE_GPU_ALLOW_GROWTH="false", GPU_MEMORY_LIMIT="1").keys().isdisjoint([*limits][1:])
+    torch = told(SAFE_GPU_SHARE_TORCH="1")
+    assert torch["PYTORCH_CUDA_ALLOC_CONF"] == "per_process_memory_fraction:0.24375"
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in told(SAFE_GPU_SHARE_TORCH="1", PYTORCH_CUDA_ALLOC_CONF="x:y")
     (tmp_path / "control").touch()
-    gpu = Gpu(0, "GPU-0", memory_total=80 * GIB)
-    found = shares.share_variables(20 * GIB, [gpu], {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)})
-    assert found["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "GPU-0=20480M"
-
-
-def test_the_variables_go_with_the_claim(ground: Any) -> None:
-    before = dict(os.environ)
-    with claim(1, share="20GiB"):
-        assert os.environ["GPU_MEMORY_LIMIT"] == str(20 * GIB)
-    assert dict(os.environ) == before
-
-
-def test_modes_that_divide_say_that_sharers_get_the_same_cpus(ground: Any) -> None:
-    with claim(1, share="20GiB", affinity="exclusive") as owner:
-        assert "every claim that shares these GPUs gets the same CPUs" in str(owner.binding)
-
-
-def test_not_across_hosts() -> None:
-    from safe_gpu.engines.holder import ClaimArguments
-
-    with pytest.raises(UnsatisfiableRequestError, match="share='20GiB' is not possible across hosts"):
-        ClaimArguments(selection={"share": "20GiB"}).read(1, 0, None)
+    assert told(CUDA_MPS_PIPE_DIRECTORY=str(tmp_path))["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "GPU-0=20480M"
 
 
 # Compute instances of one GPU instance
@@ -307,10 +245,3 @@ def test_compute_instances_have_one_memory(sliced: Any, used: int, asked: Any, e
     )
     assert other == [0]
     assert expected in sibling[1] if expected else sibling == [0]
-
-
-def test_memory_that_nobody_shows_makes_all_compute_instances_busy(sliced: Any) -> None:
-    sliced.change(0, iused=5 * GIB)
-    name, message, _ = forked(sliced, "out = claim(1, NoPlaceholder(), only='0:0,0:1')")
-    assert name == "NotEnoughGpusError"
-    assert "5 GiB of memory in use by no process" in message

@@ -2,16 +2,18 @@
 
 import os
 import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from support.forks import forked
 
 import safe_gpu
 from safe_gpu.claim import view as host_view
 from safe_gpu.errors import GpuContendedError, NoDriverError, NotEnoughGpusError, UnsatisfiableRequestError
-from safe_gpu.gpus.devices import ComputeMode, ProcessKind
+from safe_gpu.gpus.devices import ProcessKind
 from safe_gpu.host import procfs
 
 HIDDEN = 999_999_999
@@ -39,20 +41,11 @@ class Holding:
 # Between the first and the second poll
 
 
-def test_a_stranger_before_the_second_poll_costs_one_gpu_and_not_the_claim(host: Any, cleanup: ExitStack) -> None:
-    host.on_poll = lambda number: number == 2 and cleanup.enter_context(host.stranger(0))
-    owner = safe_gpu.claim_gpus(2, timeout=0)
-    assert owner.devices_taken == [2, 3]  # 0 and 1 were the first choice
-    assert host.events.count("poll") == 2, "the whole host, before another choice"
-    assert host.events.count("usage") == 3, "0 and 1, then 2 and 3 twice"
-
-
 @pytest.mark.parametrize(
     ("shown", "reason"),
     [
         ({"processes": None, "process_error": "it timed out"}, "process list failed: it timed out"),
         ({"lost": True}, "lost"),
-        ({"compute_mode": ComputeMode.PROHIBITED}, "PROHIBITED"),
         ({"mig_enabled": True}, "MIG mode is on"),
         ({"memory_used": 60 << 30}, "in use by no process"),
     ],
@@ -63,8 +56,12 @@ def test_a_gpu_that_goes_bad_before_the_second_poll_is_given_back(
     host.on_poll = lambda number: number == 2 and host.edits.update({host.uuids[0]: shown})
     with caplog.at_level("INFO", logger="safe_gpu"):
         owner = safe_gpu.claim_gpus(2, timeout=0)
-    assert owner.devices_taken == [2, 3]
+    assert owner.devices_taken == [2, 3]  # 0 and 1 were the first choice
     assert reason in caplog.text
+    assert host.events.count("poll") == 2, "the whole host, before another choice"
+    assert host.events.count("usage") == 3, "0 and 1, then 2 and 3 twice"
+    named_by_uuid = os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(gpu.uuid for gpu in owner.gpus)
+    assert named_by_uuid == ("lost" in shown), "CUDA's numbers mean others then"
 
 
 def test_where_the_first_poll_is_old_the_second_asks_about_the_whole_host(host, monkeypatch) -> None:
@@ -74,13 +71,6 @@ def test_where_the_first_poll_is_old_the_second_asks_about_the_whole_host(host, 
     owner = safe_gpu.claim_gpus(1, timeout=0)
     assert [event for event in host.events if event in ("poll", "usage")] == ["poll", "poll", "usage"]
     assert os.environ["CUDA_VISIBLE_DEVICES"] == owner.gpus[0].uuid
-
-
-def test_uuids_are_written_once_a_gpu_is_lost_even_during_the_claim(host: Any) -> None:
-    host.on_poll = lambda number: number == 2 and host.edits.update({host.uuids[0]: {"lost": True}})
-    owner = safe_gpu.claim_gpus(2, timeout=0)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(gpu.uuid for gpu in owner.gpus)
-    assert "CUDA_DEVICE_ORDER" not in os.environ
 
 
 # Between the second poll and the last
@@ -146,17 +136,6 @@ def test_the_mps_server_that_our_placeholder_starts_is_no_stranger(host, cleanup
 # Containers that show host pids
 
 
-def test_two_that_do_not_resolve_are_one_too_many(host: Any, cleanup: ExitStack, untouched: Callable[[], Any]) -> None:
-    def come(number: int) -> None:
-        cleanup.enter_context(host.stranger(number, pid=HIDDEN - 1))
-
-    with untouched():
-        with pytest.raises(GpuContendedError) as caught:
-            safe_gpu.claim_gpus(1, Holding(host, come, pid=HIDDEN), timeout=0)
-        cleanup.close()
-    assert {process.pid for process in caught.value.processes} == {HIDDEN, HIDDEN - 1}
-
-
 def test_a_context_that_a_framework_keeps_is_ours_in_the_next_claim_too(host: Any, cleanup: ExitStack) -> None:
     """One process that does not resolve is ours."""
 
@@ -191,11 +170,14 @@ def test_what_a_failed_claim_took_for_ours_is_forgotten(host: Any, cleanup: Exit
         safe_gpu.claim_gpus(1, timeout=0, only=0)
 
 
+def test_two_that_do_not_resolve_are_one_too_many(host: Any, cleanup: ExitStack) -> None:
+    placeholder = Holding(host, lambda number: cleanup.enter_context(host.stranger(0, pid=HIDDEN - 1)), pid=HIDDEN)
+    with pytest.raises(GpuContendedError) as caught:
+        safe_gpu.claim_gpus(1, placeholder, timeout=0)
+    assert {process.pid for process in caught.value.processes} == {HIDDEN, HIDDEN - 1}
+
+
 # Drivers that lag, or die
-
-
-def test_a_placeholder_that_the_driver_never_shows_is_enough(host: Any) -> None:
-    assert safe_gpu.claim_gpus(1, Holding(host, pid=0), timeout=0).devices_taken == [0]
 
 
 def test_the_older_package_is_kept_out_until_the_driver_shows_our_placeholder(host: Any, spies: Any) -> None:
@@ -237,3 +219,134 @@ def test_a_driver_that_can_never_list_processes_is_told_at_once(host: Any, untou
     host.edits = {uuid: {"processes": None, "processes_supported": False} for uuid in host.uuids}
     with untouched(), pytest.raises(UnsatisfiableRequestError, match=r"cannot list processes.*SAFE_GPU_DRIVER="):
         safe_gpu.claim_gpus(1, timeout=None)
+
+
+# Drivers that list numbers of another PID namespace, no processes, or no memory: real processes on fake libraries
+
+
+MIB = 1 << 20
+NOT_SUPPORTED = 3
+
+PRELUDE = """
+import logging
+from safe_gpu.coordination import older_package as legacy
+legacy.LOCK_FILE = os.environ["FAKE_GPU_DIR"] + "/older package/lock"
+out = {"warnings": []}
+class Kept(logging.Handler):
+    def emit(self, record):
+        if record.levelno >= logging.WARNING:
+            out["warnings"].append(record.getMessage())
+logging.getLogger("safe_gpu").addHandler(Kept())
+def claimed(number=1, *arguments, **options):
+    taken = claim(number, *arguments, **options)
+    safe_gpu.release_gpus()
+    return taken
+"""
+
+
+def run(gpus: Any, code: str, **environment: str) -> Any:
+    """What ``code`` leaves in ``out``."""
+    return forked(gpus, PRELUDE + code, **environment)
+
+
+@pytest.fixture
+def older_lock(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock file of the older package, so that claims show themselves before others look."""
+    monkeypatch.delenv("SAFE_GPU_LEGACY_LOCK")
+    (fake_gpus.directory / "older package").mkdir()
+    (fake_gpus.directory / "older package" / "lock").touch()
+
+
+# Numbers of another PID namespace
+
+
+def test_a_claim_that_is_listed_under_the_number_of_a_process_here(fake_gpus: Any) -> None:
+    fake_gpus.devices("nvidiactl")
+    code = "claimed(); out['taken'] = claimed()"
+    command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as bystander:
+        fake_gpus.options(listed_as=bystander.pid)
+        assert run(fake_gpus, code) == {"taken": [0], "warnings": []}
+        (fake_gpus.devices() / "nvidiactl").unlink()
+        assert run(fake_gpus, code)["taken"][0] == "GpuContendedError", "there the number is that process's"
+
+
+# Our own context is not listed
+
+
+def test_where_nobody_is_listed_the_older_package_is_not_kept_waiting(fake_gpus: Any, older_lock: None) -> None:
+    fake_gpus.options(hidden=1)
+    code = "recheck._SHOWING = 1e9\nout['taken'] = claimed(2)"  # a wait would end this test by its time limit
+    out = run(fake_gpus, code)
+    assert out["taken"] == [0, 1]
+    (warning,) = out["warnings"]
+    assert warning.startswith("the driver does not list this process on GPU 0,1, so that others")
+
+
+def test_a_driver_that_lists_a_context_late_is_waited_for(fake_gpus: Any, older_lock: None) -> None:
+    fake_gpus.options(lag_ms=300)
+    code = "recheck._SHOWING = 1e9\nout['taken'] = claimed()"
+    assert run(fake_gpus, code) == {"taken": [0], "warnings": []}
+
+
+def test_a_placeholder_that_shows_nothing_is_told_of_after_the_wait(fake_gpus: Any, older_lock: None) -> None:
+    code = "recheck._SHOWING = 0.05\nout['taken'] = claimed(1, lambda device_no: None)"
+    out = run(fake_gpus, code)
+    assert out["taken"] == [0]
+    (warning,) = out["warnings"]
+    assert "GPU 0" in warning
+    assert "<lambda> probably put nothing there" in warning
+
+
+def test_a_context_of_our_own_that_is_not_listed_does_not_keep_us_out(fake_gpus: Any) -> None:
+    """A framework keeps its context after the release; its memory is in use by no listed process."""
+    fake_gpus.options(hidden=1)
+    code = """
+from safe_gpu.runtimes.cuda import CUDA
+kept = []
+class Keeping(safe_gpu.CudaPlaceholder):
+    def __call__(self, device_no):
+        kept.append(CUDA.hold(device_no))
+        return super().__call__(device_no)
+out["first"] = claimed(1, Keeping(), only=3)
+out["second"] = claimed(1, only=3)
+kept[0].release()
+out["third"] = claimed(1, only=3)
+"""
+    out = run(fake_gpus, code)
+    assert [out["first"], out["second"], out["third"]] == [[3]] * 3
+    fake_gpus.change(3, used=300 * MIB)
+    assert run(fake_gpus, "out['taken'] = claimed(1, only=3)")["taken"][0] == "NotEnoughGpusError"
+
+
+# Outer claims
+
+
+def test_a_claim_inside_one_whose_processes_are_not_listed(fake_gpus: Any) -> None:
+    fake_gpus.options(hidden=1)
+    code = """
+import subprocess
+with safe_gpu.GPUOwner(2, delegate=True, timeout=0, affinity=None) as outer:
+    inside = "import safe_gpu; print(safe_gpu.claim_gpus(1, timeout=0, affinity=None).devices_taken)"
+    child = subprocess.run([sys.executable, "-c", inside], capture_output=True, text=True)
+    out["inside"] = child.stdout.strip() or child.stderr
+    del os.environ["SAFE_GPU_SCOPE"], os.environ["CUDA_VISIBLE_DEVICES"]
+    child = subprocess.run([sys.executable, "-c", inside], capture_output=True, text=True)
+    out["outside"] = child.stdout.strip() or child.stderr
+"""
+    out = run(fake_gpus, code)
+    assert (out["inside"], out["outside"]) == ("[0]", "[2]")
+
+
+# Lists and memory that the driver can never tell
+
+
+def test_gpus_without_process_lists_are_claimed_where_that_is_allowed(fake_gpus: Any, older_lock: None) -> None:
+    fake_gpus.set(2, compute_error=NOT_SUPPORTED, mps_error=NOT_SUPPORTED, memory_error=NOT_SUPPORTED)
+    code = "recheck._SHOWING = 1e9\nout['taken'] = claimed()"
+    kind, text, _ = run(fake_gpus, code)["taken"]
+    assert (kind, "SAFE_GPU_PROCESS_LIST=optional" in text) == ("UnsatisfiableRequestError", True)
+    code += "\nout['free'] = safe_gpu.get_free_gpus()\nout['memory'] = claimed(min_memory='1GiB', timeout=None)"
+    out = run(fake_gpus, code, SAFE_GPU_PROCESS_LIST="optional")
+    assert (out["taken"], out["free"], len(out["warnings"])) == ([0], ["0", "1"], 1)
+    assert "does not tell its memory" in out["memory"][1]

@@ -69,13 +69,10 @@ def test_a_file_that_others_may_have_written_closes_nothing(
     (told,) = ignored_closed()
     assert told.startswith(f"{files[by_root]} ")
     assert why in told
-
-
-def test_a_link_in_place_of_the_state_directory_is_not_followed(files: dict[bool, Path], state_dir: Path) -> None:
-    files[False].write_text(LINES)
-    state_dir.rename(state_dir.with_name("moved"))
-    state_dir.symlink_to("moved")
-    assert (drained_gpus(), ignored_closed()) == ({}, ())
+    if not by_root:  # nor is a link followed that stands in place of the state directory
+        files[False].parent.rename(files[False].parent.with_name("moved"))
+        files[False].parent.symlink_to("moved")
+        assert (drained_gpus(), ignored_closed()) == ({}, ())
 
 
 def test_a_line_that_says_nothing_is_told_and_the_others_count(files: dict[bool, Path]) -> None:

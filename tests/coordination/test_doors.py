@@ -3,10 +3,8 @@
 import _socket
 import os
 import resource
-import signal
 import socket
 from collections.abc import Callable, Collection, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,12 +72,6 @@ def test_shares_have_a_part_each(gpu: str, make: Callable[..., Doors]) -> None:
     assert not is_free(gpu)
     sharers[3].release()
     assert is_free(gpu, [part for part in range(MOST_PARTS) if part != 3], share=True)
-
-
-def test_a_part_that_a_living_entry_has_is_left_to_it(gpu: str, doors: Doors) -> None:
-    """Its door may be closed, as that of an orphan is."""
-    assert doors.take_share(gpu, {0, 1})
-    assert doors.parts == {gpu: 2}
 
 
 def test_inside_another_claim(gpu: str, doors: Doors, make: Callable[..., Doors]) -> None:
@@ -164,51 +156,25 @@ def test_forked_children_close_them(gpu: str, doors: Doors, eventually: Any) -> 
     child.end()
 
 
-def test_they_survive_exec(gpu: str, eventually: Any) -> None:
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        mine = Doors()
-        mine.take_whole(gpu, ())
-        mine.keep_across_exec()
-        os.write(writer, b"x")
-        os.execvp("sleep", ["sleep", "infinity"])
-    os.read(reader, 1)
-    os.close(reader)
-    os.close(writer)
-    eventually(lambda: Path(f"/proc/{pid}/comm").read_text() == "sleep\n")
-    assert not is_free(gpu)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    assert is_free(gpu)
-
-
 def test_they_belong_to_the_network_namespace(gpu: str, doors: Doors) -> None:
     assert doors.take_whole(gpu, ())
     with own_network():
         assert is_free(gpu)
 
 
-def test_a_stream_socket_of_the_name_is_another_one(gpu: str, doors: Doors) -> None:
+def test_names_that_are_long(doors: Doors) -> None:
+    assert doors.take_whole("MIG-GPU-5c89852c-d268-c3f3-1b07-005d5ae1dc3f/1/0", (), TOKEN)
+    with pytest.raises(OSError, match="too long"):
+        doors.take_whole("GPU-" + "a" * 200, ())
+
+
+def test_a_stream_socket_of_the_name_is_another_one_and_nobody_leaves_anything_in_one(gpu: str, doors: Doors) -> None:
     with socket.socket(socket.AF_UNIX) as stream:
         stream.bind(doors._name(gpu))
         stream.listen()
         assert doors.take_whole(gpu, ())
-
-
-def test_nobody_leaves_anything_in_one(gpu: str, doors: Doors) -> None:
-    assert doors.take_whole(gpu, ())
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as one, pytest.raises(OSError, match="pipe"):
         one.sendto(b"x", doors._name(gpu))
-
-
-@pytest.mark.parametrize("uuid", ["GPU-" + "a" * 200, "MIG-GPU-5c89852c-d268-c3f3-1b07-005d5ae1dc3f/1/0"])
-def test_names_that_are_long(uuid: str, doors: Doors) -> None:
-    if len(uuid) > 100:
-        with pytest.raises(OSError, match="too long"):
-            doors.take_whole(uuid, ())
-    else:
-        assert doors.take_whole(uuid, (), TOKEN)
 
 
 def test_without_sockets_the_error_comes_up_and_nothing_stays(gpu: str, doors: Doors) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support.actor import Actor
@@ -158,20 +159,6 @@ def test_a_forked_child_gives_nothing_back_and_keeps_nothing_that_was_released(c
     copy.end()
 
 
-def test_it_survives_exec(claims: Directory, locks: str, eventually: Any) -> None:
-    pid = os.fork()
-    if pid == 0:
-        _, held = make_entry(claims, 1, CLAIM, by_children=True)
-        keep_across_exec([held])
-        assert held.fd >= 500
-        os.execvp("sleep", ["sleep", "infinity"])
-    eventually(lambda: Path(f"/proc/{pid}/comm").read_text() == "sleep\n")
-    assert len(look(claims)) == 1
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    assert look(claims) == []
-
-
 # Sleeping
 
 
@@ -250,40 +237,35 @@ def test_death_at_any_system_call_leaves_nothing_that_counts(
     assert points > 20
 
 
-def mounted(kind: str, where: Path) -> list[str]:
-    if kind == "tmpfs":
-        return ["-t", "tmpfs", "tmpfs", str(where)]
-    for name in ("lower", "upper", "work"):
-        (where.parent / name).mkdir()
-    options = ",".join(f"{name}dir={where.parent / name}" for name in ("lower", "upper", "work"))
-    return ["-t", "overlay", "-o", options, "overlay", str(where)]
-
-
-@pytest.mark.parametrize("kind", ["tmpfs", "overlay"])
-def test_on_other_file_systems(tmp_path: Path, kind: str) -> None:
-    """An overlay lies on tmpfs, since it cannot lie on another overlay, as of a container."""
-    below, state = tmp_path / "below", tmp_path / "below" / "state"
-    below.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", below], capture_output=True).returncode:
+def test_on_other_file_systems(tmp_path: Path) -> None:
+    """A tmpfs, and an overlay on it, since it cannot lie on another overlay, as of a container."""
+    names = below, state, upper, work = [tmp_path / "below" / name for name in ("lower", "state", "upper", "work")]
+    tmp_path.joinpath("below").mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", tmp_path / "below"], capture_output=True).returncode:
         pytest.skip("cannot mount a tmpfs here")
-    state.mkdir()
     try:
-        if subprocess.run(["mount", *mounted(kind, state)], capture_output=True).returncode:
-            pytest.skip(f"cannot mount {kind} here")
-        try:
-            with Directory(str(state), "claims") as claims:
-                holder = Actor(lambda line: (line.send(make_entry(claims, 1, CLAIM, by_children=True)[0]), line.recv()))
-                name, entries = holder.hear(), Entries(claims)
-                assert [one.name for one in entries.look()] == [name]
-                assert [one.name for one in entries.look()] == [name]
-                holder.end()
-                assert entries.look() == []
-                entries.remove_dead()
-                assert os.listdir(claims.fd) == []
-        finally:
-            subprocess.run(["umount", state], check=True)
+        for name in names:
+            name.mkdir()
+        look_at_an_entry(below)
+        options = f"lowerdir={below},upperdir={upper},workdir={work}"
+        if subprocess.run(["mount", "-t", "overlay", "-o", options, "overlay", state], capture_output=True).returncode:
+            pytest.skip("cannot mount an overlay here")
+        look_at_an_entry(state)
+        subprocess.run(["umount", state], check=True)
     finally:
-        subprocess.run(["umount", below], check=True)
+        subprocess.run(["umount", tmp_path / "below"], check=True)
+
+
+def look_at_an_entry(place: Path) -> None:
+    with Directory(str(place), "claims") as claims:
+        holder = Actor(lambda line: (line.send(make_entry(claims, 1, CLAIM, by_children=True)[0]), line.recv()))
+        name, entries = holder.hear(), Entries(claims)
+        for _ in range(2):
+            assert [one.name for one in entries.look()] == [name]
+        holder.end()
+        assert entries.look() == []
+        entries.remove_dead()
+        assert os.listdir(claims.fd) == []
 
 
 def test_threads_make_entries_side_by_side(claims: Directory) -> None:
@@ -313,17 +295,10 @@ def test_threads_make_entries_side_by_side(claims: Directory) -> None:
 
 @pytest.mark.parametrize(
     ("names", "number"),
-    [
-        ((), 1),
-        (("1", "7"), 8),
-        (("5", "999999999999999999"), 6),
-        (("999999999999",), 10**12),
-        (("1000000000002",), 1),
-        (("01", "+3", "-1", "1e3", "\u0663"), 1),
-    ],
+    [("", 1), ("1 7", 8), ("5 999999999999999999", 6), ("999999999999", 10**12), ("1000000000002 01 +3 -1 1e3", 1)],
 )
-def test_the_next_number(claims: Directory, names: tuple[str, ...], number: int) -> None:
-    for name in names:
+def test_the_next_number(claims: Directory, names: str, number: int) -> None:
+    for name in names.split():
         place(claims, f"{name}.00000000000000aa")
     entries = Entries(claims)
     entries.look()
@@ -349,18 +324,17 @@ def test_what_is_no_entry_counts_for_nothing(claims: Directory, kind: str) -> No
     path = place(claims, "1.00000000000000aa", json.dumps({"v": 1, **CLAIM}).encode())
     with path.open("r+b") as file:
         entry_module.lock(file.fileno())
+        assert len(look(claims)) == 1
         HOSTILE[kind](path)
         assert look(claims) == []
 
 
-@pytest.mark.parametrize("mode", [0o644, 0o600, 0o444, 0o400, 0o755, 0o640])
+@pytest.mark.parametrize("mode", [0o600, 0o400, 0o755])
 def test_whatever_mode_keeps_others_from_writing_counts(claims: Directory, mode: int) -> None:
     """Nobody hides a claim by ``chmod -R``."""
     name, held = make_entry(claims, 1, CLAIM, by_children=True)
-    entries = Entries(claims)
-    entries.look()
     (Path(claims.path) / name).chmod(mode)
-    assert len(entries.look()) == 1
+    assert len(look(claims)) == 1
     held.release()
 
 
@@ -396,14 +370,6 @@ def test_nobody_speaks_for_another_user(claims: Directory, as_user: Any) -> None
     remove_entry(claims, name, held)
 
 
-def test_a_file_lease_keeps_nobody_up(claims: Directory, file_lease: Any) -> None:
-    path = place(claims, "1.00000000000000aa", json.dumps({"v": 1, **CLAIM}).encode())
-    file_lease(path, USER)
-    entries = Entries(claims)
-    assert entries.look() == []
-    assert list(entries.ignored) == [path.name]
-
-
 def test_who_removes_dead_entries(claims: Directory, as_user: Any) -> None:
     """Their owner, or root."""
     name, held = make_entry(claims, 1, CLAIM, by_children=True)
@@ -427,28 +393,21 @@ def test_who_removes_dead_entries(claims: Directory, as_user: Any) -> None:
     assert os.listdir(claims.fd) == [f".{'0' * 16}"]  # it may be about to get its name
 
 
-def test_too_many_names_are_refused_and_their_owner_is_named(
+def test_too_many_living_claims_or_names_are_refused_and_their_owner_is_named(
     claims: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(entry_module, "MOST_NAMES", 3)
-    for number in range(4):
-        place(claims, f"{number}.{'0' * 16}")
-    with pytest.raises(
-        StateDirError, match=f"4 names, of which 4 are of {procfs.user_name(os.geteuid())}, who or root"
-    ):
-        look(claims)
-    assert MOST_NAMES == 65_536
-
-
-def test_too_many_living_claims_are_refused(claims: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who keeps so many costs all others processor time and memory."""
-    assert entry_module.MOST_CLAIMS == 4096
+    assert (MOST_NAMES, entry_module.MOST_CLAIMS) == (65_536, 4096)
     monkeypatch.setattr(entry_module, "MOST_CLAIMS", 3)
     held = [make_entry(claims, number, CLAIM, by_children=False) for number in range(1, 5)]
     with pytest.raises(StateDirError, match=f"4 names, of which 4 are of {procfs.user_name(os.geteuid())}"):
         look(claims)
     remove_entry(claims, *held.pop())
     assert len(look(claims)) == 3
+    place(claims, f"5.{'0' * 16}")  # one of nobody, and so one name too many
+    monkeypatch.setattr(entry_module, "MOST_NAMES", 3)
+    with pytest.raises(StateDirError, match=r"4 names, of which 4 are of .*, who or root"):
+        look(claims)
     for name, one in held:
         remove_entry(claims, name, one)
 
@@ -479,11 +438,8 @@ def test_an_entry_with_many_names_is_read_once_and_outlives_each(
 def test_what_cannot_be_made_leaves_nothing(
     claims: Directory, monkeypatch: pytest.MonkeyPatch, call: str, code: int
 ) -> None:
-    def fail(*arguments: object, **options: object) -> None:
-        raise OSError(code, os.strerror(code))
-
     with monkeypatch.context() as patched:
-        patched.setattr(entry_module.os, call, fail)
+        patched.setattr(entry_module.os, call, Mock(side_effect=OSError(code, os.strerror(code))))
         with pytest.raises(StateDirError, match=r"SAFE_GPU_DIR|ulimit") as raised:
             make_entry(claims, 1, CLAIM, by_children=True)
     assert raised.value.errno == code
@@ -495,16 +451,12 @@ def test_no_claim_is_left_out_where_it_cannot_be_read(claims: Directory, monkeyp
     entries = Entries(claims)
     for code in (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM):
         with monkeypatch.context() as patch:
-            patch.setattr(entry_module, "open_to_read", lambda *one, code=code: fail_by(code))
+            patch.setattr(entry_module, "open_to_read", Mock(side_effect=OSError(code, "trouble")))
             with pytest.raises(StateDirError) as raised:
                 entries.look()
         assert raised.value.errno == code
     assert len(entries.look()) == 1
     held.release()
-
-
-def fail_by(code: int) -> None:
-    raise OSError(code, os.strerror(code))
 
 
 def test_who_makes_one_begins_again_where_it_was_removed(claims: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -519,10 +471,7 @@ def test_who_makes_one_begins_again_where_it_was_removed(claims: Directory, monk
     name, held = make_entry(claims, 1, CLAIM, by_children=True)
     assert os.listdir(claims.fd) == [name]
     remove_entry(claims, name, held)
-    monkeypatch.setattr(os, "rename", lambda source, *more, **at: os.unlink(source, dir_fd=claims.fd) or fail_by(2))
+    monkeypatch.setattr(os, "rename", lambda source, *more, **at: [os.unlink(source, dir_fd=claims.fd), real("x", "y")])
     with pytest.raises(StateDirError, match="removed at once"):
         make_entry(claims, 1, CLAIM, by_children=True)
     assert os.listdir(claims.fd) == []
-
-
-# The directory

@@ -99,3 +99,8 @@ def test_sigterm_has_its_default_action_again(monkeypatch: pytest.MonkeyPatch, h
     with pytest.raises(Interrupt), unwind_on_signals():
         pass
     assert {number: signal.getsignal(number) for number in NUMBERS} == handlers
+    caught: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: caught.append(number))
+    with unwind_on_signals():  # a handler of the program is left alone
+        signal.raise_signal(signal.SIGTERM)
+    assert caught == [signal.SIGTERM]

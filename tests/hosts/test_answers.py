@@ -34,23 +34,10 @@ def answer(*states: str, **more: Any) -> Answer:
     return read_answer(Said(0, json.dumps(status(*states, **more)), ""))
 
 
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("gpu1,gpu2", ("gpu1", "gpu2")),
-        (" gpu1  anna@gpu2.example.org,gpu1 ", ("gpu1", "anna@gpu2.example.org")),
-        ("[::1] fe80::1%eth0 10.0.0.1", ("[::1]", "fe80::1%eth0", "10.0.0.1")),
-        ("", ()),
-    ],
-)
-def test_names_of_hosts(text: str, names: tuple[str, ...]) -> None:
-    assert host_names(text) == names
-
-
-@pytest.mark.parametrize(
-    "name", ["-oProxyCommand=x", "anna@-x", "-l@gpu1", "$(id)", "a;b", "gpu\x1b[2J", "`id`@gpu1", "@x"]
-)
+@pytest.mark.parametrize("name", ["-oProxyCommand=x", "anna@-x", "a;b", "gpu\x1b[2J", "`id`@gpu1", "@x"])
 def test_what_is_no_name_is_refused(name: str, ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = " gpu1  anna@gpu2.example.org,gpu1 [::1] fe80::1%eth0 10.0.0.1 "
+    assert host_names(names) == ("gpu1", "anna@gpu2.example.org", "[::1]", "fe80::1%eth0", "10.0.0.1")
     with pytest.raises(ValueError, match="is no name of a host"):
         host_names(name)
     assert ask("status", f"--host={name}").returncode == 2
@@ -109,20 +96,16 @@ def test_another_users_file_chooses_no_command(files: Any, tmp_path: Path) -> No
         setting_of_hosts("remote_command", environ)
 
 
-def test_without_known_hosts_the_ways_to_name_them_are_told(
+def test_without_known_hosts_and_for_what_is_about_one_host_the_way_is_told(
     ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     done = ask("status", "--all-hosts")
     assert (done.returncode, done.stdout) == (2, "")
     assert "SAFE_GPU_HOSTS=gpu1,gpu2" in done.stderr
-
-
-@pytest.mark.parametrize("words", ["--free", "--mine", "--prometheus", "--user anna"])
-def test_what_is_about_one_host(ask: Any, words: str) -> None:
-    done = ask("status", "--host", "gpu1", *words.split())
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "is about one host" in done.stderr
+    for words in ("--free", "--mine", "--prometheus", "--user anna"):
+        done = ask("status", "--host", "gpu1", *words.split())
+        assert (done.returncode, "is about one host" in done.stderr) == (2, True)
     assert ask("status", "--sort", "free").returncode == 2
 
 
@@ -148,7 +131,6 @@ SHARED = {**MIG, "index": 0, "uuid": "GPU-1", "state": "claimed", "memory_total"
     ("given", "cells", "broken"),
     [
         (answer("free", "display", "busy"), ["2 of 3", "NVIDIA L4", "", "", ""], ()),
-        (answer("claimed", "claimed"), ["0 of 2", "NVIDIA L4", "", "", "anna 2"], ()),
         (answer("unusable"), ["0 of 1", "NVIDIA L4", "", "", ""], ("GPU 0: it fell off the bus",)),
         (answer(queue=[{"since": None, "user": None}, {"since": 4e9, "user": "b"}]), ["0 of 0", "", "2", "0s", ""], ()),
         (

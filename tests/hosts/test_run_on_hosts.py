@@ -72,15 +72,6 @@ def test_the_one_with_the_most_free_gpus_in_this_directory(
     assert (free("gpu1", **LAPTOP), free("gpu2")) == (1, 8)
 
 
-@pytest.mark.parametrize("code", [0, 75, 255])
-def test_the_commands_own_exit_code_tries_no_other_host(hosts: Any, command: Any, tmp_path: Path, code: int) -> None:
-    hosts.up("gpu1")
-    hosts.up("gpu2")
-    done = command.run("run", "--host", "gpu1,gpu2", "--", "sh", "-c", f"echo once >> {tmp_path}/log; exit {code}")
-    assert (done.returncode, done.stderr) == (code, "")
-    assert (tmp_path / "log").read_text() == "once\n"
-
-
 def test_nobody_has_enough(hosts: Any, remote: Any, command: Any, user: str) -> None:
     hosts.up("gpu1", env=LAPTOP, as_well="gpu1-ib")
     hosts.up("gpu2")
@@ -126,21 +117,6 @@ def test_a_signal_before_the_claim_makes_none(hosts: Any, command: Any, slow: An
     assert (free("gpu1"), (tmp_path / "ran").exists()) == (8, False)
 
 
-def test_a_host_whose_connection_breaks_before_the_claim_makes_none(
-    hosts: Any, command: Any, slow: Any, free: Any, tmp_path: Path
-) -> None:
-    hosts.up("gpu1", env=slow.env)
-    hosts.up("gpu2", env=LAPTOP)
-    words = ("sh", "-c", f'echo "$SAFE_GPU_DIR" >> {tmp_path}/ran; exit 3')
-    started = command.start("run", "--host", "gpu1,gpu2", "--", *words)
-    slow.has_begun()
-    for pid in hosts.connections():
-        os.kill(pid, signal.SIGKILL)
-    assert started.wait(60) == 3
-    assert "has ended its ssh" in slow.goes_on()
-    assert (free("gpu1"), (tmp_path / "ran").read_text()) == (8, f"{hosts.state_dir('gpu2')}\n")
-
-
 def test_no_other_host_is_tried_where_the_connection_breaks_after_the_claim(
     hosts: Any, command: Any, free: Any, tmp_path: Path, eventually: Any
 ) -> None:
@@ -177,15 +153,6 @@ def test_on_a_terminal(hosts: Any, command: Any, free: Any, terminal: Terminal) 
     assert "safe-gpu: on gpu1" in terminal.raw
     assert "safe-gpu: got GPU 0" in terminal.raw
     assert free("gpu1") == 8
-
-
-def test_sigterm_on_a_terminal(hosts: Any, free: Any, terminal: Terminal, eventually: Any) -> None:
-    hosts.up("gpu1")
-    with on_terminal(terminal, "echo up; while :; do sleep 0.1; done") as started:
-        terminal.read_until("up\r\n")
-        started.terminate()
-        assert started.wait(60) == 143
-    eventually(lambda: free("gpu1") == 8)
 
 
 @pytest.mark.parametrize("words", ["--timeout 5 -- true", "-n job -- true"])

@@ -94,14 +94,6 @@ def test_the_hosts_and_the_command_of_a_users_file(hosts: Any, ask: Any, tmp_pat
     assert lines_of(ask("status", "--all-hosts").stdout)["gpu1"].startswith("8 of 8 ")
 
 
-def test_more_hosts_than_are_asked_at_once(hosts: Any, ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "AT_ONCE", 1)
-    names = ["gpu1", "gpu2", "gpu3"]
-    for name in names:
-        hosts.up(name)
-    assert list(lines_of(ask("status", "--host", ",".join(names)).stdout)) == names
-
-
 def test_a_control_master_stays_and_is_not_waited_for(hosts: Any, ask: Any) -> None:
     hosts.up("gpu1")
     master = f"ControlPath {hosts.directory}/%h-%p\n  ControlMaster auto\n  ControlPersist 60"
@@ -126,12 +118,3 @@ def test_the_watch_does_not_wait_for_the_slowest(hosts: Any, remote: Any, comman
     assert started.wait(60) == 0
     terminal.read_to_the_end()
     assert (terminal.alternate, terminal.cursor) == (False, True)
-
-
-def test_the_watch_as_json_has_a_line_for_each_answer(hosts: Any, command: Any) -> None:
-    hosts.up("gpu1")
-    hosts.up("gpu2")
-    started = command.start("status", "--host", "gpu1,gpu2", "--watch", "--json", "--interval", "0.1")
-    lines = [json.loads(started.stdout.readline()) for _ in range(4)]
-    assert {name for line in lines for name in line["hosts"]} == {"gpu1", "gpu2"}
-    assert {len(line["hosts"]) for line in lines} == {1}

@@ -63,19 +63,6 @@ def test_multiprocessing(ranks: Any, method: str, failing: int) -> None:
     assert [fact["visible"] for fact in ranks.facts()] == ["0", "1", "2", "3"]
 
 
-def test_the_environment_of_a_launcher(ranks: Any) -> None:
-    """It is there before the first line of the script runs, so a claim can be that line."""
-    rank, size = "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
-    started = [
-        ranks.start(sys.executable, ranks.program, ranks.directory, 2, **{rank: str(number), size: "2"})
-        for number in range(2)
-    ]
-    ranks.finish(*started)
-    assert [fact["gpus"] for fact in ranks.facts()] == [[0], [1]]
-    assert {fact["local_rank"] for fact in ranks.facts()} == {0, 1}
-    assert {fact["local_size"] for fact in ranks.facts()} == {2}
-
-
 # PyTorch
 
 

@@ -57,12 +57,13 @@ def check(cost: Callable[..., Any]) -> Callable[..., None]:
 
 
 def places(where: str, used: Path, uuids: list[str]) -> list[Path]:
-    """host.lock; or an entry of a claim, the note of a GPU, and a ticket."""
+    """host.lock; or an entry of a claim, the note of a GPU, a ticket, and the history."""
     if where == "host.lock":
         return [used / "host.lock"]
     (used / "faults").mkdir()
     (used / "faults").chmod(0o1777)
-    return [used / name for name in (f"claims/{entry_name(1)}", f"faults/{uuids[2]}.4711", f"queue/{entry_name(1)}")]
+    names = (f"claims/{entry_name(1)}", f"faults/{uuids[2]}.4711", f"queue/{entry_name(1)}")
+    return [*(used / name for name in names), *(used / "history").glob("*.jsonl")]
 
 
 def entry_name(number: int) -> str:

@@ -166,6 +166,3 @@ def test_what_another_user_left_is_not_touched(used: Path, ground: Any, make: An
         assert path.read_bytes() == content
     claim().release_gpus()
     assert not any(path.exists() for path, _, _ in paths), "root removes them"
-
-
-# Tickets of a neighbour's

@@ -55,14 +55,6 @@ def test_a_file_that_its_owner_closes_is_passed(state_dir: Path, as_user: Any) -
     assert "has mode 0600 in place of 0666" in warnings[0]
 
 
-def test_a_file_under_a_file_lease_blocks_nobody(state_dir: Path, as_user: Any, file_lease: Any) -> None:
-    assert as_user(claim, uid=USERS[0]).hear() == "released"
-    (file,) = (state_dir / history.NAME).iterdir()
-    file_lease(file, USERS[0])
-    assert as_user(claim, uid=USERS[1]).hear() == "released"
-    assert len(list((state_dir / history.NAME).iterdir())) == 2
-
-
 NOW = 1_795_000_000.0  # in November 2026
 
 
@@ -140,13 +132,12 @@ def many_gpus(number: int) -> bytes:
     [
         (1, lambda number: line(number, gpus=["a"]), ()),
         (2, lambda number: line(number, ended=int(time.time())), ()),
-        (2, lambda number: line(number, gpus=["a"], command=f"{number}{WIDE}".ljust(200)), ("--csv",)),
         (2, as_ours, ("--by", "user")),
         (2, long_fields, ("--json",)),
         (2, many_gpus, ("--by", "gpu")),
         (1, lambda number: line(number, gpus=["a"], user=f"{number}", waited=1e9), ("--report", "year")),
     ],
-    ids=["short", "ends", "commands", "ours", "long fields", "GPUs", "waits"],
+    ids=["short", "ends", "ours", "long fields", "GPUs", "waits"],
 )
 def test_full_files_take_little_memory(
     directory: Path,
@@ -170,7 +161,9 @@ def test_full_files_take_little_memory(
     assert taken.mebibytes - empty.mebibytes < MOST / PART + 1  # the allocator rounds
 
 
-def test_the_future_is_not_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_future_is_not_read_and_a_file_of_empty_lines_is_left_soon(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(time, "time", lambda: NOW)
     read: list[bytes] = []
     genuine = past._line
@@ -182,19 +175,13 @@ def test_the_future_is_not_read(directory: Path, monkeypatch: pytest.MonkeyPatch
     claims, warnings = claims_between(0, NOW)
     assert ([one.pid for one in claims], warnings) == ([2], [])
     assert read == [now]
+    write(directory / "2026-11.jsonl", b"\n" * history.LARGEST)
+    claims_between(0, NOW)
+    assert len(read) == 1 + history.LARGEST // 64
 
 
-def test_a_file_of_empty_lines_is_left_soon(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[bytes] = []
-    monkeypatch.setattr(past, "_line", lambda line: read.append(line))
-    write(directory / history.file_names(history.month_of(time.time()))[0], b"\n" * history.LARGEST)
-    claims_between(0, time.time())
-    assert len(read) == history.LARGEST // 64
-
-
-@pytest.mark.parametrize("start", "=+-@")
-def test_a_spreadsheet_runs_no_cell(directory: Path, command: Any, start: str) -> None:
-    text = f'{start}HYPERLINK("http://x","y")'
+def test_a_spreadsheet_runs_no_cell(directory: Path, command: Any) -> None:
+    text = '=HYPERLINK("http://x","y")'
     facts = {"user": text, "host": text, "job": text, "command": text, "gpus": [text], "labels": [text]}
     write(directory / history.file_names(history.month_of(time.time()))[0], line(1, **facts))
     for arguments in ((), ("--by", "user"), ("--by", "gpu"), ("--by", "job"), ("--report", "month")):
@@ -224,9 +211,3 @@ def test_a_hostile_directory_of_claims_costs_what_runs_now(
     (one,), (warning,) = claims_between(0, time.time() + 1)
     assert one.pid == 2
     assert "which claims hold GPUs now is not known" in warning
-
-
-def test_to_look_makes_no_file(directory: Path) -> None:
-    (directory.parent / "claims").rmdir()
-    assert claims_between(0, time.time()) == ([], [])
-    assert {path.name for path in directory.parent.rglob("*")} == {history.NAME}

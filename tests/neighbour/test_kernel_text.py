@@ -20,17 +20,12 @@ VICTIM, NEIGHBOUR, VIEWER = 4711, 4712, 4713
 NAMES = {
     "a carriage return": b"\rUid:\t4711\t4711",
     "a thread group": b"\rTgid:\t1",
-    "no number": b"\rUid:\tx",
     "no number of a thread group": b"\rTgid:\t-9e9",
-    "a vertical tab": b"\x0bUid:\t0\t0\t0\t0",
     "a form feed": b"\x0cNSpid:\t7\t8",
-    "a separator": b"\x1dUid:\t0\t0\t0\t0",
     "a next line": b"\xc2\x85Uid:\t0\t0",
-    "a line separator": b"\xe2\x80\xa8Uid:\t0\t0",
     "not UTF-8": b"\xff\rUid:\t0\xfe\t0",
     "a line feed": b"\nUid:\t4711\nTgid:",
     "the end of a name": b") Z 1 1 (",
-    "another one": b"x) R 4711) T 1",
     "CPUs": b"\rCpus_allowed_l",
 }
 
@@ -100,14 +95,12 @@ def test_a_name_of_a_mount_is_one_column(open_tmp: Path, child: Callable[..., An
     forged = f"99\u20031\u20030:9\u2003/systemd-private-0a-evil.service-x\u2003{open_tmp}\u2003rw"
     names = [
         f"a\r{forged}",
-        f"b\x0b{forged}",
         f"c\x1c{forged}",
         f"d\x85{forged}",
         f"e\n{forged}",
         "f\r99\r1\r0:9\r/\r/\rrw",
         "g - ext4 /dev/sda rw",
         "h\t\\040 - ",
-        "i\u2003\u2028\xa0 j",
         os.fsdecode(b"\xff\r\xfe"),
     ]
     prelude = f"import sys; sys.argv[1:] = {[str(open_tmp), *names]!r}\n"

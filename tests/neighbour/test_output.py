@@ -1,7 +1,8 @@
-"""What a neighbour writes comes out as plain text of bounded length, wherever it is shown."""
+"""What a neighbour writes comes out as plain text of bounded length, and stands in no advice, which root may follow."""
 
 import json
 import os
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +11,14 @@ from typing import Any
 import pytest
 from support.hostile import TRICK, assert_plain, assert_shown_safely
 
+from safe_gpu.coordination.directory import PARTS, Directory
 from safe_gpu.coordination.faults import write_fault
+from safe_gpu.doctor import CheckedHost, run_checks
+from safe_gpu.doctor.state import directory
 from safe_gpu.gpus.devices import GpuFault
 from safe_gpu.host import procfs
+from safe_gpu.status.facts import HostStatus, WaiterStatus
+from safe_gpu.status.metrics import render_metrics
 
 LATE, NEIGHBOUR = 75, 4711
 WORD = TRICK.replace("/", "")
@@ -60,3 +66,57 @@ def test_tricks_of_text(state_dir: Path, ground: Any, command: Any, tricks: int)
             assert (done.returncode, str(tricks) in done.stderr) == (LATE, True), "a refusal names the holders"
         if "--json" in arguments:
             assert_plain(json.loads(done.stdout))
+
+
+def test_metrics_of_a_thousand_users_who_wait() -> None:
+    """A neighbour with a range of user ids (subuid(5)) can wait as each of them."""
+    users = ["ada"] * 5 + ["other"] * 3 + [f"u{number}" for number in range(1000)]
+    queue = tuple(WaiterStatus(place, 1, user, 1, 1.0) for place, user in enumerate(users, 1))
+    text = render_metrics(HostStatus("h", "nvml", "", "/s", 2.0, (), queue))
+    samples = [line.rpartition(" ") for line in text.splitlines() if line.startswith("safe_gpu_waiting{")]
+    numbers = {labels: float(value) for labels, _, value in samples}
+    assert (len(samples), sum(numbers.values())) == (100, len(users))
+    assert numbers['safe_gpu_waiting{user="ada"}'] == 5
+    assert numbers['safe_gpu_waiting{user="other"}'] == len(users) - 5 - 98
+
+
+# What doctor advises is pasted by root: no name that a neighbour chose stands in it, and none that it can replace
+
+
+@pytest.fixture
+def used(state_dir: Path) -> Path:
+    for part in PARTS:
+        Directory(str(state_dir), part).close()
+    return state_dir
+
+
+@pytest.mark.parametrize("name", ["a\n; touch pwned\n", "\x1b[2J$(touch pwned)", "-rf "])
+def test_names_of_others_stand_in_no_advice(used: Path, name: str) -> None:
+    for part in PARTS:
+        (used / part / name).symlink_to("/etc/passwd")
+    for check in run_checks():
+        assert "touch" not in check.fix + check.detail
+        assert "-rf " not in check.fix
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give files away")
+def test_the_path_of_the_state_directory_is_quoted(open_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = open_tmp / "a b; touch pwned"
+    Directory(str(path), "claims").close()
+    os.chown(path, NEIGHBOUR, NEIGHBOUR)
+    monkeypatch.setenv("SAFE_GPU_DIR", str(path))
+    command = directory(CheckedHost()).fix.partition(": ")[2]
+    assert shlex.split(command) == ["safe-gpu", "setup", "--state-dir", str(path)]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give files away")
+@pytest.mark.parametrize("mode", [0o700, 0o1777])
+@pytest.mark.parametrize("broken", ["host.lock", *PARTS, "."])
+def test_root_is_not_told_to_change_what_others_can_replace(used: Path, broken: str, mode: int) -> None:
+    """The owner puts a symbolic link in its place before the advice is followed."""
+    path = used / broken
+    path.touch()
+    os.chown(path, NEIGHBOUR, NEIGHBOUR)
+    path.chmod(mode)
+    words = directory(CheckedHost()).fix.split()
+    assert not {"chmod", "chown", "mv", "rm"} & {*words}

@@ -52,6 +52,8 @@ def directory(host: CheckedHost) -> Check:
         return failed(str(err), _way_out(path))
     if trouble := trouble or _trouble_above(path):
         return trouble
+    if os.path.isdir(old := os.path.join(path, "leases")):
+        return warning(f"{old} is of an older build, whose claims are not seen", "end what uses it, and remove it")
     if (uid := remover_of(path, os.geteuid())) is not None:
         return warning(
             f"{procfs.user_name(uid)} can remove other users' files in {path}, root's too: then waiters would lose "

@@ -13,8 +13,9 @@ None of this has run on AMD or Intel hardware. ``tests/gpu/test_amd.py`` checks 
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -36,6 +37,10 @@ HELD_BYTES = 1 << 16
 
 # What CUDA and HIP answer if they see no GPU at all, and if they see none with an ordinal.
 _NO_GPU, _NO_DEVICE = 100, 101
+
+_DIRECTORIES = ("/lib64", "/usr/lib64", "/lib", "/usr/lib", "/usr/lib/wsl/lib", "/run/opengl-driver/lib")
+_CACHE = "/etc/ld.so.cache"
+_CACHE_LIMIT = 1 << 24
 
 
 class CudaCallError(SafeGpuError):
@@ -129,8 +134,10 @@ class Library(Runtime):
     patience: ClassVar[float] = 120.0
     asleep: ClassVar[Sequence[int]] = ()
     opened: ClassVar[str] = ""
-    initialized_in: int | None = None
-    _handle: ctypes.CDLL | None = None
+
+    def __init__(self, handle: ctypes.CDLL | None = None) -> None:
+        self.initialized_in: int | None = None
+        self._handle = handle
 
     def start(self) -> None:
         """Call what initialises the library.
@@ -413,19 +420,25 @@ class Held:
 
 
 def load_file(name: str) -> ctypes.CDLL:
-    """Load a shared library by its name; for root only where all places on LD_LIBRARY_PATH are root's.
+    """Load a shared library by its name; for root, from a place that only root can change.
 
     Raises:
-        OSError: there is none, or root may not load it.
+        OSError: there is none, or only one that other users can change.
     """
     import ctypes
 
     places = _search_path() if is_root() else []
     doubtful = [place for place in places if "$" in place or others_can_change(place, within=True)]
-    if doubtful:
-        where = f"other users can change {doubtful[0]} on LD_LIBRARY_PATH"
-        raise OSError(f"{name}: not found where root may load it from, since {where}: unset that")
-    return ctypes.CDLL(name)
+    if not doubtful:
+        return ctypes.CDLL(name)
+    for path in _candidates(name):
+        real = os.path.realpath(path)
+        if os.path.isfile(real) and not others_can_change(real):
+            with suppress(OSError):  # of another ELF class
+                return ctypes.CDLL(real)
+    raise OSError(
+        f"{name}: not found where root may load it from, since other users can change {doubtful[0]} on LD_LIBRARY_PATH"
+    )
 
 
 def _search_path() -> list[str]:
@@ -434,3 +447,11 @@ def _search_path() -> list[str]:
     began = [os.fsdecode(one.partition(b"\0")[0]) for one in entries.split(b"\0LD_LIBRARY_PATH=")[1:]]
     values = filter(None, (os.environ.get("LD_LIBRARY_PATH"), *began))
     return list(dict.fromkeys(place or "." for value in values for place in value.replace(";", ":").split(":")))
+
+
+def _candidates(name: str) -> Iterator[str]:
+    """Files of that name in the order of dlopen(3): LD_LIBRARY_PATH, the loader's cache, the usual directories."""
+    yield from (os.path.join(place, name) for place in _search_path() if not others_can_change(place))
+    cache = read_start(_CACHE, _CACHE_LIMIT) or b""  # its table of strings has paths (glibc's dl-cache.h)
+    yield from map(os.fsdecode, re.findall(rb"/[^\0]*/" + re.escape(os.fsencode(name)) + rb"(?=\0)", cache))
+    yield from (os.path.join(place, name) for place in _DIRECTORIES)

@@ -47,6 +47,7 @@ def test_a_directory_in_use_passes(used: Path) -> None:
         ("ln -sf /etc/passwd host.lock", "failed", "is a symbolic link"),
         ("rm host.lock && mkdir host.lock", "failed", "not a regular file"),
         ("chmod 700 ..", "warning", "other users cannot enter it"),
+        ("mkdir leases", "warning", "leases is of an older build"),
     ],
 )
 def test_faults_of_the_directory(used: Path, fault: str, status: str, words: str) -> None:

@@ -17,6 +17,7 @@ import safe_gpu
 from safe_gpu.drivers.nvml import LIBRARY
 from safe_gpu.errors import SafeGpuError
 from safe_gpu.host.programs import is_root
+from safe_gpu.runtimes import library
 from safe_gpu.settings import variables as settings
 from safe_gpu.status import report
 
@@ -79,6 +80,11 @@ def test_libraries_are_loaded_from_places_of_root_only(
     said = child(code, env=environment, cwd=deep).finish()
     assert mark.exists() is (owner == 0)
     assert ("not found where root may load it from" in said) is (owner != 0)
+
+
+def test_the_cache_of_the_loader_is_read() -> None:
+    assert any(os.path.isfile(path) for path in library._candidates("libc.so.6"))
+    assert not any(os.path.isfile(path) for path in library._candidates("libnothing.so.1"))
 
 
 @needs_root

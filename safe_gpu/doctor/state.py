@@ -39,7 +39,7 @@ def directory(host: CheckedHost) -> Check:
         return warning(doubt, f"start the container with -v {real}:{real}")
     try:
         with SharedDirectory(path, make=False) as root:
-            trouble = _trouble_with_mode(root, path)
+            trouble, older_build = _trouble_with_mode(root, path), "leases" in root.names()
             owner = procfs.user_name(os.fstat(root.fd).st_uid)
             if os.path.lexists(os.path.join(path, HOST_LOCK)):
                 os.close(root.open_file(HOST_LOCK))
@@ -52,8 +52,10 @@ def directory(host: CheckedHost) -> Check:
         return failed(str(err), _way_out(path))
     if trouble := trouble or _trouble_above(path):
         return trouble
-    if os.path.isdir(old := os.path.join(path, "leases")):
-        return warning(f"{old} is of an older build, whose claims are not seen", "end what uses it, and remove it")
+    if older_build:
+        return warning(
+            f"{path}/leases is of an older build, whose claims are not seen", "end what uses it, and remove it"
+        )
     if (uid := remover_of(path, os.geteuid())) is not None:
         return warning(
             f"{procfs.user_name(uid)} can remove other users' files in {path}, root's too: then waiters would lose "

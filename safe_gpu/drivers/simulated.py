@@ -23,9 +23,9 @@ from contextlib import ExitStack, suppress
 from itertools import count
 from typing import Any
 
-from ..coordination.directory import OPEN_DIR, OPEN_FILE, SharedDirectory
+from ..coordination.directory import OPEN_FILE, SharedDirectory
 from ..coordination.doors import simulated_tree
-from ..coordination.state_dir import refusal, refusal_of_error, state_dir_path
+from ..coordination.state_dir import refusal, state_dir_path
 from ..errors import PlaceholderError, StateDirError
 from ..gpus.devices import Gpu, GpuProcess, HostSnapshot, ProcessKind
 from ..gpus.vendors import VENDORS
@@ -179,15 +179,17 @@ class SimulatedDriver(Driver, Runtime):
     def _usage(self, uuids: Container[str]) -> dict[str, _Usage]:
         """Return what lives on these devices; idle ones are left out."""
         usage: dict[str, _Usage] = {}
-        path = os.path.join(*self._place)
+        try:
+            os.lstat(os.path.join(*self._place[:2]))
+        except FileNotFoundError:  # nobody has used it: nothing is opened
+            return usage
+        except OSError:
+            pass  # the rest says why
         with DeferredSignals(), ExitStack() as stack:
             try:
-                tree = os.open(path, OPEN_DIR)
-            except FileNotFoundError:  # nobody has used it
+                tree = self._opened(stack, make=False).fd
+            except FileNotFoundError:
                 return usage
-            except OSError as err:
-                raise refusal_of_error(path, err) from err
-            stack.callback(os.close, tree)
             for name in os.listdir(tree):
                 entry = re.fullmatch(_ENTRY, name)
                 if entry and entry[1] in uuids and is_alive(name, tree):
@@ -196,11 +198,11 @@ class SimulatedDriver(Driver, Runtime):
                     used[key] = used.get(key, 0) + int(entry[3])
         return usage
 
-    def _opened(self, stack: ExitStack) -> SharedDirectory:
+    def _opened(self, stack: ExitStack, *, make: bool = True) -> SharedDirectory:
         """Return the directory of this host's processes, open until the end of ``stack``."""
-        directory = stack.enter_context(SharedDirectory(self._place[0]))
+        directory = stack.enter_context(SharedDirectory(self._place[0], make=make))
         for name in self._place[1:]:
-            directory = stack.enter_context(SharedDirectory(name, directory))
+            directory = stack.enter_context(SharedDirectory(name, directory, make=make))
         return directory
 
     def _used(self, gpu: Gpu, usage: _Usage) -> Gpu:

@@ -226,7 +226,7 @@ def test_links_are_never_followed(driver: SimulatedDriver, tmp_path: Path, level
     place = state / level
     place.parent.mkdir(parents=True, exist_ok=True)
     place.symlink_to(target)
-    if level.endswith("dgx-a100"):  # in the place of the state directory a link stops the claim itself
+    if level:  # in the place of the state directory a link stops the claim itself
         with pytest.raises(StateDirError, match="SAFE_GPU_DIR"):
             driver.snapshot()
     with pytest.raises(StateDirError, match="link"):

@@ -43,8 +43,10 @@ def check(name: str, host: CheckedHost) -> Check:
         if name in _NEED_A_DRIVER and not host.snapshot.driver:
             return skipped("there is no driver")
         return CHECKS[name](host)
+    except SafeGpuError as err:
+        return failed(str(err), "do what the message says, and check again")
     except Exception as err:
-        what = str(err) if isinstance(err, SafeGpuError) else f"the check itself failed: {type(err).__name__}: {err}"
+        what = f"the check itself failed: {type(err).__name__}: {err}"
         return failed(what, "look for the cause that the message names; the other checks are not affected")
 
 

@@ -19,9 +19,7 @@ def policy(host: CheckedHost) -> Check:
     path = settings.policy_file(host.environ)
     found, ignored = config.read(path)
     if ignored:
-        return warning(
-            ignored.partition(";")[0], f"as root: write the limits into a file of root's with mode 644, {path}"
-        )
+        return warning(ignored.partition(";")[0], f"as root: write {path} anew, a file of root's with mode 644")
     if found is not None:
         return passed(f"{path}, {plural(len(found.sections), 'section')}")
     if host.environ.get("SAFE_GPU_POLICY"):

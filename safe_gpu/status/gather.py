@@ -244,9 +244,9 @@ def _limits_of(uids: Iterable[int]) -> dict[int, Limits]:
 def report_after(limits: Limits | None) -> float | None:
     """Return after how many seconds without work a claim of a user with these limits is reported; None if the policy
     does not set that."""
-    if limits is None or limits.idle_report_after is not None:
-        return limits and limits.idle_report_after
-    return math.inf if "idle_report_after" in limits.sections else None
+    if limits is not None and limits.idle_report_after is None and "idle_report_after" in limits.sections:
+        return math.inf  # "unlimited"
+    return None if limits is None else limits.idle_report_after
 
 
 def _all_of(texts: Iterable[str]) -> str:

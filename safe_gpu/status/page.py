@@ -191,7 +191,7 @@ def host_part(document: Document, figures: Figures, now: float, use: Markup) -> 
 
 
 def _row(row: TableRow, label: str, now: float) -> Mapping[str, str]:
-    claim, state, memory = row.claim or Holder(), row.cells["STATE"].strip(), Markup()
+    claim, state, memory = row.claim or Holder(), row.state.strip(), Markup()
     if row.used is not None and row.total:
         memory = joined(bar(row.used / row.total), element("span", row.cells["MEMORY"]))
     return {

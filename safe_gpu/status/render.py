@@ -124,20 +124,27 @@ class TableRow(NamedTuple):
     """One line of the table.
 
     Attributes:
-        cells: by title.
         color: that of the state and of the bar.
         used: bytes of memory.
         total: bytes that there are.
+        others: the other cells, by title.
         text: what replaces the cells from USER on.
         claim: the one that they describe.
     """
 
-    cells: Mapping[str, str]
+    state: str
     color: str
     used: int | None
     total: int | None
+    others: Mapping[str, str]
     text: str = ""
     claim: Holder | None = None
+
+    @property
+    def cells(self) -> Mapping[str, str]:
+        """The cells by title."""
+        memory = "-" if self.used is self.total is None else f"{gib(self.used)}/{gib(self.total)}G"
+        return {"STATE": self.state, "MEMORY": memory, **self.others}
 
     def bar(self, columns: int, marks: str, color: bool) -> str:
         """Return how full the memory is, that many columns wide."""
@@ -218,35 +225,27 @@ def _rows(gpus: Iterable[GpuStatus], now: float, verbose: bool) -> Iterator[Tabl
     for one in gpus:
         yield from rows_of(one, now)
         for process in sorted(one.processes, key=lambda process: -(process.memory_used or 0)) if verbose else ():
-            row = _row(f"  {process.kind}", "dim", process.memory_used, one.gpu.memory_total)
-            yield row._replace(cells={**row.cells, **_process_cells([process])})
+            used, total = process.memory_used, one.gpu.memory_total
+            yield TableRow(f"  {process.kind}", "dim", used, total, _process_cells([process]))
 
 
 def rows_of(one: GpuStatus, now: float) -> Iterator[TableRow]:
     """Return the row of a GPU, and one for each claim that shares it."""
-    state, gpu = one.shown_state(now), one.gpu
-    load = "-" if gpu.utilization is None else f"{gpu.utilization}%"
-    heat = "" if gpu.temperature is None else f"{gpu.temperature}C"
-    row = _row(state, _COLORS.get(state, "dim"), gpu.memory_used, gpu.memory_total, one.label, load, heat)
-    cells: dict[str, str] = {}
+    state, gpu, text = one.shown_state(now), one.gpu, ""
+    cells = {"GPU": one.label, "UTIL": "-" if gpu.utilization is None else f"{gpu.utilization}%"}
+    cells["TEMP"] = "" if gpu.temperature is None else f"{gpu.temperature}C"
     if one.shares:
         free = "" if one.share_free is None else f", {format_bytes(one.share_free)} unclaimed"
-        row = row._replace(text=plural(len(one.shares), "claim") + free)
+        text = plural(len(one.shares), "claim") + free
     elif one.claim is not None:
-        cells, row = _claim_cells(one.claim, now), row._replace(claim=one.claim)
+        cells |= _claim_cells(one.claim, now)
     if one.users and (one.state == "busy" if one.claim is None else one.claim.pid is None and not one.claim.since):
         cells |= _process_cells(one.users)
-    yield row._replace(cells={**row.cells, **cells})
+    claim = None if one.shares else one.claim
+    yield TableRow(state, _COLORS.get(state, "dim"), gpu.memory_used, gpu.memory_total, cells, text, claim)
     for claim in one.shares:
-        row = _row("  share", "red" if _is_over(claim) else "cyan", claim.memory_used, claim.share)
-        yield row._replace(cells={**row.cells, **_claim_cells(claim, now)}, claim=claim)
-
-
-def _row(
-    state: str, color: str, used: int | None, total: int | None, label: str = "", load: str = "", heat: str = ""
-) -> TableRow:
-    memory = "-" if used is total is None else f"{gib(used)}/{gib(total)}G"
-    return TableRow(dict(zip(_OF_GPU, (label, state, memory, load, heat), strict=True)), color, used, total)
+        color = "red" if _is_over(claim) else "cyan"
+        yield TableRow("  share", color, claim.memory_used, claim.share, _claim_cells(claim, now), claim=claim)
 
 
 def _process_cells(users: Collection[ProcessStatus]) -> dict[str, str]:

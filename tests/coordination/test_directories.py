@@ -163,7 +163,7 @@ def test_no_advice_does_harm_where_a_wrong_directory_is_named(
             Directory(path, "queue").close()
         except StateDirError as err:
             say(err)
-        for check in ("state directory", "file system", "history"):
+        for check in ("state directory", "file locks", "SAFE_GPU variables"):
             say(finding(check).fix)
 
     user = as_user(work, uid=65534)

@@ -74,7 +74,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a
     ("prepare", "status", "words", "fix"),
     [
         ("printf '[default]\nmax_gpus = 4\n[user anna]\nmax_gpus = 1' > $P", "passed", "2 sections", ""),
-        ("printf '[default]\nmax_gpus = many' > $P", "failed", ":2: max_gpus = many is not a number", "message names"),
+        ("printf '[default]\nmax_gpus = many' > $P", "failed", ":2: max_gpus = many is not a number", "message says"),
         ("echo '[default]' > $P; chmod 666 $P", "warning", "mode 0666): it is ignored", "as root"),
         ("echo '[default]' > $P; chown 54321 $P", "warning", "not to root", "as root"),
         ("ln -s /etc/passwd $P", "warning", "is a link", "as root"),

@@ -52,11 +52,11 @@ def test_a_check_that_breaks_is_failed_and_hides_no_other(monkeypatch: pytest.Mo
 
 
 FOUND = [
-    Check("passed", "not running", name="MPS"),
+    Check("passed", "not running", name="process lists"),
     Check("skipped", "there is none", name="policy file"),
     Check("warning", "host.lock was held by others for 3.0 s", "look for a process " + "x" * 130, "file locks"),
     Check("failed", "it does not answer " * 9, "restart the driver", "GPU driver"),
-    Check("warning", "belongs to no living claim", "unset it", "SAFE_GPU_SCOPE"),
+    Check("warning", "belongs to no living claim", "unset it", "batch job"),
 ]
 
 
@@ -67,7 +67,7 @@ def test_the_report_says_first_what_is_wrong(width: int, color: bool) -> None:
     assert ("\x1b[31mfailed\x1b[0m" in text, "\x1b[33mwarning\x1b[0m" in text) == (color, color)
     lines = re.sub(r"\x1b\[[0-9]+m", "", text).splitlines()
     assert [line.split(": ")[0] for line in lines if line[:1].strip()] == [
-        "failed   GPU driver", "warning  file locks", "warning  SAFE_GPU_SCOPE", lines[-1],
+        "failed   GPU driver", "warning  file locks", "warning  batch job", lines[-1],
     ]  # fmt: skip
     assert sum(line.startswith(" " * 9 + "fix: ") for line in lines) == 3
     assert lines[-1] == "1 passed, 1 skipped, 1 failed, 2 warnings (-v lists all)"
@@ -77,7 +77,7 @@ def test_the_report_says_first_what_is_wrong(width: int, color: bool) -> None:
 
 def test_the_report_of_all_checks() -> None:
     lines = doctor.render_checks(FOUND, color=False, width=80, verbose=True).splitlines()
-    assert lines[-4:-2] == ["passed   MPS: not running", "skipped  policy file: there is none"]
+    assert lines[-4:-2] == ["passed   process lists: not running", "skipped  policy file: there is none"]
     assert lines[-1] == "1 passed, 1 skipped, 1 failed, 2 warnings"
     assert doctor.render_checks(FOUND[:1], color=False, width=80) == "1 passed (-v lists all)"
 

@@ -89,7 +89,7 @@ def test_a_host_lock_that_is_never_given_back(used: Path, child: Any, eventually
     os.kill(holder.pid, signal.SIGSTOP)
     eventually(lambda: procfs.is_stopped(holder.pid))
     monkeypatch.setattr(state, "_PATIENCE", 0.05)
-    says("file locks", "failed", f"process {holder.pid} of ", fix="the message names")
+    says("file locks", "failed", f"process {holder.pid} of ", fix="the message says")
     holder.kill()
     assert finding("file locks").status == "passed"
 

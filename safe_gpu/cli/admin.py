@@ -89,13 +89,12 @@ def do_drain(options: argparse.Namespace) -> int:
         options.usage_error("--from, --for-group and --for-user go with --until, --timeout with --wait, and only those")
     names = [name for names in options.gpus for name in names]
     status = gather()
-    gpus = status.gpus
     if status.doubt and any(map(is_index, names)):
         raise GPUAffinityError(status.doubt)
-    unknown = [name for name in names if not any(names_device(name, one.gpu) for one in gpus)]
+    unknown = [name for name in names if not any(names_device(name, one.gpu) for one in status.gpus)]
     if unknown:
         raise GPUAffinityError(f"this host has no GPU {', '.join(unknown)}: see safe-gpu status")
-    meant = [one for one in gpus if not names or any(names_device(name, one.gpu) for name in names)]
+    meant = [one for one in status.gpus if not names or any(names_device(name, one.gpu) for name in names)]
     root, reason, uuids = is_root(), " ".join((options.reason or "").split()), [one.gpu.uuid for one in meant]
     own = os.path.dirname(closed_file(by_root=False))
     if not root and not (os.path.isdir(own) and os.stat(own).st_uid == os.geteuid()):

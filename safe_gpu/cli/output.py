@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from ..claim.report import WaitStatus
 
 
+EX_USAGE = 2
+
+
 class CommandError(SafeGpuError):
     """The command cannot be run; ``code`` is what shells exit with: 127 not found, 126 found and not runnable."""
 

@@ -198,8 +198,7 @@ def claim_on_all(
         for claimer in claimers:
             claimer.holder.end()
         raise
-    by_number = dict(zip(order, grants, strict=True))
-    return [by_number[number] for number in range(len(claimers))]
+    return [grants[order.index(number)] for number in range(len(claimers))]
 
 
 def _try(ahead: Sequence[HostClaim]) -> tuple[list[Any], NotEnoughGpusError | None]:

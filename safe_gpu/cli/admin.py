@@ -383,10 +383,10 @@ def _lead_there(path: str, act: bool) -> Iterator[str]:
     """Write the rule and the settings, or print that. Yields what is left to do."""
     config, wanted = settings.policy_file(os.environ), {}
     if any(map(os.path.exists, _SYSTEMD)):
-        now = _text_of(RULE)
+        now = read_start(RULE)
         if now is None:
             wanted[RULE] = rule_text(path)
-        elif now != rule_text(path):
+        elif now != rule_text(path).encode():
             yield f"{RULE} has other lines: remove it, and run {setup_command(path)} again"
     if not os.path.lexists(config):
         wanted[config] = config_text(path)
@@ -402,17 +402,12 @@ def _lead_there(path: str, act: bool) -> Iterator[str]:
             write_whole(file, text)
 
 
-def _text_of(path: str) -> str | None:
-    data = read_start(path)
-    return None if data is None else data.decode("utf-8", "replace")
-
-
 def _remove(path: str, act: bool) -> Iterator[str]:
     """Remove what setup made, or print what would be removed. Yields what stays."""
     config = settings.policy_file(os.environ)
-    texts = {file: text for file in (config, RULE, closed_file(by_root=True)) if (text := _text_of(file)) is not None}
+    texts = {file: text for file in (config, RULE, closed_file(by_root=True)) if (text := read_start(file)) is not None}
     for file, text in texts.items():
-        if text in ("", config_text(path), rule_text(path)):
+        if text.decode("utf-8", "replace") in ("", config_text(path), rule_text(path)):
             print(f"remove {file}")
             if act:
                 os.unlink(file)

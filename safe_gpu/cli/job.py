@@ -152,11 +152,9 @@ def do_wait(options: argparse.Namespace) -> int:
 def configure_bind(parser: argparse.ArgumentParser) -> None:
     """Set its options."""
     parser.usage = "safe-gpu bind [options] -- CMD ..."
-    parser.description = (
-        "Bind CPUs (and memory) next to the visible GPUs, then become the command: for\n"
-        "one rank under a launcher. Of several visible GPUs, a rank binds next to the one\n"
-        "with its local rank, as CUDA numbers them. Nothing is claimed."
-    )
+    parser.description = """Bind CPUs (and memory) next to the visible GPUs, then become the command: for
+one rank under a launcher. Of several visible GPUs, a rank binds next to the one
+with its local rank, as CUDA numbers them. Nothing is claimed."""
     parser.epilog = """examples:
   torchrun --no-python --nproc-per-node 8 safe-gpu bind -- python train.py
   mpirun -np 8 safe-gpu bind --memory preferred -- ./simulate

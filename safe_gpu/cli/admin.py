@@ -1,7 +1,5 @@
 """The commands of administrators: drain, resume, policy, and setup, which makes a state directory of root's."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import os
@@ -10,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..claim.limits import held_of
 from ..coordination.closed import closed_file, drained_gpus, read_closed
@@ -30,14 +28,12 @@ from ..selection.verdicts import users_of
 from ..settings import config as policy
 from ..settings import variables as settings
 from ..settings.durations import parse_duration, parse_moment
+from ..status.facts import GpuStatus
 from ..status.gather import gather
 from ..wording.text import clock, format_age, gpu_ranges, plural
 from .arguments import gpu_list
 from .commands import EX_TRY_AGAIN
 from .output import CommandError, print_json, print_lines, say, write_whole
-
-if TYPE_CHECKING:
-    from ..status.facts import GpuStatus
 
 _PAUSE = 1.0  # seconds between two looks of --wait
 

@@ -1,7 +1,5 @@
 """argparse as this command line wants it, and what its options may say."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

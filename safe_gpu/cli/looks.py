@@ -1,7 +1,5 @@
 """The commands that look at this host: affinity, doctor, demo."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """The commands of administrators: drain, resume, policy, and setup, which makes a state directory of root's."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import os
@@ -10,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..claim.limits import held_of
 from ..coordination.closed import closed_file, drained_gpus, read_closed
@@ -30,14 +28,12 @@ from ..selection.verdicts import users_of
 from ..settings import config as policy
 from ..settings import variables as settings
 from ..settings.durations import parse_duration, parse_moment
+from ..status.facts import GpuStatus
 from ..status.gather import gather
 from ..wording.text import clock, format_age, gpu_ranges, plural
 from .arguments import gpu_list
 from .commands import EX_TRY_AGAIN
 from .output import CommandError, print_json, print_lines, say, write_whole
-
-if TYPE_CHECKING:
-    from ..status.facts import GpuStatus
 
 _PAUSE = 1.0  # seconds between two looks of --wait
 
@@ -89,13 +85,12 @@ def do_drain(options: argparse.Namespace) -> int:
         options.usage_error("--from, --for-group and --for-user go with --until, --timeout with --wait, and only those")
     names = [name for names in options.gpus for name in names]
     status = gather()
-    gpus = status.gpus
     if status.doubt and any(map(is_index, names)):
         raise GPUAffinityError(status.doubt)
-    unknown = [name for name in names if not any(names_device(name, one.gpu) for one in gpus)]
+    unknown = [name for name in names if not any(names_device(name, one.gpu) for one in status.gpus)]
     if unknown:
         raise GPUAffinityError(f"this host has no GPU {', '.join(unknown)}: see safe-gpu status")
-    meant = [one for one in gpus if not names or any(names_device(name, one.gpu) for name in names)]
+    meant = [one for one in status.gpus if not names or any(names_device(name, one.gpu) for name in names)]
     root, reason, uuids = is_root(), " ".join((options.reason or "").split()), [one.gpu.uuid for one in meant]
     own = os.path.dirname(closed_file(by_root=False))
     if not root and not (os.path.isdir(own) and os.stat(own).st_uid == os.geteuid()):
@@ -384,10 +379,10 @@ def _lead_there(path: str, act: bool) -> Iterator[str]:
     """Write the rule and the settings, or print that. Yields what is left to do."""
     config, wanted = settings.policy_file(os.environ), {}
     if any(map(os.path.exists, _SYSTEMD)):
-        now = _text_of(RULE)
+        now = read_start(RULE)
         if now is None:
             wanted[RULE] = rule_text(path)
-        elif now != rule_text(path):
+        elif now != rule_text(path).encode():
             yield f"{RULE} has other lines: remove it, and run {setup_command(path)} again"
     if not os.path.lexists(config):
         wanted[config] = config_text(path)
@@ -403,17 +398,12 @@ def _lead_there(path: str, act: bool) -> Iterator[str]:
             write_whole(file, text)
 
 
-def _text_of(path: str) -> str | None:
-    data = read_start(path)
-    return None if data is None else data.decode("utf-8", "replace")
-
-
 def _remove(path: str, act: bool) -> Iterator[str]:
     """Remove what setup made, or print what would be removed. Yields what stays."""
     config = settings.policy_file(os.environ)
-    texts = {file: text for file in (config, RULE, closed_file(by_root=True)) if (text := _text_of(file)) is not None}
+    texts = {file: text for file in (config, RULE, closed_file(by_root=True)) if (text := read_start(file)) is not None}
     for file, text in texts.items():
-        if text in ("", config_text(path), rule_text(path)):
+        if text.decode("utf-8", "replace") in ("", config_text(path), rule_text(path)):
             print(f"remove {file}")
             if act:
                 os.unlink(file)

@@ -1,7 +1,5 @@
 """Advice on a command: it is not found, would not hold the claim, or would not use its GPUs."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence

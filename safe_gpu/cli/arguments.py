@@ -1,7 +1,5 @@
 """argparse as this command line wants it, and what its options may say."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -11,9 +9,7 @@ from typing import Any, NoReturn
 from ..gpus.vendors import FIRST, VENDORS
 from ..settings.durations import parse_duration
 from ..wording.text import as_option
-from .output import columns
-
-EX_USAGE = 2
+from .output import EX_USAGE, columns
 
 
 def is_number(text: str) -> bool:
@@ -106,12 +102,13 @@ def gpu_list(text: str) -> tuple[str, ...]:
     return parse_names(text, "gpu")
 
 
-def whole_number(what: str, least: int) -> Callable[[str], int]:
-    """Return a parser of numbers of ``what``, from ``least`` up."""
+def whole_number(what: str, least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return a parser of numbers of ``what``, from ``least`` up, or to ``most``."""
 
     def parse(text: str) -> int:
-        if not is_number(text) or int(text) < least:
-            raise ValueError(f"{text!r} is not a number of {what}: a whole number from {least} up")
+        if not is_number(text) or not least <= int(text) <= (most or int(text)):
+            end = "up" if most is None else f"to {most}"
+            raise ValueError(f"{text!r} is not a number of {what}: a whole number from {least} {end}")
         return int(text)
 
     return parse

@@ -1,19 +1,16 @@
 """``safe-gpu history``: the claims of this host, as last(1) shows logins, and GPU-hours."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..settings.durations import parse_moment
+from ..status.gather import gather
+from ..status.history import PastClaim, claims_between, gpu_hours_by, hours_held, table_of_claims, table_of_use
 from .output import columns, print_json, say, write_whole
-
-if TYPE_CHECKING:
-    from ..status.history import PastClaim
 
 _DAYS = 30
 
@@ -59,8 +56,6 @@ GPU-hours have a least and a most for that."""
 
 def do_history(options: argparse.Namespace) -> int:
     """Carry out the command; return its exit code."""
-    from ..status.history import claims_between
-
     _check(options)
     now = time.time()
     until = now if options.until is None else min(now, options.until)
@@ -120,7 +115,6 @@ class _Shown(NamedTuple):
 
 
 def _report(claims: list[PastClaim], options: argparse.Namespace, since: float, until: float) -> _Shown:
-    from ..status.gather import gather
     from ..status.report import ReportRow, drawn, report, report_by_day, table_of_report
 
     gpus = [one.gpu.uuid for one in gather().gpus]
@@ -135,8 +129,6 @@ def _without_work(claims: list[PastClaim]) -> list[PastClaim]:
 
     Claims whose user the kernel does not know are left out.
     """
-    from ..status.gather import gather
-
     idle = [one for one in gather().gpus if one.idle_for and one.idle_report is not False]
     uuids = {one.gpu.uuid for one in idle if one.claim and one.claim.uid >= 0}
     return [claim for claim in claims if claim.running and not uuids.isdisjoint(claim.gpus)]
@@ -149,16 +141,12 @@ _HOURS = ("gpu_hours_least", "gpu_hours_most")
 
 
 def _sums(claims: list[PastClaim], options: argparse.Namespace, since: float, until: float) -> _Shown:
-    from ..status.history import gpu_hours_by, table_of_use
-
     uses = gpu_hours_by(claims, options.by, since, until)
     rows = ((one.key, one.claims, round(one.least, 4), round(one.most, 4)) for one in uses)
     return _Shown("use", (options.by, "claims", *_HOURS), rows, table_of_use(uses, options.by, columns()))
 
 
 def _claims(claims: list[PastClaim], options: argparse.Namespace, since: float, until: float) -> _Shown:
-    from ..status.history import hours_held, table_of_claims
-
     claims.reverse()
     rows = (
         [getattr(one, name) for name in _FACTS]

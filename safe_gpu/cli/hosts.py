@@ -20,21 +20,18 @@ from itertools import repeat
 from queue import SimpleQueue
 from shlex import join, quote
 from threading import Semaphore, Thread
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import SafeGpuError
 from ..host.procfs import printable, printable_lines
 from ..host.programs import TooLate, TooMuch, environment, find_program, output_of
 from ..settings.variables import known_hosts, setting_of_hosts
 from ..status.facts import SCHEMA
-from ..status.page import NO_DOCUMENT, TITLES, figures_of
+from ..status.page import NO_DOCUMENT, TITLES, Figures, figures_of, render_page
 from ..status.render import table
 from ..wording.text import GAP, Column, paint, plural, wrapped
 from .commands import EX_CANNOT_RUN, EX_NO_HOST, EX_SOME_HOSTS, EX_TRY_AGAIN
 from .output import columns, in_color, print_json, print_lines, say, watching, write_output
-
-if TYPE_CHECKING:
-    from ..status.page import Figures
 
 
 def ssh_to(host: str, script: str, *options: str) -> list[str]:
@@ -315,7 +312,6 @@ def write_page(hosts: Mapping[str, Mapping[str, Any] | str], options: argparse.N
     """
     from ..coordination.state_dir import state_dir_path
     from ..status.history import claims_between
-    from ..status.page import render_page
     from ..status.report import report
 
     now, here = time.time(), (os.uname().nodename, state_dir_path())

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NoReturn
 from ..errors import SafeGpuError, UnsatisfiableRequestError
 from ..settings.variables import is_simulated
 from .advice import hint_for, warning_about
-from .arguments import EX_USAGE, add_affinity, add_request, add_which_gpus, claim_arguments, hosts_of_option, is_number
-from .output import CommandError, Log, WaitLine, is_terminal, say
+from .arguments import add_affinity, add_request, add_which_gpus, claim_arguments, hosts_of_option, whole_number
+from .output import EX_USAGE, CommandError, Log, WaitLine, is_terminal, say
 
 if TYPE_CHECKING:
     from ..claim.owner import GPUOwner
@@ -54,15 +54,9 @@ exit codes: the command's; 2 usage, 68 no host of --host answers,
     add = parser.add_argument_group("output and exit code").add_argument
     add("-q", "--quiet", action="store_true", help="print nothing about waiting, nor which GPUs were claimed")
     refused = "exit code in place of 69, 70 and 73: for Grid Engine 99 (queue the job again) or 100 (hold it)"
-    add("--refused-exit", type=_exit_code, metavar="N", help=refused)
+    add("--refused-exit", type=whole_number("an exit code", 1, 255), metavar="N", help=refused)
     parser.add_argument("--pending", help=argparse.SUPPRESS)  # by run --host, see there
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-
-
-def _exit_code(text: str) -> int:
-    if not is_number(text) or not 0 < int(text) < 256:
-        raise ValueError(f"--refused-exit {text} is not an exit code: a whole number from 1 to 255")
-    return int(text)
 
 
 def do_run(options: argparse.Namespace) -> int:
@@ -158,11 +152,9 @@ def do_wait(options: argparse.Namespace) -> int:
 def configure_bind(parser: argparse.ArgumentParser) -> None:
     """Set its options."""
     parser.usage = "safe-gpu bind [options] -- CMD ..."
-    parser.description = (
-        "Bind CPUs (and memory) next to the visible GPUs, then become the command: for\n"
-        "one rank under a launcher. Of several visible GPUs, a rank binds next to the one\n"
-        "with its local rank, as CUDA numbers them. Nothing is claimed."
-    )
+    parser.description = """Bind CPUs (and memory) next to the visible GPUs, then become the command: for
+one rank under a launcher. Of several visible GPUs, a rank binds next to the one
+with its local rank, as CUDA numbers them. Nothing is claimed."""
     parser.epilog = """examples:
   torchrun --no-python --nproc-per-node 8 safe-gpu bind -- python train.py
   mpirun -np 8 safe-gpu bind --memory preferred -- ./simulate

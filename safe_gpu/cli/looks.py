@@ -1,7 +1,5 @@
 """The commands that look at this host: affinity, doctor, demo."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -15,9 +13,9 @@ def configure_affinity(parser: argparse.ArgumentParser) -> None:
     from ..affinity.options import MODES, parse_cpus
 
     parser.description = "Show the CPUs that a claim of each GPU is bound to, or where a process runs."
-    parser.epilog = (
-        "examples:\n  safe-gpu affinity --mode exclusive\n  safe-gpu affinity --of $(pgrep -n python) --gpu 3"
-    )
+    parser.epilog = """examples:
+  safe-gpu affinity --mode exclusive
+  safe-gpu affinity --of $(pgrep -n python) --gpu 3"""
     add = parser.add_argument
     add("--mode", choices=MODES, default="node", metavar="M", help=f"one of {', '.join(MODES)}")
     add("--scope", choices=("node", "socket"), default="node", help="for the modes of gpu_affinity")

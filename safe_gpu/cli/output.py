@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from ..claim.report import WaitStatus
 
 
+EX_USAGE = 2
+
+
 class CommandError(SafeGpuError):
     """The command cannot be run; ``code`` is what shells exit with: 127 not found, 126 found and not runnable."""
 
-    def __init__(self, message: str = "", *, code: int = 127) -> None:
-        super().__init__(message)
-        self.code = code
+    code: int = 127
 
 
 def open_standard_streams() -> None:

@@ -1,7 +1,5 @@
 """``safe-gpu status``: which GPUs are free, who has the others, and who waits."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -17,6 +17,7 @@ the first. Of two such claims with the same first host, one continues and the ot
 This takes the time of two hosts instead of one, whatever the number of hosts.
 """
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -166,7 +167,7 @@ def claim_on_all(
         SafeGpuError: the error of a host, see :func:`on_host`. All claimers have been abandoned then.
     """
     order = sorted(range(len(claimers)), key=lambda number: claimers[number].rank)
-    deadline = None if timeout is None else clock() + timeout
+    deadline = math.inf if timeout is None else clock() + timeout
     grants: list[Any] = []  # of the first hosts in the order, which stay held
     try:
         while len(grants) < len(order):
@@ -178,8 +179,8 @@ def claim_on_all(
             if timeout == 0:
                 raise refusal
             busy = ahead[len(granted)]
-            left = None if deadline is None else deadline - clock()
-            if timeout is not None and left is not None and left <= 0:
+            left = deadline - clock()
+            if timeout is not None and left <= 0:
                 late = ClaimTimeout(
                     refusal.message, nb_gpus=refusal.nb_gpus, verdicts=refusal.verdicts, timeout=timeout
                 )
@@ -187,7 +188,7 @@ def claim_on_all(
                 raise late
             if on_wait is not None:
                 on_wait(busy.holder.host, refusal)
-            busy.begin(left)
+            busy.begin(None if timeout is None else left)
             try:
                 grants.append(busy.outcome())
             except ClaimTimeout as err:
@@ -198,8 +199,7 @@ def claim_on_all(
         for claimer in claimers:
             claimer.holder.end()
         raise
-    by_number = dict(zip(order, grants, strict=True))
-    return [by_number[number] for number in range(len(claimers))]
+    return [grants[order.index(number)] for number in range(len(claimers))]
 
 
 def _try(ahead: Sequence[HostClaim]) -> tuple[list[Any], NotEnoughGpusError | None]:
@@ -315,7 +315,6 @@ class ClusterClaim:
         self.gpus = tuple(held)
         self._holders = dict(held)
         self._calls = Lock()
-        self._released = False
         _live.add(self)
 
     def __enter__(self) -> "ClusterClaim":
@@ -325,7 +324,7 @@ class ClusterClaim:
         self.release()
 
     def __repr__(self) -> str:
-        state = " released" if self._released else ""
+        state = "" if self in _live else " released"
         return f"<{type(self).__name__}{state} {', '.join(f'{gpu.host}:{gpu.index}' for gpu in self.gpus)}>"
 
     @property
@@ -344,9 +343,8 @@ class ClusterClaim:
 
     def release(self) -> None:
         """Release all GPUs; safe to call twice."""
-        if self._released:
+        if self not in _live:
             return
-        self._released = True
         _live.discard(self)
         holders = dict.fromkeys(self._holders.values())
         with self._calls:
@@ -364,7 +362,7 @@ class ClusterClaim:
         return gpu
 
     def _check_unreleased(self) -> None:
-        if self._released:
+        if self not in _live:
             raise UnsatisfiableRequestError(f"{self!r} holds nothing any more: claim again")
 
     def _check(self, gpus: Sequence[ClusterGpu]) -> None:

@@ -7,6 +7,7 @@ per job or per host, and a parallel job has slots on several hosts. :func:`hard_
 
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -122,8 +123,6 @@ def with_end(environ: Mapping[str, str], job: JobContext, *, ask: bool) -> JobCo
         return job._replace(walltime=_run_times.get(job.job_id))
     if job.scheduler != "slurm" or not ask:
         return job
-    import time
-
     number = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") or ""
     try:
         code, text, _ = _asked(environ, "squeue", "-h", "-j", number, "-o", "%e", patience=_PATIENCE)

@@ -4,8 +4,6 @@ Most hosts and users have none, so this module is loaded only where a file exist
 around the limits too.
 """
 
-from __future__ import annotations
-
 import grp
 import os
 import pwd

@@ -236,36 +236,6 @@ def test_numbers_that_make_no_sense(nb_gpus: object) -> None:
     assert caught.value.value is nb_gpus
 
 
-@pytest.mark.parametrize(("text", "count"), [("20GiB", 20 * GIB), ("64kb", 64000), (GIB, GIB), (0, 0)])
-def test_sizes(text: object, count: int) -> None:
-    assert parse_size(text) == count
-
-
-@pytest.mark.parametrize(
-    "value", ["", "GiB", "twenty", "20 potatoes", "-1G", "1e9", "20Gi B", -1, 2.5, True, None, [1]]
-)
-def test_sizes_that_make_no_sense(value: object) -> None:
-    with pytest.raises(UnsatisfiableRequestError) as caught:
-        parse_size(value, name="--min-memory")
-    assert f"--min-memory={value!r}" in str(caught.value)
-    assert "20GiB" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("value", "meant"), [("20", "'20GiB'"), (20, "'20GiB'"), (" 8 ", "'8GiB'"), (20480, "'20480MiB'"), (1, "'1GiB'")]
-)
-def test_so_little_memory_that_a_unit_is_missing(value: object, meant: str) -> None:
-    with pytest.raises(UnsatisfiableRequestError, match=f"{int(value)} bytes\\? write {meant}") as caught:  # type: ignore[call-overload]
-        parse_request(1, min_memory=value)  # type: ignore[arg-type]
-    assert caught.value.value is value
-
-
-@given(st.integers(1 << 20, 1 << 50))
-def test_bytes_are_exact(count: int) -> None:
-    assert parse_size(count) == parse_size(str(count)) == count
-    assert parse_size(f"{count}KiB") == count * 1024
-
-
 @pytest.mark.parametrize(
     ("value", "names"),
     [
@@ -293,3 +263,30 @@ def test_devices_that_make_no_sense(value: Any) -> None:
         with pytest.raises(UnsatisfiableRequestError, match=argument) as caught:
             parse_request(1, **{argument: value})
         assert repr(value).strip("[]") in str(caught.value)
+
+
+@given(st.integers(1 << 20, 1 << 50))
+def test_sizes(count: int) -> None:
+    """Bytes are exact."""
+    assert parse_size(count) == parse_size(str(count)) == count
+    assert parse_size(f"{count}KiB") == count * 1024
+    for text, size in (("20G", 20 * GIB), ("20GB", 20 * 10**9), ("1.5 TiB", 1536 * GIB), (" 512 MiB ", GIB // 2)):
+        assert parse_size(text) == size
+    assert [parse_size(text) for text in ("64kb", ".5G", 0)] == [64000, GIB // 2, 0]
+
+
+def test_sizes_that_make_no_sense() -> None:
+    senseless: tuple[Any, ...] = (
+        "", "GiB", "twenty", "20 potatoes", "-1G", "1e9", "20Gi B", -1, 2.5, True, None, [1],
+    )  # fmt: skip
+    for value in senseless:
+        with pytest.raises(UnsatisfiableRequestError) as caught:
+            parse_size(value, name="--min-memory")
+        assert f"--min-memory={value!r}" in str(caught.value)
+        assert "20GiB" in str(caught.value)
+    little: tuple[tuple[Any, str], ...] = (("20", "20GiB"), (" 8 ", "8GiB"), (20480, "20480MiB"), (1, "1GiB"))
+    for value, meant in little:  # so little that a unit is missing
+        with pytest.raises(UnsatisfiableRequestError, match=f"{int(value)} bytes\\? write '{meant}'") as caught:
+            parse_request(1, min_memory=value)
+        assert caught.value.value is value
+    assert parse_request(1, min_memory="20K").value_of("min_memory") == 20 << 10

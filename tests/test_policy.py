@@ -212,9 +212,7 @@ def test_what_the_directory_says_of_root() -> None:
 
 @needs_root
 @pytest.mark.parametrize("name", ["config.ini", "policy.ini"])
-def test_a_user_cannot_lift_the_limits_of_the_host(
-    name: str, open_tmp: Path, monkeypatch: pytest.MonkeyPatch, as_user: Any
-) -> None:
+def test_a_user_cannot_lift_the_limits_of_the_host(name: str, open_tmp: Path, monkeypatch: Any, as_user: Any) -> None:
     etc = open_tmp / "etc"
     monkeypatch.setattr(settings, "HOST_FILES", tuple(f"{etc}/{one}" for one in ("config.ini", "policy.ini")))
     variables = {"SAFE_GPU_POLICY": "/nonexistent", "SAFE_GPU_DRIVER": "nvml"}

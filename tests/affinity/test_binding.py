@@ -243,9 +243,7 @@ def test_an_architecture_whose_calls_are_not_known(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(("kernel_knows_many", "nodes"), [(True, {0, 1}), (False, {0})])
-def test_preferred_on_several_nodes(
-    in_child: Any, monkeypatch: pytest.MonkeyPatch, kernel_knows_many: bool, nodes: set[int]
-) -> None:
+def test_preferred_on_several_nodes(in_child: Any, monkeypatch: Any, kernel_knows_many: bool, nodes: set[int]) -> None:
     """MPOL_PREFERRED_MANY is of Linux 5.15; before, EINVAL: then the lowest node alone."""
 
     def kernel(call: int, mode: Any, *nodes: Any) -> None:

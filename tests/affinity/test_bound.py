@@ -62,9 +62,7 @@ def test_neighbours_mean_what_they_say(
         assert lines[-1].endswith(f": numactl --physcpubind={MASK[index % 2]} true")
 
 
-def test_a_node_by_its_number(
-    four_gpus: Any, in_child: Any, said: Any, saved_tree: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_by_its_number(four_gpus: Any, in_child: Any, said: Any, saved_tree: Any, monkeypatch: Any) -> None:
     """Node 2 has a CPU that this process may not use."""
     saved_tree.cpus([(MASK[0],), (MASK[1],), (5000,)])
     saved_tree.nodes({0: [MASK[0]], 1: [MASK[1]], 2: [5000]})
@@ -211,9 +209,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return found
 
 
-def test_unbound_rather_than_not_at_all(
-    four_gpus: Any, in_child: InChild, monkeypatch: pytest.MonkeyPatch, capfd: Any, ran: list[list[str]]
-) -> None:
+def test_unbound_rather_than_not_at_all(four_gpus: Any, monkeypatch: Any, capfd: Any, ran: Any) -> None:
     for options, code, why in (
         (["--gpu", "4"], 78, "this host has no GPU 4"),
         (["--mode", "exclusive"], 78, "1 physical core near 2 GPUs"),

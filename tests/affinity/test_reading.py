@@ -13,7 +13,6 @@ from affinity.conftest import cpus
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safe_gpu.drivers import open_driver
 from safe_gpu.errors import GPUAffinityError, NoDriverError
 from safe_gpu.gpus.devices import Gpu, HostSnapshot
 from safe_gpu.topology.cpulist import LIMIT, format_cpulist, parse_cpulist, parse_cpumask
@@ -180,28 +179,6 @@ def test_some_gpus_are_located_without_a_poll(saved_tree: Any, fake_driver: Any)
         driver = Silent([gpu], {("GPU-told", "node"): frozenset([1, 2])})
         (place,) = read_topology(saved_tree, driver, [gpu, gpu]).gpus
         assert (place.node_cpus, place.source) == expected, gpu
-
-
-@pytest.mark.parametrize("bus", ["0000:07:00.0", ""])
-@pytest.mark.parametrize(
-    ("nodes", "mask", "node"),
-    [({0: FIRST, 1: SECOND}, "4-7", 1), ({0: FIRST, 1: SECOND}, "0-3,8", 0), ({0: FIRST, 1: SECOND}, "0-15", None),
-     ({0: FIRST, 1: SECOND}, "", None), ({1: FIRST | SECOND}, "", 1), ({0: FIRST | SECOND, 1: ()}, "", 0), ({}, "", 0)],
-)  # fmt: skip
-def test_the_node_where_sysfs_does_not_tell(
-    saved_tree: Any, fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, nodes: Any, mask: str, node: int | None, bus: str
-) -> None:
-    """Claims and the table of ``affinity`` agree."""
-    saved_tree.cpus([(cpu, cpu + 8) for cpu in range(8)])
-    if nodes:
-        saved_tree.nodes(nodes)
-    saved_tree.gpu("0000:07:00.0", node=-1)
-    monkeypatch.setenv("SAFE_GPU_FSROOT", str(saved_tree.root))
-    fake_gpus.set(1, bus=bus and f"0000{bus}", **({"node_cpus": mask} if mask else {}))
-    fake_gpus.use_nvml_here()
-    driver = open_driver("nvml")
-    topology = read_topology(driver=driver)
-    assert [driver.snapshot().gpus[0].numa_node, topology.node_of(topology.gpus[0])] == [node, node]
 
 
 # hwloc as the referee

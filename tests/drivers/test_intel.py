@@ -1,6 +1,7 @@
 """Intel GPUs by saved sysfs trees, and their processes by fdinfo."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.intel_host import GIB, IntelHost
@@ -60,9 +61,7 @@ def test_who_is_on_a_card(host: IntelHost) -> None:
     assert two.memory_used is None
 
 
-def test_processes_of_other_users_are_not_known(
-    host: IntelHost, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_processes_of_other_users_are_not_known(host: IntelHost, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     host.gpu(ONE, memory=GIB)
     host.gpu(TWO, memory=GIB)
     host.private(1)

@@ -145,9 +145,7 @@ def test_unknown_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     [("nvml", "amd"), ("nvidia-smi", "amd"), ("kfd", "nvidia"), ("simulated:dgx-a100", "amd"),
      ("simulated:mi250x", "nvidia")],
 )  # fmt: skip
-def test_a_driver_that_was_named_and_has_no_such_gpus(
-    driver: str, vendor: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_that_was_named_and_has_no_such_gpus(driver: str, vendor: str, monkeypatch: Any) -> None:
     monkeypatch.setenv("SAFE_GPU_DRIVER", driver)
     with pytest.raises(UnsatisfiableRequestError) as caught:
         open_driver(vendor=vendor)

@@ -100,9 +100,7 @@ def torch_that(**answers: object) -> types.ModuleType:
         (types.ModuleType("torch"), None),
     ],
 )
-def test_pytorch_is_asked_where_libcuda_says_nothing(
-    monkeypatch: pytest.MonkeyPatch, torch: Any, message: str | None
-) -> None:
+def test_pytorch_is_asked_where_libcuda_says_nothing(monkeypatch: Any, torch: Any, message: str | None) -> None:
     monkeypatch.setitem(sys.modules, "torch", torch)
     if message is None:
         assert Answers(None).visible_if_initialized() is None

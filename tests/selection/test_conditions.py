@@ -196,9 +196,7 @@ FREE = [gpu(0, name="A100"), gpu(1, name="H100"), gpu(2, name="A100"), gpu(3, na
         (6, ("H100",), (), None),
     ],
 )
-def test_the_first_model_of_which_there_are_enough(
-    nb_gpus: int, prefer: tuple[str, ...], last: tuple[str, ...], chosen: tuple[int, ...] | None
-) -> None:
+def test_the_first_model_of_which_there_are_enough(nb_gpus: int, prefer: Any, last: Any, chosen: Any) -> None:
     preferred = parse_request(1, prefer=prefer).preferred
     found = choose([GpuVerdict(one, "free") for one in FREE], nb_gpus, prefer=preferred, last=last)
     assert (found and tuple(one.index for one in found)) == chosen

@@ -122,7 +122,9 @@ def test_gpus_that_only_the_kernel_driver_names(saved_tree: Any) -> None:
         saved_tree.gpu(bus_id, node=0)
         (saved_tree.root / f"sys/bus/pci/devices/{bus_id}/driver").symlink_to(f"../../../../bus/pci/drivers/{driver}")
     saved_tree.write("proc/driver/nvidia/gpus/0004:04:00.0/information", "")
-    (gpu0, gpu1) = read_topology(saved_tree).gpus
+    saved_tree.gpu("0036:05:00.0", node=0)  # of no driver
+    gpu0, gpu1, gpu2 = read_topology(saved_tree).gpus
+    assert gpu2.pci_bus_id == "0036:05:00.0"
     assert (gpu0.pci_bus_id, gpu0.uuid) == ("0004:04:00.0", "")
     assert (gpu1.pci_bus_id, gpu1.uuid, gpu1.numa_node) == ("0035:03:00.0", "GPU-abc-1", 1)
 

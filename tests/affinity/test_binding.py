@@ -144,11 +144,11 @@ def test_what_the_kernel_refuses_leaves_nothing_behind(in_child: InChild) -> Non
     assert in_child(child) == (True, 0)
 
 
-@pytest.mark.parametrize("cpus", [(), {-1}, {1 << 40}])
-def test_sets_that_are_none(cpus: Any) -> None:
-    with pytest.raises(GPUAffinityError):
-        bind_process(cpus)
-    assert not binding_module._stack
+def test_sets_that_are_none() -> None:
+    for cpus in ((), {-1}, {1 << 40}):
+        with pytest.raises(GPUAffinityError):
+            bind_process(cpus)
+        assert not binding_module._stack
 
 
 # cgroups

@@ -183,20 +183,17 @@ def test_the_policy_of_another_process(two_nodes: Any, child: Any) -> None:
     assert sum(found.memory.values()) > 1 << 20
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_numa_maps() -> None:
+    for text, expected in (
         ("", None),
         ("7f00 default anon=3 dirty=3 N0=2 N1=1 kernelpagesize_kB=4", ({0: 8192, 1: 4096}, "default", set())),
         ("7f00 bind:0-1,3 file=/a\\040b N3=1 kernelpagesize_kB=2048", ({3: 2 << 20}, "bind", {0, 1, 3})),
         ("7f00 bind=static:2", ({}, "bind", {2})),
         ("7f00 local", ({}, "local", set())),
         ("rubbish", None),
-    ],
-)
-def test_numa_maps(text: str, expected: Any) -> None:
-    found = parse_numa_maps(text.encode().splitlines())
-    assert (tuple(found.values()) or None) == expected
+    ):
+        found = parse_numa_maps(text.encode().splitlines())
+        assert (tuple(found.values()) or None) == expected
 
 
 def test_a_gpu_is_named_in_either_numbering(two_nodes: Any, family: Any) -> None:

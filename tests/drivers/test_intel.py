@@ -77,9 +77,8 @@ def test_processes_of_other_users_are_not_known(host: IntelHost, monkeypatch: py
     assert "processes of other users on Intel" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize(
-    ("text", "client"),
-    [
+def test_a_client_of_drm() -> None:
+    for text, client in (
         (
             "drm-driver: xe\ndrm-pdev: 0000:03:00.0\ndrm-client-id: 7\ndrm-total-vram0: 4096",
             ("0000:03:00.0", "7", 4096),
@@ -87,10 +86,8 @@ def test_processes_of_other_users_are_not_known(host: IntelHost, monkeypatch: py
         ("drm-driver: i915\ndrm-pdev: 0000:03:00.0\ndrm-resident-local0: 2 KiB\n", ("0000:03:00.0", "", 2048)),
         ("drm-driver: xe\ndrm-pdev: ../../etc\n", None),
         ("drm-driver: amdgpu\ndrm-pdev: 0000:03:00.0\n", None),
-    ],
-)
-def test_a_client_of_drm(text: str, client: object) -> None:
-    assert parse_client(text) == client
+    ):
+        assert parse_client(text) == client
 
 
 def test_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

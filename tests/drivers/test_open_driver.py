@@ -168,17 +168,14 @@ def test_simulated_hosts_have_a_driver_for_each_vendor(preset: str, monkeypatch:
         assert open_driver(vendor=vendor).snapshot() == snapshot
 
 
-@pytest.mark.parametrize(
-    ("environment", "vendor"),
-    [
+def test_what_tells_the_vendor_of_this_process() -> None:
+    for environment, vendor in (
         ({}, None),
         ({"ROCR_VISIBLE_DEVICES": AMD}, "amd"),
         ({"SAFE_GPU_EXPECT": AMD}, "amd"),
         ({"SAFE_GPU_EXPECT": preset("laptop").devices[0].uuid, "ROCR_VISIBLE_DEVICES": AMD}, "nvidia"),
-    ],
-)
-def test_what_tells_the_vendor_of_this_process(environment: dict[str, str], vendor: str | None) -> None:
-    assert meant_vendor(environment) == vendor
+    ):
+        assert meant_vendor(environment) == vendor
 
 
 def test_what_a_uuid_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,9 +106,8 @@ def hard_set(scope: int, *requests: str) -> str:
 GPU_TYPE = request("gpu_type", "a100", consumable=0, valtype=9)
 
 
-@pytest.mark.parametrize(
-    ("environ", "number"),
-    [
+def test_the_number() -> None:
+    for environ, number in (
         ({"SAFE_GPU_NB_GPUS": "3"}, 3),
         ({**SLURM, "SLURM_GPUS_ON_NODE": "4"}, 4),
         ({**SLURM, "SLURM_GPUS_ON_NODE": "4", "SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "4"}, 1),
@@ -122,15 +121,12 @@ GPU_TYPE = request("gpu_type", "a100", consumable=0, valtype=9)
         ({**SLURM, "SLURM_GPUS_ON_NODE": "2", "ROCR_VISIBLE_DEVICES": "4,5", "CUDA_VISIBLE_DEVICES": "4,5"}, 2),
         ({**FLUX, "FLUX_JOB_SIZE": "2", "FLUX_JOB_NNODES": "2", "CUDA_VISIBLE_DEVICES": "4,5,6"}, 3),
         ({"SGE_TASK_ID": "undefined", "JOB_ID": "4", "SGE_HGR_gpu": "2 5"}, 2),
-    ],
-)
-def test_the_number(environ: dict[str, str], number: int) -> None:
-    assert number_for_job(environ, ask=False) == number
+    ):
+        assert number_for_job(environ, ask=False) == number
 
 
-@pytest.mark.parametrize(
-    ("environ", "names"),
-    [
+def test_no_number_names_the_way_out() -> None:
+    for environ, names in (
         ({"SAFE_GPU_NB_GPUS": "two"}, ["SAFE_GPU_NB_GPUS='two'", "whole number"]),
         ({}, ["in no batch job", "set SAFE_GPU_NB_GPUS=N"]),
         (SLURM, ["slurm:77", "not known (SLURM_GPUS_ON_NODE is not set)", "set SAFE_GPU_NB_GPUS=N"]),
@@ -142,19 +138,16 @@ def test_the_number(environ: dict[str, str], number: int) -> None:
         ({"SGE_TASK_ID": "undefined", "JOB_ID": "4"}, ["sge:4", "not known", "set SAFE_GPU_NB_GPUS=N"]),
         ({"SGE_TASK_ID": "undefined"}, ["of unknown number", "set SAFE_GPU_NB_GPUS=N"]),
         ({**FLUX, "FLUX_JOB_SIZE": "4", "FLUX_JOB_NNODES": "1"}, ["flux:fABC", "set SAFE_GPU_NB_GPUS=N"]),
-    ],
-)
-def test_no_number_names_the_way_out(environ: dict[str, str], names: list[str]) -> None:
-    with pytest.raises(UnsatisfiableRequestError) as caught:
-        number_for_job(environ, ask=False)
-    for name in names:
-        assert name in str(caught.value)
-    assert "\n" not in str(caught.value)
+    ):
+        with pytest.raises(UnsatisfiableRequestError) as caught:
+            number_for_job(environ, ask=False)
+        for name in names:
+            assert name in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("requests", "found"),
-    [
+def test_hard_request() -> None:
+    for requests, found in (
         (hard(request("gpu", 2)), ResourceRequest(2, "slot")),
         (hard(request("ngpus", 2, consumable=2), request("h_rt", 100, valtype=3)), ResourceRequest(2, "job")),
         (hard(request("gpus", 1, consumable=3, valtype=10)), ResourceRequest(1, "host")),
@@ -167,10 +160,8 @@ def test_no_number_names_the_way_out(environ: dict[str, str], names: list[str]) 
         (sets(hard_set(1, request("gpu", 2))), ResourceRequest(2, "job")),
         (sets(hard_set(1, request("gpu", 2)), hard_set(2, request("gpu", 1))), ResourceRequest(1, "slave slot")),
         (sets(hard_set(2, request("gpu", 1, consumable=3))), ResourceRequest(1, "slave host")),
-    ],
-)
-def test_hard_request(requests: str, found: ResourceRequest | None) -> None:
-    assert hard_request(qstat_xml(requests, environment="a & b <\x01"), ("gpu", "gpus", "ngpus")) == found
+    ):
+        assert hard_request(qstat_xml(requests, environment="a & b <\x01"), ("gpu", "gpus", "ngpus")) == found
 
 
 @pytest.mark.parametrize(
@@ -200,9 +191,8 @@ def test_hard_request_in_a_broken_list() -> None:
         hard_request("<JB_hard_resource_list><CE_name>gpu</JB_hard_resource_list>", ("gpu",))
 
 
-@pytest.mark.parametrize(
-    ("request_", "granted", "number"),
-    [
+def test_request_on_this_host() -> None:
+    for request_, granted, number in (
         (ResourceRequest(2, "slot"), Slots(1, True), 2),
         (ResourceRequest(0.5, "slot"), Slots(4, True), 2),
         (ResourceRequest(2, "job"), Slots(4, True), 2),
@@ -210,10 +200,8 @@ def test_hard_request_in_a_broken_list() -> None:
         (ResourceRequest(1, "slave slot"), Slots(3, False), 3),
         (ResourceRequest(1, "slave slot"), Slots(3, True), None),
         (ResourceRequest(1, "slave host"), Slots(3, False), 1),
-    ],
-)
-def test_request_on_this_host(request_: ResourceRequest, granted: Slots, number: int | None) -> None:
-    assert here(request_, granted) == number
+    ):
+        assert here(request_, granted) == number
 
 
 def called(monkeypatch: pytest.MonkeyPatch, name: str) -> None:

@@ -372,3 +372,12 @@ def test_what_was_bound_is_known_while_it_is_visible() -> None:
         found = remembered(snapshot, {BOUND: bound, "CUDA_VISIBLE_DEVICES": shown})
         assert (found and [gpu.index for gpu in found.gpus]) == indices
     assert remembered(EIGHT, {}) is None
+
+
+def test_a_rank_beyond_the_visible_gpus_is_told(
+    four_gpus: Any, in_child: InChild, monkeypatch: pytest.MonkeyPatch, capfd: Any, ran: list[list[str]]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,0")
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    assert in_child(lambda: (main(["bind", "--", "true"]), ran)) == (0, [["true"]])
+    assert "local rank 5 is beyond the 2 visible GPUs" in capfd.readouterr().err

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -228,3 +229,27 @@ def test_without_a_driver_the_rest_is_told(two_nodes: Any, family: Any, monkeypa
     assert report.matches is None
     assert report.processes[0].threads[0].node == 0
     assert "no NVIDIA driver" in str(report)
+
+
+def test_a_thread_that_sleeps_since_it_was_bound_matches(two_nodes: Any, in_child: InChild) -> None:
+    """It still shows the CPU from before; where it may run is what counts."""
+
+    def child() -> Any:
+        sleeping, stop = threading.Event(), threading.Event()
+
+        def sleep() -> None:
+            os.sched_setaffinity(0, {MASK[1]})
+            sleeping.set()
+            stop.wait()
+
+        thread = threading.Thread(target=sleep)
+        thread.start()
+        sleeping.wait()
+        for tid in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(tid), {MASK[0]})
+        report = placement(driver=two_nodes, gpus=[0])
+        stop.set()
+        thread.join()
+        return report.matches
+
+    assert in_child(child) is True

@@ -140,7 +140,7 @@ def test_a_gpu_that_cannot_list(host: Any, code: int, flag: str) -> None:
     assert gpus[3].processes == ()
 
 
-@pytest.mark.parametrize("field", ["compute_error", "mps_error"])
+@pytest.mark.parametrize("field", ["compute_error", "mps_error", "graphics_error"])
 @pytest.mark.parametrize("code", [NO_PERMISSION, INSUFFICIENT_SIZE, UNKNOWN, 12345])
 def test_a_list_that_fails_this_time(host: Any, driver: nvml.NvmlDriver, field: str, code: int) -> None:
     host.change(0, used=32 << 20)  # on a GPU that is all free only the first list is asked for
@@ -437,3 +437,11 @@ def test_mig_turned_on_cut_anew_and_turned_off(host: Any, driver: nvml.NvmlDrive
 
 
 # ---- a real one ----
+
+
+@pytest.mark.parametrize("code", [NOT_SUPPORTED, FUNCTION_NOT_FOUND])
+def test_a_list_that_exists_and_does_not_work(host: Any, driver: nvml.NvmlDriver, code: int) -> None:
+    host.change(0, v3_error=code, used=1 << 30)
+    host.process(host.uuids[0], HIDDEN, static=True)
+    host.process(host.uuids[0], HIDDEN, static=True, kind="mps")
+    assert pids(driver.snapshot().gpus[0]) == {(HIDDEN, ProcessKind.COMPUTE), (HIDDEN, ProcessKind.MPS)}

@@ -97,17 +97,14 @@ def test_the_verdict(tool: Any) -> None:
     assert tool.verdict(arms, True)[3] == "nothing is compared: both kinds of runs may use the same CPUs (0-1)"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "says"),
-    [
+def test_what_cannot_be_compared() -> None:
+    for arguments, code, says in (
         ("", 2, "a command after --"),
         ("--runs 0 -- true", 2, "--runs from 1 up"),
         ("--runs 1 -- false", 1, "a run ended with 1"),
         ("--runs 1 --figure x:(.) -- true", 1, "a run printed nothing that matches 'x:(.)'"),
         ("-n 9 --runs 1 -- true", 1, "9 GPUs"),
-    ],
-)
-def test_what_cannot_be_compared(arguments: str, code: int, says: str) -> None:
-    done = compare(*arguments.split())
-    assert (done.returncode, "Traceback" in done.stderr) == (code, False)
-    assert says in done.stderr
+    ):
+        done = compare(*arguments.split())
+        assert (done.returncode, "Traceback" in done.stderr) == (code, False)
+        assert says in done.stderr

@@ -1,7 +1,6 @@
 """The manual page safe-gpu(1): complete, clean, and in the environment once the package is installed."""
 
 import importlib.util
-import os
 import re
 import shutil
 import subprocess
@@ -101,19 +100,6 @@ def test_mandoc_finds_nothing_to_blame(page: Path) -> None:
         unavailable("needs mandoc, to look for mistakes in the page")
     done = subprocess.run(["mandoc", "-T", "lint", str(page)], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.returncode) == ("", 0)
-
-
-@pytest.mark.parametrize("columns", [80, 120])
-def test_man_shows_it(page: Path, columns: int) -> None:
-    if shutil.which("man") is None:
-        unavailable("needs man, to show the page")
-    variables = {**os.environ, "MANWIDTH": str(columns), "LC_ALL": "C.UTF-8", "MANPAGER": "cat"}
-    command = ["man", "--warnings", "-l", str(page)]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
-    assert (done.stderr, done.returncode) == ("", 0)
-    text = re.sub(".\b", "", done.stdout)
-    assert "safe-gpu run [options] -- CMD ..." in text
-    assert max(map(len, text.splitlines())) <= columns + 6, "only examples may be a little wider"
 
 
 def test_the_hook_leaves_nothing_behind(script: ModuleType, page: Path, monkeypatch: pytest.MonkeyPatch) -> None:

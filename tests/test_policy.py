@@ -54,17 +54,14 @@ def limits(user: str, *groups: str, text: str = FILE, is_root: bool = False) -> 
     return resolve(parse(text, "/p"), (user, "1001"), lambda group: group in groups, is_root=is_root)
 
 
-@pytest.mark.parametrize(
-    ("user", "groups", "expected"),
-    [
+def test_which_section_wins() -> None:
+    for user, groups, expected in (
         ("ben", (), (2, 129600.0, 7200.0, None, None, None)),
         ("ben", ("staff", "students"), (1, 129600.0, 7200.0, 90.0, 1800.0, 2.0)),  # the first in the file, key by key
         ("anna", ("students",), (None, None, 7200.0, 90.0, None, None)),
         ("DOM\\eva maria", (), (0, 129600.0, 7200.0, None, None, None)),
-    ],
-)
-def test_which_section_wins(user: str, groups: tuple[str, ...], expected: tuple[object, ...]) -> None:
-    assert tuple(getattr(limits(user, *groups), key) for key in KEYS) == expected
+    ):
+        assert tuple(getattr(limits(user, *groups), key) for key in KEYS) == expected
 
 
 def test_a_value_names_its_section_and_a_user_may_be_a_number() -> None:
@@ -88,9 +85,8 @@ def test_groups_are_asked_for_only_where_the_file_has_some() -> None:
     assert resolve(parse("[group staff]\nmax_gpus=1", "/p"), ("root",), never, is_root=True).exempt
 
 
-@pytest.mark.parametrize(
-    ("text", "line", "says"),
-    [
+def test_a_wrong_line_is_named() -> None:
+    for text, line, says in (
         ("max_gpus = 2", 1, "before the first section"),
         ("[default]\n\nmax_gpus 2", 3, "neither [section] nor key = value"),
         ("[default]\nmax_gpu = 2", 2, "did you mean max_gpus?"),
@@ -103,13 +99,11 @@ def test_groups_are_asked_for_only_where_the_file_has_some() -> None:
         ("[default]\n[user]", 2, "write [default], [user NAME] or [group NAME]"),
         ("[default", 1, "is not a section"),
         ("[user anna]\n[default]\n[user anna]", 3, "twice"),
-    ],
-)
-def test_a_wrong_line_is_named(text: str, line: int, says: str) -> None:
-    with pytest.raises(PolicyError, match=f"^/p:{line}: ") as caught:
-        parse(text, "/p")
-    assert says in str(caught.value)
-    assert (caught.value.path, caught.value.line) == ("/p", line)
+    ):
+        with pytest.raises(PolicyError, match=f"^/p:{line}: ") as caught:
+            parse(text, "/p")
+        assert says in str(caught.value)
+        assert (caught.value.path, caught.value.line) == ("/p", line)
 
 
 def test_the_least_and_what_limits_gpus() -> None:
@@ -212,9 +206,7 @@ def test_what_the_directory_says_of_root() -> None:
 
 @needs_root
 @pytest.mark.parametrize("name", ["config.ini", "policy.ini"])
-def test_a_user_cannot_lift_the_limits_of_the_host(
-    name: str, open_tmp: Path, monkeypatch: pytest.MonkeyPatch, as_user: Any
-) -> None:
+def test_a_user_cannot_lift_the_limits_of_the_host(name: str, open_tmp: Path, monkeypatch: Any, as_user: Any) -> None:
     etc = open_tmp / "etc"
     monkeypatch.setattr(settings, "HOST_FILES", tuple(f"{etc}/{one}" for one in ("config.ini", "policy.ini")))
     variables = {"SAFE_GPU_POLICY": "/nonexistent", "SAFE_GPU_DRIVER": "nvml"}

@@ -11,7 +11,6 @@ import pytest
 from affinity.conftest import MASK, InChild, needs_two_cpus, no_driver
 
 import safe_gpu
-import safe_gpu as gpu_affinity
 import safe_gpu.drivers
 from safe_gpu.affinity.gpu_affinity import set_affinity
 from safe_gpu.affinity.numactl import numactl_options, wrap_command
@@ -23,23 +22,6 @@ from safe_gpu.gpus.devices import Gpu
 from safe_gpu.topology.host import HostTopology, read_topology
 
 # set_affinity
-
-
-@needs_two_cpus
-def test_a_program_for_gpu_affinity_changes_its_import_only(four_gpus: Any, in_child: InChild) -> None:
-    def child() -> set[int]:
-        return gpu_affinity.set_affinity(
-            0,
-            2,
-            mode=gpu_affinity.Mode.ALL,
-            scope=gpu_affinity.Scope.SOCKET,
-            multithreading=gpu_affinity.Multithreading.SINGLE_LOGICAL,
-            balanced=False,
-            min_physical_cores=2,
-            max_physical_cores=2,
-        )
-
-    assert repr(in_child(child)) == repr(set(MASK[:2]))
 
 
 # numactl

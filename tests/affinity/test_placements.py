@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -183,20 +184,17 @@ def test_the_policy_of_another_process(two_nodes: Any, child: Any) -> None:
     assert sum(found.memory.values()) > 1 << 20
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_numa_maps() -> None:
+    for text, expected in (
         ("", None),
         ("7f00 default anon=3 dirty=3 N0=2 N1=1 kernelpagesize_kB=4", ({0: 8192, 1: 4096}, "default", set())),
         ("7f00 bind:0-1,3 file=/a\\040b N3=1 kernelpagesize_kB=2048", ({3: 2 << 20}, "bind", {0, 1, 3})),
         ("7f00 bind=static:2", ({}, "bind", {2})),
         ("7f00 local", ({}, "local", set())),
         ("rubbish", None),
-    ],
-)
-def test_numa_maps(text: str, expected: Any) -> None:
-    found = parse_numa_maps(text.encode().splitlines())
-    assert (tuple(found.values()) or None) == expected
+    ):
+        found = parse_numa_maps(text.encode().splitlines())
+        assert (tuple(found.values()) or None) == expected
 
 
 def test_a_gpu_is_named_in_either_numbering(two_nodes: Any, family: Any) -> None:
@@ -231,3 +229,27 @@ def test_without_a_driver_the_rest_is_told(two_nodes: Any, family: Any, monkeypa
     assert report.matches is None
     assert report.processes[0].threads[0].node == 0
     assert "no NVIDIA driver" in str(report)
+
+
+def test_a_thread_that_sleeps_since_it_was_bound_matches(two_nodes: Any, in_child: InChild) -> None:
+    """It still shows the CPU from before; where it may run is what counts."""
+
+    def child() -> Any:
+        sleeping, stop = threading.Event(), threading.Event()
+
+        def sleep() -> None:
+            os.sched_setaffinity(0, {MASK[1]})
+            sleeping.set()
+            stop.wait()
+
+        thread = threading.Thread(target=sleep)
+        thread.start()
+        sleeping.wait()
+        for tid in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(tid), {MASK[0]})
+        report = placement(driver=two_nodes, gpus=[0])
+        stop.set()
+        thread.join()
+        return report.matches
+
+    assert in_child(child) is True

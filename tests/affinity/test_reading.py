@@ -13,7 +13,6 @@ from affinity.conftest import cpus
 from hypothesis import given
 from hypothesis import strategies as st
 
-from safe_gpu.drivers import open_driver
 from safe_gpu.errors import GPUAffinityError, NoDriverError
 from safe_gpu.gpus.devices import Gpu, HostSnapshot
 from safe_gpu.topology.cpulist import LIMIT, format_cpulist, parse_cpulist, parse_cpumask
@@ -123,7 +122,9 @@ def test_gpus_that_only_the_kernel_driver_names(saved_tree: Any) -> None:
         saved_tree.gpu(bus_id, node=0)
         (saved_tree.root / f"sys/bus/pci/devices/{bus_id}/driver").symlink_to(f"../../../../bus/pci/drivers/{driver}")
     saved_tree.write("proc/driver/nvidia/gpus/0004:04:00.0/information", "")
-    (gpu0, gpu1) = read_topology(saved_tree).gpus
+    saved_tree.gpu("0036:05:00.0", node=0)  # of no driver
+    gpu0, gpu1, gpu2 = read_topology(saved_tree).gpus
+    assert gpu2.pci_bus_id == "0036:05:00.0"
     assert (gpu0.pci_bus_id, gpu0.uuid) == ("0004:04:00.0", "")
     assert (gpu1.pci_bus_id, gpu1.uuid, gpu1.numa_node) == ("0035:03:00.0", "GPU-abc-1", 1)
 
@@ -180,28 +181,6 @@ def test_some_gpus_are_located_without_a_poll(saved_tree: Any, fake_driver: Any)
         driver = Silent([gpu], {("GPU-told", "node"): frozenset([1, 2])})
         (place,) = read_topology(saved_tree, driver, [gpu, gpu]).gpus
         assert (place.node_cpus, place.source) == expected, gpu
-
-
-@pytest.mark.parametrize("bus", ["0000:07:00.0", ""])
-@pytest.mark.parametrize(
-    ("nodes", "mask", "node"),
-    [({0: FIRST, 1: SECOND}, "4-7", 1), ({0: FIRST, 1: SECOND}, "0-3,8", 0), ({0: FIRST, 1: SECOND}, "0-15", None),
-     ({0: FIRST, 1: SECOND}, "", None), ({1: FIRST | SECOND}, "", 1), ({0: FIRST | SECOND, 1: ()}, "", 0), ({}, "", 0)],
-)  # fmt: skip
-def test_the_node_where_sysfs_does_not_tell(
-    saved_tree: Any, fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, nodes: Any, mask: str, node: int | None, bus: str
-) -> None:
-    """Claims and the table of ``affinity`` agree."""
-    saved_tree.cpus([(cpu, cpu + 8) for cpu in range(8)])
-    if nodes:
-        saved_tree.nodes(nodes)
-    saved_tree.gpu("0000:07:00.0", node=-1)
-    monkeypatch.setenv("SAFE_GPU_FSROOT", str(saved_tree.root))
-    fake_gpus.set(1, bus=bus and f"0000{bus}", **({"node_cpus": mask} if mask else {}))
-    fake_gpus.use_nvml_here()
-    driver = open_driver("nvml")
-    topology = read_topology(driver=driver)
-    assert [driver.snapshot().gpus[0].numa_node, topology.node_of(topology.gpus[0])] == [node, node]
 
 
 # hwloc as the referee

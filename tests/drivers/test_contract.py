@@ -1,5 +1,6 @@
 """What every driver promises, asked of each with the same words."""
 
+import html
 import os
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from support.forks import in_child
 
 from safe_gpu.drivers import open_driver
 from safe_gpu.drivers.base import Driver
-from safe_gpu.gpus.devices import Gpu, ProcessKind, bus_order
+from safe_gpu.gpus.devices import Gpu, ProcessKind, are_mixed, bus_order
 
 HIDDEN = 4_000_000  # above every pid that Linux gives
 MEMORY = 512 << 20
@@ -182,3 +183,19 @@ def test_mig_instances_are_the_devices(mig_bench: Bench) -> None:
         assert gpu.mig_instance is not None
         behind = snapshot.gpus[snapshot.gpus.index(parent) + 1 :][: len(instances)]
         assert gpu in behind, "instances follow their GPU"
+
+
+@pytest.mark.parametrize("said", NO_NAMES)
+@pytest.mark.parametrize("name", ["nvml", "nvidia-smi"])
+def test_an_error_in_place_of_a_product_name_is_no_model(request: Any, fake_gpus: Any, name: str, said: str) -> None:
+    if name == "nvidia-smi":
+        request.getfixturevalue("fake_nvidia_smi")
+    for models, seen in ([said], [""]), (["NVIDIA H200", said], ["NVIDIA H200"] * 2):  # what was told before stays
+        driver = over_fake_gpus(fake_gpus, False, name).driver
+        for model, expected in zip(models, seen, strict=True):
+            told = html.escape(model) if name == "nvidia-smi" else model
+            fake_gpus.write({"name": "NVIDIA H200"}, {"name": told})
+            gpus = driver.snapshot().gpus
+            assert gpus[1].name == expected
+            assert not are_mixed(gpus)
+        driver.close()

@@ -1,6 +1,7 @@
 """Intel GPUs by saved sysfs trees, and their processes by fdinfo."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.intel_host import GIB, IntelHost
@@ -60,9 +61,7 @@ def test_who_is_on_a_card(host: IntelHost) -> None:
     assert two.memory_used is None
 
 
-def test_processes_of_other_users_are_not_known(
-    host: IntelHost, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_processes_of_other_users_are_not_known(host: IntelHost, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     host.gpu(ONE, memory=GIB)
     host.gpu(TWO, memory=GIB)
     host.private(1)
@@ -78,9 +77,8 @@ def test_processes_of_other_users_are_not_known(
     assert "processes of other users on Intel" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize(
-    ("text", "client"),
-    [
+def test_a_client_of_drm() -> None:
+    for text, client in (
         (
             "drm-driver: xe\ndrm-pdev: 0000:03:00.0\ndrm-client-id: 7\ndrm-total-vram0: 4096",
             ("0000:03:00.0", "7", 4096),
@@ -88,10 +86,8 @@ def test_processes_of_other_users_are_not_known(
         ("drm-driver: i915\ndrm-pdev: 0000:03:00.0\ndrm-resident-local0: 2 KiB\n", ("0000:03:00.0", "", 2048)),
         ("drm-driver: xe\ndrm-pdev: ../../etc\n", None),
         ("drm-driver: amdgpu\ndrm-pdev: 0000:03:00.0\n", None),
-    ],
-)
-def test_a_client_of_drm(text: str, client: object) -> None:
-    assert parse_client(text) == client
+    ):
+        assert parse_client(text) == client
 
 
 def test_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

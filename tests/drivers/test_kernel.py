@@ -96,9 +96,7 @@ def test_who_has_a_device_open(devices: Path, opening: Any) -> None:
     assert not any(process.elsewhere for process in own_namespace_pids(listed)), "not NVIDIA's driver for Linux"
 
 
-def test_a_process_that_may_not_be_read_or_has_too_much_open(
-    devices: Path, opening: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_may_not_be_read_or_has_too_much_open(devices: Path, opening: Any, monkeypatch: Any) -> None:
     listed = (GpuProcess(opening()),)
     assert own_namespace_pids(listed)[0].elsewhere
     monkeypatch.setattr(procfs, "open_files", lambda pid: None)

@@ -160,9 +160,7 @@ def section(bus: str, uuid: str) -> str:
      ("00000000:01:00.0", None, {}), ("00000000:07:00.0", 0, {"attached_gpus": "3"}),
      ("00000000:01:00.0", 0, {"attached_gpus": "3"}), ("00000000:07:00.0", 0, {"version_lacks": "attached_gpus"})],
 )  # fmt: skip
-def test_a_process_named_like_a_gpu_makes_busy(
-    host: Any, driver: NvidiaSmiDriver, bus: str, of: int | None, change: Any
-) -> None:
+def test_a_process_named_like_a_gpu_makes_busy(host: Any, driver: Any, bus: str, of: int | None, change: Any) -> None:
     """One user computes on GPU 0, and another's process on GPU 1 claims in its name that GPU 0 is free."""
     host.process(host.uuids[0], HIDDEN, 5 << 30, static=True)
     host.process(host.uuids[1], HIDDEN + 1, 1 << 20, static=True, kind="graphics")
@@ -239,9 +237,7 @@ def test_values_that_say_lost(host: Any, driver: NvidiaSmiDriver, field: str, te
         ({"pid": "[Unknown Error]"}, "[Unknown Error]", True),
     ],
 )
-def test_no_process_list(
-    host: Any, driver: NvidiaSmiDriver, quirks: dict[str, str], said: str, supported: bool
-) -> None:
+def test_no_process_list(host: Any, driver: Any, quirks: dict[str, str], said: str, supported: bool) -> None:
     host.process(host.uuids[1], HIDDEN, static=True)
     host.quirks(**quirks)
     gpus = driver.snapshot().gpus

@@ -140,7 +140,7 @@ def test_a_gpu_that_cannot_list(host: Any, code: int, flag: str) -> None:
     assert gpus[3].processes == ()
 
 
-@pytest.mark.parametrize("field", ["compute_error", "mps_error"])
+@pytest.mark.parametrize("field", ["compute_error", "mps_error", "graphics_error"])
 @pytest.mark.parametrize("code", [NO_PERMISSION, INSUFFICIENT_SIZE, UNKNOWN, 12345])
 def test_a_list_that_fails_this_time(host: Any, driver: nvml.NvmlDriver, field: str, code: int) -> None:
     host.change(0, used=32 << 20)  # on a GPU that is all free only the first list is asked for
@@ -181,9 +181,7 @@ def test_an_unanswered_question_costs_its_answer_only(host: Any, field: str, cod
 
 @pytest.mark.parametrize("restart", [False, True])
 @pytest.mark.parametrize("values", [{"lost": 1}, {"lost": 2}, {"handle_error": UNKNOWN}])
-def test_a_gpu_lost_between_polls_keeps_its_identity(
-    host: Any, driver: nvml.NvmlDriver, values: Any, restart: bool
-) -> None:
+def test_a_gpu_lost_between_polls_keeps_its_identity(host: Any, driver: Any, values: Any, restart: bool) -> None:
     before = driver.snapshot().gpus
     host.change(3, **values)
     if restart:
@@ -342,9 +340,7 @@ def sliced(host: Any) -> Any:
 
 @pytest.mark.parametrize("code", [0, NOT_SUPPORTED])
 @pytest.mark.parametrize("kind", ["", "graphics"])
-def test_compute_instances_have_the_memory_of_their_gpu_instance(
-    host: Any, driver: nvml.NvmlDriver, code: int, kind: str
-) -> None:
+def test_compute_instances_have_the_memory_of_their_gpu_instance(host: Any, driver: Any, code: int, kind: str) -> None:
     host.write({"mig": 1, "instances": "MIG-a,MIG-b,MIG-c", "gi": "3,3,5", "ci": "0,1,0", "imem": 20 << 30})
     host.change(0, icompute_error=code)
     idle = driver.snapshot().gpus
@@ -402,9 +398,7 @@ def test_the_memory_of_a_process_that_starts_meanwhile_is_not_that_of_nobody(
 
 
 @pytest.mark.parametrize("values", [{}, {"memory_error": NOT_SUPPORTED}])
-def test_what_draws_is_seen_where_the_memory_of_another_is_not_told(
-    host: Any, driver: nvml.NvmlDriver, values: dict[str, int]
-) -> None:
+def test_what_draws_is_seen_where_the_memory_of_another_is_not_told(host: Any, driver: Any, values: Any) -> None:
     """Such as an MPS server's, or one's own; and where the driver does not tell how much is in use at all."""
     host.change(0, **values)
     if not values:
@@ -443,3 +437,11 @@ def test_mig_turned_on_cut_anew_and_turned_off(host: Any, driver: nvml.NvmlDrive
 
 
 # ---- a real one ----
+
+
+@pytest.mark.parametrize("code", [NOT_SUPPORTED, FUNCTION_NOT_FOUND])
+def test_a_list_that_exists_and_does_not_work(host: Any, driver: nvml.NvmlDriver, code: int) -> None:
+    host.change(0, v3_error=code, used=1 << 30)
+    host.process(host.uuids[0], HIDDEN, static=True)
+    host.process(host.uuids[0], HIDDEN, static=True, kind="mps")
+    assert pids(driver.snapshot().gpus[0]) == {(HIDDEN, ProcessKind.COMPUTE), (HIDDEN, ProcessKind.MPS)}

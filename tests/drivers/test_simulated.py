@@ -137,9 +137,7 @@ def test_a_process_that_becomes_another_program_has_left_the_gpu(driver: Simulat
     assert other.process.poll() is None
 
 
-def test_a_child_does_not_keep_what_its_parent_held(
-    driver: SimulatedDriver, occupying: Any, eventually: Callable[..., None]
-) -> None:
+def test_a_child_does_not_keep_what_its_parent_held(driver: SimulatedDriver, occupying: Any, eventually: Any) -> None:
     other = occupying("""
 child = os.fork()
 if not child:

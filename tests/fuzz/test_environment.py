@@ -207,9 +207,7 @@ XML = (
 )  # fmt: skip
 @examples(25)
 @given(broken_text(ANSWER, XML), broken_text(HOSTFILE), broken_text("host_slots=4\n"))
-def test_what_grid_engine_says(
-    tmp_path_factory: pytest.TempPathFactory, answer: str, hostfile: str, config: str
-) -> None:
+def test_what_grid_engine_says(tmp_path_factory: Any, answer: str, hostfile: str, config: str) -> None:
     spool = tmp_path_factory.getbasetemp() / "spool"
     spool.mkdir(exist_ok=True)
     (spool / "hosts").write_bytes(hostfile.encode("utf-8", "surrogatepass"))

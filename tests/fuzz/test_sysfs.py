@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from support import hostile
 from support.hostile import TRICK, assert_plain, bounded, broken_text, examples, refusing, with_examples
@@ -19,7 +19,6 @@ from safe_gpu.drivers.kernel import memory_is_node, numa_node
 from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.errors import GPUAffinityError, NoDriverError
 from safe_gpu.gpus.devices import bus_order
-from safe_gpu.topology.cpulist import parse_cpulist, parse_cpumask
 from safe_gpu.topology.files import Files
 from safe_gpu.topology.host import read_topology
 from safe_gpu.topology.kfd_topology import devices
@@ -163,20 +162,6 @@ def test_a_tree_of_cpus(root: Path) -> None:
         assert refused.error is None or isinstance(refused.error, GPUAffinityError)
 
     attack()
-
-
-LISTS = broken_text("0-3,8,10-11") | st.text(alphabet="0123456789-, \n\x00x", max_size=30)
-
-
-@examples(40)
-@given(LISTS, broken_text("00000000,0000010f") | st.text(alphabet="0123456789abcdef,", max_size=30))
-@example("0-65535," * 100_000, "f" * 100_000)
-@example("0-4294967295", "ffffffff," * 100_000)
-@example(DIGITS, DIGITS)
-def test_lists_and_masks_of_cpus(text: str, mask: str) -> None:
-    with bounded():
-        for found in (parse_cpulist(text), parse_cpumask(mask)):
-            assert found is None or not found or (min(found) >= 0 and max(found) < 1 << 16)
 
 
 MAPS = "7f1200000000 default file=/usr/lib/x mapped=4 N0=4 kernelpagesize_kB=4\n7f1300000000 bind:0-1 anon=9 N1=9\n"

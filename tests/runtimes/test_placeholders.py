@@ -245,9 +245,7 @@ def make(kind: type[Any], gpus: Gpus, monkeypatch: pytest.MonkeyPatch, logger: A
 
 
 @pytest.mark.parametrize("kind", HOLDERS, ids=lambda kind: kind.__name__)
-def test_two_devices_are_held_and_released_one_by_one(
-    kind: type[Any], gpus: Gpus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_two_devices_are_held_and_released_one_by_one(kind: Any, gpus: Gpus, monkeypatch: Any, caplog: Any) -> None:
     caplog.set_level(logging.INFO)
     placeholder = make(kind, gpus, monkeypatch, logging.getLogger("mine"))
     assert make(kind, gpus, monkeypatch).logger is logging.getLogger("safe_gpu")
@@ -295,9 +293,7 @@ def test_failure_names_device_cause_and_likely_rival(
 
 
 @pytest.mark.parametrize(("kind", "module", "install"), [(kind, *names) for kind, names in FRAMEWORKS.items()])
-def test_a_framework_that_is_missing_or_broken(
-    kind: type[Any], module: str, install: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_framework_that_is_missing_or_broken(kind: type[Any], module: str, install: str, monkeypatch: Any) -> None:
     """Missing: which package, and what to do without it. Broken: what broke."""
     missing = ModuleNotFoundError(f"No module named {module!r}", name=module)
     others = ModuleNotFoundError("No module named 'numpy'", name="numpy")
@@ -408,9 +404,7 @@ def run(code: str) -> str:
 
 
 @pytest.mark.parametrize("chosen", [None, "true"])
-def test_jax_starts_without_preallocation_unless_the_user_has_chosen(
-    chosen: str | None, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jax_starts_without_preallocation_unless_the_user_has_chosen(chosen: Any, gpus: Gpus, monkeypatch: Any) -> None:
     monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
     if chosen is not None:
         monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", chosen)

@@ -142,11 +142,11 @@ def test_numbers_where_cuda_does_not_take_a_uuid(visible_as: str, lost: tuple[in
     assert parsed("54d0709b", host(*gpus)).uuids == ()
 
 
-@pytest.mark.parametrize("visible_as", ["INDEX", "", None, 0, ["index"]])
-def test_an_unknown_way_to_write_it(visible_as: object) -> None:
-    with pytest.raises(UnsatisfiableRequestError, match="visible_as=") as caught:
-        visible_devices.render_cuda([], visible_as=visible_as, snapshot=alike())  # type: ignore[arg-type]
-    assert caught.value.value == visible_as
+def test_an_unknown_way_to_write_it() -> None:
+    for visible_as in ("INDEX", "", None, 0, ["index"]):
+        with pytest.raises(UnsatisfiableRequestError, match="visible_as=") as caught:
+            visible_devices.render_cuda([], visible_as=visible_as, snapshot=alike())  # type: ignore[arg-type]
+        assert caught.value.value == visible_as
 
 
 def test_numbers_on_mixed_gpus() -> None:
@@ -248,20 +248,17 @@ CUDA = "CUDA_VISIBLE_DEVICES"
 RAY = {"RAY_RAYLET_PID": "7"}
 
 
-@pytest.mark.parametrize(
-    ("environ", "visible_as", "written"),
-    [
+def test_under_ray_rocr_is_left_alone() -> None:
+    for environ, visible_as, written in (
         (RAY, "index", {"HIP_VISIBLE_DEVICES": "3,0"}),
         (RAY, "uuid", {"HIP_VISIBLE_DEVICES": f"3,{A}"}),
         # Ray refuses two values that differ
         ({**RAY, "ROCR_VISIBLE_DEVICES": "3,2,0"}, "index", {"HIP_VISIBLE_DEVICES": "0,2"}),
         ({**RAY, "ROCR_VISIBLE_DEVICES": "3,2,0"}, "uuid", {"HIP_VISIBLE_DEVICES": f"0,{A}"}),
-    ],
-)
-def test_under_ray_rocr_is_left_alone(environ: dict[str, str], visible_as: str, written: dict[str, str]) -> None:
-    chosen = [OF_AMD.gpus[3], OF_AMD.gpus[0]]
-    assert render_visible(chosen, visible_as=visible_as, snapshot=OF_AMD, environ=environ) == written
-    assert uuids(read_rocm({**environ, **written}, OF_AMD)) == (D, A)
+    ):
+        chosen = [OF_AMD.gpus[3], OF_AMD.gpus[0]]
+        assert render_visible(chosen, visible_as=visible_as, snapshot=OF_AMD, environ=environ) == written
+        assert uuids(read_rocm({**environ, **written}, OF_AMD)) == (D, A)
 
 
 def of_slurm(value: str, *names: str, **others: str) -> dict[str, str]:
@@ -270,9 +267,8 @@ def of_slurm(value: str, *names: str, **others: str) -> dict[str, str]:
     return {"SLURM_JOB_ID": "7", **dict.fromkeys(chosen, value), **others}
 
 
-@pytest.mark.parametrize(
-    ("environ", "inside"),
-    [
+def test_the_list_that_slurm_writes_twice_counts_once() -> None:
+    for environ, inside in (
         (of_slurm("2,3"), (C, D)),
         (of_slurm("2,3", "CUDA_VISIBLE_DEVICES"), (C, D)),  # Slurm before 21.08
         # what a user has chosen inside of it counts as HIP counts it
@@ -280,10 +276,8 @@ def of_slurm(value: str, *names: str, **others: str) -> dict[str, str]:
         (of_slurm("2,3", HIP_VISIBLE_DEVICES="1"), (D,)),
         # elsewhere two equal lists are what HIP makes of them
         ({"ROCR_VISIBLE_DEVICES": "2,3", "CUDA_VISIBLE_DEVICES": "2,3"}, ()),
-    ],
-)
-def test_the_list_that_slurm_writes_twice_counts_once(environ: dict[str, str], inside: tuple[str, ...]) -> None:
-    assert uuids(read_visible_once(environ, OF_AMD)) == inside
+    ):
+        assert uuids(read_visible_once(environ, OF_AMD)) == inside
 
 
 def test_all_gpus_hidden() -> None:
@@ -302,22 +296,19 @@ def cards(*tiles: int, missing: int = 0) -> HostSnapshot:
     )
 
 
-@pytest.mark.parametrize(
-    ("environ", "shown"),
-    [
+def test_what_a_mask_shows() -> None:
+    for environ, shown in (
         ({}, None),
         ({MASK: "1", HIERARCHY: "COMPOSITE"}, [1]),
         ({MASK: "0.0,0.1", HIERARCHY: "FLAT"}, []),
         ({MASK: "9999,x,-1", HIERARCHY: "FLAT"}, []),
         ({**hide_all(), HIERARCHY: "FLAT"}, []),
-    ],
-)
-def test_what_a_mask_shows(environ: dict[str, str], shown: list[int] | None) -> None:
-    limit = read_level_zero(environ, cards(2, 2, 2))
-    assert (None if limit is None else list(limit.uuids)) == (
-        None if shown is None else [f"INTEL-{number}" for number in shown]
-    )
-    assert limit is None or not limit.ambiguous
+    ):
+        limit = read_level_zero(environ, cards(2, 2, 2))
+        assert (None if limit is None else list(limit.uuids)) == (
+            None if shown is None else [f"INTEL-{number}" for number in shown]
+        )
+        assert limit is None or not limit.ambiguous
 
 
 def test_when_a_mask_is_ambiguous() -> None:

@@ -11,8 +11,6 @@ from support.guard import OUTER_NAMES, OUTER_PREFIXES
 from safe_gpu import schedulers
 from safe_gpu.schedulers.job import SCHEDULERS, JobContext, Scheduler, current
 
-TESTS = Path(__file__).parents[1]
-
 
 def env(variables: str) -> dict[str, str]:
     return dict(variable.split("=", 1) for variable in variables.split())

@@ -37,9 +37,7 @@ def test_ranks_claim_from_the_claim_around_them(mpirun: list[str], room: Any, ru
     assert sorted(gpu for claim in room.verdict() for gpu in claim["gpus"]) == ["2", "3", "4", "5"]
 
 
-def test_a_rank_that_fails_frees_what_all_of_them_held(
-    mpirun: list[str], room: Any, run_as_user: Callable[..., Any]
-) -> None:
+def test_a_rank_that_fails_frees_what_all_of_them_held(mpirun: list[str], room: Any, run_as_user: Any) -> None:
     """mpirun ends the others; at once all eight GPUs are to be had again."""
     script = room.script(
         'if [ "$OMPI_COMM_WORLD_RANK" = 2 ]; then',

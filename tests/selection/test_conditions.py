@@ -75,15 +75,15 @@ def test_what_changes_stands_in_the_ticket(condition: type[Condition]) -> None:
     assert Selection.from_ticket(2, said.items()) == (Selection(2, asked.conditions if changes else ()), True)
 
 
-@pytest.mark.parametrize("strange", [("colour", "red"), ("near", "by"), ("min_memory", -1), ("max_utilization", 101)])
-def test_a_condition_that_is_not_known(strange: tuple[str, Any]) -> None:
-    assert Selection.from_ticket(1, [strange, ("min_memory", 5)]) == (Selection(1, (MinMemory(5),)), False)
+def test_a_condition_that_is_not_known() -> None:
+    for strange in (("colour", "red"), ("near", "by"), ("min_memory", -1), ("max_utilization", 101)):
+        assert Selection.from_ticket(1, [strange, ("min_memory", 5)]) == (Selection(1, (MinMemory(5),)), False)
 
 
-@pytest.mark.parametrize("value", [101, -1, "ten", "1000", True, 3.5, ""])
-def test_bad_percentages(value: Any) -> None:
-    with pytest.raises(UnsatisfiableRequestError, match=r"max_utilization=.* makes no sense: give percent"):
-        parse_request(max_utilization=value)
+def test_bad_percentages() -> None:
+    for value in (101, -1, "ten", "1000", True, 3.5, ""):
+        with pytest.raises(UnsatisfiableRequestError, match=r"max_utilization=.* makes no sense: give percent"):
+            parse_request(max_utilization=value)
 
 
 @pytest.mark.parametrize(
@@ -145,15 +145,13 @@ def test_what_can_never_be_together() -> None:
         check_possible(host, parse_request(3, near="nvlink"))
 
 
-@pytest.mark.parametrize(
-    ("nodes", "unknown"), [([None] * 4, "0-3"), ([0, None, 1, None], "1,3"), ([0, 0, 0, None], "3")]
-)
-def test_an_unknown_node_is_said_to_be_unknown(nodes: list[int | None], unknown: str) -> None:
-    host = HostSnapshot(tuple(gpu(number)._replace(numa_node=node) for number, node in enumerate(nodes)))
-    with pytest.raises(
-        UnsatisfiableRequestError, match=f"but the NUMA node of GPU {unknown} is not known: leave near= out"
-    ):
-        check_possible(host, parse_request(4, near="numa"))
+def test_an_unknown_node_is_said_to_be_unknown() -> None:
+    for nodes, unknown in (([None] * 4, "0-3"), ([0, None, 1, None], "1,3"), ([0, 0, 0, None], "3")):
+        host = HostSnapshot(tuple(gpu(number)._replace(numa_node=node) for number, node in enumerate(nodes)))
+        with pytest.raises(
+            UnsatisfiableRequestError, match=f"but the NUMA node of GPU {unknown} is not known: leave near= out"
+        ):
+            check_possible(host, parse_request(4, near="numa"))
 
 
 def test_a_lost_gpu_may_come_back() -> None:
@@ -186,30 +184,25 @@ def test_a_set_is_dated_by_the_earliest_of_its_groups(
 FREE = [gpu(0, name="A100"), gpu(1, name="H100"), gpu(2, name="A100"), gpu(3, name="V100"), gpu(4, name="H100")]
 
 
-@pytest.mark.parametrize(
-    ("nb_gpus", "prefer", "last", "chosen"),
-    [
+def test_the_first_model_of_which_there_are_enough() -> None:
+    for nb_gpus, prefer, last, chosen in (
         (1, ("H100", "A100"), (), (1,)),
         (1, ("H100", "A100"), ("GPU-1", "GPU-4"), (0,)),
         (2, ("V100", "A100"), (), (0, 2)),
         (3, ("H100", "A100"), (), (0, 1, 2)),
         (6, ("H100",), (), None),
-    ],
-)
-def test_the_first_model_of_which_there_are_enough(
-    nb_gpus: int, prefer: tuple[str, ...], last: tuple[str, ...], chosen: tuple[int, ...] | None
-) -> None:
-    preferred = parse_request(1, prefer=prefer).preferred
-    found = choose([GpuVerdict(one, "free") for one in FREE], nb_gpus, prefer=preferred, last=last)
-    assert (found and tuple(one.index for one in found)) == chosen
-
-
-@pytest.mark.parametrize("value", ["", "H100,", ["H100", 3], 5])
-def test_a_preference_that_makes_no_sense(value: Any) -> None:
-    with pytest.raises(
-        UnsatisfiableRequestError, match=r"prefer=.*list parts of names, the best first, such as 'H100,A1"
     ):
-        parse_request(1, prefer=value)
+        preferred = parse_request(1, prefer=prefer).preferred
+        found = choose([GpuVerdict(one, "free") for one in FREE], nb_gpus, prefer=preferred, last=last)
+        assert (found and tuple(one.index for one in found)) == chosen
+
+
+def test_a_preference_that_makes_no_sense() -> None:
+    for value in ("", "H100,", ["H100", 3], 5):
+        with pytest.raises(
+            UnsatisfiableRequestError, match=r"prefer=.*list parts of names, the best first, such as 'H100,A1"
+        ):
+            parse_request(1, prefer=value)
 
 
 GIB = 1 << 30
@@ -227,48 +220,17 @@ def test_the_plainest_request() -> None:
     assert parse_request(Index()).nb_gpus == 3
 
 
-@pytest.mark.parametrize("nb_gpus", [0, -1, 2.5, 2.0, "two", "2", True, False, None, [1], float("nan"), b"1"])
-def test_numbers_that_make_no_sense(nb_gpus: object) -> None:
-    with pytest.raises(UnsatisfiableRequestError) as caught:
-        parse_request(nb_gpus)
-    assert f"nb_gpus={nb_gpus!r}" in str(caught.value)
-    assert "whole number" in str(caught.value)
-    assert caught.value.value is nb_gpus
+def test_numbers_that_make_no_sense() -> None:
+    for nb_gpus in (0, -1, 2.5, 2.0, "two", "2", True, False, None, [1], float("nan"), b"1"):
+        with pytest.raises(UnsatisfiableRequestError) as caught:
+            parse_request(nb_gpus)
+        assert f"nb_gpus={nb_gpus!r}" in str(caught.value)
+        assert "whole number" in str(caught.value)
+        assert caught.value.value is nb_gpus
 
 
-@pytest.mark.parametrize(("text", "count"), [("20GiB", 20 * GIB), ("64kb", 64000), (GIB, GIB), (0, 0)])
-def test_sizes(text: object, count: int) -> None:
-    assert parse_size(text) == count
-
-
-@pytest.mark.parametrize(
-    "value", ["", "GiB", "twenty", "20 potatoes", "-1G", "1e9", "20Gi B", -1, 2.5, True, None, [1]]
-)
-def test_sizes_that_make_no_sense(value: object) -> None:
-    with pytest.raises(UnsatisfiableRequestError) as caught:
-        parse_size(value, name="--min-memory")
-    assert f"--min-memory={value!r}" in str(caught.value)
-    assert "20GiB" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("value", "meant"), [("20", "'20GiB'"), (20, "'20GiB'"), (" 8 ", "'8GiB'"), (20480, "'20480MiB'"), (1, "'1GiB'")]
-)
-def test_so_little_memory_that_a_unit_is_missing(value: object, meant: str) -> None:
-    with pytest.raises(UnsatisfiableRequestError, match=f"{int(value)} bytes\\? write {meant}") as caught:  # type: ignore[call-overload]
-        parse_request(1, min_memory=value)  # type: ignore[arg-type]
-    assert caught.value.value is value
-
-
-@given(st.integers(1 << 20, 1 << 50))
-def test_bytes_are_exact(count: int) -> None:
-    assert parse_size(count) == parse_size(str(count)) == count
-    assert parse_size(f"{count}KiB") == count * 1024
-
-
-@pytest.mark.parametrize(
-    ("value", "names"),
-    [
+def test_devices_by_name() -> None:
+    for value, names in (
         (None, ()),
         (3, ("3",)),
         ("0-3", ("0", "1", "2", "3")),
@@ -276,20 +238,44 @@ def test_bytes_are_exact(count: int) -> None:
         (["2", 0, "2"], ("2", "0")),
         ("1:02", ("1:2",)),
         ("MIG-GPU-ab/1/0", ("MIG-GPU-ab/1/0",)),
-    ],
-)
-def test_devices_by_name(value: Any, names: tuple[str, ...]) -> None:
-    assert (parse_request(1, only=value).value_of("only") or ()) == names
-    if not hasattr(value, "__next__"):
-        assert (parse_request(1, exclude=value).value_of("exclude") or ()) == names
+    ):
+        assert (parse_request(1, only=value).value_of("only") or ()) == names
+        if not hasattr(value, "__next__"):
+            assert (parse_request(1, exclude=value).value_of("exclude") or ()) == names
 
 
-@pytest.mark.parametrize(
-    "value",
-    ["", ",", "0,", "x", "-1", -1, True, 2.5, [2.5], "3-0", "1:", [[1]], [None], b"0", "cuda:0", 99999, "54d0709b"],
-)
-def test_devices_that_make_no_sense(value: Any) -> None:
-    for argument in ("only", "exclude"):
-        with pytest.raises(UnsatisfiableRequestError, match=argument) as caught:
-            parse_request(1, **{argument: value})
-        assert repr(value).strip("[]") in str(caught.value)
+def test_devices_that_make_no_sense() -> None:
+    for value in (
+        "", ",", "0,", "x", "-1", -1, True, 2.5, [2.5], "3-0", "1:", [[1]], [None], b"0", "cuda:0", 99999, "54d0709b",
+    ):  # fmt: skip
+        for argument in ("only", "exclude"):
+            with pytest.raises(UnsatisfiableRequestError, match=argument) as caught:
+                parse_request(1, **{argument: value})
+            assert repr(value).strip("[]") in str(caught.value)
+
+
+@given(st.integers(1 << 20, 1 << 50))
+def test_sizes(count: int) -> None:
+    """Bytes are exact."""
+    assert parse_size(count) == parse_size(str(count)) == count
+    assert parse_size(f"{count}KiB") == count * 1024
+    for text, size in (("20G", 20 * GIB), ("20GB", 20 * 10**9), ("1.5 TiB", 1536 * GIB), (" 512 MiB ", GIB // 2)):
+        assert parse_size(text) == size
+    assert [parse_size(text) for text in ("64kb", ".5G", 0)] == [64000, GIB // 2, 0]
+
+
+def test_sizes_that_make_no_sense() -> None:
+    senseless: tuple[Any, ...] = (
+        "", "GiB", "twenty", "20 potatoes", "-1G", "1e9", "20Gi B", -1, 2.5, True, None, [1],
+    )  # fmt: skip
+    for value in senseless:
+        with pytest.raises(UnsatisfiableRequestError) as caught:
+            parse_size(value, name="--min-memory")
+        assert f"--min-memory={value!r}" in str(caught.value)
+        assert "20GiB" in str(caught.value)
+    little: tuple[tuple[Any, str], ...] = (("20", "20GiB"), (" 8 ", "8GiB"), (20480, "20480MiB"), (1, "1GiB"))
+    for value, meant in little:  # so little that a unit is missing
+        with pytest.raises(UnsatisfiableRequestError, match=f"{int(value)} bytes\\? write '{meant}'") as caught:
+            parse_request(1, min_memory=value)
+        assert caught.value.value is value
+    assert parse_request(1, min_memory="20K").value_of("min_memory") == 20 << 10

@@ -47,19 +47,16 @@ def verdict(device: Gpu, beside: Gpu | None = None, request: Selection = ANY, **
 # Memory that no visible process explains
 
 
-@pytest.mark.parametrize(
-    ("device", "free"),
-    [
+def test_how_much_memory_without_a_process_makes_a_gpu_busy() -> None:
+    for device, free in (
         (gpu(128 * MIB), True),
         (gpu(129 * MIB), False),
         (gpu(400 * MIB, processes=(process(1, 300, ProcessKind.GRAPHICS),)), True),
         (gpu(600 * MIB, processes=(process(1, 300, ProcessKind.GRAPHICS),)), False),
-    ],
-)
-def test_how_much_memory_without_a_process_makes_a_gpu_busy(device: Gpu, free: bool) -> None:
-    found = verdict(device)
-    assert found.free is free
-    assert free or found.state == "busy"
+    ):
+        found = verdict(device)
+        assert found.free is free
+        assert free or found.state == "busy"
 
 
 @pytest.mark.parametrize(
@@ -81,10 +78,10 @@ def test_the_limit_that_the_user_sets(environ: Mapping[str, str], mib: int, free
     assert verdict(device._replace(memory_shared=True), rules=Rules.of(environ)).free
 
 
-@pytest.mark.parametrize("value", ["much", "-1", "128", "MiB"])
-def test_a_limit_that_is_no_size_is_refused(value: str) -> None:
-    with pytest.raises(UnsatisfiableRequestError, match=LIMIT):
-        Rules.of({LIMIT: value})
+def test_a_limit_that_is_no_size_is_refused() -> None:
+    for value in ("much", "-1", "128", "MiB"):
+        with pytest.raises(UnsatisfiableRequestError, match=LIMIT):
+            Rules.of({LIMIT: value})
 
 
 def test_memory_of_processes_that_are_not_listed_counts_not_on_the_gpus_of_an_outer_claim() -> None:
@@ -100,36 +97,31 @@ MUTE = gpu(4 * MIB, processes=None, processes_supported=False)
 OPTIONAL = Rules.of({"SAFE_GPU_PROCESS_LIST": "optional"})
 
 
-@pytest.mark.parametrize(
-    ("device", "rules", "state"),
-    [
+def test_without_process_lists_leases_and_memory_decide_where_that_is_allowed() -> None:
+    for device, rules, state in (
         (MUTE, DEFAULT_RULES, "unusable"),
         (MUTE, OPTIONAL, "free"),
         (MUTE._replace(memory_used=600 * MIB), OPTIONAL, "busy"),
         (MUTE._replace(processes_supported=True), OPTIONAL, "busy"),  # a list that fails this time
-    ],
-)
-def test_without_process_lists_leases_and_memory_decide_where_that_is_allowed(
-    device: Gpu, rules: Rules, state: str
-) -> None:
-    assert verdict(device, rules=rules).state == state
-    possible = state != "unusable"
-    assert bool(candidates(HostSnapshot((device,)), ANY, rules=rules)) is possible
-    if possible:
-        check_possible(HostSnapshot((device,)), ANY, rules=rules)
-    else:
-        with pytest.raises(UnsatisfiableRequestError, match=re.escape(UNWATCHABLE)):
+    ):
+        assert verdict(device, rules=rules).state == state
+        possible = state != "unusable"
+        assert bool(candidates(HostSnapshot((device,)), ANY, rules=rules)) is possible
+        if possible:
             check_possible(HostSnapshot((device,)), ANY, rules=rules)
+        else:
+            with pytest.raises(UnsatisfiableRequestError, match=re.escape(UNWATCHABLE)):
+                check_possible(HostSnapshot((device,)), ANY, rules=rules)
 
 
-@pytest.mark.parametrize("total", [None, 80 * GIB])
-def test_memory_that_is_unknown_is_not_waited_for(total: int | None) -> None:
-    unknown = gpu(None, memory_total=total)
-    request = parse_request(1, min_memory=GIB)
-    with pytest.raises(UnsatisfiableRequestError, match=r"none fits .* not tell its memory: leave min_memory= out"):
-        check_possible(HostSnapshot((unknown,)), request)
-    assert not candidates(HostSnapshot((unknown,)), request)
-    check_possible(HostSnapshot((unknown, gpu(0, index=1, uuid="GPU-01"))), request)
+def test_memory_that_is_unknown_is_not_waited_for() -> None:
+    for total in (None, 80 * GIB):
+        unknown = gpu(None, memory_total=total)
+        request = parse_request(1, min_memory=GIB)
+        with pytest.raises(UnsatisfiableRequestError, match=r"none fits .* not tell its memory: leave min_memory= out"):
+            check_possible(HostSnapshot((unknown,)), request)
+        assert not candidates(HostSnapshot((unknown,)), request)
+        check_possible(HostSnapshot((unknown, gpu(0, index=1, uuid="GPU-01"))), request)
 
 
 # Processes
@@ -138,9 +130,8 @@ def test_memory_that_is_unknown_is_not_waited_for(total: int | None) -> None:
 described = {5: ("alice", "python train.py"), 6: ("root", "/usr/bin/nvidia-cuda-mps-server"), 7: ("bob", " ")}.get
 
 
-@pytest.mark.parametrize(
-    ("one", "alone", "beside_clients"),
-    [
+def test_an_mps_server_whose_name_is_hidden() -> None:
+    for one, alone, beside_clients in (
         (process(99, 64), True, False),
         (process(99, 65), True, True),
         (process(5, 30), True, True),
@@ -149,15 +140,13 @@ described = {5: ("alice", "python train.py"), 6: ("root", "/usr/bin/nvidia-cuda-
         (process(99, 30, ProcessKind.GRAPHICS), False, False),
         (process(5, 30, elsewhere=True), True, False),
         (process(6, 300, elsewhere=True), True, True),  # it is not the server here
-    ],
-)
-def test_an_mps_server_whose_name_is_hidden(one: GpuProcess, alone: bool, beside_clients: bool) -> None:
-    assert computes(one, described) is alone
-    assert computes(one, described, mps_clients=True) is beside_clients
-    clients = gpu(GIB, index=1, uuid="GPU-01", processes=(process(5, kind=ProcessKind.MPS),))
-    device = gpu((one.memory_used or 0), processes=(one,))
-    assert verdict(device, describe=described).free is not alone
-    assert verdict(device, clients, describe=described).free is not beside_clients
+    ):
+        assert computes(one, described) is alone
+        assert computes(one, described, mps_clients=True) is beside_clients
+        clients = gpu(GIB, index=1, uuid="GPU-01", processes=(process(5, kind=ProcessKind.MPS),))
+        device = gpu((one.memory_used or 0), processes=(one,))
+        assert verdict(device, describe=described).free is not alone
+        assert verdict(device, clients, describe=described).free is not beside_clients
 
 
 def draws(pid: int, mib: float | None, **changes: Any) -> GpuProcess:
@@ -205,16 +194,13 @@ def test_a_process_of_another_namespace_is_not_called_by_the_name_of_one_here() 
 IDLE = gpu(4 * MIB)
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "expected"),
-    [
+def test_what_a_driver_shows_of_this_process() -> None:
+    for before, now, expected in (
         (IDLE, gpu(304 * MIB, processes=(process(OWN),)), SHOWN),
         (IDLE, gpu(304 * MIB), HIDDEN),
         (IDLE, gpu(19 * MIB), NOT_YET),
         (IDLE, gpu(304 * MIB, processes=(process(1),)), NOT_YET),  # that is the other one's memory
         (IDLE, gpu(304 * MIB, processes=None), UNKNOWN),
         (MUTE, MUTE, HIDDEN),
-    ],
-)
-def test_what_a_driver_shows_of_this_process(before: Gpu, now: Gpu, expected: str) -> None:
-    assert presence(before, now, {OWN, 1000000}) == expected
+    ):
+        assert presence(before, now, {OWN, 1000000}) == expected

@@ -57,28 +57,25 @@ def test_shares_count_as_their_part_of_the_smallest_gpu_that_has_them() -> None:
     assert amount(2, 100 * GIB) == 2.0, "none has it"
 
 
-@pytest.mark.parametrize("value", ["0%", "101%", "-5%", "1.5.2GiB", "512MiB", 5, "x", "%", True, "²%"])
-def test_a_share_that_makes_no_sense_is_refused(value: Any) -> None:
-    with pytest.raises(UnsatisfiableRequestError, match="share="):
-        parse_request(1, share=value)
-    with pytest.raises(UnsatisfiableRequestError, match="min_memory= and share= do not go together"):
-        parse_request(1, share="20GiB", min_memory="30GiB")
+def test_a_share_that_makes_no_sense_is_refused() -> None:
+    for value in ("0%", "101%", "-5%", "1.5.2GiB", "512MiB", 5, "x", "%", True, "²%"):
+        with pytest.raises(UnsatisfiableRequestError, match="share="):
+            parse_request(1, share=value)
+        with pytest.raises(UnsatisfiableRequestError, match="min_memory= and share= do not go together"):
+            parse_request(1, share="20GiB", min_memory="30GiB")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "gpus", "message"),
-    [
+def test_what_this_host_can_never_give() -> None:
+    for arguments, gpus, message in (
         ({"share": "90GiB"}, [gpu()], "79.5 GiB can be shared, 90 GiB asked for"),
         ({"share": "20GiB"}, [gpu(compute_mode=ComputeMode.EXCLUSIVE_PROCESS)], "EXCLUSIVE_PROCESS"),
         ({"share": "20GiB"}, [gpu(memory_total=None, memory_free=None, memory_used=None)], "leave share= out"),
         ({"share": "25%"}, [gpu(), gpu(1, memory_total=TOTAL // 2, memory_free=TOTAL // 4)], "from 20 GiB to 79.5"),
         ({"share": "1%"}, [gpu()], "1 GiB is the least"),
-    ],
-)
-def test_what_this_host_can_never_give(arguments: dict[str, Any], gpus: list[Gpu], message: str) -> None:
-    snapshot = HostSnapshot(tuple(gpus))
-    with pytest.raises(UnsatisfiableRequestError, match=message):
-        check_possible(snapshot, parse_request(1, **arguments).resolved(snapshot))
+    ):
+        snapshot = HostSnapshot(tuple(gpus))
+        with pytest.raises(UnsatisfiableRequestError, match=message):
+            check_possible(snapshot, parse_request(1, **arguments).resolved(snapshot))
 
 
 def test_percent_count_the_gpus_that_the_request_means() -> None:
@@ -93,30 +90,19 @@ def test_percent_count_the_gpus_that_the_request_means() -> None:
         assert parse_request(1, share=given_share).resolved(HostSnapshot((gpu(),))).share == expected
 
 
-@pytest.mark.parametrize(
-    ("one", "sharers", "expected"),
-    [
-        pytest.param(gpu(), [sharer(1), sharer(2)], "", id="others with room"),
-        pytest.param(
-            gpu(),
-            [sharer(1), sharer(2, 30 * GIB, user="ben"), sharer(3, 15 * GIB)],
-            "shared: 65 of 79.5 GiB promised to 3 claims (anna 20 GiB, ben 30 GiB, ...), 14.5 left, 20 asked for",
-            id="too little left",
-        ),
-        pytest.param(gpu(), [sharer(n, GIB) for n in range(16)], "16 claims share it already", id="no slot"),
-        pytest.param(gpu(used=70 * GIB), [], "of memory in use by no process", id="no sharer, unexplained memory"),
-        pytest.param(gpu(used=60 * GIB, memory_shared=True), [sharer(1)], "", id="memory that may be nobody's"),
-    ],
-)
-def test_what_is_left_for_a_share(one: Gpu, sharers: list[Holder], expected: str) -> None:
-    found = verdict(one, "20GiB", *sharers)
-    assert expected in found.reason
-    assert found.free == (not expected)
-    if sharers and expected:
-        assert found.state == "claimed"
-
-
-def test_a_whole_request_is_told_of_the_shares() -> None:
+def test_what_is_left_for_a_share() -> None:
+    three = [sharer(1), sharer(2, 30 * GIB, user="ben"), sharer(3, 15 * GIB)]
+    little = "shared: 65 of 79.5 GiB promised to 3 claims (anna 20 GiB, ben 30 GiB, ...), 14.5 left, 20 asked for"
+    for one, sharers, expected in (
+        (gpu(), [sharer(1), sharer(2)], ""),
+        (gpu(), three, little),
+        (gpu(), [sharer(n, GIB) for n in range(16)], "16 claims share it already"),
+        (gpu(used=70 * GIB), [], "of memory in use by no process"),
+        (gpu(used=60 * GIB, memory_shared=True), [sharer(1)], ""),  # it may be nobody's
+    ):
+        found = verdict(one, "20GiB", *sharers)
+        assert expected in found.reason
+        assert (found.free, found.state == "claimed") == (not expected, bool(sharers and expected))
     claimed = {"GPU-0": Holder.of_sharers([sharer(2, since=7.0), sharer(1, since=5.0)])}
     found = judge(HostSnapshot((gpu(),)), Selection(), claimed=claimed)[0]
     assert (found.state, found.reason, found.pid) == ("claimed", "shared by 2 claims", 1)
@@ -126,36 +112,27 @@ OWN, CHILD, OTHER, HIDDEN = 10, 11, 20, 30
 FAMILIES = {OWN: (1, (OWN,)), CHILD: (3, (CHILD, OWN)), OTHER: (2, (OTHER, 1))}
 
 
-@pytest.mark.parametrize(
-    ("pid", "busy"),
-    [
-        pytest.param(OWN, False, id="a holder"),
-        pytest.param(OTHER, True, id="a stranger"),
-        pytest.param(HIDDEN, False, id="who can tell"),
-    ],
-)
-def test_a_certain_stranger_makes_a_shared_gpu_busy(pid: int, busy: bool) -> None:
-    one = gpu(used=GIB, processes=(GpuProcess(pid, memory_used=GIB),))
-    found = verdict(one, "20GiB", sharer(OWN), families=FAMILIES)
-    assert (found.state == "busy") == busy
-    if busy:
-        assert found.pid == OTHER
-        assert "process 20" in found.reason
-        assert "without a share" in found.reason
-
-
-@pytest.mark.parametrize(("pid", "gib", "busy"), [(OTHER, 2, True), (OTHER, 1, False), (CHILD, 2, False)])
-def test_what_draws_beside_shares(pid: int, gib: int, busy: bool) -> None:
-    """A sharer's own program may draw as well, and is not added to a stranger's."""
-    own = GpuProcess(OWN, ProcessKind.GRAPHICS, 10 * GIB)
-    one = gpu(used=(10 + gib) * GIB, processes=(own, GpuProcess(pid, ProcessKind.GRAPHICS, gib * GIB)))
-    found = verdict(one, "20GiB", sharer(OWN), families=FAMILIES)
-    assert (found.state, found.pid) == (("busy", OTHER) if busy else ("free", None))
-
-
-def test_a_process_of_a_sharers_user_is_no_stranger() -> None:
+def test_a_certain_stranger_makes_a_shared_gpu_busy() -> None:
+    """Neither a holder, nor who can tell, nor another process of a sharer's user."""
+    for pid, uid in ((OWN, 1), (HIDDEN, 1), (OTHER, 2)):
+        one = gpu(used=GIB, processes=(GpuProcess(pid, memory_used=GIB),))
+        assert verdict(one, "20GiB", sharer(OWN, uid=uid), families=FAMILIES).free
+        if pid == HIDDEN:
+            assert verdict(one, "20GiB").state == "busy", "the first sharer follows the rules of whole claims"
     one = gpu(used=GIB, processes=(GpuProcess(OTHER, memory_used=GIB),))
-    assert verdict(one, "20GiB", sharer(OWN, uid=2), families=FAMILIES).free
+    found = verdict(one, "20GiB", sharer(OWN), families=FAMILIES)
+    assert (found.state, found.pid) == ("busy", OTHER)
+    assert "process 20" in found.reason
+    assert "without a share" in found.reason
+
+
+def test_what_draws_beside_shares() -> None:
+    """A sharer's own program may draw as well, and is not added to a stranger's."""
+    for pid, gib, busy in ((OTHER, 2, True), (OTHER, 1, False), (CHILD, 2, False)):
+        own = GpuProcess(OWN, ProcessKind.GRAPHICS, 10 * GIB)
+        one = gpu(used=(10 + gib) * GIB, processes=(own, GpuProcess(pid, ProcessKind.GRAPHICS, gib * GIB)))
+        found = verdict(one, "20GiB", sharer(OWN), families=FAMILIES)
+        assert (found.state, found.pid) == (("busy", OTHER) if busy else ("free", None))
 
 
 def test_who_uses_more_than_promised_keeps_newcomers_off() -> None:
@@ -164,11 +141,6 @@ def test_who_uses_more_than_promised_keeps_newcomers_off() -> None:
     one = gpu(used=25 * GIB, processes=processes)
     left = room(one, [sharer(OWN), sharer(99)], FAMILIES.get, unexplained=0)
     assert left == TOTAL - RESERVED - 45 * GIB
-
-
-def test_the_first_sharer_follows_the_rules_of_whole_claims() -> None:
-    one = gpu(used=GIB, processes=(GpuProcess(HIDDEN, memory_used=GIB),))
-    assert verdict(one, "20GiB").state == "busy"
 
 
 def test_on_a_shared_display_a_share_is_free_memory() -> None:
@@ -182,33 +154,20 @@ def free(*numbers: int) -> list[GpuVerdict]:
     return [GpuVerdict(gpu(number, numa_node=number // 2), "free") for number in numbers]
 
 
-@pytest.mark.parametrize(
-    ("nb", "numbers", "rooms", "expected"),
-    [
-        pytest.param(1, [0, 1, 2], {1: 50, 2: 30}, (2,), id="the least room"),
-        pytest.param(2, [0, 1, 2], {2: 30}, (0, 2), id="and one more"),
-        pytest.param(2, [0, 1, 2, 3], {}, (0, 1), id="none is shared yet"),
-        pytest.param(1, [0, 1], {7: 30}, (0,), id="the shared one is not to be had"),
-        pytest.param(3, [0, 1], {0: 30}, None, id="too few"),
-    ],
-)
-def test_which_gpus_are_shared(nb: int, numbers: list[int], rooms: dict[int, int], expected: tuple[int, ...]) -> None:
-    left = {f"GPU-{number}": size for number, size in rooms.items()}
-    found = choose_shares(free(*numbers), parse_request(nb, share="20GiB"), left)
-    assert found == expected if found is None else tuple(one.index for one in found) == expected
+def test_which_gpus_are_shared() -> None:
+    def chosen(nb: int, numbers: list[int], rooms: dict[int, int], **more: Any) -> list[int] | None:
+        left = {f"GPU-{number}": size for number, size in rooms.items()}
+        request = parse_request(nb, share="20GiB", near=more.get("near"))
+        found = choose_shares(free(*numbers), request, left, last=more.get("last", ()))
+        return None if found is None else [one.index for one in found]
 
-
-def test_shares_that_must_be_near_each_other() -> None:
-    left = {"GPU-1": 10, "GPU-2": 20, "GPU-3": 30}
-    found = choose_shares(free(0, 1, 2, 3), parse_request(2, share="20GiB", near="numa"), left)
-    assert found is not None
-    assert [one.index for one in found] == [2, 3]
-
-
-def test_a_gpu_that_failed_is_shared_last() -> None:
-    found = choose_shares(free(0, 1), parse_request(1, share="20GiB"), {"GPU-1": 30}, last=("GPU-1",))
-    assert found is not None
-    assert found[0].index == 0
+    assert chosen(1, [0, 1, 2], {1: 50, 2: 30}) == [2], "the least room"
+    assert chosen(2, [0, 1, 2], {2: 30}) == [0, 2], "and one more"
+    assert chosen(2, [0, 1, 2, 3], {}) == [0, 1], "none is shared yet"
+    assert chosen(1, [0, 1], {7: 30}) == [0], "the shared one is not to be had"
+    assert chosen(3, [0, 1], {0: 30}) is None
+    assert chosen(2, [0, 1, 2, 3], {1: 10, 2: 20, 3: 30}, near="numa") == [2, 3]
+    assert chosen(1, [0, 1], {1: 30}, last=("GPU-1",)) == [0], "one that failed is shared last"
 
 
 def test_what_frameworks_may_allocate() -> None:

@@ -71,9 +71,8 @@ def process(
 DESKTOP = process(9, 3, ProcessKind.GRAPHICS)
 
 
-@pytest.mark.parametrize(
-    ("device", "request_", "state", "words"),
-    [
+def test_what_stands_in_the_way() -> None:
+    for device, request_, state, words in (
         (gpu(processes=(process(gib=31.2),)), ANY, "busy", "process 4242 (alice, python train.py) uses 31.2 GiB"),
         (gpu(processes=(process(99),)), ANY, "busy", "process 99 uses 2 GiB"),  # a pid that does not resolve
         (gpu(processes=(process(kind=ProcessKind.MPS),)), ANY, "busy", "process 4242"),
@@ -92,25 +91,20 @@ DESKTOP = process(9, 3, ProcessKind.GRAPHICS)
         (gpu(mig_enabled=True), ANY, "unusable", "MIG mode is on"),
         (gpu(lost=True), ANY, "unusable", "lost"),
         (gpu(processes_supported=False), ANY, "unusable", "cannot list processes"),
-    ],
-)
-def test_what_stands_in_the_way(device: Gpu, request_: Selection, state: str, words: str) -> None:
-    verdict = verdict_on(device, request_, describe=people)
-    assert verdict.state == state
-    assert words in verdict.reason
-    assert not verdict.free
+    ):
+        verdict = verdict_on(device, request_, describe=people)
+        assert verdict.state == state
+        assert words in verdict.reason
+        assert not verdict.free
 
 
-@pytest.mark.parametrize(
-    "device",
-    [
+def test_what_does_not() -> None:
+    for device in (
         gpu(),
         gpu(processes=(process(99, name="nvidia-cuda-mps-server"),)),
         gpu(memory_used=40 * GIB, processes=(process(9, None, ProcessKind.GRAPHICS),)),
-    ],
-)
-def test_what_does_not(device: Gpu) -> None:
-    assert verdict_on(device, describe=people) == GpuVerdict(device, "free")
+    ):
+        assert verdict_on(device, describe=people) == GpuVerdict(device, "free")
 
 
 def test_a_lease_says_who_and_since_when() -> None:
@@ -159,9 +153,8 @@ def test_the_fence() -> None:
     assert "CUDA_VISIBLE_DEVICES=2,5" in verdicts[0].reason
 
 
-@pytest.mark.parametrize(
-    ("snapshot", "request_", "visible_limit", "words"),
-    [
+def test_what_this_host_can_never_do() -> None:
+    for snapshot, request_, visible_limit, words in (
         (host(), Selection(9), None, ["9 GPUs are asked for", "this host has only 8 NVIDIA GPUs"]),
         (host(0), Selection(1), None, ["1 GPU is asked for", "this host has none"]),
         (host(8, _3=gpu(3, lost=True)), Selection(8), None, ["only 7 of the 8 NVIDIA GPUs", "GPU 3: the driver lost"]),
@@ -176,29 +169,12 @@ def test_the_fence() -> None:
         (host(), Selection(2), "0", ["CUDA_VISIBLE_DEVICES=0 limits this process to 1 of 8 GPUs; 7 others are free"]),
         (host(), Selection(1), "", ["='' (set, but empty) limits", "0 of 8 GPUs", "SAFE_GPU_FENCE=ignore"]),
         (host(2, _0=gpu(processes=(process(),))), Selection(2), "1", ["none of the others are free"]),
-    ],
-)
-def test_what_this_host_can_never_do(
-    snapshot: HostSnapshot, request_: Selection, visible_limit: str | None, words: list[str]
-) -> None:
-    with pytest.raises(UnsatisfiableRequestError) as caught:
-        check_possible(snapshot, request_, visibility.parse_cuda(visible_limit, snapshot))
-    for word in words:
-        assert word in str(caught.value)
-    assert caught.value.value is not None
-
-
-@pytest.mark.parametrize(
-    ("snapshot", "request_", "visible_limit"),
-    [
-        (host(), Selection(8), None),
-        (host(1, _0=gpu(processes=(process(),))), ANY, None),
-        (host(), Selection(2), "6,7"),
-        (mig_host(), Selection(1), "MIG-2"),
-    ],
-)
-def test_what_may_come_in_time(snapshot: HostSnapshot, request_: Selection, visible_limit: str | None) -> None:
-    check_possible(snapshot, request_, visibility.parse_cuda(visible_limit, snapshot))
+    ):
+        with pytest.raises(UnsatisfiableRequestError) as caught:
+            check_possible(snapshot, request_, visibility.parse_cuda(visible_limit, snapshot))
+        for word in words:
+            assert word in str(caught.value)
+        assert caught.value.value is not None
 
 
 def test_leases_beyond_the_fence_are_not_called_free() -> None:
@@ -214,30 +190,28 @@ def test_no_hint_where_the_fence_leaves_nothing_out() -> None:
     assert fence_hint(verdicts, None) == fence_hint(verdicts, visibility.parse_cuda("1,0", host(2))) == ""
 
 
-@pytest.mark.parametrize(
-    ("value", "seen"),
-    [
+def test_a_variable_that_is_no_list() -> None:
+    """What CUDA makes of it is PyTorch's reading, and that of the manual."""
+    for value, seen in (
         *((value, "GPU 0") for value in ("0 1", "0;1", "0-1", "0\u3001 1", "0,,1", "0,cuda:1")),
         *((value, "no GPU") for value in ("cuda:0", "GPU 0", "gpu-000000", "[0]", "all", ",0", "0,0", "99", "-1,0")),
         *((value, "GPU 0,1") for value in ("0,1 2", "0,1,GPU-000002")),
         ("GPU-000001;GPU-000002", "no GPU"),
         ("GPU-000001,2", "GPU 1"),
         *((value, "") for value in ("0", "0,1,", " 0, 1 ", "+0", "-1", "", "none", "GPU-000001, GPU-000002")),
-    ],
-)
-def test_a_variable_that_is_no_list(value: str, seen: str) -> None:
-    """What CUDA makes of it is PyTorch's reading, and that of the manual."""
-    snapshot = HostSnapshot(tuple(gpu(index, uuid=f"GPU-00000{index}") for index in range(8)))
-    with pytest.raises(UnsatisfiableRequestError) as caught:
-        check_possible(snapshot, Selection(3), visibility.parse_cuda(value, snapshot))
-    said = f"(CUDA reads {value!r} as {seen}: name GPUs of this host by index or UUID, each once, with commas between)"
-    assert (said in str(caught.value)) == bool(seen)
-    assert ("CUDA reads" in str(caught.value)) == bool(seen)
+    ):
+        snapshot = HostSnapshot(tuple(gpu(index, uuid=f"GPU-00000{index}") for index in range(8)))
+        with pytest.raises(UnsatisfiableRequestError) as caught:
+            check_possible(snapshot, Selection(3), visibility.parse_cuda(value, snapshot))
+        said = (
+            f"(CUDA reads {value!r} as {seen}: name GPUs of this host by index or UUID, each once, with commas between)"
+        )
+        assert (said in str(caught.value)) == bool(seen)
+        assert ("CUDA reads" in str(caught.value)) == bool(seen)
 
 
-@pytest.mark.parametrize(
-    ("limit", "said"),
-    [
+def test_other_libraries_read_lists_too() -> None:
+    for limit, said in (
         (VisibleLimit("0 1", name="ROCR_VISIBLE_DEVICES", library="HIP"), "HIP reads '0 1' as no GPU"),
         (
             VisibleLimit("0,1 HIP_VISIBLE_DEVICES=0 1", name="ROCR_VISIBLE_DEVICES", library="HIP"),
@@ -246,11 +220,9 @@ def test_a_variable_that_is_no_list(value: str, seen: str) -> None:
         (VisibleLimit("0,1 HIP_VISIBLE_DEVICES=0", (A100,), name="ROCR_VISIBLE_DEVICES", library="HIP"), ""),
         (VisibleLimit("0.0,1.1", (A100,), name="ZE_AFFINITY_MASK", library="Level Zero"), ""),
         (VisibleLimit("0 1", frozen=True), ""),
-    ],
-)
-def test_other_libraries_read_lists_too(limit: VisibleLimit, said: str) -> None:
-    assert how_misread(limit, host().gpus).startswith(said)
-    assert bool(said) == bool(how_misread(limit, host().gpus))
+    ):
+        assert how_misread(limit, host().gpus).startswith(said)
+        assert bool(said) == bool(how_misread(limit, host().gpus))
 
 
 def test_candidates() -> None:
@@ -274,15 +246,12 @@ def test_what_releases_alone_can_satisfy() -> None:
     assert not can_be_met_by_releases(instances, Selection(2), judge(mig_host(), ANY, claimed={}))
 
 
-@pytest.mark.parametrize(
-    ("pattern", "fits"),
-    [
+def test_models() -> None:
+    for pattern, fits in (
         *((fit, True) for fit in ("a100", A100, "NVIDIA A100*", "*80gb", "A1?0*", "A[12]00*")),
         *((other, False) for other in ("H100", "A100*40GB", "100*", "A100?")),
-    ],
-)
-def test_models(pattern: str, fits: bool) -> None:
-    assert bool(model_pattern(pattern, [A100]).match(A100)) is fits
+    ):
+        assert bool(model_pattern(pattern, [A100]).match(A100)) is fits
 
 
 MODELS = (
@@ -293,16 +262,19 @@ MODELS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("host", "text", "meant"),
-    [(0, "A10", [0]), (0, "A100", [1, 2]), (0, "A10*", [0, 1, 2, 3]), (1, "L4", [0]), (3, "A10", [])],
-)
-def test_a_model_is_no_part_of_another_that_the_host_has(host: int, text: str, meant: list[int]) -> None:
-    snapshot = HostSnapshot(tuple(gpu(index, name=name) for index, name in enumerate(MODELS[host])))
-    asked = parse_request(1, model=text, prefer=f"nothing,{text}").resolved(snapshot)
-    assert [one.gpu.index for one in judge(snapshot, asked, claimed={}) if one.free] == meant
-    _, preferred = asked.preferred
-    assert [index for index, name in enumerate(MODELS[host]) if preferred.match(name)] == meant
+def test_a_model_is_no_part_of_another_that_the_host_has() -> None:
+    for host, text, meant in (
+        (0, "A10", [0]),
+        (0, "A100", [1, 2]),
+        (0, "A10*", [0, 1, 2, 3]),
+        (1, "L4", [0]),
+        (3, "A10", []),
+    ):
+        snapshot = HostSnapshot(tuple(gpu(index, name=name) for index, name in enumerate(MODELS[host])))
+        asked = parse_request(1, model=text, prefer=f"nothing,{text}").resolved(snapshot)
+        assert [one.gpu.index for one in judge(snapshot, asked, claimed={}) if one.free] == meant
+        _, preferred = asked.preferred
+        assert [index for index, name in enumerate(MODELS[host]) if preferred.match(name)] == meant
 
 
 PARENT = Gpu(0, "GPU-aa", mig_enabled=True)
@@ -312,18 +284,15 @@ WHOLE = Gpu(10, "GPU-ab")
 NAMED = HostSnapshot((PARENT, FIRST, SECOND, WHOLE))
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
+def test_what_a_name_means() -> None:
+    for name, meant in (
         ("0", (PARENT, FIRST, SECOND)),
         ("1", ()),
         ("0:1", (SECOND,)),
         ("GPU-aa", (PARENT, FIRST, SECOND)),
         ("MIG-11", (FIRST,)),
-    ],
-)
-def test_what_a_name_means(name: str, meant: tuple[Gpu, ...]) -> None:
-    assert tuple(gpu for gpu in NAMED.gpus if names_device(name, gpu)) == meant
+    ):
+        assert tuple(gpu for gpu in NAMED.gpus if names_device(name, gpu)) == meant
 
 
 def test_names_of_nothing_or_of_several() -> None:
@@ -336,13 +305,17 @@ def test_names_of_nothing_or_of_several() -> None:
 DAY = 86400.0
 
 
-@pytest.mark.parametrize(
-    ("when", "counts"),
-    [(1.0, True), (0.0, False), (2 * DAY - 1, True), (2 * DAY, False), (math.inf, False), (math.nan, False)],
-)
-def test_a_note_counts_for_a_day(when: float, counts: bool) -> None:
-    faults = {"GPU-1": GpuFault(when, "bad")}
-    assert recent_faults(faults, DAY) == (faults if counts else {})
+def test_a_note_counts_for_a_day() -> None:
+    for when, counts in (
+        (1.0, True),
+        (0.0, False),
+        (2 * DAY - 1, True),
+        (2 * DAY, False),
+        (math.inf, False),
+        (math.nan, False),
+    ):
+        faults = {"GPU-1": GpuFault(when, "bad")}
+        assert recent_faults(faults, DAY) == (faults if counts else {})
 
 
 def test_people_read_until_when_and_why() -> None:

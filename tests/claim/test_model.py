@@ -34,19 +34,12 @@ while line := listen():
 WORKERS = 4
 GPUS = 8
 
+GPU_SETS = st.frozensets(st.integers(0, GPUS - 1))
+CLAIMS = st.tuples(st.integers(0, WORKERS - 1), st.integers(1, GPUS + 1), GPU_SETS, st.booleans(), st.booleans())
 orders = st.one_of(
-    st.tuples(
-        st.just("claim"),
-        st.integers(0, WORKERS - 1),
-        st.integers(1, GPUS + 1),
-        st.one_of(st.just(frozenset()), st.frozensets(st.integers(0, GPUS - 1), min_size=1)),
-        st.booleans(),
-        st.booleans(),
-    ),
-    st.tuples(st.just("release"), st.integers(0, WORKERS - 1)),
-    st.tuples(st.just("kill"), st.integers(0, WORKERS - 1)),
-    st.tuples(st.just("come"), st.integers(0, GPUS - 1)),
-    st.tuples(st.just("go"), st.integers(0, GPUS - 1)),
+    CLAIMS.map(lambda order: ("claim", *order)),
+    st.tuples(st.sampled_from(["release", "kill"]), st.integers(0, WORKERS - 1)),
+    st.tuples(st.sampled_from(["come", "go"]), st.integers(0, GPUS - 1)),
 )
 
 

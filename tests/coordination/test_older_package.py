@@ -195,20 +195,21 @@ listen(); lock.release(); say("released"); listen()
     ],
     ids=["nothing", "threads", "locks of descriptions"],
 )
-def test_a_wait_after_one_that_ended_early_gets_the_lock(present: Path, child, without: str) -> None:
+def test_a_wait_after_some_that_ended_early_gets_the_lock(present: Path, child, without: str) -> None:
     """Without threads, or without locks of descriptions, it is polled."""
     holder = theirs(child, present)
     one = ours(
         child,
         present,
-        f"{without}\ntry: take(0.01)\nexcept Exception as err: say(type(err).__name__)\n"
+        f"{without}\nfor _ in range(3):\n    try: take(0.01)\n    except Exception as err: late = type(err).__name__\n"
+        "say(late, threading.active_count())\n"
         "lock = take(); say('got it'); listen(); lock.release(); end = time.monotonic() + 30\n"
         # The lock may have been free before the thread that was left behind has seen it.
         "while locks._left_behind and time.monotonic() < end: time.sleep(0.001)\n"
         "for thread in threading.enumerate()[1:]: thread.join(30)\n"
         "say(threading.active_count(), locks._left_behind); listen()",
     )
-    assert one.hear() == "LockTimeout"
+    assert one.hear() == f"LockTimeout {1 if without else 2}", "one thread is left behind"
     holder.tell()
     assert one.hear() == "got it"
     assert not is_free(present)

@@ -23,9 +23,9 @@ from contextlib import ExitStack, suppress
 from itertools import count
 from typing import Any
 
-from ..coordination.directory import OPEN_FILE, SharedDirectory
+from ..coordination.directory import OPEN_DIR, OPEN_FILE, SharedDirectory
 from ..coordination.doors import simulated_tree
-from ..coordination.state_dir import refusal, state_dir_path
+from ..coordination.state_dir import refusal, refusal_of_error, state_dir_path
 from ..errors import PlaceholderError, StateDirError
 from ..gpus.devices import Gpu, GpuProcess, HostSnapshot, ProcessKind
 from ..gpus.vendors import VENDORS
@@ -186,10 +186,15 @@ class SimulatedDriver(Driver, Runtime):
         except OSError:
             pass  # the rest says why
         with DeferredSignals(), ExitStack() as stack:
+            tree: int | None = None
             try:
-                tree = self._opened(stack, make=False).fd
+                for part in self._place:
+                    tree = os.open(part, OPEN_DIR, dir_fd=tree)
+                    stack.callback(os.close, tree)
             except FileNotFoundError:
                 return usage
+            except OSError as err:
+                raise refusal_of_error(os.path.join(*self._place), err) from err
             for name in os.listdir(tree):
                 entry = re.fullmatch(_ENTRY, name)
                 if entry and entry[1] in uuids and is_alive(name, tree):
@@ -198,11 +203,11 @@ class SimulatedDriver(Driver, Runtime):
                     used[key] = used.get(key, 0) + int(entry[3])
         return usage
 
-    def _opened(self, stack: ExitStack, *, make: bool = True) -> SharedDirectory:
+    def _opened(self, stack: ExitStack) -> SharedDirectory:
         """Return the directory of this host's processes, open until the end of ``stack``."""
-        directory = stack.enter_context(SharedDirectory(self._place[0], make=make))
+        directory = stack.enter_context(SharedDirectory(self._place[0]))
         for name in self._place[1:]:
-            directory = stack.enter_context(SharedDirectory(name, directory, make=make))
+            directory = stack.enter_context(SharedDirectory(name, directory))
         return directory
 
     def _used(self, gpu: Gpu, usage: _Usage) -> Gpu:

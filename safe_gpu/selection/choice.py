@@ -173,7 +173,7 @@ def capacity(gpus: Collection[Gpu]) -> int:
 
     CUDA shows a process at most one MIG instance, and with many driver versions no whole GPU together with it.
     """
-    whole = sum(gpu.mig_parent is None for gpu in gpus)
+    whole = sum([gpu.mig_parent is None for gpu in gpus])
     return whole or min(len(gpus), 1)
 
 
@@ -220,7 +220,7 @@ def choose(
     room = [gpu.numa_node for gpu in whole or free]
     pool = sorted(whole if nb_gpus > 1 else free, key=_position)
     drawbacks = {gpu.uuid: (gpu.uuid in last, gpu.is_mig_instance, gpu.draws) for gpu in pool}
-    links = linked((gpu.uuid, gpu.nvlink_peers if nb_gpus > 1 else frozenset()) for gpu in pool)
+    links = linked([(gpu.uuid, gpu.nvlink_peers if nb_gpus > 1 else frozenset()) for gpu in pool])
 
     def rank(gpus: Sequence[Gpu]) -> tuple[Any, ...]:
         """Return the rank of a set by the criteria above; the lowest is the best."""
@@ -229,8 +229,8 @@ def choose(
         return (
             *map(sum, zip(*map(drawbacks.__getitem__, uuids), strict=True)),
             len(nodes),
-            -sum(len(uuids & links[uuid]) for uuid in uuids),
-            -sum(gpu.numa_node in (near or ()) for gpu in gpus),
+            -sum([len(uuids & links[uuid]) for uuid in uuids]),
+            -sum([gpu.numa_node in (near or ()) for gpu in gpus]),
             # A set that still grows takes the node with the most free GPUs, so that it needs few nodes.
             sum(map(room.count, nodes)) * (1 if len(gpus) == nb_gpus else -1),
             *map(_position, gpus),

@@ -335,7 +335,10 @@ class Selection(NamedTuple):
 
     def value_of(self, argument: str) -> Any:
         """Return the value of a condition; None where there is no such condition."""
-        return next((one.value for one in self.conditions if one.argument == argument), None)
+        for one in self.conditions:
+            if one.argument == argument:
+                return one.value
+        return None
 
     @property
     def share(self) -> int | None:

@@ -243,7 +243,7 @@ def judge(
             return GpuVerdict(gpu, "unusable", unusable)
         if outside := why_outside(gpu, request, visible_limit):
             return GpuVerdict(gpu, "outside", outside)
-        drained = rules.why_drained(gpu) if of_outer is None else ""
+        drained = rules.why_drained(gpu) if rules.drained and of_outer is None else ""
         if drained and (holder is None or (share is not None and holder.sharers)):
             return GpuVerdict(gpu, "unusable", drained)
         if shared_display:

@@ -81,7 +81,7 @@ def unknown(names: Iterable[str]) -> dict[str, str]:
     ""."""
     found = {}
     for name in names:
-        if name[: len(PREFIX)].upper() == PREFIX and name not in VARIABLES and not name.startswith(_FOR_TESTS):
+        if name[:9].upper() == PREFIX and name not in VARIABLES and not name.startswith(_FOR_TESTS):
             from difflib import get_close_matches
 
             found[name] = next(iter(get_close_matches(name.upper(), VARIABLES, 1, 0.8)), "")

@@ -186,9 +186,10 @@ class SimulatedDriver(Driver, Runtime):
         except OSError:
             pass  # the rest says why
         with DeferredSignals(), ExitStack() as stack:
-            tree: int | None = None
             try:
-                for part in self._place:
+                tree = os.open(self._place[0], OPEN_DIR)
+                stack.callback(os.close, tree)
+                for part in self._place[1:]:
                     tree = os.open(part, OPEN_DIR, dir_fd=tree)
                     stack.callback(os.close, tree)
             except FileNotFoundError:

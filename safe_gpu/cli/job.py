@@ -41,10 +41,8 @@ exit codes: the command's; 2 usage, 68 no host of --host answers,
     add_request(parser)
     group = parser.add_argument_group("CPUs, memory and environment")
     add_affinity(group)
-    add = group.add_argument
-    add("--memory", choices=("preferred", "bind"), help="NUMA memory policy next to the GPUs")
     visible_as = "how CUDA_VISIBLE_DEVICES names the GPUs; uuid for shells and long sessions (default index)"
-    add("--visible-as", choices=("index", "uuid"), default="index", help=visible_as)
+    group.add_argument("--visible-as", choices=("index", "uuid"), default="index", help=visible_as)
     where = "on the first of these hosts that has them free, by ssh, in this directory; does not wait"
     add = parser.add_argument_group("on which host").add_argument
     add("--host", type=hosts_of_option, default=None, metavar="H", help=where)
@@ -156,7 +154,6 @@ with its local rank, as CUDA numbers them. Nothing is claimed."""
   for i in 0 1 2 3; do LOCAL_RANK=$i safe-gpu bind -- ./train & done"""
     add_affinity(parser)
     add = parser.add_argument
-    add("--memory", choices=("preferred", "bind"), help="NUMA memory policy next to the GPUs")
     add_which_gpus(
         parser,
         gpu="these GPUs instead, as nvidia-smi shows them: 0,3",

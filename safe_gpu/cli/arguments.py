@@ -144,13 +144,14 @@ def add_vendor(parser: argparse._ActionsContainer, meaning: str) -> None:
 
 
 def add_affinity(parser: argparse._ActionsContainer) -> None:
-    """Add ``--affinity M``, which ``--mode M`` means too; unset by default."""
+    """Add ``--affinity M``, which ``--mode M`` means too, unset by default, and ``--memory``."""
     from ..affinity.options import MODES
 
     modes, none = ("none", *MODES), argparse.SUPPRESS
     which = f"CPUs to bind to (default node): {', '.join(modes)}"
     parser.add_argument("--affinity", choices=modes, default=none, metavar="M", help=which)
     parser.add_argument("--mode", dest="affinity", choices=modes, default=none, metavar="M", help=none)
+    parser.add_argument("--memory", choices=("preferred", "bind"), help="NUMA memory policy next to the GPUs")
 
 
 def add_which_gpus(parser: argparse.ArgumentParser, gpu: str, ordinal: str, node: str = "") -> None:

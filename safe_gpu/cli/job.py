@@ -3,8 +3,6 @@
 exec(2) leaves no wrapper behind: pid, signals and exit code are the command's own.
 """
 
-from __future__ import annotations
-
 import _signal  # type: ignore[import-not-found,unused-ignore]
 import argparse
 import os
@@ -12,16 +10,15 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from ..errors import SafeGpuError, UnsatisfiableRequestError
+from ..gpus.devices import Gpu
 from ..settings.variables import is_simulated
+from ..wording.text import format_age, gpu_ranges, in_brackets
 from .advice import hint_for, warning_about
 from .arguments import add_affinity, add_request, add_which_gpus, claim_arguments, hosts_of_option, whole_number
 from .output import EX_USAGE, CommandError, Log, WaitLine, is_terminal, say
-
-if TYPE_CHECKING:
-    from ..claim.owner import GPUOwner
 
 
 def configure_run(parser: argparse.ArgumentParser) -> None:
@@ -44,10 +41,8 @@ exit codes: the command's; 2 usage, 68 no host of --host answers,
     add_request(parser)
     group = parser.add_argument_group("CPUs, memory and environment")
     add_affinity(group)
-    add = group.add_argument
-    add("--memory", choices=("preferred", "bind"), help="NUMA memory policy next to the GPUs")
     visible_as = "how CUDA_VISIBLE_DEVICES names the GPUs; uuid for shells and long sessions (default index)"
-    add("--visible-as", choices=("index", "uuid"), default="index", help=visible_as)
+    group.add_argument("--visible-as", choices=("index", "uuid"), default="index", help=visible_as)
     where = "on the first of these hosts that has them free, by ssh, in this directory; does not wait"
     add = parser.add_argument_group("on which host").add_argument
     add("--host", type=hosts_of_option, default=None, metavar="H", help=where)
@@ -89,7 +84,7 @@ def do_run(options: argparse.Namespace) -> int:
         if not owner.gpus and not options.quiet:
             say("the command starts without a GPU: SAFE_GPU_NB_GPUS=0")
         elif not options.quiet and (line.waited or sys.stderr.isatty()):
-            say(_got(owner, line.seconds if line.waited else None))
+            say(_got(owner.gpus, line.seconds if line.waited else None))
         owner.keep_across_exec()
         if options.pending:
             _decide(options.pending)
@@ -117,14 +112,12 @@ def _decide(pending: str) -> None:
         raise CommandError("run --host has ended its ssh", code=EX_USAGE) from err
 
 
-def _got(owner: GPUOwner, waited: float | None) -> str:
+def _got(gpus: Sequence[Gpu], waited: float | None) -> str:
     """Return a sentence on the claim: ``got GPU 0-2,5 (4 x NVIDIA A100-SXM4-80GB) after 3 min``."""
-    from ..wording.text import format_age, gpu_ranges
-
-    models = Counter(gpu.name for gpu in owner.gpus)
+    models = Counter(gpu.name for gpu in gpus)
     facts = [f"{number} x {name}" if number > 1 else name for name, number in models.items() if name]
-    what = ", ".join(facts + ["simulated"] * is_simulated(os.environ))
-    text = f"got GPU {gpu_ranges(gpu.label for gpu in owner.gpus)}{what and f' ({what})'}"
+    what = in_brackets(*facts, "simulated" * is_simulated(os.environ))
+    text = f"got GPU {gpu_ranges(gpu.label for gpu in gpus)}{what}"
     return text if waited is None else f"{text} after {format_age(waited)}"
 
 
@@ -161,7 +154,6 @@ with its local rank, as CUDA numbers them. Nothing is claimed."""
   for i in 0 1 2 3; do LOCAL_RANK=$i safe-gpu bind -- ./train & done"""
     add_affinity(parser)
     add = parser.add_argument
-    add("--memory", choices=("preferred", "bind"), help="NUMA memory policy next to the GPUs")
     add_which_gpus(
         parser,
         gpu="these GPUs instead, as nvidia-smi shows them: 0,3",

@@ -41,8 +41,9 @@ exit codes with hosts: 0 all have answered, 1 some have, 68 none has"""
     form.add_argument("--free", action="store_true", help="only the indices of the free GPUs, one on a line")
     file = "with --prometheus or --html: write this file, whole, for node_exporter's textfiles or a web server"
     add("--output", metavar="FILE", help=file)
-    add("--mine", action="store_true", help="only GPUs that you use, and your places in the queue")
-    add("--user", metavar="U", help="the same of this user")
+    whose = parser.add_mutually_exclusive_group()
+    whose.add_argument("--mine", action="store_true", help="only GPUs that you use, and your places in the queue")
+    whose.add_argument("--user", metavar="U", help="the same of this user")
     add("-v", "--verbose", action="store_true", help="each waiter and process; with hosts each host's own table")
     add_vendor(parser, "only GPUs of this vendor (default: of all)")
     add("--watch", action="store_true", help="show it again every two seconds, hosts every five, until q or Ctrl-C")
@@ -60,11 +61,7 @@ def seconds(text: str) -> float:
 
 def do_status(options: argparse.Namespace) -> int:
     """Carry out the command; return its exit code."""
-    user: str | None = options.user
-    if options.mine:
-        if user is not None:
-            options.usage_error("--mine and --user do not go together")
-        user = user_name(os.geteuid())
+    user: str | None = user_name(os.geteuid()) if options.mine else options.user
     for option, other in (("interval", "watch"), ("output", "prometheus")):
         if getattr(options, option) is not None and not (getattr(options, other) or options.html):
             options.usage_error(f"--{option} goes with --{other} or --html")

@@ -64,17 +64,15 @@ def choose_nodes(nodes: int | Sequence[Any], alive: Mapping[str, NodeFacts], eng
     Raises:
         UnsatisfiableRequestError: there are too few nodes, or a name fits no node, several, or one already named.
     """
+    if not nodes or isinstance(nodes, bool) or (isinstance(nodes, int) and nodes < 1):
+        raise UnsatisfiableRequestError(f"nodes={nodes!r} names no node: ask for 1 node or more", value=nodes)
     if not isinstance(nodes, int):
         named = [nodes] if isinstance(nodes, str) else [str(node) for node in nodes]
-        if not named:
-            raise UnsatisfiableRequestError("nodes=[] names no node", value=nodes)
         chosen = [_node_named(name, alive) for name in named]
         if len(set(chosen)) < len(chosen):
             problem = f"a node is named twice in nodes={named}: each node can be claimed once"
             raise UnsatisfiableRequestError(problem, value=nodes)
         return chosen, len(chosen)
-    if isinstance(nodes, bool) or nodes < 1:
-        raise UnsatisfiableRequestError(f"nodes={nodes!r}: ask for 1 node or more, or name them", value=nodes)
     if nodes > len(alive):
         raise UnsatisfiableRequestError(
             f"{nodes} nodes asked for, and {engine} has {len(alive)}: "

@@ -54,17 +54,11 @@ class ClaimArguments:
         Raises:
             UnsatisfiableRequestError, GPUAffinityError: an argument is wrong.
         """
-        if isinstance(nb_gpus, tuple):
-            raise UnsatisfiableRequestError(
-                f"gpus_per_node={nb_gpus!r} is not a number: across hosts every node has the same number of GPUs",
-                value=nb_gpus,
-            )
-        if self.selection.get("share") is not None:
-            raise UnsatisfiableRequestError(
-                f"share={self.selection['share']!r} is not possible across hosts: claim whole GPUs there, or a share "
-                "on each host by itself",
-                value=self.selection["share"],
-            )
+        numbers = nb_gpus if isinstance(nb_gpus, tuple) else None
+        for name, value in (("gpus_per_node", numbers), ("share", self.selection.get("share"))):
+            if value is not None:
+                problem = f"{name}={value!r} is not possible across hosts: claim whole GPUs, as many on each"
+                raise UnsatisfiableRequestError(problem, value=value)
         return read_options(
             nb_gpus,
             logger=logger,

@@ -265,11 +265,10 @@ def _read_text(path: str) -> tuple[str, str]:
     except IsADirectoryError:
         doubt = "is not a file"
     except OSError as err:
-        if os.path.islink(path):
-            return "", f"{path} is a link: it is ignored, and nothing is limited; write the policy there itself"
-        raise PolicyError(
-            f"{path} cannot be read ({err.strerror}): ask root for a file of mode 644", path=path
-        ) from err
+        if not os.path.islink(path):
+            problem = f"{path} cannot be read ({err.strerror}): ask root for a file of mode 644"
+            raise PolicyError(problem, path=path) from err
+        doubt = "is a link"
     if doubt:
         return "", f"{path} {doubt}: it is ignored, and nothing is limited; ask root for a file of mode 644"
     if len(data) > _LONGEST_FILE:

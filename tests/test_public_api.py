@@ -118,6 +118,12 @@ def test_elsewhere_than_on_linux_the_import_works_and_a_claim_says_so(monkeypatc
         safe_gpu.claim_gpus(1)
 
 
+def test_the_version_is_the_distributions_and_it_is_typed() -> None:
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert f'version = "{safe_gpu.__version__}"' in text
+    assert (Path(safe_gpu.__file__).parent / "py.typed").exists()
+
+
 # The older package's module
 
 
@@ -126,12 +132,6 @@ def test_both_modules_speak_of_the_same_things() -> None:
     for name in older.__all__:
         if name in safe_gpu.__all__:
             assert getattr(older, name) is getattr(safe_gpu, name)
-
-
-def test_the_version_is_the_distributions_and_it_is_typed() -> None:
-    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
-    assert f'version = "{safe_gpu.__version__}"' in text
-    assert (Path(safe_gpu.__file__).parent / "py.typed").exists()
 
 
 @pytest.fixture(autouse=True)

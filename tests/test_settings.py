@@ -30,6 +30,21 @@ def test_every_variable_that_is_read_is_known() -> None:
     assert {name for name in named if not name.startswith("SAFE_GPU_TEST")} <= set(settings.VARIABLES)
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("SAFE_GPU_TIMOUT", "SAFE_GPU_TIMEOUT"), ("safe_gpu_dir", "SAFE_GPU_DIR"), ("SAFE_GPU_XYZZY", "")],
+)
+def test_a_variable_that_nobody_reads(name: str, meant: str, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    assert settings.unknown([*settings.VARIABLES, "SAFE_GPU_TEST_X", "PATH", name]) == {name: meant}
+    assert [settings.doubts({known: ""}) for known in settings.VARIABLES] == [[]] * len(settings.VARIABLES)
+    monkeypatch.setenv(name, "1")
+    with safe_gpu.claim_gpus(1, timeout=0):
+        pass
+    (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert record.getMessage().startswith(f"{name} is not a variable of safe_gpu and has no effect")
+    assert (f"did you mean {meant}?" in record.getMessage()) == bool(meant)
+
+
 @pytest.mark.parametrize(("name", "words"), sorted(settings.CHOICES.items()))
 def test_a_word_that_is_not_understood(name: str, words: tuple[str, ...], monkeypatch, ground) -> None:
     for word in ("", *words):
@@ -57,6 +72,12 @@ def test_a_relative_state_directory(path: str, monkeypatch: pytest.MonkeyPatch, 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_absolute_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, path in ((None, "/tmp/safe-gpu"), ("", "/tmp/safe-gpu"), ("/x//y/", "/x/y")):
+        monkeypatch.delenv("SAFE_GPU_DIR") if value is None else monkeypatch.setenv("SAFE_GPU_DIR", value)
+        assert state_dir_path() == path
+
+
 # A simulated driver where there is a real one
 
 
@@ -82,6 +103,14 @@ def test_simulated_gpus_beside_real_ones_are_warned_of_every_time(real_driver: P
     )
 
 
+def test_what_is_fine(real_driver: Path) -> None:
+    simulated = {"SAFE_GPU_DRIVER": "simulated:dgx-a100"}
+    for variables in ({"SAFE_GPU_DRIVER": "nvml"}, {}, {**simulated, "SAFE_GPU_TEST_SIMULATED": "1"}):
+        assert settings.doubts(variables) == []
+    real_driver.unlink()
+    assert settings.doubts(simulated) == []
+
+
 # The files of root on the machine that runs the tests
 
 
@@ -93,35 +122,6 @@ def test_no_test_goes_by_the_limits_of_this_machine(child: Callable[..., Any]) -
     assert child(code).hear().split(" ") == [f"{etc}/config.ini", f"{etc}/policy.ini"] == list(settings.HOST_FILES)
     plain = child(code, env={"SAFE_GPU_TEST_ETC": ""}).hear()
     assert plain.split(" ") == ["/etc/safe-gpu/config.ini", "/etc/safe-gpu/policy.ini"]
-
-
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [("SAFE_GPU_TIMOUT", "SAFE_GPU_TIMEOUT"), ("safe_gpu_dir", "SAFE_GPU_DIR"), ("SAFE_GPU_XYZZY", "")],
-)
-def test_a_variable_that_nobody_reads(name: str, meant: str, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    assert settings.unknown([*settings.VARIABLES, "SAFE_GPU_TEST_X", "PATH", name]) == {name: meant}
-    assert [settings.doubts({known: ""}) for known in settings.VARIABLES] == [[]] * len(settings.VARIABLES)
-    monkeypatch.setenv(name, "1")
-    with safe_gpu.claim_gpus(1, timeout=0):
-        pass
-    (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert record.getMessage().startswith(f"{name} is not a variable of safe_gpu and has no effect")
-    assert (f"did you mean {meant}?" in record.getMessage()) == bool(meant)
-
-
-def test_an_absolute_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    for value, path in ((None, "/tmp/safe-gpu"), ("", "/tmp/safe-gpu"), ("/x//y/", "/x/y")):
-        monkeypatch.delenv("SAFE_GPU_DIR") if value is None else monkeypatch.setenv("SAFE_GPU_DIR", value)
-        assert state_dir_path() == path
-
-
-def test_what_is_fine(real_driver: Path) -> None:
-    simulated = {"SAFE_GPU_DRIVER": "simulated:dgx-a100"}
-    for variables in ({"SAFE_GPU_DRIVER": "nvml"}, {}, {**simulated, "SAFE_GPU_TEST_SIMULATED": "1"}):
-        assert settings.doubts(variables) == []
-    real_driver.unlink()
-    assert settings.doubts(simulated) == []
 
 
 def test_whose_limits_tests_go_by(monkeypatch: pytest.MonkeyPatch) -> None:

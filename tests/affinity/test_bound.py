@@ -227,6 +227,15 @@ def test_unbound_rather_than_not_at_all(four_gpus: Any, monkeypatch: Any, capfd:
             assert re.match(f"safe-gpu: not bound: .*{why}", capfd.readouterr().err)
 
 
+def test_a_rank_beyond_the_visible_gpus_is_told(
+    four_gpus: Any, in_child: InChild, monkeypatch: pytest.MonkeyPatch, capfd: Any, ran: list[list[str]]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,0")
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    assert in_child(lambda: (main(["bind", "--", "true"]), ran)) == (0, [["true"]])
+    assert "local rank 5 is beyond the 2 visible GPUs" in capfd.readouterr().err
+
+
 def test_the_command_line_shows_some_gpus_of_either_numbering(four_gpus: Any, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,0")
 
@@ -298,6 +307,8 @@ def test_each_rank_has_cores_of_its_own(state_dir: Any, saved_tree: Any, fake_gp
     assert [facts["cpus"] for facts in held] == [[first], [second]]
     assert all(facts["said"] == facts["thread"] == facts["cpus"] for facts in held)
 
+
+# Two numberings of GPUs: the index of nvidia-smi, and the ordinal of CUDA after CUDA_VISIBLE_DEVICES
 
 EIGHT = HostSnapshot(tuple(Gpu(number, f"GPU-{number}{number}ab", name="A100") for number in range(8)))
 MIXED = HostSnapshot((Gpu(0, "GPU-00", name="T400"), Gpu(1, "GPU-11", name="H100"), Gpu(2, "GPU-22", name="H100")))
@@ -372,12 +383,3 @@ def test_what_was_bound_is_known_while_it_is_visible() -> None:
         found = remembered(snapshot, {BOUND: bound, "CUDA_VISIBLE_DEVICES": shown})
         assert (found and [gpu.index for gpu in found.gpus]) == indices
     assert remembered(EIGHT, {}) is None
-
-
-def test_a_rank_beyond_the_visible_gpus_is_told(
-    four_gpus: Any, in_child: InChild, monkeypatch: pytest.MonkeyPatch, capfd: Any, ran: list[list[str]]
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,0")
-    monkeypatch.setenv("LOCAL_RANK", "5")
-    assert in_child(lambda: (main(["bind", "--", "true"]), ran)) == (0, [["true"]])
-    assert "local rank 5 is beyond the 2 visible GPUs" in capfd.readouterr().err

@@ -24,6 +24,27 @@ from safe_gpu.topology.host import HostTopology, read_topology
 # set_affinity
 
 
+@needs_two_cpus
+def test_errors_have_the_numbers_in_them(four_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong: list[tuple[Any, dict[str, Any], str, str]] = [
+        ((2, 2), {}, "0,1,2,3", "gpu_id=2 .* nproc_per_node=2"),
+        ((-1, 2), {}, "0,1,2,3", "gpu_id=-1"),
+        ((0, 2.0), {}, "0,1,2,3", "nproc_per_node must be a whole number, not 2.0"),
+        ((0, 2), {}, "0,0", "CUDA_VISIBLE_DEVICES=0,0 shows no GPU"),
+        ((0, 2), {}, "0", "nproc_per_node=2 .*1 are visible with CUDA_VISIBLE_DEVICES=0"),
+        ((0, 4), {}, "0,1,2,3", "1 physical core near 2 GPUs"),
+        ((0, 2), {"mode": "all", "min_physical_cores": 7, "max_physical_cores": 3}, "0,1,2,3", "at least 7"),
+    ]
+    for arguments, options, visible, names in wrong:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        with pytest.raises(GPUAffinityError, match=names):
+            set_affinity(*arguments, **options)
+    monkeypatch.setattr(safe_gpu.drivers, "open_driver", no_driver)
+    with pytest.raises(GPUAffinityError, match="no NVIDIA driver"):
+        set_affinity(0, 1)
+    assert sorted(os.sched_getaffinity(0)) == MASK
+
+
 # numactl
 
 
@@ -35,6 +56,54 @@ def test_options_of_numactl() -> None:
     assert numactl_options(share, frozenset([2, 3]), "preferred")[1] == "--preferred-many=2-3"
     with pytest.raises(GPUAffinityError, match="NUMA node"):
         numactl_options(share, frozenset(), "bind")
+
+
+@needs_two_cpus
+def test_the_wrapped_command(four_gpus: Any) -> None:
+    command = ["python", "-c", "print('a b')"]
+    for gpu, at in ((0, 0), (3, 1)):
+        assert wrap_command(command, gpu=gpu, mode="node") == ["numactl", f"--physcpubind={MASK[at]}", *command]
+        assert wrap_command(tuple(command), gpu=gpu, mode="node", memory="bind")[2] == f"--membind={at}"
+    wrong: list[tuple[Any, dict[str, Any]]] = [(["true"], {"gpu": -1}), ([], {}), ("true", {}), ([1], {})]
+    # These do not fall back either.
+    more = ({"mode": "somewhere"}, {"gpu": None}, {"ordinal": 0}, {"memory": "here"})
+    for words, options in [*wrong, *((["true"], {**one, "strict": False}) for one in more)]:
+        with pytest.raises(GPUAffinityError):
+            wrap_command(words, **{"gpu": 0, "mode": "node", **options})
+
+
+@pytest.mark.parametrize(
+    ("refused", "arguments", "kept", "said"),
+    [
+        ("--membind=0", {"memory": "bind"}, ["--physcpubind={}"], "bound without a memory policy: numactl --phys"),
+        ("--physcpubind={}", {"memory": "bind"}, [], "the command runs unbound: numactl --physcpubind={} fails"),
+        ("--membind=0", {"memory": "bind", "mode": None}, [], "the command runs unbound: numactl --membind=0 fails"),
+        ("--membind=0", {"memory": None}, ["--physcpubind={}"], ""),
+        ("--membind=0", {"memory": "bind", "gpu": 4}, ["--physcpubind={}"], "policy: memory='bind' needs to know"),
+    ],
+)
+def test_numactl_loses_only_what_is_refused(
+    four_gpus: Any, monkeypatch: Any, tmp_path: Any, caplog: Any, refused: str, arguments: Any, kept: Any, said: str
+) -> None:
+    """It refuses one option, as in a container; each set of options is tried once. GPU 4 is next to no known node."""
+    four_gpus.gpus.append(Gpu(4, "GPU-4"))
+    cpus = f"{MASK[0]}-{MASK[-1]}" if "gpu" in arguments else str(MASK[0])
+    numactl = tmp_path / "numactl"
+    refusing = f"*{refused.format(cpus)}*) echo no policy >&2; exit 1"
+    numactl.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\ncase "$*" in {refusing};; esac\n')
+    numactl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    asked = {"gpu": 0, "mode": "node", **arguments}
+    expected = [*(["numactl"] if kept else []), *(option.format(cpus) for option in kept), "./train"]
+    for _ in range(2):
+        assert wrap_command(["./train"], **asked, strict=False) == expected
+        if said:
+            assert caplog.records[0].levelname == "WARNING"
+            assert said.format(cpus) in caplog.text
+            with pytest.raises(GPUAffinityError):
+                wrap_command(["./train"], **asked, check=True)
+    lines = (tmp_path / "asked").read_text().splitlines()
+    assert len(lines) == len(set(lines))
 
 
 # Fallback, and options as torch writes them
@@ -157,72 +226,3 @@ def test_the_table_of_nodes(host: Callable[..., HostTopology], saved_tree: Any) 
     bare = host(cores_per_node=2, nodes=1, smt=1)
     assert node_table(bare, {}).splitlines()[1].split() == ["0", "0-1", "-", "-", "-"]
     assert topology.memory == {}  # a made-up host has no memory of its own
-
-
-@needs_two_cpus
-def test_errors_have_the_numbers_in_them(four_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong: list[tuple[Any, dict[str, Any], str, str]] = [
-        ((2, 2), {}, "0,1,2,3", "gpu_id=2 .* nproc_per_node=2"),
-        ((-1, 2), {}, "0,1,2,3", "gpu_id=-1"),
-        ((0, 2.0), {}, "0,1,2,3", "nproc_per_node must be a whole number, not 2.0"),
-        ((0, 2), {}, "0,0", "CUDA_VISIBLE_DEVICES=0,0 shows no GPU"),
-        ((0, 2), {}, "0", "nproc_per_node=2 .*1 are visible with CUDA_VISIBLE_DEVICES=0"),
-        ((0, 4), {}, "0,1,2,3", "1 physical core near 2 GPUs"),
-        ((0, 2), {"mode": "all", "min_physical_cores": 7, "max_physical_cores": 3}, "0,1,2,3", "at least 7"),
-    ]
-    for arguments, options, visible, names in wrong:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        with pytest.raises(GPUAffinityError, match=names):
-            set_affinity(*arguments, **options)
-    monkeypatch.setattr(safe_gpu.drivers, "open_driver", no_driver)
-    with pytest.raises(GPUAffinityError, match="no NVIDIA driver"):
-        set_affinity(0, 1)
-    assert sorted(os.sched_getaffinity(0)) == MASK
-
-
-@needs_two_cpus
-def test_the_wrapped_command(four_gpus: Any) -> None:
-    command = ["python", "-c", "print('a b')"]
-    for gpu, at in ((0, 0), (3, 1)):
-        assert wrap_command(command, gpu=gpu, mode="node") == ["numactl", f"--physcpubind={MASK[at]}", *command]
-        assert wrap_command(tuple(command), gpu=gpu, mode="node", memory="bind")[2] == f"--membind={at}"
-    wrong: list[tuple[Any, dict[str, Any]]] = [(["true"], {"gpu": -1}), ([], {}), ("true", {}), ([1], {})]
-    # These do not fall back either.
-    more = ({"mode": "somewhere"}, {"gpu": None}, {"ordinal": 0}, {"memory": "here"})
-    for words, options in [*wrong, *((["true"], {**one, "strict": False}) for one in more)]:
-        with pytest.raises(GPUAffinityError):
-            wrap_command(words, **{"gpu": 0, "mode": "node", **options})
-
-
-@pytest.mark.parametrize(
-    ("refused", "arguments", "kept", "said"),
-    [
-        ("--membind=0", {"memory": "bind"}, ["--physcpubind={}"], "bound without a memory policy: numactl --phys"),
-        ("--physcpubind={}", {"memory": "bind"}, [], "the command runs unbound: numactl --physcpubind={} fails"),
-        ("--membind=0", {"memory": "bind", "mode": None}, [], "the command runs unbound: numactl --membind=0 fails"),
-        ("--membind=0", {"memory": None}, ["--physcpubind={}"], ""),
-        ("--membind=0", {"memory": "bind", "gpu": 4}, ["--physcpubind={}"], "policy: memory='bind' needs to know"),
-    ],
-)
-def test_numactl_loses_only_what_is_refused(
-    four_gpus: Any, monkeypatch: Any, tmp_path: Any, caplog: Any, refused: str, arguments: Any, kept: Any, said: str
-) -> None:
-    """It refuses one option, as in a container; each set of options is tried once. GPU 4 is next to no known node."""
-    four_gpus.gpus.append(Gpu(4, "GPU-4"))
-    cpus = f"{MASK[0]}-{MASK[-1]}" if "gpu" in arguments else str(MASK[0])
-    numactl = tmp_path / "numactl"
-    refusing = f"*{refused.format(cpus)}*) echo no policy >&2; exit 1"
-    numactl.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\ncase "$*" in {refusing};; esac\n')
-    numactl.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    asked = {"gpu": 0, "mode": "node", **arguments}
-    expected = [*(["numactl"] if kept else []), *(option.format(cpus) for option in kept), "./train"]
-    for _ in range(2):
-        assert wrap_command(["./train"], **asked, strict=False) == expected
-        if said:
-            assert caplog.records[0].levelname == "WARNING"
-            assert said.format(cpus) in caplog.text
-            with pytest.raises(GPUAffinityError):
-                wrap_command(["./train"], **asked, check=True)
-    lines = (tmp_path / "asked").read_text().splitlines()
-    assert len(lines) == len(set(lines))

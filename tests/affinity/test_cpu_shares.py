@@ -31,6 +31,47 @@ ONE_EACH = {"cores_per_node": 4, "nodes": 2, "gpu_nodes": [0, 1]}
 THREE = {"cores_per_node": 4, "nodes": 2, "gpu_nodes": [0, 0, 1]}
 
 
+def test_shares_are_of_the_host_and_cut_to_the_mask(host: MakeHost) -> None:
+    """GPU 0 has cores 0-3 of 8 and GPU 1 cores 4-7, whoever asks, although each mask alone would divide otherwise.
+
+    The cut may leave nothing, for a GPU or for all of them.
+    """
+    none = "this process may use none of the CPUs 0-3 of GPU"
+    for shape, mode, gpus, mask, expected, notes in (
+        (TWO_ON_ONE, "exclusive", [0], "2-5", {0: "2-3"}, ()),
+        (TWO_ON_ONE, "exclusive", [1], "0-7", {1: "4-7"}, ()),
+        (THREE, "exclusive", [2, 0], "0-7", {2: "4-7", 0: "0-1"}, ()),
+        (ONE_EACH, "node", [0], "5-6", {0: "5-6"}, (f"{none} 0", "CPUs 5-6 are remote to GPU 0 (on NUMA node 0)")),
+        (
+            *(THREE, "node", [0, 1, 2], "5", {0: "5", 1: "5", 2: "5"}),
+            (f"{none}s 0, 1", "CPUs 5 are remote to GPUs 0, 1 (on NUMA node 0)"),
+        ),
+    ):
+        found = claim_shares(host(**shape, smt=1), AffinityOptions(mode=mode), gpus, cpus(mask))
+        assert found.shares == {index: cpus(share) for index, share in expected.items()}
+        assert found.cpus == frozenset().union(*found.shares.values())
+        assert found.notes == notes
+
+
+def test_isolated_cpus_are_left_out_before_cores_are_divided(host: MakeHost) -> None:
+    for shape, isolated, mode, gpu, mask, share, remote in (
+        (TWO_ON_ONE, "4-7", "exclusive", 1, "0-3", "2-3", False),
+        (TWO_ON_ONE, "0-1", "unique_interleaved", 1, "0-7", "3,5,7", False),
+        # A part of which the mask has nothing: the other CPUs of the node come before the whole mask.
+        (TWO_ON_ONE, "", "exclusive", 1, "0-3", "0-3", False),
+        (ONE_EACH, "", "exclusive", 0, "4-5", "4-5", True),
+        # The whole node of a GPU is isolated, which does not keep claims of the other GPU from their part.
+        (ONE_EACH, "4-7", "exclusive", 0, "0-3", "0-3", False),
+        (ONE_EACH, "4-7", "exclusive", 1, "0-7", "0-3", True),
+        # Whose mask has isolated CPUs only was put there on purpose.
+        (ONE_EACH, "4-7", "node", 1, "4-6", "4-6", False),
+        (TWO_ON_ONE, "0-7", "exclusive", 1, "0-7", "4-7", False),
+    ):
+        topology = replace(host(**shape, smt=1), isolated=cpus(isolated))
+        found = claim_shares(topology, AffinityOptions(mode=mode), [gpu], cpus(mask))
+        assert (found.shares, found.remote) == ({gpu: cpus(share)}, remote)
+
+
 def test_cpus_of_another_node_are_remote(host: MakeHost) -> None:
     topology = host(cores_per_node=2, nodes=2, smt=1, gpu_nodes=[2], distances=True)
     far = {0: {0: 10, 1: 20, 2: 80}, 1: {0: 20, 1: 10, 2: 40}, 2: {0: 80, 1: 40, 2: 10}}
@@ -143,66 +184,6 @@ def test_nodes_of_cpus(saved_tree: Any, fake_driver: Any, host: MakeHost) -> Non
     assert nodes_of_cpus([1, 2], driver, "/") == {0, 1}
 
 
-# Workers
-
-
-@settings(max_examples=60)
-@given(st.integers(1, 32), st.sampled_from([1, 2, 4]), st.data())
-def test_parts_are_whole_cores_and_make_up_the_share(cores: int, smt: int, data: st.DataObject) -> None:
-    topology = HostTopology(
-        cpus=frozenset(range(cores * smt)),
-        cores=[frozenset(range(core * smt, core * smt + smt)) for core in range(cores)],
-    )
-    share = data.draw(st.frozensets(st.integers(0, cores * smt - 1), min_size=1))
-    most = sum(not core.isdisjoint(share) for core in topology.cores)
-    parts = split_share(share, topology, data.draw(st.integers(1, most)))
-    assert frozenset().union(*parts) == share
-    assert sum(map(len, parts)) == len(share)
-    for core in topology.cores:
-        assert sum(not core.isdisjoint(part) for part in parts) <= 1
-
-
-def test_shares_are_of_the_host_and_cut_to_the_mask(host: MakeHost) -> None:
-    """GPU 0 has cores 0-3 of 8 and GPU 1 cores 4-7, whoever asks, although each mask alone would divide otherwise.
-
-    The cut may leave nothing, for a GPU or for all of them.
-    """
-    none = "this process may use none of the CPUs 0-3 of GPU"
-    for shape, mode, gpus, mask, expected, notes in (
-        (TWO_ON_ONE, "exclusive", [0], "2-5", {0: "2-3"}, ()),
-        (TWO_ON_ONE, "exclusive", [1], "0-7", {1: "4-7"}, ()),
-        (THREE, "exclusive", [2, 0], "0-7", {2: "4-7", 0: "0-1"}, ()),
-        (ONE_EACH, "node", [0], "5-6", {0: "5-6"}, (f"{none} 0", "CPUs 5-6 are remote to GPU 0 (on NUMA node 0)")),
-        (
-            *(THREE, "node", [0, 1, 2], "5", {0: "5", 1: "5", 2: "5"}),
-            (f"{none}s 0, 1", "CPUs 5 are remote to GPUs 0, 1 (on NUMA node 0)"),
-        ),
-    ):
-        found = claim_shares(host(**shape, smt=1), AffinityOptions(mode=mode), gpus, cpus(mask))
-        assert found.shares == {index: cpus(share) for index, share in expected.items()}
-        assert found.cpus == frozenset().union(*found.shares.values())
-        assert found.notes == notes
-
-
-def test_isolated_cpus_are_left_out_before_cores_are_divided(host: MakeHost) -> None:
-    for shape, isolated, mode, gpu, mask, share, remote in (
-        (TWO_ON_ONE, "4-7", "exclusive", 1, "0-3", "2-3", False),
-        (TWO_ON_ONE, "0-1", "unique_interleaved", 1, "0-7", "3,5,7", False),
-        # A part of which the mask has nothing: the other CPUs of the node come before the whole mask.
-        (TWO_ON_ONE, "", "exclusive", 1, "0-3", "0-3", False),
-        (ONE_EACH, "", "exclusive", 0, "4-5", "4-5", True),
-        # The whole node of a GPU is isolated, which does not keep claims of the other GPU from their part.
-        (ONE_EACH, "4-7", "exclusive", 0, "0-3", "0-3", False),
-        (ONE_EACH, "4-7", "exclusive", 1, "0-7", "0-3", True),
-        # Whose mask has isolated CPUs only was put there on purpose.
-        (ONE_EACH, "4-7", "node", 1, "4-6", "4-6", False),
-        (TWO_ON_ONE, "0-7", "exclusive", 1, "0-7", "4-7", False),
-    ):
-        topology = replace(host(**shape, smt=1), isolated=cpus(isolated))
-        found = claim_shares(topology, AffinityOptions(mode=mode), [gpu], cpus(mask))
-        assert (found.shares, found.remote) == ({gpu: cpus(share)}, remote)
-
-
 @pytest.mark.parametrize(
     ("has", "sizes", "distances", "nodes"),
     [
@@ -226,3 +207,22 @@ def test_the_nearest_memory_of_a_node(saved_tree: Any, has: str, sizes: list[int
     found, lacks = with_memory(topology, memory_nodes(topology, [0]))
     assert found == nodes
     assert [line.partition(",")[0] for line in lacks] == ["NUMA node 1 has no memory"] * (found != {1})
+
+
+# Workers
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 32), st.sampled_from([1, 2, 4]), st.data())
+def test_parts_are_whole_cores_and_make_up_the_share(cores: int, smt: int, data: st.DataObject) -> None:
+    topology = HostTopology(
+        cpus=frozenset(range(cores * smt)),
+        cores=[frozenset(range(core * smt, core * smt + smt)) for core in range(cores)],
+    )
+    share = data.draw(st.frozensets(st.integers(0, cores * smt - 1), min_size=1))
+    most = sum(not core.isdisjoint(share) for core in topology.cores)
+    parts = split_share(share, topology, data.draw(st.integers(1, most)))
+    assert frozenset().union(*parts) == share
+    assert sum(map(len, parts)) == len(share)
+    for core in topology.cores:
+        assert sum(not core.isdisjoint(part) for part in parts) <= 1

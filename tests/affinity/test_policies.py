@@ -66,6 +66,30 @@ SPARE_NODE = {"cores_per_node": 2, "nodes": 4, "nodes_per_package": 2, "smt": 1,
 ANYWHERE = {"cores_per_node": 2, "nodes": 2, "smt": 1, "gpu_nodes": [None]}
 
 
+RULES: list[tuple[dict[str, Any], str, dict[str, Any], list[str]]] = [
+    # The lowest sibling that is allowed.
+    (FOUR_THREADS, "all", {"allowed": "2-7", **ONE_LOGICAL}, ["2-3"]),
+    (FOUR_THREADS, "all", {"allowed": "2-7"}, ["2-7"]),
+    # Socket 0 has a node without a GPU, socket 1 is used up: with balance nobody gets more than 2 cores.
+    (SPARE_NODE, "unique_contiguous", SOCKET, ["0-1", "4-5", "6-7"]),
+    (SPARE_NODE, "unique_contiguous", {**SOCKET, **UNBALANCED}, ["0-3", "4-5", "6-7"]),
+    # An unknown place is the whole host.
+    *((ANYWHERE, mode, {}, ["0-3"]) for mode in ("node", "socket", "all", "exclusive")),
+    # The order of gpus: the first in line takes the first cores.
+    (HOSTS["dgx1"], "exclusive", {"gpus": [5, 0, 4]}, ["20-29,60-69", "0-19,40-59", "30-39,70-79"]),
+    (HOSTS["dgx1"], "all", {"max_physical_cores": 1, "gpus": [0]}, ["0,40"]),
+    (HOSTS["dgx1"], "exclusive", {"gpus": ()}, []),
+    ({"cores_per_node": 1, "nodes": 1}, "node", {}, []),
+]
+
+
+def test_rules(host: MakeHost) -> None:
+    """What the recorded answers of the peers do not show."""
+    for shape, mode, options, expected in RULES:
+        allowed = {"allowed": cpus(options["allowed"])} if "allowed" in options else {}
+        assert shares(host(**shape), mode, **{**options, **allowed}) == expected, (shape, mode, options)
+
+
 def test_socket_cores_are_dealt_round_robin_and_none_is_lost(host: MakeHost) -> None:
     """Node cores 0-2 of one GPU, other cores 3-5 and 6-7 of the socket: 0 gets 3 and 6, 1 gets 4 and 7, 2 gets 5."""
     topology = replace(
@@ -129,6 +153,20 @@ def test_nothing_local_is_the_nearest_node(host: MakeHost, dgx_a100: HostTopolog
         with pytest.raises(GPUAffinityError):
             plan(dgx_a100, mode=mode, allowed=allowed, gpus=[0])
     assert not is_remote(host(**ANYWHERE), GpuLocality(0), cpus("0"))  # its node is unknown
+
+
+def test_one_gpu_without_a_share_fails_the_whole_plan(host: MakeHost, dgx1: HostTopology) -> None:
+    two = host(cores_per_node=2, nodes=2, gpu_nodes=[0, 0, 0, 1])
+    for mode in DIVIDING_MODES:
+        with pytest.raises(GPUAffinityError, match=r"2 physical cores near 3 GPUs \(0, 1, 2\)"):
+            plan(two, mode=mode, **({"min_physical_cores": 0} if mode.startswith("unique_") else {}))
+    for mode in ("node", "socket", "core-complex"):  # no distances are known
+        with pytest.raises(GPUAffinityError, match=r"GPU 0 .*20-39"):
+            plan(dgx1, mode=mode, allowed=cpus("20-39"))
+    assert plan(dgx1, mode="unique_contiguous", min_physical_cores=5)
+    for mode, least, has in (("unique_contiguous", 6, 5), ("all", 21, 20)):
+        with pytest.raises(GPUAffinityError, match=rf"{has} physical cores near GPU 0 .* at least {least}"):
+            plan(dgx1, mode=mode, min_physical_cores=least)
 
 
 def test_strings_and_members_are_the_same(dgx1: HostTopology) -> None:
@@ -240,41 +278,3 @@ def test_laws(question: tuple[HostTopology, dict[str, Any]]) -> None:
         single = options["multithreading"] == "single_logical"
         for share, cores in zip(found, used, strict=True):
             assert share == ({min(core & allowed) for core in cores} if single else frozenset().union(*cores) & allowed)
-
-
-RULES: list[tuple[dict[str, Any], str, dict[str, Any], list[str]]] = [
-    # The lowest sibling that is allowed.
-    (FOUR_THREADS, "all", {"allowed": "2-7", **ONE_LOGICAL}, ["2-3"]),
-    (FOUR_THREADS, "all", {"allowed": "2-7"}, ["2-7"]),
-    # Socket 0 has a node without a GPU, socket 1 is used up: with balance nobody gets more than 2 cores.
-    (SPARE_NODE, "unique_contiguous", SOCKET, ["0-1", "4-5", "6-7"]),
-    (SPARE_NODE, "unique_contiguous", {**SOCKET, **UNBALANCED}, ["0-3", "4-5", "6-7"]),
-    # An unknown place is the whole host.
-    *((ANYWHERE, mode, {}, ["0-3"]) for mode in ("node", "socket", "all", "exclusive")),
-    # The order of gpus: the first in line takes the first cores.
-    (HOSTS["dgx1"], "exclusive", {"gpus": [5, 0, 4]}, ["20-29,60-69", "0-19,40-59", "30-39,70-79"]),
-    (HOSTS["dgx1"], "all", {"max_physical_cores": 1, "gpus": [0]}, ["0,40"]),
-    (HOSTS["dgx1"], "exclusive", {"gpus": ()}, []),
-    ({"cores_per_node": 1, "nodes": 1}, "node", {}, []),
-]
-
-
-def test_rules(host: MakeHost) -> None:
-    """What the recorded answers of the peers do not show."""
-    for shape, mode, options, expected in RULES:
-        allowed = {"allowed": cpus(options["allowed"])} if "allowed" in options else {}
-        assert shares(host(**shape), mode, **{**options, **allowed}) == expected, (shape, mode, options)
-
-
-def test_one_gpu_without_a_share_fails_the_whole_plan(host: MakeHost, dgx1: HostTopology) -> None:
-    two = host(cores_per_node=2, nodes=2, gpu_nodes=[0, 0, 0, 1])
-    for mode in DIVIDING_MODES:
-        with pytest.raises(GPUAffinityError, match=r"2 physical cores near 3 GPUs \(0, 1, 2\)"):
-            plan(two, mode=mode, **({"min_physical_cores": 0} if mode.startswith("unique_") else {}))
-    for mode in ("node", "socket", "core-complex"):  # no distances are known
-        with pytest.raises(GPUAffinityError, match=r"GPU 0 .*20-39"):
-            plan(dgx1, mode=mode, allowed=cpus("20-39"))
-    assert plan(dgx1, mode="unique_contiguous", min_physical_cores=5)
-    for mode, least, has in (("unique_contiguous", 6, 5), ("all", 21, 20)):
-        with pytest.raises(GPUAffinityError, match=rf"{has} physical cores near GPU 0 .* at least {least}"):
-            plan(dgx1, mode=mode, min_physical_cores=least)

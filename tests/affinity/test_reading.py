@@ -38,6 +38,20 @@ def two_sockets(tree: Any, **options: Any) -> None:
     tree.nodes(dict(enumerate(packages)), distance=lambda a, b: 10 if a == b else 21, masks=options.get("masks", False))
 
 
+@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize(("old_names", "padded"), [(False, False), (True, True)])
+def test_lists_masks_old_names_and_padding(saved_tree: Any, masks: bool, old_names: bool, padded: bool) -> None:
+    two_sockets(saved_tree, masks=masks, old_names=old_names)
+    if padded:
+        saved_tree.pad_with_nul()
+    host = read_topology(saved_tree)
+    assert host.cpus == frozenset(range(16))
+    assert groups(host.cores) == [[cpu, cpu + 8] for cpu in range(8)]
+    assert host.nodes == host.packages == {0: FIRST, 1: SECOND}
+    assert set(host.llc) == {FIRST, SECOND}
+    assert host.distances == {0: {0: 10, 1: 21}, 1: {0: 21, 1: 10}}
+
+
 def test_offline_cpus_that_lists_still_name(saved_tree: Any) -> None:
     """The kernel drops offline CPUs from siblings, but saved trees and node lists name them."""
     saved_tree.cpus([(0, 4), (1, 5), (2, 6), (3, 7)], offline=[5, 3, 7], caches=[range(8)])
@@ -66,6 +80,29 @@ def test_nodes_sparse_absent_and_without_cpus(saved_tree: Any) -> None:
     host = read_topology(saved_tree)
     assert (host.cpus, host.nodes) == ({0, 1, 2}, {0: {0, 1}, 8: {2}, 252: set()})
     assert (host.distances[252], 8 in host.distances) == ({0: 40, 8: 40, 252: 10}, False)
+
+
+def test_packages_and_caches(saved_tree: Any) -> None:
+    """Ids of packages are the kernel's. Without them packages are numbered, without packages the host is one."""
+    cores = [(0,), (1,), (2,), (3,)]
+    saved_tree.cpus(cores, packages=[(0, 1), (2, 3)], package_ids=[36, 3002])
+    assert read_topology(saved_tree).packages == {36: {0, 1}, 3002: {2, 3}}
+    saved_tree.nodes({0: [0], 1: [1, 2, 3]})
+    assert groups(read_topology(saved_tree).llc) == [[0], [1], [2, 3]]  # no cache is package and node
+    saved_tree.cpus(cores, packages=[(0, 2), (1, 3)], package_ids=[-1, -1])
+    assert read_topology(saved_tree).packages == {0: {0, 2}, 1: {1, 3}}
+    saved_tree.remove(f"{CPU}/cpu*/topology/p*")
+    for path in ("online", "node*/*"):
+        saved_tree.remove(f"{NODE}/{path}")
+    for node in (0, 1):
+        (saved_tree.root / NODE / f"node{node}").rmdir()
+    host = read_topology(saved_tree)
+    assert (host.packages, host.nodes, host.distances) == ({0: set(range(4))}, {0: set(range(4))}, {})
+    saved_tree.cpus(cores, caches=[(0, 1, 2, 3)])
+    for cpu in range(4):  # an instruction cache is never the last level
+        for name, text in (("level", "4"), ("type", "Instruction"), ("shared_cpu_list", str(cpu))):
+            saved_tree.write(f"{CPU}/cpu{cpu}/cache/index9/{name}", text)
+    assert groups(read_topology(saved_tree).llc) == [[0, 1, 2, 3]]
 
 
 def test_malformed_is_missing(saved_tree: Any) -> None:
@@ -146,6 +183,18 @@ def test_where_a_gpu_stands(saved_tree: Any) -> None:
         assert (gpu.numa_node, gpu.node_cpus, gpu.source) == expected, files
 
 
+@pytest.mark.parametrize(
+    ("node", "expected"),
+    [(-1, (0, {0, 1}, "only node")), (4, (4, set(), "numa_node"))],  # firmware of single-node hosts; memory only
+)
+def test_nodes_without_cpus(saved_tree: Any, node: int, expected: Any) -> None:
+    saved_tree.cpus([(0,), (1,)])
+    saved_tree.nodes({0: [0, 1]} if node < 0 else {0: [0, 1], 4: []})
+    saved_tree.gpu("0000:01:00.0", node=node)
+    (gpu,) = read_topology(saved_tree).gpus
+    assert (gpu.numa_node, gpu.node_cpus, gpu.source) == expected
+
+
 # GPUs of a driver
 
 
@@ -181,6 +230,21 @@ def test_some_gpus_are_located_without_a_poll(saved_tree: Any, fake_driver: Any)
         driver = Silent([gpu], {("GPU-told", "node"): frozenset([1, 2])})
         (place,) = read_topology(saved_tree, driver, [gpu, gpu]).gpus
         assert (place.node_cpus, place.source) == expected, gpu
+
+
+def test_the_drivers_word_comes_before_pci(saved_tree: Any, fake_driver: Any) -> None:
+    two_sockets(saved_tree)
+    saved_tree.gpu("0000:01:00.0", node=0)
+    driver = fake_driver([Gpu(0, "GPU-a", pci_bus_id="0000:01:00.0", numa_node=0)], {("GPU-a", "node"): SECOND})
+    (gpu,) = read_topology(saved_tree, driver).gpus
+    assert gpu == GpuLocality(0, "GPU-a", 1, SECOND, SECOND, "0000:01:00.0", "nvml")
+
+    class Broken(fake_driver):
+        def snapshot(self) -> HostSnapshot:
+            raise NoDriverError("the driver was unloaded")
+
+    with pytest.raises(GPUAffinityError, match="the driver was unloaded"):
+        _ = read_topology(saved_tree, Broken([])).gpus
 
 
 # hwloc as the referee
@@ -239,69 +303,7 @@ def test_hwloc_sees_the_same_host(saved_tree: Any, seed: int) -> None:
     }
 
 
-@pytest.mark.parametrize("masks", [False, True])
-@pytest.mark.parametrize(("old_names", "padded"), [(False, False), (True, True)])
-def test_lists_masks_old_names_and_padding(saved_tree: Any, masks: bool, old_names: bool, padded: bool) -> None:
-    two_sockets(saved_tree, masks=masks, old_names=old_names)
-    if padded:
-        saved_tree.pad_with_nul()
-    host = read_topology(saved_tree)
-    assert host.cpus == frozenset(range(16))
-    assert groups(host.cores) == [[cpu, cpu + 8] for cpu in range(8)]
-    assert host.nodes == host.packages == {0: FIRST, 1: SECOND}
-    assert set(host.llc) == {FIRST, SECOND}
-    assert host.distances == {0: {0: 10, 1: 21}, 1: {0: 21, 1: 10}}
-
-
-def test_packages_and_caches(saved_tree: Any) -> None:
-    """Ids of packages are the kernel's. Without them packages are numbered, without packages the host is one."""
-    cores = [(0,), (1,), (2,), (3,)]
-    saved_tree.cpus(cores, packages=[(0, 1), (2, 3)], package_ids=[36, 3002])
-    assert read_topology(saved_tree).packages == {36: {0, 1}, 3002: {2, 3}}
-    saved_tree.nodes({0: [0], 1: [1, 2, 3]})
-    assert groups(read_topology(saved_tree).llc) == [[0], [1], [2, 3]]  # no cache is package and node
-    saved_tree.cpus(cores, packages=[(0, 2), (1, 3)], package_ids=[-1, -1])
-    assert read_topology(saved_tree).packages == {0: {0, 2}, 1: {1, 3}}
-    saved_tree.remove(f"{CPU}/cpu*/topology/p*")
-    for path in ("online", "node*/*"):
-        saved_tree.remove(f"{NODE}/{path}")
-    for node in (0, 1):
-        (saved_tree.root / NODE / f"node{node}").rmdir()
-    host = read_topology(saved_tree)
-    assert (host.packages, host.nodes, host.distances) == ({0: set(range(4))}, {0: set(range(4))}, {})
-    saved_tree.cpus(cores, caches=[(0, 1, 2, 3)])
-    for cpu in range(4):  # an instruction cache is never the last level
-        for name, text in (("level", "4"), ("type", "Instruction"), ("shared_cpu_list", str(cpu))):
-            saved_tree.write(f"{CPU}/cpu{cpu}/cache/index9/{name}", text)
-    assert groups(read_topology(saved_tree).llc) == [[0, 1, 2, 3]]
-
-
-@pytest.mark.parametrize(
-    ("node", "expected"),
-    [(-1, (0, {0, 1}, "only node")), (4, (4, set(), "numa_node"))],  # firmware of single-node hosts; memory only
-)
-def test_nodes_without_cpus(saved_tree: Any, node: int, expected: Any) -> None:
-    saved_tree.cpus([(0,), (1,)])
-    saved_tree.nodes({0: [0, 1]} if node < 0 else {0: [0, 1], 4: []})
-    saved_tree.gpu("0000:01:00.0", node=node)
-    (gpu,) = read_topology(saved_tree).gpus
-    assert (gpu.numa_node, gpu.node_cpus, gpu.source) == expected
-
-
-def test_the_drivers_word_comes_before_pci(saved_tree: Any, fake_driver: Any) -> None:
-    two_sockets(saved_tree)
-    saved_tree.gpu("0000:01:00.0", node=0)
-    driver = fake_driver([Gpu(0, "GPU-a", pci_bus_id="0000:01:00.0", numa_node=0)], {("GPU-a", "node"): SECOND})
-    (gpu,) = read_topology(saved_tree, driver).gpus
-    assert gpu == GpuLocality(0, "GPU-a", 1, SECOND, SECOND, "0000:01:00.0", "nvml")
-
-    class Broken(fake_driver):
-        def snapshot(self) -> HostSnapshot:
-            raise NoDriverError("the driver was unloaded")
-
-    with pytest.raises(GPUAffinityError, match="the driver was unloaded"):
-        _ = read_topology(saved_tree, Broken([])).gpus
-
+# Lists of CPUs, and topologies without a host
 
 LISTS = {
     "0": {0}, "0-3": {0, 1, 2, 3}, "0-1,8,10-11\n": {0, 1, 8, 10, 11}, "0-1\n\0\0\0": {0, 1}, " 2 , 4 ": {2, 4},

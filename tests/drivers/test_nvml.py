@@ -127,6 +127,14 @@ def test_every_generation_of_driver(host: Any, flags: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("code", [NOT_SUPPORTED, FUNCTION_NOT_FOUND])
+def test_a_list_that_exists_and_does_not_work(host: Any, driver: nvml.NvmlDriver, code: int) -> None:
+    host.change(0, v3_error=code, used=1 << 30)
+    host.process(host.uuids[0], HIDDEN, static=True)
+    host.process(host.uuids[0], HIDDEN, static=True, kind="mps")
+    assert pids(driver.snapshot().gpus[0]) == {(HIDDEN, ProcessKind.COMPUTE), (HIDDEN, ProcessKind.MPS)}
+
+
+@pytest.mark.parametrize("code", [NOT_SUPPORTED, FUNCTION_NOT_FOUND])
 @pytest.mark.parametrize("flag", ["-DNO_V3", "-DNO_MPS"])
 def test_a_gpu_that_cannot_list(host: Any, code: int, flag: str) -> None:
     host.variant(flag)
@@ -434,14 +442,3 @@ def test_mig_turned_on_cut_anew_and_turned_off(host: Any, driver: nvml.NvmlDrive
     host.change(0, mig=0, instances="")
     assert driver.usage((parent, first))[0] == before[0]
     assert driver.usage((first,))[0].lost
-
-
-# ---- a real one ----
-
-
-@pytest.mark.parametrize("code", [NOT_SUPPORTED, FUNCTION_NOT_FOUND])
-def test_a_list_that_exists_and_does_not_work(host: Any, driver: nvml.NvmlDriver, code: int) -> None:
-    host.change(0, v3_error=code, used=1 << 30)
-    host.process(host.uuids[0], HIDDEN, static=True)
-    host.process(host.uuids[0], HIDDEN, static=True, kind="mps")
-    assert pids(driver.snapshot().gpus[0]) == {(HIDDEN, ProcessKind.COMPUTE), (HIDDEN, ProcessKind.MPS)}

@@ -470,3 +470,14 @@ def test_failing_prepare_is_an_error_and_failing_release_is_logged(caplog: pytes
     placeholders.release(placeholder, None)
     assert [(record.name, record.levelname) for record in caplog.records] == [("safe_gpu", "WARNING")]
     assert "SimpleNamespace could not release its GPU: OSError: disk on fire" in caplog.text
+
+
+def test_real_pytorch() -> None:
+    torch = pytest.importorskip("torch", reason="needs PyTorch")
+    placeholders.prepare(placeholders.pytorch_placeholder)
+    tensor = torch.zeros((1,))
+    placeholders.pytorch_placeholder.release(tensor)
+    assert tensor.untyped_storage().nbytes() == 0
+    if not torch.backends.cuda.is_built():
+        with pytest.raises(PlaceholderError, match="for CPUs only"):
+            placeholders.pytorch_placeholder(0)

@@ -125,3 +125,15 @@ out["claimed"] = owner.devices_taken
     assert "render and video" in found["error"][1]
     assert found["left"] == [None, None, None]
     assert found["claimed"] == [0]
+
+
+def test_its_names_of_errors_are_those_that_are_explained() -> None:
+    code = """
+from safe_gpu.runtimes.causes import likely_cause as explain
+names = [HIP.load().texts(code)[0] for code in (2, 98, 100, 101, 200, 209)]
+out["names"] = names
+out["unexplained"] = [name for name in names if not explain(RuntimeError(name))]
+"""
+    found = run(code)
+    assert found["names"][0] == "hipErrorOutOfMemory"
+    assert found["unexplained"] == []

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from .host.procfs import printable_lines
+from .host.foreign_files import printable_lines
 
 if TYPE_CHECKING:
     from inspect import Signature

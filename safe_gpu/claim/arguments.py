@@ -11,7 +11,8 @@ from ..coordination.host_lock import MINIMUM_PATIENCE
 from ..errors import PlaceholderError, UnsatisfiableRequestError, package_logger
 from ..gpus.devices import HostSnapshot
 from ..host import procfs
-from ..host.procfs import lasting, printable_lines
+from ..host.foreign_files import printable_lines
+from ..host.procfs import lasting
 from ..runtimes.visible_devices import render_cuda
 from ..schedulers.job import JobContext, count, current
 from ..selection.request import Conditions, Selection, parse_request

@@ -22,6 +22,7 @@ from ..errors import (
 )
 from ..gpus.devices import GpuFault
 from ..host import procfs
+from ..host.foreign_files import printable, printable_lines
 from ..host.procfs import describe_process
 from ..host.signals import DeferredSignals
 from ..runtimes import placeholders
@@ -263,7 +264,7 @@ def doubt_of_image(path: str) -> str:
     if point != "/" or kind not in _OF_IMAGES or procfs.sees_network_devices():
         return ""
     return (
-        f"the state directory {procfs.printable_lines(path)} belongs to this container, and claims outside it are not "
+        f"the state directory {printable_lines(path)} belongs to this container, and claims outside it are not "
         f"seen, nor do they see this one, unless it has the network of the host: start it with -v {path}:{path}"
     )
 
@@ -285,6 +286,6 @@ def doubt_of_entries(path: str, *, doors: bool) -> str:
     why = "this network namespace seems not to be the host's" if doors else "it has no doors"
     ask = "as root" if os.geteuid() == 0 else "ask root to run"
     return (
-        f"{procfs.user_name(uid)} can remove the entries of this claim in {procfs.printable(path)}, and nothing else "
+        f"{procfs.user_name(uid)} can remove the entries of this claim in {printable(path)}, and nothing else "
         f"keeps others off its GPUs, since {why}: {ask}: {setup_command(path)}"
     )

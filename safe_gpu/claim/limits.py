@@ -16,7 +16,7 @@ from ..coordination.holders import Claims, living_claims
 from ..coordination.queue import TicketRequest
 from ..errors import PolicyError, UnsatisfiableRequestError, package_logger
 from ..gpus.devices import HostSnapshot, vendor_of
-from ..host.procfs import printable_lines
+from ..host.foreign_files import printable_lines
 from ..selection.request import Selection
 from ..selection.sharing import ROUNDING, part_of
 from ..settings import config as policy

@@ -12,7 +12,7 @@ from ..coordination.doors import Doors
 from ..coordination.faults import read_faults
 from ..coordination.history import append, lines_of_dead
 from ..errors import StateDirError
-from ..host.procfs import printable_lines
+from ..host.foreign_files import printable_lines
 from ..host.signals import DeferredSignals
 from ..selection.choice import choose, choose_shares
 from ..selection.sharing import share_capacity

@@ -18,7 +18,7 @@ from ..coordination.entry import is_alive
 from ..coordination.host_lock import Host
 from ..coordination.state_dir import state_dir_path
 from ..errors import LockTimeout, StateDirError
-from ..host.procfs import printable_lines
+from ..host.foreign_files import printable_lines
 from ..host.signals import DeferredSignals, unwind_on_signals
 from ..selection.choice import check_possible, fits
 from .arguments import ClaimOptions, with_policy_limits

@@ -20,8 +20,8 @@ from ..drivers import open_drivers
 from ..errors import GPUAffinityError, PolicyError, SafeGpuError, StateDirError
 from ..gpus.vendors import VENDORS
 from ..gpus.windows import Window, drain_line
-from ..host.foreign_files import LIMIT, read_start
-from ..host.procfs import describe_process, printable_lines, user_name
+from ..host.foreign_files import LIMIT, printable_lines, read_start
+from ..host.procfs import describe_process, user_name
 from ..host.programs import is_root, others_can_change
 from ..selection.values import is_index, names_device
 from ..selection.verdicts import users_of

@@ -23,7 +23,7 @@ from threading import Semaphore, Thread
 from typing import Any, NamedTuple
 
 from ..errors import SafeGpuError
-from ..host.procfs import printable, printable_lines
+from ..host.foreign_files import printable, printable_lines
 from ..host.programs import TooLate, TooMuch, environment, find_program, output_of
 from ..settings.variables import known_hosts, setting_of_hosts
 from ..status.facts import SCHEMA

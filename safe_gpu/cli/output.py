@@ -14,7 +14,8 @@ from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import SafeGpuError
-from ..host.procfs import open_files, printable_lines
+from ..host.foreign_files import printable_lines
+from ..host.procfs import open_files
 from ..wording.text import cut, in_brackets
 
 if TYPE_CHECKING:

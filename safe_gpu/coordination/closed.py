@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..gpus.windows import Window, parse_closed, why_reserved
 from ..host import procfs, programs
-from ..host.foreign_files import LIMIT, open_to_read
+from ..host.foreign_files import LIMIT, open_to_read, printable
 from ..settings.variables import policy_directory
 from .state_dir import state_dir_path
 
@@ -69,7 +69,7 @@ def read_closed(*, by_root: bool, state_dir: str = "") -> Closed:
         os.close(above)
     if doubt:
         return Closed(doubt=f"{path} {doubt}: it is ignored, and closes no GPU")
-    reasons, windows, wrong = parse_closed(map(procfs.printable, text.split("\n")), user)
+    reasons, windows, wrong = parse_closed(map(printable, text.split("\n")), user)
     if wrong:
         doubt = f"{path} has a line that closes no GPU, and is ignored: {wrong[0][:100]}"
     return Closed(user, reasons, windows, doubt)

@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 from ..errors import StateDirError
 from ..host import procfs
 from ..host.commands import own_command
-from ..host.decoding import LONGEST_FILE, as_int, as_list, as_seconds, as_text
-from ..host.foreign_files import open_to_read
+from ..host.foreign_files import LIMIT, as_int, as_list, as_seconds, as_text, open_to_read, printable, well_formed
 from ..host.held import Held
 from ..host.locks import NoLocksError, is_locked, lock, read_lock, unlock
 from ..host.signals import DeferredSignals
@@ -297,13 +296,13 @@ class Entries:
     def _content(self, fd: int, name: str) -> Entry:
         """Return what an open entry says; one of ``_NONSENSE`` if it counts for nothing."""
         status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o022 or status.st_size > LONGEST_FILE:
+        if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o022 or status.st_size > LIMIT:
             raise ValueError(f"mode {status.st_mode:o}, {status.st_size} bytes")
         file = status.st_dev, status.st_ino
         if status.st_nlink > 1 and file in self._files:  # the number of a file that is gone may be used again
             return self._files[file]._replace(number=_number(name), name=name)
         uid = -1 if procfs.is_unknown_user(status.st_uid) else status.st_uid
-        return Entry.read(name, uid, file, os.pread(fd, LONGEST_FILE, 0))
+        return Entry.read(name, uid, file, os.pread(fd, LIMIT, 0))
 
     def _too_many(self, names: Collection[str]) -> StateDirError:
         owners: Counter[int] = Counter()
@@ -344,7 +343,7 @@ def _ignored(directory: Directory, ignored: Mapping[str, str]) -> str:
         owner = os.stat(name, dir_fd=directory.fd, follow_symlinks=False).st_uid
         name += f" of {procfs.user_name(owner)}"
     more = f", as do {len(ignored) - 1} more" if len(ignored) > 1 else ""
-    return procfs.printable(f"{directory.path}/{name} counts for nothing ({why[:_LONGEST_CAUSE]}){more}")
+    return printable(f"{directory.path}/{name} counts for nothing ({why[:_LONGEST_CAUSE]}){more}")
 
 
 @cache
@@ -364,8 +363,8 @@ def said_by_this_process(job: str | None, command: str | None = None, *, pid: in
     """
     return {
         **_said_always(pid or os.getpid()),
-        "job": procfs.well_formed(job or ""),
-        "command": procfs.well_formed(command or own_command() or ""),
+        "job": well_formed(job or ""),
+        "command": well_formed(command or own_command() or ""),
     }
 
 

@@ -13,9 +13,7 @@ from contextlib import suppress
 
 from ..errors import StateDirError
 from ..gpus.devices import LAST_CHOICE, GpuFault
-from ..host import procfs
-from ..host.decoding import as_time
-from ..host.foreign_files import open_to_read
+from ..host.foreign_files import as_text, as_time, open_to_read, printable, well_formed
 from .directory import Directory, SharedDirectory
 
 _DIRECTORY = "faults"
@@ -62,7 +60,7 @@ def _read(directory: Directory, name: str) -> GpuFault | None:
         with open_to_read(name, os.O_NOFOLLOW, directory.fd) as file:
             uid = os.fstat(file.fileno()).st_uid
             said = json.loads((file.read(_MOST_BYTES) or b"").decode("utf-8", "replace"))
-        fault = GpuFault(as_time(said["when"]), procfs.printable(str(said["error"]))[:_MOST_CHARACTERS])
+        fault = GpuFault(as_time(said["when"]), as_text(said["error"], _MOST_CHARACTERS))
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
     counts = uid == os.geteuid() or abs(time.time() - fault.when) < LAST_CHOICE
@@ -75,7 +73,7 @@ def write_fault(state_dir: str, uuid: str, fault: GpuFault) -> None:
     Raises:
         StateDirError, OSError: it cannot be written.
     """
-    error = procfs.printable(procfs.well_formed(fault.error))[:_MOST_CHARACTERS]
+    error = printable(well_formed(fault.error))[:_MOST_CHARACTERS]
     line = json.dumps({"when": round(fault.when, 3), "error": error}, ensure_ascii=False).encode() + b"\n"
     with Directory(state_dir, _DIRECTORY) as directory:
         with suppress(FileNotFoundError):

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import StateDirError
 from ..host.commands import program_names
-from ..host.procfs import pid_namespace, printable, user_name, well_formed
+from ..host.foreign_files import printable, well_formed
+from ..host.procfs import pid_namespace, user_name
 from .directory import DIR_MODE, OPEN_FILE, Directory, Place, SharedDirectory
 from .state_dir import state_dir_path
 

@@ -13,7 +13,7 @@ from ..drivers.base import Driver
 from ..errors import SafeGpuError
 from ..gpus.devices import Gpu, HostSnapshot
 from ..gpus.vendors import VENDORS, Vendor
-from ..host.procfs import printable
+from ..host.foreign_files import printable
 from ..wording.text import paint, plural, wrapped
 
 

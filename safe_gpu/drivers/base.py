@@ -1,10 +1,21 @@
-"""What a driver is: the few questions that safe_gpu asks of whatever knows the GPUs of this host."""
+"""What a driver is: the few questions that safe_gpu asks of whatever knows the GPUs of this host.
 
-from collections.abc import Sequence
+Drivers share what the kernel's files say of GPUs and of a driver's answers. Device files, ``/sys`` and ``/proc/driver``
+are read under ``SAFE_GPU_FSROOT``; processes always in ``/proc``.
+"""
 
-from ..gpus.devices import Gpu, HostSnapshot
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from ..gpus.devices import Gpu, GpuProcess, HostSnapshot, bus_order
+from ..gpus.vendors import FIRST, VENDORS, Vendor
+from ..host import procfs
 from ..runtimes.library import Runtime
-from ..topology.host import HostTopology
+from ..topology.files import Files
+from ..topology.host import HostTopology, SysfsHost, node_of_cpus
+
+_Thing = TypeVar("_Thing")
 
 
 class Driver:
@@ -66,3 +77,116 @@ class Driver:
     def close(self) -> None:
         """End the session; safe to call twice."""
         return
+
+
+def own_namespace_pids(
+    processes: Iterable[GpuProcess], *, vendor: Vendor | None = VENDORS[FIRST]
+) -> tuple[GpuProcess, ...]:
+    """Return the processes under their numbers of this PID namespace, each once per kind.
+
+    Drivers 535 to 570.144 and 575.51 list the id of the *thread* that opened the driver. gVisor, and drivers before
+    535.113 in a container, list numbers of another PID namespace, which may be those of other processes here. The
+    kernel does so for AMD GPUs. Such a process is ``elsewhere``, and its name is not that of the one here.
+
+    Args:
+        vendor: whose device files processes must have open; None where there are no devices.
+    """
+    there = tuple(processes)
+    device = vendor.device if there and vendor and Files().exists(vendor.control) else ""
+    found: dict[tuple[int, str], GpuProcess] = {}
+    for listed in there:
+        process = _resolved(listed, device)
+        known = found.setdefault((process.pid, process.kind), process)
+        if (known.memory_used or -1) < (process.memory_used or -1):
+            found[process.pid, process.kind] = process
+    return tuple(found.values())
+
+
+def _resolved(process: GpuProcess, device: str) -> GpuProcess:
+    own = os.getpid()
+    pid = own if process.pid == own else procfs.thread_group(process.pid) or process.pid
+    if device and pid != own and _has_device(pid, device) is False:
+        return process._replace(name=None, elsewhere=True)
+    return process if pid == process.pid else process._replace(pid=pid)
+
+
+def _has_device(pid: int, device: str) -> bool | None:
+    """Return whether a descriptor or a mapping of the process is such a device; None if /proc does not tell."""
+    opened = procfs.open_files(pid)
+    if opened is None:
+        return None
+    if any(path.rpartition("/")[2].startswith(device) for path in opened.values()):
+        return True
+    mapped = False
+    for line in procfs.lines_of(f"/proc/{pid}/maps"):
+        if b"/" + device.encode() in line:
+            return True
+        mapped = True
+    return False if mapped else None  # without a mapping it is exiting, or its main thread has ended
+
+
+def is_wsl() -> bool:
+    """Return whether the GPUs are those of a Windows host, whose desktop and processes are not listed here."""
+    return Files().exists("dev/dxg") and not Files().exists("dev/nvidiactl")
+
+
+def memory_is_node(bus_id: str) -> bool:
+    """Return whether the memory of a GPU is a NUMA node of the kernel, as on GH200, by the driver's ``/proc`` files.
+
+    NVML's ``nvmlDeviceGetNumaNodeId`` says the same; this is for drivers that do not ask NVML.
+    """
+    import re  # only nvidia-smi's driver asks, which has it loaded
+
+    status = Files().text(f"proc/driver/nvidia/gpus/{bus_id}/numa_status")
+    return re.search(r"Node:\s*[0-9]", status or "") is not None
+
+
+def has_display(files: Files, device: str) -> bool:
+    """Return whether a connector of a GPU drives a screen; ``device`` is its PCI device below the root."""
+    cards = [card for card in files.names(f"{device}/drm") if card.startswith("card")]
+    connectors = [f"{card}/{name}" for card in cards for name in files.names(f"{device}/drm/{card}")]
+    return any(
+        files.text(f"{device}/drm/{connector}/enabled") == "enabled" for connector in connectors if "/card" in connector
+    )
+
+
+def total_of(sizes: Iterable[int | None]) -> int | None:
+    """Return their sum; None if one is not known."""
+    known = tuple(sizes)
+    return None if None in known else sum(filter(None, known))
+
+
+def in_bus_order(found: Iterable[tuple[str, int, _Thing]]) -> list[_Thing]:
+    """Return GPUs by PCI bus id, as nvidia-smi numbers them. Those without one are put at the places that their numbers
+    give, in the given order.
+
+    Args:
+        found: bus id, number and GPU.
+    """
+    given = list(found)
+    placed = sorted((one for one in given if bus_order(one[0])), key=lambda one: bus_order(one[0]) or ())
+    ordered = [gpu for _, _, gpu in placed]
+    for bus_id, number, gpu in given:
+        if not bus_order(bus_id):
+            ordered.insert(number, gpu)
+    return ordered
+
+
+def numa_node(bus_id: str, near: Callable[[], frozenset[int] | None] = lambda: None) -> int | None:
+    """Return the NUMA node of a PCI device; None is unknown.
+
+    It is sysfs's. Where sysfs does not tell (-1), it is the only node that has CPUs, else the one that has all CPUs
+    near the device.
+
+    This is where the card is plugged in. The driver's own notion of a GPU's NUMA node (``nvmlDeviceGetNumaNodeId``) is
+    the node that the GPU's *memory* forms on coherent platforms, which is no place for CPUs.
+
+    Args:
+        near: returns the driver's word for the CPUs near it, and is asked where sysfs does not tell.
+    """
+    node = Files().pci_node(bus_id)
+    if node is not None and node >= 0:
+        return node
+    host = SysfsHost(Files())
+    node_by_sysfs, _, _ = host.place(Gpu(0, "", pci_bus_id=bus_id))
+    return node_of_cpus(near() or frozenset(), host.nodes) if node_by_sysfs is None else node_by_sysfs

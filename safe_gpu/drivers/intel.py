@@ -25,11 +25,11 @@ from ..errors import NoDriverError
 from ..gpus.devices import Gpu, GpuProcess, HostSnapshot, bus_order
 from ..gpus.vendors import VENDORS
 from ..host import procfs
+from ..host.foreign_files import printable
 from ..runtimes.library import Runtime
 from ..runtimes.placeholders import NoPlaceholder
 from ..topology.files import PCI, Files
-from .base import Driver
-from .kernel import has_display, numa_node, total_of
+from .base import Driver, has_display, numa_node, total_of
 
 _DRM = "sys/class/drm"
 _MOST_DESCRIPTORS = 1 << 16
@@ -182,7 +182,7 @@ class IntelDriver(Driver, Runtime):
         files = Files()
         users, incomplete = _clients(files)
         gpus = tuple(_with_usage(card, users.get(card.pci_bus_id, ()), incomplete) for card in cards(files))
-        return HostSnapshot(gpus, self.name, procfs.printable(f"Linux {os.uname().release}"[:80]))
+        return HostSnapshot(gpus, self.name, printable(f"Linux {os.uname().release}"[:80]))
 
     def default_placeholder(self, logger: Any = None) -> NoPlaceholder:
         return NoPlaceholder(logger)

@@ -22,12 +22,11 @@ from collections.abc import Iterable
 from ..errors import NoDriverError
 from ..gpus.devices import Gpu, GpuProcess, HostSnapshot
 from ..gpus.vendors import VENDORS
-from ..host import procfs
+from ..host.foreign_files import printable
 from ..runtimes.hip import HIP
 from ..topology.files import Files
 from ..topology.kfd_topology import Device, devices
-from .base import Driver
-from .kernel import has_display, numa_node, own_namespace_pids, total_of
+from .base import Driver, has_display, numa_node, own_namespace_pids, total_of
 
 _PROCESSES = "sys/class/kfd/kfd/proc"
 
@@ -67,7 +66,7 @@ class KfdDriver(Driver):
         found = self._devices()
         # The version of the amdgpu module; the kernel's, if amdgpu is the kernel's own.
         version = files.text("sys/module/amdgpu/version") or f"Linux {os.uname().release}"
-        return HostSnapshot(tuple(_gpus(files, found)), self.name, procfs.printable(version[:_LONGEST_NAME]))
+        return HostSnapshot(tuple(_gpus(files, found)), self.name, printable(version[:_LONGEST_NAME]))
 
     def linked(self, snapshot: HostSnapshot) -> HostSnapshot:
         """Return the same poll with the GPUs connected by xGMI as ``nvlink_peers``: those of one hive."""

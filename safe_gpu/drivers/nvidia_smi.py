@@ -22,11 +22,10 @@ from typing import Any, NamedTuple
 from ..errors import NoDriverError
 from ..gpus.devices import ComputeMode, Gpu, GpuProcess, HostSnapshot, ProcessKind, normalize_bus_id
 from ..gpus.vendors import BARE_UUID, product_name
-from ..host import procfs
+from ..host.foreign_files import printable
 from ..host.programs import TooLate, TooMuch, find_program, output_of
 from ..runtimes.cuda import CUDA
-from .base import Driver
-from .kernel import in_bus_order, is_wsl, memory_is_node, numa_node, own_namespace_pids
+from .base import Driver, in_bus_order, is_wsl, memory_is_node, numa_node, own_namespace_pids
 
 _MOST_OUTPUT = 16 << 20
 
@@ -123,7 +122,7 @@ def _read_processes(text: str | None) -> dict[str, Any]:
         rows.setdefault((int(said), kind), GpuProcess(int(said), kind, memory, name))
         said = ""
     if said:
-        said = procfs.printable(said[:_LONGEST_TEXT])
+        said = printable(said[:_LONGEST_TEXT])
         what = f"nvidia-smi does not list its processes: {said}"
         return {"processes": None, "process_error": what, "processes_supported": not _NEVER.search(said)}
     return {"processes": own_namespace_pids(rows.values()), "process_error": ""}
@@ -163,7 +162,7 @@ def _plain(text: str) -> str:
         from html import unescape
 
         found = unescape(found)
-    return procfs.printable(found).strip()
+    return printable(found).strip()
 
 
 def _value(text: str) -> str | None:
@@ -310,7 +309,7 @@ class NvidiaSmiDriver(Driver):
 
 
 def _unreachable(gpu: Gpu, complaint: str) -> Gpu:
-    said = procfs.printable(complaint.strip("[] .")[:_LONGEST_COMPLAINT])
+    said = printable(complaint.strip("[] .")[:_LONGEST_COMPLAINT])
     return gpu.unreachable(f"the driver cannot reach it ({said}): reset it, or reboot the host")
 
 
@@ -318,4 +317,4 @@ def _complaint(text: str) -> str:
     """Return the line of its output that says what is wrong: the last one, unless another speaks of a failure."""
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     line = next((line for line in lines if "fail" in line.lower()), lines[-1] if lines else "")
-    return procfs.printable(line[:_LONGEST_COMPLAINT])
+    return printable(line[:_LONGEST_COMPLAINT])

@@ -18,10 +18,10 @@ from ..errors import MissingPackageError, NoDriverError
 from ..gpus.devices import MIG_IS_ON, ComputeMode, Gpu, GpuProcess, HostSnapshot, ProcessKind, normalize_bus_id
 from ..gpus.vendors import product_name
 from ..host import procfs
+from ..host.foreign_files import printable
 from ..runtimes.cuda import CUDA
 from ..runtimes.library import load_file
-from .base import Driver
-from .kernel import in_bus_order, is_wsl, numa_node, own_namespace_pids, total_of
+from .base import Driver, in_bus_order, is_wsl, numa_node, own_namespace_pids, total_of
 
 LIBRARY = "libnvidia-ml.so.1"
 
@@ -156,7 +156,7 @@ class _Session:
             raise (_SessionOver if code in _SESSION_OVER else _Fault)(code, str(err)) from err
         except UnicodeDecodeError as err:
             raise _Fault(_UNKNOWN) from err
-        return procfs.printable(text[:_LONGEST])
+        return printable(text[:_LONGEST])
 
     def ask_or(self, default: Any, name: str, *args: Any) -> Any:
         """Return the same for a question that may go unanswered, unless the GPU or the session is gone altogether."""

@@ -35,8 +35,7 @@ from ..host.signals import DeferredSignals
 from ..runtimes.library import Runtime
 from ..runtimes.visible_devices import read_visible
 from ..topology.host import HostTopology
-from .base import Driver
-from .kernel import own_namespace_pids
+from .base import Driver, own_namespace_pids
 from .presets import CONTEXT_BYTES
 from .presets import preset as find_preset
 

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from itertools import dropwhile
 
-from .procfs import arguments_of, printable
+from .foreign_files import printable
+from .procfs import arguments_of
 
 _LONGEST = 200
 

@@ -1,4 +1,4 @@
-"""Bounded reading of files that others have written.
+"""Bounded reading of files that others have written, and of the values in them.
 
 Reading takes bounded memory, a FIFO does not block it, and an exception of a signal handler leaves no descriptor open.
 """
@@ -14,6 +14,9 @@ LIMIT = 1 << 16
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 _PART = 1 << 16
+
+# No time of ours is later (the year 5138); time.localtime fails on numbers that JSON allows.
+_LATEST = 1e11
 
 
 def open_to_read(path: str, flags: int = 0, dir_fd: int | None = None) -> FileIO:
@@ -52,3 +55,85 @@ def read_start(path: str, limit: int = LIMIT) -> bytes | None:
         return read_bytes(path, limit)
     except (OSError, ValueError):
         return None
+
+
+def printable(text: str) -> str:
+    """Make untrusted text safe for a terminal: unprintable characters, such as escape codes, become blanks."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
+
+
+def printable_lines(text: str, longest: int = 20_000) -> str:
+    r"""Return the same for a text of several lines, which is cut if it is longer than any of ours.
+
+    >>> printable_lines("one\x1b[2J\ntwo")
+    'one [2J\ntwo'
+    """
+    if len(text) > longest:
+        text = f"{text[:longest]} ..."
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def well_formed(text: str) -> str:
+    """Return text that every JSON parser accepts: lone surrogates, which stand for bytes that are not UTF-8, become
+    U+FFFD.
+
+    >>> well_formed("caf\\udce9")
+    'caf\ufffd'
+    """
+    if text.isascii():
+        return text
+    return "".join("\ufffd" if "\ud800" <= c <= "\udfff" else c for c in text)
+
+
+def as_text(value: object, longest: int = 200) -> str:
+    """Return printable text of at most ``longest`` characters.
+
+    >>> as_text("a\\x1b[31m", 3)
+    'a ['
+    """
+    return printable(str(value)[:longest])
+
+
+def as_list(value: object) -> list[object]:
+    """Return the first 1,024 entries of a list; none of anything else.
+
+    >>> as_list("GPU-12")
+    []
+    """
+    return value[:1024] if isinstance(value, list) else []
+
+
+def as_int(value: object, least: int, most: int) -> int:
+    """Return a whole number within these bounds.
+
+    Raises:
+        ValueError, TypeError, OverflowError: it is none, or beyond them.
+
+    >>> as_int(8, 1, 4096)
+    8
+    """
+    number = int(value)  # type: ignore[call-overload]
+    if not least <= number <= most:
+        raise ValueError("out of bounds")
+    return int(number)
+
+
+def as_time(value: object) -> float:
+    """Return Unix seconds; 0 for a time that cannot be.
+
+    Raises:
+        ValueError, TypeError, OverflowError: it is no number.
+    """
+    seconds = float(value)  # type: ignore[arg-type]
+    return seconds if 0 <= seconds < _LATEST else 0.0
+
+
+def as_seconds(value: object, least: float) -> float | None:
+    """Return a number of seconds from ``least`` up; None for anything else, and for a time that cannot be.
+
+    >>> as_seconds("soon", 1) is None
+    True
+    """
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value < _LATEST:
+        return float(value)
+    return None

@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import cache
 from typing import NamedTuple, TypeVar
 
-from .foreign_files import LIMIT, read_start
+from .foreign_files import LIMIT, printable, read_start
 
 _T = TypeVar("_T")
 
@@ -326,34 +326,6 @@ def describe_process(pid: int) -> tuple[str, str] | None:
     """Return (user, command) of a process, or None if /proc does not show it."""
     user = user_of(pid)
     return None if user is None else (user, command_of(pid) or "")
-
-
-def printable(text: str) -> str:
-    """Make untrusted text safe for a terminal: unprintable characters, such as escape codes, become blanks."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
-
-
-def printable_lines(text: str, longest: int = 20_000) -> str:
-    r"""Return the same for a text of several lines, which is cut if it is longer than any of ours.
-
-    >>> printable_lines("one\x1b[2J\ntwo")
-    'one [2J\ntwo'
-    """
-    if len(text) > longest:
-        text = f"{text[:longest]} ..."
-    return "\n".join(map(printable, text.split("\n")))
-
-
-def well_formed(text: str) -> str:
-    """Return text that every JSON parser accepts: lone surrogates, which stand for bytes that are not UTF-8, become
-    U+FFFD.
-
-    >>> well_formed("caf\\udce9")
-    'caf\ufffd'
-    """
-    if text.isascii():
-        return text
-    return "".join("\ufffd" if "\ud800" <= c <= "\udfff" else c for c in text)
 
 
 def flock_holders(inodes: Collection[int]) -> dict[int, list[int]]:

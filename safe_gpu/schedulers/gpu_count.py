@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import UnsatisfiableRequestError
-from ..host.procfs import printable
+from ..host.foreign_files import printable
 from ..host.programs import TooLate, TooMuch, find_program, output_of
 from ..wording import text as style
 from ..wording.text import plural

@@ -6,7 +6,7 @@ from functools import cache
 
 from ..errors import UnsatisfiableRequestError
 from ..gpus.vendors import VENDORS
-from ..host.procfs import printable_lines
+from ..host.foreign_files import printable_lines
 from ..host.programs import is_root, others_can_change
 
 PREFIX = "SAFE_GPU_"

@@ -21,7 +21,7 @@ from ..coordination.history import LARGEST, HistoryDir, file_names, line_of_entr
 from ..coordination.state_dir import state_dir_path
 from ..errors import StateDirError
 from ..host import procfs
-from ..host.decoding import as_int, as_list, as_seconds, as_text, as_time
+from ..host.foreign_files import as_int, as_list, as_seconds, as_text, as_time
 from ..wording.text import Column, gpu_ranges
 from .render import table
 

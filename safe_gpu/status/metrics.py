@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-from ..host.procfs import printable
+from ..host.foreign_files import printable
 from .facts import GpuStatus, HostStatus
 
 _MOST_USERS = 100  # of waiters: somebody with many user ids can wait as each of them

@@ -15,7 +15,7 @@ from .. import __version__
 from ..gpus.devices import MIG_IS_ON, Gpu, Holder
 from ..gpus.windows import Window
 from ..host.commands import program_names
-from ..host.procfs import printable
+from ..host.foreign_files import printable
 from ..wording.text import clock, format_age, plural, short_age
 from .facts import FREE, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
 from .history import hours

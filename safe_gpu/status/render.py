@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ..gpus.devices import Holder
 from ..gpus.vendors import VENDORS
-from ..host.procfs import printable
+from ..host.foreign_files import printable
 from ..wording.text import (
     GAP,
     Column,

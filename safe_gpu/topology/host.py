@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 
 from ..errors import GPUAffinityError, as_affinity_error
 from ..gpus.devices import Gpu, normalize_bus_id
-from .cpulist import parse_cpulist
-from .files import PCI, Files
+from .files import PCI, Files, parse_cpulist
 
 _CPU = "sys/devices/system/cpu"
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 
-from ..host.procfs import printable
+from ..host.foreign_files import printable
 
 GAP = "  "
 """Between the columns of a table."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from safe_gpu.drivers.kernel import is_wsl, own_namespace_pids
+from safe_gpu.drivers.base import is_wsl, own_namespace_pids
 from safe_gpu.drivers.nvidia_smi import NvidiaSmiDriver
 from safe_gpu.drivers.nvml import NvmlDriver
 from safe_gpu.gpus.devices import GpuProcess, HostSnapshot, ProcessKind

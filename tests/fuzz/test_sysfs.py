@@ -15,7 +15,7 @@ from support.kfd_host import KfdHost
 
 from safe_gpu.affinity import planner as policies
 from safe_gpu.affinity.placement import parse_numa_maps
-from safe_gpu.drivers.kernel import memory_is_node, numa_node
+from safe_gpu.drivers.base import memory_is_node, numa_node
 from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.errors import GPUAffinityError, NoDriverError
 from safe_gpu.gpus.devices import bus_order

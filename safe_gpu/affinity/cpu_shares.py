@@ -20,25 +20,27 @@ from .options import AffinityOptions, as_count
 from .planner import deal, divide, is_remote
 
 
-class ClaimShares(NamedTuple):
-    """The CPUs of a claim.
+class Near(NamedTuple):
+    """What is next to some GPUs of a host.
 
     Attributes:
-        cpus: the CPUs that the process is bound to: the union of the shares.
+        topology: the host.
+        cpus: those to bind to: the union of the shares; None if no threads are to be bound.
         shares: GPU index to its CPUs; a GPU without a CPU in the mask has all of ``cpus``.
-        notes: sentences for the report, about remote shares and about a mask that is used as the share.
+        notes: sentences on what is not as asked, such as remote shares and a mask that is used as the share.
         remote: whether the mask has no CPU next to some GPU.
+        nodes: the nodes for a memory policy; empty without one.
     """
 
-    cpus: frozenset[int]
-    shares: dict[int, frozenset[int]]
+    topology: HostTopology
+    cpus: frozenset[int] | None = None
+    shares: Mapping[int, frozenset[int]] = {}
     notes: tuple[str, ...] = ()
     remote: bool = False
+    nodes: frozenset[int] = frozenset()
 
 
-def claim_shares(
-    topology: HostTopology, options: AffinityOptions, gpus: Iterable[int], mask: Iterable[int]
-) -> ClaimShares:
+def claim_shares(topology: HostTopology, options: AffinityOptions, gpus: Iterable[int], mask: Iterable[int]) -> Near:
     """Return the CPUs of a claim of ``gpus`` (indices) by a process that may use the CPUs in ``mask``.
 
     The result is a subset of the mask and never empty: if the mask has none of a GPU's share, the CPUs of the GPU's
@@ -75,7 +77,7 @@ def claim_shares(
             remote.setdefault((share, own), []).append(index)
     for (share, own), indices in remote.items():
         notes.append(f"CPUs {format_cpulist(share)} are remote to {_titled(indices)} (on {own})")
-    return ClaimShares(cpus, found, tuple(notes), bool(remote))
+    return Near(topology, cpus, found, tuple(notes), bool(remote))
 
 
 def _titled(indices: Sequence[int]) -> str:
@@ -100,25 +102,6 @@ def with_memory(topology: HostTopology, nodes: Iterable[int]) -> tuple[frozenset
     return frozenset[int]().union(*nearest.values()), notes
 
 
-class Near(NamedTuple):
-    """What is next to some GPUs of a host.
-
-    Attributes:
-        topology: the host.
-        cpus: those to bind to; None if no threads are to be bound.
-        nodes: the nodes for a memory policy; empty without one.
-        lacks: sentences on what is not as asked.
-        shares, remote: as of :class:`ClaimShares`.
-    """
-
-    topology: HostTopology
-    cpus: frozenset[int] | None
-    nodes: frozenset[int]
-    lacks: tuple[str, ...]
-    shares: Mapping[int, frozenset[int]] = {}
-    remote: bool = False
-
-
 def near(
     gpus: Sequence[Gpu],
     driver: Driver,
@@ -141,11 +124,11 @@ def near(
     divided = options is not None and options.mode != "node"  # among all GPUs of the host
     topology = read_topology(None, driver, None if divided else gpus)
     indices = list(dict.fromkeys(gpu.index for gpu in gpus))
-    nodes, lacks = with_memory(topology, memory_nodes(topology, indices) if memory is not None else ())
-    if options is None:
-        return Near(topology, None, nodes, tuple(lacks))
-    cpus, shares, notes, remote = claim_shares(topology, options, indices, original_mask() if mask is None else mask)
-    return Near(topology, cpus, nodes, (*notes, *lacks), shares, remote)
+    nodes, notes = with_memory(topology, memory_nodes(topology, indices) if memory is not None else ())
+    found = Near(topology)
+    if options is not None:
+        found = claim_shares(topology, options, indices, original_mask() if mask is None else mask)
+    return found._replace(notes=(*found.notes, *notes), nodes=nodes)
 
 
 def bind_near(
@@ -160,7 +143,7 @@ def bind_near(
     if not gpus:
         raise GPUAffinityError("there is no GPU to bind next to: claim one, or name some")
     there = near(gpus, driver, options, memory)
-    report = bind_process(there.cpus, there.nodes, memory, lacks=there.lacks)
+    report = bind_process(there.cpus, there.nodes, memory, lacks=there.notes)
     # The CPUs and nodes of a made-up host are not those of this machine.
     return report._replace(as_asked=True) if driver.is_simulated else report._replace(remote=there.remote)
 

@@ -75,7 +75,7 @@ def wrap_command(
             raise
         which = f"ordinal {ordinal}" if gpu is None else repr(gpu)
         raise GPUAffinityError(f"the place of GPU {which} is not known: {err}") from err
-    for note in filter(None, (*chosen.notes, *there.lacks, lack)):
+    for note in filter(None, (*chosen.notes, *there.notes, lack)):
         log.warning("%s", note)
     wrapped = [*prefix, *command]
     log.info("next to %s: %s", chosen.title, shlex.join(wrapped))

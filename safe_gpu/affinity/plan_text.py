@@ -1,6 +1,6 @@
 """Renders an affinity plan."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from ..topology.files import format_cpulist
@@ -16,7 +16,6 @@ def affinity_json(
     topology: HostTopology,
     options: AffinityOptions,
     shares: Sequence[frozenset[int]],
-    memory: Mapping[int, tuple[int, int]] | None = None,
     shown: Collection[int] | None = None,
 ) -> dict[str, Any]:
     """Return the plan and the host's NUMA nodes.
@@ -27,7 +26,6 @@ def affinity_json(
 
     Args:
         shares: one for each GPU, in the host's GPU order.
-        memory: node -> bytes, all and free.
         shown: indices of the GPUs to show; None for all.
     """
     gpus = [
@@ -36,7 +34,7 @@ def affinity_json(
     ]
     nodes = []
     for node, cpus in sorted(topology.nodes.items()):
-        total, free = (memory or {}).get(node, (None, None))
+        total, free = topology.memory.get(node, (None, None))
         distances = {str(to): far for to, far in topology.distances.get(node, {}).items()}
         facts = {"node": node, "cpus": format_cpulist(cpus), "memory_total": total, "memory_free": free}
         nodes.append({**facts, "distances": distances})
@@ -64,14 +62,14 @@ def affinity_table(
     return "\n".join([f"mode {options.mode}", *_aligned(rows), *notes])
 
 
-def node_table(topology: HostTopology, memory: Mapping[int, tuple[int, int]]) -> str:
+def node_table(topology: HostTopology) -> str:
     """Return the NUMA nodes as a table: CPUs, size of the memory, what of it is free, and the distance to each node.
 
     Distances are the kernel's, relative to 10 for the node itself.
     """
     rows = [("NODE", "CPUS", "SIZE", "FREE", "DISTANCES")]
     for node, cpus in sorted(topology.nodes.items()):
-        sizes = [format_bytes(value) for value in memory[node]] if node in memory else ["-", "-"]
+        sizes = [format_bytes(value) for value in topology.memory.get(node, ())] or ["-", "-"]
         row = topology.distances.get(node, {})
         distances = " ".join(str(row.get(to, "-")) for to in sorted(topology.nodes)) if row else "-"
         rows.append((str(node), format_cpulist(cpus) or "-", sizes[0], sizes[1], distances))

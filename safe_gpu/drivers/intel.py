@@ -54,7 +54,7 @@ _OUTSIDE = "the processes outside this container are not visible"
 
 def cards(files: Files) -> tuple[Gpu, ...]:
     """Return the cards that this process may open, in the order of their bus ids and without what changes from poll to
-    poll; integrated GPUs are left out."""
+    poll; integrated GPUs, which are on the root bus, are left out. Cards are behind a bridge."""
     found = set()
     for node in files.names(_DRM):
         place = os.path.realpath(f"{files.root}/{_DRM}/{node}/device")
@@ -64,13 +64,8 @@ def cards(files: Files) -> tuple[Gpu, ...]:
         if usable and os.access(f"{files.root}/dev/dri/{node}", os.R_OK | os.W_OK):
             found.add(bus_id)
     counted = sorted(found, key=lambda bus_id: bus_order(bus_id) or ())
-    return tuple(_card(files, number, bus_id) for number, bus_id in enumerate(counted) if not _is_integrated(bus_id))
-
-
-def _is_integrated(bus_id: str) -> bool:
-    """Return whether the GPU is part of the processor: it is on the root bus then, and a card is behind a bridge."""
-    domain, bus, _, _ = bus_order(bus_id) or (0, 0, 0, 0)
-    return domain == bus == 0
+    placed = ((number, bus_id) for number, bus_id in enumerate(counted) if (bus_order(bus_id) or ())[:2] != (0, 0))
+    return tuple(_card(files, number, bus_id) for number, bus_id in placed)
 
 
 def _card(files: Files, number: int, bus_id: str) -> Gpu:

@@ -172,13 +172,11 @@ class _Session:
 
         Version 2, where there is one, leaves what the driver reserves for itself out of "used", as nvidia-smi does.
         """
-        newer = getattr(self._pynvml, "nvmlMemory_v2", None)
-        info = self.ask_or(None, "nvmlDeviceGetMemoryInfo", handle, newer)
-        counts_reserved = newer is None or info is None
-        info = info or self.ask_or(None, "nvmlDeviceGetMemoryInfo", handle)
+        newer = self.ask_or(None, "nvmlDeviceGetMemoryInfo", handle, self._pynvml.nvmlMemory_v2)
+        info = newer or self.ask_or(None, "nvmlDeviceGetMemoryInfo", handle)
         sizes = (getattr(info, name, _HIDDEN) for name in ("total", "used", "free"))
         total, used, free = (None if size == _HIDDEN else int(size) for size in sizes)
-        return {"counts_reserved": counts_reserved, "memory_total": total, "memory_used": used, "memory_free": free}
+        return {"counts_reserved": newer is None, "memory_total": total, "memory_used": used, "memory_free": free}
 
     def rows(self, handle: Any, kinds: Sequence[str]) -> list[tuple[str, Any]]:
         """Return the rows of these process lists of a GPU or MIG instance, each with its kind.

@@ -90,16 +90,12 @@ def _python_script(arguments: Iterable[str]) -> str:
     for argument in rest:
         if not argument.startswith("-"):
             return _base(argument)
-        if argument in ("-", "--") or argument.startswith("--"):
+        option = re.fullmatch("-(?=[^-])[^mcWX]*([mcWX]?)(.*)", argument, re.DOTALL)
+        kind, value = option.groups() if option else ("c", "")
+        if kind == "m":
+            return f"-m {value or next(rest, '')}".rstrip()
+        if kind == "c":
             return ""
-        for place, letter in enumerate(argument[1:], 2):
-            value = argument[place:]
-            if letter == "m":
-                return f"-m {value or next(rest, '')}".rstrip()
-            if letter == "c":
-                return ""
-            if letter in "WX":
-                if not value:
-                    next(rest, "")
-                break
+        if kind and not value:
+            next(rest, "")
     return ""

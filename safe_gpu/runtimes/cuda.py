@@ -26,25 +26,6 @@ _NOT_INITIALIZED = 3
 _DEINITIALIZED = 4
 _STUB_LIBRARY = 34
 
-# Used where the library lacks cuGetErrorName or its own does not know the code: a stub library answers 34 to every
-# call. ``causes`` recognises these names.
-_NAMES = {
-    2: "OUT_OF_MEMORY",
-    _NOT_INITIALIZED: "NOT_INITIALIZED",
-    _STUB_LIBRARY: "STUB_LIBRARY",
-    46: "DEVICE_UNAVAILABLE",
-    100: "NO_DEVICE",
-    101: "INVALID_DEVICE",
-    214: "ECC_UNCORRECTABLE",
-    220: "NVLINK_UNCORRECTABLE",
-    714: "HARDWARE_STACK_ERROR",
-    721: "CONTAINED",
-    802: "SYSTEM_NOT_READY",
-    803: "SYSTEM_DRIVER_MISMATCH",
-    804: "COMPAT_NOT_SUPPORTED_ON_DEVICE",
-    999: "UNKNOWN",
-}
-
 
 class CudaLibrary(Library):
     """libcuda. A GPU is named by its UUID."""
@@ -69,8 +50,9 @@ class CudaLibrary(Library):
             with suppress(CudaCallError):  # NULL stays where the library does not know the code
                 self.ask(function, ctypes.c_int(code), ctypes.byref(text))
             said.append((text.value or b"").decode(errors="replace"))
-        known = f"CUDA_ERROR_{_NAMES[code]}" if code in _NAMES else "unnamed CUDA error"
-        return said[0] or known, said[1]
+        # A stub library answers 34 to every call.
+        unnamed = "CUDA_ERROR_STUB_LIBRARY" if code == _STUB_LIBRARY else "unnamed CUDA error"
+        return said[0] or unnamed, said[1]
 
     def start(self) -> None:
         import ctypes

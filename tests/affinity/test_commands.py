@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -191,7 +191,7 @@ def test_a_plan_as_table_and_json(host: Callable[..., HostTopology]) -> None:
     topology = host(cores_per_node=2, nodes=2, gpu_nodes=[0, 1, None], distances=True)
     shares = plan(topology, mode="node")
     options = AffinityOptions(mode="node")
-    document = affinity_json(topology, options, shares, {0: (32 << 30, 5 << 30)})
+    document = affinity_json(replace(topology, memory={0: (32 << 30, 5 << 30)}), options, shares)
     columns = ("index", "uuid", "numa_node", "cpus"), ("node", "cpus", "memory_total", "memory_free", "distances")
     gpus = [(0, "GPU-0", 0, "0-1,4-5"), (1, "GPU-1", 1, "2-3,6-7"), (2, "GPU-2", None, "0-7")]
     nodes = [(0, "0-1,4-5", 32 << 30, 5 << 30, {"0": 10, "1": 32}), (1, "2-3,6-7", None, None, {"0": 32, "1": 10})]
@@ -218,11 +218,11 @@ def test_the_table_of_nodes(host: Callable[..., HostTopology], saved_tree: Any) 
     saved_tree.nodes({0: [0], 1: [1]})
     memory = read_topology(saved_tree).memory
     assert memory == {1: (2 << 30, 512 << 20)}
-    assert [line.split() for line in node_table(topology, memory).splitlines()] == [
+    assert [line.split() for line in node_table(replace(topology, memory=memory)).splitlines()] == [
         ["NODE", "CPUS", "SIZE", "FREE", "DISTANCES"],
         ["0", "0-1", "-", "-", "10", "32"],
         ["1", "2-3", "2", "GiB", "512", "MiB", "32", "10"],
     ]
     bare = host(cores_per_node=2, nodes=1, smt=1)
-    assert node_table(bare, {}).splitlines()[1].split() == ["0", "0-1", "-", "-", "-"]
+    assert node_table(bare).splitlines()[1].split() == ["0", "0-1", "-", "-", "-"]
     assert topology.memory == {}  # a made-up host has no memory of its own

@@ -23,7 +23,7 @@
  * Compute modes 3 (exclusive process: another live process is on the GPU) and 2 (prohibited) refuse contexts.
  *
  * Compile:  gcc -shared -fPIC -O1 -pthread -Wl,-soname,libcuda.so.1 -o libcuda.so.1 cuda.c
- * Variant:  -DOLD lacks cuDeviceGetUuid_v2, cuDevicePrimaryCtxRelease_v2 and cuGetErrorName.
+ * Variant:  -DOLD lacks cuDeviceGetUuid_v2 and cuDevicePrimaryCtxRelease_v2.
  */
 #define _GNU_SOURCE
 #include <ctype.h>
@@ -511,6 +511,7 @@ API cuDevicePrimaryCtxRelease_v2(int device)
     DEVICE(device)
     return release(device);
 }
+#endif
 
 API cuGetErrorName(int code, const char **text)
 {
@@ -531,7 +532,6 @@ API cuGetErrorName(int code, const char **text)
     *text = NULL;
     return INVALID_VALUE;
 }
-#endif
 
 API cuGetErrorString(int code, const char **text)
 {

@@ -1,5 +1,6 @@
 """Grid Engine for real: jobs that declare GPUs, on two simulated hosts of 8 GPUs."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -83,6 +84,14 @@ def test_a_claim_ends_with_its_job(sge: GridEngine, room: Any) -> None:
     assert 0 < float(until) - float(began) <= 661
 
 
+def test_array(sge: GridEngine, room: Any) -> None:
+    job = sge.submit(*ON_HOST1, "-t", "1-8", "-tc", "4", "-l", "gpu=2", room.script("$CLAIM claim job"))
+    sge.finish(job)
+    claims = room.verdict()
+    assert sorted(claim["job"] for claim in claims) == [f"sge:{job}.{task}" for task in range(1, 9)]
+    assert {len(claim["gpus"]) for claim in claims} == {2}
+
+
 def test_parallel_environment_over_two_hosts(sge: GridEngine, room: Any) -> None:
     """A consumable counts per slot: 3 slots on each host are 3 GPUs there, for every task of the job."""
     task = room.script("$CLAIM claim job --hold go")
@@ -95,6 +104,19 @@ def test_parallel_environment_over_two_hosts(sge: GridEngine, room: Any) -> None
     sge.finish(job)
     assert {claim["host"]: len(claim["gpus"]) for claim in room.verdict()} == {HOST1: 3, HOST2: 3}
     assert {claim["job"] for claim in room.records("claim")} == {f"sge:{job}"}
+
+
+@pytest.mark.parametrize("options", ["", "-V"])
+def test_a_request_per_job_counts_where_the_script_runs(sge: GridEngine, room: Any, options: str) -> None:
+    """A task that qrsh starts elsewhere has NHOSTS=1 there, and only with -V a host file."""
+    task = room.script("$SAFE_GPU run -n job -- sh -c 'echo on $(hostname): $CUDA_VISIBLE_DEVICES.'")
+    script = room.script(f"for host in {HOST1} {HOST2}; do qrsh -inherit {options} -nostdin $host {task}; done")
+    job = sge.submit("-pe", "mpi", "2", "-masterq", f"all.q@{HOST1}", "-l", "ngpus=2", script)
+    sge.finish(job)
+    said = sge.output(job)
+    assert f"on {HOST1}: 0,1." in said
+    assert f"on {HOST2}: .\n" in said
+    assert f"job sge:{job} asked for no GPU on this host" in said
 
 
 def test_mpi_ranks_of_a_parallel_environment(sge: GridEngine, room: Any, mpirun: list[str]) -> None:
@@ -111,6 +133,29 @@ def test_mpi_ranks_of_a_parallel_environment(sge: GridEngine, room: Any, mpirun:
 
 def test_qdel_in_mid_claim_and_in_the_queue(sge: GridEngine) -> None:
     sge.check_cancelling(HOST1, *ON_HOST1)
+
+
+def test_linear_binding_is_kept(sge: GridEngine, room: Any) -> None:
+    """Grid Engine binds each job to a core; the claim binds within that, next to its GPU or not."""
+    script = room.script("grep Cpus_allowed_list /proc/self/status", "$CLAIM claim 1 --hold go")
+    jobs = [sge.submit(*ON_HOST1, "-binding", "linear:1", "-l", "gpu=1", script) for _ in range(2)]
+    claims = sge.claims(2)
+    room.go()
+    sge.finish(*jobs)
+    room.verdict()
+    bound = {claim["about"]["JOB_ID"]: claim["cpus"] for claim in claims}
+    for job in jobs:
+        given = re.search(r"Cpus_allowed_list:\s*(\S+)", sge.output(job))
+        assert given is not None
+        assert given[1].isdecimal(), "Grid Engine did not bind the job to one core"
+        assert bound[job] == [int(given[1])]
+
+
+def test_a_claim_larger_than_declared_warns(sge: GridEngine, room: Any) -> None:
+    job = sge.submit(*ON_HOST1, "-l", "gpu=2", room.script("$CLAIM claim 3"))
+    sge.finish(job)
+    assert [len(claim["gpus"]) for claim in room.verdict()] == [3]
+    assert re.search(r"WARNING .*takes 3 GPUs.*for 2", sge.output(job))
 
 
 def test_a_host_that_may_not_ask(sge: GridEngine, room: Any) -> None:
@@ -131,6 +176,34 @@ def test_a_host_that_may_not_ask(sge: GridEngine, room: Any) -> None:
     said = sge.output(job)
     assert "neither submit nor admin host" in said
     assert "set SAFE_GPU_NB_GPUS=N" in said
+
+
+@pytest.fixture
+def gpu_queue(sge: GridEngine, room: Any) -> Iterator[str]:
+    """A queue whose name says that its jobs use GPUs."""
+    path = room.path / "gpu.q"
+    path.write_text(sge.cluster.tool("root", "qconf", "-sq", "all.q").stdout.replace("all.q", "gpu.q", 1))
+    sge.cluster.tool("root", "qconf", "-Aq", str(path))
+    yield "gpu.q"
+    sge.end_all()
+    sge.cluster.tool("root", "qconf", "-dq", "gpu.q")
+
+
+def test_gpus_without_a_number_are_not_none(sge: GridEngine, room: Any, gpu_queue: str) -> None:
+    script = room.script("$SAFE_GPU run -n job -- true; echo exit code $?")
+    asked = {
+        "-l has_gpu=TRUE": ("-l", "has_gpu"),
+        "-l has_gpu=TRUE ": ("-soft", "-l", "has_gpu"),
+        f"-q {gpu_queue}": ("-q", gpu_queue),
+        f"-q {gpu_queue}@{HOST1}": ("-q", f"{gpu_queue}@{HOST1}"),
+        f"-q {gpu_queue} ": ("-soft", "-q", gpu_queue),
+    }
+    jobs = {word: sge.submit(*options, script) for word, options in asked.items()}
+    sge.finish(*jobs.values())
+    for word, job in jobs.items():
+        said = sge.output(job)
+        assert "exit code 78" in said
+        assert f"({word.strip()} gives no number of GPUs; SAFE_GPU_SGE_RESOURCE=NAME" in said
 
 
 STARTER = r"""
@@ -166,3 +239,12 @@ def test_starter_method_gives_gpus_to_jobs_that_know_nothing(sge: GridEngine, ro
     room.go()
     sge.finish(*jobs)
     room.verdict()
+
+
+def test_starter_method_gives_none_to_jobs_that_declare_none(sge: GridEngine, room: Any, starter: str) -> None:
+    job = sge.submit(*ON_HOST1, room.script("$CLAIM given", 'echo "visible: <$CUDA_VISIBLE_DEVICES>"'))
+    sge.finish(job)
+    assert [claim["gpus"] for claim in room.verdict()] == [[]]
+    assert "visible: <>" in sge.output(job)
+    assert f"starts without a GPU: job sge:{job} asked for no GPU" in sge.output(job)
+    assert room.entries(HOST1) == {}

@@ -85,6 +85,15 @@ def test_a_claim_ends_with_its_job(slurm: Slurm, room: Any) -> None:
     assert 0 < float(until) - float(began) <= 601  # a claim gets its GPUs some milliseconds after it asked
 
 
+def test_array(slurm: Slurm, room: Any) -> None:
+    script = room.script("$SAFE_GPU run -n job -- $CLAIM claim")  # run lets the command claim from its claim
+    job = slurm.submit(*ON_NODE1, "--array=1-8%4", "--gres=gpu:1", script)
+    slurm.finish(job)
+    claims = room.verdict()
+    assert {len(claim["gpus"]) for claim in claims} == {1}
+    assert sorted(claim["job"] for claim in claims) == [f"slurm:{job}.{task}" for task in range(1, 9)]
+
+
 def test_tasks_of_srun_share_what_the_job_has(slurm: Slurm, room: Any) -> None:
     """Four tasks on each of two nodes, 8 GPUs a node: two for each task."""
     step = room.script("$CLAIM claim job --hold go")
@@ -222,3 +231,12 @@ def test_jobs_with_a_private_tmp_get_no_gpu_twice(alone: Slurm, room: Any) -> No
     room.go()
     alone.finish(first)
     assert len(room.verdict()) == 1
+
+
+@private_tmp
+def test_a_shared_state_directory_brings_them_together(alone: Slurm, room: Any) -> None:
+    first = start(alone, room.script("$CLAIM claim 8 --hold go"), lambda: room.records("claim"))
+    second = start(alone, room.script("$CLAIM claim 8"), lambda: room.waiting("n1") == 1)
+    room.go()
+    alone.finish(first, second)
+    assert [claim["job"] for claim in room.verdict()] == [f"slurm:{first}", f"slurm:{second}"]

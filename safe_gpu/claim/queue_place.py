@@ -44,7 +44,9 @@ class QueuePlace:
             view, quota = self._view, self._options.quota
             wanted, conditions = frozenset(view.wanted), view.effective.ticket
             request = TicketRequest(view.request.nb_gpus, wanted, conditions, self.hold_for(), view.inside)
-            self.waiter = Waiter(self._host, request, by_turns=quota is not None and quota.by_turns and not view.around)
+            self.waiter = Waiter(
+                self._host, request, by_turns=quota is not None and quota.rules.by_turns and not view.around
+            )
         return self.waiter
 
     def join(self, held: ClaimsByUser | None, is_absent: Callable[[Entry], bool]) -> bool:
@@ -164,7 +166,7 @@ class QueueSnapshot:
             ahead: in the order of the queue. Only those are read that decide.
             free: UUIDs.
         """
-        now, want = time.time(), self._want(request, os.geteuid())
+        now, want = time.time(), self._view.wish(request, os.geteuid())
         idle = {verdict.gpu.uuid for verdict in self._judge(Selection()) if verdict.free} | self._leaving
         free_at: dict[str, When] = {
             gpu.uuid: when_free(gpu, self._held.get(gpu.uuid), now, free=gpu.uuid in idle)
@@ -179,16 +181,13 @@ class QueueSnapshot:
                 continue
             request = TicketRequest.of(ticket)
             selection, known = _asked(request)
-            want = self._want(request, ticket.uid)
+            want = self._view.wish(request, ticket.uid)
             if not known:
                 want = BackfillRequest(len(request.gpus) + 1, request.gpus)  # which nobody passes on these GPUs
             elif request.conditions:
                 busy = {one.gpu.uuid for one in self._judge(selection) if not one.free}
                 want = want.without(busy - self._leaving - self._held.keys())
             yield want
-
-    def _want(self, request: TicketRequest, uid: int) -> BackfillRequest:
-        return BackfillRequest.of(request, self._view.snapshot.gpus, self._view.reserved_for_others(uid))
 
     def _judge(self, selection: Selection) -> tuple[GpuVerdict, ...]:
         """Return which GPUs a request of another process could have."""

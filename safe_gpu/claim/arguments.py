@@ -256,11 +256,8 @@ def read_options(
     hold = parse_hold_for(hold_for, environ, ends)
     render_cuda((), visible_as=visible_as, snapshot=HostSnapshot(()))
     settings.check(environ)
-    binding = None
-    binding_required = affinity is not NODE_BY_DEFAULT or memory is not None
-    if affinity is not None or memory is not None:
-        binding = parse_options(affinity, memory)
-        binding_required = binding_required and not falls_back(affinity)
+    binding = parse_options(affinity, memory)
+    binding_required = (affinity is not NODE_BY_DEFAULT or memory is not None) and not falls_back(affinity)
     pause = number_of(debug_sleep)
     if not 0 <= pause < math.inf:  # time.sleep would refuse it after the claim
         raise UnsatisfiableRequestError(

@@ -28,7 +28,7 @@ from .checks import clear_notes, doubts_of, note_failure, verify_alone, verify_d
 from .claim import Claim
 from .search import acquire
 from .variables import ClaimVariables, initializers, share_variables
-from .view import HostView
+from .view import HostView, driver_pids
 
 if TYPE_CHECKING:
     from ..affinity.binding import BindingReport
@@ -119,7 +119,7 @@ class GPUOwner:
                 verify_alone(view, claim, options, self._placeholder)
                 for doubt in doubts_of(claim):
                     self.logger.warning("%s", doubt)
-                view.remember_own_pids()
+                driver_pids[self._pid] = frozenset(view.own)  # for its next claim
                 if placeholders.holds_gpu(self._placeholder):
                     clear_notes(view, claim, self.logger)
                 self._bind(driver, options)

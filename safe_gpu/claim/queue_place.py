@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -44,17 +44,16 @@ class QueuePlace:
             view, quota = self._view, self._options.quota
             wanted, conditions = frozenset(view.wanted), view.effective.ticket
             request = TicketRequest(view.request.nb_gpus, wanted, conditions, self.hold_for(), view.inside)
-            self.waiter = Waiter(
-                self._host, request, by_turns=quota is not None and quota.rules.by_turns and not view.around
-            )
+            by_turns = quota is not None and quota.rules.by_turns and not view.around
+            self.waiter = Waiter(self._host, request, by_turns=by_turns)
         return self.waiter
 
-    def join(self, held: ClaimsByUser | None, is_absent: Callable[[Entry], bool]) -> bool:
+    def join(self, held: ClaimsByUser | None, seen: QueueSnapshot | None) -> bool:
         """Take a ticket, if this claim has none. Returns whether it stands ahead of somebody by that.
 
         Args:
             held: which users hold what; not None where they are served by turns.
-            is_absent: whether a waiter counts as absent.
+            seen: the waiters; None if nobody ahead was looked at.
         """
         waiter, options, queue = self.ensure_waiter(), self._options, self._host.queue
         if waiter.queued and not waiter.was_removed():
@@ -74,7 +73,7 @@ class QueuePlace:
                 held=sum(held.held_by(os.geteuid()).values()),
                 size=held.size,
                 weight=weight,
-                counts=lambda ticket: queue.ask(ticket.name) is not None and not is_absent(ticket),
+                counts=lambda ticket: queue.ask(ticket.name) is not None and not (seen and seen.is_absent(ticket)),
             )
 
         return waiter.join(said, newcomer)

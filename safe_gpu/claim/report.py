@@ -249,35 +249,32 @@ def refusal_message(
         now: in Unix seconds; None reads the clock.
     """
     free, ahead = status.free or 0, status.ahead
+    now = time.time() if now is None else now
     text = f"{status.asked} asked for, {_free(free, status.needed, ahead, status.position)}"
     if waited:
         text += f" after {format_age(waited)}"
     if ahead is not None:
-        text += f", {_behind(ahead, _moment(now))}"
+        text += f", {_behind(ahead, now)}"
         text += f" and {plural(status.position - 2, 'more claim')}" if status.position > 2 else ""
     if passed is not None:
-        text += f" (past {passed.user or SOMEBODY}, {', '.join(_facts(passed, _moment(now)))})"
+        text += f" (past {passed.user or SOMEBODY}, {', '.join(_facts(passed, now))})"
     if status.spent is not None:
         text += f", and {status.spent}"
-    way_out = "wait longer" if waited else "wait for it" if status.needed == 1 else "wait for them"
     if elsewhere:
         text += ": start a new process, which can have others (in a notebook, restart the kernel)"
     elif wait_limit:
         text += f": try again ({wait_limit} limits the wait)"
     else:
-        text += f": {way_out} ({_longer_wait(waited)})"
+        way_out = "wait longer" if waited else "wait for it" if status.needed == 1 else "wait for them"
+        # Twice what was waited, or an hour.
+        hours = style.value(f"{max(1, -int(-waited // 1800))}h").replace("'", '"')
+        longer = f"{style.setting('timeout', hours)}, or {style.written('timeout', None)} to wait without limit"
+        text += f": {way_out} ({longer})"
     if ahead is None and status.spent is None and 0 < free < status.needed:
         text += ", or ask for fewer"
     alike = grouped((verdict.gpu.label, _why_not(verdict)) for verdict in status.verdicts)
     lines = [f"  GPU {gpu_ranges(labels)} {reason}" for reason, labels in alike.items()]
     return "\n".join([f"{text}. {hint}." if hint else f"{text}.", *lines])
-
-
-def _longer_wait(waited: float) -> str:
-    """Return how the caller writes a timeout of twice what was waited, or an hour, and none."""
-    hours = style.value(f"{max(1, -int(-waited // 1800))}h").replace("'", '"')
-    longer = style.setting("timeout", hours)
-    return f"{longer}, or {style.written('timeout', None)} to wait without limit"
 
 
 def _free(free: int, needed: int, ahead: ClaimAhead | None, position: int, of: str = "") -> str:
@@ -309,9 +306,9 @@ def waiting_message(
         width: columns of the terminal. The end of a longer line is cut off, which is who holds what.
         holders: whether to say who holds what.
     """
-    moment = _moment(now)
+    now = time.time() if now is None else now
     expected = status.expected or Forecast()
-    start, passed = expected.text(moment), expected.passed_by
+    start, passed = expected.text(now), expected.passed_by
     text = "waiting" if waited is None else f"waiting {_running_clock(waited)}"
     text += f" for {status.asked or plural(status.needed)}"
     candidates = [verdict for verdict in status.verdicts if _is_candidate(verdict)]
@@ -323,9 +320,9 @@ def waiting_message(
     place = f", #{status.position}{{}}" if status.ahead is not None and status.position > 1 else ""
     heads = [text + place.format(words) + (start and f", {start}") for words in (" in the queue", "")]
     head = heads[0] if width is None or display_width(heads[0]) <= width else heads[1]
-    who = [] if status.ahead is None else [_behind(status.ahead, moment)]
+    who = [] if status.ahead is None else [_behind(status.ahead, now)]
     who += [f"passed by {plural(passed, 'claim')}"] if passed else []
-    line = "; ".join([head, *who, *(_by_holder(candidates, moment) if holders else ())])
+    line = "; ".join([head, *who, *(_by_holder(candidates, now) if holders else ())])
     if width is None or display_width(line) <= width:
         return line
     return cut(line if display_width(head) + _LEAST_REST <= width else head, width)
@@ -355,10 +352,6 @@ def _running_clock(seconds: float) -> str:
 def _is_candidate(verdict: GpuVerdict) -> bool:
     """Return whether the request could use the GPU if it were free; a drained or reserved one comes back."""
     return verdict.state not in ("outside", "unusable") or verdict.reason.startswith(("drained by ", "reserved by "))
-
-
-def _moment(now: float | None) -> float:
-    return time.time() if now is None else now
 
 
 def _behind(ahead: ClaimAhead, now: float) -> str:

@@ -151,8 +151,7 @@ class HostView:
                 driver=driver.name,
             )
         self.visible_limit = visible_limit_of(snapshot, request.nb_gpus, driver.runtime)
-        self._pid = os.getpid()
-        self.own = own_pids_in(snapshot, self._pid)
+        self.own = own_pids_in(snapshot, os.getpid())
         cpus = os.sched_getaffinity(0)
         self.near = nodes_of_cpus(cpus, driver) if len(cpus) < (_cpu_count() or 1) else None
         self.unlisted: frozenset[str] = frozenset()
@@ -340,10 +339,6 @@ class HostView:
             rules=rules,
             gpus=gpus,
         )
-
-    def remember_own_pids(self) -> None:
-        """Store the driver's pids of this process for its next claim."""
-        driver_pids[self._pid] = frozenset(self.own)
 
 
 def pids_of_around(around: Entry) -> tuple[int, ...]:

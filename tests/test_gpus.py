@@ -100,7 +100,7 @@ def test_a_row_is_whole(key: str) -> None:
     assert uuids
     for uuid in [*uuids, *([f"{vendor.by_place}0000:05:00.0"] if vendor.by_place else [])]:
         assert [vendor_of(uuid), vendor_of_name(uuid)] == [key, key]
-        assert parse_request(only=uuid).named_vendor == key
+        assert parse_request(only=uuid).driver["prefer"] == key
     assert vendor.library in {runtime.title for runtime in (CUDA, HIP, IntelDriver)}
     assert all(name.startswith(tuple(p for one in VENDORS.values() for p in one.prefixes)) for name in vendor.variables)
     assert set(vendor.variables) <= set(hide_all())

@@ -93,13 +93,10 @@ def imports_main() -> bool:
     return process is not None and getattr(process.current_process(), "_inheriting", False)
 
 
-def _family() -> dict[int, int | None]:
-    """Return the start of this process and of each of its ancestors, by pid."""
-    return {pid: procfs.start_time(pid) for pid in (os.getpid(), *procfs.ancestors(os.getpid()))}
-
-
-def _is_of(family: Mapping[int, int | None], holder: Holder) -> bool:
-    return holder.pid is not None and holder.start is not None and family.get(holder.pid) == holder.start
+def _family() -> set[tuple[int | None, int | None]]:
+    """Return the pid and the start of this process and of each of its ancestors, as far as the start is known."""
+    family = (os.getpid(), *procfs.ancestors(os.getpid()))
+    return {(pid, start) for pid in family if (start := procfs.start_time(pid)) is not None}
 
 
 def refuse_inside_share(gpus: Iterable[Gpu], holders: Mapping[str, Holder]) -> None:
@@ -113,7 +110,7 @@ def refuse_inside_share(gpus: Iterable[Gpu], holders: Mapping[str, Holder]) -> N
     """
     family = _family()
     sharers = [(gpu, one) for gpu in gpus if gpu.uuid in holders for one in holders[gpu.uuid].sharers]
-    ours = [(gpu.label, one.pid) for gpu, one in sharers if _is_of(family, one)]
+    ours = [(gpu.label, one.pid) for gpu, one in sharers if (one.pid, one.start) in family]
     if ours:
         raise UnsatisfiableRequestError(
             f"process {ours[0][1]} holds a share of GPU {gpu_ranges(label for label, _ in ours)}, and no claim can be "
@@ -136,7 +133,8 @@ def refuse_gpus_of_ancestors(
         NotEnoughGpusError: without the GPUs of this process and its ancestors there are too few.
     """
     family, all_verdicts = _family(), tuple(verdicts)
-    held = [one for one in all_verdicts if one.state == "claimed" and one.holder and _is_of(family, one.holder)]
+    claimed = [one for one in all_verdicts if one.state == "claimed" and one.holder]
+    held = [one for one in claimed if one.holder and (one.holder.pid, one.holder.start) in family]
     if not held or len(set(usable) - {verdict.gpu.uuid for verdict in held}) >= request.nb_gpus:
         return
     labels = gpu_ranges(verdict.gpu.label for verdict in held)

@@ -140,10 +140,16 @@ def verify_alone(view: HostView, claim: Claim, options: ClaimOptions, placeholde
 
 
 def doubts_of(claim: Claim) -> list[str]:
-    """Return what is not certain about the GPUs of a claim, one sentence each."""
+    """Return what is not certain about a claim, one sentence each; of a state directory once in a process."""
+    path = state_dir_path()
+    doubts = [doubt_of_image(path)]
+    if not claim.before.shared_display:  # there doors keep nobody off
+        doubts.append(doubt_of_entries(path, doors=not claim.doors.are_open))
+    doubts = [one for one in doubts if one not in _told]
+    _told.update(doubts)
     private = [one.process_error for one in claim.gpus if one.processes_private]
-    told = [f"Whether other programs use the GPUs of this claim is not known: {error}" for error in private[:1]]
-    return [*told, *filter(None, [claim.before.doubt])]
+    doubts += [f"Whether other programs use the GPUs of this claim is not known: {error}" for error in private[:1]]
+    return [*filter(None, [*doubts, claim.before.doubt])]
 
 
 def _refuse_other_processes(view: HostView, claim: Claim, snapshot: HostSnapshot, holding: bool) -> None:
@@ -200,15 +206,21 @@ def _process_text(process: GpuProcess) -> str:
     return f"process {process.pid}{in_brackets(*(described or (process.name,)))}"
 
 
-def note_failure(view: HostView, claim: Claim, device_no: int, err: PlaceholderError, logger: Any) -> PlaceholderError:
+def note_failure(
+    view: HostView, claim: Claim, device_no: int, err: PlaceholderError, what: str, logger: Any
+) -> PlaceholderError:
     """Return the error of a placeholder with the GPU and who else is on it. If the GPU itself is bad, that is noted for
-    the claims to come, which take it last."""
+    the claims to come, which take it last.
+
+    Args:
+        what: has failed, for people.
+    """
     from ..runtimes.causes import blames_gpu
 
     gpu = claim.gpus[device_no]
     others = _other_processes(view, gpu)
-    logger.error("Failed to acquire placeholder on GPU %s: %s", gpu.label, err)
-    text = f"{err} [GPU {gpu.label}, {gpu.uuid}{others and f'; on it: {others}'}]"
+    logger.error("Failed to acquire placeholder on GPU %s: %s", gpu.label, what)
+    text = f"{what} [GPU {gpu.label}, {gpu.uuid}{others and f'; on it: {others}'}]"
     # cuInit looks at all visible GPUs and does not say which is bad.
     if blames_gpu(err, rivals=bool(others)) and (len(claim.gpus) == 1 or not _of_init(err)):
         fault = GpuFault(time.time(), text)
@@ -241,13 +253,6 @@ def _of_init(err: BaseException) -> bool:
 
 _told: set[str] = set()
 """What a claim of this process was told of state directories."""
-
-
-def not_told_yet(doubts: Iterable[str]) -> list[str]:
-    """Return those of these sentences on state directories that no claim of this process was told; "" is none."""
-    new = [one for one in doubts if one and one not in _told]
-    _told.update(new)
-    return new
 
 
 _OF_IMAGES = frozenset({"overlay", "fuse-overlayfs", "fuse.fuse-overlayfs"})

@@ -66,11 +66,6 @@ class Claim:
         """What child processes need to claim inside this claim, whose hash its entry has; "" if they cannot."""
         return "" if self.inside else self._secret
 
-    @property
-    def since(self) -> float:
-        """When its entry was made, Unix seconds."""
-        return float(self._said["since"])
-
     def take(
         self,
         host: Host,
@@ -155,7 +150,8 @@ class Claim:
     def _end(self, state_dir: Place) -> None:
         """Tell the history of this claim, and remove the name of its entry."""
         if self.stays and (line := claim_line(self._said, uid=os.geteuid())):
-            ended = round(self.since + time.clock_gettime(time.CLOCK_BOOTTIME) - self._began, 3)
-            append([line, end_line(self._said["pid"], self.since, ended, ended)], time.time(), state_dir)
+            since = float(self._said["since"])
+            ended = round(since + time.clock_gettime(time.CLOCK_BOOTTIME) - self._began, 3)
+            append([line, end_line(self._said["pid"], since, ended, ended)], time.time(), state_dir)
         with suppress(OSError):  # no file of this name exists elsewhere, whatever the owner makes of claims
             os.unlink(f"claims/{self._name}", dir_fd=state_dir.fd)

@@ -22,7 +22,7 @@ from ..selection.sharing import ROUNDING, part_of
 from ..settings import config as policy
 from ..settings import variables as settings
 from ..wording import text as style
-from ..wording.text import format_age
+from ..wording.text import format_age, plural
 
 if TYPE_CHECKING:
     from ..coordination.entry import Entry
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..settings.config import Limits, Policy
 
 
-def check_policy_limits(nb_gpus: float, seconds: float | None, limits: Limits, *, said: bool) -> None:
+def check_policy_limits(nb_gpus: float, limits: Limits, seconds: float | None = None, *, said: bool = False) -> None:
     """Refuse a claim that is not made inside another one and that the policy never allows.
 
     Args:
@@ -38,23 +38,8 @@ def check_policy_limits(nb_gpus: float, seconds: float | None, limits: Limits, *
         said: whether the caller said so, and not a variable.
 
     Raises:
-        UnsatisfiableRequestError: more GPUs, or a longer time, than the policy allows.
-    """
-    check_count(nb_gpus, limits)
-    if limits.max_hold is not None and seconds is not None and seconds > limits.max_hold:
-        name = style.option("hold_for") if said else "SAFE_GPU_FOR"
-        raise UnsatisfiableRequestError(
-            f"{name} says {format_age(seconds)}, and {limits.path} allows you {format_age(limits.max_hold)} "
-            f"({limits.sections['max_hold']}): say less, or ask the administrator",
-            value=seconds,
-        )
-
-
-def check_count(nb_gpus: float, limits: Limits) -> None:
-    """Refuse more GPUs than the user may hold at once.
-
-    Raises:
-        UnsatisfiableRequestError: says how many are allowed, and by which section of the file.
+        UnsatisfiableRequestError: more GPUs, or a longer time, than the policy allows, and by which section of the
+            file.
     """
     most = limits.max_gpus
     if most is not None and nb_gpus > most:
@@ -63,6 +48,13 @@ def check_count(nb_gpus: float, limits: Limits) -> None:
             f"{nb_gpus:.2g} {'GPU' if nb_gpus == 1 else 'GPUs'} asked for, and {limits.path} allows you {number} on "
             f"this host ({limits.sections['max_gpus']}): {way_out}ask the administrator",
             value=nb_gpus,
+        )
+    if limits.max_hold is not None and seconds is not None and seconds > limits.max_hold:
+        name = style.option("hold_for") if said else "SAFE_GPU_FOR"
+        raise UnsatisfiableRequestError(
+            f"{name} says {format_age(seconds)}, and {limits.path} allows you {format_age(limits.max_hold)} "
+            f"({limits.sections['max_hold']}): say less, or ask the administrator",
+            value=seconds,
         )
 
 
@@ -75,8 +67,7 @@ class LimitReached(NamedTuple):
 
     def __str__(self) -> str:
         """Return ``you hold 4 of your 4 GPUs``."""
-        gpus = f"{self.most} {'GPU' if self.most == 1 else 'GPUs'}"
-        return f"you hold {round(self.held, 2):g} of your {gpus}"
+        return f"you hold {round(self.held, 2):g} of your {plural(self.most)}"
 
 
 class Quota:
@@ -84,13 +75,14 @@ class Quota:
 
     Attributes:
         limits: those of this user.
+        rules: those of all users.
         unresolved: whether a look has met a waiter whose limit was not known. :meth:`prepare` finds it out.
     """
 
     def __init__(self, rules: Policy, limits: Limits) -> None:
         self.limits = limits
+        self.rules = rules
         self.unresolved = False
-        self._rules = rules
         self._most: dict[int, int | None] = {os.geteuid(): limits.max_gpus}
         self._changed = _time_of(rules.path)
 
@@ -100,16 +92,16 @@ class Quota:
         A file that was changed is read again. While it has a mistake, the limits stay as they were.
         """
         self.unresolved = False
-        changed = _time_of(self._rules.path)
+        changed = _time_of(self.rules.path)
         if changed != self._changed:
             self._changed = changed
             with suppress(PolicyError):
-                self._rules = policy.read(self._rules.path)[0] or self._rules
-                self.limits = policy.limits_of_this_user(self._rules)
+                self.rules = policy.read(self.rules.path)[0] or self.rules
+                self.limits = policy.limits_of_this_user(self.rules)
                 self._most = {os.geteuid(): self.limits.max_gpus}
-        waiting = host.queue.look(()) if self.by_turns or self._rules.limits_gpus else ()
-        for uid in {ticket.uid for ticket in waiting}.difference(self._most) if self._rules.limits_gpus else ():
-            self._most[uid] = policy.limits_of_user(self._rules, uid).max_gpus
+        waiting = host.queue.look(()) if self.rules.by_turns or self.rules.limits_gpus else ()
+        for uid in {ticket.uid for ticket in waiting}.difference(self._most) if self.rules.limits_gpus else ():
+            self._most[uid] = policy.limits_of_user(self.rules, uid).max_gpus
 
     def hold_within(self, seconds: float | None, *, said: bool) -> float | None:
         """Return for how long a claim will probably hold its GPUs, by its own word and by the policy; None is unknown.
@@ -124,11 +116,6 @@ class Quota:
             return seconds
         return self.limits.max_hold if seconds is None else min(seconds, self.limits.max_hold)
 
-    @property
-    def by_turns(self) -> bool:
-        """Whether users who wait are served by turns."""
-        return self._rules.by_turns
-
     def held(self, snapshot: HostSnapshot, claims: Claims) -> ClaimsByUser:
         """Return who holds what of these claims."""
         return ClaimsByUser(self, snapshot, claims)
@@ -136,7 +123,7 @@ class Quota:
     def most_of(self, uid: int) -> int | None:
         """Return how many GPUs a user may hold at once; None is no limit, or not known yet."""
         if uid not in self._most:
-            self.unresolved = self.unresolved or self._rules.limits_gpus
+            self.unresolved = self.unresolved or self.rules.limits_gpus
             return None
         return self._most[uid]
 
@@ -236,7 +223,7 @@ def remaining_quota(snapshot: HostSnapshot, nb_gpus: int) -> float:
     quota = quota_of(path, package_logger().warning)
     if quota is None or quota.limits.max_gpus is None:
         return math.inf
-    check_count(nb_gpus, quota.limits)
+    check_policy_limits(nb_gpus, quota.limits)
     held = quota.held(snapshot, Claims(living_claims()))
     limit = held.limit_of(os.geteuid(), Selection(quota.limits.max_gpus + 1))
     assert limit is not None  # one GPU more than the limit is never allowed

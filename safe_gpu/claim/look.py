@@ -176,7 +176,7 @@ class Look:
                     display=view.snapshot.shared_display,
                 )
             self.chosen = chosen
-        elif may_wait and place.join(self._held, self._is_absent):
+        elif may_wait and place.join(self._held, self._queue):
             self.seen = Seen(outdated=True)  # it found somebody ahead who is behind now
 
     def _enter_scope(self, living: Collection[Entry]) -> None:
@@ -218,9 +218,6 @@ class Look:
             return ()
         request = waiter.request._replace(hold_for=place.hold_for())
         return self._queue.open_to(request, waiter.everybody_ahead(), free)
-
-    def _is_absent(self, ticket: Entry) -> bool:
-        return self._queue is not None and self._queue.is_absent(ticket)
 
     def _taken(self) -> set[str]:
         """Return the UUIDs of the GPUs of which others have all, or too much to share it."""

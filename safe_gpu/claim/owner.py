@@ -28,13 +28,13 @@ from .checks import clear_notes, doubts_of, note_failure, verify_alone, verify_d
 from .claim import Claim
 from .search import acquire
 from .variables import ClaimVariables, initializers, share_variables
-from .view import HostView
+from .view import HostView, driver_pids
 
 if TYPE_CHECKING:
     from ..affinity.binding import BindingReport
     from ..affinity.options import AffinityOptions
     from ..drivers.base import Driver
-    from ..gpus.devices import Gpu, VisibleLimit
+    from ..gpus.devices import Gpu
 
 # The affinity modes that divide the CPUs of a node among its GPUs.
 _DIVIDING = ("exclusive", "core-complex")
@@ -44,67 +44,6 @@ _DIVIDING = ("exclusive", "core-complex")
 owners: dict[str, GPUOwner | None] = lasting("owners", {})
 
 _owners_lock = lasting("owners_lock", allocate_lock())
-
-
-class PlaceholderSet:
-    """The placeholders of a claim.
-
-    Attributes:
-        make: called with an ordinal; returns a placeholder.
-        placed: the placeholders, by ordinal.
-    """
-
-    def __init__(self, signals: DeferredSignals) -> None:
-        self.make: Any = None
-        self.placed: list[Any] = []
-        self._signals = signals
-        self._simulated = ""
-
-    def prepare(self, driver: Driver, placeholder_fn: Any, logger: Any) -> None:
-        """Import what the placeholder needs, and check that this does no more; None is the default of the driver.
-
-        Raises:
-            CudaInitializedError: it initialised the library.
-            PlaceholderError: as for :func:`~safe_gpu.runtimes.placeholders.prepare`.
-        """
-        runtime = driver.runtime
-        self.make = runtime.default_placeholder(logger) if placeholder_fn is None else placeholder_fn
-        self._simulated = driver.name if driver.is_simulated and isinstance(self.make, placeholders.Base) else ""
-        was_initialized = runtime.visible_if_initialized() is not None
-        placeholders.prepare(self.make)
-        if not was_initialized and runtime.visible_if_initialized() is not None:
-            raise CudaInitializedError(
-                "the placeholder's prepare() initialised CUDA, which fixed the GPUs that this process sees: prepare() "
-                "may only import; initialise CUDA when the placeholder is called"
-            )
-
-    def place(self) -> None:
-        """Make the placeholder of the next ordinal.
-
-        Raises:
-            PlaceholderError: it cannot be made.
-        """
-        try:
-            # Nothing comes between the context and its place in the list.
-            with nullcontext() if type(self.make) is placeholders.NoPlaceholder else self._signals, self._passing():
-                self.placed.append(placeholders.allocate(self.make, len(self.placed)))
-        except PlaceholderError as err:
-            if not self._simulated:
-                raise
-            raise PlaceholderError(
-                f"{placeholders.name_of(self.make)} needs a GPU, and those of {self._simulated} are simulated: leave "
-                "placeholder_fn out",
-                device_no=err.device_no,
-            ) from err
-
-    def give_back(self, placeholder: Any) -> None:
-        """Release one that is no longer in ``placed``."""
-        with self._passing():
-            placeholders.release(self.make, placeholder)
-
-    def _passing(self) -> AbstractContextManager[object]:
-        """Let handlers of signals run in a placeholder of the program's own, which may take any time."""
-        return nullcontext() if placeholders.is_builtin(self.make) else self._signals.delivering()
 
 
 class GPUOwner:
@@ -118,6 +57,7 @@ class GPUOwner:
         share: bytes of each GPU, if the claim shares its GPUs with others; None for whole GPUs.
         cpus: the CPUs that this process was bound to; empty if it was not bound.
         binding: the report of that binding, or None.
+        placeholders: what ``placeholder_fn`` returned, one per GPU.
     """
 
     _internal: Mapping[str, Any] = {}  # see owner_type
@@ -151,7 +91,7 @@ class GPUOwner:
         self._asked = ""
         self._environment = ClaimVariables()
         self._signals = DeferredSignals()
-        self._holding = PlaceholderSet(self._signals)
+        self._placeholder: Any  # called with an ordinal; returns what holds that GPU
         self._forget()
         self._release = ExitStack()  # each step of the claim adds before it begins what takes it back
 
@@ -168,19 +108,19 @@ class GPUOwner:
             if imports_main():
                 self.logger.warning("this worker claims GPUs of its own: %s", UNDER_MAIN)
             with opened_driver(**options.request.driver) as driver:
-                self._holding.prepare(driver, options.placeholder_fn, self.logger)
+                self._prepare_placeholder(driver, options.placeholder_fn)
                 view = HostView(driver, driver.snapshot(), options.request)
                 claim = self._take(view, options)
-                self._hold(view, claim)
+                self._hold(view, claim, driver)
                 if driver.runtime.asks_library:
                     if not view.is_frozen and driver.runtime.shown_at(0) is not None:  # for the error of a later claim
-                        initializers[os.getpid()] = placeholders.name_of(self._holding.make)
+                        initializers[os.getpid()] = placeholders.name_of(self._placeholder)
                     verify_devices(self.gpus, driver.runtime)
-                verify_alone(view, claim, options, self._holding.make)
+                verify_alone(view, claim, options, self._placeholder)
                 for doubt in doubts_of(claim):
-                    self.logger.warning(doubt)
-                view.remember_own_pids()
-                if placeholders.holds_gpu(self._holding.make):
+                    self.logger.warning("%s", doubt)
+                driver_pids[self._pid] = frozenset(view.own)  # for its next claim
+                if placeholders.holds_gpu(self._placeholder):
                     clear_notes(view, claim, self.logger)
                 self._bind(driver, options)
             if nb_gpus != "job" and options.job.scheduler is not None:
@@ -193,7 +133,7 @@ class GPUOwner:
     def _forget(self) -> None:
         """Make this object one that holds nothing."""
         self._claim: Claim | None = None
-        self._holding.placed = []
+        self.placeholders: list[Any] = []
         self.binding: BindingReport | None = None
         self.cpus: set[int] = set()
         self.devices_taken: list[int] = []
@@ -234,11 +174,6 @@ class GPUOwner:
 
         return share_fraction(self.share, self.gpus)
 
-    @property
-    def placeholders(self) -> list[Any]:
-        """What ``placeholder_fn`` returned, one per GPU."""
-        return self._holding.placed
-
     def release_gpus(self) -> None:
         """Release placeholders and GPUs, and restore the environment and the affinity. Safe to call twice.
 
@@ -253,22 +188,27 @@ class GPUOwner:
 
     # The steps of a claim
 
+    def _prepare_placeholder(self, driver: Driver, placeholder_fn: Any) -> None:
+        """Import what the placeholder needs, and check that this does no more; None is the default of the driver."""
+        runtime = driver.runtime
+        self._placeholder = runtime.default_placeholder(self.logger) if placeholder_fn is None else placeholder_fn
+        was_initialized = runtime.visible_if_initialized() is not None
+        placeholders.prepare(self._placeholder)
+        if not was_initialized and runtime.visible_if_initialized() is not None:
+            raise CudaInitializedError(
+                "the placeholder's prepare() initialised CUDA, which fixed the GPUs that this process sees: prepare() "
+                "may only import; initialise CUDA when the placeholder is called"
+            )
+
     def _take(self, view: HostView, options: ClaimOptions) -> Claim:
         """Take GPUs, and make them those that this process sees."""
         said = said_by_this_process(options.job.job_label, options.command, pid=self._pid)
         self._claim = claim = Claim(said, os.urandom(8).hex() if options.delegate else "")
         self._release.callback(claim.release)
         acquire(view, options, claim)
-        self._take_over(claim, view.visible_limit)
-        self._set_environment(claim, options.visible_as)
-        if options.pause:  # even time.sleep(0) yields the CPU
-            time.sleep(options.pause)
-        return claim
-
-    def _take_over(self, claim: Claim, visible_limit: VisibleLimit | None) -> None:
-        gpus = claim.gpus
-        if visible_limit is not None and visible_limit.frozen:  # CUDA is initialised, so its numbering cannot change
-            gpus = tuple(sorted(gpus, key=lambda gpu: visible_limit.uuids.index(gpu.uuid)))
+        gpus, limit = claim.gpus, view.visible_limit
+        if limit is not None and limit.frozen:  # CUDA is initialised, so its numbering cannot change
+            gpus = tuple(sorted(gpus, key=lambda gpu: limit.uuids.index(gpu.uuid)))
         self.gpus = claim.gpus = gpus
         self.share = claim.share
         self.devices_taken = [gpu.index for gpu in gpus]
@@ -279,6 +219,10 @@ class GPUOwner:
             " (simulated)" if is_simulated(os.environ) else "",
             extra={"safe_gpu_uuids": [gpu.uuid for gpu in gpus], "safe_gpu_devices": self.devices_taken},
         )
+        self._set_environment(claim, options.visible_as)
+        if options.pause:  # even time.sleep(0) yields the CPU
+            time.sleep(options.pause)
+        return claim
 
     def _set_environment(self, claim: Claim, visible_as: str) -> None:
         variables = render_visible(claim.gpus, visible_as=visible_as, snapshot=claim.before, environ=os.environ)
@@ -293,14 +237,21 @@ class GPUOwner:
         self._release.callback(self._unless_forked, self._environment.restore)
         self._environment.set(variables)
 
-    def _hold(self, view: HostView, claim: Claim) -> None:
+    def _hold(self, view: HostView, claim: Claim, driver: Driver) -> None:
         self._release.callback(self._unless_forked, self._release_placeholders)
+        make = self._placeholder
         for device_no in range(len(claim.gpus)):
             try:
-                self._holding.place()
+                # Nothing comes between the context and its place in the list.
+                with nullcontext() if type(make) is placeholders.NoPlaceholder else self._signals, self._passing():
+                    self.placeholders.append(placeholders.allocate(make, device_no))
             except PlaceholderError as err:
-                raise note_failure(view, claim, device_no, err, self.logger) from err
-        if placeholders.holds_gpu(self._holding.make):
+                what = str(err)
+                if driver.is_simulated and isinstance(make, placeholders.Base):
+                    what = f"{placeholders.name_of(make)} needs a GPU, and those of {driver.name} are simulated: leave "
+                    what += "placeholder_fn out"
+                raise note_failure(view, claim, device_no, err, what, self.logger) from err
+        if placeholders.holds_gpu(make):
             self.logger.info("Placeholder holds GPU %s", ",".join(gpu.label for gpu in self.gpus))
 
     def _bind(self, driver: Driver, options: ClaimOptions) -> None:
@@ -332,13 +283,17 @@ class GPUOwner:
 
     def _release_placeholders(self) -> None:
         with ExitStack() as steps:  # each is released, even if another one raises
-            placed = self._holding.placed
-            while placed:
-                steps.callback(self._release_placeholder, placed.pop(), len(placed))
+            while self.placeholders:
+                steps.callback(self._release_placeholder, self.placeholders.pop(), len(self.placeholders))
 
     def _release_placeholder(self, placeholder: Any, device_no: int) -> None:
         self.logger.info("Releasing placeholder on CUDA device: %s", self.devices_taken[device_no])
-        self._holding.give_back(placeholder)
+        with self._passing():
+            placeholders.release(self._placeholder, placeholder)
+
+    def _passing(self) -> AbstractContextManager[object]:
+        """Let handlers of signals run in a placeholder of the program's own, which may take any time."""
+        return nullcontext() if placeholders.is_builtin(self._placeholder) else self._signals.delivering()
 
 
 def owner_type(**internal: Any) -> type[GPUOwner]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -44,15 +44,16 @@ class QueuePlace:
             view, quota = self._view, self._options.quota
             wanted, conditions = frozenset(view.wanted), view.effective.ticket
             request = TicketRequest(view.request.nb_gpus, wanted, conditions, self.hold_for(), view.inside)
-            self.waiter = Waiter(self._host, request, by_turns=quota is not None and quota.by_turns and not view.around)
+            by_turns = quota is not None and quota.rules.by_turns and not view.around
+            self.waiter = Waiter(self._host, request, by_turns=by_turns)
         return self.waiter
 
-    def join(self, held: ClaimsByUser | None, is_absent: Callable[[Entry], bool]) -> bool:
+    def join(self, held: ClaimsByUser | None, seen: QueueSnapshot | None) -> bool:
         """Take a ticket, if this claim has none. Returns whether it stands ahead of somebody by that.
 
         Args:
             held: which users hold what; not None where they are served by turns.
-            is_absent: whether a waiter counts as absent.
+            seen: the waiters; None if nobody ahead was looked at.
         """
         waiter, options, queue = self.ensure_waiter(), self._options, self._host.queue
         if waiter.queued and not waiter.was_removed():
@@ -72,7 +73,7 @@ class QueuePlace:
                 held=sum(held.held_by(os.geteuid()).values()),
                 size=held.size,
                 weight=weight,
-                counts=lambda ticket: queue.ask(ticket.name) is not None and not is_absent(ticket),
+                counts=lambda ticket: queue.ask(ticket.name) is not None and not (seen and seen.is_absent(ticket)),
             )
 
         return waiter.join(said, newcomer)
@@ -164,7 +165,7 @@ class QueueSnapshot:
             ahead: in the order of the queue. Only those are read that decide.
             free: UUIDs.
         """
-        now, want = time.time(), self._want(request, os.geteuid())
+        now, want = time.time(), self._view.wish(request, os.geteuid())
         idle = {verdict.gpu.uuid for verdict in self._judge(Selection()) if verdict.free} | self._leaving
         free_at: dict[str, When] = {
             gpu.uuid: when_free(gpu, self._held.get(gpu.uuid), now, free=gpu.uuid in idle)
@@ -179,16 +180,13 @@ class QueueSnapshot:
                 continue
             request = TicketRequest.of(ticket)
             selection, known = _asked(request)
-            want = self._want(request, ticket.uid)
+            want = self._view.wish(request, ticket.uid)
             if not known:
                 want = BackfillRequest(len(request.gpus) + 1, request.gpus)  # which nobody passes on these GPUs
             elif request.conditions:
                 busy = {one.gpu.uuid for one in self._judge(selection) if not one.free}
                 want = want.without(busy - self._leaving - self._held.keys())
             yield want
-
-    def _want(self, request: TicketRequest, uid: int) -> BackfillRequest:
-        return BackfillRequest.of(request, self._view.snapshot.gpus, self._view.reserved_for_others(uid))
 
     def _judge(self, selection: Selection) -> tuple[GpuVerdict, ...]:
         """Return which GPUs a request of another process could have."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..coordination.holders import claims_now, lives_here
@@ -18,7 +18,7 @@ from ..gpus.devices import GpuVerdict, Holder
 from ..host import procfs
 from ..host.procfs import user_name
 from ..host.signals import DeferredSignals
-from ..selection.backfill import BackfillRequest, dates, starts, when_free
+from ..selection.backfill import dates, starts, when_free
 from ..selection.request import Selection
 from ..selection.verdicts import fence_hint
 from ..wording import text as style
@@ -28,6 +28,7 @@ from ..wording.text import (
     display_width,
     format_age,
     gpu_ranges,
+    grouped,
     in_brackets,
     left_behind,
     not_before,
@@ -90,7 +91,7 @@ class Forecast(NamedTuple):
         return f"starts {moment} or later" if self.may_move else f"starts about {moment}"
 
 
-def forecast(view: HostView, waiter: Waiter, hold_for: float | None, *, by_turns: bool) -> Forecast:
+def forecast(view: HostView, waiter: Waiter, hold_for: float | None) -> Forecast:
     """Return what a waiter can expect now, which will hold its GPUs for ``hold_for`` seconds; None is unknown."""
     now = time.time()
     holders = view.claims.holders(view.inside)
@@ -99,18 +100,15 @@ def forecast(view: HostView, waiter: Waiter, hold_for: float | None, *, by_turns
         for verdict in view.judge_for(Selection(), holders)
     }
     ahead = waiter.competing()
-    requests = [(TicketRequest.of(one), one.uid) for one in ahead if not is_stopped(one)]
-    requests.append((waiter.request._replace(hold_for=hold_for), os.geteuid()))
-    wants = [
-        BackfillRequest.of(request, view.snapshot.gpus, view.reserved_for_others(uid)) for request, uid in requests
-    ]
+    wants = [view.wish(TicketRequest.of(one), one.uid) for one in ahead if not is_stopped(one)]
+    wants.append(view.wish(waiter.request._replace(hold_for=hold_for), os.geteuid()))
     start, earliest = starts(wants, when)[-1], list(dates(wants, when))[-1][1]
     holding = {one for uuid in waiter.request.gpus if uuid in holders for one in holders[uuid].each}
     return Forecast(
         start if start < math.inf else None,
         earliest if earliest < math.inf else None,
         sum((one.queued or one.since or 0.0) > waiter.since for one in holding) if waiter.since else 0,
-        by_turns and bool(ahead),
+        waiter.by_turns and bool(ahead),
     )
 
 
@@ -160,29 +158,17 @@ class WaitStatus(NamedTuple):
     asked: str = ""
 
 
-def wait_status(
-    view: HostView,
-    ticket: Entry | None,
-    position: int,
-    elsewhere: Collection[str] = (),
-    spent: LimitReached | None = None,
-) -> WaitStatus:
-    """Return the state of a wait after the latest look. It takes no lock and does not poll the driver.
+def _status(view: HostView, look: Look, position: int, verdicts: tuple[GpuVerdict, ...] = ()) -> WaitStatus:
+    """Return the state of a wait after a look.
 
     Args:
-        ticket: the nearest ticket ahead that may not be passed, if any.
-        position: in the queue, or 0 if it was not counted. Behind a ticket the GPUs are not judged then, because
-            hundreds may wait.
-        elsewhere: UUIDs of the GPUs that only another state directory's claims hold.
-        spent: the limit of this user, if it stands in the way.
+        position: in the queue, or 0 if it was not counted.
+        verdicts: empty if the GPUs were not judged.
     """
-    ahead = None if ticket is None else ClaimAhead.of(ticket)
-    status = WaitStatus(position, None, view.request.nb_gpus, ahead=ahead, spent=spent, asked=view.request.text)
-    if spent is not None or (ticket is not None and not position):
-        return status
-    holders = view.claims.holders(view.inside)
-    verdicts = view.judge({**dict.fromkeys(elsewhere, Holder(elsewhere=True)), **holders})
-    return status._replace(free=sum(verdict.free for verdict in verdicts), verdicts=verdicts)
+    ahead = None if look.ahead is None else ClaimAhead.of(look.ahead)
+    free = sum(verdict.free for verdict in verdicts) if verdicts else None
+    request = view.request
+    return WaitStatus(position, free, request.nb_gpus, verdicts, ahead, spent=look.seen.limit, asked=request.text)
 
 
 def judged_now(view: HostView) -> tuple[dict[str, Holder], tuple[GpuVerdict, ...]]:
@@ -203,7 +189,7 @@ def refusal(view: HostView, look: Look, options: ClaimOptions, position: int) ->
 
     Args:
         look: the latest one.
-        position: as of :func:`wait_status`.
+        position: in the queue.
 
     Raises:
         NotEnoughGpusError, StateDirError: as in :func:`judged_now`.
@@ -214,10 +200,9 @@ def refusal(view: HostView, look: Look, options: ClaimOptions, position: int) ->
     hint = fence_hint(unlimited, visible_limit)
     if hint and visible_limit is not None and visible_limit.lift:
         hint += f" ({visible_limit.lift} disregards it)"
-    waited, free = options.timeout or 0.0, sum(verdict.free for verdict in verdicts)
-    ahead = None if look.ahead is None else ClaimAhead.of(look.ahead)
+    waited = options.timeout or 0.0
     message = refusal_message(
-        WaitStatus(position, free, request.nb_gpus, verdicts, ahead, spent=look.seen.limit, asked=request.text),
+        _status(view, look, position, verdicts),
         passed=None if look.stopped is None else ClaimAhead.of(look.stopped)._replace(stopped=True),
         hint=hint,
         waited=waited,
@@ -264,33 +249,32 @@ def refusal_message(
         now: in Unix seconds; None reads the clock.
     """
     free, ahead = status.free or 0, status.ahead
+    now = time.time() if now is None else now
     text = f"{status.asked} asked for, {_free(free, status.needed, ahead, status.position)}"
     if waited:
         text += f" after {format_age(waited)}"
     if ahead is not None:
-        text += f", {_behind(ahead, _moment(now))}"
+        text += f", {_behind(ahead, now)}"
         text += f" and {plural(status.position - 2, 'more claim')}" if status.position > 2 else ""
     if passed is not None:
-        text += f" (past {passed.user or SOMEBODY}, {', '.join(_facts(passed, _moment(now)))})"
+        text += f" (past {passed.user or SOMEBODY}, {', '.join(_facts(passed, now))})"
     if status.spent is not None:
         text += f", and {status.spent}"
-    way_out = "wait longer" if waited else "wait for it" if status.needed == 1 else "wait for them"
     if elsewhere:
         text += ": start a new process, which can have others (in a notebook, restart the kernel)"
     elif wait_limit:
         text += f": try again ({wait_limit} limits the wait)"
     else:
-        text += f": {way_out} ({_longer_wait(waited)})"
+        way_out = "wait longer" if waited else "wait for it" if status.needed == 1 else "wait for them"
+        # Twice what was waited, or an hour.
+        hours = style.value(f"{max(1, -int(-waited // 1800))}h").replace("'", '"')
+        longer = f"{style.setting('timeout', hours)}, or {style.written('timeout', None)} to wait without limit"
+        text += f": {way_out} ({longer})"
     if ahead is None and status.spent is None and 0 < free < status.needed:
         text += ", or ask for fewer"
-    return "\n".join([f"{text}. {hint}." if hint else f"{text}.", *_lines(status.verdicts)])
-
-
-def _longer_wait(waited: float) -> str:
-    """Return how the caller writes a timeout of twice what was waited, or an hour, and none."""
-    hours = style.value(f"{max(1, -int(-waited // 1800))}h").replace("'", '"')
-    longer = style.setting("timeout", hours)
-    return f"{longer}, or {style.written('timeout', None)} to wait without limit"
+    alike = grouped((verdict.gpu.label, _why_not(verdict)) for verdict in status.verdicts)
+    lines = [f"  GPU {gpu_ranges(labels)} {reason}" for reason, labels in alike.items()]
+    return "\n".join([f"{text}. {hint}." if hint else f"{text}.", *lines])
 
 
 def _free(free: int, needed: int, ahead: ClaimAhead | None, position: int, of: str = "") -> str:
@@ -300,14 +284,9 @@ def _free(free: int, needed: int, ahead: ClaimAhead | None, position: int, of: s
     return f"{free} {'is' if free == 1 else 'are'} free for {plural(max(1, position - 1), 'claim')} ahead"
 
 
-def _lines(verdicts: Sequence[GpuVerdict]) -> Iterator[str]:
-    alike: dict[tuple[str, str], list[str]] = {}
-    for verdict in verdicts:
-        gpu = verdict.gpu
-        reason = verdict.reason or ("free, shared with the display" if verdict.state == "display" else "free")
-        alike.setdefault((gpu.name or gpu.uuid, reason), []).append(gpu.label)
-    for (name, reason), labels in alike.items():
-        yield f"  GPU {gpu_ranges(labels)} ({name}): {reason}"
+def _why_not(verdict: GpuVerdict) -> str:
+    free = "free, shared with the display" if verdict.state == "display" else "free"
+    return f"({verdict.gpu.name or verdict.gpu.uuid}): {verdict.reason or free}"
 
 
 def waiting_message(
@@ -327,9 +306,9 @@ def waiting_message(
         width: columns of the terminal. The end of a longer line is cut off, which is who holds what.
         holders: whether to say who holds what.
     """
-    moment = _moment(now)
+    now = time.time() if now is None else now
     expected = status.expected or Forecast()
-    start, passed = expected.text(moment), expected.passed_by
+    start, passed = expected.text(now), expected.passed_by
     text = "waiting" if waited is None else f"waiting {_running_clock(waited)}"
     text += f" for {status.asked or plural(status.needed)}"
     candidates = [verdict for verdict in status.verdicts if _is_candidate(verdict)]
@@ -341,9 +320,9 @@ def waiting_message(
     place = f", #{status.position}{{}}" if status.ahead is not None and status.position > 1 else ""
     heads = [text + place.format(words) + (start and f", {start}") for words in (" in the queue", "")]
     head = heads[0] if width is None or display_width(heads[0]) <= width else heads[1]
-    who = [] if status.ahead is None else [_behind(status.ahead, moment)]
+    who = [] if status.ahead is None else [_behind(status.ahead, now)]
     who += [f"passed by {plural(passed, 'claim')}"] if passed else []
-    line = "; ".join([head, *who, *(_by_holder(candidates, moment) if holders else ())])
+    line = "; ".join([head, *who, *(_by_holder(candidates, now) if holders else ())])
     if width is None or display_width(line) <= width:
         return line
     return cut(line if display_width(head) + _LEAST_REST <= width else head, width)
@@ -351,16 +330,17 @@ def waiting_message(
 
 def holders_line(status: WaitStatus, now: float) -> str:
     """Return who has the GPUs that are not free, in few words: ``GPU 0,1 ada · 2 ben idle · 3 shared``; "" for none."""
-    found: dict[str, list[str]] = {}
-    for one in filter(_is_candidate, status.verdicts):
-        if not one.free:
-            shared = one.holder is not None and one.holder.sharers
-            closed = one.reason.partition(" ")[0] if one.state == "unusable" else ""
-            who = "shared" if shared else one.user or closed or "unknown"
-            who += " idle" if one.is_idle(now) else ""
-            found.setdefault(who, []).append(one.gpu.label)
+    taken = [one for one in status.verdicts if _is_candidate(one) and not one.free]
+    found = grouped((one.gpu.label, _short_who(one, now)) for one in taken)
     parts = [f"{gpu_ranges(labels)} {who}" for who, labels in found.items()]
     return f"GPU {' · '.join(parts)}" if parts else ""
+
+
+def _short_who(verdict: GpuVerdict, now: float) -> str:
+    shared = verdict.holder is not None and verdict.holder.sharers
+    closed = verdict.reason.partition(" ")[0] if verdict.state == "unusable" else ""
+    who = "shared" if shared else verdict.user or closed or "unknown"
+    return f"{who} idle" if verdict.is_idle(now) else who
 
 
 def _running_clock(seconds: float) -> str:
@@ -372,10 +352,6 @@ def _running_clock(seconds: float) -> str:
 def _is_candidate(verdict: GpuVerdict) -> bool:
     """Return whether the request could use the GPU if it were free; a drained or reserved one comes back."""
     return verdict.state not in ("outside", "unusable") or verdict.reason.startswith(("drained by ", "reserved by "))
-
-
-def _moment(now: float | None) -> float:
-    return time.time() if now is None else now
 
 
 def _behind(ahead: ClaimAhead, now: float) -> str:
@@ -394,10 +370,7 @@ def _facts(waiter: ClaimAhead, now: float) -> list[str]:
 
 def _by_holder(verdicts: Iterable[GpuVerdict], now: float) -> list[str]:
     """Return who has the GPUs that are not free, those with the most GPUs first."""
-    holders: dict[str, list[str]] = {}
-    for verdict in verdicts:
-        if not verdict.free:
-            holders.setdefault(_who(verdict, now), []).append(verdict.gpu.label)
+    holders = grouped((verdict.gpu.label, _who(verdict, now)) for verdict in verdicts if not verdict.free)
     ranked = sorted(holders.items(), key=lambda item: -len(item[1]))
     return [f"GPU {gpu_ranges(labels)}: {who}" for who, labels in ranked]
 
@@ -489,11 +462,14 @@ class WaitReporter:
         self.warning_due = math.inf
 
     def _gather(self, look: Look, position: int) -> WaitStatus:
-        status = wait_status(self._view, look.ahead, position, look.seen.elsewhere, look.seen.limit)
-        if status.free is None:  # others do not matter, or hundreds may wait, whose tickets are all read for that
-            return status
-        waiter, hold_for = self._place.ensure_waiter(), self._place.hold_for()
-        return status._replace(expected=forecast(self._view, waiter, hold_for, by_turns=waiter.by_turns))
+        """Return the state of the wait. The GPUs are not judged where others do not matter, and if the position was not
+        counted: then hundreds may wait, whose tickets are all read for that."""
+        view, seen = self._view, look.seen
+        if seen.limit is not None or (look.ahead is not None and not position):
+            return _status(view, look, position)
+        elsewhere = dict.fromkeys(seen.elsewhere, Holder(elsewhere=True))
+        status = _status(view, look, position, view.judge({**elsewhere, **view.claims.holders(view.inside)}))
+        return status._replace(expected=forecast(view, self._place.ensure_waiter(), self._place.hold_for()))
 
 
 def _to_log(logger: Any, *, late: bool) -> Callable[[WaitStatus], None] | None:

@@ -23,7 +23,7 @@ from ..host.signals import DeferredSignals, unwind_on_signals
 from ..selection.choice import check_possible, fits
 from .arguments import ClaimOptions, with_policy_limits
 from .around import refuse_inside_share
-from .checks import confirm, doubt_of_entries, doubt_of_image, not_told_yet
+from .checks import confirm
 from .look import Look, Seen
 from .queue_place import QueuePlace
 
@@ -163,12 +163,6 @@ def acquire(view: HostView, options: ClaimOptions, claim: Claim) -> None:
     if view.snapshot.shared_display:
         options.logger.info("Running on a machine with single GPU used for actual display")
     _Search(view, options).run(claim)
-    path = state_dir_path()
-    doubts = [doubt_of_image(path)]
-    if not view.snapshot.shared_display:  # there doors keep nobody off
-        doubts.append(doubt_of_entries(path, doors=not claim.doors.are_open))
-    for doubt in not_told_yet(doubts):
-        options.logger.warning("%s", doubt)
 
 
 def wait_until_free(view: HostView, options: ClaimOptions) -> tuple[Gpu, ...]:
@@ -218,9 +212,7 @@ class _Search:
     def run(self, claim: Claim | None) -> tuple[Gpu, ...]:
         """Look, decide and wait until there are enough GPUs, and a second poll confirms that they are free."""
         if "SAFE_GPU_SHARE" in os.environ:  # of a claim around this process, or leaked
-            from .report import holders_now
-
-            refuse_inside_share(self._view.snapshot.gpus, holders_now(self._view.snapshot, self._view.inside))
+            refuse_inside_share(self._view.snapshot.gpus, self._holders())
         self._check_possible()
         self._limit()
         self._options.logger.info("acquiring lock")
@@ -306,7 +298,7 @@ class _Search:
         self._limited = True
         options, limits = self._options, self._options.quota.limits
         number = self._view.request.amount(self._view.snapshot.gpus)
-        check_policy_limits(number, options.hold.seconds, limits, said=options.hold.said)
+        check_policy_limits(number, limits, options.hold.seconds, said=options.hold.said)
         most = limits.max_wait
         if most is not None and (options.timeout is None or options.timeout > most):
             self._options = options._replace(timeout=most, wait_limit=limits.path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from ..errors import CudaInitializedError, UnsatisfiableRequestError
@@ -57,8 +57,8 @@ def visible_limit_of(snapshot: HostSnapshot, nb_gpus: int, runtime: Runtime) -> 
 def _frozen(snapshot: HostSnapshot, nb_gpus: int, visible: tuple[str, ...], runtime: Runtime) -> VisibleLimit:
     """Return the limit of a process in which CUDA is initialised. It can claim exactly the GPUs that CUDA sees, no
     others."""
-    found = _claimable(snapshot, visible, runtime)
-    if found is None or len(found) != nb_gpus:
+    found = [_claimable(shown, snapshot, runtime) for shown in visible]
+    if None in found or len(found) != nb_gpus:
         library = runtime.title
         cannot = f"sees {len(visible)} GPU(s), so a claim of {nb_gpus} cannot change which ones it uses"
         problem = (
@@ -74,18 +74,13 @@ def _frozen(snapshot: HostSnapshot, nb_gpus: int, visible: tuple[str, ...], runt
             )
         raise CudaInitializedError(f"{problem}, or start a new process", visible=visible)
     name = visible_variables(snapshot)[0]
-    return VisibleLimit(os.environ.get(name, ""), found, frozen=True, name=name, library=runtime.title, lift="")
+    uuids = tuple(filter(None, found))
+    return VisibleLimit(os.environ.get(name, ""), uuids, frozen=True, name=name, library=runtime.title, lift="")
 
 
-def _claimable(snapshot: HostSnapshot, visible: Iterable[str], runtime: Runtime) -> tuple[str, ...] | None:
-    """CUDA's UUIDs as the driver writes them, in CUDA's order; None if the driver does not list one of them."""
-    found = []
-    for shown in visible:
-        gpu = next((gpu for gpu in reversed(snapshot.gpus) if runtime.is_same(shown, gpu)), None)
-        if gpu is None:
-            return None
-        found.append(gpu.uuid)
-    return tuple(found)
+def _claimable(shown: str, snapshot: HostSnapshot, runtime: Runtime) -> str | None:
+    """Return one of CUDA's UUIDs as the driver writes it; None if the driver does not list it."""
+    return next((gpu.uuid for gpu in reversed(snapshot.gpus) if runtime.is_same(shown, gpu)), None)
 
 
 class ClaimVariables:

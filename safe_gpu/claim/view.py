@@ -17,6 +17,7 @@ from ..gpus.devices import Gpu, GpuFault, GpuProcess, GpuVerdict, Holder, HostSn
 from ..gpus.vendors import FIRST, VENDORS
 from ..host import procfs
 from ..host.procfs import describe_process
+from ..selection.backfill import BackfillRequest
 from ..selection.choice import candidates
 from ..selection.sharing import promised_room, strangers
 from ..selection.verdicts import Rules, judge
@@ -25,6 +26,7 @@ from .variables import visible_limit_of
 if TYPE_CHECKING:
     from ..coordination.entry import Entry
     from ..coordination.host_lock import Host
+    from ..coordination.queue import TicketRequest
     from ..drivers.base import Driver
     from ..gpus.devices import VisibleLimit
     from ..gpus.windows import Spans, Window
@@ -149,8 +151,7 @@ class HostView:
                 driver=driver.name,
             )
         self.visible_limit = visible_limit_of(snapshot, request.nb_gpus, driver.runtime)
-        self._pid = os.getpid()
-        self.own = own_pids_in(snapshot, self._pid)
+        self.own = own_pids_in(snapshot, os.getpid())
         cpus = os.sched_getaffinity(0)
         self.near = nodes_of_cpus(cpus, driver) if len(cpus) < (_cpu_count() or 1) else None
         self.unlisted: frozenset[str] = frozenset()
@@ -202,14 +203,16 @@ class HostView:
         self.rules = self._without_closed._replace(drained={**reserved, **drained})
         self._rules_for_all = self._without_closed._replace(drained=drained)
 
-    def reserved_for_others(self, uid: int) -> dict[str, Spans]:
-        """Return UUID -> when it is reserved for others than this user. That binds no claim inside another."""
-        if self.around or not self._windows:
-            return {}
-        from ..coordination.closed import binding
-        from ..gpus.windows import spans_of
+    def wish(self, request: TicketRequest, uid: int) -> BackfillRequest:
+        """Return what a waiter of a user wants, for the rule who may pass whom. What is reserved for others binds no
+        claim inside another."""
+        reserved: Mapping[str, Spans] = {}
+        if self._windows and not self.around:
+            from ..coordination.closed import binding
+            from ..gpus.windows import spans_of
 
-        return spans_of(binding(self._windows, uid), self.snapshot.gpus)
+            reserved = spans_of(binding(self._windows, uid), self.snapshot.gpus)
+        return BackfillRequest.of(request, self.snapshot.gpus, reserved)
 
     @property
     def usable(self) -> list[Gpu]:
@@ -297,24 +300,29 @@ class HostView:
             claimed: UUID -> holder, for GPUs that others hold.
             gpus: the GPUs to judge; None: all of the host.
             within_limit: False judges without the visible limit.
+
+        Inside a claim every GPU that the claim around does not hold has the state ``outside``.
         """
-        claimed = {**self.shared, **claimed}
-        verdicts = self._judge(self.effective, claimed, self.visible_limit if within_limit else None, gpus)
-        return judged_inside(self.around, verdicts) if self.around else verdicts
+        limit = self.visible_limit if within_limit else None
+        verdicts = self._judge(self.effective, {**self.shared, **claimed}, self.rules, limit, gpus)
+        if self.around is None:
+            return verdicts
+        beyond = f"outside {owner_of(self.around)}, inside which this one is made (SAFE_GPU_SCOPE)"
+        held = self.around.gpus
+        return tuple(one if one.gpu.uuid in held else GpuVerdict(one.gpu, "outside", beyond) for one in verdicts)
 
     def judge_for(self, request: Selection, claimed: Mapping[str, Holder]) -> tuple[GpuVerdict, ...]:
         """Return the verdicts for a request of another process, whose visible limit is unknown, as if no GPU were
         reserved."""
-        return self._judge(request, claimed, None, rules=self._rules_for_all)
+        return self._judge(request, claimed, self._rules_for_all)
 
     def _judge(
         self,
         request: Selection,
         claimed: Mapping[str, Holder],
-        visible_limit: VisibleLimit | None,
+        rules: Rules,
+        visible_limit: VisibleLimit | None = None,
         gpus: Iterable[Gpu] | None = None,
-        *,
-        rules: Rules | None = None,
     ) -> tuple[GpuVerdict, ...]:
         if self._processes[0] is not self.snapshot:
             self._processes = self.snapshot, ByPid(describe_process), ByPid(procfs.family_of)
@@ -328,25 +336,15 @@ class HostView:
             explained=self.explained,
             describe=described.__getitem__,
             family_of=families.__getitem__,
-            rules=rules or self.rules,
+            rules=rules,
             gpus=gpus,
         )
-
-    def remember_own_pids(self) -> None:
-        """Store the driver's pids of this process for its next claim."""
-        driver_pids[self._pid] = frozenset(self.own)
 
 
 def pids_of_around(around: Entry) -> tuple[int, ...]:
     """Return the processes that are those of the claim around this process, which is a descendant of them."""
     here = not procfs.namespace_text(around.pidns or None)
     return (around.pid,) if around.pid and here else tuple(procfs.ancestors(os.getpid()))
-
-
-def judged_inside(around: Entry, verdicts: Iterable[GpuVerdict]) -> tuple[GpuVerdict, ...]:
-    """Return the verdicts, in which every GPU that the claim around does not hold has the state ``outside``."""
-    beyond = f"outside {owner_of(around)}, inside which this one is made (SAFE_GPU_SCOPE)"
-    return tuple(v if v.gpu.uuid in around.gpus else GpuVerdict(v.gpu, "outside", beyond) for v in verdicts)
 
 
 def owner_of(around: Entry) -> str:

@@ -5,7 +5,6 @@ check it before they become the command, so programs that are not Python are che
 """
 
 import os
-from collections.abc import Callable
 
 from ..affinity.binding import BindingReport, PartReport
 from ..affinity.cpu_shares import bind_near, bind_node
@@ -109,7 +108,7 @@ def bind(
     """
     log = package_logger()
     try:
-        report = _bound(gpus, ordinal, node, mode, memory, _own)
+        report = bind_rank(gpus, ordinal, node, mode, memory, own=True)
     except SafeGpuError as err:
         if strict and not falls_back(mode):
             raise
@@ -124,24 +123,17 @@ def bind_rank(
     gpus: Names | None = None,
     ordinal: int | None = None,
     node: int | None = None,
-    *,
-    mode: str | None = "node",
+    mode: str | AffinityOptions | None = "node",
     memory: str | None = None,
+    *,
+    own: bool = False,
 ) -> BindingReport:
-    """Call :func:`bind` for one rank under a launcher, and log nothing. Of several visible GPUs the one at its local
-    rank is used."""
-    return _bound(gpus, ordinal, node, mode, memory, _of_rank)
+    """Bind as :func:`bind` for one rank under a launcher, and log nothing. Of several visible GPUs the one at its local
+    rank is used.
 
-
-def _bound(
-    gpus: Names | None,
-    ordinal: int | None,
-    node: int | None,
-    mode: str | AffinityOptions | None,
-    memory: str | None,
-    unnamed: Callable[[HostSnapshot], ResolvedGpus],
-) -> BindingReport:
-    """Bind; ``unnamed`` returns the GPUs that are meant where none is named."""
+    Args:
+        own: whether the GPUs that :func:`bind` finds are meant instead, where none is named.
+    """
     options, is_named = parse_options(mode, memory), gpus is not None or ordinal is not None
     if node is not None:
         if is_named or (options is not None and options.mode != "node"):
@@ -151,11 +143,11 @@ def _bound(
         snapshot = driver.snapshot()
         shift = _shift(snapshot) if gpus is None else ""
         try:
-            chosen = named(gpus, ordinal, snapshot, os.environ) if is_named else unnamed(snapshot)
+            chosen = named(gpus, ordinal, snapshot, os.environ) if is_named else (_own if own else _of_rank)(snapshot)
         except GPUAffinityError as err:
             raise GPUAffinityError(f"{err}; {shift}" if shift else str(err)) from err
         report = bind_near(chosen.gpus, driver, options=options, memory=memory)
-        if is_named or unnamed is not _own:
+        if is_named or not own:
             remember(chosen.gpus)
     return report._replace(target=chosen.title, notes=(*chosen.notes, *report.notes, *([shift] if shift else [])))
 

@@ -70,11 +70,9 @@ class TicketRequest(NamedTuple):
 
 
 def _is_plain(value: object) -> bool:
-    return (
-        value is None
-        or isinstance(value, (bool, int, float))
-        or (isinstance(value, str) and len(value) <= _LONGEST_CONDITION)
-    )
+    if isinstance(value, str):
+        return len(value) <= _LONGEST_CONDITION
+    return value is None or isinstance(value, (bool, int, float))
 
 
 def is_stopped(ticket: Entry, known: dict[int | bytes, bool] | None = None) -> bool:
@@ -211,20 +209,15 @@ class Waiter:
             kept.release()
 
     def _names_ahead(self) -> list[str]:
+        own = (self._turn, self._number) if self.queued else (math.inf, math.inf)
         if self.by_turns:
-            if not self.queued:
-                return [ticket.name for _, ticket in self._in_order()]
-            own = self._turn, self._number
+            ahead = [ticket for turn, ticket in self._in_order() if (turn, ticket.number) < own]
             # One without a turn stands behind all lower numbers, and so behind this one too.
-            return [
-                ticket.name
-                for turn, ticket in self._in_order()
-                if (turn, ticket.number) < own and not (turn_of(ticket) is None and ticket.number > self._number)
-            ]
+            return [one.name for one in ahead if one.number <= own[1] or turn_of(one) is not None]
         listed = self._host.queue.listed()
         if len(listed) > _MOST_OF_ONE_USER:
             listed = [(one.number, one.name) for one in self._counting()]
-        return [name for number, name in listed if not self.queued or number < self._number]
+        return [name for number, name in listed if number < own[1]]
 
     def _in_order(self) -> list[tuple[float, Entry]]:
         return by_turn(self._counting())

@@ -9,6 +9,7 @@ starve the first waiter.
 import math
 from bisect import bisect, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..gpus.windows import Spans, first_open
@@ -158,17 +159,14 @@ def dates(wants: Iterable[BackfillRequest], free_at: Mapping[str, When]) -> Iter
         free_at: when each GPU, or each part of it, is expected to be free, not before now. What is missing never is.
     """
     earlier: list[tuple[BackfillRequest, float]] = []  # by date
+    by_date = itemgetter(1)
     for want in wants:
         date = want.earliest(free_at)[0]
-        for other, other_date in earlier[bisect(earlier, date, key=_date) :]:
+        for other, other_date in earlier[bisect(earlier, date, key=by_date) :]:
             if date < other_date < math.inf and not _may_pass(want, date, other, other_date):
                 date = other_date
-        insort(earlier, (want, date), key=_date)
+        insort(earlier, (want, date), key=by_date)
         yield want, date
-
-
-def _date(waiter: tuple[BackfillRequest, float]) -> float:
-    return waiter[1]
 
 
 def _may_pass(want: BackfillRequest, start: float, other: BackfillRequest, date: float) -> bool:

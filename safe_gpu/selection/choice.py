@@ -11,7 +11,7 @@ from ..errors import UnsatisfiableRequestError
 from ..gpus.devices import MIG_IS_ON, Gpu, GpuVerdict, Holder, HostSnapshot
 from ..gpus.vendors import VENDORS
 from ..wording import text as style
-from ..wording.text import gpu_ranges, plural
+from ..wording.text import gpu_ranges, grouped, plural
 from .request import Selection, linked
 from .values import is_index, unknown_names
 from .verdicts import DEFAULT_RULES, UNWATCHABLE, Rules, fence_hint, judge, why_outside, why_unusable
@@ -122,10 +122,8 @@ def _too_few(nb_gpus: int, left: Sequence[Gpu], snapshot: HostSnapshot, reasons:
         return text
     if total < nb_gpus:
         return f"this host has only {gpus}: ask for fewer" if total else "this host has none"
-    labels: dict[str, list[str]] = {}
-    for gpu, reason in reasons.items():
-        labels.setdefault(reason, []).append(gpu.label)
-    listed = "; ".join(f"GPU {gpu_ranges(labels[reason])}: {reason}" for reason in labels if reason)
+    labels = grouped((gpu.label, reason) for gpu, reason in reasons.items() if reason)
+    listed = "; ".join(f"GPU {gpu_ranges(labels[reason])}: {reason}" for reason in labels)
     return f"only {most} of the {gpus} of this host can be claimed ({listed})" if most else f"none fits ({listed})"
 
 

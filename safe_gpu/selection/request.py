@@ -128,9 +128,9 @@ class MinMemory(Condition):
         if gpu.memory_free is None:
             return f"free memory unknown, {format_bytes(self.value)} asked for"
         free = gpu.memory_free + freed
-        return (
-            "" if free >= self.value else f"{format_bytes(free)} of memory free, {format_bytes(self.value)} asked for"
-        )
+        if free >= self.value:
+            return ""
+        return f"{format_bytes(free)} of memory free, {format_bytes(self.value)} asked for"
 
 
 class _Models(Condition):
@@ -369,14 +369,11 @@ class Selection(NamedTuple):
         return next((one.meant for one in self.conditions if isinstance(one, Prefer)), ())
 
     @property
-    def named_vendor(self) -> str | None:
-        """The vendor of the GPUs that ``only`` names, as far as a whole UUID tells."""
-        return next(filter(None, map(vendor_of_name, self.value_of("only") or ())), None)
-
-    @property
     def driver(self) -> dict[str, Any]:
-        """Arguments of :class:`~safe_gpu.drivers.opened_driver`: the request may name the vendor, or a GPU of it."""
-        return {"vendor": self.vendor, "prefer": self.named_vendor}
+        """Arguments of :class:`~safe_gpu.drivers.opened_driver`: the request may name the vendor, or a GPU of it by a
+        whole UUID in ``only``."""
+        named = map(vendor_of_name, self.value_of("only") or ())
+        return {"vendor": self.vendor, "prefer": next(filter(None, named), None)}
 
     @property
     def needs(self) -> frozenset[str]:

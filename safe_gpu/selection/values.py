@@ -127,14 +127,14 @@ def names_device(name: str, gpu: Gpu) -> bool:
 
 def unknown_names(names: Iterable[str], snapshot: HostSnapshot) -> tuple[str, ...]:
     """Return the entries that match no device of this host, and the UUID prefixes that match several."""
-    return tuple(name for name in names if not _matches_one(name, snapshot))
-
-
-def _matches_one(name: str, snapshot: HostSnapshot) -> bool:
-    if is_index(name):
-        return any(names_device(name, gpu) for gpu in snapshot.gpus)
     uuids = {gpu.uuid for gpu in snapshot.gpus}
-    return name in uuids or sum(uuid.startswith(name) for uuid in uuids) == 1
+
+    def matches_one(name: str) -> bool:
+        if is_index(name):
+            return any(names_device(name, gpu) for gpu in snapshot.gpus)
+        return name in uuids or sum(uuid.startswith(name) for uuid in uuids) == 1
+
+    return tuple(name for name in names if not matches_one(name))
 
 
 def model_pattern(text: str, names: Iterable[str]) -> re.Pattern[str]:

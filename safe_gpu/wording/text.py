@@ -107,16 +107,26 @@ def gpu_ranges(labels: Iterable[str]) -> str:
     return ",".join(_run(gpu and f"{gpu}:", numbers) for gpu, numbers in runs)
 
 
+def grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Return the texts that stand first in these pairs, by the text that stands second.
+
+    >>> grouped([("0", "free"), ("1", "busy"), ("2", "free")])
+    {'free': ['0', '2'], 'busy': ['1']}
+    """
+    found: dict[str, list[str]] = {}
+    for one, key in pairs:
+        found.setdefault(key, []).append(one)
+    return found
+
+
 def gpus_by_model(gpus: Iterable[tuple[str, str]]) -> str:
     """Group GPUs, given as pairs of label and product name, by product name.
 
     >>> gpus_by_model([("0", "NVIDIA A100"), ("1", "NVIDIA A100"), ("4", "NVIDIA L4"), ("5", "")])
     'GPU 0,1 (NVIDIA A100), GPU 4 (NVIDIA L4), GPU 5'
     """
-    models: dict[str, list[str]] = {}
-    for label, name in gpus:
-        models.setdefault(name, []).append(label)
-    return ", ".join(f"GPU {gpu_ranges(labels)}{name and f' ({name})'}" for name, labels in models.items())
+    models = grouped(gpus).items()
+    return ", ".join(f"GPU {gpu_ranges(labels)}{name and f' ({name})'}" for name, labels in models)
 
 
 def _run(prefix: str, numbers: list[int]) -> str:

@@ -13,15 +13,7 @@ from support.claims import claim
 
 import safe_gpu
 from safe_gpu.claim import owner
-from safe_gpu.claim.arguments import (
-    DEFAULT,
-    UNKNOWN,
-    ClaimOptions,
-    HoldTime,
-    default_timeout,
-    parse_hold_for,
-    parse_timeout,
-)
+from safe_gpu.claim.arguments import DEFAULT, UNKNOWN, ClaimOptions, HoldTime, parse_hold_for, parse_timeout
 from safe_gpu.errors import UnsatisfiableRequestError
 from safe_gpu.schedulers.job import JobContext, current
 from safe_gpu.settings.durations import parse_duration
@@ -44,7 +36,7 @@ def test_durations() -> None:
     for text, seconds in [*words, (" 10 M ", 600.0), ("90 sec", 90.0), ("1H 30M", 5400.0)]:
         assert parse_duration(text) == seconds
         assert parse_timeout(text, {}, in_batch_job=False) == seconds
-        assert default_timeout({"SAFE_GPU_TIMEOUT": text}, in_batch_job=True) == seconds
+        assert parse_timeout(DEFAULT, {"SAFE_GPU_TIMEOUT": text}, in_batch_job=True) == seconds
 
 
 @pytest.mark.parametrize(

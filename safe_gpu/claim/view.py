@@ -289,14 +289,13 @@ class HostView:
     def judge(
         self, claimed: Mapping[str, Holder], gpus: Iterable[Gpu] | None = None, *, within_limit: bool = True
     ) -> tuple[GpuVerdict, ...]:
-        """Return which GPUs the request could have now, and why not the others.
+        """Return which GPUs the request could have now, and why not the others. Inside a claim every GPU that the claim
+        around does not hold has the state ``outside``.
 
         Args:
             claimed: UUID -> holder, for GPUs that others hold.
             gpus: the GPUs to judge; None: all of the host.
             within_limit: False judges without the visible limit.
-
-        Inside a claim every GPU that the claim around does not hold has the state ``outside``.
         """
         limit = self.visible_limit if within_limit else None
         verdicts = self._judge(self.effective, {**self.shared, **claimed}, self.rules, limit, gpus)

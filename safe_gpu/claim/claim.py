@@ -107,12 +107,11 @@ class Claim:
         assert host.directory is not None
         self._path = host.path
         self._kept = host.directory.keep_from_cleaners(by_children=True)
-        self._name, self._entry = make_entry(
-            host.claims.directory, host.claims.next_number, self._said, by_children=True
-        )
+        claims = host.claims
+        self._name, self._entry = make_entry(claims.directory, claims.next_number, self._said, by_children=True)
         self._began = time.clock_gettime(time.CLOCK_BOOTTIME)
         self.file = self._entry.file
-        host.claims.leave_out(self._name)
+        claims.leave_out(self._name)
 
     def keep_across_exec(self) -> None:
         """Keep all that is held across exec(2) of this process."""

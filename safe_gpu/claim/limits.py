@@ -224,7 +224,5 @@ def remaining_quota(snapshot: HostSnapshot, nb_gpus: int) -> float:
     if quota is None or quota.limits.max_gpus is None:
         return math.inf
     check_policy_limits(nb_gpus, quota.limits)
-    held = quota.held(snapshot, Claims(living_claims()))
-    limit = held.limit_of(os.geteuid(), Selection(quota.limits.max_gpus + 1))
-    assert limit is not None  # one GPU more than the limit is never allowed
-    return limit.most - limit.held
+    held = quota.held(snapshot, Claims(living_claims())).held_by(os.geteuid())
+    return quota.limits.max_gpus - sum(held.values())

@@ -169,10 +169,7 @@ class GPUOwner:
     def share_fraction(self) -> float | None:
         """What a framework may allocate of each GPU, from 0 to 1. That is the share without 512 MiB for CUDA's own
         context, of all memory of the GPU (of several the largest). None for whole GPUs."""
-        if self.share is None:
-            return None
-
-        return share_fraction(self.share, self.gpus)
+        return None if self.share is None else share_fraction(self.share, self.gpus)
 
     def release_gpus(self) -> None:
         """Release placeholders and GPUs, and restore the environment and the affinity. Safe to call twice.

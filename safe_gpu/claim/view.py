@@ -271,11 +271,6 @@ class HostView:
             self._unoccupied = known = self.snapshot, (self.rules, dict(self.shared)), free
         return known[2]
 
-    def prepare(self) -> None:
-        """Judge the GPUs before host.lock is taken, since others wait meanwhile."""
-        if not self.scope:  # the claim around is known only under the lock
-            self.unoccupied()
-
     @property
     def explained(self) -> dict[str, tuple[int, ...]]:
         """UUID -> driver pids on that GPU that belong to the claim around and do not make the GPU busy.
@@ -294,14 +289,13 @@ class HostView:
     def judge(
         self, claimed: Mapping[str, Holder], gpus: Iterable[Gpu] | None = None, *, within_limit: bool = True
     ) -> tuple[GpuVerdict, ...]:
-        """Return which GPUs the request could have now, and why not the others.
+        """Return which GPUs the request could have now, and why not the others. Inside a claim every GPU that the claim
+        around does not hold has the state ``outside``.
 
         Args:
             claimed: UUID -> holder, for GPUs that others hold.
             gpus: the GPUs to judge; None: all of the host.
             within_limit: False judges without the visible limit.
-
-        Inside a claim every GPU that the claim around does not hold has the state ``outside``.
         """
         limit = self.visible_limit if within_limit else None
         verdicts = self._judge(self.effective, {**self.shared, **claimed}, self.rules, limit, gpus)

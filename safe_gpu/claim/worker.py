@@ -36,7 +36,21 @@ def check_expected_gpu() -> None:
     uuid = os.environ.get(EXPECT)
     if not uuid:
         return
-    _check_visible(uuid)
+    with opened_driver() as driver:
+        snapshot = driver.snapshot()
+    visible_limit = read_visible(os.environ, snapshot)
+    seen = tuple(gpu.uuid for gpu in snapshot.gpus) if visible_limit is None else visible_limit.uuids
+    if seen != (uuid,):
+        name = visible_variables(snapshot)[0]
+        shown = os.environ.get(name)
+        raise WrongDeviceError(
+            f"this process was started for GPU {uuid} ({EXPECT}), and on {os.uname().nodename} "
+            f"{f'without {name}' if shown is None else f'{name}={shown}'} it sees "
+            f"{', '.join(seen) if 0 < len(seen) <= 2 else f'{len(seen)} GPUs'}: start it with the policy and the "
+            f"environment of the claim, or unset {EXPECT} if it was inherited by mistake",
+            expected=uuid,
+            actual=", ".join(seen),
+        )
     if not is_held(uuid, os.environ.get("SAFE_GPU_SCOPE")):
         host = os.uname().nodename
         raise HolderLostError(
@@ -45,25 +59,6 @@ def check_expected_gpu() -> None:
             host=host,
         )
     del os.environ[EXPECT]
-
-
-def _check_visible(uuid: str) -> None:
-    with opened_driver() as driver:
-        snapshot = driver.snapshot()
-    name = visible_variables(snapshot)[0]
-    shown = os.environ.get(name)
-    visible_limit = read_visible(os.environ, snapshot)
-    seen = tuple(gpu.uuid for gpu in snapshot.gpus) if visible_limit is None else visible_limit.uuids
-    if seen == (uuid,):
-        return
-    raise WrongDeviceError(
-        f"this process was started for GPU {uuid} ({EXPECT}), and on {os.uname().nodename} "
-        f"{f'without {name}' if shown is None else f'{name}={shown}'} it sees "
-        f"{', '.join(seen) if 0 < len(seen) <= 2 else f'{len(seen)} GPUs'}: start it with the policy and the "
-        f"environment of the claim, or unset {EXPECT} if it was inherited by mistake",
-        expected=uuid,
-        actual=", ".join(seen),
-    )
 
 
 def is_held(uuid: str, token: str | None) -> bool:

@@ -59,13 +59,11 @@ def parse_size(value: object, name: str = "min_memory") -> int:
     """
     size = re.fullmatch(_SIZE, value) if isinstance(value, str) else None
     factor = _UNITS.get(size[2].lower()) if size else None
+    count = as_index(value)
     if size and factor:
         count = int(float(size[1]) * factor) if "." in size[1] else int(size[1]) * factor
-    else:
-        found = as_index(value)
-        if found is None or found < 0:
-            raise refused(name, value, f"give bytes as a whole number, or a size such as {style.value('20GiB')}")
-        count = found
+    if count is None or count < 0:
+        raise refused(name, value, f"give bytes as a whole number, or a size such as {style.value('20GiB')}")
     bare = not isinstance(value, str) or value.strip().isdecimal()
     if bare and 0 < count < _FEWEST_BYTES:
         units = ["GiB" if count < 1024 and name in ("min_memory", "share") else "MiB"] + ["%"] * (

@@ -216,7 +216,7 @@ def test_the_top_of_the_repository_is_tidy() -> None:
 
 
 # Size: lines of code, without docstrings, comments and blank lines. What is added pays for itself in lines removed.
-MOST_CODE = {"safe_gpu": 16_024, "tests and tools": 32_891}
+MOST_CODE = {"safe_gpu": 15_930, "tests and tools": 32_883}
 
 
 def code_lines(source: str) -> int:
@@ -234,7 +234,7 @@ def test_the_package_and_its_tests_stay_small() -> None:
     beside = [path for name in ("tests", "tools") for path in sorted((CHECKOUT / name).rglob("*.py"))]
     sizes = {
         "safe_gpu": sum(code_lines(path.read_text()) for path in FILES),
-        "tests and tools": 32_891sum(code_lines(path.read_text()) for path in beside),
+        "tests and tools": sum(code_lines(path.read_text()) for path in beside),
     }
     assert {name: size for name, size in sizes.items() if size > MOST_CODE[name]} == {}
 

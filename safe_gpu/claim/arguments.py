@@ -36,7 +36,7 @@ _INTERACTIVE = 10.0
 
 
 class DefaultTimeout:
-    """The type of :data:`DEFAULT`, which stands for what the environment says."""
+    """The type of :data:`DEFAULT`, which stands for the result of :func:`default_timeout`."""
 
     def __repr__(self) -> str:
         return "DEFAULT"
@@ -49,14 +49,17 @@ def parse_timeout(timeout: object, environ: Mapping[str, str], *, in_batch_job: 
     """Return the seconds to wait, None for no limit. ``timeout`` is a number, None, a text for :func:`parse_duration`,
     or DEFAULT.
 
-    The default is ``SAFE_GPU_TIMEOUT``, else 300 s inside a batch job, else 10 s.
-
     Raises:
         UnsatisfiableRequestError: the value is negative, not a number, or of another type.
     """
-    if timeout is not DEFAULT:
-        what = "a number of seconds: pass 0 (no wait), a positive number, or None (no limit)"
-        return parse_seconds(timeout, "timeout", what)
+    if timeout is DEFAULT:
+        return default_timeout(environ, in_batch_job=in_batch_job)
+    what = "a number of seconds: pass 0 (no wait), a positive number, or None (no limit)"
+    return parse_seconds(timeout, "timeout", what)
+
+
+def default_timeout(environ: Mapping[str, str], *, in_batch_job: bool) -> float | None:
+    """Return ``SAFE_GPU_TIMEOUT``, else 300 s inside a batch job, else 10 s."""
     if text := environ.get("SAFE_GPU_TIMEOUT"):
         return parse_duration(text, "SAFE_GPU_TIMEOUT")
     return _BATCH if in_batch_job else _INTERACTIVE

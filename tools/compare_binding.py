@@ -30,7 +30,7 @@ import safe_gpu
 from safe_gpu.affinity.options import MEMORY_MODES, MODES
 from safe_gpu.affinity.placement import PlacementReport
 from safe_gpu.errors import GPUAffinityError, SafeGpuError
-from safe_gpu.topology.files import format_cpulist
+from safe_gpu.topology.cpulist import format_cpulist
 
 UNBOUND, BOUND = "not bound", "bound"
 

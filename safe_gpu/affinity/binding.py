@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ..errors import GPUAffinityError
 from ..host.procfs import lasting
-from ..topology.files import format_cpulist
+from ..topology.cpulist import format_cpulist
 from ..wording.text import plural
 from .memory_policy import MemoryPolicy, get_policy, policy_for, set_policy
 from .options import check_memory_mode

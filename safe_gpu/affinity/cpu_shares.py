@@ -13,7 +13,7 @@ from ..drivers import opened_driver
 from ..drivers.base import Driver
 from ..errors import GPUAffinityError
 from ..gpus.devices import Gpu
-from ..topology.files import format_cpulist
+from ..topology.cpulist import format_cpulist
 from ..topology.host import HostTopology, read_topology
 from .binding import BindingReport, bind_process, enter, leave, original_mask
 from .options import AffinityOptions, as_count

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ..topology.files import format_cpulist
+from ..topology.cpulist import format_cpulist
 
 # Numbers of set_mempolicy and get_mempolicy (syscall_64.tbl and asm-generic/unistd.h in the kernel).
 _CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}

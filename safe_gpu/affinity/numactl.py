@@ -7,7 +7,7 @@ from functools import cache
 from ..drivers import opened_driver
 from ..errors import GPUAffinityError, SafeGpuError, package_logger
 from ..host.programs import TooLate, TooMuch, find_program, output_of
-from ..topology.files import format_cpulist
+from ..topology.cpulist import format_cpulist
 from .cpu_shares import near
 from .options import AffinityOptions, as_count, check_memory_mode, falls_back, parse_options
 from .resolve_gpus import named

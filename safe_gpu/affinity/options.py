@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import GPUAffinityError
-from ..topology.files import parse_cpulist
+from ..topology.cpulist import parse_cpulist
 
 MODES = (
     *("node", "socket", "exclusive", "core-complex"),

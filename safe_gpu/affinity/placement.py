@@ -23,7 +23,7 @@ from ..gpus.devices import Gpu, HostSnapshot
 from ..host.foreign_files import printable, read_start
 from ..host.procfs import command_of, descendants, lines_of, parent_of
 from ..runtimes.visible_devices import visible_variables
-from ..topology.files import format_cpulist, parse_cpulist
+from ..topology.cpulist import format_cpulist, parse_cpulist
 from ..topology.host import HostTopology, read_topology
 from ..wording.text import plural
 from .memory_policy import get_policy

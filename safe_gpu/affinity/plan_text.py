@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from ..topology.files import format_cpulist
+from ..topology.cpulist import format_cpulist
 from ..topology.host import GpuLocality, HostTopology
 from ..wording.text import format_bytes
 from .options import AffinityOptions

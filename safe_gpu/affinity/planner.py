@@ -11,7 +11,7 @@ from itertools import pairwise, zip_longest
 from typing import Any, TypeVar
 
 from ..errors import GPUAffinityError
-from ..topology.files import format_cpulist
+from ..topology.cpulist import format_cpulist
 from ..topology.host import GpuLocality, HostTopology
 from .options import DIVIDING_MODES, AffinityOptions
 

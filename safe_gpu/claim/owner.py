@@ -20,7 +20,7 @@ from ..runtimes import placeholders
 from ..runtimes.visible_devices import hide_all, render_visible
 from ..selection.sharing import share_fraction
 from ..settings.variables import is_simulated
-from ..topology.files import format_cpulist
+from ..topology.cpulist import format_cpulist
 from ..wording.text import gpus_by_model
 from .arguments import DEFAULT, NODE_BY_DEFAULT, ClaimOptions, DefaultTimeout, asks_for_none, read_options
 from .around import UNDER_MAIN, imports_main

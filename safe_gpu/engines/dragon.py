@@ -40,7 +40,7 @@ from ..claim.variables import ClaimVariables
 from ..claim.worker import EXPECT, is_held
 from ..errors import GPUAffinityError, HolderLostError, UnsatisfiableRequestError, WrongDeviceError
 from ..gpus.vendors import VENDORS
-from ..topology.files import format_cpulist
+from ..topology.cpulist import format_cpulist
 from .claim import ClusterClaim, NodeFacts, choose_nodes, claim_through
 from .connection import Door, Holder, serve, start_all
 from .holder import ClaimArguments, ClusterGpu, enter_worker

@@ -1,26 +1,23 @@
-"""Bounded reading of ``/sys`` and ``/proc``, of this host or of a saved tree, and of the kernel's lists of CPUs.
+"""Bounded reading of ``/sys`` and ``/proc``, of this host or of a saved tree.
 
 The root may be a saved tree (such as those of hwloc's tests), so any file may be missing, padded with NUL bytes or
 malformed. A malformed file counts as missing. Nothing here raises because of the content of a tree, but where a
-docstring says so. Containers may replace files, and a range like ``0-4294967295`` must not exhaust memory.
+docstring says so.
 """
 
 import os
 import re
-from collections.abc import Iterable
 
 from ..errors import GPUAffinityError
 from ..gpus.devices import bus_order
 from ..host.foreign_files import read_bytes
+from .cpulist import LIMIT, parse_cpulist, parse_cpumask
 
 PCI = "sys/bus/pci/devices"
 
 _NVIDIA = "proc/driver/nvidia/gpus"
 
 _READ_LIMIT = 1 << 20
-
-LIMIT = 1 << 16
-"""CPU and node numbers must be below this (Linux supports at most 8,192 CPUs and 1,024 nodes)."""
 
 
 class Files:
@@ -126,59 +123,3 @@ class Files:
     def _uuid(self, bus_id: str) -> str:
         match = re.search(r"GPU UUID:\s*(GPU-[0-9A-Za-z-]{1,90})", self.text(f"{_NVIDIA}/{bus_id}/information") or "")
         return match[1] if match else ""
-
-
-def parse_cpulist(text: str | None) -> frozenset[int] | None:
-    """Return the numbers in a kernel list; None if ``text`` is None or malformed, an empty set if it is blank.
-
-    >>> sorted(parse_cpulist("0-2,8"))
-    [0, 1, 2, 8]
-    """
-    if text is None:
-        return None
-    numbers: set[int] = set()
-    size = 0
-    for item in filter(None, map(str.strip, text.replace("\0", "").split(","))):
-        ends = re.fullmatch("([0-9]{1,9})(?:-([0-9]{1,9}))?", item)
-        if not ends:
-            return None
-        first, last = int(ends[1]), int(ends[2] or ends[1])
-        size += last - first + 1
-        if last < first or last >= LIMIT or size > LIMIT:  # the kernel names no number twice
-            return None
-        numbers.update(range(first, last + 1))
-    return frozenset(numbers)
-
-
-def parse_cpumask(text: str | None) -> frozenset[int] | None:
-    """Return the numbers in a kernel bit mask: 32-bit groups, the highest first. None if ``text`` is None or malformed.
-
-    >>> sorted(parse_cpumask("1,80000003"))
-    [0, 1, 31, 32]
-    """
-    if text is None:
-        return None
-    groups = [group.strip() for group in text.replace("\0", "").split(",")]
-    if groups == [""]:
-        return frozenset()
-    digits = "".join(group.rjust(8, "0") for group in groups)
-    valid = len(groups) == 1 or all(0 < len(group) < 9 for group in groups)
-    if not valid or len(digits) > LIMIT // 4 or not re.fullmatch("[0-9a-fA-F]+", digits):
-        return None
-    value = int(digits, 16)
-    return frozenset(number for number in range(value.bit_length()) if value >> number & 1)
-
-
-def format_cpulist(numbers: Iterable[int]) -> str:
-    """Return the numbers as ranges, in the format of the kernel and numactl; "" for an empty set.
-
-    >>> format_cpulist({0, 1, 2, 8})
-    '0-2,8'
-    """
-    ranges: list[list[int]] = []
-    for number in sorted(numbers):
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)

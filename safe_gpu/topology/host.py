@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 
 from ..errors import GPUAffinityError, as_affinity_error
 from ..gpus.devices import Gpu, normalize_bus_id
-from .files import PCI, Files, parse_cpulist
+from .cpulist import parse_cpulist
+from .files import PCI, Files
 
 _CPU = "sys/devices/system/cpu"
 

@@ -17,7 +17,7 @@ from safe_gpu.affinity import memory_policy
 from safe_gpu.errors import NoDriverError
 from safe_gpu.gpus.devices import Gpu, HostSnapshot
 from safe_gpu.runtimes.library import Runtime
-from safe_gpu.topology.files import parse_cpulist
+from safe_gpu.topology.cpulist import parse_cpulist
 from safe_gpu.topology.host import GpuLocality, HostTopology
 
 MakeHost = Callable[..., HostTopology]

@@ -15,7 +15,7 @@ from safe_gpu.affinity.resolve_gpus import by_ordinal, visible
 from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.drivers.presets import Preset, preset
 from safe_gpu.errors import GPUAffinityError
-from safe_gpu.topology.files import format_cpulist
+from safe_gpu.topology.cpulist import format_cpulist
 from safe_gpu.topology.host import HostTopology, read_topology
 
 HOSTS = ("mi250x", "mi300x-cpx")

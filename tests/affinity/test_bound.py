@@ -19,7 +19,7 @@ from safe_gpu.cli import main
 from safe_gpu.engines.holder import enter_worker
 from safe_gpu.errors import GPUAffinityError, UnsatisfiableRequestError
 from safe_gpu.gpus.devices import Gpu, HostSnapshot
-from safe_gpu.topology.files import parse_cpulist
+from safe_gpu.topology.cpulist import parse_cpulist
 
 pytestmark = needs_two_cpus
 

@@ -20,7 +20,7 @@ from affinity.peers import planner_cases, torch_cases
 import safe_gpu
 from safe_gpu.affinity.planner import plan
 from safe_gpu.errors import GPUAffinityError
-from safe_gpu.topology.files import format_cpulist
+from safe_gpu.topology.cpulist import format_cpulist
 from safe_gpu.topology.host import HostTopology
 
 PAGE = Path(safe_gpu.__file__).parent / "affinity" / "README.md"

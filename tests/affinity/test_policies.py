@@ -17,7 +17,7 @@ from safe_gpu.affinity.gpu_affinity import Mode, Multithreading, Scope
 from safe_gpu.affinity.options import DIVIDING_MODES, MODES, MULTITHREADING, SCOPES, AffinityOptions
 from safe_gpu.affinity.planner import is_remote, plan
 from safe_gpu.errors import GPUAffinityError
-from safe_gpu.topology.files import format_cpulist
+from safe_gpu.topology.cpulist import format_cpulist
 from safe_gpu.topology.host import GpuLocality, HostTopology
 
 PAGE = Path(safe_gpu.__file__).parent / "affinity" / "README.md"

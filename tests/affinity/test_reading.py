@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from safe_gpu.errors import GPUAffinityError, NoDriverError
 from safe_gpu.gpus.devices import Gpu, HostSnapshot
-from safe_gpu.topology.files import LIMIT, format_cpulist, parse_cpulist, parse_cpumask
+from safe_gpu.topology.cpulist import LIMIT, format_cpulist, parse_cpulist, parse_cpumask
 from safe_gpu.topology.host import GpuLocality, HostTopology, read_topology
 
 needs_sysfs = pytest.mark.skipif(not os.path.isdir("/sys/devices/system/cpu"), reason="/sys is not mounted")

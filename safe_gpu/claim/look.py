@@ -141,8 +141,7 @@ class Look:
         view.see_closed(place.hold_for(), host)
         if host.directory is not None:
             view.faults = read_faults(host.directory, [gpu.uuid for gpu in view.snapshot.gpus])
-        if not view.scope:  # the claim around is known only under the lock
-            view.unoccupied()
+        view.prepare()
 
     # Under host.lock
 

@@ -271,6 +271,11 @@ class HostView:
             self._unoccupied = known = self.snapshot, (self.rules, dict(self.shared)), free
         return known[2]
 
+    def prepare(self) -> None:
+        """Judge the GPUs before host.lock is taken, since others wait meanwhile."""
+        if not self.scope:  # the claim around is known only under the lock
+            self.unoccupied()
+
     @property
     def explained(self) -> dict[str, tuple[int, ...]]:
         """UUID -> driver pids on that GPU that belong to the claim around and do not make the GPU busy.

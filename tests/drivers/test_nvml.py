@@ -442,3 +442,21 @@ def test_mig_turned_on_cut_anew_and_turned_off(host: Any, driver: nvml.NvmlDrive
     host.change(0, mig=0, instances="")
     assert driver.usage((parent, first))[0] == before[0]
     assert driver.usage((first,))[0].lost
+
+
+# ---- a real one ----
+
+
+@pytest.mark.gpu
+def test_a_real_driver() -> None:
+    driver = nvml.NvmlDriver()
+    snapshot = driver.snapshot()
+    assert snapshot.gpus
+    assert snapshot.driver_version
+    for gpu in snapshot.gpus:
+        assert gpu.uuid.startswith(("GPU-", "MIG-"))
+        assert gpu.name
+        assert gpu.processes_supported
+        assert gpu.memory_total is None or gpu.memory_total > 1 << 30
+    assert [gpu.uuid for gpu in driver.snapshot().gpus] == [gpu.uuid for gpu in snapshot.gpus]
+    driver.close()

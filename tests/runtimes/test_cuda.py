@@ -227,6 +227,37 @@ class TestRealDriver:
     def run(self, code: str, **variables: str) -> Any:
         return run(code, {**os.environ, **variables})
 
+    def test_initialized_only_after_the_context(self) -> None:
+        before, during, uuid, after = self.run(
+            "CUDA.load(); before = CUDA.visible_if_initialized(); held = CUDA.hold(0);"
+            "during = CUDA.visible_if_initialized(); held.release();"
+            "result = [before, during, held.uuid, CUDA.visible_if_initialized()]"
+        )
+        assert before is None
+        assert during[0] == uuid
+        assert after == during
+
+    def test_context_takes_memory_and_gives_it_back(self) -> None:
+        before, during, after = self.run(
+            """
+import subprocess, time
+def used():
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", uuid]
+    return int(subprocess.check_output(query, text=True))
+uuid = CUDA.visible_in_child()[0]
+before = used()
+held = CUDA.hold(0)
+during = used()
+held.release()
+deadline = time.monotonic() + 10
+while used() >= during and time.monotonic() < deadline:
+    pass
+result = [before, during, used()]
+"""
+        )
+        assert during > before
+        assert after < during
+
     def test_forked_child_is_told_to_spawn_whoever_woke_cuda(self) -> None:
         for initialize in (INITIALIZE, "held = CUDA.hold(0)"):
             name, message = self.run(initialize + in_child("CUDA.visible_if_initialized()"))

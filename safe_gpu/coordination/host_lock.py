@@ -222,7 +222,7 @@ def _pauses() -> Iterator[float]:
     began = time.monotonic()
     while True:
         waited = time.monotonic() - began
-        yield min(1 + 1000 * waited, _SLOWEST) * uneven(0.001, 0.005)
+        yield min(1 + 300 * waited, _SLOWEST) * uneven(0.001, 0.005)
 
 
 def _holder(fd: int) -> tuple[int | None, bool]:

@@ -125,30 +125,6 @@ def run(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str
     return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=60)
 
 
-def test_filelock_on_the_command_line(without, ground) -> None:
-    done = run(without("filelock"), "-m", "safe_gpu", "run", "--", "true")
-    assert (done.returncode, done.stdout) == (70, "")
-    assert done.stderr.startswith("safe-gpu: the Python package filelock is missing or too old (")
-    assert done.stderr.endswith("): pip install -U filelock\n")
-    assert done.stderr.count("\n") == 1
-    assert ground.tickets() == []
-
-
-def test_filelock_in_python(without) -> None:
-    done = run(without("filelock"), "-c", CLAIM)
-    assert done.stdout.startswith("MissingPackageError True the Python package filelock is missing or too old")
-    assert done.stdout.endswith("pip install -U filelock None\n")
-    assert done.stderr == ""
-
-
-def test_status_does_without_and_doctor_says_so(without, ground) -> None:
-    ground.hold(0)
-    for verb, code, said in (("status", 0, ": 7 of 8 GPUs free"), ("doctor", 1, "filelock is missing or too old")):
-        done = run(without("filelock"), "-m", "safe_gpu", verb)
-        assert (done.returncode, done.stderr) == (code, "")
-        assert said in " ".join(done.stdout.split())
-
-
 @pytest.mark.parametrize(("driver", "line"), [("nvml", "run -- /bin/true"), ("auto", "wait"), ("auto", "status")])
 def test_nvidia_ml_py(without, tmp_path: Path, line: str, driver: str) -> None:
     done = run(without("pynvml", SAFE_GPU_DRIVER=driver, PATH=str(tmp_path)), "-m", "safe_gpu", *line.split())

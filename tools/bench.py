@@ -7,7 +7,7 @@ import    `import safe_gpu` over a bare interpreter
 claim     an uncontended claim and its release, warm, over a simulated driver
 calls     what a claim of one GPU of eight calls, of NVML and of Python and C, with a fake NVML (needs a C compiler)
 crowd     eight processes at once, one GPU each, until the last process has its GPU
-run       `safe-gpu run -- true` over an interpreter that imports filelock, pynvml and argparse and becomes `true`
+run       `safe-gpu run -- true` over an interpreter that imports pynvml and argparse and becomes `true`
 handover  64 processes for 8 GPUs: from the release of a GPU to the next claim of it
 waiters   500 processes wait for GPUs that do not become free: the time until all wait, and their processor time
 memory    the memory of a waiting process, minus that of a bare interpreter
@@ -215,7 +215,7 @@ print(json.dumps(marks))
 
 # Claims a GPU; prints how many functions of Python and C the claim calls, without imports of other packages.
 FIRST = """
-import ctypes, filelock, logging, os, sys
+import ctypes, logging, os, sys
 import safe_gpu
 safe_gpu.claim_gpus, safe_gpu.get_free_gpus()
 calls = 0
@@ -275,10 +275,10 @@ def bench_calls(options: argparse.Namespace) -> list[Row]:
 def bench_run(options: argparse.Namespace) -> list[Row]:
     # The same as the console script.
     run = "import sys; from safe_gpu.cli import main; sys.argv = ['safe-gpu', 'run', '--', 'true']; sys.exit(main())"
-    become = "import filelock, pynvml, argparse, os; os.execvp('true', ['true'])"
+    become = "import pynvml, argparse, os; os.execvp('true', ['true'])"
     with simulated_host():
         bare, own = run_times(options.repeat, [sys.executable, "-c", become], [sys.executable, "-c", run])
-    rival = "an interpreter that imports filelock, pynvml and argparse, and becomes true"
+    rival = "an interpreter that imports pynvml and argparse, and becomes true"
     return [Row("safe-gpu run -- true", own, bare, rival, budget=15.0, what="over")]
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-from ..errors import LockTimeout, MissingPackageError, StateDirError
+from ..errors import LockTimeout, StateDirError
 from ..host import procfs
 from ..host.commands import program_names
 from ..host.held import Held
@@ -189,13 +189,9 @@ def _claims_in(above: SharedDirectory) -> Directory:
 def lock_file(fd: int, path: str) -> bool:
     """Try once to lock host.lock in the state directory at this path; False where another open file holds the lock."""
     try:
-        from filelock import lock_descriptor
-    except ImportError as err:
-        raise MissingPackageError(
-            f"the Python package filelock is missing or too old ({err}): pip install -U filelock"
-        ) from err
-    try:
-        return lock_descriptor(fd, blocking=False)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # some file systems say EACCES
+        return False
     except OSError as err:
         raise StateDirError(
             f"{path}/host.lock cannot be locked ({err.strerror}): set SAFE_GPU_DIR to a directory on a local file "
@@ -203,6 +199,7 @@ def lock_file(fd: int, path: str) -> bool:
             path=path,
             errno=err.errno,
         ) from err
+    return True
 
 
 def _unlock(fd: int) -> None:

@@ -10,23 +10,21 @@ MOST_MODULES = 79  # of the package
 # Rooms that only a claim needs that waits, fails, or runs on the GPUs of a real vendor.
 OTHER_ROOMS = {"status", "engines", "doctor", "demo"}
 OTHERS = {"claim.limits", "claim.worker", "claim.report", "drivers.nvml", "runtimes.cuda", "cli.status"}
-HEAVY = set(
-    "dataclasses logging subprocess ctypes socket hashlib shutil tempfile inspect threading difflib pynvml".split()
-)
+HEAVY = set("logging subprocess ctypes socket hashlib shutil tempfile difflib pynvml".split())
 DEEPEST, MOST_FILES = 11, 8
 
 RUN = """
-import json, os, traceback
-import filelock
-loaded_by_filelock = set(sys.modules)
-lock, frames = filelock.lock_descriptor, []
-def spied(fd, **options):
-    frames.append([frame.filename for frame in traceback.extract_stack() if "/safe_gpu/" in frame.filename])
-    return lock(fd, **options)
-filelock.lock_descriptor = spied
+import fcntl, json, os, traceback
+loaded = set(sys.modules)
+lock, frames = fcntl.flock, []
+def spied(fd, kind):
+    if kind & fcntl.LOCK_EX:
+        frames.append([frame.filename for frame in traceback.extract_stack() if "/safe_gpu/" in frame.filename])
+    return lock(fd, kind)
+fcntl.flock = spied
 def become(*arguments):
     own = [name.removeprefix("safe_gpu.") for name in sys.modules if name.split(".")[0] == "safe_gpu"]
-    say(json.dumps([own, sorted(set(sys.modules) - loaded_by_filelock), frames]))
+    say(json.dumps([own, sorted(set(sys.modules) - loaded), frames]))
     os._exit(0)
 os.execv = become
 from safe_gpu.cli import main

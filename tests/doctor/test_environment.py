@@ -7,14 +7,6 @@ from pathlib import Path
 import pytest
 from support.findings import environment, says
 
-
-def test_a_filelock_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    import filelock
-
-    monkeypatch.delattr(filelock, "lock_descriptor")
-    says("Python packages", "failed", fix="pip install -U filelock")
-
-
 VARIABLES, VISIBLE = "SAFE_GPU variables", "CUDA_VISIBLE_DEVICES"
 
 

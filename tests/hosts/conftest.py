@@ -11,7 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import filelock
 import pytest
 from support.gpus import PACKAGE_ROOT
 from support.processes import free_port
@@ -55,7 +54,7 @@ class Hosts:
         own = {
             "SAFE_GPU_TEST_HOSTS": str(self.directory),
             "SAFE_GPU_DIR": str(self.state_dir(name)),
-            "PYTHONPATH": f"{PACKAGE_ROOT}:{Path(filelock.__file__).parents[1]}",  # for another interpreter
+            "PYTHONPATH": str(PACKAGE_ROOT),  # for another interpreter
             "PATH": path,
         }
         return {**variables, **own}

@@ -151,7 +151,7 @@ def _make_room() -> Room:
     lib.mkdir()
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(Path(safe_gpu.__file__).parent, lib / "safe_gpu", ignore=ignore)
-    for name in ("filelock", "pynvml", "typing_extensions"):
+    for name in ("pynvml",):
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.origin is not None:
             origin = Path(spec.origin)

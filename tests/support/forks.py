@@ -65,8 +65,7 @@ def variables():
 
 def forked(host: Any, code: str, **environment: str) -> Any:
     """What ``code`` leaves in ``out`` in a child with these fake GPUs, to which CUDA and HIP are new."""
-    import filelock  # noqa: F401 - here, so that no child has to
-    import pynvml
+    import pynvml  # here, so that no child has to
 
     from safe_gpu.drivers import nvml
 

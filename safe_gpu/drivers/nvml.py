@@ -290,7 +290,8 @@ class _Session:
     def cpus(self, handle: Any, scope: str) -> frozenset[int] | None:
         """Return the CPUs next to a GPU. None is unknown, as where all of them lie outside this process's cpuset."""
         words = self.ask_or((), "nvmlDeviceGetCpuAffinityWithinScope", handle, _MASK_WORDS, _SCOPES[scope])
-        return frozenset(64 * i + bit for i, word in enumerate(words) for bit in range(64) if word >> bit & 1) or None
+        cpus = [64 * i + bit for i, word in enumerate(words) if word for bit in range(64) if word >> bit & 1]
+        return frozenset(cpus) or None
 
 
 class _Found(NamedTuple):

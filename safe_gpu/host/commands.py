@@ -90,8 +90,9 @@ def _python_script(arguments: Iterable[str]) -> str:
     for argument in rest:
         if not argument.startswith("-"):
             return _base(argument)
-        option = re.fullmatch("-(?=[^-])[^mcWX]*([mcWX]?)(.*)", argument, re.DOTALL)
-        kind, value = option.groups() if option else ("c", "")
+        letters = argument[1:]
+        kind = "c" if letters[:1] in ("", "-") else next(filter("mcWX".__contains__, letters), "")
+        value = letters.partition(kind)[2] if kind else ""
         if kind == "m":
             return f"-m {value or next(rest, '')}".rstrip()
         if kind == "c":

@@ -176,6 +176,12 @@ def _number(text: str) -> int | None:
     return int(found[0]) if found else None
 
 
+def _first_number(text: str, *names: str) -> int | None:
+    """Return the number in the first element that has one. Drivers of different age call it by different names."""
+    numbers = (_number(_text(text, name)) for name in names)
+    return next((number for number in numbers if number is not None), None)
+
+
 def _in_bytes(text: str) -> int | None:
     """Return a number of MiB, with or without the unit, in bytes."""
     found = _number(text)
@@ -274,6 +280,9 @@ class NvidiaSmiDriver(Driver):
             memory_shared=is_wsl() or memory_is_node(section.bus_id),
             utilization=_number(_text(_element(said, "utilization"), "gpu_util")),
             temperature=_number(_text(_element(said, "temperature"), "gpu_temp")),
+            fan=_number(_text(said, "fan_speed")),
+            power=_first_number(said, "power_draw", "average_power_draw"),
+            power_limit=_first_number(said, "current_power_limit", "enforced_power_limit"),
             display_active=display.lower() == "enabled",
             unusable=_MIG_NEEDS_NVML if mig else None,
             mig_enabled=mig,

@@ -78,6 +78,8 @@ _NO_DRIVER = {
     "look for NVRM in dmesg.",
 }
 
+_POWER = ("PowerUsage", "EnforcedPowerLimit")
+
 _Answer = TypeVar("_Answer")
 
 KNOWN: list[Gpu] = []
@@ -383,13 +385,20 @@ def _detailed(session: _Session, gpu: Gpu) -> Gpu:
             handle = session.ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, gpu.mig_instance)
         rates = session.ask_or(None, "nvmlDeviceGetUtilizationRates", handle)
         temperature = session.ask_or(None, "nvmlDeviceGetTemperature", handle, _TEMPERATURE_GPU)
+        fan = session.ask_or(None, "nvmlDeviceGetFanSpeed", handle)
+        power, limit = (_watts(session.ask_or(None, f"nvmlDeviceGet{one}", handle)) for one in _POWER)
         processes = gpu.processes
         if processes is not None and all(process.kind != ProcessKind.GRAPHICS for process in processes):
             processes += session.processes(handle, [ProcessKind.GRAPHICS])["processes"] or ()
     except _Fault as fault:
         return gpu if fault.code in _NO_SUCH_DEVICE else _failed(gpu, fault)
     utilization = None if rates is None else int(rates.gpu)
-    return gpu._replace(utilization=utilization, temperature=temperature, processes=processes)
+    gpu = gpu._replace(utilization=utilization, temperature=temperature, processes=processes)
+    return gpu._replace(fan=fan, power=power, power_limit=limit)
+
+
+def _watts(milliwatts: int | None) -> int | None:
+    return None if milliwatts is None else milliwatts // 1000
 
 
 def _linked(session: _Session, snapshot: HostSnapshot) -> HostSnapshot:

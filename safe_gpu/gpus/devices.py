@@ -84,7 +84,10 @@ class Gpu(NamedTuple):
         memory_shared: whether ``memory_used`` may belong to no process on the GPU: it is a NUMA node, where the page
             cache counts, or WSL2, where the Windows desktop does. Asked only where memory is unexplained.
         utilization: percent of time in which a kernel ran; queried only for display (``Driver.detailed``).
-        temperature: of the GPU's die, degrees Celsius; queried only for display, and told by NVIDIA's drivers only.
+        temperature: of the GPU's die, degrees Celsius; queried only for display, and told by NVIDIA's drivers only, as
+            the next three are.
+        fan: percent of its highest speed.
+        power, power_limit: watts that the card draws, and that it may draw.
         compute_mode: one of :class:`ComputeMode`.
         display_active: whether a display is initialised on it (NVML ``GetDisplayActive``).
         processes: the processes on it; None if the query failed (see ``process_error``). Graphics processes may be
@@ -119,6 +122,9 @@ class Gpu(NamedTuple):
     memory_shared: bool = False
     utilization: int | None = None
     temperature: int | None = None
+    fan: int | None = None
+    power: int | None = None
+    power_limit: int | None = None
     compute_mode: str = ComputeMode.DEFAULT
     display_active: bool = False
     processes: tuple[GpuProcess, ...] | None = ()

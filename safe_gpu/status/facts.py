@@ -203,11 +203,14 @@ def _claim_dict(one: Holder, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: getattr(one, name) for name in names} | {"uid": one.uid if one.uid >= 0 else None}
 
 
+_FACTS = "index vendor uuid name pci_bus_id numa_node memory_total memory_used utilization temperature".split()
+_FACTS += ["fan", "power", "power_limit"]
+
+
 def _gpu_dict(one: GpuStatus, now: float) -> dict[str, Any]:
-    facts = "index vendor uuid name pci_bus_id numa_node memory_total memory_used utilization temperature".split()
     return {
         "label": one.label,
-        **{name: getattr(one.gpu, name) for name in facts},
+        **{name: getattr(one.gpu, name) for name in _FACTS},
         "state": one.state,
         "state_shown": one.shown_state(now),
         "idle": one.idle,

@@ -156,9 +156,11 @@ class TableRow(NamedTuple):
         return paint(marks[0] * full + marks[1] * half, self.color, color) + paint(rest, "dim", color)
 
 
-_TITLES = ("GPU", "STATE", "MEMORY", "UTIL", "TEMP", "USER", "JOB/PID", "HELD", "LEFT", "COMMAND")
+_TITLES = ("GPU", "STATE", "MEMORY", "UTIL", "TEMP", "FAN", "POWER", "USER", "JOB/PID", "HELD", "LEFT", "COMMAND")
 
-_RIGHT = ("GPU", "MEMORY", "UTIL", "TEMP", "HELD", "LEFT")
+_RIGHT = ("GPU", "MEMORY", "UTIL", "TEMP", "FAN", "POWER", "HELD", "LEFT")
+
+_OF_VERBOSE = ("FAN", "POWER")
 
 _OF_GPU = _TITLES[: _TITLES.index("USER")]
 
@@ -169,10 +171,11 @@ def _gpu_table(status: HostStatus, width: int, color: bool, marks: str, verbose:
     columns = [
         Column(title, [row.cells.get(title, "") for row in rows], right=title in _RIGHT, most=most.get(title, width))
         for title in _TITLES
+        if verbose or title not in _OF_VERBOSE
     ]
     bar = next((columns for least, columns in _BARS if width >= least), 0)
     blank = " " * (bar + 1 if bar else 0)
-    columns = _fitting(columns, width - len(blank), ("TEMP", "COMMAND", "LEFT", "HELD", "JOB/PID"))
+    columns = _fitting(columns, width - len(blank), (*_OF_VERBOSE, "TEMP", "COMMAND", "LEFT", "HELD", "JOB/PID"))
     titles = [column.padded(column.title) for column in columns]
     titles[2] = "MEMORY".ljust(columns[2].width + len(blank))
     lines = [paint(cut(GAP.join(titles).rstrip(), width), "bold", color)]
@@ -234,6 +237,8 @@ def rows_of(one: GpuStatus, now: float) -> Iterator[TableRow]:
     state, gpu, text = one.shown_state(now), one.gpu, ""
     cells = {"GPU": one.label, "UTIL": "-" if gpu.utilization is None else f"{gpu.utilization}%"}
     cells["TEMP"] = "" if gpu.temperature is None else f"{gpu.temperature}C"
+    cells["FAN"] = "" if gpu.fan is None else f"{gpu.fan}%"
+    cells["POWER"] = "" if gpu.power is None else f"{gpu.power}/{'?' if gpu.power_limit is None else gpu.power_limit}W"
     if one.shares:
         free = "" if one.share_free is None else f", {format_bytes(one.share_free)} unclaimed"
         text = plural(len(one.shares), "claim") + free

@@ -36,7 +36,7 @@ def driver(host: Any) -> Iterator[NvidiaSmiDriver]:
 
 def test_all_fields(host: Any, driver: NvidiaSmiDriver) -> None:
     host.write(
-        {"bus": "00000000:C1:00.0", "util": 12, "temp": 66, "mode": 3, "display": 1},
+        {"bus": "00000000:C1:00.0", "util": 12, "temp": 66, "fan": 30, "mode": 3, "display": 1},
         {"bus": "00000000:0A:00.0", "mode": 2},
     )
     host.process(host.uuids[0], os.getpid(), 3 << 20)
@@ -49,6 +49,7 @@ def test_all_fields(host: Any, driver: NvidiaSmiDriver) -> None:
     assert (first.index, first.uuid, first.pci_bus_id) == (0, host.uuids[1], "0000:0a:00.0")
     assert (first.compute_mode, second.compute_mode) == (ComputeMode.PROHIBITED, ComputeMode.EXCLUSIVE_PROCESS)
     assert (second.utilization, second.temperature, second.display_active) == (12, 66, True)
+    assert [(gpu.fan, gpu.power, gpu.power_limit) for gpu in (first, second)] == [(None, 62, 400), (30, 62, 400)]
     assert (second.memory_total, second.memory_used) == (80 << 30, 5 << 20)
     own, *others = sorted(second.processes or (), key=lambda process: process.pid)
     assert (own.pid, own.memory_used, bool(own.name)) == (os.getpid(), 3 << 20, True)

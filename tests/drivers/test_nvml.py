@@ -56,7 +56,7 @@ def pids(gpu: Gpu) -> set[tuple[int, str]]:
 
 def test_dynamic_fields(host: Any, driver: nvml.NvmlDriver) -> None:
     host.write(
-        {"used": 5 << 20, "util": 37, "temp": 66, "mode": 3, "display": 1},
+        {"used": 5 << 20, "util": 37, "temp": 66, "fan": 30, "mode": 3, "display": 1},
         {"mode": 2, "util": "NA", "used": 2**64 - 1},
         {"mode": 1},
     )
@@ -65,6 +65,7 @@ def test_dynamic_fields(host: Any, driver: nvml.NvmlDriver) -> None:
     assert (first.utilization, first.compute_mode, first.display_active) == (37, ComputeMode.EXCLUSIVE_PROCESS, True)
     assert (second.utilization, second.compute_mode, second.display_active) == (None, ComputeMode.PROHIBITED, False)
     assert (first.temperature, second.temperature, second.memory_used) == (66, 41, None)
+    assert [(gpu.fan, gpu.power, gpu.power_limit) for gpu in (first, second)] == [(30, 62, 400), (None, 62, 400)]
     assert third.compute_mode == ComputeMode.EXCLUSIVE_PROCESS
 
 
@@ -170,6 +171,9 @@ HARMLESS = {
     "memory_error": ("memory_total", None),
     "util_error": ("utilization", None),
     "temp_error": ("temperature", None),
+    "fan_error": ("fan", None),
+    "power_error": ("power", None),
+    "power_limit_error": ("power_limit", None),
     "mode_error": ("compute_mode", ComputeMode.DEFAULT),
     "display_error": ("display_active", False),
     "mig_error": ("mig_enabled", False),

@@ -112,6 +112,9 @@ def report(gpu):
             ),
             f"<utilization>\n{element('gpu_util', load)}</utilization>\n",
             f"<temperature>\n{element('gpu_temp', gpu.get('temp', '41') + ' C')}</temperature>\n",
+            element("fan_speed", gpu["fan"] + " %" if "fan" in gpu else "N/A"),
+            f"<gpu_power_readings>\n{element('power_draw', '62.90 W')}{element('current_power_limit', '400.00 W')}"
+            "</gpu_power_readings>\n",
             clocks,
             element("processes", "\n" + "".join(process_infos(uuids))),
             "<accounted_processes></accounted_processes>\n</gpu>\n\n",

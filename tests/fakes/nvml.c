@@ -535,6 +535,24 @@ API nvmlDeviceGetTemperature(void *handle, int sensor, unsigned *out) {
     return OK;
 }
 
+API nvmlDeviceGetFanSpeed(void *handle, unsigned *out) {
+    RESOLVE("fan");
+    *out = (unsigned)number_of(gpu.line, "fan", 0);
+    return slot >= 0 || *out == 0 ? NOT_SUPPORTED : OK;
+}
+
+API nvmlDeviceGetPowerUsage(void *handle, unsigned *out) {
+    RESOLVE("power");
+    *out = (unsigned)number_of(gpu.line, "power", 62900);
+    return slot >= 0 ? NOT_SUPPORTED : OK;
+}
+
+API nvmlDeviceGetEnforcedPowerLimit(void *handle, unsigned *out) {
+    RESOLVE("power_limit");
+    *out = 400000;
+    return slot >= 0 ? NOT_SUPPORTED : OK;
+}
+
 API nvmlDeviceGetComputeMode(void *handle, unsigned *out) {
     RESOLVE("mode");
     *out = (unsigned)number_of(gpu.line, "mode", 0);

@@ -31,8 +31,8 @@ ME, PARENT = os.getpid(), os.getppid()  # of the same user
 CLAIMED = "pid uid user job command since until removable_by"
 KEYS = {
     "status": "schema host driver driver_version state_dir gpus queue windows warnings",
-    "gpu": "label index vendor uuid name pci_bus_id numa_node memory_total memory_used utilization temperature state "
-    "state_shown idle idle_for reason claim shares share_free processes",
+    "gpu": "label index vendor uuid name pci_bus_id numa_node memory_total memory_used utilization temperature fan "
+    "power power_limit state state_shown idle idle_for reason claim shares share_free processes",
     "claim": CLAIMED,
     "share": f"{CLAIMED} share memory_used",
     "process": "pid user command kind memory_used",

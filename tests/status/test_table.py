@@ -149,6 +149,22 @@ def test_the_temperature_is_shown_where_it_fits(
     assert len(row) <= width
 
 
+def test_power_and_fan_are_shown_with_the_processes_where_they_fit() -> None:
+    gpus = tuple(
+        GpuStatus(WARM._replace(index=fan, fan=fan, power=60 + fan, power_limit=400), "free") for fan in (0, 9)
+    )
+    status = HostStatus("h", "nvml", "1", "/d", 3001.0, gpus)
+
+    def shown(**options: object) -> list[list[str]]:
+        return [line.split() for line in render(status, color=False, **options).split("\n")[3:6]]  # type: ignore[arg-type]
+
+    titles, first, second = shown(width=80, verbose=True)
+    assert titles == ["GPU", "STATE", "MEMORY", "UTIL", "TEMP", "FAN", "POWER"]
+    assert (first[-2:], second[-2:]) == (["0%", "60/400W"], ["9%", "69/400W"])
+    assert shown(width=40, verbose=True)[0][-2:] == ["TEMP", "POWER"]
+    assert {"FAN", "POWER"}.isdisjoint(shown(width=120)[0] + shown(width=30, verbose=True)[0])
+
+
 def test_every_row_of_a_claim_has_its_user() -> None:
     """A name of any length is whole where another program reads it."""
     long = "annabell.with-a-long-name"[:24]

@@ -174,7 +174,7 @@ def test_a_file_that_cannot_be_locked_is_a_state_dir_error(state_dir: Path, monk
 def test_a_handler_that_raises_while_it_waits_passes_and_leaves_nothing(
     state_dir: Path, child: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    holder = child(HOLD, says="held")
+    child(HOLD, says="held")
     before = os.listdir("/proc/self/fd")
 
     with monkeypatch.context() as patch:

@@ -44,7 +44,6 @@ def entry(number: int, gpus: Any = ("a",), uid: int = ANNA, **said: Any) -> Entr
 
 AROUND = entry(1, "ab", token="t")
 INSIDE = entry(2, "a", inside="t")
-ORPHAN = entry(3, "a", inside="gone")
 FORGED = entry(4, "a", BEN, inside="t")
 SHARE = entry(5, {"a": GIB})
 TICKET = entry(6, [], nb_gpus=1)
@@ -57,10 +56,7 @@ UNKNOWN = entry(7, "a", -1, token="t")
         ([AROUND], "a", "", [AROUND]),
         ([AROUND, INSIDE], "a", "t", [INSIDE]),
         ([INSIDE], "a", "", [INSIDE]),  # the claim around it has ended
-        ([INSIDE], "a", "t", [INSIDE]),
-        ([AROUND, ORPHAN], "a", "", [AROUND, ORPHAN]),
         ([AROUND, FORGED], "a", "", [AROUND, FORGED]),  # another user's word opens no claim
-        ([AROUND, FORGED], "a", "t", [FORGED]),
         ([UNKNOWN, INSIDE], "a", "", [UNKNOWN, INSIDE]),  # of nobody, so nothing is inside it
         ([SHARE, TICKET], "a", "", [SHARE]),
     ],

@@ -116,11 +116,8 @@ class World:
             assert sum(one.gpus[uuid] or 0 for one in on) <= self.CAPACITY
 
 
-USERS, GPUS, SHARES = (
-    st.sampled_from([ANNA, BEN]),
-    st.sampled_from(["a", "b", "ab"]),
-    st.sampled_from([None, None, 1, 2]),
-)
+USERS, GPUS = st.sampled_from([ANNA, BEN]), st.sampled_from(["a", "b", "ab"])
+SHARES = st.sampled_from([None, None, 1, 2])
 
 
 @settings(max_examples=300)

@@ -8,13 +8,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.processes import PACKAGE_ROOT
 from support.real import unavailable
 
-import safe_gpu
-
-PACKAGE_ROOT = Path(safe_gpu.__file__).parents[1]
 PODMAN = ("podman", "--cgroup-manager=cgroupfs", "--runtime=runc")
 LIMITS = ("--ulimit=nofile=1024:1024", "--ulimit=nproc=1024:1024")
 
@@ -27,13 +26,9 @@ def trouble() -> str:
     missing = [name for name in ("podman", "runc") if shutil.which(name) is None]
     if missing:
         return f"needs {' and '.join(missing)}"
+    words = [*PODMAN, "run", "--rm", "--network=none", *LIMITS, "--rootfs", "/:O", "true"]
     try:
-        done = subprocess.run(
-            [*PODMAN, "run", "--rm", "--network=none", *LIMITS, "--rootfs", "/:O", "true"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     except subprocess.TimeoutExpired:
         return "podman does not start a container here within 60 s"
     return "" if done.returncode == 0 else f"podman cannot start a container here: {done.stderr.strip()[-300:]}"
@@ -78,25 +73,19 @@ class Podman:
             *(*options, "--rootfs", "/:O", *command),
         ]
 
-    def start(self, *command: str, **options: object) -> subprocess.Popen[str]:
+    def start(self, *command: str, **options: Any) -> subprocess.Popen[str]:
         """Run a command in a container, with its output captured."""
-        process = subprocess.Popen(
-            self.words(*command, **options),  # type: ignore[arg-type]
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self._started.append(process)
-        return process
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self._started.append(subprocess.Popen(self.words(*command, **options), text=True, **streams))
+        return self._started[-1]
 
-    def safe_gpu(self, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    def safe_gpu(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
         """Run ``safe-gpu`` in a container, to its end."""
         process = self.start(sys.executable, "-m", "safe_gpu", *arguments, **options)
         out, err = process.communicate(timeout=100)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
-    def claim(self, nb_gpus: int, **options: object) -> str:
+    def claim(self, nb_gpus: int, **options: Any) -> str:
         """Claim GPUs in a container that keeps them until it ends; returns CUDA_VISIBLE_DEVICES."""
         hold = ("sh", "-c", "echo $CUDA_VISIBLE_DEVICES; exec sleep 600")
         arguments = ("run", "-n", str(nb_gpus), "--timeout", "0", "--", *hold)

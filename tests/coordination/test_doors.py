@@ -1,10 +1,12 @@
 """Doors: real sockets of real processes, which are asked from other processes and die in any order."""
 
 import _socket
+import itertools
 import os
 import resource
 import socket
 from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -27,15 +29,14 @@ def gpu(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def make() -> Iterator[Callable[..., Doors]]:
     """Make doors that do not outlive the test."""
-    made: list[Doors] = []
+    with ExitStack() as made:
 
-    def one(tree: str = "") -> Doors:
-        made.append(Doors(tree))
-        return made[-1]
+        def one(tree: str = "") -> Doors:
+            doors = Doors(tree)
+            made.callback(doors.release)
+            return doors
 
-    yield one
-    for doors in made:
-        doors.release()
+        yield one
 
 
 @pytest.fixture
@@ -156,13 +157,10 @@ def test_forked_children_close_them(gpu: str, doors: Doors, eventually: Any) -> 
     child.end()
 
 
-def test_they_belong_to_the_network_namespace(gpu: str, doors: Doors) -> None:
+def test_they_belong_to_the_network_namespace_and_names_may_be_long(gpu: str, doors: Doors) -> None:
     assert doors.take_whole(gpu, ())
     with own_network():
         assert is_free(gpu)
-
-
-def test_names_that_are_long(doors: Doors) -> None:
     assert doors.take_whole("MIG-GPU-5c89852c-d268-c3f3-1b07-005d5ae1dc3f/1/0", (), TOKEN)
     with pytest.raises(OSError, match="too long"):
         doors.take_whole("GPU-" + "a" * 200, ())
@@ -178,15 +176,12 @@ def test_a_stream_socket_of_the_name_is_another_one_and_nobody_leaves_anything_i
 
 
 def test_without_sockets_the_error_comes_up_and_nothing_stays(gpu: str, doors: Doors) -> None:
-    calls = []
+    made, calls = _socket.socket, itertools.count()
 
     def refuse(*arguments: int) -> Any:
-        calls.append(arguments)
-        if len(calls) > 3:
+        if next(calls) == 3:
             raise PermissionError(1, "Operation not permitted")
         return made(*arguments)
-
-    made = _socket.socket
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_socket, "socket", refuse)

@@ -3,11 +3,10 @@
 import json
 import os
 import shutil
-import signal
-from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +22,6 @@ from safe_gpu.coordination.holders import (
     gpus_of_scope,
     holder_of,
     lives_here,
-    living_claims,
     said_by,
 )
 from safe_gpu.host import procfs
@@ -44,7 +42,6 @@ def entry(number: int, gpus: Any = ("a",), uid: int = ANNA, **said: Any) -> Entr
 
 AROUND = entry(1, "ab", token="t")
 INSIDE = entry(2, "a", inside="t")
-ORPHAN = entry(3, "a", inside="gone")
 FORGED = entry(4, "a", BEN, inside="t")
 SHARE = entry(5, {"a": GIB})
 TICKET = entry(6, [], nb_gpus=1)
@@ -57,10 +54,7 @@ UNKNOWN = entry(7, "a", -1, token="t")
         ([AROUND], "a", "", [AROUND]),
         ([AROUND, INSIDE], "a", "t", [INSIDE]),
         ([INSIDE], "a", "", [INSIDE]),  # the claim around it has ended
-        ([INSIDE], "a", "t", [INSIDE]),
-        ([AROUND, ORPHAN], "a", "", [AROUND, ORPHAN]),
         ([AROUND, FORGED], "a", "", [AROUND, FORGED]),  # another user's word opens no claim
-        ([AROUND, FORGED], "a", "t", [FORGED]),
         ([UNKNOWN, INSIDE], "a", "", [UNKNOWN, INSIDE]),  # of nobody, so nothing is inside it
         ([SHARE, TICKET], "a", "", [SHARE]),
     ],
@@ -72,15 +66,12 @@ def test_who_takes_room_from_a_claim(
     assert Claims(living).on(uuid, inside) == in_the_way
 
 
-def test_parts_of_what_takes_room_are_known() -> None:
+def test_parts_of_what_takes_room_are_known_and_of_sharers_each_is_told() -> None:
     parts = [entry(1, "ab", parts={"a": 3}), entry(2, {"a": GIB}, parts={"a": 0}), entry(3, "b", parts={"b": 1})]
     assert Claims(parts).parts("a") == {0, 3}
     assert Claims(parts).parts("c") == set()
     inside = [entry(4, "a", parts={"a": 0}, token="t"), entry(5, "a", parts={"a": 1}, inside="t")]
     assert Claims(inside).parts("a") == {0}
-
-
-def test_of_sharers_each_is_told_and_a_whole_claim_alone() -> None:
     shares = [entry(1, {"a": GIB, "b": 2 * GIB}), entry(2, {"a": 3 * GIB}, BEN)]
     found = Claims(shares).holders(told=False)
     assert [(one.uid, one.share) for one in found["a"].sharers] == [(ANNA, GIB), (BEN, 3 * GIB)]
@@ -100,19 +91,16 @@ class World:
 
     def claim(self, uid: int, gpus: str, share: int | None, around: int) -> None:
         """One more claim, inside a living claim of that user or beside all, if there is room."""
-        claims = Claims(self.living)
+        claims, inside = Claims(self.living), ""
         open_to = [one for one in self.living if one.token and one.uid == uid]
-        outer = open_to[around % len(open_to)] if open_to and around else None
-        inside = outer.token if outer is not None else ""
-        if outer is not None:
-            gpus, share = "".join(uuid for uuid in gpus if uuid in outer.gpus), None
+        if open_to and around:
+            outer = open_to[around % len(open_to)]
+            inside, share, gpus = outer.token, None, [uuid for uuid in gpus if uuid in outer.gpus]
         needs = self.CAPACITY if share is None else share
-        if not gpus or any(self.room(claims, uuid, inside) < needs for uuid in gpus):
-            return
-        self.made += 1
-        token = f"t{self.made}" if share is None and not inside else ""
-        shares = dict.fromkeys(gpus, share)
-        self.living.append(entry(self.made, shares, uid, token=token, inside=inside))
+        if gpus and all(self.room(claims, uuid, inside) >= needs for uuid in gpus):
+            self.made += 1
+            token = f"t{self.made}" if share is None and not inside else ""
+            self.living.append(entry(self.made, dict.fromkeys(gpus, share), uid, token=token, inside=inside))
 
     def room(self, claims: Claims, uuid: str, inside: str) -> int:
         taken = (one.gpus[uuid] for one in claims.on(uuid, inside))
@@ -128,31 +116,20 @@ class World:
             assert sum(one.gpus[uuid] or 0 for one in on) <= self.CAPACITY
 
 
-STEPS = st.lists(
-    st.one_of(
-        st.tuples(
-            st.sampled_from([ANNA, BEN]),
-            st.sampled_from(["a", "b", "ab"]),
-            st.sampled_from([None, None, 1, 2]),
-            st.integers(0, 2),
-        ),
-        st.integers(0, 9),
-    ),
-    max_size=30,
-)
+USERS, GPUS = st.sampled_from([ANNA, BEN]), st.sampled_from(["a", "b", "ab"])
+SHARES = st.sampled_from([None, None, 1, 2])
 
 
 @settings(max_examples=300)
-@given(STEPS)
+@given(st.lists(st.tuples(USERS, GPUS, SHARES, st.integers(0, 2)) | st.integers(0, 9), max_size=30))
 def test_by_the_rule_no_gpu_has_two_users(steps: list[Any]) -> None:
     """But for a claim and those inside it."""
     world = World()
     for step in steps:
-        if isinstance(step, int):
-            if world.living:
-                world.living.pop(step % len(world.living))
-        else:
+        if not isinstance(step, int):
             world.claim(*step)
+        elif world.living:
+            world.living.pop(step % len(world.living))
         world.check()
 
 
@@ -211,13 +188,9 @@ def test_a_living_process_is_named_with_the_owner_of_the_file() -> None:
     assert told.command not in (None, "train"), "what it runs now"
 
 
-@pytest.mark.parametrize(
-    "changes", [{"start": 1}, {"pid": 999_999_999}, {"pid": 0}, {"uid": ANNA}, {"uid": -1}], ids=str
-)
+@pytest.mark.parametrize("changes", [{"start": 1}, {"pid": 0}, {"uid": -1}], ids=str)
 def test_a_process_that_is_not_that_one_is_not_named(changes: dict[str, int]) -> None:
-    """A pid that is used again, one of another user, and one that was never there."""
-    if changes == {"uid": ANNA} and os.geteuid() == ANNA:
-        pytest.skip("this is that user")
+    """A pid that is used again, one that was never there, one of nobody knows whom."""
     other = this_process(os.getpid())._replace(**changes)
     assert not lives_here(other)
     told = holder_of(other)
@@ -229,29 +202,6 @@ def test_a_process_that_is_not_that_one_is_not_named(changes: dict[str, int]) ->
     assert (told.pid, told.start, told.left_by) == (12, None, None), "its number in another namespace"
     assert told.namespace
     assert said_by(there).pid is None
-
-
-def test_a_process_that_was_left_behind_is_found_by_what_it_keeps_locked(
-    state_dir: Path, child: Callable[..., Any]
-) -> None:
-    parent = child(
-        "import os, signal\n"
-        "from safe_gpu.coordination.directory import Directory\n"
-        "from safe_gpu.coordination.entry import make_entry, said_by_this_process\n"
-        f"with Directory({str(state_dir)!r}, 'claims') as claims:\n"
-        "    made = make_entry(claims, 1, {**said_by_this_process(None), 'gpus': {'a': None}}, by_children=True)\n"
-        "if os.fork() == 0:\n    say(os.getpid()); signal.pause()\nlisten()"
-    )
-    heir = int(parent.hear())
-    try:
-        (one,) = living_claims()
-        assert holder_of(one).pid == parent.pid
-        with open(state_dir / "claims" / one.name):  # who only has it open does not hold it
-            parent.kill()
-            told = holder_of(one)
-        assert (told.pid, told.left_by, told.start) == (heir, parent.pid, None)
-    finally:
-        os.kill(heir, signal.SIGKILL)
 
 
 # Elsewhere
@@ -275,8 +225,5 @@ def test_what_another_state_directory_holds_is_seen_by_its_doors() -> None:
 
 
 def test_without_sockets_nothing_is_held_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: object) -> None:
-        raise PermissionError("no sockets")
-
-    monkeypatch.setattr(Doors, "are_taken", refuse)
+    monkeypatch.setattr(Doors, "are_taken", Mock(side_effect=PermissionError("no sockets")))
     assert claims_now(["GPU-a"], "", list)[1] == set()

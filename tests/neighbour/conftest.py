@@ -11,14 +11,10 @@ from typing import Any, NamedTuple
 
 import pytest
 from support.claims import claim
+from support.processes import PACKAGE_ROOT
 
-import safe_gpu
 from safe_gpu.coordination.directory import Directory
 from safe_gpu.coordination.entry import make_entry
-
-PACKAGE_ROOT = Path(safe_gpu.__file__).parents[1]
-MEBIBYTE = 1 << 20
-
 
 RENAME_EXCHANGE = 2
 
@@ -45,34 +41,27 @@ import json, resource, subprocess, sys, time
 began = time.monotonic()
 done = subprocess.run(sys.argv[1:], capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
 seconds = time.monotonic() - began
-peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
 print(json.dumps([done.returncode, done.stdout, done.stderr, seconds, peak]))
 """
+
+
+def measure(*command: str) -> Cost:
+    words = [sys.executable, "-ISc", _MEASURE, sys.executable, *command]
+    env = {**os.environ, "PYTHONPATH": str(PACKAGE_ROOT)}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=120, check=True)
+    return Cost(*json.loads(done.stdout))
 
 
 @pytest.fixture(scope="session")
 def cost() -> Callable[..., Cost]:
     """``cost("status")`` runs ``safe-gpu status`` and measures it; ``before`` is what the process executes first."""
-
-    def measure(*command: str) -> list[Any]:
-        done = subprocess.run(
-            [sys.executable, "-ISc", _MEASURE, sys.executable, *command],
-            env={**os.environ, "PYTHONPATH": str(PACKAGE_ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        )
-        answer: list[Any] = json.loads(done.stdout)
-        return answer
-
-    bare = measure("-c", "pass")[-1]
+    bare = measure("-c", "pass").mebibytes
 
     def run(*arguments: object, before: str = "") -> Cost:
         program = f"{before}\nimport runpy; runpy.run_module('safe_gpu', run_name='__main__')"
-        how = ("-c", program) if before else ("-m", "safe_gpu")
-        code, out, err, seconds, peak = measure(*how, *map(str, arguments))
-        return Cost(code, out, err, seconds, (peak - bare) / MEBIBYTE)
+        taken = measure("-c", program, *map(str, arguments))
+        return taken._replace(mebibytes=taken.mebibytes - bare)
 
     return run
 

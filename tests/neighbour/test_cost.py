@@ -1,7 +1,14 @@
-"""What a neighbour can make a command cost: no time beyond its deadline, and little memory, whatever lies there."""
+"""What a neighbour can make others cost: a command no time beyond its deadline and little memory, a claim little under
+host.lock, the history bounded memory. Whatever lies there hides no claim, and is a claim of nobody else."""
 
+import csv
+import io
+import json
 import os
-from collections.abc import Callable
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +17,21 @@ from support.claims import claim
 from support.real import long
 
 from safe_gpu.affinity import placement as placements
+from safe_gpu.coordination import entry as entry_module
+from safe_gpu.coordination import history
+from safe_gpu.coordination.directory import Directory
+from safe_gpu.coordination.entry import Entries, make_entry
+from safe_gpu.coordination.host_lock import Host
 from safe_gpu.host import procfs
+from safe_gpu.host.held import Held
+from safe_gpu.status import history as past
+from safe_gpu.status.history import claims_between
 
-NEIGHBOUR = 4711
+NEIGHBOUR, VICTIM, THIRD = 4711, 4712, 4713
 MOST = 64  # MiB beyond a bare interpreter
 LONGEST = 300_000  # characters of output
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give files away")
 
 TIMEOUT = 0.1
 # Seconds beyond the deadline, for slow machines. A file lease blocks every open for 45, and a FIFO for ever.
@@ -23,7 +40,6 @@ SLACK = 20.0
 LATE, UNUSABLE = 75, 73  # exit codes
 
 CLAIM = ("run", "-n", 1, "--timeout", TIMEOUT, "--", "true")
-# One GPU is claimed, so that a claim of eight waits.
 COMMANDS: dict[tuple[object, ...], tuple[int, ...]] = {
     ("run", "-n", 8, "--timeout", TIMEOUT, "--", "true"): (LATE, UNUSABLE),
     ("wait", "-n", 8, "--timeout", TIMEOUT): (LATE, UNUSABLE),
@@ -34,15 +50,15 @@ COMMANDS: dict[tuple[object, ...], tuple[int, ...]] = {
 
 @pytest.fixture
 def used(state_dir: Path, ground: Any) -> Path:
-    """A state directory where each GPU was claimed once. GPU 0 is claimed."""
+    """A state directory where each GPU was claimed once."""
     claim(8).release_gpus()
-    ground.hold(0)
     return state_dir
 
 
 @pytest.fixture
-def check(cost: Callable[..., Any]) -> Callable[..., None]:
-    """Run every command, or one that is to end with one of these codes."""
+def check(cost: Callable[..., Any], used: Path, ground: Any) -> Callable[..., None]:
+    """Run every command, or one that is to end with one of these codes, while GPU 0 is claimed."""
+    ground.hold(0)
 
     def run(commands: dict[tuple[object, ...], tuple[int, ...]] = COMMANDS) -> None:
         for command, codes in commands.items():
@@ -62,41 +78,35 @@ def places(where: str, used: Path, uuids: list[str]) -> list[Path]:
         return [used / "host.lock"]
     (used / "faults").mkdir()
     (used / "faults").chmod(0o1777)
-    names = (f"claims/{entry_name(1)}", f"faults/{uuids[2]}.4711", f"queue/{entry_name(1)}")
+    names = (f"claims/1.{'0' * 16}", f"faults/{uuids[2]}.4711", f"queue/1.{'0' * 16}")
     return [*(used / name for name in names), *(used / "history").glob("*.jsonl")]
 
 
-def entry_name(number: int) -> str:
-    return f"{number}.{number:016x}"
+def make_a_terabyte(path: Path) -> None:
+    path.touch()
+    path.chmod(0o666)
+    os.truncate(path, 1 << 40)
 
 
+KINDS: dict[str, Callable[[Path], object]] = {
+    "lease": Path.touch,
+    "FIFO": os.mkfifo,
+    "directory": os.mkdir,
+    "terabyte": make_a_terabyte,
+    "link": lambda path: path.symlink_to(Path(os.environ["SAFE_GPU_DIR"]).with_name("precious")),
+}
+
+
+@pytest.mark.parametrize("kind", ["lease", *(pytest.param(kind, marks=long) for kind in [*KINDS][1:])])
 @pytest.mark.parametrize("where", ["host.lock", "others"])
-def test_file_leases(used: Path, ground: Any, file_lease: Any, check: Any, where: str) -> None:
-    for path in places(where, used, ground.uuids):
-        path.touch()
-        file_lease(path, NEIGHBOUR)
-    check()
-    check({CLAIM: (UNUSABLE,) if where == "host.lock" else (0,)})
-
-
-@long
-@pytest.mark.parametrize("kind", ["FIFO", "directory", "terabyte", "link"])
-@pytest.mark.parametrize("where", ["host.lock", "others"])
-def test_other_kinds_of_files(used: Path, ground: Any, check: Any, where: str, kind: str, open_tmp: Path) -> None:
-    precious = open_tmp / "precious"
+def test_other_kinds_of_files(used: Path, ground: Any, check: Any, file_lease: Any, where: str, kind: str) -> None:
+    precious = used.with_name("precious")
     precious.write_text("precious")
     for path in places(where, used, ground.uuids):
         path.unlink(missing_ok=True)
-        if kind == "FIFO":
-            os.mkfifo(path)
-        elif kind == "directory":
-            path.mkdir()
-        elif kind == "link":
-            path.symlink_to(precious)
-        else:
-            path.touch()
-            path.chmod(0o666)
-            os.truncate(path, 1 << 40)
+        KINDS[kind](path)
+        if kind == "lease":
+            file_lease(path, NEIGHBOUR)
     check()
     check({CLAIM: (UNUSABLE,) if where == "host.lock" and kind != "terabyte" else (0,)})
     assert precious.read_text() == "precious"
@@ -130,8 +140,8 @@ def test_of_a_wide_process_little_is_read(wide: int, monkeypatch: pytest.MonkeyP
     assert max(size for name, size in sizes if name == "environ") == 65536
 
 
-@pytest.mark.parametrize("text", ["a" + "\u0301" * 60_000, "x" * 60_000])
-def test_long_texts_in_entries_are_cut(ground: Any, cost: Callable[..., Any], text: str) -> None:
+def test_long_texts_in_entries_are_cut(ground: Any, cost: Callable[..., Any]) -> None:
+    text = "a" + "\u0301" * 60_000
     ground.hold(*range(8), job=text[:2000], command=text[:50_000].encode()[:60_000].decode(errors="ignore"))
     for arguments in ((), ("--json",)):
         taken = cost("status", *arguments)
@@ -144,3 +154,313 @@ def test_a_process_with_too_many_descriptors_is_left_out(monkeypatch: pytest.Mon
     assert procfs.open_files(os.getpid())
     monkeypatch.setattr(procfs, "_MOST_FILES", 1)
     assert procfs.open_files(os.getpid()) is None
+
+
+# Many names, strange ones, linked ones
+
+
+MANY = 60_000
+LONGEST_LOCKED = 0.06  # seconds of processor time under host.lock
+
+
+def fill(directory: Path, contents: list[bytes], number: int, uid: int = NEIGHBOUR) -> None:
+    """Make that many dead entries of a neighbour. Most are names of a few files, which takes less time."""
+    first: list[str] = []
+    fd = os.open(directory, os.O_RDONLY)
+    for place in range(1, number + 1):
+        name = f"{place}.{place:016x}"
+        if len(first) < len(contents):
+            (directory / name).write_bytes(contents[place - 1])
+            os.chown(directory / name, uid, uid)
+            (directory / name).chmod(0o644)
+            first.append(name)
+        else:
+            os.link(first[place % len(first)], name, src_dir_fd=fd, dst_dir_fd=fd)
+    os.close(fd)
+
+
+def watch_locked(patch: pytest.MonkeyPatch) -> list[tuple[float, int]]:
+    """What looks take while host.lock is held: seconds of processor time, and files that are opened."""
+    taken: list[tuple[float, int]] = []
+    opened: list[object] = []
+    locked, open_to_read = Host.locked, entry_module.open_to_read
+
+    @contextmanager
+    def timed(host: Host, *arguments: Any) -> Iterator[None]:
+        with locked(host, *arguments):
+            opened.clear()
+            began = time.thread_time()
+            try:
+                yield
+            finally:
+                taken.append((time.thread_time() - began, len(opened)))
+
+    patch.setattr(Host, "locked", timed)
+    patch.setattr(entry_module, "open_to_read", lambda *about: opened.append(about) or open_to_read(*about))
+    return taken
+
+
+def said(part: str, uuids: list[str]) -> bytes:
+    what: dict[str, Any] = {"gpus": dict.fromkeys(uuids)} if part == "claims" else {"gpus": uuids, "nb_gpus": 1}
+    return json.dumps({"v": 1, "pid": 1, **what}).encode()
+
+
+@needs_root
+@pytest.mark.parametrize("part", ["claims", "queue"])
+def test_many_names_cost_little_under_host_lock(used: Path, ground: Any, as_user: Any, part: str) -> None:
+    """Dead entries for all GPUs, and nonsense. They are read before, and only their names are listed under it."""
+    fill(used / part, [said(part, ground.uuids), b"{", b"x" * 60_000], MANY)
+
+    def look(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            found = watch_locked(patch)
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            for _ in range(3):
+                claim(8).release_gpus()
+            grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        say(json.dumps([len(found), min(found)[0], max(opened for _, opened in found), grown / 1024]))
+
+    looks, seconds, opened, grown = json.loads(as_user(look, uid=VICTIM).hear())
+    assert looks >= 3
+    assert opened <= 2
+    assert seconds < LONGEST_LOCKED
+    assert grown < 64, "MiB"
+
+
+@pytest.fixture
+def make(used: Path) -> Iterator[Callable[..., tuple[Path, Held]]]:
+    """Living entries that say what is given, of a neighbour."""
+    if os.geteuid():
+        pytest.skip("needs root, to give files away")
+    with ExitStack() as made:
+
+        def entry(part: str, number: int, uid: int = NEIGHBOUR, **what: Any) -> tuple[Path, Held]:
+            with Directory(str(used), part) as directory:
+                name, held = make_entry(directory, number, what, by_children=False)
+            os.fchown(held.fd, uid, uid)
+            made.callback(held.release)
+            return used / part / name, held
+
+        yield entry
+
+
+def test_no_living_claim_is_left_out_however_many_a_user_has(used: Path, ground: Any, make: Any) -> None:
+    for number in range(1, 201):
+        make("claims", number, gpus={f"GPU-{number}": None})
+    make("claims", 300, VICTIM, gpus={ground.uuids[0]: None})
+    with claim() as owner:
+        assert owner.devices_taken == [1]
+
+
+def test_of_very_many_claims_few_are_asked_again_under_host_lock(
+    used: Path, ground: Any, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever lived a moment before is taken to live."""
+    monkeypatch.setattr("safe_gpu.claim.look._MOST_ASKED", 5)
+    monkeypatch.setattr(Entries, "may_be_many", True)
+    for number in range(1, 21):
+        make("claims", number, gpus={ground.uuids[0]: None})
+    taken = watch_locked(monkeypatch)
+    with claim() as owner:
+        assert owner.devices_taken == [1]
+    assert [opened for _, opened in taken] == [5]
+
+
+def test_what_another_user_left_is_not_touched(used: Path, ground: Any, make: Any, as_user: Any) -> None:
+    paths = []
+    for part in ("claims", "queue"):
+        path, held = make(part, 1, **json.loads(said(part, ground.uuids)))
+        held.release()
+        paths.append((path, path.stat(), path.read_bytes()))
+
+    assert as_user(lambda say, listen: say(claim(8).release_gpus()), uid=VICTIM).hear() == "None"
+    for path, status, content in paths:
+        now = path.stat()
+        assert (now.st_ino, now.st_mtime_ns, now.st_ctime_ns) == (status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+        assert path.read_bytes() == content
+    claim().release_gpus()
+    assert not any(path.exists() for path, _, _ in paths), "root removes them"
+
+
+# The history, which all users write
+
+
+MOST_OF_HISTORY = 256  # MiB beyond an empty history
+PART = 8  # of which these tests take one, of the bounds too: full files take long to write
+SMALL = f"""
+from safe_gpu.coordination import history
+history.LARGEST //= {PART}
+from safe_gpu.status import history as claims
+for bound in ("_MOST", "_MOST_LATER"):
+    setattr(claims, bound, getattr(claims, bound) // {PART})
+"""
+
+
+def one_claim(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+    claim().release_gpus()
+    say("released")
+
+
+def test_each_user_appends_to_the_same_file_and_one_that_its_owner_closes_is_passed(
+    state_dir: Path, as_user: Any
+) -> None:
+    for uid in (NEIGHBOUR, VICTIM):
+        assert as_user(one_claim, uid=uid, umask=0o077).hear() == "released"
+    (file,) = (state_dir / history.NAME).iterdir()
+
+    def look(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+        claims, warnings = claims_between(0, time.time() + 1)
+        say(f"{[(one.uid, one.ended is not None) for one in claims]} {warnings}")
+
+    assert as_user(look, uid=NEIGHBOUR).hear() == f"{[(NEIGHBOUR, True), (VICTIM, True)]} []"
+    os.chmod(file, 0o600)
+    assert as_user(one_claim, uid=THIRD).hear() == "released"
+    claims, warnings = claims_between(0, time.time() + 1)
+    assert [one.uid for one in claims] == [THIRD]  # root reads no closed file in a directory of another user
+    assert "has mode 0600 in place of 0666" in warnings[0]
+
+
+NOW = 1_795_000_000.0  # in November 2026
+
+
+@needs_root
+def test_names_of_months_that_never_were_remove_nothing(state_dir: Path) -> None:
+    """Root, and the owner of the directory, may unlink everybody's files, but do so with their own only."""
+    state_dir.mkdir()
+    state_dir.chmod(0o1777)
+    directory = state_dir / history.NAME
+    assert history.append([b"{}\n"], NOW - 31 * 86400)
+    odd = [f"2026-0{letter}.jsonl" for letter in "abcdefghijklmnopqrstuvwxyz:;<=>"]
+    odd += ["2020-13.jsonl", "2020-00.jsonl", "2020-01.4.jsonl", "2020-01.jsonl.old"]
+    others = ["2020-01.jsonl", "2026-08.jsonl", "2026-08.1.jsonl"]
+    kept = ["2024-12.jsonl", "2026-10.jsonl", "2026-12.jsonl", "9999-12.jsonl"]
+    for name in [*odd, *others, *kept, "2024-11.3.jsonl", "2020-02.jsonl"]:
+        (directory / name).touch()
+    for name in others:
+        os.chown(directory / name, NEIGHBOUR, NEIGHBOUR)
+    directory.chmod(0o755)  # perhaps somebody's own directory
+    assert history.append([b"{}\n"], NOW)
+    (directory / "2026-11.jsonl").unlink()
+    assert (directory / "2020-02.jsonl").exists()
+    directory.chmod(0o1777)
+    assert history.append([b"{}\n"], NOW)
+    assert sorted(os.listdir(directory)) == sorted([*odd, *others, *kept, "2026-11.jsonl"])
+
+
+# What a neighbour writes
+
+
+@pytest.fixture
+def directory(state_dir: Path) -> Path:
+    """The directory of the history of a host that has been used."""
+    for path in (state_dir, state_dir / "claims", state_dir / history.NAME):
+        path.mkdir()
+        path.chmod(0o1777)
+    return state_dir / history.NAME
+
+
+def write(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+    path.chmod(0o666)
+
+
+def line(number: int, **facts: object) -> bytes:
+    """A claim, with as few bytes as that takes."""
+    told = {"claim": [number % 1_000_000 + 1, int(time.time()) - 60 - number // 1_000_000], **facts}
+    return json.dumps(told, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+
+
+WIDE = "\U0001f600"  # makes each character of a text take four bytes
+
+
+def long_fields(number: int) -> bytes:
+    lengths = {"user": 64, "host": 64, "job": 100, "command": 200}
+    texts = {key: f"{number}{WIDE}".ljust(length, "x") for key, length in lengths.items()}
+    return line(number, **texts, gpus=[f"{number}{WIDE}".ljust(100, "g")], labels=[f"{number}{WIDE}"])
+
+
+def as_ours(number: int) -> bytes:
+    """A claim that might wait for its end."""
+    return b'{"v": 1, "claim": [%d, %d.5], "uid": 1, "gpus": ["a"]}\n' % (number + 1, time.time() - 60)
+
+
+def many_gpus(number: int) -> bytes:
+    gpus = [f"{1024 * number + gpu:x}" for gpu in range(1024)]
+    return line(number, gpus=gpus, labels=gpus)
+
+
+@pytest.mark.parametrize(
+    ("files", "write_line", "arguments"),
+    [
+        (1, lambda number: line(number, gpus=["a"]), ()),
+        (2, lambda number: line(number, ended=int(time.time())), ()),
+        (2, as_ours, ("--by", "user")),
+        (2, long_fields, ("--json",)),
+        (2, many_gpus, ("--by", "gpu")),
+        (1, lambda number: line(number, gpus=["a"], user=f"{number}", waited=1e9), ("--report", "year")),
+    ],
+    ids=["short", "ends", "ours", "long fields", "GPUs", "waits"],
+)
+def test_full_files_take_little_memory(directory: Path, cost: Any, files: int, write_line: Any, arguments: Any) -> None:
+    def lines(first: int) -> Iterator[bytes]:
+        size, number = 0, first
+        while size < history.LARGEST // PART:
+            yield (data := write_line(number))
+            size, number = size + len(data), number + 1
+
+    empty = cost("history", *arguments, before=SMALL)
+    for part, name in enumerate(history.file_names(history.month_of(time.time()))[:files]):
+        write(directory / name, b"".join(lines(part * 400_000 // PART)))
+    taken = cost("history", *arguments, before=SMALL)
+    assert taken.code == 0
+    assert taken.err.count("\n") <= 1
+    assert taken.mebibytes - empty.mebibytes < MOST_OF_HISTORY / PART + 1  # the allocator rounds
+
+
+def test_the_future_is_not_read_and_a_file_of_empty_lines_is_left_soon(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: NOW)
+    read: list[bytes] = []
+    genuine = past._line
+    monkeypatch.setattr(past, "_line", lambda line: read.append(line) or genuine(line))
+    now = line(1, gpus=["a"])
+    write(directory / "2026-11.jsonl", now)
+    for name in ("2026-12.jsonl", "2027-01.2.jsonl", "9999-01.jsonl"):
+        write(directory / name, line(2, gpus=["a"]))
+    claims, warnings = claims_between(0, NOW)
+    assert ([one.pid for one in claims], warnings) == ([2], [])
+    assert read == [now]
+    write(directory / "2026-11.jsonl", b"\n" * history.LARGEST)
+    claims_between(0, NOW)
+    assert len(read) == 1 + history.LARGEST // 64
+
+
+def test_a_spreadsheet_runs_no_cell(directory: Path, command: Any) -> None:
+    text = '=HYPERLINK("http://x","y")'
+    facts = {"user": text, "host": text, "job": text, "command": text, "gpus": [text], "labels": [text]}
+    write(directory / history.file_names(history.month_of(time.time()))[0], line(1, **facts))
+    for arguments in ((), ("--by", "user"), ("--by", "gpu"), ("--by", "job"), ("--report", "month")):
+        done = command.run("history", "--csv", *arguments)
+        row = next(csv.DictReader(io.StringIO(done.stdout)))
+        assert row.get("uid", "-1") == "-1"
+        texts = [cell for key, cell in row.items() if key != "uid" and cell.strip("0123456789.")]
+        assert not [cell for cell in texts if cell[0] in "=+-@"]
+
+
+@pytest.mark.parametrize("hostile", ["link", "many"])
+def test_a_hostile_directory_of_claims_costs_what_runs_now(
+    directory: Path, hostile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("safe_gpu.coordination.entry.MOST_NAMES", 2)
+    write(directory / history.file_names(history.month_of(time.time()))[0], line(1, gpus=["a"]))
+    claims = directory.parent / "claims"
+    if hostile == "link":
+        claims.rmdir()
+        claims.symlink_to("/etc")
+    else:
+        for number in range(3):
+            (claims / f"{number}").touch()
+    (one,), (warning,) = claims_between(0, time.time() + 1)
+    assert one.pid == 2
+    assert "which claims hold GPUs now is not known" in warning

@@ -1,13 +1,18 @@
 """The owner of the state directory is its first user: he may rename and remove what others make there, sticky bit or
-not. Nobody, root above all, is led to change, write or make anything elsewhere by that."""
+not. Nobody, root above all, is led to change, write or make anything elsewhere by that. Where ``safe-gpu setup`` made
+it, it is root's: no neighbour removes or closes it."""
 
 import os
 import shutil
 import stat
+import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support.claims import claim
@@ -15,8 +20,13 @@ from support.ground import locked_host
 from support.processes import own_network
 
 from safe_gpu.claim import checks
+from safe_gpu.cli import admin as command_of_setup
 from safe_gpu.coordination import history
+from safe_gpu.coordination.closed import drained_gpus
+from safe_gpu.coordination.directory import Directory
 from safe_gpu.coordination.doors import Doors
+from safe_gpu.coordination.entry import make_entry
+from safe_gpu.coordination.holders import living_claims
 from safe_gpu.errors import StateDirError
 from safe_gpu.host import procfs
 
@@ -57,23 +67,19 @@ def exchanged_after(monkeypatch: pytest.MonkeyPatch, victim: Path) -> Callable[.
         calls: list[str] = []
         own: list[bool] = []
 
-        def after(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                result = function(*args, **kwargs)
-                if own:
-                    return result
+        def call(name: str, genuine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            result = genuine(*args, **kwargs)
+            if not own:
                 own.append(True)
                 if made := [entry for entry in directory.glob(pattern) if not entry.is_symlink()]:
                     calls.append(name)
                     if len(calls) == place:
                         assert exchange(made[0], trap) == 0
                 own.clear()
-                return result
-
-            return call
+            return result
 
         for name in ("mkdir", "open", "fstat", "listdir", "fchmod", "stat", "write"):
-            monkeypatch.setattr(os, name, after(name, getattr(os, name)))
+            monkeypatch.setattr(os, name, partial(call, name, getattr(os, name)))
         return calls
 
     return arrange
@@ -98,10 +104,8 @@ def test_what_is_being_made_is_no_way_to_another_file(
     else:
         remove(owned / part)
         calls = exchanged_after(place, owned, f".{part}.*")
-    try:
+    with suppress(StateDirError):
         claim().release_gpus()
-    except StateDirError:
-        pass
     assert len(calls) >= place, "the exchange took place"
     assert victim.stat().st_mode == PRIVATE
     assert victim.read_text() == "precious"
@@ -109,6 +113,7 @@ def test_what_is_being_made_is_no_way_to_another_file(
 
 ATTACK = """
 import ctypes, os, struct
+from contextlib import suppress
 state, victim = os.environ["STATE"], os.environ["VICTIM"]
 libc = ctypes.CDLL(None, use_errno=True)
 os.setresgid(4711, 4711, 4711); os.setresuid(4711, 4711, 4711)
@@ -125,36 +130,26 @@ while True:
         if name.startswith((b".queue.", b".claims.", b".history.", b".host.lock.")):
             libc.renameat2(-100, name, -100, b"trap", 2)
             for left in (name, b"trap"):
-                try:
-                    os.unlink(left)
-                except OSError:
-                    try:
-                        os.rmdir(left)
-                    except OSError:
-                        pass
-            try:
+                for remove in (os.unlink, os.rmdir):
+                    with suppress(OSError):
+                        remove(left)
+            with suppress(FileExistsError):
                 os.symlink(victim, "trap")
-            except FileExistsError:
-                pass
 """
 
 
 @needs_root
 def test_a_race_with_the_owner_is_never_lost(owned: Path, victim: Path, child: Any) -> None:
     """The code that set modes by path lost it within some dozen rounds."""
-    attacker = child(ATTACK, env={"STATE": str(owned), "VICTIM": str(victim)})
-    assert attacker.hear() == "ready"
+    child(ATTACK, says="ready", env={"STATE": str(owned), "VICTIM": str(victim)})
     until = time.monotonic() + RACE
     rounds = made = 0
     while time.monotonic() < until or rounds < 200 or not made:  # until somebody gets through
         rounds += 1
         for part in ("claims", "queue", "history", "host.lock"):
             remove(owned / part)
-        try:
-            with locked_host():
-                made += 1
-        except StateDirError:
-            pass
+        with suppress(StateDirError), locked_host():
+            made += 1
         history.append([b"{}\n"], time.time())
         assert victim.stat().st_mode == PRIVATE, f"lost in round {rounds}"
     assert victim.read_text() == "precious"
@@ -190,14 +185,11 @@ def test_a_file_that_was_moved_here_is_not_written(
 def test_a_claim_whose_entry_alone_counts_says_once_who_can_remove_it(
     owned: Path, ground: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    def refuse(*arguments: object) -> None:
-        raise PermissionError(1, "not permitted")
-
     monkeypatch.setattr(checks, "_told", set())
     if not why:
         monkeypatch.setattr(procfs, "sees_network_devices", lambda: True)
     elif "doors" in why:
-        monkeypatch.setattr(Doors, "take_whole", refuse)
+        monkeypatch.setattr(Doors, "take_whole", Mock(side_effect=PermissionError(1, "not permitted")))
     with own_network():
         for _ in range(2):
             claim().release_gpus()
@@ -210,25 +202,284 @@ def test_a_claim_whose_entry_alone_counts_says_once_who_can_remove_it(
 # Who only looks
 
 
-LOOKS = [("status",), ("status", "--json"), ("status", "--prometheus"), ("doctor",), ("history",), ("policy",)]
-
-
-@pytest.mark.parametrize("look", LOOKS, ids=" ".join)
-@pytest.mark.parametrize("there", [False, True])
-def test_who_looks_makes_nothing(state_dir: Path, command: Any, look: tuple[str, ...], there: bool) -> None:
-    if there:
-        state_dir.mkdir(mode=0o755)
-    assert command.run(*look).returncode in (0, 1)
-    assert (os.listdir(state_dir) if there else state_dir.exists()) == ([] if there else False)
-    if there:
-        assert stat.S_IMODE(state_dir.stat().st_mode) == 0o755
-
-
-def test_status_notes_idle_gpus_only_where_there_is_a_history(state_dir: Path, ground: Any, command: Any) -> None:
+@pytest.mark.parametrize("look", ["status", "status --prometheus", "doctor", "history", "policy"])
+def test_who_looks_makes_nothing(state_dir: Path, ground: Any, command: Any, look: str) -> None:
+    assert command.run(*look.split()).returncode in (0, 1)
+    assert not state_dir.exists()
+    state_dir.mkdir(mode=0o755)
+    assert command.run(*look.split()).returncode in (0, 1)
+    assert (os.listdir(state_dir), stat.S_IMODE(state_dir.stat().st_mode)) == ([], 0o755)
     with claim():
         shutil.rmtree(state_dir / "history")
-        assert command.run("status").returncode == 0
+        assert command.run(*look.split()).returncode in (0, 1)
         assert not (state_dir / "history").exists()
-        (state_dir / "history").mkdir()
-        assert command.run("status").returncode == 0
-        assert {file.suffix for file in (state_dir / "history").iterdir()} == {".idle", ".seen"}
+
+
+# ``safe-gpu setup``
+
+
+ANNA, ATTACKER = 4711, 65534
+
+GPU = "GPU-5c89852c"
+
+
+class Host:
+    """A host whose state directory is ``path``; ``run`` is ``safe-gpu setup`` for it."""
+
+    def __init__(self, place: Path, ask: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+        self.place, self.path, self._ask = place, place / "state", ask
+        self.config, self.rule = place / "etc" / "config.ini", place / "rules" / "safe-gpu.conf"
+
+    def run(self, *options: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+        return self._ask("setup", "--state-dir", path or self.path, *options)
+
+    def done(self, *options: str) -> list[str]:
+        """The lines of a run that leaves nothing to do."""
+        done = self.run(*options)
+        assert done.returncode == 0, done
+        return done.stdout.splitlines()
+
+    def tree(self) -> dict[str, tuple[int, int, int]]:
+        """Everything there, by its path -> mode, owner and inode."""
+        found = ((path, path.lstat()) for path in sorted(self.place.rglob("*")))
+        return {str(path): (one.st_mode, one.st_uid, one.st_ino) for path, one in found}
+
+
+@pytest.fixture
+def host(open_tmp: Path, state_dir: Path, ask: Any, monkeypatch: pytest.MonkeyPatch) -> Host:
+    if os.geteuid():
+        pytest.skip("needs root, whose directory it is")
+    host = Host(open_tmp, ask)
+    monkeypatch.setenv("SAFE_GPU_POLICY", str(host.config))
+    monkeypatch.setattr(command_of_setup, "RULE", str(host.rule))
+    monkeypatch.setattr(command_of_setup, "_SYSTEMD", ("/",))
+    return host
+
+
+def dead_entry(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+    """Leave an entry as a process that was killed does."""
+    with Directory(os.environ["SAFE_GPU_DIR"], "claims") as directory:
+        make_entry(directory, 7, {"gpus": {GPU: None}}, by_children=True)[1].release()
+    say("left")
+
+
+# What it makes
+
+
+def test_a_dry_run_prints_what_a_run_does_and_changes_nothing(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "nvidia-smi")  # there is none, as in the build of an image
+    monkeypatch.setenv("PATH", str(host.place))
+    before = host.tree()
+    *would, last = host.done("--dry-run")
+    assert last == "nothing was changed (--dry-run)"
+    assert host.tree() == before
+    *did, last = host.done()
+    assert did == would
+    assert last == f"nothing is left to do: the state directory {host.path} is root's"
+    parts = ("", "claims", "queue", "faults", "history", "host.lock")
+    made = [*(host.path / part for part in parts), host.rule, host.config]
+    assert [line.split()[1] for line in did] == [*map(str, made)]
+    assert sorted(path.name for path in host.path.iterdir()) == sorted(parts[1:])
+    for path, (mode, uid, _) in host.tree().items():
+        if Path(path).is_relative_to(host.path):
+            assert (mode, uid) == (0o41777 if stat.S_ISDIR(mode) else 0o100666, 0), path
+    assert host.config.read_text() == f"[host]\nstate_dir = {host.path}\n"
+    before = host.tree()
+    assert host.done() == [last]
+    assert host.done("--dry-run") == ["nothing was changed (--dry-run)"]
+    assert host.tree() == before
+    (host.path / "faults").rmdir()
+    assert host.done() == [f"make {host.path}/faults", last]
+
+
+def test_the_rule_makes_the_same_again(host: Host) -> None:
+    if shutil.which("systemd-tmpfiles") is None:
+        pytest.skip("there is no systemd-tmpfiles")
+    host.done()
+    shutil.rmtree(host.path)
+    subprocess.run(["systemd-tmpfiles", "--create", host.rule], check=True, timeout=60)
+    assert host.done() == [f"nothing is left to do: the state directory {host.path} is root's"]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("config", "[host]\nstate_dir = /srv/other\n", "to do: write state_dir = {path} below [host] in {config}"),
+        ("rule", "x /tmp/safe-gpu\n", "has other lines: remove it"),
+    ],
+)
+def test_files_of_the_administrator_are_left_alone(host: Host, file: str, text: str, words: str) -> None:
+    path: Path = getattr(host, file)
+    path.parent.mkdir()
+    path.write_text(text)
+    done = host.run()
+    assert done.returncode == 1
+    assert words.format(path=host.path, config=host.config) in done.stdout
+    assert path.read_text() == text
+
+
+def test_only_root(host: Host, as_user: Any) -> None:
+    def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+        from safe_gpu.cli.commands import main
+
+        say(main(["setup", "--state-dir", str(host.path)]))
+
+    assert as_user(work, uid=ANNA).hear() == "78"
+    assert not host.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("relative", "write an absolute path"),
+        ("{}/a\nd x", "write an absolute path"),
+        ("{}/missing/state", "there is no directory"),
+        ("{}/anna/state", "users other than root can change"),
+        ("{}/link", "is no directory with mode 1777"),
+    ],
+)
+def test_places_that_are_refused(host: Host, path: str, words: str) -> None:
+    (host.place / "anna").mkdir()
+    os.chown(host.place / "anna", ANNA, ANNA)
+    (host.place / "link").symlink_to("anna")
+    before = host.tree()
+    done = host.run(path=path.format(host.place))  # type: ignore[arg-type]
+    assert (done.returncode, words in done.stderr) == (73, True), done
+    assert host.tree() == before
+
+
+# What it protects
+
+
+def attack(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+    """Remove, rename, close and replace all that can be reached."""
+    top = Path(os.environ["SAFE_GPU_DIR"])
+    done = []
+    for path in [*sorted(top.rglob("*"), reverse=True), top]:
+        for act, *more in ((os.chmod, 0o600), (os.chown, 1, 1), (os.rename, f"{path}.x"), (os.rmdir,), (os.unlink,)):
+            with suppress(OSError):
+                act(path, *more)
+                done.append(str(path))
+    say(done)
+
+
+def test_a_neighbour_can_neither_remove_nor_close_it(host: Host, entry_of: Any, as_user: Any) -> None:
+    host.done()
+    entry_of(ANNA, {"gpus": {GPU: None}})
+    before = host.tree()
+    assert as_user(attack, uid=ATTACKER).hear() == "[]"
+    assert host.tree() == before
+    assert [one.uid for one in living_claims()] == [ANNA]
+
+
+# What others made
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        ("chmod 755 .", " is no directory with mode 1777"),
+        ("chown 4711 queue", "/queue belongs to 4711"),
+        ("chown 4711 host.lock", "/host.lock belongs to 4711"),
+        ("chmod 600 host.lock", "/host.lock is no file with mode 0666 and one name"),
+        ("mv host.lock ..; ln -s ../host.lock .", "/host.lock is no file with mode 0666 and one name"),
+        ("ln host.lock ..", "/host.lock is no file with mode 0666 and one name"),
+        ("rm host.lock; mkfifo -m 666 host.lock", "/host.lock is no file with mode 0666 and one name"),
+    ],
+)
+def test_what_setup_did_not_make_is_refused(host: Host, spoil: str, why: str) -> None:
+    """Nothing of it is changed. Once it is moved away, as the error says, all is made."""
+    host.done()
+    subprocess.run(spoil, shell=True, check=True, cwd=host.path)
+    before = host.tree()
+    for options in ([], ["--dry-run"]):
+        done = host.run(*options)
+        assert (done.returncode, done.stdout) == (73, ""), done
+        assert f"{host.path}{why}: name another directory, or " in done.stderr
+    assert host.tree() == before
+    move = done.stderr.partition("(")[2].partition(")")[0]
+    assert move == f"mv {host.path} {host.path}.old"
+    subprocess.run(move, shell=True, check=True)
+    host.done()
+
+
+def test_gpus_that_another_directory_closes_are_named(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the word of its owner, which does not count for root's directory."""
+    other = host.place / "anna"
+    other.mkdir()
+    (other / "closed").write_text(f"{GPU} - - - a fan is broken\n")
+    for path in (other, other / "closed"):
+        os.chown(path, ANNA, ANNA)
+    with monkeypatch.context() as patch:
+        patch.setenv("SAFE_GPU_DIR", str(other))
+        assert drained_gpus() == {GPU: "drained by 4711: a fan is broken"}
+        done = host.run()
+    assert done.returncode == 1
+    assert f"to do: {other}/closed closes GPUs, and does not count in {host.path}: close" in done.stdout
+    assert drained_gpus() == {}
+    host.done()
+
+
+# Where GPUs are claimed or waited for
+
+
+HELD = {"claims": ({"gpus": {GPU: None}}, GPU), "queue": ({"gpus": [GPU], "nb_gpus": 1}, "1 waiter")}
+
+
+@pytest.mark.parametrize("remove", [False, True])
+@pytest.mark.parametrize("part", HELD)
+def test_it_refuses_while_somebody_claims_or_waits(host: Host, entry_of: Any, part: str, remove: bool) -> None:
+    """In the directory that is to be removed, or in the one that is used now."""
+    if remove:
+        host.done()
+    said, told = HELD[part]
+    held = entry_of(ANNA, said, part)
+    before = host.tree()
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return host.run("--remove") if remove else host.run(path=host.place / "new")
+
+    done = run()
+    assert done.returncode == 75
+    assert f"GPUs are claimed or waited for in {host.path}: {told}: " in done.stderr
+    assert host.tree() == before
+    held.unlink()
+    assert run().returncode == 0
+
+
+# Removal
+
+
+def test_removal_leaves_no_trace_of_what_it_made(host: Host, as_user: Any) -> None:
+    before = host.tree()
+    assert as_user(dead_entry, uid=ANNA).hear() == "left"
+    assert host.done("--remove") == [f"left, since setup did not write it: {host.path}"], "it is Anna's"
+    shutil.rmtree(host.path)
+    assert host.tree() == before
+    host.done()
+    assert as_user(dead_entry, uid=ANNA).hear() == "left"
+    *would, last = host.done("--remove", "--dry-run")
+    assert last == "nothing was changed (--dry-run)"
+    assert os.listdir(host.path / "claims") != []
+    assert host.done("--remove") == would == [f"remove {path}" for path in (host.config, host.rule, host.path)]
+    host.rule.parent.rmdir()
+    assert host.tree() == before
+    assert host.done("--remove") == []
+
+
+def test_removal_leaves_what_others_wrote_and_names_it(host: Host, as_user: Any) -> None:
+    host.done()
+    assert as_user(dead_entry, uid=ANNA).hear() == "left"
+    kept = [host.config, host.config.parent / "closed"]
+    kept += [host.path / name for name in ("claims/1.txt", "faults/notes", "history/2026-11.jsonl", "notes.txt")]
+    gone = [host.path / name for name in (f"faults/{GPU}.4711", f"history/{GPU}.seen", "history/.x")]
+    for path in (*kept[1:], *gone):
+        path.write_text("of use")
+    directory = host.path / "history/.made"
+    directory.mkdir()
+    kept.insert(-2, directory)
+    host.config.write_text(host.config.read_text() + "vendor = nvidia\n")
+    would = [line for line in host.done("--remove", "--dry-run") if line.startswith("left")]
+    left = [line for line in host.done("--remove") if line.startswith("left")]
+    assert would == left == [f"left, since setup did not write it: {path}" for path in kept]
+    assert {path for path in host.path.rglob("*") if path.is_file()} == {*kept[2:]} - {directory}

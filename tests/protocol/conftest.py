@@ -1,5 +1,6 @@
 """Two clients of one protocol, ``client.c`` and this package, on one simulated host; both become ``job.c``."""
 
+import functools
 import json
 import os
 import random
@@ -12,9 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
+from support.ground import write_for_all
 from support.processes import PACKAGE_ROOT
 from support.real import REQUIRED, unavailable
 
@@ -45,25 +48,18 @@ SEED = os.environ.get("SAFE_GPU_TEST_SEED", "")
 
 
 @pytest.fixture(scope="session")
-def compiler() -> str:
-    return shutil.which("cc") or shutil.which("gcc") or shutil.which("clang") or unavailable("needs a C compiler")
-
-
-@pytest.fixture(scope="session")
-def build(compiler: str) -> Iterator[Callable[..., str]]:
+def build() -> Iterator[Callable[..., str]]:
     """``build("client.c", "-DNO_DOORS")`` compiles it, once, where other users can run it too."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang") or unavailable("needs a C compiler")
     with tempfile.TemporaryDirectory(prefix="safe-gpu-client-") as directory:
         os.chmod(directory, 0o755)
-        built: dict[tuple[str, ...], str] = {}
 
+        @functools.cache
         def one(source: str, *flags: str) -> str:
-            key = (source, *flags)
-            if key not in built:
-                path = f"{directory}/{len(built)}-{Path(source).stem}"
-                subprocess.run([compiler, "-std=c11", *flags, "-o", path, str(HERE / source)], check=True, timeout=120)
-                os.chmod(path, 0o755)
-                built[key] = path
-            return built[key]
+            path = f"{directory}/{Path(source).stem}{''.join(flags)}"
+            subprocess.run([compiler, "-std=c11", *flags, "-o", path, str(HERE / source)], check=True, timeout=120)
+            os.chmod(path, 0o755)
+            return path
 
         yield one
 
@@ -72,17 +68,9 @@ class Party:
     """A process that claims and becomes a job: of the C client (``kind`` "c") or of ``safe-gpu run`` ("python")."""
 
     def __init__(self, kind: str, size: int, command: Sequence[str], env: Mapping[str, str], **options: Any) -> None:
-        self.kind = kind
-        self.size = size
-        self.process = subprocess.Popen(
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            **options,
-        )
+        self.kind, self.size = kind, size
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self.process = subprocess.Popen(command, env=env, start_new_session=True, **streams, **options)
         self.pid = self.process.pid
 
     def __repr__(self) -> str:
@@ -110,9 +98,8 @@ class Scene:
     """A simulated host, the referee's markers and log, and those who claim there."""
 
     def __init__(self, directory: Path, build: Callable[..., str]) -> None:
-        self.directory = directory
-        self.build = build
-        self.required = REQUIRED
+        self.directory, self.build, self.required = directory, build, REQUIRED
+        self.parties: list[Party] = []
         seed = int(SEED or random.randrange(10**6))
         self.random = random.Random(seed)
         print(f"SAFE_GPU_TEST_SEED={seed} repeats this choice")
@@ -127,8 +114,7 @@ class Scene:
             path.mkdir()
             path.chmod(0o1777)
         self.markers.chmod(0o777)  # not sticky: a job removes the markers of other users' dead ones
-        self.log.touch()
-        self.log.chmod(0o666)
+        write_for_all(self.log, "")
         self.env = {
             **os.environ,
             "PYTHONPATH": str(PACKAGE_ROOT),
@@ -137,7 +123,6 @@ class Scene:
             "SAFE_GPU_DRIVER": f"simulated:{PRESET}",
             "SAFE_GPU_LEGACY_LOCK": "never",
         }
-        self.parties: list[Party] = []
 
     def words(self, kind: str, size: int, *options: str, flags: Sequence[str] = ()) -> list[str]:
         """The command line of a client, up to the command that it becomes.
@@ -152,6 +137,10 @@ class Scene:
         run = (sys.executable, "-m", "safe_gpu", "run", "--affinity", "none", "--visible-as", "uuid", "-q")
         return [*run, "-n", str(size), *spelt, "--"]
 
+    def ends(self, kind: str, size: int, *options: str, **more: Any) -> int:
+        """The exit status of a client whose command does nothing."""
+        return self.start(kind, size, *options, command=["true"], **more).finish()[0]
+
     def job(self, seconds: float = -1) -> list[str]:
         """The referee's job, which stays that long; -1: until it is killed."""
         return [self.build("job.c"), str(self.markers), str(self.tree), str(self.log), str(seconds)]
@@ -164,14 +153,13 @@ class Scene:
         command: Sequence[str] = (),
         seconds: float = -1,
         flags: Sequence[str] = (),
-        env: Mapping[str, str] | None = None,
+        env: Mapping[str, str] = MappingProxyType({}),
         **process: Any,
     ) -> Party:
         """Start a client that claims ``size`` GPUs and becomes ``command``, or the referee's job."""
         words = [*self.words(kind, size, *options, flags=flags), *(command or self.job(seconds))]
-        party = Party(kind, size, words, {**self.env, **(env or {})}, **process)
-        self.parties.append(party)
-        return party
+        self.parties.append(Party(kind, size, words, {**self.env, **env}, **process))
+        return self.parties[-1]
 
     def said(self, word: str) -> list[list[str]]:
         """What stands behind this word in the log, line by line."""
@@ -210,9 +198,8 @@ class Scene:
 
     def stranger(self, uuid: str) -> Party:
         """A job that has taken a GPU without a claim."""
-        party = Party("stranger", 1, self.job(), {**self.env, "CUDA_VISIBLE_DEVICES": uuid})
-        self.parties.append(party)
-        return self.until_holds(party)
+        self.parties.append(Party("stranger", 1, self.job(), {**self.env, "CUDA_VISIBLE_DEVICES": uuid}))
+        return self.until_holds(self.parties[-1])
 
     def until_waits(self, party: Party) -> Party:
         self.until(lambda: party.pid in self.tickets(), party)
@@ -227,7 +214,7 @@ class Scene:
     def all_can_be_claimed(self) -> None:
         """By each client in turn, without waiting."""
         for kind in ("c", "python"):
-            assert self.start(kind, len(self.uuids), "now", command=["true"]).finish()[0] == 0
+            assert self.ends(kind, len(self.uuids), "now") == 0
 
     def close(self) -> None:
         for party in self.parties:

@@ -27,8 +27,7 @@ COMPILERS = [name for name in ("gcc", "clang") if shutil.which(name)]
 def test_it_compiles_without_a_warning(name: str, source: Path) -> None:
     words = [name, "-std=c11", "-Wall", "-Wextra", "-Werror", "-O2", "-o", os.devnull, str(source)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @BOTH
@@ -59,9 +58,7 @@ def test_a_dead_one_leaves_nothing_that_blocks(scene: Any, how: int) -> None:
     holder.end(how)
     assert scene.entries("claims") == scene.tickets() == []
     scene.all_can_be_claimed()
-    dead = {
-        f"{path.parent.name}/{path.name}" for name in ("claims", "queue") for path in (scene.state_dir / name).iterdir()
-    }
+    dead = [path for name in ("claims", "queue") for path in (scene.state_dir / name).iterdir()]
     assert len(dead) <= 1, f"{dead} were to be removed by the next claim of their owner"
 
 
@@ -70,11 +67,11 @@ def test_both_share_a_gpu(scene: Any, first: str, second: str) -> None:
     for kind in (first, second):
         scene.until_holds(scene.start(kind, 8, "10 GiB"))
     for kind in KINDS:
-        assert scene.start(kind, 8, "now", "60 GiB", command=["true"]).finish()[0] == 0
+        assert scene.ends(kind, 8, "now", "60 GiB") == 0
     scene.until_holds(scene.start(first, 1, "60 GiB"))
     for kind in KINDS:
-        assert scene.start(kind, 8, "now", "10 GiB", command=["true"]).finish()[0] == 75
-        assert scene.start(kind, 1, "now", command=["true"]).finish()[0] == 75
+        assert scene.ends(kind, 8, "now", "10 GiB") == 75
+        assert scene.ends(kind, 1, "now") == 75
     assert scene.said("rival") == []
 
 
@@ -82,15 +79,14 @@ def test_both_share_a_gpu(scene: Any, first: str, second: str) -> None:
 def test_a_share_that_only_a_child_keeps_vouches_for_no_door(scene: Any, kind: str) -> None:
     """The child keeps the entry and no door, so a share of another directory may have it since."""
     work = "import os, safe_gpu\nsafe_gpu.claim_gpus(8, share='10GiB')\nif os.fork(): os._exit(0)\nprint(), input()\n"
-    child = subprocess.Popen(
-        [sys.executable, "-P", "-c", work], env=scene.env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    child = subprocess.Popen([sys.executable, "-P", "-c", work], env=scene.env, **pipes)
     assert child.wait(40) == 0
     assert child.stdout.readline() == "\n"
     share = (kind, 1, "now", "10 GiB")
-    assert scene.start(*share, command=["true"]).finish()[0] == 0
+    assert scene.ends(*share) == 0
     scene.until_holds(scene.start(kind, 8, "10 GiB", env={"SAFE_GPU_DIR": str(scene.directory / "other")}))
-    assert scene.start(*share, command=["true"]).finish()[0] == 75
+    assert scene.ends(*share) == 75
     child.communicate("\n", timeout=40)
 
 
@@ -153,13 +149,13 @@ def test_doors_keep_two_state_directories_apart(scene: Any, first: str, second: 
     other = {"SAFE_GPU_DIR": str(scene.directory / "other")}
     holder = scene.until_holds(scene.start(first, 6))
     for size, code in ((3, 75), (2, 0)):
-        assert scene.start(second, size, "now", command=["true"], env=other).finish()[0] == code
+        assert scene.ends(second, size, "now", env=other) == code
     waiter = scene.start(second, 3, env=other)
     scene.until(lambda: waiter.pid in scene.tickets(scene.directory / "other"), waiter)
     holder.end()
     scene.until_holds(waiter).end()
     sharer = scene.until_holds(scene.start(first, 8, "10 GiB", env={"SAFE_GPU_DIR": str(scene.directory / "third")}))
-    assert scene.start(second, 1, "now", "10 GiB", command=["true"], env=other).finish()[0] == 75
+    assert scene.ends(second, 1, "now", "10 GiB", env=other) == 75
     sharer.end()
     assert scene.said("rival") == []
 
@@ -170,7 +166,7 @@ def test_a_cleaned_directory_gives_no_gpu_away(scene: Any, first: str, second: s
     waiter = scene.until_waits(scene.start(second, 8))
     shutil.rmtree(scene.state_dir)
     for kind in KINDS:
-        assert scene.start(kind, 3, "now", command=["true"]).finish()[0] == 75
+        assert scene.ends(kind, 3, "now") == 75
     scene.until_waits(waiter)  # anew
 
 
@@ -215,9 +211,9 @@ def test_nobody_claims_what_is_drained(scene: Any, kind: str) -> None:
     closed.chmod(0o644)
     shown = scene.start(kind, 1, "now", command=["printenv", "CUDA_VISIBLE_DEVICES"]).finish()[1]
     assert shown.strip() == scene.uuids[1]
-    assert scene.start(kind, 8, "now", command=["true"]).finish()[0] == 75
+    assert scene.ends(kind, 8, "now") == 75
     closed.chmod(0o646)  # anybody may have written it
-    assert scene.start(kind, 8, "now", command=["true"]).finish()[0] == 0
+    assert scene.ends(kind, 8, "now") == 0
 
 
 @ROOT
@@ -235,8 +231,8 @@ def test_who_would_hold_what_is_reserved_goes_elsewhere(scene: Any) -> None:
     ]:
         closed.write_text(f"{scene.uuids[0]} {begin:.0f} {begin + 1200:.0f} {whom} a course\n")
         closed.chmod(0o644)
-        assert scene.start("c", 8, "now", *options, command=["true"], **THEIRS).finish()[0] == code, (whom, options)
-        assert scene.start("c", 8, "now", *options, command=["true"]).finish()[0] == 0, "it binds root"
+        assert scene.ends("c", 8, "now", *options, **THEIRS) == code, (whom, options)
+        assert scene.ends("c", 8, "now", *options) == 0, "it binds root"
 
 
 @ROOT

@@ -15,7 +15,7 @@ JUNK = (b"", b'"', b"{", b"]", b"\\", b"\xff", b"-", b"9" * 40, b"[" * 5000, b"\
 
 
 def claims_all(scene: Any) -> int:
-    return int(scene.start("c", 8, "now", command=["true"]).finish()[0])
+    return int(scene.ends("c", 8, "now"))
 
 
 @contextmanager
@@ -75,10 +75,10 @@ def test_an_entry_with_two_names_counts_once_and_a_huge_share_once_more(scene: A
     share = {**CLAIM, "gpus": dict.fromkeys(scene.uuids, 60 << 30)}
     with living(above / name(8), json.dumps(share).encode()):
         os.link(above / name(8), above / name(9))
-        assert scene.start("c", 8, "now", "10 GiB", command=["true"]).finish()[0] == 0
+        assert scene.ends("c", 8, "now", "10 GiB") == 0
         huge = json.dumps({**CLAIM, "gpus": dict.fromkeys(scene.uuids, 2**63 - 1)}).encode()
         with living(above / name(10), huge), living(above / name(11), huge):
-            assert scene.start("c", 1, "now", "10 GiB", command=["true"]).finish()[0] == 75
+            assert scene.ends("c", 1, "now", "10 GiB") == 75
 
 
 def test_garbage_in_entries_costs_nobody_a_gpu_for_longer_than_it_lives(scene: Any) -> None:

@@ -1,0 +1,404 @@
+"""What is written beside entries: the history, notes of GPUs on which a claim failed, and the files of closed GPUs."""
+
+import json
+import os
+import stat
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from safe_gpu.coordination import history
+from safe_gpu.coordination.closed import (
+    all_windows,
+    binding,
+    closed_file,
+    drained_gpus,
+    find_admitted,
+    has_closed_file,
+    ignored_closed,
+    read_closed,
+)
+from safe_gpu.coordination.directory import Directory
+from safe_gpu.coordination.entry import Entries, Entry, make_entry
+from safe_gpu.coordination.faults import clear_fault, read_faults, write_fault
+from safe_gpu.errors import StateDirError
+from safe_gpu.gpus.devices import LAST_CHOICE, GpuFault
+from safe_gpu.gpus.windows import Window
+from safe_gpu.host import procfs
+from safe_gpu.host.held import Held
+from safe_gpu.status.history import ClaimEnd, PastClaim, _line, claims_between
+
+NOW = 1_795_000_000.0  # in November 2026
+FILE = "2026-11.jsonl"
+LINE = b'{"v": 1}\n'
+
+
+@pytest.fixture
+def written(state_dir: Path) -> Path:
+    """The directory of a history with one line."""
+    state_dir.mkdir()
+    state_dir.chmod(0o1777)
+    assert history.append([LINE], NOW)
+    return state_dir / history.NAME
+
+
+def test_a_file_for_each_month_that_everybody_may_write(written: Path) -> None:
+    assert history.append([LINE, LINE], NOW)
+    assert history.append([LINE], NOW + 31 * 86400)
+    assert {file.name: file.read_bytes() for file in written.iterdir()} == {FILE: 3 * LINE, "2026-12.jsonl": LINE}
+    assert stat.S_IMODE(written.stat().st_mode) == 0o1777
+    assert {stat.S_IMODE(file.stat().st_mode) for file in written.iterdir()} == {0o666}
+
+
+def test_a_full_file_is_followed_by_the_next_part_up_to_a_bound(written: Path) -> None:
+    for name in history.file_names("2026-11"):
+        assert history.append([LINE], NOW)
+        assert (written / name).read_bytes().endswith(LINE)
+        os.truncate(written / name, history.LARGEST)
+    assert not history.append([LINE], NOW)
+    assert sum(file.stat().st_size for file in written.iterdir()) == history.PARTS * history.LARGEST
+
+
+@pytest.mark.parametrize("hostile", ["fifo", "link", "hard link", "directory", "huge"])
+def test_a_hostile_file_is_passed(written: Path, hostile: str, tmp_path: Path) -> None:
+    file, precious = written / FILE, written.parent / "precious"
+    precious.write_bytes(b"precious")
+    if hostile == "huge":
+        os.truncate(file, 1 << 40)
+    else:
+        file.unlink()
+        {"fifo": os.mkfifo, "directory": os.mkdir}.get(hostile, lambda path: None)(file)
+        {"link": os.symlink, "hard link": os.link}.get(hostile, lambda *paths: None)(precious, file)
+    assert history.append([LINE], NOW)
+    assert (written / "2026-11.1.jsonl").read_bytes() == LINE
+    assert precious.read_bytes() == b"precious"
+
+
+@pytest.mark.parametrize("hostile", ["link", "no room"])
+def test_a_directory_that_cannot_be_used_loses_the_line_at_once(
+    state_dir: Path, hostile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state_dir.mkdir()
+    state_dir.chmod(0o1777)
+    if hostile == "link":
+        (state_dir / history.NAME).symlink_to(tmp_path)
+    else:
+        genuine = os.write
+        monkeypatch.setattr(os, "write", lambda fd, data: genuine(fd, data[:3]))
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits"))
+    assert not history.append([LINE], NOW)
+    assert not list(tmp_path.glob("*.jsonl"))
+
+
+TIMES = st.lists(st.floats(1, 9e10).map(lambda when: round(when, 3)), min_size=3, max_size=3).map(sorted)
+
+
+@given(pid=st.integers(1, (1 << 31) - 1), times=TIMES)
+def test_an_end_is_read_as_it_was_written(pid: int, times: list[float]) -> None:
+    for end in (ClaimEnd(pid, *times), ClaimEnd(pid, times[0], times[1], times[1])):
+        assert _line(history.end_line(*end)) == end
+
+
+# Entries
+
+
+@pytest.fixture
+def claims(state_dir: Path) -> Iterator[Directory]:
+    with Directory(str(state_dir), "claims") as directory:
+        yield directory
+
+
+@pytest.fixture
+def hold(claims: Directory) -> Iterator[Callable[..., Held]]:
+    """Make an entry; its claim dies when what is returned is released."""
+    made: list[Held] = []
+
+    def hold(**said: Any) -> Held:
+        facts = {"pid": os.getpid(), "since": time.time() - 60, "gpus": {"GPU-a": None}, **said}
+        made.append(make_entry(claims, len(made) + 1, facts, by_children=True)[1])
+        return made[-1]
+
+    yield hold
+    for held in made:
+        held.release()
+
+
+def dead(directory: Directory) -> list[Entry]:
+    entries = Entries(directory)
+    assert entries.look() == []
+    return list(entries.dead())
+
+
+def past() -> list[PastClaim]:
+    found, warnings = claims_between(0, time.time() + 1)
+    assert warnings == []
+    return found
+
+
+def test_a_line_changes_nothing_of_a_claim_that_runs(hold: Any) -> None:
+    """Anybody may have written the line. Whose the claim is says the owner of the entry."""
+    said = {"pid": os.getpid(), "since": time.time() - 60, "gpus": {"GPU-a": 20 << 30}, "waited": 2.5}
+    said |= {"labels": ["3"], "of": 80 << 30, "host": "gpu1", "job": "sge:1", "command": "python train.py"}
+    hold(**said)
+    line = history.claim_line({**said, "labels": ["4"], "waited": 9.0}, uid=4711)
+    assert history.append([line, history.end_line(said["pid"], said["since"], NOW, NOW)], time.time())
+    (one,) = past()
+    assert (one.labels, one.of, one.share, one.waited, one.part) == (("3",), 80 << 30, 20 << 30, 2.5, 0.25)
+    assert (one.running, one.ended, one.uid) == (True, None, os.geteuid())
+    assert (one.host, one.job, one.command) == ("gpu1", "sge:1", "python train.py")
+
+
+def test_a_claim_that_died_ended_after_it_was_seen_and_before_it_was_found(hold: Any, claims: Directory) -> None:
+    since = round(time.time() - 60, 3)
+    hold(since=since, gpus={"GPU-a": None, "AMD/b": None}).release()
+    (one,) = past()
+    assert (one.running, one.seen, one.since) == (False, since, since)
+    assert since < (one.ended or 0) < time.time() + 1
+    assert history.append([LINE], NOW)
+    with history.HistoryDir() as directory:
+        history.mark_seen(directory, "AMD/b")
+    os.utime(Path(claims.path).parent / "history" / "AMD_b.seen", (since + 30, since + 30))
+    assert past()[0].seen == pytest.approx(since + 30, abs=2e-3)
+    os.utime(Path(claims.path).parent / "history" / "AMD_b.seen", (9e9, 9e9))
+    (one,) = past()
+    assert one.seen == pytest.approx(one.ended, abs=1e-2)
+    assert not one.knows_its_end
+
+
+def test_who_removes_a_dead_claim_tells_the_history_once(hold: Any, claims: Directory) -> None:
+    said = {"since": round(time.time() - 60, 3), "gpus": {"GPU-a": 20 << 30}, "job": "sge:1"}
+    own = history.claim_line({"pid": os.getpid(), **said, "labels": ["0"], "of": 80 << 30}, uid=os.geteuid())
+    hold(**said).release()
+    assert history.append([own], time.time())
+    before = past()
+    entries = Entries(claims)
+    entries.look()
+    removed = entries.remove_dead()
+    assert os.listdir(claims.fd) == []
+    assert history.append(history.lines_of_dead(removed, time.time()), time.time())
+    (one,) = past()
+    assert (one.labels, one.of, one.job, one.seen) == (("0",), 80 << 30, "sge:1", said["since"])
+    assert (before[0].ended or 0) <= (one.ended or 0) < time.time() + 1
+    assert entries.remove_dead() == []
+    hold(command="python train.py --password 1234").release()  # before it wrote its line
+    first, end = map(json.loads, history.lines_of_dead(dead(claims), time.time()))
+    assert first["command"] == "python train.py"
+    assert first["claim"] == end["claim"]
+
+
+@pytest.mark.parametrize("said", [{"start": 1 << 60}, {"start": 0}, {"start": 7, "pidns": 1}])
+def test_a_process_of_elsewhere_or_of_before_a_reboot_bounds_nothing(hold: Any, claims: Directory, said: Any) -> None:
+    since = time.time()
+    hold(since=since, **{"pidns": procfs.pid_namespace(), **said}).release()
+    _, end = map(json.loads, history.lines_of_dead(dead(claims), since + 365 * 86400))
+    assert end["ended"][1] == pytest.approx(since + 365 * 86400, abs=1e-2)
+
+
+@pytest.mark.parametrize("said", [{"inside": "t"}, {"display": True}, {"nb_gpus": 1, "gpus": ["GPU-a"]}, {"pid": 0}])
+def test_claims_inside_others_on_a_display_and_waiters_have_no_line(hold: Any, claims: Directory, said: Any) -> None:
+    held = hold(**said)
+    assert past() == []
+    held.release()
+    assert past() == []
+    assert list(history.lines_of_dead(dead(claims), time.time())) == []
+
+
+def test_an_entry_of_nonsense_costs_no_other(hold: Any, claims: Directory) -> None:
+    for number, content in enumerate((b"[", b'{"v": 1, "gpus": {"\\u0000": null}, "pid": 7, "since": 5}'), 50):
+        dead_entry(claims, number, content)
+    os.mkfifo(Path(claims.path) / "60.00000000000000aa")
+    hold()
+    assert [one.running for one in past()] == [False, True]
+
+
+def test_dead_claims_of_a_neighbour_are_read_to_a_bound(claims: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("safe_gpu.status.history.LARGEST", 2000)
+    for number in range(100):
+        dead_entry(claims, number, b'{"v": 1, "gpus": {"GPU-a": null}, "pid": 7, "since": %d.0}' % (1000 + number))
+    found, (warning,) = claims_between(0, time.time())
+    assert 0 < len(found) < 100
+    assert "more claims than can be kept" in warning
+
+
+def dead_entry(claims: Directory, number: int, content: bytes) -> None:
+    path = Path(claims.path) / f"{number}.00000000000000aa"
+    path.write_bytes(content)
+    path.chmod(0o644)
+
+
+# Notes of GPUs on which a claim failed: each user has its own, and reads those of all
+
+
+UUID = "GPU-1"
+OTHER = 54321
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users")
+
+
+@pytest.fixture
+def place(open_tmp: Path) -> str:
+    return str(open_tmp / "state")
+
+
+def path(place: str, uuid: str = UUID, uid: int | None = None) -> Path:
+    return Path(place, "faults", f"{uuid}.{os.geteuid() if uid is None else uid}")
+
+
+def test_a_note_is_read_back_and_is_one_line_of_json_for_everybody(place: str) -> None:
+    mask = os.umask(0o077)
+    try:
+        write_fault(place, UUID, GpuFault(1795184513.2041, "cuInit failed"))
+    finally:
+        os.umask(mask)
+    assert read_faults(place, [UUID, "GPU-2"]) == {UUID: GpuFault(1795184513.204, "cuInit failed")}
+    assert path(place).stat().st_mode & 0o777 == 0o644
+    assert path(place).parent.stat().st_mode & 0o7777 == 0o1777
+    assert path(place).read_text() == '{"when": 1795184513.204, "error": "cuInit failed"}\n'
+    write_fault(place, UUID, GpuFault(1.0, "\x1b[31m\udce9" + "\U0001f600" * 9999))
+    assert path(place).stat().st_size < 4096
+    error = read_faults(place, [UUID])[UUID].error
+    assert error.startswith(" [31m\ufffd\U0001f600"), "text is safe for terminals"
+    assert len(error) == 400
+    assert os.listdir(path(place).parent) == [path(place).name]
+    write_fault(place, "MIG-GPU-1/7/0", GpuFault(1.0, "bad"))  # as older drivers name an instance
+    assert path(place, "MIG-GPU-1_7_0").exists()
+    assert read_faults(place, ["MIG-GPU-1/7/0"]) == {"MIG-GPU-1/7/0": GpuFault(1.0, "bad")}
+
+
+def test_what_is_no_plain_file_is_no_note_and_is_not_waited_for(place: str, tmp_path: Path) -> None:
+    write_fault(place, "GPU-2", GpuFault(1.0, "bad"))
+    (tmp_path / "secret").write_text('{"when": 1, "error": "x"}')
+    for text in (b"\xff", b"[]", b'{"when": null}', b" " * 9999):
+        path(place).write_bytes(text)
+        assert list(read_faults(place, [UUID, "GPU-2"])) == ["GPU-2"]
+    path(place).unlink()
+    for number, make in enumerate((os.mkfifo, lambda name: name.symlink_to(tmp_path / "secret"), os.mkdir)):
+        make(path(place))
+        assert list(read_faults(place, [UUID, "GPU-2"])) == ["GPU-2"]
+        path(place).rename(tmp_path / f"{number}")
+    path(place).mkdir()
+    with pytest.raises(OSError):
+        write_fault(place, UUID, GpuFault(1.0, "bad"))
+    Path(place, "faults").rename(tmp_path / "faults")
+    Path(place, "faults").symlink_to(tmp_path / "faults")
+    assert read_faults(place, ["GPU-2"]) == {}
+    with pytest.raises(StateDirError, match="symbolic link"):
+        write_fault(place, UUID, GpuFault(1.0, "bad"))
+
+
+@needs_root
+def test_each_user_has_a_note_of_its_own(place: str, as_user: Any) -> None:
+    now = round(time.time())
+    write_fault(place, UUID, GpuFault(now - 60, "bad"))
+
+    def work(say: Any, listen: Any) -> None:
+        clear_fault(place, UUID)
+        for fault in (GpuFault(now, "again"), GpuFault(now - LAST_CHOICE - 60, "old")):
+            say(read_faults(place, [UUID])[UUID].error)
+            listen()
+            write_fault(place, UUID, fault)
+        say("done")
+
+    other = as_user(work, uid=OTHER)
+    assert other.hear() == "bad"
+    other.tell()
+    assert other.hear() == "again"
+    clear_fault(place, UUID)
+    assert read_faults(place, [UUID]) == {UUID: GpuFault(now, "again")}
+    other.tell()
+    assert other.hear() == "done"
+    assert read_faults(place, [UUID]) == {}
+
+
+@needs_root
+def test_names_that_a_neighbour_makes_say_nothing_and_are_not_all_read(place: str) -> None:
+    now = round(time.time())
+    write_fault(place, UUID, GpuFault(now, "bad"))
+    forged = json.dumps({"when": now + 60, "error": "forged"})
+    for uid in range(100, 400):
+        path(place, uid=uid).write_text(forged)
+        os.chown(path(place, uid=uid), OTHER, OTHER)
+    for ending in ("", "-1", "\u0663", "9" * 99):
+        Path(place, "faults", f"{UUID}.{ending}").touch()
+    assert read_faults(place, [UUID]) == {UUID: GpuFault(now, "bad")}
+
+
+# Closed GPUs: who may write the files, and what of them counts
+
+
+ANNA, BEN = 4711, 4712
+LINES = "GPU-0 - - - a fan\nGPU-1 1 2 user:4711 course\nGPU-2 1 2 user:4711 course\n"
+
+
+@pytest.fixture
+def files(open_tmp: Path, state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> dict[bool, Path]:
+    """By whether it is root's: the file in the directory of settings, and that in Anna's state directory."""
+    monkeypatch.setenv("SAFE_GPU_POLICY", str(open_tmp / "etc" / "config.ini"))
+    (open_tmp / "etc").mkdir()
+    state_dir.mkdir()
+    os.chown(state_dir, ANNA, ANNA)
+    return {by_root: Path(closed_file(by_root=by_root)) for by_root in (False, True)}
+
+
+@needs_root
+def test_what_both_files_say_counts_and_root_comes_first(files: dict[bool, Path], state_dir: Path) -> None:
+    """A line that says nothing is told, and the others count."""
+    above = os.open(state_dir, os.O_RDONLY | os.O_DIRECTORY)
+    assert (drained_gpus(), all_windows(), ignored_closed(), has_closed_file(above)) == ({}, (), (), False)
+    files[False].write_text(LINES)
+    os.chown(files[False], ANNA, ANNA)
+    assert has_closed_file(above)
+    assert drained_gpus() == {"GPU-0": "drained by 4711: a fan"}
+    assert all_windows() == (Window(1, 2, ("GPU-1", "GPU-2"), "user:4711", "course", "4711"),)
+    files[True].write_text("GPU-0 - - -\nGPU-3 a fan\nGPU-1 3 4 -\n")
+    assert drained_gpus() == {"GPU-0": "drained by root"}
+    assert [one.by for one in all_windows()] == ["4711", "root"]
+    assert read_closed(by_root=False, state_dir=str(state_dir)).reasons == {"GPU-0": "a fan"}
+    assert ignored_closed() == (f"{files[True]} has a line that closes no GPU, and is ignored: GPU-3 a fan",)
+    files[False].unlink()
+    assert has_closed_file(above)
+    os.close(above)
+
+
+@needs_root
+@pytest.mark.parametrize("by_root", [True, False])
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (f"chown {BEN} closed", f"belongs to {BEN}, and the directory does not"),
+        ("chmod 664 closed", "can be written by others"),
+        ("head -c 70000 /dev/zero > closed", "has more than 65536 bytes"),
+        ("mv closed other; ln -s other closed", "cannot be read (Too many levels of symbolic links)"),
+        ("rm closed; mkfifo closed", "is no regular file"),
+        ("rm closed; mkdir closed", "cannot be read (Is a directory)"),
+    ],
+)
+def test_a_file_that_others_may_have_written_closes_nothing(
+    files: dict[bool, Path], by_root: bool, spoil: str, why: str
+) -> None:
+    files[by_root].write_text(LINES)
+    assert list(drained_gpus()) == ["GPU-0"]
+    subprocess.run(spoil, shell=True, check=True, cwd=files[by_root].parent, timeout=60)
+    assert (drained_gpus(), all_windows()) == ({}, ())
+    (told,) = ignored_closed()
+    assert told.startswith(f"{files[by_root]} ")
+    assert why in told
+    if not by_root:  # nor is a link followed that stands in place of the state directory
+        files[False].parent.rename(files[False].parent.with_name("moved"))
+        files[False].parent.symlink_to("moved")
+        assert (drained_gpus(), ignored_closed()) == ({}, ())
+
+
+def test_whom_a_window_binds() -> None:
+    course = Window(1, 2, ("GPU-1",), f"user:{ANNA}")
+    group = Window(1, 2, ("GPU-1",), f"group:{BEN}")
+    find_admitted([course, group], [0, ANNA])
+    assert binding([course, group], 0) == []
+    assert binding([course, group], ANNA) == [group]
+    assert binding([course, group], BEN) == [course, group]

@@ -22,16 +22,17 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from common import parser_with_seed
-from soak_host import Ground, Policy, replace_file
-from soak_lives import ISLANDS, Life, draw, live
+from soak_host import ISLANDS, Ground, Life, Policy, draw, live, replace_file
 from support.broken import BROKEN
 from support.stage import import_everything
 
@@ -52,7 +53,9 @@ class Soak:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.rng = random.Random(options.seed)
-        self.ground = Ground.new(options.preset)
+        above = tempfile.mkdtemp(prefix="safe-gpu-soak-")
+        os.chmod(above, 0o755)
+        self.ground = Ground(f"{above}/ground", options.preset)
         self.gpus = self.ground.gpus
         self.options = options
         self.shared = tuple(self.gpus[:3]) if options.shares else ()
@@ -72,7 +75,7 @@ class Soak:
         self._resume: list[tuple[float, int]] = []
         self.story: deque[dict[str, Any]] = deque(maxlen=4000)
         if options.islands:
-            open(f"{self.ground.root}/islands", "w").close()
+            Path(self.ground.root, "islands").touch()
             # Processes in PID namespaces see the host's /proc there.
             if os.system(f"mount --bind /proc '{self.ground.root}/proc'"):
                 sys.exit("soak.py: --islands needs root, and mount(8)")
@@ -148,9 +151,9 @@ class Soak:
         # Who asks for all of the shared GPUs is refused for ever while one of them is lost, and rightly.
         some = self.rng.sample([gpu for gpu in self.gpus if gpu not in self.shared], 2)
         skies = ({"lag": 0.05}, {"stall": 0.1}, {"stall": 2.0}, {"hides": some}, {"lost": some}, {"fails": True})
-        self._set_weather(self.rng.choice((*[{}] * 4, *skies)))
+        self._set_weather(**self.rng.choice((*[{}] * 4, *skies)))
 
-    def _set_weather(self, sky: dict[str, Any]) -> None:
+    def _set_weather(self, **sky: Any) -> None:
         replace_file(f"{self.ground.root}/weather", json.dumps(sky))
 
     def _clean(self) -> None:
@@ -212,7 +215,7 @@ class Soak:
     def _be_quiet(self) -> None:
         """Let all end, and see what must be true then."""
         if self.story:
-            self._set_weather({})
+            self._set_weather()
             deadline = time.monotonic() + PATIENCE
             while (self._children or self._players) and time.monotonic() < deadline:
                 for _, pid in self._resume:
@@ -223,32 +226,25 @@ class Soak:
                 time.sleep(0.01)
             self._end_all()
         self.counts["quiet points"] += 1
-        with self._without_cleaner():
-            if self.policy:
-                self.policy.set({})
-            scenes: list[Callable[[], None]] = [partial(self.claim_all, island) for island in self.islands]
-            scenes += [self.take_turns, self.stay_behind, self.keep_promises]
-            if self.shared:
-                scenes.insert(0, self.share_out)
-            if self.policy:
-                scenes.append(partial(self.keep_limits, self.policy))
-            for scene in scenes:
-                if not self.is_caught:
-                    scene()
+        cleaner = Path(self.ground.root, "cleaner")  # the referee counts what users hold only while none is at work
+        cleaner.unlink(missing_ok=True)
+        if self.policy:
+            self.policy.set({})
+        scenes: list[Callable[[], None]] = [partial(self.claim_all, island) for island in self.islands]
+        scenes += [self.take_turns, self.stay_behind, self.keep_promises]
+        if self.shared:
+            scenes.insert(0, self.share_out)
+        if self.policy:
+            scenes.append(partial(self.keep_limits, self.policy))
+        for scene in scenes:
+            if not self.is_caught:
+                scene()
+        if self.options.cleaner:
+            cleaner.touch()
         self._end_all()
         if self.policy:
             self.counts["policies"] += 1
             self.policy.change(self.rng, self.users or (os.getuid(),))
-
-    @contextmanager
-    def _without_cleaner(self) -> Iterator[None]:
-        """The referee counts what users hold only while no cleaner is at work."""
-        path = f"{self.ground.root}/cleaner"
-        with suppress(FileNotFoundError):
-            os.unlink(path)
-        yield
-        if self.options.cleaner:
-            open(path, "w").close()
 
     def told(self, number: int, *events: str) -> set[str]:
         """Wait until a process tells one of these events or has been silent for long; all that it told."""
@@ -305,34 +301,28 @@ class Soak:
     # ---- What must be true at a quiet point ----
 
     def claim_all(self, island: str) -> None:
-        number = self.start(_calm(len(self.gpus), hold=0.0, island=island))
+        number = self.start(Life(len(self.gpus), hold=0.0, island=island))
         self.expect_served(number, "GPUs that nobody can claim at a quiet point", island=island)
 
     def take_turns(self) -> None:
         """Waiters for the whole host, who come one after the other behind a holder, are served in order."""
         fair = self.options.order == "fair"
         uids: list[int | None] = [self.rng.choice(USERS) if fair else None for _ in range(6)]
-        holder = self.start(_calm(len(self.gpus), hold=PATIENCE, uid=uids[0]))
-        self.told(holder)
+        self.told(holder := self.start(Life(len(self.gpus), hold=PATIENCE, uid=uids[0])))
         ends = ("linger", "release", "release", "exit", "release")
-        came = [
-            self._queue_up(_calm(len(self.gpus), end=end, uid=uid)) for end, uid in zip(ends, uids[1:], strict=True)
-        ]
+        lives = (Life(len(self.gpus), end=end, uid=uid) for end, uid in zip(ends, uids[1:], strict=True))
+        came = [self._queue_up(life) for life in lives]
         self.kill(holder)
-        served, expected = (
-            self._served(came),
-            [came[place] for place in by_turns(uids, len(self.gpus))] if fair else came,
-        )
+        served = self._served(came)
+        expected = [came[place] for place in by_turns(uids, len(self.gpus))] if fair else came
         if served != expected:
             self.violation({"what": "waiters out of turn", "came": came, "served": served, "expected": expected})
 
     def stay_behind(self) -> None:
         """A small claim that says nothing does not pass one who waits for all GPUs, though half of them are free."""
-        holder = self.start(_calm(len(self.gpus) // 2, hold=PATIENCE))
-        self.told(holder)
-        large = self._queue_up(_calm(len(self.gpus)))
-        small = self.start(_calm(1, timeout=0.0))
-        self.told(small)
+        self.told(holder := self.start(Life(len(self.gpus) // 2, hold=PATIENCE)))
+        large = self._queue_up(Life(len(self.gpus)))
+        self.told(small := self.start(Life(1, timeout=0.0)))
         self.kill(holder)
         if self._served([large, small])[:1] == [small]:
             self.violation({"what": "a waiter was passed", "number": small, "waiter": large})
@@ -342,7 +332,7 @@ class Soak:
         gpu = self.rng.choice(self.shared)
 
         def attempt(share: str | None, island: str = "home", hold: float = 0.01, timeout: float = 0.0) -> int:
-            number = self.start(_calm(1, timeout=timeout, hold=hold, share=share, only=(gpu,), island=island))
+            number = self.start(Life(1, timeout=timeout, hold=hold, share=share, only=(gpu,), island=island))
             self.told(number)
             return number
 
@@ -366,17 +356,17 @@ class Soak:
         part = rng.randint(1, len(self.gpus) - free - 1)
         for size in (part, len(self.gpus) - free - part):
             word = rng.choice((1.5, 2.0, 2.5, 3.0))
-            number = self.start(_calm(size, hold=word - rng.choice((0.2, 0.7)), hold_for=word))
+            number = self.start(Life(size, hold=word - rng.choice((0.2, 0.7)), hold_for=word))
             words[number] = word
             self.expect_served(number, "refused while enough GPUs were free")
         waiters = []
         large = rng.choice((len(self.gpus), rng.randint(free + 1, len(self.gpus))))
         for size in (large, rng.randint(1, len(self.gpus))):
-            number = self._queue_up(_calm(size, hold=0.1, hold_for=1.0))
+            number = self._queue_up(Life(size, hold=0.1, hold_for=1.0))
             words[number] = 1.0
             waiters.append(Waiter(number, self._expected_start(number)))
         for word in rng.sample((1.0, 1.0, 2.0, 4.0, 4.0, math.inf), 4):
-            life = _calm(rng.randint(1, free), timeout=rng.choice((0.0, 0.0, 1.0)))
+            life = Life(rng.randint(1, free), timeout=rng.choice((0.0, 0.0, 1.0)))
             if word < math.inf:
                 life = life._replace(hold=0.9 * word, hold_for=word)
             words[self.start(life)] = word
@@ -408,12 +398,12 @@ class Soak:
         policy.set({user: most})
         holders: list[int] = []
         for size, uid in ((2, other), (most - 1, user), (1, user)):
-            holders.append(self.start(_calm(size, uid=uid, timeout=0.0, hold=8.0)))
+            holders.append(self.start(Life(size, uid=uid, timeout=0.0, hold=8.0)))
             self.expect_served(holders[-1], "refused within the limit", most=most)
-        over = self.start(_calm(1, uid=user, timeout=0.0))
+        over = self.start(Life(1, uid=user, timeout=0.0))
         self.told(over)  # the markers tell if it is over the limit
-        waiter = self._queue_up(_calm(1, uid=user, timeout=60.0))
-        passer = self.start(_calm(1, uid=other, timeout=0.0))
+        waiter = self._queue_up(Life(1, uid=user, timeout=60.0))
+        passer = self.start(Life(1, uid=other, timeout=0.0))
         held = "holds" in self.told(passer)
         if not held and not any("released" in self.told(number, "holds") for number in holders):
             self.violation({"what": "held up by a waiter at its limit", "number": passer, "waiter": waiter})
@@ -441,11 +431,6 @@ class Soak:
             names = os.listdir(f"{self.ground.state}/queue")
             return max((int(name.partition(".")[0]) for name in names if name[0] != "."), default=-1)
         return -1
-
-
-def _calm(nb_gpus: int, *, timeout: float = 10.0, hold: float = 0.01, **others: Any) -> Life:
-    """A plain claim at a quiet point."""
-    return Life("claim", nb_gpus, False, timeout, hold, None, "release", "home", None, 0)._replace(**others)
 
 
 def by_turns(uids: Sequence[object], size: int) -> list[int]:
@@ -540,11 +525,8 @@ def main() -> int:
     name_of = partial(re.sub, "^simulated:", "")
     parser.add_argument("--preset", type=name_of, choices=large, default="dgx-a100", help="the simulated host")
     args = parser.parse_args()
-    for name in needing_root:
-        if getattr(args, name) and os.geteuid():
-            parser.error(f"--{name} needs root")
-    if args.order == "fair" and os.geteuid():
-        parser.error("--order fair needs root")
+    if os.geteuid() and (args.order == "fair" or any(getattr(args, name) for name in needing_root)):
+        parser.error(f"--{', --'.join(needing_root)} and --order fair need root")
     print(f"seed {args.seed}", flush=True)
     soak = Soak(args)
     started = time.monotonic()

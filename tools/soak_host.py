@@ -1,24 +1,34 @@
-"""The host of a soak test, its policy file, its strangers and its weather, and what the referee knows besides."""
+"""The host of a soak test, what the referee knows of it, and what the processes on it do: claim in every way, and end.
+
+As a script, `soak_host.py STAGE hold|nest SECONDS END`, it is the command of a ``safe-gpu run``.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import json
 import math
 import os
 import random
-import tempfile
+import shlex  # noqa: F401 - other users cannot read the library
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from common import ROOT  # noqa: F401 - the package beside this script
+from common import ROOT
+from support.actor import become
+from support.broken import break_build
 from support.stage import Mark, Referee, simulate
 
-from safe_gpu import NoDriverError
+import safe_gpu
+from safe_gpu.cli.commands import main as safe_gpu_main
 from safe_gpu.drivers import simulated
 from safe_gpu.drivers.simulated import SimulatedDriver
 from safe_gpu.gpus.devices import Gpu, HostSnapshot
@@ -53,12 +63,6 @@ class Ground:
         self.referee = Referee(f"{root}/referee", memory, proc)
         self.tell = self.referee.tell
 
-    @classmethod
-    def new(cls, preset: str) -> Ground:
-        above = tempfile.mkdtemp(prefix="safe-gpu-soak-")
-        os.chmod(above, 0o755)
-        return cls(f"{above}/ground", preset)
-
     def enter(self, state: str | None = None) -> None:
         """Make this process one on the simulated host."""
         simulate(self.preset, state or self.state, SAFE_GPU_SIMULATED_DIR=f"{self.root}/tree")
@@ -79,9 +83,8 @@ class Ground:
 
     def count_own(self, number: int) -> None:
         """Tell if this user holds more whole GPUs by this state directory than it may."""
-        mine = os.getuid(), _home(), None, False  # claims inside claims have no limit
-        held = [one for one in self.referee.held() if self.referee.lives(one)]
-        own = {one["uuid"] for one in held if (one["uid"], one["home"], one["share"], one["inside"]) == mine}
+        mine = {"uid": os.getuid(), "home": _home(), "share": None, "inside": False}  # inside claims there is no limit
+        own = {one["uuid"] for one in self.referee.held() if self.referee.lives(one) and one | mine == one}
         if len(own) > allowed(self.root, os.getuid()) and not self.has_cleaner():
             self.tell("violation", what="a user over the limit", number=number, uuids=sorted(own))
 
@@ -124,18 +127,9 @@ class Ground:
 
 def _home() -> str:
     """The state directory of this process, by its inode: limits count claims of one directory."""
-    try:
+    with suppress(OSError):
         return str(os.stat(os.environ["SAFE_GPU_DIR"]).st_ino)
-    except OSError:
-        return "-"
-
-
-def be_a_stranger(ground: Ground, rng: random.Random) -> None:
-    """Take a GPU without asking, known to the referee by the pid."""
-    ground.register_stranger()
-    driver = SimulatedDriver(ground.preset)
-    with driver.occupy(rng.choice(driver.idle.gpus).uuid, memory=rng.choice((300, 3000)) << 20):
-        time.sleep(rng.uniform(0.02, 0.5))
+    return "-"
 
 
 class Ambush:
@@ -156,20 +150,17 @@ class Ambush:
             ready, told = os.pipe()
             self._pid = os.fork()
             if self._pid == 0:
-                self._wait_in(driver, seen.gpus, told)
+                ground.register_stranger()
+                contexts = [driver.occupy(gpu.uuid) for gpu in seen.gpus if not gpu.processes]
+                os.write(told, " ".join(["x", *(context._name for context in contexts)]).encode())
+                time.sleep(2.0)
+                os._exit(0)
             os.close(told)
             self._contexts = os.read(ready, 65536).decode().split()
             os.close(ready)
             return seen
 
         SimulatedDriver.snapshot = then_a_stranger
-
-    def _wait_in(self, driver: SimulatedDriver, gpus: tuple[Gpu, ...], told: int) -> None:
-        self._ground.register_stranger()
-        contexts = [driver.occupy(gpu.uuid) for gpu in gpus if not gpu.processes]
-        os.write(told, " ".join(["x", *(context._name for context in contexts)]).encode())
-        time.sleep(2.0)
-        os._exit(len(contexts) & 0)
 
     def judge(self, uuids: list[str]) -> None:
         """Tell of the stranger on these GPUs, which were claimed just now."""
@@ -184,24 +175,19 @@ def bad_weather(ground: Ground) -> None:
     snapshot, usage, is_alive = SimulatedDriver.snapshot, SimulatedDriver.usage, simulated.is_alive
 
     def weather() -> dict[str, Any]:
-        try:
-            return json.loads(Path(f"{ground.root}/weather").read_text())
-        except (OSError, ValueError):
-            return {}
+        with suppress(OSError, ValueError):
+            return json.loads(Path(ground.root, "weather").read_text())
+        return {}
 
-    def under(sky: dict[str, Any], gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
-        if sky.get("stall"):
-            time.sleep(sky["stall"])
+    def under(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
+        sky = weather()
+        time.sleep(sky.get("stall", 0))
         if sky.get("fails"):
-            raise NoDriverError("the simulated driver fails for the soak test")
-        changed = []
-        for gpu in gpus:
-            if gpu.uuid in sky.get("lost", ()):
-                gpu = gpu._replace(processes=None, process_error="GPU is lost", unusable="GPU is lost", lost=True)
-            elif gpu.uuid in sky.get("hides", ()):
-                gpu = gpu._replace(processes=None, process_error="hidden for the soak test")
-            changed.append(gpu)
-        return tuple(changed)
+            raise safe_gpu.NoDriverError("the simulated driver fails for the soak test")
+        hidden = {"process_error": "hidden for the soak test"}
+        lost = {"process_error": "GPU is lost", "unusable": "GPU is lost", "lost": True}
+        changes = {uuid: what for name, what in (("hides", hidden), ("lost", lost)) for uuid in sky.get(name, ())}
+        return tuple(gpu._replace(processes=None, **changes[gpu.uuid]) if gpu.uuid in changes else gpu for gpu in gpus)
 
     def late(name: str, directory: int) -> bool:
         with suppress(OSError):
@@ -210,16 +196,13 @@ def bad_weather(ground: Ground) -> None:
                 return False
         return is_alive(name, directory)
 
-    def bad_snapshot(self: SimulatedDriver) -> HostSnapshot:
-        whole = snapshot(self)
-        return HostSnapshot(under(weather(), whole.gpus), whole.driver, whole.driver_version, whole.name_prefix)
-
-    def bad_usage(self: SimulatedDriver, gpus: Any) -> tuple[Gpu, ...]:
-        return under(weather(), usage(self, gpus))
+    def bad_snapshot(driver: SimulatedDriver) -> HostSnapshot:
+        whole = snapshot(driver)
+        return whole._replace(gpus=under(whole.gpus))
 
     simulated.is_alive = late
     SimulatedDriver.snapshot = bad_snapshot
-    SimulatedDriver.usage = bad_usage
+    SimulatedDriver.usage = lambda driver, gpus: under(usage(driver, gpus))
 
 
 _OTHERS = {"default_hold": "2s", "max_hold": "1s", "max_wait": "2s"}
@@ -270,10 +253,9 @@ def may_refuse(root: str, uid: int, nb_gpus: int, hold_for: float | None) -> boo
 
 
 def _limits(root: str) -> dict[str, Any]:
-    try:
-        return json.loads(Path(f"{root}/limits").read_text())
-    except FileNotFoundError:
-        return {"most": {}, "max_hold": False}
+    with suppress(FileNotFoundError):
+        return json.loads(Path(root, "limits").read_text())
+    return {"most": {}, "max_hold": False}
 
 
 def replace_file(path: str, text: str) -> None:
@@ -281,3 +263,258 @@ def replace_file(path: str, text: str) -> None:
         file.write(text)
     os.chmod(f"{path}.new", 0o644)
     os.rename(f"{path}.new", path)
+
+
+# What the processes do
+
+ISLANDS = ("home", "other directory", "private directory", "pid namespace")
+_ENDS = ("release", "release", "release", "exit", "die", "fork", "exec", "nothing")
+_WAYS = ("claim",) * 24 + ("ambush",) * 4 + ("stranger",) * 3 + ("run", "run", "nest", "status", "wait")
+_SHARING_WAYS = ("claim",) * 8 + ("run", "run", "wait")
+_SHARES = (None, None, "1GiB", "3GiB", "10%", "25%", "25%", "50%", "60%")
+_NEWNS, _NEWPID = 0x00020000, 0x20000000
+_BIND, _PRIVATE = 4096, (1 << 18) | 16384  # MS_PRIVATE | MS_REC
+
+
+class Life(NamedTuple):
+    """What one process will do.
+
+    Attributes:
+        nb_gpus: how many GPUs it claims.
+        way: how it meets GPUs: ``claim``, ``ambush`` (a stranger comes between look and claim), ``run``, ``nest``
+            (claims inside a ``run``), ``wait``, ``status``, ``stranger``.
+        context: whether it puts a context on them.
+        timeout: of the claim, seconds.
+        hold: how long it holds them, seconds.
+        hold_for: how long it says that it will hold them; None says nothing.
+        end: how it ends: ``release``, ``exit``, ``die`` by SIGKILL, ``fork`` (a child outlives it), ``exec``,
+            ``nothing``, ``linger`` (lives on for 15 s after the release).
+        island: where it lives; one of :data:`ISLANDS`.
+        uid: its user; None is the user of the soak.
+        seed: of its own random choices.
+        share: how much of each GPU; None is all.
+        only: UUIDs of the GPUs that it may have; empty: of all.
+    """
+
+    nb_gpus: int
+    way: str = "claim"
+    context: bool = False
+    timeout: float = 10.0
+    hold: float = 0.01
+    hold_for: float | None = None
+    end: str = "release"
+    island: str = "home"
+    uid: int | None = None
+    seed: int = 0
+    share: str | None = None
+    only: tuple[str, ...] = ()
+
+
+def draw(rng: random.Random, islands: tuple[str, ...], users: tuple[int, ...], shared: tuple[str, ...] = ()) -> Life:
+    """A random life; if there are ``shared`` GPUs, most lives are on these, and most of those share them."""
+    hold = min(rng.expovariate(1 / 0.08), 2.0)
+    end = rng.choice(_ENDS)
+    life = Life(
+        way=rng.choice(_WAYS),
+        nb_gpus=rng.choice((1, 1, 1, 1, 2, 2, 3, 4)),
+        context=rng.random() < 0.4,
+        timeout=rng.choice((0.0, 0.05, 0.5, 3.0, 10.0)),
+        hold=hold + 0.3 * (end == "fork"),
+        hold_for=rng.choice((None, None, 1.0, max(1.0, hold * 2))),
+        end=end,
+        island=rng.choice(islands),
+        uid=rng.choice(users) if users else None,
+        seed=rng.getrandbits(32),
+    )
+    if shared and rng.random() < 0.7:
+        share = rng.choice(_SHARES)
+        way = rng.choice(_WAYS if share is None else _SHARING_WAYS)
+        return life._replace(way=way, nb_gpus=min(life.nb_gpus, 3), hold=3 * life.hold, share=share, only=shared)
+    return life
+
+
+def live(ground: Ground, number: int, life: Life, broken: str = "") -> None:
+    """Live this life in a forked process; does not return.
+
+    Args:
+        broken: a build of ``support.broken``.
+    """
+    code = 1
+    try:
+        code = _live(ground, number, life, broken)
+    except safe_gpu.SafeGpuError as err:
+        ground.tell("refused", number=number, error=type(err).__name__, text=str(err)[:300])
+        if isinstance(err, safe_gpu.UnsatisfiableRequestError) and not _may_refuse(ground, life):
+            ground.tell("violation", what="refused for ever without a cause", number=number)
+        code = 0
+    except (KeyboardInterrupt, SystemExit):  # SIGINT, and SIGTERM during a claim
+        code = 130
+    except BaseException as err:  # whatever it is, the users of a claim were not told of it
+        import traceback
+
+        ground.tell("trace", number=number, text=traceback.format_exc()[-2500:])
+        ground.tell("violation", what="undocumented exception", number=number, error=repr(err)[:300])
+    finally:
+        os._exit(code)
+
+
+def _live(ground: Ground, number: int, life: Life, broken: str) -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _move_to(ground, life.island)
+    os.umask(random.Random(life.seed).choice((0o022, 0o077, 0o002)))
+    if life.uid is not None:
+        become(life.uid)
+    ground.enter(ground.other if life.island == "other directory" else None)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    if life.way != "ambush":  # a driver that shows strangers late hides them from the second poll
+        bad_weather(ground)
+    break_build(broken)
+    ground.tell("begins", number=number, way=life.way, island=life.island, uid=life.uid)
+    started = time.monotonic()
+    if life.way in ("claim", "ambush"):
+        _claim(ground, number, life, Ambush(ground) if life.way == "ambush" else None)
+    elif life.way == "stranger":
+        rng, driver = random.Random(life.seed), SimulatedDriver(ground.preset)
+        ground.register_stranger()
+        with driver.occupy(rng.choice(driver.idle.gpus).uuid, memory=rng.choice((300, 3000)) << 20):
+            time.sleep(rng.uniform(0.02, 0.5))
+    elif life.way in ("run", "nest"):
+        command = [sys.executable, os.path.abspath(__file__), ground.root]
+        command += ["nest" if life.way == "nest" else "hold", str(life.hold), life.end]
+        return int(safe_gpu_main(["run", "-q", *_options(life), "--", *command]) or 0)
+    elif life.way == "wait":
+        code = safe_gpu_main(["wait", "-q", *_options(life)])
+        ground.tell("waited", number=number, seconds=time.monotonic() - started, timeout=life.timeout, code=code)
+        # 143: the first process of a PID namespace does not die of the SIGTERM that ended the wait.
+        if code not in (0, 69, 73, 75, 130, 143) and not (code == 78 and _may_refuse(ground, life)):
+            ground.tell("violation", what=f"safe-gpu wait ended with {code}", number=number)
+    else:
+        safe_gpu_main(["status", "--json"])
+    return 0
+
+
+def _options(life: Life) -> list[str]:
+    words = {"-n": life.nb_gpus, "-t": life.timeout, "--share": life.share, "--only": ",".join(life.only)}
+    return [text for name, value in words.items() if value not in (None, "") for text in (name, str(value))]
+
+
+def _may_refuse(ground: Ground, life: Life) -> bool:
+    """Whether the policy does not allow the claim of this life."""
+    hold_for = life.hold_for if life.way in ("claim", "ambush") else None
+    return may_refuse(ground.root, os.getuid(), life.nb_gpus, hold_for)
+
+
+def _claim(ground: Ground, number: int, life: Life, ambush: Ambush | None) -> None:
+    started = time.monotonic()
+    placeholder = None if life.context else safe_gpu.NoPlaceholder()
+    options = {"timeout": life.timeout, "hold_for": life.hold_for, "share": life.share, "only": life.only or None}
+    try:
+        owner = safe_gpu.GPUOwner(life.nb_gpus, placeholder, affinity=None, **options)
+    finally:
+        ground.tell("waited", number=number, seconds=time.monotonic() - started, timeout=life.timeout)
+    uuids = [gpu.uuid for gpu in owner.gpus]
+    if ambush:
+        ambush.judge(uuids)
+    _hold(ground, number, uuids, life.hold, life.end, owner.release_gpus, share=owner.share)
+
+
+def _hold(
+    ground: Ground,
+    number: int,
+    uuids: list[str],
+    seconds: float,
+    end: str,
+    release: Callable[[], None] | None = None,
+    *,
+    share: int | None = None,
+    inside: bool = False,
+) -> None:
+    """Hold GPUs, or shares of them, under the eyes of the referee, and end."""
+    marks = [ground.mark(uuid, share, inside=inside) for uuid in uuids]
+    ground.tell("holds", number=number, uuids=uuids, end=end, share=share)
+    if not share and not inside:
+        ground.look_for_company(uuids)
+    ground.count_own(number)
+    if end == "fork" and os.fork() == 0:
+        for mark in marks:
+            if ground.islands or ground.has_cleaner():  # the name speaks for the GPU then, and that is the parent's
+                mark.close()
+            else:
+                ground.referee.sign(mark)
+        time.sleep(seconds + 0.2)
+        os._exit(0)
+    time.sleep(seconds)
+    if not share and not inside:
+        ground.look_for_company(uuids)
+    if end == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if end in ("exec", "release", "linger"):  # exec closes one file after the other, and the process lives meanwhile
+        for mark in marks:
+            mark.end()
+    if end == "exec":
+        os.execv("/bin/true", ["true"])
+    if end in ("release", "linger"):
+        release()
+        ground.tell("released", number=number, uuids=uuids)
+    if end == "linger":
+        time.sleep(15)
+
+
+def _move_to(ground: Ground, island: str) -> None:
+    """Enter new namespaces, where the island has some."""
+    if island == "private directory":
+        _unshare(_NEWNS)
+        while True:  # a cleaner may remove it at any moment, also while makedirs looks whether it is there
+            with suppress(FileNotFoundError, FileExistsError):
+                os.makedirs(ground.state, exist_ok=True)
+                os.chmod(ground.state, 0o1777)
+                _mount(ground.private, ground.state, None, _BIND)
+                break
+    elif island == "pid namespace":
+        _unshare(_NEWNS | _NEWPID)
+        child = os.fork()
+        if child:
+            os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
+        _mount("proc", "/proc", "proc", 0)
+
+
+def _unshare(flags: int) -> None:
+    _call("unshare", flags)
+    _mount("none", "/", None, _PRIVATE)
+
+
+def _mount(source: str, target: str, kind: str | None, flags: int) -> None:
+    words = [word.encode() if word else None for word in (source, target, kind)]
+    _call("mount", *words, flags, None)
+
+
+def _call(name: str, *arguments: Any) -> None:
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
+        raise OSError(ctypes.get_errno(), name)
+
+
+def _main(root: str, what: str, seconds: str, end: str) -> int:
+    ground = Ground(root)
+    if what == "inside":  # a claim made inside the claim of the process that started this one
+        with suppress(safe_gpu.NotEnoughGpusError):
+            owner = safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), timeout=3.0, affinity=None)
+            uuids = [gpu.uuid for gpu in owner.gpus]
+            _hold(ground, -1, uuids, float(seconds), "release", owner.release_gpus, inside=True)
+        return 0
+    uuids = list(SimulatedDriver(os.environ["SAFE_GPU_DRIVER"].partition(":")[2]).visible())
+    if what == "nest":
+        for uuid in uuids:
+            ground.mark(uuid)
+        ground.count_own(-1)
+        inner = [sys.executable, __file__, root, "inside", seconds, end]
+        inside = [subprocess.Popen(inner, cwd=ROOT) for _ in uuids]
+        return max(process.wait() for process in inside)
+    size = os.environ.get("SAFE_GPU_SHARE")
+    _hold(ground, -1, uuids, float(seconds), "exit" if end == "release" else end, share=int(size) if size else None)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(*sys.argv[1:]))

@@ -1,8 +1,13 @@
-"""What anybody may have written: records in the state directory, the policy file, command lines, environments."""
+"""What anybody may have written: records in the state directory, the policy file, command lines, environments.
 
+With a real state directory full of anybody's garbage, claims succeed, and commands show plain text, not too much.
+"""
+
+import contextlib
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,6 +23,7 @@ from support.hostile import (
     ENDING,
     ENTRY,
     FAULT,
+    JUNK,
     NOW,
     TICKET,
     TRICK,
@@ -26,6 +32,7 @@ from support.hostile import (
     bounded,
     broken_json,
     examples,
+    open_files,
     refusing,
     with_examples,
 )
@@ -33,19 +40,21 @@ from support.hostile import (
 import safe_gpu
 from safe_gpu.coordination.entry import Entry
 from safe_gpu.coordination.faults import read_faults, write_fault
+from safe_gpu.coordination.history import file_names, month_of
 from safe_gpu.coordination.holders import said_by
 from safe_gpu.coordination.queue import TicketRequest
 from safe_gpu.coordination.turns import turn_of
 from safe_gpu.errors import PolicyError
 from safe_gpu.gpus.devices import GpuFault
 from safe_gpu.host import procfs
+from safe_gpu.host.locks import lock
 from safe_gpu.settings import config as policy
 from safe_gpu.status import history as past
 
 LATEST = 1e11
 
 CLASSICS = (
-    *hostile.JUNK, b"[" * 60_000, b'{"pid": ' + b"9" * 5000 + b"}", b'{"pid": NaN}', b"null", b"7", b'"x"', b"[]",
+    *JUNK, b"[" * 60_000, b'{"pid": ' + b"9" * 5000 + b"}", b'{"pid": NaN}', b"null", b"7", b'"x"', b"[]",
     b"{}", b"\xef\xbb\xbf{}",
 )  # fmt: skip
 
@@ -64,7 +73,7 @@ def assert_bounded(value: Any, texts: int, numbers: float = 2**63) -> None:
 
 def with_classics(document: dict[str, Any], *changes: dict[str, Any]) -> Any:
     """A test with an example of each classic, and of the document as it is and with each of these changes."""
-    return hostile.with_examples(*CLASSICS, *(json.dumps({**document, **change}).encode() for change in ({}, *changes)))
+    return with_examples(*CLASSICS, *(json.dumps({**document, **change}).encode() for change in ({}, *changes)))
 
 
 def read(data: bytes) -> Entry | None:
@@ -243,3 +252,105 @@ def test_environments_of_others(ground: object, environment: dict[bytes, bytes])
                 report = safe_gpu.placement(process.pid, ordinal=gpu)
                 assert_shown_safely(str(report), own=True)
                 assert_plain(report.as_dict())
+
+
+# All of them in a real state directory
+
+HELD = 4
+"""GPUs of eight that a neighbour holds."""
+
+COMMANDS = (
+    "status", "status --json", "status --prometheus", "history", "history --json", "history --by job",
+    "history --report month", "wait -n 1 --timeout 0", "policy", "affinity --json",
+)  # fmt: skip
+
+AA = "a" * 16
+FILE_NAMES = st.sampled_from(
+    ["x", ".x", f".{AA}", f"01.{AA}", f"{'9' * 18}.{AA}", f"{'9' * 40}.{AA}", f"-1.{AA}", f"\u0661.{AA}",
+     TRICK.replace("/", "").replace("\x00", ""), "\udcff\udcfe", "n" * 255, "2026-13.jsonl", "x.fault"]
+)  # fmt: skip
+Files = dict[str, bytes]
+
+
+@st.composite
+def garbage(draw: Any, uuids: list[str]) -> tuple[Files, Files]:
+    """Contents of files by their path in the state directory, and of such that are kept locked."""
+    dead, living = {}, {}
+    for number, uuid in enumerate(uuids):
+        of_gpu = {**ENTRY, "gpus": {uuid: None}}
+        if draw(st.integers(0, 2)) == 0:
+            (living if number < HELD else dead)[f"claims/{number}.{AA}"] = draw(broken_json(of_gpu, most=2))
+        if draw(st.integers(0, 5)) == 0:
+            dead[f"faults/{uuid}.0"] = draw(broken_json(FAULT, most=2))
+        if draw(st.integers(0, 5)) == 0:
+            dead[f"history/{uuid}.idle"] = draw(st.sampled_from(JUNK))
+    for number in range(draw(st.integers(0, 3))):
+        (living if draw(st.booleans()) else dead)[f"queue/{number + 1}.{AA}"] = draw(broken_json(TICKET, most=2))
+    month = month_of(NOW)
+    for name in file_names(month)[: draw(st.integers(0, 2))]:
+        lines = draw(st.lists(broken_json(CLAIM, most=2) | broken_json(ENDING, most=2), max_size=3))
+        dead[f"history/{name}"] = b"\n".join(lines)
+    for _ in range(draw(st.integers(0, 2))):
+        where = draw(st.sampled_from(["", "claims/", "queue/", "history/"]))
+        dead[where + draw(FILE_NAMES)] = draw(st.sampled_from(JUNK))
+    dead["host.lock"] = draw(st.sampled_from(JUNK[:3]))
+    return dead, living
+
+
+def judge(run: Any, state_dir: Path, ground: Any, dead: Files, living: Files) -> None:
+    shutil.rmtree(state_dir, ignore_errors=True)
+    ground.hold(*range(HELD), uid=4711)
+    (state_dir / "history").mkdir(mode=0o1777, exist_ok=True)
+    before, environment = open_files(), dict(os.environ)
+    with contextlib.ExitStack() as living_entries:
+        for name, data in {**dead, **living}.items():
+            path = os.fsencode(state_dir) + b"/" + name.encode("utf-8", "surrogateescape")
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "wb") as file:
+                file.write(data)
+            os.chmod(path, 0o644 if name.startswith(("claims/", "queue/")) else 0o666)
+            if name in living:
+                lock(living_entries.enter_context(open(path, "r+b")).fileno())
+        for arguments in COMMANDS:
+            run(arguments)
+        run("wait -n 8 --timeout 0", 75)
+        run("doctor --json", 0, 1)
+        with bounded(), safe_gpu.GPUOwner(8 - HELD, safe_gpu.NoPlaceholder(), affinity=None, timeout=0) as owner:
+            assert owner.devices_taken == list(range(HELD, 8)), "garbage of others does not stand in the way"
+            run("status")
+            run("history")  # with the ends of the dead
+        with contextlib.suppress(safe_gpu.NotEnoughGpusError):
+            safe_gpu.GPUOwner(8, safe_gpu.NoPlaceholder(), affinity=None, timeout=0)
+            pytest.fail("GPUs that a neighbour holds were taken")
+    assert dict(os.environ) == environment
+    assert open_files() <= before + 1
+    ground.let_go()
+    with safe_gpu.GPUOwner(8, safe_gpu.NoPlaceholder(), affinity=None, timeout=0):
+        pass
+
+
+def test_garbage_in_every_file(run: Any, state_dir: Path, ground: Any) -> None:
+    uuids, history = ground.uuids, f"history/{month_of(NOW)}.jsonl"
+
+    def changed(document: dict[str, Any], **values: Any) -> bytes:
+        return json.dumps({**document, **values}).encode()
+
+    @examples(4)
+    @given(garbage(uuids))
+    @with_examples(
+        [{}, {}],
+        [{f"claims/{number}.{AA}": changed(ENTRY, gpus={TRICK: None}) for number in range(8)}, {}],
+        [{}, {f"claims/9.{AA}": changed(ENTRY, gpus={TRICK: TRICK})}],
+        [{}, {f"claims/9.{AA}": changed(ENTRY, host=TRICK, job=TRICK, command=TRICK)}],
+        [{}, {f"claims/9.{AA}": changed(ENTRY, gpus={uuids[0]: None}, since=1, until=9e10)}],
+        [{}, {f"queue/9.{AA}": changed(TICKET, gpus=[TRICK], command=TRICK)}],
+        [{}, {f"queue/9.{AA}": changed(TICKET, near=TRICK, **{TRICK: TRICK})}],
+        [{history: changed(CLAIM, labels=[TRICK], gpus=[TRICK])}, {}],
+        [{history: changed(CLAIM, job="x" * 60_000)}, {}],
+        [{f"faults/{uuids[7]}.0": changed(FAULT, error=TRICK * 99)}, {}],
+        [{f"faults/{uuids[7]}.0": changed(FAULT, when=math.nan, error="")}, {}],
+    )
+    def attack(files: tuple[Files, Files]) -> None:
+        judge(run, state_dir, ground, *files)
+
+    attack()

@@ -43,8 +43,6 @@ class Room:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._numbers = itertools.count(1)
-        self.referee = self.state = path  # set by fresh()
-        self.preset = "dgx-a100"
         self.fresh()
 
     def fresh(self) -> None:
@@ -72,35 +70,17 @@ class Room:
             unavailable("no Python >= 3.10 that an ordinary user may run: try one outside root's home directory")
         return python
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """What jobs need in their environment."""
-        return {
-            "PYTHONPATH": str(self.path / "lib"),
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "SAFE_GPU_DRIVER": f"simulated:{self.preset}",
-            "REFEREE": str(self.referee),
-        }
-
     def script(self, *lines: str) -> str:
         """The path of a new job script with these lines; ``$CLAIM`` in them is job.py, ``$SAFE_GPU`` the command."""
         path = self.path / f"script-{next(self._numbers)}.sh"
-        exports = [f"export {name}={value}" for name, value in self.environment.items()]
-        path.write_text("\n".join(["#!/bin/bash", *exports, self.per_host, *lines, ""]))
+        head = f"""#!/bin/bash
+export PYTHONPATH={self.path}/lib PYTHONDONTWRITEBYTECODE=1 REFEREE={self.referee}
+export SAFE_GPU_DRIVER=simulated:{self.preset} SAFE_GPU_DIR={self.state}/"${{SLURMD_NODENAME:-$(hostname)}}"
+CLAIM="{self.python} {self.path}/job.py" SAFE_GPU="{self.python} -m safe_gpu"
+"""
+        path.write_text("\n".join([head, *lines, ""]))
         path.chmod(0o755)
         return str(path)
-
-    @property
-    def per_host(self) -> str:
-        """Shell code for what differs from host to host."""
-        return (
-            f'export SAFE_GPU_DIR={self.state}/"${{SLURMD_NODENAME:-$(hostname)}}"\n'
-            f'CLAIM="{self.python} {self.path}/job.py" SAFE_GPU="{self.python} -m safe_gpu"'
-        )
-
-    def output(self, name: str) -> Path:
-        """A file that jobs may write."""
-        return self.referee / name
 
     def records(self, event: str) -> list[dict[str, Any]]:
         """What jobs have written so far, in order."""
@@ -144,7 +124,8 @@ class Room:
         return claims
 
 
-def _make_room() -> Room:
+@pytest.fixture(scope="session")
+def _shared_room() -> Iterator[Room]:
     path = Path(tempfile.mkdtemp(prefix="safe-gpu-jobs-", dir="/var/tmp"))
     path.chmod(0o1777)
     lib = path / "lib"
@@ -153,23 +134,15 @@ def _make_room() -> Room:
     shutil.copytree(Path(safe_gpu.__file__).parent, lib / "safe_gpu", ignore=ignore)
     for name in ("pynvml",):
         spec = importlib.util.find_spec(name)
-        if spec is not None and spec.origin is not None:
-            origin = Path(spec.origin)
-            if origin.name == "__init__.py":
-                shutil.copytree(origin.parent, lib / name, ignore=ignore)
-            else:
-                shutil.copy(origin, lib)
+        if spec is not None and spec.submodule_search_locations:
+            shutil.copytree(spec.submodule_search_locations[0], lib / name, ignore=ignore)
+        elif spec is not None and spec.origin is not None:
+            shutil.copy(spec.origin, lib)
     shutil.copy(JOB, path)
     subprocess.run(["chmod", "-R", "a+rX", str(path)], check=True)
     subprocess.run([sys.executable, "-m", "compileall", "-q", str(lib)], check=False)
-    return Room(path)
-
-
-@pytest.fixture(scope="session")
-def _shared_room() -> Iterator[Room]:
-    room = _make_room()
-    yield room
-    shutil.rmtree(room.path, ignore_errors=True)
+    yield Room(path)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.fixture
@@ -180,6 +153,22 @@ def room(_shared_room: Room) -> Iterator[Room]:
     for path in sorted(_shared_room.referee.iterdir()):
         if path.is_file() and path.stat().st_size:
             print(f"---- {path.name}\n{path.read_text(errors='replace')}")
+
+
+# What a job says: when it began, and when others expect its claim to end.
+END = """export PROGRAM="$SAFE_GPU"; date +%s
+$SAFE_GPU run -n job -- python3 -c '
+import json, os, subprocess
+status = json.loads(subprocess.check_output([*os.environ["PROGRAM"].split(), "status", "--json"]))
+print(next(gpu["claim"]["until"] for gpu in status["gpus"] if gpu["claim"]))'"""
+
+
+def check_end(system: Any, most: float, *options: str) -> None:
+    """A claim of a job with these options ends with the job, after so many seconds at most."""
+    job = system.submit(*options, system.room.script(END))
+    system.finish(job)
+    began, *_, until = system.output(job).split()
+    assert 0 < float(until) - float(began) <= most
 
 
 class Cluster:
@@ -208,15 +197,8 @@ class Cluster:
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         """Start a command as the ordinary user on the submit host."""
-        return subprocess.Popen(
-            [self._tool, "run", *words],
-            env=self._env,
-            cwd="/",
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.Popen([self._tool, "run", *words], env=self._env, cwd="/", text=True, **streams)
 
     def close(self) -> None:
         """End it and all its jobs."""
@@ -259,16 +241,6 @@ def mpirun() -> list[str]:
 @pytest.fixture
 def run_as_user(room: Room) -> Callable[..., subprocess.CompletedProcess[str]]:
     """``run_as_user(*command)`` runs a command as an ordinary user, to its end."""
-
-    def run(*command: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*become_user(), "env", *command],
-            cwd=room.path,
-            env={"PATH": os.environ["PATH"], "HOME": "/", "TMPDIR": str(room.referee)},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-
-    return run
+    environ = {"PATH": os.environ["PATH"], "HOME": "/", "TMPDIR": str(room.referee)}
+    options = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 100}
+    return lambda *command: subprocess.run([*become_user(), "env", *command], cwd=room.path, env=environ, **options)

@@ -7,16 +7,9 @@ from typing import Any
 import pytest
 from support.batch import BatchSystem
 
-from .conftest import bring_up
+from .conftest import bring_up, check_end
 
 pytestmark = [pytest.mark.scheduler, pytest.mark.timeout(300)]
-
-# What the job says: when it began, and when others expect its claim to end.
-END = """export PROGRAM="$SAFE_GPU"; date +%s
-$SAFE_GPU run -n job -- python3 -c '
-import json, os, subprocess
-status = json.loads(subprocess.check_output([*os.environ["PROGRAM"].split(), "status", "--json"]))
-print(next(gpu["claim"]["until"] for gpu in status["gpus"] if gpu["claim"]))'"""
 
 HOST1, HOST2 = "sgehost", "sgehost2"
 ON_HOST1, ON_HOST2 = ("-q", f"all.q@{HOST1}"), ("-q", f"all.q@{HOST2}")
@@ -30,9 +23,8 @@ class GridEngine(BatchSystem):
     def submit(self, *words: str) -> str:
         """qsub with these options and the command; the job's number. Its output goes to a file of that number."""
         output = f"{self.room.referee}/$JOB_ID.$TASK_ID"
-        return (
-            self.cluster.run("qsub", "-terse", "-S", "/bin/bash", "-j", "y", "-o", output, *words).split(".")[0].strip()
-        )
+        said = self.cluster.run("qsub", "-terse", "-S", "/bin/bash", "-j", "y", "-o", output, *words)
+        return said.split(".")[0].strip()
 
     def jobs(self) -> dict[str, str]:
         """States of the jobs that are not over."""
@@ -75,13 +67,9 @@ def test_jobs_that_declare_nothing_wait_for_each_other(sge: GridEngine) -> None:
     sge.check_waiting(*ON_HOST1)
 
 
-def test_a_claim_ends_with_its_job(sge: GridEngine, room: Any) -> None:
+def test_a_claim_ends_with_its_job(sge: GridEngine) -> None:
     """h_rt stands in the answer of qstat that tells the number of GPUs."""
-    script = room.script(END)
-    job = sge.submit(*ON_HOST1, "-l", "gpu=1,h_rt=600", script)
-    sge.finish(job)
-    began, *_, until = sge.output(job).split()
-    assert 0 < float(until) - float(began) <= 661
+    check_end(sge, 661, *ON_HOST1, "-l", "gpu=1,h_rt=600")
 
 
 def test_array(sge: GridEngine, room: Any) -> None:

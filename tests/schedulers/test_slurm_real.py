@@ -1,23 +1,18 @@
-"""Slurm for real: jobs, arrays and steps with and without a gres, on two simulated nodes of 8 GPUs."""
+"""Slurm for real, with and without a gres, on two simulated nodes of 8 GPUs; and mpirun alone, without a scheduler."""
 
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from support.batch import BatchSystem, wait_for
 
-from .conftest import bring_up
+from .conftest import bring_up, check_end
 
 pytestmark = [pytest.mark.scheduler, pytest.mark.timeout(300)]
 
 ON_NODE1 = ("-w", "n1")
-# What the job says: when it began, and when others expect its claim to end.
-END = """export PROGRAM="$SAFE_GPU"; date +%s
-$SAFE_GPU run -- python3 -c '
-import json, os, subprocess
-status = json.loads(subprocess.check_output([*os.environ["PROGRAM"].split(), "status", "--json"]))
-print(next(gpu["claim"]["until"] for gpu in status["gpus"] if gpu["claim"]))'"""
 
 
 class Slurm(BatchSystem):
@@ -76,13 +71,9 @@ def test_jobs_without_gres_wait_for_each_other(slurm: Slurm) -> None:
     slurm.check_waiting(*ON_NODE1)
 
 
-def test_a_claim_ends_with_its_job(slurm: Slurm, room: Any) -> None:
-    """This version sets no SLURM_JOB_END_TIME: squeue is asked."""
-    script = room.script(END)
-    job = slurm.submit(*ON_NODE1, "--gres=gpu:1", "--time=10", script)
-    slurm.finish(job)
-    began, *_, until = slurm.output(job).split()
-    assert 0 < float(until) - float(began) <= 601  # a claim gets its GPUs some milliseconds after it asked
+def test_a_claim_ends_with_its_job(slurm: Slurm) -> None:
+    """This version sets no SLURM_JOB_END_TIME: squeue is asked. A claim gets its GPUs some time after it asked."""
+    check_end(slurm, 601, *ON_NODE1, "--gres=gpu:1", "--time=10")
 
 
 def test_array(slurm: Slurm, room: Any) -> None:
@@ -125,7 +116,7 @@ def test_tasks_take_the_list_of_their_own(slurm: Slurm, room: Any, options: str,
 @pytest.mark.parametrize(("options", "number"), [(["--gres=gpu:3"], 3), (["-n2", "--gres=gpu:3"], 3), ([], None)])
 def test_a_job_that_a_task_submits(slurm: Slurm, room: Any, options: list[str], number: int | None) -> None:
     """sbatch passes on the variables of the step in which it is called."""
-    out = room.output("inner")
+    out = room.referee / "inner"
     inner = room.script("env | grep -c ^SLURM_STEP_", "$SAFE_GPU run -n job -- sh -c 'echo has $CUDA_VISIBLE_DEVICES.'")
     sbatch = " ".join(["sbatch", "-W", "-Q", "-w", "n2", "-o", str(out), *options, inner])
     task = room.script(f"if [ $SLURM_PROCID = 1 ]; then {sbatch} || true; fi")
@@ -240,3 +231,53 @@ def test_a_shared_state_directory_brings_them_together(alone: Slurm, room: Any) 
     room.go()
     alone.finish(first, second)
     assert [claim["job"] for claim in room.verdict()] == [f"slurm:{first}", f"slurm:{second}"]
+
+
+# mpirun without a batch scheduler: each rank claims a GPU of its own
+
+# Ends the others' hold once all four have claimed.
+GO_AFTER_4 = [
+    'until [ "$(grep -c \'"claim"\' $REFEREE/log)" = 4 ] || ! kill -0 $pid 2>/dev/null; do sleep .05; done',
+    "touch $REFEREE/go",
+]
+
+
+def test_each_rank_gets_its_own_gpu_and_none_waits_for_another_ones_context(
+    mpirun: list[str], room: Any, run_as_user: Callable[..., Any]
+) -> None:
+    """A placeholder of any rank is ready only when those of all ranks are being made: started one by one, they hang."""
+    claim = ("$CLAIM claim 1 --placeholders-meet 4 --hold go & pid=$!", *GO_AFTER_4, "wait $pid")
+    done = run_as_user(*mpirun, "-np", "4", room.script(*claim))
+    assert done.returncode == 0, done.stdout + done.stderr
+    claims = room.verdict()
+    assert sorted(gpu for claim in claims for gpu in claim["gpus"]) == ["0", "1", "2", "3"]
+    assert {claim["about"]["OMPI_COMM_WORLD_LOCAL_RANK"] for claim in claims} == set("0123")
+
+
+def test_ranks_claim_from_the_claim_around_them(mpirun: list[str], room: Any, run_as_user: Callable[..., Any]) -> None:
+    """`safe-gpu run -n 4 -- mpirun -np 4 ...`: one GPU of the four for each rank, however many others are free."""
+    rank = room.script("$CLAIM claim 1 --hold go & pid=$!", *GO_AFTER_4, "wait $pid")
+    script = room.script(f"$SAFE_GPU run -n 4 --only 2-5 -- {shlex.join([*mpirun, '-np', '4', rank])}")
+    done = run_as_user(script)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(gpu for claim in room.verdict() for gpu in claim["gpus"]) == ["2", "3", "4", "5"]
+
+
+def test_a_rank_that_fails_frees_what_all_of_them_held(mpirun: list[str], room: Any, run_as_user: Any) -> None:
+    """mpirun ends the others; at once all eight GPUs are to be had again."""
+    script = room.script(
+        'if [ "$OMPI_COMM_WORLD_RANK" = 2 ]; then',
+        """  until [ "$(grep -c '"claim"' $REFEREE/log)" = 3 ]; do sleep .05; done""",
+        "  exec $CLAIM claim 1 --fail",
+        "fi",
+        "exec $CLAIM claim 1 --hold go",
+    )
+    done = run_as_user(*mpirun, "-np", "4", script)
+    assert done.returncode != 0
+    assert len(room.records("claim")) == 3
+    assert len(room.records("failing")) == 1
+    killed = [claim["pid"] for claim in room.records("claim")]
+    room.go()
+    after = run_as_user(room.script("$CLAIM claim 8 --timeout 10"))
+    assert after.returncode == 0, after.stdout + after.stderr
+    assert [len(claim["gpus"]) for claim in room.verdict(killed=killed)] == [1, 1, 1, 8]

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.worlds import Job, World, random_jobs
 
+from safe_gpu.gpus.devices import Gpu, Holder
 from safe_gpu.selection import backfill
-from safe_gpu.selection.backfill import BackfillRequest, dates, free_at, open_gpus, starts
+from safe_gpu.selection.backfill import BackfillRequest, dates, free_at, open_gpus, ready, starts, when_free
 
 ALWAYS = math.inf
 NAMES = tuple(f"GPU-{number}" for number in range(16))
@@ -30,15 +31,24 @@ def dated(wants: Sequence[BackfillRequest], free: Mapping[str, float]) -> list[f
     return [date for _, date in dates(wants, free)]
 
 
+def reserved(request: BackfillRequest, **spans: tuple[float, float]) -> BackfillRequest:
+    """``reserved(want(1, "01"), GPU0=(5, 9))``: the same, but GPU 0 is reserved for others from 5 to 9."""
+    return request._replace(reserved={f"GPU-{name[3:]}": (span,) for name, span in spans.items()})
+
+
+HEAD = reserved(want(1, "0", 5), GPU0=(3, 9))
+HALVES = [*(want(1, "0", hold)._replace(share=40) for hold in (10, 20, 5)), want(1, "0", 5)]
+SAYS, SAYS_NOTHING = (1, 20, 50.0), (2, None, 90.0)
+
 # The parts, by example
 
 
-@pytest.mark.parametrize(
-    ("now", "since", "until", "expected"),
-    [pytest.param(10, 0, 60, 60, id="its word"), pytest.param(10, 0, None, ALWAYS, id="unknown")],
-)
-def test_when_a_lease_ends(now: float, since: float, until: float | None, expected: float) -> None:
-    assert free_at(now, since=since, until=until) == expected
+def test_when_a_lease_ends() -> None:
+    assert free_at(10, since=0, until=60) == 60
+    assert free_at(10, since=0, until=None) == ALWAYS
+    sharers = [Holder(pid, uid=1, share=share, since=1.0, until=until) for pid, share, until in (SAYS, SAYS_NOTHING)]
+    when = when_free(Gpu(0, "GPU-0"), Holder.of_sharers(sharers), 10.0, free=False)
+    assert [ready(when, share) for share in (20, 30, ALWAYS)] == [50, 90, 90], "who does not say how much counts as all"
 
 
 @pytest.mark.parametrize(
@@ -46,19 +56,30 @@ def test_when_a_lease_ends(now: float, since: float, until: float | None, expect
     [
         pytest.param(dated, [want(2, "09")], times(5), [ALWAYS], id="a GPU that is not here"),
         pytest.param(dated, [want(0, "01")], times(0, 0), [ALWAYS], id="none at all"),
-        pytest.param(dated, [want(2, "01"), want(1, "0", 9)], times(0, 5), [5, 5], id="behind one that it cannot pass"),
-        pytest.param(dated, [want(2, "01"), want(1, "0", 5)], times(0, 5), [5, 0], id="passes it"),
-        pytest.param(
-            dated, [want(2, "02"), want(2, "01", 5), want(1, "0", 7)], times(0, 5, 10), [10, 5, 10], id="by date"
-        ),
-        pytest.param(starts, [want(2, "01", 50)], times(10, 20), [20], id="the first at its date"),
         pytest.param(starts, [want(2, "01", 50), want(2, "01", 9)], times(10, 20), [20, 70], id="after those ahead"),
         pytest.param(starts, [want(2, "01"), want(1, "01", 99)], times(10, 20), [20, ALWAYS], id="behind no word"),
         pytest.param(starts, [want(2, "01", 50), want(1, "01", 9)], times(10, 20), [20, 10], id="passes"),
+        pytest.param(starts, HALVES, {"GPU-0": ((0.0, 80.0),)}, [0, 0, 10, 20], id="shares fill a GPU up, no further"),
+        pytest.param(dated, [HEAD], times(0), [9], id="after the time for which a GPU is reserved"),
+        pytest.param(starts, [want(1, "0", 4), HEAD], times(0), [0, 9], id="starts after it"),
+        pytest.param(dated, [HEAD, want(1, "0")], times(4), [9, 4], id="others may pass meanwhile"),
     ],
 )
 def test_the_dates_and_expected_starts_of_waiters(when: Any, wants: Any, free: Any, expected: Sequence[float]) -> None:
-    assert when(wants, free) == expected
+    assert list(when(wants, free)) == expected
+
+
+@pytest.mark.parametrize(
+    ("request_", "now", "expected"),
+    [
+        pytest.param(want(1, "0", 3), 0, {"GPU-0"}, id="ends when the one ahead begins at the latest"),
+        pytest.param(want(1, "0"), 0, set(), id="would delay the one ahead"),
+        pytest.param(want(1, "0"), 4, {"GPU-0"}, id="reserved against the one ahead now"),
+    ],
+)
+def test_who_may_pass_one_whose_gpus_are_reserved(request_: Any, now: float, expected: set[str]) -> None:
+    free = times(now, now)
+    assert open_gpus(request_, [HEAD], free, free, now) == expected
 
 
 def test_no_more_waiters_are_read_than_decide() -> None:
@@ -119,46 +140,36 @@ def reference(wants: Sequence[BackfillRequest], free: Mapping[str, float]) -> li
     return found
 
 
-def check_reference(wants: Sequence[BackfillRequest], free: Mapping[str, float]) -> None:
-    assert [date for _, date in dates(wants, free)] == reference(wants, free)
-
-
-def check_nobody_hindered_without_a_competitor(wants: Sequence[BackfillRequest], free: Mapping[str, float]) -> None:
-    for place, one in enumerate(wants):
-        if all(one.gpus.isdisjoint(other.gpus) for other in wants[:place]):
-            idle = frozenset(gpu for gpu in one.gpus if free[gpu] == 0)
-            assert len(idle) < one.nb or opened(wants, place, free) == idle
-
-
-def check_unknown_hold_takes_what_nobody_wants(wants: Sequence[BackfillRequest], free: Mapping[str, float]) -> None:
-    for place, one in enumerate(wants):
-        got = opened(wants, place, free)
-        if one.hold_for == ALWAYS and len(got) >= one.nb:
-            assert all(got.isdisjoint(other.gpus) for other in wants[:place])
-
-
-def check_who_can_start_is_not_passed(wants: Sequence[BackfillRequest], free: Mapping[str, float]) -> None:
-    for place, one in enumerate(wants):
-        if len(opened(wants, place, free)) >= one.nb:
-            for behind in range(place + 1, len(wants)):
-                got = opened(wants, behind, free)
-                assert len(got) < wants[behind].nb or got.isdisjoint(one.gpus)
-
-
-def check_expected_starts_fit_the_dates(wants: Sequence[BackfillRequest], free: Mapping[str, float]) -> None:
-    for place, (start, (_, date)) in enumerate(zip(starts(wants, free), dates(wants, free), strict=True)):
-        alone = all(wants[place].gpus.isdisjoint(other.gpus) for other in wants[:place])
-        assert start == date if alone else start >= 0
-
-
 @settings(max_examples=100)
 @given(host=hosts())
 def test_in_any_state(host: tuple[list[BackfillRequest], dict[str, float]]) -> None:
-    check_reference(*host)
-    check_nobody_hindered_without_a_competitor(*host)
-    check_unknown_hold_takes_what_nobody_wants(*host)
-    check_who_can_start_is_not_passed(*host)
-    check_expected_starts_fit_the_dates(*host)
+    """Who has no competitor is not hindered, who can start is not passed, and who says nothing passes nobody."""
+    wants, free = host
+    found = dated(wants, free)
+    assert found == reference(wants, free)
+    for place, (one, date, start) in enumerate(zip(wants, found, starts(wants, free), strict=True)):
+        got, ahead = opened(wants, place, free), wants[:place]
+        idle = {gpu for gpu in one.gpus if free[gpu] == 0}
+        alone = all(one.gpus.isdisjoint(other.gpus) for other in ahead)
+        assert start == date if alone else start >= 0
+        assert not alone or len(idle) < one.nb or got == idle
+        if len(got) >= one.nb:
+            assert one.hold_for < ALWAYS or all(got.isdisjoint(other.gpus) for other in ahead)
+            for behind in range(place + 1, len(wants)):
+                passing = opened(wants, behind, free)
+                assert len(passing) < wants[behind].nb or passing.isdisjoint(one.gpus)
+
+
+sizes = st.integers(1, 80)
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), sizes), max_size=6), sizes)
+def test_whole_requests_wait_for_all_and_shares_for_what_they_need(parts: list[tuple[int, int]], share: int) -> None:
+    when = (*parts, (0, 0))
+    moment = ready(when, share)
+    assert moment == ALWAYS or sum(size for end, size in when if end <= moment) >= share
+    assert all(sum(size for end, size in when if end <= earlier) < share for earlier, _ in when if earlier < moment)
+    assert ready(when, ALWAYS) == max(end for end, _ in when)
 
 
 # Any course of events
@@ -174,55 +185,17 @@ def live(seed: int, *, honest: bool = False, mute: bool = False, shares: Sequenc
     return world
 
 
+PARTS = ALWAYS, ALWAYS, 1.0, 1.0, 2.0, 3.0, 5.0, 8.0
+
+
+@pytest.mark.parametrize("shares", [(ALWAYS,), PARTS], ids=["whole", "shares"])
 @pytest.mark.parametrize(("honest", "most"), [(True, 100), (False, 50)])
-def test_promises_are_kept_whatever_holders_do(honest: bool, most: int) -> None:
-    assert sum(live(seed, honest=honest).passes for seed in range(25)) > most
-
-
-def test_promises_are_kept_among_shares_whatever_holders_do() -> None:
-    shares = ALWAYS, ALWAYS, 1.0, 1.0, 2.0, 3.0, 5.0, 8.0
-    assert sum(live(seed, honest=seed % 2 == 0, shares=shares).passes for seed in range(50)) > 100
+def test_promises_are_kept_whatever_holders_do(honest: bool, most: int, shares: Sequence[float]) -> None:
+    assert sum(live(seed, honest=honest, shares=shares).passes for seed in range(25)) > most
 
 
 def test_nobody_passes_where_nobody_says_for_how_long() -> None:
     assert all(live(seed, mute=True).passes == 0 for seed in range(10))
-
-
-# Reserved GPUs
-
-
-def reserved(request: BackfillRequest, **spans: tuple[float, float]) -> BackfillRequest:
-    """``reserved(want(1, "01"), GPU0=(5, 9))``: the same, but GPU 0 is reserved for others from 5 to 9."""
-    return request._replace(reserved={f"GPU-{name[3:]}": (span,) for name, span in spans.items()})
-
-
-HEAD = reserved(want(1, "0", 5), GPU0=(3, 9))
-WIDE = reserved(want(2, "01"), GPU0=(0, 9))
-
-
-@pytest.mark.parametrize(
-    ("when", "wants", "free", "expected"),
-    [
-        pytest.param(dated, [HEAD], times(0), [9], id="after the window"),
-        pytest.param(starts, [want(1, "0", 4), HEAD], times(0), [0, 9], id="starts after it"),
-        pytest.param(dated, [HEAD, want(1, "0")], times(4), [9, 4], id="a window lets others pass"),
-    ],
-)
-def test_when_reserved_gpus_are_free(when: Any, wants: Any, free: Any, expected: Any) -> None:
-    assert list(when(wants, free)) == expected
-
-
-@pytest.mark.parametrize(
-    ("request_", "ahead", "now", "expected"),
-    [
-        pytest.param(want(1, "0", 3), [HEAD], 0, "0", id="ends when the one ahead begins at the latest"),
-        pytest.param(want(1, "0"), [HEAD], 0, "", id="would delay the one ahead"),
-        pytest.param(want(1, "0"), [HEAD], 4, "0", id="reserved against the one ahead now"),
-    ],
-)
-def test_who_may_pass_one_whose_gpus_are_reserved(request_: Any, ahead: Any, now: float, expected: str) -> None:
-    free = {gpu: max(now, 0) for gpu in ("GPU-0", "GPU-1")}
-    assert open_gpus(request_, ahead, free, free, now) == {f"GPU-{digit}" for digit in expected}
 
 
 # Worlds that other rules failed in

@@ -1,6 +1,7 @@
-"""Which devices count as free, what could ever be free, and who is told why not."""
+"""Which devices count as free, for a whole claim or a share, what could ever be free, and who is told why not."""
 
 import math
+import re
 import time
 from typing import Any
 
@@ -19,20 +20,38 @@ from safe_gpu.gpus.devices import (
     VisibleLimit,
 )
 from safe_gpu.runtimes import visible_devices as visibility
-from safe_gpu.selection.choice import can_be_met_by_releases, candidates, check_possible
+from safe_gpu.selection.choice import can_be_met_by_releases, candidates, check_possible, choose_shares
 from safe_gpu.selection.request import Selection, parse_request
+from safe_gpu.selection.sharing import room, share_capacity, share_fraction
 from safe_gpu.selection.values import model_pattern, names_device, unknown_names
-from safe_gpu.selection.verdicts import fence_hint, how_misread, judge, recent_faults, why_last
+from safe_gpu.selection.verdicts import (
+    DEFAULT_RULES,
+    HIDDEN,
+    NOT_YET,
+    SHOWN,
+    UNKNOWN,
+    UNWATCHABLE,
+    Rules,
+    computes,
+    fence_hint,
+    how_misread,
+    judge,
+    presence,
+    recent_faults,
+    why_last,
+)
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
+TOTAL, RESERVED = 80 * GIB, GIB // 2
 ANY = Selection()
 A100 = "NVIDIA A100-SXM4-80GB"
 
 
 def gpu(index: int = 0, **changes: Any) -> Gpu:
-    used = changes.get("memory_used", 0)
-    plain = Gpu(index, f"GPU-{index:x}0000000", A100, memory_total=80 * GIB, memory_used=0, memory_free=80 * GIB - used)
-    return plain._replace(**changes)
+    used, total = changes.get("memory_used", 0), changes.get("memory_total", TOTAL)
+    left = None if used is None or total is None else total - RESERVED - used
+    plain = Gpu(index, f"GPU-{index:x}0000000", A100, memory_total=TOTAL, memory_used=0, counts_reserved=False)
+    return plain._replace(**{"processes": (), "memory_free": left, **changes})
 
 
 def host(count: int = 8, **changed: Gpu) -> HostSnapshot:
@@ -49,10 +68,10 @@ def mig_host() -> HostSnapshot:
     return HostSnapshot((parent, *instances, gpu(1)))
 
 
-def verdict_on(device: Gpu, request: Selection = ANY, beside: int = 1, **options: Any) -> GpuVerdict:
+def verdict_on(device: Gpu, request: Selection = ANY, beside: Gpu | None = None, **options: Any) -> GpuVerdict:
     """The verdict on one device that is not alone in its host."""
-    others = tuple(gpu(device.index + number) for number in range(1, beside + 1))
-    return judge(HostSnapshot((device, *others)), request, claimed=options.pop("claimed", {}), **options)[0]
+    snapshot = HostSnapshot((device, beside or gpu(device.index + 1)))
+    return judge(snapshot, request, claimed=options.pop("claimed", {}), **options)[0]
 
 
 people = {
@@ -62,27 +81,36 @@ people = {
 }.get
 
 
-def process(
-    pid: int = 4242, gib: float | None = 2, kind: str = ProcessKind.COMPUTE, name: str | None = None
-) -> GpuProcess:
-    return GpuProcess(pid, kind, None if gib is None else int(gib * GIB), name)
+def process(pid: int = 4242, gib: float | None = 2, kind: str = ProcessKind.COMPUTE, **changes: Any) -> GpuProcess:
+    return GpuProcess(pid, kind, None if gib is None else int(gib * GIB))._replace(**changes)
 
 
-DESKTOP = process(9, 3, ProcessKind.GRAPHICS)
+def draws(pid: int, gib: float, **changes: Any) -> GpuProcess:
+    return process(pid, gib, ProcessKind.GRAPHICS, **changes)
 
 
-def test_what_stands_in_the_way() -> None:
-    for device, request_, state, words in (
+MUTE = gpu(memory_used=4 * MIB, processes=None, processes_supported=False)
+ELSEWHERE = process(gib=1, elsewhere=True)
+
+
+@pytest.mark.parametrize(
+    ("device", "request_", "state", "words"),
+    [
         (gpu(processes=(process(gib=31.2),)), ANY, "busy", "process 4242 (alice, python train.py) uses 31.2 GiB"),
         (gpu(processes=(process(99),)), ANY, "busy", "process 99 uses 2 GiB"),  # a pid that does not resolve
-        (gpu(processes=(process(kind=ProcessKind.MPS),)), ANY, "busy", "process 4242"),
+        (gpu(processes=(ELSEWHERE,)), ANY, "busy", "process 4242 (a number of another PID namespace) uses 1 GiB"),
         (gpu(processes=(process(), process(4300, 9))), ANY, "busy", "(bob, /opt/bin/sim -x) uses 9 GiB, and 1 more"),
+        (gpu(processes=(draws(4242, 2), draws(9, 3))), ANY, "busy", "process 9 uses 3 GiB, and 1 more process"),
         (gpu(processes=None, process_error="Timeout"), ANY, "busy", "process list failed: Timeout"),
         (gpu(compute_mode=ComputeMode.PROHIBITED), ANY, "unusable", "PROHIBITED"),
         (gpu(memory_used=12 * GIB), ANY, "busy", "12 GiB of memory in use by no process"),
-        (gpu(memory_used=5 * GIB, processes=(DESKTOP,), display_active=True), ANY, "busy", "2 GiB of memory in use"),
-        (gpu(memory_used=5 * GIB, processes=(DESKTOP,)), ANY, "busy", "process 9 uses 3 GiB"),
-        (gpu(memory_used=GIB), parse_request(min_memory=80 * GIB), "busy", "79 GiB of memory free"),
+        (
+            gpu(memory_used=5 * GIB, processes=(draws(9, 3),), display_active=True),
+            ANY,
+            "busy",
+            "2 GiB of memory in use",
+        ),
+        (gpu(memory_used=GIB), parse_request(min_memory=80 * GIB), "busy", "78.5 GiB of memory free"),
         (gpu(memory_free=None), parse_request(min_memory=GIB), "busy", "unknown"),
         (gpu(), parse_request(min_memory=81 * GIB), "outside", "80 GiB in all"),
         (gpu(), parse_request(only=("1", "2")), "outside", "only=1,2"),
@@ -91,20 +119,15 @@ def test_what_stands_in_the_way() -> None:
         (gpu(mig_enabled=True), ANY, "unusable", "MIG mode is on"),
         (gpu(lost=True), ANY, "unusable", "lost"),
         (gpu(processes_supported=False), ANY, "unusable", "cannot list processes"),
-    ):
-        verdict = verdict_on(device, request_, describe=people)
-        assert verdict.state == state
-        assert words in verdict.reason
-        assert not verdict.free
-
-
-def test_what_does_not() -> None:
-    for device in (
-        gpu(),
-        gpu(processes=(process(99, name="nvidia-cuda-mps-server"),)),
-        gpu(memory_used=40 * GIB, processes=(process(9, None, ProcessKind.GRAPHICS),)),
-    ):
-        assert verdict_on(device, describe=people) == GpuVerdict(device, "free")
+        (gpu(processes=(process(99, name="nvidia-cuda-mps-server"),)), ANY, "free", ""),
+        (gpu(memory_used=40 * GIB, processes=(draws(9, 0)._replace(memory_used=None),)), ANY, "free", ""),
+    ],
+)
+def test_what_stands_in_the_way(device: Gpu, request_: Selection, state: str, words: str) -> None:
+    verdict = verdict_on(device, request_, describe=people)
+    assert (verdict.state, verdict.free) == (state, state == "free")
+    assert words in verdict.reason
+    assert bool(words) == bool(verdict.reason)
 
 
 def test_a_lease_says_who_and_since_when() -> None:
@@ -120,20 +143,17 @@ def test_a_lease_says_who_and_since_when() -> None:
     assert verdict_on(gpu(), claimed={gpu(1).uuid: holder}).free
 
 
-def test_processes_of_ones_own_are_disregarded() -> None:
-    ours = gpu(memory_used=70 * GIB, processes=(process(11, 69),))
+def test_processes_of_ones_own_and_of_an_outer_claim_are_disregarded() -> None:
+    ours = gpu(memory_used=70 * GIB, processes=(process(11, 70),))
     assert not verdict_on(ours).free
     assert verdict_on(ours, own={11}).free
-    assert verdict_on(ours, parse_request(min_memory=79 * GIB), own={11}).free
+    assert verdict_on(ours, parse_request(min_memory=78 * GIB), own={11}).free
     assert not verdict_on(ours, own={12}).free
-    both = ours._replace(processes=(process(11, 40), process(4242, 29)))
+    both = ours._replace(processes=(process(11, 40), process(4242, 30)))
     assert verdict_on(both, own={11}).pid == 4242
-
-
-def test_an_outer_claims_processes_are_disregarded_on_its_own_gpus_only() -> None:
-    snapshot = host(2, _0=gpu(0, processes=(process(11),)), _1=gpu(1, processes=(process(11),)))
-    verdicts = judge(snapshot, ANY, claimed={}, explained={gpu(0).uuid: (11,)})
-    assert [verdict.state for verdict in verdicts] == ["free", "busy"]
+    for device, pids in ((gpu(processes=(process(11),)), (11,)), (gpu(memory_used=20 * GIB), ())):
+        assert verdict_on(device, explained={device.uuid: pids}).free
+        assert not verdict_on(device, explained={gpu(1).uuid: (1, *pids)}).free, "on its own GPUs only"
 
 
 def test_a_single_gpu_with_a_display_is_shared() -> None:
@@ -145,16 +165,27 @@ def test_a_single_gpu_with_a_display_is_shared() -> None:
     assert candidates(snapshot, ANY) == (used,)
     assert not judge(snapshot, parse_request(min_memory=79 * GIB), claimed={})[0].free
     assert not judge(HostSnapshot((used._replace(display_active=False),)), ANY, claimed={})[0].free
+    (verdict,) = judge(HostSnapshot((gpu(memory_used=70 * GIB, display_active=True),)), SHARE, claimed={})
+    assert (verdict.state, verdict.reason) == ("display", "9.5 GiB of memory free, 20 GiB asked for")
 
 
 def test_the_fence() -> None:
     verdicts = judge(host(), ANY, claimed={}, visible_limit=visibility.parse_cuda("2,5", host()))
     assert [verdict.gpu.index for verdict in verdicts if verdict.free] == [2, 5]
     assert "CUDA_VISIBLE_DEVICES=2,5" in verdicts[0].reason
+    verdicts = judge(host(2), ANY, claimed={})
+    assert fence_hint(verdicts, None) == fence_hint(verdicts, visibility.parse_cuda("1,0", host(2))) == ""
 
 
-def test_what_this_host_can_never_do() -> None:
-    for snapshot, request_, visible_limit, words in (
+SHARE = parse_request(share="20GiB")
+EXCLUSIVE = gpu(compute_mode=ComputeMode.EXCLUSIVE_PROCESS)
+UNKNOWN_MEMORY = gpu(memory_total=None, memory_used=None)
+HALF = gpu(1, memory_total=TOTAL // 2, memory_free=TOTAL // 4)
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "request_", "visible", "words"),
+    [
         (host(), Selection(9), None, ["9 GPUs are asked for", "this host has only 8 NVIDIA GPUs"]),
         (host(0), Selection(1), None, ["1 GPU is asked for", "this host has none"]),
         (host(8, _3=gpu(3, lost=True)), Selection(8), None, ["only 7 of the 8 NVIDIA GPUs", "GPU 3: the driver lost"]),
@@ -169,12 +200,29 @@ def test_what_this_host_can_never_do() -> None:
         (host(), Selection(2), "0", ["CUDA_VISIBLE_DEVICES=0 limits this process to 1 of 8 GPUs; 7 others are free"]),
         (host(), Selection(1), "", ["='' (set, but empty) limits", "0 of 8 GPUs", "SAFE_GPU_FENCE=ignore"]),
         (host(2, _0=gpu(processes=(process(),))), Selection(2), "1", ["none of the others are free"]),
-    ):
-        with pytest.raises(UnsatisfiableRequestError) as caught:
-            check_possible(snapshot, request_, visibility.parse_cuda(visible_limit, snapshot))
-        for word in words:
-            assert word in str(caught.value)
-        assert caught.value.value is not None
+        (host(1, _0=UNKNOWN_MEMORY), parse_request(min_memory=GIB), None, ["none fits", "leave min_memory= out"]),
+        (host(1, _0=UNKNOWN_MEMORY), SHARE, None, ["leave share= out"]),
+        (host(1), parse_request(share="90GiB"), None, ["79.5 GiB can be shared, 90 GiB asked for"]),
+        (host(1, _0=EXCLUSIVE), SHARE, None, ["EXCLUSIVE_PROCESS"]),
+        (host(2, _1=HALF), parse_request(share="25%"), None, ["from 20 GiB to 79.5"]),
+        (host(1), parse_request(share="1%"), None, ["1 GiB is the least"]),
+    ],
+)
+def test_what_this_host_can_never_do(
+    snapshot: HostSnapshot, request_: Selection, visible: str | None, words: list[str]
+) -> None:
+    with pytest.raises(UnsatisfiableRequestError) as caught:
+        check_possible(snapshot, request_.resolved(snapshot), visibility.parse_cuda(visible, snapshot))
+    for word in words:
+        assert word in str(caught.value)
+    assert caught.value.value is not None
+
+
+def test_memory_that_is_unknown_is_not_waited_for() -> None:
+    request = parse_request(1, min_memory=GIB)
+    for unknown in (UNKNOWN_MEMORY, gpu(memory_used=None)):
+        assert not candidates(HostSnapshot((unknown,)), request)
+        check_possible(HostSnapshot((unknown, gpu(1))), request)
 
 
 def test_leases_beyond_the_fence_are_not_called_free() -> None:
@@ -185,16 +233,11 @@ def test_leases_beyond_the_fence_are_not_called_free() -> None:
     assert fence_hint(judge(host(), ANY, claimed=claimed), visible_limit).endswith("1 of 8 GPUs; 2 others are free")
 
 
-def test_no_hint_where_the_fence_leaves_nothing_out() -> None:
-    verdicts = judge(host(2), ANY, claimed={})
-    assert fence_hint(verdicts, None) == fence_hint(verdicts, visibility.parse_cuda("1,0", host(2))) == ""
-
-
 def test_a_variable_that_is_no_list() -> None:
     """What CUDA makes of it is PyTorch's reading, and that of the manual."""
     for value, seen in (
-        *((value, "GPU 0") for value in ("0 1", "0;1", "0-1", "0\u3001 1", "0,,1", "0,cuda:1")),
-        *((value, "no GPU") for value in ("cuda:0", "GPU 0", "gpu-000000", "[0]", "all", ",0", "0,0", "99", "-1,0")),
+        *((value, "GPU 0") for value in ("0 1", "0;1", "0\u3001 1", "0,,1", "0,cuda:1")),
+        *((value, "no GPU") for value in ("cuda:0", "gpu-000000", "[0]", ",0", "0,0", "99", "-1,0")),
         *((value, "GPU 0,1") for value in ("0,1 2", "0,1,GPU-000002")),
         ("GPU-000001;GPU-000002", "no GPU"),
         ("GPU-000001,2", "GPU 1"),
@@ -206,18 +249,15 @@ def test_a_variable_that_is_no_list() -> None:
         said = (
             f"(CUDA reads {value!r} as {seen}: name GPUs of this host by index or UUID, each once, with commas between)"
         )
-        assert (said in str(caught.value)) == bool(seen)
-        assert ("CUDA reads" in str(caught.value)) == bool(seen)
+        assert (said in str(caught.value)) == ("CUDA reads" in str(caught.value)) == bool(seen)
 
 
 def test_other_libraries_read_lists_too() -> None:
+    hip = VisibleLimit("0 1", name="ROCR_VISIBLE_DEVICES", library="HIP")
     for limit, said in (
-        (VisibleLimit("0 1", name="ROCR_VISIBLE_DEVICES", library="HIP"), "HIP reads '0 1' as no GPU"),
-        (
-            VisibleLimit("0,1 HIP_VISIBLE_DEVICES=0 1", name="ROCR_VISIBLE_DEVICES", library="HIP"),
-            "HIP reads '0,1 HIP_",
-        ),
-        (VisibleLimit("0,1 HIP_VISIBLE_DEVICES=0", (A100,), name="ROCR_VISIBLE_DEVICES", library="HIP"), ""),
+        (hip, "HIP reads '0 1' as no GPU"),
+        (hip._replace(value="0,1 HIP_VISIBLE_DEVICES=0 1"), "HIP reads '0,1 HIP_"),
+        (hip._replace(value="0,1 HIP_VISIBLE_DEVICES=0", uuids=(A100,)), ""),
         (VisibleLimit("0.0,1.1", (A100,), name="ZE_AFFINITY_MASK", library="Level Zero"), ""),
         (VisibleLimit("0 1", frozen=True), ""),
     ):
@@ -246,58 +286,39 @@ def test_what_releases_alone_can_satisfy() -> None:
     assert not can_be_met_by_releases(instances, Selection(2), judge(mig_host(), ANY, claimed={}))
 
 
-def test_models() -> None:
-    for pattern, fits in (
-        *((fit, True) for fit in ("a100", A100, "NVIDIA A100*", "*80gb", "A1?0*", "A[12]00*")),
-        *((other, False) for other in ("H100", "A100*40GB", "100*", "A100?")),
-    ):
-        assert bool(model_pattern(pattern, [A100]).match(A100)) is fits
-
-
-MODELS = (
-    ("NVIDIA A10", "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe", "NVIDIA A10G"),
-    ("NVIDIA L4", "NVIDIA L40", "NVIDIA L40S", "Tesla T4", "NVIDIA T400 4GB"),
-    ("Quadro RTX 6000", "NVIDIA RTX 6000 Ada Generation", "NVIDIA RTX A6000", "NVIDIA GeForce RTX 4090 D"),
-    ("NVIDIA H100 NVL", "NVIDIA H200", "NVIDIA GH200 480GB", "AMD Instinct MI250", "AMD Instinct MI250X"),
-)
+# Names
 
 
 def test_a_model_is_no_part_of_another_that_the_host_has() -> None:
-    for host, text, meant in (
-        (0, "A10", [0]),
-        (0, "A100", [1, 2]),
-        (0, "A10*", [0, 1, 2, 3]),
-        (1, "L4", [0]),
-        (3, "A10", []),
+    for pattern, fits in (
+        ("a100", True),
+        ("NVIDIA A100*", True),
+        ("A[12]00*", True),
+        ("100*", False),
+        ("A100?", False),
     ):
-        snapshot = HostSnapshot(tuple(gpu(index, name=name) for index, name in enumerate(MODELS[host])))
+        assert bool(model_pattern(pattern, [A100]).match(A100)) is fits
+    models = "NVIDIA A10", A100, "NVIDIA A100 80GB PCIe", "NVIDIA A10G", "NVIDIA L4", "NVIDIA L40", "Tesla T4"
+    snapshot = HostSnapshot(tuple(gpu(index, name=name) for index, name in enumerate(models)))
+    for text, meant in (("A10", [0]), ("A100", [1, 2]), ("A10*", [0, 1, 2, 3]), ("L4", [4]), ("T4", [6])):
         asked = parse_request(1, model=text, prefer=f"nothing,{text}").resolved(snapshot)
         assert [one.gpu.index for one in judge(snapshot, asked, claimed={}) if one.free] == meant
         _, preferred = asked.preferred
-        assert [index for index, name in enumerate(MODELS[host]) if preferred.match(name)] == meant
-
-
-PARENT = Gpu(0, "GPU-aa", mig_enabled=True)
-FIRST = Gpu(0, "MIG-11", mig_parent="GPU-aa", mig_instance=0)
-SECOND = Gpu(0, "MIG-12", mig_parent="GPU-aa", mig_instance=1)
-WHOLE = Gpu(10, "GPU-ab")
-NAMED = HostSnapshot((PARENT, FIRST, SECOND, WHOLE))
+        assert [index for index, name in enumerate(models) if preferred.match(name)] == meant
 
 
 def test_what_a_name_means() -> None:
+    parent, *instances, other = mig_host().gpus
     for name, meant in (
-        ("0", (PARENT, FIRST, SECOND)),
-        ("1", ()),
-        ("0:1", (SECOND,)),
-        ("GPU-aa", (PARENT, FIRST, SECOND)),
-        ("MIG-11", (FIRST,)),
+        ("0", (parent, *instances)),
+        ("00", ()),
+        ("0:1", (instances[1],)),
+        (parent.uuid, (parent, *instances)),
+        ("MIG-1", (instances[1],)),
     ):
-        assert tuple(gpu for gpu in NAMED.gpus if names_device(name, gpu)) == meant
-
-
-def test_names_of_nothing_or_of_several() -> None:
-    wrong = ("MIG-1", "GPU-", "1", "0:2", "GPU-x")
-    assert unknown_names(("0", "0:1", "10", "GPU-ab", *wrong), NAMED) == wrong
+        assert tuple(device for device in mig_host().gpus if names_device(name, device)) == meant
+    wrong = ("MIG-", "GPU-", "2", "0:3", "GPU-x")
+    assert unknown_names(("0", "0:1", "1", other.uuid, *wrong), mig_host()) == wrong
 
 
 # Notes on GPUs where a claim failed
@@ -306,18 +327,202 @@ DAY = 86400.0
 
 
 def test_a_note_counts_for_a_day() -> None:
-    for when, counts in (
-        (1.0, True),
-        (0.0, False),
-        (2 * DAY - 1, True),
-        (2 * DAY, False),
-        (math.inf, False),
-        (math.nan, False),
-    ):
+    for when, counts in ((1.0, True), (0.0, False), (2 * DAY - 1, True), (2 * DAY, False), (math.nan, False)):
         faults = {"GPU-1": GpuFault(when, "bad")}
         assert recent_faults(faults, DAY) == (faults if counts else {})
-
-
-def test_people_read_until_when_and_why() -> None:
     until = time.strftime("%a %H:%M", time.localtime(1000 + DAY))
     assert why_last(GpuFault(1000.0, "ECC")) == f"taken last until {until}, since a claim failed on it: ECC"
+
+
+# Memory that no visible process explains, and processes that are not shown
+
+LIMIT = "SAFE_GPU_UNEXPLAINED_MEMORY"
+
+
+@pytest.mark.parametrize("counts_reserved", [False, True])
+def test_how_much_memory_without_a_process_makes_a_gpu_busy(counts_reserved: bool) -> None:
+    for limit, mib, free in (
+        ("", 128, True),
+        ("", 129, False),
+        ("300MiB", 300, True),
+        ("300MiB", 301, False),
+        ("1MiB", 16, True),  # NVML is asked who draws only above that
+        ("0", 17, False),
+    ):
+        rules = Rules.of({LIMIT: limit} if limit else {})
+        device = gpu(memory_used=mib * MIB, counts_reserved=counts_reserved)
+        if limit or not counts_reserved:
+            assert verdict_on(device, rules=rules).free is free
+        drawn = device._replace(memory_used=(300 + mib) * MIB, processes=(draws(1, 300 / 1024),))
+        assert counts_reserved or verdict_on(drawn, rules=rules).free is free
+        assert verdict_on(device._replace(memory_shared=True), rules=rules).free
+    for value in ("much", "-1", "128", "MiB"):
+        with pytest.raises(UnsatisfiableRequestError, match=LIMIT):
+            Rules.of({LIMIT: value})
+
+
+def test_without_process_lists_leases_and_memory_decide_where_that_is_allowed() -> None:
+    optional = Rules.of({"SAFE_GPU_PROCESS_LIST": "optional"})
+    for device, rules, state in (
+        (MUTE, DEFAULT_RULES, "unusable"),
+        (MUTE, optional, "free"),
+        (MUTE._replace(memory_used=600 * MIB), optional, "busy"),
+        (MUTE._replace(processes_supported=True), optional, "busy"),  # a list that fails this time
+    ):
+        assert verdict_on(device, rules=rules).state == state
+        possible = state != "unusable"
+        assert bool(candidates(HostSnapshot((device,)), ANY, rules=rules)) is possible
+    check_possible(HostSnapshot((MUTE,)), ANY, rules=optional)
+    with pytest.raises(UnsatisfiableRequestError, match=re.escape(UNWATCHABLE)):
+        check_possible(HostSnapshot((MUTE,)), ANY)
+
+
+def test_an_mps_server_whose_name_is_hidden() -> None:
+    for one, alone, beside_clients in (
+        (process(99, 64 / 1024), True, False),
+        (process(99, 65 / 1024), True, True),
+        (process(4242, 30 / 1024), True, True),
+        (process(7, 300 / 1024), False, False),
+        (process(99, 30 / 1024, ProcessKind.MPS), True, True),
+        (process(99, 30 / 1024, ProcessKind.GRAPHICS), False, False),
+        (process(4242, 30 / 1024, elsewhere=True), True, False),
+        (process(7, 300 / 1024, elsewhere=True), True, True),  # it is not the server here
+    ):
+        assert computes(one, people) is alone
+        assert computes(one, people, mps_clients=True) is beside_clients
+        clients = gpu(1, memory_used=GIB, processes=(process(kind=ProcessKind.MPS),))
+        device = gpu(memory_used=one.memory_used or 0, processes=(one,))
+        assert verdict_on(device, describe=people).free is not alone
+        assert verdict_on(device, beside=clients, describe=people).free is not beside_clients
+
+
+@pytest.mark.parametrize(
+    ("processes", "display", "busy"),
+    [
+        pytest.param([draws(4242, 1)], False, set(), id="the most that counts as free"),
+        pytest.param([draws(4242, 1 + 1 / 1024)], False, {4242}, id="a MiB more"),
+        pytest.param([draws(4242, 40)], True, set(), id="a desktop"),
+        pytest.param([draws(pid, 0.3) for pid in (5, 97, 98, 99)], False, {5, 97, 98, 99}, id="together"),
+        pytest.param([process(5, 0.6), draws(5, 0.6)], True, {5}, id="it computes too"),
+        pytest.param([process(5, 0.6), draws(5, 0.6), draws(99, 0.6)], False, {5}, id="and is counted once"),
+        pytest.param([process(7, 0.03), draws(99, 0.99)], False, set(), id="an MPS server, and one below the bound"),
+        pytest.param([draws(99, 2, elsewhere=True)], False, {99}, id="of another namespace"),
+    ],
+)
+def test_what_draws_makes_a_gpu_busy_by_its_memory(processes: list[GpuProcess], display: bool, busy: set[int]) -> None:
+    used = sum({one.pid: one.memory_used or 0 for one in processes}.values())
+    device = gpu(memory_used=used, processes=tuple(processes), display_active=display)
+    found = verdict_on(device, describe=people)
+    assert found.state == ("busy" if busy else "free"), found.reason
+    assert found.pid in busy or not busy
+    assert ("more process" in found.reason) == (len(busy) > 1)
+    assert device.draws == (display or any(one.kind == ProcessKind.GRAPHICS for one in processes))
+
+
+def test_what_a_driver_shows_of_this_process() -> None:
+    for before, used, processes, expected in (
+        (gpu(), 300, (process(4711, 0.3),), SHOWN),
+        (gpu(), 300, (), HIDDEN),
+        (gpu(), 15, (), NOT_YET),
+        (gpu(), 300, (process(1, 0.3),), NOT_YET),  # that is the other one's memory
+        (gpu(), 300, None, UNKNOWN),
+        (MUTE, 4, None, HIDDEN),
+    ):
+        now = before._replace(memory_used=used * MIB, processes=processes)
+        assert presence(before, now, {4711, 1000000}) == expected
+
+
+# Shares
+
+
+def sharer(pid: int, share: int | None = 20 * GIB, uid: int = 1, user: str = "anna", **facts: Any) -> Holder:
+    return Holder(pid, user, uid=uid, share=share, **facts)
+
+
+def share_verdict(one: Gpu, *sharers: Holder) -> GpuVerdict:
+    claimed = {one.uuid: Holder.of_sharers(sharers)} if sharers else {}
+    return verdict_on(one, SHARE, claimed=claimed, family_of=FAMILIES.get)
+
+
+OWN, CHILD, OTHER, UNSEEN = 10, 11, 20, 30
+FAMILIES = {OWN: (1, (OWN,)), CHILD: (3, (CHILD, OWN)), OTHER: (2, (OTHER, 1))}
+
+
+def test_how_much_a_share_is() -> None:
+    """Shares are whole MiB, four quarters fit, and percent are of the GPUs that the request means."""
+    assert share_capacity(gpu()) == TOTAL - RESERVED
+    assert share_capacity(gpu(counts_reserved=True)) == TOTAL - GIB, "the reserve counts as used"
+    assert share_capacity(UNKNOWN_MEMORY) is None
+    t4 = gpu(1, name="T4", memory_total=16 * GIB, memory_free=15 * GIB)
+    assert parse_request(1, share="50%", model="T4").resolved(host(2, _1=t4)).share == 15 * GIB // 2
+    quarter = (TOTAL - RESERVED) // 4 >> 20 << 20
+    for given_share, expected in ((20 * GIB - 1, 20 * GIB), ("25%", quarter)):
+        assert parse_request(1, share=given_share).resolved(host(1)).share == expected
+    # Frameworks may allocate the rest of it, by the largest GPU.
+    assert share_fraction(20 * GIB, [gpu()]) == pytest.approx(19.5 / 80)
+    assert share_fraction(20 * GIB, [gpu(), gpu(1, memory_total=TOTAL * 2)]) == pytest.approx(19.5 / 160)
+
+
+def test_shares_count_as_their_part_of_the_smallest_gpu_that_has_them() -> None:
+    gpus = [gpu(n, memory_total=size * GIB + RESERVED, memory_free=size * GIB) for n, size in enumerate((80, 40, 10))]
+
+    def amount(count: int, share: int) -> float:
+        return Selection.from_ticket(count, (("share", share * GIB),) if share else ())[0].amount(gpus)
+
+    assert [amount(1, share) for share in (10, 20, 40, 60, 0)] == [1.0, 0.5, 1.0, 0.75, 1.0]
+    assert amount(3, 20) == 1.5
+    assert amount(2, 100) == 2.0, "none has it"
+
+
+def test_what_is_left_for_a_share() -> None:
+    three = [sharer(1), sharer(2, 30 * GIB, user="ben"), sharer(3, 15 * GIB)]
+    little = "shared: 65 of 79.5 GiB promised to 3 claims (anna 20 GiB, ben 30 GiB, ...), 14.5 left, 20 asked for"
+    for one, sharers, expected in (
+        (gpu(), [sharer(1), sharer(2)], ""),
+        (gpu(), three, little),
+        (gpu(), [sharer(n, GIB) for n in range(16)], "16 claims share it already"),
+        (gpu(memory_used=70 * GIB), [], "of memory in use by no process"),
+        (gpu(memory_used=60 * GIB, memory_shared=True), [sharer(1)], ""),  # it may be nobody's
+    ):
+        found = share_verdict(one, *sharers)
+        assert expected in found.reason
+        assert (found.free, found.state == "claimed") == (not expected, bool(sharers and expected))
+    claimed = {gpu().uuid: Holder.of_sharers([sharer(2, since=7.0), sharer(1, since=5.0)])}
+    found = verdict_on(gpu(), claimed=claimed)
+    assert (found.state, found.reason, found.pid) == ("claimed", "shared by 2 claims", 1)
+    # Of 40 GiB that are promised, one holder and its child use 25 instead of 20: newcomers get what is left of 45.
+    one = gpu(memory_used=25 * GIB, processes=(process(OWN, 20), process(CHILD, 5)))
+    assert room(one, [sharer(OWN), sharer(99)], FAMILIES.get, unexplained=0) == TOTAL - RESERVED - 45 * GIB
+
+
+def test_a_certain_stranger_makes_a_shared_gpu_busy() -> None:
+    """Neither a holder, nor who can tell, nor another process of a sharer's user."""
+    for pid, uid in ((OWN, 1), (UNSEEN, 1), (OTHER, 2)):
+        assert share_verdict(gpu(memory_used=GIB, processes=(process(pid, 1),)), sharer(OWN, uid=uid)).free
+    unseen = gpu(memory_used=GIB, processes=(process(UNSEEN, 1),))
+    assert share_verdict(unseen).state == "busy", "the first sharer follows the rules of whole claims"
+    found = share_verdict(gpu(memory_used=GIB, processes=(process(OTHER, 1),)), sharer(OWN))
+    assert (found.state, found.pid) == ("busy", OTHER)
+    assert "process 20" in found.reason
+    assert "without a share" in found.reason
+    for pid, gib, state in ((OTHER, 2, "busy"), (OTHER, 1, "free"), (CHILD, 2, "free")):
+        # A sharer's own program may draw as well, and is not added to a stranger's.
+        one = gpu(memory_used=(10 + gib) * GIB, processes=(draws(OWN, 10), draws(pid, gib)))
+        assert share_verdict(one, sharer(OWN)).state == state
+
+
+def test_which_gpus_are_shared() -> None:
+    for nb, free, rooms, near, last, chosen in (
+        (1, 3, {1: 50, 2: 30}, None, (), [2]),  # the least room
+        (2, 3, {2: 30}, None, (), [0, 2]),  # and one more
+        (2, 4, {}, None, (), [0, 1]),  # none is shared yet
+        (1, 2, {7: 30}, None, (), [0]),  # the shared one is not to be had
+        (3, 2, {0: 30}, None, (), None),
+        (2, 4, {1: 10, 2: 20, 3: 30}, "numa", (), [2, 3]),
+        (1, 2, {1: 30}, None, (1,), [0]),  # one that failed is shared last
+    ):
+        verdicts = [GpuVerdict(gpu(number, numa_node=number // 2), "free") for number in range(free)]
+        left = {gpu(number).uuid: size for number, size in rooms.items()}
+        request = parse_request(nb, share="20GiB", near=near)
+        found = choose_shares(verdicts, request, left, last=tuple(gpu(number).uuid for number in last))
+        assert (found and [one.index for one in found]) == chosen

@@ -22,7 +22,7 @@ picture: Any = importlib.util.module_from_spec(specification)  # type: ignore[ar
 specification.loader.exec_module(picture)  # type: ignore[union-attr]
 
 NOW = picture.NOW
-DAY: Sequence[ReportRow] = picture.day()
+DAY: Sequence[ReportRow] = picture.DAY
 LONG = "python a_program_with_a_very_long_name_that_has_no_blank_in_it_at_all_and_goes_on_and_on.py"
 HOSTILE = "<img src=x onerror=alert(1)>\"'&amp;</script>\x1b[2J\u202e\u2066\ud800 ]]>"
 

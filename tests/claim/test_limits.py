@@ -1,19 +1,25 @@
-"""Limits and turns of users who claim and wait, where root's file says so, with real users and tickets."""
+"""Limits and turns of users, where root's file says so, and how long claims wait and will hold their GPUs."""
 
+import json
+import math
 import os
 import re
 import select
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.claims import claim
 from support.forks import in_fork
 from support.traces import is_locked
 
 from safe_gpu import ClaimTimeout, NotEnoughGpusError, PolicyError, UnsatisfiableRequestError
 from safe_gpu.claim import report, search
+from safe_gpu.claim.arguments import DEFAULT, UNKNOWN, HoldTime, parse_hold_for, parse_timeout, read_options
 from safe_gpu.claim.functions import wait_for_gpus
 from safe_gpu.claim.limits import quota_of, remaining_quota
 from safe_gpu.claim.report import waiting_message
@@ -26,12 +32,20 @@ from safe_gpu.coordination.turns import turn_of
 from safe_gpu.drivers.simulated import SimulatedDriver
 from safe_gpu.engines.holder import ClaimArguments, HolderProcess
 from safe_gpu.host import procfs
+from safe_gpu.schedulers.job import JobContext, current
 from safe_gpu.settings import config as policy
+from safe_gpu.settings.durations import parse_duration
 from safe_gpu.status.gather import gather
 
 ANNA, BEN, CARLA = 4711, 4712, 4713
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a policy must be")
+
+@pytest.fixture
+def rules(rules: Callable[[str], Path]) -> Callable[[str], Path]:
+    """Write the policy of this test's host."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, whose file a policy must be")
+    return rules
 
 
 def held_by(uid: int) -> int:
@@ -60,9 +74,9 @@ def test_claims_at_the_same_moment_never_exceed_it(rules: Any, user: Any) -> Non
     assert [one.hear() for one in crowd] == ["ready"] * 6
     for one in crowd:
         one.tell()
-    answers = [one.hear() for one in crowd]
-    assert answers.count("2") == 2
-    assert sum("you hold 4 of your 4 GPUs" in answer for answer in answers) == 4
+    answers = sorted(one.hear() for one in crowd)
+    assert answers[:2] == ["2", "2"]
+    assert all("you hold 4 of your 4 GPUs" in answer for answer in answers[2:])
 
 
 def test_others_pass_a_waiter_whose_user_is_at_the_limit(rules: Any, user: Any, waiting: Any, eventually: Any) -> None:
@@ -124,10 +138,16 @@ def test_inner_claims_are_neither_counted_nor_limited(rules: Any, as_user: Any) 
 NAMED = "[user root]\n"
 
 
+def lasts(**options: Any) -> float | None:
+    """For how many seconds a claim says that it will last."""
+    with claim(**options):
+        (entry,) = living_claims()
+        return None if entry.until is None else round(entry.until - entry.since, 1)
+
+
 @pytest.mark.parametrize(
     ("text", "said", "seconds"),
     [
-        ("default_hold = 60", None, 60.0),
         ("default_hold = 60", "90", 90.0),
         ("default_hold = 60\nmax_hold = 30", None, 30.0),
         ("max_hold = 30", None, 30.0),
@@ -137,18 +157,13 @@ NAMED = "[user root]\n"
 )
 def test_how_long_a_claim_will_hold(rules, monkeypatch, text: str, said: str | None, seconds: float | None) -> None:
     rules(NAMED + text)
-    if said is not None:
-        monkeypatch.setenv("SAFE_GPU_FOR", said)
-    with claim():
-        (entry,) = living_claims()
-        assert (None if entry.until is None else round(entry.until - entry.since, 1)) == seconds
+    monkeypatch.setenv("SAFE_GPU_FOR", said or "")
+    assert lasts() == seconds
 
 
 def test_what_is_said_in_the_call(rules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rules(NAMED + "max_hold = 1h\ndefault_hold = 5m")
-    with pytest.raises(
-        UnsatisfiableRequestError, match=r"hold_for= says 1 h 1 min, and .* allows you 1 h \(\[user root"
-    ):
+    with pytest.raises(UnsatisfiableRequestError, match=r"hold_for= says 1 h 1 min, and .* allows you 1 h \(\[user"):
         claim(hold_for=3660)
     monkeypatch.setenv("SAFE_GPU_FOR", "2h")
     with pytest.raises(UnsatisfiableRequestError, match="SAFE_GPU_FOR says 2 h"):
@@ -287,7 +302,7 @@ def test_a_claim_keeps_the_order_in_which_it_began(
     """Else it could wait for one who waits for it. Root changes the order between two looks."""
     rules(f"[host]\norder = {before}")
     line(1, (0,))
-    written, confirm = list[Any](), search.confirm
+    written, confirm = [], search.confirm
 
     def changing(*arguments: Any) -> bool:
         rules(f"[host]\norder = {after}")
@@ -356,3 +371,113 @@ def test_who_is_passed_is_told_who_is_in_turn(
     first.end()
     ben.end()
     told(r"0 free\), starts about ")
+
+
+# How long a claim waits and will hold its GPUs: what may be said, and what counts where nothing is
+
+
+DURATIONS = {
+    0.0: "0 0s",
+    5.0: "0:00:05",
+    900.0: "15m 15min",
+    1000.0: "1e3",
+    5400.0: "1.5h 1h30m 01:30:00",
+    86401.0: "1d1s",
+    216000.0: "2d12h 2-12:00:00 2-12",
+    217800.0: "2-12:30",
+    None: "inf INF infinity forever none",
+}
+
+
+def test_durations() -> None:
+    words = [(word, seconds) for seconds, line in DURATIONS.items() for word in line.split()]
+    for text, seconds in [*words, (" 10 M ", 600.0), ("90 sec", 90.0), ("1H 30M", 5400.0)]:
+        assert parse_duration(text) == seconds
+        assert parse_timeout(text, {}, in_batch_job=False) == seconds
+        assert parse_timeout(DEFAULT, {"SAFE_GPU_TIMEOUT": text}, in_batch_job=True) == seconds
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", " ", *"soon -1h nan 1w s 1_000 1h30 30m1h 1h1h 1.5h30m -inf 1,5 1:2:3:4 -1:00:00 1--2 1:30 \u0663m".split()],
+)
+def test_what_is_no_duration_names_itself_and_what_would_be(text: str) -> None:
+    with pytest.raises(UnsatisfiableRequestError) as caught:
+        parse_duration(text, "SAFE_GPU_TIMEOUT")
+    assert caught.value.value == text
+    message = str(caught.value)
+    assert message.startswith(f"SAFE_GPU_TIMEOUT={text!r} ")
+    assert "15m" in message or (text == "1:30" and "write 1h30m or 1m30s" in message)
+
+
+def test_numbers_are_seconds_and_the_default_fits_where_the_process_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for timeout, seconds in ((0, 0.0), (0.25, 0.25), (None, None), (float("inf"), None), (1e300, 1e300)):
+        assert parse_timeout(timeout, {"SAFE_GPU_TIMEOUT": "77"}, in_batch_job=True) == seconds
+    assert read_options().timeout == 10.0
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert read_options().timeout == 300.0
+
+
+@pytest.mark.parametrize("said", [-0.5, math.nan, -math.inf, True, [], b"5", 10**400, "soon"])
+def test_what_is_no_number_of_seconds_is_refused(said: Any) -> None:
+    with pytest.raises(UnsatisfiableRequestError, match="timeout=") as caught:
+        parse_timeout(said, {}, in_batch_job=False)
+    assert caught.value.value is said
+    for least in (said, 0, 0.9, "0.5s", ""):
+        with pytest.raises(UnsatisfiableRequestError, match="hold_for=") as caught:
+            parse_hold_for(least, {}, JobContext())
+        assert caught.value.value is least
+
+
+@given(st.floats(min_value=0, max_value=1e6, allow_nan=False), st.sampled_from(["", "s", "m", "h", "d"]))
+def test_a_number_with_any_unit_is_what_it_says(number: float, unit: str) -> None:
+    factor = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[unit]
+    assert parse_duration(f"{number!r}{unit}") == number * factor
+
+
+def test_what_is_said_counts_and_the_variable_stands_in_for_it() -> None:
+    job = JobContext("slurm", ends=int(time.time()) + 60)
+    for said, seconds in ((1, 1.0), (90.5, 90.5), ("2h", 7200.0), (None, None), ("unknown", None), (math.inf, None)):
+        assert parse_hold_for(said, {"SAFE_GPU_FOR": "5h"}, job) == HoldTime(seconds, said=True)
+    for text, hold in (("20m", HoldTime(1200.0)), ("unknown", HoldTime(None)), ("", HoldTime(end=float(job.ends)))):
+        assert parse_hold_for(DEFAULT, {"SAFE_GPU_FOR": text}, job) == hold
+    assert parse_hold_for(DEFAULT, {"SAFE_GPU_FOR": ""}, JobContext()) == UNKNOWN
+    with pytest.raises(UnsatisfiableRequestError, match=r"SAFE_GPU_FOR='0\.2'"):
+        parse_hold_for(DEFAULT, {"SAFE_GPU_FOR": "0.2"}, job)
+
+
+def test_a_batch_job_ends_where_its_scheduler_says() -> None:
+    for ends_in, known in ((86000, True), (87000, False), (-5, False)):
+        ends = int(time.time()) + ends_in
+        hold = parse_hold_for(DEFAULT, {}, current({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(ends)}))
+        assert hold == HoldTime(end=ends if known else None)
+
+
+def test_a_pbs_job_ends_a_walltime_after_its_session_began(child: Any) -> None:
+    code = "import safe_gpu\nfrom safe_gpu.claim.arguments import read_options\nsay(read_options().hold.end)"
+    began = time.time()
+    job = child(code, env={"PBS_JOBID": "12.server", "PBS_WALLTIME": "3600"}, start_new_session=True)
+    assert began + 3600 - 1 <= float(job.hear()) <= time.time() + 3600
+
+
+def test_seconds_from_now() -> None:
+    """Those from 1000, where the claim around it, if it is inside one, ends then."""
+    for hold, outer_end, seconds in (
+        (HoldTime(60.0, said=True), 1500.0, 60.0),
+        (HoldTime(None, said=True), 1500.0, None),
+        (HoldTime(60.0), 1500.0, 500.0),  # it ends with the one around it
+        (HoldTime(end=1300.0), 1100.0, 100.0),
+        (HoldTime(end=1000.5), None, 1.0),
+        (HoldTime(end=999.0), None, None),  # overdue
+        (UNKNOWN, None, None),
+    ):
+        assert hold.at(1000.0, outer_end) == seconds
+
+
+def test_the_entry_says_until_when(ground: Any, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (lasts(hold_for="1h"), lasts()) == (3600, None)
+    monkeypatch.setenv("SAFE_GPU_FOR", "90")
+    assert (lasts(), lasts(hold_for=None)) == (90, None)
+    done = command.run("run", "--for", "1h30m", "--", "sh", "-c", 'cat "$SAFE_GPU_DIR"/claims/*')
+    written = json.loads(done.stdout)
+    assert written["until"] - written["since"] == pytest.approx(5400)

@@ -1,22 +1,33 @@
-"""Claims in users' own programs: copies of the owner, closed descriptors, frozen apps, notebooks, workers, upgrades."""
+"""Claims in users' own programs: copies of the owner, closed descriptors, frozen apps, notebooks, workers, upgrades;
+what they write into the history, and random sequences of them."""
 
 import copy
+import fcntl
+import json
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from support.claims import claim
 from support.forks import in_fork
 from support.gpus import PACKAGE_ROOT
 
 import safe_gpu
+from safe_gpu.claim import claim as claim_module
+from safe_gpu.coordination import history
+from safe_gpu.drivers.simulated import SimulatedContext, SimulatedDriver
 from safe_gpu.runtimes.cuda import CUDA, CudaLibrary
+from safe_gpu.status.history import PastClaim, claims_between
 
 
 @pytest.mark.parametrize(
@@ -64,9 +75,6 @@ def _of_ours(fd: int) -> bool:
     return target.startswith((os.environ["SAFE_GPU_DIR"], "socket:"))
 
 
-# Programs that contain Python: frozen apps, and applications that embed it
-
-
 def ask() -> str:
     """Ask CUDA in a child, which is refused; say why."""
     with pytest.raises(safe_gpu.NoDriverError) as refusal:
@@ -92,22 +100,18 @@ def test_an_app_that_contains_python_is_not_started_again(
 
 def test_an_app_that_is_called_python_is_started_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program, trace = tmp_path / "python-app", tmp_path / "started"
-    again = (
-        f"import sys; sys.executable = {str(program)!r}\n"
-        "from safe_gpu.runtimes.cuda import CUDA\n"
-        f"open({str(trace)!r}, 'a').write('once\\n')\n"
-        f"len(open({str(trace)!r}).readlines()) < 9 and CUDA.visible_in_child()\n"
-    )
-    (tmp_path / "main.py").write_text(again)
+    (tmp_path / "main.py").write_text(f"""
+import sys; sys.executable = {str(program)!r}
+from safe_gpu.runtimes.cuda import CUDA
+open({str(trace)!r}, "a").write("once\\n")
+len(open({str(trace)!r}).readlines()) < 9 and CUDA.visible_in_child()
+""")
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{tmp_path}/main.py"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PYTHONPATH", str(PACKAGE_ROOT))
     monkeypatch.setattr(sys, "executable", str(program))
     ask()
     assert trace.read_text() == "once\n"
-
-
-# Cells that run twice
 
 
 def test_the_same_request_keeps_its_gpus_and_another_one_does_not(ground: Any) -> None:
@@ -139,9 +143,6 @@ def test_a_claim_of_no_gpu_hides_all(function: Any, ground: Any, monkeypatch: py
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
-# Scripts that start themselves again, as Lightning does for each further rank
-
-
 RANKS = """
 import os, subprocess, sys, safe_gpu
 {condition}
@@ -168,9 +169,6 @@ def test_a_second_rank_is_told_the_line_that_works(delegate: bool, ground: Any, 
     assert run(line).stdout == "rank 0 on 0,1\nrank 1 on 0,1\n"
 
 
-# What others are told
-
-
 def test_a_notebook_is_named(child: Any, tmp_path: Path) -> None:
     (tmp_path / "ipykernel_launcher.py").write_text(
         "import safe_gpu; safe_gpu.claim_gpus(8, safe_gpu.NoPlaceholder(), affinity=None); print('has'); input()"
@@ -189,9 +187,7 @@ def test_a_kernel_that_can_have_other_gpus_only_anew_is_told_so(
     monkeypatch.setattr(CudaLibrary, "visible_if_initialized", lambda self: (host.uuids[0],))
     monkeypatch.setattr(CudaLibrary, "contexts", lambda self: frozenset())
     ground.hold(0)
-    with pytest.raises(
-        safe_gpu.NotEnoughGpusError, match=r"start a new process.*restart the kernel.*7 others are free"
-    ):
+    with pytest.raises(safe_gpu.NotEnoughGpusError, match=r"start a new process.*restart the.*7 others are free"):
         claim(1)
     ground.hold(*range(1, 8))
     with pytest.raises(safe_gpu.NotEnoughGpusError, match=r"wait for it \(timeout="):
@@ -217,50 +213,238 @@ def test_a_worker_that_imports_the_claim_is_told_where_to_put_it(ground: Any, tm
     assert "delegate" not in done.stderr
 
 
-# An upgrade under load
-
-
-PACKAGE = Path(sys.modules["safe_gpu"].__file__ or "").parent
-
-
-def test_a_holder_and_a_waiter_while_the_package_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
-) -> None:
+def test_a_holder_and_waiters_while_the_package_is_replaced(tmp_path: Path, command: Any) -> None:
     """The files of the new version cannot even be imported, so that none of it gets into these processes."""
-    shutil.copytree(PACKAGE, tmp_path / "safe_gpu", ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    run = [sys.executable, "-m", "safe_gpu", "run", "--only", "0", "--", "sh", "-c"]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([*run, "echo held; read line"], text=True, **pipes) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        with subprocess.Popen([*run, "echo got $CUDA_VISIBLE_DEVICES"], text=True, **pipes) as waiter:
-            assert waiter.stderr is not None
-            assert "waiting " in waiter.stderr.readline()
-            for path in (tmp_path / "safe_gpu").rglob("*.py"):
-                path.write_text("raise ImportError('the new version')")
-            shutil.rmtree(tmp_path / "safe_gpu" / "__pycache__", ignore_errors=True)
-            assert (holder.communicate("\n", timeout=60), holder.returncode) == (("", ""), 0)
-            assert (waiter.communicate(timeout=60)[0], waiter.returncode) == ("got 0\n", 0)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(PACKAGE_ROOT / "safe_gpu", tmp_path / "safe_gpu", ignore=ignored)
+
+    def run(timeout: str, script: str) -> subprocess.Popen[str]:
+        line = ["run", "--only", 0, "-t", timeout, "--", "sh", "-c", script]
+        return command.start(*line, stdin=subprocess.PIPE, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
+
+    holder = run("inf", "echo held; read line")
+    assert holder.stdout.readline() == "held\n"
+    patient, hasty = run("inf", "echo got"), run("2s", "")
+    for waiter in (patient, hasty):
+        assert "waiting " in waiter.stderr.readline()
+    for path in (tmp_path / "safe_gpu").rglob("*.py"):
+        path.write_text("raise ImportError('the new version')")
+    shutil.rmtree(tmp_path / "safe_gpu" / "__pycache__", ignore_errors=True)
+    assert "1 GPU asked for, 0 free after" in hasty.communicate(timeout=60)[1]
+    assert (holder.communicate("\n", timeout=60), holder.returncode) == (("", ""), 0)
+    assert (patient.communicate(timeout=60)[0], patient.returncode) == ("got\n", 0)
 
 
-def test_a_refusal_after_the_upgrade(child: Any, ground: Any) -> None:
-    code = """
-import time
-from safe_gpu import ClaimTimeout, GPUOwner, NoPlaceholder
-class New:
-    def find_spec(self, name, path=None, target=None):
-        if name.startswith("safe_gpu"):
-            raise ModuleNotFoundError(name)
-genuine = time.sleep
-def sleep(seconds):
-    sys.meta_path.insert(0, New())
-    genuine(seconds)
-time.sleep = sleep
-try:
-    GPUOwner(1, NoPlaceholder(), timeout=0.3)
-except ClaimTimeout as err:
-    say(str(err).splitlines()[0])
+# What claims write into the history, whatever way they end
+
+
+def past() -> list[PastClaim]:
+    claims, warnings = claims_between(0, time.time() + 1)
+    assert warnings == []
+    return claims
+
+
+def lines(state_dir: Path) -> list[dict[str, Any]]:
+    text = "".join(file.read_text() for file in sorted((state_dir / history.NAME).glob("*.jsonl")))
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_claim_is_told_by_its_entry_and_written_when_it_is_released(state_dir: Path, ground: Any) -> None:
+    with claim(2, hold_for=60):
+        (running,) = past()
+        assert lines(state_dir) == []
+        assert (running.running, running.labels) == (True, ("0", "1"))
+    first, end = lines(state_dir)
+    assert (first["uid"], first["gpus"], first["labels"]) == (os.geteuid(), ground.uuids[:2], ["0", "1"])
+    assert first["until"] == pytest.approx(first["claim"][1] + 60, abs=0.01)
+    assert first["waited"] >= 0
+    assert end == {"v": 1, "claim": first["claim"], "ended": end["ended"]}
+    (known,) = past()
+    assert (known.running, known.seen, known.ended) == (False, end["ended"], end["ended"])
+
+
+def test_a_claim_that_was_killed_ended_between_last_seen_and_found_dead(
+    state_dir: Path, command: Any, eventually: Any
+) -> None:
+    """And the history has names only, though entries may have the whole command by their user's wish."""
+    words = ("run", "-n", 2, "--", "sh", "-c", "echo up; read x", "hunter2")
+    started = command.start(*words, stdin=subprocess.PIPE, env={"SAFE_GPU_RECORD_COMMAND": "full"})
+    assert started.stdout.readline() == "up\n"
+    assert any("hunter2" in file.read_text() for file in (state_dir / "claims").iterdir())
+    before = time.time()
+    assert command.run("status").returncode == 0
+    (alive,) = past()
+    assert alive.running
+    started.send_signal(signal.SIGKILL)
+    started.wait(60)
+    killed = time.time()
+    assert [one.ended is not None for one in past()] == [True]  # by its entry
+    with claim(2):
+        (dead, mine) = past()
+        assert len(os.listdir(state_dir / "claims")) == 1
+    assert (dead.command, dead.gpus, dead.running) == ("sh", mine.gpus, False)
+    assert before - 1 < dead.seen < killed + 1 < (dead.ended or 0.0) + 2
+    assert [one["claim"][0] for one in lines(state_dir) if "ended" in one] == [started.pid, os.getpid()]
+    assert "hunter2" not in json.dumps(lines(state_dir))
+
+
+def test_a_claim_that_is_refused_tells_of_the_dead_that_it_has_removed(state_dir: Path, command: Any) -> None:
+    words = ("run", "--", "sh", "-c", "echo up; read x")
+    killed, other = (command.start(*words, stdin=subprocess.PIPE) for _ in range(2))
+    for one in (killed, other):
+        assert one.stdout.readline() == "up\n"
+    killed.kill()
+    killed.wait(60)
+    with pytest.raises(safe_gpu.NotEnoughGpusError):
+        claim(8)
+    assert len(os.listdir(state_dir / "claims")) == 1
+    assert [one["claim"][0] for one in lines(state_dir) if "ended" in one] == [killed.pid]
+
+
+def test_nothing_of_it_is_done_under_host_lock(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Any] = []
+
+    def spy(lines: Any, *more: Any) -> bool:
+        with open(state_dir / "host.lock", "rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError, if anybody holds it
+        written.append(lines)
+        return True
+
+    monkeypatch.setattr(claim_module, "append", spy)
+    with claim():
+        pass
+    assert len(written) == 1
+
+
+def test_a_history_that_cannot_be_written_costs_its_lines_and_no_claim(state_dir: Path) -> None:
+    state_dir.mkdir()
+    state_dir.chmod(0o1777)
+    (state_dir / history.NAME).touch()
+    with claim() as owner:
+        assert owner.devices_taken == [0]
+    (state_dir / history.NAME).unlink()
+    assert past() == []
+    with claim():
+        pass
+    assert len(past()) == 1
+
+
+@pytest.mark.parametrize("jump", [-86400.0, 86400.0])
+def test_a_clock_that_jumps_does_not_change_how_long_a_claim_lasted(state_dir, monkeypatch, jump: float) -> None:
+    clock, began = time.time, time.monotonic()
+    with claim():
+        monkeypatch.setattr(time, "time", lambda: clock() + jump)
+    lasted = time.monotonic() - began
+    end = lines(state_dir)[-1]
+    assert 0 <= end["ended"] - end["claim"][1] <= lasted + 1e-3
+
+
+# Random sequences of claims, releases, kills and strangers, against a model of who must hold what
+
+
+PLAYER = """
+import json, os, safe_gpu
+owner = None
+while line := listen():
+    order = json.loads(line)
+    try:
+        if order["do"] == "claim":
+            owner = safe_gpu.GPUOwner(order["number"], safe_gpu.NoPlaceholder() if order["bare"] else None, timeout=0,
+                                      affinity=None, only=order["only"], delegate=order["delegate"])
+            answer = owner.devices_taken
+            expected = ",".join(map(str, answer))
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == expected, os.environ
+        else:
+            owner.release_gpus()
+            answer = []
+            assert "CUDA_VISIBLE_DEVICES" not in os.environ and "SAFE_GPU_SCOPE" not in os.environ
+    except safe_gpu.SafeGpuError as err:
+        assert "CUDA_VISIBLE_DEVICES" not in os.environ or type(err) is safe_gpu.AlreadyClaimedError
+        answer = type(err).__name__
+    say(json.dumps(answer))
 """
-    ground.hold(*range(8))
-    assert "1 GPU asked for, 0 free after" in child(code).hear()
+PLAYERS, GPUS = 4, 8
+players, gpus = st.integers(0, PLAYERS - 1), st.integers(0, GPUS - 1)
+orders = st.one_of(
+    st.tuples(st.just("claim"), players, st.integers(1, GPUS + 1), st.frozensets(gpus), st.booleans(), st.booleans()),
+    st.tuples(st.sampled_from(["release", "kill"]), players),
+    st.tuples(st.sampled_from(["come", "go"]), gpus),
+)
+
+
+class World:
+    """Claims of some processes, and the model of who must hold what, side by side."""
+
+    def __init__(self, start: Callable[[], Any], stranger_pid: int) -> None:
+        self.start = start
+        self.workers = [start() for _ in range(PLAYERS)]
+        self.host = SimulatedDriver("dgx-a100")
+        self.stranger_pid = stranger_pid
+        self.held: list[set[int] | None] = [None] * PLAYERS
+        self.strangers: dict[int, SimulatedContext] = {}
+
+    @property
+    def free(self) -> set[int]:
+        return set(range(GPUS)) - set().union(*(held or () for held in self.held)) - set(self.strangers)
+
+    def ask(self, worker: int, **order: object) -> Any:
+        self.workers[worker].tell(json.dumps(order))
+        return json.loads(self.workers[worker].hear())
+
+    def claim(self, worker: int, number: int, only: frozenset[int], bare: bool, delegate: bool) -> None:
+        answer = self.ask(worker, do="claim", number=number, only=sorted(only), bare=bare, delegate=delegate)
+        allowed = set(only) or set(range(GPUS))
+        if self.held[worker] is not None:
+            assert answer == "AlreadyClaimedError"
+        elif number > len(allowed):
+            assert answer == "UnsatisfiableRequestError"
+        elif number > len(allowed & self.free):
+            assert answer == "NotEnoughGpusError"
+        else:
+            assert len(set(answer) & allowed & self.free) == len(answer) == number
+            self.held[worker] = set(answer)
+
+    def release(self, worker: int) -> None:
+        if self.held[worker] is not None:
+            assert self.ask(worker, do="release") == []
+            self.held[worker] = None
+
+    def kill(self, worker: int) -> None:
+        if self.held[worker] is not None:  # starting another one takes time
+            self.workers[worker].kill()
+            self.workers[worker] = self.start()
+            self.held[worker] = None
+
+    def come(self, gpu: int) -> None:
+        if gpu not in self.strangers and gpu in self.free:
+            self.strangers[gpu] = self.host.occupy(self.host.idle.gpus[gpu].uuid, pid=self.stranger_pid)
+
+    def go(self, gpu: int) -> None:
+        if gpu in self.strangers:
+            self.strangers.pop(gpu).close()
+
+    def check(self) -> None:
+        assert safe_gpu.get_free_gpus() == [str(index) for index in sorted(self.free)]
+
+    def clear(self) -> None:
+        for worker in range(PLAYERS):
+            self.release(worker)
+        for gpu in range(GPUS):
+            self.go(gpu)
+
+
+def test_whatever_happens_in_whatever_order(child: Any, stranger_pid: int) -> None:
+    world = World(lambda: child(PLAYER), stranger_pid)
+
+    @settings(max_examples=40, suppress_health_check=list(HealthCheck))
+    @given(st.lists(orders, max_size=25))
+    def check(story: list[tuple[Any, ...]]) -> None:
+        try:
+            for name, *arguments in story:
+                getattr(world, name)(*arguments)
+                world.check()
+        finally:
+            world.clear()
+        world.check()
+
+    check()

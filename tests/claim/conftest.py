@@ -112,9 +112,11 @@ def cleanup() -> Iterator[ExitStack]:
 
 @pytest.fixture
 def user(as_user: Any) -> Callable[..., Any]:
-    """``user(ANNA, 2)``: a process of hers that claims two GPUs, says how that went, and holds them until told."""
+    """``user(ANNA, 2)``: a process of hers that claims two GPUs, says how that went, and holds them until told.
 
-    def start(uid: int, nb_gpus: int = 1, *, gate: bool = False, **options: Any) -> Any:
+    With ``gets`` it is to get them."""
+
+    def start(uid: int, nb_gpus: int = 1, *, gate: bool = False, gets: bool = False, **options: Any) -> Any:
         def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
             if gate:
                 say("ready")
@@ -126,7 +128,9 @@ def user(as_user: Any) -> Callable[..., Any]:
             say("released")
             listen()
 
-        return as_user(work, uid=uid)
+        one = as_user(work, uid=uid)
+        assert not gets or one.hear() == str(nb_gpus)
+        return one
 
     return start
 

@@ -1,10 +1,8 @@
 """Claims of NVIDIA, AMD and Intel GPUs on fake libraries and saved trees: runtimes initialised too early or in another
 order, what a claim asks NVML, and two vendors on one host; simulated AMD hosts are in tests/cli/test_amd.py."""
 
-import json
 import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -36,15 +34,11 @@ def claim(nb_gpus: int = 1, **options: Any) -> safe_gpu.GPUOwner:
     return safe_gpu.GPUOwner(nb_gpus, timeout=0, affinity=None, **options)
 
 
-PRINT = "import json, os; print(json.dumps({n: v for n, v in os.environ.items() if n.endswith('VISIBLE_DEVICES')}))"
-
-
-def variables(command: Any, *arguments: str) -> dict[str, str]:
-    """The variables of a command under `safe-gpu`."""
-    child = command.run(*arguments, "--", sys.executable, "-c", PRINT)
-    assert child.returncode == 0, child.stderr
-    found: dict[str, str] = json.loads(child.stdout)
-    return found
+def refused(host: Any, code: str, kind: str, *parts: str, **environment: str) -> dict[str, Any]:
+    """What an error of this kind, with these words in its text, says besides: ``code`` leads to it in a child."""
+    name, message, attributes = forked(host, code, **environment)
+    assert (name, [part for part in parts if part not in message]) == (kind, []), message
+    return attributes
 
 
 @pytest.mark.usefixtures("two_vendors")
@@ -91,10 +85,10 @@ def test_a_claim_inside_a_claim_keeps_the_vendor(vendor: str, command: Any, monk
             if vendor == "amd" and stale is None:
                 patch.delenv("ROCR_VISIBLE_DEVICES")
                 patch.setenv("SAFE_GPU_FENCE", "ignore")
-            inner = variables(command, "run", "-q")
+            inner = command.run("run", "-q", "--", "env").stdout.splitlines()
             name = "ROCR_VISIBLE_DEVICES" if vendor == "amd" else "CUDA_VISIBLE_DEVICES"
-            assert inner[name] in ("0", owner.gpus[0].uuid)
-            assert ("HIP_VISIBLE_DEVICES" in inner) == (vendor == "amd")
+            assert {f"{name}=0", f"{name}={owner.gpus[0].uuid}"} & {*inner}
+            assert ("HIP_VISIBLE_DEVICES=0" in inner) == (vendor == "amd")
             if stale is None:
                 child = command.run("run", "--vendor", "nvidia" if vendor == "amd" else "amd", "--", "true")
                 assert child.returncode == 78
@@ -113,16 +107,13 @@ def test_waiters_of_two_vendors_do_not_wait_for_each_other(command, child, groun
     waiter = command.start("run", "-q", "-n", "4", "--", "true")
     eventually(ground.tickets)
     assert command.run("run", "--timeout", "0", "--", "true").returncode == 75, "strict order among NVIDIA GPUs"
-    assert variables(command, "run", "-q", "--timeout", "0", "--vendor", "amd", "-n", "4")["HIP_VISIBLE_DEVICES"]
+    assert command.run("run", "--timeout", "0", "--vendor", "amd", "-n", "4", "--", "true").returncode == 0
     assert waiter.poll() is None
     holder.tell()
     assert waiter.wait(60) == 0
 
 
 # AMD GPUs, on a fake libamdhip64 over a saved sysfs tree
-
-
-INITIALIZE = "ctypes.CDLL('libamdhip64.so').hipGetDeviceCount(ctypes.byref(ctypes.c_int())); "
 
 
 @pytest.fixture
@@ -132,8 +123,7 @@ def hip(tmp_path: Path, build_library: Callable[..., Path]) -> HipHost:
 
 def test_a_claim_holds_its_gpus_and_lets_them_go(hip: HipHost) -> None:
     code = """
-owner = safe_gpu.claim_gpus(2, timeout=0, affinity=None)
-out["taken"], out["set"] = owner.devices_taken, variables()
+out["taken"], out["set"] = claim(2), variables()
 out["free"] = safe_gpu.get_free_gpus()
 proc = os.environ["SAFE_GPU_FSROOT"] + f"/sys/class/kfd/kfd/proc/{os.getpid()}/vram_"
 out["held"] = [n for n in range(8) if os.path.exists(proc + str(100 + n))]
@@ -141,10 +131,8 @@ safe_gpu.release_gpus()
 out["after"] = variables()
 """
     found = forked(hip, code)
-    assert found["taken"] == found["held"] == [0, 1]
-    assert found["set"] == dict(zip(VARIABLES, ["0,1", f"{hip.uuids[0]},{hip.uuids[1]}", "0,1"], strict=False))
-    assert found["free"] == ["2", "3", "4", "5", "6", "7"]
-    assert found["after"] == {}
+    assert found.pop("set") == dict(zip(VARIABLES, ["0,1", ",".join(hip.uuids[:2]), "0,1"], strict=False))
+    assert found == {"taken": [0, 1], "held": [0, 1], "free": ["2", "3", "4", "5", "6", "7"], "after": {}}
     assert hip.users() == {}
 
 
@@ -160,33 +148,30 @@ def test_another_device_than_the_claimed_one_is_caught(hip: HipHost) -> None:
     """GPUs without a UUID are named by index, and HIP has another order than the kernel."""
     for file in hip.kfd.glob("topology/nodes/*/properties"):
         file.write_text(re.sub("unique_id .*", "unique_id 0", file.read_text()))
-    assert forked(hip, 'out["taken"] = claim(1); out["set"] = variables(); safe_gpu.release_gpus()') == {
-        "taken": [0],
-        "set": dict.fromkeys(VARIABLES[:3], "0"),
-    }
+    assert forked(hip, "out = [claim(1), variables()]; safe_gpu.release_gpus()") == [
+        [0],
+        dict.fromkeys(VARIABLES[:3], "0"),
+    ]
     hip.uuids = ["GPU-XX"] * 8
     hip.describe(order=[7, 6, 5, 4, 3, 2, 1, 0])
-    error, message, _ = forked(hip, "out = claim(1)")
-    assert error == "WrongDeviceError"
-    assert "HIP device 0 is /0000:c8:00.0, but GPU 0 (AMD-0000:c1:00.0-0) was claimed" in message
+    said = "HIP device 0 is /0000:c8:00.0, but GPU 0 (AMD-0000:c1:00.0-0) was claimed"
+    refused(hip, "out = claim(1)", "WrongDeviceError", said)
 
 
 def test_hip_that_is_initialised_or_refuses(hip: HipHost) -> None:
-    error, message, _ = forked(hip, INITIALIZE + "out = claim(1)")
-    assert error == "CudaInitializedError"
-    assert "HIP is already initialised in this process and sees 8 GPU(s)" in message
-    assert forked(hip, INITIALIZE + "out = claim(2)", ROCR_VISIBLE_DEVICES="5,3") == [5, 3]
+    initialize = "ctypes.CDLL('libamdhip64.so').hipGetDeviceCount(ctypes.byref(ctypes.c_int())); "
+    said = "HIP is already initialised in this process and sees 8 GPU(s)"
+    refused(hip, initialize + "out = claim(1)", "CudaInitializedError", said)
+    assert forked(hip, initialize + "out = claim(2)", ROCR_VISIBLE_DEVICES="5,3") == [5, 3]
     hip.fail("hipMalloc", 2)
-    error, message, _ = forked(hip, "out = claim(1)")
-    assert error == "PlaceholderError"
-    assert "hipMalloc failed with hipErrorOutOfMemory (2)" in message
-    assert "HipPlaceholder" in message
+    said = "hipMalloc failed with hipErrorOutOfMemory (2)"
+    refused(hip, "out = claim(1)", "PlaceholderError", said, "HipPlaceholder")
 
 
 def test_a_host_without_hip(hip: HipHost, tmp_path: Path) -> None:
-    code = "out = [claim(1), claim(1, NoPlaceholder())]"
-    refused, claimed = forked(hip, code, LD_LIBRARY_PATH=str(without_hip(tmp_path)))
-    assert (refused[0], "HIP" in refused[1], claimed) == ("NoDriverError", True, [0])
+    libraries = str(without_hip(tmp_path))
+    refused(hip, "out = claim(1)", "NoDriverError", "HIP", LD_LIBRARY_PATH=libraries)
+    assert forked(hip, "out = claim(1, NoPlaceholder())", LD_LIBRARY_PATH=libraries) == [0]
 
 
 # Intel GPUs, over a saved sysfs tree
@@ -211,28 +196,19 @@ def intel(tmp_path: Path) -> IntelHost:
 
 def test_a_claim_takes_a_card_with_all_its_tiles_and_puts_nothing_on_it(intel: IntelHost) -> None:
     code = """
-owner = safe_gpu.claim_gpus(1, timeout=0, affinity=None, vendor="intel", only="2")
-out["taken"], out["set"], out["held"] = owner.devices_taken, ze(), owner.placeholders
+out = [claim(1, vendor="intel", only="2"), ze(), safe_gpu.gpu_owner.placeholders]
 safe_gpu.release_gpus()
-out["after"] = ze()
+out.append(ze())
 """
-    assert forked(intel, START + code) == {
-        "taken": [2],
-        "set": {MASK: "3,4", HIERARCHY: "FLAT", ORDER: "1"},
-        "held": [],
-        "after": {},
-    }
+    assert forked(intel, START + code) == [[2], {MASK: "3,4", HIERARCHY: "FLAT", ORDER: "1"}, [], {}]
     for hierarchy, mask, left in (("COMPOSITE", "2", "2"), ("FLAT", "2,3,4", "3,4")):
-        code = START + 'out["taken"] = claim(1); out["set"] = ze()'
-        found = forked(intel, code, **{HIERARCHY: hierarchy, MASK: mask})
-        assert (found["taken"], found["set"][MASK]) == ([2], left), "what is inherited is the limit"
+        taken, ze = forked(intel, START + "out = [claim(1), ze()]", **{HIERARCHY: hierarchy, MASK: mask})
+        assert (taken, ze[MASK]) == ([2], left), "what is inherited is the limit"
 
 
 def test_a_mask_without_a_hierarchy_is_refused_with_the_way_out(intel: IntelHost) -> None:
-    error, message, _ = forked(intel, "out = claim(1)", **{MASK: "1,2"})
-    assert error == "UnsatisfiableRequestError"
-    assert f"{MASK}=1,2 is ambiguous" in message
-    assert f"set {HIERARCHY} and {ORDER}=1" in message
+    said = (f"{MASK}=1,2 is ambiguous", f"set {HIERARCHY} and {ORDER}=1")
+    refused(intel, "out = claim(1)", "UnsatisfiableRequestError", *said, **{MASK: "1,2"})
 
 
 def test_a_claim_says_once_that_others_cannot_be_seen(intel: IntelHost) -> None:
@@ -259,19 +235,10 @@ def mix(gpus: Any) -> None:
 
 
 def test_cuda_initialized_before_the_claim_is_refused_before_anything_is_touched(fake_gpus, tmp_path: Path) -> None:
-    state = tmp_path / "state"
-    out = forked(fake_gpus, "initialize(); out['claim'] = claim(1); out['set'] = variables()", SAFE_GPU_DIR=str(state))
-    name, message, attributes = out["claim"]
-    assert name == "CudaInitializedError"
-    assert "8 GPU(s)" in message
-    assert "call claim_gpus() before" in message
-    assert attributes["visible"] == fake_gpus.uuids
-    assert out["set"] == {}
-    assert not state.exists()
-    assert holders(fake_gpus) == []
-
-
-EARLY, NEVER = "CudaInitializedError", "UnsatisfiableRequestError"
+    code = "initialize(); out = claim(1); assert not variables()"
+    said, state = ("8 GPU(s)", "call claim_gpus() before"), tmp_path / "state"
+    found = refused(fake_gpus, code, "CudaInitializedError", *said, SAFE_GPU_DIR=str(state))
+    assert (found["visible"], state.exists(), holders(fake_gpus)) == (fake_gpus.uuids, False, [])
 
 
 @pytest.mark.parametrize(
@@ -280,8 +247,8 @@ EARLY, NEVER = "CudaInitializedError", "UnsatisfiableRequestError"
         ("3", "1", [3]),
         ("2,0", "2", [2, 0]),
         ("2,0", "2, NoPlaceholder()", [2, 0]),
-        ("3", "2", EARLY),
-        ("3", "1, only=4", NEVER),
+        ("3", "2", "CudaInitializedError"),
+        ("3", "1, only=4", "UnsatisfiableRequestError"),
     ],
 )
 def test_cuda_initialized_is_fine_where_the_claim_takes_exactly_what_it_sees(
@@ -295,139 +262,96 @@ def test_cuda_initialized_is_fine_where_the_claim_takes_exactly_what_it_sees(
 def test_with_cuda_initialized_its_own_order_counts_and_a_fence_that_is_ignored(fake_gpus: Any) -> None:
     environment = {"CUDA_VISIBLE_DEVICES": "3", "SAFE_GPU_FENCE": "ignore"}
     assert forked(fake_gpus, "initialize(); out = claim(1)", **environment) == [3]
-    assert forked(fake_gpus, "initialize(); out = claim(2)", **environment)[0] == "CudaInitializedError"
+    refused(fake_gpus, "initialize(); out = claim(2)", "CudaInitializedError", **environment)
     mix(fake_gpus)
     assert forked(fake_gpus, "initialize(); out = claim(3)") == [1, 2, 0]
 
 
 def test_a_notebook_claims_the_same_again_after_release_and_is_told_who_initialized_cuda(fake_gpus: Any) -> None:
-    code = """
-out["first"] = claim(1, only=5)
-safe_gpu.release_gpus()
-out["again"] = claim(1)
-safe_gpu.release_gpus()
-out["more"] = claim(2)
-out["other"] = claim(1, only=4)[:2]
-out["set"] = variables()
-"""
-    out = forked(fake_gpus, code)
-    assert out["first"] == out["again"] == [5]
-    name, message, attributes = out["more"]
-    assert (name, attributes["visible"]) == ("CudaInitializedError", [fake_gpus.uuids[5]])
-    for part in ("placeholder of an earlier claim (CudaPlaceholder)", "one claim of 2", "NoPlaceholder()", "release_"):
-        assert part in message
-    assert "is_available" not in message
-    assert out["other"][0] == "UnsatisfiableRequestError"
-    assert "CUDA, already initialised in this process, limits this process to " in out["other"][1]
-    assert "SAFE_GPU_FENCE" not in out["other"][1]
-    assert out["set"] == {}
-
-
-def test_a_placeholder_that_did_not_initialize_cuda_is_not_named(fake_gpus: Any) -> None:
+    start = "assert claim(1, only=5) == [5]; safe_gpu.release_gpus(); "
+    assert forked(fake_gpus, start + "out = claim(1)") == [5]
+    parts = ("placeholder of an earlier claim (CudaPlaceholder)", "one claim of 2", "NoPlaceholder()", "release_")
+    found = refused(fake_gpus, start + "out = claim(2); assert not variables()", "CudaInitializedError", *parts)
+    assert found["visible"] == [fake_gpus.uuids[5]]
+    said = "CUDA, already initialised in this process, limits this process to "
+    refused(fake_gpus, start + "out = claim(1, only=4)", "UnsatisfiableRequestError", said)
     code = "claim(1, lambda device_no: None); initialize(); safe_gpu.release_gpus(); out = claim(2)"
-    name, message, _ = forked(fake_gpus, code)
-    assert name == "CudaInitializedError"
-    assert "call claim_gpus() before torch.cuda.is_available()" in message
+    said = "call claim_gpus() before torch.cuda.is_available()"  # that placeholder did not
+    refused(fake_gpus, code, "CudaInitializedError", said)
 
 
 def test_prepare_must_not_wake_cuda(fake_gpus: Any) -> None:
-    code = "CudaPlaceholder.prepare = lambda self: initialize()\nout = [claim(1, CudaPlaceholder()), variables()]"
-    (name, message, _), left = forked(fake_gpus, code)
-    assert (name, "prepare()" in message, left) == ("CudaInitializedError", True, {})
+    code = (
+        "CudaPlaceholder.prepare = lambda self: initialize()\nout = claim(1, CudaPlaceholder()); assert not variables()"
+    )
+    refused(fake_gpus, code, "CudaInitializedError", "prepare()")
 
 
 @pytest.mark.parametrize(
     ("tampering", "number", "only", "device_no", "expected", "actual"),
     [
-        pytest.param('["CUDA_DEVICE_ORDER"] = "FASTEST_FIRST"', 1, "0", 0, 0, 1, id="another order"),
-        pytest.param('["CUDA_VISIBLE_DEVICES"] += ",1"', 1, "2", 1, None, 1, id="more devices"),
-        pytest.param('["CUDA_VISIBLE_DEVICES"] = "1"', 2, "1,2", 1, 2, None, id="fewer devices"),
+        ('["CUDA_DEVICE_ORDER"] = "FASTEST_FIRST"', 1, "0", 0, 0, 1),
+        ('["CUDA_VISIBLE_DEVICES"] += ",1"', 1, "2", 1, None, 1),  # more devices
+        ('["CUDA_VISIBLE_DEVICES"] = "1"', 2, "1,2", 1, 2, None),  # fewer
     ],
 )
 def test_a_placeholder_that_moves_the_devices_is_noticed(
     fake_gpus: Any, tampering: str, number: int, only: str, device_no: int, expected: int | None, actual: int | None
 ) -> None:
     mix(fake_gpus)
+    uuids = {"expected": expected, "actual": actual}
+    told = {word: "" if index is None else fake_gpus.uuids[index] for word, index in uuids.items()}
     code = f"""
 def tamper(device_no):
     os.environ{tampering}
     initialize()
-out["claim"] = claim({number}, tamper, only={only!r})
-out["free"] = safe_gpu.get_free_gpus()
+out = claim({number}, tamper, only={only!r})
+assert safe_gpu.get_free_gpus() == ["0", "1", "2"]
 """
-    out = forked(fake_gpus, code)
-    name, message, attributes = out["claim"]
-    uuids = {"expected": expected, "actual": actual}
-    told = {word: "" if index is None else fake_gpus.uuids[index] for word, index in uuids.items()}
-    assert name == "WrongDeviceError"
-    assert attributes == {"device_no": device_no, **told}
-    assert all(uuid in message for uuid in told.values())
-    assert out["free"] == ["0", "1", "2"]
+    found = refused(fake_gpus, code, "WrongDeviceError", *told.values())
+    assert found == {"device_no": device_no, **told}
 
 
-@pytest.mark.parametrize("visible_as", ["index", "uuid"])
-def test_the_claimed_gpu_is_the_one_that_cuda_opens_on_mixed_hosts(fake_gpus: Any, visible_as: str) -> None:
+@pytest.mark.parametrize("index", range(3))
+def test_the_claimed_gpu_is_the_one_that_cuda_opens_on_mixed_hosts(fake_gpus: Any, index: int) -> None:
     mix(fake_gpus)
-    for index in range(3):
-        code = f"""
-out["taken"] = claim(1, only={index}, visible_as={visible_as!r})
-out["held"] = safe_gpu.gpu_owner.placeholders[0].uuid
-out["set"] = variables()
-"""
-        out = forked(fake_gpus, code)
-        assert out["taken"] == [index]
-        assert out["held"] == fake_gpus.uuids[index]
-        expected = str(index) if visible_as == "index" else fake_gpus.uuids[index]
-        assert out["set"]["CUDA_VISIBLE_DEVICES"] == expected
-        assert out["set"].get("CUDA_DEVICE_ORDER") == ("PCI_BUS_ID" if visible_as == "index" else None)
+    uuid = fake_gpus.uuids[index]
+    by_index = {"CUDA_VISIBLE_DEVICES": str(index), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    for visible_as, values in (("index", by_index), ("uuid", {"CUDA_VISIBLE_DEVICES": uuid})):
+        code = f"taken = claim(1, only={index}, visible_as={visible_as!r})\n"
+        code += "out = [taken, safe_gpu.gpu_owner.placeholders[0].uuid, variables()]"
+        assert forked(fake_gpus, code) == [[index], uuid, values]
 
 
 def test_an_ambiguous_fence_is_refused_with_the_way_out(fake_gpus: Any) -> None:
     mix(fake_gpus)
-    assert forked(fake_gpus, "out = claim(1)", CUDA_VISIBLE_DEVICES="0", CUDA_DEVICE_ORDER="PCI_BUS_ID") == [0]
-    name, message, _ = forked(fake_gpus, "out = claim(1)", CUDA_VISIBLE_DEVICES="0")
-    assert name == "UnsatisfiableRequestError"
-    for part in ("CUDA_VISIBLE_DEVICES=0 is ambiguous", "CUDA_DEVICE_ORDER=PCI_BUS_ID", "SAFE_GPU_FENCE=ignore"):
-        assert part in message
-    in_job = forked(fake_gpus, "out = claim(1)", CUDA_VISIBLE_DEVICES="0", SLURM_JOB_ID="7")[1]
-    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in in_job
-    assert "SAFE_GPU_FENCE" not in in_job
-    environment = {"CUDA_VISIBLE_DEVICES": "0", "SAFE_GPU_FENCE": "ignore"}
-    assert forked(fake_gpus, "out = claim(1, NoPlaceholder())", **environment) == [0]
+    fence = {"CUDA_VISIBLE_DEVICES": "0"}
+    assert forked(fake_gpus, "out = claim(1)", **fence, CUDA_DEVICE_ORDER="PCI_BUS_ID") == [0]
+    assert forked(fake_gpus, "out = claim(1, NoPlaceholder())", **fence, SAFE_GPU_FENCE="ignore") == [0]
+    parts = ("CUDA_VISIBLE_DEVICES=0 is ambiguous", "CUDA_DEVICE_ORDER=PCI_BUS_ID", "SAFE_GPU_FENCE=ignore")
+    refused(fake_gpus, "out = claim(1)", "UnsatisfiableRequestError", *parts, **fence)
+    in_job = forked(fake_gpus, "out = claim(1)", **fence, SLURM_JOB_ID="7")[1]
+    assert ("CUDA_DEVICE_ORDER=PCI_BUS_ID" in in_job, "SAFE_GPU_FENCE" in in_job) == (True, False)
 
 
 def test_a_mig_instance_is_claimed_by_its_uuid(fake_gpus: Any) -> None:
     instances = [fake_gpus.uuid("MIG", number) for number in range(2)]
-    fake_gpus.write({"mig": 1, "instances": ",".join(instances), "imem": 40 << 30}, {}, {})
-    out = forked(fake_gpus, "out['taken'] = claim(2); out['set'] = variables()")
-    assert (out["taken"], out["set"]["CUDA_VISIBLE_DEVICES"]) == ([1, 2], ",".join(fake_gpus.uuids[1:])), "whole ones"
-    fake_gpus.write({"mig": 1, "instances": ",".join(instances), "imem": 40 << 30})
-    code = """
-out["first"] = claim(1)
-out["set"] = variables()
-out["held"] = safe_gpu.gpu_owner.placeholders[0].uuid
-out["free"] = safe_gpu.get_free_gpus()
-"""
-    name, message, _ = forked(fake_gpus, "out = claim(2)")
-    assert name == "UnsatisfiableRequestError"
-    assert "one MIG instance" in message
-    out = forked(fake_gpus, code)
-    assert out["first"] == [0]
-    assert out["set"]["CUDA_VISIBLE_DEVICES"] == out["held"] == instances[0]
-    assert "CUDA_DEVICE_ORDER" not in out["set"]
-    assert out["free"] == ["0:1"]
+    divided = {"mig": 1, "instances": ",".join(instances), "imem": 40 << 30}
+    fake_gpus.write(divided, {}, {})
+    taken, values = forked(fake_gpus, "out = [claim(2), variables()]")
+    assert (taken, values["CUDA_VISIBLE_DEVICES"]) == ([1, 2], ",".join(fake_gpus.uuids[1:])), "whole ones"
+    fake_gpus.write(divided)
+    refused(fake_gpus, "out = claim(2)", "UnsatisfiableRequestError", "one MIG instance")
+    code = "out = [claim(1), variables(), safe_gpu.gpu_owner.placeholders[0].uuid, safe_gpu.get_free_gpus()]"
+    assert forked(fake_gpus, code) == [[0], {"CUDA_VISIBLE_DEVICES": instances[0]}, instances[0], ["0:1"]]
 
 
 @pytest.mark.parametrize("option", ["ctx_error", "alloc_error", "cuda_init_error"])
 def test_a_context_that_fails_leaves_nothing(fake_gpus: Any, option: str) -> None:
     fake_gpus.options(**{option: 2})
-    out = forked(fake_gpus, "out['claim'] = claim(2); out['set'] = variables(); out['free'] = safe_gpu.get_free_gpus()")
-    name, message, attributes = out["claim"]
-    assert name == "PlaceholderError"
-    assert "out of memory" in message.lower() or "OUT_OF_MEMORY" in message
-    assert attributes == {"device_no": 0, "uuid": fake_gpus.uuids[0]}
-    assert out["set"] == {}
-    assert len(out["free"]) == 8
+    code = "out = claim(2); assert not variables() and len(safe_gpu.get_free_gpus()) == 8"
+    found = refused(fake_gpus, code, "PlaceholderError", "(2)")
+    assert found == {"device_no": 0, "uuid": fake_gpus.uuids[0]}
     assert holders(fake_gpus) == []
 
 
@@ -435,11 +359,10 @@ def test_a_driver_without_cuda_or_without_gpus_is_told_before_any_lock(fake_gpus
     nvml, state = "libnvidia-ml.so.1", str(tmp_path / "state")
     (tmp_path / nvml).symlink_to(Path(fake_gpus.env["LD_LIBRARY_PATH"]) / nvml)
     (tmp_path / "libcuda.so.1").touch()  # the loader stops here and looks no further
-    out = forked(fake_gpus, "out = claim(1)", SAFE_GPU_DIR=state, LD_LIBRARY_PATH=str(tmp_path))
-    assert out[0] == "NoDriverError"
+    refused(fake_gpus, "out = claim(1)", "NoDriverError", SAFE_GPU_DIR=state, LD_LIBRARY_PATH=str(tmp_path))
     fake_gpus.write()
-    name, message, _ = forked(fake_gpus, "out = claim(1)", SAFE_GPU_DIR=state)
-    assert (name, "--gpus all" in message, os.path.exists(state)) == ("NoDriverError", True, False)
+    refused(fake_gpus, "out = claim(1)", "NoDriverError", "--gpus all", SAFE_GPU_DIR=state)
+    assert not os.path.exists(state)
 
 
 def test_descriptors_and_threads_are_as_before(fake_gpus: Any) -> None:

@@ -31,9 +31,8 @@ def host_of(monkeypatch: pytest.MonkeyPatch, stranger_pid: int) -> Iterator[Call
         return host
 
     yield install
-    for host in hosts:
-        for stranger in host.strangers:
-            stranger.close()
+    for stranger in [stranger for host in hosts for stranger in host.strangers]:
+        stranger.close()
 
 
 @pytest.fixture
@@ -73,13 +72,9 @@ def stranger(child: Any, ground: Any) -> Callable[..., None]:
 
     def occupy(*indices: int, kind: str = "compute", memory: int = 1 << 28) -> None:
         uuids = [ground.uuids[index] for index in indices]
-        one = child(
-            f"from safe_gpu.drivers.simulated import SimulatedDriver\n"
-            f"driver = SimulatedDriver('dgx-a100')\n"
-            f"contexts = [driver.occupy(uuid, kind={kind!r}, memory={memory}) for uuid in {uuids!r}]\n"
-            f"say('there'); listen()"
-        )
-        assert one.hear() == "there"
+        code = "from safe_gpu.drivers.simulated import SimulatedDriver; driver = SimulatedDriver('dgx-a100')\n"
+        code += f"contexts = [driver.occupy(uuid, kind={kind!r}, memory={memory}) for uuid in {uuids!r}]\n"
+        child(f"{code}say('there'); listen()", says="there")
 
     return occupy
 

@@ -5,7 +5,6 @@ import math
 import os
 import signal
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -28,45 +27,32 @@ USER = procfs.user_name(os.geteuid())
 ALL = tuple(range(8))
 
 
-@dataclass
-class Case:
-    """Who is there when a claim of ``nb_gpus`` comes that does not wait, and the GPUs that it gets (None: refused).
-
-    Of the free ones it takes those on a node where others are busy; GPUs 0 and 1 share a node, and so on.
-    """
-
-    nb_gpus: int
-    gets: tuple[int, ...] | None
-    ahead: list[tuple[Any, ...]] = field(default_factory=list)
-    """Tickets: how many of which GPUs, and for how long if that is said."""
-    claimed: tuple[int, ...] = ()
-    """Claimed GPUs, of which nobody knows for how long."""
-    due: dict[int, float] = field(default_factory=dict)
-    """Claimed GPUs, and in how many seconds they are to be free."""
-    strangers: tuple[int, ...] = ()
-    only: tuple[int, ...] = ()
-    hold_for: float | None = None
-
-
 HOUR = 3600.0
 
 
-def short(gets: tuple[int, ...] | None, **more: Any) -> Case:
+def case(nb_gpus: int, gets: tuple[int, ...] | None, **scene: Any) -> dict[str, Any]:
+    """A claim that does not wait, and the GPUs that it gets (None: it is refused), in a scene of that test.
+
+    Of the free ones it takes those on a node where others are busy; GPUs 0 and 1 share a node, and so on.
+    """
+    return {"nb_gpus": nb_gpus, "gets": gets, **scene}
+
+
+def short(gets: tuple[int, ...] | None, **scene: Any) -> dict[str, Any]:
     """A claim for ten minutes beside one of eight GPUs that has to wait for an hour."""
-    usual = {"nb_gpus": 1, "hold_for": 600, "ahead": [(8, ALL)], "due": dict.fromkeys(ALL[1:], HOUR)}
-    return Case(gets=gets, **{**usual, **more})
+    return case(1, gets, **{"hold_for": 600, "ahead": [(8, ALL)], "due": dict.fromkeys(ALL[1:], HOUR), **scene})
 
 
 QUEUES = {
-    "nobody is there": Case(1, (0,)),
-    "behind a large request that waits for a lease": Case(1, None, ahead=[(8, ALL)], claimed=(3,)),
-    "behind a large request that a stranger blocks": Case(1, (6,), ahead=[(8, ALL)], strangers=(7,)),
-    "a stranger and a lease": Case(1, (1,), ahead=[(8, ALL)], strangers=(7,), claimed=(0, 2, 3, 4, 5, 6)),
-    "overlapping parts of the host": Case(1, (2,), ahead=[(2, (0, 1))], claimed=(0,), only=(1, 2)),
-    "any GPU, behind one who wants a certain one": Case(1, (1,), ahead=[(1, (0,))], claimed=(0,)),
-    "a certain GPU, behind one who wants any": Case(1, None, ahead=[(1, ALL)], claimed=(0,), only=(7,)),
-    "two blocked ones": Case(1, (6,), ahead=[(8, ALL), (1, (7,))], strangers=(7,)),
-    "the free ones are too few anyhow": Case(3, None, ahead=[(8, ALL)], strangers=(7,), claimed=(0, 1, 2, 3, 4)),
+    "nobody is there": case(1, (0,)),
+    "behind a large request that waits for a lease": case(1, None, ahead=[(8, ALL)], claimed=(3,)),
+    "behind a large request that a stranger blocks": case(1, (6,), ahead=[(8, ALL)], strangers=(7,)),
+    "a stranger and a lease": case(1, (1,), ahead=[(8, ALL)], strangers=(7,), claimed=(0, 2, 3, 4, 5, 6)),
+    "overlapping parts of the host": case(1, (2,), ahead=[(2, (0, 1))], claimed=(0,), only=(1, 2)),
+    "any GPU, behind one who wants a certain one": case(1, (1,), ahead=[(1, (0,))], claimed=(0,)),
+    "a certain GPU, behind one who wants any": case(1, None, ahead=[(1, ALL)], claimed=(0,), only=(7,)),
+    "two blocked ones": case(1, (6,), ahead=[(8, ALL), (1, (7,))], strangers=(7,)),
+    "the free ones are too few anyhow": case(3, None, ahead=[(8, ALL)], strangers=(7,), claimed=(0, 1, 2, 3, 4)),
     "it ends in time": short((0,)),
     "it ends too late": short(None, hold_for=2 * HOUR),
     "it does not say": short(None, hold_for=None),
@@ -86,18 +72,19 @@ QUEUES = {
 
 
 @pytest.mark.parametrize("case", QUEUES.values(), ids=QUEUES)
-def test_who_may_go_first(case: Case, ground, line, stranger) -> None:
-    ground.hold(*case.claimed)
+def test_who_may_go_first(case: dict[str, Any], ground, line, stranger) -> None:
+    scene = {"ahead": [], "claimed": (), "due": {}, "strangers": (), "only": (), "hold_for": None, **case}
+    ground.hold(*scene["claimed"])  # nobody knows for how long
     now = time.time()
-    for index, seconds in case.due.items():
+    for index, seconds in scene["due"].items():
         ground.hold(index, until=now + seconds)
-    if case.strangers:
-        stranger(*case.strangers)
-    for nb_gpus, gpus, *hold_for in case.ahead:
+    if scene["strangers"]:
+        stranger(*scene["strangers"])
+    for nb_gpus, gpus, *hold_for in scene["ahead"]:
         line(nb_gpus, gpus, hold_for=next(iter(hold_for), None))
-    assert try_claim(case.nb_gpus, only=case.only, hold_for=case.hold_for) == case.gets
-    assert len(ground.tickets()) == len(case.ahead)
-    assert ground.claimed() == sorted({*case.claimed, *case.due})
+    assert try_claim(scene["nb_gpus"], only=scene["only"], hold_for=scene["hold_for"]) == scene["gets"]
+    assert len(ground.tickets()) == len(scene["ahead"])
+    assert ground.claimed() == sorted({*scene["claimed"], *scene["due"]})
 
 
 def test_a_holder_that_let_go_is_a_stranger_unless_it_is_dying(ground, line, zombie: int, stranger_pid: int) -> None:
@@ -213,7 +200,7 @@ def own(entries):
 
 been = set()
 
-def interrupted(nb_gpus, timeout, only_note=False):
+def interrupted(nb_gpus, timeout):
     "Have the signal come before the first line of a claim where it has not come yet; where that was."
     where = ""
     def local(frame, event, argument):
@@ -221,8 +208,6 @@ def interrupted(nb_gpus, timeout, only_note=False):
         line = frame.f_code, frame.f_lineno, bool(held._closed_in_children)
         if event == "line" and line not in been:
             been.add(line)
-            if only_note:
-                return local
             # On its way out a `with` is a line again, but there the interpreter handles no signal; and one that comes
             # between a refusal and its cleaning up is a second misfortune.
             statement = linecache.getline(frame.f_code.co_filename, frame.f_lineno).split(None, 1)[0]
@@ -250,42 +235,34 @@ def interrupted(nb_gpus, timeout, only_note=False):
         sys.settrace(None)
     return where
 
-environment = dict(os.environ)
-number = 0
-for request in EARLIER:
-    interrupted(*request, only_note=True)
-files = len(os.listdir("/proc/self/fd"))
-while where := interrupted(*REQUEST):
-    left = {
-        "owner": owners.current_owner(),
-        "environment": dict(os.environ.items() - environment.items()),
+def state():
+    return {
+        "owner": owners.current_owner(), "environment": dict(os.environ),
         "claims": own(living_claims()), "tickets": own(waiting_tickets()),
-        "files": len(os.listdir("/proc/self/fd")) - files, "held": set(held._closed_in_children),
+        "files": len(os.listdir("/proc/self/fd")), "held": set(held._closed_in_children),
     }
-    if any(left.values()):
-        say(f"interrupted before {where}, it left", {key: value for key, value in left.items() if value})
+
+before, number = state(), 0
+while where := interrupted(*REQUEST):
+    after = state()
+    if after != before:
+        say(f"interrupted before {where}, it left", after)
     number += 1
 say("interrupted before", number, "lines")
 """
 
 
-REQUESTS = {"granted": (2, 0), "refused": (7, 0), "in the queue": (7, 0.02)}
+GRANTED, REFUSED, IN_THE_QUEUE = (2, 0), (7, 0), (7, 0.02)
 
 
-@pytest.mark.parametrize("number", [0, pytest.param(1, marks=long), pytest.param(2, marks=long)], ids=REQUESTS)
-def test_wherever_an_interrupt_comes_nothing_is_left_behind(number: int, ground, child, rules, monkeypatch) -> None:
-    """A notebook lives on after Ctrl-C, and what it kept would be gone for everybody until it ends.
-
-    Lines of the requests before this one were theirs to try.
-    """
+@pytest.mark.parametrize("wanted", [GRANTED, pytest.param(REFUSED, marks=long), pytest.param(IN_THE_QUEUE, marks=long)])
+def test_wherever_an_interrupt_comes_nothing_is_left_behind(wanted, ground, child, rules, monkeypatch) -> None:
+    """A notebook lives on after Ctrl-C, and what it kept would be gone for everybody until it ends."""
     ground.hold(0, 1)
     if os.geteuid() == 0:  # whose file a policy must be
         rules("[host]\norder = fair\n[default]\nmax_gpus = 8")
     monkeypatch.setenv("SAFE_GPU_SCOPE", "of a claim that has ended")
-    requests = list(REQUESTS.values())
-    *left, done = (
-        child(f"EARLIER, REQUEST = {requests[:number]}, {requests[number]}\n{INTERRUPT}").finish().splitlines()
-    )
+    *left, done = child(f"REQUEST = {wanted}\n{INTERRUPT}").finish().splitlines()
     assert left == []
     assert int(done.split()[2]) > 40
 
@@ -396,31 +373,25 @@ LIMIT = LimitReached(1, 1)
 
 # What a look saw, how far the wait has come, when the driver may be asked -> the step, to when, what changes.
 CASES = {
-    "enough": (Seen(enough=True, free=AB), waiting(), 0, TAKE, None, {}),
     "seen by another one": (Seen(withdrawn=True), waiting(), 0, AGAIN, NOW + 0.25, {"withdrew": NOW}),
     "that without a wait": (Seen(withdrawn=True), LATE, 0, AGAIN, NOW + 0.25, {"withdrew": NOW}),
     "that for a second": (Seen(withdrawn=True), LATE._replace(withdrew=NOW - 1), 0, REFUSE, None, {}),
     "held elsewhere": (Seen(elsewhere=A), LATE, 0, WATCH, NOW + 0.005, {"elsewhere": A}),
     "held elsewhere after all": (Seen(elsewhere=A), LATE._replace(elsewhere=AB), 0, REFUSE, None, {}),
     "enough at the last moment": (Seen(enough=True, free=AB), OVER, 0, TAKE, None, {}),
-    "outdated": (Seen(outdated=True, free=AB), waiting(), NOW + 9, POLL, None, {}),
     "outdated late": (Seen(outdated=True, free=AB), LATE, NOW + 9, POLL, None, {}),
-    "one last try": (Seen(free=A), OVER, NOW + 9, POLL, None, {"tried_last": True}),
     "one last try, behind": (Seen(behind=True), OVER, NOW + 9, POLL, None, {"tried_last": True}),
-    "the last try failed": (Seen(free=A), LATE, 0, REFUSE, None, {}),
     "it failed behind others": (Seen(behind=True), LATE, 0, REFUSE, None, {}),
     "somebody ahead": (Seen(behind=True), waiting(), 0, SLEEP, NOW + 30, {}),
     "somebody ahead, to the deadline": (Seen(behind=True), SOON, 0, SLEEP, NOW + 5, {}),
     "at the user's limit": (Seen(limit=LIMIT), waiting(), 0, WATCH, NOW + 1, {}),
     "that and behind": (Seen(behind=True, limit=LIMIT), waiting(), 0, SLEEP, NOW + 30, {}),
     "at the limit to the end": (Seen(limit=LIMIT), LATE, 0, REFUSE, None, {}),
-    "free and in use": (Seen(free=AB), waiting(), NOW + 9, POLL, None, {"polled_for": AB}),
     "others are free": (Seen(free=ABC), ASKED, NOW + 9, POLL, None, {"polled_for": ABC}),
     "the driver may be asked": (Seen(free=AB), ASKED, NOW, POLL, None, {"polled_for": AB}),
     "the driver was just asked": (Seen(free=AB), ASKED, NOW + 0.1, WATCH, NOW + 0.1, {}),
     "too few free": (Seen(free=A), waiting(), 0, WATCH, NOW + 1, {}),
     "too few, to the deadline": (Seen(), waiting(deadline=NOW + 0.5), 0, WATCH, NOW + 0.5, {}),
-    "for ever": (Seen(), waiting(deadline=math.inf), 0, WATCH, NOW + 1, {}),
 }
 
 

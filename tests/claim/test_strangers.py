@@ -91,9 +91,7 @@ def test_a_stranger_beside_our_placeholder_is_named_and_everything_given_back(ho
     assert [process.pid for process in caught.value.processes] == [host.stranger_pid]
 
 
-@pytest.mark.parametrize(
-    ("before", "late"), [((), (3 << 30,)), ((600 << 20,), (600 << 20,))], ids=["one", "the second small one"]
-)
+@pytest.mark.parametrize(("before", "late"), [((), (3 << 30,)), ((600 << 20,), (600 << 20,))])
 @pytest.mark.parametrize(("poll", "error"), [(1, NotEnoughGpusError), (2, NotEnoughGpusError), (3, GpuContendedError)])
 def test_a_renderer_at_every_poll(host, cleanup, untouched, poll, error, before, late) -> None:
     def come(pid: int, sizes: tuple[int, ...]) -> None:
@@ -114,8 +112,8 @@ def test_a_process_that_only_draws_is_no_stranger_until_it_computes(host: Any, c
     other = child("listen()")
     cleanup.enter_context(host.stranger(0, kind=ProcessKind.GRAPHICS))
     placeholder = Holding(host, lambda number: cleanup.enter_context(host.stranger(0, pid=other.pid, kind="graphics")))
-    safe_gpu.claim_gpus(1, placeholder, timeout=0, only=0)
-    safe_gpu.release_gpus()
+    with safe_gpu.claim_gpus(1, placeholder, timeout=0, only=0):
+        pass
     placeholder.come = lambda number: cleanup.enter_context(host.stranger(0))
     with pytest.raises(GpuContendedError, match=f"process {host.stranger_pid} "):
         safe_gpu.claim_gpus(1, placeholder, timeout=0, only=0)
@@ -135,19 +133,8 @@ def test_the_mps_server_that_our_placeholder_starts_is_no_stranger(host, cleanup
 
 def test_a_context_that_a_framework_keeps_is_ours_in_the_next_claim_too(host: Any, cleanup: ExitStack) -> None:
     """One process that does not resolve is ours."""
-
-    class Keeping(Holding):
-        kept: Any = None
-
-        def __call__(self, device_no: int) -> Any:
-            if self.kept is None:
-                self.kept = super().__call__(device_no)
-                cleanup.callback(self.kept.close)
-
-        def release(self, context: Any) -> None:
-            pass
-
-    placeholder = Keeping(host, pid=HIDDEN)
+    placeholder = Holding(host, pid=HIDDEN)
+    placeholder.release = lambda context: cleanup.callback(context.close)  # type: ignore[method-assign]
     for _ in range(2):
         with safe_gpu.claim_gpus(1, placeholder, timeout=0, only=4) as owner:
             assert owner.devices_taken == [4]
@@ -204,19 +191,15 @@ def test_a_driver_that_dies_between_polls(host, ground, untouched, last: int | N
 # Drivers that list numbers of another PID namespace, no processes, or no memory: real processes on fake libraries
 
 
-MIB = 1 << 20
-NOT_SUPPORTED = 3
-
 PRELUDE = """
 import logging
 from safe_gpu.coordination import older_package as legacy
 legacy.LOCK_FILE = os.environ["FAKE_GPU_DIR"] + "/older package/lock"
 out = {"warnings": []}
-class Kept(logging.Handler):
-    def emit(self, record):
-        if record.levelno >= logging.WARNING:
-            out["warnings"].append(record.getMessage())
-logging.getLogger("safe_gpu").addHandler(Kept())
+def keep(record):
+    if record.levelno >= logging.WARNING:
+        out["warnings"].append(record.getMessage())
+logging.getLogger("safe_gpu").addFilter(keep)
 def claimed(number=1, *arguments, **options):
     taken = claim(number, *arguments, **options)
     safe_gpu.release_gpus()
@@ -275,18 +258,12 @@ def test_a_context_of_our_own_that_is_not_listed_does_not_keep_us_out(fake_gpus:
     code = """
 from safe_gpu.runtimes.cuda import CUDA
 kept = []
-class Keeping(safe_gpu.CudaPlaceholder):
-    def __call__(self, device_no):
-        kept.append(CUDA.hold(device_no))
-        return super().__call__(device_no)
-out["first"] = claimed(1, Keeping(), only=3)
-out["second"] = claimed(1, only=3)
+out["taken"] = [claimed(1, lambda device_no: kept.append(CUDA.hold(device_no)), only=3), claimed(1, only=3)]
 kept[0].release()
-out["third"] = claimed(1, only=3)
+out["taken"].append(claimed(1, only=3))
 """
-    out = run(fake_gpus, code)
-    assert [out["first"], out["second"], out["third"]] == [[3]] * 3
-    fake_gpus.change(3, used=300 * MIB)
+    assert run(fake_gpus, code)["taken"] == [[3]] * 3
+    fake_gpus.change(3, used=300 << 20)
     assert run(fake_gpus, "out['taken'] = claimed(1, only=3)")["taken"][0] == "NotEnoughGpusError"
 
 
@@ -305,7 +282,7 @@ with safe_gpu.GPUOwner(2, delegate=True, timeout=0, affinity=None) as outer:
 
 
 def test_gpus_without_process_lists_are_claimed_where_that_is_allowed(fake_gpus: Any, older_lock: None) -> None:
-    fake_gpus.set(2, compute_error=NOT_SUPPORTED, mps_error=NOT_SUPPORTED, memory_error=NOT_SUPPORTED)
+    fake_gpus.set(2, compute_error=3, mps_error=3, memory_error=3)  # not supported
     code = "recheck._SHOWING = 1e9\nout['taken'] = claimed(timeout=None)"
     kind, text, _ = run(fake_gpus, code)["taken"]
     assert (kind, "cannot list processes" in text) == ("UnsatisfiableRequestError", True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.claims import try_claim
 
 import safe_gpu
 from safe_gpu.coordination.state_dir import state_dir_path
@@ -91,13 +92,13 @@ def real_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pat
 def test_simulated_gpus_beside_real_ones_are_warned_of_every_time(real_driver: Path, caplog) -> None:
     simulated = {"SAFE_GPU_DRIVER": "simulated:dgx-a100"}
     for _ in range(2):
-        with safe_gpu.claim_gpus(1, timeout=0):
-            pass
+        assert try_claim(1) == (0,)
     said = "SAFE_GPU_DRIVER=simulated:dgx-a100: these GPUs are simulated, and this host has a real"
     assert [record.getMessage().startswith(said) for record in caplog.records if record.levelno > 20] == [True] * 2
     for variables in ({"SAFE_GPU_DRIVER": "nvml"}, {}, {**simulated, "SAFE_GPU_TEST_SIMULATED": "1"}):
         assert settings.doubts(variables) == []
     real_driver.unlink()
+    settings.real_driver.cache_clear()
     assert settings.doubts(simulated) == []
 
 

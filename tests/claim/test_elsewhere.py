@@ -82,9 +82,7 @@ def test_a_shared_display_has_no_door(host: Path, monkeypatch: pytest.MonkeyPatc
         assert not simulated_doors().are_taken(owner.gpus[0].uuid, ())
 
 
-def test_a_child_that_lives_on_holds_the_entry_and_no_door(
-    host: Path, child: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_child_that_lives_on_holds_the_entry_and_no_door(host: Path, child, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is inside nothing, since another directory may have the GPU."""
     work = "claim(1, delegate=True)\nif os.fork(): os._exit(0)\nsay(os.environ['SAFE_GPU_SCOPE']); listen()"
     orphan = child(CLAIM + work)
@@ -97,9 +95,7 @@ def test_a_child_that_lives_on_holds_the_entry_and_no_door(
 
 
 @pytest.mark.parametrize("where", ["removed", "other", "network"])
-def test_who_cannot_see_the_claim_around_is_inside_nothing(
-    host: Path, child: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_who_cannot_see_the_claim_around_is_inside_nothing(host, child, caplog, monkeypatch, where: str) -> None:
     with claim(2, delegate=True):
         if where == "removed":
             shutil.rmtree(host / "state")
@@ -136,9 +132,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize(("number", "options"), [(0, {}), (3, {"share": "20GiB"}), (3, {"delegate": True})])
-def test_where_doors_cannot_be_taken_the_entry_counts(
-    host: Path, child: Any, refuse: Callable[[int], None], caplog: Any, number: int, options: Any
-) -> None:
+def test_where_doors_cannot_be_taken_the_entry_counts(host, child, refuse, caplog, number: int, options) -> None:
     """It holds the doors of all of its GPUs or of none: claims inside it would not find the others."""
     other = child(CLAIM + "listen(); say(claim(7)); say(claim(6))")
     refuse(number)
@@ -150,9 +144,7 @@ def test_where_doors_cannot_be_taken_the_entry_counts(
     assert ALONE in caplog.text
 
 
-def test_claims_inside_one_without_doors_have_none(
-    host: Path, child: Any, refuse: Callable[[int], None], caplog: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_claims_inside_one_without_doors_have_none(host, child, refuse, caplog, monkeypatch) -> None:
     refuse(0)
     with claim(2, delegate=True):
         token = os.environ["SAFE_GPU_SCOPE"]
@@ -367,9 +359,7 @@ KINDS = pytest.mark.parametrize("rival_wants", [{}, {"delegate": True}, {"share"
 
 @KINDS
 @pytest.mark.parametrize(("first", "directory"), [("rival", "other"), ("inside", "other"), ("rival", "state")])
-def test_of_two_that_find_what_is_left_one_gets_it(
-    scene: Any, first: str, directory: str, rival_wants: dict[str, Any]
-) -> None:
+def test_of_two_that_find_what_is_left_one_gets_it(scene, first: str, directory: str, rival_wants) -> None:
     for loss in LOSSES:
         with scene(directory) as (around, rival, inside):
             around.ask(*loss)
@@ -380,9 +370,7 @@ def test_of_two_that_find_what_is_left_one_gets_it(
 
 @KINDS
 @pytest.mark.parametrize("step", ["before the part", "after the part", "before the second listing"])
-def test_wherever_the_claim_around_it_begins_to_die_while_one_inside_claims(
-    scene: Any, step: str, rival_wants: dict[str, Any]
-) -> None:
+def test_wherever_the_claim_around_it_begins_to_die_while_one_inside_claims(scene, step: str, rival_wants) -> None:
     """The rival has another state directory, and so another host.lock."""
     for loss in LOSSES:
         with scene("other") as (around, rival, inside):

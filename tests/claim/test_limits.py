@@ -258,9 +258,7 @@ def served(holder: Any, crowd: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("order", ["fifo", "fair"])
-def test_one_request_does_not_wait_for_a_sweep(
-    rules: Any, user: Any, waiting: Any, order: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_request_does_not_wait_for_a_sweep(rules, user, waiting, order: str, monkeypatch) -> None:
     monkeypatch.setattr(report, "_EARLY_INTERVAL", 1e6)  # each is woken by whom it waits for, or never
     rules(f"[host]\norder = {order}")
     holders = [user(ANNA, 1) for _ in range(8)]
@@ -275,9 +273,7 @@ def test_one_request_does_not_wait_for_a_sweep(
 
 
 @pytest.mark.parametrize(("before", "after", "turns"), [("fifo", "fair", [None]), ("fair", "fifo", [1.0])])
-def test_a_claim_keeps_the_order_in_which_it_began(
-    rules: Any, line: Any, stranger: Any, monkeypatch: pytest.MonkeyPatch, before: str, after: str, turns: list[Any]
-) -> None:
+def test_a_claim_keeps_the_order_in_which_it_began(rules, line, stranger, monkeypatch, before, after, turns) -> None:
     """Else it could wait for one who waits for it. Root changes the order between two looks."""
     rules(f"[host]\norder = {before}")
     line(1, (0,))
@@ -326,9 +322,7 @@ def test_a_shares_turn_is_its_part_of_a_gpu(rules: Any, user: Any, waiting: Any)
     assert turns == pytest.approx([7.75, 7.75 + 7.75], abs=0.001)
 
 
-def test_who_is_passed_is_told_who_is_in_turn(
-    rules: Any, user: Any, as_user: Any, waiting: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_is_passed_is_told_who_is_in_turn(rules, user, as_user, waiting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "_EARLY_INTERVAL", 0.1)
     rules("[host]\norder = fair")
     user(ANNA, 8, hold_for=3600, gets=True)

@@ -260,9 +260,7 @@ def unbound() -> Iterator[None]:
     leave()
 
 
-def test_bind_in_python_notices_it_and_makes_no_state_directory(
-    host: Any, unbound: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bind_in_python_notices_it_and_makes_no_state_directory(host, unbound: None, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "1")
         safe_gpu.bind()

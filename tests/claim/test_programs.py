@@ -39,9 +39,7 @@ def test_an_owner_is_neither_copied_nor_pickled(ground: Any) -> None:
 
 
 @pytest.mark.parametrize("placeholder", [safe_gpu.NoPlaceholder, lambda: None])
-def test_a_release_leaves_files_alone_that_have_its_old_numbers(
-    ground: Any, tmp_path: Path, placeholder: Callable[[], Any]
-) -> None:
+def test_a_release_leaves_files_alone_that_have_its_old_numbers(ground, tmp_path, placeholder) -> None:
     """As a daemon closes all descriptors, and opens files of its own under the same numbers."""
 
     def daemon() -> list[object]:
@@ -80,9 +78,7 @@ def ask() -> str:
 
 
 @pytest.mark.parametrize("app", ["frozen", "embedding"])
-def test_an_app_that_contains_python_is_not_started_again(
-    app: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_app_that_contains_python_is_not_started_again(app: str, monkeypatch, tmp_path) -> None:
     program, trace = tmp_path / "app", tmp_path / "started"
     program.write_text(f"#!/bin/sh\necho >> {trace}\n")
     program.chmod(0o755)
@@ -174,9 +170,7 @@ def test_a_notebook_is_named(child: Any, tmp_path: Path) -> None:
         claim(1)
 
 
-def test_a_kernel_that_can_have_other_gpus_only_anew_is_told_so(
-    host: Any, ground: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_can_have_other_gpus_only_anew_is_told_so(host, ground, monkeypatch: pytest.MonkeyPatch) -> None:
     host.ask_cuda()
     monkeypatch.setattr(CudaLibrary, "visible_if_initialized", lambda self: (host.uuids[0],))
     monkeypatch.setattr(CudaLibrary, "contexts", lambda self: frozenset())
@@ -256,9 +250,7 @@ def test_a_claim_is_told_by_its_entry_and_written_when_it_is_released(state_dir:
     assert (known.running, known.seen, known.ended) == (False, end["ended"], end["ended"])
 
 
-def test_a_claim_that_was_killed_ended_between_last_seen_and_found_dead(
-    state_dir: Path, command: Any, eventually: Any
-) -> None:
+def test_a_claim_that_was_killed_ended_between_last_seen_and_found_dead(state_dir: Path, command, eventually) -> None:
     """And the history has names only, though entries may have the whole command by their user's wish."""
     words = ("run", "-n", 2, "--", "sh", "-c", "echo up; read x", "hunter2")
     started = command.start(*words, stdin=subprocess.PIPE, env={"SAFE_GPU_RECORD_COMMAND": "full"})

@@ -329,7 +329,7 @@ def test_a_set_that_no_release_can_complete_is_passed(strangers, near: str, gets
     ("there", "condition"),
     [("free", {"colour": "red"}), ("held", {"near": ["a", "b"]}), ("stranger", {"max_utilization": "x" * 100})],
 )
-def test_a_condition_that_is_not_known_is_waited_for_unless_the_waiter_is_stopped(
+def test_an_unknown_condition_is_waited_for_unless_the_waiter_is_stopped(
     there: str, condition: dict[str, Any], linked, ground, line, monkeypatch
 ) -> None:
     """Whether the waiter can use GPU 5 is not known, nor when it will have it; it competes for no other."""
@@ -396,9 +396,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("seen", "state", "next_poll", "step", "until", "then"), CASES.values(), ids=CASES.keys())
-def test_the_next_step(
-    seen: Seen, state: WaitState, next_poll: float, step: str, until: float | None, then: dict[str, object]
-) -> None:
+def test_the_next_step(seen, state, next_poll, step, until, then) -> None:
     suffices = len(seen.free) >= 2
     found = decide(seen, state, suffices=suffices, now=NOW, next_poll=next_poll, next_look=NOW + 30, pause=0.25)
     assert (found.step, found.state) == (step, state._replace(**then))  # type: ignore[arg-type]

@@ -166,9 +166,7 @@ def test_a_framework_is_told_that_the_gpus_are_simulated(host: Any) -> None:
         ({"placeholder_fn": safe_gpu.PytorchPlaceholder}, PlaceholderError, "PytorchPlaceholder()"),
     ],
 )
-def test_arguments_that_make_no_sense(
-    host, arguments: dict[str, Any], kind: type[SafeGpuError], part: str, untouched
-) -> None:
+def test_arguments_that_make_no_sense(host, arguments, kind: type[SafeGpuError], part: str, untouched) -> None:
     """For ever, unless the argument says otherwise: what makes no sense is not waited for."""
     with untouched():
         with pytest.raises(SafeGpuError, match=re.escape(part)) as caught:

@@ -145,9 +145,7 @@ def test_no_claim_is_made_inside_a_share(command: Any, ground: Any, script: str,
     assert (ran.returncode, len(re.findall(why, ran.stderr))) == (code, 1)
 
 
-def test_a_share_that_has_ended_hinders_no_claim_and_inside_a_whole_claim_a_share_gets_the_gpu(
-    command: Any, ground: Any
-) -> None:
+def test_a_share_that_has_ended_hinders_no_claim_and_inside_a_whole_claim_a_share_gets_the_gpu(command, ground) -> None:
     tell = [command.path, "run", "--share", "20GiB", "-t", "0", "--", "sh", "-c", "echo got $SAFE_GPU_SHARE"]
     assert command.run("run", "--", *tell).stdout == "got\n"
     assert command.run("run", "--", "true", env={"SAFE_GPU_SHARE": str(20 * GIB)}).returncode == 0

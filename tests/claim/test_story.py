@@ -104,9 +104,7 @@ def test_a_logger_that_fails_at_any_line_leaves_nothing(host: Any, spies: Any, u
 
 
 @pytest.mark.parametrize("trouble", [KeyboardInterrupt, RuntimeError])
-def test_a_release_that_is_interrupted_or_fails_takes_its_other_steps(
-    host, spies, untouched, monkeypatch, caplog: pytest.LogCaptureFixture, trouble: type[BaseException]
-) -> None:
+def test_a_release_that_is_interrupted_or_fails_goes_on(host, spies, untouched, monkeypatch, caplog, trouble) -> None:
     """A placeholder that cannot be released is told, and an interrupt reaches the program."""
     genuine = spies.placeholder.release
 
@@ -142,9 +140,7 @@ def test_the_environment_of_before_comes_back(spies, untouched, monkeypatch) -> 
 # What a look takes and reads: nothing slow under host.lock
 
 
-def test_a_process_is_looked_up_once_and_never_under_host_lock(
-    host: Any, line: Any, cleanup: ExitStack, monkeypatch: Any
-) -> None:
+def test_a_process_is_looked_up_once_and_never_under_host_lock(host, line, cleanup: ExitStack, monkeypatch) -> None:
     """Others wait for host.lock. The waiter ahead is judged too: it wants what the stranger has, and is passed."""
     cleanup.enter_context(host.stranger(0))
     line(8)
@@ -160,9 +156,7 @@ def test_a_process_is_looked_up_once_and_never_under_host_lock(
 
 
 @pytest.mark.parametrize(("age", "polls"), [(0.5, 0), (2.0, 1)])
-def test_who_passes_a_waiter_knows_the_host_of_this_second(
-    age: float, polls: int, host: Any, line: Any, cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_passes_a_waiter_knows_the_host_of_this_second(age, polls, host, line, cleanup, monkeypatch) -> None:
     """What blocks the waiter may have ended since the poll, and then it may not be passed."""
     cleanup.enter_context(host.stranger(7))
     assert try_claim(1) == (6,)
@@ -173,9 +167,7 @@ def test_who_passes_a_waiter_knows_the_host_of_this_second(
     assert host.polls == 2 * usual + polls
 
 
-def test_an_interrupt_while_it_is_prepared_for_exec_leaves_all_of_a_claim_prepared(
-    host: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_while_it_is_prepared_for_exec_leaves_all_of_a_claim_prepared(host, monkeypatch) -> None:
     """Else the command may hold a part of its GPUs."""
     kept: list[Held] = []
     genuine = Held.move
@@ -193,7 +185,7 @@ def test_an_interrupt_while_it_is_prepared_for_exec_leaves_all_of_a_claim_prepar
         assert [os.get_inheritable(held.fd) for held in kept] == [True] * 4, "the entry, its directory, two doors"
 
 
-def test_a_claim_withdraws_from_what_others_have_taken_or_closed_by_its_second_look(
+def test_a_claim_withdraws_from_what_others_took_or_closed_meanwhile(
     host: Any, ground: Any, cleanup: ExitStack, untouched: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if somebody had removed host.lock: two claims see each other."""
@@ -273,7 +265,7 @@ def test_any_end_of_the_process_frees_its_gpus(child: Any, eventually: Any, end:
     assert safe_gpu.get_free_gpus() == ALL
 
 
-def test_an_affinity_that_cannot_be_had_fails_the_claim_only_where_it_was_asked_for(
+def test_an_affinity_that_cannot_be_had_fails_the_claim_only_where_asked_for(
     host: Any, untouched: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
@@ -437,9 +429,7 @@ def test_every_warning_names_its_sender_once(child, configured: str, sender: str
     assert all(any(line.startswith(sender + text) for line in lines) for text in texts)
 
 
-def test_one_line_a_step_and_the_same_facts_as_data(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_line_a_step_and_the_same_facts_as_data(caplog, monkeypatch) -> None:
     caplog.set_level(logging.INFO, "safe_gpu")
     before = list(logging.root.handlers)
     with claim_gpus(2, affinity=None, delegate=True) as owner:

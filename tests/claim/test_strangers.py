@@ -55,9 +55,7 @@ class Holding:
         ({"memory_used": 60 << 30}, "in use by no process"),
     ],
 )
-def test_a_gpu_that_goes_bad_before_the_second_poll_is_given_back(
-    host: Any, shown: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_gpu_that_goes_bad_before_the_second_poll_is_given_back(host, shown, reason: str, caplog) -> None:
     host.on_poll = lambda number: number == 2 and host.edits.update({host.uuids[0]: shown})
     with caplog.at_level("INFO", logger="safe_gpu"):
         owner = safe_gpu.claim_gpus(2, timeout=0)
@@ -314,9 +312,7 @@ def damage(host: Any, uuid: str) -> None:
     write_for_all(Path(*host._place, f"{uuid}.bad"), f"{ECC}: uncorrectable ECC error encountered")
 
 
-def test_a_claim_that_gets_a_bad_gpu_fails_and_the_next_takes_another(
-    host: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_claim_that_gets_a_bad_gpu_fails_and_the_next_takes_another(host, caplog: pytest.LogCaptureFixture) -> None:
     damage(host, host.uuids[0])
     with pytest.raises(PlaceholderError, match=rf"{ECC}.* GPU 0 is taken last for a day: start a new ") as caught:
         claim(2)
@@ -338,9 +334,7 @@ def test_the_trouble_of_a_framework_is_no_fault_of_the_gpu(host: Any, untouched:
 
 
 @pytest.mark.parametrize(("placeholder", "forgiven"), [(None, True), (safe_gpu.NoPlaceholder(), False)])
-def test_a_noted_gpu_is_forgiven_where_a_placeholder_works(
-    host: Any, ground: Any, placeholder: Any, forgiven: bool
-) -> None:
+def test_a_noted_gpu_is_forgiven_where_a_placeholder_works(host, ground, placeholder, forgiven: bool) -> None:
     write_fault(os.environ["SAFE_GPU_DIR"], host.uuids[0], GpuFault(time.time(), ECC))
     ground.hold(*range(1, 8))
     assert claim(placeholder_fn=placeholder).devices_taken == [0]
@@ -365,9 +359,7 @@ def test_a_hidden_process_on_an_exclusive_gpu_makes_it_the_last_choice(fake_gpus
 
 
 @pytest.mark.parametrize(("trouble", "number", "noted"), [("bad", 1, [0]), ("bad_init", 1, [0]), ("bad_init", 4, [])])
-def test_a_failure_of_cuda_is_blamed_on_the_gpu_or_on_the_only_one_that_its_start_saw(
-    fake_gpus: Any, trouble: str, number: int, noted: list[int]
-) -> None:
+def test_a_failure_of_cuda_is_blamed_on_the_gpu_or_on_the_only_one_in_sight(fake_gpus, trouble, number, noted) -> None:
     fake_gpus.change(0, **{trouble: 214})
     name, message, _ = forked(fake_gpus, f"out = claim({number})")
     assert (name, "(214)" in message) == ("PlaceholderError", True)

@@ -251,7 +251,7 @@ def test_cuda_initialized_before_the_claim_is_refused_before_anything_is_touched
         ("3", "1, only=4", "UnsatisfiableRequestError"),
     ],
 )
-def test_cuda_initialized_is_fine_where_the_claim_takes_exactly_what_it_sees(
+def test_cuda_initialized_is_fine_where_a_claim_takes_exactly_what_it_sees(
     fake_gpus: Any, visible: str, arguments: str, taken: list[int] | str
 ) -> None:
     found = forked(fake_gpus, f"initialize(); out = claim({arguments})", CUDA_VISIBLE_DEVICES=visible)
@@ -295,7 +295,7 @@ def test_prepare_must_not_wake_cuda(fake_gpus: Any) -> None:
         ('["CUDA_VISIBLE_DEVICES"] = "1"', 2, "1,2", 1, 2, None),  # fewer
     ],
 )
-def test_a_placeholder_that_moves_the_devices_is_noticed(
+def test_a_placeholder_that_moves_devices_is_noticed(
     fake_gpus: Any, tampering: str, number: int, only: str, device_no: int, expected: int | None, actual: int | None
 ) -> None:
     mix(fake_gpus)

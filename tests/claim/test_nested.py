@@ -4,38 +4,29 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import safe_gpu
-from safe_gpu import (
-    GPUOwner,
-    NoPlaceholder,
-    NotEnoughGpusError,
-    UnsatisfiableRequestError,
-    WrongDeviceError,
-    claim_gpus,
-)
-from safe_gpu.affinity.binding import leave
+from safe_gpu import GPUOwner, NotEnoughGpusError, UnsatisfiableRequestError, WrongDeviceError
 from safe_gpu.claim.worker import check_expected_gpu
 from safe_gpu.errors import HolderLostError
 
 CLAIM = """
 import sys, safe_gpu
-owner = safe_gpu.claim_gpus({arguments}affinity=None)
+owner = safe_gpu.claim_gpus({nb_gpus}, {placeholder}, affinity=None, timeout=None)
 print(*owner.devices_taken, flush=True)
 sys.stdin.readline()
 """
 
 
-def rank(arguments: str = "") -> str:
-    return CLAIM.format(arguments=arguments and f"{arguments}, ")
+def rank(nb_gpus: int = 1, placeholder: str = "None") -> str:
+    return CLAIM.format(nb_gpus=nb_gpus, placeholder=placeholder)
 
 
 def claim(nb_gpus: int = 1, **options: Any) -> GPUOwner:
-    return claim_gpus(nb_gpus, NoPlaceholder(), affinity=None, **options)
+    return safe_gpu.claim_gpus(nb_gpus, safe_gpu.NoPlaceholder(), affinity=None, **options)
 
 
 def ends_well(started: subprocess.Popen[str]) -> str:
@@ -75,19 +66,6 @@ def test_ranks_under_run_get_a_gpu_each(command, ground) -> None:
     ends_well(started)
     assert ground.claimed() == [1, 4, 5, 6, 7]
     assert ground.claimed(inside=True) == []
-
-
-def test_children_of_a_delegating_claim(child, ground) -> None:
-    """The parent's own contexts are on these GPUs, and do not make them busy for its children."""
-    with claim_gpus(3, delegate=True, affinity=None):
-        ranks = [child(rank()) for _ in range(3)]
-        assert sorted(one.hear() for one in ranks) == ["0", "1", "2"]
-        assert (ground.claimed(), ground.claimed(inside=True)) == ([0, 1, 2], [0, 1, 2])
-        for one in ranks:
-            one.tell()
-            one.finish()
-    assert "SAFE_GPU_SCOPE" not in os.environ
-    assert (ground.claimed(), ground.claimed(inside=True)) == ([], [])
 
 
 def test_no_more_than_the_claim_around_has(holding, ground, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +118,7 @@ def test_the_claim_around_ends_while_one_inside_waits(holding, ground, child, co
 
 
 def test_a_third_level_is_told_so_at_once(command, ground) -> None:
-    line = [command.path, "run", "-n", 1, "--", sys.executable, "-c", rank("timeout=None")]
+    line = [command.path, "run", "-n", 1, "--", sys.executable, "-c", rank()]
     done = command.run("run", "-n", 2, "--", *line)
     assert done.returncode == 1
     assert "this process itself holds GPU 0: claims inside claims go one level deep" in done.stderr
@@ -150,7 +128,7 @@ def test_nobody_takes_a_gpu_that_an_orphaned_claim_inside_holds(holding, ground,
     started, token = holding(2)
     with monkeypatch.context() as patch:
         inside(token, patch)
-        inner = child(rank("1, safe_gpu.NoPlaceholder()"), says="0")
+        inner = child(rank(1, "safe_gpu.NoPlaceholder()"), says="0")
     started.kill()
     started.wait(60)
     assert ground.claimed() == []
@@ -171,7 +149,7 @@ def test_those_who_wait_inside_and_outside_do_not_meet(holding, ground, child, c
     assert "for 8 GPUs (6 free); GPU 0,1: " in everything.stderr.readline()
     with monkeypatch.context() as patch:
         inside(token, patch, "0,1")
-        first = child(rank("2"))
+        first = child(rank(2))
         assert first.hear() == "0 1"  # and did not queue behind it
         second = command.start("run", "--", "echo", "second")
         assert "for 1 GPU (0 of 2 free); GPU 0,1: " in second.stderr.readline()
@@ -231,11 +209,14 @@ def test_other_gpus_than_the_expected_one(worker: pytest.MonkeyPatch) -> None:
         check_expected_gpu()
 
 
-def test_without_the_variable_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_variable_nothing_is_asked_and_no_state_directory_is_made(monkeypatch, command) -> None:
     monkeypatch.setattr("safe_gpu.claim.worker.opened_driver", None)
     check_expected_gpu()
     monkeypatch.setenv("SAFE_GPU_EXPECT", "")
     check_expected_gpu()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert command.run("bind", "--", "true").returncode == 0
+    assert not os.path.exists(os.environ["SAFE_GPU_DIR"])
 
 
 def test_two_workers_of_one_gpu_share_it_under_bind(worker: pytest.MonkeyPatch, command) -> None:
@@ -251,24 +232,6 @@ def test_two_workers_of_one_gpu_share_it_under_bind(worker: pytest.MonkeyPatch, 
 
 
 SHIFT = "CUDA_VISIBLE_DEVICES=1 now means GPU 2, which this claim does not hold, since GPU 0 is lost"
-
-
-@pytest.fixture
-def unbound() -> Iterator[None]:
-    """Undo the binding of this process after the test."""
-    yield
-    leave()
-
-
-def test_bind_in_python_notices_it_and_makes_no_state_directory(host, unbound: None, monkeypatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "1")
-        safe_gpu.bind()
-        assert not Path(os.environ["SAFE_GPU_DIR"]).exists()
-    safe_gpu.claim_gpus(1, only=1, affinity=None, timeout=0)
-    assert SHIFT not in str(safe_gpu.bind())
-    host.edits[host.uuids[0]] = {"lost": True}
-    assert SHIFT in str(safe_gpu.bind())
 
 
 @pytest.mark.skipif(not os.path.exists("/sys/devices/system/cpu/cpu0/topology"), reason="needs /sys")

@@ -329,7 +329,7 @@ def test_a_set_that_no_release_can_complete_is_passed(strangers, near: str, gets
     ("there", "condition"),
     [("free", {"colour": "red"}), ("held", {"near": ["a", "b"]}), ("stranger", {"max_utilization": "x" * 100})],
 )
-def test_an_unknown_condition_is_waited_for_unless_the_waiter_is_stopped(
+def test_only_a_stopped_waiter_with_an_unknown_condition_is_passed(
     there: str, condition: dict[str, Any], linked, ground, line, monkeypatch
 ) -> None:
     """Whether the waiter can use GPU 5 is not known, nor when it will have it; it competes for no other."""

@@ -235,9 +235,9 @@ def claimed(index: int, since: float | None = NOW - 3600, **holder: object) -> G
     return GpuVerdict(gpu(index), "claimed", "claimed by process 4711 (ada)", who.pid, who.user, who)
 
 
-def status(*verdicts: GpuVerdict, needed: int = 1, **facts: object) -> WaitStatus:
+def status(*verdicts: GpuVerdict, needed: int = 1, position: int = 1, **facts: Any) -> WaitStatus:
     free = sum(one.free for one in verdicts)
-    return WaitStatus(1, free, needed, verdicts, **{"asked": Selection(needed).text, **facts})  # type: ignore[arg-type]
+    return WaitStatus(position, free, needed, verdicts, **{"asked": Selection(needed).text, **facts})
 
 
 FREE = GpuVerdict(gpu(0), "free")
@@ -271,15 +271,11 @@ def test_a_refusal_is_a_sentence_and_a_line_for_each_state_of_gpus() -> None:
     [
         (status(BUSY), {"waited": 5400.0}, f"0 free after 1 h 30 min: wait longer ({LONGER.replace('1h', '3h')})."),
         (
-            status(BUSY, ahead=ADA)._replace(position=4),
+            status(BUSY, ahead=ADA, position=4),
             {"waited": 5.0},
             f"0 free after 5 s, {BEHIND} and 2 more claims: wait longer ({LONGER}).",
         ),
-        (
-            status(FREE, ahead=ADA)._replace(position=2),
-            {},
-            f"1 is free for 1 claim ahead, {BEHIND}: wait for it ({LONGER}).",
-        ),
+        (status(FREE, ahead=ADA, position=2), {}, f"1 is free for 1 claim ahead, {BEHIND}: wait for it ({LONGER})."),
         (status(BUSY), {"hint": "X=0 limits this"}, f"0 free: wait for it ({LONGER}). X=0 limits this."),
         (status(BUSY), {"wait_limit": "/etc/p"}, "0 free: try again (/etc/p limits the wait)."),
     ],
@@ -298,14 +294,15 @@ TOLD = {
         status(FREE, claimed(1), claimed(2), BUSY, OUTSIDE, UNUSABLE, needed=4),
         f"4 GPUs (1 of 4 free); GPU 1,2: {BY_ADA}; GPU 3: process 12 (bob, python) uses 1 GiB",
     ),
-    "jobs": (
-        status(claimed(1, job="sge:12.3", since=NOW - 61), claimed(2, job="sge:13", since=None)),
-        "1 GPU (0 free); GPU 1: ada (pid 4711, job sge:12.3) for 1 min; GPU 2: ada (pid 4711, job sge:13)",
-    ),
-    "a clock was set back": (status(claimed(1, since=4e9)), "1 GPU (0 free); GPU 1: ada (pid 4711) for 0 s"),
-    "nobody knows the holder": (
-        status(claimed(1, pid=None, user=None, since=None)),
-        "1 GPU (0 free); GPU 1: unknown holder",
+    "jobs, a clock that was set back, and nobody knows the holder": (
+        status(
+            claimed(1, job="sge:12.3", since=NOW - 61),
+            claimed(2, job="sge:13", since=None),
+            claimed(3, since=4e9),
+            claimed(4, pid=None, user=None, since=None),
+        ),
+        "1 GPU (0 free); GPU 1: ada (pid 4711, job sge:12.3) for 1 min; GPU 2: ada (pid 4711, job sge:13); "
+        "GPU 3: ada (pid 4711) for 0 s; GPU 4: unknown holder",
     ),
     "its holder has ended": (
         status(claimed(1, pid=12, left_by=7), claimed(2, pid=None, left_by=7)),
@@ -313,20 +310,20 @@ TOLD = {
         "GPU 2: ada (still held by a process that process 7 left behind) for 1 h",
     ),
     "enough are free for those ahead": (
-        status(FREE, FREE._replace(gpu=gpu(1)), needed=2, ahead=ADA)._replace(position=4),
+        status(FREE, FREE._replace(gpu=gpu(1)), needed=2, ahead=ADA, position=4),
         f"2 GPUs (2 are free for 3 claims ahead), #4 in the queue; {BEHIND}",
     ),
     "the holder of most comes first": (
         status(claimed(0, pid=9, user="bob"), *map(claimed, range(1, 8)), needed=8),
         f"8 GPUs (0 free); GPU 1-7: {BY_ADA}; GPU 0: bob (pid 9) for 1 h",
     ),
-    "a drained GPU": (
-        status(claimed(0), UNUSABLE._replace(reason="drained by root: a fan"), expected=SOON),
-        f"1 GPU (0 free), {SOON_TEXT}; GPU 0: {BY_ADA}; GPU 5: drained by root: a fan",
-    ),
-    "passed, a part of a GPU": (
-        status(claimed(0), expected=SOON._replace(passed_by=2), asked=parse_request(1, share="20GiB").text),
-        f"20 GiB of 1 GPU (0 free), {SOON_TEXT}; passed by 2 claims; GPU 0: {BY_ADA}",
+    "a drained GPU, passed, a part of a GPU": (
+        status(
+            *(claimed(0), UNUSABLE._replace(reason="drained by root: a fan")),
+            expected=SOON._replace(passed_by=2),
+            asked=parse_request(1, share="20GiB").text,
+        ),
+        f"20 GiB of 1 GPU (0 free), {SOON_TEXT}; passed by 2 claims; GPU 0: {BY_ADA}; GPU 5: drained by root: a fan",
     ),
     "a limit": (WaitStatus(1, None, 1, spent=LimitReached(0.5, 1)), "1 GPU, at your limit (0.5 of 1)"),
     "the position is unknown": (

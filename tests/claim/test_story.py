@@ -185,9 +185,7 @@ def test_an_interrupt_while_it_is_prepared_for_exec_leaves_all_of_a_claim_prepar
         assert [os.get_inheritable(held.fd) for held in kept] == [True] * 4, "the entry, its directory, two doors"
 
 
-def test_a_claim_withdraws_from_what_others_took_or_closed_meanwhile(
-    host: Any, ground: Any, cleanup: ExitStack, untouched: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_claim_withdraws_from_what_others_take_meanwhile(host, ground, cleanup, untouched, monkeypatch) -> None:
     """As if somebody had removed host.lock: two claims see each other."""
     take = Claim.take
     held: list[Held] = []
@@ -265,9 +263,7 @@ def test_any_end_of_the_process_frees_its_gpus(child: Any, eventually: Any, end:
     assert safe_gpu.get_free_gpus() == ALL
 
 
-def test_an_affinity_that_cannot_be_had_fails_the_claim_only_where_asked_for(
-    host: Any, untouched: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_affinity_that_cannot_be_had_fails_only_claims_that_ask_for_it(host, untouched, monkeypatch, caplog) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise GPUAffinityError("the CPUs are not to be had")
 

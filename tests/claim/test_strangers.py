@@ -229,25 +229,22 @@ def test_a_claim_that_is_listed_under_the_number_of_a_process_here(fake_gpus: An
         assert run(fake_gpus, code)["taken"][0] == "GpuContendedError", "there the number is that process's"
 
 
-def test_where_nobody_is_listed_the_older_package_is_not_kept_waiting(fake_gpus: Any, older_lock: None) -> None:
-    fake_gpus.options(hidden=1)
-    code = "recheck._SHOWING = 1e9\nout['taken'] = claimed(2)"  # a wait would end this test by its time limit
-    out = run(fake_gpus, code)
-    assert out["taken"] == [0, 1]
-    assert re.fullmatch("the driver does not list this process on GPU 0,1, so that others.*", *out["warnings"])
-
-
-def test_a_driver_that_lists_a_context_late_is_waited_for(fake_gpus: Any, older_lock: None) -> None:
-    fake_gpus.options(lag_ms=300)
-    code = "recheck._SHOWING = 1e9\nout['taken'] = claimed()"
-    assert run(fake_gpus, code) == {"taken": [0], "warnings": []}
-
-
-def test_a_placeholder_that_shows_nothing_is_told_of_after_the_wait(fake_gpus: Any, older_lock: None) -> None:
-    code = "recheck._SHOWING = 0.05\nout['taken'] = claimed(1, lambda device_no: None)"
-    out = run(fake_gpus, code)
-    assert out["taken"] == [0]
-    assert re.fullmatch(".*GPU 0.*<lambda> probably put nothing there.*", *out["warnings"])
+@pytest.mark.parametrize(
+    ("options", "patience", "arguments", "warning"),
+    [
+        ({"hidden": 1}, 1e9, "", "the driver does not list this process on GPU 0, so that others"),
+        ({"lag_ms": 300}, 1e9, "", None),
+        ({}, 0.05, "1, lambda device_no: None", ".*GPU 0.*<lambda> probably put nothing there"),
+    ],
+)
+def test_the_older_package_is_kept_waiting_where_it_helps(
+    fake_gpus, older_lock, options: dict[str, int], patience: float, arguments: str, warning: str | None
+) -> None:
+    """Not where nobody is listed, and not for ever where a placeholder shows nothing."""
+    fake_gpus.options(**options)
+    out = run(fake_gpus, f"recheck._SHOWING = {patience}\nout['taken'] = claimed({arguments})")
+    assert (out["taken"], len(out["warnings"])) == ([0], warning is not None)
+    assert warning is None or re.match(warning, out["warnings"][0])
 
 
 def test_a_context_of_our_own_that_is_not_listed_does_not_keep_us_out(fake_gpus: Any) -> None:

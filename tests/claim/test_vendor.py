@@ -251,9 +251,7 @@ def test_cuda_initialized_before_the_claim_is_refused_before_anything_is_touched
         ("3", "1, only=4", "UnsatisfiableRequestError"),
     ],
 )
-def test_cuda_initialized_is_fine_where_a_claim_takes_exactly_what_it_sees(
-    fake_gpus: Any, visible: str, arguments: str, taken: list[int] | str
-) -> None:
+def test_cuda_initialized_is_fine_where_a_claim_takes_what_it_sees(fake_gpus, visible, arguments, taken) -> None:
     found = forked(fake_gpus, f"initialize(); out = claim({arguments})", CUDA_VISIBLE_DEVICES=visible)
     assert taken in (found, found[0])
     assert not isinstance(taken, str) or holders(fake_gpus) == []

@@ -1,20 +1,29 @@
-"""What the package offers, what importing it costs, and that code for the older package runs unchanged."""
+"""What the package offers, what importing it costs, its errors, packages that are missing, and that code for the older
+package runs unchanged."""
 
+import copy
 import importlib
 import inspect
 import logging
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import safe_gpu
+from safe_gpu import errors
 from safe_gpu import safe_gpu as old
 from safe_gpu.claim import owner
+from safe_gpu.claim.arguments import DEFAULT
+from safe_gpu.errors import SafeGpuError
+from safe_gpu.gpus.devices import Gpu, GpuProcess, GpuVerdict, Holder
+from safe_gpu.runtimes.library import CudaCallError
 
 ROOT = Path(safe_gpu.__file__).parents[1]
 CONTRACT = """
@@ -51,58 +60,35 @@ def test_what_is_loaded(code: str, heavy: str) -> None:
     assert code != "import safe_gpu" or not [name for name in loaded if name.startswith("safe_gpu.")]
 
 
-@pytest.mark.parametrize("name", sorted({*safe_gpu.__all__, *CONTRACT}))
-def test_every_name_is_there(name: str) -> None:
-    assert name in safe_gpu.__all__
-    assert name in dir(safe_gpu)
-    value = getattr(safe_gpu, name)
-    if callable(value) and name not in ("pytorch_placeholder", "tensorflow_placeholder"):
-        assert inspect.getdoc(value), f"{name} is not explained"
+def test_every_name_is_there_and_explained() -> None:
+    assert set(CONTRACT) <= set(safe_gpu.__all__) <= set(dir(safe_gpu))
+    for name in set(safe_gpu.__all__) - {"pytorch_placeholder", "tensorflow_placeholder"}:
+        value = getattr(safe_gpu, name)
+        assert not callable(value) or inspect.getdoc(value), f"{name} is not explained"
 
 
-def test_no_name_is_there_twice_and_unknown_ones_are_not() -> None:
+def test_no_name_is_there_twice_all_are_imported_by_a_star_and_unknown_ones_are_not_there() -> None:
     assert len(safe_gpu.__all__) == len(set(safe_gpu.__all__))
+    namespace: dict[str, object] = {}
+    exec("from safe_gpu import *", namespace)
+    assert set(safe_gpu.__all__) <= set(namespace)
     with pytest.raises(AttributeError, match="claim_gpu'") as caught:
         safe_gpu.claim_gpu  # noqa: B018
     assert (caught.value.name, caught.value.obj) == ("claim_gpu", safe_gpu), "Python may suggest another one"
 
 
-def test_the_star_import_brings_them_all() -> None:
-    namespace: dict[str, object] = {}
-    exec("from safe_gpu import *", namespace)
-    assert set(safe_gpu.__all__) <= set(namespace)
-
-
 def test_the_arguments_of_a_claim() -> None:
-    expected = {
-        "nb_gpus": 1,
-        "placeholder_fn": None,
-        "logger": None,
-        "debug_sleep": 0.0,
-        "timeout": inspect.signature(safe_gpu.claim_gpus).parameters["timeout"].default,
-        "affinity": "node",
-        "memory": None,
-        "min_memory": None,
-        "model": None,
-        "max_utilization": None,
-        "near": None,
-        "prefer": None,
-        "share": None,
-        "exclude": (),
-        "only": (),
-        "visible_as": "index",
-        "delegate": False,
-        "hold_for": inspect.signature(safe_gpu.claim_gpus).parameters["hold_for"].default,
-        "vendor": None,
-    }
+    positional = {"nb_gpus": 1, "placeholder_fn": None, "logger": None, "debug_sleep": 0.0}
+    by_name = {"timeout": DEFAULT, "hold_for": DEFAULT, "affinity": "node", "visible_as": "index", "delegate": False}
+    none = "memory min_memory model max_utilization near prefer share vendor".split()
+    expected = {**positional, **by_name, **dict.fromkeys(none), "exclude": (), "only": ()}
     for callable_ in (safe_gpu.claim_gpus, safe_gpu.ensure_gpus, safe_gpu.GPUOwner):
-        parameters = inspect.signature(callable_).parameters
-        public = {name: p.default for name, p in parameters.items() if not name.startswith("_")}
-        assert public == expected
-        positional = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        assert positional == ["nb_gpus", "placeholder_fn", "logger", "debug_sleep"]
-    for function in (safe_gpu.claim_gpus, safe_gpu.ensure_gpus):
-        assert inspect.signature(function).return_annotation == "GPUOwner"
+        signature = inspect.signature(callable_)
+        parameters = {name: one for name, one in signature.parameters.items() if not name.startswith("_")}
+        assert {name: one.default for name, one in parameters.items()} == expected
+        assert [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD] == [*positional]
+        assert callable_ is safe_gpu.GPUOwner or signature.return_annotation == "GPUOwner"
+    assert repr(DEFAULT) == "DEFAULT", "in help()"
 
 
 def test_elsewhere_than_on_linux_the_import_works_and_a_claim_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,10 +107,8 @@ def test_the_version_is_the_distributions_and_it_is_typed() -> None:
 
 
 def test_both_modules_speak_of_the_same_things() -> None:
-    older = importlib.import_module("safe_gpu.safe_gpu")
-    for name in older.__all__:
-        if name in safe_gpu.__all__:
-            assert getattr(older, name) is getattr(safe_gpu, name)
+    for name in set(old.__all__) & set(safe_gpu.__all__):
+        assert getattr(old, name) is getattr(safe_gpu, name)
 
 
 @pytest.fixture(autouse=True)
@@ -143,44 +127,30 @@ def test_claiming_one_gpu() -> None:
     assert old.gpu_owner is None
     old.claim_gpus()
     assert old.gpu_owner.devices_taken == [0]
-    assert type(old.gpu_owner.devices_taken[0]) is int
-    assert visible() == "0"
-    assert len(old.gpu_owner.placeholders) == 1
+    assert (type(old.gpu_owner.devices_taken[0]), visible(), len(old.gpu_owner.placeholders)) == (int, "0", 1)
     assert isinstance(old.gpu_owner, old.GPUOwner)
     assert safe_gpu.gpu_owner is old.gpu_owner
 
 
 def test_all_four_arguments_by_position(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("mine")
     caplog.set_level(logging.INFO, "mine")
-    devices = []
-    old.claim_gpus(2, devices.append, logger, 0.0)
-    assert devices == [0, 1]
-    assert {record.name for record in caplog.records} == {"mine"}
-
-
-def test_the_default_of_the_older_package_can_be_passed_where_torch_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Torch:
-        @staticmethod
-        def zeros(shape: Any, device: str) -> str:
-            return device
-
-    monkeypatch.setitem(sys.modules, "torch", Torch)
-    old.claim_gpus(2, placeholder_fn=old.PytorchPlaceholder(logger=logging))
-    assert old.gpu_owner.placeholders == ["cuda:0", "cuda:1"]
-
-
-def test_an_own_placeholder_is_called_with_the_device_number_and_kept() -> None:
     made = []
 
     def occupy(device_no: int) -> object:
         made.append((device_no, visible()))
         return f"pointer {device_no}"
 
-    old.claim_gpus(2, placeholder_fn=occupy)
+    old.claim_gpus(2, occupy, logging.getLogger("mine"), 0.0)
     assert made == [(0, "0,1"), (1, "0,1")]
     assert old.gpu_owner.placeholders == ["pointer 0", "pointer 1"]
-    old.release_gpus()  # it has no release(): nothing to call
+    assert {record.name for record in caplog.records} == {"mine"}
+    old.release_gpus()  # the placeholder has no release(): nothing to call
+
+
+def test_the_default_of_the_older_package_can_be_passed_where_torch_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(zeros=lambda shape, device: device))
+    old.claim_gpus(2, placeholder_fn=old.PytorchPlaceholder(logger=logging))
+    assert old.gpu_owner.placeholders == ["cuda:0", "cuda:1"]
 
 
 def test_the_owner_can_be_constructed_and_released_explicitly(caplog: pytest.LogCaptureFixture) -> None:
@@ -200,3 +170,110 @@ def test_all_names_are_there_by_any_way_of_importing() -> None:
     )
     exec(f"from safe_gpu.safe_gpu import {names}; import safe_gpu.safe_gpu as s; s.claim_gpus", {})
     assert importlib.import_module("safe_gpu.safe_gpu") is old
+
+
+# Errors: one root, the bases that callers catch, data that survives pickling
+
+
+VERDICTS = (GpuVerdict(Gpu(0, "GPU-0"), "claimed", "claimed by process 7", 7, "ada", Holder(7, "ada", start=12)),)
+PROCESSES = (GpuProcess(7, memory_used=1 << 30),)
+TOO_FEW = {"nb_gpus": 2, "verdicts": VERDICTS}
+PATH = {"path": "/tmp/x"}
+
+# Class, its own attributes, the classes by which callers catch it. The older package raised RuntimeError.
+TABLE: list[tuple[type[SafeGpuError], dict[str, Any], tuple[type[BaseException], ...]]] = [
+    (errors.SafeGpuError, {}, (Exception,)),
+    (errors.NoDriverError, {"driver": "nvml"}, ()),
+    (errors.NotEnoughGpusError, TOO_FEW, (RuntimeError,)),
+    (errors.ClaimTimeout, {**TOO_FEW, "timeout": 1.5}, (errors.NotEnoughGpusError, TimeoutError, RuntimeError)),
+    (errors.GpuContendedError, {**TOO_FEW, "uuid": "GPU-0", "processes": PROCESSES}, (errors.NotEnoughGpusError,)),
+    (errors.UnsatisfiableRequestError, {"value": 9, "verdicts": VERDICTS}, (ValueError, RuntimeError)),
+    (errors.AlreadyClaimedError, {"devices": (0, 1)}, (RuntimeError,)),
+    (errors.LockTimeout, {**PATH, "errno": 11, "pid": 7, "user": "ada", "overloaded": True}, (TimeoutError, OSError)),
+    (errors.StateDirError, {**PATH, "errno": 28}, (OSError,)),
+    (errors.CudaInitializedError, {"visible": ("GPU-0",)}, (RuntimeError,)),
+    (errors.PlaceholderError, {"device_no": 1, "uuid": "GPU-0"}, (RuntimeError,)),
+    (errors.PolicyError, {**PATH, "line": 3}, (RuntimeError,)),
+    (errors.WrongDeviceError, {"device_no": 1, "expected": "GPU-0", "actual": "GPU-1"}, (RuntimeError,)),
+    (errors.GPUAffinityError, {}, (ValueError, RuntimeError)),
+    (errors.HolderLostError, {"host": "node1"}, (RuntimeError,)),
+    (errors.MissingPackageError, {}, (ImportError,)),
+    (CudaCallError, {"call": "cuInit", "code": 3, "name": "CUDA_ERROR_NOT_INITIALIZED"}, ()),
+]
+CLASSES = pytest.mark.parametrize(("kind", "attributes", "bases"), TABLE)
+
+
+def test_the_table_is_complete() -> None:
+    classes = {value for name, value in vars(errors).items() if inspect.isclass(value) and name[0] != "_"}
+    assert {one for one in classes if issubclass(one, SafeGpuError)} == {row[0] for row in TABLE} - {CudaCallError}
+
+
+@CLASSES
+def test_bases_message_and_attributes(kind: type[SafeGpuError], attributes: dict[str, Any], bases: Any) -> None:
+    assert all(issubclass(kind, base) for base in (SafeGpuError, *bases))
+    lists = {name: list(value) if isinstance(value, tuple) else value for name, value in attributes.items()}
+    error = kind("it is so: do that", **lists)
+    assert str(error) == error.message == "it is so: do that"
+    assert {name: getattr(error, name) for name in attributes} == attributes, "sequences come out as tuples"
+    assert "it is so" in repr(error)
+    assert (str(kind()), vars(kind()).keys()) == ("", {"message", *attributes})
+    assert list(inspect.signature(kind).parameters) == ["message", *attributes]
+    with pytest.raises(TypeError, match="nb_gpu'"):
+        kind("x", **{**attributes, "nb_gpu": 1})
+
+
+@CLASSES
+def test_pickling_keeps_everything(kind: type[SafeGpuError], attributes: dict[str, Any], bases: object) -> None:
+    error = kind("it is so: do that", **attributes)
+    error.hint = "extra"  # type: ignore[attr-defined]
+    error.message = "n1: it is so"  # as an engine adds the host
+    pickled = [pickle.dumps(error, protocol) for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1)]
+    for clone in (*map(pickle.loads, pickled), copy.copy(error), copy.deepcopy(error)):
+        assert type(clone) is kind
+        assert str(clone) == "n1: it is so"
+        assert vars(clone) == {"message": "n1: it is so", "hint": "extra", **attributes}
+
+
+def test_what_may_be_missing_or_added() -> None:
+    for kind in (errors.LockTimeout, errors.StateDirError):
+        assert pickle.loads(pickle.dumps(kind("closed", path="/tmp/x"))).errno is None
+    if sys.version_info >= (3, 11):
+        error = errors.NotEnoughGpusError("busy")
+        error.add_note("seen on node1")
+        assert pickle.loads(pickle.dumps(error)).__notes__ == ["seen on node1"]
+    assert errors.NvidiasmiError is errors.NoDriverError is safe_gpu.NvidiasmiError
+
+
+# Packages that are missing or too old
+
+
+CLAIM = """
+import os, safe_gpu
+try:
+    safe_gpu.claim_gpus(1, timeout=None)
+except safe_gpu.SafeGpuError as err:
+    print(type(err).__name__, isinstance(err, ImportError), err, os.environ.get("CUDA_VISIBLE_DEVICES"))
+"""
+
+
+@pytest.fixture(params=["missing", "too old"])
+def without(request: pytest.FixtureRequest, tmp_path: Path):
+    """An environment in which a package is missing or too old."""
+
+    def make(name: str, **variables: str) -> dict[str, str]:
+        missing = f"raise ModuleNotFoundError('No module named {name}', name='{name}')"
+        (tmp_path / f"{name}.py").write_text(missing if request.param == "missing" else "__version__ = '0.1'")
+        return {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", **variables}
+
+    return make
+
+
+def run(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(("driver", "line"), [("nvml", "run -- /bin/true"), ("auto", "wait"), ("auto", "status")])
+def test_nvidia_ml_py(without, tmp_path: Path, line: str, driver: str) -> None:
+    done = run(without("pynvml", SAFE_GPU_DRIVER=driver, PATH=str(tmp_path)), "-m", "safe_gpu", *line.split())
+    assert done.returncode in (69, 70)
+    assert (done.stdout, done.stderr.count("\n"), "nvidia-ml-py" in done.stderr) == ("", 1, True)

@@ -31,9 +31,8 @@ def host_of(monkeypatch: pytest.MonkeyPatch, stranger_pid: int) -> Iterator[Call
         return host
 
     yield install
-    for host in hosts:
-        for stranger in host.strangers:
-            stranger.close()
+    for stranger in [stranger for host in hosts for stranger in host.strangers]:
+        stranger.close()
 
 
 @pytest.fixture
@@ -73,13 +72,9 @@ def stranger(child: Any, ground: Any) -> Callable[..., None]:
 
     def occupy(*indices: int, kind: str = "compute", memory: int = 1 << 28) -> None:
         uuids = [ground.uuids[index] for index in indices]
-        one = child(
-            f"from safe_gpu.drivers.simulated import SimulatedDriver\n"
-            f"driver = SimulatedDriver('dgx-a100')\n"
-            f"contexts = [driver.occupy(uuid, kind={kind!r}, memory={memory}) for uuid in {uuids!r}]\n"
-            f"say('there'); listen()"
-        )
-        assert one.hear() == "there"
+        code = "from safe_gpu.drivers.simulated import SimulatedDriver; driver = SimulatedDriver('dgx-a100')\n"
+        code += f"contexts = [driver.occupy(uuid, kind={kind!r}, memory={memory}) for uuid in {uuids!r}]\n"
+        child(f"{code}say('there'); listen()", says="there")
 
     return occupy
 
@@ -112,9 +107,11 @@ def cleanup() -> Iterator[ExitStack]:
 
 @pytest.fixture
 def user(as_user: Any) -> Callable[..., Any]:
-    """``user(ANNA, 2)``: a process of hers that claims two GPUs, says how that went, and holds them until told."""
+    """``user(ANNA, 2)``: a process of hers that claims two GPUs, says how that went, and holds them until told.
 
-    def start(uid: int, nb_gpus: int = 1, *, gate: bool = False, **options: Any) -> Any:
+    With ``gets`` it is to get them."""
+
+    def start(uid: int, nb_gpus: int = 1, *, gate: bool = False, gets: bool = False, **options: Any) -> Any:
         def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
             if gate:
                 say("ready")
@@ -126,7 +123,9 @@ def user(as_user: Any) -> Callable[..., Any]:
             say("released")
             listen()
 
-        return as_user(work, uid=uid)
+        one = as_user(work, uid=uid)
+        assert not gets or one.hear() == str(nb_gpus)
+        return one
 
     return start
 

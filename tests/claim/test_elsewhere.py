@@ -1,17 +1,20 @@
-"""A claim keeps its GPUs on the whole host by its doors, whatever becomes of the state directory, and where it has none
-its entry counts."""
+"""A claim keeps its GPUs on the whole host by its doors, whatever becomes of the state directory, where it has none its
+entry counts, and while it dies nobody gets its GPU twice."""
 
 import _socket
+import json
 import logging
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.actor import Actor, Listen, Say, in_words
 from support.claims import claim, try_claim
 from support.gpus import PACKAGE_ROOT
 from support.ground import simulated_doors
@@ -23,6 +26,7 @@ from safe_gpu.claim import checks as warnings
 from safe_gpu.claim import search
 from safe_gpu.coordination.doors import Doors, digest
 from safe_gpu.coordination.holders import living_claims
+from safe_gpu.coordination.host_lock import Host
 from safe_gpu.drivers.presets import preset
 from safe_gpu.host import procfs
 from safe_gpu.host.procfs import FileSystem
@@ -31,14 +35,10 @@ UUIDS = [gpu.uuid for gpu in preset("dgx-a100").gpus]
 CLAIM = """
 import os, safe_gpu
 os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # of the test's own claim
-def claim(nb_gpus, **options):
-    return safe_gpu.GPUOwner(nb_gpus, safe_gpu.NoPlaceholder(), affinity=None, **{"timeout": 0, **options})
-def attempt(nb_gpus=1, **options):
-    try:
-        owner = claim(nb_gpus, **options)
-    except safe_gpu.NotEnoughGpusError as err:
-        return "refused"
-    return owner.devices_taken
+def claim(nb_gpus=1, **options):
+    options = {"affinity": None, "timeout": 0, **options}
+    try: return safe_gpu.GPUOwner(nb_gpus, safe_gpu.NoPlaceholder(), **options).devices_taken
+    except safe_gpu.NotEnoughGpusError: return "refused"
 """
 ALONE = "the GPUs are claimed by an entry alone, since their doors cannot be taken ([Errno 1] Operation not permitted)"
 STALE = "names no living claim of this user here"
@@ -53,9 +53,8 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_two_state_directories_do_not_book_twice(host: Path, child: Any) -> None:
-    child(CLAIM + "say(claim(3).devices_taken); listen()", "[0, 1, 2]", env={"SAFE_GPU_DIR": str(host / "other")})
-    with claim(5) as owner:
-        assert owner.devices_taken == [3, 4, 5, 6, 7]
+    child(CLAIM + "say(claim(3)); listen()", "[0, 1, 2]", env={"SAFE_GPU_DIR": str(host / "other")})
+    assert try_claim(5) == (3, 4, 5, 6, 7)
     with pytest.raises(NotEnoughGpusError, match="6 GPUs asked for, 5 free") as caught:
         claim(6)
     reasons = [verdict.reason for verdict in caught.value.verdicts]
@@ -67,18 +66,14 @@ def test_two_state_directories_do_not_book_twice(host: Path, child: Any) -> None
 
 def test_a_door_that_is_held_for_a_moment_is_tried_again(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that dies closes its descriptors one by one, and those of doors may be the last."""
-    real, refusals = Doors.take_whole, []
+    take, tries = Doors.take_whole, []
 
     def late(self: Doors, uuid: str, *more: Any) -> bool:
-        if not refusals:
-            refusals.append(uuid)
-            return False
-        return real(self, uuid, *more)
+        tries.append(uuid)
+        return len(tries) > 1 and take(self, uuid, *more)
 
     monkeypatch.setattr(Doors, "take_whole", late)
-    with claim(8) as owner:
-        assert len(owner.gpus) == 8
-    assert len(refusals) == 1
+    assert try_claim(8) == tuple(range(8))
 
 
 def test_a_shared_display_has_no_door(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,42 +82,30 @@ def test_a_shared_display_has_no_door(host: Path, monkeypatch: pytest.MonkeyPatc
         assert not simulated_doors().are_taken(owner.gpus[0].uuid, ())
 
 
-# Children that live on, and claims inside claims
-
-
-def test_a_child_that_lives_on_holds_the_entry_and_no_door(
-    host: Path, child: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_child_that_lives_on_holds_the_entry_and_no_door(host: Path, child, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is inside nothing, since another directory may have the GPU."""
-    work = "owner = claim(1, delegate=True)\nif os.fork(): os._exit(0)\n"
-    work += "say(os.environ['SAFE_GPU_SCOPE']); listen()\n"
+    work = "claim(1, delegate=True)\nif os.fork(): os._exit(0)\nsay(os.environ['SAFE_GPU_SCOPE']); listen()"
     orphan = child(CLAIM + work)
     monkeypatch.setenv("SAFE_GPU_SCOPE", orphan.hear())
     orphan.process.wait(30)
     assert not simulated_doors().are_taken(UUIDS[0], ())
-    with pytest.raises(NotEnoughGpusError, match="8 GPUs asked for, 7 free"):
-        claim(8)
-    with claim(1) as owner:
-        assert owner.devices_taken == [1]
-    child(CLAIM + "say(claim(1).devices_taken); listen()", "[0]", env={"SAFE_GPU_DIR": str(host / "other")})
+    assert (try_claim(8), try_claim(1)) == (None, (1,))
+    child(CLAIM + "say(claim(1)); listen()", "[0]", env={"SAFE_GPU_DIR": str(host / "other")})
     orphan.tell()
 
 
 @pytest.mark.parametrize("where", ["removed", "other", "network"])
-def test_who_cannot_see_the_claim_around_is_inside_nothing(
-    host: Path, child: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_who_cannot_see_the_claim_around_is_inside_nothing(host, child, caplog, monkeypatch, where: str) -> None:
     with claim(2, delegate=True):
         if where == "removed":
             shutil.rmtree(host / "state")
-        code = CLAIM + "say(attempt(8)); say(attempt(6)); listen()"
+        code = CLAIM + "say(claim(8)); say(claim(6)); listen()"
         if where == "network":
             with own_network():
                 inside = child(code)
         else:
             inside = child(code, env={"SAFE_GPU_DIR": str(host / "other")} if where == "other" else {})
-        assert inside.hear() == "refused"
-        assert inside.hear() == "[2, 3, 4, 5, 6, 7]"
+        assert [inside.hear(), inside.hear()] == ["refused", "[2, 3, 4, 5, 6, 7]"]
         inside.kill()
         assert STALE in inside.process.stderr.read()
 
@@ -149,29 +132,24 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize(("number", "options"), [(0, {}), (3, {"share": "20GiB"}), (3, {"delegate": True})])
-def test_where_doors_cannot_be_taken_the_entry_counts(
-    host: Path, child: Any, refuse: Callable[[int], None], caplog: Any, number: int, options: Any
-) -> None:
+def test_where_doors_cannot_be_taken_the_entry_counts(host, child, refuse, caplog, number: int, options) -> None:
     """It holds the doors of all of its GPUs or of none: claims inside it would not find the others."""
-    other = child(CLAIM + "listen(); say(attempt(7)); say(attempt(6))")
+    other = child(CLAIM + "listen(); say(claim(7)); say(claim(6))")
     refuse(number)
     with claim(2, **options) as owner:
         assert owner.devices_taken == [0, 1]
         assert [(len(one.gpus), one.parts) for one in living_claims()] == [(2, {})]
         other.tell()
-        assert other.hear() == "refused"
-        assert other.hear() == "[2, 3, 4, 5, 6, 7]"
+        assert [other.hear(), other.hear()] == ["refused", "[2, 3, 4, 5, 6, 7]"]
     assert ALONE in caplog.text
 
 
-def test_claims_inside_one_without_doors_have_none(
-    host: Path, child: Any, refuse: Callable[[int], None], caplog: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_claims_inside_one_without_doors_have_none(host, child, refuse, caplog, monkeypatch) -> None:
     refuse(0)
     with claim(2, delegate=True):
         token = os.environ["SAFE_GPU_SCOPE"]
-        child(CLAIM + "say(attempt()); listen()", says="[0]")
-        child(CLAIM + "say(attempt(2), attempt()); listen()", says="refused [1]")
+        child(CLAIM + "say(claim()); listen()", says="[0]")
+        child(CLAIM + "say(claim(2), claim()); listen()", says="refused [1]")
     assert [one.inside for one in living_claims()] == [digest(token)] * 2
     assert try_claim(7) is None
     monkeypatch.setenv("SAFE_GPU_SCOPE", token)
@@ -187,7 +165,7 @@ def test_from_another_namespace(host: Path) -> None:
     enter = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "sh", "-c"]
     if subprocess.run([*enter, mount], capture_output=True).returncode:
         pytest.skip("needs root, to make namespaces")
-    code = CLAIM + "print(attempt(7), attempt(6), flush=True)"
+    code = CLAIM + "print(claim(7), claim(6), flush=True)"
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE_ROOT)}
     with claim(2):
         line = [*enter, f'{mount} && exec "$0" -c "$1"', sys.executable, code]
@@ -195,31 +173,22 @@ def test_from_another_namespace(host: Path) -> None:
     assert done.stdout.strip() == "refused [2, 3, 4, 5, 6, 7]", done.stderr
 
 
-# A container's own state directory
-
-
-@pytest.mark.parametrize(
-    ("kind", "point", "network", "told"),
-    [
-        ("overlay", "/", False, True),
-        ("overlay", "/", True, False),
-        ("overlay", "/tmp", False, False),
-        ("ext4", "/", False, False),
-    ],
-)
-def test_a_container_without_the_network_of_the_host_is_told_once(
-    host: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, kind: str, point: str, network: bool, told: bool
-) -> None:
-    monkeypatch.setattr(procfs, "file_system_at", lambda path, device: FileSystem(kind, point))
-    monkeypatch.setattr(procfs, "sees_network_devices", lambda: network)
+def test_a_container_without_the_network_of_the_host_is_told_once(host: Path, monkeypatch: Any, caplog: Any) -> None:
     monkeypatch.setattr(warnings, "_told", set())
+    for kind, point, network, told in (
+        ("overlay", "/", True, 0),
+        ("overlay", "/tmp", False, 0),
+        ("ext4", "/", False, 0),
+        ("overlay", "/", False, 1),
+        ("overlay", "/", False, 1),
+    ):
+        monkeypatch.setattr(procfs, "file_system_at", lambda *_, found=(kind, point): FileSystem(*found))
+        monkeypatch.setattr(procfs, "sees_network_devices", lambda network=network: network)
+        warnings.doubt_of_image.cache_clear()
+        claim(1).release_gpus()
+        assert caplog.text.count("belongs to this container") == told
     warnings.doubt_of_image.cache_clear()
-    claim(1).release_gpus()
-    claim(1).release_gpus()
-    warnings.doubt_of_image.cache_clear()
-    lines = [one.getMessage() for one in caplog.records if "belongs to this container" in one.getMessage()]
-    assert len(lines) == told
-    assert all(f"start it with -v {host}/state:{host}/state" in line for line in lines)
+    assert f"start it with -v {host}/state:{host}/state" in caplog.text
 
 
 # A state directory that goes away while claims wait, where its users cannot make it again
@@ -239,9 +208,7 @@ def test_it_is_waited_for(open_tmp: Path, ground: Any, as_user: Any, monkeypatch
 
     def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
         logger = logging.getLogger("waiter")
-        handler = logging.Handler(logging.WARNING)
-        handler.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]
-        logger.addHandler(handler)
+        logger.addFilter(lambda record: record.levelno >= logging.WARNING and say(record.getMessage()))
         say(claim(1, timeout=None, logger=logger).devices_taken)
 
     ground.hold(*range(8))
@@ -281,3 +248,137 @@ def test_a_claim_in_a_plain_chroot(open_tmp: Path) -> None:
     del environment["SAFE_GPU_TEST_ETC"]  # it is not below this root
     done = subprocess.run([*enter, *run], env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["0,1", "1"], "")
+
+
+# A claim of which only some descriptors are left. The kernel closes those of the dying one by one, in the order of
+# their numbers or in the reverse one. So every state between is tried, before and at each step of a claim inside it.
+
+
+HELD = 5  # descriptors of a claim of one GPU that allows claims inside it: four doors and the entry
+LOSSES = [(which, number) for which in ("first", "last") for number in range(1, HELD)]
+REFUSED = "refused"
+
+
+def descriptors() -> set[int]:
+    """Those of this process, directories left out."""
+    paths = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    return {int(os.path.basename(path)) for path in paths if os.path.exists(path) and not os.path.isdir(path)}
+
+
+def stop_at(step: str, stop: Callable[[], None]) -> None:
+    """Let the next claim inside another one stop at this step."""
+    take, is_inside, locked = Doors.take_inside, Doors.is_inside, Host.locked
+    taking: list[str] = []
+
+    def take_inside(doors: Doors, uuid: str, *arguments: Any) -> bool:
+        if step == "before the part":
+            stop()
+        taking.append(uuid)
+        return take(doors, uuid, *arguments)
+
+    def asked(doors: Doors, *arguments: Any) -> bool:
+        if taking and step == "after the part":
+            stop()
+        return is_inside(doors, *arguments)
+
+    @contextmanager
+    def holding(*arguments: Any) -> Iterator[None]:
+        with locked(*arguments):
+            yield
+        if step == "before the second listing":
+            stop()
+
+    Doors.take_inside, Doors.is_inside, Host.locked = take_inside, asked, holding
+
+
+class Process(Actor):
+    """A process with a state directory that claims GPU 0 and loses what it holds, as told."""
+
+    def __init__(self, directory: Path, scope: str = "") -> None:
+        def work(say: Say, listen: Listen) -> None:
+            os.environ["SAFE_GPU_DIR"], os.environ["SAFE_GPU_SCOPE"] = str(directory), scope
+            before = descriptors()
+            while True:
+                verb, _, rest = listen().partition(" ")
+                if verb == "claim":
+                    say(claim_first(**json.loads(rest)))
+                elif verb == "stop":
+                    stop_at(rest, lambda: (say("stopped"), listen()))
+                    say("ready")
+                else:
+                    held = sorted(descriptors() - before)
+                    assert len(held) == HELD
+                    for fd in held[: int(rest)] if verb == "first" else held[-int(rest) :]:
+                        os.close(fd)
+                    say("closed")
+
+        super().__init__(in_words(work))
+
+    def ask(self, *words: object) -> str:
+        self.tell(" ".join(map(str, words)))
+        return self.hear()
+
+    def claim(self, **options: Any) -> str:
+        """Claim GPU 0. Returns the token of the claim, or "" if it has none, or "refused"."""
+        return self.ask("claim", json.dumps(options))
+
+
+def claim_first(**options: Any) -> str:
+    if options.get("delegate"):
+        del os.environ["SAFE_GPU_SCOPE"]
+    try:
+        safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0, only=0, **options)
+    except NotEnoughGpusError:
+        return REFUSED
+    return os.environ["SAFE_GPU_SCOPE"] if options.get("delegate") else ""
+
+
+@pytest.fixture
+def scene(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, everything_imported: None
+) -> Callable[[str], AbstractContextManager[tuple[Process, Process, Process]]]:
+    """``with scene("other")``: a claim of GPU 0, a rival with that state directory, and one inside the claim."""
+    monkeypatch.setenv("SAFE_GPU_SIMULATED_DIR", str(tmp_path / "host"))
+
+    @contextmanager
+    def play(directory: str) -> Iterator[tuple[Process, Process, Process]]:
+        around = Process(tmp_path / "state")
+        token = around.claim(delegate=True)
+        three = (around, Process(tmp_path / directory), Process(tmp_path / "state", token))
+        try:
+            yield three
+        finally:
+            for process in three:
+                process.end()
+
+    return play
+
+
+KINDS = pytest.mark.parametrize("rival_wants", [{}, {"delegate": True}, {"share": 45 << 30}])
+
+
+@KINDS
+@pytest.mark.parametrize(("first", "directory"), [("rival", "other"), ("inside", "other"), ("rival", "state")])
+def test_of_two_that_find_what_is_left_one_gets_it(scene, first: str, directory: str, rival_wants) -> None:
+    for loss in LOSSES:
+        with scene(directory) as (around, rival, inside):
+            around.ask(*loss)
+            both = [(rival, rival_wants), (inside, {})]
+            answers = [process.claim(**wants) for process, wants in (both if first == "rival" else both[::-1])]
+            assert REFUSED in answers, (loss, answers)
+
+
+@KINDS
+@pytest.mark.parametrize("step", ["before the part", "after the part", "before the second listing"])
+def test_wherever_the_claim_around_it_begins_to_die_while_one_inside_claims(scene, step: str, rival_wants) -> None:
+    """The rival has another state directory, and so another host.lock."""
+    for loss in LOSSES:
+        with scene("other") as (around, rival, inside):
+            assert inside.ask("stop", step) == "ready"
+            assert inside.claim() == "stopped"
+            around.ask(*loss)
+            answer = rival.claim(**rival_wants)
+            inside.tell()
+            while (other := inside.hear()) == "stopped":
+                inside.tell()
+            assert REFUSED in (answer, other), (loss, answer, other)

@@ -1,21 +1,27 @@
-"""Limits and turns of users who claim and wait, where root's file says so, with real users and tickets."""
+"""Limits and turns of users, where root's file says so, and how long claims wait and will hold their GPUs."""
 
+import json
+import math
 import os
 import re
 import select
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.claims import claim
 from support.forks import in_fork
 from support.traces import is_locked
 
 from safe_gpu import ClaimTimeout, NotEnoughGpusError, PolicyError, UnsatisfiableRequestError
 from safe_gpu.claim import report, search
+from safe_gpu.claim.arguments import DEFAULT, UNKNOWN, HoldTime, parse_hold_for, parse_timeout, read_options
 from safe_gpu.claim.functions import wait_for_gpus
-from safe_gpu.claim.limits import quota_of, remaining_quota
+from safe_gpu.claim.limits import quota_of
 from safe_gpu.claim.report import waiting_message
 from safe_gpu.coordination import queue
 from safe_gpu.coordination.entry import make_entry
@@ -23,34 +29,41 @@ from safe_gpu.coordination.holders import living_claims
 from safe_gpu.coordination.host_lock import Host
 from safe_gpu.coordination.queue import waiting_tickets
 from safe_gpu.coordination.turns import turn_of
-from safe_gpu.drivers.simulated import SimulatedDriver
 from safe_gpu.engines.holder import ClaimArguments, HolderProcess
 from safe_gpu.host import procfs
+from safe_gpu.schedulers.job import JobContext, current
 from safe_gpu.settings import config as policy
+from safe_gpu.settings.durations import parse_duration
 from safe_gpu.status.gather import gather
 
 ANNA, BEN, CARLA = 4711, 4712, 4713
+NAMED = "[user root]\n"
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a policy must be")
+
+@pytest.fixture
+def rules(rules: Callable[[str], Path]) -> Callable[[str], Path]:
+    """Write the policy of this test's host."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, whose file a policy must be")
+    return rules
 
 
-def held_by(uid: int) -> int:
-    return len({uuid for one in living_claims() if one.uid == uid for uuid in one.gpus})
+def let_go(holder: Any) -> None:
+    holder.tell()
+    assert holder.hear() == "released"
 
 
 def test_a_limit_at_its_edges(rules: Any, user: Any) -> None:
     rules("[default]\nmax_gpus = 3")
     assert "4 GPUs asked for, and " in (refused := user(ANNA, 4, timeout=None).hear())
     assert "allows you 3 at once on this host ([default]): ask for fewer" in refused
-    first = user(ANNA, 2)
-    assert first.hear() == "2"
+    first = user(ANNA, 2, gets=True)
     assert "you hold 2 of your 3 GPUs: wait for them (timeout=" in user(ANNA, 2).hear()
-    assert user(ANNA, 1).hear() == "1"
+    user(ANNA, 1, gets=True)
     assert "1 GPU asked for, 5 free, and you hold 3 of your 3 GPUs" in user(ANNA, 1).hear()
-    assert user(BEN, 3).hear() == "3"  # limits are for each user
-    first.tell()
-    assert first.hear() == "released"
-    assert user(ANNA, 2).hear() == "2"
+    user(BEN, 3, gets=True)  # limits are for each user
+    let_go(first)
+    user(ANNA, 2, gets=True)
 
 
 def test_claims_at_the_same_moment_never_exceed_it(rules: Any, user: Any) -> None:
@@ -60,39 +73,31 @@ def test_claims_at_the_same_moment_never_exceed_it(rules: Any, user: Any) -> Non
     assert [one.hear() for one in crowd] == ["ready"] * 6
     for one in crowd:
         one.tell()
-    answers = [one.hear() for one in crowd]
-    assert answers.count("2") == 2
-    assert sum("you hold 4 of your 4 GPUs" in answer for answer in answers) == 4
+    answers = sorted(one.hear() for one in crowd)
+    assert answers[:2] == ["2", "2"]
+    assert all("you hold 4 of your 4 GPUs" in answer for answer in answers[2:])
 
 
 def test_others_pass_a_waiter_whose_user_is_at_the_limit(rules: Any, user: Any, waiting: Any, eventually: Any) -> None:
     rules("[user 4711]\nmax_gpus = 2")
-    first = user(ANNA, 2)
-    assert first.hear() == "2"
+    first = user(ANNA, 2, gets=True)
     in_front = waiting(ANNA, 1)
     passing = [user(BEN, 2), user(CARLA, 3)]
     assert [one.hear() for one in passing] == ["2", "3"]
     assert "you hold 2 of your 2 GPUs" in user(ANNA, 1).hear()
-    first.tell()  # and she gets hers
-    assert first.hear() == "released"
+    let_go(first)  # and she gets hers
     assert in_front.hear() == "1"
 
 
-def test_a_waiter_below_the_limit_is_not_passed(rules: Any, user: Any, waiting: Any, ground: Any) -> None:
-    rules("[default]\nmax_gpus = 7\n[user 4712]\nmax_gpus = 8")
-    assert user(ANNA, 2).hear() == "2"
-    in_front = waiting(BEN, 8)  # he holds nothing
-    refused = user(CARLA, 1).hear()
-    assert f"behind {procfs.user_name(BEN)} (pid {in_front.pid}" in refused
-
-
-def test_claims_of_the_same_user_keep_their_order(rules: Any, user: Any, waiting: Any) -> None:
-    """The first wants more than is left to her, the second does not. Else her large requests would starve."""
-    rules("[default]\nmax_gpus = 4")
-    assert user(ANNA, 2).hear() == "2"
+def test_a_waiter_is_passed_neither_by_the_same_user_nor_below_the_limit(rules: Any, user: Any, waiting: Any) -> None:
+    """The first claim of hers wants more than is left to her, the second does not: else large requests would starve."""
+    rules("[default]\nmax_gpus = 4\n[user 4712]\nmax_gpus = 9")
+    user(ANNA, 2, gets=True)
     in_front = waiting(ANNA, 3)
     assert f"(pid {in_front.pid}" in user(ANNA, 1).hear()
-    assert user(BEN, 1).hear() == "1"
+    user(BEN, 1, gets=True)
+    in_front = waiting(BEN, 8)
+    assert f"behind {procfs.user_name(BEN)} (pid {in_front.pid}" in user(CARLA, 1).hear()
 
 
 def test_limits_of_those_who_wait_are_known_before_the_look(rules: Any, ground: Any, waiting: Any) -> None:
@@ -116,18 +121,21 @@ def test_inner_claims_are_neither_counted_nor_limited(rules: Any, as_user: Any) 
 
     def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
         with claim(2, delegate=True):
-            say(in_fork(lambda: [len(claim(2, timeout=9, hold_for=99).gpus), held_by(ANNA)]))
+            say(in_fork(lambda: len(claim(2, timeout=9, hold_for=99).gpus)))
 
-    assert as_user(work, uid=ANNA).hear() == "[2, 2]"
+    assert as_user(work, uid=ANNA).hear() == "2"
 
 
-NAMED = "[user root]\n"
+def lasts(**options: Any) -> float | None:
+    """For how many seconds a claim says that it will last."""
+    with claim(**options):
+        (entry,) = living_claims()
+        return None if entry.until is None else round(entry.until - entry.since, 1)
 
 
 @pytest.mark.parametrize(
     ("text", "said", "seconds"),
     [
-        ("default_hold = 60", None, 60.0),
         ("default_hold = 60", "90", 90.0),
         ("default_hold = 60\nmax_hold = 30", None, 30.0),
         ("max_hold = 30", None, 30.0),
@@ -137,18 +145,13 @@ NAMED = "[user root]\n"
 )
 def test_how_long_a_claim_will_hold(rules, monkeypatch, text: str, said: str | None, seconds: float | None) -> None:
     rules(NAMED + text)
-    if said is not None:
-        monkeypatch.setenv("SAFE_GPU_FOR", said)
-    with claim():
-        (entry,) = living_claims()
-        assert (None if entry.until is None else round(entry.until - entry.since, 1)) == seconds
+    monkeypatch.setenv("SAFE_GPU_FOR", said or "")
+    assert lasts() == seconds
 
 
 def test_what_is_said_in_the_call(rules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rules(NAMED + "max_hold = 1h\ndefault_hold = 5m")
-    with pytest.raises(
-        UnsatisfiableRequestError, match=r"hold_for= says 1 h 1 min, and .* allows you 1 h \(\[user root"
-    ):
+    with pytest.raises(UnsatisfiableRequestError, match=r"hold_for= says 1 h 1 min, and .* allows you 1 h \(\[user"):
         claim(hold_for=3660)
     monkeypatch.setenv("SAFE_GPU_FOR", "2h")
     with pytest.raises(UnsatisfiableRequestError, match="SAFE_GPU_FOR says 2 h"):
@@ -159,14 +162,14 @@ def test_max_wait_ends_a_wait(rules: Any, ground: Any, command: Any) -> None:
     path = rules(NAMED + "max_wait = 0")
     ground.hold(*range(8))
     done = command.run("run", "--timeout", "inf", "--", "true")
-    assert done.returncode == 75
-    assert f"1 GPU asked for, 0 free: try again ({path} limits the wait)." in done.stderr
+    said = f"1 GPU asked for, 0 free: try again ({path} limits the wait)."
+    assert (done.returncode, said in done.stderr) == (75, True)
 
 
 def test_nothing_is_taken_in_a_foreseen_claim_beyond_the_limit(rules: Any, user: Any) -> None:
     rules(NAMED + "max_gpus = 1")
     assert len(wait_for_gpus(1, timeout=0)) == 1
-    assert user(0).hear() == "1"
+    user(0, gets=True)
     with pytest.raises(NotEnoughGpusError, match="you hold 1 of your 1 GPU"):
         wait_for_gpus(1, timeout=0)
 
@@ -205,14 +208,12 @@ def test_groups_are_resolved_before_the_lock(rules: Any, monkeypatch: pytest.Mon
 
 def test_room_for_claims_across_hosts(rules: Any, user: Any) -> None:
     path = rules(NAMED + "max_gpus = 3")
-    snapshot = SimulatedDriver("dgx-a100").snapshot()
     holder = HolderProcess(ClaimArguments(), "a test")
     assert holder.report(1).free == 3
     assert holder.report(4).free == -1
-    assert user(0, 2).hear() == "2"
-    assert remaining_quota(snapshot, 1) == 1
+    user(0, 2, gets=True)
     assert holder.report(1).free == 1
-    assert user(0).hear() == "1"
+    user(0, gets=True)
     assert holder.report(1).free == 0
     path.unlink()
     assert holder.report(1).free == 5
@@ -220,31 +221,25 @@ def test_room_for_claims_across_hosts(rules: Any, user: Any) -> None:
 
 def test_a_share_counts_as_its_part_of_a_gpu(rules: Any, user: Any) -> None:
     rules("[default]\nmax_gpus = 1")
-    assert user(ANNA, 2, share="20GiB").hear() == "2"
+    user(ANNA, 2, share="20GiB", gets=True)
     assert "you hold 0.5 of your 1 GPU" in user(ANNA, 3, share="20GiB").hear()
     assert "you hold 0.5 of your 1 GPU" in user(ANNA).hear()
     assert "1.2 GPUs asked for" in user(BEN, 5, share="20GiB").hear()
-    assert user(BEN).hear() == "1"
-    assert user(ANNA, 2, share="20GiB").hear() == "2"
+    user(BEN, gets=True)
+    user(ANNA, 2, share="20GiB", gets=True)
     assert "you hold 1 of your 1 GPU" in user(ANNA, share="1GiB").hear()
 
 
-def test_a_raised_limit_reaches_those_who_wait(rules: Any, user: Any, eventually: Any) -> None:
+@pytest.mark.parametrize("change", ["raised", "killed"])
+def test_who_waits_at_the_limit_is_served_when_it_changes(rules: Any, user: Any, waiting: Any, change: str) -> None:
+    """Also where the claim that was killed had another GPU, and nobody else has removed its entry."""
     rules("[default]\nmax_gpus = 1")
-    assert user(ANNA).hear() == "1"
-    waiter = user(ANNA, timeout=None)
-    eventually(lambda: bool(gather().queue))
-    rules("[default]\nmax_gpus = 2")
-    assert waiter.hear() == "1"
-
-
-def test_a_killed_claim_counts_no_more_whatever_gpu_it_had(rules: Any, user: Any, waiting: Any) -> None:
-    """Who waits at the limit for another GPU asks it again, and nobody else has removed its entry."""
-    rules("[default]\nmax_gpus = 1")
-    holder = user(ANNA, only=7)
-    assert holder.hear() == "1"
+    holder = user(ANNA, only=7, gets=True)
     waiter = waiting(ANNA, only=0)
-    holder.end()
+    if change == "raised":
+        rules("[default]\nmax_gpus = 2")
+    else:
+        holder.end()
     assert waiter.hear() == "1"
 
 
@@ -253,8 +248,7 @@ def test_a_killed_claim_counts_no_more_whatever_gpu_it_had(rules: Any, user: Any
 
 def served(holder: Any, crowd: list[Any]) -> Any:
     """Let a holder go, and return who of a crowd gets its GPUs."""
-    holder.tell()
-    assert holder.hear() == "released"
+    let_go(holder)
     ready = select.select([one.line for one in crowd], [], [], 60)[0]
     assert len(ready) == 1, "nobody, or more than one, was served"
     one = next(one for one in crowd if one.line in ready)
@@ -264,9 +258,7 @@ def served(holder: Any, crowd: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("order", ["fifo", "fair"])
-def test_one_request_does_not_wait_for_a_sweep(
-    rules: Any, user: Any, waiting: Any, order: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_request_does_not_wait_for_a_sweep(rules, user, waiting, order: str, monkeypatch) -> None:
     monkeypatch.setattr(report, "_EARLY_INTERVAL", 1e6)  # each is woken by whom it waits for, or never
     rules(f"[host]\norder = {order}")
     holders = [user(ANNA, 1) for _ in range(8)]
@@ -281,13 +273,11 @@ def test_one_request_does_not_wait_for_a_sweep(
 
 
 @pytest.mark.parametrize(("before", "after", "turns"), [("fifo", "fair", [None]), ("fair", "fifo", [1.0])])
-def test_a_claim_keeps_the_order_in_which_it_began(
-    rules: Any, line: Any, stranger: Any, monkeypatch: pytest.MonkeyPatch, before: str, after: str, turns: list[Any]
-) -> None:
+def test_a_claim_keeps_the_order_in_which_it_began(rules, line, stranger, monkeypatch, before, after, turns) -> None:
     """Else it could wait for one who waits for it. Root changes the order between two looks."""
     rules(f"[host]\norder = {before}")
     line(1, (0,))
-    written, confirm = list[Any](), search.confirm
+    written, confirm = [], search.confirm
 
     def changing(*arguments: Any) -> bool:
         rules(f"[host]\norder = {after}")
@@ -308,8 +298,7 @@ def test_a_claim_keeps_the_order_in_which_it_began(
 def test_tickets_have_turns_only_where_the_order_is_fair(rules: Any, user: Any, waiting: Any) -> None:
     """Who changes the order while some wait changes nobody's place."""
     rules("[host]\norder = fifo")
-    holder = user(ANNA, 8)
-    assert holder.hear() == "8"
+    holder = user(ANNA, 8, gets=True)
     first = waiting(ANNA, 8)
     rules("[host]\norder = fair\n[user 4712]\nweight = 2")
     second = waiting(BEN, 8)
@@ -325,20 +314,18 @@ def test_tickets_have_turns_only_where_the_order_is_fair(rules: Any, user: Any, 
 
 def test_a_shares_turn_is_its_part_of_a_gpu(rules: Any, user: Any, waiting: Any) -> None:
     rules("[host]\norder = fair")
-    assert user(BEN, 1, share="25%").hear() == "1"
-    assert user(BEN, 7).hear() == "7"
+    user(BEN, 1, share="25%", gets=True)
+    user(BEN, 7, gets=True)
     waiting(BEN, 1, share="80%")
     waiting(BEN, 1, share="50%")
     turns = [turn_of(one) for one in sorted(waiting_tickets(), key=lambda one: one.number)]
     assert turns == pytest.approx([7.75, 7.75 + 7.75], abs=0.001)
 
 
-def test_who_is_passed_is_told_who_is_in_turn(
-    rules: Any, user: Any, as_user: Any, waiting: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_is_passed_is_told_who_is_in_turn(rules, user, as_user, waiting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "_EARLY_INTERVAL", 0.1)
     rules("[host]\norder = fair")
-    assert user(ANNA, 8, hold_for=3600).hear() == "8"
+    user(ANNA, 8, hold_for=3600, gets=True)
     first = waiting(ANNA, 8, hold_for=60)
 
     def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
@@ -356,3 +343,113 @@ def test_who_is_passed_is_told_who_is_in_turn(
     first.end()
     ben.end()
     told(r"0 free\), starts about ")
+
+
+# How long a claim waits and will hold its GPUs: what may be said, and what counts where nothing is
+
+
+DURATIONS = {
+    0.0: "0 0s",
+    5.0: "0:00:05",
+    900.0: "15m 15min",
+    1000.0: "1e3",
+    5400.0: "1.5h 1h30m 01:30:00",
+    86401.0: "1d1s",
+    216000.0: "2d12h 2-12:00:00 2-12",
+    217800.0: "2-12:30",
+    None: "inf INF infinity forever none",
+}
+
+
+def test_durations() -> None:
+    words = [(word, seconds) for seconds, line in DURATIONS.items() for word in line.split()]
+    for text, seconds in [*words, (" 10 M ", 600.0), ("90 sec", 90.0), ("1H 30M", 5400.0)]:
+        assert parse_duration(text) == seconds
+        assert parse_timeout(text, {}, in_batch_job=False) == seconds
+        assert parse_timeout(DEFAULT, {"SAFE_GPU_TIMEOUT": text}, in_batch_job=True) == seconds
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", " ", *"soon -1h nan 1w s 1_000 1h30 30m1h 1h1h 1.5h30m -inf 1,5 1:2:3:4 -1:00:00 1--2 1:30 \u0663m".split()],
+)
+def test_what_is_no_duration_names_itself_and_what_would_be(text: str) -> None:
+    with pytest.raises(UnsatisfiableRequestError) as caught:
+        parse_duration(text, "SAFE_GPU_TIMEOUT")
+    assert caught.value.value == text
+    message = str(caught.value)
+    assert message.startswith(f"SAFE_GPU_TIMEOUT={text!r} ")
+    assert "15m" in message or (text == "1:30" and "write 1h30m or 1m30s" in message)
+
+
+def test_numbers_are_seconds_and_the_default_fits_where_the_process_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for timeout, seconds in ((0, 0.0), (0.25, 0.25), (None, None), (float("inf"), None), (1e300, 1e300)):
+        assert parse_timeout(timeout, {"SAFE_GPU_TIMEOUT": "77"}, in_batch_job=True) == seconds
+    assert read_options().timeout == 10.0
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert read_options().timeout == 300.0
+
+
+@pytest.mark.parametrize("said", [-0.5, math.nan, -math.inf, True, [], b"5", 10**400, "soon"])
+def test_what_is_no_number_of_seconds_is_refused(said: Any) -> None:
+    with pytest.raises(UnsatisfiableRequestError, match="timeout=") as caught:
+        parse_timeout(said, {}, in_batch_job=False)
+    assert caught.value.value is said
+    for least in (said, 0, 0.9, "0.5s", ""):
+        with pytest.raises(UnsatisfiableRequestError, match="hold_for=") as caught:
+            parse_hold_for(least, {}, JobContext())
+        assert caught.value.value is least
+
+
+@given(st.floats(min_value=0, max_value=1e6, allow_nan=False), st.sampled_from(["", "s", "m", "h", "d"]))
+def test_a_number_with_any_unit_is_what_it_says(number: float, unit: str) -> None:
+    factor = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[unit]
+    assert parse_duration(f"{number!r}{unit}") == number * factor
+
+
+def test_what_is_said_counts_and_the_variable_stands_in_for_it() -> None:
+    job = JobContext("slurm", ends=int(time.time()) + 60)
+    for said, seconds in ((1, 1.0), (90.5, 90.5), ("2h", 7200.0), (None, None), ("unknown", None), (math.inf, None)):
+        assert parse_hold_for(said, {"SAFE_GPU_FOR": "5h"}, job) == HoldTime(seconds, said=True)
+    for text, hold in (("20m", HoldTime(1200.0)), ("unknown", HoldTime(None)), ("", HoldTime(end=float(job.ends)))):
+        assert parse_hold_for(DEFAULT, {"SAFE_GPU_FOR": text}, job) == hold
+    assert parse_hold_for(DEFAULT, {"SAFE_GPU_FOR": ""}, JobContext()) == UNKNOWN
+    with pytest.raises(UnsatisfiableRequestError, match=r"SAFE_GPU_FOR='0\.2'"):
+        parse_hold_for(DEFAULT, {"SAFE_GPU_FOR": "0.2"}, job)
+
+
+def test_a_batch_job_ends_where_its_scheduler_says() -> None:
+    for ends_in, known in ((86000, True), (87000, False), (-5, False)):
+        ends = int(time.time()) + ends_in
+        hold = parse_hold_for(DEFAULT, {}, current({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(ends)}))
+        assert hold == HoldTime(end=ends if known else None)
+
+
+def test_a_pbs_job_ends_a_walltime_after_its_session_began(child: Any) -> None:
+    code = "import safe_gpu\nfrom safe_gpu.claim.arguments import read_options\nsay(read_options().hold.end)"
+    began = time.time()
+    job = child(code, env={"PBS_JOBID": "12.server", "PBS_WALLTIME": "3600"}, start_new_session=True)
+    assert began + 3600 - 1 <= float(job.hear()) <= time.time() + 3600
+
+
+def test_seconds_from_now() -> None:
+    """Those from 1000, where the claim around it, if it is inside one, ends then."""
+    for hold, outer_end, seconds in (
+        (HoldTime(60.0, said=True), 1500.0, 60.0),
+        (HoldTime(None, said=True), 1500.0, None),
+        (HoldTime(60.0), 1500.0, 500.0),  # it ends with the one around it
+        (HoldTime(end=1300.0), 1100.0, 100.0),
+        (HoldTime(end=1000.5), None, 1.0),
+        (HoldTime(end=999.0), None, None),  # overdue
+        (UNKNOWN, None, None),
+    ):
+        assert hold.at(1000.0, outer_end) == seconds
+
+
+def test_the_entry_says_until_when(ground: Any, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (lasts(hold_for="1h"), lasts()) == (3600, None)
+    monkeypatch.setenv("SAFE_GPU_FOR", "90")
+    assert (lasts(), lasts(hold_for=None)) == (90, None)
+    done = command.run("run", "--for", "1h30m", "--", "sh", "-c", 'cat "$SAFE_GPU_DIR"/claims/*')
+    written = json.loads(done.stdout)
+    assert written["until"] - written["since"] == pytest.approx(5400)

@@ -4,50 +4,29 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import safe_gpu
-from safe_gpu import (
-    GPUOwner,
-    NoPlaceholder,
-    NotEnoughGpusError,
-    UnsatisfiableRequestError,
-    WrongDeviceError,
-    claim_gpus,
-)
-from safe_gpu.affinity.binding import leave
+from safe_gpu import GPUOwner, NotEnoughGpusError, UnsatisfiableRequestError, WrongDeviceError
 from safe_gpu.claim.worker import check_expected_gpu
 from safe_gpu.errors import HolderLostError
 
 CLAIM = """
-import os, sys
-from safe_gpu import claim_gpus
-owner = claim_gpus({arguments}affinity=None)
+import sys, safe_gpu
+owner = safe_gpu.claim_gpus({nb_gpus}, {placeholder}, affinity=None, timeout=None)
 print(*owner.devices_taken, flush=True)
 sys.stdin.readline()
 """
 
-# Stands for mpirun: starts ranks, each with its output in a pipe of its own, and ends when they have.
-LAUNCHER = """
-import subprocess, sys
-count, code = int(sys.argv[1]), sys.argv[2]
-ranks = [
-    subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    for _ in range(count)
-]
-print(*sorted(rank.stdout.readline().strip() for rank in ranks), sep=";", flush=True)
-sys.stdin.readline()
-for rank in ranks:
-    rank.communicate("\\n")
-sys.exit(max(rank.returncode for rank in ranks))
-"""
+
+def rank(nb_gpus: int = 1, placeholder: str = "None") -> str:
+    return CLAIM.format(nb_gpus=nb_gpus, placeholder=placeholder)
 
 
-def rank(arguments: str = "") -> str:
-    return CLAIM.format(arguments=arguments and f"{arguments}, ")
+def claim(nb_gpus: int = 1, **options: Any) -> GPUOwner:
+    return safe_gpu.claim_gpus(nb_gpus, safe_gpu.NoPlaceholder(), affinity=None, **options)
 
 
 def ends_well(started: subprocess.Popen[str]) -> str:
@@ -64,28 +43,24 @@ def inside(token: str, monkeypatch: pytest.MonkeyPatch, devices: str | None = No
         monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 
 
-TELL = "echo $SAFE_GPU_SCOPE; read x"
-
-
 @pytest.fixture
 def holding(command, ground):
     """``holding(2)`` runs a command that holds GPUs; returns the process and its token."""
 
-    def start(nb_gpus: int, *arguments: object) -> tuple[subprocess.Popen[str], str]:
-        started = command.start("run", "-n", nb_gpus, *arguments, "--", "sh", "-c", TELL, stdin=subprocess.PIPE)
+    def start(nb_gpus: int) -> tuple[subprocess.Popen[str], str]:
+        words = ("run", "-n", nb_gpus, "--", "sh", "-c", "echo $SAFE_GPU_SCOPE; read x")
+        started = command.start(*words, stdin=subprocess.PIPE)
         return started, started.stdout.readline().strip()
 
     return start
 
 
-# What it is for
-
-
 def test_ranks_under_run_get_a_gpu_each(command, ground) -> None:
     ground.hold(1, 4, 5, 6, 7)
-    words = ("run", "-n", 3, "--", sys.executable, "-c", LAUNCHER, 3, rank())
+    launcher = 'exec 3<&0; for rank in 0 1 2; do "$0" -c "$1" <&3 & done; wait'
+    words = ("run", "-n", 3, "--", "sh", "-c", launcher, sys.executable, rank())
     started = command.start(*words, stdin=subprocess.PIPE)
-    assert started.stdout.readline() == "0;2;3\n"
+    assert sorted(started.stdout.readline() for _ in range(3)) == ["0\n", "2\n", "3\n"]
     assert ground.claimed() == list(range(8))
     assert ground.claimed(inside=True) == [0, 2, 3]
     ends_well(started)
@@ -93,78 +68,37 @@ def test_ranks_under_run_get_a_gpu_each(command, ground) -> None:
     assert ground.claimed(inside=True) == []
 
 
-def test_children_of_a_delegating_claim(child, ground) -> None:
-    """The parent's own contexts are on these GPUs, and do not make them busy for its children."""
-    with claim_gpus(3, delegate=True, affinity=None):
-        ranks = [child(rank()) for _ in range(3)]
-        assert sorted(one.hear() for one in ranks) == ["0", "1", "2"]
-        assert (ground.claimed(), ground.claimed(inside=True)) == ([0, 1, 2], [0, 1, 2])
-        for one in ranks:
-            one.tell()
-            one.finish()
-    assert "SAFE_GPU_SCOPE" not in os.environ
-    assert (ground.claimed(), ground.claimed(inside=True)) == ([], [])
-
-
-# Nobody reaches outside
-
-
 def test_no_more_than_the_claim_around_has(holding, ground, monkeypatch: pytest.MonkeyPatch) -> None:
     _, token = holding(2)
     inside(token, monkeypatch)
     monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")
     with pytest.raises(UnsatisfiableRequestError, match=r"claim_gpus\(3\) runs inside the claim of .* holds 2 GPUs"):
-        claim_gpus(3, NoPlaceholder(), affinity=None)
+        claim(3)
     with pytest.raises(UnsatisfiableRequestError, match="0 of its 2"):
-        claim_gpus(1, NoPlaceholder(), affinity=None, only=7)
+        claim(1, only=7)
     with pytest.raises(UnsatisfiableRequestError, match="delegate=True is not possible inside another claim"):
-        claim_gpus(1, NoPlaceholder(), affinity=None, delegate=True)
-    with claim_gpus(2, NoPlaceholder(), affinity=None) as owner:
+        claim(1, delegate=True)
+    with claim(2) as owner:
         assert owner.devices_taken == [0, 1]
         assert ground.claimed() == [0, 1]
 
 
-TRY = """
-import safe_gpu, sys
-try: {}
-except safe_gpu.SafeGpuError as err: sys.exit(str(err))
-"""
-DELEGATE = """
-import os, safe_gpu, subprocess, sys
-safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), delegate=True)
-print(os.getpid(), flush=True)
-subprocess.run(sys.argv[1:])
-"""
-
-
-@pytest.mark.parametrize(
-    ("around", "claim", "asked", "larger", "this"),
-    [
-        ("run, and a shell", "safe_gpu.claim_gpus(2)", "claim_gpus(2) runs", "-n 2", "claim_gpus"),
-        ("run, without its limit", "run -n 3 -- true", "-n 3 is", "-n 3", "this one"),
-        ("a delegating claim", "safe_gpu.ensure_gpus(2)", "claim_gpus(2) runs", "-n 2", "claim_gpus"),
-    ],
-)
-def test_more_than_the_claim_around_holds(
-    command, ground, around: str, claim: str, asked: str, larger: str, this: str
-) -> None:
+def test_more_than_the_claim_around_holds(command, ground) -> None:
     """It names the one that is to be larger, and not its variables: to lift that limit leads nowhere."""
-    inner = [command.path, *claim.split()]
-    if "safe_gpu" in claim:
-        inner = [sys.executable, "-c", TRY.format(claim)]
-    if around == "a delegating claim":
-        done = subprocess.run([sys.executable, "-c", DELEGATE, *inner], capture_output=True, text=True, timeout=60)
-    else:
-        script = 'echo $$; "$@"; exit' if around == "run, and a shell" else 'echo $$; exec "$@"'
-        limit = ["SAFE_GPU_FENCE=ignore"] if around == "run, without its limit" else []
-        done = command.run("run", "--", "sh", "-c", script, "sh", "env", *limit, *inner)
-    owner = f"the claim of process {done.stdout.strip()}"
-    larger = f"ask for {larger[3:]} there (safe-gpu run {larger}, or claim_gpus({larger[3:]}, delegate=True))"
-    said = f"{asked} inside {owner}, which holds 1 GPU: {larger}, or leave {this} out"
-    assert done.stderr.strip().removeprefix("safe-gpu: ") == said
-
-
-# A scope that means nothing here
+    python = (sys.executable, "-c", "import safe_gpu; safe_gpu.claim_gpus(2)")
+    larger = (command.path, "run", "-n", 3, "--", "true")
+    in_shell = command.run("run", "--", "sh", "-c", 'echo $$; "$@"; exit', "sh", *python)
+    unlimited = command.run("run", "--", "sh", "-c", 'echo $$; SAFE_GPU_FENCE=ignore exec "$@"', "sh", *larger)
+    with claim(1, delegate=True):
+        delegated = command.run(*larger[1:])
+    for done, holder, asked, number, this in (
+        (in_shell, in_shell.stdout.strip(), "claim_gpus(2) runs", 2, "claim_gpus"),
+        (unlimited, unlimited.stdout.strip(), "-n 3 is", 3, "this one"),
+        (delegated, os.getpid(), "-n 3 is", 3, "this one"),
+    ):
+        there = f"ask for {number} there (safe-gpu run -n {number}, or claim_gpus({number}, delegate=True))"
+        said = f"{asked} inside the claim of process {holder}, which holds 1 GPU: {there}, or leave {this} out\n"
+        assert done.stderr.endswith(said)
 
 
 def test_the_claim_around_ends_while_one_inside_waits(holding, ground, child, command, monkeypatch) -> None:
@@ -183,43 +117,30 @@ def test_the_claim_around_ends_while_one_inside_waits(holding, ground, child, co
     assert err.count("names no living claim") == 1
 
 
-# One level
-
-
 def test_a_third_level_is_told_so_at_once(command, ground) -> None:
-    line = [command.path, "run", "-n", 1, "--", sys.executable, "-c", rank("timeout=None")]
+    line = [command.path, "run", "-n", 1, "--", sys.executable, "-c", rank()]
     done = command.run("run", "-n", 2, "--", *line)
     assert done.returncode == 1
     assert "this process itself holds GPU 0: claims inside claims go one level deep" in done.stderr
-
-
-# Life and death
 
 
 def test_nobody_takes_a_gpu_that_an_orphaned_claim_inside_holds(holding, ground, child, command, monkeypatch) -> None:
     started, token = holding(2)
     with monkeypatch.context() as patch:
         inside(token, patch)
-        inner = child(
-            "from safe_gpu import NoPlaceholder, claim_gpus, get_free_gpus\n"
-            "owner = claim_gpus(1, NoPlaceholder(), affinity=None); say(*owner.devices_taken); listen()"
-        )
-        assert inner.hear() == "0"
+        inner = child(rank(1, "safe_gpu.NoPlaceholder()"), says="0")
     started.kill()
     started.wait(60)
     assert ground.claimed() == []
     assert safe_gpu.get_free_gpus() == ["1", "2", "3", "4", "5", "6", "7"]
-    with claim_gpus(7, NoPlaceholder(), affinity=None) as owner:
+    with claim(7) as owner:
         assert owner.devices_taken == [1, 2, 3, 4, 5, 6, 7]
     with pytest.raises(NotEnoughGpusError, match=rf"GPU 0 .*claimed by process {inner.pid} "):
-        claim_gpus(8, NoPlaceholder(), affinity=None, timeout=0)
+        claim(8, timeout=0)
     waiter = command.start("run", "-n", 8, "--", "echo", "all")
     assert "for 8 GPUs (7 free); " in waiter.stderr.readline()
     inner.tell()
     assert waiter.communicate(timeout=60)[0] == "all\n"
-
-
-# The queue inside
 
 
 def test_those_who_wait_inside_and_outside_do_not_meet(holding, ground, child, command, monkeypatch) -> None:
@@ -228,7 +149,7 @@ def test_those_who_wait_inside_and_outside_do_not_meet(holding, ground, child, c
     assert "for 8 GPUs (6 free); GPU 0,1: " in everything.stderr.readline()
     with monkeypatch.context() as patch:
         inside(token, patch, "0,1")
-        first = child(rank("2"))
+        first = child(rank(2))
         assert first.hear() == "0 1"  # and did not queue behind it
         second = command.start("run", "--", "echo", "second")
         assert "for 1 GPU (0 of 2 free); GPU 0,1: " in second.stderr.readline()
@@ -237,7 +158,7 @@ def test_those_who_wait_inside_and_outside_do_not_meet(holding, ground, child, c
     assert len(ground.tickets()) == 3
     everything.terminate()
     everything.wait(60)
-    with claim_gpus(6, NoPlaceholder(), affinity=None, timeout=0) as owner:  # outside nobody is ahead now
+    with claim(6, timeout=0) as owner:  # outside nobody is ahead now
         assert owner.devices_taken == [2, 3, 4, 5, 6, 7]
     first.tell()
     assert second.communicate(timeout=60)[0] == "second\n"
@@ -248,61 +169,54 @@ def test_those_who_wait_inside_and_outside_do_not_meet(holding, ground, child, c
 
 
 @pytest.fixture
-def held() -> Iterator[GPUOwner]:
-    """A delegating claim of GPU 0 and 1. The environment is that of a worker for GPU 1."""
-    with GPUOwner(2, NoPlaceholder(), affinity=None, delegate=True) as owner:
-        yield owner
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # where a test released it, ``worker`` has put that back
-
-
-@pytest.fixture
-def worker(held: GPUOwner) -> Iterator[pytest.MonkeyPatch]:
-    """Sets variables of the worker, for as long as the claim lives; so far they are right."""
-    with pytest.MonkeyPatch.context() as patch:
+def worker() -> Iterator[pytest.MonkeyPatch]:
+    """Inside a delegating claim of GPU 0 and 1 it sets variables of a worker for GPU 1; so far they are right."""
+    with claim(2, delegate=True) as owner, pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "1")
-        patch.setenv("SAFE_GPU_EXPECT", held.gpus[1].uuid)
+        patch.setenv("SAFE_GPU_EXPECT", owner.gpus[1].uuid)
         yield patch
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # where a test released the claim, the patch has put that back
 
 
 @pytest.mark.parametrize("verb", ["run", "bind"])
-def test_the_command_runs_on_the_gpu_that_was_meant_or_not_at_all(worker, held: GPUOwner, command, verb: str) -> None:
+def test_the_command_runs_on_the_gpu_that_was_meant_or_not_at_all(worker, command, verb: str) -> None:
     done = command.run(verb, "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES ${SAFE_GPU_EXPECT-unset}")
     assert (done.returncode, done.stdout) == (0, "1 unset\n"), done.stderr
     worker.setenv("CUDA_VISIBLE_DEVICES", "0")
     done = command.run(verb, "--", "echo", "started")
     assert (done.returncode, done.stdout, "CUDA_VISIBLE_DEVICES=0 it sees GPU-" in done.stderr) == (70, "", True)
-    held.release_gpus()
     worker.setenv("CUDA_VISIBLE_DEVICES", "1")
+    worker.setenv("SAFE_GPU_SCOPE", "of another claim")
     done = command.run(verb, "--", "echo", "started")
     assert (done.returncode, done.stdout, "is no longer held by its claim" in done.stderr) == (70, "", True)
 
 
-@pytest.mark.parametrize(
-    ("visible", "seen"),
-    [
+def test_other_gpus_than_the_expected_one(worker: pytest.MonkeyPatch) -> None:
+    for visible, seen in (
         ("0,1", "CUDA_VISIBLE_DEVICES=0,1 it sees GPU-"),
         ("", "CUDA_VISIBLE_DEVICES= it sees 0 GPUs"),
-        (None, "without CUDA_VISIBLE_DEVICES it sees 8 GPUs"),
-    ],
-)
-def test_other_gpus_than_the_expected_one(worker: pytest.MonkeyPatch, visible: str | None, seen: str) -> None:
-    worker.delenv("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
+    ):
         worker.setenv("CUDA_VISIBLE_DEVICES", visible)
-    with pytest.raises(WrongDeviceError, match=seen) as caught:
+        with pytest.raises(WrongDeviceError, match=seen) as caught:
+            check_expected_gpu()
+        assert os.environ["SAFE_GPU_EXPECT"] in str(caught.value)
+    worker.delenv("CUDA_VISIBLE_DEVICES")
+    with pytest.raises(WrongDeviceError, match="without CUDA_VISIBLE_DEVICES it sees 8 GPUs"):
         check_expected_gpu()
-    assert os.environ["SAFE_GPU_EXPECT"] in str(caught.value)
     worker.setenv("CUDA_VISIBLE_DEVICES", "1")
-    worker.setenv("SAFE_GPU_SCOPE", "0123456789abcdef")
-    with pytest.raises(HolderLostError, match="is no longer held"):  # but by another claim
+    safe_gpu.release_gpus()
+    with pytest.raises(HolderLostError, match="is no longer held"):
         check_expected_gpu()
 
 
-def test_without_the_variable_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_variable_nothing_is_asked_and_no_state_directory_is_made(monkeypatch, command) -> None:
     monkeypatch.setattr("safe_gpu.claim.worker.opened_driver", None)
     check_expected_gpu()
     monkeypatch.setenv("SAFE_GPU_EXPECT", "")
     check_expected_gpu()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert command.run("bind", "--", "true").returncode == 0
+    assert not os.path.exists(os.environ["SAFE_GPU_DIR"])
 
 
 def test_two_workers_of_one_gpu_share_it_under_bind(worker: pytest.MonkeyPatch, command) -> None:
@@ -318,26 +232,6 @@ def test_two_workers_of_one_gpu_share_it_under_bind(worker: pytest.MonkeyPatch, 
 
 
 SHIFT = "CUDA_VISIBLE_DEVICES=1 now means GPU 2, which this claim does not hold, since GPU 0 is lost"
-
-
-@pytest.fixture
-def unbound() -> Iterator[None]:
-    """Undo the binding of this process after the test."""
-    yield
-    leave()
-
-
-def test_bind_in_python_notices_it_and_makes_no_state_directory(
-    host: Any, unbound: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "1")
-        safe_gpu.bind()
-        assert not Path(os.environ["SAFE_GPU_DIR"]).exists()
-    safe_gpu.claim_gpus(1, only=1, affinity=None, timeout=0)
-    assert SHIFT not in str(safe_gpu.bind())
-    host.edits[host.uuids[0]] = {"lost": True}
-    assert SHIFT in str(safe_gpu.bind())
 
 
 @pytest.mark.skipif(not os.path.exists("/sys/devices/system/cpu/cpu0/topology"), reason="needs /sys")

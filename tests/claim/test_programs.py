@@ -1,39 +1,45 @@
-"""Claims in users' own programs: copies of the owner, closed descriptors, frozen apps, notebooks, workers, upgrades."""
+"""Claims in users' own programs: copies of the owner, closed descriptors, frozen apps, notebooks, workers, upgrades;
+what they write into the history, and random sequences of them."""
 
 import copy
+import fcntl
+import json
 import os
 import pickle
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.claims import claim
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.claims import claim, try_claim
 from support.forks import in_fork
 from support.gpus import PACKAGE_ROOT
 
 import safe_gpu
+from safe_gpu.claim import claim as claim_module
+from safe_gpu.coordination import history
+from safe_gpu.drivers.simulated import SimulatedContext, SimulatedDriver
 from safe_gpu.runtimes.cuda import CUDA, CudaLibrary
+from safe_gpu.status.history import PastClaim, claims_between
 
 
-@pytest.mark.parametrize(
-    "duplicate", [copy.copy, copy.deepcopy, pickle.dumps, lambda one: copy.deepcopy({"gpus": one})]
-)
-def test_an_owner_is_neither_copied_nor_pickled(ground: Any, duplicate: Callable[[Any], object]) -> None:
+def test_an_owner_is_neither_copied_nor_pickled(ground: Any) -> None:
     with claim(2) as owner:
-        with pytest.raises(TypeError, match=r"owner\.devices_taken or owner\.gpus.*release_gpus\(\)"):
-            duplicate(owner)
+        for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=r"owner\.devices_taken or owner\.gpus.*release_gpus\(\)"):
+                duplicate([owner] if duplicate is copy.deepcopy else owner)
+            assert duplicate([owner.devices_taken, owner.gpus])
         assert owner.devices_taken == [0, 1]
-        assert duplicate([owner.devices_taken, owner.gpus])
 
 
 @pytest.mark.parametrize("placeholder", [safe_gpu.NoPlaceholder, lambda: None])
-def test_a_release_leaves_files_alone_that_have_its_old_numbers(
-    ground: Any, tmp_path: Path, placeholder: Callable[[], Any]
-) -> None:
+def test_a_release_leaves_files_alone_that_have_its_old_numbers(ground, tmp_path, placeholder) -> None:
     """As a daemon closes all descriptors, and opens files of its own under the same numbers."""
 
     def daemon() -> list[object]:
@@ -64,9 +70,6 @@ def _of_ours(fd: int) -> bool:
     return target.startswith((os.environ["SAFE_GPU_DIR"], "socket:"))
 
 
-# Programs that contain Python: frozen apps, and applications that embed it
-
-
 def ask() -> str:
     """Ask CUDA in a child, which is refused; say why."""
     with pytest.raises(safe_gpu.NoDriverError) as refusal:
@@ -75,9 +78,7 @@ def ask() -> str:
 
 
 @pytest.mark.parametrize("app", ["frozen", "embedding"])
-def test_an_app_that_contains_python_is_not_started_again(
-    app: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_app_that_contains_python_is_not_started_again(app: str, monkeypatch, tmp_path) -> None:
     program, trace = tmp_path / "app", tmp_path / "started"
     program.write_text(f"#!/bin/sh\necho >> {trace}\n")
     program.chmod(0o755)
@@ -92,22 +93,18 @@ def test_an_app_that_contains_python_is_not_started_again(
 
 def test_an_app_that_is_called_python_is_started_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program, trace = tmp_path / "python-app", tmp_path / "started"
-    again = (
-        f"import sys; sys.executable = {str(program)!r}\n"
-        "from safe_gpu.runtimes.cuda import CUDA\n"
-        f"open({str(trace)!r}, 'a').write('once\\n')\n"
-        f"len(open({str(trace)!r}).readlines()) < 9 and CUDA.visible_in_child()\n"
-    )
-    (tmp_path / "main.py").write_text(again)
+    (tmp_path / "main.py").write_text(f"""
+import sys; sys.executable = {str(program)!r}
+from safe_gpu.runtimes.cuda import CUDA
+open({str(trace)!r}, "a").write("once\\n")
+len(open({str(trace)!r}).readlines()) < 9 and CUDA.visible_in_child()
+""")
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{tmp_path}/main.py"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PYTHONPATH", str(PACKAGE_ROOT))
     monkeypatch.setattr(sys, "executable", str(program))
     ask()
     assert trace.read_text() == "once\n"
-
-
-# Cells that run twice
 
 
 def test_the_same_request_keeps_its_gpus_and_another_one_does_not(ground: Any) -> None:
@@ -128,18 +125,13 @@ def test_the_same_request_keeps_its_gpus_and_another_one_does_not(ground: Any) -
 
 
 @pytest.mark.parametrize("function", [safe_gpu.claim_gpus, safe_gpu.ensure_gpus])
-def test_a_claim_of_no_gpu_hides_all(function: Any, ground: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    owner = function(0)
-    assert (os.environ["CUDA_VISIBLE_DEVICES"], owner.devices_taken, owner.placeholders) == ("", [], [])
-    assert safe_gpu.ensure_gpus(0) is owner
-    with pytest.raises(safe_gpu.AlreadyClaimedError, match="has claimed 0 GPUs"):
-        claim(1)
-    safe_gpu.release_gpus()
+def test_a_claim_of_no_gpu_hides_all(function: Any, ground: Any) -> None:
+    with function(0) as owner:
+        assert (os.environ["CUDA_VISIBLE_DEVICES"], owner.devices_taken, owner.placeholders) == ("", [], [])
+        assert safe_gpu.ensure_gpus(0) is owner
+        with pytest.raises(safe_gpu.AlreadyClaimedError, match="has claimed 0 GPUs"):
+            claim(1)
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
-
-
-# Scripts that start themselves again, as Lightning does for each further rank
 
 
 RANKS = """
@@ -158,17 +150,13 @@ def test_a_second_rank_is_told_the_line_that_works(delegate: bool, ground: Any, 
 
     def run(condition: str) -> subprocess.CompletedProcess[str]:
         script.write_text(RANKS.format(condition=condition, delegate=delegate))
-        env = {**os.environ, "PYTHONPATH": str(PACKAGE_ROOT)}
-        return subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=60)
+        return subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
 
     line = 'if "LOCAL_RANK" not in os.environ:'
     refused = run("if True:")
     assert refused.returncode == 1
     assert f"claim once for all: `{line} safe_gpu.claim_gpus(...)`" in refused.stderr
     assert run(line).stdout == "rank 0 on 0,1\nrank 1 on 0,1\n"
-
-
-# What others are told
 
 
 def test_a_notebook_is_named(child: Any, tmp_path: Path) -> None:
@@ -182,16 +170,12 @@ def test_a_notebook_is_named(child: Any, tmp_path: Path) -> None:
         claim(1)
 
 
-def test_a_kernel_that_can_have_other_gpus_only_anew_is_told_so(
-    host: Any, ground: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_can_have_other_gpus_only_anew_is_told_so(host, ground, monkeypatch: pytest.MonkeyPatch) -> None:
     host.ask_cuda()
     monkeypatch.setattr(CudaLibrary, "visible_if_initialized", lambda self: (host.uuids[0],))
     monkeypatch.setattr(CudaLibrary, "contexts", lambda self: frozenset())
     ground.hold(0)
-    with pytest.raises(
-        safe_gpu.NotEnoughGpusError, match=r"start a new process.*restart the kernel.*7 others are free"
-    ):
+    with pytest.raises(safe_gpu.NotEnoughGpusError, match=r"start a new process.*restart the.*7 others are free"):
         claim(1)
     ground.hold(*range(1, 8))
     with pytest.raises(safe_gpu.NotEnoughGpusError, match=r"wait for it \(timeout="):
@@ -217,50 +201,227 @@ def test_a_worker_that_imports_the_claim_is_told_where_to_put_it(ground: Any, tm
     assert "delegate" not in done.stderr
 
 
-# An upgrade under load
-
-
-PACKAGE = Path(sys.modules["safe_gpu"].__file__ or "").parent
-
-
-def test_a_holder_and_a_waiter_while_the_package_is_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
-) -> None:
+def test_a_holder_and_waiters_while_the_package_is_replaced(tmp_path: Path, command: Any) -> None:
     """The files of the new version cannot even be imported, so that none of it gets into these processes."""
-    shutil.copytree(PACKAGE, tmp_path / "safe_gpu", ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    run = [sys.executable, "-m", "safe_gpu", "run", "--only", "0", "--", "sh", "-c"]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([*run, "echo held; read line"], text=True, **pipes) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        with subprocess.Popen([*run, "echo got $CUDA_VISIBLE_DEVICES"], text=True, **pipes) as waiter:
-            assert waiter.stderr is not None
-            assert "waiting " in waiter.stderr.readline()
-            for path in (tmp_path / "safe_gpu").rglob("*.py"):
-                path.write_text("raise ImportError('the new version')")
-            shutil.rmtree(tmp_path / "safe_gpu" / "__pycache__", ignore_errors=True)
-            assert (holder.communicate("\n", timeout=60), holder.returncode) == (("", ""), 0)
-            assert (waiter.communicate(timeout=60)[0], waiter.returncode) == ("got 0\n", 0)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(PACKAGE_ROOT / "safe_gpu", tmp_path / "safe_gpu", ignore=ignored)
+
+    def run(timeout: str, script: str) -> subprocess.Popen[str]:
+        line = ["run", "--only", 0, "-t", timeout, "--", "sh", "-c", script]
+        return command.start(*line, stdin=subprocess.PIPE, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
+
+    holder = run("inf", "echo held; read line")
+    assert holder.stdout.readline() == "held\n"
+    patient, hasty = run("inf", "echo got"), run("2s", "")
+    for waiter in (patient, hasty):
+        assert "waiting " in waiter.stderr.readline()
+    for path in (tmp_path / "safe_gpu").rglob("*.py"):
+        path.write_text("raise ImportError('the new version')")
+    shutil.rmtree(tmp_path / "safe_gpu" / "__pycache__", ignore_errors=True)
+    assert "1 GPU asked for, 0 free after" in hasty.communicate(timeout=60)[1]
+    assert (holder.communicate("\n", timeout=60), holder.returncode) == (("", ""), 0)
+    assert (patient.communicate(timeout=60)[0], patient.returncode) == ("got\n", 0)
 
 
-def test_a_refusal_after_the_upgrade(child: Any, ground: Any) -> None:
-    code = """
-import time
-from safe_gpu import ClaimTimeout, GPUOwner, NoPlaceholder
-class New:
-    def find_spec(self, name, path=None, target=None):
-        if name.startswith("safe_gpu"):
-            raise ModuleNotFoundError(name)
-genuine = time.sleep
-def sleep(seconds):
-    sys.meta_path.insert(0, New())
-    genuine(seconds)
-time.sleep = sleep
-try:
-    GPUOwner(1, NoPlaceholder(), timeout=0.3)
-except ClaimTimeout as err:
-    say(str(err).splitlines()[0])
+# What claims write into the history, whatever way they end
+
+
+def past() -> list[PastClaim]:
+    claims, warnings = claims_between(0, time.time() + 1)
+    assert warnings == []
+    return claims
+
+
+def lines(state_dir: Path) -> list[dict[str, Any]]:
+    text = "".join(file.read_text() for file in sorted((state_dir / history.NAME).glob("*.jsonl")))
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_claim_is_told_by_its_entry_and_written_when_it_is_released(state_dir: Path, ground: Any) -> None:
+    with claim(2, hold_for=60):
+        (running,) = past()
+        assert lines(state_dir) == []
+        assert (running.running, running.labels) == (True, ("0", "1"))
+    first, end = lines(state_dir)
+    assert (first["uid"], first["gpus"], first["labels"]) == (os.geteuid(), ground.uuids[:2], ["0", "1"])
+    assert (first["until"], first["waited"] >= 0) == (pytest.approx(first["claim"][1] + 60, abs=0.01), True)
+    assert end == {"v": 1, "claim": first["claim"], "ended": end["ended"]}
+    (known,) = past()
+    assert (known.running, known.seen, known.ended) == (False, end["ended"], end["ended"])
+
+
+def test_a_claim_that_was_killed_ended_between_last_seen_and_found_dead(state_dir: Path, command, eventually) -> None:
+    """And the history has names only, though entries may have the whole command by their user's wish."""
+    words = ("run", "-n", 2, "--", "sh", "-c", "echo up; read x", "hunter2")
+    started = command.start(*words, stdin=subprocess.PIPE, env={"SAFE_GPU_RECORD_COMMAND": "full"})
+    assert started.stdout.readline() == "up\n"
+    assert any("hunter2" in file.read_text() for file in (state_dir / "claims").iterdir())
+    before = time.time()
+    assert command.run("status").returncode == 0
+    assert [one.running for one in past()] == [True]
+    started.kill()
+    started.wait(60)
+    killed = time.time()
+    assert [one.ended is not None for one in past()] == [True]  # by its entry
+    with claim(2):
+        (dead, mine) = past()
+        assert len(os.listdir(state_dir / "claims")) == 1
+    assert (dead.command, dead.gpus, dead.running) == ("sh", mine.gpus, False)
+    assert before - 1 < dead.seen < killed + 1 < (dead.ended or 0.0) + 2
+    assert [one["claim"][0] for one in lines(state_dir) if "ended" in one] == [started.pid, os.getpid()]
+    assert "hunter2" not in json.dumps(lines(state_dir))
+
+
+def test_a_claim_that_is_refused_tells_of_the_dead_that_it_has_removed(state_dir: Path, command: Any) -> None:
+    words = ("run", "--", "sh", "-c", "echo up; read x")
+    killed, other = (command.start(*words, stdin=subprocess.PIPE) for _ in range(2))
+    assert [one.stdout.readline() for one in (killed, other)] == ["up\n", "up\n"]
+    killed.kill()
+    killed.wait(60)
+    assert try_claim(8) is None
+    assert len(os.listdir(state_dir / "claims")) == 1
+    assert [one["claim"][0] for one in lines(state_dir) if "ended" in one] == [killed.pid]
+
+
+def test_nothing_of_it_is_done_under_host_lock(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Any] = []
+
+    def spy(lines: Any, *more: Any) -> bool:
+        with open(state_dir / "host.lock", "rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError, if anybody holds it
+        written.append(lines)
+        return True
+
+    monkeypatch.setattr(claim_module, "append", spy)
+    assert try_claim(1) == (0,)
+    assert len(written) == 1
+
+
+def test_a_history_that_cannot_be_written_costs_its_lines_and_no_claim(state_dir: Path) -> None:
+    state_dir.mkdir()
+    state_dir.chmod(0o1777)
+    (state_dir / history.NAME).touch()
+    assert try_claim(1) == (0,)
+    (state_dir / history.NAME).unlink()
+    assert past() == []
+    assert (try_claim(1), len(past())) == ((0,), 1)
+
+
+@pytest.mark.parametrize("jump", [-86400.0, 86400.0])
+def test_a_clock_that_jumps_does_not_change_how_long_a_claim_lasted(state_dir, monkeypatch, jump: float) -> None:
+    clock, began = time.time, time.monotonic()
+    with claim():
+        monkeypatch.setattr(time, "time", lambda: clock() + jump)
+    lasted = time.monotonic() - began
+    end = lines(state_dir)[-1]
+    assert 0 <= end["ended"] - end["claim"][1] <= lasted + 1e-3
+
+
+# Random sequences of claims, releases, kills and strangers, against a model of who must hold what
+
+
+PLAYER = """
+import json, os, safe_gpu
+while line := listen():
+    options = json.loads(line)
+    try:
+        if options:
+            options["placeholder_fn"] = safe_gpu.NoPlaceholder() if options.pop("bare") else None
+            answer = safe_gpu.GPUOwner(timeout=0, affinity=None, **options).devices_taken
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, answer))
+        else:
+            answer = safe_gpu.release_gpus()
+            assert not {"CUDA_VISIBLE_DEVICES", "SAFE_GPU_SCOPE"} & set(os.environ)
+    except safe_gpu.SafeGpuError as err:
+        answer = type(err).__name__
+        assert "CUDA_VISIBLE_DEVICES" not in os.environ or answer == "AlreadyClaimedError"
+    say(json.dumps(answer))
 """
-    ground.hold(*range(8))
-    assert "1 GPU asked for, 0 free after" in child(code).hear()
+players, gpus = st.integers(0, 3), st.integers(0, 7)
+wishes = st.fixed_dictionaries(
+    {
+        "nb_gpus": st.integers(1, 9),
+        "only": st.lists(gpus, unique=True),
+        "bare": st.booleans(),
+        "delegate": st.booleans(),
+    }
+)
+orders = st.one_of(
+    st.tuples(st.just("claim"), players, wishes),
+    st.tuples(st.sampled_from(["release", "kill"]), players),
+    st.tuples(st.just("come_or_go"), gpus),
+)
+
+
+class World:
+    """Claims of some processes, and the model of who must hold what, side by side."""
+
+    def __init__(self, start: Callable[[], Any], stranger_pid: int) -> None:
+        self.start = start
+        self.players = [start() for _ in range(4)]
+        self.host = SimulatedDriver("dgx-a100")
+        self.stranger_pid = stranger_pid
+        self.held: dict[int, set[int]] = {}
+        self.strangers: dict[int, SimulatedContext] = {}
+
+    @property
+    def free(self) -> set[int]:
+        return set(range(8)).difference(self.strangers, *self.held.values())
+
+    def ask(self, player: int, wish: dict[str, Any]) -> Any:
+        self.players[player].tell(json.dumps(wish))
+        return json.loads(self.players[player].hear())
+
+    def claim(self, player: int, wish: dict[str, Any]) -> None:
+        answer, number = self.ask(player, wish), wish["nb_gpus"]
+        allowed = set(wish["only"] or range(8))
+        if player in self.held:
+            assert answer == "AlreadyClaimedError"
+        elif number > len(allowed):
+            assert answer == "UnsatisfiableRequestError"
+        elif number > len(allowed & self.free):
+            assert answer == "NotEnoughGpusError"
+        else:
+            assert len(set(answer) & allowed & self.free) == len(answer) == number
+            self.held[player] = set(answer)
+
+    def release(self, player: int) -> None:
+        if self.held.pop(player, None):
+            assert self.ask(player, {}) is None
+
+    def kill(self, player: int) -> None:
+        if self.held.pop(player, None):  # starting another one takes time
+            self.players[player].kill()
+            self.players[player] = self.start()
+
+    def come_or_go(self, gpu: int) -> None:
+        if gpu in self.strangers:
+            self.strangers.pop(gpu).close()
+        elif gpu in self.free:
+            self.strangers[gpu] = self.host.occupy(self.host.idle.gpus[gpu].uuid, pid=self.stranger_pid)
+
+    def check(self) -> None:
+        assert safe_gpu.get_free_gpus() == [str(index) for index in sorted(self.free)]
+
+    def clear(self) -> None:
+        for player in list(self.held):
+            self.release(player)
+        for gpu in list(self.strangers):
+            self.come_or_go(gpu)
+
+
+def test_whatever_happens_in_whatever_order(child: Any, stranger_pid: int) -> None:
+    world = World(lambda: child(PLAYER), stranger_pid)
+
+    @settings(max_examples=40, suppress_health_check=list(HealthCheck))
+    @given(st.lists(orders, max_size=25))
+    def check(story: list[tuple[Any, ...]]) -> None:
+        try:
+            for name, *arguments in story:
+                getattr(world, name)(*arguments)
+                world.check()
+        finally:
+            world.clear()
+        world.check()
+
+    check()

@@ -1,73 +1,58 @@
-"""Who may go first: rules of the queue as tables, and real processes that wait, are stopped or interrupted."""
+"""Who may go first and what a claim does next, as tables; and real processes that wait, are stopped or interrupted."""
 
 import json
+import math
 import os
 import signal
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from support.claims import claim, try_claim
 from support.real import long
 from support.watched_host import Host
 
 from safe_gpu import ClaimTimeout, NoPlaceholder, NotEnoughGpusError, UnsatisfiableRequestError, claim_gpus
 from safe_gpu.claim import queue_place
-from safe_gpu.claim.arguments import read_options
-from safe_gpu.claim.queue_place import QueuePlace
-from safe_gpu.claim.view import HostView
-from safe_gpu.coordination.host_lock import Host as SharedHost
+from safe_gpu.claim.limits import LimitReached
+from safe_gpu.claim.look import Seen
+from safe_gpu.claim.search import AGAIN, POLL, REFUSE, SLEEP, TAKE, WATCH, WaitState, decide
+from safe_gpu.coordination.queue import waiting_tickets
 from safe_gpu.host import procfs
-from safe_gpu.selection.request import parse_request
 
 USER = procfs.user_name(os.geteuid())
 
 ALL = tuple(range(8))
 
 
-@dataclass
-class Case:
-    """Who is there when a claim of ``nb_gpus`` comes that does not wait, and the GPUs that it gets (None: refused).
-
-    Of the free ones it takes those on a node where others are busy; GPUs 0 and 1 share a node, and so on.
-    """
-
-    nb_gpus: int
-    gets: tuple[int, ...] | None
-    ahead: list[tuple[Any, ...]] = field(default_factory=list)
-    """Tickets: how many of which GPUs, and for how long if that is said."""
-    claimed: tuple[int, ...] = ()
-    """Claimed GPUs, of which nobody knows for how long."""
-    due: dict[int, float] = field(default_factory=dict)
-    """Claimed GPUs, and in how many seconds they are to be free."""
-    strangers: tuple[int, ...] = ()
-    only: tuple[int, ...] = ()
-    hold_for: float | None = None
-
-
-CASES = {
-    "nobody is there": Case(1, (0,)),
-    "behind a large request that waits for a lease": Case(1, None, ahead=[(8, ALL)], claimed=(3,)),
-    "behind a large request that a stranger blocks": Case(1, (6,), ahead=[(8, ALL)], strangers=(7,)),
-    "a stranger and a lease": Case(1, (1,), ahead=[(8, ALL)], strangers=(7,), claimed=(0, 2, 3, 4, 5, 6)),
-    "other parts of the host": Case(1, (4,), ahead=[(2, (0, 1))], claimed=(0, 1), only=(4, 5)),
-    "overlapping parts of the host": Case(1, (2,), ahead=[(2, (0, 1))], claimed=(0,), only=(1, 2)),
-    "any GPU, behind one who wants a certain one": Case(1, (1,), ahead=[(1, (0,))], claimed=(0,)),
-    "a certain GPU, behind one who wants any": Case(1, None, ahead=[(1, ALL)], claimed=(0,), only=(7,)),
-    "two blocked ones": Case(1, (6,), ahead=[(8, ALL), (1, (7,))], strangers=(7,)),
-    "the free ones are too few anyhow": Case(3, None, ahead=[(8, ALL)], strangers=(7,), claimed=(0, 1, 2, 3, 4)),
-}
 HOUR = 3600.0
 
 
-def short(gets: tuple[int, ...] | None, **more: Any) -> Case:
+def case(nb_gpus: int, gets: tuple[int, ...] | None, **scene: Any) -> dict[str, Any]:
+    """A claim that does not wait, and the GPUs that it gets (None: it is refused), in a scene of that test.
+
+    Of the free ones it takes those on a node where others are busy; GPUs 0 and 1 share a node, and so on.
+    """
+    return {"nb_gpus": nb_gpus, "gets": gets, **scene}
+
+
+def short(gets: tuple[int, ...] | None, **scene: Any) -> dict[str, Any]:
     """A claim for ten minutes beside one of eight GPUs that has to wait for an hour."""
-    usual = {"nb_gpus": 1, "hold_for": 600, "ahead": [(8, ALL)], "due": dict.fromkeys(ALL[1:], HOUR)}
-    return Case(gets=gets, **{**usual, **more})
+    return case(1, gets, **{"hold_for": 600, "ahead": [(8, ALL)], "due": dict.fromkeys(ALL[1:], HOUR), **scene})
 
 
-SHORT = {
+QUEUES = {
+    "nobody is there": case(1, (0,)),
+    "behind a large request that waits for a lease": case(1, None, ahead=[(8, ALL)], claimed=(3,)),
+    "behind a large request that a stranger blocks": case(1, (6,), ahead=[(8, ALL)], strangers=(7,)),
+    "a stranger and a lease": case(1, (1,), ahead=[(8, ALL)], strangers=(7,), claimed=(0, 2, 3, 4, 5, 6)),
+    "overlapping parts of the host": case(1, (2,), ahead=[(2, (0, 1))], claimed=(0,), only=(1, 2)),
+    "any GPU, behind one who wants a certain one": case(1, (1,), ahead=[(1, (0,))], claimed=(0,)),
+    "a certain GPU, behind one who wants any": case(1, None, ahead=[(1, ALL)], claimed=(0,), only=(7,)),
+    "two blocked ones": case(1, (6,), ahead=[(8, ALL), (1, (7,))], strangers=(7,)),
+    "the free ones are too few anyhow": case(3, None, ahead=[(8, ALL)], strangers=(7,), claimed=(0, 1, 2, 3, 4)),
     "it ends in time": short((0,)),
     "it ends too late": short(None, hold_for=2 * HOUR),
     "it does not say": short(None, hold_for=None),
@@ -86,36 +71,30 @@ SHORT = {
 }
 
 
-@pytest.mark.parametrize("case", [*CASES.values(), *SHORT.values()], ids=[*CASES, *SHORT])
-def test_who_may_go_first(case: Case, ground, line, stranger) -> None:
-    ground.hold(*case.claimed)
+@pytest.mark.parametrize("case", QUEUES.values(), ids=QUEUES)
+def test_who_may_go_first(case: dict[str, Any], ground, line, stranger) -> None:
+    scene = {"ahead": [], "claimed": (), "due": {}, "strangers": (), "only": (), "hold_for": None, **case}
+    ground.hold(*scene["claimed"])  # nobody knows for how long
     now = time.time()
-    for index, seconds in case.due.items():
+    for index, seconds in scene["due"].items():
         ground.hold(index, until=now + seconds)
-    if case.strangers:
-        stranger(*case.strangers)
-    for nb_gpus, gpus, *hold_for in case.ahead:
+    if scene["strangers"]:
+        stranger(*scene["strangers"])
+    for nb_gpus, gpus, *hold_for in scene["ahead"]:
         line(nb_gpus, gpus, hold_for=next(iter(hold_for), None))
-    assert try_claim(case.nb_gpus, only=case.only, hold_for=case.hold_for) == case.gets
-    assert len(ground.tickets()) == len(case.ahead)
-    assert ground.claimed() == sorted({*case.claimed, *case.due})
+    assert try_claim(scene["nb_gpus"], only=scene["only"], hold_for=scene["hold_for"]) == scene["gets"]
+    assert len(ground.tickets()) == len(scene["ahead"])
+    assert ground.claimed() == sorted({*scene["claimed"], *scene["due"]})
 
 
-def test_a_holder_that_is_still_dying_is_no_stranger(ground, line, zombie: int) -> None:
-    """Its claim is gone, its context is not yet: whoever waits for that GPU will have it in a moment."""
-    ground.occupy(7, pid=zombie)
+def test_a_holder_that_let_go_is_a_stranger_unless_it_is_dying(ground, line, zombie: int, stranger_pid: int) -> None:
+    """The GPU of one that dies is free in a moment, that of one who computes on it is not."""
+    (dying,) = ground.occupy(7, pid=zombie)
     line(8)
     assert try_claim(1) is None
-
-
-def test_a_holder_that_let_go_and_lives_on_is_a_stranger(ground, line, stranger_pid: int) -> None:
-    """A command that closed its descriptors and computes on would else keep the queue closed to small claims."""
+    dying.close()
     ground.occupy(7, pid=stranger_pid)
-    line(8)
     assert try_claim(1) == (6,)
-
-
-# Stopped waiters
 
 
 def test_a_stopped_waiter_keeps_its_ticket_and_is_passed(command, ground, stop, eventually) -> None:
@@ -146,8 +125,6 @@ say("has", *owner.devices_taken)
 listen()
 owner.release_gpus()
 """
-
-
 SHOW = 'cat "$SAFE_GPU_DIR"/claims/* | grep "\\"pid\\": $$,"'
 
 
@@ -223,7 +200,7 @@ def own(entries):
 
 been = set()
 
-def interrupted(nb_gpus, timeout, only_note=False):
+def interrupted(nb_gpus, timeout):
     "Have the signal come before the first line of a claim where it has not come yet; where that was."
     where = ""
     def local(frame, event, argument):
@@ -231,8 +208,6 @@ def interrupted(nb_gpus, timeout, only_note=False):
         line = frame.f_code, frame.f_lineno, bool(held._closed_in_children)
         if event == "line" and line not in been:
             been.add(line)
-            if only_note:
-                return local
             # On its way out a `with` is a line again, but there the interpreter handles no signal; and one that comes
             # between a refusal and its cleaning up is a second misfortune.
             statement = linecache.getline(frame.f_code.co_filename, frame.f_lineno).split(None, 1)[0]
@@ -260,42 +235,34 @@ def interrupted(nb_gpus, timeout, only_note=False):
         sys.settrace(None)
     return where
 
-environment = dict(os.environ)
-number = 0
-for request in EARLIER:
-    interrupted(*request, only_note=True)
-files = len(os.listdir("/proc/self/fd"))
-while where := interrupted(*REQUEST):
-    left = {
-        "owner": owners.current_owner(),
-        "environment": dict(os.environ.items() - environment.items()),
+def state():
+    return {
+        "owner": owners.current_owner(), "environment": dict(os.environ),
         "claims": own(living_claims()), "tickets": own(waiting_tickets()),
-        "files": len(os.listdir("/proc/self/fd")) - files, "held": set(held._closed_in_children),
+        "files": len(os.listdir("/proc/self/fd")), "held": set(held._closed_in_children),
     }
-    if any(left.values()):
-        say(f"interrupted before {where}, it left", {key: value for key, value in left.items() if value})
+
+before, number = state(), 0
+while where := interrupted(*REQUEST):
+    after = state()
+    if after != before:
+        say(f"interrupted before {where}, it left", after)
     number += 1
 say("interrupted before", number, "lines")
 """
 
 
-REQUESTS = {"granted": (2, 0), "refused": (7, 0), "in the queue": (7, 0.02)}
+GRANTED, REFUSED, IN_THE_QUEUE = (2, 0), (7, 0), (7, 0.02)
 
 
-@pytest.mark.parametrize("number", [0, pytest.param(1, marks=long), pytest.param(2, marks=long)], ids=REQUESTS)
-def test_wherever_an_interrupt_comes_nothing_is_left_behind(number: int, ground, child, rules, monkeypatch) -> None:
-    """A notebook lives on after Ctrl-C, and what it kept would be gone for everybody until it ends.
-
-    Lines of the requests before this one were theirs to try.
-    """
+@pytest.mark.parametrize("wanted", [GRANTED, pytest.param(REFUSED, marks=long), pytest.param(IN_THE_QUEUE, marks=long)])
+def test_wherever_an_interrupt_comes_nothing_is_left_behind(wanted, ground, child, rules, monkeypatch) -> None:
+    """A notebook lives on after Ctrl-C, and what it kept would be gone for everybody until it ends."""
     ground.hold(0, 1)
     if os.geteuid() == 0:  # whose file a policy must be
         rules("[host]\norder = fair\n[default]\nmax_gpus = 8")
     monkeypatch.setenv("SAFE_GPU_SCOPE", "of a claim that has ended")
-    requests = list(REQUESTS.values())
-    *left, done = (
-        child(f"EARLIER, REQUEST = {requests[:number]}, {requests[number]}\n{INTERRUPT}").finish().splitlines()
-    )
+    *left, done = child(f"REQUEST = {wanted}\n{INTERRUPT}").finish().splitlines()
     assert left == []
     assert int(done.split()[2]) > 40
 
@@ -347,47 +314,116 @@ def test_one_that_cannot_use_the_free_gpu_is_passed(linked, ground, line) -> Non
 
 @pytest.mark.parametrize(
     ("strangers", "near", "gets"),
-    [((), "numa", None), ((1,), "numa", (0,)), ((1,), "nvlink", (0,)), ((2, 3), "numa", None)],
+    [((), "numa", None), ((1, 2), "numa", (0,)), ((1,), "nvlink", (0,)), ((2, 3), "numa", None)],
 )
-def test_a_set_that_no_release_can_complete_is_passed(
-    strangers: tuple[int, ...], near: str, gets: tuple[int, ...] | None, linked, ground, line
-) -> None:
+def test_a_set_that_no_release_can_complete_is_passed(strangers, near: str, gets, linked, ground, line) -> None:
     """GPUs 0 and 1 share a node, and so do 2 and 3; the waiter wants two of the four."""
     ground.hold(*range(4, 8))
-    for number in strangers if near == "nvlink" else (*strangers, *((2,) if 1 in strangers else ())):
+    for number in strangers:
         linked.stranger(number)
     line(2, range(4), near=near)
     assert try_claim(1, only=0) == gets
 
 
-@pytest.mark.parametrize("condition", [{"colour": "red"}, {"near": ["a", "b"]}, {"max_utilization": "x" * 100}])
-@pytest.mark.parametrize("there", ["free", "held", "stranger"])
-def test_a_condition_that_is_not_known_is_waited_for(
-    condition: dict[str, Any], there: str, linked, ground, line
+@pytest.mark.parametrize(
+    ("there", "condition"),
+    [("free", {"colour": "red"}), ("held", {"near": ["a", "b"]}), ("stranger", {"max_utilization": "x" * 100})],
+)
+def test_only_a_stopped_waiter_with_an_unknown_condition_is_passed(
+    there: str, condition: dict[str, Any], linked, ground, line, monkeypatch
 ) -> None:
     """Whether the waiter can use GPU 5 is not known, nor when it will have it; it competes for no other."""
     ground.hold(*range(6, 8), *([4] if there == "held" else []), until=time.time() + 1000)
     if there == "stranger":
         linked.stranger(4)
     line(2, (4, 5), hold_for=60, **condition)
-    assert try_claim(1, only=5, hold_for=1) is None
-    assert try_claim(1, only="3,5", hold_for=1) == (3,)
-
-
-def test_a_stopped_waiter_with_such_a_condition_is_passed(linked, ground, line, monkeypatch) -> None:
-    ground.hold(0, until=time.time() + 1000)
-    line(1, (4, 5), colour="red")
     line(8, hold_for=60)
     assert try_claim(1, only=5, hold_for=1) is None
+    assert try_claim(1, only="3,5", hold_for=1) == (3,)
     monkeypatch.setattr(queue_place, "is_stopped", lambda ticket, known: ticket.number == 1)
     assert try_claim(1, only=5, hold_for=1) == (5,)
 
 
-def test_a_gpu_that_was_lost_when_a_waiter_came(linked) -> None:
+def test_a_gpu_that_was_lost_when_a_waiter_came(linked, ground) -> None:
     """It stands in the waiter's ticket, so nobody takes it past the waiter when it is back."""
     linked.edits[linked.uuids[5]] = {"lost": True}
-    view = HostView(linked, linked.snapshot(), parse_request(1, only="3,5"))
-    with SharedHost() as shared:
-        shared.look()
-        waiter = QueuePlace(shared, view, read_options()).ensure_waiter()
-        assert waiter.request.gpus == {linked.uuids[3], linked.uuids[5]}
+    ground.hold(3)
+    wanted = set()
+    linked.on_poll = lambda number: wanted.update(*(ticket.gpus for ticket in waiting_tickets()))
+    assert try_claim(1, only="3,5", timeout=0.05) is None
+    assert wanted == {linked.uuids[3], linked.uuids[5]}
+
+
+# What a claim does next, and what holds for every state
+
+
+NOW = 1000.0
+A, AB, ABC = frozenset("A"), frozenset("AB"), frozenset("ABC")
+
+
+def waiting(**values: object) -> WaitState:
+    return WaitState(NOW + 60)._replace(**values)  # type: ignore[arg-type]
+
+
+OVER = WaitState(NOW)
+LATE = WaitState(NOW, tried_last=True)
+SOON = waiting(deadline=NOW + 5)
+ASKED = waiting(polled_for=AB)
+LIMIT = LimitReached(1, 1)
+
+# What a look saw, how far the wait has come, when the driver may be asked -> the step, to when, what changes.
+CASES = {
+    "seen by another one": (Seen(withdrawn=True), waiting(), 0, AGAIN, NOW + 0.25, {"withdrew": NOW}),
+    "that without a wait": (Seen(withdrawn=True), LATE, 0, AGAIN, NOW + 0.25, {"withdrew": NOW}),
+    "that for a second": (Seen(withdrawn=True), LATE._replace(withdrew=NOW - 1), 0, REFUSE, None, {}),
+    "held elsewhere": (Seen(elsewhere=A), LATE, 0, WATCH, NOW + 0.005, {"elsewhere": A}),
+    "held elsewhere after all": (Seen(elsewhere=A), LATE._replace(elsewhere=AB), 0, REFUSE, None, {}),
+    "enough at the last moment": (Seen(enough=True, free=AB), OVER, 0, TAKE, None, {}),
+    "outdated late": (Seen(outdated=True, free=AB), LATE, NOW + 9, POLL, None, {}),
+    "one last try, behind": (Seen(behind=True), OVER, NOW + 9, POLL, None, {"tried_last": True}),
+    "it failed behind others": (Seen(behind=True), LATE, 0, REFUSE, None, {}),
+    "somebody ahead": (Seen(behind=True), waiting(), 0, SLEEP, NOW + 30, {}),
+    "somebody ahead, to the deadline": (Seen(behind=True), SOON, 0, SLEEP, NOW + 5, {}),
+    "at the user's limit": (Seen(limit=LIMIT), waiting(), 0, WATCH, NOW + 1, {}),
+    "that and behind": (Seen(behind=True, limit=LIMIT), waiting(), 0, SLEEP, NOW + 30, {}),
+    "at the limit to the end": (Seen(limit=LIMIT), LATE, 0, REFUSE, None, {}),
+    "others are free": (Seen(free=ABC), ASKED, NOW + 9, POLL, None, {"polled_for": ABC}),
+    "the driver may be asked": (Seen(free=AB), ASKED, NOW, POLL, None, {"polled_for": AB}),
+    "the driver was just asked": (Seen(free=AB), ASKED, NOW + 0.1, WATCH, NOW + 0.1, {}),
+    "too few free": (Seen(free=A), waiting(), 0, WATCH, NOW + 1, {}),
+    "too few, to the deadline": (Seen(), waiting(deadline=NOW + 0.5), 0, WATCH, NOW + 0.5, {}),
+}
+
+
+@pytest.mark.parametrize(("seen", "state", "next_poll", "step", "until", "then"), CASES.values(), ids=CASES.keys())
+def test_the_next_step(seen, state, next_poll, step, until, then) -> None:
+    suffices = len(seen.free) >= 2
+    found = decide(seen, state, suffices=suffices, now=NOW, next_poll=next_poll, next_look=NOW + 30, pause=0.25)
+    assert (found.step, found.state) == (step, state._replace(**then))  # type: ignore[arg-type]
+    assert until is None or found.until == until
+
+
+gpus = st.frozensets(st.sampled_from("ABCD"))
+looks = st.sampled_from([Seen(behind=True), Seen(withdrawn=True)]) | st.builds(Seen, free=gpus, elsewhere=gpus)
+moments = st.floats(NOW - 100, NOW + 100) | st.just(math.inf)
+patiences = st.builds(WaitState, moments, st.booleans(), st.none() | gpus, gpus)
+
+
+@given(looks, patiences, st.integers(1, 4))
+def test_every_state_makes_progress(seen: Seen, state: WaitState, needed: int) -> None:
+    """With the world standing still, time passes or the same look leads to another step; a late claim ends."""
+    now, polls, next_poll = NOW, 0, NOW
+    suffices = len(seen.free) >= needed
+    for _ in range(8):
+        times = {"now": now, "next_poll": next_poll, "next_look": now + 60, "pause": 0.001}
+        step, state, until = decide(seen, state, suffices=suffices, **times)
+        if step == REFUSE:
+            return
+        if step == POLL:
+            polls += 1
+            assert polls <= 2
+            next_poll = now + 0.1
+        else:
+            assert until > now
+            now, polls = until, 0
+    assert now > NOW

@@ -1,10 +1,10 @@
-"""Who is refused, when, and in which words; nonsense and hosts in trouble, which leave nothing behind."""
+"""Who is refused or waits, when, and in which words; nonsense and hosts in trouble, which leave nothing behind."""
 
 import os
 import re
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ import pytest
 
 import safe_gpu
 from safe_gpu.claim import checks as confirmation
+from safe_gpu.claim.limits import LimitReached
+from safe_gpu.claim.report import ClaimAhead, Forecast, WaitStatus, holders_line, refusal_message, waiting_message
 from safe_gpu.coordination.host_lock import Host
 from safe_gpu.drivers.presets import preset
 from safe_gpu.errors import (
@@ -23,12 +25,10 @@ from safe_gpu.errors import (
     SafeGpuError,
     UnsatisfiableRequestError,
 )
+from safe_gpu.gpus.devices import Gpu, GpuProcess, GpuVerdict, Holder
 from safe_gpu.runtimes.placeholders import Base
-
-SHORT = 0.05
-
-
-# Too few are free
+from safe_gpu.selection.request import Selection, parse_request
+from safe_gpu.wording.text import on_command_line
 
 
 def test_too_few_free_now_and_until_the_deadline(host: Any, cleanup: ExitStack, untouched: Callable[[], Any]) -> None:
@@ -37,20 +37,14 @@ def test_too_few_free_now_and_until_the_deadline(host: Any, cleanup: ExitStack, 
     with untouched(), pytest.raises(NotEnoughGpusError) as caught:
         safe_gpu.claim_gpus(6, timeout=0)
     assert (type(caught.value), caught.value.nb_gpus) == (NotEnoughGpusError, 6)
-    assert isinstance(caught.value, RuntimeError)
     lines = str(caught.value).splitlines()
     longer = 'timeout="1h", or timeout=None to wait without limit'
     assert lines[0] == f"6 GPUs asked for, 5 free: wait for them ({longer}), or ask for fewer."
     assert lines[1].startswith(f"  GPU 0-2 (NVIDIA A100-SXM4-80GB): process {host.stranger_pid} ")
     assert lines[2:] == ["  GPU 3-7 (NVIDIA A100-SXM4-80GB): free"]
     with untouched(), pytest.raises(ClaimTimeout, match="wait longer") as late:
-        safe_gpu.claim_gpus(6, timeout=SHORT)
-    assert isinstance(late.value, NotEnoughGpusError)
-    assert isinstance(late.value, TimeoutError)
-    assert (late.value.timeout, late.value.verdicts[0].state) == (SHORT, "busy")
-
-
-# The visible limit
+        safe_gpu.claim_gpus(6, timeout=0.05)
+    assert (late.value.timeout, late.value.verdicts[0].state) == (0.05, "busy")
 
 
 def test_the_fence_is_named_where_it_stands_in_the_way(host, monkeypatch, untouched, cleanup) -> None:
@@ -95,54 +89,41 @@ def test_an_empty_fence_leaves_no_gpu(host, monkeypatch, untouched, value: str) 
     assert safe_gpu.get_free_gpus() == [str(index) for index in range(8)]
 
 
-# Locks and deadlines
-
-
-def test_a_crowded_host_lock_is_waited_for_longer(host, monkeypatch) -> None:
+@pytest.mark.parametrize("crowded", [2, 99])
+def test_a_crowded_host_lock_is_waited_for_longer(host, monkeypatch, crowded: int) -> None:
     """As long as nobody keeps it, and not for ever."""
     tries: list[int] = []
-    last = 3
-
     locked = Host.locked
 
-    def crowded(self: Host, *arguments: Any) -> Any:
+    def overloaded(self: Host, *arguments: Any) -> Any:
         tries.append(1)
-        if len(tries) < last:
+        if len(tries) <= crowded:
             raise LockTimeout("the host is overloaded", overloaded=True)
         return locked(self, *arguments)
 
-    monkeypatch.setattr(Host, "locked", crowded)
-    assert safe_gpu.claim_gpus(1, timeout=0).devices_taken == [0]
-    safe_gpu.release_gpus()
-    last = 99
-    with pytest.raises(LockTimeout):
-        safe_gpu.claim_gpus(1, timeout=0)
-    assert len(tries) < last
+    monkeypatch.setattr(Host, "locked", overloaded)
+    with nullcontext() if crowded < 99 else pytest.raises(LockTimeout):
+        assert safe_gpu.claim_gpus(1, timeout=0).devices_taken == [0]
+    assert len(tries) < 99
 
 
 def test_the_timeout_is_one_deadline_from_the_call(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared: list[float] = []
-    deadlines: list[float] = []
+    moments: list[float] = []
 
-    class Slow:
+    class Slow(safe_gpu.NoPlaceholder):
         def prepare(self) -> None:
-            time.sleep(SHORT)
-            prepared.append(time.monotonic())
-
-        def __call__(self, device_no: int) -> None:
-            return None
+            time.sleep(0.05)
+            moments.append(time.monotonic())
 
     def take_older_package_lock(deadline: float, logger: Any, signals: Any) -> None:
-        deadlines.append(deadline)
+        moments.append(deadline)
 
     monkeypatch.setattr(confirmation, "older_package_counts", lambda: True)
     monkeypatch.setattr(confirmation, "take_older_package_lock", take_older_package_lock)
     called = time.monotonic()
     safe_gpu.claim_gpus(1, Slow(), timeout=60)
-    assert called + 60 <= deadlines[0] <= prepared[0] - SHORT + 60
-
-
-# get_free_gpus
+    prepared, deadline = moments
+    assert called + 60 <= deadline <= prepared - 0.05 + 60
 
 
 def test_free_gpus_are_those_of_the_host_in_numeric_order(host_of, ground, cleanup, monkeypatch) -> None:
@@ -157,53 +138,43 @@ def test_free_gpus_are_those_of_the_host_in_numeric_order(host_of, ground, clean
     assert safe_gpu.get_free_gpus() == [str(index) for index in range(16) if index not in (2, 3, 11, 13, 14)]
 
 
-# Nonsense in arguments: one of each kind, through a whole claim; the messages are a table in tests/cli/test_mistakes.py
-
-
-class OfFramework(Base):
-    """A framework that finds no GPU."""
-
-    _module = "math"
-
-    def _allocate(self, device_no: int) -> Any:
-        raise RuntimeError("No CUDA GPUs are available")
-
-
-REFUSED = UnsatisfiableRequestError
-ARGUMENTS: list[tuple[dict[str, Any], type[SafeGpuError], str]] = [
-    ({"nb_gpus": "job"}, REFUSED, "SAFE_GPU_NB_GPUS"),
-    ({"nb_gpus": 10**30}, REFUSED, "only 8"),
-    ({"timeout": float("nan")}, REFUSED, "timeout=nan"),
-    ({"affinity": 3}, GPUAffinityError, "node"),
-    ({"model": "H100"}, REFUSED, "A100"),
-    ({"nb_gpus": 2, "only": "3"}, REFUSED, "only 1 of the 8"),
-    ({"debug_sleep": -1}, REFUSED, "debug_sleep=-1"),
-    ({"only": "GPU-"}, REFUSED, preset("dgx-a100").gpus[0].uuid),
-    ({"logger": "print"}, REFUSED, "logger='print'"),
-    ({"placeholder_fn": safe_gpu.PytorchPlaceholder}, PlaceholderError, "PytorchPlaceholder()"),
-]
+# Nonsense in arguments: one of each kind, through a whole claim; more messages are in tests/cli/test_mistakes.py
 
 
 def test_a_framework_is_told_that_the_gpus_are_simulated(host: Any) -> None:
+    class OfFramework(Base):
+        _module = "math"
+
+        def _allocate(self, device_no: int) -> Any:
+            raise RuntimeError("No CUDA GPUs are available")
+
     with pytest.raises(PlaceholderError, match="those of simulated:dgx-a100 are simulated: "):
         safe_gpu.claim_gpus(placeholder_fn=OfFramework())
 
 
-@pytest.mark.parametrize(("arguments", "kind", "part"), ARGUMENTS, ids=lambda value: str(value)[:40])
-def test_arguments_that_make_no_sense(
-    host, arguments: dict[str, Any], kind: type[SafeGpuError], part: str, untouched
-) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "kind", "part"),
+    [
+        ({"nb_gpus": "job"}, UnsatisfiableRequestError, "SAFE_GPU_NB_GPUS"),
+        ({"nb_gpus": 10**30}, UnsatisfiableRequestError, "only 8"),
+        ({"timeout": float("nan")}, UnsatisfiableRequestError, "timeout=nan"),
+        ({"affinity": 3}, GPUAffinityError, "node"),
+        ({"model": "H100"}, UnsatisfiableRequestError, "A100"),
+        ({"debug_sleep": -1}, UnsatisfiableRequestError, "debug_sleep=-1"),
+        ({"only": "GPU-"}, UnsatisfiableRequestError, preset("dgx-a100").gpus[0].uuid),
+        ({"logger": "print"}, UnsatisfiableRequestError, "logger='print'"),
+        ({"placeholder_fn": safe_gpu.PytorchPlaceholder}, PlaceholderError, "PytorchPlaceholder()"),
+    ],
+)
+def test_arguments_that_make_no_sense(host, arguments, kind: type[SafeGpuError], part: str, untouched) -> None:
+    """For ever, unless the argument says otherwise: what makes no sense is not waited for."""
     with untouched():
-        # For ever, unless the argument says otherwise: what makes no sense is not waited for.
         with pytest.raises(SafeGpuError, match=re.escape(part)) as caught:
             safe_gpu.claim_gpus(**{"timeout": None, **arguments})
         assert type(caught.value) is kind, caught.value
     assert host.polls <= 1
     assert not Path(os.environ["SAFE_GPU_DIR"]).exists(), "no lock was needed to see that"
     assert safe_gpu.claim_gpus(1, timeout=0).devices_taken == [0]
-
-
-# A host in trouble
 
 
 def test_a_disk_quota_that_ends_in_the_middle_of_an_entry(host: Any, child: Any) -> None:
@@ -247,3 +218,209 @@ say(*results)
     results = child(code).hear().split()
     assert results[-1] == "8"
     assert "StateDirError" in results
+
+
+# The words of a refusal and of a wait, and what a waiter is told of its start
+
+
+NOW = 1_000_000.0
+
+
+def gpu(index: int, **values: object) -> Gpu:
+    return Gpu(index, f"GPU-{index}", **{"name": "NVIDIA A100", **values})  # type: ignore[arg-type]
+
+
+def claimed(index: int, since: float | None = NOW - 3600, **holder: object) -> GpuVerdict:
+    who = Holder(**{"pid": 4711, "user": "ada", "since": since, **holder})  # type: ignore[arg-type]
+    return GpuVerdict(gpu(index), "claimed", "claimed by process 4711 (ada)", who.pid, who.user, who)
+
+
+def status(*verdicts: GpuVerdict, needed: int = 1, position: int = 1, **facts: Any) -> WaitStatus:
+    free = sum(one.free for one in verdicts)
+    return WaitStatus(position, free, needed, verdicts, **{"asked": Selection(needed).text, **facts})
+
+
+FREE = GpuVerdict(gpu(0), "free")
+BUSY = GpuVerdict(gpu(3), "busy", "process 12 (bob, python) uses 1 GiB", 12, "bob")
+OUTSIDE = GpuVerdict(gpu(4), "outside", "listed in exclude=4")
+ADA = ClaimAhead(30106, "ada", 8, NOW - 740)
+BEHIND = "behind ada (pid 30106, wants 8 GPUs, queued for 12 min)"
+UNUSABLE = GpuVerdict(gpu(5), "unusable", "the driver lost it")
+LONGER = 'timeout="1h", or timeout=None to wait without limit'
+
+
+def test_a_refusal_is_a_sentence_and_a_line_for_each_state_of_gpus() -> None:
+    models = [GpuVerdict(gpu(index, name=name), "free") for index, name in ((7, "L4"), (8, "T4"), (9, "L4"))]
+    display = GpuVerdict(gpu(6), "display")
+    verdicts = (FREE, claimed(1), claimed(2), BUSY, OUTSIDE, UNUSABLE, display, *models)
+    assert refusal_message(status(*verdicts, needed=9)) == (
+        f"9 GPUs asked for, 5 free: wait for them ({LONGER}), or ask for fewer.\n"
+        "  GPU 0 (NVIDIA A100): free\n"
+        "  GPU 1,2 (NVIDIA A100): claimed by process 4711 (ada)\n"
+        "  GPU 3 (NVIDIA A100): process 12 (bob, python) uses 1 GiB\n"
+        "  GPU 4 (NVIDIA A100): listed in exclude=4\n"
+        "  GPU 5 (NVIDIA A100): the driver lost it\n"
+        "  GPU 6 (NVIDIA A100): free, shared with the display\n"
+        "  GPU 7,9 (L4): free\n"
+        "  GPU 8 (T4): free"
+    )
+
+
+@pytest.mark.parametrize(
+    ("status", "arguments", "first"),
+    [
+        (status(BUSY), {"waited": 5400.0}, f"0 free after 1 h 30 min: wait longer ({LONGER.replace('1h', '3h')})."),
+        (
+            status(BUSY, ahead=ADA, position=4),
+            {"waited": 5.0},
+            f"0 free after 5 s, {BEHIND} and 2 more claims: wait longer ({LONGER}).",
+        ),
+        (status(FREE, ahead=ADA, position=2), {}, f"1 is free for 1 claim ahead, {BEHIND}: wait for it ({LONGER})."),
+        (status(BUSY), {"hint": "X=0 limits this"}, f"0 free: wait for it ({LONGER}). X=0 limits this."),
+        (status(BUSY), {"wait_limit": "/etc/p"}, "0 free: try again (/etc/p limits the wait)."),
+    ],
+)
+def test_the_first_sentence_says_what_to_do(status: WaitStatus, arguments: dict[str, Any], first: str) -> None:
+    assert refusal_message(status, now=NOW, **arguments).splitlines()[0] == f"1 GPU asked for, {first}"
+    with on_command_line():
+        assert ("--timeout" in refusal_message(status, now=NOW, **arguments)) == ("timeout=" in first)
+
+
+SOON = Forecast(NOW + 3600, NOW + 3600)
+SOON_TEXT = time.strftime("starts about %H:%M", time.localtime(NOW + 3600))
+BY_ADA = "ada (pid 4711) for 1 h"
+TOLD = {
+    "conditions leave fewer GPUs": (
+        status(FREE, claimed(1), claimed(2), BUSY, OUTSIDE, UNUSABLE, needed=4),
+        f"4 GPUs (1 of 4 free); GPU 1,2: {BY_ADA}; GPU 3: process 12 (bob, python) uses 1 GiB",
+    ),
+    "jobs, a clock that was set back, and nobody knows the holder": (
+        status(
+            claimed(1, job="sge:12.3", since=NOW - 61),
+            claimed(2, job="sge:13", since=None),
+            claimed(3, since=4e9),
+            claimed(4, pid=None, user=None, since=None),
+        ),
+        "1 GPU (0 free); GPU 1: ada (pid 4711, job sge:12.3) for 1 min; GPU 2: ada (pid 4711, job sge:13); "
+        "GPU 3: ada (pid 4711) for 0 s; GPU 4: unknown holder",
+    ),
+    "its holder has ended": (
+        status(claimed(1, pid=12, left_by=7), claimed(2, pid=None, left_by=7)),
+        "1 GPU (0 free); GPU 1: ada (still held by process 12, which process 7 left behind) for 1 h; "
+        "GPU 2: ada (still held by a process that process 7 left behind) for 1 h",
+    ),
+    "enough are free for those ahead": (
+        status(FREE, FREE._replace(gpu=gpu(1)), needed=2, ahead=ADA, position=4),
+        f"2 GPUs (2 are free for 3 claims ahead), #4 in the queue; {BEHIND}",
+    ),
+    "the holder of most comes first": (
+        status(claimed(0, pid=9, user="bob"), *map(claimed, range(1, 8)), needed=8),
+        f"8 GPUs (0 free); GPU 1-7: {BY_ADA}; GPU 0: bob (pid 9) for 1 h",
+    ),
+    "a drained GPU, passed, a part of a GPU": (
+        status(
+            *(claimed(0), UNUSABLE._replace(reason="drained by root: a fan")),
+            expected=SOON._replace(passed_by=2),
+            asked=parse_request(1, share="20GiB").text,
+        ),
+        f"20 GiB of 1 GPU (0 free), {SOON_TEXT}; passed by 2 claims; GPU 0: {BY_ADA}; GPU 5: drained by root: a fan",
+    ),
+    "a limit": (WaitStatus(1, None, 1, spent=LimitReached(0.5, 1)), "1 GPU, at your limit (0.5 of 1)"),
+    "the position is unknown": (
+        WaitStatus(0, None, 1, ahead=ADA._replace(stopped=True)),
+        f"1 GPU; {BEHIND.replace('6,', '6, stopped,')}",
+    ),
+    "a waiter that the kernel does not show": (
+        WaitStatus(3, None, 2, ahead=ADA._replace(pid=0, user=None)),
+        "2 GPUs, #3 in the queue; behind somebody (wants 8 GPUs, queued for 12 min)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("status", "text"), TOLD.values(), ids=TOLD)
+def test_a_wait_is_told_in_one_line(status: WaitStatus, text: str) -> None:
+    assert waiting_message(status, NOW) == f"waiting for {text}"
+    for seconds, clock in ((-1, "0:00"), (67.9, "1:07"), (3599.9, "59:59"), (3600, "1:00:00"), (360_061, "100:01:01")):
+        assert waiting_message(status, NOW, waited=seconds) == f"waiting {clock} for {text}"
+    assert waiting_message(status, NOW, width=12 + len(text)) == f"waiting for {text}"
+
+
+def test_who_has_what_and_does_nothing_with_it() -> None:
+    process = GpuProcess(4711)
+    at_work = [
+        claimed(1)._replace(gpu=gpu(1, processes=(process,))),
+        claimed(2, since=NOW - 59),
+        claimed(3, since=None),
+        claimed(4)._replace(gpu=gpu(4, processes=None)),
+        claimed(5)._replace(gpu=gpu(5, memory_used=2 << 30)),  # by whom the driver hides
+        claimed(6)._replace(gpu=gpu(6, processes_private=True)),
+    ]
+    told = status(*at_work, claimed(0), BUSY._replace(gpu=gpu(7)), FREE._replace(gpu=gpu(8)))
+    assert holders_line(told, NOW) == "GPU 1-6 ada · 0 ada idle · 7 bob"
+
+
+QUEUED = WaitStatus(12, 0, 3, tuple(map(claimed, range(8))), ADA, SOON)
+HEAD = f"waiting 0:07 for 3 GPUs (0 free), #12 in the queue, {SOON_TEXT}"
+SHORT = HEAD.replace(" in the queue", "")
+
+
+@pytest.mark.parametrize(
+    ("width", "text"),
+    [
+        (200, f"{HEAD}; {BEHIND}; GPU 0-7: {BY_ADA}"),
+        (110, f"{HEAD}; {BEHIND}"[:108] + ".."),
+        (len(HEAD), HEAD),
+        (len(HEAD) - 2, SHORT),
+        (len(SHORT) - 1, f"{SHORT[:-3]}.."),
+        (0, ""),
+    ],
+)
+def test_what_is_cut_off_is_who_holds_what(width: int, text: str) -> None:
+    assert waiting_message(QUEUED, NOW, waited=7, width=width) == text
+
+
+LATER = NOW + 3600
+FORECASTS = {
+    "nothing is known": (Forecast(), ""),
+    "the earliest": (Forecast(None, LATER), "probably not before %H:%M"),
+    "the earliest has passed": (Forecast(None, NOW), ""),
+    "another day": (Forecast(NOW + 86400, None), "starts about %a %H:%M"),
+    "another week": (Forecast(NOW + 8 * 86400, None), "starts about %Y-%m-%d"),
+    "others may come first": (Forecast(LATER, LATER, may_move=True), "starts %H:%M or later"),
+    "any moment": (Forecast(NOW, NOW), ""),
+}
+
+
+@pytest.mark.parametrize(("expected", "start"), FORECASTS.values(), ids=FORECASTS)
+def test_when_it_starts(expected: Forecast, start: str) -> None:
+    assert expected.text(NOW) == time.strftime(start, time.localtime(expected.start or expected.earliest or 0))
+
+
+def test_the_head_is_told_who_passed_it(ground: Any, child: Any) -> None:
+    ground.hold(*range(7), until=time.time() + 7200)
+    large = child(
+        "import logging, sys, time, safe_gpu\n"
+        "from safe_gpu.claim import report as news\n"
+        "news._REPORT_INTERVAL = news._WARNING_DELAY = 0.2\n"
+        "logging.basicConfig(stream=sys.stdout, level=logging.INFO, format='%(message)s')\n"
+        "safe_gpu.claim_gpus(8, safe_gpu.NoPlaceholder(), affinity=None, timeout=60)\n"
+    )
+    while "waiting for 8 GPUs" not in large.hear():
+        pass
+    claim = "safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), affinity=None, hold_for=600)"
+    child(f"import safe_gpu; {claim}; say('has'); listen()", "has")
+    while not re.search(r"; passed by 1 claim; GPU ", large.hear()):
+        pass
+
+
+def test_run_mentions_for_once_where_it_may_help(ground: Any, command: Any) -> None:
+    ground.hold(*range(8))
+    waiters = []
+    for said, words in (((), "for 1 GPU"), ((), "behind"), (("--for", "1h"), "behind")):
+        waiters.append(command.start("run", *said, "--", "true"))
+        assert words in waiters[-1].stderr.readline()
+    _, second, _ = waiters
+    assert "--for 30m" in second.stderr.readline()
+    ground.let_go()
+    for one in waiters:
+        assert "--for" not in one.communicate(timeout=60)[1]

@@ -18,39 +18,31 @@ from safe_gpu.engines.holder import ClaimArguments
 from safe_gpu.gpus.devices import Gpu
 
 GIB = 1 << 30
-SHARE = """
-import os, safe_gpu
+HOLD = """
+import safe_gpu
 def claim(nb_gpus=1, **options):
     options = {"timeout": 0, "affinity": None, **options}
     return safe_gpu.GPUOwner(nb_gpus, safe_gpu.NoPlaceholder(), **options)
-"""
-
-
-def hold(nb_gpus: int, **options: object) -> str:
-    """Code that claims these, says which GPUs it got, and gives them back when told."""
-    return f"""{SHARE}
-owner = claim({nb_gpus}, **{options!r})
+owner = claim(**OPTIONS)
 say(*owner.devices_taken)
 listen()
 owner.release_gpus()
-say('gone')
+say("gone")
 listen()
 """
 
 
 @pytest.fixture
 def sharing(child: Any) -> Any:
-    """``sharing(1, share="20GiB")``: a process that holds these; says which GPUs it got."""
+    """``sharing(1, share="20GiB")``: a process that holds these until it is told, and which GPUs it got."""
 
     def start(nb_gpus: int = 1, *, env: dict[str, str] | None = None, **options: Any) -> Any:
-        started = child(hold(nb_gpus, **options), env=env or {})
+        options = {"nb_gpus": nb_gpus, **options}
+        started = child(f"OPTIONS = {options}\n{HOLD}", env=env or {})
         started.devices = tuple(map(int, started.hear().split()))
         return started
 
     return start
-
-
-# Beside whom
 
 
 def test_sharers_fill_a_gpu_and_no_more(sharing: Any, ground: Any) -> None:
@@ -86,13 +78,12 @@ def test_sixteen_and_no_more(sharing: Any, ground: Any) -> None:
         assert [one.parts for one in ground.claims() if one.pid == os.getpid()] == [{ground.uuids[0]: 3}]
 
 
-def test_a_killed_sharer_leaves_its_room(sharing: Any, ground: Any) -> None:
-    """Also to a claim that needs the room of several dead ones, on several GPUs."""
+def test_killed_sharers_leave_their_room(sharing: Any, ground: Any) -> None:
+    """To one claim that needs the room of several dead ones, on several GPUs."""
     holders = [sharing(8, share="40GiB") for _ in range(2)]
     for one in holders:
         one.kill()
-    assert try_claim(8, share="80GiB") == tuple(range(8))
-    assert try_claim(8) == tuple(range(8))
+    assert try_claim(8, share="80GiB") == try_claim(8) == tuple(range(8))
 
 
 def test_a_share_is_what_its_entry_and_its_variables_say(ground: Any) -> None:
@@ -117,22 +108,12 @@ def test_the_command_of_run_holds_the_share(command: Any, ground: Any) -> None:
     assert try_claim(8) == tuple(range(8))
 
 
-# By doors, where entries do not tell
-
-
-@pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ground: Any) -> dict[str, str]:
-    """The environment of processes on this host with another state directory."""
+def test_two_state_directories_never_share_a_gpu(sharing: Any, tmp_path: Path, monkeypatch: Any, ground: Any) -> None:
     monkeypatch.setenv("SAFE_GPU_SIMULATED_DIR", str(tmp_path / "host"))
-    return {"SAFE_GPU_DIR": str(tmp_path / "other")}
-
-
-def test_two_state_directories_never_share_a_gpu(sharing: Any, elsewhere: dict[str, str]) -> None:
-    other = sharing(2, share="1GiB", env=elsewhere)
+    other = sharing(2, share="1GiB", env={"SAFE_GPU_DIR": str(tmp_path / "other")})
     assert other.devices == (0, 1)
     assert sharing(1, share="1GiB").devices == (2,)
-    assert try_claim(7) is None
-    assert try_claim(5) == (3, 4, 5, 6, 7)
+    assert (try_claim(7), try_claim(5)) == (None, (3, 4, 5, 6, 7))
     with pytest.raises(NotEnoughGpusError, match=r"GPU 0,1 .*claimed in another state directory"):
         claim(7, share="1GiB")
     other.tell()
@@ -140,34 +121,31 @@ def test_two_state_directories_never_share_a_gpu(sharing: Any, elsewhere: dict[s
     assert try_claim(7) is not None
 
 
-# Inside other claims
-
-
-PYTHON = [sys.executable, "-c"]
-FORKED = f"{SHARE}\nif os.fork():\n    os._exit(os.waitstatus_to_exitcode(os.wait()[1]))\nclaim()"
-RUN = ["safe-gpu", "run"]
+FORKED = """
+import os, safe_gpu
+if os.fork():
+    os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
+safe_gpu.claim_gpus()
+"""
 
 
 @pytest.mark.parametrize(
-    ("line", "code"),
+    ("script", "code"),
     [
-        ([*RUN, "--", "true"], 78),
-        (["safe-gpu", "wait"], 78),
-        (["sh", "-c", "safe-gpu run -- true; exit $?"], 78),
-        (["env", "SAFE_GPU_SCOPE=0123456789abcdef", *RUN, "--", "true"], 78),
-        ([*PYTHON, FORKED], 1),
+        ("exec safe-gpu run -- true", 78),
+        ("exec safe-gpu wait", 78),
+        ("safe-gpu run -- true; exit $?", 78),
+        ("SAFE_GPU_SCOPE=0123456789abcdef exec safe-gpu run -- true", 78),
+        ('exec "$0" -c "$1"', 1),
     ],
 )
-def test_no_claim_is_made_inside_a_share(command: Any, ground: Any, line: list[str], code: int) -> None:
-    line = [word.replace("safe-gpu", str(command.path)) for word in line]
-    ran = command.run("run", "--share", "20GiB", "--only", "3", "--", *line)
+def test_no_claim_is_made_inside_a_share(command: Any, ground: Any, script: str, code: int) -> None:
+    ran = command.run("run", "--share", "20GiB", "--only", 3, "--", "sh", "-c", script, sys.executable, FORKED)
     why = r"process \d+ holds a share of GPU 3, and no claim can be made inside a share: leave this claim out and use"
     assert (ran.returncode, len(re.findall(why, ran.stderr))) == (code, 1)
 
 
-def test_a_share_that_has_ended_hinders_no_claim_and_inside_a_whole_claim_a_share_gets_the_gpu(
-    command: Any, ground: Any
-) -> None:
+def test_a_share_that_has_ended_hinders_no_claim_and_inside_a_whole_claim_a_share_gets_the_gpu(command, ground) -> None:
     tell = [command.path, "run", "--share", "20GiB", "-t", "0", "--", "sh", "-c", "echo got $SAFE_GPU_SHARE"]
     assert command.run("run", "--", *tell).stdout == "got\n"
     assert command.run("run", "--", "true", env={"SAFE_GPU_SHARE": str(20 * GIB)}).returncode == 0
@@ -181,22 +159,16 @@ def test_a_share_cannot_delegate_nor_reach_across_hosts(ground: Any) -> None:
     assert ground.claims() == []
 
 
-# The queue
-
-
 def test_a_sharer_behind_a_whole_claim_waits_its_turn(sharing: Any, child: Any, ground: Any, eventually: Any) -> None:
     """There is room for it, but it would delay the whole claim; if it ends in time it does not."""
     holder = sharing(8, share="20GiB", hold_for=3600)
-    whole = child(SHARE + "owner = claim(8, timeout=60); say(*owner.devices_taken); listen()")
+    whole = child('OPTIONS = {"nb_gpus": 8, "timeout": 60}\n' + HOLD)
     eventually(lambda: len(waiting_tickets()) == 1)
     assert try_claim(1, share="20GiB") is None
     assert try_claim(1, share="20GiB", hold_for=7200) is None
     assert try_claim(1, share="20GiB", hold_for=1800) == (0,)
     holder.tell()
     assert whole.hear() == "0 1 2 3 4 5 6 7"
-
-
-# Limits, and what users see
 
 
 def test_what_frameworks_and_mps_are_told(tmp_path: Path) -> None:
@@ -215,16 +187,12 @@ def test_what_frameworks_and_mps_are_told(tmp_path: Path) -> None:
     assert told(CUDA_MPS_PIPE_DIRECTORY=str(tmp_path))["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "GPU-0=20480M"
 
 
-# Compute instances of one GPU instance
-
-
 @pytest.fixture
-def sliced(fake_gpus: Any, child: Any) -> Any:
-    """Two compute instances that have 40 GiB together, and one with 40 GiB of its own; ``hold(...)`` claims there."""
+def sliced(fake_gpus: Any) -> Any:
+    """Two compute instances that have 40 GiB together, and one with 40 GiB of its own."""
     uuids = [fake_gpus.uuid("MIG", number) for number in range(3)]
     fake_gpus.write({"mig": 1, "instances": ",".join(uuids), "gi": "1,1,2", "ci": "0,1,0", "imem": 40 * GIB})
     fake_gpus.instances = uuids
-    fake_gpus.hold = lambda **options: child(hold(1, only="0:0", **options), env=fake_gpus.env, says="0")
     return fake_gpus
 
 
@@ -236,8 +204,8 @@ def sliced(fake_gpus: Any, child: Any) -> Any:
         pytest.param(0, {"share": "1GiB"}, "have one memory, so it cannot be shared", id="no shares"),
     ],
 )
-def test_compute_instances_have_one_memory(sliced: Any, used: int, asked: Any, expected: str) -> None:
-    holder = sliced.hold()
+def test_compute_instances_have_one_memory(sliced: Any, sharing: Any, used: int, asked: Any, expected: str) -> None:
+    holder = sharing(only="0:0", env=sliced.env)
     if used:
         sliced.process(sliced.instances[0], holder.pid, used * GIB)
     sibling, other = (

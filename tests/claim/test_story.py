@@ -1,25 +1,30 @@
-"""What a claim does, in which order, what a look reads, and that it leaves nothing when any step of it fails."""
+"""A claim from its first step to its end, whatever ends it: the order of its steps, what it leaves, what it logs."""
 
+import gc
 import itertools
 import logging
 import os
+import re
 import signal
+import threading
+import weakref
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.claims import claim, try_claim
+from support.forks import in_fork
 from support.traces import is_locked
 
 import safe_gpu
-from safe_gpu import GPUOwner
+from safe_gpu import GPUAffinityError, GPUOwner, NotEnoughGpusError, claim_gpus
 from safe_gpu.claim import view
 from safe_gpu.claim.claim import Claim
+from safe_gpu.claim.owner import owner_type
 from safe_gpu.coordination.directory import Directory
 from safe_gpu.coordination.entry import make_entry
-from safe_gpu.errors import NoDriverError, NotEnoughGpusError
 from safe_gpu.host import procfs
 from safe_gpu.host.held import Held
 
@@ -37,27 +42,11 @@ def test_the_steps_come_in_the_order_of_the_protocol(host: Any, spies: Any) -> N
     visible = ",".join(map(str, owner.devices_taken))
     assert seen == [None, None, visible], "the environment is set after the second poll and not before"
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-    assert host.events == [
-        "options",
-        "prepare",
-        "poll",
-        "visible_limit",
-        "host.lock",
-        *["door"] * 2,
-        "entry",
-        "unlock",
-        "legacy lock",
-        "usage",
-        f"sleep, CUDA_VISIBLE_DEVICES={visible}",
-        "placeholder 0",
-        "placeholder 1",
-        "verify",
-        "usage",
-        "legacy release",
-        "bind",
-        "bound",
-        "close",
-    ]
+    assert ", ".join(host.events) == (
+        "options, prepare, poll, visible_limit, host.lock, door, door, entry, unlock, legacy lock, usage, "
+        f"sleep, CUDA_VISIBLE_DEVICES={visible}, placeholder 0, placeholder 1, verify, usage, legacy release, "
+        "bind, bound, close"
+    )
     host.events.clear()
     safe_gpu.release_gpus()
     assert host.events == ["placeholder released"] * 2
@@ -67,9 +56,8 @@ class Boom(BaseException):
     """Not an Exception: like KeyboardInterrupt, it passes every handler that does not clean up."""
 
 
-@pytest.mark.parametrize("kind", [Boom, OSError, NoDriverError])
-def test_a_failure_at_any_step_leaves_nothing(host, spies, untouched, kind: type[BaseException], monkeypatch) -> None:
-    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+@pytest.mark.parametrize("kind", [Boom, OSError, safe_gpu.NoDriverError])
+def test_a_failure_at_any_step_leaves_nothing(host, spies, untouched, kind: type[BaseException]) -> None:
     claim_two(spies, delegate=True)
     steps = list(host.events)
     safe_gpu.release_gpus()
@@ -95,24 +83,19 @@ def test_a_failure_at_any_step_leaves_nothing(host, spies, untouched, kind: type
     claim_two(spies)
 
 
-class Breaking(logging.Logger):
-    """A logger that fails at its nth line."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__("breaking", logging.INFO)
-        self.left = number
-
-    def handle(self, record: logging.LogRecord) -> None:
-        self.left -= 1
-        if self.left < 0 and "Releasing" not in record.getMessage():
-            raise Boom(record.getMessage())
-
-
 def test_a_logger_that_fails_at_any_line_leaves_nothing(host: Any, spies: Any, untouched: Callable[[], Any]) -> None:
+    logger = logging.Logger("breaking", logging.INFO)
     for number in itertools.count():
+        lines = itertools.count()
+
+        def handle(record: logging.LogRecord, lines: Any = lines, number: int = number) -> None:
+            if next(lines) >= number and "Releasing" not in record.getMessage():
+                raise Boom(record.getMessage())
+
+        logger.handle = handle  # type: ignore[method-assign]
         with untouched():
             try:
-                claim_two(spies, logger=Breaking(number))
+                claim_two(spies, logger=logger)
             except Boom:
                 continue
             assert number > 5
@@ -121,9 +104,7 @@ def test_a_logger_that_fails_at_any_line_leaves_nothing(host: Any, spies: Any, u
 
 
 @pytest.mark.parametrize("trouble", [KeyboardInterrupt, RuntimeError])
-def test_a_release_that_is_interrupted_or_fails_takes_its_other_steps(
-    host, spies, untouched, monkeypatch, caplog: pytest.LogCaptureFixture, trouble: type[BaseException]
-) -> None:
+def test_a_release_that_is_interrupted_or_fails_goes_on(host, spies, untouched, monkeypatch, caplog, trouble) -> None:
     """A placeholder that cannot be released is told, and an interrupt reaches the program."""
     genuine = spies.placeholder.release
 
@@ -159,9 +140,7 @@ def test_the_environment_of_before_comes_back(spies, untouched, monkeypatch) -> 
 # What a look takes and reads: nothing slow under host.lock
 
 
-def test_a_process_is_looked_up_once_and_never_under_host_lock(
-    host: Any, line: Any, cleanup: ExitStack, monkeypatch: Any
-) -> None:
+def test_a_process_is_looked_up_once_and_never_under_host_lock(host, line, cleanup: ExitStack, monkeypatch) -> None:
     """Others wait for host.lock. The waiter ahead is judged too: it wants what the stranger has, and is passed."""
     cleanup.enter_context(host.stranger(0))
     line(8)
@@ -177,9 +156,7 @@ def test_a_process_is_looked_up_once_and_never_under_host_lock(
 
 
 @pytest.mark.parametrize(("age", "polls"), [(0.5, 0), (2.0, 1)])
-def test_who_passes_a_waiter_knows_the_host_of_this_second(
-    age: float, polls: int, host: Any, line: Any, cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_passes_a_waiter_knows_the_host_of_this_second(age, polls, host, line, cleanup, monkeypatch) -> None:
     """What blocks the waiter may have ended since the poll, and then it may not be passed."""
     cleanup.enter_context(host.stranger(7))
     assert try_claim(1) == (6,)
@@ -190,9 +167,7 @@ def test_who_passes_a_waiter_knows_the_host_of_this_second(
     assert host.polls == 2 * usual + polls
 
 
-def test_an_interrupt_while_it_is_prepared_for_exec_leaves_all_of_a_claim_prepared(
-    host: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_while_it_is_prepared_for_exec_leaves_all_of_a_claim_prepared(host, monkeypatch) -> None:
     """Else the command may hold a part of its GPUs."""
     kept: list[Held] = []
     genuine = Held.move
@@ -210,49 +185,276 @@ def test_an_interrupt_while_it_is_prepared_for_exec_leaves_all_of_a_claim_prepar
         assert [os.get_inheritable(held.fd) for held in kept] == [True] * 4, "the entry, its directory, two doors"
 
 
-# A claim looks once more after its entry has its name, and withdraws from what others have taken or closed by then
-
-
-@pytest.fixture
-def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Claim], None]], None]:
-    """Call a function with each claim between its entry and its second look."""
-
-    def install(act: Callable[[Claim], None]) -> None:
-        take = Claim.take
-
-        def take_and_act(taken: Claim, *args: Any, **options: Any) -> None:
-            take(taken, *args, **options)
-            act(taken)
-
-        monkeypatch.setattr(Claim, "take", take_and_act)
-
-    return install
-
-
-def test_of_gpus_that_are_drained_meanwhile(host: Any, ground: Any, meanwhile: Any, untouched: Any) -> None:
-    def drain(number: int) -> None:
-        lines = (f"{uuid} - - - a fan is broken\n" for uuid in host.uuids[:number])
-        (ground.directory / "closed").write_text("".join(lines))
-
-    meanwhile(lambda _: drain(2))
-    assert try_claim(2) == (2, 3)
-    meanwhile(lambda _: drain(8))
-    with untouched(), pytest.raises(NotEnoughGpusError, match="a fan is broken"), claim(1):
-        pass
-
-
-def test_of_a_gpu_that_another_process_claims_meanwhile(
-    host: Any, ground: Any, meanwhile: Any, cleanup: ExitStack
-) -> None:
-    """As if somebody had removed host.lock: both see each other."""
+def test_a_claim_withdraws_from_what_others_take_meanwhile(host, ground, cleanup, untouched, monkeypatch) -> None:
+    """As if somebody had removed host.lock: two claims see each other."""
+    take = Claim.take
     held: list[Held] = []
 
-    def claim_too(_: Claim) -> None:
+    def claim_too() -> None:
         if not held:
             directory = cleanup.enter_context(Directory(str(ground.directory), "claims"))
             held.append(make_entry(directory, 99, {"gpus": {host.uuids[0]: None}}, by_children=False)[1])
 
-    meanwhile(claim_too)
+    def drain(number: int) -> None:
+        lines = (f"{uuid} - - - a fan is broken\n" for uuid in host.uuids[:number])
+        (ground.directory / "closed").write_text("".join(lines))
+
+    def while_it_claims(act: Callable[[], None]) -> None:
+        monkeypatch.setattr(Claim, "take", lambda taken, *args, **more: [take(taken, *args, **more), act()])
+
+    while_it_claims(claim_too)
     assert try_claim(1) == (1,)
     held[0].release()
     assert try_claim(1) == (0,)
+    while_it_claims(lambda: drain(2))
+    assert try_claim(2) == (2, 3)
+    while_it_claims(lambda: drain(8))
+    with untouched(), pytest.raises(NotEnoughGpusError, match="a fan is broken"), claim(1):
+        pass
+
+
+# How long it lives: release, with, garbage collection, exit, kill, forked children, other threads
+
+
+CLAIM = "import os, safe_gpu\nowner = safe_gpu.claim_gpus(2, timeout=0)\nsay(*owner.devices_taken)\n"
+OTHERS = [str(index) for index in range(2, 8)]
+ALL = [str(index) for index in range(8)]
+
+
+def test_release_ends_it_and_may_be_said_twice_and_so_does_the_end_of_with(host: Any, untouched: Any) -> None:
+    with untouched():
+        owner = safe_gpu.claim_gpus(2, timeout=0)
+        assert safe_gpu.gpu_owner is owner
+        assert safe_gpu.get_free_gpus() == OTHERS
+        for release in (owner.release_gpus, owner.release_gpus, safe_gpu.release_gpus):
+            release()
+        assert (owner.devices_taken, owner.gpus, owner.placeholders, owner.cpus) == ([], (), [], set())
+        assert safe_gpu.gpu_owner is None
+        with suppress(ZeroDivisionError), GPUOwner(3, timeout=0):
+            assert safe_gpu.gpu_owner is None, "only claim_gpus() has an implicit owner"
+            raise ZeroDivisionError
+    assert safe_gpu.get_free_gpus() == ALL
+
+
+def test_a_dropped_owner_lets_go_of_nothing(host: Any) -> None:
+    reference = weakref.ref(GPUOwner(2, timeout=0))
+    gc.collect()
+    assert safe_gpu.get_free_gpus() == OTHERS
+    safe_gpu.release_gpus()
+    assert safe_gpu.get_free_gpus() == ALL
+    gc.collect()
+    assert reference() is None
+
+
+@pytest.mark.parametrize("end", ["sys.exit(3)", "os._exit(4)", "1 / 0", signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
+def test_any_end_of_the_process_frees_its_gpus(child: Any, eventually: Any, end: str | int) -> None:
+    process = child(f"{CLAIM}listen()\n{end if isinstance(end, str) else ''}\n")
+    assert process.hear() == "0 1"
+    assert safe_gpu.get_free_gpus() == OTHERS
+
+    def ended() -> bool:
+        if not isinstance(end, str):
+            process.process.send_signal(end)  # again, since Python may miss one just before its read(2) blocks
+        return process.process.poll() is not None
+
+    if isinstance(end, str):
+        process.tell()
+    eventually(ended)
+    assert safe_gpu.get_free_gpus() == ALL
+
+
+def test_an_affinity_that_cannot_be_had_fails_only_claims_that_ask_for_it(host, untouched, monkeypatch, caplog) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise GPUAffinityError("the CPUs are not to be had")
+
+    monkeypatch.setattr("safe_gpu.affinity.cpu_shares.bind_process", refuse)
+    with untouched():
+        with GPUOwner(1, timeout=0) as owner:
+            assert (owner.cpus, owner.binding) == (set(), None)
+        assert "the CPUs are not to be had" in caplog.text
+        for arguments in ({"affinity": "node"}, {"memory": "preferred"}):
+            with pytest.raises(GPUAffinityError):
+                GPUOwner(1, timeout=0, **arguments)
+
+
+def test_a_second_claim_while_another_thread_is_at_it_is_refused(host: Any) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def wait(number: int) -> None:
+        if number == 2:
+            begun.set()
+            assert go.wait(30)
+
+    host.on_poll = wait
+    thread = threading.Thread(target=safe_gpu.claim_gpus, args=(2,))
+    thread.start()
+    assert begun.wait(30)
+    with pytest.raises(safe_gpu.AlreadyClaimedError, match="another thread of this process is claiming") as caught:
+        safe_gpu.claim_gpus(1, timeout=0)
+    assert caught.value.devices == ()
+    go.set()
+    thread.join(30)
+    with pytest.raises(safe_gpu.AlreadyClaimedError, match=r"holds GPU 0,1 already: release_gpus\(\) first") as caught:
+        GPUOwner(1, timeout=0)
+    assert caught.value.devices == (0, 1)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+def test_a_forked_child_frees_nothing_and_leaves_the_placeholders_alone(host: Any, spies: Any) -> None:
+    owner = claim_two(spies)
+    environment = dict(os.environ)
+
+    def work() -> list[object]:
+        safe_gpu.release_gpus()
+        owner.release_gpus()
+        released = host.events.count("placeholder released")
+        return [safe_gpu.gpu_owner is None, safe_gpu.get_free_gpus(), dict(os.environ) == environment, released]
+
+    assert in_fork(work) == [True, OTHERS, True, 0]
+    assert safe_gpu.get_free_gpus() == OTHERS
+    assert owner.devices_taken == [0, 1]
+    owner.release_gpus()
+    assert host.events.count("placeholder released") == 2
+
+
+def test_a_forked_child_that_claims_its_parents_gpus_is_told_so(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    safe_gpu.claim_gpus(2, timeout=0)
+    name, message, _ = in_fork(lambda: safe_gpu.claim_gpus(1, timeout=None).devices_taken)
+    assert name == "NotEnoughGpusError"
+    assert f"process {os.getpid()}, a parent of this one, holds GPU 0,1" in message
+    assert "delegate=True" in message
+    monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")
+    assert in_fork(lambda: safe_gpu.claim_gpus(6, timeout=0).devices_taken) == [2, 3, 4, 5, 6, 7]
+
+
+def test_a_process_of_another_container_with_our_parents_number_is_not_our_parent(host: Any, ground: Any) -> None:
+    # Containers that share the state directory number their processes alike: most have a process 1.
+    ground.hold(*range(8), pid=os.getpid(), start=1)
+    told: list[Any] = []
+
+    def on_wait(status: Any) -> None:
+        told.append(status)
+        ground.let_go()
+
+    assert owner_type(on_wait=on_wait)(2, timeout=60).devices_taken == [0, 1]
+    assert told
+
+
+def test_a_started_program_does_not_inherit_the_claim(child: Any) -> None:
+    process = child(f"{CLAIM}\nimport subprocess\nsay(subprocess.Popen(['sleep', '60']).pid)\nos._exit(0)\n")
+    process.hear()
+    pid = int(process.hear())
+    process.process.wait(30)
+    try:
+        assert safe_gpu.get_free_gpus() == ALL
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_claims_share_the_only_gpu_where_a_display_is_on_it(child: Any, host_of: Any) -> None:
+    host_of("laptop")
+    code = "import safe_gpu\nsay(safe_gpu.claim_gpus(timeout=0).devices_taken)\nlisten()"
+    child(code, says="[0]")
+    assert safe_gpu.get_free_gpus() == ["0"]
+    with safe_gpu.claim_gpus(timeout=0, delegate=True) as owner:
+        assert owner.devices_taken == [0]
+        for inside in [child(code) for _ in range(2)]:
+            assert inside.hear() == "[0]"
+    with pytest.raises(safe_gpu.UnsatisfiableRequestError, match="only 1"):
+        safe_gpu.claim_gpus(2, timeout=0)
+
+
+def test_the_entry_and_the_owner_say_who_holds_which_gpus(ground: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"JOB_ID": "4711", "SGE_TASK_ID": "3", "SGE_ROOT": "/opt/sge"}.items():
+        monkeypatch.setenv(name, value)
+    with claim(3) as owner:
+        (entry,) = ground.claims()
+        assert (entry.pid, entry.uid, entry.job, entry.token) == (os.getpid(), os.geteuid(), "sge:4711.3", "")
+        assert entry.gpus == {gpu.uuid: None for gpu in owner.gpus}
+        gpus = "<GPUOwner: GPU 0-2 (NVIDIA A100-SXM4-80GB)"
+        assert in_fork(lambda: repr(owner)) == f"{gpus}, held by process {os.getpid()}>"
+        owner.cpus = {0, 1, 2, 3, 8}
+        assert repr(owner) == f"{gpus}, CPUs 0-3,8>"
+    assert repr(owner) == "<GPUOwner: released>"
+
+
+# The logger ``safe_gpu``: silent unless asked, one line a step, and the same facts as data
+
+
+def test_a_bare_script_hears_nothing(child) -> None:
+    one = child("""
+import safe_gpu
+with safe_gpu.GPUOwner(2) as owner: pass
+for arguments in {}, {"timeout": 0}, {"nb_gpus": 8}, {"affinity": "socket"}, {"memory": "preferred"}:
+    safe_gpu.claim_gpus(**arguments)
+    say(safe_gpu.get_free_gpus())
+    safe_gpu.release_gpus()
+""")
+    out, err = one.process.communicate(timeout=60)
+    assert (one.process.returncode, len(out.splitlines()), err) == (0, 5, "")
+
+
+def test_a_bare_script_that_waits_longer_hears_it_once(child, ground) -> None:
+    code = "from safe_gpu.claim import report; report._WARNING_DELAY = 0.01"
+    code += "; import safe_gpu; safe_gpu.claim_gpus(timeout=None); say('has')"
+    ground.hold(*range(8))
+    head = child(code)
+    user = re.escape(procfs.user_name(os.geteuid()))
+    said = rf"safe_gpu: waiting for 1 GPU \(0 free\); GPU 0-7: {user} \(pid \d+\) for \d+ s\n"
+    assert re.fullmatch(said, head.process.stderr.readline())
+    who = rf"{user} \(pid {head.process.pid}, wants 1 GPU, queued for \d+ s\)"
+    behind = child(code)
+    said = rf"safe_gpu: waiting for 1 GPU; behind {who}\n"
+    assert re.fullmatch(said, behind.process.stderr.readline())
+    ground.let_go()
+    for one in (head, behind):
+        assert one.process.communicate(timeout=60) == ("has\n", "")
+
+
+@pytest.mark.parametrize(("configured", "sender"), [("", "safe_gpu: "), ("logging.basicConfig()", "WARNING:safe_gpu:")])
+def test_every_warning_names_its_sender_once(child, configured: str, sender: str) -> None:
+    environment = {"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "1", "SAFE_GPU_TIMOUT": "5"}
+    code = f"import logging; {configured}\nfrom safe_gpu import *\nbind(9, strict=False); claim_gpus(2)"
+    lines = child(code, env=environment).process.communicate(timeout=60)[1].splitlines()
+    assert all(line.startswith(sender) and line.count("safe_gpu: ") == (not configured) for line in lines)
+    texts = (
+        "SAFE_GPU_TIMOUT is not a variable of",
+        "not bound: this host has no GPU 9",
+        "This claim takes 2 GPUs, but",
+    )
+    assert all(any(line.startswith(sender + text) for line in lines) for text in texts)
+
+
+def test_one_line_a_step_and_the_same_facts_as_data(caplog, monkeypatch) -> None:
+    caplog.set_level(logging.INFO, "safe_gpu")
+    before = list(logging.root.handlers)
+    with claim_gpus(2, affinity=None, delegate=True) as owner:
+        uuids, token = [gpu.uuid for gpu in owner.gpus], os.environ["SAFE_GPU_SCOPE"]
+    lines = {record.getMessage(): record for record in caplog.records}
+    leased, assigned = f"Leased GPU 0,1 ({', '.join(uuids)}) (simulated)", "Set CUDA_VISIBLE_DEVICES=0,1"
+    steps = ["acquiring lock", "lock acquired", "lock released", leased, assigned, "Placeholder holds GPU 0,1"]
+    assert list(lines) == [*steps, *(f"Releasing placeholder on CUDA device: {number}" for number in range(2))]
+    assert {(record.name, record.levelno) for record in lines.values()} == {("safe_gpu", logging.INFO)}
+    assert (lines[leased].safe_gpu_uuids, lines[leased].safe_gpu_devices) == (uuids, [0, 1])
+    variables = {"CUDA_VISIBLE_DEVICES": "0,1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "SAFE_GPU_SCOPE": token}
+    assert lines[assigned].safe_gpu_environment == variables
+    assert (logging.root.handlers, logging.getLogger("safe_gpu").handlers) == (before, [])
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:laptop")
+    with claim_gpus(1, affinity=None):
+        display = "Running on a machine with single GPU used for actual display"
+        assert [record.getMessage() for record in caplog.records].count(display) == 1
+
+
+def test_a_wait_is_told_with_its_data(line, ground, caplog: pytest.LogCaptureFixture) -> None:
+    line(8)
+    ground.hold(0)
+    caplog.set_level(logging.INFO, "safe_gpu")
+    with pytest.raises(NotEnoughGpusError):
+        claim(1, timeout=0.5)
+    (waiting,) = [record for record in caplog.records if record.getMessage().startswith("waiting for 1 GPU (")]
+    assert "(7 are free for 1 claim ahead), #2 in the queue; behind " in waiting.getMessage()
+    told = (waiting.levelno, waiting.safe_gpu_position, waiting.safe_gpu_free, waiting.safe_gpu_needed)
+    assert told == (logging.INFO, 2, 7, 1)
+    assert len(waiting.safe_gpu_verdicts) == 8
+    ahead = waiting.safe_gpu_ahead
+    assert (ahead.pid, ahead.nb_gpus, ahead.stopped) == (os.getpid(), 8, False)

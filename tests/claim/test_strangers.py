@@ -1,19 +1,26 @@
-"""Processes that do not know of safe_gpu and come at the worst moment; drivers that show late, little or nothing."""
+"""Processes that do not know of safe_gpu and come at the worst moment; drivers that show late, little or nothing; and
+GPUs on which a claim failed, which are noted, taken last, and forgiven once a placeholder works there."""
 
 import os
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.forks import forked
+from support.ground import write_for_all
 
 import safe_gpu
+from safe_gpu import PlaceholderError
 from safe_gpu.claim import view as host_view
-from safe_gpu.errors import GpuContendedError, NoDriverError, NotEnoughGpusError, UnsatisfiableRequestError
-from safe_gpu.gpus.devices import ProcessKind
+from safe_gpu.coordination.faults import write_fault
+from safe_gpu.errors import GpuContendedError, NoDriverError, NotEnoughGpusError
+from safe_gpu.gpus.devices import GpuFault, ProcessKind
 from safe_gpu.host import procfs
 
 HIDDEN = 999_999_999
@@ -29,9 +36,7 @@ class Holding:
 
     def __call__(self, device_no: int) -> Any:
         self.come(device_no)
-        if self.pid != 0:
-            return self.host.occupy(self.host.visible()[device_no], pid=self.pid)
-        return None
+        return None if self.pid == 0 else self.host.occupy(self.host.visible()[device_no], pid=self.pid)
 
     def release(self, context: Any) -> None:
         if context is not None:
@@ -50,9 +55,7 @@ class Holding:
         ({"memory_used": 60 << 30}, "in use by no process"),
     ],
 )
-def test_a_gpu_that_goes_bad_before_the_second_poll_is_given_back(
-    host: Any, shown: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_gpu_that_goes_bad_before_the_second_poll_is_given_back(host, shown, reason: str, caplog) -> None:
     host.on_poll = lambda number: number == 2 and host.edits.update({host.uuids[0]: shown})
     with caplog.at_level("INFO", logger="safe_gpu"):
         owner = safe_gpu.claim_gpus(2, timeout=0)
@@ -82,15 +85,11 @@ def test_a_stranger_beside_our_placeholder_is_named_and_everything_given_back(ho
         with pytest.raises(GpuContendedError, match=f"process {host.stranger_pid} ") as caught:
             safe_gpu.claim_gpus(2, placeholder, timeout=0)
         cleanup.close()
-    assert caught.value.uuid == host.uuids[1]
+    assert (caught.value.uuid, caught.value.nb_gpus, len(caught.value.verdicts)) == (host.uuids[1], 2, 8)
     assert [process.pid for process in caught.value.processes] == [host.stranger_pid]
-    assert caught.value.nb_gpus == 2
-    assert len(caught.value.verdicts) == 8
 
 
-@pytest.mark.parametrize(
-    ("before", "late"), [((), (3 << 30,)), ((600 << 20,), (600 << 20,))], ids=["one", "the second small one"]
-)
+@pytest.mark.parametrize(("before", "late"), [((), (3 << 30,)), ((600 << 20,), (600 << 20,))])
 @pytest.mark.parametrize(("poll", "error"), [(1, NotEnoughGpusError), (2, NotEnoughGpusError), (3, GpuContendedError)])
 def test_a_renderer_at_every_poll(host, cleanup, untouched, poll, error, before, late) -> None:
     def come(pid: int, sizes: tuple[int, ...]) -> None:
@@ -111,8 +110,8 @@ def test_a_process_that_only_draws_is_no_stranger_until_it_computes(host: Any, c
     other = child("listen()")
     cleanup.enter_context(host.stranger(0, kind=ProcessKind.GRAPHICS))
     placeholder = Holding(host, lambda number: cleanup.enter_context(host.stranger(0, pid=other.pid, kind="graphics")))
-    safe_gpu.claim_gpus(1, placeholder, timeout=0, only=0)
-    safe_gpu.release_gpus()
+    with safe_gpu.claim_gpus(1, placeholder, timeout=0, only=0):
+        pass
     placeholder.come = lambda number: cleanup.enter_context(host.stranger(0))
     with pytest.raises(GpuContendedError, match=f"process {host.stranger_pid} "):
         safe_gpu.claim_gpus(1, placeholder, timeout=0, only=0)
@@ -124,48 +123,25 @@ def test_the_mps_server_that_our_placeholder_starts_is_no_stranger(host, cleanup
     # Within exec(2) descriptors are closed, for which Popen waits, before the command line is replaced.
     eventually(lambda: (procfs.command_of(server.pid) or "").startswith("/usr/bin/nvidia-cuda-mps-server"))
 
-    def start(number: int) -> None:
-        cleanup.enter_context(host.stranger(number, pid=server.pid))
-
-    owner = safe_gpu.claim_gpus(2, Holding(host, start), timeout=0)
-    assert owner.devices_taken == [0, 1]
-    safe_gpu.release_gpus()
+    placeholder = Holding(host, lambda number: cleanup.enter_context(host.stranger(number, pid=server.pid)))
+    with safe_gpu.claim_gpus(2, placeholder, timeout=0) as owner:
+        assert owner.devices_taken == [0, 1]
     assert safe_gpu.get_free_gpus() == [str(index) for index in range(8)]
-
-
-# Containers that show host pids
 
 
 def test_a_context_that_a_framework_keeps_is_ours_in_the_next_claim_too(host: Any, cleanup: ExitStack) -> None:
     """One process that does not resolve is ours."""
-
-    class Keeping(Holding):
-        kept: Any = None
-
-        def __call__(self, device_no: int) -> Any:
-            if self.kept is None:
-                self.kept = super().__call__(device_no)
-                cleanup.callback(self.kept.close)
-
-        def release(self, context: Any) -> None:
-            pass
-
-    placeholder = Keeping(host, pid=HIDDEN)
+    placeholder = Holding(host, pid=HIDDEN)
+    placeholder.release = lambda context: cleanup.callback(context.close)  # type: ignore[method-assign]
     for _ in range(2):
-        owner = safe_gpu.claim_gpus(1, placeholder, timeout=0, only=4)
-        assert owner.devices_taken == [4]
-        safe_gpu.release_gpus()
+        with safe_gpu.claim_gpus(1, placeholder, timeout=0, only=4) as owner:
+            assert owner.devices_taken == [4]
 
 
 def test_what_a_failed_claim_took_for_ours_is_forgotten(host: Any, cleanup: ExitStack) -> None:
-    def come(number: int) -> None:
-        if number == 0:
-            cleanup.enter_context(host.stranger(0, pid=HIDDEN))
-        else:
-            cleanup.enter_context(host.stranger(1, pid=HIDDEN - 1))
-
+    placeholder = Holding(host, lambda n: cleanup.enter_context(host.stranger(n, pid=HIDDEN - n)), pid=0)
     with pytest.raises(GpuContendedError):
-        safe_gpu.claim_gpus(2, Holding(host, come, pid=0), timeout=0, only="0,1")
+        safe_gpu.claim_gpus(2, placeholder, timeout=0, only="0,1")
     with pytest.raises(NotEnoughGpusError, match=str(HIDDEN)):
         safe_gpu.claim_gpus(1, timeout=0, only=0)
 
@@ -177,9 +153,6 @@ def test_two_that_do_not_resolve_are_one_too_many(host: Any, cleanup: ExitStack)
     assert {process.pid for process in caught.value.processes} == {HIDDEN, HIDDEN - 1}
 
 
-# Drivers that lag, or die
-
-
 def test_the_older_package_is_kept_out_until_the_driver_shows_our_placeholder(host: Any, spies: Any) -> None:
     own: list[Any] = []
     host.on_poll = lambda number: number == 6 and own.append(host.occupy(host.uuids[0]))
@@ -189,16 +162,14 @@ def test_the_older_package_is_kept_out_until_the_driver_shows_our_placeholder(ho
     own[0].close()
 
 
-def test_a_gpu_that_is_lost_under_the_placeholder_is_no_gpu(host: Any, untouched: Callable[[], Any]) -> None:
+def test_a_gpu_is_lost_under_the_placeholder_or_its_process_list_fails(host: Any, untouched: Callable[[], Any]) -> None:
     host.on_poll = lambda number: number == 3 and host.edits.update({host.uuids[0]: {"lost": True}})
     with untouched(), pytest.raises(NotEnoughGpusError, match="lost GPU 0") as caught:
         safe_gpu.claim_gpus(1, timeout=0)
     assert caught.value.verdicts[0].state == "unusable"
-
-
-def test_a_process_list_that_fails_in_the_last_poll_gives_nothing_to_object_to(host: Any) -> None:
+    host.polls, host.edits = 0, {}
     host.on_poll = lambda number: number == 3 and host.edits.update({host.uuids[0]: {"processes": None}})
-    assert safe_gpu.claim_gpus(1, timeout=0).devices_taken == [0]
+    assert safe_gpu.claim_gpus(1, timeout=0).devices_taken == [0], "nothing to object to"
 
 
 @pytest.mark.parametrize("last", [1, 2, 3, None], ids=lambda last: f"poll {last}" if last else "under a waiter")
@@ -215,28 +186,18 @@ def test_a_driver_that_dies_between_polls(host, ground, untouched, last: int | N
         safe_gpu.claim_gpus(2, timeout=60 if last else 1)  # a waiter polls at its deadline
 
 
-def test_a_driver_that_can_never_list_processes_is_told_at_once(host: Any, untouched: Callable[[], Any]) -> None:
-    host.edits = {uuid: {"processes": None, "processes_supported": False} for uuid in host.uuids}
-    with untouched(), pytest.raises(UnsatisfiableRequestError, match=r"cannot list processes.*SAFE_GPU_DRIVER="):
-        safe_gpu.claim_gpus(1, timeout=None)
-
-
 # Drivers that list numbers of another PID namespace, no processes, or no memory: real processes on fake libraries
 
-
-MIB = 1 << 20
-NOT_SUPPORTED = 3
 
 PRELUDE = """
 import logging
 from safe_gpu.coordination import older_package as legacy
 legacy.LOCK_FILE = os.environ["FAKE_GPU_DIR"] + "/older package/lock"
 out = {"warnings": []}
-class Kept(logging.Handler):
-    def emit(self, record):
-        if record.levelno >= logging.WARNING:
-            out["warnings"].append(record.getMessage())
-logging.getLogger("safe_gpu").addHandler(Kept())
+def keep(record):
+    if record.levelno >= logging.WARNING:
+        out["warnings"].append(record.getMessage())
+logging.getLogger("safe_gpu").addFilter(keep)
 def claimed(number=1, *arguments, **options):
     taken = claim(number, *arguments, **options)
     safe_gpu.release_gpus()
@@ -257,9 +218,6 @@ def older_lock(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (fake_gpus.directory / "older package" / "lock").touch()
 
 
-# Numbers of another PID namespace
-
-
 def test_a_claim_that_is_listed_under_the_number_of_a_process_here(fake_gpus: Any) -> None:
     fake_gpus.devices("nvidiactl")
     code = "claimed(); out['taken'] = claimed()"
@@ -271,31 +229,22 @@ def test_a_claim_that_is_listed_under_the_number_of_a_process_here(fake_gpus: An
         assert run(fake_gpus, code)["taken"][0] == "GpuContendedError", "there the number is that process's"
 
 
-# Our own context is not listed
-
-
-def test_where_nobody_is_listed_the_older_package_is_not_kept_waiting(fake_gpus: Any, older_lock: None) -> None:
-    fake_gpus.options(hidden=1)
-    code = "recheck._SHOWING = 1e9\nout['taken'] = claimed(2)"  # a wait would end this test by its time limit
-    out = run(fake_gpus, code)
-    assert out["taken"] == [0, 1]
-    (warning,) = out["warnings"]
-    assert warning.startswith("the driver does not list this process on GPU 0,1, so that others")
-
-
-def test_a_driver_that_lists_a_context_late_is_waited_for(fake_gpus: Any, older_lock: None) -> None:
-    fake_gpus.options(lag_ms=300)
-    code = "recheck._SHOWING = 1e9\nout['taken'] = claimed()"
-    assert run(fake_gpus, code) == {"taken": [0], "warnings": []}
-
-
-def test_a_placeholder_that_shows_nothing_is_told_of_after_the_wait(fake_gpus: Any, older_lock: None) -> None:
-    code = "recheck._SHOWING = 0.05\nout['taken'] = claimed(1, lambda device_no: None)"
-    out = run(fake_gpus, code)
-    assert out["taken"] == [0]
-    (warning,) = out["warnings"]
-    assert "GPU 0" in warning
-    assert "<lambda> probably put nothing there" in warning
+@pytest.mark.parametrize(
+    ("options", "patience", "arguments", "warning"),
+    [
+        ({"hidden": 1}, 1e9, "", "the driver does not list this process on GPU 0, so that others"),
+        ({"lag_ms": 300}, 1e9, "", None),
+        ({}, 0.05, "1, lambda device_no: None", ".*GPU 0.*<lambda> probably put nothing there"),
+    ],
+)
+def test_the_older_package_is_kept_waiting_where_it_helps(
+    fake_gpus, older_lock, options: dict[str, int], patience: float, arguments: str, warning: str | None
+) -> None:
+    """Not where nobody is listed, and not for ever where a placeholder shows nothing."""
+    fake_gpus.options(**options)
+    out = run(fake_gpus, f"recheck._SHOWING = {patience}\nout['taken'] = claimed({arguments})")
+    assert (out["taken"], len(out["warnings"])) == ([0], warning is not None)
+    assert warning is None or re.match(warning, out["warnings"][0])
 
 
 def test_a_context_of_our_own_that_is_not_listed_does_not_keep_us_out(fake_gpus: Any) -> None:
@@ -304,22 +253,13 @@ def test_a_context_of_our_own_that_is_not_listed_does_not_keep_us_out(fake_gpus:
     code = """
 from safe_gpu.runtimes.cuda import CUDA
 kept = []
-class Keeping(safe_gpu.CudaPlaceholder):
-    def __call__(self, device_no):
-        kept.append(CUDA.hold(device_no))
-        return super().__call__(device_no)
-out["first"] = claimed(1, Keeping(), only=3)
-out["second"] = claimed(1, only=3)
+out["taken"] = [claimed(1, lambda device_no: kept.append(CUDA.hold(device_no)), only=3), claimed(1, only=3)]
 kept[0].release()
-out["third"] = claimed(1, only=3)
+out["taken"].append(claimed(1, only=3))
 """
-    out = run(fake_gpus, code)
-    assert [out["first"], out["second"], out["third"]] == [[3]] * 3
-    fake_gpus.change(3, used=300 * MIB)
+    assert run(fake_gpus, code)["taken"] == [[3]] * 3
+    fake_gpus.change(3, used=300 << 20)
     assert run(fake_gpus, "out['taken'] = claimed(1, only=3)")["taken"][0] == "NotEnoughGpusError"
-
-
-# Outer claims
 
 
 def test_a_claim_inside_one_whose_processes_are_not_listed(fake_gpus: Any) -> None:
@@ -328,25 +268,97 @@ def test_a_claim_inside_one_whose_processes_are_not_listed(fake_gpus: Any) -> No
 import subprocess
 with safe_gpu.GPUOwner(2, delegate=True, timeout=0, affinity=None) as outer:
     inside = "import safe_gpu; print(safe_gpu.claim_gpus(1, timeout=0, affinity=None).devices_taken)"
-    child = subprocess.run([sys.executable, "-c", inside], capture_output=True, text=True)
-    out["inside"] = child.stdout.strip() or child.stderr
+    out["inside"] = subprocess.check_output([sys.executable, "-c", inside], text=True)
     del os.environ["SAFE_GPU_SCOPE"], os.environ["CUDA_VISIBLE_DEVICES"]
-    child = subprocess.run([sys.executable, "-c", inside], capture_output=True, text=True)
-    out["outside"] = child.stdout.strip() or child.stderr
+    out["outside"] = subprocess.check_output([sys.executable, "-c", inside], text=True)
 """
     out = run(fake_gpus, code)
-    assert (out["inside"], out["outside"]) == ("[0]", "[2]")
-
-
-# Lists and memory that the driver can never tell
+    assert (out["inside"], out["outside"]) == ("[0]\n", "[2]\n")
 
 
 def test_gpus_without_process_lists_are_claimed_where_that_is_allowed(fake_gpus: Any, older_lock: None) -> None:
-    fake_gpus.set(2, compute_error=NOT_SUPPORTED, mps_error=NOT_SUPPORTED, memory_error=NOT_SUPPORTED)
-    code = "recheck._SHOWING = 1e9\nout['taken'] = claimed()"
+    fake_gpus.set(2, compute_error=3, mps_error=3, memory_error=3)  # not supported
+    code = "recheck._SHOWING = 1e9\nout['taken'] = claimed(timeout=None)"
     kind, text, _ = run(fake_gpus, code)["taken"]
-    assert (kind, "SAFE_GPU_PROCESS_LIST=optional" in text) == ("UnsatisfiableRequestError", True)
+    assert (kind, "cannot list processes" in text) == ("UnsatisfiableRequestError", True)
+    assert "SAFE_GPU_PROCESS_LIST=optional" in text
     code += "\nout['free'] = safe_gpu.get_free_gpus()\nout['memory'] = claimed(min_memory='1GiB', timeout=None)"
     out = run(fake_gpus, code, SAFE_GPU_PROCESS_LIST="optional")
     assert (out["taken"], out["free"], len(out["warnings"])) == ([0], ["0", "1"], 1)
     assert "does not tell its memory" in out["memory"][1]
+
+
+# GPUs on which a claim failed
+
+
+ECC = "CUDA_ERROR_ECC_UNCORRECTABLE"
+
+
+def notes() -> list[str]:
+    """UUIDs of the GPUs with a note."""
+    return sorted(path.stem for path in Path(os.environ["SAFE_GPU_DIR"], "faults").glob("[!.]*"))
+
+
+def claim(number: int = 1, **options: Any) -> safe_gpu.GPUOwner:
+    return safe_gpu.claim_gpus(number, **{"timeout": 0, "affinity": None, **options})
+
+
+def damage(host: Any, uuid: str) -> None:
+    """Let a simulated GPU refuse contexts."""
+    host.occupy(uuid).close()  # makes the directory
+    write_for_all(Path(*host._place, f"{uuid}.bad"), f"{ECC}: uncorrectable ECC error encountered")
+
+
+def test_a_claim_that_gets_a_bad_gpu_fails_and_the_next_takes_another(host, caplog: pytest.LogCaptureFixture) -> None:
+    damage(host, host.uuids[0])
+    with pytest.raises(PlaceholderError, match=rf"{ECC}.* GPU 0 is taken last for a day: start a new ") as caught:
+        claim(2)
+    assert (caught.value.device_no, caught.value.uuid) == (0, host.uuids[0])
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    assert notes() == [host.uuids[0]]
+    assert "Failed to acquire placeholder on GPU 0" in caplog.text
+    assert claim(7).devices_taken == [1, 2, 3, 4, 5, 6, 7]
+    assert notes() == [host.uuids[0]]
+
+
+def test_the_trouble_of_a_framework_is_no_fault_of_the_gpu(host: Any, untouched: Any) -> None:
+    def failing(device_no: int) -> None:
+        raise RuntimeError("out of memory")
+
+    with untouched(), pytest.raises(PlaceholderError) as caught:
+        claim(placeholder_fn=failing)
+    assert (caught.value.uuid, "taken last" in str(caught.value), notes()) == (host.uuids[0], False, [])
+
+
+@pytest.mark.parametrize(("placeholder", "forgiven"), [(None, True), (safe_gpu.NoPlaceholder(), False)])
+def test_a_noted_gpu_is_forgiven_where_a_placeholder_works(host, ground, placeholder, forgiven: bool) -> None:
+    write_fault(os.environ["SAFE_GPU_DIR"], host.uuids[0], GpuFault(time.time(), ECC))
+    ground.hold(*range(1, 8))
+    assert claim(placeholder_fn=placeholder).devices_taken == [0]
+    assert notes() == ([] if forgiven else [host.uuids[0]])
+
+
+def test_a_note_that_cannot_be_written_costs_nothing(host: Any, caplog: pytest.LogCaptureFixture) -> None:
+    claim()
+    safe_gpu.release_gpus()
+    Path(os.environ["SAFE_GPU_DIR"], "faults", f"{host.uuids[0]}.{os.geteuid()}").mkdir(parents=True)
+    damage(host, host.uuids[0])
+    with pytest.raises(PlaceholderError, match=ECC):
+        claim()
+    assert "the note that a GPU failed cannot be changed" in caplog.text
+
+
+def test_a_hidden_process_on_an_exclusive_gpu_makes_it_the_last_choice(fake_gpus: Any, stranger_pid: int) -> None:
+    fake_gpus.set(8, mode=3)
+    fake_gpus.process(fake_gpus.uuids[0], stranger_pid, 8 << 20, kind="graphics")  # not among those that are asked for
+    assert forked(fake_gpus, "out = claim(1)")[0] == "PlaceholderError"
+    assert forked(fake_gpus, "out = claim(1)") == [1]
+
+
+@pytest.mark.parametrize(("trouble", "number", "noted"), [("bad", 1, [0]), ("bad_init", 1, [0]), ("bad_init", 4, [])])
+def test_a_failure_of_cuda_is_blamed_on_the_gpu_or_on_the_only_one_in_sight(fake_gpus, trouble, number, noted) -> None:
+    fake_gpus.change(0, **{trouble: 214})
+    name, message, _ = forked(fake_gpus, f"out = claim({number})")
+    assert (name, "(214)" in message) == ("PlaceholderError", True)
+    assert notes() == [fake_gpus.uuids[index] for index in noted]
+    assert not noted or forked(fake_gpus, "out = claim(7)") == [1, 2, 3, 4, 5, 6, 7]

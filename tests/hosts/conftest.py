@@ -14,7 +14,7 @@ from typing import Any
 import filelock
 import pytest
 from support.gpus import PACKAGE_ROOT
-from support.processes import free_port
+from support.processes import free_port, program
 from support.real import REQUIRED, unavailable
 
 from safe_gpu.host import procfs
@@ -120,13 +120,6 @@ class Hosts:
         for pid in self.processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-
-
-def program(path: Path, text: str) -> None:
-    """Write a program of the shell."""
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
 
 
 @pytest.fixture

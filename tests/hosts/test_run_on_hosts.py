@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from support.processes import free_port
+from support.processes import free_port, program
 from support.terminals import Terminal
-
-from .conftest import program
 
 LAPTOP = {"SAFE_GPU_DRIVER": "simulated:laptop"}  # one GPU
 

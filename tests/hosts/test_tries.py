@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from .conftest import program
+from support.processes import program
 
 # Where "breaks-HOST" is there, the connection breaks before the claim; "late" tells what waits there then.
 SSH = """

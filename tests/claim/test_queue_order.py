@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from support.claims import claim, try_claim
+from support.claims import Host, claim, try_claim
 from support.real import long
-from support.watched_host import Host
 
 from safe_gpu import ClaimTimeout, NoPlaceholder, NotEnoughGpusError, UnsatisfiableRequestError, claim_gpus
 from safe_gpu.claim import queue_place

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.claims import claim, try_claim
-from support.traces import is_locked
+from support.guard import is_locked
 
 import safe_gpu
 from safe_gpu import GPUOwner

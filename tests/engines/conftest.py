@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.batch import wait_for
-from support.real import unavailable
+from support.real import unavailable, wait_for
 
 import safe_gpu
 from safe_gpu.coordination.holders import living_claims

@@ -12,9 +12,8 @@ from subprocess import Popen
 from typing import Any
 
 import pytest
-from support.batch import wait_for
 from support.processes import program
-from support.real import unavailable
+from support.real import unavailable, wait_for
 
 from .conftest import PROGRAMS, TOOLS, python_with
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from support.actor import Actor
-from support.batch import wait_for
+from support.real import wait_for
 
 from safe_gpu import (
     AffinityOptions,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import hostile
 from support.hostile import TRICK, assert_plain, bounded, broken_text, examples, refusing, with_examples
-from support.kfd_host import KfdHost
+from support.vendor_hosts import KfdHost
 
 from safe_gpu.affinity import planner as policies
 from safe_gpu.affinity.placement import parse_numa_maps

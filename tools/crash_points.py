@@ -31,7 +31,7 @@ from crash_scenes import GPUS, SCENES, Scene
 from crash_trace import Stop, Traced, begin, end, refusal
 from support.actor import Actor, Failure, Work
 from support.broken import BROKEN, break_build
-from support.process_state import ProcessState, process_state
+from support.guard import ProcessState, process_state
 from support.stage import Stage, claims, import_everything, let_go
 
 from safe_gpu.claim.owner import current_owner

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from affinity.conftest import SavedTree
-from support.kfd_host import KfdHost
+from support.vendor_hosts import KfdHost
 
 from safe_gpu.affinity.cpu_shares import claim_shares, memory_nodes
 from safe_gpu.affinity.options import MODES, AffinityOptions

@@ -6,9 +6,8 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import pytest
-from support import traces
-from support.claims import claim
-from support.watched_host import Host, Spies
+from support import guard
+from support.claims import Host, Spies, claim
 
 from safe_gpu import drivers
 from safe_gpu.claim import owner
@@ -54,7 +53,7 @@ def untouched() -> Callable[[], AbstractContextManager[None]]:
     Compared are the environment, every thread's CPU mask, descriptors, threads, claims, tickets, simulated contexts,
     and what the package remembers of claims.
     """
-    return traces.untouched
+    return guard.untouched
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.claims import claim
 from support.forks import in_fork
-from support.traces import is_locked
+from support.guard import is_locked
 
 from safe_gpu import ClaimTimeout, NotEnoughGpusError, PolicyError, UnsatisfiableRequestError
 from safe_gpu.claim import report, search

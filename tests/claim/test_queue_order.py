@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.claims import claim, try_claim
+from support.claims import Host, claim, try_claim
 from support.real import long
-from support.watched_host import Host
 
 from safe_gpu import ClaimTimeout, NoPlaceholder, NotEnoughGpusError, UnsatisfiableRequestError, claim_gpus
 from safe_gpu.claim import queue_place

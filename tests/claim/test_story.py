@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from support.claims import claim, try_claim
 from support.forks import in_fork
-from support.traces import is_locked
+from support.guard import is_locked
 
 import safe_gpu
 from safe_gpu import GPUAffinityError, GPUOwner, NotEnoughGpusError, claim_gpus

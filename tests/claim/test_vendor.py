@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from support.forks import VARIABLES, forked
 from support.gpus import run_python
-from support.hip_host import HipHost, without_hip
-from support.intel_host import IntelHost
+from support.vendor_hosts import HipHost, IntelHost, without_hip
 
 import safe_gpu
 from safe_gpu.claim.functions import wait_for_gpus

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from support.hip_host import HipHost
+from support.vendor_hosts import HipHost
 
 from safe_gpu.drivers.presets import preset
 

@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 from support.claims import claim
 from support.findings import finding
-from support.traced import CAN_TRACE, each_point
+from support.forks import CAN_TRACE, each_point
 
 from safe_gpu.coordination import directory as directory_module
 from safe_gpu.coordination.directory import HOST_LOCK, OPEN_FILE, PARTS, Directory, SharedDirectory, make_directory

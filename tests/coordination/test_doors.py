@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from support.actor import Actor
+from support.forks import CAN_TRACE, each_point
 from support.processes import own_network
-from support.traced import CAN_TRACE, each_point
 
 from safe_gpu.coordination import doors as doors_module
 from safe_gpu.coordination.doors import MOST_PARTS, Doors

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 from support.actor import Actor
-from support.traced import CAN_TRACE, each_point
+from support.forks import CAN_TRACE, each_point
 
 from safe_gpu.coordination import entry as entry_module
 from safe_gpu.coordination.directory import Directory

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.findings import environment, says
-from support.kfd_host import KfdHost
+from support.vendor_hosts import KfdHost
 
 import safe_gpu
 from safe_gpu import doctor
@@ -99,11 +99,6 @@ def test_from_the_command_line(state_dir: Path, capsys, monkeypatch: pytest.Monk
 
 
 # Its own process: packages, variables, limits
-
-
-def test_a_filelock_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("filelock.lock_descriptor")
-    says("Python packages", "failed", fix="pip install -U filelock")
 
 
 VARIABLES, VISIBLE = "SAFE_GPU variables", "CUDA_VISIBLE_DEVICES"

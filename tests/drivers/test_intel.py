@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.intel_host import GIB, IntelHost
+from support.vendor_hosts import GIB, IntelHost
 
 from safe_gpu.cli.commands import main
 from safe_gpu.drivers import open_driver, open_drivers

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.kfd_host import GIB, KfdHost
+from support.vendor_hosts import GIB, KfdHost
 
 from safe_gpu.drivers import open_driver
 from safe_gpu.drivers.kfd import KfdDriver

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.kfd_host import KfdHost
+from support.vendor_hosts import KfdHost
 
 from safe_gpu.drivers import meant_vendor, open_driver, open_drivers, opened_driver
 from safe_gpu.drivers.base import Driver

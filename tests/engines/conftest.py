@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.batch import wait_for
-from support.real import unavailable
+from support.real import unavailable, wait_for
 
 import safe_gpu
 from safe_gpu.coordination.holders import living_claims
@@ -25,7 +24,6 @@ from safe_gpu.coordination.holders import living_claims
 PROGRAMS = Path(__file__).parent / "programs"
 TOOLS = Path(__file__).parents[2] / "tools"
 PACKAGE_ROOT = Path(safe_gpu.__file__).parents[1]
-NAMES = ("hosta", "hostb", "hostc", "hostd")
 
 
 def python_with(module: str) -> str:
@@ -43,7 +41,7 @@ class Hosts:
     def __init__(self, count: int, preset: str) -> None:
         # Short, since Ray puts sockets below it and their paths may have 107 characters.
         self.scratch = Path(tempfile.mkdtemp(prefix="sg-", dir="/tmp"))
-        self.names = NAMES[:count]
+        self.names = ("hosta", "hostb")[:count]
         self.state = self.scratch / "state"
         self.marks = self.scratch / "marks"
         self.marks.mkdir()
@@ -60,9 +58,8 @@ class Hosts:
         self.up()
 
     def _tool(self, *words: str) -> None:
-        done = subprocess.run(
-            [str(TOOLS / "hosts.sh"), *words], env=self.env, stdin=subprocess.DEVNULL, capture_output=True, timeout=60
-        )
+        command = [str(TOOLS / "hosts.sh"), *words]
+        done = subprocess.run(command, env=self.env, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
         if done.returncode:
             raise RuntimeError(done.stderr.decode())
 

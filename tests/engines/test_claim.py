@@ -1,23 +1,37 @@
-"""From holders on nodes to a claim: which nodes, which GPUs of which holder, what happens to holders that fail."""
+"""From holders on nodes to a claim of all or nothing: which nodes, in which order, what happens to holders that fail.
 
+test_cluster_scale.py has crowds of such claims.
+"""
+
+import pickle
 from typing import Any
 
 import pytest
 
-from safe_gpu.engines.claim import ClusterClaim, Holder, NodeFacts, choose_nodes, claim_through
+from safe_gpu.engines.claim import (
+    ClusterClaim,
+    Holder,
+    HostClaim,
+    NodeFacts,
+    choose_nodes,
+    claim_on_all,
+    claim_through,
+    on_host,
+)
 from safe_gpu.engines.holder import ClusterGpu, HostReport
-from safe_gpu.errors import HolderLostError, NotEnoughGpusError, SafeGpuError, UnsatisfiableRequestError
+from safe_gpu.errors import ClaimTimeout, HolderLostError, NotEnoughGpusError, SafeGpuError, UnsatisfiableRequestError
+from safe_gpu.gpus.devices import Gpu, GpuVerdict
 
 
 class Node(Holder):
-    """A holder without a process: grants what the node has free, first numbers first."""
+    """A holder without a process: grants what its host has free, first numbers first. ``lost``: it fails at this."""
 
-    def __init__(self, node_id: str, host: str, free: dict[str, list[int]], *, lost: str = "") -> None:
+    def __init__(self, node_id: str, host: str, free: list[int]) -> None:
         self.node_id = node_id
         self.host = host
         self.free = free
         self.held: list[int] = []
-        self.lost = lost
+        self.lost = ""
         self.ended = False
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
 
@@ -31,17 +45,16 @@ class Node(Holder):
         return getattr(self, f"_{method}")(*arguments)
 
     def _report(self, count_for: int) -> HostReport:
-        return HostReport((self.host,), len(self.free[self.host]) if count_for else 0)
+        return HostReport((self.host,), len(self.free) if count_for else 0)
 
     def _claim(self, nb_gpus: int, timeout: float | None) -> tuple[ClusterGpu, ...] | SafeGpuError:
-        free = self.free[self.host]
-        if len(free) < nb_gpus:
-            return NotEnoughGpusError(f"{len(free)} of {nb_gpus} GPUs are free", nb_gpus=nb_gpus)
-        self.held, free[:nb_gpus] = free[:nb_gpus], []
+        if len(self.free) < nb_gpus:
+            return NotEnoughGpusError(f"{len(self.free)} of {nb_gpus} GPUs are free", nb_gpus=nb_gpus)
+        self.held, self.free[:nb_gpus] = self.free[:nb_gpus], []
         return tuple(ClusterGpu("", "", index, f"GPU-{self.host}-{index}") for index in self.held)
 
     def _release(self) -> None:
-        self.free[self.host] += self.held
+        self.free += self.held
         self.held = []
 
     def _ping(self) -> None:
@@ -52,52 +65,41 @@ class Node(Holder):
         self._release()
 
 
-def make(**free: int) -> tuple[list[Node], dict[str, list[int]]]:
+def make(**free: int) -> list[Node]:
     """One node on each host, with that many free GPUs."""
-    gpus = {host: list(range(number)) for host, number in free.items()}
-    return [Node(f"id-{host}", host, gpus) for host in free], gpus
-
-
-def test_gpus_come_with_their_node_in_the_order_of_the_nodes() -> None:
-    nodes, free = make(z=4, a=4)
-    held = claim_through(nodes, 2, 2, 0)
-    found = [(gpu.host, gpu.node_id, gpu.index) for gpu in held]
-    assert found == [(host, f"id-{host}", index) for host in "za" for index in (0, 1)]
-    assert [holder.host for holder in held.values()] == ["z", "z", "a", "a"]
-    assert not any(node.ended for node in nodes)
-    assert [len(gpus) for gpus in free.values()] == [2, 2]
+    return [Node(f"id-{host}", host, list(range(number))) for host, number in free.items()]
 
 
 @pytest.mark.parametrize(
     ("free", "wanted", "chosen"),
     [
+        ({"z": 4, "a": 4}, (2, 2), ["z", "a"]),  # in the order of the nodes
         ({"a": 8, "b": 2, "c": 4}, (1, 3), ["c"]),  # enough, and the fullest of those
-        ({"a": 8, "b": 2, "c": 4}, (2, 3), ["a", "c"]),
-        ({"a": 8, "b": 8, "c": 8}, (2, 8), ["a", "b"]),  # all the same: in their order
         ({"a": 0, "b": 8, "c": 3}, (2, 3), ["b", "c"]),
     ],
 )
 def test_nodes_with_enough_free_gpus_are_chosen(free: Any, wanted: Any, chosen: Any) -> None:
-    nodes, _ = make(**free)
+    nodes = make(**free)
     held = claim_through(nodes, *wanted, 0)
-    assert list(dict.fromkeys(gpu.host for gpu in held)) == chosen
+    found = [(gpu.host, gpu.node_id, gpu.index, holder.host) for gpu, holder in held.items()]
+    assert found == [(host, f"id-{host}", index, host) for host in chosen for index in range(wanted[1])]
     assert [node.host for node in nodes if not node.ended] == chosen
+    assert sum(free.values()) - sum(len(node.free) for node in nodes) == len(held)
 
 
 def test_when_one_cannot_deliver_all_holders_are_ended() -> None:
-    nodes, free = make(a=4, b=1)
+    nodes = make(a=4, b=1)
     with pytest.raises(NotEnoughGpusError, match=r"^b: 1 of 2") as caught:
         claim_through(nodes, 2, 2, 0)
     assert caught.value.host == "b"  # type: ignore[attr-defined]
-    assert all(node.ended for node in nodes)
-    assert [len(gpus) for gpus in free.values()] == [4, 1]
+    assert [(node.ended, len(node.free)) for node in nodes] == [(True, 4), (True, 1)]
 
 
 def test_a_node_that_does_not_start_is_left_out_where_there_are_others() -> None:
-    nodes, _ = make(a=4, b=4, c=4)
+    nodes = make(a=4, b=4, c=4)
     nodes[0].lost = "report"
     assert {gpu.host for gpu in claim_through(nodes, 2, 1, 0)} == {"b", "c"}
-    nodes, _ = make(a=4, b=4)
+    nodes = make(a=4, b=4)
     nodes[0].lost = "report"
     with pytest.raises(HolderLostError, match="a: gone"):
         claim_through(nodes, 2, 1, 0)
@@ -105,7 +107,7 @@ def test_a_node_that_does_not_start_is_left_out_where_there_are_others() -> None
 
 
 def test_nodes_that_are_one_host_make_one_claim() -> None:
-    free = {"a": list(range(8))}
+    free = list(range(8))
     nodes = [Node("1", "a", free), Node("2", "a", free)]
     held = claim_through(nodes, 2, 4, 0)
     assert [(gpu.node_id, gpu.index) for gpu in held] == [("1" if index < 4 else "2", index) for index in range(8)]
@@ -114,7 +116,7 @@ def test_nodes_that_are_one_host_make_one_claim() -> None:
 
 
 def test_a_claim_says_which_holder_is_gone() -> None:
-    nodes, free = make(a=2, b=2)
+    nodes = make(a=2, b=2)
     claim = ClusterClaim(claim_through(nodes, 2, 1, 0))
     claim.check()
     nodes[1].lost = "ping"
@@ -133,24 +135,22 @@ def test_a_claim_says_which_holder_is_gone() -> None:
     assert len(nodes[0].calls) == asked, "once"
     with pytest.raises(UnsatisfiableRequestError, match="claim again"):
         claim.check()
-    assert all(node.ended for node in nodes)
-    assert [len(gpus) for gpus in free.values()] == [2, 2]
+    assert [(node.ended, len(node.free)) for node in nodes] == [(True, 2), (True, 2)]
 
 
 ALIVE = {
     "id1": NodeFacts(("head", "10.0.0.1"), has_gpus=False),
     "id2": NodeFacts(("hosta", "10.0.0.2"), has_gpus=True),
     "id3": NodeFacts(("hostb", "10.0.0.3"), has_gpus=True),
+    "id4": NodeFacts(("hostb", "10.0.0.4"), has_gpus=True),
 }
-TWICE = {**ALIVE, "id4": NodeFacts(("hostb", "10.0.0.4"), has_gpus=True)}  # a name of two nodes
 
 
 @pytest.mark.parametrize(
     ("nodes", "chosen", "count"),
     [
-        (1, ["id2", "id3"], 1),  # holders look for themselves which of the two has more to give
-        (2, ["id2", "id3"], 2),
-        (3, ["id1", "id2", "id3"], 3),
+        (2, ["id2", "id3", "id4"], 2),  # holders look for themselves which of them have more to give
+        (4, ["id1", "id2", "id3", "id4"], 4),
         ("head", ["id1"], 1),
         (["10.0.0.3", "hosta", "id1"], ["id3", "id2", "id1"], 3),
     ],
@@ -163,9 +163,9 @@ def test_nodes_that_may_take_part(nodes: int | str | list[str], chosen: list[str
     ("nodes", "words"),
     [
         (0, "ask for 1 node or more"),
+        (-1, "ask for 1 node or more"),
         (True, "ask for 1 node or more"),
-        ([], "names no node"),
-        (4, "4 nodes asked for, and the cluster has 3: head, hosta, hostb"),
+        (5, "5 nodes asked for, and the cluster has 4: head, hosta, hostb"),
         (["hosta", "id2"], "named twice"),
         (["hostx"], "'hostx' is no live node; live nodes: head, hosta, hostb"),
         (["hostb"], "2 nodes, name one by its id"),
@@ -173,5 +173,126 @@ def test_nodes_that_may_take_part(nodes: int | str | list[str], chosen: list[str
 )
 def test_nodes_that_cannot_take_part(nodes: int | list[str], words: str) -> None:
     with pytest.raises(UnsatisfiableRequestError, match=words) as caught:
-        choose_nodes(nodes, TWICE if nodes == ["hostb"] else ALIVE, "the cluster")
+        choose_nodes(nodes, ALIVE, "the cluster")
     assert caught.value.value is not None
+
+
+VERDICTS = (GpuVerdict(Gpu(0, "GPU-0"), "claimed", "process 7 of ann", pid=7, user="ann"),)
+BUSY = NotEnoughGpusError("0 of 8 GPUs are free", nb_gpus=8, verdicts=VERDICTS)
+
+
+class Scripted(Holder):
+    """The holder on one host: answers each claim with the next entry, True or an error, and keeps a diary."""
+
+    def __init__(self, name: str, diary: list[str], *answers: SafeGpuError | bool) -> None:
+        self.host = self.node_id = name
+        self.diary = diary
+        self.answers = list(answers)
+        self.holds = False
+        self.result: Any = None
+
+    def call(self, method: str, *arguments: Any) -> None:
+        assert self.holds == (method == "release"), "claimed twice, or given back for nothing"
+        if method == "release":
+            self.diary.append(f"give back {self.host}")
+            self.holds, self.result = False, None
+            return
+        assert arguments[0] == 8
+        self.diary.append(f"{'try' if arguments[1] == 0 else 'wait'} {self.host}")
+        answer = pickle.loads(pickle.dumps(self.answers.pop(0)))
+        self.holds = answer is True
+        self.result = f"{self.host}'s GPUs" if self.holds else answer
+
+    def answer(self, limit: float | None) -> Any:
+        return self.result
+
+    def end(self) -> None:
+        self.diary.append(f"abandon {self.host}")
+        self.holds = False
+
+
+def claim_all(holders: list[Scripted], timeout: float | None, **options: Any) -> list[Any]:
+    return claim_on_all([HostClaim([holder], (holder.host,), 8) for holder in holders], timeout, **options)
+
+
+OK = True
+LATE = ClaimTimeout("0 of 8 GPUs are free", nb_gpus=8, verdicts=VERDICTS, timeout=1)
+NEVER = UnsatisfiableRequestError("this host has 4 GPUs", value=8)
+GONE = HolderLostError("the holder is gone", host="")
+TRY_ALL = "try a, try b, try c"
+
+STORIES = {
+    "all free: one try of everything": (10, [OK], [OK], [OK], TRY_ALL, ""),
+    "the first busy: nothing is held while it is waited for": (
+        10, [BUSY, OK], [OK, OK], [OK, OK], f"{TRY_ALL}, give back b, give back c, wait a, try b, try c", "",
+    ),
+    "two busy: waited for one after the other": (
+        10, [OK], [BUSY, OK], [BUSY, BUSY, OK], f"{TRY_ALL}, wait b, try c, wait c", "",
+    ),
+    "the last busy, in vain": (10, [OK], [OK], [BUSY, LATE], f"{TRY_ALL}, wait c", "c"),
+    "one that can never: no waiting": (10, [BUSY], [OK], [NEVER], TRY_ALL, "c"),
+    "a holder dies": (10, [OK], [GONE], [OK], TRY_ALL, "b"),
+    "no waiting, the first busy: no other is touched": (0, [BUSY], [], [], "try a", "a"),
+    "no waiting, a later one busy": (0, [OK], [OK], [BUSY], TRY_ALL, "c"),
+    "waiting for ever": (None, [OK], [OK], [BUSY, OK], f"{TRY_ALL}, wait c", ""),
+}  # fmt: skip
+"""Timeout, answers of the three hosts, what is done, and the host whose last answer is the claim's error."""
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_story(story: str) -> None:
+    timeout, a, b, c, expected, failed = STORIES[story]
+    diary: list[str] = []
+    claimers = [Scripted("b", diary, *b), Scripted("c", diary, *c), Scripted("a", diary, *a)]  # any order
+    waited: list[str] = []
+    if failed:
+        kind = type({"a": a, "b": b, "c": c}[failed][-1])
+        with pytest.raises(kind, match=f"^{failed}: ") as caught:
+            claim_all(claimers, timeout, on_wait=lambda host, err: waited.append(host))
+        assert (type(caught.value), caught.value.host) == (kind, failed)  # type: ignore[attr-defined]
+        assert getattr(caught.value, "timeout", timeout) == timeout, "not what was left"
+        assert not any(claimer.holds for claimer in claimers)
+        assert sorted(diary[-3:]) == ["abandon a", "abandon b", "abandon c"]
+        del diary[-3:]
+    else:
+        grants = claim_all(claimers, timeout, on_wait=lambda host, err: waited.append(host))
+        assert grants == ["b's GPUs", "c's GPUs", "a's GPUs"]
+        assert all(claimer.holds for claimer in claimers)
+    assert diary == expected.split(", ")
+    assert waited == [step[5:] for step in diary if step.startswith("wait")]
+
+
+def test_the_deadline_is_one_for_all_hosts() -> None:
+    now = [0.0]
+    timeouts: list[float | None] = []
+
+    class Slow(Scripted):
+        def call(self, method: str, *arguments: Any) -> None:
+            super().call(method, *arguments)
+            if method == "claim" and arguments[1]:
+                timeouts.append(arguments[1])
+                now[0] += 3
+
+    claimers = [Slow("a", [], BUSY, OK), Slow("b", [], BUSY, BUSY, OK), Slow("c", [], OK, BUSY, BUSY)]
+    with pytest.raises(ClaimTimeout, match=r"^c: 0 of 8 GPUs") as caught:
+        claim_all(claimers, 6, clock=lambda: now[0])
+    assert timeouts == [6, 3]
+    assert (caught.value.timeout, caught.value.verdicts, caught.value.nb_gpus) == (6, VERDICTS, 8)
+
+
+def test_whatever_interrupts_leaves_nothing() -> None:
+    class Interrupted(Scripted):
+        def answer(self, limit: float | None) -> Any:
+            raise KeyboardInterrupt
+
+    claimers = [Scripted("a", [], True), Interrupted("b", [], True)]
+    with pytest.raises(KeyboardInterrupt):
+        claim_all(claimers, 10)
+    assert not any(claimer.holds for claimer in claimers)
+
+
+def test_an_error_says_where_once() -> None:
+    error = on_host("hostb", on_host("hosta", pickle.loads(pickle.dumps(BUSY))))
+    assert str(error) == "hosta: 0 of 8 GPUs are free"
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.host, copy.verdicts) == (str(error), "hosta", VERDICTS)

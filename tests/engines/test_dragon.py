@@ -12,8 +12,8 @@ from subprocess import Popen
 from typing import Any
 
 import pytest
-from support.batch import wait_for
-from support.real import unavailable
+from support.processes import program
+from support.real import unavailable, wait_for
 
 from .conftest import PROGRAMS, TOOLS, python_with
 
@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(480)]
 
 PREFIX = "--network-prefix=^hsn0"
 # Dragon 0.14 counts these lines; 0.15 asks a library, see fakes/cudart.c.
-NVIDIA_SMI = "#!/bin/sh\nfor i in 0 1 2 3 4 5 6 7; do echo GPU $i; done\n"
-ROCM_SMI = "#!/bin/sh\necho device,Unique ID\nfor i in 0 1 2 3 4 5 6 7; do echo card$i,0x$i; done\n"
+NVIDIA_SMI = "for i in 0 1 2 3 4 5 6 7; do echo GPU $i; done"
+ROCM_SMI = "echo device,Unique ID\nfor i in 0 1 2 3 4 5 6 7; do echo card$i,0x$i; done"
 
 
 class Dragon:
@@ -35,13 +35,10 @@ class Dragon:
     def __init__(self, hosts: Any, python: str, build_library: Callable[..., Path], amd: bool = False) -> None:
         self.hosts = hosts
         fakes = hosts.scratch / "bin"
-        fakes.mkdir()
         # What Dragon runs after a crash looks for its processes by name, and these hosts share their process numbers
         # with the machine.
-        smi = ("rocm-smi", ROCM_SMI) if amd else ("nvidia-smi", NVIDIA_SMI)
-        for name, text in (smi, ("dragon-cleanup", "#!/bin/sh\n")):
-            (fakes / name).write_text(text)
-            (fakes / name).chmod(0o755)
+        program(fakes / "dragon-cleanup", "")
+        program(*((fakes / "rocm-smi", ROCM_SMI) if amd else (fakes / "nvidia-smi", NVIDIA_SMI)))
         env = hosts.env
         stand_in = TOOLS / "ssh-stand-in"
         env["PATH"] = f"{fakes}:{stand_in}:{Path(python).parent}:{env['PATH']}"
@@ -80,15 +77,10 @@ class Dragon:
         started = self.hosts.marks / "started"
         for _ in range(4):
             self.fresh_hosts()
-            process: Popen[str] = self.hosts.start(
-                "hosta",
-                "dragon",
-                *("-w", "ssh", "-t", "tcp", f"--hostlist={','.join(self.hosts.names)}", PREFIX),
-                f"--network-config={self.config}",
-                str(PROGRAMS / "on_dragon.py"),
-                *arguments,
-                DRAGON_RT_UID=str(time.monotonic_ns() % 1_000_000_007),
-            )
+            options = ("-w", "ssh", "-t", "tcp", f"--hostlist={','.join(self.hosts.names)}", PREFIX)
+            command = ("dragon", *options, f"--network-config={self.config}", str(PROGRAMS / "on_dragon.py"))
+            uid = str(time.monotonic_ns() % 1_000_000_007)
+            process: Popen[str] = self.hosts.start("hosta", *command, *arguments, DRAGON_RT_UID=uid)
             end = time.monotonic() + 40
             while process.poll() is None and not started.exists() and time.monotonic() < end:
                 time.sleep(0.02)
@@ -173,10 +165,7 @@ def test_the_recipe_of_the_tutorial_inside_a_claim(
     dragon_python: str, build_library: Callable[..., Path], ground: Any, tmp_path: Path
 ) -> None:
     """On this very machine, as Dragon inherits the environment there: its GPUs are those of the claim."""
-    smi = tmp_path / "bin" / "nvidia-smi"
-    smi.parent.mkdir()
-    smi.write_text(NVIDIA_SMI)
-    smi.chmod(0o755)
+    program(tmp_path / "bin" / "nvidia-smi", NVIDIA_SMI)
     results = tmp_path / "results"
     results.mkdir()
     recipe = ["dragon", "-s", str(PROGRAMS / "tutorial.py"), str(results)]
@@ -184,7 +173,7 @@ def test_the_recipe_of_the_tutorial_inside_a_claim(
         [dragon_python, "-m", "safe_gpu", "run", "-n", "2", "--only", "4-7", "--", *recipe],
         env={
             **os.environ,
-            "PATH": f"{smi.parent}:{Path(dragon_python).parent}:{os.environ['PATH']}",
+            "PATH": f"{tmp_path}/bin:{Path(dragon_python).parent}:{os.environ['PATH']}",
             "LD_LIBRARY_PATH": str(build_library("cudart.c", "libcudart.so").parent),
         },
         stdin=subprocess.DEVNULL,
@@ -206,7 +195,7 @@ def test_the_driver_ends(dragon: Dragon, end: str) -> None:
 def test_two_claims_from_opposite_ends(dragon: Dragon) -> None:
     """Eight times: one wins, the other fails cleanly or waits; never a deadlock, nobody is booked twice.
 
-    A round starts four Python processes with Dragon, which is most of its time. test_order.py looks for deadlocks
+    A round starts four Python processes with Dragon, which is most of its time. test_cluster_scale.py has more rounds,
     without Dragon.
     """
     output = dragon.finish(dragon.start("race"), 420)

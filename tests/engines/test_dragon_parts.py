@@ -6,6 +6,7 @@ import pickle
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,6 @@ import pytest
 
 from safe_gpu import GPUAffinityError, UnsatisfiableRequestError, WrongDeviceError
 from safe_gpu.claim.worker import check_expected_gpu
-from safe_gpu.drivers.presets import preset
 from safe_gpu.engines import dragon as dragon_module
 from safe_gpu.engines.dragon import DragonClaim, WorkerCheck, _split, claim
 from safe_gpu.engines.holder import ClaimArguments, ClusterGpu, HolderProcess
@@ -23,7 +23,7 @@ from safe_gpu.errors import HolderLostError
 
 
 @pytest.fixture
-def holder(monkeypatch: pytest.MonkeyPatch) -> Iterator[HolderProcess]:
+def holder() -> Iterator[HolderProcess]:
     """A holder in this very process, which sees eight simulated GPUs."""
     holder = HolderProcess(ClaimArguments(), "a test")
     yield holder
@@ -31,59 +31,60 @@ def holder(monkeypatch: pytest.MonkeyPatch) -> Iterator[HolderProcess]:
 
 
 @pytest.fixture
-def patch() -> Iterator[pytest.MonkeyPatch]:
-    """Variables of a worker. A test asks for them last, so that they are undone before its claim is."""
-    with pytest.MonkeyPatch.context() as patch:
-        yield patch
-
-
-@pytest.fixture
 def gpus(holder: HolderProcess) -> tuple[ClusterGpu, ...]:
-    granted = holder.claim(2, 0)
-    return tuple(replace(gpu, host="hosta", node_id="1") for gpu in granted)
+    """GPU 0 and 1 of hosta, which are claimed."""
+    return tuple(replace(gpu, host="hosta", node_id="1") for gpu in holder.claim(2, 0))  # type: ignore[union-attr]
 
 
-def test_a_worker_that_got_what_was_promised(gpus: tuple[ClusterGpu, ...], patch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def worker(**variables: str | None) -> Iterator[None]:
+    """This process as a worker with these variables, which are undone before its claim is."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+            patch.delenv(name, raising=False)
+        for name, value in variables.items():
+            if value is not None:
+                patch.setenv(name, value)
+        yield
+
+
+def test_a_worker_that_got_what_was_promised(gpus: Any) -> None:
     check = pickle.loads(pickle.dumps(WorkerCheck(gpus)))
-    patch.setenv("CUDA_VISIBLE_DEVICES", str(gpus[1].index))
-    patch.setenv("CUDA_DEVICE_ORDER", "")
-    patch.setenv("SAFE_GPU_SCOPE", "")
-    assert check.at("hosta") == gpus[1]
-    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-    assert os.environ["SAFE_GPU_SCOPE"] == gpus[1].environment["SAFE_GPU_SCOPE"]
+    with worker(CUDA_VISIBLE_DEVICES="1", CUDA_DEVICE_ORDER="", SAFE_GPU_SCOPE=""):
+        assert check.at("hosta") == gpus[1]
+        assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+        assert os.environ["SAFE_GPU_SCOPE"] == gpus[1].environment["SAFE_GPU_SCOPE"]
 
 
 @pytest.mark.parametrize(
     ("visible", "host", "held"),
     [
-        *((visible, "hosta", "GPU 0 or 1") for visible in (None, "", "0,1,2,3,4,5,6,7", "7", "0,1")),
+        (None, "hosta", "GPU 0 or 1"),
+        ("", "hosta", "GPU 0 or 1"),
+        ("7", "hosta", "GPU 0 or 1"),
+        ("0,1", "hosta", "GPU 0 or 1"),
         ("0", "hostb", "nothing"),
     ],
 )
-def test_a_worker_with_another_gpu_or_all(gpus: Any, visible: Any, host: str, held: str, patch: Any) -> None:
-    patch.delenv("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        patch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    with pytest.raises(WrongDeviceError, match=f"on {host}, and the claim holds {held} there"):
+def test_a_worker_with_another_gpu_or_several(gpus: Any, visible: str | None, host: str, held: str) -> None:
+    told = f"on {host}, and the claim holds {held} there"
+    with worker(CUDA_VISIBLE_DEVICES=visible), pytest.raises(WrongDeviceError, match=told):
         WorkerCheck(gpus).at(host)
 
 
-def test_a_worker_on_other_cpus(gpus: tuple[ClusterGpu, ...], patch: pytest.MonkeyPatch) -> None:
-    patch.setenv("CUDA_VISIBLE_DEVICES", "0")
+def test_a_worker_on_other_cpus(gpus: Any) -> None:
     elsewhere = tuple(replace(gpu, cpus=frozenset({max(os.sched_getaffinity(0)) + 1})) for gpu in gpus)
-    with pytest.raises(GPUAffinityError, match="instead of"):
+    with worker(CUDA_VISIBLE_DEVICES="0"), pytest.raises(GPUAffinityError, match="instead of"):
         WorkerCheck(elsewhere).at("hosta")
 
 
-def test_a_worker_after_the_claim(holder: HolderProcess, gpus: tuple[ClusterGpu, ...], patch: Any) -> None:
+def test_a_worker_after_the_claim(holder: HolderProcess, gpus: Any) -> None:
     holder.release()
-    patch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with pytest.raises(HolderLostError, match="hosta: GPU 0 is no longer held"):
+    told = "hosta: GPU 0 is no longer held"
+    with worker(CUDA_VISIBLE_DEVICES="0"), pytest.raises(HolderLostError, match=told):
         WorkerCheck(gpus).at("hosta")
-    patch.delenv("CUDA_VISIBLE_DEVICES")
     holder.claim(2, 0)  # the same GPUs, but another claim
-    patch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    with pytest.raises(HolderLostError):
+    with worker(CUDA_VISIBLE_DEVICES="0"), pytest.raises(HolderLostError, match=told):
         WorkerCheck(gpus).at("hosta")
 
 
@@ -99,35 +100,22 @@ class Idle:
     call = answer = end = nothing
 
 
-@pytest.fixture
-def claimed(gpus: tuple[ClusterGpu, ...]) -> Iterator[DragonClaim]:
-    """GPU 0 and 1 of hosta, as a claim that Dragon knows."""
-    holder: Any = Idle()
-    with DragonClaim({replace(gpu, inherited_position=gpu.index): holder for gpu in gpus}) as claim:
-        yield claim
-
-
 def policy(host: str, *numbers: int) -> Any:
     return SimpleNamespace(host_name=host, gpu_affinity=list(numbers))
 
 
-def test_the_environment_of_a_template_is_that_of_the_gpu_of_its_policy(
-    claimed: DragonClaim, gpus: tuple[ClusterGpu, ...], patch: pytest.MonkeyPatch
-) -> None:
-    for gpu in gpus:
-        env = claimed.template_env(policy("hosta", gpu.index))
-        assert env == {**gpu.environment, "SAFE_GPU_EXPECT": gpu.uuid}
-        assert env["CUDA_VISIBLE_DEVICES"] == str(gpu.index)
-        for name, value in env.items():
-            patch.setenv(name, value)
-        check_expected_gpu()  # what ``run`` and ``bind`` do in the worker
-
-
-@pytest.mark.parametrize("wrong", [policy("hosta"), policy("hosta", 7), policy("hosta", 0, 1), policy("hostb", 0)])
-def test_a_policy_that_is_not_of_the_claim_has_no_environment(claimed: DragonClaim, wrong: Any) -> None:
-    with pytest.raises(UnsatisfiableRequestError, match="policies"):
-        claimed.template_env(wrong)
-    claimed.release()
+def test_the_environment_of_a_template_is_that_of_the_gpu_of_its_policy(gpus: Any) -> None:
+    idle: Any = Idle()
+    with DragonClaim({replace(gpu, inherited_position=gpu.index): idle for gpu in gpus}) as claimed:
+        for gpu in gpus:
+            env = claimed.template_env(policy("hosta", gpu.index))
+            assert env == {**gpu.environment, "SAFE_GPU_EXPECT": gpu.uuid}
+            assert env["CUDA_VISIBLE_DEVICES"] == str(gpu.index)
+            with worker(**env):
+                check_expected_gpu()  # what ``run`` and ``bind`` do in the worker
+        for wrong in (policy("hosta"), policy("hosta", 7), policy("hosta", 0, 1), policy("hostb", 0)):
+            with pytest.raises(UnsatisfiableRequestError, match="policies"):
+                claimed.template_env(wrong)
     with pytest.raises(UnsatisfiableRequestError, match="claim again"):
         claimed.template_env(policy("hosta", 0))
 
@@ -138,13 +126,10 @@ def amd(monkeypatch: pytest.MonkeyPatch) -> Iterator[DragonClaim]:
     monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:mi250x")
     monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "1,2,3")
     holder = HolderProcess(ClaimArguments(selection={"only": [2, 3]}), "a test")
-    granted = holder.claim(2, 0)
+    granted: Any = holder.claim(2, 0)
     idle: Any = Idle([1, 2, 3], "ROCR_VISIBLE_DEVICES")  # Dragon 0.14 numbers them as ROCR does
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
-            patch.delenv(name)  # as in another process
-        with DragonClaim({replace(gpu, host="hosta", node_id="1"): idle for gpu in granted}) as claim:
-            yield claim
+    with worker(), DragonClaim({replace(gpu, host="hosta", node_id="1"): idle for gpu in granted}) as claim:
+        yield claim
     holder.release()
 
 
@@ -157,47 +142,33 @@ def test_amd_gpus_where_dragon_counts_those_of_nvidia(amd: DragonClaim) -> None:
 
 
 @pytest.mark.parametrize("left_over", [{}, {"HIP_VISIBLE_DEVICES": "2,3"}, {"CUDA_VISIBLE_DEVICES": "3"}])
-@pytest.mark.parametrize("by_uuid", [False, True])
-def test_a_worker_on_an_amd_gpu(amd: DragonClaim, by_uuid: bool, left_over: dict[str, str], patch: Any) -> None:
+def test_a_worker_on_an_amd_gpu(amd: DragonClaim, left_over: dict[str, str]) -> None:
     """Dragon sets ROCR_VISIBLE_DEVICES; HIP would count the others, where there are any, within that."""
     check = pickle.loads(pickle.dumps(amd.check_worker))
     gpu = amd.gpus[1]
-    given = {**left_over, "ROCR_VISIBLE_DEVICES": gpu.uuid if by_uuid else "3"}  # Dragon's policy comes last
-    with pytest.MonkeyPatch.context() as started:
-        for name, value in given.items():
-            started.setenv(name, value)
-        assert check.at("hosta") == gpu
-        started.setenv("SAFE_GPU_EXPECT", gpu.uuid)
-        check_expected_gpu()
     env = amd.template_env(policy("hosta", 3))
     assert env == {**gpu.environment, "SAFE_GPU_EXPECT": gpu.uuid}
-    for name, value in {**left_over, **env, "ROCR_VISIBLE_DEVICES": given["ROCR_VISIBLE_DEVICES"]}.items():
-        patch.setenv(name, value)
-    check_expected_gpu()
+    for given in ({"ROCR_VISIBLE_DEVICES": "3"}, {"ROCR_VISIBLE_DEVICES": gpu.uuid}):  # Dragon's policy comes last
+        with worker(**left_over, **given), pytest.MonkeyPatch.context() as checked:
+            assert check.at("hosta") == gpu
+            checked.setenv("SAFE_GPU_EXPECT", gpu.uuid)
+            check_expected_gpu()
+        with worker(**{**left_over, **env, **given}):
+            check_expected_gpu()
 
 
-@pytest.mark.parametrize("visible", [None, "", "0", "2,3", preset("mi250x").gpus[0].uuid])
-def test_a_worker_on_another_amd_gpu(amd: DragonClaim, visible: str | None, patch: pytest.MonkeyPatch) -> None:
-    patch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    if visible is not None:
-        patch.setenv("ROCR_VISIBLE_DEVICES", visible)
-    with pytest.raises(WrongDeviceError, match=r"this worker got ROCR_VISIBLE_DEVICES=.* holds GPU 2 or 3 there"):
+@pytest.mark.parametrize("visible", [None, "0", "2,3"])
+def test_a_worker_on_another_amd_gpu(amd: DragonClaim, visible: str | None) -> None:
+    told = r"this worker got ROCR_VISIBLE_DEVICES=.* holds GPU 2 or 3 there"
+    with worker(CUDA_VISIBLE_DEVICES="3", ROCR_VISIBLE_DEVICES=visible), pytest.raises(WrongDeviceError, match=told):
         amd.check_worker.at("hosta")
 
 
-CORES = tuple((core, core + 8) for core in range(4))
-
-
-@pytest.mark.parametrize(
-    ("cores", "workers", "parts"),
-    [
-        (CORES, 3, [(0, 1, 8, 9), (2, 10), (3, 11)]),
-        (CORES, 9, [(0, 8), (1, 9), (2, 10), (3, 11)]),  # more workers than cores: they go round
-        ((), 3, [()]),  # no preference
-    ],
-)
-def test_workers_divide_the_cores_of_their_gpu(cores: Any, workers: int, parts: Any) -> None:
-    assert _split(cores, workers) == parts
+def test_workers_divide_the_cores_of_their_gpu() -> None:
+    cores = tuple((core, core + 8) for core in range(4))
+    assert _split(cores, 3) == [(0, 1, 8, 9), (2, 10), (3, 11)]
+    assert _split(cores, 9) == list(cores), "more workers than cores go round"
+    assert _split((), 3) == [()], "no preference"
 
 
 def test_outside_of_a_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,8 +190,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         1: SimpleNamespace(h_uid=1, hostname="nodea", gpus=[]),
         2: SimpleNamespace(h_uid=2, hostname="nodeb", gpus=[0, 1]),
     }
-    machine = types.ModuleType("dragon.native.machine")
-    machine.Node, machine.System = nodes.get, lambda: SimpleNamespace(nodes=[1, 2])  # type: ignore[attr-defined]
+    machine: Any = types.ModuleType("dragon.native.machine")
+    machine.Node, machine.System = nodes.get, lambda: SimpleNamespace(nodes=[1, 2])
     for name in ("dragon", "dragon.native"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, "dragon.native.machine", machine)
@@ -229,18 +200,15 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("nodes", [1, "nodeb", ["2"], [2]])
-def test_nodes_where_dragon_sees_gpus_are_asked(asked: list[str], nodes: Any) -> None:
-    with pytest.raises(HolderLostError, match="none starts here"):
-        claim(nodes, 1, timeout=0)
-    assert asked == ["nodeb"]
-
-
-@pytest.mark.parametrize("nodes", [2, "nodea"])
-def test_nodes_where_dragon_sees_no_gpu_are_refused(asked: list[str], nodes: Any) -> None:
-    with pytest.raises(UnsatisfiableRequestError, match="Dragon sees no GPU on nodea"):
-        claim(nodes, 1, timeout=0)
-    assert asked == []
+def test_nodes_where_dragon_sees_gpus_are_asked_and_others_refused(asked: list[str]) -> None:
+    for nodes in (1, "nodeb", ["2"], [2]):
+        with pytest.raises(HolderLostError, match="none starts here"):
+            claim(nodes, 1, timeout=0)  # type: ignore[arg-type]
+    assert asked == ["nodeb"] * 4
+    for nodes in (2, "nodea"):
+        with pytest.raises(UnsatisfiableRequestError, match="Dragon sees no GPU on nodea"):
+            claim(nodes, 1, timeout=0)
+    assert asked == ["nodeb"] * 4
 
 
 def test_the_stand_in_for_cudart_has_all_that_dragon_looks_up(build_library: Callable[..., Path]) -> None:

@@ -1,13 +1,24 @@
-"""What a holder does on its host: the claim, the report, the place of the workers."""
+"""The process that holds GPUs of one host: the claim, the report, the place of the workers, and its connection.
+
+At its other end is the driver: each notices the end of the other.
+"""
 
 import os
 import pickle
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
+from threading import Thread
 from typing import Any
 
 import pytest
+from support.actor import Actor
+from support.real import wait_for
 
 from safe_gpu import (
     AffinityOptions,
@@ -19,7 +30,10 @@ from safe_gpu import (
 )
 from safe_gpu.affinity.binding import leave
 from safe_gpu.drivers.presets import preset
-from safe_gpu.engines.holder import ClaimArguments, HolderProcess, HostReport, enter_worker
+from safe_gpu.engines.connection import Holder, serve, start_all
+from safe_gpu.engines.holder import ClaimArguments, HolderProcess, enter_worker
+from safe_gpu.errors import HolderLostError
+from safe_gpu.host.procfs import has_ended
 
 
 @pytest.fixture
@@ -36,18 +50,14 @@ def make() -> Iterator[Callable[..., HolderProcess]]:
         holder.release()
 
 
-def test_it_claims_delegates_and_gives_back(make: Callable[..., HolderProcess]) -> None:
+def test_it_claims_delegates_and_gives_back(make: Any) -> None:
     before = dict(os.environ), os.sched_getaffinity(0)
     holder = make()
     held = holder.claim(2, 0)
     assert [gpu.index for gpu in held] == [0, 1]
     assert os.sched_getaffinity(0) == before[1], "the holder itself is not bound"
     for gpu in held:
-        assert gpu.environment == {
-            "CUDA_VISIBLE_DEVICES": str(gpu.index),
-            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-            "SAFE_GPU_SCOPE": os.environ["SAFE_GPU_SCOPE"],
-        }
+        assert gpu.environment["CUDA_VISIBLE_DEVICES"] == str(gpu.index)
         assert gpu.inherited_position is None
         assert gpu.cpus == {cpu for core in gpu.cores for cpu in core} <= before[1]
     assert get_free_gpus() == ["2", "3", "4", "5", "6", "7"]
@@ -58,7 +68,7 @@ def test_it_claims_delegates_and_gives_back(make: Callable[..., HolderProcess]) 
     assert isinstance(holder.claim(8, 0), tuple), "and it may claim again"
 
 
-def test_refusals_are_answers(make: Callable[..., HolderProcess], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_are_answers(make: Any, monkeypatch: Any) -> None:
     assert isinstance(make().claim(9, 0), UnsatisfiableRequestError)
     assert isinstance(make(selection={"model": "V100"}).claim(1, 0), UnsatisfiableRequestError)
     holder = make(affinity=AffinityOptions(mode="unique_contiguous", min_physical_cores=5000))
@@ -68,8 +78,8 @@ def test_refusals_are_answers(make: Callable[..., HolderProcess], monkeypatch: p
     assert isinstance(make().claim(1, 0), (NotEnoughGpusError, UnsatisfiableRequestError))
 
 
-def test_uuids(make: Callable[..., HolderProcess]) -> None:
-    (gpu,) = make(visible_as="uuid", affinity=None, placeholder_fn=NoPlaceholder()).claim(1, 0)  # type: ignore[misc]
+def test_uuids(make: Any) -> None:
+    (gpu,) = make(visible_as="uuid", affinity=None, placeholder_fn=NoPlaceholder()).claim(1, 0)
     assert gpu.environment["CUDA_VISIBLE_DEVICES"] == gpu.uuid
     assert "CUDA_DEVICE_ORDER" not in gpu.environment
     assert (gpu.cpus, gpu.cores) == (frozenset(), ())
@@ -79,25 +89,9 @@ def test_uuids(make: Callable[..., HolderProcess]) -> None:
 AMD = [gpu.uuid for gpu in preset("mi250x").gpus[:4]]
 
 
-def test_amd_gpus(make: Callable[..., HolderProcess], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:mi250x")
-    before = dict(os.environ)
-    holder = make(selection={"only": [0, 1]})
-    held = holder.claim(2, 0)
-    scope = {"SAFE_GPU_SCOPE": os.environ["SAFE_GPU_SCOPE"]}
-    both = {"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "0"}
-    assert [gpu.uuid for gpu in held] == AMD[:2]
-    assert [gpu.environment for gpu in held] == [{"ROCR_VISIBLE_DEVICES": uuid, **both, **scope} for uuid in AMD[:2]]
-    assert {gpu.vendor for gpu in held} == {"amd"}
-    assert get_free_gpus() == ["2", "3", "4", "5", "6", "7"]
-    holder.release()
-    assert dict(os.environ) == before
-
-
 @pytest.mark.parametrize(
     ("inherited", "visible_as", "shown"),
     [
-        ({}, "index", {"HIP_VISIBLE_DEVICES": "2"}),
         ({}, "uuid", {"HIP_VISIBLE_DEVICES": AMD[2]}),
         ({"CUDA_VISIBLE_DEVICES": "3,2"}, "index", {"HIP_VISIBLE_DEVICES": "2", "CUDA_VISIBLE_DEVICES": "2"}),
         ({"ROCR_VISIBLE_DEVICES": "3,2"}, "index", {"HIP_VISIBLE_DEVICES": "1"}),
@@ -107,7 +101,7 @@ def test_amd_gpus_under_ray(make: Any, monkeypatch: Any, inherited: Any, visible
     """ROCR_VISIBLE_DEVICES stays as it is: Ray cannot be imported where it is set. An inner claim keeps to that."""
     for name, value in {**inherited, "RAY_RAYLET_PID": "7", "SAFE_GPU_DRIVER": "simulated:mi250x"}.items():
         monkeypatch.setenv(name, value)
-    (gpu,) = make(visible_as=visible_as, selection={"only": [2]}).claim(1, 0)  # type: ignore[misc]
+    (gpu,) = make(visible_as=visible_as, selection={"only": [2]}).claim(1, 0)
     environment = {name: value for name, value in gpu.environment.items() if name != "SAFE_GPU_SCOPE"}
     assert environment == shown
     worker = {**os.environ, **inherited, **gpu.environment}
@@ -125,44 +119,42 @@ with safe_gpu.GPUOwner(1, timeout=0, affinity=None) as owner:
     ("driver", "inherited", "positions"),
     [
         ("dgx-h100", {"CUDA_VISIBLE_DEVICES": "6,1,0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, [2, 1]),
-        ("mi250x", {}, [None, None]),
-        ("mi250x", {"ROCR_VISIBLE_DEVICES": "3,2,1,0"}, [3, 2]),
         ("mi250x", {"ROCR_VISIBLE_DEVICES": ",".join(reversed(AMD))}, [3, 2]),
         # HIP's own variable limits the claim, and is no list of Dragon's
         ("mi250x", {"ROCR_VISIBLE_DEVICES": "3,2,1,0", "HIP_VISIBLE_DEVICES": "2,3"}, [3, 2]),
         ("mi250x", {"HIP_VISIBLE_DEVICES": "1,0"}, [None, None]),
     ],
 )
-def test_the_place_in_an_inherited_list(
-    make: Callable[..., HolderProcess], monkeypatch: pytest.MonkeyPatch, driver: str, inherited: Any, positions: Any
-) -> None:
+def test_places_in_an_inherited_list(make: Any, monkeypatch: Any, driver: str, inherited: Any, positions: Any) -> None:
     for name, value in {**inherited, "SAFE_GPU_DRIVER": f"simulated:{driver}"}.items():
         monkeypatch.setenv(name, value)
     held = make(selection={"only": [0, 1]}).claim(2, 0)
     assert [(gpu.index, gpu.inherited_position) for gpu in held] == list(enumerate(positions))
 
 
-def test_the_vendor_is_chosen(make: Callable[..., HolderProcess], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_vendor_is_chosen(make: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:two-vendors")
+    before = dict(os.environ)
     for vendor in ("amd", "nvidia"):
         holder = make(selection={"vendor": vendor})
-        report = holder.report(1)
-        assert report.free > 0
-        (gpu,) = holder.claim(1, 0)  # type: ignore[misc]
+        assert holder.report(1).free > 0
+        (gpu,) = holder.claim(1, 0)
         assert gpu.vendor == vendor
-        assert ("ROCR_VISIBLE_DEVICES" in gpu.environment) == (vendor == "amd")
+        amd = {"ROCR_VISIBLE_DEVICES": gpu.uuid, "HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "0"}
+        nvidia = {"CUDA_VISIBLE_DEVICES": str(gpu.index), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        shown = amd if vendor == "amd" else nvidia
+        assert gpu.environment == {**shown, "SAFE_GPU_SCOPE": os.environ["SAFE_GPU_SCOPE"]}
         holder.release()
+        assert dict(os.environ) == before
     monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:mi250x")
     holder = make(selection={"vendor": "nvidia"})
     assert isinstance(holder.claim(1, 0), UnsatisfiableRequestError)
     assert holder.report(1).free == -1
 
 
-def test_the_report(make: Callable[..., HolderProcess]) -> None:
+def test_the_report(make: Any) -> None:
     holder = make()
-    report = holder.report()
-    assert isinstance(report, HostReport)
-    assert report == make().report()
+    assert (here := holder.report()) == make().report()
     assert holder.report(3).free == 8
     holder.claim(2, 0)
     assert isinstance(make().claim(1, 0), AlreadyClaimedError)
@@ -170,18 +162,12 @@ def test_the_report(make: Callable[..., HolderProcess]) -> None:
         elsewhere.delenv("CUDA_VISIBLE_DEVICES")
         assert make().report(3).free == 6
         assert make().report(9).free == -1
-        assert make(selection={"model": "H100"}).report(1).free == -1
-
-
-def test_two_state_directories_are_two_hosts(make: Callable[..., HolderProcess], monkeypatch: Any) -> None:
-    here = make().report().rank
-    monkeypatch.setenv("SAFE_GPU_DIR", os.environ["SAFE_GPU_DIR"] + "-other")
-    assert make().report().rank != here
+        elsewhere.setenv("SAFE_GPU_DIR", os.environ["SAFE_GPU_DIR"] + "-other")
+        assert make().report().rank != here.rank, "two state directories are two hosts"
 
 
 def test_an_exclusive_gpu_is_left_to_the_workers(fake_gpus: Any) -> None:
     code = """
-import sys
 from safe_gpu.engines.holder import HolderProcess as Holder, ClaimArguments as Wishes
 holder = Holder(Wishes(affinity=None), "a test")
 assert isinstance(holder.claim(1, 0), tuple)
@@ -194,13 +180,133 @@ print(len([thing for thing in holder._owner.placeholders if thing is not None]))
 
 def test_a_worker_is_moved_or_says_why_not() -> None:
     mask = os.sched_getaffinity(0)
-    cpu = min(mask)
-    try:
-        assert "bound" in enter_worker([cpu], None, None)
-        assert os.sched_getaffinity(0) == {cpu}
-    finally:
-        leave()
+    assert "bound" in enter_worker([min(mask)], None, None)
+    assert os.sched_getaffinity(0) == {min(mask)}
+    leave()
     assert enter_worker([], None, None) == "not bound"
     assert enter_worker([max(mask) + 4096], None, None).startswith("not bound: ")
     leave()
     assert os.sched_getaffinity(0) == mask
+
+
+@pytest.fixture
+def connect(state_dir: Any) -> Iterator[Callable[..., tuple[Holder, int]]]:
+    """Start a holder of "hosta" in a process of its own, with that pid; it calls, or ends at once."""
+    started: list[Actor] = []
+
+    def start(port: int, token: bytes, *, calls: bool) -> Callable[[], str]:
+        hold = partial(serve, ("127.0.0.1", port), token, ClaimArguments(affinity=None), "a test")
+        started.append(Actor(lambda line: hold() if calls else None))
+        return lambda: "" if not has_ended(started[-1].pid) else "its process is gone"
+
+    def make(calls: bool = True) -> tuple[Holder, int]:
+        (holder,) = start_all([partial(Holder, "hosta", "1", partial(start, calls=calls))])
+        return holder, started[-1].pid
+
+    yield make
+    for one in started:
+        one.end()
+
+
+def ask(holder: Holder, method: str, *arguments: Any) -> Any:
+    holder.call(method, *arguments)
+    return holder.answer(30.0)
+
+
+def test_it_ends_with_the_connection(connect: Any) -> None:
+    holder, pid = connect()
+    assert ask(holder, "report", 3).free == 8
+    assert [gpu.index for gpu in ask(holder, "claim", 2, 0)] == [0, 1]
+    assert isinstance(ask(holder, "claim", 9, 0), Exception), "errors are answers"
+    assert len(get_free_gpus()) == 6
+    holder.end()
+    holder.end()
+    wait_for(lambda: has_ended(pid), "the end of the holder")
+    assert len(get_free_gpus()) == 8
+
+
+def test_a_holder_that_waits_ends_too(connect: Any) -> None:
+    first, _ = connect()
+    second, pid = connect()
+    ask(first, "claim", 8, 0)
+    assert isinstance(ask(second, "claim", 1, 0), NotEnoughGpusError)
+    second.call("claim", 1, None)
+    with pytest.raises(HolderLostError, match="does not answer within"):
+        second.answer(0.1)
+    second.end()
+    wait_for(lambda: has_ended(pid), "the end of the waiting holder")
+    first.end()
+
+
+def test_a_holder_that_is_killed_or_never_calls_is_lost(connect: Any) -> None:
+    holder, pid = connect()
+    ask(holder, "claim", 2, 0)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(HolderLostError, match="hosta: the process that held the GPUs there has exited"):
+        ask(holder, "ping")
+    holder.end()
+    holder, _ = connect(calls=False)
+    with pytest.raises(HolderLostError, match="ended before it began"):
+        ask(holder, "report")
+    holder.end()
+
+
+def test_the_end_of_the_driver_frees_its_gpus_although_a_forked_child_lives(state_dir: Any) -> None:
+    def start(port: int, token: bytes) -> Callable[[], str]:
+        Actor(lambda line: serve(("127.0.0.1", port), token, ClaimArguments(affinity=None), "a test"))
+        return lambda: ""
+
+    def drive(line: Connection) -> None:
+        (holder,) = start_all([partial(Holder, "hosta", "1", start)])
+        ask(holder, "claim", 8, 0)
+        if os.fork():
+            line.send("claimed")
+            signal.pause()
+        line.recv()  # the child lives as long as the test
+
+    driver = Actor(drive)
+    assert driver.hear() == "claimed"
+    assert get_free_gpus() == []
+    os.kill(driver.pid, signal.SIGKILL)
+    wait_for(lambda: len(get_free_gpus()) == 8, "the end of the holder")
+    driver.end()
+
+
+def test_strangers_are_not_let_in() -> None:
+    ports: list[int] = []
+
+    def start(port: int, token: bytes) -> Callable[[], str]:
+        ports.append(port)
+        return lambda: ""
+
+    (holder,) = start_all([partial(Holder, "hosta", "1", start)])
+    with Connection(socket.create_connection(("127.0.0.1", ports[0])).detach()) as stranger:
+        stranger.send_bytes(bytes(32))
+        with pytest.raises(EOFError):
+            stranger.recv_bytes()
+    holder.call("report")
+    with pytest.raises(HolderLostError, match="does not answer"):
+        holder.answer(0.05)
+    holder.end()
+
+
+def test_a_holder_reads_no_object_of_a_stranger_who_got_the_port() -> None:
+    """A driver that has ended leaves its port to anybody."""
+
+    def welcome() -> None:
+        link = Connection(server.accept()[0].detach())
+        link.recv_bytes()
+        link.send_bytes(b"#CHALLENGE#" + bytes(20))
+        link.recv_bytes()
+        link.send_bytes(b"#WELCOME#")
+        link.recv_bytes()
+        link.send_bytes(bytes(16))
+        link.send(("release", ()))
+        link.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        stranger = Thread(target=welcome)
+        stranger.start()
+        with pytest.raises(AuthenticationError):
+            serve(server.getsockname(), bytes(32), ClaimArguments(), "a test")
+        stranger.join()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.batch import wait_for
+from support.real import wait_for
 
 from .conftest import PROGRAMS, python_with
 

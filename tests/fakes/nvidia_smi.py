@@ -1,7 +1,7 @@
 """A stand-in for the nvidia-smi program, over the GPUs and processes of the fake NVML (nvml.c describes the files).
 
-It answers -q -x (with -i ID,ID too), and appends its arguments to ``$FAKE_GPU_DIR/runs``. ``$FAKE_GPU_DIR/smi``
-makes it misbehave, key=value, one a line:
+It answers -q -x (with -i ID,ID too) and what the older package asks, and appends its arguments to
+``$FAKE_GPU_DIR/runs``. ``$FAKE_GPU_DIR/smi`` makes it misbehave, key=value, one a line:
     before=TEXT  after=TEXT     extra lines around the answer ("\\n" separates)
     version_lacks=a,b           elements that this version does not know
     hang=1                      the query never ends; its pid is written to $FAKE_GPU_DIR/hung
@@ -78,6 +78,7 @@ def command_name(pid):
         return "[Not Found]"
 
 
+MODES = ("Default", "Exclusive_Thread", "Prohibited", "Exclusive_Process")
 KINDS = {"": "C", "graphics": "G", "mps": "M+C"}
 
 
@@ -106,10 +107,7 @@ def report(gpu):
             element("uuid", gpu["uuid"]),
             memory(int(gpu.get("mem", 80 << 30)), used),
             "<bar1_memory_usage><total>7 MiB</total><used>7 MiB</used></bar1_memory_usage>\n",
-            element(
-                "compute_mode",
-                ("Default", "Exclusive_Thread", "Prohibited", "Exclusive_Process")[int(gpu.get("mode", 0))],
-            ),
+            element("compute_mode", MODES[int(gpu.get("mode", 0))]),
             f"<utilization>\n{element('gpu_util', load)}</utilization>\n",
             f"<temperature>\n{element('gpu_temp', gpu.get('temp', '41') + ' C')}</temperature>\n",
             element("fan_speed", gpu["fan"] + " %" if "fan" in gpu else "N/A"),
@@ -154,15 +152,30 @@ def query(ids):
     return 0
 
 
+def older(argument):
+    """What the older package asks in one of its arguments."""
+    if argument == "-q":
+        print(f"Attached GPUs : {len(GPUS)}" + "\n    Display Mode : Disabled" * len(GPUS))
+    for index, gpu in enumerate(GPUS):
+        if argument == "--query-gpu=index,gpu_bus_id":
+            print(f"{index}, {gpu['bus'].upper()}")
+        elif argument == "--query-compute-apps=pid,gpu_bus_id":
+            for pid, _, kind in processes(gpu["uuid"]):
+                if not kind:
+                    print(f"{pid}, {gpu['bus'].upper()}")
+
+
 def main():
     with open(os.path.join(ROOT, "runs"), "a") as file:
         file.write(" ".join(sys.argv[1:]) + "\n")
+    if sys.argv[1:3] != ["-q", "-x"]:
+        for argument in sys.argv[1:]:
+            older(argument)
+        return 0
     if os.environ.get("LC_ALL") != "C":
         print("Die Ausgabe ist nicht in der Sprache, die erwartet wird")
         return 1
-    if sys.argv[1:3] == ["-q", "-x"]:
-        return query(sys.argv[4].split(",") if sys.argv[3:4] == ["-i"] else None)
-    return 1
+    return query(sys.argv[4].split(",") if sys.argv[3:4] == ["-i"] else None)
 
 
 sys.exit(main())

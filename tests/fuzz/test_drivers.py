@@ -26,7 +26,7 @@ from support.hostile import (
     refusing,
     with_examples,
 )
-from support.kfd_host import KfdHost
+from support.vendor_hosts import KfdHost
 
 from safe_gpu.affinity import planner as policies
 from safe_gpu.affinity.placement import parse_numa_maps

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.hip_host import HipHost
 from support.real import long
+from support.vendor_hosts import HipHost
 
 NEEDS_MORE = "tests/runtimes/test_cuda.py"  # than the fakes have: it is collected, and not run
 AMD = "tests/gpu/test_amd.py"

@@ -5,7 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from support.gpus import PACKAGE_ROOT
-from support.processes import free_port
+from support.processes import free_port, program
 from support.real import REQUIRED, unavailable
 
 from safe_gpu.host import procfs
@@ -35,7 +35,6 @@ class Hosts:
         for key in ("host", "user", "stranger"):
             words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(directory / key)]
             subprocess.run(words, check=True, timeout=30)
-        shutil.copy(directory / "user.pub", directory / "authorized_keys")
         self.config.write_text(
             "Match all\n  GlobalKnownHostsFile /dev/null\n  IdentitiesOnly yes\n  IdentityAgent none\n"
             f"  StrictHostKeyChecking yes\n  UserKnownHostsFile {directory}/known_hosts\n  HostName 127.0.0.1\n"
@@ -43,25 +42,17 @@ class Hosts:
         )
         (directory / "known_hosts").write_text(f"gpu {(directory / 'host.pub').read_text()}")
 
-    def state_dir(self, name: str) -> Path:
-        """Where the claims of a host are."""
-        return self.directory / name
-
     def environment(self, name: str) -> dict[str, str]:
         """What commands on a host find, whoever starts them."""
-        variables = {name: value for name, value in os.environ.items() if name.startswith("SAFE_GPU_")}
-        path = f"{self.directory / 'remote'}:/usr/bin:/bin"
-        own = {
+        return {
+            **{name: value for name, value in os.environ.items() if name.startswith("SAFE_GPU_")},
             "SAFE_GPU_TEST_HOSTS": str(self.directory),
-            "SAFE_GPU_DIR": str(self.state_dir(name)),
+            "SAFE_GPU_DIR": str(self.directory / name),
             "PYTHONPATH": str(PACKAGE_ROOT),  # for another interpreter
-            "PATH": path,
+            "PATH": f"{self.directory}/remote:/usr/bin:/bin",
         }
-        return {**variables, **own}
 
-    def up(
-        self, name: str, *, as_well: str = "", forced: str = "", env: Mapping[str, str] | None = None, key: str = "user"
-    ) -> None:
+    def up(self, name: str, *, as_well: str = "", forced: str = "", key: str = "user", env: Any = None) -> None:
         """Start the host, with a forced command (which finds the real one in SSH_ORIGINAL_COMMAND) or other variables.
 
         Args:
@@ -70,14 +61,14 @@ class Hosts:
         """
         port = free_port()
         variables = {**self.environment(name), **(env or {})}
+        settings = " ".join(f'"{key}={value}"' for key, value in variables.items())
         file = self.directory / f"sshd_{name}"
         file.write_text(
             f"Port {port}\nListenAddress 127.0.0.1\nHostKey {self.directory}/host\nPidFile none\nUsePAM no\n"
-            f"StrictModes no\nAuthorizedKeysFile {self.directory}/authorized_keys\nPermitRootLogin prohibit-password\n"
-            "PasswordAuthentication no\nKbdInteractiveAuthentication no\n"
-            + "SetEnv "
-            + " ".join(f'"{key}={value}"' for key, value in variables.items())
-            + f"\nForceCommand {forced}\n" * bool(forced)
+            f"StrictModes no\nAuthorizedKeysFile {self.directory}/user.pub\nPermitRootLogin prohibit-password\n"
+            f"PasswordAuthentication no\nKbdInteractiveAuthentication no\nSetEnv {settings}\n"
+            + f"ForceCommand {forced}\n"
+            * bool(forced)
         )
         words = [shutil.which("sshd", path=SBIN) or "", "-D", "-e", "-f", str(file)]
         self._daemons[name] = daemon = subprocess.Popen(words, stderr=subprocess.PIPE)
@@ -119,13 +110,6 @@ class Hosts:
         for pid in self.processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-
-
-def program(path: Path, text: str) -> None:
-    """Write a program of the shell."""
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""``safe-gpu run --host``: one host claims, whatever becomes of the connections."""
+"""``safe-gpu run --host``: one host claims, whatever becomes of the connections.
+
+Some tests have real sshds; others an ssh that runs its script here, as the host that it is to reach.
+"""
 
 import json
 import os
@@ -10,10 +13,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from support.processes import free_port
+from support.processes import free_port, program
 from support.terminals import Terminal
-
-from .conftest import program
 
 LAPTOP = {"SAFE_GPU_DRIVER": "simulated:laptop"}  # one GPU
 
@@ -67,7 +68,7 @@ def test_the_one_with_the_most_free_gpus_in_this_directory(
     given.write_text("stdin")
     with given.open() as stdin:
         done = command.run(*words, cwd=odd, stdin=stdin)
-    printed = f"{odd}|a  'b'\n!|0|stdin|{hosts.state_dir('gpu2')}|"
+    printed = f"{odd}|a  'b'\n!|0|stdin|{hosts.directory}/gpu2|"
     assert (done.returncode, done.stdout, done.stderr) == (7, printed, "bad\n")
     assert (free("gpu1", **LAPTOP), free("gpu2")) == (1, 8)
 
@@ -83,7 +84,7 @@ def test_nobody_has_enough(hosts: Any, remote: Any, command: Any, user: str) -> 
     assert (done.returncode, done.stdout) == (75, "")
     *refusals, first, gpu1, gpu2, ib, gpu3 = done.stderr.splitlines()
     assert any("2 GPUs" in line for line in refusals)
-    assert first == "safe-gpu: no host gives the GPUs now, and run --host does not wait:"
+    assert "run --host does not wait" in first
     assert gpu1.startswith("  gpu1: ")
     assert ib == "  gpu1-ib: the same host as gpu1"
     assert gpu2 == f"  gpu2: 1 of 8 GPUs free, 1 waiting: {user}"
@@ -104,7 +105,7 @@ def test_a_directory_that_is_not_there_is_no_claim(hosts: Any, command: Any, tmp
     assert f"there is no directory {gone}\n" in done.stderr
     assert "  gpu1: exit code 126" in done.stderr
     assert not (tmp_path / "ran").exists()
-    assert not hosts.state_dir("gpu1").exists()
+    assert not (hosts.directory / "gpu1").exists()
 
 
 def test_a_signal_before_the_claim_makes_none(hosts: Any, command: Any, slow: Any, free: Any, tmp_path: Path) -> None:
@@ -158,3 +159,58 @@ def test_on_a_terminal(hosts: Any, command: Any, free: Any, terminal: Terminal) 
 @pytest.mark.parametrize("words", ["--timeout 5 -- true", "-n job -- true"])
 def test_what_does_not_go_with_hosts(ask: Any, words: str) -> None:
     assert ask("run", "--host", "gpu1", *words.split()).returncode == 2
+
+
+# Where "breaks-HOST" is there, the connection breaks before the claim; "late" tells what waits there then.
+SSH = """
+while [ "$1" != -- ]; do shift; done
+export SAFE_GPU_DIR={0}/state-$2 SAFE_GPU_DRIVER=simulated:$(cat {0}/driver-$2) PATH={1}:/usr/bin:/bin
+pending=$(echo "$3" | grep -o '/tmp/safe-gpu-run-[0-9a-f]*' | head -1)
+[ -z "$pending" ] || echo $pending >> {0}/made
+case "$3" in *--pending*) if [ -e {0}/breaks-$2 ]; then mkdir $pending; echo $pending > {0}/late; exit 255; fi;; esac
+eval "$3"
+"""
+
+
+@pytest.fixture
+def there(tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of two hosts, "a" with eight GPUs and "b" with one."""
+    program(tmp_path / "bin" / "ssh", SSH.format(tmp_path, command.path.parent))
+    (tmp_path / "driver-a").write_text("dgx-a100")
+    (tmp_path / "driver-b").write_text("laptop")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "tried"),
+    [
+        ((), 0, "a\n"),
+        (("--model", "4070"), 0, "b\n"),  # 78 on the other one
+        (("-n", 2, "--model", "4070"), 78, ""),
+        (("-n", 9), 78, ""),
+    ],
+)
+def test_the_first_that_claims(command: Any, there: Path, words: tuple[object, ...], code: int, tried: str) -> None:
+    script = f'echo "${{SAFE_GPU_DIR##*-}}" >> {there}/ran; exit $0'
+    for own in (0, 75, 255) if code == 0 else (0,):
+        (there / "ran").write_text("")
+        done = command.run("run", "--host", "b,a", *words, "--", "sh", "-c", script, own)
+        assert (done.returncode, (there / "ran").read_text()) == (code or own, tried), done.stderr
+    assert not any(map(os.path.exists, (there / "made").read_text().split())), "a directory was left behind"
+
+
+def test_what_comes_late_on_a_broken_connection_runs_nothing(command: Any, there: Path, ground: Any) -> None:
+    """The first host is asked to give up, and only then the next one is tried."""
+    (there / "breaks-a").touch()
+    done = command.run("run", "--host", "a,b", "--", "sh", "-c", 'echo "${SAFE_GPU_DIR##*-}"')
+    assert (done.returncode, done.stdout) == (0, "b\n"), done.stderr
+    pending = (there / "late").read_text().strip()
+    late = command.run("run", "--pending", pending, "--", "echo", "ran")
+    assert (late.returncode, late.stdout) == (2, "")
+    assert "run --host has ended its ssh" in late.stderr
+    assert ground.claimed() == []
+    os.mkdir(pending)
+    assert command.run("run", "--pending", pending, "--", "echo", "ran").stdout == "ran\n"
+    assert not os.path.exists(pending)

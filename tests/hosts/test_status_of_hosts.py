@@ -1,17 +1,203 @@
-"""``safe-gpu status --host``: real sshds that answer, and each way in which a host does not."""
+"""``safe-gpu status --host``: which hosts are meant, what is sent to them, and what their answers say.
+
+Most answers are made up; real sshds give the others, and each way in which a host does not answer.
+"""
 
 import json
 import os
+import shlex
+import shutil
 import subprocess
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.processes import free_port
 from support.terminals import Terminal
 
 from safe_gpu.cli import hosts as asking
+from safe_gpu.cli.hosts import Answer, Said, arranged, document, for_any_shell, read_answer, render_hosts
+from safe_gpu.errors import PolicyError
+from safe_gpu.gpus.devices import MIG_IS_ON
+from safe_gpu.settings.config import host_names
+from safe_gpu.settings.variables import known_hosts, setting_of_hosts
+
+
+def status(*states: str, **more: Any) -> dict[str, Any]:
+    """The document of a host with GPUs in these states; claimed ones are anna's."""
+    gpus = [
+        {"vendor": "nvidia", "index": n, "uuid": f"GPU-{n}", "name": "NVIDIA L4", "state": state, "state_shown": state,
+         "reason": "it fell off the bus", "shares": [], "memory_total": 100,
+         "claim": {"user": "anna"} if state == "claimed" else None}
+        for n, state in enumerate(states)
+    ]  # fmt: skip
+    return {"schema": 2, "host": "gpu1", "state_dir": "/tmp/safe-gpu", "gpus": gpus, "queue": [], **more}
+
+
+def answer(*states: str, **more: Any) -> Answer:
+    return read_answer(Said(0, json.dumps(status(*states, **more)), ""))
+
+
+def test_what_is_no_name_is_refused(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = " gpu1  anna@gpu2.example.org,gpu1 [::1] fe80::1%eth0 10.0.0.1 "
+    assert host_names(names) == ("gpu1", "anna@gpu2.example.org", "[::1]", "fe80::1%eth0", "10.0.0.1")
+    for name in ("-oProxyCommand=x", "anna@-x", "a;b", "gpu\x1b[2J", "`id`@gpu1", "@x"):
+        with pytest.raises(ValueError, match="is no name of a host"):
+            host_names(name)
+        assert ask("status", f"--host={name}").returncode == 2
+        monkeypatch.setenv("SAFE_GPU_HOSTS", name)
+        assert ask("status", "--all-hosts").returncode == 2
+
+
+@pytest.fixture
+def files(tmp_path: Path, rules: Any) -> Any:
+    """Write the file of the user, and root's: what they say of the other hosts."""
+
+    def write(user: str, root: str, mode: int = 0o644) -> dict[str, str]:
+        file = tmp_path / ".config" / "safe-gpu" / "config.ini"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(user)
+        file.chmod(mode)
+        policy = str(rules(root))
+        return {"HOME": str(tmp_path), "SAFE_GPU_POLICY": policy, "SAFE_GPU_DRIVER": "simulated:laptop"}
+
+    return write
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose the policy must be")
+def test_whose_hosts_count(files: Any) -> None:
+    ours, roots = "[host]\nhosts = a, b\n", "[host]\nhosts = c\nremote_command = /opt/safe-gpu -x\n"
+    environ = files(ours, roots)
+    assert known_hosts(environ) == ("a", "b")
+    assert known_hosts({**environ, "SAFE_GPU_HOSTS": "d"}) == ("d",)
+    assert setting_of_hosts("remote_command", environ) == "/opt/safe-gpu -x"
+    assert known_hosts(files("", roots, 0o600)) == ("c",)
+
+
+def test_nobody_names_hosts(files: Any) -> None:
+    assert known_hosts(files("", "")) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "told"),
+    [
+        ("[host]\nhosts = a\n", 0o664, "mode 644 at most: chmod 644"),
+        ("[host]\nhosts = -x\n", 0o644, ":2: '-x' is no name"),
+        ("[host]\nremote_command =\n", 0o644, ":2: remote_command is empty"),
+        ("[host]\nstate_dir = /x\n", 0o644, "state_dir is for root's file; here hosts and remote_command count"),
+    ],
+)
+def test_a_wrong_file_of_the_user(files: Any, text: str, mode: int, told: str) -> None:
+    with pytest.raises(PolicyError, match=told):
+        known_hosts(files(text, "", mode))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file away")
+def test_another_users_file_chooses_no_command(files: Any, tmp_path: Path) -> None:
+    environ = files("[host]\nremote_command = ./evil\n", "")
+    os.chown(tmp_path / ".config" / "safe-gpu" / "config.ini", 65534, 65534)
+    with pytest.raises(PolicyError, match="a file of your own"):
+        setting_of_hosts("remote_command", environ)
+
+
+def test_without_known_hosts_and_for_what_is_about_one_host_the_way_is_told(
+    ask: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    done = ask("status", "--all-hosts")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "SAFE_GPU_HOSTS=gpu1,gpu2" in done.stderr
+    for words in ("--free", "--mine", "--prometheus", "--user anna"):
+        done = ask("status", "--host", "gpu1", *words.split())
+        assert (done.returncode, "is about one host" in done.stderr) == (2, True)
+    assert ask("status", "--sort", "free").returncode == 2
+
+
+WORDS = ["a b", "it's", '!x !! \\! $HOME `id` "q"', "\\", "\\\\n\\'", "", "*?[x]~ #;&|<>(){}^%", "é", "-n"]
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash", "dash", "zsh", "ksh", "csh", "tcsh", "fish"])
+def test_any_login_shell_reads_the_same(shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"needs {shell}")
+    line = for_any_shell(f'printf "[%s]" {shlex.join(WORDS)}')
+    done = subprocess.run([shell, "-c", line], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("".join(f"[{word}]" for word in WORDS), "")
+
+
+MIG = {"vendor": "nvidia", "name": "x", "state_shown": "", "reason": "", "shares": [], "claim": None, "memory_total": 1}
+DIVIDED = {**MIG, "index": 0, "uuid": "GPU-1", "state": "unusable", "reason": MIG_IS_ON}
+PART = {**MIG, "index": 0, "uuid": "MIG-1", "state": "free"}
+SHARED = {**MIG, "index": 0, "uuid": "GPU-1", "state": "claimed", "memory_total": 4, "claim": {},
+          "shares": [{"user": "ben", "share": 1}, {"user": None, "share": 2}]}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "cells", "broken"),
+    [
+        (answer("free", "display", "busy"), ["2 of 3", "NVIDIA L4", "", "", ""], ()),
+        (answer("unusable"), ["0 of 1", "NVIDIA L4", "", "", ""], ("GPU 0: it fell off the bus",)),
+        (answer(queue=[{"since": None, "user": None}, {"since": 4e9, "user": "b"}]), ["0 of 0", "", "2", "0s", ""], ()),
+        (answer(gpus=[DIVIDED, PART]), ["1 of 1", "x", "", "", ""], ()),
+        (answer(gpus=[SHARED, {**SHARED, "name": "y"}]), ["0 of 2", "1 x x, 1 x y", "", "", "? 1, ben 0.5"], ()),
+    ],
+)
+def test_figures(given: Answer, cells: list[str], broken: tuple[str, ...]) -> None:
+    assert given.figures is not None
+    assert (list(given.figures.cells.values()), given.figures.broken) == (cells, broken)
+
+
+@pytest.mark.parametrize(
+    ("code", "out", "err", "told"),
+    [
+        (124, "", "", "did not answer within 10 s"),
+        (255, "", "x\nHost key verification failed.\r\n", "its key is not known here; run ssh to it once by hand"),
+        (73, "", "safe-gpu: /x cannot be used\n", "/x cannot be used"),
+        (0, '{"schema": 2}', "", "its answer cannot be read: KeyError: 'gpus'"),
+        (0, '{"a":' + "[" * 100_000, "", "its answer cannot be read: RecursionError"),
+    ],
+)
+def test_why_there_are_no_figures(code: int, out: str, err: str, told: str) -> None:
+    one = read_answer(Said(code, out, err))
+    assert one.status is None
+    assert one.error.startswith(told)
+
+
+LEAVES = st.none() | st.booleans() | st.floats() | st.text(max_size=9)
+JSON = st.recursive(LEAVES, lambda one: st.lists(one) | st.dictionaries(st.text(), one), max_leaves=4)
+
+
+@settings(max_examples=60)
+@given(st.fixed_dictionaries(dict.fromkeys(status(), JSON)), st.sampled_from(["gpus", "queue", "host"]))
+def test_a_hostile_answer_is_an_answer(hostile: dict[str, Any], key: str) -> None:
+    for told in (hostile, {**status("free", "claimed"), key: hostile[key]}, {**hostile, "schema": 2}):
+        one = read_answer(Said(0, json.dumps(told), ""))
+        text = render_hosts(arranged({"gpu1": one}, False), width=80, color=False)
+        assert all(line.isprintable() for line in text.split("\n"))
+        json.dumps(document({"gpu1": one}))
+
+
+def test_the_table() -> None:
+    answers = {
+        "gpu1": answer("free", "claimed", "unusable"),
+        "gpu2": Answer(error="did not answer within 10 s"),
+        "gpu4": answer("free", "free", host="gpu4", queue=[{"since": 4e9, "user": "emil"}]),
+        "gpu5": answer("free", "free", host="gpu4"),
+    }
+    assert [line.split() for line in render_hosts(arranged(answers, False), width=80, color=False).split("\n")] == [
+        "3 of 5 GPUs free on 2 of 3 hosts, 1 waiting".split(),
+        [],
+        "HOST FREE GPU WAITING LONGEST HELD BY".split(),
+        "gpu1 1 of 3 NVIDIA L4 anna 1".split(),
+        "GPU 2: it fell off the bus".split(),
+        "gpu2 did not answer within 10 s".split(),
+        "gpu4 2 of 2 NVIDIA L4 1 0s".split(),
+        "gpu5 the same host as gpu4".split(),
+    ]
+    assert list(arranged(answers, True)) == ["gpu4", "gpu1", "gpu2", "gpu5"]
 
 
 def lines_of(text: str) -> dict[str, str]:

@@ -25,24 +25,19 @@ class Ranks:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.program = str(PROGRAM)
 
-    def start(self, *command: object, **environment: str) -> subprocess.Popen[str]:
-        """Start a command with safe_gpu on its path."""
-        return subprocess.Popen(
-            [str(word) for word in command],
-            env={**os.environ, "PYTHONPATH": str(PACKAGE_ROOT), **environment},
+    def run(self, *command: object) -> None:
+        """Run a command with safe_gpu on its path, which must end well."""
+        done = subprocess.run(
+            [sys.executable, *map(str, command)],
+            env={**os.environ, "PYTHONPATH": str(PACKAGE_ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             text=True,
+            timeout=100,
         )
-
-    def finish(self, *processes: subprocess.Popen[str]) -> str:
-        """Wait for all; their output. Fails with it where one failed."""
-        outputs = [process.communicate(timeout=100)[0] for process in processes]
-        assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(outputs)
-        return "\n".join(outputs)
+        assert done.returncode == 0, done.stdout
 
     def facts(self) -> list[dict[str, Any]]:
         """What each rank held while all held theirs, by GPU."""
@@ -58,12 +53,9 @@ def ranks(tmp_path: Path) -> Ranks:
 @pytest.mark.parametrize(("method", "failing"), [("fork", 1), ("spawn", -1), ("forkserver", -1)])
 def test_multiprocessing(ranks: Any, method: str, failing: int) -> None:
     """One of those that are forked fails once it has its GPU, which leaves nothing behind either."""
-    ranks.finish(ranks.start(sys.executable, ranks.program, ranks.directory, 4, method, failing))
+    ranks.run(PROGRAM, ranks.directory, 4, method, failing)
     assert [fact["gpus"] for fact in ranks.facts()] == [[0], [1], [2], [3]]
     assert [fact["visible"] for fact in ranks.facts()] == ["0", "1", "2", "3"]
-
-
-# PyTorch
 
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None and not REQUIRED, reason="needs PyTorch")
@@ -72,9 +64,9 @@ needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None and n
 @needs_torch
 @pytest.mark.timeout(180)
 def test_torchrun(ranks: Any) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 4]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", 4]
     rendezvous = ["--master-addr", "127.0.0.1", "--master-port", free_port()]
-    ranks.finish(ranks.start(*torchrun, *rendezvous, ranks.program, ranks.directory, 4))
+    ranks.run(*torchrun, *rendezvous, PROGRAM, ranks.directory, 4)
     assert [fact["gpus"] for fact in ranks.facts()] == [[0], [1], [2], [3]]
     assert {fact["local_rank"] for fact in ranks.facts()} == {0, 1, 2, 3}
     assert {fact["local_size"] for fact in ranks.facts()} == {4}
@@ -85,4 +77,4 @@ def test_torchrun(ranks: Any) -> None:
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_data_loader_workers_hold_nothing(ranks: Any, method: str) -> None:
     claim_all = [sys.executable, "-m", "safe_gpu", "run", "-n", "8", "--timeout", "0", "--", "true"]
-    ranks.finish(ranks.start(sys.executable, LOADER, method, *claim_all))
+    ranks.run(LOADER, method, *claim_all)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.hip_host import HipHost
 from support.real import REQUIRED
+from support.vendor_hosts import HipHost
 
 RACE = Path(__file__).parent / "entry_race.py"
 SECONDS = "6" if REQUIRED else "2"

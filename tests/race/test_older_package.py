@@ -59,7 +59,7 @@ def private_lock() -> Iterator[list[str]]:
 def test_old_and_new_claims(scenario: str, older_package: Path, private_lock: list[str], fake_gpus: Any) -> None:
     program = fake_gpus.directory / "bin" / "nvidia-smi"
     program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{FAKES / "old_nvidia_smi.py"}" "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{FAKES / "nvidia_smi.py"}" "$@"\n')
     program.chmod(0o755)
     running = subprocess.Popen(
         [*private_lock, sys.executable, str(HERE / "old_and_new.py"), scenario, str(older_package)],

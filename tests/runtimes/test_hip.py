@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from support import cuda_host
-from support.hip_host import HipHost, without_hip
+from support.vendor_hosts import HipHost, without_hip
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from support.gpus import PACKAGE_ROOT, run_python
-from support.kfd_host import KfdHost
+from support.vendor_hosts import KfdHost
 
 from safe_gpu.runtimes.hip import HIP
 

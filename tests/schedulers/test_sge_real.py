@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.batch import BatchSystem
+from support.real import BatchSystem
 
 from .conftest import bring_up, check_end
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support.batch import BatchSystem, wait_for
+from support.real import BatchSystem, wait_for
 
 from .conftest import bring_up, check_end
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.kfd_host import KfdHost
+from support.vendor_hosts import KfdHost
 
 import safe_gpu
 from safe_gpu.cli.commands import main

@@ -1,8 +1,27 @@
-"""Claims of simulated GPUs, in one word."""
+"""Claims of simulated GPUs in one word, on a host that can be watched and disturbed poll by poll, and step by step."""
 
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
 import safe_gpu
+from safe_gpu.affinity import cpu_shares as shares
+from safe_gpu.claim import checks as confirmation
+from safe_gpu.claim import claim as claim_module
+from safe_gpu.claim import functions
+from safe_gpu.claim import owner as owner_module
+from safe_gpu.claim import view as host_view
+from safe_gpu.coordination import host_lock
+from safe_gpu.coordination.doors import Doors
+from safe_gpu.drivers.simulated import SimulatedContext, SimulatedDriver, SimulatedPlaceholder
+from safe_gpu.gpus.devices import Gpu, HostSnapshot
+from safe_gpu.runtimes.cuda import CudaLibrary
 
 
 def claim(nb_gpus: int = 1, **options: Any) -> safe_gpu.GPUOwner:
@@ -17,3 +36,165 @@ def try_claim(nb_gpus: int, **options: Any) -> tuple[int, ...] | None:
             return tuple(claimed.devices_taken)
     except safe_gpu.NotEnoughGpusError:
         return None
+
+
+# A pause that is told from every other one by its length.
+PAUSE = 0.000123
+
+
+class RuntimeOnSimulatedGpus(CudaLibrary):
+    """CUDA, asked about simulated GPUs."""
+
+    def __init__(self, host: Host) -> None:
+        super().__init__()
+        self._host = host
+
+    def default_placeholder(self, logger: Any = None) -> Any:
+        return SimulatedPlaceholder(logger, driver=self._host)
+
+
+class Host(SimulatedDriver):
+    """A simulated host; it counts polls, narrow ones too, and runs ``on_poll(number)`` before each.
+
+    ``edits`` maps the UUIDs of GPUs to what the driver shows of them instead. ``fail_at(event)`` may raise.
+    """
+
+    def __init__(self, preset: str, stranger_pid: int) -> None:
+        super().__init__(preset)
+        self.stranger_pid = stranger_pid
+        self.polls = 0
+        self.events: list[str] = []
+        self.edits: dict[str, dict[str, Any]] = {}
+        self.on_poll: Callable[[int], object] = lambda number: None
+        self.on_event: Callable[[str], object] = lambda event: None
+        self.strangers: list[SimulatedContext] = []
+
+    def ask_cuda(self) -> None:
+        """From now on CUDA is asked about the devices; here it sleeps."""
+        self.runtime: Any = RuntimeOnSimulatedGpus(self)
+
+    @property
+    def uuids(self) -> list[str]:
+        return [gpu.uuid for gpu in self.idle.gpus if not gpu.unusable]
+
+    def snapshot(self) -> HostSnapshot:
+        self._poll("poll")
+        shown = super().snapshot()
+        return HostSnapshot(self._edited(shown.gpus), shown.driver, shown.driver_version, shown.name_prefix)
+
+    def usage(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+        self._poll("usage")
+        return self._edited(super().usage(gpus))
+
+    def _poll(self, event: str) -> None:
+        self.polls += 1
+        self.event(event)
+        self.on_poll(self.polls)
+
+    def _edited(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+        return tuple(gpu._replace(**self.edits.get(gpu.uuid, {})) for gpu in gpus)
+
+    def close(self) -> None:
+        self.event("close")
+        super().close()
+
+    def event(self, name: str) -> None:
+        self.events.append(name)
+        self.on_event(name)
+
+    def stranger(self, number: int, pid: int | None = None, **values: Any) -> SimulatedContext:
+        """A process that knows nothing of safe_gpu on this GPU."""
+        pid = self.stranger_pid if pid is None else pid
+        self.strangers.append(self.occupy(self.uuids[number], pid=pid, **values))
+        return self.strangers[-1]
+
+
+class Spies:
+    """Every step of a claim as an event of the host, in the order in which they happen.
+
+    Use it with ``placeholder_fn=spies.placeholder`` and ``debug_sleep=spies.PAUSE``.
+    """
+
+    PAUSE = PAUSE
+
+    def __init__(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.host = host
+        self.released: list[str] = []
+        host.ask_cuda()
+        event = host.event
+
+        genuine_locked = host_lock.Host.locked
+
+        @contextmanager
+        def locked(*arguments: Any) -> Iterator[None]:
+            event("host.lock")
+            with genuine_locked(*arguments):
+                yield
+            event("unlock")
+
+        def spied(module: Any, name: str, before: str = "", after: str = "") -> None:
+            genuine = getattr(module, name)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if before:
+                    event(before)
+                result = genuine(*args, **kwargs)
+                if after:
+                    event(after)
+                return result
+
+            monkeypatch.setattr(module, name, call)
+
+        class OlderPackageLock:
+            def release(self) -> None:
+                if self in held:
+                    held.remove(self)
+                    host.events.append("legacy release")
+
+        held: list[OlderPackageLock] = []
+
+        def take_older_package_lock(deadline: float | None, logger: Any, signals: Any) -> OlderPackageLock:
+            event("legacy lock")
+            held.append(OlderPackageLock())
+            return held[-1]
+
+        genuine_sleep = time.sleep
+
+        def sleep(seconds: float) -> None:
+            if seconds == PAUSE:
+                event(f"sleep, CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}")
+            genuine_sleep(seconds)
+
+        monkeypatch.setattr(host_lock.Host, "locked", locked)
+        monkeypatch.setattr(confirmation, "older_package_counts", lambda: True)
+        monkeypatch.setattr(confirmation, "take_older_package_lock", take_older_package_lock)
+        monkeypatch.setattr(time, "sleep", sleep)
+        spied(owner_module, "read_options", before="options")
+        spied(functions, "read_options", before="options")
+        spied(host_view, "visible_limit_of", before="visible_limit")
+        spied(Doors, "take_whole", before="door")
+        spied(claim_module, "make_entry", before="entry")
+        spied(owner_module, "verify_devices", before="verify")
+        spied(shares, "bind_process", before="bind", after="bound")
+        self.legacy_held = held
+        self.placeholder = SpiedPlaceholder(host)
+
+
+class SpiedPlaceholder(SimulatedPlaceholder):
+    """Holds simulated GPUs, and tells the host."""
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(driver=host)
+        self.host = host
+
+    def prepare(self) -> None:
+        if "prepare" not in self.host.events:
+            self.host.event("prepare")
+
+    def __call__(self, device_no: int) -> SimulatedContext:
+        self.host.event(f"placeholder {device_no}")
+        return super().__call__(device_no)
+
+    def release(self, thing: SimulatedContext) -> None:
+        self.host.events.append("placeholder released")
+        super().release(thing)

@@ -1,14 +1,26 @@
-"""Claims in forked children of this process, and what they tell."""
+"""Forked children of this process: claims in them, what they tell, and their death at each system call."""
 
 import ctypes
 import json
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from support.actor import GONE, Actor
 
 import safe_gpu
+
+TOOLS = Path(__file__).parents[2] / "tools"
+if TOOLS.exists():
+    sys.path.append(str(TOOLS))
+    try:
+        import crash_trace
+    finally:
+        sys.path.remove(str(TOOLS))
+
+CAN_TRACE = TOOLS.exists() and not crash_trace.refusal()
 
 
 def in_child(work: Callable[[], Any]) -> Any:
@@ -90,3 +102,29 @@ def forked(host: Any, code: str, **environment: str) -> Any:
         return space["out"]
 
     return in_fork(work)
+
+
+def each_point(work: Callable[[], object]) -> Iterator[Any]:
+    """Run ``work`` in child after child, and kill each one call later than the one before; the last one lives."""
+    number = 0
+    while True:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                crash_trace.begin()
+                work()
+                crash_trace.end()
+            finally:
+                os._exit(0)
+        traced = crash_trace.Traced(pid)
+        killed = None
+        for place, stop in enumerate(traced.stops()):
+            if place == number:
+                killed = stop
+                traced.kill()
+                break
+        if killed is None:
+            traced.join()
+            return
+        yield killed
+        number += 1

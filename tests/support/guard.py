@@ -1,18 +1,32 @@
-"""The guard around every test: none touches a real GPU unless it says so, and none sees the outer job."""
+"""The guard around every test: none touches a real GPU unless it says so, none sees the outer job, and nothing stays.
+
+What stays of a test is a variable, a binding, a thread, a descriptor or the handler of a signal in this process. Of a
+claim it is more.
+"""
+
+from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
 import itertools
 import os
+import signal
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from support.gpus import DRIVER_LIBRARIES, DriverLibraries
-from support.process_state import process_state
 
+import safe_gpu
+from safe_gpu.affinity.memory_policy import MemoryPolicy, get_policy
+from safe_gpu.claim import owner
+from safe_gpu.coordination.holders import living_claims
+from safe_gpu.coordination.queue import waiting_tickets
+from safe_gpu.errors import StateDirError
 from safe_gpu.settings import variables
 
 _state_dirs = itertools.count()
@@ -27,6 +41,50 @@ OUTER_NAMES = (
     *("LOCAL_RANK", "LOCAL_SIZE", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "FAKE_GPU_DIR"),
     *("JOB_ID", "NSLOTS", "NHOSTS", "PE_HOSTFILE"),
 )
+
+
+class ProcessState(NamedTuple):
+    """This process now; ``masks`` are those of the CPUs of each thread, and ``policy`` is the caller's."""
+
+    environment: dict[str, str]
+    masks: dict[str, set[int]]
+    policy: MemoryPolicy | None
+    threads: list[str]
+    descriptors: dict[str, str]
+    handlers: dict[int, Any]
+
+    def changes(self, before: ProcessState) -> dict[str, object]:
+        """What is different now, by its name: the earlier value and this one, or of a mapping only what differs.
+
+        A thread that has ended since then, or was only about to end, counts for nothing.
+        """
+        found: dict[str, object] = {}
+        for name, then, now in zip(self._fields, before, self, strict=True):
+            if isinstance(then, dict) and isinstance(now, dict):
+                keys = then.keys() & now.keys() if name == "masks" else then.keys() | now.keys()
+                pairs = {key: (then.get(key), now.get(key)) for key in keys}
+                if different := {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}:
+                    found[name] = different
+            elif then != now:
+                found[name] = (then, now)
+        return found
+
+
+def process_state() -> ProcessState:
+    """Return what this process has now."""
+    masks, descriptors = {}, {}
+    for tid in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # join() returns before the kernel has ended the thread
+            masks[tid] = os.sched_getaffinity(int(tid))
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the one that lists them
+            descriptors[number] = os.readlink(f"/proc/self/fd/{number}")
+    policy = get_policy()
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    threads = sorted(one.name for one in threading.enumerate())
+    # SIGALRM is pytest-timeout's, which lets it go when a test fails.
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals() - {signal.SIGALRM}}
+    return ProcessState(environment, masks, policy, threads, descriptors, handlers)
 
 
 @pytest.fixture(autouse=True)
@@ -95,3 +153,44 @@ def _unusable_libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in DRIVER_LIBRARIES:
             (directory / name).touch()  # the loader stops at "file too short" and looks no further
     return directory
+
+
+@contextmanager
+def untouched() -> Iterator[None]:
+    """That a claim leaves nothing behind."""
+    process, before, entries = process_state(), _traces(), _entries()
+    yield
+    assert not process_state().changes(process)
+    now = _traces()
+    for what, then in before.items():
+        assert now[what] == then, what
+    assert not _entries() - entries
+
+
+def _traces() -> dict[str, object]:
+    state = Path(os.environ["SAFE_GPU_DIR"])
+    try:
+        living = [entry.name for entry in (*living_claims(), *waiting_tickets())]
+    except StateDirError:  # the test has made it so
+        living = []
+    contexts = sorted(path.name for path in state.glob("simulated/*/*"))
+    return {"entries": living, "contexts": contexts, "owners": (owner.current_owner(), safe_gpu.gpu_owner)}
+
+
+def _entries() -> set[str]:
+    state = Path(os.environ["SAFE_GPU_DIR"])
+    return {path.name for part in ("claims", "queue") for path in state.glob(f"{part}/*")}
+
+
+def is_locked(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDWR)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False

@@ -126,6 +126,13 @@ def as_user(everything_imported: None) -> Iterator[Callable[..., Actor]]:
         one.end()
 
 
+def program(path: Path, text: str) -> None:
+    """Write a program of the shell."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
 def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
@@ -207,8 +214,7 @@ class Command:
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "safe-gpu"
-        self.path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m safe_gpu "$@"\n')
-        self.path.chmod(0o755)
+        program(self.path, f'exec "{sys.executable}" -m safe_gpu "$@"')
         self._started: list[subprocess.Popen[str]] = []
 
     def run(self, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -1,7 +1,9 @@
-"""What tests need that is real, and not everywhere."""
+"""What tests need that is real, and not everywhere; batch schedulers, as an ordinary user sees them."""
 
 import os
-from typing import NoReturn
+import time
+from collections.abc import Callable, Collection
+from typing import Any, NoReturn
 
 import pytest
 
@@ -16,3 +18,74 @@ def unavailable(reason: str) -> NoReturn:
     if REQUIRED:
         pytest.fail(reason)
     pytest.skip(reason)
+
+
+def wait_for(condition: Callable[[], Any], what: str, pause: float = 0.05, seconds: float = 120.0) -> Any:
+    """The first true answer of ``condition``, asked again and again; fails saying what did not come."""
+    deadline = time.monotonic() + seconds
+    while not (answer := condition()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"after {seconds:g} s: no {what}")
+        time.sleep(pause)
+    return answer
+
+
+class BatchSystem:
+    """A scheduler that runs jobs in a room (tests/schedulers/conftest.py)."""
+
+    name = ""
+    cancel = ""  # the command that ends jobs
+
+    def __init__(self, cluster: Any, room: Any) -> None:
+        self.cluster = cluster
+        self.room = room
+
+    def submit(self, *words: str) -> str:
+        """Submit a job with these options and the script; its number."""
+        raise NotImplementedError
+
+    def jobs(self) -> Collection[str]:
+        """Numbers of the jobs that are not over."""
+        raise NotImplementedError
+
+    def finish(self, *jobs: str) -> None:
+        """Wait until these jobs are gone."""
+        wait_for(lambda: not set(jobs) & set(self.jobs()), f"end of jobs {jobs}", 0.4)  # each look starts processes
+
+    def claims(self, number: int) -> list[dict[str, Any]]:
+        """Wait for so many claims; their records."""
+
+        def all_of_them() -> list[dict[str, Any]] | None:
+            records: list[dict[str, Any]] = self.room.records("claim")
+            return records if len(records) == number else None
+
+        found: list[dict[str, Any]] = wait_for(all_of_them, f"{number} claims")
+        return found
+
+    def end_all(self) -> None:
+        left = list(self.jobs())
+        if left:
+            self.cluster.run(self.cancel, *left, check=False)
+            self.finish(*left)
+
+    def check_cancelling(self, host: str, *where: str) -> None:
+        """The first job is killed between its entry and its placeholder, the second while it waits; the third gets the
+        GPUs. All run on the host to which the options ``where`` lead."""
+        room = self.room
+        holder = self.submit(*where, room.script("exec $CLAIM claim 8 --debug-sleep 600"))
+        wait_for(lambda: len(room.entries(host)) == 8, "entry of the first")
+        waiter = self.submit(*where, room.script("exec $CLAIM claim 8"))
+        wait_for(lambda: room.waiting(host) == 1, "ticket of the second")
+        heir = self.submit(*where, room.script("$CLAIM claim 8"))
+        wait_for(lambda: room.waiting(host) == 2, "ticket of the third")
+        self.cluster.run(self.cancel, waiter)
+        self.finish(waiter)
+        self.cluster.run(self.cancel, holder)
+        self.finish(holder, heir)
+        assert [claim["job"] for claim in room.verdict()] == [f"{self.name}:{heir}"]
+
+    def check_waiting(self, *where: str) -> None:
+        """Jobs that declare no GPUs run at once as far as the scheduler knows: 4 of 4 GPUs each on 8 take turns."""
+        script = self.room.script("$CLAIM claim 4")
+        self.finish(*[self.submit(*where, script) for _ in range(4)])
+        assert [len(claim["gpus"]) for claim in self.room.verdict()] == [4] * 4

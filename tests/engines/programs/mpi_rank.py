@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from mpi4py import MPI
-from referee import using
+from scenarios import using
 
 import safe_gpu
 

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 
-from referee import using, wait
+from scenarios import using, wait
 
 import safe_gpu
 

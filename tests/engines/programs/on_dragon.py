@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,44 +18,32 @@ from dragon.infrastructure.policy import Policy
 from dragon.native.pool import Pool
 from dragon.native.process import Process, ProcessTemplate
 from dragon.native.process_group import ProcessGroup
-from referee import MARKS, raises, using, wait
+from scenarios import MARKS, Worker, me, raises, using, wait
 
 import safe_gpu
 from safe_gpu.engines.dragon import WorkerCheck, claim
 
 RESULTS = f"{MARKS}/results"
+REFUSED = safe_gpu.UnsatisfiableRequestError
 
 
-def me() -> tuple[str, str | None, tuple[int, ...], str | None]:
-    return (
-        socket.gethostname(),
-        os.environ.get("CUDA_VISIBLE_DEVICES"),
-        tuple(sorted(os.sched_getaffinity(0))),
-        os.environ.get("CUDA_DEVICE_ORDER"),
-    )
-
-
-def place(everyone: int) -> Any:
+def place(everyone: int) -> Worker:
     """One piece of work for each of a pool's workers: nobody ends before all have begun."""
     open(f"{RESULTS}/place-{socket.gethostname()}-{os.getpid()}", "w").close()
     wait(lambda: len(list(Path(RESULTS).glob("place-*"))) == everyone, "all workers of the pool")
     return me()
 
 
-def report(name: str, check: WorkerCheck | None = None) -> None:
-    """A process of a ProcessGroup: what it has, or what the check says, into a file."""
+def report(name: str, check: WorkerCheck) -> None:
+    """A process of a ProcessGroup: what it has before the check and after it, or what the check says, into a file."""
+    result: Any
     try:
-        gpu = check() if check is not None else None
-        if gpu is not None:
-            with safe_gpu.GPUOwner(1, timeout=10, affinity=None) as owner, using(gpu.uuid):  # inside the claim
-                assert owner.gpus[0].uuid == gpu.uuid
-        result: Any = me()
+        before, gpu, after = me(), check(), me()
+        with safe_gpu.GPUOwner(1, timeout=10, affinity=None) as owner, using(gpu.uuid):  # inside the claim
+            assert owner.gpus[0].uuid == gpu.uuid
+        result = before, after
     except safe_gpu.SafeGpuError as err:
         result = err
-    keep(name, result)
-
-
-def keep(name: str, result: Any) -> None:
     path = Path(RESULTS, name)
     path.with_suffix(".new").write_bytes(pickle.dumps(result))
     path.with_suffix(".new").rename(path)
@@ -94,7 +83,7 @@ def workers() -> None:
     with claim(nodes=2, gpus_per_node=2) as held:
         assert set(held.hosts) == {"hosta", "hostb"}
         assert held.find_gpus() == [(gpu.host, gpu.index) for gpu in held.gpus]
-        gpus = {(gpu.host, str(gpu.index)): gpu for gpu in held.gpus}
+        gpus = [(gpu.host, str(gpu.index)) for gpu in held.gpus]
         assert safe_gpu.get_free_gpus() == [str(number) for number in range(2, 8)]
 
         policies = held.policies(processes_per_gpu=2)
@@ -103,20 +92,19 @@ def workers() -> None:
         found = set(pool.map_async(place, [4] * 4, 1).get(90))
         pool.close()
         pool.join()
-        for host, visible, cpus, order in found:
-            assert order == "PCI_BUS_ID"
-            assert cpus in ((0,), (1,)), "two workers of a GPU divide its two cores"
-            assert (host, visible) in gpus
-        assert {found_one[:2] for found_one in found} == {min(gpus), max(gpus)}, found
+        for worker in found:
+            assert worker.order == "PCI_BUS_ID"
+            assert worker.cpus in ((0,), (1,)), "two workers of a GPU divide its two cores"
+        assert {(worker.host, worker.cuda) for worker in found} == {min(gpus), max(gpus)}, found
         assert len(found) == 4, found
 
         policies = held.make_policies(held.find_gpus(), nprocs=5)
         named = {f"worker{number}": policy for number, policy in enumerate(policies)}
         assert len(named) == 5
-        for nth, found_one in enumerate(reports(held.check_worker, named)):
+        for nth, (_, worker) in enumerate(reports(held.check_worker, named)):
             gpu = held.gpus[nth % 4]
-            assert found_one[:2] == (gpu.host, str(gpu.index)), found_one
-            assert set(found_one[2]) == ({0} if nth == 0 else {1} if nth == 4 else set(gpu.cpus)), found_one
+            assert (worker.host, worker.cuda) == (gpu.host, str(gpu.index)), worker
+            assert set(worker.cpus) == ({0} if nth == 0 else {1} if nth == 4 else set(gpu.cpus)), worker
 
         failing = {
             "unknown-gpu": on("hostb", gpu_affinity=[17], cpu_affinity=[0]),
@@ -129,11 +117,11 @@ def workers() -> None:
         (error,) = reports(one_core, {"cpu": on("hosta", gpu_affinity=[0], cpu_affinity=[99])})
         assert isinstance(error, safe_gpu.GPUAffinityError), error
 
-        raises(safe_gpu.UnsatisfiableRequestError, "GPU 7 of hosta", call=lambda: held.make_policies([("hosta", 7)]))
-        raises(safe_gpu.UnsatisfiableRequestError, call=lambda: held.policies(nprocs=0))
+        raises(REFUSED, "GPU 7 of hosta", call=lambda: held.make_policies([("hosta", 7)]))
+        raises(REFUSED, call=lambda: held.policies(nprocs=0))
         assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert "CUDA_DEVICE_ORDER" not in os.environ
-    raises(safe_gpu.UnsatisfiableRequestError, "claim again", call=held.policies)
+    raises(REFUSED, "claim again", call=held.policies)
     raises(safe_gpu.SafeGpuError, "no longer held", call=lambda: _as_worker(held.check_worker))
 
 
@@ -161,8 +149,8 @@ def executables() -> None:
         for name, said in {"no-gpu": "8 GPUs", "not-ours": "it sees", "another-host": "no longer held"}.items():
             code, output = _outcome(name)
             assert (code, said in output) == (70, True), (name, code, output)
-        raises(safe_gpu.UnsatisfiableRequestError, "GPUs [7]", call=lambda: held.template_env(wrong["not-ours"][1]))
-    raises(safe_gpu.UnsatisfiableRequestError, "claim again", call=lambda: held.template_env(first))
+        raises(REFUSED, "GPUs [7]", call=lambda: held.template_env(wrong["not-ours"][1]))
+    raises(REFUSED, "claim again", call=lambda: held.template_env(first))
 
 
 CUDA_SHOWN = "$(hostname) $CUDA_VISIBLE_DEVICES $CUDA_DEVICE_ORDER"
@@ -186,22 +174,6 @@ def _outcome(name: str) -> tuple[int, str]:
     return code, Path(RESULTS, f"{name}.{'err' if code else 'out'}").read_text()
 
 
-AMD = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-
-
-def report_amd(name: str, check: WorkerCheck) -> None:
-    """A worker on an AMD GPU: what Dragon gave it, what it has after the check and in a claim of its own."""
-    try:
-        found: Any = [[os.environ.get(variable) for variable in AMD]]
-        gpu = check()
-        found.append([os.environ.get(variable) for variable in AMD])
-        with safe_gpu.GPUOwner(1, timeout=10, affinity=None) as owner, using(gpu.uuid):
-            found.append(owner.gpus[0].uuid)
-    except safe_gpu.SafeGpuError as err:
-        found = err
-    keep(name, found)
-
-
 def amd() -> None:
     """Dragon, started with HIP_VISIBLE_DEVICES, gives each worker one AMD GPU, and HIP shows it that one."""
     left_over = os.environ["HIP_VISIBLE_DEVICES"]
@@ -210,14 +182,14 @@ def amd() -> None:
         assert {gpu.vendor for gpu in held.gpus} == {"amd"}
         first, last = held.policies()
         group(
-            ProcessTemplate(report_amd, args=("function", held.check_worker), policy=first),
-            ProcessTemplate(report_amd, args=("wrong", held.check_worker), policy=on("hosta", gpu_affinity=[1])),
+            ProcessTemplate(report, args=("function", held.check_worker), policy=first),
+            ProcessTemplate(report, args=("wrong", held.check_worker), policy=on("hosta", gpu_affinity=[1])),
             _executable(held, "executable", "bind", last, last, shows="$ROCR_VISIBLE_DEVICES $HIP_VISIBLE_DEVICES"),
             _executable(held, "no-gpu", "bind", on("hostb"), last),
         )
-        function, wrong = results("function", "wrong")
-        uuid = held.gpus[0].uuid
-        assert function == [["6", left_over, None], [uuid, "0", "0"], uuid], function
+        (before, after), wrong = results("function", "wrong")
+        assert (before.rocr, before.hip, before.cuda) == ("6", left_over, None), before
+        assert (after.rocr, after.hip, after.cuda) == (held.gpus[0].uuid, "0", "0"), after
         assert isinstance(wrong, safe_gpu.WrongDeviceError), wrong
         code, output = _outcome("executable")
         assert (code, output.split()) == (0, ["6", "0"]), output
@@ -284,18 +256,20 @@ def among_others() -> None:
                 process = Process(target=report, args=(name, held.check_worker), policy=policy)
                 process.start()
                 process.join()
-            assert [found[0] for found in results(*names)] == list(held.hosts)
+            assert [after.host for _, after in results(*names)] == list(held.hosts)
 
 
-def race_of_two(rounds: int) -> None:
-    racers = []
-    for number, host in enumerate(("hosta", "hostb")):
-        racers.append(Process(target=scenarios.race, args=(claim, number, rounds), policy=on(host)))
+def race() -> None:
+    hosts = enumerate(("hosta", "hostb"))
+    racers = [Process(target=scenarios.race, args=(claim, number, 8), policy=on(host)) for number, host in hosts]
     for racer in racers:
         racer.start()
     for racer in racers:
         racer.join()
         assert racer.returncode == 0
+
+
+refusals = partial(scenarios.refusals, claim)
 
 
 def main() -> None:
@@ -304,20 +278,10 @@ def main() -> None:
     if sys.argv[1] == "driver":
         scenarios.driver(claim, sys.argv[2])
         return
-    by_name = {
-        "workers": workers,
-        "executables": executables,
-        "amd": amd,
-        "mpi": mpi,
-        "refusals": lambda: scenarios.refusals(claim),
-        "losses": losses,
-        "among_others": among_others,
-        "race": lambda: race_of_two(8),
-    }
     try:
         for name in sys.argv[1:]:
             began = time.monotonic()
-            by_name[name]()
+            globals()[name]()
             print(f"{name}: done in {time.monotonic() - began:.1f} s", flush=True)
     except BaseException:
         traceback.print_exc()

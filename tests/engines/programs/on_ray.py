@@ -1,45 +1,49 @@
 """Scenarios on a Ray cluster of two hosts: on_ray.py ADDRESS SCENARIO [ARGUMENTS]."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import ray
 import scenarios
-from referee import raises, using, wait
+from scenarios import Worker, me, raises, using, wait
 
 import safe_gpu
 from safe_gpu.engines.ray import claim
 
 
-def look() -> dict[str, Any]:
-    """What a worker of a claim finds."""
-    visible, order = os.environ["CUDA_VISIBLE_DEVICES"], os.environ.get("CUDA_DEVICE_ORDER")
-    with safe_gpu.GPUOwner(1, timeout=10, affinity=None) as owner:  # its own, inside the claim
-        return {
-            "host": socket.gethostname(),
-            "visible": visible,
-            "order": order,
-            "uuid": owner.gpus[0].uuid,
-            "cpus": sorted(os.sched_getaffinity(0)),
-            "threads": sorted({cpu for tid in os.listdir("/proc/self/task") for cpu in os.sched_getaffinity(int(tid))}),
-            "hook": os.environ.get("JOB_HOOK_RAN"),
-            "mine": os.environ.get("MINE"),
-        }
+class Found(NamedTuple):
+    """What a worker of a claim finds, before and in a claim of its own, of which the rest is told."""
+
+    before: Worker
+    inside: Worker
+    uuid: str
+    threads: set[int]
+    hook: str | None
+    mine: str | None
+    ray: str
 
 
-@ray.remote
-def task() -> dict[str, Any]:
-    return look()
+def look(import_ray: bool = False) -> Found:
+    before = me()
+    with safe_gpu.GPUOwner(1, timeout=10, affinity=None) as owner, using(owner.gpus[0].uuid):
+        threads = {cpu for tid in os.listdir("/proc/self/task") for cpu in os.sched_getaffinity(int(tid))}
+        named = (os.environ.get(name) for name in ("JOB_HOOK_RAN", "MINE"))
+        # Ray asks for its own variable again and again; some versions refuse ROCR's
+        command = [sys.executable, "-c", "import ray; print(ray.__version__)"]
+        version = subprocess.check_output(command, text=True).strip() if import_ray else ""
+        return Found(before, me(), owner.gpus[0].uuid, threads, *named, version)
+
+
+task = ray.remote(look)
 
 
 @ray.remote(num_gpus=1)  # what options() say replaces this
 class Trainer:
-    def look(self) -> dict[str, Any]:
+    def look(self) -> Found:
         return look()
 
     def train(self, uuid: str, go_on: str) -> str:
@@ -53,41 +57,34 @@ def job_hook() -> None:
     os.environ["JOB_HOOK_RAN"] = "yes"
 
 
-def free_here() -> list[str]:
-    return safe_gpu.get_free_gpus()
-
-
 def workers() -> None:
     """Every worker sees its own GPU alone, next to its own CPUs, and may claim it; all of it ends with the claim."""
     single = safe_gpu.AffinityOptions(mode="single_unique")  # CPU 0 for GPU 0, CPU 1 for GPU 1, on this host
-    assert free_here() == [str(number) for number in range(8)]
+    assert len(safe_gpu.get_free_gpus()) == 8
     with claim(nodes=2, gpus_per_node=2, affinity=single) as held:
         assert len(held.gpus) == 4
         assert set(held.hosts) == {"hosta", "hostb"}
-        assert free_here() == [str(number) for number in range(2, 8)]
+        assert safe_gpu.get_free_gpus() == [str(number) for number in range(2, 8)]
         mine = {"env_vars": {"MINE": "kept"}}
         found = ray.get([task.options(**held.options(gpu, runtime_env=mine, num_cpus=0)).remote() for gpu in held.gpus])
         actors = [Trainer.options(**held.options(gpu, num_cpus=0)).remote() for gpu in held.gpus[::3]]
         found += ray.get([actor.look.remote() for actor in actors])
         for gpu, worker in zip((*held.gpus, *held.gpus[::3]), found, strict=True):
-            assert worker["host"] == gpu.host, worker
-            assert (worker["visible"], worker["order"]) == (str(gpu.index), "PCI_BUS_ID"), worker
-            assert worker["uuid"] == gpu.uuid, worker
-            assert gpu.cpus == {gpu.index}, gpu
-            assert worker["cpus"] == worker["threads"] == [gpu.index], worker
-            assert worker["hook"] == "yes", worker
-        assert found[0]["mine"] == "kept"
+            alone = Worker(gpu.host, (gpu.index,), str(gpu.index), "PCI_BUS_ID", None, None)
+            assert (worker.before, worker.uuid, worker.threads) == (alone, gpu.uuid, gpu.cpus), worker
+            assert worker.hook == "yes", worker
+        assert found[0].mine == "kept"
         for actor in actors:
             ray.kill(actor)
         held.check()
         other = held.gpus[0]
-    wait(lambda: len(free_here()) == 8, "GPUs given back")
+    wait(lambda: len(safe_gpu.get_free_gpus()) == 8, "GPUs given back")
     raises(safe_gpu.UnsatisfiableRequestError, "claim again", call=held.check)
     raises(safe_gpu.UnsatisfiableRequestError, "claim again", call=lambda: held.options(other))
     with claim(nodes=["hostb"], gpus_per_node=1, affinity=None, visible_as="uuid") as held:
         assert held.hosts == ("hostb",)
         assert held.gpus[0].cpus == frozenset()
-        assert ray.get(task.options(**held.options(held.gpus[0])).remote())["visible"] == held.gpus[0].uuid
+        assert ray.get(task.options(**held.options(held.gpus[0])).remote()).before.cuda == held.gpus[0].uuid
         raises(safe_gpu.UnsatisfiableRequestError, "is not a GPU of", call=lambda: held.options(other))
     assert os.environ.get("CUDA_VISIBLE_DEVICES") is None
 
@@ -144,37 +141,30 @@ def one_host_twice() -> None:
         assert len({gpu.node_id for gpu in held.gpus}) == 2
         assert len({gpu.uuid for gpu in held.gpus}) == 8
         found = ray.get([task.options(**held.options(gpu, num_cpus=0)).remote() for gpu in held.gpus[::3]])
-        assert [worker["uuid"] for worker in found] == [gpu.uuid for gpu in held.gpus[::3]]
+        assert [worker.uuid for worker in found] == [gpu.uuid for gpu in held.gpus[::3]]
         raises(safe_gpu.NotEnoughGpusError, call=lambda: claim(nodes=2, gpus_per_node=1, timeout=0))
-
-
-def look_at_amd() -> dict[str, Any]:
-    """What a worker on an AMD GPU finds, before and in a claim of its own."""
-    names = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-    found: dict[str, Any] = {"before": [os.environ.get(name) for name in names]}
-    with safe_gpu.GPUOwner(1, timeout=10, affinity=None) as owner, using(owner.gpus[0].uuid):
-        found["inside"] = [os.environ.get(name) for name in names]
-        found["uuid"] = owner.gpus[0].uuid
-        # Ray asks for its own variable again and again; some versions refuse ROCR's
-        command = [sys.executable, "-c", "import ray; print(ray.__version__)"]
-        found["ray"] = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-    return found
 
 
 def amd() -> None:
     """Workers on AMD GPUs get HIP_VISIBLE_DEVICES alone, and what they claim for themselves keeps to that."""
-    looking = ray.remote(look_at_amd)
     with claim(gpus_per_node=2, only=[1, 6]) as held:
         assert [(gpu.index, gpu.vendor) for gpu in held.gpus] == [(1, "amd"), (6, "amd")]
         # a variable of the user's that would contradict the claim's is left out
         wrong = {"env_vars": {"ROCR_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "5"}}
-        found = ray.get(
-            [looking.options(**held.options(gpu, runtime_env=wrong, num_cpus=0.1)).remote() for gpu in held.gpus]
-        )
+        options = [held.options(gpu, runtime_env=wrong, num_cpus=0.1) for gpu in held.gpus]
+        found = ray.get([task.options(**one).remote(import_ray=True) for one in options])
         for gpu, worker in zip(held.gpus, found, strict=True):
-            shown = [None, str(gpu.index), None]
-            assert worker == {"before": shown, "inside": shown, "uuid": gpu.uuid, "ray": ray.__version__}, worker
-    assert free_here() == [str(number) for number in range(8)]
+            for there in (worker.before, worker.inside):
+                assert (there.rocr, there.hip, there.cuda) == (None, str(gpu.index), None), worker
+            assert (worker.uuid, worker.ray) == (gpu.uuid, ray.__version__), worker
+    assert len(safe_gpu.get_free_gpus()) == 8
+
+
+driver = partial(scenarios.driver, claim)
+
+
+def race(me: str, rounds: str) -> None:
+    scenarios.race(claim, int(me), int(rounds))
 
 
 def main() -> None:
@@ -185,18 +175,7 @@ def main() -> None:
         log_to_driver=False,
         runtime_env={"worker_process_setup_hook": job_hook} if scenario == "workers" else None,
     )
-    if scenario == "race":
-        scenarios.race(claim, int(arguments[0]), int(arguments[1]))
-    else:
-        {
-            "workers": workers,
-            "refusals": refusals,
-            "losses": losses,
-            "among_others": among_others,
-            "driver": partial(scenarios.driver, claim),
-            "one_host_twice": one_host_twice,
-            "amd": amd,
-        }[scenario](*arguments)
+    globals()[scenario](*arguments)
     print("done", flush=True)
 
 

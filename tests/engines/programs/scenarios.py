@@ -1,22 +1,83 @@
-"""Scenarios, and parts of them, that are the same for every engine, given its ``claim``."""
+"""Scenarios, and parts of them, that are the same for every engine, given its ``claim``; and the referee.
+
+The referee's marks lie in a directory that all hosts share, and are made by O_EXCL: no double booking is missed.
+"""
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
-
-from referee import MARKS, meet, raises, using, wait
+from typing import Any, NamedTuple
 
 import safe_gpu
 from safe_gpu.coordination.holders import living_claims
 
+MARKS = os.environ["TEST_MARKS"]
 GO_ON = f"{MARKS}/go-on"
 """Training has started when there is this file with ".started", and goes on until there is this file."""
+
+
+@contextmanager
+def using(*uuids: str, host: str | None = None) -> Iterator[None]:
+    """Mark GPUs of a host as used; someone who uses one at the same time is a double booking, recorded for good."""
+    paths = [f"{MARKS}/{host or socket.gethostname()}:{uuid}" for uuid in uuids]
+    for path in paths:
+        try:
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            os.close(os.open(f"{path}.DOUBLE", os.O_CREAT))
+            raise AssertionError(f"double booking: {path}") from None
+    try:
+        yield
+    finally:
+        for path in paths:
+            os.unlink(path)
+
+
+def meet(name: str, me: int, everyone: int = 2, seconds: float = 100.0) -> None:
+    """Wait until ``everyone`` has come to this point."""
+    os.close(os.open(f"{MARKS}/meet-{name}-{me}", os.O_CREAT))
+    wait(lambda: all(os.path.exists(f"{MARKS}/meet-{name}-{other}") for other in range(everyone)), name, seconds)
+
+
+def wait(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
+    """Return as soon as the condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not in {seconds:g} s: {what}"
+        time.sleep(0.01)
+
+
+def raises(kind: type[BaseException], *words: str, call: Any) -> Any:
+    """The error that ``call`` raises; it must be of this kind and have these words in its message."""
+    try:
+        call()
+    except kind as err:
+        if missing := [word for word in words if word not in str(err)]:
+            raise AssertionError(f"{missing} not in: {err}") from err
+        return err
+    raise AssertionError(f"no {kind.__name__}")
+
+
+class Worker(NamedTuple):
+    """What a worker has: its host, its CPUs, and variables of its environment, None where they are not set."""
+
+    host: str
+    cpus: tuple[int, ...]
+    cuda: str | None
+    order: str | None
+    rocr: str | None
+    hip: str | None
+
+
+def me() -> Worker:
+    names = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+    return Worker(socket.gethostname(), tuple(sorted(os.sched_getaffinity(0))), *map(os.environ.get, names))
 
 
 def holder_of(uuid: str, *, inside: bool = False) -> int:

@@ -1,4 +1,4 @@
-"""Claims of NVIDIA, AMD and Intel GPUs on one host; simulated AMD hosts are in tests/cli/test_amd.py."""
+"""Claims of NVIDIA, AMD and Intel GPUs on one host; simulated AMD hosts are in tests/cli/test_run.py."""
 
 import json
 import os

@@ -13,9 +13,10 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from support.claims import claim
 from support.ground import locked_host
 
-from safe_gpu import NoPlaceholder, NotEnoughGpusError, claim_gpus
+from safe_gpu import NotEnoughGpusError
 from safe_gpu.claim.view import pids_of_around
 from safe_gpu.cli.commands import main
 from safe_gpu.coordination.directory import Directory
@@ -128,11 +129,11 @@ def test_a_claim_is_shown_with_its_holder(state_dir: Path, child) -> None:
     process = child(CLAIM + "say(*claim(2, only='1,5').devices_taken); listen()", env=job, says="1 5")
     status = look()
     assert states(status) == "free claimed free free free claimed free free"
-    claim, (running,) = status.gpus[5].claim, status.gpus[5].processes
-    assert (claim.pid, claim.user, claim.job) == (process.pid, procfs.user_of(process.pid), "sge:42.7")
-    assert (claim.command, claim.stopped, claim.note) == (Path(sys.executable).name, False, "")
-    assert before - 1 < claim.since < time.time() + 1
-    assert (running.pid, running.user, status.gpus[5].idle) == (process.pid, claim.user, False)
+    held, (running,) = status.gpus[5].claim, status.gpus[5].processes
+    assert (held.pid, held.user, held.job) == (process.pid, procfs.user_of(process.pid), "sge:42.7")
+    assert (held.command, held.stopped, held.note) == (Path(sys.executable).name, False, "")
+    assert before - 1 < held.since < time.time() + 1
+    assert (running.pid, running.user, status.gpus[5].idle) == (process.pid, held.user, False)
     assert " 42.7 " in row(status, 1)
     assert row(status, 5)[5:] == row(status, 1)[5:]
     assert "6 of 8 GPUs free" in table(status)
@@ -209,35 +210,31 @@ def test_a_stopped_holder_is_marked(holder, eventually) -> None:
     assert "stopped" not in table(look())
 
 
-def test_claims_inside_claims_are_shown(state_dir: Path, child) -> None:
-    outer = child(
-        CLAIM + "claim(2, NoPlaceholder(), delegate=True)\n"
-        "if os.fork() == 0:\n"
-        "    os.execv(sys.executable, [sys.executable, '-c', 'import safe_gpu; "
-        'o = safe_gpu.claim_gpus(1, affinity=None); print("inner", o.devices_taken[0], flush=True); input()\'])\n'
-        "os.wait()"
-    )
-    word, index = outer.hear().split()
-    assert word == "inner"
-    status = look()
-    one = status.gpus[int(index)]
-    assert one.claim.pid == outer.pid
-    assert procfs.parent_of(one.inside.pid) == outer.pid
-    assert f"inside it: process {one.inside.pid}" in table(status)
-    assert (one.idle, states(status).count("claimed")) == (False, 2)
-    outer.kill()
-    assert look().gpus[int(index)].state == "claimed", "the claim inside it lives on"
+def test_claims_inside_claims_are_shown(ground, child) -> None:
+    with claim(2, delegate=True):
+        inner = child(CLAIM + "claim(1); say('held'); listen()", says="held")
+        status = look()
+    (one,) = [one for one in status.gpus if one.inside]
+    assert (one.claim.pid, one.inside.pid, one.idle) == (ME, inner.pid, False)
+    assert f"inside it: process {inner.pid}" in table(status)
+    assert [states(of).count("claimed") for of in (status, look())] == [2, 1], "the claim inside it lives on"
 
 
 def test_shares_are_shown_with_the_claims_that_have_them(state_dir: Path, child) -> None:
     code = CLAIM + "claim(1, NoPlaceholder(), only=0, share='20GiB'); say('held'); listen()"
     sharers = [child(code, says="held") for _ in range(2)]
     one = look().gpus[0]
-    assert [(claim.pid, claim.share) for claim in one.shares] == [(sharer.pid, 20 << 30) for sharer in sharers]
+    assert [(share.pid, share.share) for share in one.shares] == [(sharer.pid, 20 << 30) for sharer in sharers]
     assert (one.claim.pid, one.share_free) == (sharers[0].pid, 40 << 30)
 
 
 # What an entry says, and what is so
+
+
+def told_of_the_first(say, listen) -> None:
+    """What another user is told of the claim of GPU 0."""
+    one = gather().gpus[0].claim
+    say(f"{one.pid} {one.user} {one.note}")
 
 
 def test_who_claims_is_the_owner_of_the_entry_whatever_it_says(ground, holder) -> None:
@@ -248,9 +245,9 @@ def test_who_claims_is_the_owner_of_the_entry_whatever_it_says(ground, holder) -
     ground.hold(2, pid=holder.pid, start=procfs.start_time(holder.pid), uid=12345)
     first, second, third = (one.claim for one in look().gpus[:3])
     assert (first.pid, first.user, first.uid) == (holder.pid, procfs.user_of(holder.pid), os.geteuid())
-    for claim in (second, third):
-        assert (claim.pid, claim.user, claim.uid) == (ME, "12345", 12345)
-        assert claim.note == f"still held by process {ME}, which an earlier process {holder.pid} left behind"
+    for one in (second, third):
+        assert (one.pid, one.user, one.uid) == (ME, "12345", 12345)
+        assert one.note == f"still held by process {ME}, which an earlier process {holder.pid} left behind"
     assert second.note in " ".join(table(look()).split())
 
 
@@ -261,16 +258,11 @@ def test_children_that_outlive_the_holder_are_named(state_dir: Path, child, as_u
     (heir,) = procfs.descendants(process.pid)
     process.kill()
     try:
-        claim = look().gpus[0].claim
-        assert (claim.pid, claim.user, claim.command) == (heir, procfs.user_of(heir), Path(sys.executable).name)
-        assert claim.note == f"still held by process {heir}, which process {process.pid} left behind"
-
-        def work(say, listen) -> None:
-            claim = gather().gpus[0].claim
-            say(f"{claim.pid} {claim.user} {claim.note}")
-
+        found = look().gpus[0].claim
+        assert (found.pid, found.user, found.command) == (heir, procfs.user_of(heir), Path(sys.executable).name)
+        assert found.note == f"still held by process {heir}, which process {process.pid} left behind"
         left = f"still held by a process that process {process.pid} left behind"
-        assert as_user(work, uid=12345).hear() == f"None {procfs.user_of(heir)} {left}"
+        assert as_user(told_of_the_first, uid=12345).hear() == f"None {procfs.user_of(heir)} {left}"
     finally:
         os.kill(heir, signal.SIGKILL)
 
@@ -280,8 +272,8 @@ def test_a_claim_of_another_state_directory_is_told_by_its_door(ground, child, o
     child(HOLD_ONE, env=env, says="held")
     status = look()
     assert states(status) == " ".join(["claimed", *["free"] * 7])
-    claim = status.gpus[0].claim
-    assert (claim.elsewhere, claim.pid, claim.user) == (True, None, None)
+    found = status.gpus[0].claim
+    assert (found.elsewhere, found.pid, found.user) == (True, None, None)
     assert status.to_dict()["gpus"][0]["claim"]["uid"] is None
     assert "GPU 0: claimed in another state directory" in table(status)
 
@@ -476,16 +468,11 @@ def test_where_a_process_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unrelated_process_with_that_number_is_not_blamed(state_dir: Path, ground, as_user) -> None:
     """Who has the entry is found by root and its user; for others it cannot be seen."""
     ground.hold(0, pid=1, start=1, pidns=OTHER)
-
-    def work(say, listen) -> None:
-        one = gather().gpus[0]
-        say(f"{one.claim.pid} {one.claim.user} {one.claim.note}")
-
-    (claim,) = gather().gpus[0].claims
-    assert (claim.pid, claim.uid) == (os.getpid(), os.geteuid())
-    assert claim.note.endswith("container, as process 1 there")
-    said = as_user(work, uid=12345).hear()
-    assert said.startswith(f"None {claim.user} ")
+    (found,) = gather().gpus[0].claims
+    assert (found.pid, found.uid) == (ME, os.geteuid())
+    assert found.note.endswith("container, as process 1 there")
+    said = as_user(told_of_the_first, uid=12345).hear()
+    assert said.startswith(f"None {found.user} ")
     assert said.endswith("container, as process 1 there, which cannot be seen from here")
 
 
@@ -519,6 +506,6 @@ def test_a_number_of_another_namespace_is_no_ancestor(ground) -> None:
     for said, blamed in (({}, True), ({"pidns": OTHER}, False)):
         ground.hold(*range(8), **held, **said)
         with pytest.raises(NotEnoughGpusError) as refused:
-            claim_gpus(1, NoPlaceholder(), affinity=None, timeout=0.01)
+            claim(timeout=0.01)
         assert ("this process itself holds" in str(refused.value)) is blamed
         ground.let_go()

@@ -118,22 +118,6 @@ def test_what_gpus_have_in_common_stands_once() -> None:
 WARM = Gpu(0, "GPU-0", memory_total=80 << 30, memory_used=42 << 30, utilization=7, temperature=61)
 
 
-@pytest.mark.parametrize(
-    ("width", "user", "until", "columns"),
-    [
-        (80, "anna", 9e3, "TEMP USER JOB/PID HELD LEFT COMMAND"),
-        (80, "annabell-of-long-name", 9e3, "USER JOB/PID HELD LEFT COMMAND"),
-        (60, "anna", None, "USER JOB/PID HELD COMMAND"),
-    ],
-)
-def test_the_temperature_is_shown_where_it_fits(width: int, user: str, until: float | None, columns: str) -> None:
-    claim = Holder(1234567, user, None, "train", 1.0, until=until)
-    title, row = shown(host(3001.0, GpuStatus(WARM, "claimed", claim=claim)), width)[3:5]
-    assert title.split() == f"GPU STATE MEMORY UTIL {columns}".split()
-    assert (" 61C " in row, "█" in row) == ("TEMP" in columns, width >= 80)
-    assert len(row) <= width
-
-
 def test_every_row_of_a_claim_has_its_user() -> None:
     """A name of any length is whole where another program reads it."""
     long = "annabell.with-a-long-name"[:24]
@@ -244,10 +228,11 @@ def test_nothing_is_wider_than_the_terminal(in_a_terminal: None, width: int) -> 
     assert ascii_only == plain.translate(str.maketrans("█▌░", "##-"))
 
 
-@pytest.mark.parametrize(("width", "last"), [(50, "JOB/PID"), (60, "LEFT"), (72, "COMMAND")])
+@pytest.mark.parametrize(("width", "last"), [(50, "JOB/PID"), (60, "LEFT"), (72, "COMMAND"), (100, "COMMAND")])
 def test_a_column_is_whole_or_left_out(in_a_terminal: None, width: int, last: str) -> None:
     plain = picture.screen(width, NO_COLOR="1")
     assert f" {last}\n  0 " in plain
+    assert (" TEMP  USER " in plain, "█" in plain) == (width == 100, width == 100)
     assert "\x1b[35mdrained" in picture.screen(width)
     assert "\x1b[1m 98%" in picture.screen(width)
 

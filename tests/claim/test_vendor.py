@@ -1,5 +1,5 @@
 """Claims of NVIDIA, AMD and Intel GPUs on fake libraries and saved trees: runtimes initialised too early or in another
-order, what a claim asks NVML, and two vendors on one host; simulated AMD hosts are in tests/cli/test_amd.py."""
+order, what a claim asks NVML, and two vendors on one host; simulated AMD hosts are in tests/cli/test_run.py."""
 
 import os
 import re

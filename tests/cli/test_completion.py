@@ -5,11 +5,12 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from safe_gpu.affinity.options import MODES
-from safe_gpu.cli.commands import COMMANDS, RUNNERS, main, parser_of
+from safe_gpu.cli.commands import COMMANDS, RUNNERS, parser_of
 from safe_gpu.cli.completion import SHELLS, candidates
 
 Complete = Callable[..., set[str]]
@@ -54,11 +55,10 @@ print READY
 
 
 @pytest.fixture
-def script(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: object) -> Callable[[str], Path]:
+def script(tmp_path: Path, ask: Any, command: object) -> Callable[[str], Path]:
     def write(shell: str) -> Path:
-        assert main(["completion", shell]) == 0
         path = tmp_path / f"safe-gpu.{shell}"
-        path.write_text(capsys.readouterr().out)
+        path.write_text(ask("completion", shell).stdout)
         return path
 
     return write
@@ -76,12 +76,7 @@ def answers(*command: object, home: Path) -> str:
 
 
 @pytest.fixture(params=["bash", "zsh", "fish"])
-def complete(
-    request: pytest.FixtureRequest,
-    script: Callable[[str], Path],
-    tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Complete:
+def complete(request: Any, script: Callable[[str], Path], tmp_path: Path, tmp_path_factory: Any) -> Complete:
     """``complete("safe-gpu", "run", "--aff")`` is what the shell would make of the last word."""
     shell = program(request.param)
     path = script(request.param)
@@ -107,9 +102,7 @@ def complete(
     [
         (("st",), {"status"}),
         (("run", "--aff"), {"--affinity"}),
-        (("run", "--affinity", "n"), {"none", "node"}),
         (("run", "--affinity=n"), {"--affinity=none", "--affinity=node"}),
-        (("run", "--", "print"), {"printenv", "printf"}),
         (("run", "-n", "2", "-q", "print"), {"printenv", "printf"}),
         (("run", "-n", "2", "cat", "--aff"), set()),  # no options of ours
     ],
@@ -127,10 +120,8 @@ def test_what_a_shell_completes(complete: Complete, words: tuple[str, ...], expe
         ("help ", set(COMMANDS)),
         ("affinity --mode ", set(MODES)),
         ("completion b", set(SHELLS)),
-        ("run --model ", set()),
         ("nonsense ", set()),
         ("run -- ", 3),
-        ("run -- cat --aff", 3),
         ("run -n 2 cat --aff", 4),
         ("run --visible-as = u", {"index", "uuid"}),
     ],
@@ -150,7 +141,6 @@ def test_bash_splits_at_the_equals_sign(script: Callable[[str], Path], tmp_path:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_of_every_command_is_known(name: str) -> None:
     found = candidates(["safe-gpu", name, "-"])
-    assert isinstance(found, dict)
     hidden = ["--mode", "--pending"] if name in RUNNERS else []
     shown = [option for option in parser_of(name).names() if option not in hidden]
     assert [word for word in found if word.startswith("-")] == shown

@@ -1,26 +1,30 @@
-"""Mistakes that people make, and what they are told: the words that help, with the exit code or the error.
+"""Mistakes that people make, and what they are told; commands of which ``safe-gpu run`` warns.
 
-The two tables are read by the tests, and each line is tried as it stands, on a simulated host with eight A100 of which
-nobody holds any. Where a line ends in "...", more follows.
+The first two tables are read by the tests, and each line is tried as it stands, on a simulated host with eight A100 of
+which nobody holds any. Where a line ends in "...", more follows.
 """
 
 import os
 import re
 import shlex
-from collections.abc import Iterator
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.real import unavailable
 
 import safe_gpu
-from safe_gpu.cli import main
+from safe_gpu.cli.advice import warning_about
 
 TYPED = """
 # The command
 $ safe-gpu stats
 [2] safe-gpu: error: there is no command 'stats': did you mean safe-gpu status? (see safe-gpu --help)
-$ safe-gpu top
-[2] safe-gpu: error: there is no command 'top': did you mean safe-gpu status --watch? (see safe-gpu --help)
 $ safe-gpu kill 4242
 [2] safe-gpu: error: there is no command 'kill': a GPU is given back when its process ends: kill PID, which saf...
 $ safe-gpu sh -c true
@@ -36,16 +40,12 @@ $ safe-gpu run --gpu 3 -- true
 [2] safe-gpu run: error: there is no option --gpu: did you mean --only 3? (se...
 $ safe-gpu run --device=cuda:1 true
 [2] safe-gpu run: error: there is no option --device: did you mean --only 1? (se...
-$ safe-gpu run --GPU_ID GPU-8a2b -- true
-[2] safe-gpu run: error: there is no option --GPU_ID: did you mean --only GPU-8a2b? (se...
 $ safe-gpu bind --only 3 -- true
 [2] safe-gpu bind: error: there is no option --only: did you mean --gpu 3? (se...
 $ safe-gpu --gpu 3 python train.py
 [2] safe-gpu: error: there is no option --gpu: did you mean --only 3? (see safe-gpu --help)
 $ safe-gpu wait 2
 [2] safe-gpu wait: error: unexpected argument '2': did you mean -n 2? (see safe-gpu wait --help)
-$ safe-gpu wait -- true
-[2] safe-gpu wait: error: no command is run here: did you mean safe-gpu run? (see safe-gpu wait --help)
 # Their values
 $ safe-gpu run -n
 [2] safe-gpu run: error: -n/--gpus/--nb-gpus needs a value (see safe-gpu run --help)
@@ -53,14 +53,8 @@ $ safe-gpu run --gpus 0,1 -- true
 [2] safe-gpu run: error: -n 0,1 is not a number of GPUs: a whole number from 1 up, a range...
 $ safe-gpu run -n job -- true
 [78] safe-gpu: -n job takes the number that the batch job asked for, and this process is in no batch job: set SAFE_...
-$ safe-gpu run -n 9 -- true
-[78] safe-gpu: 9 GPUs are asked for, but this host has only 8 NVIDIA GPUs: ask for fewer
 $ safe-gpu run -t 1:30 -- true
 [2] safe-gpu run: error: --timeout 1:30 may be hours or minutes: write 1h30m or 1m30s (see safe-gpu run --help)
-$ safe-gpu run --min-memory 20 -- true
-[2] safe-gpu run: error: --min-memory 20 means 20 bytes? write 20GiB (see safe-gpu run --help)
-$ safe-gpu run --share 25MiB -- true
-[2] safe-gpu run: error: --share 25MiB makes no sense: 1 GiB is the least, CUDA's context included...
 $ safe-gpu run --for 2 -- true
 [2] safe-gpu run: error: --for 2 means 2 seconds? write 2h, 2m or 2s (see safe-gpu run --help)
 $ safe-gpu run --min-memory 90GiB -- true
@@ -69,8 +63,6 @@ $ safe-gpu run --model 'RTX*' -- true
 [78] safe-gpu: 1 GPU is asked for, but none fits (GPU 0-7: NVIDIA A100-SXM4-80GB does not match --model 'RTX*')
 $ safe-gpu run --only 8 -- true
 [78] safe-gpu: --only 8 names no single NVIDIA GPU of this host, which has GPU 0-7
-$ safe-gpu run --only cuda:0 -- true
-[2] safe-gpu run: error: --only cuda:0 makes no sense: name GPUs by index, range or UUID, such as 0,2, 4-7 or GPU-8...
 $ safe-gpu run --affinity Node -- true
 [2] safe-gpu run: error: --affinity Node is not possible: did you mean node? choose from none, node, socket, exclus...
 # The command to run
@@ -88,8 +80,6 @@ $ safe-gpu run -- train.py
 [127] safe-gpu: train.py: command not found; there is a file of that name here: write safe-gpu run -- python train.py
 $ safe-gpu run -- ./train.py
 [126] safe-gpu: ./train.py cannot be run: it is not an executable file (chmod +x makes it one)
-$ safe-gpu run -- ''
-[127] safe-gpu: '': command not found; the name is empty: is a variable not set?
 # Variables
 $ SAFE_GPU_TIMEOUT=soon safe-gpu wait
 [78] safe-gpu: SAFE_GPU_TIMEOUT=soon is not a duration: write seconds (90 or 90s), 15m, 1h30m, 01:30:00, 2-12:00:...
@@ -99,15 +89,11 @@ $ SAFE_GPU_TIMOUT=5 safe-gpu wait
 [0] safe-gpu: warning: SAFE_GPU_TIMOUT is not a variable of safe_gpu and has no effect: did you mean SAFE_GPU_TIMEOUT?
 $ CUDA_VISIBLE_DEVICES=0 safe-gpu wait -n 2
 [78] safe-gpu: 2 GPUs are asked for, but CUDA_VISIBLE_DEVICES=0 limits this process to 1 of 8 GPUs; 7 others are fr...
-$ CUDA_VISIBLE_DEVICES= safe-gpu wait
-[78] safe-gpu: 1 GPU is asked for, but CUDA_VISIBLE_DEVICES='' (set, but empty) limits this process to 0 of 8 GPUs;...
 """
 
 CALLED = """
 >>> claim_gpus('2')
 UnsatisfiableRequestError: nb_gpus='2' makes no sense: ask for a whole number of GPUs, 1 or more (or 'job' for the...
->>> claim_gpus(timeout=-1)
-UnsatisfiableRequestError: timeout=-1 is not a number of seconds: pass 0 (no wait), a positive number, or None (no...
 >>> claim_gpus(min_memory=20.5)
 UnsatisfiableRequestError: min_memory=20.5 makes no sense: give bytes as a whole number, or a size such as '20GiB'
 >>> claim_gpus(affinity='numa')
@@ -118,8 +104,6 @@ UnsatisfiableRequestError: visible_as='name' is unknown: use "index" or "uuid"
 PlaceholderError: placeholder_fn='torch' cannot be called: pass a function of the CUDA ordinal that returns what ho...
 >>> GPUOwner(1), GPUOwner(1)
 AlreadyClaimedError: this process holds GPU 0 already: release_gpus() first, ask for all GPUs in one claim, or...
->>> bind(9)
-GPUAffinityError: this host has no GPU 9: it has GPU 0-7
 >>> set_affinity(9, 8)
 GPUAffinityError: gpu_id=9 should be smaller than nproc_per_node=8
 >>> placement(999999999)
@@ -136,39 +120,34 @@ def table(text: str, prompt: str) -> Iterator[tuple[str, str]]:
 
 
 def assert_said(text: str, expected: str) -> None:
-    if expected.endswith("..."):
-        assert text.startswith(expected[:-3])
-    else:
-        assert text == expected
+    assert text == expected or (expected.endswith("...") and text.startswith(expected[:-3])), text
 
 
 @pytest.mark.parametrize(("line", "said"), list(table(TYPED, "$ ")))
-def test_on_the_command_line(
-    line: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], ground
-) -> None:
+def test_on_the_command_line(line: str, said: str, monkeypatch: Any, tmp_path: Path, ask: Any, ground: Any) -> None:
     (tmp_path / "train.py").write_text("print('trained')\n")
     monkeypatch.chdir(tmp_path)
     words = shlex.split(line)
     while words[0] != "safe-gpu":
         monkeypatch.setenv(*words.pop(0).split("=", 1))
-    code = main(words[1:])
-    out, err = capsys.readouterr()
-    assert out == ("" if code else "0\n")  # the GPU that `wait` prints
-    assert err.count("\n") == 1
-    assert_said(f"[{code}] {err.rstrip()}", said)
-    assert not re.search(r"\b(timeout|min_memory|model|only|exclude|nb_gpus|hold_for)=", err), "as Python writes it"
-    assert ground.tickets() == []
-    assert ground.claimed() == []
+    done = ask(*words[1:])
+    assert done.stdout == ("" if done.returncode else "0\n")  # the GPU that `wait` prints
+    assert done.stderr.count("\n") == 1
+    assert_said(f"[{done.returncode}] {done.stderr.rstrip()}", said)
+    assert not re.search(r"\b(timeout|min_memory|model|only|exclude|nb_gpus|hold_for)=", done.stderr), (
+        "as Python has it"
+    )
+    assert ground.tickets() == ground.claimed() == []
 
 
 @pytest.mark.parametrize(
     ("timeout", "advice"), [("0", "wait for it (--timeout 1h,"), ("0.01", "wait longer (--timeout 1h,")]
 )
-def test_advice_on_a_wait_that_was_too_short(timeout: str, advice: str, capsys, ground) -> None:
+def test_advice_on_a_wait_that_was_too_short(timeout: str, advice: str, ask: Any, ground: Any) -> None:
     ground.hold(*range(8))
-    for verb in ("run", "wait"):
-        assert main([verb, "--timeout", timeout, *(["--", "true"] if verb == "run" else [])]) == 75
-        assert advice in capsys.readouterr().err
+    for verb, *command in (("run", "--", "true"), ("wait",)):
+        done = ask(verb, "--timeout", timeout, *command)
+        assert (done.returncode, advice in done.stderr) == (75, True)
     with pytest.raises(safe_gpu.NotEnoughGpusError, match=re.escape(advice.replace("--timeout 1h", 'timeout="1h"'))):
         safe_gpu.GPUOwner(timeout=float(timeout))
 
@@ -192,3 +171,184 @@ def test_in_python(call: str, said: str, ground) -> None:
     assert not re.search(r"(^|[ (])--?[a-z]", str(caught.value)), "an option of a command"
     assert ground.claimed() == []
     assert dict(os.environ) == before
+
+
+# Commands that hand their work to another process, or choose GPUs themselves
+
+RUN = "safe-gpu run -n 2 --"
+STATE = "/tmp/safe-gpu"
+AT_ONCE = "ends at once"
+
+
+@pytest.fixture(autouse=True)
+def no_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CONTAINER_HOST", raising=False)
+
+
+WARNED = {
+    f"screen -dmS NAME {RUN} CMD": ["screen", "sudo -u anna screen -dmS t ./train"],
+    "closes the files that hold the claim": ["screen -dmS t ./train 1"],
+    f"tmux new -d {RUN} CMD": [
+        "tmux", "tmux -L own new-session -d -s t -x 80 ./train", "bash -lc 'exec tmux new -d ./train'",
+        "env -u X A=1 nohup /usr/bin/tmux new -d ./train",
+    ],
+    "until its last session ends": ["tmux neww 'cd x && ./train'"],
+    f"byobu new -d {RUN} CMD": ["byobu send-keys -t t ./train Enter"],
+    f"echo '{RUN} CMD' | at ...": ["at now"],
+    f"echo '{RUN} CMD' | batch ...": ["batch"],
+    f"sbatch --wrap '{RUN} CMD'": ["sbatch -p gpu job.sh", "timeout -k 5 1h taskset -c 0-3 numactl -N 0 sbatch job.sh"],
+    f"the job: {RUN} CMD": ["qsub -b y ./train", "ionice -c 2 stdbuf -oL chrt -b 0 xargs -n 1 qsub"],
+    f" ... {RUN} CMD": ["bsub -q gpu ./train", "srun -n 4 ./train", "qrsh ./train", "ssh gpu2 ./train"],
+    "arguments = run -n 2 -- CMD": ["condor_submit job.sub"],
+    f"flux submit ... {RUN} CMD": ["flux submit -n 1 ./train"],
+    f"flux mini batch ... {RUN} CMD": ["flux mini batch job.sh"],
+    "Add --scope": ["systemd-run --user -p Nice=5 ./train --scope"],
+    # Clients of containers
+    "not with the container, which is not its child": [
+        "docker run --rm -it -v /a:/b --name x IMAGE python -d", "docker --config=/x -l debug container run IMAGE -d",
+        "docker compose -f x.yml up", "sudo -n -u root A=1 /usr/bin/docker run IMAGE", "podman --url unix:///x run I",
+    ],
+    f"Claim inside the container, with the state directory mounted: docker run -v {STATE}:": ["docker start NAME"],
+    AT_ONCE: [
+        "docker run -dp 80:80 IMAGE", "docker container run -p 80:80 --detach IMAGE", "podman-remote exec -d NAME sh",
+        "docker -H tcp://h:1 --context far -D run -d IMAGE", "docker-compose --profile gpu up --build -d",
+    ],
+    "With --network=host the claim holds by file and by name": ["nerdctl -n k8s.io run -d IMAGE"],
+    # Containers that do not learn which GPUs were claimed
+    "Add -e CUDA_VISIBLE_DEVICES -e CUDA_DEVICE_ORDER": [
+        "podman run --rm --device nvidia.com/gpu=all IMAGE python train.py", "sudo podman container run --gpus all I",
+        "podman run --device /dev/kfd --device /dev/dri IMAGE",
+    ],
+    "leave out --cleanenv": ["apptainer exec --nv --cleanenv IMAGE.sif python train.py", "singularity run -C --nv I"],
+    # Launchers that choose GPUs themselves
+    "with --num_gpus, deepspeed chooses among all GPUs": ["deepspeed --num_gpus 2 train.py"],
+    "with -i, ": ["deepspeed --no_local_rank -i localhost:1 train.py"],
+    "with --include, ": ["deepspeed --master_port 29501 --include=localhost:1,2 train.py"],
+    "with --exclude, ds ": ["conda run -n env ds --exclude localhost:0 train.py"],
+    "with -H, ": ["nohup deepspeed -H hosts train.py"],
+    "with --gpu_ids, accelerate ": ["accelerate launch --num_processes 2 --gpu_ids 0,1 train.py"],
+    "Leave it out, and accelerate takes the GPUs": ["env A=1 accelerate launch --multi_gpu --gpu_ids=0 train.py"],
+}  # fmt: skip
+
+
+def warned(command: str, path: str = "/nonexistent") -> str:
+    return warning_about(shlex.split(command), path, STATE, ["-n", "2"])
+
+
+@pytest.mark.parametrize(("command", "words"), [(command, words) for words in WARNED for command in WARNED[words]])
+def test_what_becomes_of_the_claim_and_the_way_that_works(command: str, words: str) -> None:
+    text = warned(command)
+    assert (text[:9], words in text) == ("warning: ", True)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "screen -ls", "screen --version", "tmux ls", "tmux kill-server", "at -l", "flux start ./train",
+        "systemd-run --user --scope ./train", "nohup ./train", "setsid --fork ./train", "./screen --ligands 5",
+        "bash batch", "bash -c 'cd x && sbatch next.sh'", "python train.py screen -dmS t x", "docker", "docker ps -a",
+        "docker build -t run .", "docker compose ps", "sh -c docker-run", "env A=1", "grep docker run",
+        "podman --log-level debug container run IMAGE", "podman --remote=false run IMAGE",
+        "podman run --device nvidia.com/gpu=all -e CUDA_VISIBLE_DEVICES IMAGE",
+        "podman run --env-host --device nvidia.com/gpu=all IMAGE", "podman exec NAME nvidia-smi -L /dev/null",
+        "apptainer exec --nv IMAGE.sif perl -e 1", "apptainer exec --nv --bind /data IMAGE.sif python train.py",
+        "deepspeed train.py --num_gpus 2", "deepspeed --master_port 29501 train.py",
+        "accelerate launch --gpu_ids all train.py", "accelerate config --gpu_ids 0", "python train.py --num_gpus 2",
+        f"nice {'-a ' * 99}x", f"env {'1=2 ' * 99}x", f"docker {'-p 80 ' * 99}ps",  # read in no time
+    ],
+)  # fmt: skip
+def test_what_keeps_the_claim_and_its_gpus_is_not_warned_of(command: str) -> None:
+    assert warned(command) == ""
+
+
+def program(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_a_docker_that_is_podman_and_podman_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package podman-docker has such a script."""
+    script = program(tmp_path / "docker", 'exec /usr/bin/podman "$@"')
+    assert warned("docker run -d IMAGE", str(script)) == ""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert warned("sudo docker run -d IMAGE", "/usr/bin/sudo") == ""
+    monkeypatch.setenv("CONTAINER_HOST", "unix:///run/podman/podman.sock")
+    assert AT_ONCE in warned("podman run -d IMAGE")
+
+
+def test_it_is_said_before_the_command_starts_and_where_run_is_to_be_quiet(command, tmp_path: Path, ground) -> None:
+    sbatch = program(tmp_path / "sbatch", "echo the command >&2")
+    own = ["-q", "-n", 2, "--min-memory=20GiB"]
+    warning, *after = command.run("run", *own, "--", "nice", sbatch, "job.sh").stderr.splitlines()
+    assert warning.startswith("safe-gpu: warning: the claim ends with `sbatch`, not with the job")
+    assert "safe-gpu run -q -n 2 --min-memory=20GiB -- CMD in its script" in warning
+    assert after == ["the command"]
+    docker = program(tmp_path / "docker", 'echo "$@"')
+    done = command.run("run", "--", docker, "run", "-d", "IMAGE")
+    assert (done.returncode, done.stdout) == (0, "run -d IMAGE\n")
+    assert f"-v {ground.directory}:{ground.directory}" in done.stderr
+    assert command.run("run", "--", "echo", "docker run").stderr == ""
+
+
+class Job:
+    """A program that says which GPU it sees, and runs until the test ends."""
+
+    def __init__(self, directory: Path) -> None:
+        self._said = directory / "said"
+        text = f'echo $$ "${{CUDA_VISIBLE_DEVICES-none}}" >{directory}/half; mv {directory}/half {self._said}'
+        self.path = program(directory / "job", f"{text}\nexec sleep 600")
+
+    def gpu(self) -> str:
+        """What it sees; "" until it runs."""
+        return self._said.read_text().split()[1] if self._said.exists() else ""
+
+    def end(self) -> None:
+        if self._said.exists():
+            os.kill(int(self._said.read_text().split()[0]), signal.SIGKILL)
+            self._said.unlink()
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    """A job, with sessions of screen and tmux that are this test's own."""
+    with tempfile.TemporaryDirectory(prefix="s-") as directory:  # short, since sockets lie there
+        for name, value in {"TMUX_TMPDIR": directory, "SCREENDIR": directory, "TERM": "xterm"}.items():
+            monkeypatch.setenv(name, value)
+        for name in ("TMUX", "STY"):
+            monkeypatch.delenv(name, raising=False)
+        job = Job(Path(directory))
+        yield job
+        job.end()
+        if shutil.which("tmux"):
+            subprocess.run(["tmux", "kill-server"], capture_output=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("line", "seen", "held"),
+    [("nohup screen -dmS t", "0", []), ("tmux new -d", "0", [0]), ("tmux new -d; tmux neww -d", "none", [])],
+)
+def test_sessions(
+    command, ground, job: Job, tmp_path: Path, eventually: Callable[..., None], line: str, seen: str, held: list[int]
+) -> None:
+    *before, session = line.split("; ")
+    multiplexer = "screen" if "screen" in session else "tmux"
+    if shutil.which(multiplexer) is None:
+        unavailable(f"needs {multiplexer}")
+    for one in before:
+        subprocess.run([*one.split(), "sleep", "600"], check=True, timeout=60)
+    with (tmp_path / "told").open("w") as stderr:
+        started = command.start("run", "--", *session.split(), job.path, stdout=stderr, stderr=stderr)
+    eventually(lambda: job.gpu() == seen)
+    eventually(lambda: ground.claimed() == held)
+    job.end()
+    assert started.wait(60) == 0
+    eventually(lambda: ground.claimed() == [])
+
+    way = (tmp_path / "told").read_text().rpartition("Claim inside the session: ")[2].splitlines()[0]
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    with subprocess.Popen([*way.removesuffix(" CMD").split(), job.path], **streams):
+        eventually(lambda: job.gpu() == "0")
+        assert ground.claimed() == [0]
+        job.end()
+    eventually(lambda: ground.claimed() == [])

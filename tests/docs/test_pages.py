@@ -1,19 +1,25 @@
-"""The pages as pages: links resolve, README is short, the reference whole, and no older release is installed."""
+"""The pages as pages: links, the first page, the reference, words that are avoided; no older release is installed."""
 
+import ast
 import inspect
-import json
+import os
 import re
 import runpy
+import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.page_scene import crowded
 
 import safe_gpu
 from safe_gpu import errors
 from safe_gpu.settings.variables import VARIABLES
 
-from .conftest import PAGES, ROOT, SCENES, all_blocks
+from .conftest import MARK, PAGES, ROOT, all_blocks, blocks_of, first_page_in_order, same
 
 MOST_WORDS = 900
 REFERENCE = "safe_gpu/README.md"
@@ -36,7 +42,7 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-def test_links_resolve(page: str) -> None:
+def test_links_resolve_and_what_it_names_exists(page: str) -> None:
     text = PAGES[page].read_text()
     for target in re.findall(r"\]\(([^)\s]+)\)", without_code(text)):
         if "://" in target:
@@ -44,8 +50,11 @@ def test_links_resolve(page: str) -> None:
         path, _, fragment = target.partition("#")
         file = (PAGES[page].parent / path).resolve() if path else PAGES[page]
         assert file.exists(), f"{page}: {target}"
-        if fragment:
-            assert fragment in anchors(file.read_text()), f"{page}: {target}"
+        assert not fragment or fragment in anchors(file.read_text()), f"{page}: {target}"
+    for name in re.findall(r"`((?:tools|tests|safe_gpu)/[\w./-]+)`", text):
+        assert (ROOT / name).exists(), f"{page}: {name}"
+    for name in re.findall(r"\bSAFE_GPU_[A-Z_]+\b", text):
+        assert name in VARIABLES, f"{page}: {name}"
 
 
 WORLD_WRITABLE = re.compile(
@@ -88,11 +97,6 @@ def test_the_rows_of_a_table_have_the_cells_of_its_head(page: str) -> None:
         before = row
 
 
-def test_files_that_pages_name_exist(page: str) -> None:
-    for name in re.findall(r"`((?:tools|tests|safe_gpu)/[\w./-]+)`", PAGES[page].read_text()):
-        assert (ROOT / name).exists(), f"{page}: {name}"
-
-
 def test_nothing_is_installed_by_the_name_of_the_older_release() -> None:
     sources = [path for folder in ("safe_gpu", "tools", "tests") for path in (ROOT / folder).rglob("*.py")]
     for path in [*PAGES.values(), *sources]:
@@ -109,20 +113,12 @@ def test_the_two_commands_are_one_line_each(name: str) -> None:
     assert f"      - run: {block.text}" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
 
 
-def test_the_variables_in_the_table_exist() -> None:
-    for path in PAGES.values():
-        for name in re.findall(r"\bSAFE_GPU_[A-Z_]+\b", path.read_text()):
-            assert name in VARIABLES, f"{path}: {name}"
-
-
-def test_the_table_of_status_has_every_key(desk: Any) -> None:
-    SCENES["busy"](desk)
-    desk.background("safe-gpu run -n 8 -- ./train", until="for 8 GPUs")
-    status = json.loads(desk.shell("safe-gpu status --json"))
+def test_the_table_of_status_has_every_key() -> None:
+    status = crowded()
     table = PAGES["safe_gpu/status/README.md"].read_text()
-    parts = [status, *status["gpus"], *status["queue"]]
+    parts = [status, *status["gpus"], *status["queue"], *status["windows"]]
     for gpu in status["gpus"]:
-        parts += [gpu["claim"] or {}, *gpu["processes"]]
+        parts += [gpu["claim"] or {}, *gpu["shares"], *gpu["processes"]]
     for key in {key for part in parts for key in part}:
         assert re.search(rf"`(?:\w+\[\]\.)?{key}(?:\[\][^`]*)?`", table), key
     assert f"`schema` | {status['schema']};" in table
@@ -164,22 +160,22 @@ def test_the_table_of_exit_codes_is_that_of_the_command() -> None:
     assert numbers <= told
 
 
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ("an option of claims", r"max_utilization"),
-        ("a scheduler", r"_CONDOR"),
-        ("a command", r'configure_setup|"setup": '),
-        ("a placeholder for a framework", r"JaxPlaceholder"),
-        ("a driver for a vendor", r"(?<!and )\bintel\b(?! MPI)|INTEL-|_intel\b|LevelZero|level_zero"),
-    ],
-)
-def test_the_page_says_what_to_touch(row: str, words: str) -> None:
+ADDITIONS = {
+    "an option of claims": r"max_utilization",
+    "a scheduler": r"_CONDOR",
+    "a command": r'configure_setup|"setup": ',
+    "a placeholder for a framework": r"JaxPlaceholder",
+    "a driver for a vendor": r"(?<!and )\bintel\b(?! MPI)|INTEL-|_intel\b|LevelZero|level_zero",
+}
+
+
+@pytest.mark.parametrize("row", ADDITIONS)
+def test_the_page_says_what_to_touch(row: str) -> None:
     """The files of the package that name what was added last, and no others."""
     (line,) = re.findall(rf"^\| {row} \|(.*)$", PAGES[".github/CONTRIBUTING.md"].read_text(), re.MULTILINE)
     listed = set(re.findall(r"`(safe_gpu/[\w./]+)`", line))
     code = ((path.relative_to(ROOT).as_posix(), path.read_text()) for path in (ROOT / "safe_gpu").rglob("*.py"))
-    assert {name for name, text in code if re.search(words, name + text)} == listed
+    assert {name for name, text in code if re.search(ADDITIONS[row], name + text)} == listed
 
 
 def test_the_page_shows_how_a_claim_flows() -> None:
@@ -199,3 +195,107 @@ def test_on_the_package_index_the_first_page_has_no_link_that_leads_nowhere() ->
     text = runpy.run_path(str(script))["index_page"]((ROOT / "README.md").read_text())
     assert re.findall(r"\]\((?!https:)[^)]*\)|!\[", text) == []
     assert "(`safe_gpu/schedulers/README.md`)" in text
+
+
+# What somebody who never saw the project finds on the first page
+
+PAGE = PAGES["README.md"].read_text() if "README.md" in PAGES else ""
+
+
+def test_what_is_asked_first_is_told_first() -> None:
+    titles = re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
+    assert titles == ["Set-up", "One job", "What is promised", "Which are you?", "Why not …?", "Pages"]
+    runs = [block for block in blocks_of("README.md", PAGE) if block.kind in ("run", "runs")]
+    found = [block.about or block.language for block in runs]
+    assert found == ["main", "test", "in the checkout", "python", "in a job"]
+
+
+def test_it_has_the_words_that_people_look_for() -> None:
+    words = "Placeholder|PytorchPlaceholder()|TensorflowPlaceholder()|PyTorch|TensorFlow|Grid Engine (SGE)|NVML|NUMA"
+    words += "|affinity=None|from safe_gpu import"
+    assert [word for word in words.split("|") if word not in PAGE] == []
+
+
+def test_one_link_leads_to_it() -> None:
+    """The item, paragraph or row with the link names the term, and so does the page behind it."""
+    parts = re.split(r"\n(?=\n|- |\d\. |\|)", PAGE)
+    for term, target in (
+        ("placeholder", "safe_gpu/runtimes/README.md"),
+        ("NUMA", "safe_gpu/affinity/README.md"),
+        ("SGE", "safe_gpu/schedulers/README.md"),
+        ("gpu-acquisitor", "tools/README.md"),
+    ):
+        assert any(f"({target}" in part and term.lower() in part.lower() for part in parts), term
+        assert term.lower() in PAGES[target].read_text().lower()
+
+
+def test_its_blocks_run_in_order_on_a_machine_with_only_python(tmp_path: Path, command: Any) -> None:
+    """In one shell: what a block exports or writes is there for the next. Python is saved as the page says."""
+    (tmp_path / "bin").mkdir()
+    for name in ("bash", "cat", "env", "printenv", "sh", "uname"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name) or "")
+    environment = tmp_path / ".venv" / "bin"
+    environment.mkdir(parents=True)
+    (environment / "activate").write_text(f"PATH={environment}:$PATH\n")
+    for name, target in {"python": sys.executable, "safe-gpu": command.path}.items():
+        (environment / name).write_text(f'#!/bin/sh\nexec {shlex.quote(str(target))} "$@"\n')
+        (environment / name).chmod(0o755)
+    script, blocks = first_page_in_order()
+    variables = {**os.environ, "PATH": str(tmp_path / "bin"), "PYTHONPATH": str(ROOT)}
+    del variables["SAFE_GPU_DRIVER"]
+    words = ["bash", "-euc", script]
+    done = subprocess.run(words, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout.split(f"{MARK}\n")[:-1]
+    assert len(printed) == len(blocks) == 3
+    for block, output in zip(blocks, printed, strict=True):
+        assert same(output, block.output or ""), output
+
+
+# Words that pages, messages, docstrings and comments avoid, since a plainer one says the same
+
+# Folders and files that have been read through, as patterns below the root of the repository.
+READ = ("README.md", "CHANGELOG.md", "safe_gpu/**/*.md", "safe_gpu/**/*.py", "tests/README.md", ".github/*.md")
+
+BANNED = re.compile(
+    r"\b(?:whoever|likewise|awake|wakes?|so many|for ever|GPUs will do|(?:is|are|was) not to be had|says? nothing"
+    r"|do(?:es)? without(?! safe_gpu)|the usual (?:one|case)|nobody ever|for want of|in good time)\b"
+    r"|(?<=[0-9}]) %(?= [a-z]|[,.;:)|]|$)",
+    re.IGNORECASE,
+)
+
+
+@pytest.mark.parametrize("pattern", READ)
+def test_words_that_a_native_would_not_write(pattern: str) -> None:
+    paths = sorted(ROOT.glob(pattern))
+    assert paths
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {match[0]!r} in {line.strip()}"
+        for path in paths
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        for match in BANNED.finditer(line)
+    ]
+    assert found == []
+
+
+def test_such_words_are_found_and_no_others() -> None:
+    for text in ("waits for ever", "Whoever comes", "it says nothing", "at most 10 % asked for", "f'{x} %, or'"):
+        assert BANNED.search(text), text
+    for text in ("10% of", "number % 100 + 1", "say % args", "without it", "forever", "(%s % (a, b))"):
+        assert not BANNED.search(text), text
+
+
+_NO_VERB = frozenset("A An How The Those What When Where Whether Which Who Why Returns Yields".split())
+
+
+def test_docstrings_of_functions_begin_with_a_verb() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {text.splitlines()[0]}"
+        for path in sorted(ROOT.glob("safe_gpu/**/*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+        and not any("property" in ast.unparse(one) for one in node.decorator_list)  # it is documented as an attribute
+        and (text := ast.get_docstring(node) or "")
+        and text.split()[0] in _NO_VERB
+    ]
+    assert found == []

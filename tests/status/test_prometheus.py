@@ -1,17 +1,15 @@
 """Metrics: what they say, and that Prometheus reads them: its own parser, promtool, a real server."""
 
-import importlib
+import importlib.util
 import json
 import os
 import re
 import shutil
 import subprocess
 import threading
-import time
-import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.claims import claim
 from support.processes import free_port
 from support.real import unavailable
 
@@ -31,44 +30,16 @@ from safe_gpu.status.metrics import render_metrics
 
 NOW = 1_795_000_000.0
 CLAIM = Holder(7, "anna", since=NOW - 60, until=NOW + 60)
-STATUS = HostStatus(
-    host="gpu1",
-    driver="nvml",
-    driver_version="",
-    state_dir="/tmp/safe-gpu",
-    taken_at=NOW,
-    gpus=(
-        GpuStatus(Gpu(0, "GPU-a", memory_used=1 << 30), "free"),
-        GpuStatus(Gpu(1, "GPU-b"), "claimed", claim=CLAIM, idle_for=30.0),
-    ),
-    queue=(WaiterStatus(1, 8, "ben", 1, NOW - 90), WaiterStatus(2, 9, "ben", 1, NOW - 10)),
+GPUS = (
+    GpuStatus(Gpu(0, "GPU-a", memory_used=1 << 30), "free"),
+    GpuStatus(Gpu(1, "GPU-b"), "claimed", claim=CLAIM, idle_for=30.0),
 )
+QUEUE = (WaiterStatus(1, 8, "ben", 1, NOW - 90), WaiterStatus(2, 9, "ben", 1, NOW - 10))
+STATUS = HostStatus("gpu1", "nvml", "", "/tmp/safe-gpu", NOW, GPUS, QUEUE)
 
 
 def program(name: str) -> str:
     return shutil.which(name) or unavailable(f"needs {name}")
-
-
-def parser() -> Any:
-    """Prometheus's own parser of the text format, in Python."""
-    try:
-        return importlib.import_module("prometheus_client.parser")
-    except ImportError:
-        unavailable("needs prometheus-client")
-
-
-def fetched(url: str) -> str:
-    """What is served there, as soon as somebody serves it. A request that is refused as wrong fails at once."""
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            with urllib.request.urlopen(url, timeout=10) as answer:
-                return str(answer.read().decode())
-        except OSError as err:
-            if isinstance(err, urllib.error.HTTPError) and err.code < 500:
-                raise AssertionError(f"{url}: {err.read().decode()}") from err
-            assert time.monotonic() < deadline, f"{url} does not answer"
-            time.sleep(0.05)
 
 
 def test_every_metric() -> None:
@@ -100,10 +71,11 @@ def test_what_is_not_known_has_no_sample() -> None:
 @settings(max_examples=25)
 @given(st.text(max_size=20))
 def test_the_parser_of_prometheus_reads_any_user_back(user: str) -> None:
-    gpu = replace(STATUS.gpus[1], claim=CLAIM._replace(user=user))
-    families = {
-        one.name: one for one in parser().text_string_to_metric_families(render_metrics(replace(STATUS, gpus=(gpu,))))
-    }
+    if importlib.util.find_spec("prometheus_client") is None:
+        unavailable("needs prometheus-client")
+    read = importlib.import_module("prometheus_client.parser").text_string_to_metric_families
+    gpu = replace(GPUS[1], claim=CLAIM._replace(user=user))
+    families = {one.name: one for one in read(render_metrics(replace(STATUS, gpus=(gpu,))))}
     assert len(families) == 14
     assert all(one.type == "gauge" and one.documentation for one in families.values())
     (sample,) = families["safe_gpu_claimed"].samples
@@ -111,25 +83,22 @@ def test_the_parser_of_prometheus_reads_any_user_back(user: str) -> None:
     assert len(sample.labels["user"]) >= len(user.strip("\n")) - user.count("\ud800")
 
 
-def test_a_real_claim_and_the_file(command: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    started = command.start("run", "-n", 2, "--for", "1h", "--", "sh", "-c", "echo up; read x", stdin=subprocess.PIPE)
-    assert started.stdout.readline() == "up\n"
+def test_a_real_claim_and_the_file(ground: Any, tmp_path: Path, ask: Any) -> None:
     file = tmp_path / "safe_gpu.prom"
     file.write_text("old")
     file.chmod(0o600)
-    assert main(["status", "--prometheus", "--output", str(file)]) == 0
-    assert capsys.readouterr() == ("", "")
-    assert main(["status", "--prometheus"]) == 0
-    for text in (file.read_text(), capsys.readouterr().out):
-        assert len(re.findall(r"^safe_gpu_claimed{", text, re.MULTILINE)) == 2
-        assert len(re.findall(r"^safe_gpu_claim_expected_end_time_seconds{", text, re.MULTILINE)) == 2
+    with claim(2, hold_for="1h"):
+        done = ask("status", "--prometheus", "--output", file)
+        printed = ask("status", "--prometheus").stdout
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    for text in (file.read_text(), printed):
+        assert len(re.findall(r"^safe_gpu_claim(?:ed|_expected_end_time_seconds){", text, re.MULTILINE)) == 4
     assert file.stat().st_mode & 0o777 == 0o644
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
-    started.communicate("\n", timeout=60)
 
 
 def test_jobs_and_limits() -> None:
-    claimed, waiter = STATUS.gpus[1], STATUS.queue[0]
+    claimed, waiter = GPUS[1], QUEUE[0]
     claim = CLAIM._replace(job="sge:7.3")
     limited = replace(waiter, limit=(1, 1))
     queue = (limited, limited, waiter)
@@ -149,10 +118,9 @@ def test_jobs_and_limits() -> None:
 def test_a_driver_that_fails_shows_in_the_file(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFE_GPU_DRIVER", "kfd")
     monkeypatch.setenv("SAFE_GPU_FSROOT", str(tmp_path))
-    (tmp_path / "safe_gpu.prom").write_text("old")
-    assert main(["status", "--prometheus", "--output", str(tmp_path / "safe_gpu.prom")]) == 69
-    assert (tmp_path / "safe_gpu.prom").read_text() == "safe_gpu_up 0\n"
-    missing = tmp_path / "missing" / "safe_gpu.prom"
+    file, missing = tmp_path / "safe_gpu.prom", tmp_path / "missing" / "safe_gpu.prom"
+    assert main(["status", "--prometheus", "--output", str(file)]) == 69
+    assert file.read_text() == "safe_gpu_up 0\n"
     done = command.run("status", "--prometheus", "--output", missing)
     assert (done.returncode, f"{missing} cannot be written: No such file or directory" in done.stderr) == (74, True)
 
@@ -164,20 +132,15 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path, make: Callable[
     make(file)
     before = file.lstat().st_mode, file.lstat().st_ino
     assert main(["status", "--prometheus", "--output", str(file)]) == 74
-    assert f"{file} is there and is no regular file, so it is not replaced" in capfd.readouterr().err
+    assert f"{file} is there and is no regular file" in capfd.readouterr().err
     assert (file.lstat().st_mode, file.lstat().st_ino) == before
     assert list(tmp_path.iterdir()) == [file]
 
 
 def test_promtool_has_nothing_to_say(driver_libraries: object, state_dir: Path) -> None:
+    words = [program("promtool"), "check", "metrics"]
     for status in (STATUS, gather()):
-        done = subprocess.run(
-            [program("promtool"), "check", "metrics"],
-            input=render_metrics(status),
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        done = subprocess.run(words, input=render_metrics(status), capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
@@ -188,29 +151,18 @@ DASHBOARD = Path(__file__).parents[2] / "tools" / "grafana-dashboard.json"
 checkout = pytest.mark.skipif(not DASHBOARD.exists(), reason="this is not a checkout: there is no tools/ here")
 
 
-def document() -> Any:
-    return json.loads(DASHBOARD.read_text())
-
-
 def queries() -> list[str]:
-    return [target["expr"] for panel in document()["panels"] for target in panel["targets"]]
-
-
-def names(text: str) -> set[str]:
-    return set(re.findall(r"\bsafe_gpu_\w+", text))
-
-
-def printed() -> set[str]:
-    """All but those that are for alerts, and to be joined."""
-    found = set(re.findall(r"^(safe_gpu_\w+)[{ ]", render_metrics(STATUS), re.MULTILINE))
-    return found - {"safe_gpu_up", "safe_gpu_claim_info", "safe_gpu_waiting_at_limit"}
+    return [target["expr"] for panel in json.loads(DASHBOARD.read_text())["panels"] for target in panel["targets"]]
 
 
 @checkout
 def test_it_shows_each_metric_and_no_other() -> None:
-    assert names(" ".join(queries())) == printed()
-    assert names(DASHBOARD.read_text()) == printed()
-    assert all(names(query) for query in queries())
+    """But for those that are for alerts, and to be joined."""
+    printed = set(re.findall(r"^(safe_gpu_\w+)[{ ]", render_metrics(STATUS), re.MULTILINE))
+    printed -= {"safe_gpu_up", "safe_gpu_claim_info", "safe_gpu_waiting_at_limit"}
+    for text in (" ".join(queries()), DASHBOARD.read_text()):
+        assert set(re.findall(r"\bsafe_gpu_\w+", text)) == printed
+    assert all("safe_gpu_" in query for query in queries())
 
 
 class Metrics(BaseHTTPRequestHandler):
@@ -223,37 +175,42 @@ class Metrics(BaseHTTPRequestHandler):
         self.wfile.write(render_metrics(STATUS).encode())
 
 
-@pytest.fixture(scope="module")
-def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a Prometheus that scrapes every metric."""
-    path, directory, here = program("prometheus"), tmp_path_factory.mktemp("prometheus"), free_port()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Metrics)
-    job = {"job_name": "gpus", "static_configs": [{"targets": [f"127.0.0.1:{server.server_port}"]}]}
-    times = {"scrape_interval": "1s", "scrape_timeout": "1s"}
-    (directory / "prometheus.yml").write_text(json.dumps({"global": times, "scrape_configs": [job]}))  # JSON is YAML
-    command = [path, f"--config.file={directory}/prometheus.yml", "--log.level=error"]
-    command += [f"--storage.tsdb.path={directory}/data", f"--web.listen-address=127.0.0.1:{here}"]
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        fetched(f"http://127.0.0.1:{here}/-/ready")
-        yield f"http://127.0.0.1:{here}"
-    finally:
-        process.kill()
-        process.wait(60)
-        server.shutdown()
-        server.server_close()
-
-
 def answer(prometheus: str, query: str) -> list[Any]:
-    found = json.loads(fetched(f"{prometheus}/api/v1/query?{urllib.parse.urlencode({'query': query})}"))
+    """A query that is wrong fails with the server's 400."""
+    url = f"{prometheus}/api/v1/query?{urllib.parse.urlencode({'query': query})}"
+    with urllib.request.urlopen(url, timeout=10) as reply:
+        found = json.load(reply)
     assert found["status"] == "success"
     return list(found["data"]["result"])
 
 
 @checkout
-def test_every_query_has_an_answer_in_a_real_prometheus(prometheus: str, eventually: Any) -> None:
-    eventually(lambda: bool(answer(prometheus, "safe_gpu_oldest_wait_seconds")))
-    for query in queries():
-        assert answer(prometheus, query.replace("$host", ".*")), query
-    assert answer(prometheus, 'sum(safe_gpu_gpu_state{state="claimed"})')[0]["value"][1] == "1"
+def test_every_query_has_an_answer_in_a_real_prometheus(tmp_path: Path, eventually: Any) -> None:
+    """It scrapes every metric."""
+    path, address = program("prometheus"), f"127.0.0.1:{free_port()}"
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Metrics)
+    job = {"job_name": "gpus", "static_configs": [{"targets": [f"127.0.0.1:{server.server_port}"]}]}
+    times = {"scrape_interval": "1s", "scrape_timeout": "1s"}
+    (tmp_path / "prometheus.yml").write_text(json.dumps({"global": times, "scrape_configs": [job]}))  # JSON is YAML
+    command = [path, f"--config.file={tmp_path}/prometheus.yml", "--log.level=error"]
+    command += [f"--storage.tsdb.path={tmp_path}/data", f"--web.listen-address={address}"]
+
+    def scraped() -> bool:
+        try:
+            return bool(answer(f"http://{address}", "safe_gpu_oldest_wait_seconds"))
+        except OSError:  # it does not serve yet
+            return False
+
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        eventually(scraped)
+        for query in queries():
+            assert answer(f"http://{address}", query.replace("$host", ".*")), query
+        claimed = answer(f"http://{address}", 'sum(safe_gpu_gpu_state{state="claimed"})')
+        assert claimed[0]["value"][1] == "1"
+    finally:
+        process.kill()
+        process.wait(60)
+        server.shutdown()
+        server.server_close()

@@ -1,20 +1,26 @@
-"""What ``status`` says of a host: real claims, waiters, liars and orphans on simulated GPUs, and odd GPUs."""
+"""What ``status`` says of a host: real claims, waiters, liars, orphans, other PID namespaces, and odd GPUs."""
 
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from support.claims import claim
 from support.ground import locked_host
 
+from safe_gpu import NotEnoughGpusError
+from safe_gpu.claim.view import pids_of_around
 from safe_gpu.cli.commands import main
 from safe_gpu.coordination.directory import Directory
-from safe_gpu.coordination.entry import make_entry, remove_entry, said_by_this_process
+from safe_gpu.coordination.entry import Entry, make_entry, remove_entry, said_by_this_process
 from safe_gpu.coordination.faults import write_fault
 from safe_gpu.drivers import open_driver
 from safe_gpu.drivers.presets import preset
@@ -109,13 +115,11 @@ class OneGpu:
 
 def test_an_untouched_host_is_free_and_stays_untouched(state_dir: Path) -> None:
     status = look()
-    assert states(status) == " ".join(["free"] * 8)
-    assert status.queue == ()
-    assert status.warnings == ()
+    assert (states(status), status.queue, status.warnings) == (" ".join(["free"] * 8), (), ())
     assert status.state_dir == str(state_dir)
     assert not state_dir.exists()
     state_dir.mkdir(0o777)
-    assert states(look()) == " ".join(["free"] * 8)
+    assert states(look()) == states(status)
     assert list(state_dir.iterdir()) == []
 
 
@@ -125,32 +129,23 @@ def test_a_claim_is_shown_with_its_holder(state_dir: Path, child) -> None:
     process = child(CLAIM + "say(*claim(2, only='1,5').devices_taken); listen()", env=job, says="1 5")
     status = look()
     assert states(status) == "free claimed free free free claimed free free"
-    claim = status.gpus[5].claim
-    assert claim is not None
-    assert claim.pid == process.pid
-    assert claim.user == procfs.user_of(process.pid)
-    assert claim.job == "sge:42.7"
-    assert claim.command == Path(sys.executable).name
-    assert before - 1 < (claim.since or 0) < time.time() + 1
-    assert (claim.stopped, claim.note, status.gpus[5].idle) == (False, "", False)
-    assert [one.pid for one in status.gpus[5].processes] == [process.pid]
-    assert status.gpus[5].processes[0].user == claim.user
+    held, (running,) = status.gpus[5].claim, status.gpus[5].processes
+    assert (held.pid, held.user, held.job) == (process.pid, procfs.user_of(process.pid), "sge:42.7")
+    assert (held.command, held.stopped, held.note) == (Path(sys.executable).name, False, "")
+    assert before - 1 < held.since < time.time() + 1
+    assert (running.pid, running.user, status.gpus[5].idle) == (process.pid, held.user, False)
     assert " 42.7 " in row(status, 1)
     assert row(status, 5)[5:] == row(status, 1)[5:]
     assert "6 of 8 GPUs free" in table(status)
 
 
-def test_a_claim_without_a_process_on_the_gpu_is_idle(holder, ground) -> None:
+def test_a_claim_without_a_process_on_the_gpu_is_idle(holder) -> None:
     status = look()
     assert (status.gpus[0].state, status.gpus[0].idle) == ("claimed", True)
     assert row(status, 0).split()[:2] == ["0", "claimed"], "but not in its first minute"
     later = replace(status, taken_at=time.time() + 60)
     assert row(later, 0).split()[:2] == ["0", "idle"]
     assert "7 of 8 GPUs free, 1 idle (" in table(later)
-    (context,) = ground.occupy(0)  # this process is of the same user
-    assert not look().gpus[0].idle
-    context.close()
-    assert look().gpus[0].idle
 
 
 def test_a_status_asks_for_what_no_claim_needs(fake_gpus) -> None:
@@ -176,9 +171,9 @@ def test_whose_processes_count_for_a_claim(holder, as_user) -> None:
     assert not look(OneGpu(processes=None)).gpus[0].idle, "unknown is not idle"
     assert not look(OneGpu(processes_supported=False)).gpus[0].idle
     assert not look(OneGpu(utilization=100)).gpus[0].idle, "in a container the driver may hide the processes"
-    for used in (graphics._replace(memory_used=None), graphics, graphics._replace(memory_used=5 << 30)):
-        for display in (False, True):
-            assert not look(OneGpu(used, desktop, display_active=display)).gpus[0].idle, "it draws"
+    for used, display in ((None, False), (5 << 20, True), (5 << 30, False)):
+        drawing = graphics._replace(memory_used=used)
+        assert not look(OneGpu(drawing, desktop, display_active=display)).gpus[0].idle, "it draws"
     assert not look(OneGpu(desktop._replace(memory_used=5 << 30))).gpus[0].idle, "a renderer may belong to it"
     for idle in ([desktop, foreign], [server], []):
         assert look(OneGpu(*idle)).gpus[0].idle
@@ -188,7 +183,6 @@ def test_whose_processes_count_for_a_claim(holder, as_user) -> None:
 @pytest.mark.parametrize(
     ("listed", "display", "shown"),
     [
-        ([(ME, "graphics", 5 << 30)], False, "busy"),
         ([(ME, "graphics", 600 << 20), (PARENT, "graphics", 600 << 20)], False, "busy"),
         ([(ME, "graphics", 5 << 30), (ME, "compute", 5 << 30)], True, "busy"),
         ([(ME, "graphics", 1 << 30)], False, "free"),
@@ -210,47 +204,37 @@ def test_a_stopped_holder_is_marked(holder, eventually) -> None:
     eventually(lambda: procfs.is_stopped(holder.pid))
     status = look()
     assert status.gpus[0].claim.stopped
-    assert "stopped" in status.gpus[0].reason
     assert f"process {holder.pid} is stopped" in table(status)
     os.kill(holder.pid, signal.SIGCONT)
     eventually(lambda: not procfs.is_stopped(holder.pid))
     assert "stopped" not in table(look())
 
 
-def test_claims_inside_claims_are_shown(state_dir: Path, child) -> None:
-    outer = child(
-        CLAIM + "claim(2, NoPlaceholder(), delegate=True)\n"
-        "if os.fork() == 0:\n"
-        "    os.execv(sys.executable, [sys.executable, '-c', 'import safe_gpu; "
-        'o = safe_gpu.claim_gpus(1, affinity=None); print("inner", o.devices_taken[0], flush=True); input()\'])\n'
-        "os.wait()"
-    )
-    word, index = outer.hear().split()
-    assert word == "inner"
-    status = look()
-    one = status.gpus[int(index)]
-    assert one.claim.pid == outer.pid
-    assert procfs.parent_of(one.inside.pid) == outer.pid
-    assert not one.idle
-    assert f"inside it: process {one.inside.pid}" in table(status)
-    assert sum(gpu.state == "claimed" for gpu in status.gpus) == 2
-    outer.kill()
-    after = look().gpus[int(index)]
-    assert after.state == "claimed", "the claim inside it lives on"
+def test_claims_inside_claims_are_shown(ground, child) -> None:
+    with claim(2, delegate=True):
+        inner = child(CLAIM + "claim(1); say('held'); listen()", says="held")
+        status = look()
+    (one,) = [one for one in status.gpus if one.inside]
+    assert (one.claim.pid, one.inside.pid, one.idle) == (ME, inner.pid, False)
+    assert f"inside it: process {inner.pid}" in table(status)
+    assert [states(of).count("claimed") for of in (status, look())] == [2, 1], "the claim inside it lives on"
 
 
 def test_shares_are_shown_with_the_claims_that_have_them(state_dir: Path, child) -> None:
     code = CLAIM + "claim(1, NoPlaceholder(), only=0, share='20GiB'); say('held'); listen()"
     sharers = [child(code, says="held") for _ in range(2)]
-    (one, *others) = look().gpus
-    assert [claim.pid for claim in one.shares] == [sharer.pid for sharer in sharers]
-    assert [claim.share for claim in one.shares] == [20 << 30] * 2
-    assert one.claim.pid == sharers[0].pid
-    assert one.share_free == 40 << 30
-    assert {other.state for other in others} == {"free"}
+    one = look().gpus[0]
+    assert [(share.pid, share.share) for share in one.shares] == [(sharer.pid, 20 << 30) for sharer in sharers]
+    assert (one.claim.pid, one.share_free) == (sharers[0].pid, 40 << 30)
 
 
 # What an entry says, and what is so
+
+
+def told_of_the_first(say, listen) -> None:
+    """What another user is told of the claim of GPU 0."""
+    one = gather().gpus[0].claim
+    say(f"{one.pid} {one.user} {one.note}")
 
 
 def test_who_claims_is_the_owner_of_the_entry_whatever_it_says(ground, holder) -> None:
@@ -261,9 +245,9 @@ def test_who_claims_is_the_owner_of_the_entry_whatever_it_says(ground, holder) -
     ground.hold(2, pid=holder.pid, start=procfs.start_time(holder.pid), uid=12345)
     first, second, third = (one.claim for one in look().gpus[:3])
     assert (first.pid, first.user, first.uid) == (holder.pid, procfs.user_of(holder.pid), os.geteuid())
-    for claim in (second, third):
-        assert (claim.pid, claim.user, claim.uid) == (ME, "12345", 12345)
-        assert claim.note == f"still held by process {ME}, which an earlier process {holder.pid} left behind"
+    for one in (second, third):
+        assert (one.pid, one.user, one.uid) == (ME, "12345", 12345)
+        assert one.note == f"still held by process {ME}, which an earlier process {holder.pid} left behind"
     assert second.note in " ".join(table(look()).split())
 
 
@@ -272,30 +256,15 @@ def test_children_that_outlive_the_holder_are_named(state_dir: Path, child, as_u
     code = HOLD_ONE.replace("say(", "os.fork() or signal.pause(); say(")
     process = child("import signal\n" + code, says="held")
     (heir,) = procfs.descendants(process.pid)
-    assert look().gpus[0].claim.pid == process.pid
     process.kill()
     try:
-        claim = look().gpus[0].claim
-        assert (claim.pid, claim.user, claim.command) == (heir, procfs.user_of(heir), Path(sys.executable).name)
-        assert claim.note == f"still held by process {heir}, which process {process.pid} left behind"
-
-        def work(say, listen) -> None:
-            claim = gather().gpus[0].claim
-            say(f"{claim.pid} {claim.user} {claim.note}")
-
+        found = look().gpus[0].claim
+        assert (found.pid, found.user, found.command) == (heir, procfs.user_of(heir), Path(sys.executable).name)
+        assert found.note == f"still held by process {heir}, which process {process.pid} left behind"
         left = f"still held by a process that process {process.pid} left behind"
-        assert as_user(work, uid=12345).hear() == f"None {procfs.user_of(heir)} {left}"
+        assert as_user(told_of_the_first, uid=12345).hear() == f"None {procfs.user_of(heir)} {left}"
     finally:
         os.kill(heir, signal.SIGKILL)
-
-
-def test_a_dead_entry_holds_nothing(ground) -> None:
-    ground.hold(0)
-    played = ground.played(0)
-    assert look().gpus[0].state == "claimed"
-    played.die()
-    assert look().gpus[0].state == "free"
-    assert played.path.exists(), "who looks removes nothing"
 
 
 def test_a_claim_of_another_state_directory_is_told_by_its_door(ground, child, open_tmp: Path) -> None:
@@ -303,8 +272,8 @@ def test_a_claim_of_another_state_directory_is_told_by_its_door(ground, child, o
     child(HOLD_ONE, env=env, says="held")
     status = look()
     assert states(status) == " ".join(["claimed", *["free"] * 7])
-    claim = status.gpus[0].claim
-    assert (claim.elsewhere, claim.pid, claim.user) == (True, None, None)
+    found = status.gpus[0].claim
+    assert (found.elsewhere, found.pid, found.user) == (True, None, None)
     assert status.to_dict()["gpus"][0]["claim"]["uid"] is None
     assert "GPU 0: claimed in another state directory" in table(status)
 
@@ -356,12 +325,9 @@ def test_who_waits_in_what_order(state_dir: Path, child, stop, eventually) -> No
     assert [(one.position, one.pid, one.nb_gpus) for one in status.queue] == [
         (place, waiter.pid, number) for place, (waiter, number) in enumerate(zip(waiters, (4, 1, 2), strict=True), 1)
     ]
-    assert all(one.user == procfs.user_of(os.getpid()) for one in status.queue)
     assert [one.stopped for one in status.queue] == [False, True, False]
-    text = table(status)
-    assert "3 waiting" in text
-    assert re.search(rf"2  \w+ +pid {waiters[1].pid}  1 GPU ", text)
-    assert f"process {waiters[1].pid} is stopped" in text
+    assert re.search(rf"2  {procfs.user_of(ME)} +pid {waiters[1].pid}  1 GPU ", table(status))
+    assert f"process {waiters[1].pid} is stopped" in table(status)
     waiters[0].kill()
     assert [one.pid for one in look().queue] == [waiters[1].pid, waiters[2].pid]
 
@@ -376,23 +342,28 @@ def test_who_waits_is_the_owner_of_the_ticket_whatever_it_says(holder, ticket) -
 # Trouble
 
 
-def test_a_look_takes_no_lock_and_leaves_the_entries_alone(state_dir: Path, holder, ticket) -> None:
+def test_a_look_takes_no_lock_and_leaves_all_but_notes_for_the_next_alone(state_dir: Path, holder, ticket, ask) -> None:
     """host.lock is held all the while."""
+
+    def there() -> dict[Path, os.stat_result]:
+        kept = [path for kind in ("claims", "queue") for path in entries(state_dir, kind)]
+        kept += [path for path in state_dir.glob("*/*") if path.suffix not in (".idle", ".seen")]
+        return {path: path.stat() for path in kept}
+
     ticket(nb_gpus=8, gpus=UUIDS)
-    kept = [(path, path.stat()) for kind in ("claims", "queue") for path in entries(state_dir, kind)]
-    assert len(kept) == 2
+    before = there()
     with locked_host():
         status = look()
+        shown, document = ask("status"), json.loads(ask("status", "--json").stdout)
     assert (status.gpus[0].claim.pid, len(status.queue), status.warnings) == (holder.pid, 1, ())
-    assert [(path, path.stat()) for path, _ in kept] == kept
+    assert (shown.returncode, "\x1b" in shown.stdout, document["gpus"][0]["claim"]["pid"]) == (0, False, holder.pid)
+    assert there() == before
 
 
 def test_a_state_directory_out_of_order_is_a_warning(state_dir: Path) -> None:
     state_dir.symlink_to("/nowhere")
     status = look(OneGpu())
-    assert len(status.gpus) == 2
-    (warning,) = status.warnings
-    assert "symbolic link" in warning
+    assert "symbolic link" in status.warnings[0]
     assert all("not known" in one.reason for one in status.gpus), "free may be wrong here, and says so"
     assert "warning: The claims are not known" in table(status)
     state_dir.unlink()
@@ -417,54 +388,31 @@ def test_names_that_count_for_nothing_are_told_and_hide_nothing(state_dir: Path,
 def test_a_look_opens_each_entry_once(state_dir: Path, holder, ticket, monkeypatch) -> None:
     for _ in range(100):
         ticket(nb_gpus=1, gpus=UUIDS)
-    walks, opened = [], []
-    real_pids, real_open = procfs.pids, os.open
-
-    def counting(path, *arguments, **options):
-        opened.append(path)
-        return real_open(path, *arguments, **options)
-
-    monkeypatch.setattr(procfs, "pids", lambda: walks.append(1) or real_pids())
+    pids, opens = Mock(side_effect=procfs.pids), Mock(side_effect=os.open)
+    monkeypatch.setattr(procfs, "pids", pids)
     with monkeypatch.context() as patched:
-        patched.setattr(os, "open", counting)
+        patched.setattr(os, "open", opens)
         assert len(gather().queue) == 100
-    names = [path.name for kind in ("claims", "queue") for path in entries(state_dir, kind)]
-    assert [opened.count(name) for name in names] == [1] * 101
-    assert walks == [], "the usual case asks no other process"
+    opened = Counter(call.args[0] for call in opens.mock_calls)
+    assert [opened[path.name] for kind in ("claims", "queue") for path in entries(state_dir, kind)] == [1] * 101
+    assert pids.call_count == 0, "the usual case asks no other process"
     for _ in range(3):
         ticket(nb_gpus=1, gpus=UUIDS, start=1)
     assert [one.pid for one in gather().queue] == [ME] * 103
-    assert walks == [1], "one walk through /proc finds the others"
+    assert pids.call_count == 1, "one walk through /proc finds the others"
 
 
-def test_from_the_command_line(state_dir: Path, holder, capsys) -> None:
-    """Nothing but notes for the next look is left behind."""
-
-    def there() -> set[Path]:
-        return {path for path in state_dir.rglob("*") if path.suffix not in (".idle", ".seen")}
-
-    before = there()
-    assert main(["status"]) == 0
-    assert there() == before
-    assert "\x1b" not in capsys.readouterr().out
-    assert main(["status", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["gpus"][0]["claim"]["pid"] == holder.pid
-
-
-@pytest.mark.parametrize("claimed", [False, True])
-def test_a_gpu_that_is_taken_last_says_why(ground, claimed: bool) -> None:
+def test_a_gpu_that_is_taken_last_says_why(ground) -> None:
     error = "CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error encountered"
-    if claimed:
-        ground.hold(3)
-    for index, age in ((3, 0.0), (4, 86400.0)):
+    ground.hold(3)
+    for index, age in ((2, 0.0), (3, 0.0), (4, 86400.0)):
         write_fault(str(ground.directory), UUIDS[index], GpuFault(time.time() - age, error))
     status = look()
-    one, old = status.gpus[3:5]
-    assert (one.state, old.reason) == ("claimed" if claimed else "free", "")
-    assert "taken last until " in one.reason
-    assert one.reason.endswith(f"since a claim failed on it: {error}")
-    assert render(status, width=200, color=False).count(f"since a claim failed on it: {error}") == 1
+    free, claimed, old = status.gpus[2:5]
+    assert (free.state, claimed.state, old.reason) == ("free", "claimed", "")
+    for one in (free, claimed):
+        assert "taken last until " in one.reason
+        assert one.reason.endswith(f"since a claim failed on it: {error}")
 
 
 # Odd GPUs
@@ -482,25 +430,16 @@ def test_mig_lost_gpus_and_values_the_driver_does_not_give(fake_gpus, state_dir:
     fake_gpus.process("GPU-y", 1 << 29, 5 << 30, static=True)
     fake_gpus.process("GPU-y", 1, 1 << 30, static=True)
     status = look()
-    by_uuid = {one.gpu.uuid: one for one in status.gpus}
+    first, lost, parent, _, _, prohibited, busy = status.gpus
     assert [one.gpu.label for one in status.gpus] == ["0", "1", "2", "2:0", "2:1", "3", "4"]
-    assert by_uuid["MIG-a"].state == "free"
-    parent = next(one for one in status.gpus if one.gpu.mig_enabled)
-    assert parent.state == "unusable"
-    assert "MIG" in parent.reason
-    assert status.gpus[0].gpu.utilization is None
-    assert by_uuid["GPU-x"].state == "unusable"
-    assert "PROHIBITED" in by_uuid["GPU-x"].reason
-    assert by_uuid["GPU-y"].state == "busy"
-    assert [one.user for one in by_uuid["GPU-y"].processes if one.pid == 1 << 29] == [None]
-    text = table(status)
-    assert f"{1 << 29}" in text
-    assert "(1 of 2)" in text
+    assert states(status) == "free unusable unusable free free unusable busy"
+    assert (first.gpu.utilization, parent.gpu.mig_enabled, lost.gpu.lost) == (None, True, True)
+    assert "PROHIBITED" in prohibited.reason
+    assert [one.user for one in busy.processes if one.pid == 1 << 29] == [None]
+    text = " ".join(table(status).split())
+    for told in (f"{1 << 29}", "(1 of 2)", "GPU 2: MIG mode is on", lost.reason):
+        assert told in text
     assert ": 1 of 4 GPUs free, 2 of 2 MIG instances on 1 GPU free (" in text
-    assert "GPU 2: MIG mode is on" in text
-    lost = next(one for one in status.gpus if one.gpu.lost)
-    assert lost.state == "unusable"
-    assert lost.reason in " ".join(text.split())
 
 
 def test_a_display_that_everyone_shares(state_dir: Path, child) -> None:
@@ -508,7 +447,65 @@ def test_a_display_that_everyone_shares(state_dir: Path, child) -> None:
     assert "free, shared with the display" in table(look(open_driver("simulated:laptop")))
     process = child(CLAIM + "claim(1); say('held'); listen()", env=environment, says="held")
     status = look(open_driver("simulated:laptop"))
-    (one,) = status.gpus
-    assert one.state == "display"
-    assert one.claim.pid == process.pid
+    assert (status.gpus[0].state, status.gpus[0].claim.pid) == ("display", process.pid)
     assert "1 of 1 GPU free" in table(status)
+
+
+# Holders in other PID namespaces: their numbers mean nothing here, and nobody else is blamed for them
+
+OTHER = 4026539999
+FIRST = procfs.FIRST_PID_NAMESPACE
+
+
+def test_where_a_process_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(procfs, "pid_namespace", lambda: FIRST)
+    assert [procfs.namespace_text(one) for one in (FIRST, None, OTHER)] == ["", "", "in a container"]
+    monkeypatch.setattr(procfs, "pid_namespace", lambda: OTHER)
+    told = [procfs.namespace_text(one) for one in (OTHER, FIRST, OTHER + 1)]
+    assert told == ["", "outside this container", "in another container"]
+
+
+def test_an_unrelated_process_with_that_number_is_not_blamed(state_dir: Path, ground, as_user) -> None:
+    """Who has the entry is found by root and its user; for others it cannot be seen."""
+    ground.hold(0, pid=1, start=1, pidns=OTHER)
+    (found,) = gather().gpus[0].claims
+    assert (found.pid, found.uid) == (ME, os.geteuid())
+    assert found.note.endswith("container, as process 1 there")
+    said = as_user(told_of_the_first, uid=12345).hear()
+    assert said.startswith(f"None {found.user} ")
+    assert said.endswith("container, as process 1 there, which cannot be seen from here")
+
+
+def test_a_claim_in_a_real_pid_namespace(ground, child) -> None:
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("needs root, and unshare")
+    code = "import ctypes, os, safe_gpu\nassert ctypes.CDLL(None).unshare(0x20000000) == 0\n"  # CLONE_NEWPID
+    code += "if os.fork() == 0:\n    safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), affinity=None)\n"
+    code += "    say(os.getpid())\n    listen()\nelse:\n    os.wait()\n"
+    parent = child(code)
+    try:
+        assert parent.hear() == "1", "pid 1 of its namespace"
+        (holder,) = procfs.descendants(parent.pid)
+        one = gather().gpus[0]
+        assert (one.claim.pid, one.claim.uid) == (holder, 0)
+        assert one.claim.note.endswith("container, as process 1 there")
+        assert "process 1 (" not in one.reason
+    finally:
+        parent.tell()
+
+
+def test_the_processes_of_a_claim_around_this_one_elsewhere() -> None:
+    said = {"v": 1, "gpus": {}, "pid": 7, "pidns": procfs.pid_namespace()}
+    around = Entry.read("1.x", 0, (1, 1), json.dumps(said).encode())
+    assert pids_of_around(around) == (7,)
+    assert pids_of_around(around._replace(pidns=OTHER)) == tuple(procfs.ancestors(os.getpid()))
+
+
+def test_a_number_of_another_namespace_is_no_ancestor(ground) -> None:
+    held = {"pid": ME, "start": procfs.start_time(ME)}
+    for said, blamed in (({}, True), ({"pidns": OTHER}, False)):
+        ground.hold(*range(8), **held, **said)
+        with pytest.raises(NotEnoughGpusError) as refused:
+            claim(timeout=0.01)
+        assert ("this process itself holds" in str(refused.value)) is blamed
+        ground.let_go()

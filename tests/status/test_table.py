@@ -1,11 +1,16 @@
-"""The table of ``status`` from made-up facts: what stands in which column and note, and how wide it is."""
+"""The table of ``status`` from made-up facts: what stands in which column and note; on terminals; and its pictures."""
 
+import os
 import re
 from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.page_scene import picture
+from support.terminals import open_terminal
 
 from safe_gpu.gpus.devices import Gpu, Holder
 from safe_gpu.status.facts import GpuStatus, HostStatus, ProcessStatus, WaiterStatus
@@ -15,37 +20,13 @@ from safe_gpu.wording.text import display_width
 texts = st.text(max_size=40)
 ages = st.none() | st.floats(0, 2e9)
 pids, names, amounts = st.integers(1, 1 << 22), st.none() | texts, st.none() | st.integers(0, 1 << 38)
-commands = st.none() | st.text(max_size=200)
-claims = st.builds(
-    Holder,
-    st.none() | pids,
-    names,
-    names,
-    commands,
-    ages,
-    stopped=st.booleans(),
-    note=texts,
-    until=ages,
-    sharers=st.just(()),
-)
-used = st.none() | st.integers(0, 100)
-gpus = st.builds(
-    lambda index, name, total, used, load: Gpu(
-        index, "GPU-1", name, memory_total=total, memory_used=used, utilization=load
-    ),
-    *(st.integers(0, 31), texts, amounts, amounts, used),
-)
-processes = st.builds(ProcessStatus, pids, names, names, st.just("compute"), amounts)
-gpu_statuses = st.builds(
-    GpuStatus,
-    gpus,
-    st.sampled_from("free claimed busy display unusable".split()),
-    idle=st.booleans(),
-    reason=texts,
-    claim=st.none() | claims,
-    inside=st.none() | claims,
-    processes=st.lists(processes, max_size=2).map(tuple),
-)
+holders = (st.none() | pids, names, names, st.none() | st.text(max_size=200), ages)
+claims = st.none() | st.builds(Holder, *holders, stopped=st.booleans(), note=texts, until=ages, sharers=st.just(()))
+loads = {"memory_total": amounts, "memory_used": amounts, "utilization": st.none() | st.integers(0, 100)}
+gpus = st.builds(lambda index, name, **load: Gpu(index, "GPU-1", name, **load), st.integers(0, 31), texts, **loads)
+processes = st.lists(st.builds(ProcessStatus, pids, names, names, st.just("compute"), amounts), max_size=2)
+facts = {"idle": st.booleans(), "reason": texts, "claim": claims, "inside": claims, "processes": processes.map(tuple)}
+states = st.sampled_from("free claimed busy display unusable".split())
 waits = (st.booleans(), texts, st.none() | st.floats(1, 1e6), ages, st.none(), amounts, names)
 waiters = st.builds(
     WaiterStatus, st.integers(1, 999), st.none() | pids, names, st.none() | st.integers(1, 64), ages, *waits
@@ -53,11 +34,24 @@ waiters = st.builds(
 hosts = st.builds(
     HostStatus,
     *map(st.just, ("gpu01.example.org", "nvml", "550.54.15", "/tmp/safe-gpu", 1.8e9)),
-    gpus=st.lists(gpu_statuses, max_size=4).map(tuple),
+    gpus=st.lists(st.builds(GpuStatus, gpus, states, **facts), max_size=4).map(tuple),
     queue=st.lists(waiters, max_size=3).map(tuple),
     warnings=st.lists(texts, max_size=1).map(tuple),
 )
 ANSI = re.compile(r"\x1b\[[0-9]+m")
+
+
+def host(taken_at: float, *gpus: GpuStatus, queue: tuple[WaiterStatus, ...] = ()) -> HostStatus:
+    return HostStatus("h", "nvml", "1", "/d", taken_at, gpus, queue)
+
+
+def shown(status: HostStatus, width: int = 80, **options: bool) -> list[str]:
+    """The lines of the table, without colour."""
+    return render(status, width=width, color=False, **options).split("\n")
+
+
+def words(lines: list[str]) -> list[str]:
+    return [" ".join(line.split()) for line in lines]
 
 
 @settings(max_examples=30)
@@ -75,26 +69,23 @@ def test_no_line_is_too_wide_and_nothing_plays_tricks(status: HostStatus, width:
 
 def test_a_crowd_of_waiters_is_cut() -> None:
     crowd = tuple(WaiterStatus(place, place + 10, "anna", 1, None, note="odd") for place in range(1, 1501))
-    status = HostStatus("h", "nvml", "1", "/d", 12_001.0, (), crowd)
-    text = render(status, width=80, color=False)
-    assert "1500 waiting" in text
-    assert text.endswith("\n... and 1400 more")
-    assert text.count("anna") == 100
+    status = host(12_001.0, queue=crowd)
+    lines = shown(status)
+    assert lines[-1] == "... and 1400 more"
+    assert sum("anna" in line for line in lines) == 100
     plain = replace(status, queue=tuple(replace(one, note="", job=f"sge:7.{one.position}") for one in crowd))
-    assert re.search(r"^1-1500  anna +1500 x 1 GPU", render(plain, width=80, color=False), re.M)
-    assert re.search(r"^ +3  anna  7\.3 +1 GPU", render(plain, width=80, color=False, verbose=True), re.M)
+    assert words(shown(plain))[-1].startswith("1-1500 anna 1500 x 1 GPU")
+    assert [line for line in words(shown(plain, verbose=True)) if line.startswith("3 anna 7.3 1 GPU")]
     assert [one["position"] for one in status.to_dict()["queue"]] == list(range(1, 1001))
-    assert "more" not in render(replace(status, queue=crowd[:100]), width=80, color=False)
+    assert "more" not in "".join(shown(replace(status, queue=crowd[:100])))
 
 
 def test_a_full_table_of_eighty_columns() -> None:
     claim = Holder(1234567, "averylongusername", "sge:1234567.890", "/usr/bin/python train.py --epochs 3", 1.0)
     gpu = Gpu(7, "GPU-7", "NVIDIA H100 80GB HBM3", memory_total=80 << 30, memory_used=79 << 30, utilization=100)
-    busy = GpuStatus(
-        gpu._replace(index=8), "busy", processes=(ProcessStatus(4242, "bob", "./x --y", "compute", 5 << 30),)
-    )
-    status = HostStatus("h", "nvml", "1", "/d", 12_001.0, (GpuStatus(gpu, "claimed", claim=claim), busy))
-    assert render(status, width=80, color=False).split("\n")[3:] == [
+    stranger = ProcessStatus(4242, "bob", "./x --y", "compute", 5 << 30)
+    busy = GpuStatus(gpu._replace(index=8), "busy", processes=(stranger,))
+    assert shown(host(12_001.0, GpuStatus(gpu, "claimed", claim=claim), busy))[3:] == [
         "GPU  STATE    MEMORY       UTIL  USER      JOB/PID       HELD  COMMAND",
         "  7  claimed  ████ 79/80G  100%  averyl..  1234567.890  3h20m  python train.py..",
         "  8  busy     ████ 79/80G  100%  bob       pid 4242            x --y",
@@ -109,9 +100,9 @@ def test_what_gpus_have_in_common_stands_once() -> None:
     held = [(0, claim), (1, claim), (2, unknown), (3, unknown), (4, claim)]
     gpus = [GpuStatus(Gpu(number, "GPU-x"), "claimed", claim=one) for number, one in held]
     gpus += [replace(drained, gpu=Gpu(number, "GPU-x")) for number in (5, 6, 7)]
-    lines = render(HostStatus("h", "nvml", "1", "/d", 62.0, tuple(gpus)), width=80, color=False).split("\n")
+    lines = words(shown(host(62.0, *gpus)))
     assert lines[0] == "h: 0 of 8 GPUs free, 3 drained (nvml 1)"
-    assert [" ".join(line.split()) for line in lines[4:]] == [
+    assert lines[4:] == [
         "0 claimed - - anna pid 7 1m -1m train",
         "1 claimed - - anna pid 7 1m -1m train",
         "2 claimed - - ? pid ? ? ?",
@@ -125,28 +116,6 @@ def test_what_gpus_have_in_common_stands_once() -> None:
 
 
 WARM = Gpu(0, "GPU-0", memory_total=80 << 30, memory_used=42 << 30, utilization=7, temperature=61)
-
-
-@pytest.mark.parametrize(
-    ("width", "user", "command", "until", "columns"),
-    [
-        (80, "anna", "train", None, "TEMP USER JOB/PID HELD COMMAND"),
-        (80, "anna", "train", 9e3, "TEMP USER JOB/PID HELD LEFT COMMAND"),
-        (80, "annabell", "python train.py --epochs 3", 9e3, "USER JOB/PID HELD LEFT COMMAND"),
-        (60, "anna", "train", None, "USER JOB/PID HELD COMMAND"),
-        (100, "annabell", "python train.py --epochs 3", 9e3, "TEMP USER JOB/PID HELD LEFT COMMAND"),
-    ],
-)
-def test_the_temperature_is_shown_where_it_fits(
-    width: int, user: str, command: str, until: float | None, columns: str
-) -> None:
-    claim = Holder(1234567, user, None, command, 1.0, until=until)
-    status = HostStatus("h", "nvml", "1", "/d", 3001.0, (GpuStatus(WARM, "claimed", claim=claim),))
-    title, row = render(status, width=width, color=False).split("\n")[3:5]
-    assert title.split() == f"GPU STATE MEMORY UTIL {columns}".split()
-    assert (" 61C " in row) == ("TEMP" in columns)
-    assert ("█" in row) == (width >= 80)
-    assert len(row) <= width
 
 
 def test_power_and_fan_are_shown_with_the_processes_where_they_fit() -> None:
@@ -169,9 +138,8 @@ def test_every_row_of_a_claim_has_its_user() -> None:
     """A name of any length is whole where another program reads it."""
     long = "annabell.with-a-long-name"[:24]
     claim = Holder(7, long, None, "train", 1.0)
-    gpus = tuple(GpuStatus(Gpu(number, f"GPU-{number}"), "claimed", claim=claim) for number in range(2))
-    status = HostStatus("h", "nvml", "1", "/d", 62.0, gpus)
-    assert render(status, width=80, color=False, piped=True).count(long) == 2
+    gpus = [GpuStatus(Gpu(number, f"GPU-{number}"), "claimed", claim=claim) for number in range(2)]
+    assert sum(long in line for line in shown(host(62.0, *gpus), piped=True)) == 2
 
 
 def test_verbose_lists_the_processes_on_each_gpu() -> None:
@@ -181,20 +149,16 @@ def test_verbose_lists_the_processes_on_each_gpu() -> None:
         ProcessStatus(4242, "b\x1b[2Jn\r", "./x\ny \x1b]0;z\x07", "graphics", 22 << 30),
         ProcessStatus(9, None, None, "mps", None),
     )
-    gpus = (GpuStatus(WARM, "claimed", claim=claim, processes=processes),)
-    gpus += (GpuStatus(Gpu(1, "GPU-1"), "claimed", claim=claim), GpuStatus(Gpu(2, "GPU-2"), "free"))
-    status = HostStatus("h", "nvml", "1", "/d", 62.0, gpus)
-    plain, verbose = (render(status, width=100, color=False, verbose=one).split("\n")[4:] for one in (False, True))
-    assert [" ".join(line.split()) for line in verbose] == [
+    gpus = [GpuStatus(WARM, "claimed", claim=claim, processes=processes), GpuStatus(Gpu(2, "GPU-2"), "free")]
+    plain, verbose = (words(shown(host(62.0, *gpus), 100, verbose=one))[4:] for one in (False, True))
+    assert verbose == [
         "0 claimed █████░░░░░ 42/80G 7% 61C anna 8 1m train",
         "graphics ██▌░░░░░░░ 22/80G b [2Jn pid 4242 x y ]0;z",
         "compute ██▌░░░░░░░ 20/80G anna pid 7 python train.py",
         "mps ?/80G ? pid 9 (cannot be seen here)",
-        "1 claimed - - anna 8 1m train",
         "2 free - -",
     ]
-    rows = [" ".join(line.split()) for line in plain]
-    assert rows == ["0 claimed █████░░░░░ 42/80G 7% 61C anna 8 1m train", "1 claimed - - anna 8 1m train", "2 free - -"]
+    assert plain == [verbose[0], verbose[-1]]
 
 
 def test_of_an_unknown_holder_the_process_on_the_gpu_is_shown() -> None:
@@ -203,10 +167,8 @@ def test_of_an_unknown_holder_the_process_on_the_gpu_is_shown() -> None:
     claim = Holder(elsewhere=True)
     running = ProcessStatus(7, "anna", "/usr/bin/train -x", "compute", 5)
     one = GpuStatus(gpu, "claimed", claim=claim, processes=(running,), reason="claimed elsewhere; more")
-    status = HostStatus("h", "nvml", "1", "/d", 100.0, (one,))
-    lines = render(status, width=80, color=False).split("\n")[4:]
-    assert " ".join(lines[0].split()) == "0 claimed - 97% anna pid 7 ? train -x"
-    assert lines[1:] == ["", "GPU 0: claimed elsewhere"]
+    lines = words(shown(host(100.0, one)))[4:]
+    assert lines == ["0 claimed - 97% anna pid 7 ? train -x", "", "GPU 0: claimed elsewhere"]
     assert replace(one, processes=(), idle=True).shown_state(100.0) == "claimed", "since when is not known"
 
 
@@ -221,10 +183,10 @@ def test_json_has_the_state_of_the_table() -> None:
         "unusable": GpuStatus(held.gpu, "unusable"),
         "free": GpuStatus(held.gpu, "free"),
     }
-    status = HostStatus("h", "nvml", "1", "/d", 100.0, tuple(states.values()))
+    status = host(100.0, *states.values())
     assert [one["state_shown"] for one in status.to_dict()["gpus"]] == [*states]
-    table = render(status, width=80, color=False)
-    assert [state for state in states if not re.search(rf"(?m)^  0  {state} ", table)] == []
+    table = "\n".join(shown(status))
+    assert [state for state in states if f"\n  0  {state} " not in table] == []
 
 
 def test_each_sharer_has_its_row_and_its_notes() -> None:
@@ -233,30 +195,78 @@ def test_each_sharer_has_its_row_and_its_notes() -> None:
     second = Holder(9, "ben", None, "infer", 90.0, share=40 * gib, memory_used=gib, until=95.0)
     gpu = Gpu(0, "GPU-0", memory_total=80 * gib, memory_used=31 * gib, utilization=5)
     one = GpuStatus(gpu, "claimed", claim=Holder.of_sharers((first, second)), share_free=10 * gib, idle=True)
-    status = HostStatus("h", "nvml", "1", "/d", 100.0, (one,))
-    lines = render(status, width=80, color=False).split("\n")[3:]
-    assert [" ".join(line.split()) for line in lines[1:]] == [
+    status = host(100.0, one)
+    assert words(shown(status))[4:] == [
         "0 shared █▌░░ 31/80G 5% 2 claims, 10 GiB unclaimed",
         "share ████ 30/20G anna 8 1m train",
         "share ░░░░ 1.0/40G ben pid 9 10s -5s infer",
         "",
         "GPU 0: process 7: uses more than its share: 30 GiB of 20 GiB",
     ]
-    assert "0  idle " in render(replace(status, taken_at=150.0), width=80, color=False)
-    other = first._replace(memory_used=gib)  # the same claim on another GPU
-    status = replace(status, gpus=(one, replace(one, gpu=gpu._replace(index=1), claim=Holder.of_sharers([other]))))
-    assert render(status, width=80, color=False).count("anna") == 2
-    assert re.search(r"/20G +anna +8 +1m +train\n", render(status, width=80, color=False))
+    assert "0 idle" in words(shown(replace(status, taken_at=150.0)))[4]
+    other = replace(one, gpu=gpu._replace(index=1), claim=Holder.of_sharers([first]))  # the same claim on another GPU
+    assert sum("anna 8 1m train" in line for line in words(shown(host(100.0, one, other)))) == 2
 
 
 def test_a_narrow_queue_leaves_out_the_least_important() -> None:
     waiter = WaiterStatus(1, 7, "averylonguser", 12, 5.0, hold_for=90.0, job="sge:1234567.890", share=1 << 34)
     waiter = replace(waiter, limit=(10, 12), expected_start=3600.0)
-    status = HostStatus("h", "nvml", "1", "/d", 10.0, (), (waiter,))
-    shown = {width: render(status, width=width, color=False).split("\n")[-2:] for width in (72, 80, 120)}
-    assert shown[80] == [
+    narrow, usual, wide = (shown(host(10.0, queue=(waiter,)), width)[-2:] for width in (72, 80, 120))
+    assert usual == [
         "#  USER      JOB/PID      WANTS              WAITED  STARTS",
         "1  averyl..  1234567.890  16 GiB of 12 GPUs      5s  in 59m, at limit (10 of 12)",
     ]
-    assert "GPUs  in 59m, at limit (10 of 12)" in shown[72][1]
-    assert shown[120][0].split() == "# USER JOB/PID WANTS WAITED PLANNED STARTS".split()
+    assert "GPUs  in 59m, at limit (10 of 12)" in narrow[1]
+    assert wide[0].split() == "# USER JOB/PID WANTS WAITED PLANNED STARTS".split()
+
+
+# On terminals, with and without colour, and in pictures
+
+
+@pytest.fixture
+def in_a_terminal() -> None:
+    """Skip where none can be made."""
+    for fd in open_terminal():
+        os.close(fd)
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_nothing_is_wider_than_the_terminal(in_a_terminal: None, width: int) -> None:
+    colored = picture.screen(width)
+    plain = picture.screen(width, NO_COLOR="1")
+    assert ANSI.sub("", colored) == plain
+    assert "\x1b[36m█" in colored or width == 40
+    assert "\x1b" not in plain
+    assert picture.screen(width, TERM="dumb") == plain
+    assert max(map(display_width, plain.splitlines())) <= width
+    assert "█" in plain or width == 40
+    ascii_only = picture.screen(width, NO_COLOR="1", PYTHONIOENCODING="ascii")
+    assert ascii_only == plain.translate(str.maketrans("█▌░", "##-"))
+
+
+@pytest.mark.parametrize(("width", "last"), [(50, "JOB/PID"), (60, "LEFT"), (72, "COMMAND"), (100, "COMMAND")])
+def test_a_column_is_whole_or_left_out(in_a_terminal: None, width: int, last: str) -> None:
+    plain = picture.screen(width, NO_COLOR="1")
+    assert f" {last}\n  0 " in plain
+    assert (" TEMP  USER " in plain, "█" in plain) == (width == 100, width == 100)
+    assert "\x1b[35mdrained" in picture.screen(width)
+    assert "\x1b[1m 98%" in picture.screen(width)
+
+
+def text_of(path: Path) -> str:
+    """The text of a picture, each piece in its column of its line."""
+    lines: dict[float, str] = {}
+    for piece in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text"):
+        line = lines.get(height := float(piece.attrib["y"]), "")
+        column = round(float(piece.attrib["x"]) / 12.2)
+        lines[height] = line.ljust(column) + (piece.text or "").replace("\xa0", " ")
+    return "\n".join(lines[height].rstrip() for height in sorted(lines))
+
+
+@pytest.mark.skipif(not picture.PICTURES.exists(), reason="this is not a checkout: its pictures are not here")
+@pytest.mark.parametrize("name", picture.PICTURE)
+def test_the_pictures_are_of_today(in_a_terminal: None, name: str) -> None:
+    """``python tools/picture.py`` draws them anew."""
+    width, words = picture.PICTURE[name]
+    expected = f"$ safe-gpu {' '.join(words)}\n{picture.screen(width, words, NO_COLOR='1')}"
+    assert text_of(picture.PICTURES / f"{name}.svg").rstrip() == expected.rstrip()

@@ -1,21 +1,25 @@
-"""``safe-gpu drain`` and ``resume``: no new claims on a GPU, by root's word or that of the state directory's owner."""
+"""The commands of administrators: no new claims on a GPU with ``drain`` and ``resume``, ``policy``, and ``setup``."""
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.claims import claim as made
 
-from safe_gpu import GPUOwner, NoPlaceholder, NotEnoughGpusError, SafeGpuError, get_free_gpus
+from safe_gpu import NotEnoughGpusError, SafeGpuError, get_free_gpus
 from safe_gpu.claim.functions import wait_for_gpus
 from safe_gpu.claim.view import HostView
+from safe_gpu.cli.admin import rule_text
 from safe_gpu.cli.commands import main
 from safe_gpu.coordination.closed import closed_now, drained_gpus
+from safe_gpu.coordination.directory import PARTS
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who drains GPUs")
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who drains GPUs and whose file a policy must be")
 
 
 @pytest.fixture
@@ -26,20 +30,16 @@ def etc(open_tmp: Path, state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 
 def claim(**options: Any) -> list[int]:
-    with GPUOwner(1, NoPlaceholder(), affinity=None, **{"timeout": 0, **options}) as owner:
+    with made(**options) as owner:
         return owner.devices_taken
 
 
 def test_claims_take_others_and_holders_go_on(etc: Path, ask: Any, command: Any, ground: Any) -> None:
     holder = command.start("run", "--", "sh", "-c", "echo up; exec sleep 600")
     assert holder.stdout.readline() == "up\n"
-    done = ask("drain", "0-3", "--reason", "a fan is\nbroken")
-    assert done.returncode == 0
-    user = done.stderr.partition("claimed by ")[2].partition(" ")[0]
-    assert done.stderr.splitlines()[:2] == [
-        f"safe-gpu: GPU 0: drained by root: a fan is broken; claimed by {user} until that claim ends",
-        "safe-gpu: GPU 1: drained by root: a fan is broken",
-    ]
+    first, second, *_ = ask("drain", "0-3", "--reason", "a fan is\nbroken").stderr.splitlines()
+    assert first == "safe-gpu: GPU 0: drained by root: a fan is broken; claimed by root until that claim ends"
+    assert second == "safe-gpu: GPU 1: drained by root: a fan is broken"
     assert claim() == [4]
     assert get_free_gpus() == ["4", "5", "6", "7"]
     with pytest.raises(NotEnoughGpusError, match="drained by root: a fan is broken"):
@@ -54,8 +54,7 @@ def test_claims_take_others_and_holders_go_on(etc: Path, ask: Any, command: Any,
     assert ask("resume", "2").returncode == 0
     assert waiter.communicate(timeout=60)[0] == "got 2\n"
     assert ask("resume").returncode == 0
-    assert drained_gpus() == {}
-    assert holder.poll() is None
+    assert (drained_gpus(), holder.poll()) == ({}, None)
 
 
 def test_it_outlives_the_state_directory(etc: Path, ask: Any, ground: Any) -> None:
@@ -104,17 +103,14 @@ def as_user_told(as_user: Any, uid: int, work: Callable[[], object]) -> str:
 def test_before_it_begins_only_claims_that_end_in_time_enter(etc: Path, ask: Any, as_user: Any) -> None:
     claim()  # makes the state directory
     said = ask("drain", "0-6", "--from", "+2h", "--until", "+1h", "--reason", "new\nfans").stderr
-    assert said.startswith("safe-gpu: GPU 0-6: reserved by root from ")
-    assert said.endswith(": new fans\n")
-    table = [(None, "[7]"), ("1h", "[0]"), ("3h", "[7]"), ("unknown", "[7]")]
-    for hold_for, got in table:
+    assert re.fullmatch("safe-gpu: GPU 0-6: reserved by root from .*: new fans\n", said)
+    for hold_for, got in ((None, "[7]"), ("1h", "[0]"), ("3h", "[7]"), ("unknown", "[7]")):
         assert as_user_told(as_user, BEN, lambda hold_for=hold_for: claim(hold_for=hold_for)) == got
     for policy, got in (("default_hold = 1h", "[0]"), ("max_hold = 90m", "[0]"), ("default_hold = 3h", "[7]")):
         (etc / "config.ini").write_text(f"[default]\n{policy}\n")
         assert as_user_told(as_user, BEN, claim) == got
     refused = as_user_told(as_user, BEN, lambda: claim(only="0-6", hold_for="3h"))
-    assert refused.startswith("NotEnoughGpusError")
-    assert all(words in refused for words in ("reserved by root from ", "new fans", "shorter --for"))
+    assert re.match("NotEnoughGpusError.*reserved by root from .*new fans.*shorter --for", refused)
     assert claim(hold_for="3h") == [0]  # root's
 
 
@@ -193,23 +189,20 @@ def test_the_owner_of_the_state_directory(etc: Path, state_dir: Path, as_user: A
     assert as_user_told(as_user, BEN, lambda: claim(only=2)) == "[2]"
 
 
-FORGED = {
-    "of another user": (BEN, 0o644, "{} 1 4e9 -\n", "belongs to "),
-    "with a line of an older build": (0, 0o644, "{} a fan\n", "has a line that closes no GPU, and is ignored"),
-}
-
-
 @pytest.mark.parametrize("in_etc", [True, False], ids=["root's", "the owner's"])
-@pytest.mark.parametrize(("uid", "mode", "text", "why"), FORGED.values(), ids=FORGED.keys())
+@pytest.mark.parametrize(
+    ("uid", "text", "why"),
+    [(BEN, "{} 1 4e9 -\n", "belongs to "), (0, "{} a fan\n", "has a line that closes no GPU, and is ignored")],
+    ids=["of another user", "with a line of an older build"],
+)
 def test_what_is_ignored_is_told(
-    etc: Path, state_dir: Path, ask: Any, as_user: Any, ground: Any,
-    uid: int, mode: int, text: str, why: str, in_etc: bool,
-) -> None:  # fmt: skip
+    etc: Path, state_dir: Path, ask: Any, as_user: Any, ground: Any, uid: int, text: str, why: str, in_etc: bool
+) -> None:
     claim()
     etc.mkdir()
     file = (etc if in_etc else state_dir) / "closed"
-    file.write_text(text.replace("{}", ground.uuids[0]), errors="surrogatepass")
-    file.chmod(mode)
+    file.write_text(text.replace("{}", ground.uuids[0]))
+    file.chmod(0o644)
     os.chown(file, uid, uid)
     assert as_user_told(as_user, ANNA, claim) == "[0]"
     for look in ("status", "doctor"):
@@ -221,13 +214,11 @@ def test_what_is_ignored_is_told(
 
 
 def test_a_full_file_takes_no_more(etc: Path, ask: Any, ground: Any) -> None:
+    """But what is over makes room."""
     etc.mkdir()
-    line = f"{ground.uuids[0]} {{}} 4e9 - {'a' * 900}\n"
-    text = "".join(line.format(number) for number in range(66))
-    (etc / "closed").write_text(text + f"{ground.uuids[0]} 1 2 - {'a' * 600}\n")
-    assert (
-        ask("drain", "1", "--until", "+1h", "--reason", "a" * 600).returncode == 0
-    )  # in place of the one that is over
+    lines = [f"{ground.uuids[0]} {number} 4e9 - {'a' * 900}\n" for number in range(66)]
+    (etc / "closed").write_text("".join([*lines, f"{ground.uuids[0]} 1 2 - {'a' * 600}\n"]))
+    assert ask("drain", "1", "--until", "+1h", "--reason", "a" * 600).returncode == 0
     kept = (etc / "closed").read_text()
     assert "safe-gpu resume" in ask("drain", "1", "--reason", "a" * 6000).stderr
     assert (etc / "closed").read_text() == kept
@@ -286,3 +277,114 @@ def test_what_is_closed_while_a_claim_comes_to_the_lock(
 
     monkeypatch.setattr(HostView, "prepare", prepare_and_close)
     assert as_user_told(as_user, BEN, claim).startswith("NotEnoughGpusError")
+
+
+# What applies to the user who asks, as a table and for programs
+
+TEXT = """\
+[default]
+max_gpus = 4
+max_hold = 1d
+[group root]
+max_wait = 90
+[user root]
+max_gpus = 2
+"""
+
+
+@pytest.fixture
+def path(rules: Any) -> Path:
+    return rules(TEXT)
+
+
+def test_it_shows_each_value_and_its_section(path: Path, ask: Any) -> None:
+    with made():
+        done = ask("policy")
+    assert done.stdout.splitlines() == [
+        f"{path}, for root",
+        "",
+        "max_gpus          2            [user root]",
+        "max_hold          1 d          [default]",
+        "default_hold      unset",
+        "max_wait          90 s         [group root]",
+        "idle_report_after unset",
+        "weight            unset",
+        "",
+        "You hold 1 of your 2 GPUs.",
+    ]
+    assert json.loads(ask("policy", "--json").stdout) == {
+        "schema": 1, "file": str(path), "user": "root", "uid": 0, "exempt": False, "held": 0,
+        "max_gpus": 2, "max_hold": 86400.0, "max_wait": 90.0,
+        **dict.fromkeys(("default_hold", "idle_report_after", "weight")),
+        "sections": {"max_gpus": "[user root]", "max_hold": "[default]", "max_wait": "[group root]"},
+    }  # fmt: skip
+
+
+def test_without_limits(path: Path, ask: Any) -> None:
+    path.write_text("[default]\nmax_gpus = 1")
+    assert ask("policy").stdout.startswith("root is exempt: ")
+    path.chmod(0o666)
+    ignored = ask("policy")
+    assert (ignored.stdout, "mode 0666" in ignored.stderr) == (f"{path} is ignored: nothing is limited\n", True)
+    path.unlink()
+    assert ask("policy").stdout == f"There is no {path}: nothing is limited\n"
+    assert json.loads(ask("policy", "--json").stdout)["file"] is None
+
+
+def test_gpus_of_two_vendors_count_apart(path: Path, ask: Any, child: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:two-vendors")
+    code = "import safe_gpu\nsafe_gpu.GPUOwner({}, safe_gpu.NoPlaceholder(), affinity=None, timeout=0, vendor='{}')\n"
+    for number, vendor in ((2, "nvidia"), (1, "amd")):
+        child(code.format(number, vendor) + "say('held'); listen()", says="held")
+    assert json.loads(ask("policy", "--json").stdout)["held"] == 3
+    assert ask("policy").stdout.splitlines()[-1] == "You hold 2 of your 2 NVIDIA GPUs and 1 of your 2 AMD GPUs."
+
+
+def test_of_another_user(path: Path, ask: Any) -> None:
+    path.write_text("[default]\nmax_gpus = 4\n[user daemon]\nmax_gpus = 1")
+    for name in ("daemon", "1"):
+        lines = ask("policy", "--user", name).stdout.splitlines()
+        assert (lines[0], lines[-1]) == (f"{path}, for daemon", "daemon holds 0 of 1 GPU.")
+        assert "max_gpus          1            [user daemon]" in lines
+    assert "there is no such user here" in ask("policy", "--user", "nobody-of-that-name").stderr
+
+
+def test_of_all_users(path: Path, ask: Any) -> None:
+    path.write_text("[user root]\nmax_gpus = 2\n[user daemon]\nmax_gpus = 3\n[group students-of-nobody]\nmax_gpus = 1")
+    with made(2):
+        path.write_text(path.read_text().replace("max_gpus = 2", "max_gpus = 1"))  # lowered meanwhile
+        done = ask("policy", "--all")
+        mine = ask("policy").stdout.splitlines()[-1]
+        users = json.loads(ask("policy", "--all", "--json").stdout)["users"]
+    assert done.stdout.splitlines() == ["daemon            0 of 3", "root              2 of 1  above the limit"]
+    assert "[group students-of-nobody]: there is no such group here" in done.stderr
+    assert mine == "You hold 2 of your 1 GPU. The limit has been lowered: no claim ends, and new ones wait."
+    assert users[1] == {"user": "root", "held": 2, "max_gpus": 1}
+
+
+def test_a_file_before_it_is_the_host_s(path: Path, ask: Any, tmp_path: Path) -> None:
+    draft = tmp_path / "draft.ini"
+    draft.write_text("[user nobody-of-that-name]\nmax_gpus = 1")
+    draft.chmod(0o644)
+    done = ask("policy", "--check", str(draft))
+    assert (done.returncode, done.stdout) == (0, f"{draft} is right\n")
+    assert "[user nobody-of-that-name]: there is no such user here" in done.stderr
+    draft.write_text("[default]\nmax_gpus = many")
+    done = ask("policy", "--check", str(draft))
+    assert (done.returncode, f"{draft}:2: max_gpus = many" in done.stderr) == (78, True)
+    draft.write_text("[default]")
+    draft.chmod(0o666)
+    assert ask("policy", "--check", str(draft)).returncode == 1
+    draft.unlink()
+    assert ask("policy", "--check", str(draft)).returncode == 2
+
+
+# The rule of tmpfiles.d that setup writes
+
+
+def test_the_rule_names_every_directory_and_file() -> None:
+    assert rule_text("/var/lib/safe-gpu").splitlines() == [
+        *(f"d /var/lib/safe-gpu{part} 1777 root root -" for part in ("", *(f"/{name}" for name in PARTS))),
+        "f /var/lib/safe-gpu/host.lock 0666 root root -",
+    ]
+    assert "d /srv/100%% 1777" in rule_text("/srv/100%"), "tmpfiles.d(5) takes a single one for a specifier"

@@ -77,23 +77,17 @@ class SavedTree:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._made: set[str] = set()
+        self._made: set[Path] = set()
 
     def __fspath__(self) -> str:
         return str(self.root)
 
     def write(self, path: str, text: str) -> None:
-        file = os.path.join(self.root, path)
-        directory = os.path.dirname(file)
-        if directory not in self._made:
-            os.makedirs(directory, exist_ok=True)
-            self._made.add(directory)
-        with open(file, "w") as written:
-            written.write(text + "\n")
-
-    def remove(self, path: str) -> None:
-        for file in self.root.glob(path):
-            file.unlink()
+        file = self.root / path
+        if file.parent not in self._made:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._made.add(file.parent)
+        file.write_text(text + "\n")
 
     def cpus(
         self,
@@ -150,10 +144,8 @@ class SavedTree:
     ) -> None:
         base = "sys/devices/system/node"
         for node, cpus in nodes.items():
-            if masks:
-                self.write(f"{base}/node{node}/cpumap", as_mask(frozenset(cpus)))
-            else:
-                self.write(f"{base}/node{node}/cpulist", as_list(frozenset(cpus)))
+            name, put = ("cpumap", as_mask) if masks else ("cpulist", as_list)
+            self.write(f"{base}/node{node}/{name}", put(frozenset(cpus)))
             if distance is not None:
                 self.write(f"{base}/node{node}/distance", " ".join(str(distance(node, to)) for to in sorted(nodes)))
         if not masks:

@@ -1,12 +1,10 @@
 """Binding by number in real processes: which GPU is meant, what is said, and what child processes know of it."""
 
-import io
 import json
 import os
 import re
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from typing import Any
 
 import pytest
@@ -97,11 +95,11 @@ FIRST, SECOND = BOTH[:1], BOTH[1:]
         ("5000-5001", BOTH, "exclusive", [FIRST, SECOND]),
         ("5000-5001", FIRST, "exclusive", [FIRST, FIRST]),
         (f"{BOTH[0]},{BOTH[1]}", BOTH, "node", [BOTH, BOTH]),
-        *[(text, BOTH, "exclusive", [BOTH, BOTH]) for text in ("", "5000-")],
+        ("5000-", BOTH, "exclusive", [BOTH, BOTH]),
     ],
 )
 def test_all_divide_the_same_cpus(
-    four_gpus: Any, saved_tree: Any, isolated: str, allowed: list[int], mode: str, expected: Any
+    four_gpus: Any, saved_tree: Any, capsys: Any, isolated: str, allowed: list[int], mode: str, expected: Any
 ) -> None:
     """GPUs 0 and 1 are on a node of four cores, of which this process has the first two."""
     del four_gpus.gpus[2:]
@@ -110,23 +108,19 @@ def test_all_divide_the_same_cpus(
     saved_tree.gpu("0000:02:00.0", node=0)
     saved_tree.write("sys/devices/system/cpu/isolated", isolated)
     saved_tree.write("sys/devices/system/cpu/nohz_full", f"{BOTH[0]},{BOTH[1]},5000-5001")
+    shown = ["affinity", "--json", "--mode", mode, "--allowed", ",".join(map(str, allowed))]
 
     def child() -> Any:
         os.sched_setaffinity(0, allowed)
         for gpu in (0, 1):
             with safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), only=gpu, affinity=mode) as owner:
-                yield sorted(owner.cpus)
-            yield sorted(safe_gpu.bind(gpu, mode=mode).cpus)
-            option = safe_gpu.wrap_command(["true"], gpu=gpu, mode=mode)[1]
-            yield sorted(parse_cpulist(option.partition("=")[2]) or ())
-            out = io.StringIO()
-            words = ["affinity", "--json", "--mode", mode, "--allowed", ",".join(map(str, allowed))]
-            with redirect_stdout(out):
-                assert main(words) == 0
-            yield sorted(parse_cpulist(json.loads(out.getvalue())["gpus"][gpu]["cpus"]) or ())
+                yield owner.cpus
+            yield safe_gpu.bind(gpu, mode=mode).cpus
+            yield parse_cpulist(safe_gpu.wrap_command(["true"], gpu=gpu, mode=mode)[1].partition("=")[2])
+            main(shown)
+            yield parse_cpulist(json.loads(capsys.readouterr().out)["gpus"][gpu]["cpus"])
 
-    found = in_child(lambda: list(child()))
-    assert found == [expected[0]] * 4 + [expected[1]] * 4
+    assert in_child(lambda: list(child())) == [set(expected[0])] * 4 + [set(expected[1])] * 4
 
 
 @needs_known_calls
@@ -134,7 +128,7 @@ def test_all_divide_the_same_cpus(
     ("refused", "warning"), [(True, "refused: .* node 0: Operation not permitted"), (False, "node 1 has no")]
 )
 def test_memory_that_is_not_as_asked_warns(
-    four_gpus: Any, four_gpus_env: Any, saved_tree: Any, command: Any, said: Any, refused: Any, warning: str
+    four_gpus: Any, four_gpus_env: Any, saved_tree: Any, command: Any, said: Any, refused: bool, warning: str
 ) -> None:
     """Whoever asks, in a container that refuses memory policies and next to a node without memory."""
     gpu = 0 if refused else 1
@@ -151,12 +145,10 @@ def test_memory_that_is_not_as_asked_warns(
             reports = [owner.binding]
         reports += [safe_gpu.bind(gpu, memory="preferred"), safe_gpu.bind(node=gpu, memory="bind")]
         enter_worker([MASK[gpu]], gpu, "bind")
-        return reports, [line for line in said() if "memory" in line]
+        return reports, [line for line in said() if re.match(f"WARNING .*{warning}", line)]
 
     reports, lines = in_child(child)
     assert len(lines) == 4
-    for line in lines:
-        assert re.match(f"WARNING .*{warning}", line), line
     for report in reports:
         assert (report.cpus, report.as_asked) == ({MASK[gpu]}, False)
         assert report.memory.done == (set() if refused else {0})
@@ -333,7 +325,6 @@ def test_an_uncertain_order_is_said() -> None:
         (EIGHT, {}, True),
         (MIXED, {}, False),
         (MIXED, {"CUDA_VISIBLE_DEVICES": "0,1,2"}, False),
-        (MIXED, {"CUDA_VISIBLE_DEVICES": "0,1,2", **by_bus}, True),
         (MIXED, by_bus, True),
         (MIXED, {"CUDA_VISIBLE_DEVICES": "GPU-11"}, True),
         (MIG, {"CUDA_VISIBLE_DEVICES": "0"}, False),

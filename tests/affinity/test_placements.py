@@ -132,7 +132,6 @@ def test_a_memory_policy_changes_the_policy_and_not_the_cpuset(four_gpus: Any) -
 
 
 BOUND_CHILD = """
-import sys
 from safe_gpu.affinity.memory_policy import policy_for, set_policy
 try:
     set_policy(policy_for("preferred", [0]))
@@ -143,10 +142,8 @@ listen()
 """
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/numa_maps"), reason="this kernel has no numa_maps")
 def test_the_policy_of_another_process(four_gpus: Any, child: Any) -> None:
-    """Its mappings show it, where /proc has numa_maps."""
-    if not os.path.exists("/proc/self/numa_maps"):
-        pytest.skip("this kernel has no numa_maps")
     other = child(BOUND_CHILD)
     said = other.hear()
     if said != "set":
@@ -212,14 +209,12 @@ def test_a_thread_that_sleeps_since_it_was_bound_matches(four_gpus: Any) -> None
             sleeping.set()
             stop.wait()
 
-        thread = threading.Thread(target=sleep)
-        thread.start()
+        threading.Thread(target=sleep).start()
         sleeping.wait()
         for tid in os.listdir("/proc/self/task"):
             os.sched_setaffinity(int(tid), {MASK[0]})
         report = placement(driver=four_gpus, gpus=[0])
         stop.set()
-        thread.join()
         return report.matches
 
     assert in_child(child) is True

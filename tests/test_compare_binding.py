@@ -58,15 +58,8 @@ def test_only_one_kind_of_runs_is_bound(tmp_path: Path) -> None:
 
 def test_a_run_is_looked_at_while_it_lasts(tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This one ends when it has been."""
-    seen = tmp_path / "seen"
-    look = tool.safe_gpu.placement
-
-    def noticed(pid: int) -> PlacementReport:
-        report: PlacementReport = look(pid)
-        seen.touch()
-        return report
-
-    monkeypatch.setattr(tool.safe_gpu, "placement", noticed)
+    seen, look = tmp_path / "seen", tool.safe_gpu.placement
+    monkeypatch.setattr(tool.safe_gpu, "placement", lambda pid: (look(pid), seen.touch())[0])
     arm = tool.Arm(["env"])
     code = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)"
     arm.run([sys.executable, "-c", code, str(seen)], 0.01, None)
@@ -79,22 +72,19 @@ def placed(memory: dict[int, int], gpu_nodes: set[int], mask: set[int]) -> Proce
     return ProcessPlacement(1, 0, "", (thread,), memory=memory, gpu_nodes=frozenset(gpu_nodes))
 
 
-def test_pages_are_those_of_the_look_that_shows_most(tool: Any) -> None:
-    """Of two ranks, with a GPU on node 0 and on node 1."""
+def test_medians_pages_and_the_verdict(tool: Any) -> None:
+    """Pages are those of the look that shows most. Of two ranks one has its GPU on node 0, the other on node 1."""
     arm = tool.Arm([], figures=[3.0, 1.0, 2.0])
     ranks = placed({0: 6 << 20, 1: 2 << 20}, {0}, {1}), placed({0: 4 << 20, 1: 8 << 20}, {1}, {2})
     arm.look(PlacementReport(ranks))
     arm.look(PlacementReport(ranks[:1]))
     assert arm.line(" s") == "median 2 s (1 to 3); pages: node 0 10 MiB, node 1 10 MiB; remote 30.0%"
-
-
-def test_the_verdict(tool: Any) -> None:
     arms = {name: tool.Arm([], figures=[figure]) for name, figure in ((tool.UNBOUND, 12.4), (tool.BOUND, 10.0))}
     assert tool.verdict(arms, False)[2:] == ["bound / not bound: 1.24 times as fast"]
     assert tool.verdict(arms, True)[2:] == ["bound / not bound: 0.81 of the figure"]
     for arm in arms.values():
-        arm.look(PlacementReport((placed({}, {0}, {0, 1}),)))
-    assert tool.verdict(arms, True)[3] == "nothing is compared: both kinds of runs may use the same CPUs (0-1)"
+        arm.look(PlacementReport(ranks[:1]))
+    assert tool.verdict(arms, True)[3] == "nothing is compared: both kinds of runs may use the same CPUs (1)"
 
 
 def test_what_cannot_be_compared() -> None:

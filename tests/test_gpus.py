@@ -24,42 +24,36 @@ NINE = time.mktime((2026, 11, 26, 9, 0, 0, 0, 0, -1))
 COURSE = Window(NINE, NINE + 3 * HOUR, ("GPU-0", "GPU-1"), "group:course", "practical course", "root")
 
 
-@pytest.mark.parametrize(
-    ("start", "hold_for", "spans", "expected"),
-    [
-        pytest.param(0, 10, ((10, 20),), 0, id="ends as it begins"),
-        pytest.param(0, 11, ((10, 20),), 20, id="does not end in time"),
-        pytest.param(20, math.inf, ((10, 20),), 20, id="over"),
-        pytest.param(0, 5, ((3, 20), (22, 30)), 30, id="too little time between two"),
-        pytest.param(0, 2, ((1, 20), (22, 30)), 20, id="enough time between two"),
-        pytest.param(0, 5, ((3, 20), (4, 9)), 20, id="one within another"),
-        pytest.param(0, math.inf, ((UNSAID, UNSAID + 1),), 0, id="unknown, a day before"),
-        pytest.param(0, None, ((UNSAID - 1, UNSAID),), UNSAID, id="unknown, less than a day before"),
-        pytest.param(math.inf, 5, ((3, 20),), math.inf, id="never free"),
-    ],
-)
-def test_when_a_request_may_begin(start: float, hold_for: float | None, spans: object, expected: float) -> None:
-    assert first_open(start, hold_for, spans) == expected  # type: ignore[arg-type]
+def test_when_a_request_may_begin() -> None:
+    for start, hold_for, spans, expected in (
+        (0, 10, ((10, 20),), 0),  # it ends as the other begins
+        (0, 11, ((10, 20),), 20),
+        (20, math.inf, ((10, 20),), 20),
+        (0, 5, ((3, 20), (22, 30)), 30),  # too little time between two
+        (0, 2, ((1, 20), (22, 30)), 20),
+        (0, 5, ((3, 20), (4, 9)), 20),  # one within another
+        (0, math.inf, ((UNSAID, UNSAID + 1),), 0),  # it does not say how long, a day before
+        (0, None, ((UNSAID - 1, UNSAID),), UNSAID),
+        (math.inf, 5, ((3, 20),), math.inf),
+    ):
+        assert first_open(start, hold_for, spans) == expected
 
 
-@pytest.mark.parametrize(
-    ("now", "hold_for", "closed"),
-    [
-        pytest.param(NINE - HOUR, HOUR, False, id="ends before"),
-        pytest.param(NINE - HOUR, HOUR + 1, True, id="ends too late"),
-        pytest.param(NINE - HOUR, None, True, id="does not say"),
-        pytest.param(NINE - UNSAID, None, False, id="does not say, a day before"),
-        pytest.param(NINE, 1, True, id="during it"),
-        pytest.param(NINE + 3 * HOUR, None, False, id="lapsed"),
-        pytest.param(0.0, None, False, id="the clock fell back to 1970"),
-    ],
-)
-def test_what_binds_a_claim(now: float, hold_for: float | None, closed: bool) -> None:
-    found = why_reserved([COURSE], now, hold_for)
-    assert sorted(found) == (["GPU-0", "GPU-1"] if closed else [])
-    for why in found.values():
-        text = "reserved by root for group course from Thu 2026-11-26 09:00 to 12:00: practical course"
-        assert why == text + " (until then for claims that say a shorter --for)" * (now < NINE)
+def test_what_binds_a_claim() -> None:
+    for now, hold_for, closed in (
+        (NINE - HOUR, HOUR, False),
+        (NINE - HOUR, HOUR + 1, True),
+        (NINE - HOUR, None, True),
+        (NINE - UNSAID, None, False),
+        (NINE, 1, True),
+        (NINE + 3 * HOUR, None, False),
+        (0.0, None, False),  # the clock fell back to 1970
+    ):
+        found = why_reserved([COURSE], now, hold_for)
+        assert sorted(found) == (["GPU-0", "GPU-1"] if closed else [])
+        for why in found.values():
+            text = "reserved by root for group course from Thu 2026-11-26 09:00 to 12:00: practical course"
+            assert why == text + " (until then for claims that say a shorter --for)" * (now < NINE)
 
 
 def test_instances_and_order() -> None:

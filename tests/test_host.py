@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,12 @@ listen()
 
 def test_a_process_that_is_held_while_it_exits(tmp_path: Path, child: Callable[..., Any], eventually: Any) -> None:
     """Its locks are free, and it has not ended: nobody waits for it in vain, nobody takes it for a stranger."""
+
+    def is_free() -> bool:
+        with open(path) as file, suppress(BlockingIOError):
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB) is None
+        return False
+
     path = tmp_path / "lock"
     started = child(FIRST.replace("PATH", repr(str(path))))
     heard = started.hear()
@@ -57,8 +64,7 @@ def test_a_process_that_is_held_while_it_exits(tmp_path: Path, child: Callable[.
     finally:
         os.kill(first, signal.SIGKILL)
     try:
-        with open(path) as file:
-            eventually(lambda: _is_free(file.fileno()))
+        eventually(is_free)
         assert procfs.is_exiting(first)
         assert not procfs.has_ended(first)
     finally:
@@ -87,21 +93,21 @@ def test_a_process_exits_when_its_last_thread_does(monkeypatch: pytest.MonkeyPat
         other.join()
 
 
-def _is_free(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def test_the_start_of_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"0123456789" * 20_000)
-    assert read_bytes(str(path)) == path.read_bytes()[: 1 << 16]
-    assert [read_start(str(path), limit) for limit in (0, 3, 100_000)] == [b"", b"012", path.read_bytes()[:100_000]]
+    path, fifo = str(tmp_path / "file"), str(tmp_path / "fifo")
+    data = b"0123456789" * 20_000
+    Path(path).write_bytes(data)
+    assert read_bytes(path) == data[: 1 << 16]
+    assert [read_start(path, limit) for limit in (0, 3, 100_000)] == [b"", b"012", data[:100_000]]
     assert len(read_bytes("/dev/zero", 200_000)) == 200_000
     assert len(read_bytes("/proc/self/stat")) > 50
+    os.mkfifo(fifo)
+    assert read_start(fifo) == b"", "it does not block"
+    writer = os.open(fifo, os.O_RDWR)
+    assert read_start(fifo) == b"", "nor with a writer that writes nothing"
+    os.write(writer, b"some")
+    assert read_start(fifo, 2) == b"so"
+    os.close(writer)
 
 
 def test_what_cannot_be_read_leaves_no_descriptor(tmp_path: Path) -> None:
@@ -114,19 +120,6 @@ def test_what_cannot_be_read_leaves_no_descriptor(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         open_to_read(str(tmp_path / "link"), os.O_NOFOLLOW)
     assert sorted(os.listdir("/proc/self/fd")) == before
-
-
-def test_a_fifo_does_not_block(tmp_path: Path) -> None:
-    path = str(tmp_path / "fifo")
-    os.mkfifo(path)
-    assert read_start(path) == b""
-    writer = os.open(path, os.O_RDWR)
-    try:
-        assert read_start(path) == b"", "a writer that writes nothing"
-        os.write(writer, b"some")
-        assert read_start(path, 2) == b"so"
-    finally:
-        os.close(writer)
 
 
 def test_a_file_lease_does_not_block(tmp_path: Path) -> None:
@@ -177,18 +170,12 @@ def test_names_of_program_and_script() -> None:
         ("python train.py --password 1234", "python train.py"),
         ("/home/anna/v/bin/python3.11 -u -W ignore -Xdev /home/anna/train.py 1234", "python3.11 train.py"),
         ("python -Im train 1234", "python -m train"),
-        ("python -mtrain 1234", "python -m train"),
-        ("python -c 1234", "python"),
         ("python -Ic 1234 5678", "python"),
-        ("python", "python"),
         ("python - 1234", "python"),
         ("python --unheard-of 1234", "python"),
         ("python -m", "python -m"),
         ("bash jobs/run.sh 1234", "bash run.sh"),
-        ("bash -eu run.sh 1234", "bash run.sh"),
-        ("bash -c 1234", "bash"),
         ("bash -o pipefail -c 1234", "bash"),
-        ("Rscript fit.R 1234", "Rscript fit.R"),
         ("torchrun --nproc-per-node 4 train.py 1234", "torchrun"),
         ("env PASSWORD=1234 python train.py", "env"),
         ("trainer: --password 1234", "trainer:"),
@@ -197,21 +184,16 @@ def test_names_of_program_and_script() -> None:
 
 
 def test_the_whole_command_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    line = ["sh", "-c", "echo 1234", "x" * 300]
+    line, own = ["sh", "-c", "echo 1234", "x" * 300], own_command()
+    assert own
+    assert "tests/" not in own
+    with monkeypatch.context() as embedded:
+        embedded.setattr("sys.orig_argv", [])
+        assert own_command() == own
     assert command_for_record(line) == "sh"
     monkeypatch.setenv("SAFE_GPU_RECORD_COMMAND", "names")
     assert command_for_record(line) == "sh"
     monkeypatch.setenv("SAFE_GPU_RECORD_COMMAND", "full")
     assert command_for_record(line) == ("sh -c echo 1234 " + "x" * 300)[:200]
-
-
-def test_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = own_command()
-    assert own
-    with monkeypatch.context() as embedded:
-        embedded.setattr("sys.orig_argv", [])
-        assert own_command() == own
-    assert "tests/" not in own
-    monkeypatch.setenv("SAFE_GPU_RECORD_COMMAND", "full")
-    with open("/proc/self/cmdline", "rb") as file:
-        assert own_command() == os.fsdecode(file.read().rstrip(b"\0").replace(b"\0", b" "))[:200]
+    words = Path("/proc/self/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+    assert own_command() == os.fsdecode(b" ".join(words))[:200]

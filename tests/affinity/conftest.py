@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import forks
 
 import safe_gpu.drivers
 from safe_gpu.affinity import memory_policy
@@ -20,12 +19,8 @@ from safe_gpu.runtimes.library import Runtime
 from safe_gpu.topology.cpulist import parse_cpulist
 from safe_gpu.topology.host import GpuLocality, HostTopology
 
-MakeHost = Callable[..., HostTopology]
-InChild = Callable[[Callable[[], Any]], Any]
-
 MASK = sorted(os.sched_getaffinity(0))
 needs_two_cpus = pytest.mark.skipif(len(MASK) < 2, reason="needs two CPUs")
-
 
 needs_known_calls = pytest.mark.skipif(
     platform.machine() not in memory_policy._CALLS, reason="the numbers of the calls are not known here"
@@ -82,23 +77,17 @@ class SavedTree:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._made: set[str] = set()
+        self._made: set[Path] = set()
 
     def __fspath__(self) -> str:
         return str(self.root)
 
     def write(self, path: str, text: str) -> None:
-        file = os.path.join(self.root, path)
-        directory = os.path.dirname(file)
-        if directory not in self._made:
-            os.makedirs(directory, exist_ok=True)
-            self._made.add(directory)
-        with open(file, "w") as written:
-            written.write(text + "\n")
-
-    def remove(self, path: str) -> None:
-        for file in self.root.glob(path):
-            file.unlink()
+        file = self.root / path
+        if file.parent not in self._made:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._made.add(file.parent)
+        file.write_text(text + "\n")
 
     def cpus(
         self,
@@ -155,10 +144,8 @@ class SavedTree:
     ) -> None:
         base = "sys/devices/system/node"
         for node, cpus in nodes.items():
-            if masks:
-                self.write(f"{base}/node{node}/cpumap", as_mask(frozenset(cpus)))
-            else:
-                self.write(f"{base}/node{node}/cpulist", as_list(frozenset(cpus)))
+            name, put = ("cpumap", as_mask) if masks else ("cpulist", as_list)
+            self.write(f"{base}/node{node}/{name}", put(frozenset(cpus)))
             if distance is not None:
                 self.write(f"{base}/node{node}/distance", " ".join(str(distance(node, to)) for to in sorted(nodes)))
         if not masks:
@@ -172,11 +159,6 @@ class SavedTree:
             self.write(f"{base}/numa_node", str(node))
         if cpus is not None:
             self.write(f"{base}/local_cpulist", as_list(frozenset(cpus)))
-
-    def pad_with_nul(self) -> None:
-        for file in self.root.rglob("*"):
-            if file.is_file():
-                file.write_bytes(file.read_bytes() + b"\0" * 37)
 
 
 @pytest.fixture
@@ -233,22 +215,22 @@ def make_host(
     )
 
 
-@pytest.fixture
-def host() -> MakeHost:
-    return make_host
-
-
 class FakeDriver:
+    """A driver that says what it is told to say, or raises ``error`` where it is polled."""
+
     runtime = Runtime()
     is_simulated = False
+    name = "nvml"
 
-    def __init__(self, gpus: list[Gpu], affinity: dict[tuple[str, str], frozenset[int]] | None = None) -> None:
-        self.name = "nvml"
-        self.gpus = gpus
+    def __init__(self, gpus: Sequence[Gpu] = (), affinity: Any = None) -> None:
+        self.gpus = list(gpus)
         self.affinity = affinity or {}
         self.own: HostTopology | None = None
+        self.error: Exception | None = None
 
     def snapshot(self) -> HostSnapshot:
+        if self.error is not None:
+            raise self.error
         return HostSnapshot(tuple(self.gpus))
 
     def usage(self, gpus: Sequence[Gpu]) -> Sequence[Gpu]:
@@ -263,20 +245,8 @@ class FakeDriver:
     def close(self) -> None: ...
 
 
-@pytest.fixture
-def fake_driver() -> type[FakeDriver]:
-    """A driver that says what it is told to say."""
-    return FakeDriver
-
-
 def no_driver(name: str | None = None, **choice: Any) -> Any:
     raise NoDriverError("there is no NVIDIA driver here")
-
-
-@pytest.fixture
-def in_child() -> InChild:
-    """Runs a function in a forked child and returns its result."""
-    return forks.in_child
 
 
 def save_two_nodes(tree: SavedTree, bus_ids: Iterable[str]) -> None:
@@ -289,11 +259,11 @@ def save_two_nodes(tree: SavedTree, bus_ids: Iterable[str]) -> None:
 
 
 @pytest.fixture
-def four_gpus(saved_tree: Any, fake_driver: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def four_gpus(saved_tree: SavedTree, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """Two nodes of one real CPU each, GPUs 0 and 2 on the first, 1 and 3 on the second."""
     bus_ids = [f"0000:0{number + 1}:00.0" for number in range(4)]
     save_two_nodes(saved_tree, bus_ids)
-    driver = fake_driver([Gpu(n, f"GPU-{n}{n}ab", pci_bus_id=bus_id) for n, bus_id in enumerate(bus_ids)])
+    driver = FakeDriver([Gpu(n, f"GPU-{n}{n}ab", pci_bus_id=bus_id) for n, bus_id in enumerate(bus_ids)])
     monkeypatch.setenv("SAFE_GPU_FSROOT", os.fspath(saved_tree))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(safe_gpu.drivers, "open_driver", lambda name=None, **choice: driver)
@@ -301,7 +271,7 @@ def four_gpus(saved_tree: Any, fake_driver: Any, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture
-def four_gpus_env(saved_tree: Any, fake_gpus: Any) -> dict[str, str]:
+def four_gpus_env(saved_tree: SavedTree, fake_gpus: Any) -> dict[str, str]:
     """The same host for child processes: their environment."""
     fake_gpus.set(4)
     save_two_nodes(saved_tree, [gpu["bus"].lower().removeprefix("0000") for gpu in fake_gpus.gpus])

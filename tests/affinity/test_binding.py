@@ -1,4 +1,4 @@
-"""Real masks, real threads, real policies: each test changes a process of its own."""
+"""A claim's CPUs: divided over the whole host, cut to the mask, and bound for real, in processes of their own."""
 
 import errno
 import os
@@ -6,39 +6,113 @@ import platform
 import subprocess
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from affinity.conftest import MASK, InChild, needs_two_cpus
+from affinity.conftest import MASK, FakeDriver, SavedTree, cpus, make_host, needs_two_cpus
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.forks import in_child
 
-from safe_gpu.affinity import binding as binding_module
-from safe_gpu.affinity import memory_policy
+from safe_gpu.affinity import binding, memory_policy
 from safe_gpu.affinity.binding import PartReport, bind_process, enter, leave, original_mask
+from safe_gpu.affinity.cpu_shares import (
+    bind_claim,
+    bind_near,
+    claim_shares,
+    memory_nodes,
+    nodes_of_cpus,
+    split_share,
+    with_memory,
+)
+from safe_gpu.affinity.options import DIVIDING_MODES, MODES, AffinityOptions
 from safe_gpu.errors import GPUAffinityError
+from safe_gpu.gpus.devices import Gpu
+from safe_gpu.topology.host import SysfsHost, read_topology
+
+TWO_ON_ONE = {"cores_per_node": 8, "nodes": 1, "gpu_nodes": [0, 0]}
+ONE_EACH = {"cores_per_node": 4, "nodes": 2, "gpu_nodes": [0, 1]}
+THREE = {"cores_per_node": 4, "nodes": 2, "gpu_nodes": [0, 0, 1]}
+
+
+def test_shares_are_of_the_host_and_cut_to_the_mask() -> None:
+    """GPU 0 has cores 0-3 of 8 and GPU 1 cores 4-7, whoever asks, although each mask alone would divide otherwise.
+
+    The cut may leave nothing, for a GPU or for all of them.
+    """
+    none = "this process may use none of the CPUs 0-3 of GPU"
+    for shape, mode, gpus, mask, expected, notes in (
+        (TWO_ON_ONE, "exclusive", [0], "2-5", {0: "2-3"}, ()),
+        (TWO_ON_ONE, "exclusive", [1], "0-7", {1: "4-7"}, ()),
+        (THREE, "exclusive", [2, 0], "0-7", {2: "4-7", 0: "0-1"}, ()),
+        (ONE_EACH, "node", [0], "5-6", {0: "5-6"}, (f"{none} 0", "CPUs 5-6 are remote to GPU 0 (on NUMA node 0)")),
+        (THREE, "node", [0, 2], "5", {0: "5", 2: "5"}, (f"{none} 0", "CPUs 5 are remote to GPU 0 (on NUMA node 0)")),
+    ):
+        found = claim_shares(make_host(**shape, smt=1), AffinityOptions(mode=mode), gpus, cpus(mask))
+        assert found.shares == {index: cpus(share) for index, share in expected.items()}
+        assert found.cpus == frozenset().union(*found.shares.values())
+        assert found.notes == notes
+
+
+def test_isolated_cpus_are_left_out_before_cores_are_divided() -> None:
+    for shape, isolated, mode, gpu, mask, share, remote in (
+        (TWO_ON_ONE, "4-7", "exclusive", 1, "0-3", "2-3", False),
+        (TWO_ON_ONE, "0-1", "unique_interleaved", 1, "0-7", "3,5,7", False),
+        # A part of which the mask has nothing: the other CPUs of the node come before the whole mask.
+        (TWO_ON_ONE, "", "exclusive", 1, "0-3", "0-3", False),
+        (ONE_EACH, "", "exclusive", 0, "4-5", "4-5", True),
+        # The whole node of a GPU is isolated, which does not keep claims of the other GPU from their part.
+        (ONE_EACH, "4-7", "exclusive", 0, "0-3", "0-3", False),
+        (ONE_EACH, "4-7", "exclusive", 1, "0-7", "0-3", True),
+        # Whose mask has isolated CPUs only was put there on purpose.
+        (ONE_EACH, "4-7", "node", 1, "4-6", "4-6", False),
+        (TWO_ON_ONE, "0-7", "exclusive", 1, "0-7", "4-7", False),
+    ):
+        topology = replace(make_host(**shape, smt=1), isolated=cpus(isolated))
+        found = claim_shares(topology, AffinityOptions(mode=mode), [gpu], cpus(mask))
+        assert (found.shares, found.remote) == ({gpu: cpus(share)}, remote)
+
+
+def test_what_cannot_be_divided_or_does_not_exist() -> None:
+    topology = make_host(cores_per_node=1, nodes=1, gpu_nodes=[0, 0])
+    for mode, gpus, mask in ("exclusive", [0], {0}), ("node", [5], {0}), ("node", [0], ()):
+        with pytest.raises(GPUAffinityError):
+            claim_shares(topology, AffinityOptions(mode), gpus, mask)
+
+
+@settings(max_examples=60)
+@given(st.integers(4, 24), st.integers(2, 4), st.sampled_from(MODES), st.data())
+def test_never_wider_than_the_mask_and_never_in_anothers_way(cores: int, gpus: int, mode: str, data: Any) -> None:
+    topology = make_host(cores_per_node=cores, nodes=1, gpu_nodes=[0] * gpus)
+    masks = [data.draw(st.frozensets(st.integers(0, 2 * cores - 1), min_size=1)) for _ in range(2)]
+    first, second = (claim_shares(topology, AffinityOptions(mode), [index], masks[index]) for index in (0, 1))
+    for found, mask in zip((first, second), masks, strict=True):
+        assert found.cpus
+        assert found.cpus <= mask
+    if mode in DIVIDING_MODES and not (first.notes or second.notes):
+        assert not first.cpus & second.cpus
+
+
+# Real masks, real threads, real policies
 
 
 def masks() -> dict[int, set[int]]:
     found = {}
     for tid in map(int, os.listdir("/proc/self/task")):
-        try:
+        with suppress(ProcessLookupError):  # it ended
             found[tid] = os.sched_getaffinity(tid)
-        except ProcessLookupError:
-            continue  # it ended
     return found
 
 
 @needs_two_cpus
-def test_every_thread_moves_and_comes_back_to_its_own_mask(in_child: InChild) -> None:
+def test_every_thread_moves_and_comes_back_to_its_own_mask() -> None:
     first, second = MASK[:2]
 
-    def child() -> tuple[Any, ...]:
-        with suppress(ImportError):
-            import numpy
-
-            numpy.ones((600, 600)) @ numpy.ones((600, 600))  # starts the pool of the BLAS library
+    def child() -> Any:
         ready, done = threading.Barrier(4), threading.Event()
 
         def idle(mask: set[int]) -> None:
@@ -49,33 +123,30 @@ def test_every_thread_moves_and_comes_back_to_its_own_mask(in_child: InChild) ->
         for mask in ({first}, {second}, {first, second}):
             threading.Thread(target=idle, args=(mask,)).start()
         ready.wait()
-        seen = [masks()]
-        report = bind_process({second})
-        seen.append(masks())
-        bind_process({first})
-        seen.append(masks())
-        start = original_mask()
+        yield masks()
+        for cpu in (second, first):
+            yield bind_process({cpu})
+            yield masks()
+        yield original_mask()
         leave()
-        seen.append(masks())
+        yield masks()
         done.set()
-        return report, start, *seen
 
-    report, start, before, bound, rebound, after = in_child(child)
-    assert len(before) >= 4  # main, three of ours, and those of numpy
+    before, report, bound, _, rebound, start, after = in_child(lambda: list(child()))
+    assert len(before) == 4
     assert len(set(map(frozenset, before.values()))) == 3
-    assert all(mask == {second} for mask in bound.values())
-    assert all(mask == {first} for mask in rebound.values())
-    assert after == before
-    assert start == set(MASK)
-    assert report.threads.moved == len(before)
+    assert bound == {thread: {second} for thread in before}
+    assert rebound == {thread: {first} for thread in before}
+    assert (after, start) == (before, set(MASK))
+    assert report.threads.moved == 4
     assert f"to CPUs {second}" in str(report)
 
 
 @needs_two_cpus
-def test_threads_that_are_born_meanwhile(in_child: InChild) -> None:
+def test_threads_that_are_born_meanwhile() -> None:
     """A thread that starts others as fast as it can: whoever slips through the first look is found by a later one."""
 
-    def child() -> bool:
+    def child() -> Any:
         stop = threading.Event()
 
         def breed() -> None:
@@ -89,40 +160,36 @@ def test_threads_that_are_born_meanwhile(in_child: InChild) -> None:
         breeders = [threading.Thread(target=breed) for _ in range(2)]
         for breeder in breeders:
             breeder.start()
-        right = True
         for cpu in MASK[:2] * 2:
-            report = bind_process({cpu})
-            right = right and report.ok and set(map(frozenset, masks().values())) == {frozenset([cpu])}
+            yield bind_process({cpu}).ok and all(mask == {cpu} for mask in masks().values())
         leave()
-        right = right and set(map(frozenset, masks().values())) == {frozenset(MASK)}
+        yield all(mask == set(MASK) for mask in masks().values())
         stop.set()
         for breeder in breeders:
             breeder.join()
-        return right
 
-    assert in_child(child)
+    assert in_child(lambda: list(child())) == [True] * 5
 
 
 @needs_two_cpus
-def test_moments_that_can_be_come_back_to(in_child: InChild) -> None:
+def test_moments_that_can_be_come_back_to() -> None:
     """A second call starts from the first mask; what a program bound before a claim is there again after it."""
 
-    def child() -> list[set[int]]:
-        seen = []
+    def child() -> Any:
         bind_process({MASK[0]})
         enter()
         bind_process({MASK[1]})
-        for step in (lambda: None, leave, leave, leave):
-            step()
-            seen += [os.sched_getaffinity(0), set(original_mask())]
-        return seen
+        for _ in range(4):
+            yield os.sched_getaffinity(0), set(original_mask())
+            leave()
 
-    everything = set(MASK)
-    assert in_child(child) == [{MASK[1]}, everything, {MASK[0]}, everything, *[everything] * 4]
+    now, original = zip(*in_child(lambda: list(child())), strict=True)
+    assert now == ({MASK[1]}, {MASK[0]}, set(MASK), set(MASK))
+    assert original == (set(MASK),) * 4
 
 
 @needs_two_cpus
-def test_a_forked_worker_starts_from_the_original_mask(in_child: InChild) -> None:
+def test_a_forked_worker_starts_from_the_original_mask() -> None:
     """A DataLoader worker inherits the narrowed mask, and what it was before."""
 
     def child() -> tuple[Any, ...]:
@@ -139,58 +206,55 @@ def test_a_forked_worker_starts_from_the_original_mask(in_child: InChild) -> Non
     assert in_child(child) == ({MASK[0]}, {MASK[1]}, set(MASK), {MASK[0]})
 
 
-def test_what_the_kernel_refuses_leaves_nothing_behind(in_child: InChild) -> None:
-    def child() -> tuple[Any, ...]:
+def test_what_cannot_be_bound_leaves_nothing_behind() -> None:
+    def child() -> bool:
         before = masks()
         with pytest.raises(GPUAffinityError, match=r"CPUs 60000-60001.*it may use"):
             bind_process({60000, 60001})
-        return before == masks(), len(binding_module._stack)
+        return before == masks() and not binding._stack
 
-    assert in_child(child) == (True, 0)
-
-
-def test_sets_that_are_none() -> None:
-    for cpus in ((), {-1}, {1 << 40}):
+    assert in_child(child)
+    for none in ((), {-1}, {1 << 40}):
         with pytest.raises(GPUAffinityError):
-            bind_process(cpus)
-        assert not binding_module._stack
+            bind_process(none)
+    with pytest.raises(GPUAffinityError):
+        bind_claim([], FakeDriver(), options=AffinityOptions())  # type: ignore[arg-type]
+    for nodes, mode, names in (([], "bind", "NUMA node"), ([0], "interleave", "interleave")):
+        with pytest.raises(GPUAffinityError, match=names):
+            bind_process(None, nodes, mode)
+    assert not binding._stack
 
 
 # cgroups
 
 
 @pytest.fixture
-def cpuset() -> Iterator[Callable[[int], Callable[[], None]]]:
-    """Makes a cpuset of one CPU and returns what a child calls to enter it."""
-    made: list[Path] = []
-
-    def make(cpu: int) -> Callable[[], None]:
-        name = f"safe-gpu-test-{uuid.uuid4().hex[:8]}"
-        old, new = Path("/sys/fs/cgroup/cpuset"), Path("/sys/fs/cgroup")
-        try:
-            root = old if old.is_dir() else new
-            (root / name).mkdir()
-            made.append(root / name)
-            if root is new:
-                (new / "cgroup.subtree_control").write_text("+cpuset")
-            mems = (root / ("cpuset.mems" if root is old else "cpuset.mems.effective")).read_text().strip()
-            (root / name / "cpuset.mems").write_text(mems)
-            (root / name / "cpuset.cpus").write_text(str(cpu))
-        except OSError as err:
-            pytest.skip(f"no cpuset can be made here: {err}")
-        return lambda: (made[-1] / "cgroup.procs").write_text("0") and None  # type: ignore[func-returns-value]
-
-    yield make
-    for path in made:
-        path.rmdir()
+def cpuset() -> Iterator[Path]:
+    """A cpuset of one CPU."""
+    old, new = Path("/sys/fs/cgroup/cpuset"), Path("/sys/fs/cgroup")
+    root = old if old.is_dir() else new
+    made = root / f"safe-gpu-test-{uuid.uuid4().hex[:8]}"
+    try:
+        made.mkdir()
+    except OSError as err:
+        pytest.skip(f"no cpuset can be made here: {err}")
+    try:
+        if root is new:
+            (new / "cgroup.subtree_control").write_text("+cpuset")
+        mems = (root / ("cpuset.mems" if root is old else "cpuset.mems.effective")).read_text().strip()
+        (made / "cpuset.mems").write_text(mems)
+        (made / "cpuset.cpus").write_text(str(MASK[1]))
+        yield made
+    except OSError as err:
+        pytest.skip(f"no cpuset can be made here: {err}")
+    finally:
+        made.rmdir()
 
 
 @needs_two_cpus
-def test_a_cpuset_is_respected(cpuset: Any, in_child: InChild) -> None:
-    join = cpuset(MASK[1])
-
+def test_a_cpuset_is_respected(cpuset: Path) -> None:
     def child() -> tuple[Any, ...]:
-        join()
+        (cpuset / "cgroup.procs").write_text("0")
         report = bind_process(MASK[:2])
         with pytest.raises(GPUAffinityError):
             bind_process({MASK[0]})
@@ -212,43 +276,40 @@ def memory_node() -> int:
     return min(int(name[4:]) for name in os.listdir("/sys/devices/system/node") if name[4:].isdigit())
 
 
-@pytest.mark.parametrize("mode", ["bind", "preferred"])
-def test_memory_policy_is_set_inherited_and_given_back(in_child: InChild, memory_node: int, mode: str) -> None:
-    def child() -> tuple[Any, ...]:
+@pytest.mark.parametrize(
+    ("mode", "word", "said"), [("bind", "bind", "bound to"), ("preferred", "prefer", "preferred on")]
+)
+def test_memory_policy_is_set_inherited_and_given_back(memory_node: int, mode: str, word: str, said: str) -> None:
+    def child() -> Any:
         before = memory_policy.get_policy()
-        report = bind_process(None, [memory_node], mode)
-        now = memory_policy.get_policy()
-        maps = subprocess.run(["cat", "/proc/self/numa_maps"], check=True, capture_output=True, text=True).stdout
+        yield bind_process(None, [memory_node], mode)
+        yield memory_policy.get_policy()
+        yield subprocess.run(["cat", "/proc/self/numa_maps"], check=True, capture_output=True, text=True).stdout
         bind_process(None, [memory_node], "bind")
         leave()
-        return report, now, maps, before == memory_policy.get_policy()
+        yield before == memory_policy.get_policy()
 
-    report, now, maps, restored = in_child(child)
+    report, now, maps, restored = in_child(lambda: list(child()))
     assert report.memory == PartReport(frozenset([memory_node]), frozenset([memory_node]), moved=1)
     assert report.threads == PartReport()
     assert now == memory_policy.policy_for(mode, [memory_node])
-    word = "bind" if mode == "bind" else "prefer"
-    assert f" {word}:{memory_node} " in maps  # another program, started after it
+    assert f" {mode[:6]}:{memory_node} " in maps  # another program, started after it
     assert restored
-    assert f"memory {'bound to' if mode == 'bind' else 'preferred on'} node {memory_node}" in str(report)
+    assert f"memory {said} node {memory_node}" in str(report)
 
 
-def test_a_node_that_is_not_there_is_reported(in_child: InChild, memory_node: int) -> None:
+def test_memory_that_the_kernel_refuses(monkeypatch: pytest.MonkeyPatch, memory_node: int) -> None:
+    """A node that is not there, and an architecture whose calls are not known."""
     report = in_child(lambda: bind_process(None, [1000], "bind"))
-    assert not report.ok
-    assert report.memory.asked == {1000}
-    assert not report.memory.done
+    assert (report.ok, report.memory.asked, report.memory.done) == (False, {1000}, set())
     assert "Invalid argument" in str(report)
-
-
-def test_an_architecture_whose_calls_are_not_known(monkeypatch: pytest.MonkeyPatch, in_child: InChild) -> None:
     monkeypatch.setattr(memory_policy, "_CALLS", {})
     report = in_child(lambda: bind_process(None, [0], "preferred"))
     assert platform.machine() in report.memory.refused[0] or "ENOSYS" in report.memory.refused[0]
 
 
 @pytest.mark.parametrize(("kernel_knows_many", "nodes"), [(True, {0, 1}), (False, {0})])
-def test_preferred_on_several_nodes(in_child: Any, monkeypatch: Any, kernel_knows_many: bool, nodes: set[int]) -> None:
+def test_preferred_on_several_nodes(monkeypatch: Any, kernel_knows_many: bool, nodes: set[int]) -> None:
     """MPOL_PREFERRED_MANY is of Linux 5.15; before, EINVAL: then the lowest node alone."""
 
     def kernel(call: int, mode: Any, *nodes: Any) -> None:
@@ -256,14 +317,101 @@ def test_preferred_on_several_nodes(in_child: Any, monkeypatch: Any, kernel_know
             raise OSError(errno.EINVAL, "Invalid argument")
 
     monkeypatch.setattr(memory_policy, "_call", kernel)
-    monkeypatch.setattr(binding_module, "get_policy", lambda: None)  # it cannot be read back
+    monkeypatch.setattr(binding, "get_policy", lambda: None)  # it cannot be read back
     report = in_child(lambda: bind_process(None, [0, 1], "preferred"))  # where no thread is older
     assert (report.memory.done, report.as_asked) == (nodes, kernel_knows_many)
     assert bool(report.notes) is not kernel_knows_many
 
 
-def test_memory_without_a_node() -> None:
-    with pytest.raises(GPUAffinityError, match="NUMA node"):
-        bind_process(None, [], "bind")
-    with pytest.raises(GPUAffinityError, match="interleave"):
-        bind_process(None, [0], "interleave")
+# Claims
+
+GPUS = [Gpu(number, f"GPU-{number}", pci_bus_id=f"0000:0{number + 1}:00.0") for number in range(3)]
+
+
+@pytest.fixture
+def small_host(saved_tree: SavedTree, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A saved host whose first CPUs are those that this process really has: one on each of two nodes."""
+    first, second = MASK[:2]
+    saved_tree.cpus([(first,), (second,), (5000,)])
+    saved_tree.nodes({0: [first], 1: [second], 2: [5000]}, distance=lambda a, b: 10 if a == b else 20)
+    for number in range(3):
+        saved_tree.gpu(f"0000:0{number + 1}:00.0", node=number)
+    monkeypatch.setenv("SAFE_GPU_FSROOT", os.fspath(saved_tree))
+
+
+@needs_two_cpus
+@pytest.mark.parametrize("mode", ["node", "exclusive"])
+@pytest.mark.usefixtures("small_host")
+def test_a_claim_is_bound_and_given_back(mode: str) -> None:
+    def child() -> Any:
+        bind_process({MASK[0]})  # which is there again after the claim
+        for chosen in ([GPUS[0]], [GPUS[1]], GPUS[:2], [GPUS[2]]):
+            report = bind_claim(chosen, FakeDriver(GPUS), options=AffinityOptions(mode))  # type: ignore[arg-type]
+            assert report.remote == bool(report.notes) != report.as_asked
+            yield os.sched_getaffinity(0), report.notes[:1]
+            leave()
+        yield os.sched_getaffinity(0)
+
+    one, two, both = [((set(cpus), ())) for cpus in ({MASK[0]}, {MASK[1]}, MASK[:2])]
+    remote = set(MASK), ("this process may use none of the CPUs 5000 of GPU 2",)
+    assert in_child(lambda: list(child())) == [one, two, both, remote, {MASK[0]}]
+
+
+@needs_two_cpus
+@pytest.mark.usefixtures("small_host")
+def test_the_default_reads_no_whole_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the cores, sockets and caches of each CPU, nor the places of other GPUs."""
+    driver: Any = FakeDriver(GPUS)
+    driver.error = AssertionError("the driver was polled")
+    for fact in ("cores", "packages", "llc"):
+        monkeypatch.setattr(SysfsHost, fact, property(lambda host: pytest.fail("the whole host was read")))
+    assert in_child(lambda: bind_near(GPUS[1:2], driver, options=AffinityOptions()).cpus) == {MASK[1]}
+
+
+def test_nodes_of_cpus(saved_tree: SavedTree) -> None:
+    driver: Any = FakeDriver()
+    assert nodes_of_cpus([3], driver, saved_tree) is None
+    saved_tree.cpus([(0,), (1,), (2,), (3,)])
+    saved_tree.nodes({0: [0, 1], 8: [2, 3]})
+    assert nodes_of_cpus([3], driver, saved_tree) == {8}
+    assert nodes_of_cpus([99], driver, saved_tree) is None
+    driver.own = make_host(cores_per_node=2, nodes=2, smt=1)
+    assert nodes_of_cpus([1, 2], driver, "/") == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("has", "sizes", "distances", "nodes"),
+    [
+        ("0-3", [1, 1, 1, 1], "16 10 16 16", {1}),
+        ("0,2-3", [1, 0, 1, 1], "16 10 16 32", {0, 2}),
+        ("0,2-3", [1, 0, 1, 1], "", {0, 2, 3}),
+        ("", [1, 0, 1, 1], "32 10 16 16", {2, 3}),  # before Linux 2.6.24
+        ("\0", [0, 0, 0, 0], "16 10 28 12", {1}),  # they cannot all be without memory
+    ],
+)
+def test_the_nearest_memory_of_a_node(saved_tree: Any, has: str, sizes: list[int], distances: str, nodes: Any) -> None:
+    saved_tree.cpus([(0,), (1,), (2,), (3,)])
+    saved_tree.nodes({number: [number] for number in range(4)})
+    saved_tree.gpu("0000:01:00.0", node=1)
+    base = "sys/devices/system/node"
+    saved_tree.write(f"{base}/node1/distance", distances)
+    saved_tree.write(f"{base}/has_memory", has)
+    for node, size in enumerate(sizes):
+        saved_tree.write(f"{base}/node{node}/meminfo", f"Node {node} MemTotal:   {size * 4096} kB")
+    topology = read_topology(saved_tree)
+    found, lacks = with_memory(topology, memory_nodes(topology, [0]))
+    assert found == nodes
+    assert [line.partition(",")[0] for line in lacks] == ["NUMA node 1 has no memory"] * (found != {1})
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 32), st.sampled_from([1, 2, 4]), st.data())
+def test_parts_are_whole_cores_and_make_up_the_share(cores: int, smt: int, data: st.DataObject) -> None:
+    topology = make_host(cores_per_node=cores, nodes=1, smt=smt, dense=True)
+    share = data.draw(st.frozensets(st.integers(0, cores * smt - 1), min_size=1))
+    most = sum(not core.isdisjoint(share) for core in topology.cores)
+    parts = split_share(share, topology, data.draw(st.integers(1, most)))
+    assert frozenset().union(*parts) == share
+    assert sum(map(len, parts)) == len(share)
+    for core in topology.cores:
+        assert sum(not core.isdisjoint(part) for part in parts) <= 1

@@ -1,57 +1,58 @@
-"""What the older worlds call: gpu_affinity's set_affinity, numactl before a command; and the table of a plan."""
+"""What the older worlds call: gpu_affinity's set_affinity, numactl before a command, torch's options; and the table.
 
+numactl and PyTorch are the installed ones in the last tests; SAFE_GPU_REQUIRE_REAL makes their absence a failure.
+"""
+
+import importlib.util
 import json
 import os
-from collections.abc import Callable
+import shutil
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 import pytest
-from affinity.conftest import MASK, InChild, needs_two_cpus, no_driver
+from affinity.conftest import MASK, make_host, needs_two_cpus, no_driver
+from support.forks import in_child
+from support.real import REQUIRED
 
 import safe_gpu
 import safe_gpu.drivers
 from safe_gpu.affinity.gpu_affinity import set_affinity
 from safe_gpu.affinity.numactl import numactl_options, wrap_command
-from safe_gpu.affinity.options import AffinityOptions, parse_options
+from safe_gpu.affinity.options import MODES, AffinityOptions, parse_options
 from safe_gpu.affinity.plan_text import affinity_json, affinity_table, node_table
 from safe_gpu.affinity.planner import plan
 from safe_gpu.errors import GPUAffinityError
 from safe_gpu.gpus.devices import Gpu
-from safe_gpu.topology.host import HostTopology, read_topology
-
-# set_affinity
+from safe_gpu.topology.host import read_topology
 
 
 @needs_two_cpus
 def test_errors_have_the_numbers_in_them(four_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong: list[tuple[Any, dict[str, Any], str, str]] = [
-        ((2, 2), {}, "0,1,2,3", "gpu_id=2 .* nproc_per_node=2"),
-        ((-1, 2), {}, "0,1,2,3", "gpu_id=-1"),
-        ((0, 2.0), {}, "0,1,2,3", "nproc_per_node must be a whole number, not 2.0"),
-        ((0, 2), {}, "0,0", "CUDA_VISIBLE_DEVICES=0,0 shows no GPU"),
-        ((0, 2), {}, "0", "nproc_per_node=2 .*1 are visible with CUDA_VISIBLE_DEVICES=0"),
-        ((0, 4), {}, "0,1,2,3", "1 physical core near 2 GPUs"),
-        ((0, 2), {"mode": "all", "min_physical_cores": 7, "max_physical_cores": 3}, "0,1,2,3", "at least 7"),
-    ]
-    for arguments, options, visible, names in wrong:
+    for arguments, visible, names in (
+        ((2, 2), "0,1,2,3", "gpu_id=2 .* nproc_per_node=2"),
+        ((-1, 2), "0,1,2,3", "gpu_id=-1"),
+        ((0, 2.0), "0,1,2,3", "nproc_per_node must be a whole number, not 2.0"),
+        ((0, 2), "0,0", "CUDA_VISIBLE_DEVICES=0,0 shows no GPU"),
+        ((0, 2), "0", "nproc_per_node=2 .*1 are visible with CUDA_VISIBLE_DEVICES=0"),
+        ((0, 4), "0,1,2,3", "1 physical core near 2 GPUs"),
+    ):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         with pytest.raises(GPUAffinityError, match=names):
-            set_affinity(*arguments, **options)
+            set_affinity(*arguments)  # type: ignore[arg-type]
+    with pytest.raises(GPUAffinityError, match="at least 7"):
+        set_affinity(0, 2, mode="all", min_physical_cores=7, max_physical_cores=3)
     monkeypatch.setattr(safe_gpu.drivers, "open_driver", no_driver)
     with pytest.raises(GPUAffinityError, match="no NVIDIA driver"):
         set_affinity(0, 1)
     assert sorted(os.sched_getaffinity(0)) == MASK
 
 
-# numactl
-
-
 def test_options_of_numactl() -> None:
     share = frozenset([0, 1, 2, 8])
-    assert numactl_options(share) == ["--physcpubind=0-2,8"]
-    assert numactl_options(share, frozenset([3]), "bind") == ["--physcpubind=0-2,8", "--membind=3"]
     assert numactl_options(share, frozenset([3]), "preferred") == ["--physcpubind=0-2,8", "--preferred=3"]
     assert numactl_options(share, frozenset([2, 3]), "preferred")[1] == "--preferred-many=2-3"
     with pytest.raises(GPUAffinityError, match="NUMA node"):
@@ -106,9 +107,6 @@ def test_numactl_loses_only_what_is_refused(
     assert len(lines) == len(set(lines))
 
 
-# Fallback, and options as torch writes them
-
-
 class Theirs(str, Enum):
     NODE = "node"
     CORE_COMPLEX = "core-complex"
@@ -124,7 +122,7 @@ class NumaOptions:
 
 
 @needs_two_cpus
-def test_options_of_torch_are_taken_as_they_are(four_gpus: Any, in_child: InChild) -> None:
+def test_options_of_torch_are_taken_as_they_are(four_gpus: Any) -> None:
     options = NumaOptions(Theirs.NODE)
     assert parse_options(options) == AffinityOptions("node")
     assert parse_options(NumaOptions(Theirs.CORE_COMPLEX)) == AffinityOptions("core-complex")
@@ -134,30 +132,26 @@ def test_options_of_torch_are_taken_as_they_are(four_gpus: Any, in_child: InChil
         parse_options(NumaOptions(Theirs.ELSEWHERE))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        ({"gpu": 0}, "no NVIDIA driver"),
+def test_falling_back_to_the_command(four_gpus: Any, monkeypatch: Any, caplog: Any, tmp_path: Any) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    command = ["./train", "--all"]
+    for arguments, why in (
         ({"gpu": 9}, "no GPU 9"),
         ({"ordinal": 9}, "CUDA shows no GPU 9"),
         ({"gpu": 0, "mode": "exclusive"}, "physical core"),  # one for two GPUs
-        pytest.param({"gpu": 0}, "numactl is not installed here", marks=needs_two_cpus),
-    ],
-)
-def test_falling_back_to_the_command(
-    four_gpus: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any, tmp_path: Any, arguments: Any, why: str
-) -> None:
-    if why == "no NVIDIA driver":
-        monkeypatch.setattr(safe_gpu.drivers, "open_driver", no_driver)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    mode, command = arguments.get("mode", "node"), ["./train", "--all"]
-    falls_back = {"mode": NumaOptions(mode, True)} if why == "no GPU 9" else {"mode": mode, "strict": False}
-    assert wrap_command(command, **{**arguments, **falls_back}) == command
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "the command runs unbound: " in caplog.text
-    assert why in caplog.text
-    with pytest.raises(GPUAffinityError, match=why):
-        wrap_command(command, **{**arguments, "mode": mode, "check": True})
+        ({"gpu": 0}, "numactl is not installed here"),
+        ({"gpu": 0}, "no NVIDIA driver"),
+    ):
+        if why == "no NVIDIA driver":
+            monkeypatch.setattr(safe_gpu.drivers, "open_driver", no_driver)
+        asked = {"mode": "node", **arguments}
+        caplog.clear()
+        for falls_back in ({"strict": False}, {"mode": NumaOptions(asked["mode"], True)}):
+            assert wrap_command(command, **{**asked, **falls_back}) == command
+            assert caplog.records[-1].levelname == "WARNING"
+        assert caplog.text.count("the command runs unbound: ") == caplog.text.count(why) == 2
+        with pytest.raises(GPUAffinityError, match=why):
+            wrap_command(command, **asked, check=True)
 
 
 def test_a_node_without_memory_is_not_given_to_numactl(four_gpus: Any, saved_tree: Any, caplog: Any) -> None:
@@ -176,30 +170,16 @@ def test_no_mode_no_change(four_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert wrap_command(["./train"], gpu=0, mode=None, check=True) == ["./train"]
 
 
-def test_a_claim_falls_back_with_torchs_options(four_gpus: Any) -> None:
-    """One core for two GPUs cannot be divided."""
-    with pytest.raises(GPUAffinityError, match="physical core"):
-        safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=NumaOptions("exclusive"))
-    with safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), affinity=NumaOptions("exclusive", True)) as owner:
-        assert (owner.devices_taken, sorted(owner.cpus)) == ([0], [])
-
-
-# The table
-
-
-def test_a_plan_as_table_and_json(host: Callable[..., HostTopology]) -> None:
-    topology = host(cores_per_node=2, nodes=2, gpu_nodes=[0, 1, None], distances=True)
-    shares = plan(topology, mode="node")
-    options = AffinityOptions(mode="node")
-    document = affinity_json(replace(topology, memory={0: (32 << 30, 5 << 30)}), options, shares)
-    columns = ("index", "uuid", "numa_node", "cpus"), ("node", "cpus", "memory_total", "memory_free", "distances")
-    gpus = [(0, "GPU-0", 0, "0-1,4-5"), (1, "GPU-1", 1, "2-3,6-7"), (2, "GPU-2", None, "0-7")]
-    nodes = [(0, "0-1,4-5", 32 << 30, 5 << 30, {"0": 10, "1": 32}), (1, "2-3,6-7", None, None, {"0": 32, "1": 10})]
-    assert json.loads(json.dumps(document)) == {
-        "mode": "node",
-        "gpus": [dict(zip(columns[0], gpu, strict=True)) for gpu in gpus],
-        "nodes": [dict(zip(columns[1], node, strict=True)) for node in nodes],
-    }
+def test_a_plan_as_table_and_json() -> None:
+    topology = make_host(cores_per_node=2, nodes=2, gpu_nodes=[0, 1, None], distances=True)
+    topology = replace(topology, memory={0: (32 << 30, 5 << 30)})
+    shares, options = plan(topology, mode="node"), AffinityOptions(mode="node")
+    document = json.loads(json.dumps(affinity_json(topology, options, shares)))
+    gpu, node = document["gpus"][2], document["nodes"][0]
+    assert (document["mode"], gpu) == ("node", {"index": 2, "uuid": "GPU-2", "numa_node": None, "cpus": "0-7"})
+    assert (node["node"], node["cpus"], node["distances"]) == (0, "0-1,4-5", {"0": 10, "1": 32})
+    assert [node["memory_total"] for node in document["nodes"]] == [32 << 30, None]
+    assert [node["memory_free"] for node in document["nodes"]] == [5 << 30, None]
     table = affinity_table(topology, options, shares).splitlines()
     assert table[1].split() == ["GPU", "BUS", "NODE", "CPUS", "CORES", "MEMORY", "SOURCE"]
     assert table[2].split() == ["0", "-", "0", "0-1,4-5", "2", "0", "unknown"]
@@ -209,20 +189,54 @@ def test_a_plan_as_table_and_json(host: Callable[..., HostTopology]) -> None:
     assert [gpu["index"] for gpu in affinity_json(topology, options, shares, shown=[1])["gpus"]] == [1]
 
 
-def test_the_table_of_nodes(host: Callable[..., HostTopology], saved_tree: Any) -> None:
+def test_the_table_of_nodes(saved_tree: Any) -> None:
     """Sizes as numactl --hardware shows them, from the kernel's files."""
+    saved_tree.cpus([(0,), (1,)])
+    saved_tree.nodes({0: [0], 1: [1]}, distance=lambda a, b: 10 if a == b else 32)
     saved_tree.write("sys/devices/system/node/node1/meminfo", "Node 1 MemTotal: 2097152 kB\nNode 1 MemFree:  524288 kB")
     saved_tree.write("sys/devices/system/node/node0/meminfo", "Node 0 MemTotal: many kB")
-    topology = host(cores_per_node=2, nodes=2, smt=1, distances=True)
-    saved_tree.cpus([(0,), (1,)])
-    saved_tree.nodes({0: [0], 1: [1]})
-    memory = read_topology(saved_tree).memory
-    assert memory == {1: (2 << 30, 512 << 20)}
-    assert [line.split() for line in node_table(replace(topology, memory=memory)).splitlines()] == [
+    topology = read_topology(saved_tree)
+    assert topology.memory == {1: (2 << 30, 512 << 20)}
+    assert [line.split() for line in node_table(topology).splitlines()] == [
         ["NODE", "CPUS", "SIZE", "FREE", "DISTANCES"],
-        ["0", "0-1", "-", "-", "10", "32"],
-        ["1", "2-3", "2", "GiB", "512", "MiB", "32", "10"],
+        ["0", "0", "-", "-", "10", "32"],
+        ["1", "1", "2", "GiB", "512", "MiB", "32", "10"],
     ]
-    bare = host(cores_per_node=2, nodes=1, smt=1)
+    bare = make_host(cores_per_node=2, nodes=1, smt=1)
     assert node_table(bare).splitlines()[1].split() == ["0", "0-1", "-", "-", "-"]
-    assert topology.memory == {}  # a made-up host has no memory of its own
+
+
+@pytest.mark.skipif(shutil.which("numactl") is None and not REQUIRED, reason="needs numactl")
+@needs_two_cpus
+@pytest.mark.parametrize("memory", [None, "bind", "preferred"])
+def test_numactl_runs_it(four_gpus: Any, four_gpus_env: dict[str, str], memory: str | None) -> None:
+    code = """if True:
+    import json, os
+    import safe_gpu
+    found = safe_gpu.placement(gpus=[0]).processes[0]
+    print(json.dumps([sorted(os.sched_getaffinity(0)), found.policy, sorted(found.policy_nodes), found.memory_matches]))
+    """
+    try:
+        wrapped = wrap_command([sys.executable, "-c", code], gpu=0, mode="node", memory=memory, check=True)
+    except GPUAffinityError as err:
+        if memory is None or REQUIRED:
+            raise
+        pytest.skip(f"memory policies cannot be used here: {err}")
+    done = subprocess.run(wrapped, env=four_gpus_env, capture_output=True, text=True, timeout=60)
+    policy = {None: ["default", [], None], "bind": ["bind", [0], True], "preferred": ["preferred", [0], True]}[memory]
+    assert json.loads(done.stdout) == [[MASK[0]], *policy], done.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None and not REQUIRED, reason="needs PyTorch")
+@needs_two_cpus
+def test_torchs_own_options(four_gpus: Any) -> None:
+    """What torch plans with them is recorded in peers.json.gz."""
+    from torch.numa.binding import AffinityMode, NumaOptions
+
+    assert {mode.value for mode in AffinityMode} < set(MODES)
+    for mode in AffinityMode:
+        assert parse_options(NumaOptions(affinity_mode=mode)) == AffinityOptions(mode.value)
+    # One core for two GPUs cannot be divided.
+    falls_back = NumaOptions(affinity_mode=AffinityMode.EXCLUSIVE, should_fall_back_if_binding_fails=True)
+    assert wrap_command(["true"], gpu=1, mode=falls_back) == ["true"]
+    assert not in_child(lambda: safe_gpu.bind(1, mode=falls_back)).ok

@@ -1,48 +1,121 @@
-"""Plans beside the recorded answers of gpu_affinity (2,280 cases) and of torch.numa (1,032 sets of GPUs).
+"""Plans beside the recorded answers of gpu_affinity (2,280 cases) and of torch.numa (1,032 sets of GPUs), what these do
+not show by hand, and laws for any machine.
 
-``peers.json.gz`` has the answers of gpu_affinity's planning functions (f35fb78) and of torch 2.13.0, with the hosts of
-``peers.py`` in place of what they read from NVML, CUDA and /sys. An answer is one text of CPU lists for each case, with
-"-" for a GPU that got nothing, or "error".
+``peers.json.gz`` has the answers of gpu_affinity's planning functions (f35fb78) and of torch 2.13.0, with the hosts
+below in place of what they read from NVML, CUDA and /sys. An answer is one text of CPU lists for each case, with "-"
+for a GPU that got nothing, or "error".
 """
 
 import gzip
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection
-from functools import lru_cache
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from affinity.peers import planner_cases, torch_cases
+from affinity.conftest import cpus, make_host
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import safe_gpu
-from safe_gpu.affinity.planner import plan
+from safe_gpu.affinity.gpu_affinity import Mode, Multithreading, Scope
+from safe_gpu.affinity.options import DIVIDING_MODES, MODES, MULTITHREADING, SCOPES, AffinityOptions
+from safe_gpu.affinity.planner import is_remote, plan
 from safe_gpu.errors import GPUAffinityError
 from safe_gpu.topology.cpulist import format_cpulist
-from safe_gpu.topology.host import HostTopology
+from safe_gpu.topology.host import GpuLocality, HostTopology
 
 PAGE = Path(safe_gpu.__file__).parent / "affinity" / "README.md"
 
 
-@pytest.fixture(scope="module")
-def recorded() -> dict[str, list[str]]:
+def shares(topology: HostTopology, mode: str, **options: Any) -> list[str]:
+    return [format_cpulist(share) for share in plan(topology, mode=mode, **options)]
+
+
+# The questions to which the answers are recorded, in a fixed order.
+
+HOSTS: dict[str, dict[str, Any]] = {
+    "dgx1": {"cores_per_node": 20, "nodes": 2, "gpu_nodes": [0] * 4 + [1] * 4},
+    "dgx-a100": {
+        "cores_per_node": 16,
+        "nodes": 8,
+        "nodes_per_package": 4,
+        "gpu_nodes": [3, 3, 1, 1, 7, 7, 5, 5],
+        "caches_per_node": 4,
+    },
+    "dgx-h100": {"cores_per_node": 56, "nodes": 2, "gpu_nodes": [0] * 4 + [1] * 4},
+    "uneven": {"cores_per_node": 6, "nodes": 2, "gpu_nodes": [0, 0, 0, 1]},
+    "scattered": {"cores_per_node": 10, "nodes": 2, "gpu_nodes": [0, 1, 1, 0, 0, 1, 0, 0], "caches_per_node": 3},
+    "one thread": {"cores_per_node": 8, "nodes": 2, "smt": 1, "gpu_nodes": [0, 1, 1, 0]},
+    "four threads": {"cores_per_node": 4, "nodes": 2, "smt": 4, "gpu_nodes": [0, 0, 1, 1]},
+    "two of four nodes": {"cores_per_node": 4, "nodes": 4, "nodes_per_package": 2, "gpu_nodes": [0, 2]},
+    "both on one node": {"cores_per_node": 3, "nodes": 2, "gpu_nodes": [1, 1], "caches_per_node": 2},
+    "small": {"cores_per_node": 2, "nodes": 1, "smt": 1, "gpu_nodes": [0, 0]},
+    "tiny": {"cores_per_node": 1, "nodes": 2, "gpu_nodes": [0, 0]},
+}
+
+MASKS: dict[str, Callable[[HostTopology], frozenset[int]]] = {
+    "all": lambda host: host.cpus,
+    "first threads": lambda host: frozenset(min(core) for core in host.cores),
+    "ragged": lambda host: frozenset(cpu for cpu in host.cpus if cpu % 7 not in (1, 4)),
+    "gaps": lambda host: frozenset(cpu for core in host.cores if min(core) % 5 != 3 for cpu in core),
+    "first cores": lambda host: frozenset(cpu for core in host.cores if min(core) % 6 < 2 for cpu in core),
+}
+
+# Host, mask, processes.
+SETTINGS = [
+    *(("dgx1", "all", 8), ("dgx1", "all", 5), ("dgx1", "first threads", 8), ("dgx1", "ragged", 8)),
+    *(("dgx-a100", "all", 8), ("dgx-a100", "all", 3), ("dgx-a100", "ragged", 8), ("dgx-a100", "first threads", 8)),
+    *(("dgx-h100", "all", 8), ("dgx-h100", "ragged", 7)),
+    *(("uneven", "all", 4), ("uneven", "ragged", 4), ("uneven", "first cores", 4)),
+    *(("one thread", "all", 4), ("one thread", "ragged", 4)),
+    *(("four threads", "all", 4), ("four threads", "ragged", 4)),
+    *(("two of four nodes", "all", 2), ("two of four nodes", "gaps", 2)),
+]
+# Minimum and maximum of physical cores.
+BOUNDS = [(1, None), (1, 3), (4, 2)]
+OPTIONS = ("mode", "scope", "multithreading", "balanced", "min_physical_cores", "max_physical_cores")
+
+TORCH_HOSTS = [
+    *(("dgx1", "all"), ("dgx-a100", "all"), ("dgx-h100", "ragged"), ("scattered", "ragged")),
+    *(("two of four nodes", "all"), ("both on one node", "ragged"), ("small", "all"), ("tiny", "all")),
+]
+TORCH_MODES = ("node", "socket", "exclusive", "core-complex")
+
+
+BUILT = {name: make_host(**shape) for name, shape in HOSTS.items()}
+
+
+def planner_cases() -> Iterator[tuple[HostTopology, frozenset[int], range, dict[str, Any]]]:
+    """Host, mask, processes, options."""
+    for (name, mask, nproc), bounds in product(SETTINGS, BOUNDS):
+        for values in product(Mode, SCOPES, MULTITHREADING, (True, False)):
+            options = dict(zip(OPTIONS, (*values, *bounds), strict=True))
+            yield BUILT[name], MASKS[mask](BUILT[name]), range(nproc), options
+
+
+def torch_cases() -> Iterator[tuple[HostTopology, frozenset[int], tuple[int, ...], dict[str, Any]]]:
+    """Host, mask, sets of visible GPUs, each of torch's modes."""
+    for name, mask in TORCH_HOSTS:
+        indices = range(len(BUILT[name].gpus))
+        for size in range(1, len(indices) + 1):
+            for gpus, mode in product(combinations(indices, size), TORCH_MODES):
+                yield BUILT[name], MASKS[mask](BUILT[name]), gpus, {"mode": mode}
+
+
+def recorded(peer: str) -> list[str]:
     with gzip.open(Path(__file__).parent / "peers.json.gz") as file:
         document = json.load(file)
-    answers = document["answers"]
-    return {peer: [answers[number] for number in document[peer]] for peer in ("gpu_affinity", "torch")}
+    return [document["answers"][number] for number in document[peer]]
 
 
-@pytest.fixture
-def once_each(host: Callable[..., HostTopology]) -> Callable[..., HostTopology]:
-    made = lru_cache(maxsize=None)(lambda text: host(**json.loads(text)))
-    return lambda **shape: made(json.dumps(shape))
-
-
-def ours(host: HostTopology, mask: frozenset[int], gpus: Collection[int], **options: Any) -> str:
+def ours(host: HostTopology, mask: frozenset[int], gpus: Collection[int], options: dict[str, Any]) -> str:
     try:
-        return ";".join(format_cpulist(share) for share in plan(host, allowed=mask, gpus=gpus, **options))
+        return ";".join(shares(host, **options, allowed=mask, gpus=gpus))
     except GPUAffinityError:
         return "error"
 
@@ -61,12 +134,12 @@ def reason(host: HostTopology, options: dict[str, Any], theirs: str) -> str:
     return ""
 
 
-def test_the_planner_of_gpu_affinity(recorded: Any, once_each: Any) -> None:
-    cases = list(planner_cases(once_each))
-    assert len(cases) == len(recorded["gpu_affinity"]) == 2280
+def test_the_planner_of_gpu_affinity() -> None:
+    cases, answers = list(planner_cases()), recorded("gpu_affinity")
+    assert len(cases) == 2280
     found: Counter[str] = Counter()
-    for (host, mask, processes, options), theirs in zip(cases, recorded["gpu_affinity"], strict=True):
-        own = ours(host, mask, range(processes), **options)
+    for (host, *rest, options), theirs in zip(cases, answers, strict=True):
+        own = ours(host, *rest, options)
         if own != theirs:
             why = reason(host, options, theirs)
             assert why, (options, theirs, own)
@@ -76,8 +149,236 @@ def test_the_planner_of_gpu_affinity(recorded: Any, once_each: Any) -> None:
     assert found == {why: int(count) for why, count in told.items()}
 
 
-def test_the_modes_of_torch(recorded: Any, once_each: Any) -> None:
-    cases = list(torch_cases(once_each))
-    assert len(cases) == len(recorded["torch"]) == 4 * 1032
-    for (host, mask, gpus, mode), theirs in zip(cases, recorded["torch"], strict=True):
-        assert ours(host, mask, gpus, mode=mode) == theirs, (gpus, mode)
+def test_the_modes_of_torch() -> None:
+    cases = list(torch_cases())
+    assert len(cases) == 4 * 1032
+    for case, theirs in zip(cases, recorded("torch"), strict=True):
+        assert ours(*case) == theirs, case[1:]
+
+
+# The fine print: each rule with a host that shows it.
+
+ONE_LOGICAL, SOCKET, UNBALANCED = {"multithreading": "single_logical"}, {"scope": "socket"}, {"balanced": False}
+FOUR_THREADS = {"cores_per_node": 2, "nodes": 1, "smt": 4, "gpu_nodes": [0]}  # {0,2,4,6} {1,3,5,7}
+SPARE_NODE = {"cores_per_node": 2, "nodes": 4, "nodes_per_package": 2, "smt": 1, "gpu_nodes": [0, 2, 3]}
+ANYWHERE = {"cores_per_node": 2, "nodes": 2, "smt": 1, "gpu_nodes": [None]}
+
+
+RULES: list[tuple[dict[str, Any], str, dict[str, Any], list[str]]] = [
+    # The lowest sibling that is allowed.
+    (FOUR_THREADS, "all", {"allowed": "2-7", **ONE_LOGICAL}, ["2-3"]),
+    (FOUR_THREADS, "all", {"allowed": "2-7"}, ["2-7"]),
+    # All of the socket, own node first, then those of the socket's other GPUs: 20 cores are 16 own and 4 of theirs.
+    (
+        HOSTS["dgx-a100"],
+        "all",
+        {"gpus": [0, 2], "max_physical_cores": 20, **SOCKET, **ONE_LOGICAL},
+        ["16-19,48-63", "16-31,48-51"],
+    ),
+    # Socket 0 has a node without a GPU, socket 1 is used up: with balance nobody gets more than 2 cores.
+    (SPARE_NODE, "unique_contiguous", SOCKET, ["0-1", "4-5", "6-7"]),
+    (SPARE_NODE, "unique_contiguous", {**SOCKET, **UNBALANCED}, ["0-3", "4-5", "6-7"]),
+    # An unknown place is the whole host.
+    *((ANYWHERE, mode, {}, ["0-3"]) for mode in ("node", "socket", "all", "exclusive")),
+    # The order of gpus: the first in line takes the first cores.
+    (HOSTS["dgx1"], "exclusive", {"gpus": [5, 0, 4]}, ["20-29,60-69", "0-19,40-59", "30-39,70-79"]),
+    (HOSTS["dgx1"], "all", {"max_physical_cores": 1, "gpus": [0]}, ["0,40"]),
+    (HOSTS["dgx1"], "exclusive", {"gpus": ()}, []),
+    ({"cores_per_node": 1, "nodes": 1}, "node", {}, []),
+]
+
+
+def test_rules() -> None:
+    """What the recorded answers of the peers do not show."""
+    for shape, mode, options, expected in RULES:
+        allowed = {"allowed": cpus(options["allowed"])} if "allowed" in options else {}
+        assert shares(make_host(**shape), mode, **{**options, **allowed}) == expected, (shape, mode, options)
+
+
+def test_socket_cores_are_dealt_round_robin_and_none_is_lost() -> None:
+    """Node cores 0-2 of one GPU, other cores 3-5 and 6-7 of the socket: 0 gets 3 and 6, 1 gets 4 and 7, 2 gets 5."""
+    topology = replace(
+        make_host(cores_per_node=8, nodes=1, smt=1, gpu_nodes=[0]),
+        nodes={0: cpus("0-2"), 1: cpus("3-5"), 2: cpus("6-7")},
+    )
+    for most, expected in ((None, "0-7"), (4, "0-3"), (7, "0-6")):  # round by round: 0 1 2, 3 4 5, 6 7
+        assert shares(topology, "unique_contiguous", scope="socket", max_physical_cores=most) == [expected]
+
+
+def test_the_picture_of_the_modes() -> None:
+    """In help(Mode) and on the page: two GPUs on eight cores."""
+    topology = make_host(cores_per_node=8, nodes=1, smt=1, gpu_nodes=[0, 0])
+    pictures = (
+        re.findall(r"^ *([a-z_]+) +([0-7][-,0-7]*) +([0-7][-,0-7]*) ", str(Mode.__doc__), re.MULTILINE),
+        re.findall(r"^\| `([a-z_]+)` \| ([0-7][-,0-7]*) \| ([0-7][-,0-7]*) \|", PAGE.read_text(), re.MULTILINE),
+    )
+    assert pictures == ([(mode.value, *shares(topology, mode)) for mode in Mode],) * 2
+
+
+def one_node(cores: int, *gpus: tuple[str, str], smt: int = 1) -> HostTopology:
+    """A node of some cores, with GPUs whose node and socket are these CPUs."""
+    places = [GpuLocality(index, "", 7 * index, cpus(near), cpus(socket)) for index, (near, socket) in enumerate(gpus)]
+    return replace(make_host(cores_per_node=cores, nodes=1, smt=smt), gpus=places)
+
+
+def test_partly_overlapping_sets() -> None:
+    """And a core {0,2} with one thread in each set. A GPU's own sets win over those of its node."""
+    one, astride = one_node(4, ("0-2", ""), ("1-3", "")), one_node(2, ("0", ""), ("1-3", ""), smt=2)
+    for mode in MODES:
+        if mode in DIVIDING_MODES:
+            for topology, names in ((one, "0-2 and 1-3 overlap"), (astride, "physical core of CPU 0")):
+                with pytest.raises(GPUAffinityError, match=names):
+                    plan(topology, mode=mode)
+            assert len(plan(one, mode=mode, allowed=cpus("1-2"))) == 2  # the same once cut
+        else:
+            assert len(plan(one, mode=mode)) == 2
+    assert shares(one_node(4, ("0-3", ""), ("0-3", "")), "exclusive") == ["0-1", "2-3"]
+    assert shares(one_node(4, ("2-3", "1-3")), "socket") == ["1-3"]
+    # Sockets that overlap matter only where they are divided; dealing CPU 2 twice would give it to both.
+    sockets = one_node(6, ("0-1", "0-3"), ("4-5", "2-5"))
+    assert shares(sockets, "unique_contiguous", scope="node") == ["0-1", "4-5"]
+    assert shares(sockets, "all", scope="socket") == ["0-3", "2-5"]
+    with pytest.raises(GPUAffinityError, match="socket sets 0-3 and 2-5 overlap"):
+        plan(sockets, mode="unique_contiguous", scope="socket")
+
+
+def test_nothing_local_is_the_nearest_node() -> None:
+    """On a DGX A100, whose GPUs are on nodes 3, 1, 7, 5 in pairs: node n has cores 16n to 16n+15.
+
+    Allowed are node 2 (12 from node 3, the same socket) and node 4 (32, the other socket).
+    """
+    dgx_a100 = make_host(**HOSTS["dgx-a100"], distances=True)
+    allowed = cpus("32-47,64-79")
+    for mode in ("node", "core-complex"):
+        share = plan(dgx_a100, mode=mode, allowed=allowed, gpus=[0])[0]
+        assert share <= cpus("32-47")
+        assert is_remote(dgx_a100, dgx_a100.gpus[0], share)
+    assert shares(dgx_a100, "node", allowed=allowed, gpus=[4]) == ["64-79"]
+    assert shares(dgx_a100, "socket", allowed=allowed, gpus=[0]) == ["32-47"]  # within the socket, so local to it
+    assert shares(dgx_a100, "socket", allowed=cpus("64-79"), gpus=[0]) == ["64-79"]
+    for mode in set(MODES) - {"node", "socket", "core-complex"}:
+        with pytest.raises(GPUAffinityError):
+            plan(dgx_a100, mode=mode, allowed=allowed, gpus=[0])
+    assert not is_remote(make_host(**ANYWHERE), GpuLocality(0), cpus("0"))  # its node is unknown
+
+
+def test_one_gpu_without_a_share_fails_the_whole_plan() -> None:
+    dgx1, two = BUILT["dgx1"], make_host(cores_per_node=2, nodes=2, gpu_nodes=[0, 0, 0, 1])
+    for mode in DIVIDING_MODES:
+        with pytest.raises(GPUAffinityError, match=r"2 physical cores near 3 GPUs \(0, 1, 2\)"):
+            plan(two, mode=mode, **({"min_physical_cores": 0} if mode.startswith("unique_") else {}))
+    for mode in ("node", "socket", "core-complex"):  # no distances are known
+        with pytest.raises(GPUAffinityError, match=r"GPU 0 .*20-39"):
+            plan(dgx1, mode=mode, allowed=cpus("20-39"))
+    assert plan(dgx1, mode="unique_contiguous", min_physical_cores=5)
+    for mode, least, has in (("unique_contiguous", 6, 5), ("all", 21, 20)):
+        with pytest.raises(GPUAffinityError, match=rf"{has} physical cores near GPU 0 .* at least {least}"):
+            plan(dgx1, mode=mode, min_physical_cores=least)
+
+
+def test_strings_and_members_are_the_same() -> None:
+    text = plan(BUILT["dgx1"], mode="unique_contiguous", scope="socket", multithreading="single_logical")
+    members: dict[str, Any] = {"scope": Scope.SOCKET, "multithreading": Multithreading.SINGLE_LOGICAL}
+    assert plan(BUILT["dgx1"], mode=Mode.UNIQUE_CONTIGUOUS, **members) == text
+    assert {mode.value for mode in Mode} < set(MODES)
+    assert tuple(scope.value for scope in Scope) == SCOPES
+    assert tuple(threads.value for threads in Multithreading) == MULTITHREADING
+    assert (str(Mode.SINGLE_UNIQUE), AffinityOptions(mode=Mode.ALL)) == ("single_unique", AffinityOptions(mode="all"))
+
+
+def test_bad_input_names_itself() -> None:
+    for bad, names in (
+        ({"mode": "nodes"}, "'nodes'"),
+        ({"scope": "host"}, "'host'"),
+        ({"balanced": "no"}, "'no'"),
+        ({"min_physical_cores": -1}, "-1"),
+        ({"max_physical_cores": 0}, "0"),
+        ({"gpus": [8]}, "GPU 8"),
+        ({"gpus": [0, 0]}, "twice"),
+        ({"allowed": [500]}, "80 online CPUs"),
+    ):
+        arguments: dict[str, Any] = {"mode": "unique_contiguous", **bad}
+        with pytest.raises(GPUAffinityError, match=names):
+            plan(BUILT["dgx1"], **arguments)
+
+
+# Laws for any machine
+
+
+@st.composite
+def hosts(draw: st.DrawFn) -> HostTopology:
+    smt = draw(st.sampled_from([1, 2, 4, 8]))
+    nodes = draw(st.integers(1, 8))
+    cores_per_node = draw(st.integers(1, max(1, min(64, 1024 // (smt * nodes)))))
+    ids = sorted(draw(st.sets(st.integers(0, 255), min_size=nodes, max_size=nodes)))
+    return make_host(
+        cores_per_node=cores_per_node,
+        nodes=nodes,
+        nodes_per_package=draw(st.sampled_from([1, 2, 4])),
+        smt=smt,
+        gpu_nodes=draw(st.lists(st.sampled_from([*ids, None]), min_size=1, max_size=16)),
+        caches_per_node=draw(st.integers(1, cores_per_node)),
+        distances=draw(st.booleans()),
+        ids=ids,
+        dense=draw(st.booleans()),
+        order=draw(st.permutations(range(cores_per_node * nodes))) if cores_per_node * nodes < 40 else None,
+    )
+
+
+@st.composite
+def questions(draw: st.DrawFn) -> tuple[HostTopology, dict[str, Any]]:
+    topology = draw(hosts())
+    allowed = None
+    if draw(st.booleans()):
+        some = draw(st.sets(st.sampled_from(sorted(topology.cpus)), max_size=64))
+        allowed = topology.cpus - some if draw(st.booleans()) else frozenset(some)
+    least = draw(st.integers(0, 3))
+    return topology, {
+        "mode": draw(st.sampled_from(MODES)),
+        "scope": draw(st.sampled_from(["node", "socket"])),
+        "multithreading": draw(st.sampled_from(["all_logical", "single_logical"])),
+        "balanced": draw(st.booleans()),
+        "min_physical_cores": least,
+        "max_physical_cores": draw(st.none() | st.integers(max(least, 1), 20)),
+        "allowed": allowed,
+    }
+
+
+def cores_of(topology: HostTopology, share: Iterable[int]) -> set[frozenset[int]]:
+    return {core for core in topology.cores if not core.isdisjoint(share)}
+
+
+@settings(max_examples=100)
+@given(questions())
+def test_laws(question: tuple[HostTopology, dict[str, Any]]) -> None:
+    topology, options = question
+    try:
+        found = plan(topology, **options)
+    except GPUAffinityError:
+        return
+    mode, allowed = options["mode"], topology.cpus if options["allowed"] is None else options["allowed"]
+    assert found == plan(topology, **options)
+    assert len(found) == len(topology.gpus)
+    assert all(share and share <= allowed for share in found)
+    used = [cores_of(topology, share) for share in found]
+    if mode in DIVIDING_MODES:
+        assert sum(map(len, used)) == len(set().union(*used)), "a physical core went to two GPUs"
+    if mode == "exclusive":
+        for gpu in topology.gpus:
+            same = [
+                len(other)
+                for peer, other in zip(topology.gpus, used, strict=True)
+                if topology.node_set(peer) == topology.node_set(gpu)
+            ]
+            assert max(same) - min(same) <= 1
+            assert same == sorted(same, reverse=True)
+            assert sum(same) == len(cores_of(topology, topology.node_set(gpu) & allowed))
+    if mode.startswith("unique"):
+        if options["balanced"]:
+            assert len(set(map(len, used))) == 1
+        for cores in used:
+            assert options["min_physical_cores"] <= len(cores) <= (options["max_physical_cores"] or len(cores))
+    if mode in set(Mode):
+        single = options["multithreading"] == "single_logical"
+        for share, cores in zip(found, used, strict=True):
+            assert share == ({min(core & allowed) for core in cores} if single else frozenset().union(*cores) & allowed)

@@ -2,76 +2,56 @@
 
 import json
 import os
-import subprocess
-import sys
+import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from affinity.conftest import MASK, InChild, needs_two_cpus, no_driver, save_two_nodes
+from affinity.conftest import MASK, needs_two_cpus, no_driver
+from support.forks import in_child
 
 import safe_gpu.drivers
 from safe_gpu.affinity.memory_policy import policy_for, set_policy
 from safe_gpu.affinity.placement import parse_numa_maps, placement
 from safe_gpu.errors import GPUAffinityError
-from safe_gpu.gpus.devices import Gpu, GpuProcess
+from safe_gpu.gpus.devices import GpuProcess
 
 pytestmark = needs_two_cpus
 
-# A process with a second thread, on one CPU, and a child of its own; it says when all are there.
+# A process with a second thread, on another CPU, and a child of its own; it says when all are there.
 FAMILY = """
-import os, subprocess, sys, threading
-first, second = map(int, sys.argv[1:3])
-os.sched_setaffinity(0, {first})
+import os, subprocess, threading
+first, second = {}, {}
+os.sched_setaffinity(0, [first])
 def other():
-    os.sched_setaffinity(0, {second})
+    os.sched_setaffinity(0, [second])
     ready.set()
     stop.wait()
 ready, stop = threading.Event(), threading.Event()
 threading.Thread(target=other, daemon=True).start()
 ready.wait()
-more = dict(argument.split("=") for argument in sys.argv[3:])
-child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env={**os.environ, **more})
+child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
 child.stdin.write(b"."); child.stdout.read(1)  # from now on /proc shows its environment
-print(child.pid, flush=True)
-sys.stdin.read()
-child.stdin.close(); child.wait()
+say(child.pid)
+listen()
 """
 
 
 @pytest.fixture
-def two_nodes(saved_tree: Any, fake_driver: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    gpus = [Gpu(number, f"GPU-{number}", pci_bus_id=f"0000:0{number + 1}:00.0", numa_node=number) for number in (0, 1)]
-    save_two_nodes(saved_tree, [gpu.pci_bus_id for gpu in gpus])
-    monkeypatch.setenv("SAFE_GPU_FSROOT", os.fspath(saved_tree))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return fake_driver(gpus)
+def family(child: Any) -> Callable[..., tuple[int, int]]:
+    """Starts one; returns the pids of the process and of its child."""
+
+    def start(**environment: str) -> tuple[int, int]:
+        process = child(FAMILY.format(*MASK), env=environment)
+        return process.pid, int(process.hear())
+
+    return start
 
 
-@pytest.fixture
-def family() -> Iterator[Callable[..., tuple[int, int]]]:
-    started = []
-
-    def start(*environment: str, **more: str) -> tuple[int, int]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", FAMILY, str(MASK[0]), str(MASK[1]), *environment],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, **more},
-        )
-        started.append(process)
-        assert process.stdout
-        return process.pid, int(process.stdout.readline())
-
-    yield start
-    for process in started:
-        process.communicate(timeout=30)
-
-
-def test_threads_children_and_memory(two_nodes: Any, family: Any) -> None:
+def test_threads_children_and_memory(four_gpus: Any, family: Any) -> None:
     pid, child = family()
-    report = placement(pid, driver=two_nodes, gpus=[0])
+    report = placement(pid, driver=four_gpus, gpus=[0])
     parent, below = report.processes
     assert (parent.pid, below.pid, below.parent) == (pid, child, pid)
     main, other = parent.threads
@@ -102,30 +82,24 @@ def test_threads_children_and_memory(two_nodes: Any, family: Any) -> None:
     assert process["threads"][0]["cpus_allowed"] == str(MASK[0])
 
 
-def test_the_drivers_process_list_knows_the_gpu(two_nodes: Any, family: Any) -> None:
+def test_the_drivers_process_list_knows_the_gpu(four_gpus: Any, family: Any) -> None:
     pid, child = family()
-    gpu = two_nodes.gpus[1]
-    two_nodes.gpus[1] = Gpu(1, gpu.uuid, pci_bus_id=gpu.pci_bus_id, processes=(GpuProcess(child),))
-    parent, below = placement(pid, driver=two_nodes).processes
+    four_gpus.gpus[1] = four_gpus.gpus[1]._replace(processes=(GpuProcess(child),))
+    parent, below = placement(pid, driver=four_gpus).processes
     assert (parent.gpus, parent.matches) == ((), None)
     assert (below.gpus, below.gpu_source, below.matches) == ((1,), "driver", False)
 
 
-def test_this_process_and_a_forked_worker(two_nodes: Any, in_child: InChild) -> None:
+def test_this_process_and_a_forked_worker(four_gpus: Any) -> None:
     """A claim sets the variable after the start, and a forked worker shows its parent's old environment."""
 
     def child() -> Any:
         os.environ["CUDA_VISIBLE_DEVICES"] = "1"
-        ready, stop = os.pipe(), os.pipe()
         worker = os.fork()
         if worker == 0:
-            os.close(stop[1])
-            os.write(ready[1], b".")
-            os.read(stop[0], 1)
-            os._exit(0)
-        os.read(ready[0], 1)
-        report = placement(driver=two_nodes)
-        os.close(stop[1])
+            signal.pause()
+        report = placement(driver=four_gpus)
+        os.kill(worker, signal.SIGKILL)
         os.waitpid(worker, 0)
         return report, os.getpid(), worker
 
@@ -135,31 +109,29 @@ def test_this_process_and_a_forked_worker(two_nodes: Any, in_child: InChild) -> 
     assert [process.gpu_source for process in report.processes] == ["CUDA_VISIBLE_DEVICES", "parent"]
 
 
-def test_a_memory_policy_changes_the_policy_and_not_the_cpuset(two_nodes: Any, in_child: InChild) -> None:
+def test_a_memory_policy_changes_the_policy_and_not_the_cpuset(four_gpus: Any) -> None:
     def child() -> Any:
-        before = placement(driver=two_nodes, gpus=[0]).processes[0]
+        before = placement(driver=four_gpus, gpus=[0]).processes[0]
         try:
             set_policy(policy_for("bind", [0]))
         except OSError as err:
-            return str(err)
-        after = placement(driver=two_nodes, gpus=[0]).processes[0]
-        other = placement(driver=two_nodes, gpus=[1])
-        assert before.threads[0].mems_allowed == after.threads[0].mems_allowed
-        return before.policy, after.policy, after.policy_nodes, after.memory_matches, str(other), other.as_dict()
+            return err
+        return before, *(placement(driver=four_gpus, gpus=[gpu]) for gpu in (0, 1))
 
     found = in_child(child)
-    if isinstance(found, str):
+    if isinstance(found, OSError):
         pytest.skip(f"memory policies cannot be set here: {found}")
-    before, after, nodes, matches, text, document = found
-    assert (before, after, nodes, matches) == ("default", "bind", {0}, True)
-    assert "memory policy: bind on node 0" in text
-    assert "GPU node and memory policy do NOT match" in text
-    process = document["processes"][0]
+    before, here, there = found
+    after = here.processes[0]
+    assert before.threads[0].mems_allowed == after.threads[0].mems_allowed
+    assert (before.policy, after.policy, after.policy_nodes, after.memory_matches) == ("default", "bind", {0}, True)
+    assert "memory policy: bind on node 0" in str(there)
+    assert "GPU node and memory policy do NOT match" in str(there)
+    process = there.as_dict()["processes"][0]
     assert (process["policy"], process["policy_nodes"], process["memory_matches"]) == ("bind", "0", False)
 
 
 BOUND_CHILD = """
-import sys
 from safe_gpu.affinity.memory_policy import policy_for, set_policy
 try:
     set_policy(policy_for("preferred", [0]))
@@ -170,15 +142,13 @@ listen()
 """
 
 
-def test_the_policy_of_another_process(two_nodes: Any, child: Any) -> None:
-    """Its mappings show it, where /proc has numa_maps."""
-    if not os.path.exists("/proc/self/numa_maps"):
-        pytest.skip("this kernel has no numa_maps")
+@pytest.mark.skipif(not os.path.exists("/proc/self/numa_maps"), reason="this kernel has no numa_maps")
+def test_the_policy_of_another_process(four_gpus: Any, child: Any) -> None:
     other = child(BOUND_CHILD)
     said = other.hear()
     if said != "set":
         pytest.skip(f"memory policies cannot be set here: {said}")
-    found = placement(other.pid, driver=two_nodes, gpus=[0]).processes[0]
+    found = placement(other.pid, driver=four_gpus, gpus=[0]).processes[0]
     assert (found.policy, found.policy_nodes, found.memory_matches) == ("preferred", {0}, True)
     assert found.memory is not None
     assert sum(found.memory.values()) > 1 << 20
@@ -197,11 +167,11 @@ def test_numa_maps() -> None:
         assert (tuple(found.values()) or None) == expected
 
 
-def test_a_gpu_is_named_in_either_numbering(two_nodes: Any, family: Any) -> None:
+def test_a_gpu_is_named_in_either_numbering(four_gpus: Any, family: Any) -> None:
     pid, _ = family(CUDA_VISIBLE_DEVICES="1,0")
 
     def gpus(**named: Any) -> list[tuple[int, ...]]:
-        return [process.gpus for process in placement(pid, driver=two_nodes, **named).processes]
+        return [process.gpus for process in placement(pid, driver=four_gpus, **named).processes]
 
     assert gpus() == [(1, 0), (1, 0)]
     assert gpus(ordinal=0) == [(1,), (1,)]
@@ -210,28 +180,25 @@ def test_a_gpu_is_named_in_either_numbering(two_nodes: Any, family: Any) -> None
     for named in ({"gpus": 0, "ordinal": 0}, {"gpus": 7}, {"ordinal": 2}):
         with pytest.raises(GPUAffinityError):
             gpus(**named)
+    none: list[Any] = [0, -1, "1", True, 1.5, 1 << 30]
+    for pid in none:
+        with pytest.raises(GPUAffinityError, match=str(pid)):
+            placement(pid, driver=four_gpus)
 
 
-@pytest.mark.parametrize("pid", [0, -1, "1", True, 1.5, 1 << 30])
-def test_no_such_process(two_nodes: Any, pid: Any) -> None:
-    with pytest.raises(GPUAffinityError, match=str(pid)):
-        placement(pid, driver=two_nodes)
-
-
-def test_without_a_driver_the_rest_is_told(two_nodes: Any, family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_driver_the_rest_is_told(four_gpus: Any, family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(safe_gpu.drivers, "open_driver", no_driver)
     pid, _ = family()
     report = placement(pid)
+    assert (report.matches, report.processes[0].threads[0].node) == (None, 0)
+    assert "no NVIDIA driver" in str(report)
     assert placement(pid, gpus=["1"]).processes[0].gpu_nodes == {1}  # the kernel's own list of GPUs
-    for named in ({"ordinal": 0}, {"gpus": 2}, {"gpus": "GPU-0"}):
+    for named in ({"ordinal": 0}, {"gpus": 4}, {"gpus": "GPU-0"}):
         with pytest.raises(GPUAffinityError):
             placement(pid, **named)  # type: ignore[arg-type]
-    assert report.matches is None
-    assert report.processes[0].threads[0].node == 0
-    assert "no NVIDIA driver" in str(report)
 
 
-def test_a_thread_that_sleeps_since_it_was_bound_matches(two_nodes: Any, in_child: InChild) -> None:
+def test_a_thread_that_sleeps_since_it_was_bound_matches(four_gpus: Any) -> None:
     """It still shows the CPU from before; where it may run is what counts."""
 
     def child() -> Any:
@@ -242,14 +209,12 @@ def test_a_thread_that_sleeps_since_it_was_bound_matches(two_nodes: Any, in_chil
             sleeping.set()
             stop.wait()
 
-        thread = threading.Thread(target=sleep)
-        thread.start()
+        threading.Thread(target=sleep).start()
         sleeping.wait()
         for tid in os.listdir("/proc/self/task"):
             os.sched_setaffinity(int(tid), {MASK[0]})
-        report = placement(driver=two_nodes, gpus=[0])
+        report = placement(driver=four_gpus, gpus=[0])
         stop.set()
-        thread.join()
         return report.matches
 
     assert in_child(child) is True

@@ -5,16 +5,24 @@ import random
 import shutil
 import subprocess
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from affinity.conftest import cpus
+from affinity.conftest import FakeDriver, SavedTree, cpus
 from hypothesis import given
 from hypothesis import strategies as st
+from support.vendor_hosts import KfdHost
 
+from safe_gpu.affinity.cpu_shares import claim_shares, memory_nodes
+from safe_gpu.affinity.options import AffinityOptions
+from safe_gpu.affinity.resolve_gpus import by_ordinal, visible
+from safe_gpu.drivers.kfd import KfdDriver
+from safe_gpu.drivers.presets import Preset, preset
 from safe_gpu.errors import GPUAffinityError, NoDriverError
-from safe_gpu.gpus.devices import Gpu, HostSnapshot
+from safe_gpu.gpus.devices import Gpu
 from safe_gpu.topology.cpulist import LIMIT, format_cpulist, parse_cpulist, parse_cpumask
 from safe_gpu.topology.host import GpuLocality, HostTopology, read_topology
 
@@ -43,7 +51,9 @@ def two_sockets(tree: Any, **options: Any) -> None:
 def test_lists_masks_old_names_and_padding(saved_tree: Any, masks: bool, old_names: bool, padded: bool) -> None:
     two_sockets(saved_tree, masks=masks, old_names=old_names)
     if padded:
-        saved_tree.pad_with_nul()
+        for file in saved_tree.root.rglob("*"):
+            if file.is_file():
+                file.write_bytes(file.read_bytes() + b"\0" * 37)
     host = read_topology(saved_tree)
     assert host.cpus == frozenset(range(16))
     assert groups(host.cores) == [[cpu, cpu + 8] for cpu in range(8)]
@@ -91,11 +101,9 @@ def test_packages_and_caches(saved_tree: Any) -> None:
     assert groups(read_topology(saved_tree).llc) == [[0], [1], [2, 3]]  # no cache is package and node
     saved_tree.cpus(cores, packages=[(0, 2), (1, 3)], package_ids=[-1, -1])
     assert read_topology(saved_tree).packages == {0: {0, 2}, 1: {1, 3}}
-    saved_tree.remove(f"{CPU}/cpu*/topology/p*")
-    for path in ("online", "node*/*"):
-        saved_tree.remove(f"{NODE}/{path}")
-    for node in (0, 1):
-        (saved_tree.root / NODE / f"node{node}").rmdir()
+    for file in saved_tree.root.glob(f"{CPU}/cpu*/topology/p*"):
+        file.unlink()
+    shutil.rmtree(saved_tree.root / NODE)
     host = read_topology(saved_tree)
     assert (host.packages, host.nodes, host.distances) == ({0: set(range(4))}, {0: set(range(4))}, {})
     saved_tree.cpus(cores, caches=[(0, 1, 2, 3)])
@@ -120,12 +128,10 @@ def test_malformed_is_missing(saved_tree: Any) -> None:
     assert list(host.nodes) == [0, 1]
 
 
-@pytest.mark.parametrize(
-    ("root", "names"), [("/nowhere/at/all", "no online"), ("/dev/null", "no online"), ("a\0b", "no online"), (42, "42")]
-)
-def test_no_host_there(root: Any, names: str) -> None:
-    with pytest.raises(GPUAffinityError, match=names):
-        read_topology(root)
+def test_no_host_there() -> None:
+    for root, names in ("/nowhere", "no online"), ("/dev/null", "no online"), ("a\0b", "no online"), (42, "42"):
+        with pytest.raises(GPUAffinityError, match=names):
+            read_topology(root)  # type: ignore[arg-type]
 
 
 # GPUs without a driver
@@ -139,12 +145,9 @@ def test_gpus_in_bus_order(saved_tree: Any) -> None:
     saved_tree.gpu("0000:03:00.0", node=0, vendor="0x1002")
     saved_tree.gpu("0000:04:00.0", node=0, **{"class": "0x040300"})  # the card's audio function
     host = read_topology(saved_tree)
-    assert [(gpu.index, gpu.pci_bus_id, gpu.numa_node) for gpu in host.gpus] == [
-        (0, "0000:0f:00.0", 0),
-        (1, "0000:0f:01.0", 0),
-        (2, "0000:c1:00.0", 1),
-        (3, "10000:01:00.0", 1),
-    ]
+    assert [gpu.index for gpu in host.gpus] == [0, 1, 2, 3]
+    places = [(gpu.pci_bus_id, gpu.numa_node) for gpu in host.gpus]
+    assert places == [("0000:0f:00.0", 0), ("0000:0f:01.0", 0), ("0000:c1:00.0", 1), ("10000:01:00.0", 1)]
     assert host.gpus[3].node_cpus == host.nodes[1]
     assert host.gpus[3].socket_cpus == host.packages[1]
     assert {gpu.source for gpu in host.gpus} == {"numa_node"}
@@ -184,12 +187,13 @@ def test_where_a_gpu_stands(saved_tree: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("node", "expected"),
-    [(-1, (0, {0, 1}, "only node")), (4, (4, set(), "numa_node"))],  # firmware of single-node hosts; memory only
+    ("nodes", "node", "expected"),
+    [({0: [0, 1]}, -1, (0, {0, 1}, "only node")), ({0: [0, 1], 4: []}, 4, (4, set(), "numa_node"))],
 )
-def test_nodes_without_cpus(saved_tree: Any, node: int, expected: Any) -> None:
+def test_a_single_node_and_one_of_memory_only(saved_tree: Any, nodes: Any, node: int, expected: Any) -> None:
+    """Firmware of hosts with a single node may tell none."""
     saved_tree.cpus([(0,), (1,)])
-    saved_tree.nodes({0: [0, 1]} if node < 0 else {0: [0, 1], 4: []})
+    saved_tree.nodes(nodes)
     saved_tree.gpu("0000:01:00.0", node=node)
     (gpu,) = read_topology(saved_tree).gpus
     assert (gpu.numa_node, gpu.node_cpus, gpu.source) == expected
@@ -199,52 +203,81 @@ def test_nodes_without_cpus(saved_tree: Any, node: int, expected: Any) -> None:
 
 
 @needs_sysfs
-def test_the_cpuset_that_nvml_cut_its_answer_to_is_undone(monkeypatch: pytest.MonkeyPatch, fake_driver: Any) -> None:
+def test_the_cpuset_that_nvml_cut_its_answer_to_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs in different cpusets must divide the same cores, or their exclusive shares would overlap."""
     host = read_topology("/")
     mine = min(os.sched_getaffinity(0))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {mine})
-    driver = fake_driver([Gpu(0, "GPU-a")], {("GPU-a", "node"): frozenset([mine])})
+    driver = FakeDriver([Gpu(0, "GPU-a")], {("GPU-a", "node"): frozenset([mine])})
     (gpu,) = read_topology("/", driver).gpus
     assert gpu.node_cpus == next(cpus for cpus in host.nodes.values() if mine in cpus)
 
 
-def test_some_gpus_are_located_without_a_poll(saved_tree: Any, fake_driver: Any) -> None:
+def test_some_gpus_are_located_without_a_poll(saved_tree: Any) -> None:
+    """The driver's word comes before that of PCI."""
     two_sockets(saved_tree)
     saved_tree.gpu("0000:02:00.0", node=1)
     saved_tree.gpu("0000:03:00.0", node=-1, cpus=[0, 1])
-
-    class Silent(fake_driver):
-        def snapshot(self) -> HostSnapshot:
-            raise AssertionError("the driver was polled")
-
+    driver = FakeDriver(affinity={("GPU-told", "node"): SECOND})
+    driver.error = NoDriverError("the driver was unloaded")
     for gpu, expected in [
-        (Gpu(0, "GPU-told"), ({1, 2}, "nvml")),
-        (Gpu(0, "GPU-x", pci_bus_id="0000:02:00.0"), (SECOND, "numa_node")),
-        (Gpu(0, "GPU-x", pci_bus_id="0000:77:00.0", numa_node=0), (FIRST, "numa_node")),
-        (Gpu(0, "GPU-x", pci_bus_id="0000:03:00.0"), ({0, 1}, "local_cpulist")),
-        (Gpu(0, "MIG-x", mig_parent="GPU-told"), ({1, 2}, "nvml")),
-        (Gpu(0, "GPU-x", pci_bus_id="0000:77:00.0"), (frozenset(), "")),
-        (Gpu(0, "GPU-x"), (frozenset(), "")),
+        (Gpu(0, "GPU-told", pci_bus_id="0000:03:00.0", numa_node=0), (1, SECOND, "nvml")),
+        (Gpu(0, "MIG-x", mig_parent="GPU-told"), (1, SECOND, "nvml")),
+        (Gpu(0, "GPU-x", pci_bus_id="0000:02:00.0"), (1, SECOND, "numa_node")),
+        (Gpu(0, "GPU-x", pci_bus_id="0000:77:00.0", numa_node=0), (0, FIRST, "numa_node")),
+        (Gpu(0, "GPU-x", pci_bus_id="0000:03:00.0"), (0, {0, 1}, "local_cpulist")),
+        (Gpu(0, "GPU-x", pci_bus_id="0000:77:00.0"), (None, set(), "")),
+        (Gpu(0, "GPU-x"), (None, set(), "")),
     ]:
-        driver = Silent([gpu], {("GPU-told", "node"): frozenset([1, 2])})
         (place,) = read_topology(saved_tree, driver, [gpu, gpu]).gpus
-        assert (place.node_cpus, place.source) == expected, gpu
-
-
-def test_the_drivers_word_comes_before_pci(saved_tree: Any, fake_driver: Any) -> None:
-    two_sockets(saved_tree)
-    saved_tree.gpu("0000:01:00.0", node=0)
-    driver = fake_driver([Gpu(0, "GPU-a", pci_bus_id="0000:01:00.0", numa_node=0)], {("GPU-a", "node"): SECOND})
-    (gpu,) = read_topology(saved_tree, driver).gpus
-    assert gpu == GpuLocality(0, "GPU-a", 1, SECOND, SECOND, "0000:01:00.0", "nvml")
-
-    class Broken(fake_driver):
-        def snapshot(self) -> HostSnapshot:
-            raise NoDriverError("the driver was unloaded")
-
+        assert (place.numa_node, place.node_cpus, place.source) == expected, gpu
     with pytest.raises(GPUAffinityError, match="the driver was unloaded"):
-        _ = read_topology(saved_tree, Broken([])).gpus
+        _ = read_topology(saved_tree, driver).gpus
+
+
+# AMD GPUs: an MI250X and an MI300X host in CPX mode, as the kernel shows them
+
+
+def save(tree: SavedTree, host: Preset) -> None:
+    there = host.topology
+    tree.cpus(there.cores, packages=list(there.packages.values()), caches=there.llc)
+    tree.nodes(there.nodes, distance=lambda a, b: there.distances[a][b])
+    kfd, partitions = KfdHost(tree.root), Counter[str]()
+    for number, gpu in enumerate(host.gpus):
+        bus, unique_id = int(gpu.pci_bus_id[5:7], 16), int(gpu.uuid.removeprefix("GPU-"), 16)
+        kfd.gpu(bus, 100 + number, unique_id, partition=partitions[gpu.pci_bus_id], numa_node=gpu.numa_node or 0)
+        partitions[gpu.pci_bus_id] += 1
+
+
+@pytest.mark.parametrize("name", ["mi250x", "mi300x-cpx"])
+def test_an_amd_host_is_read_as_it_is(saved_tree: SavedTree, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """By the driver, and without one."""
+
+    def located(topology: HostTopology) -> list[GpuLocality]:
+        return [replace(gpu, source="") for gpu in topology.gpus]
+
+    save(saved_tree, preset(name))
+    monkeypatch.setenv("SAFE_GPU_FSROOT", os.fspath(saved_tree))
+    there, found = preset(name).topology, read_topology(driver=KfdDriver())
+    assert located(found) == located(read_topology(saved_tree)) == located(there)
+    for part in ("cpus", "nodes", "packages", "distances"):
+        assert getattr(found, part) == getattr(there, part), part
+    assert (set(found.cores), set(found.llc)) == (set(there.cores), set(there.llc))
+    # Partitions of one GPU have one bus id, so that nothing but the index tells them apart.
+    one, two = (claim_shares(found, AffinityOptions("exclusive"), gpus, found.cpus) for gpus in ([0, 1], [2]))
+    assert not one.cpus & two.cpus
+    assert len(one.shares) == 2
+    assert one.shares[0] | one.shares[1] == one.cpus
+    assert memory_nodes(found, [0, 1]) == {found.gpus[0].numa_node}
+    # Ordinals are those of HIP.
+    snapshot = KfdDriver().snapshot()
+    for cut, index in ({}, 0), ({"ROCR_VISIBLE_DEVICES": "5,3", "HIP_VISIBLE_DEVICES": "1"}, 3):
+        meant = by_ordinal(0, snapshot, cut)
+        assert [gpu.index for gpu in meant.gpus] == [index]
+        assert all(words in meant.title for words in ("HIP ordinal 0", *map("=".join, cut.items())))
+        assert len(visible(snapshot, cut).gpus) == (1 if cut else len(snapshot.gpus))
+        with pytest.raises(GPUAffinityError, match="HIP shows no GPU 64"):
+            by_ordinal(64, snapshot, cut)
 
 
 # hwloc as the referee

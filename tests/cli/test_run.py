@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.hip_host import HipHost
 from support.terminals import Terminal
+from support.vendor_hosts import HipHost
 
 from safe_gpu.cli.job import become, find_command
 from safe_gpu.cli.output import CommandError

@@ -1,8 +1,10 @@
-"""What every driver promises, asked of each with the same words."""
+"""What every driver promises, asked of each with the same words; whose a process number is; whose memory is in use."""
 
 import html
 import os
+import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -10,11 +12,18 @@ import pytest
 from support.forks import in_child
 
 from safe_gpu.drivers import open_driver
-from safe_gpu.drivers.base import Driver
-from safe_gpu.gpus.devices import Gpu, ProcessKind, are_mixed, bus_order
+from safe_gpu.drivers.base import Driver, is_wsl, own_namespace_pids
+from safe_gpu.drivers.nvidia_smi import NvidiaSmiDriver
+from safe_gpu.drivers.nvml import NvmlDriver
+from safe_gpu.gpus.devices import Gpu, GpuProcess, HostSnapshot, ProcessKind, are_mixed, bus_order
+from safe_gpu.host import procfs
+from safe_gpu.selection.request import Selection
+from safe_gpu.selection.verdicts import judge
 
 HIDDEN = 4_000_000  # above every pid that Linux gives
-MEMORY = 512 << 20
+MIB = 1 << 20
+MEMORY = 512 * MIB
+NOT_SUPPORTED = 3
 
 
 class Bench(NamedTuple):
@@ -63,14 +72,6 @@ def bench(open_bench: Callable[[bool], Bench]) -> Bench:
     return open_bench(False)
 
 
-@pytest.fixture
-def mig_bench(open_bench: Callable[[bool], Bench]) -> Bench:
-    return open_bench(True)
-
-
-of_drivers_with_mig = pytest.mark.parametrize("open_bench", ["nvml", "simulated"], indirect=True)
-
-
 def test_it_says_who_it_is(bench: Bench) -> None:
     snapshot = bench.driver.snapshot()
     assert snapshot.driver == bench.driver.name
@@ -106,13 +107,6 @@ def test_an_idle_host(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench.driver.snapshot() == snapshot, "nothing changes by itself"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert bench.driver.snapshot() == snapshot, "visibility is of no concern"
-
-
-NO_NAMES = (
-    *("[Unknown Error]", "Unknown Error", "ERR!", "[N/A]", "N/A", "[GPU is lost]", "GPU is lost", "None", "Unknown"),
-    *("[Insufficient Permissions]", "Not Supported", "GPU requires reset", "<error>", "Failed to get name"),
-    "GPU access blocked by the operating system",
-)
 
 
 @pytest.mark.parametrize("pid", [os.getpid(), HIDDEN], ids=["own", "hidden"])
@@ -168,9 +162,9 @@ def test_a_forked_child_may_ask(bench: Bench) -> None:
     assert bench.driver.snapshot() == before
 
 
-@of_drivers_with_mig
-def test_mig_instances_are_the_devices(mig_bench: Bench) -> None:
-    snapshot = mig_bench.driver.snapshot()
+@pytest.mark.parametrize("open_bench", ["nvml", "simulated"], indirect=True)
+def test_mig_instances_are_the_devices(open_bench: Callable[[bool], Bench]) -> None:
+    snapshot = open_bench(True).driver.snapshot()
     assert snapshot.needs_uuids
     parents = {gpu.uuid: gpu for gpu in snapshot.gpus if gpu.mig_enabled}
     assert {gpu.unusable for gpu in parents.values()} == {"MIG mode is on: claim one of its instances"}
@@ -185,17 +179,128 @@ def test_mig_instances_are_the_devices(mig_bench: Bench) -> None:
         assert gpu in behind, "instances follow their GPU"
 
 
-@pytest.mark.parametrize("said", NO_NAMES)
+NO_NAMES = (
+    *("[Unknown Error]", "ERR!", "N/A", "[GPU is lost]", "None", "Unknown", "[Insufficient Permissions]"),
+    *("Not Supported", "GPU requires reset", "<error>", "Failed to get name"),
+    "GPU access blocked by the operating system",
+)
+
+
 @pytest.mark.parametrize("name", ["nvml", "nvidia-smi"])
-def test_an_error_in_place_of_a_product_name_is_no_model(request: Any, fake_gpus: Any, name: str, said: str) -> None:
-    if name == "nvidia-smi":
-        request.getfixturevalue("fake_nvidia_smi")
-    for models, seen in ([said], [""]), (["NVIDIA H200", said], ["NVIDIA H200"] * 2):  # what was told before stays
-        driver = over_fake_gpus(fake_gpus, False, name).driver
-        for model, expected in zip(models, seen, strict=True):
-            told = html.escape(model) if name == "nvidia-smi" else model
-            fake_gpus.write({"name": "NVIDIA H200"}, {"name": told})
-            gpus = driver.snapshot().gpus
-            assert gpus[1].name == expected
-            assert not are_mixed(gpus)
-        driver.close()
+def test_an_error_in_place_of_a_product_name_is_no_model(fake_gpus: Any, fake_nvidia_smi: Any, name: str) -> None:
+    """What was told before stays."""
+    for said in NO_NAMES:
+        for models, seen in ([said], [""]), (["NVIDIA H200", said], ["NVIDIA H200"] * 2):
+            driver = over_fake_gpus(fake_gpus, False, name).driver
+            for model, expected in zip(models, seen, strict=True):
+                told = html.escape(model) if name == "nvidia-smi" else model
+                fake_gpus.write({"name": "NVIDIA H200"}, {"name": told})
+                gpus = driver.snapshot().gpus
+                assert gpus[1].name == expected
+                assert not are_mixed(gpus)
+            driver.close()
+
+
+# Whose a process number is, by real threads and processes and by files of /dev
+
+
+def test_a_thread_stands_for_its_process() -> None:
+    done = threading.Event()
+    worker = threading.Thread(target=done.wait)
+    worker.start()
+    thread, pid = worker.native_id or 0, os.getpid()
+    listed = (GpuProcess(thread, memory_used=5), GpuProcess(pid, memory_used=7), GpuProcess(HIDDEN))
+    kinds = own_namespace_pids((GpuProcess(thread), GpuProcess(thread, ProcessKind.GRAPHICS)))
+    found, reversed_ = own_namespace_pids(listed), own_namespace_pids(reversed(listed))
+    done.set()
+    worker.join()
+    assert found == (GpuProcess(pid, memory_used=7), GpuProcess(HIDDEN))
+    assert reversed_[1] == GpuProcess(pid, memory_used=7)
+    assert [process.kind for process in kinds] == [ProcessKind.COMPUTE, ProcessKind.GRAPHICS]
+
+
+@pytest.fixture
+def devices(fake_gpus: Any) -> Path:
+    """A /dev with the files of an NVIDIA driver."""
+    return fake_gpus.devices("nvidiactl", "nvidia0", "nvidia-uvm")
+
+
+OPEN = "file = open({!r}, 'r+b')\n"
+MAP = OPEN + "import mmap\nmemory = mmap.mmap(file.fileno(), 4096)\nfile.close()\n"
+
+
+def test_who_has_a_device_open(devices: Path, child: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another namespace's is a process that has none open, nor mapped, as far as that can be read."""
+    device, own = devices / "nvidia0", os.getpid()
+    device.write_bytes(bytes(4096))
+    codes = (OPEN.format(str(device)), MAP.format(str(device)), "")
+    processes = [child(f"{code}say('open'); listen()", says="open") for code in codes]
+    user, mapper, bystander = (process.pid for process in processes)
+    listed = tuple(GpuProcess(pid, name="x") for pid in (user, mapper, bystander, own, HIDDEN))
+    found = {process.pid: process.elsewhere for process in own_namespace_pids(listed)}
+    assert found == {user: False, mapper: False, bystander: True, own: False, HIDDEN: False}
+    assert [process.name for process in own_namespace_pids(listed)] == ["x", "x", None, "x", "x"]
+    assert own_namespace_pids((GpuProcess(bystander, ProcessKind.GRAPHICS),))[0].elsewhere
+    with monkeypatch.context() as patch:  # one that has too much open, or may not be read
+        patch.setattr(procfs, "open_files", lambda pid: None)
+        assert not own_namespace_pids((GpuProcess(bystander),))[0].elsewhere
+    (devices / "nvidiactl").unlink()
+    assert not any(process.elsewhere for process in own_namespace_pids(listed)), "not NVIDIA's driver for Linux"
+
+
+@pytest.mark.usefixtures("devices")
+def test_a_zombie_is_not_judged_by_its_devices(zombie: int) -> None:
+    """Its descriptors and mappings are gone, which says nothing; so are those of a main thread that has ended."""
+    assert not own_namespace_pids((GpuProcess(zombie),))[0].elsewhere
+
+
+# Whose memory is in use
+
+
+def judged(driver: Any, number: int = 0) -> tuple[str, str]:
+    verdict = judge(driver.snapshot(), Selection(), claimed={})[number]
+    return verdict.state, verdict.reason
+
+
+def test_memory_that_the_driver_reserves(fake_gpus: Any) -> None:
+    """Version 2 of the memory call leaves it out, so that a stranger of another container with 600 MiB is noticed."""
+    fake_gpus.use_nvml_here()
+    driver = NvmlDriver()
+    fake_gpus.change(0, reserved=700 * MIB)
+    assert judged(driver) == ("free", "")
+    assert not driver.snapshot().gpus[0].counts_reserved
+    fake_gpus.change(0, used=600 * MIB)
+    assert "600 MiB of memory in use by no process" in judged(driver)[1]
+    (gpu,) = driver.usage(driver.snapshot().gpus[:1])
+    assert not judge(HostSnapshot((gpu, *driver.snapshot().gpus[1:])), Selection(), claimed={})[0].free
+    fake_gpus.change(0, used=0, memory_v2_error=NOT_SUPPORTED)
+    assert driver.snapshot().gpus[0].counts_reserved
+    assert judged(driver) == ("free", "")
+    fake_gpus.change(0, used=400 * MIB)
+    assert judged(driver)[0] == "busy"
+
+
+def test_page_cache_on_a_gpu_whose_memory_is_a_numa_node(fake_gpus: Any) -> None:
+    fake_gpus.use_nvml_here()
+    driver = NvmlDriver()
+    fake_gpus.change(0, used=60 << 30, memory_node=1)
+    fake_gpus.change(1, used=17 * MIB)
+    fake_gpus.change(2, used=16 * MIB)
+    fake_gpus.options(log=1)
+    assert judged(driver)[0] == "free"
+    assert fake_gpus.calls().count("nvmlDeviceGetNumaNodeId") == 2, "only where memory is unexplained"
+    fake_gpus.change(1, used=60 << 30)
+    assert judged(driver, 1)[0] == "busy"
+    fake_gpus.process(fake_gpus.uuids[0], HIDDEN, 1 << 30, static=True)
+    assert judged(driver)[0] == "busy"
+
+
+def test_the_desktop_of_windows(fake_gpus: Any, fake_nvidia_smi: Any) -> None:
+    fake_gpus.use_nvml_here()
+    fake_gpus.change(0, used=2 << 30)
+    devices = fake_gpus.devices("dxg")
+    assert is_wsl()
+    assert judged(NvmlDriver()) == judged(NvidiaSmiDriver()) == ("free", "")
+    (devices / "nvidiactl").touch()
+    assert not is_wsl()
+    assert judged(NvmlDriver())[0] == judged(NvidiaSmiDriver())[0] == "busy"

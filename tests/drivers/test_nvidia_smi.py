@@ -66,8 +66,8 @@ def test_all_fields(host: Any, driver: NvidiaSmiDriver) -> None:
 
 @pytest.mark.parametrize("value", ["[N/A]", "Unknown Error", "ERR!", "Insufficient Permissions"])
 def test_values_that_are_none(host: Any, driver: NvidiaSmiDriver, value: str) -> None:
-    fields = ("total", "used", "free", "gpu_util", "compute_mode", "display_active")
-    host.quirks(**dict.fromkeys((*fields, "current_mig", "driver_version"), value))
+    fields = ("total", "used", "free", "gpu_util", "compute_mode", "display_active", "current_mig", "driver_version")
+    host.quirks(**dict.fromkeys(fields, value))
     snapshot = driver.snapshot()
     gpu = snapshot.gpus[0]
     assert (gpu.memory_total, gpu.memory_used, gpu.memory_free, gpu.utilization) == (None, None, None, None)
@@ -82,36 +82,34 @@ def test_where_not_all_answer_by_id_the_host_is_asked(host: Any, driver: NvidiaS
     assert driver.usage(gpus[::-1]) == gpus[::-1]
 
 
-@pytest.mark.parametrize(
-    ("says", "shown"),
-    [
+def test_a_driver_that_does_not_work(host: Any, driver: NvidiaSmiDriver, tmp_path: Any, monkeypatch: Any) -> None:
+    gpus = driver.snapshot().gpus
+    for says, shown in (
         ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", "couldn't communicate"),
         ("something else altogether", "something else altogether"),
         ("", "exit status 9"),
-    ],
-)
-def test_a_driver_that_does_not_work(host: Any, driver: NvidiaSmiDriver, says: str, shown: str) -> None:
-    gpus = driver.snapshot().gpus
-    host.quirks(fail=1, says=says, status=9)
-    for question in (driver.snapshot, lambda: driver.usage(gpus)):
-        with pytest.raises(NoDriverError, match=shown) as caught:
-            question()
-        assert caught.value.driver == "nvidia-smi"
+    ):
+        host.quirks(fail=1, says=says, status=9)
+        for question in (driver.snapshot, lambda: driver.usage(gpus)):
+            with pytest.raises(NoDriverError, match=shown) as caught:
+                question()
+            assert caught.value.driver == "nvidia-smi"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NoDriverError, match="PATH"):
+        NvidiaSmiDriver()
 
 
-@pytest.mark.parametrize("lost", [(0,), (1,), (3,), (1, 2)])
+@pytest.mark.parametrize("lost", [(0,), (3,), (1, 2)])
 @pytest.mark.parametrize(
     "said",
-    ["GPU {bus}: Unknown Error", "GPU{short}: Unknown Error", "GPU{bus}: Unknown Error", "{short}: Unknown Error",
-     "GPU{index}: {short}: GPU is lost.  Reboot the system to recover this GPU", "GPU {index}: {bus}: Unknown Error",
-     "GPU{index}: Unknown Error", "GPU {index}: Unknown Error", "gpu {short}: GPU is lost.", "gpu {index} : x"],
+    ["GPU {bus}: Unknown Error", "GPU{short}: Unknown Error", "{short}: Unknown Error", "gpu {index} : x",
+     "GPU{index}: {short}: GPU is lost.  Reboot the system to recover this GPU", "GPU {index}: {bus}: Unknown Error"],
 )  # fmt: skip
 def test_a_lost_gpu_in_every_version_s_words(host: Any, driver: NvidiaSmiDriver, said: str, lost: Any) -> None:
     host.write(*({"lost": int(number in lost)} for number in range(4)))
     host.quirks(lost_line=f"Unable to determine the device handle for {said}")
     snapshot = driver.snapshot()
-    assert [gpu.lost for gpu in snapshot.gpus] == [number in lost for number in range(4)]
-    assert [gpu.index for gpu in snapshot.gpus] == [0, 1, 2, 3]
+    assert [(gpu.index, gpu.lost) for gpu in snapshot.gpus] == [(number, number in lost) for number in range(4)]
     assert all(gpu.lost or gpu.uuid == uuid for gpu, uuid in zip(snapshot.gpus, host.uuids, strict=True))
     assert (snapshot.doubt, snapshot.needs_uuids) == ("", True)
 
@@ -201,23 +199,19 @@ def test_the_name_is_whole(host: Any, driver: NvidiaSmiDriver) -> None:
     host.process(host.uuids[0], HIDDEN, static=True)
     host.quirks(process_name="a</process_name><uuid>b &lt; 1", product_name="Graphics Device, 8 GB")
     gpu = driver.snapshot().gpus[0]
-    assert (gpu.name, [one.name for one in gpu.processes or ()]) == (
-        "Graphics Device, 8 GB", ["a</process_name><uuid>b < 1"]
-    )  # fmt: skip
+    assert gpu.name == "Graphics Device, 8 GB"
+    assert [one.name for one in gpu.processes or ()] == ["a</process_name><uuid>b < 1"]
 
 
-@pytest.mark.parametrize("visible_as", ["index", "uuid"])
-@pytest.mark.parametrize(("wishes", "inherited"), [({"exclude": BARE[0]}, None), ({}, BARE[1])])
-def test_uuids_without_a_prefix_are_names(
-    host: Any, monkeypatch: pytest.MonkeyPatch, visible_as: str, wishes: Any, inherited: str | None
-) -> None:
-    monkeypatch.setenv("SAFE_GPU_DRIVER", "nvidia-smi")
+@pytest.mark.parametrize(("wishes", "inherited"), [({"exclude": BARE[0]}, {}), ({}, {"CUDA_VISIBLE_DEVICES": BARE[1]})])
+def test_uuids_without_a_prefix_are_names(host: Any, monkeypatch: Any, wishes: Any, inherited: dict[str, str]) -> None:
     host.write({"uuid": BARE[0], "bus": "N/A"}, {"uuid": BARE[1], "bus": "N/A"})
-    if inherited is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", inherited)
-    with GPUOwner(1, NoPlaceholder(), visible_as=visible_as, affinity=None, timeout=0, **wishes) as owner:
-        assert [gpu.uuid for gpu in owner.gpus] == [BARE[1]]
-        assert (os.environ["CUDA_VISIBLE_DEVICES"], os.environ["CUDA_DEVICE_ORDER"]) == ("1", "PCI_BUS_ID")
+    for name, value in {"SAFE_GPU_DRIVER": "nvidia-smi", **inherited}.items():
+        monkeypatch.setenv(name, value)
+    for visible_as in ("index", "uuid"):
+        with GPUOwner(1, NoPlaceholder(), visible_as=visible_as, affinity=None, timeout=0, **wishes) as owner:
+            assert [gpu.uuid for gpu in owner.gpus] == [BARE[1]]
+            assert (os.environ["CUDA_VISIBLE_DEVICES"], os.environ["CUDA_DEVICE_ORDER"]) == ("1", "PCI_BUS_ID")
 
 
 @pytest.mark.parametrize("text", ["[GPU is lost]", "[GPU requires reset]"])
@@ -228,44 +222,37 @@ def test_values_that_say_lost(host: Any, driver: NvidiaSmiDriver, field: str, te
     assert [(gpu.uuid, gpu.lost) for gpu in driver.snapshot().gpus] == [(uuid, True) for uuid in host.uuids]
 
 
-@pytest.mark.parametrize(
-    ("quirks", "said", "supported"),
-    [
+def test_no_process_list(host: Any, driver: Any) -> None:
+    host.process(host.uuids[1], HIDDEN, static=True)
+    for quirks, said, supported in (
         ({"processes": "N/A"}, "N/A", False),
         ({"processes": "Unknown Error"}, "Unknown Error", True),
         ({"version_lacks": "processes"}, "does not list", True),
         ({"pid": "[Not Supported]"}, "[Not Supported]", False),
         ({"pid": "[Unknown Error]"}, "[Unknown Error]", True),
-    ],
-)
-def test_no_process_list(host: Any, driver: Any, quirks: dict[str, str], said: str, supported: bool) -> None:
-    host.process(host.uuids[1], HIDDEN, static=True)
-    host.quirks(**quirks)
-    gpus = driver.snapshot().gpus
-    for gpu in (gpus[1], *driver.usage(gpus[1:])):
-        assert (gpu.processes, gpu.processes_supported) == (None, supported)
-        assert said in gpu.process_error
-    assert gpus[0].processes == (() if "pid" in quirks else None)
+    ):
+        host.quirks(**quirks)
+        gpus = driver.snapshot().gpus
+        for gpu in (gpus[1], *driver.usage(gpus[1:])):
+            assert (gpu.processes, gpu.processes_supported) == (None, supported)
+            assert said in gpu.process_error
+        assert gpus[0].processes == (() if "pid" in quirks else None)
 
 
-def hung_process_is_gone(host: Any) -> bool:
-    return not os.path.exists(f"/proc/{(host.directory / 'hung').read_text()}")
+def test_a_query_that_hangs_or_is_interrupted_leaves_no_process(host: Any) -> None:
+    def is_gone() -> bool:
+        return not os.path.exists(f"/proc/{(host.directory / 'hung').read_text()}")
 
-
-def test_a_hung_query(host: Any) -> None:
-    host.quirks(hang=1)
-    with pytest.raises(NoDriverError, match="did not answer within 4 s"):
-        NvidiaSmiDriver(timeout=4.0).snapshot()
-    assert hung_process_is_gone(host)
-
-
-def test_an_interrupted_query_leaves_no_process(host: Any) -> None:
     def interrupt(_number: int, _frame: object) -> None:
         if (host.directory / "hung").exists():
             signal.setitimer(signal.ITIMER_REAL, 0)
             raise KeyboardInterrupt
 
     host.quirks(hang=1)
+    with pytest.raises(NoDriverError, match="did not answer within 4 s"):
+        NvidiaSmiDriver(timeout=4.0).snapshot()
+    assert is_gone()
+    (host.directory / "hung").unlink()
     old = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
     try:
@@ -274,13 +261,7 @@ def test_an_interrupted_query_leaves_no_process(host: Any) -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, old)
-    assert hung_process_is_gone(host)
-
-
-def test_it_needs_the_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(NoDriverError, match="PATH"):
-        NvidiaSmiDriver()
+    assert is_gone()
 
 
 def test_mig_needs_nvml(host: Any, driver: NvidiaSmiDriver) -> None:

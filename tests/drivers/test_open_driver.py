@@ -82,15 +82,12 @@ NOTHING = "library program"
     [
         ("", "", NVML),
         ("module", "", SMI),
-        ("library", "", SMI),
         ("broken", "", ["NoDriverError", NOT_LOADED]),  # it is reported, not worked around
         ("", "amd", ["UnsatisfiableRequestError", "vendor='amd' asks for AMD GPUs, and this host has none"]),
         (NOTHING, "amd", ["NoDriverError", "There is no GPU driver here"]),
         ("AMD", "", NVML),
-        ("AMD", "nvidia", NVML),
         ("AMD", "amd", KFD),
         ("AMD", "each", [NVML, KFD]),
-        ("AMD module", "each", [SMI, KFD]),
         ("AMD empty", "", KFD),
         ("AMD empty", "nvidia", ["nvml", 0]),
         (f"AMD {NOTHING}", "", KFD),
@@ -107,51 +104,46 @@ NOTHING = "library program"
 )
 def test_which_driver_is_opened(ask: Any, host: str, asked: str, expected: list[Any]) -> None:
     found = ask(host, asked)
-    if expected[0] in ("NoDriverError", "UnsatisfiableRequestError"):
-        assert found[0] == expected[0]
-        assert found[1].startswith(expected[1])
-    else:
-        assert found == expected
+    if str(expected[0]).endswith("Error"):
+        found[1] = found[1][: len(expected[1])]
+    assert found == expected
 
 
-@pytest.mark.parametrize(
-    ("driver", "missing", "words"),
-    [
-        ("auto", "library", ("There is no GPU driver here", "libnvidia-ml.so.1", "nor is the driver of AMD or Intel")),
-        ("auto", "module", ("SAFE_GPU_DRIVER=simulated:dgx-a100", "nvidia-ml-py is not installed")),
-        ("nvml", "library", ("libnvidia-ml.so.1",)),
-        ("nvml", "module", ("pip install nvidia-ml-py",)),
-    ],
-)
-def test_no_driver_at_all_names_the_way_out(ask: Any, driver: str, missing: str, words: tuple[str, ...]) -> None:
-    error, message = ask(f"{missing} program", driver=driver)
-    assert error == "NoDriverError"
-    assert all(word in message for word in words)
+def test_no_driver_at_all_names_the_way_out(ask: Any) -> None:
+    for missing, driver, words in (
+        ("library", "auto", ("There is no GPU driver here", "libnvidia-ml.so.1", "nor is the driver of AMD or Intel")),
+        ("module", "auto", ("SAFE_GPU_DRIVER=simulated:dgx-a100", "nvidia-ml-py is not installed")),
+        ("module", "nvml", ("pip install nvidia-ml-py",)),
+        ("library", "nvml", ("libnvidia-ml.so.1",)),
+    ):
+        error, message = ask(f"{missing} program", driver=driver)
+        assert error == "NoDriverError"
+        assert all(word in message for word in words)
 
 
-@pytest.mark.parametrize("name", ["rocm", "NVML", "nvml:0", "nvidia-smi:x", "kfd:0", ":", "simulated", "simulated:dgx"])
-def test_unknown_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAFE_GPU_DRIVER", name)
-    with pytest.raises(UnsatisfiableRequestError) as caught:
-        open_driver()
-    message = str(caught.value)
-    assert "dgx-a100" in message if name.startswith("simulated") else repr(name) in message
-    if not name.startswith("simulated"):
-        assert all(choice in message for choice in ("auto", "nvml", "nvidia-smi", "kfd", "simulated:PRESET"))
+def test_unknown_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("rocm", "NVML", "nvml:0", "kfd:0", ":", "simulated", "simulated:dgx"):
+        monkeypatch.setenv("SAFE_GPU_DRIVER", name)
+        with pytest.raises(UnsatisfiableRequestError) as caught:
+            open_driver()
+        simulated = name.startswith("simulated")
+        known = ("dgx-a100",) if simulated else (repr(name), "auto", "nvml", "nvidia-smi", "kfd", "simulated:PRESET")
+        assert all(words in str(caught.value) for words in known)
 
 
-@pytest.mark.parametrize(
-    ("driver", "vendor"),
-    [("nvml", "amd"), ("nvidia-smi", "amd"), ("kfd", "nvidia"), ("simulated:dgx-a100", "amd"),
-     ("simulated:mi250x", "nvidia")],
-)  # fmt: skip
-def test_a_driver_that_was_named_and_has_no_such_gpus(driver: str, vendor: str, monkeypatch: Any) -> None:
-    monkeypatch.setenv("SAFE_GPU_DRIVER", driver)
-    with pytest.raises(UnsatisfiableRequestError) as caught:
-        open_driver(vendor=vendor)
-    assert caught.value.value == vendor
-    assert f"vendor={vendor!r}" in str(caught.value)
-    assert f"SAFE_GPU_DRIVER={driver} has none: leave vendor= out, or unset SAFE_GPU_DRIVER" in str(caught.value)
+def test_a_driver_that_was_named_and_has_no_such_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    for driver, vendor in (
+        ("nvml", "amd"),
+        ("nvidia-smi", "amd"),
+        ("kfd", "nvidia"),
+        ("simulated:dgx-a100", "amd"),
+        ("simulated:mi250x", "nvidia"),
+    ):
+        monkeypatch.setenv("SAFE_GPU_DRIVER", driver)
+        with pytest.raises(UnsatisfiableRequestError, match=f"vendor='{vendor}'") as caught:
+            open_driver(vendor=vendor)
+        assert caught.value.value == vendor
+        assert f"SAFE_GPU_DRIVER={driver} has none: leave vendor= out, or unset SAFE_GPU_DRIVER" in str(caught.value)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -37,7 +37,7 @@ def entries(state: Path) -> list[str]:
 def occupying(state: Path, child: Any) -> Callable[..., Any]:
     """Start another process that occupies GPU 0 of the same host, runs ``then`` and waits."""
 
-    def start(then: str = "", before: str = "", state: Path = state) -> Any:
+    def start(then: str = "say()", before: str = "", state: Path = state) -> Any:
         process = child(f"""
 import os, signal, sys
 import safe_gpu.coordination.state_dir  # while this interpreter can still be read
@@ -45,7 +45,7 @@ from safe_gpu.drivers.simulated import SimulatedDriver
 {before}
 driver = SimulatedDriver("dgx-a100", {str(state)!r})
 context = driver.occupy(driver.idle.gpus[0].uuid)
-{then or "say()"}
+{then}
 listen()
 """)
         process.said = [int(word) for word in process.hear().split()]
@@ -93,11 +93,10 @@ def test_contexts_of_one_process_add_up(driver: SimulatedDriver, state: Path) ->
     first = driver.occupy(uuid, memory=1000)
     with driver.occupy(uuid, memory=500), driver.occupy(uuid, memory=7, kind=ProcessKind.GRAPHICS):
         shown = SimulatedDriver("dgx-a100", str(state)).snapshot().gpus[0].processes or ()
-        assert [(process.pid, process.kind, process.memory_used) for process in shown] == [
-            (os.getpid(), "compute", 1500), (os.getpid(), "graphics", 7)
-        ]  # fmt: skip
-        first.close()
-        first.close()
+        assert [(one.pid, one.memory_used) for one in shown] == [(os.getpid(), 1500), (os.getpid(), 7)]
+        assert [one.kind for one in shown] == [ProcessKind.COMPUTE, ProcessKind.GRAPHICS]
+        for _ in range(2):
+            first.close()
         assert sum(process.memory_used or 0 for process in driver.snapshot().gpus[0].processes or ()) == 507
     with driver.occupy(uuid, memory=1 << 40):
         gpu = driver.snapshot().gpus[0]
@@ -170,31 +169,23 @@ while True:
 
 
 def test_what_the_dead_left_is_cleared_away_and_nothing_else(driver: SimulatedDriver, state: Path) -> None:
-    uuid = driver.idle.gpus[0].uuid
-    with driver.occupy(uuid):
-        place = state / "simulated/dgx-a100"
-        outside = state / "precious"
-        outside.write_text("keep")
-        (place / f"{uuid}.1-1000-compute-5").touch()
-        (place / f"{uuid}.1-1000-compute-6").symlink_to(outside)
-        (place / "notes").touch()
-        (place / f"{uuid}.x-1000-compute-7").touch()
-        assert pids(driver.snapshot()) == [os.getpid()]
-        left = entries(state)
-    assert outside.read_text() == "keep"
-    assert f"{uuid}.1-1000-compute-5" not in left
-    assert {"notes", f"{uuid}.x-1000-compute-7"} <= set(left)
-    assert driver.snapshot() == driver.idle
-
-
-def test_a_taken_name_is_passed_over(driver: SimulatedDriver, state: Path) -> None:
-    uuid = driver.idle.gpus[0].uuid
+    uuid, place = driver.idle.gpus[0].uuid, state / "simulated/dgx-a100"
+    dead, kept = f"{uuid}.1-1000-compute-5", ("notes", f"{uuid}.x-1000-compute-7")
     with driver.occupy(uuid, memory=5):
         stem, _, number = entries(state)[0].rpartition("-")
-        for more in (1, 2):
-            (state / "simulated/dgx-a100" / f"{stem}-{int(number) + more}").touch()
+        taken = [f"{stem}-{int(number) + more}" for more in (1, 2)]
+        for name in (dead, *kept, *taken):
+            (place / name).touch()
         with driver.occupy(uuid, memory=5):
-            assert f"{stem}-{int(number) + 3}" in entries(state)
+            assert f"{stem}-{int(number) + 3}" in entries(state), "a taken name is passed over"
+        outside = state / "precious"
+        outside.write_text("keep")
+        (place / f"{uuid}.1-1000-compute-6").symlink_to(outside)
+        assert pids(driver.snapshot()) == [os.getpid()]
+        assert dead not in entries(state)
+        assert set(kept) <= set(entries(state))
+    assert outside.read_text() == "keep"
+    assert driver.snapshot() == driver.idle
 
 
 # The state directory
@@ -206,7 +197,7 @@ def test_users_with_narrow_umasks_share_the_host(open_tmp: Path, occupying: Any,
     become += "os.umask(0o077); os.setgid({0}); os.setuid({0})"
     seen = "say(*sorted(p.pid for p in driver.snapshot().gpus[0].processes))"
     driver = SimulatedDriver("dgx-a100", str(open_tmp / "state"))
-    first, second = (occupying("", become.format(uid), open_tmp / "state") for uid in (54321, 54322))
+    first, second = (occupying("say()", become.format(uid), open_tmp / "state") for uid in (54321, 54322))
     assert pids(driver.snapshot()) == sorted([first.pid, second.pid])
     third = occupying(seen, become.format(54323), open_tmp / "state")
     assert third.said == sorted([first.pid, second.pid, third.pid])
@@ -238,20 +229,19 @@ def test_links_are_never_followed(driver: SimulatedDriver, tmp_path: Path, level
 
 @pytest.mark.parametrize("broken", ["fchmod", "open"])
 def test_a_full_disk(driver: SimulatedDriver, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with driver.occupy(driver.idle.gpus[0].uuid):
-        pass
+    uuid, real_open = driver.idle.gpus[0].uuid, os.open
+    driver.occupy(uuid).close()
     descriptors = len(os.listdir("/proc/self/fd"))
-    real_open = os.open
 
-    def full(*args: object, **options: object) -> int:
-        if broken == "open" and not int(args[1]) & os.O_CREAT:  # type: ignore[call-overload]
-            return real_open(*args, **options)  # type: ignore[arg-type]
+    def full(*args: Any, **options: Any) -> int:
+        if broken == "open" and not args[1] & os.O_CREAT:
+            return real_open(*args, **options)
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(os, broken, full)
         with pytest.raises(StateDirError, match="No space left on device") as caught:
-            driver.occupy(driver.idle.gpus[0].uuid)
+            driver.occupy(uuid)
     assert caught.value.errno == 28
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert driver.snapshot() == driver.idle
@@ -260,20 +250,16 @@ def test_a_full_disk(driver: SimulatedDriver, broken: str, monkeypatch: pytest.M
 # The placeholder
 
 
-@pytest.mark.parametrize(("visible", "device_no", "index"), [(None, 7, 7), ("5,2", 1, 2)])
-def test_the_placeholder_takes_what_cuda_would_show(
-    driver: SimulatedDriver, monkeypatch: pytest.MonkeyPatch, visible: str | None, device_no: int, index: int
-) -> None:
+def test_the_placeholder_takes_what_cuda_would_show(driver: SimulatedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     placeholder = driver.runtime.default_placeholder()
-    held = placeholder(device_no)
-    assert [number for number in range(8) if pids(driver.snapshot(), number)] == [index]
-    placeholder.release(held)
-    assert driver.snapshot() == driver.idle
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    for wrong in (1, -1):
-        with pytest.raises(PlaceholderError, match="CUDA_VISIBLE_DEVICES=3 shows 1") as caught:
+    for device_no, index in ((7, 7), (1, 2)):
+        held = placeholder(device_no)
+        assert [number for number in range(8) if pids(driver.snapshot(), number)] == [index]
+        placeholder.release(held)
+        assert driver.snapshot() == driver.idle
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,2")
+    for wrong in (2, -1):
+        with pytest.raises(PlaceholderError, match="CUDA_VISIBLE_DEVICES=5,2 shows 2") as caught:
             placeholder(wrong)
         assert caught.value.device_no == wrong

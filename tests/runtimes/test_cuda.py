@@ -15,22 +15,23 @@ from safe_gpu.errors import CudaInitializedError, NoDriverError
 from safe_gpu.runtimes import cuda
 from safe_gpu.runtimes.cuda import CUDA
 
-# ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def host(tmp_path: Path, build_library: Callable[..., Path]) -> Host:
+    return Host(tmp_path, build_library("cuda.c", "libcuda.so.1"))
+
+
 # Is CUDA initialised?
 
 
-def test_not_initialized_where_nothing_mapped_libcuda(host: Host) -> None:
-    """Asking neither imports ctypes nor, where that is imported, maps libcuda."""
-    code = "result = [CUDA.visible_if_initialized(), CUDA.shown_at(0), 'ctypes' in sys.modules]"
-    assert host.run(code) == [None, None, False]
-    code = "import ctypes; CUDA.visible_if_initialized(); result = 'libcuda' in open('/proc/self/maps').read()"
-    assert host.run(code) is False
-
-
-@pytest.mark.parametrize("mapped", [f"{MAP}; assert lib.cuDeviceGet(0, 0) == 3", "CUDA.load()"])
-def test_neither_mapping_libcuda_nor_asking_initializes_it(host: Host, mapped: str) -> None:
+def test_neither_mapping_libcuda_nor_asking_initializes_it(host: Host) -> None:
+    """Asking imports no ctypes, maps no libcuda."""
+    asked = "CUDA.visible_if_initialized(), CUDA.shown_at(0)"
+    assert host.run(f"result = [{asked}, 'ctypes' in sys.modules]") == [None, None, False]
+    assert host.run(f"import ctypes; {asked}; result = 'libcuda' in open('/proc/self/maps').read()") is False
     host.set_options("log=1")
-    assert host.run(f"{mapped}; result = [CUDA.visible_if_initialized(), CUDA.shown_at(0)]") == [None, None]
+    for mapped in (f"{MAP}; assert lib.cuDeviceGet(0, 0) == 3", "CUDA.load()"):
+        assert host.run(f"{mapped}; result = [{asked}]") == [None, None]
     assert "cuDeviceGetCount" in host.calls()
     assert "cuInit" not in host.calls()
 
@@ -91,37 +92,29 @@ def torch_that(**answers: object) -> types.ModuleType:
     return torch
 
 
-@pytest.mark.parametrize(
-    ("torch", "message"),
-    [
-        (torch_that(is_initialized=True, _is_in_bad_fork=False), "PyTorch has CUDA initialised"),
-        (torch_that(is_initialized=False, _is_in_bad_fork=True), "spawn"),
-        (torch_that(is_initialized=False, _is_in_bad_fork=False), None),
-        (types.ModuleType("torch"), None),
-    ],
-)
-def test_pytorch_is_asked_where_libcuda_says_nothing(monkeypatch: Any, torch: Any, message: str | None) -> None:
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    if message is None:
-        assert Answers(None).visible_if_initialized() is None
-    else:
-        with pytest.raises(CudaInitializedError, match=message) as caught:
-            Answers(None).visible_if_initialized()
-        assert caught.value.visible == ()
+def test_pytorch_is_asked_where_libcuda_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    assert Answers(None).visible_if_initialized() is None
+    for started, forked, words in ((True, False, "PyTorch has CUDA initialised"), (False, True, "spawn"), (0, 0, None)):
+        monkeypatch.setitem(sys.modules, "torch", torch_that(is_initialized=started, _is_in_bad_fork=forked))
+        if words is None:
+            assert Answers(None).visible_if_initialized() is None
+        else:
+            with pytest.raises(CudaInitializedError, match=words) as caught:
+                Answers(None).visible_if_initialized()
+            assert caught.value.visible == ()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Forked children
 
 
-@pytest.mark.parametrize(
-    ("woken", "asked"),
-    [("CUDA.hold(0).release()", "CUDA.visible_if_initialized()"), ("held = CUDA.hold(0)", "CUDA.hold(0)")],
-)
-def test_child_forked_after_safe_gpu_woke_cuda_is_told_to_spawn(host: Host, woken: str, asked: str) -> None:
-    name, message = host.run(woken + in_child(asked))
-    assert name == "CudaInitializedError"
-    assert "spawn" in message
+def test_child_forked_after_safe_gpu_woke_cuda_is_told_to_spawn(host: Host) -> None:
+    for woken, asked in (
+        ("CUDA.hold(0).release()", "CUDA.visible_if_initialized()"),
+        ("held = CUDA.hold(0)", "CUDA.hold(0)"),
+    ):
+        name, message = host.run(woken + in_child(asked))
+        assert (name, "spawn" in message) == ("CudaInitializedError", True)
 
 
 def test_child_forked_from_a_sleeping_process_is_free_to_start(host: Host) -> None:
@@ -135,18 +128,14 @@ def test_inherited_device_that_only_cuda_opens_gives_the_fork_away(monkeypatch: 
     assert forks.in_fork(Answers(3).visible_if_initialized)[0] == "CudaInitializedError"
 
 
-@pytest.mark.parametrize(
-    ("asked", "answer"), [(in_child("CUDA.hold(0).uuid"), 3), (in_child("CUDA.visible_if_initialized()"), None)]
-)
-def test_a_driver_that_starts_in_no_process_is_not_taken_for_a_fork(host: Host, asked: str, answer: int | None) -> None:
+def test_a_driver_that_starts_in_no_process_is_not_taken_for_a_fork(host: Host) -> None:
     host.set_options("cuda_init_error=3")
-    found = host.run(f"{MAP}; {asked}")
-    assert (found and found[0]) == (answer and "CudaCallError")
-    if answer:
-        assert "cuInit failed with CUDA_ERROR_NOT_INITIALIZED (3)" in found[1]
+    assert host.run(f"{MAP}; {in_child('CUDA.visible_if_initialized()')}") is None
+    name, message = host.run(f"{MAP}; {in_child('CUDA.hold(0).uuid')}")
+    assert name == "CudaCallError"
+    assert "cuInit failed with CUDA_ERROR_NOT_INITIALIZED (3)" in message
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Asking in a child process
 
 
@@ -178,16 +167,12 @@ finally:
     assert "persistence mode" in message
 
 
-@pytest.mark.parametrize(
-    ("code", "name", "advice"),
-    [(3, "CUDA_ERROR_NOT_INITIALIZED", "nvidia_uvm"), (802, "CUDA_ERROR_SYSTEM_NOT_READY", "conf-compute -srs 1")],
-)
-def test_a_start_that_fails_comes_with_advice(host: Host, code: int, name: str, advice: str) -> None:
-    host.set_options(f"cuda_init_error={code}")
+def test_a_start_that_fails_comes_with_advice(host: Host) -> None:
+    host.set_options("cuda_init_error=802")
     error, message = host.run("result = CUDA.visible_in_child()")
     assert error == "NoDriverError"
-    assert f"cuInit failed with {name} ({code})" in message
-    assert advice in message
+    assert "cuInit failed with CUDA_ERROR_SYSTEM_NOT_READY (802)" in message
+    assert "conf-compute -srs 1" in message
 
 
 def test_no_child_and_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -199,7 +184,6 @@ def test_no_child_and_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         CUDA.visible_in_child()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Names and errors
 
 
@@ -210,7 +194,6 @@ def test_same_device() -> None:
     assert [cuda.same_device(*pair) for pair in same + others] == [True] * 5 + [False] * 4
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The real thing
 
 
@@ -318,15 +301,9 @@ except CudaCallError as err:
 )
 def test_failure_leaves_nothing_on_the_gpu(host: Host, option: str, device_no: int, code: int) -> None:
     host.set_options(option, "log=1")
-    result = host.run(
-        f"""
-try:
-    CUDA.hold({device_no})
-except CudaCallError as err:
-    result = [err.code, bool(err.call), os.listdir(os.environ['FAKE_GPU_DIR'])]
-"""
-    )
-    assert result[:2] == [code, True]
+    name, message = host.run(f"CUDA.hold({device_no})")
+    assert name == "CudaCallError"
+    assert f"({code})" in message
     retained, released, _, freed = balance(host)
     assert (retained - (code == 46), freed) == (released, 0)
     assert host.holders() == []

@@ -1,12 +1,24 @@
-"""HIP asked through a fake libamdhip64, in processes of its own."""
+"""HIP asked through a fake libamdhip64, and the real one on a machine without AMD GPUs: it loads, and finds none.
 
+SAFE_GPU_REQUIRE_REAL makes the absence of the real one a failure.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import cuda_host
-from support.vendor_hosts import HipHost, without_hip
+from support.gpus import PACKAGE_ROOT, run_python
+from support.real import unavailable
+from support.vendor_hosts import HipHost, KfdHost, without_hip
+
+from safe_gpu.runtimes.hip import HIP
 
 
 @pytest.fixture
@@ -50,23 +62,19 @@ result = [memory.uuid, held > 0, int(open(file).read()), current.value]
     assert run(host, code) == [shown(host, 1), True, 0, 0]
 
 
-def test_a_forked_child_is_told(host: HipHost) -> None:
-    error, message = run(host, "HIP.hold(0)" + cuda_host.in_child("HIP.visible_if_initialized()"))
-    assert error == "CudaInitializedError"
-    assert "spawn" in message
+def test_whoever_has_started_is_told(host: HipHost) -> None:
+    """A forked child of a process that used HIP, and a process that has the device open without HIP."""
+    device = 'os.open(os.environ["SAFE_GPU_FSROOT"] + "/dev/kfd", os.O_RDWR); result = HIP.visible_if_initialized()'
+    forked = "HIP.hold(0)" + cuda_host.in_child("HIP.visible_if_initialized()")
+    for code, words in ((forked, "spawn"), (device, "/dev/kfd")):
+        error, message = run(host, code)
+        assert (error, words in message) == ("CudaInitializedError", True)
 
 
-def test_an_open_device_without_hip(host: HipHost) -> None:
-    code = 'os.open(os.environ["SAFE_GPU_FSROOT"] + "/dev/kfd", os.O_RDWR); result = HIP.visible_if_initialized()'
-    error, message = run(host, code)
-    assert error == "CudaInitializedError"
-    assert "/dev/kfd" in message
-
-
-@pytest.mark.parametrize(("variable", "value"), [("ROCR_VISIBLE_DEVICES", ""), ("HIP_VISIBLE_DEVICES", "1")])
-def test_a_child_is_asked(host: HipHost, variable: str, value: str) -> None:
-    code = f"result = [HIP.visible_in_child({{**os.environ, '{variable}': '{value}'}}), HIP.visible_if_initialized()]"
-    assert run(host, code) == [[shown(host, int(value))] if value else [], None]
+def test_a_child_is_asked(host: HipHost) -> None:
+    for variable, value, answer in ("ROCR_VISIBLE_DEVICES", "", []), ("HIP_VISIBLE_DEVICES", "1", [shown(host, 1)]):
+        asked = f"HIP.visible_in_child({{**os.environ, '{variable}': '{value}'}})"
+        assert run(host, f"result = [{asked}, HIP.visible_if_initialized()]") == [answer, None]
 
 
 def test_a_library_without_uuids(host: HipHost, build_library: Callable[..., Path]) -> None:
@@ -84,3 +92,120 @@ def test_no_library(host: HipHost, tmp_path: Path) -> None:
     error, message = run(host, "HIP.load()", LD_LIBRARY_PATH=str(without_hip(tmp_path)))
     assert error == "NoDriverError"
     assert "libamdhip64.so" in message
+
+
+# The real one
+
+PRELUDE = """
+import ctypes, json, os, sys
+from safe_gpu.errors import SafeGpuError
+from safe_gpu.runtimes.hip import HIP
+def told(call, *arguments):
+    try:
+        return call(*arguments)
+    except SafeGpuError as err:
+        return [type(err).__name__, str(err)]
+def opened():
+    links = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if number not in "012"
+             and os.path.lexists(f"/proc/self/fd/{number}")]
+    return [link for link in links if "kfd" in link or "dri" in link]
+out = {}
+"""
+
+
+@pytest.fixture(scope="module")
+def real_hip() -> None:
+    if os.path.exists("/dev/kfd"):
+        unavailable("this machine has AMD GPUs")
+    # In child processes: a library that is loaded here would stay for the tests that follow.
+    probes = [[sys.executable, "-S", "-c", f"import ctypes; ctypes.CDLL({file!r})"] for file in HIP.names]
+    if all(subprocess.run(probe, capture_output=True, timeout=60).returncode for probe in probes):
+        unavailable("needs the HIP runtime (Debian: libamdhip64-5)")
+
+
+def of_real(code: str, **environment: str) -> Any:
+    """What `code` leaves in `out`, run in a process that has not touched HIP."""
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE_ROOT), **environment}
+    output = run_python("-c", f"{PRELUDE}\n{code}\nprint(json.dumps(out))", env=environment, timeout=120)
+    return json.loads(output.splitlines()[-1])
+
+
+@pytest.mark.usefixtures("real_hip")
+def test_loading_neither_initialises_nor_opens_anything() -> None:
+    code = 'out["before"] = opened(); HIP.load(); out["after"] = opened(); out["seen"] = HIP.visible_if_initialized()'
+    assert of_real(code) == {"before": [], "after": [], "seen": None}
+
+
+@pytest.mark.usefixtures("real_hip")
+def test_it_has_every_function_that_is_called() -> None:
+    names = (
+        "hipGetDeviceCount", "hipDeviceGetPCIBusId", "hipDeviceGetUuid", "hipGetDevice", "hipSetDevice", "hipMalloc",
+        "hipFree", "hipGetErrorName", "hipGetErrorString",
+    )  # fmt: skip
+    assert of_real(f"out = [name for name in {names} if not hasattr(HIP.load()._handle, name)]") == []
+
+
+@pytest.mark.usefixtures("real_hip")
+def test_there_is_no_device() -> None:
+    code = """
+library = HIP.load()
+out["count"] = told(library.count)
+out["shown"] = told(library.shown, 0)
+out["placeholder"] = told(HIP.default_placeholder(), 0)
+out["child"] = told(HIP.visible_in_child)
+out["seen"] = [HIP.visible_if_initialized(), HIP.shown_at(0)]
+"""
+    found = of_real(code)
+    assert found["count"] == ["CudaCallError", "hipGetDeviceCount failed with hipErrorNoDevice (100)"]
+    assert found["shown"][1].startswith("hipDeviceGetPCIBusId failed with hipErrorInvalidDevice (101)")
+    assert found["placeholder"][0] == "PlaceholderError"
+    assert "hipErrorNoDevice (100)" in found["placeholder"][1]
+    assert "groups that own them, render and video" in found["placeholder"][1]
+    assert found["child"] == [], "no GPU is an answer, not an error"
+    assert found["seen"] == [None, None], "nothing is open, so that nothing keeps a later claim from choosing"
+
+
+@pytest.mark.usefixtures("real_hip")
+def test_a_copy_that_is_loaded_already_is_used(tmp_path: Path) -> None:
+    """As that of a PyTorch for ROCm; a second copy would be another HIP."""
+    copy = tmp_path / "libamdhip64.so"
+    shutil.copy(of_real("HIP.load(); out = HIP.mapped_files()[0]"), copy)
+    code = """
+theirs = ctypes.CDLL(os.environ["COPY"])
+out["same"] = HIP.load()._handle._handle == theirs._handle
+out["copies"] = sorted({line.split()[-1] for line in open("/proc/self/maps") if "libamdhip64" in line})
+"""
+    assert of_real(code, COPY=str(copy)) == {"same": True, "copies": [str(copy)]}
+
+
+@pytest.mark.usefixtures("real_hip")
+def test_a_claim_of_a_gpu_that_hip_does_not_see(tmp_path: Path) -> None:
+    """The kernel lists a GPU, and HIP may not open it, as for a user outside the groups render and video."""
+    host = KfdHost(tmp_path)
+    host.gpu(0xC1, 101, int.from_bytes(os.urandom(7), "big") + 1)
+    code = """
+import safe_gpu
+out["error"] = told(lambda: safe_gpu.claim_gpus(1, timeout=0, affinity=None))
+out["left"] = [os.environ.get(name) for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")]
+owner = safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), timeout=0, affinity=None)
+out["claimed"] = owner.devices_taken
+"""
+    found = of_real(code, SAFE_GPU_FSROOT=str(tmp_path), SAFE_GPU_DRIVER="kfd", SAFE_GPU_DIR=str(tmp_path / "state"))
+    assert found["error"][0] == "PlaceholderError"
+    assert "hipErrorNoDevice" in found["error"][1]
+    assert "render and video" in found["error"][1]
+    assert found["left"] == [None, None, None]
+    assert found["claimed"] == [0]
+
+
+@pytest.mark.usefixtures("real_hip")
+def test_its_names_of_errors_are_those_that_are_explained() -> None:
+    code = """
+from safe_gpu.runtimes.causes import likely_cause as explain
+names = [HIP.load().texts(code)[0] for code in (2, 98, 100, 101, 200, 209)]
+out["names"] = names
+out["unexplained"] = [name for name in names if not explain(RuntimeError(name))]
+"""
+    found = of_real(code)
+    assert found["names"][0] == "hipErrorOutOfMemory"
+    assert found["unexplained"] == []

@@ -1,4 +1,5 @@
-"""Every placeholder keeps the same promises: a contract suite over stand-ins that behave like the frameworks.
+"""Every placeholder keeps the same promises: a contract suite over stand-ins that behave like the frameworks; and the
+likely causes of what fails.
 
 A stand-in notes every call that would initialise CUDA, and what is on which GPU, in ``gpus``.
 """
@@ -19,7 +20,7 @@ import pytest
 from support.gpus import PACKAGE_ROOT, run_python
 
 from safe_gpu.errors import NotEnoughGpusError, PlaceholderError
-from safe_gpu.runtimes import placeholders
+from safe_gpu.runtimes import causes, placeholders
 from safe_gpu.runtimes.cuda import CUDA, CudaPlaceholder
 from safe_gpu.runtimes.library import CudaCallError
 from safe_gpu.runtimes.placeholders import (
@@ -67,8 +68,13 @@ def gpus() -> Gpus:
     return Gpus()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Stand-ins
+
+
+class Thing(types.SimpleNamespace):
+    """Anything with attributes; no two are equal."""
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
 
 def install(monkeypatch: pytest.MonkeyPatch, name: str, **contents: object) -> None:
@@ -98,28 +104,21 @@ def stand_in_torch(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
             self.empty = True
 
     def zeros(shape: tuple[int, ...], *, device: str) -> Tensor:
-        assert shape == (1,)
         return gpus.put(int(device.removeprefix("cuda:")), Tensor())
 
     def empty_cache() -> None:
         for tensor in [thing for things in gpus.held.values() for thing in things if hasattr(thing, "empty")]:
             gpus.take(tensor)
 
-    install(monkeypatch, "torch", zeros=zeros, cuda=types.SimpleNamespace(empty_cache=empty_cache))
+    install(monkeypatch, "torch", zeros=zeros, cuda=Thing(empty_cache=empty_cache))
 
 
 def stand_in_tensorflow(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    current: list[str] = []
-
-    class Tensor:
-        def __init__(self) -> None:
-            number = int(current[-1].split(":")[-1])
-            gpus.put(number, self)
-            self.device = f"/job:localhost/replica:0/task:0/device:GPU:{number}"
+    current: list[int] = []
 
     @contextmanager
     def device(name: str) -> Iterator[None]:
-        current.append(name)
+        current.append(int(name.split(":")[-1]))
         yield
         current.pop()
 
@@ -128,9 +127,10 @@ def stand_in_tensorflow(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
         gpus.initialize()
         return [f"physical GPU {number}" for number in range(gpus.count)]
 
-    def constant(values: list[float]) -> Tensor:
+    def constant(values: list[float]) -> Any:
         gpus.events.append("started")
-        return Tensor()
+        name = f"/job:localhost/replica:0/task:0/device:GPU:{current[-1]}"
+        return gpus.put(current[-1], Thing(device=name))
 
     def set_memory_growth(gpu: str, enable: bool) -> None:
         assert enable is True
@@ -140,8 +140,7 @@ def stand_in_tensorflow(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("Physical devices cannot be modified after being initialized")
         gpus.events.append(f"growth of {gpu}")
 
-    experimental = types.SimpleNamespace(set_memory_growth=set_memory_growth)
-    config = types.SimpleNamespace(list_physical_devices=list_physical_devices, experimental=experimental)
+    config = Thing(list_physical_devices=list_physical_devices, experimental=Thing(set_memory_growth=set_memory_growth))
     install(monkeypatch, "tensorflow", config=config, device=device, constant=constant)
 
 
@@ -168,43 +167,34 @@ def stand_in_pycuda(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stand_in_cupy(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     current: list[int] = [0]
-    pooled: list[Array] = []
+    pooled: list[tuple[int, Any]] = []
 
-    class Device:
-        def __init__(self, device_no: int) -> None:
-            self.device_no = device_no
+    @contextmanager
+    def device(device_no: int) -> Iterator[None]:
+        current.append(device_no)
+        yield
+        current.pop()
 
-        def __enter__(self) -> None:
-            current.append(self.device_no)
-
-        def __exit__(self, *error: object) -> None:
-            current.pop()
-
-    class Array:
-        def __init__(self, size: int, dtype: str) -> None:
-            self.device = Device(current[-1])
-            gpus.put(current[-1], self)
-            self.data = types.SimpleNamespace(mem=types.SimpleNamespace(free=lambda: pooled.append(self)))
+    def zeros(size: int, dtype: str) -> Any:
+        here = current[-1]
+        memory = Thing(free=lambda: pooled.append((here, array)))
+        array = gpus.put(here, Thing(device=device(here), data=Thing(mem=memory)))
+        return array
 
     def free_all_blocks() -> None:
-        for array in pooled:
-            if array.device.device_no == current[-1]:
+        for device_no, array in pooled:
+            if device_no == current[-1]:
                 gpus.take(array)
 
-    pool, device = types.SimpleNamespace(free_all_blocks=free_all_blocks), types.SimpleNamespace(Device=Device)
-    install(monkeypatch, "cupy", cuda=device, zeros=Array, get_default_memory_pool=lambda: pool)
+    pool = Thing(free_all_blocks=free_all_blocks)
+    install(monkeypatch, "cupy", cuda=Thing(Device=device), zeros=zeros, get_default_memory_pool=lambda: pool)
 
 
 def stand_in_jax(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Array:
-        def __init__(self, value: float, device: int) -> None:
-            gpus.put(device, self)
-
-        def block_until_ready(self) -> Array:
-            return self
-
-        def delete(self) -> None:
-            gpus.take(self)
+    def put(value: float, device: int) -> Any:
+        array = gpus.put(device, Thing(delete=lambda: gpus.take(array)))
+        array.block_until_ready = lambda: array
+        return array
 
     def local_devices(*, backend: str) -> list[int]:
         assert backend == "gpu"
@@ -212,7 +202,7 @@ def stand_in_jax(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
         gpus.events.append(f"preallocate={os.environ.get('XLA_PYTHON_CLIENT_PREALLOCATE', 'true')}")
         return list(range(gpus.count))
 
-    install(monkeypatch, "jax", local_devices=local_devices, device_put=Array)
+    install(monkeypatch, "jax", local_devices=local_devices, device_put=put)
 
 
 STAND_INS: dict[type[Any], Callable[[Gpus, pytest.MonkeyPatch], None]] = {
@@ -240,7 +230,6 @@ def make(kind: type[Any], gpus: Gpus, monkeypatch: pytest.MonkeyPatch, logger: A
     return kind(logger)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # The contract
 
 
@@ -263,29 +252,21 @@ def test_two_devices_are_held_and_released_one_by_one(kind: Any, gpus: Gpus, mon
 
 
 @pytest.mark.parametrize("kind", HOLDERS, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize(
-    ("failure", "hint"),
-    [
-        ("Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, ...", "spawn"),
-        ("a thing nobody has seen", ""),
-    ],
-)
-def test_failure_names_device_cause_and_likely_rival(
-    kind: type[Any], failure: str, hint: str, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failure_names_device_cause_and_likely_rival(kind: Any, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     placeholder = make(kind, gpus, monkeypatch)
-    gpus.failure = RuntimeError(f"{failure}\nCompile with TORCH_USE_CUDA_DSA to enable device-side assertions.")
-    with pytest.raises(PlaceholderError) as caught:
-        placeholder(1)
-    message = str(caught.value)
-    assert f"{kind.__name__} could not hold CUDA device 1" in message
-    assert failure in message
-    assert hint in message
-    assert "TORCH_USE_CUDA_DSA" not in message
-    assert message.endswith(failure) is (hint == "")
-    assert caught.value.device_no == 1
-    assert caught.value.__cause__ is not None
-    assert gpus.busy() == []
+    for failure, hint in (("Cannot re-initialize CUDA in forked subprocess.", "spawn"), ("a thing unseen", "")):
+        gpus.failure = RuntimeError(f"{failure}\nCompile with TORCH_USE_CUDA_DSA to enable device-side assertions.")
+        with pytest.raises(PlaceholderError) as caught:
+            placeholder(1)
+        message = str(caught.value)
+        assert f"{kind.__name__} could not hold CUDA device 1" in message
+        assert failure in message
+        assert hint in message
+        assert "TORCH_USE_CUDA_DSA" not in message
+        assert message.endswith(failure) is (hint == "")
+        assert caught.value.device_no == 1
+        assert caught.value.__cause__ is not None
+        assert gpus.busy() == []
     gpus.failure = None
     with pytest.raises(PlaceholderError, match="claim first") as caught:
         placeholder(2)
@@ -319,22 +300,18 @@ def uninstall(monkeypatch: pytest.MonkeyPatch, package: str, failure: Exception)
     monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
 
 
-def test_a_class_in_place_of_an_instance_is_refused() -> None:
-    for kind in STAND_INS:
-        with pytest.raises(PlaceholderError, match=rf"pass {kind.__name__}\(\) instead"):
-            placeholders.prepare(kind)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What is particular to one of them
-
-
-def test_no_placeholder_holds_nothing() -> None:
+def test_no_placeholder_holds_nothing_and_a_class_is_none() -> None:
     placeholder = NoPlaceholder()
     placeholders.prepare(placeholder)
     assert not placeholders.holds_gpu(placeholder)
     assert placeholders.allocate(placeholder, 0) is None
     placeholders.release(placeholder, None)
+    for kind in STAND_INS:
+        with pytest.raises(PlaceholderError, match=rf"pass {kind.__name__}\(\) instead"):
+            placeholders.prepare(kind)
+
+
+# What is particular to one of them
 
 
 def test_pytorch_memory_goes_although_others_still_refer_to_the_tensor(
@@ -376,31 +353,25 @@ def test_tensorflow_on_the_cpu_is_no_placeholder(gpus: Gpus, monkeypatch: pytest
 
 PYCUDA = """
 import os, sys, types
-context = types.SimpleNamespace
+thing = types.SimpleNamespace
 driver = types.ModuleType("pycuda.driver")
 driver.init = lambda: None
 detach = lambda: os.write(1, b"detached ")
-driver.Device = lambda device_no: context(make_context=lambda: context(detach=detach))
+driver.Device = lambda device_no: thing(make_context=lambda: thing(detach=detach))
 sys.modules["pycuda"], sys.modules["pycuda.driver"] = types.ModuleType("pycuda"), driver
 from safe_gpu.runtimes.placeholders import PyCudaPlaceholder
 placeholder = PyCudaPlaceholder()
 """
 
 
-@pytest.mark.parametrize(
-    ("code", "printed"),
-    [
+def test_pycuda_contexts_are_ended_at_exit_for_pycuda_would_abort() -> None:
+    """But not in a forked child."""
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE_ROOT)}
+    for code, printed in (
         ("placeholder.release(placeholder(0)); os.write(1, b'and '); placeholder(1)", "detached and detached "),
         ("placeholder(0)\nif os.fork() == 0: sys.exit()\nos.wait()\nos.write(1, b'once ')", "once detached "),
-    ],
-    ids=["one released", "forked child"],
-)
-def test_pycuda_contexts_are_ended_at_exit_for_pycuda_would_abort(code: str, printed: str) -> None:
-    assert run(PYCUDA + code) == printed
-
-
-def run(code: str) -> str:
-    return run_python("-S", "-c", code, env={**os.environ, "PYTHONPATH": str(PACKAGE_ROOT)})
+    ):
+        assert run_python("-S", "-c", PYCUDA + code, env=environment) == printed
 
 
 @pytest.mark.parametrize("chosen", [None, "true"])
@@ -417,7 +388,6 @@ def test_jax_starts_without_preallocation_unless_the_user_has_chosen(chosen: Any
     assert os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") == chosen
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Any callable
 
 
@@ -445,31 +415,21 @@ def test_any_function_or_class_is_a_placeholder() -> None:
     placeholders.release(hold, "thing on 3")
 
 
-def test_function_that_fails_is_named_and_explained() -> None:
-    def hold(device_no: int) -> None:
-        raise ValueError("CUDA error: out of memory")
-
-    with pytest.raises(
-        PlaceholderError, match=r"hold could not hold CUDA device 3: ValueError: .*uses most of the GPU"
-    ):
-        placeholders.allocate(hold, 3)
-
-
-def test_errors_of_ours_and_interrupts_pass_through() -> None:
+def test_what_fails_is_named_and_explained(caplog: pytest.LogCaptureFixture) -> None:
+    """Errors of ours and interrupts pass through."""
+    full, fire = RuntimeError("CUDA error: out of memory"), raiser(OSError("disk on fire"))
+    with pytest.raises(PlaceholderError, match=r"fail could not hold CUDA device 3: .*uses most of the GPU"):
+        placeholders.allocate(raiser(full), 3)
     for err in (NotEnoughGpusError("none"), KeyboardInterrupt()):
         with pytest.raises(type(err)) as caught:
             placeholders.allocate(raiser(err), 0)
         assert caught.value is err
-
-
-def test_failing_prepare_is_an_error_and_failing_release_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    fail = raiser(OSError("disk on fire"))
-    placeholder: Any = types.SimpleNamespace(prepare=fail, release=fail)
+    placeholder: Any = Thing(prepare=fire, release=fire)
     with pytest.raises(PlaceholderError, match="could not be prepared: OSError: disk on fire"):
         placeholders.prepare(placeholder)
     placeholders.release(placeholder, None)
     assert [(record.name, record.levelname) for record in caplog.records] == [("safe_gpu", "WARNING")]
-    assert "SimpleNamespace could not release its GPU: OSError: disk on fire" in caplog.text
+    assert "Thing could not release its GPU: OSError: disk on fire" in caplog.text
 
 
 def test_real_pytorch() -> None:
@@ -481,3 +441,85 @@ def test_real_pytorch() -> None:
     if not torch.backends.cuda.is_built():
         with pytest.raises(PlaceholderError, match="for CPUs only"):
             placeholders.pytorch_placeholder(0)
+
+
+# Causes of errors, from messages that CUDA, HIP and the frameworks have printed
+
+
+def table(rows: str) -> list[tuple[str, str]]:
+    """Of lines ``HINT | TEXT``, where "-" stands for no hint."""
+    pairs = (row.split(" | ", 1) for row in rows.strip().splitlines())
+    return [(text, hint.removeprefix("-")) for hint, text in pairs]
+
+
+# What people have reported, word for word but for addresses; the last ones are hip_error.cpp's own texts.
+OF_HIP = table("""
+claim first | HIP error: hipErrorNoDevice
+render and video | HIP initialization: Unexpected error from hipGetDeviceCount(). Error 101: hipErrorInvalidDevice
+--device=/dev/kfd | Unable to open /dev/kfd read-write: Permission denied
+--device=/dev/kfd | HSA_STATUS_ERROR_OUT_OF_RESOURCES: The runtime failed to allocate the necessary resources. This \
+error may also occur when the core runtime library needs to spawn threads or create internal OS-specific events.
+HSA_OVERRIDE_GFX_VERSION | hipErrorNoBinaryForGpu: Unable to find code object for all current devices!
+uses most of the GPU | HIP out of memory. Tried to allocate 2.00 MiB. GPU 7 has a total capacity of 287.98 GiB
+- | hipErrorUnknown (999): unknown error
+""")
+
+OF_CUDA = table("""
+nvidia_uvm | cuInit failed with CUDA_ERROR_NOT_INITIALIZED (3): initialization error
+spawn | Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the
+must be reset | cuDevicePrimaryCtxRetain failed with CUDA_ERROR_DEVICE_UNAVAILABLE (46)
+memory of the host | cuInit failed with CUDA_ERROR_OUT_OF_MEMORY (2): out of memory
+uses most of the GPU | cuMemAlloc failed with CUDA_ERROR_OUT_OF_MEMORY (2): out of memory
+EXCLUSIVE_PROCESS | cudaErrorDevicesUnavailable: CUDA-capable device(s) is/are busy or unavailable
+uses most of the GPU | RESOURCE_EXHAUSTED: Out of memory while trying to allocate
+CUDA_VISIBLE_DEVICES hides | cuInit failed with CUDA_ERROR_NO_DEVICE (100): no CUDA-capable device is detected
+CPUs only | Torch not compiled with CUDA enabled
+CPUs only | Unknown backend: 'gpu' requested, but no platforms that are instances of gpu are present
+reboot | CUDA_ERROR_SYSTEM_DRIVER_MISMATCH
+stubs | CUDA_ERROR_STUB_LIBRARY
+reboot | cuInit failed with CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE (804): forward compatibility was attempted
+a container needs --gpus | Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU
+nvidia-smi conf-compute -srs 1 | cuInit failed with CUDA_ERROR_SYSTEM_NOT_READY (802): system not yet initialized
+lost /dev/nvidia* | cuInit failed with CUDA_ERROR_UNKNOWN (999): unknown error
+MPS | CUDA_ERROR_MPS_CONNECTION_FAILED
+hardware | CUDA_ERROR_ECC_UNCORRECTABLE
+- | list index out of range
+""")
+
+OF_THE_GPU = """
+HIP error: uncorrectable ECC error encountered
+hipMalloc failed with hipErrorECCNotCorrectable (214)
+HW Exception by GPU node-1 (Agent handle: 0x1b0fc990) reason :GPU Hang
+cuDevicePrimaryCtxRetain failed with CUDA_ERROR_DEVICE_UNAVAILABLE (46)
+cudaErrorDevicesUnavailable: CUDA-capable device(s) is/are busy or unavailable
+cuDevicePrimaryCtxRetain failed with CUDA_ERROR_ECC_UNCORRECTABLE (214)
+CUDA_ERROR_ECC_UNCORRECTABLE
+CUDA_ERROR_HARDWARE_STACK_ERROR: hardware stack error
+Unable to determine the device handle for GPU 0000:01:00.0: GPU is lost
+""".strip().splitlines()
+
+
+def test_the_likely_cause() -> None:
+    """PyTorch for ROCm has some texts of CUDA too, so that the advice must do for both."""
+    for text, hint in (*OF_HIP, *OF_CUDA):
+        explained = causes.likely_cause(RuntimeError(text))
+        assert hint in explained
+        assert bool(explained) is bool(hint)
+        assert "spawn" not in explained or "fork" in text
+        if (text, hint) in OF_HIP:
+            assert "nvidia" not in explained.lower()
+            assert "CUDA" not in explained
+    assert "ROCm" in causes.likely_cause(AssertionError("Torch not compiled with CUDA enabled"))
+    assert "nvidia" not in causes.likely_cause(RuntimeError("Out of memory while trying to allocate"))
+
+
+def test_which_errors_speak_of_the_gpu() -> None:
+    texts = {*dict(OF_HIP), *dict(OF_CUDA), *OF_THE_GPU}
+    assert {text for text in texts if causes.blames_gpu(RuntimeError(text))} == set(OF_THE_GPU)
+    wrapped = PlaceholderError("X could not hold CUDA device 0; the GPU is lost? uncorrectable ECC?")
+    for text in (OF_THE_GPU[0], "list index out of range"):
+        wrapped.__cause__ = RuntimeError(text)
+        assert causes.blames_gpu(wrapped) is (text in OF_THE_GPU)
+    # A rival that is seen explains an unavailable GPU, but no broken one.
+    assert not causes.blames_gpu(RuntimeError("CUDA_ERROR_DEVICE_UNAVAILABLE"), rivals=True)
+    assert causes.blames_gpu(RuntimeError("CUDA_ERROR_ECC_UNCORRECTABLE"), rivals=True)

@@ -5,19 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import UnsatisfiableRequestError
-from ..gpus.devices import MIG_IS_ON, Gpu, GpuVerdict, Holder, HostSnapshot
+from ..gpus.devices import MIG_IS_ON, Gpu, GpuVerdict, Holder, HostSnapshot, VisibleLimit
 from ..gpus.vendors import VENDORS
 from ..wording import text as style
 from ..wording.text import gpu_ranges, grouped, plural
 from .request import Selection, linked
 from .values import is_index, unknown_names
 from .verdicts import DEFAULT_RULES, UNWATCHABLE, Rules, fence_hint, judge, why_outside, why_unusable
-
-if TYPE_CHECKING:
-    from ..gpus.devices import VisibleLimit
 
 
 def candidates(

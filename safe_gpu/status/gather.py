@@ -24,13 +24,13 @@ from ..coordination.state_dir import remover_of, state_dir_path
 from ..coordination.turns import turn_of
 from ..drivers import open_drivers
 from ..errors import NoDriverError, StateDirError
-from ..gpus.devices import MOST_SHARERS, Gpu, GpuProcess, Holder, HostSnapshot, ProcessKind, vendor_of
+from ..gpus.devices import MOST_SHARERS, Gpu, GpuProcess, Holder, HostSnapshot, ProcessKind, recent_faults, vendor_of
 from ..host import procfs
 from ..host.procfs import user_name
 from ..runtimes.visible_devices import stale_indices
 from ..selection.request import Selection
 from ..selection.sharing import promised, used_by_sharers
-from ..selection.verdicts import Rules, has_mps_clients, judge, recent_faults, room_for_shares, users_of, why_last
+from ..selection.verdicts import Rules, has_mps_clients, judge, room_for_shares, users_of
 from ..settings import config as policy
 from ..settings.config import Limits
 from ..settings.variables import existing_policy
@@ -271,7 +271,7 @@ def _gpus(snapshot: HostSnapshot, found: HostFacts, limits: Mapping[int, Limits]
     mps_clients = has_mps_clients(snapshot)
     for verdict, (claim, inside) in zip(verdicts, held, strict=True):
         gpu, state, drained = verdict.gpu, verdict.state, rules.why_drained(verdict.gpu)
-        fault = why_last(found.faults[gpu.uuid]) if gpu.uuid in found.faults else ""
+        fault = found.faults[gpu.uuid].why_last if gpu.uuid in found.faults else ""
         if claim is not None and drained:
             fault = drained
         remarks = [claim.note, "stopped (a suspended job?)" * claim.stopped] if claim else []

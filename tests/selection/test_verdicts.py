@@ -17,12 +17,13 @@ from safe_gpu.gpus.devices import (
     HostSnapshot,
     ProcessKind,
     VisibleLimit,
+    recent_faults,
 )
 from safe_gpu.runtimes import visible_devices as visibility
 from safe_gpu.selection.choice import can_be_met_by_releases, candidates, check_possible
 from safe_gpu.selection.request import Selection, parse_request
 from safe_gpu.selection.values import model_pattern, names_device, unknown_names
-from safe_gpu.selection.verdicts import fence_hint, how_misread, judge, recent_faults, why_last
+from safe_gpu.selection.verdicts import fence_hint, how_misread, judge
 
 GIB = 1 << 30
 ANY = Selection()
@@ -320,4 +321,4 @@ def test_a_note_counts_for_a_day() -> None:
 
 def test_people_read_until_when_and_why() -> None:
     until = time.strftime("%a %H:%M", time.localtime(1000 + DAY))
-    assert why_last(GpuFault(1000.0, "ECC")) == f"taken last until {until}, since a claim failed on it: ECC"
+    assert GpuFault(1000.0, "ECC").why_last == f"taken last until {until}, since a claim failed on it: ECC"

@@ -62,15 +62,16 @@ def do_affinity(options: argparse.Namespace) -> int:
     with opened_driver() as driver:
         topology = read_topology(None, driver)
         mask = usable_cpus(topology) if options.allowed is None else options.allowed & topology.cpus
-        shown = None
+        shown = [gpu.index for gpu in topology.gpus]
         if options.gpu is not None or options.ordinal is not None:
             shown = [gpu.index for gpu in named(options.gpu, options.ordinal, driver.snapshot(), os.environ).gpus]
     # What a claim of each GPU alone is bound to.
-    shares = [claim_shares(topology, modes, [gpu.index], mask).shares[gpu.index] for gpu in topology.gpus]
+    alone = {gpu: claim_shares(topology, modes, [gpu.index], mask).shares[gpu.index] for gpu in topology.gpus}
+    shares = {gpu: cpus for gpu, cpus in alone.items() if gpu.index in shown}
     if options.json:
-        print_json(affinity_json(topology, modes, shares, shown))
+        print_json(affinity_json(topology, modes, shares))
         return 0
-    print_lines(affinity_table(topology, modes, shares, shown))
+    print_lines(affinity_table(topology, modes, shares))
     print_lines(f"\n{node_table(topology)}")
     return 0
 

@@ -246,7 +246,7 @@ def _near(
     if options is None and wishes.memory is None:
         return places
     try:
-        there = near(gpus, driver, options, None, mask=os.sched_getaffinity(0))
+        there = near(gpus, driver, options, None, os.sched_getaffinity(0))
     except GPUAffinityError:
         if options is not None and options.mode == "node" and wishes.memory is None:  # the default: no reason to fail
             return places

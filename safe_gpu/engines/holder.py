@@ -166,20 +166,9 @@ class HolderProcess:
         for gpu in owner.gpus:
             cores, numa_node = places[gpu.index]
             shown = render_visible([gpu], visible_as=wishes.visible_as, snapshot=snapshot, environ=inherited)
-            held.append(
-                ClusterGpu(
-                    "",
-                    "",
-                    gpu.index,
-                    gpu.uuid,
-                    frozenset().union(*cores),
-                    cores,
-                    numa_node,
-                    vendor=snapshot.vendor,
-                    environment={**shown, **more},
-                    inherited_position=order.index(gpu.uuid) if gpu.uuid in order else None,
-                )
-            )
+            cpus, position = frozenset[int]().union(*cores), order.index(gpu.uuid) if gpu.uuid in order else None
+            place = (cpus, cores, numa_node, snapshot.vendor, {**shown, **more}, position)
+            held.append(ClusterGpu("", "", gpu.index, gpu.uuid, *place))
         return tuple(sorted(held, key=lambda gpu: (gpu.index, gpu.uuid)))
 
     def release(self) -> None:

@@ -180,17 +180,8 @@ class Gpu(NamedTuple):
 
     def unreachable(self, reason: str, *, lost: bool = True) -> "Gpu":
         """Return the record of this device while nothing but its identity is known."""
-        return Gpu(
-            *self[:5],
-            processes=None,
-            process_error=reason,
-            unusable=reason,
-            lost=lost,
-            mig_parent=self.mig_parent,
-            mig_instance=self.mig_instance,
-            vendor=self.vendor,
-            tiles=self.tiles,
-        )
+        kept = {name: getattr(self, name) for name in ("mig_parent", "mig_instance", "vendor", "tiles")}
+        return Gpu(*self[:5], processes=None, process_error=reason, unusable=reason, lost=lost, **kept)
 
 
 class HostSnapshot(NamedTuple):

@@ -67,11 +67,8 @@ def check_possible(
     reasons = {gpu: _why_never(gpu, snapshot, request, None, rules) for gpu in snapshot.gpus}
     left = [gpu for gpu in reasons if not reasons[gpu]]
     problem = _too_few(request.nb_gpus, left, snapshot, reasons) or _too_far_apart(request, left)
-    if (
-        not problem
-        and visible_limit is not None
-        and not fits(request, [gpu for gpu in left if gpu.uuid in visible_limit])
-    ):
+    inside = left if visible_limit is None else [gpu for gpu in left if gpu.uuid in visible_limit]
+    if not problem and visible_limit is not None and not fits(request, inside):
         holders = claimed()
         hint = fence_hint(judge(snapshot, request, claimed=holders, rules=rules), visible_limit)
         way_out = f", or set {visible_limit.lift} to disregard the variable" if visible_limit.lift else ""
@@ -148,12 +145,8 @@ def can_be_met_by_releases(
         verdicts: of every device, judged for this request without a visible limit.
         leaving: UUIDs of devices that are busy only with the processes of a claim that has just ended.
     """
-    coming = [
-        verdict.gpu
-        for verdict in verdicts
-        if verdict.gpu.uuid in candidate_uuids
-        and (verdict.free or verdict.state == "claimed" or verdict.gpu.uuid in leaving)
-    ]
+    possible = (verdict for verdict in verdicts if verdict.gpu.uuid in candidate_uuids)
+    coming = [one.gpu for one in possible if one.free or one.state == "claimed" or one.gpu.uuid in leaving]
     return fits(request, coming)
 
 

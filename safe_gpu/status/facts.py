@@ -240,20 +240,14 @@ FREE = ("free", "display")
 
 def of_user(status: HostStatus, user: str) -> HostStatus:
     """Return the status with only the GPUs that a user has claimed or computes on, and that user's waiters."""
-    return replace(
-        status,
-        gpus=tuple(one for one in status.gpus if _concerns(one, user)),
-        queue=tuple(one for one in status.queue if one.user == user),
-    )
+    gpus = tuple(one for one in status.gpus if _concerns(one, user))
+    return replace(status, gpus=gpus, queue=tuple(one for one in status.queue if one.user == user))
 
 
 def of_vendor(status: HostStatus, vendor: str) -> HostStatus:
     """Return the status with only the GPUs of a vendor, named by their indices alone, and the waiters for them."""
-    return replace(
-        status,
-        gpus=tuple(replace(one, prefix="") for one in status.gpus if one.gpu.vendor == vendor),
-        queue=tuple(one for one in status.queue if one.vendor in (vendor, None)),
-    )
+    gpus = tuple(replace(one, prefix="") for one in status.gpus if one.gpu.vendor == vendor)
+    return replace(status, gpus=gpus, queue=tuple(one for one in status.queue if one.vendor in (vendor, None)))
 
 
 def _concerns(one: GpuStatus, user: str) -> bool:

@@ -75,16 +75,12 @@ def figures_of(status: Document, now: float) -> Figures:
         short_age(now - min(since)) if since else "",
         ", ".join(f"{user} {round(number, 2):g}" for user, number in held.most_common()),
     )
-    broken = [one for one in gpus if one["state"] == "unusable" and one["state_shown"] != "drained"]
-    return Figures(
-        free,
-        len(gpus),
-        waiting,
-        printable(", ".join(dict.fromkeys(one["user"] or "?" for one in status["queue"]))),
-        dict(zip(TITLES, map(printable, cells), strict=True)),
-        tuple(printable(f"GPU {one['index']}: {one['reason']}") for one in broken),
-        repr((status["host"], status["state_dir"], *(one["uuid"] for one in gpus))),
-    )
+    waiters = printable(", ".join(dict.fromkeys(one["user"] or "?" for one in status["queue"])))
+    shown = dict(zip(TITLES, map(printable, cells), strict=True))
+    unusable = [one for one in gpus if one["state"] == "unusable" and one["state_shown"] != "drained"]
+    broken = tuple(printable(f"GPU {one['index']}: {one['reason']}") for one in unusable)
+    identity = repr((status["host"], status["state_dir"], *(one["uuid"] for one in gpus)))
+    return Figures(free, len(gpus), waiting, waiters, shown, broken, identity)
 
 
 _LONGEST = 500  # characters of a text: anybody may have written it

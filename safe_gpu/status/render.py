@@ -14,12 +14,9 @@ from ..wording.text import GAP, Column, cut, format_age, format_bytes, gpu_range
 from .facts import FREE, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
 
 _COLORS = {
-    "free": "green",
-    "display": "green",
-    "claimed": "cyan",
-    "shared": "cyan",
-    "idle": "yellow",
-    "at risk": "yellow",
+    **dict.fromkeys(("free", "display"), "green"),
+    **dict.fromkeys(("claimed", "shared"), "cyan"),
+    **dict.fromkeys(("idle", "at risk"), "yellow"),
     "drained": "magenta",
     "busy": "red",
 }

@@ -230,7 +230,7 @@ _PATHS = ("SAFE_GPU_DIR", "SAFE_GPU_FSROOT", "SAFE_GPU_SIMULATED_DIR", f"{_FOR_T
 
 
 def _risks_for_root(environ: Mapping[str, str]) -> list[str]:
-    given = [name for name in _PATHS if environ.get(name, "").startswith("/") and environ[name] not in _trusted]
+    given = [name for name in _PATHS if environ.get(name, "").startswith("/")]
     if not given or not is_root():
         return []
     return [
@@ -241,12 +241,8 @@ def _risks_for_root(environ: Mapping[str, str]) -> list[str]:
     ]
 
 
-_trusted: set[str] = set()  # every claim asks
-
-
+@cache  # every claim asks
 def _is_risk(path: str) -> bool:
     """Return whether others can change what a path means, or, where it does not exist yet, make it."""
-    if not others_can_change(path):
-        _trusted.add(path)
-        return False
-    return os.path.lexists(path) or bool(others_can_change(os.path.dirname(path.rstrip("/"))))
+    there = path if os.path.lexists(path) else os.path.dirname(path.rstrip("/"))
+    return bool(others_can_change(path) and others_can_change(there))

@@ -23,7 +23,7 @@ from ..coordination.queue import TicketRequest, waiting_tickets
 from ..coordination.state_dir import remover_of, state_dir_path
 from ..coordination.turns import turn_of
 from ..drivers import open_drivers
-from ..errors import NoDriverError, StateDirError
+from ..errors import NoDriverError, PolicyError, StateDirError
 from ..gpus.devices import MOST_SHARERS, Gpu, GpuProcess, Holder, HostSnapshot, ProcessKind, recent_faults, vendor_of
 from ..host import procfs
 from ..host.procfs import user_name
@@ -236,8 +236,9 @@ def _limits_of(uids: Iterable[int]) -> dict[int, Limits]:
 
     A file that is ignored or broken counts as none: claims and ``safe-gpu policy`` report it.
     """
-    path = existing_policy(os.environ)
-    rules = policy.if_readable(path) if path is not None else None
+    path, rules = existing_policy(os.environ), None
+    with suppress(PolicyError):
+        rules = policy.read(path)[0] if path is not None else None
     return {} if rules is None else {uid: policy.limits_of_user(rules, uid) for uid in uids if uid >= 0}
 
 

@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from ..gpus.vendors import FIRST, VENDORS
@@ -17,19 +18,13 @@ def is_number(text: str) -> bool:
     return text.isdecimal() and text.isascii() and len(text) < 10
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """A formatter that knows its width: argparse makes one for every option and would import shutil for it."""
-
-    def __init__(self, prog: str, **options: Any) -> None:
-        super().__init__(prog, **{"width": min(columns(), 80) - 2, **options})
-
-
 class Parser(argparse.ArgumentParser):
     """argparse, with ``-5s`` taken for the value that it is, no abbreviations, and suggestions for what is unknown."""
 
     def __init__(self, **options: Any) -> None:
-        options.update(formatter_class=_Formatter, allow_abbrev=False)
-        super().__init__(**options)
+        # argparse makes a formatter for every option, and would import shutil for its width.
+        formatter = partial(argparse.RawDescriptionHelpFormatter, width=min(columns(), 80) - 2)
+        super().__init__(**options, formatter_class=formatter, allow_abbrev=False)
         self._negative_number_matcher = re.compile(r"-([0-9.].*|inf)$")
 
     def error(self, message: str) -> NoReturn:

@@ -50,10 +50,8 @@ class Rules(NamedTuple):
             UnsatisfiableRequestError: ``SAFE_GPU_UNEXPLAINED_MEMORY`` is not a size.
         """
         limit = host_setting("unexplained_memory", MEMORY_VARIABLE, environ)
-        return cls(
-            max(parse_size(limit, MEMORY_VARIABLE), LEAST_LIMIT) if limit else None,
-            environ.get("SAFE_GPU_PROCESS_LIST") == "optional",
-        )
+        size = parse_size(limit, MEMORY_VARIABLE) if limit else None
+        return cls(size, environ.get("SAFE_GPU_PROCESS_LIST") == "optional")
 
 
 DEFAULT_RULES = Rules()

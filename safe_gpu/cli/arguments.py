@@ -55,12 +55,10 @@ class Parser(argparse.ArgumentParser):
             given = " ".join([*action.option_strings[-1:], quote(str(value))])
             self.error(f"{given} is not possible: {meant}choose from {', '.join(choices)}")
 
-    def parse_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> argparse.Namespace:
-        options, unknown = self.parse_known_args(args, namespace)
+    def parse_args(self, args: Sequence[str]) -> argparse.Namespace:  # type: ignore[override]
+        options, unknown = self.parse_known_args(args)
         if unknown:
-            _, _, after = " ".join(args or ()).partition(f"{unknown[0]} ")
+            _, _, after = " ".join(args).partition(f"{unknown[0]} ")
             self.error(unknown_argument(unknown[0], self.names(), after))
         return options
 

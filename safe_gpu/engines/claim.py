@@ -25,14 +25,7 @@ from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
-from ..errors import (
-    ClaimTimeout,
-    HolderLostError,
-    NotEnoughGpusError,
-    SafeGpuError,
-    UnsatisfiableRequestError,
-    package_logger,
-)
+from ..errors import ClaimTimeout, HolderLostError, NotEnoughGpusError, SafeGpuError, UnsatisfiableRequestError
 from .connection import Holder
 from .holder import ClusterGpu, HostReport
 
@@ -251,7 +244,7 @@ def claim_through(
         if lost is not None and len(reports) < nodes:  # a holder that did not start is left out if enough others did
             raise lost
         claimers = _best(reports, nodes, gpus_per_node)
-        on_wait = partial((logger or package_logger()).info, "Waiting for GPUs on %s: %s")
+        on_wait = partial(logger.info, "Waiting for GPUs on %s: %s") if logger is not None else None
         held: dict[ClusterGpu, Any] = {}
         for claimer, grant in zip(claimers, claim_on_all(claimers, timeout, on_wait=on_wait, clock=clock), strict=True):
             for nth, gpu in enumerate(grant):

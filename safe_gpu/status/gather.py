@@ -36,7 +36,7 @@ from ..settings.config import Limits
 from ..settings.variables import existing_policy
 from ..wording.text import left_behind
 from .facts import GpuStatus, HostStatus, ProcessStatus, WaiterStatus
-from .starts import AtLimit, at_limits, expected_starts
+from .starts import AtLimit, Moments, at_limits, expected_starts
 
 
 class HostFacts:
@@ -217,10 +217,7 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
         state_dir=path,
         taken_at=now,
         gpus=tuple(gpus),
-        queue=tuple(
-            _waiter(place, ticket, found.processes, moments, limited.get(ticket.name))
-            for place, (ticket, moments) in enumerate(zip(tickets, starts, strict=True), 1)
-        ),
+        queue=tuple(_waiters(found, starts, limited)),
         warnings=tuple(found.warnings),
         shift=_shift(snapshots, found.claims),
         doubt=next((snapshot.doubt for snapshot in snapshots if snapshot.doubt), ""),
@@ -367,32 +364,27 @@ def _process(process: GpuProcess, processes: ProcessTable) -> ProcessStatus:
     return ProcessStatus(process.pid, user, command or process.name, process.kind, process.memory_used)
 
 
-def _waiter(
-    position: int,
-    ticket: Entry,
-    processes: ProcessTable,
-    moments: tuple[float | None, float | None],
-    limit: AtLimit | None,
-) -> WaiterStatus:
-    request = TicketRequest.of(ticket)
-    pid = ticket.pid if lives_here(ticket) else processes.heir_of(ticket)
-    namespace = procfs.namespace_text(ticket.pidns or None)
-    note = _place(namespace, ticket, pid) if namespace else ""
-    vendors = set(map(vendor_of, request.gpus))
-    return WaiterStatus(
-        position,
-        pid,
-        user_name(ticket.uid) if ticket.uid >= 0 else None,
-        request.nb_gpus,
-        ticket.since,
-        share=Selection.from_ticket(1, request.conditions)[0].share,
-        stopped=pid is not None and processes.is_stopped(pid),
-        note=note or ("its process cannot be seen from here" if pid is None else ""),
-        hold_for=request.hold_for,
-        expected_start=moments[0],
-        earliest_start=moments[1],
-        vendor=vendors.pop() if len(vendors) == 1 else None,
-        job=ticket.job or None,
-        limit=None if limit is None else (limit.held, limit.most),
-        turn=turn_of(ticket),
-    )
+def _waiters(found: HostFacts, starts: Iterable[Moments], limited: Mapping[str, AtLimit]) -> Iterator[WaiterStatus]:
+    for position, (ticket, (start, earliest)) in enumerate(zip(found.tickets, starts, strict=True), 1):
+        request, limit = TicketRequest.of(ticket), limited.get(ticket.name)
+        pid = ticket.pid if lives_here(ticket) else found.processes.heir_of(ticket)
+        namespace = procfs.namespace_text(ticket.pidns or None)
+        note = _place(namespace, ticket, pid) if namespace else ""
+        vendors = set(map(vendor_of, request.gpus))
+        yield WaiterStatus(
+            position,
+            pid,
+            user_name(ticket.uid) if ticket.uid >= 0 else None,
+            request.nb_gpus,
+            ticket.since,
+            share=Selection.from_ticket(1, request.conditions)[0].share,
+            stopped=pid is not None and found.processes.is_stopped(pid),
+            note=note or ("its process cannot be seen from here" if pid is None else ""),
+            hold_for=request.hold_for,
+            expected_start=start,
+            earliest_start=earliest,
+            vendor=vendors.pop() if len(vendors) == 1 else None,
+            job=ticket.job or None,
+            limit=None if limit is None else (limit.held, limit.most),
+            turn=turn_of(ticket),
+        )

@@ -121,25 +121,15 @@ def table(caption: str, titles: Sequence[str], rows: Sequence[Mapping[str, str]]
     def cell(title: str, text: str, tag: str, role: str, **scope: str) -> Markup:
         return element(tag, text, role=role, class_=title.lower().replace("#", "place").replace(" ", "-"), **scope)
 
-    first, *others = shown = [title for title in titles if any(row.get(title) for row in rows)]
-    head = (cell(title, title, "th", "columnheader", scope="col") for title in shown)
-    body = [
-        element(
-            "tr",
-            cell(first, row.get(first, ""), "th", "rowheader", scope="row"),
-            *(cell(title, row.get(title, ""), "td", "cell") for title in others),
-            role="row",
-        )
-        for row in rows
-    ]
-    return element(
-        "table",
-        element("caption", caption),
-        element("thead", element("tr", *head, role="row"), role="rowgroup"),
-        element("tbody", *body, role="rowgroup"),
-        role="table",
-        class_=kind,
-    )
+    def line(row: Mapping[str, str]) -> Markup:
+        others = (cell(title, row.get(title, ""), "td", "cell") for title in shown[1:])
+        return element("tr", cell(shown[0], row.get(shown[0], ""), "th", "rowheader", scope="row"), *others, role="row")
+
+    shown = [title for title in titles if any(row.get(title) for row in rows)]
+    heads = (cell(title, title, "th", "columnheader", scope="col") for title in shown)
+    head = element("thead", element("tr", *heads, role="row"), role="rowgroup")
+    body = element("tbody", *map(line, rows), role="rowgroup")
+    return element("table", element("caption", caption), head, body, role="table", class_=kind)
 
 
 def when(moment: float | None, now: float) -> str:
@@ -228,30 +218,18 @@ def _status_of(document: Document, now: float) -> HostStatus:
         reasons = [reason.partition(", since a claim failed")[0] for reason in one["reason"].split("; ")]
         told = "; ".join(reason for reason in reasons if reason.startswith(_TOLD) or not in_use)
         shares = [record(Holder, each) for each in one["shares"]]
-        return record(
-            GpuStatus,
-            one,
-            gpu=record(Gpu, one, index=one["label"], processes=()),
-            claim=Holder.of_sharers(shares) if shares else one["claim"] and record(Holder, one["claim"]),
-            processes=tuple(record(ProcessStatus, each) for each in one["processes"]),
-            reason=told,
-            fault=told,
-            idle=shown == "idle",
-            idle_report_after=0.0 if shown == "idle" else None,
-            drained=shown == "drained",
-        )
+        claim = Holder.of_sharers(shares) if shares else one["claim"] and record(Holder, one["claim"])
+        processes = tuple(record(ProcessStatus, each) for each in one["processes"])
+        facts = {"claim": claim, "processes": processes, "reason": told, "fault": told, "drained": shown == "drained"}
+        facts |= {"idle": True, "idle_report_after": 0.0} if shown == "idle" else {"idle": False}
+        return record(GpuStatus, one, gpu=record(Gpu, one, index=one["label"], processes=()), **facts)
 
-    return record(
-        HostStatus,
-        document,
-        taken_at=now,
-        gpus=tuple(map(gpu, document["gpus"])),
-        queue=tuple(record(WaiterStatus, one) for one in document["queue"]),
-        windows=tuple(
-            Window(one["from"], one["until"], tuple(one["gpus"]), one["for"] or "", one["reason"], one["by"])
-            for one in document["windows"]
-        ),
-    )
+    def window(one: Document) -> Window:
+        return Window(one["from"], one["until"], tuple(one["gpus"]), one["for"] or "", one["reason"], one["by"])
+
+    queue = tuple(record(WaiterStatus, one) for one in document["queue"])
+    gpus, windows = tuple(map(gpu, document["gpus"])), tuple(map(window, document["windows"]))
+    return record(HostStatus, document, taken_at=now, gpus=gpus, queue=queue, windows=windows)
 
 
 _MOST_USERS = 12  # that are listed, those with the most GPU-hours

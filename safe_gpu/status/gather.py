@@ -277,19 +277,14 @@ def _gpus(snapshot: HostSnapshot, found: HostFacts, limits: Mapping[int, Limits]
         if state == "free" and found.warnings:
             reasons = ["the driver shows no process on it; whether it is claimed is not known"]
         family = [] if claim is None else [*claim.each, *filter(None, [inside])]
-        yield GpuStatus(
-            gpu,
-            state,
-            idle=claim is not None and _is_idle(gpu, family, processes, mps_clients),
-            reason="; ".join(filter(None, reasons)),
-            claim=claim,
-            inside=inside,
-            processes=tuple(_process(process, processes) for process in gpu.processes or ()),
-            fault=fault,
-            idle_report_after=report_after(limits.get(claim.uid)) if claim else None,
-            share_free=_share_free(gpu, claim.sharers, found, rules) if claim and claim.sharers else None,
-            drained=bool(drained),
-        )
+        idle = claim is not None and _is_idle(gpu, family, processes, mps_clients)
+        reason = "; ".join(filter(None, reasons))
+        shown = tuple(_process(process, processes) for process in gpu.processes or ())
+        one = GpuStatus(gpu, state, idle, reason, claim, inside, shown, fault, drained=bool(drained))
+        if claim is not None:
+            free = _share_free(gpu, claim.sharers, found, rules) if claim.sharers else None
+            one = replace(one, idle_report_after=report_after(limits.get(claim.uid)), share_free=free)
+        yield one
 
 
 def _share_free(gpu: Gpu, sharers: Sequence[Holder], found: HostFacts, rules: Rules) -> int:

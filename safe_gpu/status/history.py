@@ -107,8 +107,7 @@ class PastClaim(NamedTuple):
         """
         begin = max(self.since, self.not_before, since)
         last = until if self.running or self.ended is None else min(self.ended, until)
-        sure = until if self.running else min(self.seen, until)
-        return begin, max(begin, sure), max(begin, last)
+        return begin, max(begin, until if self.running else min(self.seen, until)), max(begin, last)
 
     def overlaps(self, since: float, until: float) -> bool:
         """Return whether it may have held GPUs in this time."""

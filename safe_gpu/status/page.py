@@ -266,31 +266,22 @@ def render_page(hosts: Mapping[str, Any], *, now: float, every: float, use: Mapp
         parts.append(element("section", head, part, id=f"host-{number}", aria_label=name))
     title = f"{plural(len(hosts), 'host') if several else first}: {free} of {plural(gpus)} free"
     of_whom = f"The last day's use is that of {', '.join(use)}, where the page is made. " if several and use else ""
-    return _PAGE.substitute(
-        now=f"{now:.0f}",
-        every=f"{every:g}",
-        after=f"{3 * every:g}",
-        age=format_age(every),
-        nonce=token_urlsafe(),  # what a name that slipped in as markup could not know
-        title=joined(title),
-        made=element("time", time.strftime("%a %Y-%m-%d %H:%M %Z", time.localtime(now))),
-        main=joined(table("Hosts", ("Host", *TITLES), rows, "hosts") if several else "", *parts),
-        footer=joined(of_whom, f"safe-gpu {__version__}"),
-    )
+    times = {"now": f"{now:.0f}", "every": f"{every:g}", "after": f"{3 * every:g}", "age": format_age(every)}
+    made = element("time", time.strftime("%a %Y-%m-%d %H:%M %Z", time.localtime(now)))
+    main = joined(table("Hosts", ("Host", *TITLES), rows, "hosts") if several else "", *parts)
+    nonce = token_urlsafe()  # what a name that slipped in as markup could not know
+    footer = joined(of_whom, f"safe-gpu {__version__}")
+    return _PAGE.substitute(times, nonce=nonce, title=joined(title), made=made, main=main, footer=footer)
 
 
 def _use(users: Sequence[ReportRow], gpus: int) -> Markup:
     """Return what the users of that many GPUs have had of them in a day."""
     largest = max((row.gpu_hours_most for row in users), default=0.0) or 1.0
-    rows = [
-        {
-            "User": row.key,
-            "Claims": str(row.claims),
-            "GPU-hours": joined(bar(row.gpu_hours_most / largest), hours(row.gpu_hours_least, row.gpu_hours_most)),
-            "Mean wait": "" if row.wait_mean is None else short_age(row.wait_mean),
-        }
-        for row in users[:_MOST_USERS]
-    ]
+    rows = []
+    for row in users[:_MOST_USERS]:
+        used = joined(bar(row.gpu_hours_most / largest), hours(row.gpu_hours_least, row.gpu_hours_most))
+        wait = "" if row.wait_mean is None else short_age(row.wait_mean)
+        rows.append(dict(zip(_USER, (row.key, str(row.claims), used, wait), strict=True)))
     others = [f"and {plural(len(users) - len(rows), 'user')} with less"] * (len(users) > len(rows))
     total = sum(row.gpu_hours_most for row in users)
     title = element("h3", f"The last day: {total:.0f} of {24 * gpus} GPU-hours claimed")

@@ -6,6 +6,7 @@ Labels are named as NVIDIA's DCGM exporter names them (``gpu``, ``UUID``), so th
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 from ..gpus.devices import Holder
@@ -362,9 +363,7 @@ def _queue(status: HostStatus, width: int, color: bool, verbose: bool, most_of_u
 def _alike(queue: Sequence[WaiterStatus], verbose: bool) -> list[list[WaiterStatus]]:
     """Group successive waiters of one user that want the same, unless they are few."""
     found: list[list[WaiterStatus]] = []
-    for _, one in groupby(
-        queue, lambda one: (one.user, one.nb_gpus, one.share, one.vendor, one.limit, one.stopped, one.note)
-    ):
+    for _, one in groupby(queue, attrgetter("user", "nb_gpus", "share", "vendor", "limit", "stopped", "note")):
         alike = list(one)
         apart = verbose or len(alike) < _LEAST_ALIKE or alike[0].stopped or alike[0].note
         found += [[waiter] for waiter in alike] if apart else [alike]

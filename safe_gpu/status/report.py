@@ -42,9 +42,7 @@ class ReportRow(NamedTuple):
     wait_95: float | None
 
 
-def report(
-    claims: Sequence[PastClaim], gpus: Collection[str], host: str, since: float, until: float
-) -> Iterator[ReportRow]:
+def report(claims: list[PastClaim], gpus: Sequence[str], host: str, since: float, until: float) -> Iterator[ReportRow]:
     """Return the rows by user, by week and by host.
 
     Args:

@@ -86,8 +86,7 @@ def _titled(indices: Sequence[int]) -> str:
 
 def memory_nodes(topology: HostTopology, gpus: Iterable[int]) -> frozenset[int]:
     """Return the NUMA nodes of some GPUs, for a memory policy; a GPU whose node is unknown adds none."""
-    nodes = (topology.node_of(topology.gpu(index)) for index in gpus)
-    return frozenset(node for node in nodes if node is not None)
+    return frozenset(node for index in gpus if (node := topology.node_of(topology.gpu(index))) is not None)
 
 
 def with_memory(topology: HostTopology, nodes: Iterable[int]) -> tuple[frozenset[int], list[str]]:

@@ -122,9 +122,7 @@ def _refusal(prefix: tuple[str, ...], path: str | None) -> str:
     return f"{' '.join(prefix)} fails here: {said or f'exit code {code}'}"
 
 
-def numactl_options(
-    cpus: frozenset[int] | None, nodes: frozenset[int] = frozenset(), memory: str | None = None
-) -> list[str]:
+def numactl_options(cpus: frozenset[int] | None, nodes: frozenset[int], memory: str | None) -> list[str]:
     """Return the options of numactl(8) for a share (None is none) and a memory policy.
 
     Raises:

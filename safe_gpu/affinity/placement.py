@@ -151,8 +151,7 @@ class PlacementReport:
         """Return the report as JSON values: CPU and node sets as kernel lists ("0-3,8"), the keys of ``memory`` as
         strings."""
         processes = [
-            {**asdict(process), "matches": process.matches, "memory_matches": process.memory_matches}
-            for process in self.processes
+            {**asdict(one), "matches": one.matches, "memory_matches": one.memory_matches} for one in self.processes
         ]
         report = {"matches": self.matches, "processes": processes, "notes": self.notes}
         plain: dict[str, Any] = json.loads(json.dumps(report, default=format_cpulist))

@@ -347,11 +347,9 @@ def _refuse_if_used(path: str) -> None:
     claimed, waiters = in_use(path)
     if claimed or waiters:
         found = claimed + [plural(waiters, "waiter")] * bool(waiters)
-        raise CommandError(
-            f"GPUs are claimed or waited for in {path}: {', '.join(found)}: keep new claims off with safe-gpu drain, "
-            "and try again later",
-            code=EX_TRY_AGAIN,
-        )
+        used = f"GPUs are claimed or waited for in {path}: {', '.join(found)}"
+        way_out = "keep new claims off with safe-gpu drain, and try again later"
+        raise CommandError(f"{used}: {way_out}", code=EX_TRY_AGAIN)
 
 
 def _make(path: str, others: set[str], act: bool) -> Iterator[str]:
@@ -418,8 +416,7 @@ RULE = "/etc/tmpfiles.d/safe-gpu.conf"
 
 def rule_text(state_dir: str) -> str:
     """Return the rule of tmpfiles.d(5)."""
-    directories = (state_dir, *(f"{state_dir}/{part}" for part in PARTS))
-    lines = [f"d {one} 1777 root root -\n" for one in directories]
+    lines = [f"d {one} 1777 root root -\n" for one in (state_dir, *(f"{state_dir}/{part}" for part in PARTS))]
     return "".join([*lines, f"f {state_dir}/{HOST_LOCK} 0666 root root -\n"]).replace("%", "%%")
 
 

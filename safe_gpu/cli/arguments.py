@@ -226,9 +226,8 @@ def unknown_command(word: str, commands: Sequence[str]) -> str:
         return f"{text}: a GPU is given back when its process ends: kill PID, which safe-gpu status -v shows"
     if meant := _MEANT.get(word.lower()) or _similar(word, commands):
         return f"{text}: did you mean safe-gpu {meant}?"
-    return f"{text}: " + (
-        f"to run it on a GPU, write safe-gpu run -- {word}" if which(word) else f"choose from {', '.join(commands)}"
-    )
+    hint = f"to run it on a GPU, write safe-gpu run -- {word}" if which(word) else f"choose from {', '.join(commands)}"
+    return f"{text}: {hint}"
 
 
 def unknown_argument(word: str, known: Sequence[str], after: str = "") -> str:

@@ -10,7 +10,7 @@ from .output import columns, in_color, print_json, print_lines
 
 def configure_affinity(parser: argparse.ArgumentParser) -> None:
     """Set its options."""
-    from ..affinity.options import MODES, parse_cpus
+    from ..affinity.options import MODES, MULTITHREADING, SCOPES, parse_cpus
 
     parser.description = "Show the CPUs that a claim of each GPU is bound to, or where a process runs."
     parser.epilog = """examples:
@@ -18,9 +18,8 @@ def configure_affinity(parser: argparse.ArgumentParser) -> None:
   safe-gpu affinity --of $(pgrep -n python) --gpu 3"""
     add = parser.add_argument
     add("--mode", choices=MODES, default="node", metavar="M", help=f"one of {', '.join(MODES)}")
-    add("--scope", choices=("node", "socket"), default="node", help="for the modes of gpu_affinity")
-    threads = ("all_logical", "single_logical")
-    add("--multithreading", choices=threads, default=threads[0], help="for the modes of gpu_affinity")
+    add("--scope", choices=SCOPES, default="node", help="for the modes of gpu_affinity")
+    add("--multithreading", choices=MULTITHREADING, default=MULTITHREADING[0], help="for the modes of gpu_affinity")
     add("--no-balanced", dest="balanced", action="store_false", help="let the GPUs' shares differ in size")
     cores, each = whole_number("cores", 1), "N physical cores for each GPU"
     add("--min-cores", dest="min_physical_cores", type=cores, default=1, metavar="N", help=f"at least {each}")

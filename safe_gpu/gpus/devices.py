@@ -175,8 +175,7 @@ class Gpu(NamedTuple):
     @property
     def draws(self) -> bool:
         """Whether a display or a graphics process is on it. Such a GPU is taken last."""
-        processes = self.processes or ()
-        return self.display_active or ProcessKind.GRAPHICS in [process.kind for process in processes]
+        return self.display_active or ProcessKind.GRAPHICS in [process.kind for process in self.processes or ()]
 
     def unreachable(self, reason: str, *, lost: bool = True) -> "Gpu":
         """Return the record of this device while nothing but its identity is known."""

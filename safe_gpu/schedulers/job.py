@@ -223,13 +223,9 @@ def _flux(environ: Mapping[str, str]) -> JobContext | None:
         return None
     tasks, hosts = count(environ, "FLUX_JOB_SIZE"), count(environ, "FLUX_JOB_NNODES")
     alone = tasks is not None and tasks == hosts
-    return JobContext(
-        "flux",
-        f"f{match[1]}",
-        local_rank=count(environ, "FLUX_TASK_LOCAL_ID"),
-        local_size=(tasks or None) if hosts == 1 else 1 if alone else None,
-        requested_gpus=visible_gpus(environ) if alone else None,
-    )
+    rank, size = count(environ, "FLUX_TASK_LOCAL_ID"), (tasks or None) if hosts == 1 else 1 if alone else None
+    requested = visible_gpus(environ) if alone else None
+    return JobContext("flux", f"f{match[1]}", local_rank=rank, local_size=size, requested_gpus=requested)
 
 
 def _htcondor(environ: Mapping[str, str]) -> JobContext | None:

@@ -58,11 +58,9 @@ def check_possible(
     """
     for argument in ("only", "exclude"):
         for name in unknown_names(request.value_of(argument) or (), snapshot):
-            raise UnsatisfiableRequestError(
-                f"{style.setting(argument, name)} names no single {VENDORS[snapshot.vendor].title} GPU of this "
-                f"host, which has {_inventory(snapshot.gpus, by_uuid=not is_index(name))}{_unread_instances(snapshot)}",
-                value=name,
-            )
+            kind, inventory = VENDORS[snapshot.vendor].title, _inventory(snapshot.gpus, by_uuid=not is_index(name))
+            problem = f"{style.setting(argument, name)} names no single {kind} GPU of this host, which has {inventory}"
+            raise UnsatisfiableRequestError(f"{problem}{_unread_instances(snapshot)}", value=name)
     holders: Mapping[str, Holder] = {}
     reasons = {gpu: _why_never(gpu, snapshot, request, None, rules) for gpu in snapshot.gpus}
     left = [gpu for gpu in reasons if not reasons[gpu]]
@@ -75,11 +73,8 @@ def check_possible(
         problem = f"{hint}: ask for its GPUs only{way_out}{_unread_instances(snapshot)}"
     if problem:
         asked = "1 GPU is" if request.nb_gpus == 1 else f"{request.nb_gpus} GPUs are"
-        raise UnsatisfiableRequestError(
-            f"{asked} asked for, but {problem}",
-            value=request.nb_gpus,
-            verdicts=judge(snapshot, request, claimed=holders, visible_limit=visible_limit, rules=rules),
-        )
+        verdicts = judge(snapshot, request, claimed=holders, visible_limit=visible_limit, rules=rules)
+        raise UnsatisfiableRequestError(f"{asked} asked for, but {problem}", value=request.nb_gpus, verdicts=verdicts)
 
 
 def _too_far_apart(request: Selection, left: Sequence[Gpu]) -> str:
@@ -92,14 +87,12 @@ def _too_far_apart(request: Selection, left: Sequence[Gpu]) -> str:
     return f"{f'only {most}' if most > 1 else 'no two'} of this host are {request.together}: ask for fewer"
 
 
-def _why_never(
-    gpu: Gpu, snapshot: HostSnapshot, request: Selection, visible_limit: VisibleLimit | None, rules: Rules
-) -> str:
+def _why_never(gpu: Gpu, snapshot: HostSnapshot, request: Selection, limit: VisibleLimit | None, rules: Rules) -> str:
     """Return why the request can never get the device: nobody can claim it, it is outside, or whether it is free or has
     the memory will never be known."""
     watchable = gpu.processes_supported or snapshot.shared_display or rules.lists_optional
     never = why_unusable(gpu) or ("" if watchable else UNWATCHABLE)
-    return never or why_outside(gpu, request, visible_limit) or request.why_unknowable(gpu)
+    return never or why_outside(gpu, request, limit) or request.why_unknowable(gpu)
 
 
 def _too_few(nb_gpus: int, left: Sequence[Gpu], snapshot: HostSnapshot, reasons: Mapping[Gpu, str]) -> str:
@@ -161,8 +154,7 @@ def capacity(gpus: Collection[Gpu]) -> int:
 
     CUDA shows a process at most one MIG instance, and with many driver versions no whole GPU together with it.
     """
-    whole = sum([gpu.mig_parent is None for gpu in gpus])
-    return whole or min(len(gpus), 1)
+    return sum([gpu.mig_parent is None for gpu in gpus]) or min(len(gpus), 1)
 
 
 _MOST_SETS = 200

@@ -134,9 +134,8 @@ class _Models(Condition):
     @cached_property
     def meant(self) -> Sequence[Any]:
         """The pattern (``re.Pattern``) of what each means there."""
-        return [
-            model_pattern(one, self.names) for one in ((self.value,) if isinstance(self.value, str) else self.value)
-        ]
+        texts = (self.value,) if isinstance(self.value, str) else self.value
+        return [model_pattern(one, self.names) for one in texts]
 
     def resolved(self, gpus: Sequence[Gpu]) -> Condition:
         return replace(self, names=tuple(gpu.name for gpu in gpus))

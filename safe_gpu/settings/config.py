@@ -140,9 +140,8 @@ def parse(text: str, path: str, *, host_only: bool = False) -> Policy:
             elif line and not (host_only and sections[-1].kind != "host"):
                 _read_setting(line, sections[-1])
         except ValueError as err:
-            shown = (
-                err if _may_be_shown(path) else ValueError("it is wrong, and not shown: who chose the file is unknown")
-            )
+            hidden = "it is wrong, and not shown: who chose the file is unknown"
+            shown = err if _may_be_shown(path) else ValueError(hidden)
             raise PolicyError(f"{path}:{number}: {shown}", path=path, line=number) from shown
     return Policy(path, tuple(sections))
 
@@ -310,11 +309,8 @@ def limits_of_user(policy: Policy, uid: int) -> Limits:
 def unknown_names(policy: Policy) -> list[str]:
     """Return the sentences on the sections of users and groups that this host does not know."""
     known = {"user": uid_of, "group": gid_of}
-    return [
-        f"{one.title}: there is no such {one.kind} here"
-        for one in policy.sections
-        if one.kind in known and known[one.kind](one.name) is None
-    ]
+    missing = (one for one in policy.sections if one.kind in known and known[one.kind](one.name) is None)
+    return [f"{one.title}: there is no such {one.kind} here" for one in missing]
 
 
 def uid_of(name: str) -> int | None:
@@ -351,8 +347,7 @@ def values_of_user(environ: Mapping[str, str]) -> Mapping[str, str]:
     Raises:
         PolicyError: it cannot be read, or is wrong. What a user runs on other hosts is never another user's choice.
     """
-    home = environ.get("HOME") or os.path.expanduser("~")
-    path = os.path.join(home, ".config", "safe-gpu", "config.ini")
+    path = os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".config", "safe-gpu", "config.ini")
     try:
         # Users keep such files by links, but root's HOME may be another user's, who would choose what root reads.
         with open_to_read(path, os.O_NOFOLLOW if is_root() else 0) as file:

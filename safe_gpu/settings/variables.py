@@ -233,12 +233,9 @@ def _risks_for_root(environ: Mapping[str, str]) -> list[str]:
     given = [name for name in _PATHS if environ.get(name, "").startswith("/")]
     if not given or not is_root():
         return []
-    return [
-        f"{name}={environ[name]}: other users can change what root reads there; unset {name}, and start this with a "
-        "clean environment"
-        for name in given
-        if _is_risk(environ[name])
-    ]
+    what = "other users can change what root reads there"
+    risky = (name for name in given if _is_risk(environ[name]))
+    return [f"{name}={environ[name]}: {what}; unset {name}, and start this with a clean environment" for name in risky]
 
 
 @cache  # every claim asks

@@ -50,7 +50,7 @@ def test_errors_have_the_numbers_in_them(four_gpus: Any, monkeypatch: pytest.Mon
 
 def test_options_of_numactl() -> None:
     share = frozenset([0, 1, 2, 8])
-    assert numactl_options(share) == ["--physcpubind=0-2,8"]
+    assert numactl_options(share, frozenset(), None) == ["--physcpubind=0-2,8"]
     assert numactl_options(share, frozenset([3]), "bind") == ["--physcpubind=0-2,8", "--membind=3"]
     assert numactl_options(share, frozenset([3]), "preferred") == ["--physcpubind=0-2,8", "--preferred=3"]
     assert numactl_options(share, frozenset([2, 3]), "preferred")[1] == "--preferred-many=2-3"

@@ -14,7 +14,7 @@ from safe_gpu.schedulers.job import resource_names
 from safe_gpu.selection.verdicts import Rules
 from safe_gpu.settings import config as policy
 from safe_gpu.settings import variables as settings
-from safe_gpu.settings.config import KEYS, Limits, limits_of_this_user, limits_of_user, parse, read, resolve
+from safe_gpu.settings.config import KEYS, Limits, limits_of_user, parse, read, resolve
 
 FILE = """\
 ; the group's rules
@@ -164,14 +164,14 @@ def test_groups_of_this_process_and_of_others(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(policy, "gid_of", {"audio": 29, "77": 77}.get)
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
     monkeypatch.setattr(os, "getgroups", lambda: [77])
-    assert limits_of_this_user(rules).max_gpus == 7
-    monkeypatch.setattr(policy, "_gids_of", lambda uid: {29} if uid == 1000 else set())
+    assert limits_of_user(rules, os.geteuid()).max_gpus == 7
+    monkeypatch.setattr(policy, "gids_of", lambda uid: {29} if uid == 1000 else set())
     assert [limits_of_user(rules, uid).max_gpus for uid in (1000, 1001)] == [5, 1]
     assert limits_of_user(rules, 0) == Limits("/p", exempt=True)
 
 
 def test_what_the_directory_says_of_root() -> None:
-    assert (0 in policy._gids_of(0), policy._gids_of(999_999_999)) == (True, set())
+    assert (0 in policy.gids_of(0), policy.gids_of(999_999_999)) == (True, set())
     assert (policy.gid_of("root"), policy.gid_of("4711"), policy.gid_of("no-such-group")) == (0, 4711, None)
 
 
@@ -216,7 +216,7 @@ def test_root_sets_the_defaults_of_a_host(write: Any, monkeypatch: pytest.Monkey
     assert meant_vendor(variables) == "amd"
     assert resource_names(variables) == ("accel",)
     assert Rules.of(variables).unexplained_limit == 300 << 20
-    assert limits_of_this_user(read(path)[0] or policy.Policy(path)).exempt
+    assert limits_of_user(read(path)[0] or policy.Policy(path), os.geteuid()).exempt
     assert settings.doubts(variables) == []
     monkeypatch.setenv("SAFE_GPU_DIR", "/elsewhere")  # the environment still wins, and a claim says so
     assert state_dir_path() == "/elsewhere"

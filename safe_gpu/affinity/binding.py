@@ -119,19 +119,15 @@ def leave() -> None:
 
 
 def bind_process(
-    cpus: Iterable[int] | None,
-    memory_nodes: Iterable[int] = (),
-    memory_mode: str | None = None,
-    *,
-    lacks: Sequence[str] = (),
+    cpus: Iterable[int] | None, memory_nodes: Iterable[int] = (), mode: str | None = None, *, lacks: Sequence[str] = ()
 ) -> BindingReport:
     """Move all threads of this process to ``cpus`` and set the calling thread's memory policy.
 
     Args:
         cpus: logical CPUs; None leaves the threads where they are.
-        memory_nodes: NUMA nodes for ``memory_mode``.
-        memory_mode: None, "preferred" (falls back to other nodes) or "bind" (does not fall back: the kernel may kill
-            the process when the nodes are full).
+        memory_nodes: NUMA nodes for the memory.
+        mode: of the memory: None, "preferred" (falls back to other nodes) or "bind" (does not fall back: the kernel may
+            kill the process when the nodes are full).
         lacks: why these CPUs and nodes are not those that the user asked for; added to the notes of the report.
 
     Returns:
@@ -141,7 +137,7 @@ def bind_process(
         GPUAffinityError: the calling thread cannot be moved (nothing has changed then), or the memory mode is unknown
             or has no node.
     """
-    mode = check_memory_mode(memory_mode)
+    check_memory_mode(mode)
     nodes = frozenset(memory_nodes)
     if mode is not None and not nodes:
         raise GPUAffinityError(f"memory={mode!r} needs to know the NUMA node, and it is not known for these GPUs")

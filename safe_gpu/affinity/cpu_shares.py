@@ -86,8 +86,7 @@ def _titled(indices: Sequence[int]) -> str:
 
 def memory_nodes(topology: HostTopology, gpus: Iterable[int]) -> frozenset[int]:
     """Return the NUMA nodes of some GPUs, for a memory policy; a GPU whose node is unknown adds none."""
-    nodes = (topology.node_of(topology.gpu(index)) for index in gpus)
-    return frozenset(node for node in nodes if node is not None)
+    return frozenset(node for index in gpus if (node := topology.node_of(topology.gpu(index))) is not None)
 
 
 def with_memory(topology: HostTopology, nodes: Iterable[int]) -> tuple[frozenset[int], list[str]]:
@@ -103,12 +102,7 @@ def with_memory(topology: HostTopology, nodes: Iterable[int]) -> tuple[frozenset
 
 
 def near(
-    gpus: Sequence[Gpu],
-    driver: Driver,
-    options: AffinityOptions | None,
-    memory: str | None,
-    *,
-    mask: Iterable[int] | None = None,
+    gpus: Sequence[Gpu], driver: Driver, options: AffinityOptions | None, memory: str | None, mask: Iterable[int]
 ) -> Near:
     """Return the CPUs and memory next to some GPUs, of a process that may use the CPUs in ``mask``.
 
@@ -116,7 +110,6 @@ def near(
         gpus: devices of the driver's snapshot; a MIG instance is where its parent GPU is.
         options: how CPUs are chosen; None chooses none.
         memory: None, "preferred" or "bind".
-        mask: None: the CPUs that this process might use before any binding.
 
     Raises:
         GPUAffinityError: the CPUs cannot be planned.
@@ -127,7 +120,7 @@ def near(
     nodes, notes = with_memory(topology, memory_nodes(topology, indices) if memory is not None else ())
     found = Near(topology)
     if options is not None:
-        found = claim_shares(topology, options, indices, original_mask() if mask is None else mask)
+        found = claim_shares(topology, options, indices, mask)
     return found._replace(notes=(*found.notes, *notes), nodes=nodes)
 
 
@@ -142,7 +135,7 @@ def bind_near(
     """
     if not gpus:
         raise GPUAffinityError("there is no GPU to bind next to: claim one, or name some")
-    there = near(gpus, driver, options, memory)
+    there = near(gpus, driver, options, memory, original_mask())
     report = bind_process(there.cpus, there.nodes, memory, lacks=there.notes)
     # The CPUs and nodes of a made-up host are not those of this machine.
     return report._replace(as_asked=True) if driver.is_simulated else report._replace(remote=there.remote)

@@ -8,6 +8,7 @@ from ..drivers import opened_driver
 from ..errors import GPUAffinityError, SafeGpuError, package_logger
 from ..host.programs import TooLate, TooMuch, find_program, output_of
 from ..topology.cpulist import format_cpulist
+from .binding import original_mask
 from .cpu_shares import near
 from .options import AffinityOptions, as_count, check_memory_mode, falls_back, parse_options
 from .resolve_gpus import named
@@ -65,7 +66,7 @@ def wrap_command(
         index = None if gpu is None else as_count("gpu", gpu, 0)
         with opened_driver() as driver:
             chosen = named(index, ordinal, driver.snapshot(), os.environ)
-            there = near(chosen.gpus[:1], driver, options, memory)
+            there = near(chosen.gpus[:1], driver, options, memory, original_mask())
         prefix, lack = _prefix(there.cpus, there.nodes, memory, check=check, may_fall_back=may_fall_back)
     except SafeGpuError as err:
         if may_fall_back:
@@ -121,9 +122,7 @@ def _refusal(prefix: tuple[str, ...], path: str | None) -> str:
     return f"{' '.join(prefix)} fails here: {said or f'exit code {code}'}"
 
 
-def numactl_options(
-    cpus: frozenset[int] | None, nodes: frozenset[int] = frozenset(), memory: str | None = None
-) -> list[str]:
+def numactl_options(cpus: frozenset[int] | None, nodes: frozenset[int], memory: str | None) -> list[str]:
     """Return the options of numactl(8) for a share (None is none) and a memory policy.
 
     Raises:

@@ -97,7 +97,7 @@ class AffinityOptions:
         )
 
 
-def parse_options(affinity: object, memory: object = None) -> AffinityOptions | None:
+def parse_options(affinity: Any, memory: object = None) -> AffinityOptions | None:
     """Return the options for an argument ``affinity``: None, the name of a mode, or the options themselves.
 
     torch's ``NumaOptions`` counts as its ``affinity_mode``. It is known by its attributes; torch is not imported.
@@ -108,8 +108,7 @@ def parse_options(affinity: object, memory: object = None) -> AffinityOptions | 
     check_memory_mode(memory)
     if affinity is None or isinstance(affinity, AffinityOptions):
         return affinity
-    mode: Any = getattr(affinity, "affinity_mode", affinity)
-    return AffinityOptions(mode)
+    return AffinityOptions(getattr(affinity, "affinity_mode", affinity))
 
 
 def falls_back(affinity: object) -> bool:

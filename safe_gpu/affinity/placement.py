@@ -151,8 +151,7 @@ class PlacementReport:
         """Return the report as JSON values: CPU and node sets as kernel lists ("0-3,8"), the keys of ``memory`` as
         strings."""
         processes = [
-            {**asdict(process), "matches": process.matches, "memory_matches": process.memory_matches}
-            for process in self.processes
+            {**asdict(one), "matches": one.matches, "memory_matches": one.memory_matches} for one in self.processes
         ]
         report = {"matches": self.matches, "processes": processes, "notes": self.notes}
         plain: dict[str, Any] = json.loads(json.dumps(report, default=format_cpulist))
@@ -271,20 +270,12 @@ class _Reader:
         threads = tuple(thread for tid in tids if (thread := self._thread(f"/proc/{pid}/task/{tid}", tid, near)))
         if not threads:
             return None
-        nodes = (self.topology.node_of(place) for place in places)
-        pages = parse_numa_maps(lines_of(f"/proc/{pid}/numa_maps"))
+        nodes = {self.topology.node_of(place) for place in places} - {None}
+        facts = parse_numa_maps(lines_of(f"/proc/{pid}/numa_maps"))
         if pid == os.getpid() and (own := get_policy()):  # that of the calling thread
-            pages |= {"policy": own.name, "policy_nodes": own.nodes}
-        return ProcessPlacement(
-            pid=pid,
-            parent=parent,
-            command=command_of(pid, limit=60) or "?",
-            threads=threads,
-            gpus=gpus,
-            gpu_nodes=frozenset(node for node in nodes if node is not None),
-            gpu_source=source,
-            **pages,
-        )
+            facts |= {"policy": own.name, "policy_nodes": own.nodes}
+        facts |= {"gpus": gpus, "gpu_nodes": frozenset(nodes), "gpu_source": source}
+        return ProcessPlacement(pid, parent, command_of(pid, limit=60) or "?", threads, **facts)
 
     def _thread(self, path: str, tid: int, near: frozenset[int]) -> ThreadPlacement | None:
         fields = _text(f"{path}/stat").rpartition(")")[2].split()
@@ -292,18 +283,11 @@ class _Reader:
         known = len(fields) > 36 and fields[36].isdecimal() and "Cpus_allowed_list" in status
         if not known or fields[0] in "ZX":
             return None
-        cpu = int(fields[36])
-        allowed = self._set(status["Cpus_allowed_list"])
-        return ThreadPlacement(
-            tid=tid,
-            name=printable(status.get("Name", "")),
-            cpu=cpu,
-            node=self.node_of_cpu.get(cpu),
-            cpus_allowed=allowed,
-            mems_allowed=self._set(status.get("Mems_allowed_list", "")),
-            # /proc shows the last CPU of a sleeping thread, which may be from before the binding.
-            matches=(cpu in near or allowed <= near) if near else None,
-        )
+        cpu, name = int(fields[36]), printable(status.get("Name", ""))
+        allowed, memory = self._set(status["Cpus_allowed_list"]), self._set(status.get("Mems_allowed_list", ""))
+        # /proc shows the last CPU of a sleeping thread, which may be from before the binding.
+        matches = (cpu in near or allowed <= near) if near else None
+        return ThreadPlacement(tid, name, cpu, self.node_of_cpu.get(cpu), allowed, memory, matches)
 
     def _gpus_of(self, pid: int, parent: int) -> tuple[tuple[int, ...], str]:
         if self.snapshot is None:

@@ -1,6 +1,6 @@
 """Renders an affinity plan."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..topology.cpulist import format_cpulist
@@ -9,28 +9,20 @@ from ..wording.text import format_bytes
 from .options import AffinityOptions
 from .planner import is_remote
 
-_HEADER = ("GPU", "BUS", "NODE", "CPUS", "CORES", "MEMORY", "SOURCE")
+Shares = Mapping[GpuLocality, frozenset[int]]
+"""The CPUs of each GPU that is shown."""
 
 
-def affinity_json(
-    topology: HostTopology,
-    options: AffinityOptions,
-    shares: Sequence[frozenset[int]],
-    shown: Collection[int] | None = None,
-) -> dict[str, Any]:
+def affinity_json(topology: HostTopology, options: AffinityOptions, shares: Shares) -> dict[str, Any]:
     """Return the plan and the host's NUMA nodes.
 
     ``{"mode", "gpus": [{"index", "uuid", "numa_node", "cpus"}],
     "nodes": [{"node", "cpus", "memory_total", "memory_free", "distances"}]}``; memory is in bytes or null, and
     ``distances`` maps a node (as text) to the kernel's relative distance.
-
-    Args:
-        shares: one for each GPU, in the host's GPU order.
-        shown: indices of the GPUs to show; None for all.
     """
     gpus = [
         {"index": gpu.index, "uuid": gpu.uuid, "numa_node": topology.node_of(gpu), "cpus": format_cpulist(share)}
-        for gpu, share in _rows(topology, shares, shown)
+        for gpu, share in shares.items()
     ]
     nodes = []
     for node, cpus in sorted(topology.nodes.items()):
@@ -41,17 +33,12 @@ def affinity_json(
     return {"mode": options.mode, "gpus": gpus, "nodes": nodes}
 
 
-def affinity_table(
-    topology: HostTopology,
-    options: AffinityOptions,
-    shares: Sequence[frozenset[int]],
-    shown: Collection[int] | None = None,
-) -> str:
+def affinity_table(topology: HostTopology, options: AffinityOptions, shares: Shares) -> str:
     """Return the plan as a table: GPU, bus, node, CPUs as ranges, physical cores, memory node, source of the GPU's
     place."""
-    rows = [_HEADER]
+    rows = [("GPU", "BUS", "NODE", "CPUS", "CORES", "MEMORY", "SOURCE")]
     notes = [f"isolated CPUs are left out: {format_cpulist(topology.isolated)}"] if topology.isolated else []
-    for gpu, share in _rows(topology, shares, shown):
+    for gpu, share in shares.items():
         found = topology.node_of(gpu)
         node, memory = ("?", "-") if found is None else (str(found), format_cpulist(topology.nearest_memory(found)))
         cores = str(sum(not core.isdisjoint(share) for core in topology.cores))
@@ -74,14 +61,6 @@ def node_table(topology: HostTopology) -> str:
         distances = " ".join(str(row.get(to, "-")) for to in sorted(topology.nodes)) if row else "-"
         rows.append((str(node), format_cpulist(cpus) or "-", sizes[0], sizes[1], distances))
     return "\n".join(_aligned(rows))
-
-
-def _rows(
-    topology: HostTopology, shares: Sequence[frozenset[int]], shown: Collection[int] | None
-) -> Iterable[tuple[GpuLocality, frozenset[int]]]:
-    for gpu, share in zip(topology.gpus, shares, strict=True):
-        if shown is None or gpu.index in shown:
-            yield gpu, share
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

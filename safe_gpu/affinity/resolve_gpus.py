@@ -89,13 +89,11 @@ def by_ordinal(ordinal: int, snapshot: HostSnapshot, environ: Mapping[str, str],
     library = VENDORS[snapshot.vendor].library
     if isinstance(ordinal, bool) or not isinstance(ordinal, int) or ordinal < 0:
         raise GPUAffinityError(f"ordinal={ordinal!r} is not a number of {library}'s: pass 0 or a greater whole number")
-    shown = visible(snapshot, environ)
+    shown, given = visible(snapshot, environ), _with_variables(snapshot, environ)
     if ordinal >= len(shown.gpus):
-        raise GPUAffinityError(
-            f"{library} shows no GPU {ordinal}: {len(shown.gpus)} {'is' if len(shown.gpus) == 1 else 'are'} visible"
-            + _with_variables(snapshot, environ)
-        )
-    how = f"{library} ordinal {ordinal}{also}" + _with_variables(snapshot, environ)
+        number = f"{len(shown.gpus)} {'is' if len(shown.gpus) == 1 else 'are'} visible"
+        raise GPUAffinityError(f"{library} shows no GPU {ordinal}: {number}{given}")
+    how = f"{library} ordinal {ordinal}{also}{given}"
     return ResolvedGpus((shown.gpus[ordinal],), how, shown.doubt)
 
 

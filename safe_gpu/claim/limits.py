@@ -97,7 +97,7 @@ class Quota:
             self._changed = changed
             with suppress(PolicyError):
                 self.rules = policy.read(self.rules.path)[0] or self.rules
-                self.limits = policy.limits_of_this_user(self.rules)
+                self.limits = policy.limits_of_user(self.rules, os.geteuid())
                 self._most = {os.geteuid(): self.limits.max_gpus}
         waiting = host.queue.look(()) if self.rules.by_turns or self.rules.limits_gpus else ()
         for uid in {ticket.uid for ticket in waiting}.difference(self._most) if self.rules.limits_gpus else ():
@@ -204,7 +204,7 @@ def quota_of(path: str, warn: object) -> Quota | None:
     rules, doubt = policy.read(path)
     if doubt:
         warn("%s", printable_lines(doubt))  # type: ignore[operator]
-    return None if rules is None else Quota(rules, policy.limits_of_this_user(rules))
+    return None if rules is None else Quota(rules, policy.limits_of_user(rules, os.geteuid()))
 
 
 def remaining_quota(snapshot: HostSnapshot, nb_gpus: int) -> float:

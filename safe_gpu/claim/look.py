@@ -12,11 +12,11 @@ from ..coordination.doors import Doors
 from ..coordination.faults import read_faults
 from ..coordination.history import append, lines_of_dead
 from ..errors import StateDirError
+from ..gpus.devices import recent_faults
 from ..host.foreign_files import printable_lines
 from ..host.signals import DeferredSignals
 from ..selection.choice import choose, choose_shares
 from ..selection.sharing import share_capacity
-from ..selection.verdicts import recent_faults
 from .around import check_possible_inside, find_around
 from .queue_place import QueuePlace, QueueSnapshot
 

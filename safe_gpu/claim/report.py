@@ -83,8 +83,7 @@ class Forecast(NamedTuple):
     def text(self, now: float) -> str:
         """Return when the waiter starts; "" if nothing is known."""
         if self.start is None:
-            later = self.earliest is not None and self.earliest > now
-            return not_before(self.earliest, now) if later and self.earliest else ""
+            return not_before(self.earliest, now)
         if self.start <= now:
             return ""
         moment = clock(self.start, now)

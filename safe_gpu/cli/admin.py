@@ -231,12 +231,9 @@ def do_policy(options: argparse.Namespace) -> int:
 def _show_all(rules: policy.Policy, held: Mapping[str, Counter[int]], *, as_json: bool) -> int:
     """Print how many GPUs each user holds and may hold, who has a section or holds any."""
     total = sum(held.values(), Counter[int]())
-    named = {policy.uid_of(one.name) for one in rules.sections if one.kind == "user"}
-    rows = sorted(
-        (user_name(uid), _rounded(total[uid]), policy.limits_of_user(rules, uid).max_gpus)
-        for uid in {*total, *named}
-        if uid is not None
-    )
+    named = (policy.uid_of(one.name) for one in rules.sections if one.kind == "user")
+    uids = {*total, *(uid for uid in named if uid is not None)}
+    rows = sorted((user_name(uid), _rounded(total[uid]), policy.limits_of_user(rules, uid).max_gpus) for uid in uids)
     if as_json:
         facts = [{"user": name, "held": number, "max_gpus": most} for name, number, most in rows]
         print_json({"schema": 1, "file": rules.path, "users": facts})
@@ -315,7 +312,7 @@ def do_setup(options: argparse.Namespace) -> int:
         _refuse_if_used(path)
         left = [f"left, since setup did not write it: {name}" for name in _remove(path, act)]
     else:
-        others = {state_dir_path(), _state_dir_of_settings() or DEFAULT_DIR} - {path}
+        others = {state_dir_path(), settings.host_setting("state_dir", "", os.environ) or DEFAULT_DIR} - {path}
         for other in others:
             with suppress(StateDirError):  # where nobody can claim
                 _refuse_if_used(other)
@@ -327,10 +324,6 @@ def do_setup(options: argparse.Namespace) -> int:
     if not act:
         print("nothing was changed (--dry-run)")
     return int(bool(left) and not options.remove)
-
-
-def _state_dir_of_settings() -> str | None:
-    return settings.host_setting("state_dir", "", os.environ)
 
 
 def _checked(text: str) -> str:
@@ -354,11 +347,9 @@ def _refuse_if_used(path: str) -> None:
     claimed, waiters = in_use(path)
     if claimed or waiters:
         found = claimed + [plural(waiters, "waiter")] * bool(waiters)
-        raise CommandError(
-            f"GPUs are claimed or waited for in {path}: {', '.join(found)}: keep new claims off with safe-gpu drain, "
-            "and try again later",
-            code=EX_TRY_AGAIN,
-        )
+        used = f"GPUs are claimed or waited for in {path}: {', '.join(found)}"
+        way_out = "keep new claims off with safe-gpu drain, and try again later"
+        raise CommandError(f"{used}: {way_out}", code=EX_TRY_AGAIN)
 
 
 def _make(path: str, others: set[str], act: bool) -> Iterator[str]:
@@ -386,7 +377,7 @@ def _lead_there(path: str, act: bool) -> Iterator[str]:
             yield f"{RULE} has other lines: remove it, and run {setup_command(path)} again"
     if not os.path.lexists(config):
         wanted[config] = config_text(path)
-    elif _state_dir_of_settings() != path:
+    elif settings.host_setting("state_dir", "", os.environ) != path:
         yield f"write state_dir = {path} below [host] in {config}, so that all sessions use it"
     for file, text in wanted.items():
         print(f"write {file}")
@@ -425,8 +416,7 @@ RULE = "/etc/tmpfiles.d/safe-gpu.conf"
 
 def rule_text(state_dir: str) -> str:
     """Return the rule of tmpfiles.d(5)."""
-    directories = (state_dir, *(f"{state_dir}/{part}" for part in PARTS))
-    lines = [f"d {one} 1777 root root -\n" for one in directories]
+    lines = [f"d {one} 1777 root root -\n" for one in (state_dir, *(f"{state_dir}/{part}" for part in PARTS))]
     return "".join([*lines, f"f {state_dir}/{HOST_LOCK} 0666 root root -\n"]).replace("%", "%%")
 
 

@@ -171,14 +171,16 @@ def warning_about(command: Sequence[str], path: str, state_dir: str | None = Non
         line = line.replace("podman ", "podman --remote ", 1)
     for one in _TABLE:
         if found := re.match(_WRAPPED + one.pattern, line):
-            return f"warning: {one.cause}. {one.way}".format(
-                program=found[1],
-                shown=" ".join(found.groups()).strip(),
-                last=found.groups()[-1],
-                work=one.work,
-                state=(state_dir or state_dir_path()) if "{state}" in one.way else "",
-                run=join(["run", *words, "--"]),
-            )
+            facts = {
+                "program": found[1],
+                "last": found.groups()[-1],
+                "work": one.work,
+                "run": join(["run", *words, "--"]),
+            }
+            facts["shown"] = " ".join(found.groups()).strip()
+            if "{state}" in one.way:
+                facts["state"] = state_dir or state_dir_path()
+            return f"warning: {one.cause}. {one.way}".format(**facts)
     return ""
 
 

@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from ..gpus.vendors import FIRST, VENDORS
@@ -17,19 +18,13 @@ def is_number(text: str) -> bool:
     return text.isdecimal() and text.isascii() and len(text) < 10
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """A formatter that knows its width: argparse makes one for every option and would import shutil for it."""
-
-    def __init__(self, prog: str, **options: Any) -> None:
-        super().__init__(prog, **{"width": min(columns(), 80) - 2, **options})
-
-
 class Parser(argparse.ArgumentParser):
     """argparse, with ``-5s`` taken for the value that it is, no abbreviations, and suggestions for what is unknown."""
 
     def __init__(self, **options: Any) -> None:
-        options.update(formatter_class=_Formatter, allow_abbrev=False)
-        super().__init__(**options)
+        # argparse makes a formatter for every option, and would import shutil for its width.
+        formatter = partial(argparse.RawDescriptionHelpFormatter, width=min(columns(), 80) - 2)
+        super().__init__(**options, formatter_class=formatter, allow_abbrev=False)
         self._negative_number_matcher = re.compile(r"-([0-9.].*|inf)$")
 
     def error(self, message: str) -> NoReturn:
@@ -60,12 +55,10 @@ class Parser(argparse.ArgumentParser):
             given = " ".join([*action.option_strings[-1:], quote(str(value))])
             self.error(f"{given} is not possible: {meant}choose from {', '.join(choices)}")
 
-    def parse_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> argparse.Namespace:
-        options, unknown = self.parse_known_args(args, namespace)
+    def parse_args(self, args: Sequence[str]) -> argparse.Namespace:  # type: ignore[override]
+        options, unknown = self.parse_known_args(args)
         if unknown:
-            _, _, after = " ".join(args or ()).partition(f"{unknown[0]} ")
+            _, _, after = " ".join(args).partition(f"{unknown[0]} ")
             self.error(unknown_argument(unknown[0], self.names(), after))
         return options
 
@@ -233,9 +226,8 @@ def unknown_command(word: str, commands: Sequence[str]) -> str:
         return f"{text}: a GPU is given back when its process ends: kill PID, which safe-gpu status -v shows"
     if meant := _MEANT.get(word.lower()) or _similar(word, commands):
         return f"{text}: did you mean safe-gpu {meant}?"
-    return f"{text}: " + (
-        f"to run it on a GPU, write safe-gpu run -- {word}" if which(word) else f"choose from {', '.join(commands)}"
-    )
+    hint = f"to run it on a GPU, write safe-gpu run -- {word}" if which(word) else f"choose from {', '.join(commands)}"
+    return f"{text}: {hint}"
 
 
 def unknown_argument(word: str, known: Sequence[str], after: str = "") -> str:

@@ -117,8 +117,7 @@ class _Shown(NamedTuple):
 def _report(claims: list[PastClaim], options: argparse.Namespace, since: float, until: float) -> _Shown:
     from ..status.report import ReportRow, drawn, report, report_by_day, table_of_report
 
-    gpus = [one.gpu.uuid for one in gather().gpus]
-    rows = [*report(claims, gpus, os.uname().nodename, since, until)]
+    rows = [*report(claims, [one.gpu.uuid for one in gather().gpus], os.uname().nodename, since, until)]
     if options.plot is not None:
         write_whole(options.plot, drawn(report_by_day(claims, since, until), options.plot[-3:]))
     return _Shown("report", ReportRow._fields, rows, table_of_report(rows, columns()))
@@ -148,11 +147,8 @@ def _sums(claims: list[PastClaim], options: argparse.Namespace, since: float, un
 
 def _claims(claims: list[PastClaim], options: argparse.Namespace, since: float, until: float) -> _Shown:
     claims.reverse()
-    rows = (
-        [getattr(one, name) for name in _FACTS]
-        + [round(seconds * len(one.gpus) / 3600, 4) for seconds in hours_held(one, since, until)]
-        for one in claims
-    )
+    hours = ([round(seconds * len(one.gpus) / 3600, 4) for seconds in hours_held(one, since, until)] for one in claims)
+    rows = ([*(getattr(one, name) for name in _FACTS), *used] for one, used in zip(claims, hours, strict=True))
     return _Shown("claims", (*_FACTS, *_HOURS), rows, table_of_claims(claims, since, until, columns()))
 
 

@@ -197,18 +197,13 @@ def find_command(command: Sequence[str], verb: str = "run") -> str:
         CommandError: no such command, or only files that cannot be executed.
     """
     name = command[0]
-    if "/" in name:
-        paths = [name]
-    else:
-        paths = [os.path.join(place or ".", name) for place in os.environ.get("PATH", os.defpath).split(os.pathsep)]
-    closed = "/" in name and os.path.isdir(name)
-    for path in paths:
-        if os.path.isfile(path):
-            if os.access(path, os.X_OK):
-                return path
-            closed = True
-
-    if closed:
+    places = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    paths = [name] if "/" in name else [os.path.join(place or ".", name) for place in places]
+    files = [path for path in paths if os.path.isfile(path)]
+    for path in files:
+        if os.access(path, os.X_OK):
+            return path
+    if files or ("/" in name and os.path.isdir(name)):
         what = "it is a directory" if os.path.isdir(name) else "it is not an executable file (chmod +x makes it one)"
         raise CommandError(f"{name} cannot be run: {what}", code=126)
     hint = hint_for(command, f"safe-gpu {verb}")
@@ -228,9 +223,8 @@ def become(path: str, command: Sequence[str]) -> NoReturn:
             stream.flush()
     try:
         try:
-            _set_signals_of_python(
-                _signal.SIG_DFL
-            )  # after our last write: on a broken pipe it would be the end of this process
+            # After our last write: on a broken pipe it would be the end of this process.
+            _set_signals_of_python(_signal.SIG_DFL)
             os.execv(path, list(command))
         except OSError as err:
             if err.errno != errno.ENOEXEC or _is_binary(path):

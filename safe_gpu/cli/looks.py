@@ -10,7 +10,7 @@ from .output import columns, in_color, print_json, print_lines
 
 def configure_affinity(parser: argparse.ArgumentParser) -> None:
     """Set its options."""
-    from ..affinity.options import MODES, parse_cpus
+    from ..affinity.options import MODES, MULTITHREADING, SCOPES, parse_cpus
 
     parser.description = "Show the CPUs that a claim of each GPU is bound to, or where a process runs."
     parser.epilog = """examples:
@@ -18,9 +18,8 @@ def configure_affinity(parser: argparse.ArgumentParser) -> None:
   safe-gpu affinity --of $(pgrep -n python) --gpu 3"""
     add = parser.add_argument
     add("--mode", choices=MODES, default="node", metavar="M", help=f"one of {', '.join(MODES)}")
-    add("--scope", choices=("node", "socket"), default="node", help="for the modes of gpu_affinity")
-    threads = ("all_logical", "single_logical")
-    add("--multithreading", choices=threads, default=threads[0], help="for the modes of gpu_affinity")
+    add("--scope", choices=SCOPES, default="node", help="for the modes of gpu_affinity")
+    add("--multithreading", choices=MULTITHREADING, default=MULTITHREADING[0], help="for the modes of gpu_affinity")
     add("--no-balanced", dest="balanced", action="store_false", help="let the GPUs' shares differ in size")
     cores, each = whole_number("cores", 1), "N physical cores for each GPU"
     add("--min-cores", dest="min_physical_cores", type=cores, default=1, metavar="N", help=f"at least {each}")
@@ -62,15 +61,16 @@ def do_affinity(options: argparse.Namespace) -> int:
     with opened_driver() as driver:
         topology = read_topology(None, driver)
         mask = usable_cpus(topology) if options.allowed is None else options.allowed & topology.cpus
-        shown = None
+        shown = [gpu.index for gpu in topology.gpus]
         if options.gpu is not None or options.ordinal is not None:
             shown = [gpu.index for gpu in named(options.gpu, options.ordinal, driver.snapshot(), os.environ).gpus]
     # What a claim of each GPU alone is bound to.
-    shares = [claim_shares(topology, modes, [gpu.index], mask).shares[gpu.index] for gpu in topology.gpus]
+    alone = {gpu: claim_shares(topology, modes, [gpu.index], mask).shares[gpu.index] for gpu in topology.gpus}
+    shares = {gpu: cpus for gpu, cpus in alone.items() if gpu.index in shown}
     if options.json:
-        print_json(affinity_json(topology, modes, shares, shown))
+        print_json(affinity_json(topology, modes, shares))
         return 0
-    print_lines(affinity_table(topology, modes, shares, shown))
+    print_lines(affinity_table(topology, modes, shares))
     print_lines(f"\n{node_table(topology)}")
     return 0
 

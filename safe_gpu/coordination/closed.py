@@ -109,7 +109,8 @@ def find_admitted(windows: Iterable[Window], uids: Iterable[int]) -> None:
             from ..settings import config as policy
 
             kind, _, name = whom.partition(":")
-            is_for = policy.is_in_group(uid, name) if kind == "group" else kind != "" and policy.uid_of(name) == uid
+            in_group = kind == "group" and policy.gid_of(name) in policy.gids_of(uid)
+            is_for = in_group or (kind == "user" and policy.uid_of(name) == uid)
             _admitted[whom, uid] = is_for or (uid == 0 and (os.geteuid() != 0 or programs.is_root()))
 
 

@@ -1,7 +1,7 @@
 """Checks of the GPUs and their driver."""
 
 from ..errors import NoDriverError
-from ..selection.verdicts import UNWATCHABLE, Rules, why_memory_unexplained
+from ..selection.verdicts import MEMORY_VARIABLE, UNWATCHABLE, Rules, why_memory_unexplained
 from ..wording.text import plural
 from .check import Check, CheckedHost, failed, labels, passed, skipped, warning
 
@@ -29,10 +29,8 @@ def driver(host: CheckedHost) -> Check:
         reason = why_missing() or "NVML is not available"
         return warning(f"{detail}, polled through nvidia-smi: {reason}", "pip install nvidia-ml-py")
     if snapshot.driver == "nvml" and snapshot.driver_version[:6] in _ODD_ROWS:
-        return warning(
-            f"{detail}; NVML of this version lists several processes of a GPU with wrong numbers and memory",
-            "upgrade the driver to 535.98 or newer, or set SAFE_GPU_DRIVER=nvidia-smi",
-        )
+        what = f"{detail}; NVML of this version lists several processes of a GPU with wrong numbers and memory"
+        return warning(what, "upgrade the driver to 535.98 or newer, or set SAFE_GPU_DRIVER=nvidia-smi")
     if host.poll_seconds > _SLOW_POLL:  # which delays claims
         return warning(f"{detail}; opening and polling it took {host.poll_seconds:.2f} s", host.vendor.is_slow)
     return passed(detail)
@@ -75,17 +73,12 @@ def process_lists(host: CheckedHost) -> Check:
         return failed(what, UNWATCHABLE.partition("; ")[2])
     blind += [gpu for gpu in whole if gpu.processes_private]
     if blind:
-        return warning(
-            f"{labels(blind)}: {blind[0].process_error or 'no process list'}; such a GPU is claimed by its memory "
-            "alone, where that is known",
-            "make sure that nobody uses these GPUs without safe_gpu, or claim as root",
-        )
+        what = f"{labels(blind)}: {blind[0].process_error or 'no process list'}"
+        effect = "such a GPU is claimed by its memory alone, where that is known"
+        return warning(f"{what}; {effect}", "make sure that nobody uses these GPUs without safe_gpu, or claim as root")
     busy = [gpu for gpu in whole if gpu.processes is None or why_memory_unexplained(gpu, rules)]
     if busy:
         why = busy[0].process_error or why_memory_unexplained(busy[0], rules) or "the process list failed"
-        return warning(
-            f"{labels(busy)}: {why}; such a GPU counts as busy",
-            "try again, and from the host, outside of containers; see dmesg; if the memory is the driver's own, raise "
-            "SAFE_GPU_UNEXPLAINED_MEMORY",
-        )
+        fix = "try again, and from the host, outside of containers; see dmesg; if the memory is the driver's own"
+        return warning(f"{labels(busy)}: {why}; such a GPU counts as busy", f"{fix}, raise {MEMORY_VARIABLE}")
     return passed("the driver has a list of processes for every GPU")

@@ -85,10 +85,8 @@ def batch_job(host: CheckedHost) -> Check:
         return passed("not in a batch job" + (rank and f"; {rank}"))
     text = f"in {job.scheduler} job {job.job_label or 'of unknown number'}" + (rank and f", {rank}")
     if job.requested_gpus == 0:
-        return warning(
-            f"{text}, which asked for no GPU: the scheduler may start other jobs on the GPUs that this one claims",
-            "ask the scheduler for the GPUs that the job uses",
-        )
+        what = f"{text}, which asked for no GPU: the scheduler may start other jobs on the GPUs that this one claims"
+        return warning(what, "ask the scheduler for the GPUs that the job uses")
     given = set((host.environ.get("SLURM_STEP_GPUS") or host.environ.get("SLURM_JOB_GPUS") or "").split(",")) - {""}
     visible = set(host.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) - {""}
     shown = [gpu.label for gpu in host.snapshot.physical]

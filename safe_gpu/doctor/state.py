@@ -53,15 +53,12 @@ def directory(host: CheckedHost) -> Check:
     if trouble := trouble or _trouble_above(path):
         return trouble
     if older_build:
-        return warning(
-            f"{path}/leases is of an older build, whose claims are not seen", "end what uses it, and remove it"
-        )
+        what = f"{path}/leases is of an older build, whose claims are not seen"
+        return warning(what, "end what uses it, and remove it")
     if (uid := remover_of(path, os.geteuid())) is not None:
-        return warning(
-            f"{procfs.user_name(uid)} can remove other users' files in {path}, root's too: then waiters would lose "
-            "their places in the queue, and claims without doors their GPUs",
-            f"as root: {setup_command(path)}",
-        )
+        what = f"{procfs.user_name(uid)} can remove other users' files in {path}, root's too"
+        effect = "waiters would lose their places in the queue, and claims without doors their GPUs"
+        return warning(f"{what}: then {effect}", f"as root: {setup_command(path)}")
     return passed(f"{path}, mode 1777, belongs to {owner}")
 
 
@@ -95,11 +92,9 @@ def _trouble_above(path: str) -> Check | None:
     while above != "/":
         mode = stat.S_IMODE(os.stat(above).st_mode)
         if not mode & stat.S_IXOTH:
-            return warning(
-                f"{above}, above {path}, has mode {mode:04o}: other users cannot enter it, and claims do not protect "
-                "GPUs from them",
-                _ELSEWHERE,
-            )
+            what = f"{above}, above {path}, has mode {mode:04o}"
+            effect = "other users cannot enter it, and claims do not protect GPUs from them"
+            return warning(f"{what}: {effect}", _ELSEWHERE)
         above = os.path.dirname(above)
     return None
 
@@ -123,16 +118,13 @@ def process_namespace(host: CheckedHost) -> Check:
     }
     if unseen or procfs.pid_namespace() not in (None, procfs.FIRST_PID_NAMESPACE):
         number = f"{len(unseen)} of {len({one.pid for one in processes})} processes on the GPUs"
-        return warning(
-            f"{number if unseen else 'processes of the host'} cannot be seen from here (a container?): their claims "
-            "are respected and their GPUs count as busy, but their users are not known",
-            "start the container with --pid=host",
-        )
+        what = f"{number if unseen else 'processes of the host'} cannot be seen from here (a container?)"
+        effect = "their claims are respected and their GPUs count as busy, but their users are not known"
+        return warning(f"{what}: {effect}", "start the container with --pid=host")
     if os.geteuid() != 0 and not os.path.exists("/proc/1/stat"):
-        return warning(
-            "/proc is mounted with hidepid: the commands and users of other users' processes are not visible",
-            "ask root to add you to the group of the mount option gid=, or to remount /proc without hidepid",
-        )
+        what = "/proc is mounted with hidepid: the commands and users of other users' processes are not visible"
+        fix = "ask root to add you to the group of the mount option gid=, or to remount /proc without hidepid"
+        return warning(what, fix)
     return passed("all processes of the host can be seen")
 
 
@@ -143,7 +135,6 @@ def elsewhere(host: CheckedHost) -> Check:
     if not found:
         return passed("no GPU is claimed in another state directory")
     names = labels(gpu for gpu in host.snapshot.gpus if gpu.uuid in found)
-    return warning(
-        f"{names}: claimed in another state directory, whose queue does not meet this one",
-        "set state_dir in /etc/safe-gpu/config.ini, and no other SAFE_GPU_DIR, in all sessions of this host",
-    )
+    what = f"{names}: claimed in another state directory, whose queue does not meet this one"
+    fix = "set state_dir in /etc/safe-gpu/config.ini, and no other SAFE_GPU_DIR, in all sessions of this host"
+    return warning(what, fix)

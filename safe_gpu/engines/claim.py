@@ -74,11 +74,9 @@ def choose_nodes(nodes: int | Sequence[Any], alive: Mapping[str, NodeFacts], eng
             raise UnsatisfiableRequestError(problem, value=nodes)
         return chosen, len(chosen)
     if nodes > len(alive):
-        raise UnsatisfiableRequestError(
-            f"{nodes} nodes asked for, and {engine} has {len(alive)}: "
-            f"{', '.join(facts.names[0] for facts in alive.values())}",
-            value=nodes,
-        )
+        names = ", ".join(facts.names[0] for facts in alive.values())
+        problem = f"{nodes} nodes asked for, and {engine} has {len(alive)}: {names}"
+        raise UnsatisfiableRequestError(problem, value=nodes)
     with_gpus = [node for node, facts in alive.items() if facts.has_gpus]
     return (with_gpus if len(with_gpus) >= nodes else list(alive)), nodes
 
@@ -207,22 +205,18 @@ def _try(ahead: Sequence[HostClaim]) -> tuple[list[Any], NotEnoughGpusError | No
     grants: list[Any] = []
     refusal: NotEnoughGpusError | None = None
     error: SafeGpuError | None = None
-    behind: list[Holder] = []
     for claimer in ahead:
         try:
             grant = claimer.outcome()
+            if refusal is None:
+                grants.append(grant)
         except NotEnoughGpusError as err:
             refusal = refusal or err
         except SafeGpuError as err:
             error = error or err
-        else:
-            if refusal is None:
-                grants.append(grant)
-            else:
-                behind.append(claimer.holder)
     if error is not None:  # waiting for the busy hosts cannot help
         raise error
-    _, lost = _ask(behind, ANSWER_LIMIT, "release")
+    _, lost = _ask([claimer.holder for claimer in ahead[len(grants) :]], ANSWER_LIMIT, "release")
     if lost is not None:
         raise lost
     return grants, refusal

@@ -142,9 +142,7 @@ class Holder:
         node_id: the engine's id of the node.
     """
 
-    def __init__(
-        self, host: str, node_id: str, start: Callable[[int, bytes], Callable[[], str]], *, door: Door
-    ) -> None:
+    def __init__(self, host: str, node_id: str, start: Callable[[int, bytes], Callable[[], str]], door: Door) -> None:
         """Start it.
 
         Args:

@@ -123,13 +123,10 @@ def _start(host: str, wishes: ClaimArguments, port: int, token: bytes) -> Callab
         route.connect((host, 9))
         here = route.getsockname()[0]
     label = f"dragon: claim of process {os.getpid()} on {os.uname().nodename}"
-    process = Process(
-        target=serve,
-        args=((here, port), token, wishes, label),
-        # With this order the numbers in the CUDA_VISIBLE_DEVICES that Dragon sets are those of nvidia-smi.
-        env={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
-        policy=Policy(placement=Policy.Placement.HOST_NAME, host_name=host),
-    )
+    there = Policy(placement=Policy.Placement.HOST_NAME, host_name=host)
+    # With this order the numbers in the CUDA_VISIBLE_DEVICES that Dragon sets are those of nvidia-smi.
+    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    process = Process(target=serve, args=((here, port), token, wishes, label), env=order, policy=there)
     process.start()
     return lambda: "" if process.is_alive else "Dragon lists it no more"
 
@@ -193,10 +190,7 @@ class DragonClaim(ClusterClaim):
                 raise UnsatisfiableRequestError(f"GPU {place[1]} of {place[0]} is not held by {self!r}", value=place)
         if not chosen:
             raise UnsatisfiableRequestError("no GPUs to make policies for", value=all_gpus)
-        shares = {
-            place: _split(self._held[place].cores, -(-(nprocs - chosen.index(place)) // len(chosen)))
-            for place in chosen
-        }
+        shares = {one: _split(self._held[one].cores, -(-(nprocs - chosen.index(one)) // len(chosen))) for one in chosen}
         by_host = Policy.Placement.HOST_NAME
         policies = []
         for worker in range(nprocs):
@@ -223,11 +217,8 @@ class DragonClaim(ClusterClaim):
         numbers = list(policy.gpu_affinity or ())
         gpu = self._held.get((policy.host_name, numbers[0])) if len(numbers) == 1 else None
         if gpu is None:
-            raise UnsatisfiableRequestError(
-                f"the policy names GPUs {numbers} of {policy.host_name!r} instead of one GPU of {self!r}: take it from "
-                "policies() or make_policies()",
-                value=policy,
-            )
+            wrong = f"the policy names GPUs {numbers} of {policy.host_name!r} instead of one GPU of {self!r}"
+            raise UnsatisfiableRequestError(f"{wrong}: take it from policies() or make_policies()", value=policy)
         return {**gpu.environment, EXPECT: gpu.uuid}
 
     def release(self) -> None:
@@ -236,6 +227,9 @@ class DragonClaim(ClusterClaim):
         if not _claims:
             _order.restore()
         super().release()
+
+
+_WAY_OUT = "start it with a policy of claim.policies() (to Dragon, no {0} number or an unknown one means all {0}s)"
 
 
 @dataclass(frozen=True)
@@ -271,26 +265,17 @@ class WorkerCheck:
         gpu = next((gpu for gpu in here if shown in _values(gpu)), None)
         if gpu is None:
             numbers = " or ".join(_values(gpu)[0] for gpu in here)
-            raise WrongDeviceError(
-                f"this worker got {name}={shown} on {host}, and the claim holds "
-                f"{'GPU ' + numbers if here else 'nothing'} there: start it with a policy of "
-                "claim.policies() (to Dragon, no GPU number or an unknown one means all GPUs)",
-                expected=", ".join(gpu.uuid for gpu in here),
-                actual=shown or "",
-            )
+            held, expected = f"GPU {numbers}" if here else "nothing", ", ".join(gpu.uuid for gpu in here)
+            problem = f"this worker got {name}={shown} on {host}, and the claim holds {held} there"
+            raise WrongDeviceError(f"{problem}: {_WAY_OUT.format('GPU')}", expected=expected, actual=shown or "")
         cpus = os.sched_getaffinity(0)
         if gpu.cpus and not cpus <= gpu.cpus:
-            raise GPUAffinityError(
-                f"this worker of GPU {gpu.index} on {host} may use CPUs {format_cpulist(cpus)} instead of "
-                f"{format_cpulist(gpu.cpus)}: start it with a policy of claim.policies() (to Dragon, no CPU number or "
-                "an unknown one means all CPUs)"
-            )
+            wrong, right = format_cpulist(cpus), format_cpulist(gpu.cpus)
+            problem = f"this worker of GPU {gpu.index} on {host} may use CPUs {wrong} instead of {right}"
+            raise GPUAffinityError(f"{problem}: {_WAY_OUT.format('CPU')}")
         if not is_held(gpu.uuid, gpu.environment.get("SAFE_GPU_SCOPE")):
-            raise HolderLostError(
-                f"{gpu.host}: GPU {gpu.index} is no longer held by this claim, because its holder has exited: claim "
-                "again",
-                host=gpu.host,
-            )
+            gone = f"{gpu.host}: GPU {gpu.index} is no longer held by this claim"
+            raise HolderLostError(f"{gone}, because its holder has exited: claim again", host=gpu.host)
         os.environ.update(gpu.environment)
         if self.memory is not None:
             enter_worker((), gpu.numa_node, self.memory)

@@ -33,6 +33,8 @@ from ..selection.request import parse_request
 from ..selection.verdicts import Rules
 from ..topology.host import read_topology
 
+_Place = tuple[tuple[tuple[int, ...], ...], int | None]
+
 
 @dataclass(frozen=True)
 class ClaimArguments:
@@ -59,15 +61,8 @@ class ClaimArguments:
             if value is not None:
                 problem = f"{name}={value!r} is not possible across hosts: claim whole GPUs, as many on each"
                 raise UnsatisfiableRequestError(problem, value=value)
-        return read_options(
-            nb_gpus,
-            logger=logger,
-            timeout=timeout,
-            affinity=self.affinity,
-            memory=self.memory,
-            visible_as=self.visible_as,
-            **self.selection,
-        )
+        given = {name: getattr(self, name) for name in ("affinity", "memory", "visible_as")}
+        return read_options(nb_gpus, logger=logger, timeout=timeout, **given, **self.selection)
 
 
 @dataclass(frozen=True)
@@ -139,15 +134,9 @@ class HolderProcess:
         inherited = dict(os.environ)
         try:
             with opened_driver(**parse_request(nb_gpus, **wishes.selection).driver) as driver:
-                self._owner = owner = owner_type(command=self._label)(
-                    nb_gpus,
-                    wishes.placeholder_fn or _placeholder(driver.snapshot()),
-                    timeout=timeout,
-                    affinity=None,
-                    visible_as=wishes.visible_as,
-                    delegate=True,
-                    **wishes.selection,
-                )
+                more = {**wishes.selection, "visible_as": wishes.visible_as, "affinity": None, "delegate": True}
+                more["placeholder_fn"] = wishes.placeholder_fn or _placeholder(driver.snapshot())
+                self._owner = owner = owner_type(command=self._label)(nb_gpus, timeout=timeout, **more)
                 try:
                     snapshot = driver.snapshot()  # the claim may have waited, and a GPU may be lost since
                     places = _near(owner.gpus, driver, wishes)
@@ -161,25 +150,14 @@ class HolderProcess:
         visible_limit = read_visible({name: inherited[name] for name in alone if name in inherited}, snapshot)
         order = () if visible_limit is None else visible_limit.uuids
         scope = os.environ.get("SAFE_GPU_SCOPE", "")  # which lets the workers claim the GPUs of this process
-        more = {} if scope == inherited.get("SAFE_GPU_SCOPE") else {"SAFE_GPU_SCOPE": scope}
+        inside = {} if scope == inherited.get("SAFE_GPU_SCOPE") else {"SAFE_GPU_SCOPE": scope}
         held = []
         for gpu in owner.gpus:
             cores, numa_node = places[gpu.index]
             shown = render_visible([gpu], visible_as=wishes.visible_as, snapshot=snapshot, environ=inherited)
-            held.append(
-                ClusterGpu(
-                    "",
-                    "",
-                    gpu.index,
-                    gpu.uuid,
-                    frozenset().union(*cores),
-                    cores,
-                    numa_node,
-                    vendor=snapshot.vendor,
-                    environment={**shown, **more},
-                    inherited_position=order.index(gpu.uuid) if gpu.uuid in order else None,
-                )
-            )
+            cpus, position = frozenset[int]().union(*cores), order.index(gpu.uuid) if gpu.uuid in order else None
+            place = (cpus, cores, numa_node, snapshot.vendor, {**shown, **inside}, position)
+            held.append(ClusterGpu("", "", gpu.index, gpu.uuid, *place))
         return tuple(sorted(held, key=lambda gpu: (gpu.index, gpu.uuid)))
 
     def release(self) -> None:
@@ -237,16 +215,14 @@ def _placeholder(snapshot: HostSnapshot) -> Callable[[int], Any] | None:
     return NoPlaceholder() if exclusive else None
 
 
-def _near(
-    gpus: Sequence[Gpu], driver: Driver, wishes: ClaimArguments
-) -> dict[int, tuple[tuple[tuple[int, ...], ...], int | None]]:
+def _near(gpus: Sequence[Gpu], driver: Driver, wishes: ClaimArguments) -> dict[int, _Place]:
     """Return, by GPU index, the cores and the NUMA node for its workers."""
-    places: dict[int, tuple[tuple[tuple[int, ...], ...], int | None]] = {gpu.index: ((), None) for gpu in gpus}
+    places: dict[int, _Place] = {gpu.index: ((), None) for gpu in gpus}
     options = parse_options(wishes.affinity, wishes.memory)
     if options is None and wishes.memory is None:
         return places
     try:
-        there = near(gpus, driver, options, None, mask=os.sched_getaffinity(0))
+        there = near(gpus, driver, options, None, os.sched_getaffinity(0))
     except GPUAffinityError:
         if options is not None and options.mode == "node" and wishes.memory is None:  # the default: no reason to fail
             return places

@@ -157,16 +157,11 @@ def _start(node_id: str, wishes: ClaimArguments, port: int, token: bytes) -> Cal
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    there, variables = NodeAffinitySchedulingStrategy(node_id, soft=False), {"env_vars": _KEEP_VISIBLE_DEVICES}
+    label = f"ray: claim of process {os.getpid()} on {os.uname().nodename}"
     task = ray.remote(num_cpus=0, num_gpus=0, max_retries=0, max_calls=1)(serve)
-    ended = task.options(
-        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-        runtime_env={"env_vars": _KEEP_VISIBLE_DEVICES},
-    ).remote(
-        (ray.util.get_node_ip_address(), port),
-        token,
-        wishes,
-        f"ray: claim of process {os.getpid()} on {os.uname().nodename}",
-    )
+    task = task.options(scheduling_strategy=there, runtime_env=variables)
+    ended = task.remote((ray.util.get_node_ip_address(), port), token, wishes, label)
 
     def why_ended() -> str:
         try:

@@ -4,7 +4,8 @@ Memory is in bytes and utilisation in percent. ``None`` means that the driver do
 """
 
 import re
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -180,22 +181,12 @@ class Gpu(NamedTuple):
     @property
     def draws(self) -> bool:
         """Whether a display or a graphics process is on it. Such a GPU is taken last."""
-        processes = self.processes or ()
-        return self.display_active or ProcessKind.GRAPHICS in [process.kind for process in processes]
+        return self.display_active or ProcessKind.GRAPHICS in [process.kind for process in self.processes or ()]
 
     def unreachable(self, reason: str, *, lost: bool = True) -> "Gpu":
         """Return the record of this device while nothing but its identity is known."""
-        return Gpu(
-            *self[:5],
-            processes=None,
-            process_error=reason,
-            unusable=reason,
-            lost=lost,
-            mig_parent=self.mig_parent,
-            mig_instance=self.mig_instance,
-            vendor=self.vendor,
-            tiles=self.tiles,
-        )
+        kept = {name: getattr(self, name) for name in ("mig_parent", "mig_instance", "vendor", "tiles")}
+        return Gpu(*self[:5], processes=None, process_error=reason, unusable=reason, lost=lost, **kept)
 
 
 class HostSnapshot(NamedTuple):
@@ -258,6 +249,20 @@ class GpuFault(NamedTuple):
 
     when: float
     error: str
+
+    @property
+    def why_last(self) -> str:
+        """``taken last until Sun 14:32, since a claim failed on it: ...``, in local time."""
+        until = time.strftime("%a %H:%M", time.localtime(self.when + LAST_CHOICE))
+        return f"taken last until {until}, since a claim failed on it: {self.error}"
+
+
+def recent_faults(faults: Mapping[str, GpuFault], now: float) -> dict[str, GpuFault]:
+    """Return the notes, by UUID, that still count at ``now`` (Unix seconds).
+
+    A note from the future (the clock was set back) counts for as long as one from the past, and no longer.
+    """
+    return {uuid: fault for uuid, fault in faults.items() if abs(now - fault.when) < LAST_CHOICE}
 
 
 class Holder(NamedTuple):

@@ -34,36 +34,34 @@ class Vendor(NamedTuple):
 
     title: str
     uuid: str
-    by_place: str
     drivers: tuple[str, ...]
     loaded: tuple[str, ...]
-    control: str
     device: str
     library: str
     variables: tuple[str, ...]
-    hides: str
     prefixes: tuple[str, ...]
     preset: str
     version: str
     install: str
     pass_in: str
     is_slow: str
-    no_library: str
     recover: str
+    no_library: str = ""
+    by_place: str = ""
+    control: str = ""
+    hides: str = ""
 
 
 VENDORS = {
     "nvidia": Vendor(
         title="NVIDIA",
         uuid=r"(GPU|MIG)-(?![^-]{16}$).*",
-        by_place="",
         drivers=("nvml", "nvidia-smi"),
         loaded=("proc/driver/nvidia/version",),
         control="dev/nvidiactl",
         device="nvidia",
         library="CUDA",
         variables=("CUDA_VISIBLE_DEVICES",),
-        hides="",
         prefixes=("CUDA_",),
         preset="dgx-a100",
         version="550.54.15",
@@ -85,7 +83,6 @@ VENDORS = {
         device="kfd",
         library="HIP",
         variables=("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
-        hides="",
         prefixes=("ROCR_", "HIP_"),
         preset="mi250x",
         version="6.8.5",
@@ -102,7 +99,6 @@ VENDORS = {
         by_place="INTEL-",
         drivers=("intel",),
         loaded=("sys/bus/pci/drivers/i915", "sys/bus/pci/drivers/xe"),
-        control="",
         device="render",
         library="Level Zero",
         variables=("ZE_AFFINITY_MASK",),
@@ -114,7 +110,6 @@ VENDORS = {
         pass_in="pass GPUs into the container (docker run --device /dev/dri), and join the groups that may open "
         "/dev/dri/renderD* (render, video)",
         is_slow="see dmesg for xe and i915: a GPU answers slowly after a reset or a sleep",
-        no_library="",
         recover="look for xe or i915 in dmesg, or reboot the host",
     ),
 }

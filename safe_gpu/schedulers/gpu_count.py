@@ -60,10 +60,8 @@ def ask_qstat(environ: Mapping[str, str], job_id: str, *, patience: float = 10.0
         QstatError: qstat is missing or refused (execution hosts need not be submit hosts), or its answer is invalid.
     """
     # A job's PATH may lack Grid Engine's directories.
-    own = (
-        environ.get("SGE_BINARY_PATH", ""),
-        os.path.join(environ.get("SGE_ROOT", ""), "bin", environ.get("SGE_ARCH", "")),
-    )
+    root, kind = environ.get("SGE_ROOT", ""), environ.get("SGE_ARCH", "")
+    own = environ.get("SGE_BINARY_PATH", ""), os.path.join(root, "bin", kind)
     code, text, error = _asked(environ, "qstat", "-j", job_id, "-xml", patience=patience, beside=own)
     if code != 0 or f"<JB_job_number>{job_id}</JB_job_number>" not in text:
         said = _reason(text, error) or f"exit status {code}"
@@ -160,10 +158,8 @@ def hard_request(xml: str, names: Iterable[str]) -> ResourceRequest | None:
                 found[name.lower()] = ResourceRequest(amount, per)
     request = next((found[name] for name in names if name in found), None)
     if request is None and spoken:
-        raise QstatError(
-            f"{printable(spoken[0][:_LONGEST])} gives no number of GPUs; SAFE_GPU_SGE_RESOURCE=NAME would say which "
-            "resource counts them"
-        )
+        hint = "SAFE_GPU_SGE_RESOURCE=NAME would say which resource counts them"
+        raise QstatError(f"{printable(spoken[0][:_LONGEST])} gives no number of GPUs; {hint}")
     return request
 
 
@@ -269,29 +265,22 @@ def number_for_job(environ: Mapping[str, str], *, ask: bool = True) -> int:
     if own := environ.get("SAFE_GPU_NB_GPUS", "").strip():
         if number := count(environ, "SAFE_GPU_NB_GPUS"):
             return number
-        raise UnsatisfiableRequestError(
-            f"SAFE_GPU_NB_GPUS={own!r} is not a number of GPUs: set it to a whole number from 1 up, or unset it",
-            value=own,
-        )
+        wrong = f"SAFE_GPU_NB_GPUS={own!r} is not a number of GPUs"
+        raise UnsatisfiableRequestError(f"{wrong}: set it to a whole number from 1 up, or unset it", value=own)
     way_out = f"set SAFE_GPU_NB_GPUS=N, or write {style.setting('nb_gpus', 'N')}"
     context = current(environ)
     if context.scheduler is None:
-        raise UnsatisfiableRequestError(
-            f"{style.written('nb_gpus', 'job')} takes the number that the batch job asked for, and "
-            f"this process is in no batch job: {way_out}",
-            value="job",
-        )
+        asked = f"{style.written('nb_gpus', 'job')} takes the number that the batch job asked for"
+        raise UnsatisfiableRequestError(f"{asked}, and this process is in no batch job: {way_out}", value="job")
     job = f"job {context.job_label or '(of unknown number)'}"
     number, trouble = _declared(environ, context, ask, 10.0)
     if number is None:
         raise UnsatisfiableRequestError(f"how many GPUs {job} asked for is not known{trouble}: {way_out}", value="job")
     ranks = 1 if context.own_list else context.local_size or 1
     if number < ranks:
-        too_few = (
-            f"{plural(number)} on this host, for {ranks} processes here: start at most {number}, ask for more GPUs"
-        )
-        too_few = too_few if number else "no GPU on this host: ask its scheduler for some"
-        raise UnsatisfiableRequestError(f"{job} asked for {too_few}, or {way_out}", value=number)
+        few = f"{plural(number)} on this host, for {ranks} processes here: start at most {number}, ask for more GPUs"
+        few = few if number else "no GPU on this host: ask its scheduler for some"
+        raise UnsatisfiableRequestError(f"{job} asked for {few}, or {way_out}", value=number)
     return number // ranks
 
 

@@ -129,20 +129,13 @@ def _slurm(environ: Mapping[str, str]) -> JobContext | None:
     if job is None:
         return None
     array, task = count(environ, "SLURM_ARRAY_JOB_ID"), count(environ, "SLURM_ARRAY_TASK_ID")
-    in_array = array is not None and task is not None
+    number, task = (job, None) if array is None or task is None else (array, task)
     tasks = _tasks_here(environ)
     requested = count(environ, "SLURM_GPUS_ON_NODE")
     if requested is None and tasks is None:  # before 20.11
         requested = gpus_in(environ.get("SLURM_JOB_GPUS", "")) or None
-    return JobContext(
-        "slurm",
-        str(array if in_array else job),
-        task if in_array else None,
-        count(environ, "SLURM_LOCALID"),
-        tasks,
-        requested,
-        ends=count(environ, "SLURM_JOB_END_TIME"),  # only of later versions than 22.05
-    )
+    ends = count(environ, "SLURM_JOB_END_TIME")  # only of later versions than 22.05
+    return JobContext("slurm", str(number), task, count(environ, "SLURM_LOCALID"), tasks, requested, ends=ends)
 
 
 def _tasks_here(environ: Mapping[str, str]) -> int | None:
@@ -202,17 +195,13 @@ def _pbs(environ: Mapping[str, str]) -> JobContext | None:
     if not match:
         return None
     task = count(environ, "PBS_ARRAY_INDEX", "PBS_ARRAYID")
+    task = int(match[2]) if task is None and match[2] else task
     requested = count(environ, "PBS_NGPUS")
     if requested is None:
         gpus = {*re.findall(r"(?m)^(.+)-gpu/?([0-9]+)[ \r]*$", text_of(environ.get("PBS_GPUFILE", "")))}
         requested = len(lines_of_this_host([host for host, _ in gpus], environ)) or None
-    return JobContext(
-        "pbs",
-        match[1],
-        int(match[2]) if task is None and match[2] else task,
-        requested_gpus=requested,
-        walltime=count(environ, "PBS_WALLTIME"),  # Torque and PBS Professional
-    )
+    walltime = count(environ, "PBS_WALLTIME")  # Torque and PBS Professional
+    return JobContext("pbs", match[1], task, requested_gpus=requested, walltime=walltime)
 
 
 def _lsf(environ: Mapping[str, str]) -> JobContext | None:
@@ -234,13 +223,9 @@ def _flux(environ: Mapping[str, str]) -> JobContext | None:
         return None
     tasks, hosts = count(environ, "FLUX_JOB_SIZE"), count(environ, "FLUX_JOB_NNODES")
     alone = tasks is not None and tasks == hosts
-    return JobContext(
-        "flux",
-        f"f{match[1]}",
-        local_rank=count(environ, "FLUX_TASK_LOCAL_ID"),
-        local_size=(tasks or None) if hosts == 1 else 1 if alone else None,
-        requested_gpus=visible_gpus(environ) if alone else None,
-    )
+    rank, size = count(environ, "FLUX_TASK_LOCAL_ID"), (tasks or None) if hosts == 1 else 1 if alone else None
+    requested = visible_gpus(environ) if alone else None
+    return JobContext("flux", f"f{match[1]}", local_rank=rank, local_size=size, requested_gpus=requested)
 
 
 def _htcondor(environ: Mapping[str, str]) -> JobContext | None:

@@ -5,19 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import UnsatisfiableRequestError
-from ..gpus.devices import MIG_IS_ON, Gpu, GpuVerdict, Holder, HostSnapshot
+from ..gpus.devices import MIG_IS_ON, Gpu, GpuVerdict, Holder, HostSnapshot, VisibleLimit
 from ..gpus.vendors import VENDORS
 from ..wording import text as style
 from ..wording.text import gpu_ranges, grouped, plural
 from .request import Selection, linked
 from .values import is_index, unknown_names
 from .verdicts import DEFAULT_RULES, UNWATCHABLE, Rules, fence_hint, judge, why_outside, why_unusable
-
-if TYPE_CHECKING:
-    from ..gpus.devices import VisibleLimit
 
 
 def candidates(
@@ -61,31 +58,23 @@ def check_possible(
     """
     for argument in ("only", "exclude"):
         for name in unknown_names(request.value_of(argument) or (), snapshot):
-            raise UnsatisfiableRequestError(
-                f"{style.setting(argument, name)} names no single {VENDORS[snapshot.vendor].title} GPU of this "
-                f"host, which has {_inventory(snapshot.gpus, by_uuid=not is_index(name))}{_unread_instances(snapshot)}",
-                value=name,
-            )
+            kind, inventory = VENDORS[snapshot.vendor].title, _inventory(snapshot.gpus, by_uuid=not is_index(name))
+            problem = f"{style.setting(argument, name)} names no single {kind} GPU of this host, which has {inventory}"
+            raise UnsatisfiableRequestError(f"{problem}{_unread_instances(snapshot)}", value=name)
     holders: Mapping[str, Holder] = {}
     reasons = {gpu: _why_never(gpu, snapshot, request, None, rules) for gpu in snapshot.gpus}
     left = [gpu for gpu in reasons if not reasons[gpu]]
     problem = _too_few(request.nb_gpus, left, snapshot, reasons) or _too_far_apart(request, left)
-    if (
-        not problem
-        and visible_limit is not None
-        and not fits(request, [gpu for gpu in left if gpu.uuid in visible_limit])
-    ):
+    inside = left if visible_limit is None else [gpu for gpu in left if gpu.uuid in visible_limit]
+    if not problem and visible_limit is not None and not fits(request, inside):
         holders = claimed()
         hint = fence_hint(judge(snapshot, request, claimed=holders, rules=rules), visible_limit)
         way_out = f", or set {visible_limit.lift} to disregard the variable" if visible_limit.lift else ""
         problem = f"{hint}: ask for its GPUs only{way_out}{_unread_instances(snapshot)}"
     if problem:
         asked = "1 GPU is" if request.nb_gpus == 1 else f"{request.nb_gpus} GPUs are"
-        raise UnsatisfiableRequestError(
-            f"{asked} asked for, but {problem}",
-            value=request.nb_gpus,
-            verdicts=judge(snapshot, request, claimed=holders, visible_limit=visible_limit, rules=rules),
-        )
+        verdicts = judge(snapshot, request, claimed=holders, visible_limit=visible_limit, rules=rules)
+        raise UnsatisfiableRequestError(f"{asked} asked for, but {problem}", value=request.nb_gpus, verdicts=verdicts)
 
 
 def _too_far_apart(request: Selection, left: Sequence[Gpu]) -> str:
@@ -98,14 +87,12 @@ def _too_far_apart(request: Selection, left: Sequence[Gpu]) -> str:
     return f"{f'only {most}' if most > 1 else 'no two'} of this host are {request.together}: ask for fewer"
 
 
-def _why_never(
-    gpu: Gpu, snapshot: HostSnapshot, request: Selection, visible_limit: VisibleLimit | None, rules: Rules
-) -> str:
+def _why_never(gpu: Gpu, snapshot: HostSnapshot, request: Selection, limit: VisibleLimit | None, rules: Rules) -> str:
     """Return why the request can never get the device: nobody can claim it, it is outside, or whether it is free or has
     the memory will never be known."""
     watchable = gpu.processes_supported or snapshot.shared_display or rules.lists_optional
     never = why_unusable(gpu) or ("" if watchable else UNWATCHABLE)
-    return never or why_outside(gpu, request, visible_limit) or request.why_unknowable(gpu)
+    return never or why_outside(gpu, request, limit) or request.why_unknowable(gpu)
 
 
 def _too_few(nb_gpus: int, left: Sequence[Gpu], snapshot: HostSnapshot, reasons: Mapping[Gpu, str]) -> str:
@@ -151,12 +138,8 @@ def can_be_met_by_releases(
         verdicts: of every device, judged for this request without a visible limit.
         leaving: UUIDs of devices that are busy only with the processes of a claim that has just ended.
     """
-    coming = [
-        verdict.gpu
-        for verdict in verdicts
-        if verdict.gpu.uuid in candidate_uuids
-        and (verdict.free or verdict.state == "claimed" or verdict.gpu.uuid in leaving)
-    ]
+    possible = (verdict for verdict in verdicts if verdict.gpu.uuid in candidate_uuids)
+    coming = [one.gpu for one in possible if one.free or one.state == "claimed" or one.gpu.uuid in leaving]
     return fits(request, coming)
 
 
@@ -171,8 +154,7 @@ def capacity(gpus: Collection[Gpu]) -> int:
 
     CUDA shows a process at most one MIG instance, and with many driver versions no whole GPU together with it.
     """
-    whole = sum([gpu.mig_parent is None for gpu in gpus])
-    return whole or min(len(gpus), 1)
+    return sum([gpu.mig_parent is None for gpu in gpus]) or min(len(gpus), 1)
 
 
 _MOST_SETS = 200

@@ -5,7 +5,8 @@ and their parsing, the option of the command line, the verdicts, and what a tick
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
 
 from ..errors import UnsatisfiableRequestError
@@ -33,6 +34,7 @@ class Conditions(TypedDict, total=False):
     prefer: str | Iterable[str] | None
 
 
+@dataclass(frozen=True)
 class Condition:
     """What a claim asks of each GPU, or of the GPUs together, besides their number.
 
@@ -45,22 +47,12 @@ class Condition:
         ticketed: whether others must know it, since it depends on more than which GPU it is. Then ``value`` is JSON.
     """
 
+    value: Any
+
     argument: ClassVar[str]
     metavar: ClassVar[str]
     help: ClassVar[str]
     ticketed: ClassVar[bool] = False
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and vars(self) == vars(other)
-
-    def __hash__(self) -> int:
-        return hash(self.value)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.value!r})"
 
     @classmethod
     def parse(cls, value: Any) -> Any:
@@ -133,15 +125,20 @@ class MinMemory(Condition):
         return f"{format_bytes(free)} of memory free, {format_bytes(self.value)} asked for"
 
 
+@dataclass(frozen=True)
 class _Models(Condition):
-    """Names of models, or parts of them. ``meant`` has what each means among the product names of a host."""
+    """Names of models, or parts of them; ``names`` are the product names of the host."""
 
-    def __init__(self, value: Any, names: Sequence[str] = ()) -> None:
-        super().__init__(value)
-        self.meant = [model_pattern(one, names) for one in ((value,) if isinstance(value, str) else value)]
+    names: tuple[str, ...] = ()
+
+    @cached_property
+    def meant(self) -> Sequence[Any]:
+        """The pattern (``re.Pattern``) of what each means there."""
+        texts = (self.value,) if isinstance(self.value, str) else self.value
+        return [model_pattern(one, self.names) for one in texts]
 
     def resolved(self, gpus: Sequence[Gpu]) -> Condition:
-        return type(self)(self.value, [gpu.name for gpu in gpus])
+        return replace(self, names=tuple(gpu.name for gpu in gpus))
 
 
 class Model(_Models):
@@ -335,10 +332,7 @@ class Selection(NamedTuple):
 
     def value_of(self, argument: str) -> Any:
         """Return the value of a condition; None where there is no such condition."""
-        for one in self.conditions:
-            if one.argument == argument:
-                return one.value
-        return None
+        return next((one.value for one in self.conditions if one.argument == argument), None)
 
     @property
     def share(self) -> int | None:
@@ -405,10 +399,7 @@ class Selection(NamedTuple):
 
     def why_outside(self, gpu: Gpu) -> str:
         """Return why the GPU can never satisfy the request; "" if it can."""
-        for one in self.conditions:
-            if why := one.why_outside(gpu):
-                return why
-        return ""
+        return next(filter(None, (one.why_outside(gpu) for one in self.conditions)), "")
 
     def why_unknowable(self, gpu: Gpu) -> str:
         """Return why it will never be known whether the GPU satisfies the request."""
@@ -420,10 +411,7 @@ class Selection(NamedTuple):
 
     def why_not_now(self, gpu: Gpu, freed: int = 0) -> str:
         """Return why the GPU does not satisfy the request now."""
-        for one in self.conditions:
-            if why := one.why_not_now(gpu, freed):
-                return why
-        return ""
+        return next(filter(None, (one.why_not_now(gpu, freed) for one in self.conditions)), "")
 
     def groups(self, gpus: Sequence[Gpu]) -> list[list[Gpu]]:
         """Return the largest sets of these GPUs of which any ``nb_gpus`` satisfy the request together."""

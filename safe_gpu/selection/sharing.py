@@ -53,8 +53,7 @@ def why_unshareable(gpu: Gpu, share: int) -> str:
 
 def share_fraction(share: int, gpus: Collection[Gpu]) -> float:
     """Return what frameworks may allocate of each GPU, as a fraction of its memory; of several GPUs the smallest."""
-    totals = [gpu.memory_total or share for gpu in gpus]
-    return max(0.0, min((share - _CONTEXT) / total for total in totals))
+    return max(0.0, min((share - _CONTEXT) / (gpu.memory_total or share) for gpu in gpus))
 
 
 def used_by_sharers(gpu: Gpu, sharers: Sequence[Holder], family_of: FamilyOf) -> list[int]:

@@ -31,8 +31,7 @@ _NAME = rf"[0-9]{{1,4}}(:[0-9]{{1,4}})?|(GPU|MIG)-[0-9A-Za-z/-]*|({_BY_PLACE})[0
 
 def refused(name: str, value: object, way_out: str) -> UnsatisfiableRequestError:
     """Return the error about a value that makes no sense."""
-    written = style.written(name, value)
-    return UnsatisfiableRequestError(f"{written} makes no sense: {way_out}", value=value)
+    return UnsatisfiableRequestError(f"{style.written(name, value)} makes no sense: {way_out}", value=value)
 
 
 def as_index(value: object) -> int | None:
@@ -66,9 +65,8 @@ def parse_size(value: object, name: str = "min_memory") -> int:
         raise refused(name, value, f"give bytes as a whole number, or a size such as {style.value('20GiB')}")
     bare = not isinstance(value, str) or value.strip().isdecimal()
     if bare and 0 < count < _FEWEST_BYTES:
-        units = ["GiB" if count < 1024 and name in ("min_memory", "share") else "MiB"] + ["%"] * (
-            name == "share" and count <= 100
-        )
+        unit = "GiB" if count < 1024 and name in ("min_memory", "share") else "MiB"
+        units = [unit, "%"] if name == "share" and count <= 100 else [unit]
         written = style.written(name, value)
         way_out = " or ".join(style.value(f"{count}{unit}") for unit in units)
         raise UnsatisfiableRequestError(f"{written} means {count} bytes? write {way_out}", value=value)

@@ -9,27 +9,14 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from ..gpus.devices import (
-    LAST_CHOICE,
-    ComputeMode,
-    Gpu,
-    GpuFault,
-    GpuProcess,
-    GpuVerdict,
-    Holder,
-    HostSnapshot,
-    ProcessKind,
-)
+from ..gpus.devices import ComputeMode, Gpu, GpuProcess, GpuVerdict, Holder, HostSnapshot, ProcessKind, VisibleLimit
 from ..settings.variables import host_setting
 from ..wording.text import format_bytes, gpu_ranges, in_brackets, left_behind, plural
 from .request import MinMemory, Selection
 from .sharing import FamilyOf, room, strangers, why_no_room
 from .values import parse_size
-
-if TYPE_CHECKING:
-    from ..gpus.devices import VisibleLimit
 
 MEMORY_VARIABLE = "SAFE_GPU_UNEXPLAINED_MEMORY"
 
@@ -63,10 +50,8 @@ class Rules(NamedTuple):
             UnsatisfiableRequestError: ``SAFE_GPU_UNEXPLAINED_MEMORY`` is not a size.
         """
         limit = host_setting("unexplained_memory", MEMORY_VARIABLE, environ)
-        return cls(
-            max(parse_size(limit, MEMORY_VARIABLE), LEAST_LIMIT) if limit else None,
-            environ.get("SAFE_GPU_PROCESS_LIST") == "optional",
-        )
+        size = parse_size(limit, MEMORY_VARIABLE) if limit else None
+        return cls(size, environ.get("SAFE_GPU_PROCESS_LIST") == "optional")
 
 
 DEFAULT_RULES = Rules()
@@ -362,17 +347,3 @@ def how_misread(visible_limit: VisibleLimit, gpus: Iterable[Gpu]) -> str:
     seen = gpu_ranges(gpu.label for gpu in gpus if gpu.uuid in uuids)
     read_as = f"{visible_limit.library} reads {value!r} as {f'GPU {seen}' if seen else 'no GPU'}"
     return f"{read_as}: name GPUs of this host by index or UUID, each once, with commas between"
-
-
-def recent_faults(faults: Mapping[str, GpuFault], now: float) -> dict[str, GpuFault]:
-    """Return the notes, by UUID, that still count at ``now`` (Unix seconds).
-
-    A note from the future (the clock was set back) counts for as long as one from the past, and no longer.
-    """
-    return {uuid: fault for uuid, fault in faults.items() if abs(now - fault.when) < LAST_CHOICE}
-
-
-def why_last(fault: GpuFault) -> str:
-    """Return ``taken last until Sun 14:32, since a claim failed on it: ...``, in local time."""
-    until = time.strftime("%a %H:%M", time.localtime(fault.when + LAST_CHOICE))
-    return f"taken last until {until}, since a claim failed on it: {fault.error}"

@@ -58,8 +58,6 @@ _LONGEST_FILE = 1 << 16
 # Root's file: its name, and its older name.
 _NAME, _OLDER_NAME = "config.ini", "policy.ini"
 
-_MODE = 0o644
-
 
 class Section(NamedTuple):
     """One section: ``kind`` is "host", "default", "user" or "group". A key set to no limit has the value None."""
@@ -142,9 +140,8 @@ def parse(text: str, path: str, *, host_only: bool = False) -> Policy:
             elif line and not (host_only and sections[-1].kind != "host"):
                 _read_setting(line, sections[-1])
         except ValueError as err:
-            shown = (
-                err if _may_be_shown(path) else ValueError("it is wrong, and not shown: who chose the file is unknown")
-            )
+            hidden = "it is wrong, and not shown: who chose the file is unknown"
+            shown = err if _may_be_shown(path) else ValueError(hidden)
             raise PolicyError(f"{path}:{number}: {shown}", path=path, line=number) from shown
     return Policy(path, tuple(sections))
 
@@ -233,14 +230,6 @@ def read(path: str) -> tuple[Policy | None, str]:
     return (None if doubt or not os.path.lexists(path) else parse(text, path)), doubt
 
 
-def if_readable(path: str) -> Policy | None:
-    """Return the policy in a file; None where it is ignored or broken, which claims and ``safe-gpu policy`` report."""
-    try:
-        return read(path)[0]
-    except PolicyError:
-        return None
-
-
 def host_values(path: str) -> Mapping[str, str]:
     """Return the values of ``[host]`` in a file.
 
@@ -309,33 +298,19 @@ def resolve(policy: Policy, names: Collection[str], in_group: Callable[[str], bo
     return Limits(policy.path, **values, sections={key: section.title for key, section in found.items()})
 
 
-def limits_of_this_user(policy: Policy) -> Limits:
-    """Return what applies to this process, by its effective user and its groups. Takes no lock; a directory may be
-    asked."""
-    return limits_of_user(policy, os.geteuid())
-
-
 def limits_of_user(policy: Policy, uid: int) -> Limits:
     """Return what applies to a user, by the groups of this process or those that the directory has for another user.
-    The directory may take a while."""
-    gids = cache(lambda: _gids_of(uid))  # not asked for where no group matters
+    Takes no lock; the directory may take a while."""
+    gids = cache(lambda: gids_of(uid))  # not asked for where no group matters
     names = procfs.user_name(uid), str(uid)
     return resolve(policy, names, lambda group: gid_of(group) in gids(), is_root=uid == 0)
-
-
-def is_in_group(uid: int, group: str) -> bool:
-    """Return whether a user is in the group of that name or number, as in the two functions above."""
-    return gid_of(group) in _gids_of(uid)
 
 
 def unknown_names(policy: Policy) -> list[str]:
     """Return the sentences on the sections of users and groups that this host does not know."""
     known = {"user": uid_of, "group": gid_of}
-    return [
-        f"{one.title}: there is no such {one.kind} here"
-        for one in policy.sections
-        if one.kind in known and known[one.kind](one.name) is None
-    ]
+    missing = (one for one in policy.sections if one.kind in known and known[one.kind](one.name) is None)
+    return [f"{one.title}: there is no such {one.kind} here" for one in missing]
 
 
 def uid_of(name: str) -> int | None:
@@ -355,7 +330,8 @@ def _id_of(name: str, entry_of: Callable[[str], Any]) -> int | None:
         return int(name) if name.isdecimal() and name.isascii() and len(name) < 11 else None
 
 
-def _gids_of(uid: int) -> set[int]:
+def gids_of(uid: int) -> set[int]:
+    """Return the groups of a user: those of this process, or those that the directory has for another user."""
     if uid == os.geteuid():
         return {os.getegid(), *os.getgroups()}
     try:
@@ -371,8 +347,7 @@ def values_of_user(environ: Mapping[str, str]) -> Mapping[str, str]:
     Raises:
         PolicyError: it cannot be read, or is wrong. What a user runs on other hosts is never another user's choice.
     """
-    home = environ.get("HOME") or os.path.expanduser("~")
-    path = os.path.join(home, ".config", "safe-gpu", "config.ini")
+    path = os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".config", "safe-gpu", "config.ini")
     try:
         # Users keep such files by links, but root's HOME may be another user's, who would choose what root reads.
         with open_to_read(path, os.O_NOFOLLOW if is_root() else 0) as file:
@@ -381,9 +356,8 @@ def values_of_user(environ: Mapping[str, str]) -> Mapping[str, str]:
         return {}
     except (OSError, ValueError) as err:
         raise PolicyError(f"{path} cannot be read: {err}", path=path) from err
-    mode = stat.S_IMODE(status.st_mode)
-    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or mode & ~_MODE:
-        raise PolicyError(f"{path} must be a file of your own with mode {_MODE:o} at most: chmod 644 {path}", path=path)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & ~0o644:
+        raise PolicyError(f"{path} must be a file of your own with mode 644 at most: chmod 644 {path}", path=path)
     values = parse(data.decode("utf-8", "replace"), path, host_only=True).host
     if others := [key for key in values if key not in _USER_KEYS]:
         raise PolicyError(f"{path}: {others[0]} is for root's file; here {' and '.join(_USER_KEYS)} count", path=path)

@@ -113,14 +113,12 @@ def parse_moment(text: str, after: float | None = None) -> float:
     if word == "now":
         return now
     if word in ("today", "yesterday"):
-        day = today.tm_mday - (word == "yesterday")
-        return time.mktime((today.tm_year, today.tm_mon, day, 0, 0, 0, 0, 0, -1))
+        return time.mktime((today.tm_year, today.tm_mon, today.tm_mday - (word == "yesterday"), 0, 0, 0, 0, 0, -1))
     if clock := re.fullmatch(_TIME_OF_DAY, " ".join(word.split())):
         return _nearest(clock[1], int(clock[2]), int(clock[3]), now if after is None else after, after is not None)
     for form in _DATES:
         try:
-            parsed = time.strptime(word.upper(), form)
-            return max(0.0, time.mktime((*parsed[:8], -1)))
+            return max(0.0, time.mktime((*time.strptime(word.upper(), form)[:8], -1)))
         except (ValueError, OverflowError):
             continue
     try:

@@ -230,15 +230,12 @@ _PATHS = ("SAFE_GPU_DIR", "SAFE_GPU_FSROOT", "SAFE_GPU_SIMULATED_DIR", f"{_FOR_T
 
 
 def _risks_for_root(environ: Mapping[str, str]) -> list[str]:
-    given = [name for name in _PATHS if environ.get(name, "").startswith("/") and environ[name] not in _trusted]
+    given = [name for name in _PATHS if environ.get(name, "").startswith("/")]
     if not given or not is_root():
         return []
-    return [
-        f"{name}={environ[name]}: other users can change what root reads there; unset {name}, and start this with a "
-        "clean environment"
-        for name in given
-        if _is_risk(environ[name])
-    ]
+    what = "other users can change what root reads there"
+    risky = (name for name in given if _is_risk(environ[name]))
+    return [f"{name}={environ[name]}: {what}; unset {name}, and start this with a clean environment" for name in risky]
 
 
 _trusted: set[str] = set()  # every claim asks
@@ -246,6 +243,8 @@ _trusted: set[str] = set()  # every claim asks
 
 def _is_risk(path: str) -> bool:
     """Return whether others can change what a path means, or, where it does not exist yet, make it."""
+    if path in _trusted:
+        return False
     if not others_can_change(path):
         _trusted.add(path)
         return False

@@ -5,8 +5,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..gpus.devices import FIRST_MINUTE, Gpu, Holder, ProcessKind
+from ..gpus.vendors import VENDORS
 from ..gpus.windows import Window
 from ..selection.verdicts import drawing
+from ..wording.text import format_bytes, not_before, plural, short_age
 
 # Version of the JSON document.
 SCHEMA = 2
@@ -136,6 +138,22 @@ class WaiterStatus:
     earliest_start: float | None = None
     turn: float | None = None
 
+    def wants(self, of_two_vendors: bool) -> str:
+        """Return ``2 GPUs``, or ``2 AMD GPUs`` on a host with GPUs of two vendors."""
+        if self.nb_gpus is None:
+            return "?"
+        text = plural(self.nb_gpus, f"{VENDORS[self.vendor].title} GPU" if of_two_vendors and self.vendor else "GPU")
+        return text if self.share is None else f"{format_bytes(self.share)} of {text}"
+
+    def starts(self, now: float) -> str:
+        """Return ``in 20m``, ``now`` if the GPUs are free or overdue, ``probably not before 14:20`` if some end is
+        unknown, and ``at limit (1 of 1)`` if that is in the way."""
+        limit = [] if self.limit is None else [f"at limit ({self.limit[0]:g} of {self.limit[1]})"]
+        if self.expected_start is None:
+            return limit[0] if limit else not_before(self.earliest_start, now) or "?"
+        start = f"in {short_age(self.expected_start - now)}" if self.expected_start >= now + 1 else "now"
+        return ", ".join([start, *limit])
+
 
 @dataclass(frozen=True)
 class HostStatus:
@@ -178,10 +196,7 @@ class HostStatus:
         """Return the document of ``status --json``, whose keys are in README.md; None means "not known"."""
         return {
             "schema": SCHEMA,
-            "host": self.host,
-            "driver": self.driver,
-            "driver_version": self.driver_version,
-            "state_dir": self.state_dir,
+            **{name: getattr(self, name) for name in ("host", "driver", "driver_version", "state_dir")},
             "gpus": [_gpu_dict(one, self.taken_at) for one in self.gpus],
             "queue": [_waiter_dict(one) for one in self.queue[:_MOST_WAITERS]],
             "windows": [_window_dict(one) for one in self.windows],
@@ -213,9 +228,7 @@ def _gpu_dict(one: GpuStatus, now: float) -> dict[str, Any]:
         **{name: getattr(one.gpu, name) for name in _FACTS},
         "state": one.state,
         "state_shown": one.shown_state(now),
-        "idle": one.idle,
-        "idle_for": one.idle_for,
-        "reason": one.reason,
+        **{name: getattr(one, name) for name in ("idle", "idle_for", "reason")},
         "claim": one.claim and _claim_dict(one.claim, _CLAIM),
         "shares": [_claim_dict(each, (*_CLAIM, "share", "memory_used")) for each in one.shares],
         "share_free": one.share_free,
@@ -228,20 +241,14 @@ FREE = ("free", "display")
 
 def of_user(status: HostStatus, user: str) -> HostStatus:
     """Return the status with only the GPUs that a user has claimed or computes on, and that user's waiters."""
-    return replace(
-        status,
-        gpus=tuple(one for one in status.gpus if _concerns(one, user)),
-        queue=tuple(one for one in status.queue if one.user == user),
-    )
+    gpus = tuple(one for one in status.gpus if _concerns(one, user))
+    return replace(status, gpus=gpus, queue=tuple(one for one in status.queue if one.user == user))
 
 
 def of_vendor(status: HostStatus, vendor: str) -> HostStatus:
     """Return the status with only the GPUs of a vendor, named by their indices alone, and the waiters for them."""
-    return replace(
-        status,
-        gpus=tuple(replace(one, prefix="") for one in status.gpus if one.gpu.vendor == vendor),
-        queue=tuple(one for one in status.queue if one.vendor in (vendor, None)),
-    )
+    gpus = tuple(replace(one, prefix="") for one in status.gpus if one.gpu.vendor == vendor)
+    return replace(status, gpus=gpus, queue=tuple(one for one in status.queue if one.vendor in (vendor, None)))
 
 
 def _concerns(one: GpuStatus, user: str) -> bool:

@@ -23,20 +23,20 @@ from ..coordination.queue import TicketRequest, waiting_tickets
 from ..coordination.state_dir import remover_of, state_dir_path
 from ..coordination.turns import turn_of
 from ..drivers import open_drivers
-from ..errors import NoDriverError, StateDirError
-from ..gpus.devices import MOST_SHARERS, Gpu, GpuProcess, Holder, HostSnapshot, ProcessKind, vendor_of
+from ..errors import NoDriverError, PolicyError, StateDirError
+from ..gpus.devices import MOST_SHARERS, Gpu, GpuProcess, Holder, HostSnapshot, ProcessKind, recent_faults, vendor_of
 from ..host import procfs
 from ..host.procfs import user_name
 from ..runtimes.visible_devices import stale_indices
 from ..selection.request import Selection
 from ..selection.sharing import promised, used_by_sharers
-from ..selection.verdicts import Rules, has_mps_clients, judge, recent_faults, room_for_shares, users_of, why_last
+from ..selection.verdicts import Rules, has_mps_clients, judge, room_for_shares, users_of
 from ..settings import config as policy
 from ..settings.config import Limits
 from ..settings.variables import existing_policy
 from ..wording.text import left_behind
 from .facts import GpuStatus, HostStatus, ProcessStatus, WaiterStatus
-from .starts import AtLimit, at_limits, expected_starts
+from .starts import AtLimit, Moments, at_limits, expected_starts
 
 
 class HostFacts:
@@ -217,10 +217,7 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
         state_dir=path,
         taken_at=now,
         gpus=tuple(gpus),
-        queue=tuple(
-            _waiter(place, ticket, found.processes, moments, limited.get(ticket.name))
-            for place, (ticket, moments) in enumerate(zip(tickets, starts, strict=True), 1)
-        ),
+        queue=tuple(_waiters(found, starts, limited)),
         warnings=tuple(found.warnings),
         shift=_shift(snapshots, found.claims),
         doubt=next((snapshot.doubt for snapshot in snapshots if snapshot.doubt), ""),
@@ -236,8 +233,9 @@ def _limits_of(uids: Iterable[int]) -> dict[int, Limits]:
 
     A file that is ignored or broken counts as none: claims and ``safe-gpu policy`` report it.
     """
-    path = existing_policy(os.environ)
-    rules = policy.if_readable(path) if path is not None else None
+    path, rules = existing_policy(os.environ), None
+    with suppress(PolicyError):
+        rules = policy.read(path)[0] if path is not None else None
     return {} if rules is None else {uid: policy.limits_of_user(rules, uid) for uid in uids if uid >= 0}
 
 
@@ -271,7 +269,7 @@ def _gpus(snapshot: HostSnapshot, found: HostFacts, limits: Mapping[int, Limits]
     mps_clients = has_mps_clients(snapshot)
     for verdict, (claim, inside) in zip(verdicts, held, strict=True):
         gpu, state, drained = verdict.gpu, verdict.state, rules.why_drained(verdict.gpu)
-        fault = why_last(found.faults[gpu.uuid]) if gpu.uuid in found.faults else ""
+        fault = found.faults[gpu.uuid].why_last if gpu.uuid in found.faults else ""
         if claim is not None and drained:
             fault = drained
         remarks = [claim.note, "stopped (a suspended job?)" * claim.stopped] if claim else []
@@ -279,19 +277,14 @@ def _gpus(snapshot: HostSnapshot, found: HostFacts, limits: Mapping[int, Limits]
         if state == "free" and found.warnings:
             reasons = ["the driver shows no process on it; whether it is claimed is not known"]
         family = [] if claim is None else [*claim.each, *filter(None, [inside])]
-        yield GpuStatus(
-            gpu,
-            state,
-            idle=claim is not None and _is_idle(gpu, family, processes, mps_clients),
-            reason="; ".join(filter(None, reasons)),
-            claim=claim,
-            inside=inside,
-            processes=tuple(_process(process, processes) for process in gpu.processes or ()),
-            fault=fault,
-            idle_report_after=report_after(limits.get(claim.uid)) if claim else None,
-            share_free=_share_free(gpu, claim.sharers, found, rules) if claim and claim.sharers else None,
-            drained=bool(drained),
-        )
+        idle = claim is not None and _is_idle(gpu, family, processes, mps_clients)
+        reason = "; ".join(filter(None, reasons))
+        shown = tuple(_process(process, processes) for process in gpu.processes or ())
+        one = GpuStatus(gpu, state, idle, reason, claim, inside, shown, fault, drained=bool(drained))
+        if claim is not None:
+            free = _share_free(gpu, claim.sharers, found, rules) if claim.sharers else None
+            one = replace(one, idle_report_after=report_after(limits.get(claim.uid)), share_free=free)
+        yield one
 
 
 def _share_free(gpu: Gpu, sharers: Sequence[Holder], found: HostFacts, rules: Rules) -> int:
@@ -366,32 +359,27 @@ def _process(process: GpuProcess, processes: ProcessTable) -> ProcessStatus:
     return ProcessStatus(process.pid, user, command or process.name, process.kind, process.memory_used)
 
 
-def _waiter(
-    position: int,
-    ticket: Entry,
-    processes: ProcessTable,
-    moments: tuple[float | None, float | None],
-    limit: AtLimit | None,
-) -> WaiterStatus:
-    request = TicketRequest.of(ticket)
-    pid = ticket.pid if lives_here(ticket) else processes.heir_of(ticket)
-    namespace = procfs.namespace_text(ticket.pidns or None)
-    note = _place(namespace, ticket, pid) if namespace else ""
-    vendors = set(map(vendor_of, request.gpus))
-    return WaiterStatus(
-        position,
-        pid,
-        user_name(ticket.uid) if ticket.uid >= 0 else None,
-        request.nb_gpus,
-        ticket.since,
-        share=Selection.from_ticket(1, request.conditions)[0].share,
-        stopped=pid is not None and processes.is_stopped(pid),
-        note=note or ("its process cannot be seen from here" if pid is None else ""),
-        hold_for=request.hold_for,
-        expected_start=moments[0],
-        earliest_start=moments[1],
-        vendor=vendors.pop() if len(vendors) == 1 else None,
-        job=ticket.job or None,
-        limit=None if limit is None else (limit.held, limit.most),
-        turn=turn_of(ticket),
-    )
+def _waiters(found: HostFacts, starts: Iterable[Moments], limited: Mapping[str, AtLimit]) -> Iterator[WaiterStatus]:
+    for position, (ticket, (start, earliest)) in enumerate(zip(found.tickets, starts, strict=True), 1):
+        request, limit = TicketRequest.of(ticket), limited.get(ticket.name)
+        pid = ticket.pid if lives_here(ticket) else found.processes.heir_of(ticket)
+        namespace = procfs.namespace_text(ticket.pidns or None)
+        note = _place(namespace, ticket, pid) if namespace else ""
+        vendors = set(map(vendor_of, request.gpus))
+        yield WaiterStatus(
+            position,
+            pid,
+            user_name(ticket.uid) if ticket.uid >= 0 else None,
+            request.nb_gpus,
+            ticket.since,
+            share=Selection.from_ticket(1, request.conditions)[0].share,
+            stopped=pid is not None and found.processes.is_stopped(pid),
+            note=note or ("its process cannot be seen from here" if pid is None else ""),
+            hold_for=request.hold_for,
+            expected_start=start,
+            earliest_start=earliest,
+            vendor=vendors.pop() if len(vendors) == 1 else None,
+            job=ticket.job or None,
+            limit=None if limit is None else (limit.held, limit.most),
+            turn=turn_of(ticket),
+        )

@@ -39,6 +39,8 @@ _TOO_MANY = "there are more claims than can be kept, and the first are left out:
 
 _MONTH = 31 * 86400.0
 
+_TEXTS = {"user": 64, "host": 64, "job": 100, "command": 200}  # characters that are kept
+
 _LABEL = re.compile("([0-9]+:)?[0-9]+")
 
 _TICK = 1.0  # seconds, in which the two clocks are read and rounded
@@ -105,8 +107,7 @@ class PastClaim(NamedTuple):
         """
         begin = max(self.since, self.not_before, since)
         last = until if self.running or self.ended is None else min(self.ended, until)
-        sure = until if self.running else min(self.seen, until)
-        return begin, max(begin, sure), max(begin, last)
+        return begin, max(begin, until if self.running else min(self.seen, until)), max(begin, last)
 
     def overlaps(self, since: float, until: float) -> bool:
         """Return whether it may have held GPUs in this time."""
@@ -253,22 +254,13 @@ def _claim(pid: int, since: float, raw: Mapping[str, Any]) -> PastClaim | None:
     labels = tuple(as_text(label, 16) for label in as_list(raw.get("labels")))
     if not since or not gpus:
         return None
-    return PastClaim(
-        pid,
-        since,
-        uid=as_int(raw.get("uid", -1), -1, 1 << 32),
-        user=as_text(raw.get("user", ""), 64),
-        host=as_text(raw.get("host", ""), 64),
-        job=None if raw.get("job") is None else as_text(raw["job"], 100),
-        command=None if raw.get("command") is None else as_text(raw["command"]),
-        gpus=gpus,
-        labels=labels if len(labels) == len(gpus) and all(map(_LABEL.fullmatch, labels)) else (),
-        until=as_seconds(raw.get("until"), 0),
-        seen=since,
-        share=None if raw.get("share") is None else as_int(raw["share"], 1, 1 << 62),
-        of=None if raw.get("of") is None else as_int(raw["of"], 1, 1 << 62),
-        waited=as_seconds(raw.get("waited"), 0),
-    )
+    if len(labels) != len(gpus) or not all(map(_LABEL.fullmatch, labels)):
+        labels = ()
+    told: dict[str, Any] = {name: as_text(raw[name], _TEXTS[name]) for name in _TEXTS if raw.get(name) is not None}
+    told |= {name: as_int(raw[name], 1, 1 << 62) for name in ("share", "of") if raw.get(name) is not None}
+    told |= {name: as_seconds(raw.get(name), 0) for name in ("until", "waited")}
+    uid = as_int(raw.get("uid", -1), -1, 1 << 32)
+    return PastClaim(pid, since, uid, gpus=gpus, labels=labels, seen=since, **told)
 
 
 def _claims_now(warnings: list[str]) -> tuple[list[PastClaim], list[bytes]]:

@@ -75,16 +75,12 @@ def figures_of(status: Document, now: float) -> Figures:
         short_age(now - min(since)) if since else "",
         ", ".join(f"{user} {round(number, 2):g}" for user, number in held.most_common()),
     )
-    broken = [one for one in gpus if one["state"] == "unusable" and one["state_shown"] != "drained"]
-    return Figures(
-        free,
-        len(gpus),
-        waiting,
-        printable(", ".join(dict.fromkeys(one["user"] or "?" for one in status["queue"]))),
-        dict(zip(TITLES, map(printable, cells), strict=True)),
-        tuple(printable(f"GPU {one['index']}: {one['reason']}") for one in broken),
-        repr((status["host"], status["state_dir"], *(one["uuid"] for one in gpus))),
-    )
+    waiters = printable(", ".join(dict.fromkeys(one["user"] or "?" for one in status["queue"])))
+    shown = dict(zip(TITLES, map(printable, cells), strict=True))
+    unusable = [one for one in gpus if one["state"] == "unusable" and one["state_shown"] != "drained"]
+    broken = tuple(printable(f"GPU {one['index']}: {one['reason']}") for one in unusable)
+    identity = repr((status["host"], status["state_dir"], *(one["uuid"] for one in gpus)))
+    return Figures(free, len(gpus), waiting, waiters, shown, broken, identity)
 
 
 _LONGEST = 500  # characters of a text: anybody may have written it
@@ -125,25 +121,15 @@ def table(caption: str, titles: Sequence[str], rows: Sequence[Mapping[str, str]]
     def cell(title: str, text: str, tag: str, role: str, **scope: str) -> Markup:
         return element(tag, text, role=role, class_=title.lower().replace("#", "place").replace(" ", "-"), **scope)
 
-    first, *others = shown = [title for title in titles if any(row.get(title) for row in rows)]
-    head = (cell(title, title, "th", "columnheader", scope="col") for title in shown)
-    body = [
-        element(
-            "tr",
-            cell(first, row.get(first, ""), "th", "rowheader", scope="row"),
-            *(cell(title, row.get(title, ""), "td", "cell") for title in others),
-            role="row",
-        )
-        for row in rows
-    ]
-    return element(
-        "table",
-        element("caption", caption),
-        element("thead", element("tr", *head, role="row"), role="rowgroup"),
-        element("tbody", *body, role="rowgroup"),
-        role="table",
-        class_=kind,
-    )
+    def line(row: Mapping[str, str]) -> Markup:
+        others = (cell(title, row.get(title, ""), "td", "cell") for title in shown[1:])
+        return element("tr", cell(shown[0], row.get(shown[0], ""), "th", "rowheader", scope="row"), *others, role="row")
+
+    shown = [title for title in titles if any(row.get(title) for row in rows)]
+    heads = (cell(title, title, "th", "columnheader", scope="col") for title in shown)
+    head = element("thead", element("tr", *heads, role="row"), role="rowgroup")
+    body = element("tbody", *map(line, rows), role="rowgroup")
+    return element("table", element("caption", caption), head, body, role="table", class_=kind)
 
 
 def when(moment: float | None, now: float) -> str:
@@ -232,30 +218,18 @@ def _status_of(document: Document, now: float) -> HostStatus:
         reasons = [reason.partition(", since a claim failed")[0] for reason in one["reason"].split("; ")]
         told = "; ".join(reason for reason in reasons if reason.startswith(_TOLD) or not in_use)
         shares = [record(Holder, each) for each in one["shares"]]
-        return record(
-            GpuStatus,
-            one,
-            gpu=record(Gpu, one, index=one["label"], processes=()),
-            claim=Holder.of_sharers(shares) if shares else one["claim"] and record(Holder, one["claim"]),
-            processes=tuple(record(ProcessStatus, each) for each in one["processes"]),
-            reason=told,
-            fault=told,
-            idle=shown == "idle",
-            idle_report_after=0.0 if shown == "idle" else None,
-            drained=shown == "drained",
-        )
+        claim = Holder.of_sharers(shares) if shares else one["claim"] and record(Holder, one["claim"])
+        processes = tuple(record(ProcessStatus, each) for each in one["processes"])
+        facts = {"claim": claim, "processes": processes, "reason": told, "fault": told, "drained": shown == "drained"}
+        facts |= {"idle": True, "idle_report_after": 0.0} if shown == "idle" else {"idle": False}
+        return record(GpuStatus, one, gpu=record(Gpu, one, index=one["label"], processes=()), **facts)
 
-    return record(
-        HostStatus,
-        document,
-        taken_at=now,
-        gpus=tuple(map(gpu, document["gpus"])),
-        queue=tuple(record(WaiterStatus, one) for one in document["queue"]),
-        windows=tuple(
-            Window(one["from"], one["until"], tuple(one["gpus"]), one["for"] or "", one["reason"], one["by"])
-            for one in document["windows"]
-        ),
-    )
+    def window(one: Document) -> Window:
+        return Window(one["from"], one["until"], tuple(one["gpus"]), one["for"] or "", one["reason"], one["by"])
+
+    queue = tuple(record(WaiterStatus, one) for one in document["queue"])
+    gpus, windows = tuple(map(gpu, document["gpus"])), tuple(map(window, document["windows"]))
+    return record(HostStatus, document, taken_at=now, gpus=gpus, queue=queue, windows=windows)
 
 
 _MOST_USERS = 12  # that are listed, those with the most GPU-hours
@@ -292,31 +266,22 @@ def render_page(hosts: Mapping[str, Any], *, now: float, every: float, use: Mapp
         parts.append(element("section", head, part, id=f"host-{number}", aria_label=name))
     title = f"{plural(len(hosts), 'host') if several else first}: {free} of {plural(gpus)} free"
     of_whom = f"The last day's use is that of {', '.join(use)}, where the page is made. " if several and use else ""
-    return _PAGE.substitute(
-        now=f"{now:.0f}",
-        every=f"{every:g}",
-        after=f"{3 * every:g}",
-        age=format_age(every),
-        nonce=token_urlsafe(),  # what a name that slipped in as markup could not know
-        title=joined(title),
-        made=element("time", time.strftime("%a %Y-%m-%d %H:%M %Z", time.localtime(now))),
-        main=joined(table("Hosts", ("Host", *TITLES), rows, "hosts") if several else "", *parts),
-        footer=joined(of_whom, f"safe-gpu {__version__}"),
-    )
+    times = {"now": f"{now:.0f}", "every": f"{every:g}", "after": f"{3 * every:g}", "age": format_age(every)}
+    made = element("time", time.strftime("%a %Y-%m-%d %H:%M %Z", time.localtime(now)))
+    main = joined(table("Hosts", ("Host", *TITLES), rows, "hosts") if several else "", *parts)
+    nonce = token_urlsafe()  # what a name that slipped in as markup could not know
+    footer = joined(of_whom, f"safe-gpu {__version__}")
+    return _PAGE.substitute(times, nonce=nonce, title=joined(title), made=made, main=main, footer=footer)
 
 
 def _use(users: Sequence[ReportRow], gpus: int) -> Markup:
     """Return what the users of that many GPUs have had of them in a day."""
     largest = max((row.gpu_hours_most for row in users), default=0.0) or 1.0
-    rows = [
-        {
-            "User": row.key,
-            "Claims": str(row.claims),
-            "GPU-hours": joined(bar(row.gpu_hours_most / largest), hours(row.gpu_hours_least, row.gpu_hours_most)),
-            "Mean wait": "" if row.wait_mean is None else short_age(row.wait_mean),
-        }
-        for row in users[:_MOST_USERS]
-    ]
+    rows = []
+    for row in users[:_MOST_USERS]:
+        used = joined(bar(row.gpu_hours_most / largest), hours(row.gpu_hours_least, row.gpu_hours_most))
+        wait = "" if row.wait_mean is None else short_age(row.wait_mean)
+        rows.append(dict(zip(_USER, (row.key, str(row.claims), used, wait), strict=True)))
     others = [f"and {plural(len(users) - len(rows), 'user')} with less"] * (len(users) > len(rows))
     total = sum(row.gpu_hours_most for row in users)
     title = element("h3", f"The last day: {total:.0f} of {24 * gpus} GPU-hours claimed")

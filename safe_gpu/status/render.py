@@ -6,33 +6,18 @@ Labels are named as NVIDIA's DCGM exporter names them (``gpu``, ``UUID``), so th
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 from ..gpus.devices import Holder
-from ..gpus.vendors import VENDORS
 from ..host.foreign_files import printable
-from ..wording.text import (
-    GAP,
-    Column,
-    cut,
-    format_age,
-    format_bytes,
-    gpu_ranges,
-    not_before,
-    paint,
-    plural,
-    short_age,
-    wrapped,
-)
+from ..wording.text import GAP, Column, cut, format_age, format_bytes, gpu_ranges, paint, plural, short_age, wrapped
 from .facts import FREE, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
 
 _COLORS = {
-    "free": "green",
-    "display": "green",
-    "claimed": "cyan",
-    "shared": "cyan",
-    "idle": "yellow",
-    "at risk": "yellow",
+    **dict.fromkeys(("free", "display"), "green"),
+    **dict.fromkeys(("claimed", "shared"), "cyan"),
+    **dict.fromkeys(("idle", "at risk"), "yellow"),
     "drained": "magenta",
     "busy": "red",
 }
@@ -349,10 +334,10 @@ def queue_of(
         Column("#", [gpu_ranges(str(one.position) for one in group) for group in groups], right=True),
         Column("USER", [cells["USER"] for cells in who], most=most_of_user),
         Column("JOB/PID", [cells.get("JOB/PID", "") for cells in who], most=13),
-        Column("WANTS", [f"{len(group)} x " * (len(group) > 1) + _wants(group[0], both) for group in groups]),
+        Column("WANTS", [f"{len(group)} x " * (len(group) > 1) + group[0].wants(both) for group in groups]),
         Column("WAITED", [short_age(now - one.since) if one.since else "?" for one in queue], right=True),
         Column("PLANNED", ["" if one.hold_for is None else short_age(one.hold_for) for one in queue], right=True),
-        Column("STARTS", [_starts(one, now) if foreseen else "" for one in queue]),
+        Column("STARTS", [one.starts(now) if foreseen else "" for one in queue]),
     )
     order = "first come first served"
     if any(one.turn is not None for one in status.queue):
@@ -383,9 +368,7 @@ def _queue(status: HostStatus, width: int, color: bool, verbose: bool, most_of_u
 def _alike(queue: Sequence[WaiterStatus], verbose: bool) -> list[list[WaiterStatus]]:
     """Group successive waiters of one user that want the same, unless they are few."""
     found: list[list[WaiterStatus]] = []
-    for _, one in groupby(
-        queue, lambda one: (one.user, one.nb_gpus, one.share, one.vendor, one.limit, one.stopped, one.note)
-    ):
+    for _, one in groupby(queue, attrgetter("user", "nb_gpus", "share", "vendor", "limit", "stopped", "note")):
         alike = list(one)
         apart = verbose or len(alike) < _LEAST_ALIKE or alike[0].stopped or alike[0].note
         found += [[waiter] for waiter in alike] if apart else [alike]
@@ -402,22 +385,3 @@ def table(columns: Iterable[Column], width: int, optional: Iterable[str] = ()) -
     rows = zip(*(column.cells for column in shown), strict=True)
     for cells in chain([[column.title for column in shown]], rows):
         yield cut(GAP.join(column.padded(cell) for column, cell in zip(shown, cells, strict=True)).rstrip(), width)
-
-
-def _wants(one: WaiterStatus, both: bool) -> str:
-    """Return ``2 GPUs``, or ``2 AMD GPUs`` on a host with GPUs of two vendors."""
-    if one.nb_gpus is None:
-        return "?"
-    text = plural(one.nb_gpus, f"{VENDORS[one.vendor].title} GPU" if both and one.vendor else "GPU")
-    return text if one.share is None else f"{format_bytes(one.share)} of {text}"
-
-
-def _starts(one: WaiterStatus, now: float) -> str:
-    """Return ``in 20m``, ``now`` if the GPUs are free or overdue, ``probably not before 14:20`` if some end is unknown,
-    and ``at limit (1 of 1)`` if that is in the way."""
-    limit = [] if one.limit is None else [f"at limit ({one.limit[0]:g} of {one.limit[1]})"]
-    if one.expected_start is None:
-        later = one.earliest_start is not None and one.earliest_start > now
-        return limit[0] if limit else not_before(one.earliest_start or 0.0, now) if later else "?"
-    start = f"in {short_age(one.expected_start - now)}" if one.expected_start >= now + 1 else "now"
-    return ", ".join([start, *limit])

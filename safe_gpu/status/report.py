@@ -42,9 +42,7 @@ class ReportRow(NamedTuple):
     wait_95: float | None
 
 
-def report(
-    claims: Sequence[PastClaim], gpus: Collection[str], host: str, since: float, until: float
-) -> Iterator[ReportRow]:
+def report(claims: list[PastClaim], gpus: Sequence[str], host: str, since: float, until: float) -> Iterator[ReportRow]:
     """Return the rows by user, by week and by host.
 
     Args:
@@ -58,17 +56,10 @@ def report(
         free[host] = sum(free.values())
     for by in BY:
         for use in gpu_hours_by(claims, by, since, until):
-            yield ReportRow(
-                by,
-                use.key,
-                use.claims,
-                round(use.least, 4),
-                round(use.most, 4),
-                round(free[use.key], 4) if by != "user" and use.key in free else None,
-                len(use.waits),
-                round(fmean(use.waits), 3) if use.waits else None,
-                percentile_95(use.waits) if use.waits else None,
-            )
+            used = round(use.least, 4), round(use.most, 4)
+            unused = round(free[use.key], 4) if by != "user" and use.key in free else None
+            waits = (round(fmean(use.waits), 3), percentile_95(use.waits)) if use.waits else (None, None)
+            yield ReportRow(by, use.key, use.claims, *used, unused, len(use.waits), *waits)
 
 
 def percentile_95(values: Iterable[float]) -> float:

@@ -32,6 +32,10 @@ class AtLimit(NamedTuple):
     until: float
 
 
+Moments = tuple[float | None, float | None]
+"""When a waiter is expected to start, and before when it probably does not."""
+
+
 def at_limits(
     tickets: Sequence[Entry], gpus: Collection[GpuStatus], limits: Mapping[int, Limits], now: float
 ) -> dict[str, AtLimit]:
@@ -68,7 +72,7 @@ def expected_starts(
     limited: Mapping[str, AtLimit] = MappingProxyType({}),
     windows: Collection[Window] = (),
     stopped: dict[int | bytes, bool] | None = None,
-) -> list[tuple[float | None, float | None]]:
+) -> list[Moments]:
     """Return for each ticket, in the order of the queue, when it is expected to start, and before when it probably does
     not, in Unix seconds. The first is None where a holder did not say for how long. Of a waiter inside a claim neither
     is known.
@@ -98,8 +102,9 @@ def expected_starts(
             wants[ticket.name] = BackfillRequest.of(request, devices, reserved)
     earliest = (date for _, date in dates(wants.values(), ends))
     found.update(zip(wants, zip(starts(wants.values(), ends), earliest, strict=True), strict=True))
-    pairs = (found.get(ticket.name, (math.inf, math.inf)) for ticket in tickets)
-    return [
-        (None if start == math.inf else round(start, 3), None if date == math.inf else round(date))
-        for start, date in pairs
-    ]
+    moments = (found.get(ticket.name, (math.inf, math.inf)) for ticket in tickets)
+    return [(_rounded(start, 3), _rounded(date, None)) for start, date in moments]
+
+
+def _rounded(moment: float, digits: int | None) -> float | None:
+    return None if moment == math.inf else round(moment, digits)

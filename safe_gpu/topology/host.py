@@ -133,10 +133,8 @@ class HostTopology(_Shaped):
         for gpu in self.gpus:
             if gpu.index == index and not isinstance(index, bool):
                 return gpu
-        raise GPUAffinityError(
-            f"there is no GPU {index!r} on this host: it has "
-            + (f"{len(self.gpus)}, {', '.join(str(gpu.index) for gpu in self.gpus)}" if self.gpus else "none")
-        )
+        has = f"{len(self.gpus)}, {', '.join(str(gpu.index) for gpu in self.gpus)}" if self.gpus else "none"
+        raise GPUAffinityError(f"there is no GPU {index!r} on this host: it has {has}")
 
     def node_set(self, gpu: GpuLocality) -> frozenset[int]:
         """Return the online CPUs next to a GPU: its ``node_cpus``, else those of its NUMA node, else (node unknown) all

@@ -101,18 +101,11 @@ def devices(files: Files) -> tuple[Device, ...] | None:
         if broken:
             found.append(Device(node.gpu_id, f"AMD-node-{node.number}", broken=broken))
             continue
-        found.append(
-            Device(
-                node.gpu_id,
-                f"GPU-{unique_id:016x}" if named else f"AMD-{bus_id}-{partition}",
-                bus_id,
-                counts[bus_id] > 1,
-                _name(files, node, bus_id),
-                _memory(files, node, bus_id, shared=counts[bus_id] > 1),
-                node.properties.get("cpu_cores_count", 0) > 0,
-                node.properties.get("hive_id", 0),
-            )
-        )
+        uuid = f"GPU-{unique_id:016x}" if named else f"AMD-{bus_id}-{partition}"
+        shared, integrated = counts[bus_id] > 1, node.properties.get("cpu_cores_count", 0) > 0
+        name, memory = _name(files, node, bus_id), _memory(files, node, bus_id, shared=shared)
+        hive = node.properties.get("hive_id", 0)
+        found.append(Device(node.gpu_id, uuid, bus_id, shared, name, memory, integrated, hive))
     return tuple(found)
 
 

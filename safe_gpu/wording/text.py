@@ -50,9 +50,10 @@ def clock(moment: float, now: float) -> str:
     return time.strftime(form, time.localtime(moment))
 
 
-def not_before(moment: float, now: float) -> str:
-    """Return ``probably not before 14:20``, for a start that other holders' estimates put off to then."""
-    return f"probably not before {clock(moment, now)}"
+def not_before(moment: float | None, now: float) -> str:
+    """Return ``probably not before 14:20``, for a start that other holders' estimates put off to then; "" where that is
+    past or not known."""
+    return "" if moment is None or moment <= now else f"probably not before {clock(moment, now)}"
 
 
 def plural(number: int, thing: str = "GPU") -> str:

@@ -215,7 +215,7 @@ def test_a_policy(text: str) -> None:
         for uid in (0, 1000):
             limits = policy.limits_of_user(parsed, uid)
             assert limits.max_gpus is None or 0 <= limits.max_gpus < 10**5
-        policy.limits_of_this_user(parsed)
+        policy.limits_of_user(parsed, os.geteuid())
     if refused.error is not None:
         assert isinstance(refused.error, PolicyError)
         assert refused.error.line in range(1, len(text.splitlines()) + 1)

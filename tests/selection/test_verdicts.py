@@ -18,6 +18,7 @@ from safe_gpu.gpus.devices import (
     HostSnapshot,
     ProcessKind,
     VisibleLimit,
+    recent_faults,
 )
 from safe_gpu.runtimes import visible_devices as visibility
 from safe_gpu.selection.choice import can_be_met_by_releases, candidates, check_possible, choose_shares
@@ -37,8 +38,6 @@ from safe_gpu.selection.verdicts import (
     how_misread,
     judge,
     presence,
-    recent_faults,
-    why_last,
 )
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -331,7 +330,7 @@ def test_a_note_counts_for_a_day() -> None:
         faults = {"GPU-1": GpuFault(when, "bad")}
         assert recent_faults(faults, DAY) == (faults if counts else {})
     until = time.strftime("%a %H:%M", time.localtime(1000 + DAY))
-    assert why_last(GpuFault(1000.0, "ECC")) == f"taken last until {until}, since a claim failed on it: ECC"
+    assert GpuFault(1000.0, "ECC").why_last == f"taken last until {until}, since a claim failed on it: ECC"
 
 
 # Memory that no visible process explains, and processes that are not shown

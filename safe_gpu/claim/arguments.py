@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..affinity.options import falls_back, parse_options
+from ..affinity.options import AffinityOptions, falls_back, parse_options
 from ..coordination.host_lock import MINIMUM_PATIENCE
 from ..errors import PlaceholderError, UnsatisfiableRequestError, package_logger
 from ..gpus.devices import HostSnapshot
@@ -24,7 +24,6 @@ from ..wording import text as style
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..affinity.options import AffinityOptions
     from .limits import Quota
 
 

@@ -6,21 +6,17 @@ import os
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from ..coordination.doors import Doors
+from ..coordination.entry import Entry
+from ..coordination.holders import Claims
 from ..errors import NotEnoughGpusError, UnsatisfiableRequestError
-from ..gpus.devices import GpuVerdict
+from ..gpus.devices import Gpu, GpuVerdict, Holder
 from ..host import procfs
+from ..selection.request import Selection
 from ..wording import text as style
 from ..wording.text import gpu_ranges, in_brackets, plural
 from .view import HostView, owner_of
-
-if TYPE_CHECKING:
-    from ..coordination.entry import Entry
-    from ..coordination.holders import Claims
-    from ..gpus.devices import Gpu, Holder
-    from ..selection.request import Selection
 
 # For a rank whose script was started again by the first rank (Lightning) or by a launcher in a process that claims.
 ONCE_FOR_ALL_RANKS = (

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..coordination.faults import clear_fault, write_fault
 from ..coordination.holders import living_claims
@@ -20,22 +20,19 @@ from ..errors import (
     StateDirError,
     WrongDeviceError,
 )
-from ..gpus.devices import GpuFault
+from ..gpus.devices import Gpu, GpuFault, GpuProcess, HostSnapshot
 from ..host import procfs
 from ..host.foreign_files import printable, printable_lines
 from ..host.procfs import describe_process
 from ..host.signals import DeferredSignals
 from ..runtimes import placeholders
+from ..runtimes.library import Runtime
 from ..selection.request import Selection
 from ..selection.verdicts import HIDDEN, NOT_YET, SHOWN, has_mps_clients, judge, presence, users_of
 from ..wording.text import in_brackets
-
-if TYPE_CHECKING:
-    from ..gpus.devices import Gpu, GpuProcess, HostSnapshot
-    from ..runtimes.library import Runtime
-    from .arguments import ClaimOptions
-    from .claim import Claim
-    from .view import HostView
+from .arguments import ClaimOptions
+from .claim import Claim
+from .view import HostView
 
 # The lock of the older package is held until the driver shows the placeholder, but at most this long, in seconds.
 _SHOWING = 2.0

@@ -7,21 +7,18 @@ import time
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..coordination.directory import Place
 from ..coordination.doors import Doors, digest
 from ..coordination.entry import make_entry
 from ..coordination.history import append, claim_line, end_line
+from ..coordination.host_lock import Host
 from ..gpus.devices import Gpu, HostSnapshot
-from ..host.held import keep_across_exec
+from ..host.held import Held, keep_across_exec
+from ..host.locks import ReadLock
 from ..host.signals import DeferredSignals
 from ..selection.sharing import share_capacity
-
-if TYPE_CHECKING:
-    from ..coordination.host_lock import Host
-    from ..host.held import Held
-    from ..host.locks import ReadLock
 
 
 class Claim:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..coordination.closed import closed_now
 from ..drivers import opened_driver
+from ..gpus.devices import Gpu, GpuVerdict, HostSnapshot, VisibleLimit
 from ..host.procfs import describe_process
 from ..selection.request import Conditions, Selection, parse_request
 from ..selection.verdicts import Rules, judge
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-    from ..gpus.devices import Gpu, GpuVerdict, HostSnapshot, VisibleLimit
     from .report import WaitStatus
 
     Arguments = ParamSpec("Arguments")

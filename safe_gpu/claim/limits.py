@@ -10,9 +10,11 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from ..coordination.entry import Entry
 from ..coordination.holders import Claims, living_claims
+from ..coordination.host_lock import Host
 from ..coordination.queue import TicketRequest
 from ..errors import PolicyError, UnsatisfiableRequestError, package_logger
 from ..gpus.devices import HostSnapshot, vendor_of
@@ -21,13 +23,9 @@ from ..selection.request import Selection
 from ..selection.sharing import ROUNDING, part_of
 from ..settings import config as policy
 from ..settings import variables as settings
+from ..settings.config import Limits, Policy
 from ..wording import text as style
 from ..wording.text import format_age, plural
-
-if TYPE_CHECKING:
-    from ..coordination.entry import Entry
-    from ..coordination.host_lock import Host
-    from ..settings.config import Limits, Policy
 
 
 def check_policy_limits(nb_gpus: float, limits: Limits, seconds: float | None = None, *, said: bool = False) -> None:

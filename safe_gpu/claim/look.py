@@ -9,26 +9,25 @@ from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..coordination.doors import Doors
+from ..coordination.entry import Entry
 from ..coordination.faults import read_faults
 from ..coordination.history import append, lines_of_dead
+from ..coordination.host_lock import Host
 from ..errors import StateDirError
-from ..gpus.devices import recent_faults
+from ..gpus.devices import Gpu, GpuVerdict, recent_faults
 from ..host.foreign_files import printable_lines
 from ..host.signals import DeferredSignals
 from ..selection.choice import choose, choose_shares
+from ..selection.request import Selection
 from ..selection.sharing import share_capacity
+from .arguments import ClaimOptions
 from .around import check_possible_inside, find_around
+from .claim import Claim
 from .queue_place import QueuePlace, QueueSnapshot
+from .view import HostView
 
 if TYPE_CHECKING:
-    from ..coordination.entry import Entry
-    from ..coordination.host_lock import Host
-    from ..gpus.devices import Gpu, GpuVerdict
-    from ..selection.request import Selection
-    from .arguments import ClaimOptions
-    from .claim import Claim
     from .limits import ClaimsByUser, LimitReached
-    from .view import HostView
 
 # Others in the queue may be passed only by a poll that is at most this old, in seconds.
 _RECENT = 1.0

@@ -7,13 +7,16 @@ import time
 from _thread import allocate_lock
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from ..affinity.binding import leave
+from ..affinity.binding import BindingReport, leave
 from ..affinity.cpu_shares import bind_claim
+from ..affinity.options import AffinityOptions
 from ..coordination.entry import said_by_this_process
 from ..drivers import opened_driver
+from ..drivers.base import Driver
 from ..errors import AlreadyClaimedError, CudaInitializedError, GPUAffinityError, PlaceholderError
+from ..gpus.devices import Gpu
 from ..host.procfs import lasting
 from ..host.signals import DeferredSignals
 from ..runtimes import placeholders
@@ -29,12 +32,6 @@ from .claim import Claim
 from .search import acquire
 from .variables import ClaimVariables, initializers, share_variables
 from .view import HostView, driver_pids
-
-if TYPE_CHECKING:
-    from ..affinity.binding import BindingReport
-    from ..affinity.options import AffinityOptions
-    from ..drivers.base import Driver
-    from ..gpus.devices import Gpu
 
 # The affinity modes that divide the CPUs of a node among its GPUs.
 _DIVIDING = ("exclusive", "core-complex")

@@ -12,7 +12,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ..coordination.doors import Doors
-from ..coordination.entry import said_by_this_process
+from ..coordination.entry import Entry, said_by_this_process
+from ..coordination.host_lock import Host
 from ..coordination.queue import TicketRequest, Waiter, is_stopped
 from ..coordination.turns import turn_of_newcomer
 from ..gpus.devices import GpuVerdict, Holder
@@ -20,13 +21,11 @@ from ..host import procfs
 from ..selection.backfill import BackfillRequest, When, open_gpus, when_free
 from ..selection.choice import can_be_met_by_releases, capacity
 from ..selection.request import Selection
+from .arguments import ClaimOptions
+from .view import HostView
 
 if TYPE_CHECKING:
-    from ..coordination.entry import Entry
-    from ..coordination.host_lock import Host
-    from .arguments import ClaimOptions
     from .limits import ClaimsByUser
-    from .view import HostView
 
 
 class QueuePlace:

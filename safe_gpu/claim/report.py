@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..coordination.entry import Entry
 from ..coordination.holders import claims_now, lives_here
-from ..coordination.queue import TicketRequest, is_stopped
+from ..coordination.queue import TicketRequest, Waiter, is_stopped
 from ..errors import ClaimTimeout, NotEnoughGpusError
-from ..gpus.devices import GpuVerdict, Holder
+from ..gpus.devices import GpuVerdict, Holder, HostSnapshot
 from ..host import procfs
 from ..host.procfs import user_name
 from ..host.signals import DeferredSignals
@@ -34,17 +35,14 @@ from ..wording.text import (
     not_before,
     plural,
 )
+from .arguments import ClaimOptions
 from .around import refuse_gpus_of_ancestors
+from .look import Look
+from .queue_place import QueuePlace
+from .view import HostView
 
 if TYPE_CHECKING:
-    from ..coordination.entry import Entry
-    from ..coordination.queue import Waiter
-    from ..gpus.devices import HostSnapshot
-    from .arguments import ClaimOptions
     from .limits import LimitReached
-    from .look import Look
-    from .queue_place import QueuePlace
-    from .view import HostView
 
 SOMEBODY = "somebody"
 

@@ -18,20 +18,20 @@ from ..coordination.entry import is_alive
 from ..coordination.host_lock import Host
 from ..coordination.state_dir import state_dir_path
 from ..errors import LockTimeout, StateDirError
+from ..gpus.devices import Gpu, Holder
 from ..host.foreign_files import printable_lines
 from ..host.signals import DeferredSignals, unwind_on_signals
 from ..selection.choice import check_possible, fits
 from .arguments import ClaimOptions, with_policy_limits
 from .around import refuse_inside_share
 from .checks import confirm
+from .claim import Claim
 from .look import Look, Seen
 from .queue_place import QueuePlace
+from .view import HostView
 
 if TYPE_CHECKING:
-    from ..gpus.devices import Gpu, Holder
-    from .claim import Claim
     from .report import WaitReporter
-    from .view import HostView
 
 # Pause of the head of the queue between two questions whether claims live, in seconds. It is doubled after the first
 # second.

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
 
 from ..errors import CudaInitializedError, UnsatisfiableRequestError
-from ..gpus.devices import VisibleLimit
+from ..gpus.devices import Gpu, HostSnapshot, VisibleLimit
+from ..runtimes.library import Runtime
 from ..runtimes.visible_devices import read_visible_once, visible_variables
 from ..schedulers.job import current
 from ..selection.sharing import MIB, share_fraction
 from ..settings import variables as settings
-
-if TYPE_CHECKING:
-    from ..gpus.devices import Gpu, HostSnapshot
-    from ..runtimes.library import Runtime
-
 
 initializers: dict[int, str] = {}
 """Pid of a process in which a claim's placeholder initialised CUDA -> the name of that placeholder. CUDA stays

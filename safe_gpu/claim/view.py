@@ -6,31 +6,28 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..affinity.cpu_shares import nodes_of_cpus
 from ..coordination.closed import has_closed_file
 from ..coordination.doors import digest
+from ..coordination.entry import Entry
 from ..coordination.holders import Claims, living_claims
+from ..coordination.host_lock import Host
+from ..coordination.queue import TicketRequest
+from ..drivers.base import Driver
 from ..errors import NoDriverError
-from ..gpus.devices import Gpu, GpuFault, GpuProcess, GpuVerdict, Holder, HostSnapshot
+from ..gpus.devices import Gpu, GpuFault, GpuProcess, GpuVerdict, Holder, HostSnapshot, VisibleLimit
 from ..gpus.vendors import FIRST, VENDORS
+from ..gpus.windows import Spans, Window
 from ..host import procfs
 from ..host.procfs import describe_process
 from ..selection.backfill import BackfillRequest
 from ..selection.choice import candidates
+from ..selection.request import Selection
 from ..selection.sharing import promised_room, strangers
 from ..selection.verdicts import Rules, judge
 from .variables import visible_limit_of
-
-if TYPE_CHECKING:
-    from ..coordination.entry import Entry
-    from ..coordination.host_lock import Host
-    from ..coordination.queue import TicketRequest
-    from ..drivers.base import Driver
-    from ..gpus.devices import VisibleLimit
-    from ..gpus.windows import Spans, Window
-    from ..selection.request import Selection
 
 # If the latest poll of the whole host is older than this, in seconds, the second poll is of the whole host again.
 _RECENT = 5.0

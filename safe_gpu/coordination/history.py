@@ -15,17 +15,15 @@ import stat
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import StateDirError
 from ..host.commands import program_names
 from ..host.foreign_files import printable, well_formed
 from ..host.procfs import pid_namespace, user_name
 from .directory import DIR_MODE, OPEN_FILE, Directory, Place, SharedDirectory
+from .entry import Entry
 from .state_dir import state_dir_path
-
-if TYPE_CHECKING:
-    from .entry import Entry
 
 NAME = "history"
 """The directory, in the state directory."""

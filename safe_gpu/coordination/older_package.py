@@ -14,17 +14,15 @@ import fcntl
 import os
 import stat
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import LockTimeout, StateDirError
 from ..host import procfs
 from ..host.locks import ReadLock, read_lock
+from ..host.signals import DeferredSignals
 from ..settings import variables as settings
 from .directory import OPEN_FILE, make_directory
 from .state_dir import refusal_of_error
-
-if TYPE_CHECKING:
-    from ..host.signals import DeferredSignals
 
 LOCK_FILE = "/tmp/safe_gpu/gpu-lock-magic-RaNdOM-This_Name-NEED_BE-THE_SAME-Across_Users"
 

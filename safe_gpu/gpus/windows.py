@@ -7,10 +7,9 @@ import math
 import re
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from .devices import Gpu
+from .devices import Gpu
 
 UNSAID = 86400.0
 """For so long a claim counts as holding its GPUs if neither it nor the policy says for how long."""

@@ -10,16 +10,13 @@ import math
 from bisect import bisect, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from ..coordination.queue import TicketRequest
+from ..gpus.devices import Gpu, Holder
 from ..gpus.windows import Spans, first_open
 from .request import Selection
 from .sharing import share_capacity
-
-if TYPE_CHECKING:
-    from ..coordination.queue import TicketRequest
-    from ..gpus.devices import Gpu, Holder
-
 
 When = float | tuple[tuple[float, float], ...]
 """When a GPU is expected to be free: all of it at one time, or each part, as (time, bytes), at its own."""

@@ -160,9 +160,8 @@ def bind_node(node: int, *, cpus: bool = True, memory: str | None = None) -> Bin
     usable = topology.unisolated(nodes[number] & mask)
     if cpus and not usable:
         has = format_cpulist(nodes[number]) or "none"
-        raise GPUAffinityError(
-            f"this process may use no CPU of NUMA node {number}: the node has {has}, the mask {format_cpulist(mask)}"
-        )
+        why = f"the node has {has}, the mask {format_cpulist(mask)}"
+        raise GPUAffinityError(f"this process may use no CPU of NUMA node {number}: {why}")
     near, lacks = with_memory(topology, [number] if memory is not None else ())
     report = bind_process(usable if cpus else None, near, memory, lacks=lacks)
     return report._replace(target=f"NUMA node {number}")

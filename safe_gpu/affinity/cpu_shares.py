@@ -93,11 +93,8 @@ def with_memory(topology: HostTopology, nodes: Iterable[int]) -> tuple[frozenset
     """Return the nodes for a memory policy on some nodes, and a sentence for each that has no memory: the nearest nodes
     that have some replace it."""
     nearest = {node: topology.nearest_memory(node) for node in sorted(nodes)}
-    notes = [
-        f"NUMA node {node} has no memory, so that of node {format_cpulist(found)} is used"
-        for node, found in nearest.items()
-        if found != {node}
-    ]
+    others = ((node, format_cpulist(found)) for node, found in nearest.items() if found != {node})
+    notes = [f"NUMA node {node} has no memory, so that of node {other} is used" for node, other in others]
     return frozenset[int]().union(*nearest.values()), notes
 
 

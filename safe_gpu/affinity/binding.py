@@ -178,10 +178,8 @@ def _move_threads(wanted: frozenset[int]) -> PartReport:
     try:
         os.sched_setaffinity(0, wanted)
     except (OSError, OverflowError, ValueError) as err:
-        raise GPUAffinityError(
-            f"this process cannot be bound to CPUs {format_cpulist(wanted)}: {err}; "
-            f"it may use {format_cpulist(os.sched_getaffinity(0))}"
-        ) from err
+        problem = f"this process cannot be bound to CPUs {format_cpulist(wanted)}: {err}"
+        raise GPUAffinityError(f"{problem}; it may use {format_cpulist(os.sched_getaffinity(0))}") from err
     done = frozenset(os.sched_getaffinity(0))
     for before in _stack:
         before.masks.add(done)

@@ -93,11 +93,8 @@ def with_memory(topology: HostTopology, nodes: Iterable[int]) -> tuple[frozenset
     """Return the nodes for a memory policy on some nodes, and a sentence for each that has no memory: the nearest nodes
     that have some replace it."""
     nearest = {node: topology.nearest_memory(node) for node in sorted(nodes)}
-    notes = [
-        f"NUMA node {node} has no memory, so that of node {format_cpulist(found)} is used"
-        for node, found in nearest.items()
-        if found != {node}
-    ]
+    others = ((node, format_cpulist(found)) for node, found in nearest.items() if found != {node})
+    notes = [f"NUMA node {node} has no memory, so that of node {other} is used" for node, other in others]
     return frozenset[int]().union(*nearest.values()), notes
 
 
@@ -160,9 +157,8 @@ def bind_node(node: int, *, cpus: bool = True, memory: str | None = None) -> Bin
     usable = topology.unisolated(nodes[number] & mask)
     if cpus and not usable:
         has = format_cpulist(nodes[number]) or "none"
-        raise GPUAffinityError(
-            f"this process may use no CPU of NUMA node {number}: the node has {has}, the mask {format_cpulist(mask)}"
-        )
+        why = f"the node has {has}, the mask {format_cpulist(mask)}"
+        raise GPUAffinityError(f"this process may use no CPU of NUMA node {number}: {why}")
     near, lacks = with_memory(topology, [number] if memory is not None else ())
     report = bind_process(usable if cpus else None, near, memory, lacks=lacks)
     return report._replace(target=f"NUMA node {number}")

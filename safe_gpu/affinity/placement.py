@@ -150,10 +150,8 @@ class PlacementReport:
     def as_dict(self) -> dict[str, Any]:
         """Return the report as JSON values: CPU and node sets as kernel lists ("0-3,8"), the keys of ``memory`` as
         strings."""
-        processes = [
-            {**asdict(one), "matches": one.matches, "memory_matches": one.memory_matches} for one in self.processes
-        ]
-        report = {"matches": self.matches, "processes": processes, "notes": self.notes}
+        rows = [{**asdict(one), "matches": one.matches, "memory_matches": one.memory_matches} for one in self.processes]
+        report = {"matches": self.matches, "processes": rows, "notes": self.notes}
         plain: dict[str, Any] = json.loads(json.dumps(report, default=format_cpulist))
         return plain
 
@@ -187,11 +185,8 @@ def parse_numa_maps(lines: Iterable[bytes]) -> dict[str, Any]:
     if not policies:
         return {}
     ((name, nodes), _), *_ = policies.most_common(1)
-    return {
-        "memory": dict(sorted(total.items())),
-        "policy": _NAMES.get(name) or name.decode(),
-        "policy_nodes": parse_cpulist(nodes.decode()) or frozenset(),
-    }
+    known = parse_cpulist(nodes.decode()) or frozenset()
+    return {"memory": dict(sorted(total.items())), "policy": _NAMES.get(name) or name.decode(), "policy_nodes": known}
 
 
 def placement(

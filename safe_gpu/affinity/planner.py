@@ -141,21 +141,19 @@ class _Planner:
         if left:
             return usable[min(left)[1]]
         near = format_cpulist(self.host.node_set(gpu)) or "no CPUs"
-        raise GPUAffinityError(
-            f"none of the CPUs near GPU {gpu.index} ({'' if node is None else f'NUMA node {node}, '}CPUs {near}) may "
-            f"be used, and the nearest other node is not known; allowed are {format_cpulist(self.allowed)}"
-        )
+        place = f"{'' if node is None else f'NUMA node {node}, '}CPUs {near}"
+        none = f"none of the CPUs near GPU {gpu.index} ({place}) may be used, and the nearest other node is not known"
+        raise GPUAffinityError(f"{none}; allowed are {format_cpulist(self.allowed)}")
 
-    def _check_disjoint(self, sets: Iterable[frozenset[int]], what: str) -> None:
+    def _check_disjoint(self, groups: Iterable[frozenset[int]], what: str) -> None:
         """Raise unless any two of the sets are equal or have no physical core in common."""
         owner: dict[int, frozenset[int]] = {}
-        for cpus in dict.fromkeys(sets):
+        for cpus in dict.fromkeys(groups):
             for key in sorted(self._keys(cpus)):
                 if (other := owner.setdefault(key, cpus)) is not cpus:
-                    raise GPUAffinityError(
-                        f"GPUs cannot divide cores here: the {what} sets {format_cpulist(other)} and "
-                        f"{format_cpulist(cpus)} overlap without being the same (physical core of CPU {key})"
-                    )
+                    sets = f"the {what} sets {format_cpulist(other)} and {format_cpulist(cpus)}"
+                    overlap = f"overlap without being the same (physical core of CPU {key})"
+                    raise GPUAffinityError(f"GPUs cannot divide cores here: {sets} {overlap}")
 
     def _too_few(self, cores: int, gpus: Sequence[GpuLocality], least: int) -> GPUAffinityError:
         names = ", ".join(str(gpu.index) for gpu in gpus)

@@ -118,9 +118,8 @@ def visible(snapshot: HostSnapshot, environ: Mapping[str, str]) -> ResolvedGpus:
         return ResolvedGpus(tuple(gpu for gpu in snapshot.physical if not gpu.lost), "", doubt)
     found = tuple(gpu for uuid in visible_limit.uuids if (gpu := snapshot.by_uuid(uuid)) is not None)
     if not found:
-        raise GPUAffinityError(
-            f"{visible_limit.name}={visible_limit.value} shows no GPU of this host, which has {len(snapshot.physical)}"
-        )
+        has = f"this host, which has {len(snapshot.physical)}"
+        raise GPUAffinityError(f"{visible_limit.name}={visible_limit.value} shows no GPU of {has}")
     return ResolvedGpus(found, f"all that {visible_limit.name}={visible_limit.value} shows", doubt)
 
 

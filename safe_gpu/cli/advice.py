@@ -171,13 +171,8 @@ def warning_about(command: Sequence[str], path: str, state_dir: str | None = Non
         line = line.replace("podman ", "podman --remote ", 1)
     for one in _TABLE:
         if found := re.match(_WRAPPED + one.pattern, line):
-            facts = {
-                "program": found[1],
-                "last": found.groups()[-1],
-                "work": one.work,
-                "run": join(["run", *words, "--"]),
-            }
-            facts["shown"] = " ".join(found.groups()).strip()
+            shown, run = " ".join(found.groups()).strip(), join(["run", *words, "--"])
+            facts = {"program": found[1], "shown": shown, "last": found.groups()[-1], "work": one.work, "run": run}
             if "{state}" in one.way:
                 facts["state"] = state_dir or state_dir_path()
             return f"warning: {one.cause}. {one.way}".format(**facts)

@@ -82,9 +82,8 @@ def _count(text: str) -> int | str | tuple[int, int]:
         return int(least) if int(least) == int(most) else (int(least), int(most))
     if not is_number(text) or int(text) < 1:
         hint = f"; for GPUs by index, write --only {text}" if "," in text else ""
-        raise ValueError(
-            f"-n {text} is not a number of GPUs: a whole number from 1 up, a range such as 2-4, or job{hint}"
-        )
+        forms = f"a whole number from 1 up, a range such as 2-4, or job{hint}"
+        raise ValueError(f"-n {text} is not a number of GPUs: {forms}")
     return int(text)
 
 

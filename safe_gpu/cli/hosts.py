@@ -227,11 +227,10 @@ def document(answers: Answers) -> dict[str, Any]:
 
     Where an earlier name stands for the same host, ``same_as`` is that name.
     """
-    hosts = {
-        name: ({"error": one.error} if one.status is None else {"status": one.status})
-        | ({"same_as": one.same_as} if one.same_as else {})
-        for name, one in answers.items()
-    }
+    hosts: dict[str, Any] = {}
+    for name, one in answers.items():
+        hosts[name] = {"error": one.error} if one.status is None else {"status": one.status}
+        hosts[name] |= {"same_as": one.same_as} if one.same_as else {}
     return {"schema": SCHEMA, "hosts": hosts}
 
 

@@ -199,11 +199,12 @@ def find_command(command: Sequence[str], verb: str = "run") -> str:
     name = command[0]
     places = os.environ.get("PATH", os.defpath).split(os.pathsep)
     paths = [name] if "/" in name else [os.path.join(place or ".", name) for place in places]
-    files = [path for path in paths if os.path.isfile(path)]
-    for path in files:
+    closed = "/" in name and os.path.isdir(name)
+    for path in filter(os.path.isfile, paths):
         if os.access(path, os.X_OK):
             return path
-    if files or ("/" in name and os.path.isdir(name)):
+        closed = True
+    if closed:
         what = "it is a directory" if os.path.isdir(name) else "it is not an executable file (chmod +x makes it one)"
         raise CommandError(f"{name} cannot be run: {what}", code=126)
     hint = hint_for(command, f"safe-gpu {verb}")

@@ -82,12 +82,9 @@ def do_status(options: argparse.Namespace) -> int:
         elif options.html:
             write_page({os.uname().nodename: str(err)}, options)
         raise
-    warnings: tuple[str, ...] = ()
-    if options.prometheus or options.html or options.free:
-        warnings = (*status.broken, *status.warnings)
-    elif options.json:
-        warnings = (*status.broken, *filter(None, [status.shift]))
-    for warning in warnings:
+    told = filter(None, [status.shift]) if options.json else status.warnings
+    for_programs = options.prometheus or options.html or options.free or options.json
+    for warning in (*status.broken, *told) if for_programs else ():
         say(f"warning: {warning}")
     if options.prometheus:
         write_output(render_metrics(status), options.output)

@@ -205,18 +205,22 @@ def _try(ahead: Sequence[HostClaim]) -> tuple[list[Any], NotEnoughGpusError | No
     grants: list[Any] = []
     refusal: NotEnoughGpusError | None = None
     error: SafeGpuError | None = None
+    behind: list[Holder] = []
     for claimer in ahead:
         try:
             grant = claimer.outcome()
-            if refusal is None:
-                grants.append(grant)
         except NotEnoughGpusError as err:
             refusal = refusal or err
         except SafeGpuError as err:
             error = error or err
+        else:
+            if refusal is None:
+                grants.append(grant)
+            else:
+                behind.append(claimer.holder)
     if error is not None:  # waiting for the busy hosts cannot help
         raise error
-    _, lost = _ask([claimer.holder for claimer in ahead[len(grants) :]], ANSWER_LIMIT, "release")
+    _, lost = _ask(behind, ANSWER_LIMIT, "release")
     if lost is not None:
         raise lost
     return grants, refusal

@@ -136,20 +136,13 @@ class RayClaim(ClusterClaim):
         given = (runtime_env or {}).get("env_vars") or {}
         # In the runtime environment of a user they would limit the library beside the variables of the claim.
         given = {name: value for name, value in given.items() if name not in VENDORS[gpu.vendor].variables}
-        setup = {
-            "cpus": sorted(gpu.cpus),
-            "numa_node": gpu.numa_node,
-            "memory": self._memory,
-            "shows": next(iter(gpu.environment)),
-            "then": next((name for name in (given.get(hook), job.get(hook)) if name and name != _SETUP), None),
-        }
+        then = next((name for name in (given.get(hook), job.get(hook)) if name and name != _SETUP), None)
+        setup = {"cpus": sorted(gpu.cpus), "numa_node": gpu.numa_node, "memory": self._memory}
+        setup |= {"shows": next(iter(gpu.environment)), "then": then}
         added = {**_KEEP_VISIBLE_DEVICES, **gpu.environment, hook: _SETUP, _WORKER: json.dumps(setup)}
-        return {
-            "num_gpus": 0,
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(gpu.node_id, soft=False),
-            "runtime_env": {**(runtime_env or {}), "env_vars": {**given, **added}},
-            **options,
-        }
+        there = NodeAffinitySchedulingStrategy(gpu.node_id, soft=False)
+        env = {**(runtime_env or {}), "env_vars": {**given, **added}}
+        return {"num_gpus": 0, "scheduling_strategy": there, "runtime_env": env, **options}
 
 
 def _start(node_id: str, wishes: ClaimArguments, port: int, token: bytes) -> Callable[[], str]:

@@ -74,9 +74,8 @@ def ask_qstat(environ: Mapping[str, str], job_id: str, *, patience: float = 10.0
     number = here(request, slots(environ))
     if number is None:
         hosts = ", ".join(dict(_hosts(environ))) or "no host"
-        doubt = (
-            f"how many of its tasks are on this host, {os.uname().nodename}, is unclear: its host file names {hosts}"
-        )
+        tasks = f"how many of its tasks are on this host, {os.uname().nodename}"
+        doubt = f"{tasks}, is unclear: its host file names {hosts}"
         raise QstatError(printable(doubt[:_LONGEST]))
     return number
 

@@ -160,30 +160,27 @@ class Model(_Models):
 
 
 class _Names(Condition):
-    """Names of GPUs: indices, UUIDs and prefixes of UUIDs."""
+    """Names of GPUs: indices, UUIDs and prefixes of UUIDs. ``listed`` says whether a GPU must be, or must not."""
 
     metavar = "L"
+    listed: ClassVar[bool]
 
     @classmethod
     def parse(cls, value: Any) -> tuple[str, ...] | None:
         return parse_names(value, cls.argument) or None
 
-    def _names(self, gpu: Gpu) -> bool:
-        return any(names_device(name, gpu) for name in self.value)
+    def why_outside(self, gpu: Gpu) -> str:
+        if any(names_device(name, gpu) for name in self.value) == self.listed:
+            return ""
+        return f"{'not ' if self.listed else ''}listed in {style.setting(self.argument, ','.join(self.value))}"
 
 
 class Only(_Names):
-    argument, help = "only", "only these GPUs: 0,3 or 4-7 or UUIDs"
-
-    def why_outside(self, gpu: Gpu) -> str:
-        return "" if self._names(gpu) else f"not listed in {style.setting('only', ','.join(self.value))}"
+    argument, help, listed = "only", "only these GPUs: 0,3 or 4-7 or UUIDs", True
 
 
 class Exclude(_Names):
-    argument, help = "exclude", "not these GPUs: 0,3 or 4-7 or UUIDs"
-
-    def why_outside(self, gpu: Gpu) -> str:
-        return f"listed in {style.setting('exclude', ','.join(self.value))}" if self._names(gpu) else ""
+    argument, help, listed = "exclude", "not these GPUs: 0,3 or 4-7 or UUIDs", False
 
 
 class MaxUtilization(Condition):
@@ -461,17 +458,14 @@ def parse_request(nb_gpus: object = 1, *, vendor: object = None, **conditions: "
         raise TypeError(f"there is no argument {min(unknown)!r}")
     if isinstance(vendor, str):
         vendor = vendor.strip().lower()
-    asked = [one for one in CONDITIONS if given.get(one.argument) is not None]
-    parsed = [(one, one.parse(given[one.argument])) for one in asked]
+    parsed = [(one, one.parse(given[one.argument])) for one in CONDITIONS if given.get(one.argument) is not None]
     if vendor is not None and vendor not in tuple(VENDORS):
         raise refused("vendor", vendor, f"choose {' or '.join(map(style.value, VENDORS))}")
     found = tuple(one(value) for one, value in parsed if value is not None)
     if {MinMemory, Share} <= {type(one) for one in found}:
         both = " and ".join(map(style.option, ("min_memory", "share")))
-        raise UnsatisfiableRequestError(
-            f"{both} do not go together: a share is memory of its own, so ask for the larger of the two as a share",
-            value=given["share"],
-        )
+        why = "a share is memory of its own, so ask for the larger of the two as a share"
+        raise UnsatisfiableRequestError(f"{both} do not go together: {why}", value=given["share"])
     up_to = None
     if isinstance(nb_gpus, tuple) and len(nb_gpus) == 2:
         least, most = map(as_index, nb_gpus)

@@ -122,10 +122,9 @@ def why_no_room(gpu: Gpu, sharers: Sequence[Holder], left: int, share: int) -> s
     size, shares = share_capacity(gpu) or 0, promised(gpu, sharers)
     named = [f"{one.user or '?'} {_gib(each)} GiB" for one, each in zip(sharers, shares, strict=True)]
     more = ", ..." if len(named) > _NAMED else ""
-    return (
-        f"shared: {_gib(sum(shares))} of {_gib(size)} GiB promised to {plural(len(sharers), 'claim')} "
-        f"({', '.join(named[:_NAMED])}{more}), {_gib(max(0, left))} left, {_gib(share)} asked for"
-    )
+    taken = f"{_gib(sum(shares))} of {_gib(size)} GiB promised to {plural(len(sharers), 'claim')}"
+    by_whom = f"{', '.join(named[:_NAMED])}{more}"
+    return f"shared: {taken} ({by_whom}), {_gib(max(0, left))} left, {_gib(share)} asked for"
 
 
 def _gib(size: int) -> str:

@@ -43,9 +43,8 @@ def seconds_of(text: str) -> float | None:
         if unclear := re.fullmatch(_UNCLEAR, word):
             one, other = map(int, unclear.groups())
             raise ValueError(f"may be hours or minutes: write {one}h{other}m or {one}m{other}s")
-        raise ValueError(
-            "is not a duration: write seconds (90 or 90s), 15m, 1h30m, 01:30:00, 2-12:00:00 (days first) or inf"
-        )
+        forms = "seconds (90 or 90s), 15m, 1h30m, 01:30:00, 2-12:00:00 (days first) or inf"
+        raise ValueError(f"is not a duration: write {forms}")
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
@@ -126,10 +125,8 @@ def parse_moment(text: str, after: float | None = None) -> float:
     except ValueError:
         age = None
     if age is None or word[-1:].isdecimal():
-        raise ValueError(
-            f"{text!r} is no time: write 2026-11-01, '2026-11-01 12:00', 12:00, 'Thu 9:00', today, yesterday, 7d for "
-            "seven days ago, or +2h for two hours from now"
-        )
+        forms = "2026-11-01, '2026-11-01 12:00', 12:00, 'Thu 9:00', today, yesterday, 7d for seven days ago"
+        raise ValueError(f"{text!r} is no time: write {forms}, or +2h for two hours from now")
     return (now if after is None else after) + age if word.startswith("+") else max(0.0, now - age)
 
 

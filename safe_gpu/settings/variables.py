@@ -219,10 +219,9 @@ def doubts(environ: Mapping[str, str]) -> list[str]:
         found.append(f"SAFE_GPU_POLICY={policy} has no effect: {policy_file(environ)} holds on this host")
     on_purpose = environ.get(f"{_FOR_TESTS}SIMULATED")  # set by programs that use simulated GPUs on purpose
     if is_simulated(environ) and not on_purpose and (maker := real_driver()):
-        found.append(
-            f"SAFE_GPU_DRIVER={environ['SAFE_GPU_DRIVER']}: these GPUs are simulated, and this host has a real {maker} "
-            "driver whose GPUs are not claimed this way; unset SAFE_GPU_DRIVER to claim them"
-        )
+        real = f"this host has a real {maker} driver whose GPUs are not claimed this way"
+        simulated = f"SAFE_GPU_DRIVER={environ['SAFE_GPU_DRIVER']}: these GPUs are simulated"
+        found.append(f"{simulated}, and {real}; unset SAFE_GPU_DRIVER to claim them")
     return [printable_lines(one) for one in found]
 
 

@@ -200,11 +200,9 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
     found = HostFacts(path, (gpu for snapshot in snapshots for gpu in snapshot.gpus), snapshots[0].name_prefix)
     now, tickets = time.time(), found.tickets
     limits = _limits_of({entry.uid for entry in (*found.claims.living, *tickets)})
-    rows = [
-        replace(one, prefix=f"{snapshot.vendor}:") if len(snapshots) > 1 else one
-        for snapshot in snapshots
-        for one in _gpus(snapshot, found, limits)
-    ]
+    rows = [one for snapshot in snapshots for one in _gpus(snapshot, found, limits)]
+    if len(snapshots) > 1:
+        rows = [replace(one, prefix=f"{one.gpu.vendor}:") for one in rows]
     gpus = with_idle_times(rows, now)
     limited = at_limits(tickets, gpus, limits, now)
     windows = all_windows()

@@ -153,11 +153,9 @@ _OF_GPU = _TITLES[: _TITLES.index("USER")]
 def _gpu_table(status: HostStatus, width: int, color: bool, marks: str, verbose: bool, most_of_user: int) -> list[str]:
     rows = [*_rows(status.gpus, status.taken_at, verbose)]
     most = {"USER": most_of_user, "JOB/PID": 13}
-    columns = [
-        Column(title, [row.cells.get(title, "") for row in rows], right=title in _RIGHT, most=most.get(title, width))
-        for title in _TITLES
-        if verbose or title not in _OF_VERBOSE
-    ]
+    shown = [title for title in _TITLES if verbose or title not in _OF_VERBOSE]
+    cells = {title: [row.cells.get(title, "") for row in rows] for title in shown}
+    columns = [Column(title, cells[title], right=title in _RIGHT, most=most.get(title, width)) for title in shown]
     bar = next((columns for least, columns in _BARS if width >= least), 0)
     blank = " " * (bar + 1 if bar else 0)
     columns = _fitting(columns, width - len(blank), (*_OF_VERBOSE, "TEMP", "COMMAND", "LEFT", "HELD", "JOB/PID"))
@@ -168,15 +166,15 @@ def _gpu_table(status: HostStatus, width: int, color: bool, marks: str, verbose:
     tail = columns[len(head) :]
     room = width - _width(head) - len(blank) - len(GAP)
     for number, row in enumerate(rows):
-        cells = [column.padded(column.cells[number]) for column in head]
-        cells[1] = paint(cells[1], row.color, color and cells[1].strip() != "")
+        shown = [column.padded(column.cells[number]) for column in head]
+        shown[1] = paint(shown[1], row.color, color and shown[1].strip() != "")
         load = row.cells.get("UTIL", "")
         if load.removesuffix("%").isdecimal() and int(load[:-1]) >= _HIGH:
-            cells[3] = paint(cells[3], "bold", color)
-        cells[2] = row.bar(bar, marks, color) + blank[:1] + cells[2]
+            shown[3] = paint(shown[3], "bold", color)
+        shown[2] = row.bar(bar, marks, color) + blank[:1] + shown[2]
         facts = [column.padded(column.cells[number]) for column in tail]
         rest = cut(row.text or GAP.join(facts).rstrip(), max(0, room))
-        lines.append(GAP.join([*cells, rest]).rstrip())
+        lines.append(GAP.join([*shown, rest]).rstrip())
     notes = [line for note in notes_of(status) for line in _warning(note, width, color)]
     return [*lines, "", *notes] if notes else lines
 
@@ -247,11 +245,9 @@ def _process_cells(users: Collection[ProcessStatus]) -> dict[str, str]:
 
 
 def _claim_cells(claim: Holder, now: float) -> dict[str, str]:
-    return _holder_cells(claim.user, claim.pid, claim.job) | {
-        "HELD": short_age(now - claim.since) if claim.since else "?",
-        "LEFT": _left(claim.until, now),
-        "COMMAND": _short(claim.command or "?"),
-    }
+    held = short_age(now - claim.since) if claim.since else "?"
+    told = {"HELD": held, "LEFT": _left(claim.until, now), "COMMAND": _short(claim.command or "?")}
+    return _holder_cells(claim.user, claim.pid, claim.job) | told
 
 
 def _holder_cells(user: str | None, pid: int | None, job: str | None) -> dict[str, str]:

@@ -375,10 +375,9 @@ def read_topology(
             return own
     host = SysfsHost(files, driver)
     if not host.cpus:
-        raise GPUAffinityError(
-            f"there is no online CPU with a topology under {files.root.rstrip('/')}/sys/devices/system/cpu: "
-            "give the root of a host's /sys (SAFE_GPU_FSROOT), or claim with affinity=None"
-        )
+        where = f"{files.root.rstrip('/')}/sys/devices/system/cpu"
+        way_out = "give the root of a host's /sys (SAFE_GPU_FSROOT), or claim with affinity=None"
+        raise GPUAffinityError(f"there is no online CPU with a topology under {where}: {way_out}")
     if gpus is not None:
         vars(host)["gpus"] = host.located(gpus)
     return host

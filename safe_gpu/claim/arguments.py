@@ -128,9 +128,8 @@ def _hold_seconds(value: object, name: str) -> float | None:
     if name == "hold_for" and seconds is not None and seconds < _FEWEST and word.isdecimal():
         written = style.written(name, value)
         hours, minutes, short = (style.value(f"{value}{unit}") for unit in "hms")
-        raise UnsatisfiableRequestError(
-            f"{written} means {value} seconds? write {hours}, {minutes} or {short}", value=value
-        )
+        problem = f"{written} means {value} seconds? write {hours}, {minutes} or {short}"
+        raise UnsatisfiableRequestError(problem, value=value)
     return seconds
 
 
@@ -238,9 +237,8 @@ def read_options(
     if logger is None:
         logger = package_logger()
     elif not callable(getattr(logger, "info", None)):
-        raise UnsatisfiableRequestError(
-            f"logger={logger!r} is not a logger: pass a logging.Logger, or leave it out", value=logger
-        )
+        problem = f"logger={logger!r} is not a logger: pass a logging.Logger, or leave it out"
+        raise UnsatisfiableRequestError(problem, value=logger)
     environ = dict(os.environ)  # one copy costs less than the look-ups below, each of which encodes and decodes
     job = current(environ)
     number = nb_gpus
@@ -263,9 +261,8 @@ def read_options(
     binding_required = (affinity is not NODE_BY_DEFAULT or memory is not None) and not falls_back(affinity)
     pause = number_of(debug_sleep)
     if not 0 <= pause < math.inf:  # time.sleep would refuse it after the claim
-        raise UnsatisfiableRequestError(
-            f"debug_sleep={debug_sleep!r} is not a number of seconds: pass 0 or a positive number", value=debug_sleep
-        )
+        problem = f"debug_sleep={debug_sleep!r} is not a number of seconds: pass 0 or a positive number"
+        raise UnsatisfiableRequestError(problem, value=debug_sleep)
     if placeholder_fn is not None and not callable(placeholder_fn):
         raise PlaceholderError(
             f"placeholder_fn={placeholder_fn!r} cannot be called: pass a function of the CUDA ordinal that returns "
@@ -273,23 +270,8 @@ def read_options(
         )
     for doubt in settings.doubts(environ):
         logger.warning("%s", doubt)
-    return ClaimOptions(
-        request,
-        wait,
-        began,
-        logger,
-        placeholder_fn,
-        binding,
-        memory,
-        binding_required=binding_required,
-        visible_as=visible_as,
-        pause=pause,
-        delegate=delegate,
-        job=job,
-        command=command,
-        on_wait=on_wait,
-        hold=hold,
-    )
+    options = ClaimOptions(request, wait, began, logger, placeholder_fn, binding, memory, binding_required, visible_as)
+    return options._replace(pause=pause, delegate=delegate, job=job, command=command, on_wait=on_wait, hold=hold)
 
 
 def with_policy_limits(options: ClaimOptions) -> ClaimOptions:

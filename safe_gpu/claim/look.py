@@ -234,13 +234,9 @@ class Look:
         view = self._view
         last = recent_faults(view.faults, time.time())
         while True:
+            free = {uuid: one for uuid, one in view.unoccupied().items() if among is None or uuid in among}
             taken = self._taken()
-            free = [
-                verdict
-                for uuid, verdict in view.unoccupied().items()
-                if uuid not in taken and (among is None or uuid in among)
-            ]
-            chosen = self._best(free, last)
+            chosen = self._best([one for uuid, one in free.items() if uuid not in taken], last)
             if chosen is None or view.snapshot.shared_display:
                 return chosen
             missed = self._missed_door(chosen)
@@ -314,11 +310,8 @@ class Look:
         here = usable - self._taken()
         if view.share is not None:
             here = {gpu.uuid for gpu in view.usable if gpu.uuid in here and view.promised_room(gpu) >= view.share}
-        return Seen(
-            free=frozenset(here - self._elsewhere),
-            elsewhere=frozenset(self._elsewhere & usable),
-            watched=frozenset(watched),
-        )
+        free, elsewhere = frozenset(here - self._elsewhere), frozenset(self._elsewhere & usable)
+        return Seen(free=free, elsewhere=elsewhere, watched=frozenset(watched))
 
     # After host.lock
 

@@ -108,8 +108,8 @@ def _gpus(files: Files, found: tuple[Device, ...]) -> Iterable[Gpu]:
     held = {gpu_id: sum(process.memory_used or 0 for process in listed) for gpu_id, (listed, _) in uses.items()}
     largest = max((device.memory_total or 0 for device in found), default=0)
     for index, device in enumerate(found):
+        gpu = Gpu(index, device.uuid, device.name, device.bus_id, numa_node(device.bus_id), vendor="amd")
         if device.broken:
-            gpu = Gpu(index, device.uuid, device.name, device.bus_id, vendor="amd")
             yield gpu.unreachable(device.broken, lost=False)
             continue
         processes, error = uses[device.gpu_id]
@@ -119,22 +119,11 @@ def _gpus(files: Files, found: tuple[Device, ...]) -> Iterable[Gpu]:
             # of them, so it counts on all.
             nobodys = memory - sum(held[one.gpu_id] for one in found if one.pci == device.pci)
             memory = held[device.gpu_id] + max(0, nobodys)
+        free = None if total is None or memory is None else max(0, total - memory)
         integrated = may_be_integrated(device) and largest >= _TIMES_LARGER * max(total or 0, 1)
-        yield Gpu(
-            index=index,
-            uuid=device.uuid,
-            name=device.name,
-            pci_bus_id=device.bus_id,
-            numa_node=numa_node(device.bus_id),
-            memory_total=total,
-            memory_used=memory,
-            memory_free=None if total is None or memory is None else max(0, total - memory),
-            display_active=has_display(files, device.pci),
-            processes=None if error else processes,
-            process_error=error,
-            unusable=_INTEGRATED if integrated else None,
-            vendor="amd",
-        )
+        gpu = gpu._replace(memory_total=total, memory_used=memory, memory_free=free)
+        gpu = gpu._replace(processes=None if error else processes, process_error=error)
+        yield gpu._replace(display_active=has_display(files, device.pci), unusable=_INTEGRATED if integrated else None)
 
 
 def may_be_integrated(device: Device) -> bool:

@@ -260,9 +260,8 @@ class NvidiaSmiDriver(Driver):
 
     def _gpu(self, index: int, section: _Section) -> Gpu:
         said, place = section.text, section.bus_id or str(index)
-        uuid, name, mode, display = (
-            _text(said, field) for field in ("uuid", "product_name", "compute_mode", "display_active")
-        )
+        fields = ("uuid", "product_name", "compute_mode", "display_active")
+        uuid, name, mode, display = (_text(said, field) for field in fields)
         memory = _element(said, "fb_memory_usage")
         figures = {f"memory_{field}": _text(memory, field) for field in ("total", "used", "free")}
         trouble = next((text for text in (uuid, name, mode, display, *figures.values()) if _LOST.search(text)), "")

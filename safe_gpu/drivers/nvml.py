@@ -270,16 +270,9 @@ class _Session:
             uuid = "" if part is None else self.ask_or("", "nvmlDeviceGetUUID", part)
             if not uuid:
                 continue  # an empty slot, or an instance that this user may not see
-            instance = Gpu(
-                gpu.index,
-                uuid,
-                product_name(self.ask_or("", "nvmlDeviceGetName", part)) or gpu.name,
-                gpu.pci_bus_id,
-                gpu.numa_node,
-                compute_mode=gpu.compute_mode,
-                mig_parent=gpu.uuid,
-                mig_instance=slot,
-            )
+            name = product_name(self.ask_or("", "nvmlDeviceGetName", part)) or gpu.name
+            instance = Gpu(gpu.index, uuid, name, gpu.pci_bus_id, gpu.numa_node, compute_mode=gpu.compute_mode)
+            instance = instance._replace(mig_parent=gpu.uuid, mig_instance=slot)
             whole = self.ask_or(uuid, "nvmlDeviceGetGpuInstanceId", part)
             found.append((whole, self.used(instance, part, handle)))
         instances = []

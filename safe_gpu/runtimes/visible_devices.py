@@ -173,9 +173,8 @@ def render_cuda(gpus: Sequence[Gpu], *, visible_as: str, snapshot: HostSnapshot)
         UnsatisfiableRequestError: ``visible_as`` is neither.
     """
     if visible_as not in ("index", "uuid"):
-        raise UnsatisfiableRequestError(
-            f'visible_as={visible_as!r} is unknown: use "index" or "uuid"', value=visible_as
-        )
+        problem = f'visible_as={visible_as!r} is unknown: use "index" or "uuid"'
+        raise UnsatisfiableRequestError(problem, value=visible_as)
     if (visible_as == "uuid" or snapshot.needs_uuids) and all(gpu.named_by_uuid for gpu in gpus):
         return {CUDA: ",".join(gpu.uuid for gpu in gpus)}
     lost = [gpu.index for gpu in snapshot.physical if gpu.lost]

@@ -176,8 +176,8 @@ class _Session:
         """
         newer = self.ask_or(None, "nvmlDeviceGetMemoryInfo", handle, self._pynvml.nvmlMemory_v2)
         info = newer or self.ask_or(None, "nvmlDeviceGetMemoryInfo", handle)
-        sizes = (getattr(info, name, _HIDDEN) for name in ("total", "used", "free"))
-        total, used, free = (None if size == _HIDDEN else int(size) for size in sizes)
+        sizes = [getattr(info, name, _HIDDEN) for name in ("total", "used", "free")]
+        total, used, free = [None if size == _HIDDEN else int(size) for size in sizes]
         return {"counts_reserved": newer is None, "memory_total": total, "memory_used": used, "memory_free": free}
 
     def rows(self, handle: Any, kinds: Sequence[str]) -> list[tuple[str, Any]]:

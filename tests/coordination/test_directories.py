@@ -16,6 +16,7 @@ from unittest.mock import Mock
 import pytest
 from support.claims import claim
 from support.findings import finding
+from support.processes import mounted
 from support.traced import CAN_TRACE, each_point
 
 from safe_gpu.coordination import directory as directory_module
@@ -150,18 +151,12 @@ def test_no_advice_does_harm_where_a_wrong_directory_is_named(
 
 @needs_root
 def test_a_read_only_file_system(tmp_path: Path) -> None:
-    mount = tmp_path / "ro"
-    mount.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", mount], capture_output=True).returncode:
-        pytest.skip("cannot mount a tmpfs here")
-    try:
-        said = "is on a read-only file system: set SAFE_GPU_DIR to another directory"
+    said = "is on a read-only file system: set SAFE_GPU_DIR to another directory"
+    with mounted(tmp_path / "ro", options="ro") as mount:
         with pytest.raises(StateDirError, match=said):
             SharedDirectory(str(mount / "state"))
         with pytest.raises(StateDirError, match=said):
             Directory(str(mount), "claims")
-    finally:
-        subprocess.run(["umount", mount], check=True)
 
 
 @pytest.mark.parametrize("kind", ["nfs4", "fuse.sshfs"])

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -15,6 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 from support.actor import Actor
+from support.processes import mounted
 from support.traced import CAN_TRACE, each_point
 
 from safe_gpu.coordination import entry as entry_module
@@ -41,6 +41,12 @@ def locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     if request.param == "flock":
         monkeypatch.setattr(locks_module, "ofd_locks", lambda: False)
     return str(request.param)
+
+
+def held_by_another(directory: Directory) -> tuple[Actor, str]:
+    """A process that holds an entry, and the entry's name."""
+    holder = Actor(lambda line: (line.send(make_entry(directory, 1, CLAIM, by_children=True)[0]), line.recv()))
+    return holder, holder.hear()
 
 
 def look(directory: Directory) -> list[Entry]:
@@ -152,8 +158,7 @@ def test_a_forked_child_gives_nothing_back_and_keeps_nothing_that_was_released(c
 
 @pytest.mark.parametrize("seconds", [None, 600.0])
 def test_a_sleeper_wakes_when_the_process_is_killed(claims: Directory, locks: str, seconds: float | None) -> None:
-    holder = Actor(lambda line: (line.send(make_entry(claims, 1, CLAIM, by_children=True)[0]), line.recv()))
-    name = holder.hear()
+    holder, name = held_by_another(claims)
     with ThreadPoolExecutor(1) as threads:
         sleep = threads.submit(sleep_until_dead, claims, name, seconds)
         assert not wait([sleep], 0.1).done
@@ -208,27 +213,18 @@ def test_death_at_any_system_call_leaves_nothing_that_counts(
 
 def test_on_other_file_systems(tmp_path: Path) -> None:
     """A tmpfs, and an overlay on it, since it cannot lie on another overlay, as of a container."""
-    (tmp_path / "below").mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", tmp_path / "below"], capture_output=True).returncode:
-        pytest.skip("cannot mount a tmpfs here")
-    try:
-        below, state, upper, work = (tmp_path / "below" / name for name in ("lower", "state", "upper", "work"))
-        for directory in (below, state, upper, work):
-            directory.mkdir()
+    with mounted(tmp_path / "below") as below:
         look_at_an_entry(below)
-        options = f"lowerdir={below},upperdir={upper},workdir={work}"
-        if subprocess.run(["mount", "-t", "overlay", "-o", options, "overlay", state], capture_output=True).returncode:
-            pytest.skip("cannot mount an overlay here")
-        look_at_an_entry(state)
-        subprocess.run(["umount", state], check=True)
-    finally:
-        subprocess.run(["umount", tmp_path / "below"], check=True)
+        lower, upper, work = (below / name for name in ("lower", "upper", "work"))
+        for directory in (lower, upper, work):
+            directory.mkdir()
+        with mounted(below / "state", "overlay", f"lowerdir={lower},upperdir={upper},workdir={work}") as state:
+            look_at_an_entry(state)
 
 
 def look_at_an_entry(place: Path) -> None:
     with Directory(str(place), "claims") as claims:
-        holder = Actor(lambda line: (line.send(make_entry(claims, 1, CLAIM, by_children=True)[0]), line.recv()))
-        name, entries = holder.hear(), Entries(claims)
+        (holder, name), entries = held_by_another(claims), Entries(claims)
         for _ in range(2):
             assert [one.name for one in entries.look()] == [name]
         holder.end()

@@ -16,7 +16,6 @@ import pytest
 from support.claims import claim
 from support.real import long
 
-from safe_gpu.affinity import placement as placements
 from safe_gpu.coordination import entry as entry_module
 from safe_gpu.coordination import history
 from safe_gpu.coordination.directory import Directory
@@ -118,26 +117,6 @@ def test_a_wide_process(used: Path, ground: Any, entry_of: Any, check: Any, wide
     ground.occupy(1, pid=wide)
     entry_of(NEIGHBOUR, {"pid": wide, "nb_gpus": 8, "gpus": ground.uuids[5:6]}, part="queue")
     check({**COMMANDS, ("affinity", "--of", wide): (0, 1)})
-
-
-# Wide processes and long texts
-
-
-def test_of_a_wide_process_little_is_read(wide: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = []
-    genuine = procfs.read_start
-
-    def spied(path: str, limit: int = 1 << 16) -> bytes | None:
-        data = genuine(path, limit)
-        sizes.append((path.rpartition("/")[2], len(data or b"")))
-        return data
-
-    monkeypatch.setattr(procfs, "read_start", spied)
-    monkeypatch.setattr(placements, "read_start", spied)
-    assert (procfs.command_of(wide) or "").startswith("wide")
-    placements.placement(wide)
-    assert max(size for name, size in sizes if name == "cmdline") <= 4096
-    assert max(size for name, size in sizes if name == "environ") == 65536
 
 
 def test_long_texts_in_entries_are_cut(ground: Any, cost: Callable[..., Any]) -> None:

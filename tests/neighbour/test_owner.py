@@ -21,6 +21,7 @@ from support.processes import own_network
 
 from safe_gpu.claim import checks
 from safe_gpu.cli import admin as command_of_setup
+from safe_gpu.cli.commands import main
 from safe_gpu.coordination import history
 from safe_gpu.coordination.closed import drained_gpus
 from safe_gpu.coordination.directory import Directory
@@ -319,12 +320,8 @@ def test_files_of_the_administrator_are_left_alone(host: Host, file: str, text: 
 
 
 def test_only_root(host: Host, as_user: Any) -> None:
-    def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
-        from safe_gpu.cli.commands import main
-
-        say(main(["setup", "--state-dir", str(host.path)]))
-
-    assert as_user(work, uid=ANNA).hear() == "78"
+    setup = ["setup", "--state-dir", str(host.path)]
+    assert as_user(lambda say, listen: say(main(setup)), uid=ANNA).hear() == "78"
     assert not host.path.exists()
 
 
@@ -470,16 +467,15 @@ def test_removal_leaves_no_trace_of_what_it_made(host: Host, as_user: Any) -> No
 def test_removal_leaves_what_others_wrote_and_names_it(host: Host, as_user: Any) -> None:
     host.done()
     assert as_user(dead_entry, uid=ANNA).hear() == "left"
-    kept = [host.config, host.config.parent / "closed"]
-    kept += [host.path / name for name in ("claims/1.txt", "faults/notes", "history/2026-11.jsonl", "notes.txt")]
+    names = ("claims/1.txt", "faults/notes", "history/.made", "history/2026-11.jsonl", "notes.txt")
+    kept = [host.config, host.config.parent / "closed", *(host.path / name for name in names)]
     gone = [host.path / name for name in (f"faults/{GPU}.4711", f"history/{GPU}.seen", "history/.x")]
-    for path in (*kept[1:], *gone):
+    kept[4].mkdir()
+    files = [path for path in kept[1:] if not path.exists()]
+    for path in (*files, *gone):
         path.write_text("of use")
-    directory = host.path / "history/.made"
-    directory.mkdir()
-    kept.insert(-2, directory)
     host.config.write_text(host.config.read_text() + "vendor = nvidia\n")
     would = [line for line in host.done("--remove", "--dry-run") if line.startswith("left")]
     left = [line for line in host.done("--remove") if line.startswith("left")]
     assert would == left == [f"left, since setup did not write it: {path}" for path in kept]
-    assert {path for path in host.path.rglob("*") if path.is_file()} == {*kept[2:]} - {directory}
+    assert {path for path in host.path.rglob("*") if path.is_file()} == {*files[1:]}

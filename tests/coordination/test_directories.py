@@ -183,9 +183,7 @@ def test_what_is_no_file_is_refused(state_dir: Path, root: SharedDirectory, make
             root.open_file(HOST_LOCK, flags, make=True)
 
 
-def test_a_file_that_may_be_somebodys_from_elsewhere_is_refused(
-    state_dir: Path, tmp_path: Path, root: SharedDirectory
-) -> None:
+def test_a_file_that_may_be_somebodys_from_elsewhere_is_refused(state_dir, tmp_path, root) -> None:
     """It would be locked, by everybody here."""
     (tmp_path / "thesis.tex").write_text("precious")
     try:
@@ -201,9 +199,7 @@ def test_a_file_that_may_be_somebodys_from_elsewhere_is_refused(
         root.open_file(HOST_LOCK, make=True)
 
 
-def test_a_second_link_to_it_locks_nobody_out(
-    state_dir: Path, open_tmp: Path, root: SharedDirectory, as_user: Any
-) -> None:
+def test_a_second_link_to_it_locks_nobody_out(state_dir: Path, open_tmp: Path, root: SharedDirectory, as_user) -> None:
     """Everybody may link a file of mode 0666, also where fs.protected_hardlinks is 1, and it stays for ever."""
     os.close(root.open_file(HOST_LOCK, make=True))
     neighbour = as_user(lambda say, listen: say(os.link(state_dir / HOST_LOCK, open_tmp / "x")), uid=FIRST)
@@ -213,9 +209,7 @@ def test_a_second_link_to_it_locks_nobody_out(
     os.close(fd)
 
 
-def test_o_creat_is_never_used_on_a_name_that_may_exist(
-    state_dir: Path, root: SharedDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_o_creat_is_never_used_on_a_name_that_may_exist(state_dir: Path, root: SharedDirectory, monkeypatch) -> None:
     """fs.protected_regular answers EACCES to O_CREAT on another's file in a sticky directory, even to root."""
     os.close(root.open_file(HOST_LOCK, make=True))
     real = os.open
@@ -229,9 +223,7 @@ def test_o_creat_is_never_used_on_a_name_that_may_exist(
     os.close(root.open_file(HOST_LOCK, make=True))
 
 
-def test_two_that_make_it_at_once_end_with_one_file(
-    state_dir: Path, root: SharedDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_that_make_it_at_once_end_with_one_file(state_dir: Path, root: SharedDirectory, monkeypatch) -> None:
     real = os.link
     fast: list[int] = []
 
@@ -249,9 +241,7 @@ def test_two_that_make_it_at_once_end_with_one_file(
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_said_and_leaves_nothing(
-    state_dir: Path, root: SharedDirectory, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_a_full_disk_is_said_and_leaves_nothing(state_dir: Path, root: SharedDirectory, monkeypatch, code: int) -> None:
     for call in ("link", "rename"):
         monkeypatch.setattr(os, call, Mock(side_effect=OSError(code, os.strerror(code))))
     with pytest.raises(StateDirError, match="no room for") as caught:

@@ -189,9 +189,7 @@ def test_a_handler_that_raises_reaches_the_program_of_a_sleeper(claims: Director
 
 
 @pytest.mark.skipif(not CAN_TRACE, reason="cannot trace processes here")
-def test_death_at_any_system_call_leaves_nothing_that_counts(
-    claims: Directory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_death_at_any_system_call_leaves_nothing_that_counts(claims: Directory, monkeypatch) -> None:
     """Killed while it makes, keeps across exec, or removes an entry; the next look of its user removes what is left."""
     monkeypatch.setattr(entry_module, "_UNFINISHED_FOR", -1.0)
 
@@ -342,9 +340,7 @@ def test_their_owner_or_root_removes_dead_entries(claims: Directory, as_user: An
     assert left(claims) == [f".{'0' * 16}"]  # it may be about to get its name
 
 
-def test_too_many_living_claims_or_names_are_refused_and_their_owner_is_named(
-    claims: Directory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_living_claims_or_names_are_refused_and_their_owner_is_named(claims: Directory, monkeypatch) -> None:
     """Who keeps so many costs all others processor time and memory."""
     assert (MOST_NAMES, entry_module.MOST_CLAIMS) == (65_536, 4096)
     monkeypatch.setattr(entry_module, "MOST_CLAIMS", 3)
@@ -361,9 +357,7 @@ def test_too_many_living_claims_or_names_are_refused_and_their_owner_is_named(
         remove_entry(claims, name, one)
 
 
-def test_an_entry_with_many_names_is_read_once_and_outlives_each(
-    claims: Directory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_entry_with_many_names_is_read_once_and_outlives_each(claims: Directory, monkeypatch) -> None:
     name, held = make_entry(claims, 1, CLAIM, by_children=False)
     for number in range(2, 30):
         os.link(Path(claims.path) / name, Path(claims.path) / f"{number}.{'0' * 16}")
@@ -384,9 +378,7 @@ def test_an_entry_with_many_names_is_read_once_and_outlives_each(
 
 @pytest.mark.parametrize("call", ["open", "write", "fchmod"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EMFILE, errno.EIO])
-def test_what_cannot_be_made_leaves_nothing(
-    claims: Directory, monkeypatch: pytest.MonkeyPatch, call: str, code: int
-) -> None:
+def test_what_cannot_be_made_leaves_nothing(claims: Directory, monkeypatch, call: str, code: int) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(entry_module.os, call, Mock(side_effect=OSError(code, os.strerror(code))))
         with pytest.raises(StateDirError, match=r"SAFE_GPU_DIR|ulimit") as raised:

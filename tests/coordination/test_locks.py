@@ -51,9 +51,7 @@ def locked(seconds: float | None = 30.0) -> Iterator[Host]:
             yield host
 
 
-def test_a_timeout_names_the_holder_and_who_only_looks_is_not_kept(
-    state_dir: Path, child: Any, eventually: Any
-) -> None:
+def test_a_timeout_names_the_holder_and_who_only_looks_is_not_kept(state_dir: Path, child, eventually) -> None:
     assert living_claims() == []
     assert not state_dir.exists(), "who reads makes no directory"
     holder = child(HOLD, says="held")
@@ -76,9 +74,7 @@ def test_a_timeout_names_the_holder_and_who_only_looks_is_not_kept(
 
 
 @pytest.mark.parametrize("held_by", ["others in turn", "one that gets no CPU", "one that has ended"])
-def test_nobody_is_blamed_on_an_overloaded_host(
-    state_dir: Path, child: Any, monkeypatch: pytest.MonkeyPatch, held_by: str
-) -> None:
+def test_nobody_is_blamed_on_an_overloaded_host(state_dir: Path, child, monkeypatch, held_by: str) -> None:
     holder = child(HOLD, says="held")
     ended = Actor(bool)
     ended.end()
@@ -170,9 +166,7 @@ def test_a_file_that_cannot_be_locked_is_a_state_dir_error(state_dir: Path, monk
         pass
 
 
-def test_a_handler_that_raises_while_it_waits_passes_and_leaves_nothing(
-    state_dir: Path, child: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_handler_that_raises_while_it_waits_passes_and_leaves_nothing(state_dir: Path, child, monkeypatch) -> None:
     child(HOLD, says="held")
     before = os.listdir("/proc/self/fd")
 

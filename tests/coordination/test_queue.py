@@ -147,9 +147,7 @@ def test_what_is_not_understood_makes_a_ticket_unknown(more: dict[str, Any]) -> 
 )
 @pytest.mark.parametrize("ticket", [True, False])
 @pytest.mark.parametrize("by_turns", [True, False])
-def test_only_competitors_stand_in_the_way(
-    join: Join, ahead: Any, mine: Any, waits: bool, ticket: bool, by_turns: bool
-) -> None:
+def test_only_competitors_stand_in_the_way(join: Join, ahead, mine, waits: bool, ticket: bool, by_turns: bool) -> None:
     join(ahead[0], inside=ahead[1])
     one = join(mine[0], inside=mine[1], ticket=ticket, by_turns=by_turns, turn=5.0 if by_turns and ticket else None)
     assert one.ahead() == ([1] if waits else [])
@@ -236,9 +234,7 @@ def test_of_one_user_a_thousand_tickets_count_and_4096_in_all() -> None:
     assert [one.number for one in tickets_that_count(many)] == list(range(1, 4097))
 
 
-def test_beyond_the_caps_a_ticket_is_not_ahead_until_it_counts(
-    join: Join, place: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_beyond_the_caps_a_ticket_is_not_ahead_until_it_counts(join: Join, place, monkeypatch) -> None:
     monkeypatch.setattr(queue_module, "_MOST_OF_ONE_USER", 3)
     place(1, nb_gpus=0, gpus={"GPU-0": None})  # a claim, which is no ticket
     made = [place(number) for number in range(2, 7)]

@@ -72,9 +72,7 @@ def test_a_forged_entry_does_not_lure_anybody_into_a_claim(entry_of: Any, attemp
 
 
 @pytest.mark.parametrize("number", [1, 999])
-def test_a_forged_entry_adds_no_gpu_to_a_claim(
-    victim: Any, entry_of: Any, attempt: Any, ground: Any, number: int
-) -> None:
+def test_a_forged_entry_adds_no_gpu_to_a_claim(victim, entry_of, attempt, ground, number: int) -> None:
     """The hash is public. Of two claims that say it the victim's own counts, whichever has the lower number."""
     token = victim(1)
     with forged(entry_of, ground.uuids[5], token, number):
@@ -88,9 +86,7 @@ def test_another_claim_of_the_same_user_is_not_inside(victim: Any, attempt: Any)
     assert "which can give 0 of its 1" in attempt(VICTIM, token, only=1)
 
 
-def test_a_user_whom_the_namespace_does_not_know_is_in_no_claim(
-    victim: Any, attempt: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_user_whom_the_namespace_does_not_know_is_in_no_claim(victim, attempt, monkeypatch) -> None:
     """All whom it does not know have one user id there."""
     token = victim(8)
     monkeypatch.setattr(procfs, "is_unknown_user", lambda uid: uid == VICTIM)
@@ -182,9 +178,7 @@ def test_a_claim_counts_for_the_effective_user(limit: None, user: Any) -> None:
     assert granted(user(VICTIM, 2)) == 2
 
 
-def test_users_whom_this_namespace_does_not_know_share_no_limit(
-    limit: None, user: Any, ground: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_users_whom_this_namespace_does_not_know_share_no_limit(limit: None, user, ground, monkeypatch) -> None:
     """They all look like one user, who is nobody."""
     ground.hold(0, 1, uid=OTHER)
     monkeypatch.setattr(procfs, "is_unknown_user", lambda uid: uid == OTHER)
@@ -209,9 +203,7 @@ def seen(as_user: Any) -> Callable[[int], list[Any]]:
 
 
 @pytest.mark.parametrize("start", ["right", "of another process", "none"])
-def test_an_entry_that_names_a_living_process_of_somebody_else(
-    state_dir: Path, as_user: Any, ground: Any, seen: Any, start: str
-) -> None:
+def test_an_entry_that_names_a_living_process_of_somebody_else(state_dir, as_user, ground, seen, start: str) -> None:
     """Its number is that of an innocent process now, whether its start fits or not."""
     victim = as_user(lambda say, listen: listen(), uid=VICTIM)
     began = procfs.start_time(victim.pid) or 0

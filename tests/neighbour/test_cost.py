@@ -273,9 +273,7 @@ def one_claim(say: Callable[[object], None], listen: Callable[[], str]) -> None:
     say("released")
 
 
-def test_each_user_appends_to_the_same_file_and_one_that_its_owner_closes_is_passed(
-    state_dir: Path, as_user: Any
-) -> None:
+def test_each_user_appends_to_the_same_file_and_one_that_its_owner_closes_is_passed(state_dir: Path, as_user) -> None:
     for uid in (NEIGHBOUR, VICTIM):
         assert as_user(one_claim, uid=uid, umask=0o077).hear() == "released"
     (file,) = (state_dir / history.NAME).iterdir()
@@ -389,9 +387,7 @@ def test_full_files_take_little_memory(directory: Path, cost: Any, files: int, w
     assert taken.mebibytes - empty.mebibytes < MOST_OF_HISTORY / PART + 1  # the allocator rounds
 
 
-def test_the_future_is_not_read_and_a_file_of_empty_lines_is_left_soon(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_future_is_not_read_and_a_file_of_empty_lines_is_left_soon(directory: Path, monkeypatch) -> None:
     monkeypatch.setattr(time, "time", lambda: NOW)
     read: list[bytes] = []
     genuine = past._line
@@ -421,9 +417,7 @@ def test_a_spreadsheet_runs_no_cell(directory: Path, command: Any) -> None:
 
 
 @pytest.mark.parametrize("hostile", ["link", "many"])
-def test_a_hostile_directory_of_claims_costs_what_runs_now(
-    directory: Path, hostile: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hostile_directory_of_claims_costs_what_runs_now(directory: Path, hostile: str, monkeypatch) -> None:
     monkeypatch.setattr("safe_gpu.coordination.entry.MOST_NAMES", 2)
     write(directory / history.file_names(history.month_of(time.time()))[0], line(1, gpus=["a"]))
     claims = directory.parent / "claims"

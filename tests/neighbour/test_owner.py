@@ -159,9 +159,7 @@ def test_a_race_with_the_owner_is_never_lost(owned: Path, victim: Path, child: A
 @needs_root
 @pytest.mark.parametrize("owner", [OWNER, 0])
 @pytest.mark.parametrize("name", ["host.lock", "claims/1.{zeros}", "history/{month}.jsonl", "queue/1.{zeros}"])
-def test_a_file_that_was_moved_here_is_not_written(
-    owned: Path, victim: Path, ground: Any, name: str, owner: int
-) -> None:
+def test_a_file_that_was_moved_here_is_not_written(owned: Path, victim: Path, ground, name: str, owner: int) -> None:
     """Also in a directory of root's: who owns the directory in which root has made a file may move it away. At most
     that name of it is removed, as that of an entry of root's that is dead."""
     place = owned / name.format(zeros="0" * 16, month=history.month_of(time.time()))

@@ -191,9 +191,7 @@ time.sleep(60)
 
 @BOTH
 @pytest.mark.parametrize("lost", ["entry", "door token0", "door part token1", "entry door token0 token1"])
-def test_of_a_claim_half_dead_nobody_gets_a_gpu_that_another_gets(
-    scene: Any, first: str, second: str, lost: str
-) -> None:
+def test_of_a_claim_half_dead_nobody_gets_a_gpu_that_another_gets(scene, first: str, second: str, lost: str) -> None:
     outer = scene.start(first, 8, "around", command=[sys.executable, "-c", CLOSES, *lost.split()])
     token = outer.process.stdout.readline().decode().strip()
     rival = scene.start(second, 8, "now", env={"SAFE_GPU_DIR": str(scene.directory / "other")})

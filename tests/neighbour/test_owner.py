@@ -58,32 +58,27 @@ def victim(open_tmp: Path) -> Path:
     return file
 
 
-@pytest.fixture
-def exchanged_after(monkeypatch: pytest.MonkeyPatch, victim: Path) -> Callable[..., list[str]]:
+def exchange_after(place: int, directory: Path, pattern: str, victim: Path, patch: pytest.MonkeyPatch) -> list[str]:
     """Put a link to the victim in the place of what is being made, after the n-th system call that concerns it."""
+    trap = directory / "trap"
+    trap.symlink_to(victim)
+    calls: list[str] = []
+    own: list[bool] = []
 
-    def arrange(place: int, directory: Path, pattern: str) -> list[str]:
-        trap = directory / "trap"
-        trap.symlink_to(victim)
-        calls: list[str] = []
-        own: list[bool] = []
+    def call(name: str, genuine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = genuine(*args, **kwargs)
+        if not own:
+            own.append(True)
+            if made := [entry for entry in directory.glob(pattern) if not entry.is_symlink()]:
+                calls.append(name)
+                if len(calls) == place:
+                    assert exchange(made[0], trap) == 0
+            own.clear()
+        return result
 
-        def call(name: str, genuine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            result = genuine(*args, **kwargs)
-            if not own:
-                own.append(True)
-                if made := [entry for entry in directory.glob(pattern) if not entry.is_symlink()]:
-                    calls.append(name)
-                    if len(calls) == place:
-                        assert exchange(made[0], trap) == 0
-                own.clear()
-            return result
-
-        for name in ("mkdir", "open", "fstat", "listdir", "fchmod", "stat", "write"):
-            monkeypatch.setattr(os, name, partial(call, name, getattr(os, name)))
-        return calls
-
-    return arrange
+    for name in ("mkdir", "open", "fstat", "listdir", "fchmod", "stat", "write"):
+        patch.setattr(os, name, partial(call, name, getattr(os, name)))
+    return calls
 
 
 def remove(path: Path) -> None:
@@ -98,13 +93,13 @@ CALLS = {"claims": 5, "queue": 5, "history": 5, "host.lock": 2, "entry": 4}
 @needs_root
 @pytest.mark.parametrize(("part", "place"), [(part, n + 1) for part, most in CALLS.items() for n in range(most)])
 def test_what_is_being_made_is_no_way_to_another_file(
-    owned: Path, victim: Path, ground: Any, exchanged_after: Any, part: str, place: int
+    owned: Path, victim: Path, ground: Any, monkeypatch: pytest.MonkeyPatch, part: str, place: int
 ) -> None:
     if part == "entry":
-        calls = exchanged_after(place, owned / "claims", "." + "[0-9a-f]" * 16)
+        calls = exchange_after(place, owned / "claims", "." + "[0-9a-f]" * 16, victim, monkeypatch)
     else:
         remove(owned / part)
-        calls = exchanged_after(place, owned, f".{part}.*")
+        calls = exchange_after(place, owned, f".{part}.*", victim, monkeypatch)
     with suppress(StateDirError):
         claim().release_gpus()
     assert len(calls) >= place, "the exchange took place"

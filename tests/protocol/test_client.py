@@ -231,9 +231,8 @@ def test_another_user_makes_the_directory_and_shares_it(scene: Any) -> None:
     ours = scene.until_holds(scene.start("python", 2, "now"))
     waiter = scene.until_waits(scene.start("c", 8, **THEIRS))
     shown = scene.status()
-    assert [(gpu["claim"]["pid"], gpu["claim"]["uid"]) for gpu in shown] == [(holder.pid, USER)] * 6 + [
-        (ours.pid, 0)
-    ] * 2
+    claimed = [(gpu["claim"]["pid"], gpu["claim"]["uid"]) for gpu in shown]
+    assert claimed == [(holder.pid, USER)] * 6 + [(ours.pid, 0)] * 2
     claim = shown[0]["claim"]
     assert (shown[0]["uuid"], claim["command"]) == (scene.uuids[0], Path(scene.job()[0]).name)
     assert claim["until"] == pytest.approx(claim["since"] + 3600, abs=0.01)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from support.claims import claim
+from support.ground import write_for_all
 from support.real import long
 
 from safe_gpu.coordination import entry as entry_module
@@ -142,19 +143,16 @@ MANY = 60_000
 LONGEST_LOCKED = 0.06  # seconds of processor time under host.lock
 
 
-def fill(directory: Path, contents: list[bytes], number: int, uid: int = NEIGHBOUR) -> None:
+def fill(directory: Path, contents: list[bytes], number: int) -> None:
     """Make that many dead entries of a neighbour. Most are names of a few files, which takes less time."""
-    first: list[str] = []
     fd = os.open(directory, os.O_RDONLY)
-    for place in range(1, number + 1):
-        name = f"{place}.{place:016x}"
-        if len(first) < len(contents):
-            (directory / name).write_bytes(contents[place - 1])
-            os.chown(directory / name, uid, uid)
-            (directory / name).chmod(0o644)
-            first.append(name)
-        else:
-            os.link(first[place % len(first)], name, src_dir_fd=fd, dst_dir_fd=fd)
+    names = [f"{place}.{place:016x}" for place in range(1, number + 1)]
+    for name, content in zip(names, contents, strict=False):
+        (directory / name).write_bytes(content)
+        os.chown(directory / name, NEIGHBOUR, NEIGHBOUR)
+        (directory / name).chmod(0o644)
+    for place, name in enumerate(names[len(contents) :]):
+        os.link(names[place % len(contents)], name, src_dir_fd=fd, dst_dir_fd=fd)
     os.close(fd)
 
 
@@ -329,11 +327,6 @@ def directory(state_dir: Path) -> Path:
     return state_dir / history.NAME
 
 
-def write(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
-    path.chmod(0o666)
-
-
 def line(number: int, **facts: object) -> bytes:
     """A claim, with as few bytes as that takes."""
     told = {"claim": [number % 1_000_000 + 1, int(time.time()) - 60 - number // 1_000_000], **facts}
@@ -380,7 +373,7 @@ def test_full_files_take_little_memory(directory: Path, cost: Any, files: int, w
 
     empty = cost("history", *arguments, before=SMALL)
     for part, name in enumerate(history.file_names(history.month_of(time.time()))[:files]):
-        write(directory / name, b"".join(lines(part * 400_000 // PART)))
+        write_for_all(directory / name, b"".join(lines(part * 400_000 // PART)))
     taken = cost("history", *arguments, before=SMALL)
     assert taken.code == 0
     assert taken.err.count("\n") <= 1
@@ -393,13 +386,13 @@ def test_the_future_is_not_read_and_a_file_of_empty_lines_is_left_soon(directory
     genuine = past._line
     monkeypatch.setattr(past, "_line", lambda line: read.append(line) or genuine(line))
     now = line(1, gpus=["a"])
-    write(directory / "2026-11.jsonl", now)
+    write_for_all(directory / "2026-11.jsonl", now)
     for name in ("2026-12.jsonl", "2027-01.2.jsonl", "9999-01.jsonl"):
-        write(directory / name, line(2, gpus=["a"]))
+        write_for_all(directory / name, line(2, gpus=["a"]))
     claims, warnings = claims_between(0, NOW)
     assert ([one.pid for one in claims], warnings) == ([2], [])
     assert read == [now]
-    write(directory / "2026-11.jsonl", b"\n" * history.LARGEST)
+    write_for_all(directory / "2026-11.jsonl", b"\n" * history.LARGEST)
     claims_between(0, NOW)
     assert len(read) == 1 + history.LARGEST // 64
 
@@ -407,7 +400,7 @@ def test_the_future_is_not_read_and_a_file_of_empty_lines_is_left_soon(directory
 def test_a_spreadsheet_runs_no_cell(directory: Path, command: Any) -> None:
     text = '=HYPERLINK("http://x","y")'
     facts = {"user": text, "host": text, "job": text, "command": text, "gpus": [text], "labels": [text]}
-    write(directory / history.file_names(history.month_of(time.time()))[0], line(1, **facts))
+    write_for_all(directory / history.file_names(history.month_of(time.time()))[0], line(1, **facts))
     for arguments in ((), ("--by", "user"), ("--by", "gpu"), ("--by", "job"), ("--report", "month")):
         done = command.run("history", "--csv", *arguments)
         row = next(csv.DictReader(io.StringIO(done.stdout)))
@@ -419,7 +412,7 @@ def test_a_spreadsheet_runs_no_cell(directory: Path, command: Any) -> None:
 @pytest.mark.parametrize("hostile", ["link", "many"])
 def test_a_hostile_directory_of_claims_costs_what_runs_now(directory: Path, hostile: str, monkeypatch) -> None:
     monkeypatch.setattr("safe_gpu.coordination.entry.MOST_NAMES", 2)
-    write(directory / history.file_names(history.month_of(time.time()))[0], line(1, gpus=["a"]))
+    write_for_all(directory / history.file_names(history.month_of(time.time()))[0], line(1, gpus=["a"]))
     claims = directory.parent / "claims"
     if hostile == "link":
         claims.rmdir()

@@ -72,16 +72,6 @@ def check(cost: Callable[..., Any], used: Path, ground: Any) -> Callable[..., No
     return run
 
 
-def places(where: str, used: Path, uuids: list[str]) -> list[Path]:
-    """host.lock; or an entry of a claim, the note of a GPU, a ticket, and the history."""
-    if where == "host.lock":
-        return [used / "host.lock"]
-    (used / "faults").mkdir()
-    (used / "faults").chmod(0o1777)
-    names = (f"claims/1.{'0' * 16}", f"faults/{uuids[2]}.4711", f"queue/1.{'0' * 16}")
-    return [*(used / name for name in names), *(used / "history").glob("*.jsonl")]
-
-
 def make_a_terabyte(path: Path) -> None:
     path.touch()
     path.chmod(0o666)
@@ -102,7 +92,12 @@ KINDS: dict[str, Callable[[Path], object]] = {
 def test_other_kinds_of_files(used: Path, ground: Any, check: Any, file_lease: Any, where: str, kind: str) -> None:
     precious = used.with_name("precious")
     precious.write_text("precious")
-    for path in places(where, used, ground.uuids):
+    (used / "faults").mkdir()
+    (used / "faults").chmod(0o1777)
+    entry = f"1.{'0' * 16}"
+    others = [used / name for name in (f"claims/{entry}", f"faults/{ground.uuids[2]}.4711", f"queue/{entry}")]
+    others += (used / "history").glob("*.jsonl")
+    for path in [used / "host.lock"] if where == "host.lock" else others:
         path.unlink(missing_ok=True)
         KINDS[kind](path)
         if kind == "lease":

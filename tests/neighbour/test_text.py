@@ -40,16 +40,12 @@ NAMES = {
 }
 
 
-def name_this_process(name: bytes) -> None:
-    Path("/proc/self/comm").write_bytes(name)
-
-
 @pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
 def test_a_name_of_a_process_says_nothing_else_of_it(as_user: Callable[..., Any], name: bytes) -> None:
     def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
         say("here")
         listen()
-        name_this_process(name)
+        Path("/proc/self/comm").write_bytes(name)
         say("named")
         listen()
 

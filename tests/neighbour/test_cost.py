@@ -6,6 +6,7 @@ import io
 import json
 import os
 import resource
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -72,18 +73,12 @@ def check(cost: Callable[..., Any], used: Path, ground: Any) -> Callable[..., No
     return run
 
 
-def make_a_terabyte(path: Path) -> None:
-    path.touch()
-    path.chmod(0o666)
-    os.truncate(path, 1 << 40)
-
-
-KINDS: dict[str, Callable[[Path], object]] = {
-    "lease": Path.touch,
-    "FIFO": os.mkfifo,
-    "directory": os.mkdir,
-    "terabyte": make_a_terabyte,
-    "link": lambda path: path.symlink_to(Path(os.environ["SAFE_GPU_DIR"]).with_name("precious")),
+KINDS = {
+    "lease": "touch {0}",
+    "FIFO": "mkfifo {0}",
+    "directory": "mkdir {0}",
+    "terabyte": "truncate -s 1T {0}; chmod 666 {0}",
+    "link": "ln -s {1} {0}",
 }
 
 
@@ -99,7 +94,7 @@ def test_other_kinds_of_files(used: Path, ground: Any, check: Any, file_lease: A
     others += (used / "history").glob("*.jsonl")
     for path in [used / "host.lock"] if where == "host.lock" else others:
         path.unlink(missing_ok=True)
-        KINDS[kind](path)
+        subprocess.run(KINDS[kind].format(path, precious), shell=True, check=True)
         if kind == "lease":
             file_lease(path, NEIGHBOUR)
     check()

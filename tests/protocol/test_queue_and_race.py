@@ -139,7 +139,7 @@ def test_a_waiter_is_passed_by_dates_only_where_it_is_not_delayed(scene: Any) ->
     holder.end()
 
 
-# test_race_of_clients
+# Races
 
 
 ENTRY_RACE = Path(__file__).parents[1] / "race" / "entry_race.py"

@@ -17,6 +17,7 @@ import pytest
 from support.claims import claim
 from support.findings import finding
 from support.forks import CAN_TRACE, each_point
+from support.processes import mounted
 
 from safe_gpu.coordination import directory as directory_module
 from safe_gpu.coordination.directory import HOST_LOCK, OPEN_FILE, PARTS, Directory, SharedDirectory, make_directory
@@ -93,19 +94,6 @@ def test_the_mode_of_one_that_was_there_stays(tmp_path: Path) -> None:
 # What is refused
 
 
-@pytest.mark.parametrize("level", ["root", "claims", HOST_LOCK])
-def test_a_symbolic_link_is_never_followed(state_dir: Path, tmp_path: Path, level: str) -> None:
-    target = tmp_path / "target"
-    target.write_text("precious") if level == HOST_LOCK else target.mkdir()
-    if level != "root":
-        state_dir.mkdir()
-    (state_dir if level == "root" else state_dir / level).symlink_to(target)
-    with pytest.raises(StateDirError, match=r"symbolic link.*SAFE_GPU_DIR") as caught:
-        make_all(state_dir)
-    assert str(state_dir) in str(caught.value)
-    assert target.is_dir() or target.read_text() == "precious"
-
-
 NO_DIRECTORY = " is not a directory, or it is a symbolic link, which is never followed: set SAFE_GPU_DIR to"
 
 
@@ -150,18 +138,12 @@ def test_no_advice_does_harm_where_a_wrong_directory_is_named(
 
 @needs_root
 def test_a_read_only_file_system(tmp_path: Path) -> None:
-    mount = tmp_path / "ro"
-    mount.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", mount], capture_output=True).returncode:
-        pytest.skip("cannot mount a tmpfs here")
-    try:
-        said = "is on a read-only file system: set SAFE_GPU_DIR to another directory"
+    said = "is on a read-only file system: set SAFE_GPU_DIR to another directory"
+    with mounted(tmp_path / "ro", options="ro") as mount:
         with pytest.raises(StateDirError, match=said):
             SharedDirectory(str(mount / "state"))
         with pytest.raises(StateDirError, match=said):
             Directory(str(mount), "claims")
-    finally:
-        subprocess.run(["umount", mount], check=True)
 
 
 @pytest.mark.parametrize("kind", ["nfs4", "fuse.sshfs"])
@@ -188,27 +170,29 @@ def test_what_is_no_file_is_refused(state_dir: Path, root: SharedDirectory, make
             root.open_file(HOST_LOCK, flags, make=True)
 
 
-def test_a_file_that_may_be_somebodys_from_elsewhere_is_refused(
-    state_dir: Path, tmp_path: Path, root: SharedDirectory
-) -> None:
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        ("rm -r state; ln -s target state", "symbolic link.*SAFE_GPU_DIR"),
+        ("rm -r state/claims; ln -s ../target state/claims", "symbolic link.*SAFE_GPU_DIR"),
+        ("ln -s ../thesis state/host.lock", "symbolic link.*SAFE_GPU_DIR"),
+        ("chmod 644 thesis; ln thesis state/host.lock", r"host\.lock has 2 names \(hard links\) and mode 0644"),
+        ("chmod 4666 thesis; ln thesis state/host.lock", r"host\.lock has 2 names \(hard links\) and mode 4666"),
+        ("touch state/host.lock; chmod 4666 state/host.lock", r"host\.lock has mode 4666 in place of 0666"),
+    ],
+)
+def test_what_may_be_somebodys_from_elsewhere_is_refused(open_tmp: Path, root: object, make: str, said: str) -> None:
     """It would be locked, by everybody here."""
-    (tmp_path / "thesis.tex").write_text("precious")
-    try:
-        os.link(tmp_path / "thesis.tex", state_dir / HOST_LOCK)
-    except OSError:
-        pytest.skip("the two directories are on different file systems")
-    for mode in (0o644, 0o600, 0o667, 0o4666):
-        (tmp_path / "thesis.tex").chmod(mode)
-        with pytest.raises(StateDirError, match=rf"host\.lock has 2 names \(hard links\) and mode {mode:04o}"):
-            root.open_file(HOST_LOCK, make=True)
-    os.unlink(tmp_path / "thesis.tex")
-    with pytest.raises(StateDirError, match=r"host\.lock has mode 4666 in place of 0666"):
-        root.open_file(HOST_LOCK, make=True)
+    (open_tmp / "target").mkdir()
+    (open_tmp / "thesis").write_text("precious")
+    subprocess.run(make, shell=True, check=True, cwd=open_tmp)
+    with pytest.raises(StateDirError, match=said) as caught:
+        make_all(open_tmp / "state")
+    assert str(open_tmp / "state") in str(caught.value)
+    assert (os.listdir(open_tmp / "target"), (open_tmp / "thesis").read_text()) == ([], "precious")
 
 
-def test_a_second_link_to_it_locks_nobody_out(
-    state_dir: Path, open_tmp: Path, root: SharedDirectory, as_user: Any
-) -> None:
+def test_a_second_link_to_it_locks_nobody_out(state_dir: Path, open_tmp: Path, root: SharedDirectory, as_user) -> None:
     """Everybody may link a file of mode 0666, also where fs.protected_hardlinks is 1, and it stays for ever."""
     os.close(root.open_file(HOST_LOCK, make=True))
     neighbour = as_user(lambda say, listen: say(os.link(state_dir / HOST_LOCK, open_tmp / "x")), uid=FIRST)
@@ -218,9 +202,7 @@ def test_a_second_link_to_it_locks_nobody_out(
     os.close(fd)
 
 
-def test_o_creat_is_never_used_on_a_name_that_may_exist(
-    state_dir: Path, root: SharedDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_o_creat_is_never_used_on_a_name_that_may_exist(state_dir: Path, root: SharedDirectory, monkeypatch) -> None:
     """fs.protected_regular answers EACCES to O_CREAT on another's file in a sticky directory, even to root."""
     os.close(root.open_file(HOST_LOCK, make=True))
     real = os.open
@@ -234,9 +216,7 @@ def test_o_creat_is_never_used_on_a_name_that_may_exist(
     os.close(root.open_file(HOST_LOCK, make=True))
 
 
-def test_two_that_make_it_at_once_end_with_one_file(
-    state_dir: Path, root: SharedDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_that_make_it_at_once_end_with_one_file(state_dir: Path, root: SharedDirectory, monkeypatch) -> None:
     real = os.link
     fast: list[int] = []
 
@@ -254,9 +234,7 @@ def test_two_that_make_it_at_once_end_with_one_file(
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_said_and_leaves_nothing(
-    state_dir: Path, root: SharedDirectory, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_a_full_disk_is_said_and_leaves_nothing(state_dir: Path, root: SharedDirectory, monkeypatch, code: int) -> None:
     for call in ("link", "rename"):
         monkeypatch.setattr(os, call, Mock(side_effect=OSError(code, os.strerror(code))))
     with pytest.raises(StateDirError, match="no room for") as caught:

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -16,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 from support.actor import Actor
 from support.forks import CAN_TRACE, each_point
+from support.processes import mounted
 
 from safe_gpu.coordination import entry as entry_module
 from safe_gpu.coordination.directory import Directory
@@ -41,6 +41,12 @@ def locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     if request.param == "flock":
         monkeypatch.setattr(locks_module, "ofd_locks", lambda: False)
     return str(request.param)
+
+
+def held_by_another(directory: Directory) -> tuple[Actor, str]:
+    """A process that holds an entry, and the entry's name."""
+    holder = Actor(lambda line: (line.send(make_entry(directory, 1, CLAIM, by_children=True)[0]), line.recv()))
+    return holder, holder.hear()
 
 
 def look(directory: Directory) -> list[Entry]:
@@ -152,8 +158,7 @@ def test_a_forked_child_gives_nothing_back_and_keeps_nothing_that_was_released(c
 
 @pytest.mark.parametrize("seconds", [None, 600.0])
 def test_a_sleeper_wakes_when_the_process_is_killed(claims: Directory, locks: str, seconds: float | None) -> None:
-    holder = Actor(lambda line: (line.send(make_entry(claims, 1, CLAIM, by_children=True)[0]), line.recv()))
-    name = holder.hear()
+    holder, name = held_by_another(claims)
     with ThreadPoolExecutor(1) as threads:
         sleep = threads.submit(sleep_until_dead, claims, name, seconds)
         assert not wait([sleep], 0.1).done
@@ -184,9 +189,7 @@ def test_a_handler_that_raises_reaches_the_program_of_a_sleeper(claims: Director
 
 
 @pytest.mark.skipif(not CAN_TRACE, reason="cannot trace processes here")
-def test_death_at_any_system_call_leaves_nothing_that_counts(
-    claims: Directory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_death_at_any_system_call_leaves_nothing_that_counts(claims: Directory, monkeypatch) -> None:
     """Killed while it makes, keeps across exec, or removes an entry; the next look of its user removes what is left."""
     monkeypatch.setattr(entry_module, "_UNFINISHED_FOR", -1.0)
 
@@ -208,27 +211,18 @@ def test_death_at_any_system_call_leaves_nothing_that_counts(
 
 def test_on_other_file_systems(tmp_path: Path) -> None:
     """A tmpfs, and an overlay on it, since it cannot lie on another overlay, as of a container."""
-    (tmp_path / "below").mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", tmp_path / "below"], capture_output=True).returncode:
-        pytest.skip("cannot mount a tmpfs here")
-    try:
-        below, state, upper, work = (tmp_path / "below" / name for name in ("lower", "state", "upper", "work"))
-        for directory in (below, state, upper, work):
-            directory.mkdir()
+    with mounted(tmp_path / "below") as below:
         look_at_an_entry(below)
-        options = f"lowerdir={below},upperdir={upper},workdir={work}"
-        if subprocess.run(["mount", "-t", "overlay", "-o", options, "overlay", state], capture_output=True).returncode:
-            pytest.skip("cannot mount an overlay here")
-        look_at_an_entry(state)
-        subprocess.run(["umount", state], check=True)
-    finally:
-        subprocess.run(["umount", tmp_path / "below"], check=True)
+        lower, upper, work = (below / name for name in ("lower", "upper", "work"))
+        for directory in (lower, upper, work):
+            directory.mkdir()
+        with mounted(below / "state", "overlay", f"lowerdir={lower},upperdir={upper},workdir={work}") as state:
+            look_at_an_entry(state)
 
 
 def look_at_an_entry(place: Path) -> None:
     with Directory(str(place), "claims") as claims:
-        holder = Actor(lambda line: (line.send(make_entry(claims, 1, CLAIM, by_children=True)[0]), line.recv()))
-        name, entries = holder.hear(), Entries(claims)
+        (holder, name), entries = held_by_another(claims), Entries(claims)
         for _ in range(2):
             assert [one.name for one in entries.look()] == [name]
         holder.end()
@@ -346,9 +340,7 @@ def test_their_owner_or_root_removes_dead_entries(claims: Directory, as_user: An
     assert left(claims) == [f".{'0' * 16}"]  # it may be about to get its name
 
 
-def test_too_many_living_claims_or_names_are_refused_and_their_owner_is_named(
-    claims: Directory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_living_claims_or_names_are_refused_and_their_owner_is_named(claims: Directory, monkeypatch) -> None:
     """Who keeps so many costs all others processor time and memory."""
     assert (MOST_NAMES, entry_module.MOST_CLAIMS) == (65_536, 4096)
     monkeypatch.setattr(entry_module, "MOST_CLAIMS", 3)
@@ -365,9 +357,7 @@ def test_too_many_living_claims_or_names_are_refused_and_their_owner_is_named(
         remove_entry(claims, name, one)
 
 
-def test_an_entry_with_many_names_is_read_once_and_outlives_each(
-    claims: Directory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_entry_with_many_names_is_read_once_and_outlives_each(claims: Directory, monkeypatch) -> None:
     name, held = make_entry(claims, 1, CLAIM, by_children=False)
     for number in range(2, 30):
         os.link(Path(claims.path) / name, Path(claims.path) / f"{number}.{'0' * 16}")
@@ -388,9 +378,7 @@ def test_an_entry_with_many_names_is_read_once_and_outlives_each(
 
 @pytest.mark.parametrize("call", ["open", "write", "fchmod"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EMFILE, errno.EIO])
-def test_what_cannot_be_made_leaves_nothing(
-    claims: Directory, monkeypatch: pytest.MonkeyPatch, call: str, code: int
-) -> None:
+def test_what_cannot_be_made_leaves_nothing(claims: Directory, monkeypatch, call: str, code: int) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(entry_module.os, call, Mock(side_effect=OSError(code, os.strerror(code))))
         with pytest.raises(StateDirError, match=r"SAFE_GPU_DIR|ulimit") as raised:

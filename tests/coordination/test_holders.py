@@ -12,18 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from safe_gpu.coordination import holders
 from safe_gpu.coordination.directory import Directory
 from safe_gpu.coordination.doors import Doors, digest
 from safe_gpu.coordination.entry import Entry, make_entry
-from safe_gpu.coordination.holders import (
-    Claims,
-    claim_around,
-    claims_now,
-    gpus_of_scope,
-    holder_of,
-    lives_here,
-    said_by,
-)
+from safe_gpu.coordination.holders import Claims
 from safe_gpu.host import procfs
 
 ANNA, BEN = 4711, 4712
@@ -136,16 +129,6 @@ def test_by_the_rule_no_gpu_has_two_users(steps: list[Any]) -> None:
 # The claim around a process
 
 
-def test_the_claim_around_is_this_users_by_its_token() -> None:
-    token, me = "secret", os.geteuid()
-    mine = entry(1, "a", me, token=digest(token))
-    assert Claims([mine]).around(token) == mine
-    for other in (mine._replace(uid=me + 1), mine._replace(uid=-1), mine._replace(token=token)):
-        assert Claims([other]).around(token) is None
-    assert Claims([mine]).around(digest(token)) is None, "the hash that everybody can read"
-    assert Claims([mine._replace(token="")]).around("") is None
-
-
 def this_process(pid: int, **said: Any) -> Entry:
     start = procfs.start_time(pid)
     return entry(pid, "a", os.geteuid(), **{"pid": pid, "start": start, "pidns": procfs.pid_namespace(), **said})
@@ -155,26 +138,26 @@ def test_of_a_process_its_own_claim_counts_then_its_nearest_ancestors() -> None:
     scoped = entry(1, "a", os.geteuid(), pid=999_999_999, start=1, token=digest("secret"))
     me = this_process(os.getpid())
     parents = [this_process(pid) for pid in procfs.ancestors(os.getpid())]
-    assert claim_around([*reversed(parents), scoped, me], "secret") == me
+    assert holders.claim_around([*reversed(parents), scoped, me], "secret") == me
     if parents:
-        assert claim_around([*reversed(parents), scoped], "secret") == parents[0]
-    assert claim_around([scoped], "secret") == scoped
-    assert claim_around([scoped], "other") is None
-    assert claim_around([me._replace(start=me.start + 1)], "") is None, "a recycled pid is another process"
-    assert claim_around([me._replace(pidns=me.pidns + 1)], "") is None, "nor is one of another namespace"
+        assert holders.claim_around([*reversed(parents), scoped], "secret") == parents[0]
+    assert holders.claim_around([scoped], "secret") == scoped
+    assert holders.claim_around([scoped], "other") is None
+    assert holders.claim_around([me._replace(start=me.start + 1)], "") is None, "a recycled pid is another process"
+    assert holders.claim_around([me._replace(pidns=me.pidns + 1)], "") is None, "nor is one of another namespace"
 
 
 def test_a_scope_names_its_gpus(state_dir: Path) -> None:
     with Directory(str(state_dir), "claims") as claims:
         said = {"gpus": {"b": None, "a": None}, "token": digest("secret")}
         _, held = make_entry(claims, 1, said, by_children=False)
-        assert gpus_of_scope("secret") == ("a", "b")
-        assert gpus_of_scope(digest("secret")) == gpus_of_scope("") == ()
+        assert holders.gpus_of_scope("secret") == ("a", "b")
+        assert holders.gpus_of_scope(digest("secret")) == holders.gpus_of_scope("") == ()
         held.release()
-        assert gpus_of_scope("secret") == ()
+        assert holders.gpus_of_scope("secret") == ()
     shutil.rmtree(state_dir)
     state_dir.write_text("no directory")
-    assert gpus_of_scope("secret") == ()
+    assert holders.gpus_of_scope("secret") == ()
 
 
 # Whom an entry names
@@ -182,7 +165,7 @@ def test_a_scope_names_its_gpus(state_dir: Path) -> None:
 
 def test_a_living_process_is_named_with_the_owner_of_the_file() -> None:
     mine = this_process(os.getpid(), command="train", job="sge:1", since=5.0, until=9.0, queued=2.0)
-    told = holder_of(mine)
+    told = holders.holder_of(mine)
     assert (told.pid, told.uid, told.user) == (os.getpid(), os.geteuid(), procfs.user_name(os.geteuid()))
     assert (told.job, told.since, told.until, told.queued, told.left_by) == ("sge:1", 5.0, 9.0, 2.0, None)
     assert told.command not in (None, "train"), "what it runs now"
@@ -192,16 +175,16 @@ def test_a_living_process_is_named_with_the_owner_of_the_file() -> None:
 def test_a_process_that_is_not_that_one_is_not_named(changes: dict[str, int]) -> None:
     """A pid that is used again, one that was never there, one of nobody knows whom."""
     other = this_process(os.getpid())._replace(**changes)
-    assert not lives_here(other)
-    told = holder_of(other)
+    assert not holders.lives_here(other)
+    told = holders.holder_of(other)
     assert (told.pid, told.start) == (None, None)
     assert told.left_by == other.pid
     there = this_process(os.getpid())._replace(pidns=7, pid=12)
-    told = holder_of(there)
-    assert not lives_here(there)
+    told = holders.holder_of(there)
+    assert not holders.lives_here(there)
     assert (told.pid, told.start, told.left_by) == (12, None, None), "its number in another namespace"
     assert told.namespace
-    assert said_by(there).pid is None
+    assert holders.said_by(there).pid is None
 
 
 # Elsewhere
@@ -216,9 +199,9 @@ def test_what_another_state_directory_holds_is_seen_by_its_doors() -> None:
         assert doors.take_share(shared, ())
         assert own.take_whole(free, ())
         here = [entry(1, [free], parts={})]
-        assert claims_now(uuids, "", lambda: here)[1] == {whole, shared}
+        assert holders.claims_now(uuids, "", lambda: here)[1] == {whole, shared}
         known = [*here, entry(2, {shared: GIB}, parts={shared: doors.parts[shared]}), entry(3, [whole])]
-        assert claims_now(uuids, "", lambda: known)[1] == set()
+        assert holders.claims_now(uuids, "", lambda: known)[1] == set()
     finally:
         doors.release()
         own.release()
@@ -226,4 +209,4 @@ def test_what_another_state_directory_holds_is_seen_by_its_doors() -> None:
 
 def test_without_sockets_nothing_is_held_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Doors, "are_taken", Mock(side_effect=PermissionError("no sockets")))
-    assert claims_now(["GPU-a"], "", list)[1] == set()
+    assert holders.claims_now(["GPU-a"], "", list)[1] == set()

@@ -51,9 +51,7 @@ def locked(seconds: float | None = 30.0) -> Iterator[Host]:
             yield host
 
 
-def test_a_timeout_names_the_holder_and_who_only_looks_is_not_kept(
-    state_dir: Path, child: Any, eventually: Any
-) -> None:
+def test_a_timeout_names_the_holder_and_who_only_looks_is_not_kept(state_dir: Path, child, eventually) -> None:
     assert living_claims() == []
     assert not state_dir.exists(), "who reads makes no directory"
     holder = child(HOLD, says="held")
@@ -76,9 +74,7 @@ def test_a_timeout_names_the_holder_and_who_only_looks_is_not_kept(
 
 
 @pytest.mark.parametrize("held_by", ["others in turn", "one that gets no CPU", "one that has ended"])
-def test_nobody_is_blamed_on_an_overloaded_host(
-    state_dir: Path, child: Any, monkeypatch: pytest.MonkeyPatch, held_by: str
-) -> None:
+def test_nobody_is_blamed_on_an_overloaded_host(state_dir: Path, child, monkeypatch, held_by: str) -> None:
     holder = child(HOLD, says="held")
     ended = Actor(bool)
     ended.end()
@@ -97,9 +93,8 @@ def test_nobody_is_blamed_on_an_overloaded_host(
 
 def test_a_forked_child_does_not_keep_it(state_dir: Path, child: Any) -> None:
     """The parent is killed inside; its child lives on, and must not hold the host for everybody."""
-    parent = child(
-        "import os, signal\n" + HOLD.replace('say("held")', "os.fork() or (say(os.getpid()), signal.pause())")
-    )
+    forks = HOLD.replace('say("held")', "os.fork() or (say(os.getpid()), signal.pause())")
+    parent = child(f"import os, signal\n{forks}")
     survivor = int(parent.hear())
     parent.kill()
     try:
@@ -171,9 +166,7 @@ def test_a_file_that_cannot_be_locked_is_a_state_dir_error(state_dir: Path, monk
         pass
 
 
-def test_a_handler_that_raises_while_it_waits_passes_and_leaves_nothing(
-    state_dir: Path, child: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_handler_that_raises_while_it_waits_passes_and_leaves_nothing(state_dir: Path, child, monkeypatch) -> None:
     child(HOLD, says="held")
     before = os.listdir("/proc/self/fd")
 
@@ -294,10 +287,8 @@ def test_theirs_keeps_us_out_until_the_deadline(present: Path, child) -> None:
 
 def waiting_for(path: Path) -> int:
     """How many wait in the kernel's queue for this file."""
-    inode = f":{path.stat().st_ino}"
-    return sum(
-        "->" in line and line.split()[-3].endswith(inode) for line in Path("/proc/locks").read_text().splitlines()
-    )
+    inode, lines = f":{path.stat().st_ino} ", Path("/proc/locks").read_text().split("\n")
+    return sum("->" in line and inode in line for line in lines)
 
 
 def is_free(path: Path) -> bool:
@@ -348,17 +339,16 @@ def test_the_thread_does_not_hold_up_the_end_of_the_interpreter(present: Path, c
 def test_a_wait_after_some_that_ended_early_gets_the_lock(present: Path, child, without: str) -> None:
     """Without threads, or without locks of descriptions, it is polled."""
     holder = theirs(child, present)
-    one = ours(
-        child,
-        present,
+    code = (
         f"{without}\nfor _ in range(3):\n    try: take(0.01)\n    except Exception as err: late = type(err).__name__\n"
         "say(late, threading.active_count())\n"
         "lock = take(); say('got it'); listen(); lock.release(); end = time.monotonic() + 30\n"
         # The lock may have been free before the thread that was left behind has seen it.
         "while locks._left_behind and time.monotonic() < end: time.sleep(0.001)\n"
         "for thread in threading.enumerate()[1:]: thread.join(30)\n"
-        "say(threading.active_count(), locks._left_behind); listen()",
+        "say(threading.active_count(), locks._left_behind); listen()"
     )
+    one = ours(child, present, code)
     assert one.hear() == f"LockTimeout {1 if without else 2}", "one thread is left behind"
     holder.tell()
     assert one.hear() == "got it"

@@ -18,7 +18,6 @@ from safe_gpu.coordination import queue as queue_module
 from safe_gpu.coordination.entry import Entry, make_entry, said_by_this_process
 from safe_gpu.coordination.host_lock import Host
 from safe_gpu.coordination.queue import TicketRequest, Waiter, is_stopped, tickets_that_count, waiting_tickets
-from safe_gpu.host.held import Held
 from safe_gpu.host.signals import DeferredSignals
 
 ANY = frozenset({"GPU-0", "GPU-1"})
@@ -63,25 +62,6 @@ def join(state_dir: Path) -> Iterator[Join]:
             if ticket:
                 one.join(turn)
             return one
-
-        yield make
-
-
-@pytest.fixture
-def place(state_dir: Path) -> Iterator[Callable[..., Held]]:
-    """Tickets that say what is given by key, of another user."""
-    if os.geteuid():
-        pytest.skip("needs root, to play another user")
-    with ExitStack() as made:
-
-        def make(number: int, **said: Any) -> Held:
-            with Host() as host:
-                host.look()
-                ticket = {"nb_gpus": 1, "gpus": sorted(ANY), **said}
-                _, held = make_entry(host.queue.directory, number, ticket, by_children=False)
-            os.fchown(held.fd, OTHER, OTHER)
-            made.callback(held.release)
-            return held
 
         yield make
 
@@ -147,9 +127,7 @@ def test_what_is_not_understood_makes_a_ticket_unknown(more: dict[str, Any]) -> 
 )
 @pytest.mark.parametrize("ticket", [True, False])
 @pytest.mark.parametrize("by_turns", [True, False])
-def test_only_competitors_stand_in_the_way(
-    join: Join, ahead: Any, mine: Any, waits: bool, ticket: bool, by_turns: bool
-) -> None:
+def test_only_competitors_stand_in_the_way(join: Join, ahead, mine, waits: bool, ticket: bool, by_turns: bool) -> None:
     join(ahead[0], inside=ahead[1])
     one = join(mine[0], inside=mine[1], ticket=ticket, by_turns=by_turns, turn=5.0 if by_turns and ticket else None)
     assert one.ahead() == ([1] if waits else [])
@@ -236,18 +214,22 @@ def test_of_one_user_a_thousand_tickets_count_and_4096_in_all() -> None:
     assert [one.number for one in tickets_that_count(many)] == list(range(1, 4097))
 
 
-def test_beyond_the_caps_a_ticket_is_not_ahead_until_it_counts(
-    join: Join, place: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to play another user")
+def test_beyond_the_caps_a_ticket_is_not_ahead_until_it_counts(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue_module, "_MOST_OF_ONE_USER", 3)
-    place(1, nb_gpus=0, gpus={"GPU-0": None})  # a claim, which is no ticket
-    made = [place(number) for number in range(2, 7)]
+    queue = join(ticket=False).host.queue.directory
+    said = [{"nb_gpus": 0, "gpus": {"GPU-0": None}}, *[{"nb_gpus": 1, "gpus": sorted(ANY)}] * 5]  # the first is a claim
+    claimed, *made = (make_entry(queue, number, what, by_children=False)[1] for number, what in enumerate(said, 1))
+    for held in (claimed, *made):
+        os.fchown(held.fd, OTHER, OTHER)
     mine = join()
     assert mine.ahead() == [4, 3, 2]
     assert mine.waiter.position() == 4
     made[0].release()
     assert [mine.ahead(), mine.ahead()][1] == [5, 4, 3]
     assert len(waiting_tickets()) == 4
+    for held in (claimed, *made):
+        held.release()
 
 
 def test_a_stopped_waiter_is_known_in_its_own_pid_namespace_only(child: Any, eventually: Any) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import resource
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,9 +15,9 @@ from typing import Any
 
 import pytest
 from support.claims import claim
+from support.ground import write_for_all
 from support.real import long
 
-from safe_gpu.affinity import placement as placements
 from safe_gpu.coordination import entry as entry_module
 from safe_gpu.coordination import history
 from safe_gpu.coordination.directory import Directory
@@ -72,28 +73,12 @@ def check(cost: Callable[..., Any], used: Path, ground: Any) -> Callable[..., No
     return run
 
 
-def places(where: str, used: Path, uuids: list[str]) -> list[Path]:
-    """host.lock; or an entry of a claim, the note of a GPU, a ticket, and the history."""
-    if where == "host.lock":
-        return [used / "host.lock"]
-    (used / "faults").mkdir()
-    (used / "faults").chmod(0o1777)
-    names = (f"claims/1.{'0' * 16}", f"faults/{uuids[2]}.4711", f"queue/1.{'0' * 16}")
-    return [*(used / name for name in names), *(used / "history").glob("*.jsonl")]
-
-
-def make_a_terabyte(path: Path) -> None:
-    path.touch()
-    path.chmod(0o666)
-    os.truncate(path, 1 << 40)
-
-
-KINDS: dict[str, Callable[[Path], object]] = {
-    "lease": Path.touch,
-    "FIFO": os.mkfifo,
-    "directory": os.mkdir,
-    "terabyte": make_a_terabyte,
-    "link": lambda path: path.symlink_to(Path(os.environ["SAFE_GPU_DIR"]).with_name("precious")),
+KINDS = {
+    "lease": "touch {0}",
+    "FIFO": "mkfifo {0}",
+    "directory": "mkdir {0}",
+    "terabyte": "truncate -s 1T {0}; chmod 666 {0}",
+    "link": "ln -s {1} {0}",
 }
 
 
@@ -102,9 +87,14 @@ KINDS: dict[str, Callable[[Path], object]] = {
 def test_other_kinds_of_files(used: Path, ground: Any, check: Any, file_lease: Any, where: str, kind: str) -> None:
     precious = used.with_name("precious")
     precious.write_text("precious")
-    for path in places(where, used, ground.uuids):
+    (used / "faults").mkdir()
+    (used / "faults").chmod(0o1777)
+    entry = f"1.{'0' * 16}"
+    others = [used / name for name in (f"claims/{entry}", f"faults/{ground.uuids[2]}.4711", f"queue/{entry}")]
+    others += (used / "history").glob("*.jsonl")
+    for path in [used / "host.lock"] if where == "host.lock" else others:
         path.unlink(missing_ok=True)
-        KINDS[kind](path)
+        subprocess.run(KINDS[kind].format(path, precious), shell=True, check=True)
         if kind == "lease":
             file_lease(path, NEIGHBOUR)
     check()
@@ -118,26 +108,6 @@ def test_a_wide_process(used: Path, ground: Any, entry_of: Any, check: Any, wide
     ground.occupy(1, pid=wide)
     entry_of(NEIGHBOUR, {"pid": wide, "nb_gpus": 8, "gpus": ground.uuids[5:6]}, part="queue")
     check({**COMMANDS, ("affinity", "--of", wide): (0, 1)})
-
-
-# Wide processes and long texts
-
-
-def test_of_a_wide_process_little_is_read(wide: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = []
-    genuine = procfs.read_start
-
-    def spied(path: str, limit: int = 1 << 16) -> bytes | None:
-        data = genuine(path, limit)
-        sizes.append((path.rpartition("/")[2], len(data or b"")))
-        return data
-
-    monkeypatch.setattr(procfs, "read_start", spied)
-    monkeypatch.setattr(placements, "read_start", spied)
-    assert (procfs.command_of(wide) or "").startswith("wide")
-    placements.placement(wide)
-    assert max(size for name, size in sizes if name == "cmdline") <= 4096
-    assert max(size for name, size in sizes if name == "environ") == 65536
 
 
 def test_long_texts_in_entries_are_cut(ground: Any, cost: Callable[..., Any]) -> None:
@@ -163,19 +133,16 @@ MANY = 60_000
 LONGEST_LOCKED = 0.06  # seconds of processor time under host.lock
 
 
-def fill(directory: Path, contents: list[bytes], number: int, uid: int = NEIGHBOUR) -> None:
+def fill(directory: Path, contents: list[bytes], number: int) -> None:
     """Make that many dead entries of a neighbour. Most are names of a few files, which takes less time."""
-    first: list[str] = []
     fd = os.open(directory, os.O_RDONLY)
-    for place in range(1, number + 1):
-        name = f"{place}.{place:016x}"
-        if len(first) < len(contents):
-            (directory / name).write_bytes(contents[place - 1])
-            os.chown(directory / name, uid, uid)
-            (directory / name).chmod(0o644)
-            first.append(name)
-        else:
-            os.link(first[place % len(first)], name, src_dir_fd=fd, dst_dir_fd=fd)
+    names = [f"{place}.{place:016x}" for place in range(1, number + 1)]
+    for name, content in zip(names, contents, strict=False):
+        (directory / name).write_bytes(content)
+        os.chown(directory / name, NEIGHBOUR, NEIGHBOUR)
+        (directory / name).chmod(0o644)
+    for place, name in enumerate(names[len(contents) :]):
+        os.link(names[place % len(contents)], name, src_dir_fd=fd, dst_dir_fd=fd)
     os.close(fd)
 
 
@@ -244,25 +211,18 @@ def make(used: Path) -> Iterator[Callable[..., tuple[Path, Held]]]:
         yield entry
 
 
-def test_no_living_claim_is_left_out_however_many_a_user_has(used: Path, ground: Any, make: Any) -> None:
-    for number in range(1, 201):
-        make("claims", number, gpus={f"GPU-{number}": None})
-    make("claims", 300, VICTIM, gpus={ground.uuids[0]: None})
-    with claim() as owner:
-        assert owner.devices_taken == [1]
-
-
-def test_of_very_many_claims_few_are_asked_again_under_host_lock(
+def test_no_living_claim_is_left_out_however_many_a_user_has_and_few_are_asked_again(
     used: Path, ground: Any, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever lived a moment before is taken to live."""
+    """Under host.lock whoever lived a moment before is taken to live."""
     monkeypatch.setattr("safe_gpu.claim.look._MOST_ASKED", 5)
     monkeypatch.setattr(Entries, "may_be_many", True)
-    for number in range(1, 21):
+    for number in range(1, 201):
         make("claims", number, gpus={ground.uuids[0]: None})
+    make("claims", 300, VICTIM, gpus={ground.uuids[1]: None})
     taken = watch_locked(monkeypatch)
     with claim() as owner:
-        assert owner.devices_taken == [1]
+        assert owner.devices_taken == [2]
     assert [opened for _, opened in taken] == [5]
 
 
@@ -301,9 +261,7 @@ def one_claim(say: Callable[[object], None], listen: Callable[[], str]) -> None:
     say("released")
 
 
-def test_each_user_appends_to_the_same_file_and_one_that_its_owner_closes_is_passed(
-    state_dir: Path, as_user: Any
-) -> None:
+def test_each_user_appends_to_the_same_file_and_one_that_its_owner_closes_is_passed(state_dir: Path, as_user) -> None:
     for uid in (NEIGHBOUR, VICTIM):
         assert as_user(one_claim, uid=uid, umask=0o077).hear() == "released"
     (file,) = (state_dir / history.NAME).iterdir()
@@ -359,11 +317,6 @@ def directory(state_dir: Path) -> Path:
     return state_dir / history.NAME
 
 
-def write(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
-    path.chmod(0o666)
-
-
 def line(number: int, **facts: object) -> bytes:
     """A claim, with as few bytes as that takes."""
     told = {"claim": [number % 1_000_000 + 1, int(time.time()) - 60 - number // 1_000_000], **facts}
@@ -410,28 +363,26 @@ def test_full_files_take_little_memory(directory: Path, cost: Any, files: int, w
 
     empty = cost("history", *arguments, before=SMALL)
     for part, name in enumerate(history.file_names(history.month_of(time.time()))[:files]):
-        write(directory / name, b"".join(lines(part * 400_000 // PART)))
+        write_for_all(directory / name, b"".join(lines(part * 400_000 // PART)))
     taken = cost("history", *arguments, before=SMALL)
     assert taken.code == 0
     assert taken.err.count("\n") <= 1
     assert taken.mebibytes - empty.mebibytes < MOST_OF_HISTORY / PART + 1  # the allocator rounds
 
 
-def test_the_future_is_not_read_and_a_file_of_empty_lines_is_left_soon(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_future_is_not_read_and_a_file_of_empty_lines_is_left_soon(directory: Path, monkeypatch) -> None:
     monkeypatch.setattr(time, "time", lambda: NOW)
     read: list[bytes] = []
     genuine = past._line
     monkeypatch.setattr(past, "_line", lambda line: read.append(line) or genuine(line))
     now = line(1, gpus=["a"])
-    write(directory / "2026-11.jsonl", now)
+    write_for_all(directory / "2026-11.jsonl", now)
     for name in ("2026-12.jsonl", "2027-01.2.jsonl", "9999-01.jsonl"):
-        write(directory / name, line(2, gpus=["a"]))
+        write_for_all(directory / name, line(2, gpus=["a"]))
     claims, warnings = claims_between(0, NOW)
     assert ([one.pid for one in claims], warnings) == ([2], [])
     assert read == [now]
-    write(directory / "2026-11.jsonl", b"\n" * history.LARGEST)
+    write_for_all(directory / "2026-11.jsonl", b"\n" * history.LARGEST)
     claims_between(0, NOW)
     assert len(read) == 1 + history.LARGEST // 64
 
@@ -439,7 +390,7 @@ def test_the_future_is_not_read_and_a_file_of_empty_lines_is_left_soon(
 def test_a_spreadsheet_runs_no_cell(directory: Path, command: Any) -> None:
     text = '=HYPERLINK("http://x","y")'
     facts = {"user": text, "host": text, "job": text, "command": text, "gpus": [text], "labels": [text]}
-    write(directory / history.file_names(history.month_of(time.time()))[0], line(1, **facts))
+    write_for_all(directory / history.file_names(history.month_of(time.time()))[0], line(1, **facts))
     for arguments in ((), ("--by", "user"), ("--by", "gpu"), ("--by", "job"), ("--report", "month")):
         done = command.run("history", "--csv", *arguments)
         row = next(csv.DictReader(io.StringIO(done.stdout)))
@@ -449,11 +400,9 @@ def test_a_spreadsheet_runs_no_cell(directory: Path, command: Any) -> None:
 
 
 @pytest.mark.parametrize("hostile", ["link", "many"])
-def test_a_hostile_directory_of_claims_costs_what_runs_now(
-    directory: Path, hostile: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hostile_directory_of_claims_costs_what_runs_now(directory: Path, hostile: str, monkeypatch) -> None:
     monkeypatch.setattr("safe_gpu.coordination.entry.MOST_NAMES", 2)
-    write(directory / history.file_names(history.month_of(time.time()))[0], line(1, gpus=["a"]))
+    write_for_all(directory / history.file_names(history.month_of(time.time()))[0], line(1, gpus=["a"]))
     claims = directory.parent / "claims"
     if hostile == "link":
         claims.rmdir()

@@ -21,6 +21,7 @@ from support.processes import own_network
 
 from safe_gpu.claim import checks
 from safe_gpu.cli import admin as command_of_setup
+from safe_gpu.cli.commands import main
 from safe_gpu.coordination import history
 from safe_gpu.coordination.closed import drained_gpus
 from safe_gpu.coordination.directory import Directory
@@ -57,32 +58,27 @@ def victim(open_tmp: Path) -> Path:
     return file
 
 
-@pytest.fixture
-def exchanged_after(monkeypatch: pytest.MonkeyPatch, victim: Path) -> Callable[..., list[str]]:
+def exchange_after(place: int, directory: Path, pattern: str, victim: Path, patch: pytest.MonkeyPatch) -> list[str]:
     """Put a link to the victim in the place of what is being made, after the n-th system call that concerns it."""
+    trap = directory / "trap"
+    trap.symlink_to(victim)
+    calls: list[str] = []
+    own: list[bool] = []
 
-    def arrange(place: int, directory: Path, pattern: str) -> list[str]:
-        trap = directory / "trap"
-        trap.symlink_to(victim)
-        calls: list[str] = []
-        own: list[bool] = []
+    def call(name: str, genuine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = genuine(*args, **kwargs)
+        if not own:
+            own.append(True)
+            if made := [entry for entry in directory.glob(pattern) if not entry.is_symlink()]:
+                calls.append(name)
+                if len(calls) == place:
+                    assert exchange(made[0], trap) == 0
+            own.clear()
+        return result
 
-        def call(name: str, genuine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            result = genuine(*args, **kwargs)
-            if not own:
-                own.append(True)
-                if made := [entry for entry in directory.glob(pattern) if not entry.is_symlink()]:
-                    calls.append(name)
-                    if len(calls) == place:
-                        assert exchange(made[0], trap) == 0
-                own.clear()
-            return result
-
-        for name in ("mkdir", "open", "fstat", "listdir", "fchmod", "stat", "write"):
-            monkeypatch.setattr(os, name, partial(call, name, getattr(os, name)))
-        return calls
-
-    return arrange
+    for name in ("mkdir", "open", "fstat", "listdir", "fchmod", "stat", "write"):
+        patch.setattr(os, name, partial(call, name, getattr(os, name)))
+    return calls
 
 
 def remove(path: Path) -> None:
@@ -97,13 +93,13 @@ CALLS = {"claims": 5, "queue": 5, "history": 5, "host.lock": 2, "entry": 4}
 @needs_root
 @pytest.mark.parametrize(("part", "place"), [(part, n + 1) for part, most in CALLS.items() for n in range(most)])
 def test_what_is_being_made_is_no_way_to_another_file(
-    owned: Path, victim: Path, ground: Any, exchanged_after: Any, part: str, place: int
+    owned: Path, victim: Path, ground: Any, monkeypatch: pytest.MonkeyPatch, part: str, place: int
 ) -> None:
     if part == "entry":
-        calls = exchanged_after(place, owned / "claims", "." + "[0-9a-f]" * 16)
+        calls = exchange_after(place, owned / "claims", "." + "[0-9a-f]" * 16, victim, monkeypatch)
     else:
         remove(owned / part)
-        calls = exchanged_after(place, owned, f".{part}.*")
+        calls = exchange_after(place, owned, f".{part}.*", victim, monkeypatch)
     with suppress(StateDirError):
         claim().release_gpus()
     assert len(calls) >= place, "the exchange took place"
@@ -158,9 +154,7 @@ def test_a_race_with_the_owner_is_never_lost(owned: Path, victim: Path, child: A
 @needs_root
 @pytest.mark.parametrize("owner", [OWNER, 0])
 @pytest.mark.parametrize("name", ["host.lock", "claims/1.{zeros}", "history/{month}.jsonl", "queue/1.{zeros}"])
-def test_a_file_that_was_moved_here_is_not_written(
-    owned: Path, victim: Path, ground: Any, name: str, owner: int
-) -> None:
+def test_a_file_that_was_moved_here_is_not_written(owned: Path, victim: Path, ground, name: str, owner: int) -> None:
     """Also in a directory of root's: who owns the directory in which root has made a file may move it away. At most
     that name of it is removed, as that of an entry of root's that is dead."""
     place = owned / name.format(zeros="0" * 16, month=history.month_of(time.time()))
@@ -319,12 +313,8 @@ def test_files_of_the_administrator_are_left_alone(host: Host, file: str, text: 
 
 
 def test_only_root(host: Host, as_user: Any) -> None:
-    def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
-        from safe_gpu.cli.commands import main
-
-        say(main(["setup", "--state-dir", str(host.path)]))
-
-    assert as_user(work, uid=ANNA).hear() == "78"
+    setup = ["setup", "--state-dir", str(host.path)]
+    assert as_user(lambda say, listen: say(main(setup)), uid=ANNA).hear() == "78"
     assert not host.path.exists()
 
 
@@ -470,16 +460,15 @@ def test_removal_leaves_no_trace_of_what_it_made(host: Host, as_user: Any) -> No
 def test_removal_leaves_what_others_wrote_and_names_it(host: Host, as_user: Any) -> None:
     host.done()
     assert as_user(dead_entry, uid=ANNA).hear() == "left"
-    kept = [host.config, host.config.parent / "closed"]
-    kept += [host.path / name for name in ("claims/1.txt", "faults/notes", "history/2026-11.jsonl", "notes.txt")]
+    names = ("claims/1.txt", "faults/notes", "history/.made", "history/2026-11.jsonl", "notes.txt")
+    kept = [host.config, host.config.parent / "closed", *(host.path / name for name in names)]
     gone = [host.path / name for name in (f"faults/{GPU}.4711", f"history/{GPU}.seen", "history/.x")]
-    for path in (*kept[1:], *gone):
+    kept[4].mkdir()
+    files = [path for path in kept[1:] if not path.exists()]
+    for path in (*files, *gone):
         path.write_text("of use")
-    directory = host.path / "history/.made"
-    directory.mkdir()
-    kept.insert(-2, directory)
     host.config.write_text(host.config.read_text() + "vendor = nvidia\n")
     would = [line for line in host.done("--remove", "--dry-run") if line.startswith("left")]
     left = [line for line in host.done("--remove") if line.startswith("left")]
     assert would == left == [f"left, since setup did not write it: {path}" for path in kept]
-    assert {path for path in host.path.rglob("*") if path.is_file()} == {*kept[2:]} - {directory}
+    assert {path for path in host.path.rglob("*") if path.is_file()} == {*files[1:]}

@@ -40,16 +40,12 @@ NAMES = {
 }
 
 
-def name_this_process(name: bytes) -> None:
-    Path("/proc/self/comm").write_bytes(name)
-
-
 @pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
 def test_a_name_of_a_process_says_nothing_else_of_it(as_user: Callable[..., Any], name: bytes) -> None:
     def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
         say("here")
         listen()
-        name_this_process(name)
+        Path("/proc/self/comm").write_bytes(name)
         say("named")
         listen()
 
@@ -187,9 +183,8 @@ LATE = 75
 CLAIM = "run -n 8 --timeout 0.2 -- true"
 
 
-@pytest.fixture
-def tricks(state_dir: Path, ground: Any, child: Callable[..., Any], entry_of: Any) -> int:
-    """Tricks in the arguments of a holder, in entries and their names, in a ticket and in a note; its pid."""
+def test_tricks_of_text(state_dir: Path, ground: Any, child: Any, entry_of: Any, command: Any) -> None:
+    """In the arguments of a holder, in entries and their names, in a ticket and in a note."""
     run = f"os.execlp('sh', {TRICK!r}, '-c', 'echo held; read x', {TRICK!r}, {TRICK * 200!r})"
     holder = child(f"import os\n{run}", says="held")
     texts = {"user": TRICK, "host": TRICK, "job": TRICK, "command": TRICK * 200, TRICK: TRICK}
@@ -206,17 +201,13 @@ def tricks(state_dir: Path, ground: Any, child: Callable[..., Any], entry_of: An
     (state_dir / "faults").mkdir()
     note = {"when": time.time(), "error": TRICK}
     (state_dir / "faults" / f"{ground.uuids[5]}.{os.geteuid()}").write_text(json.dumps(note))
-    return int(holder.pid)
-
-
-def test_tricks_of_text(state_dir: Path, ground: Any, command: Any, tricks: int) -> None:
     for arguments in ("status", "status --json", "history", "doctor", CLAIM, "wait -n 8 --timeout 0.2"):
         done = command.run(*arguments.split())
         text = done.stdout + done.stderr
         assert "evil" in text or "status" not in arguments
         assert_shown_safely(text)
         if arguments == CLAIM:
-            assert (done.returncode, str(tricks) in done.stderr) == (LATE, True), "a refusal names the holders"
+            assert (done.returncode, str(holder.pid) in done.stderr) == (LATE, True), "a refusal names the holders"
         if "--json" in arguments:
             assert_plain(json.loads(done.stdout))
 

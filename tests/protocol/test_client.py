@@ -40,16 +40,6 @@ def test_each_sees_what_the_other_holds(scene: Any, first: str, second: str) -> 
     scene.until_holds(scene.start(second, 5, "now"))
 
 
-def test_status_shows_its_claim_and_owner(scene: Any) -> None:
-    holder = scene.until_holds(scene.start("c", 2, "an hour"))
-    claimed = [gpu for gpu in scene.status() if gpu["state"] == "claimed"]
-    assert [gpu["uuid"] for gpu in claimed] == scene.uuids[:2]
-    claim = claimed[0]["claim"]
-    assert (claim["pid"], claim["uid"], claim["command"]) == (holder.pid, os.geteuid(), Path(scene.job()[0]).name)
-    assert claim["until"] == pytest.approx(claim["since"] + 3600, abs=0.01)
-    assert [process["pid"] for process in claimed[0]["processes"]] == [holder.pid]
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_dead_one_leaves_nothing_that_blocks(scene: Any, how: int) -> None:
     holder = scene.until_holds(scene.start("c", 8))
@@ -191,9 +181,7 @@ time.sleep(60)
 
 @BOTH
 @pytest.mark.parametrize("lost", ["entry", "door token0", "door part token1", "entry door token0 token1"])
-def test_of_a_claim_half_dead_nobody_gets_a_gpu_that_another_gets(
-    scene: Any, first: str, second: str, lost: str
-) -> None:
+def test_of_a_claim_half_dead_nobody_gets_a_gpu_that_another_gets(scene, first: str, second: str, lost: str) -> None:
     outer = scene.start(first, 8, "around", command=[sys.executable, "-c", CLOSES, *lost.split()])
     token = outer.process.stdout.readline().decode().strip()
     rival = scene.start(second, 8, "now", env={"SAFE_GPU_DIR": str(scene.directory / "other")})
@@ -237,12 +225,18 @@ def test_who_would_hold_what_is_reserved_goes_elsewhere(scene: Any) -> None:
 
 @ROOT
 def test_another_user_makes_the_directory_and_shares_it(scene: Any) -> None:
-    holder = scene.until_holds(scene.start("c", 6, **THEIRS))
+    """And status shows whose claim is whose."""
+    holder = scene.until_holds(scene.start("c", 6, "an hour", **THEIRS))
     assert scene.start("python", 3, "now").finish()[0] == 75
     ours = scene.until_holds(scene.start("python", 2, "now"))
     waiter = scene.until_waits(scene.start("c", 8, **THEIRS))
-    claimed = {(gpu["claim"]["pid"], gpu["claim"]["uid"]) for gpu in scene.status()}
-    assert claimed == {(holder.pid, USER), (ours.pid, 0)}
+    shown = scene.status()
+    claimed = [(gpu["claim"]["pid"], gpu["claim"]["uid"]) for gpu in shown]
+    assert claimed == [(holder.pid, USER)] * 6 + [(ours.pid, 0)] * 2
+    claim = shown[0]["claim"]
+    assert (shown[0]["uuid"], claim["command"]) == (scene.uuids[0], Path(scene.job()[0]).name)
+    assert claim["until"] == pytest.approx(claim["since"] + 3600, abs=0.01)
+    assert [process["pid"] for process in shown[0]["processes"]] == [holder.pid]
     last = scene.until_waits(scene.start("python", 8))
     ours.end()
     holder.end()

@@ -52,7 +52,7 @@ class Desk:
         early = set(self.scene.served()) - self.served
         assert not early, f"{early} were served before {self.queue[:1]}"
 
-    def end(self, parties: list[Any], number: int) -> None:
+    def end(self, parties: list[Any], number: int = 0) -> None:
         """A holder or a waiter is killed."""
         parties.pop(number).end()
         self.serve()
@@ -98,7 +98,7 @@ def test_a_large_claim_gets_its_turn_in_a_stream_of_small_ones(desk: Desk, first
     large = desk.arrive(first, 8)
     for _ in range(2):
         desk.arrive(second, 4)
-        desk.end(desk.holders, 0)
+        desk.end(desk.holders)
     assert large.pid in desk.served
     desk.finish()
 
@@ -139,7 +139,7 @@ def test_a_waiter_is_passed_by_dates_only_where_it_is_not_delayed(scene: Any) ->
     holder.end()
 
 
-# test_race_of_clients
+# Races
 
 
 ENTRY_RACE = Path(__file__).parents[1] / "race" / "entry_race.py"
@@ -182,48 +182,37 @@ class Forked:
     """``safe-gpu run`` of a user who may not be able to read this interpreter, so it is forked."""
 
     def __init__(self, user: Any) -> None:
-        self.user, self.pid, self.process = user, user.pid, self
-        self.code: int | None = None
+        self.pid, self.process = user.pid, self
 
     def poll(self) -> int | None:
-        if self.code is None and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            self.code = os.waitstatus_to_exitcode(self.user.end())
-        return self.code
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return ended and ended.si_status
 
     def finish(self) -> tuple[int | None, str, str]:
         return self.poll(), "", ""
-
-    def end(self) -> None:
-        self.user.end()
-
-
-class Mixed:
-    """Clients of several users: in C, and of this package with turns or without them."""
-
-    def __init__(self, scene: Any, as_user: Any) -> None:
-        self.scene, self.as_user = scene, as_user
-        for order in ("fair", "fifo"):
-            (scene.directory / order).write_text(f"[host]\norder = {order}\n")
-            (scene.directory / order).chmod(0o644)
-
-    def start(self, size: int, seconds: float) -> Any:
-        kind, uid = self.scene.random.choice(("c", "fair", "fair", "fifo")), self.scene.random.choice(USERS)
-        if kind == "c":
-            return self.scene.start("c", size, seconds=seconds, user=uid)
-        words = [*self.scene.words("python", size)[3:], *self.scene.job(seconds)]
-
-        def work(say: Any, listen: Any) -> None:
-            os.environ.update(self.scene.env, SAFE_GPU_POLICY=str(self.scene.directory / kind))
-            main(words)  # becomes the job
-
-        return Forked(self.as_user(work, uid=uid))
 
 
 @AS_ROOT
 @pytest.mark.timeout(300)
 def test_all_clients_see_one_order(scene: Any, as_user: Any) -> None:
-    mixed, holder = Mixed(scene, as_user), scene.until_holds(scene.start("c", 8))
-    waiters = [scene.until_waits(mixed.start(8, seconds=0.05)) for _ in range(40 if scene.required else 12)]
+    """Of several users, in C, and of this package with turns or without them."""
+    for order in ("fair", "fifo"):
+        (scene.directory / order).write_text(f"[host]\norder = {order}\n")
+        (scene.directory / order).chmod(0o644)
+
+    def start(size: int, seconds: float) -> Any:
+        kind, uid = scene.random.choice(("c", "fair", "fair", "fifo")), scene.random.choice(USERS)
+        if kind == "c":
+            return scene.start("c", size, seconds=seconds, user=uid)
+
+        def work(say: Any, listen: Any) -> None:
+            os.environ.update(scene.env, SAFE_GPU_POLICY=str(scene.directory / kind))
+            main([*scene.words("python", size)[3:], *scene.job(seconds)])  # becomes the job
+
+        return Forked(as_user(work, uid=uid))
+
+    holder = scene.until_holds(scene.start("c", 8))
+    waiters = [scene.until_waits(start(8, seconds=0.05)) for _ in range(40 if scene.required else 12)]
     order, highest = [], 0.0
     for ticket in scene.entries("queue"):
         turn = ticket.more.get("turn", highest)  # one without a turn stands behind all lower numbers

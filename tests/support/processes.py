@@ -152,6 +152,18 @@ def own_network() -> Iterator[None]:
             assert libc.setns(before.fileno(), 0x40000000) == 0
 
 
+@contextmanager
+def mounted(place: Path, kind: str = "tmpfs", options: str = "rw") -> Iterator[Path]:
+    """A file system of this kind is there meanwhile."""
+    place.mkdir()
+    if subprocess.run(["mount", "-t", kind, "-o", options, kind, place], capture_output=True).returncode:
+        pytest.skip(f"cannot mount a {kind} here")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
 @pytest.fixture
 def file_lease(as_user: Callable[..., Actor]) -> Callable[[Path, int], None]:
     """Give a file to a user who takes a file lease on it: every other open of it then blocks, for 45 seconds."""

@@ -60,7 +60,7 @@ safe-gpu run -- ''  # [127] '': command not found; the name is empty: is a varia
 SAFE_GPU_TIMEOUT=soon safe-gpu wait  # [78] SAFE_GPU_TIMEOUT=soon is not a duration: write seconds (90 or 90s), 15m,
 SAFE_GPU_DRIVER=cuda safe-gpu wait  # [78] There is no driver 'cuda': choose one of auto, nvml, nvidia-smi, kfd, intel,
 SAFE_GPU_TIMOUT=5 safe-gpu wait  # [0] has no effect: did you mean SAFE_GPU_TIMEOUT?
-CUDA_VISIBLE_DEVICES=0 safe-gpu wait -n 2  # [78] CUDA_VISIBLE_DEVICES=0 limits this process to 1 of 8 GPUs; 7 others are
+CUDA_VISIBLE_DEVICES=0 safe-gpu wait -n 2  # [78] CUDA_VISIBLE_DEVICES=0 limits this process to 1 of 8 GPUs; 7 others
 CUDA_VISIBLE_DEVICES= safe-gpu wait  # [78] CUDA_VISIBLE_DEVICES='' (set, but empty) limits this process to 0 of 8 GPUs;
 """
 CALLED = """

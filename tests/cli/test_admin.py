@@ -47,7 +47,6 @@ def test_claims_take_others_and_holders_go_on(etc: Path, ask: Any, command: Any,
     shown = json.loads(ask("status", "--json").stdout)["gpus"]
     assert [one["state"] for one in shown] == ["claimed"] + ["unusable"] * 3 + ["free"] * 4
     assert "drained by root: a fan is broken" in shown[0]["reason"]
-    assert "GPU 1 drained by root: a fan is broken" in " ".join(ask("doctor").stdout.split())
     (etc / "config.ini").touch()
     waiter = command.start("run", "--only", "1-3", "--", "sh", "-c", "echo got $CUDA_VISIBLE_DEVICES")
     assert "for 1 GPU (0 of 3 free); GPU 1-3: drained by root: a fan is broken" in waiter.stderr.readline()

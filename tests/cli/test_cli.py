@@ -27,21 +27,20 @@ def parsed(*line: str) -> object:
 
 
 @pytest.mark.parametrize(
-    ("line", "nb_gpus", "command"),
+    ("options", "nb_gpus", "command"),
     [
-        ("run true", 1, "true"),
-        ("run --gpus=2 -t 5 -q -- true", 2, "true"),
-        ("run -n 2 python x.py --epochs 3", 2, "python x.py --epochs 3"),
-        ("run -- python x.py -n 3 --version", 1, "python x.py -n 3 --version"),
-        ("run -n 2 -- sh -- a -- b", 2, "sh -- a -- b"),
-        ("run -- -odd-name", 1, "-odd-name"),
-        ("run -- --", 1, "--"),
-        ("run -n 2 --timeout 5 run -- x", 2, "run -- x"),
+        ("--gpus=2 -t 5 -q --", 2, "true"),
+        ("-n 2", 2, "python x.py --epochs 3"),
+        ("--", 1, "python x.py -n 3 --version"),
+        ("-n 2 --", 2, "sh -- a -- b"),
+        ("--", 1, "-odd-name"),
+        ("--", 1, "--"),
+        ("-n 2 --timeout 5", 2, "run -- x"),
     ],
 )
-def test_where_options_end_and_the_command_begins(line: str, nb_gpus: object, command: str) -> None:
-    options = parsed(*line.split())
-    assert (options.nb_gpus, options.command) == (nb_gpus, command.split())
+def test_where_options_end_and_the_command_begins(options: str, nb_gpus: int, command: str) -> None:
+    found = parsed("run", *options.split(), *command.split())
+    assert (found.nb_gpus, found.command) == (nb_gpus, command.split())
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("0", 0.0), ("1h30m", 5400.0), ("inf", None)])
@@ -200,23 +199,11 @@ def test_a_file_that_becomes_too_large_is_named(command, line: str, what: str, t
 
 PAGE = 4096  # what a pipe in packet mode keeps together of one write
 
-PRINTING = """
-run --help
-status
-status --prometheus
-history
-history --json
-doctor
-affinity
-policy
-completion bash
-demo
-wait
-run -- /nowhere
-drain 1 --dry-run
-setup --dry-run
-nonsense
-""".strip().splitlines()
+PRINTING = (
+    "--help; run --help; status; status --json; status --prometheus; history; history --json; history --csv; doctor; "
+    "affinity; affinity --of 1; policy; completion bash; demo; wait; run -- /nowhere; run --tiemout 3; "
+    "drain 1 --dry-run; setup --dry-run; nonsense"
+).split("; ")
 
 
 @pytest.fixture

@@ -17,47 +17,30 @@ from support.claims import claim
 from safe_gpu.host import procfs
 from safe_gpu.settings.durations import parse_moment
 
-
-def at(*moment: int) -> float:
-    return time.mktime((*moment, 0, 0, 0, -1))
+NOW = time.mktime((2026, 11, 21, 12, 30, 0, 0, 0, -1))
 
 
-NOW = at(2026, 11, 21, 12, 30)
+def moments(*texts: str, after: float | None = None) -> list[str]:
+    return [time.strftime("%m-%d %H:%M", time.localtime(parse_moment(text, after))) for text in texts]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("yesterday", at(2026, 11, 20, 0, 0)),
-        ("2026-11-01", at(2026, 11, 1, 0, 0)),
-        ("2026-11-01 13:45", at(2026, 11, 1, 13, 45)),
-        ("12:30", NOW),
-        ("12:31", at(2026, 11, 20, 12, 31)),
-        ("sat 9:00", at(2026, 11, 21, 9, 0)),
-        ("Saturday  13:00", at(2026, 11, 14, 13, 0)),
-        ("+2h", NOW + 7200),
-        ("7d", NOW - 7 * 86400),
-        ("99999999d", 0.0),
-    ],
-)
-def test_times(text: str, expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_that_were_and_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a Saturday at 12:30. Now is not next."""
     monkeypatch.setattr(time, "time", lambda: NOW)
-    assert parse_moment(text) == expected
-
-
-def test_the_next_such_time() -> None:
-    """Now is not next."""
-    texts = ("12:30", "12:31", "Sat 12:30", "Sat 12:31", "+90m")
-    found = [time.localtime(parse_moment(text, NOW))[2:5] for text in texts]
-    assert found == [(22, 12, 30), (21, 12, 31), (28, 12, 30), (21, 12, 31), (21, 14, 0)]
+    days = ("yesterday", "2026-11-01", "2026-11-01 13:45", "sat 9:00", "Saturday  13:00", "7d")
+    assert moments(*days) == ["11-20 00:00", "11-01 00:00", "11-01 13:45", "11-21 09:00", "11-14 13:00", "11-14 12:30"]
+    assert moments("12:30", "12:31", "+2h") == ["11-21 12:30", "11-20 12:31", "11-21 14:30"]
+    assert parse_moment("99999999d") == 0.0
+    assert moments("12:30", "12:31", "+90m", after=NOW) == ["11-22 12:30", "11-21 12:31", "11-21 14:00"]
+    assert moments("Sat 12:30", "Sat 12:31", after=NOW) == ["11-28 12:30", "11-21 12:31"]
 
 
 def test_a_time_of_day_is_one_where_the_clocks_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TZ", "Europe/Berlin")
     time.tzset()
     try:
-        for day, text in ((25, "17:00"), (26, "Mon 17:00")):
-            assert time.localtime(parse_moment(text, at(2026, 10, 24, 18, 0)))[2:5] == (day, 17, 0)
+        before = time.mktime((2026, 10, 24, 18, 0, 0, 0, 0, -1))
+        assert moments("17:00", "Mon 17:00", after=before) == ["10-25 17:00", "10-26 17:00"]
     finally:
         monkeypatch.undo()
         time.tzset()

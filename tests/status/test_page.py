@@ -153,7 +153,7 @@ def test_it_is_printed_too_and_without_a_driver_says_so(tmp_path: Path, monkeypa
 
 
 def test_hosts_that_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Any) -> None:
-    """Each has its line, with a reason where it has no figures. The last day is that of the host that makes the page."""
+    """Each has its line, or a reason for having no figures. The last day is that of the host that makes the page."""
     here = json.loads(ask("status", "--json").stdout)
     found = {"gpu1": here, "web": here, "gpu2": crowded() | {"host": here["host"]}}
     answers = {name: read_answer(Said(0, json.dumps(one), "")) for name, one in found.items()}

@@ -16,7 +16,7 @@ from safe_gpu.cli.job import become, find_command
 from safe_gpu.cli.output import CommandError
 from safe_gpu.host import procfs
 
-USER = re.escape(procfs.user_name(os.geteuid()))
+USER = procfs.user_name(os.geteuid())
 
 ENDS = {"TERM": -signal.SIGTERM, "HUP": -signal.SIGHUP, "INT": 130}
 """How a waiter's exit shows to its parent, by signal."""
@@ -196,10 +196,11 @@ def test_it_says_once_for_whom_it_waits(command, ground, eventually) -> None:
     holder = command.start("run", "-n", 8, "--", "sh", "-c", "echo up; read x", stdin=subprocess.PIPE)
     assert holder.stdout.readline() == "up\n"
     first, line = waiting(command, ground, "-n", 2)
-    held = rf"GPU 0-7: {USER} \(pid {holder.pid}\) for \d+ s\n"
+    user = re.escape(USER)
+    held = rf"GPU 0-7: {user} \(pid {holder.pid}\) for \d+ s\n"
     assert re.fullmatch(rf"safe-gpu: waiting 0:\d\d for 2 GPUs \(0 free\); {held}", line)
     second, line = waiting(command, ground, "--for", "1h")
-    ahead = rf"{USER} \(pid {first.pid}, wants 2 GPUs, queued for \d+ s\)"
+    ahead = rf"{user} \(pid {first.pid}, wants 2 GPUs, queued for \d+ s\)"
     assert re.fullmatch(
         rf"safe-gpu: waiting 0:\d\d for 1 GPU \(0 free\), #2 in the queue; behind {ahead}; {held}", line
     )

@@ -62,10 +62,7 @@ def test_what_status_shows_and_the_last_day() -> None:
     assert "made Wed 2026-11-18 11:06 UTC , every 5 min stale" in found.text
     assert "gpu1: 1 of 8 GPUs free" in found.text
     assert "The last day: 123 of 192 GPU-hours claimed" in found.text
-    assert found.cells["GPU-hours by user"][:2] == [
-        ["User", "Claims", "GPU-hours", "Mean wait"],
-        ["emil", "1", "52.00", "1h00m"],
-    ]
+    assert found.cells["GPU-hours by user"][1] == ["emil", "1", "52.00", "1h00m"]
     assert "GPU-hours claimed" not in page({"gpu1": host()}, use={})
 
 

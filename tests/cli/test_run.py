@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.hip_host import HipHost
 from support.terminals import Terminal
 
 from safe_gpu.cli.job import become, find_command
 from safe_gpu.cli.output import CommandError
+from safe_gpu.drivers.presets import preset
 from safe_gpu.host import procfs
 
 USER = procfs.user_name(os.geteuid())
@@ -304,32 +304,13 @@ def test_what_a_scheduler_is_told_of_a_broken_host(
     assert command.run("run", *said, "--", "sh", "-c", "exit 70").returncode == 70  # the command's own
 
 
-# On AMD GPUs: a fake HIP behind the kernel's files
-
-
-@pytest.fixture
-def uuids(build_library: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Of the host's GPUs."""
-    fake = HipHost(tmp_path, build_library("hip.c", "libamdhip64.so"))
-    (tmp_path / "sys/devices").mkdir()
-    (tmp_path / "sys/devices/system").symlink_to("/sys/devices/system")
-    for name in ("LD_LIBRARY_PATH", "SAFE_GPU_FSROOT", "SAFE_GPU_DRIVER"):
-        monkeypatch.setenv(name, fake.env[name])
-    return fake.uuids
-
-
-def test_one_holds_amd_gpus_and_others_look(command: Any, ask: Any, uuids: list[str]) -> None:
-    holder = command.start("run", "--only", "2,3", "-n", 2, "--", "sh", "-c", "echo held; cat", stdin=subprocess.PIPE)
-    assert holder.stdout.readline() == "held\n"
-    shown = json.loads(ask("status", "--json").stdout)["gpus"]
-    assert [gpu["uuid"] for gpu in shown] == uuids
-    claimed = [(gpu["index"], gpu["claim"]["pid"]) for gpu in shown if gpu["state"] == "claimed"]
-    assert claimed == [(2, holder.pid), (3, holder.pid)]
-    refused = command.run("run", "--timeout", 0, "--only", "2,3", "--", "true")
-    assert (refused.returncode, f"process {holder.pid}" in refused.stderr) == (75, True)
-    assert "2" not in command.run("wait", "-n", len(uuids) - 2).stdout.split()
-    holder.communicate(timeout=60)
-    assert len(ask("status", "--free").stdout.split()) == len(uuids)
+def test_partitions_of_amd_gpus(command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:mi300x-cpx")
+    shell = "echo $ROCR_VISIBLE_DEVICES; safe-gpu status --free"
+    claimed, *free = command.run("run", "--only", "2,3", "-n", 2, "--", "sh", "-c", shell).stdout.split()
+    uuids = [gpu.uuid for gpu in preset("mi300x-cpx").gpus]
+    assert claimed.split(",") == uuids[2:4]
+    assert free == [str(index) for index in range(len(uuids)) if index not in (2, 3)]
 
 
 # That meets nobody: which modules it loads, and how deep the way is from the command to the lock

@@ -34,17 +34,12 @@ class Instance:
     """A running gpu-acquisitor."""
 
     def __init__(self, *arguments: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-u", str(ACQUISITOR), *arguments],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        words = [sys.executable, "-u", str(ACQUISITOR), "--backend", "simulated", *arguments]
+        self.process: Any = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         self.steps: list[str] = []
 
     def until(self, step: str) -> str:
         """Read its log up to the line that begins so."""
-        assert self.process.stderr is not None
         for line in self.process.stderr:
             match = LINE.fullmatch(line.rstrip("\n"))
             assert match, f"not a line of the log: {line}"
@@ -54,7 +49,6 @@ class Instance:
         raise AssertionError(f"it ended without {step!r}: {self.steps}")
 
     def finish(self) -> int:
-        assert self.process.stderr is not None
         self.steps += [match[3] for match in map(LINE.match, self.process.stderr) if match]
         return self.process.wait(60)
 
@@ -72,14 +66,13 @@ def instance() -> Iterator[Any]:
     for one in running:
         one.process.kill()
         one.process.wait()
-        assert one.process.stderr is not None
         one.process.stderr.close()
 
 
 def test_the_second_instance_does_not_wait_for_the_first_ones_placeholder(instance: Any) -> None:
-    first = instance("--backend", "simulated", "--id", "1", "--nb-gpus", "1", "--sleep", "1000")
+    first = instance("--id", "1", "--nb-gpus", "1", "--sleep", "1000")
     chosen = first.until("Set CUDA_VISIBLE_DEVICES=")  # and now it sleeps, with nothing on its GPU
-    second = instance("--backend", "simulated", "--id", "2", "--nb-gpus", "2", "--sleep", "0")
+    second = instance("--id", "2", "--nb-gpus", "2", "--sleep", "0")
     assert second.finish() == 0
     assert first.process.poll() is None
     names = [step.partition("=")[0] for step in second.steps]
@@ -93,15 +86,14 @@ def test_the_second_instance_does_not_wait_for_the_first_ones_placeholder(instan
 
 
 def test_it_says_why_it_got_nothing(instance: Any) -> None:
-    greedy = instance("--backend", "simulated", "--nb-gpus", "9", "--sleep", "0")
+    greedy = instance("--nb-gpus", "9", "--sleep", "0")
     assert "only 8" in greedy.until("9 GPUs")
     assert greedy.finish() == 1
 
 
 def test_a_python_without_the_package_is_told_which_to_use() -> None:
     done = python("-I", "-S", str(ACQUISITOR), "--help")
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert ". .venv/bin/activate" in done.stderr
 
 
@@ -125,18 +117,12 @@ def test_all_that_has_a_budget_stands_in_one_table() -> None:
     done = bench("--quick")
     assert done.returncode == 0, done.stderr
     number = r"[+-]?\d+\.\d\d"
-    for name, rival, budget in (
-        ("import safe_gpu (ms)", number, "+25 ms"),
-        ("claim and release (ms)", number, "4.5 times"),
-        ("claim and release, by itself (ms)", "-", "3 ms"),
-        ("affinity='node' on top of that (ms)", "-", "2 ms"),
-        ("safe-gpu run -- true (ms)", number, "+15 ms"),
-        ("8 processes at once (ms)", number, "4.5 times"),
-        ("hand-over, 10 for 8: median (ms)", "-", "20 ms"),
-        ("hand-over, 10 for 8: worst (ms)", "-", "300 ms"),
-        ("3 waiters arrive at once (s)", "-", "3 s"),
-        ("3 waiters, share of a core (%)", "-", "2 %"),
-        ("memory of a waiter (MiB)", number, "+15 MiB"),
-    ):
-        row = rf"^{re.escape(name)} +{number} +{rival}  {number} of at most {re.escape(budget)}: (met|MISSED)"
-        assert re.search(row, done.stdout, re.MULTILINE), f"{row}\n{done.stdout}"
+    row = rf"^(\S.*\S) +{number} +(?:-|{number})  {number} of at most (.*): (?:met|MISSED)"
+    assert {*re.findall(row, done.stdout, re.MULTILINE)} >= {
+        ("import safe_gpu (ms)", "+25 ms"), ("claim and release (ms)", "4.5 times"),
+        ("claim and release, by itself (ms)", "3 ms"), ("affinity='node' on top of that (ms)", "2 ms"),
+        ("safe-gpu run -- true (ms)", "+15 ms"), ("8 processes at once (ms)", "4.5 times"),
+        ("hand-over, 10 for 8: median (ms)", "20 ms"), ("hand-over, 10 for 8: worst (ms)", "300 ms"),
+        ("3 waiters arrive at once (s)", "3 s"), ("3 waiters, share of a core (%)", "2 %"),
+        ("memory of a waiter (MiB)", "+15 MiB"),
+    }, done.stdout  # fmt: skip

@@ -47,7 +47,6 @@ def test_claims_take_others_and_holders_go_on(etc: Path, ask: Any, command: Any,
     shown = json.loads(ask("status", "--json").stdout)["gpus"]
     assert [one["state"] for one in shown] == ["claimed"] + ["unusable"] * 3 + ["free"] * 4
     assert "drained by root: a fan is broken" in shown[0]["reason"]
-    assert "GPU 1 drained by root: a fan is broken" in " ".join(ask("doctor").stdout.split())
     (etc / "config.ini").touch()
     waiter = command.start("run", "--only", "1-3", "--", "sh", "-c", "echo got $CUDA_VISIBLE_DEVICES")
     assert "for 1 GPU (0 of 3 free); GPU 1-3: drained by root: a fan is broken" in waiter.stderr.readline()
@@ -57,18 +56,8 @@ def test_claims_take_others_and_holders_go_on(etc: Path, ask: Any, command: Any,
     assert (drained_gpus(), holder.poll()) == ({}, None)
 
 
-def test_it_outlives_the_state_directory(etc: Path, ask: Any, ground: Any) -> None:
-    ask("drain")
-    assert (etc / "closed").exists()
-    assert sorted(drained_gpus()) == sorted(ground.uuids)
-    with pytest.raises(NotEnoughGpusError, match="drained by root"):
-        claim()
-    assert "this host has no GPU 9" in ask("resume", "9").stderr
-
-
 def test_no_further_share_of_a_drained_gpu(etc: Path, ask: Any, command: Any) -> None:
-    holder = command.start("run", "--share", "10GiB", "--", "sh", "-c", "echo up; exec sleep 600")
-    assert holder.stdout.readline() == "up\n"
+    command.start("run", "--share", "10GiB", "--", "sh", "-c", "echo up; exec sleep 600").stdout.readline()
     assert claim(share="10GiB", only=0) == [0]
     ask("drain", "0")
     with pytest.raises(NotEnoughGpusError, match="drained by root"):
@@ -117,12 +106,10 @@ def test_before_it_begins_only_claims_that_end_in_time_enter(etc: Path, ask: Any
 def test_during_it_those_enter_for_whom_it_is(etc: Path, ask: Any, as_user: Any, ground: Any) -> None:
     claim()
     ask("drain", "--until", "+1h", "--for-group", str(ANNA), "--reason", "course")
-    assert as_user_told(as_user, ANNA, claim) == as_user_told(as_user, ANNA, lambda: claim(hold_for="5h")) == "[0]"
+    assert as_user_told(as_user, ANNA, lambda: claim(hold_for="5h")) == "[0]"
     refused = as_user_told(as_user, BEN, lambda: claim(hold_for="1s"))
-    assert f"reserved by root for group {ANNA} from" in refused
-    assert "shorter --for" not in refused
-    assert as_user_told(as_user, BEN, get_free_gpus) == "[]"
-    assert len(get_free_gpus()) == 8
+    assert (f"reserved by root for group {ANNA} from" in refused, "shorter --for" in refused) == (True, False)
+    assert (as_user_told(as_user, BEN, get_free_gpus), len(get_free_gpus())) == ("[]", 8)
     assert ask("resume", "3").returncode == 0
     assert as_user_told(as_user, BEN, claim) == "[3]"
     ask("resume")
@@ -162,14 +149,13 @@ def test_running_claims_that_overlap_are_told(etc: Path, ask: Any, ground: Any) 
 @pytest.mark.parametrize(
     "words",
     [
-        ("--from", "+1h"), ("--for-user", "root"), ("--until", "yesterday"), ("--until", "+2y"), ("--until", "+900d"),
-        ("--from", "2026-01-01", "--until", "2026-01-02"), ("--until", "+1h", "--wait"), ("--timeout", "5m"),
-        ("--until", "+1h", "--for-user", "no-such-user"), ("--until", "+1h", "--for-group", "no-such-group"),
-        ("--until", "+1h", "--for-group", "root", "--for-user", "root"),
+        "--from +1h", "--for-user root", "--until yesterday", "--until +2y", "--until +900d", "--timeout 5m",
+        "--from 2026-01-01 --until 2026-01-02", "--until +1h --wait", "--until +1h --for-user no-such-user",
+        "--until +1h --for-group no-such-group", "--until +1h --for-group root --for-user root",
     ],
 )  # fmt: skip
-def test_what_makes_no_window(etc: Path, ask: Any, words: tuple[str, ...]) -> None:
-    assert ask("drain", "0", *words).returncode == 2
+def test_what_makes_no_window(etc: Path, ask: Any, words: str) -> None:
+    assert ask("drain", "0", *words.split()).returncode == 2
     assert not etc.exists()
 
 
@@ -233,6 +219,7 @@ def test_a_drain_and_windows_of_one_gpu_are_kept_beside_each_other(etc: Path, as
     assert [line.split()[0] for line in lines[1:]] == [ground.uuids[number] for number in (0, 1, 1)]
     ask("resume", "1")
     assert (etc / "closed").read_text().splitlines() == [lines[1]]
+    assert "this host has no GPU 9" in ask("resume", "9").stderr
 
 
 # Until nobody holds them

@@ -224,23 +224,12 @@ def test_it_is_redrawn_in_place(command, ground, terminal: Terminal) -> None:
     started.kill()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, -signal.SIGTERM)])
-def test_the_last_picture_stays_on_the_first_screen(command, terminal: Terminal, number: int, code: int) -> None:
-    terminal.write("$ what stood there\n")
-    started = watch(command, terminal)
-    assert "$ what stood there" not in terminal.shown
-    started.send_signal(number)
-    assert started.wait(60) == code
-    terminal.read_to_the_end()
-    assert (terminal.alternate, terminal.cursor, terminal.shown[0]) == (False, True, "$ what stood there")
-    assert "8 of 8 GPUs free" in terminal.shown[1]
-    assert terminal.shown[-1].split()[:2] == ["7", "free"]
-
-
 @pytest.mark.parametrize("keys", [b"Q", b"~ \r\x1b[Aq", b"\x03"])
 def test_q_ends_it_and_the_terminal_is_as_before(command, terminal: Terminal, keys: bytes) -> None:
     before = termios.tcgetattr(terminal.slave)
+    terminal.write("$ what stood there\n")
     started = watch(command, terminal, terminal.slave)
+    assert "$ what stood there" not in terminal.shown
     assert termios.tcgetattr(terminal.slave) != before
     if keys == b"\x03":
         started.send_signal(signal.SIGINT)  # as the terminal does that controls it
@@ -249,7 +238,9 @@ def test_q_ends_it_and_the_terminal_is_as_before(command, terminal: Terminal, ke
     assert started.wait(60) == 0
     assert termios.tcgetattr(terminal.slave) == before
     terminal.read_to_the_end()
-    assert "8 of 8 GPUs free" in terminal.shown[0]
+    assert (terminal.alternate, terminal.cursor, terminal.shown[0]) == (False, True, "$ what stood there")
+    assert "8 of 8 GPUs free" in terminal.shown[1]
+    assert terminal.shown[-1].split()[:2] == ["7", "free"], "the last picture stays"
     assert not re.search("[~^]", terminal.raw), "what was typed was shown"
 
 

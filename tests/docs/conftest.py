@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,16 +92,9 @@ def all_blocks() -> list[Block]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    blocks = {
-        "block": lambda block: True,
-        "run_block": lambda block: block.kind == "runs",
-        "long_block": lambda block: block.kind == "starts",
-        "session": lambda block: block.kind == "session",
-        "code": lambda block: block.language in ("bash", "python"),
-    }
-    for name, wanted in blocks.items():
+    for name, kind in (("block", ""), ("run_block", "runs"), ("long_block", "starts"), ("session", "session")):
         if name in metafunc.fixturenames:
-            chosen = [block for block in all_blocks() if wanted(block)]
+            chosen = [block for block in all_blocks() if kind in ("", block.kind)]
             metafunc.parametrize(name, chosen, ids=[block.name for block in chosen])
     if "page" in metafunc.fixturenames:
         metafunc.parametrize("page", PAGES)
@@ -140,7 +134,7 @@ class Desk:
         self.directory = directory
         self.environment: dict[str, str] = {}
         self._path = f"{safe_gpu.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-        self._background: list[subprocess.Popen[str]] = []
+        self._background: list[Any] = []
         (directory / "tools").symlink_to(ROOT / "tools")
         if not (Path(sys.executable).parent / "python").exists():  # tests that run outside of an environment
             self._path = f"{directory / 'bin'}:{self._path}"
@@ -154,7 +148,7 @@ class Desk:
         """What a script prints on both streams; fails where it does."""
         done = self._start(script)
         try:
-            out, _ = done.communicate(timeout=100)
+            out = str(done.communicate(timeout=100)[0])
         finally:
             _end(done)
         assert done.returncode == 0, f"exit code {done.returncode}:\n{out}"
@@ -169,17 +163,13 @@ class Desk:
         """Start a command and wait for a line of it."""
         process = self._start(script, IN_THE_BACKGROUND="1", **environment)
         self._background.append(process)
-        assert process.stdout is not None
-        for line in process.stdout:
-            if until in line:
-                return
-        raise AssertionError(f"{script} ended without saying {until!r}")
+        assert any(until in line for line in process.stdout), f"{script} ended without saying {until!r}"
 
     def end(self) -> None:
         for process in reversed(self._background):
             _end(process)
 
-    def _start(self, script: str, **environment: str) -> subprocess.Popen[str]:
+    def _start(self, script: str, **environment: str) -> Any:
         return subprocess.Popen(
             ["bash", "-euo", "pipefail", "-c", script],
             cwd=self.directory,
@@ -192,14 +182,11 @@ class Desk:
         )
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: Any) -> None:
     """End a shell and all that it started."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait(30)
-    assert process.stdout is not None
     process.stdout.close()
 
 
@@ -319,12 +306,11 @@ def first_page_in_order() -> tuple[str, list[Block]]:
     Python is saved as the page says.
     """
     blocks = [block for block in blocks_of("README.md", PAGES["README.md"].read_text()) if block.kind == "runs"]
-    script = ""
+    script, job = "", "".join(f"export {name}={value}; " for name, value in JOB.items())
     for block in blocks:
         code = block.text
         if block.language == "python":
             code = f"cat > train.py <<'END'\n{code}END\npython train.py\n"
-        if block.about == "in a job":
-            code = f"({''.join(f'export {name}={value}; ' for name, value in JOB.items())}\n{code})\n"
-        script += f"{code}echo {shlex.quote(MARK)}\n"
+        script += f"({job}\n{code})\n" if block.about == "in a job" else code
+        script += f"echo {shlex.quote(MARK)}\n"
     return script, blocks

@@ -13,7 +13,7 @@ from .conftest import MARK, ROOT, SCENES, same, session_script
 KINDS = ("run", "runs", "prints", "session", "starts", "needs", "text")
 
 
-def test_every_block_says_what_it_is(block: Any) -> None:
+def test_every_block_says_what_it_is_and_code_can_be_read(block: Any) -> None:
     assert block.kind in KINDS, f"{block.name}: write <!-- runs --> ... before it, see tests/README.md"
     assert block.about or block.kind not in ("run", "starts", "needs")
     assert block.language in ("bash", "python") or block.kind != "runs"
@@ -21,13 +21,10 @@ def test_every_block_says_what_it_is(block: Any) -> None:
         assert block.kind in ("run", "runs", "starts", "needs"), f"{block.name}: code is run, or needs something to run"
     if block.kind == "text":
         assert not re.match(r"\s*(\$|safe-gpu|python3?|pip|import|from)\s", block.text), f"{block.name}: is it code?"
-
-
-def test_code_can_be_read(code: Any) -> None:
-    if code.language == "python":
-        compile(code.text, code.name, "exec")
-    else:
-        done = subprocess.run(["bash", "-n"], input=code.text, capture_output=True, text=True, timeout=60)
+    if block.language == "python":
+        compile(block.text, block.name, "exec")
+    elif block.language == "bash":
+        done = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
 
 

@@ -62,10 +62,7 @@ def test_what_status_shows_and_the_last_day() -> None:
     assert "made Wed 2026-11-18 11:06 UTC , every 5 min stale" in found.text
     assert "gpu1: 1 of 8 GPUs free" in found.text
     assert "The last day: 123 of 192 GPU-hours claimed" in found.text
-    assert found.cells["GPU-hours by user"][:2] == [
-        ["User", "Claims", "GPU-hours", "Mean wait"],
-        ["emil", "1", "52.00", "1h00m"],
-    ]
+    assert found.cells["GPU-hours by user"][1] == ["emil", "1", "52.00", "1h00m"]
     assert "GPU-hours claimed" not in page({"gpu1": host()}, use={})
 
 
@@ -123,19 +120,6 @@ def test_what_is_unusual_is_told() -> None:
     assert "gpu1: 1 of 7 GPUs free" in found.text
 
 
-def test_several_hosts() -> None:
-    """Each has its line; one that does not answer, or not so, has the reason there."""
-    hosts = {"gpu1": host(), "gpu2": crowded(), "gpu3": "did not answer within 10 s", "gpu4": host() | {"gpus": 7}}
-    found = Checked(page(hosts))
-    models = "NVIDIA A100-SXM4-80GB"
-    one, many, silent, odd = found.cells["Hosts"][1:]
-    assert one == ["gpu1", "1 of 8", models, "2", "25m", "anna 4, ben 1, dora 0.5, carla 0.3"]
-    assert many[:5] == ["gpu2", "2 of 16", models, "40", "25m"]
-    assert silent == ["gpu3", "", "did not answer within 10 s", "", "", ""]
-    assert odd[2].startswith("its answer cannot be read: TypeError")
-    assert "4 hosts: 3 of 24 GPUs free" in found.text
-
-
 @pytest.mark.parametrize("value", [None, [], {}, "x", -1, 1e300, float("nan"), [None], {"gpus": [{}]}])
 def test_an_answer_that_is_none_spoils_only_its_line(value: Any) -> None:
     for key in host():
@@ -166,17 +150,19 @@ def test_it_is_printed_too_and_without_a_driver_says_so(tmp_path: Path, monkeypa
 
 
 def test_hosts_that_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Any) -> None:
-    """The last day is known of the host that makes the page; a second name of a host has no figures of its own."""
+    """Each has its line, or a reason for having no figures. The last day is that of the host that makes the page."""
     here = json.loads(ask("status", "--json").stdout)
     found = {"gpu1": here, "web": here, "gpu2": crowded() | {"host": here["host"]}}
     answers = {name: read_answer(Said(0, json.dumps(one), "")) for name, one in found.items()}
-    monkeypatch.setattr(of_hosts, "answers_of", lambda *_: answers | {"gpu3": Answer(error="no route to host")})
+    answers["gpu3"] = Answer(error="no route to host")
+    monkeypatch.setattr(of_hosts, "answers_of", lambda *_: answers)
     done = ask("status", "--host", "any", "--sort", "free", "--html", "--output", tmp_path / "gpus.html")
     assert (done.returncode, done.stdout) == (1, "")
     page = Checked((tmp_path / "gpus.html").read_text())
-    first, second, *none = [row[:3] for row in page.cells["Hosts"][1:]]
-    assert (first[:2], second[:2]) == (["gpu1", "8 of 8"], ["gpu2", "2 of 16"])
-    assert none == [["web", "", "the same host as gpu1"], ["gpu3", "", "no route to host"]]
+    first, second, *none = page.cells["Hosts"][1:]
+    assert first == ["gpu1", "8 of 8", models := "NVIDIA A100-SXM4-80GB", "", "", ""]
+    assert second[:4] == ["gpu2", "2 of 16", models, "40"]
+    assert [row[:3] for row in none] == [["web", "", "the same host as gpu1"], ["gpu3", "", "no route to host"]]
     assert page.text.count("GPU-hours claimed") == 1
     assert "The last day's use is that of gpu1, where the page is made." in page.text
 

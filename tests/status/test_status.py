@@ -1,4 +1,4 @@
-"""What ``status`` says of a host: real claims, waiters, liars, orphans, other PID namespaces, and odd GPUs."""
+"""What ``status`` says of a host: claims, waiters, liars, orphans, other PID namespaces, odd GPUs, and two vendors."""
 
 import json
 import os
@@ -10,13 +10,15 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from support.claims import claim
 from support.ground import locked_host
+from support.kfd_host import KfdHost
 
-from safe_gpu import NotEnoughGpusError
+from safe_gpu import NoDriverError, NotEnoughGpusError
 from safe_gpu.claim.view import pids_of_around
 from safe_gpu.cli.commands import main
 from safe_gpu.coordination.directory import Directory
@@ -24,10 +26,12 @@ from safe_gpu.coordination.entry import Entry, make_entry, remove_entry, said_by
 from safe_gpu.coordination.faults import write_fault
 from safe_gpu.drivers import open_driver
 from safe_gpu.drivers.presets import preset
+from safe_gpu.drivers.simulated import SimulatedDriver
 from safe_gpu.gpus.devices import Gpu, GpuFault, GpuProcess, HostSnapshot
 from safe_gpu.host import procfs
-from safe_gpu.status.facts import HostStatus, of_user
+from safe_gpu.status.facts import HostStatus, of_user, of_vendor
 from safe_gpu.status.gather import gather, status_of
+from safe_gpu.status.metrics import render_metrics
 from safe_gpu.status.render import render
 
 UUIDS = [gpu.uuid for gpu in preset("dgx-a100").gpus]
@@ -146,16 +150,6 @@ def test_a_claim_without_a_process_on_the_gpu_is_idle(holder) -> None:
     later = replace(status, taken_at=time.time() + 60)
     assert row(later, 0).split()[:2] == ["0", "idle"]
     assert "7 of 8 GPUs free, 1 idle (" in table(later)
-
-
-def test_a_status_asks_for_what_no_claim_needs(fake_gpus) -> None:
-    fake_gpus.use_nvml_here()
-    fake_gpus.set(2, util=37)
-    fake_gpus.process(fake_gpus.uuids[0], os.getpid(), 1 << 20, kind="graphics")
-    first, second = look().gpus
-    assert (first.gpu.utilization, second.gpu.utilization) == (37, 37)
-    assert [(process.pid, process.kind) for process in first.processes] == [(os.getpid(), "graphics")]
-    assert (first.state, second.processes) == ("free", ())
 
 
 def test_whose_processes_count_for_a_claim(holder, as_user) -> None:
@@ -509,3 +503,103 @@ def test_a_number_of_another_namespace_is_no_ancestor(ground) -> None:
             claim(timeout=0.01)
         assert ("this process itself holds" in str(refused.value)) is blamed
         ground.let_go()
+
+
+# GPUs of both vendors: one view, and what of it is left if a driver does not work
+
+
+@pytest.fixture
+def both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:two-vendors")
+
+
+def test_one_view_of_both(both: None, ask: Any) -> None:
+    with claim(2, vendor="amd") as owner:
+        claimed = [gpu.uuid for gpu in owner.gpus]
+        status = gather()
+        assert ask("status", "--free").stdout.split() == [*(f"nvidia:{n}" for n in range(4)), "amd:2", "amd:3"]
+        assert ask("status", "--free", "--vendor", "AMD").stdout.split() == ["2", "3"]
+        assert "2 of 4 GPUs free" in ask("status", "--vendor", "amd").stdout
+    assert [one.label for one in status.gpus] == [f"{vendor}:{n}" for vendor in ("nvidia", "amd") for n in range(4)]
+    assert [one.state for one in status.gpus] == ["free"] * 4 + ["claimed"] * 2 + ["free"] * 2
+    held = [(one.gpu.uuid, one.claim.pid) for one in status.gpus if one.claim]
+    assert held == [(uuid, os.getpid()) for uuid in claimed]
+    document = status.to_dict()
+    named = [(gpu["vendor"], gpu["index"]) for gpu in document["gpus"]]
+    assert named == [(vendor, index) for vendor in ("nvidia", "amd") for index in range(4)]
+    assert document["driver"] == "simulated:two-vendors"
+    lines = render(status, width=100, color=False).splitlines()
+    assert "6 of 8 GPUs free" in lines[0]
+    assert "GPU nvidia:0-3: NVIDIA A100-PCIE-40GB" in lines
+    assert "GPU amd:0-3: AMD Instinct MI210" in lines
+    assert [line.split()[:2] for line in lines if "claimed  " in line] == [["amd:0", "claimed"], ["amd:1", "claimed"]]
+
+    metrics = render_metrics(status)
+    assert re.findall('safe_gpu_claimed{gpu="(.)",UUID="[^"]*",vendor="amd"', metrics) == ["0", "1"]
+    assert metrics.count("safe_gpu_memory_used_bytes{") == 8
+
+
+def test_waiters_say_for_whose_gpus_they_wait(both: None, child: Any, command: Any) -> None:
+    child("import safe_gpu\nsay(safe_gpu.claim_gpus(vendor='amd').devices_taken)\nlisten()", says="[0]")
+    waiter = command.start("run", "-q", "--vendor", "amd", "-n", "4", "--", "true")
+    while not (status := gather()).queue:
+        assert waiter.poll() is None
+    assert status.to_dict()["queue"][0]["vendor"] == "amd"
+    assert "4 AMD GPUs" in render(status, width=100, color=False)
+    assert of_vendor(status, "nvidia").queue == ()
+    assert len(of_vendor(status, "amd").queue) == 1
+
+
+# Real drivers: a fake NVML and a saved tree
+
+
+@pytest.fixture
+def amd(fake_gpus: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KfdHost:
+    """GPUs of AMD beside the fake ones of NVIDIA."""
+    (tmp_path / "root/dev").mkdir(parents=True)
+    (tmp_path / "root/dev/nvidiactl").touch()
+    host = KfdHost(tmp_path / "root")
+    host.gpu(0x03, 1, 0xABC)
+    host.gpu(0x23, 2, 0xABD)
+    fake_gpus.use_nvml_here()
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "auto")
+    monkeypatch.setenv("SAFE_GPU_FSROOT", str(host.root))
+    return host
+
+
+def test_two_drivers_and_one_that_is_broken(fake_gpus: Any, amd: KfdHost, ask: Any) -> None:
+    """It is named, and the other GPUs are shown."""
+    amd.process(4_000_000, queues=(2,))
+    document = json.loads(ask("status", "--json").stdout)
+    assert document["driver"] == "nvml, kfd"
+    found = [(gpu["vendor"], gpu["state"]) for gpu in document["gpus"]]
+    assert found == [("nvidia", "free")] * 8 + [("amd", "free"), ("amd", "busy")]
+    fake_gpus.options(init_error=9)
+
+    def shown(*form: str) -> str:
+        done = ask("status", *form)
+        assert (done.returncode, "not loaded" in " ".join((done.stderr if form else done.stdout).split())) == (69, True)
+        return done.stdout
+
+    assert "1 of 2 GPUs free" in shown()
+    assert [gpu["vendor"] for gpu in json.loads(shown("--json"))["gpus"]] == ["amd", "amd"]
+    assert shown("--free").split() == ["0"]
+    metrics = shown("--prometheus")
+    assert (metrics.count("safe_gpu_memory_used_bytes{"), "safe_gpu_waiting" in metrics) == (2, True)
+
+
+def test_a_driver_that_breaks_between_opening_and_the_poll(both: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    poll = SimulatedDriver.snapshot
+
+    def breaks(self: SimulatedDriver) -> Any:
+        if self.idle.vendor == "nvidia":
+            raise NoDriverError("the NVIDIA driver is gone")
+        return poll(self)
+
+    monkeypatch.setattr(SimulatedDriver, "snapshot", breaks)
+    found = gather()
+    assert [one.label for one in found.gpus] == ["0", "1", "2", "3"]
+    assert found.broken == ("the NVIDIA driver is gone",)
+    monkeypatch.setattr(SimulatedDriver, "snapshot", lambda self: breaks(SimulatedDriver("dgx-a100")))
+    with pytest.raises(NoDriverError, match="gone; the NVIDIA driver is gone"):
+        gather()

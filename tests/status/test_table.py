@@ -80,18 +80,6 @@ def test_a_crowd_of_waiters_is_cut() -> None:
     assert "more" not in "".join(shown(replace(status, queue=crowd[:100])))
 
 
-def test_a_full_table_of_eighty_columns() -> None:
-    claim = Holder(1234567, "averylongusername", "sge:1234567.890", "/usr/bin/python train.py --epochs 3", 1.0)
-    gpu = Gpu(7, "GPU-7", "NVIDIA H100 80GB HBM3", memory_total=80 << 30, memory_used=79 << 30, utilization=100)
-    stranger = ProcessStatus(4242, "bob", "./x --y", "compute", 5 << 30)
-    busy = GpuStatus(gpu._replace(index=8), "busy", processes=(stranger,))
-    assert shown(host(12_001.0, GpuStatus(gpu, "claimed", claim=claim), busy))[3:] == [
-        "GPU  STATE    MEMORY       UTIL  USER      JOB/PID       HELD  COMMAND",
-        "  7  claimed  ████ 79/80G  100%  averyl..  1234567.890  3h20m  python train.py..",
-        "  8  busy     ████ 79/80G  100%  bob       pid 4242            x --y",
-    ]
-
-
 def test_what_gpus_have_in_common_stands_once() -> None:
     """Claims, and notes on several GPUs; a claim that is not known is not taken for the one before it."""
     claim = Holder(7, "anna", None, "train", 1.0, stopped=True, until=2.0)

@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 from support.claims import claim
 from support.ground import locked_host
-from support.kfd_host import KfdHost
+from support.vendor_hosts import KfdHost
 
 from safe_gpu import NoDriverError, NotEnoughGpusError
 from safe_gpu.claim.view import pids_of_around

@@ -22,7 +22,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -76,8 +76,12 @@ def crash(stage: Stage, point: Point, broken: str) -> Outcome:
     if scene.first_use:
         stage.renew(first_use=True)
     outcome = Outcome(stage, scene, point)
+
+    def give_up(number: int, frame: Any) -> None:
+        raise Failure(f"nothing goes on for {_LONGEST} s")
+
     try:
-        signal.signal(signal.SIGALRM, _give_up)
+        signal.signal(signal.SIGALRM, give_up)
         signal.alarm(_LONGEST)
         outcome.crash(broken)
         outcome.look_after()
@@ -180,11 +184,9 @@ class Outcome:
                     helper.expect("holds")
                 let_go(helper)
         self._served(first)
+        second = self._victim if self._alive else self._start("one more claimer", claims(GPUS, _SOON))
         if self._alive:
-            second = self._victim
             second.tell("claim")
-        else:
-            second = self._start("one more claimer", claims(GPUS, _SOON))
         stage.until_queued(second)
         if second.line.poll(0):
             raise Failure(
@@ -229,17 +231,16 @@ class Outcome:
 
     def _more_descriptors(self) -> dict[str, str]:
         """Those that it did not have before; a thread that sleeps for one that has just died may be closing its own."""
-        until = time.monotonic() + 2.0
-        while True:
+        for _ in range(400):
             self._victim.tell("descriptors")
             more: dict[str, str] = self._victim.hear()
-            if not more or time.monotonic() > until:
-                return more
+            if not more:
+                break
             time.sleep(0.005)
+        return more
 
     def _served(self, actor: Actor) -> None:
-        uuids = actor.expect("holds")[1]
-        if len(set(uuids)) != GPUS:
+        if len(set(uuids := actor.expect("holds")[1])) != GPUS:
             raise Failure(f"{actor.name} got {uuids}")
 
     def _start(self, name: str, work: Work, *, other: bool = False) -> Actor:
@@ -257,10 +258,6 @@ class Outcome:
             with suppress(ProcessLookupError):
                 os.kill(self.scene.child, signal.SIGKILL)
         self.scene.close()
-
-
-def _give_up(number: int, frame: Any) -> None:
-    raise Failure(f"nothing goes on for {_LONGEST} s")
 
 
 _KINDS = {"host.lock": "host.lock", "/claims/": "claim", "/queue/": "ticket"}
@@ -323,10 +320,9 @@ def _victim(scene: Scene, broken: str) -> Work:
 def _obey(line: Connection, before: ProcessState) -> None:
     """What the victim does after its operation: what it is told to."""
     while True:
-        word = line.recv()
-        if word == "claim":
+        if line.recv() == "claim":
             claims(GPUS, _SOON)(line)
-        elif word == "descriptors":
+        else:
             now = process_state().descriptors
             line.send({number: path for number, path in now.items() if before.descriptors.get(number) != path})
 
@@ -396,11 +392,8 @@ def main() -> int:
     logging.getLogger("safe_gpu").addHandler(logging.NullHandler())
     import_everything()
     gc.freeze()  # forked processes share what is there
-    stage = Stage(patience=_SHORT_PATIENCE if args.broken else _PATIENCE)
-    try:
+    with closing(Stage(patience=_SHORT_PATIENCE if args.broken else _PATIENCE)) as stage:
         return _crash_all(stage, args)
-    finally:
-        stage.close()
 
 
 def _crash_all(stage: Stage, args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from common import ROOT  # noqa: F401 - the package beside this script
 from crash_trace import Stop
-from support.actor import Actor
+from support.actor import Actor, Work
 from support.stage import Stage, claims, let_go
 
 import safe_gpu
@@ -45,6 +45,11 @@ class Scene:
     def arrange(self, stage: Stage) -> None:
         """Before the victim starts, in the controller."""
 
+    def hold(self, stage: Stage, work: Work, *, other: bool = True) -> str:
+        """Have another process claim first; its token."""
+        self.helpers = [stage.start("the holder", work, other=other)]
+        return str(self.helpers[0].expect("holds")[2])
+
     def prepare(self, line: Connection) -> None:
         """Before the operation, in the victim; not traced."""
 
@@ -74,8 +79,7 @@ class Wait(Scene):
     needs_stops = True
 
     def arrange(self, stage: Stage) -> None:
-        self.helpers = [stage.start("the holder", claims(GPUS), other=True)]
-        self.helpers[0].expect("holds")
+        self.hold(stage, claims(GPUS))
 
     def operate(self) -> None:
         safe_gpu.claim_gpus(2, timeout=30, affinity=None, hold_for=60)
@@ -119,8 +123,7 @@ class Refused(Scene):
     """A claim that gets nothing: all GPUs are held, and it does not wait."""
 
     def arrange(self, stage: Stage) -> None:
-        self.helpers = [stage.start("the holder", claims(GPUS - 1), other=True)]
-        self.helpers[0].expect("holds")
+        self.hold(stage, claims(GPUS - 1))
 
     def operate(self) -> None:
         with suppress(safe_gpu.NotEnoughGpusError):
@@ -133,10 +136,10 @@ class Release(Scene):
     ends_claim = True
 
     def prepare(self, line: Connection) -> None:
-        self.owner = safe_gpu.claim_gpus(2, timeout=0, affinity=None, delegate=True)
+        super().operate()
 
     def operate(self) -> None:
-        self.owner.release_gpus()
+        safe_gpu.release_gpus()
 
 
 class Share(Scene):
@@ -145,23 +148,14 @@ class Share(Scene):
     shared = True
 
     def arrange(self, stage: Stage) -> None:
-        self.helpers = [stage.start("the other sharer", claims(GPUS, share="50%"), other=True)]
-        self.helpers[0].expect("holds")
+        self.hold(stage, claims(GPUS, share="50%"))
 
     def operate(self) -> None:
-        self.owner = safe_gpu.claim_gpus(2, timeout=0, affinity=None, share="50%", only=(0, 1))
+        safe_gpu.claim_gpus(2, timeout=0, affinity=None, share="50%", only=(0, 1))
 
 
-class ReleaseShare(Share):
+class ReleaseShare(Release, Share):
     """The release of such a share."""
-
-    ends_claim = True
-
-    def prepare(self, line: Connection) -> None:
-        Share.operate(self)
-
-    def operate(self) -> None:
-        self.owner.release_gpus()
 
 
 class ReleaseForked(Release):
@@ -188,8 +182,7 @@ class Nested(Scene):
     inside = 4
 
     def arrange(self, stage: Stage) -> None:
-        self.helpers = [stage.start("the outer claim", claims(self.inside, delegate=True))]
-        self.token = self.helpers[0].expect("holds")[2]
+        self.token = self.hold(stage, claims(self.inside, delegate=True), other=False)
 
     def prepare(self, line: Connection) -> None:
         os.environ["SAFE_GPU_SCOPE"] = self.token

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -75,16 +76,12 @@ class Arm:
         with tempfile.TemporaryFile("w+") as output:
             began = time.monotonic()
             process = subprocess.Popen(words, stdout=output if figure else sys.stderr)
-            while True:
-                try:
-                    code = process.wait(every)
-                    break
-                except subprocess.TimeoutExpired:
-                    pass
-                try:
+            while (code := process.poll()) is None:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(every)
+                    continue
+                with suppress(GPUAffinityError):  # it has ended meanwhile
                     self.look(safe_gpu.placement(process.pid))
-                except GPUAffinityError:
-                    pass  # it has ended meanwhile
             seconds = time.monotonic() - began
             output.seek(0)
             found = re.findall(figure, output.read()) if figure else [seconds]

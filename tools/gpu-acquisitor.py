@@ -36,6 +36,10 @@ PLACEHOLDERS: dict[str, Callable[[logging.Logger], Any]] = {
 }
 
 
+SLEEP = "delay between choosing the GPUs and using them, and duration of the work (default: %(default)s)"
+BACKEND = "the placeholder: of a framework, of the CUDA driver, or on a simulated host (default: %(default)s)"
+
+
 def work(backend: str, owner: safe_gpu.GPUOwner) -> list[Any]:
     """Put something on every claimed GPU. Frameworks number the claimed GPUs from 0."""
     numbers = range(len(owner.devices_taken))
@@ -65,65 +69,43 @@ def work(backend: str, owner: safe_gpu.GPUOwner) -> list[Any]:
     return []  # the placeholder's context is on the GPU already
 
 
-class Stopwatch(logging.Handler):
-    """Records when each step of the claim was first logged, by the first word of its message."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: dict[str, float] = {}
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.steps.setdefault(record.getMessage().split()[0], time.monotonic())
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--sleep",
-        type=float,
-        default=10.0,
-        metavar="SECONDS",
-        help="delay between choosing the GPUs and using them, and duration of the work (default: %(default)s)",
-    )
-    parser.add_argument("--id", default="1", help="name of this instance in the log (default: %(default)s)")
-    parser.add_argument("--nb-gpus", type=int, default=1, metavar="N", help="number of GPUs (default: %(default)s)")
-    parser.add_argument(
-        "--backend",
-        choices=[*PLACEHOLDERS, "simulated"],
-        default="pytorch",
-        help="the placeholder: of a framework, of the CUDA driver, or on a simulated host (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--explicit-owner-object", action="store_true", help="construct a GPUOwner instead of calling claim_gpus()"
-    )
+    add = parser.add_argument
+    add("--sleep", type=float, default=10.0, metavar="SECONDS", help=SLEEP)
+    add("--id", default="1", help="name of this instance in the log (default: %(default)s)")
+    add("--nb-gpus", type=int, default=1, metavar="N", help="number of GPUs (default: %(default)s)")
+    add("--backend", choices=[*PLACEHOLDERS, "simulated"], default="pytorch", help=BACKEND)
+    add("--explicit-owner-object", action="store_true", help="construct a GPUOwner instead of calling claim_gpus()")
     args = parser.parse_args()
 
     logging.basicConfig(format="%(name)s %(asctime)s [%(levelname)s] %(message)s")
     logger = logging.getLogger(f"GPUOwner{args.id}")
     logger.setLevel(logging.INFO)
-    stopwatch = Stopwatch()
-    logger.addHandler(stopwatch)
+    steps: dict[str, float] = {}  # the first word of each message -> when it came first
+
+    def note(record: logging.LogRecord) -> bool:
+        steps.setdefault(record.getMessage().split()[0], time.monotonic())
+        return True
+
+    logger.addFilter(note)
     if args.backend == "simulated" and not os.environ.get("SAFE_GPU_DRIVER", "").startswith("simulated:"):
         os.environ["SAFE_GPU_DRIVER"] = "simulated:dgx-a100"
 
-    placeholder = None  # the default of the driver, which a simulated host uses
-    if args.backend in PLACEHOLDERS:
-        placeholder = PLACEHOLDERS[args.backend](logger)
+    make = PLACEHOLDERS.get(args.backend)  # None: the default of the driver, which a simulated host uses
     claim = safe_gpu.GPUOwner if args.explicit_owner_object else safe_gpu.claim_gpus
     try:
-        owner = claim(args.nb_gpus, placeholder, logger, args.sleep)
+        owner = claim(args.nb_gpus, make and make(logger), logger, args.sleep)
     except SafeGpuError as err:
         logger.error("%s", err)
         return 1
-    chosen = stopwatch.steps["Set"]
     logger.info(
         "Allocated devices: %s (chosen and claimed in %.2f s; it took another %.1f s to put something on them, "
         "and no other claim had to wait for that)",
         owner.devices_taken,
-        chosen - stopwatch.steps["acquiring"],
-        time.monotonic() - chosen,
+        steps["Set"] - steps["acquiring"],
+        time.monotonic() - steps["Set"],
     )
-
     results = work(args.backend, owner)
     time.sleep(args.sleep)
     del results

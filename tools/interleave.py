@@ -21,6 +21,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import closing, suppress
 from functools import partial
 from multiprocessing import Pool
 from typing import Any, NamedTuple
@@ -126,18 +127,13 @@ class Search:
         signal.signal(signal.SIGTERM, lambda *about: sys.exit(1))  # and not before the host is cleared away
         self._began = time.monotonic()
         self._due = self._began + _REPORT_INTERVAL
-        self._host = Host(SCENES[self._name], self._broken)
-        try:
+        with closing(Host(SCENES[self._name], self._broken)) as self._host, suppress(_EnoughError):
             if self._sample is None and self._seconds == math.inf:
                 self._try_all()
             else:
                 first, misses = list(self._try(self._root)), 0
                 while misses < _MOST_MISSES:
                     misses = 0 if self._draw(first) else misses + 1
-        except _EnoughError:
-            pass
-        finally:
-            self._host.close()
         took = time.monotonic() - self._began
         text = f"{self._name:28} {self.schedules:6} schedules, {self._alike:6} like others, {self._void:4} void, "
         text += f"{took:5.0f} s, {took * 1000 / self.schedules:4.0f} ms each, {len(self.faults)} faults"
@@ -206,14 +202,12 @@ def parse(text: str) -> Schedule:
 
 def replay(scene: str, broken: str, schedule: Schedule) -> int:
     """Make one schedule, and print each step of it."""
-    host = Host(SCENES[scene], broken)
     try:
-        run = Run(host, schedule)
+        with closing(Host(SCENES[scene], broken)) as host:
+            run = Run(host, schedule)
     except VoidError as err:
         print(f"there is no such schedule: {err}", file=sys.stderr)
         return 2
-    finally:
-        host.close()
     number = 0
     for ran in run.made:
         print(f"-- {ran.move}")

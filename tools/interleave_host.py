@@ -1,4 +1,10 @@
-"""The host on which racers run, and one run of them: who goes on, for how long, and what they say."""
+"""The host on which racers run, and one run of them: who goes on, for how long, and what they say.
+
+When two schedules have come to the same state, they go on alike from there. The state of a racer is what it has done
+and has seen until now. What it sees besides the locks and names that it tries is the content of files, as others have
+left them, and what the driver says, which is what all hold. What a dead one has done does not count, but what is left
+of it. Times are left out, but for whose is next.
+"""
 
 import ctypes
 import math
@@ -8,12 +14,12 @@ import shutil
 import signal
 import tempfile
 from collections import Counter
+from collections.abc import Collection
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from interleave_racer import DEATHS, ENDLESS, FREES, GO, Racer, Task, names_of_tasks
+from interleave_racer import CONTENT, DEATHS, ENDLESS, FREES, GETS, GO, HELD, Racer, Task, names_of_tasks
 from interleave_scenes import Referee, Scene, everything, furnish, renew
-from interleave_states import World
 from support.actor import GONE, Actor, Failure
 from support.broken import break_build
 
@@ -71,7 +77,11 @@ class VoidError(Exception):
 
 
 class Host:
-    """A simulated host and its racers, who live from schedule to schedule unless they are struck."""
+    """A simulated host and its racers, who live from schedule to schedule unless they are struck.
+
+    Attributes:
+        worn: racers that cannot take part in another schedule: another process takes their part.
+    """
 
     def __init__(self, scene: Scene, broken: str = "") -> None:
         self.scene = scene
@@ -81,7 +91,7 @@ class Host:
         self.clock = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("d")
         self._tasks = {name: [Task(one, os.pipe()) for one in names_of_tasks(name)] for name in scene.plans}
         self._racers: dict[str, Actor] = {}
-        self._worn: set[str] = set()  # racers that cannot take part in another schedule
+        self.worn: set[str] = set()
         furnish(scene, self.base)
 
     def begin(self) -> list[Task]:
@@ -89,7 +99,7 @@ class Host:
         renew(self.scene, self.base)
         self.clock[0] = 0.0
         for name in self.scene.plans:
-            if name in self._worn:
+            if name in self.worn:
                 self._end(name)
             if name not in self._racers:
                 self._start(name)
@@ -110,19 +120,15 @@ class Host:
             end_with_parent(signal.SIGKILL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            self.scene.enter(name, self.base)
+            self.scene.visit(self.base, self.scene.plans[name].at)
             Racer(self._tasks[name], line, self.clock, self.base, self.scene).live(self.scene.plans[name].act, become)
 
         self._racers[name] = Actor(live, name=name, patience=_PATIENCE)
 
     def _end(self, name: str) -> None:
-        self._worn.discard(name)
+        self.worn.discard(name)
         if name in self._racers:
             self._racers.pop(name).end()
-
-    def wear(self, name: str) -> None:
-        """Let another process take the part of this racer in the next schedule."""
-        self._worn.add(name)
 
     def hear(self, name: str) -> tuple[str, float, str, list[Any]]:
         """Return what a racer says of itself.
@@ -142,7 +148,7 @@ class Host:
 
     def check(self) -> list[str]:
         """Return what is wrong when all are over."""
-        for name in self._worn & self._racers.keys():
+        for name in self.worn & self._racers.keys():
             self._end(name)
         return everything(self.scene, self.base)
 
@@ -161,6 +167,62 @@ class Host:
 def end_with_parent(number: int) -> None:
     """Have the kernel send this process a signal when the one that started it is gone."""
     ctypes.CDLL(None).prctl(_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+class World:
+    """All processes and files, as far as they matter to what comes next."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, int] = {}  # thread -> what it has done and seen
+        self._held: set[tuple[str, str]] = set()
+        self._files: dict[str, int] = {}
+        self._left: dict[str, list[str]] = {}  # of the dead: what is still to be closed
+
+    def step(self, task: str, racer: str, what: str) -> None:
+        """A thread makes a step."""
+        call, _, thing = what.removesuffix(HELD).partition(" ")
+        free = not what.endswith(HELD)
+        if call == "dying":
+            self._left[racer].pop(0)
+            call, thing = "close", thing.removeprefix("closes ")
+        seen: Any = frozenset(self._files.items())
+        if call == "connect":
+            seen = any(name == thing for name, _ in self._held)
+        elif call == "poll":
+            seen = seen, frozenset(one for one in self._held if one[0] == "context")
+        elif thing.endswith("host.lock") and not free:
+            seen = 0
+        self._seen[task] = hash((self._seen.get(task), what, seen))
+        if call in ("unlock", "close", "end"):
+            self._held.discard((thing, racer))
+        elif call in ("bind", "start") and free:
+            self._held.add((thing, racer))
+        elif call == "try" and free:
+            self._held.add((thing.partition(" ")[2], racer))
+        elif call in ("rename", "write"):
+            self._files[thing] = 0
+        elif call == "unlink":
+            self._files.pop(thing, None)
+
+    def hear(self, task: str, racer: str, what: str, about: Collection[Any]) -> None:
+        """A thread says something."""
+        if what == CONTENT:
+            self._files.update([about])  # type: ignore[list-item]
+        elif what == GETS:
+            self._held.add((*about, racer))  # type: ignore[arg-type]
+        elif what == "dies":
+            (self._left[racer],) = about
+            self._seen = {name: seen for name, seen in self._seen.items() if name[0].upper() != racer}
+        else:
+            self._seen[task] = hash((self._seen.get(task), what, repr(about)))
+            if what == "has":
+                self._files[f"scope-{racer}"] = 0
+
+    def state(self, *more: Any) -> int:
+        """Return what tells this state from others, with what else matters."""
+        living = {name: seen for name, seen in self._seen.items() if name[0].upper() not in self._left}
+        left = tuple(sorted((name, tuple(labels)) for name, labels in self._left.items()))
+        return hash((frozenset(living.items()), frozenset(self._files.items()), left, more))
 
 
 class Run:
@@ -227,7 +289,7 @@ class Run:
         for task in waiting:  # a thread may be left behind
             if task.name == task.racer:
                 raise Failure(f"{task.name} will wait for {task.on} for ever")
-            self._host.wear(task.racer)
+            self._host.worn.add(task.racer)
         return None
 
     def _choices(self) -> dict[str, bool]:
@@ -246,7 +308,7 @@ class Run:
         if move.task not in (before if move.kind == GO else alive):
             return False
         if move.kind != GO:
-            host.wear(move.task)
+            host.worn.add(move.task)
         elif not self._can(task):
             host.clock[0] = max(host.clock[0], task.deadline)
         waited = task.deadline if task.state == "waits" else None
@@ -302,7 +364,7 @@ class Run:
             self._world.hear(task.name, racer, one[0], one[1:])
             if one[0] == "thread":
                 self._tasks[one[1]].state = "at"
-                self._host.wear(racer)
+                self._host.worn.add(racer)
                 ready[one[1]] = made
             elif one[0] == FREES:
                 self._let_go(racer, made, ready)

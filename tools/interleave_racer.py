@@ -359,11 +359,10 @@ def _is_unnamed(label: str) -> bool:
 
 
 def _succeeds(call: Callable[..., Any], *arguments: Any) -> bool:
-    try:
+    with suppress(BlockingIOError):
         call(*arguments)
-    except BlockingIOError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _replace(racer: Racer) -> None:

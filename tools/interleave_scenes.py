@@ -6,6 +6,8 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from interleave_racer import Racer
@@ -66,7 +68,7 @@ def claims(
     def act(racer: Racer) -> None:
         os.environ["SAFE_GPU_LEGACY_LOCK"] = "auto" if older else "never"
         if inside:
-            os.environ["SAFE_GPU_SCOPE"] = _scope(racer.base, inside)
+            os.environ["SAFE_GPU_SCOPE"] = _scope_of(racer.base, inside)
         for _ in range(times):
             placeholder = None if context else safe_gpu.NoPlaceholder()
             try:
@@ -75,8 +77,7 @@ def claims(
                 racer.say("refused", type(err).__name__)
                 continue
             if options.get("delegate"):
-                with open(f"{racer.base}/scope-{racer.name}", "w") as file:
-                    file.write(os.environ["SAFE_GPU_SCOPE"])
+                Path(racer.base, f"scope-{racer.name}").write_text(os.environ["SAFE_GPU_SCOPE"])
             racer.say("has", [gpu.index for gpu in owner.gpus], owner.share)
             try:
                 if ends == "by exec":
@@ -95,13 +96,11 @@ def claims(
     return Plan(act, at, inside, after or inside)
 
 
-def _scope(base: str, racer: str) -> str:
+def _scope_of(base: str, racer: str) -> str:
     """Return what the claim of a racer passes on to its children; before it has claimed, what names no claim."""
-    try:
-        with open(f"{base}/scope-{racer}") as file:
-            return file.read()
-    except FileNotFoundError:
-        return "0" * 16
+    with suppress(FileNotFoundError):
+        return Path(base, f"scope-{racer}").read_text()
+    return "0" * 16
 
 
 def stranger(gpu: int, hold: float = 0.03) -> Plan:
@@ -144,8 +143,7 @@ def drains(gpu: int, hold: float = 0.03) -> Plan:
 
     def act(racer: Racer) -> None:
         path = os.path.join(os.environ["SAFE_GPU_DIR"], "closed")
-        with open(f"{path}.new", "w") as file:
-            file.write(f"{_HOST.devices[gpu].uuid} - - - a fan\n")
+        Path(f"{path}.new").write_text(f"{_HOST.devices[gpu].uuid} - - - a fan\n")
         racer.step(f"write {racer.label(path)}")
         os.rename(f"{path}.new", path)
         racer.say("drains", [gpu])
@@ -169,10 +167,12 @@ def unlinks() -> Plan:
     return Plan(act)
 
 
+@dataclass
 class Scene:
-    """Racers, named A, B, C in this order.
+    """Racers and what is expected of them.
 
-    Args:
+    Attributes:
+        plans: what each racer does, by its name.
         gpus: of the host.
         kill: the racers of which one is killed, at any step.
         deaths: how: keys of DEATHS.
@@ -185,43 +185,26 @@ class Scene:
         apart: whether nobody sees the doors of others, as where each has a network of its own.
     """
 
-    def __init__(
-        self,
-        *plans: Plan,
-        gpus: int = 1,
-        kill: str = "",
-        deaths: str = "!^",
-        interrupt: str = "",
-        served: int = 0,
-        in_turn: bool = False,
-        users: str = "",
-        limit: int = 0,
-        host_lock: bool = True,
-        apart: bool = False,
-    ) -> None:
-        self.plans = dict(zip("ABCDEF", plans, strict=False))
-        self.gpus = gpus
-        self.kill = kill
-        self.deaths = deaths
-        self.interrupt = interrupt
-        self.served = served
-        self.in_turn = in_turn
-        self.users = dict(zip(self.plans, users, strict=False))
-        self.limit = limit
-        self.host_lock, self.apart = host_lock, apart
-
-    @property
-    def preset(self) -> str:
-        return f"gpus-{self.gpus}"
-
-    def enter(self, name: str, base: str) -> None:
-        """In the process of a racer: have its environment."""
-        self.visit(base, self.plans[name].at)
+    plans: dict[str, Plan]
+    gpus: int = 1
+    kill: str = ""
+    deaths: str = "!^"
+    interrupt: str = ""
+    served: int = 0
+    in_turn: bool = False
+    users: str = ""
+    limit: int = 0
+    host_lock: bool = True
+    apart: bool = False
 
     def visit(self, base: str, number: int) -> None:
         """Let this process use the state directory of that number."""
         policy = {"SAFE_GPU_POLICY": f"{base}/etc/policy.ini"} if self.users else {}
-        simulate(self.preset, f"{base}/{number}", SAFE_GPU_SIMULATED_DIR=f"{base}/simulated", **policy)
+        simulate(f"gpus-{self.gpus}", f"{base}/{number}", SAFE_GPU_SIMULATED_DIR=f"{base}/simulated", **policy)
+
+    def user(self, name: str) -> str:
+        """The user of a racer."""
+        return self.users["ABCDEF".index(name)]
 
     def become(self, racer: Racer) -> None:
         """In the process of a racer, when its stand-ins are there: be its user."""
@@ -236,7 +219,7 @@ class Scene:
             return turn
 
         queue_place.turn_of_newcomer = said
-        os.setresuid(*[_FIRST_USER + ord(self.users[racer.name])] * 3)
+        os.setresuid(*[_FIRST_USER + ord(self.user(racer.name))] * 3)
 
     @property
     def closes(self) -> bool:
@@ -249,6 +232,11 @@ class Scene:
         return sorted({plan.at for plan in self.plans.values()})
 
 
+def _scene(*plans: Plan, **about: Any) -> Scene:
+    """Racers, named A, B, C in this order, and what else is so."""
+    return Scene(dict(zip("ABCDEF", plans, strict=False)), **about)
+
+
 _OUTER: dict[str, Any] = {"delegate": True}
 _INNER: dict[str, Any] = {"inside": "A"}
 _ANY = "!^%&"
@@ -258,51 +246,53 @@ _UNLOCKED: dict[str, Any] = {"host_lock": False, "apart": True}
 
 SCENES: dict[str, Scene] = {
     # Claim by claim
-    "claims": Scene(claims(), claims(), kill="A", served=1),
-    "claims-3": Scene(claims(), claims(), claims(), served=1),
-    "claims-2-of-2": Scene(claims(2), claims(2), gpus=2, kill="A", served=1),
-    "claims-delegating": Scene(claims(**_OUTER), claims(**_OUTER), kill="A", served=1),
-    "directories-2": Scene(claims(), claims(at=2), kill="A", served=1),
-    "directories-2-delegating": Scene(claims(**_OUTER), claims(at=2, **_OUTER), kill="A", served=1),
-    "directories-2-of-2": Scene(claims(2), claims(2, at=2), gpus=2, kill="A", served=1),
-    "directories-3": Scene(claims(), claims(at=2), claims(at=3), served=1),
+    "claims": _scene(claims(), claims(), kill="A", served=1),
+    "claims-3": _scene(claims(), claims(), claims(), served=1),
+    "claims-2-of-2": _scene(claims(2), claims(2), gpus=2, kill="A", served=1),
+    "claims-delegating": _scene(claims(**_OUTER), claims(**_OUTER), kill="A", served=1),
+    "directories-2": _scene(claims(), claims(at=2), kill="A", served=1),
+    "directories-2-delegating": _scene(claims(**_OUTER), claims(at=2, **_OUTER), kill="A", served=1),
+    "directories-2-of-2": _scene(claims(2), claims(2, at=2), gpus=2, kill="A", served=1),
+    "directories-3": _scene(claims(), claims(at=2), claims(at=3), served=1),
     # Shares: 60 and 30 of 80 GiB do not fit
-    "shares": Scene(claims(share=_BIG), claims(share=_SMALL), kill="A", served=1),
-    "shares-that-fit": Scene(claims(share=_SMALL), claims(share=_SMALL), kill="A", served=2),
-    "shares-3": Scene(claims(share=_BIG), claims(share=_SMALL), claims(share=_SMALL), kill="A", served=1),
-    "shares-whole": Scene(claims(share=_SMALL), claims(), kill="A", served=1),
-    "shares-whole-delegating": Scene(claims(share=_SMALL), claims(**_OUTER), kill="AB", served=1),
-    "shares-directories": Scene(claims(share=_SMALL), claims(share=_SMALL, at=2), kill="A", served=1),
-    "shares-directories-3": Scene(claims(share=_SMALL), claims(share=_SMALL, at=2), claims(at=3), kill="A", served=1),
-    "shares-whole-directories": Scene(claims(share=_SMALL), claims(at=2), kill="AB", served=1),
+    "shares": _scene(claims(share=_BIG), claims(share=_SMALL), kill="A", served=1),
+    "shares-that-fit": _scene(claims(share=_SMALL), claims(share=_SMALL), kill="A", served=2),
+    "shares-3": _scene(claims(share=_BIG), claims(share=_SMALL), claims(share=_SMALL), kill="A", served=1),
+    "shares-whole": _scene(claims(share=_SMALL), claims(), kill="A", served=1),
+    "shares-whole-delegating": _scene(claims(share=_SMALL), claims(**_OUTER), kill="AB", served=1),
+    "shares-directories": _scene(claims(share=_SMALL), claims(share=_SMALL, at=2), kill="A", served=1),
+    "shares-directories-3": _scene(claims(share=_SMALL), claims(share=_SMALL, at=2), claims(at=3), kill="A", served=1),
+    "shares-whole-directories": _scene(claims(share=_SMALL), claims(at=2), kill="AB", served=1),
     # Claims inside claims
-    "nested": Scene(claims(**_OUTER), claims(**_INNER), claims(), kill="A", deaths=_ANY),
-    "nested-directories": Scene(claims(**_OUTER), claims(**_INNER), claims(at=2), kill="A", deaths=_ANY),
-    "nested-both-delegate": Scene(claims(**_OUTER), claims(**_INNER), claims(at=2, **_OUTER), kill="A", deaths=_ANY),
-    "nested-inner-elsewhere": Scene(claims(**_OUTER), claims(at=2, **_INNER), claims(), kill="A", deaths=_ANY),
-    "nested-both-elsewhere": Scene(claims(**_OUTER), claims(at=2, **_INNER), claims(at=3), kill="A", deaths=_ANY),
-    "nested-two-inner": Scene(claims(**_OUTER), claims(**_INNER), claims(**_INNER), kill="A", deaths=_ANY),
-    "nested-inner-killed": Scene(claims(**_OUTER), claims(**_INNER), claims(at=2), kill="B", deaths=_ANY),
-    "nested-exec": Scene(claims(ends="by exec", **_OUTER), claims(**_INNER), claims(at=2), kill="A", deaths=_ANY),
-    "nested-share-beside": Scene(claims(**_OUTER), claims(**_INNER), claims(at=2, share=_BIG), kill="A", deaths=_ANY),
-    "nested-waits": Scene(
+    "nested": _scene(claims(**_OUTER), claims(**_INNER), claims(), kill="A", deaths=_ANY),
+    "nested-directories": _scene(claims(**_OUTER), claims(**_INNER), claims(at=2), kill="A", deaths=_ANY),
+    "nested-both-delegate": _scene(claims(**_OUTER), claims(**_INNER), claims(at=2, **_OUTER), kill="A", deaths=_ANY),
+    "nested-inner-elsewhere": _scene(claims(**_OUTER), claims(at=2, **_INNER), claims(), kill="A", deaths=_ANY),
+    "nested-both-elsewhere": _scene(claims(**_OUTER), claims(at=2, **_INNER), claims(at=3), kill="A", deaths=_ANY),
+    "nested-two-inner": _scene(claims(**_OUTER), claims(**_INNER), claims(**_INNER), kill="A", deaths=_ANY),
+    "nested-inner-killed": _scene(claims(**_OUTER), claims(**_INNER), claims(at=2), kill="B", deaths=_ANY),
+    "nested-exec": _scene(claims(ends="by exec", **_OUTER), claims(**_INNER), claims(at=2), kill="A", deaths=_ANY),
+    "nested-share-beside": _scene(claims(**_OUTER), claims(**_INNER), claims(at=2, share=_BIG), kill="A", deaths=_ANY),
+    "nested-waits": _scene(
         claims(**_OUTER), claims(**_INNER, **_PATIENT), claims(at=2, **_PATIENT), kill="A", deaths=_ANY
     ),
     # Commands that have taken the place of who claimed
-    "exec": Scene(claims(ends="by exec"), claims(), claims(at=2), kill="A", served=1),
-    "exec-share": Scene(claims(ends="by exec", share=_BIG), claims(share=_SMALL, at=2), kill="A", served=1),
+    "exec": _scene(claims(ends="by exec"), claims(), claims(at=2), kill="A", served=1),
+    "exec-share": _scene(claims(ends="by exec", share=_BIG), claims(share=_SMALL, at=2), kill="A", served=1),
     # The end of a claim, and who comes then
-    "release": Scene(claims(times=2), claims(times=2), served=1),
-    "release-directories": Scene(claims(times=2, **_OUTER), claims(at=2, times=2), served=1),
-    "release-shares": Scene(claims(times=2, share=_BIG), claims(times=2, share=_SMALL), served=1),
+    "release": _scene(claims(times=2), claims(times=2), served=1),
+    "release-directories": _scene(claims(times=2, **_OUTER), claims(at=2, times=2), served=1),
+    "release-shares": _scene(claims(times=2, share=_BIG), claims(times=2, share=_SMALL), served=1),
     # The queue
-    "queue": Scene(claims(), claims(**_PATIENT), claims(**_PATIENT), kill="AB", served=2, in_turn=True),
-    "queue-directories": Scene(claims(), claims(**_PATIENT), claims(at=2, **_PATIENT), kill="A", served=2),
-    "queue-shares": Scene(
+    "queue": _scene(claims(), claims(**_PATIENT), claims(**_PATIENT), kill="AB", served=2, in_turn=True),
+    "queue-directories": _scene(claims(), claims(**_PATIENT), claims(at=2, **_PATIENT), kill="A", served=2),
+    "queue-shares": _scene(
         claims(share=_BIG), claims(share=_BIG, **_PATIENT), claims(share=_SMALL, **_PATIENT), kill="A", served=2
     ),
-    "queue-large": Scene(claims(), claims(2, **_PATIENT), claims(**_PATIENT), gpus=2, kill="B", in_turn=True, served=2),
-    "queue-stranger": Scene(
+    "queue-large": _scene(
+        claims(), claims(2, **_PATIENT), claims(**_PATIENT), gpus=2, kill="B", in_turn=True, served=2
+    ),
+    "queue-stranger": _scene(
         stranger(1, 0.05),
         claims(only=0, hold=0.06),
         claims(2, **_PATIENT),
@@ -312,35 +302,37 @@ SCENES: dict[str, Scene] = {
         served=2,
     ),
     # A's user holds and waits: the turns are 1.5 of B, 3 of C and 2 of D
-    "queue-turns": Scene(
+    "queue-turns": _scene(
         claims(), *(claims(**_PATIENT, after=after) for after in ("A", "A", "A")), in_turn=True, served=4, users="aaab"
     ),
-    "queue-turns-killed": Scene(
+    "queue-turns-killed": _scene(
         claims(), *(claims(**_PATIENT, after="A") for _ in "BC"), kill="B", in_turn=True, users="aab"
     ),
-    "limits": Scene(claims(), claims(), claims(), gpus=2, users="aab", limit=1, kill="A", served=2),
-    "timeouts": Scene(claims(), claims(timeout=0.03), claims(timeout=0.05), in_turn=True),
-    "interrupt": Scene(claims(), claims(**_PATIENT), claims(**_PATIENT), interrupt="B", in_turn=True),
-    "interrupt-claim": Scene(claims(**_OUTER), claims(), interrupt="A"),
+    "limits": _scene(claims(), claims(), claims(), gpus=2, users="aab", limit=1, kill="A", served=2),
+    "timeouts": _scene(claims(), claims(timeout=0.03), claims(timeout=0.05), in_turn=True),
+    "interrupt": _scene(claims(), claims(**_PATIENT), claims(**_PATIENT), interrupt="B", in_turn=True),
+    "interrupt-claim": _scene(claims(**_OUTER), claims(), interrupt="A"),
     # Beside others
-    "contexts": Scene(claims(context=True), claims(context=True, at=2), stranger(0), kill="A"),
-    "older": Scene(claims(context=True, older=True, **_PATIENT), old_package(), kill="A"),
-    "older-directories": Scene(claims(context=True, older=True), claims(at=2, context=True, older=True), old_package()),
-    "drain": Scene(drains(0), claims(), claims(**_PATIENT, only=0), kill="B"),
+    "contexts": _scene(claims(context=True), claims(context=True, at=2), stranger(0), kill="A"),
+    "older": _scene(claims(context=True, older=True, **_PATIENT), old_package(), kill="A"),
+    "older-directories": _scene(
+        claims(context=True, older=True), claims(at=2, context=True, older=True), old_package()
+    ),
+    "drain": _scene(drains(0), claims(), claims(**_PATIENT, only=0), kill="B"),
     # Entries alone; and host.lock keeps the order, and no GPU
-    "apart": Scene(claims(), claims(), kill="A", apart=True, served=1),
-    "apart-shares": Scene(claims(share=_BIG), claims(share=_SMALL), kill="A", apart=True, served=1),
-    "apart-queue": Scene(claims(), claims(**_PATIENT), claims(**_PATIENT), kill="AB", apart=True, in_turn=True),
-    "unlinked": Scene(unlinks(), claims(), claims(), kill="B", apart=True),
-    "unlinked-queue": Scene(unlinks(), claims(), claims(**_PATIENT), kill="B", apart=True),
-    "unlocked": Scene(claims(), claims(), kill="A", **_UNLOCKED),
-    "unlocked-3": Scene(claims(), claims(), claims(), **_UNLOCKED),
-    "unlocked-again": Scene(claims(times=2), claims(), claims(), kill="A", **_UNLOCKED),
-    "unlocked-dead": Scene(claims(), claims(), claims(times=2), kill="A", **_UNLOCKED),
-    "unlocked-waits": Scene(claims(times=2), claims(**_PATIENT), kill="A", **_UNLOCKED),
-    "unlocked-shares": Scene(claims(share=_BIG), claims(share=_SMALL), claims(), kill="A", **_UNLOCKED),
-    "unlocked-drain": Scene(drains(0), claims(), kill="B", **_UNLOCKED),
-    "unlocked-nested": Scene(
+    "apart": _scene(claims(), claims(), kill="A", apart=True, served=1),
+    "apart-shares": _scene(claims(share=_BIG), claims(share=_SMALL), kill="A", apart=True, served=1),
+    "apart-queue": _scene(claims(), claims(**_PATIENT), claims(**_PATIENT), kill="AB", apart=True, in_turn=True),
+    "unlinked": _scene(unlinks(), claims(), claims(), kill="B", apart=True),
+    "unlinked-queue": _scene(unlinks(), claims(), claims(**_PATIENT), kill="B", apart=True),
+    "unlocked": _scene(claims(), claims(), kill="A", **_UNLOCKED),
+    "unlocked-3": _scene(claims(), claims(), claims(), **_UNLOCKED),
+    "unlocked-again": _scene(claims(times=2), claims(), claims(), kill="A", **_UNLOCKED),
+    "unlocked-dead": _scene(claims(), claims(), claims(times=2), kill="A", **_UNLOCKED),
+    "unlocked-waits": _scene(claims(times=2), claims(**_PATIENT), kill="A", **_UNLOCKED),
+    "unlocked-shares": _scene(claims(share=_BIG), claims(share=_SMALL), claims(), kill="A", **_UNLOCKED),
+    "unlocked-drain": _scene(drains(0), claims(), kill="B", **_UNLOCKED),
+    "unlocked-nested": _scene(
         claims(**_OUTER), claims(**_INNER), claims(**_INNER), claims(), kill="A", deaths=_ANY, host_lock=False
     ),
 }
@@ -434,8 +426,8 @@ class Referee:
                     )
         self._has[who] = gpus, share
         if limit := self._scene.limit:
-            users = self._scene.users
-            if sum(len(held) for one, (held, _) in self._has.items() if users[one] == users[who]) > limit:
+            user = self._scene.user
+            if sum(len(held) for one, (held, _) in self._has.items() if user(one) == user(who)) > limit:
                 self.faults.append(f"{who} has GPU {gpus} beyond the limit of its user")
         for gpu in gpus:
             if gpu in self._drained and who not in self._drained[gpu]:
@@ -471,12 +463,10 @@ def furnish(scene: Scene, base: str) -> None:
     os.chmod(legacy.LOCK_FILE, 0o666)
     if scene.users:
         os.mkdir(f"{base}/etc")
-        with open(f"{base}/etc/policy.ini", "w") as file:
-            file.write("[host]\norder = fair\n")
-            if scene.limit:
-                file.write(f"[default]\nmax_gpus = {scene.limit}\n")
+        limit = f"[default]\nmax_gpus = {scene.limit}\n" if scene.limit else ""
+        Path(base, "etc", "policy.ini").write_text(f"[host]\norder = fair\n{limit}")
     everything(scene, base)
-    driver = SimulatedDriver(scene.preset)
+    driver = SimulatedDriver(f"gpus-{scene.gpus}")
     with driver.occupy(driver.idle.gpus[0].uuid):
         pass  # the driver's own directories
 
@@ -487,9 +477,8 @@ def renew(scene: Scene, base: str) -> None:
         for part in PARTS:
             for entry in os.scandir(f"{base}/{number}/{part}"):
                 os.unlink(entry.path)
-        with suppress(FileNotFoundError):
-            os.unlink(f"{base}/{number}/closed")
-    for entry in (*os.scandir(f"{base}/simulated/{scene.preset}"), *os.scandir(base)):
+        Path(base, str(number), "closed").unlink(missing_ok=True)
+    for entry in (*os.scandir(f"{base}/simulated/gpus-{scene.gpus}"), *os.scandir(base)):
         if not entry.is_dir():
             os.unlink(entry.path)
 
@@ -498,8 +487,7 @@ def everything(scene: Scene, base: str) -> list[str]:
     """Claim all GPUs in each state directory, one after the other. Returns what is wrong."""
     found = []
     for number in scene.directories:
-        with suppress(FileNotFoundError):
-            os.unlink(f"{base}/{number}/closed")
+        Path(base, str(number), "closed").unlink(missing_ok=True)
         scene.visit(base, number)
         try:
             safe_gpu.GPUOwner(scene.gpus, safe_gpu.NoPlaceholder(), timeout=0, affinity=None).release_gpus()

@@ -1,4 +1,4 @@
-"""The manual page safe-gpu(1), made from the parsers of the command, and the build hook that puts it into wheels.
+"""The manual page safe-gpu(1), made from the parsers of the command, and what a build makes of it and of the README.
 
 ``python tools/man_page.py`` prints the page. It needs the sources only, none of the packages that they depend on.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
 PAGE = "share/man/man1/safe-gpu.1"
 DATE = "2026-11-23"  # of the release: the day of the build would make each build another file
 
@@ -52,6 +53,31 @@ def get_build_hook() -> Any:
             self._directory.cleanup()
 
     return ManPage
+
+
+def get_metadata_hook() -> Any:
+    """Return the hook's class; hatchling finds this function by its name."""
+    from hatchling.metadata.plugin.interface import MetadataHookInterface
+
+    class IndexPage(MetadataHookInterface):
+        """Sets the long description of the package."""
+
+        def update(self, metadata: dict[str, Any]) -> None:
+            metadata["readme"] = {"content-type": "text/markdown", "text": index_page(README.read_text())}
+
+    return IndexPage
+
+
+def index_page(text: str) -> str:
+    """Return a page in Markdown as the package index shows it, where links to pages of the checkout lead nowhere.
+
+    It has no pictures, and paths in place of links that are not of the web.
+
+    >>> index_page("![a picture](status.svg) [Tests](tests/README.md#screens), [Slurm](https://slurm.schedmd.com)")
+    ' Tests (`tests/README.md`), [Slurm](https://slurm.schedmd.com)'
+    """
+    text = re.sub(r"!\[[^]]*\]\((?!https:)[^)]*\)", "", text)
+    return re.sub(r"\[([^]]*)\]\((?!https:)([^)#]+)[^)]*\)", r"\1 (`\2`)", text)
 
 
 def page() -> str:

@@ -161,16 +161,14 @@ class Soak:
         self.counts["cleaned"] += 1
         state = self.ground.state
         what = self.rng.random()
-        if what < 0.05:
-            with suppress(OSError):
+        with suppress(OSError, IndexError):
+            if what < 0.05:
                 os.rename(state, f"{self.ground.root}/moved-{self.counts['cleaned']}")
-        elif what < 0.15:
-            shutil.rmtree(state, ignore_errors=True)
-        else:
-            files = [os.path.join(place, name) for place, _, names in os.walk(state) for name in names]
-            if files:
-                with suppress(OSError):
-                    os.unlink(self.rng.choice(files))
+            elif what < 0.15:
+                shutil.rmtree(state, ignore_errors=True)
+            else:
+                files = [os.path.join(place, name) for place, _, names in os.walk(state) for name in names]
+                os.unlink(self.rng.choice(files))
 
     # ---- What the processes tell ----
 

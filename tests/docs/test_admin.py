@@ -84,7 +84,7 @@ def test_the_page_on_a_host_of_its_own(tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(ROOT / "safe_gpu", source / "safe_gpu", ignore=shutil.ignore_patterns("__pycache__"))
     (source / "tools").mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "tools/index_page.py", "tools/man_page.py"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "tools/man_page.py"):
         shutil.copy(ROOT / name, source / name)
     (source / "safe_gpu" / "page.sh").write_text(script + "".join(steps))
     (tmp_path / "copy").mkdir()

@@ -189,7 +189,7 @@ def test_the_page_shows_how_a_claim_flows() -> None:
 
 
 def test_on_the_package_index_the_first_page_has_no_link_that_leads_nowhere() -> None:
-    script = ROOT / "tools" / "index_page.py"
+    script = ROOT / "tools" / "man_page.py"
     if not script.exists():
         pytest.skip("this is not a checkout: there is no tools/ here")
     text = runpy.run_path(str(script))["index_page"]((ROOT / "README.md").read_text())

@@ -78,11 +78,9 @@ def with_classics(document: dict[str, Any], *changes: dict[str, Any]) -> Any:
 
 def read(data: bytes) -> Entry | None:
     """What an entry says; None for nonsense, which counts for nothing."""
-    with bounded():
-        try:
-            return Entry.read("7.00000000000000aa", 1000, (1, 2), data[: 1 << 16])
-        except (ValueError, TypeError, OverflowError, RecursionError):
-            return None
+    with bounded(), contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
+        return Entry.read("7.00000000000000aa", 1000, (1, 2), data[: 1 << 16])
+    return None
 
 
 def assert_entry(entry: Entry) -> None:

@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
+from support.actor import become
 from support.broken import BROKEN, break_build
 from support.stage import Mark, Referee, import_everything, simulate
 
@@ -64,10 +64,9 @@ class PackageClaim:
 class ClientClaim:
     """A claim of the client in C, which is told to end, or killed."""
 
-    inside = False
-
-    def __init__(self, process: "subprocess.Popen[str]", uuids: Sequence[str]) -> None:
-        self.process, self.gpus = process, tuple(uuids)
+    def __init__(self, process: "subprocess.Popen[str]", said: str) -> None:
+        uuids, _, scope = said.strip().partition(" ")
+        self.process, self.gpus, self.inside = process, tuple(filter(None, uuids.split(","))), bool(scope)
 
     def release(self) -> None:
         if random.random() < 0.2:
@@ -103,18 +102,12 @@ class Race:
                 return None
         named, preset = ("-g", ",".join(self.gpus)), ("-p", self.options.preset)
         words = [client, "-n", number, *named, "-m", self.capacity, "-s", share or 0, "-t", patience, *preset]
-        process = subprocess.Popen(
-            [*map(str, words), "sh", "-c", "echo $CUDA_VISIBLE_DEVICES $SAFE_GPU_SCOPE; read line"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        command = [*map(str, words), "sh", "-c", "echo $CUDA_VISIBLE_DEVICES $SAFE_GPU_SCOPE; read line"]
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        process = subprocess.Popen(command, text=True, **streams)
         assert process.stdout is not None
-        uuids, _, scope = process.stdout.readline().strip().partition(" ")
-        if uuids:
-            found = ClientClaim(process, uuids.split(","))
-            found.inside = bool(scope)
+        found = ClientClaim(process, process.stdout.readline())
+        if found.gpus:
             return found
         _, errors = process.communicate()
         if process.returncode != 75:
@@ -214,8 +207,7 @@ class Race:
 
     def disturb(self) -> None:
         """Lock and read what others made, as another user."""
-        os.setresgid(NEIGHBOUR, NEIGHBOUR, NEIGHBOUR)
-        os.setresuid(NEIGHBOUR, NEIGHBOUR, NEIGHBOUR)
+        become(NEIGHBOUR)
         kept: list[int] = []
         claims = self.directory / "state" / "claims"
         while True:
@@ -265,9 +257,7 @@ class Race:
                 if options.networks and name.startswith("worker") and ctypes.CDLL(None).unshare(0x40000000):
                     raise OSError("cannot make a network namespace")
                 if options.users and name.startswith("worker"):
-                    uid = USERS[int(name[-1]) % 2]
-                    os.setresgid(uid, uid, uid)
-                    os.setresuid(uid, uid, uid)
+                    become(USERS[int(name[-1]) % 2])
                 if options.hip:
                     ctypes.CDLL(options.hip)
                 random.seed(os.urandom(8))
@@ -311,7 +301,7 @@ class Race:
         return self.referee.events()
 
 
-def options_of(arguments: list[str]) -> argparse.Namespace:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--processes", type=int, default=8)
@@ -330,11 +320,7 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--users", action="store_true", help="of two users; needs root")
     parser.add_argument("--client", default="", help="path of the client in C, which every second process uses")
     parser.add_argument("--until-found", action="store_true", help="end with the first fault")
-    return parser.parse_args(arguments)
-
-
-def main() -> int:
-    options = options_of(sys.argv[1:])
+    options = parser.parse_args()
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     logging.getLogger("safe_gpu").addHandler(logging.NullHandler())
     with tempfile.TemporaryDirectory(prefix="race-") as directory:

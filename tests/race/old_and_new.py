@@ -13,10 +13,10 @@ from pathlib import Path
 
 sys.path.extend([str(Path(__file__).parents[2]), str(Path(__file__).parents[1])])
 
+from support.batch import wait_for
 from support.processes import Child
 
-ROOT = os.environ["FAKE_GPU_DIR"]
-MARKERS = os.path.join(ROOT, "markers")
+MARKERS = Path(os.environ["FAKE_GPU_DIR"], "markers")
 
 COMMON = """
 import logging, os
@@ -32,9 +32,7 @@ def mark():
 def finish():
     mark(); say("holds", *mine()); listen(); os._exit(0)
 """
-OLD = (
-    COMMON
-    + """
+OLD = """
 older = os.environ["OLDER"]
 sys.path.insert(0, older)
 from safe_gpu import safe_gpu
@@ -49,10 +47,7 @@ def context(device_no):
 safe_gpu.claim_gpus(int(os.environ["NB_GPUS"]), context, logger)
 finish()
 """
-)
-NEW = (
-    COMMON
-    + """
+NEW = """
 import safe_gpu
 assert safe_gpu.__version__ >= "3"
 class Context(safe_gpu.CudaPlaceholder):
@@ -61,14 +56,13 @@ class Context(safe_gpu.CudaPlaceholder):
 safe_gpu.claim_gpus(int(os.environ["NB_GPUS"]), Context(), logger, timeout=100, affinity=None)
 finish()
 """
-)
 
 
 class Process(Child):
     """A claim by one of the two packages."""
 
     def __init__(self, code: str, nb_gpus: int = 1) -> None:
-        super().__init__(code, env={"OLDER": sys.argv[2], "NB_GPUS": str(nb_gpus)})
+        super().__init__(COMMON + code, env={"OLDER": sys.argv[2], "NB_GPUS": str(nb_gpus)})
         self.gpus: list[str] = []
 
     def until(self, *words: str) -> list[str]:
@@ -87,24 +81,22 @@ class Process(Child):
     def hold(self) -> None:
         self.gpus = self.until("holds")[1:]
 
+    def has_the_lock_open(self) -> bool:
+        found = []
+        for descriptor in Path(f"/proc/{self.pid}/fd").iterdir():
+            with suppress(FileNotFoundError):
+                found.append(os.readlink(descriptor))
+        return "gpu-lock-magic" in " ".join(found)
+
     def waits_for_a_posix_lock(self) -> bool:
         with open("/proc/locks") as file:
             return any("->" in line and "POSIX" in line and f" {self.pid} " in line for line in file)
 
 
-def until(condition) -> None:
-    import time
-
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "the condition never came true"
-        time.sleep(0.01)
-
-
 def check_apart(processes: list[Process]) -> None:
     held = [uuid for process in processes for uuid in process.gpus]
     assert len(held) == len(set(held)), held
-    assert sorted(os.listdir(MARKERS)) == sorted(held)
+    assert {marker.name for marker in MARKERS.iterdir()} == set(held)
 
 
 def side_by_side() -> None:
@@ -118,7 +110,7 @@ def side_by_side() -> None:
         process.until("placing")  # none of them has been told to go on, and yet all of them come here
     late = Process(OLD)
     late.until("log", "acquiring", "lock")
-    until(late.waits_for_a_posix_lock)
+    wait_for(late.waits_for_a_posix_lock, "wait for the lock")
     for process in ours:
         process.place()
     for process in ours:
@@ -137,7 +129,7 @@ def kept_out() -> None:
     for process in ours:
         process.until("log", "lock", "released")  # it has a lease, of a GPU that the old one has chosen already
     for process in ours:
-        until(lambda process=process: "gpu-lock-magic" in " ".join(open_files(process)))
+        wait_for(process.has_the_lock_open, "look at the lock")
     for _ in range(3):
         old.place()
     for process in ours:
@@ -147,15 +139,6 @@ def kept_out() -> None:
     for process in ours:
         process.hold()
     check_apart([old, *ours])
-
-
-def open_files(process: Process) -> list[str]:
-    directory = f"/proc/{process.pid}/fd"
-    found = []
-    for name in os.listdir(directory):
-        with suppress(FileNotFoundError):
-            found.append(os.readlink(f"{directory}/{name}"))
-    return found
 
 
 def rush() -> None:
@@ -169,10 +152,10 @@ def rush() -> None:
         check_apart(processes)
         for process in processes:
             process.kill()
-        for name in os.listdir(MARKERS):
-            os.unlink(os.path.join(MARKERS, name))
+        for marker in MARKERS.iterdir():
+            marker.unlink()
 
 
-os.mkdir(MARKERS)
+MARKERS.mkdir()
 {"side_by_side": side_by_side, "kept_out": kept_out, "rush": rush}[sys.argv[1]]()
 print("as it should be")

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,9 @@ def older_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the older package in it."""
     target = tmp_path_factory.mktemp("older")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+    command = [*pip, "--retries=1", "--timeout=10", f"--target={target}", "safe-gpu==2.0.0"]
     try:
-        done = subprocess.run(
-            [*pip, "--retries=1", "--timeout=10", f"--target={target}", "safe-gpu==2.0.0"],
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     except subprocess.TimeoutExpired:
         unavailable("needs safe-gpu 2.0.0, which could not be installed in 100 s")
     if done.returncode:
@@ -72,9 +69,7 @@ def test_old_and_new_claims(scenario: str, older_package: Path, private_lock: li
     try:
         said, _ = running.communicate(timeout=100)
     finally:
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(running.pid, signal.SIGKILL)  # whoever still holds a GPU
-        except ProcessLookupError:
-            pass
     assert running.returncode == 0, said
     assert said.endswith("as it should be\n")

@@ -24,15 +24,14 @@ from soak import Waiter, broken_promises  # noqa: E402
 from soak_host import Ground, Policy, allowed, may_refuse  # noqa: E402
 
 Moments = tuple[float, float, float]
-HOLDER, LARGE, SECOND, SMALL = 1, 2, 3, 4
-WORDS = {HOLDER: 2.0, LARGE: 1.0, SECOND: 1.0, SMALL: 4.0}
+NUMBERS = {"holder": 1, "large": 2, "second": 3, "small": 4}
+WORDS = {1: 2.0, 2: 1.0, 3: 1.0, 4: 4.0}
 
 
 def story(**moments: Moments) -> list[dict[str, Any]]:
     """Events of processes that begin, hold and release at these seconds; ``inf`` is never."""
-    numbers = {"holder": HOLDER, "large": LARGE, "second": SECOND, "small": SMALL}
     return [
-        {"number": numbers[name], "event": event, "at": at}
+        {"number": NUMBERS[name], "event": event, "at": at}
         for name, three in moments.items()
         for event, at in zip(("begins", "holds", "released"), three, strict=True)
         if at < math.inf
@@ -51,7 +50,7 @@ def story(**moments: Moments) -> list[dict[str, Any]]:
 )
 def test_who_is_to_blame_for_a_late_start(holder: Moments, large: Moments, small: Moments, to_blame: bool) -> None:
     told = story(holder=holder, large=large, second=(0.25, 6.0, 6.1), small=small)
-    found = broken_promises([Waiter(LARGE, 2.0)], WORDS, told)
+    found = broken_promises([Waiter(2, 2.0)], WORDS, told)
     assert bool(found) == to_blame
     for violation in found:
         assert violation["let through"] == ["4, who said 4.0 s"]
@@ -59,17 +58,20 @@ def test_who_is_to_blame_for_a_late_start(holder: Moments, large: Moments, small
 
 def test_nobody_is_blamed_for_as_much_as_the_waiter_ahead_was_late() -> None:
     told = story(holder=(0, 0.1, 1.8), large=(0.2, 3.6, 3.7), second=(0.25, 4.6, 4.7), small=(0.5, 3.5, 4.6))
-    waiters = [Waiter(LARGE, 2.0), Waiter(SECOND, 3.0)]
-    assert [violation["number"] for violation in broken_promises(waiters, WORDS, told)] == [LARGE]
+    waiters = [Waiter(2, 2.0), Waiter(3, 3.0)]
+    assert [violation["number"] for violation in broken_promises(waiters, WORDS, told)] == [2]
 
 
-@pytest.mark.parametrize(
-    ("uid", "nb_gpus", "hold_for", "expected"),
-    [(7, 3, None, True), (7, 2, None, False), (8, 3, None, False), (7, 2, 2.0, True), (7, 2, 1.0, False)],
-)
-def test_what_a_policy_may_refuse(tmp_path, uid: int, nb_gpus: int, hold_for: float | None, expected: bool) -> None:
+def test_what_a_policy_may_refuse(tmp_path: Path) -> None:
     Policy(str(tmp_path)).set({7: 2}, {"max_hold": "1s"})
-    assert may_refuse(str(tmp_path), uid, nb_gpus, hold_for) == expected
+    for uid, nb_gpus, hold_for, expected in (
+        (7, 3, None, True),
+        (7, 2, None, False),
+        (8, 3, None, False),
+        (7, 2, 2.0, True),
+        (7, 2, 1.0, False),
+    ):
+        assert may_refuse(str(tmp_path), uid, nb_gpus, hold_for) == expected
 
 
 def test_every_policy_of_a_soak_can_be_read(tmp_path: Path) -> None:
@@ -80,10 +82,9 @@ def test_every_policy_of_a_soak_can_be_read(tmp_path: Path) -> None:
         policy.change(rng, (7, 8))
         text = (tmp_path / "policy.ini").read_text()
         rules = package.parse(text, "policy.ini")
-        most = {uid: package.resolve(rules, (str(uid),), lambda _: False, is_root=False).max_gpus for uid in (7, 8)}
-        assert {uid: math.inf if number is None else number for uid, number in most.items()} == {
-            uid: allowed(str(tmp_path), uid) for uid in (7, 8)
-        }
+        for uid in (7, 8):
+            number = package.resolve(rules, (str(uid),), lambda _: False, is_root=False).max_gpus
+            assert allowed(str(tmp_path), uid) == (math.inf if number is None else number)
 
 
 @pytest.fixture
@@ -122,19 +123,16 @@ def test_a_stranger_that_comes_while_the_referee_looks_is_none(ground: Ground, m
 WHOLE, HALF, INSIDE = (None, False), (40, False), (None, True)
 
 
-@pytest.mark.parametrize(
-    ("parts", "wrong"),
-    [
+def test_who_may_have_a_gpu_together() -> None:
+    for parts, wrong in (
         ([WHOLE, INSIDE], ""),
         ([HALF, HALF], ""),
         ([WHOLE, WHOLE], "booked twice"),
         ([WHOLE, INSIDE, INSIDE], "booked twice inside one claim"),
         ([HALF, WHOLE], "a share beside a whole claim"),
         ([HALF, HALF, HALF], "more promised than there is"),
-    ],
-)
-def test_who_may_have_a_gpu_together(parts: list[tuple[int | None, bool]], wrong: str) -> None:
-    assert booked_twice(parts, 80) == wrong
+    ):
+        assert booked_twice(parts, 80) == wrong
 
 
 def test_a_mark_counts_as_long_as_its_process_lives(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
-"""tools/interleave.py finds what was broken on purpose, and a schedule that it prints shows the same again."""
+"""The tools that try points and orders: a sample of all crash points, and schedules that show a fault again."""
 
+import os
+import random
 import re
 import shlex
 import subprocess
@@ -7,17 +9,37 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.real import REQUIRED
 
-TOOL = Path(__file__).parents[2] / "tools" / "interleave.py"
+TOOLS = Path(__file__).parents[2] / "tools"
 
 pytestmark = [
-    pytest.mark.skipif(not TOOL.exists(), reason="this is not a checkout: there is no tools/ here"),
-    pytest.mark.timeout(300),
+    pytest.mark.skipif(not TOOLS.exists(), reason="this is not a checkout: there is no tools/ here"),
+    pytest.mark.timeout(900),
 ]
 
 
+def run(tool: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(TOOLS / tool), *words], capture_output=True, text=True)
+
+
 def interleave(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(TOOL), "--jobs", "1", *words], capture_output=True, text=True)
+    return run("interleave.py", "--jobs", "1", *words)
+
+
+def test_some_crash_points() -> None:
+    """Processes that are killed or interrupted at a system call leave nothing in anybody's way.
+
+    CRASH_SEED and CRASH_SAMPLE choose other points, and more.
+    """
+    seed = os.environ.get("CRASH_SEED") or str(random.SystemRandom().randrange(10**6))
+    sample = os.environ.get("CRASH_SAMPLE", "50" if REQUIRED else "20")
+    done = run("crash_points.py", "--sample", sample, "--seed", seed)
+    if done.returncode == 77:
+        pytest.skip(done.stdout.strip())
+    assert done.returncode == 0, f"seed {seed}\n{done.stdout}{done.stderr}"
+    assert f"seed {seed}" in done.stdout
+    assert ", 0 with violations" in done.stdout
 
 
 def test_the_schedule_of_a_fault_shows_it_again() -> None:

@@ -1,13 +1,50 @@
-"""Two users with different umasks claim in one state directory, which either of them may have made."""
+"""Claims race without a double, also of two users with different umasks, either of whom may come first."""
 
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from support.actor import GONE
+from support.hip_host import HipHost
+from support.real import REQUIRED
 from support.stage import Stage, claims, import_everything, let_go
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as other users")
+RACE = Path(__file__).parent / "entry_race.py"
+SECONDS = "6" if REQUIRED else "2"
+ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for other users and network namespaces")
+WAYS = [
+    "--host-lock on --shares --inside",
+    "--host-lock off --shares --orphans",
+    "--host-lock off --shares --inside --directories",
+    pytest.param("--host-lock unlinked --shares --inside --networks --users", marks=ROOT),
+    "--processes 64 --gpus 8 --work",
+    "--preset mi250x --work",
+    "--preset mi300x-cpx --work --shares",
+]
+
+
+def nobody_collides(*words: str) -> None:
+    command = [sys.executable, str(RACE), "--seconds", SECONDS, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "'claimed'" in done.stdout
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nobody_collides(way: str) -> None:
+    nobody_collides(*way.split())
+
+
+def test_nobody_collides_on_a_host_of_hip(tmp_path: Path, build_library: Callable[..., Path]) -> None:
+    """HIP chooses by the variables, once in a process, and the kernel shows its use."""
+    host = HipHost(tmp_path, build_library("hip.c", "libamdhip64.so"))
+    nobody_collides("--hip", str(host.library), "--root", str(host.root), "--work")
+
+
+# Two users
 
 
 @pytest.fixture
@@ -18,6 +55,7 @@ def stage() -> Iterator[Stage]:
     stage.close()
 
 
+@ROOT
 @pytest.mark.parametrize("umasks", [(0o077, 0o022), (0o022, 0o077)], ids=["strict first", "open first"])
 def test_they_share_a_state_directory(stage: Stage, umasks: tuple[int, int]) -> None:
     """One makes everything; the other one claims, waits, and outlives it."""
@@ -40,6 +78,7 @@ def test_they_share_a_state_directory(stage: Stage, umasks: tuple[int, int]) -> 
         one.end()
 
 
+@ROOT
 def test_they_come_first_at_once(stage: Stage) -> None:
     """Neither finds the state directory, so both make it."""
     for number in range(5):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from support.actor import GONE
-from support.hip_host import HipHost
 from support.real import REQUIRED
 from support.stage import Stage, claims, import_everything, let_go
+from support.vendor_hosts import HipHost
 
 RACE = Path(__file__).parent / "entry_race.py"
 SECONDS = "6" if REQUIRED else "2"

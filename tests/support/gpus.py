@@ -92,7 +92,7 @@ class FakeGpus:
         self._monkeypatch = monkeypatch
         self._flags: tuple[str, ...] = ()
         self._root: Path | None = None
-        if any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))):
+        if os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg"):
             self.devices()  # this machine's own are not those of the fakes
         (directory / "procs").mkdir()
         self.set(8)
@@ -134,18 +134,17 @@ class FakeGpus:
 
     def set(self, count: int, **values: object) -> None:
         """Have ``count`` equal GPUs, idle, with these values of keys."""
-        self.write(*({**self._default_gpu(i), **_strings(values)} for i in range(count)))
+        self.write(*[values] * count)
 
     def write(self, *gpus: Mapping[str, object]) -> None:
         """Have these GPUs, each given by key and value; what is not given is as in :meth:`set`."""
-        self.gpus = [{**self._default_gpu(i), **_strings(gpu)} for i, gpu in enumerate(gpus)]
+        given = ({key: str(value).replace(" ", "_") for key, value in gpu.items()} for gpu in gpus)
+        self.gpus = [{**self._default_gpu(number), **gpu} for number, gpu in enumerate(given)]
         self._replace("gpus", "".join(" ".join(f"{k}={v}" for k, v in gpu.items()) + "\n" for gpu in self.gpus))
 
     def change(self, number: int, **values: object) -> None:
         """Change keys of one GPU."""
-        gpus = list(self.gpus)
-        gpus[number] = {**gpus[number], **_strings(values)}
-        self.write(*gpus)
+        self.write(*self.gpus[:number], {**self.gpus[number], **values}, *self.gpus[number + 1 :])
 
     def options(self, **values: object) -> None:
         """Set the options of the fake libraries, all of them anew."""
@@ -167,7 +166,7 @@ class FakeGpus:
         self, uuid: str, pid: int, memory: int | None = 1 << 30, *, kind: str = "", static: bool = False
     ) -> Path:
         """Put a process on a GPU or MIG instance; ``static`` for a pid that does not run here. Unlink to end it."""
-        name = f"{pid}{'.static' if static else ''}{f'.{kind}' if kind else ''}"
+        name = ".".join(filter(None, (str(pid), "static" if static else "", kind)))
         (self.directory / "procs" / uuid).mkdir(exist_ok=True)
         return self._replace(f"procs/{uuid}/{name}", "" if memory is None else str(memory))
 
@@ -218,10 +217,6 @@ class FakeGpus:
         fresh.write_text(text)
         fresh.replace(path)
         return path
-
-
-def _strings(values: Mapping[str, object]) -> dict[str, str]:
-    return {key: str(value).replace(" ", "_") for key, value in values.items()}
 
 
 @pytest.fixture

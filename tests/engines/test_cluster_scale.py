@@ -74,7 +74,7 @@ class World:
 
     def sleep(self, seconds: float) -> None:
         """Called by a task: others go on meanwhile."""
-        task = Task.current()
+        task: Any = threading.current_thread()
         self.after(seconds, task.resume)
         task.pause()
 
@@ -94,12 +94,6 @@ class Task(threading.Thread):
         self._work = work
         self._go = threading.Semaphore(0)
         self._paused = threading.Semaphore(0)
-
-    @staticmethod
-    def current() -> Task:
-        task = threading.current_thread()
-        assert isinstance(task, Task)
-        return task
 
     def resume(self) -> None:
         """Called by the world: let the task run until it pauses or ends."""
@@ -199,7 +193,7 @@ class SimulatedHolder(Holder):
         self._on = host
         self._world = host.world
         self._answers: list[Any] = []
-        self._waiting: Task | None = None
+        self._waiting: Any = None
         self._sent_until = 0.0  # messages keep their order
         self._over = False
 
@@ -210,7 +204,7 @@ class SimulatedHolder(Holder):
 
     def answer(self, limit: float | None) -> Any:
         while not self._answers:
-            self._waiting = Task.current()
+            self._waiting = threading.current_thread()
             self._waiting.pause()
         self._world.sleep(PER_MESSAGE)
         answer = self._answers.pop(0)
@@ -245,11 +239,9 @@ class SimulatedHolder(Holder):
         self._reply(HostReport((self.host,), self._on.free))
 
     def _claim(self, number: int, timeout: float | None) -> None:
-        if self._over:
-            return
         if not self._on.alive:
             self._reply(HolderLostError(f"the holder on {self.host} has exited", host=self.host))
-        else:
+        elif not self._over:
             self._on.claim(self, number, timeout, self._reply)
 
     def _release(self) -> None:

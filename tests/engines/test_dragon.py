@@ -195,7 +195,7 @@ def test_the_driver_ends(dragon: Dragon, end: str) -> None:
 def test_two_claims_from_opposite_ends(dragon: Dragon) -> None:
     """Eight times: one wins, the other fails cleanly or waits; never a deadlock, nobody is booked twice.
 
-    A round starts four Python processes with Dragon, which is most of its time. test_cluster_scale.py has more rounds,
+    A round starts four Python processes with Dragon, which is most of its time. test_claim.py has more rounds,
     without Dragon.
     """
     output = dragon.finish(dragon.start("race"), 420)

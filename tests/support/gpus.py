@@ -28,6 +28,13 @@ def run_python(*arguments: str, env: Mapping[str, str], timeout: float = 60.0) -
     return child.stdout
 
 
+def program(path: Path, text: str) -> None:
+    """Write a program of the shell."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
 class DriverLibraries:
     """Which files stand for the NVIDIA driver's libraries in this process: none, unless a test names one."""
 
@@ -230,12 +237,10 @@ def fake_gpus(tmp_path: Path, build_library: Any, driver_libraries: Any, monkeyp
 @pytest.fixture
 def fake_nvidia_smi(fake_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, object]], None]:
     """An nvidia-smi on PATH that shows ``fake_gpus``; call it with its quirks (``tests/fakes/nvidia_smi.py``)."""
-    program = fake_gpus.directory / "bin" / "nvidia-smi"
-    program.parent.mkdir()
     start = f'exec "{sys.executable}" -I -S "{FAKES / "nvidia_smi.py"}" "$@"'
-    program.write_text(f'#!/bin/sh\nFAKE_GPU_DIR="{fake_gpus.directory}" {start}\n')  # root passes few variables on
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    place = fake_gpus.directory / "bin"
+    program(place / "nvidia-smi", f'FAKE_GPU_DIR="{fake_gpus.directory}" {start}')  # root passes few variables on
+    monkeypatch.setenv("PATH", str(place), prepend=":")
 
     def set_quirks(quirks: Mapping[str, object]) -> None:
         (fake_gpus.directory / "smi").write_text("".join(f"{key}={value}\n" for key, value in quirks.items()))

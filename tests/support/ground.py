@@ -174,8 +174,8 @@ class Ground:
     def clear(self) -> None:
         self.let_go()
         for sleeper in self._sleepers.values():
-            sleeper.kill()
-            sleeper.wait(30)
+            with sleeper:
+                sleeper.kill()
         for context in self._contexts:
             context.close()
 

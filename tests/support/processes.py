@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from support.actor import Actor, Listen, Say, in_words
-from support.gpus import PACKAGE_ROOT
+from support.gpus import PACKAGE_ROOT, program
 from support.real import wait_for
 from support.stage import import_everything
 
@@ -69,10 +69,8 @@ def child() -> Iterator[Callable[..., Child]]:
 
     yield start
     for one in children:
-        if one.process.poll() is None:
-            one.kill()
-        for stream in (one.process.stdin, one.process.stdout, one.process.stderr):
-            stream.close()
+        with one.process:
+            one.process.kill()
 
 
 @pytest.fixture(scope="session")
@@ -117,13 +115,6 @@ def as_user(everything_imported: None) -> Iterator[Callable[..., Actor]]:
     yield start
     for one in children:
         one.end()
-
-
-def program(path: Path, text: str) -> None:
-    """Write a program of the shell."""
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
 
 
 def free_port() -> int:
@@ -218,12 +209,8 @@ class Command:
     def end(self) -> None:
         """Let nothing that was started outlive the test."""
         for process in self._started:
-            if process.poll() is None:
+            with process:
                 process.kill()
-                process.wait(30)
-            for stream in (process.stdin, process.stdout, process.stderr):
-                if stream is not None:
-                    stream.close()
 
 
 @pytest.fixture

@@ -379,14 +379,12 @@ class Rival(Holder):
         return HostReport((self.host,))
 
     def _claim(self, number: int, timeout: float | None) -> Any:
-        if not self.on.alive:
-            return GONE
         with self.on.changed:
             self.on.queue.append(self)
-            if self.on.changed.wait_for(lambda: self.on.queue[0] is self, timeout):
+            if self.on.alive and self.on.changed.wait_for(lambda: self.on.queue[:1] == [self], timeout):
                 return tuple(ClusterGpu("", "", index, f"{self.host}-{index}") for index in range(number))
         self.end()
-        return pickle.loads(pickle.dumps(BUSY if timeout == 0 else LATE))
+        return pickle.loads(pickle.dumps(GONE if not self.on.alive else BUSY if timeout == 0 else LATE))
 
 
 @pytest.mark.parametrize("turn", range(20))

@@ -121,18 +121,13 @@ def test_no_other_host_is_tried_where_the_connection_breaks_after_the_claim(
     assert (tmp_path / "log").read_text() == "once\n"
 
 
-def on_terminal(terminal: Terminal, script: str) -> subprocess.Popen[bytes]:
-    """Run a script on gpu1 from this terminal, which is the controlling one."""
+def test_on_a_terminal(hosts: Any, free: Any, terminal: Terminal) -> None:
+    hosts.up("gpu1")
     code = "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
     code += "from safe_gpu.cli import main; sys.exit(main(sys.argv[1:]))"
-    words = [sys.executable, "-c", code, "run", "--host", "gpu1", "--", "sh", "-c", script]
-    return subprocess.Popen(words, stdin=terminal.slave, stdout=terminal.slave, stderr=terminal.slave)
-
-
-def test_on_a_terminal(hosts: Any, command: Any, free: Any, terminal: Terminal) -> None:
-    hosts.up("gpu1")
     script = "trap 'echo got it; exit 5' INT; tty; stty size; echo up; while :; do sleep 0.1; done"
-    with on_terminal(terminal, script) as started:
+    words = [sys.executable, "-c", code, "run", "--host", "gpu1", "--", "sh", "-c", script]
+    with subprocess.Popen(words, stdin=terminal.slave, stdout=terminal.slave, stderr=terminal.slave) as started:
         terminal.read_until("up\r\n")
         os.write(terminal.master, b"\x03")
         terminal.read_until("got it\r\n")

@@ -196,6 +196,7 @@ def neighbour(stop: str, nb_gpus: str, hold: str = "") -> None:
             if hold:
                 print("holding", owner.devices_taken, flush=True)
                 wait(lambda: os.path.exists(stop), "the end", 300)
+                return
             time.sleep(0.02)
         rounds += 1
         print("round", rounds, flush=True)

@@ -42,7 +42,6 @@ class Hosts:
         # Short, since Ray puts sockets below it and their paths may have 107 characters.
         self.scratch = Path(tempfile.mkdtemp(prefix="sg-", dir="/tmp"))
         self.names = ("hosta", "hostb")[:count]
-        self.state = self.scratch / "state"
         self.marks = self.scratch / "marks"
         self.marks.mkdir()
         (self.scratch / "home").mkdir()
@@ -51,7 +50,7 @@ class Hosts:
             "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
             "PYTHONPATH": str(PACKAGE_ROOT),
             "HOSTS_SCRATCH": str(self.scratch),
-            "SAFE_GPU_DIR": str(self.state),
+            "SAFE_GPU_DIR": str(self.scratch / "state"),
             "SAFE_GPU_DRIVER": f"simulated:{preset}",
             "TEST_MARKS": str(self.marks),
         }
@@ -105,10 +104,10 @@ class Hosts:
         """Run a command on a host. Output goes to a file: what a killed runtime leaves behind would hold a pipe."""
         return self.finish(self.start(host, *command, **env), timeout)
 
-    def claimed(self, *hosts: str) -> set[str]:
-        """host:UUID of every GPU that a living claim has, on these hosts or all."""
-        states = ((host, str(self.scratch / f"{host}.state")) for host in hosts or self.names)
-        return {f"{host}:{uuid}" for host, state in states for one in living_claims(state) for uuid in one.gpus}
+    def claimed(self) -> set[str]:
+        """host:UUID of every GPU that a living claim has."""
+        claims = [(host, one) for host in self.names for one in living_claims(str(self.scratch / f"{host}.state"))]
+        return {f"{host}:{uuid}" for host, one in claims for uuid in one.gpus}
 
     def see_the_driver_end(self, process: subprocess.Popen[str], end: str) -> None:
         """A program that runs ``scenarios.driver`` ends, and so do its claims of 16 GPUs."""
@@ -124,7 +123,7 @@ class Hosts:
     def neighbours(self, python: str, **env: str) -> Iterator[None]:
         """Other users on each host, who take one and two GPUs over and over, and get them."""
         stop = self.marks / "stop"
-        program = (python, str(PROGRAMS / "neighbour.py"), str(stop))
+        program = (python, str(PROGRAMS / "scenarios.py"), str(stop))
         others = [self.start(host, *program, count, **env) for host in self.names for count in "12"]
         try:
             yield

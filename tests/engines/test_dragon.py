@@ -145,20 +145,16 @@ def test_mpi_ranks(dragon: Dragon) -> None:
     dragon.kill(process)
 
 
-@pytest.fixture(scope="module")
-def dragon_on_amd(make_hosts: Callable[..., Any], dragon_python: str, build_library: Callable[..., Path]) -> Dragon:
+def test_amd_gpus(dragon: Dragon, make_hosts: Any, dragon_python: str, build_library: Any) -> None:
     if Dragon.version(dragon_python) >= (0, 15):
         pytest.skip("Dragon 0.15 asks HIP's library for AMD GPUs, which has no stand-in for it")
+    dragon.hosts.down()  # two runtimes at a time are too much for few cores
     hosts = make_hosts(2, "mi250x")
     hosts.env["HIP_VISIBLE_DEVICES"] = "1,6"  # Dragon does not heed it; HIP and claims do
-    return Dragon(hosts, dragon_python, build_library, amd=True)
-
-
-def test_amd_gpus(dragon: Dragon, dragon_on_amd: Dragon) -> None:
-    dragon.hosts.down()  # two runtimes at a time are too much for few cores
-    assert "amd: done in" in dragon_on_amd.finish(dragon_on_amd.start("amd"), 120)
-    wait_for(lambda: not dragon_on_amd.hosts.claimed(), "end of all claims")
-    dragon_on_amd.hosts.down()
+    on_amd = Dragon(hosts, dragon_python, build_library, amd=True)
+    assert "amd: done in" in on_amd.finish(on_amd.start("amd"), 120)
+    wait_for(lambda: not hosts.claimed(), "end of all claims")
+    hosts.down()
 
 
 def test_the_recipe_of_the_tutorial_inside_a_claim(
@@ -195,7 +191,7 @@ def test_the_driver_ends(dragon: Dragon, end: str) -> None:
 def test_two_claims_from_opposite_ends(dragon: Dragon) -> None:
     """Eight times: one wins, the other fails cleanly or waits; never a deadlock, nobody is booked twice.
 
-    A round starts four Python processes with Dragon, which is most of its time. test_cluster_scale.py has more rounds,
+    A round starts four Python processes with Dragon, which is most of its time. test_claim.py has more rounds,
     without Dragon.
     """
     output = dragon.finish(dragon.start("race"), 420)

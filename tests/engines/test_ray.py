@@ -88,16 +88,10 @@ def test_other_users_on_both_hosts(cluster: RayCluster) -> None:
         cluster.run("among_others")
 
 
-@pytest.fixture(scope="module")
-def amd_cluster(make_hosts: Callable[..., Any]) -> RayCluster:
-    """One host with AMD GPUs."""
-    python = python_with("ray")
-    return RayCluster(make_hosts(1, "mi250x"), python)
-
-
-def test_amd_gpus(amd_cluster: RayCluster) -> None:
-    amd_cluster.run("amd")
-    wait_for(lambda: not amd_cluster.hosts.claimed(), "end of all claims")
+def test_amd_gpus(make_hosts: Callable[..., Any], cluster: RayCluster) -> None:
+    hosts = make_hosts(1, "mi250x")
+    RayCluster(hosts, cluster.python).run("amd")
+    wait_for(lambda: not hosts.claimed(), "end of all claims")
 
 
 def test_two_nodes_on_one_host(make_hosts: Callable[..., Any], cluster: RayCluster) -> None:

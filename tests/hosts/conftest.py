@@ -87,11 +87,8 @@ class Hosts:
 
     def down(self, name: str) -> None:
         """End the daemon; its connections stay."""
-        daemon = self._daemons.pop(name)
-        daemon.terminate()
-        daemon.wait(30)
-        assert daemon.stderr is not None
-        daemon.stderr.close()
+        with self._daemons.pop(name) as daemon:
+            daemon.terminate()
 
     def connections(self) -> list[int]:
         """The processes of sshd that serve the connections."""
@@ -136,24 +133,16 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
 
 @pytest.fixture
 def remote(hosts: Hosts, command: Any) -> Any:
-    """A command as a user of one of the hosts starts it there: ``remote("gpu1").start("run", ...)``."""
-
-    class Remote:
-        def __init__(self, name: str) -> None:
-            self.environment = hosts.environment(name)
-
-        def start(self, *words: object, **options: Any) -> subprocess.Popen[str]:
-            return command.start(*words, env=self.environment, **options)
-
-        def hold(self, number: int) -> None:
-            held = self.start("run", "-n", number, "--", "sh", "-c", "echo up; read x", stdin=subprocess.PIPE)
-            assert held.stdout is not None
-            assert held.stdout.readline() == "up\n"
-
-    return Remote
+    """A command as a user of one of the hosts starts it there: ``remote("gpu1", "run", ...)``."""
+    return lambda name, *words, **options: command.start(*words, env=hosts.environment(name), **options)
 
 
 @pytest.fixture
-def user() -> str:
-    """The name of who runs the tests."""
-    return procfs.user_name(os.geteuid())
+def hold(remote: Any) -> Any:
+    """Have so many GPUs of a host held: ``hold("gpu1", 3)``."""
+
+    def start(name: str, number: int) -> None:
+        script = ("sh", "-c", "echo up; read x")
+        assert remote(name, "run", "-n", number, "--", *script, stdin=subprocess.PIPE).stdout.readline() == "up\n"
+
+    return start

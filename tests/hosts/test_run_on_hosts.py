@@ -10,12 +10,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from support.processes import free_port, program
 from support.terminals import Terminal
 
+from safe_gpu.host.procfs import user_name
+
+USER = user_name(os.geteuid())
 LAPTOP = {"SAFE_GPU_DRIVER": "simulated:laptop"}  # one GPU
 
 
@@ -28,29 +31,6 @@ def free(hosts: Any, command: Any) -> Callable[[str], int]:
         return sum(gpu["state"] in ("free", "display") for gpu in gpus)
 
     return count
-
-
-@pytest.fixture
-def slow(hosts: Any, tmp_path: Path) -> Any:
-    """A host whose safe-gpu says when it is to claim, and waits then; ``goes_on`` returns what it said at its end."""
-
-    class Slow:
-        up, go, end = (tmp_path / name for name in ("up", "go", "end"))
-        env: ClassVar = {"PATH": f"{tmp_path}/slow:/usr/bin:/bin"}
-
-        def has_begun(self) -> None:
-            assert self.up.read_text() == "\n"
-
-        def goes_on(self) -> str:
-            self.go.write_text("\n")
-            return self.end.read_text()
-
-    for path in (Slow.up, Slow.go, Slow.end):
-        os.mkfifo(path)
-    real = f'{hosts.directory}/remote/safe-gpu "$@"'
-    wait = f"echo > {Slow.up}; read x < {Slow.go}; exec {real} > {Slow.end} 2>&1"
-    program(tmp_path / "slow" / "safe-gpu", f'case "$*" in *--pending*) {wait};; esac\nexec {real}')
-    return Slow()
 
 
 def test_the_one_with_the_most_free_gpus_in_this_directory(
@@ -73,12 +53,12 @@ def test_the_one_with_the_most_free_gpus_in_this_directory(
     assert (free("gpu1", **LAPTOP), free("gpu2")) == (1, 8)
 
 
-def test_nobody_has_enough(hosts: Any, remote: Any, command: Any, user: str) -> None:
+def test_nobody_has_enough(hosts: Any, remote: Any, hold: Any, command: Any) -> None:
     hosts.up("gpu1", env=LAPTOP, as_well="gpu1-ib")
     hosts.up("gpu2")
     hosts.known("gpu3", free_port())
-    remote("gpu2").hold(7)
-    waiter = remote("gpu2").start("run", "-n", 4, "--", "true")
+    hold("gpu2", 7)
+    waiter = remote("gpu2", "run", "-n", 4, "--", "true")
     assert "waiting" in waiter.stderr.readline()
     done = command.run("run", "--host", "gpu1,gpu1-ib,gpu2,gpu3", "-n", 2, "--", "true")
     assert (done.returncode, done.stdout) == (75, "")
@@ -87,7 +67,7 @@ def test_nobody_has_enough(hosts: Any, remote: Any, command: Any, user: str) -> 
     assert "run --host does not wait" in first
     assert gpu1.startswith("  gpu1: ")
     assert ib == "  gpu1-ib: the same host as gpu1"
-    assert gpu2 == f"  gpu2: 1 of 8 GPUs free, 1 waiting: {user}"
+    assert gpu2 == f"  gpu2: 1 of 8 GPUs free, 1 waiting: {USER}"
     assert gpu3.endswith("Connection refused")
     assert command.run("run", "--host", "gpu3", "--", "true").returncode == 68
     assert command.run("run", "--host", "gpu2", "-n", 9, "--", "true").returncode == 78
@@ -108,13 +88,21 @@ def test_a_directory_that_is_not_there_is_no_claim(hosts: Any, command: Any, tmp
     assert not (hosts.directory / "gpu1").exists()
 
 
-def test_a_signal_before_the_claim_makes_none(hosts: Any, command: Any, slow: Any, free: Any, tmp_path: Path) -> None:
-    hosts.up("gpu1", env=slow.env)
+def test_a_signal_before_the_claim_makes_none(hosts: Any, command: Any, free: Any, tmp_path: Path) -> None:
+    """The safe-gpu of that host says when it is to claim, waits then, and tells what the real one says at its end."""
+    up, go, end = (tmp_path / name for name in ("up", "go", "end"))
+    for path in (up, go, end):
+        os.mkfifo(path)
+    real = f'{hosts.directory}/remote/safe-gpu "$@"'
+    wait = f"echo > {up}; read x < {go}; exec {real} > {end} 2>&1"
+    program(tmp_path / "slow" / "safe-gpu", f'case "$*" in *--pending*) {wait};; esac\nexec {real}')
+    hosts.up("gpu1", env={"PATH": f"{tmp_path}/slow:/usr/bin:/bin"})
     started = command.start("run", "--host", "gpu1", "--", "touch", tmp_path / "ran")
-    slow.has_begun()
+    assert up.read_text() == "\n"
     started.terminate()
     assert started.wait(60) == 143
-    assert "has ended its ssh" in slow.goes_on()
+    go.write_text("\n")
+    assert "has ended its ssh" in end.read_text()
     assert (free("gpu1"), (tmp_path / "ran").exists()) == (8, False)
 
 
@@ -133,18 +121,13 @@ def test_no_other_host_is_tried_where_the_connection_breaks_after_the_claim(
     assert (tmp_path / "log").read_text() == "once\n"
 
 
-def on_terminal(terminal: Terminal, script: str) -> subprocess.Popen[bytes]:
-    """Run a script on gpu1 from this terminal, which is the controlling one."""
+def test_on_a_terminal(hosts: Any, free: Any, terminal: Terminal) -> None:
+    hosts.up("gpu1")
     code = "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
     code += "from safe_gpu.cli import main; sys.exit(main(sys.argv[1:]))"
-    words = [sys.executable, "-c", code, "run", "--host", "gpu1", "--", "sh", "-c", script]
-    return subprocess.Popen(words, stdin=terminal.slave, stdout=terminal.slave, stderr=terminal.slave)
-
-
-def test_on_a_terminal(hosts: Any, command: Any, free: Any, terminal: Terminal) -> None:
-    hosts.up("gpu1")
     script = "trap 'echo got it; exit 5' INT; tty; stty size; echo up; while :; do sleep 0.1; done"
-    with on_terminal(terminal, script) as started:
+    words = [sys.executable, "-c", code, "run", "--host", "gpu1", "--", "sh", "-c", script]
+    with subprocess.Popen(words, stdin=terminal.slave, stdout=terminal.slave, stderr=terminal.slave) as started:
         terminal.read_until("up\r\n")
         os.write(terminal.master, b"\x03")
         terminal.read_until("got it\r\n")
@@ -156,9 +139,9 @@ def test_on_a_terminal(hosts: Any, command: Any, free: Any, terminal: Terminal) 
     assert free("gpu1") == 8
 
 
-@pytest.mark.parametrize("words", ["--timeout 5 -- true", "-n job -- true"])
-def test_what_does_not_go_with_hosts(ask: Any, words: str) -> None:
-    assert ask("run", "--host", "gpu1", *words.split()).returncode == 2
+def test_what_does_not_go_with_hosts(ask: Any) -> None:
+    for words in (("--timeout", 5), ("-n", "job")):
+        assert ask("run", "--host", "gpu1", *words, "--", "true").returncode == 2
 
 
 # Where "breaks-HOST" is there, the connection breaks before the claim; "late" tells what waits there then.

@@ -22,6 +22,7 @@ from safe_gpu.cli import hosts as asking
 from safe_gpu.cli.hosts import Answer, Said, arranged, document, for_any_shell, read_answer, render_hosts
 from safe_gpu.errors import PolicyError
 from safe_gpu.gpus.devices import MIG_IS_ON
+from safe_gpu.host.procfs import user_name
 from safe_gpu.settings.config import host_names
 from safe_gpu.settings.variables import known_hosts, setting_of_hosts
 
@@ -206,11 +207,11 @@ def lines_of(text: str) -> dict[str, str]:
     return {name: " ".join(rest.split()) for name, _, rest in rows if name.startswith("gpu")}
 
 
-def test_a_line_for_each_host(hosts: Any, remote: Any, ask: Any, user: str) -> None:
+def test_a_line_for_each_host(hosts: Any, remote: Any, hold: Any, ask: Any) -> None:
     hosts.up("gpu1", as_well="gpu1-ib")
     hosts.up("gpu2", env={"SAFE_GPU_DRIVER": "simulated:laptop"})
-    remote("gpu1").hold(3)
-    waiter = remote("gpu1").start("run", "-n", 8, "--", "true")
+    hold("gpu1", 3)
+    waiter = remote("gpu1", "run", "-n", 8, "--", "true")
     assert "waiting" in waiter.stderr.readline()
     done = ask("status", "--host", "gpu2,gpu1")
     assert (done.returncode, done.stderr) == (0, "")
@@ -218,7 +219,7 @@ def test_a_line_for_each_host(hosts: Any, remote: Any, ask: Any, user: str) -> N
     rows = lines_of(done.stdout)
     assert list(rows) == ["gpu2", "gpu1"]
     assert rows["gpu1"].startswith("5 of 8 NVIDIA A100-SXM4-80GB 1 ")
-    assert rows["gpu1"].endswith(f" {user} 3")
+    assert rows["gpu1"].endswith(f" {user_name(os.geteuid())} 3")
     assert rows["gpu2"].startswith("1 of 1 ")
     assert list(lines_of(ask("status", "--host", "gpu2 gpu1", "--sort", "free").stdout)) == ["gpu1", "gpu2"]
     verbose = ask("status", "--host", "gpu1", "-v").stdout
@@ -291,14 +292,14 @@ def test_a_control_master_stays_and_is_not_waited_for(hosts: Any, ask: Any) -> N
         assert subprocess.run(["ssh", "-O", "exit", "gpu1"], capture_output=True, timeout=30).returncode == 0
 
 
-def test_the_watch_does_not_wait_for_the_slowest(hosts: Any, remote: Any, command: Any, terminal: Terminal) -> None:
+def test_the_watch_does_not_wait_for_the_slowest(hosts: Any, hold: Any, command: Any, terminal: Terminal) -> None:
     hosts.up("gpu1")
     hosts.up("gpu-slow", forced="exec sleep 60")
     words = ("status", "--host", "gpu-slow,gpu1", "--watch", "--interval", "0.1")
     started = command.start(*words, stdin=terminal.slave, stdout=terminal.slave)
     terminal.read_until(lambda: any("8 of 8" in line for line in terminal.whole))
     assert any(line.split() == ["gpu-slow", "..."] for line in terminal.whole)
-    remote("gpu1").hold(1)
+    hold("gpu1", 1)
     terminal.read_until(lambda: any("7 of 8" in line for line in terminal.whole))
     os.write(terminal.master, b"q")
     assert started.wait(60) == 0

@@ -38,21 +38,6 @@ def try_claim(nb_gpus: int, **options: Any) -> tuple[int, ...] | None:
         return None
 
 
-# A pause that is told from every other one by its length.
-PAUSE = 0.000123
-
-
-class RuntimeOnSimulatedGpus(CudaLibrary):
-    """CUDA, asked about simulated GPUs."""
-
-    def __init__(self, host: Host) -> None:
-        super().__init__()
-        self._host = host
-
-    def default_placeholder(self, logger: Any = None) -> Any:
-        return SimulatedPlaceholder(logger, driver=self._host)
-
-
 class Host(SimulatedDriver):
     """A simulated host; it counts polls, narrow ones too, and runs ``on_poll(number)`` before each.
 
@@ -71,7 +56,9 @@ class Host(SimulatedDriver):
 
     def ask_cuda(self) -> None:
         """From now on CUDA is asked about the devices; here it sleeps."""
-        self.runtime: Any = RuntimeOnSimulatedGpus(self)
+        cuda: Any = CudaLibrary()
+        cuda.default_placeholder = lambda logger=None: SimulatedPlaceholder(logger, driver=self)
+        self.runtime = cuda
 
     @property
     def uuids(self) -> list[str]:
@@ -115,11 +102,10 @@ class Spies:
     Use it with ``placeholder_fn=spies.placeholder`` and ``debug_sleep=spies.PAUSE``.
     """
 
-    PAUSE = PAUSE
+    PAUSE = 0.000123  # told from every other pause by its length
 
     def __init__(self, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
         self.host = host
-        self.released: list[str] = []
         host.ask_cuda()
         event = host.event
 
@@ -132,12 +118,11 @@ class Spies:
                 yield
             event("unlock")
 
-        def spied(module: Any, name: str, before: str = "", after: str = "") -> None:
+        def spied(module: Any, name: str, before: str, after: str = "") -> None:
             genuine = getattr(module, name)
 
             def call(*args: Any, **kwargs: Any) -> Any:
-                if before:
-                    event(before)
+                event(before)
                 result = genuine(*args, **kwargs)
                 if after:
                     event(after)
@@ -146,36 +131,34 @@ class Spies:
             monkeypatch.setattr(module, name, call)
 
         class OlderPackageLock:
+            def __init__(self, deadline: float | None, logger: Any, signals: Any) -> None:
+                event("legacy lock")
+                held.append(self)
+
             def release(self) -> None:
                 if self in held:
                     held.remove(self)
                     host.events.append("legacy release")
 
         held: list[OlderPackageLock] = []
-
-        def take_older_package_lock(deadline: float | None, logger: Any, signals: Any) -> OlderPackageLock:
-            event("legacy lock")
-            held.append(OlderPackageLock())
-            return held[-1]
-
         genuine_sleep = time.sleep
 
         def sleep(seconds: float) -> None:
-            if seconds == PAUSE:
+            if seconds == self.PAUSE:
                 event(f"sleep, CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}")
             genuine_sleep(seconds)
 
         monkeypatch.setattr(host_lock.Host, "locked", locked)
         monkeypatch.setattr(confirmation, "older_package_counts", lambda: True)
-        monkeypatch.setattr(confirmation, "take_older_package_lock", take_older_package_lock)
+        monkeypatch.setattr(confirmation, "take_older_package_lock", OlderPackageLock)
         monkeypatch.setattr(time, "sleep", sleep)
-        spied(owner_module, "read_options", before="options")
-        spied(functions, "read_options", before="options")
-        spied(host_view, "visible_limit_of", before="visible_limit")
-        spied(Doors, "take_whole", before="door")
-        spied(claim_module, "make_entry", before="entry")
-        spied(owner_module, "verify_devices", before="verify")
-        spied(shares, "bind_process", before="bind", after="bound")
+        spied(owner_module, "read_options", "options")
+        spied(functions, "read_options", "options")
+        spied(host_view, "visible_limit_of", "visible_limit")
+        spied(Doors, "take_whole", "door")
+        spied(claim_module, "make_entry", "entry")
+        spied(owner_module, "verify_devices", "verify")
+        spied(shares, "bind_process", "bind", "bound")
         self.legacy_held = held
         self.placeholder = SpiedPlaceholder(host)
 

@@ -18,8 +18,8 @@ uuid={C} name=NVIDIA_A100 bus=00000000:08:00.0 mem=80000000000 speed=9 mode=3
 """
 SLICED = f"uuid={A} name=NVIDIA_H100 bus=00000000:03:00.0 mem=80000000000 mig=1 instances={M0},{M1}\n"
 
-INITIALIZE = "import ctypes; lib = ctypes.CDLL('libcuda.so.1'); assert lib.cuInit(0) == 0"
 MAP = "import ctypes; lib = ctypes.CDLL('libcuda.so.1')"
+INITIALIZE = f"{MAP}; assert lib.cuInit(0) == 0"
 
 
 def run(code: str, environment: dict[str, str]) -> Any:
@@ -66,9 +66,8 @@ class Host:
 
     def holders(self) -> list[str]:
         """The processes that stand on a GPU, as UUID/PID."""
-        return sorted(
-            f"{file.parent.name}/{file.name}" for file in self.directory.glob("procs/*/[0-9]*") if file.is_file()
-        )
+        files = self.directory.glob("procs/*/[0-9]*")
+        return sorted(f"{file.parent.name}/{file.name}" for file in files if file.is_file())
 
     def calls(self) -> list[str]:
         """Every driver function called, with log=1."""

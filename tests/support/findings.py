@@ -46,23 +46,18 @@ def in_namespace(setup: str, check: str, *flags: str, user: int = 0, **variables
     """What a check finds in a mount (or process) namespace of its own, after some shell commands there."""
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("needs root, and unshare, to make namespaces")
-    code = (
-        "import json, os, sys\n"
-        "from safe_gpu import doctor\n"
-        "host = doctor.CheckedHost()\n"
-        "host.snapshot  # while this interpreter can still be read\n"
-        f"os.setgroups([]); os.setresgid({user}, {user}, {user}); os.setresuid({user}, {user}, {user})\n"
-        f"found = doctor.check({check!r}, host)\n"
-        "print(json.dumps([found.status, found.detail, found.fix]))"
-    )
+    code = f"""
+import json, os
+from safe_gpu import doctor
+host = doctor.CheckedHost()
+host.snapshot  # while this interpreter can still be read
+os.setgroups([]); os.setresgid({user}, {user}, {user}); os.setresuid({user}, {user}, {user})
+found = doctor.check({check!r}, host)
+print(json.dumps([found.status, found.detail, found.fix]))
+"""
     command = ["unshare", *(flags or ["-m"]), "sh", "-c", f'{setup} && exec "$@"', "sh", sys.executable, "-c", code]
-    run = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": str(PACKAGE_ROOT), **variables},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    env = {**os.environ, "PYTHONPATH": str(PACKAGE_ROOT), **variables}
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     if run.returncode and ("unshare" in run.stderr or "mount:" in run.stderr):
         pytest.skip(f"no namespaces here: {run.stderr.strip()}")
     assert run.returncode == 0, run.stderr

@@ -48,12 +48,9 @@ def in_fork(work: Callable[[], Any]) -> Any:
 
 def told(err: Exception) -> tuple[str, str, dict[str, object]]:
     """The name of an error, its message, and its short attributes."""
-    attributes = {name: value for name, value in vars(err).items() if isinstance(value, str | int | tuple)}
-    return (
-        type(err).__name__,
-        str(err),
-        {k: v for k, v in attributes.items() if k not in ("message", "verdicts", "processes")},
-    )
+    others = {name: value for name, value in vars(err).items() if name not in ("message", "verdicts", "processes")}
+    short = {name: value for name, value in others.items() if isinstance(value, str | int | tuple)}
+    return type(err).__name__, str(err), short
 
 
 VARIABLES = (*("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "CUDA_DEVICE_ORDER")

@@ -28,6 +28,13 @@ def run_python(*arguments: str, env: Mapping[str, str], timeout: float = 60.0) -
     return child.stdout
 
 
+def program(path: Path, text: str) -> None:
+    """Write a program of the shell."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
 class DriverLibraries:
     """Which files stand for the NVIDIA driver's libraries in this process: none, unless a test names one."""
 
@@ -92,7 +99,7 @@ class FakeGpus:
         self._monkeypatch = monkeypatch
         self._flags: tuple[str, ...] = ()
         self._root: Path | None = None
-        if any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))):
+        if os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg"):
             self.devices()  # this machine's own are not those of the fakes
         (directory / "procs").mkdir()
         self.set(8)
@@ -134,18 +141,17 @@ class FakeGpus:
 
     def set(self, count: int, **values: object) -> None:
         """Have ``count`` equal GPUs, idle, with these values of keys."""
-        self.write(*({**self._default_gpu(i), **_strings(values)} for i in range(count)))
+        self.write(*[values] * count)
 
     def write(self, *gpus: Mapping[str, object]) -> None:
         """Have these GPUs, each given by key and value; what is not given is as in :meth:`set`."""
-        self.gpus = [{**self._default_gpu(i), **_strings(gpu)} for i, gpu in enumerate(gpus)]
+        given = ({key: str(value).replace(" ", "_") for key, value in gpu.items()} for gpu in gpus)
+        self.gpus = [{**self._default_gpu(number), **gpu} for number, gpu in enumerate(given)]
         self._replace("gpus", "".join(" ".join(f"{k}={v}" for k, v in gpu.items()) + "\n" for gpu in self.gpus))
 
     def change(self, number: int, **values: object) -> None:
         """Change keys of one GPU."""
-        gpus = list(self.gpus)
-        gpus[number] = {**gpus[number], **_strings(values)}
-        self.write(*gpus)
+        self.write(*self.gpus[:number], {**self.gpus[number], **values}, *self.gpus[number + 1 :])
 
     def options(self, **values: object) -> None:
         """Set the options of the fake libraries, all of them anew."""
@@ -167,7 +173,7 @@ class FakeGpus:
         self, uuid: str, pid: int, memory: int | None = 1 << 30, *, kind: str = "", static: bool = False
     ) -> Path:
         """Put a process on a GPU or MIG instance; ``static`` for a pid that does not run here. Unlink to end it."""
-        name = f"{pid}{'.static' if static else ''}{f'.{kind}' if kind else ''}"
+        name = ".".join(filter(None, (str(pid), "static" if static else "", kind)))
         (self.directory / "procs" / uuid).mkdir(exist_ok=True)
         return self._replace(f"procs/{uuid}/{name}", "" if memory is None else str(memory))
 
@@ -220,10 +226,6 @@ class FakeGpus:
         return path
 
 
-def _strings(values: Mapping[str, object]) -> dict[str, str]:
-    return {key: str(value).replace(" ", "_") for key, value in values.items()}
-
-
 @pytest.fixture
 def fake_gpus(tmp_path: Path, build_library: Any, driver_libraries: Any, monkeypatch: Any) -> FakeGpus:
     """Eight idle fake GPUs behind real libnvidia-ml.so.1 and libcuda.so.1 files; see :class:`FakeGpus`."""
@@ -235,12 +237,10 @@ def fake_gpus(tmp_path: Path, build_library: Any, driver_libraries: Any, monkeyp
 @pytest.fixture
 def fake_nvidia_smi(fake_gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, object]], None]:
     """An nvidia-smi on PATH that shows ``fake_gpus``; call it with its quirks (``tests/fakes/nvidia_smi.py``)."""
-    program = fake_gpus.directory / "bin" / "nvidia-smi"
-    program.parent.mkdir()
     start = f'exec "{sys.executable}" -I -S "{FAKES / "nvidia_smi.py"}" "$@"'
-    program.write_text(f'#!/bin/sh\nFAKE_GPU_DIR="{fake_gpus.directory}" {start}\n')  # root passes few variables on
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    place = fake_gpus.directory / "bin"
+    program(place / "nvidia-smi", f'FAKE_GPU_DIR="{fake_gpus.directory}" {start}')  # root passes few variables on
+    monkeypatch.setenv("PATH", str(place), prepend=":")
 
     def set_quirks(quirks: Mapping[str, object]) -> None:
         (fake_gpus.directory / "smi").write_text("".join(f"{key}={value}\n" for key, value in quirks.items()))

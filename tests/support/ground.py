@@ -78,14 +78,8 @@ class PlayedClaim:
         from safe_gpu.host import procfs
 
         self.doors = simulated_doors()
-        facts = {
-            "pid": pid,
-            "start": procfs.start_time(pid),
-            "pidns": procfs.pid_namespace() or 0,
-            "host": "gpu1",
-            "command": "sleep",
-            "since": round(time.time(), 3),
-        }
+        process = {"pid": pid, "start": procfs.start_time(pid), "pidns": procfs.pid_namespace() or 0}
+        facts = {**process, "host": "gpu1", "command": "sleep", "since": round(time.time(), 3)}
         with locked_host() as host:
             claims = host.claims.look()
             for uuid, share in gpus.items():
@@ -180,8 +174,8 @@ class Ground:
     def clear(self) -> None:
         self.let_go()
         for sleeper in self._sleepers.values():
-            sleeper.kill()
-            sleeper.wait(30)
+            with sleeper:
+                sleeper.kill()
         for context in self._contexts:
             context.close()
 

@@ -32,10 +32,9 @@ from safe_gpu.settings import variables
 _state_dirs = itertools.count()
 
 # What a scheduler, a launcher or the person who runs the tests has set must not decide their outcome.
-OUTER_PREFIXES = (
-    *("SAFE_GPU_", "CUDA_", "ROCR_", "HIP_"),
-    *("SLURM_", "SGE_", "PBS_", "LSB_", "FLUX_", "_CONDOR_"),
-    *("OMPI_", "PMI_", "PMIX_", "MPI_", "MV2_", "JSM_", "HOROVOD_", "TORCHELASTIC_"),
+OUTER_PREFIXES = tuple(
+    "SAFE_GPU_ CUDA_ ROCR_ HIP_ SLURM_ SGE_ PBS_ LSB_ FLUX_ _CONDOR_ "
+    "OMPI_ PMI_ PMIX_ MPI_ MV2_ JSM_ HOROVOD_ TORCHELASTIC_".split()
 )
 OUTER_NAMES = (
     *("LOCAL_RANK", "LOCAL_SIZE", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "FAKE_GPU_DIR"),
@@ -139,20 +138,12 @@ def driver_libraries(
 
     monkeypatch.setattr(ctypes, "CDLL", GuardedCDLL)
     monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:dgx-a100")
-    monkeypatch.setenv(
-        "LD_LIBRARY_PATH",
-        ":".join(filter(None, [str(_unusable_libraries(tmp_path_factory)), os.environ.get("LD_LIBRARY_PATH")])),
-    )
+    unusable = tmp_path_factory.getbasetemp() / "no-gpu"
+    unusable.mkdir(exist_ok=True)
+    for name in DRIVER_LIBRARIES:
+        (unusable / name).touch()  # the loader stops at "file too short" and looks no further
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(unusable), prepend=":")
     yield libraries
-
-
-def _unusable_libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.getbasetemp() / "no-gpu"
-    if not directory.exists():
-        directory.mkdir()
-        for name in DRIVER_LIBRARIES:
-            (directory / name).touch()  # the loader stops at "file too short" and looks no further
-    return directory
 
 
 @contextmanager

@@ -17,9 +17,9 @@ from safe_gpu.status.report import ReportRow
 TOOL = Path(__file__).parents[2] / "tools" / "picture.py"
 if not TOOL.exists():
     pytest.skip("this is not a checkout: there is no tools/ here", allow_module_level=True)
-specification = importlib.util.spec_from_file_location("picture", TOOL)
-picture: Any = importlib.util.module_from_spec(specification)  # type: ignore[arg-type]
-specification.loader.exec_module(picture)  # type: ignore[union-attr]
+specification: Any = importlib.util.spec_from_file_location("picture", TOOL)
+picture: Any = importlib.util.module_from_spec(specification)
+specification.loader.exec_module(picture)
 
 NOW = picture.NOW
 DAY: Sequence[ReportRow] = picture.DAY

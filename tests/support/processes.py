@@ -7,15 +7,15 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.actor import Actor, in_words
-from support.gpus import PACKAGE_ROOT
+from support.actor import Actor, Listen, Say, in_words
+from support.gpus import PACKAGE_ROOT, program
+from support.real import wait_for
 from support.stage import import_everything
 
 from safe_gpu.host import procfs
@@ -24,18 +24,11 @@ from safe_gpu.host import procfs
 class Child:
     """A Python process that runs some code; ``say("x")`` in it is waited for by :meth:`hear`."""
 
-    def __init__(self, code: str, **options: object) -> None:
+    def __init__(self, code: str, **options: Any) -> None:
         prelude = "import sys\ndef say(*words): print(*words, flush=True)\ndef listen(): return sys.stdin.readline()\n"
-        environment = {**os.environ, "PYTHONPATH": str(PACKAGE_ROOT), **options.pop("env", {})}  # type: ignore[dict-item]
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", prelude + code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-            **options,  # type: ignore[call-overload]
-        )
+        options["env"] = {**os.environ, "PYTHONPATH": str(PACKAGE_ROOT), **options.get("env", {})}
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        self.process = subprocess.Popen([sys.executable, "-c", prelude + code], text=True, **streams, **options)
 
     @property
     def pid(self) -> int:
@@ -76,10 +69,8 @@ def child() -> Iterator[Callable[..., Child]]:
 
     yield start
     for one in children:
-        if one.process.poll() is None:
-            one.kill()
-        for stream in (one.process.stdin, one.process.stdout, one.process.stderr):
-            stream.close()
+        with one.process:
+            one.process.kill()
 
 
 @pytest.fixture(scope="session")
@@ -126,13 +117,6 @@ def as_user(everything_imported: None) -> Iterator[Callable[..., Actor]]:
         one.end()
 
 
-def program(path: Path, text: str) -> None:
-    """Write a program of the shell."""
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-
-
 def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
@@ -172,10 +156,7 @@ def file_lease(as_user: Callable[..., Actor]) -> Callable[[Path, int], None]:
         os.chown(path, uid, uid)
         fd = os.open(path, os.O_RDONLY)  # that user may not be able to go there
 
-        def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
-            import fcntl
-            import signal
-
+        def work(say: Say, listen: Listen) -> None:
             signal.signal(signal.SIGIO, signal.SIG_IGN)  # the kernel asks to give it back
             fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
             say("claimed")
@@ -191,13 +172,7 @@ def file_lease(as_user: Callable[..., Actor]) -> Callable[[Path, int], None]:
 def eventually() -> Callable[[Callable[[], bool]], None]:
     """Wait for a condition, with a deadline that only a hang reaches."""
 
-    def wait(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < deadline, "the condition never came true"
-            time.sleep(0.005)
-
-    return wait
+    return lambda condition: wait_for(condition, "such condition", pause=0.005, seconds=60.0)
 
 
 @pytest.fixture
@@ -238,24 +213,16 @@ class Command:
     def start(self, *arguments: object, env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
         """Start it; its output is captured as text."""
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        process: subprocess.Popen[str] = subprocess.Popen(
-            [sys.executable, "-m", "safe_gpu", *map(str, arguments)],
-            env={**os.environ, "PYTHONPATH": str(PACKAGE_ROOT), **(env or {})},
-            text=True,
-            **{**streams, **options},
-        )
-        self._started.append(process)
-        return process
+        words = [sys.executable, "-m", "safe_gpu", *map(str, arguments)]
+        whole = {**os.environ, "PYTHONPATH": str(PACKAGE_ROOT), **(env or {})}
+        self._started.append(subprocess.Popen(words, env=whole, text=True, **{**streams, **options}))
+        return self._started[-1]
 
     def end(self) -> None:
         """Let nothing that was started outlive the test."""
         for process in self._started:
-            if process.poll() is None:
+            with process:
                 process.kill()
-                process.wait(30)
-            for stream in (process.stdin, process.stdout, process.stderr):
-                if stream is not None:
-                    stream.close()
 
 
 @pytest.fixture

@@ -156,12 +156,11 @@ def random_jobs(
     *,
     honest: bool = False,
     mute: bool = False,
-    number: int = 40,
     shares: Sequence[float] = (math.inf,),
 ) -> list[Job]:
     """Jobs with overlapping sets of GPUs. ``mute``: nobody says for how long. ``shares``: how much each may want."""
     jobs = []
-    for name in range(number):
+    for name in range(40):
         among = frozenset(chance.sample(gpus, chance.randint(1, len(gpus))))
         lasts = chance.choice((1, 2, 3, 5, 8, 20))
         if mute or (not honest and chance.random() < 0.2):

@@ -1,4 +1,6 @@
-"""Scenarios, and parts of them, that are the same for every engine, given its ``claim``; and the referee.
+"""Scenarios, and parts of them, that are the same for every engine, given its ``claim``; the referee, and neighbours.
+
+    scenarios.py STOP_FILE NB_GPUS [hold]       a neighbour
 
 The referee's marks lie in a directory that all hosts share, and are made by O_EXCL: no double booking is missed.
 """
@@ -11,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import safe_gpu
@@ -95,9 +96,8 @@ def refusals(claim: Callable[..., Any], more: Callable[[], None] = lambda: None)
     raises(refused, "hostx", "hosta, hostb", call=lambda: claim(nodes=["hosta", "hostx"]))
     raises(refused, "hosta: ", call=lambda: claim(nodes=2, gpus_per_node=9))
     stop = f"{MARKS}/stop"
-    neighbour = [sys.executable, str(Path(__file__).with_name("neighbour.py")), stop, "3", "hold"]
     both = ["hostb", "hosta"]
-    with subprocess.Popen(neighbour, stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen([sys.executable, __file__, stop, "3", "hold"], stdout=subprocess.PIPE, text=True) as other:
         try:
             assert other.stdout is not None
             assert "holding [0, 1, 2]" in other.stdout.readline()
@@ -182,3 +182,26 @@ def race(claim: Callable[..., Any], me: int, rounds: int) -> None:
         if patient:
             meet(f"end-{number}", me)
     print(f"driver {me} won {wins} of {rounds}", flush=True)
+
+
+def neighbour(stop: str, nb_gpus: str, hold: str = "") -> None:
+    """Another user of the host: claims, uses and gives back GPUs until a file says stop, or holds some until then."""
+    rounds = 0
+    while not os.path.exists(stop):
+        try:
+            owner = safe_gpu.GPUOwner(int(nb_gpus), timeout=60 if hold else 1, affinity=None)
+        except safe_gpu.NotEnoughGpusError:
+            continue
+        with owner, using(*(gpu.uuid for gpu in owner.gpus)):
+            if hold:
+                print("holding", owner.devices_taken, flush=True)
+                wait(lambda: os.path.exists(stop), "the end", 300)
+                return
+            time.sleep(0.02)
+        rounds += 1
+        print("round", rounds, flush=True)
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    neighbour(*sys.argv[1:])

@@ -81,20 +81,15 @@ def test_nvlink(host: Any, driver: nvml.NvmlDriver) -> None:
 # ---- processes ----
 
 
-def test_lists_by_kind(host: Any, driver: nvml.NvmlDriver) -> None:
-    one, two, *_ = host.uuids
+def test_what_only_draws_is_not_asked_for(host: Any, driver: nvml.NvmlDriver) -> None:
     for kind in ("", "graphics"):
-        host.process(one, os.getpid(), 3 << 20, kind=kind)
-    host.process(two, HIDDEN, None, static=True)
-    host.process(two, HIDDEN + 1, 64 << 20, static=True, kind="mps")
+        host.process(host.uuids[0], os.getpid(), 3 << 20, kind=kind)
+    host.process(host.uuids[1], HIDDEN, None, static=True)
     gpus = driver.snapshot().gpus
-    (own,) = gpus[0].processes or ()  # what only draws is not asked for
+    (own,) = gpus[0].processes or ()
     assert (own.pid, own.kind, own.memory_used) == (os.getpid(), ProcessKind.COMPUTE, 3 << 20)
     assert os.path.basename(sys.executable) in (own.name or "")
-    assert gpus[1].processes == (
-        GpuProcess(HIDDEN, ProcessKind.COMPUTE, None, None), GpuProcess(HIDDEN + 1, ProcessKind.MPS, 64 << 20, None)
-    )  # fmt: skip
-    assert all(gpu.processes == () for gpu in gpus[2:])
+    assert gpus[1].processes == (GpuProcess(HIDDEN, ProcessKind.COMPUTE, None, None),)
     assert driver.usage(gpus) == gpus
     detailed = driver.detailed(driver.snapshot()).gpus
     assert detailed[0].processes == (own, own._replace(kind=ProcessKind.GRAPHICS))
@@ -123,24 +118,18 @@ def test_every_generation_of_driver(host: Any, flags: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("code", [NOT_SUPPORTED, FUNCTION_NOT_FOUND])
-def test_a_list_that_exists_and_does_not_work(host: Any, driver: nvml.NvmlDriver, code: int) -> None:
-    host.change(0, v3_error=code, used=1 << 30)
-    host.process(host.uuids[0], HIDDEN, static=True)
-    host.process(host.uuids[0], HIDDEN, static=True, kind="mps")
-    assert pids(driver.snapshot().gpus[0]) == {(HIDDEN, ProcessKind.COMPUTE), (HIDDEN, ProcessKind.MPS)}
-
-
-@pytest.mark.parametrize("code", [NOT_SUPPORTED, FUNCTION_NOT_FOUND])
 @pytest.mark.parametrize("flag", ["-DNO_V3", "-DNO_MPS"])
 def test_a_gpu_that_cannot_list(host: Any, code: int, flag: str) -> None:
     host.variant(flag)
     host.use_nvml_here()
+    host.change(0, v3_error=code)
+    host.process(host.uuids[0], HIDDEN, static=True)
     host.change(1, compute_error=code)
     host.change(2, mps_error=code, graphics_error=code, used=1 << 30)
     host.process(host.uuids[2], HIDDEN, static=True)
     gpus = nvml.NvmlDriver().snapshot().gpus
     assert (gpus[1].processes, gpus[1].processes_supported) == (None, False)
-    assert pids(gpus[2]) == {(HIDDEN, ProcessKind.COMPUTE)}
+    assert pids(gpus[0]) == pids(gpus[2]) == {(HIDDEN, ProcessKind.COMPUTE)}
     assert gpus[3].processes == ()
 
 
@@ -314,12 +303,10 @@ def test_a_forked_child_opens_its_own_session(fake_gpus: Any) -> None:
 def test_cpu_affinity(host: Any, driver: nvml.NvmlDriver) -> None:
     host.set(2, node_cpus="0-3,64-67,4000", socket_cpus="0-7")
     host.change(1, node_cpus="")
-    one, two = host.uuids
-    assert driver.cpu_affinity(one, "node") == {0, 1, 2, 3, 64, 65, 66, 67, 4000}
-    assert driver.cpu_affinity(one, "socket") == set(range(8))
-    assert driver.cpu_affinity(two, "node") is None, "an empty set is no answer"
+    answers = [driver.cpu_affinity(uuid, scope) for scope in ("node", "socket") for uuid in host.uuids]
+    assert answers == [{0, 1, 2, 3, 64, 65, 66, 67, 4000}, None, set(range(8)), set(range(8))]
     host.change(0, lost=2)
-    assert driver.cpu_affinity(one, "node") is None
+    assert driver.cpu_affinity(host.uuids[0], "node") is None
 
 
 # ---- MIG ----

@@ -46,18 +46,15 @@ def test_initialized_cuda_tells_uuids_in_cuda_order(host: Host, variables: dict[
     assert host.run(f"{INITIALIZE}; {code}", **variables) == [seen, ordinals]
 
 
-def test_initialization_is_noticed_before_anyone_has_imported_ctypes(host: Host) -> None:
-    # libcuda comes with the process, as it does under a C extension that links it; a constructor would call cuInit.
+def test_when_cuda_counts_as_initialized(host: Host) -> None:
+    """What it shows is frozen from then on. A start that found no GPU was none.
+
+    libcuda comes with the process, as it does under a C extension that links it; a constructor would call cuInit.
+    """
     code = "result = ['ctypes' in sys.modules, CUDA.is_mapped()]"
     assert host.run(code, LD_PRELOAD=str(host.library)) == [False, True]
-
-
-def test_visibility_is_frozen_once_initialized(host: Host) -> None:
     code = "os.environ['CUDA_VISIBLE_DEVICES'] = '0'; lib.cuInit(0); result = CUDA.visible_if_initialized()"
     assert host.run(f"{INITIALIZE}; {code}", CUDA_VISIBLE_DEVICES="1,2") == [C, A]
-
-
-def test_an_initialization_that_found_no_gpu_left_cuda_uninitialized(host: Host) -> None:
     code = f"{MAP}; result = [lib.cuInit(0), CUDA.visible_if_initialized()]"
     assert host.run(code, CUDA_VISIBLE_DEVICES="") == [100, None]
 
@@ -67,14 +64,8 @@ class Answers(cuda.CudaLibrary):
 
     def __init__(self, code: int | None) -> None:
         super().__init__()
-        self.code = code
-
-    def is_mapped(self) -> bool:
-        return self.code is not None
-
-    def ask(self, name: str, *arguments: Any) -> int:
-        assert self.code is not None
-        return self.code
+        self.is_mapped = lambda: code is not None  # type: ignore[method-assign]
+        self.ask = lambda name, *arguments: code or 0  # type: ignore[method-assign]
 
 
 def test_answers_that_mean_uninitialized_no_gpu_or_trouble() -> None:
@@ -330,15 +321,13 @@ def test_forked_child_leaves_its_parents_context_alone(host: Host) -> None:
     assert host.run(code + look) == [None, 1]
 
 
-def test_older_driver_without_versioned_functions(host: Host, build_library: Callable[..., Path]) -> None:
+def test_older_driver_without_versioned_functions_and_none(
+    host: Host, tmp_path: Path, build_library: Callable[..., Path]
+) -> None:
     host.library = build_library("cuda.c", "libcuda.so.1", "-DOLD")
     assert host.run("held = CUDA.hold(0); held.release(); result = held.uuid") == B
     assert host.holders() == []
     name, message = host.run("CUDA.hold(9)")
     assert (name, message) == ("CudaCallError", "cuDeviceGet failed with CUDA_ERROR_INVALID_DEVICE (101)")
-
-
-def test_missing_libcuda_names_the_way_out(host: Host, tmp_path: Path) -> None:
     name, message = host.run("CUDA.hold(0)", LD_LIBRARY_PATH=str(broken_library(tmp_path)))
-    assert name == "NoDriverError"
-    assert "NVIDIA_DRIVER_CAPABILITIES" in message
+    assert (name, "NVIDIA_DRIVER_CAPABILITIES" in message) == ("NoDriverError", True)

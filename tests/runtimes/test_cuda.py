@@ -198,8 +198,8 @@ class TestRealDriver:
         except NoDriverError as err:
             pytest.skip(f"needs a real NVIDIA GPU: {err}")
 
-    def run(self, code: str, **variables: str) -> Any:
-        return run(code, {**os.environ, **variables})
+    def run(self, code: str) -> Any:
+        return run(code, dict(os.environ))
 
     def test_initialized_only_after_the_context(self) -> None:
         before, during, uuid, after = self.run(

@@ -49,6 +49,7 @@ class Gpus:
         return thing
 
     def take(self, thing: object) -> None:
+        assert any(one is thing for _, one in self.held), "nothing holds it any more"
         self.held = [one for one in self.held if one[1] is not thing]
 
     def busy(self) -> list[int]:
@@ -70,16 +71,13 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, **contents: object) -> N
 
 
 def stand_in_cuda(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Held:
-        def __init__(self, device_no: int) -> None:
-            if gpus.failure is not None:
-                raise CudaCallError(f"cuInit failed with {gpus.failure}", call="cuInit", code=999)
-            gpus.put(device_no, self)
+    def hold(device_no: int) -> Any:
+        if gpus.failure is not None:
+            raise CudaCallError(f"cuInit failed with {gpus.failure}", call="cuInit", code=999)
+        held = gpus.put(device_no, SimpleNamespace(release=lambda: gpus.take(held)))
+        return held
 
-        def release(self) -> None:
-            gpus.take(self)
-
-    monkeypatch.setattr(CUDA, "hold", Held)
+    monkeypatch.setattr(CUDA, "hold", hold)
     monkeypatch.setattr(CUDA, "load", lambda: None)
 
 
@@ -132,24 +130,16 @@ def stand_in_tensorflow(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stand_in_pycuda(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Context:
-        def __init__(self, device_no: int) -> None:
-            gpus.put(device_no, self)
+    def make_context(device_no: int) -> Any:
+        context = gpus.put(device_no, SimpleNamespace(detach=lambda: gpus.take(context)))
+        return context
 
-        def detach(self) -> None:
-            assert any(self is thing for _, thing in gpus.held), "cannot detach from invalid context"
-            gpus.take(self)
-
-    class Device:
-        def __init__(self, device_no: int) -> None:
-            assert gpus.initialized, "cuInit was not called"
-            self.device_no = device_no
-
-        def make_context(self) -> Context:
-            return Context(self.device_no)
+    def device(device_no: int) -> Any:
+        assert gpus.initialized, "cuInit was not called"
+        return SimpleNamespace(make_context=lambda: make_context(device_no))
 
     install(monkeypatch, "pycuda")
-    install(monkeypatch, "pycuda.driver", init=gpus.initialize, Device=Device)
+    install(monkeypatch, "pycuda.driver", init=gpus.initialize, Device=device)
 
 
 def stand_in_cupy(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:

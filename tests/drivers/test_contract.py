@@ -4,7 +4,6 @@ import html
 import os
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -194,39 +193,31 @@ def test_a_thread_stands_for_its_process() -> None:
     assert [process.kind for process in kinds] == [ProcessKind.COMPUTE, ProcessKind.GRAPHICS]
 
 
-@pytest.fixture
-def devices(fake_gpus: Any) -> Path:
-    """A /dev with the files of an NVIDIA driver."""
-    return fake_gpus.devices("nvidiactl", "nvidia0", "nvidia-uvm")
-
-
 OPEN = "file = open({!r}, 'r+b')\n"
 MAP = OPEN + "import mmap\nmemory = mmap.mmap(file.fileno(), 4096)\nfile.close()\n"
 
 
-def test_who_has_a_device_open(devices: Path, child: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another namespace's is a process that has none open, nor mapped, as far as that can be read."""
+def test_who_has_a_device_open(fake_gpus: Any, child: Any, zombie: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another namespace's is a process that has none open, nor mapped, as far as that can be read.
+
+    A zombie's descriptors and mappings are gone, which says nothing; so are those of a main thread that has ended.
+    """
+    devices = fake_gpus.devices("nvidiactl", "nvidia0", "nvidia-uvm")
     device, own = devices / "nvidia0", os.getpid()
     device.write_bytes(bytes(4096))
     codes = (OPEN.format(str(device)), MAP.format(str(device)), "")
     processes = [child(f"{code}say('open'); listen()", says="open") for code in codes]
     user, mapper, bystander = (process.pid for process in processes)
-    listed = tuple(GpuProcess(pid, name="x") for pid in (user, mapper, bystander, own, HIDDEN))
+    listed = tuple(GpuProcess(pid, name="x") for pid in (user, mapper, bystander, own, zombie, HIDDEN))
     found = {process.pid: process.elsewhere for process in own_namespace_pids(listed)}
-    assert found == {user: False, mapper: False, bystander: True, own: False, HIDDEN: False}
-    assert [process.name for process in own_namespace_pids(listed)] == ["x", "x", None, "x", "x"]
+    assert found == {user: False, mapper: False, bystander: True, own: False, zombie: False, HIDDEN: False}
+    assert [process.name for process in own_namespace_pids(listed)] == ["x", "x", None, "x", "x", "x"]
     assert own_namespace_pids((GpuProcess(bystander, ProcessKind.GRAPHICS),))[0].elsewhere
     with monkeypatch.context() as patch:  # one that has too much open, or may not be read
         patch.setattr(procfs, "open_files", lambda pid: None)
         assert not own_namespace_pids((GpuProcess(bystander),))[0].elsewhere
     (devices / "nvidiactl").unlink()
     assert not any(process.elsewhere for process in own_namespace_pids(listed)), "not NVIDIA's driver for Linux"
-
-
-@pytest.mark.usefixtures("devices")
-def test_a_zombie_is_not_judged_by_its_devices(zombie: int) -> None:
-    """Its descriptors and mappings are gone, which says nothing; so are those of a main thread that has ended."""
-    assert not own_namespace_pids((GpuProcess(zombie),))[0].elsewhere
 
 
 # Whose memory is in use

@@ -3,8 +3,8 @@
 import os
 import pickle
 import sys
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pynvml
@@ -253,13 +253,8 @@ def test_a_session_that_another_ended(host: Any, driver: nvml.NvmlDriver) -> Non
 
 def test_threads_share_a_driver(host: Any, driver: nvml.NvmlDriver) -> None:
     expected = driver.snapshot()
-    answers: list[Any] = []
-    threads = [threading.Thread(target=lambda: answers.append(driver.snapshot())) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert answers == [expected] * 8
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(lambda _: driver.snapshot(), range(8))) == [expected] * 8
 
 
 FORK = """

@@ -189,7 +189,6 @@ STAND_INS: dict[type[Any], Callable[[Gpus, pytest.MonkeyPatch], None]] = {
     placeholders.PyCudaPlaceholder: stand_in_pycuda,
     placeholders.CupyPlaceholder: stand_in_cupy,
     placeholders.JaxPlaceholder: stand_in_jax,
-    NoPlaceholder: lambda gpus, monkeypatch: None,
 }
 FRAMEWORKS = {
     placeholders.PytorchPlaceholder: ("torch", "pip install torch"),
@@ -198,8 +197,6 @@ FRAMEWORKS = {
     placeholders.CupyPlaceholder: ("cupy", "pip install cupy-cuda12x"),
     placeholders.JaxPlaceholder: ("jax", "pip install 'jax[cuda12]'"),
 }
-HOLDERS = [kind for kind in STAND_INS if kind is not NoPlaceholder]
-UNRELEASABLE = (placeholders.TensorflowPlaceholder,)
 
 
 def make(kind: type[Any], gpus: Gpus, monkeypatch: pytest.MonkeyPatch, logger: Any = None) -> Any:
@@ -210,7 +207,7 @@ def make(kind: type[Any], gpus: Gpus, monkeypatch: pytest.MonkeyPatch, logger: A
 # The contract
 
 
-@pytest.mark.parametrize("kind", HOLDERS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", STAND_INS, ids=lambda kind: kind.__name__)
 def test_two_devices_are_held_and_released_one_by_one(kind: Any, gpus: Gpus, monkeypatch: Any, caplog: Any) -> None:
     caplog.set_level(logging.INFO)
     placeholder = make(kind, gpus, monkeypatch, logging.getLogger("mine"))
@@ -224,11 +221,11 @@ def test_two_devices_are_held_and_released_one_by_one(kind: Any, gpus: Gpus, mon
         assert gpus.busy() == [0, 1][: device_no + 1]
     for device_no in (0, 1):
         placeholders.release(placeholder, things[device_no])
-        assert gpus.busy() == ([0, 1] if kind in UNRELEASABLE else [1][device_no:])
+        assert gpus.busy() == ([0, 1] if kind is placeholders.TensorflowPlaceholder else [1][device_no:])
     assert {record.name for record in caplog.records} <= {"mine"}, "the logger that was given"
 
 
-@pytest.mark.parametrize("kind", HOLDERS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", STAND_INS, ids=lambda kind: kind.__name__)
 def test_failure_names_device_cause_and_likely_rival(kind: Any, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     placeholder = make(kind, gpus, monkeypatch)
     for failure, hint in (("Cannot re-initialize CUDA in forked subprocess.", "spawn"), ("a thing unseen", "")):
@@ -284,7 +281,7 @@ def test_no_placeholder_holds_nothing_and_a_class_is_none() -> None:
     assert not placeholders.holds_gpu(placeholder)
     assert placeholders.allocate(placeholder, 0) is None
     placeholders.release(placeholder, None)
-    for kind in STAND_INS:
+    for kind in (NoPlaceholder, *STAND_INS):
         with pytest.raises(PlaceholderError, match=rf"pass {kind.__name__}\(\) instead"):
             placeholders.prepare(kind)
 
@@ -307,11 +304,10 @@ def test_pytorch_memory_goes_although_others_still_refer_to_the_tensor(
 def test_tensorflow_grows_on_every_gpu_before_it_starts_or_warns(
     started: bool, gpus: Gpus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    placeholder = make(placeholders.TensorflowPlaceholder, gpus, monkeypatch)
     gpus.events += ["started"] * started
-    placeholder(1)
-    growth = [] if started else ["growth of physical GPU 0", "growth of physical GPU 1"]
-    assert gpus.events == [*growth, "started", *["started"] * started]
+    make(placeholders.TensorflowPlaceholder, gpus, monkeypatch)(1)
+    growth = ["growth of physical GPU 0", "growth of physical GPU 1"]
+    assert gpus.events == (["started", "started"] if started else [*growth, "started"])
     assert [record.levelname for record in caplog.records] == ["WARNING"] * started
     assert ("CUDA device 1" in caplog.text) is started
     assert gpus.busy() == [1]

@@ -77,23 +77,17 @@ def test_answers_that_mean_uninitialized_no_gpu_or_trouble() -> None:
     assert Answers(999).shown_at(0) is None
 
 
-def torch_that(**answers: object) -> types.ModuleType:
-    torch = types.ModuleType("torch")
-    torch.cuda = types.SimpleNamespace(**{name: lambda value=value: value for name, value in answers.items()})  # type: ignore[attr-defined]
-    return torch
-
-
 def test_pytorch_is_asked_where_libcuda_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    torch: Any = types.ModuleType("torch")
+    monkeypatch.setitem(sys.modules, "torch", torch)
     assert Answers(None).visible_if_initialized() is None
-    for started, forked, words in ((True, False, "PyTorch has CUDA initialised"), (False, True, "spawn"), (0, 0, None)):
-        monkeypatch.setitem(sys.modules, "torch", torch_that(is_initialized=started, _is_in_bad_fork=forked))
-        if words is None:
-            assert Answers(None).visible_if_initialized() is None
-        else:
-            with pytest.raises(CudaInitializedError, match=words) as caught:
-                Answers(None).visible_if_initialized()
-            assert caught.value.visible == ()
+    for started, forked, words in ((True, False, "PyTorch has CUDA initialised"), (False, True, "spawn")):
+        torch.cuda = types.SimpleNamespace(is_initialized=lambda: started, _is_in_bad_fork=lambda: forked)  # noqa: B023
+        with pytest.raises(CudaInitializedError, match=words) as caught:
+            Answers(None).visible_if_initialized()
+        assert caught.value.visible == ()
+    torch.cuda = types.SimpleNamespace(is_initialized=lambda: False, _is_in_bad_fork=lambda: False)
+    assert Answers(None).visible_if_initialized() is None
 
 
 # Forked children

@@ -108,6 +108,7 @@ def test_devices_that_nothing_can_run_on(tmp_path: Path) -> None:
 
 
 def test_a_killed_process_is_gone_before_anyone_buries_it(driver: SimulatedDriver, occupying: Any, state: Path) -> None:
+    """So is one that has become another program."""
     other = occupying()
     assert pids(driver.snapshot()) == [other.pid]
     other.process.send_signal(signal.SIGSTOP)
@@ -115,14 +116,9 @@ def test_a_killed_process_is_gone_before_anyone_buries_it(driver: SimulatedDrive
     other.process.kill()
     os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
     assert driver.usage(driver.idle.gpus) == driver.idle.gpus
-    assert driver.snapshot() == driver.idle
-    assert entries(state) == []
-
-
-def test_a_process_that_becomes_another_program_has_left_the_gpu(driver: SimulatedDriver, occupying: Any) -> None:
+    assert (driver.snapshot(), entries(state)) == (driver.idle, [])
     other = occupying("os.execv('/bin/sh', ['sh', '-c', 'echo; read line'])")
-    assert driver.snapshot() == driver.idle
-    assert other.process.poll() is None
+    assert (driver.snapshot(), other.process.poll()) == (driver.idle, None)
 
 
 def test_a_child_does_not_keep_what_its_parent_held(driver: SimulatedDriver, occupying: Any, eventually: Any) -> None:

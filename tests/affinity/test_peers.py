@@ -159,6 +159,7 @@ def test_the_modes_of_torch() -> None:
 # The fine print: each rule with a host that shows it.
 
 ONE_LOGICAL, SOCKET, UNBALANCED = {"multithreading": "single_logical"}, {"scope": "socket"}, {"balanced": False}
+TWENTY_CORES = {**SOCKET, **ONE_LOGICAL, "max_physical_cores": 20}
 FOUR_THREADS = {"cores_per_node": 2, "nodes": 1, "smt": 4, "gpu_nodes": [0]}  # {0,2,4,6} {1,3,5,7}
 SPARE_NODE = {"cores_per_node": 2, "nodes": 4, "nodes_per_package": 2, "smt": 1, "gpu_nodes": [0, 2, 3]}
 ANYWHERE = {"cores_per_node": 2, "nodes": 2, "smt": 1, "gpu_nodes": [None]}
@@ -169,12 +170,7 @@ RULES: list[tuple[dict[str, Any], str, dict[str, Any], list[str]]] = [
     (FOUR_THREADS, "all", {"allowed": "2-7", **ONE_LOGICAL}, ["2-3"]),
     (FOUR_THREADS, "all", {"allowed": "2-7"}, ["2-7"]),
     # All of the socket, own node first, then those of the socket's other GPUs: 20 cores are 16 own and 4 of theirs.
-    (
-        HOSTS["dgx-a100"],
-        "all",
-        {"gpus": [0, 2], "max_physical_cores": 20, **SOCKET, **ONE_LOGICAL},
-        ["16-19,48-63", "16-31,48-51"],
-    ),
+    (HOSTS["dgx-a100"], "all", {**TWENTY_CORES, "gpus": [0, 2]}, ["16-19,48-63", "16-31,48-51"]),
     # Socket 0 has a node without a GPU, socket 1 is used up: with balance nobody gets more than 2 cores.
     (SPARE_NODE, "unique_contiguous", SOCKET, ["0-1", "4-5", "6-7"]),
     (SPARE_NODE, "unique_contiguous", {**SOCKET, **UNBALANCED}, ["0-3", "4-5", "6-7"]),

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ def host(fake_gpus: Any, fake_nvidia_smi: Any) -> Any:
 
 
 @pytest.fixture
-def driver(host: Any) -> Iterator[NvidiaSmiDriver]:
+def driver(host: Any) -> NvidiaSmiDriver:
     return NvidiaSmiDriver()
 
 

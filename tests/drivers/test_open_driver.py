@@ -10,9 +10,8 @@ from support.kfd_host import KfdHost
 
 from safe_gpu.drivers import meant_vendor, open_driver, open_drivers, opened_driver
 from safe_gpu.drivers.base import Driver
-from safe_gpu.drivers.presets import PRESETS, preset
+from safe_gpu.drivers.presets import preset
 from safe_gpu.errors import SafeGpuError, UnsatisfiableRequestError
-from safe_gpu.gpus.devices import vendor_of
 from safe_gpu.selection.request import parse_request
 
 AMD = "GPU-00000000000000abc"[:20]
@@ -143,17 +142,6 @@ def test_a_driver_that_was_named_and_has_no_such_gpus(monkeypatch: pytest.Monkey
         assert f"SAFE_GPU_DRIVER={driver} has none: leave vendor= out, or unset SAFE_GPU_DRIVER" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_simulated_hosts_have_a_driver_for_each_vendor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAFE_GPU_DRIVER", f"simulated:{name}")
-    drivers, broken = open_drivers()
-    assert (tuple(driver.snapshot().vendor for driver in drivers), broken) == (preset(name).vendors, [])
-    for driver in drivers:
-        snapshot = driver.snapshot()
-        assert {gpu.vendor for gpu in snapshot.gpus} == {vendor_of(gpu.uuid) for gpu in snapshot.gpus}
-        assert open_driver(vendor=snapshot.vendor).snapshot() == snapshot
-
-
 def test_what_tells_the_vendor_of_this_process() -> None:
     for environment, vendor in (
         ({}, None),
@@ -167,6 +155,7 @@ def test_what_tells_the_vendor_of_this_process() -> None:
 def test_what_a_uuid_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole UUID of an AMD GPU in `only` chooses the driver, as does one in ROCR_VISIBLE_DEVICES."""
     monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:two-vendors")
+    assert [driver.snapshot().vendor for driver in open_drivers()[0]] == ["nvidia", "amd"]
     for request, environment, vendor in (
         ({}, "", "nvidia"),
         ({"only": (AMD,)}, "", "amd"),
@@ -176,4 +165,4 @@ def test_what_a_uuid_names(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setenv("ROCR_VISIBLE_DEVICES", environment)
         with opened_driver(**parse_request(**request).driver) as driver:
-            assert driver.snapshot().vendor == vendor
+            assert {gpu.vendor for gpu in driver.snapshot().gpus} == {vendor}

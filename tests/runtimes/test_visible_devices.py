@@ -29,12 +29,9 @@ def with_lost(lost: int) -> HostSnapshot:
 
 
 def with_mig() -> HostSnapshot:
-    parent = Gpu(0, "GPU-aa000000", "NVIDIA H100", mig_enabled=True, unusable="MIG mode is on")
-    instances = (
-        Gpu(0, uuid, "NVIDIA H100 MIG", mig_parent=parent.uuid, mig_instance=number)
-        for number, uuid in enumerate(("MIG-11000000", "MIG-12000000"))
-    )
-    return host(parent, *instances, Gpu(1, "GPU-ab000000", "NVIDIA H100"))
+    parent, whole = Gpu(0, "GPU-aa000000", "NVIDIA H100", mig_enabled=True), Gpu(1, "GPU-ab000000", "NVIDIA H100")
+    instance = Gpu(0, "MIG-11000000", "NVIDIA H100 MIG", mig_parent=parent.uuid, mig_instance=0)
+    return host(parent, instance, instance._replace(uuid="MIG-12000000", mig_instance=1), whole)
 
 
 def parsed(value: str, snapshot: HostSnapshot, device_order: str | None = None) -> VisibleLimit:
@@ -68,22 +65,17 @@ def test_what_a_value_shows(shown: list[int], values: list[str]) -> None:
 
 
 def test_a_lost_gpu_is_not_counted() -> None:
-    below = parsed("0,1", with_lost(2))
-    assert (below.uuids, below.ambiguous) == (UUIDS[:2], False)
-    beyond = parsed("2", with_lost(2))
-    assert (beyond.uuids, beyond.ambiguous) == (UUIDS[3:], True)
-    assert "GPU 2 is lost" in beyond.doubt
-    assert parsed(f"{UUIDS[2]},{UUIDS[3]}", with_lost(2)).uuids == ()
+    for value, shown, doubt in (("0,1", UUIDS[:2], ""), ("2", UUIDS[3:], "GPU 2 is lost"), (UUIDS[2], (), "")):
+        found = parsed(value, with_lost(2))
+        assert (found.uuids, found.ambiguous, doubt in found.doubt) == (shown, bool(doubt), True)
 
 
 def test_the_older_name_of_a_mig_instance() -> None:
-    name = "MIG-GPU-aa000000/1/0"
+    name, (parent, first, second, _) = "MIG-GPU-aa000000/1/0", with_mig().gpus
     assert parsed(name, with_mig()).ambiguous, "there are two"
-    only_one = parsed(name, host(*(gpu for gpu in with_mig().gpus if gpu.mig_instance != 1)))
-    assert (only_one.uuids, only_one.ambiguous) == (("MIG-11000000",), False)
-    renamed = (gpu._replace(uuid=f"MIG-GPU-aa000000/{gpu.mig_instance}/0") for gpu in with_mig().gpus[1:3])
-    literal = parsed(name, host(with_mig().gpus[0], *renamed))
-    assert (literal.uuids, literal.ambiguous) == ((name,), False)
+    for instance in (first, second._replace(uuid=name)):
+        found = parsed(name, host(parent, instance))
+        assert (found.uuids, found.ambiguous) == ((instance.uuid,), False)
 
 
 @given(
@@ -91,13 +83,9 @@ def test_the_older_name_of_a_mig_instance() -> None:
     st.sampled_from([alike(), mixed(), with_lost(1), with_mig()]),
 )
 def test_any_text_is_read_and_shows_each_device_once(value: str, snapshot: HostSnapshot) -> None:
-    visible_limit = parsed(value, snapshot)
-    assert len(set(visible_limit.uuids)) == len(visible_limit.uuids)
-    for uuid in visible_limit.uuids:
-        gpu = snapshot.by_uuid(uuid)
-        assert gpu is not None
-        assert not gpu.lost
-        assert not gpu.mig_enabled
+    uuids = parsed(value, snapshot).uuids
+    assert len(set(uuids)) == len(uuids)
+    assert set(uuids) <= {gpu.uuid for gpu in snapshot.gpus if not (gpu.lost or gpu.mig_enabled)}
 
 
 @given(st.lists(st.integers(0, 3), unique=True), st.sampled_from(["index", "uuid"]), st.booleans())

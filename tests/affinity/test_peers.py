@@ -249,38 +249,25 @@ def hosts(draw: st.DrawFn) -> HostTopology:
     )
 
 
-@st.composite
-def questions(draw: st.DrawFn) -> tuple[HostTopology, dict[str, Any]]:
-    topology = draw(hosts())
-    allowed = None
-    if draw(st.booleans()):
-        some = draw(st.sets(st.sampled_from(sorted(topology.cpus)), max_size=64))
-        allowed = topology.cpus - some if draw(st.booleans()) else frozenset(some)
-    least = draw(st.integers(0, 3))
-    return topology, {
-        "mode": draw(st.sampled_from(MODES)),
-        "scope": draw(st.sampled_from(["node", "socket"])),
-        "multithreading": draw(st.sampled_from(["all_logical", "single_logical"])),
-        "balanced": draw(st.booleans()),
-        "min_physical_cores": least,
-        "max_physical_cores": draw(st.none() | st.integers(max(least, 1), 20)),
-        "allowed": allowed,
-    }
-
-
 def cores_of(topology: HostTopology, share: Iterable[int]) -> set[frozenset[int]]:
     return {core for core in topology.cores if not core.isdisjoint(share)}
 
 
 @settings(max_examples=100)
-@given(questions())
-def test_laws(question: tuple[HostTopology, dict[str, Any]]) -> None:
-    topology, options = question
+@given(
+    hosts(), st.sampled_from(MODES), st.sampled_from(SCOPES), st.sampled_from(MULTITHREADING), st.booleans(), st.data()
+)
+def test_laws(topology: HostTopology, mode: str, scope: str, multithreading: str, balanced: bool, data: Any) -> None:
+    some = data.draw(st.frozensets(st.sampled_from(sorted(topology.cpus)), max_size=64))
+    allowed = data.draw(st.sampled_from([topology.cpus, topology.cpus - some, some]))
+    least = data.draw(st.integers(0, 3))
+    most = data.draw(st.none() | st.integers(max(least, 1), 20))
+    options: dict[str, Any] = {"scope": scope, "multithreading": multithreading, "balanced": balanced}
+    options |= {"mode": mode, "min_physical_cores": least, "max_physical_cores": most, "allowed": allowed}
     try:
         found = plan(topology, **options)
     except GPUAffinityError:
         return
-    mode, allowed = options["mode"], topology.cpus if options["allowed"] is None else options["allowed"]
     assert found == plan(topology, **options)
     assert len(found) == len(topology.gpus)
     assert all(share and share <= allowed for share in found)
@@ -298,11 +285,9 @@ def test_laws(question: tuple[HostTopology, dict[str, Any]]) -> None:
             assert same == sorted(same, reverse=True)
             assert sum(same) == len(cores_of(topology, topology.node_set(gpu) & allowed))
     if mode.startswith("unique"):
-        if options["balanced"]:
-            assert len(set(map(len, used))) == 1
-        for cores in used:
-            assert options["min_physical_cores"] <= len(cores) <= (options["max_physical_cores"] or len(cores))
+        assert not balanced or len(set(map(len, used))) == 1
+        assert all(least <= len(cores) <= (most or len(cores)) for cores in used)
     if mode in set(Mode):
-        single = options["multithreading"] == "single_logical"
         for share, cores in zip(found, used, strict=True):
-            assert share == ({min(core & allowed) for core in cores} if single else frozenset().union(*cores) & allowed)
+            first = multithreading == "single_logical"
+            assert share == ({min(core & allowed) for core in cores} if first else frozenset().union(*cores) & allowed)

@@ -78,6 +78,11 @@ def test_an_idle_host(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
             cpus = driver.cpu_affinity(gpu.uuid, scope)
             assert cpus is None or (isinstance(cpus, frozenset) and cpus)
     assert driver.cpu_affinity("GPU-stranger", "node") is None
+    linked = driver.linked(snapshot)
+    for fuller in (linked, driver.detailed(snapshot)):  # more of the same poll
+        assert (fuller.driver, fuller.driver_version) == (snapshot.driver, snapshot.driver_version)
+        assert [(gpu.uuid, gpu.processes) for gpu in fuller.gpus] == [(gpu.uuid, ()) for gpu in snapshot.gpus]
+    assert all(gpu.nvlink_peers <= {peer.uuid for peer in linked.gpus} - {gpu.uuid} for gpu in linked.gpus)
     assert driver.snapshot() == snapshot, "nothing changes by itself"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert driver.snapshot() == snapshot, "visibility is of no concern"
@@ -114,18 +119,6 @@ def test_a_device_that_is_not_there(bench: Bench) -> None:
     assert gone.process_error
     assert same == here
     assert bench.driver.snapshot().gpus[0] == here
-
-
-def test_more_is_told_of_the_same_poll(bench: Bench) -> None:
-    snapshot = bench.driver.snapshot()
-    uuids = [gpu.uuid for gpu in snapshot.gpus]
-    for fuller in (bench.driver.linked(snapshot), bench.driver.detailed(snapshot)):
-        assert [gpu.uuid for gpu in fuller.gpus] == uuids
-        assert [gpu.processes for gpu in fuller.gpus] == [gpu.processes for gpu in snapshot.gpus]
-        assert (fuller.driver, fuller.driver_version) == (snapshot.driver, snapshot.driver_version)
-    for gpu in bench.driver.linked(snapshot).gpus:
-        assert gpu.uuid not in gpu.nvlink_peers
-        assert gpu.nvlink_peers <= set(uuids)
 
 
 def test_a_forked_child_may_ask(bench: Bench) -> None:

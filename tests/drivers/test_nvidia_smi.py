@@ -62,7 +62,7 @@ def test_all_fields(host: Any, driver: NvidiaSmiDriver) -> None:
 
 
 @pytest.mark.parametrize("value", ["[N/A]", "Unknown Error", "ERR!", "Insufficient Permissions"])
-def test_values_that_are_none(host: Any, driver: NvidiaSmiDriver, value: str) -> None:
+def test_values_that_are_none_or_say_lost(host: Any, driver: NvidiaSmiDriver, value: str) -> None:
     fields = ("total", "used", "free", "gpu_util", "compute_mode", "display_active", "current_mig", "driver_version")
     host.quirks(**dict.fromkeys(fields, value))
     snapshot = driver.snapshot()
@@ -71,6 +71,9 @@ def test_values_that_are_none(host: Any, driver: NvidiaSmiDriver, value: str) ->
     assert (gpu.compute_mode, gpu.display_active, gpu.mig_enabled) == (ComputeMode.DEFAULT, False, False)
     assert (gpu.uuid, gpu.processes, gpu.unusable, gpu.lost) == (host.uuids[0], (), None, False)
     assert snapshot.driver_version == ""
+    for field, text in (("used", "[GPU is lost]"), ("uuid", "[GPU requires reset]")):
+        host.quirks(**{field: text})
+        assert [(gpu.uuid, gpu.lost) for gpu in driver.snapshot().gpus] == [(uuid, True) for uuid in host.uuids]
 
 
 def test_where_not_all_answer_by_id_the_host_is_asked(host: Any, driver: NvidiaSmiDriver) -> None:
@@ -205,14 +208,6 @@ def test_uuids_without_a_prefix_are_names(host: Any, monkeypatch: Any, wishes: A
         with GPUOwner(1, NoPlaceholder(), visible_as=visible_as, affinity=None, timeout=0, **wishes) as owner:
             assert [gpu.uuid for gpu in owner.gpus] == [BARE[1]]
             assert (os.environ["CUDA_VISIBLE_DEVICES"], os.environ["CUDA_DEVICE_ORDER"]) == ("1", "PCI_BUS_ID")
-
-
-@pytest.mark.parametrize("text", ["[GPU is lost]", "[GPU requires reset]"])
-@pytest.mark.parametrize("field", ["used", "uuid"])
-def test_values_that_say_lost(host: Any, driver: NvidiaSmiDriver, field: str, text: str) -> None:
-    driver.snapshot()
-    host.quirks(**{field: text})
-    assert [(gpu.uuid, gpu.lost) for gpu in driver.snapshot().gpus] == [(uuid, True) for uuid in host.uuids]
 
 
 def test_no_process_list(host: Any, driver: Any) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -92,23 +91,17 @@ def test_queues_and_further_contexts_count(three: KfdHost) -> None:
     three.process(HIDDEN, vram_11=1 << 20)
     three.process(HIDDEN, context=0, vram_11=2 << 20, vram_22=4 << 20)
     three.process(HIDDEN, context=1, queues=(33,))
-    assert [gpu.processes for gpu in gpus()] == [
-        (GpuProcess(HIDDEN, memory_used=3 << 20),),
-        (GpuProcess(HIDDEN, memory_used=4 << 20),),
-        (GpuProcess(HIDDEN, memory_used=0),),
-    ]
+    used = (3 << 20, 4 << 20, 0)
+    assert [gpu.processes for gpu in gpus()] == [(GpuProcess(HIDDEN, memory_used=memory),) for memory in used]
     assert free() == []
 
 
-def test_a_number_of_another_namespace_is_known_by_the_device(three: KfdHost) -> None:
+def test_a_number_of_another_namespace_is_known_by_the_device(three: KfdHost, child: Any) -> None:
     (three.root / "dev").mkdir()
     (three.root / "dev/kfd").touch()
-    with subprocess.Popen(["sleep", "60"]) as other:  # has no /dev/kfd open
-        three.process(other.pid, vram_11=1 << 20)
-        (process,) = gpus()[0].processes or ()
-        assert process.elsewhere
-        assert free() == [1, 2]
-        other.kill()
+    three.process(child("listen()").pid, vram_11=1 << 20)  # it has no /dev/kfd open
+    assert [process.elsewhere for process in gpus()[0].processes or ()] == [True]
+    assert free() == [1, 2]
 
 
 def test_a_process_list_that_cannot_be_read(three: KfdHost) -> None:

@@ -94,11 +94,8 @@ def test_pytorch_is_asked_where_libcuda_says_nothing(monkeypatch: pytest.MonkeyP
 
 
 def test_child_forked_after_safe_gpu_woke_cuda_is_told_to_spawn(host: Host) -> None:
-    for woken, asked in (
-        ("CUDA.hold(0).release()", "CUDA.visible_if_initialized()"),
-        ("held = CUDA.hold(0)", "CUDA.hold(0)"),
-    ):
-        name, message = host.run(woken + in_child(asked))
+    for woken, asked in ("CUDA.hold(0).release()", "CUDA.visible_if_initialized()"), ("CUDA.hold(0)", "CUDA.hold(0)"):
+        name, message = host.run(f"held = {woken}" + in_child(asked))
         assert (name, "spawn" in message) == ("CudaInitializedError", True)
 
 
@@ -230,26 +227,24 @@ result = [before, during, used()]
             assert "spawn" in message
 
 
+def balance(host: Host) -> tuple[int, ...]:
+    """How often contexts and memory were taken and given back."""
+    names = ("cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2", "cuMemAlloc_v2", "cuMemFree_v2")
+    return tuple(host.calls().count(name) for name in names)
+
+
 def test_context_shows_on_its_gpu_while_it_is_held(host: Host) -> None:
     code = """
-pid = os.getpid()
 held = CUDA.hold(1)
-during = [name for name in os.listdir(os.environ['FAKE_GPU_DIR'] + '/procs/' + held.uuid) if name[0] != '.']
+shown = os.path.exists(f"{os.environ['FAKE_GPU_DIR']}/procs/{held.uuid}/{os.getpid()}")
 held.release()
 held.release()
-result = [held.uuid, held.device_no, during == [str(pid)]]
+result = [held.uuid, held.device_no, shown]
 """
     host.set_options("log=1")
     assert host.run(code, CUDA_VISIBLE_DEVICES="0,2") == [A, 1, True]
     assert host.holders() == []
     assert balance(host) == (1, 1, 1, 1)
-
-
-def balance(host: Host) -> tuple[int, int, int, int]:
-    """How often contexts and memory were taken and given back."""
-    calls = host.calls()
-    names = ("cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2", "cuMemAlloc_v2", "cuMemFree_v2")
-    return tuple(calls.count(name) for name in names)  # type: ignore[return-value]
 
 
 def test_current_context_of_the_thread_stays_what_it_was(host: Host) -> None:
@@ -292,18 +287,16 @@ def test_failure_leaves_nothing_on_the_gpu(host: Host, option: str, device_no: i
 
 
 def test_exclusive_process_mode_refuses_the_second_process(host: Host) -> None:
-    second = f"result = [CUDA.hold(0).uuid]  # on {C}"
-    code = """
+    second = "from safe_gpu.runtimes.cuda import CUDA; CUDA.hold(0)"
+    code = f"""
 held = CUDA.hold(0)
 import subprocess
-script = "from safe_gpu.runtimes.cuda import CUDA; CUDA.hold(0)"
-child = subprocess.run([sys.executable, '-S', '-c', script], capture_output=True, text=True)
+child = subprocess.run([sys.executable, '-S', '-c', {second!r}], capture_output=True, text=True)
 result = [held.uuid, child.stderr.splitlines()[-1]]
 """
     uuid, message = host.run(code, CUDA_VISIBLE_DEVICES=C)
-    assert uuid == C
-    assert "CUDA_ERROR_DEVICE_UNAVAILABLE (46)" in message
-    assert host.run(second, CUDA_VISIBLE_DEVICES=C) == [C]  # the dead do not count
+    assert (uuid, "CUDA_ERROR_DEVICE_UNAVAILABLE (46)" in message) == (C, True)
+    assert host.run("result = CUDA.hold(0).uuid", CUDA_VISIBLE_DEVICES=C) == C  # the dead do not count
 
 
 def test_forked_child_leaves_its_parents_context_alone(host: Host) -> None:

@@ -6,8 +6,6 @@ A stand-in notes every call that would initialise CUDA, and what is on which GPU
 
 from __future__ import annotations
 
-import importlib
-import importlib.abc
 import logging
 import os
 import sys
@@ -265,14 +263,13 @@ def test_a_framework_that_is_missing_or_broken(kind: type[Any], monkeypatch: pyt
 
 
 def uninstall(monkeypatch: pytest.MonkeyPatch, package: str, failure: Exception) -> None:
-    class Finder(importlib.abc.MetaPathFinder):
-        def find_spec(self, name: str, path: Any, target: Any = None) -> None:
-            if name.partition(".")[0] == package:
-                raise failure
+    def find_spec(name: str, path: Any, target: Any = None) -> None:
+        if name.partition(".")[0] == package:
+            raise failure
 
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=find_spec), *sys.meta_path])
 
 
 def test_no_placeholder_holds_nothing_and_a_class_is_none() -> None:

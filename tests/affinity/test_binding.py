@@ -379,29 +379,26 @@ def test_nodes_of_cpus(saved_tree: SavedTree) -> None:
     assert nodes_of_cpus([1, 2], driver, "/") == {0, 1}
 
 
-@pytest.mark.parametrize(
-    ("has", "sizes", "distances", "nodes"),
-    [
+def test_the_nearest_memory_of_a_node(saved_tree: SavedTree) -> None:
+    saved_tree.cpus([(0,), (1,), (2,), (3,)])
+    saved_tree.nodes({number: [number] for number in range(4)})
+    saved_tree.gpu("0000:01:00.0", node=1)
+    for has, sizes, distances, nodes in (
         ("0-3", [1, 1, 1, 1], "16 10 16 16", {1}),
         ("0,2-3", [1, 0, 1, 1], "16 10 16 32", {0, 2}),
         ("0,2-3", [1, 0, 1, 1], "", {0, 2, 3}),
         ("", [1, 0, 1, 1], "32 10 16 16", {2, 3}),  # before Linux 2.6.24
         ("\0", [0, 0, 0, 0], "16 10 28 12", {1}),  # they cannot all be without memory
-    ],
-)
-def test_the_nearest_memory_of_a_node(saved_tree: Any, has: str, sizes: list[int], distances: str, nodes: Any) -> None:
-    saved_tree.cpus([(0,), (1,), (2,), (3,)])
-    saved_tree.nodes({number: [number] for number in range(4)})
-    saved_tree.gpu("0000:01:00.0", node=1)
-    base = "sys/devices/system/node"
-    saved_tree.write(f"{base}/node1/distance", distances)
-    saved_tree.write(f"{base}/has_memory", has)
-    for node, size in enumerate(sizes):
-        saved_tree.write(f"{base}/node{node}/meminfo", f"Node {node} MemTotal:   {size * 4096} kB")
-    topology = read_topology(saved_tree)
-    found, lacks = with_memory(topology, memory_nodes(topology, [0]))
-    assert found == nodes
-    assert [line.partition(",")[0] for line in lacks] == ["NUMA node 1 has no memory"] * (found != {1})
+    ):
+        base = "sys/devices/system/node"
+        saved_tree.write(f"{base}/node1/distance", distances)
+        saved_tree.write(f"{base}/has_memory", has)
+        for node, size in enumerate(sizes):
+            saved_tree.write(f"{base}/node{node}/meminfo", f"Node {node} MemTotal:   {size * 4096} kB")
+        topology = read_topology(saved_tree)
+        found, lacks = with_memory(topology, memory_nodes(topology, [0]))
+        assert found == nodes
+        assert [line.partition(",")[0] for line in lacks] == ["NUMA node 1 has no memory"] * (found != {1})
 
 
 @settings(max_examples=60)

@@ -166,6 +166,7 @@ def test_names_of_program_and_script() -> None:
         ("/home/anna/v/bin/python3.11 -u -W ignore -Xdev /home/anna/train.py 1234", "python3.11 train.py"),
         ("python -Im train 1234", "python -m train"),
         ("python - 1234", "python"),
+        ("python", "python"),
         ("python -m", "python -m"),
         ("bash jobs/run.sh 1234", "bash run.sh"),
         ("bash -o pipefail -c 1234", "bash"),

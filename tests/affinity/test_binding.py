@@ -352,7 +352,7 @@ def test_a_claim_is_bound_and_given_back(mode: str) -> None:
             leave()
         yield os.sched_getaffinity(0)
 
-    one, two, both = [((set(cpus), ())) for cpus in ({MASK[0]}, {MASK[1]}, MASK[:2])]
+    one, two, both = [(set(cpus), ()) for cpus in ({MASK[0]}, {MASK[1]}, MASK[:2])]
     remote = set(MASK), ("this process may use none of the CPUs 5000 of GPU 2",)
     assert in_child(lambda: list(child())) == [one, two, both, remote, {MASK[0]}]
 

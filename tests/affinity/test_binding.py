@@ -192,18 +192,17 @@ def test_moments_that_can_be_come_back_to() -> None:
 def test_a_forked_worker_starts_from_the_original_mask() -> None:
     """A DataLoader worker inherits the narrowed mask, and what it was before."""
 
-    def child() -> tuple[Any, ...]:
+    def worker() -> Any:
+        yield os.sched_getaffinity(0)
+        yield set(bind_process({MASK[1]}).cpus)
+        leave()
+        yield os.sched_getaffinity(0)
+
+    def child() -> Any:
         bind_process({MASK[0]})
+        return [*in_child(lambda: list(worker())), os.sched_getaffinity(0)]
 
-        def worker() -> tuple[Any, ...]:
-            inherited = os.sched_getaffinity(0)
-            mine = bind_process({MASK[1]}).cpus
-            leave()
-            return inherited, mine, os.sched_getaffinity(0)
-
-        return (*in_child(worker), os.sched_getaffinity(0))
-
-    assert in_child(child) == ({MASK[0]}, {MASK[1]}, set(MASK), {MASK[0]})
+    assert in_child(child) == [{MASK[0]}, {MASK[1]}, set(MASK), {MASK[0]}]
 
 
 def test_what_cannot_be_bound_leaves_nothing_behind() -> None:

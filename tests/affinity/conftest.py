@@ -60,10 +60,7 @@ def as_list(cpus: frozenset[int]) -> str:
 @lru_cache
 def as_mask(cpus: frozenset[int]) -> str:
     value = sum(1 << cpu for cpu in cpus)
-    groups = []
-    while value or not groups:
-        groups.append(f"{value & 0xFFFFFFFF:08x}")
-        value >>= 32
+    groups = [f"{value >> shift & 0xFFFFFFFF:08x}" for shift in range(0, max(value.bit_length(), 1), 32)]
     return ",".join(reversed(groups))
 
 

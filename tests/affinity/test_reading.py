@@ -368,14 +368,9 @@ def test_from_host_reads_as_affinity_does(tmp_path: Path) -> None:
     host = HostTopology.from_host(fsroot=tmp_path, driver=None)
     assert host == read_topology(tmp_path)
     assert host.cpus == {3}
-
-    class Driver:
-        name = "simulated:one"
-
-        def host_topology(self) -> HostTopology:
-            return host
-
-    assert HostTopology.from_host(driver=Driver()) is host
+    driver: Any = FakeDriver()
+    driver.own = host
+    assert HostTopology.from_host(driver=driver) is host
 
 
 def test_a_topology_of_the_wrong_shape() -> None:

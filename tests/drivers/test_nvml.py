@@ -3,12 +3,14 @@
 import os
 import pickle
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pynvml
 import pytest
+from support.forks import in_child
 
 from safe_gpu.drivers import nvml
 from safe_gpu.errors import NoDriverError
@@ -258,39 +260,33 @@ def test_threads_share_a_driver(host: Any, driver: nvml.NvmlDriver) -> None:
         assert list(threads.map(lambda _: driver.snapshot(), range(8))) == [expected] * 8
 
 
-FORK = """
-import os, threading, pynvml
-from safe_gpu.drivers import open_driver
-driver = open_driver()
-before = driver.snapshot()
-count, asked, answered = pynvml.nvmlDeviceGetCount, threading.Event(), threading.Event()
-def slow():
-    asked.set()
-    answered.wait()
-    return count()
-pynvml.nvmlDeviceGetCount = slow
-thread = threading.Thread(target=driver.snapshot)
-thread.start()
-asked.wait()
-child = os.fork()  # while another thread polls
-pynvml.nvmlDeviceGetCount = count
-if child == 0:
-    same = driver.snapshot() == before
-    driver.close()
-    os._exit(0 if same else 1)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-answered.set()
-thread.join()
-assert driver.snapshot() == before
-"""
+def test_a_forked_child_opens_its_own_session(host: Any, driver: nvml.NvmlDriver, monkeypatch: Any) -> None:
+    """Also one that was forked while another thread polled."""
+    before, count = driver.snapshot(), pynvml.nvmlDeviceGetCount
+    asked, answered = threading.Event(), threading.Event()
 
+    def slow() -> Any:
+        asked.set()
+        answered.wait()
+        return count()
 
-def test_a_forked_child_opens_its_own_session(fake_gpus: Any) -> None:
-    fake_gpus.options(log=1)
-    fake_gpus.python(FORK)
-    calls = fake_gpus.calls()
-    assert calls.count("nvmlInitWithFlags") == 2
-    assert calls.count("nvmlShutdown") == 1, "the child ends its own session only"
+    def child() -> bool:
+        pynvml.nvmlDeviceGetCount = count
+        same = driver.snapshot() == before
+        driver.close()
+        return same
+
+    host.options(log=1)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", slow)
+    thread = threading.Thread(target=driver.snapshot)
+    thread.start()
+    asked.wait()
+    assert in_child(child)
+    answered.set()
+    thread.join()
+    assert driver.snapshot() == before
+    calls = host.calls()
+    assert (calls.count("nvmlInitWithFlags"), calls.count("nvmlShutdown")) == (1, 1), "the child's own session only"
 
 
 # ---- MIG ----

@@ -28,14 +28,10 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
     return compare_binding
 
 
-def compare(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(TOOLS / "compare_binding.py"), *arguments],
-        env={**os.environ, "SAFE_GPU_DRIVER": "simulated:p4d", **environment},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+def compare(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(TOOLS / "compare_binding.py"), *arguments]
+    environment = {**os.environ, "SAFE_GPU_DRIVER": "simulated:p4d"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
 
 
 CPUS = "import os, sys; open(sys.argv[1], 'a').write('run '); print('CPUs:', len(os.sched_getaffinity(0)))"

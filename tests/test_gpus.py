@@ -63,15 +63,12 @@ def test_instances_and_order() -> None:
     assert spans_of([COURSE, earlier], gpus) == {"GPU-0": (course,), "MIG-0": (course,), "GPU-1": ((1, 2), course)}
 
 
-TWO_DAYS = COURSE._replace(end=NINE + 30 * HOUR)
-
-
 def test_lines_are_read_as_they_were_written() -> None:
-    for window in (COURSE._replace(whom="", reason=""), COURSE._replace(whom="user:anna"), TWO_DAYS):
-        drains = [drain_line("GPU-1", "a fan"), drain_line("GPU-2", "")]
-        lines = [*drains, "", *COURSE._replace(begin=1).lines, *window.lines]
-        assert parse_closed(lines, "root") == ({"GPU-1": "a fan", "GPU-2": ""}, (COURSE._replace(begin=1), window), [])
-        assert str(TWO_DAYS).endswith("09:00 to Fri 2026-11-27 15:00: practical course")
+    first, two_days = COURSE._replace(begin=1), COURSE._replace(end=NINE + 30 * HOUR)
+    for window in (COURSE._replace(whom="", reason=""), COURSE._replace(whom="user:anna"), two_days):
+        lines = [drain_line("GPU-1", "a fan"), drain_line("GPU-2", ""), "", *first.lines, *window.lines]
+        assert parse_closed(lines, "root") == ({"GPU-1": "a fan", "GPU-2": ""}, (first, window), [])
+    assert str(two_days).endswith("09:00 to Fri 2026-11-27 15:00: practical course")
 
 
 def test_a_line_that_says_nothing_closes_nothing_and_others_count() -> None:
@@ -91,19 +88,15 @@ def test_a_row_is_whole(key: str) -> None:
     vendor = VENDORS[key]
     assert preset(vendor.preset).vendors == (key,)
     uuids = [device.uuid for name in PRESETS for device in preset(name).devices if device.vendor == key]
-    assert uuids
     for uuid in [*uuids, *([f"{vendor.by_place}0000:05:00.0"] if vendor.by_place else [])]:
         assert [vendor_of(uuid), vendor_of_name(uuid)] == [key, key]
         assert parse_request(only=uuid).driver["prefer"] == key
     assert vendor.library in {runtime.title for runtime in (CUDA, HIP, IntelDriver)}
     assert all(name.startswith(tuple(p for one in VENDORS.values() for p in one.prefixes)) for name in vendor.variables)
     assert set(vendor.variables) <= set(hide_all())
-
-
-def test_what_derives_from_the_table() -> None:
     parser = argparse.ArgumentParser()
     add_vendor(parser, "")
-    assert [parser.parse_args(["--vendor", key.upper()]).vendor for key in VENDORS] == list(VENDORS)
+    assert parser.parse_args(["--vendor", key.upper()]).vendor == key
     assert vendor_of_name("0") is vendor_of_name("GPU-ab") is None
 
 

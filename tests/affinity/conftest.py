@@ -4,6 +4,7 @@ import ctypes
 import errno
 import os
 import platform
+import struct
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -27,27 +28,21 @@ needs_known_calls = pytest.mark.skipif(
 )
 
 
-def refuse_memory_policies(number: int = errno.EPERM) -> None:
-    """A seccomp filter on this process like Docker's: set_mempolicy and get_mempolicy answer ``number``."""
-
-    class Filter(ctypes.Structure):
-        _fields_ = [("code", ctypes.c_ushort), ("jt", ctypes.c_ubyte), ("jf", ctypes.c_ubyte), ("k", ctypes.c_uint)]
-
-    class Program(ctypes.Structure):
-        _fields_ = [("len", ctypes.c_ushort), ("filter", ctypes.POINTER(Filter))]
-
+def refuse_memory_policies() -> None:
+    """A seccomp filter on this process like Docker's: set_mempolicy and get_mempolicy answer EPERM."""
     setting, getting = memory_policy._CALLS[platform.machine()]
-    steps = (Filter * 5)(
-        Filter(0x20, 0, 0, 0),  # load the call's number
-        Filter(0x15, 2, 0, setting),
-        Filter(0x15, 1, 0, getting),
-        Filter(0x06, 0, 0, 0x7FFF0000),  # allow
-        Filter(0x06, 0, 0, 0x00050000 | number),
+    steps = (
+        (0x20, 0, 0, 0),  # load the call's number
+        (0x15, 2, 0, setting),
+        (0x15, 1, 0, getting),
+        (0x06, 0, 0, 0x7FFF0000),  # allow
+        (0x06, 0, 0, 0x00050000 | errno.EPERM),
     )
+    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in steps))
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
-    program = Program(5, ctypes.cast(steps, ctypes.POINTER(Filter)))
-    assert libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+    program = struct.pack("HP", len(steps), ctypes.addressof(code))
+    assert libc.prctl(22, 2, program, 0, 0) == 0  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
 
 def cpus(text: str) -> frozenset[int]:
@@ -65,10 +60,7 @@ def as_list(cpus: frozenset[int]) -> str:
 @lru_cache
 def as_mask(cpus: frozenset[int]) -> str:
     value = sum(1 << cpu for cpu in cpus)
-    groups = []
-    while value or not groups:
-        groups.append(f"{value & 0xFFFFFFFF:08x}")
-        value >>= 32
+    groups = [f"{value >> shift & 0xFFFFFFFF:08x}" for shift in range(0, max(value.bit_length(), 1), 32)]
     return ",".join(reversed(groups))
 
 
@@ -77,16 +69,13 @@ class SavedTree:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._made: set[Path] = set()
 
     def __fspath__(self) -> str:
         return str(self.root)
 
     def write(self, path: str, text: str) -> None:
         file = self.root / path
-        if file.parent not in self._made:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            self._made.add(file.parent)
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text + "\n")
 
     def cpus(
@@ -199,7 +188,6 @@ def make_host(
     def distance(a: int, b: int) -> int:
         return 10 if a == b else 12 if package_of[a] == package_of[b] else 32
 
-    per_cache = max(1, cores_per_node // caches_per_node)
     return HostTopology(
         cpus=frozenset(range(count * smt)),
         cores=[cores[at] for at in order or range(count)],
@@ -208,7 +196,7 @@ def make_host(
         llc=[
             cache
             for first in range(0, count, cores_per_node)
-            for cache in groups(per_cache, first, first + cores_per_node)
+            for cache in groups(max(1, cores_per_node // caches_per_node), first, first + cores_per_node)
         ],
         distances={a: {b: distance(a, b) for b in names} for a in names} if distances else {},
         gpus=[GpuLocality(index, f"GPU-{index}", node) for index, node in enumerate(gpu_nodes)],

@@ -192,18 +192,17 @@ def test_moments_that_can_be_come_back_to() -> None:
 def test_a_forked_worker_starts_from_the_original_mask() -> None:
     """A DataLoader worker inherits the narrowed mask, and what it was before."""
 
-    def child() -> tuple[Any, ...]:
+    def worker() -> Any:
+        yield os.sched_getaffinity(0)
+        yield set(bind_process({MASK[1]}).cpus)
+        leave()
+        yield os.sched_getaffinity(0)
+
+    def child() -> Any:
         bind_process({MASK[0]})
+        return [*in_child(lambda: list(worker())), os.sched_getaffinity(0)]
 
-        def worker() -> tuple[Any, ...]:
-            inherited = os.sched_getaffinity(0)
-            mine = bind_process({MASK[1]}).cpus
-            leave()
-            return inherited, mine, os.sched_getaffinity(0)
-
-        return (*in_child(worker), os.sched_getaffinity(0))
-
-    assert in_child(child) == ({MASK[0]}, {MASK[1]}, set(MASK), {MASK[0]})
+    assert in_child(child) == [{MASK[0]}, {MASK[1]}, set(MASK), {MASK[0]}]
 
 
 def test_what_cannot_be_bound_leaves_nothing_behind() -> None:
@@ -352,7 +351,7 @@ def test_a_claim_is_bound_and_given_back(mode: str) -> None:
             leave()
         yield os.sched_getaffinity(0)
 
-    one, two, both = [((set(cpus), ())) for cpus in ({MASK[0]}, {MASK[1]}, MASK[:2])]
+    one, two, both = [(set(cpus), ()) for cpus in ({MASK[0]}, {MASK[1]}, MASK[:2])]
     remote = set(MASK), ("this process may use none of the CPUs 5000 of GPU 2",)
     assert in_child(lambda: list(child())) == [one, two, both, remote, {MASK[0]}]
 
@@ -379,29 +378,26 @@ def test_nodes_of_cpus(saved_tree: SavedTree) -> None:
     assert nodes_of_cpus([1, 2], driver, "/") == {0, 1}
 
 
-@pytest.mark.parametrize(
-    ("has", "sizes", "distances", "nodes"),
-    [
+def test_the_nearest_memory_of_a_node(saved_tree: SavedTree) -> None:
+    saved_tree.cpus([(0,), (1,), (2,), (3,)])
+    saved_tree.nodes({number: [number] for number in range(4)})
+    saved_tree.gpu("0000:01:00.0", node=1)
+    for has, sizes, distances, nodes in (
         ("0-3", [1, 1, 1, 1], "16 10 16 16", {1}),
         ("0,2-3", [1, 0, 1, 1], "16 10 16 32", {0, 2}),
         ("0,2-3", [1, 0, 1, 1], "", {0, 2, 3}),
         ("", [1, 0, 1, 1], "32 10 16 16", {2, 3}),  # before Linux 2.6.24
         ("\0", [0, 0, 0, 0], "16 10 28 12", {1}),  # they cannot all be without memory
-    ],
-)
-def test_the_nearest_memory_of_a_node(saved_tree: Any, has: str, sizes: list[int], distances: str, nodes: Any) -> None:
-    saved_tree.cpus([(0,), (1,), (2,), (3,)])
-    saved_tree.nodes({number: [number] for number in range(4)})
-    saved_tree.gpu("0000:01:00.0", node=1)
-    base = "sys/devices/system/node"
-    saved_tree.write(f"{base}/node1/distance", distances)
-    saved_tree.write(f"{base}/has_memory", has)
-    for node, size in enumerate(sizes):
-        saved_tree.write(f"{base}/node{node}/meminfo", f"Node {node} MemTotal:   {size * 4096} kB")
-    topology = read_topology(saved_tree)
-    found, lacks = with_memory(topology, memory_nodes(topology, [0]))
-    assert found == nodes
-    assert [line.partition(",")[0] for line in lacks] == ["NUMA node 1 has no memory"] * (found != {1})
+    ):
+        base = "sys/devices/system/node"
+        saved_tree.write(f"{base}/node1/distance", distances)
+        saved_tree.write(f"{base}/has_memory", has)
+        for node, size in enumerate(sizes):
+            saved_tree.write(f"{base}/node{node}/meminfo", f"Node {node} MemTotal:   {size * 4096} kB")
+        topology = read_topology(saved_tree)
+        found, lacks = with_memory(topology, memory_nodes(topology, [0]))
+        assert found == nodes
+        assert [line.partition(",")[0] for line in lacks] == ["NUMA node 1 has no memory"] * (found != {1})
 
 
 @settings(max_examples=60)

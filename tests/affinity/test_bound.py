@@ -172,21 +172,10 @@ def test_a_rank_of_a_launcher_knows_its_gpu(command: Any, four_gpus_env: dict[st
         assert done.stderr == ""
 
 
-@pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The commands that this process would have become."""
-    found: list[list[str]] = []
-
-    def execv(path: str, command: list[str]) -> None:
-        found.append(command)
-        raise SystemExit(0)
-
-    monkeypatch.setattr(os, "execv", execv)
-    return found
-
-
-def test_unbound_rather_than_not_at_all(four_gpus: Any, monkeypatch: Any, capfd: Any, ran: Any) -> None:
+def test_unbound_rather_than_not_at_all(four_gpus: Any, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     """A rank beyond the visible GPUs is told."""
+    ran: list[list[str]] = []  # the commands that this process would have become
+    monkeypatch.setattr(os, "execv", lambda path, command: (ran.append(command), sys.exit(0)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,0")
     with monkeypatch.context() as patch:
         patch.setenv("LOCAL_RANK", "5")
@@ -229,13 +218,7 @@ def test_a_process_that_cannot_be_asked_is_told_its_gpu(
     """What a process has set in its environment since it started is not in /proc."""
     environment = {**four_gpus_env, "CUDA_VISIBLE_DEVICES": "3,0"}
     rank = child("import safe_gpu; safe_gpu.bind(ordinal=1); say('bound'); listen()", env=environment, says="bound")
-    for options, gpus, matches in (
-        ([], [3, 0], True),
-        (["--gpu", "0"], [0], True),
-        (["--gpu", "3"], [3], False),
-        (["--ordinal", "0"], [3], False),
-        (["--ordinal", "1"], [0], True),
-    ):
+    for options, gpus, matches in (([], [3, 0], True), (["--gpu", "3"], [3], False), (["--ordinal", "1"], [0], True)):
         main(["affinity", "--of", str(rank.pid), "--json", *options])
         process = json.loads(capsys.readouterr().out)["processes"][0]
         assert (process["gpus"], process["matches"]) == (gpus, matches)
@@ -278,13 +261,8 @@ def test_each_rank_has_cores_of_its_own(saved_tree: Any, four_gpus_env: Any, fak
 
 EIGHT = HostSnapshot(tuple(Gpu(number, f"GPU-{number}{number}ab", name="A100") for number in range(8)))
 MIXED = HostSnapshot((Gpu(0, "GPU-00", name="T400"), Gpu(1, "GPU-11", name="H100"), Gpu(2, "GPU-22", name="H100")))
-MIG = HostSnapshot(
-    (
-        Gpu(0, "GPU-00", name="H100", mig_enabled=True),
-        Gpu(0, "MIG-01", name="H100", mig_parent="GPU-00", mig_instance=0),
-        Gpu(1, "GPU-11", name="H100"),
-    )
-)
+GPU_0, INSTANCE = Gpu(0, "GPU-00", name="H100", mig_enabled=True), Gpu(0, "MIG-01", name="H100", mig_parent="GPU-00")
+MIG = HostSnapshot((GPU_0, INSTANCE._replace(mig_instance=0), Gpu(1, "GPU-11", name="H100")))
 
 
 def test_names_are_those_of_nvidia_smi() -> None:
@@ -305,27 +283,21 @@ def test_ordinals_count_what_cuda_shows() -> None:
         found = by_ordinal(ordinal, EIGHT, {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown})
         assert ([gpu.index for gpu in found.gpus], found.notes) == ([index], ())
         assert found.title.startswith(f"GPU {index} (GPU-{index}{index}ab), CUDA ordinal {ordinal}")
-    wrong: tuple[tuple[str, Any, str], ...] = (
+    for shown, wrong, names in (
         ("7,2", 2, "no GPU 2: 2 are visible with CUDA_VISIBLE_DEVICES=7,2"),
         ("7", 1, "no GPU 1: 1 is visible"),
         ("0,0", 0, "shows no GPU"),
         ("7", -1, "ordinal=-1"),
         ("7", "0", "ordinal='0'"),
-    )
-    for shown, ordinal, names in wrong:
+    ):
         with pytest.raises(GPUAffinityError, match=names):
-            by_ordinal(ordinal, EIGHT, {"CUDA_VISIBLE_DEVICES": shown})
+            by_ordinal(wrong, EIGHT, {"CUDA_VISIBLE_DEVICES": shown})  # type: ignore[arg-type]
     lost = HostSnapshot((Gpu(0, "GPU-0", lost=True), Gpu(1, "GPU-1")))
     assert [gpu.index for gpu in visible(lost, {}).gpus] == [1]
-
-
-def test_an_uncertain_order_is_said() -> None:
-    by_bus = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     for snapshot, environ, certain in (
-        (EIGHT, {}, True),
         (MIXED, {}, False),
         (MIXED, {"CUDA_VISIBLE_DEVICES": "0,1,2"}, False),
-        (MIXED, by_bus, True),
+        (MIXED, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, True),
         (MIXED, {"CUDA_VISIBLE_DEVICES": "GPU-11"}, True),
         (MIG, {"CUDA_VISIBLE_DEVICES": "0"}, False),
     ):

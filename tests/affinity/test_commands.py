@@ -60,17 +60,20 @@ def test_options_of_numactl() -> None:
 
 
 @needs_two_cpus
-def test_the_wrapped_command(four_gpus: Any) -> None:
+def test_the_wrapped_command(four_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ["python", "-c", "print('a b')"]
     for gpu, at in ((0, 0), (3, 1)):
         assert wrap_command(command, gpu=gpu, mode="node") == ["numactl", f"--physcpubind={MASK[at]}", *command]
         assert wrap_command(tuple(command), gpu=gpu, mode="node", memory="bind")[2] == f"--membind={at}"
+    assert wrap_command(["./train"], gpu=0, mode=None, check=True) == ["./train"]
     wrong: list[tuple[Any, dict[str, Any]]] = [(["true"], {"gpu": -1}), ([], {}), ("true", {}), ([1], {})]
     # These do not fall back either.
     more = ({"mode": "somewhere"}, {"gpu": None}, {"ordinal": 0}, {"memory": "here"})
     for words, options in [*wrong, *((["true"], {**one, "strict": False}) for one in more)]:
         with pytest.raises(GPUAffinityError):
             wrap_command(words, **{"gpu": 0, "mode": "node", **options})
+    monkeypatch.setattr(safe_gpu.drivers, "open_driver", no_driver)
+    assert wrap_command(("./train", "x y"), mode=None) == ["./train", "x y"]
 
 
 @pytest.mark.parametrize(
@@ -162,13 +165,6 @@ def test_a_node_without_memory_is_not_given_to_numactl(four_gpus: Any, saved_tre
     shares = dict(zip(topology.gpus, plan(topology, mode="node"), strict=True))
     rows = affinity_table(topology, AffinityOptions(), shares).splitlines()
     assert rows[3].split()[-2] == "0"
-
-
-def test_no_mode_no_change(four_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert wrap_command(("true",), gpu=0, mode=None, memory="bind") == ["numactl", "--membind=0", "true"]
-    monkeypatch.setattr(safe_gpu.drivers, "open_driver", no_driver)
-    assert wrap_command(("./train", "x y"), mode=None) == ["./train", "x y"]
-    assert wrap_command(["./train"], gpu=0, mode=None, check=True) == ["./train"]
 
 
 def test_a_plan_as_table_and_json() -> None:

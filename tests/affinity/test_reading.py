@@ -186,17 +186,14 @@ def test_where_a_gpu_stands(saved_tree: Any) -> None:
         assert (gpu.numa_node, gpu.node_cpus, gpu.source) == expected, files
 
 
-@pytest.mark.parametrize(
-    ("nodes", "node", "expected"),
-    [({0: [0, 1]}, -1, (0, {0, 1}, "only node")), ({0: [0, 1], 4: []}, 4, (4, set(), "numa_node"))],
-)
-def test_a_single_node_and_one_of_memory_only(saved_tree: Any, nodes: Any, node: int, expected: Any) -> None:
+def test_a_single_node_and_one_of_memory_only(saved_tree: Any) -> None:
     """Firmware of hosts with a single node may tell none."""
     saved_tree.cpus([(0,), (1,)])
-    saved_tree.nodes(nodes)
-    saved_tree.gpu("0000:01:00.0", node=node)
-    (gpu,) = read_topology(saved_tree).gpus
-    assert (gpu.numa_node, gpu.node_cpus, gpu.source) == expected
+    for nodes, node, expected in (({0: [0, 1]}, -1, (0, {0, 1}, "only node")), ({4: []}, 4, (4, set(), "numa_node"))):
+        saved_tree.nodes({0: [0, 1], **nodes})
+        saved_tree.gpu("0000:01:00.0", node=node)
+        (gpu,) = read_topology(saved_tree).gpus
+        assert (gpu.numa_node, gpu.node_cpus, gpu.source) == expected
 
 
 # GPUs of a driver
@@ -371,14 +368,9 @@ def test_from_host_reads_as_affinity_does(tmp_path: Path) -> None:
     host = HostTopology.from_host(fsroot=tmp_path, driver=None)
     assert host == read_topology(tmp_path)
     assert host.cpus == {3}
-
-    class Driver:
-        name = "simulated:one"
-
-        def host_topology(self) -> HostTopology:
-            return host
-
-    assert HostTopology.from_host(driver=Driver()) is host
+    driver: Any = FakeDriver()
+    driver.own = host
+    assert HostTopology.from_host(driver=driver) is host
 
 
 def test_a_topology_of_the_wrong_shape() -> None:

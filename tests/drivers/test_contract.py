@@ -3,16 +3,15 @@
 import html
 import os
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from support.forks import in_child
 
 from safe_gpu.drivers import open_driver
-from safe_gpu.drivers.base import Driver, is_wsl, own_namespace_pids
+from safe_gpu.drivers.base import is_wsl, own_namespace_pids
 from safe_gpu.drivers.nvidia_smi import NvidiaSmiDriver
 from safe_gpu.drivers.nvml import NvmlDriver
 from safe_gpu.gpus.devices import Gpu, GpuProcess, HostSnapshot, ProcessKind, are_mixed, bus_order
@@ -26,66 +25,41 @@ MEMORY = 512 * MIB
 NOT_SUPPORTED = 3
 
 
-class Bench(NamedTuple):
+class Bench:
     """A driver over some host, and the means to put processes on its GPUs."""
 
-    driver: Any
-    occupy: Callable[..., Any]  # (uuid, pid): a process with this pid is on the device until .close() of the result
+    def __init__(self, name: str, fake_gpus: Any, mig: bool = False) -> None:
+        self.fake_gpus = fake_gpus
+        if name == "simulated":
+            name += ":mig-h100" if mig else ":workstation-mixed"
+        elif mig:
+            fake_gpus.write({"mig": 0}, {"mig": 1, "instances": "MIG-0a,MIG-0b"}, {"mig": 0})
+        else:
+            fake_gpus.write(*({"bus": f"00000000:{bus}:00.0"} for bus in ("0A", "C1", "09")))
+        if name == "nvml":
+            fake_gpus.use_nvml_here()
+        self.driver: Any = open_driver(name)
 
-
-def over_fake_gpus(fake_gpus: Any, mig: bool, name: str) -> Bench:
-    if name == "nvml":
-        fake_gpus.use_nvml_here()
-    if mig:
-        fake_gpus.write({"mig": 0}, {"mig": 1, "instances": "MIG-0a,MIG-0b"}, {"mig": 0})
-    else:
-        fake_gpus.write(*({"bus": f"00000000:{bus}:00.0"} for bus in ("0A", "C1", "09")))
-
-    def occupy(uuid: str, pid: int) -> Any:
-        return SimpleNamespace(close=fake_gpus.process(uuid, pid, MEMORY, static=pid == HIDDEN).unlink)
-
-    return Bench(open_driver(name), occupy)
+    def occupy(self, uuid: str, pid: int) -> Any:
+        """A process with this pid is on the device until .close() of the result."""
+        if self.driver.name.startswith("simulated"):
+            return self.driver.occupy(uuid, memory=MEMORY, pid=pid)
+        return SimpleNamespace(close=self.fake_gpus.process(uuid, pid, MEMORY, static=pid == HIDDEN).unlink)
 
 
 @pytest.fixture(params=["nvml", "nvidia-smi", "simulated"])
-def open_bench(request: pytest.FixtureRequest) -> Iterator[Callable[[bool], Bench]]:
-    opened: list[Driver] = []
-
-    def make(mig: bool) -> Bench:
-        if request.param == "simulated":
-            driver: Any = open_driver(f"simulated:{'mig-h100' if mig else 'workstation-mixed'}")
-            bench = Bench(driver, lambda uuid, pid: driver.occupy(uuid, memory=MEMORY, pid=pid))
-        else:
-            if request.param == "nvidia-smi":
-                request.getfixturevalue("fake_nvidia_smi")
-            bench = over_fake_gpus(request.getfixturevalue("fake_gpus"), mig, request.param)
-        opened.append(bench.driver)
-        return bench
-
-    yield make
-    for driver in opened:
-        driver.close()
-
-
-@pytest.fixture
-def bench(open_bench: Callable[[bool], Bench]) -> Bench:
-    return open_bench(False)
-
-
-def test_it_says_who_it_is(bench: Bench) -> None:
-    snapshot = bench.driver.snapshot()
-    assert snapshot.driver == bench.driver.name
-    assert snapshot.driver_version
-    runtime = bench.driver.runtime
-    assert runtime.asks_library == (not bench.driver.name.startswith("simulated:"))
-    assert (bench.driver.host_topology() is None) == runtime.asks_library
-    placeholder = runtime.default_placeholder()
-    assert callable(placeholder)
-    assert callable(placeholder.release)
+def bench(request: pytest.FixtureRequest, fake_gpus: Any, fake_nvidia_smi: Any) -> Iterator[Bench]:
+    bench = Bench(request.param, fake_gpus)
+    yield bench
+    bench.driver.close()
 
 
 def test_an_idle_host(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    snapshot = bench.driver.snapshot()
+    driver = bench.driver
+    snapshot, runtime = driver.snapshot(), driver.runtime
+    assert (snapshot.driver, bool(snapshot.driver_version)) == (driver.name, True)
+    assert runtime.asks_library == (driver.host_topology() is None) == (not driver.name.startswith("simulated:"))
+    assert callable(runtime.default_placeholder())
     assert len(snapshot.physical) == len(snapshot.gpus) == len({gpu.uuid for gpu in snapshot.gpus}) == 3
     keys = [bus_order(gpu.pci_bus_id) for gpu in snapshot.gpus]
     assert None not in keys
@@ -101,12 +75,17 @@ def test_an_idle_host(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         assert gpu.memory_total > 1 << 30, "bytes"
         assert gpu.memory_free == gpu.memory_total - gpu.memory_used
         for scope in ("node", "socket"):
-            cpus = bench.driver.cpu_affinity(gpu.uuid, scope)
+            cpus = driver.cpu_affinity(gpu.uuid, scope)
             assert cpus is None or (isinstance(cpus, frozenset) and cpus)
-    assert bench.driver.cpu_affinity("GPU-stranger", "node") is None
-    assert bench.driver.snapshot() == snapshot, "nothing changes by itself"
+    assert driver.cpu_affinity("GPU-stranger", "node") is None
+    linked = driver.linked(snapshot)
+    for fuller in (linked, driver.detailed(snapshot)):  # more of the same poll
+        assert (fuller.driver, fuller.driver_version) == (snapshot.driver, snapshot.driver_version)
+        assert [(gpu.uuid, gpu.processes) for gpu in fuller.gpus] == [(gpu.uuid, ()) for gpu in snapshot.gpus]
+    assert all(gpu.nvlink_peers <= {peer.uuid for peer in linked.gpus} - {gpu.uuid} for gpu in linked.gpus)
+    assert driver.snapshot() == snapshot, "nothing changes by itself"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert bench.driver.snapshot() == snapshot, "visibility is of no concern"
+    assert driver.snapshot() == snapshot, "visibility is of no concern"
 
 
 @pytest.mark.parametrize("pid", [os.getpid(), HIDDEN], ids=["own", "hidden"])
@@ -142,18 +121,6 @@ def test_a_device_that_is_not_there(bench: Bench) -> None:
     assert bench.driver.snapshot().gpus[0] == here
 
 
-def test_more_is_told_of_the_same_poll(bench: Bench) -> None:
-    snapshot = bench.driver.snapshot()
-    uuids = [gpu.uuid for gpu in snapshot.gpus]
-    for fuller in (bench.driver.linked(snapshot), bench.driver.detailed(snapshot)):
-        assert [gpu.uuid for gpu in fuller.gpus] == uuids
-        assert [gpu.processes for gpu in fuller.gpus] == [gpu.processes for gpu in snapshot.gpus]
-        assert (fuller.driver, fuller.driver_version) == (snapshot.driver, snapshot.driver_version)
-    for gpu in bench.driver.linked(snapshot).gpus:
-        assert gpu.uuid not in gpu.nvlink_peers
-        assert gpu.nvlink_peers <= set(uuids)
-
-
 def test_a_forked_child_may_ask(bench: Bench) -> None:
     before = bench.driver.snapshot()
     assert in_child(lambda: bench.driver.usage(before.gpus[:1]) == before.gpus[:1])
@@ -162,9 +129,9 @@ def test_a_forked_child_may_ask(bench: Bench) -> None:
     assert bench.driver.snapshot() == before
 
 
-@pytest.mark.parametrize("open_bench", ["nvml", "simulated"], indirect=True)
-def test_mig_instances_are_the_devices(open_bench: Callable[[bool], Bench]) -> None:
-    snapshot = open_bench(True).driver.snapshot()
+@pytest.mark.parametrize("name", ["nvml", "simulated"])
+def test_mig_instances_are_the_devices(fake_gpus: Any, name: str) -> None:
+    snapshot = Bench(name, fake_gpus, mig=True).driver.snapshot()
     assert snapshot.needs_uuids
     parents = {gpu.uuid: gpu for gpu in snapshot.gpus if gpu.mig_enabled}
     assert {gpu.unusable for gpu in parents.values()} == {"MIG mode is on: claim one of its instances"}
@@ -191,7 +158,7 @@ def test_an_error_in_place_of_a_product_name_is_no_model(fake_gpus: Any, fake_nv
     """What was told before stays."""
     for said in NO_NAMES:
         for models, seen in ([said], [""]), (["NVIDIA H200", said], ["NVIDIA H200"] * 2):
-            driver = over_fake_gpus(fake_gpus, False, name).driver
+            driver = Bench(name, fake_gpus).driver
             for model, expected in zip(models, seen, strict=True):
                 told = html.escape(model) if name == "nvidia-smi" else model
                 fake_gpus.write({"name": "NVIDIA H200"}, {"name": told})
@@ -219,39 +186,31 @@ def test_a_thread_stands_for_its_process() -> None:
     assert [process.kind for process in kinds] == [ProcessKind.COMPUTE, ProcessKind.GRAPHICS]
 
 
-@pytest.fixture
-def devices(fake_gpus: Any) -> Path:
-    """A /dev with the files of an NVIDIA driver."""
-    return fake_gpus.devices("nvidiactl", "nvidia0", "nvidia-uvm")
-
-
 OPEN = "file = open({!r}, 'r+b')\n"
 MAP = OPEN + "import mmap\nmemory = mmap.mmap(file.fileno(), 4096)\nfile.close()\n"
 
 
-def test_who_has_a_device_open(devices: Path, child: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another namespace's is a process that has none open, nor mapped, as far as that can be read."""
+def test_who_has_a_device_open(fake_gpus: Any, child: Any, zombie: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another namespace's is a process that has none open, nor mapped, as far as that can be read.
+
+    A zombie's descriptors and mappings are gone, which says nothing; so are those of a main thread that has ended.
+    """
+    devices = fake_gpus.devices("nvidiactl", "nvidia0", "nvidia-uvm")
     device, own = devices / "nvidia0", os.getpid()
     device.write_bytes(bytes(4096))
     codes = (OPEN.format(str(device)), MAP.format(str(device)), "")
     processes = [child(f"{code}say('open'); listen()", says="open") for code in codes]
     user, mapper, bystander = (process.pid for process in processes)
-    listed = tuple(GpuProcess(pid, name="x") for pid in (user, mapper, bystander, own, HIDDEN))
+    listed = tuple(GpuProcess(pid, name="x") for pid in (user, mapper, bystander, own, zombie, HIDDEN))
     found = {process.pid: process.elsewhere for process in own_namespace_pids(listed)}
-    assert found == {user: False, mapper: False, bystander: True, own: False, HIDDEN: False}
-    assert [process.name for process in own_namespace_pids(listed)] == ["x", "x", None, "x", "x"]
+    assert found == {user: False, mapper: False, bystander: True, own: False, zombie: False, HIDDEN: False}
+    assert [process.name for process in own_namespace_pids(listed)] == ["x", "x", None, "x", "x", "x"]
     assert own_namespace_pids((GpuProcess(bystander, ProcessKind.GRAPHICS),))[0].elsewhere
     with monkeypatch.context() as patch:  # one that has too much open, or may not be read
         patch.setattr(procfs, "open_files", lambda pid: None)
         assert not own_namespace_pids((GpuProcess(bystander),))[0].elsewhere
     (devices / "nvidiactl").unlink()
     assert not any(process.elsewhere for process in own_namespace_pids(listed)), "not NVIDIA's driver for Linux"
-
-
-@pytest.mark.usefixtures("devices")
-def test_a_zombie_is_not_judged_by_its_devices(zombie: int) -> None:
-    """Its descriptors and mappings are gone, which says nothing; so are those of a main thread that has ended."""
-    assert not own_namespace_pids((GpuProcess(zombie),))[0].elsewhere
 
 
 # Whose memory is in use

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ def host(fake_gpus: Any, fake_nvidia_smi: Any) -> Any:
 
 
 @pytest.fixture
-def driver(host: Any) -> Iterator[NvidiaSmiDriver]:
+def driver(host: Any) -> NvidiaSmiDriver:
     return NvidiaSmiDriver()
 
 
@@ -40,9 +39,8 @@ def test_all_fields(host: Any, driver: NvidiaSmiDriver) -> None:
         {"bus": "00000000:0A:00.0", "mode": 2},
     )
     host.process(host.uuids[0], os.getpid(), 3 << 20)
-    host.process(host.uuids[0], HIDDEN, None, static=True)
-    host.process(host.uuids[0], HIDDEN + 1, 1 << 20, static=True, kind="graphics")
-    host.process(host.uuids[0], HIDDEN + 2, 1 << 20, static=True, kind="mps")
+    for number, kind in enumerate(("", "graphics", "mps")):
+        host.process(host.uuids[0], HIDDEN + number, number << 20 or None, static=True, kind=kind)
     snapshot = driver.snapshot()
     first, second = snapshot.gpus
     assert (snapshot.driver, snapshot.driver_version) == ("nvidia-smi", "550.54.15")
@@ -50,22 +48,22 @@ def test_all_fields(host: Any, driver: NvidiaSmiDriver) -> None:
     assert (first.compute_mode, second.compute_mode) == (ComputeMode.PROHIBITED, ComputeMode.EXCLUSIVE_PROCESS)
     assert (second.utilization, second.temperature, second.display_active) == (12, 66, True)
     assert [(gpu.fan, gpu.power, gpu.power_limit) for gpu in (first, second)] == [(None, 62, 400), (30, 62, 400)]
-    assert (second.memory_total, second.memory_used) == (80 << 30, 5 << 20)
+    assert (second.memory_total, second.memory_used) == (80 << 30, 6 << 20)
     own, *others = sorted(second.processes or (), key=lambda process: process.pid)
     assert (own.pid, own.memory_used, bool(own.name)) == (os.getpid(), 3 << 20, True)
-    assert [(process.pid, process.kind, process.memory_used) for process in others] == [
-        (HIDDEN, ProcessKind.COMPUTE, None),
-        (HIDDEN + 1, ProcessKind.GRAPHICS, 1 << 20),
-        (HIDDEN + 2, ProcessKind.MPS, 1 << 20),
+    assert [(process.pid - HIDDEN, process.memory_used) for process in others] == [
+        (0, None),
+        (1, 1 << 20),
+        (2, 2 << 20),
     ]
-    assert second.draws
-    assert not first.draws
+    assert [process.kind for process in others] == [ProcessKind.COMPUTE, ProcessKind.GRAPHICS, ProcessKind.MPS]
+    assert (first.draws, second.draws) == (False, True)
     assert driver.usage(snapshot.gpus) == snapshot.gpus
     assert driver.detailed(snapshot) == driver.linked(snapshot) == snapshot
 
 
 @pytest.mark.parametrize("value", ["[N/A]", "Unknown Error", "ERR!", "Insufficient Permissions"])
-def test_values_that_are_none(host: Any, driver: NvidiaSmiDriver, value: str) -> None:
+def test_values_that_are_none_or_say_lost(host: Any, driver: NvidiaSmiDriver, value: str) -> None:
     fields = ("total", "used", "free", "gpu_util", "compute_mode", "display_active", "current_mig", "driver_version")
     host.quirks(**dict.fromkeys(fields, value))
     snapshot = driver.snapshot()
@@ -74,6 +72,9 @@ def test_values_that_are_none(host: Any, driver: NvidiaSmiDriver, value: str) ->
     assert (gpu.compute_mode, gpu.display_active, gpu.mig_enabled) == (ComputeMode.DEFAULT, False, False)
     assert (gpu.uuid, gpu.processes, gpu.unusable, gpu.lost) == (host.uuids[0], (), None, False)
     assert snapshot.driver_version == ""
+    for field, text in (("used", "[GPU is lost]"), ("uuid", "[GPU requires reset]")):
+        host.quirks(**{field: text})
+        assert [(gpu.uuid, gpu.lost) for gpu in driver.snapshot().gpus] == [(uuid, True) for uuid in host.uuids]
 
 
 def test_where_not_all_answer_by_id_the_host_is_asked(host: Any, driver: NvidiaSmiDriver) -> None:
@@ -156,8 +157,8 @@ def section(bus: str, uuid: str) -> str:
 @pytest.mark.parametrize(
     ("bus", "of", "change"),
     [("00000000:07:00.0", 0, {}), ("00000000:01:00.0", 0, {}), ("N/A", 0, {}), ("00000000:07:00.0", 1, {}),
-     ("00000000:01:00.0", None, {}), ("00000000:07:00.0", 0, {"attached_gpus": "3"}),
-     ("00000000:01:00.0", 0, {"attached_gpus": "3"}), ("00000000:07:00.0", 0, {"version_lacks": "attached_gpus"})],
+     ("00000000:01:00.0", None, {}), ("00000000:01:00.0", 0, {"attached_gpus": "3"}),
+     ("00000000:07:00.0", 0, {"version_lacks": "attached_gpus"})],
 )  # fmt: skip
 def test_a_process_named_like_a_gpu_makes_busy(host: Any, driver: Any, bus: str, of: int | None, change: Any) -> None:
     """One user computes on GPU 0, and another's process on GPU 1 claims in its name that GPU 0 is free."""
@@ -193,14 +194,10 @@ def test_what_changes_nothing(host: Any, driver: NvidiaSmiDriver, quirks: dict[s
     for gpu in snapshot.gpus:
         assert [(one.pid, one.kind, one.memory_used) for one in gpu.processes or ()] == [(HIDDEN, "compute", 5 << 20)]
     assert snapshot.doubt == ""
-
-
-def test_the_name_is_whole(host: Any, driver: NvidiaSmiDriver) -> None:
-    host.process(host.uuids[0], HIDDEN, static=True)
     host.quirks(process_name="a</process_name><uuid>b &lt; 1", product_name="Graphics Device, 8 GB")
     gpu = driver.snapshot().gpus[0]
     assert gpu.name == "Graphics Device, 8 GB"
-    assert [one.name for one in gpu.processes or ()] == ["a</process_name><uuid>b < 1"]
+    assert [one.name for one in gpu.processes or ()] == ["a</process_name><uuid>b < 1"], "it is whole"
 
 
 @pytest.mark.parametrize(("wishes", "inherited"), [({"exclude": BARE[0]}, {}), ({}, {"CUDA_VISIBLE_DEVICES": BARE[1]})])
@@ -212,14 +209,6 @@ def test_uuids_without_a_prefix_are_names(host: Any, monkeypatch: Any, wishes: A
         with GPUOwner(1, NoPlaceholder(), visible_as=visible_as, affinity=None, timeout=0, **wishes) as owner:
             assert [gpu.uuid for gpu in owner.gpus] == [BARE[1]]
             assert (os.environ["CUDA_VISIBLE_DEVICES"], os.environ["CUDA_DEVICE_ORDER"]) == ("1", "PCI_BUS_ID")
-
-
-@pytest.mark.parametrize("text", ["[GPU is lost]", "[GPU requires reset]"])
-@pytest.mark.parametrize("field", ["used", "uuid"])
-def test_values_that_say_lost(host: Any, driver: NvidiaSmiDriver, field: str, text: str) -> None:
-    driver.snapshot()
-    host.quirks(**{field: text})
-    assert [(gpu.uuid, gpu.lost) for gpu in driver.snapshot().gpus] == [(uuid, True) for uuid in host.uuids]
 
 
 def test_no_process_list(host: Any, driver: Any) -> None:

@@ -5,10 +5,12 @@ import pickle
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pynvml
 import pytest
+from support.forks import in_child
 
 from safe_gpu.drivers import nvml
 from safe_gpu.errors import NoDriverError
@@ -82,20 +84,15 @@ def test_nvlink(host: Any, driver: nvml.NvmlDriver) -> None:
 # ---- processes ----
 
 
-def test_lists_by_kind(host: Any, driver: nvml.NvmlDriver) -> None:
-    one, two, *_ = host.uuids
+def test_what_only_draws_is_not_asked_for(host: Any, driver: nvml.NvmlDriver) -> None:
     for kind in ("", "graphics"):
-        host.process(one, os.getpid(), 3 << 20, kind=kind)
-    host.process(two, HIDDEN, None, static=True)
-    host.process(two, HIDDEN + 1, 64 << 20, static=True, kind="mps")
+        host.process(host.uuids[0], os.getpid(), 3 << 20, kind=kind)
+    host.process(host.uuids[1], HIDDEN, None, static=True)
     gpus = driver.snapshot().gpus
-    (own,) = gpus[0].processes or ()  # what only draws is not asked for
+    (own,) = gpus[0].processes or ()
     assert (own.pid, own.kind, own.memory_used) == (os.getpid(), ProcessKind.COMPUTE, 3 << 20)
     assert os.path.basename(sys.executable) in (own.name or "")
-    assert gpus[1].processes == (
-        GpuProcess(HIDDEN, ProcessKind.COMPUTE, None, None), GpuProcess(HIDDEN + 1, ProcessKind.MPS, 64 << 20, None)
-    )  # fmt: skip
-    assert all(gpu.processes == () for gpu in gpus[2:])
+    assert gpus[1].processes == (GpuProcess(HIDDEN, ProcessKind.COMPUTE, None, None),)
     assert driver.usage(gpus) == gpus
     detailed = driver.detailed(driver.snapshot()).gpus
     assert detailed[0].processes == (own, own._replace(kind=ProcessKind.GRAPHICS))
@@ -105,7 +102,7 @@ def test_lists_by_kind(host: Any, driver: nvml.NvmlDriver) -> None:
 def test_every_generation_of_driver(host: Any, flags: tuple[str, ...]) -> None:
     host.variant(*flags)
     host.use_nvml_here()
-    host.set(3, used=100 << 20, node_cpus="0-3", socket_cpus="0-7")
+    host.set(3, used=100 << 20, node_cpus="0-3,64-67,4000", socket_cpus="0-7")
     kinds = [ProcessKind.COMPUTE] * 3 + [ProcessKind.GRAPHICS, ProcessKind.MPS]
     for number, kind in enumerate(kinds):
         kind = "" if kind == ProcessKind.COMPUTE else kind
@@ -120,15 +117,11 @@ def test_every_generation_of_driver(host: Any, flags: tuple[str, ...]) -> None:
     assert {(process.pid, process.kind, process.memory_used) for process in gpus[1].processes or ()} == {
         (HIDDEN + number, kind, (10 + number) << 20) for number, kind in enumerate(kinds)
     }
-    assert driver.cpu_affinity(host.uuids[0], "node") == {0, 1, 2, 3}
-
-
-@pytest.mark.parametrize("code", [NOT_SUPPORTED, FUNCTION_NOT_FOUND])
-def test_a_list_that_exists_and_does_not_work(host: Any, driver: nvml.NvmlDriver, code: int) -> None:
-    host.change(0, v3_error=code, used=1 << 30)
-    host.process(host.uuids[0], HIDDEN, static=True)
-    host.process(host.uuids[0], HIDDEN, static=True, kind="mps")
-    assert pids(driver.snapshot().gpus[0]) == {(HIDDEN, ProcessKind.COMPUTE), (HIDDEN, ProcessKind.MPS)}
+    assert driver.cpu_affinity(host.uuids[0], "node") == {0, 1, 2, 3, 64, 65, 66, 67, 4000}
+    assert driver.cpu_affinity(host.uuids[0], "socket") == set(range(8))
+    host.change(0, lost=2)
+    host.change(1, node_cpus="")
+    assert [driver.cpu_affinity(uuid, "node") for uuid in host.uuids[:2]] == [None, None], "an empty set is no answer"
 
 
 @pytest.mark.parametrize("code", [NOT_SUPPORTED, FUNCTION_NOT_FOUND])
@@ -136,12 +129,14 @@ def test_a_list_that_exists_and_does_not_work(host: Any, driver: nvml.NvmlDriver
 def test_a_gpu_that_cannot_list(host: Any, code: int, flag: str) -> None:
     host.variant(flag)
     host.use_nvml_here()
+    for number in (0, 2):
+        host.process(host.uuids[number], HIDDEN, static=True)
+    host.change(0, v3_error=code)
     host.change(1, compute_error=code)
     host.change(2, mps_error=code, graphics_error=code, used=1 << 30)
-    host.process(host.uuids[2], HIDDEN, static=True)
     gpus = nvml.NvmlDriver().snapshot().gpus
     assert (gpus[1].processes, gpus[1].processes_supported) == (None, False)
-    assert pids(gpus[2]) == {(HIDDEN, ProcessKind.COMPUTE)}
+    assert pids(gpus[0]) == pids(gpus[2]) == {(HIDDEN, ProcessKind.COMPUTE)}
     assert gpus[3].processes == ()
 
 
@@ -257,73 +252,45 @@ def test_a_driver_that_goes_and_comes_back(host: Any, driver: nvml.NvmlDriver, c
     assert driver.usage(before.gpus) == before.gpus
     after = driver.snapshot()
     assert (after.gpus, after.driver_version) == (before.gpus, "580.1")
-
-
-def test_a_session_that_another_ended(host: Any, driver: nvml.NvmlDriver) -> None:
-    before = driver.snapshot()
-    for question in (lambda: driver.snapshot() == before, lambda: driver.usage(before.gpus) == before.gpus):
-        pynvml.nvmlShutdown()
-        assert question()
+    pynvml.nvmlShutdown()  # by another who uses NVML here
+    assert driver.snapshot() == after
+    pynvml.nvmlShutdown()
+    assert driver.usage(before.gpus) == before.gpus
 
 
 def test_threads_share_a_driver(host: Any, driver: nvml.NvmlDriver) -> None:
     expected = driver.snapshot()
-    answers: list[Any] = []
-    threads = [threading.Thread(target=lambda: answers.append(driver.snapshot())) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert answers == [expected] * 8
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(lambda _: driver.snapshot(), range(8))) == [expected] * 8
 
 
-FORK = """
-import os, threading, pynvml
-from safe_gpu.drivers import open_driver
-driver = open_driver()
-before = driver.snapshot()
-count, asked, answered = pynvml.nvmlDeviceGetCount, threading.Event(), threading.Event()
-def slow():
-    asked.set()
-    answered.wait()
-    return count()
-pynvml.nvmlDeviceGetCount = slow
-thread = threading.Thread(target=driver.snapshot)
-thread.start()
-asked.wait()
-child = os.fork()  # while another thread polls
-pynvml.nvmlDeviceGetCount = count
-if child == 0:
-    same = driver.snapshot() == before
-    driver.close()
-    os._exit(0 if same else 1)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-answered.set()
-thread.join()
-assert driver.snapshot() == before
-"""
+def test_a_forked_child_opens_its_own_session(host: Any, driver: nvml.NvmlDriver, monkeypatch: Any) -> None:
+    """Also one that was forked while another thread polled."""
+    before, count = driver.snapshot(), pynvml.nvmlDeviceGetCount
+    asked, answered = threading.Event(), threading.Event()
 
+    def slow() -> Any:
+        asked.set()
+        answered.wait()
+        return count()
 
-def test_a_forked_child_opens_its_own_session(fake_gpus: Any) -> None:
-    fake_gpus.options(log=1)
-    fake_gpus.python(FORK)
-    calls = fake_gpus.calls()
-    assert calls.count("nvmlInitWithFlags") == 2
-    assert calls.count("nvmlShutdown") == 1, "the child ends its own session only"
+    def child() -> bool:
+        pynvml.nvmlDeviceGetCount = count
+        same = driver.snapshot() == before
+        driver.close()
+        return same
 
-
-# ---- CPUs ----
-
-
-def test_cpu_affinity(host: Any, driver: nvml.NvmlDriver) -> None:
-    host.set(2, node_cpus="0-3,64-67,4000", socket_cpus="0-7")
-    host.change(1, node_cpus="")
-    one, two = host.uuids
-    assert driver.cpu_affinity(one, "node") == {0, 1, 2, 3, 64, 65, 66, 67, 4000}
-    assert driver.cpu_affinity(one, "socket") == set(range(8))
-    assert driver.cpu_affinity(two, "node") is None, "an empty set is no answer"
-    host.change(0, lost=2)
-    assert driver.cpu_affinity(one, "node") is None
+    host.options(log=1)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", slow)
+    thread = threading.Thread(target=driver.snapshot)
+    thread.start()
+    asked.wait()
+    assert in_child(child)
+    answered.set()
+    thread.join()
+    assert driver.snapshot() == before
+    calls = host.calls()
+    assert (calls.count("nvmlInitWithFlags"), calls.count("nvmlShutdown")) == (1, 1), "the child's own session only"
 
 
 # ---- MIG ----

@@ -13,8 +13,8 @@ from pathlib import Path
 
 sys.path.extend([str(Path(__file__).parents[2]), str(Path(__file__).parents[1])])
 
-from support.batch import wait_for
 from support.processes import Child
+from support.real import wait_for
 
 MARKERS = Path(os.environ["FAKE_GPU_DIR"], "markers")
 

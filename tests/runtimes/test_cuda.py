@@ -46,18 +46,15 @@ def test_initialized_cuda_tells_uuids_in_cuda_order(host: Host, variables: dict[
     assert host.run(f"{INITIALIZE}; {code}", **variables) == [seen, ordinals]
 
 
-def test_initialization_is_noticed_before_anyone_has_imported_ctypes(host: Host) -> None:
-    # libcuda comes with the process, as it does under a C extension that links it; a constructor would call cuInit.
+def test_when_cuda_counts_as_initialized(host: Host) -> None:
+    """What it shows is frozen from then on. A start that found no GPU was none.
+
+    libcuda comes with the process, as it does under a C extension that links it; a constructor would call cuInit.
+    """
     code = "result = ['ctypes' in sys.modules, CUDA.is_mapped()]"
     assert host.run(code, LD_PRELOAD=str(host.library)) == [False, True]
-
-
-def test_visibility_is_frozen_once_initialized(host: Host) -> None:
     code = "os.environ['CUDA_VISIBLE_DEVICES'] = '0'; lib.cuInit(0); result = CUDA.visible_if_initialized()"
     assert host.run(f"{INITIALIZE}; {code}", CUDA_VISIBLE_DEVICES="1,2") == [C, A]
-
-
-def test_an_initialization_that_found_no_gpu_left_cuda_uninitialized(host: Host) -> None:
     code = f"{MAP}; result = [lib.cuInit(0), CUDA.visible_if_initialized()]"
     assert host.run(code, CUDA_VISIBLE_DEVICES="") == [100, None]
 
@@ -67,14 +64,8 @@ class Answers(cuda.CudaLibrary):
 
     def __init__(self, code: int | None) -> None:
         super().__init__()
-        self.code = code
-
-    def is_mapped(self) -> bool:
-        return self.code is not None
-
-    def ask(self, name: str, *arguments: Any) -> int:
-        assert self.code is not None
-        return self.code
+        self.is_mapped = lambda: code is not None  # type: ignore[method-assign]
+        self.ask = lambda name, *arguments: code or 0  # type: ignore[method-assign]
 
 
 def test_answers_that_mean_uninitialized_no_gpu_or_trouble() -> None:
@@ -86,34 +77,25 @@ def test_answers_that_mean_uninitialized_no_gpu_or_trouble() -> None:
     assert Answers(999).shown_at(0) is None
 
 
-def torch_that(**answers: object) -> types.ModuleType:
-    torch = types.ModuleType("torch")
-    torch.cuda = types.SimpleNamespace(**{name: lambda value=value: value for name, value in answers.items()})  # type: ignore[attr-defined]
-    return torch
-
-
 def test_pytorch_is_asked_where_libcuda_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    torch: Any = types.ModuleType("torch")
+    monkeypatch.setitem(sys.modules, "torch", torch)
     assert Answers(None).visible_if_initialized() is None
-    for started, forked, words in ((True, False, "PyTorch has CUDA initialised"), (False, True, "spawn"), (0, 0, None)):
-        monkeypatch.setitem(sys.modules, "torch", torch_that(is_initialized=started, _is_in_bad_fork=forked))
-        if words is None:
-            assert Answers(None).visible_if_initialized() is None
-        else:
-            with pytest.raises(CudaInitializedError, match=words) as caught:
-                Answers(None).visible_if_initialized()
-            assert caught.value.visible == ()
+    for started, forked, words in ((True, False, "PyTorch has CUDA initialised"), (False, True, "spawn")):
+        torch.cuda = types.SimpleNamespace(is_initialized=lambda: started, _is_in_bad_fork=lambda: forked)  # noqa: B023
+        with pytest.raises(CudaInitializedError, match=words) as caught:
+            Answers(None).visible_if_initialized()
+        assert caught.value.visible == ()
+    torch.cuda = types.SimpleNamespace(is_initialized=lambda: False, _is_in_bad_fork=lambda: False)
+    assert Answers(None).visible_if_initialized() is None
 
 
 # Forked children
 
 
 def test_child_forked_after_safe_gpu_woke_cuda_is_told_to_spawn(host: Host) -> None:
-    for woken, asked in (
-        ("CUDA.hold(0).release()", "CUDA.visible_if_initialized()"),
-        ("held = CUDA.hold(0)", "CUDA.hold(0)"),
-    ):
-        name, message = host.run(woken + in_child(asked))
+    for woken, asked in ("CUDA.hold(0).release()", "CUDA.visible_if_initialized()"), ("CUDA.hold(0)", "CUDA.hold(0)"):
+        name, message = host.run(f"held = {woken}" + in_child(asked))
         assert (name, "spawn" in message) == ("CudaInitializedError", True)
 
 
@@ -149,9 +131,8 @@ def test_a_child_sees_what_cuda_shows_in_its_environment(host: Host) -> None:
 
 
 def test_a_child_that_hangs_is_given_up_and_killed(host: Host) -> None:
-    host.set_options("cuda_init_ms=600000", "log=1")
-    name, message = host.run(
-        """
+    host.set_options("cuda_init_ms=600000")
+    code = """
 import subprocess
 started, start = [], subprocess.Popen
 subprocess.Popen = lambda *args, **kwargs: started.append(start(*args, **kwargs)) or started[0]
@@ -161,10 +142,8 @@ try:
 finally:
     assert started[0].wait(10) == -9
 """
-    )
-    assert name == "NoDriverError"
-    assert "0.5 s" in message
-    assert "persistence mode" in message
+    name, message = host.run(code)
+    assert (name, "0.5 s" in message, "persistence mode" in message) == ("NoDriverError", True, True)
 
 
 def test_a_start_that_fails_comes_with_advice(host: Host) -> None:
@@ -207,8 +186,8 @@ class TestRealDriver:
         except NoDriverError as err:
             pytest.skip(f"needs a real NVIDIA GPU: {err}")
 
-    def run(self, code: str, **variables: str) -> Any:
-        return run(code, {**os.environ, **variables})
+    def run(self, code: str) -> Any:
+        return run(code, dict(os.environ))
 
     def test_initialized_only_after_the_context(self) -> None:
         before, during, uuid, after = self.run(
@@ -248,26 +227,24 @@ result = [before, during, used()]
             assert "spawn" in message
 
 
+def balance(host: Host) -> tuple[int, ...]:
+    """How often contexts and memory were taken and given back."""
+    names = ("cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2", "cuMemAlloc_v2", "cuMemFree_v2")
+    return tuple(host.calls().count(name) for name in names)
+
+
 def test_context_shows_on_its_gpu_while_it_is_held(host: Host) -> None:
     code = """
-pid = os.getpid()
 held = CUDA.hold(1)
-during = [name for name in os.listdir(os.environ['FAKE_GPU_DIR'] + '/procs/' + held.uuid) if name[0] != '.']
+shown = os.path.exists(f"{os.environ['FAKE_GPU_DIR']}/procs/{held.uuid}/{os.getpid()}")
 held.release()
 held.release()
-result = [held.uuid, held.device_no, during == [str(pid)]]
+result = [held.uuid, held.device_no, shown]
 """
     host.set_options("log=1")
     assert host.run(code, CUDA_VISIBLE_DEVICES="0,2") == [A, 1, True]
     assert host.holders() == []
     assert balance(host) == (1, 1, 1, 1)
-
-
-def balance(host: Host) -> tuple[int, int, int, int]:
-    """How often contexts and memory were taken and given back."""
-    calls = host.calls()
-    names = ("cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2", "cuMemAlloc_v2", "cuMemFree_v2")
-    return tuple(calls.count(name) for name in names)  # type: ignore[return-value]
 
 
 def test_current_context_of_the_thread_stays_what_it_was(host: Host) -> None:
@@ -310,18 +287,16 @@ def test_failure_leaves_nothing_on_the_gpu(host: Host, option: str, device_no: i
 
 
 def test_exclusive_process_mode_refuses_the_second_process(host: Host) -> None:
-    second = f"result = [CUDA.hold(0).uuid]  # on {C}"
-    code = """
+    second = "from safe_gpu.runtimes.cuda import CUDA; CUDA.hold(0)"
+    code = f"""
 held = CUDA.hold(0)
 import subprocess
-script = "from safe_gpu.runtimes.cuda import CUDA; CUDA.hold(0)"
-child = subprocess.run([sys.executable, '-S', '-c', script], capture_output=True, text=True)
+child = subprocess.run([sys.executable, '-S', '-c', {second!r}], capture_output=True, text=True)
 result = [held.uuid, child.stderr.splitlines()[-1]]
 """
     uuid, message = host.run(code, CUDA_VISIBLE_DEVICES=C)
-    assert uuid == C
-    assert "CUDA_ERROR_DEVICE_UNAVAILABLE (46)" in message
-    assert host.run(second, CUDA_VISIBLE_DEVICES=C) == [C]  # the dead do not count
+    assert (uuid, "CUDA_ERROR_DEVICE_UNAVAILABLE (46)" in message) == (C, True)
+    assert host.run("result = CUDA.hold(0).uuid", CUDA_VISIBLE_DEVICES=C) == C  # the dead do not count
 
 
 def test_forked_child_leaves_its_parents_context_alone(host: Host) -> None:
@@ -330,15 +305,13 @@ def test_forked_child_leaves_its_parents_context_alone(host: Host) -> None:
     assert host.run(code + look) == [None, 1]
 
 
-def test_older_driver_without_versioned_functions(host: Host, build_library: Callable[..., Path]) -> None:
+def test_older_driver_without_versioned_functions_and_none(
+    host: Host, tmp_path: Path, build_library: Callable[..., Path]
+) -> None:
     host.library = build_library("cuda.c", "libcuda.so.1", "-DOLD")
     assert host.run("held = CUDA.hold(0); held.release(); result = held.uuid") == B
     assert host.holders() == []
     name, message = host.run("CUDA.hold(9)")
     assert (name, message) == ("CudaCallError", "cuDeviceGet failed with CUDA_ERROR_INVALID_DEVICE (101)")
-
-
-def test_missing_libcuda_names_the_way_out(host: Host, tmp_path: Path) -> None:
     name, message = host.run("CUDA.hold(0)", LD_LIBRARY_PATH=str(broken_library(tmp_path)))
-    assert name == "NoDriverError"
-    assert "NVIDIA_DRIVER_CAPABILITIES" in message
+    assert (name, "NVIDIA_DRIVER_CAPABILITIES" in message) == ("NoDriverError", True)

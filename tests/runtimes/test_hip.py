@@ -34,19 +34,17 @@ def shown(host: HipHost, number: int) -> str:
     return f"{host.uuids[number]}/0000:{0xC1 + number:02x}:00.0"
 
 
-def test_loading_does_not_initialise(host: HipHost) -> None:
-    assert run(host, "HIP.load(); result = [HIP.visible_if_initialized(), HIP.shown_at(0)]") == [None, None]
-
-
 def test_variables_count_at_first_use_only(host: HipHost) -> None:
+    """Loading is none."""
     code = """
 library = HIP.load()
+result = [HIP.visible_if_initialized(), HIP.shown_at(0)]
 os.environ["ROCR_VISIBLE_DEVICES"] = "1,0"
 library.initialize()
 os.environ["ROCR_VISIBLE_DEVICES"] = "0"
-result = [HIP.visible_if_initialized(), HIP.shown_at(1), HIP.shown_at(2)]
+result += [HIP.visible_if_initialized(), HIP.shown_at(1), HIP.shown_at(2)]
 """
-    assert run(host, code) == [[shown(host, 1), shown(host, 0)], shown(host, 0), ""]
+    assert run(host, code) == [None, None, [shown(host, 1), shown(host, 0)], shown(host, 0), ""]
 
 
 def test_memory_shows_on_the_gpu_until_it_is_freed(host: HipHost) -> None:
@@ -90,8 +88,7 @@ result = [[HIP.is_same(one, gpu) for gpu in gpus] for one in HIP.visible_in_chil
 
 def test_no_library(host: HipHost, tmp_path: Path) -> None:
     error, message = run(host, "HIP.load()", LD_LIBRARY_PATH=str(without_hip(tmp_path)))
-    assert error == "NoDriverError"
-    assert "libamdhip64.so" in message
+    assert (error, "libamdhip64.so" in message) == ("NoDriverError", True)
 
 
 # The real one
@@ -106,9 +103,8 @@ def told(call, *arguments):
     except SafeGpuError as err:
         return [type(err).__name__, str(err)]
 def opened():
-    links = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if number not in "012"
-             and os.path.lexists(f"/proc/self/fd/{number}")]
-    return [link for link in links if "kfd" in link or "dri" in link]
+    links = filter(os.path.islink, (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")))
+    return [link for link in map(os.readlink, links) if "kfd" in link or "dri" in link]
 out = {}
 """
 
@@ -131,31 +127,26 @@ def of_real(code: str, **environment: str) -> Any:
 
 
 @pytest.mark.usefixtures("real_hip")
-def test_loading_neither_initialises_nor_opens_anything() -> None:
-    code = 'out["before"] = opened(); HIP.load(); out["after"] = opened(); out["seen"] = HIP.visible_if_initialized()'
-    assert of_real(code) == {"before": [], "after": [], "seen": None}
-
-
-@pytest.mark.usefixtures("real_hip")
-def test_it_has_every_function_that_is_called() -> None:
-    names = (
-        "hipGetDeviceCount", "hipDeviceGetPCIBusId", "hipDeviceGetUuid", "hipGetDevice", "hipSetDevice", "hipMalloc",
-        "hipFree", "hipGetErrorName", "hipGetErrorString",
-    )  # fmt: skip
-    assert of_real(f"out = [name for name in {names} if not hasattr(HIP.load()._handle, name)]") == []
-
-
-@pytest.mark.usefixtures("real_hip")
-def test_there_is_no_device() -> None:
+def test_the_real_one_loads_and_finds_no_device() -> None:
+    """Loading neither initialises nor opens anything. It has all functions, and its errors are explained."""
     code = """
+from safe_gpu.runtimes.causes import likely_cause
+out["before"] = opened()
 library = HIP.load()
+out["loaded"] = [opened(), HIP.visible_if_initialized()]
+called = ("hipGetDeviceCount", "hipDeviceGetPCIBusId", "hipDeviceGetUuid", "hipGetDevice", "hipSetDevice", "hipMalloc",
+          "hipFree", "hipGetErrorName", "hipGetErrorString")
+out["lacks"] = [name for name in called if not hasattr(library._handle, name)]
 out["count"] = told(library.count)
 out["shown"] = told(library.shown, 0)
 out["placeholder"] = told(HIP.default_placeholder(), 0)
 out["child"] = told(HIP.visible_in_child)
 out["seen"] = [HIP.visible_if_initialized(), HIP.shown_at(0)]
+out["names"] = [library.texts(code)[0] for code in (2, 98, 100, 101, 200, 209)]
+out["unexplained"] = [name for name in out["names"] if not likely_cause(RuntimeError(name))]
 """
     found = of_real(code)
+    assert (found["before"], found["loaded"], found["lacks"]) == ([], [[], None], [])
     assert found["count"] == ["CudaCallError", "hipGetDeviceCount failed with hipErrorNoDevice (100)"]
     assert found["shown"][1].startswith("hipDeviceGetPCIBusId failed with hipErrorInvalidDevice (101)")
     assert found["placeholder"][0] == "PlaceholderError"
@@ -163,6 +154,7 @@ out["seen"] = [HIP.visible_if_initialized(), HIP.shown_at(0)]
     assert "groups that own them, render and video" in found["placeholder"][1]
     assert found["child"] == [], "no GPU is an answer, not an error"
     assert found["seen"] == [None, None], "nothing is open, so that nothing keeps a later claim from choosing"
+    assert (found["names"][0], found["unexplained"]) == ("hipErrorOutOfMemory", [])
 
 
 @pytest.mark.usefixtures("real_hip")
@@ -191,21 +183,6 @@ owner = safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), timeout=0, affinity=Non
 out["claimed"] = owner.devices_taken
 """
     found = of_real(code, SAFE_GPU_FSROOT=str(tmp_path), SAFE_GPU_DRIVER="kfd", SAFE_GPU_DIR=str(tmp_path / "state"))
-    assert found["error"][0] == "PlaceholderError"
-    assert "hipErrorNoDevice" in found["error"][1]
-    assert "render and video" in found["error"][1]
-    assert found["left"] == [None, None, None]
-    assert found["claimed"] == [0]
-
-
-@pytest.mark.usefixtures("real_hip")
-def test_its_names_of_errors_are_those_that_are_explained() -> None:
-    code = """
-from safe_gpu.runtimes.causes import likely_cause as explain
-names = [HIP.load().texts(code)[0] for code in (2, 98, 100, 101, 200, 209)]
-out["names"] = names
-out["unexplained"] = [name for name in names if not explain(RuntimeError(name))]
-"""
-    found = of_real(code)
-    assert found["names"][0] == "hipErrorOutOfMemory"
-    assert found["unexplained"] == []
+    error, message = found["error"]
+    assert (error, "hipErrorNoDevice" in message, "render and video" in message) == ("PlaceholderError", True, True)
+    assert (found["left"], found["claimed"]) == ([None, None, None], [0])

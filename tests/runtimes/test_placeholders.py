@@ -6,14 +6,12 @@ A stand-in notes every call that would initialise CUDA, and what is on which GPU
 
 from __future__ import annotations
 
-import importlib
-import importlib.abc
 import logging
 import os
 import sys
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,14 +21,7 @@ from safe_gpu.errors import NotEnoughGpusError, PlaceholderError
 from safe_gpu.runtimes import causes, placeholders
 from safe_gpu.runtimes.cuda import CUDA, CudaPlaceholder
 from safe_gpu.runtimes.library import CudaCallError
-from safe_gpu.runtimes.placeholders import (
-    CupyPlaceholder,
-    JaxPlaceholder,
-    NoPlaceholder,
-    PyCudaPlaceholder,
-    PytorchPlaceholder,
-    TensorflowPlaceholder,
-)
+from safe_gpu.runtimes.placeholders import NoPlaceholder
 
 
 class Gpus:
@@ -38,7 +29,7 @@ class Gpus:
 
     def __init__(self) -> None:
         self.count = 2
-        self.held: dict[int, set[object]] = {0: set(), 1: set()}
+        self.held: list[tuple[int, object]] = []
         self.initialized = False
         self.failure: Exception | None = None
         self.events: list[str] = []
@@ -52,15 +43,15 @@ class Gpus:
             raise self.failure
         if device_no >= self.count:
             raise RuntimeError("CUDA error: invalid device ordinal")
-        self.held[device_no].add(thing)
+        self.held.append((device_no, thing))
         return thing
 
     def take(self, thing: object) -> None:
-        for things in self.held.values():
-            things.discard(thing)
+        assert any(one is thing for _, one in self.held), "nothing holds it any more"
+        self.held = [one for one in self.held if one[1] is not thing]
 
     def busy(self) -> list[int]:
-        return [device_no for device_no, things in self.held.items() if things]
+        return sorted(device_no for device_no, _ in self.held)
 
 
 @pytest.fixture
@@ -71,29 +62,20 @@ def gpus() -> Gpus:
 # Stand-ins
 
 
-class Thing(types.SimpleNamespace):
-    """Anything with attributes; no two are equal."""
-
-    __eq__, __hash__ = object.__eq__, object.__hash__
-
-
 def install(monkeypatch: pytest.MonkeyPatch, name: str, **contents: object) -> None:
-    module = types.ModuleType(name)
+    module = ModuleType(name)
     module.__dict__.update(contents)
     monkeypatch.setitem(sys.modules, name, module)
 
 
 def stand_in_cuda(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Held:
-        def __init__(self, device_no: int) -> None:
-            if gpus.failure is not None:
-                raise CudaCallError(f"cuInit failed with {gpus.failure}", call="cuInit", code=999)
-            gpus.put(device_no, self)
+    def hold(device_no: int) -> Any:
+        if gpus.failure is not None:
+            raise CudaCallError(f"cuInit failed with {gpus.failure}", call="cuInit", code=999)
+        held = gpus.put(device_no, SimpleNamespace(release=lambda: gpus.take(held)))
+        return held
 
-        def release(self) -> None:
-            gpus.take(self)
-
-    monkeypatch.setattr(CUDA, "hold", Held)
+    monkeypatch.setattr(CUDA, "hold", hold)
     monkeypatch.setattr(CUDA, "load", lambda: None)
 
 
@@ -107,10 +89,9 @@ def stand_in_torch(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
         return gpus.put(int(device.removeprefix("cuda:")), Tensor())
 
     def empty_cache() -> None:
-        for tensor in [thing for things in gpus.held.values() for thing in things if hasattr(thing, "empty")]:
-            gpus.take(tensor)
+        gpus.held = [one for one in gpus.held if not hasattr(one[1], "empty")]
 
-    install(monkeypatch, "torch", zeros=zeros, cuda=Thing(empty_cache=empty_cache))
+    install(monkeypatch, "torch", zeros=zeros, cuda=SimpleNamespace(empty_cache=empty_cache))
 
 
 def stand_in_tensorflow(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +111,7 @@ def stand_in_tensorflow(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     def constant(values: list[float]) -> Any:
         gpus.events.append("started")
         name = f"/job:localhost/replica:0/task:0/device:GPU:{current[-1]}"
-        return gpus.put(current[-1], Thing(device=name))
+        return gpus.put(current[-1], SimpleNamespace(device=name))
 
     def set_memory_growth(gpu: str, enable: bool) -> None:
         assert enable is True
@@ -140,29 +121,23 @@ def stand_in_tensorflow(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("Physical devices cannot be modified after being initialized")
         gpus.events.append(f"growth of {gpu}")
 
-    config = Thing(list_physical_devices=list_physical_devices, experimental=Thing(set_memory_growth=set_memory_growth))
+    config = SimpleNamespace(
+        list_physical_devices=list_physical_devices, experimental=SimpleNamespace(set_memory_growth=set_memory_growth)
+    )
     install(monkeypatch, "tensorflow", config=config, device=device, constant=constant)
 
 
 def stand_in_pycuda(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Context:
-        def __init__(self, device_no: int) -> None:
-            gpus.put(device_no, self)
+    def make_context(device_no: int) -> Any:
+        context = gpus.put(device_no, SimpleNamespace(detach=lambda: gpus.take(context)))
+        return context
 
-        def detach(self) -> None:
-            assert any(self in things for things in gpus.held.values()), "cannot detach from invalid context"
-            gpus.take(self)
-
-    class Device:
-        def __init__(self, device_no: int) -> None:
-            assert gpus.initialized, "cuInit was not called"
-            self.device_no = device_no
-
-        def make_context(self) -> Context:
-            return Context(self.device_no)
+    def device(device_no: int) -> Any:
+        assert gpus.initialized, "cuInit was not called"
+        return SimpleNamespace(make_context=lambda: make_context(device_no))
 
     install(monkeypatch, "pycuda")
-    install(monkeypatch, "pycuda.driver", init=gpus.initialize, Device=Device)
+    install(monkeypatch, "pycuda.driver", init=gpus.initialize, Device=device)
 
 
 def stand_in_cupy(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,8 +152,8 @@ def stand_in_cupy(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def zeros(size: int, dtype: str) -> Any:
         here = current[-1]
-        memory = Thing(free=lambda: pooled.append((here, array)))
-        array = gpus.put(here, Thing(device=device(here), data=Thing(mem=memory)))
+        memory = SimpleNamespace(free=lambda: pooled.append((here, array)))
+        array = gpus.put(here, SimpleNamespace(device=device(here), data=SimpleNamespace(mem=memory)))
         return array
 
     def free_all_blocks() -> None:
@@ -186,13 +161,13 @@ def stand_in_cupy(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
             if device_no == current[-1]:
                 gpus.take(array)
 
-    pool = Thing(free_all_blocks=free_all_blocks)
-    install(monkeypatch, "cupy", cuda=Thing(Device=device), zeros=zeros, get_default_memory_pool=lambda: pool)
+    pool = SimpleNamespace(free_all_blocks=free_all_blocks)
+    install(monkeypatch, "cupy", cuda=SimpleNamespace(Device=device), zeros=zeros, get_default_memory_pool=lambda: pool)
 
 
 def stand_in_jax(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     def put(value: float, device: int) -> Any:
-        array = gpus.put(device, Thing(delete=lambda: gpus.take(array)))
+        array = gpus.put(device, SimpleNamespace(delete=lambda: gpus.take(array)))
         array.block_until_ready = lambda: array
         return array
 
@@ -207,22 +182,19 @@ def stand_in_jax(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
 
 STAND_INS: dict[type[Any], Callable[[Gpus, pytest.MonkeyPatch], None]] = {
     CudaPlaceholder: stand_in_cuda,
-    PytorchPlaceholder: stand_in_torch,
-    TensorflowPlaceholder: stand_in_tensorflow,
-    PyCudaPlaceholder: stand_in_pycuda,
-    CupyPlaceholder: stand_in_cupy,
-    JaxPlaceholder: stand_in_jax,
-    NoPlaceholder: lambda gpus, monkeypatch: None,
+    placeholders.PytorchPlaceholder: stand_in_torch,
+    placeholders.TensorflowPlaceholder: stand_in_tensorflow,
+    placeholders.PyCudaPlaceholder: stand_in_pycuda,
+    placeholders.CupyPlaceholder: stand_in_cupy,
+    placeholders.JaxPlaceholder: stand_in_jax,
 }
 FRAMEWORKS = {
-    PytorchPlaceholder: ("torch", "pip install torch"),
-    TensorflowPlaceholder: ("tensorflow", "pip install tensorflow"),
-    PyCudaPlaceholder: ("pycuda", "pip install pycuda"),
-    CupyPlaceholder: ("cupy", "pip install cupy-cuda12x"),
-    JaxPlaceholder: ("jax", "pip install 'jax[cuda12]'"),
+    placeholders.PytorchPlaceholder: ("torch", "pip install torch"),
+    placeholders.TensorflowPlaceholder: ("tensorflow", "pip install tensorflow"),
+    placeholders.PyCudaPlaceholder: ("pycuda", "pip install pycuda"),
+    placeholders.CupyPlaceholder: ("cupy", "pip install cupy-cuda12x"),
+    placeholders.JaxPlaceholder: ("jax", "pip install 'jax[cuda12]'"),
 }
-HOLDERS = [kind for kind in STAND_INS if kind is not NoPlaceholder]
-UNRELEASABLE = (TensorflowPlaceholder,)
 
 
 def make(kind: type[Any], gpus: Gpus, monkeypatch: pytest.MonkeyPatch, logger: Any = None) -> Any:
@@ -233,7 +205,7 @@ def make(kind: type[Any], gpus: Gpus, monkeypatch: pytest.MonkeyPatch, logger: A
 # The contract
 
 
-@pytest.mark.parametrize("kind", HOLDERS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", STAND_INS, ids=lambda kind: kind.__name__)
 def test_two_devices_are_held_and_released_one_by_one(kind: Any, gpus: Gpus, monkeypatch: Any, caplog: Any) -> None:
     caplog.set_level(logging.INFO)
     placeholder = make(kind, gpus, monkeypatch, logging.getLogger("mine"))
@@ -247,11 +219,11 @@ def test_two_devices_are_held_and_released_one_by_one(kind: Any, gpus: Gpus, mon
         assert gpus.busy() == [0, 1][: device_no + 1]
     for device_no in (0, 1):
         placeholders.release(placeholder, things[device_no])
-        assert gpus.busy() == ([0, 1] if kind in UNRELEASABLE else [1][device_no:])
+        assert gpus.busy() == ([0, 1] if kind is placeholders.TensorflowPlaceholder else [1][device_no:])
     assert {record.name for record in caplog.records} <= {"mine"}, "the logger that was given"
 
 
-@pytest.mark.parametrize("kind", HOLDERS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", STAND_INS, ids=lambda kind: kind.__name__)
 def test_failure_names_device_cause_and_likely_rival(kind: Any, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     placeholder = make(kind, gpus, monkeypatch)
     for failure, hint in (("Cannot re-initialize CUDA in forked subprocess.", "spawn"), ("a thing unseen", "")):
@@ -273,31 +245,31 @@ def test_failure_names_device_cause_and_likely_rival(kind: Any, gpus: Gpus, monk
     assert caught.value.device_no == 2
 
 
-@pytest.mark.parametrize(("kind", "module", "install"), [(kind, *names) for kind, names in FRAMEWORKS.items()])
-def test_a_framework_that_is_missing_or_broken(kind: type[Any], module: str, install: str, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("kind", FRAMEWORKS, ids=lambda kind: kind.__name__)
+def test_a_framework_that_is_missing_or_broken(kind: type[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Missing: which package, and what to do without it. Broken: what broke."""
+    module, install = FRAMEWORKS[kind]
     missing = ModuleNotFoundError(f"No module named {module!r}", name=module)
     others = ModuleNotFoundError("No module named 'numpy'", name="numpy")
-    absent = f"{kind.__name__} needs {module}, which is not installed: {install}, or leave "
     for failure in (missing, others, OSError("libcudart.so.12: no such file")):
         with monkeypatch.context() as patch:
             uninstall(patch, module, failure)
             with pytest.raises(PlaceholderError) as caught:
                 placeholders.prepare(kind())
         message = str(caught.value)
-        assert message.startswith(absent) is (failure is missing)
-        assert failure is missing or ("cannot import" in message and str(failure) in message)
+        absent = message.startswith(f"{kind.__name__} needs {module}, which is not installed: {install}, or leave ")
+        assert absent is (failure is missing)
+        assert absent or ("cannot import" in message and str(failure) in message)
 
 
 def uninstall(monkeypatch: pytest.MonkeyPatch, package: str, failure: Exception) -> None:
-    class Finder(importlib.abc.MetaPathFinder):
-        def find_spec(self, name: str, path: Any, target: Any = None) -> None:
-            if name.partition(".")[0] == package:
-                raise failure
+    def find_spec(name: str, path: Any, target: Any = None) -> None:
+        if name.partition(".")[0] == package:
+            raise failure
 
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=find_spec), *sys.meta_path])
 
 
 def test_no_placeholder_holds_nothing_and_a_class_is_none() -> None:
@@ -306,7 +278,7 @@ def test_no_placeholder_holds_nothing_and_a_class_is_none() -> None:
     assert not placeholders.holds_gpu(placeholder)
     assert placeholders.allocate(placeholder, 0) is None
     placeholders.release(placeholder, None)
-    for kind in STAND_INS:
+    for kind in (NoPlaceholder, *STAND_INS):
         with pytest.raises(PlaceholderError, match=rf"pass {kind.__name__}\(\) instead"):
             placeholders.prepare(kind)
 
@@ -318,7 +290,7 @@ def test_pytorch_memory_goes_although_others_still_refer_to_the_tensor(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    placeholder = make(PytorchPlaceholder, gpus, monkeypatch)
+    placeholder = make(placeholders.PytorchPlaceholder, gpus, monkeypatch)
     tensor = placeholder(0)
     placeholder.release(tensor)
     assert gpus.events == ["emptied"]
@@ -329,21 +301,18 @@ def test_pytorch_memory_goes_although_others_still_refer_to_the_tensor(
 def test_tensorflow_grows_on_every_gpu_before_it_starts_or_warns(
     started: bool, gpus: Gpus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    placeholder = make(TensorflowPlaceholder, gpus, monkeypatch)
     gpus.events += ["started"] * started
-    placeholder(1)
-    growth = [] if started else ["growth of physical GPU 0", "growth of physical GPU 1"]
-    assert gpus.events == [*growth, "started", *["started"] * started]
+    make(placeholders.TensorflowPlaceholder, gpus, monkeypatch)(1)
+    growth = ["growth of physical GPU 0", "growth of physical GPU 1"]
+    assert gpus.events == (["started", "started"] if started else [*growth, "started"])
     assert [record.levelname for record in caplog.records] == ["WARNING"] * started
     assert ("CUDA device 1" in caplog.text) is started
     assert gpus.busy() == [1]
 
 
 def test_tensorflow_on_the_cpu_is_no_placeholder(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    placeholder = make(TensorflowPlaceholder, gpus, monkeypatch)
-    monkeypatch.setattr(
-        sys.modules["tensorflow"], "constant", lambda values: types.SimpleNamespace(device="/device:CPU:0")
-    )
+    placeholder = make(placeholders.TensorflowPlaceholder, gpus, monkeypatch)
+    monkeypatch.setattr(sys.modules["tensorflow"], "constant", lambda values: SimpleNamespace(device="/device:CPU:0"))
     with pytest.raises(PlaceholderError, match="on the CPU"):
         placeholder(0)
     gpus.count = 0
@@ -379,12 +348,12 @@ def test_jax_starts_without_preallocation_unless_the_user_has_chosen(chosen: Any
     monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
     if chosen is not None:
         monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", chosen)
-    make(JaxPlaceholder, gpus, monkeypatch)(0)
+    make(placeholders.JaxPlaceholder, gpus, monkeypatch)(0)
     assert gpus.events == [f"preallocate={chosen or 'false'}"]
     assert os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") == chosen
     monkeypatch.setattr(sys.modules["jax"], "local_devices", lambda backend: 1 / 0)
     with pytest.raises(PlaceholderError):
-        JaxPlaceholder()(0)
+        placeholders.JaxPlaceholder()(0)
     assert os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") == chosen
 
 
@@ -399,20 +368,17 @@ def raiser(err: BaseException) -> Any:
 
 
 def test_any_function_or_class_is_a_placeholder() -> None:
-    def hold(device_no: int) -> str:
-        return f"thing on {device_no}"
-
     class Holder:
         def __init__(self, device_no: int) -> None:
             self.device_no = device_no
 
-    kinds: tuple[Any, ...] = (hold, Holder)
+    kinds: tuple[Any, ...] = (lambda device_no: SimpleNamespace(device_no=device_no), Holder)
     for placeholder in kinds:
         placeholders.prepare(placeholder)
         assert placeholders.holds_gpu(placeholder)
-    assert placeholders.allocate(hold, 3) == "thing on 3"
-    assert placeholders.allocate(Holder, 1).device_no == 1  # type: ignore[arg-type]
-    placeholders.release(hold, "thing on 3")
+        held: Any = placeholders.allocate(placeholder, 3)
+        assert held.device_no == 3
+        placeholders.release(placeholder, held)
 
 
 def test_what_fails_is_named_and_explained(caplog: pytest.LogCaptureFixture) -> None:
@@ -424,12 +390,12 @@ def test_what_fails_is_named_and_explained(caplog: pytest.LogCaptureFixture) -> 
         with pytest.raises(type(err)) as caught:
             placeholders.allocate(raiser(err), 0)
         assert caught.value is err
-    placeholder: Any = Thing(prepare=fire, release=fire)
+    placeholder: Any = SimpleNamespace(prepare=fire, release=fire)
     with pytest.raises(PlaceholderError, match="could not be prepared: OSError: disk on fire"):
         placeholders.prepare(placeholder)
     placeholders.release(placeholder, None)
     assert [(record.name, record.levelname) for record in caplog.records] == [("safe_gpu", "WARNING")]
-    assert "Thing could not release its GPU: OSError: disk on fire" in caplog.text
+    assert "SimpleNamespace could not release its GPU: OSError: disk on fire" in caplog.text
 
 
 def test_real_pytorch() -> None:

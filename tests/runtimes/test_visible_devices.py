@@ -7,15 +7,7 @@ from hypothesis import strategies as st
 from safe_gpu.errors import UnsatisfiableRequestError
 from safe_gpu.gpus.devices import Gpu, HostSnapshot, VisibleLimit
 from safe_gpu.runtimes import visible_devices
-from safe_gpu.runtimes.visible_devices import (
-    hide_all,
-    read_level_zero,
-    read_rocm,
-    read_visible_once,
-    render_visible,
-    stale_indices,
-    visible_variables,
-)
+from safe_gpu.runtimes.visible_devices import read_level_zero, read_rocm, render_cuda, render_visible, stale_indices
 
 UUIDS = ("GPU-aa000000", "GPU-ab000000", "GPU-c0000000", "GPU-d0000000")
 
@@ -37,12 +29,9 @@ def with_lost(lost: int) -> HostSnapshot:
 
 
 def with_mig() -> HostSnapshot:
-    parent = Gpu(0, "GPU-aa000000", "NVIDIA H100", mig_enabled=True, unusable="MIG mode is on")
-    instances = (
-        Gpu(0, uuid, "NVIDIA H100 MIG", mig_parent=parent.uuid, mig_instance=number)
-        for number, uuid in enumerate(("MIG-11000000", "MIG-12000000"))
-    )
-    return host(parent, *instances, Gpu(1, "GPU-ab000000", "NVIDIA H100"))
+    parent, whole = Gpu(0, "GPU-aa000000", "NVIDIA H100", mig_enabled=True), Gpu(1, "GPU-ab000000", "NVIDIA H100")
+    instance = Gpu(0, "MIG-11000000", "NVIDIA H100 MIG", mig_parent=parent.uuid, mig_instance=0)
+    return host(parent, instance, instance._replace(uuid="MIG-12000000", mig_instance=1), whole)
 
 
 def parsed(value: str, snapshot: HostSnapshot, device_order: str | None = None) -> VisibleLimit:
@@ -76,22 +65,17 @@ def test_what_a_value_shows(shown: list[int], values: list[str]) -> None:
 
 
 def test_a_lost_gpu_is_not_counted() -> None:
-    below = parsed("0,1", with_lost(2))
-    assert (below.uuids, below.ambiguous) == (UUIDS[:2], False)
-    beyond = parsed("2", with_lost(2))
-    assert (beyond.uuids, beyond.ambiguous) == (UUIDS[3:], True)
-    assert "GPU 2 is lost" in beyond.doubt
-    assert parsed(f"{UUIDS[2]},{UUIDS[3]}", with_lost(2)).uuids == ()
+    for value, shown, doubt in (("0,1", UUIDS[:2], ""), ("2", UUIDS[3:], "GPU 2 is lost"), (UUIDS[2], (), "")):
+        found = parsed(value, with_lost(2))
+        assert (found.uuids, found.ambiguous, doubt in found.doubt) == (shown, bool(doubt), True)
 
 
 def test_the_older_name_of_a_mig_instance() -> None:
-    name = "MIG-GPU-aa000000/1/0"
+    name, (parent, first, second, _) = "MIG-GPU-aa000000/1/0", with_mig().gpus
     assert parsed(name, with_mig()).ambiguous, "there are two"
-    only_one = parsed(name, host(*(gpu for gpu in with_mig().gpus if gpu.mig_instance != 1)))
-    assert (only_one.uuids, only_one.ambiguous) == (("MIG-11000000",), False)
-    renamed = (gpu._replace(uuid=f"MIG-GPU-aa000000/{gpu.mig_instance}/0") for gpu in with_mig().gpus[1:3])
-    literal = parsed(name, host(with_mig().gpus[0], *renamed))
-    assert (literal.uuids, literal.ambiguous) == ((name,), False)
+    for instance in (first, second._replace(uuid=name)):
+        found = parsed(name, host(parent, instance))
+        assert (found.uuids, found.ambiguous) == ((instance.uuid,), False)
 
 
 @given(
@@ -99,20 +83,16 @@ def test_the_older_name_of_a_mig_instance() -> None:
     st.sampled_from([alike(), mixed(), with_lost(1), with_mig()]),
 )
 def test_any_text_is_read_and_shows_each_device_once(value: str, snapshot: HostSnapshot) -> None:
-    visible_limit = parsed(value, snapshot)
-    assert len(set(visible_limit.uuids)) == len(visible_limit.uuids)
-    for uuid in visible_limit.uuids:
-        gpu = snapshot.by_uuid(uuid)
-        assert gpu is not None
-        assert not gpu.lost
-        assert not gpu.mig_enabled
+    uuids = parsed(value, snapshot).uuids
+    assert len(set(uuids)) == len(uuids)
+    assert set(uuids) <= {gpu.uuid for gpu in snapshot.gpus if not (gpu.lost or gpu.mig_enabled)}
 
 
 @given(st.lists(st.integers(0, 3), unique=True), st.sampled_from(["index", "uuid"]), st.booleans())
 def test_what_is_written_is_what_cuda_reads(indices: list[int], visible_as: str, of_one_model: bool) -> None:
     snapshot = alike() if of_one_model else mixed()
     gpus = [snapshot.gpus[index] for index in indices]
-    written = visible_devices.render_cuda(gpus, visible_as=visible_as, snapshot=snapshot)
+    written = render_cuda(gpus, visible_as=visible_as, snapshot=snapshot)
     visible_limit = parsed(written["CUDA_VISIBLE_DEVICES"], snapshot, written.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST"))
     assert visible_limit.uuids == tuple(gpu.uuid for gpu in gpus)
     assert not visible_limit.ambiguous
@@ -120,7 +100,7 @@ def test_what_is_written_is_what_cuda_reads(indices: list[int], visible_as: str,
 
 @pytest.mark.parametrize("snapshot", [with_mig(), with_lost(0)], ids=["mig", "lost"])
 def test_uuids_where_numbers_mislead(snapshot: HostSnapshot) -> None:
-    written = visible_devices.render_cuda([snapshot.gpus[-1]], visible_as="index", snapshot=snapshot)
+    written = render_cuda([snapshot.gpus[-1]], visible_as="index", snapshot=snapshot)
     assert written == {"CUDA_VISIBLE_DEVICES": snapshot.gpus[-1].uuid}
 
 
@@ -131,7 +111,7 @@ BARE = "54d0709b-558d-5a59-9c65-0c5fc14a21a4"
 def test_numbers_where_cuda_does_not_take_a_uuid(lost: int, numbers: str) -> None:
     gpus = [Gpu(i, BARE if i == 2 else f"GPU-{i}", lost=i == lost) for i in range(4)]
     for visible_as in ("index", "uuid"):
-        written = visible_devices.render_cuda([gpus[2], gpus[0]], visible_as=visible_as, snapshot=host(*gpus))
+        written = render_cuda([gpus[2], gpus[0]], visible_as=visible_as, snapshot=host(*gpus))
         assert written == {"CUDA_VISIBLE_DEVICES": numbers, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     if lost < 0:
         for value in ([BARE, "GPU-0"], ["GPU-0", BARE]):
@@ -142,7 +122,7 @@ def test_numbers_where_cuda_does_not_take_a_uuid(lost: int, numbers: str) -> Non
 def test_an_unknown_way_to_write_it() -> None:
     for visible_as in ("INDEX", "", None, ["index"]):
         with pytest.raises(UnsatisfiableRequestError, match="visible_as=") as caught:
-            visible_devices.render_cuda([], visible_as=visible_as, snapshot=alike())  # type: ignore[arg-type]
+            render_cuda([], visible_as=visible_as, snapshot=alike())  # type: ignore[arg-type]
         assert caught.value.value == visible_as
 
 
@@ -164,8 +144,8 @@ def test_mig_by_uuid() -> None:
         visible_limit = parsed(value, with_mig())
         assert (visible_limit.uuids, visible_limit.ambiguous) == (shown, False)
     assert all(parsed(value, with_mig(), "PCI_BUS_ID").ambiguous for value in ("0", "1"))
-    bare = host(alike().gpus[0]._replace(mig_enabled=True), alike().gpus[1])  # no instances
-    assert parsed("GPU-aa,GPU-ab", bare).uuids == ()
+    without_instances = host(*with_mig().gpus[::3])
+    assert parsed("GPU-aa,GPU-ab", without_instances).uuids == ()
 
 
 A, B, C, D = "GPU-aa00000000000001", "GPU-aa00000000000002", "GPU-bb00000000000003", "AMD-0000:05:00.0-3"
@@ -266,12 +246,9 @@ def test_the_list_that_slurm_writes_twice_counts_once() -> None:
         # elsewhere two equal lists are what HIP makes of them
         ({"ROCR_VISIBLE_DEVICES": "2,3", CUDA: "2,3"}, ()),
     ):
-        assert uuids(read_visible_once(environ, OF_AMD)) == inside
-
-
-def test_all_gpus_hidden() -> None:
-    assert uuids(read_rocm(hide_all(), OF_AMD)) == ()
-    assert set(visible_variables(OF_AMD)) <= set(hide_all())
+        assert uuids(visible_devices.read_visible_once(environ, OF_AMD)) == inside
+    assert uuids(read_rocm(visible_devices.hide_all(), OF_AMD)) == ()
+    assert set(visible_devices.visible_variables(OF_AMD)) <= set(visible_devices.hide_all())
 
 
 MASK, HIERARCHY, ORDER = "ZE_AFFINITY_MASK", "ZE_FLAT_DEVICE_HIERARCHY", "ZE_ENABLE_PCI_ID_DEVICE_ORDER"
@@ -291,7 +268,7 @@ def test_what_a_mask_shows_and_when_it_is_ambiguous() -> None:
         ({MASK: "1", HIERARCHY: "COMPOSITE"}, ("INTEL-1",)),
         ({MASK: "0.0,0.1", HIERARCHY: "FLAT"}, ()),
         ({MASK: "9999,x,-1", HIERARCHY: "FLAT"}, ()),
-        ({**hide_all(), HIERARCHY: "FLAT"}, ()),
+        ({**visible_devices.hide_all(), HIERARCHY: "FLAT"}, ()),
     ):
         limit = read_level_zero(environ, cards(2, 2, 2))
         assert uuids(limit) == shown
@@ -311,33 +288,27 @@ def test_what_a_mask_shows_and_when_it_is_ambiguous() -> None:
 def test_what_a_claim_of_cards_writes() -> None:
     snapshot = cards(2, 2, missing=1)
     written = render_visible(snapshot.gpus[1:], visible_as="index", snapshot=snapshot)
-    assert written == {MASK: "3,4", HIERARCHY: "FLAT", ORDER: "1"}
-    assert next(iter(written)) == MASK
-    composite = {HIERARCHY: "COMPOSITE", SELECTOR: "level_zero:1"}
-    assert render_visible(snapshot.gpus[1:], visible_as="uuid", snapshot=snapshot, environ=composite) == {
-        MASK: "2",
-        HIERARCHY: "COMPOSITE",
-        ORDER: "1",
-        SELECTOR: "level_zero:0",
-    }
-    unnumbered = {SELECTOR: "level_zero:gpu"}
-    assert SELECTOR not in render_visible(snapshot.gpus, visible_as="index", snapshot=snapshot, environ=unnumbered)
+    assert list(written.items()) == [(MASK, "3,4"), (HIERARCHY, "FLAT"), (ORDER, "1")]
+    environ = {HIERARCHY: "COMPOSITE", SELECTOR: "level_zero:1"}
+    written = render_visible(snapshot.gpus[1:], visible_as="uuid", snapshot=snapshot, environ=environ)
+    assert written == {MASK: "2", HIERARCHY: "COMPOSITE", ORDER: "1", SELECTOR: "level_zero:0"}
+    environ = {SELECTOR: "level_zero:gpu"}  # no number
+    assert SELECTOR not in render_visible(snapshot.gpus, visible_as="index", snapshot=snapshot, environ=environ)
 
 
 @given(
-    tiles=st.lists(st.integers(1, 4), min_size=1, max_size=6),
-    missing=st.integers(0, 2),
-    hierarchy=st.sampled_from(["COMPOSITE", "FLAT", "COMBINED", "", "nonsense"]),
-    chosen=st.data(),
+    st.lists(st.integers(1, 4), min_size=1, max_size=6),
+    st.integers(0, 2),
+    st.sampled_from(["COMPOSITE", "FLAT", "COMBINED", "", "nonsense"]),
+    st.data(),
 )
-def test_a_written_mask_is_read_again(tiles: list[int], missing: int, hierarchy: str, chosen: st.DataObject) -> None:
+def test_a_written_mask_is_read_again(tiles: list[int], missing: int, hierarchy: str, data: st.DataObject) -> None:
     snapshot = cards(*tiles, missing=missing)
-    gpus = chosen.draw(st.lists(st.sampled_from(snapshot.gpus), min_size=1, unique_by=lambda gpu: gpu.uuid))
+    gpus = data.draw(st.lists(st.sampled_from(snapshot.gpus), min_size=1, unique_by=lambda gpu: gpu.uuid))
     written = render_visible(gpus, visible_as="index", snapshot=snapshot, environ={HIERARCHY: hierarchy})
     limit = read_level_zero(written, snapshot)
     assert limit is not None
-    assert not limit.ambiguous
-    assert set(limit.uuids) == {gpu.uuid for gpu in gpus}
+    assert (limit.ambiguous, set(limit.uuids)) == (False, {gpu.uuid for gpu in gpus})
 
 
 FOUR = [Gpu(index, f"GPU-{index}", "Model") for index in range(4)]

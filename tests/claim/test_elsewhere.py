@@ -23,7 +23,6 @@ from support.processes import own_network
 import safe_gpu
 from safe_gpu import NotEnoughGpusError
 from safe_gpu.claim import checks as warnings
-from safe_gpu.claim import search
 from safe_gpu.coordination.doors import Doors, digest
 from safe_gpu.coordination.holders import living_claims
 from safe_gpu.coordination.host_lock import Host
@@ -118,15 +117,14 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """``refuse(2)``: of the next sockets of this process only two are made."""
 
     def start(number: int) -> None:
-        made, left = _socket.socket, [number]
+        make, left = _socket.socket, iter(range(number))
 
-        def make(*arguments: int) -> Any:
-            left[0] -= 1
-            if left[0] < 0:
+        def make_some(*arguments: int) -> Any:
+            if next(left, None) is None:
                 raise PermissionError(1, "Operation not permitted")
-            return made(*arguments)
+            return make(*arguments)
 
-        monkeypatch.setattr(_socket, "socket", make)
+        monkeypatch.setattr(_socket, "socket", make_some)
 
     return start
 
@@ -204,7 +202,7 @@ def test_it_is_waited_for(open_tmp: Path, ground: Any, as_user: Any, monkeypatch
     monkeypatch.setenv("SAFE_GPU_SIMULATED_DIR", str(open_tmp / "simulated"))
     monkeypatch.setenv("SAFE_GPU_DIR", str(state))
     if not comes_back:
-        monkeypatch.setattr(search, "_LONGEST_ABSENCE", 0.1)
+        monkeypatch.setattr("safe_gpu.claim.search._LONGEST_ABSENCE", 0.1)
 
     def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
         logger = logging.getLogger("waiter")
@@ -327,7 +325,7 @@ def claim_first(**options: Any) -> str:
     if options.get("delegate"):
         del os.environ["SAFE_GPU_SCOPE"]
     try:
-        safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0, only=0, **options)
+        claim(1, only=0, **options)
     except NotEnoughGpusError:
         return REFUSED
     return os.environ["SAFE_GPU_SCOPE"] if options.get("delegate") else ""

@@ -22,7 +22,6 @@ from support.forks import in_fork
 from support.gpus import PACKAGE_ROOT
 
 import safe_gpu
-from safe_gpu.claim import claim as claim_module
 from safe_gpu.coordination import history
 from safe_gpu.drivers.simulated import SimulatedContext, SimulatedDriver
 from safe_gpu.runtimes.cuda import CUDA, CudaLibrary
@@ -45,7 +44,8 @@ def test_a_release_leaves_files_alone_that_have_its_old_numbers(ground, tmp_path
     def daemon() -> list[object]:
         before = os.listdir("/proc/self/fd")
         owner = safe_gpu.GPUOwner(2, placeholder(), affinity=None, timeout=0)
-        taken = [int(fd) for fd in os.listdir("/proc/self/fd") if fd not in before and _of_ours(int(fd))]
+        new = (int(fd) for fd in os.listdir("/proc/self/fd") if fd not in before)
+        taken = [fd for fd in new if os.path.exists(f"/proc/self/fd/{fd}")]  # not the one that listed them
         (tmp_path / "own").write_text("kept")
         own = os.open(tmp_path / "own", os.O_RDWR)
         for fd in taken:
@@ -62,49 +62,29 @@ def test_a_release_leaves_files_alone_that_have_its_old_numbers(ground, tmp_path
     assert in_fork(daemon) == [True, 0, True, "kept"]
 
 
-def _of_ours(fd: int) -> bool:
-    try:
-        target = os.readlink(f"/proc/self/fd/{fd}")
-    except OSError:
-        return False  # the one that listed them
-    return target.startswith((os.environ["SAFE_GPU_DIR"], "socket:"))
-
-
-def ask() -> str:
-    """Ask CUDA in a child, which is refused; say why."""
-    with pytest.raises(safe_gpu.NoDriverError) as refusal:
-        CUDA.visible_in_child()
-    return str(refusal.value)
-
-
-@pytest.mark.parametrize("app", ["frozen", "embedding"])
-def test_an_app_that_contains_python_is_not_started_again(app: str, monkeypatch, tmp_path) -> None:
-    program, trace = tmp_path / "app", tmp_path / "started"
-    program.write_text(f"#!/bin/sh\necho >> {trace}\n")
+@pytest.mark.parametrize("app", ["frozen", "embedding", "python"])
+def test_an_app_that_contains_python_is_not_started_again_or_once(app: str, monkeypatch, tmp_path: Path) -> None:
+    """Once where it is called as interpreters are."""
+    program, trace = tmp_path / f"{app}-app", tmp_path / "started"
+    program.write_text(f'#!/bin/sh\necho once >> {trace}\nexec "{sys.executable}" "{tmp_path}/main.py"\n')
     program.chmod(0o755)
-    if app == "frozen":
-        monkeypatch.setattr(sys, "frozen", True, raising=False)
-    else:
-        monkeypatch.setattr(sys, "base_exec_prefix", str(tmp_path))
-    monkeypatch.setattr(sys, "executable", str(program))
-    assert f"{program} is a program that contains Python" in ask()
-    assert not trace.exists()
-
-
-def test_an_app_that_is_called_python_is_started_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    program, trace = tmp_path / "python-app", tmp_path / "started"
     (tmp_path / "main.py").write_text(f"""
 import sys; sys.executable = {str(program)!r}
 from safe_gpu.runtimes.cuda import CUDA
-open({str(trace)!r}, "a").write("once\\n")
 len(open({str(trace)!r}).readlines()) < 9 and CUDA.visible_in_child()
 """)
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{tmp_path}/main.py"\n')
-    program.chmod(0o755)
     monkeypatch.setenv("PYTHONPATH", str(PACKAGE_ROOT))
     monkeypatch.setattr(sys, "executable", str(program))
-    ask()
-    assert trace.read_text() == "once\n"
+    monkeypatch.setattr(sys, "frozen", app == "frozen", raising=False)
+    if app == "embedding":
+        monkeypatch.setattr(sys, "base_exec_prefix", str(tmp_path))
+    with pytest.raises(safe_gpu.NoDriverError) as refusal:
+        CUDA.visible_in_child()
+    if app == "python":
+        assert trace.read_text() == "once\n"
+    else:
+        assert f"{program} is a program that contains Python" in str(refusal.value)
+        assert not trace.exists()
 
 
 def test_the_same_request_keeps_its_gpus_and_another_one_does_not(ground: Any) -> None:
@@ -292,7 +272,7 @@ def test_nothing_of_it_is_done_under_host_lock(state_dir: Path, monkeypatch: pyt
         written.append(lines)
         return True
 
-    monkeypatch.setattr(claim_module, "append", spy)
+    monkeypatch.setattr("safe_gpu.claim.claim.append", spy)
     assert try_claim(1) == (0,)
     assert len(written) == 1
 

@@ -17,7 +17,6 @@ from support.ground import write_for_all
 
 import safe_gpu
 from safe_gpu import PlaceholderError
-from safe_gpu.claim import view as host_view
 from safe_gpu.coordination.faults import write_fault
 from safe_gpu.errors import GpuContendedError, NoDriverError, NotEnoughGpusError
 from safe_gpu.gpus.devices import GpuFault, ProcessKind
@@ -69,7 +68,7 @@ def test_a_gpu_that_goes_bad_before_the_second_poll_is_given_back(host, shown, r
 
 def test_where_the_first_poll_is_old_the_second_asks_about_the_whole_host(host, monkeypatch) -> None:
     """After a wait, a GPU that is not this claim's may be lost, and CUDA's numbers mean others then."""
-    monkeypatch.setattr(host_view, "_RECENT", -1.0)
+    monkeypatch.setattr("safe_gpu.claim.view._RECENT", -1.0)
     host.on_poll = lambda number: number == 2 and host.edits.update({host.uuids[7]: {"lost": True}})
     owner = safe_gpu.claim_gpus(1, timeout=0)
     assert [event for event in host.events if event in ("poll", "usage")] == ["poll", "poll", "usage"]

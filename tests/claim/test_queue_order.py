@@ -66,14 +66,13 @@ QUEUES = {
 
 
 @pytest.mark.parametrize("case", QUEUES.values(), ids=QUEUES)
-def test_who_may_go_first(case: dict[str, Any], ground, line, stranger) -> None:
+def test_who_may_go_first(case: dict[str, Any], ground, line, stranger_pid: int) -> None:
     scene = {"ahead": [], "claimed": (), "due": {}, "strangers": (), "only": (), "hold_for": None, **case}
     ground.hold(*scene["claimed"])  # nobody knows for how long
     now = time.time()
     for index, seconds in scene["due"].items():
         ground.hold(index, until=now + seconds)
-    if scene["strangers"]:
-        stranger(*scene["strangers"])
+    ground.occupy(*scene["strangers"], pid=stranger_pid)
     for nb_gpus, gpus, *hold_for in scene["ahead"]:
         line(nb_gpus, gpus, hold_for=next(iter(hold_for), None))
     assert try_claim(scene["nb_gpus"], only=scene["only"], hold_for=scene["hold_for"]) == scene["gets"]

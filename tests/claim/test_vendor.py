@@ -41,8 +41,7 @@ def refused(host: Any, code: str, kind: str, *parts: str, **environment: str) ->
     return attributes
 
 
-@pytest.mark.usefixtures("two_vendors")
-def test_nvidia_is_the_first_and_the_variables_are_those_of_the_vendor() -> None:
+def test_nvidia_is_the_first_and_the_variables_are_those_of_the_vendor(two_vendors: None) -> None:
     for options, vendor, values in (
         ({}, "nvidia", ["0,1", None, None]),
         ({"vendor": "amd"}, "amd", ["0,1", ",".join(UUIDS["amd"][:2]), "0,1"]),
@@ -53,8 +52,7 @@ def test_nvidia_is_the_first_and_the_variables_are_those_of_the_vendor() -> None
     assert not os.environ.keys() & set(VARIABLES)
 
 
-@pytest.mark.usefixtures("two_vendors")
-def test_both_can_be_held_at_once_and_all_busy_is_all_busy(command: Any) -> None:
+def test_both_can_be_held_at_once_and_all_busy_is_all_busy(two_vendors, command: Any) -> None:
     code = "import safe_gpu; print(safe_gpu.claim_gpus(4, vendor='AMD', timeout=0).gpus[0].uuid)"
     outside = {**os.environ}
     with claim(4):
@@ -65,8 +63,7 @@ def test_both_can_be_held_at_once_and_all_busy_is_all_busy(command: Any) -> None
         assert command.run("wait", "--timeout", "0", "--vendor", "amd").stdout == "0\n"
 
 
-@pytest.mark.usefixtures("two_vendors")
-def test_a_wrong_vendor() -> None:
+def test_a_wrong_vendor(two_vendors: None) -> None:
     for vendor in ("matrox", "", "nvidia,amd", 1, ["amd"]):
         for ask in (claim, safe_gpu.get_free_gpus, wait_for_gpus):
             words = re.escape(f"vendor={vendor!r}") + ".*choose 'nvidia' or 'amd' or 'intel'"
@@ -75,8 +72,7 @@ def test_a_wrong_vendor() -> None:
 
 
 @pytest.mark.parametrize("vendor", ["nvidia", "amd"])
-@pytest.mark.usefixtures("two_vendors")
-def test_a_claim_inside_a_claim_keeps_the_vendor(vendor: str, command: Any, monkeypatch: Any) -> None:
+def test_a_claim_inside_a_claim_keeps_the_vendor(two_vendors, vendor: str, command: Any, monkeypatch: Any) -> None:
     """Also where the program has cleared the variable that names AMD GPUs, and where it is left from elsewhere."""
     for stale in (None, UUIDS["amd"][3]):
         with claim(2, vendor=vendor, delegate=True) as owner, monkeypatch.context() as patch:
@@ -99,8 +95,7 @@ def test_a_claim_inside_a_claim_keeps_the_vendor(vendor: str, command: Any, monk
         assert vendor_of(owner.gpus[0].uuid) == "nvidia"
 
 
-@pytest.mark.usefixtures("two_vendors")
-def test_waiters_of_two_vendors_do_not_wait_for_each_other(command, child, ground, eventually) -> None:
+def test_waiters_of_two_vendors_do_not_wait_for_each_other(two_vendors, command, child, ground, eventually) -> None:
     """A waiter for all NVIDIA GPUs keeps nobody from AMD's, and its place among NVIDIA's."""
     holder = child("import safe_gpu; say(safe_gpu.claim_gpus().devices_taken); listen()")
     assert holder.hear() == "[0]"
@@ -351,15 +346,12 @@ def test_a_driver_without_cuda_or_without_gpus_is_told_before_any_lock(fake_gpus
 
 def test_descriptors_and_threads_are_as_before(fake_gpus: Any) -> None:
     code = """
-def state():
-    paths = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
-    return sorted(os.readlink(path) for path in paths if os.path.exists(path)), threading.active_count()
 out = []
 for _ in range(4):
     claim(1); safe_gpu.release_gpus()
     claim(9)
     safe_gpu.get_free_gpus()
-    out.append(state())
+    out.append([os.listdir("/proc/self/fd"), threading.active_count()])
 """
     first, *others = forked(fake_gpus, code)
     assert others == [first] * 3

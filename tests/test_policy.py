@@ -68,11 +68,9 @@ def test_root_is_exempt_unless_named() -> None:
 
 
 def test_groups_are_asked_for_only_where_the_file_has_some() -> None:
-    def never(group: str) -> bool:
-        raise AssertionError(group)
-
-    assert resolve(parse("[default]\nmax_gpus=1\n[user ben]", "/p"), ("ben",), never, is_root=False).max_gpus == 1
-    assert resolve(parse("[group staff]\nmax_gpus=1", "/p"), ("root",), never, is_root=True).exempt
+    rules = parse("[default]\nmax_gpus=1\n[user ben]", "/p")
+    assert resolve(rules, ("ben",), pytest.fail, is_root=False).max_gpus == 1
+    assert resolve(parse("[group staff]\nmax_gpus=1", "/p"), ("root",), pytest.fail, is_root=True).exempt
 
 
 def test_a_wrong_line_is_named() -> None:
@@ -97,8 +95,8 @@ def test_a_wrong_line_is_named() -> None:
 def test_the_least_and_what_limits_gpus() -> None:
     least = limits("ben", text="[default]\nmax_wait = 0\nmax_hold = 1s")
     assert (least.max_wait, least.max_hold) == (0.0, 1.0)
-    assert parse("[user x]\nmax_gpus = 0", "/p").limits_gpus
-    assert not parse("[user x]\nmax_gpus = unlimited", "/p").limits_gpus
+    limiting = [parse(f"[user x]\nmax_gpus = {most}", "/p").limits_gpus for most in ("0", "unlimited")]
+    assert limiting == [True, False]
 
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a policy must be")
@@ -213,8 +211,7 @@ def test_root_sets_the_defaults_of_a_host(write: Any, monkeypatch: pytest.Monkey
     monkeypatch.setenv("SAFE_GPU_POLICY", path)
     monkeypatch.delenv("SAFE_GPU_DIR")
     assert state_dir_path() == "/var/lib/safe-gpu"
-    assert meant_vendor(variables) == "amd"
-    assert resource_names(variables) == ("accel",)
+    assert (meant_vendor(variables), resource_names(variables)) == ("amd", ("accel",))
     assert Rules.of(variables).unexplained_limit == 300 << 20
     assert limits_of_this_user(read(path)[0] or policy.Policy(path)).exempt
     assert settings.doubts(variables) == []

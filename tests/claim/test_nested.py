@@ -61,11 +61,9 @@ def test_ranks_under_run_get_a_gpu_each(command, ground) -> None:
     words = ("run", "-n", 3, "--", "sh", "-c", launcher, sys.executable, rank())
     started = command.start(*words, stdin=subprocess.PIPE)
     assert sorted(started.stdout.readline() for _ in range(3)) == ["0\n", "2\n", "3\n"]
-    assert ground.claimed() == list(range(8))
-    assert ground.claimed(inside=True) == [0, 2, 3]
+    assert (ground.claimed(), ground.claimed(inside=True)) == (list(range(8)), [0, 2, 3])
     ends_well(started)
-    assert ground.claimed() == [1, 4, 5, 6, 7]
-    assert ground.claimed(inside=True) == []
+    assert (ground.claimed(), ground.claimed(inside=True)) == ([1, 4, 5, 6, 7], [])
 
 
 def test_no_more_than_the_claim_around_has(holding, ground, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -319,10 +319,8 @@ def test_a_set_that_no_release_can_complete_is_passed(strangers, near: str, gets
     ("there", "condition"),
     [("free", {"colour": "red"}), ("held", {"near": ["a", "b"]}), ("stranger", {"max_utilization": "x" * 100})],
 )
-def test_only_a_stopped_waiter_with_an_unknown_condition_is_passed(
-    there: str, condition: dict[str, Any], linked, ground, line, monkeypatch
-) -> None:
-    """Whether the waiter can use GPU 5 is not known, nor when it will have it; it competes for no other."""
+def test_an_unknown_condition_is_waited_for(there: str, condition, linked, ground, line, monkeypatch) -> None:
+    """Whether the waiter can use GPU 5 is not known, nor when it will have it. A stopped one is passed."""
     ground.hold(*range(6, 8), *([4] if there == "held" else []), until=time.time() + 1000)
     if there == "stranger":
         linked.stranger(4)

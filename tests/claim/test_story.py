@@ -30,9 +30,8 @@ from safe_gpu.host.held import Held
 
 
 def claim_two(spies: Any, **arguments: Any) -> Any:
-    return safe_gpu.claim_gpus(
-        2, spies.placeholder, **{"debug_sleep": spies.PAUSE, "timeout": 0, "affinity": "node", **arguments}
-    )
+    usual = {"debug_sleep": spies.PAUSE, "timeout": 0, "affinity": "node"}
+    return safe_gpu.claim_gpus(2, spies.placeholder, **{**usual, **arguments})
 
 
 def test_the_steps_come_in_the_order_of_the_protocol(host: Any, spies: Any) -> None:
@@ -247,11 +246,10 @@ def test_a_dropped_owner_lets_go_of_nothing(host: Any) -> None:
 
 
 LEAVE_A_PROGRAM = "os.system('sleep 20 > /dev/null 2>&1 < /dev/null &'); os._exit(5)"  # it does not inherit the claim
+ENDS = ["sys.exit(3)", LEAVE_A_PROGRAM, "1 / 0", signal.SIGTERM, signal.SIGKILL, signal.SIGINT]
 
 
-@pytest.mark.parametrize(
-    "end", ["sys.exit(3)", LEAVE_A_PROGRAM, "1 / 0", signal.SIGTERM, signal.SIGKILL, signal.SIGINT]
-)
+@pytest.mark.parametrize("end", ENDS)
 def test_any_end_of_the_process_frees_its_gpus(child: Any, eventually: Any, end: str | int) -> None:
     process = child(f"{CLAIM}listen()\n{end if isinstance(end, str) else ''}\n")
     assert process.hear() == "0 1"

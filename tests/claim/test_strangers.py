@@ -236,9 +236,7 @@ def test_a_claim_that_is_listed_under_the_number_of_a_process_here(fake_gpus: An
         ({}, 0.05, "1, lambda device_no: None", ".*GPU 0.*<lambda> probably put nothing there"),
     ],
 )
-def test_the_older_package_is_kept_waiting_where_it_helps(
-    fake_gpus, older_lock, options: dict[str, int], patience: float, arguments: str, warning: str | None
-) -> None:
+def test_how_long_the_older_package_is_kept_out(fake_gpus, older_lock, options, patience, arguments, warning) -> None:
     """Not where nobody is listed, and not for ever where a placeholder shows nothing."""
     fake_gpus.options(**options)
     out = run(fake_gpus, f"recheck._SHOWING = {patience}\nout['taken'] = claimed({arguments})")
@@ -312,12 +310,10 @@ def test_a_claim_that_gets_a_bad_gpu_fails_and_the_next_takes_another(host, capl
     damage(host, host.uuids[0])
     with pytest.raises(PlaceholderError, match=rf"{ECC}.* GPU 0 is taken last for a day: start a new ") as caught:
         claim(2)
-    assert (caught.value.device_no, caught.value.uuid) == (0, host.uuids[0])
+    assert (caught.value.device_no, caught.value.uuid, notes()) == (0, host.uuids[0], [host.uuids[0]])
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
-    assert notes() == [host.uuids[0]]
     assert "Failed to acquire placeholder on GPU 0" in caplog.text
-    assert claim(7).devices_taken == [1, 2, 3, 4, 5, 6, 7]
-    assert notes() == [host.uuids[0]]
+    assert (claim(7).devices_taken, notes()) == ([1, 2, 3, 4, 5, 6, 7], [host.uuids[0]])
 
 
 def test_the_trouble_of_a_framework_is_no_fault_of_the_gpu(host: Any, untouched: Any) -> None:

@@ -19,10 +19,8 @@ from safe_gpu.claim.functions import wait_for_gpus
 from safe_gpu.drivers.simulated import SimulatedDriver
 from safe_gpu.gpus.devices import vendor_of
 
-UUIDS = {
-    vendor: [gpu.uuid for gpu in SimulatedDriver("two-vendors", "/nowhere", vendor=vendor).idle.gpus]
-    for vendor in ("nvidia", "amd")
-}
+HOSTS = {vendor: SimulatedDriver("two-vendors", "/nowhere", vendor=vendor) for vendor in ("nvidia", "amd")}
+UUIDS = {vendor: [gpu.uuid for gpu in host.idle.gpus] for vendor, host in HOSTS.items()}
 
 
 @pytest.fixture

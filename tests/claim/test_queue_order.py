@@ -57,7 +57,6 @@ QUEUES = {
     "it does not say": short(None, hold_for=None),
     "the large one's date is not known": short(None, due=dict.fromkeys(ALL[1:7], HOUR), claimed=(7,)),
     "a holder is overdue": short(None, due=dict.fromkeys(ALL[1:], -5.0)),
-    "one is overdue, the others are not": short((0,), due={1: -5.0, **dict.fromkeys(ALL[2:], HOUR)}),
     "past two who cannot start either": short((0,), ahead=[(8, ALL), (1, (0,))]),
     "a stranger's GPU has no date": short(
         (0,), hold_for=60, ahead=[(2, (0, 1, 2)), (1, (1,))], strangers=(1,), due=dict.fromkeys(ALL[2:], HOUR)

@@ -199,7 +199,11 @@ def test_a_claim_withdraws_from_what_others_take_meanwhile(host, ground, cleanup
         (ground.directory / "closed").write_text("".join(lines))
 
     def while_it_claims(act: Callable[[], None]) -> None:
-        monkeypatch.setattr(Claim, "take", lambda taken, *args, **more: [take(taken, *args, **more), act()])
+        def take_and_act(taken: Claim, *arguments: Any, **more: Any) -> None:
+            take(taken, *arguments, **more)
+            act()
+
+        monkeypatch.setattr(Claim, "take", take_and_act)
 
     while_it_claims(claim_too)
     assert try_claim(1) == (1,)

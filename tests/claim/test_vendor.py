@@ -265,9 +265,8 @@ def test_a_notebook_claims_the_same_again_after_release_and_is_told_who_initiali
 
 
 def test_prepare_must_not_wake_cuda(fake_gpus: Any) -> None:
-    code = (
-        "CudaPlaceholder.prepare = lambda self: initialize()\nout = claim(1, CudaPlaceholder()); assert not variables()"
-    )
+    code = "CudaPlaceholder.prepare = lambda self: initialize()\n"
+    code += "out = claim(1, CudaPlaceholder()); assert not variables()"
     refused(fake_gpus, code, "CudaInitializedError", "prepare()")
 
 

@@ -1,4 +1,4 @@
-"""A claim keeps its GPUs on the whole host by its doors, whatever becomes of the state directory, where it has none its
+"""A claim keeps its GPUs on the whole host by its doors, whatever becomes of the state directory. Where it has none its
 entry counts, and while it dies nobody gets its GPU twice."""
 
 import _socket

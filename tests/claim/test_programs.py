@@ -63,8 +63,8 @@ def test_a_release_leaves_files_alone_that_have_its_old_numbers(ground, tmp_path
 
 
 @pytest.mark.parametrize("app", ["frozen", "embedding", "python"])
-def test_an_app_that_contains_python_is_not_started_again_or_once(app: str, monkeypatch, tmp_path: Path) -> None:
-    """Once where it is called as interpreters are."""
+def test_an_app_that_contains_python_is_not_started_again(app: str, monkeypatch, tmp_path: Path) -> None:
+    """One whose name is an interpreter's cannot be told from one: it is started once, and then not again."""
     program, trace = tmp_path / f"{app}-app", tmp_path / "started"
     program.write_text(f'#!/bin/sh\necho once >> {trace}\nexec "{sys.executable}" "{tmp_path}/main.py"\n')
     program.chmod(0o755)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.forks import in_fork
 
 import safe_gpu
 from safe_gpu import GPUOwner, NotEnoughGpusError, UnsatisfiableRequestError, WrongDeviceError
@@ -204,14 +205,11 @@ def test_other_gpus_than_the_expected_one(worker: pytest.MonkeyPatch) -> None:
         check_expected_gpu()
 
 
-def test_without_the_variable_nothing_is_asked_and_no_state_directory_is_made(monkeypatch, command) -> None:
+def test_without_the_variable_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("safe_gpu.claim.worker.opened_driver", None)
     check_expected_gpu()
     monkeypatch.setenv("SAFE_GPU_EXPECT", "")
     check_expected_gpu()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert command.run("bind", "--", "true").returncode == 0
-    assert not os.path.exists(os.environ["SAFE_GPU_DIR"])
 
 
 def test_two_workers_of_one_gpu_share_it_under_bind(worker: pytest.MonkeyPatch, command) -> None:
@@ -227,6 +225,19 @@ def test_two_workers_of_one_gpu_share_it_under_bind(worker: pytest.MonkeyPatch, 
 
 
 SHIFT = "CUDA_VISIBLE_DEVICES=1 now means GPU 2, which this claim does not hold, since GPU 0 is lost"
+
+
+def test_bind_in_python_notices_it_and_makes_no_state_directory(host: Any) -> None:
+    def work() -> list[bool]:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "1"
+        safe_gpu.bind()
+        made = os.path.exists(os.environ["SAFE_GPU_DIR"])
+        claim(1)
+        before = str(safe_gpu.bind())
+        host.edits[host.uuids[0]] = {"lost": True}
+        return [made, SHIFT in before, SHIFT in str(safe_gpu.bind())]
+
+    assert in_fork(work) == [False, False, True]
 
 
 @pytest.mark.skipif(not os.path.exists("/sys/devices/system/cpu/cpu0/topology"), reason="needs /sys")

@@ -134,7 +134,6 @@ def test_a_second_rank_is_told_the_line_that_works(delegate: bool, ground: Any, 
 
     line = 'if "LOCAL_RANK" not in os.environ:'
     refused = run("if True:")
-    assert refused.returncode == 1
     assert f"claim once for all: `{line} safe_gpu.claim_gpus(...)`" in refused.stderr
     assert run(line).stdout == "rank 0 on 0,1\nrank 1 on 0,1\n"
 
@@ -177,8 +176,8 @@ def test_a_worker_that_imports_the_claim_is_told_where_to_put_it(ground: Any, tm
     """With 8 the worker gets none, with 1 it would take another one without a word."""
     (script := tmp_path / "script.py").write_text(WORKER.format(nb_gpus))
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
-    assert 'put the claim under `if __name__ == "__main__":`' in done.stderr
-    assert "delegate" not in done.stderr
+    said = 'put the claim under `if __name__ == "__main__":`'
+    assert (said in done.stderr, "delegate" in done.stderr) == (True, False)
 
 
 def test_a_holder_and_waiters_while_the_package_is_replaced(tmp_path: Path, command: Any) -> None:

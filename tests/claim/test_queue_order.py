@@ -46,7 +46,6 @@ QUEUES = {
     "nobody is there": case(1, (0,)),
     "behind a large request that waits for a lease": case(1, None, ahead=[(8, ALL)], claimed=(3,)),
     "behind a large request that a stranger blocks": case(1, (6,), ahead=[(8, ALL)], strangers=(7,)),
-    "a stranger and a lease": case(1, (1,), ahead=[(8, ALL)], strangers=(7,), claimed=(0, 2, 3, 4, 5, 6)),
     "overlapping parts of the host": case(1, (2,), ahead=[(2, (0, 1))], claimed=(0,), only=(1, 2)),
     "any GPU, behind one who wants a certain one": case(1, (1,), ahead=[(1, (0,))], claimed=(0,)),
     "a certain GPU, behind one who wants any": case(1, None, ahead=[(1, ALL)], claimed=(0,), only=(7,)),

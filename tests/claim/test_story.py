@@ -304,7 +304,6 @@ def test_a_second_claim_while_another_thread_is_at_it_is_refused(host: Any) -> N
     with pytest.raises(safe_gpu.AlreadyClaimedError, match=r"holds GPU 0,1 already: release_gpus\(\) first") as caught:
         GPUOwner(1, timeout=0)
     assert caught.value.devices == (0, 1)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
 def test_a_forked_child_frees_nothing_and_leaves_the_placeholders_alone(host: Any, spies: Any) -> None:
@@ -327,9 +326,8 @@ def test_a_forked_child_frees_nothing_and_leaves_the_placeholders_alone(host: An
 def test_a_forked_child_that_claims_its_parents_gpus_is_told_so(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     safe_gpu.claim_gpus(2, timeout=0)
     name, message, _ = in_fork(lambda: safe_gpu.claim_gpus(1, timeout=None).devices_taken)
-    assert name == "NotEnoughGpusError"
+    assert (name, "delegate=True" in message) == ("NotEnoughGpusError", True)
     assert f"process {os.getpid()}, a parent of this one, holds GPU 0,1" in message
-    assert "delegate=True" in message
     monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")
     assert in_fork(lambda: safe_gpu.claim_gpus(6, timeout=0).devices_taken) == [2, 3, 4, 5, 6, 7]
 

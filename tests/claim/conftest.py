@@ -66,19 +66,6 @@ def released() -> Iterator[None]:
 
 
 @pytest.fixture
-def stranger(child: Any, ground: Any) -> Callable[..., None]:
-    """Another process that computes on GPUs; in this one it would be the claimer's own."""
-
-    def occupy(*indices: int, kind: str = "compute", memory: int = 1 << 28) -> None:
-        uuids = [ground.uuids[index] for index in indices]
-        code = "from safe_gpu.drivers.simulated import SimulatedDriver; driver = SimulatedDriver('dgx-a100')\n"
-        code += f"contexts = [driver.occupy(uuid, kind={kind!r}, memory={memory}) for uuid in {uuids!r}]\n"
-        child(f"{code}say('there'); listen()", says="there")
-
-    return occupy
-
-
-@pytest.fixture
 def line(ground: Any) -> Iterator[Callable[..., Waiter]]:
     """Tickets, played in this process: ``line(2, (0, 1), hold_for=600)``."""
     with ExitStack() as stack:

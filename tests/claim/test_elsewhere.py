@@ -1,4 +1,4 @@
-"""A claim keeps its GPUs on the whole host by its doors, whatever becomes of the state directory, where it has none its
+"""A claim keeps its GPUs on the whole host by its doors, whatever becomes of the state directory. Where it has none its
 entry counts, and while it dies nobody gets its GPU twice."""
 
 import _socket
@@ -23,7 +23,6 @@ from support.processes import own_network
 import safe_gpu
 from safe_gpu import NotEnoughGpusError
 from safe_gpu.claim import checks as warnings
-from safe_gpu.claim import search
 from safe_gpu.coordination.doors import Doors, digest
 from safe_gpu.coordination.holders import living_claims
 from safe_gpu.coordination.host_lock import Host
@@ -40,7 +39,6 @@ def claim(nb_gpus=1, **options):
     try: return safe_gpu.GPUOwner(nb_gpus, safe_gpu.NoPlaceholder(), **options).devices_taken
     except safe_gpu.NotEnoughGpusError: return "refused"
 """
-ALONE = "the GPUs are claimed by an entry alone, since their doors cannot be taken ([Errno 1] Operation not permitted)"
 STALE = "names no living claim of this user here"
 
 
@@ -118,15 +116,14 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """``refuse(2)``: of the next sockets of this process only two are made."""
 
     def start(number: int) -> None:
-        made, left = _socket.socket, [number]
+        make, left = _socket.socket, iter(range(number))
 
-        def make(*arguments: int) -> Any:
-            left[0] -= 1
-            if left[0] < 0:
+        def make_some(*arguments: int) -> Any:
+            if next(left, None) is None:
                 raise PermissionError(1, "Operation not permitted")
-            return made(*arguments)
+            return make(*arguments)
 
-        monkeypatch.setattr(_socket, "socket", make)
+        monkeypatch.setattr(_socket, "socket", make_some)
 
     return start
 
@@ -141,7 +138,7 @@ def test_where_doors_cannot_be_taken_the_entry_counts(host, child, refuse, caplo
         assert [(len(one.gpus), one.parts) for one in living_claims()] == [(2, {})]
         other.tell()
         assert [other.hear(), other.hear()] == ["refused", "[2, 3, 4, 5, 6, 7]"]
-    assert ALONE in caplog.text
+    assert "claimed by an entry alone, since their doors cannot be taken ([Errno 1] Operation not" in caplog.text
 
 
 def test_claims_inside_one_without_doors_have_none(host, child, refuse, caplog, monkeypatch) -> None:
@@ -204,7 +201,7 @@ def test_it_is_waited_for(open_tmp: Path, ground: Any, as_user: Any, monkeypatch
     monkeypatch.setenv("SAFE_GPU_SIMULATED_DIR", str(open_tmp / "simulated"))
     monkeypatch.setenv("SAFE_GPU_DIR", str(state))
     if not comes_back:
-        monkeypatch.setattr(search, "_LONGEST_ABSENCE", 0.1)
+        monkeypatch.setattr("safe_gpu.claim.search._LONGEST_ABSENCE", 0.1)
 
     def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
         logger = logging.getLogger("waiter")
@@ -327,7 +324,7 @@ def claim_first(**options: Any) -> str:
     if options.get("delegate"):
         del os.environ["SAFE_GPU_SCOPE"]
     try:
-        safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0, only=0, **options)
+        claim(1, only=0, **options)
     except NotEnoughGpusError:
         return REFUSED
     return os.environ["SAFE_GPU_SCOPE"] if options.get("delegate") else ""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.forks import in_fork
 
 import safe_gpu
 from safe_gpu import GPUOwner, NotEnoughGpusError, UnsatisfiableRequestError, WrongDeviceError
@@ -61,11 +62,9 @@ def test_ranks_under_run_get_a_gpu_each(command, ground) -> None:
     words = ("run", "-n", 3, "--", "sh", "-c", launcher, sys.executable, rank())
     started = command.start(*words, stdin=subprocess.PIPE)
     assert sorted(started.stdout.readline() for _ in range(3)) == ["0\n", "2\n", "3\n"]
-    assert ground.claimed() == list(range(8))
-    assert ground.claimed(inside=True) == [0, 2, 3]
+    assert (ground.claimed(), ground.claimed(inside=True)) == (list(range(8)), [0, 2, 3])
     ends_well(started)
-    assert ground.claimed() == [1, 4, 5, 6, 7]
-    assert ground.claimed(inside=True) == []
+    assert (ground.claimed(), ground.claimed(inside=True)) == ([1, 4, 5, 6, 7], [])
 
 
 def test_no_more_than_the_claim_around_has(holding, ground, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,28 +194,22 @@ def test_other_gpus_than_the_expected_one(worker: pytest.MonkeyPatch) -> None:
     for visible, seen in (
         ("0,1", "CUDA_VISIBLE_DEVICES=0,1 it sees GPU-"),
         ("", "CUDA_VISIBLE_DEVICES= it sees 0 GPUs"),
+        (None, "without CUDA_VISIBLE_DEVICES it sees 8 GPUs"),
     ):
-        worker.setenv("CUDA_VISIBLE_DEVICES", visible)
-        with pytest.raises(WrongDeviceError, match=seen) as caught:
+        worker.delenv("CUDA_VISIBLE_DEVICES") if visible is None else worker.setenv("CUDA_VISIBLE_DEVICES", visible)
+        with pytest.raises(WrongDeviceError, match=f"{os.environ['SAFE_GPU_EXPECT']}.*{seen}"):
             check_expected_gpu()
-        assert os.environ["SAFE_GPU_EXPECT"] in str(caught.value)
-    worker.delenv("CUDA_VISIBLE_DEVICES")
-    with pytest.raises(WrongDeviceError, match="without CUDA_VISIBLE_DEVICES it sees 8 GPUs"):
-        check_expected_gpu()
     worker.setenv("CUDA_VISIBLE_DEVICES", "1")
     safe_gpu.release_gpus()
     with pytest.raises(HolderLostError, match="is no longer held"):
         check_expected_gpu()
 
 
-def test_without_the_variable_nothing_is_asked_and_no_state_directory_is_made(monkeypatch, command) -> None:
+def test_without_the_variable_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("safe_gpu.claim.worker.opened_driver", None)
     check_expected_gpu()
     monkeypatch.setenv("SAFE_GPU_EXPECT", "")
     check_expected_gpu()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert command.run("bind", "--", "true").returncode == 0
-    assert not os.path.exists(os.environ["SAFE_GPU_DIR"])
 
 
 def test_two_workers_of_one_gpu_share_it_under_bind(worker: pytest.MonkeyPatch, command) -> None:
@@ -232,6 +225,19 @@ def test_two_workers_of_one_gpu_share_it_under_bind(worker: pytest.MonkeyPatch, 
 
 
 SHIFT = "CUDA_VISIBLE_DEVICES=1 now means GPU 2, which this claim does not hold, since GPU 0 is lost"
+
+
+def test_bind_in_python_notices_it_and_makes_no_state_directory(host: Any) -> None:
+    def work() -> list[bool]:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "1"
+        safe_gpu.bind()
+        made = os.path.exists(os.environ["SAFE_GPU_DIR"])
+        claim(1)
+        before = str(safe_gpu.bind())
+        host.edits[host.uuids[0]] = {"lost": True}
+        return [made, SHIFT in before, SHIFT in str(safe_gpu.bind())]
+
+    assert in_fork(work) == [False, False, True]
 
 
 @pytest.mark.skipif(not os.path.exists("/sys/devices/system/cpu/cpu0/topology"), reason="needs /sys")

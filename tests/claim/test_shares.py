@@ -129,20 +129,17 @@ safe_gpu.claim_gpus()
 """
 
 
-@pytest.mark.parametrize(
-    ("script", "code"),
-    [
+def test_no_claim_is_made_inside_a_share(command: Any, ground: Any) -> None:
+    why = r"process \d+ holds a share of GPU 3, and no claim can be made inside a share: leave this claim out and use"
+    for script, code in (
         ("exec safe-gpu run -- true", 78),
         ("exec safe-gpu wait", 78),
         ("safe-gpu run -- true; exit $?", 78),
         ("SAFE_GPU_SCOPE=0123456789abcdef exec safe-gpu run -- true", 78),
         ('exec "$0" -c "$1"', 1),
-    ],
-)
-def test_no_claim_is_made_inside_a_share(command: Any, ground: Any, script: str, code: int) -> None:
-    ran = command.run("run", "--share", "20GiB", "--only", 3, "--", "sh", "-c", script, sys.executable, FORKED)
-    why = r"process \d+ holds a share of GPU 3, and no claim can be made inside a share: leave this claim out and use"
-    assert (ran.returncode, len(re.findall(why, ran.stderr))) == (code, 1)
+    ):
+        ran = command.run("run", "--share", "20GiB", "--only", 3, "--", "sh", "-c", script, sys.executable, FORKED)
+        assert (ran.returncode, len(re.findall(why, ran.stderr))) == (code, 1)
 
 
 def test_a_share_that_has_ended_hinders_no_claim_and_inside_a_whole_claim_a_share_gets_the_gpu(command, ground) -> None:
@@ -187,29 +184,17 @@ def test_what_frameworks_and_mps_are_told(tmp_path: Path) -> None:
     assert told(CUDA_MPS_PIPE_DIRECTORY=str(tmp_path))["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "GPU-0=20480M"
 
 
-@pytest.fixture
-def sliced(fake_gpus: Any) -> Any:
-    """Two compute instances that have 40 GiB together, and one with 40 GiB of its own."""
+def test_compute_instances_have_one_memory(fake_gpus: Any, sharing: Any) -> None:
+    """Two compute instances have 40 GiB together, and a third has 40 GiB of its own."""
     uuids = [fake_gpus.uuid("MIG", number) for number in range(3)]
     fake_gpus.write({"mig": 1, "instances": ",".join(uuids), "gi": "1,1,2", "ci": "0,1,0", "imem": 40 * GIB})
-    fake_gpus.instances = uuids
-    return fake_gpus
+    holder = sharing(only="0:0", env=fake_gpus.env)
 
+    def sibling(**options: str) -> Any:
+        assert forked(fake_gpus, f"out = claim(1, NoPlaceholder(), only='0:2', **{options})") == [0]
+        return forked(fake_gpus, f"out = claim(1, NoPlaceholder(), only='0:1', **{options})")
 
-@pytest.mark.parametrize(
-    ("used", "asked", "expected"),
-    [
-        pytest.param(1, {}, "", id="a claim leaves its sibling free"),
-        pytest.param(30, {"min_memory": "20GiB"}, "asked for", id="and takes what it uses"),
-        pytest.param(0, {"share": "1GiB"}, "have one memory, so it cannot be shared", id="no shares"),
-    ],
-)
-def test_compute_instances_have_one_memory(sliced: Any, sharing: Any, used: int, asked: Any, expected: str) -> None:
-    holder = sharing(only="0:0", env=sliced.env)
-    if used:
-        sliced.process(sliced.instances[0], holder.pid, used * GIB)
-    sibling, other = (
-        forked(sliced, f"out = claim(1, NoPlaceholder(), only={n}, **{asked})") for n in ("'0:1'", "'0:2'")
-    )
-    assert other == [0]
-    assert expected in sibling[1] if expected else sibling == [0]
+    assert "have one memory, so it cannot be shared" in sibling(share="1GiB")[1]
+    assert sibling() == [0]
+    fake_gpus.process(uuids[0], holder.pid, 30 * GIB)
+    assert "asked for" in sibling(min_memory="20GiB")[1]

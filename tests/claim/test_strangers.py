@@ -17,7 +17,6 @@ from support.ground import write_for_all
 
 import safe_gpu
 from safe_gpu import PlaceholderError
-from safe_gpu.claim import view as host_view
 from safe_gpu.coordination.faults import write_fault
 from safe_gpu.errors import GpuContendedError, NoDriverError, NotEnoughGpusError
 from safe_gpu.gpus.devices import GpuFault, ProcessKind
@@ -69,7 +68,7 @@ def test_a_gpu_that_goes_bad_before_the_second_poll_is_given_back(host, shown, r
 
 def test_where_the_first_poll_is_old_the_second_asks_about_the_whole_host(host, monkeypatch) -> None:
     """After a wait, a GPU that is not this claim's may be lost, and CUDA's numbers mean others then."""
-    monkeypatch.setattr(host_view, "_RECENT", -1.0)
+    monkeypatch.setattr("safe_gpu.claim.view._RECENT", -1.0)
     host.on_poll = lambda number: number == 2 and host.edits.update({host.uuids[7]: {"lost": True}})
     owner = safe_gpu.claim_gpus(1, timeout=0)
     assert [event for event in host.events if event in ("poll", "usage")] == ["poll", "poll", "usage"]
@@ -237,9 +236,7 @@ def test_a_claim_that_is_listed_under_the_number_of_a_process_here(fake_gpus: An
         ({}, 0.05, "1, lambda device_no: None", ".*GPU 0.*<lambda> probably put nothing there"),
     ],
 )
-def test_the_older_package_is_kept_waiting_where_it_helps(
-    fake_gpus, older_lock, options: dict[str, int], patience: float, arguments: str, warning: str | None
-) -> None:
+def test_how_long_the_older_package_is_kept_out(fake_gpus, older_lock, options, patience, arguments, warning) -> None:
     """Not where nobody is listed, and not for ever where a placeholder shows nothing."""
     fake_gpus.options(**options)
     out = run(fake_gpus, f"recheck._SHOWING = {patience}\nout['taken'] = claimed({arguments})")
@@ -313,12 +310,10 @@ def test_a_claim_that_gets_a_bad_gpu_fails_and_the_next_takes_another(host, capl
     damage(host, host.uuids[0])
     with pytest.raises(PlaceholderError, match=rf"{ECC}.* GPU 0 is taken last for a day: start a new ") as caught:
         claim(2)
-    assert (caught.value.device_no, caught.value.uuid) == (0, host.uuids[0])
+    assert (caught.value.device_no, caught.value.uuid, notes()) == (0, host.uuids[0], [host.uuids[0]])
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
-    assert notes() == [host.uuids[0]]
     assert "Failed to acquire placeholder on GPU 0" in caplog.text
-    assert claim(7).devices_taken == [1, 2, 3, 4, 5, 6, 7]
-    assert notes() == [host.uuids[0]]
+    assert (claim(7).devices_taken, notes()) == ([1, 2, 3, 4, 5, 6, 7], [host.uuids[0]])
 
 
 def test_the_trouble_of_a_framework_is_no_fault_of_the_gpu(host: Any, untouched: Any) -> None:

@@ -18,10 +18,8 @@ from safe_gpu.claim.functions import wait_for_gpus
 from safe_gpu.drivers.simulated import SimulatedDriver
 from safe_gpu.gpus.devices import vendor_of
 
-UUIDS = {
-    vendor: [gpu.uuid for gpu in SimulatedDriver("two-vendors", "/nowhere", vendor=vendor).idle.gpus]
-    for vendor in ("nvidia", "amd")
-}
+HOSTS = {vendor: SimulatedDriver("two-vendors", "/nowhere", vendor=vendor) for vendor in ("nvidia", "amd")}
+UUIDS = {vendor: [gpu.uuid for gpu in host.idle.gpus] for vendor, host in HOSTS.items()}
 
 
 @pytest.fixture
@@ -40,8 +38,7 @@ def refused(host: Any, code: str, kind: str, *parts: str, **environment: str) ->
     return attributes
 
 
-@pytest.mark.usefixtures("two_vendors")
-def test_nvidia_is_the_first_and_the_variables_are_those_of_the_vendor() -> None:
+def test_nvidia_is_the_first_and_the_variables_are_those_of_the_vendor(two_vendors: None) -> None:
     for options, vendor, values in (
         ({}, "nvidia", ["0,1", None, None]),
         ({"vendor": "amd"}, "amd", ["0,1", ",".join(UUIDS["amd"][:2]), "0,1"]),
@@ -52,8 +49,7 @@ def test_nvidia_is_the_first_and_the_variables_are_those_of_the_vendor() -> None
     assert not os.environ.keys() & set(VARIABLES)
 
 
-@pytest.mark.usefixtures("two_vendors")
-def test_both_can_be_held_at_once_and_all_busy_is_all_busy(command: Any) -> None:
+def test_both_can_be_held_at_once_and_all_busy_is_all_busy(two_vendors, command: Any) -> None:
     code = "import safe_gpu; print(safe_gpu.claim_gpus(4, vendor='AMD', timeout=0).gpus[0].uuid)"
     outside = {**os.environ}
     with claim(4):
@@ -64,8 +60,7 @@ def test_both_can_be_held_at_once_and_all_busy_is_all_busy(command: Any) -> None
         assert command.run("wait", "--timeout", "0", "--vendor", "amd").stdout == "0\n"
 
 
-@pytest.mark.usefixtures("two_vendors")
-def test_a_wrong_vendor() -> None:
+def test_a_wrong_vendor(two_vendors: None) -> None:
     for vendor in ("matrox", "", "nvidia,amd", 1, ["amd"]):
         for ask in (claim, safe_gpu.get_free_gpus, wait_for_gpus):
             words = re.escape(f"vendor={vendor!r}") + ".*choose 'nvidia' or 'amd' or 'intel'"
@@ -74,8 +69,7 @@ def test_a_wrong_vendor() -> None:
 
 
 @pytest.mark.parametrize("vendor", ["nvidia", "amd"])
-@pytest.mark.usefixtures("two_vendors")
-def test_a_claim_inside_a_claim_keeps_the_vendor(vendor: str, command: Any, monkeypatch: Any) -> None:
+def test_a_claim_inside_a_claim_keeps_the_vendor(two_vendors, vendor: str, command: Any, monkeypatch: Any) -> None:
     """Also where the program has cleared the variable that names AMD GPUs, and where it is left from elsewhere."""
     for stale in (None, UUIDS["amd"][3]):
         with claim(2, vendor=vendor, delegate=True) as owner, monkeypatch.context() as patch:
@@ -90,16 +84,15 @@ def test_a_claim_inside_a_claim_keeps_the_vendor(vendor: str, command: Any, monk
             assert ("HIP_VISIBLE_DEVICES=0" in inner) == (vendor == "amd")
             if stale is None:
                 child = command.run("run", "--vendor", "nvidia" if vendor == "amd" else "amd", "--", "true")
-                assert child.returncode == 78
-                assert f"the claim around this process (SAFE_GPU_SCOPE) holds {vendor.upper()} GPUs" in child.stderr
+                why = f"the claim around this process (SAFE_GPU_SCOPE) holds {vendor.upper()} GPUs"
+                assert (child.returncode, why in child.stderr) == (78, True)
             token = os.environ["SAFE_GPU_SCOPE"]
     monkeypatch.setenv("SAFE_GPU_SCOPE", token)  # of a claim that has ended, which decides nothing
     with claim() as owner:
         assert vendor_of(owner.gpus[0].uuid) == "nvidia"
 
 
-@pytest.mark.usefixtures("two_vendors")
-def test_waiters_of_two_vendors_do_not_wait_for_each_other(command, child, ground, eventually) -> None:
+def test_waiters_of_two_vendors_do_not_wait_for_each_other(two_vendors, command, child, ground, eventually) -> None:
     """A waiter for all NVIDIA GPUs keeps nobody from AMD's, and its place among NVIDIA's."""
     holder = child("import safe_gpu; say(safe_gpu.claim_gpus().devices_taken); listen()")
     assert holder.hear() == "[0]"
@@ -240,20 +233,13 @@ def test_cuda_initialized_before_the_claim_is_refused_before_anything_is_touched
     assert (found["visible"], state.exists(), holders(fake_gpus)) == (fake_gpus.uuids, False, [])
 
 
-@pytest.mark.parametrize(
-    ("visible", "arguments", "taken"),
-    [
-        ("3", "1", [3]),
-        ("2,0", "2", [2, 0]),
-        ("2,0", "2, NoPlaceholder()", [2, 0]),
-        ("3", "2", "CudaInitializedError"),
-        ("3", "1, only=4", "UnsatisfiableRequestError"),
-    ],
-)
-def test_cuda_initialized_is_fine_where_a_claim_takes_what_it_sees(fake_gpus, visible, arguments, taken) -> None:
-    found = forked(fake_gpus, f"initialize(); out = claim({arguments})", CUDA_VISIBLE_DEVICES=visible)
-    assert taken in (found, found[0])
-    assert not isinstance(taken, str) or holders(fake_gpus) == []
+def test_cuda_initialized_is_fine_where_a_claim_takes_what_it_sees(fake_gpus: Any) -> None:
+    for arguments, kind in (("2", "CudaInitializedError"), ("1, only=4", "UnsatisfiableRequestError")):
+        refused(fake_gpus, f"initialize(); out = claim({arguments})", kind, CUDA_VISIBLE_DEVICES="3")
+    assert holders(fake_gpus) == []
+    for visible, arguments in (("3", "1"), ("2,0", "2"), ("2,0", "2, NoPlaceholder()")):
+        taken = forked(fake_gpus, f"initialize(); out = claim({arguments})", CUDA_VISIBLE_DEVICES=visible)
+        assert taken == [int(number) for number in visible.split(",")]
 
 
 def test_with_cuda_initialized_its_own_order_counts_and_a_fence_that_is_ignored(fake_gpus: Any) -> None:
@@ -278,35 +264,27 @@ def test_a_notebook_claims_the_same_again_after_release_and_is_told_who_initiali
 
 
 def test_prepare_must_not_wake_cuda(fake_gpus: Any) -> None:
-    code = (
-        "CudaPlaceholder.prepare = lambda self: initialize()\nout = claim(1, CudaPlaceholder()); assert not variables()"
-    )
+    code = "CudaPlaceholder.prepare = lambda self: initialize()\n"
+    code += "out = claim(1, CudaPlaceholder()); assert not variables()"
     refused(fake_gpus, code, "CudaInitializedError", "prepare()")
 
 
-@pytest.mark.parametrize(
-    ("tampering", "number", "only", "device_no", "expected", "actual"),
-    [
-        ('["CUDA_DEVICE_ORDER"] = "FASTEST_FIRST"', 1, "0", 0, 0, 1),
-        ('["CUDA_VISIBLE_DEVICES"] += ",1"', 1, "2", 1, None, 1),  # more devices
-        ('["CUDA_VISIBLE_DEVICES"] = "1"', 2, "1,2", 1, 2, None),  # fewer
-    ],
-)
-def test_a_placeholder_that_moves_devices_is_noticed(
-    fake_gpus: Any, tampering: str, number: int, only: str, device_no: int, expected: int | None, actual: int | None
-) -> None:
+def test_a_placeholder_that_moves_devices_is_noticed(fake_gpus: Any) -> None:
     mix(fake_gpus)
-    uuids = {"expected": expected, "actual": actual}
-    told = {word: "" if index is None else fake_gpus.uuids[index] for word, index in uuids.items()}
-    code = f"""
+    zero, one, two = fake_gpus.uuids
+    for tampering, number, only, told in (
+        ('["CUDA_DEVICE_ORDER"] = "FASTEST_FIRST"', 1, "0", {"device_no": 0, "expected": zero, "actual": one}),
+        ('["CUDA_VISIBLE_DEVICES"] += ",1"', 1, "2", {"device_no": 1, "expected": "", "actual": one}),  # more
+        ('["CUDA_VISIBLE_DEVICES"] = "1"', 2, "1,2", {"device_no": 1, "expected": two, "actual": ""}),  # fewer
+    ):
+        code = f"""
 def tamper(device_no):
     os.environ{tampering}
     initialize()
 out = claim({number}, tamper, only={only!r})
 assert safe_gpu.get_free_gpus() == ["0", "1", "2"]
 """
-    found = refused(fake_gpus, code, "WrongDeviceError", *told.values())
-    assert found == {"device_no": device_no, **told}
+        assert refused(fake_gpus, code, "WrongDeviceError", told["expected"], told["actual"]) == told
 
 
 @pytest.mark.parametrize("index", range(3))
@@ -364,15 +342,12 @@ def test_a_driver_without_cuda_or_without_gpus_is_told_before_any_lock(fake_gpus
 
 def test_descriptors_and_threads_are_as_before(fake_gpus: Any) -> None:
     code = """
-def state():
-    paths = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
-    return sorted(os.readlink(path) for path in paths if os.path.exists(path)), threading.active_count()
 out = []
 for _ in range(4):
     claim(1); safe_gpu.release_gpus()
     claim(9)
     safe_gpu.get_free_gpus()
-    out.append(state())
+    out.append([os.listdir("/proc/self/fd"), threading.active_count()])
 """
     first, *others = forked(fake_gpus, code)
     assert others == [first] * 3

@@ -11,9 +11,8 @@ import pytest
 from support.findings import ASK, UUIDS, finding, in_namespace, says
 from support.ground import simulated_doors
 
-from safe_gpu.coordination import directory as directories
 from safe_gpu.coordination import setup
-from safe_gpu.doctor import CheckedHost, state
+from safe_gpu.doctor import CheckedHost
 from safe_gpu.host import procfs
 from safe_gpu.host.procfs import FileSystem
 
@@ -76,7 +75,7 @@ def test_who_can_remove_what_others_rely_on_is_named(used: Path, part: str) -> N
 
 
 def test_network_file_systems(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directories, "file_system_at", lambda path, device: FileSystem("nfs4"))
+    monkeypatch.setattr("safe_gpu.coordination.directory.file_system_at", lambda path, device: FileSystem("nfs4"))
     says("state directory", "failed", "nfs4", fix="SAFE_GPU_DIR")
 
 
@@ -85,7 +84,7 @@ def test_a_host_lock_that_is_never_given_back(used: Path, child: Any, eventually
     holder = child(code + "say('locked'); listen()", says="locked")
     os.kill(holder.pid, signal.SIGSTOP)
     eventually(lambda: procfs.is_stopped(holder.pid))
-    monkeypatch.setattr(state, "_PATIENCE", 0.05)
+    monkeypatch.setattr("safe_gpu.doctor.state._PATIENCE", 0.05)
     says("file locks", "failed", f"process {holder.pid} of ", fix="the message says")
     holder.kill()
     assert finding("file locks").status == "passed"

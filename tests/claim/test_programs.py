@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from support.claims import claim, try_claim
 from support.forks import in_fork
 from support.gpus import PACKAGE_ROOT
-from support.traces import is_locked
+from support.guard import is_locked
 
 import safe_gpu
 from safe_gpu.coordination import history

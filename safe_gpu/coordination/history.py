@@ -185,8 +185,9 @@ def lines_of_dead(entries: Iterable[Entry], now: float) -> list[bytes]:
 
 
 def _end_of_dead(entry: Entry, since: float, now: float) -> tuple[float, float]:
-    """Return when it was last seen, and when it was found dead."""
-    seen = max(since, _last_seen(entry.gpus))
+    """Return when it was last seen, and when it was found dead, or its GPUs were first seen free."""
+    seen = max([since, *_marked(entry.gpus, "seen")])
+    now = min([now, *(when for when in _marked(entry.gpus, "free") if when > seen)])
     if entry.start and entry.pidns == pid_namespace():
         # It has lived no longer than since its process started, by the boot clock: the other may have jumped.
         most = since + time.clock_gettime(time.CLOCK_BOOTTIME) - entry.start / os.sysconf("SC_CLK_TCK")
@@ -196,28 +197,35 @@ def _end_of_dead(entry: Entry, since: float, now: float) -> tuple[float, float]:
     return max(round(since, 3), round(min(seen, now - 1e-3), 3)), now  # not the same: that would be known exactly
 
 
-def mark_seen(directory: Directory, uuid: str) -> None:
-    """Note that a GPU is held now, of which no error is told.
+def mark(directory: Directory, uuid: str, *, held: bool) -> None:
+    """Note that a GPU is held now, or the first time after that that it is free. No error is told.
 
-    A claim that dies is then known to have lived until now.
+    A claim that dies is then known to have lived until the one, and to have ended by the other.
     """
     with suppress(OSError, StateDirError):
-        fd = directory.open_file(_seen(uuid), OPEN_FILE | os.O_WRONLY, make=True)
+        seen, free = (_mark_of(directory, uuid, kind) for kind in ("seen", "free"))
+        if not held and free >= seen:
+            return
+        fd = directory.open_file(_mark(uuid, "seen" if held else "free"), OPEN_FILE | os.O_WRONLY, make=True)
         try:
             os.utime(fd)
         finally:
             os.close(fd)
 
 
-def _last_seen(uuids: Iterable[str]) -> float:
-    """Return when one of these GPUs was last seen held; 0 if nobody has noted it."""
-    seen = 0.0
+def _marked(uuids: Iterable[str], kind: str) -> list[float]:
+    """Return when these GPUs were last marked, as far as they were."""
     with suppress(OSError, StateDirError), HistoryDir() as directory:
-        for uuid in uuids:
-            with suppress(OSError, ValueError):  # of an entry: its user may have written a NUL
-                seen = max(seen, os.stat(_seen(uuid), dir_fd=directory.fd, follow_symlinks=False).st_mtime)
-    return seen
+        return [_mark_of(directory, uuid, kind) for uuid in uuids]
+    return []
 
 
-def _seen(uuid: str) -> str:
-    return f"{uuid.replace('/', '_')}.seen"
+def _mark_of(directory: Directory, uuid: str, kind: str) -> float:
+    try:
+        return os.stat(_mark(uuid, kind), dir_fd=directory.fd, follow_symlinks=False).st_mtime
+    except (OSError, ValueError):  # of an entry: its user may have written a NUL
+        return 0.0
+
+
+def _mark(uuid: str, kind: str) -> str:
+    return f"{uuid.replace('/', '_')}.{kind}"

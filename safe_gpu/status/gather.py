@@ -17,7 +17,7 @@ from ..coordination.directory import OPEN_FILE, Directory
 from ..coordination.doors import Doors
 from ..coordination.entry import Entry
 from ..coordination.faults import read_faults
-from ..coordination.history import HistoryDir, mark_seen
+from ..coordination.history import HistoryDir, mark
 from ..coordination.holders import Claims, claim_around, claims_now, heirs_of, holder_of, lives_here, living_claims
 from ..coordination.queue import TicketRequest, waiting_tickets
 from ..coordination.state_dir import remover_of, state_dir_path
@@ -322,10 +322,9 @@ def with_idle_times(gpus: Sequence[GpuStatus], now: float) -> Sequence[GpuStatus
 
 def _idle_for(directory: Directory, one: GpuStatus, now: float) -> float | None:
     since = one.claim.since if one.claim else None
-    if not since:
-        return None
-    mark_seen(directory, one.gpu.uuid)
-    if one.shares:  # it is not known which of the sharers does nothing
+    if one.claim is None or since:
+        mark(directory, one.gpu.uuid, held=one.claim is not None)
+    if not since or one.shares:  # it is not known which of the sharers does nothing
         return None
     try:
         return max(0.0, round(now - _idle_since(directory, one, since, now), 3))

@@ -151,10 +151,20 @@ def test_a_claim_that_died_ended_after_it_was_seen_and_before_it_was_found(hold:
     assert since < (one.ended or 0) < time.time() + 1
     assert history.append([LINE], NOW)
     with history.HistoryDir() as directory:
-        history.mark_seen(directory, "AMD/b")
-    os.utime(Path(claims.path).parent / "history" / "AMD_b.seen", (since + 30, since + 30))
+        history.mark(directory, "AMD/b", held=False)
+        assert "AMD_b.free" not in directory.names(), "it was never seen held"
+        history.mark(directory, "AMD/b", held=True)
+    seen, free = (Path(claims.path).parent / "history" / f"AMD_b.{kind}" for kind in ("seen", "free"))
+    os.utime(seen, (since + 30, since + 30))
     assert past()[0].seen == pytest.approx(since + 30, abs=2e-3)
-    os.utime(Path(claims.path).parent / "history" / "AMD_b.seen", (9e9, 9e9))
+    for when in (since + 40, since + 20):  # it was seen held again after that
+        with history.HistoryDir() as directory:
+            history.mark(directory, "AMD/b", held=False)
+        assert free.stat().st_mtime > since + 50, "the first look counts"
+        os.utime(free, (when, when))
+        assert (past()[0].ended == pytest.approx(when, abs=2e-3)) is (when > since + 30)
+        free.unlink()
+    os.utime(seen, (9e9, 9e9))
     (one,) = past()
     assert one.seen == pytest.approx(one.ended, abs=1e-2)
     assert not one.knows_its_end

@@ -34,8 +34,6 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as
 def test_the_default_path_and_a_relative_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("SAFE_GPU_DIR", raising=False)
     assert state_dir_path() == "/tmp/safe-gpu"
-    monkeypatch.setenv("SAFE_GPU_DIR", "")
-    assert state_dir_path() == "/tmp/safe-gpu"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SAFE_GPU_DIR", "here")
     with pytest.raises(StateDirError, match="SAFE_GPU_DIR=here is relative"):
@@ -102,9 +100,7 @@ NO_DIRECTORY = " is not a directory, or it is a symbolic link, which is never fo
     [
         ("file", f"file{NO_DIRECTORY}"),
         ("of root", "of root has mode 0755 and belongs to uid 0, so user 65534 cannot work in it: set SAFE_GPU_DIR to"),
-        ("of root/below", "below cannot be created (Permission denied): set SAFE_GPU_DIR to another directory"),
         ("closed", "closed is closed to user 65534 (Permission denied): set SAFE_GPU_DIR to another directory"),
-        ("none/below", "none does not exist"),
         ("home", f"queue{NO_DIRECTORY}"),
         ("/proc/state", "cannot be created (No such file or directory): set SAFE_GPU_DIR to another directory"),
     ],
@@ -146,10 +142,9 @@ def test_a_read_only_file_system(tmp_path: Path) -> None:
             Directory(str(mount), "claims")
 
 
-@pytest.mark.parametrize("kind", ["nfs4", "fuse.sshfs"])
-def test_a_network_file_system_is_refused(state_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr(directory_module, "file_system_at", lambda path, device: FileSystem(kind))
-    with pytest.raises(StateDirError, match=rf"network file system \({kind}\).*SAFE_GPU_DIR"):
+def test_a_network_file_system_is_refused(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_module, "file_system_at", lambda path, device: FileSystem("fuse.sshfs"))
+    with pytest.raises(StateDirError, match=r"network file system \(fuse.sshfs\).*SAFE_GPU_DIR"):
         SharedDirectory(str(state_dir))
 
 
@@ -177,7 +172,6 @@ def test_what_is_no_file_is_refused(state_dir: Path, root: SharedDirectory, make
         ("rm -r state/claims; ln -s ../target state/claims", "symbolic link.*SAFE_GPU_DIR"),
         ("ln -s ../thesis state/host.lock", "symbolic link.*SAFE_GPU_DIR"),
         ("chmod 644 thesis; ln thesis state/host.lock", r"host\.lock has 2 names \(hard links\) and mode 0644"),
-        ("chmod 4666 thesis; ln thesis state/host.lock", r"host\.lock has 2 names \(hard links\) and mode 4666"),
         ("touch state/host.lock; chmod 4666 state/host.lock", r"host\.lock has mode 4666 in place of 0666"),
     ],
 )
@@ -243,9 +237,6 @@ def test_a_full_disk_is_said_and_leaves_nothing(state_dir: Path, root: SharedDir
     with pytest.raises(StateDirError, match="no room for"):
         make_directory("queue", str(state_dir / "queue"), root.fd)
     assert os.listdir(state_dir) == ["claims"]
-    monkeypatch.setattr(os, "link", lambda *args, **options: None)
-    with pytest.raises(StateDirError, match=r"host\.lock is removed at once"):
-        root.open_file(HOST_LOCK, make=True)
 
 
 # Cleaners of /tmp stay out while somebody claims or waits: the real systemd-tmpfiles

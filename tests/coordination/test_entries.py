@@ -5,7 +5,6 @@ import fcntl
 import json
 import os
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -87,8 +86,7 @@ def test_an_entry_says_what_was_said(claims: Directory) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        b"[" * 9999, b"\xff", b"[]", b'{"gpus": {}}', b'{"v": 0, "gpus": {}}', b'{"v": 1, "gpus": []}', b" " * 70_000,
-        b'{"v": 1, "gpus": {"a": -1}}', b'{"v": 1, "gpus": {"a": %d}}' % (1 << 61), b'{"v": 1, "gpus": ["a"]}',
+        b"[" * 9999, b"\xff", b'{"gpus": {}}', b" " * 70_000, b'{"v": 1, "gpus": ["a"]}',
         b'{"v": 1, "gpus": {"a": null}, "parts": {"a": %d}}' % (1 << 40), b'{"v": 1, "gpus": {}, "pid": 1e999}',
     ],
 )  # fmt: skip
@@ -118,9 +116,10 @@ def test_what_has_ended_is_dead_for_ever(claims: Directory, locks: str) -> None:
             fcntl.flock(file, fcntl.LOCK_EX)
             fcntl.fcntl(file, fcntl.F_OFD_SETLK, locks_module._QUESTION)
         assert look(claims) == []
+    unfinished = place(claims, f".{'0' * 16}")  # it may be about to get its name
     assert entries.look() == []
     entries.remove_dead()
-    assert os.listdir(claims.fd) == []
+    assert os.listdir(claims.fd) == [unfinished.name]
 
 
 def test_a_child_that_outlives_its_parent_keeps_a_claim(claims: Directory, locks: str, eventually: Any) -> None:
@@ -231,24 +230,6 @@ def look_at_an_entry(place: Path) -> None:
         assert os.listdir(claims.fd) == []
 
 
-def test_threads_make_entries_side_by_side(claims: Directory) -> None:
-    """POSIX locks would be those of the process, and lost with any descriptor of the file."""
-
-    def work(number: int) -> tuple[str, Any]:
-        for _ in range(20):
-            name, held = make_entry(claims, number, CLAIM, by_children=True)
-            assert name in [one.name for one in look(claims)]
-            remove_entry(claims, name, held)
-        return make_entry(claims, number, CLAIM, by_children=True)
-
-    with ThreadPoolExecutor(4) as threads:
-        made = list(threads.map(work, range(1, 5)))
-    assert sorted(one.number for one in look(claims)) == [1, 2, 3, 4]
-    for name, held in made:
-        remove_entry(claims, name, held)
-    assert look(claims) == []
-
-
 # Numbers
 
 
@@ -271,7 +252,6 @@ HOSTILE = {
     "symbolic link": lambda path: (path.unlink(), path.symlink_to("/etc/passwd")),
     "fifo": lambda path: (path.unlink(), os.mkfifo(path)),
     "directory": lambda path: (path.unlink(), path.mkdir()),
-    "socket": lambda path: (path.unlink(), socket.socket(socket.AF_UNIX).bind(str(path))),
     "writable by its group": lambda path: path.chmod(0o664),
     "setuid": lambda path: path.chmod(0o4646),
 }
@@ -317,27 +297,6 @@ def test_nobody_speaks_for_another_user(claims: Directory, as_user: Any) -> None
     assert as_user(attack, uid=USER).hear() == "EACCES EBADF EPERM"
     assert [one.name for one in look(claims)] == [name]
     remove_entry(claims, name, held)
-
-
-def test_their_owner_or_root_removes_dead_entries(claims: Directory, as_user: Any) -> None:
-    name, held = make_entry(claims, 1, CLAIM, by_children=True)
-    held.release()
-    state = os.path.dirname(claims.path)
-
-    def left(directory: Directory) -> list[str]:
-        entries = Entries(directory)
-        entries.look()
-        entries.remove_dead()
-        return os.listdir(directory.fd)
-
-    def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
-        with Directory(state, "claims") as directory:
-            make_entry(directory, 2, CLAIM, by_children=True)[1].release()
-            say(*left(directory))
-
-    assert as_user(work, uid=USER).hear() == name
-    place(claims, f".{'0' * 16}")
-    assert left(claims) == [f".{'0' * 16}"]  # it may be about to get its name
 
 
 def test_too_many_living_claims_or_names_are_refused_and_their_owner_is_named(claims: Directory, monkeypatch) -> None:

@@ -1,20 +1,24 @@
-"""Who holds what, who is in whose way, and whom an entry names."""
+"""Who holds what, who is in whose way, and whom an entry names. Doors: real sockets of real processes, which are asked
+from other processes and die in any order."""
 
 import json
 import os
-import shutil
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
 from itertools import combinations
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.forks import CAN_TRACE, each_point
+from support.processes import own_network
 
+from safe_gpu.coordination import doors as doors_module
 from safe_gpu.coordination import holders
 from safe_gpu.coordination.directory import Directory
-from safe_gpu.coordination.doors import Doors, digest
+from safe_gpu.coordination.doors import MOST_PARTS, Doors, digest
 from safe_gpu.coordination.entry import Entry, make_entry
 from safe_gpu.coordination.holders import Claims
 from safe_gpu.host import procfs
@@ -59,18 +63,12 @@ def test_who_takes_room_from_a_claim(
     assert Claims(living).on(uuid, inside) == in_the_way
 
 
-def test_parts_of_what_takes_room_are_known_and_of_sharers_each_is_told() -> None:
+def test_parts_of_what_takes_room_are_known() -> None:
     parts = [entry(1, "ab", parts={"a": 3}), entry(2, {"a": GIB}, parts={"a": 0}), entry(3, "b", parts={"b": 1})]
     assert Claims(parts).parts("a") == {0, 3}
     assert Claims(parts).parts("c") == set()
     inside = [entry(4, "a", parts={"a": 0}, token="t"), entry(5, "a", parts={"a": 1}, inside="t")]
     assert Claims(inside).parts("a") == {0}
-    shares = [entry(1, {"a": GIB, "b": 2 * GIB}), entry(2, {"a": 3 * GIB}, BEN)]
-    found = Claims(shares).holders(told=False)
-    assert [(one.uid, one.share) for one in found["a"].sharers] == [(ANNA, GIB), (BEN, 3 * GIB)]
-    assert [one.share for one in found["b"].sharers] == [2 * GIB]
-    whole = Claims([*shares, entry(3, "a", BEN)]).holders(told=False)["a"]
-    assert (whole.uid, whole.sharers) == (BEN, ())
 
 
 class World:
@@ -155,9 +153,6 @@ def test_a_scope_names_its_gpus(state_dir: Path) -> None:
         assert holders.gpus_of_scope(digest("secret")) == holders.gpus_of_scope("") == ()
         held.release()
         assert holders.gpus_of_scope("secret") == ()
-    shutil.rmtree(state_dir)
-    state_dir.write_text("no directory")
-    assert holders.gpus_of_scope("secret") == ()
 
 
 # Whom an entry names
@@ -187,26 +182,123 @@ def test_a_process_that_is_not_that_one_is_not_named(changes: dict[str, int]) ->
     assert holders.said_by(there).pid is None
 
 
-# Elsewhere
+# Doors
 
 
-def test_what_another_state_directory_holds_is_seen_by_its_doors() -> None:
-    uuids = [f"GPU-{os.urandom(8).hex()}" for _ in range(3)]
-    whole, shared, free = uuids
-    doors, own = Doors(), Doors()
+TOKEN = "0123456789abcdef"
+
+
+@pytest.fixture
+def gpu(request: pytest.FixtureRequest) -> str:
+    """A GPU that no other test has."""
+    return f"GPU-{os.getpid()}-{abs(hash(request.node.nodeid)) % 10**9}"
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Doors]]:
+    """Make doors that do not outlive the test."""
+    with ExitStack() as made:
+
+        def one(tree: str = "") -> Doors:
+            doors = Doors(tree)
+            made.callback(doors.release)
+            return doors
+
+        yield one
+
+
+@pytest.fixture
+def doors(make: Callable[..., Doors]) -> Doors:
+    return make()
+
+
+def is_free(gpu: str, known: Collection[int] = (), *, share: bool = False) -> bool:
+    """Whether another claim could have a GPU, or a part of it."""
+    other = Doors()
     try:
-        assert doors.take_whole(whole, ())
-        assert doors.take_share(shared, ())
-        assert own.take_whole(free, ())
-        here = [entry(1, [free], parts={})]
-        assert holders.claims_now(uuids, "", lambda: here)[1] == {whole, shared}
-        known = [*here, entry(2, {shared: GIB}, parts={shared: doors.parts[shared]}), entry(3, [whole])]
-        assert holders.claims_now(uuids, "", lambda: known)[1] == set()
+        return other.take_share(gpu, known) if share else other.take_whole(gpu, known)
     finally:
-        doors.release()
-        own.release()
+        other.release()
 
 
-def test_without_sockets_nothing_is_held_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Doors, "are_taken", Mock(side_effect=PermissionError("no sockets")))
-    assert holders.claims_now(["GPU-a"], "", list)[1] == set()
+def test_a_whole_gpu_is_held_once(gpu: str, doors: Doors, make: Callable[..., Doors]) -> None:
+    assert doors.take_whole(gpu, ())
+    assert not is_free(gpu)
+    assert not is_free(gpu, share=True)
+    assert make("sim-1/").take_whole(gpu, ())
+    doors.release()
+    doors.release()
+    assert is_free(gpu)
+
+
+def test_shares_have_a_part_each(gpu: str, make: Callable[..., Doors]) -> None:
+    sharers = [make() for _ in range(MOST_PARTS)]
+    for number, sharer in enumerate(sharers):
+        assert is_free(gpu, range(number - 1), share=True) == (number == 0), "one is of another directory"
+        assert sharer.take_share(gpu, range(number))
+        assert sharer.parts == {gpu: number}
+    assert not is_free(gpu, range(MOST_PARTS), share=True)
+    assert not is_free(gpu)
+    sharers[3].release()
+    assert is_free(gpu, [part for part in range(MOST_PARTS) if part != 3], share=True)
+
+
+def test_inside_another_claim(gpu: str, doors: Doors, make: Callable[..., Doors]) -> None:
+    assert doors.take_whole(gpu, (), TOKEN)
+    inner, second, late = make(), make(), make()
+    assert inner.take_inside(gpu, {0}, TOKEN)
+    assert second.take_inside(gpu, {0, 1}, TOKEN)
+    assert not late.take_inside(gpu, {0}, "another token")
+    doors.release()
+    assert not late.take_inside(gpu, {0}, TOKEN)
+    assert not is_free(gpu), "who is inside keeps other directories off"
+    inner.release()
+    second.release()
+    assert is_free(gpu)
+
+
+@pytest.mark.skipif(not CAN_TRACE, reason="cannot trace processes here")
+def test_whichever_way_they_are_closed_one_of_the_token_goes_before_the_gpu(gpu: str) -> None:
+    """As a process is killed, released or ends at any system call, nobody is inside once the GPU could be had."""
+
+    def work() -> None:
+        mine = Doors()
+        assert mine.take_whole(gpu, (), TOKEN)
+        mine.keep_across_exec()
+        mine.release()
+
+    for stop in each_point(work):
+        assert not Doors().is_inside(gpu, TOKEN), stop
+        assert is_free(gpu), stop
+
+
+@pytest.mark.parametrize("lowest_first", [True, False])
+def test_descriptors_of_a_delegating_claim_stand_in_order(gpu: str, doors: Doors, lowest_first: bool) -> None:
+    """Also where a lower number becomes free meanwhile."""
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(6)]
+    bound = doors_module._bound
+
+    def bound_and_closed(name: bytes, above: int) -> Any:
+        held = bound(name, above)
+        if taken:
+            os.close(taken.pop(0 if lowest_first else -1))
+        return held
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doors_module, "_bound", bound_and_closed)
+        assert doors.take_whole(gpu, (), TOKEN)
+    for fd in taken:
+        os.close(fd)
+    numbers = [held.fd for held in doors._held]
+    assert numbers == sorted(numbers)
+    doors.keep_across_exec()
+    numbers = [held.fd for held in doors._held]
+    assert numbers == sorted(numbers)
+    assert min(numbers) >= 500
+    assert Doors().is_inside(gpu, TOKEN)
+
+
+def test_they_belong_to_the_network_namespace(gpu: str, doors: Doors) -> None:
+    assert doors.take_whole(gpu, ())
+    with own_network():
+        assert is_free(gpu)

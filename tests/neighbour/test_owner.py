@@ -12,7 +12,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from support.claims import claim
@@ -23,9 +22,7 @@ from safe_gpu.claim import checks
 from safe_gpu.cli import admin as command_of_setup
 from safe_gpu.cli.commands import main
 from safe_gpu.coordination import history
-from safe_gpu.coordination.closed import drained_gpus
 from safe_gpu.coordination.directory import Directory
-from safe_gpu.coordination.doors import Doors
 from safe_gpu.coordination.entry import make_entry
 from safe_gpu.coordination.holders import living_claims
 from safe_gpu.errors import StateDirError
@@ -175,22 +172,18 @@ def test_a_file_that_was_moved_here_is_not_written(owned: Path, victim: Path, gr
 
 
 @needs_root
-@pytest.mark.parametrize("why", ["", "it has no doors", "this network namespace seems not to be the host's"])
+@pytest.mark.parametrize("sees_devices", [True, False])
 def test_a_claim_whose_entry_alone_counts_says_once_who_can_remove_it(
-    owned: Path, ground: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, why: str
+    owned: Path, ground: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, sees_devices: bool
 ) -> None:
     monkeypatch.setattr(checks, "_told", set())
-    if not why:
+    if sees_devices:
         monkeypatch.setattr(procfs, "sees_network_devices", lambda: True)
-    elif "doors" in why:
-        monkeypatch.setattr(Doors, "take_whole", Mock(side_effect=PermissionError(1, "not permitted")))
     with own_network():
         for _ in range(2):
             claim().release_gpus()
-    told = [line for record in caplog.records if "can remove the entries" in (line := record.getMessage())]
-    assert len(told) == bool(why)
-    assert all(line.startswith(f"{OWNER} can remove the entries of this claim in {owned}") for line in told)
-    assert all(why in line and line.endswith(f": as root: safe-gpu setup --state-dir {owned}") for line in told)
+    assert caplog.text.count(f"{OWNER} can remove the entries of this claim in {owned}") == (not sees_devices)
+    assert caplog.text.count(f": as root: safe-gpu setup --state-dir {owned}") == (not sees_devices)
 
 
 # Who only looks
@@ -295,21 +288,16 @@ def test_the_rule_makes_the_same_again(host: Host) -> None:
     assert host.done() == [f"nothing is left to do: the state directory {host.path} is root's"]
 
 
-@pytest.mark.parametrize(
-    ("file", "text", "words"),
-    [
-        ("config", "[host]\nstate_dir = /srv/other\n", "to do: write state_dir = {path} below [host] in {config}"),
-        ("rule", "x /tmp/safe-gpu\n", "has other lines: remove it"),
-    ],
-)
-def test_files_of_the_administrator_are_left_alone(host: Host, file: str, text: str, words: str) -> None:
-    path: Path = getattr(host, file)
-    path.parent.mkdir()
-    path.write_text(text)
+def test_files_of_the_administrator_are_left_alone(host: Host) -> None:
+    texts = {host.config: "[host]\nstate_dir = /srv/other\n", host.rule: "x /tmp/safe-gpu\n"}
+    for path, text in texts.items():
+        path.parent.mkdir()
+        path.write_text(text)
     done = host.run()
     assert done.returncode == 1
-    assert words.format(path=host.path, config=host.config) in done.stdout
-    assert path.read_text() == text
+    assert f"to do: write state_dir = {host.path} below [host] in {host.config}" in done.stdout
+    assert f"{host.rule} has other lines: remove it" in done.stdout
+    assert {path: path.read_text() for path in texts} == texts
 
 
 def test_only_root(host: Host, as_user: Any) -> None:
@@ -321,7 +309,6 @@ def test_only_root(host: Host, as_user: Any) -> None:
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("relative", "write an absolute path"),
         ("{}/a\nd x", "write an absolute path"),
         ("{}/missing/state", "there is no directory"),
         ("{}/anna/state", "users other than root can change"),
@@ -370,11 +357,9 @@ def test_a_neighbour_can_neither_remove_nor_close_it(host: Host, entry_of: Any, 
     [
         ("chmod 755 .", " is no directory with mode 1777"),
         ("chown 4711 queue", "/queue belongs to 4711"),
-        ("chown 4711 host.lock", "/host.lock belongs to 4711"),
         ("chmod 600 host.lock", "/host.lock is no file with mode 0666 and one name"),
         ("mv host.lock ..; ln -s ../host.lock .", "/host.lock is no file with mode 0666 and one name"),
         ("ln host.lock ..", "/host.lock is no file with mode 0666 and one name"),
-        ("rm host.lock; mkfifo -m 666 host.lock", "/host.lock is no file with mode 0666 and one name"),
     ],
 )
 def test_what_setup_did_not_make_is_refused(host: Host, spoil: str, why: str) -> None:
@@ -402,11 +387,9 @@ def test_gpus_that_another_directory_closes_are_named(host: Host, monkeypatch: p
         os.chown(path, ANNA, ANNA)
     with monkeypatch.context() as patch:
         patch.setenv("SAFE_GPU_DIR", str(other))
-        assert drained_gpus() == {GPU: "drained by 4711: a fan is broken"}
         done = host.run()
     assert done.returncode == 1
     assert f"to do: {other}/closed closes GPUs, and does not count in {host.path}: close" in done.stdout
-    assert drained_gpus() == {}
     host.done()
 
 

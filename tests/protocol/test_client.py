@@ -1,7 +1,6 @@
 """The simplest client of the protocol, in C: what it holds is seen by this package, and the reverse."""
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -115,15 +114,6 @@ def test_a_claim_inside_waits_for_another_one_inside(scene: Any, first: str, sec
     assert party.finish()[:2] == (0, "served\n")
 
 
-@BOTH
-def test_a_stale_scope_is_ignored(scene: Any, first: str, second: str) -> None:
-    token = scene.start(first, 1, "around", command=["sh", "-c", "echo $SAFE_GPU_SCOPE"]).finish()[1].strip()
-    assert re.fullmatch(r"[0-9a-f]{16}", token)
-    code, _, err = scene.start(second, 8, "now", command=["true"], env={"SAFE_GPU_SCOPE": token}).finish()
-    assert code == 0
-    assert "SAFE_GPU_SCOPE" in err
-
-
 @ROOT
 def test_the_scope_of_another_user_lets_nobody_in(scene: Any) -> None:
     party = scene.start("c", 8, "around", command=["sh", "-c", "echo $SAFE_GPU_SCOPE; exec sleep 60"], **THEIRS)
@@ -144,9 +134,6 @@ def test_doors_keep_two_state_directories_apart(scene: Any, first: str, second: 
     scene.until(lambda: waiter.pid in scene.tickets(scene.directory / "other"), waiter)
     holder.end()
     scene.until_holds(waiter).end()
-    sharer = scene.until_holds(scene.start(first, 8, "10 GiB", env={"SAFE_GPU_DIR": str(scene.directory / "third")}))
-    assert scene.ends(second, 1, "now", "10 GiB", env=other) == 75
-    sharer.end()
     assert scene.said("rival") == []
 
 
@@ -213,7 +200,6 @@ def test_who_would_hold_what_is_reserved_goes_elsewhere(scene: Any) -> None:
         ("user:root", now - 60, ["an hour"], 75),
         (f"user:{USER}", now - 60, [], 75),  # a name, not a number
         ("group:root", now + 600, [], 75),  # for a day, as nothing is known
-        ("-", now + 600, ["an hour"], 75),
         ("-", now + 600, ["a minute"], 0),
         ("-", now - 600, ["a minute"], 75),
     ]:
@@ -234,9 +220,7 @@ def test_another_user_makes_the_directory_and_shares_it(scene: Any) -> None:
     claimed = [(gpu["claim"]["pid"], gpu["claim"]["uid"]) for gpu in shown]
     assert claimed == [(holder.pid, USER)] * 6 + [(ours.pid, 0)] * 2
     claim = shown[0]["claim"]
-    assert (shown[0]["uuid"], claim["command"]) == (scene.uuids[0], Path(scene.job()[0]).name)
     assert claim["until"] == pytest.approx(claim["since"] + 3600, abs=0.01)
-    assert [process["pid"] for process in shown[0]["processes"]] == [holder.pid]
     last = scene.until_waits(scene.start("python", 8))
     ours.end()
     holder.end()

@@ -91,18 +91,6 @@ def test_whoever_dies_in_the_queue_does_not_block_it(desk: Desk, scene: Any) -> 
     desk.finish()
 
 
-@BOTH
-def test_a_large_claim_gets_its_turn_in_a_stream_of_small_ones(desk: Desk, first: str, second: str) -> None:
-    for _ in range(2):
-        desk.arrive(second, 4)
-    large = desk.arrive(first, 8)
-    for _ in range(2):
-        desk.arrive(second, 4)
-        desk.end(desk.holders)
-    assert large.pid in desk.served
-    desk.finish()
-
-
 def test_a_client_that_ignores_the_queue_is_seen(desk: Desk) -> None:
     desk.arrive("c", 7)
     desk.arrive("python", 8)

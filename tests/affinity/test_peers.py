@@ -208,7 +208,6 @@ def test_strings_and_members_are_the_same() -> None:
 def test_bad_input_names_itself() -> None:
     for bad, names in (
         ({"mode": "nodes"}, "'nodes'"),
-        ({"balanced": "no"}, "'no'"),
         ({"max_physical_cores": 0}, "0"),
         ({"gpus": [0, 0]}, "twice"),
         ({"allowed": [500]}, "80 online CPUs"),

@@ -149,6 +149,7 @@ def test_numa_maps() -> None:
         ("7f00 default anon=3 dirty=3 N0=2 N1=1 kernelpagesize_kB=4", ({0: 8192, 1: 4096}, "default", set())),
         ("7f00 bind:0-1,3 file=/a\\040b N3=1 kernelpagesize_kB=2048", ({3: 2 << 20}, "bind", {0, 1, 3})),
         ("7f00 bind=static:2", ({}, "bind", {2})),
+        (f"7f00 local N0={'9' * 5000}", ({}, "local", set())),
     ):
         found = parse_numa_maps(text.encode().splitlines())
         assert (tuple(found.values()) or None) == expected

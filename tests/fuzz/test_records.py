@@ -272,10 +272,10 @@ NAMES = sorted({*JOBS, *VARIABLES, *named_in("runtimes"), *SCREEN}.difference({*
 VALUES = st.one_of(
     LINES.map(lambda text: text.replace("\0", "").encode("utf-8", "replace").decode()),
     st.sampled_from(
-        ["\udcff\udc80", "0,1", "0", "-1", "1.5", "1e308", "9" * 400, "inf", "2(x3),1", "1(x999999999)", "4711[5].server",
-         "4711.server", "ƒ3ETxsR9H", "[", "undefined", "GPU-", "MIG-GPU-/1/0", "0,0", "9" * 5000 + ",1", ",",
-         "2-12:00:00", "1d" * 99, "20GiB", "1e9999GiB", "auto", "node", "simulated:", "simulated:laptop", "/dev/null",
-         "/nonexistent/active_jobs/x.1"]
+        ["\udcff\udc80", "0,1", "0", "-1", "1.5", "1e308", "9" * 400, "inf", "2(x3),1", "1(x999999999)",
+         "4711[5].server", "4711.server", "ƒ3ETxsR9H", "[", "undefined", "GPU-", "MIG-GPU-/1/0", "0,0", DIGITS + ",1",
+         ",", "2-12:00:00", "1d" * 99, "20GiB", "1e9999GiB", "auto", "node", "simulated:", "simulated:laptop",
+         "/dev/null", "/nonexistent/active_jobs/x.1"]
     ),
 )  # fmt: skip
 ENVIRONMENTS = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=5)

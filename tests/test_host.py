@@ -225,9 +225,7 @@ def test_what_binds_a_claim() -> None:
         found = why_reserved([COURSE], now, hold_for)
         assert sorted(found) == (["GPU-0", "GPU-1"] if closed else [])
         for why in found.values():
-            assert why.startswith(
-                "reserved by root for group course from Thu 2026-11-26 09:00 to 12:00: practical course"
-            )
+            assert why.startswith("reserved by root for group course from Thu 2026-11-26 09:00 to 12:00: practical")
 
 
 def test_instances_and_order() -> None:

@@ -366,7 +366,7 @@ def test_no_fifo_in_a_tree_blocks(root: Path, tmp_path: Path) -> None:
 # Grid Engine's files and its qstat
 
 HOSTFILE = "gpu1.site.org 4 all.q@gpu1 <NULL>\ngpu2 2 all.q@gpu2 UNDEFINED\n"
-ANSWER = Path(__file__).with_name("qstat.xml").read_text()
+QSTAT = Path(__file__).with_name("qstat.xml").read_text()
 XML = (
     "<JB_hard_resource_list>", "</JB_hard_resource_list>", "<element>", "<!DOCTYPE x>", "&lol;", "<unknown_jobs>",
     "<AN_text>",
@@ -375,14 +375,14 @@ XML = (
 
 @with_examples(
     *((answer, HOSTFILE, "") for answer in (
-        ANSWER, ANSWER.replace("2.000000", "nan"), ANSWER.replace("2.000000", "1e999"),
-        ANSWER.replace("<qstat_l_requests>", "<x>" * 50_000), "<JB_hard_resource_list>" * 100_000,
+        QSTAT, QSTAT.replace("2.000000", "nan"), QSTAT.replace("2.000000", "1e999"),
+        QSTAT.replace("<qstat_l_requests>", "<x>" * 50_000), "<JB_hard_resource_list>" * 100_000,
     )),
-    *((ANSWER, f"{os.uname().nodename} {number} q\n", "") for number in (DIGITS, "9" * 400, "\u0663")),
-    (ANSWER, "", f"host_slots={DIGITS}"),
+    *((QSTAT, f"{os.uname().nodename} {number} q\n", "") for number in (DIGITS, "9" * 400, "\u0663")),
+    (QSTAT, "", f"host_slots={DIGITS}"),
 )  # fmt: skip
 @examples(25)
-@given(broken_text(ANSWER, XML), broken_text(HOSTFILE), broken_text("host_slots=4\n"))
+@given(broken_text(QSTAT, XML), broken_text(HOSTFILE), broken_text("host_slots=4\n"))
 def test_what_grid_engine_says(tmp_path_factory: Any, answer: str, hostfile: str, config: str) -> None:
     spool = tmp_path_factory.mktemp("spool")
     for name, text in (("hosts", hostfile), ("config", config)):

@@ -279,7 +279,7 @@ VALUES = st.one_of(
     ),
 )  # fmt: skip
 ENVIRONMENTS = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=5)
-ENDS = (0, 69, 70, 73, 75, 78)
+EXITS = (0, 69, 70, 73, 75, 78)
 
 
 def assert_logged_safely(caplog: pytest.LogCaptureFixture) -> None:
@@ -338,7 +338,7 @@ def test_a_claim_in_such_an_environment(visible: str, monkeypatch: Any, ground: 
             assert_logged_safely(caplog)
             assert {name: os.environ.get(name) for name in set_before} == set_before
             for command in ("status", "status --json", "policy", "wait --timeout 0"):
-                run(command, *ENDS, own=True)
+                run(command, *EXITS, own=True)
         assert ground.claimed() == []
 
     attack()
@@ -377,7 +377,7 @@ def test_paths_that_name_anything(
             assert_logged_safely(caplog)
             for command in ("status", "status --json", "policy", "history", "doctor"):
                 # Doctor shows a path with each of its findings.
-                run(command, 1, *ENDS, own=True, plain=False, most=200_000)
+                run(command, 1, *EXITS, own=True, plain=False, most=200_000)
         assert (base / "file").read_text() == "kept"
         assert os.listdir(empty) == []
 

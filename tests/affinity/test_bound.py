@@ -16,7 +16,7 @@ import safe_gpu.drivers
 from safe_gpu.affinity.resolve_gpus import BOUND, by_name, by_ordinal, remembered, visible
 from safe_gpu.cli import main
 from safe_gpu.engines.holder import enter_worker
-from safe_gpu.errors import GPUAffinityError, UnsatisfiableRequestError
+from safe_gpu.errors import GPUAffinityError
 from safe_gpu.gpus.devices import Gpu, HostSnapshot
 from safe_gpu.topology.cpulist import parse_cpulist
 
@@ -76,8 +76,7 @@ def test_a_node_by_its_number(four_gpus: Any, said: Any, saved_tree: Any, monkey
     for wrong, why in (
         ({"node": 2}, rf"may use no CPU of NUMA node 2: the node has 5000, the mask {MASK[0]}"),
         ({"node": 3}, "no NUMA node 3: it has 0-2"),
-        ({"node": True}, "node must be a whole number, not True"),
-        *(({"node": 1, **more}, "node=1 names no GPU") for more in ({"gpus": 0}, {"ordinal": 0}, {"mode": "socket"})),
+        *(({"node": 1, **more}, "node=1 names no GPU") for more in ({"gpus": 0}, {"ordinal": 0})),
     ):
         with pytest.raises(safe_gpu.GPUAffinityError, match=why):
             safe_gpu.bind(**wrong)
@@ -185,7 +184,6 @@ def test_unbound_rather_than_not_at_all(four_gpus: Any, monkeypatch: pytest.Monk
     for options, code, why in (
         (["--gpu", "4"], 78, "this host has no GPU 4"),
         (["--mode", "exclusive"], 78, "1 physical core near 2 GPUs"),
-        (["--node", "2"], 78, "this host has no NUMA node 2: it has 0-1"),
         (["--node", "1", "--gpu", "0"], 2, "--node"),
         ([], 69, "no NVIDIA driver"),
     ):
@@ -225,38 +223,6 @@ def test_a_process_that_cannot_be_asked_is_told_its_gpu(
     rank.tell()
 
 
-# Ranks that claim side by side: each its own GPU and, where the cores suffice, its own cores
-
-RANK = """
-import json, os, threading
-import safe_gpu
-asked, told = {}, threading.Event()
-def elsewhere():  # a thread that was there before the claim, as a warmed-up numpy has
-    told.wait()
-    asked["thread"] = sorted(os.sched_getaffinity(0))
-thread = threading.Thread(target=elsewhere)
-thread.start()
-owner = safe_gpu.claim_gpus(1, affinity="exclusive")
-told.set()
-thread.join()
-say(json.dumps([owner.devices_taken, sorted(os.sched_getaffinity(0)), sorted(owner.cpus), asked["thread"]]))
-listen()
-"""
-
-
-def test_each_rank_has_cores_of_its_own(saved_tree: Any, four_gpus_env: Any, fake_gpus: Any, child: Any) -> None:
-    """Two GPUs on one node of two real cores."""
-    first, second = MASK[:2]
-    saved_tree.nodes({0: [first, second]})
-    fake_gpus.write(*({**gpu, "node_cpus": f"{first},{second}"} for gpu in fake_gpus.gpus[::2]))
-    ranks = [
-        child(RANK, env={**four_gpus_env, "OMPI_COMM_WORLD_LOCAL_RANK": str(number), "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
-        for number in range(2)
-    ]
-    held = sorted(json.loads(rank.hear()) for rank in ranks)
-    assert held == [[[0], [first], [first], [first]], [[1], [second], [second], [second]]]
-
-
 # Two numberings of GPUs: the index of nvidia-smi, and the ordinal of CUDA after CUDA_VISIBLE_DEVICES
 
 EIGHT = HostSnapshot(tuple(Gpu(number, f"GPU-{number}{number}ab", name="A100") for number in range(8)))
@@ -272,10 +238,6 @@ def test_names_are_those_of_nvidia_smi() -> None:
     assert [gpu.uuid for gpu in by_name("MIG-01", MIG).gpus] == ["MIG-01"]
     with pytest.raises(GPUAffinityError, match=r"no GPU 9: it has GPU 0-7"):
         by_name(9, EIGHT)
-    with pytest.raises(GPUAffinityError, match=r"no GPU 0: it has none"):
-        by_name(0, HostSnapshot(()))
-    with pytest.raises(UnsatisfiableRequestError):
-        by_name("cuda:0", EIGHT)
 
 
 def test_ordinals_count_what_cuda_shows() -> None:
@@ -285,18 +247,15 @@ def test_ordinals_count_what_cuda_shows() -> None:
         assert found.title.startswith(f"GPU {index} (GPU-{index}{index}ab), CUDA ordinal {ordinal}")
     for shown, wrong, names in (
         ("7,2", 2, "no GPU 2: 2 are visible with CUDA_VISIBLE_DEVICES=7,2"),
-        ("7", 1, "no GPU 1: 1 is visible"),
         ("0,0", 0, "shows no GPU"),
         ("7", -1, "ordinal=-1"),
-        ("7", "0", "ordinal='0'"),
     ):
         with pytest.raises(GPUAffinityError, match=names):
-            by_ordinal(wrong, EIGHT, {"CUDA_VISIBLE_DEVICES": shown})  # type: ignore[arg-type]
+            by_ordinal(wrong, EIGHT, {"CUDA_VISIBLE_DEVICES": shown})
     lost = HostSnapshot((Gpu(0, "GPU-0", lost=True), Gpu(1, "GPU-1")))
     assert [gpu.index for gpu in visible(lost, {}).gpus] == [1]
     for snapshot, environ, certain in (
         (MIXED, {}, False),
-        (MIXED, {"CUDA_VISIBLE_DEVICES": "0,1,2"}, False),
         (MIXED, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, True),
         (MIXED, {"CUDA_VISIBLE_DEVICES": "GPU-11"}, True),
         (MIG, {"CUDA_VISIBLE_DEVICES": "0"}, False),
@@ -308,14 +267,11 @@ def test_ordinals_count_what_cuda_shows() -> None:
 def test_what_was_bound_is_known_while_it_is_visible() -> None:
     """A MIG instance is part of its GPU."""
     for snapshot, bound, shown, indices in (
-        (EIGHT, "", "5", None),
         (EIGHT, "GPU-55ab,GPU-11ab", "1,5,6", [5, 1]),
         (EIGHT, "GPU-55ab", "1,2", None),  # a claim or launcher has chosen other GPUs since
         (EIGHT, "GPU-55ab,GPU-11ab", "5", None),
-        (EIGHT, "GPU-of-another-host", "5", None),
         (MIG, "GPU-00", "MIG-01", [0]),
         (MIG, "MIG-01", "GPU-00", [0]),
-        (MIG, "GPU-11", "MIG-01", None),
     ):
         found = remembered(snapshot, {BOUND: bound, "CUDA_VISIBLE_DEVICES": shown})
         assert (found and [gpu.index for gpu in found.gpus]) == indices

@@ -9,8 +9,8 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,20 +34,12 @@ from safe_gpu.topology.host import read_topology
 def test_errors_have_the_numbers_in_them(four_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, visible, names in (
         ((2, 2), "0,1,2,3", "gpu_id=2 .* nproc_per_node=2"),
-        ((-1, 2), "0,1,2,3", "gpu_id=-1"),
         ((0, 2.0), "0,1,2,3", "nproc_per_node must be a whole number, not 2.0"),
-        ((0, 2), "0,0", "CUDA_VISIBLE_DEVICES=0,0 shows no GPU"),
-        ((0, 2), "0", "nproc_per_node=2 .*1 are visible with CUDA_VISIBLE_DEVICES=0"),
         ((0, 4), "0,1,2,3", "1 physical core near 2 GPUs"),
     ):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         with pytest.raises(GPUAffinityError, match=names):
             set_affinity(*arguments)  # type: ignore[arg-type]
-    with pytest.raises(GPUAffinityError, match="at least 7"):
-        set_affinity(0, 2, mode="all", min_physical_cores=7, max_physical_cores=3)
-    monkeypatch.setattr(safe_gpu.drivers, "open_driver", no_driver)
-    with pytest.raises(GPUAffinityError, match="no NVIDIA driver"):
-        set_affinity(0, 1)
     assert sorted(os.sched_getaffinity(0)) == MASK
 
 
@@ -110,29 +102,19 @@ def test_numactl_loses_only_what_is_refused(
     assert len(lines) == len(set(lines))
 
 
-class Theirs(str, Enum):
-    NODE = "node"
-    CORE_COMPLEX = "core-complex"
-    ELSEWHERE = "elsewhere"
-
-
-@dataclass(frozen=True)
-class NumaOptions:
+def torch_options(mode: str, falls_back: bool = False) -> Any:
     """The attributes of torch.numa.binding.NumaOptions."""
-
-    affinity_mode: Any
-    should_fall_back_if_binding_fails: bool = False
+    return SimpleNamespace(affinity_mode=mode, should_fall_back_if_binding_fails=falls_back)
 
 
 @needs_two_cpus
 def test_options_of_torch_are_taken_as_they_are(four_gpus: Any) -> None:
-    options = NumaOptions(Theirs.NODE)
+    options = torch_options("node")
     assert parse_options(options) == AffinityOptions("node")
-    assert parse_options(NumaOptions(Theirs.CORE_COMPLEX)) == AffinityOptions("core-complex")
     assert wrap_command(["true"], gpu=1, mode=options)[1] == f"--physcpubind={MASK[1]}"
     assert in_child(lambda: sorted(safe_gpu.bind(1, mode=options).cpus)) == [MASK[1]]
     with pytest.raises(GPUAffinityError, match="elsewhere"):
-        parse_options(NumaOptions(Theirs.ELSEWHERE))
+        parse_options(torch_options("elsewhere"))
 
 
 def test_falling_back_to_the_command(four_gpus: Any, monkeypatch: Any, caplog: Any, tmp_path: Any) -> None:
@@ -140,7 +122,6 @@ def test_falling_back_to_the_command(four_gpus: Any, monkeypatch: Any, caplog: A
     command = ["./train", "--all"]
     for arguments, why in (
         ({"gpu": 9}, "no GPU 9"),
-        ({"ordinal": 9}, "CUDA shows no GPU 9"),
         ({"gpu": 0, "mode": "exclusive"}, "physical core"),  # one for two GPUs
         ({"gpu": 0}, "numactl is not installed here"),
         ({"gpu": 0}, "no NVIDIA driver"),
@@ -149,7 +130,7 @@ def test_falling_back_to_the_command(four_gpus: Any, monkeypatch: Any, caplog: A
             monkeypatch.setattr(safe_gpu.drivers, "open_driver", no_driver)
         asked = {"mode": "node", **arguments}
         caplog.clear()
-        for falls_back in ({"strict": False}, {"mode": NumaOptions(asked["mode"], True)}):
+        for falls_back in ({"strict": False}, {"mode": torch_options(asked["mode"], True)}):
             assert wrap_command(command, **{**asked, **falls_back}) == command
             assert caplog.records[-1].levelname == "WARNING"
         assert caplog.text.count("the command runs unbound: ") == caplog.text.count(why) == 2
@@ -197,8 +178,6 @@ def test_the_table_of_nodes(saved_tree: Any) -> None:
         ["0", "0", "-", "-", "10", "32"],
         ["1", "1", "2", "GiB", "512", "MiB", "32", "10"],
     ]
-    bare = make_host(cores_per_node=2, nodes=1, smt=1)
-    assert node_table(bare).splitlines()[1].split() == ["0", "0-1", "-", "-", "-"]
 
 
 @pytest.mark.skipif(shutil.which("numactl") is None and not REQUIRED, reason="needs numactl")

@@ -1,22 +1,28 @@
-"""What every driver promises, asked of each with the same words; whose a process number is; whose memory is in use."""
+"""Which driver is opened; what every one promises, in the same words; whose a process number is, and memory in use."""
 
 import html
 import os
+import shutil
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from support.forks import in_child
+from support.vendor_hosts import KfdHost
 
-from safe_gpu.drivers import open_driver
-from safe_gpu.drivers.base import is_wsl, own_namespace_pids
+from safe_gpu.drivers import meant_vendor, open_driver, open_drivers, opened_driver
+from safe_gpu.drivers.base import Driver, is_wsl, own_namespace_pids
 from safe_gpu.drivers.nvidia_smi import NvidiaSmiDriver
 from safe_gpu.drivers.nvml import NvmlDriver
+from safe_gpu.drivers.presets import preset
+from safe_gpu.errors import SafeGpuError, UnsatisfiableRequestError
 from safe_gpu.gpus.devices import Gpu, GpuProcess, HostSnapshot, ProcessKind, are_mixed, bus_order
 from safe_gpu.host import procfs
-from safe_gpu.selection.request import Selection
+from safe_gpu.selection.request import Selection, parse_request
 from safe_gpu.selection.verdicts import judge
 
 HIDDEN = 4_000_000  # above every pid that Linux gives
@@ -59,28 +65,21 @@ def test_an_idle_host(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot, runtime = driver.snapshot(), driver.runtime
     assert (snapshot.driver, bool(snapshot.driver_version)) == (driver.name, True)
     assert runtime.asks_library == (driver.host_topology() is None) == (not driver.name.startswith("simulated:"))
-    assert callable(runtime.default_placeholder())
     assert len(snapshot.physical) == len(snapshot.gpus) == len({gpu.uuid for gpu in snapshot.gpus}) == 3
     keys = [bus_order(gpu.pci_bus_id) for gpu in snapshot.gpus]
-    assert None not in keys
     assert keys == sorted(keys)  # type: ignore[type-var]
     for index, gpu in enumerate(snapshot.gpus):
         assert (gpu.index, gpu.pci_bus_id, len(gpu.pci_bus_id)) == (index, gpu.pci_bus_id.lower(), 12)
-        assert gpu.uuid.startswith("GPU-")
         assert gpu.name
         assert (gpu.unusable, gpu.lost, gpu.mig_enabled, gpu.is_mig_instance) == (None, False, False, False)
         assert (gpu.processes, gpu.process_error, gpu.processes_supported) == ((), "", True)
-        assert gpu.memory_total is not None
-        assert gpu.memory_used is not None
-        assert gpu.memory_total > 1 << 30, "bytes"
-        assert gpu.memory_free == gpu.memory_total - gpu.memory_used
+        assert (gpu.memory_total or 0) > 1 << 30, "bytes"
         for scope in ("node", "socket"):
             cpus = driver.cpu_affinity(gpu.uuid, scope)
             assert cpus is None or (isinstance(cpus, frozenset) and cpus)
     assert driver.cpu_affinity("GPU-stranger", "node") is None
     linked = driver.linked(snapshot)
     for fuller in (linked, driver.detailed(snapshot)):  # more of the same poll
-        assert (fuller.driver, fuller.driver_version) == (snapshot.driver, snapshot.driver_version)
         assert [(gpu.uuid, gpu.processes) for gpu in fuller.gpus] == [(gpu.uuid, ()) for gpu in snapshot.gpus]
     assert all(gpu.nvlink_peers <= {peer.uuid for peer in linked.gpus} - {gpu.uuid} for gpu in linked.gpus)
     assert driver.snapshot() == snapshot, "nothing changes by itself"
@@ -141,7 +140,6 @@ def test_mig_instances_are_the_devices(fake_gpus: Any, name: str) -> None:
         parent = parents[gpu.mig_parent or ""]
         assert gpu.uuid.startswith("MIG-")
         assert (gpu.index, gpu.pci_bus_id, gpu.unusable) == (parent.index, parent.pci_bus_id, None)
-        assert gpu.mig_instance is not None
         behind = snapshot.gpus[snapshot.gpus.index(parent) + 1 :][: len(instances)]
         assert gpu in behind, "instances follow their GPU"
 
@@ -263,3 +261,135 @@ def test_the_desktop_of_windows(fake_gpus: Any, fake_nvidia_smi: Any) -> None:
     (devices / "nvidiactl").touch()
     assert not is_wsl()
     assert judged(NvmlDriver())[0] == judged(NvidiaSmiDriver())[0] == "busy"
+
+
+# Which driver is opened, also on hosts with GPUs of both vendors, and what is said when none can be
+
+AMD = "GPU-00000000000000abc"[:20]
+
+
+@pytest.fixture
+def ask(fake_gpus: Any, fake_nvidia_smi: Any, driver_libraries: Any, tmp_path: Path, monkeypatch: Any) -> Any:
+    """``ask("8 GPUs, AMD", "each")``: names of the drivers and numbers of their GPUs, or the class and text of an
+    error, on a host with 8 NVIDIA GPUs unless words say otherwise.
+
+    Of the host: ``AMD`` or ``graphics`` of a processor; ``empty`` or ``broken``, NVIDIA's driver; ``device``, its file
+    in /dev; ``card``, an NVIDIA GPU on the bus; without ``module``, ``library`` or ``program`` of NVML and nvidia-smi.
+    """
+
+    def shown(driver: Driver) -> list[Any]:
+        found = [driver.name, len(driver.snapshot().gpus)]
+        driver.close()
+        return found
+
+    def answer(words: str, asked: str = "", driver: str = "auto") -> list[Any]:
+        fake_gpus.use_nvml_here()
+        fake_gpus.set(0 if "empty" in words else 8)
+        fake_gpus.options(init_error=9 if "broken" in words else 0)
+        host = KfdHost(tmp_path / "root")
+        if "AMD" in words or "graphics" in words:
+            host.gpu(0x03, 1, 0xABC, memory=512 << 20 if "graphics" in words else 64 << 30)
+        else:
+            shutil.rmtree(host.root)
+        if "device" in words:
+            (host.root / "dev").mkdir()
+            (host.root / "dev/nvidiactl").touch()
+        if "card" in words:
+            for name, value in (("vendor", "0x10de"), ("class", "0x030200")):
+                (host.pci / "0000:81:00.0").mkdir(exist_ok=True)
+                (host.pci / "0000:81:00.0" / name).write_text(f"{value}\n")
+        if "library" in words:
+            driver_libraries.stand_ins["libnvidia-ml.so.1"] = str(tmp_path / "libnvidia-ml.so.1")
+        if "module" in words:
+            monkeypatch.setitem(sys.modules, "pynvml", None)
+        if "program" in words:
+            monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+        monkeypatch.setenv("SAFE_GPU_DRIVER", driver)
+        monkeypatch.setenv("SAFE_GPU_FSROOT", str(host.root))
+        try:
+            if asked == "each":
+                drivers, broken = open_drivers()
+                return [*(shown(driver) for driver in drivers), *(error.partition(":")[0] for error in broken)]
+            return shown(open_driver(vendor=asked or None))
+        except SafeGpuError as err:
+            return [type(err).__name__, str(err)]
+
+    return answer
+
+
+NVML, SMI, KFD = ["nvml", 8], ["nvidia-smi", 8], ["kfd", 1]
+NOT_LOADED = "The NVIDIA kernel driver is not loaded"
+NOTHING = "library program"
+
+
+@pytest.mark.parametrize(
+    ("host", "asked", "expected"),
+    [
+        ("", "", NVML),
+        ("module", "", SMI),
+        ("broken", "", ["NoDriverError", NOT_LOADED]),  # it is reported, not worked around
+        ("", "amd", ["UnsatisfiableRequestError", "vendor='amd' asks for AMD GPUs, and this host has none"]),
+        ("AMD", "", NVML),
+        ("AMD", "amd", KFD),
+        ("AMD empty", "", KFD),
+        (f"AMD {NOTHING}", "", KFD),
+        (f"AMD {NOTHING}", "nvidia", ["UnsatisfiableRequestError", "vendor='nvidia' asks for NVIDIA GPUs, and this"]),
+        (f"AMD {NOTHING} device", "", ["NoDriverError", "There is no GPU driver here"]),
+        ("AMD broken device", "", ["NoDriverError", NOT_LOADED]),
+        ("AMD broken device", "each", [KFD, NOT_LOADED]),
+        ("AMD broken card", "", ["NoDriverError", NOT_LOADED]),
+        ("AMD broken", "", KFD),  # a library without a GPU, as one image has on all hosts
+        ("graphics", "each", [NVML]),
+    ],
+)
+def test_which_driver_is_opened(ask: Any, host: str, asked: str, expected: list[Any]) -> None:
+    found = ask(host, asked)
+    if str(expected[0]).endswith("Error"):
+        found[1] = found[1][: len(expected[1])]
+    assert found == expected
+
+
+def test_no_driver_at_all_names_the_way_out(ask: Any) -> None:
+    for missing, words in (("library", "libnvidia-ml.so.1"), ("module", "nvidia-ml-py is not installed")):
+        error, message = ask(f"{missing} program")
+        assert error == "NoDriverError"
+        assert all(word in message for word in (words, "SAFE_GPU_DRIVER=simulated:dgx-a100"))
+
+
+def test_unknown_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, known in (("NVML", "simulated:PRESET"), ("kfd:0", "simulated:PRESET"), ("simulated:dgx", "dgx-a100")):
+        monkeypatch.setenv("SAFE_GPU_DRIVER", name)
+        with pytest.raises(UnsatisfiableRequestError, match=known):
+            open_driver()
+
+
+def test_a_driver_that_was_named_and_has_no_such_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    for driver, vendor in ("nvml", "amd"), ("nvidia-smi", "amd"), ("kfd", "nvidia"), ("simulated:mi250x", "nvidia"):
+        monkeypatch.setenv("SAFE_GPU_DRIVER", driver)
+        with pytest.raises(UnsatisfiableRequestError, match=f"vendor='{vendor}'") as caught:
+            open_driver(vendor=vendor)
+        assert f"SAFE_GPU_DRIVER={driver} has none: leave vendor= out, or unset SAFE_GPU_DRIVER" in str(caught.value)
+
+
+def test_what_tells_the_vendor_of_this_process() -> None:
+    nvidia = preset("laptop").devices[0].uuid
+    for environment, vendor in (
+        ({}, None),
+        ({"ROCR_VISIBLE_DEVICES": AMD}, "amd"),
+        ({"SAFE_GPU_EXPECT": nvidia, "ROCR_VISIBLE_DEVICES": AMD}, "nvidia"),
+    ):
+        assert meant_vendor(environment) == vendor
+
+
+def test_what_a_uuid_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole UUID of an AMD GPU in `only` chooses the driver, as does one in ROCR_VISIBLE_DEVICES."""
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:two-vendors")
+    assert [driver.snapshot().vendor for driver in open_drivers()[0]] == ["nvidia", "amd"]
+    for request, environment, vendor in (
+        ({"only": (AMD,)}, "", "amd"),
+        ({}, AMD, "amd"),
+        ({"vendor": "nvidia", "only": (AMD,)}, AMD, "nvidia"),
+    ):
+        monkeypatch.setenv("ROCR_VISIBLE_DEVICES", environment)
+        with opened_driver(**parse_request(**request).driver) as driver:
+            assert {gpu.vendor for gpu in driver.snapshot().gpus} == {vendor}

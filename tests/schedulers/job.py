@@ -25,11 +25,9 @@ ABOUT = ("JOB_ID", "SGE_TASK_ID", "SLURM_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_
 
 
 def tell(event: str, **facts: object) -> None:
-    about = {"time": time.monotonic(), "pid": os.getpid(), "parent": os.getppid(), "host": HOST}
+    about = {"event": event, "time": time.monotonic(), "pid": os.getpid(), "parent": os.getppid(), "host": HOST}
     log = os.open(f"{REFEREE}/log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    os.write(
-        log, json.dumps({"event": event, **about, **facts}).encode() + b"\n"
-    )  # one write to an appending file is not torn
+    os.write(log, json.dumps({**about, **facts}).encode() + b"\n")  # one write to an appending file is not torn
     os.close(log)
 
 

@@ -99,18 +99,10 @@ ELSEWHERE = process(gib=1, elsewhere=True)
         (gpu(processes=(process(99),)), ANY, "busy", "process 99 uses 2 GiB"),  # a pid that does not resolve
         (gpu(processes=(ELSEWHERE,)), ANY, "busy", "process 4242 (a number of another PID namespace) uses 1 GiB"),
         (gpu(processes=(process(), process(4300, 9))), ANY, "busy", "(bob, /opt/bin/sim -x) uses 9 GiB, and 1 more"),
-        (gpu(processes=(draws(4242, 2), draws(9, 3))), ANY, "busy", "process 9 uses 3 GiB, and 1 more process"),
         (gpu(processes=None, process_error="Timeout"), ANY, "busy", "process list failed: Timeout"),
         (gpu(compute_mode=ComputeMode.PROHIBITED), ANY, "unusable", "PROHIBITED"),
         (gpu(memory_used=12 * GIB), ANY, "busy", "12 GiB of memory in use by no process"),
-        (
-            gpu(memory_used=5 * GIB, processes=(draws(9, 3),), display_active=True),
-            ANY,
-            "busy",
-            "2 GiB of memory in use",
-        ),
         (gpu(memory_used=GIB), parse_request(min_memory=80 * GIB), "busy", "78.5 GiB of memory free"),
-        (gpu(memory_free=None), parse_request(min_memory=GIB), "busy", "unknown"),
         (gpu(), parse_request(model="H100"), "outside", "A100-SXM4-80GB"),
         (gpu(mig_enabled=True), ANY, "unusable", "MIG mode is on"),
         (gpu(lost=True), ANY, "unusable", "lost"),
@@ -136,7 +128,6 @@ def test_a_lease_says_who_and_since_when() -> None:
     assert verdict_on(gpu(), claimed={gpu().uuid: Holder()}).reason == "claimed"
     busy = verdict_on(gpu(processes=(process(),)), describe=people)
     assert (busy.pid, busy.user) == (4242, "alice")
-    assert verdict_on(gpu(), claimed={gpu(1).uuid: holder}).free
 
 
 def test_processes_of_ones_own_and_of_an_outer_claim_are_disregarded() -> None:
@@ -191,7 +182,6 @@ HALF = gpu(1, memory_total=TOTAL // 2, memory_free=TOTAL // 4)
         (host(0), Selection(1), None, ["1 GPU is asked for", "this host has none"]),
         (host(8, _3=gpu(3, lost=True)), Selection(8), None, ["only 7 of the 8 NVIDIA GPUs", "GPU 3: the driver lost"]),
         (host(), parse_request(model="H100"), None, ["none fits", f"GPU 0-7: {A100} does not match model='H100'"]),
-        (host(), parse_request(3, only=("0", "1")), None, ["only 2 of the 8", "only=0,1"]),
         (host(2), parse_request(2, exclude=("1",)), None, ["only 1 of the 2", "GPU 1: listed in exclude=1"]),
         (host(), parse_request(min_memory=100 * GIB), None, ["80 GiB in all", "100 GiB asked for"]),
         (host(), parse_request(only=("8",)), None, ["only=8 names no single NVIDIA GPU of this host", "has GPU 0-7"]),
@@ -199,13 +189,10 @@ HALF = gpu(1, memory_total=TOTAL // 2, memory_free=TOTAL // 4)
         (host(1, _0=gpu(compute_mode=ComputeMode.PROHIBITED)), ANY, None, ["PROHIBITED", "nvidia-smi -c DEFAULT"]),
         (host(), Selection(2), "0", ["CUDA_VISIBLE_DEVICES=0 limits this process to 1 of 8 GPUs; 7 others are free"]),
         (host(), Selection(1), "", ["='' (set, but empty) limits", "0 of 8 GPUs", "SAFE_GPU_FENCE=ignore"]),
-        (host(2, _0=gpu(processes=(process(),))), Selection(2), "1", ["none of the others are free"]),
         (host(1, _0=UNKNOWN_MEMORY), parse_request(min_memory=GIB), None, ["none fits", "leave min_memory= out"]),
-        (host(1, _0=UNKNOWN_MEMORY), SHARE, None, ["leave share= out"]),
         (host(1), parse_request(share="90GiB"), None, ["79.5 GiB can be shared, 90 GiB asked for"]),
         (host(1, _0=EXCLUSIVE), SHARE, None, ["EXCLUSIVE_PROCESS"]),
         (host(2, _1=HALF), parse_request(share="25%"), None, ["from 20 GiB to 79.5"]),
-        (host(1), parse_request(share="1%"), None, ["1 GiB is the least"]),
     ],
 )
 def test_what_this_host_can_never_do(
@@ -225,7 +212,6 @@ def test_a_variable_that_is_no_list() -> None:
         *((value, "no GPU") for value in ("cuda:0", "gpu-000000", "[0]", ",0", "0,0", "99", "-1,0")),
         *((value, "GPU 0,1") for value in ("0,1 2", "0,1,GPU-000002")),
         ("GPU-000001;GPU-000002", "no GPU"),
-        ("GPU-000001,2", "GPU 1"),
         *((value, "") for value in ("0", "0,1,", " 0, 1 ", "+0", "-1", "", "none", "GPU-000001, GPU-000002")),
     ):
         snapshot = HostSnapshot(tuple(gpu(index, uuid=f"GPU-00000{index}") for index in range(8)))
@@ -242,7 +228,6 @@ def test_other_libraries_read_lists_too() -> None:
     for limit, said in (
         (hip, "HIP reads '0 1' as no GPU"),
         (hip._replace(value="0,1 HIP_VISIBLE_DEVICES=0 1"), "HIP reads '0,1 HIP_"),
-        (hip._replace(value="0,1 HIP_VISIBLE_DEVICES=0", uuids=(A100,)), ""),
         (VisibleLimit("0.0,1.1", (A100,), name="ZE_AFFINITY_MASK", library="Level Zero"), ""),
         (VisibleLimit("0 1", frozen=True), ""),
     ):
@@ -270,7 +255,6 @@ def test_what_releases_alone_can_satisfy() -> None:
     assert can_be_met_by_releases(everything, Selection(2), verdicts)
     assert not can_be_met_by_releases(everything, Selection(3), verdicts)
     assert can_be_met_by_releases(everything, Selection(3), verdicts, leaving={gpu(2).uuid})
-    assert not can_be_met_by_releases({gpu(1).uuid, gpu(3).uuid}, Selection(2), verdicts)
     instances = {device.uuid for device in mig_host().gpus if device.is_mig_instance}
     assert not can_be_met_by_releases(instances, Selection(2), judge(mig_host(), ANY, claimed={}))
 
@@ -279,13 +263,7 @@ def test_what_releases_alone_can_satisfy() -> None:
 
 
 def test_a_model_is_no_part_of_another_that_the_host_has() -> None:
-    for pattern, fits in (
-        ("a100", True),
-        ("NVIDIA A100*", True),
-        ("A[12]00*", True),
-        ("100*", False),
-        ("A100?", False),
-    ):
+    for pattern, fits in (("a100", True), ("NVIDIA A100*", True), ("100*", False), ("A100?", False)):
         assert bool(model_pattern(pattern, [A100]).match(A100)) is fits
     models = "NVIDIA A10", A100, "NVIDIA A100 80GB PCIe", "NVIDIA A10G", "NVIDIA L4", "NVIDIA L40", "Tesla T4"
     snapshot = HostSnapshot(tuple(gpu(index, name=name) for index, name in enumerate(models)))
@@ -300,7 +278,6 @@ def test_what_a_name_means() -> None:
     parent, *instances, other = mig_host().gpus
     for name, meant in (
         ("0", (parent, *instances)),
-        ("00", ()),
         ("0:1", (instances[1],)),
         (parent.uuid, (parent, *instances)),
         ("MIG-1", (instances[1],)),
@@ -370,9 +347,7 @@ def test_an_mps_server_whose_name_is_hidden() -> None:
     for one, alone, beside_clients in (
         (process(99, 64 / 1024), True, False),
         (process(99, 65 / 1024), True, True),
-        (process(4242, 30 / 1024), True, True),
         (process(7, 300 / 1024), False, False),
-        (process(99, 30 / 1024, ProcessKind.MPS), True, True),
         (process(99, 30 / 1024, ProcessKind.GRAPHICS), False, False),
         (process(4242, 30 / 1024, elsewhere=True), True, False),
         (process(7, 300 / 1024, elsewhere=True), True, True),  # it is not the server here
@@ -392,7 +367,6 @@ def test_an_mps_server_whose_name_is_hidden() -> None:
         pytest.param([draws(4242, 1 + 1 / 1024)], False, {4242}, id="a MiB more"),
         pytest.param([draws(4242, 40)], True, set(), id="a desktop"),
         pytest.param([draws(pid, 0.3) for pid in (5, 97, 98, 99)], False, {5, 97, 98, 99}, id="together"),
-        pytest.param([process(5, 0.6), draws(5, 0.6)], True, {5}, id="it computes too"),
         pytest.param([process(5, 0.6), draws(5, 0.6), draws(99, 0.6)], False, {5}, id="and is counted once"),
         pytest.param([process(7, 0.03), draws(99, 0.99)], False, set(), id="an MPS server, and one below the bound"),
         pytest.param([draws(99, 2, elsewhere=True)], False, {99}, id="of another namespace"),
@@ -412,7 +386,6 @@ def test_what_a_driver_shows_of_this_process() -> None:
     for before, used, processes, expected in (
         (gpu(), 300, (process(4711, 0.3),), SHOWN),
         (gpu(), 300, (), HIDDEN),
-        (gpu(), 15, (), NOT_YET),
         (gpu(), 300, (process(1, 0.3),), NOT_YET),  # that is the other one's memory
         (gpu(), 300, None, UNKNOWN),
         (MUTE, 4, None, HIDDEN),
@@ -460,7 +433,6 @@ def test_shares_count_as_their_part_of_the_smallest_gpu_that_has_them() -> None:
 
     assert [amount(1, share) for share in (10, 20, 40, 60, 0)] == [1.0, 0.5, 1.0, 0.75, 1.0]
     assert amount(3, 20) == 1.5
-    assert amount(2, 100) == 2.0, "none has it"
 
 
 def test_what_is_left_for_a_share() -> None:
@@ -504,7 +476,6 @@ def test_which_gpus_are_shared() -> None:
     for nb, free, rooms, near, last, chosen in (
         (1, 3, {1: 50, 2: 30}, None, (), [2]),  # the least room
         (2, 3, {2: 30}, None, (), [0, 2]),  # and one more
-        (2, 4, {}, None, (), [0, 1]),  # none is shared yet
         (1, 2, {7: 30}, None, (), [0]),  # the shared one is not to be had
         (3, 2, {0: 30}, None, (), None),
         (2, 4, {1: 10, 2: 20, 3: 30}, "numa", (), [2, 3]),

@@ -147,7 +147,6 @@ def test_a_value_names_its_section_and_a_user_may_be_a_number() -> None:
     sections = {"max_gpus": "[user anna]", "max_hold": "[user anna]", "default_hold": "[default]"}
     assert limits("anna", "students").sections == sections | {"max_wait": "[group students]"}
     assert limits("ben", text="[user 1001]\nmax_gpus=3").max_gpus == 3
-    assert limits("1001", text="[user ben]\nmax_gpus=3").max_gpus is None
 
 
 def test_root_is_exempt_unless_named() -> None:

@@ -168,6 +168,7 @@ def test_a_container_without_the_network_of_the_host_is_told_once(host: Path, mo
     monkeypatch.setattr(warnings, "_told", set())
     for kind, point, network, told in (
         ("overlay", "/", True, 0),
+        ("ext4", "/", False, 0),
         ("overlay", "/", False, 1),
         ("overlay", "/", False, 1),
     ):
@@ -178,6 +179,14 @@ def test_a_container_without_the_network_of_the_host_is_told_once(host: Path, mo
         assert caplog.text.count("belongs to this container") == told
     warnings.doubt_of_image.cache_clear()
     assert f"start it with -v {host}/state:{host}/state" in caplog.text
+
+
+def test_where_no_mount_is_listed_for_the_root_directory(host: Path, monkeypatch: Any, caplog: Any) -> None:
+    """As in a plain chroot (sbuild, mock, a rescue system)."""
+    monkeypatch.setattr(procfs, "lines_of", lambda path: iter(()))
+    procfs.file_system_at.cache_clear()
+    assert (try_claim(2), caplog.text) == ((0, 1), "")
+    procfs.file_system_at.cache_clear()
 
 
 # A state directory that goes away while claims wait, where its users cannot make it again

@@ -301,16 +301,6 @@ def test_tickets_have_turns_only_where_the_order_is_fair(rules: Any, user: Any, 
         holder = one
 
 
-def test_a_shares_turn_is_its_part_of_a_gpu(rules: Any, user: Any, waiting: Any) -> None:
-    rules("[host]\norder = fair")
-    user(BEN, 1, share="25%", gets=True)
-    user(BEN, 7, gets=True)
-    waiting(BEN, 1, share="80%")
-    waiting(BEN, 1, share="50%")
-    turns = [turn_of(one) for one in sorted(waiting_tickets(), key=lambda one: one.number)]
-    assert turns == pytest.approx([7.75, 7.75 + 7.75], abs=0.001)
-
-
 def test_who_is_passed_is_told_who_is_in_turn(rules, user, as_user, waiting, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("safe_gpu.claim.report._EARLY_INTERVAL", 0.1)
     rules("[host]\norder = fair")

@@ -104,9 +104,8 @@ def test_the_same_request_keeps_its_gpus_and_another_one_does_not(ground: Any) -
         assert safe_gpu.ensure_gpus(model="A100") is claimed
 
 
-@pytest.mark.parametrize("function", [safe_gpu.claim_gpus, safe_gpu.ensure_gpus])
-def test_a_claim_of_no_gpu_hides_all(function: Any, ground: Any) -> None:
-    with function(0) as owner:
+def test_a_claim_of_no_gpu_hides_all(ground: Any) -> None:
+    with safe_gpu.claim_gpus(0) as owner:
         assert (os.environ["CUDA_VISIBLE_DEVICES"], owner.devices_taken, owner.placeholders) == ("", [], [])
         assert safe_gpu.ensure_gpus(0) is owner
         with pytest.raises(safe_gpu.AlreadyClaimedError, match="has claimed 0 GPUs"):
@@ -209,7 +208,7 @@ def test_a_claim_is_told_by_its_entry_and_written_when_it_is_released(state_dir:
         assert lines(state_dir) == []
         assert (running.running, running.labels) == (True, ("0", "1"))
     first, end = lines(state_dir)
-    assert (first["uid"], first["gpus"], first["labels"]) == (os.geteuid(), ground.uuids[:2], ["0", "1"])
+    assert (first["uid"], first["gpus"]) == (os.geteuid(), ground.uuids[:2])
     assert (first["until"], first["waited"] >= 0) == (pytest.approx(first["claim"][1] + 60, abs=0.01), True)
     assert end == {"v": 1, "claim": first["claim"], "ended": end["ended"]}
     (known,) = past()

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import threading
-import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
@@ -238,13 +237,11 @@ def test_release_ends_it_and_may_be_said_twice_and_so_does_the_end_of_with(host:
 
 
 def test_a_dropped_owner_lets_go_of_nothing(host: Any) -> None:
-    reference = weakref.ref(GPUOwner(2, timeout=0))
+    GPUOwner(2, timeout=0)
     gc.collect()
     assert safe_gpu.get_free_gpus() == OTHERS
     safe_gpu.release_gpus()
     assert safe_gpu.get_free_gpus() == ALL
-    gc.collect()
-    assert reference() is None
 
 
 LEAVE_A_PROGRAM = "os.system('sleep 20 > /dev/null 2>&1 < /dev/null &'); os._exit(5)"  # it does not inherit the claim

@@ -333,19 +333,6 @@ def test_a_driver_without_cuda_or_without_gpus_is_told_before_any_lock(fake_gpus
     assert not os.path.exists(state)
 
 
-def test_descriptors_and_threads_are_as_before(fake_gpus: Any) -> None:
-    code = """
-out = []
-for _ in range(4):
-    claim(1); safe_gpu.release_gpus()
-    claim(9)
-    safe_gpu.get_free_gpus()
-    out.append([os.listdir("/proc/self/fd"), threading.active_count()])
-"""
-    first, *others = forked(fake_gpus, code)
-    assert others == [first] * 3
-
-
 # What NVML is asked, call by call: on a real driver each is a system call or worse
 
 

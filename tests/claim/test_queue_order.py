@@ -42,13 +42,11 @@ def short(gets: tuple[int, ...] | None, **scene: Any) -> dict[str, Any]:
 
 
 QUEUES = {
-    "nobody is there": case(1, (0,)),
     "behind a large request that waits for a lease": case(1, None, ahead=[(8, ALL)], claimed=(3,)),
     "behind a large request that a stranger blocks": case(1, (6,), ahead=[(8, ALL)], strangers=(7,)),
     "overlapping parts of the host": case(1, (2,), ahead=[(2, (0, 1))], claimed=(0,), only=(1, 2)),
     "any GPU, behind one who wants a certain one": case(1, (1,), ahead=[(1, (0,))], claimed=(0,)),
     "a certain GPU, behind one who wants any": case(1, None, ahead=[(1, ALL)], claimed=(0,), only=(7,)),
-    "two blocked ones": case(1, (6,), ahead=[(8, ALL), (1, (7,))], strangers=(7,)),
     "the free ones are too few anyhow": case(3, None, ahead=[(8, ALL)], strangers=(7,), claimed=(0, 1, 2, 3, 4)),
     "it ends in time": short((0,)),
     "it ends too late": short(None, hold_for=2 * HOUR),
@@ -352,14 +350,12 @@ def waiting(**values: object) -> WaitState:
 
 OVER = WaitState(NOW)
 LATE = WaitState(NOW, tried_last=True)
-SOON = waiting(deadline=NOW + 5)
 ASKED = waiting(polled_for=AB)
 LIMIT = LimitReached(1, 1)
 
 # What a look saw, how far the wait has come, when the driver may be asked -> the step, to when, what changes.
 CASES = {
     "seen by another one": (Seen(withdrawn=True), waiting(), 0, AGAIN, NOW + 0.25, {"withdrew": NOW}),
-    "that without a wait": (Seen(withdrawn=True), LATE, 0, AGAIN, NOW + 0.25, {"withdrew": NOW}),
     "that for a second": (Seen(withdrawn=True), LATE._replace(withdrew=NOW - 1), 0, REFUSE, None, {}),
     "held elsewhere": (Seen(elsewhere=A), LATE, 0, WATCH, NOW + 0.005, {"elsewhere": A}),
     "held elsewhere after all": (Seen(elsewhere=A), LATE._replace(elsewhere=AB), 0, REFUSE, None, {}),
@@ -368,10 +364,8 @@ CASES = {
     "one last try, behind": (Seen(behind=True), OVER, NOW + 9, POLL, None, {"tried_last": True}),
     "it failed behind others": (Seen(behind=True), LATE, 0, REFUSE, None, {}),
     "somebody ahead": (Seen(behind=True), waiting(), 0, SLEEP, NOW + 30, {}),
-    "somebody ahead, to the deadline": (Seen(behind=True), SOON, 0, SLEEP, NOW + 5, {}),
     "at the user's limit": (Seen(limit=LIMIT), waiting(), 0, WATCH, NOW + 1, {}),
     "that and behind": (Seen(behind=True, limit=LIMIT), waiting(), 0, SLEEP, NOW + 30, {}),
-    "at the limit to the end": (Seen(limit=LIMIT), LATE, 0, REFUSE, None, {}),
     "others are free": (Seen(free=ABC), ASKED, NOW + 9, POLL, None, {"polled_for": ABC}),
     "the driver may be asked": (Seen(free=AB), ASKED, NOW, POLL, None, {"polled_for": AB}),
     "the driver was just asked": (Seen(free=AB), ASKED, NOW + 0.1, WATCH, NOW + 0.1, {}),

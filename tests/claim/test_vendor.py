@@ -61,11 +61,9 @@ def test_both_can_be_held_at_once_and_all_busy_is_all_busy(two_vendors, command:
 
 
 def test_a_wrong_vendor(two_vendors: None) -> None:
-    for vendor in ("matrox", "", "nvidia,amd", 1, ["amd"]):
-        for ask in (claim, safe_gpu.get_free_gpus, wait_for_gpus):
-            words = re.escape(f"vendor={vendor!r}") + ".*choose 'nvidia' or 'amd' or 'intel'"
-            with pytest.raises(safe_gpu.UnsatisfiableRequestError, match=words):
-                ask(vendor=vendor)
+    for vendor, ask in (("matrox", claim), ("", safe_gpu.get_free_gpus), (["amd"], wait_for_gpus)):
+        with pytest.raises(safe_gpu.UnsatisfiableRequestError, match="choose 'nvidia' or 'amd' or 'intel'"):
+            ask(vendor=vendor)
 
 
 @pytest.mark.parametrize("vendor", ["nvidia", "amd"])
@@ -258,9 +256,6 @@ def test_a_notebook_claims_the_same_again_after_release_and_is_told_who_initiali
     assert found["visible"] == [fake_gpus.uuids[5]]
     said = "CUDA, already initialised in this process, limits this process to "
     refused(fake_gpus, start + "out = claim(1, only=4)", "UnsatisfiableRequestError", said)
-    code = "claim(1, lambda device_no: None); initialize(); safe_gpu.release_gpus(); out = claim(2)"
-    said = "call claim_gpus() before torch.cuda.is_available()"  # that placeholder did not
-    refused(fake_gpus, code, "CudaInitializedError", said)
 
 
 def test_prepare_must_not_wake_cuda(fake_gpus: Any) -> None:
@@ -305,8 +300,6 @@ def test_an_ambiguous_fence_is_refused_with_the_way_out(fake_gpus: Any) -> None:
     assert forked(fake_gpus, "out = claim(1, NoPlaceholder())", **fence, SAFE_GPU_FENCE="ignore") == [0]
     parts = ("CUDA_VISIBLE_DEVICES=0 is ambiguous", "CUDA_DEVICE_ORDER=PCI_BUS_ID", "SAFE_GPU_FENCE=ignore")
     refused(fake_gpus, "out = claim(1)", "UnsatisfiableRequestError", *parts, **fence)
-    in_job = forked(fake_gpus, "out = claim(1)", **fence, SLURM_JOB_ID="7")[1]
-    assert ("CUDA_DEVICE_ORDER=PCI_BUS_ID" in in_job, "SAFE_GPU_FENCE" in in_job) == (True, False)
 
 
 def test_a_mig_instance_is_claimed_by_its_uuid(fake_gpus: Any) -> None:
@@ -340,19 +333,6 @@ def test_a_driver_without_cuda_or_without_gpus_is_told_before_any_lock(fake_gpus
     assert not os.path.exists(state)
 
 
-def test_descriptors_and_threads_are_as_before(fake_gpus: Any) -> None:
-    code = """
-out = []
-for _ in range(4):
-    claim(1); safe_gpu.release_gpus()
-    claim(9)
-    safe_gpu.get_free_gpus()
-    out.append([os.listdir("/proc/self/fd"), threading.active_count()])
-"""
-    first, *others = forked(fake_gpus, code)
-    assert others == [first] * 3
-
-
 # What NVML is asked, call by call: on a real driver each is a system call or worse
 
 
@@ -373,17 +353,17 @@ logger = logging.getLogger("safe_gpu")
 logger.setLevel(logging.INFO)
 logger.addFilter(lambda record: record.getMessage() == "lock released" and note())
 for _ in range(2):
-    owner = safe_gpu.claim_gpus({nb_gpus}, timeout=0)
+    owner = safe_gpu.claim_gpus(1, timeout=0)
     note()
     owner.release_gpus()
     assert not os.path.exists(calls), "a release asks nothing"
 """
 
 
-def calls(gpus: Any, nb_gpus: int = 1) -> list[Counter[str]]:
+def calls(gpus: Any) -> list[Counter[str]]:
     """Those of a first claim before and after its GPUs are held, and those of a second one."""
     gpus.options(log=1)
-    phases: list[list[str]] = forked(gpus, CLAIMS.format(nb_gpus=nb_gpus))
+    phases: list[list[str]] = forked(gpus, CLAIMS)
     assert len(phases) == 4
     return [Counter(name.partition("_v")[0].removeprefix("nvml") for name in phase) for phase in phases]
 
@@ -401,11 +381,3 @@ def test_what_is_asked_about_one_gpu_of_eight(fake_gpus: Any) -> None:
     for first, held, second, held_again in ([before, after, *again], calls(fake_gpus)):
         assert (first.total() <= 85, second.total() <= 62) == (True, True)
         assert max(held.total(), held_again.total()) <= 15
-
-
-def test_links_are_asked_for_several_gpus_and_what_draws_where_memory_is_unexplained(fake_gpus: Any) -> None:
-    fake_gpus.change(0, used=40 << 20)
-    fake_gpus.change(1, used=8 << 20)
-    before, after, *_ = calls(fake_gpus, 2)
-    assert before["DeviceGetGraphicsRunningProcesses"] == 1
-    assert (before["DeviceGetP2PStatus"], after["DeviceGetP2PStatus"]) == (28, 0)

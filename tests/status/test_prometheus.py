@@ -1,4 +1,4 @@
-"""Metrics: what they say, and that Prometheus reads them: its own parser, promtool, a real server."""
+"""Metrics: what they say, and that Prometheus reads them: its own parser, and a real server."""
 
 import importlib.util
 import json

@@ -1,5 +1,6 @@
 """The scripts in tools/ that people run by hand."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -12,10 +13,11 @@ import pytest
 from support.real import long
 
 import safe_gpu
+from safe_gpu.affinity.placement import PlacementReport, ProcessPlacement, ThreadPlacement
 
 ROOT = Path(safe_gpu.__file__).parents[1]
 TOOLS = Path(__file__).parents[1] / "tools"
-ACQUISITOR = TOOLS / "gpu-acquisitor.py"
+ACQUISITOR, BENCH, COMPARE = (TOOLS / name for name in ("gpu-acquisitor.py", "bench.py", "compare_binding.py"))
 LINE = re.compile(r"(GPUOwner\w+) \d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} \[(INFO|ERROR|WARNING)\] (.*)")
 
 pytestmark = pytest.mark.skipif(not ACQUISITOR.exists(), reason="this is not a checkout: there is no tools/ here")
@@ -26,7 +28,7 @@ def found_in_children(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+def python(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=110)
 
 
@@ -92,19 +94,15 @@ def test_it_says_why_it_got_nothing(instance: Any) -> None:
 
 
 def test_a_python_without_the_package_is_told_which_to_use() -> None:
-    done = python("-I", "-S", str(ACQUISITOR), "--help")
+    done = python("-I", "-S", ACQUISITOR, "--help")
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert ". .venv/bin/activate" in done.stderr
-
-
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return python(str(TOOLS / "bench.py"), *arguments)
 
 
 def test_driver_calls_are_counted() -> None:
     if not (shutil.which("gcc") or shutil.which("cc")):
         pytest.skip("needs a C compiler, for the fake NVML")
-    done = bench("calls", "--check")
+    done = python(BENCH, "calls", "--check")
     assert done.returncode == 0, done.stdout + done.stderr
     for name, most in (("in a first claim", 100), ("in a claim again", 64), ("once the GPUs are held", 20)):
         calls = re.findall(rf"^NVML {name} .* (\d+)\.00 of at most {most} calls: met$", done.stdout, re.MULTILINE)
@@ -114,7 +112,7 @@ def test_driver_calls_are_counted() -> None:
 
 @long
 def test_all_that_has_a_budget_stands_in_one_table() -> None:
-    done = bench("--quick")
+    done = python(BENCH, "--quick")
     assert done.returncode == 0, done.stderr
     number = r"[+-]?\d+\.\d\d"
     row = rf"^(\S.*\S) +{number} +(?:-|{number})  {number} of at most (.*): (?:met|MISSED)"
@@ -126,3 +124,80 @@ def test_all_that_has_a_budget_stands_in_one_table() -> None:
         ("3 waiters arrive at once (s)", "3 s"), ("3 waiters, share of a core (%)", "2 %"),
         ("memory of a waiter (MiB)", "+15 MiB"),
     }, done.stdout  # fmt: skip
+
+
+# compare_binding.py on a simulated host: both kinds of runs by turns, their medians, and their pages by node
+
+MASK = os.sched_getaffinity(0)
+needs_two_cpus = pytest.mark.skipif(
+    len(MASK) < 2 or 0 not in MASK, reason="mode single binds to CPU 0, which must be one of several here"
+)
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    import compare_binding
+
+    return compare_binding
+
+
+CPUS = "import os, sys; open(sys.argv[1], 'a').write('run '); print('CPUs:', len(os.sched_getaffinity(0)))"
+
+
+@needs_two_cpus
+def test_only_one_kind_of_runs_is_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:p4d")
+    command = (sys.executable, "-c", CPUS, str(tmp_path / "log"))
+    done = python(COMPARE, "--runs", "2", "--affinity", "single", "--figure", "CPUs: (.*)", "--", *command)
+    assert done.returncode == 0, done.stderr
+    every = len(MASK)
+    unbound, bound, ratio = done.stdout.splitlines()
+    assert unbound.startswith(f"not bound: median {every} ({every} to {every}); pages were not seen")
+    assert bound.startswith("bound:     median 1 (1 to 1); ")
+    assert ratio == f"bound / not bound: {1 / every:.2f} of the figure"
+    order = re.findall(r"run (\d) of 2, (.*):", done.stderr)
+    assert order == [("1", "not bound"), ("1", "bound"), ("2", "bound"), ("2", "not bound")]
+    assert (tmp_path / "log").read_text() == "run " * 4
+
+
+def test_a_run_is_looked_at_while_it_lasts(tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This one ends when it has been."""
+    seen, look = tmp_path / "seen", tool.safe_gpu.placement
+    monkeypatch.setattr(tool.safe_gpu, "placement", lambda pid: (look(pid), seen.touch())[0])
+    arm = tool.Arm(["env"])
+    code = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)"
+    arm.run([sys.executable, "-c", code, str(seen)], 0.01, None)
+    assert (len(arm.figures), arm.masks) == (1, {frozenset(MASK)})
+    assert arm.pages.total() > 1 << 20
+
+
+def placed(memory: dict[int, int], gpu_nodes: set[int], mask: set[int]) -> ProcessPlacement:
+    thread = ThreadPlacement(1, "", 0, 0, frozenset(mask), frozenset())
+    return ProcessPlacement(1, 0, "", (thread,), memory=memory, gpu_nodes=frozenset(gpu_nodes))
+
+
+def test_medians_pages_and_the_verdict(tool: Any) -> None:
+    """Pages are those of the look that shows most. Of two ranks one has its GPU on node 0, the other on node 1."""
+    arm = tool.Arm([], figures=[3.0, 1.0, 2.0])
+    ranks = placed({0: 6 << 20, 1: 2 << 20}, {0}, {1}), placed({0: 4 << 20, 1: 8 << 20}, {1}, {2})
+    arm.look(PlacementReport(ranks))
+    arm.look(PlacementReport(ranks[:1]))
+    assert arm.line(" s") == "median 2 s (1 to 3); pages: node 0 10 MiB, node 1 10 MiB; remote 30.0%"
+    arms = {name: tool.Arm([], figures=[figure]) for name, figure in ((tool.UNBOUND, 12.4), (tool.BOUND, 10.0))}
+    assert tool.verdict(arms, False)[2:] == ["bound / not bound: 1.24 times as fast"]
+    assert tool.verdict(arms, True)[2:] == ["bound / not bound: 0.81 of the figure"]
+    for arm in arms.values():
+        arm.look(PlacementReport(ranks[:1]))
+    assert tool.verdict(arms, True)[3] == "nothing is compared: both kinds of runs may use the same CPUs (1)"
+
+
+def test_what_cannot_be_compared() -> None:
+    for arguments, code, says in (
+        ("--runs 1 -- false", 1, "a run ended with 1"),
+        ("--runs 1 --figure x:(.) -- true", 1, "a run printed nothing that matches 'x:(.)'"),
+        ("-n 9 --runs 1 -- true", 1, "9 GPUs"),
+    ):
+        done = python(COMPARE, *arguments.split())
+        assert (done.returncode, "Traceback" in done.stderr) == (code, False)
+        assert says in done.stderr

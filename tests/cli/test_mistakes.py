@@ -31,23 +31,16 @@ safe-gpu -n 2 python train.py  # [2] -n is an option of safe-gpu run: write safe
 safe-gpu run --timout 5 -- true  # [2] there is no option --timout: did you mean --timeout? (see safe-gpu run --help)
 safe-gpu run --gpu 3 -- true  # [2] there is no option --gpu: did you mean --only 3?
 safe-gpu run --device=cuda:1 true  # [2] did you mean --only 1?
-safe-gpu run --GPU_ID GPU-8a2b -- true  # [2] did you mean --only GPU-8a2b?
 safe-gpu bind --only 3 -- true  # [2] did you mean --gpu 3?
-safe-gpu --gpu 3 python train.py  # [2] safe-gpu: error: there is no option --gpu: did you mean --only 3?
 safe-gpu wait 2  # [2] safe-gpu wait: error: unexpected argument '2': did you mean -n 2? (see safe-gpu wait --help)
 safe-gpu wait -- true  # [2] no command is run here: did you mean safe-gpu run?
 safe-gpu run -n  # [2] safe-gpu run: error: -n/--gpus/--nb-gpus needs a value (see safe-gpu run --help)
 safe-gpu run --gpus 0,1 -- true  # [2] -n 0,1 is not a number of GPUs: a whole number from 1 up, a range
 safe-gpu run -n job -- true  # [78] -n job takes the number that the batch job asked for, and this process is in no
 safe-gpu run -n 9 -- true  # [78] 9 GPUs are asked for, but this host has only 8 NVIDIA GPUs: ask for fewer
-safe-gpu run -t 1:30 -- true  # [2] --timeout 1:30 may be hours or minutes: write 1h30m or 1m30s (see safe-gpu run
-safe-gpu run --min-memory 20 -- true  # [2] --min-memory 20 means 20 bytes? write 20GiB
 safe-gpu run --share 25MiB -- true  # [2] --share 25MiB makes no sense: 1 GiB is the least, CUDA's context included
-safe-gpu run --for 2 -- true  # [2] --for 2 means 2 seconds? write 2h, 2m or 2s
 safe-gpu run --min-memory 90GiB -- true  # [78] none fits (GPU 0-7: 80 GiB in all, 90 GiB asked for)
-safe-gpu run --model 'RTX*' -- true  # [78] none fits (GPU 0-7: NVIDIA A100-SXM4-80GB does not match --model 'RTX*')
 safe-gpu run --only 8 -- true  # [78] --only 8 names no single NVIDIA GPU of this host, which has GPU 0-7
-safe-gpu run --only cuda:0 -- true  # [2] --only cuda:0 makes no sense: name GPUs by index, range or UUID, such as
 safe-gpu run --affinity Node -- true  # [2] --affinity Node is not possible: did you mean node? choose from none, node,
 safe-gpu run -- 'sh -x'  # [127] sh -x: command not found; drop the quotes: safe-gpu run -- sh -x (or write sh -c
 safe-gpu run -- 'ls | wc'  # [127] command not found; for shell syntax, write safe-gpu run -- sh -c 'ls | wc'
@@ -61,19 +54,14 @@ SAFE_GPU_TIMEOUT=soon safe-gpu wait  # [78] SAFE_GPU_TIMEOUT=soon is not a durat
 SAFE_GPU_DRIVER=cuda safe-gpu wait  # [78] There is no driver 'cuda': choose one of auto, nvml, nvidia-smi, kfd, intel,
 SAFE_GPU_TIMOUT=5 safe-gpu wait  # [0] has no effect: did you mean SAFE_GPU_TIMEOUT?
 CUDA_VISIBLE_DEVICES=0 safe-gpu wait -n 2  # [78] CUDA_VISIBLE_DEVICES=0 limits this process to 1 of 8 GPUs; 7 others
-CUDA_VISIBLE_DEVICES= safe-gpu wait  # [78] CUDA_VISIBLE_DEVICES='' (set, but empty) limits this process to 0 of 8 GPUs;
 """
 CALLED = """
 claim_gpus('2')  # UnsatisfiableRequestError: nb_gpus='2' makes no sense: ask for a whole number of GPUs, 1 or more
-claim_gpus(timeout=-1)  # UnsatisfiableRequestError: timeout=-1 is not a number of seconds: pass 0 (no wait), a positive
 claim_gpus(min_memory=20.5)  # UnsatisfiableRequestError: min_memory=20.5 makes no sense: give bytes as a whole number,
-claim_gpus(affinity='numa')  # GPUAffinityError: unknown affinity mode 'numa': choose one of node, socket, exclusive,
-claim_gpus(visible_as='name')  # UnsatisfiableRequestError: visible_as='name' is unknown: use "index" or "uuid"
 claim_gpus(1, 'torch')  # PlaceholderError: placeholder_fn='torch' cannot be called: pass a function of the CUDA ordinal
 (GPUOwner(1), GPUOwner(1))  # AlreadyClaimedError: this process holds GPU 0 already: release_gpus() first,
 bind(9)  # GPUAffinityError: this host has no GPU 9: it has GPU 0-7
 set_affinity(9, 8)  # GPUAffinityError: gpu_id=9 should be smaller than nproc_per_node=8
-placement(999999999)  # GPUAffinityError: there is no process 999999999 that can be read from here
 """
 
 
@@ -146,20 +134,14 @@ def no_service(monkeypatch: pytest.MonkeyPatch) -> None:
 WARNED = {
     f"screen -dmS NAME {RUN} CMD": ["screen", "sudo -u anna screen -dmS t ./train"],
     "closes the files that hold the claim": ["screen -dmS t ./train 1"],
-    f"tmux new -d {RUN} CMD": [
-        "tmux", "tmux -L own new-session -d -s t -x 80 ./train", "bash -lc 'exec tmux new -d ./train'",
-        "env -u X A=1 nohup /usr/bin/tmux new -d ./train",
-    ],
+    f"tmux new -d {RUN} CMD": ["tmux -L own new-session -d -s t -x 80 ./train", "env -u X A=1 bash -lc 'exec tmux'"],
     "until its last session ends": ["tmux neww 'cd x && ./train'"],
-    f"byobu new -d {RUN} CMD": ["byobu send-keys -t t ./train Enter"],
     f"echo '{RUN} CMD' | at ...": ["at now"],
-    f"echo '{RUN} CMD' | batch ...": ["batch"],
     f"sbatch --wrap '{RUN} CMD'": ["sbatch -p gpu job.sh", "timeout -k 5 1h taskset -c 0-3 numactl -N 0 sbatch job.sh"],
     f"the job: {RUN} CMD": ["qsub -b y ./train", "ionice -c 2 stdbuf -oL chrt -b 0 xargs -n 1 qsub"],
     f" ... {RUN} CMD": ["bsub -q gpu ./train", "srun -n 4 ./train", "qrsh ./train", "ssh gpu2 ./train"],
     "arguments = run -n 2 -- CMD": ["condor_submit job.sub"],
     f"flux submit ... {RUN} CMD": ["flux submit -n 1 ./train"],
-    f"flux mini batch ... {RUN} CMD": ["flux mini batch job.sh"],
     "Add --scope": ["systemd-run --user -p Nice=5 ./train --scope"],
     # Clients of containers
     "not with the container, which is not its child": [
@@ -180,10 +162,7 @@ WARNED = {
     "leave out --cleanenv": ["apptainer exec --nv --cleanenv IMAGE.sif python train.py", "singularity run -C --nv I"],
     # Launchers that choose GPUs themselves
     "with --num_gpus, deepspeed chooses among all GPUs": ["deepspeed --num_gpus 2 train.py"],
-    "with -i, ": ["deepspeed --no_local_rank -i localhost:1 train.py"],
     "with --include, ": ["deepspeed --master_port 29501 --include=localhost:1,2 train.py"],
-    "with --exclude, ds ": ["conda run -n env ds --exclude localhost:0 train.py"],
-    "with -H, ": ["nohup deepspeed -H hosts train.py"],
     "with --gpu_ids, accelerate ": ["accelerate launch --num_processes 2 --gpu_ids 0,1 train.py"],
     "Leave it out, and accelerate takes the GPUs": ["env A=1 accelerate launch --multi_gpu --gpu_ids=0 train.py"],
 }  # fmt: skip
@@ -206,7 +185,7 @@ def test_what_becomes_of_the_claim_and_the_way_that_works(command: str, words: s
         "systemd-run --user --scope ./train", "nohup ./train", "setsid --fork ./train", "./screen --ligands 5",
         "bash batch", "bash -c 'cd x && sbatch next.sh'", "python train.py screen -dmS t x", "docker", "docker ps -a",
         "docker build -t run .", "docker compose ps", "sh -c docker-run", "env A=1", "grep docker run",
-        "podman --log-level debug container run IMAGE", "podman --remote=false run IMAGE",
+        "podman --log-level debug container run IMAGE",
         "podman run --device nvidia.com/gpu=all -e CUDA_VISIBLE_DEVICES IMAGE",
         "podman run --env-host --device nvidia.com/gpu=all IMAGE", "podman exec NAME nvidia-smi -L /dev/null",
         "apptainer exec --nv IMAGE.sif perl -e 1", "apptainer exec --nv --bind /data IMAGE.sif python train.py",

@@ -162,18 +162,6 @@ def test_one_line_that_is_wiped_at_the_end(command, ground, terminal: Terminal) 
         assert re.search(r"waiting 0:\d\d for 2 GPUs \(0 free\)\r\n {10}GPU 0-7 \w+\r", terminal.raw)
 
 
-def test_who_comes_to_be_the_head_says_whom_it_waits_for_now(command, ground, terminal: Terminal) -> None:
-    ground.hold(*range(8))
-    head = command.start("run", "--", "true")
-    head.stderr.readline()
-    behind = command.start("run", "--", "true", stderr=terminal.slave)
-    terminal.read_until(", #2")
-    head.terminate()
-    terminal.read_until("for 1 GPU (0 free); GPU 0-7: ")
-    ground.let_go()
-    assert behind.wait(60) == 0
-
-
 def test_it_is_wiped_when_the_wait_is_ended(command, ground, terminal: Terminal) -> None:
     ground.hold(*range(8))
     started = command.start("run", "--", "true", stderr=terminal.slave)

@@ -1,20 +1,31 @@
-"""The table of ``status`` from made-up facts: what stands in which column and note; on terminals; and its pictures."""
+"""The table of ``status`` from made-up facts, on terminals and in pictures; idle times, and when waiters can start."""
 
+import itertools
+import json
 import os
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.ground import write_for_all
 from support.page_scene import picture
 from support.terminals import open_terminal
 
+from safe_gpu.coordination.closed import find_admitted
+from safe_gpu.coordination.entry import Entry
 from safe_gpu.gpus.devices import Gpu, Holder
+from safe_gpu.gpus.windows import Window
+from safe_gpu.settings.config import Limits
 from safe_gpu.status.facts import GpuStatus, HostStatus, ProcessStatus, WaiterStatus
+from safe_gpu.status.gather import with_idle_times
 from safe_gpu.status.render import render
+from safe_gpu.status.starts import at_limits, expected_starts
 from safe_gpu.wording.text import display_width
 
 texts = st.text(max_size=40)
@@ -77,7 +88,6 @@ def test_a_crowd_of_waiters_is_cut() -> None:
     assert words(shown(plain))[-1].startswith("1-1500 anna 1500 x 1 GPU")
     assert [line for line in words(shown(plain, verbose=True)) if line.startswith("3 anna 7.3 1 GPU")]
     assert [one["position"] for one in status.to_dict()["queue"]] == list(range(1, 1001))
-    assert "more" not in "".join(shown(replace(status, queue=crowd[:100])))
 
 
 def test_what_gpus_have_in_common_stands_once() -> None:
@@ -106,22 +116,6 @@ def test_what_gpus_have_in_common_stands_once() -> None:
 WARM = Gpu(0, "GPU-0", memory_total=80 << 30, memory_used=42 << 30, utilization=7, temperature=61)
 
 
-def test_power_and_fan_are_shown_with_the_processes_where_they_fit() -> None:
-    gpus = tuple(
-        GpuStatus(WARM._replace(index=fan, fan=fan, power=60 + fan, power_limit=400), "free") for fan in (0, 9)
-    )
-    status = HostStatus("h", "nvml", "1", "/d", 3001.0, gpus)
-
-    def shown(**options: object) -> list[list[str]]:
-        return [line.split() for line in render(status, color=False, **options).split("\n")[3:6]]  # type: ignore[arg-type]
-
-    titles, first, second = shown(width=80, verbose=True)
-    assert titles == ["GPU", "STATE", "MEMORY", "UTIL", "TEMP", "FAN", "POWER"]
-    assert (first[-2:], second[-2:]) == (["0%", "60/400W"], ["9%", "69/400W"])
-    assert shown(width=40, verbose=True)[0][-2:] == ["TEMP", "POWER"]
-    assert {"FAN", "POWER"}.isdisjoint(shown(width=120)[0] + shown(width=30, verbose=True)[0])
-
-
 def test_every_row_of_a_claim_has_its_user() -> None:
     """A name of any length is whole where another program reads it."""
     long = "annabell.with-a-long-name"[:24]
@@ -147,17 +141,6 @@ def test_verbose_lists_the_processes_on_each_gpu() -> None:
         "2 free - -",
     ]
     assert plain == [verbose[0], verbose[-1]]
-
-
-def test_of_an_unknown_holder_the_process_on_the_gpu_is_shown() -> None:
-    """The GPU is claimed through another state directory, whose processes this user cannot ask."""
-    gpu = Gpu(0, "GPU-0", utilization=97)
-    claim = Holder(elsewhere=True)
-    running = ProcessStatus(7, "anna", "/usr/bin/train -x", "compute", 5)
-    one = GpuStatus(gpu, "claimed", claim=claim, processes=(running,), reason="claimed elsewhere; more")
-    lines = words(shown(host(100.0, one)))[4:]
-    assert lines == ["0 claimed - 97% anna pid 7 ? train -x", "", "GPU 0: claimed elsewhere"]
-    assert replace(one, processes=(), idle=True).shown_state(100.0) == "claimed", "since when is not known"
 
 
 def test_json_has_the_state_of_the_table() -> None:
@@ -199,13 +182,12 @@ def test_each_sharer_has_its_row_and_its_notes() -> None:
 def test_a_narrow_queue_leaves_out_the_least_important() -> None:
     waiter = WaiterStatus(1, 7, "averylonguser", 12, 5.0, hold_for=90.0, job="sge:1234567.890", share=1 << 34)
     waiter = replace(waiter, limit=(10, 12), expected_start=3600.0)
-    narrow, usual, wide = (shown(host(10.0, queue=(waiter,)), width)[-2:] for width in (72, 80, 120))
+    narrow, usual = (shown(host(10.0, queue=(waiter,)), width)[-2:] for width in (72, 80))
     assert usual == [
         "#  USER      JOB/PID      WANTS              WAITED  STARTS",
         "1  averyl..  1234567.890  16 GiB of 12 GPUs      5s  in 59m, at limit (10 of 12)",
     ]
     assert "GPUs  in 59m, at limit (10 of 12)" in narrow[1]
-    assert wide[0].split() == "# USER JOB/PID WANTS WAITED PLANNED STARTS".split()
 
 
 # On terminals, with and without colour, and in pictures
@@ -232,15 +214,6 @@ def test_nothing_is_wider_than_the_terminal(in_a_terminal: None, width: int) -> 
     assert ascii_only == plain.translate(str.maketrans("█▌░", "##-"))
 
 
-@pytest.mark.parametrize(("width", "last"), [(50, "JOB/PID"), (60, "LEFT"), (72, "COMMAND"), (100, "COMMAND")])
-def test_a_column_is_whole_or_left_out(in_a_terminal: None, width: int, last: str) -> None:
-    plain = picture.screen(width, NO_COLOR="1")
-    assert f" {last}\n  0 " in plain
-    assert (" TEMP  USER " in plain, "█" in plain) == (width == 100, width == 100)
-    assert "\x1b[35mdrained" in picture.screen(width)
-    assert "\x1b[1m 98%" in picture.screen(width)
-
-
 def text_of(path: Path) -> str:
     """The text of a picture, each piece in its column of its line."""
     lines: dict[float, str] = {}
@@ -258,3 +231,143 @@ def test_the_pictures_are_of_today(in_a_terminal: None, name: str) -> None:
     width, words = picture.PICTURE[name]
     expected = f"$ safe-gpu {' '.join(words)}\n{picture.screen(width, words, NO_COLOR='1')}"
     assert text_of(picture.PICTURES / f"{name}.svg").rstrip() == expected.rstrip()
+
+
+# How long a claimed GPU has shown no work
+
+SINCE = time.time() - 1000.0
+BUSY = GpuStatus(Gpu(0, "GPU-a", utilization=50), "claimed", claim=Holder(7, "anna", since=SINCE, uid=4711))
+STILL = replace(BUSY, gpu=Gpu(0, "GPU-a", utilization=0))
+NOBODY = replace(BUSY, idle=True)
+UNKNOWN = replace(BUSY, gpu=Gpu(0, "GPU-a"))
+
+
+@pytest.fixture
+def marks(state_dir: Path) -> Path:
+    (state_dir / "history").mkdir(parents=True)
+    for path in (state_dir, state_dir / "history"):
+        path.chmod(0o1777)
+    return state_dir / "history"
+
+
+def idle(one: GpuStatus, later: float = 0.0) -> float | None:
+    """How long a GPU has shown no work, that many seconds from now."""
+    return with_idle_times([one], time.time() + later)[0].idle_for
+
+
+def about(seconds: float) -> Any:
+    return pytest.approx(seconds, abs=60)
+
+
+def test_it_counts_from_the_first_look_without_work(marks: Path) -> None:
+    assert idle(STILL) == 0
+    looks = [(NOBODY, 100), (STILL, 300), (BUSY, 310), (STILL, 0), (STILL, 200), (UNKNOWN, 210)]
+    assert [idle(one, later) for one, later in looks] == [about(100), about(300), 0, 0, about(200), 0]
+    assert idle(STILL, 220) == 0
+    os.utime(marks / "GPU-a.idle", (SINCE - 1, SINCE - 1))
+    assert [idle(STILL, 50), idle(STILL, 70)] == [0, about(70)], "another claim begins anew"
+    os.utime(marks / "GPU-a.idle", (9e9, 9e9))
+    assert idle(STILL) == 0, "a mark from the future makes no negative time"
+
+
+def test_a_gpu_that_is_held_is_marked_at_each_look(marks: Path) -> None:
+    assert idle(replace(STILL, claim=None)) is None
+    assert list(marks.iterdir()) == []
+    idle(BUSY)
+    os.utime(marks / "GPU-a.seen", (SINCE, SINCE))
+    before = time.time() - 1
+    idle(replace(BUSY, claim=Holder.of_sharers([BUSY.claim, BUSY.claim])))
+    assert (marks / "GPU-a.seen").stat().st_mtime > before
+    assert {path.stat().st_mode & 0o7777 for path in marks.iterdir()} == {0o666}
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "closed"])
+def test_a_mark_that_cannot_be_written_is_none(marks: Path, kind: str) -> None:
+    precious = marks.parent / "precious"
+    write_for_all(precious, "x")
+    os.utime(precious, (SINCE, SINCE))
+    for name in ("GPU-a.idle", "GPU-a.seen"):
+        if kind == "fifo":
+            os.mkfifo(marks / name)
+        elif kind == "link":
+            (marks / name).symlink_to(precious)
+        else:
+            (marks / name).touch(0o600)
+    assert [idle(STILL), idle(STILL, 100)] == [0, 0]
+    assert (precious.read_text(), precious.stat().st_mtime) == ("x", pytest.approx(SINCE, abs=1e-3))
+
+
+# The expected starts of the queue
+
+NOW = 1000.0
+TOKEN = "0123456789abcdef"  # of the claims inside which others claim
+
+numbers = itertools.count(1)
+
+
+def gpu(index: int, state: str = "claimed", until: float | None = None) -> GpuStatus:
+    claim = Holder(1, since=1.0, until=until) if state == "claimed" else None
+    return GpuStatus(Gpu(index, f"GPU-{index}"), state, claim=claim)
+
+
+def ticket(nb_gpus: int, hold_for: float | None = None, inside: str = "", **more: Any) -> Entry:
+    number = next(numbers)
+    said = {"v": 1, "nb_gpus": nb_gpus, "gpus": ["GPU-0", "GPU-1"], "hold_for": hold_for, "inside": inside, **more}
+    return Entry.read(f"{number}.{'0' * 16}", 0, (1, number), json.dumps(said).encode())
+
+
+NEWER = ticket(1, wish="of a later version")
+LEASED = [gpu(0, until=1100.0), gpu(1, until=1300.0)]
+
+
+@pytest.mark.parametrize(
+    ("tickets", "gpus", "expected"),
+    [
+        pytest.param([ticket(2, 60), ticket(1)], LEASED, [1300.0, 1360.0], id="one after the other"),
+        pytest.param([ticket(2), ticket(1, 60)], LEASED, [1300.0, 1100.0], id="passes"),
+        pytest.param([ticket(2)], [gpu(0, until=1100.0), gpu(1)], [None], id="a holder did not say"),
+        pytest.param([ticket(1)], [gpu(0, until=900.0), gpu(1)], [NOW], id="overdue"),
+        pytest.param([ticket(2), ticket(1)], [gpu(0, "busy"), gpu(1, until=1100.0)], [None, 1100.0], id="a stranger"),
+        pytest.param([NEWER, ticket(1)], LEASED, [None, None], id="one that nobody understands"),
+        pytest.param([ticket(2, inside=TOKEN), ticket(2)], LEASED, [None, 1300.0], id="inside a claim"),
+    ],
+)
+def test_when_waiters_can_expect_to_start(tickets: Any, gpus: Any, expected: Any) -> None:
+    assert [start for start, _ in expected_starts(tickets, gpus, NOW)] == expected
+
+
+@pytest.mark.parametrize(
+    ("ticket", "gpus", "expected"),
+    [
+        pytest.param(ticket(1, 60), [gpu(0, "free"), gpu(1, "free")], NOW, id="ends in time"),
+        pytest.param(ticket(1, 200), [gpu(0, "free"), gpu(1)], 2000.0, id="after the window"),
+    ],
+)
+def test_a_window_puts_a_start_off(ticket: Any, gpus: Any, expected: float) -> None:
+    windows = [Window(1100.0, 2000.0, ("GPU-0",), "user:4711", "", "root")]
+    anna, ben = ticket._replace(uid=4711), ticket._replace(uid=4712)
+    find_admitted(windows, [4711, 4712])
+    assert [start for start, _ in expected_starts([ben], gpus, NOW, windows=windows)] == [expected]
+    assert expected_starts([anna], gpus, NOW, windows=windows) == expected_starts([anna], gpus, NOW)
+
+
+def test_before_when_a_waiter_probably_does_not_start() -> None:
+    assert expected_starts([ticket(2), ticket(1)], LEASED, NOW) == [(1300.0, 1300.0), (None, 1300.0)]
+
+
+@pytest.mark.parametrize(
+    ("most", "share", "expected"),
+    [
+        (2, None, (2.0, 2, 1100.0)),  # until one of the two ends
+        (2, 1 << 30, None),  # two halves
+        (1, 1 << 30, (1.0, 1, 1300.0)),
+    ],
+)
+def test_who_is_at_a_limit_and_until_when(most: int, share: int | None, expected: Any) -> None:
+    gpus = [
+        replace(one, gpu=one.gpu._replace(memory_total=3 << 30), claim=one.claim._replace(uid=4711, share=share))
+        for one in LEASED
+    ]
+    asked = ticket(1)._replace(uid=4711)
+    found = at_limits([asked, ticket(1)], gpus, {4711: Limits(max_gpus=most)}, NOW)
+    assert found == ({} if expected is None else {asked.name: expected})

@@ -276,3 +276,33 @@ def test_what_was_bound_is_known_while_it_is_visible() -> None:
         found = remembered(snapshot, {BOUND: bound, "CUDA_VISIBLE_DEVICES": shown})
         assert (found and [gpu.index for gpu in found.gpus]) == indices
     assert remembered(EIGHT, {}) is None
+
+
+RANK = """
+import json, os, threading
+import safe_gpu
+asked, told = {}, threading.Event()
+def elsewhere():  # a thread that was there before the claim, as a warmed-up numpy has
+    told.wait()
+    asked["thread"] = sorted(os.sched_getaffinity(0))
+thread = threading.Thread(target=elsewhere)
+thread.start()
+owner = safe_gpu.claim_gpus(1, affinity="exclusive")
+told.set()
+thread.join()
+say(json.dumps([owner.devices_taken, sorted(os.sched_getaffinity(0)), sorted(owner.cpus), asked["thread"]]))
+listen()
+"""
+
+
+def test_each_rank_has_cores_of_its_own(saved_tree: Any, four_gpus_env: Any, fake_gpus: Any, child: Any) -> None:
+    """Two GPUs on one node of two real cores."""
+    first, second = MASK[:2]
+    saved_tree.nodes({0: [first, second]})
+    fake_gpus.write(*({**gpu, "node_cpus": f"{first},{second}"} for gpu in fake_gpus.gpus[::2]))
+    ranks = [
+        child(RANK, env={**four_gpus_env, "OMPI_COMM_WORLD_LOCAL_RANK": str(number), "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
+        for number in range(2)
+    ]
+    held = sorted(json.loads(rank.hear()) for rank in ranks)
+    assert held == [[[0], [first], [first], [first]], [[1], [second], [second], [second]]]

@@ -381,3 +381,16 @@ def test_what_is_asked_about_one_gpu_of_eight(fake_gpus: Any) -> None:
     for first, held, second, held_again in ([before, after, *again], calls(fake_gpus)):
         assert (first.total() <= 85, second.total() <= 62) == (True, True)
         assert max(held.total(), held_again.total()) <= 15
+
+
+def test_descriptors_and_threads_are_as_before(fake_gpus: Any) -> None:
+    code = """
+out = []
+for _ in range(4):
+    claim(1); safe_gpu.release_gpus()
+    claim(9)
+    safe_gpu.get_free_gpus()
+    out.append([os.listdir("/proc/self/fd"), threading.active_count()])
+"""
+    first, *others = forked(fake_gpus, code)
+    assert others == [first] * 3

@@ -357,3 +357,12 @@ def test_the_rule_names_every_directory_and_file() -> None:
         "f /var/lib/safe-gpu/host.lock 0666 root root -",
     ]
     assert "d /srv/100%% 1777" in rule_text("/srv/100%"), "tmpfiles.d(5) takes a single one for a specifier"
+
+
+def test_gpus_of_two_vendors_count_apart(path: Path, ask: Any, child: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:two-vendors")
+    code = "import safe_gpu\nsafe_gpu.GPUOwner({}, safe_gpu.NoPlaceholder(), affinity=None, timeout=0, vendor='{}')\n"
+    for number, vendor in ((2, "nvidia"), (1, "amd")):
+        child(code.format(number, vendor) + "say('held'); listen()", says="held")
+    assert json.loads(ask("policy", "--json").stdout)["held"] == 3
+    assert ask("policy").stdout.splitlines()[-1] == "You hold 2 of your 2 NVIDIA GPUs and 1 of your 2 AMD GPUs."

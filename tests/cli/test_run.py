@@ -13,6 +13,7 @@ from support.terminals import Terminal
 
 from safe_gpu.cli.job import become, find_command
 from safe_gpu.cli.output import CommandError
+from safe_gpu.drivers.presets import preset
 from safe_gpu.host import procfs
 
 USER = procfs.user_name(os.geteuid())
@@ -328,3 +329,12 @@ def test_an_undisturbed_run(ground: Any, child: Any, command: Any) -> None:
     assert frames
     assert max(map(len, frames)) <= DEEPEST
     assert max(len(set(files)) for files in frames) <= MOST_FILES
+
+
+def test_partitions_of_amd_gpus(command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:mi300x-cpx")
+    shell = "echo $ROCR_VISIBLE_DEVICES; safe-gpu status --free"
+    claimed, *free = command.run("run", "--only", "2,3", "-n", 2, "--", "sh", "-c", shell).stdout.split()
+    uuids = [gpu.uuid for gpu in preset("mi300x-cpx").gpus]
+    assert claimed.split(",") == uuids[2:4]
+    assert free == [str(index) for index in range(len(uuids)) if index not in (2, 3)]

@@ -258,3 +258,15 @@ def test_json_again_and_again_is_a_line_each(command) -> None:
     for _ in range(2):
         assert json.loads(started.stdout.readline())["schema"] == 2
     started.kill()
+
+
+def test_who_comes_to_be_the_head_says_whom_it_waits_for_now(command, ground, terminal: Terminal) -> None:
+    ground.hold(*range(8))
+    head = command.start("run", "--", "true")
+    head.stderr.readline()
+    behind = command.start("run", "--", "true", stderr=terminal.slave)
+    terminal.read_until(", #2")
+    head.terminate()
+    terminal.read_until("for 1 GPU (0 free); GPU 0-7: ")
+    ground.let_go()
+    assert behind.wait(60) == 0

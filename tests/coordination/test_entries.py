@@ -375,3 +375,42 @@ def test_who_makes_one_begins_again_where_it_was_removed(claims: Directory, monk
     with pytest.raises(StateDirError, match="removed at once"):
         make_entry(claims, 1, CLAIM, by_children=True)
     assert os.listdir(claims.fd) == []
+
+
+def test_threads_make_entries_side_by_side(claims: Directory) -> None:
+    """POSIX locks would be those of the process, and lost with any descriptor of the file."""
+
+    def work(number: int) -> tuple[str, Any]:
+        for _ in range(20):
+            name, held = make_entry(claims, number, CLAIM, by_children=True)
+            assert name in [one.name for one in look(claims)]
+            remove_entry(claims, name, held)
+        return make_entry(claims, number, CLAIM, by_children=True)
+
+    with ThreadPoolExecutor(4) as threads:
+        made = list(threads.map(work, range(1, 5)))
+    assert sorted(one.number for one in look(claims)) == [1, 2, 3, 4]
+    for name, held in made:
+        remove_entry(claims, name, held)
+    assert look(claims) == []
+
+
+def test_their_owner_or_root_removes_dead_entries(claims: Directory, as_user: Any) -> None:
+    name, held = make_entry(claims, 1, CLAIM, by_children=True)
+    held.release()
+    state = os.path.dirname(claims.path)
+
+    def left(directory: Directory) -> list[str]:
+        entries = Entries(directory)
+        entries.look()
+        entries.remove_dead()
+        return os.listdir(directory.fd)
+
+    def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+        with Directory(state, "claims") as directory:
+            make_entry(directory, 2, CLAIM, by_children=True)[1].release()
+            say(*left(directory))
+
+    assert as_user(work, uid=USER).hear() == name
+    place(claims, f".{'0' * 16}")
+    assert left(claims) == [f".{'0' * 16}"]  # it may be about to get its name

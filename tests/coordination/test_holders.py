@@ -1,17 +1,22 @@
 """Who holds what, who is in whose way, and whom an entry names. Doors: real sockets of real processes, which are asked
 from other processes and die in any order."""
 
+import _socket
+import itertools
 import json
 import os
+import resource
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.actor import Actor
 from support.forks import CAN_TRACE, each_point
 from support.processes import own_network
 
@@ -302,3 +307,50 @@ def test_they_belong_to_the_network_namespace(gpu: str, doors: Doors) -> None:
     assert doors.take_whole(gpu, ())
     with own_network():
         assert is_free(gpu)
+
+
+@pytest.mark.parametrize("room", [1, 5])
+def test_they_stay_in_order_where_the_limit_leaves_little_room(gpu: str, doors: Doors, room: int) -> None:
+    """The limit is so low that they are moved to numbers next to their own, or not at all."""
+    assert doors.take_whole(gpu, (), TOKEN)
+    last = doors._held[-1].fd
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (last + room, hard))
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "sysconf", lambda name: 2 * (last - 1))
+            doors.keep_across_exec()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    numbers = [held.fd for held in doors._held]
+    assert numbers == sorted(numbers)
+    assert all(map(os.get_inheritable, numbers))
+
+
+def test_forked_children_close_them(gpu: str, doors: Doors, eventually: Any) -> None:
+    assert doors.take_whole(gpu, ())
+    child = Actor(lambda line: (line.send("up"), line.recv()))
+    assert child.hear() == "up"
+    doors.release()
+    assert doors.take_whole(gpu, ())
+    child.end()
+
+
+def test_without_sockets_the_error_comes_up_and_nothing_stays(gpu: str, doors: Doors) -> None:
+    made, calls = _socket.socket, itertools.count()
+
+    def refuse(*arguments: int) -> Any:
+        if next(calls) == 3:
+            raise PermissionError(1, "Operation not permitted")
+        return made(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_socket, "socket", refuse)
+        with pytest.raises(PermissionError):
+            doors.take_whole(gpu, (), TOKEN)
+    assert is_free(gpu)
+
+
+def test_without_sockets_nothing_is_held_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Doors, "are_taken", Mock(side_effect=PermissionError("no sockets")))
+    assert holders.claims_now(["GPU-a"], "", list)[1] == set()

@@ -370,3 +370,8 @@ def test_the_other_vendor(monkeypatch: pytest.MonkeyPatch) -> None:
     with safe_gpu.GPUOwner(1, vendor="amd", timeout=0, affinity=None, delegate=True):
         assert "HIP" in found(), "a claim inside a claim of AMD GPUs gets those"
     assert "CUDA" in found()
+
+
+def test_a_host_without_a_policy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("safe_gpu.settings.variables.HOST_FILES", (str(tmp_path / "config.ini"),))
+    says("policy file", "skipped", host=environment())

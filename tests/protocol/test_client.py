@@ -1,6 +1,7 @@
 """The simplest client of the protocol, in C: what it holds is seen by this package, and the reverse."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -227,3 +228,12 @@ def test_another_user_makes_the_directory_and_shares_it(scene: Any) -> None:
     scene.until_holds(waiter)
     waiter.end()
     scene.until_holds(last)
+
+
+@BOTH
+def test_a_stale_scope_is_ignored(scene: Any, first: str, second: str) -> None:
+    token = scene.start(first, 1, "around", command=["sh", "-c", "echo $SAFE_GPU_SCOPE"]).finish()[1].strip()
+    assert re.fullmatch(r"[0-9a-f]{16}", token)
+    code, _, err = scene.start(second, 8, "now", command=["true"], env={"SAFE_GPU_SCOPE": token}).finish()
+    assert code == 0
+    assert "SAFE_GPU_SCOPE" in err

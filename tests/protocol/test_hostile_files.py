@@ -80,3 +80,15 @@ def test_garbage_in_entries_costs_nobody_a_gpu_for_longer_than_it_lives(scene: A
             assert claims_all(scene) in (0, 75), ticket
         assert claims_all(scene) == 0
     assert len(os.listdir(scene.state_dir / "queue")) == 0
+
+
+def test_an_entry_with_two_names_counts_once_and_a_huge_share_once_more(scene: Any) -> None:
+    assert claims_all(scene) == 0
+    above = scene.state_dir / "claims"
+    share = {**CLAIM, "gpus": dict.fromkeys(scene.uuids, 60 << 30)}
+    with living(above / name(8), json.dumps(share).encode()):
+        os.link(above / name(8), above / name(9))
+        assert scene.ends("c", 8, "now", "10 GiB") == 0
+        huge = json.dumps({**CLAIM, "gpus": dict.fromkeys(scene.uuids, 2**63 - 1)}).encode()
+        with living(above / name(10), huge), living(above / name(11), huge):
+            assert scene.ends("c", 1, "now", "10 GiB") == 75

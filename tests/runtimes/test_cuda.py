@@ -301,3 +301,15 @@ def test_older_driver_without_versioned_functions(host: Host, build_library: Cal
     host.library = build_library("cuda.c", "libcuda.so.1", "-DOLD")
     assert host.run("held = CUDA.hold(0); held.release(); result = held.uuid") == B
     assert host.holders() == []
+
+
+def test_older_driver_without_versioned_functions_and_none(
+    host: Host, tmp_path: Path, build_library: Callable[..., Path]
+) -> None:
+    host.library = build_library("cuda.c", "libcuda.so.1", "-DOLD")
+    assert host.run("held = CUDA.hold(0); held.release(); result = held.uuid") == B
+    assert host.holders() == []
+    name, message = host.run("CUDA.hold(9)")
+    assert (name, message) == ("CudaCallError", "cuDeviceGet failed with CUDA_ERROR_INVALID_DEVICE (101)")
+    name, message = host.run("CUDA.hold(0)", LD_LIBRARY_PATH=str(broken_library(tmp_path)))
+    assert (name, "NVIDIA_DRIVER_CAPABILITIES" in message) == ("NoDriverError", True)

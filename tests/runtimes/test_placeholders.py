@@ -465,3 +465,17 @@ def test_which_errors_speak_of_the_gpu() -> None:
     # A rival that is seen explains an unavailable GPU, but no broken one.
     assert not causes.blames_gpu(RuntimeError("CUDA_ERROR_DEVICE_UNAVAILABLE"), rivals=True)
     assert causes.blames_gpu(RuntimeError("CUDA_ERROR_ECC_UNCORRECTABLE"), rivals=True)
+
+
+def test_any_function_or_class_is_a_placeholder() -> None:
+    class Holder:
+        def __init__(self, device_no: int) -> None:
+            self.device_no = device_no
+
+    kinds: tuple[Any, ...] = (lambda device_no: SimpleNamespace(device_no=device_no), Holder)
+    for placeholder in kinds:
+        placeholders.prepare(placeholder)
+        assert placeholders.holds_gpu(placeholder)
+        held: Any = placeholders.allocate(placeholder, 3)
+        assert held.device_no == 3
+        placeholders.release(placeholder, held)

@@ -316,3 +316,11 @@ def test_what_indices_mean_now() -> None:
     assert ": end this claim" in stale_indices("1", "PCI_BUS_ID", named(1), losing(1)), "nothing is left"
     gone = HostSnapshot(tuple(gpu._replace(index=gpu.index - 1) for gpu in FOUR[1:]))  # not listed any more
     assert "since a claimed GPU is gone: end this claim" in stale_indices("0", "PCI_BUS_ID", named(0), gone)
+
+
+def test_the_older_name_of_a_mig_instance() -> None:
+    name, (parent, first, second, _) = "MIG-GPU-aa000000/1/0", with_mig().gpus
+    assert parsed(name, with_mig()).ambiguous, "there are two"
+    for instance in (first, second._replace(uuid=name)):
+        found = parsed(name, host(parent, instance))
+        assert (found.uuids, found.ambiguous) == ((instance.uuid,), False)

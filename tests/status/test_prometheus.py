@@ -25,6 +25,7 @@ from support.real import unavailable
 from safe_gpu.cli.commands import main
 from safe_gpu.gpus.devices import Gpu, Holder
 from safe_gpu.status.facts import GpuStatus, HostStatus, WaiterStatus
+from safe_gpu.status.gather import gather
 from safe_gpu.status.metrics import render_metrics
 
 NOW = 1_795_000_000.0
@@ -206,3 +207,10 @@ def test_every_query_has_an_answer_in_a_real_prometheus(tmp_path: Path, eventual
         process.wait(60)
         server.shutdown()
         server.server_close()
+
+
+def test_promtool_has_nothing_to_say(driver_libraries: object, state_dir: Path) -> None:
+    words = [program("promtool"), "check", "metrics"]
+    for status in (STATUS, gather()):
+        done = subprocess.run(words, input=render_metrics(status), capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout + done.stderr) == (0, "")

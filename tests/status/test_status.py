@@ -29,7 +29,7 @@ from safe_gpu.drivers.presets import preset
 from safe_gpu.drivers.simulated import SimulatedDriver
 from safe_gpu.gpus.devices import Gpu, GpuFault, GpuProcess, HostSnapshot
 from safe_gpu.host import procfs
-from safe_gpu.status.facts import HostStatus, of_user
+from safe_gpu.status.facts import HostStatus, of_user, of_vendor
 from safe_gpu.status.gather import gather, status_of
 from safe_gpu.status.render import render
 
@@ -575,3 +575,14 @@ def test_a_driver_that_breaks_between_opening_and_the_poll(both: None, monkeypat
     found = gather()
     assert [one.label for one in found.gpus] == ["0", "1", "2", "3"]
     assert found.broken == ("the NVIDIA driver is gone",)
+
+
+def test_waiters_say_for_whose_gpus_they_wait(both: None, child: Any, command: Any) -> None:
+    child("import safe_gpu\nsay(safe_gpu.claim_gpus(vendor='amd').devices_taken)\nlisten()", says="[0]")
+    waiter = command.start("run", "-q", "--vendor", "amd", "-n", "4", "--", "true")
+    while not (status := gather()).queue:
+        assert waiter.poll() is None
+    assert status.to_dict()["queue"][0]["vendor"] == "amd"
+    assert "4 AMD GPUs" in render(status, width=100, color=False)
+    assert of_vendor(status, "nvidia").queue == ()
+    assert len(of_vendor(status, "amd").queue) == 1

@@ -23,7 +23,7 @@ from safe_gpu.gpus.devices import Gpu, Holder
 from safe_gpu.gpus.windows import Window
 from safe_gpu.settings.config import Limits
 from safe_gpu.status.facts import GpuStatus, HostStatus, ProcessStatus, WaiterStatus
-from safe_gpu.status.gather import with_idle_times
+from safe_gpu.status.gather import gather, with_idle_times
 from safe_gpu.status.render import render
 from safe_gpu.status.starts import at_limits, expected_starts
 from safe_gpu.wording.text import display_width
@@ -371,3 +371,31 @@ def test_who_is_at_a_limit_and_until_when(most: int, share: int | None, expected
     asked = ticket(1)._replace(uid=4711)
     found = at_limits([asked, ticket(1)], gpus, {4711: Limits(max_gpus=most)}, NOW)
     assert found == ({} if expected is None else {asked.name: expected})
+
+
+def test_power_and_fan_are_shown_with_the_processes_where_they_fit() -> None:
+    gpus = tuple(
+        GpuStatus(WARM._replace(index=fan, fan=fan, power=60 + fan, power_limit=400), "free") for fan in (0, 9)
+    )
+    status = HostStatus("h", "nvml", "1", "/d", 3001.0, gpus)
+
+    def shown(**options: object) -> list[list[str]]:
+        return [line.split() for line in render(status, color=False, **options).split("\n")[3:6]]  # type: ignore[arg-type]
+
+    titles, first, second = shown(width=80, verbose=True)
+    assert titles == ["GPU", "STATE", "MEMORY", "UTIL", "TEMP", "FAN", "POWER"]
+    assert (first[-2:], second[-2:]) == (["0%", "60/400W"], ["9%", "69/400W"])
+    assert shown(width=40, verbose=True)[0][-2:] == ["TEMP", "POWER"]
+    assert {"FAN", "POWER"}.isdisjoint(shown(width=120)[0] + shown(width=30, verbose=True)[0])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file a policy must be")
+@pytest.mark.parametrize(
+    ("text", "mode", "most"),
+    [("max_gpus = 4", 0o644, 4), ("max_gpus = 4", 0o666, None), ("max_gpus = 4\nmax_hold = x", 0o644, None)],
+)
+def test_a_file_that_does_not_count_limits_nobody(ground: Any, rules: Any, text: str, mode: int, most: Any) -> None:
+    ground.hold(0, uid=4711)
+    rules(f"[default]\n{text}").chmod(mode)
+    status = gather()
+    assert (status.max_gpus.get("4711"), status.gpus[0].state) == (most, "claimed")

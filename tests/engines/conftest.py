@@ -123,7 +123,7 @@ class Hosts:
     def neighbours(self, python: str, **env: str) -> Iterator[None]:
         """Other users on each host, who take one and two GPUs over and over, and get them."""
         stop = self.marks / "stop"
-        program = (python, str(PROGRAMS / "scenarios.py"), str(stop))
+        program = (python, str(PROGRAMS / "scenarios.py"), "neighbour", str(stop))
         others = [self.start(host, *program, count, **env) for host in self.names for count in "12"]
         try:
             yield

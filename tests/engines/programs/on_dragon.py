@@ -18,7 +18,7 @@ from dragon.infrastructure.policy import Policy
 from dragon.native.pool import Pool
 from dragon.native.process import Process, ProcessTemplate
 from dragon.native.process_group import ProcessGroup
-from scenarios import MARKS, Worker, me, raises, using, wait
+from scenarios import MARKS, Worker, me, put, raises, using, wait
 
 import safe_gpu
 from safe_gpu.engines.dragon import WorkerCheck, claim
@@ -44,9 +44,7 @@ def report(name: str, check: WorkerCheck) -> None:
         result = before, after
     except safe_gpu.SafeGpuError as err:
         result = err
-    path = Path(RESULTS, name)
-    path.with_suffix(".new").write_bytes(pickle.dumps(result))
-    path.with_suffix(".new").rename(path)
+    put(Path(RESULTS, name), pickle.dumps(result))
 
 
 def results(*names: str) -> list[Any]:
@@ -199,8 +197,7 @@ def mpi() -> None:
 
     The group is neither joined nor closed: on two cores Dragon 0.14 may take minutes to end a group with PMIx.
     """
-    program = str(Path(__file__).with_name("mpi_rank.py"))
-    command = ["-m", "safe_gpu", "bind", "--", sys.executable, program, RESULTS]
+    command = ["-m", "safe_gpu", "bind", "--", sys.executable, scenarios.__file__, "mpi_rank", RESULTS]
     with claim(nodes=2, gpus_per_node=2) as held:
         ranks = ProcessGroup(pmi=PMIBackend.PMIX)
         for policy in held.policies():
@@ -211,9 +208,8 @@ def mpi() -> None:
         paths = [Path(RESULTS, f"rank{number}") for number in range(4)]
         wait(lambda: all(path.exists() for path in paths), "the ranks", 200)
         found = [json.loads(path.read_text()) for path in paths]
-        assert [one["ranks"] for one in found] == [4] * 4, found
-        assert [one["expect"] for one in found] == [None] * 4, found
-        places = {(one["host"], one["visible"], one["uuid"]) for one in found}
+        assert [(one["ranks"], one["expect"]) for one in found] == [(4, None)] * 4, found
+        places = {tuple(one["place"]) for one in found}
         assert places == {(gpu.host, str(gpu.index), gpu.uuid) for gpu in held.gpus}, found
     open(f"{MARKS}/mpi-done", "w").close()
 

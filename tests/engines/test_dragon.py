@@ -20,6 +20,7 @@ from pathlib import Path
 from subprocess import Popen
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support.processes import program
@@ -133,7 +134,6 @@ class Dragon:
         output: str = self.hosts.finish(process, timeout)
         print(output)
         assert not [path.name for path in self.hosts.marks.glob("host*:*")]
-        assert not list(self.hosts.marks.glob("*.DOUBLE"))
         return output
 
 
@@ -151,7 +151,7 @@ def dragon(make_hosts: Callable[..., Any], dragon_python: str, build_library: Ca
 @pytest.mark.parametrize("scenes", ["workers executables", "refusals losses"])
 def test_workers_refusals_and_deaths(dragon: Dragon, scenes: str) -> None:
     output = dragon.finish(dragon.start(*scenes.split()), 420)
-    assert output.count(": done in") == 2
+    assert output.count(": done") == 2
     wait_for(lambda: not dragon.hosts.claimed(), "end of all claims")
 
 
@@ -176,7 +176,7 @@ def test_amd_gpus(dragon: Dragon, make_hosts: Any, dragon_python: str, build_lib
     hosts = make_hosts(2, "mi250x")
     hosts.env["HIP_VISIBLE_DEVICES"] = "1,6"  # Dragon does not heed it; HIP and claims do
     on_amd = Dragon(hosts, dragon_python, build_library, amd=True)
-    assert "amd: done in" in on_amd.finish(on_amd.start("amd"), 120)
+    assert "amd: done" in on_amd.finish(on_amd.start("amd"), 120)
     wait_for(lambda: not hosts.claimed(), "end of all claims")
     hosts.down()
 
@@ -210,7 +210,7 @@ def test_the_recipe_of_the_tutorial_inside_a_claim(
 @pytest.mark.parametrize("end", ["kill", "exit"])
 def test_the_driver_ends(dragon: Dragon, end: str) -> None:
     process = dragon.start("driver", end)
-    dragon.hosts.see_the_driver_end(process, end)
+    dragon.hosts.see_the_driver_end(process)
     dragon.kill(process)
 
 
@@ -303,16 +303,9 @@ def test_a_worker_after_the_claim(holder: HolderProcess, gpus: Any) -> None:
         WorkerCheck(gpus).at("hosta")
 
 
-class Idle:
+def idle(numbers: Sequence[int] = range(8), variable: str = "CUDA_VISIBLE_DEVICES") -> Any:
     """A holder's side of the driver that has nothing to say."""
-
-    def __init__(self, numbers: Sequence[int] = range(8), variable: str = "CUDA_VISIBLE_DEVICES") -> None:
-        self.node = SimpleNamespace(gpus=numbers, gpu_env_str=variable)
-
-    def nothing(self, *arguments: Any) -> None:
-        pass
-
-    call = answer = end = nothing
+    return Mock(node=SimpleNamespace(gpus=numbers, gpu_env_str=variable))
 
 
 def policy(host: str, *numbers: int) -> Any:
@@ -320,8 +313,7 @@ def policy(host: str, *numbers: int) -> Any:
 
 
 def test_the_environment_of_a_template_is_that_of_the_gpu_of_its_policy(gpus: Any) -> None:
-    idle: Any = Idle()
-    with DragonClaim({replace(gpu, inherited_position=gpu.index): idle for gpu in gpus}) as claimed:
+    with DragonClaim({replace(gpu, inherited_position=gpu.index): idle() for gpu in gpus}) as claimed:
         for gpu in gpus:
             env = claimed.template_env(policy("hosta", gpu.index))
             assert env == {**gpu.environment, "SAFE_GPU_EXPECT": gpu.uuid}
@@ -342,8 +334,8 @@ def amd(monkeypatch: pytest.MonkeyPatch) -> Iterator[DragonClaim]:
     monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "1,2,3")
     holder = HolderProcess(ClaimArguments(selection={"only": [2, 3]}), "a test")
     granted: Any = holder.claim(2, 0)
-    idle: Any = Idle([1, 2, 3], "ROCR_VISIBLE_DEVICES")  # Dragon 0.14 numbers them as ROCR does
-    with worker(), DragonClaim({replace(gpu, host="hosta", node_id="1"): idle for gpu in granted}) as claim:
+    seen = idle([1, 2, 3], "ROCR_VISIBLE_DEVICES")  # Dragon 0.14 numbers them as ROCR does
+    with worker(), DragonClaim({replace(gpu, host="hosta", node_id="1"): seen for gpu in granted}) as claim:
         yield claim
     holder.release()
 
@@ -351,9 +343,8 @@ def amd(monkeypatch: pytest.MonkeyPatch) -> Iterator[DragonClaim]:
 def test_amd_gpus_where_dragon_counts_those_of_nvidia(amd: DragonClaim) -> None:
     """Its numbers are others' there, even if the holder has inherited a ROCR_VISIBLE_DEVICES."""
     assert amd.find_gpus() == [("hosta", 2), ("hosta", 3)]
-    idle: Any = Idle()
     with pytest.raises(UnsatisfiableRequestError, match="Dragon places there by CUDA_VISIBLE_DEVICES"):
-        DragonClaim(dict.fromkeys(amd.gpus, idle))
+        DragonClaim(dict.fromkeys(amd.gpus, idle()))
 
 
 @pytest.mark.parametrize("left_over", [{}, {"HIP_VISIBLE_DEVICES": "2,3"}])
@@ -388,13 +379,12 @@ def test_outside_of_a_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
         claim()
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The nodes on which holders were to be started, in a runtime of nodea, without GPUs, and nodeb."""
-    found: list[str] = []
+def test_nodes_where_dragon_sees_gpus_are_asked_and_others_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runtime has nodea, without GPUs, and nodeb."""
+    asked: list[str] = []
 
     def start(node: Any, wishes: ClaimArguments, door: object) -> None:
-        found.append(node.hostname)
+        asked.append(node.hostname)
         raise HolderLostError("none starts here")
 
     nodes = {
@@ -408,10 +398,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setitem(sys.modules, "dragon.native.machine", machine)
     monkeypatch.setenv("DRAGON_MY_PUID", "1")
     monkeypatch.setattr(dragon_module, "_DragonHolder", start)
-    return found
-
-
-def test_nodes_where_dragon_sees_gpus_are_asked_and_others_refused(asked: list[str]) -> None:
     for nodes in (1, "nodeb", ["2"], [2]):
         with pytest.raises(HolderLostError, match="none starts here"):
             claim(nodes, 1, timeout=0)  # type: ignore[arg-type]

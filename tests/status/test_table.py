@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.page_scene import picture
+from support.real import tool
 from support.terminals import open_terminal
 
 from safe_gpu.gpus.devices import Gpu, Holder
@@ -17,6 +17,7 @@ from safe_gpu.status.facts import GpuStatus, HostStatus, ProcessStatus, WaiterSt
 from safe_gpu.status.render import render
 from safe_gpu.wording.text import display_width
 
+picture = tool("picture")
 texts = st.text(max_size=40)
 ages = st.none() | st.floats(0, 2e9)
 pids, names, amounts = st.integers(1, 1 << 22), st.none() | texts, st.none() | st.integers(0, 1 << 38)

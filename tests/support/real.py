@@ -1,8 +1,10 @@
-"""What tests need that is real, and not everywhere; batch schedulers, as an ordinary user sees them."""
+"""What tests need that is real, and not everywhere: tools, and batch schedulers as an ordinary user sees them."""
 
+import importlib.util
 import os
 import time
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -18,6 +20,17 @@ def unavailable(reason: str) -> NoReturn:
     if REQUIRED:
         pytest.fail(reason)
     pytest.skip(reason)
+
+
+def tool(name: str) -> Any:
+    """A program of ``tools`` as a module; skips what asks for it where this is not a checkout."""
+    path = Path(__file__).parents[2] / "tools" / f"{name}.py"
+    if not path.exists():
+        pytest.skip("this is not a checkout: there is no tools/ here", allow_module_level=True)
+    specification: Any = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
 
 
 def wait_for(condition: Callable[[], Any], what: str, pause: float = 0.05, seconds: float = 120.0) -> Any:

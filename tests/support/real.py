@@ -67,13 +67,8 @@ class BatchSystem:
 
     def claims(self, number: int) -> list[dict[str, Any]]:
         """Wait for so many claims; their records."""
-
-        def all_of_them() -> list[dict[str, Any]] | None:
-            records: list[dict[str, Any]] = self.room.records("claim")
-            return records if len(records) == number else None
-
-        found: list[dict[str, Any]] = wait_for(all_of_them, f"{number} claims")
-        return found
+        wait_for(lambda: len(self.room.records("claim")) == number, f"{number} claims")
+        return list(self.room.records("claim"))
 
     def end_all(self) -> None:
         left = list(self.jobs())

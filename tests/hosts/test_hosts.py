@@ -82,7 +82,6 @@ def test_whose_hosts_count(files: Any) -> None:
     assert known_hosts({**environ, "SAFE_GPU_HOSTS": "d"}) == ("d",)
     assert setting_of_hosts("remote_command", environ) == "/opt/safe-gpu -x"
     assert known_hosts(files("", roots, 0o600)) == ("c",)
-    assert known_hosts(files("", "")) == ()
 
 
 @pytest.mark.parametrize(

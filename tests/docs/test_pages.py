@@ -8,11 +8,12 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.page_scene import crowded
+from support.real import tool
 
 import safe_gpu
 from safe_gpu import errors
@@ -113,12 +114,13 @@ def test_the_two_commands_are_one_line_each(name: str) -> None:
 
 
 def test_the_table_of_status_has_every_key() -> None:
-    status = crowded()
+    picture = tool("picture")
+    status = replace(picture.scene(), windows=(picture.COURSE,)).to_dict()
     table = PAGES["safe_gpu/status/README.md"].read_text()
     parts = [status, *status["gpus"], *status["queue"], *status["windows"]]
     for gpu in status["gpus"]:
         parts += [gpu["claim"] or {}, *gpu["shares"], *gpu["processes"]]
-    for key in {key for part in parts for key in part}:
+    for key in {"turn", *(key for part in parts for key in part)}:
         assert re.search(rf"`(?:\w+\[\]\.)?{key}(?:\[\][^`]*)?`", table), key
     assert f"`schema` | {status['schema']};" in table
 

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -109,21 +108,19 @@ class Hosts:
         claims = [(host, one) for host in self.names for one in living_claims(str(self.scratch / f"{host}.state"))]
         return {f"{host}:{uuid}" for host, one in claims for uuid in one.gpus}
 
-    def see_the_driver_end(self, process: subprocess.Popen[str], end: str) -> None:
+    def see_the_driver_end(self, process: subprocess.Popen[str]) -> None:
         """A program that runs ``scenarios.driver`` ends, and so do its claims of 16 GPUs."""
         wait_for(lambda: (self.marks / "driver").exists() or process.poll() is not None, "claim")
         assert process.poll() is None, self.output(process)
         assert len(self.claimed()) == 16
         (self.marks / "end-driver").touch()
-        began = time.monotonic()
         wait_for(lambda: not self.claimed(), "end of the claims of a driver that is gone")
-        print(f"driver, {end}: {1000 * (time.monotonic() - began):.0f} ms to free GPUs")
 
     @contextmanager
     def neighbours(self, python: str, **env: str) -> Iterator[None]:
         """Other users on each host, who take one and two GPUs over and over, and get them."""
         stop = self.marks / "stop"
-        program = (python, str(PROGRAMS / "scenarios.py"), str(stop))
+        program = (python, str(PROGRAMS / "scenarios.py"), "neighbour", str(stop))
         others = [self.start(host, *program, count, **env) for host in self.names for count in "12"]
         try:
             yield

@@ -41,7 +41,6 @@ def rank(directory: Path, ranks: int, failing: bool = False) -> None:
     facts = {
         "gpus": owner.devices_taken,
         "visible": os.environ["CUDA_VISIBLE_DEVICES"],
-        "cpus": sorted(owner.cpus),
         "local_rank": context.local_rank,
         "local_size": context.local_size,
     }

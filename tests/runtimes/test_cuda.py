@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support import forks
-from support.cuda_host import INITIALIZE, M0, MAP, A, B, C, Host, broken_library, in_child, run
+from support.vendor_hosts import INITIALIZE, M0, MAP, A, B, C, Host, broken_library, in_child, run
 
 from safe_gpu.errors import CudaInitializedError, NoDriverError
 from safe_gpu.runtimes import cuda

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import cuda_host
 from support.gpus import PACKAGE_ROOT, run_python
 from support.real import unavailable
-from support.vendor_hosts import HipHost, KfdHost, without_hip
+from support.vendor_hosts import HipHost, KfdHost, in_child, without_hip
+from support.vendor_hosts import run as run_on
 
 from safe_gpu.runtimes.hip import HIP
 
@@ -27,7 +27,7 @@ def host(tmp_path: Path, build_library: Callable[..., Path]) -> HipHost:
 
 
 def run(host: HipHost, code: str, **environment: str) -> Any:
-    return cuda_host.run(f"import ctypes\n{code}", {**host.env, **environment})
+    return run_on(f"import ctypes\n{code}", {**host.env, **environment})
 
 
 def shown(host: HipHost, number: int) -> str:
@@ -63,7 +63,7 @@ result = [memory.uuid, held > 0, int(open(file).read()), current.value]
 def test_whoever_has_started_is_told(host: HipHost) -> None:
     """A forked child of a process that used HIP, and a process that has the device open without HIP."""
     device = 'os.open(os.environ["SAFE_GPU_FSROOT"] + "/dev/kfd", os.O_RDWR); result = HIP.visible_if_initialized()'
-    forked = "HIP.hold(0)" + cuda_host.in_child("HIP.visible_if_initialized()")
+    forked = "HIP.hold(0)" + in_child("HIP.visible_if_initialized()")
     for code, words in ((forked, "spawn"), (device, "/dev/kfd")):
         error, message = run(host, code)
         assert (error, words in message) == ("CudaInitializedError", True)

@@ -8,18 +8,47 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from support.claims import claim
-from support.page_scene import HOSTILE, NOW, crowded, host, page, picture
-from support.real import unavailable
+from support.real import tool, unavailable
 
 from safe_gpu.cli import hosts as of_hosts
 from safe_gpu.cli.hosts import Answer, Said, read_answer
+from safe_gpu.status.page import render_page
+
+picture = tool("picture")
+NOW = picture.NOW
+LONG = "python a_program_with_a_very_long_name_that_has_no_blank_in_it_at_all_and_goes_on_and_on.py"
+HOSTILE = "<img src=x onerror=alert(1)>\"'&amp;</script>\x1b[2J\u202e\u2066\ud800 ]]>"
+
+
+def host() -> dict[str, Any]:
+    """The document of a host of eight GPUs, each in another state, and two waiters."""
+    return json.loads(json.dumps(replace(picture.scene(), windows=(picture.COURSE,)).to_dict()))
+
+
+def crowded() -> dict[str, Any]:
+    """That of one with sixteen GPUs, forty waiters, and long names."""
+    status = host()
+    gpus = [json.loads(json.dumps(status["gpus"][n % 8])) | {"index": n, "label": str(n)} for n in range(16)]
+    gpus[9]["claim"] |= {"user": "first.last-with-a-long-name@example.org", "command": LONG, "until": NOW - 300_000}
+    waiters = (("emil", "slurm:10000000"), ("first.last-with-a-long-name@example.org", "slurm:10000001"))
+    some = [
+        one | {"user": user, "job": job, "turn": 1.0} for one, (user, job) in zip(status["queue"], waiters, strict=True)
+    ]
+    queue = [some[n % 2] | {"position": n + 1} for n in range(40)]
+    queue[7] |= {"expected_start": None, "earliest_start": NOW + 100_000, "share": 20 << 30}
+    return status | {"gpus": gpus, "queue": queue}
+
+
+def page(hosts: Mapping[str, Any], *, now: float = NOW, every: float = 300.0, use: Any = None) -> str:
+    return render_page(hosts, now=now, every=every, use={"gpu1": picture.DAY} if use is None else use)
 
 
 class Checked:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.ground import write_for_all
-from support.page_scene import picture
+from support.real import tool
 from support.terminals import open_terminal
 
 from safe_gpu.coordination.closed import find_admitted
@@ -28,6 +28,7 @@ from safe_gpu.status.render import render
 from safe_gpu.status.starts import at_limits, expected_starts
 from safe_gpu.wording.text import display_width
 
+picture = tool("picture")
 texts = st.text(max_size=40)
 ages = st.none() | st.floats(0, 2e9)
 pids, names, amounts = st.integers(1, 1 << 22), st.none() | texts, st.none() | st.integers(0, 1 << 38)

@@ -175,13 +175,10 @@ def _entries() -> set[str]:
 
 def is_locked(path: Path) -> bool:
     try:
-        fd = os.open(path, os.O_RDWR)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    finally:
-        os.close(fd)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
     return False

@@ -1,8 +1,10 @@
-"""What tests need that is real, and not everywhere; batch schedulers, as an ordinary user sees them."""
+"""What tests need that is real, and not everywhere: tools, and batch schedulers as an ordinary user sees them."""
 
+import importlib.util
 import os
 import time
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -18,6 +20,17 @@ def unavailable(reason: str) -> NoReturn:
     if REQUIRED:
         pytest.fail(reason)
     pytest.skip(reason)
+
+
+def tool(name: str) -> Any:
+    """A program of ``tools`` as a module; skips what asks for it where this is not a checkout."""
+    path = Path(__file__).parents[2] / "tools" / f"{name}.py"
+    if not path.exists():
+        pytest.skip("this is not a checkout: there is no tools/ here", allow_module_level=True)
+    specification: Any = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
 
 
 def wait_for(condition: Callable[[], Any], what: str, pause: float = 0.05, seconds: float = 120.0) -> Any:
@@ -54,13 +67,8 @@ class BatchSystem:
 
     def claims(self, number: int) -> list[dict[str, Any]]:
         """Wait for so many claims; their records."""
-
-        def all_of_them() -> list[dict[str, Any]] | None:
-            records: list[dict[str, Any]] = self.room.records("claim")
-            return records if len(records) == number else None
-
-        found: list[dict[str, Any]] = wait_for(all_of_them, f"{number} claims")
-        return found
+        wait_for(lambda: len(self.room.records("claim")) == number, f"{number} claims")
+        return list(self.room.records("claim"))
 
     def end_all(self) -> None:
         left = list(self.jobs())

@@ -5,9 +5,7 @@ import os
 import pickle
 import socket
 import sys
-import time
 import traceback
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from dragon.infrastructure.policy import Policy
 from dragon.native.pool import Pool
 from dragon.native.process import Process, ProcessTemplate
 from dragon.native.process_group import ProcessGroup
-from scenarios import MARKS, Worker, me, raises, using, wait
+from scenarios import MARKS, Worker, me, put, raises, using, wait
 
 import safe_gpu
 from safe_gpu.engines.dragon import WorkerCheck, claim
@@ -44,9 +42,7 @@ def report(name: str, check: WorkerCheck) -> None:
         result = before, after
     except safe_gpu.SafeGpuError as err:
         result = err
-    path = Path(RESULTS, name)
-    path.with_suffix(".new").write_bytes(pickle.dumps(result))
-    path.with_suffix(".new").rename(path)
+    put(Path(RESULTS, name), pickle.dumps(result))
 
 
 def results(*names: str) -> list[Any]:
@@ -100,31 +96,19 @@ def workers() -> None:
 
         policies = held.make_policies(held.find_gpus(), nprocs=5)
         named = {f"worker{number}": policy for number, policy in enumerate(policies)}
-        assert len(named) == 5
         for nth, (_, worker) in enumerate(reports(held.check_worker, named)):
             gpu = held.gpus[nth % 4]
             assert (worker.host, worker.cuda) == (gpu.host, str(gpu.index)), worker
             assert set(worker.cpus) == ({0} if nth == 0 else {1} if nth == 4 else set(gpu.cpus)), worker
 
-        failing = {
-            "unknown-gpu": on("hostb", gpu_affinity=[17], cpu_affinity=[0]),
-            "no-gpu": on("hostb", cpu_affinity=[0]),
-            "not-ours": on("hosta", gpu_affinity=[7]),
-        }
+        failing = {"no-gpu": on("hostb", cpu_affinity=[0]), "not-ours": on("hosta", gpu_affinity=[7])}
         for name, error in zip(failing, reports(held.check_worker, failing), strict=True):
             assert isinstance(error, safe_gpu.WrongDeviceError), (name, error)
-        one_core = WorkerCheck(tuple(replace(gpu, cpus=frozenset({1})) for gpu in held.gpus))
-        (error,) = reports(one_core, {"cpu": on("hosta", gpu_affinity=[0], cpu_affinity=[99])})
-        assert isinstance(error, safe_gpu.GPUAffinityError), error
 
         raises(REFUSED, "GPU 7 of hosta", call=lambda: held.make_policies([("hosta", 7)]))
-        raises(REFUSED, call=lambda: held.policies(nprocs=0))
         assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert "CUDA_DEVICE_ORDER" not in os.environ
     raises(REFUSED, "claim again", call=held.policies)
-    os.environ["CUDA_VISIBLE_DEVICES"] = "0"
-    raises(safe_gpu.SafeGpuError, "no longer held", call=held.check_worker)
-    del os.environ["CUDA_VISIBLE_DEVICES"]
 
 
 def executables() -> None:
@@ -136,7 +120,6 @@ def executables() -> None:
             "run-first": ("run --timeout 10", first, first),
             "run-last": ("run --timeout 10", last, last),
             "bind-last": ("bind", last, last),
-            "unknown-gpu": ("bind", on("hostb", gpu_affinity=[17]), last),
         }
         wrong = {
             "no-gpu": ("bind", on("hostb"), last),
@@ -151,8 +134,6 @@ def executables() -> None:
         for name, said in {"no-gpu": "8 GPUs", "not-ours": "it sees", "another-host": "no longer held"}.items():
             code, output = _outcome(name)
             assert (code, said in output) == (70, True), (name, code, output)
-        raises(REFUSED, "GPUs [7]", call=lambda: held.template_env(wrong["not-ours"][1]))
-    raises(REFUSED, "claim again", call=lambda: held.template_env(first))
 
 
 def _executable(held: Any, name: str, verb: str, policy: Policy, meant: Policy) -> ProcessTemplate:
@@ -199,8 +180,7 @@ def mpi() -> None:
 
     The group is neither joined nor closed: on two cores Dragon 0.14 may take minutes to end a group with PMIx.
     """
-    program = str(Path(__file__).with_name("mpi_rank.py"))
-    command = ["-m", "safe_gpu", "bind", "--", sys.executable, program, RESULTS]
+    command = ["-m", "safe_gpu", "bind", "--", sys.executable, scenarios.__file__, "mpi_rank", RESULTS]
     with claim(nodes=2, gpus_per_node=2) as held:
         ranks = ProcessGroup(pmi=PMIBackend.PMIX)
         for policy in held.policies():
@@ -211,9 +191,8 @@ def mpi() -> None:
         paths = [Path(RESULTS, f"rank{number}") for number in range(4)]
         wait(lambda: all(path.exists() for path in paths), "the ranks", 200)
         found = [json.loads(path.read_text()) for path in paths]
-        assert [one["ranks"] for one in found] == [4] * 4, found
-        assert [one["expect"] for one in found] == [None] * 4, found
-        places = {(one["host"], one["visible"], one["uuid"]) for one in found}
+        assert [(one["ranks"], one["expect"]) for one in found] == [(4, None)] * 4, found
+        places = {tuple(one["place"]) for one in found}
         assert places == {(gpu.host, str(gpu.index), gpu.uuid) for gpu in held.gpus}, found
     open(f"{MARKS}/mpi-done", "w").close()
 
@@ -269,9 +248,8 @@ def main() -> None:
         return
     try:
         for name in sys.argv[1:]:
-            began = time.monotonic()
             globals()[name]()
-            print(f"{name}: done in {time.monotonic() - began:.1f} s", flush=True)
+            print(f"{name}: done", flush=True)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

@@ -1,10 +1,12 @@
 """Scenarios, and parts of them, that are the same for every engine, given its ``claim``; the referee, and neighbours.
 
-    scenarios.py STOP_FILE NB_GPUS [hold]       a neighbour
+    scenarios.py neighbour STOP_FILE NB_GPUS [hold]
+    scenarios.py mpi_rank DIRECTORY
 
 The referee's marks lie in a directory that all hosts share, and are made by O_EXCL: no double booking is missed.
 """
 
+import json
 import os
 import signal
 import socket
@@ -13,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import safe_gpu
@@ -44,6 +47,12 @@ def meet(name: str, me: int, everyone: int = 2, seconds: float = 100.0) -> None:
     """Wait until ``everyone`` has come to this point."""
     os.close(os.open(f"{MARKS}/meet-{name}-{me}", os.O_CREAT))
     wait(lambda: all(os.path.exists(f"{MARKS}/meet-{name}-{other}") for other in range(everyone)), name, seconds)
+
+
+def put(path: Path, content: bytes) -> None:
+    """Have a file that nobody sees half of."""
+    path.with_suffix(".new").write_bytes(content)
+    path.with_suffix(".new").rename(path)
 
 
 def wait(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
@@ -92,12 +101,13 @@ def refusals(claim: Callable[..., Any], more: Callable[[], None] = lambda: None)
     ``more`` is called while another user holds three GPUs of hosta.
     """
     refused = safe_gpu.UnsatisfiableRequestError
-    raises(refused, "3 nodes asked for", "hosta", call=lambda: claim(nodes=3))
     raises(refused, "hostx", "hosta, hostb", call=lambda: claim(nodes=["hosta", "hostx"]))
     raises(refused, "hosta: ", call=lambda: claim(nodes=2, gpus_per_node=9))
     stop = f"{MARKS}/stop"
     both = ["hostb", "hosta"]
-    with subprocess.Popen([sys.executable, __file__, stop, "3", "hold"], stdout=subprocess.PIPE, text=True) as other:
+    with subprocess.Popen(
+        [sys.executable, __file__, "neighbour", stop, "3", "hold"], stdout=subprocess.PIPE, text=True
+    ) as other:
         try:
             assert other.stdout is not None
             assert "holding [0, 1, 2]" in other.stdout.readline()
@@ -121,10 +131,8 @@ def lose_holder(held: Any, use: Callable[[], object]) -> None:
     """The holder of hosta dies while a worker holds its first GPU: the others are free, and ``use`` of one fails."""
     working, idle = held.gpus[:2]
     wait(lambda: os.path.exists(f"{GO_ON}.started"), "training")
-    began = time.monotonic()
     os.kill(holder_of(idle.uuid), signal.SIGKILL)
     wait(lambda: len(safe_gpu.get_free_gpus()) == 7, "GPUs of the dead holder")
-    print(f"holder: {1000 * (time.monotonic() - began):.0f} ms to free GPUs", flush=True)
     assert str(working.index) not in safe_gpu.get_free_gpus()
     lost = raises(safe_gpu.SafeGpuError, "hosta: ", "has exited", call=held.check)
     assert lost.host == "hosta"
@@ -133,17 +141,14 @@ def lose_holder(held: Any, use: Callable[[], object]) -> None:
 
 def lose_worker(working: Any) -> None:
     """The worker that holds this GPU of hosta dies: the GPU is free."""
-    began = time.monotonic()
     os.kill(holder_of(working.uuid, inside=True), signal.SIGKILL)
     wait(lambda: len(safe_gpu.get_free_gpus()) == 8, "the dead worker's GPU")
-    print(f"worker: {1000 * (time.monotonic() - began):.0f} ms to a free GPU", flush=True)
     os.unlink(f"{MARKS}/hosta:{working.uuid}")  # its mark died with it
 
 
 def driver(claim: Callable[..., Any], end: str) -> None:
     """A claim that nobody releases: the driver is killed, or simply ends."""
-    held = claim(nodes=2, gpus_per_node=8)
-    print(held, flush=True)
+    _held = claim(nodes=2, gpus_per_node=8)
     open(f"{MARKS}/driver", "w").close()
     wait(lambda: os.path.exists(f"{MARKS}/end-driver"), "the end", 100)
     if end == "kill":
@@ -203,5 +208,20 @@ def neighbour(stop: str, nb_gpus: str, hold: str = "") -> None:
         time.sleep(0.02)
 
 
+def mpi_rank(directory: str) -> None:
+    """One MPI rank, started under ``safe-gpu bind``: claims its GPU, meets the others, and writes what it has."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    with safe_gpu.GPUOwner(1, timeout=10, affinity=None) as owner, using(owner.gpus[0].uuid):
+        found = {
+            "ranks": world.allreduce(1),  # all ranks hold their GPU at this point
+            "place": (socket.gethostname(), os.environ["CUDA_VISIBLE_DEVICES"], owner.gpus[0].uuid),
+            "expect": os.environ.get("SAFE_GPU_EXPECT"),
+        }
+        put(Path(directory, f"rank{world.rank}"), json.dumps(found).encode())
+        world.Barrier()
+
+
 if __name__ == "__main__":
-    neighbour(*sys.argv[1:])
+    globals()[sys.argv[1]](*sys.argv[2:])

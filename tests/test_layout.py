@@ -216,7 +216,7 @@ def test_the_top_of_the_repository_is_tidy() -> None:
 
 
 # Size: lines of code, without docstrings, comments and blank lines. What is added pays for itself in lines removed.
-MOST_CODE = {"safe_gpu": 15_500, "tests and tools": 28_650}
+MOST_CODE = {"safe_gpu": 15_500, "tests and tools": 27_500}
 
 
 def code_lines(source: str) -> int:

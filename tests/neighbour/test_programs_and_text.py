@@ -37,7 +37,7 @@ needs_root = pytest.mark.skipif(not programs.is_root(), reason="needs root, to b
 CODE = """
 import os
 from safe_gpu import SafeGpuError, wrap_command
-from safe_gpu.cli.hosts import ask
+from safe_gpu.cli.hosts import ask, ssh_to
 from safe_gpu.drivers import open_driver
 from safe_gpu.schedulers.gpu_count import number_for_job
 try:
@@ -67,6 +67,8 @@ def write(program: Path, script: str) -> None:
         ("numactl", WRAP, "PATH", {}),
         ("true", WRAP, "PATH", {}),
         ("timeout", CODE.format("ask(['/bin/true']).err"), "PATH", {}),
+        ("ssh", CODE.format("ask(ssh_to('gpu1', 'true')).err"), "PATH", {}),
+        ("qstat", NUMBER, "SGE_BINARY_PATH", JOB),
     ],
 )
 def test_root_runs_no_program_of_a_neighbour(

@@ -16,7 +16,6 @@ from ..status.metrics import render_metrics
 from ..status.render import render
 from .arguments import add_hosts, add_vendor
 from .commands import EX_NO_DRIVER, EX_STATE_DIR
-from .hosts import status_of_hosts, write_page
 from .output import columns, in_color, print_json, print_lines, say, watching, write_output
 
 _INTERVAL = 2.0
@@ -68,6 +67,8 @@ def do_status(options: argparse.Namespace) -> int:
     for form in ("prometheus", "html", "free"):
         if getattr(options, form) and (user is not None or options.watch):
             options.usage_error(f"--{form} goes with none of --mine, --user and --watch")
+    if options.host or options.all_hosts or options.html:
+        from .hosts import status_of_hosts, write_page  # a table in a terminal starts sooner without them
     if options.host or options.all_hosts:
         return status_of_hosts(options)
     if options.sort:

@@ -168,7 +168,8 @@ class Month:
                 continue
             begin, end, gpus = float(told[0]), self.killed.get(job.number) or float(told[2]), told[1].split(",")
             released = not job.by_run and job.number not in self.killed
-            if (sorted(claim.labels), claim.uid, claim.knows_its_end) != (sorted(gpus), job.user, released):
+            is_same = (sorted(claim.labels), claim.uid) == (sorted(gpus), job.user)
+            if not is_same or (released and not claim.knows_its_end):
                 wrong.append(f"{job} had {gpus}, and the history says {claim}")
             for gpu in gpus:
                 since, until = self.closed.get(gpu, (0.0, 0.0))

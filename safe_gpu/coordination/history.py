@@ -36,6 +36,8 @@ PARTS = 4
 
 _MONTHS = 24  # whose files are kept
 
+_LONGEST_LOOK = 10.0  # seconds from the listing of claims to the marks: a claim may have come between the two
+
 _OLD = r"[0-9]{4}-(0[1-9]|1[0-2])(\.[1-3])?\.jsonl|\..*\.[0-9a-f]{16}"
 
 
@@ -187,7 +189,7 @@ def lines_of_dead(entries: Iterable[Entry], now: float) -> list[bytes]:
 def _end_of_dead(entry: Entry, since: float, now: float) -> tuple[float, float]:
     """Return when it was last seen, and when it was found dead, or its GPUs were first seen free."""
     seen = max([since, *_marked(entry.gpus, "seen")])
-    now = min([now, *(when for when in _marked(entry.gpus, "free") if when > seen)])
+    now = min([now, *(when for when in _marked(entry.gpus, "free") if when > seen + _LONGEST_LOOK)])
     if entry.start and entry.pidns == pid_namespace():
         # It has lived no longer than since its process started, by the boot clock: the other may have jumped.
         most = since + time.clock_gettime(time.CLOCK_BOOTTIME) - entry.start / os.sysconf("SC_CLK_TCK")

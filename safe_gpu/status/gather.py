@@ -203,7 +203,7 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
     rows = [one for snapshot in snapshots for one in _gpus(snapshot, found, limits)]
     if len(snapshots) > 1:
         rows = [replace(one, prefix=f"{one.gpu.vendor}:") for one in rows]
-    gpus = with_idle_times(rows, now)
+    gpus = rows if found.warnings else with_idle_times(rows, now)  # nothing is marked where claims are not known
     limited = at_limits(tickets, gpus, limits, now)
     windows = all_windows()
     find_admitted(windows, {ticket.uid for ticket in tickets})

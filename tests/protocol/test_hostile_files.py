@@ -61,15 +61,6 @@ def test_what_is_no_entry_counts_for_nothing(scene: Any) -> None:
         assert not (above / name(7)).exists()
 
 
-def test_an_entry_with_two_names_counts_once(scene: Any) -> None:
-    assert claims_all(scene) == 0
-    above = scene.state_dir / "claims"
-    share = {**CLAIM, "gpus": dict.fromkeys(scene.uuids, 60 << 30)}
-    with living(above / name(8), json.dumps(share).encode()):
-        os.link(above / name(8), above / name(9))
-        assert scene.ends("c", 8, "now", "10 GiB") == 0
-
-
 def test_garbage_in_entries_costs_nobody_a_gpu_for_longer_than_it_lives(scene: Any) -> None:
     assert claims_all(scene) == 0
     for number in range(20, 420 if scene.required else 60):

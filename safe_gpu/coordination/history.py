@@ -3,7 +3,8 @@
 A claim never waits for it and never fails for it: where a line cannot be written (no room, another user's file that is
 closed, a symbolic link), it is lost. The files grow to a bounded size and are kept for two years.
 
-A claim is told when it ends: by itself, or if it died by who removes its entry. Until then its entry tells it.
+A claim is told when it ends: by itself, or if it died by who removes its entry. Its user and root do so when they claim
+or look at the status. Until then its entry tells it.
 """
 
 from __future__ import annotations
@@ -35,8 +36,6 @@ PARTS = 4
 """Files of a month at most; what comes after that is lost."""
 
 _MONTHS = 24  # whose files are kept
-
-_LONGEST_LOOK = 10.0  # seconds from the listing of claims to the marks: a claim may have come between the two
 
 _OLD = r"[0-9]{4}-(0[1-9]|1[0-2])(\.[1-3])?\.jsonl|\..*\.[0-9a-f]{16}"
 
@@ -187,9 +186,8 @@ def lines_of_dead(entries: Iterable[Entry], now: float) -> list[bytes]:
 
 
 def _end_of_dead(entry: Entry, since: float, now: float) -> tuple[float, float]:
-    """Return when it was last seen, and when it was found dead, or its GPUs were first seen free."""
-    seen = max([since, *_marked(entry.gpus, "seen")])
-    now = min([now, *(when for when in _marked(entry.gpus, "free") if when > seen + _LONGEST_LOOK)])
+    """Return when it was last seen, and when it was found dead."""
+    seen = max(since, _last_seen(entry.gpus))
     if entry.start and entry.pidns == pid_namespace():
         # It has lived no longer than since its process started, by the boot clock: the other may have jumped.
         most = since + time.clock_gettime(time.CLOCK_BOOTTIME) - entry.start / os.sysconf("SC_CLK_TCK")
@@ -199,35 +197,28 @@ def _end_of_dead(entry: Entry, since: float, now: float) -> tuple[float, float]:
     return max(round(since, 3), round(min(seen, now - 1e-3), 3)), now  # not the same: that would be known exactly
 
 
-def mark(directory: Directory, uuid: str, *, held: bool) -> None:
-    """Note that a GPU is held now, or the first time after that that it is free. No error is told.
+def mark_seen(directory: Directory, uuid: str) -> None:
+    """Note that a GPU is held now, of which no error is told.
 
-    A claim that dies is then known to have lived until the one, and to have ended by the other.
+    A claim that dies is then known to have lived until now.
     """
     with suppress(OSError, StateDirError):
-        seen, free = (_mark_of(directory, uuid, kind) for kind in ("seen", "free"))
-        if not held and free >= seen:
-            return
-        fd = directory.open_file(_mark(uuid, "seen" if held else "free"), OPEN_FILE | os.O_WRONLY, make=True)
+        fd = directory.open_file(_seen(uuid), OPEN_FILE | os.O_WRONLY, make=True)
         try:
             os.utime(fd)
         finally:
             os.close(fd)
 
 
-def _marked(uuids: Iterable[str], kind: str) -> list[float]:
-    """Return when these GPUs were last marked, as far as they were."""
+def _last_seen(uuids: Iterable[str]) -> float:
+    """Return when one of these GPUs was last seen held; 0 if nobody has noted it."""
+    seen = 0.0
     with suppress(OSError, StateDirError), HistoryDir() as directory:
-        return [_mark_of(directory, uuid, kind) for uuid in uuids]
-    return []
+        for uuid in uuids:
+            with suppress(OSError, ValueError):  # of an entry: its user may have written a NUL
+                seen = max(seen, os.stat(_seen(uuid), dir_fd=directory.fd, follow_symlinks=False).st_mtime)
+    return seen
 
 
-def _mark_of(directory: Directory, uuid: str, kind: str) -> float:
-    try:
-        return os.stat(_mark(uuid, kind), dir_fd=directory.fd, follow_symlinks=False).st_mtime
-    except (OSError, ValueError):  # of an entry: its user may have written a NUL
-        return 0.0
-
-
-def _mark(uuid: str, kind: str) -> str:
-    return f"{uuid.replace('/', '_')}.{kind}"
+def _seen(uuid: str) -> str:
+    return f"{uuid.replace('/', '_')}.seen"

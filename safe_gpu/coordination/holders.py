@@ -87,10 +87,10 @@ class Claims:
         return found
 
 
-def living_claims(path: str | None = None, ignored: list[str] | None = None) -> list[Entry]:
-    """Return the living claims in a state directory, None for that of this process; the rest as of
+def living_claims(ignored: list[str] | None = None, removed: list[Entry] | None = None) -> list[Entry]:
+    """Return the living claims in the state directory of this process; the rest as of
     :func:`~safe_gpu.coordination.entry.living_entries`."""
-    return living_entries(path or state_dir_path(), "claims", ignored)
+    return living_entries(state_dir_path(), "claims", ignored, removed)
 
 
 def said_by(entry: Entry) -> Holder:

@@ -17,7 +17,7 @@ from ..coordination.directory import OPEN_FILE, Directory
 from ..coordination.doors import Doors
 from ..coordination.entry import Entry
 from ..coordination.faults import read_faults
-from ..coordination.history import HistoryDir, mark
+from ..coordination.history import HistoryDir, append, lines_of_dead, mark_seen
 from ..coordination.holders import Claims, claim_around, claims_now, heirs_of, holder_of, lives_here, living_claims
 from ..coordination.queue import TicketRequest, waiting_tickets
 from ..coordination.state_dir import remover_of, state_dir_path
@@ -27,6 +27,7 @@ from ..errors import NoDriverError, PolicyError, StateDirError
 from ..gpus.devices import MOST_SHARERS, Gpu, GpuProcess, Holder, HostSnapshot, ProcessKind, recent_faults, vendor_of
 from ..host import procfs
 from ..host.procfs import user_name
+from ..host.signals import DeferredSignals
 from ..runtimes.visible_devices import stale_indices
 from ..selection.request import Selection
 from ..selection.sharing import promised, used_by_sharers
@@ -63,14 +64,16 @@ class HostFacts:
         self.claims, self.elsewhere = Claims(()), set[str]()
         self.tickets: list[Entry] = []
         self.warnings: list[str] = []
-        uuids, ignored = [gpu.uuid for gpu in gpus], list[str]()
+        uuids, ignored, dead = [gpu.uuid for gpu in gpus], list[str](), list[Entry]()
         try:
             # A waiter makes its claim before it leaves the queue.
             self.tickets = waiting_tickets(path, ignored)
         except StateDirError as err:
             self.warnings = [f"The queue is not known: {err}"]
         try:
-            self.claims, self.elsewhere = claims_now(uuids, tree, partial(living_claims, path, ignored))
+            with DeferredSignals():
+                self.claims, self.elsewhere = claims_now(uuids, tree, partial(living_claims, ignored, dead))
+                append(lines_of_dead(dead, time.time()), time.time())
         except StateDirError as err:
             self.warnings = [f"The claims are not known: {err}"]
         self.ignored = list(dict.fromkeys(ignored))
@@ -322,8 +325,8 @@ def with_idle_times(gpus: Sequence[GpuStatus], now: float) -> Sequence[GpuStatus
 
 def _idle_for(directory: Directory, one: GpuStatus, now: float) -> float | None:
     since = one.claim.since if one.claim else None
-    if one.claim is None or since:
-        mark(directory, one.gpu.uuid, held=one.claim is not None)
+    if since:
+        mark_seen(directory, one.gpu.uuid)
     if not since or one.shares:  # it is not known which of the sharers does nothing
         return None
     try:

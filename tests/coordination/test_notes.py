@@ -20,6 +20,7 @@ from safe_gpu.gpus.devices import LAST_CHOICE, GpuFault
 from safe_gpu.gpus.windows import Window
 from safe_gpu.host import procfs
 from safe_gpu.host.held import Held
+from safe_gpu.status.gather import gather
 from safe_gpu.status.history import PastClaim, claims_between
 
 NOW = 1_795_000_000.0  # in November 2026
@@ -140,19 +141,10 @@ def test_a_claim_that_died_ended_after_it_was_seen_and_before_it_was_found(hold:
     assert since < (one.ended or 0) < time.time() + 1
     assert history.append([LINE], NOW)
     with history.HistoryDir() as directory:
-        history.mark(directory, "AMD/b", held=False)
-        assert "AMD_b.free" not in directory.names(), "it was never seen held"
-        history.mark(directory, "AMD/b", held=True)
-    seen, free = (Path(claims.path).parent / "history" / f"AMD_b.{kind}" for kind in ("seen", "free"))
+        history.mark_seen(directory, "AMD/b")
+    seen = Path(claims.path).parent / "history" / "AMD_b.seen"
     os.utime(seen, (since + 30, since + 30))
     assert past()[0].seen == pytest.approx(since + 30, abs=2e-3)
-    for when in (since + 45, since + 35, since + 20):  # right after it was seen held, and before
-        with history.HistoryDir() as directory:
-            history.mark(directory, "AMD/b", held=False)
-        assert free.stat().st_mtime > since + 50, "the first look counts"
-        os.utime(free, (when, when))
-        assert (past()[0].ended == pytest.approx(when, abs=2e-3)) is (when == since + 45)
-        free.unlink()
     os.utime(seen, (9e9, 9e9))
     (one,) = past()
     assert one.seen == pytest.approx(one.ended, abs=1e-2)
@@ -165,15 +157,13 @@ def test_who_removes_a_dead_claim_tells_the_history_once(hold: Any, claims: Dire
     hold(**said).release()
     assert history.append([own], time.time())
     before = past()
-    entries = Entries(claims)
-    entries.look()
-    removed = entries.remove_dead()
+    gather()
     assert os.listdir(claims.fd) == []
-    assert history.append(history.lines_of_dead(removed, time.time()), time.time())
     (one,) = past()
     assert (one.labels, one.of, one.job, one.seen) == (("0",), 80 << 30, "sge:1", said["since"])
     assert (before[0].ended or 0) <= (one.ended or 0) < time.time() + 1
-    assert entries.remove_dead() == []
+    gather()
+    assert past() == [one]
     hold(command="python train.py --password 1234").release()  # before it wrote its line
     first, end = map(json.loads, history.lines_of_dead(dead(claims), time.time()))
     assert first["command"] == "python train.py"

@@ -18,7 +18,7 @@ import pytest
 from support.real import unavailable, wait_for
 
 import safe_gpu
-from safe_gpu.coordination.holders import living_claims
+from safe_gpu.coordination.entry import living_entries
 
 PROGRAMS = Path(__file__).parent / "programs"
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -105,8 +105,8 @@ class Hosts:
 
     def claimed(self) -> set[str]:
         """host:UUID of every GPU that a living claim has."""
-        claims = [(host, one) for host in self.names for one in living_claims(str(self.scratch / f"{host}.state"))]
-        return {f"{host}:{uuid}" for host, one in claims for uuid in one.gpus}
+        claims = {host: living_entries(f"{self.scratch}/{host}.state", "claims") for host in self.names}
+        return {f"{host}:{uuid}" for host, living in claims.items() for one in living for uuid in one.gpus}
 
     def see_the_driver_end(self, process: subprocess.Popen[str]) -> None:
         """A program that runs ``scenarios.driver`` ends, and so do its claims of 16 GPUs."""

@@ -5,8 +5,9 @@
 
 The group has limits, turns, shares of GPUs, a drain, a reservation and two jobs that are killed, and `safe-gpu status`
 runs every five minutes. Each job tells when it had which GPUs, and that is printed beside what the history says. Exit
-code 1: a job is missing or has other GPUs there, a GPU was held twice, one was taken that was closed, or the GPU-hours
-of a user are more than 1 % outside the least and the most of the history.
+code 1: a job is missing or has other GPUs there, a GPU was held twice, one was taken that was closed, or the least or
+the most of the history is more than 1 % off the GPU-hours of a user. Faster than 1/1000 of time, when jobs are hardly
+longer than their starts, these may lie anywhere between the two.
 """
 
 import argparse

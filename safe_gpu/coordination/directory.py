@@ -192,10 +192,6 @@ class SharedDirectory:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return Held(fd, file=self.file, by_children=by_children)
 
-    def is_removed(self) -> bool:
-        """Return whether it was removed since it was opened. Nothing can be made in it then."""
-        return os.fstat(self.fd).st_nlink == 0
-
     def error(self, name: str, err: OSError) -> StateDirError:
         """Return why a file in it cannot be opened or made."""
         return refusal_of_error(os.path.join(self.path, name), err, closed="ask its owner or root to remove this name")

@@ -319,13 +319,13 @@ def _number(name: str) -> int:
 
 
 def living_entries(
-    state_dir: str, name: str, ignored: list[str] | None = None, removed: list[Entry] | None = None
+    state_dir: str, name: str, ignored: list[str] | None = None, dead: list[Entry] | None = None
 ) -> list[Entry]:
     """Return the living entries of a directory in a state directory, without a lock; none if it is missing.
 
     Args:
         ignored: takes a sentence on the names that count for nothing. Any user can make many.
-        removed: takes the dead entries that this user may remove, which are removed.
+        dead: takes those of the dead that this user may remove, which are removed.
 
     Raises:
         StateDirError: it cannot be read.
@@ -336,8 +336,8 @@ def living_entries(
         living = entries.look()
         if ignored is not None and entries.ignored:
             ignored.append(_ignored(directory, entries.ignored))
-        if removed is not None:
-            removed += entries.remove_dead()
+        if dead is not None:
+            dead += entries.remove_dead()
         return living
     return []
 

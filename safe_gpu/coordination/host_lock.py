@@ -127,8 +127,8 @@ class Host:
                     claims = stack.enter_context(_claims_in(above))
                     queue = stack.enter_context(Directory(above, "queue"))
                 except StateDirError:
-                    if above.is_removed():
-                        continue  # a cleaner was faster
+                    if os.fstat(above.fd).st_nlink == 0:
+                        continue  # a cleaner has removed it, and nothing can be made in it
                     raise
                 stack.pop_all()
                 self.claims, self.queue, self.directory = Entries(claims), Entries(queue), above

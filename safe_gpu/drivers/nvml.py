@@ -379,7 +379,7 @@ def _detailed(session: _Session, gpu: Gpu) -> Gpu:
         rates = session.ask_or(None, "nvmlDeviceGetUtilizationRates", handle)
         temperature = session.ask_or(None, "nvmlDeviceGetTemperature", handle, _TEMPERATURE_GPU)
         fan = session.ask_or(None, "nvmlDeviceGetFanSpeed", handle)
-        power, limit = (_watts(session.ask_or(None, f"nvmlDeviceGet{one}", handle)) for one in _POWER)
+        power, limit = (session.ask_or(0, f"nvmlDeviceGet{one}", handle) // 1000 or None for one in _POWER)
         processes = gpu.processes
         if processes is not None and all(process.kind != ProcessKind.GRAPHICS for process in processes):
             processes += session.processes(handle, [ProcessKind.GRAPHICS])["processes"] or ()
@@ -388,10 +388,6 @@ def _detailed(session: _Session, gpu: Gpu) -> Gpu:
     utilization = None if rates is None else int(rates.gpu)
     gpu = gpu._replace(utilization=utilization, temperature=temperature, processes=processes)
     return gpu._replace(fan=fan, power=power, power_limit=limit)
-
-
-def _watts(milliwatts: int | None) -> int | None:
-    return None if milliwatts is None else milliwatts // 1000
 
 
 def _linked(session: _Session, snapshot: HostSnapshot) -> HostSnapshot:

@@ -7,7 +7,6 @@ of a claim is kept there, since the child may be using the GPUs, and everything 
 import fcntl
 import os
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 
 from . import procfs
 
@@ -55,19 +54,17 @@ class Held:
         _closed_in_children.discard(self)
         if fd < 0:
             return
-        with ExitStack() as steps:  # in reverse order, each even if another one raises
-            steps.callback(os.close, fd)
-            # Asked of the kernel, which knows of children that were not forked by Python.
-            if (first or self._unlock) and os.getpid() == self._owner:
-                if self._unlock:
-                    steps.callback(self._unlock, fd)
-                if first:
-                    steps.callback(first)
-
-    def move(self, fd: int) -> None:
-        """Hold it by a copy of its descriptor, and close the one that it had."""
-        os.close(self._fd)
-        self._fd = fd
+        # Asked of the kernel, which knows of children that were not forked by Python.
+        is_ours = (first or self._unlock) and os.getpid() == self._owner
+        try:
+            if first and is_ours:
+                first()
+        finally:
+            try:
+                if self._unlock and is_ours:
+                    self._unlock(fd)
+            finally:
+                os.close(fd)
 
 
 _this_process = [os.getpid()]
@@ -102,7 +99,8 @@ def keep_across_exec(several: Iterable[Held]) -> None:
             os.set_inheritable(held.fd, True)  # no room up there: they stay where they are
         return
     for held, fd in zip(there, moved, strict=True):
-        held.move(fd)
+        os.close(held._fd)
+        held._fd = fd
 
 
 def file_of(fd: int) -> tuple[int, int] | None:

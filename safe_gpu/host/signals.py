@@ -20,6 +20,7 @@ class DeferredSignals:
 
     # Those whose handlers programs let raise.
     _NUMBERS = (_signal.SIGHUP, _signal.SIGINT, _signal.SIGUSR1, _signal.SIGUSR2, _signal.SIGALRM, _signal.SIGTERM)
+    _NONE = (_signal.SIG_DFL, _signal.SIG_IGN, None)  # None: it is not Python's
 
     def __init__(self) -> None:
         self._handlers: dict[int, Callable[[int, object], object]] = {}
@@ -40,7 +41,7 @@ class DeferredSignals:
         try:
             for number in self._NUMBERS:
                 handler = _signal.getsignal(number)
-                if callable(handler) and getattr(handler, "__func__", None) is not DeferredSignals._catch:
+                if handler not in self._NONE and getattr(handler, "__func__", None) is not DeferredSignals._catch:
                     self._handlers[number] = handler
                     _signal.signal(number, self._catch)
         except ValueError:  # not the main thread, and only there do handlers run

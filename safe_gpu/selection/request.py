@@ -4,7 +4,7 @@ A condition is a class here, and a row of :data:`CONDITIONS`. Everything else de
 and their parsing, the option of the command line, the verdicts, and what a ticket tells others.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
@@ -396,7 +396,10 @@ class Selection(NamedTuple):
 
     def why_outside(self, gpu: Gpu) -> str:
         """Return why the GPU can never satisfy the request; "" if it can."""
-        return next(filter(None, (one.why_outside(gpu) for one in self.conditions)), "")
+        for one in self.conditions:
+            if reason := one.why_outside(gpu):
+                return reason
+        return ""
 
     def why_unknowable(self, gpu: Gpu) -> str:
         """Return why it will never be known whether the GPU satisfies the request."""
@@ -406,9 +409,13 @@ class Selection(NamedTuple):
                 return f"the driver does not tell its memory: leave {style.option(one.argument)} out"
         return ""
 
-    def why_not_now(self, gpu: Gpu, freed: int = 0) -> str:
-        """Return why the GPU does not satisfy the request now."""
-        return next(filter(None, (one.why_not_now(gpu, freed) for one in self.conditions)), "")
+    def why_not_now(self, gpu: Gpu, disregarded: Collection[int] = ()) -> str:
+        """Return why the GPU does not satisfy the request now, without the processes with these pids."""
+        for one in self.conditions:
+            freed = sum(process.memory_used or 0 for process in gpu.processes or () if process.pid in disregarded)
+            if reason := one.why_not_now(gpu, freed):
+                return reason
+        return ""
 
     def groups(self, gpus: Sequence[Gpu]) -> list[list[Gpu]]:
         """Return the largest sets of these GPUs of which any ``nb_gpus`` satisfy the request together."""

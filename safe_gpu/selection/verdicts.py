@@ -233,7 +233,7 @@ def judge(
             return GpuVerdict(gpu, "unusable", drained)
         if shared_display:
             fits = request if share is None else request._replace(conditions=(MinMemory(share), *request.conditions))
-            return GpuVerdict(gpu, "display", _why_not_now(gpu, fits, disregarded))
+            return GpuVerdict(gpu, "display", fits.why_not_now(gpu, disregarded))
         sharers = holder.sharers if share is not None and holder is not None else ()
         if holder is not None and not sharers:
             pid = None if holder.namespace else holder.pid
@@ -251,7 +251,7 @@ def judge(
             user, text = name_processes(users, describe)
             text += " without a share" if sharers else ""
             return GpuVerdict(gpu, "busy", text, users[0].pid, user)
-        reason = _why_not_now(gpu, request, disregarded)
+        reason = request.why_not_now(gpu, disregarded)
         if not reason and of_outer is None and not sharers:
             reason = why_memory_unexplained(gpu, rules)
         if not reason and share is not None:
@@ -290,11 +290,6 @@ def why_outside(gpu: Gpu, request: Selection, visible_limit: VisibleLimit | None
     if not reason and visible_limit is not None and gpu.uuid not in visible_limit:
         return "not visible to CUDA in this process" if visible_limit.frozen else f"not listed in {visible_limit.title}"
     return reason
-
-
-def _why_not_now(gpu: Gpu, request: Selection, disregarded: Collection[int]) -> str:
-    freed = sum(one.memory_used or 0 for one in gpu.processes or () if one.pid in disregarded)
-    return request.why_not_now(gpu, freed)
 
 
 def _claimed_by(holder: Holder) -> str:

@@ -1,5 +1,6 @@
 """A claim from its first step to its end, whatever ends it: the order of its steps, what it leaves, what it logs."""
 
+import fcntl
 import gc
 import itertools
 import logging
@@ -166,20 +167,21 @@ def test_who_passes_a_waiter_knows_the_host_of_this_second(age, polls, host, lin
 
 def test_an_interrupt_while_it_is_prepared_for_exec_leaves_all_of_a_claim_prepared(host, monkeypatch) -> None:
     """Else the command may hold a part of its GPUs."""
-    kept: list[Held] = []
-    genuine = Held.move
+    genuine, kept = fcntl.fcntl, list[int]()
 
-    def keep(held: Held, fd: int) -> None:
-        if not kept:
-            signal.raise_signal(signal.SIGINT)
-        genuine(held, fd)
-        kept.append(held)
+    def keep(fd: int, command: int, argument: Any = 0) -> Any:
+        answer = genuine(fd, command, argument)
+        if command == fcntl.F_DUPFD:
+            kept.append(answer)
+            if len(kept) == 1:
+                signal.raise_signal(signal.SIGINT)
+        return answer
 
-    monkeypatch.setattr(Held, "move", keep)
+    monkeypatch.setattr(fcntl, "fcntl", keep)
     with GPUOwner(2, timeout=0) as owner:
         with pytest.raises(KeyboardInterrupt):
             owner.keep_across_exec()
-        assert [os.get_inheritable(held.fd) for held in kept] == [True] * 4, "the entry, its directory, two doors"
+        assert [os.get_inheritable(fd) for fd in kept] == [True] * 4, "the entry, its directory, two doors"
 
 
 def test_a_claim_withdraws_from_what_others_take_meanwhile(host, ground, cleanup, untouched, monkeypatch) -> None:

@@ -25,7 +25,8 @@ from safe_gpu.gpus.devices import Gpu
 
 def rank(nb_gpus: int = 1) -> str:
     claim = f"owner = safe_gpu.claim_gpus({nb_gpus}, safe_gpu.NoPlaceholder(), affinity=None, timeout=None)"
-    return f"import sys, safe_gpu\n{claim}\nprint(*owner.devices_taken, flush=True)\nsys.stdin.readline()"
+    tell = "os.write(1, f\"{' '.join(map(str, owner.devices_taken))}\\n\".encode())"  # beside other ranks, in one write
+    return f"import os, sys, safe_gpu\n{claim}\n{tell}\nsys.stdin.readline()"
 
 
 def ends_well(started: subprocess.Popen[str]) -> None:

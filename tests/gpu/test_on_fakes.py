@@ -57,6 +57,7 @@ def amd_gpus(host: HipHost) -> str:
     return subprocess.run(command, cwd=ROOT, env=host.env, capture_output=True, text=True, timeout=110).stdout
 
 
+@long
 def test_those_of_amd_gpus_pass_on_fakes_and_see_what_differs(tmp_path: Path, build_library: Any) -> None:
     """HIP in another order, a UUID of another kind, a GPU that HIP calls integrated, and memory of nobody."""
     host = HipHost(tmp_path, build_library("hip.c", "libamdhip64.so"), count=2)

@@ -155,7 +155,7 @@ def said(part: str, uuids: list[str]) -> bytes:
 
 
 @needs_root
-@pytest.mark.parametrize("part", ["claims", "queue"])
+@pytest.mark.parametrize("part", ["claims", pytest.param("queue", marks=long)])
 def test_many_names_cost_little_under_host_lock(used: Path, ground: Any, as_user: Any, part: str) -> None:
     """Dead entries for all GPUs, and nonsense. They are read before, and only their names are listed under it."""
     fill(used / part, [said(part, ground.uuids), b"{", b"x" * 60_000], MANY)

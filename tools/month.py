@@ -4,7 +4,7 @@
     sudo python tools/month.py --speed 30000     # 86 seconds
 
 The group has limits, turns, shares of GPUs, a drain, a reservation and two jobs that are killed, and `safe-gpu status`
-runs every five minutes. Each job tells when it had which GPUs, and that is printed beside what the history says. Exit
+runs every minute. Each job tells when it had which GPUs, and that is printed beside what the history says. Exit
 code 1: a job is missing or has other GPUs there, a GPU was held twice, one was taken that was closed, or the least or
 the most of the history is more than 1 % off the GPU-hours of a user. Faster than 1/1000 of time, when jobs are hardly
 longer than their starts, these may lie anywhere between the two.
@@ -39,7 +39,7 @@ GUEST = USERS[-1]  # for whom GPUs are reserved
 KILLED = (60, 121)
 SHARE, MEMORY = 20, 80  # GiB
 LOAD = 0.62  # of the eight GPUs
-LOOKS = 300.0  # seconds of life between two looks at the host, as by root's cron
+LOOKS = 60.0  # seconds of life between two looks at the host, as by root's cron
 EXACT = 1000.0  # times faster: what a process takes to start and end is less than 1 % of a job
 POLICY = f"[host]\norder = fair\n[default]\nmax_gpus = 6\n[user {USERS[0]}]\nmax_gpus = 4\n"
 
@@ -159,11 +159,13 @@ class Month:
     def judge(self, speed: float) -> list[str]:
         """Print the GPU-hours of each user, as the jobs tell them and as the history does; return what is wrong."""
         now = time.time()
-        claims = {claim.pid: claim for claim in claims_between(self.began - 1, now)[0]}
+        claims = claims_between(self.began - 1, now)[0]
         wrong, held = [], []
         sums = {user: [0.0] * 4 for user in USERS}
         for job in self.jobs:
-            told, claim = self.told(job.number), claims.get(self.pids[job.number])
+            told, pid, start = self.told(job.number), self.pids[job.number], self.began + job.start
+            # Before and after the job, other processes may have had its pid.
+            claim = next((one for one in claims if one.pid == pid and one.since >= start), None)
             if claim is None or len(told) < (2 if job.number in self.killed else 3):
                 log = Path(f"log.{job.number}").read_text()
                 wrong.append(f"{job} is lost: it told {told}, the history {claim}; {log}")

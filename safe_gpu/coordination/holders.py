@@ -157,7 +157,7 @@ def lives_here(entry: Entry) -> bool:
     # A zombie does not count: its child may hold the entry.
     if procfs.namespace_text(entry.pidns or None) or procfs.start_of_living(entry.pid) != entry.start:
         return False
-    return entry.uid in (procfs.uid_of(entry.pid), procfs.real_uid_of(entry.pid))
+    return procfs.uid_of(entry.pid) == entry.uid or procfs.real_uid_of(entry.pid) == entry.uid
 
 
 def claims_now(

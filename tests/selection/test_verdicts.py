@@ -102,6 +102,7 @@ ELSEWHERE = process(gib=1, elsewhere=True)
         (gpu(processes=None, process_error="Timeout"), ANY, "busy", "process list failed: Timeout"),
         (gpu(compute_mode=ComputeMode.PROHIBITED), ANY, "unusable", "PROHIBITED"),
         (gpu(memory_used=12 * GIB), ANY, "busy", "12 GiB of memory in use by no process"),
+        (gpu(memory_used=3 * GIB // 2, display_active=True), ANY, "busy", "1.5 GiB of memory in use by no process"),
         (gpu(memory_used=GIB), parse_request(min_memory=80 * GIB), "busy", "78.5 GiB of memory free"),
         (gpu(), parse_request(model="H100"), "outside", "A100-SXM4-80GB"),
         (gpu(mig_enabled=True), ANY, "unusable", "MIG mode is on"),

@@ -238,5 +238,6 @@ def test_the_placeholder_takes_what_cuda_would_show(driver: SimulatedDriver, mon
         placeholder.release(held)
         assert driver.snapshot() == driver.idle
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,2")
-    with pytest.raises(PlaceholderError, match="CUDA_VISIBLE_DEVICES=5,2 shows 2"):
-        placeholder(2)
+    for wrong in (2, -1):
+        with pytest.raises(PlaceholderError, match="CUDA_VISIBLE_DEVICES=5,2 shows 2"):
+            placeholder(wrong)

@@ -11,6 +11,7 @@ from support.claims import Host, Spies, claim
 
 from safe_gpu import drivers
 from safe_gpu.claim import owner
+from safe_gpu.claim.view import driver_pids
 from safe_gpu.coordination.entry import said_by_this_process
 from safe_gpu.coordination.host_lock import Host as SharedHost
 from safe_gpu.coordination.queue import TicketRequest, Waiter
@@ -23,6 +24,7 @@ def host_of(monkeypatch: pytest.MonkeyPatch, stranger_pid: int) -> Iterator[Call
     hosts: list[Host] = []
 
     def install(preset: str) -> Host:
+        driver_pids.clear()  # by which pids another host's driver has shown this process
         host = Host(preset, stranger_pid)
         hosts.append(host)
         monkeypatch.setenv("SAFE_GPU_DRIVER", host.name)

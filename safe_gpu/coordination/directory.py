@@ -64,7 +64,7 @@ class SharedDirectory:
     fd = -1
 
     def __init__(self, path: str, above: SharedDirectory | Place | None = None, *, make: bool = True) -> None:
-        self.path: str = os.path.join(above.path, path) if above else path
+        self.path: str = f"{above.path}/{path}" if above else path
         parent = above.fd if above else None
         while self.fd < 0:
             try:

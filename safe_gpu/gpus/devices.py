@@ -209,7 +209,7 @@ class HostSnapshot(NamedTuple):
     @property
     def physical(self) -> tuple[Gpu, ...]:
         """The GPUs without their MIG instances."""
-        return tuple(gpu for gpu in self.gpus if gpu.mig_parent is None)
+        return tuple([gpu for gpu in self.gpus if gpu.mig_parent is None])
 
     @property
     def vendor(self) -> str:
@@ -237,7 +237,7 @@ class HostSnapshot(NamedTuple):
     def updated(self, gpus: Iterable[Gpu]) -> "HostSnapshot":
         """Return this poll with the records of these devices replaced."""
         newer = {gpu.uuid: gpu for gpu in gpus}
-        return self._replace(gpus=tuple(newer.get(gpu.uuid, gpu) for gpu in self.gpus))
+        return self._replace(gpus=tuple([newer.get(gpu.uuid, gpu) for gpu in self.gpus]))
 
 
 LAST_CHOICE = 86400.0

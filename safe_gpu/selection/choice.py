@@ -37,7 +37,7 @@ def candidates(
         return _why_never(gpu, snapshot, request, visible_limit, rules)
 
     gpus = snapshot.gpus if request.nb_gpus == 1 else snapshot.physical
-    return tuple(gpu for gpu in gpus if not why_not(gpu))
+    return tuple([gpu for gpu in gpus if not why_not(gpu)])
 
 
 def check_possible(

@@ -163,9 +163,8 @@ def bind_process(
             said.append(f"the kernel cut nodes {format_cpulist(nodes)} to {format_cpulist(memory.done)}")
         if memory.done and others:
             said.append(f"memory policy of {others} older thread{'' if others == 1 else 's'} unchanged")
-    done = not threads.refused and (threads.done, memory.done) == (threads.asked, memory.asked)
-    now = frozenset(os.sched_getaffinity(0))
-    return BindingReport(now, threads, memory, mode, tuple(said), as_asked=done and not lacks)
+    done = not (threads.refused or lacks) and (threads.done, memory.done) == (threads.asked, memory.asked)
+    return BindingReport(frozenset(os.sched_getaffinity(0)), threads, memory, mode, tuple(said), as_asked=done)
 
 
 def _tids() -> list[int]:
@@ -189,7 +188,8 @@ def _move_threads(wanted: frozenset[int]) -> PartReport:
     # is not listed yet. So two rounds in a row must find every thread with the new mask.
     quiet = 0
     while quiet < 2:
-        behind = [tid for tid in _tids() if tries[tid] < 3 and _mask_of(tid) not in (None, done)]
+        tids = _tids()
+        behind = [tid for tid in tids if tries[tid] < 3 and _mask_of(tid) not in (None, done)]
         quiet = 0 if behind else quiet + 1
         tries.update(behind)
         for tid in behind:
@@ -201,7 +201,7 @@ def _move_threads(wanted: frozenset[int]) -> PartReport:
                 trouble[tid] = f": {err.strerror}"
     stay = {tid: mask for tid in tries if tries[tid] == 3 and (mask := _mask_of(tid)) not in (None, done)}
     refused = [f"thread {tid} stays on CPUs {format_cpulist(stay[tid] or ())}{trouble.get(tid, '')}" for tid in stay]
-    return PartReport(wanted, done, tuple(refused), len(_tids()) - len(stay))
+    return PartReport(wanted, done, tuple(refused), len(tids) - len(stay))
 
 
 def _mask_of(tid: int) -> frozenset[int] | None:

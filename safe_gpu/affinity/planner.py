@@ -130,7 +130,8 @@ class _Planner:
         return frozenset(self._core_of[cpu] for cpu in cpus)
 
     def _socket(self, gpu: GpuLocality) -> frozenset[int]:
-        return self.host.socket_set(gpu, self.allowed) & self.allowed
+        socket = gpu.socket_cpus or self.host.socket_around(self.host.node_set(gpu), self.allowed)
+        return socket & self.host.cpus & self.allowed
 
     def _nearest(self, gpu: GpuLocality) -> frozenset[int]:
         """Return the allowed CPUs of the node nearest to a GPU whose own node has none."""

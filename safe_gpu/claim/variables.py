@@ -52,7 +52,8 @@ def visible_limit_of(snapshot: HostSnapshot, nb_gpus: int, runtime: Runtime) -> 
 def _frozen(snapshot: HostSnapshot, nb_gpus: int, visible: tuple[str, ...], runtime: Runtime) -> VisibleLimit:
     """Return the limit of a process in which CUDA is initialised. It can claim exactly the GPUs that CUDA sees, no
     others."""
-    found = [_claimable(shown, snapshot, runtime) for shown in visible]
+    # As the driver writes them; None is one that it does not list.
+    found = [next((gpu.uuid for gpu in reversed(snapshot.gpus) if runtime.is_same(one, gpu)), None) for one in visible]
     if None in found or len(found) != nb_gpus:
         library = runtime.title
         cannot = f"sees {len(visible)} GPU(s), so a claim of {nb_gpus} cannot change which ones it uses"
@@ -71,11 +72,6 @@ def _frozen(snapshot: HostSnapshot, nb_gpus: int, visible: tuple[str, ...], runt
     name = visible_variables(snapshot)[0]
     uuids = tuple(filter(None, found))
     return VisibleLimit(os.environ.get(name, ""), uuids, frozen=True, name=name, library=runtime.title, lift="")
-
-
-def _claimable(shown: str, snapshot: HostSnapshot, runtime: Runtime) -> str | None:
-    """Return one of CUDA's UUIDs as the driver writes it; None if the driver does not list it."""
-    return next((gpu.uuid for gpu in reversed(snapshot.gpus) if runtime.is_same(shown, gpu)), None)
 
 
 class ClaimVariables:

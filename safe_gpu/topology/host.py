@@ -165,11 +165,6 @@ class HostTopology(_Shaped):
             return frozenset([node])
         return frozenset(other for other in far if far[other] == min(far.values()))
 
-    def socket_set(self, gpu: GpuLocality, allowed: frozenset[int] | None = None) -> frozenset[int]:
-        """Return the online CPUs of a GPU's processor socket. If a node spans several sockets, ``allowed`` decides
-        which."""
-        return (gpu.socket_cpus or self.socket_around(self.node_set(gpu), allowed)) & self.cpus
-
     def socket_around(self, near: frozenset[int], allowed: frozenset[int] | None = None) -> frozenset[int]:
         """Return the CPUs of the package around ``near``: the nodes of that package, and its CPUs that are in no node.
 

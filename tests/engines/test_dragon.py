@@ -221,7 +221,7 @@ def test_two_claims_from_opposite_ends(dragon: Dragon) -> None:
     A round starts four Python processes with Dragon, which is most of its time. test_claim.py has more rounds,
     without Dragon.
     """
-    output = dragon.finish(dragon.start("race"), 420)
+    output = dragon.finish(dragon.start("race"))
     assert sum(int(wins) for wins in re.findall(r"won (\d+) of 8", output)) == 4 + 2 * 4
     wait_for(lambda: not dragon.hosts.claimed(), "end of all claims")
 

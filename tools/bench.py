@@ -7,7 +7,7 @@ import    `import safe_gpu` over a bare interpreter
 claim     an uncontended claim and its release, warm, over a simulated driver
 calls     what a claim of one GPU of eight calls, of NVML and of Python and C, with a fake NVML (needs a C compiler)
 crowd     eight processes at once, one GPU each, until the last process has its GPU
-run       `safe-gpu run -- true` over an interpreter that imports pynvml and argparse and becomes `true`
+run       `safe-gpu run -- true` and `status` over an interpreter that imports pynvml and argparse and becomes `true`
 handover  64 processes for 8 GPUs: from the release of a GPU to the next claim of it
 waiters   500 processes wait for GPUs that do not become free: the time until all wait, and their processor time
 memory    the memory of a waiting process, minus that of a bare interpreter
@@ -262,14 +262,20 @@ def bench_calls(options: argparse.Namespace) -> list[Row]:
     ]
 
 
+STATUS = "import sys; from safe_gpu.cli import main; sys.exit(main(['status', '--json']))"
+
+
 def bench_run(options: argparse.Namespace) -> list[Row]:
     # The same as the console script.
     run = "import sys; from safe_gpu.cli import main; sys.argv = ['safe-gpu', 'run', '--', 'true']; sys.exit(main())"
     become = "import pynvml, argparse, os; os.execvp('true', ['true'])"
     with simulated_host():
-        bare, own = run_times(options.repeat, [sys.executable, "-c", become], [sys.executable, "-c", run])
+        bare, own, status = run_times(options.repeat, *([sys.executable, "-c", one] for one in (become, run, STATUS)))
     rival = "an interpreter that imports pynvml and argparse, and becomes true"
-    return [Row("safe-gpu run -- true", own, bare, rival, budget=30.0, what="over")]
+    return [
+        Row("safe-gpu run -- true", own, bare, rival, budget=30.0, what="over"),
+        Row("safe-gpu status", status, bare, rival, budget=50.0, what="over"),
+    ]
 
 
 # Crowds
@@ -395,8 +401,9 @@ def settle(pids: list[int]) -> None:
 
 def cost_of(
     wait: Callable[[Any], Any], number: int, arrived: Callable[[], None], seconds: float
-) -> tuple[float, float]:
-    """The time until all these waiters wait, in seconds, and the percentage of a core that they take together then."""
+) -> tuple[float, float, float]:
+    """The time until all these waiters wait, in seconds, the percentage of a core that they take together then, and the
+    milliseconds that ``safe-gpu status`` takes beside them."""
     workers, fired = start_all(wait, number)
     try:
         arrived()
@@ -405,7 +412,8 @@ def cost_of(
         settle(pids)
         before, began = processor_time(pids), time.monotonic()
         time.sleep(seconds)
-        return arrival, 100 * (processor_time(pids) - before) / (time.monotonic() - began)
+        share = 100 * (processor_time(pids) - before) / (time.monotonic() - began)
+        return arrival, share, *run_times(5, [sys.executable, "-c", STATUS])
     finally:
         for worker in workers:
             worker.end()
@@ -427,10 +435,11 @@ def bench_waiters(options: argparse.Namespace) -> list[Row]:
             for worker in start_all(wait_once, number)[0]:  # a virtual machine allocates memory slowly the first time
                 worker.join()
                 worker.end()
-            arrival, share = cost_of(wait, number, partial(until_waiting, directory, number), options.seconds)
+            arrival, share, status = cost_of(wait, number, partial(until_waiting, directory, number), options.seconds)
     return [
         Row(f"{number} waiters arrive at once", arrival, unit="s", budget=3.0),
         Row(f"{number} waiters, share of a core", share, unit="%", budget=2.0),
+        Row(f"safe-gpu status beside {number} waiters", status, budget=300.0),
     ]
 
 

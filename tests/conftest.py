@@ -23,7 +23,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 # What the administrator of this machine has set counts for real programs of other users too: it is hidden from them.
 if os.geteuid() == 0 and os.path.isdir("/etc/safe-gpu") and ctypes.CDLL(None).unshare(0x20000) == 0:  # CLONE_NEWNS
     hide = "mount --make-rslave / && mount -t tmpfs -o mode=755 tmpfs /etc/safe-gpu"
-    subprocess.run(hide, shell=True, check=True)
+    subprocess.run(hide, shell=True, check=False)
 
 # How long an example takes says nothing on a busy machine.
 with suppress(ImportError):  # the tests marked gpu do without hypothesis

@@ -9,7 +9,8 @@ calls     what a claim of one GPU of eight calls, of NVML and of Python and C, w
 crowd     eight processes at once, one GPU each, until the last process has its GPU
 run       `safe-gpu run -- true` and `status` over an interpreter that imports pynvml and argparse and becomes `true`
 handover  64 processes for 8 GPUs: from the release of a GPU to the next claim of it
-waiters   500 processes wait for GPUs that do not become free: the time until all wait, and their processor time
+waiters   500 processes wait for GPUs that do not become free: the time until all wait, their processor time,
+          and what `safe-gpu status` takes beside them
 memory    the memory of a waiting process, minus that of a bare interpreter
 
 Figures of one process are the fastest of many runs, figures of crowds are medians. Run it on an idle machine: it

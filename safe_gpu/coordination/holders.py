@@ -87,10 +87,9 @@ class Claims:
         return found
 
 
-def living_claims(ignored: list[str] | None = None, dead: list[Entry] | None = None) -> list[Entry]:
-    """Return the living claims in the state directory of this process; the rest as of
-    :func:`~safe_gpu.coordination.entry.living_entries`."""
-    return living_entries(state_dir_path(), "claims", ignored, dead)
+def living_claims() -> list[Entry]:
+    """Return the living claims in the state directory of this process."""
+    return living_entries(state_dir_path(), "claims")
 
 
 def said_by(entry: Entry) -> Holder:

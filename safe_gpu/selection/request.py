@@ -409,7 +409,7 @@ class Selection(NamedTuple):
                 return f"the driver does not tell its memory: leave {style.option(one.argument)} out"
         return ""
 
-    def why_not_now(self, gpu: Gpu, disregarded: Collection[int] = ()) -> str:
+    def why_not_now(self, gpu: Gpu, disregarded: Collection[int]) -> str:
         """Return why the GPU does not satisfy the request now, without the processes with these pids."""
         for one in self.conditions:
             freed = sum(process.memory_used or 0 for process in gpu.processes or () if process.pid in disregarded)

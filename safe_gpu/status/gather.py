@@ -15,10 +15,10 @@ from functools import cache, cached_property, partial
 from ..coordination.closed import all_windows, closed_now, find_admitted, ignored_closed
 from ..coordination.directory import OPEN_FILE, Directory
 from ..coordination.doors import Doors
-from ..coordination.entry import Entry
+from ..coordination.entry import Entry, living_entries
 from ..coordination.faults import read_faults
 from ..coordination.history import HistoryDir, append, lines_of_dead, mark_seen
-from ..coordination.holders import Claims, claim_around, claims_now, heirs_of, holder_of, lives_here, living_claims
+from ..coordination.holders import Claims, claim_around, claims_now, heirs_of, holder_of, lives_here
 from ..coordination.queue import TicketRequest, waiting_tickets
 from ..coordination.state_dir import remover_of, state_dir_path
 from ..coordination.turns import turn_of
@@ -43,7 +43,8 @@ from .starts import AtLimit, Moments, at_limits, expected_starts
 class HostFacts:
     """The claims and tickets of a state directory at one moment, and what /proc says of their processes.
 
-    The directory is not created if it is missing. Errors become warnings.
+    The directory is not created if it is missing. Claims that died are removed, as far as this user may, and the
+    history is told. Errors become warnings.
 
     Attributes:
         claims: those that live.
@@ -72,7 +73,8 @@ class HostFacts:
             self.warnings = [f"The queue is not known: {err}"]
         try:
             with DeferredSignals():
-                self.claims, self.elsewhere = claims_now(uuids, tree, partial(living_claims, ignored, dead))
+                living = partial(living_entries, path, "claims", ignored, dead)
+                self.claims, self.elsewhere = claims_now(uuids, tree, living)
                 append(lines_of_dead(dead, time.time()), time.time())
         except StateDirError as err:
             self.warnings = [f"The claims are not known: {err}"]

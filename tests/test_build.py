@@ -12,10 +12,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from support import api
 from support.real import REQUIRED, unavailable
-
-from safe_gpu.cli import commands
-from safe_gpu.settings import variables as settings
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "tools" / "man_page.py"
@@ -28,7 +26,7 @@ pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="this is not a check
 def etc(monkeypatch: pytest.MonkeyPatch) -> None:
     """The page names the files of a real host, and reads none of them."""
     monkeypatch.delenv("SAFE_GPU_TEST_ETC")
-    monkeypatch.setattr(settings, "HOST_FILES", ("/etc/safe-gpu/config.ini", "/etc/safe-gpu/policy.ini"))
+    monkeypatch.setattr(api.variables, "HOST_FILES", ("/etc/safe-gpu/config.ini", "/etc/safe-gpu/policy.ini"))
 
 
 @pytest.fixture(scope="module")
@@ -68,17 +66,17 @@ def test_its_sections(page: Path) -> None:
     assert [name.replace(" ", "_") for name in sections] == SECTIONS.split()
 
 
-@pytest.mark.parametrize("name", commands.COMMANDS)
+@pytest.mark.parametrize("name", api.commands.COMMANDS)
 def test_every_option_of_a_command(terms: dict[str, list[str]], name: str) -> None:
     shown = [*terms[name], *(terms["run"] if name == "wait" else [])]
     explained = {word for term in shown for word in re.findall(r"--?[a-z][-a-z]*", term)}
-    hidden = {"-h", "--help", "--pending", *(["--mode"] if name in commands.RUNNERS else [])}
-    assert set(commands.parser_of(name).names()) - hidden <= explained
+    hidden = {"-h", "--help", "--pending", *(["--mode"] if name in api.commands.RUNNERS else [])}
+    assert set(api.commands.parser_of(name).names()) - hidden <= explained
 
 
 def test_every_variable_and_exit_code(terms: dict[str, list[str]]) -> None:
-    assert set(terms["ENVIRONMENT"]) == {*settings.VARIABLES, "CUDA_VISIBLE_DEVICES"}
-    codes = {str(value) for name, value in vars(commands).items() if name.startswith("EX_")}
+    assert set(terms["ENVIRONMENT"]) == {*api.variables.VARIABLES, "CUDA_VISIBLE_DEVICES"}
+    codes = {str(value) for name, value in vars(api.commands).items() if name.startswith("EX_")}
     assert codes | {"0", "1", "2", "126", "127", "255"} == set(terms["EXIT STATUS"])  # and the shell's and ssh's
 
 

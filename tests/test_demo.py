@@ -17,12 +17,10 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from support import api
 
 import safe_gpu
 from safe_gpu import demo
-from safe_gpu.coordination import entry as entry_module
-from safe_gpu.coordination.doors import Doors
-from safe_gpu.host import procfs
 
 
 def checked(text: str) -> str:
@@ -66,8 +64,8 @@ def test_where_claims_share_the_only_gpu_the_race_moves(watch_a_demo: Any) -> No
 
 
 def test_a_broken_claim_is_found_out(watch_a_demo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entry_module, "is_locked", lambda fd: False)
-    monkeypatch.setattr(Doors, "take_whole", Mock(side_effect=OSError(errno.EPERM, "not permitted")))
+    monkeypatch.setattr(api.entry, "is_locked", lambda fd: False)
+    monkeypatch.setattr(api.Doors, "take_whole", Mock(side_effect=OSError(errno.EPERM, "not permitted")))
     # With a placeholder the claims would notice each other by themselves.
     monkeypatch.setattr(demo, "claim_gpus", partial(safe_gpu.claim_gpus, placeholder_fn=safe_gpu.NoPlaceholder()))
     code, text = watch_a_demo("dgx-a100", 8)
@@ -118,7 +116,7 @@ def started(command: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     temporary = tmp_path_factory.mktemp("tmp")
     demo = command.start("demo", env={"TMPDIR": str(temporary)}, start_new_session=True)
     assert demo.stdout.readline().startswith("A race on a simulated host")
-    while not (helpers := procfs.descendants(demo.pid)):
+    while not (helpers := api.procfs.descendants(demo.pid)):
         assert demo.poll() is None, demo.stderr.read()
         time.sleep(0.002)
     return demo, helpers, temporary
@@ -133,13 +131,13 @@ def test_a_signal_ends_all_of_it(started: Any, number: int, code: int) -> None:
         demo.send_signal(number)
     assert (demo.communicate(timeout=60)[1], demo.returncode) == ("", code)
     assert os.listdir(temporary) == []
-    assert all(procfs.has_ended(pid) for pid in helpers)
+    assert all(api.procfs.has_ended(pid) for pid in helpers)
 
 
 def test_its_helpers_do_not_outlive_a_kill(started: Any, eventually: Any) -> None:
     demo, helpers, _ = started
     demo.kill()
-    eventually(lambda: all(procfs.has_ended(pid) for pid in helpers))
+    eventually(lambda: all(api.procfs.has_ended(pid) for pid in helpers))
 
 
 def test_a_reader_that_has_seen_enough(started: Any) -> None:

@@ -15,20 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from safe_gpu.cli.arguments import add_vendor
-from safe_gpu.drivers.intel import IntelDriver
-from safe_gpu.drivers.presets import PRESETS, preset
-from safe_gpu.gpus.devices import Gpu, vendor_of, vendor_of_name
-from safe_gpu.gpus.vendors import FIRST, VENDORS
-from safe_gpu.gpus.windows import UNSAID, Window, drain_line, first_open, parse_closed, spans_of, why_reserved
-from safe_gpu.host import procfs
-from safe_gpu.host.commands import command_for_record, own_command, program_names
-from safe_gpu.host.foreign_files import open_to_read, read_bytes, read_start
-from safe_gpu.runtimes.cuda import CUDA
-from safe_gpu.runtimes.hip import HIP
-from safe_gpu.runtimes.visible_devices import hide_all
-from safe_gpu.selection.request import parse_request
+from support import api
 
 PTRACE_SEIZE = 0x4206
 
@@ -68,23 +55,23 @@ def test_a_process_that_is_held_while_it_exits(tmp_path: Path, child: Callable[.
         pytest.skip("no PID namespaces for this user")
     first = int(heard)
     try:
-        eventually(lambda: len(procfs.descendants(first)) == 1)
-        (traced,) = procfs.descendants(first)
+        eventually(lambda: len(api.procfs.descendants(first)) == 1)
+        (traced,) = api.procfs.descendants(first)
         ptrace = ctypes.CDLL(None).ptrace
         ptrace.argtypes = [ctypes.c_long] * 4
         if ptrace(PTRACE_SEIZE, traced, 0, 0):
             pytest.skip("no ptrace here")
-        assert not procfs.is_exiting(first)
+        assert not api.procfs.is_exiting(first)
     finally:
         os.kill(first, signal.SIGKILL)
     try:
         eventually(is_free)
-        assert procfs.is_exiting(first)
-        assert not procfs.has_ended(first)
+        assert api.procfs.is_exiting(first)
+        assert not api.procfs.has_ended(first)
     finally:
         os.waitid(os.P_PID, traced, os.WEXITED)
-    eventually(lambda: procfs.has_ended(first))
-    assert procfs.is_exiting(first), "a zombie"
+    eventually(lambda: api.procfs.has_ended(first))
+    assert api.procfs.is_exiting(first), "a zombie"
 
 
 def test_a_process_exits_when_its_last_thread_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,8 +86,8 @@ def test_a_process_exits_when_its_last_thread_does(monkeypatch: pytest.MonkeyPat
             return f"1 (a b) {state}{' 0' * 5} {flag}{' 0' * 10} 2".encode()
 
         with monkeypatch.context() as patch:
-            patch.setattr(procfs, "read_start", stat)
-            assert (procfs.is_exiting(os.getpid()), procfs.has_ended(os.getpid())) == (exits, False)
+            patch.setattr(api.procfs, "read_start", stat)
+            assert (api.procfs.is_exiting(os.getpid()), api.procfs.has_ended(os.getpid())) == (exits, False)
     stop.set()
     other.join()
 
@@ -109,27 +96,27 @@ def test_the_start_of_a_file(tmp_path: Path) -> None:
     path, fifo = str(tmp_path / "file"), str(tmp_path / "fifo")
     data = b"0123456789" * 20_000
     Path(path).write_bytes(data)
-    assert read_bytes(path) == data[: 1 << 16]
-    assert [read_start(path, limit) for limit in (0, 3, 100_000)] == [b"", b"012", data[:100_000]]
-    assert len(read_bytes("/dev/zero", 200_000)) == 200_000
+    assert api.read_bytes(path) == data[: 1 << 16]
+    assert [api.read_start(path, limit) for limit in (0, 3, 100_000)] == [b"", b"012", data[:100_000]]
+    assert len(api.read_bytes("/dev/zero", 200_000)) == 200_000
     os.mkfifo(fifo)
-    assert read_start(fifo) == b"", "it does not block"
+    assert api.read_start(fifo) == b"", "it does not block"
     writer = os.open(fifo, os.O_RDWR)
-    assert read_start(fifo) == b"", "nor with a writer that writes nothing"
+    assert api.read_start(fifo) == b"", "nor with a writer that writes nothing"
     os.write(writer, b"some")
-    assert read_start(fifo, 2) == b"so"
+    assert api.read_start(fifo, 2) == b"so"
     os.close(writer)
 
 
 def test_what_cannot_be_read_leaves_no_descriptor(tmp_path: Path) -> None:
     before = sorted(os.listdir("/proc/self/fd"))
     for path in (str(tmp_path / "missing"), str(tmp_path), "with\0NUL", "/proc/self/mem"):
-        assert read_start(path) is None
+        assert api.read_start(path) is None
         with pytest.raises((OSError, ValueError)):
-            read_bytes(path)
+            api.read_bytes(path)
     (tmp_path / "link").symlink_to("/etc/passwd")
     with pytest.raises(OSError):
-        open_to_read(str(tmp_path / "link"), os.O_NOFOLLOW)
+        api.open_to_read(str(tmp_path / "link"), os.O_NOFOLLOW)
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
@@ -140,7 +127,7 @@ def test_a_file_lease_does_not_block(tmp_path: Path) -> None:
     with open(path, "wb") as file:
         fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         with pytest.raises(BlockingIOError):
-            read_bytes(str(path))
+            api.read_bytes(str(path))
     signal.signal(signal.SIGIO, kept)
 
 
@@ -181,24 +168,24 @@ def test_names_of_program_and_script() -> None:
         ("bash -o pipefail -c 1234", "bash"),
         ("env PASSWORD=1234 python train.py", "env"),
     ):
-        assert program_names(line.split()) == shown
+        assert api.program_names(line.split()) == shown
 
 
 def test_the_whole_command_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    line, own = ["sh", "-c", "echo 1234", "x" * 300], own_command()
+    line, own = ["sh", "-c", "echo 1234", "x" * 300], api.own_command()
     assert "tests/" not in own
-    assert command_for_record(line) == "sh"
+    assert api.command_for_record(line) == "sh"
     monkeypatch.setenv("SAFE_GPU_RECORD_COMMAND", "full")
-    assert command_for_record(line) == ("sh -c echo 1234 " + "x" * 300)[:200]
+    assert api.command_for_record(line) == ("sh -c echo 1234 " + "x" * 300)[:200]
     words = Path("/proc/self/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-    assert own_command() == os.fsdecode(b" ".join(words))[:200]
+    assert api.own_command() == os.fsdecode(b" ".join(words))[:200]
 
 
 # Times in which GPUs are reserved
 
 HOUR = 3600.0
 NINE = time.mktime((2026, 11, 26, 9, 0, 0, 0, 0, -1))
-COURSE = Window(NINE, NINE + 3 * HOUR, ("GPU-0", "GPU-1"), "group:course", "practical course", "root")
+COURSE = api.Window(NINE, NINE + 3 * HOUR, ("GPU-0", "GPU-1"), "group:course", "practical course", "root")
 
 
 def test_when_a_request_may_begin() -> None:
@@ -207,39 +194,39 @@ def test_when_a_request_may_begin() -> None:
         (0, 11, ((10, 20),), 20),
         (0, 5, ((3, 20), (22, 30)), 30),  # too little time between two
         (0, 5, ((3, 20), (4, 9)), 20),  # one within another
-        (0, math.inf, ((UNSAID, UNSAID + 1),), 0),  # it does not say how long, a day before
-        (0, None, ((UNSAID - 1, UNSAID),), UNSAID),
+        (0, math.inf, ((api.UNSAID, api.UNSAID + 1),), 0),  # it does not say how long, a day before
+        (0, None, ((api.UNSAID - 1, api.UNSAID),), api.UNSAID),
     ):
-        assert first_open(start, hold_for, spans) == expected
+        assert api.first_open(start, hold_for, spans) == expected
 
 
 def test_what_binds_a_claim() -> None:
     for now, hold_for, closed in (
         (NINE - HOUR, HOUR, False),
         (NINE - HOUR, HOUR + 1, True),
-        (NINE - UNSAID, None, False),
+        (NINE - api.UNSAID, None, False),
         (NINE, 1, True),
         (NINE + 3 * HOUR, None, False),
         (0.0, None, False),  # the clock fell back to 1970
     ):
-        found = why_reserved([COURSE], now, hold_for)
+        found = api.why_reserved([COURSE], now, hold_for)
         assert sorted(found) == (["GPU-0", "GPU-1"] if closed else [])
         for why in found.values():
             assert why.startswith("reserved by root for group course from Thu 2026-11-26 09:00 to 12:00: practical")
 
 
 def test_instances_and_order() -> None:
-    earlier = Window(1, 2, ("GPU-1",))
-    gpus = [Gpu(0, "GPU-0"), Gpu(0, "MIG-0", mig_parent="GPU-0"), Gpu(1, "GPU-1"), Gpu(2, "GPU-2")]
+    earlier = api.Window(1, 2, ("GPU-1",))
+    gpus = [api.Gpu(0, "GPU-0"), api.Gpu(0, "MIG-0", mig_parent="GPU-0"), api.Gpu(1, "GPU-1"), api.Gpu(2, "GPU-2")]
     course = (COURSE.begin, COURSE.end)
-    assert spans_of([COURSE, earlier], gpus) == {"GPU-0": (course,), "MIG-0": (course,), "GPU-1": ((1, 2), course)}
+    assert api.spans_of([COURSE, earlier], gpus) == {"GPU-0": (course,), "MIG-0": (course,), "GPU-1": ((1, 2), course)}
 
 
 def test_lines_are_read_as_they_were_written() -> None:
     first, two_days = COURSE._replace(begin=1), COURSE._replace(end=NINE + 30 * HOUR)
     for window in (COURSE._replace(whom="", reason=""), COURSE._replace(whom="user:anna"), two_days):
-        lines = [drain_line("GPU-1", "a fan"), drain_line("GPU-2", ""), "", *first.lines, *window.lines]
-        assert parse_closed(lines, "root") == ({"GPU-1": "a fan", "GPU-2": ""}, (first, window), [])
+        lines = [api.drain_line("GPU-1", "a fan"), api.drain_line("GPU-2", ""), "", *first.lines, *window.lines]
+        assert api.parse_closed(lines, "root") == ({"GPU-1": "a fan", "GPU-2": ""}, (first, window), [])
 
 
 def test_a_line_that_says_nothing_closes_nothing_and_others_count() -> None:
@@ -247,8 +234,8 @@ def test_a_line_that_says_nothing_closes_nothing_and_others_count() -> None:
         "GPU-0", "GPU-0 a fan", " - - - a fan", "GPU-0 - 2 -", "GPU-0 1 -", "GPU-0 1 2", "GPU-0 x 2 -", "GPU-0 2 1 -",
         "GPU-0 -5 1 -", "GPU-0 nan 2 -", "GPU-0 1 inf -", "GPU-0 1 1e300 -", "GPU-0 1 2 anna", "GPU-0 1 2 user:",
     ):  # fmt: skip
-        lines = [drain_line("GPU-1", "a fan"), line, *COURSE.lines]
-        assert parse_closed(lines, "root") == ({"GPU-1": "a fan"}, (COURSE,), [line])
+        lines = [api.drain_line("GPU-1", "a fan"), line, *COURSE.lines]
+        assert api.parse_closed(lines, "root") == ({"GPU-1": "a fan"}, (COURSE,), [line])
 
 
 # The table of vendors
@@ -256,26 +243,28 @@ def test_a_line_that_says_nothing_closes_nothing_and_others_count() -> None:
 PAGE = Path(__file__).parents[1] / "safe_gpu" / "README.md"
 
 
-@pytest.mark.parametrize("key", VENDORS)
+@pytest.mark.parametrize("key", api.VENDORS)
 def test_a_row_is_whole(key: str) -> None:
-    vendor = VENDORS[key]
-    assert preset(vendor.preset).vendors == (key,)
-    uuids = [device.uuid for name in PRESETS for device in preset(name).devices if device.vendor == key]
+    vendor = api.VENDORS[key]
+    assert api.preset(vendor.preset).vendors == (key,)
+    uuids = [device.uuid for name in api.PRESETS for device in api.preset(name).devices if device.vendor == key]
     for uuid in [*uuids, *([f"{vendor.by_place}0000:05:00.0"] if vendor.by_place else [])]:
-        assert [vendor_of(uuid), vendor_of_name(uuid)] == [key, key]
-        assert parse_request(only=uuid).driver["prefer"] == key
-    assert vendor.library in {runtime.title for runtime in (CUDA, HIP, IntelDriver)}
-    assert all(name.startswith(tuple(p for one in VENDORS.values() for p in one.prefixes)) for name in vendor.variables)
-    assert set(vendor.variables) <= set(hide_all())
+        assert [api.vendor_of(uuid), api.vendor_of_name(uuid)] == [key, key]
+        assert api.parse_request(only=uuid).driver["prefer"] == key
+    assert vendor.library in {runtime.title for runtime in (api.CUDA, api.HIP, api.IntelDriver)}
+    assert all(
+        name.startswith(tuple(p for one in api.VENDORS.values() for p in one.prefixes)) for name in vendor.variables
+    )
+    assert set(vendor.variables) <= set(api.hide_all())
     parser = argparse.ArgumentParser()
-    add_vendor(parser, "")
+    api.add_vendor(parser, "")
     assert parser.parse_args(["--vendor", key.upper()]).vendor == key
 
 
 def test_the_page_names_every_driver_and_simulated_host() -> None:
     row = next(line for line in PAGE.read_text().splitlines() if line.startswith("| `SAFE_GPU_DRIVER` |"))
     drivers, hosts = row.split("`simulated:`")
-    assert re.findall(r"`([^`]*)`", hosts) == list(PRESETS)
+    assert re.findall(r"`([^`]*)`", hosts) == list(api.PRESETS)
     named = re.findall(r"`([^`]*)`", drivers.split("|")[2])
-    assert named == ["auto", *(name for one in VENDORS.values() for name in one.drivers)]
-    assert all(f"({one.title})" in drivers for key, one in VENDORS.items() if key != FIRST)
+    assert named == ["auto", *(name for one in api.VENDORS.values() for name in one.drivers)]
+    assert all(f"({one.title})" in drivers for key, one in api.VENDORS.items() if key != api.FIRST)

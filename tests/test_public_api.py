@@ -17,16 +17,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import api
 
 import safe_gpu
 from safe_gpu import errors
 from safe_gpu import safe_gpu as old
-from safe_gpu.claim import owner
-from safe_gpu.claim.arguments import DEFAULT
-from safe_gpu.errors import SafeGpuError
-from safe_gpu.gpus.devices import Gpu, GpuProcess, GpuVerdict, Holder
-from safe_gpu.runtimes.library import CudaCallError
-from safe_gpu.wording.text import Column, cut, display_width, format_age, format_bytes, gpu_ranges, short_age
 
 ROOT = Path(safe_gpu.__file__).parents[1]
 CONTRACT = """
@@ -80,7 +75,13 @@ def test_all_names_are_imported_by_a_star_and_unknown_ones_are_not_there() -> No
 
 def test_the_arguments_of_a_claim() -> None:
     positional = {"nb_gpus": 1, "placeholder_fn": None, "logger": None, "debug_sleep": 0.0}
-    by_name = {"timeout": DEFAULT, "hold_for": DEFAULT, "affinity": "node", "visible_as": "index", "delegate": False}
+    by_name = {
+        "timeout": api.DEFAULT,
+        "hold_for": api.DEFAULT,
+        "affinity": "node",
+        "visible_as": "index",
+        "delegate": False,
+    }
     none = "memory min_memory model max_utilization near prefer share vendor".split()
     expected = {**positional, **by_name, **dict.fromkeys(none), "exclude": (), "only": ()}
     for callable_ in (safe_gpu.claim_gpus, safe_gpu.ensure_gpus, safe_gpu.GPUOwner):
@@ -116,8 +117,8 @@ def test_both_modules_speak_of_the_same_things() -> None:
 def released() -> Iterator[None]:
     """An owner that a test dropped goes with it."""
     yield
-    if owner.current_owner() is not None:
-        owner.current_owner().release_gpus()
+    if api.owner.current_owner() is not None:
+        api.owner.current_owner().release_gpus()
 
 
 def visible() -> str | None:
@@ -175,13 +176,15 @@ def test_all_names_are_there_by_any_way_of_importing() -> None:
 # Errors: one root, the bases that callers catch, data that survives pickling
 
 
-VERDICTS = (GpuVerdict(Gpu(0, "GPU-0"), "claimed", "claimed by process 7", 7, "ada", Holder(7, "ada", start=12)),)
-PROCESSES = (GpuProcess(7, memory_used=1 << 30),)
+VERDICTS = (
+    api.GpuVerdict(api.Gpu(0, "GPU-0"), "claimed", "claimed by process 7", 7, "ada", api.Holder(7, "ada", start=12)),
+)
+PROCESSES = (api.GpuProcess(7, memory_used=1 << 30),)
 TOO_FEW = {"nb_gpus": 2, "verdicts": VERDICTS}
 PATH = {"path": "/tmp/x"}
 
 # Class, its own attributes, the classes by which callers catch it. The older package raised RuntimeError.
-TABLE: list[tuple[type[SafeGpuError], dict[str, Any], tuple[type[BaseException], ...]]] = [
+TABLE: list[tuple[type[api.SafeGpuError], dict[str, Any], tuple[type[BaseException], ...]]] = [
     (errors.SafeGpuError, {}, (Exception,)),
     (errors.NoDriverError, {"driver": "nvml"}, ()),
     (errors.NotEnoughGpusError, TOO_FEW, (RuntimeError,)),
@@ -198,18 +201,20 @@ TABLE: list[tuple[type[SafeGpuError], dict[str, Any], tuple[type[BaseException],
     (errors.GPUAffinityError, {}, (ValueError, RuntimeError)),
     (errors.HolderLostError, {"host": "node1"}, (RuntimeError,)),
     (errors.MissingPackageError, {}, (ImportError,)),
-    (CudaCallError, {"call": "cuInit", "code": 3, "name": "CUDA_ERROR_NOT_INITIALIZED"}, ()),
+    (api.CudaCallError, {"call": "cuInit", "code": 3, "name": "CUDA_ERROR_NOT_INITIALIZED"}, ()),
 ]
 
 
 def test_the_table_is_complete() -> None:
     classes = {value for name, value in vars(errors).items() if inspect.isclass(value) and name[0] != "_"}
-    assert {one for one in classes if issubclass(one, SafeGpuError)} == {row[0] for row in TABLE} - {CudaCallError}
+    assert {one for one in classes if issubclass(one, api.SafeGpuError)} == {row[0] for row in TABLE} - {
+        api.CudaCallError
+    }
 
 
 @pytest.mark.parametrize(("kind", "attributes", "bases"), TABLE)
 def test_bases_message_and_attributes_which_pickling_keeps(kind: Any, attributes: dict[str, Any], bases: Any) -> None:
-    assert all(issubclass(kind, base) for base in (SafeGpuError, *bases))
+    assert all(issubclass(kind, base) for base in (api.SafeGpuError, *bases))
     lists = {name: list(value) if isinstance(value, tuple) else value for name, value in attributes.items()}
     error = kind("it is so: do that", **lists)
     assert str(error) == error.message == "it is so: do that"
@@ -256,33 +261,33 @@ def test_ages() -> None:
         (-5, "0 s", "0s"), (59.9, "59 s", "59s"), (60, "1 min", "1m"), (12_000, "3 h 20 min", "3h20m"),
         (86_399, "23 h 59 min", "23h59m"), (187_200, "2 d 4 h", "2d4h"),
     ):  # fmt: skip
-        assert (format_age(seconds), short_age(seconds)) == (text, short)
+        assert (api.format_age(seconds), api.short_age(seconds)) == (text, short)
 
 
 @given(st.sets(st.integers(0, 40)))
 def test_a_range_names_each_gpu_once(indices: set[int]) -> None:
     named: list[int] = []
-    for part in filter(None, gpu_ranges(map(str, sorted(indices))).split(",")):
+    for part in filter(None, api.gpu_ranges(map(str, sorted(indices))).split(",")):
         first, _, last = part.partition("-")
         named += range(int(first), int(last or first) + 1)
     assert named == sorted(indices)
-    assert gpu_ranges("0:0 0:1 0:2 1:0 1:1 2 3".split()) == "0:0-2,1:0,1:1,2,3"
+    assert api.gpu_ranges("0:0 0:1 0:2 1:0 1:1 2 3".split()) == "0:0-2,1:0,1:1,2,3"
 
 
 def test_sizes_as_people_read_them() -> None:
     sizes = [0, 400 << 20, 1 << 30, int(31.2 * (1 << 30)), 80 << 30]
-    assert [format_bytes(count) for count in sizes] == ["0 MiB", "400 MiB", "1 GiB", "31.2 GiB", "80 GiB"]
+    assert [api.format_bytes(count) for count in sizes] == ["0 MiB", "400 MiB", "1 GiB", "31.2 GiB", "80 GiB"]
 
 
 def test_a_column_is_as_wide_as_what_stands_in_it() -> None:
-    numbers = Column("N", ["7", "123"], right=True)
+    numbers = api.Column("N", ["7", "123"], right=True)
     assert [numbers.padded(cell) for cell in (numbers.title, *numbers.cells)] == ["  N", "  7", "123"]
-    names = Column("USER", ["a", "averylongname"], most=8)
+    names = api.Column("USER", ["a", "averylongname"], most=8)
     assert [names.padded(cell) for cell in (names.title, *names.cells)] == ["USER    ", "a       ", "averyl.."]
-    assert Column("JOB", ["", ""]).width == 0
+    assert api.Column("JOB", ["", ""]).width == 0
 
 
 def test_wide_letters_take_two_columns_and_characters_without_width_are_cut_too() -> None:
-    assert (display_width("日本a"), display_width("e\u0301")) == (5, 1)
-    assert len(cut("a" + "\u0301" * 28_000, 8)) <= 24
-    assert [cut("abc", width) for width in (0, 1, 2, 3)] == ["", ".", "..", "abc"]
+    assert (api.display_width("日本a"), api.display_width("e\u0301")) == (5, 1)
+    assert len(api.cut("a" + "\u0301" * 28_000, 8)) <= 24
+    assert [api.cut("abc", width) for width in (0, 1, 2, 3)] == ["", ".", "..", "abc"]

@@ -10,18 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import api
 from support.claims import try_claim
 
 import safe_gpu
 from safe_gpu import PolicyError
-from safe_gpu.coordination.state_dir import state_dir_path
-from safe_gpu.drivers import meant_vendor
-from safe_gpu.errors import StateDirError, UnsatisfiableRequestError
-from safe_gpu.schedulers.job import resource_names
-from safe_gpu.selection.verdicts import Rules
-from safe_gpu.settings import config as policy
-from safe_gpu.settings import variables as settings
-from safe_gpu.settings.config import KEYS, Limits, limits_of_user, parse, read, resolve
 
 ROOT = Path(safe_gpu.__file__).parent
 
@@ -36,13 +29,15 @@ def test_every_variable_that_is_read_is_known() -> None:
     ]
     named = {name for text in texts for name in re.findall(r"\bSAFE_GPU_[A-Z_]*[A-Z]\b(?!_?\*)", text)}
     assert "SAFE_GPU_DIR" in named
-    assert {name for name in named if not name.startswith("SAFE_GPU_TEST")} <= set(settings.VARIABLES)
+    assert {name for name in named if not name.startswith("SAFE_GPU_TEST")} <= set(api.variables.VARIABLES)
 
 
 @pytest.mark.parametrize(("name", "meant"), [("safe_gpu_dirr", "SAFE_GPU_DIR"), ("SAFE_GPU_XYZZY", "")])
 def test_a_variable_that_nobody_reads(name: str, meant: str, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    assert settings.unknown([*settings.VARIABLES, "SAFE_GPU_TEST_X", "PATH", name]) == {name: meant}
-    assert [settings.doubts({known: ""}) for known in settings.VARIABLES] == [[]] * len(settings.VARIABLES)
+    assert api.variables.unknown([*api.variables.VARIABLES, "SAFE_GPU_TEST_X", "PATH", name]) == {name: meant}
+    assert [api.variables.doubts({known: ""}) for known in api.variables.VARIABLES] == [[]] * len(
+        api.variables.VARIABLES
+    )
     monkeypatch.setenv(name, "1")
     with safe_gpu.claim_gpus(1, timeout=0):
         pass
@@ -51,14 +46,14 @@ def test_a_variable_that_nobody_reads(name: str, meant: str, monkeypatch: pytest
     assert (f"did you mean {meant}?" in record.getMessage()) == bool(meant)
 
 
-@pytest.mark.parametrize(("name", "words"), sorted(settings.CHOICES.items()))
+@pytest.mark.parametrize(("name", "words"), sorted(api.variables.CHOICES.items()))
 def test_a_word_that_is_not_understood(name: str, words: tuple[str, ...], monkeypatch, ground) -> None:
     for word in ("", *words):
-        settings.check({name: word})
+        api.variables.check({name: word})
     for word in ("off", "Ignore", "0"):
         monkeypatch.setenv(name, word)
         match = f"{name}={word} is unknown: set it to .*{words[-1]}"
-        with pytest.raises(UnsatisfiableRequestError, match=match) as caught:
+        with pytest.raises(api.UnsatisfiableRequestError, match=match) as caught:
             safe_gpu.claim_gpus(1, timeout=0)
         assert caught.value.value == word
     assert ground.claimed() == []
@@ -68,10 +63,10 @@ def test_a_state_directory_is_named_by_an_absolute_path(monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     for value, path in (("", "/tmp/safe-gpu"), ("/x//y/", "/x/y")):
         monkeypatch.setenv("SAFE_GPU_DIR", value)
-        assert state_dir_path() == path
+        assert api.state_dir_path() == path
     monkeypatch.setenv("SAFE_GPU_DIR", "~/state")
-    for claim in (lambda: safe_gpu.claim_gpus(1, timeout=0), safe_gpu.get_free_gpus, state_dir_path):
-        with pytest.raises(StateDirError, match=r"SAFE_GPU_DIR=~/state is relative.* absolute path"):
+    for claim in (lambda: safe_gpu.claim_gpus(1, timeout=0), safe_gpu.get_free_gpus, api.state_dir_path):
+        with pytest.raises(api.StateDirError, match=r"SAFE_GPU_DIR=~/state is relative.* absolute path"):
             claim()
     assert list(tmp_path.iterdir()) == []
 
@@ -83,11 +78,11 @@ def test_a_state_directory_is_named_by_an_absolute_path(monkeypatch: pytest.Monk
 def real_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A file that stands for the kernel driver's."""
     monkeypatch.delenv("SAFE_GPU_TEST_SIMULATED")
-    monkeypatch.setattr(settings, "_REAL_DRIVERS", {str(tmp_path / "version"): "NVIDIA"})
+    monkeypatch.setattr(api.variables, "_REAL_DRIVERS", {str(tmp_path / "version"): "NVIDIA"})
     (tmp_path / "version").write_text("NVRM version: 550.54.15\n")
-    settings.real_driver.cache_clear()
+    api.variables.real_driver.cache_clear()
     yield tmp_path / "version"
-    settings.real_driver.cache_clear()
+    api.variables.real_driver.cache_clear()
 
 
 def test_simulated_gpus_beside_real_ones_are_warned_of_every_time(real_driver: Path, caplog) -> None:
@@ -96,10 +91,10 @@ def test_simulated_gpus_beside_real_ones_are_warned_of_every_time(real_driver: P
         assert try_claim(1) == (0,)
     said = "SAFE_GPU_DRIVER=simulated:dgx-a100: these GPUs are simulated, and this host has a real"
     assert [record.getMessage().startswith(said) for record in caplog.records if record.levelno > 20] == [True] * 2
-    assert settings.doubts({"SAFE_GPU_DRIVER": "nvml"}) == []
+    assert api.variables.doubts({"SAFE_GPU_DRIVER": "nvml"}) == []
     real_driver.unlink()
-    settings.real_driver.cache_clear()
-    assert settings.doubts(simulated) == []
+    api.variables.real_driver.cache_clear()
+    assert api.variables.doubts(simulated) == []
 
 
 # Root's file
@@ -129,8 +124,8 @@ max_gpus = 0
 """
 
 
-def limits(user: str, *groups: str, text: str = FILE, is_root: bool = False) -> Limits:
-    return resolve(parse(text, "/p"), (user, "1001"), lambda group: group in groups, is_root=is_root)
+def limits(user: str, *groups: str, text: str = FILE, is_root: bool = False) -> api.Limits:
+    return api.resolve(api.parse(text, "/p"), (user, "1001"), lambda group: group in groups, is_root=is_root)
 
 
 def test_which_section_wins() -> None:
@@ -140,7 +135,7 @@ def test_which_section_wins() -> None:
         ("anna", ("students",), (None, None, 7200.0, 90.0, None, None)),
         ("DOM\\eva maria", (), (0, 129600.0, 7200.0, None, None, None)),
     ):
-        assert tuple(getattr(limits(user, *groups), key) for key in KEYS) == expected
+        assert tuple(getattr(limits(user, *groups), key) for key in api.KEYS) == expected
 
 
 def test_a_value_names_its_section_and_a_user_may_be_a_number() -> None:
@@ -150,15 +145,15 @@ def test_a_value_names_its_section_and_a_user_may_be_a_number() -> None:
 
 
 def test_root_is_exempt_unless_named() -> None:
-    assert limits("root", "staff", is_root=True) == Limits("/p", exempt=True)
+    assert limits("root", "staff", is_root=True) == api.Limits("/p", exempt=True)
     named = limits("root", is_root=True, text=FILE + "[user root]\nmax_wait = 5")
     assert (named.exempt, named.max_gpus, named.max_wait) == (False, 2, 5.0)
 
 
 def test_groups_are_asked_for_only_where_the_file_has_some() -> None:
-    rules = parse("[default]\nmax_gpus=1\n[user ben]", "/p")
-    assert resolve(rules, ("ben",), pytest.fail, is_root=False).max_gpus == 1
-    assert resolve(parse("[group staff]\nmax_gpus=1", "/p"), ("root",), pytest.fail, is_root=True).exempt
+    rules = api.parse("[default]\nmax_gpus=1\n[user ben]", "/p")
+    assert api.resolve(rules, ("ben",), pytest.fail, is_root=False).max_gpus == 1
+    assert api.resolve(api.parse("[group staff]\nmax_gpus=1", "/p"), ("root",), pytest.fail, is_root=True).exempt
 
 
 def test_a_wrong_line_is_named() -> None:
@@ -171,7 +166,7 @@ def test_a_wrong_line_is_named() -> None:
         ("[default", 1, "is not a section"),
     ):
         with pytest.raises(PolicyError, match=f"^/p:{line}: ") as caught:
-            parse(text, "/p")
+            api.parse(text, "/p")
         assert (caught.value.path, caught.value.line, says in str(caught.value)) == ("/p", line, True)
 
 
@@ -194,11 +189,11 @@ def write(open_tmp: Path) -> Callable[..., Path]:
 
 @needs_root
 def test_a_file_of_root_counts(write: Any, tmp_path: Path) -> None:
-    rules, ignored = read(str(write(b"\xef\xbb\xbf[default]\r\nmax_gpus = 3\r\n")))
+    rules, ignored = api.read(str(write(b"\xef\xbb\xbf[default]\r\nmax_gpus = 3\r\n")))
     assert (ignored, rules and rules.sections[0].values) == ("", {"max_gpus": 3})
-    assert read(str(tmp_path / "none")) == (None, "")
+    assert api.read(str(tmp_path / "none")) == (None, "")
     with pytest.raises(PolicyError, match="longer than 64 KiB"):
-        read(str(write("#" * 70_000)))
+        api.read(str(write("#" * 70_000)))
 
 
 @needs_root
@@ -213,7 +208,7 @@ def test_links_directories_and_files_that_others_may_write_are_ignored(write: An
         ({"text": "nonsense", "mode": 0o664}, "can be written by others than root (mode 0664)"),
         ({"mode": 0o646}, "can be written by others"),
     ):
-        rules, ignored = read(str(write(**place) if isinstance(place, dict) else place))
+        rules, ignored = api.read(str(write(**place) if isinstance(place, dict) else place))
         assert (rules, says in ignored) == (None, True)
 
 
@@ -223,56 +218,62 @@ def test_a_file_without_a_reader_is_an_error(write: Any, as_user: Any) -> None:
     path = write(mode=0o600)
 
     def look(say: Callable[[str], None], listen: Callable[[], str]) -> None:
-        read(str(path))
+        api.read(str(path))
 
     assert "ask root for a file of mode 644" in as_user(look, uid=4711).hear()
 
 
 def test_groups_of_this_process_and_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of this process are the kernel's, those of other users the directory's."""
-    rules = parse("[group audio]\nmax_gpus = 5\n[group 77]\nmax_gpus = 7\n[default]\nmax_gpus = 1\n", "/p")
-    monkeypatch.setattr(policy, "gid_of", {"audio": 29, "77": 77}.get)
+    rules = api.parse("[group audio]\nmax_gpus = 5\n[group 77]\nmax_gpus = 7\n[default]\nmax_gpus = 1\n", "/p")
+    monkeypatch.setattr(api.config, "gid_of", {"audio": 29, "77": 77}.get)
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
     monkeypatch.setattr(os, "getgroups", lambda: [77])
-    assert limits_of_user(rules, os.geteuid()).max_gpus == 7
-    monkeypatch.setattr(policy, "gids_of", lambda uid: {29} if uid == 1000 else set())
-    assert [limits_of_user(rules, uid).max_gpus for uid in (1000, 1001)] == [5, 1]
-    assert limits_of_user(rules, 0) == Limits("/p", exempt=True)
+    assert api.limits_of_user(rules, os.geteuid()).max_gpus == 7
+    monkeypatch.setattr(api.config, "gids_of", lambda uid: {29} if uid == 1000 else set())
+    assert [api.limits_of_user(rules, uid).max_gpus for uid in (1000, 1001)] == [5, 1]
+    assert api.limits_of_user(rules, 0) == api.Limits("/p", exempt=True)
 
 
 def test_what_the_directory_says_of_root() -> None:
-    assert (0 in policy.gids_of(0), policy.gids_of(999_999_999)) == (True, set())
-    assert (policy.gid_of("root"), policy.gid_of("4711"), policy.gid_of("no-such-group")) == (0, 4711, None)
+    assert (0 in api.config.gids_of(0), api.config.gids_of(999_999_999)) == (True, set())
+    assert (api.config.gid_of("root"), api.config.gid_of("4711"), api.config.gid_of("no-such-group")) == (0, 4711, None)
 
 
 @needs_root
 @pytest.mark.parametrize("name", ["config.ini", "policy.ini"])
 def test_a_user_cannot_lift_the_limits_of_the_host(name: str, open_tmp: Path, monkeypatch: Any, as_user: Any) -> None:
     etc = open_tmp / "etc"
-    monkeypatch.setattr(settings, "HOST_FILES", (f"{etc}/config.ini", f"{etc}/policy.ini"))
+    monkeypatch.setattr(api.variables, "HOST_FILES", (f"{etc}/config.ini", f"{etc}/policy.ini"))
     variables = {"SAFE_GPU_POLICY": "/nonexistent", "SAFE_GPU_DRIVER": "nvml"}
-    assert settings.policy_file(variables) == "/nonexistent"  # this host has no policy yet
+    assert api.variables.policy_file(variables) == "/nonexistent"  # this host has no policy yet
     etc.mkdir(mode=0o755)
     (etc / name).touch()
     simulated = {**variables, "SAFE_GPU_DRIVER": "simulated:dgx-a100"}
 
     def look(say: Callable[[object], None], listen: Callable[[], str]) -> None:
-        say([settings.policy_file(variables), *settings.doubts(variables), settings.policy_file(simulated)])
+        say(
+            [
+                api.variables.policy_file(variables),
+                *api.variables.doubts(variables),
+                api.variables.policy_file(simulated),
+            ]
+        )
 
     path = f"{etc}/{name}"
     said = [path, f"SAFE_GPU_POLICY=/nonexistent has no effect: {path} holds on this host", "/nonexistent"]
     assert as_user(look, uid=4711).hear() == str(said)
-    assert settings.policy_file(variables) == "/nonexistent"  # root may try another one
+    assert api.variables.policy_file(variables) == "/nonexistent"  # root may try another one
 
 
 @needs_root
 def test_both_names_at_once_are_a_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is lifted quietly because root began a new file."""
-    monkeypatch.setattr(settings, "HOST_FILES", (f"{tmp_path}/config.ini", f"{tmp_path}/policy.ini"))
-    for name in settings.HOST_FILES:
+    monkeypatch.setattr(api.variables, "HOST_FILES", (f"{tmp_path}/config.ini", f"{tmp_path}/policy.ini"))
+    for name in api.variables.HOST_FILES:
         Path(name).write_text("[default]\nmax_gpus = 1")
     with pytest.raises(PolicyError, match="move its sections there"):
-        read(settings.policy_file({}))
+        api.read(api.variables.policy_file({}))
 
 
 @needs_root
@@ -282,14 +283,14 @@ def test_root_sets_the_defaults_of_a_host(write: Any, monkeypatch: pytest.Monkey
     variables = {"SAFE_GPU_POLICY": path}
     monkeypatch.setenv("SAFE_GPU_POLICY", path)
     monkeypatch.delenv("SAFE_GPU_DIR")
-    assert state_dir_path() == "/var/lib/safe-gpu"
-    assert (meant_vendor(variables), resource_names(variables)) == ("amd", ("accel",))
-    assert Rules.of(variables).unexplained_limit == 300 << 20
-    assert limits_of_user(read(path)[0] or policy.Policy(path), os.geteuid()).exempt
-    assert settings.doubts(variables) == []
+    assert api.state_dir_path() == "/var/lib/safe-gpu"
+    assert (api.meant_vendor(variables), api.resource_names(variables)) == ("amd", ("accel",))
+    assert api.Rules.of(variables).unexplained_limit == 300 << 20
+    assert api.limits_of_user(api.read(path)[0] or api.config.Policy(path), os.geteuid()).exempt
+    assert api.variables.doubts(variables) == []
     monkeypatch.setenv("SAFE_GPU_DIR", "/elsewhere")  # the environment still wins, and a claim says so
-    assert state_dir_path() == "/elsewhere"
-    doubts = settings.doubts({**variables, "SAFE_GPU_DIR": "/elsewhere"})
+    assert api.state_dir_path() == "/elsewhere"
+    doubts = api.variables.doubts({**variables, "SAFE_GPU_DIR": "/elsewhere"})
     assert f"SAFE_GPU_DIR=/elsewhere counts, and {path} says state_dir = /var/lib/safe-gpu: two state" in str(doubts)
 
 
@@ -301,7 +302,7 @@ def test_a_wrong_setting_is_named(write: Any) -> None:
         ("max_gpus = 2", "'max_gpus' is unknown: write state_dir"),
     ):
         with pytest.raises(PolicyError, match=f":4: .*{says}"):
-            policy.host_values(str(write(f"[user anna]\nmax_gpus = nonsense\n[host]\n{text}")))
+            api.config.host_values(str(write(f"[user anna]\nmax_gpus = nonsense\n[host]\n{text}")))
 
 
 # The files of root on the machine that runs the tests
@@ -310,9 +311,9 @@ def test_a_wrong_setting_is_named(write: Any) -> None:
 def test_no_test_goes_by_the_limits_of_this_machine(child: Callable[..., Any]) -> None:
     """Neither in this process, nor in its children, nor as another user, who is a fork of it."""
     code = "from safe_gpu.settings import variables\nsay(*variables.HOST_FILES)"
-    etc = str(Path(settings.HOST_FILES[0]).parent)
+    etc = str(Path(api.variables.HOST_FILES[0]).parent)
     assert not Path(etc).exists()
-    assert child(code).hear().split(" ") == [f"{etc}/config.ini", f"{etc}/policy.ini"] == list(settings.HOST_FILES)
+    assert child(code).hear().split(" ") == [f"{etc}/config.ini", f"{etc}/policy.ini"] == list(api.variables.HOST_FILES)
     plain = child(code, env={"SAFE_GPU_TEST_ETC": ""}).hear()
     assert plain.split(" ") == ["/etc/safe-gpu/config.ini", "/etc/safe-gpu/policy.ini"]
 
@@ -330,5 +331,5 @@ def test_whose_limits_tests_go_by(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(settings, "is_root", lambda is_root=is_root: is_root)
-        assert settings._directory_of_root() == ("/x" if counts else "/etc/safe-gpu")
+        monkeypatch.setattr(api.variables, "is_root", lambda is_root=is_root: is_root)
+        assert api.variables._directory_of_root() == ("/x" if counts else "/etc/safe-gpu")

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import api
 from support.real import long
 
 import safe_gpu
-from safe_gpu.affinity.placement import PlacementReport, ProcessPlacement, ThreadPlacement
 
 ROOT = Path(safe_gpu.__file__).parents[1]
 TOOLS = Path(__file__).parents[1] / "tools"
@@ -170,23 +170,23 @@ def test_a_run_is_looked_at_while_it_lasts(tool: Any, tmp_path: Path, monkeypatc
     assert arm.pages.total() > 1 << 20
 
 
-def placed(memory: dict[int, int], gpu_nodes: set[int], mask: set[int]) -> ProcessPlacement:
-    thread = ThreadPlacement(1, "", 0, 0, frozenset(mask), frozenset())
-    return ProcessPlacement(1, 0, "", (thread,), memory=memory, gpu_nodes=frozenset(gpu_nodes))
+def placed(memory: dict[int, int], gpu_nodes: set[int], mask: set[int]) -> api.ProcessPlacement:
+    thread = api.ThreadPlacement(1, "", 0, 0, frozenset(mask), frozenset())
+    return api.ProcessPlacement(1, 0, "", (thread,), memory=memory, gpu_nodes=frozenset(gpu_nodes))
 
 
 def test_medians_pages_and_the_verdict(tool: Any) -> None:
     """Pages are those of the look that shows most. Of two ranks one has its GPU on node 0, the other on node 1."""
     arm = tool.Arm([], figures=[3.0, 1.0, 2.0])
     ranks = placed({0: 6 << 20, 1: 2 << 20}, {0}, {1}), placed({0: 4 << 20, 1: 8 << 20}, {1}, {2})
-    arm.look(PlacementReport(ranks))
-    arm.look(PlacementReport(ranks[:1]))
+    arm.look(api.PlacementReport(ranks))
+    arm.look(api.PlacementReport(ranks[:1]))
     assert arm.line(" s") == "median 2 s (1 to 3); pages: node 0 10 MiB, node 1 10 MiB; remote 30.0%"
     arms = {name: tool.Arm([], figures=[figure]) for name, figure in ((tool.UNBOUND, 12.4), (tool.BOUND, 10.0))}
     assert tool.verdict(arms, False)[2:] == ["bound / not bound: 1.24 times as fast"]
     assert tool.verdict(arms, True)[2:] == ["bound / not bound: 0.81 of the figure"]
     for arm in arms.values():
-        arm.look(PlacementReport(ranks[:1]))
+        arm.look(api.PlacementReport(ranks[:1]))
     assert tool.verdict(arms, True)[3] == "nothing is compared: both kinds of runs may use the same CPUs (1)"
 
 

@@ -11,26 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import api
 
 import safe_gpu.drivers
-from safe_gpu.affinity import memory_policy
-from safe_gpu.errors import NoDriverError
-from safe_gpu.gpus.devices import Gpu, HostSnapshot
-from safe_gpu.runtimes.library import Runtime
-from safe_gpu.topology.cpulist import parse_cpulist
-from safe_gpu.topology.host import GpuLocality, HostTopology
 
 MASK = sorted(os.sched_getaffinity(0))
 needs_two_cpus = pytest.mark.skipif(len(MASK) < 2, reason="needs two CPUs")
 
 needs_known_calls = pytest.mark.skipif(
-    platform.machine() not in memory_policy._CALLS, reason="the numbers of the calls are not known here"
+    platform.machine() not in api.memory_policy._CALLS, reason="the numbers of the calls are not known here"
 )
 
 
 def refuse_memory_policies() -> None:
     """A seccomp filter on this process like Docker's: set_mempolicy and get_mempolicy answer EPERM."""
-    setting, getting = memory_policy._CALLS[platform.machine()]
+    setting, getting = api.memory_policy._CALLS[platform.machine()]
     steps = (
         (0x20, 0, 0, 0),  # load the call's number
         (0x15, 2, 0, setting),
@@ -46,7 +41,7 @@ def refuse_memory_policies() -> None:
 
 
 def cpus(text: str) -> frozenset[int]:
-    found = parse_cpulist(text)
+    found = api.parse_cpulist(text)
     assert found is not None
     return found
 
@@ -167,7 +162,7 @@ def make_host(
     ids: Sequence[int] = (),
     dense: bool = False,
     order: Sequence[int] | None = None,
-) -> HostTopology:
+) -> api.HostTopology:
     """A regular host numbered as Linux does on x86: thread t of core c is CPU ``c + t * number of cores``.
 
     ``dense`` numbers the threads of a core next to each other; ``ids`` are the numbers of the nodes, and ``order`` is
@@ -188,7 +183,7 @@ def make_host(
     def distance(a: int, b: int) -> int:
         return 10 if a == b else 12 if package_of[a] == package_of[b] else 32
 
-    return HostTopology(
+    return api.HostTopology(
         cpus=frozenset(range(count * smt)),
         cores=[cores[at] for at in order or range(count)],
         nodes=dict(zip(names, groups(cores_per_node), strict=True)),
@@ -199,42 +194,42 @@ def make_host(
             for cache in groups(max(1, cores_per_node // caches_per_node), first, first + cores_per_node)
         ],
         distances={a: {b: distance(a, b) for b in names} for a in names} if distances else {},
-        gpus=[GpuLocality(index, f"GPU-{index}", node) for index, node in enumerate(gpu_nodes)],
+        gpus=[api.GpuLocality(index, f"GPU-{index}", node) for index, node in enumerate(gpu_nodes)],
     )
 
 
 class FakeDriver:
     """A driver that says what it is told to say, or raises ``error`` where it is polled."""
 
-    runtime = Runtime()
+    runtime = api.Runtime()
     is_simulated = False
     name = "nvml"
 
-    def __init__(self, gpus: Sequence[Gpu] = (), affinity: Any = None) -> None:
+    def __init__(self, gpus: Sequence[api.Gpu] = (), affinity: Any = None) -> None:
         self.gpus = list(gpus)
         self.affinity = affinity or {}
-        self.own: HostTopology | None = None
+        self.own: api.HostTopology | None = None
         self.error: Exception | None = None
 
-    def snapshot(self) -> HostSnapshot:
+    def snapshot(self) -> api.HostSnapshot:
         if self.error is not None:
             raise self.error
-        return HostSnapshot(tuple(self.gpus))
+        return api.HostSnapshot(tuple(self.gpus))
 
-    def usage(self, gpus: Sequence[Gpu]) -> Sequence[Gpu]:
+    def usage(self, gpus: Sequence[api.Gpu]) -> Sequence[api.Gpu]:
         return gpus
 
     def cpu_affinity(self, uuid: str, scope: str) -> frozenset[int] | None:
         return self.affinity.get((uuid, scope))
 
-    def host_topology(self) -> HostTopology | None:
+    def host_topology(self) -> api.HostTopology | None:
         return self.own
 
     def close(self) -> None: ...
 
 
 def no_driver(name: str | None = None, **choice: Any) -> Any:
-    raise NoDriverError("there is no NVIDIA driver here")
+    raise api.NoDriverError("there is no NVIDIA driver here")
 
 
 def save_two_nodes(tree: SavedTree, bus_ids: Iterable[str]) -> None:
@@ -251,7 +246,7 @@ def four_gpus(saved_tree: SavedTree, monkeypatch: pytest.MonkeyPatch) -> FakeDri
     """Two nodes of one real CPU each, GPUs 0 and 2 on the first, 1 and 3 on the second."""
     bus_ids = [f"0000:0{number + 1}:00.0" for number in range(4)]
     save_two_nodes(saved_tree, bus_ids)
-    driver = FakeDriver([Gpu(n, f"GPU-{n}{n}ab", pci_bus_id=bus_id) for n, bus_id in enumerate(bus_ids)])
+    driver = FakeDriver([api.Gpu(n, f"GPU-{n}{n}ab", pci_bus_id=bus_id) for n, bus_id in enumerate(bus_ids)])
     monkeypatch.setenv("SAFE_GPU_FSROOT", os.fspath(saved_tree))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(safe_gpu.drivers, "open_driver", lambda name=None, **choice: driver)

@@ -16,23 +16,8 @@ import pytest
 from affinity.conftest import MASK, FakeDriver, SavedTree, cpus, make_host, needs_two_cpus
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import api
 from support.forks import in_child
-
-from safe_gpu.affinity import binding, memory_policy
-from safe_gpu.affinity.binding import PartReport, bind_process, enter, leave, original_mask
-from safe_gpu.affinity.cpu_shares import (
-    bind_claim,
-    bind_near,
-    claim_shares,
-    memory_nodes,
-    nodes_of_cpus,
-    split_share,
-    with_memory,
-)
-from safe_gpu.affinity.options import DIVIDING_MODES, MODES, AffinityOptions
-from safe_gpu.errors import GPUAffinityError
-from safe_gpu.gpus.devices import Gpu
-from safe_gpu.topology.host import SysfsHost, read_topology
 
 TWO_ON_ONE = {"cores_per_node": 8, "nodes": 1, "gpu_nodes": [0, 0]}
 ONE_EACH = {"cores_per_node": 4, "nodes": 2, "gpu_nodes": [0, 1]}
@@ -51,7 +36,7 @@ def test_shares_are_of_the_host_and_cut_to_the_mask() -> None:
         (ONE_EACH, "node", [0], "5-6", {0: "5-6"}, (f"{none} 0", "CPUs 5-6 are remote to GPU 0 (on NUMA node 0)")),
         (THREE, "node", [0, 2], "5", {0: "5", 2: "5"}, (f"{none} 0", "CPUs 5 are remote to GPU 0 (on NUMA node 0)")),
     ):
-        found = claim_shares(make_host(**shape, smt=1), AffinityOptions(mode=mode), gpus, cpus(mask))
+        found = api.claim_shares(make_host(**shape, smt=1), api.AffinityOptions(mode=mode), gpus, cpus(mask))
         assert found.shares == {index: cpus(share) for index, share in expected.items()}
         assert found.cpus == frozenset().union(*found.shares.values())
         assert found.notes == notes
@@ -71,20 +56,20 @@ def test_isolated_cpus_are_left_out_before_cores_are_divided() -> None:
         (TWO_ON_ONE, "0-7", "exclusive", 1, "0-7", "4-7", False),
     ):
         topology = replace(make_host(**shape, smt=1), isolated=cpus(isolated))
-        found = claim_shares(topology, AffinityOptions(mode=mode), [gpu], cpus(mask))
+        found = api.claim_shares(topology, api.AffinityOptions(mode=mode), [gpu], cpus(mask))
         assert (found.shares, found.remote) == ({gpu: cpus(share)}, remote)
 
 
 @settings(max_examples=60)
-@given(st.integers(4, 24), st.integers(2, 4), st.sampled_from(MODES), st.data())
+@given(st.integers(4, 24), st.integers(2, 4), st.sampled_from(api.MODES), st.data())
 def test_never_wider_than_the_mask_and_never_in_anothers_way(cores: int, gpus: int, mode: str, data: Any) -> None:
     topology = make_host(cores_per_node=cores, nodes=1, gpu_nodes=[0] * gpus)
     masks = [data.draw(st.frozensets(st.integers(0, 2 * cores - 1), min_size=1)) for _ in range(2)]
-    first, second = (claim_shares(topology, AffinityOptions(mode), [index], masks[index]) for index in (0, 1))
+    first, second = (api.claim_shares(topology, api.AffinityOptions(mode), [index], masks[index]) for index in (0, 1))
     for found, mask in zip((first, second), masks, strict=True):
         assert found.cpus
         assert found.cpus <= mask
-    if mode in DIVIDING_MODES and not (first.notes or second.notes):
+    if mode in api.DIVIDING_MODES and not (first.notes or second.notes):
         assert not first.cpus & second.cpus
 
 
@@ -116,10 +101,10 @@ def test_every_thread_moves_and_comes_back_to_its_own_mask() -> None:
         ready.wait()
         yield masks()
         for cpu in (second, first):
-            yield bind_process({cpu})
+            yield api.bind_process({cpu})
             yield masks()
-        yield original_mask()
-        leave()
+        yield api.original_mask()
+        api.leave()
         yield masks()
         done.set()
 
@@ -152,8 +137,8 @@ def test_threads_that_are_born_meanwhile() -> None:
         for breeder in breeders:
             breeder.start()
         for cpu in MASK[:2] * 2:
-            yield bind_process({cpu}).ok and all(mask == {cpu} for mask in masks().values())
-        leave()
+            yield api.bind_process({cpu}).ok and all(mask == {cpu} for mask in masks().values())
+        api.leave()
         yield all(mask == set(MASK) for mask in masks().values())
         stop.set()
         for breeder in breeders:
@@ -167,12 +152,12 @@ def test_moments_that_can_be_come_back_to() -> None:
     """A second call starts from the first mask; what a program bound before a claim is there again after it."""
 
     def child() -> Any:
-        bind_process({MASK[0]})
-        enter()
-        bind_process({MASK[1]})
+        api.bind_process({MASK[0]})
+        api.enter()
+        api.bind_process({MASK[1]})
         for _ in range(4):
-            yield os.sched_getaffinity(0), set(original_mask())
-            leave()
+            yield os.sched_getaffinity(0), set(api.original_mask())
+            api.leave()
 
     now, original = zip(*in_child(lambda: list(child())), strict=True)
     assert now == ({MASK[1]}, {MASK[0]}, set(MASK), set(MASK))
@@ -185,12 +170,12 @@ def test_a_forked_worker_starts_from_the_original_mask() -> None:
 
     def worker() -> Any:
         yield os.sched_getaffinity(0)
-        yield set(bind_process({MASK[1]}).cpus)
-        leave()
+        yield set(api.bind_process({MASK[1]}).cpus)
+        api.leave()
         yield os.sched_getaffinity(0)
 
     def child() -> Any:
-        bind_process({MASK[0]})
+        api.bind_process({MASK[0]})
         return [*in_child(lambda: list(worker())), os.sched_getaffinity(0)]
 
     assert in_child(child) == [{MASK[0]}, {MASK[1]}, set(MASK), {MASK[0]}]
@@ -199,20 +184,20 @@ def test_a_forked_worker_starts_from_the_original_mask() -> None:
 def test_what_cannot_be_bound_leaves_nothing_behind() -> None:
     def child() -> bool:
         before = masks()
-        with pytest.raises(GPUAffinityError, match=r"CPUs 60000-60001.*it may use"):
-            bind_process({60000, 60001})
-        return before == masks() and not binding._stack
+        with pytest.raises(api.GPUAffinityError, match=r"CPUs 60000-60001.*it may use"):
+            api.bind_process({60000, 60001})
+        return before == masks() and not api.binding._stack
 
     assert in_child(child)
     for none in ((), {-1}, {1 << 40}):
-        with pytest.raises(GPUAffinityError):
-            bind_process(none)
-    with pytest.raises(GPUAffinityError):
-        bind_claim([], FakeDriver(), options=AffinityOptions())  # type: ignore[arg-type]
+        with pytest.raises(api.GPUAffinityError):
+            api.bind_process(none)
+    with pytest.raises(api.GPUAffinityError):
+        api.bind_claim([], FakeDriver(), options=api.AffinityOptions())  # type: ignore[arg-type]
     for nodes, mode, names in (([], "bind", "NUMA node"), ([0], "interleave", "interleave")):
-        with pytest.raises(GPUAffinityError, match=names):
-            bind_process(None, nodes, mode)
-    assert not binding._stack
+        with pytest.raises(api.GPUAffinityError, match=names):
+            api.bind_process(None, nodes, mode)
+    assert not api.binding._stack
 
 
 # cgroups
@@ -245,9 +230,9 @@ def cpuset() -> Iterator[Path]:
 def test_a_cpuset_is_respected(cpuset: Path) -> None:
     def child() -> tuple[Any, ...]:
         (cpuset / "cgroup.procs").write_text("0")
-        report = bind_process(MASK[:2])
-        with pytest.raises(GPUAffinityError):
-            bind_process({MASK[0]})
+        report = api.bind_process(MASK[:2])
+        with pytest.raises(api.GPUAffinityError):
+            api.bind_process({MASK[0]})
         return report.cpus, report.threads.done, report.threads.asked, report.notes
 
     cpus, done, asked, notes = in_child(child)
@@ -261,25 +246,25 @@ def test_a_cpuset_is_respected(cpuset: Path) -> None:
 
 @pytest.fixture
 def memory_node() -> int:
-    if memory_policy.get_policy() is None:
+    if api.memory_policy.get_policy() is None:
         pytest.skip("NUMA memory policies cannot be used here")
     return min(int(name[4:]) for name in os.listdir("/sys/devices/system/node") if name[4:].isdigit())
 
 
 def test_memory_policy_is_set_inherited_and_given_back(memory_node: int) -> None:
     def child() -> Any:
-        before = memory_policy.get_policy()
-        yield bind_process(None, [memory_node], "bind")
-        yield memory_policy.get_policy()
+        before = api.memory_policy.get_policy()
+        yield api.bind_process(None, [memory_node], "bind")
+        yield api.memory_policy.get_policy()
         yield subprocess.run(["cat", "/proc/self/numa_maps"], check=True, capture_output=True, text=True).stdout
-        bind_process(None, [memory_node], "preferred")
-        leave()
-        yield before == memory_policy.get_policy()
+        api.bind_process(None, [memory_node], "preferred")
+        api.leave()
+        yield before == api.memory_policy.get_policy()
 
     report, now, maps, restored = in_child(lambda: list(child()))
-    assert report.memory == PartReport(frozenset([memory_node]), frozenset([memory_node]), moved=1)
-    assert report.threads == PartReport()
-    assert now == memory_policy.policy_for("bind", [memory_node])
+    assert report.memory == api.PartReport(frozenset([memory_node]), frozenset([memory_node]), moved=1)
+    assert report.threads == api.PartReport()
+    assert now == api.memory_policy.policy_for("bind", [memory_node])
     assert f" bind:{memory_node} " in maps  # another program, started after it
     assert restored
     assert f"memory bound to node {memory_node}" in str(report)
@@ -287,11 +272,11 @@ def test_memory_policy_is_set_inherited_and_given_back(memory_node: int) -> None
 
 def test_memory_that_the_kernel_refuses(monkeypatch: pytest.MonkeyPatch, memory_node: int) -> None:
     """A node that is not there, and an architecture whose calls are not known."""
-    report = in_child(lambda: bind_process(None, [1000], "bind"))
+    report = in_child(lambda: api.bind_process(None, [1000], "bind"))
     assert (report.ok, report.memory.asked, report.memory.done) == (False, {1000}, set())
     assert "Invalid argument" in str(report)
-    monkeypatch.setattr(memory_policy, "_CALLS", {})
-    report = in_child(lambda: bind_process(None, [0], "preferred"))
+    monkeypatch.setattr(api.memory_policy, "_CALLS", {})
+    report = in_child(lambda: api.bind_process(None, [0], "preferred"))
     assert platform.machine() in report.memory.refused[0] or "ENOSYS" in report.memory.refused[0]
 
 
@@ -303,16 +288,16 @@ def test_preferred_on_several_nodes(monkeypatch: Any, kernel_knows_many: bool, n
         if mode.value == 5 and not kernel_knows_many:
             raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr(memory_policy, "_call", kernel)
-    monkeypatch.setattr(binding, "get_policy", lambda: None)  # it cannot be read back
-    report = in_child(lambda: bind_process(None, [0, 1], "preferred"))  # where no thread is older
+    monkeypatch.setattr(api.memory_policy, "_call", kernel)
+    monkeypatch.setattr(api.binding, "get_policy", lambda: None)  # it cannot be read back
+    report = in_child(lambda: api.bind_process(None, [0, 1], "preferred"))  # where no thread is older
     assert (report.memory.done, report.as_asked) == (nodes, kernel_knows_many)
     assert bool(report.notes) is not kernel_knows_many
 
 
 # Claims
 
-GPUS = [Gpu(number, f"GPU-{number}", pci_bus_id=f"0000:0{number + 1}:00.0") for number in range(3)]
+GPUS = [api.Gpu(number, f"GPU-{number}", pci_bus_id=f"0000:0{number + 1}:00.0") for number in range(3)]
 
 
 @pytest.fixture
@@ -331,12 +316,12 @@ def small_host(saved_tree: SavedTree, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_host")
 def test_a_claim_is_bound_and_given_back(mode: str) -> None:
     def child() -> Any:
-        bind_process({MASK[0]})  # which is there again after the claim
+        api.bind_process({MASK[0]})  # which is there again after the claim
         for chosen in ([GPUS[0]], [GPUS[1]], GPUS[:2], [GPUS[2]]):
-            report = bind_claim(chosen, FakeDriver(GPUS), options=AffinityOptions(mode))  # type: ignore[arg-type]
+            report = api.bind_claim(chosen, FakeDriver(GPUS), options=api.AffinityOptions(mode))  # type: ignore[arg-type]
             assert report.remote == bool(report.notes) != report.as_asked
             yield os.sched_getaffinity(0), report.notes[:1]
-            leave()
+            api.leave()
         yield os.sched_getaffinity(0)
 
     one, two, both = [(set(cpus), ()) for cpus in ({MASK[0]}, {MASK[1]}, MASK[:2])]
@@ -351,18 +336,18 @@ def test_the_default_reads_no_whole_host(monkeypatch: pytest.MonkeyPatch) -> Non
     driver: Any = FakeDriver(GPUS)
     driver.error = AssertionError("the driver was polled")
     for fact in ("cores", "packages", "llc"):
-        monkeypatch.setattr(SysfsHost, fact, property(lambda host: pytest.fail("the whole host was read")))
-    assert in_child(lambda: bind_near(GPUS[1:2], driver, options=AffinityOptions()).cpus) == {MASK[1]}
+        monkeypatch.setattr(api.SysfsHost, fact, property(lambda host: pytest.fail("the whole host was read")))
+    assert in_child(lambda: api.bind_near(GPUS[1:2], driver, options=api.AffinityOptions()).cpus) == {MASK[1]}
 
 
 def test_nodes_of_cpus(saved_tree: SavedTree) -> None:
     driver: Any = FakeDriver()
-    assert nodes_of_cpus([3], driver, saved_tree) is None
+    assert api.nodes_of_cpus([3], driver, saved_tree) is None
     saved_tree.cpus([(0,), (1,), (2,), (3,)])
     saved_tree.nodes({0: [0, 1], 8: [2, 3]})
-    assert nodes_of_cpus([3], driver, saved_tree) == {8}
+    assert api.nodes_of_cpus([3], driver, saved_tree) == {8}
     driver.own = make_host(cores_per_node=2, nodes=2, smt=1)
-    assert nodes_of_cpus([1, 2], driver, "/") == {0, 1}
+    assert api.nodes_of_cpus([1, 2], driver, "/") == {0, 1}
 
 
 def test_the_nearest_memory_of_a_node(saved_tree: SavedTree) -> None:
@@ -381,8 +366,8 @@ def test_the_nearest_memory_of_a_node(saved_tree: SavedTree) -> None:
         saved_tree.write(f"{base}/has_memory", has)
         for node, size in enumerate(sizes):
             saved_tree.write(f"{base}/node{node}/meminfo", f"Node {node} MemTotal:   {size * 4096} kB")
-        topology = read_topology(saved_tree)
-        found, lacks = with_memory(topology, memory_nodes(topology, [0]))
+        topology = api.read_topology(saved_tree)
+        found, lacks = api.with_memory(topology, api.memory_nodes(topology, [0]))
         assert found == nodes
         assert [line.partition(",")[0] for line in lacks] == ["NUMA node 1 has no memory"] * (found != {1})
 
@@ -393,7 +378,7 @@ def test_parts_are_whole_cores_and_make_up_the_share(cores: int, smt: int, data:
     topology = make_host(cores_per_node=cores, nodes=1, smt=smt, dense=True)
     share = data.draw(st.frozensets(st.integers(0, cores * smt - 1), min_size=1))
     most = sum(not core.isdisjoint(share) for core in topology.cores)
-    parts = split_share(share, topology, data.draw(st.integers(1, most)))
+    parts = api.split_share(share, topology, data.draw(st.integers(1, most)))
     assert frozenset().union(*parts) == share
     assert sum(map(len, parts)) == len(share)
     for core in topology.cores:

@@ -9,16 +9,11 @@ from typing import Any
 
 import pytest
 from affinity.conftest import MASK, needs_known_calls, needs_two_cpus, no_driver, refuse_memory_policies
+from support import api
 from support.forks import in_child
 
 import safe_gpu
 import safe_gpu.drivers
-from safe_gpu.affinity.resolve_gpus import BOUND, by_name, by_ordinal, remembered, visible
-from safe_gpu.cli import main
-from safe_gpu.engines.holder import enter_worker
-from safe_gpu.errors import GPUAffinityError
-from safe_gpu.gpus.devices import Gpu, HostSnapshot
-from safe_gpu.topology.cpulist import parse_cpulist
 
 pytestmark = needs_two_cpus
 
@@ -115,9 +110,9 @@ def test_all_divide_the_same_cpus(
             with safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), only=gpu, affinity=mode) as owner:
                 yield owner.cpus
             yield safe_gpu.bind(gpu, mode=mode).cpus
-            yield parse_cpulist(safe_gpu.wrap_command(["true"], gpu=gpu, mode=mode)[1].partition("=")[2])
-            main(shown)
-            yield parse_cpulist(json.loads(capsys.readouterr().out)["gpus"][gpu]["cpus"])
+            yield api.parse_cpulist(safe_gpu.wrap_command(["true"], gpu=gpu, mode=mode)[1].partition("=")[2])
+            api.main(shown)
+            yield api.parse_cpulist(json.loads(capsys.readouterr().out)["gpus"][gpu]["cpus"])
 
     assert in_child(lambda: list(child())) == [set(expected[0])] * 4 + [set(expected[1])] * 4
 
@@ -143,7 +138,7 @@ def test_memory_that_is_not_as_asked_warns(
         with safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), only=gpu, memory="bind") as owner:
             reports = [owner.binding]
         reports += [safe_gpu.bind(gpu, memory="preferred"), safe_gpu.bind(node=gpu, memory="bind")]
-        enter_worker([MASK[gpu]], gpu, "bind")
+        api.enter_worker([MASK[gpu]], gpu, "bind")
         return reports, [line for line in said() if re.match(f"WARNING .*{warning}", line)]
 
     reports, lines = in_child(child)
@@ -178,7 +173,7 @@ def test_unbound_rather_than_not_at_all(four_gpus: Any, monkeypatch: pytest.Monk
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,0")
     with monkeypatch.context() as patch:
         patch.setenv("LOCAL_RANK", "5")
-        assert in_child(lambda: (main(["bind", "--", "true"]), ran)) == (0, [["true"]])
+        assert in_child(lambda: (api.main(["bind", "--", "true"]), ran)) == (0, [["true"]])
     assert "local rank 5 is beyond the 2 visible GPUs" in capfd.readouterr().err
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     for options, code, why in (
@@ -189,10 +184,10 @@ def test_unbound_rather_than_not_at_all(four_gpus: Any, monkeypatch: pytest.Monk
     ):
         if why == "no NVIDIA driver":
             monkeypatch.setattr(safe_gpu.drivers, "open_driver", no_driver)
-        assert main(["bind", *options, "--", "/bin/echo", "ran"]) == code
+        assert api.main(["bind", *options, "--", "/bin/echo", "ran"]) == code
         assert (ran, why in capfd.readouterr().err) == ([], True)
         if code != 2:
-            assert main(["bind", "--if-possible", *options, "--", "/bin/echo", "ran"]) == 0
+            assert api.main(["bind", "--if-possible", *options, "--", "/bin/echo", "ran"]) == 0
             assert ran.pop() == ["/bin/echo", "ran"]
             assert re.match(f"safe-gpu: not bound: .*{why}", capfd.readouterr().err)
 
@@ -201,13 +196,13 @@ def test_the_command_line_shows_some_gpus_of_either_numbering(four_gpus: Any, mo
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,0")
 
     def shown(*options: str) -> list[int]:
-        assert main(["affinity", "--json", *options]) == 0
+        assert api.main(["affinity", "--json", *options]) == 0
         return [gpu["index"] for gpu in json.loads(capsys.readouterr().out)["gpus"]]
 
     assert shown() == [0, 1, 2, 3]
     assert shown("--ordinal", "0") == [3]
     assert shown("--gpu", "0,2") == [0, 2]
-    assert main(["affinity", "--gpu", "0", "--ordinal", "0"]) == 2
+    assert api.main(["affinity", "--gpu", "0", "--ordinal", "0"]) == 2
 
 
 def test_a_process_that_cannot_be_asked_is_told_its_gpu(
@@ -217,7 +212,7 @@ def test_a_process_that_cannot_be_asked_is_told_its_gpu(
     environment = {**four_gpus_env, "CUDA_VISIBLE_DEVICES": "3,0"}
     rank = child("import safe_gpu; safe_gpu.bind(ordinal=1); say('bound'); listen()", env=environment, says="bound")
     for options, gpus, matches in (([], [3, 0], True), (["--gpu", "3"], [3], False), (["--ordinal", "1"], [0], True)):
-        main(["affinity", "--of", str(rank.pid), "--json", *options])
+        api.main(["affinity", "--of", str(rank.pid), "--json", *options])
         process = json.loads(capsys.readouterr().out)["processes"][0]
         assert (process["gpus"], process["matches"]) == (gpus, matches)
     rank.tell()
@@ -225,24 +220,29 @@ def test_a_process_that_cannot_be_asked_is_told_its_gpu(
 
 # Two numberings of GPUs: the index of nvidia-smi, and the ordinal of CUDA after CUDA_VISIBLE_DEVICES
 
-EIGHT = HostSnapshot(tuple(Gpu(number, f"GPU-{number}{number}ab", name="A100") for number in range(8)))
-MIXED = HostSnapshot((Gpu(0, "GPU-00", name="T400"), Gpu(1, "GPU-11", name="H100"), Gpu(2, "GPU-22", name="H100")))
-GPU_0, INSTANCE = Gpu(0, "GPU-00", name="H100", mig_enabled=True), Gpu(0, "MIG-01", name="H100", mig_parent="GPU-00")
-MIG = HostSnapshot((GPU_0, INSTANCE._replace(mig_instance=0), Gpu(1, "GPU-11", name="H100")))
+EIGHT = api.HostSnapshot(tuple(api.Gpu(number, f"GPU-{number}{number}ab", name="A100") for number in range(8)))
+MIXED = api.HostSnapshot(
+    (api.Gpu(0, "GPU-00", name="T400"), api.Gpu(1, "GPU-11", name="H100"), api.Gpu(2, "GPU-22", name="H100"))
+)
+GPU_0, INSTANCE = (
+    api.Gpu(0, "GPU-00", name="H100", mig_enabled=True),
+    api.Gpu(0, "MIG-01", name="H100", mig_parent="GPU-00"),
+)
+MIG = api.HostSnapshot((GPU_0, INSTANCE._replace(mig_instance=0), api.Gpu(1, "GPU-11", name="H100")))
 
 
 def test_names_are_those_of_nvidia_smi() -> None:
-    assert [gpu.index for gpu in by_name("5-7", EIGHT).gpus] == [5, 6, 7]
-    assert by_name([1, "GPU-22"], EIGHT).title == "GPU 1,2"
-    assert [gpu.uuid for gpu in by_name(0, MIG).gpus] == ["GPU-00"]  # and not its instances once more
-    assert [gpu.uuid for gpu in by_name("MIG-01", MIG).gpus] == ["MIG-01"]
-    with pytest.raises(GPUAffinityError, match=r"no GPU 9: it has GPU 0-7"):
-        by_name(9, EIGHT)
+    assert [gpu.index for gpu in api.by_name("5-7", EIGHT).gpus] == [5, 6, 7]
+    assert api.by_name([1, "GPU-22"], EIGHT).title == "GPU 1,2"
+    assert [gpu.uuid for gpu in api.by_name(0, MIG).gpus] == ["GPU-00"]  # and not its instances once more
+    assert [gpu.uuid for gpu in api.by_name("MIG-01", MIG).gpus] == ["MIG-01"]
+    with pytest.raises(api.GPUAffinityError, match=r"no GPU 9: it has GPU 0-7"):
+        api.by_name(9, EIGHT)
 
 
 def test_ordinals_count_what_cuda_shows() -> None:
     for shown, ordinal, index in ((None, 3, 3), ("7,2", 1, 2), ("GPU-55,GPU-1", 1, 1)):
-        found = by_ordinal(ordinal, EIGHT, {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown})
+        found = api.by_ordinal(ordinal, EIGHT, {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown})
         assert ([gpu.index for gpu in found.gpus], found.notes) == ([index], ())
         assert found.title.startswith(f"GPU {index} (GPU-{index}{index}ab), CUDA ordinal {ordinal}")
     for shown, wrong, names in (
@@ -250,17 +250,17 @@ def test_ordinals_count_what_cuda_shows() -> None:
         ("0,0", 0, "shows no GPU"),
         ("7", -1, "ordinal=-1"),
     ):
-        with pytest.raises(GPUAffinityError, match=names):
-            by_ordinal(wrong, EIGHT, {"CUDA_VISIBLE_DEVICES": shown})
-    lost = HostSnapshot((Gpu(0, "GPU-0", lost=True), Gpu(1, "GPU-1")))
-    assert [gpu.index for gpu in visible(lost, {}).gpus] == [1]
+        with pytest.raises(api.GPUAffinityError, match=names):
+            api.by_ordinal(wrong, EIGHT, {"CUDA_VISIBLE_DEVICES": shown})
+    lost = api.HostSnapshot((api.Gpu(0, "GPU-0", lost=True), api.Gpu(1, "GPU-1")))
+    assert [gpu.index for gpu in api.visible(lost, {}).gpus] == [1]
     for snapshot, environ, certain in (
         (MIXED, {}, False),
         (MIXED, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, True),
         (MIXED, {"CUDA_VISIBLE_DEVICES": "GPU-11"}, True),
         (MIG, {"CUDA_VISIBLE_DEVICES": "0"}, False),
     ):
-        notes = by_ordinal(0, snapshot, environ).notes
+        notes = api.by_ordinal(0, snapshot, environ).notes
         assert (bool(notes), all("not certain which GPU" in note for note in notes)) == (not certain, True)
 
 
@@ -273,9 +273,9 @@ def test_what_was_bound_is_known_while_it_is_visible() -> None:
         (MIG, "GPU-00", "MIG-01", [0]),
         (MIG, "MIG-01", "GPU-00", [0]),
     ):
-        found = remembered(snapshot, {BOUND: bound, "CUDA_VISIBLE_DEVICES": shown})
+        found = api.remembered(snapshot, {api.BOUND: bound, "CUDA_VISIBLE_DEVICES": shown})
         assert (found and [gpu.index for gpu in found.gpus]) == indices
-    assert remembered(EIGHT, {}) is None
+    assert api.remembered(EIGHT, {}) is None
 
 
 RANK = """

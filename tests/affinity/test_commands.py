@@ -15,19 +15,12 @@ from typing import Any
 
 import pytest
 from affinity.conftest import MASK, make_host, needs_two_cpus, no_driver
+from support import api
 from support.forks import in_child
 from support.real import REQUIRED
 
 import safe_gpu
 import safe_gpu.drivers
-from safe_gpu.affinity.gpu_affinity import set_affinity
-from safe_gpu.affinity.numactl import numactl_options, wrap_command
-from safe_gpu.affinity.options import MODES, AffinityOptions, parse_options
-from safe_gpu.affinity.plan_text import affinity_json, affinity_table, node_table
-from safe_gpu.affinity.planner import plan
-from safe_gpu.errors import GPUAffinityError
-from safe_gpu.gpus.devices import Gpu
-from safe_gpu.topology.host import read_topology
 
 
 @needs_two_cpus
@@ -38,34 +31,34 @@ def test_errors_have_the_numbers_in_them(four_gpus: Any, monkeypatch: pytest.Mon
         ((0, 4), "0,1,2,3", "1 physical core near 2 GPUs"),
     ):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        with pytest.raises(GPUAffinityError, match=names):
-            set_affinity(*arguments)  # type: ignore[arg-type]
+        with pytest.raises(api.GPUAffinityError, match=names):
+            api.set_affinity(*arguments)  # type: ignore[arg-type]
     assert sorted(os.sched_getaffinity(0)) == MASK
 
 
 def test_options_of_numactl() -> None:
     share = frozenset([0, 1, 2, 8])
-    assert numactl_options(share, frozenset([3]), "preferred") == ["--physcpubind=0-2,8", "--preferred=3"]
-    assert numactl_options(share, frozenset([2, 3]), "preferred")[1] == "--preferred-many=2-3"
-    with pytest.raises(GPUAffinityError, match="NUMA node"):
-        numactl_options(share, frozenset(), "bind")
+    assert api.numactl_options(share, frozenset([3]), "preferred") == ["--physcpubind=0-2,8", "--preferred=3"]
+    assert api.numactl_options(share, frozenset([2, 3]), "preferred")[1] == "--preferred-many=2-3"
+    with pytest.raises(api.GPUAffinityError, match="NUMA node"):
+        api.numactl_options(share, frozenset(), "bind")
 
 
 @needs_two_cpus
 def test_the_wrapped_command(four_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ["python", "-c", "print('a b')"]
     for gpu, at in ((0, 0), (3, 1)):
-        assert wrap_command(command, gpu=gpu, mode="node") == ["numactl", f"--physcpubind={MASK[at]}", *command]
-        assert wrap_command(tuple(command), gpu=gpu, mode="node", memory="bind")[2] == f"--membind={at}"
-    assert wrap_command(["./train"], gpu=0, mode=None, check=True) == ["./train"]
+        assert api.wrap_command(command, gpu=gpu, mode="node") == ["numactl", f"--physcpubind={MASK[at]}", *command]
+        assert api.wrap_command(tuple(command), gpu=gpu, mode="node", memory="bind")[2] == f"--membind={at}"
+    assert api.wrap_command(["./train"], gpu=0, mode=None, check=True) == ["./train"]
     wrong: list[tuple[Any, dict[str, Any]]] = [(["true"], {"gpu": -1}), ([], {}), ("true", {}), ([1], {})]
     # These do not fall back either.
     more = ({"mode": "somewhere"}, {"gpu": None}, {"ordinal": 0}, {"memory": "here"})
     for words, options in [*wrong, *((["true"], {**one, "strict": False}) for one in more)]:
-        with pytest.raises(GPUAffinityError):
-            wrap_command(words, **{"gpu": 0, "mode": "node", **options})
+        with pytest.raises(api.GPUAffinityError):
+            api.wrap_command(words, **{"gpu": 0, "mode": "node", **options})
     monkeypatch.setattr(safe_gpu.drivers, "open_driver", no_driver)
-    assert wrap_command(("./train", "x y"), mode=None) == ["./train", "x y"]
+    assert api.wrap_command(("./train", "x y"), mode=None) == ["./train", "x y"]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +75,7 @@ def test_numactl_loses_only_what_is_refused(
     four_gpus: Any, monkeypatch: Any, tmp_path: Any, caplog: Any, refused: str, arguments: Any, kept: Any, said: str
 ) -> None:
     """It refuses one option, as in a container; each set of options is tried once. GPU 4 is next to no known node."""
-    four_gpus.gpus.append(Gpu(4, "GPU-4"))
+    four_gpus.gpus.append(api.Gpu(4, "GPU-4"))
     cpus = f"{MASK[0]}-{MASK[-1]}" if "gpu" in arguments else str(MASK[0])
     numactl = tmp_path / "numactl"
     refusing = f"*{refused.format(cpus)}*) echo no policy >&2; exit 1"
@@ -92,12 +85,12 @@ def test_numactl_loses_only_what_is_refused(
     asked = {"gpu": 0, "mode": "node", **arguments}
     expected = [*(["numactl"] if kept else []), *(option.format(cpus) for option in kept), "./train"]
     for _ in range(2):
-        assert wrap_command(["./train"], **asked, strict=False) == expected
+        assert api.wrap_command(["./train"], **asked, strict=False) == expected
         if said:
             assert caplog.records[0].levelname == "WARNING"
             assert said.format(cpus) in caplog.text
-            with pytest.raises(GPUAffinityError):
-                wrap_command(["./train"], **asked, check=True)
+            with pytest.raises(api.GPUAffinityError):
+                api.wrap_command(["./train"], **asked, check=True)
     lines = (tmp_path / "asked").read_text().splitlines()
     assert len(lines) == len(set(lines))
 
@@ -110,11 +103,11 @@ def torch_options(mode: str, falls_back: bool = False) -> Any:
 @needs_two_cpus
 def test_options_of_torch_are_taken_as_they_are(four_gpus: Any) -> None:
     options = torch_options("node")
-    assert parse_options(options) == AffinityOptions("node")
-    assert wrap_command(["true"], gpu=1, mode=options)[1] == f"--physcpubind={MASK[1]}"
+    assert api.parse_options(options) == api.AffinityOptions("node")
+    assert api.wrap_command(["true"], gpu=1, mode=options)[1] == f"--physcpubind={MASK[1]}"
     assert in_child(lambda: sorted(safe_gpu.bind(1, mode=options).cpus)) == [MASK[1]]
-    with pytest.raises(GPUAffinityError, match="elsewhere"):
-        parse_options(torch_options("elsewhere"))
+    with pytest.raises(api.GPUAffinityError, match="elsewhere"):
+        api.parse_options(torch_options("elsewhere"))
 
 
 def test_falling_back_to_the_command(four_gpus: Any, monkeypatch: Any, caplog: Any, tmp_path: Any) -> None:
@@ -131,35 +124,35 @@ def test_falling_back_to_the_command(four_gpus: Any, monkeypatch: Any, caplog: A
         asked = {"mode": "node", **arguments}
         caplog.clear()
         for falls_back in ({"strict": False}, {"mode": torch_options(asked["mode"], True)}):
-            assert wrap_command(command, **{**asked, **falls_back}) == command
+            assert api.wrap_command(command, **{**asked, **falls_back}) == command
             assert caplog.records[-1].levelname == "WARNING"
         assert caplog.text.count("the command runs unbound: ") == caplog.text.count(why) == 2
-        with pytest.raises(GPUAffinityError, match=why):
-            wrap_command(command, **asked, check=True)
+        with pytest.raises(api.GPUAffinityError, match=why):
+            api.wrap_command(command, **asked, check=True)
 
 
 def test_a_node_without_memory_is_not_given_to_numactl(four_gpus: Any, saved_tree: Any, caplog: Any) -> None:
     saved_tree.write("sys/devices/system/node/has_memory", "0")
-    assert wrap_command(["true"], gpu=1, mode=None, memory="bind") == ["numactl", "--membind=0", "true"]
+    assert api.wrap_command(["true"], gpu=1, mode=None, memory="bind") == ["numactl", "--membind=0", "true"]
     assert "NUMA node 1 has no memory, so that of node 0 is used" in caplog.text
-    topology = read_topology(driver=four_gpus)
-    shares = dict(zip(topology.gpus, plan(topology, mode="node"), strict=True))
-    rows = affinity_table(topology, AffinityOptions(), shares).splitlines()
+    topology = api.read_topology(driver=four_gpus)
+    shares = dict(zip(topology.gpus, api.plan(topology, mode="node"), strict=True))
+    rows = api.affinity_table(topology, api.AffinityOptions(), shares).splitlines()
     assert rows[3].split()[-2] == "0"
 
 
 def test_a_plan_as_table_and_json() -> None:
     topology = make_host(cores_per_node=2, nodes=2, gpu_nodes=[0, 1, None], distances=True)
     topology = replace(topology, memory={0: (32 << 30, 5 << 30)})
-    shares = dict(zip(topology.gpus, plan(topology, mode="node"), strict=True))
-    options = AffinityOptions(mode="node")
-    document = json.loads(json.dumps(affinity_json(topology, options, shares)))
+    shares = dict(zip(topology.gpus, api.plan(topology, mode="node"), strict=True))
+    options = api.AffinityOptions(mode="node")
+    document = json.loads(json.dumps(api.affinity_json(topology, options, shares)))
     gpu, node = document["gpus"][2], document["nodes"][0]
     assert (document["mode"], gpu) == ("node", {"index": 2, "uuid": "GPU-2", "numa_node": None, "cpus": "0-7"})
     assert (node["node"], node["cpus"], node["distances"]) == (0, "0-1,4-5", {"0": 10, "1": 32})
     assert [node["memory_total"] for node in document["nodes"]] == [32 << 30, None]
     assert [node["memory_free"] for node in document["nodes"]] == [5 << 30, None]
-    table = affinity_table(topology, options, shares).splitlines()
+    table = api.affinity_table(topology, options, shares).splitlines()
     assert table[1].split() == ["GPU", "BUS", "NODE", "CPUS", "CORES", "MEMORY", "SOURCE"]
     assert table[2].split() == ["0", "-", "0", "0-1,4-5", "2", "0", "unknown"]
     assert len({line.index(text) for line, text in zip(table[2:], ["0-1,4-5", "2-3,6-7", "0-7"], strict=True)}) == 1
@@ -171,9 +164,9 @@ def test_the_table_of_nodes(saved_tree: Any) -> None:
     saved_tree.nodes({0: [0], 1: [1]}, distance=lambda a, b: 10 if a == b else 32)
     saved_tree.write("sys/devices/system/node/node1/meminfo", "Node 1 MemTotal: 2097152 kB\nNode 1 MemFree:  524288 kB")
     saved_tree.write("sys/devices/system/node/node0/meminfo", "Node 0 MemTotal: many kB")
-    topology = read_topology(saved_tree)
+    topology = api.read_topology(saved_tree)
     assert topology.memory == {1: (2 << 30, 512 << 20)}
-    assert [line.split() for line in node_table(topology).splitlines()] == [
+    assert [line.split() for line in api.node_table(topology).splitlines()] == [
         ["NODE", "CPUS", "SIZE", "FREE", "DISTANCES"],
         ["0", "0", "-", "-", "10", "32"],
         ["1", "1", "2", "GiB", "512", "MiB", "32", "10"],
@@ -191,8 +184,8 @@ def test_numactl_runs_it(four_gpus: Any, four_gpus_env: dict[str, str], memory: 
     print(json.dumps([sorted(os.sched_getaffinity(0)), found.policy, sorted(found.policy_nodes), found.memory_matches]))
     """
     try:
-        wrapped = wrap_command([sys.executable, "-c", code], gpu=0, mode="node", memory=memory, check=True)
-    except GPUAffinityError as err:
+        wrapped = api.wrap_command([sys.executable, "-c", code], gpu=0, mode="node", memory=memory, check=True)
+    except api.GPUAffinityError as err:
         if memory is None or REQUIRED:
             raise
         pytest.skip(f"memory policies cannot be used here: {err}")
@@ -207,10 +200,10 @@ def test_torchs_own_options(four_gpus: Any) -> None:
     """What torch plans with them is recorded in peers.json.gz."""
     from torch.numa.binding import AffinityMode, NumaOptions
 
-    assert {mode.value for mode in AffinityMode} < set(MODES)
+    assert {mode.value for mode in AffinityMode} < set(api.MODES)
     for mode in AffinityMode:
-        assert parse_options(NumaOptions(affinity_mode=mode)) == AffinityOptions(mode.value)
+        assert api.parse_options(NumaOptions(affinity_mode=mode)) == api.AffinityOptions(mode.value)
     # One core for two GPUs cannot be divided.
     falls_back = NumaOptions(affinity_mode=AffinityMode.EXCLUSIVE, should_fall_back_if_binding_fails=True)
-    assert wrap_command(["true"], gpu=1, mode=falls_back) == ["true"]
+    assert api.wrap_command(["true"], gpu=1, mode=falls_back) == ["true"]
     assert not in_child(lambda: safe_gpu.bind(1, mode=falls_back)).ok

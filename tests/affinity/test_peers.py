@@ -19,20 +19,15 @@ import pytest
 from affinity.conftest import cpus, make_host
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import api
 
 import safe_gpu
-from safe_gpu.affinity.gpu_affinity import Mode, Multithreading, Scope
-from safe_gpu.affinity.options import DIVIDING_MODES, MODES, MULTITHREADING, SCOPES, AffinityOptions
-from safe_gpu.affinity.planner import is_remote, plan
-from safe_gpu.errors import GPUAffinityError
-from safe_gpu.topology.cpulist import format_cpulist
-from safe_gpu.topology.host import GpuLocality, HostTopology
 
 PAGE = Path(safe_gpu.__file__).parent / "affinity" / "README.md"
 
 
-def shares(topology: HostTopology, mode: str, **options: Any) -> list[str]:
-    return [format_cpulist(share) for share in plan(topology, mode=mode, **options)]
+def shares(topology: api.HostTopology, mode: str, **options: Any) -> list[str]:
+    return [api.format_cpulist(share) for share in api.plan(topology, mode=mode, **options)]
 
 
 with gzip.open(Path(__file__).parent / "peers.json.gz") as file:
@@ -42,17 +37,17 @@ BUILT = {name: make_host(**shape) for name, shape in HOSTS.items()}
 MASKS = [cpus(text) for text in RECORDED["masks"]]
 
 
-def recorded(peer: str) -> Iterator[tuple[HostTopology, dict[str, Any], str, str]]:
+def recorded(peer: str) -> Iterator[tuple[api.HostTopology, dict[str, Any], str, str]]:
     """Of each case the host, the options, their answer and ours."""
     for name, mask, gpus, options, number in RECORDED[peer]:
         try:
             ours = ";".join(shares(BUILT[name], **options, allowed=MASKS[mask], gpus=gpus))
-        except GPUAffinityError:
+        except api.GPUAffinityError:
             ours = "error"
         yield BUILT[name], options, RECORDED["answers"][number], ours
 
 
-def reason(host: HostTopology, options: dict[str, Any], theirs: str) -> str:
+def reason(host: api.HostTopology, options: dict[str, Any], theirs: str) -> str:
     """Why an answer differs, as the first words of the row in the page; "" if no reason applies."""
     if max(map(len, host.cores)) > 2:
         return "more than two threads"
@@ -130,37 +125,39 @@ def test_the_picture_of_the_modes() -> None:
     """In help(Mode) and on the page: two GPUs on eight cores."""
     topology = make_host(cores_per_node=8, nodes=1, smt=1, gpu_nodes=[0, 0])
     pictures = (
-        re.findall(r"^ *([a-z_]+) +([0-7][-,0-7]*) +([0-7][-,0-7]*) ", str(Mode.__doc__), re.MULTILINE),
+        re.findall(r"^ *([a-z_]+) +([0-7][-,0-7]*) +([0-7][-,0-7]*) ", str(api.Mode.__doc__), re.MULTILINE),
         re.findall(r"^\| `([a-z_]+)` \| ([0-7][-,0-7]*) \| ([0-7][-,0-7]*) \|", PAGE.read_text(), re.MULTILINE),
     )
-    assert pictures == ([(mode.value, *shares(topology, mode)) for mode in Mode],) * 2
+    assert pictures == ([(mode.value, *shares(topology, mode)) for mode in api.Mode],) * 2
 
 
-def one_node(cores: int, *gpus: tuple[str, str], smt: int = 1) -> HostTopology:
+def one_node(cores: int, *gpus: tuple[str, str], smt: int = 1) -> api.HostTopology:
     """A node of some cores, with GPUs whose node and socket are these CPUs."""
-    places = [GpuLocality(index, "", 7 * index, cpus(near), cpus(socket)) for index, (near, socket) in enumerate(gpus)]
+    places = [
+        api.GpuLocality(index, "", 7 * index, cpus(near), cpus(socket)) for index, (near, socket) in enumerate(gpus)
+    ]
     return replace(make_host(cores_per_node=cores, nodes=1, smt=smt), gpus=places)
 
 
 def test_partly_overlapping_sets() -> None:
     """And a core {0,2} with one thread in each set. A GPU's own sets win over those of its node."""
     one, astride = one_node(4, ("0-2", ""), ("1-3", "")), one_node(2, ("0", ""), ("1-3", ""), smt=2)
-    for mode in MODES:
-        if mode in DIVIDING_MODES:
+    for mode in api.MODES:
+        if mode in api.DIVIDING_MODES:
             for topology, names in ((one, "0-2 and 1-3 overlap"), (astride, "physical core of CPU 0")):
-                with pytest.raises(GPUAffinityError, match=names):
-                    plan(topology, mode=mode)
-            assert len(plan(one, mode=mode, allowed=cpus("1-2"))) == 2  # the same once cut
+                with pytest.raises(api.GPUAffinityError, match=names):
+                    api.plan(topology, mode=mode)
+            assert len(api.plan(one, mode=mode, allowed=cpus("1-2"))) == 2  # the same once cut
         else:
-            assert len(plan(one, mode=mode)) == 2
+            assert len(api.plan(one, mode=mode)) == 2
     assert shares(one_node(4, ("0-3", ""), ("0-3", "")), "exclusive") == ["0-1", "2-3"]
     assert shares(one_node(4, ("2-3", "1-3")), "socket") == ["1-3"]
     # Sockets that overlap matter only where they are divided; dealing CPU 2 twice would give it to both.
     sockets = one_node(6, ("0-1", "0-3"), ("4-5", "2-5"))
     assert shares(sockets, "unique_contiguous", scope="node") == ["0-1", "4-5"]
     assert shares(sockets, "all", scope="socket") == ["0-3", "2-5"]
-    with pytest.raises(GPUAffinityError, match="socket sets 0-3 and 2-5 overlap"):
-        plan(sockets, mode="unique_contiguous", scope="socket")
+    with pytest.raises(api.GPUAffinityError, match="socket sets 0-3 and 2-5 overlap"):
+        api.plan(sockets, mode="unique_contiguous", scope="socket")
 
 
 def test_nothing_local_is_the_nearest_node() -> None:
@@ -171,38 +168,40 @@ def test_nothing_local_is_the_nearest_node() -> None:
     dgx_a100 = make_host(**HOSTS["dgx-a100"], distances=True)
     allowed = cpus("32-47,64-79")
     for mode in ("node", "core-complex"):
-        share = plan(dgx_a100, mode=mode, allowed=allowed, gpus=[0])[0]
+        share = api.plan(dgx_a100, mode=mode, allowed=allowed, gpus=[0])[0]
         assert share <= cpus("32-47")
-        assert is_remote(dgx_a100, dgx_a100.gpus[0], share)
+        assert api.is_remote(dgx_a100, dgx_a100.gpus[0], share)
     assert shares(dgx_a100, "node", allowed=allowed, gpus=[4]) == ["64-79"]
     assert shares(dgx_a100, "socket", allowed=allowed, gpus=[0]) == ["32-47"]  # within the socket, so local to it
     assert shares(dgx_a100, "socket", allowed=cpus("64-79"), gpus=[0]) == ["64-79"]
-    for mode in set(MODES) - {"node", "socket", "core-complex"}:
-        with pytest.raises(GPUAffinityError):
-            plan(dgx_a100, mode=mode, allowed=allowed, gpus=[0])
-    assert not is_remote(make_host(**ANYWHERE), GpuLocality(0), cpus("0"))  # its node is unknown
+    for mode in set(api.MODES) - {"node", "socket", "core-complex"}:
+        with pytest.raises(api.GPUAffinityError):
+            api.plan(dgx_a100, mode=mode, allowed=allowed, gpus=[0])
+    assert not api.is_remote(make_host(**ANYWHERE), api.GpuLocality(0), cpus("0"))  # its node is unknown
 
 
 def test_one_gpu_without_a_share_fails_the_whole_plan() -> None:
     dgx1, two = BUILT["dgx1"], make_host(cores_per_node=2, nodes=2, gpu_nodes=[0, 0, 0, 1])
-    for mode in DIVIDING_MODES:
-        with pytest.raises(GPUAffinityError, match=r"2 physical cores near 3 GPUs \(0, 1, 2\)"):
-            plan(two, mode=mode, **({"min_physical_cores": 0} if mode.startswith("unique_") else {}))
+    for mode in api.DIVIDING_MODES:
+        with pytest.raises(api.GPUAffinityError, match=r"2 physical cores near 3 GPUs \(0, 1, 2\)"):
+            api.plan(two, mode=mode, **({"min_physical_cores": 0} if mode.startswith("unique_") else {}))
     for mode in ("node", "socket", "core-complex"):  # no distances are known
-        with pytest.raises(GPUAffinityError, match=r"GPU 0 .*20-39"):
-            plan(dgx1, mode=mode, allowed=cpus("20-39"))
-    assert plan(dgx1, mode="unique_contiguous", min_physical_cores=5)
+        with pytest.raises(api.GPUAffinityError, match=r"GPU 0 .*20-39"):
+            api.plan(dgx1, mode=mode, allowed=cpus("20-39"))
+    assert api.plan(dgx1, mode="unique_contiguous", min_physical_cores=5)
     for mode, least, has in (("unique_contiguous", 6, 5), ("all", 21, 20)):
-        with pytest.raises(GPUAffinityError, match=rf"{has} physical cores near GPU 0 .* at least {least}"):
-            plan(dgx1, mode=mode, min_physical_cores=least)
+        with pytest.raises(api.GPUAffinityError, match=rf"{has} physical cores near GPU 0 .* at least {least}"):
+            api.plan(dgx1, mode=mode, min_physical_cores=least)
 
 
 def test_strings_and_members_are_the_same() -> None:
-    members: dict[str, Any] = {"mode": Mode.UNIQUE_CONTIGUOUS, "multithreading": Multithreading.SINGLE_LOGICAL}
-    assert plan(BUILT["dgx1"], **members) == plan(BUILT["dgx1"], **{name: str(one) for name, one in members.items()})
-    assert {mode.value for mode in Mode} < set(MODES)
-    assert (tuple(map(str, Scope)), tuple(map(str, Multithreading))) == (SCOPES, MULTITHREADING)
-    assert AffinityOptions(mode=Mode.ALL) == AffinityOptions(mode="all")
+    members: dict[str, Any] = {"mode": api.Mode.UNIQUE_CONTIGUOUS, "multithreading": api.Multithreading.SINGLE_LOGICAL}
+    assert api.plan(BUILT["dgx1"], **members) == api.plan(
+        BUILT["dgx1"], **{name: str(one) for name, one in members.items()}
+    )
+    assert {mode.value for mode in api.Mode} < set(api.MODES)
+    assert (tuple(map(str, api.Scope)), tuple(map(str, api.Multithreading))) == (api.SCOPES, api.MULTITHREADING)
+    assert api.AffinityOptions(mode=api.Mode.ALL) == api.AffinityOptions(mode="all")
 
 
 def test_bad_input_names_itself() -> None:
@@ -213,15 +212,15 @@ def test_bad_input_names_itself() -> None:
         ({"allowed": [500]}, "80 online CPUs"),
     ):
         arguments: dict[str, Any] = {"mode": "unique_contiguous", **bad}
-        with pytest.raises(GPUAffinityError, match=names):
-            plan(BUILT["dgx1"], **arguments)
+        with pytest.raises(api.GPUAffinityError, match=names):
+            api.plan(BUILT["dgx1"], **arguments)
 
 
 # Laws for any machine
 
 
 @st.composite
-def hosts(draw: st.DrawFn) -> HostTopology:
+def hosts(draw: st.DrawFn) -> api.HostTopology:
     smt = draw(st.sampled_from([1, 2, 4, 8]))
     nodes = draw(st.integers(1, 8))
     cores_per_node = draw(st.integers(1, max(1, min(64, 1024 // (smt * nodes)))))
@@ -240,15 +239,22 @@ def hosts(draw: st.DrawFn) -> HostTopology:
     )
 
 
-def cores_of(topology: HostTopology, share: Iterable[int]) -> set[frozenset[int]]:
+def cores_of(topology: api.HostTopology, share: Iterable[int]) -> set[frozenset[int]]:
     return {core for core in topology.cores if not core.isdisjoint(share)}
 
 
 @settings(max_examples=100)
 @given(
-    hosts(), st.sampled_from(MODES), st.sampled_from(SCOPES), st.sampled_from(MULTITHREADING), st.booleans(), st.data()
+    hosts(),
+    st.sampled_from(api.MODES),
+    st.sampled_from(api.SCOPES),
+    st.sampled_from(api.MULTITHREADING),
+    st.booleans(),
+    st.data(),
 )
-def test_laws(topology: HostTopology, mode: str, scope: str, multithreading: str, balanced: bool, data: Any) -> None:
+def test_laws(
+    topology: api.HostTopology, mode: str, scope: str, multithreading: str, balanced: bool, data: Any
+) -> None:
     some = data.draw(st.frozensets(st.sampled_from(sorted(topology.cpus)), max_size=64))
     allowed = data.draw(st.sampled_from([topology.cpus, topology.cpus - some, some]))
     least = data.draw(st.integers(0, 3))
@@ -256,14 +262,14 @@ def test_laws(topology: HostTopology, mode: str, scope: str, multithreading: str
     options: dict[str, Any] = {"scope": scope, "multithreading": multithreading, "balanced": balanced}
     options |= {"mode": mode, "min_physical_cores": least, "max_physical_cores": most, "allowed": allowed}
     try:
-        found = plan(topology, **options)
-    except GPUAffinityError:
+        found = api.plan(topology, **options)
+    except api.GPUAffinityError:
         return
-    assert found == plan(topology, **options)
+    assert found == api.plan(topology, **options)
     assert len(found) == len(topology.gpus)
     assert all(share and share <= allowed for share in found)
     used = [cores_of(topology, share) for share in found]
-    if mode in DIVIDING_MODES:
+    if mode in api.DIVIDING_MODES:
         assert sum(map(len, used)) == len(set().union(*used)), "a physical core went to two GPUs"
     if mode == "exclusive":
         for gpu in topology.gpus:
@@ -278,7 +284,7 @@ def test_laws(topology: HostTopology, mode: str, scope: str, multithreading: str
     if mode.startswith("unique"):
         assert not balanced or len(set(map(len, used))) == 1
         assert all(least <= len(cores) <= (most or len(cores)) for cores in used)
-    if mode in set(Mode):
+    if mode in set(api.Mode):
         for share, cores in zip(found, used, strict=True):
             first = multithreading == "single_logical"
             assert share == ({min(core & allowed) for core in cores} if first else frozenset().union(*cores) & allowed)

@@ -9,13 +9,10 @@ from typing import Any
 
 import pytest
 from affinity.conftest import MASK, needs_two_cpus, no_driver
+from support import api
 from support.forks import in_child
 
 import safe_gpu.drivers
-from safe_gpu.affinity.memory_policy import policy_for, set_policy
-from safe_gpu.affinity.placement import parse_numa_maps, placement
-from safe_gpu.errors import GPUAffinityError
-from safe_gpu.gpus.devices import GpuProcess
 
 pytestmark = needs_two_cpus
 
@@ -51,7 +48,7 @@ def family(child: Any) -> Callable[..., tuple[int, int]]:
 
 def test_threads_children_and_memory(four_gpus: Any, family: Any) -> None:
     pid, child = family()
-    report = placement(pid, driver=four_gpus, gpus=[0])
+    report = api.placement(pid, driver=four_gpus, gpus=[0])
     parent, below = report.processes
     assert (parent.pid, below.pid, below.parent) == (pid, child, pid)
     main, other = parent.threads
@@ -73,8 +70,8 @@ def test_threads_children_and_memory(four_gpus: Any, family: Any) -> None:
 
 def test_the_drivers_process_list_knows_the_gpu(four_gpus: Any, family: Any) -> None:
     pid, child = family()
-    four_gpus.gpus[1] = four_gpus.gpus[1]._replace(processes=(GpuProcess(child),))
-    parent, below = placement(pid, driver=four_gpus).processes
+    four_gpus.gpus[1] = four_gpus.gpus[1]._replace(processes=(api.GpuProcess(child),))
+    parent, below = api.placement(pid, driver=four_gpus).processes
     assert (parent.gpus, parent.matches) == ((), None)
     assert (below.gpus, below.gpu_source, below.matches) == ((1,), "driver", False)
 
@@ -87,7 +84,7 @@ def test_this_process_and_a_forked_worker(four_gpus: Any) -> None:
         worker = os.fork()
         if worker == 0:
             signal.pause()
-        report = placement(driver=four_gpus)
+        report = api.placement(driver=four_gpus)
         os.kill(worker, signal.SIGKILL)
         os.waitpid(worker, 0)
         return report, os.getpid(), worker
@@ -100,12 +97,12 @@ def test_this_process_and_a_forked_worker(four_gpus: Any) -> None:
 
 def test_a_memory_policy_changes_the_policy_and_not_the_cpuset(four_gpus: Any) -> None:
     def child() -> Any:
-        before = placement(driver=four_gpus, gpus=[0]).processes[0]
+        before = api.placement(driver=four_gpus, gpus=[0]).processes[0]
         try:
-            set_policy(policy_for("bind", [0]))
+            api.set_policy(api.policy_for("bind", [0]))
         except OSError as err:
             return err
-        return before, *(placement(driver=four_gpus, gpus=[gpu]) for gpu in (0, 1))
+        return before, *(api.placement(driver=four_gpus, gpus=[gpu]) for gpu in (0, 1))
 
     found = in_child(child)
     if isinstance(found, OSError):
@@ -137,7 +134,7 @@ def test_the_policy_of_another_process(four_gpus: Any, child: Any) -> None:
     said = other.hear()
     if said != "set":
         pytest.skip(f"memory policies cannot be set here: {said}")
-    found = placement(other.pid, driver=four_gpus, gpus=[0]).processes[0]
+    found = api.placement(other.pid, driver=four_gpus, gpus=[0]).processes[0]
     assert (found.policy, found.policy_nodes, found.memory_matches) == ("preferred", {0}, True)
     assert found.memory is not None
     assert sum(found.memory.values()) > 1 << 20
@@ -151,7 +148,7 @@ def test_numa_maps() -> None:
         ("7f00 bind=static:2", ({}, "bind", {2})),
         (f"7f00 local N0={'9' * 5000}", ({}, "local", set())),
     ):
-        found = parse_numa_maps(text.encode().splitlines())
+        found = api.parse_numa_maps(text.encode().splitlines())
         assert (tuple(found.values()) or None) == expected
 
 
@@ -159,28 +156,28 @@ def test_a_gpu_is_named_in_either_numbering(four_gpus: Any, family: Any) -> None
     pid, _ = family(CUDA_VISIBLE_DEVICES="1,0")
 
     def gpus(**named: Any) -> list[tuple[int, ...]]:
-        return [process.gpus for process in placement(pid, driver=four_gpus, **named).processes]
+        return [process.gpus for process in api.placement(pid, driver=four_gpus, **named).processes]
 
     assert gpus() == [(1, 0), (1, 0)]
     assert gpus(ordinal=0) == [(1,), (1,)]
     # The child shows its parent's old environment, and means the same GPU all the same.
     assert gpus(ordinal=1) == gpus(gpus=0) == gpus(gpus="GPU-0") == [(0,), (0,)]
     for named in ({"gpus": 0, "ordinal": 0}, {"gpus": 7}, {"ordinal": 2}):
-        with pytest.raises(GPUAffinityError):
+        with pytest.raises(api.GPUAffinityError):
             gpus(**named)
     none: list[Any] = [0, -1, "1", True, 1.5, 1 << 30]
     for pid in none:
-        with pytest.raises(GPUAffinityError, match=str(pid)):
-            placement(pid, driver=four_gpus)
+        with pytest.raises(api.GPUAffinityError, match=str(pid)):
+            api.placement(pid, driver=four_gpus)
 
 
 def test_without_a_driver_the_rest_is_told(four_gpus: Any, family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(safe_gpu.drivers, "open_driver", no_driver)
     pid, _ = family()
-    report = placement(pid)
+    report = api.placement(pid)
     assert (report.matches, report.processes[0].threads[0].node) == (None, 0)
     assert "no NVIDIA driver" in str(report)
-    assert placement(pid, gpus=["1"]).processes[0].gpu_nodes == {1}  # the kernel's own list of GPUs
+    assert api.placement(pid, gpus=["1"]).processes[0].gpu_nodes == {1}  # the kernel's own list of GPUs
 
 
 def test_a_thread_that_sleeps_since_it_was_bound_matches(four_gpus: Any) -> None:
@@ -198,7 +195,7 @@ def test_a_thread_that_sleeps_since_it_was_bound_matches(four_gpus: Any) -> None
         sleeping.wait()
         for tid in os.listdir("/proc/self/task"):
             os.sched_setaffinity(int(tid), {MASK[0]})
-        report = placement(driver=four_gpus, gpus=[0])
+        report = api.placement(driver=four_gpus, gpus=[0])
         stop.set()
         return report.matches
 

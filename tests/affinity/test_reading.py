@@ -14,17 +14,8 @@ import pytest
 from affinity.conftest import FakeDriver, SavedTree, cpus
 from hypothesis import given
 from hypothesis import strategies as st
+from support import api
 from support.vendor_hosts import KfdHost
-
-from safe_gpu.affinity.cpu_shares import claim_shares, memory_nodes
-from safe_gpu.affinity.options import AffinityOptions
-from safe_gpu.affinity.resolve_gpus import by_ordinal, visible
-from safe_gpu.drivers.kfd import KfdDriver
-from safe_gpu.drivers.presets import Preset, preset
-from safe_gpu.errors import GPUAffinityError, NoDriverError
-from safe_gpu.gpus.devices import Gpu
-from safe_gpu.topology.cpulist import LIMIT, format_cpulist, parse_cpulist, parse_cpumask
-from safe_gpu.topology.host import GpuLocality, HostTopology, read_topology
 
 needs_sysfs = pytest.mark.skipif(not os.path.isdir("/sys/devices/system/cpu"), reason="/sys is not mounted")
 CPU = "sys/devices/system/cpu"
@@ -54,7 +45,7 @@ def test_lists_masks_old_names_and_padding(saved_tree: Any, masks: bool, old_nam
         for file in saved_tree.root.rglob("*"):
             if file.is_file():
                 file.write_bytes(file.read_bytes() + b"\0" * 37)
-    host = read_topology(saved_tree)
+    host = api.read_topology(saved_tree)
     assert host.cpus == frozenset(range(16))
     assert groups(host.cores) == [[cpu, cpu + 8] for cpu in range(8)]
     assert host.nodes == host.packages == {0: FIRST, 1: SECOND}
@@ -67,7 +58,7 @@ def test_offline_cpus_that_lists_still_name(saved_tree: Any) -> None:
     saved_tree.cpus([(0, 4), (1, 5), (2, 6), (3, 7)], offline=[5, 3, 7], caches=[range(8)])
     saved_tree.nodes({0: range(8)})
     saved_tree.gpu("0000:01:00.0", cpus=range(8))
-    host = read_topology(saved_tree)
+    host = api.read_topology(saved_tree)
     assert host.cpus == {0, 1, 2, 4, 6}
     assert groups(host.cores) == [[0, 4], [1], [2, 6]]
     assert host.nodes == {0: host.cpus}
@@ -87,7 +78,7 @@ def test_nodes_sparse_absent_and_without_cpus(saved_tree: Any) -> None:
     saved_tree.write(f"{NODE}/node7/cpulist", "")
     saved_tree.write(f"{NODE}/node8/distance", "21")  # it does not fit
     (Path(saved_tree) / CPU / "cpu4").mkdir()
-    host = read_topology(saved_tree)
+    host = api.read_topology(saved_tree)
     assert (host.cpus, host.nodes) == ({0, 1, 2}, {0: {0, 1}, 8: {2}, 252: set()})
     assert (host.distances[252], 8 in host.distances) == ({0: 40, 8: 40, 252: 10}, False)
 
@@ -96,21 +87,21 @@ def test_packages_and_caches(saved_tree: Any) -> None:
     """Ids of packages are the kernel's. Without them packages are numbered, without packages the host is one."""
     cores = [(0,), (1,), (2,), (3,)]
     saved_tree.cpus(cores, packages=[(0, 1), (2, 3)], package_ids=[36, 3002])
-    assert read_topology(saved_tree).packages == {36: {0, 1}, 3002: {2, 3}}
+    assert api.read_topology(saved_tree).packages == {36: {0, 1}, 3002: {2, 3}}
     saved_tree.nodes({0: [0], 1: [1, 2, 3]})
-    assert groups(read_topology(saved_tree).llc) == [[0], [1], [2, 3]]  # no cache is package and node
+    assert groups(api.read_topology(saved_tree).llc) == [[0], [1], [2, 3]]  # no cache is package and node
     saved_tree.cpus(cores, packages=[(0, 2), (1, 3)], package_ids=[-1, -1])
-    assert read_topology(saved_tree).packages == {0: {0, 2}, 1: {1, 3}}
+    assert api.read_topology(saved_tree).packages == {0: {0, 2}, 1: {1, 3}}
     for file in saved_tree.root.glob(f"{CPU}/cpu*/topology/p*"):
         file.unlink()
     shutil.rmtree(saved_tree.root / NODE)
-    host = read_topology(saved_tree)
+    host = api.read_topology(saved_tree)
     assert (host.packages, host.nodes, host.distances) == ({0: set(range(4))}, {0: set(range(4))}, {})
     saved_tree.cpus(cores, caches=[(0, 1, 2, 3)])
     for cpu in range(4):  # an instruction cache is never the last level
         for name, text in (("level", "4"), ("type", "Instruction"), ("shared_cpu_list", str(cpu))):
             saved_tree.write(f"{CPU}/cpu{cpu}/cache/index9/{name}", text)
-    assert groups(read_topology(saved_tree).llc) == [[0, 1, 2, 3]]
+    assert groups(api.read_topology(saved_tree).llc) == [[0, 1, 2, 3]]
 
 
 def test_malformed_is_missing(saved_tree: Any) -> None:
@@ -122,7 +113,7 @@ def test_malformed_is_missing(saved_tree: Any) -> None:
     saved_tree.write(f"{CPU}/cpu1/topology/core_cpus", "00000202")
     saved_tree.write(f"{CPU}/cpu0/cache/index3/level", "three")
     saved_tree.write(f"{NODE}/online", "nothing")
-    host = read_topology(saved_tree)
+    host = api.read_topology(saved_tree)
     assert host.cpus == frozenset(range(16))
     assert groups(host.cores) == [[cpu, cpu + 8] for cpu in range(8)]
     assert list(host.nodes) == [0, 1]
@@ -130,8 +121,8 @@ def test_malformed_is_missing(saved_tree: Any) -> None:
 
 def test_no_host_there() -> None:
     for root in ("/nowhere", "/dev/null"):
-        with pytest.raises(GPUAffinityError, match="no online"):
-            read_topology(root)
+        with pytest.raises(api.GPUAffinityError, match="no online"):
+            api.read_topology(root)
 
 
 # GPUs without a driver
@@ -144,7 +135,7 @@ def test_gpus_in_bus_order(saved_tree: Any) -> None:
     saved_tree.gpu("0000:02:00.0", node=0, **{"class": "0x068000"})  # NVSwitch
     saved_tree.gpu("0000:03:00.0", node=0, vendor="0x1002")
     saved_tree.gpu("0000:04:00.0", node=0, **{"class": "0x040300"})  # the card's audio function
-    host = read_topology(saved_tree)
+    host = api.read_topology(saved_tree)
     assert [gpu.index for gpu in host.gpus] == [0, 1, 2, 3]
     places = [(gpu.pci_bus_id, gpu.numa_node) for gpu in host.gpus]
     assert places == [("0000:0f:00.0", 0), ("0000:0f:01.0", 0), ("0000:c1:00.0", 1), ("10000:01:00.0", 1)]
@@ -163,7 +154,7 @@ def test_gpus_that_only_the_kernel_driver_names(saved_tree: Any) -> None:
         (saved_tree.root / f"sys/bus/pci/devices/{bus_id}/driver").symlink_to(f"../../../../bus/pci/drivers/{driver}")
     saved_tree.write("proc/driver/nvidia/gpus/0004:04:00.0/information", "")
     saved_tree.gpu("0036:05:00.0", node=0)  # of no driver
-    gpu0, gpu1, gpu2 = read_topology(saved_tree).gpus
+    gpu0, gpu1, gpu2 = api.read_topology(saved_tree).gpus
     assert gpu2.pci_bus_id == "0036:05:00.0"
     assert (gpu0.pci_bus_id, gpu0.uuid) == ("0004:04:00.0", "")
     assert (gpu1.pci_bus_id, gpu1.uuid, gpu1.numa_node) == ("0035:03:00.0", "GPU-abc-1", 1)
@@ -180,7 +171,7 @@ def test_where_a_gpu_stands(saved_tree: Any) -> None:
     ]
     for number, (files, _) in enumerate(cases):
         saved_tree.gpu(f"0000:0{number}:00.0", **files)
-    for (files, expected), gpu in zip(cases, read_topology(saved_tree).gpus, strict=True):
+    for (files, expected), gpu in zip(cases, api.read_topology(saved_tree).gpus, strict=True):
         assert (gpu.numa_node, gpu.node_cpus, gpu.source) == expected, files
 
 
@@ -190,7 +181,7 @@ def test_a_single_node_and_one_of_memory_only(saved_tree: Any) -> None:
     for nodes, node, expected in (({0: [0, 1]}, -1, (0, {0, 1}, "only node")), ({4: []}, 4, (4, set(), "numa_node"))):
         saved_tree.nodes({0: [0, 1], **nodes})
         saved_tree.gpu("0000:01:00.0", node=node)
-        (gpu,) = read_topology(saved_tree).gpus
+        (gpu,) = api.read_topology(saved_tree).gpus
         assert (gpu.numa_node, gpu.node_cpus, gpu.source) == expected
 
 
@@ -200,11 +191,11 @@ def test_a_single_node_and_one_of_memory_only(saved_tree: Any) -> None:
 @needs_sysfs
 def test_the_cpuset_that_nvml_cut_its_answer_to_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs in different cpusets must divide the same cores, or their exclusive shares would overlap."""
-    host = read_topology("/")
+    host = api.read_topology("/")
     mine = min(os.sched_getaffinity(0))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {mine})
-    driver = FakeDriver([Gpu(0, "GPU-a")], {("GPU-a", "node"): frozenset([mine])})
-    (gpu,) = read_topology("/", driver).gpus
+    driver = FakeDriver([api.Gpu(0, "GPU-a")], {("GPU-a", "node"): frozenset([mine])})
+    (gpu,) = api.read_topology("/", driver).gpus
     assert gpu.node_cpus == next(cpus for cpus in host.nodes.values() if mine in cpus)
 
 
@@ -214,25 +205,25 @@ def test_some_gpus_are_located_without_a_poll(saved_tree: Any) -> None:
     saved_tree.gpu("0000:02:00.0", node=1)
     saved_tree.gpu("0000:03:00.0", node=-1, cpus=[0, 1])
     driver = FakeDriver(affinity={("GPU-told", "node"): SECOND})
-    driver.error = NoDriverError("the driver was unloaded")
+    driver.error = api.NoDriverError("the driver was unloaded")
     for gpu, expected in [
-        (Gpu(0, "GPU-told", pci_bus_id="0000:03:00.0", numa_node=0), (1, SECOND, "nvml")),
-        (Gpu(0, "MIG-x", mig_parent="GPU-told"), (1, SECOND, "nvml")),
-        (Gpu(0, "GPU-x", pci_bus_id="0000:02:00.0"), (1, SECOND, "numa_node")),
-        (Gpu(0, "GPU-x", pci_bus_id="0000:77:00.0", numa_node=0), (0, FIRST, "numa_node")),
-        (Gpu(0, "GPU-x", pci_bus_id="0000:03:00.0"), (0, {0, 1}, "local_cpulist")),
-        (Gpu(0, "GPU-x", pci_bus_id="0000:77:00.0"), (None, set(), "")),
+        (api.Gpu(0, "GPU-told", pci_bus_id="0000:03:00.0", numa_node=0), (1, SECOND, "nvml")),
+        (api.Gpu(0, "MIG-x", mig_parent="GPU-told"), (1, SECOND, "nvml")),
+        (api.Gpu(0, "GPU-x", pci_bus_id="0000:02:00.0"), (1, SECOND, "numa_node")),
+        (api.Gpu(0, "GPU-x", pci_bus_id="0000:77:00.0", numa_node=0), (0, FIRST, "numa_node")),
+        (api.Gpu(0, "GPU-x", pci_bus_id="0000:03:00.0"), (0, {0, 1}, "local_cpulist")),
+        (api.Gpu(0, "GPU-x", pci_bus_id="0000:77:00.0"), (None, set(), "")),
     ]:
-        (place,) = read_topology(saved_tree, driver, [gpu, gpu]).gpus
+        (place,) = api.read_topology(saved_tree, driver, [gpu, gpu]).gpus
         assert (place.numa_node, place.node_cpus, place.source) == expected, gpu
-    with pytest.raises(GPUAffinityError, match="the driver was unloaded"):
-        _ = read_topology(saved_tree, driver).gpus
+    with pytest.raises(api.GPUAffinityError, match="the driver was unloaded"):
+        _ = api.read_topology(saved_tree, driver).gpus
 
 
 # AMD GPUs: an MI250X and an MI300X host in CPX mode, as the kernel shows them
 
 
-def save(tree: SavedTree, host: Preset) -> None:
+def save(tree: SavedTree, host: api.Preset) -> None:
     there = host.topology
     tree.cpus(there.cores, packages=list(there.packages.values()), caches=there.llc)
     tree.nodes(there.nodes, distance=lambda a, b: there.distances[a][b])
@@ -247,31 +238,31 @@ def save(tree: SavedTree, host: Preset) -> None:
 def test_an_amd_host_is_read_as_it_is(saved_tree: SavedTree, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """By the driver, and without one."""
 
-    def located(topology: HostTopology) -> list[GpuLocality]:
+    def located(topology: api.HostTopology) -> list[api.GpuLocality]:
         return [replace(gpu, source="") for gpu in topology.gpus]
 
-    save(saved_tree, preset(name))
+    save(saved_tree, api.preset(name))
     monkeypatch.setenv("SAFE_GPU_FSROOT", os.fspath(saved_tree))
-    there, found = preset(name).topology, read_topology(driver=KfdDriver())
-    assert located(found) == located(read_topology(saved_tree)) == located(there)
+    there, found = api.preset(name).topology, api.read_topology(driver=api.KfdDriver())
+    assert located(found) == located(api.read_topology(saved_tree)) == located(there)
     for part in ("cpus", "nodes", "packages", "distances"):
         assert getattr(found, part) == getattr(there, part), part
     assert (set(found.cores), set(found.llc)) == (set(there.cores), set(there.llc))
     # Partitions of one GPU have one bus id, so that nothing but the index tells them apart.
-    one, two = (claim_shares(found, AffinityOptions("exclusive"), gpus, found.cpus) for gpus in ([0, 1], [2]))
+    one, two = (api.claim_shares(found, api.AffinityOptions("exclusive"), gpus, found.cpus) for gpus in ([0, 1], [2]))
     assert not one.cpus & two.cpus
     assert len(one.shares) == 2
     assert one.shares[0] | one.shares[1] == one.cpus
-    assert memory_nodes(found, [0, 1]) == {found.gpus[0].numa_node}
+    assert api.memory_nodes(found, [0, 1]) == {found.gpus[0].numa_node}
     # Ordinals are those of HIP.
-    snapshot = KfdDriver().snapshot()
+    snapshot = api.KfdDriver().snapshot()
     for cut, index in ({}, 0), ({"ROCR_VISIBLE_DEVICES": "5,3", "HIP_VISIBLE_DEVICES": "1"}, 3):
-        meant = by_ordinal(0, snapshot, cut)
+        meant = api.by_ordinal(0, snapshot, cut)
         assert [gpu.index for gpu in meant.gpus] == [index]
         assert all(words in meant.title for words in ("HIP ordinal 0", *map("=".join, cut.items())))
-        assert len(visible(snapshot, cut).gpus) == (1 if cut else len(snapshot.gpus))
-        with pytest.raises(GPUAffinityError, match="HIP shows no GPU 64"):
-            by_ordinal(64, snapshot, cut)
+        assert len(api.visible(snapshot, cut).gpus) == (1 if cut else len(snapshot.gpus))
+        with pytest.raises(api.GPUAffinityError, match="HIP shows no GPU 64"):
+            api.by_ordinal(64, snapshot, cut)
 
 
 # hwloc as the referee
@@ -290,7 +281,7 @@ def hwloc(root: str) -> dict[str, set[frozenset[int]]]:
     found: dict[str, set[frozenset[int]]] = {kind: set() for kind in ("PU", "Core", "Package", "NUMANode", "L3Cache")}
     for item in ElementTree.fromstring(text).iter("object"):
         groups = item.get("cpuset", "0x0").replace("0x", "").split(",")
-        cpus = parse_cpumask(",".join(group or "0" for group in groups))  # a group of zeros is left blank
+        cpus = api.parse_cpumask(",".join(group or "0" for group in groups))  # a group of zeros is left blank
         if cpus and item.get("type") in found:
             found[item.get("type", "")].add(cpus)
     return found
@@ -320,7 +311,7 @@ def test_hwloc_sees_the_same_host(saved_tree: Any, seed: int) -> None:
     old_names = chance.random() < 0.5
     saved_tree.cpus(cores, packages=sockets, caches=caches, offline=offline, old_names=old_names, as_the_kernel=True)
     saved_tree.nodes({node: set(cpus) - set(offline) for node, cpus in nodes.items()}, masks=True)
-    ours, theirs = read_topology(saved_tree), hwloc(os.fspath(saved_tree))
+    ours, theirs = api.read_topology(saved_tree), hwloc(os.fspath(saved_tree))
     assert theirs == {
         "PU": {frozenset([cpu]) for cpu in ours.cpus},
         "Core": set(ours.cores),
@@ -341,14 +332,17 @@ MASKS = {
     "0": set(), "ff00000000000000": set(range(56, 64)),
 }  # fmt: skip
 NO_LISTS = (
-    "x", "3-1", "0-", "-1", "0--3", "0-4294967295", str(LIMIT), "9" * 5000, "0-3:2", "٣", "(null)", "1 2", None,
+    "x", "3-1", "0-", "-1", "0--3", "0-4294967295", str(api.LIMIT), "9" * 5000, "0-3:2", "٣", "(null)", "1 2", None,
 )  # fmt: skip
 NO_MASKS = ("g", "0x1", "1,,1", "000000000,1", "-1", "f" * 70_000, "1," * 3000 + "1", None)
 
 
 @pytest.mark.parametrize(
     ("parse", "texts"),
-    [(parse_cpulist, {**LISTS, **dict.fromkeys(NO_LISTS)}), (parse_cpumask, {**MASKS, **dict.fromkeys(NO_MASKS)})],
+    [
+        (api.parse_cpulist, {**LISTS, **dict.fromkeys(NO_LISTS)}),
+        (api.parse_cpumask, {**MASKS, **dict.fromkeys(NO_MASKS)}),
+    ],
 )
 def test_lists_and_masks_and_what_is_none(parse: Any, texts: dict[str | None, set[int] | None]) -> None:
     assert {text: parse(text) for text in texts} == texts
@@ -356,12 +350,12 @@ def test_lists_and_masks_and_what_is_none(parse: Any, texts: dict[str | None, se
 
 @given(st.frozensets(st.integers(0, 2000)))
 def test_written_and_read_back(numbers: frozenset[int]) -> None:
-    assert parse_cpulist(format_cpulist(numbers)) == numbers
+    assert api.parse_cpulist(api.format_cpulist(numbers)) == numbers
 
 
 def test_from_host_reads_as_affinity_does(tmp_path: Path) -> None:
     """The name that users have: one CPU, one node, and the driver's own host where it brings one."""
     (tmp_path / "sys/devices/system/cpu/cpu3/topology").mkdir(parents=True)
-    host = HostTopology.from_host(fsroot=tmp_path, driver=None)
-    assert host == read_topology(tmp_path)
+    host = api.HostTopology.from_host(fsroot=tmp_path, driver=None)
+    assert host == api.read_topology(tmp_path)
     assert host.cpus == {3}

@@ -6,16 +6,10 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import pytest
-from support import guard
+from support import api, guard
 from support.claims import Host, Spies, claim
 
 from safe_gpu import drivers
-from safe_gpu.claim import owner
-from safe_gpu.claim.view import driver_pids
-from safe_gpu.coordination.entry import said_by_this_process
-from safe_gpu.coordination.host_lock import Host as SharedHost
-from safe_gpu.coordination.queue import TicketRequest, Waiter
-from safe_gpu.host.signals import DeferredSignals
 
 
 @pytest.fixture
@@ -24,7 +18,7 @@ def host_of(monkeypatch: pytest.MonkeyPatch, stranger_pid: int) -> Iterator[Call
     hosts: list[Host] = []
 
     def install(preset: str) -> Host:
-        driver_pids.clear()  # by which pids another host's driver has shown this process
+        api.driver_pids.clear()  # by which pids another host's driver has shown this process
         host = Host(preset, stranger_pid)
         hosts.append(host)
         monkeypatch.setenv("SAFE_GPU_DRIVER", host.name)
@@ -62,25 +56,27 @@ def untouched() -> Callable[[], AbstractContextManager[None]]:
 def released() -> Iterator[None]:
     """No claim of one test reaches the next."""
     yield
-    holder = owner.current_owner()
+    holder = api.owner.current_owner()
     if holder is not None:
         holder.release_gpus()
 
 
 @pytest.fixture
-def line(ground: Any) -> Iterator[Callable[..., Waiter]]:
+def line(ground: Any) -> Iterator[Callable[..., api.Waiter]]:
     """Tickets, played in this process: ``line(2, (0, 1), hold_for=600)``."""
     with ExitStack() as stack:
 
-        def join(nb_gpus: int, gpus: Sequence[int] = range(8), *, hold_for: float | None = None, **more: Any) -> Waiter:
+        def join(
+            nb_gpus: int, gpus: Sequence[int] = range(8), *, hold_for: float | None = None, **more: Any
+        ) -> api.Waiter:
             uuids = frozenset(ground.uuids[index] for index in gpus)
-            host = stack.enter_context(SharedHost())
+            host = stack.enter_context(api.Host())
             host.look()
-            waiter = Waiter(host, TicketRequest(nb_gpus, uuids, tuple(more.items()), hold_for), by_turns=False)
+            waiter = api.Waiter(host, api.TicketRequest(nb_gpus, uuids, tuple(more.items()), hold_for), by_turns=False)
             stack.callback(waiter.leave)
-            with DeferredSignals() as signals, host.locked(time.monotonic() + 30, signals):
+            with api.DeferredSignals() as signals, host.locked(time.monotonic() + 30, signals):
                 host.queue.refresh()
-                waiter.join(said_by_this_process(None))
+                waiter.join(api.said_by_this_process(None))
             return waiter
 
         yield join

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import api
 from support.actor import Actor, Listen, Say, in_words
 from support.claims import claim, try_claim
 from support.gpus import PACKAGE_ROOT
@@ -22,15 +23,8 @@ from support.processes import own_network
 
 import safe_gpu
 from safe_gpu import NotEnoughGpusError
-from safe_gpu.claim import checks as warnings
-from safe_gpu.coordination.doors import Doors, digest
-from safe_gpu.coordination.holders import living_claims
-from safe_gpu.coordination.host_lock import Host
-from safe_gpu.drivers.presets import preset
-from safe_gpu.host import procfs
-from safe_gpu.host.procfs import FileSystem
 
-UUIDS = [gpu.uuid for gpu in preset("dgx-a100").gpus]
+UUIDS = [gpu.uuid for gpu in api.preset("dgx-a100").gpus]
 CLAIM = """
 import os, safe_gpu
 os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # of the test's own claim
@@ -64,13 +58,13 @@ def test_two_state_directories_do_not_book_twice(host: Path, child: Any) -> None
 
 def test_a_door_that_is_held_for_a_moment_is_tried_again(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that dies closes its descriptors one by one, and those of doors may be the last."""
-    take, tries = Doors.take_whole, []
+    take, tries = api.Doors.take_whole, []
 
-    def late(self: Doors, uuid: str, *more: Any) -> bool:
+    def late(self: api.Doors, uuid: str, *more: Any) -> bool:
         tries.append(uuid)
         return len(tries) > 1 and take(self, uuid, *more)
 
-    monkeypatch.setattr(Doors, "take_whole", late)
+    monkeypatch.setattr(api.Doors, "take_whole", late)
     assert try_claim(8) == tuple(range(8))
 
 
@@ -129,7 +123,7 @@ def test_where_doors_cannot_be_taken_the_entry_counts(host, child, refuse, caplo
     refuse(number)
     with claim(2, **options) as owner:
         assert owner.devices_taken == [0, 1]
-        assert [(len(one.gpus), one.parts) for one in living_claims()] == [(2, {})]
+        assert [(len(one.gpus), one.parts) for one in api.living_claims()] == [(2, {})]
         other.tell()
         assert [other.hear(), other.hear()] == ["refused", "[2, 3, 4, 5, 6, 7]"]
     assert "claimed by an entry alone, since their doors cannot be taken ([Errno 1] Operation not" in caplog.text
@@ -141,7 +135,7 @@ def test_claims_inside_one_without_doors_have_none(host, child, refuse, caplog, 
         token = os.environ["SAFE_GPU_SCOPE"]
         child(CLAIM + "say(claim()); listen()", says="[0]")
         child(CLAIM + "say(claim(2), claim()); listen()", says="refused [1]")
-    assert [one.inside for one in living_claims()] == [digest(token)] * 2
+    assert [one.inside for one in api.living_claims()] == [api.digest(token)] * 2
     assert try_claim(7) is None
     monkeypatch.setenv("SAFE_GPU_SCOPE", token)
     assert try_claim(6) == (2, 3, 4, 5, 6, 7)
@@ -165,28 +159,28 @@ def test_from_another_namespace(host: Path) -> None:
 
 
 def test_a_container_without_the_network_of_the_host_is_told_once(host: Path, monkeypatch: Any, caplog: Any) -> None:
-    monkeypatch.setattr(warnings, "_told", set())
+    monkeypatch.setattr(api.checks, "_told", set())
     for kind, point, network, told in (
         ("overlay", "/", True, 0),
         ("ext4", "/", False, 0),
         ("overlay", "/", False, 1),
         ("overlay", "/", False, 1),
     ):
-        monkeypatch.setattr(procfs, "file_system_at", lambda *_, found=(kind, point): FileSystem(*found))
-        monkeypatch.setattr(procfs, "sees_network_devices", lambda network=network: network)
-        warnings.doubt_of_image.cache_clear()
+        monkeypatch.setattr(api.procfs, "file_system_at", lambda *_, found=(kind, point): api.FileSystem(*found))
+        monkeypatch.setattr(api.procfs, "sees_network_devices", lambda network=network: network)
+        api.checks.doubt_of_image.cache_clear()
         claim(1).release_gpus()
         assert caplog.text.count("belongs to this container") == told
-    warnings.doubt_of_image.cache_clear()
+    api.checks.doubt_of_image.cache_clear()
     assert f"start it with -v {host}/state:{host}/state" in caplog.text
 
 
 def test_where_no_mount_is_listed_for_the_root_directory(host: Path, monkeypatch: Any, caplog: Any) -> None:
     """As in a plain chroot (sbuild, mock, a rescue system)."""
-    monkeypatch.setattr(procfs, "lines_of", lambda path: iter(()))
-    procfs.file_system_at.cache_clear()
+    monkeypatch.setattr(api.procfs, "lines_of", lambda path: iter(()))
+    api.procfs.file_system_at.cache_clear()
     assert (try_claim(2), caplog.text) == ((0, 1), "")
-    procfs.file_system_at.cache_clear()
+    api.procfs.file_system_at.cache_clear()
 
 
 # A state directory that goes away while claims wait, where its users cannot make it again
@@ -238,16 +232,16 @@ def descriptors() -> set[int]:
 
 def stop_at(step: str, stop: Callable[[], None]) -> None:
     """Let the next claim inside another one stop at this step."""
-    take, is_inside, locked = Doors.take_inside, Doors.is_inside, Host.locked
+    take, is_inside, locked = api.Doors.take_inside, api.Doors.is_inside, api.Host.locked
     taking: list[str] = []
 
-    def take_inside(doors: Doors, uuid: str, *arguments: Any) -> bool:
+    def take_inside(doors: api.Doors, uuid: str, *arguments: Any) -> bool:
         if step == "before the part":
             stop()
         taking.append(uuid)
         return take(doors, uuid, *arguments)
 
-    def asked(doors: Doors, *arguments: Any) -> bool:
+    def asked(doors: api.Doors, *arguments: Any) -> bool:
         if taking and step == "after the part":
             stop()
         return is_inside(doors, *arguments)
@@ -259,7 +253,7 @@ def stop_at(step: str, stop: Callable[[], None]) -> None:
         if step == "before the second listing":
             stop()
 
-    Doors.take_inside, Doors.is_inside, Host.locked = take_inside, asked, holding
+    api.Doors.take_inside, api.Doors.is_inside, api.Host.locked = take_inside, asked, holding
 
 
 class Process(Actor):

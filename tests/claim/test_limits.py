@@ -11,26 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import api
 from support.claims import claim
 from support.forks import in_fork
 from support.guard import is_locked
 
 from safe_gpu import ClaimTimeout, NotEnoughGpusError, PolicyError, UnsatisfiableRequestError
-from safe_gpu.claim import search
-from safe_gpu.claim.arguments import DEFAULT, UNKNOWN, HoldTime, parse_hold_for, parse_timeout, read_options
-from safe_gpu.claim.functions import wait_for_gpus
-from safe_gpu.claim.limits import quota_of
-from safe_gpu.claim.report import waiting_message
-from safe_gpu.coordination.entry import make_entry
-from safe_gpu.coordination.holders import living_claims
-from safe_gpu.coordination.host_lock import Host
-from safe_gpu.coordination.queue import waiting_tickets
-from safe_gpu.coordination.turns import turn_of
-from safe_gpu.engines.holder import ClaimArguments, HolderProcess
-from safe_gpu.host import procfs
-from safe_gpu.schedulers.job import JobContext, current
-from safe_gpu.settings.durations import parse_duration
-from safe_gpu.status.gather import gather
 
 ANNA, BEN, CARLA = 4711, 4712, 4713
 NAMED = "[user root]\n"
@@ -93,15 +79,15 @@ def test_a_waiter_is_passed_neither_by_the_same_user_nor_below_the_limit(rules: 
     assert f"(pid {in_front.pid}" in user(ANNA, 1).hear()
     user(BEN, 1, gets=True)
     in_front = waiting(BEN, 8)
-    assert f"behind {procfs.user_name(BEN)} (pid {in_front.pid}" in user(CARLA, 1).hear()
+    assert f"behind {api.procfs.user_name(BEN)} (pid {in_front.pid}" in user(CARLA, 1).hear()
 
 
 def test_limits_of_those_who_wait_are_known_before_the_look(rules: Any, ground: Any, waiting: Any) -> None:
     """Whose limit is not known yet, since he came meanwhile, is not passed, and the look is made again at once."""
     path = rules("[default]\nmax_gpus = 1\n[user 4712]\nmax_gpus = 5\nmax_wait = 1h")
-    found = quota_of(str(path), pytest.fail)
+    found = api.quota_of(str(path), pytest.fail)
     assert found is not None
-    with Host() as host:
+    with api.Host() as host:
         host.look()
         found.prepare(host)
         assert (found.most_of(BEN), found.unresolved) == (None, True)
@@ -125,7 +111,7 @@ def test_inner_claims_are_neither_counted_nor_limited(rules: Any, as_user: Any) 
 def lasts() -> float | None:
     """For how many seconds a claim says that it will last."""
     with claim():
-        (entry,) = living_claims()
+        (entry,) = api.living_claims()
         return None if entry.until is None else round(entry.until - entry.since, 1)
 
 
@@ -160,10 +146,10 @@ def test_max_wait_ends_a_wait(rules: Any, ground: Any, command: Any) -> None:
 
 def test_nothing_is_taken_in_a_foreseen_claim_beyond_the_limit(rules: Any, user: Any) -> None:
     rules(NAMED + "max_gpus = 1")
-    assert len(wait_for_gpus(1, timeout=0)) == 1
+    assert len(api.wait_for_gpus(1, timeout=0)) == 1
     user(0, gets=True)
     with pytest.raises(NotEnoughGpusError, match="you hold 1 of your 1 GPU"):
-        wait_for_gpus(1, timeout=0)
+        api.wait_for_gpus(1, timeout=0)
 
 
 def test_a_wrong_line_fails_claims(rules: Any, command: Any) -> None:
@@ -200,7 +186,7 @@ def test_groups_are_resolved_before_the_lock(rules: Any, monkeypatch: pytest.Mon
 
 def test_room_for_claims_across_hosts(rules: Any, user: Any) -> None:
     path = rules(NAMED + "max_gpus = 3")
-    holder = HolderProcess(ClaimArguments(), "a test")
+    holder = api.HolderProcess(api.ClaimArguments(), "a test")
     assert holder.report(1).free == 3
     assert holder.report(4).free == -1
     user(0, 2, gets=True)
@@ -257,7 +243,7 @@ def test_one_request_does_not_wait_for_a_sweep(rules, user, waiting, order: str,
     crowd = [*sweep, ben]
     # Anna holds eight, so her first ticket has the turn 8.5; Ben comes after that one and before her next.
     expected = [sweep[0], ben, *sweep[1:]] if order == "fair" else [*sweep, ben]
-    assert [one.pid for one in waiting_tickets()] == [one.pid for one in expected]
+    assert [one.pid for one in api.waiting_tickets()] == [one.pid for one in expected]
     assert [served(holder, crowd) for holder in holders[:5]] == expected
 
 
@@ -266,7 +252,7 @@ def test_a_claim_keeps_its_first_order(rules, line, ground, stranger_pid, monkey
     """Else it could wait for one who waits for it. Root changes the order between two looks."""
     rules(f"[host]\norder = {before}")
     line(1, (0,))
-    written, confirm = [], search.confirm
+    written, confirm = [], api.search.confirm
 
     def changing(*arguments: Any) -> bool:
         rules(f"[host]\norder = {after}")
@@ -275,9 +261,9 @@ def test_a_claim_keeps_its_first_order(rules, line, ground, stranger_pid, monkey
 
     def writing(directory: Any, number: int, said: Any, **more: Any) -> Any:
         written.append(said.get("turn"))
-        return make_entry(directory, number, said, **more)
+        return api.make_entry(directory, number, said, **more)
 
-    monkeypatch.setattr(search, "confirm", changing)
+    monkeypatch.setattr(api.search, "confirm", changing)
     monkeypatch.setattr("safe_gpu.coordination.queue.make_entry", writing)
     with pytest.raises(ClaimTimeout):
         claim(1, only=range(1, 8), timeout=2)
@@ -293,7 +279,7 @@ def test_tickets_have_turns_only_where_the_order_is_fair(rules: Any, user: Any, 
     second = waiting(BEN, 8)
     third = waiting(BEN, 8)
     fourth = waiting(CARLA, 8)
-    turns = {one.pid: turn_of(one) for one in waiting_tickets()}
+    turns = {one.pid: api.turn_of(one) for one in api.waiting_tickets()}
     assert [turns[one.pid] for one in (first, second, third, fourth)] == [None, 0.5, 4.5, 0.5]
     crowd = [first, second, third, fourth]
     for one in (first, second, fourth, third):
@@ -308,7 +294,7 @@ def test_who_is_passed_is_told_who_is_in_turn(rules, user, as_user, waiting, mon
     first = waiting(ANNA, 8, hold_for=60)
 
     def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
-        wait_for_gpus(8, hold_for=60, on_wait=lambda status: say(waiting_message(status, holders=False)))
+        api.wait_for_gpus(8, hold_for=60, on_wait=lambda status: say(api.waiting_message(status, holders=False)))
 
     passed = as_user(work, uid=ANNA)  # has the turn 16.5, and Ben, who comes when it waits, 9
 
@@ -317,7 +303,7 @@ def test_who_is_passed_is_told_who_is_in_turn(rules, user, as_user, waiting, mon
 
     told(r", #2 in the queue, starts .* or later; behind \S+ \(pid ")
     ben = waiting(BEN, 8, hold_for=60)
-    assert [one.pid for one in gather().queue] == [first.pid, ben.pid, passed.pid]
+    assert [one.pid for one in api.gather().queue] == [first.pid, ben.pid, passed.pid]
     told(rf", #3 in the queue, starts .* or later; behind \S+ \(pid {ben.pid}, wants 8 GPUs, ")
     first.end()
     ben.end()
@@ -341,9 +327,9 @@ DURATIONS = {
 def test_durations() -> None:
     words = [(word, seconds) for seconds, line in DURATIONS.items() for word in line.split()]
     for text, seconds in [*words, (" 10 M ", 600.0)]:
-        assert parse_duration(text) == seconds
-        assert parse_timeout(text, {}, in_batch_job=False) == seconds
-        assert parse_timeout(DEFAULT, {"SAFE_GPU_TIMEOUT": text}, in_batch_job=True) == seconds
+        assert api.parse_duration(text) == seconds
+        assert api.parse_timeout(text, {}, in_batch_job=False) == seconds
+        assert api.parse_timeout(api.DEFAULT, {"SAFE_GPU_TIMEOUT": text}, in_batch_job=True) == seconds
 
 
 NO_DURATIONS = "soon -1h nan 1w s 1_000 1h30 30m1h 1h1h 1.5h30m -inf 1,5 1:2:3:4 -1:00:00 1--2 1:30 \u0663m".split()
@@ -352,7 +338,7 @@ NO_DURATIONS = "soon -1h nan 1w s 1_000 1h30 30m1h 1h1h 1.5h30m -inf 1,5 1:2:3:4
 @pytest.mark.parametrize("text", ["", " ", *NO_DURATIONS])
 def test_what_is_no_duration_names_itself_and_what_would_be(text: str) -> None:
     with pytest.raises(UnsatisfiableRequestError) as caught:
-        parse_duration(text, "SAFE_GPU_TIMEOUT")
+        api.parse_duration(text, "SAFE_GPU_TIMEOUT")
     message = str(caught.value)
     assert (caught.value.value, message.startswith(f"SAFE_GPU_TIMEOUT={text!r} ")) == (text, True)
     assert ("write 1h30m or 1m30s" if text == "1:30" else "15m") in message
@@ -360,39 +346,43 @@ def test_what_is_no_duration_names_itself_and_what_would_be(text: str) -> None:
 
 def test_numbers_are_seconds_and_the_default_fits_where_the_process_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     for timeout, seconds in ((0, 0.0), (0.25, 0.25), (None, None), (float("inf"), None), (1e300, 1e300)):
-        assert parse_timeout(timeout, {"SAFE_GPU_TIMEOUT": "77"}, in_batch_job=True) == seconds
-    assert read_options().timeout == 10.0
+        assert api.parse_timeout(timeout, {"SAFE_GPU_TIMEOUT": "77"}, in_batch_job=True) == seconds
+    assert api.read_options().timeout == 10.0
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert read_options().timeout == 300.0
+    assert api.read_options().timeout == 300.0
 
 
 @pytest.mark.parametrize("said", [-0.5, math.nan, -math.inf, True, [], b"5", 10**400, "soon"])
 def test_what_is_no_number_of_seconds_is_refused(said: Any) -> None:
     with pytest.raises(UnsatisfiableRequestError, match="timeout=") as caught:
-        parse_timeout(said, {}, in_batch_job=False)
+        api.parse_timeout(said, {}, in_batch_job=False)
     assert caught.value.value is said
     for least in (said, 0, 0.9, "0.5s", ""):
         with pytest.raises(UnsatisfiableRequestError, match="hold_for=") as caught:
-            parse_hold_for(least, {}, JobContext())
+            api.parse_hold_for(least, {}, api.JobContext())
         assert caught.value.value is least
 
 
 def test_what_is_said_counts_and_the_variable_stands_in_for_it() -> None:
-    job = JobContext("slurm", ends=int(time.time()) + 60)
+    job = api.JobContext("slurm", ends=int(time.time()) + 60)
     for said, seconds in ((1, 1.0), (90.5, 90.5), ("2h", 7200.0), (None, None), ("unknown", None), (math.inf, None)):
-        assert parse_hold_for(said, {"SAFE_GPU_FOR": "5h"}, job) == HoldTime(seconds, said=True)
-    for text, hold in (("20m", HoldTime(1200.0)), ("unknown", HoldTime(None)), ("", HoldTime(end=float(job.ends)))):
-        assert parse_hold_for(DEFAULT, {"SAFE_GPU_FOR": text}, job) == hold
-    assert parse_hold_for(DEFAULT, {"SAFE_GPU_FOR": ""}, JobContext()) == UNKNOWN
+        assert api.parse_hold_for(said, {"SAFE_GPU_FOR": "5h"}, job) == api.HoldTime(seconds, said=True)
+    for text, hold in (
+        ("20m", api.HoldTime(1200.0)),
+        ("unknown", api.HoldTime(None)),
+        ("", api.HoldTime(end=float(job.ends))),
+    ):
+        assert api.parse_hold_for(api.DEFAULT, {"SAFE_GPU_FOR": text}, job) == hold
+    assert api.parse_hold_for(api.DEFAULT, {"SAFE_GPU_FOR": ""}, api.JobContext()) == api.UNKNOWN_HOLD
     with pytest.raises(UnsatisfiableRequestError, match=r"SAFE_GPU_FOR='0\.2'"):
-        parse_hold_for(DEFAULT, {"SAFE_GPU_FOR": "0.2"}, job)
+        api.parse_hold_for(api.DEFAULT, {"SAFE_GPU_FOR": "0.2"}, job)
 
 
 def test_a_batch_job_ends_where_its_scheduler_says() -> None:
     for ends_in, known in ((86000, True), (87000, False), (-5, False)):
         ends = int(time.time()) + ends_in
-        hold = parse_hold_for(DEFAULT, {}, current({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(ends)}))
-        assert hold == HoldTime(end=ends if known else None)
+        hold = api.parse_hold_for(api.DEFAULT, {}, api.current({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(ends)}))
+        assert hold == api.HoldTime(end=ends if known else None)
 
 
 def test_a_pbs_job_ends_a_walltime_after_its_session_began(child: Any) -> None:
@@ -405,11 +395,11 @@ def test_a_pbs_job_ends_a_walltime_after_its_session_began(child: Any) -> None:
 def test_seconds_from_now() -> None:
     """Those from 1000, where the claim around it, if it is inside one, ends then."""
     for hold, outer_end, seconds in (
-        (HoldTime(60.0, said=True), 1500.0, 60.0),
-        (HoldTime(60.0), 1500.0, 500.0),  # it ends with the one around it
-        (HoldTime(end=1300.0), 1100.0, 100.0),
-        (HoldTime(end=1000.5), None, 1.0),
-        (HoldTime(end=999.0), None, None),  # overdue
+        (api.HoldTime(60.0, said=True), 1500.0, 60.0),
+        (api.HoldTime(60.0), 1500.0, 500.0),  # it ends with the one around it
+        (api.HoldTime(end=1300.0), 1100.0, 100.0),
+        (api.HoldTime(end=1000.5), None, 1.0),
+        (api.HoldTime(end=999.0), None, None),  # overdue
     ):
         assert hold.at(1000.0, outer_end) == seconds
 

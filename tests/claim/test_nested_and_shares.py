@@ -10,17 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import api
 from support.claims import claim, try_claim
 from support.forks import forked, in_fork
 
 import safe_gpu
 from safe_gpu import NotEnoughGpusError, UnsatisfiableRequestError, WrongDeviceError
-from safe_gpu.claim import variables as shares
-from safe_gpu.claim.worker import check_expected_gpu
-from safe_gpu.coordination.queue import waiting_tickets
-from safe_gpu.engines.holder import ClaimArguments
-from safe_gpu.errors import HolderLostError
-from safe_gpu.gpus.devices import Gpu
 
 
 def rank(nb_gpus: int = 1) -> str:
@@ -178,11 +173,11 @@ def test_other_gpus_than_the_expected_one(worker: pytest.MonkeyPatch) -> None:
     for visible, seen in (("0,1", "0,1 it sees GPU-"), ("", " it sees 0 GPUs")):
         worker.setenv("CUDA_VISIBLE_DEVICES", visible)
         with pytest.raises(WrongDeviceError, match=f"{os.environ['SAFE_GPU_EXPECT']}.*CUDA_VISIBLE_DEVICES={seen}"):
-            check_expected_gpu()
+            api.check_expected_gpu()
     worker.setenv("CUDA_VISIBLE_DEVICES", "1")
     safe_gpu.release_gpus()
-    with pytest.raises(HolderLostError, match="is no longer held"):
-        check_expected_gpu()
+    with pytest.raises(api.HolderLostError, match="is no longer held"):
+        api.check_expected_gpu()
 
 
 def test_two_workers_of_one_gpu_share_it_under_bind(worker: pytest.MonkeyPatch, command) -> None:
@@ -356,7 +351,7 @@ def test_a_share_cannot_delegate_nor_reach_across_hosts(ground: Any) -> None:
     with pytest.raises(UnsatisfiableRequestError, match=r"delegate=True with share='20GiB': .* leave one of them out"):
         claim(1, share="20GiB", delegate=True)
     with pytest.raises(UnsatisfiableRequestError, match="share='20GiB' is not possible across hosts"):
-        ClaimArguments(selection={"share": "20GiB"}).read(1, 0, None)
+        api.ClaimArguments(selection={"share": "20GiB"}).read(1, 0, None)
     assert ground.claims() == []
 
 
@@ -364,7 +359,7 @@ def test_a_sharer_behind_a_whole_claim_waits_its_turn(sharing: Any, child: Any, 
     """There is room for it, but it would delay the whole claim; if it ends in time it does not."""
     holder = sharing(8, share="20GiB", hold_for=3600)
     whole = child('OPTIONS = {"nb_gpus": 8, "timeout": 60}\n' + HOLD)
-    eventually(lambda: len(waiting_tickets()) == 1)
+    eventually(lambda: len(api.waiting_tickets()) == 1)
     assert try_claim(1, share="20GiB") is None
     assert try_claim(1, share="20GiB", hold_for=7200) is None
     assert try_claim(1, share="20GiB", hold_for=1800) == (0,)
@@ -374,7 +369,7 @@ def test_a_sharer_behind_a_whole_claim_waits_its_turn(sharing: Any, child: Any, 
 
 def test_what_frameworks_and_mps_are_told(tmp_path: Path) -> None:
     def told(**environ: str) -> dict[str, str]:
-        return shares.share_variables(20 * GIB, [Gpu(0, "GPU-0", memory_total=80 * GIB)], environ)
+        return api.claim_variables.share_variables(20 * GIB, [api.Gpu(0, "GPU-0", memory_total=80 * GIB)], environ)
 
     limits = {"SAFE_GPU_SHARE": str(20 * GIB), "GPU_MEMORY_LIMIT": str(20 * GIB), "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
     fractions = dict.fromkeys(["SAFE_GPU_SHARE_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"], "0.24375")

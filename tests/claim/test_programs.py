@@ -16,16 +16,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support import api
 from support.claims import claim, try_claim
 from support.forks import in_fork
 from support.gpus import PACKAGE_ROOT
 from support.guard import is_locked
 
 import safe_gpu
-from safe_gpu.coordination import history
-from safe_gpu.drivers.simulated import SimulatedContext, SimulatedDriver
-from safe_gpu.runtimes.cuda import CUDA
-from safe_gpu.status.history import PastClaim, claims_between
 
 
 def test_an_owner_is_neither_copied_nor_pickled(ground: Any) -> None:
@@ -79,7 +76,7 @@ len(open({str(trace)!r}).readlines()) < 9 and CUDA.visible_in_child()
     if app == "embedding":
         monkeypatch.setattr(sys, "base_exec_prefix", str(tmp_path))
     with pytest.raises(safe_gpu.NoDriverError) as refusal:
-        CUDA.visible_in_child()
+        api.CUDA.visible_in_child()
     if app == "python":
         assert trace.read_text() == "once\n"
     else:
@@ -191,14 +188,14 @@ def test_a_holder_and_waiters_while_the_package_is_replaced(tmp_path: Path, comm
 # What claims write into the history, whatever way they end
 
 
-def past() -> list[PastClaim]:
-    claims, warnings = claims_between(0, time.time() + 1)
+def past() -> list[api.PastClaim]:
+    claims, warnings = api.claims_between(0, time.time() + 1)
     assert warnings == []
     return claims
 
 
 def lines(state_dir: Path) -> list[dict[str, Any]]:
-    text = "".join(file.read_text() for file in sorted((state_dir / history.NAME).glob("*.jsonl")))
+    text = "".join(file.read_text() for file in sorted((state_dir / api.history.NAME).glob("*.jsonl")))
     return [json.loads(line) for line in text.splitlines()]
 
 
@@ -262,9 +259,9 @@ def test_nothing_of_it_is_done_under_host_lock(state_dir: Path, monkeypatch: pyt
 def test_a_history_that_cannot_be_written_costs_its_lines_and_no_claim(state_dir: Path) -> None:
     state_dir.mkdir()
     state_dir.chmod(0o1777)
-    (state_dir / history.NAME).touch()
+    (state_dir / api.history.NAME).touch()
     assert try_claim(1) == (0,)
-    (state_dir / history.NAME).unlink()
+    (state_dir / api.history.NAME).unlink()
     assert past() == []
     assert (try_claim(1), len(past())) == ((0,), 1)
 
@@ -315,10 +312,10 @@ class World:
     def __init__(self, start: Callable[[], Any], stranger_pid: int) -> None:
         self.start = start
         self.players = [start() for _ in range(4)]
-        self.host = SimulatedDriver("dgx-a100")
+        self.host = api.SimulatedDriver("dgx-a100")
         self.stranger_pid = stranger_pid
         self.held: dict[int, set[int]] = {}
-        self.strangers: dict[int, SimulatedContext] = {}
+        self.strangers: dict[int, api.SimulatedContext] = {}
 
     @property
     def free(self) -> set[int]:

@@ -10,17 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import api
 from support.claims import Host, claim, try_claim
 from support.real import long
 
 from safe_gpu import ClaimTimeout, NoPlaceholder, NotEnoughGpusError, UnsatisfiableRequestError, claim_gpus
-from safe_gpu.claim.limits import LimitReached
-from safe_gpu.claim.look import Seen
-from safe_gpu.claim.search import AGAIN, POLL, REFUSE, SLEEP, TAKE, WATCH, WaitState, decide
-from safe_gpu.coordination.queue import waiting_tickets
-from safe_gpu.host import procfs
 
-USER = procfs.user_name(os.geteuid())
+USER = api.procfs.user_name(os.geteuid())
 
 ALL = tuple(range(8))
 
@@ -95,7 +91,7 @@ def test_a_stopped_waiter_keeps_its_ticket_and_is_passed(command, ground, stop, 
     with pytest.raises(NotEnoughGpusError, match=rf"\(past {USER}, pid {large.pid}, stopped, wants 8 GPUs, queued"):
         claim_gpus(1, NoPlaceholder(), only=0, timeout=0)
     os.kill(large.pid, signal.SIGCONT)
-    eventually(lambda: not procfs.is_stopped(large.pid))
+    eventually(lambda: not api.procfs.is_stopped(large.pid))
     assert try_claim(1) is None
     ground.let_go()
     assert large.communicate(timeout=60)[0] == "large\n"
@@ -332,7 +328,7 @@ def test_a_gpu_that_was_lost_when_a_waiter_came(linked, ground) -> None:
     linked.edits[linked.uuids[5]] = {"lost": True}
     ground.hold(3)
     wanted = set()
-    linked.on_poll = lambda number: wanted.update(*(ticket.gpus for ticket in waiting_tickets()))
+    linked.on_poll = lambda number: wanted.update(*(ticket.gpus for ticket in api.waiting_tickets()))
     assert try_claim(1, only="3,5", timeout=0.05) is None
     assert wanted == {linked.uuids[3], linked.uuids[5]}
 
@@ -344,61 +340,63 @@ NOW = 1000.0
 A, AB, ABC = frozenset("A"), frozenset("AB"), frozenset("ABC")
 
 
-def waiting(**values: object) -> WaitState:
-    return WaitState(NOW + 60)._replace(**values)  # type: ignore[arg-type]
+def waiting(**values: object) -> api.WaitState:
+    return api.WaitState(NOW + 60)._replace(**values)  # type: ignore[arg-type]
 
 
-OVER = WaitState(NOW)
-LATE = WaitState(NOW, tried_last=True)
+OVER = api.WaitState(NOW)
+LATE = api.WaitState(NOW, tried_last=True)
 ASKED = waiting(polled_for=AB)
-LIMIT = LimitReached(1, 1)
+LIMIT = api.LimitReached(1, 1)
 
 # What a look saw, how far the wait has come, when the driver may be asked -> the step, to when, what changes.
 CASES = {
-    "seen by another one": (Seen(withdrawn=True), waiting(), 0, AGAIN, NOW + 0.25, {"withdrew": NOW}),
-    "that for a second": (Seen(withdrawn=True), LATE._replace(withdrew=NOW - 1), 0, REFUSE, None, {}),
-    "held elsewhere": (Seen(elsewhere=A), LATE, 0, WATCH, NOW + 0.005, {"elsewhere": A}),
-    "held elsewhere after all": (Seen(elsewhere=A), LATE._replace(elsewhere=AB), 0, REFUSE, None, {}),
-    "enough at the last moment": (Seen(enough=True, free=AB), OVER, 0, TAKE, None, {}),
-    "outdated late": (Seen(outdated=True, free=AB), LATE, NOW + 9, POLL, None, {}),
-    "one last try, behind": (Seen(behind=True), OVER, NOW + 9, POLL, None, {"tried_last": True}),
-    "it failed behind others": (Seen(behind=True), LATE, 0, REFUSE, None, {}),
-    "somebody ahead": (Seen(behind=True), waiting(), 0, SLEEP, NOW + 30, {}),
-    "at the user's limit": (Seen(limit=LIMIT), waiting(), 0, WATCH, NOW + 1, {}),
-    "that and behind": (Seen(behind=True, limit=LIMIT), waiting(), 0, SLEEP, NOW + 30, {}),
-    "others are free": (Seen(free=ABC), ASKED, NOW + 9, POLL, None, {"polled_for": ABC}),
-    "the driver may be asked": (Seen(free=AB), ASKED, NOW, POLL, None, {"polled_for": AB}),
-    "the driver was just asked": (Seen(free=AB), ASKED, NOW + 0.1, WATCH, NOW + 0.1, {}),
-    "too few free": (Seen(free=A), waiting(), 0, WATCH, NOW + 1, {}),
-    "too few, to the deadline": (Seen(), waiting(deadline=NOW + 0.5), 0, WATCH, NOW + 0.5, {}),
+    "seen by another one": (api.Seen(withdrawn=True), waiting(), 0, api.AGAIN, NOW + 0.25, {"withdrew": NOW}),
+    "that for a second": (api.Seen(withdrawn=True), LATE._replace(withdrew=NOW - 1), 0, api.REFUSE, None, {}),
+    "held elsewhere": (api.Seen(elsewhere=A), LATE, 0, api.WATCH, NOW + 0.005, {"elsewhere": A}),
+    "held elsewhere after all": (api.Seen(elsewhere=A), LATE._replace(elsewhere=AB), 0, api.REFUSE, None, {}),
+    "enough at the last moment": (api.Seen(enough=True, free=AB), OVER, 0, api.TAKE, None, {}),
+    "outdated late": (api.Seen(outdated=True, free=AB), LATE, NOW + 9, api.POLL, None, {}),
+    "one last try, behind": (api.Seen(behind=True), OVER, NOW + 9, api.POLL, None, {"tried_last": True}),
+    "it failed behind others": (api.Seen(behind=True), LATE, 0, api.REFUSE, None, {}),
+    "somebody ahead": (api.Seen(behind=True), waiting(), 0, api.SLEEP, NOW + 30, {}),
+    "at the user's limit": (api.Seen(limit=LIMIT), waiting(), 0, api.WATCH, NOW + 1, {}),
+    "that and behind": (api.Seen(behind=True, limit=LIMIT), waiting(), 0, api.SLEEP, NOW + 30, {}),
+    "others are free": (api.Seen(free=ABC), ASKED, NOW + 9, api.POLL, None, {"polled_for": ABC}),
+    "the driver may be asked": (api.Seen(free=AB), ASKED, NOW, api.POLL, None, {"polled_for": AB}),
+    "the driver was just asked": (api.Seen(free=AB), ASKED, NOW + 0.1, api.WATCH, NOW + 0.1, {}),
+    "too few free": (api.Seen(free=A), waiting(), 0, api.WATCH, NOW + 1, {}),
+    "too few, to the deadline": (api.Seen(), waiting(deadline=NOW + 0.5), 0, api.WATCH, NOW + 0.5, {}),
 }
 
 
 @pytest.mark.parametrize(("seen", "state", "next_poll", "step", "until", "then"), CASES.values(), ids=CASES.keys())
 def test_the_next_step(seen, state, next_poll, step, until, then) -> None:
     suffices = len(seen.free) >= 2
-    found = decide(seen, state, suffices=suffices, now=NOW, next_poll=next_poll, next_look=NOW + 30, pause=0.25)
+    found = api.decide(seen, state, suffices=suffices, now=NOW, next_poll=next_poll, next_look=NOW + 30, pause=0.25)
     assert (found.step, found.state) == (step, state._replace(**then))  # type: ignore[arg-type]
     assert until is None or found.until == until
 
 
 gpus = st.frozensets(st.sampled_from("ABCD"))
-looks = st.sampled_from([Seen(behind=True), Seen(withdrawn=True)]) | st.builds(Seen, free=gpus, elsewhere=gpus)
+looks = st.sampled_from([api.Seen(behind=True), api.Seen(withdrawn=True)]) | st.builds(
+    api.Seen, free=gpus, elsewhere=gpus
+)
 moments = st.floats(NOW - 100, NOW + 100) | st.just(math.inf)
-patiences = st.builds(WaitState, moments, st.booleans(), st.none() | gpus, gpus)
+patiences = st.builds(api.WaitState, moments, st.booleans(), st.none() | gpus, gpus)
 
 
 @given(looks, patiences, st.integers(1, 4))
-def test_every_state_makes_progress(seen: Seen, state: WaitState, needed: int) -> None:
+def test_every_state_makes_progress(seen: api.Seen, state: api.WaitState, needed: int) -> None:
     """With the world standing still, time passes or the same look leads to another step; a late claim ends."""
     now, polls, next_poll = NOW, 0, NOW
     suffices = len(seen.free) >= needed
     for _ in range(8):
         times = {"now": now, "next_poll": next_poll, "next_look": now + 60, "pause": 0.001}
-        step, state, until = decide(seen, state, suffices=suffices, **times)
-        if step == REFUSE:
+        step, state, until = api.decide(seen, state, suffices=suffices, **times)
+        if step == api.REFUSE:
             return
-        if step == POLL:
+        if step == api.POLL:
             polls += 1
             assert polls <= 2
             next_poll = now + 0.1

@@ -9,24 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import api
 from support.claims import try_claim
 
 import safe_gpu
-from safe_gpu.claim.limits import LimitReached
-from safe_gpu.claim.report import ClaimAhead, Forecast, WaitStatus, holders_line, refusal_message, waiting_message
-from safe_gpu.coordination.host_lock import Host
-from safe_gpu.errors import (
-    ClaimTimeout,
-    GPUAffinityError,
-    LockTimeout,
-    NotEnoughGpusError,
-    PlaceholderError,
-    SafeGpuError,
-    UnsatisfiableRequestError,
-)
-from safe_gpu.gpus.devices import Gpu, GpuProcess, GpuVerdict, Holder
-from safe_gpu.selection.request import Selection, parse_request
-from safe_gpu.wording.text import on_command_line
 
 LONGER = 'timeout="1h", or timeout=None to wait without limit'
 
@@ -34,14 +20,14 @@ LONGER = 'timeout="1h", or timeout=None to wait without limit'
 def test_too_few_free_now_and_until_the_deadline(host: Any, cleanup: ExitStack, untouched: Callable[[], Any]) -> None:
     for number in range(3):
         cleanup.enter_context(host.stranger(number))
-    with untouched(), pytest.raises(NotEnoughGpusError) as caught:
+    with untouched(), pytest.raises(api.NotEnoughGpusError) as caught:
         safe_gpu.claim_gpus(6, timeout=0)
-    assert (type(caught.value), caught.value.nb_gpus) == (NotEnoughGpusError, 6)
+    assert (type(caught.value), caught.value.nb_gpus) == (api.NotEnoughGpusError, 6)
     first, second, *others = str(caught.value).splitlines()
     assert first == f"6 GPUs asked for, 5 free: wait for them ({LONGER}), or ask for fewer."
     assert second.startswith(f"  GPU 0-2 (NVIDIA A100-SXM4-80GB): process {host.stranger_pid} ")
     assert others == ["  GPU 3-7 (NVIDIA A100-SXM4-80GB): free"]
-    with untouched(), pytest.raises(ClaimTimeout, match="wait longer") as late:
+    with untouched(), pytest.raises(api.ClaimTimeout, match="wait longer") as late:
         safe_gpu.claim_gpus(6, timeout=0.05)
     assert (late.value.timeout, late.value.verdicts[0].state) == (0.05, "busy")
 
@@ -49,12 +35,15 @@ def test_too_few_free_now_and_until_the_deadline(host: Any, cleanup: ExitStack, 
 def test_the_fence_is_named_where_it_stands_in_the_way(host, monkeypatch, untouched, cleanup) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     sentence = "CUDA_VISIBLE_DEVICES=0 limits this process to 1 of 8 GPUs; 7 others are free"
-    with untouched(), pytest.raises(UnsatisfiableRequestError, match=f"{sentence}.*SAFE_GPU_FENCE=ignore"):
+    with untouched(), pytest.raises(api.UnsatisfiableRequestError, match=f"{sentence}.*SAFE_GPU_FENCE=ignore"):
         safe_gpu.claim_gpus(2, timeout=None)
     assert try_claim(1) == (0,)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
     cleanup.enter_context(host.stranger(0))
-    with untouched(), pytest.raises(NotEnoughGpusError, match=rf"{sentence} \(SAFE_GPU_FENCE=ignore disregards it\)"):
+    with (
+        untouched(),
+        pytest.raises(api.NotEnoughGpusError, match=rf"{sentence} \(SAFE_GPU_FENCE=ignore disregards it\)"),
+    ):
         safe_gpu.claim_gpus(1, timeout=0)
     monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")
     assert safe_gpu.claim_gpus(7, timeout=0).devices_taken == [1, 2, 3, 4, 5, 6, 7]
@@ -66,7 +55,7 @@ def test_nobody_is_sent_to_the_gpus_of_other_jobs(host, monkeypatch, cleanup) ->
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     cleanup.enter_context(host.stranger(0))
     for number, words in ((2, "others are free: ask for its GPUs only"), (1, "7 others are free.")):
-        with pytest.raises(SafeGpuError, match="CUDA_VISIBLE_DEVICES=0 limits this process to 1 of 8") as refused:
+        with pytest.raises(api.SafeGpuError, match="CUDA_VISIBLE_DEVICES=0 limits this process to 1 of 8") as refused:
             safe_gpu.claim_gpus(number, timeout=0)
         assert words in str(refused.value)
         assert "SAFE_GPU_FENCE" not in str(refused.value)
@@ -74,7 +63,7 @@ def test_nobody_is_sent_to_the_gpus_of_other_jobs(host, monkeypatch, cleanup) ->
 
 def test_an_empty_fence_leaves_no_gpu(host, monkeypatch, untouched) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with untouched(), pytest.raises(UnsatisfiableRequestError, match=r"to 0 of 8 GPUs.*; 8 others are free"):
+    with untouched(), pytest.raises(api.UnsatisfiableRequestError, match=r"to 0 of 8 GPUs.*; 8 others are free"):
         safe_gpu.claim_gpus(1, timeout=None)
     assert safe_gpu.get_free_gpus() == [str(index) for index in range(8)]
 
@@ -83,16 +72,16 @@ def test_an_empty_fence_leaves_no_gpu(host, monkeypatch, untouched) -> None:
 def test_a_crowded_host_lock_is_waited_for_longer(host, monkeypatch, crowded: int) -> None:
     """As long as nobody keeps it, and not for ever."""
     tries: list[int] = []
-    locked = Host.locked
+    locked = api.Host.locked
 
-    def overloaded(self: Host, *arguments: Any) -> Any:
+    def overloaded(self: api.Host, *arguments: Any) -> Any:
         tries.append(1)
         if len(tries) <= crowded:
-            raise LockTimeout("the host is overloaded", overloaded=True)
+            raise api.LockTimeout("the host is overloaded", overloaded=True)
         return locked(self, *arguments)
 
-    monkeypatch.setattr(Host, "locked", overloaded)
-    with nullcontext() if crowded < 99 else pytest.raises(LockTimeout):
+    monkeypatch.setattr(api.Host, "locked", overloaded)
+    with nullcontext() if crowded < 99 else pytest.raises(api.LockTimeout):
         assert safe_gpu.claim_gpus(1, timeout=0).devices_taken == [0]
     assert len(tries) < 99
 
@@ -134,16 +123,16 @@ def test_free_gpus_are_those_of_the_host_in_numeric_order(host_of, ground, clean
 @pytest.mark.parametrize(
     ("arguments", "kind", "part"),
     [
-        ({"nb_gpus": 10**30}, UnsatisfiableRequestError, "only 8"),
-        ({"timeout": float("nan")}, UnsatisfiableRequestError, "timeout=nan"),
-        ({"affinity": 3}, GPUAffinityError, "node"),
-        ({"placeholder_fn": safe_gpu.PytorchPlaceholder}, PlaceholderError, "PytorchPlaceholder()"),
+        ({"nb_gpus": 10**30}, api.UnsatisfiableRequestError, "only 8"),
+        ({"timeout": float("nan")}, api.UnsatisfiableRequestError, "timeout=nan"),
+        ({"affinity": 3}, api.GPUAffinityError, "node"),
+        ({"placeholder_fn": safe_gpu.PytorchPlaceholder}, api.PlaceholderError, "PytorchPlaceholder()"),
     ],
 )
-def test_arguments_that_make_no_sense(host, arguments, kind: type[SafeGpuError], part: str, untouched) -> None:
+def test_arguments_that_make_no_sense(host, arguments, kind: type[api.SafeGpuError], part: str, untouched) -> None:
     """For ever, unless the argument says otherwise: what makes no sense is not waited for."""
     with untouched():
-        with pytest.raises(SafeGpuError, match=re.escape(part)) as caught:
+        with pytest.raises(api.SafeGpuError, match=re.escape(part)) as caught:
             safe_gpu.claim_gpus(**{"timeout": None, **arguments})
         assert type(caught.value) is kind, caught.value
     assert host.polls <= 1
@@ -200,32 +189,32 @@ say(*results)
 NOW = 1_000_000.0
 
 
-def gpu(index: int, **values: object) -> Gpu:
-    return Gpu(index, f"GPU-{index}", **{"name": "NVIDIA A100", **values})  # type: ignore[arg-type]
+def gpu(index: int, **values: object) -> api.Gpu:
+    return api.Gpu(index, f"GPU-{index}", **{"name": "NVIDIA A100", **values})  # type: ignore[arg-type]
 
 
-def claimed(index: int, since: float | None = NOW - 3600, **holder: object) -> GpuVerdict:
-    who = Holder(**{"pid": 4711, "user": "ada", "since": since, **holder})  # type: ignore[arg-type]
-    return GpuVerdict(gpu(index), "claimed", "claimed by process 4711 (ada)", who.pid, who.user, who)
+def claimed(index: int, since: float | None = NOW - 3600, **holder: object) -> api.GpuVerdict:
+    who = api.Holder(**{"pid": 4711, "user": "ada", "since": since, **holder})  # type: ignore[arg-type]
+    return api.GpuVerdict(gpu(index), "claimed", "claimed by process 4711 (ada)", who.pid, who.user, who)
 
 
-def status(*verdicts: GpuVerdict, needed: int = 1, position: int = 1, **facts: Any) -> WaitStatus:
+def status(*verdicts: api.GpuVerdict, needed: int = 1, position: int = 1, **facts: Any) -> api.WaitStatus:
     free = sum(one.free for one in verdicts)
-    return WaitStatus(position, free, needed, verdicts, **{"asked": Selection(needed).text, **facts})
+    return api.WaitStatus(position, free, needed, verdicts, **{"asked": api.Selection(needed).text, **facts})
 
 
-FREE = GpuVerdict(gpu(0), "free")
-BUSY = GpuVerdict(gpu(3), "busy", "process 12 (bob, python) uses 1 GiB", 12, "bob")
-OUTSIDE = GpuVerdict(gpu(4), "outside", "listed in exclude=4")
-ADA = ClaimAhead(30106, "ada", 8, NOW - 740)
+FREE = api.GpuVerdict(gpu(0), "free")
+BUSY = api.GpuVerdict(gpu(3), "busy", "process 12 (bob, python) uses 1 GiB", 12, "bob")
+OUTSIDE = api.GpuVerdict(gpu(4), "outside", "listed in exclude=4")
+ADA = api.ClaimAhead(30106, "ada", 8, NOW - 740)
 BEHIND = "behind ada (pid 30106, wants 8 GPUs, queued for 12 min)"
-UNUSABLE = GpuVerdict(gpu(5), "unusable", "the driver lost it")
+UNUSABLE = api.GpuVerdict(gpu(5), "unusable", "the driver lost it")
 
 
 def test_a_refusal_is_a_sentence_and_a_line_for_each_state_of_gpus() -> None:
-    models = [GpuVerdict(gpu(index, name=name), "free") for index, name in ((7, "L4"), (8, "T4"), (9, "L4"))]
+    models = [api.GpuVerdict(gpu(index, name=name), "free") for index, name in ((7, "L4"), (8, "T4"), (9, "L4"))]
     verdicts = (FREE, claimed(1), claimed(2), BUSY, OUTSIDE, UNUSABLE, *models)
-    assert refusal_message(status(*verdicts, needed=9)) == (
+    assert api.refusal_message(status(*verdicts, needed=9)) == (
         f"9 GPUs asked for, 4 free: wait for them ({LONGER}), or ask for fewer.\n"
         "  GPU 0 (NVIDIA A100): free\n"
         "  GPU 1,2 (NVIDIA A100): claimed by process 4711 (ada)\n"
@@ -250,13 +239,13 @@ def test_a_refusal_is_a_sentence_and_a_line_for_each_state_of_gpus() -> None:
         (status(BUSY), {"wait_limit": "/etc/p"}, "0 free: try again (/etc/p limits the wait)."),
     ],
 )
-def test_the_first_sentence_says_what_to_do(status: WaitStatus, arguments: dict[str, Any], first: str) -> None:
-    assert refusal_message(status, now=NOW, **arguments).splitlines()[0] == f"1 GPU asked for, {first}"
-    with on_command_line():
-        assert ("--timeout" in refusal_message(status, now=NOW, **arguments)) == ("timeout=" in first)
+def test_the_first_sentence_says_what_to_do(status: api.WaitStatus, arguments: dict[str, Any], first: str) -> None:
+    assert api.refusal_message(status, now=NOW, **arguments).splitlines()[0] == f"1 GPU asked for, {first}"
+    with api.on_command_line():
+        assert ("--timeout" in api.refusal_message(status, now=NOW, **arguments)) == ("timeout=" in first)
 
 
-SOON = Forecast(NOW + 3600, NOW + 3600)
+SOON = api.Forecast(NOW + 3600, NOW + 3600)
 SOON_TEXT = time.strftime("starts about %H:%M", time.localtime(NOW + 3600))
 BY_ADA = "ada (pid 4711) for 1 h"
 TOLD = {
@@ -277,28 +266,28 @@ TOLD = {
         status(
             *(claimed(0), UNUSABLE._replace(reason="drained by root: a fan")),
             expected=SOON._replace(passed_by=2),
-            asked=parse_request(1, share="20GiB").text,
+            asked=api.parse_request(1, share="20GiB").text,
         ),
         f"20 GiB of 1 GPU (0 free), {SOON_TEXT}; passed by 2 claims; GPU 0: {BY_ADA}; GPU 5: drained by root: a fan",
     ),
-    "a limit": (WaitStatus(1, None, 1, spent=LimitReached(0.5, 1)), "1 GPU, at your limit (0.5 of 1)"),
+    "a limit": (api.WaitStatus(1, None, 1, spent=api.LimitReached(0.5, 1)), "1 GPU, at your limit (0.5 of 1)"),
     "a waiter that the kernel does not show": (
-        WaitStatus(3, None, 2, ahead=ADA._replace(pid=0, user=None)),
+        api.WaitStatus(3, None, 2, ahead=ADA._replace(pid=0, user=None)),
         "2 GPUs, #3 in the queue; behind somebody (wants 8 GPUs, queued for 12 min)",
     ),
 }
 
 
 @pytest.mark.parametrize(("status", "text"), TOLD.values(), ids=TOLD)
-def test_a_wait_is_told_in_one_line(status: WaitStatus, text: str) -> None:
-    assert waiting_message(status, NOW) == f"waiting for {text}"
+def test_a_wait_is_told_in_one_line(status: api.WaitStatus, text: str) -> None:
+    assert api.waiting_message(status, NOW) == f"waiting for {text}"
     for seconds, clock in ((-1, "0:00"), (3599.9, "59:59"), (360_061, "100:01:01")):
-        assert waiting_message(status, NOW, waited=seconds) == f"waiting {clock} for {text}"
-    assert waiting_message(status, NOW, width=12 + len(text)) == f"waiting for {text}"
+        assert api.waiting_message(status, NOW, waited=seconds) == f"waiting {clock} for {text}"
+    assert api.waiting_message(status, NOW, width=12 + len(text)) == f"waiting for {text}"
 
 
 def test_who_has_what_and_does_nothing_with_it() -> None:
-    process = GpuProcess(4711)
+    process = api.GpuProcess(4711)
     at_work = [
         claimed(1)._replace(gpu=gpu(1, processes=(process,))),
         claimed(2, since=NOW - 59),
@@ -307,10 +296,10 @@ def test_who_has_what_and_does_nothing_with_it() -> None:
         claimed(6)._replace(gpu=gpu(6, processes_private=True)),
     ]
     told = status(*at_work, claimed(0), BUSY._replace(gpu=gpu(7)), FREE._replace(gpu=gpu(8)))
-    assert holders_line(told, NOW) == "GPU 1,2,4-6 ada · 0 ada idle · 7 bob"
+    assert api.holders_line(told, NOW) == "GPU 1,2,4-6 ada · 0 ada idle · 7 bob"
 
 
-QUEUED = WaitStatus(12, 0, 3, tuple(map(claimed, range(8))), ADA, SOON)
+QUEUED = api.WaitStatus(12, 0, 3, tuple(map(claimed, range(8))), ADA, SOON)
 HEAD = f"waiting 0:07 for 3 GPUs (0 free), #12 in the queue, {SOON_TEXT}"
 SHORT = HEAD.replace(" in the queue", "")
 
@@ -323,16 +312,16 @@ def test_what_is_cut_off_is_who_holds_what() -> None:
         (len(SHORT) - 1, f"{SHORT[:-3]}.."),
         (0, ""),
     ):
-        assert waiting_message(QUEUED, NOW, waited=7, width=width) == text
+        assert api.waiting_message(QUEUED, NOW, waited=7, width=width) == text
 
 
 def test_when_it_starts() -> None:
     later = NOW + 3600
     for expected, start in (
-        (Forecast(), ""),
-        (Forecast(None, later), "probably not before %H:%M"),
-        (Forecast(NOW + 8 * 86400, None), "starts about %Y-%m-%d"),
-        (Forecast(later, later, may_move=True), "starts %H:%M or later"),
+        (api.Forecast(), ""),
+        (api.Forecast(None, later), "probably not before %H:%M"),
+        (api.Forecast(NOW + 8 * 86400, None), "starts about %Y-%m-%d"),
+        (api.Forecast(later, later, may_move=True), "starts %H:%M or later"),
     ):
         assert expected.text(NOW) == time.strftime(start, time.localtime(expected.start or expected.earliest or 0))
 

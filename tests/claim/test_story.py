@@ -14,19 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import api
 from support.claims import claim, try_claim
 from support.forks import in_fork
 from support.guard import is_locked
 
 import safe_gpu
 from safe_gpu import GPUAffinityError, GPUOwner, NotEnoughGpusError, claim_gpus
-from safe_gpu.claim import view
-from safe_gpu.claim.claim import Claim
-from safe_gpu.claim.owner import owner_type
-from safe_gpu.coordination.directory import Directory
-from safe_gpu.coordination.entry import make_entry
-from safe_gpu.host import procfs
-from safe_gpu.host.held import Held
 
 
 def claim_two(spies: Any, **arguments: Any) -> Any:
@@ -146,9 +140,9 @@ def test_a_process_is_looked_up_once_and_never_under_host_lock(host, line, clean
 
     def describe(pid: int) -> Any:
         looked_up.append((pid, is_locked(Path(os.environ["SAFE_GPU_DIR"], "host.lock"))))
-        return procfs.describe_process(pid)
+        return api.procfs.describe_process(pid)
 
-    monkeypatch.setattr(view, "describe_process", describe)
+    monkeypatch.setattr(api.view, "describe_process", describe)
     assert try_claim(1) == (1,)
     assert looked_up == [(host.stranger_pid, False)]
 
@@ -159,7 +153,7 @@ def test_who_passes_a_waiter_knows_the_host_of_this_second(age, polls, host, lin
     cleanup.enter_context(host.stranger(7))
     assert try_claim(1) == (6,)
     usual = host.polls
-    monkeypatch.setattr(view.Polls, "age", property(lambda self: age if host.polls == usual + 1 else 0.0))
+    monkeypatch.setattr(api.view.Polls, "age", property(lambda self: age if host.polls == usual + 1 else 0.0))
     line(8)
     assert try_claim(1) == (6,)
     assert host.polls == 2 * usual + polls
@@ -186,24 +180,24 @@ def test_an_interrupt_while_it_is_prepared_for_exec_leaves_all_of_a_claim_prepar
 
 def test_a_claim_withdraws_from_what_others_take_meanwhile(host, ground, cleanup, untouched, monkeypatch) -> None:
     """As if somebody had removed host.lock: two claims see each other."""
-    take = Claim.take
-    held: list[Held] = []
+    take = api.Claim.take
+    held: list[api.Held] = []
 
     def claim_too() -> None:
         if not held:
-            directory = cleanup.enter_context(Directory(str(ground.directory), "claims"))
-            held.append(make_entry(directory, 99, {"gpus": {host.uuids[0]: None}}, by_children=False)[1])
+            directory = cleanup.enter_context(api.Directory(str(ground.directory), "claims"))
+            held.append(api.make_entry(directory, 99, {"gpus": {host.uuids[0]: None}}, by_children=False)[1])
 
     def drain(number: int) -> None:
         lines = (f"{uuid} - - - a fan is broken\n" for uuid in host.uuids[:number])
         (ground.directory / "closed").write_text("".join(lines))
 
     def while_it_claims(act: Callable[[], None]) -> None:
-        def take_and_act(taken: Claim, *arguments: Any, **more: Any) -> None:
+        def take_and_act(taken: api.Claim, *arguments: Any, **more: Any) -> None:
             take(taken, *arguments, **more)
             act()
 
-        monkeypatch.setattr(Claim, "take", take_and_act)
+        monkeypatch.setattr(api.Claim, "take", take_and_act)
 
     while_it_claims(claim_too)
     assert try_claim(1) == (1,)
@@ -338,7 +332,7 @@ def test_a_process_of_another_container_with_our_parents_number_is_not_our_paren
         told.append(status)
         ground.let_go()
 
-    assert owner_type(on_wait=on_wait)(2, timeout=60).devices_taken == [0, 1]
+    assert api.owner_type(on_wait=on_wait)(2, timeout=60).devices_taken == [0, 1]
     assert told
 
 
@@ -389,7 +383,7 @@ def test_a_bare_script_that_waits_longer_hears_it_once(child, ground) -> None:
     code += "; import safe_gpu; safe_gpu.claim_gpus(timeout=None); say('has')"
     ground.hold(*range(8))
     head = child(code)
-    user = re.escape(procfs.user_name(os.geteuid()))
+    user = re.escape(api.procfs.user_name(os.geteuid()))
     said = rf"safe_gpu: waiting for 1 GPU \(0 free\); GPU 0-7: {user} \(pid \d+\) for \d+ s\n"
     assert re.fullmatch(said, head.process.stderr.readline())
     who = rf"{user} \(pid {head.process.pid}, wants 1 GPU, queued for \d+ s\)"

@@ -12,15 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import api
 from support.forks import forked
 from support.ground import write_for_all
 
 import safe_gpu
 from safe_gpu import PlaceholderError
-from safe_gpu.coordination.faults import write_fault
-from safe_gpu.errors import GpuContendedError, NoDriverError, NotEnoughGpusError
-from safe_gpu.gpus.devices import GpuFault, ProcessKind
-from safe_gpu.host import procfs
 
 HIDDEN = 999_999_999
 
@@ -80,18 +77,20 @@ def test_where_the_first_poll_is_old_the_second_asks_about_the_whole_host(host, 
 def test_a_stranger_beside_our_placeholder_is_named_and_everything_given_back(host, cleanup, untouched) -> None:
     placeholder = Holding(host, lambda number: number == 1 and cleanup.enter_context(host.stranger(1)))
     with untouched():
-        with pytest.raises(GpuContendedError, match=f"process {host.stranger_pid} ") as caught:
+        with pytest.raises(api.GpuContendedError, match=f"process {host.stranger_pid} ") as caught:
             safe_gpu.claim_gpus(2, placeholder, timeout=0)
         cleanup.close()
     assert (caught.value.uuid, caught.value.processes[0].pid) == (host.uuids[1], host.stranger_pid)
 
 
 @pytest.mark.parametrize(("before", "late"), [((), (3 << 30,)), ((600 << 20,), (600 << 20,))])
-@pytest.mark.parametrize(("poll", "error"), [(1, NotEnoughGpusError), (2, NotEnoughGpusError), (3, GpuContendedError)])
+@pytest.mark.parametrize(
+    ("poll", "error"), [(1, api.NotEnoughGpusError), (2, api.NotEnoughGpusError), (3, api.GpuContendedError)]
+)
 def test_a_renderer_at_every_poll(host, cleanup, untouched, poll, error, before, late) -> None:
     def come(pid: int, sizes: tuple[int, ...]) -> None:
         for size in sizes:
-            cleanup.enter_context(host.stranger(0, pid=pid, memory=size, kind=ProcessKind.GRAPHICS))
+            cleanup.enter_context(host.stranger(0, pid=pid, memory=size, kind=api.ProcessKind.GRAPHICS))
 
     with untouched():
         come(HIDDEN, before)
@@ -105,12 +104,12 @@ def test_a_renderer_at_every_poll(host, cleanup, untouched, poll, error, before,
 
 def test_a_process_that_only_draws_is_no_stranger_until_it_computes(host: Any, cleanup: ExitStack, child: Any) -> None:
     other = child("listen()")
-    cleanup.enter_context(host.stranger(0, kind=ProcessKind.GRAPHICS))
+    cleanup.enter_context(host.stranger(0, kind=api.ProcessKind.GRAPHICS))
     placeholder = Holding(host, lambda number: cleanup.enter_context(host.stranger(0, pid=other.pid, kind="graphics")))
     with safe_gpu.claim_gpus(1, placeholder, timeout=0, only=0):
         pass
     placeholder.come = lambda number: cleanup.enter_context(host.stranger(0))
-    with pytest.raises(GpuContendedError, match=f"process {host.stranger_pid} "):
+    with pytest.raises(api.GpuContendedError, match=f"process {host.stranger_pid} "):
         safe_gpu.claim_gpus(1, placeholder, timeout=0, only=0)
 
 
@@ -118,7 +117,7 @@ def test_the_mps_server_that_our_placeholder_starts_is_no_stranger(host, cleanup
     server = cleanup.enter_context(subprocess.Popen(["/usr/bin/nvidia-cuda-mps-server", "60"], executable="/bin/sleep"))
     cleanup.callback(server.kill)
     # Within exec(2) descriptors are closed, for which Popen waits, before the command line is replaced.
-    eventually(lambda: (procfs.command_of(server.pid) or "").startswith("/usr/bin/nvidia-cuda-mps-server"))
+    eventually(lambda: (api.procfs.command_of(server.pid) or "").startswith("/usr/bin/nvidia-cuda-mps-server"))
 
     placeholder = Holding(host, lambda number: cleanup.enter_context(host.stranger(number, pid=server.pid)))
     with safe_gpu.claim_gpus(2, placeholder, timeout=0) as owner:
@@ -137,15 +136,15 @@ def test_a_context_that_a_framework_keeps_is_ours_in_the_next_claim_too(host: An
 
 def test_what_a_failed_claim_took_for_ours_is_forgotten(host: Any, cleanup: ExitStack) -> None:
     placeholder = Holding(host, lambda n: cleanup.enter_context(host.stranger(n, pid=HIDDEN - n)), pid=0)
-    with pytest.raises(GpuContendedError):
+    with pytest.raises(api.GpuContendedError):
         safe_gpu.claim_gpus(2, placeholder, timeout=0, only="0,1")
-    with pytest.raises(NotEnoughGpusError, match=str(HIDDEN)):
+    with pytest.raises(api.NotEnoughGpusError, match=str(HIDDEN)):
         safe_gpu.claim_gpus(1, timeout=0, only=0)
 
 
 def test_two_that_do_not_resolve_are_one_too_many(host: Any, cleanup: ExitStack) -> None:
     placeholder = Holding(host, lambda number: cleanup.enter_context(host.stranger(0, pid=HIDDEN - 1)), pid=HIDDEN)
-    with pytest.raises(GpuContendedError) as caught:
+    with pytest.raises(api.GpuContendedError) as caught:
         safe_gpu.claim_gpus(1, placeholder, timeout=0)
     assert {process.pid for process in caught.value.processes} == {HIDDEN, HIDDEN - 1}
 
@@ -161,7 +160,7 @@ def test_the_older_package_is_kept_out_until_the_driver_shows_our_placeholder(ho
 
 def test_a_gpu_is_lost_under_the_placeholder_or_its_process_list_fails(host: Any, untouched: Callable[[], Any]) -> None:
     host.on_poll = lambda number: number == 3 and host.edits.update({host.uuids[0]: {"lost": True}})
-    with untouched(), pytest.raises(NotEnoughGpusError, match="lost GPU 0") as caught:
+    with untouched(), pytest.raises(api.NotEnoughGpusError, match="lost GPU 0") as caught:
         safe_gpu.claim_gpus(1, timeout=0)
     assert caught.value.verdicts[0].state == "unusable"
     host.polls, host.edits = 0, {}
@@ -176,10 +175,10 @@ def test_a_driver_that_dies_between_polls(host, ground, untouched, last: int | N
 
     def die(number: int) -> None:
         if number == (last or 2):
-            raise NoDriverError("the driver is gone", driver=host.name)
+            raise api.NoDriverError("the driver is gone", driver=host.name)
 
     host.on_poll = die
-    with untouched(), pytest.raises(NoDriverError, match="the driver is gone"):
+    with untouched(), pytest.raises(api.NoDriverError, match="the driver is gone"):
         safe_gpu.claim_gpus(2, timeout=60 if last else 1)  # a waiter polls at its deadline
 
 
@@ -324,7 +323,7 @@ def test_the_trouble_of_a_framework_is_no_fault_of_the_gpu(host: Any, untouched:
 
 @pytest.mark.parametrize(("placeholder", "forgiven"), [(None, True), (safe_gpu.NoPlaceholder(), False)])
 def test_a_noted_gpu_is_forgiven_where_a_placeholder_works(host, ground, placeholder, forgiven: bool) -> None:
-    write_fault(os.environ["SAFE_GPU_DIR"], host.uuids[0], GpuFault(time.time(), ECC))
+    api.write_fault(os.environ["SAFE_GPU_DIR"], host.uuids[0], api.GpuFault(time.time(), ECC))
     ground.hold(*range(1, 8))
     assert claim(placeholder_fn=placeholder).devices_taken == [0]
     assert notes() == ([] if forgiven else [host.uuids[0]])

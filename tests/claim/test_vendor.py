@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import api
 from support.forks import VARIABLES, forked
 from support.gpus import run_python
 from support.vendor_hosts import HipHost, IntelHost, without_hip
 
 import safe_gpu
-from safe_gpu.claim.functions import wait_for_gpus
-from safe_gpu.drivers.simulated import SimulatedDriver
-from safe_gpu.gpus.devices import vendor_of
 
-HOSTS = {vendor: SimulatedDriver("two-vendors", "/nowhere", vendor=vendor) for vendor in ("nvidia", "amd")}
+HOSTS = {vendor: api.SimulatedDriver("two-vendors", "/nowhere", vendor=vendor) for vendor in ("nvidia", "amd")}
 UUIDS = {vendor: [gpu.uuid for gpu in host.idle.gpus] for vendor, host in HOSTS.items()}
 
 
@@ -61,7 +59,7 @@ def test_both_can_be_held_at_once_and_all_busy_is_all_busy(two_vendors, command:
 
 
 def test_a_wrong_vendor(two_vendors: None) -> None:
-    for vendor, ask in (("matrox", claim), ("", safe_gpu.get_free_gpus), (["amd"], wait_for_gpus)):
+    for vendor, ask in (("matrox", claim), ("", safe_gpu.get_free_gpus), (["amd"], api.wait_for_gpus)):
         with pytest.raises(safe_gpu.UnsatisfiableRequestError, match="choose 'nvidia' or 'amd' or 'intel'"):
             ask(vendor=vendor)
 
@@ -87,7 +85,7 @@ def test_a_claim_inside_a_claim_keeps_the_vendor(two_vendors, vendor: str, comma
             token = os.environ["SAFE_GPU_SCOPE"]
     monkeypatch.setenv("SAFE_GPU_SCOPE", token)  # of a claim that has ended, which decides nothing
     with claim() as owner:
-        assert vendor_of(owner.gpus[0].uuid) == "nvidia"
+        assert api.vendor_of(owner.gpus[0].uuid) == "nvidia"
 
 
 def test_waiters_of_two_vendors_do_not_wait_for_each_other(two_vendors, command, child, ground, eventually) -> None:

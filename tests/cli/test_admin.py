@@ -9,15 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import api
 from support.claims import claim as made
 
 from safe_gpu import NotEnoughGpusError, SafeGpuError, get_free_gpus
-from safe_gpu.claim.functions import wait_for_gpus
-from safe_gpu.claim.view import HostView
-from safe_gpu.cli.admin import rule_text
-from safe_gpu.cli.commands import main
-from safe_gpu.coordination.closed import closed_now, drained_gpus
-from safe_gpu.coordination.directory import PARTS
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who drains GPUs and whose file a policy must be")
 
@@ -53,7 +48,7 @@ def test_claims_take_others_and_holders_go_on(etc: Path, ask: Any, command: Any,
     assert ask("resume", "2").returncode == 0
     assert waiter.communicate(timeout=60)[0] == "got 2\n"
     assert ask("resume").returncode == 0
-    assert (drained_gpus(), holder.poll()) == ({}, None)
+    assert (api.drained_gpus(), holder.poll()) == ({}, None)
 
 
 def test_no_further_share_of_a_drained_gpu(etc: Path, ask: Any, command: Any) -> None:
@@ -119,7 +114,7 @@ def test_a_waiter_whose_gpus_are_reserved_keeps_no_others(etc: Path, ask: Any, a
     ask("drain", "0", "--until", "+1h", "--for-user", str(ANNA))
 
     def wait(say: Callable[[object], None], listen: Callable[[], str]) -> None:
-        wait_for_gpus(1, only=0, on_wait=lambda status: say("waits"))
+        api.wait_for_gpus(1, only=0, on_wait=lambda status: say("waits"))
 
     assert as_user(wait, uid=BEN).hear() == "waits"
     assert as_user_told(as_user, ANNA, lambda: claim(only=0)) == "[0]"
@@ -129,7 +124,7 @@ def test_a_waiter_whose_gpus_are_reserved_keeps_no_others(etc: Path, ask: Any, a
         (f"user:{ANNA}", "root", [ground.uuids[0]])
     ]
     assert f"GPU 0: reserved by root for user {ANNA} from " in ask("status").stdout
-    assert "reserved by root" in as_user_told(as_user, BEN, closed_now)
+    assert "reserved by root" in as_user_told(as_user, BEN, api.closed_now)
 
 
 def test_running_claims_that_overlap_are_told(etc: Path, ask: Any, ground: Any) -> None:
@@ -156,17 +151,17 @@ def test_what_makes_no_window(etc: Path, ask: Any, words: str) -> None:
 
 def test_the_owner_of_the_state_directory(etc: Path, state_dir: Path, as_user: Any, ground: Any) -> None:
     def anna(*words: str) -> str:
-        return as_user_told(as_user, ANNA, lambda: main([*words]))
+        return as_user_told(as_user, ANNA, lambda: api.main([*words]))
 
     claim()  # makes it
     assert anna("drain", "3") == anna("drain", "3", "--until", "+1h") == "78"
     os.chown(state_dir, ANNA, ANNA)
     assert anna("drain", "2", "--until", "+1h") == anna("drain", "3") == "0"
-    assert drained_gpus() == {ground.uuids[3]: "drained by 4711"}
+    assert api.drained_gpus() == {ground.uuids[3]: "drained by 4711"}
     assert "reserved by 4711 from" in as_user_told(as_user, BEN, lambda: claim(only=2))
-    assert main(["drain", "3"]) == 0  # root's word comes first
+    assert api.main(["drain", "3"]) == 0  # root's word comes first
     assert anna("resume") == "0"
-    assert drained_gpus() == {ground.uuids[3]: "drained by root"}
+    assert api.drained_gpus() == {ground.uuids[3]: "drained by root"}
     assert as_user_told(as_user, BEN, lambda: claim(only=2)) == "[2]"
 
 
@@ -251,13 +246,13 @@ def test_what_is_closed_while_a_claim_comes_to_the_lock(
     """The last look is made under host.lock, so that a GPU is nobody's once it was seen free after a drain."""
     claim()
     os.chown(state_dir, BEN, BEN)
-    prepare = HostView.prepare
+    prepare = api.HostView.prepare
 
-    def prepare_and_close(view: HostView) -> None:
+    def prepare_and_close(view: api.HostView) -> None:
         prepare(view)
         (state_dir / "closed").write_text("".join(f"{line.format(uuid)}\n" for uuid in ground.uuids))
 
-    monkeypatch.setattr(HostView, "prepare", prepare_and_close)
+    monkeypatch.setattr(api.HostView, "prepare", prepare_and_close)
     assert as_user_told(as_user, BEN, claim).startswith("NotEnoughGpusError")
 
 
@@ -352,11 +347,11 @@ def test_a_file_before_it_is_the_host_s(path: Path, ask: Any, tmp_path: Path) ->
 
 
 def test_the_rule_names_every_directory_and_file() -> None:
-    assert rule_text("/var/lib/safe-gpu").splitlines() == [
-        *(f"d /var/lib/safe-gpu{part} 1777 root root -" for part in ("", *(f"/{name}" for name in PARTS))),
+    assert api.rule_text("/var/lib/safe-gpu").splitlines() == [
+        *(f"d /var/lib/safe-gpu{part} 1777 root root -" for part in ("", *(f"/{name}" for name in api.PARTS))),
         "f /var/lib/safe-gpu/host.lock 0666 root root -",
     ]
-    assert "d /srv/100%% 1777" in rule_text("/srv/100%"), "tmpfiles.d(5) takes a single one for a specifier"
+    assert "d /srv/100%% 1777" in api.rule_text("/srv/100%"), "tmpfiles.d(5) takes a single one for a specifier"
 
 
 def test_gpus_of_two_vendors_count_apart(path: Path, ask: Any, child: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,19 +15,14 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from support import api
 from support.claims import claim
 
 from safe_gpu import GPUAffinityError, LockTimeout, __version__
-from safe_gpu.claim import owner
-from safe_gpu.cli import commands as cli
-from safe_gpu.cli.arguments import claim_arguments
-from safe_gpu.cli.commands import COMMANDS, main
-from safe_gpu.host import procfs
-from safe_gpu.settings.durations import parse_moment
 
 
 def parsed(*line: str) -> object:
-    return cli.parse(list(line))
+    return api.commands.parse(list(line))
 
 
 # What it understands
@@ -52,7 +47,7 @@ def test_where_options_end_and_the_command_begins(options: str, nb_gpus: int, co
 @pytest.mark.parametrize("line", ["run {} -- true", "wait {}"])
 def test_the_timeout_as_an_option_and_by_the_environment(line: str, text: str, seconds: Any, monkeypatch: Any) -> None:
     def timeout(option: str) -> object:
-        return claim_arguments(parsed(*line.format(option).split()))["timeout"]
+        return api.claim_arguments(parsed(*line.format(option).split()))["timeout"]
 
     assert [timeout(option) for option in (f"--timeout {text}", f"-t {text}", "")] == [seconds, seconds, None]
     monkeypatch.setenv("SAFE_GPU_TIMEOUT", text)
@@ -92,7 +87,7 @@ BAD = [
 
 @pytest.mark.parametrize(("line", "value"), BAD, ids=[line for line, _ in BAD])
 def test_bad_input_is_a_usage_error_of_one_line(line: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(line.split()) == 2
+    assert api.main(line.split()) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n"), err[:8]) == ("", 1, "safe-gpu")
     assert value in err
@@ -113,7 +108,7 @@ def test_an_unusable_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / "no" / "parent"):
         monkeypatch.setenv("SAFE_GPU_DIR", str(path))
-        assert main(["wait"]) == 73
+        assert api.main(["wait"]) == 73
         assert str(path.parent if path.name == "parent" else path) in capsys.readouterr().err
 
 
@@ -121,7 +116,7 @@ def test_an_unusable_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("error", "code"), [(LockTimeout("held"), 75), (GPUAffinityError("too few cores"), 78), (KeyboardInterrupt(), 130)]
 )
 def test_what_a_claim_may_raise(error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, ask) -> None:
-    monkeypatch.setattr(owner.GPUOwner, "__init__", Mock(side_effect=error))
+    monkeypatch.setattr(api.owner.GPUOwner, "__init__", Mock(side_effect=error))
     done = ask("run", "--", "true")
     assert (done.returncode, done.stderr) == (code, f"safe-gpu: {error}\n" if str(error) else "")
 
@@ -129,7 +124,7 @@ def test_what_a_claim_may_raise(error: BaseException, code: int, monkeypatch: py
 # Help and version
 
 
-@pytest.mark.parametrize("verb", ["", *COMMANDS])
+@pytest.mark.parametrize("verb", ["", *api.COMMANDS])
 def test_help_fits_a_terminal_and_explains_every_option(verb: str, ask, monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     done = ask(*verb.split(), "--help")
@@ -139,7 +134,7 @@ def test_help_fits_a_terminal_and_explains_every_option(verb: str, ask, monkeypa
     for option, below in re.findall(r"^(  -.*)\n(.*)$", done.stdout, re.MULTILINE):
         assert re.search(r"\S  +\S", option) or below.startswith(" " * 20), option
     if not verb:
-        assert all(re.search(rf"^ +{name} ", done.stdout, re.MULTILINE) for name in COMMANDS)
+        assert all(re.search(rf"^ +{name} ", done.stdout, re.MULTILINE) for name in api.COMMANDS)
     assert ask("help", *verb.split()).stdout == done.stdout
 
 
@@ -228,7 +223,7 @@ def test_a_line_is_one_write(words: str, unbuffered: str, command: Any, ground: 
 
 
 def test_every_command_is_among_them() -> None:
-    assert {line.split()[0] for line in PRINTING} >= COMMANDS.keys() - {"bind", "resume"}
+    assert {line.split()[0] for line in PRINTING} >= api.COMMANDS.keys() - {"bind", "resume"}
 
 
 def test_the_lines_of_waiters_too(command: Any, ground: Any, packets: Any, eventually: Callable[..., None]) -> None:
@@ -249,7 +244,7 @@ NOW = time.mktime((2026, 11, 21, 12, 30, 0, 0, 0, -1))
 
 
 def moments(*texts: str, after: float | None = None) -> list[str]:
-    return [time.strftime("%m-%d %H:%M", time.localtime(parse_moment(text, after))) for text in texts]
+    return [time.strftime("%m-%d %H:%M", time.localtime(api.parse_moment(text, after))) for text in texts]
 
 
 def test_times_that_were_and_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +253,7 @@ def test_times_that_were_and_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> N
     days = ("yesterday", "2026-11-01", "2026-11-01 13:45", "sat 9:00", "Saturday  13:00", "7d")
     assert moments(*days) == ["11-20 00:00", "11-01 00:00", "11-01 13:45", "11-21 09:00", "11-14 13:00", "11-14 12:30"]
     assert moments("12:30", "12:31", "+2h") == ["11-21 12:30", "11-20 12:31", "11-21 14:30"]
-    assert parse_moment("99999999d") == 0.0
+    assert api.parse_moment("99999999d") == 0.0
     assert moments("12:30", "12:31", "+90m", after=NOW) == ["11-22 12:30", "11-21 12:31", "11-21 14:00"]
     assert moments("Sat 12:30", "Sat 12:31", after=NOW) == ["11-28 12:30", "11-21 12:31"]
 
@@ -279,7 +274,7 @@ def test_a_time_of_day_is_one_where_the_clocks_change(monkeypatch: pytest.Monkey
 )
 def test_what_is_no_time_is_told_what_is(text: str) -> None:
     with pytest.raises(ValueError, match="write 2026-11-01"):
-        parse_moment(text)
+        api.parse_moment(text)
 
 
 @pytest.fixture
@@ -382,7 +377,7 @@ def test_gpus_that_are_free_and_those_of_one_user(ask: Any, ground: Any) -> None
     with claim(2):
         done = ask("status", "--free")
         assert (done.returncode, done.stdout, done.stderr) == (0, "2\n3\n4\n6\n7\n", "")
-        for words in (["--mine"], ["--user", procfs.user_name(os.geteuid())]):
+        for words in (["--mine"], ["--user", api.procfs.user_name(os.geteuid())]):
             assert [one["index"] for one in json.loads(ask("status", "--json", *words).stdout)["gpus"]] == [0, 1]
             title, *lines = ask("status", *words).stdout.splitlines()
             assert ": 5 of 8 GPUs free" in title

@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from safe_gpu.affinity.options import MODES
-from safe_gpu.cli.commands import COMMANDS, RUNNERS, parser_of
-from safe_gpu.cli.completion import SHELLS, candidates
+from support import api
 
 Complete = Callable[..., set[str]]
 
@@ -116,16 +113,16 @@ def test_what_a_shell_completes(complete: Complete, words: tuple[str, ...], expe
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("", {*COMMANDS, "help", "--help", "--version"}),
-        ("affinity --mode ", set(MODES)),
-        ("completion b", set(SHELLS)),
+        ("", {*api.COMMANDS, "help", "--help", "--version"}),
+        ("affinity --mode ", set(api.MODES)),
+        ("completion b", set(api.SHELLS)),
         ("run -- ", 3),
         ("run -n 2 cat --aff", 4),
         ("run --visible-as = u", {"index", "uuid"}),
     ],
 )
 def test_what_may_come_next(words: str, expected: set[str] | int) -> None:
-    found = candidates(["safe-gpu", *words.split(" ")])
+    found = api.completions(["safe-gpu", *words.split(" ")])
     if isinstance(found, dict):
         found = {word for word in found if not word.startswith("-") or not words}
     assert found == expected
@@ -136,10 +133,10 @@ def test_bash_splits_at_the_equals_sign(script: Callable[[str], Path], tmp_path:
     assert answers(program("bash"), "--norc", "-c", _BASH, "bash", script("bash"), *words, home=tmp_path) == "uuid\n"
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", api.COMMANDS)
 def test_every_option_of_every_command_is_known(name: str) -> None:
-    found = candidates(["safe-gpu", name, "-"])
-    hidden = ["--mode", "--pending"] if name in RUNNERS else []
-    shown = [option for option in parser_of(name).names() if option not in hidden]
+    found = api.completions(["safe-gpu", name, "-"])
+    hidden = ["--mode", "--pending"] if name in api.RUNNERS else []
+    shown = [option for option in api.parser_of(name).names() if option not in hidden]
     assert [word for word in found if word.startswith("-")] == shown
     assert all(found[word] for word in shown)

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import api
 from support.real import unavailable
 
 import safe_gpu
-from safe_gpu.cli.advice import warning_about
 
 TYPED = """
 safe-gpu stats  # [2] safe-gpu: error: there is no command 'stats': did you mean safe-gpu status? (see safe-gpu --help)
@@ -169,7 +169,7 @@ WARNED = {
 
 
 def warned(command: str, path: str = "/nonexistent") -> str:
-    return warning_about(shlex.split(command), path, STATE, ["-n", "2"])
+    return api.warning_about(shlex.split(command), path, STATE, ["-n", "2"])
 
 
 @pytest.mark.parametrize(("command", "words"), [(command, words) for words in WARNED for command in WARNED[words]])

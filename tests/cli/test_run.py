@@ -9,14 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import api
 from support.terminals import Terminal
 
-from safe_gpu.cli.job import become, find_command
-from safe_gpu.cli.output import CommandError
-from safe_gpu.drivers.presets import preset
-from safe_gpu.host import procfs
-
-USER = procfs.user_name(os.geteuid())
+USER = api.procfs.user_name(os.geteuid())
 
 ENDS = {"TERM": -signal.SIGTERM, "HUP": -signal.SIGHUP, "INT": 130}
 """How a waiter's exit shows to its parent, by signal."""
@@ -57,8 +53,8 @@ def test_signals_that_were_ignored_stay_ignored_and_no_others(command) -> None:
 
 def test_a_refused_command_leaves_signals_as_they_were() -> None:
     """SIGPIPE at its default would end the process when it says why, and nobody reads it."""
-    with pytest.raises(CommandError):
-        become("/etc/passwd", ["command"])
+    with pytest.raises(api.CommandError):
+        api.become("/etc/passwd", ["command"])
     assert signal.getsignal(signal.SIGPIPE) == signal.getsignal(signal.SIGXFSZ) == signal.SIG_IGN
 
 
@@ -167,10 +163,10 @@ def test_places_where_a_command_is_looked_for(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", path.format(here=tmp_path))
     if isinstance(found, str):
-        assert find_command([name]) == found.format(here=tmp_path)
+        assert api.find_command([name]) == found.format(here=tmp_path)
         return
-    with pytest.raises(CommandError) as caught:
-        find_command([name])
+    with pytest.raises(api.CommandError) as caught:
+        api.find_command([name])
     assert caught.value.code == found
 
 
@@ -335,6 +331,6 @@ def test_partitions_of_amd_gpus(command, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:mi300x-cpx")
     shell = "echo $ROCR_VISIBLE_DEVICES; safe-gpu status --free"
     claimed, *free = command.run("run", "--only", "2,3", "-n", 2, "--", "sh", "-c", shell).stdout.split()
-    uuids = [gpu.uuid for gpu in preset("mi300x-cpx").gpus]
+    uuids = [gpu.uuid for gpu in api.preset("mi300x-cpx").gpus]
     assert claimed.split(",") == uuids[2:4]
     assert free == [str(index) for index in range(len(uuids)) if index not in (2, 3)]

@@ -16,23 +16,21 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import api
 from support.terminals import Screen, Terminal
 
-from safe_gpu.claim.report import ClaimAhead, Forecast, WaitStatus
-from safe_gpu.cli.output import WaitLine, redrawn
-from safe_gpu.drivers.presets import preset
-from safe_gpu.gpus.devices import GpuVerdict, Holder
-
-GPUS = preset("dgx-a100").gpus
+GPUS = api.preset("dgx-a100").gpus
 
 
-def status(free: int = 0, position: int = 1) -> WaitStatus:
-    holder = Holder(pid=77, user="eva", job="4711", command="train", since=1.0)
+def status(free: int = 0, position: int = 1) -> api.WaitStatus:
+    holder = api.Holder(pid=77, user="eva", job="4711", command="train", since=1.0)
     verdicts = tuple(
-        GpuVerdict(gpu, "free", "") if gpu.index < free else GpuVerdict(gpu, "claimed", "claimed", 77, "eva", holder)
+        api.GpuVerdict(gpu, "free", "")
+        if gpu.index < free
+        else api.GpuVerdict(gpu, "claimed", "claimed", 77, "eva", holder)
         for gpu in GPUS
     )
-    return WaitStatus(position, free, 2, verdicts)
+    return api.WaitStatus(position, free, 2, verdicts)
 
 
 # Without a terminal
@@ -40,7 +38,7 @@ def status(free: int = 0, position: int = 1) -> WaitStatus:
 
 def test_a_line_for_every_piece_of_news() -> None:
     stream = io.StringIO()
-    with WaitLine(stream) as told:
+    with api.WaitLine(stream) as told:
         told.show(status())
         told.show(status(free=1))
     lines = stream.getvalue().splitlines()
@@ -48,13 +46,13 @@ def test_a_line_for_every_piece_of_news() -> None:
         assert line.startswith(f"safe-gpu: waiting 0:00 for 2 GPUs {free}: eva (pid 77, job 4711) for ")
 
 
-AHEAD = ClaimAhead(1_048_576, "eva", 8, time.time() - 60)
-QUEUED = WaitStatus(3, 0, 8, ahead=AHEAD, expected=Forecast(time.time() + 7200))
+AHEAD = api.ClaimAhead(1_048_576, "eva", 8, time.time() - 60)
+QUEUED = api.WaitStatus(3, 0, 8, ahead=AHEAD, expected=api.Forecast(time.time() + 7200))
 
 
 @given(st.integers(0, 200), st.integers(0, 10**6), st.sampled_from([status(), status(free=7), QUEUED]))
-def test_the_line_is_never_wider_than_the_terminal(width: int, seconds: int, told: WaitStatus) -> None:
-    line = WaitLine(io.StringIO())
+def test_the_line_is_never_wider_than_the_terminal(width: int, seconds: int, told: api.WaitStatus) -> None:
+    line = api.WaitLine(io.StringIO())
     line._status = told
     line._began -= seconds
     shown = line._line(width)
@@ -99,7 +97,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Shown:
 
 
 def test_a_tip_at_the_same_moment_erases_nothing_of_the_users(shown: Shown) -> None:
-    line, started = WaitLine(shown), threading.Event()
+    line, started = api.WaitLine(shown), threading.Event()
     tip = threading.Thread(target=line._draw, args=("safe-gpu: a tip\n",))
 
     def give_it() -> None:
@@ -119,7 +117,7 @@ def test_a_tip_at_the_same_moment_erases_nothing_of_the_users(shown: Shown) -> N
 @pytest.mark.parametrize("tips", [0, 3])
 def test_nothing_is_erased_that_was_not_written(shown: Shown, tips: int) -> None:
     """Neither before the first tick, nor after a stop, during which the shell had the terminal."""
-    line = WaitLine(shown)
+    line = api.WaitLine(shown)
     line._status = status()
     for _ in range(tips):
         line._draw("safe-gpu: a tip\n")
@@ -180,7 +178,7 @@ CLOCK = r"\d\d:\d\d:\d\d, every {} s \(Ctrl-C ends\)"
 @pytest.mark.parametrize("rows", [1, 2, 3, 8])
 def test_a_picture_that_is_too_tall_does_not_scroll(rows: int) -> None:
     screen = Screen(rows)
-    screen.write(redrawn("".join(f"line {number}\n" for number in range(20)), rows))
+    screen.write(api.redrawn("".join(f"line {number}\n" for number in range(20)), rows))
     if rows > 2:
         assert screen.shown == [*(f"line {number}" for number in range(rows - 2)), f"... {20 - rows + 2} more lines"]
 

@@ -6,12 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import api
 from support.claims import claim
-
-from safe_gpu.coordination.queue import waiting_tickets
-from safe_gpu.errors import NotEnoughGpusError
-from safe_gpu.host import procfs
-from safe_gpu.status.gather import gather
 
 pytestmark = pytest.mark.container
 
@@ -20,18 +16,18 @@ def test_a_claim_inside_holds_outside(podman, ground, eventually) -> None:
     """By its entry alone: the container has a network of its own."""
     assert podman.claim(3) == "0,1,2"
     assert ground.claimed() == [0, 1, 2]
-    with pytest.raises(NotEnoughGpusError) as refused:
+    with pytest.raises(api.NotEnoughGpusError) as refused:
         claim(6)
     (entry,) = ground.claims()
-    assert entry.pidns != procfs.pid_namespace()
+    assert entry.pidns != api.procfs.pid_namespace()
     assert f"claimed by process {entry.pid} in a container" in str(refused.value)
 
-    holder = gather().gpus[0]
+    holder = api.gather().gpus[0]
     assert holder.claim is not None
     assert holder.claim.pid is not None
     assert f"\nNSpid:\t{holder.claim.pid}\t{entry.pid}\n" in Path(f"/proc/{holder.claim.pid}/status").read_text()
     assert f"in a container, as process {entry.pid} there" in holder.reason
-    assert holder.claim.user == procfs.user_name(os.geteuid())
+    assert holder.claim.user == api.procfs.user_name(os.geteuid())
 
     with claim(5) as owner:
         assert owner.devices_taken == [3, 4, 5, 6, 7]
@@ -64,8 +60,8 @@ def test_waiting_inside_for_a_claim_outside(podman, ground, eventually) -> None:
     with claim(8):
         waiting = podman.start(sys.executable, "-m", "safe_gpu", "run", "--", "printenv", "CUDA_VISIBLE_DEVICES")
         eventually(lambda: ground.tickets() != [])
-        (waiter,) = gather().queue
-        (entry,) = waiting_tickets()
+        (waiter,) = api.gather().queue
+        (entry,) = api.waiting_tickets()
         assert f"\nNSpid:\t{waiter.pid}\t{entry.pid}\n" in Path(f"/proc/{waiter.pid}/status").read_text()
         assert f"in a container, as process {entry.pid} there" in waiter.note
     assert waiting.communicate(timeout=60)[0] == "0\n"

@@ -14,17 +14,11 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from support import api
 from support.claims import claim
 from support.findings import finding
 from support.forks import CAN_TRACE, each_point
 from support.processes import mounted
-
-from safe_gpu.coordination import directory as directory_module
-from safe_gpu.coordination.directory import HOST_LOCK, OPEN_FILE, PARTS, Directory, SharedDirectory, make_directory
-from safe_gpu.coordination.holders import living_claims
-from safe_gpu.coordination.state_dir import state_dir_path
-from safe_gpu.errors import StateDirError
-from safe_gpu.host.procfs import FileSystem
 
 FIRST, SECOND = 54321, 54322
 
@@ -33,19 +27,19 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as
 
 def test_the_default_path_and_a_relative_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("SAFE_GPU_DIR", raising=False)
-    assert state_dir_path() == "/tmp/safe-gpu"
+    assert api.state_dir_path() == "/tmp/safe-gpu"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SAFE_GPU_DIR", "here")
-    with pytest.raises(StateDirError, match="SAFE_GPU_DIR=here is relative"):
-        state_dir_path()
+    with pytest.raises(api.StateDirError, match="SAFE_GPU_DIR=here is relative"):
+        api.state_dir_path()
 
 
 # How they are made
 
 
 def make_all(path: Path) -> None:
-    with SharedDirectory(str(path)) as root, Directory(root, "claims"):
-        os.close(root.open_file(HOST_LOCK, make=True))
+    with api.SharedDirectory(str(path)) as root, api.Directory(root, "claims"):
+        os.close(root.open_file(api.HOST_LOCK, make=True))
 
 
 @needs_root
@@ -69,9 +63,9 @@ def test_killed_at_any_step_it_is_open_to_others(open_tmp: Path, as_user: Any) -
 
 
 def test_whoever_is_faster_keeps_the_name(state_dir: Path) -> None:
-    make_directory(str(state_dir), str(state_dir), None)
+    api.make_directory(str(state_dir), str(state_dir), None)
     (state_dir / "precious").touch()
-    make_directory(str(state_dir), str(state_dir), None)
+    api.make_directory(str(state_dir), str(state_dir), None)
     assert os.listdir(state_dir) == ["precious"]
     assert os.listdir(state_dir.parent) == ["state"]
 
@@ -83,8 +77,8 @@ def test_the_mode_of_one_that_was_there_stays(tmp_path: Path) -> None:
     (home / "faults").mkdir(mode=0o755)
     (home / "queue" / "letter").touch()
     home.chmod(0o700)
-    for part in PARTS:
-        Directory(str(home), part).close()
+    for part in api.PARTS:
+        api.Directory(str(home), part).close()
     modes = [stat.S_IMODE(path.stat().st_mode) for path in (home, home / "queue", home / "faults", home / "claims")]
     assert modes == [0o700, 0o700, 0o755, 0o1777]  # the last one was made here
 
@@ -119,8 +113,8 @@ def test_no_advice_does_harm_where_a_wrong_directory_is_named(
     def work(say, listen) -> None:
         monkeypatch.setenv("SAFE_GPU_DIR", path)
         try:
-            Directory(path, "queue").close()
-        except StateDirError as err:
+            api.Directory(path, "queue").close()
+        except api.StateDirError as err:
             say(err)
         for check in ("state directory", "file locks", "SAFE_GPU variables"):
             say(finding(check).fix)
@@ -136,33 +130,33 @@ def test_no_advice_does_harm_where_a_wrong_directory_is_named(
 def test_a_read_only_file_system(tmp_path: Path) -> None:
     said = "is on a read-only file system: set SAFE_GPU_DIR to another directory"
     with mounted(tmp_path / "ro", options="ro") as mount:
-        with pytest.raises(StateDirError, match=said):
-            SharedDirectory(str(mount / "state"))
-        with pytest.raises(StateDirError, match=said):
-            Directory(str(mount), "claims")
+        with pytest.raises(api.StateDirError, match=said):
+            api.SharedDirectory(str(mount / "state"))
+        with pytest.raises(api.StateDirError, match=said):
+            api.Directory(str(mount), "claims")
 
 
 def test_a_network_file_system_is_refused(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory_module, "file_system_at", lambda path, device: FileSystem("fuse.sshfs"))
-    with pytest.raises(StateDirError, match=r"network file system \(fuse.sshfs\).*SAFE_GPU_DIR"):
-        SharedDirectory(str(state_dir))
+    monkeypatch.setattr(api.directory, "file_system_at", lambda path, device: api.FileSystem("fuse.sshfs"))
+    with pytest.raises(api.StateDirError, match=r"network file system \(fuse.sshfs\).*SAFE_GPU_DIR"):
+        api.SharedDirectory(str(state_dir))
 
 
 # host.lock
 
 
 @pytest.fixture
-def root(state_dir: Path) -> Iterator[SharedDirectory]:
-    with SharedDirectory(str(state_dir)) as directory, Directory(directory, "claims"):
+def root(state_dir: Path) -> Iterator[api.SharedDirectory]:
+    with api.SharedDirectory(str(state_dir)) as directory, api.Directory(directory, "claims"):
         yield directory
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.mknod(path, stat.S_IFSOCK | 0o666)])
-def test_what_is_no_file_is_refused(state_dir: Path, root: SharedDirectory, make: Callable[[Path], None]) -> None:
-    make(state_dir / HOST_LOCK)
-    for flags in (OPEN_FILE, OPEN_FILE | os.O_WRONLY):
-        with pytest.raises(StateDirError, match="ask its owner"):
-            root.open_file(HOST_LOCK, flags, make=True)
+def test_what_is_no_file_is_refused(state_dir: Path, root: api.SharedDirectory, make: Callable[[Path], None]) -> None:
+    make(state_dir / api.HOST_LOCK)
+    for flags in (api.OPEN_FILE, api.OPEN_FILE | os.O_WRONLY):
+        with pytest.raises(api.StateDirError, match="ask its owner"):
+            root.open_file(api.HOST_LOCK, flags, make=True)
 
 
 @pytest.mark.parametrize(
@@ -180,25 +174,29 @@ def test_what_may_be_somebodys_from_elsewhere_is_refused(open_tmp: Path, root: o
     (open_tmp / "target").mkdir()
     (open_tmp / "thesis").write_text("precious")
     subprocess.run(make, shell=True, check=True, cwd=open_tmp)
-    with pytest.raises(StateDirError, match=said) as caught:
+    with pytest.raises(api.StateDirError, match=said) as caught:
         make_all(open_tmp / "state")
     assert str(open_tmp / "state") in str(caught.value)
     assert (os.listdir(open_tmp / "target"), (open_tmp / "thesis").read_text()) == ([], "precious")
 
 
-def test_a_second_link_to_it_locks_nobody_out(state_dir: Path, open_tmp: Path, root: SharedDirectory, as_user) -> None:
+def test_a_second_link_to_it_locks_nobody_out(
+    state_dir: Path, open_tmp: Path, root: api.SharedDirectory, as_user
+) -> None:
     """Everybody may link a file of mode 0666, also where fs.protected_hardlinks is 1, and it stays for ever."""
-    os.close(root.open_file(HOST_LOCK, make=True))
-    neighbour = as_user(lambda say, listen: say(os.link(state_dir / HOST_LOCK, open_tmp / "x")), uid=FIRST)
+    os.close(root.open_file(api.HOST_LOCK, make=True))
+    neighbour = as_user(lambda say, listen: say(os.link(state_dir / api.HOST_LOCK, open_tmp / "x")), uid=FIRST)
     assert neighbour.hear() == "None"
-    fd = root.open_file(HOST_LOCK, make=True)
+    fd = root.open_file(api.HOST_LOCK, make=True)
     assert os.fstat(fd).st_nlink == 2
     os.close(fd)
 
 
-def test_o_creat_is_never_used_on_a_name_that_may_exist(state_dir: Path, root: SharedDirectory, monkeypatch) -> None:
+def test_o_creat_is_never_used_on_a_name_that_may_exist(
+    state_dir: Path, root: api.SharedDirectory, monkeypatch
+) -> None:
     """fs.protected_regular answers EACCES to O_CREAT on another's file in a sticky directory, even to root."""
-    os.close(root.open_file(HOST_LOCK, make=True))
+    os.close(root.open_file(api.HOST_LOCK, make=True))
     real = os.open
 
     def protected(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
@@ -207,35 +205,37 @@ def test_o_creat_is_never_used_on_a_name_that_may_exist(state_dir: Path, root: S
         return real(path, flags, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", protected)
-    os.close(root.open_file(HOST_LOCK, make=True))
+    os.close(root.open_file(api.HOST_LOCK, make=True))
 
 
-def test_two_that_make_it_at_once_end_with_one_file(state_dir: Path, root: SharedDirectory, monkeypatch) -> None:
+def test_two_that_make_it_at_once_end_with_one_file(state_dir: Path, root: api.SharedDirectory, monkeypatch) -> None:
     real = os.link
     fast: list[int] = []
 
     def outrun(*args: Any, **options: Any) -> None:
         monkeypatch.setattr(os, "link", real)
-        fast.append(root.open_file(HOST_LOCK, make=True))
+        fast.append(root.open_file(api.HOST_LOCK, make=True))
         real(*args, **options)
 
     monkeypatch.setattr(os, "link", outrun)
-    fd = root.open_file(HOST_LOCK, make=True)
+    fd = root.open_file(api.HOST_LOCK, make=True)
     assert os.path.samestat(os.fstat(fd), os.fstat(fast[0]))
-    assert sorted(os.listdir(state_dir)) == ["claims", HOST_LOCK]
+    assert sorted(os.listdir(state_dir)) == ["claims", api.HOST_LOCK]
     for one in (fd, *fast):
         os.close(one)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_said_and_leaves_nothing(state_dir: Path, root: SharedDirectory, monkeypatch, code: int) -> None:
+def test_a_full_disk_is_said_and_leaves_nothing(
+    state_dir: Path, root: api.SharedDirectory, monkeypatch, code: int
+) -> None:
     for call in ("link", "rename"):
         monkeypatch.setattr(os, call, Mock(side_effect=OSError(code, os.strerror(code))))
-    with pytest.raises(StateDirError, match="no room for") as caught:
-        root.open_file(HOST_LOCK, make=True)
+    with pytest.raises(api.StateDirError, match="no room for") as caught:
+        root.open_file(api.HOST_LOCK, make=True)
     assert caught.value.errno == code
-    with pytest.raises(StateDirError, match="no room for"):
-        make_directory("queue", str(state_dir / "queue"), root.fd)
+    with pytest.raises(api.StateDirError, match="no room for"):
+        api.make_directory("queue", str(state_dir / "queue"), root.fd)
     assert os.listdir(state_dir) == ["claims"]
 
 
@@ -289,7 +289,7 @@ def test_who_has_a_claim_keeps_cleaners_out(state_dir: Path, clean, child: Any, 
     clean()
     assert len(os.listdir(state_dir / "claims")) == 1
     holder.tell()
-    eventually(lambda: not living_claims())
+    eventually(lambda: not api.living_claims())
     clean()
     assert not (state_dir / "host.lock").exists(), "after the claim it is cleaned"
 

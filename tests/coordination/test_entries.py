@@ -12,25 +12,18 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from support import api
 from support.actor import Actor
 from support.forks import CAN_TRACE, each_point
 from support.processes import mounted
-
-from safe_gpu.coordination import entry as entry_module
-from safe_gpu.coordination.directory import Directory
-from safe_gpu.coordination.entry import MOST_NAMES, Entries, Entry, is_alive, make_entry, remove_entry, sleep_until_dead
-from safe_gpu.errors import StateDirError
-from safe_gpu.host import locks as locks_module
-from safe_gpu.host import procfs
-from safe_gpu.host.held import keep_across_exec
 
 USER = 4711
 CLAIM = {"gpus": {"GPU-a": None}, "pid": 1}
 
 
 @pytest.fixture
-def claims(open_tmp: Path) -> Iterator[Directory]:
-    with Directory(str(open_tmp), "claims") as directory:
+def claims(open_tmp: Path) -> Iterator[api.Directory]:
+    with api.Directory(str(open_tmp), "claims") as directory:
         yield directory
 
 
@@ -38,21 +31,21 @@ def claims(open_tmp: Path) -> Iterator[Directory]:
 def locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both kinds of lock: of a kernel that has those of open file descriptions, and of one that has not."""
     if request.param == "flock":
-        monkeypatch.setattr(locks_module, "ofd_locks", lambda: False)
+        monkeypatch.setattr(api.locks, "ofd_locks", lambda: False)
     return str(request.param)
 
 
-def held_by_another(directory: Directory) -> tuple[Actor, str]:
+def held_by_another(directory: api.Directory) -> tuple[Actor, str]:
     """A process that holds an entry, and the entry's name."""
-    holder = Actor(lambda line: (line.send(make_entry(directory, 1, CLAIM, by_children=True)[0]), line.recv()))
+    holder = Actor(lambda line: (line.send(api.make_entry(directory, 1, CLAIM, by_children=True)[0]), line.recv()))
     return holder, holder.hear()
 
 
-def look(directory: Directory) -> list[Entry]:
-    return Entries(directory).look()
+def look(directory: api.Directory) -> list[api.Entry]:
+    return api.Entries(directory).look()
 
 
-def place(directory: Directory, name: str, content: bytes = b"", mode: int = 0o644) -> Path:
+def place(directory: api.Directory, name: str, content: bytes = b"", mode: int = 0o644) -> Path:
     path = Path(directory.path) / name
     path.write_bytes(content)
     path.chmod(mode)
@@ -62,22 +55,22 @@ def place(directory: Directory, name: str, content: bytes = b"", mode: int = 0o6
 # What an entry says
 
 
-def test_an_entry_says_what_was_said(claims: Directory) -> None:
+def test_an_entry_says_what_was_said(claims: api.Directory) -> None:
     """One of a later version counts by the keys that are known."""
     said = {
         "gpus": {"GPU-a": 20 << 30, "GPU-b": None}, "parts": {"GPU-a": 3}, "display": True, "token": "t", "inside": "i",
         "pid": 7, "start": 8, "pidns": 9, "host": "gpu1", "job": "4711.3", "command": "train", "since": 1.5,
         "until": 2.5, "queued": 0.5,
     }  # fmt: skip
-    name, held = make_entry(claims, 12, {**said, "cpus": [1]}, by_children=True)
+    name, held = api.make_entry(claims, 12, {**said, "cpus": [1]}, by_children=True)
     (found,) = look(claims)
     assert {key: getattr(found, key) for key in said} == said
     assert (found.number, found.name, found.uid, found.version) == (12, name, os.geteuid(), 1)
     assert found.more == {"cpus": [1]}
     assert (Path(claims.path) / name).stat().st_mode & 0o7777 == 0o644
-    remove_entry(claims, name, held)
+    api.remove_entry(claims, name, held)
     assert os.listdir(claims.fd) == []
-    _, held = make_entry(claims, 1, {**CLAIM, "v": 7, "since": "soon", "new": {}}, by_children=True)
+    _, held = api.make_entry(claims, 1, {**CLAIM, "v": 7, "since": "soon", "new": {}}, by_children=True)
     (found,) = look(claims)
     assert (found.version, dict(found.gpus), found.since) == (7, {"GPU-a": None}, None)
     held.release()
@@ -90,11 +83,11 @@ def test_an_entry_says_what_was_said(claims: Directory) -> None:
         b'{"v": 1, "gpus": {"a": null}, "parts": {"a": %d}}' % (1 << 40), b'{"v": 1, "gpus": {}, "pid": 1e999}',
     ],
 )  # fmt: skip
-def test_nonsense_counts_for_nothing_and_is_told(claims: Directory, content: bytes) -> None:
+def test_nonsense_counts_for_nothing_and_is_told(claims: api.Directory, content: bytes) -> None:
     path = place(claims, "1.00000000000000aa", content)
-    entries = Entries(claims)
+    entries = api.Entries(claims)
     with path.open("r+b") as file:
-        entry_module.lock(file.fileno())
+        api.entry.lock(file.fileno())
         assert entries.look() == []
         assert list(entries.ignored) == [path.name]
 
@@ -102,19 +95,19 @@ def test_nonsense_counts_for_nothing_and_is_told(claims: Directory, content: byt
 # Who lives
 
 
-def test_what_has_ended_is_dead_for_ever(claims: Directory, locks: str) -> None:
+def test_what_has_ended_is_dead_for_ever(claims: api.Directory, locks: str) -> None:
     """Whatever lock a neighbour, or its own user, takes on it now."""
-    name, held = make_entry(claims, 1, CLAIM, by_children=True)
-    entries = Entries(claims)
+    name, held = api.make_entry(claims, 1, CLAIM, by_children=True)
+    entries = api.Entries(claims)
     assert [one.name for one in entries.look()] == [name]
-    assert is_alive(claims, name)
+    assert api.is_alive(claims, name)
     held.release()
     assert entries.look() == []
-    assert not is_alive(claims, name)
+    assert not api.is_alive(claims, name)
     with (Path(claims.path) / name).open() as file:
         if locks == "OFD":
             fcntl.flock(file, fcntl.LOCK_EX)
-            fcntl.fcntl(file, fcntl.F_OFD_SETLK, locks_module._QUESTION)
+            fcntl.fcntl(file, fcntl.F_OFD_SETLK, api.locks._QUESTION)
         assert look(claims) == []
     unfinished = place(claims, f".{'0' * 16}")  # it may be about to get its name
     assert entries.look() == []
@@ -122,10 +115,10 @@ def test_what_has_ended_is_dead_for_ever(claims: Directory, locks: str) -> None:
     assert os.listdir(claims.fd) == [unfinished.name]
 
 
-def test_a_child_that_outlives_its_parent_keeps_a_claim(claims: Directory, locks: str, eventually: Any) -> None:
+def test_a_child_that_outlives_its_parent_keeps_a_claim(claims: api.Directory, locks: str, eventually: Any) -> None:
     def work(line: Any) -> None:
         for number, by_children in ((1, True), (2, False)):
-            make_entry(claims, number, CLAIM, by_children=by_children)
+            api.make_entry(claims, number, CLAIM, by_children=by_children)
         line.send(os.fork() or signal.pause())
         line.recv()
 
@@ -139,16 +132,18 @@ def test_a_child_that_outlives_its_parent_keeps_a_claim(claims: Directory, locks
     eventually(lambda: look(claims) == [])
 
 
-def test_a_forked_child_gives_nothing_back_and_keeps_nothing_that_was_released(claims: Directory, locks: str) -> None:
-    name, held = make_entry(claims, 1, CLAIM, by_children=True)
-    child = Actor(lambda line: (line.send(remove_entry(claims, name, held)), line.recv()))
+def test_a_forked_child_gives_nothing_back_and_keeps_nothing_that_was_released(
+    claims: api.Directory, locks: str
+) -> None:
+    name, held = api.make_entry(claims, 1, CLAIM, by_children=True)
+    child = Actor(lambda line: (line.send(api.remove_entry(claims, name, held)), line.recv()))
     assert child.hear() is None
-    assert is_alive(claims, name)
+    assert api.is_alive(claims, name)
     child.end()
     copy = Actor(lambda line: (line.send("up"), line.recv()))
     assert copy.hear() == "up"
     held.release()
-    assert not is_alive(claims, name)
+    assert not api.is_alive(claims, name)
     copy.end()
 
 
@@ -156,25 +151,25 @@ def test_a_forked_child_gives_nothing_back_and_keeps_nothing_that_was_released(c
 
 
 @pytest.mark.parametrize("seconds", [None, 600.0])
-def test_a_sleeper_wakes_when_the_process_is_killed(claims: Directory, locks: str, seconds: float | None) -> None:
+def test_a_sleeper_wakes_when_the_process_is_killed(claims: api.Directory, locks: str, seconds: float | None) -> None:
     holder, name = held_by_another(claims)
     with ThreadPoolExecutor(1) as threads:
-        sleep = threads.submit(sleep_until_dead, claims, name, seconds)
+        sleep = threads.submit(api.sleep_until_dead, claims, name, seconds)
         assert not wait([sleep], 0.1).done
         holder.end()
         sleep.result(60)
-    assert not is_alive(claims, name)
+    assert not api.is_alive(claims, name)
 
 
-def test_a_handler_that_raises_reaches_the_program_of_a_sleeper(claims: Directory, locks: str) -> None:
+def test_a_handler_that_raises_reaches_the_program_of_a_sleeper(claims: api.Directory, locks: str) -> None:
     """TimeoutError is an OSError, as a lock that cannot be had is."""
-    name, held = make_entry(claims, 1, CLAIM, by_children=False)
+    name, held = api.make_entry(claims, 1, CLAIM, by_children=False)
 
     def work(line: Any) -> None:
         signal.signal(signal.SIGALRM, Mock(side_effect=TimeoutError("an alarm of the program's own")))
         try:
             signal.setitimer(signal.ITIMER_REAL, 0.1)
-            sleep_until_dead(claims, name, 600.0)
+            api.sleep_until_dead(claims, name, 600.0)
         except TimeoutError as err:
             line.send(str(err))
 
@@ -188,19 +183,19 @@ def test_a_handler_that_raises_reaches_the_program_of_a_sleeper(claims: Director
 
 
 @pytest.mark.skipif(not CAN_TRACE, reason="cannot trace processes here")
-def test_death_at_any_system_call_leaves_nothing_that_counts(claims: Directory, monkeypatch) -> None:
+def test_death_at_any_system_call_leaves_nothing_that_counts(claims: api.Directory, monkeypatch) -> None:
     """Killed while it makes, keeps across exec, or removes an entry; the next look of its user removes what is left."""
-    monkeypatch.setattr(entry_module, "_UNFINISHED_FOR", -1.0)
+    monkeypatch.setattr(api.entry, "_UNFINISHED_FOR", -1.0)
 
     def work() -> None:
-        name, held = make_entry(claims, Entries(claims).next_number, CLAIM, by_children=True)
-        keep_across_exec([held])
-        remove_entry(claims, name, held)
+        name, held = api.make_entry(claims, api.Entries(claims).next_number, CLAIM, by_children=True)
+        api.keep_across_exec([held])
+        api.remove_entry(claims, name, held)
 
     points = 0
     for _ in each_point(work):
         points += 1
-        entries = Entries(claims)
+        entries = api.Entries(claims)
         assert entries.look() == []
         assert entries.ignored == {}
         entries.remove_dead()
@@ -220,8 +215,8 @@ def test_on_other_file_systems(tmp_path: Path) -> None:
 
 
 def look_at_an_entry(place: Path) -> None:
-    with Directory(str(place), "claims") as claims:
-        (holder, name), entries = held_by_another(claims), Entries(claims)
+    with api.Directory(str(place), "claims") as claims:
+        (holder, name), entries = held_by_another(claims), api.Entries(claims)
         for _ in range(2):
             assert [one.name for one in entries.look()] == [name]
         holder.end()
@@ -237,10 +232,10 @@ def look_at_an_entry(place: Path) -> None:
     ("names", "number"),
     [("", 1), ("1 7", 8), ("5 999999999999999999", 6), ("999999999999", 10**12), ("1000000000002 01 +3 -1 1e3", 1)],
 )
-def test_the_next_number(claims: Directory, names: str, number: int) -> None:
+def test_the_next_number(claims: api.Directory, names: str, number: int) -> None:
     for name in names.split():
         place(claims, f"{name}.00000000000000aa")
-    entries = Entries(claims)
+    entries = api.Entries(claims)
     entries.look()
     assert entries.next_number == number
 
@@ -258,10 +253,10 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_what_is_no_entry_counts_for_nothing(claims: Directory, kind: str) -> None:
+def test_what_is_no_entry_counts_for_nothing(claims: api.Directory, kind: str) -> None:
     path = place(claims, "1.00000000000000aa", json.dumps({"v": 1, **CLAIM}).encode())
     with path.open("r+b") as file:
-        entry_module.lock(file.fileno())
+        api.entry.lock(file.fileno())
         for mode in (0o600, 0o400, 0o755):  # nobody hides a claim by chmod -R
             path.chmod(mode)
             assert len(look(claims)) == 1
@@ -269,10 +264,10 @@ def test_what_is_no_entry_counts_for_nothing(claims: Directory, kind: str) -> No
         assert look(claims) == []
 
 
-def test_nobody_speaks_for_another_user(claims: Directory, as_user: Any) -> None:
+def test_nobody_speaks_for_another_user(claims: api.Directory, as_user: Any) -> None:
     """A neighbour can neither write nor lock nor remove an entry, nor let a dead one live."""
-    name, held = make_entry(claims, 1, CLAIM, by_children=True)
-    _, dead = make_entry(claims, 2, CLAIM, by_children=True)
+    name, held = api.make_entry(claims, 1, CLAIM, by_children=True)
+    _, dead = api.make_entry(claims, 2, CLAIM, by_children=True)
     dead.release()
     path = claims.path
 
@@ -282,7 +277,7 @@ def test_nobody_speaks_for_another_user(claims: Directory, as_user: Any) -> None
             fd = os.open(one, os.O_RDONLY)
             fcntl.flock(fd, fcntl.LOCK_SH)
             for act, *arguments in (
-                (entry_module.lock, fd),
+                (api.entry.lock, fd),
                 (os.open, one, os.O_RDWR),
                 (os.unlink, one),
                 (os.rename, one, f"{path}/3.{'0' * 16}"),
@@ -296,31 +291,33 @@ def test_nobody_speaks_for_another_user(claims: Directory, as_user: Any) -> None
 
     assert as_user(attack, uid=USER).hear() == "EACCES EBADF EPERM"
     assert [one.name for one in look(claims)] == [name]
-    remove_entry(claims, name, held)
+    api.remove_entry(claims, name, held)
 
 
-def test_too_many_living_claims_or_names_are_refused_and_their_owner_is_named(claims: Directory, monkeypatch) -> None:
+def test_too_many_living_claims_or_names_are_refused_and_their_owner_is_named(
+    claims: api.Directory, monkeypatch
+) -> None:
     """Who keeps so many costs all others processor time and memory."""
-    assert (MOST_NAMES, entry_module.MOST_CLAIMS) == (65_536, 4096)
-    monkeypatch.setattr(entry_module, "MOST_CLAIMS", 3)
-    held = [make_entry(claims, number, CLAIM, by_children=False) for number in range(1, 5)]
-    with pytest.raises(StateDirError, match=f"4 names, of which 4 are of {procfs.user_name(os.geteuid())}"):
+    assert (api.MOST_NAMES, api.entry.MOST_CLAIMS) == (65_536, 4096)
+    monkeypatch.setattr(api.entry, "MOST_CLAIMS", 3)
+    held = [api.make_entry(claims, number, CLAIM, by_children=False) for number in range(1, 5)]
+    with pytest.raises(api.StateDirError, match=f"4 names, of which 4 are of {api.procfs.user_name(os.geteuid())}"):
         look(claims)
-    remove_entry(claims, *held.pop())
+    api.remove_entry(claims, *held.pop())
     assert len(look(claims)) == 3
     place(claims, f"5.{'0' * 16}")  # one of nobody, and so one name too many
-    monkeypatch.setattr(entry_module, "MOST_NAMES", 3)
-    with pytest.raises(StateDirError, match=r"4 names, of which 4 are of .*, who or root"):
+    monkeypatch.setattr(api.entry, "MOST_NAMES", 3)
+    with pytest.raises(api.StateDirError, match=r"4 names, of which 4 are of .*, who or root"):
         look(claims)
     for name, one in held:
-        remove_entry(claims, name, one)
+        api.remove_entry(claims, name, one)
 
 
-def test_an_entry_with_many_names_is_read_once_and_outlives_each(claims: Directory, monkeypatch) -> None:
-    name, held = make_entry(claims, 1, CLAIM, by_children=False)
+def test_an_entry_with_many_names_is_read_once_and_outlives_each(claims: api.Directory, monkeypatch) -> None:
+    name, held = api.make_entry(claims, 1, CLAIM, by_children=False)
     for number in range(2, 30):
         os.link(Path(claims.path) / name, Path(claims.path) / f"{number}.{'0' * 16}")
-    entries, read, pread = Entries(claims), [], os.pread
+    entries, read, pread = api.Entries(claims), [], os.pread
     monkeypatch.setattr(os, "pread", lambda fd, *more: read.append(fd) or pread(fd, *more))
     assert [one.name for one in entries.look()] == [name]
     assert len(read) == 1
@@ -337,29 +334,31 @@ def test_an_entry_with_many_names_is_read_once_and_outlives_each(claims: Directo
 
 @pytest.mark.parametrize("call", ["open", "write", "fchmod"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EMFILE, errno.EIO])
-def test_what_cannot_be_made_leaves_nothing(claims: Directory, monkeypatch, call: str, code: int) -> None:
+def test_what_cannot_be_made_leaves_nothing(claims: api.Directory, monkeypatch, call: str, code: int) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(entry_module.os, call, Mock(side_effect=OSError(code, os.strerror(code))))
-        with pytest.raises(StateDirError, match=r"SAFE_GPU_DIR|ulimit") as raised:
-            make_entry(claims, 1, CLAIM, by_children=True)
+        patched.setattr(api.entry.os, call, Mock(side_effect=OSError(code, os.strerror(code))))
+        with pytest.raises(api.StateDirError, match=r"SAFE_GPU_DIR|ulimit") as raised:
+            api.make_entry(claims, 1, CLAIM, by_children=True)
     assert raised.value.errno == code
     assert os.listdir(claims.fd) == []
 
 
-def test_no_claim_is_left_out_where_it_cannot_be_read(claims: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, held = make_entry(claims, 1, CLAIM, by_children=True)
-    entries = Entries(claims)
+def test_no_claim_is_left_out_where_it_cannot_be_read(claims: api.Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, held = api.make_entry(claims, 1, CLAIM, by_children=True)
+    entries = api.Entries(claims)
     for code in (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM):
         with monkeypatch.context() as patch:
-            patch.setattr(entry_module, "open_to_read", Mock(side_effect=OSError(code, "trouble")))
-            with pytest.raises(StateDirError) as raised:
+            patch.setattr(api.entry, "open_to_read", Mock(side_effect=OSError(code, "trouble")))
+            with pytest.raises(api.StateDirError) as raised:
                 entries.look()
         assert raised.value.errno == code
     assert len(entries.look()) == 1
     held.release()
 
 
-def test_who_makes_one_begins_again_where_it_was_removed(claims: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_makes_one_begins_again_where_it_was_removed(
+    claims: api.Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     removed, real = [], os.rename
 
     def rename(source: str, target: str, **options: int) -> None:
@@ -368,47 +367,47 @@ def test_who_makes_one_begins_again_where_it_was_removed(claims: Directory, monk
         real(source, target, **options)
 
     monkeypatch.setattr(os, "rename", rename)
-    name, held = make_entry(claims, 1, CLAIM, by_children=True)
+    name, held = api.make_entry(claims, 1, CLAIM, by_children=True)
     assert os.listdir(claims.fd) == [name]
-    remove_entry(claims, name, held)
+    api.remove_entry(claims, name, held)
     monkeypatch.setattr(os, "rename", lambda source, *more, **at: [os.unlink(source, dir_fd=claims.fd), real("x", "y")])
-    with pytest.raises(StateDirError, match="removed at once"):
-        make_entry(claims, 1, CLAIM, by_children=True)
+    with pytest.raises(api.StateDirError, match="removed at once"):
+        api.make_entry(claims, 1, CLAIM, by_children=True)
     assert os.listdir(claims.fd) == []
 
 
-def test_threads_make_entries_side_by_side(claims: Directory) -> None:
+def test_threads_make_entries_side_by_side(claims: api.Directory) -> None:
     """POSIX locks would be those of the process, and lost with any descriptor of the file."""
 
     def work(number: int) -> tuple[str, Any]:
         for _ in range(20):
-            name, held = make_entry(claims, number, CLAIM, by_children=True)
+            name, held = api.make_entry(claims, number, CLAIM, by_children=True)
             assert name in [one.name for one in look(claims)]
-            remove_entry(claims, name, held)
-        return make_entry(claims, number, CLAIM, by_children=True)
+            api.remove_entry(claims, name, held)
+        return api.make_entry(claims, number, CLAIM, by_children=True)
 
     with ThreadPoolExecutor(4) as threads:
         made = list(threads.map(work, range(1, 5)))
     assert sorted(one.number for one in look(claims)) == [1, 2, 3, 4]
     for name, held in made:
-        remove_entry(claims, name, held)
+        api.remove_entry(claims, name, held)
     assert look(claims) == []
 
 
-def test_their_owner_or_root_removes_dead_entries(claims: Directory, as_user: Any) -> None:
-    name, held = make_entry(claims, 1, CLAIM, by_children=True)
+def test_their_owner_or_root_removes_dead_entries(claims: api.Directory, as_user: Any) -> None:
+    name, held = api.make_entry(claims, 1, CLAIM, by_children=True)
     held.release()
     state = os.path.dirname(claims.path)
 
-    def left(directory: Directory) -> list[str]:
-        entries = Entries(directory)
+    def left(directory: api.Directory) -> list[str]:
+        entries = api.Entries(directory)
         entries.look()
         entries.remove_dead()
         return os.listdir(directory.fd)
 
     def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
-        with Directory(state, "claims") as directory:
-            make_entry(directory, 2, CLAIM, by_children=True)[1].release()
+        with api.Directory(state, "claims") as directory:
+            api.make_entry(directory, 2, CLAIM, by_children=True)[1].release()
             say(*left(directory))
 
     assert as_user(work, uid=USER).hear() == name

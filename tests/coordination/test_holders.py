@@ -16,27 +16,20 @@ from unittest.mock import Mock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import api
 from support.actor import Actor
 from support.forks import CAN_TRACE, each_point
 from support.processes import own_network
-
-from safe_gpu.coordination import doors as doors_module
-from safe_gpu.coordination import holders
-from safe_gpu.coordination.directory import Directory
-from safe_gpu.coordination.doors import MOST_PARTS, Doors, digest
-from safe_gpu.coordination.entry import Entry, make_entry
-from safe_gpu.coordination.holders import Claims
-from safe_gpu.host import procfs
 
 ANNA, BEN = 4711, 4712
 GIB = 1 << 30
 
 
-def entry(number: int, gpus: Any = ("a",), uid: int = ANNA, **said: Any) -> Entry:
+def entry(number: int, gpus: Any = ("a",), uid: int = ANNA, **said: Any) -> api.Entry:
     """A claim as it is read back: of whole GPUs, or of the shares that are given."""
     shares = gpus if isinstance(gpus, dict) else dict.fromkeys(gpus)
     data = json.dumps({"v": 1, "gpus": shares, **said}).encode()
-    return Entry.read(f"{number}.{number:016x}", uid, (1, number), data)
+    return api.Entry.read(f"{number}.{number:016x}", uid, (1, number), data)
 
 
 # In whose way
@@ -62,18 +55,18 @@ UNKNOWN = entry(7, "a", -1, token="t")
     ],
 )
 def test_who_takes_room_from_a_claim(
-    living: list[Entry], uuid: str, inside: str, in_the_way: list[Entry], monkeypatch: pytest.MonkeyPatch
+    living: list[api.Entry], uuid: str, inside: str, in_the_way: list[api.Entry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: ANNA)
-    assert Claims(living).on(uuid, inside) == in_the_way
+    assert api.Claims(living).on(uuid, inside) == in_the_way
 
 
 def test_parts_of_what_takes_room_are_known() -> None:
     parts = [entry(1, "ab", parts={"a": 3}), entry(2, {"a": GIB}, parts={"a": 0}), entry(3, "b", parts={"b": 1})]
-    assert Claims(parts).parts("a") == {0, 3}
-    assert Claims(parts).parts("c") == set()
+    assert api.Claims(parts).parts("a") == {0, 3}
+    assert api.Claims(parts).parts("c") == set()
     inside = [entry(4, "a", parts={"a": 0}, token="t"), entry(5, "a", parts={"a": 1}, inside="t")]
-    assert Claims(inside).parts("a") == {0}
+    assert api.Claims(inside).parts("a") == {0}
 
 
 class World:
@@ -82,12 +75,12 @@ class World:
     CAPACITY = 4
 
     def __init__(self) -> None:
-        self.living: list[Entry] = []
+        self.living: list[api.Entry] = []
         self.made = 0
 
     def claim(self, uid: int, gpus: str, share: int | None, around: int) -> None:
         """One more claim, inside a living claim of that user or beside all, if there is room."""
-        claims, inside = Claims(self.living), ""
+        claims, inside = api.Claims(self.living), ""
         open_to = [one for one in self.living if one.token and one.uid == uid]
         if open_to and around:
             outer = open_to[around % len(open_to)]
@@ -98,7 +91,7 @@ class World:
             token = f"t{self.made}" if share is None and not inside else ""
             self.living.append(entry(self.made, dict.fromkeys(gpus, share), uid, token=token, inside=inside))
 
-    def room(self, claims: Claims, uuid: str, inside: str) -> int:
+    def room(self, claims: api.Claims, uuid: str, inside: str) -> int:
         taken = (one.gpus[uuid] for one in claims.on(uuid, inside))
         return self.CAPACITY - sum(self.CAPACITY if share is None else share for share in taken)
 
@@ -132,32 +125,32 @@ def test_by_the_rule_no_gpu_has_two_users(steps: list[Any]) -> None:
 # The claim around a process
 
 
-def this_process(pid: int, **said: Any) -> Entry:
-    start = procfs.start_time(pid)
-    return entry(pid, "a", os.geteuid(), **{"pid": pid, "start": start, "pidns": procfs.pid_namespace(), **said})
+def this_process(pid: int, **said: Any) -> api.Entry:
+    start = api.procfs.start_time(pid)
+    return entry(pid, "a", os.geteuid(), **{"pid": pid, "start": start, "pidns": api.procfs.pid_namespace(), **said})
 
 
 def test_of_a_process_its_own_claim_counts_then_its_nearest_ancestors() -> None:
-    scoped = entry(1, "a", os.geteuid(), pid=999_999_999, start=1, token=digest("secret"))
+    scoped = entry(1, "a", os.geteuid(), pid=999_999_999, start=1, token=api.digest("secret"))
     me = this_process(os.getpid())
-    parents = [this_process(pid) for pid in procfs.ancestors(os.getpid())]
-    assert holders.claim_around([*reversed(parents), scoped, me], "secret") == me
+    parents = [this_process(pid) for pid in api.procfs.ancestors(os.getpid())]
+    assert api.holders.claim_around([*reversed(parents), scoped, me], "secret") == me
     if parents:
-        assert holders.claim_around([*reversed(parents), scoped], "secret") == parents[0]
-    assert holders.claim_around([scoped], "secret") == scoped
-    assert holders.claim_around([scoped], "other") is None
-    assert holders.claim_around([me._replace(start=me.start + 1)], "") is None, "a recycled pid is another process"
-    assert holders.claim_around([me._replace(pidns=me.pidns + 1)], "") is None, "nor is one of another namespace"
+        assert api.holders.claim_around([*reversed(parents), scoped], "secret") == parents[0]
+    assert api.holders.claim_around([scoped], "secret") == scoped
+    assert api.holders.claim_around([scoped], "other") is None
+    assert api.holders.claim_around([me._replace(start=me.start + 1)], "") is None, "a recycled pid is another process"
+    assert api.holders.claim_around([me._replace(pidns=me.pidns + 1)], "") is None, "nor is one of another namespace"
 
 
 def test_a_scope_names_its_gpus(state_dir: Path) -> None:
-    with Directory(str(state_dir), "claims") as claims:
-        said = {"gpus": {"b": None, "a": None}, "token": digest("secret")}
-        _, held = make_entry(claims, 1, said, by_children=False)
-        assert holders.gpus_of_scope("secret") == ("a", "b")
-        assert holders.gpus_of_scope(digest("secret")) == holders.gpus_of_scope("") == ()
+    with api.Directory(str(state_dir), "claims") as claims:
+        said = {"gpus": {"b": None, "a": None}, "token": api.digest("secret")}
+        _, held = api.make_entry(claims, 1, said, by_children=False)
+        assert api.holders.gpus_of_scope("secret") == ("a", "b")
+        assert api.holders.gpus_of_scope(api.digest("secret")) == api.holders.gpus_of_scope("") == ()
         held.release()
-        assert holders.gpus_of_scope("secret") == ()
+        assert api.holders.gpus_of_scope("secret") == ()
 
 
 # Whom an entry names
@@ -165,8 +158,8 @@ def test_a_scope_names_its_gpus(state_dir: Path) -> None:
 
 def test_a_living_process_is_named_with_the_owner_of_the_file() -> None:
     mine = this_process(os.getpid(), command="train", job="sge:1", since=5.0, until=9.0, queued=2.0)
-    told = holders.holder_of(mine)
-    assert (told.pid, told.uid, told.user) == (os.getpid(), os.geteuid(), procfs.user_name(os.geteuid()))
+    told = api.holders.holder_of(mine)
+    assert (told.pid, told.uid, told.user) == (os.getpid(), os.geteuid(), api.procfs.user_name(os.geteuid()))
     assert (told.job, told.since, told.until, told.queued, told.left_by) == ("sge:1", 5.0, 9.0, 2.0, None)
     assert told.command not in (None, "train"), "what it runs now"
 
@@ -175,16 +168,16 @@ def test_a_living_process_is_named_with_the_owner_of_the_file() -> None:
 def test_a_process_that_is_not_that_one_is_not_named(changes: dict[str, int]) -> None:
     """A pid that is used again, one that was never there, one of nobody knows whom."""
     other = this_process(os.getpid())._replace(**changes)
-    assert not holders.lives_here(other)
-    told = holders.holder_of(other)
+    assert not api.holders.lives_here(other)
+    told = api.holders.holder_of(other)
     assert (told.pid, told.start) == (None, None)
     assert told.left_by == other.pid
     there = this_process(os.getpid())._replace(pidns=7, pid=12)
-    told = holders.holder_of(there)
-    assert not holders.lives_here(there)
+    told = api.holders.holder_of(there)
+    assert not api.holders.lives_here(there)
     assert (told.pid, told.start, told.left_by) == (12, None, None), "its number in another namespace"
     assert told.namespace
-    assert holders.said_by(there).pid is None
+    assert api.holders.said_by(there).pid is None
 
 
 # Doors
@@ -200,12 +193,12 @@ def gpu(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Doors]]:
+def make() -> Iterator[Callable[..., api.Doors]]:
     """Make doors that do not outlive the test."""
     with ExitStack() as made:
 
-        def one(tree: str = "") -> Doors:
-            doors = Doors(tree)
+        def one(tree: str = "") -> api.Doors:
+            doors = api.Doors(tree)
             made.callback(doors.release)
             return doors
 
@@ -213,20 +206,20 @@ def make() -> Iterator[Callable[..., Doors]]:
 
 
 @pytest.fixture
-def doors(make: Callable[..., Doors]) -> Doors:
+def doors(make: Callable[..., api.Doors]) -> api.Doors:
     return make()
 
 
 def is_free(gpu: str, known: Collection[int] = (), *, share: bool = False) -> bool:
     """Whether another claim could have a GPU, or a part of it."""
-    other = Doors()
+    other = api.Doors()
     try:
         return other.take_share(gpu, known) if share else other.take_whole(gpu, known)
     finally:
         other.release()
 
 
-def test_a_whole_gpu_is_held_once(gpu: str, doors: Doors, make: Callable[..., Doors]) -> None:
+def test_a_whole_gpu_is_held_once(gpu: str, doors: api.Doors, make: Callable[..., api.Doors]) -> None:
     assert doors.take_whole(gpu, ())
     assert not is_free(gpu)
     assert not is_free(gpu, share=True)
@@ -236,19 +229,19 @@ def test_a_whole_gpu_is_held_once(gpu: str, doors: Doors, make: Callable[..., Do
     assert is_free(gpu)
 
 
-def test_shares_have_a_part_each(gpu: str, make: Callable[..., Doors]) -> None:
-    sharers = [make() for _ in range(MOST_PARTS)]
+def test_shares_have_a_part_each(gpu: str, make: Callable[..., api.Doors]) -> None:
+    sharers = [make() for _ in range(api.MOST_PARTS)]
     for number, sharer in enumerate(sharers):
         assert is_free(gpu, range(number - 1), share=True) == (number == 0), "one is of another directory"
         assert sharer.take_share(gpu, range(number))
         assert sharer.parts == {gpu: number}
-    assert not is_free(gpu, range(MOST_PARTS), share=True)
+    assert not is_free(gpu, range(api.MOST_PARTS), share=True)
     assert not is_free(gpu)
     sharers[3].release()
-    assert is_free(gpu, [part for part in range(MOST_PARTS) if part != 3], share=True)
+    assert is_free(gpu, [part for part in range(api.MOST_PARTS) if part != 3], share=True)
 
 
-def test_inside_another_claim(gpu: str, doors: Doors, make: Callable[..., Doors]) -> None:
+def test_inside_another_claim(gpu: str, doors: api.Doors, make: Callable[..., api.Doors]) -> None:
     assert doors.take_whole(gpu, (), TOKEN)
     inner, second, late = make(), make(), make()
     assert inner.take_inside(gpu, {0}, TOKEN)
@@ -267,21 +260,21 @@ def test_whichever_way_they_are_closed_one_of_the_token_goes_before_the_gpu(gpu:
     """As a process is killed, released or ends at any system call, nobody is inside once the GPU could be had."""
 
     def work() -> None:
-        mine = Doors()
+        mine = api.Doors()
         assert mine.take_whole(gpu, (), TOKEN)
         mine.keep_across_exec()
         mine.release()
 
     for stop in each_point(work):
-        assert not Doors().is_inside(gpu, TOKEN), stop
+        assert not api.Doors().is_inside(gpu, TOKEN), stop
         assert is_free(gpu), stop
 
 
 @pytest.mark.parametrize("lowest_first", [True, False])
-def test_descriptors_of_a_delegating_claim_stand_in_order(gpu: str, doors: Doors, lowest_first: bool) -> None:
+def test_descriptors_of_a_delegating_claim_stand_in_order(gpu: str, doors: api.Doors, lowest_first: bool) -> None:
     """Also where a lower number becomes free meanwhile."""
     taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(6)]
-    bound = doors_module._bound
+    bound = api.doors._bound
 
     def bound_and_closed(name: bytes, above: int) -> Any:
         held = bound(name, above)
@@ -290,7 +283,7 @@ def test_descriptors_of_a_delegating_claim_stand_in_order(gpu: str, doors: Doors
         return held
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(doors_module, "_bound", bound_and_closed)
+        patch.setattr(api.doors, "_bound", bound_and_closed)
         assert doors.take_whole(gpu, (), TOKEN)
     for fd in taken:
         os.close(fd)
@@ -300,17 +293,17 @@ def test_descriptors_of_a_delegating_claim_stand_in_order(gpu: str, doors: Doors
     numbers = [held.fd for held in doors._held]
     assert numbers == sorted(numbers)
     assert min(numbers) >= 500
-    assert Doors().is_inside(gpu, TOKEN)
+    assert api.Doors().is_inside(gpu, TOKEN)
 
 
-def test_they_belong_to_the_network_namespace(gpu: str, doors: Doors) -> None:
+def test_they_belong_to_the_network_namespace(gpu: str, doors: api.Doors) -> None:
     assert doors.take_whole(gpu, ())
     with own_network():
         assert is_free(gpu)
 
 
 @pytest.mark.parametrize("room", [1, 5])
-def test_they_stay_in_order_where_the_limit_leaves_little_room(gpu: str, doors: Doors, room: int) -> None:
+def test_they_stay_in_order_where_the_limit_leaves_little_room(gpu: str, doors: api.Doors, room: int) -> None:
     """The limit is so low that they are moved to numbers next to their own, or not at all."""
     assert doors.take_whole(gpu, (), TOKEN)
     last = doors._held[-1].fd
@@ -327,7 +320,7 @@ def test_they_stay_in_order_where_the_limit_leaves_little_room(gpu: str, doors: 
     assert all(map(os.get_inheritable, numbers))
 
 
-def test_forked_children_close_them(gpu: str, doors: Doors, eventually: Any) -> None:
+def test_forked_children_close_them(gpu: str, doors: api.Doors, eventually: Any) -> None:
     assert doors.take_whole(gpu, ())
     child = Actor(lambda line: (line.send("up"), line.recv()))
     assert child.hear() == "up"
@@ -336,7 +329,7 @@ def test_forked_children_close_them(gpu: str, doors: Doors, eventually: Any) -> 
     child.end()
 
 
-def test_without_sockets_the_error_comes_up_and_nothing_stays(gpu: str, doors: Doors) -> None:
+def test_without_sockets_the_error_comes_up_and_nothing_stays(gpu: str, doors: api.Doors) -> None:
     made, calls = _socket.socket, itertools.count()
 
     def refuse(*arguments: int) -> Any:
@@ -352,5 +345,5 @@ def test_without_sockets_the_error_comes_up_and_nothing_stays(gpu: str, doors: D
 
 
 def test_without_sockets_nothing_is_held_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Doors, "are_taken", Mock(side_effect=PermissionError("no sockets")))
-    assert holders.claims_now(["GPU-a"], "", list)[1] == set()
+    monkeypatch.setattr(api.Doors, "are_taken", Mock(side_effect=PermissionError("no sockets")))
+    assert api.holders.claims_now(["GPU-a"], "", list)[1] == set()

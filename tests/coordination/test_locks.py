@@ -16,18 +16,9 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from support import api
 
 from safe_gpu import errors
-from safe_gpu.coordination import host_lock, older_package
-from safe_gpu.coordination.directory import Directory
-from safe_gpu.coordination.entry import make_entry
-from safe_gpu.coordination.holders import living_claims
-from safe_gpu.coordination.host_lock import Host
-from safe_gpu.coordination.older_package import take_older_package_lock
-from safe_gpu.errors import LockTimeout, StateDirError, UnsatisfiableRequestError
-from safe_gpu.host import procfs, signals
-from safe_gpu.host.locks import ReadLock
-from safe_gpu.host.signals import DeferredSignals, unwind_on_signals
 
 HOLD = """
 from safe_gpu.coordination.host_lock import Host
@@ -42,19 +33,19 @@ say("released")
 
 
 @contextmanager
-def locked(seconds: float | None = 30.0) -> Iterator[Host]:
+def locked(seconds: float | None = 30.0) -> Iterator[api.Host]:
     deadline = None if seconds is None else time.monotonic() + seconds
-    with DeferredSignals() as signals, Host() as host:
+    with api.DeferredSignals() as signals, api.Host() as host:
         host.look()
         with host.locked(deadline, signals):
             yield host
 
 
 def test_a_timeout_names_the_holder_and_who_only_looks_is_not_kept(state_dir: Path, child, eventually) -> None:
-    assert living_claims() == []
+    assert api.living_claims() == []
     assert not state_dir.exists(), "who reads makes no directory"
     holder = child(HOLD, says="held")
-    eventually(lambda: not procfs.is_running(holder.pid))  # else the host may be overloaded
+    eventually(lambda: not api.procfs.is_running(holder.pid))  # else the host may be overloaded
     numbers = random.getstate()
     with pytest.raises(errors.LockTimeout) as caught, locked(0):
         pass
@@ -64,11 +55,11 @@ def test_a_timeout_names_the_holder_and_who_only_looks_is_not_kept(state_dir: Pa
     assert isinstance(caught.value, TimeoutError)
     assert random.getstate() == numbers, "the program's own random numbers stay"
     os.kill(holder.pid, signal.SIGSTOP)
-    eventually(lambda: procfs.is_stopped(holder.pid))
+    eventually(lambda: api.procfs.is_stopped(holder.pid))
     with pytest.raises(errors.LockTimeout, match="which is stopped"), locked(0):
         pass
-    assert living_claims() == []
-    with Host() as host:
+    assert api.living_claims() == []
+    with api.Host() as host:
         host.look()
 
 
@@ -77,9 +68,11 @@ def test_nobody_is_blamed_on_an_overloaded_host(state_dir: Path, child, monkeypa
     holder = child(HOLD, says="held")
     if held_by == "others in turn":
         in_turn = Mock(side_effect=[[holder.pid], [os.getppid()]] * 3)
-        monkeypatch.setattr(host_lock.procfs, "flock_holders", lambda inodes: {inode: in_turn() for inode in inodes})
+        monkeypatch.setattr(
+            api.host_lock.procfs, "flock_holders", lambda inodes: {inode: in_turn() for inode in inodes}
+        )
     else:
-        monkeypatch.setattr(host_lock.procfs, "is_running", lambda pid: pid == holder.pid)
+        monkeypatch.setattr(api.host_lock.procfs, "is_running", lambda pid: pid == holder.pid)
     monkeypatch.setattr(os, "getloadavg", lambda: (8.0 * (os.cpu_count() or 1), 0.0, 0.0))
     with pytest.raises(errors.LockTimeout, match="no process keeps it: the host is overloaded") as caught, locked(0):
         pass
@@ -128,13 +121,13 @@ host_lock.lock_file = lock_file
 def test_directories_that_were_replaced_are_opened_anew_by_a_look(state_dir: Path, removed: str) -> None:
     """An entry in a removed directory is seen by nobody, and no file can be made there."""
     before = len(os.listdir("/proc/self/fd"))
-    with Host() as host:
+    with api.Host() as host:
         host.look()
         assert host.is_current()
         shutil.rmtree(state_dir / removed)
         assert not host.is_current()
-        with Directory(str(state_dir), "claims") as anew:
-            _, held = make_entry(anew, 5, {"gpus": {"GPU-1": None}}, by_children=False)
+        with api.Directory(str(state_dir), "claims") as anew:
+            _, held = api.make_entry(anew, 5, {"gpus": {"GPU-1": None}}, by_children=False)
             host.look()
             assert host.is_current()
             assert [one.number for one in host.claims.look(())] == [5]
@@ -143,7 +136,7 @@ def test_directories_that_were_replaced_are_opened_anew_by_a_look(state_dir: Pat
 
 
 def test_a_state_directory_that_goes_away_before_the_lock_is_told(state_dir: Path) -> None:
-    with DeferredSignals() as signals, Host() as host:
+    with api.DeferredSignals() as signals, api.Host() as host:
         host.look()
         shutil.rmtree(state_dir)
         with pytest.raises(errors.StateDirError) as caught, host.locked(time.monotonic() + 30, signals):
@@ -176,9 +169,9 @@ def test_a_handler_that_raises_while_it_waits_passes_and_leaves_nothing(state_di
 # The older package's lock
 
 
-def take(deadline: float | None) -> ReadLock | None:
-    with DeferredSignals() as signals:
-        return take_older_package_lock(deadline, logging, signals)
+def take(deadline: float | None) -> api.ReadLock | None:
+    with api.DeferredSignals() as signals:
+        return api.take_older_package_lock(deadline, logging, signals)
 
 
 THEIRS = """
@@ -212,7 +205,7 @@ def ours(child: Any, path: Path, code: str, says: str = "") -> Any:
 @pytest.fixture(autouse=True)
 def lock_file(open_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = open_tmp / "safe_gpu" / "gpu-lock"
-    monkeypatch.setattr(older_package, "LOCK_FILE", str(path))
+    monkeypatch.setattr(api.older_package, "LOCK_FILE", str(path))
     monkeypatch.delenv("SAFE_GPU_LEGACY_LOCK", raising=False)
     return path
 
@@ -227,7 +220,7 @@ def present(lock_file: Path) -> Path:
 def test_absent_or_never_means_nothing_to_do_and_always_makes_it_open_to_all(
     lock_file: Path, monkeypatch: pytest.MonkeyPatch, child: Any
 ) -> None:
-    assert not older_package.older_package_counts()
+    assert not api.older_package.older_package_counts()
     assert take(0.0) is None
     assert not lock_file.parent.exists()
     monkeypatch.setenv("SAFE_GPU_LEGACY_LOCK", "always")
@@ -240,11 +233,11 @@ def test_absent_or_never_means_nothing_to_do_and_always_makes_it_open_to_all(
     assert lock_file.parent.stat().st_mode & 0o7777 == 0o1777
     monkeypatch.delenv("SAFE_GPU_LEGACY_LOCK")
     theirs(child, lock_file)
-    assert older_package.older_package_counts()
+    assert api.older_package.older_package_counts()
     monkeypatch.setenv("SAFE_GPU_LEGACY_LOCK", "never")
-    assert not older_package.older_package_counts()
+    assert not api.older_package.older_package_counts()
     monkeypatch.setenv("SAFE_GPU_LEGACY_LOCK", "sometimes")
-    with pytest.raises(UnsatisfiableRequestError, match=r"SAFE_GPU_LEGACY_LOCK=sometimes.*auto, always or never"):
+    with pytest.raises(api.UnsatisfiableRequestError, match=r"SAFE_GPU_LEGACY_LOCK=sometimes.*auto, always or never"):
         take(0.0)
 
 
@@ -275,7 +268,7 @@ listen(); lock.release(); say("released"); listen()
 
 def test_theirs_keeps_us_out_until_the_deadline(present: Path, child) -> None:
     holder = theirs(child, present)
-    with pytest.raises(LockTimeout, match=r"older safe-gpu package") as caught:
+    with pytest.raises(api.LockTimeout, match=r"older safe-gpu package") as caught:
         take(time.monotonic())
     assert caught.value.pid == holder.pid
     assert str(holder.pid) in str(caught.value)
@@ -356,7 +349,7 @@ def test_a_wait_after_some_that_ended_early_gets_the_lock(present: Path, child, 
 
 def test_a_file_lease_blocks_nobody_and_its_owner_is_named(present: Path, file_lease) -> None:
     file_lease(present, 54321)
-    with pytest.raises(StateDirError, match=r"file lease \(F_SETLEASE\): ask its owner or root"):
+    with pytest.raises(api.StateDirError, match=r"file lease \(F_SETLEASE\): ask its owner or root"):
         take(None)
 
 
@@ -402,7 +395,7 @@ class Meddler:
         return former
 
 
-signals_module = signals._signal
+signals_module = api.signals._signal
 
 
 @pytest.fixture
@@ -425,8 +418,8 @@ def interrupt(number: int, frame: object) -> None:
 @pytest.mark.parametrize("at", range(1, 7))
 def test_what_was_held_back_is_put_back(monkeypatch: pytest.MonkeyPatch, handlers: dict[int, Any], at: int) -> None:
     """And what gives back is run in any case."""
-    monkeypatch.setattr(signals, "_signal", Meddler(at))
-    held = DeferredSignals()
+    monkeypatch.setattr(api.signals, "_signal", Meddler(at))
+    held = api.DeferredSignals()
     inside = False
     with pytest.raises(Interrupt), held:
         inside = True
@@ -436,17 +429,17 @@ def test_what_was_held_back_is_put_back(monkeypatch: pytest.MonkeyPatch, handler
     held.deliver()  # once more, as after an interrupt, and nothing comes back
     assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
     signal.signal(signal.SIGUSR2, handlers[signal.SIGUSR2])
-    monkeypatch.setattr(signals, "_signal", Meddler(at))
+    monkeypatch.setattr(api.signals, "_signal", Meddler(at))
     done: list[bool] = []
     with pytest.raises(Interrupt):
-        DeferredSignals().run_deferred(lambda: done.append(True))
+        api.DeferredSignals().run_deferred(lambda: done.append(True))
     assert done == [True]
 
 
 def test_handlers_run_once_and_in_what_may_take_long(handlers: object) -> None:
     caught: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, frame: caught.append(number))
-    with DeferredSignals() as held:
+    with api.DeferredSignals() as held:
         held.defer()
         signal.raise_signal(signal.SIGUSR1)
         assert caught == []
@@ -462,12 +455,12 @@ def test_handlers_run_once_and_in_what_may_take_long(handlers: object) -> None:
 # Two calls for SIGTERM and SIGHUP, and two to put them back.
 @pytest.mark.parametrize("at", range(1, 5))
 def test_sigterm_has_its_default_action_again(monkeypatch: pytest.MonkeyPatch, handlers, at: int) -> None:
-    monkeypatch.setattr(signals, "_signal", Meddler(at))
-    with pytest.raises(Interrupt), unwind_on_signals():
+    monkeypatch.setattr(api.signals, "_signal", Meddler(at))
+    with pytest.raises(Interrupt), api.unwind_on_signals():
         pass
     assert {number: signal.getsignal(number) for number in NUMBERS} == handlers
     caught: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: caught.append(number))
-    with unwind_on_signals():  # a handler of the program is left alone
+    with api.unwind_on_signals():  # a handler of the program is left alone
         signal.raise_signal(signal.SIGTERM)
     assert caught == [signal.SIGTERM]

@@ -10,18 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from safe_gpu.coordination import closed, history
-from safe_gpu.coordination.directory import Directory
-from safe_gpu.coordination.entry import Entries, Entry, make_entry
-from safe_gpu.coordination.faults import clear_fault, read_faults, write_fault
-from safe_gpu.errors import StateDirError
-from safe_gpu.gpus.devices import LAST_CHOICE, GpuFault
-from safe_gpu.gpus.windows import Window
-from safe_gpu.host import procfs
-from safe_gpu.host.held import Held
-from safe_gpu.status.gather import gather
-from safe_gpu.status.history import PastClaim, claims_between
+from support import api
 
 NOW = 1_795_000_000.0  # in November 2026
 FILE = "2026-11.jsonl"
@@ -33,25 +22,25 @@ def written(state_dir: Path) -> Path:
     """The directory of a history with one line."""
     state_dir.mkdir()
     state_dir.chmod(0o1777)
-    assert history.append([LINE], NOW)
-    return state_dir / history.NAME
+    assert api.history.append([LINE], NOW)
+    return state_dir / api.history.NAME
 
 
 def test_a_file_for_each_month_that_everybody_may_write(written: Path) -> None:
-    assert history.append([LINE, LINE], NOW)
-    assert history.append([LINE], NOW + 31 * 86400)
+    assert api.history.append([LINE, LINE], NOW)
+    assert api.history.append([LINE], NOW + 31 * 86400)
     assert {file.name: file.read_bytes() for file in written.iterdir()} == {FILE: 3 * LINE, "2026-12.jsonl": LINE}
     assert stat.S_IMODE(written.stat().st_mode) == 0o1777
     assert {stat.S_IMODE(file.stat().st_mode) for file in written.iterdir()} == {0o666}
 
 
 def test_a_full_file_is_followed_by_the_next_part_up_to_a_bound(written: Path) -> None:
-    for name in history.file_names("2026-11"):
-        assert history.append([LINE], NOW)
+    for name in api.history.file_names("2026-11"):
+        assert api.history.append([LINE], NOW)
         assert (written / name).read_bytes().endswith(LINE)
-        os.truncate(written / name, history.LARGEST)
-    assert not history.append([LINE], NOW)
-    assert sum(file.stat().st_size for file in written.iterdir()) == history.PARTS * history.LARGEST
+        os.truncate(written / name, api.history.LARGEST)
+    assert not api.history.append([LINE], NOW)
+    assert sum(file.stat().st_size for file in written.iterdir()) == api.history.PARTS * api.history.LARGEST
 
 
 HOSTILE = ["truncate -s 1T F; chmod 666 F", "mkfifo F", "mkdir F", "ln -s ../precious F", "ln ../precious F"]
@@ -63,7 +52,7 @@ def test_a_hostile_file_is_passed(written: Path, make: str) -> None:
     precious.write_bytes(b"precious")
     (written / FILE).unlink()
     subprocess.run(make.replace("F", FILE), shell=True, check=True, cwd=written)
-    assert history.append([LINE], NOW)
+    assert api.history.append([LINE], NOW)
     assert (written / "2026-11.1.jsonl").read_bytes() == LINE
     assert precious.read_bytes() == b"precious"
 
@@ -80,7 +69,7 @@ def test_a_directory_that_cannot_be_used_loses_the_line_at_once(
         genuine = os.write
         monkeypatch.setattr(os, "write", lambda fd, data: genuine(fd, data[:3]))
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits"))
-    assert not history.append([LINE], NOW)
+    assert not api.history.append([LINE], NOW)
     assert not list(tmp_path.glob("*.jsonl"))
 
 
@@ -88,19 +77,19 @@ def test_a_directory_that_cannot_be_used_loses_the_line_at_once(
 
 
 @pytest.fixture
-def claims(state_dir: Path) -> Iterator[Directory]:
-    with Directory(str(state_dir), "claims") as directory:
+def claims(state_dir: Path) -> Iterator[api.Directory]:
+    with api.Directory(str(state_dir), "claims") as directory:
         yield directory
 
 
 @pytest.fixture
-def hold(claims: Directory) -> Iterator[Callable[..., Held]]:
+def hold(claims: api.Directory) -> Iterator[Callable[..., api.Held]]:
     """Make an entry; its claim dies when what is returned is released."""
-    made: list[Held] = []
+    made: list[api.Held] = []
 
-    def hold(**said: Any) -> Held:
+    def hold(**said: Any) -> api.Held:
         facts = {"pid": os.getpid(), "since": time.time() - 60, "gpus": {"GPU-a": None}, **said}
-        made.append(make_entry(claims, len(made) + 1, facts, by_children=True)[1])
+        made.append(api.make_entry(claims, len(made) + 1, facts, by_children=True)[1])
         return made[-1]
 
     yield hold
@@ -108,14 +97,14 @@ def hold(claims: Directory) -> Iterator[Callable[..., Held]]:
         held.release()
 
 
-def dead(directory: Directory) -> list[Entry]:
-    entries = Entries(directory)
+def dead(directory: api.Directory) -> list[api.Entry]:
+    entries = api.Entries(directory)
     assert entries.look() == []
     return list(entries.dead())
 
 
-def past() -> list[PastClaim]:
-    found, warnings = claims_between(0, time.time() + 1)
+def past() -> list[api.PastClaim]:
+    found, warnings = api.claims_between(0, time.time() + 1)
     assert warnings == []
     return found
 
@@ -125,23 +114,23 @@ def test_a_line_changes_nothing_of_a_claim_that_runs(hold: Any) -> None:
     said = {"pid": os.getpid(), "since": time.time() - 60, "gpus": {"GPU-a": 20 << 30}, "waited": 2.5}
     said |= {"labels": ["3"], "of": 80 << 30, "host": "gpu1", "job": "sge:1", "command": "python train.py"}
     hold(**said)
-    line = history.claim_line({**said, "labels": ["4"], "waited": 9.0}, uid=4711)
-    assert history.append([line, history.end_line(said["pid"], said["since"], NOW, NOW)], time.time())
+    line = api.history.claim_line({**said, "labels": ["4"], "waited": 9.0}, uid=4711)
+    assert api.history.append([line, api.history.end_line(said["pid"], said["since"], NOW, NOW)], time.time())
     (one,) = past()
     assert (one.labels, one.of, one.share, one.waited, one.part) == (("3",), 80 << 30, 20 << 30, 2.5, 0.25)
     assert (one.running, one.ended, one.uid) == (True, None, os.geteuid())
     assert (one.host, one.job, one.command) == ("gpu1", "sge:1", "python train.py")
 
 
-def test_a_claim_that_died_ended_after_it_was_seen_and_before_it_was_found(hold: Any, claims: Directory) -> None:
+def test_a_claim_that_died_ended_after_it_was_seen_and_before_it_was_found(hold: Any, claims: api.Directory) -> None:
     since = round(time.time() - 60, 3)
     hold(since=since, gpus={"GPU-a": None, "AMD/b": None}).release()
     (one,) = past()
     assert (one.running, one.seen, one.since) == (False, since, since)
     assert since < (one.ended or 0) < time.time() + 1
-    assert history.append([LINE], NOW)
-    with history.HistoryDir() as directory:
-        history.mark_seen(directory, "AMD/b")
+    assert api.history.append([LINE], NOW)
+    with api.history.HistoryDir() as directory:
+        api.history.mark_seen(directory, "AMD/b")
     seen = Path(claims.path).parent / "history" / "AMD_b.seen"
     os.utime(seen, (since + 30, since + 30))
     assert past()[0].seen == pytest.approx(since + 30, abs=2e-3)
@@ -151,43 +140,47 @@ def test_a_claim_that_died_ended_after_it_was_seen_and_before_it_was_found(hold:
     assert not one.knows_its_end
 
 
-def test_who_removes_a_dead_claim_tells_the_history_once(hold: Any, claims: Directory) -> None:
+def test_who_removes_a_dead_claim_tells_the_history_once(hold: Any, claims: api.Directory) -> None:
     said = {"since": round(time.time() - 60, 3), "gpus": {"GPU-a": 20 << 30}, "job": "sge:1"}
-    own = history.claim_line({"pid": os.getpid(), **said, "labels": ["0"], "of": 80 << 30}, uid=os.geteuid())
+    own = api.history.claim_line({"pid": os.getpid(), **said, "labels": ["0"], "of": 80 << 30}, uid=os.geteuid())
     hold(**said).release()
-    assert history.append([own], time.time())
+    assert api.history.append([own], time.time())
     before = past()
-    gather()
+    api.gather()
     assert os.listdir(claims.fd) == []
     (one,) = past()
     assert (one.labels, one.of, one.job, one.seen) == (("0",), 80 << 30, "sge:1", said["since"])
     assert (before[0].ended or 0) <= (one.ended or 0) < time.time() + 1
-    gather()
+    api.gather()
     assert past() == [one]
     hold(command="python train.py --password 1234").release()  # before it wrote its line
-    first, end = map(json.loads, history.lines_of_dead(dead(claims), time.time()))
+    first, end = map(json.loads, api.history.lines_of_dead(dead(claims), time.time()))
     assert first["command"] == "python train.py"
     assert first["claim"] == end["claim"]
 
 
 @pytest.mark.parametrize("said", [{"start": 1 << 60}, {"start": 0}, {"start": 7, "pidns": 1}])
-def test_a_process_of_elsewhere_or_of_before_a_reboot_bounds_nothing(hold: Any, claims: Directory, said: Any) -> None:
+def test_a_process_of_elsewhere_or_of_before_a_reboot_bounds_nothing(
+    hold: Any, claims: api.Directory, said: Any
+) -> None:
     since = time.time()
-    hold(since=since, **{"pidns": procfs.pid_namespace(), **said}).release()
-    _, end = map(json.loads, history.lines_of_dead(dead(claims), since + 365 * 86400))
+    hold(since=since, **{"pidns": api.procfs.pid_namespace(), **said}).release()
+    _, end = map(json.loads, api.history.lines_of_dead(dead(claims), since + 365 * 86400))
     assert end["ended"][1] == pytest.approx(since + 365 * 86400, abs=1e-2)
 
 
 @pytest.mark.parametrize("said", [{"inside": "t"}, {"display": True}, {"nb_gpus": 1, "gpus": ["GPU-a"]}, {"pid": 0}])
-def test_claims_inside_others_on_a_display_and_waiters_have_no_line(hold: Any, claims: Directory, said: Any) -> None:
+def test_claims_inside_others_on_a_display_and_waiters_have_no_line(
+    hold: Any, claims: api.Directory, said: Any
+) -> None:
     held = hold(**said)
     assert past() == []
     held.release()
     assert past() == []
-    assert list(history.lines_of_dead(dead(claims), time.time())) == []
+    assert list(api.history.lines_of_dead(dead(claims), time.time())) == []
 
 
-def test_an_entry_of_nonsense_costs_no_other(hold: Any, claims: Directory) -> None:
+def test_an_entry_of_nonsense_costs_no_other(hold: Any, claims: api.Directory) -> None:
     for number, content in enumerate((b"[", b'{"v": 1, "gpus": {"\\u0000": null}, "pid": 7, "since": 5}'), 50):
         dead_entry(claims, number, content)
     os.mkfifo(Path(claims.path) / "60.00000000000000aa")
@@ -195,16 +188,16 @@ def test_an_entry_of_nonsense_costs_no_other(hold: Any, claims: Directory) -> No
     assert [one.running for one in past()] == [False, True]
 
 
-def test_dead_claims_of_a_neighbour_are_read_to_a_bound(claims: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_claims_of_a_neighbour_are_read_to_a_bound(claims: api.Directory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("safe_gpu.status.history.LARGEST", 2000)
     for number in range(100):
         dead_entry(claims, number, b'{"v": 1, "gpus": {"GPU-a": null}, "pid": 7, "since": %d.0}' % (1000 + number))
-    found, (warning,) = claims_between(0, time.time())
+    found, (warning,) = api.claims_between(0, time.time())
     assert 0 < len(found) < 100
     assert "more claims than can be kept" in warning
 
 
-def dead_entry(claims: Directory, number: int, content: bytes) -> None:
+def dead_entry(claims: api.Directory, number: int, content: bytes) -> None:
     path = Path(claims.path) / f"{number}.00000000000000aa"
     path.write_bytes(content)
     path.chmod(0o644)
@@ -231,77 +224,77 @@ def path(place: str, uuid: str = UUID, uid: int | None = None) -> Path:
 def test_a_note_is_read_back_and_is_one_line_of_json_for_everybody(place: str) -> None:
     mask = os.umask(0o077)
     try:
-        write_fault(place, UUID, GpuFault(1795184513.2041, "cuInit failed"))
+        api.write_fault(place, UUID, api.GpuFault(1795184513.2041, "cuInit failed"))
     finally:
         os.umask(mask)
-    assert read_faults(place, [UUID, "GPU-2"]) == {UUID: GpuFault(1795184513.204, "cuInit failed")}
+    assert api.read_faults(place, [UUID, "GPU-2"]) == {UUID: api.GpuFault(1795184513.204, "cuInit failed")}
     assert path(place).stat().st_mode & 0o777 == 0o644
     assert path(place).parent.stat().st_mode & 0o7777 == 0o1777
     assert path(place).read_text() == '{"when": 1795184513.204, "error": "cuInit failed"}\n'
-    write_fault(place, UUID, GpuFault(1.0, "\U0001f600" * 9999))
+    api.write_fault(place, UUID, api.GpuFault(1.0, "\U0001f600" * 9999))
     assert path(place).stat().st_size < 4096
-    assert len(read_faults(place, [UUID])[UUID].error) == 400
+    assert len(api.read_faults(place, [UUID])[UUID].error) == 400
     assert os.listdir(path(place).parent) == [path(place).name]
-    write_fault(place, "MIG-GPU-1/7/0", GpuFault(1.0, "bad"))  # as older drivers name an instance
-    assert read_faults(place, ["MIG-GPU-1/7/0"]) == {"MIG-GPU-1/7/0": GpuFault(1.0, "bad")}
+    api.write_fault(place, "MIG-GPU-1/7/0", api.GpuFault(1.0, "bad"))  # as older drivers name an instance
+    assert api.read_faults(place, ["MIG-GPU-1/7/0"]) == {"MIG-GPU-1/7/0": api.GpuFault(1.0, "bad")}
 
 
 def test_what_is_no_plain_file_is_no_note_and_is_not_waited_for(place: str, tmp_path: Path) -> None:
-    write_fault(place, "GPU-2", GpuFault(1.0, "bad"))
+    api.write_fault(place, "GPU-2", api.GpuFault(1.0, "bad"))
     (tmp_path / "secret").write_text('{"when": 1, "error": "x"}')
     for text in (b"\xff", b"[]", b'{"when": null}', b" " * 9999):
         path(place).write_bytes(text)
-        assert list(read_faults(place, [UUID, "GPU-2"])) == ["GPU-2"]
+        assert list(api.read_faults(place, [UUID, "GPU-2"])) == ["GPU-2"]
     path(place).unlink()
     for number, make in enumerate((os.mkfifo, lambda name: name.symlink_to(tmp_path / "secret"), os.mkdir)):
         make(path(place))
-        assert list(read_faults(place, [UUID, "GPU-2"])) == ["GPU-2"]
+        assert list(api.read_faults(place, [UUID, "GPU-2"])) == ["GPU-2"]
         path(place).rename(tmp_path / f"{number}")
     path(place).mkdir()
     with pytest.raises(OSError):
-        write_fault(place, UUID, GpuFault(1.0, "bad"))
+        api.write_fault(place, UUID, api.GpuFault(1.0, "bad"))
     Path(place, "faults").rename(tmp_path / "faults")
     Path(place, "faults").symlink_to(tmp_path / "faults")
-    assert read_faults(place, ["GPU-2"]) == {}
-    with pytest.raises(StateDirError, match="symbolic link"):
-        write_fault(place, UUID, GpuFault(1.0, "bad"))
+    assert api.read_faults(place, ["GPU-2"]) == {}
+    with pytest.raises(api.StateDirError, match="symbolic link"):
+        api.write_fault(place, UUID, api.GpuFault(1.0, "bad"))
 
 
 @needs_root
 def test_each_user_has_a_note_of_its_own(place: str, as_user: Any) -> None:
     now = round(time.time())
-    write_fault(place, UUID, GpuFault(now - 60, "bad"))
+    api.write_fault(place, UUID, api.GpuFault(now - 60, "bad"))
 
     def work(say: Any, listen: Any) -> None:
-        clear_fault(place, UUID)
-        for fault in (GpuFault(now, "again"), GpuFault(now - LAST_CHOICE - 60, "old")):
-            say(read_faults(place, [UUID])[UUID].error)
+        api.clear_fault(place, UUID)
+        for fault in (api.GpuFault(now, "again"), api.GpuFault(now - api.LAST_CHOICE - 60, "old")):
+            say(api.read_faults(place, [UUID])[UUID].error)
             listen()
-            write_fault(place, UUID, fault)
+            api.write_fault(place, UUID, fault)
         say("done")
 
     other = as_user(work, uid=OTHER)
     assert other.hear() == "bad"
     other.tell()
     assert other.hear() == "again"
-    clear_fault(place, UUID)
-    assert read_faults(place, [UUID]) == {UUID: GpuFault(now, "again")}
+    api.clear_fault(place, UUID)
+    assert api.read_faults(place, [UUID]) == {UUID: api.GpuFault(now, "again")}
     other.tell()
     assert other.hear() == "done"
-    assert read_faults(place, [UUID]) == {}
+    assert api.read_faults(place, [UUID]) == {}
 
 
 @needs_root
 def test_names_that_a_neighbour_makes_say_nothing_and_are_not_all_read(place: str) -> None:
     now = round(time.time())
-    write_fault(place, UUID, GpuFault(now, "bad"))
+    api.write_fault(place, UUID, api.GpuFault(now, "bad"))
     forged = json.dumps({"when": now + 60, "error": "forged"})
     for uid in range(100, 400):
         path(place, uid=uid).write_text(forged)
         os.chown(path(place, uid=uid), OTHER, OTHER)
     for ending in ("", "-1", "\u0663", "9" * 99):
         Path(place, "faults", f"{UUID}.{ending}").touch()
-    assert read_faults(place, [UUID]) == {UUID: GpuFault(now, "bad")}
+    assert api.read_faults(place, [UUID]) == {UUID: api.GpuFault(now, "bad")}
 
 
 # Closed GPUs: who may write the files, and what of them counts
@@ -318,27 +311,27 @@ def files(open_tmp: Path, state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> d
     (open_tmp / "etc").mkdir()
     state_dir.mkdir()
     os.chown(state_dir, ANNA, ANNA)
-    return {by_root: Path(closed.closed_file(by_root=by_root)) for by_root in (False, True)}
+    return {by_root: Path(api.closed.closed_file(by_root=by_root)) for by_root in (False, True)}
 
 
 @needs_root
 def test_what_both_files_say_counts_and_root_comes_first(files: dict[bool, Path], state_dir: Path) -> None:
     """A line that says nothing is told, and the others count."""
     above = os.open(state_dir, os.O_RDONLY | os.O_DIRECTORY)
-    assert (closed.drained_gpus(), closed.all_windows(), closed.ignored_closed()) == ({}, (), ())
-    assert not closed.has_closed_file(above)
+    assert (api.closed.drained_gpus(), api.closed.all_windows(), api.closed.ignored_closed()) == ({}, (), ())
+    assert not api.closed.has_closed_file(above)
     files[False].write_text(LINES)
     os.chown(files[False], ANNA, ANNA)
-    assert closed.has_closed_file(above)
-    assert closed.drained_gpus() == {"GPU-0": "drained by 4711: a fan"}
-    assert closed.all_windows() == (Window(1, 2, ("GPU-1", "GPU-2"), "user:4711", "course", "4711"),)
+    assert api.closed.has_closed_file(above)
+    assert api.closed.drained_gpus() == {"GPU-0": "drained by 4711: a fan"}
+    assert api.closed.all_windows() == (api.Window(1, 2, ("GPU-1", "GPU-2"), "user:4711", "course", "4711"),)
     files[True].write_text("GPU-0 - - -\nGPU-3 a fan\nGPU-1 3 4 -\n")
-    assert closed.drained_gpus() == {"GPU-0": "drained by root"}
-    assert [one.by for one in closed.all_windows()] == ["4711", "root"]
-    assert closed.read_closed(by_root=False, state_dir=str(state_dir)).reasons == {"GPU-0": "a fan"}
-    assert closed.ignored_closed() == (f"{files[True]} has a line that closes no GPU, and is ignored: GPU-3 a fan",)
+    assert api.closed.drained_gpus() == {"GPU-0": "drained by root"}
+    assert [one.by for one in api.closed.all_windows()] == ["4711", "root"]
+    assert api.closed.read_closed(by_root=False, state_dir=str(state_dir)).reasons == {"GPU-0": "a fan"}
+    assert api.closed.ignored_closed() == (f"{files[True]} has a line that closes no GPU, and is ignored: GPU-3 a fan",)
     files[False].unlink()
-    assert closed.has_closed_file(above)
+    assert api.closed.has_closed_file(above)
     os.close(above)
 
 
@@ -359,22 +352,22 @@ def test_a_file_that_others_may_have_written_closes_nothing(
     files: dict[bool, Path], by_root: bool, spoil: str, why: str
 ) -> None:
     files[by_root].write_text(LINES)
-    assert list(closed.drained_gpus()) == ["GPU-0"]
+    assert list(api.closed.drained_gpus()) == ["GPU-0"]
     subprocess.run(spoil, shell=True, check=True, cwd=files[by_root].parent, timeout=60)
-    assert (closed.drained_gpus(), closed.all_windows()) == ({}, ())
-    (told,) = closed.ignored_closed()
+    assert (api.closed.drained_gpus(), api.closed.all_windows()) == ({}, ())
+    (told,) = api.closed.ignored_closed()
     assert told.startswith(f"{files[by_root]} ")
     assert why in told
     if not by_root:  # nor is a link followed that stands in place of the state directory
         files[False].parent.rename(files[False].parent.with_name("moved"))
         files[False].parent.symlink_to("moved")
-        assert (closed.drained_gpus(), closed.ignored_closed()) == ({}, ())
+        assert (api.closed.drained_gpus(), api.closed.ignored_closed()) == ({}, ())
 
 
 def test_whom_a_window_binds() -> None:
-    course = Window(1, 2, ("GPU-1",), f"user:{ANNA}")
-    group = Window(1, 2, ("GPU-1",), f"group:{BEN}")
-    closed.find_admitted([course, group], [0, ANNA])
-    assert closed.binding([course, group], 0) == []
-    assert closed.binding([course, group], ANNA) == [group]
-    assert closed.binding([course, group], BEN) == [course, group]
+    course = api.Window(1, 2, ("GPU-1",), f"user:{ANNA}")
+    group = api.Window(1, 2, ("GPU-1",), f"group:{BEN}")
+    api.closed.find_admitted([course, group], [0, ANNA])
+    assert api.closed.binding([course, group], 0) == []
+    assert api.closed.binding([course, group], ANNA) == [group]
+    assert api.closed.binding([course, group], BEN) == [course, group]

@@ -13,12 +13,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-
-from safe_gpu.coordination import queue as queue_module
-from safe_gpu.coordination.entry import Entry, make_entry, said_by_this_process
-from safe_gpu.coordination.host_lock import Host
-from safe_gpu.coordination.queue import TicketRequest, Waiter, is_stopped, tickets_that_count, waiting_tickets
-from safe_gpu.host.signals import DeferredSignals
+from support import api
 
 ANY = frozenset({"GPU-0", "GPU-1"})
 OTHER = 4711
@@ -27,16 +22,16 @@ OTHER = 4711
 class Waiting:
     """One who waits, with directories of its own, as each process has."""
 
-    def __init__(self, request: TicketRequest, *, by_turns: bool = False) -> None:
-        self.host = Host()
+    def __init__(self, request: api.TicketRequest, *, by_turns: bool = False) -> None:
+        self.host = api.Host()
         self.host.look()
-        self.waiter = Waiter(self.host, request, by_turns=by_turns)
+        self.waiter = api.Waiter(self.host, request, by_turns=by_turns)
 
     def join(self, turn: float | None = None) -> bool:
-        with DeferredSignals() as signals, self.host.locked(time.monotonic() + 30, signals):
+        with api.DeferredSignals() as signals, self.host.locked(time.monotonic() + 30, signals):
             self.host.queue.refresh()
             newcomer = None if turn is None else lambda others: turn
-            return self.waiter.join(said_by_this_process(None), newcomer)
+            return self.waiter.join(api.said_by_this_process(None), newcomer)
 
     def ahead(self) -> list[int]:
         """Numbers of those ahead who compete, the nearest first."""
@@ -57,7 +52,7 @@ def join(state_dir: Path) -> Iterator[Join]:
     with ExitStack() as joined:
 
         def make(gpus: Any = ANY, *, inside="", ticket=True, by_turns=False, turn: float | None = None) -> Waiting:
-            one = Waiting(TicketRequest(1, gpus, inside=inside), by_turns=by_turns)
+            one = Waiting(api.TicketRequest(1, gpus, inside=inside), by_turns=by_turns)
             joined.callback(one.end)
             if ticket:
                 one.join(turn)
@@ -91,13 +86,13 @@ def test_tickets_are_numbered_in_order_say_who_waits_and_go_when_it_leaves(state
     assert os.listdir("/proc/self/fd") == before
 
 
-def request_of(**said: Any) -> TicketRequest:
+def request_of(**said: Any) -> api.TicketRequest:
     data = json.dumps({"v": 1, "nb_gpus": 1, "gpus": [], **said}).encode()
-    return TicketRequest.of(Entry.read("1.00000000000000aa", 0, (0, 0), data))
+    return api.TicketRequest.of(api.Entry.read("1.00000000000000aa", 0, (0, 0), data))
 
 
 def test_a_request_is_what_its_ticket_says() -> None:
-    said = TicketRequest(2, ANY, (("min_memory", 5), ("near", "numa")), 60.0, "abc")
+    said = api.TicketRequest(2, ANY, (("min_memory", 5), ("near", "numa")), 60.0, "abc")
     assert request_of(pid=1, **said.said()) == said
     assert request_of(hold_for=math.nan).hold_for is None
 
@@ -151,7 +146,7 @@ def test_by_turns_a_lower_turn_is_ahead_of_a_lower_number(join: Join) -> None:
     assert early.ahead() == []
     assert late.ahead() == [1, 3]
     assert join(by_turns=True, ticket=False).ahead() == [2, 1, 3]
-    assert [ticket.number for ticket in waiting_tickets()] == [3, 1, 2]
+    assert [ticket.number for ticket in api.waiting_tickets()] == [3, 1, 2]
     assert (early.waiter.position(), late.waiter.position()) == (1, 3)
 
 
@@ -193,32 +188,32 @@ def test_a_ticket_that_was_removed_is_noticed_and_made_anew(state_dir: Path, joi
     assert mine.waiter.was_removed()
     mine.join()
     assert len(numbers(state_dir)) == 1
-    assert not Waiter.was_removed(join(ticket=False).waiter)
+    assert not api.Waiter.was_removed(join(ticket=False).waiter)
 
 
 # Who counts
 
 
-def ticket(number: int, uid: int = OTHER, **said: Any) -> Entry:
+def ticket(number: int, uid: int = OTHER, **said: Any) -> api.Entry:
     data = json.dumps({"v": 1, "nb_gpus": 1, "gpus": ["GPU-0"], **said}).encode()
-    return Entry.read(f"{number}.{number:016x}", uid, (1, number), data)
+    return api.Entry.read(f"{number}.{number:016x}", uid, (1, number), data)
 
 
 def test_of_one_user_a_thousand_tickets_count_and_4096_in_all() -> None:
     crowd = [ticket(number) for number in range(1, 1051)]
-    found = tickets_that_count([*crowd, ticket(1051, 4712), ticket(1052)])
+    found = api.tickets_that_count([*crowd, ticket(1051, 4712), ticket(1052)])
     assert [one.number for one in found] == [*range(1, 1001), 1051]
-    assert len(tickets_that_count([one._replace(uid=0) for one in crowd])) == 1050
+    assert len(api.tickets_that_count([one._replace(uid=0) for one in crowd])) == 1050
     many = [ticket(number, 5000 + number % 6) for number in range(1, 6001)]
-    assert [one.number for one in tickets_that_count(many)] == list(range(1, 4097))
+    assert [one.number for one in api.tickets_that_count(many)] == list(range(1, 4097))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to play another user")
 def test_beyond_the_caps_a_ticket_is_not_ahead_until_it_counts(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue_module, "_MOST_OF_ONE_USER", 3)
+    monkeypatch.setattr(api.queue, "_MOST_OF_ONE_USER", 3)
     queue = join(ticket=False).host.queue.directory
     said = [{"nb_gpus": 0, "gpus": {"GPU-0": None}}, *[{"nb_gpus": 1, "gpus": sorted(ANY)}] * 5]  # the first is a claim
-    claimed, *made = (make_entry(queue, number, what, by_children=False)[1] for number, what in enumerate(said, 1))
+    claimed, *made = (api.make_entry(queue, number, what, by_children=False)[1] for number, what in enumerate(said, 1))
     for held in (claimed, *made):
         os.fchown(held.fd, OTHER, OTHER)
     mine = join()
@@ -226,7 +221,7 @@ def test_beyond_the_caps_a_ticket_is_not_ahead_until_it_counts(join: Join, monke
     assert mine.waiter.position() == 4
     made[0].release()
     assert [mine.ahead(), mine.ahead()][1] == [5, 4, 3]
-    assert len(waiting_tickets()) == 4
+    assert len(api.waiting_tickets()) == 4
     for held in (claimed, *made):
         held.release()
 
@@ -234,10 +229,10 @@ def test_beyond_the_caps_a_ticket_is_not_ahead_until_it_counts(join: Join, monke
 def test_a_stopped_waiter_is_known_in_its_own_pid_namespace_only(child: Any, eventually: Any) -> None:
     one, own = child("say('here'); listen()", says="here"), os.stat("/proc/self/ns/pid").st_ino
     waiters = [ticket(1, pid=one.pid, pidns=namespace) for namespace in (own, 0, own + 1)]
-    assert not any(map(is_stopped, waiters))
+    assert not any(map(api.is_stopped, waiters))
     os.kill(one.pid, signal.SIGSTOP)
-    eventually(lambda: is_stopped(waiters[0]))
-    assert list(map(is_stopped, waiters)) == [True, True, False]
+    eventually(lambda: api.is_stopped(waiters[0]))
+    assert list(map(api.is_stopped, waiters)) == [True, True, False]
     os.kill(one.pid, signal.SIGCONT)
 
 

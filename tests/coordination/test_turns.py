@@ -8,11 +8,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from safe_gpu.coordination.entry import Entry
-from safe_gpu.coordination.queue import TicketRequest
-from safe_gpu.coordination.turns import by_turn, turn_of, turn_of_newcomer
-from safe_gpu.selection.backfill import BackfillRequest, When, dates, open_gpus, ready
+from support import api
 
 GPUS = [f"GPU-{number}" for number in range(8)]
 SIMPLE, RESTRICTED, OLDER, SHARES, FORGED, WEIGHTS, GAPS, STOPPED = 0, 1, 2, 4, 8, 16, 32, 64
@@ -21,17 +17,17 @@ FORGER = 9999
 LATEST_TURN = 2.0**53
 
 
-def ticket_of(number: int, request: TicketRequest, *, uid: int, turn: float | None) -> Entry:
+def ticket_of(number: int, request: api.TicketRequest, *, uid: int, turn: float | None) -> api.Entry:
     """A ticket as it is read back."""
     said = {"v": 1, "pid": 1, **request.said(), **({} if turn is None else {"turn": turn})}
-    return Entry.read(f"{number}.{number:016x}", uid, (1, number), json.dumps(said).encode())
+    return api.Entry.read(f"{number}.{number:016x}", uid, (1, number), json.dumps(said).encode())
 
 
-def newcomers_turn(request: TicketRequest, queue: list[tuple[float, Entry]], number: int, **more: Any) -> float:
-    return turn_of_newcomer(request.competes_with, request.gpus, queue, number, size=size, **more)
+def newcomers_turn(request: api.TicketRequest, queue: list[tuple[float, api.Entry]], number: int, **more: Any) -> float:
+    return api.turn_of_newcomer(request.competes_with, request.gpus, queue, number, size=size, **more)
 
 
-def size(ticket: Entry) -> float:
+def size(ticket: api.Entry) -> float:
     return ticket.nb_gpus * float(ticket.more.get("share", 1.0))
 
 
@@ -42,33 +38,35 @@ class World:
         self.chance = random.Random(seed)
         self.kinds = kinds
         self.users = range(self.chance.randint(2, 5))
-        self.waiting: list[Entry] = []
-        self.running: list[tuple[Entry, list[str]]] = []
+        self.waiting: list[api.Entry] = []
+        self.running: list[tuple[api.Entry, list[str]]] = []
         self.last = 0
         self.stopped: set[int] = set()
         self.now = 0.0
         self.until: dict[int, float] = {}
 
-    def request(self) -> TicketRequest:
+    def request(self) -> api.TicketRequest:
         number, among, share = self.chance.choice([1, 1, 1, 2, 4, 8]), GPUS, 1.0
         if self.kinds & RESTRICTED and self.chance.random() < 0.6:
             among = self.chance.sample(GPUS, self.chance.randint(1, 8))
         if self.kinds & SHARES and self.chance.random() < 0.3:
             number, share = 1, 0.25
         says = self.chance.choice([None, 1.0, 2.0, 5.0, 9.0])
-        return TicketRequest(min(number, len(among)), frozenset(among), (("share", share),) if share < 1 else (), says)
+        return api.TicketRequest(
+            min(number, len(among)), frozenset(among), (("share", share),) if share < 1 else (), says
+        )
 
-    def counts(self, ticket: Entry) -> bool:
+    def counts(self, ticket: api.Entry) -> bool:
         return ticket.number not in self.stopped
 
-    def newcomer(self) -> Entry:
+    def newcomer(self) -> api.Entry:
         """Let one join, perhaps of an older client, perhaps with a turn of its own making."""
         self.last += self.chance.choice([1, 300]) if self.kinds & GAPS else 1
         uid, request, seq = self.chance.choice(self.users), self.request(), self.last
         weight = 1.0 + uid if self.kinds & WEIGHTS else 1.0
         held = sum(size(one) for one, _ in self.running if one.uid == uid)
         turn: float | None = newcomers_turn(
-            request, by_turn(self.waiting), seq, uid=uid, held=held, weight=weight, counts=self.counts
+            request, api.by_turn(self.waiting), seq, uid=uid, held=held, weight=weight, counts=self.counts
         )
         if self.kinds & OLDER and self.chance.random() < 0.3:
             turn = None
@@ -79,32 +77,32 @@ class World:
         self.waiting.append(ticket)
         return ticket
 
-    def joins(self, steps: int) -> Iterator[tuple[list[Entry], Entry]]:
+    def joins(self, steps: int) -> Iterator[tuple[list[api.Entry], api.Entry]]:
         """Yield the order before each newcomer, and the newcomer."""
         for _ in range(steps):
             if self.chance.random() < 0.6:
-                before = [one for _, one in by_turn(self.waiting)]
+                before = [one for _, one in api.by_turn(self.waiting)]
                 yield before, self.newcomer()
             self.serve()
 
-    def want(self, ticket: Entry) -> BackfillRequest:
+    def want(self, ticket: api.Entry) -> api.BackfillRequest:
         number, gpus, says = ticket.nb_gpus, frozenset(ticket.gpus), ticket.more["hold_for"]
         part = size(ticket) / number
-        return BackfillRequest(number, gpus, says or math.inf, share=part if part < 1 else math.inf)
+        return api.BackfillRequest(number, gpus, says or math.inf, share=part if part < 1 else math.inf)
 
-    def when(self) -> dict[str, When]:
+    def when(self) -> dict[str, api.When]:
         parts: dict[str, list[tuple[float, float]]] = {gpu: [] for gpu in GPUS}
         for one, gpus in self.running:
             for gpu in gpus:
                 parts[gpu].append((self.until[one.number], min(1.0, self.want(one).share)))
         return {gpu: (*held, (self.now, 1.0 - sum(part for _, part in held))) for gpu, held in parts.items()}
 
-    def order(self) -> list[Entry]:
-        return [one for _, one in by_turn(self.waiting) if one.number not in self.stopped]
+    def order(self) -> list[api.Entry]:
+        return [one for _, one in api.by_turn(self.waiting) if one.number not in self.stopped]
 
-    def free(self, want: BackfillRequest) -> set[str]:
+    def free(self, want: api.BackfillRequest) -> set[str]:
         when = self.when()
-        return {gpu for gpu in want.gpus if ready(when[gpu], want.share) <= self.now}
+        return {gpu for gpu in want.gpus if api.ready(when[gpu], want.share) <= self.now}
 
     def serve(self) -> None:
         self.now += self.chance.choice([0.5, 1.0, 3.0])
@@ -121,8 +119,8 @@ class World:
         for place, one in enumerate(order):
             want = self.want(one)
             ahead = [other for other in order[:place] if competes(other, one)]
-            open_to = open_gpus(want, map(self.want, ahead), self.free(want), self.when(), self.now)
-            if turn_of(one) is None and any(other.number < one.number and competes(other, one) for other in order):
+            open_to = api.open_gpus(want, map(self.want, ahead), self.free(want), self.when(), self.now)
+            if api.turn_of(one) is None and any(other.number < one.number and competes(other, one) for other in order):
                 continue  # an older client, the simplest: it waits for all lower numbers
             if want.fits(open_to):
                 self.running.append((one, sorted(open_to)[: want.nb]))
@@ -132,12 +130,12 @@ class World:
         return False
 
 
-def competes(one: Entry, other: Entry) -> bool:
-    return TicketRequest(one.nb_gpus, frozenset(one.gpus)).competes_with(other)
+def competes(one: api.Entry, other: api.Entry) -> bool:
+    return api.TicketRequest(one.nb_gpus, frozenset(one.gpus)).competes_with(other)
 
 
-def overtaken(before: list[Entry], newcomer: Entry, world: World) -> list[Entry]:
-    after = [one for _, one in by_turn(world.waiting)]
+def overtaken(before: list[api.Entry], newcomer: api.Entry, world: World) -> list[api.Entry]:
+    after = [one for _, one in api.by_turn(world.waiting)]
     assert [one for one in after if one is not newcomer] == before, "a newcomer changed the order of the others"
     return [one for one in after[after.index(newcomer) + 1 :] if competes(one, newcomer)]
 
@@ -152,8 +150,8 @@ def test_no_newcomer_passes_the_first_an_older_client_or_1023_numbers(kinds: int
     for before, newcomer in world.joins(60):
         for one in overtaken(before, newcomer, world) if newcomer.uid != FORGER else ():
             assert newcomer.number - one.number < 1024
-            assert turn_of(one) is not None
-            assert turn_of(newcomer) is not None
+            assert api.turn_of(one) is not None
+            assert api.turn_of(newcomer) is not None
             assert any(competes(other, one) for other in before[: before.index(one)])
 
 
@@ -169,7 +167,7 @@ def test_where_all_compete_the_first_stays_first_and_its_date_never_moves_later(
             assert first not in order or order[0].uid == FORGER
             first, promise = next(iter(order), None), math.inf
         if first is not None:
-            (_, date), *_ = dates([world.want(first)], world.when())
+            (_, date), *_ = api.dates([world.want(first)], world.when())
             assert date <= promise
             promise = date
 
@@ -213,10 +211,10 @@ def test_competitors_keep_their_order_when_others_leave(kinds: int, seed: int) -
     world = World(seed, kinds)
     for _ in world.joins(40):
         if len(world.waiting) > 2:
-            order = [one for _, one in by_turn(world.waiting)]
+            order = [one for _, one in api.by_turn(world.waiting)]
             world.waiting.remove(gone := world.chance.choice(world.waiting))
             order.remove(gone)
-            place = {one.number: number for number, (_, one) in enumerate(by_turn(world.waiting))}
+            place = {one.number: number for number, (_, one) in enumerate(api.by_turn(world.waiting))}
             for number, first in enumerate(order):
                 for second in order[number + 1 :]:
                     forged = FORGER in (first.uid, second.uid)
@@ -224,11 +222,11 @@ def test_competitors_keep_their_order_when_others_leave(kinds: int, seed: int) -
 
 
 def test_who_is_stopped_holds_nobody_up() -> None:
-    request, one = TicketRequest(1, frozenset(GPUS)), TicketRequest(1, frozenset(GPUS[:1]))
+    request, one = api.TicketRequest(1, frozenset(GPUS)), api.TicketRequest(1, frozenset(GPUS[:1]))
     stopped = ticket_of(1, request, uid=1, turn=9.0)
     first = ticket_of(2, one, uid=2, turn=9.5)
     later = ticket_of(3, request, uid=2, turn=11.0)
-    queue = by_turn([stopped, first, later])
+    queue = api.by_turn([stopped, first, later])
     for absent, turn in ((), 9.5), ((1,), 10.0), ((1, 2), 11.5), ((1, 2, 3), 0.5):
         assert turn == newcomers_turn(
             request, queue, 4, uid=3, held=0, counts=lambda one, absent=absent: one.number not in absent
@@ -237,8 +235,8 @@ def test_who_is_stopped_holds_nobody_up() -> None:
 
 
 def test_a_weight_divides_what_a_user_holds_and_waits_for() -> None:
-    request = TicketRequest(4, frozenset(GPUS))
+    request = api.TicketRequest(4, frozenset(GPUS))
     own = ticket_of(1, request, uid=1, turn=10.0)
     for weight, turn in ((1.0, 14.5), (2.0, 12.5)):
-        assert newcomers_turn(request, by_turn([own]), 2, uid=1, held=4, weight=weight) == turn
-    assert newcomers_turn(request, by_turn([own]), 2, uid=1, held=0) == 14.0
+        assert newcomers_turn(request, api.by_turn([own]), 2, uid=1, held=4, weight=weight) == turn
+    assert newcomers_turn(request, api.by_turn([own]), 2, uid=1, held=0) == 14.0

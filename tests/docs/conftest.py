@@ -18,10 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-
-from safe_gpu.coordination import history
-from safe_gpu.drivers.presets import preset
-from safe_gpu.host.procfs import user_name
+from support import api
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -62,7 +59,7 @@ class Block(NamedTuple):
 
 LOOSELY = "in any order and with any numbers"
 # As for the users of the pages, of whom the longest name is carla: a longer one takes room from other columns.
-COLUMNS = str(80 + max(0, len(user_name(os.geteuid())) - len("carla")))
+COLUMNS = str(80 + max(0, len(api.user_name(os.geteuid())) - len("carla")))
 _COMMENT = re.compile(r"<!-- ([a-z]+)(?:[:,] (.*?))? -->")
 
 
@@ -219,13 +216,13 @@ def _full(desk: Desk) -> None:
 
 def _month(desk: Desk) -> None:
     """A host with eight GPUs that two users have used for three weeks."""
-    uuids = [gpu.uuid for gpu in preset("dgx-a100").gpus]
+    uuids = [gpu.uuid for gpu in api.preset("dgx-a100").gpus]
     for number in range(60):
         since = time.time() - 86400 * (20 - number / 3)
         claim = {"v": 1, "claim": [1 + number, since], "gpus": uuids[: 1 + number % 4], "waited": 60 * (number % 7)}
         claim |= {"user": USERS[number % 2], "host": os.uname().nodename}
         end = {"v": 1, "claim": claim["claim"], "ended": since + 3600 * (1 + number % 5)}
-        assert history.append((json.dumps(line).encode() + b"\n" for line in (claim, end)), time.time())
+        assert api.history.append((json.dumps(line).encode() + b"\n" for line in (claim, end)), time.time())
 
 
 SCENES: dict[str, Callable[[Desk], None]] = {
@@ -251,7 +248,7 @@ def desk(tmp_path: Path, command: Any) -> Iterator[Desk]:
 
 def normal(text: str) -> str:
     """Text without what differs from run to run: who and where, process numbers, times, the width of columns."""
-    user, host = user_name(os.geteuid()), os.uname().nodename
+    user, host = api.user_name(os.geteuid()), os.uname().nodename
     text = re.sub(rf"(?<![\w-])({'|'.join(map(re.escape, (*USERS, user)))})(?![\w-])", "USER", text)
     text = re.sub(rf"(?<![\w-])({HOST}|{re.escape(host)})(?![\w-])", "HOST", text)
     text = text.replace(os.environ["SAFE_GPU_DIR"], "/tmp/safe-gpu")

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import api
 from support.real import tool
 
 import safe_gpu
 from safe_gpu import errors
-from safe_gpu.settings.variables import VARIABLES
 
 from .conftest import MARK, PAGES, ROOT, all_blocks, blocks_of, first_page_in_order, same
 
@@ -54,7 +54,7 @@ def test_links_resolve_and_what_it_names_exists(page: str) -> None:
     for name in re.findall(r"`((?:tools|tests|safe_gpu)/[\w./-]+)`", text):
         assert (ROOT / name).exists(), f"{page}: {name}"
     for name in re.findall(r"\bSAFE_GPU_[A-Z_]+\b", text):
-        assert name in VARIABLES, f"{page}: {name}"
+        assert name in api.VARIABLES, f"{page}: {name}"
 
 
 WORLD_WRITABLE = re.compile(
@@ -140,7 +140,7 @@ def test_the_reference_has_every_argument_error_and_variable() -> None:
     assert public - named_in_rows(section(REFERENCE, "Errors")) == {"SafeGpuError"}
     code = " ".join(path.read_text() for path in (ROOT / "safe_gpu").rglob("*.py"))
     read = {name for name in re.findall(r"\bSAFE_GPU_[A-Z_]*[A-Z]\b", code) if not name.startswith("SAFE_GPU_TEST_")}
-    assert read == set(VARIABLES)
+    assert read == set(api.VARIABLES)
     assert named_in_rows(section(REFERENCE, "Environment")) >= read
 
 

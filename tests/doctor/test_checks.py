@@ -11,18 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import api
 from support.findings import ASK, UUIDS, environment, finding, in_namespace, says
 from support.ground import simulated_doors
 from support.vendor_hosts import KfdHost
 
 import safe_gpu
 from safe_gpu import doctor
-from safe_gpu.cli.commands import main
-from safe_gpu.coordination import setup
-from safe_gpu.doctor import Check, CheckedHost
-from safe_gpu.host import procfs
-from safe_gpu.host.procfs import FileSystem
-from safe_gpu.wording.text import display_width
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give files away and to act as other users")
 
@@ -48,7 +43,7 @@ def test_a_host_without_faults_passes_and_stays_as_it_was(state_dir: Path) -> No
 
 
 def test_a_check_that_breaks_is_failed_and_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(host: CheckedHost) -> Check:
+    def broken(host: api.CheckedHost) -> api.Check:
         raise ZeroDivisionError("a strange host")
 
     monkeypatch.setattr(doctor, "CHECKS", {"first": broken, "batch job": doctor.CHECKS["batch job"]})
@@ -59,11 +54,11 @@ def test_a_check_that_breaks_is_failed_and_hides_no_other(monkeypatch: pytest.Mo
 
 
 FOUND = [
-    Check("passed", "not running", name="process lists"),
-    Check("skipped", "there is none", name="policy file"),
-    Check("warning", "host.lock was held by others for 3.0 s", "look for a process " + "x" * 130, "file locks"),
-    Check("failed", "it does not answer " * 9, "restart the driver", "GPU driver"),
-    Check("warning", "belongs to no living claim", "unset it", "batch job"),
+    api.Check("passed", "not running", name="process lists"),
+    api.Check("skipped", "there is none", name="policy file"),
+    api.Check("warning", "host.lock was held by others for 3.0 s", "look for a process " + "x" * 130, "file locks"),
+    api.Check("failed", "it does not answer " * 9, "restart the driver", "GPU driver"),
+    api.Check("warning", "belongs to no living claim", "unset it", "batch job"),
 ]
 
 
@@ -78,22 +73,22 @@ def test_the_report_says_first_what_is_wrong(width: int, color: bool) -> None:
     ]  # fmt: skip
     assert sum(line.startswith(" " * 9 + "fix: ") for line in lines) == 3
     assert lines[-1] == "1 passed, 1 skipped, 1 failed, 2 warnings (-v lists all)"
-    (long,) = [line for line in lines if display_width(line) > width and line != lines[-1]]
+    (long,) = [line for line in lines if api.display_width(line) > width and line != lines[-1]]
     assert long.strip() == "x" * 130, "what is to be copied is whole"
     lines = doctor.render_checks(FOUND, color=False, width=width, verbose=True).splitlines()
     assert lines[-4:-2] == ["passed   process lists: not running", "skipped  policy file: there is none"]
 
 
 def test_from_the_command_line(state_dir: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    main(["doctor"])
+    api.main(["doctor"])
     assert "GPU driver" not in capsys.readouterr().out
-    main(["doctor", "-v"])
+    api.main(["doctor", "-v"])
     assert "passed   GPU driver: simulated:dgx-a100 " in capsys.readouterr().out
     monkeypatch.setenv("SAFE_GPU_DRIVER", "nvidia-smi")
     monkeypatch.setenv("PATH", str(state_dir))
-    assert main(["doctor"]) == 1
+    assert api.main(["doctor"]) == 1
     assert capsys.readouterr().out.startswith("failed   GPU driver: ")
-    assert main(["doctor", "--json"]) == 1
+    assert api.main(["doctor", "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
     check_document(document)
     statuses = {one["name"]: one["status"] for one in document["checks"]}
@@ -162,7 +157,7 @@ def test_a_policy(tmp_path: Path, prepare: str, status: str, words: str, fix: st
 @pytest.fixture
 def used(state_dir: Path) -> Path:
     """A state directory that is used."""
-    setup.make(str(state_dir))
+    api.setup.make(str(state_dir))
     return state_dir
 
 
@@ -213,7 +208,7 @@ def test_who_can_remove_what_others_rely_on_is_named(used: Path, part: str) -> N
 
 
 def test_network_file_systems(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("safe_gpu.coordination.directory.file_system_at", lambda path, device: FileSystem("nfs4"))
+    monkeypatch.setattr("safe_gpu.coordination.directory.file_system_at", lambda path, device: api.FileSystem("nfs4"))
     says("state directory", "failed", "nfs4", fix="SAFE_GPU_DIR")
 
 
@@ -221,7 +216,7 @@ def test_a_host_lock_that_is_never_given_back(used: Path, child: Any, eventually
     code = f"import fcntl; file = open('{used}/host.lock', 'rb+'); fcntl.flock(file, fcntl.LOCK_EX); "
     holder = child(code + "say('locked'); listen()", says="locked")
     os.kill(holder.pid, signal.SIGSTOP)
-    eventually(lambda: procfs.is_stopped(holder.pid))
+    eventually(lambda: api.procfs.is_stopped(holder.pid))
     monkeypatch.setattr("safe_gpu.doctor.state._PATIENCE", 0.05)
     says("file locks", "failed", f"process {holder.pid} of ", fix="the message says")
     holder.kill()
@@ -305,7 +300,7 @@ def test_no_gpus_and_no_driver(fake_gpus) -> None:
 
 
 def test_a_slow_driver() -> None:
-    host = CheckedHost()
+    host = api.CheckedHost()
     assert host.snapshot is not None
     host.poll_seconds = 3.2
     says("GPU driver", "warning", "3.20 s", host, "persistence")
@@ -344,7 +339,7 @@ def test_lists_that_nobody_asks_for(fake_gpus) -> None:
 # Hosts with AMD GPUs, and with GPUs of both vendors
 
 
-def found() -> dict[str, Check]:
+def found() -> dict[str, api.Check]:
     """Name of a check -> its finding."""
     return {one.name: one for one in doctor.run_checks()}
 

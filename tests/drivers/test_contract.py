@@ -11,19 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support import api
 from support.forks import in_child
 from support.vendor_hosts import KfdHost
-
-from safe_gpu.drivers import meant_vendor, open_driver, open_drivers, opened_driver
-from safe_gpu.drivers.base import Driver, is_wsl, own_namespace_pids
-from safe_gpu.drivers.nvidia_smi import NvidiaSmiDriver
-from safe_gpu.drivers.nvml import NvmlDriver
-from safe_gpu.drivers.presets import preset
-from safe_gpu.errors import SafeGpuError, UnsatisfiableRequestError
-from safe_gpu.gpus.devices import Gpu, GpuProcess, HostSnapshot, ProcessKind, are_mixed, bus_order
-from safe_gpu.host import procfs
-from safe_gpu.selection.request import Selection, parse_request
-from safe_gpu.selection.verdicts import judge
 
 HIDDEN = 4_000_000  # above every pid that Linux gives
 MIB = 1 << 20
@@ -44,7 +34,7 @@ class Bench:
             fake_gpus.write(*({"bus": f"00000000:{bus}:00.0"} for bus in ("0A", "C1", "09")))
         if name == "nvml":
             fake_gpus.use_nvml_here()
-        self.driver: Any = open_driver(name)
+        self.driver: Any = api.open_driver(name)
 
     def occupy(self, uuid: str, pid: int) -> Any:
         """A process with this pid is on the device until .close() of the result."""
@@ -66,7 +56,7 @@ def test_an_idle_host(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (snapshot.driver, bool(snapshot.driver_version)) == (driver.name, True)
     assert runtime.asks_library == (driver.host_topology() is None) == (not driver.name.startswith("simulated:"))
     assert len(snapshot.physical) == len(snapshot.gpus) == len({gpu.uuid for gpu in snapshot.gpus}) == 3
-    keys = [bus_order(gpu.pci_bus_id) for gpu in snapshot.gpus]
+    keys = [api.bus_order(gpu.pci_bus_id) for gpu in snapshot.gpus]
     assert keys == sorted(keys)  # type: ignore[type-var]
     for index, gpu in enumerate(snapshot.gpus):
         assert (gpu.index, gpu.pci_bus_id, len(gpu.pci_bus_id)) == (index, gpu.pci_bus_id.lower(), 12)
@@ -97,7 +87,7 @@ def test_a_process_shows_on_its_gpu_and_goes(bench: Bench, pid: int) -> None:
     during = bench.driver.snapshot().gpus
     assert during[1].processes is not None
     assert [(process.pid, process.kind, process.memory_used) for process in during[1].processes] == [
-        (pid, ProcessKind.COMPUTE, MEMORY)
+        (pid, api.ProcessKind.COMPUTE, MEMORY)
     ]
     assert during[1].memory_used == (gpus[1].memory_used or 0) + MEMORY
     assert during[::2] == gpus[::2]
@@ -111,7 +101,7 @@ def test_a_process_shows_on_its_gpu_and_goes(bench: Bench, pid: int) -> None:
 
 def test_a_device_that_is_not_there(bench: Bench) -> None:
     here = bench.driver.snapshot().gpus[0]
-    stranger = Gpu(0, "GPU-stranger", "Ghost", here.pci_bus_id)
+    stranger = api.Gpu(0, "GPU-stranger", "Ghost", here.pci_bus_id)
     gone, same = bench.driver.usage((stranger, here))
     assert (gone.index, gone.uuid, gone.name, gone.lost, gone.processes) == (0, "GPU-stranger", "Ghost", True, None)
     assert gone.unusable
@@ -162,7 +152,7 @@ def test_an_error_in_place_of_a_product_name_is_no_model(fake_gpus: Any, fake_nv
                 fake_gpus.write({"name": "NVIDIA H200"}, {"name": told})
                 gpus = driver.snapshot().gpus
                 assert gpus[1].name == expected
-                assert not are_mixed(gpus)
+                assert not api.are_mixed(gpus)
             driver.close()
 
 
@@ -174,14 +164,14 @@ def test_a_thread_stands_for_its_process() -> None:
     worker = threading.Thread(target=done.wait)
     worker.start()
     thread, pid = worker.native_id or 0, os.getpid()
-    listed = (GpuProcess(thread, memory_used=5), GpuProcess(pid, memory_used=7), GpuProcess(HIDDEN))
-    kinds = own_namespace_pids((GpuProcess(thread), GpuProcess(thread, ProcessKind.GRAPHICS)))
-    found, reversed_ = own_namespace_pids(listed), own_namespace_pids(reversed(listed))
+    listed = (api.GpuProcess(thread, memory_used=5), api.GpuProcess(pid, memory_used=7), api.GpuProcess(HIDDEN))
+    kinds = api.own_namespace_pids((api.GpuProcess(thread), api.GpuProcess(thread, api.ProcessKind.GRAPHICS)))
+    found, reversed_ = api.own_namespace_pids(listed), api.own_namespace_pids(reversed(listed))
     done.set()
     worker.join()
-    assert found == (GpuProcess(pid, memory_used=7), GpuProcess(HIDDEN))
-    assert reversed_[1] == GpuProcess(pid, memory_used=7)
-    assert [process.kind for process in kinds] == [ProcessKind.COMPUTE, ProcessKind.GRAPHICS]
+    assert found == (api.GpuProcess(pid, memory_used=7), api.GpuProcess(HIDDEN))
+    assert reversed_[1] == api.GpuProcess(pid, memory_used=7)
+    assert [process.kind for process in kinds] == [api.ProcessKind.COMPUTE, api.ProcessKind.GRAPHICS]
 
 
 OPEN = "file = open({!r}, 'r+b')\n"
@@ -199,37 +189,37 @@ def test_who_has_a_device_open(fake_gpus: Any, child: Any, zombie: int, monkeypa
     codes = (OPEN.format(str(device)), MAP.format(str(device)), "")
     processes = [child(f"{code}say('open'); listen()", says="open") for code in codes]
     user, mapper, bystander = (process.pid for process in processes)
-    listed = tuple(GpuProcess(pid, name="x") for pid in (user, mapper, bystander, own, zombie, HIDDEN))
-    found = {process.pid: process.elsewhere for process in own_namespace_pids(listed)}
+    listed = tuple(api.GpuProcess(pid, name="x") for pid in (user, mapper, bystander, own, zombie, HIDDEN))
+    found = {process.pid: process.elsewhere for process in api.own_namespace_pids(listed)}
     assert found == {user: False, mapper: False, bystander: True, own: False, zombie: False, HIDDEN: False}
-    assert [process.name for process in own_namespace_pids(listed)] == ["x", "x", None, "x", "x", "x"]
-    assert own_namespace_pids((GpuProcess(bystander, ProcessKind.GRAPHICS),))[0].elsewhere
+    assert [process.name for process in api.own_namespace_pids(listed)] == ["x", "x", None, "x", "x", "x"]
+    assert api.own_namespace_pids((api.GpuProcess(bystander, api.ProcessKind.GRAPHICS),))[0].elsewhere
     with monkeypatch.context() as patch:  # one that has too much open, or may not be read
-        patch.setattr(procfs, "open_files", lambda pid: None)
-        assert not own_namespace_pids((GpuProcess(bystander),))[0].elsewhere
+        patch.setattr(api.procfs, "open_files", lambda pid: None)
+        assert not api.own_namespace_pids((api.GpuProcess(bystander),))[0].elsewhere
     (devices / "nvidiactl").unlink()
-    assert not any(process.elsewhere for process in own_namespace_pids(listed)), "not NVIDIA's driver for Linux"
+    assert not any(process.elsewhere for process in api.own_namespace_pids(listed)), "not NVIDIA's driver for Linux"
 
 
 # Whose memory is in use
 
 
 def judged(driver: Any, number: int = 0) -> tuple[str, str]:
-    verdict = judge(driver.snapshot(), Selection(), claimed={})[number]
+    verdict = api.judge(driver.snapshot(), api.Selection(), claimed={})[number]
     return verdict.state, verdict.reason
 
 
 def test_memory_that_the_driver_reserves(fake_gpus: Any) -> None:
     """Version 2 of the memory call leaves it out, so that a stranger of another container with 600 MiB is noticed."""
     fake_gpus.use_nvml_here()
-    driver = NvmlDriver()
+    driver = api.NvmlDriver()
     fake_gpus.change(0, reserved=700 * MIB)
     assert judged(driver) == ("free", "")
     assert not driver.snapshot().gpus[0].counts_reserved
     fake_gpus.change(0, used=600 * MIB)
     assert "600 MiB of memory in use by no process" in judged(driver)[1]
     (gpu,) = driver.usage(driver.snapshot().gpus[:1])
-    assert not judge(HostSnapshot((gpu, *driver.snapshot().gpus[1:])), Selection(), claimed={})[0].free
+    assert not api.judge(api.HostSnapshot((gpu, *driver.snapshot().gpus[1:])), api.Selection(), claimed={})[0].free
     fake_gpus.change(0, used=0, memory_v2_error=NOT_SUPPORTED)
     assert driver.snapshot().gpus[0].counts_reserved
     assert judged(driver) == ("free", "")
@@ -239,7 +229,7 @@ def test_memory_that_the_driver_reserves(fake_gpus: Any) -> None:
 
 def test_page_cache_on_a_gpu_whose_memory_is_a_numa_node(fake_gpus: Any) -> None:
     fake_gpus.use_nvml_here()
-    driver = NvmlDriver()
+    driver = api.NvmlDriver()
     fake_gpus.change(0, used=60 << 30, memory_node=1)
     fake_gpus.change(1, used=17 * MIB)
     fake_gpus.change(2, used=16 * MIB)
@@ -256,11 +246,11 @@ def test_the_desktop_of_windows(fake_gpus: Any, fake_nvidia_smi: Any) -> None:
     fake_gpus.use_nvml_here()
     fake_gpus.change(0, used=2 << 30)
     devices = fake_gpus.devices("dxg")
-    assert is_wsl()
-    assert judged(NvmlDriver()) == judged(NvidiaSmiDriver()) == ("free", "")
+    assert api.is_wsl()
+    assert judged(api.NvmlDriver()) == judged(api.NvidiaSmiDriver()) == ("free", "")
     (devices / "nvidiactl").touch()
-    assert not is_wsl()
-    assert judged(NvmlDriver())[0] == judged(NvidiaSmiDriver())[0] == "busy"
+    assert not api.is_wsl()
+    assert judged(api.NvmlDriver())[0] == judged(api.NvidiaSmiDriver())[0] == "busy"
 
 
 # Which driver is opened, also on hosts with GPUs of both vendors, and what is said when none can be
@@ -277,7 +267,7 @@ def ask(fake_gpus: Any, fake_nvidia_smi: Any, driver_libraries: Any, tmp_path: P
     in /dev; ``card``, an NVIDIA GPU on the bus; without ``module``, ``library`` or ``program`` of NVML and nvidia-smi.
     """
 
-    def shown(driver: Driver) -> list[Any]:
+    def shown(driver: api.Driver) -> list[Any]:
         found = [driver.name, len(driver.snapshot().gpus)]
         driver.close()
         return found
@@ -308,10 +298,10 @@ def ask(fake_gpus: Any, fake_nvidia_smi: Any, driver_libraries: Any, tmp_path: P
         monkeypatch.setenv("SAFE_GPU_FSROOT", str(host.root))
         try:
             if asked == "each":
-                drivers, broken = open_drivers()
+                drivers, broken = api.open_drivers()
                 return [*(shown(driver) for driver in drivers), *(error.partition(":")[0] for error in broken)]
-            return shown(open_driver(vendor=asked or None))
-        except SafeGpuError as err:
+            return shown(api.open_driver(vendor=asked or None))
+        except api.SafeGpuError as err:
             return [type(err).__name__, str(err)]
 
     return answer
@@ -359,37 +349,37 @@ def test_no_driver_at_all_names_the_way_out(ask: Any) -> None:
 def test_unknown_names(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, known in (("NVML", "simulated:PRESET"), ("kfd:0", "simulated:PRESET"), ("simulated:dgx", "dgx-a100")):
         monkeypatch.setenv("SAFE_GPU_DRIVER", name)
-        with pytest.raises(UnsatisfiableRequestError, match=known):
-            open_driver()
+        with pytest.raises(api.UnsatisfiableRequestError, match=known):
+            api.open_driver()
 
 
 def test_a_driver_that_was_named_and_has_no_such_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     for driver, vendor in ("nvml", "amd"), ("nvidia-smi", "amd"), ("kfd", "nvidia"), ("simulated:mi250x", "nvidia"):
         monkeypatch.setenv("SAFE_GPU_DRIVER", driver)
-        with pytest.raises(UnsatisfiableRequestError, match=f"vendor='{vendor}'") as caught:
-            open_driver(vendor=vendor)
+        with pytest.raises(api.UnsatisfiableRequestError, match=f"vendor='{vendor}'") as caught:
+            api.open_driver(vendor=vendor)
         assert f"SAFE_GPU_DRIVER={driver} has none: leave vendor= out, or unset SAFE_GPU_DRIVER" in str(caught.value)
 
 
 def test_what_tells_the_vendor_of_this_process() -> None:
-    nvidia = preset("laptop").devices[0].uuid
+    nvidia = api.preset("laptop").devices[0].uuid
     for environment, vendor in (
         ({}, None),
         ({"ROCR_VISIBLE_DEVICES": AMD}, "amd"),
         ({"SAFE_GPU_EXPECT": nvidia, "ROCR_VISIBLE_DEVICES": AMD}, "nvidia"),
     ):
-        assert meant_vendor(environment) == vendor
+        assert api.meant_vendor(environment) == vendor
 
 
 def test_what_a_uuid_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole UUID of an AMD GPU in `only` chooses the driver, as does one in ROCR_VISIBLE_DEVICES."""
     monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:two-vendors")
-    assert [driver.snapshot().vendor for driver in open_drivers()[0]] == ["nvidia", "amd"]
+    assert [driver.snapshot().vendor for driver in api.open_drivers()[0]] == ["nvidia", "amd"]
     for request, environment, vendor in (
         ({"only": (AMD,)}, "", "amd"),
         ({}, AMD, "amd"),
         ({"vendor": "nvidia", "only": (AMD,)}, AMD, "nvidia"),
     ):
         monkeypatch.setenv("ROCR_VISIBLE_DEVICES", environment)
-        with opened_driver(**parse_request(**request).driver) as driver:
+        with api.opened_driver(**api.parse_request(**request).driver) as driver:
             assert {gpu.vendor for gpu in driver.snapshot().gpus} == {vendor}

@@ -5,17 +5,9 @@ import signal
 from typing import Any
 
 import pytest
+from support import api
 
 from safe_gpu import GPUOwner, NoPlaceholder
-from safe_gpu.cli.commands import main
-from safe_gpu.coordination.closed import drained_gpus
-from safe_gpu.drivers.nvidia_smi import NvidiaSmiDriver
-from safe_gpu.errors import NoDriverError, UnsatisfiableRequestError
-from safe_gpu.gpus.devices import ComputeMode, HostSnapshot, ProcessKind
-from safe_gpu.runtimes.visible_devices import parse_cuda
-from safe_gpu.selection.choice import check_possible
-from safe_gpu.selection.request import Selection, parse_request
-from safe_gpu.selection.verdicts import judge
 
 HIDDEN = 4_000_000
 BARE = ["54d0709b-558d-5a59-9c65-0c5fc14a21a4", "a9485f58-0a6e-5a97-b73d-87cdf435c65e"]  # of Jetson
@@ -29,11 +21,11 @@ def host(fake_gpus: Any, fake_nvidia_smi: Any) -> Any:
 
 
 @pytest.fixture
-def driver(host: Any) -> NvidiaSmiDriver:
-    return NvidiaSmiDriver()
+def driver(host: Any) -> api.NvidiaSmiDriver:
+    return api.NvidiaSmiDriver()
 
 
-def test_all_fields(host: Any, driver: NvidiaSmiDriver) -> None:
+def test_all_fields(host: Any, driver: api.NvidiaSmiDriver) -> None:
     host.write(
         {"bus": "00000000:C1:00.0", "util": 12, "temp": 66, "fan": 30, "mode": 3, "display": 1},
         {"bus": "00000000:0A:00.0", "mode": 2},
@@ -45,26 +37,30 @@ def test_all_fields(host: Any, driver: NvidiaSmiDriver) -> None:
     first, second = snapshot.gpus
     assert (snapshot.driver, snapshot.driver_version) == ("nvidia-smi", "550.54.15")
     assert (first.index, first.uuid, first.pci_bus_id) == (0, host.uuids[1], "0000:0a:00.0")
-    assert (first.compute_mode, second.compute_mode) == (ComputeMode.PROHIBITED, ComputeMode.EXCLUSIVE_PROCESS)
+    assert (first.compute_mode, second.compute_mode) == (api.ComputeMode.PROHIBITED, api.ComputeMode.EXCLUSIVE_PROCESS)
     assert (second.utilization, second.temperature, second.display_active) == (12, 66, True)
     assert (second.memory_total, second.memory_used) == (80 << 30, 6 << 20)
     own, *others = sorted(second.processes or (), key=lambda process: process.pid)
     assert (own.pid, own.memory_used, bool(own.name)) == (os.getpid(), 3 << 20, True)
     assert [process.memory_used for process in others] == [None, 1 << 20, 2 << 20]
-    assert [process.kind for process in others] == [ProcessKind.COMPUTE, ProcessKind.GRAPHICS, ProcessKind.MPS]
+    assert [process.kind for process in others] == [
+        api.ProcessKind.COMPUTE,
+        api.ProcessKind.GRAPHICS,
+        api.ProcessKind.MPS,
+    ]
     assert (first.draws, second.draws) == (False, True)
     assert driver.usage(snapshot.gpus) == snapshot.gpus
     assert driver.detailed(snapshot) == driver.linked(snapshot) == snapshot
 
 
 @pytest.mark.parametrize("value", ["[N/A]", "Unknown Error", "ERR!", "Insufficient Permissions"])
-def test_values_that_are_none_or_say_lost(host: Any, driver: NvidiaSmiDriver, value: str) -> None:
+def test_values_that_are_none_or_say_lost(host: Any, driver: api.NvidiaSmiDriver, value: str) -> None:
     fields = ("total", "used", "free", "gpu_util", "compute_mode", "display_active", "current_mig", "driver_version")
     host.quirks(**dict.fromkeys(fields, value))
     snapshot = driver.snapshot()
     gpu = snapshot.gpus[0]
     assert (gpu.memory_total, gpu.memory_used, gpu.memory_free, gpu.utilization) == (None, None, None, None)
-    assert (gpu.compute_mode, gpu.display_active, gpu.mig_enabled) == (ComputeMode.DEFAULT, False, False)
+    assert (gpu.compute_mode, gpu.display_active, gpu.mig_enabled) == (api.ComputeMode.DEFAULT, False, False)
     assert (gpu.uuid, gpu.processes, gpu.unusable, gpu.lost) == (host.uuids[0], (), None, False)
     assert snapshot.driver_version == ""
     for field, text in (("used", "[GPU is lost]"), ("uuid", "[GPU requires reset]")):
@@ -72,13 +68,13 @@ def test_values_that_are_none_or_say_lost(host: Any, driver: NvidiaSmiDriver, va
         assert [(gpu.uuid, gpu.lost) for gpu in driver.snapshot().gpus] == [(uuid, True) for uuid in host.uuids]
 
 
-def test_where_not_all_answer_by_id_the_host_is_asked(host: Any, driver: NvidiaSmiDriver) -> None:
+def test_where_not_all_answer_by_id_the_host_is_asked(host: Any, driver: api.NvidiaSmiDriver) -> None:
     gpus = driver.snapshot().gpus
     host.quirks(one_id=1)
     assert driver.usage(gpus[::-1]) == gpus[::-1]
 
 
-def test_a_driver_that_does_not_work(host: Any, driver: NvidiaSmiDriver, tmp_path: Any, monkeypatch: Any) -> None:
+def test_a_driver_that_does_not_work(host: Any, driver: api.NvidiaSmiDriver, tmp_path: Any, monkeypatch: Any) -> None:
     gpus = driver.snapshot().gpus
     for says, shown in (
         ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", "couldn't communicate"),
@@ -86,12 +82,12 @@ def test_a_driver_that_does_not_work(host: Any, driver: NvidiaSmiDriver, tmp_pat
     ):
         host.quirks(fail=1, says=says, status=9)
         for question in (driver.snapshot, lambda: driver.usage(gpus)):
-            with pytest.raises(NoDriverError, match=shown) as caught:
+            with pytest.raises(api.NoDriverError, match=shown) as caught:
                 question()
             assert caught.value.driver == "nvidia-smi"
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(NoDriverError, match="PATH"):
-        NvidiaSmiDriver()
+    with pytest.raises(api.NoDriverError, match="PATH"):
+        api.NvidiaSmiDriver()
 
 
 @pytest.mark.parametrize("lost", [(0,), (3,), (1, 2)])
@@ -100,7 +96,7 @@ def test_a_driver_that_does_not_work(host: Any, driver: NvidiaSmiDriver, tmp_pat
     ["GPU {bus}: Unknown Error", "GPU{short}: Unknown Error", "{short}: Unknown Error", "gpu {index} : x",
      "GPU{index}: {short}: GPU is lost.  Reboot the system to recover this GPU", "GPU {index}: {bus}: Unknown Error"],
 )  # fmt: skip
-def test_a_lost_gpu_in_every_version_s_words(host: Any, driver: NvidiaSmiDriver, said: str, lost: Any) -> None:
+def test_a_lost_gpu_in_every_version_s_words(host: Any, driver: api.NvidiaSmiDriver, said: str, lost: Any) -> None:
     host.write(*({"lost": int(number in lost)} for number in range(4)))
     host.quirks(lost_line=f"Unable to determine the device handle for {said}")
     snapshot = driver.snapshot()
@@ -110,7 +106,7 @@ def test_a_lost_gpu_in_every_version_s_words(host: Any, driver: NvidiaSmiDriver,
 
 
 def test_a_gpu_that_is_counted_and_not_named(
-    host: Any, driver: NvidiaSmiDriver, monkeypatch: pytest.MonkeyPatch, caplog: Any, capsys: Any
+    host: Any, driver: api.NvidiaSmiDriver, monkeypatch: pytest.MonkeyPatch, caplog: Any, capsys: Any
 ) -> None:
     host.write({}, {"lost": 1}, {})
     host.quirks(lost_line="GPU is lost. Reboot the system to recover this GPU")
@@ -122,7 +118,7 @@ def test_a_gpu_that_is_counted_and_not_named(
         assert os.environ["CUDA_VISIBLE_DEVICES"] == host.uuids[2]
     assert snapshot.doubt in caplog.text
     for command in (["status"], ["status", "--json"]):
-        main(command)
+        api.main(command)
         assert snapshot.doubt in " ".join(capsys.readouterr().out.split())
 
 
@@ -132,11 +128,11 @@ def test_which_names_are_drained(host: Any, tmp_path: Any, monkeypatch: pytest.M
     monkeypatch.setenv("SAFE_GPU_DRIVER", "nvidia-smi")
     monkeypatch.setenv("SAFE_GPU_POLICY", str(tmp_path / "config.ini"))
     host.write({"uuid": BARE[0], "bus": "N/A"}, {"lost": 1}, {})
-    main(["drain", "2"])
+    api.main(["drain", "2"])
     host.quirks(lost_line="GPU is lost.")
-    assert main(["drain", "1"]) != 0
-    main(["drain", BARE[0]])
-    assert [*drained_gpus()] == [host.uuids[2], BARE[0]]
+    assert api.main(["drain", "1"]) != 0
+    api.main(["drain", BARE[0]])
+    assert [*api.drained_gpus()] == [host.uuids[2], BARE[0]]
 
 
 def section(bus: str, uuid: str) -> str:
@@ -160,7 +156,7 @@ def test_a_process_named_like_a_gpu_makes_busy(host: Any, driver: Any, bus: str,
     host.process(host.uuids[1], HIDDEN + 1, 1 << 20, static=True, kind="graphics")
     host.quirks(process_name=section(bus, "GPU-other" if of is None else host.uuids[of]), **change)
     snapshot = driver.snapshot()
-    states = {one.gpu.uuid: one.state for one in judge(snapshot, Selection(), claimed={})}
+    states = {one.gpu.uuid: one.state for one in api.judge(snapshot, api.Selection(), claimed={})}
     assert {states.get(uuid, "gone") for uuid in host.uuids} <= {"busy", "gone", "unusable"}
     assert "free" not in states.values()
     assert "nvidia-smi shows more GPUs than it counts, or one twice" in snapshot.doubt
@@ -177,7 +173,7 @@ def test_a_process_named_like_a_gpu_makes_busy(host: Any, driver: Any, bus: str,
         {"process_name": "Unable to determine the device handle for GPU 0000:00:00.0: GPU is lost"},
     ],
 )
-def test_what_changes_nothing(host: Any, driver: NvidiaSmiDriver, quirks: dict[str, object]) -> None:
+def test_what_changes_nothing(host: Any, driver: api.NvidiaSmiDriver, quirks: dict[str, object]) -> None:
     for uuid in host.uuids:
         host.process(uuid, HIDDEN, 5 << 20, static=True)
     host.quirks(**quirks)
@@ -231,29 +227,29 @@ def test_a_query_that_hangs_or_is_interrupted_leaves_no_process(host: Any) -> No
             raise KeyboardInterrupt
 
     host.quirks(hang=1)
-    with pytest.raises(NoDriverError, match="did not answer within 4 s"):
-        NvidiaSmiDriver(timeout=4.0).snapshot()
+    with pytest.raises(api.NoDriverError, match="did not answer within 4 s"):
+        api.NvidiaSmiDriver(timeout=4.0).snapshot()
     assert is_gone()
     (host.directory / "hung").unlink()
     old = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
     try:
         with pytest.raises(KeyboardInterrupt):
-            NvidiaSmiDriver().snapshot()
+            api.NvidiaSmiDriver().snapshot()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, old)
     assert is_gone()
 
 
-def test_mig_needs_nvml(host: Any, driver: NvidiaSmiDriver) -> None:
+def test_mig_needs_nvml(host: Any, driver: api.NvidiaSmiDriver) -> None:
     host.write({"mig": 1, "instances": "MIG-a,MIG-b", "imem": 20 << 30}, {"mig": 0})
     host.process("MIG-b", HIDDEN, 5 << 20, static=True)
     parent, other = snapshot = driver.snapshot().gpus
     assert (parent.mig_enabled, parent.memory_total, parent.memory_used) == (True, 80 << 30, 5 << 20)
     assert other.unusable is None
     assert driver.usage(snapshot) == snapshot
-    host_now = HostSnapshot(snapshot)
+    host_now = api.HostSnapshot(snapshot)
     for request, limit in (({"nb_gpus": 2}, None), ({"only": "MIG-a"}, None), ({"nb_gpus": 1}, "MIG-a")):
-        with pytest.raises(UnsatisfiableRequestError, match=r"GPU 0: .* NVML only: pip install nvidia-ml"):
-            check_possible(host_now, parse_request(**request), parse_cuda(limit, host_now))
+        with pytest.raises(api.UnsatisfiableRequestError, match=r"GPU 0: .* NVML only: pip install nvidia-ml"):
+            api.check_possible(host_now, api.parse_request(**request), api.parse_cuda(limit, host_now))

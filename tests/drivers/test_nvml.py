@@ -10,13 +10,8 @@ from typing import Any
 
 import pynvml
 import pytest
+from support import api
 from support.forks import in_child
-
-from safe_gpu.drivers import nvml
-from safe_gpu.errors import NoDriverError
-from safe_gpu.gpus.devices import ComputeMode, Gpu, GpuProcess, HostSnapshot, ProcessKind
-from safe_gpu.selection.request import Selection
-from safe_gpu.selection.verdicts import judge
 
 # nvmlReturn_t, as the fake answers it
 UNINITIALIZED, NOT_SUPPORTED, NO_PERMISSION, INSUFFICIENT_SIZE = 1, 3, 4, 7
@@ -33,19 +28,19 @@ def host(fake_gpus: Any) -> Any:
 
 
 @pytest.fixture
-def driver(host: Any) -> Iterator[nvml.NvmlDriver]:
-    opened = nvml.NvmlDriver()
+def driver(host: Any) -> Iterator[api.nvml.NvmlDriver]:
+    opened = api.nvml.NvmlDriver()
     yield opened
     opened.close()
 
 
-def state(gpu: Gpu) -> tuple[str, str]:
+def state(gpu: api.Gpu) -> tuple[str, str]:
     """What a claim would say of it."""
-    verdict, _ = judge(HostSnapshot((gpu, Gpu(1, "GPU-other"))), Selection(), claimed={})
+    verdict, _ = api.judge(api.HostSnapshot((gpu, api.Gpu(1, "GPU-other"))), api.Selection(), claimed={})
     return verdict.state, verdict.reason
 
 
-def pids(gpu: Gpu) -> set[tuple[int, str]]:
+def pids(gpu: api.Gpu) -> set[tuple[int, str]]:
     assert gpu.processes is not None, gpu.process_error
     return {(process.pid, process.kind) for process in gpu.processes}
 
@@ -53,20 +48,24 @@ def pids(gpu: Gpu) -> set[tuple[int, str]]:
 # ---- identity and order ----
 
 
-def test_dynamic_fields(host: Any, driver: nvml.NvmlDriver) -> None:
+def test_dynamic_fields(host: Any, driver: api.nvml.NvmlDriver) -> None:
     host.write(
         {"used": 5 << 20, "util": 37, "temp": 66, "fan": 30, "mode": 3, "display": 1},
         {"mode": 2, "util": "NA", "used": 2**64 - 1},
     )
     first, second = driver.detailed(driver.snapshot()).gpus
     assert (first.memory_used, first.memory_free) == (5 << 20, (80 << 30) - (5 << 20))
-    assert (first.utilization, first.compute_mode, first.display_active) == (37, ComputeMode.EXCLUSIVE_PROCESS, True)
-    assert (second.utilization, second.compute_mode, second.display_active) == (None, ComputeMode.PROHIBITED, False)
+    assert (first.utilization, first.compute_mode, first.display_active) == (
+        37,
+        api.ComputeMode.EXCLUSIVE_PROCESS,
+        True,
+    )
+    assert (second.utilization, second.compute_mode, second.display_active) == (None, api.ComputeMode.PROHIBITED, False)
     assert (first.temperature, second.temperature, second.memory_used) == (66, 41, None)
     assert [(gpu.fan, gpu.power, gpu.power_limit) for gpu in (first, second)] == [(30, 62, 400), (None, 62, 400)]
 
 
-def test_nvlink(host: Any, driver: nvml.NvmlDriver) -> None:
+def test_nvlink(host: Any, driver: api.nvml.NvmlDriver) -> None:
     host.set(4)
     one, two, *_ = host.uuids
     host.change(0, nvlink=two)
@@ -79,18 +78,18 @@ def test_nvlink(host: Any, driver: nvml.NvmlDriver) -> None:
 # ---- processes ----
 
 
-def test_what_only_draws_is_not_asked_for(host: Any, driver: nvml.NvmlDriver) -> None:
+def test_what_only_draws_is_not_asked_for(host: Any, driver: api.nvml.NvmlDriver) -> None:
     for kind in ("", "graphics"):
         host.process(host.uuids[0], os.getpid(), 3 << 20, kind=kind)
     host.process(host.uuids[1], HIDDEN, None, static=True)
     gpus = driver.snapshot().gpus
     (own,) = gpus[0].processes or ()
-    assert (own.pid, own.kind, own.memory_used) == (os.getpid(), ProcessKind.COMPUTE, 3 << 20)
+    assert (own.pid, own.kind, own.memory_used) == (os.getpid(), api.ProcessKind.COMPUTE, 3 << 20)
     assert os.path.basename(sys.executable) in (own.name or "")
-    assert gpus[1].processes == (GpuProcess(HIDDEN, ProcessKind.COMPUTE, None, None),)
+    assert gpus[1].processes == (api.GpuProcess(HIDDEN, api.ProcessKind.COMPUTE, None, None),)
     assert driver.usage(gpus) == gpus
     detailed = driver.detailed(driver.snapshot()).gpus
-    assert detailed[0].processes == (own, own._replace(kind=ProcessKind.GRAPHICS))
+    assert detailed[0].processes == (own, own._replace(kind=api.ProcessKind.GRAPHICS))
 
 
 @pytest.mark.parametrize("flags", [(), ("-DNO_V3",), ("-DNO_V3", "-DNO_MIG")])
@@ -98,11 +97,11 @@ def test_every_generation_of_driver(host: Any, flags: tuple[str, ...]) -> None:
     host.variant(*flags)
     host.use_nvml_here()
     host.set(3, used=100 << 20, node_cpus="0-3,64-67,4000", socket_cpus="0-7")
-    kinds = [ProcessKind.COMPUTE] * 3 + [ProcessKind.GRAPHICS, ProcessKind.MPS]
+    kinds = [api.ProcessKind.COMPUTE] * 3 + [api.ProcessKind.GRAPHICS, api.ProcessKind.MPS]
     for number, kind in enumerate(kinds):
-        kind = "" if kind == ProcessKind.COMPUTE else kind
+        kind = "" if kind == api.ProcessKind.COMPUTE else kind
         host.process(host.uuids[1], HIDDEN + number, (10 + number) << 20, static=True, kind=kind)
-    driver = nvml.NvmlDriver()
+    driver = api.nvml.NvmlDriver()
     gpus = driver.detailed(driver.snapshot()).gpus
     assert [gpu.uuid for gpu in gpus] == host.uuids
     assert driver.usage(gpus[::2]) == gpus[::2]
@@ -128,15 +127,15 @@ def test_a_gpu_that_cannot_list(host: Any, code: int, flag: str) -> None:
     host.change(0, v3_error=code)
     host.change(1, compute_error=code)
     host.change(2, mps_error=code, graphics_error=code, used=1 << 30)
-    gpus = nvml.NvmlDriver().snapshot().gpus
+    gpus = api.nvml.NvmlDriver().snapshot().gpus
     assert (gpus[1].processes, gpus[1].processes_supported) == (None, False)
-    assert pids(gpus[0]) == pids(gpus[2]) == {(HIDDEN, ProcessKind.COMPUTE)}
+    assert pids(gpus[0]) == pids(gpus[2]) == {(HIDDEN, api.ProcessKind.COMPUTE)}
     assert gpus[3].processes == ()
 
 
 @pytest.mark.parametrize("field", ["compute_error", "mps_error", "graphics_error"])
 @pytest.mark.parametrize("code", [NO_PERMISSION, INSUFFICIENT_SIZE, UNKNOWN, 12345])
-def test_a_list_that_fails_this_time(host: Any, driver: nvml.NvmlDriver, field: str, code: int) -> None:
+def test_a_list_that_fails_this_time(host: Any, driver: api.nvml.NvmlDriver, field: str, code: int) -> None:
     host.change(0, used=32 << 20)  # on a GPU that is all free only the first list is asked for
     gpus = driver.snapshot().gpus
     host.change(0, **{field: code})
@@ -157,15 +156,15 @@ def test_an_unanswered_question_costs_its_answer_only(host: Any) -> None:
         ("name", "name", ""),
         ("memory", "memory_total", None),
         ("util", "utilization", None),
-        ("mode", "compute_mode", ComputeMode.DEFAULT),
+        ("mode", "compute_mode", api.ComputeMode.DEFAULT),
         ("mig", "mig_enabled", False),
     ):
         host.set(2)
         host.change(1, **{f"{question}_error": UNKNOWN})
-        driver = nvml.NvmlDriver()
+        driver = api.nvml.NvmlDriver()
         gpu = driver.detailed(driver.snapshot()).gpus[1]
         driver.close()
-        nvml.KNOWN.clear()
+        api.nvml.KNOWN.clear()
         assert getattr(gpu, name) == value
         assert (gpu.uuid, gpu.unusable, gpu.processes) == (host.uuids[1], None, ())
 
@@ -183,14 +182,14 @@ def test_a_gpu_lost_between_polls_keeps_its_identity(host: Any, driver: Any, val
         same = ("index", "uuid", "name", "pci_bus_id")
         assert [getattr(lost, name) for name in same] == [getattr(before[3], name) for name in same]
         assert [gpu for gpu in now if not gpu.lost] == [gpu for gpu in before if gpu.index != 3]
-        assert HostSnapshot(now).needs_uuids
+        assert api.HostSnapshot(now).needs_uuids
     host.set(8)
     assert driver.snapshot().gpus == driver.usage(now) == before, "it is back"
 
 
 @pytest.mark.parametrize("code", [GPU_IS_LOST, RESET_REQUIRED])
 @pytest.mark.parametrize("field", ["memory", "util", "mode", "mig", "compute", "graphics", "mps", "display"])
-def test_a_gpu_lost_during_the_poll(host: Any, driver: nvml.NvmlDriver, field: str, code: int) -> None:
+def test_a_gpu_lost_during_the_poll(host: Any, driver: api.nvml.NvmlDriver, field: str, code: int) -> None:
     host.set(2, mig=0, used=32 << 20)
     driver.snapshot()
     host.change(0, **{f"{field}_error": code})
@@ -198,7 +197,7 @@ def test_a_gpu_lost_during_the_poll(host: Any, driver: nvml.NvmlDriver, field: s
     assert (first.uuid, first.lost, bool(first.unusable), other.lost) == (host.uuids[0], True, True, False)
 
 
-def test_a_gpu_that_this_process_may_not_open_and_two_with_one_uuid(host: Any, driver: nvml.NvmlDriver) -> None:
+def test_a_gpu_that_this_process_may_not_open_and_two_with_one_uuid(host: Any, driver: api.nvml.NvmlDriver) -> None:
     host.change(0, handle_error=NO_PERMISSION)
     snapshot = driver.snapshot()
     assert "may not open" in (snapshot.gpus[0].unusable or "")
@@ -214,14 +213,14 @@ def test_a_gpu_that_this_process_may_not_open_and_two_with_one_uuid(host: Any, d
 @pytest.mark.parametrize(("code", "words"), [(DRIVER_NOT_LOADED, "modprobe"), (NO_PERMISSION, "/dev/nvidiactl")])
 def test_nvml_that_does_not_start(host: Any, code: int, words: str) -> None:
     host.options(init_error=code)
-    with pytest.raises(NoDriverError, match=words) as caught:
-        nvml.NvmlDriver()
+    with pytest.raises(api.NoDriverError, match=words) as caught:
+        api.nvml.NvmlDriver()
     assert caught.value.driver == "nvml"
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 @pytest.mark.parametrize("code", [UNINITIALIZED, DRIVER_NOT_LOADED, VERSION_MISMATCH])
-def test_a_driver_that_goes_and_comes_back(host: Any, driver: nvml.NvmlDriver, code: int) -> None:
+def test_a_driver_that_goes_and_comes_back(host: Any, driver: api.nvml.NvmlDriver, code: int) -> None:
     before = driver.snapshot()
     host.options(session_error=code)
     for question in (
@@ -229,7 +228,7 @@ def test_a_driver_that_goes_and_comes_back(host: Any, driver: nvml.NvmlDriver, c
         lambda: driver.usage(before.gpus),
         lambda: driver.cpu_affinity(host.uuids[0], "node"),
     ):
-        with pytest.raises(NoDriverError):
+        with pytest.raises(api.NoDriverError):
             question()
     host.options(driver_version="580.1")
     assert driver.usage(before.gpus) == before.gpus
@@ -241,13 +240,13 @@ def test_a_driver_that_goes_and_comes_back(host: Any, driver: nvml.NvmlDriver, c
     assert driver.usage(before.gpus) == before.gpus
 
 
-def test_threads_share_a_driver(host: Any, driver: nvml.NvmlDriver) -> None:
+def test_threads_share_a_driver(host: Any, driver: api.nvml.NvmlDriver) -> None:
     expected = driver.snapshot()
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(lambda _: driver.snapshot(), range(8))) == [expected] * 8
 
 
-def test_a_forked_child_opens_its_own_session(host: Any, driver: nvml.NvmlDriver, monkeypatch: Any) -> None:
+def test_a_forked_child_opens_its_own_session(host: Any, driver: api.nvml.NvmlDriver, monkeypatch: Any) -> None:
     """Also one that was forked while another thread polled."""
     before, count = driver.snapshot(), pynvml.nvmlDeviceGetCount
     asked, answered = threading.Event(), threading.Event()
@@ -299,7 +298,7 @@ def test_compute_instances_have_the_memory_of_their_gpu_instance(host: Any, driv
     assert [gpu.unexplained_memory for gpu in driver.snapshot().gpus[1:]] == [0, 0, 2 << 30], "it cannot be told"
 
 
-def test_where_an_instance_is_mute(host: Any, driver: nvml.NvmlDriver) -> None:
+def test_where_an_instance_is_mute(host: Any, driver: api.nvml.NvmlDriver) -> None:
     """A process without ids counts there. GPU 1 is cut in two with a gap between the slots, GPU 2 has no instance."""
     host.write(
         {"mig": 0}, {"mig": 1, "instances": "MIG-a,,MIG-c", "imem": 20 << 30, "node_cpus": "0-3", "mode": 3}, {"mig": 1}
@@ -307,7 +306,7 @@ def test_where_an_instance_is_mute(host: Any, driver: nvml.NvmlDriver) -> None:
     process = host.process(host.uuids[1], HIDDEN, static=True)
     assert [pids(gpu) for gpu in driver.snapshot().gpus[2:4]] == [set(), set()]
     host.change(1, icompute_error=NOT_SUPPORTED)
-    assert [pids(gpu) for gpu in driver.snapshot().gpus[2:4]] == [{(HIDDEN, ProcessKind.COMPUTE)}] * 2
+    assert [pids(gpu) for gpu in driver.snapshot().gpus[2:4]] == [{(HIDDEN, api.ProcessKind.COMPUTE)}] * 2
     process.unlink()
     host.change(1, icompute_error=UNKNOWN, imemory_error=NO_PERMISSION)
     _, parent, first, *_ = driver.snapshot().gpus
@@ -319,7 +318,7 @@ def test_where_an_instance_is_mute(host: Any, driver: nvml.NvmlDriver) -> None:
 
 
 def test_the_memory_of_a_process_that_starts_meanwhile_is_not_that_of_nobody(
-    host: Any, driver: nvml.NvmlDriver, monkeypatch: pytest.MonkeyPatch
+    host: Any, driver: api.nvml.NvmlDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (before,) = driver.snapshot().gpus[:1]
     lists = pynvml.nvmlDeviceGetComputeRunningProcesses_v3
@@ -330,7 +329,7 @@ def test_the_memory_of_a_process_that_starts_meanwhile_is_not_that_of_nobody(
 
     monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses_v3", after_it_has_started)
     (gpu,) = driver.usage((before,))
-    assert (pids(gpu), gpu.memory_used) == ({(HIDDEN, ProcessKind.COMPUTE)}, 0)
+    assert (pids(gpu), gpu.memory_used) == ({(HIDDEN, api.ProcessKind.COMPUTE)}, 0)
 
 
 @pytest.mark.parametrize("values", [{}, {"memory_error": NOT_SUPPORTED}])
@@ -341,11 +340,13 @@ def test_what_draws_is_seen_where_the_memory_of_another_is_not_told(host: Any, d
         host.process(host.uuids[0], os.getpid(), None)
     host.process(host.uuids[0], HIDDEN, 2 << 30, static=True, kind="graphics")
     for gpu, *_ in (driver.snapshot().gpus, driver.usage(driver.snapshot().gpus[:1])):
-        (verdict, _) = judge(HostSnapshot((gpu, Gpu(1, "GPU-other"))), Selection(), claimed={}, own={os.getpid()})
+        (verdict, _) = api.judge(
+            api.HostSnapshot((gpu, api.Gpu(1, "GPU-other"))), api.Selection(), claimed={}, own={os.getpid()}
+        )
         assert (verdict.state, verdict.pid) == ("busy", HIDDEN)
 
 
-def test_a_gpu_in_place_of_another(host: Any, driver: nvml.NvmlDriver) -> None:
+def test_a_gpu_in_place_of_another(host: Any, driver: api.nvml.NvmlDriver) -> None:
     """As many as before, and all of the earlier ones but the last have moved on by one number."""
     gpus = driver.snapshot().gpus
     host.write({"uuid": "GPU-new", "bus": "00000000:01:00.0"}, *host.gpus[:-1])
@@ -355,7 +356,7 @@ def test_a_gpu_in_place_of_another(host: Any, driver: nvml.NvmlDriver) -> None:
     assert "no longer shows it" in state(gone)[1]
 
 
-def test_mig_turned_on_cut_anew_and_turned_off(host: Any, driver: nvml.NvmlDriver) -> None:
+def test_mig_turned_on_cut_anew_and_turned_off(host: Any, driver: api.nvml.NvmlDriver) -> None:
     host.write({"mig": 0}, {"mig": 0})
     before = driver.snapshot().gpus
     host.change(0, mig=1, instances="MIG-a,MIG-b")
@@ -364,7 +365,7 @@ def test_mig_turned_on_cut_anew_and_turned_off(host: Any, driver: nvml.NvmlDrive
     parent, first, second, _ = gpus = driver.snapshot().gpus
     assert driver.usage(gpus) == gpus
     host.process("MIG-b", HIDDEN, static=True)
-    assert [pids(gpu) for gpu in driver.usage((first, second))] == [set(), {(HIDDEN, ProcessKind.COMPUTE)}]
+    assert [pids(gpu) for gpu in driver.usage((first, second))] == [set(), {(HIDDEN, api.ProcessKind.COMPUTE)}]
     host.change(0, instances="MIG-b,MIG-c")  # MIG-b has another number now: the next poll shows it
     assert [(gpu.label, gpu.lost) for gpu in driver.usage((first, second))] == [("0:0", True), ("0:1", True)]
     host.change(0, mig=0, instances="")
@@ -376,7 +377,7 @@ def test_mig_turned_on_cut_anew_and_turned_off(host: Any, driver: nvml.NvmlDrive
 
 @pytest.mark.gpu
 def test_a_real_driver() -> None:
-    driver = nvml.NvmlDriver()
+    driver = api.nvml.NvmlDriver()
     snapshot = driver.snapshot()
     assert snapshot.gpus
     assert snapshot.driver_version

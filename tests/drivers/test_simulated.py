@@ -7,11 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from safe_gpu.drivers.presets import PRESETS
-from safe_gpu.drivers.simulated import SimulatedDriver
-from safe_gpu.errors import PlaceholderError, StateDirError
-from safe_gpu.gpus.devices import HostSnapshot, ProcessKind
+from support import api
 
 
 @pytest.fixture
@@ -20,11 +16,11 @@ def state(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def driver(state: Path) -> SimulatedDriver:
-    return SimulatedDriver("dgx-a100", str(state))
+def driver(state: Path) -> api.SimulatedDriver:
+    return api.SimulatedDriver("dgx-a100", str(state))
 
 
-def pids(snapshot: HostSnapshot, index: int = 0) -> list[int]:
+def pids(snapshot: api.HostSnapshot, index: int = 0) -> list[int]:
     return [process.pid for process in snapshot.gpus[index].processes or ()]
 
 
@@ -56,9 +52,9 @@ listen()
 # What the hosts are
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", api.PRESETS)
 def test_the_processors_fit_together(name: str, tmp_path: Path) -> None:
-    driver = SimulatedDriver(name, str(tmp_path))
+    driver = api.SimulatedDriver(name, str(tmp_path))
     topology = driver.host_topology()
     for parts in (topology.cores, topology.nodes.values(), topology.packages.values(), topology.llc):
         assert sorted(cpu for part in parts for cpu in part) == sorted(topology.cpus)
@@ -77,13 +73,13 @@ def test_the_processors_fit_together(name: str, tmp_path: Path) -> None:
 # Processes
 
 
-def test_contexts_of_one_process_add_up(driver: SimulatedDriver, state: Path) -> None:
+def test_contexts_of_one_process_add_up(driver: api.SimulatedDriver, state: Path) -> None:
     uuid = driver.idle.gpus[0].uuid
     first = driver.occupy(uuid, memory=1000)
-    with driver.occupy(uuid, memory=500), driver.occupy(uuid, memory=7, kind=ProcessKind.GRAPHICS):
-        shown = SimulatedDriver("dgx-a100", str(state)).snapshot().gpus[0].processes or ()
+    with driver.occupy(uuid, memory=500), driver.occupy(uuid, memory=7, kind=api.ProcessKind.GRAPHICS):
+        shown = api.SimulatedDriver("dgx-a100", str(state)).snapshot().gpus[0].processes or ()
         assert [(one.pid, one.memory_used) for one in shown] == [(os.getpid(), 1500), (os.getpid(), 7)]
-        assert [one.kind for one in shown] == [ProcessKind.COMPUTE, ProcessKind.GRAPHICS]
+        assert [one.kind for one in shown] == [api.ProcessKind.COMPUTE, api.ProcessKind.GRAPHICS]
         for _ in range(2):
             first.close()
         assert sum(process.memory_used or 0 for process in driver.snapshot().gpus[0].processes or ()) == 507
@@ -92,17 +88,19 @@ def test_contexts_of_one_process_add_up(driver: SimulatedDriver, state: Path) ->
 
 
 def test_devices_that_nothing_can_run_on(tmp_path: Path) -> None:
-    driver = SimulatedDriver("mig-h100", str(tmp_path))
+    driver = api.SimulatedDriver("mig-h100", str(tmp_path))
     parent, instance = driver.idle.gpus[:2]
     for uuid in (parent.uuid, "GPU-of-nobody", "../../escape"):
-        with pytest.raises(PlaceholderError) as caught:
+        with pytest.raises(api.PlaceholderError) as caught:
             driver.occupy(uuid)
         assert caught.value.uuid == uuid
     with driver.occupy(instance.uuid):
         assert pids(driver.snapshot(), 1) == [os.getpid()]
 
 
-def test_a_killed_process_is_gone_before_anyone_buries_it(driver: SimulatedDriver, occupying: Any, state: Path) -> None:
+def test_a_killed_process_is_gone_before_anyone_buries_it(
+    driver: api.SimulatedDriver, occupying: Any, state: Path
+) -> None:
     """So is one that has become another program."""
     other = occupying()
     assert pids(driver.snapshot()) == [other.pid]
@@ -116,7 +114,9 @@ def test_a_killed_process_is_gone_before_anyone_buries_it(driver: SimulatedDrive
     assert (driver.snapshot(), other.process.poll()) == (driver.idle, None)
 
 
-def test_a_child_does_not_keep_what_its_parent_held(driver: SimulatedDriver, occupying: Any, eventually: Any) -> None:
+def test_a_child_does_not_keep_what_its_parent_held(
+    driver: api.SimulatedDriver, occupying: Any, eventually: Any
+) -> None:
     other = occupying("""
 child = os.fork()
 if not child:
@@ -134,7 +134,7 @@ say(child)
         os.kill(child, signal.SIGKILL)
 
 
-def test_a_poll_never_takes_a_new_context_for_a_dead_one(driver: SimulatedDriver, occupying: Any) -> None:
+def test_a_poll_never_takes_a_new_context_for_a_dead_one(driver: api.SimulatedDriver, occupying: Any) -> None:
     uuid = driver.idle.gpus[0].uuid
     occupying("""
 context.close()
@@ -148,7 +148,7 @@ while True:
         assert driver.snapshot() == driver.idle
 
 
-def test_what_the_dead_left_is_cleared_away_and_nothing_else(driver: SimulatedDriver, state: Path) -> None:
+def test_what_the_dead_left_is_cleared_away_and_nothing_else(driver: api.SimulatedDriver, state: Path) -> None:
     uuid, place = driver.idle.gpus[0].uuid, state / "simulated/dgx-a100"
     dead, kept = f"{uuid}.1-1000-compute-5", ("notes", f"{uuid}.x-1000-compute-7")
     with driver.occupy(uuid, memory=5):
@@ -175,7 +175,7 @@ def test_users_with_narrow_umasks_share_the_host(open_tmp: Path, occupying: Any,
     become = "from safe_gpu.coordination.doors import digest; digest(''); "
     become += "os.umask(0o077); os.setgid({0}); os.setuid({0})"
     seen = "say(*sorted(p.pid for p in driver.snapshot().gpus[0].processes))"
-    driver = SimulatedDriver("dgx-a100", str(open_tmp / "state"))
+    driver = api.SimulatedDriver("dgx-a100", str(open_tmp / "state"))
     first, second = (occupying("say()", become.format(uid), open_tmp / "state") for uid in (54321, 54322))
     assert pids(driver.snapshot()) == sorted([first.pid, second.pid])
     third = occupying(seen, become.format(54323), open_tmp / "state")
@@ -188,26 +188,26 @@ def test_users_with_narrow_umasks_share_the_host(open_tmp: Path, occupying: Any,
 
 
 @pytest.mark.parametrize("level", ["", "simulated", "simulated/dgx-a100"])
-def test_links_are_never_followed(driver: SimulatedDriver, tmp_path: Path, level: str, state: Path) -> None:
+def test_links_are_never_followed(driver: api.SimulatedDriver, tmp_path: Path, level: str, state: Path) -> None:
     target = tmp_path / "target"
     target.mkdir()
     place = state / level
     place.parent.mkdir(parents=True, exist_ok=True)
     place.symlink_to(target)
     if level:  # in the place of the state directory a link stops the claim itself
-        with pytest.raises(StateDirError, match="SAFE_GPU_DIR"):
+        with pytest.raises(api.StateDirError, match="SAFE_GPU_DIR"):
             driver.snapshot()
-    with pytest.raises(StateDirError, match="link"):
+    with pytest.raises(api.StateDirError, match="link"):
         driver.occupy(driver.idle.gpus[0].uuid)
     assert list(target.iterdir()) == []
     place.unlink()
     place.write_text("")
-    with pytest.raises(StateDirError, match="SAFE_GPU_DIR"):
+    with pytest.raises(api.StateDirError, match="SAFE_GPU_DIR"):
         driver.snapshot()
 
 
 @pytest.mark.parametrize("broken", ["fchmod", "open"])
-def test_a_full_disk(driver: SimulatedDriver, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk(driver: api.SimulatedDriver, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     uuid, real_open = driver.idle.gpus[0].uuid, os.open
     driver.occupy(uuid).close()
     descriptors = len(os.listdir("/proc/self/fd"))
@@ -219,7 +219,7 @@ def test_a_full_disk(driver: SimulatedDriver, broken: str, monkeypatch: pytest.M
 
     with monkeypatch.context() as patch:
         patch.setattr(os, broken, full)
-        with pytest.raises(StateDirError, match="No space left on device") as caught:
+        with pytest.raises(api.StateDirError, match="No space left on device") as caught:
             driver.occupy(uuid)
     assert caught.value.errno == 28
     assert len(os.listdir("/proc/self/fd")) == descriptors
@@ -229,7 +229,9 @@ def test_a_full_disk(driver: SimulatedDriver, broken: str, monkeypatch: pytest.M
 # The placeholder
 
 
-def test_the_placeholder_takes_what_cuda_would_show(driver: SimulatedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_placeholder_takes_what_cuda_would_show(
+    driver: api.SimulatedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     placeholder = driver.runtime.default_placeholder()
     for device_no, index in ((7, 7), (1, 2)):
@@ -239,5 +241,5 @@ def test_the_placeholder_takes_what_cuda_would_show(driver: SimulatedDriver, mon
         assert driver.snapshot() == driver.idle
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,2")
     for wrong in (2, -1):
-        with pytest.raises(PlaceholderError, match="CUDA_VISIBLE_DEVICES=5,2 shows 2"):
+        with pytest.raises(api.PlaceholderError, match="CUDA_VISIBLE_DEVICES=5,2 shows 2"):
             placeholder(wrong)

@@ -6,17 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import api
 from support.vendor_hosts import GIB, IntelHost, KfdHost
-
-from safe_gpu.cli.commands import main
-from safe_gpu.drivers import open_driver, open_drivers
-from safe_gpu.drivers.intel import PRIVATE, parse_client
-from safe_gpu.drivers.kfd import KfdDriver
-from safe_gpu.errors import NoDriverError
-from safe_gpu.gpus.devices import Gpu, GpuProcess
-from safe_gpu.selection.request import Selection
-from safe_gpu.selection.verdicts import judge
-from safe_gpu.topology.files import Files
 
 HIDDEN = 4_000_000  # above every pid that Linux gives
 MI210, SECOND, THIRD = 0x2C5F_51A3_0D4F_9E01, 0x91B2_0000_0000_0002, 0x0000_0000_00AB_0003
@@ -37,17 +28,17 @@ def three(host: KfdHost) -> KfdHost:
     return host
 
 
-def gpus() -> tuple[Gpu, ...]:
-    return KfdDriver().snapshot().gpus
+def gpus() -> tuple[api.Gpu, ...]:
+    return api.KfdDriver().snapshot().gpus
 
 
 def free() -> list[int]:
-    snapshot = KfdDriver().snapshot()
-    return [verdict.gpu.index for verdict in judge(snapshot, Selection(), claimed={}) if verdict.free]
+    snapshot = api.KfdDriver().snapshot()
+    return [verdict.gpu.index for verdict in api.judge(snapshot, api.Selection(), claimed={}) if verdict.free]
 
 
 def test_gpus_stand_in_the_order_of_rocr(three: KfdHost) -> None:
-    snapshot = open_driver("kfd").snapshot()
+    snapshot = api.open_driver("kfd").snapshot()
     assert (snapshot.driver, snapshot.driver_version) == ("kfd", f"Linux {os.uname().release}")
     assert [(gpu.index, gpu.uuid, gpu.pci_bus_id, gpu.numa_node) for gpu in snapshot.gpus] == [
         (0, "GPU-2c5f51a30d4f9e01", "0000:c3:00.0", 0),
@@ -63,23 +54,23 @@ def test_gpus_stand_in_the_order_of_rocr(three: KfdHost) -> None:
     (three.root / "sys/module/amdgpu/version").write_text("6.10.5\n")
     (three.pci / "0000:c3:00.0/product_name").write_text("AMD INSTINCT MI210 PCIe\n")
     three.gpu(0xE3, 44, 4, device_id=0x1234, gfx_target_version=90402)
-    snapshot = KfdDriver().snapshot()
+    snapshot = api.KfdDriver().snapshot()
     assert snapshot.driver_version == "6.10.5"
     names = ["AMD INSTINCT MI210 PCIe", "AMD Instinct MI210", "AMD Instinct MI210", "AMD GPU gfx942"]
     assert [gpu.name for gpu in snapshot.gpus] == names
 
 
 def test_the_memory_of_a_process_that_starts_meanwhile_is_not_that_of_nobody(three: KfdHost, monkeypatch: Any) -> None:
-    names = Files.names
+    names = api.Files.names
 
-    def and_then_it_starts(files: Files, path: str) -> list[str]:
+    def and_then_it_starts(files: api.Files, path: str) -> list[str]:
         answered = names(files, path)
         if path.endswith("kfd/proc"):
             (three.pci / "0000:23:00.0/mem_info_vram_used").write_text(f"{1 << 30}\n")
             three.process(HIDDEN, vram_22=1 << 30)
         return answered
 
-    monkeypatch.setattr(Files, "names", and_then_it_starts)
+    monkeypatch.setattr(api.Files, "names", and_then_it_starts)
     assert [gpu.unexplained_memory for gpu in gpus()] == [10 << 20] * 3
 
 
@@ -90,7 +81,7 @@ def test_queues_and_further_contexts_count(three: KfdHost) -> None:
     three.process(HIDDEN, context=0, vram_11=2 << 20, vram_22=4 << 20)
     three.process(HIDDEN, context=1, queues=(33,))
     used = (3 << 20, 4 << 20, 0)
-    assert [gpu.processes for gpu in gpus()] == [(GpuProcess(HIDDEN, memory_used=memory),) for memory in used]
+    assert [gpu.processes for gpu in gpus()] == [(api.GpuProcess(HIDDEN, memory_used=memory),) for memory in used]
     assert free() == []
 
 
@@ -150,14 +141,14 @@ def test_partitions_with_one_unique_id(host: KfdHost) -> None:
 
 
 def test_a_node_that_a_cgroup_hides_is_not_counted(three: KfdHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = Files.read
+    read = api.Files.read
 
-    def refused(self: Files, path: str) -> str:
+    def refused(self: api.Files, path: str) -> str:
         if path.endswith(("nodes/2/gpu_id", "nodes/2/properties")):
             raise PermissionError(1, "Operation not permitted", path)
         return read(self, path)
 
-    monkeypatch.setattr(Files, "read", refused)
+    monkeypatch.setattr(api.Files, "read", refused)
     assert [(gpu.index, gpu.pci_bus_id) for gpu in gpus()] == [(0, "0000:23:00.0"), (1, "0000:63:00.0")]
 
 
@@ -169,7 +160,7 @@ def test_what_is_asked_for_later(three: KfdHost) -> None:
     connector = second / "drm/card1/card1-HDMI-A-1"
     connector.mkdir(parents=True)
     (connector / "enabled").write_text("enabled\n")
-    driver = KfdDriver()
+    driver = api.KfdDriver()
     gpus = driver.detailed(driver.linked(driver.snapshot())).gpus
     assert [gpu.display_active for gpu in gpus] == [False, True, False]
     assert [gpu.nvlink_peers for gpu in gpus] == [{gpus[1].uuid}, {gpus[0].uuid}, frozenset()]
@@ -179,8 +170,8 @@ def test_what_is_asked_for_later(three: KfdHost) -> None:
 def test_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SAFE_GPU_FSROOT", str(tmp_path))
     for name, words in (("kfd", "amdgpu"), ("intel", "the Intel GPU driver is not loaded")):
-        with pytest.raises(NoDriverError, match=words):
-            open_driver(name)
+        with pytest.raises(api.NoDriverError, match=words):
+            api.open_driver(name)
 
 
 @pytest.mark.parametrize("name", ["gpu_id", "properties"])
@@ -212,7 +203,7 @@ def test_cards_are_listed_in_bus_order(cards: IntelHost) -> None:
     cards.gpu("0000:50:00.0", driver="vfio-pci")
     cards.gpu("0000:51:00.0")
     (cards.root / "dev/dri/renderD133").unlink()  # as in a container that was not given it
-    snapshot = open_driver("intel").snapshot()
+    snapshot = api.open_driver("intel").snapshot()
     assert [(gpu.index, gpu.uuid, gpu.name, gpu.tiles, gpu.memory_total) for gpu in snapshot.gpus] == [
         (1, "INTEL-0000:18:00.0", "Intel Data Center GPU Max 1550", 2, 128 * GIB),
         (2, "INTEL-0000:42:00.0", "Intel Arc A770", 1, 16 * GIB),
@@ -231,12 +222,12 @@ def test_who_is_on_a_card(cards: IntelHost) -> None:
     cards.client(11, ONE, "drm-resident-vram0:\t1 KiB", number=7, identity=2)
     cards.client(12, ONE, "drm-resident-vram0:\t0", "drm-resident-system:\t1 MiB")
     cards.client(13, "0000:03:00.0", "drm-resident-vram0:\t1 MiB", driver="amdgpu")
-    one, two = open_driver("intel").snapshot().gpus
+    one, two = api.open_driver("intel").snapshot().gpus
     assert [(process.pid, process.memory_used) for process in one.processes or ()] == [(11, (64 << 20) + 1024)]
     assert (one.memory_used, one.memory_free) == ((64 << 20) + 1024, GIB - (64 << 20) - 1024)
     assert (two.processes, two.memory_used) == ((), 0)
     cards.client(4_000_014, TWO, driver="i915")  # a kernel that does not tell memory
-    two = open_driver("intel").usage([two])[0]
+    two = api.open_driver("intel").usage([two])[0]
     assert [(process.pid, process.memory_used) for process in two.processes or ()] == [(4_000_014, None)]
     assert two.memory_used is None
 
@@ -247,11 +238,11 @@ def test_processes_of_other_users_are_not_known(cards: IntelHost, monkeypatch: A
     cards.private(1)
     cards.client(11, ONE, "drm-resident-vram0:\t1 MiB")
     monkeypatch.setenv("SAFE_GPU_DRIVER", "intel")
-    snapshot = open_driver("intel").snapshot()
-    assert {(gpu.processes_private, gpu.process_error) for gpu in snapshot.gpus} == {(True, PRIVATE)}
+    snapshot = api.open_driver("intel").snapshot()
+    assert {(gpu.processes_private, gpu.process_error) for gpu in snapshot.gpus} == {(True, api.PRIVATE)}
     assert [gpu.memory_used for gpu in snapshot.gpus] == [None, None]
-    assert [verdict.state for verdict in judge(snapshot, Selection(), claimed={})] == ["busy", "free"]
-    main(["doctor"])
+    assert [verdict.state for verdict in api.judge(snapshot, api.Selection(), claimed={})] == ["busy", "free"]
+    api.main(["doctor"])
     assert "processes of other users on Intel" in " ".join(capsys.readouterr().out.split())
 
 
@@ -262,7 +253,7 @@ def test_a_client_of_drm() -> None:
         (f"drm-driver: i915\n{place}drm-resident-local0: 2 KiB\n", ("0000:03:00.0", "", 2048)),
         ("drm-driver: xe\ndrm-pdev: ../../etc\n", None),
     ):
-        assert parse_client(text) == client
+        assert api.parse_client(text) == client
 
 
 def test_the_driver_of_a_host_without_other_gpus(cards: IntelHost, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,5 +262,5 @@ def test_the_driver_of_a_host_without_other_gpus(cards: IntelHost, monkeypatch: 
     monkeypatch.setenv("PATH", str(cards.root))
     monkeypatch.setattr("safe_gpu.drivers.nvml.why_missing", lambda: "it is not installed")
     monkeypatch.setenv("SAFE_GPU_DRIVER", "auto")
-    assert open_driver().name == open_driver(vendor="intel").name == "intel"
-    assert [driver.name for driver in open_drivers()[0]] == ["intel"]
+    assert api.open_driver().name == api.open_driver(vendor="intel").name == "intel"
+    assert [driver.name for driver in api.open_drivers()[0]] == ["intel"]

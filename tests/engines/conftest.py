@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support import api
 from support.real import unavailable, wait_for
 
 import safe_gpu
-from safe_gpu.coordination.entry import living_entries
 
 PROGRAMS = Path(__file__).parent / "programs"
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -105,7 +105,7 @@ class Hosts:
 
     def claimed(self) -> set[str]:
         """host:UUID of every GPU that a living claim has."""
-        claims = {host: living_entries(f"{self.scratch}/{host}.state", "claims") for host in self.names}
+        claims = {host: api.living_entries(f"{self.scratch}/{host}.state", "claims") for host in self.names}
         return {f"{host}:{uuid}" for host, living in claims.items() for one in living for uuid in one.gpus}
 
     def see_the_driver_end(self, process: subprocess.Popen[str]) -> None:

@@ -11,14 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from safe_gpu.engines.claim import ClusterClaim, Holder, HostClaim, NodeFacts, choose_nodes, claim_on_all, claim_through
-from safe_gpu.engines.holder import ClusterGpu, HostReport
-from safe_gpu.errors import ClaimTimeout, HolderLostError, NotEnoughGpusError, SafeGpuError, UnsatisfiableRequestError
-from safe_gpu.gpus.devices import Gpu, GpuVerdict
+from support import api
 
 
-class Node(Holder):
+class Node(api.EngineHolder):
     """A holder without a process: grants what its host has free, first numbers first. ``lost``: it fails at this."""
 
     def __init__(self, node_id: str, host: str, free: list[int]) -> None:
@@ -36,17 +32,17 @@ class Node(Holder):
     def answer(self, limit: float | None) -> Any:
         method, arguments = self.calls[-1]
         if self.lost == method:
-            raise HolderLostError(f"{self.host}: gone", host=self.host)
+            raise api.HolderLostError(f"{self.host}: gone", host=self.host)
         return getattr(self, f"_{method}")(*arguments)
 
-    def _report(self, count_for: int) -> HostReport:
-        return HostReport((self.host,), len(self.free) if count_for else 0)
+    def _report(self, count_for: int) -> api.HostReport:
+        return api.HostReport((self.host,), len(self.free) if count_for else 0)
 
-    def _claim(self, nb_gpus: int, timeout: float | None) -> tuple[ClusterGpu, ...] | SafeGpuError:
+    def _claim(self, nb_gpus: int, timeout: float | None) -> tuple[api.ClusterGpu, ...] | api.SafeGpuError:
         if len(self.free) < nb_gpus:
-            return NotEnoughGpusError(f"{len(self.free)} of {nb_gpus} GPUs are free", nb_gpus=nb_gpus)
+            return api.NotEnoughGpusError(f"{len(self.free)} of {nb_gpus} GPUs are free", nb_gpus=nb_gpus)
         self.held, self.free[:nb_gpus] = self.free[:nb_gpus], []
-        return tuple(ClusterGpu("", "", index, f"GPU-{self.host}-{index}") for index in self.held)
+        return tuple(api.ClusterGpu("", "", index, f"GPU-{self.host}-{index}") for index in self.held)
 
     def _release(self) -> None:
         self.free += self.held
@@ -75,7 +71,7 @@ def make(**free: int) -> list[Node]:
 )
 def test_nodes_with_enough_free_gpus_are_chosen(free: Any, wanted: Any, chosen: Any) -> None:
     nodes = make(**free)
-    held = claim_through(nodes, *wanted, 0)
+    held = api.claim_through(nodes, *wanted, 0)
     found = [(gpu.host, gpu.node_id, gpu.index, holder.host) for gpu, holder in held.items()]
     assert found == [(host, f"id-{host}", index, host) for host in chosen for index in range(wanted[1])]
     assert [node.host for node in nodes if not node.ended] == chosen
@@ -84,8 +80,8 @@ def test_nodes_with_enough_free_gpus_are_chosen(free: Any, wanted: Any, chosen: 
 
 def test_when_one_cannot_deliver_all_holders_are_ended() -> None:
     nodes = make(a=4, b=1)
-    with pytest.raises(NotEnoughGpusError, match=r"^b: 1 of 2") as caught:
-        claim_through(nodes, 2, 2, 0)
+    with pytest.raises(api.NotEnoughGpusError, match=r"^b: 1 of 2") as caught:
+        api.claim_through(nodes, 2, 2, 0)
     assert caught.value.host == "b"  # type: ignore[attr-defined]
     assert [(node.ended, len(node.free)) for node in nodes] == [(True, 4), (True, 1)]
 
@@ -93,50 +89,50 @@ def test_when_one_cannot_deliver_all_holders_are_ended() -> None:
 def test_a_node_that_does_not_start_is_left_out_where_there_are_others() -> None:
     nodes = make(a=4, b=4, c=4)
     nodes[0].lost = "report"
-    assert {gpu.host for gpu in claim_through(nodes, 2, 1, 0)} == {"b", "c"}
+    assert {gpu.host for gpu in api.claim_through(nodes, 2, 1, 0)} == {"b", "c"}
     nodes = make(a=4, b=4)
     nodes[0].lost = "report"
-    with pytest.raises(HolderLostError, match="a: gone"):
-        claim_through(nodes, 2, 1, 0)
+    with pytest.raises(api.HolderLostError, match="a: gone"):
+        api.claim_through(nodes, 2, 1, 0)
     assert all(node.ended for node in nodes)
 
 
 def test_nodes_that_are_one_host_make_one_claim() -> None:
     free = list(range(8))
     nodes = [Node("1", "a", free), Node("2", "a", free)]
-    held = claim_through(nodes, 2, 4, 0)
+    held = api.claim_through(nodes, 2, 4, 0)
     assert [(gpu.node_id, gpu.index) for gpu in held] == [("1" if index < 4 else "2", index) for index in range(8)]
     assert (set(held.values()), nodes[1].ended) == ({nodes[0]}, True)
 
 
 def test_a_claim_says_which_holder_is_gone() -> None:
     nodes = make(a=2, b=2)
-    claim = ClusterClaim(claim_through(nodes, 2, 1, 0))
+    claim = api.ClusterClaim(api.claim_through(nodes, 2, 1, 0))
     claim.check()
     nodes[1].lost = "ping"
-    with pytest.raises(HolderLostError, match="b: gone"):
+    with pytest.raises(api.HolderLostError, match="b: gone"):
         claim.check()
     claim.checked(claim.gpus[0])
-    with pytest.raises(HolderLostError):
+    with pytest.raises(api.HolderLostError):
         claim.checked(claim.gpus[1])
-    with pytest.raises(UnsatisfiableRequestError, match="pass one of"):
-        claim.checked(ClusterGpu("b", "2", 7, "GPU-of another claim"))
+    with pytest.raises(api.UnsatisfiableRequestError, match="pass one of"):
+        claim.checked(api.ClusterGpu("b", "2", 7, "GPU-of another claim"))
     assert (claim.hosts, repr(claim)) == (("a", "b"), "<ClusterClaim a:0, b:0>")
     nodes[1].lost = "release"
     claim.release()
     asked = len(nodes[0].calls)
     claim.release()
     assert len(nodes[0].calls) == asked, "once"
-    with pytest.raises(UnsatisfiableRequestError, match="claim again"):
+    with pytest.raises(api.UnsatisfiableRequestError, match="claim again"):
         claim.check()
     assert [(node.ended, len(node.free)) for node in nodes] == [(True, 2), (True, 2)]
 
 
 ALIVE = {
-    "id1": NodeFacts(("head", "10.0.0.1"), has_gpus=False),
-    "id2": NodeFacts(("hosta", "10.0.0.2"), has_gpus=True),
-    "id3": NodeFacts(("hostb", "10.0.0.3"), has_gpus=True),
-    "id4": NodeFacts(("hostb", "10.0.0.4"), has_gpus=True),
+    "id1": api.NodeFacts(("head", "10.0.0.1"), has_gpus=False),
+    "id2": api.NodeFacts(("hosta", "10.0.0.2"), has_gpus=True),
+    "id3": api.NodeFacts(("hostb", "10.0.0.3"), has_gpus=True),
+    "id4": api.NodeFacts(("hostb", "10.0.0.4"), has_gpus=True),
 }
 
 
@@ -150,7 +146,7 @@ ALIVE = {
     ],
 )
 def test_nodes_that_may_take_part(nodes: int | str | list[str], chosen: list[str], count: int) -> None:
-    assert choose_nodes(nodes, ALIVE, "the cluster") == (chosen, count)
+    assert api.choose_nodes(nodes, ALIVE, "the cluster") == (chosen, count)
 
 
 @pytest.mark.parametrize(
@@ -165,19 +161,19 @@ def test_nodes_that_may_take_part(nodes: int | str | list[str], chosen: list[str
     ],
 )
 def test_nodes_that_cannot_take_part(nodes: int | list[str], words: str) -> None:
-    with pytest.raises(UnsatisfiableRequestError, match=words) as caught:
-        choose_nodes(nodes, ALIVE, "the cluster")
+    with pytest.raises(api.UnsatisfiableRequestError, match=words) as caught:
+        api.choose_nodes(nodes, ALIVE, "the cluster")
     assert caught.value.value is not None
 
 
-VERDICTS = (GpuVerdict(Gpu(0, "GPU-0"), "claimed", "process 7 of ann", pid=7, user="ann"),)
-BUSY = NotEnoughGpusError("0 of 8 GPUs are free", nb_gpus=8, verdicts=VERDICTS)
+VERDICTS = (api.GpuVerdict(api.Gpu(0, "GPU-0"), "claimed", "process 7 of ann", pid=7, user="ann"),)
+BUSY = api.NotEnoughGpusError("0 of 8 GPUs are free", nb_gpus=8, verdicts=VERDICTS)
 
 
-class Scripted(Holder):
+class Scripted(api.EngineHolder):
     """The holder on one host: answers each claim with the next entry, True or an error, and keeps a diary."""
 
-    def __init__(self, name: str, diary: list[str], *answers: SafeGpuError | bool) -> None:
+    def __init__(self, name: str, diary: list[str], *answers: api.SafeGpuError | bool) -> None:
         self.host = self.node_id = name
         self.diary = diary
         self.answers = list(answers)
@@ -205,13 +201,13 @@ class Scripted(Holder):
 
 
 def claim_all(holders: list[Scripted], timeout: float | None, **options: Any) -> list[Any]:
-    return claim_on_all([HostClaim([holder], (holder.host,), 8) for holder in holders], timeout, **options)
+    return api.claim_on_all([api.HostClaim([holder], (holder.host,), 8) for holder in holders], timeout, **options)
 
 
 OK = True
-LATE = ClaimTimeout("0 of 8 GPUs are free", nb_gpus=8, verdicts=VERDICTS, timeout=1)
-NEVER = UnsatisfiableRequestError("this host has 4 GPUs", value=8)
-GONE = HolderLostError("the holder is gone", host="")
+LATE = api.ClaimTimeout("0 of 8 GPUs are free", nb_gpus=8, verdicts=VERDICTS, timeout=1)
+NEVER = api.UnsatisfiableRequestError("this host has 4 GPUs", value=8)
+GONE = api.HolderLostError("the holder is gone", host="")
 TRY_ALL = "try a, try b, try c"
 
 STORIES = {
@@ -283,7 +279,7 @@ def test_no_claim_waits_for_a_host_while_it_holds_a_later_one(answers: list[Any]
     try:
         claim_all(holders[::-1], timeout, on_wait=check)
         assert all(one.holds for one in holders)
-    except SafeGpuError:
+    except api.SafeGpuError:
         assert not any(one.holds for one in holders)
         assert timeout is not None or any(NEVER in one or GONE in one for one in answers), "it could wait"
         del diary[-len(holders) :]  # each is abandoned
@@ -303,7 +299,7 @@ def test_the_deadline_is_one_for_all_hosts() -> None:
                 now[0] += 3
 
     claimers = [Slow("a", [], BUSY, OK), Slow("b", [], BUSY, BUSY, OK), Slow("c", [], OK, BUSY, BUSY)]
-    with pytest.raises(ClaimTimeout, match=r"^c: 0 of 8 GPUs") as caught:
+    with pytest.raises(api.ClaimTimeout, match=r"^c: 0 of 8 GPUs") as caught:
         claim_all(claimers, 6, clock=lambda: now[0])
     assert timeouts == [6, 3]
     assert (caught.value.timeout, caught.value.verdicts, caught.value.nb_gpus) == (6, VERDICTS, 8)
@@ -325,12 +321,12 @@ class Host:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.queue: list[Holder] = []
+        self.queue: list[api.EngineHolder] = []
         self.changed = Condition()
         self.alive = True
 
 
-class Rival(Holder):
+class Rival(api.EngineHolder):
     """The holder of one claim on such a host, which answers from threads of its own."""
 
     def __init__(self, host: Host) -> None:
@@ -343,7 +339,7 @@ class Rival(Holder):
 
     def answer(self, limit: float | None) -> Any:
         answer = self.answers.get(timeout=20)  # far longer than any wait
-        if isinstance(answer, HolderLostError):
+        if isinstance(answer, api.HolderLostError):
             raise answer
         return answer
 
@@ -355,14 +351,14 @@ class Rival(Holder):
 
     _release = end
 
-    def _report(self, count_for: int) -> HostReport:
-        return HostReport((self.host,))
+    def _report(self, count_for: int) -> api.HostReport:
+        return api.HostReport((self.host,))
 
     def _claim(self, number: int, timeout: float | None) -> Any:
         with self.on.changed:
             self.on.queue.append(self)
             if self.on.alive and self.on.changed.wait_for(lambda: self.on.queue[:1] == [self], timeout):
-                return tuple(ClusterGpu("", "", index, f"{self.host}-{index}") for index in range(number))
+                return tuple(api.ClusterGpu("", "", index, f"{self.host}-{index}") for index in range(number))
         self.end()
         return pickle.loads(pickle.dumps(GONE if not self.on.alive else BUSY if timeout == 0 else LATE))
 
@@ -378,12 +374,14 @@ def test_rivals_never_deadlock_and_get_all_or_nothing(turn: int) -> None:
     failed: list[str] = []
 
     def claim(wanted: Sequence[Host], timeout: float | None) -> None:
-        allowed: tuple[type[SafeGpuError], ...] = () if all(host.alive for host in wanted) else (HolderLostError,)
+        allowed: tuple[type[api.SafeGpuError], ...] = (
+            () if all(host.alive for host in wanted) else (api.HolderLostError,)
+        )
         if timeout is not None:
-            allowed += (NotEnoughGpusError,) if timeout == 0 else (ClaimTimeout,)
+            allowed += (api.NotEnoughGpusError,) if timeout == 0 else (api.ClaimTimeout,)
         holders = [Rival(host) for host in wanted]
         try:
-            held = ClusterClaim(claim_through(holders, len(holders), 8, timeout))
+            held = api.ClusterClaim(api.claim_through(holders, len(holders), 8, timeout))
             assert held.hosts == tuple(host.name for host in wanted), "not in the order of the nodes"
             assert len(held.gpus) == 8 * len(wanted)
             assert [host.queue[0] for host in wanted] == holders

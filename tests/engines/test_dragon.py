@@ -23,15 +23,11 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from support import api
 from support.processes import program
 from support.real import unavailable, wait_for
 
 from safe_gpu import GPUAffinityError, UnsatisfiableRequestError, WrongDeviceError
-from safe_gpu.claim.worker import check_expected_gpu
-from safe_gpu.engines import dragon as dragon_module
-from safe_gpu.engines.dragon import DragonClaim, WorkerCheck, _split, claim
-from safe_gpu.engines.holder import ClaimArguments, ClusterGpu, HolderProcess
-from safe_gpu.errors import HolderLostError
 
 from .conftest import PROGRAMS, TOOLS, python_with
 
@@ -239,15 +235,15 @@ def test_other_users_on_both_hosts(dragon: Dragon) -> None:
 
 
 @pytest.fixture
-def holder() -> Iterator[HolderProcess]:
+def holder() -> Iterator[api.HolderProcess]:
     """A holder in this very process, which sees eight simulated GPUs."""
-    holder = HolderProcess(ClaimArguments(), "a test")
+    holder = api.HolderProcess(api.ClaimArguments(), "a test")
     yield holder
     holder.release()
 
 
 @pytest.fixture
-def gpus(holder: HolderProcess) -> tuple[ClusterGpu, ...]:
+def gpus(holder: api.HolderProcess) -> tuple[api.ClusterGpu, ...]:
     """GPU 0 and 1 of hosta, which are claimed."""
     return tuple(replace(gpu, host="hosta", node_id="1") for gpu in holder.claim(2, 0))  # type: ignore[union-attr]
 
@@ -265,7 +261,7 @@ def worker(**variables: str | None) -> Iterator[None]:
 
 
 def test_a_worker_that_got_what_was_promised(gpus: Any) -> None:
-    check = pickle.loads(pickle.dumps(WorkerCheck(gpus)))
+    check = pickle.loads(pickle.dumps(api.WorkerCheck(gpus)))
     with worker(CUDA_VISIBLE_DEVICES="1", CUDA_DEVICE_ORDER="", SAFE_GPU_SCOPE=""):
         assert check.at("hosta") == gpus[1]
         assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
@@ -284,23 +280,23 @@ def test_a_worker_that_got_what_was_promised(gpus: Any) -> None:
 def test_a_worker_with_another_gpu_or_several(gpus: Any, visible: str | None, host: str, held: str) -> None:
     told = f"on {host}, and the claim holds {held} there"
     with worker(CUDA_VISIBLE_DEVICES=visible), pytest.raises(WrongDeviceError, match=told):
-        WorkerCheck(gpus).at(host)
+        api.WorkerCheck(gpus).at(host)
 
 
 def test_a_worker_on_other_cpus(gpus: Any) -> None:
     elsewhere = tuple(replace(gpu, cpus=frozenset({max(os.sched_getaffinity(0)) + 1})) for gpu in gpus)
     with worker(CUDA_VISIBLE_DEVICES="0"), pytest.raises(GPUAffinityError, match="instead of"):
-        WorkerCheck(elsewhere).at("hosta")
+        api.WorkerCheck(elsewhere).at("hosta")
 
 
-def test_a_worker_after_the_claim(holder: HolderProcess, gpus: Any) -> None:
+def test_a_worker_after_the_claim(holder: api.HolderProcess, gpus: Any) -> None:
     holder.release()
     told = "hosta: GPU 0 is no longer held"
-    with worker(CUDA_VISIBLE_DEVICES="0"), pytest.raises(HolderLostError, match=told):
-        WorkerCheck(gpus).at("hosta")
+    with worker(CUDA_VISIBLE_DEVICES="0"), pytest.raises(api.HolderLostError, match=told):
+        api.WorkerCheck(gpus).at("hosta")
     holder.claim(2, 0)  # the same GPUs, but another claim
-    with worker(CUDA_VISIBLE_DEVICES="0"), pytest.raises(HolderLostError, match=told):
-        WorkerCheck(gpus).at("hosta")
+    with worker(CUDA_VISIBLE_DEVICES="0"), pytest.raises(api.HolderLostError, match=told):
+        api.WorkerCheck(gpus).at("hosta")
 
 
 def idle(numbers: Sequence[int] = range(8), variable: str = "CUDA_VISIBLE_DEVICES") -> Any:
@@ -313,13 +309,13 @@ def policy(host: str, *numbers: int) -> Any:
 
 
 def test_the_environment_of_a_template_is_that_of_the_gpu_of_its_policy(gpus: Any) -> None:
-    with DragonClaim({replace(gpu, inherited_position=gpu.index): idle() for gpu in gpus}) as claimed:
+    with api.DragonClaim({replace(gpu, inherited_position=gpu.index): idle() for gpu in gpus}) as claimed:
         for gpu in gpus:
             env = claimed.template_env(policy("hosta", gpu.index))
             assert env == {**gpu.environment, "SAFE_GPU_EXPECT": gpu.uuid}
             assert env["CUDA_VISIBLE_DEVICES"] == str(gpu.index)
             with worker(**env):
-                check_expected_gpu()  # what ``run`` and ``bind`` do in the worker
+                api.check_expected_gpu()  # what ``run`` and ``bind`` do in the worker
         for wrong in (policy("hosta"), policy("hosta", 7), policy("hosta", 0, 1), policy("hostb", 0)):
             with pytest.raises(UnsatisfiableRequestError, match="policies"):
                 claimed.template_env(wrong)
@@ -328,27 +324,27 @@ def test_the_environment_of_a_template_is_that_of_the_gpu_of_its_policy(gpus: An
 
 
 @pytest.fixture
-def amd(monkeypatch: pytest.MonkeyPatch) -> Iterator[DragonClaim]:
+def amd(monkeypatch: pytest.MonkeyPatch) -> Iterator[api.DragonClaim]:
     """GPU 2 and 3 of hosta, AMD ones, where Dragon was started with ROCR_VISIBLE_DEVICES=1,2,3."""
     monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:mi250x")
     monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "1,2,3")
-    holder = HolderProcess(ClaimArguments(selection={"only": [2, 3]}), "a test")
+    holder = api.HolderProcess(api.ClaimArguments(selection={"only": [2, 3]}), "a test")
     granted: Any = holder.claim(2, 0)
     seen = idle([1, 2, 3], "ROCR_VISIBLE_DEVICES")  # Dragon 0.14 numbers them as ROCR does
-    with worker(), DragonClaim({replace(gpu, host="hosta", node_id="1"): seen for gpu in granted}) as claim:
+    with worker(), api.DragonClaim({replace(gpu, host="hosta", node_id="1"): seen for gpu in granted}) as claim:
         yield claim
     holder.release()
 
 
-def test_amd_gpus_where_dragon_counts_those_of_nvidia(amd: DragonClaim) -> None:
+def test_amd_gpus_where_dragon_counts_those_of_nvidia(amd: api.DragonClaim) -> None:
     """Its numbers are others' there, even if the holder has inherited a ROCR_VISIBLE_DEVICES."""
     assert amd.find_gpus() == [("hosta", 2), ("hosta", 3)]
     with pytest.raises(UnsatisfiableRequestError, match="Dragon places there by CUDA_VISIBLE_DEVICES"):
-        DragonClaim(dict.fromkeys(amd.gpus, idle()))
+        api.DragonClaim(dict.fromkeys(amd.gpus, idle()))
 
 
 @pytest.mark.parametrize("left_over", [{}, {"HIP_VISIBLE_DEVICES": "2,3"}])
-def test_a_worker_on_an_amd_gpu(amd: DragonClaim, left_over: dict[str, str]) -> None:
+def test_a_worker_on_an_amd_gpu(amd: api.DragonClaim, left_over: dict[str, str]) -> None:
     """Dragon sets ROCR_VISIBLE_DEVICES; HIP would count the others, where there are any, within that."""
     check = pickle.loads(pickle.dumps(amd.check_worker))
     gpu = amd.gpus[1]
@@ -358,9 +354,9 @@ def test_a_worker_on_an_amd_gpu(amd: DragonClaim, left_over: dict[str, str]) -> 
         with worker(**left_over, **given), pytest.MonkeyPatch.context() as checked:
             assert check.at("hosta") == gpu
             checked.setenv("SAFE_GPU_EXPECT", gpu.uuid)
-            check_expected_gpu()
+            api.check_expected_gpu()
         with worker(**{**left_over, **env, **given}):
-            check_expected_gpu()
+            api.check_expected_gpu()
     told = r"this worker got ROCR_VISIBLE_DEVICES=.* holds GPU 2 or 3 there"
     with worker(CUDA_VISIBLE_DEVICES="3", ROCR_VISIBLE_DEVICES="0"), pytest.raises(WrongDeviceError, match=told):
         check.at("hosta")
@@ -368,24 +364,24 @@ def test_a_worker_on_an_amd_gpu(amd: DragonClaim, left_over: dict[str, str]) -> 
 
 def test_workers_divide_the_cores_of_their_gpu() -> None:
     cores = tuple((core, core + 8) for core in range(4))
-    assert _split(cores, 3) == [(0, 1, 8, 9), (2, 10), (3, 11)]
-    assert _split(cores, 9) == list(cores), "more workers than cores go round"
-    assert _split((), 3) == [()], "no preference"
+    assert api._split(cores, 3) == [(0, 1, 8, 9), (2, 10), (3, 11)]
+    assert api._split(cores, 9) == list(cores), "more workers than cores go round"
+    assert api._split((), 3) == [()], "no preference"
 
 
 def test_outside_of_a_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DRAGON_MY_PUID", raising=False)
     with pytest.raises(UnsatisfiableRequestError, match="start this program with `dragon"):
-        claim()
+        api.dragon_claim()
 
 
 def test_nodes_where_dragon_sees_gpus_are_asked_and_others_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The runtime has nodea, without GPUs, and nodeb."""
     asked: list[str] = []
 
-    def start(node: Any, wishes: ClaimArguments, door: object) -> None:
+    def start(node: Any, wishes: api.ClaimArguments, door: object) -> None:
         asked.append(node.hostname)
-        raise HolderLostError("none starts here")
+        raise api.HolderLostError("none starts here")
 
     nodes = {
         1: SimpleNamespace(h_uid=1, hostname="nodea", gpus=[]),
@@ -397,12 +393,12 @@ def test_nodes_where_dragon_sees_gpus_are_asked_and_others_refused(monkeypatch: 
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, "dragon.native.machine", machine)
     monkeypatch.setenv("DRAGON_MY_PUID", "1")
-    monkeypatch.setattr(dragon_module, "_DragonHolder", start)
+    monkeypatch.setattr(api.dragon, "_DragonHolder", start)
     for nodes in (1, "nodeb", ["2"], [2]):
-        with pytest.raises(HolderLostError, match="none starts here"):
-            claim(nodes, 1, timeout=0)  # type: ignore[arg-type]
+        with pytest.raises(api.HolderLostError, match="none starts here"):
+            api.dragon_claim(nodes, 1, timeout=0)  # type: ignore[arg-type]
     assert asked == ["nodeb"] * 4
     for nodes in (2, "nodea"):
         with pytest.raises(UnsatisfiableRequestError, match="Dragon sees no GPU on nodea"):
-            claim(nodes, 1, timeout=0)
+            api.dragon_claim(nodes, 1, timeout=0)
     assert asked == ["nodeb"] * 4

@@ -15,6 +15,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from support import api
 from support.actor import Actor
 from support.real import wait_for
 
@@ -26,21 +27,15 @@ from safe_gpu import (
     UnsatisfiableRequestError,
     get_free_gpus,
 )
-from safe_gpu.affinity.binding import leave
-from safe_gpu.drivers.presets import preset
-from safe_gpu.engines.connection import Holder, serve, start_all
-from safe_gpu.engines.holder import ClaimArguments, HolderProcess, enter_worker
-from safe_gpu.errors import HolderLostError
-from safe_gpu.host.procfs import has_ended
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., HolderProcess]]:
+def make() -> Iterator[Callable[..., api.HolderProcess]]:
     """Holders in this process, one at a time; they release at the end."""
-    made: list[HolderProcess] = []
+    made: list[api.HolderProcess] = []
 
-    def make_one(**wishes: Any) -> HolderProcess:
-        made.append(HolderProcess(pickle.loads(pickle.dumps(ClaimArguments(**wishes))), "a test"))
+    def make_one(**wishes: Any) -> api.HolderProcess:
+        made.append(api.HolderProcess(pickle.loads(pickle.dumps(api.ClaimArguments(**wishes))), "a test"))
         return made[-1]
 
     yield make_one
@@ -83,7 +78,7 @@ def test_uuids(make: Any) -> None:
 
 
 # the UUIDs of simulated:mi250x, by index
-AMD = [gpu.uuid for gpu in preset("mi250x").gpus[:4]]
+AMD = [gpu.uuid for gpu in api.preset("mi250x").gpus[:4]]
 
 
 @pytest.mark.parametrize(
@@ -163,27 +158,27 @@ print(len([thing for thing in holder._owner.placeholders if thing is not None]))
 
 def test_a_worker_is_moved_or_says_why_not() -> None:
     mask = os.sched_getaffinity(0)
-    assert "bound" in enter_worker([min(mask)], None, None)
+    assert "bound" in api.enter_worker([min(mask)], None, None)
     assert os.sched_getaffinity(0) == {min(mask)}
-    leave()
-    assert enter_worker([], None, None) == "not bound"
-    assert enter_worker([max(mask) + 4096], None, None).startswith("not bound: ")
-    leave()
+    api.leave()
+    assert api.enter_worker([], None, None) == "not bound"
+    assert api.enter_worker([max(mask) + 4096], None, None).startswith("not bound: ")
+    api.leave()
     assert os.sched_getaffinity(0) == mask
 
 
 @pytest.fixture
-def connect(state_dir: Any) -> Iterator[Callable[..., tuple[Holder, int]]]:
+def connect(state_dir: Any) -> Iterator[Callable[..., tuple[api.EngineHolder, int]]]:
     """Start a holder of "hosta" in a process of its own, with that pid; it calls, or ends at once."""
     started: list[Actor] = []
 
     def start(port: int, token: bytes, *, calls: bool) -> Callable[[], str]:
-        hold = partial(serve, ("127.0.0.1", port), token, ClaimArguments(affinity=None), "a test")
+        hold = partial(api.serve, ("127.0.0.1", port), token, api.ClaimArguments(affinity=None), "a test")
         started.append(Actor(lambda line: hold() if calls else None))
-        return lambda: "" if not has_ended(started[-1].pid) else "its process is gone"
+        return lambda: "" if not api.has_ended(started[-1].pid) else "its process is gone"
 
-    def make(calls: bool = True) -> tuple[Holder, int]:
-        (holder,) = start_all([partial(Holder, "hosta", "1", partial(start, calls=calls))])
+    def make(calls: bool = True) -> tuple[api.EngineHolder, int]:
+        (holder,) = api.start_all([partial(api.EngineHolder, "hosta", "1", partial(start, calls=calls))])
         return holder, started[-1].pid
 
     yield make
@@ -191,7 +186,7 @@ def connect(state_dir: Any) -> Iterator[Callable[..., tuple[Holder, int]]]:
         one.end()
 
 
-def ask(holder: Holder, method: str, *arguments: Any) -> Any:
+def ask(holder: api.EngineHolder, method: str, *arguments: Any) -> Any:
     holder.call(method, *arguments)
     return holder.answer(30.0)
 
@@ -204,7 +199,7 @@ def test_it_ends_with_the_connection(connect: Any) -> None:
     assert len(get_free_gpus()) == 6
     holder.end()
     holder.end()
-    wait_for(lambda: has_ended(pid), "the end of the holder")
+    wait_for(lambda: api.has_ended(pid), "the end of the holder")
     assert len(get_free_gpus()) == 8
 
 
@@ -214,10 +209,10 @@ def test_a_holder_that_waits_ends_too(connect: Any) -> None:
     ask(first, "claim", 8, 0)
     assert isinstance(ask(second, "claim", 1, 0), NotEnoughGpusError)
     second.call("claim", 1, None)
-    with pytest.raises(HolderLostError, match="does not answer within"):
+    with pytest.raises(api.HolderLostError, match="does not answer within"):
         second.answer(0.1)
     second.end()
-    wait_for(lambda: has_ended(pid), "the end of the waiting holder")
+    wait_for(lambda: api.has_ended(pid), "the end of the waiting holder")
     first.end()
 
 
@@ -225,22 +220,22 @@ def test_a_holder_that_is_killed_or_never_calls_is_lost(connect: Any) -> None:
     holder, pid = connect()
     ask(holder, "claim", 2, 0)
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(HolderLostError, match="hosta: the process that held the GPUs there has exited"):
+    with pytest.raises(api.HolderLostError, match="hosta: the process that held the GPUs there has exited"):
         ask(holder, "ping")
     holder.end()
     holder, _ = connect(calls=False)
-    with pytest.raises(HolderLostError, match="ended before it began"):
+    with pytest.raises(api.HolderLostError, match="ended before it began"):
         ask(holder, "report")
     holder.end()
 
 
 def test_the_end_of_the_driver_frees_its_gpus_although_a_forked_child_lives(state_dir: Any) -> None:
     def start(port: int, token: bytes) -> Callable[[], str]:
-        Actor(lambda line: serve(("127.0.0.1", port), token, ClaimArguments(affinity=None), "a test"))
+        Actor(lambda line: api.serve(("127.0.0.1", port), token, api.ClaimArguments(affinity=None), "a test"))
         return lambda: ""
 
     def drive(line: Connection) -> None:
-        (holder,) = start_all([partial(Holder, "hosta", "1", start)])
+        (holder,) = api.start_all([partial(api.EngineHolder, "hosta", "1", start)])
         ask(holder, "claim", 8, 0)
         if os.fork():
             line.send("claimed")
@@ -262,13 +257,13 @@ def test_strangers_are_not_let_in() -> None:
         ports.append(port)
         return lambda: ""
 
-    (holder,) = start_all([partial(Holder, "hosta", "1", start)])
+    (holder,) = api.start_all([partial(api.EngineHolder, "hosta", "1", start)])
     with Connection(socket.create_connection(("127.0.0.1", ports[0])).detach()) as stranger:
         stranger.send_bytes(bytes(32))
         with pytest.raises(EOFError):
             stranger.recv_bytes()
     holder.call("report")
-    with pytest.raises(HolderLostError, match="does not answer"):
+    with pytest.raises(api.HolderLostError, match="does not answer"):
         holder.answer(0.05)
     holder.end()
 
@@ -291,5 +286,5 @@ def test_a_holder_reads_no_object_of_a_stranger_who_got_the_port() -> None:
         stranger = Thread(target=welcome)
         stranger.start()
         with pytest.raises(AuthenticationError):
-            serve(server.getsockname(), bytes(32), ClaimArguments(), "a test")
+            api.serve(server.getsockname(), bytes(32), api.ClaimArguments(), "a test")
         stranger.join()

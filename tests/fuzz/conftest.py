@@ -5,9 +5,8 @@ from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, settings
+from support import api
 from support.hostile import assert_plain, assert_shown_safely, bounded
-
-from safe_gpu.cli import main
 
 settings.register_profile(
     "deep", max_examples=10_000, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
@@ -21,7 +20,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
     def command(arguments: str, *codes: int, own: bool = False, plain: bool = True, most: int = 60_000) -> None:
         capsys.readouterr()
         with bounded():
-            code = main(arguments.split())
+            code = api.main(arguments.split())
         out, err = capsys.readouterr()
         assert code in (codes or (0,)), (arguments, code, err[:500])
         for text in (out, err):

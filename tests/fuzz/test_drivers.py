@@ -15,6 +15,7 @@ import pynvml
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import api
 from support.hostile import (
     TEXTS,
     TRICK,
@@ -28,16 +29,6 @@ from support.hostile import (
     with_examples,
 )
 from support.vendor_hosts import KfdHost
-
-from safe_gpu.affinity import planner as policies
-from safe_gpu.drivers import nvidia_smi
-from safe_gpu.drivers.kfd import KfdDriver
-from safe_gpu.drivers.nvml import NvmlDriver
-from safe_gpu.errors import GPUAffinityError, NoDriverError
-from safe_gpu.schedulers import gpu_count as qstat
-from safe_gpu.topology.files import Files
-from safe_gpu.topology.host import read_topology
-from safe_gpu.topology.kfd_topology import devices
 
 HUGE = 0xFFFFFFFF
 TEXT_ANSWERS = (
@@ -116,7 +107,7 @@ def test_what_it_answers(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, answer
                 patch.delattr(pynvml, name)
             else:
                 patch.setattr(pynvml, name, answering(value))
-        driver = NvmlDriver()
+        driver = api.NvmlDriver()
         snapshot = driver.detailed(driver.linked(driver.snapshot()))
         driver.usage(snapshot.gpus[:4])
         for gpu in snapshot.gpus[:4]:
@@ -124,7 +115,7 @@ def test_what_it_answers(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch, answer
         driver.close()
         assert_gpus_shown_safely(snapshot)
         assert all(gpu.uuid.strip() for gpu in snapshot.gpus)
-    assert refused.error is None or isinstance(refused.error, NoDriverError)
+    assert refused.error is None or isinstance(refused.error, api.NoDriverError)
 
 
 REPORT = Path(__file__).with_name("nvidia_smi.xml").read_text()
@@ -162,13 +153,13 @@ REPORTS = {
 @given(broken_text(REPORT, WORDS), st.sampled_from([0, 1, 6, 255, -9]))
 def test_what_it_prints(monkeypatch: pytest.MonkeyPatch, report: str, code: int) -> None:
     with monkeypatch.context() as patch, bounded(), refusing() as refused:
-        patch.setattr(nvidia_smi, "find_program", lambda *names: "nvidia-smi")
-        patch.setattr(nvidia_smi, "output_of", lambda *command, **bounds: (code, report, ""))
-        driver = nvidia_smi.NvidiaSmiDriver()
+        patch.setattr(api.nvidia_smi, "find_program", lambda *names: "nvidia-smi")
+        patch.setattr(api.nvidia_smi, "output_of", lambda *command, **bounds: (code, report, ""))
+        driver = api.nvidia_smi.NvidiaSmiDriver()
         snapshot = driver.detailed(driver.linked(driver.snapshot()))
         driver.usage(snapshot.gpus)
         assert_gpus_shown_safely(snapshot)
-    assert refused.error is None or isinstance(refused.error, NoDriverError)
+    assert refused.error is None or isinstance(refused.error, api.NoDriverError)
 
 
 @pytest.fixture
@@ -189,10 +180,10 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )  # fmt: skip
 def test_a_program_that_prints_without_end_or_hangs(script: str, program: Path, eventually: Any) -> None:
     program.write_text(f"#!/bin/sh\n{script}\n")
-    driver = nvidia_smi.NvidiaSmiDriver(timeout=1.0)
+    driver = api.nvidia_smi.NvidiaSmiDriver(timeout=1.0)
     with bounded(seconds=20.0, mebibytes=128), refusing() as refused:
         driver.snapshot()
-    assert isinstance(refused.error, NoDriverError)
+    assert isinstance(refused.error, api.NoDriverError)
     eventually(lambda: not runs(program))
 
 
@@ -209,8 +200,8 @@ def runs(program: Path) -> bool:
 def test_a_file_that_is_no_program(content: bytes, program: Path) -> None:
     program.write_bytes(content)
     with refusing() as refused:
-        nvidia_smi.NvidiaSmiDriver(timeout=5.0).snapshot()
-    assert isinstance(refused.error, NoDriverError)
+        api.nvidia_smi.NvidiaSmiDriver(timeout=5.0).snapshot()
+    assert isinstance(refused.error, api.NoDriverError)
     assert "cannot be started" in str(refused.error)
 
 
@@ -308,15 +299,15 @@ def test_a_tree_of_amd_gpus(root: Path, tmp_path: Path) -> None:
     def attack(files: Tree) -> None:
         plant(root, files)
         with bounded(), refusing() as refused:
-            for device in devices(Files(str(root))) or ():
+            for device in api.devices(api.Files(str(root))) or ():
                 assert device.uuid.startswith(("GPU-", "AMD-"))
                 assert device.broken or (device.bus_id and device.gpu_id)
-            driver = KfdDriver()
+            driver = api.KfdDriver()
             snapshot = driver.detailed(driver.linked(driver.snapshot()))
             driver.usage(snapshot.gpus)
             assert_gpus_shown_safely(snapshot)
             assert all(len(gpu.name) < 100 for gpu in snapshot.gpus)
-        assert refused.error is None or isinstance(refused.error, NoDriverError)
+        assert refused.error is None or isinstance(refused.error, api.NoDriverError)
 
     attack()
 
@@ -340,13 +331,13 @@ def test_a_tree_of_cpus(root: Path) -> None:
     def attack(files: Tree, mode: str) -> None:
         plant(root, files)
         with bounded(), refusing() as refused:
-            host = read_topology(root)
+            host = api.read_topology(root)
             for gpu in host.gpus:
                 assert_plain([gpu.uuid, gpu.pci_bus_id])
                 assert len(gpu.uuid) < 200
-            shares = policies.plan(host, mode=mode)
+            shares = api.planner.plan(host, mode=mode)
             assert all(share <= host.cpus for share in shares)
-        assert refused.error is None or isinstance(refused.error, GPUAffinityError)
+        assert refused.error is None or isinstance(refused.error, api.GPUAffinityError)
 
     attack()
 
@@ -358,9 +349,9 @@ def test_no_fifo_in_a_tree_blocks(root: Path, tmp_path: Path) -> None:
         name.unlink()
         os.mkfifo(name)
     with bounded(), refusing():
-        read_topology(root)
+        api.read_topology(root)
     with bounded(), refusing():
-        KfdDriver().snapshot()
+        api.KfdDriver().snapshot()
 
 
 # Grid Engine's files and its qstat
@@ -390,13 +381,13 @@ def test_what_grid_engine_says(tmp_path_factory: Any, answer: str, hostfile: str
     answer = answer.encode("utf-8", "replace").decode()
     environ = {"PE_HOSTFILE": str(spool / "hosts"), "SGE_JOB_SPOOL_DIR": str(spool)}
     with bounded():
-        slots = qstat.slots(environ)
+        slots = api.gpu_count.slots(environ)
         try:
-            request = qstat.hard_request(answer, ["gpu"])
-        except qstat.QstatError as err:
+            request = api.gpu_count.hard_request(answer, ["gpu"])
+        except api.gpu_count.QstatError as err:
             assert_shown_safely(str(err), 1000)
             return
-        number = None if request is None else qstat.here(request, slots)
+        number = None if request is None else api.gpu_count.here(request, slots)
     assert number is None or 0 <= number < 10**18
 
 
@@ -405,6 +396,6 @@ def test_a_qstat_that_prints_without_end(tmp_path: Path) -> None:
     program.write_text("#!/bin/sh\nexec cat /dev/zero\n")
     program.chmod(0o755)
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB_ID": "4711", "SGE_TASK_ID": "undefined"}
-    with bounded(20.0, 128), pytest.raises(qstat.QstatError) as caught:
-        qstat.ask_qstat(environ, "4711", patience=1.0)
+    with bounded(20.0, 128), pytest.raises(api.gpu_count.QstatError) as caught:
+        api.gpu_count.ask_qstat(environ, "4711", patience=1.0)
     assert_shown_safely(str(caught.value), 1000)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support import api
 from support.gpus import PACKAGE_ROOT
 from support.hostile import (
     CLAIM,
@@ -41,21 +42,6 @@ from support.hostile import (
 )
 
 import safe_gpu
-from safe_gpu.coordination.entry import Entry
-from safe_gpu.coordination.faults import read_faults, write_fault
-from safe_gpu.coordination.history import file_names, month_of
-from safe_gpu.coordination.holders import said_by
-from safe_gpu.coordination.queue import TicketRequest
-from safe_gpu.coordination.turns import turn_of
-from safe_gpu.errors import PolicyError, UnsatisfiableRequestError
-from safe_gpu.gpus.devices import GpuFault
-from safe_gpu.host import procfs
-from safe_gpu.host.locks import lock
-from safe_gpu.schedulers import gpu_count
-from safe_gpu.schedulers.job import current
-from safe_gpu.settings import config as policy
-from safe_gpu.settings.variables import VARIABLES
-from safe_gpu.status import history as past
 
 LATEST = 1e11
 
@@ -82,14 +68,14 @@ def with_classics(document: dict[str, Any], *changes: dict[str, Any]) -> Any:
     return with_examples(*CLASSICS, *(json.dumps({**document, **change}).encode() for change in ({}, *changes)))
 
 
-def read(data: bytes) -> Entry | None:
+def read(data: bytes) -> api.Entry | None:
     """What an entry says; None for nonsense, which counts for nothing."""
     with bounded(), contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
-        return Entry.read("7.00000000000000aa", 1000, (1, 2), data[: 1 << 16])
+        return api.Entry.read("7.00000000000000aa", 1000, (1, 2), data[: 1 << 16])
     return None
 
 
-def assert_entry(entry: Entry) -> None:
+def assert_entry(entry: api.Entry) -> None:
     fields = entry._asdict()
     for name in ("file", "gpus", "parts", "more"):
         del fields[name]
@@ -118,7 +104,7 @@ def test_an_entry(data: bytes) -> None:
     entry = read(data)
     if entry is not None:
         assert_entry(entry)
-        assert_plain([value for value in said_by(entry)._asdict().values() if isinstance(value, str)])
+        assert_plain([value for value in api.said_by(entry)._asdict().values() if isinstance(value, str)])
 
 
 @with_classics(
@@ -137,8 +123,8 @@ def test_a_ticket(data: bytes) -> None:
         return
     assert_entry(ticket)
     with bounded():
-        request = TicketRequest.of(ticket)
-        turn = turn_of(ticket)
+        request = api.TicketRequest.of(ticket)
+        turn = api.turn_of(ticket)
     assert 1 <= request.nb_gpus <= 1024
     assert request.hold_for is None or 1 <= request.hold_for < math.inf
     assert turn is None or 0 <= turn <= 2**53
@@ -151,10 +137,10 @@ def test_a_ticket(data: bytes) -> None:
 @given(broken_json(FAULT))
 def test_a_note_of_a_fault(data: bytes) -> None:
     with tempfile.TemporaryDirectory() as place:
-        write_fault(place, "GPU-1", GpuFault(NOW, "makes the directory"))
+        api.write_fault(place, "GPU-1", api.GpuFault(NOW, "makes the directory"))
         Path(place, "faults", f"GPU-1.{os.geteuid()}").write_bytes(data)
         with bounded():
-            fault = read_faults(place, ["GPU-1"]).get("GPU-1")
+            fault = api.read_faults(place, ["GPU-1"]).get("GPU-1")
     if fault is not None:
         assert_plain(fault.error)
         assert_bounded(tuple(fault), 400)
@@ -171,10 +157,10 @@ ENDS = (ENDING, {"claim": [1e5, NOW], "ended": NOW}, {"claim": [4470, 5], "ended
 @given(broken_json(CLAIM) | broken_json(ENDING))
 def test_a_line_of_the_history(data: bytes) -> None:
     with bounded():
-        found = [one for one in [past._line(data)] if one is not None]
-        claims = past.merged(found)
+        found = [one for one in [api.status_history._line(data)] if one is not None]
+        claims = api.status_history.merged(found)
     for end in found:
-        if isinstance(end, past.ClaimEnd):
+        if isinstance(end, api.status_history.ClaimEnd):
             assert_bounded(tuple(end), 0)
             assert 0 < end.since <= end.seen <= end.ended < LATEST
     for claim in claims:
@@ -211,13 +197,13 @@ DIGITS = "9" * 5000
 @given(broken_text(POLICY, ("[", "[user ", "]", "=", "[default]", "max_gpus", "\ufeff")))
 def test_a_policy(text: str) -> None:
     with bounded(), refusing() as refused:
-        parsed = policy.parse(text, "/etc/safe-gpu/policy.ini")
+        parsed = api.config.parse(text, "/etc/safe-gpu/policy.ini")
         for uid in (0, 1000):
-            limits = policy.limits_of_user(parsed, uid)
+            limits = api.config.limits_of_user(parsed, uid)
             assert limits.max_gpus is None or 0 <= limits.max_gpus < 10**5
-        policy.limits_of_user(parsed, os.geteuid())
+        api.config.limits_of_user(parsed, os.geteuid())
     if refused.error is not None:
-        assert isinstance(refused.error, PolicyError)
+        assert isinstance(refused.error, api.PolicyError)
         assert refused.error.line in range(1, len(text.splitlines()) + 1)
 
 
@@ -227,7 +213,7 @@ def test_command_lines_of_others(argument: str, tmp_path: Path) -> None:
     os.symlink(sys.executable, program)
     process = subprocess.Popen([program, "-c", "input()", argument], stdin=subprocess.PIPE)
     with process, bounded():
-        command = procfs.command_of(process.pid) or ""
+        command = api.procfs.command_of(process.pid) or ""
         process.communicate(b"\n", timeout=60)
     assert_plain(command)
     assert len(command) <= 200
@@ -266,7 +252,7 @@ def named_in(*rooms: str) -> set[str]:
 
 
 JOBS = sorted({*named_in("schedulers", "affinity"), "SGE_HGR_gpu", "NHOSTS", "NSLOTS"})
-NAMES = sorted({*JOBS, *VARIABLES, *named_in("runtimes"), *SCREEN}.difference({*PATHS, "PATH"}))
+NAMES = sorted({*JOBS, *api.VARIABLES, *named_in("runtimes"), *SCREEN}.difference({*PATHS, "PATH"}))
 
 # What an environment can hold: no NUL, and bytes that are not UTF-8 as lone surrogates of their own.
 VALUES = st.one_of(
@@ -300,13 +286,13 @@ def assert_logged_safely(caplog: pytest.LogCaptureFixture) -> None:
 @given(st.dictionaries(st.sampled_from(JOBS), VALUES, max_size=6))
 def test_jobs_and_ranks(environ: dict[str, str]) -> None:
     with bounded():
-        job = current(environ)
+        job = api.current(environ)
         assert_plain([job.job_label or ""])
         assert len(job.job_label or "") <= 100
-        assert gpu_count.declared_gpus(environ, ask=False) is None or environ
+        assert api.gpu_count.declared_gpus(environ, ask=False) is None or environ
         with refusing() as refused:
-            assert 0 < gpu_count.number_for_job(environ, ask=False) < 10**18
-    assert refused.error is None or isinstance(refused.error, UnsatisfiableRequestError)
+            assert 0 < api.gpu_count.number_for_job(environ, ask=False) < 10**18
+    assert refused.error is None or isinstance(refused.error, api.UnsatisfiableRequestError)
     assert len(str(refused.error or "")) < 25_000
 
 
@@ -446,8 +432,8 @@ def garbage(draw: Any, uuids: list[str]) -> tuple[Files, Files]:
             dead[f"history/{uuid}.idle"] = draw(st.sampled_from(JUNK))
     for number in range(draw(st.integers(0, 3))):
         (living if draw(st.booleans()) else dead)[f"queue/{number + 1}.{AA}"] = draw(broken_json(TICKET, most=2))
-    month = month_of(NOW)
-    for name in file_names(month)[: draw(st.integers(0, 2))]:
+    month = api.month_of(NOW)
+    for name in api.file_names(month)[: draw(st.integers(0, 2))]:
         lines = draw(st.lists(broken_json(CLAIM, most=2) | broken_json(ENDING, most=2), max_size=3))
         dead[f"history/{name}"] = b"\n".join(lines)
     for _ in range(draw(st.integers(0, 2))):
@@ -470,7 +456,7 @@ def judge(run: Any, state_dir: Path, ground: Any, dead: Files, living: Files) ->
                 file.write(data)
             os.chmod(path, 0o644 if name.startswith(("claims/", "queue/")) else 0o666)
             if name in living:
-                lock(living_entries.enter_context(open(path, "r+b")).fileno())
+                api.lock(living_entries.enter_context(open(path, "r+b")).fileno())
         for arguments in COMMANDS:
             run(arguments)
         run("wait -n 8 --timeout 0", 75)
@@ -490,7 +476,7 @@ def judge(run: Any, state_dir: Path, ground: Any, dead: Files, living: Files) ->
 
 
 def test_garbage_in_every_file(run: Any, state_dir: Path, ground: Any) -> None:
-    uuids, history = ground.uuids, f"history/{month_of(NOW)}.jsonl"
+    uuids, history = ground.uuids, f"history/{api.month_of(NOW)}.jsonl"
 
     def changed(document: dict[str, Any], **values: Any) -> bytes:
         return json.dumps({**document, **values}).encode()

@@ -6,12 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-from safe_gpu.drivers import opened_driver
-from safe_gpu.gpus.devices import Gpu
-from safe_gpu.host import procfs
-from safe_gpu.selection.request import Selection
-from safe_gpu.selection.verdicts import judge
+from support import api
 
 PRELUDE = """
 import os, sys, threading
@@ -30,9 +25,9 @@ class RealGpu:
     def __init__(self, uuid: str) -> None:
         self.uuid = uuid
 
-    def now(self) -> Gpu:
+    def now(self) -> api.Gpu:
         """What the driver says of it."""
-        with opened_driver() as driver:
+        with api.opened_driver() as driver:
             gpu = driver.snapshot().by_uuid(self.uuid)
         assert gpu is not None
         return gpu
@@ -41,7 +36,7 @@ class RealGpu:
         """Whether the driver lists this process on it; some drivers list the number of a thread in its place."""
         processes = self.now().processes
         assert processes is not None
-        return pid in {procfs.thread_group(process.pid) or process.pid for process in processes}
+        return pid in {api.procfs.thread_group(process.pid) or process.pid for process in processes}
 
     def expect(self, pid: int) -> None:
         """Wait until the driver lists this process; skip where it lists none of this PID namespace."""
@@ -58,9 +53,9 @@ class RealGpu:
 @pytest.fixture
 def gpu() -> RealGpu:
     """A free GPU, or MIG instance, of this machine."""
-    with opened_driver() as driver:
+    with api.opened_driver() as driver:
         snapshot = driver.snapshot()
-    free = [verdict.gpu for verdict in judge(snapshot, Selection(), claimed={}) if verdict.free]
+    free = [verdict.gpu for verdict in api.judge(snapshot, api.Selection(), claimed={}) if verdict.free]
     if not free:
         pytest.skip("no GPU of this machine is free")
     return RealGpu(free[0].uuid)
@@ -69,7 +64,7 @@ def gpu() -> RealGpu:
 @pytest.fixture
 def exclusive(gpu: RealGpu) -> None:
     """Skip where claims share the GPU, because it is the only one and drives the display."""
-    with opened_driver() as driver:
+    with api.opened_driver() as driver:
         if driver.snapshot().shared_display:
             pytest.skip("claims share the only GPU of this machine, since a display is active on it")
 

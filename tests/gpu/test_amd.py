@@ -9,12 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-from safe_gpu.drivers.kfd import KfdDriver
-from safe_gpu.gpus.devices import HostSnapshot
-from safe_gpu.runtimes.hip import HIP
-from safe_gpu.runtimes.visible_devices import render_visible
-from safe_gpu.topology import files, kfd_topology
+from support import api
 
 pytestmark = [pytest.mark.gpu("amd"), pytest.mark.timeout(300)]
 
@@ -31,47 +26,47 @@ memory.release()
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> KfdDriver:
+def driver(monkeypatch: pytest.MonkeyPatch) -> api.KfdDriver:
     for name in [name for name in os.environ if name.endswith("_VISIBLE_DEVICES")]:
         monkeypatch.delenv(name)
-    return KfdDriver()
+    return api.KfdDriver()
 
 
 @pytest.fixture
-def holder(driver: KfdDriver, child: Callable[..., Any]) -> Any:
+def holder(driver: api.KfdDriver, child: Callable[..., Any]) -> Any:
     """A process that holds memory on the first GPU that can be used."""
     gpu = next(gpu for gpu in driver.snapshot().gpus if not gpu.unusable)
-    process = child(HOLDS, "holds", env=render_visible([gpu], visible_as="uuid", snapshot=HostSnapshot((gpu,))))
+    process = child(HOLDS, "holds", env=api.render_visible([gpu], visible_as="uuid", snapshot=api.HostSnapshot((gpu,))))
     process.gpu = gpu.index
     return process
 
 
-def used(driver: KfdDriver, pid: int) -> list[int]:
+def used(driver: api.KfdDriver, pid: int) -> list[int]:
     """Indices of the GPUs on which the kernel shows a process."""
     return [gpu.index for gpu in driver.snapshot().gpus if pid in {one.pid for one in gpu.processes or ()}]
 
 
-def test_an_idle_gpu_shows_less_than_a_gibibyte_in_use(driver: KfdDriver) -> None:
-    for gpu, device in zip(driver.snapshot().gpus, kfd_topology.devices(files.Files()) or (), strict=True):
+def test_an_idle_gpu_shows_less_than_a_gibibyte_in_use(driver: api.KfdDriver) -> None:
+    for gpu, device in zip(driver.snapshot().gpus, api.kfd_topology.devices(api.files.Files()) or (), strict=True):
         print(gpu, device)
         assert not gpu.processes
         assert gpu.memory_used is not None
         assert gpu.memory_used < 1 << 30
 
 
-def test_hip_numbers_and_names_the_gpus_as_the_kernel_does(driver: KfdDriver) -> None:
+def test_hip_numbers_and_names_the_gpus_as_the_kernel_does(driver: api.KfdDriver) -> None:
     snapshot, plain = driver.snapshot(), dict(os.environ)
-    seen = HIP.visible_in_child(plain)
-    assert [HIP.is_same(*pair) for pair in zip(seen, snapshot.gpus, strict=True)] == [True] * len(seen)
+    seen = api.HIP.visible_in_child(plain)
+    assert [api.HIP.is_same(*pair) for pair in zip(seen, snapshot.gpus, strict=True)] == [True] * len(seen)
     for gpu in snapshot.gpus:
         for environ in ({}, {"RAY_RAYLET_PID": "1"}):  # under Ray HIP's own numbers count
-            chosen = HIP.visible_in_child(
-                {**plain, **render_visible([gpu], visible_as="index", snapshot=snapshot, environ=environ)}
+            chosen = api.HIP.visible_in_child(
+                {**plain, **api.render_visible([gpu], visible_as="index", snapshot=snapshot, environ=environ)}
             )
-            assert [HIP.is_same(one, gpu) for one in chosen] == [True]
+            assert [api.HIP.is_same(one, gpu) for one in chosen] == [True]
 
 
-def test_hip_tells_uuids_as_text_and_what_is_integrated_graphics(driver: KfdDriver, child: Any) -> None:
+def test_hip_tells_uuids_as_text_and_what_is_integrated_graphics(driver: api.KfdDriver, child: Any) -> None:
     code = """
 import ctypes
 from safe_gpu.runtimes.hip import HIP
@@ -88,7 +83,7 @@ for number in range(HIP.load().count()):
     assert integrated == [bool(gpu.unusable) for gpu in gpus] or all(integrated)
 
 
-def test_hip_opens_its_device_with_the_first_call_and_is_on_no_gpu_then(driver: KfdDriver, child: Any) -> None:
+def test_hip_opens_its_device_with_the_first_call_and_is_on_no_gpu_then(driver: api.KfdDriver, child: Any) -> None:
     code = """
 from safe_gpu.runtimes.hip import HIP
 HIP.load()
@@ -103,7 +98,7 @@ listen()
 
 
 @differs_on_fakes
-def test_a_child_that_is_forked_later_cannot_use_hip(driver: KfdDriver, child: Any) -> None:
+def test_a_child_that_is_forked_later_cannot_use_hip(driver: api.KfdDriver, child: Any) -> None:
     code = """
 import os, signal
 from safe_gpu.runtimes.hip import HIP
@@ -121,7 +116,9 @@ say(os.wait()[1])
     assert child(code).hear() != "0"
 
 
-def test_memory_shows_on_its_gpu_alone_until_the_process_ends(driver: KfdDriver, holder: Any, eventually: Any) -> None:
+def test_memory_shows_on_its_gpu_alone_until_the_process_ends(
+    driver: api.KfdDriver, holder: Any, eventually: Any
+) -> None:
     eventually(lambda: used(driver, holder.pid) == [holder.gpu])
     holder.tell()
     holder.finish()
@@ -129,7 +126,7 @@ def test_memory_shows_on_its_gpu_alone_until_the_process_ends(driver: KfdDriver,
 
 
 @differs_on_fakes
-def test_a_killed_process_is_gone(driver: KfdDriver, holder: Any) -> None:
+def test_a_killed_process_is_gone(driver: api.KfdDriver, holder: Any) -> None:
     assert used(driver, holder.pid) == [holder.gpu]
     holder.kill()
     patience = time.monotonic() + 2

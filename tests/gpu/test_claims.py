@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from safe_gpu.runtimes.cuda import same_device
+from support import api
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -31,7 +30,7 @@ def test_a_claim_opens_its_gpu_and_no_other(gpu: Any, claimer: Any, code: str) -
     process = claimer(f"{code}\nsay(owner.gpus[0].uuid, *map(repr, opened()))\nlisten()")
     claimed, first, second = process.hear().split()
     assert claimed == gpu.uuid
-    assert same_device(first.strip("'"), gpu.uuid)
+    assert api.same_device(first.strip("'"), gpu.uuid)
     assert second == "''", "CUDA sees more than the claimed GPU"
     gpu.expect(process.pid)
 
@@ -115,7 +114,7 @@ def test_a_placeholder_holds_the_gpu_and_lets_it_go(gpu: Any, claimer: Any, plac
     if word == "failed" and "for CPUs only" in rest:
         pytest.skip(f"{module} is built for CPUs: {rest}")
     assert word == "holds", rest
-    assert same_device(rest, gpu.uuid)
+    assert api.same_device(rest, gpu.uuid)
     process.tell()
     assert process.hear() == "released"
     process.kill()
@@ -137,7 +136,7 @@ def test_the_command_of_run_sees_the_claimed_gpu_alone(gpu: Any, command: Any, v
     out, err = done.communicate(timeout=120)
     assert done.returncode == 0, err
     (seen,) = out.split()
-    assert same_device(seen, gpu.uuid)
+    assert api.same_device(seen, gpu.uuid)
 
 
 def test_status_shows_the_claim_and_its_end(gpu: Any, command: Any, claimer: Any, eventually: Any) -> None:

@@ -12,12 +12,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from support import api
 from support.gpus import PACKAGE_ROOT
 from support.processes import free_port, program
 from support.real import REQUIRED, unavailable
-
-from safe_gpu.host import procfs
-from safe_gpu.host.foreign_files import read_start
 
 SBIN = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 
@@ -93,12 +91,12 @@ class Hosts:
     def connections(self) -> list[int]:
         """The processes of sshd that serve the connections."""
         daemons = [one.pid for one in self._daemons.values()]
-        below = [pid for daemon in daemons for pid in procfs.descendants(daemon)]
-        return [pid for pid in below if (procfs.command_of(pid) or "").startswith("sshd")]
+        below = [pid for daemon in daemons for pid in api.procfs.descendants(daemon)]
+        return [pid for pid in below if (api.procfs.command_of(pid) or "").startswith("sshd")]
 
     def processes(self) -> list[int]:
         """What runs on them: without a terminal nothing ends with its connection."""
-        return [pid for pid in procfs.pids() if self._mark in (read_start(f"/proc/{pid}/environ") or b"")]
+        return [pid for pid in api.procfs.pids() if self._mark in (api.read_start(f"/proc/{pid}/environ") or b"")]
 
     def end(self) -> None:
         """End them all, and what runs on them."""

@@ -18,18 +18,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import api
 from support.processes import free_port, program
 from support.terminals import Terminal
 
-from safe_gpu.cli import hosts as asking
-from safe_gpu.cli.hosts import Answer, Said, arranged, document, for_any_shell, read_answer, render_hosts
-from safe_gpu.errors import PolicyError
-from safe_gpu.gpus.devices import MIG_IS_ON
-from safe_gpu.host.procfs import user_name
-from safe_gpu.settings.config import host_names
-from safe_gpu.settings.variables import known_hosts, setting_of_hosts
-
-USER = user_name(os.geteuid())
+USER = api.user_name(os.geteuid())
 LAPTOP = {"SAFE_GPU_DRIVER": "simulated:laptop"}  # one GPU
 
 
@@ -44,16 +37,16 @@ def status(*states: str, **more: Any) -> dict[str, Any]:
     return {"schema": 2, "host": "gpu1", "state_dir": "/tmp/safe-gpu", "gpus": gpus, "queue": [], **more}
 
 
-def answer(*states: str, **more: Any) -> Answer:
-    return read_answer(Said(0, json.dumps(status(*states, **more)), ""))
+def answer(*states: str, **more: Any) -> api.Answer:
+    return api.read_answer(api.Said(0, json.dumps(status(*states, **more)), ""))
 
 
 def test_what_is_no_name_is_refused(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     names = " gpu1  anna@gpu2.example.org,gpu1 [::1] fe80::1%eth0 10.0.0.1 "
-    assert host_names(names) == ("gpu1", "anna@gpu2.example.org", "[::1]", "fe80::1%eth0", "10.0.0.1")
+    assert api.host_names(names) == ("gpu1", "anna@gpu2.example.org", "[::1]", "fe80::1%eth0", "10.0.0.1")
     for name in ("-oProxyCommand=x", "anna@-x", "gpu\x1b[2J", "`id`@gpu1"):
         with pytest.raises(ValueError, match="is no name of a host"):
-            host_names(name)
+            api.host_names(name)
         assert ask("status", f"--host={name}").returncode == 2
         monkeypatch.setenv("SAFE_GPU_HOSTS", name)
         assert ask("status", "--all-hosts").returncode == 2
@@ -78,10 +71,10 @@ def files(tmp_path: Path, rules: Any) -> Any:
 def test_whose_hosts_count(files: Any) -> None:
     ours, roots = "[host]\nhosts = a, b\n", "[host]\nhosts = c\nremote_command = /opt/safe-gpu -x\n"
     environ = files(ours, roots)
-    assert known_hosts(environ) == ("a", "b")
-    assert known_hosts({**environ, "SAFE_GPU_HOSTS": "d"}) == ("d",)
-    assert setting_of_hosts("remote_command", environ) == "/opt/safe-gpu -x"
-    assert known_hosts(files("", roots, 0o600)) == ("c",)
+    assert api.known_hosts(environ) == ("a", "b")
+    assert api.known_hosts({**environ, "SAFE_GPU_HOSTS": "d"}) == ("d",)
+    assert api.setting_of_hosts("remote_command", environ) == "/opt/safe-gpu -x"
+    assert api.known_hosts(files("", roots, 0o600)) == ("c",)
 
 
 @pytest.mark.parametrize(
@@ -93,16 +86,16 @@ def test_whose_hosts_count(files: Any) -> None:
     ],
 )
 def test_a_wrong_file_of_the_user(files: Any, text: str, mode: int, told: str) -> None:
-    with pytest.raises(PolicyError, match=told):
-        known_hosts(files(text, "", mode))
+    with pytest.raises(api.PolicyError, match=told):
+        api.known_hosts(files(text, "", mode))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file away")
 def test_another_users_file_chooses_no_command(files: Any, tmp_path: Path) -> None:
     environ = files("[host]\nremote_command = ./evil\n", "")
     os.chown(tmp_path / ".config" / "safe-gpu" / "config.ini", 65534, 65534)
-    with pytest.raises(PolicyError, match="a file of your own"):
-        setting_of_hosts("remote_command", environ)
+    with pytest.raises(api.PolicyError, match="a file of your own"):
+        api.setting_of_hosts("remote_command", environ)
 
 
 def test_without_known_hosts_and_for_what_is_about_one_host_the_way_is_told(
@@ -125,13 +118,13 @@ WORDS = ["a b", "it's", '!x !! \\! $HOME `id` "q"', "\\", "\\\\n\\'", "", "*?[x]
 def test_any_login_shell_reads_the_same(shell: str) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"needs {shell}")
-    line = for_any_shell(f'printf "[%s]" {shlex.join(WORDS)}')
+    line = api.for_any_shell(f'printf "[%s]" {shlex.join(WORDS)}')
     done = subprocess.run([shell, "-c", line], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("".join(f"[{word}]" for word in WORDS), "")
 
 
 MIG = {"vendor": "nvidia", "name": "x", "state_shown": "", "reason": "", "shares": [], "claim": None, "memory_total": 1}
-DIVIDED = {**MIG, "index": 0, "uuid": "GPU-1", "state": "unusable", "reason": MIG_IS_ON}
+DIVIDED = {**MIG, "index": 0, "uuid": "GPU-1", "state": "unusable", "reason": api.MIG_IS_ON}
 PART = {**MIG, "index": 0, "uuid": "MIG-1", "state": "free"}
 SHARED = {**MIG, "index": 0, "uuid": "GPU-1", "state": "claimed", "memory_total": 4, "claim": {},
           "shares": [{"user": "ben", "share": 1}, {"user": None, "share": 2}]}  # fmt: skip
@@ -145,7 +138,7 @@ SHARED = {**MIG, "index": 0, "uuid": "GPU-1", "state": "claimed", "memory_total"
         (answer(gpus=[SHARED, {**SHARED, "name": "y"}]), ["0 of 2", "1 x x, 1 x y", "", "", "? 1, ben 0.5"], ()),
     ],
 )
-def test_figures(given: Answer, cells: list[str], broken: tuple[str, ...]) -> None:
+def test_figures(given: api.Answer, cells: list[str], broken: tuple[str, ...]) -> None:
     assert given.figures is not None
     assert (list(given.figures.cells.values()), given.figures.broken) == (cells, broken)
 
@@ -159,7 +152,7 @@ def test_figures(given: Answer, cells: list[str], broken: tuple[str, ...]) -> No
     ],
 )
 def test_why_there_are_no_figures(code: int, out: str, err: str, told: str) -> None:
-    one = read_answer(Said(code, out, err))
+    one = api.read_answer(api.Said(code, out, err))
     assert one.status is None
     assert one.error.startswith(told)
 
@@ -172,20 +165,22 @@ JSON = st.recursive(LEAVES, lambda one: st.lists(one) | st.dictionaries(st.text(
 @given(st.fixed_dictionaries(dict.fromkeys(status(), JSON)), st.sampled_from(["gpus", "queue", "host"]))
 def test_a_hostile_answer_is_an_answer(hostile: dict[str, Any], key: str) -> None:
     for told in (hostile, {**status("free", "claimed"), key: hostile[key]}, {**hostile, "schema": 2}):
-        one = read_answer(Said(0, json.dumps(told), ""))
-        text = render_hosts(arranged({"gpu1": one}, False), width=80, color=False)
+        one = api.read_answer(api.Said(0, json.dumps(told), ""))
+        text = api.render_hosts(api.arranged({"gpu1": one}, False), width=80, color=False)
         assert all(line.isprintable() for line in text.split("\n"))
-        json.dumps(document({"gpu1": one}))
+        json.dumps(api.document({"gpu1": one}))
 
 
 def test_the_table() -> None:
     answers = {
         "gpu1": answer("free", "claimed", "unusable"),
-        "gpu2": Answer(error="did not answer within 10 s"),
+        "gpu2": api.Answer(error="did not answer within 10 s"),
         "gpu4": answer("free", "free", host="gpu4", queue=[{"since": 4e9, "user": "emil"}]),
         "gpu5": answer("free", "free", host="gpu4"),
     }
-    assert [line.split() for line in render_hosts(arranged(answers, False), width=80, color=False).split("\n")] == [
+    assert [
+        line.split() for line in api.render_hosts(api.arranged(answers, False), width=80, color=False).split("\n")
+    ] == [
         "3 of 5 GPUs free on 2 of 3 hosts, 1 waiting".split(),
         [],
         "HOST FREE GPU WAITING LONGEST HELD BY".split(),
@@ -195,7 +190,7 @@ def test_the_table() -> None:
         "gpu4 2 of 2 NVIDIA L4 1 0s".split(),
         "gpu5 the same host as gpu4".split(),
     ]
-    assert list(arranged(answers, True)) == ["gpu4", "gpu1", "gpu2", "gpu5"]
+    assert list(api.arranged(answers, True)) == ["gpu4", "gpu1", "gpu2", "gpu5"]
 
 
 def lines_of(text: str) -> dict[str, str]:
@@ -246,7 +241,7 @@ UNUSUAL: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def test_each_unusual_host_has_its_reason(hosts: Any, ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "SECONDS", 8.0)
+    monkeypatch.setattr(api.hosts, "SECONDS", 8.0)
     for name, (how, _) in UNUSUAL.items():
         hosts.up(name, **how)
     hosts.known("gpu-down", free_port())

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from support import api
 from support.claims import claim
 from support.processes import PACKAGE_ROOT
-
-from safe_gpu.coordination.directory import Directory
-from safe_gpu.coordination.entry import make_entry
 
 RENAME_EXCHANGE = 2
 
@@ -99,8 +97,8 @@ def entry_of(state_dir: Path, as_user: Any) -> Callable[..., Path]:
 
     def make(uid: int, said: dict[str, Any], part: str = "claims", number: int = 1) -> Path:
         def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
-            with Directory(str(state_dir), part) as directory:
-                name, _held = make_entry(directory, number, said, by_children=False)
+            with api.Directory(str(state_dir), part) as directory:
+                name, _held = api.make_entry(directory, number, said, by_children=False)
                 say(name)
                 listen()
 

@@ -12,14 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import api
 from support.claims import claim
 from support.ground import simulated_doors
 
 import safe_gpu
-from safe_gpu.coordination.doors import digest
-from safe_gpu.coordination.holders import living_claims
-from safe_gpu.host import procfs
-from safe_gpu.status.gather import gather
 
 VICTIM, OTHER, THIEF = 4711, 4712, 4713
 GIB = 1 << 30
@@ -58,7 +55,7 @@ def test_what_entries_and_doors_tell_opens_nothing_nor_a_token_that_leaked_to_ot
 @contextmanager
 def forged(entry_of: Any, gpu: str, token: str, number: int = 1) -> Iterator[None]:
     """A neighbour says the victim's hash, and its uid, in a claim of its own, and holds the doors of the token."""
-    entry_of(THIEF, {"gpus": {gpu: None}, "parts": {gpu: 0}, "token": digest(token), "uid": VICTIM}, number=number)
+    entry_of(THIEF, {"gpus": {gpu: None}, "parts": {gpu: 0}, "token": api.digest(token), "uid": VICTIM}, number=number)
     doors = simulated_doors()
     assert doors.take_whole(gpu, (), token)
     yield
@@ -89,7 +86,7 @@ def test_another_claim_of_the_same_user_is_not_inside(victim: Any, attempt: Any)
 def test_a_user_whom_the_namespace_does_not_know_is_in_no_claim(victim, attempt, monkeypatch) -> None:
     """All whom it does not know have one user id there."""
     token = victim(8)
-    monkeypatch.setattr(procfs, "is_unknown_user", lambda uid: uid == VICTIM)
+    monkeypatch.setattr(api.procfs, "is_unknown_user", lambda uid: uid == VICTIM)
     assert attempt(VICTIM, token).startswith(REFUSED)
 
 
@@ -142,7 +139,7 @@ def test_a_gpu_behind_a_door_of_nobody_here_is_taken_elsewhere(
     assert as_user(bind, uid=THIEF).hear() == "True"
     with claim(1, only="0,1", **wanted) as owner:
         assert owner.devices_taken == [1]
-    one = gather().gpus[0]
+    one = api.gather().gpus[0]
     assert (one.state, one.claim and (one.claim.pid, one.claim.user)) == ("claimed", (None, None))
 
 
@@ -163,7 +160,7 @@ def limit(rules: Any, state_dir: Path) -> None:
 def test_what_an_entry_says_of_users_is_never_believed(limit: None, user: Any, entry_of: Any, as_user: Any) -> None:
     """The victim's uid, its name, and a process of hers, in the claims and the tickets of somebody else."""
     victim = as_user(lambda say, listen: listen(), uid=VICTIM)
-    said = {"uid": VICTIM, "user": str(VICTIM), "pid": victim.pid, "start": procfs.start_time(victim.pid)}
+    said = {"uid": VICTIM, "user": str(VICTIM), "pid": victim.pid, "start": api.procfs.start_time(victim.pid)}
     entry_of(OTHER, {"gpus": {"GPU-a": None, "GPU-b": None}, **said})
     entry_of(OTHER, {"gpus": ["GPU-a"], "nb_gpus": 1, **said}, part="queue")
     assert granted(user(VICTIM, 2)) == 2
@@ -181,7 +178,7 @@ def test_a_claim_counts_for_the_effective_user(limit: None, user: Any) -> None:
 def test_users_whom_this_namespace_does_not_know_share_no_limit(limit: None, user, ground, monkeypatch) -> None:
     """They all look like one user, who is nobody."""
     ground.hold(0, 1, uid=OTHER)
-    monkeypatch.setattr(procfs, "is_unknown_user", lambda uid: uid == OTHER)
+    monkeypatch.setattr(api.procfs, "is_unknown_user", lambda uid: uid == OTHER)
     assert granted(user(OTHER, 2)) == 2
 
 
@@ -194,7 +191,7 @@ def seen(as_user: Any) -> Callable[[int], list[Any]]:
     claim that is refused says."""
 
     def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
-        one = gather().gpus[0].claim
+        one = api.gather().gpus[0].claim
         with pytest.raises(safe_gpu.NotEnoughGpusError) as refused:
             claim(only=0)
         say(json.dumps([one.pid, one.user, one.uid, one.job, str(refused.value)]))
@@ -206,7 +203,7 @@ def seen(as_user: Any) -> Callable[[int], list[Any]]:
 def test_an_entry_that_names_a_living_process_of_somebody_else(state_dir, as_user, ground, seen, start: str) -> None:
     """Its number is that of an innocent process now, whether its start fits or not."""
     victim = as_user(lambda say, listen: listen(), uid=VICTIM)
-    began = procfs.start_time(victim.pid) or 0
+    began = api.procfs.start_time(victim.pid) or 0
     when = {"right": began, "of another process": began + 1, "none": None}[start]
     said = {"user": "4711", "job": "sge:1", **({} if when is None else {"start": when})}
     ground.hold(0, uid=THIEF, pid=victim.pid, **said)
@@ -252,11 +249,11 @@ def test_who_is_unknown_to_a_user_namespace_is_nobody(state_dir: Path, user: Any
             return say("null")
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"0 {OTHER} 1")
-        procfs.is_unknown_user.cache_clear()
-        procfs.has_all_ids.cache_clear()
-        one = gather().gpus[0].claim
+        api.procfs.is_unknown_user.cache_clear()
+        api.procfs.has_all_ids.cache_clear()
+        one = api.gather().gpus[0].claim
         assert one is not None
-        return say(json.dumps([[entry.uid for entry in living_claims()], one.user, one.uid]))
+        return say(json.dumps([[entry.uid for entry in api.living_claims()], one.user, one.uid]))
 
     answer = as_user(look, uid=OTHER).hear()
     if answer == "null":

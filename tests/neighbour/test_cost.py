@@ -14,18 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import api
 from support.claims import claim
 from support.ground import write_for_all
 from support.real import long
-
-from safe_gpu.coordination import entry as entry_module
-from safe_gpu.coordination import history
-from safe_gpu.coordination.directory import Directory
-from safe_gpu.coordination.entry import Entries, make_entry
-from safe_gpu.coordination.host_lock import Host
-from safe_gpu.host.held import Held
-from safe_gpu.status import history as past
-from safe_gpu.status.history import claims_between
 
 NEIGHBOUR, VICTIM, THIRD = 4711, 4712, 4713
 MOST = 64  # MiB beyond a bare interpreter
@@ -132,10 +124,10 @@ def watch_locked(patch: pytest.MonkeyPatch) -> list[tuple[float, int]]:
     """What looks take while host.lock is held: seconds of processor time, and files that are opened."""
     taken: list[tuple[float, int]] = []
     opened: list[object] = []
-    locked, open_to_read = Host.locked, entry_module.open_to_read
+    locked, open_to_read = api.Host.locked, api.entry.open_to_read
 
     @contextmanager
-    def timed(host: Host, *arguments: Any) -> Iterator[None]:
+    def timed(host: api.Host, *arguments: Any) -> Iterator[None]:
         with locked(host, *arguments):
             opened.clear()
             began = time.thread_time()
@@ -144,8 +136,8 @@ def watch_locked(patch: pytest.MonkeyPatch) -> list[tuple[float, int]]:
             finally:
                 taken.append((time.thread_time() - began, len(opened)))
 
-    patch.setattr(Host, "locked", timed)
-    patch.setattr(entry_module, "open_to_read", lambda *about: opened.append(about) or open_to_read(*about))
+    patch.setattr(api.Host, "locked", timed)
+    patch.setattr(api.entry, "open_to_read", lambda *about: opened.append(about) or open_to_read(*about))
     return taken
 
 
@@ -177,15 +169,15 @@ def test_many_names_cost_little_under_host_lock(used: Path, ground: Any, as_user
 
 
 @pytest.fixture
-def make(used: Path) -> Iterator[Callable[..., tuple[Path, Held]]]:
+def make(used: Path) -> Iterator[Callable[..., tuple[Path, api.Held]]]:
     """Living entries that say what is given, of a neighbour."""
     if os.geteuid():
         pytest.skip("needs root, to give files away")
     with ExitStack() as made:
 
-        def entry(part: str, number: int, uid: int = NEIGHBOUR, **what: Any) -> tuple[Path, Held]:
-            with Directory(str(used), part) as directory:
-                name, held = make_entry(directory, number, what, by_children=False)
+        def entry(part: str, number: int, uid: int = NEIGHBOUR, **what: Any) -> tuple[Path, api.Held]:
+            with api.Directory(str(used), part) as directory:
+                name, held = api.make_entry(directory, number, what, by_children=False)
             os.fchown(held.fd, uid, uid)
             made.callback(held.release)
             return used / part / name, held
@@ -198,7 +190,7 @@ def test_no_living_claim_is_left_out_however_many_a_user_has_and_few_are_asked_a
 ) -> None:
     """Under host.lock whoever lived a moment before is taken to live."""
     monkeypatch.setattr("safe_gpu.claim.look._MOST_ASKED", 5)
-    monkeypatch.setattr(Entries, "may_be_many", True)
+    monkeypatch.setattr(api.Entries, "may_be_many", True)
     for number in range(1, 201):
         make("claims", number, gpus={ground.uuids[0]: None})
     make("claims", 300, VICTIM, gpus={ground.uuids[1]: None})
@@ -245,16 +237,16 @@ def one_claim(say: Callable[[object], None], listen: Callable[[], str]) -> None:
 def test_each_user_appends_to_the_same_file_and_one_that_its_owner_closes_is_passed(state_dir: Path, as_user) -> None:
     for uid in (NEIGHBOUR, VICTIM):
         assert as_user(one_claim, uid=uid, umask=0o077).hear() == "released"
-    (file,) = (state_dir / history.NAME).iterdir()
+    (file,) = (state_dir / api.history.NAME).iterdir()
 
     def look(say: Callable[[object], None], listen: Callable[[], str]) -> None:
-        claims, warnings = claims_between(0, time.time() + 1)
+        claims, warnings = api.claims_between(0, time.time() + 1)
         say(f"{[(one.uid, one.ended is not None) for one in claims]} {warnings}")
 
     assert as_user(look, uid=NEIGHBOUR).hear() == f"{[(NEIGHBOUR, True), (VICTIM, True)]} []"
     os.chmod(file, 0o600)
     assert as_user(one_claim, uid=THIRD).hear() == "released"
-    claims, warnings = claims_between(0, time.time() + 1)
+    claims, warnings = api.claims_between(0, time.time() + 1)
     assert [one.uid for one in claims] == [THIRD]  # root reads no closed file in a directory of another user
     assert "has mode 0600 in place of 0666" in warnings[0]
 
@@ -267,8 +259,8 @@ def test_names_of_months_that_never_were_remove_nothing(state_dir: Path) -> None
     """Root, and the owner of the directory, may unlink everybody's files, but do so with their own only."""
     state_dir.mkdir()
     state_dir.chmod(0o1777)
-    directory = state_dir / history.NAME
-    assert history.append([b"{}\n"], NOW - 31 * 86400)
+    directory = state_dir / api.history.NAME
+    assert api.history.append([b"{}\n"], NOW - 31 * 86400)
     odd = ["2026-0a.jsonl", "2026-0:.jsonl", "2020-13.jsonl", "2020-00.jsonl", "2020-01.4.jsonl", "2020-01.jsonl.old"]
     others = ["2020-01.jsonl", "2026-08.1.jsonl"]
     kept = ["2024-12.jsonl", "2026-10.jsonl", "2026-12.jsonl", "9999-12.jsonl"]
@@ -277,11 +269,11 @@ def test_names_of_months_that_never_were_remove_nothing(state_dir: Path) -> None
     for name in others:
         os.chown(directory / name, NEIGHBOUR, NEIGHBOUR)
     directory.chmod(0o755)  # perhaps somebody's own directory
-    assert history.append([b"{}\n"], NOW)
+    assert api.history.append([b"{}\n"], NOW)
     (directory / "2026-11.jsonl").unlink()
     assert (directory / "2020-02.jsonl").exists()
     directory.chmod(0o1777)
-    assert history.append([b"{}\n"], NOW)
+    assert api.history.append([b"{}\n"], NOW)
     assert sorted(os.listdir(directory)) == sorted([*odd, *others, *kept, "2026-11.jsonl"])
 
 
@@ -291,10 +283,10 @@ def test_names_of_months_that_never_were_remove_nothing(state_dir: Path) -> None
 @pytest.fixture
 def directory(state_dir: Path) -> Path:
     """The directory of the history of a host that has been used."""
-    for path in (state_dir, state_dir / "claims", state_dir / history.NAME):
+    for path in (state_dir, state_dir / "claims", state_dir / api.history.NAME):
         path.mkdir()
         path.chmod(0o1777)
-    return state_dir / history.NAME
+    return state_dir / api.history.NAME
 
 
 def line(number: int, **facts: object) -> bytes:
@@ -330,12 +322,12 @@ def many_gpus(number: int) -> bytes:
 def test_full_files_take_little_memory(directory: Path, cost: Any, files: int, write_line: Any, arguments: Any) -> None:
     def lines(first: int) -> Iterator[bytes]:
         size, number = 0, first
-        while size < history.LARGEST // PART:
+        while size < api.history.LARGEST // PART:
             yield (data := write_line(number))
             size, number = size + len(data), number + 1
 
     empty = cost("history", *arguments, before=SMALL)
-    for part, name in enumerate(history.file_names(history.month_of(time.time()))[:files]):
+    for part, name in enumerate(api.history.file_names(api.history.month_of(time.time()))[:files]):
         write_for_all(directory / name, b"".join(lines(part * 400_000 // PART)))
     taken = cost("history", *arguments, before=SMALL)
     assert taken.code == 0
@@ -346,24 +338,24 @@ def test_full_files_take_little_memory(directory: Path, cost: Any, files: int, w
 def test_the_future_is_not_read_and_a_file_of_empty_lines_is_left_soon(directory: Path, monkeypatch) -> None:
     monkeypatch.setattr(time, "time", lambda: NOW)
     read: list[bytes] = []
-    genuine = past._line
-    monkeypatch.setattr(past, "_line", lambda line: read.append(line) or genuine(line))
+    genuine = api.status_history._line
+    monkeypatch.setattr(api.status_history, "_line", lambda line: read.append(line) or genuine(line))
     now = line(1, gpus=["a"])
     write_for_all(directory / "2026-11.jsonl", now)
     for name in ("2026-12.jsonl", "2027-01.2.jsonl", "9999-01.jsonl"):
         write_for_all(directory / name, line(2, gpus=["a"]))
-    claims, warnings = claims_between(0, NOW)
+    claims, warnings = api.claims_between(0, NOW)
     assert ([one.pid for one in claims], warnings) == ([2], [])
     assert read == [now]
-    write_for_all(directory / "2026-11.jsonl", b"\n" * history.LARGEST)
-    claims_between(0, NOW)
-    assert len(read) == 1 + history.LARGEST // 64
+    write_for_all(directory / "2026-11.jsonl", b"\n" * api.history.LARGEST)
+    api.claims_between(0, NOW)
+    assert len(read) == 1 + api.history.LARGEST // 64
 
 
 def test_a_spreadsheet_runs_no_cell(directory: Path, command: Any) -> None:
     text = '=HYPERLINK("http://x","y")'
     facts = {"user": text, "host": text, "job": text, "command": text, "gpus": [text], "labels": [text]}
-    write_for_all(directory / history.file_names(history.month_of(time.time()))[0], line(1, **facts))
+    write_for_all(directory / api.history.file_names(api.history.month_of(time.time()))[0], line(1, **facts))
     for arguments in ((), ("--by", "user"), ("--by", "gpu"), ("--by", "job"), ("--report", "month")):
         done = command.run("history", "--csv", *arguments)
         row = next(csv.DictReader(io.StringIO(done.stdout)))
@@ -373,10 +365,10 @@ def test_a_spreadsheet_runs_no_cell(directory: Path, command: Any) -> None:
 
 
 def test_a_hostile_directory_of_claims_costs_what_runs_now(directory: Path) -> None:
-    write_for_all(directory / history.file_names(history.month_of(time.time()))[0], line(1, gpus=["a"]))
+    write_for_all(directory / api.history.file_names(api.history.month_of(time.time()))[0], line(1, gpus=["a"]))
     claims = directory.parent / "claims"
     claims.rmdir()
     claims.symlink_to("/etc")
-    (one,), (warning,) = claims_between(0, time.time() + 1)
+    (one,), (warning,) = api.claims_between(0, time.time() + 1)
     assert one.pid == 2
     assert "which claims hold GPUs now is not known" in warning

@@ -10,20 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import api
 from support.claims import claim
 from support.real import REQUIRED
 
 import safe_gpu
-from safe_gpu.drivers.nvml import LIBRARY
-from safe_gpu.errors import SafeGpuError
-from safe_gpu.host.programs import is_root
-from safe_gpu.runtimes import library
-from safe_gpu.settings import variables as settings
-from safe_gpu.status import report
 
 NEIGHBOUR = 4711
 
-needs_root = pytest.mark.skipif(not is_root(), reason="needs root, to be the victim")
+needs_root = pytest.mark.skipif(not api.is_root(), reason="needs root, to be the victim")
 needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None and not REQUIRED, reason="needs matplotlib")
 
 NVML = "from safe_gpu.drivers.nvml import why_missing; print(why_missing())"
@@ -44,7 +39,7 @@ def planted(open_tmp: Path, build_library: Callable[..., Path]) -> Path:
     directory.mkdir()
     source = '#include <stdlib.h>\n__attribute__((constructor)) void run(void) { system("touch $PWNED"); }\n'
     (directory / "evil.c").write_text(source)
-    for name in (LIBRARY, "libcuda.so.1"):
+    for name in (api.LIBRARY, "libcuda.so.1"):
         built = build_library(str(directory / "evil.c"), name)
         (directory / name).write_bytes(built.read_bytes())
     os.chown(directory, NEIGHBOUR, NEIGHBOUR)
@@ -83,8 +78,8 @@ def test_libraries_are_loaded_from_places_of_root_only(
 
 
 def test_the_cache_of_the_loader_is_read() -> None:
-    assert any(os.path.isfile(path) for path in library._candidates("libc.so.6"))
-    assert not any(os.path.isfile(path) for path in library._candidates("libnothing.so.1"))
+    assert any(os.path.isfile(path) for path in api.library._candidates("libc.so.6"))
+    assert not any(os.path.isfile(path) for path in api.library._candidates("libnothing.so.1"))
 
 
 @needs_root
@@ -93,13 +88,13 @@ def test_paths_of_a_user_are_warned_of(open_tmp: Path, name: str) -> None:
     (open_tmp / "mine").mkdir()
     os.chown(open_tmp / "mine", NEIGHBOUR, NEIGHBOUR)
     for path in (open_tmp / "mine", open_tmp / "mine" / "new"):
-        (doubt,) = settings.doubts({name: str(path)})
+        (doubt,) = api.variables.doubts({name: str(path)})
         assert doubt.startswith(f"{name}={path}: other users can change")
-    assert settings.doubts({name: str(open_tmp / "new")}) == []
-    assert settings.doubts({name: "/"}) == []
+    assert api.variables.doubts({name: str(open_tmp / "new")}) == []
+    assert api.variables.doubts({name: "/"}) == []
     (open_tmp / "new").mkdir()  # by another user, after it was found to be missing
     os.chown(open_tmp / "new", NEIGHBOUR, NEIGHBOUR)
-    assert settings.doubts({name: str(open_tmp / "new")}) != []
+    assert api.variables.doubts({name: str(open_tmp / "new")}) != []
 
 
 # Modules in the working directory, or on PYTHONPATH under python3 -I, in child processes too
@@ -196,7 +191,9 @@ def test_a_neighbour_chooses_nothing(his: Path, open_tmp: Path, where: str, monk
         monkeypatch.setenv(name, value.format(his=his))
     monkeypatch.chdir(his)
     monkeypatch.syspath_prepend(str(his))
-    picture = report.drawn(report.Days(["2026-11-16"], {"$\\input{x}$": [1.0], "anna": [2.0]}, {}), "svg").decode()
+    picture = api.status_report.drawn(
+        api.status_report.Days(["2026-11-16"], {"$\\input{x}$": [1.0], "anna": [2.0]}, {}), "svg"
+    ).decode()
     assert picture.startswith("<?xml")
     assert "#123456" not in picture
     assert "input{x}" in picture
@@ -220,5 +217,5 @@ def test_the_command_in_such_a_directory(his: Path, open_tmp: Path, command: Any
 
 @needs_matplotlib
 def test_what_fails_there_is_told() -> None:
-    with pytest.raises(SafeGpuError, match=r"cannot be drawn: ValueError: .*nonsense"):
-        report.drawn(report.Days([], {}, {}), "nonsense")
+    with pytest.raises(api.SafeGpuError, match=r"cannot be drawn: ValueError: .*nonsense"):
+        api.status_report.drawn(api.status_report.Days([], {}, {}), "nonsense")

@@ -14,19 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import api
 from support.claims import claim
 from support.ground import locked_host
 from support.processes import own_network
-
-from safe_gpu.claim import checks
-from safe_gpu.cli import admin as command_of_setup
-from safe_gpu.cli.commands import main
-from safe_gpu.coordination import history
-from safe_gpu.coordination.directory import Directory
-from safe_gpu.coordination.entry import make_entry
-from safe_gpu.coordination.holders import living_claims
-from safe_gpu.errors import StateDirError
-from safe_gpu.host import procfs
 
 from .conftest import exchange
 
@@ -97,7 +88,7 @@ def test_what_is_being_made_is_no_way_to_another_file(
     else:
         remove(owned / part)
         calls = exchange_after(place, owned, f".{part}.*", victim, monkeypatch)
-    with suppress(StateDirError):
+    with suppress(api.StateDirError):
         claim().release_gpus()
     assert len(calls) >= place, "the exchange took place"
     assert victim.stat().st_mode == PRIVATE
@@ -141,9 +132,9 @@ def test_a_race_with_the_owner_is_never_lost(owned: Path, victim: Path, child: A
         rounds += 1
         for part in ("claims", "queue", "history", "host.lock"):
             remove(owned / part)
-        with suppress(StateDirError), locked_host():
+        with suppress(api.StateDirError), locked_host():
             made += 1
-        history.append([b"{}\n"], time.time())
+        api.history.append([b"{}\n"], time.time())
         assert victim.stat().st_mode == PRIVATE, f"lost in round {rounds}"
     assert victim.read_text() == "precious"
 
@@ -154,7 +145,7 @@ def test_a_race_with_the_owner_is_never_lost(owned: Path, victim: Path, child: A
 def test_a_file_that_was_moved_here_is_not_written(owned: Path, victim: Path, ground, name: str, owner: int) -> None:
     """Also in a directory of root's: who owns the directory in which root has made a file may move it away. At most
     that name of it is removed, as that of an entry of root's that is dead."""
-    place = owned / name.format(zeros="0" * 16, month=history.month_of(time.time()))
+    place = owned / name.format(zeros="0" * 16, month=api.history.month_of(time.time()))
     place.parent.mkdir(exist_ok=True)
     for directory in (owned, place.parent):
         os.chown(directory, owner, owner)
@@ -162,7 +153,7 @@ def test_a_file_that_was_moved_here_is_not_written(owned: Path, victim: Path, gr
     os.link(victim, place)
     try:
         claim().release_gpus()
-    except StateDirError:
+    except api.StateDirError:
         assert name == "host.lock"
     assert victim.read_text() == "precious"
     assert victim.stat().st_mode == PRIVATE
@@ -176,9 +167,9 @@ def test_a_file_that_was_moved_here_is_not_written(owned: Path, victim: Path, gr
 def test_a_claim_whose_entry_alone_counts_says_once_who_can_remove_it(
     owned: Path, ground: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, sees_devices: bool
 ) -> None:
-    monkeypatch.setattr(checks, "_told", set())
+    monkeypatch.setattr(api.checks, "_told", set())
     if sees_devices:
-        monkeypatch.setattr(procfs, "sees_network_devices", lambda: True)
+        monkeypatch.setattr(api.procfs, "sees_network_devices", lambda: True)
     with own_network():
         for _ in range(2):
             claim().release_gpus()
@@ -238,15 +229,15 @@ def host(open_tmp: Path, state_dir: Path, ask: Any, monkeypatch: pytest.MonkeyPa
         pytest.skip("needs root, whose directory it is")
     host = Host(open_tmp, ask)
     monkeypatch.setenv("SAFE_GPU_POLICY", str(host.config))
-    monkeypatch.setattr(command_of_setup, "RULE", str(host.rule))
-    monkeypatch.setattr(command_of_setup, "_SYSTEMD", ("/",))
+    monkeypatch.setattr(api.admin, "RULE", str(host.rule))
+    monkeypatch.setattr(api.admin, "_SYSTEMD", ("/",))
     return host
 
 
 def dead_entry(say: Callable[[object], None], listen: Callable[[], str]) -> None:
     """Leave an entry as a process that was killed does."""
-    with Directory(os.environ["SAFE_GPU_DIR"], "claims") as directory:
-        make_entry(directory, 7, {"gpus": {GPU: None}}, by_children=True)[1].release()
+    with api.Directory(os.environ["SAFE_GPU_DIR"], "claims") as directory:
+        api.make_entry(directory, 7, {"gpus": {GPU: None}}, by_children=True)[1].release()
     say("left")
 
 
@@ -302,7 +293,7 @@ def test_files_of_the_administrator_are_left_alone(host: Host) -> None:
 
 def test_only_root(host: Host, as_user: Any) -> None:
     setup = ["setup", "--state-dir", str(host.path)]
-    assert as_user(lambda say, listen: say(main(setup)), uid=ANNA).hear() == "78"
+    assert as_user(lambda say, listen: say(api.main(setup)), uid=ANNA).hear() == "78"
     assert not host.path.exists()
 
 
@@ -346,7 +337,7 @@ def test_a_neighbour_can_neither_remove_nor_close_it(host: Host, entry_of: Any, 
     before = host.tree()
     assert as_user(attack, uid=ATTACKER).hear() == "[]"
     assert host.tree() == before
-    assert [one.uid for one in living_claims()] == [ANNA]
+    assert [one.uid for one in api.living_claims()] == [ANNA]
 
 
 # What others made

@@ -15,24 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import api
 from support.hostile import TRICK, assert_plain, assert_shown_safely
 
 import safe_gpu
-from safe_gpu.affinity.placement import placement
-from safe_gpu.cli import hosts
-from safe_gpu.coordination.directory import PARTS, Directory
-from safe_gpu.doctor import CheckedHost, run_checks
-from safe_gpu.doctor.state import directory
-from safe_gpu.errors import PolicyError
-from safe_gpu.host import procfs, programs
-from safe_gpu.settings.config import host_values
-from safe_gpu.settings.variables import known_hosts
-from safe_gpu.status.facts import HostStatus, WaiterStatus
-from safe_gpu.status.metrics import render_metrics
 
 NEIGHBOUR = 4711
 
-needs_root = pytest.mark.skipif(not programs.is_root(), reason="needs root, to be the victim, and to mount")
+needs_root = pytest.mark.skipif(not api.programs.is_root(), reason="needs root, to be the victim, and to mount")
 
 CODE = """
 import os
@@ -107,18 +97,18 @@ def test_a_place_that_others_can_change(open_tmp: Path, how: str, part: str, mon
     write(place / "nvidia-smi", "")
     write(open_tmp / "sure" / "nvidia-smi", "")
     environment = {"PATH": str(place)}
-    assert programs.find_program("nvidia-smi", environment) == str(place / "nvidia-smi")
+    assert api.programs.find_program("nvidia-smi", environment) == str(place / "nvidia-smi")
     if subprocess.run(how, shell=True, cwd=open_tmp).returncode:
         assert "setfacl" in how
         pytest.skip("needs setfacl, of the package acl, and a file system with ACLs")
-    assert programs.others_can_change(str(place / "nvidia-smi")) == str(open_tmp / part)
+    assert api.programs.others_can_change(str(place / "nvidia-smi")) == str(open_tmp / part)
     with pytest.raises(PermissionError, match=f"can change {'it' if '/' in part else open_tmp / part}: "):
-        programs.find_program("nvidia-smi", environment)
+        api.programs.find_program("nvidia-smi", environment)
     sure = str(open_tmp / "sure")
-    assert programs.find_program("nvidia-smi", {"PATH": f"{place}:{sure}"}) == f"{sure}/nvidia-smi"
-    assert programs.find_program("nvidia-smi", environment, sure) == f"{sure}/nvidia-smi"
-    monkeypatch.setattr(programs, "is_root", lambda: False)
-    assert programs.find_program("nvidia-smi", environment) == str(place / "nvidia-smi")
+    assert api.programs.find_program("nvidia-smi", {"PATH": f"{place}:{sure}"}) == f"{sure}/nvidia-smi"
+    assert api.programs.find_program("nvidia-smi", environment, sure) == f"{sure}/nvidia-smi"
+    monkeypatch.setattr(api.programs, "is_root", lambda: False)
+    assert api.programs.find_program("nvidia-smi", environment) == str(place / "nvidia-smi")
 
 
 @needs_root
@@ -128,9 +118,11 @@ def test_a_sticky_directory_keeps_what_is_roots(open_tmp: Path, mode: int, sure:
     (open_tmp / "x").chmod(mode)
     (open_tmp / "link").symlink_to(open_tmp / "x")
     for name in ("x", "link", "x/../link"):
-        assert programs.others_can_change(str(open_tmp / name)) == (None if sure else str(open_tmp / "x"))
+        assert api.programs.others_can_change(str(open_tmp / name)) == (None if sure else str(open_tmp / "x"))
         within = None if mode == 0o755 else str(open_tmp / "x")
-        assert programs.others_can_change(str(open_tmp / name), within=True) == within, "others may make files there"
+        assert api.programs.others_can_change(str(open_tmp / name), within=True) == within, (
+            "others may make files there"
+        )
 
 
 @needs_root
@@ -140,8 +132,8 @@ def test_a_sticky_directory_keeps_what_is_roots(open_tmp: Path, mode: int, sure:
 def test_paths_that_may_become_others(open_tmp: Path, path: str) -> None:
     """By another current directory, in another mount namespace, or since anybody can make what is not there yet."""
     (open_tmp / "loop").symlink_to("loop")
-    assert programs.others_can_change(path.format(tmp=open_tmp)) is not None
-    assert programs.others_can_change("/usr/no such directory/bin") is None
+    assert api.programs.others_can_change(path.format(tmp=open_tmp)) is not None
+    assert api.programs.others_can_change("/usr/no such directory/bin") is None
 
 
 @needs_root
@@ -169,7 +161,7 @@ def test_what_a_program_gets_of_the_environment(open_tmp: Path) -> None:
         ({"HOME": ".", "SGE_ROOT": "sge", "TZ": f":{his}/zone"}, set()),
         ({"SGE_CELL": "..", "SGE_ROOT": f"{open_tmp}/roots", "SLURM_CONF": f"{open_tmp}/roots"}, {"SGE_CELL=.."}),
     ):
-        code, text, _ = programs.output_of(["/usr/bin/env"], env=asked, timeout=60, most=1 << 16)
+        code, text, _ = api.programs.output_of(["/usr/bin/env"], env=asked, timeout=60, most=1 << 16)
         assert (code, set(text.splitlines())) == (0, got)
 
 
@@ -187,9 +179,9 @@ def test_an_answer_of_another_host_is_bounded(
 ) -> None:
     """Of bytes and of time, whatever runs there; what is left behind is not waited for, and nothing can be asked."""
     write(open_tmp / "ssh", f"echo $$ > {open_tmp}/pid; {script}")
-    monkeypatch.setattr(hosts, "SECONDS", 0.5 if code == 124 else 60.0)
-    said = hosts.ask([str(open_tmp / "ssh")])
-    assert (said.code, told in hosts.read_answer(said).error) == (code, True)
+    monkeypatch.setattr(api.hosts, "SECONDS", 0.5 if code == 124 else 60.0)
+    said = api.hosts.ask([str(open_tmp / "ssh")])
+    assert (said.code, told in api.hosts.read_answer(said).error) == (code, True)
     assert len(said.out) + len(said.err) < 1 << 10
     group = int((open_tmp / "pid").read_text())
     eventually(lambda: subprocess.run(f"kill -0 -{group}", shell=True, stderr=subprocess.DEVNULL).returncode)
@@ -216,8 +208,8 @@ def test_root_shows_no_line_of_a_file_that_a_neighbour_chose(open_tmp: Path, how
         {"link": os.symlink, "hard link": os.link}[how](secret, file)
     for path in file.parents[:3]:
         os.chown(path, NEIGHBOUR, NEIGHBOUR, follow_symlinks=False)
-    with pytest.raises(PolicyError) as refused:
-        known_hosts({"HOME": str(open_tmp / "his"), "SAFE_GPU_DRIVER": "simulated:laptop"})
+    with pytest.raises(api.PolicyError) as refused:
+        api.known_hosts({"HOME": str(open_tmp / "his"), "SAFE_GPU_DRIVER": "simulated:laptop"})
     assert SECRET not in f"{refused.value} {refused.value.__cause__}"
     assert str(file) in str(refused.value)
 
@@ -228,8 +220,8 @@ def test_nor_of_one_that_a_variable_names(open_tmp: Path) -> None:
     secret.write_text(SECRET)
     for mode in (0o640, 0o644):
         secret.chmod(mode)
-        with pytest.raises(PolicyError) as refused:
-            host_values(str(secret))
+        with pytest.raises(api.PolicyError) as refused:
+            api.host_values(str(secret))
         assert (SECRET in str(refused.value)) == (mode == 0o644)
 
 
@@ -262,7 +254,7 @@ def test_what_a_program_prints_at_its_end_is_read(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(selectors.DefaultSelector, "select", late)
     waits = f"until [ -e {go} ]; do sleep 0.01; done; echo answer"
-    assert programs.output_of(["/bin/sh", "-c", waits], env={}, timeout=60, most=99)[:2] == (0, "answer\n")
+    assert api.programs.output_of(["/bin/sh", "-c", waits], env={}, timeout=60, most=99)[:2] == (0, "answer\n")
 
 
 # Names
@@ -287,21 +279,27 @@ def test_a_name_of_a_process_says_nothing_else_of_it(as_user: Callable[..., Any]
         listen()
 
     def said() -> tuple[object, ...]:
-        (thread,) = placement(pid).processes[0].threads
-        facts = (procfs.real_uid_of, procfs.family_of, procfs.thread_group, procfs.parent_of, procfs.start_time)
-        states = (procfs.is_stopped, procfs.is_running, procfs.has_ended, procfs.is_exiting)
+        (thread,) = api.placement(pid).processes[0].threads
+        facts = (
+            api.procfs.real_uid_of,
+            api.procfs.family_of,
+            api.procfs.thread_group,
+            api.procfs.parent_of,
+            api.procfs.start_time,
+        )
+        states = (api.procfs.is_stopped, api.procfs.is_running, api.procfs.has_ended, api.procfs.is_exiting)
         return *(ask(pid) for ask in facts), *(ask(pid) for ask in states), thread.cpus_allowed, thread.mems_allowed
 
     process = as_user(work, uid=NEIGHBOUR)
     pid = process.pid
     assert process.hear() == "here"
     before = said()
-    assert before[:4] == (NEIGHBOUR, (NEIGHBOUR, (pid, *procfs.ancestors(pid))), pid, os.getpid())
+    assert before[:4] == (NEIGHBOUR, (NEIGHBOUR, (pid, *api.procfs.ancestors(pid))), pid, os.getpid())
     process.tell()
     assert process.hear() == "named"
-    assert (procfs._read(f"/proc/{pid}/comm").rstrip(b"\n"), said()) == (name[:15], before)
-    assert pid in procfs.descendants(os.getpid())
-    assert placement(pid).processes[0].threads[0].name.isprintable()
+    assert (api.procfs._read(f"/proc/{pid}/comm").rstrip(b"\n"), said()) == (name[:15], before)
+    assert pid in api.procfs.descendants(os.getpid())
+    assert api.placement(pid).processes[0].threads[0].name.isprintable()
 
 
 # Makes mounts of a neighbour's, as fusermount(1) does: for each, what the package says of a directory below it.
@@ -356,8 +354,8 @@ def test_a_name_of_a_mount_is_one_column(open_tmp: Path, child: Callable[..., An
 def test_a_name_of_a_cgroup(monkeypatch: pytest.MonkeyPatch, line: bytes, asked: str | None) -> None:
     files = {"/proc/7/cgroup": line + b"\n", f"/sys/fs/cgroup{asked}/cgroup.events": b"populated 1\nfrozen 1\n"}
     read: list[str] = []
-    monkeypatch.setattr(procfs, "read_start", lambda path, limit: read.append(path) or files.get(path))
-    assert procfs.is_stopped(7) == (asked is not None)
+    monkeypatch.setattr(api.procfs, "read_start", lambda path, limit: read.append(path) or files.get(path))
+    assert api.procfs.is_stopped(7) == (asked is not None)
     assert [path for path in read if path.startswith("/sys")] == (
         [f"/sys/fs/cgroup{asked}/cgroup.events"] * bool(asked)
     )
@@ -399,7 +397,7 @@ def test_tricks_of_text(state_dir: Path, ground: Any, child: Any, entry_of: Any,
     run = f"os.execlp('sh', {TRICK!r}, '-c', 'echo held; read x', {TRICK!r}, {TRICK * 200!r})"
     holder = child(f"import os\n{run}", says="held")
     texts = {"user": TRICK, "host": TRICK, "job": TRICK, "command": TRICK * 200, TRICK: TRICK}
-    here = {"start": procfs.start_time(holder.pid), "pidns": procfs.pid_namespace(), "since": time.time() - 9}
+    here = {"start": api.procfs.start_time(holder.pid), "pidns": api.procfs.pid_namespace(), "since": time.time() - 9}
     ground.hold(0, pid=holder.pid, **texts)
     entry_of(NEIGHBOUR, {"gpus": {ground.uuids[1]: None}, "pid": holder.pid, **here, **texts})
     entry_of(NEIGHBOUR, {"gpus": {ground.uuids[2]: 5, TRICK: None}, "parts": {TRICK: 0}, "pid": 1, "pidns": 7, **texts})
@@ -426,8 +424,8 @@ def test_tricks_of_text(state_dir: Path, ground: Any, child: Any, entry_of: Any,
 def test_metrics_of_a_thousand_users_who_wait() -> None:
     """A neighbour with a range of user ids (subuid(5)) can wait as each of them."""
     users = ["ada"] * 5 + ["other"] * 3 + [f"u{number}" for number in range(1000)]
-    queue = tuple(WaiterStatus(place, 1, user, 1, 1.0) for place, user in enumerate(users, 1))
-    text = render_metrics(HostStatus("h", "nvml", "", "/s", 2.0, (), queue))
+    queue = tuple(api.WaiterStatus(place, 1, user, 1, 1.0) for place, user in enumerate(users, 1))
+    text = api.render_metrics(api.HostStatus("h", "nvml", "", "/s", 2.0, (), queue))
     samples = [line.rpartition(" ") for line in text.splitlines() if line.startswith("safe_gpu_waiting{")]
     numbers = {labels: float(value) for labels, _, value in samples}
     assert (len(samples), sum(numbers.values())) == (100, len(users))
@@ -440,16 +438,16 @@ def test_metrics_of_a_thousand_users_who_wait() -> None:
 
 @pytest.fixture
 def used(state_dir: Path) -> Path:
-    for part in PARTS:
-        Directory(str(state_dir), part).close()
+    for part in api.PARTS:
+        api.Directory(str(state_dir), part).close()
     return state_dir
 
 
 @pytest.mark.parametrize("name", ["a\n; touch pwned\n", "\x1b[2J$(touch pwned)", "-rf "])
 def test_names_of_others_stand_in_no_advice(used: Path, name: str) -> None:
-    for part in PARTS:
+    for part in api.PARTS:
         (used / part / name).symlink_to("/etc/passwd")
-    for check in run_checks():
+    for check in api.run_checks():
         assert "touch" not in check.fix + check.detail
         assert "-rf " not in check.fix
 
@@ -457,20 +455,20 @@ def test_names_of_others_stand_in_no_advice(used: Path, name: str) -> None:
 @needs_root
 def test_the_path_of_the_state_directory_is_quoted(open_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = open_tmp / "a b; touch pwned"
-    Directory(str(path), "claims").close()
+    api.Directory(str(path), "claims").close()
     os.chown(path, NEIGHBOUR, NEIGHBOUR)
     monkeypatch.setenv("SAFE_GPU_DIR", str(path))
-    command = directory(CheckedHost()).fix.partition(": ")[2]
+    command = api.directory_check(api.CheckedHost()).fix.partition(": ")[2]
     assert shlex.split(command) == ["safe-gpu", "setup", "--state-dir", str(path)]
 
 
 @needs_root
 @pytest.mark.parametrize("mode", [0o700, 0o1777])
-@pytest.mark.parametrize("broken", ["host.lock", *PARTS, "."])
+@pytest.mark.parametrize("broken", ["host.lock", *api.PARTS, "."])
 def test_root_is_not_told_to_change_what_others_can_replace(used: Path, broken: str, mode: int) -> None:
     """The owner puts a symbolic link in its place before the advice is followed."""
     path = used / broken
     path.touch()
     os.chown(path, NEIGHBOUR, NEIGHBOUR)
     path.chmod(mode)
-    assert not {"chmod", "chown", "mv", "rm"} & {*directory(CheckedHost()).fix.split()}
+    assert not {"chmod", "chown", "mv", "rm"} & {*api.directory_check(api.CheckedHost()).fix.split()}

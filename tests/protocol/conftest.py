@@ -17,14 +17,10 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from support import api
 from support.ground import write_for_all
 from support.processes import PACKAGE_ROOT
 from support.real import REQUIRED, unavailable
-
-from safe_gpu.coordination.directory import Directory
-from safe_gpu.coordination.entry import Entries, Entry
-from safe_gpu.drivers.presets import preset
-from safe_gpu.selection.sharing import share_capacity
 
 HERE = Path(__file__).parent
 PRESET = "dgx-a100"
@@ -103,9 +99,9 @@ class Scene:
         seed = int(SEED or random.randrange(10**6))
         self.random = random.Random(seed)
         print(f"SAFE_GPU_TEST_SEED={seed} repeats this choice")
-        host = preset(PRESET).gpus
+        host = api.preset(PRESET).gpus
         self.uuids = [gpu.uuid for gpu in host]
-        self.capacity = share_capacity(host[0])
+        self.capacity = api.share_capacity(host[0])
         self.state_dir = directory / "state"
         self.markers = directory / "markers"
         self.tree = directory / "hosts" / PRESET
@@ -170,11 +166,11 @@ class Scene:
         """Who has got GPUs, in order."""
         return [int(pid) for pid, _ in self.said("holds")]
 
-    def entries(self, name: str, state_dir: Path | None = None) -> list[Entry]:
+    def entries(self, name: str, state_dir: Path | None = None) -> list[api.Entry]:
         """Living claims ("claims") or waiters ("queue"), by their numbers."""
         try:
-            with Directory(str(state_dir or self.state_dir), name, make=False) as directory:
-                return Entries(directory).look()
+            with api.Directory(str(state_dir or self.state_dir), name, make=False) as directory:
+                return api.Entries(directory).look()
         except FileNotFoundError:
             return []
 

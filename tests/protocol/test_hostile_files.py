@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safe_gpu.host.locks import lock, unlock
+from support import api
 
 CLAIM = {"v": 1, "pid": 4470, "start": 1, "gpus": {"GPU-x": None}, "parts": {}, "token": "", "inside": "", "since": 1.5}
 TICKET = {"v": 1, "pid": 4470, "nb_gpus": 1, "gpus": ["GPU-x"], "inside": "", "hold_for": None, "turn": 1.5}
@@ -24,9 +24,9 @@ def living(path: Path, data: bytes) -> Iterator[None]:
     path.write_bytes(data)
     path.chmod(0o644)
     with path.open("r+b") as file:
-        lock(file.fileno())
+        api.lock(file.fileno())
         yield
-        unlock(file.fileno())
+        api.unlock(file.fileno())
 
 
 def name(number: int) -> str:

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import api
 from support.real import REQUIRED, long
-
-from safe_gpu.cli.commands import main
 
 KINDS = ("c", "python")
 BOTH = pytest.mark.parametrize(("first", "second"), [KINDS, KINDS[::-1]], ids=["C first", "Python first"])
@@ -195,7 +194,7 @@ def test_all_clients_see_one_order(scene: Any, as_user: Any) -> None:
 
         def work(say: Any, listen: Any) -> None:
             os.environ.update(scene.env, SAFE_GPU_POLICY=str(scene.directory / kind))
-            main([*scene.words("python", size)[3:], *scene.job(seconds)])  # becomes the job
+            api.main([*scene.words("python", size)[3:], *scene.job(seconds)])  # becomes the job
 
         return Forked(as_user(work, uid=uid))
 

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import api
 from support.actor import Actor
 from support.real import long
 from support.stage import Referee, booked_twice
-
-from safe_gpu.drivers.simulated import SimulatedDriver
 
 TOOLS = Path(__file__).parents[2] / "tools"
 if not TOOLS.exists():
@@ -94,7 +93,7 @@ def ground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ground:
 
 
 def test_a_process_on_the_gpu_of_a_claim_is_a_violation(ground: Ground) -> None:
-    driver = SimulatedDriver("dgx-a100")
+    driver = api.SimulatedDriver("dgx-a100")
     gpu, other = (one.uuid for one in driver.idle.gpus[:2])
     with driver.occupy(gpu, pid=os.getppid()), driver.occupy(other, pid=os.getppid()):
         ground.look_for_company([gpu])
@@ -102,7 +101,7 @@ def test_a_process_on_the_gpu_of_a_claim_is_a_violation(ground: Ground) -> None:
 
 
 def test_a_stranger_that_comes_while_the_referee_looks_is_none(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = SimulatedDriver("dgx-a100")
+    driver = api.SimulatedDriver("dgx-a100")
     driver.occupy(driver.idle.gpus[1].uuid).close()  # makes the tree
     gpu, contexts, listdir = driver.idle.gpus[0].uuid, [], os.listdir
 

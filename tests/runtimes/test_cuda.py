@@ -8,12 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import forks
+from support import api, forks
 from support.vendor_hosts import INITIALIZE, M0, MAP, A, B, C, Host, broken_library, in_child, run
-
-from safe_gpu.errors import CudaInitializedError, NoDriverError
-from safe_gpu.runtimes import cuda
-from safe_gpu.runtimes.cuda import CUDA
 
 
 @pytest.fixture
@@ -59,7 +55,7 @@ def test_when_cuda_counts_as_initialized(host: Host) -> None:
     assert host.run(code, CUDA_VISIBLE_DEVICES="") == [100, None]
 
 
-class Answers(cuda.CudaLibrary):
+class Answers(api.cuda.CudaLibrary):
     """A libcuda whose every call fails with one code; None: it is not mapped."""
 
     def __init__(self, code: int | None) -> None:
@@ -71,7 +67,7 @@ class Answers(cuda.CudaLibrary):
 def test_answers_that_mean_uninitialized_no_gpu_or_trouble() -> None:
     for code, visible, uuid in ((3, None, None), (34, None, None), (100, (), "")):
         assert (Answers(code).visible_if_initialized(), Answers(code).shown_at(0)) == (visible, uuid)
-    with pytest.raises(CudaInitializedError, match="999") as caught:
+    with pytest.raises(api.CudaInitializedError, match="999") as caught:
         Answers(999).visible_if_initialized()
     assert caught.value.visible == ()
     assert Answers(999).shown_at(0) is None
@@ -83,7 +79,7 @@ def test_pytorch_is_asked_where_libcuda_says_nothing(monkeypatch: pytest.MonkeyP
     assert Answers(None).visible_if_initialized() is None
     for started, forked, words in ((True, False, "PyTorch has CUDA initialised"), (False, True, "spawn")):
         torch.cuda = types.SimpleNamespace(is_initialized=lambda: started, _is_in_bad_fork=lambda: forked)  # noqa: B023
-        with pytest.raises(CudaInitializedError, match=words) as caught:
+        with pytest.raises(api.CudaInitializedError, match=words) as caught:
             Answers(None).visible_if_initialized()
         assert caught.value.visible == ()
     torch.cuda = types.SimpleNamespace(is_initialized=lambda: False, _is_in_bad_fork=lambda: False)
@@ -147,12 +143,12 @@ finally:
 
 
 def test_no_child_and_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(NoDriverError, match=r"libcuda\.so\.1") as caught:
-        CUDA.visible_in_child({"LD_LIBRARY_PATH": str(broken_library(tmp_path))})
+    with pytest.raises(api.NoDriverError, match=r"libcuda\.so\.1") as caught:
+        api.CUDA.visible_in_child({"LD_LIBRARY_PATH": str(broken_library(tmp_path))})
     assert caught.value.driver == "cuda"
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-    with pytest.raises(NoDriverError, match="/nonexistent/python"):
-        CUDA.visible_in_child()
+    with pytest.raises(api.NoDriverError, match="/nonexistent/python"):
+        api.CUDA.visible_in_child()
 
 
 # Names and errors
@@ -162,7 +158,7 @@ def test_same_device() -> None:
     old_name = f"MIG-{A}/7/0"
     same = [(A, A), (A, A.upper().replace("GPU", "gpu")), (M0, M0), (M0.replace("MIG-", "GPU-"), M0), (A, old_name)]
     others = [(A, B), (B, old_name), ("", A), ("", "")]
-    assert [cuda.same_device(*pair) for pair in same + others] == [True] * 5 + [False] * 4
+    assert [api.cuda.same_device(*pair) for pair in same + others] == [True] * 5 + [False] * 4
 
 
 # The real thing
@@ -173,9 +169,9 @@ class TestRealDriver:
     @pytest.fixture(autouse=True)
     def _needs_a_gpu(self) -> None:
         try:
-            if not CUDA.visible_in_child():
+            if not api.CUDA.visible_in_child():
                 pytest.skip("needs a real NVIDIA GPU: CUDA sees none")
-        except NoDriverError as err:
+        except api.NoDriverError as err:
             pytest.skip(f"needs a real NVIDIA GPU: {err}")
 
     def run(self, code: str) -> Any:

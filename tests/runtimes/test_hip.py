@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import api
 from support.gpus import PACKAGE_ROOT, run_python
 from support.real import unavailable
 from support.vendor_hosts import HipHost, KfdHost, in_child, without_hip
 from support.vendor_hosts import run as run_on
-
-from safe_gpu.runtimes.hip import HIP
 
 
 @pytest.fixture
@@ -114,7 +113,7 @@ def real_hip() -> None:
     if os.path.exists("/dev/kfd"):
         unavailable("this machine has AMD GPUs")
     # In child processes: a library that is loaded here would stay for the tests that follow.
-    probes = [[sys.executable, "-S", "-c", f"import ctypes; ctypes.CDLL({file!r})"] for file in HIP.names]
+    probes = [[sys.executable, "-S", "-c", f"import ctypes; ctypes.CDLL({file!r})"] for file in api.HIP.names]
     if all(subprocess.run(probe, capture_output=True, timeout=60).returncode for probe in probes):
         unavailable("needs the HIP runtime (Debian: libamdhip64-5)")
 

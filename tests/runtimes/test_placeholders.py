@@ -15,13 +15,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from support import api
 from support.gpus import PACKAGE_ROOT, run_python
-
-from safe_gpu.errors import NotEnoughGpusError, PlaceholderError
-from safe_gpu.runtimes import causes, placeholders
-from safe_gpu.runtimes.cuda import CUDA, CudaPlaceholder
-from safe_gpu.runtimes.library import CudaCallError
-from safe_gpu.runtimes.placeholders import NoPlaceholder
 
 
 class Gpus:
@@ -71,12 +66,12 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, **contents: object) -> N
 def stand_in_cuda(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     def hold(device_no: int) -> Any:
         if gpus.failure is not None:
-            raise CudaCallError(f"cuInit failed with {gpus.failure}", call="cuInit", code=999)
+            raise api.CudaCallError(f"cuInit failed with {gpus.failure}", call="cuInit", code=999)
         held = gpus.put(device_no, SimpleNamespace(release=lambda: gpus.take(held)))
         return held
 
-    monkeypatch.setattr(CUDA, "hold", hold)
-    monkeypatch.setattr(CUDA, "load", lambda: None)
+    monkeypatch.setattr(api.CUDA, "hold", hold)
+    monkeypatch.setattr(api.CUDA, "load", lambda: None)
 
 
 def stand_in_torch(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,19 +176,19 @@ def stand_in_jax(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 STAND_INS: dict[type[Any], Callable[[Gpus, pytest.MonkeyPatch], None]] = {
-    CudaPlaceholder: stand_in_cuda,
-    placeholders.PytorchPlaceholder: stand_in_torch,
-    placeholders.TensorflowPlaceholder: stand_in_tensorflow,
-    placeholders.PyCudaPlaceholder: stand_in_pycuda,
-    placeholders.CupyPlaceholder: stand_in_cupy,
-    placeholders.JaxPlaceholder: stand_in_jax,
+    api.CudaPlaceholder: stand_in_cuda,
+    api.placeholders.PytorchPlaceholder: stand_in_torch,
+    api.placeholders.TensorflowPlaceholder: stand_in_tensorflow,
+    api.placeholders.PyCudaPlaceholder: stand_in_pycuda,
+    api.placeholders.CupyPlaceholder: stand_in_cupy,
+    api.placeholders.JaxPlaceholder: stand_in_jax,
 }
 FRAMEWORKS = {
-    placeholders.PytorchPlaceholder: ("torch", "pip install torch"),
-    placeholders.TensorflowPlaceholder: ("tensorflow", "pip install tensorflow"),
-    placeholders.PyCudaPlaceholder: ("pycuda", "pip install pycuda"),
-    placeholders.CupyPlaceholder: ("cupy", "pip install cupy-cuda12x"),
-    placeholders.JaxPlaceholder: ("jax", "pip install 'jax[cuda12]'"),
+    api.placeholders.PytorchPlaceholder: ("torch", "pip install torch"),
+    api.placeholders.TensorflowPlaceholder: ("tensorflow", "pip install tensorflow"),
+    api.placeholders.PyCudaPlaceholder: ("pycuda", "pip install pycuda"),
+    api.placeholders.CupyPlaceholder: ("cupy", "pip install cupy-cuda12x"),
+    api.placeholders.JaxPlaceholder: ("jax", "pip install 'jax[cuda12]'"),
 }
 
 
@@ -210,16 +205,16 @@ def test_two_devices_are_held_and_released_one_by_one(kind: Any, gpus: Gpus, mon
     caplog.set_level(logging.INFO)
     placeholder = make(kind, gpus, monkeypatch, logging.getLogger("mine"))
     assert make(kind, gpus, monkeypatch).logger is logging.getLogger("safe_gpu")
-    placeholders.prepare(placeholder)
+    api.placeholders.prepare(placeholder)
     assert not gpus.initialized
-    assert placeholders.holds_gpu(placeholder)
+    assert api.placeholders.holds_gpu(placeholder)
     things = []
     for device_no in (0, 1):
-        things.append(placeholders.allocate(placeholder, device_no))
+        things.append(api.placeholders.allocate(placeholder, device_no))
         assert gpus.busy() == [0, 1][: device_no + 1]
     for device_no in (0, 1):
-        placeholders.release(placeholder, things[device_no])
-        assert gpus.busy() == ([0, 1] if kind is placeholders.TensorflowPlaceholder else [1][device_no:])
+        api.placeholders.release(placeholder, things[device_no])
+        assert gpus.busy() == ([0, 1] if kind is api.placeholders.TensorflowPlaceholder else [1][device_no:])
     assert {record.name for record in caplog.records} <= {"mine"}, "the logger that was given"
 
 
@@ -228,7 +223,7 @@ def test_failure_names_device_cause_and_likely_rival(kind: Any, gpus: Gpus, monk
     placeholder = make(kind, gpus, monkeypatch)
     for failure, hint in (("Cannot re-initialize CUDA in forked subprocess.", "spawn"), ("a thing unseen", "")):
         gpus.failure = RuntimeError(f"{failure}\nCompile with TORCH_USE_CUDA_DSA to enable device-side assertions.")
-        with pytest.raises(PlaceholderError) as caught:
+        with pytest.raises(api.PlaceholderError) as caught:
             placeholder(1)
         message = str(caught.value)
         assert f"{kind.__name__} could not hold CUDA device 1" in message
@@ -238,7 +233,7 @@ def test_failure_names_device_cause_and_likely_rival(kind: Any, gpus: Gpus, monk
         assert caught.value.device_no == 1
         assert gpus.busy() == []
     gpus.failure = None
-    with pytest.raises(PlaceholderError, match="claim first"):
+    with pytest.raises(api.PlaceholderError, match="claim first"):
         placeholder(2)
 
 
@@ -251,8 +246,8 @@ def test_a_framework_that_is_missing_or_broken(kind: type[Any], monkeypatch: pyt
     for failure in (missing, others, OSError("libcudart.so.12: no such file")):
         with monkeypatch.context() as patch:
             uninstall(patch, module, failure)
-            with pytest.raises(PlaceholderError) as caught:
-                placeholders.prepare(kind())
+            with pytest.raises(api.PlaceholderError) as caught:
+                api.placeholders.prepare(kind())
         message = str(caught.value)
         absent = message.startswith(f"{kind.__name__} needs {module}, which is not installed: {install}, or leave ")
         assert absent is (failure is missing)
@@ -270,14 +265,14 @@ def uninstall(monkeypatch: pytest.MonkeyPatch, package: str, failure: Exception)
 
 
 def test_no_placeholder_holds_nothing_and_a_class_is_none() -> None:
-    placeholder = NoPlaceholder()
-    placeholders.prepare(placeholder)
-    assert not placeholders.holds_gpu(placeholder)
-    assert placeholders.allocate(placeholder, 0) is None
-    placeholders.release(placeholder, None)
-    for kind in (NoPlaceholder, *STAND_INS):
-        with pytest.raises(PlaceholderError, match=rf"pass {kind.__name__}\(\) instead"):
-            placeholders.prepare(kind)
+    placeholder = api.NoPlaceholder()
+    api.placeholders.prepare(placeholder)
+    assert not api.placeholders.holds_gpu(placeholder)
+    assert api.placeholders.allocate(placeholder, 0) is None
+    api.placeholders.release(placeholder, None)
+    for kind in (api.NoPlaceholder, *STAND_INS):
+        with pytest.raises(api.PlaceholderError, match=rf"pass {kind.__name__}\(\) instead"):
+            api.placeholders.prepare(kind)
 
 
 # What is particular to one of them
@@ -287,7 +282,7 @@ def test_pytorch_memory_goes_although_others_still_refer_to_the_tensor(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    placeholder = make(placeholders.PytorchPlaceholder, gpus, monkeypatch)
+    placeholder = make(api.placeholders.PytorchPlaceholder, gpus, monkeypatch)
     tensor = placeholder(0)
     placeholder.release(tensor)
     assert gpus.events == ["emptied"]
@@ -299,7 +294,7 @@ def test_tensorflow_grows_on_every_gpu_before_it_starts_or_warns(
     started: bool, gpus: Gpus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     gpus.events += ["started"] * started
-    make(placeholders.TensorflowPlaceholder, gpus, monkeypatch)(1)
+    make(api.placeholders.TensorflowPlaceholder, gpus, monkeypatch)(1)
     growth = ["growth of physical GPU 0", "growth of physical GPU 1"]
     assert gpus.events == (["started", "started"] if started else [*growth, "started"])
     assert [record.levelname for record in caplog.records] == ["WARNING"] * started
@@ -308,9 +303,9 @@ def test_tensorflow_grows_on_every_gpu_before_it_starts_or_warns(
 
 
 def test_tensorflow_on_the_cpu_is_no_placeholder(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    placeholder = make(placeholders.TensorflowPlaceholder, gpus, monkeypatch)
+    placeholder = make(api.placeholders.TensorflowPlaceholder, gpus, monkeypatch)
     monkeypatch.setattr(sys.modules["tensorflow"], "constant", lambda values: SimpleNamespace(device="/device:CPU:0"))
-    with pytest.raises(PlaceholderError, match="on the CPU"):
+    with pytest.raises(api.PlaceholderError, match="on the CPU"):
         placeholder(0)
 
 
@@ -342,7 +337,7 @@ def test_jax_starts_without_preallocation_unless_the_user_has_chosen(chosen: Any
     monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
     if chosen is not None:
         monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", chosen)
-    make(placeholders.JaxPlaceholder, gpus, monkeypatch)(0)
+    make(api.placeholders.JaxPlaceholder, gpus, monkeypatch)(0)
     assert gpus.events == [f"preallocate={chosen or 'false'}"]
     assert os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") == chosen
 
@@ -361,38 +356,38 @@ def test_any_function_is_a_placeholder() -> None:
     def placeholder(device_no: int) -> Any:
         return SimpleNamespace(device_no=device_no)
 
-    placeholders.prepare(placeholder)
-    assert placeholders.holds_gpu(placeholder)
-    held: Any = placeholders.allocate(placeholder, 3)
+    api.placeholders.prepare(placeholder)
+    assert api.placeholders.holds_gpu(placeholder)
+    held: Any = api.placeholders.allocate(placeholder, 3)
     assert held.device_no == 3
-    placeholders.release(placeholder, held)
+    api.placeholders.release(placeholder, held)
 
 
 def test_what_fails_is_named_and_explained(caplog: pytest.LogCaptureFixture) -> None:
     """Errors of ours and interrupts pass through."""
     full, fire = RuntimeError("CUDA error: out of memory"), raiser(OSError("disk on fire"))
-    with pytest.raises(PlaceholderError, match=r"fail could not hold CUDA device 3: .*uses most of the GPU"):
-        placeholders.allocate(raiser(full), 3)
-    for err in (NotEnoughGpusError("none"), KeyboardInterrupt()):
+    with pytest.raises(api.PlaceholderError, match=r"fail could not hold CUDA device 3: .*uses most of the GPU"):
+        api.placeholders.allocate(raiser(full), 3)
+    for err in (api.NotEnoughGpusError("none"), KeyboardInterrupt()):
         with pytest.raises(type(err)) as caught:
-            placeholders.allocate(raiser(err), 0)
+            api.placeholders.allocate(raiser(err), 0)
         assert caught.value is err
     placeholder: Any = SimpleNamespace(prepare=fire, release=fire)
-    with pytest.raises(PlaceholderError, match="could not be prepared: OSError: disk on fire"):
-        placeholders.prepare(placeholder)
-    placeholders.release(placeholder, None)
+    with pytest.raises(api.PlaceholderError, match="could not be prepared: OSError: disk on fire"):
+        api.placeholders.prepare(placeholder)
+    api.placeholders.release(placeholder, None)
     assert "SimpleNamespace could not release its GPU: OSError: disk on fire" in caplog.text
 
 
 def test_real_pytorch() -> None:
     torch = pytest.importorskip("torch", reason="needs PyTorch")
-    placeholders.prepare(placeholders.pytorch_placeholder)
+    api.placeholders.prepare(api.placeholders.pytorch_placeholder)
     tensor = torch.zeros((1,))
-    placeholders.pytorch_placeholder.release(tensor)
+    api.placeholders.pytorch_placeholder.release(tensor)
     assert tensor.untyped_storage().nbytes() == 0
     if not torch.backends.cuda.is_built():
-        with pytest.raises(PlaceholderError, match="for CPUs only"):
-            placeholders.pytorch_placeholder(0)
+        with pytest.raises(api.PlaceholderError, match="for CPUs only"):
+            api.placeholders.pytorch_placeholder(0)
 
 
 # Causes of errors, from messages that CUDA, HIP and the frameworks have printed
@@ -444,27 +439,27 @@ Unable to determine the device handle for GPU 0000:01:00.0: GPU is lost
 def test_the_likely_cause() -> None:
     """PyTorch for ROCm has some texts of CUDA too, so that the advice must do for both."""
     for text, hint in (*OF_HIP, *OF_CUDA):
-        explained = causes.likely_cause(RuntimeError(text))
+        explained = api.causes.likely_cause(RuntimeError(text))
         assert hint in explained
         assert bool(explained) is bool(hint)
         assert "spawn" not in explained or "fork" in text
         if (text, hint) in OF_HIP:
             assert "nvidia" not in explained.lower()
             assert "CUDA" not in explained
-    assert "ROCm" in causes.likely_cause(AssertionError("Torch not compiled with CUDA enabled"))
-    assert "nvidia" not in causes.likely_cause(RuntimeError("Out of memory while trying to allocate"))
+    assert "ROCm" in api.causes.likely_cause(AssertionError("Torch not compiled with CUDA enabled"))
+    assert "nvidia" not in api.causes.likely_cause(RuntimeError("Out of memory while trying to allocate"))
 
 
 def test_which_errors_speak_of_the_gpu() -> None:
     texts = {*dict(OF_HIP), *dict(OF_CUDA), *OF_THE_GPU}
-    assert {text for text in texts if causes.blames_gpu(RuntimeError(text))} == set(OF_THE_GPU)
-    wrapped = PlaceholderError("X could not hold CUDA device 0; the GPU is lost? uncorrectable ECC?")
+    assert {text for text in texts if api.causes.blames_gpu(RuntimeError(text))} == set(OF_THE_GPU)
+    wrapped = api.PlaceholderError("X could not hold CUDA device 0; the GPU is lost? uncorrectable ECC?")
     for text in (OF_THE_GPU[0], "list index out of range"):
         wrapped.__cause__ = RuntimeError(text)
-        assert causes.blames_gpu(wrapped) is (text in OF_THE_GPU)
+        assert api.causes.blames_gpu(wrapped) is (text in OF_THE_GPU)
     # A rival that is seen explains an unavailable GPU, but no broken one.
-    assert not causes.blames_gpu(RuntimeError("CUDA_ERROR_DEVICE_UNAVAILABLE"), rivals=True)
-    assert causes.blames_gpu(RuntimeError("CUDA_ERROR_ECC_UNCORRECTABLE"), rivals=True)
+    assert not api.causes.blames_gpu(RuntimeError("CUDA_ERROR_DEVICE_UNAVAILABLE"), rivals=True)
+    assert api.causes.blames_gpu(RuntimeError("CUDA_ERROR_ECC_UNCORRECTABLE"), rivals=True)
 
 
 def test_any_function_or_class_is_a_placeholder() -> None:
@@ -474,8 +469,8 @@ def test_any_function_or_class_is_a_placeholder() -> None:
 
     kinds: tuple[Any, ...] = (lambda device_no: SimpleNamespace(device_no=device_no), Holder)
     for placeholder in kinds:
-        placeholders.prepare(placeholder)
-        assert placeholders.holds_gpu(placeholder)
-        held: Any = placeholders.allocate(placeholder, 3)
+        api.placeholders.prepare(placeholder)
+        assert api.placeholders.holds_gpu(placeholder)
+        held: Any = api.placeholders.allocate(placeholder, 3)
         assert held.device_no == 3
-        placeholders.release(placeholder, held)
+        api.placeholders.release(placeholder, held)

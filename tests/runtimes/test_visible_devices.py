@@ -3,38 +3,38 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from safe_gpu.gpus.devices import Gpu, HostSnapshot, VisibleLimit
-from safe_gpu.runtimes import visible_devices
-from safe_gpu.runtimes.visible_devices import read_level_zero, read_rocm, render_cuda, render_visible, stale_indices
+from support import api
 
 UUIDS = ("GPU-aa000000", "GPU-ab000000", "GPU-c0000000", "GPU-d0000000")
 
 
-def host(*gpus: Gpu) -> HostSnapshot:
-    return HostSnapshot(gpus)
+def host(*gpus: api.Gpu) -> api.HostSnapshot:
+    return api.HostSnapshot(gpus)
 
 
-def alike() -> HostSnapshot:
-    return host(*(Gpu(index, uuid, "NVIDIA A100") for index, uuid in enumerate(UUIDS)))
+def alike() -> api.HostSnapshot:
+    return host(*(api.Gpu(index, uuid, "NVIDIA A100") for index, uuid in enumerate(UUIDS)))
 
 
-def mixed() -> HostSnapshot:
+def mixed() -> api.HostSnapshot:
     return host(*(gpu._replace(name=f"model {gpu.index}") for gpu in alike().gpus))
 
 
-def with_lost(lost: int) -> HostSnapshot:
+def with_lost(lost: int) -> api.HostSnapshot:
     return host(*(gpu._replace(lost=gpu.index == lost) for gpu in alike().gpus))
 
 
-def with_mig() -> HostSnapshot:
-    parent, whole = Gpu(0, "GPU-aa000000", "NVIDIA H100", mig_enabled=True), Gpu(1, "GPU-ab000000", "NVIDIA H100")
-    instance = Gpu(0, "MIG-11000000", "NVIDIA H100 MIG", mig_parent=parent.uuid, mig_instance=0)
+def with_mig() -> api.HostSnapshot:
+    parent, whole = (
+        api.Gpu(0, "GPU-aa000000", "NVIDIA H100", mig_enabled=True),
+        api.Gpu(1, "GPU-ab000000", "NVIDIA H100"),
+    )
+    instance = api.Gpu(0, "MIG-11000000", "NVIDIA H100 MIG", mig_parent=parent.uuid, mig_instance=0)
     return host(parent, instance, instance._replace(uuid="MIG-12000000", mig_instance=1), whole)
 
 
-def parsed(value: str, snapshot: HostSnapshot, device_order: str | None = None) -> VisibleLimit:
-    visible_limit = visible_devices.parse_cuda(value, snapshot, device_order=device_order)
+def parsed(value: str, snapshot: api.HostSnapshot, device_order: str | None = None) -> api.VisibleLimit:
+    visible_limit = api.visible_devices.parse_cuda(value, snapshot, device_order=device_order)
     assert visible_limit is not None
     return visible_limit
 
@@ -73,7 +73,7 @@ def test_a_lost_gpu_is_not_counted() -> None:
     st.text(alphabet="0123,-+ \tGPUMIGabcd/x", max_size=24),
     st.sampled_from([alike(), mixed(), with_lost(1), with_mig()]),
 )
-def test_any_text_is_read_and_shows_each_device_once(value: str, snapshot: HostSnapshot) -> None:
+def test_any_text_is_read_and_shows_each_device_once(value: str, snapshot: api.HostSnapshot) -> None:
     uuids = parsed(value, snapshot).uuids
     assert len(set(uuids)) == len(uuids)
     assert set(uuids) <= {gpu.uuid for gpu in snapshot.gpus if not (gpu.lost or gpu.mig_enabled)}
@@ -83,15 +83,15 @@ def test_any_text_is_read_and_shows_each_device_once(value: str, snapshot: HostS
 def test_what_is_written_is_what_cuda_reads(indices: list[int], visible_as: str, of_one_model: bool) -> None:
     snapshot = alike() if of_one_model else mixed()
     gpus = [snapshot.gpus[index] for index in indices]
-    written = render_cuda(gpus, visible_as=visible_as, snapshot=snapshot)
+    written = api.render_cuda(gpus, visible_as=visible_as, snapshot=snapshot)
     visible_limit = parsed(written["CUDA_VISIBLE_DEVICES"], snapshot, written.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST"))
     assert visible_limit.uuids == tuple(gpu.uuid for gpu in gpus)
     assert not visible_limit.ambiguous
 
 
 @pytest.mark.parametrize("snapshot", [with_mig(), with_lost(0)], ids=["mig", "lost"])
-def test_uuids_where_numbers_mislead(snapshot: HostSnapshot) -> None:
-    written = render_cuda([snapshot.gpus[-1]], visible_as="index", snapshot=snapshot)
+def test_uuids_where_numbers_mislead(snapshot: api.HostSnapshot) -> None:
+    written = api.render_cuda([snapshot.gpus[-1]], visible_as="index", snapshot=snapshot)
     assert written == {"CUDA_VISIBLE_DEVICES": snapshot.gpus[-1].uuid}
 
 
@@ -100,9 +100,9 @@ BARE = "54d0709b-558d-5a59-9c65-0c5fc14a21a4"
 
 @pytest.mark.parametrize(("lost", "numbers"), [(-1, "2,0"), (1, "1,0"), (3, "2,0")])
 def test_numbers_where_cuda_does_not_take_a_uuid(lost: int, numbers: str) -> None:
-    gpus = [Gpu(i, BARE if i == 2 else f"GPU-{i}", lost=i == lost) for i in range(4)]
+    gpus = [api.Gpu(i, BARE if i == 2 else f"GPU-{i}", lost=i == lost) for i in range(4)]
     for visible_as in ("index", "uuid"):
-        written = render_cuda([gpus[2], gpus[0]], visible_as=visible_as, snapshot=host(*gpus))
+        written = api.render_cuda([gpus[2], gpus[0]], visible_as=visible_as, snapshot=host(*gpus))
         assert written == {"CUDA_VISIBLE_DEVICES": numbers, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     if lost < 0:
         assert parsed(f"GPU-0,{BARE}", host(*gpus)).uuids == ("GPU-0", BARE)
@@ -117,7 +117,7 @@ def test_numbers_on_mixed_gpus() -> None:
     ):
         visible_limit = parsed(value, mixed(), order)
         assert (visible_limit.ambiguous, bool(visible_limit.doubt)) == (ambiguous, ambiguous)
-    assert visible_devices.parse_cuda(None, mixed()) is None
+    assert api.visible_devices.parse_cuda(None, mixed()) is None
 
 
 def test_mig_by_uuid() -> None:
@@ -129,15 +129,15 @@ def test_mig_by_uuid() -> None:
 
 
 A, B, C, D = "GPU-aa00000000000001", "GPU-aa00000000000002", "GPU-bb00000000000003", "AMD-0000:05:00.0-3"
-OF_AMD = HostSnapshot(tuple(Gpu(index, uuid, vendor="amd") for index, uuid in enumerate((A, B, C, D))))
+OF_AMD = api.HostSnapshot(tuple(api.Gpu(index, uuid, vendor="amd") for index, uuid in enumerate((A, B, C, D))))
 
 
 def seen(rocr: str | None = None, hip: str | None = None, cuda: str | None = None) -> tuple[str, ...] | None:
     given = {"ROCR_VISIBLE_DEVICES": rocr, "HIP_VISIBLE_DEVICES": hip, "CUDA_VISIBLE_DEVICES": cuda}
-    return uuids(read_rocm({name: value for name, value in given.items() if value is not None}, OF_AMD))
+    return uuids(api.read_rocm({name: value for name, value in given.items() if value is not None}, OF_AMD))
 
 
-def uuids(visible_limit: VisibleLimit | None) -> tuple[str, ...] | None:
+def uuids(visible_limit: api.VisibleLimit | None) -> tuple[str, ...] | None:
     return None if visible_limit is None else visible_limit.uuids
 
 
@@ -183,13 +183,13 @@ def test_hip_counts_what_rocr_left() -> None:
 
 def test_what_a_claim_writes_is_read_back() -> None:
     for visible_as in ("index", "uuid"):
-        written = render_visible([OF_AMD.gpus[3], OF_AMD.gpus[0]], visible_as=visible_as, snapshot=OF_AMD)
+        written = api.render_visible([OF_AMD.gpus[3], OF_AMD.gpus[0]], visible_as=visible_as, snapshot=OF_AMD)
         assert written == {"ROCR_VISIBLE_DEVICES": f"3,{A}", "HIP_VISIBLE_DEVICES": "0,1", CUDA: "0,1"}
-        limit = read_rocm(written, OF_AMD)
+        limit = api.read_rocm(written, OF_AMD)
         assert limit is not None
         assert (limit.uuids, limit.title.split()[0]) == ((D, A), f"ROCR_VISIBLE_DEVICES=3,{A}")
     with_opencl = {"GPU_DEVICE_ORDINAL": "2,3"}  # it is written where it is set
-    written = render_visible(OF_AMD.gpus[2:3], visible_as="index", snapshot=OF_AMD, environ=with_opencl)
+    written = api.render_visible(OF_AMD.gpus[2:3], visible_as="index", snapshot=OF_AMD, environ=with_opencl)
     assert written["GPU_DEVICE_ORDINAL"] == "0"
 
 
@@ -204,8 +204,8 @@ def test_under_ray_rocr_is_left_alone() -> None:
         ({**RAY, "ROCR_VISIBLE_DEVICES": "3,2,0"}, "index", {"HIP_VISIBLE_DEVICES": "0,2"}),
     ):
         chosen = [OF_AMD.gpus[3], OF_AMD.gpus[0]]
-        assert render_visible(chosen, visible_as=visible_as, snapshot=OF_AMD, environ=environ) == written
-        assert uuids(read_rocm({**environ, **written}, OF_AMD)) == (D, A)
+        assert api.render_visible(chosen, visible_as=visible_as, snapshot=OF_AMD, environ=environ) == written
+        assert uuids(api.read_rocm({**environ, **written}, OF_AMD)) == (D, A)
 
 
 SLURM = dict.fromkeys(("ROCR_VISIBLE_DEVICES", CUDA, "ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL"), "2,3")
@@ -221,19 +221,19 @@ def test_the_list_that_slurm_writes_twice_counts_once() -> None:
         # elsewhere two equal lists are what HIP makes of them
         ({"ROCR_VISIBLE_DEVICES": "2,3", CUDA: "2,3"}, ()),
     ):
-        assert uuids(visible_devices.read_visible_once(environ, OF_AMD)) == inside
-    assert uuids(read_rocm(visible_devices.hide_all(), OF_AMD)) == ()
-    assert set(visible_devices.visible_variables(OF_AMD)) <= set(visible_devices.hide_all())
+        assert uuids(api.visible_devices.read_visible_once(environ, OF_AMD)) == inside
+    assert uuids(api.read_rocm(api.visible_devices.hide_all(), OF_AMD)) == ()
+    assert set(api.visible_devices.visible_variables(OF_AMD)) <= set(api.visible_devices.hide_all())
 
 
 MASK, HIERARCHY, ORDER = "ZE_AFFINITY_MASK", "ZE_FLAT_DEVICE_HIERARCHY", "ZE_ENABLE_PCI_ID_DEVICE_ORDER"
 SELECTOR = "ONEAPI_DEVICE_SELECTOR"
 
 
-def cards(*tiles: int, missing: int = 0) -> HostSnapshot:
+def cards(*tiles: int, missing: int = 0) -> api.HostSnapshot:
     """Cards with so many tiles each, after integrated GPUs that have numbers and are not listed."""
-    return HostSnapshot(
-        tuple(Gpu(missing + n, f"INTEL-{n}", "Max", vendor="intel", tiles=count) for n, count in enumerate(tiles))
+    return api.HostSnapshot(
+        tuple(api.Gpu(missing + n, f"INTEL-{n}", "Max", vendor="intel", tiles=count) for n, count in enumerate(tiles))
     )
 
 
@@ -243,30 +243,30 @@ def test_what_a_mask_shows_and_when_it_is_ambiguous() -> None:
         ({MASK: "1", HIERARCHY: "COMPOSITE"}, ("INTEL-1",)),
         ({MASK: "0.0,0.1", HIERARCHY: "FLAT"}, ()),
     ):
-        limit = read_level_zero(environ, cards(2, 2, 2))
+        limit = api.read_level_zero(environ, cards(2, 2, 2))
         assert uuids(limit) == shown
         assert limit is None or not limit.ambiguous
-    models = HostSnapshot(tuple(gpu._replace(name=f"Arc {gpu.index}") for gpu in cards(1, 1).gpus))
+    models = api.HostSnapshot(tuple(gpu._replace(name=f"Arc {gpu.index}") for gpu in cards(1, 1).gpus))
     for snapshot, order, ambiguous in (
         (cards(2, 2), "", True),
         (cards(1, 1), "", False),
         (models, "", True),
         (models, "1", False),
     ):
-        limit = read_level_zero({MASK: "1", ORDER: order}, snapshot)
+        limit = api.read_level_zero({MASK: "1", ORDER: order}, snapshot)
         assert limit is not None
         assert (limit.ambiguous, HIERARCHY in limit.clear_by) == (ambiguous, True)
 
 
 def test_what_a_claim_of_cards_writes() -> None:
     snapshot = cards(2, 2, missing=1)
-    written = render_visible(snapshot.gpus[1:], visible_as="index", snapshot=snapshot)
+    written = api.render_visible(snapshot.gpus[1:], visible_as="index", snapshot=snapshot)
     assert list(written.items()) == [(MASK, "3,4"), (HIERARCHY, "FLAT"), (ORDER, "1")]
     environ = {HIERARCHY: "COMPOSITE", SELECTOR: "level_zero:1"}
-    written = render_visible(snapshot.gpus[1:], visible_as="uuid", snapshot=snapshot, environ=environ)
+    written = api.render_visible(snapshot.gpus[1:], visible_as="uuid", snapshot=snapshot, environ=environ)
     assert written == {MASK: "2", HIERARCHY: "COMPOSITE", ORDER: "1", SELECTOR: "level_zero:0"}
     environ = {SELECTOR: "level_zero:gpu"}  # no number
-    assert SELECTOR not in render_visible(snapshot.gpus, visible_as="index", snapshot=snapshot, environ=environ)
+    assert SELECTOR not in api.render_visible(snapshot.gpus, visible_as="index", snapshot=snapshot, environ=environ)
 
 
 @given(
@@ -278,17 +278,17 @@ def test_what_a_claim_of_cards_writes() -> None:
 def test_a_written_mask_is_read_again(tiles: list[int], missing: int, hierarchy: str, data: st.DataObject) -> None:
     snapshot = cards(*tiles, missing=missing)
     gpus = data.draw(st.lists(st.sampled_from(snapshot.gpus), min_size=1, unique_by=lambda gpu: gpu.uuid))
-    written = render_visible(gpus, visible_as="index", snapshot=snapshot, environ={HIERARCHY: hierarchy})
-    limit = read_level_zero(written, snapshot)
+    written = api.render_visible(gpus, visible_as="index", snapshot=snapshot, environ={HIERARCHY: hierarchy})
+    limit = api.read_level_zero(written, snapshot)
     assert limit is not None
     assert (limit.ambiguous, set(limit.uuids)) == (False, {gpu.uuid for gpu in gpus})
 
 
-FOUR = [Gpu(index, f"GPU-{index}", "Model") for index in range(4)]
+FOUR = [api.Gpu(index, f"GPU-{index}", "Model") for index in range(4)]
 
 
-def losing(*lost: int) -> HostSnapshot:
-    return HostSnapshot(tuple(gpu._replace(lost=gpu.index in lost) for gpu in FOUR))
+def losing(*lost: int) -> api.HostSnapshot:
+    return api.HostSnapshot(tuple(gpu._replace(lost=gpu.index in lost) for gpu in FOUR))
 
 
 def named(*indices: int) -> list[str]:
@@ -307,15 +307,15 @@ def test_what_indices_mean_now() -> None:
         ("3", (3,), (0,), "now means fewer GPUs than this claim holds, since GPU 0 is lost: "),
         ("1", (2,), (), "now means GPU 1, which this claim does not hold: "),
     ):
-        found = stale_indices(value, "PCI_BUS_ID", named(*claimed), losing(*lost))
+        found = api.stale_indices(value, "PCI_BUS_ID", named(*claimed), losing(*lost))
         assert found.startswith(f"CUDA_VISIBLE_DEVICES={value} {text}" if text else "")
         assert bool(found) is bool(text)
         if text:
             left = named(*(index for index in claimed if index not in lost))
             assert f"set CUDA_VISIBLE_DEVICES={','.join(left)} before CUDA starts" in found
-    assert ": end this claim" in stale_indices("1", "PCI_BUS_ID", named(1), losing(1)), "nothing is left"
-    gone = HostSnapshot(tuple(gpu._replace(index=gpu.index - 1) for gpu in FOUR[1:]))  # not listed any more
-    assert "since a claimed GPU is gone: end this claim" in stale_indices("0", "PCI_BUS_ID", named(0), gone)
+    assert ": end this claim" in api.stale_indices("1", "PCI_BUS_ID", named(1), losing(1)), "nothing is left"
+    gone = api.HostSnapshot(tuple(gpu._replace(index=gpu.index - 1) for gpu in FOUR[1:]))  # not listed any more
+    assert "since a claimed GPU is gone: end this claim" in api.stale_indices("0", "PCI_BUS_ID", named(0), gone)
 
 
 def test_the_older_name_of_a_mig_instance() -> None:

@@ -11,25 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support import api
 from support.guard import OUTER_NAMES, OUTER_PREFIXES
 
 from safe_gpu import schedulers
-from safe_gpu.claim.arguments import read_options
-from safe_gpu.errors import UnsatisfiableRequestError
-from safe_gpu.schedulers.gpu_count import (
-    QstatError,
-    ResourceRequest,
-    Slots,
-    ask_qstat,
-    declared_gpus,
-    hard_request,
-    here,
-    number_for_job,
-    slots,
-    with_end,
-)
-from safe_gpu.schedulers.job import SCHEDULERS, JobContext, Scheduler, current, lines_of_this_host
-from safe_gpu.wording.text import on_command_line
 
 Environ = dict[str, str]
 
@@ -66,17 +51,21 @@ FILES = {
     "GPUFILE": "".join(f"n1-gpu{gpu}\n" for gpu in range(4)),
 }
 
-SGE_JOB, SLURM_JOB, LSF_JOB = JobContext("sge", "1234"), JobContext("slurm", "77", None, 0), JobContext("lsf", "9")
-PBS_JOB, HTCONDOR_JOB = JobContext("pbs", "12"), JobContext("htcondor", "4", 0)
-FLUX_JOB = JobContext("flux", "f3ETxsR9H", local_rank=0, local_size=1)
+SGE_JOB, SLURM_JOB, LSF_JOB = (
+    api.JobContext("sge", "1234"),
+    api.JobContext("slurm", "77", None, 0),
+    api.JobContext("lsf", "9"),
+)
+PBS_JOB, HTCONDOR_JOB = api.JobContext("pbs", "12"), api.JobContext("htcondor", "4", 0)
+FLUX_JOB = api.JobContext("flux", "f3ETxsR9H", local_rank=0, local_size=1)
 
-CASES: dict[str, JobContext] = {
-    "PATH=/bin": JobContext(),
+CASES: dict[str, api.JobContext] = {
+    "PATH=/bin": api.JobContext(),
     SGE: SGE_JOB,
     "SGE_TASK_ID=undefined SGE_JOB_SPOOL_DIR=/spool/execd/h1/active_jobs/1234.1": SGE_JOB,
     f"{SGE} SGE_HGR_gpu=1,3": SGE_JOB._replace(requested_gpus=2),  # Univa's resource map
     f"{SGE} SGE_HGR_accel=gpu0 SAFE_GPU_SGE_RESOURCE=accel": SGE_JOB._replace(requested_gpus=1),
-    "JOB_ID=1234": JobContext(),  # of something else
+    "JOB_ID=1234": api.JobContext(),  # of something else
     f"{FLUX} CUDA_VISIBLE_DEVICES=4,5 CUDA_DEVICE_ORDER=PCI_BUS_ID": FLUX_JOB._replace(requested_gpus=2),
     f"{FLUX} CUDA_VISIBLE_DEVICES=-1": FLUX_JOB._replace(requested_gpus=0),
     FLUX: FLUX_JOB,  # gpu-affinity=off
@@ -84,18 +73,18 @@ CASES: dict[str, JobContext] = {
     SLURM: SLURM_JOB,
     f"{SLURM} SLURM_GPUS_ON_NODE=4 SLURM_JOB_GPUS=0,1,2,3": SLURM_JOB._replace(requested_gpus=4),
     f"{SLURM} SLURM_ARRAY_JOB_ID=70 SLURM_ARRAY_TASK_ID=3": SLURM_JOB._replace(job_id="70", task_id=3),
-    f"{SLURM} {SECOND_NODE}": JobContext("slurm", "77", None, 1, 2, 2),
-    f"{SLURM} {SRUN_OWN}": JobContext("slurm", "77", None, 1, 2, 2, own_list=True),
+    f"{SLURM} {SECOND_NODE}": api.JobContext("slurm", "77", None, 1, 2, 2),
+    f"{SLURM} {SRUN_OWN}": api.JobContext("slurm", "77", None, 1, 2, 2, own_list=True),
     f"{SLURM} {SBATCH_IN_STEP}": SLURM_JOB._replace(requested_gpus=3),
     f"{SLURM} SLURM_GTIDS=0 SLURM_STEP_TASKS_PER_NODE=1 SLURM_STEP_GPUS=0,1": SLURM_JOB._replace(local_size=1),
     f"{SLURM} SLURM_JOB_GPUS=0,2": SLURM_JOB._replace(requested_gpus=2),  # before 20.11
     # The SLURM_LOCALID of mpirun's daemon says nothing.
-    f"{SLURM} {OMPI} SLURM_GPUS_ON_NODE=4": JobContext("slurm", "77", None, 3, 4, 4),
+    f"{SLURM} {OMPI} SLURM_GPUS_ON_NODE=4": api.JobContext("slurm", "77", None, 3, 4, 4),
     f"{SLURM} PMI_RANK=2 PMI_SIZE=4": SLURM_JOB._replace(local_rank=2),  # an old hydra
     f"{SLURM} LOCAL_RANK=2 LOCAL_WORLD_SIZE=4": SLURM_JOB._replace(local_rank=2, local_size=4),
-    OMPI: JobContext(local_rank=3, local_size=4),
-    "MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2 PMI_RANK=5 PMI_SIZE=8": JobContext(local_rank=1, local_size=2),
-    "PMI_RANK=1 PMI_SIZE=2": JobContext(local_rank=1),  # an old mpich
+    OMPI: api.JobContext(local_rank=3, local_size=4),
+    "MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2 PMI_RANK=5 PMI_SIZE=8": api.JobContext(local_rank=1, local_size=2),
+    "PMI_RANK=1 PMI_SIZE=2": api.JobContext(local_rank=1),  # an old mpich
     "PBS_JOBID=12.head PBS_NGPUS=2": PBS_JOB._replace(requested_gpus=2),
     "PBS_JOBID=12[5].head PBS_ARRAY_INDEX=5": PBS_JOB._replace(task_id=5),
     "PBS_JOBID=12[5].head": PBS_JOB._replace(task_id=5),
@@ -115,7 +104,7 @@ CASES: dict[str, JobContext] = {
     "_CONDOR_JOB_AD=AD_UNDEFINED CUDA_VISIBLE_DEVICES=10000": HTCONDOR_JOB._replace(requested_gpus=0),
     "_CONDOR_JOB_AD=AD_EXPRESSION CUDA_VISIBLE_DEVICES=10000": HTCONDOR_JOB,
     "_CONDOR_JOB_AD=AD_WITHOUT": HTCONDOR_JOB,  # a pool that does not count GPUs
-    "_CONDOR_JOB_AD=/nonexistent _CONDOR_SLOT=slot1_1": JobContext("htcondor"),
+    "_CONDOR_JOB_AD=/nonexistent _CONDOR_SLOT=slot1_1": api.JobContext("htcondor"),
 }
 
 
@@ -131,13 +120,13 @@ class Asked(Environ):
         return super().get(name, default)
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS, ids=lambda scheduler: scheduler.name)
-def test_a_scheduler_has_all_that_it_needs(scheduler: Scheduler) -> None:
+@pytest.mark.parametrize("scheduler", api.SCHEDULERS, ids=lambda scheduler: scheduler.name)
+def test_a_scheduler_has_all_that_it_needs(scheduler: api.Scheduler) -> None:
     """Samples in CASES, whose variables no test inherits, and a place on the page."""
     samples = [Asked(variables) for variables, context in CASES.items() if context.scheduler == scheduler.name]
     assert len(samples) > 1
     assert all(scheduler.parse(environ) for environ in samples)
-    assert any(current(dict(environ)).requested_gpus for environ in samples) or scheduler.lists_gpus
+    assert any(api.current(dict(environ)).requested_gpus for environ in samples) or scheduler.lists_gpus
     names = set().union(*(environ.names for environ in samples))
     assert {name for name in names if not name.startswith(OUTER_PREFIXES) and name not in OUTER_NAMES} == set()
     page = Path(schedulers.__file__).with_name("README.md").read_text()
@@ -150,7 +139,7 @@ def test_environment_to_context(variables: str, tmp_path: Path) -> None:
         (tmp_path / file).write_text(text)
     environ = {name: str(tmp_path / value) if value in FILES else value for name, value in env(variables).items()}
     before = dict(environ)
-    context = current(environ)
+    context = api.current(environ)
     assert context == CASES[variables]
     assert environ == before
     assert pickle.loads(pickle.dumps(context)) == context
@@ -162,7 +151,7 @@ def test_environment_to_context(variables: str, tmp_path: Path) -> None:
 def test_a_senseless_value_is_as_if_unset(name: str) -> None:
     environ = env("SLURM_JOB_ID=77 SLURM_ARRAY_JOB_ID=70")
     for value in ("", " ", "undefined", "-1", "1.5", "²", "٣", "0x1", "9" * 30, "1 2,3", "(x2)", "[7]", ",", "1;rm"):
-        assert current({**environ, name: value}) == current(environ)
+        assert api.current({**environ, name: value}) == api.current(environ)
 
 
 # The number of GPUs
@@ -235,10 +224,10 @@ def test_the_number_of_a_rank(variables: str, number: int | str, tmp_path: Path)
         (tmp_path / "gpus").write_text("".join(gpus))
         environ = {**environ, "PBS_GPUFILE": str(tmp_path / "gpus")}
     if isinstance(number, int):
-        assert number_for_job(environ, ask=False) == number
+        assert api.number_for_job(environ, ask=False) == number
         return
-    with pytest.raises(UnsatisfiableRequestError, match=number) as caught:  # on one line: a dot is no line break
-        number_for_job(environ, ask=False)
+    with pytest.raises(api.UnsatisfiableRequestError, match=number) as caught:  # on one line: a dot is no line break
+        api.number_for_job(environ, ask=False)
     assert "\n" not in str(caught.value)
 
 
@@ -338,19 +327,19 @@ def fake_qstat(tmp_path: Path) -> Qstat:
 
 def test_hard_request() -> None:
     for requests, found in (
-        (hard(GPU_TYPE, request("gpu", 2)) + soft(flag()), ResourceRequest(2, "slot")),
-        (hard(request("ngpus", 2, consumable=2), request("h_rt", 100, valtype=3)), ResourceRequest(2, "job")),
-        (hard(request("gpus", 1, consumable=3, valtype=10)), ResourceRequest(1, "host")),
-        (hard(request("gpu", 0)) + in_queues("gpu.q"), ResourceRequest(0, "slot")),
+        (hard(GPU_TYPE, request("gpu", 2)) + soft(flag()), api.ResourceRequest(2, "slot")),
+        (hard(request("ngpus", 2, consumable=2), request("h_rt", 100, valtype=3)), api.ResourceRequest(2, "job")),
+        (hard(request("gpus", 1, consumable=3, valtype=10)), api.ResourceRequest(1, "host")),
+        (hard(request("gpu", 0)) + in_queues("gpu.q"), api.ResourceRequest(0, "slot")),
         (hard(flag("FALSE")), None),
-        (sets(_0=request("gpu", 2)), ResourceRequest(2, "slot")),
-        (sets(_1=request("gpu", 2)), ResourceRequest(2, "job")),
-        (sets(_1=request("gpu", 2), _2=request("gpu", 1)), ResourceRequest(1, "slave slot")),
-        (sets(_2=request("gpu", 1, consumable=3)), ResourceRequest(1, "slave host")),
+        (sets(_0=request("gpu", 2)), api.ResourceRequest(2, "slot")),
+        (sets(_1=request("gpu", 2)), api.ResourceRequest(2, "job")),
+        (sets(_1=request("gpu", 2), _2=request("gpu", 1)), api.ResourceRequest(1, "slave slot")),
+        (sets(_2=request("gpu", 1, consumable=3)), api.ResourceRequest(1, "slave host")),
     ):
-        assert hard_request(qstat_xml(requests, environment="a & b <\x01"), ("gpu", "gpus", "ngpus")) == found
-    with pytest.raises(QstatError, match="cannot be read"):
-        hard_request("<JB_hard_resource_list><CE_name>gpu</JB_hard_resource_list>", ("gpu",))
+        assert api.hard_request(qstat_xml(requests, environment="a & b <\x01"), ("gpu", "gpus", "ngpus")) == found
+    with pytest.raises(api.QstatError, match="cannot be read"):
+        api.hard_request("<JB_hard_resource_list><CE_name>gpu</JB_hard_resource_list>", ("gpu",))
 
 
 @pytest.mark.parametrize(
@@ -366,8 +355,8 @@ def test_hard_request() -> None:
 )
 def test_gpus_without_a_number(fake_qstat: Qstat, requests: str, word: str) -> None:
     """They are not known to be none: the claim is refused, and says what the number is missing in."""
-    with on_command_line(), pytest.raises(UnsatisfiableRequestError) as caught:
-        number_for_job(fake_qstat(qstat_xml(requests)))
+    with api.on_command_line(), pytest.raises(api.UnsatisfiableRequestError) as caught:
+        api.number_for_job(fake_qstat(qstat_xml(requests)))
     assert caught.value.value == "job"
     for part in (word, "not known", "set SAFE_GPU_NB_GPUS=N", "-n N", "SAFE_GPU_SGE_RESOURCE=NAME"):
         assert part in str(caught.value)
@@ -375,13 +364,13 @@ def test_gpus_without_a_number(fake_qstat: Qstat, requests: str, word: str) -> N
 
 def test_slots_ranks_and_a_resource_of_another_name(fake_qstat: Qstat) -> None:
     environ = {**fake_qstat(qstat_xml(hard(request("accel", 1)))), "NSLOTS": "4"}
-    assert declared_gpus(environ) == 0
+    assert api.declared_gpus(environ) == 0
     environ["SAFE_GPU_SGE_RESOURCE"] = "accel"
-    assert (declared_gpus(environ), declared_gpus(environ, ask=False)) == (4, None)
-    assert number_for_job({**environ, "SAFE_GPU_NB_GPUS": "1"}) == 1
+    assert (api.declared_gpus(environ), api.declared_gpus(environ, ask=False)) == (4, None)
+    assert api.number_for_job({**environ, "SAFE_GPU_NB_GPUS": "1"}) == 1
     off_its_path = {**environ, "SGE_BINARY_PATH": environ["PATH"], "PATH": "/nowhere"}
-    assert number_for_job(off_its_path) == 4
-    assert number_for_job({**environ, **env(ompi(4))}) == 1
+    assert api.number_for_job(off_its_path) == 4
+    assert api.number_for_job({**environ, **env(ompi(4))}) == 1
 
 
 @pytest.mark.parametrize(
@@ -397,12 +386,12 @@ def test_slots_ranks_and_a_resource_of_another_name(fake_qstat: Qstat) -> None:
 )
 def test_qstat_that_does_not_tell(fake_qstat: Qstat, answer: dict[str, Any] | None, says: str, tmp_path: Path) -> None:
     environ = {**env(SGE), "PATH": str(tmp_path)} if answer is None else fake_qstat(**answer)
-    with pytest.raises(UnsatisfiableRequestError, match="set SAFE_GPU_NB_GPUS=N") as caught:
-        number_for_job(environ)
+    with pytest.raises(api.UnsatisfiableRequestError, match="set SAFE_GPU_NB_GPUS=N") as caught:
+        api.number_for_job(environ)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
     known = 0 if "no GPU" in says else None
-    assert declared_gpus(environ) == known
+    assert api.declared_gpus(environ) == known
     assert caught.value.value == ("job" if known is None else 0)
 
 
@@ -411,13 +400,13 @@ def test_qstat_that_does_not_tell(fake_qstat: Qstat, answer: dict[str, Any] | No
 
 def test_request_on_this_host() -> None:
     for request_, granted, number in (
-        (ResourceRequest(0.5, "slot"), Slots(4, True), 2),
-        (ResourceRequest(2, "job"), Slots(4, False), 0),
-        (ResourceRequest(1, "slave slot"), Slots(3, False), 3),
-        (ResourceRequest(1, "slave slot"), Slots(3, True), None),
-        (ResourceRequest(1, "slave host"), Slots(3, False), 1),
+        (api.ResourceRequest(0.5, "slot"), api.Slots(4, True), 2),
+        (api.ResourceRequest(2, "job"), api.Slots(4, False), 0),
+        (api.ResourceRequest(1, "slave slot"), api.Slots(3, False), 3),
+        (api.ResourceRequest(1, "slave slot"), api.Slots(3, True), None),
+        (api.ResourceRequest(1, "slave host"), api.Slots(3, False), 1),
     ):
-        assert here(request_, granted) == number
+        assert api.here(request_, granted) == number
 
 
 @pytest.fixture
@@ -435,7 +424,7 @@ def test_which_host_of_a_list_is_this_one(call_host: Callable[[str], None]) -> N
         ("node7", "gpu-ib8", "gpu-ib7 gpu-ib8", [1]),
     ):
         call_host(name)
-        assert lines_of_this_host(hosts.split(), {"HOSTNAME": hostname}) == lines
+        assert api.lines_of_this_host(hosts.split(), {"HOSTNAME": hostname}) == lines
 
 
 TWO_HOSTS = "n1 2 all.q@n1 UNDEFINED\nn2 3 all.q@n2 UNDEFINED\n"
@@ -444,21 +433,21 @@ TWO_HOSTS = "n1 2 all.q@n1 UNDEFINED\nn2 3 all.q@n2 UNDEFINED\n"
 @pytest.mark.parametrize(
     ("name", "variables", "files", "found"),
     [
-        ("n1", "", {}, Slots(1, True)),
-        ("n1", "NSLOTS=4 NHOSTS=2", {}, Slots(None, False)),
-        ("n1", "NSLOTS=5 NHOSTS=2", {"7.1/pe_hostfile": TWO_HOSTS}, Slots(2, True)),
-        ("n2", "NSLOTS=5 NHOSTS=2", {"7.1/pe_hostfile": TWO_HOSTS}, Slots(3, False)),
+        ("n1", "", {}, api.Slots(1, True)),
+        ("n1", "NSLOTS=4 NHOSTS=2", {}, api.Slots(None, False)),
+        ("n1", "NSLOTS=5 NHOSTS=2", {"7.1/pe_hostfile": TWO_HOSTS}, api.Slots(2, True)),
+        ("n2", "NSLOTS=5 NHOSTS=2", {"7.1/pe_hostfile": TWO_HOSTS}, api.Slots(3, False)),
         # The execution daemon knows the number whatever the host is called. The script runs in the job's own directory.
-        ("m1", "NHOSTS=2", {"7.1/pe_hostfile": TWO_HOSTS, "7.1/config": "host_slots=2\n"}, Slots(2, True)),
+        ("m1", "NHOSTS=2", {"7.1/pe_hostfile": TWO_HOSTS, "7.1/config": "host_slots=2\n"}, api.Slots(2, True)),
         # Tasks of qrsh -inherit: on the script's host, elsewhere, elsewhere with -V.
-        ("n1", "NSLOTS=5 NHOSTS=2", {"7.1/pe_hostfile": TWO_HOSTS, "7.1/1.n1/config": ""}, Slots(2, True)),
-        ("n2", "NSLOTS=3 NHOSTS=1", {"7.1/1.n2/config": "pe_slots=3\nhost_slots=3\n"}, Slots(3, False)),
-        ("n2", "NSLOTS=3 NHOSTS=1 PE_HOSTFILE=/nonexistent", {"7.1/2.n2/config": ""}, Slots(3, False)),
-        ("m2", "NHOSTS=1", {"V": TWO_HOSTS, "7.1/2.n2/config": "host_slots=3\n"}, Slots(3, False)),
+        ("n1", "NSLOTS=5 NHOSTS=2", {"7.1/pe_hostfile": TWO_HOSTS, "7.1/1.n1/config": ""}, api.Slots(2, True)),
+        ("n2", "NSLOTS=3 NHOSTS=1", {"7.1/1.n2/config": "pe_slots=3\nhost_slots=3\n"}, api.Slots(3, False)),
+        ("n2", "NSLOTS=3 NHOSTS=1 PE_HOSTFILE=/nonexistent", {"7.1/2.n2/config": ""}, api.Slots(3, False)),
+        ("m2", "NHOSTS=1", {"V": TWO_HOSTS, "7.1/2.n2/config": "host_slots=3\n"}, api.Slots(3, False)),
     ],
 )
 def test_slots_of_a_job_on_this_host(
-    name: str, variables: str, files: dict[str, str], found: Slots, tmp_path: Path, call_host: Callable[[str], None]
+    name: str, variables: str, files: dict[str, str], found: api.Slots, tmp_path: Path, call_host: Callable[[str], None]
 ) -> None:
     """As Son of Grid Engine 8.1.9 lays out its spool directory and sets its variables."""
     environ = env(variables)
@@ -469,7 +458,7 @@ def test_slots_of_a_job_on_this_host(
             environ = {"PE_HOSTFILE": str(tmp_path / path), **environ}
         environ = {**environ, "SGE_JOB_SPOOL_DIR": str((tmp_path / path).parent)}
     call_host(name)
-    assert slots(environ) == found
+    assert api.slots(environ) == found
 
 
 @pytest.mark.parametrize("consumable", [1, 2])
@@ -480,8 +469,8 @@ def test_a_host_that_its_job_knows_by_no_name(
     (tmp_path / "hosts").write_text(TWO_HOSTS)
     call_host("node7")
     environ = fake_qstat(qstat_xml(hard(request("gpu", 1, consumable))))
-    with pytest.raises(UnsatisfiableRequestError, match=r"on this host, node7, .* names n1, n2\)") as caught:
-        number_for_job({**environ, "PE_HOSTFILE": str(tmp_path / "hosts"), "NHOSTS": "2"})
+    with pytest.raises(api.UnsatisfiableRequestError, match=r"on this host, node7, .* names n1, n2\)") as caught:
+        api.number_for_job({**environ, "PE_HOSTFILE": str(tmp_path / "hosts"), "NHOSTS": "2"})
     assert caught.value.value == "job"
 
 
@@ -497,28 +486,28 @@ def fake_squeue(tmp_path: Path, answer: str, code: int = 0) -> Environ:
 
 def test_the_end_of_a_slurm_job(tmp_path: Path) -> None:
     environ = fake_squeue(tmp_path, "2026-11-22T23:40:00")
-    job = current(environ)
+    job = api.current(environ)
     ends = int(time.mktime((2026, 11, 22, 23, 40, 0, 0, 0, -1)))
-    assert with_end(environ, job, ask=True).ends == ends
+    assert api.with_end(environ, job, ask=True).ends == ends
     assert (tmp_path / "asked").read_text() == "-h -j 77 -o %e\n"
-    assert with_end(environ, job, ask=False) == job
+    assert api.with_end(environ, job, ask=False) == job
     for answer, code in (("N/A", 0), ("2026-11-22T23:40:00", 1)):
-        assert with_end(fake_squeue(tmp_path, answer, code), job, ask=True).ends is None
+        assert api.with_end(fake_squeue(tmp_path, answer, code), job, ask=True).ends is None
 
 
 def test_the_limit_of_a_job_of_grid_engine(fake_qstat: Qstat) -> None:
     environ = fake_qstat(qstat_xml(hard(request("h_rt", 7200, valtype=3), request("gpu", 2))))
-    job = current(environ)
-    assert with_end(environ, job, ask=True).walltime is None  # qstat is not asked for that alone
-    assert ask_qstat(environ, "1234") == 2
-    assert with_end(environ, job, ask=True).walltime == 7200
+    job = api.current(environ)
+    assert api.with_end(environ, job, ask=True).walltime is None  # qstat is not asked for that alone
+    assert api.ask_qstat(environ, "1234") == 2
+    assert api.with_end(environ, job, ask=True).walltime == 7200
 
 
 def test_array_tasks_of_one_gpu_ask_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     array = env("SLURM_ARRAY_JOB_ID=70 SLURM_ARRAY_TASK_ID=7")
     for name, value in (fake_squeue(tmp_path, "N/A") | array).items():
         monkeypatch.setenv(name, value)
-    read_options(1)
+    api.read_options(1)
     assert not (tmp_path / "asked").exists()
-    read_options(2)
+    api.read_options(2)
     assert (tmp_path / "asked").exists()

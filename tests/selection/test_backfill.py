@@ -9,28 +9,26 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from safe_gpu.gpus.devices import Gpu, Holder
-from safe_gpu.selection.backfill import BackfillRequest, When, dates, free_at, open_gpus, ready, starts, when_free
+from support import api
 
 ALWAYS = math.inf
 NAMES = tuple(f"GPU-{number}" for number in range(16))
 
 
-def want(nb: int, gpus: str, hold_for: float = ALWAYS) -> BackfillRequest:
+def want(nb: int, gpus: str, hold_for: float = ALWAYS) -> api.BackfillRequest:
     """``want(2, "013")``: two of the GPUs 0, 1 and 3."""
-    return BackfillRequest(nb, frozenset(f"GPU-{digit}" for digit in gpus), hold_for)
+    return api.BackfillRequest(nb, frozenset(f"GPU-{digit}" for digit in gpus), hold_for)
 
 
 def times(*moments: float) -> dict[str, float]:
     return {f"GPU-{number}": moment for number, moment in enumerate(moments)}
 
 
-def dated(wants: Sequence[BackfillRequest], free: Mapping[str, float]) -> list[float]:
-    return [date for _, date in dates(wants, free)]
+def dated(wants: Sequence[api.BackfillRequest], free: Mapping[str, float]) -> list[float]:
+    return [date for _, date in api.dates(wants, free)]
 
 
-def reserved(request: BackfillRequest, **spans: tuple[float, float]) -> BackfillRequest:
+def reserved(request: api.BackfillRequest, **spans: tuple[float, float]) -> api.BackfillRequest:
     """``reserved(want(1, "01"), GPU0=(5, 9))``: the same, but GPU 0 is reserved for others from 5 to 9."""
     return request._replace(reserved={f"GPU-{name[3:]}": (span,) for name, span in spans.items()})
 
@@ -43,20 +41,28 @@ SAYS, SAYS_NOTHING = (1, 20, 50.0), (2, None, 90.0)
 
 
 def test_when_a_lease_ends() -> None:
-    assert free_at(10, since=0, until=60) == 60
-    assert free_at(10, since=0, until=None) == ALWAYS
-    sharers = [Holder(pid, uid=1, share=share, since=1.0, until=until) for pid, share, until in (SAYS, SAYS_NOTHING)]
-    when = when_free(Gpu(0, "GPU-0"), Holder.of_sharers(sharers), 10.0, free=False)
-    assert [ready(when, share) for share in (20, 30, ALWAYS)] == [50, 90, 90], "who does not say how much counts as all"
+    assert api.free_at(10, since=0, until=60) == 60
+    assert api.free_at(10, since=0, until=None) == ALWAYS
+    sharers = [
+        api.Holder(pid, uid=1, share=share, since=1.0, until=until) for pid, share, until in (SAYS, SAYS_NOTHING)
+    ]
+    when = api.when_free(api.Gpu(0, "GPU-0"), api.Holder.of_sharers(sharers), 10.0, free=False)
+    assert [api.ready(when, share) for share in (20, 30, ALWAYS)] == [50, 90, 90], (
+        "who does not say how much counts as all"
+    )
 
 
 @pytest.mark.parametrize(
     ("when", "wants", "free", "expected"),
     [
         pytest.param(dated, [want(2, "09")], times(5), [ALWAYS], id="a GPU that is not here"),
-        pytest.param(starts, [want(2, "01", 50), want(2, "01", 9)], times(10, 20), [20, 70], id="after those ahead"),
-        pytest.param(starts, [want(2, "01", 50), want(1, "01", 9)], times(10, 20), [20, 10], id="passes"),
-        pytest.param(starts, HALVES, {"GPU-0": ((0.0, 80.0),)}, [0, 0, 10, 20], id="shares fill a GPU up, no further"),
+        pytest.param(
+            api.starts, [want(2, "01", 50), want(2, "01", 9)], times(10, 20), [20, 70], id="after those ahead"
+        ),
+        pytest.param(api.starts, [want(2, "01", 50), want(1, "01", 9)], times(10, 20), [20, 10], id="passes"),
+        pytest.param(
+            api.starts, HALVES, {"GPU-0": ((0.0, 80.0),)}, [0, 0, 10, 20], id="shares fill a GPU up, no further"
+        ),
         pytest.param(dated, [HEAD], times(0), [9], id="after the time for which a GPU is reserved"),
         pytest.param(dated, [HEAD, want(1, "0")], times(4), [9, 4], id="others may pass meanwhile"),
     ],
@@ -75,7 +81,7 @@ def test_the_dates_and_expected_starts_of_waiters(when: Any, wants: Any, free: A
 )
 def test_who_may_pass_one_whose_gpus_are_reserved(request_: Any, now: float, expected: set[str]) -> None:
     free = times(now, now)
-    assert open_gpus(request_, [HEAD], free, free, now) == expected
+    assert api.open_gpus(request_, [HEAD], free, free, now) == expected
 
 
 def test_no_more_waiters_are_read_than_decide() -> None:
@@ -86,9 +92,9 @@ def test_no_more_waiters_are_read_than_decide() -> None:
             read.append(number)
             yield want(1, "0")
 
-    assert not open_gpus(want(1, "01"), ahead(), {"GPU-0"}, times(0, 9), 0)
+    assert not api.open_gpus(want(1, "01"), ahead(), {"GPU-0"}, times(0, 9), 0)
     assert read == [0]
-    assert not open_gpus(want(1, "1"), ahead(), {"GPU-0"}, times(0, 9), 0)
+    assert not api.open_gpus(want(1, "1"), ahead(), {"GPU-0"}, times(0, 9), 0)
     assert read == [0]
 
 
@@ -100,25 +106,25 @@ moments = st.sampled_from([0.0, 0.0, 0.0, 1.0, 3.0, 6.0, 10.0, 30.0, ALWAYS])
 
 
 @st.composite
-def wanted(draw: Any, number: int) -> BackfillRequest:
+def wanted(draw: Any, number: int) -> api.BackfillRequest:
     gpus = draw(st.sets(st.sampled_from(NAMES[:number]), min_size=1))
-    return BackfillRequest(draw(st.integers(1, len(gpus))), frozenset(gpus), draw(holds))
+    return api.BackfillRequest(draw(st.integers(1, len(gpus))), frozenset(gpus), draw(holds))
 
 
 @st.composite
-def hosts(draw: Any) -> tuple[list[BackfillRequest], dict[str, float]]:
+def hosts(draw: Any) -> tuple[list[api.BackfillRequest], dict[str, float]]:
     """Waiters in their order, and when each GPU is free. The present is 0, and GPUs that are free then are free."""
     number = draw(st.integers(2, 6))
     wants = draw(st.lists(wanted(number), min_size=1, max_size=5))
     return wants, {gpu: draw(moments) for gpu in NAMES[:number]}
 
 
-def opened(wants: Sequence[BackfillRequest], place: int, free: Mapping[str, float]) -> frozenset[str]:
+def opened(wants: Sequence[api.BackfillRequest], place: int, free: Mapping[str, float]) -> frozenset[str]:
     idle = {gpu for gpu, when in free.items() if when == 0}
-    return open_gpus(wants[place], wants[:place], idle, free, 0)
+    return api.open_gpus(wants[place], wants[:place], idle, free, 0)
 
 
-def reference(wants: Sequence[BackfillRequest], free: Mapping[str, float]) -> list[float]:
+def reference(wants: Sequence[api.BackfillRequest], free: Mapping[str, float]) -> list[float]:
     """The dates by the words of the rule: the earliest that no waiter ahead forbids."""
     found: list[float] = []
     for place, one in enumerate(wants):
@@ -138,12 +144,12 @@ def reference(wants: Sequence[BackfillRequest], free: Mapping[str, float]) -> li
 
 @settings(max_examples=100)
 @given(host=hosts())
-def test_in_any_state(host: tuple[list[BackfillRequest], dict[str, float]]) -> None:
+def test_in_any_state(host: tuple[list[api.BackfillRequest], dict[str, float]]) -> None:
     """Who has no competitor is not hindered, who can start is not passed, and who says nothing passes nobody."""
     wants, free = host
     found = dated(wants, free)
     assert found == reference(wants, free)
-    for place, (one, date, start) in enumerate(zip(wants, found, starts(wants, free), strict=True)):
+    for place, (one, date, start) in enumerate(zip(wants, found, api.starts(wants, free), strict=True)):
         got, ahead = opened(wants, place, free), wants[:place]
         idle = {gpu for gpu in one.gpus if free[gpu] == 0}
         alone = all(one.gpus.isdisjoint(other.gpus) for other in ahead)
@@ -162,10 +168,10 @@ sizes = st.integers(1, 80)
 @given(st.lists(st.tuples(st.integers(0, 50), sizes), max_size=6), sizes)
 def test_whole_requests_wait_for_all_and_shares_for_what_they_need(parts: list[tuple[int, int]], share: int) -> None:
     when = (*parts, (0, 0))
-    moment = ready(when, share)
+    moment = api.ready(when, share)
     assert moment == ALWAYS or sum(size for end, size in when if end <= moment) >= share
     assert all(sum(size for end, size in when if end <= earlier) < share for earlier, _ in when if earlier < moment)
-    assert ready(when, ALWAYS) == max(end for end, _ in when)
+    assert api.ready(when, ALWAYS) == max(end for end, _ in when)
 
 
 # Any course of events. Time goes in whole units. In each unit holds end, requests come and leave, and all waiters look,
@@ -185,7 +191,7 @@ class Job:
 
     name: int
     arrives: float
-    want: BackfillRequest
+    want: api.BackfillRequest
     lasts: float
     patience: float = ALWAYS
     started: float | None = None
@@ -237,7 +243,7 @@ class World:
         """One look of a waiter, which starts if the rule lets it."""
         ahead = self.queue[: self.queue.index(job)]
         free = frozenset(gpu for gpu in self.gpus if _room(self.held.get(gpu, [])) >= min(job.want.share, CAPACITY))
-        opened = open_gpus(job.want, [one.want for one in ahead], free, self._free_at(), self.now)
+        opened = api.open_gpus(job.want, [one.want for one in ahead], free, self._free_at(), self.now)
         if not self._competitors(job) and opened != job.want.gpus & free:
             raise BrokenPromise(f"nobody competes ahead of {job}, and it is hindered")
         if len(opened) >= job.want.nb:
@@ -269,13 +275,13 @@ class World:
         ahead = self.queue[: self.queue.index(job)]
         return [one for one in ahead if one.want.gpus & job.want.gpus]
 
-    def _free_at(self) -> dict[str, When]:
-        found: dict[str, When] = dict.fromkeys(self.gpus, self.now)
+    def _free_at(self) -> dict[str, api.When]:
+        found: dict[str, api.When] = dict.fromkeys(self.gpus, self.now)
         for gpu, holds in self.held.items():
             ends = []
             for hold in holds:
                 until = None if hold.said == ALWAYS else hold.said
-                ends.append(free_at(self.now, since=hold.since, until=until))
+                ends.append(api.free_at(self.now, since=hold.since, until=until))
             parts = [(end, hold.job.want.share) for end, hold in zip(ends, holds, strict=True)]
             found[gpu] = ends[0] if _room(holds) == -ALWAYS else (*parts, (self.now, _room(holds)))
         return found
@@ -328,7 +334,7 @@ def random_jobs(
             says = max(1, round(lasts * chance.choice((0.2, 0.8, 1, 1, 3))))
         arrives = chance.randint(0, 60)
         share = shares[0] if len(shares) == 1 else chance.choice(shares)
-        want = BackfillRequest(chance.randint(1, len(among)), among, says, share=share)
+        want = api.BackfillRequest(chance.randint(1, len(among)), among, says, share=share)
         jobs.append(Job(name, arrives, want, lasts, patience=chance.choice((ALWAYS, ALWAYS, 10))))
     return jobs
 
@@ -363,14 +369,14 @@ def test_a_third_request_waits_where_its_spare_gpu_is_promised_to_the_second() -
     ahead = [want(1, "1", 1), want(2, "012", 5)]
     third = want(1, "0", 3)
     at_one = times(1, 3, 3)
-    assert not open_gpus(third, ahead, {"GPU-0"}, at_one, 1)
+    assert not api.open_gpus(third, ahead, {"GPU-0"}, at_one, 1)
 
 
 def test_holders_that_overrun_do_not_starve_the_first_waiter() -> None:
     gpus = NAMES[:3]
     world = World(gpus, random.Random(3))
-    short = [Job(number, number, BackfillRequest(1, frozenset(gpus), 10), lasts=12) for number in range(1000)]
-    large = Job(-1, 5, BackfillRequest(2, frozenset(gpus), 50), lasts=50)
+    short = [Job(number, number, api.BackfillRequest(1, frozenset(gpus), 10), lasts=12) for number in range(1000)]
+    large = Job(-1, 5, api.BackfillRequest(2, frozenset(gpus), 50), lasts=50)
     world.run([large, *short], until=100)
     assert large.started is not None
     assert large.started <= 5 + 10 + 12  # its date, and the longest hold that remained then

@@ -14,27 +14,9 @@ from typing import Any, get_type_hints
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import api
 
 from safe_gpu import GPUOwner, claim_gpus
-from safe_gpu.cli.arguments import add_request
-from safe_gpu.errors import UnsatisfiableRequestError
-from safe_gpu.gpus.devices import Gpu, GpuProcess, GpuVerdict, HostSnapshot, ProcessKind
-from safe_gpu.selection import choice
-from safe_gpu.selection.backfill import BackfillRequest, dates, open_gpus, starts
-from safe_gpu.selection.choice import candidates, check_possible, choose
-from safe_gpu.selection.request import (
-    CONDITIONS,
-    Condition,
-    Conditions,
-    MinMemory,
-    Near,
-    Selection,
-    Share,
-    parse_request,
-)
-from safe_gpu.selection.values import parse_size
-from safe_gpu.selection.verdicts import judge
-from safe_gpu.wording.text import as_option
 
 GIB = 1 << 30
 SAMPLES: dict[str, Any] = {
@@ -48,38 +30,43 @@ SAMPLES: dict[str, Any] = {
     "prefer": "H100,A100",
 }
 
-every = pytest.mark.parametrize("condition", CONDITIONS, ids=lambda condition: condition.argument)
+every = pytest.mark.parametrize("condition", api.CONDITIONS, ids=lambda condition: condition.argument)
 
 
 @every
-def test_it_is_an_argument_and_an_option(condition: type[Condition]) -> None:
-    hints = get_type_hints(Conditions)
-    assert set(hints) == {one.argument for one in CONDITIONS}
+def test_it_is_an_argument_and_an_option(condition: type[api.Condition]) -> None:
+    hints = get_type_hints(api.Conditions)
+    assert set(hints) == {one.argument for one in api.CONDITIONS}
     for claim in (claim_gpus, GPUOwner):
         assert inspect.signature(claim).parameters[condition.argument].default in (None, ())
     parser = argparse.ArgumentParser()
-    add_request(parser)
-    option = as_option(condition.argument)
+    api.add_request(parser)
+    option = api.as_option(condition.argument)
     text = str(SAMPLES[condition.argument])
     given_there = getattr(parser.parse_args([option, text]), condition.argument)
-    assert parse_request(1, **{condition.argument: given_there}) == parse_request(1, **{condition.argument: text})
+    assert api.parse_request(1, **{condition.argument: given_there}) == api.parse_request(
+        1, **{condition.argument: text}
+    )
     assert condition.metavar in parser.format_help()
 
 
 @every
-def test_what_changes_stands_in_the_ticket(condition: type[Condition]) -> None:
+def test_what_changes_stands_in_the_ticket(condition: type[api.Condition]) -> None:
     """Others judge GPUs for a waiter: by its ticket, where it depends on more than which GPU it is."""
-    changes = condition.why_not_now is not Condition.why_not_now or condition.groups is not Condition.groups
-    changes = changes or condition is Share  # judged with the claims that share the GPU
-    asked = parse_request(2, **{condition.argument: SAMPLES[condition.argument]})
+    changes = condition.why_not_now is not api.Condition.why_not_now or condition.groups is not api.Condition.groups
+    changes = changes or condition is api.Share  # judged with the claims that share the GPU
+    asked = api.parse_request(2, **{condition.argument: SAMPLES[condition.argument]})
     assert changes == bool(asked.ticket)
     said = json.loads(json.dumps(dict(asked.ticket)))
-    assert Selection.from_ticket(2, said.items()) == (Selection(2, asked.conditions if changes else ()), True)
+    assert api.Selection.from_ticket(2, said.items()) == (api.Selection(2, asked.conditions if changes else ()), True)
 
 
 def test_a_condition_that_is_not_known() -> None:
     for strange in (("colour", "red"), ("near", "by"), ("min_memory", -1), ("max_utilization", 101)):
-        assert Selection.from_ticket(1, [strange, ("min_memory", 5)]) == (Selection(1, (MinMemory(5),)), False)
+        assert api.Selection.from_ticket(1, [strange, ("min_memory", 5)]) == (
+            api.Selection(1, (api.MinMemory(5),)),
+            False,
+        )
 
 
 GPU_NAMES = ("", ",", "0,", "-1", True, 2.5, "3-0", "1:", [[1]], [None], b"0", "cuda:0", 99999, "54d0709b")
@@ -98,8 +85,8 @@ SENSELESS: dict[str, tuple[tuple[Any, ...], str]] = {
 def test_values_that_make_no_sense(argument: str) -> None:
     values, advice = SENSELESS[argument]
     for value in values:
-        with pytest.raises(UnsatisfiableRequestError, match=re.escape(advice)) as caught:
-            parse_request(**{"nb_gpus": 1, argument: value})
+        with pytest.raises(api.UnsatisfiableRequestError, match=re.escape(advice)) as caught:
+            api.parse_request(**{"nb_gpus": 1, argument: value})
         assert str(caught.value).startswith(f"{argument}={value!r} makes no sense: ")
         assert caught.value.value is value
 
@@ -112,11 +99,11 @@ def test_amounts_that_make_no_sense() -> None:
         *(("share", value, "a size such as '20GiB'") for value in ("x", True, "1.5.2GiB")),
         ("share", "512MiB", "1 GiB is the least"),
     ):
-        with pytest.raises(UnsatisfiableRequestError, match=re.escape(says)) as caught:
-            parse_request(1, **{argument: value})
+        with pytest.raises(api.UnsatisfiableRequestError, match=re.escape(says)) as caught:
+            api.parse_request(1, **{argument: value})
         assert caught.value.value is value
-    with pytest.raises(UnsatisfiableRequestError, match="min_memory= and share= do not go together"):
-        parse_request(1, share="20GiB", min_memory="30GiB")
+    with pytest.raises(api.UnsatisfiableRequestError, match="min_memory= and share= do not go together"):
+        api.parse_request(1, share="20GiB", min_memory="30GiB")
 
 
 class Index:
@@ -127,8 +114,8 @@ class Index:
 
 
 def test_numbers_and_names_of_gpus() -> None:
-    assert parse_request(1) == Selection()
-    assert parse_request(Index()).nb_gpus == 3
+    assert api.parse_request(1) == api.Selection()
+    assert api.parse_request(Index()).nb_gpus == 3
     for value, names in (
         (None, ()),
         (3, ("3",)),
@@ -137,16 +124,16 @@ def test_numbers_and_names_of_gpus() -> None:
         ("1:02", ("1:2",)),
     ):
         for argument in ("only", "exclude"):
-            assert (parse_request(1, **{argument: value}).value_of(argument) or ()) == names
+            assert (api.parse_request(1, **{argument: value}).value_of(argument) or ()) == names
 
 
 @given(st.integers(1 << 20, 1 << 50))
 def test_sizes(count: int) -> None:
     """Bytes are exact."""
-    assert parse_size(count) == parse_size(str(count)) == count
-    assert parse_size(f"{count}KiB") == count * 1024
+    assert api.parse_size(count) == api.parse_size(str(count)) == count
+    assert api.parse_size(f"{count}KiB") == count * 1024
     for text, size in (("20G", 20 * GIB), ("20GB", 20 * 10**9), ("1.5 TiB", 1536 * GIB), (" 512 MiB ", GIB // 2)):
-        assert parse_size(text) == size
+        assert api.parse_size(text) == size
 
 
 # What stands in the way of a request for several
@@ -156,27 +143,27 @@ def uuid(index: int) -> str:
     return f"GPU-{index:02d}"
 
 
-def gpu(index: int, node: int | None = None, links: Sequence[int] = (), **values: Any) -> Gpu:
+def gpu(index: int, node: int | None = None, links: Sequence[int] = (), **values: Any) -> api.Gpu:
     """A GPU with links, each of which is known to one end only."""
     peers = frozenset(map(uuid, links))
-    return Gpu(
+    return api.Gpu(
         index, uuid(index), **{"numa_node": node, "nvlink_peers": peers, "processes": (), "memory_used": 0, **values}
     )
 
 
-def linked(*pairs: tuple[int, int]) -> list[Gpu]:
+def linked(*pairs: tuple[int, int]) -> list[api.Gpu]:
     """Six GPUs with these links, by turns on two nodes."""
     return [gpu(index, index % 2, [b for a, b in pairs if a == index]) for index in range(6)]
 
 
-def indices(groups: list[list[Gpu]]) -> list[list[int]]:
+def indices(groups: list[list[api.Gpu]]) -> list[list[int]]:
     return sorted([one.index for one in group] for group in groups)
 
 
 def test_a_busy_gpu() -> None:
     for utilization, state in ((10, "free"), (11, "busy"), (None, "busy")):
-        host = HostSnapshot((gpu(0, utilization=utilization),))
-        (verdict,) = judge(host, parse_request(max_utilization="10%"), claimed={})
+        host = api.HostSnapshot((gpu(0, utilization=utilization),))
+        (verdict,) = api.judge(host, api.parse_request(max_utilization="10%"), claimed={})
         assert verdict.state == state
         assert state == "free" or "at most 10% asked for" in verdict.reason
 
@@ -188,41 +175,41 @@ def test_each_linked_to_each(pairs: set[tuple[int, int]]) -> None:
 
     sets = [set(one) for size in range(1, 7) for one in combinations(range(6), size) if together(one)]
     largest = sorted(sorted(one) for one in sets if not any(one < other for other in sets))
-    assert indices(Near("nvlink").groups(linked(*pairs))) == largest
-    assert indices(Near("numa").groups([*linked(*pairs), gpu(6)])) == [[0, 2, 4], [1, 3, 5]]
+    assert indices(api.Near("nvlink").groups(linked(*pairs))) == largest
+    assert indices(api.Near("numa").groups([*linked(*pairs), gpu(6)])) == [[0, 2, 4], [1, 3, 5]]
 
 
 def test_the_best_set_is_of_one_group() -> None:
-    free = [GpuVerdict(one, "free") for one in linked((0, 3), (1, 2))]
+    free = [api.GpuVerdict(one, "free") for one in linked((0, 3), (1, 2))]
     for number, near, last, expected in (
         (2, "nvlink", (), [0, 3]),
         (2, "nvlink", (0,), [1, 2]),
         (3, "nvlink", (), None),
         (3, "numa", (), [0, 2, 4]),
     ):
-        groups = parse_request(number, near=near).groups
-        chosen = choose(free, number, groups=groups, last=set(map(uuid, last)))
+        groups = api.parse_request(number, near=near).groups
+        chosen = api.choose(free, number, groups=groups, last=set(map(uuid, last)))
         assert (chosen and [one.index for one in chosen]) == expected
 
 
 def test_what_can_never_be_together() -> None:
-    host = HostSnapshot(tuple(linked((0, 1))))
-    check_possible(host, parse_request(3, near="numa"))
-    unknown = HostSnapshot(tuple(gpu(number, node) for number, node in enumerate((0, None, 1, None))))
+    host = api.HostSnapshot(tuple(linked((0, 1))))
+    api.check_possible(host, api.parse_request(3, near="numa"))
+    unknown = api.HostSnapshot(tuple(gpu(number, node) for number, node in enumerate((0, None, 1, None))))
     for snapshot, number, near, says in (
         (host, 4, "numa", "4 GPUs are asked for, but only 3 of this host are on one NUMA node: ask for"),
         (host, 3, "nvlink", "only 2 of this host are all connected"),
         (unknown, 4, "numa", "but the NUMA node of GPU 1,3 is not known: leave near= out"),
     ):
-        with pytest.raises(UnsatisfiableRequestError, match=says):
-            check_possible(snapshot, parse_request(number, near=near))
+        with pytest.raises(api.UnsatisfiableRequestError, match=says):
+            api.check_possible(snapshot, api.parse_request(number, near=near))
 
 
 def test_a_lost_gpu_may_come_back() -> None:
-    host = HostSnapshot((gpu(0), gpu(1, lost=True), gpu(2, lost=True)))
-    asked = parse_request(exclude="2")
-    assert [one.index for one in candidates(host, asked)] == [0]
-    assert [one.index for one in candidates(host, asked, lost=True)] == [0, 1]
+    host = api.HostSnapshot((gpu(0), gpu(1, lost=True), gpu(2, lost=True)))
+    asked = api.parse_request(exclude="2")
+    assert [one.index for one in api.candidates(host, asked)] == [0]
+    assert [one.index for one in api.candidates(host, asked, lost=True)] == [0, 1]
 
 
 GPUS = [f"GPU-{number}" for number in range(6)]
@@ -235,51 +222,55 @@ def test_a_set_is_dated_by_the_earliest_of_its_groups(
     groups: tuple[frozenset[str], ...], moments: list[float], nb: int, hold_for: float, gone: frozenset[str]
 ) -> None:
     free = dict(zip(GPUS, moments, strict=True))
-    want = BackfillRequest(nb, frozenset().union(*groups), hold_for, groups)
-    alone = [BackfillRequest(nb, group, hold_for) for group in groups]
-    assert [date for _, date in dates([want], free)] == [min(date for one in alone for _, date in dates([one], free))]
-    assert starts([want], free) == [min(starts([one], free)[0] for one in alone)]
+    want = api.BackfillRequest(nb, frozenset().union(*groups), hold_for, groups)
+    alone = [api.BackfillRequest(nb, group, hold_for) for group in groups]
+    assert [date for _, date in api.dates([want], free)] == [
+        min(date for one in alone for _, date in api.dates([one], free))
+    ]
+    assert api.starts([want], free) == [min(api.starts([one], free)[0] for one in alone)]
     assert want.without(gone).fits(GPUS) == any(one.without(gone).fits(GPUS) for one in alone)
     now = {gpu for gpu, when in free.items() if when == 0.0}
-    assert want.fits(open_gpus(want, [], now, free, 0.0)) == any(one.fits(now) for one in alone)
-    assert starts([want._replace(groups=(want.gpus,))] * 2, free) == starts([want._replace(groups=None)] * 2, free)
+    assert want.fits(api.open_gpus(want, [], now, free, 0.0)) == any(one.fits(now) for one in alone)
+    assert api.starts([want._replace(groups=(want.gpus,))] * 2, free) == api.starts(
+        [want._replace(groups=None)] * 2, free
+    )
 
 
 # The choice among the free
 
 
 def pick(
-    gpus: Sequence[Gpu], count: int, near: frozenset[int] | None = None, last: Collection[str] = ()
+    gpus: Sequence[api.Gpu], count: int, near: frozenset[int] | None = None, last: Collection[str] = ()
 ) -> list[str] | None:
-    chosen = choose([GpuVerdict(device, "free") for device in gpus], count, near=near, last=last)
+    chosen = api.choose([api.GpuVerdict(device, "free") for device in gpus], count, near=near, last=last)
     return None if chosen is None else [device.label for device in chosen]
 
 
 def test_only_the_free_ones_count() -> None:
     states = ("busy", ""), ("free", ""), ("display", ""), ("display", "too full"), ("outside", "exclude")
-    verdicts = [GpuVerdict(gpu(index), *words) for index, words in enumerate(states)]
-    assert choose(verdicts, 2) == (gpu(1), gpu(2))
-    instances = [Gpu(0, f"MIG-0-{number}", mig_parent=uuid(0), mig_instance=number) for number in range(2)]
+    verdicts = [api.GpuVerdict(gpu(index), *words) for index, words in enumerate(states)]
+    assert api.choose(verdicts, 2) == (gpu(1), gpu(2))
+    instances = [api.Gpu(0, f"MIG-0-{number}", mig_parent=uuid(0), mig_instance=number) for number in range(2)]
     assert pick(instances, 2) is None
-    drawn = gpu(0, processes=(GpuProcess(9, ProcessKind.GRAPHICS, 300 << 20),))
+    drawn = gpu(0, processes=(api.GpuProcess(9, api.ProcessKind.GRAPHICS, 300 << 20),))
     assert pick([drawn, gpu(1, display_active=True), gpu(2)], 2) == ["0", "2"], "it counts as a display"
 
 
 def test_the_first_model_of_which_there_are_enough() -> None:
     models = ("A100", "H100", "A100", "V100", "H100")
-    free = [GpuVerdict(gpu(index, name=model), "free") for index, model in enumerate(models)]
+    free = [api.GpuVerdict(gpu(index, name=model), "free") for index, model in enumerate(models)]
     for nb_gpus, prefer, last, chosen in (
         (1, ("H100", "A100"), (), (1,)),
         (1, ("H100", "A100"), (uuid(1), uuid(4)), (0,)),
         (2, ("V100", "A100"), (), (0, 2)),
         (3, ("H100", "A100"), (), (0, 1, 2)),
     ):
-        found = choose(free, nb_gpus, prefer=parse_request(1, prefer=prefer).preferred, last=last)
+        found = api.choose(free, nb_gpus, prefer=api.parse_request(1, prefer=prefer).preferred, last=last)
         assert (found and tuple(one.index for one in found)) == chosen
 
 
-def by_brute_force(gpus: Sequence[Gpu], count: int, near: frozenset[int], last: frozenset[str]) -> list[str]:
-    def rank(chosen: Sequence[Gpu]) -> tuple[object, ...]:
+def by_brute_force(gpus: Sequence[api.Gpu], count: int, near: frozenset[int], last: frozenset[str]) -> list[str]:
+    def rank(chosen: Sequence[api.Gpu]) -> tuple[object, ...]:
         nodes = {device.numa_node for device in chosen}
         links = sum(
             one.uuid in other.nvlink_peers or other.uuid in one.nvlink_peers for one, other in combinations(chosen, 2)
@@ -298,7 +289,7 @@ def by_brute_force(gpus: Sequence[Gpu], count: int, near: frozenset[int], last: 
 
 
 @st.composite
-def hosts(draw: st.DrawFn) -> list[Gpu]:
+def hosts(draw: st.DrawFn) -> list[api.Gpu]:
     size = draw(st.integers(1, 8))
     nodes = draw(st.lists(st.sampled_from([None, 0, 1, 2]), min_size=size, max_size=size))
     pairs = list(combinations(range(size), 2))
@@ -313,7 +304,7 @@ def hosts(draw: st.DrawFn) -> list[Gpu]:
 
 @settings(max_examples=150)
 @given(hosts(), st.data(), st.frozensets(st.integers(0, 2)), st.frozensets(st.integers(0, 7).map(uuid), max_size=3))
-def test_as_good_as_brute_force(gpus: list[Gpu], data: st.DataObject, near: Any, last: frozenset[str]) -> None:
+def test_as_good_as_brute_force(gpus: list[api.Gpu], data: st.DataObject, near: Any, last: frozenset[str]) -> None:
     count = data.draw(st.integers(1, len(gpus)))
     assert pick(gpus, count, near, last) == by_brute_force(gpus, count, near, last)
 
@@ -324,7 +315,7 @@ def calls_of(work: Callable[[], object]) -> int:
 
     def count(frame: FrameType, event: str, argument: object) -> None:
         nonlocal number
-        number += event == "call" and frame.f_code.co_filename == choice.__file__
+        number += event == "call" and frame.f_code.co_filename == api.choice.__file__
 
     sys.setprofile(count)
     try:
@@ -355,6 +346,6 @@ def test_an_irregular_host_of_sixteen_is_bounded_and_still_good() -> None:
 
 def test_few_nodes_are_used_where_there_are_too_many_sets() -> None:
     nodes = [0, 1, 2, 3, 4, 5, *(6, 6), *(7, 7), *(8, 8), *(9, 9)]
-    chosen = choose([GpuVerdict(gpu(index, node), "free") for index, node in enumerate(nodes)], 6)
+    chosen = api.choose([api.GpuVerdict(gpu(index, node), "free") for index, node in enumerate(nodes)], 6)
     assert chosen is not None
     assert len({device.numa_node for device in chosen}) == 3

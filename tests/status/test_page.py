@@ -15,22 +15,19 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from support import api, made_up
 from support.claims import claim
 from support.real import tool, unavailable
 
-from safe_gpu.cli import hosts as of_hosts
-from safe_gpu.cli.hosts import Answer, Said, read_answer
-from safe_gpu.status.page import render_page
-
 picture = tool("picture")
-NOW = picture.NOW
+NOW = made_up.NOW
 LONG = "python a_program_with_a_very_long_name_that_has_no_blank_in_it_at_all_and_goes_on_and_on.py"
 HOSTILE = "<img src=x onerror=alert(1)>\"'&amp;</script>\x1b[2J\u202e\u2066\ud800 ]]>"
 
 
 def host() -> dict[str, Any]:
     """The document of a host of eight GPUs, each in another state, and two waiters."""
-    return json.loads(json.dumps(replace(picture.scene(), windows=(picture.COURSE,)).to_dict()))
+    return json.loads(json.dumps(replace(made_up.scene(), windows=(made_up.COURSE,)).to_dict()))
 
 
 def crowded() -> dict[str, Any]:
@@ -48,7 +45,7 @@ def crowded() -> dict[str, Any]:
 
 
 def page(hosts: Mapping[str, Any], *, now: float = NOW, every: float = 300.0, use: Any = None) -> str:
-    return render_page(hosts, now=now, every=every, use={"gpu1": picture.DAY} if use is None else use)
+    return api.render_page(hosts, now=now, every=every, use={"gpu1": made_up.DAY} if use is None else use)
 
 
 class Checked:
@@ -176,9 +173,9 @@ def test_hosts_that_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, a
     """Each has its line, or a reason for having no figures. The last day is that of the host that makes the page."""
     here = json.loads(ask("status", "--json").stdout)
     found = {"gpu1": here, "web": here, "gpu2": crowded() | {"host": here["host"]}}
-    answers = {name: read_answer(Said(0, json.dumps(one), "")) for name, one in found.items()}
-    answers["gpu3"] = Answer(error="no route to host")
-    monkeypatch.setattr(of_hosts, "answers_of", lambda *_: answers)
+    answers = {name: api.read_answer(api.Said(0, json.dumps(one), "")) for name, one in found.items()}
+    answers["gpu3"] = api.Answer(error="no route to host")
+    monkeypatch.setattr(api.hosts, "answers_of", lambda *_: answers)
     done = ask("status", "--host", "any", "--sort", "free", "--html", "--output", tmp_path / "gpus.html")
     assert (done.returncode, done.stdout) == (1, "")
     page = Checked((tmp_path / "gpus.html").read_text())

@@ -18,24 +18,19 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import api
 from support.claims import claim
 from support.processes import free_port
 from support.real import unavailable
 
-from safe_gpu.cli.commands import main
-from safe_gpu.gpus.devices import Gpu, Holder
-from safe_gpu.status.facts import GpuStatus, HostStatus, WaiterStatus
-from safe_gpu.status.gather import gather
-from safe_gpu.status.metrics import render_metrics
-
 NOW = 1_795_000_000.0
-CLAIM = Holder(7, "anna", since=NOW - 60, until=NOW + 60)
+CLAIM = api.Holder(7, "anna", since=NOW - 60, until=NOW + 60)
 GPUS = (
-    GpuStatus(Gpu(0, "GPU-a", memory_used=1 << 30), "free"),
-    GpuStatus(Gpu(1, "GPU-b"), "claimed", claim=CLAIM, idle_for=30.0),
+    api.GpuStatus(api.Gpu(0, "GPU-a", memory_used=1 << 30), "free"),
+    api.GpuStatus(api.Gpu(1, "GPU-b"), "claimed", claim=CLAIM, idle_for=30.0),
 )
-QUEUE = (WaiterStatus(1, 8, "ben", 1, NOW - 90), WaiterStatus(2, 9, "ben", 1, NOW - 10))
-STATUS = HostStatus("gpu1", "nvml", "", "/tmp/safe-gpu", NOW, GPUS, QUEUE)
+QUEUE = (api.WaiterStatus(1, 8, "ben", 1, NOW - 90), api.WaiterStatus(2, 9, "ben", 1, NOW - 10))
+STATUS = api.HostStatus("gpu1", "nvml", "", "/tmp/safe-gpu", NOW, GPUS, QUEUE)
 
 
 def program(name: str) -> str:
@@ -43,7 +38,7 @@ def program(name: str) -> str:
 
 
 def test_every_metric() -> None:
-    assert [line for line in render_metrics(STATUS).splitlines() if not line.startswith("#")] == [
+    assert [line for line in api.render_metrics(STATUS).splitlines() if not line.startswith("#")] == [
         "safe_gpu_up 1.0",
         *(
             f'safe_gpu_gpu_state{{gpu="{gpu}",UUID="{uuid}",vendor="nvidia",state="{state}"}} {float(state == now)}'
@@ -61,7 +56,7 @@ def test_every_metric() -> None:
 
 
 def test_what_is_not_known_has_no_sample() -> None:
-    text = render_metrics(replace(STATUS, warnings=("the claims are not known",)))
+    text = api.render_metrics(replace(STATUS, warnings=("the claims are not known",)))
     assert "safe_gpu_gpu_state{" in text
     assert "safe_gpu_up 0.0" in text
     for name in ("claimed{", "waiting", "oldest"):
@@ -75,7 +70,7 @@ def test_the_parser_of_prometheus_reads_any_user_back(user: str) -> None:
         unavailable("needs prometheus-client")
     read = importlib.import_module("prometheus_client.parser").text_string_to_metric_families
     gpu = replace(GPUS[1], claim=CLAIM._replace(user=user))
-    families = {one.name: one for one in read(render_metrics(replace(STATUS, gpus=(gpu,))))}
+    families = {one.name: one for one in read(api.render_metrics(replace(STATUS, gpus=(gpu,))))}
     assert len(families) == 14
     assert all(one.type == "gauge" and one.documentation for one in families.values())
     (sample,) = families["safe_gpu_claimed"].samples
@@ -103,12 +98,12 @@ def test_jobs_and_limits() -> None:
     limited = replace(waiter, limit=(1, 1))
     queue = (limited, limited, waiter)
     status = replace(STATUS, gpus=(replace(claimed, claim=claim),), queue=queue, max_gpus={"ben": 1})
-    text = render_metrics(status)
+    text = api.render_metrics(status)
     assert 'safe_gpu_max_gpus{user="ben"} 1.0' in text
     assert 'safe_gpu_claim_info{gpu="1",UUID="GPU-b",vendor="nvidia",user="anna",batch_job="sge:7.3"} 1.0' in text
     assert 'safe_gpu_waiting_at_limit{user="ben"} 2.0' in text
     shares = [claim._replace(job="sge:8", share=2 << 30, memory_used=3 << 30), claim, claim]
-    text = render_metrics(replace(status, gpus=(replace(claimed, claim=Holder.of_sharers(shares)),)))
+    text = api.render_metrics(replace(status, gpus=(replace(claimed, claim=api.Holder.of_sharers(shares)),)))
     assert re.findall('safe_gpu_claim_info{.*batch_job="(.*)"}', text) == ["sge:8", "sge:7.3"]
     of_one = 'gpu="1",UUID="GPU-b",vendor="nvidia",user="anna",pid="7"'
     assert f"safe_gpu_share_bytes{{{of_one}}} {float(2 << 30)}" in text
@@ -119,7 +114,7 @@ def test_a_driver_that_fails_shows_in_the_file(command: Any, tmp_path: Path, mon
     monkeypatch.setenv("SAFE_GPU_DRIVER", "kfd")
     monkeypatch.setenv("SAFE_GPU_FSROOT", str(tmp_path))
     file, missing = tmp_path / "safe_gpu.prom", tmp_path / "missing" / "safe_gpu.prom"
-    assert main(["status", "--prometheus", "--output", str(file)]) == 69
+    assert api.main(["status", "--prometheus", "--output", str(file)]) == 69
     assert file.read_text() == "safe_gpu_up 0\n"
     done = command.run("status", "--prometheus", "--output", missing)
     assert (done.returncode, f"{missing} cannot be written: No such file or directory" in done.stderr) == (74, True)
@@ -131,7 +126,7 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path, make: Callable[
     file = tmp_path / "safe_gpu.prom"
     make(file)
     before = file.lstat().st_mode, file.lstat().st_ino
-    assert main(["status", "--prometheus", "--output", str(file)]) == 74
+    assert api.main(["status", "--prometheus", "--output", str(file)]) == 74
     assert f"{file} is there and is no regular file" in capfd.readouterr().err
     assert (file.lstat().st_mode, file.lstat().st_ino) == before
     assert list(tmp_path.iterdir()) == [file]
@@ -151,7 +146,7 @@ def queries() -> list[str]:
 @checkout
 def test_it_shows_each_metric_and_no_other() -> None:
     """But for those that are for alerts, and to be joined."""
-    printed = set(re.findall(r"^(safe_gpu_\w+)[{ ]", render_metrics(STATUS), re.MULTILINE))
+    printed = set(re.findall(r"^(safe_gpu_\w+)[{ ]", api.render_metrics(STATUS), re.MULTILINE))
     printed -= {"safe_gpu_up", "safe_gpu_claim_info", "safe_gpu_waiting_at_limit"}
     for text in (" ".join(queries()), DASHBOARD.read_text()):
         assert set(re.findall(r"\bsafe_gpu_\w+", text)) == printed
@@ -165,7 +160,7 @@ class Metrics(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Type", "text/plain")
         self.end_headers()
-        self.wfile.write(render_metrics(STATUS).encode())
+        self.wfile.write(api.render_metrics(STATUS).encode())
 
 
 def answer(prometheus: str, query: str) -> list[Any]:
@@ -211,6 +206,6 @@ def test_every_query_has_an_answer_in_a_real_prometheus(tmp_path: Path, eventual
 
 def test_promtool_has_nothing_to_say(driver_libraries: object, state_dir: Path) -> None:
     words = [program("promtool"), "check", "metrics"]
-    for status in (STATUS, gather()):
-        done = subprocess.run(words, input=render_metrics(status), capture_output=True, text=True, timeout=60)
+    for status in (STATUS, api.gather()):
+        done = subprocess.run(words, input=api.render_metrics(status), capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stdout + done.stderr) == (0, "")

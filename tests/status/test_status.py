@@ -14,26 +14,14 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from support import api
 from support.claims import claim
 from support.ground import locked_host
 from support.vendor_hosts import KfdHost
 
 from safe_gpu import NoDriverError, NotEnoughGpusError
-from safe_gpu.claim.view import pids_of_around
-from safe_gpu.cli.commands import main
-from safe_gpu.coordination.directory import Directory
-from safe_gpu.coordination.entry import Entry, make_entry, remove_entry, said_by_this_process
-from safe_gpu.coordination.faults import write_fault
-from safe_gpu.drivers import open_driver
-from safe_gpu.drivers.presets import preset
-from safe_gpu.drivers.simulated import SimulatedDriver
-from safe_gpu.gpus.devices import Gpu, GpuFault, GpuProcess, HostSnapshot
-from safe_gpu.host import procfs
-from safe_gpu.status.facts import HostStatus, of_user, of_vendor
-from safe_gpu.status.gather import gather, status_of
-from safe_gpu.status.render import render
 
-UUIDS = [gpu.uuid for gpu in preset("dgx-a100").gpus]
+UUIDS = [gpu.uuid for gpu in api.preset("dgx-a100").gpus]
 ME, PARENT = os.getpid(), os.getppid()  # of the same user
 
 
@@ -49,7 +37,7 @@ KEYS = {
 }
 
 
-def check_document(status: HostStatus) -> None:
+def check_document(status: api.HostStatus) -> None:
     """Whether the document is JSON with the keys of the reference and no others."""
     document = json.loads(json.dumps(status.to_dict(), allow_nan=False))
     gpus = document["gpus"]
@@ -61,24 +49,24 @@ def check_document(status: HostStatus) -> None:
     assert document["schema"] == 2
 
 
-def look(driver: object = None) -> HostStatus:
+def look(driver: object = None) -> api.HostStatus:
     """A status whose JSON and table are in order, whatever they show."""
-    status = status_of(driver.detailed(driver.snapshot())) if driver else gather()  # type: ignore[attr-defined]
+    status = api.status_of(driver.detailed(driver.snapshot())) if driver else api.gather()  # type: ignore[attr-defined]
     check_document(status)
     for width in (80, 140):
-        assert max(map(len, render(status, width=width, color=False).splitlines())) <= width
+        assert max(map(len, api.render(status, width=width, color=False).splitlines())) <= width
     return status
 
 
-def states(status: HostStatus) -> str:
+def states(status: api.HostStatus) -> str:
     return " ".join(one.state for one in status.gpus)
 
 
-def table(status: HostStatus) -> str:
-    return render(status, width=80, color=False)
+def table(status: api.HostStatus) -> str:
+    return api.render(status, width=80, color=False)
 
 
-def row(status: HostStatus, index: int) -> str:
+def row(status: api.HostStatus, index: int) -> str:
     return next(line for line in table(status).splitlines() if line.split()[:1] == [str(index)])
 
 
@@ -103,13 +91,13 @@ def entries(state_dir: Path, kind: str = "claims") -> list[Path]:
 class OneGpu:
     """A driver with one GPU, on which there is what a test puts there."""
 
-    def __init__(self, *processes: GpuProcess, **facts: object) -> None:
-        self.gpu = Gpu(0, UUIDS[0], "Model", processes=processes)._replace(**facts)  # type: ignore[arg-type]
+    def __init__(self, *processes: api.GpuProcess, **facts: object) -> None:
+        self.gpu = api.Gpu(0, UUIDS[0], "Model", processes=processes)._replace(**facts)  # type: ignore[arg-type]
 
-    def snapshot(self) -> HostSnapshot:
-        return HostSnapshot((self.gpu, Gpu(1, UUIDS[1], "Model")), "test")
+    def snapshot(self) -> api.HostSnapshot:
+        return api.HostSnapshot((self.gpu, api.Gpu(1, UUIDS[1], "Model")), "test")
 
-    def detailed(self, snapshot: HostSnapshot) -> HostSnapshot:
+    def detailed(self, snapshot: api.HostSnapshot) -> api.HostSnapshot:
         return snapshot
 
 
@@ -130,7 +118,7 @@ def test_a_claim_is_shown_with_its_holder(state_dir: Path, child) -> None:
     status = look()
     assert states(status) == "free claimed free free free claimed free free"
     held, (running,) = status.gpus[5].claim, status.gpus[5].processes
-    assert (held.pid, held.user, held.job) == (process.pid, procfs.user_of(process.pid), "sge:42.7")
+    assert (held.pid, held.user, held.job) == (process.pid, api.procfs.user_of(process.pid), "sge:42.7")
     assert (held.command, held.stopped, held.note) == (Path(sys.executable).name, False, "")
     assert before - 1 < held.since < time.time() + 1
     assert (running.pid, running.user, status.gpus[5].idle) == (process.pid, held.user, False)
@@ -150,10 +138,14 @@ def test_a_claim_without_a_process_on_the_gpu_is_idle(holder) -> None:
 def test_whose_processes_count_for_a_claim(holder, as_user) -> None:
     stranger = as_user(lambda say, listen: (say("there"), listen()), uid=12345)
     stranger.hear()
-    own, unseen, foreign = GpuProcess(holder.pid), GpuProcess(1 << 30), GpuProcess(stranger.pid, memory_used=1)
-    graphics = GpuProcess(holder.pid, kind="graphics", memory_used=5 << 20)
-    desktop = GpuProcess(os.getpid(), kind="graphics", memory_used=5 << 20)  # of the same user
-    server = GpuProcess(1 << 30, name="/usr/bin/nvidia-cuda-mps-server")
+    own, unseen, foreign = (
+        api.GpuProcess(holder.pid),
+        api.GpuProcess(1 << 30),
+        api.GpuProcess(stranger.pid, memory_used=1),
+    )
+    graphics = api.GpuProcess(holder.pid, kind="graphics", memory_used=5 << 20)
+    desktop = api.GpuProcess(os.getpid(), kind="graphics", memory_used=5 << 20)  # of the same user
+    server = api.GpuProcess(1 << 30, name="/usr/bin/nvidia-cuda-mps-server")
     assert not look(OneGpu(own)).gpus[0].idle
     assert not look(OneGpu(foreign, own)).gpus[0].idle
     assert not look(OneGpu(unseen)).gpus[0].idle, "a pid that does not resolve here may be the claim's"
@@ -179,22 +171,22 @@ def test_whose_processes_count_for_a_claim(holder, as_user) -> None:
 )
 def test_who_draws_without_a_claim(state_dir: Path, listed, display, shown) -> None:
     used = sum({pid: size for pid, _, size in listed}.values())
-    status = look(OneGpu(*(GpuProcess(*one) for one in listed), memory_used=used, display_active=display))
+    status = look(OneGpu(*(api.GpuProcess(*one) for one in listed), memory_used=used, display_active=display))
     assert status.gpus[0].state == shown
-    user = procfs.user_of(ME)
+    user = api.procfs.user_of(ME)
     assert (f" {user} " in row(status, 0)) is (shown == "busy")
     assert ("(1 of 2)" in row(status, 0)) is (PARENT in [pid for pid, *_ in listed])
-    assert bool(of_user(status, user).gpus) is (shown == "busy")
+    assert bool(api.of_user(status, user).gpus) is (shown == "busy")
 
 
 def test_a_stopped_holder_is_marked(holder, eventually) -> None:
     os.kill(holder.pid, signal.SIGSTOP)
-    eventually(lambda: procfs.is_stopped(holder.pid))
+    eventually(lambda: api.procfs.is_stopped(holder.pid))
     status = look()
     assert status.gpus[0].claim.stopped
     assert f"process {holder.pid} is stopped" in table(status)
     os.kill(holder.pid, signal.SIGCONT)
-    eventually(lambda: not procfs.is_stopped(holder.pid))
+    eventually(lambda: not api.procfs.is_stopped(holder.pid))
     assert "stopped" not in table(look())
 
 
@@ -221,7 +213,7 @@ def test_shares_are_shown_with_the_claims_that_have_them(state_dir: Path, child)
 
 def told_of_the_first(say, listen) -> None:
     """What another user is told of the claim of GPU 0."""
-    one = gather().gpus[0].claim
+    one = api.gather().gpus[0].claim
     say(f"{one.pid} {one.user} {one.note}")
 
 
@@ -230,9 +222,9 @@ def test_who_claims_is_the_owner_of_the_entry_whatever_it_says(ground, holder) -
     if os.geteuid() != 0:
         pytest.skip("needs root")
     ground.hold(1, pid=holder.pid, start=5, user="nobody", uid=12345)
-    ground.hold(2, pid=holder.pid, start=procfs.start_time(holder.pid), uid=12345)
+    ground.hold(2, pid=holder.pid, start=api.procfs.start_time(holder.pid), uid=12345)
     first, second, third = (one.claim for one in look().gpus[:3])
-    assert (first.pid, first.user, first.uid) == (holder.pid, procfs.user_of(holder.pid), os.geteuid())
+    assert (first.pid, first.user, first.uid) == (holder.pid, api.procfs.user_of(holder.pid), os.geteuid())
     for one in (second, third):
         assert (one.pid, one.user, one.uid) == (ME, "12345", 12345)
         assert one.note == f"still held by process {ME}, which an earlier process {holder.pid} left behind"
@@ -243,14 +235,14 @@ def test_children_that_outlive_the_holder_are_named(state_dir: Path, child, as_u
     """To root and their user; for others they cannot be seen."""
     code = HOLD_ONE.replace("say(", "os.fork() or signal.pause(); say(")
     process = child("import signal\n" + code, says="held")
-    (heir,) = procfs.descendants(process.pid)
+    (heir,) = api.procfs.descendants(process.pid)
     process.kill()
     try:
         found = look().gpus[0].claim
-        assert (found.pid, found.user, found.command) == (heir, procfs.user_of(heir), Path(sys.executable).name)
+        assert (found.pid, found.user, found.command) == (heir, api.procfs.user_of(heir), Path(sys.executable).name)
         assert found.note == f"still held by process {heir}, which process {process.pid} left behind"
         left = f"still held by a process that process {process.pid} left behind"
-        assert as_user(told_of_the_first, uid=12345).hear() == f"None {procfs.user_of(heir)} {left}"
+        assert as_user(told_of_the_first, uid=12345).hear() == f"None {api.procfs.user_of(heir)} {left}"
     finally:
         os.kill(heir, signal.SIGKILL)
 
@@ -289,13 +281,13 @@ def ticket(state_dir: Path):
     def make(**said: object) -> None:
         with locked_host() as host:
             host.queue.refresh()
-            directory = Directory(str(state_dir), "queue")
-            said = {**said_by_this_process(None), "since": time.time(), **said}
-            made.append((directory, *make_entry(directory, host.queue.next_number, said, by_children=False)))
+            directory = api.Directory(str(state_dir), "queue")
+            said = {**api.said_by_this_process(None), "since": time.time(), **said}
+            made.append((directory, *api.make_entry(directory, host.queue.next_number, said, by_children=False)))
 
     yield make
     for directory, name, held in made:
-        remove_entry(directory, name, held)
+        api.remove_entry(directory, name, held)
         directory.close()
 
 
@@ -307,14 +299,14 @@ def test_who_waits_in_what_order(state_dir: Path, child, stop, eventually) -> No
     waiters = []
     for place, number in enumerate((4, 1, 2), 1):
         waiters.append(child(WAIT.replace("N,", f"{number},")))
-        eventually(lambda place=place: len(gather().queue) == place)
+        eventually(lambda place=place: len(api.gather().queue) == place)
     stop(waiters[1].pid)
     status = look()
     assert [(one.position, one.pid, one.nb_gpus) for one in status.queue] == [
         (place, waiter.pid, number) for place, (waiter, number) in enumerate(zip(waiters, (4, 1, 2), strict=True), 1)
     ]
     assert [one.stopped for one in status.queue] == [False, True, False]
-    assert re.search(rf"2  {procfs.user_of(ME)} +pid {waiters[1].pid}  1 GPU ", table(status))
+    assert re.search(rf"2  {api.procfs.user_of(ME)} +pid {waiters[1].pid}  1 GPU ", table(status))
     assert f"process {waiters[1].pid} is stopped" in table(status)
     waiters[0].kill()
     assert [one.pid for one in look().queue] == [waiters[1].pid, waiters[2].pid]
@@ -323,7 +315,7 @@ def test_who_waits_in_what_order(state_dir: Path, child, stop, eventually) -> No
 def test_who_waits_is_the_owner_of_the_ticket_whatever_it_says(holder, ticket) -> None:
     ticket(nb_gpus=2, gpus=UUIDS[:2], pid=holder.pid, start=5, inside="no such claim", job="sge:7")
     (one,) = look().queue
-    assert (one.pid, one.user, one.job, one.note) == (ME, procfs.user_of(ME), "sge:7", "")
+    assert (one.pid, one.user, one.job, one.note) == (ME, api.procfs.user_of(ME), "sge:7", "")
     assert one.expected_start is None, "nobody waits inside a claim that has ended"
 
 
@@ -366,27 +358,27 @@ def test_names_that_count_for_nothing_are_told_and_hide_nothing(state_dir: Path,
     status = look()
     assert states(status) == " ".join(["claimed", *["free"] * 7])
     second, first = status.ignored
-    mine = procfs.user_name(os.geteuid())
+    mine = api.procfs.user_name(os.geteuid())
     assert first == f"{state_dir}/claims/77.{'a' * 16} of {mine} counts for nothing (Too many levels of symbolic links)"
     assert second.endswith(", as do 1 more")
     assert status.to_dict()["warnings"] == [second, first]
-    assert main(["status"]) == 0
+    assert api.main(["status"]) == 0
 
 
 def test_a_look_opens_each_entry_once(state_dir: Path, holder, ticket, monkeypatch) -> None:
     for _ in range(100):
         ticket(nb_gpus=1, gpus=UUIDS)
-    pids, opens = Mock(side_effect=procfs.pids), Mock(side_effect=os.open)
-    monkeypatch.setattr(procfs, "pids", pids)
+    pids, opens = Mock(side_effect=api.procfs.pids), Mock(side_effect=os.open)
+    monkeypatch.setattr(api.procfs, "pids", pids)
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", opens)
-        assert len(gather().queue) == 100
+        assert len(api.gather().queue) == 100
     opened = Counter(call.args[0] for call in opens.mock_calls)
     assert [opened[path.name] for kind in ("claims", "queue") for path in entries(state_dir, kind)] == [1] * 101
     assert pids.call_count == 0, "the usual case asks no other process"
     for _ in range(3):
         ticket(nb_gpus=1, gpus=UUIDS, start=1)
-    assert [one.pid for one in gather().queue] == [ME] * 103
+    assert [one.pid for one in api.gather().queue] == [ME] * 103
     assert pids.call_count == 1, "one walk through /proc finds the others"
 
 
@@ -394,7 +386,7 @@ def test_a_gpu_that_is_taken_last_says_why(ground) -> None:
     error = "CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error encountered"
     ground.hold(3)
     for index, age in ((2, 0.0), (3, 0.0), (4, 86400.0)):
-        write_fault(str(ground.directory), UUIDS[index], GpuFault(time.time() - age, error))
+        api.write_fault(str(ground.directory), UUIDS[index], api.GpuFault(time.time() - age, error))
     status = look()
     free, claimed, old = status.gpus[2:5]
     assert (free.state, claimed.state, old.reason) == ("free", "claimed", "")
@@ -432,9 +424,9 @@ def test_mig_lost_gpus_and_values_the_driver_does_not_give(fake_gpus, state_dir:
 
 def test_a_display_that_everyone_shares(state_dir: Path, child) -> None:
     environment = {"SAFE_GPU_DRIVER": "simulated:laptop"}
-    assert "free, shared with the display" in table(look(open_driver("simulated:laptop")))
+    assert "free, shared with the display" in table(look(api.open_driver("simulated:laptop")))
     process = child(CLAIM + "claim(1); say('held'); listen()", env=environment, says="held")
-    status = look(open_driver("simulated:laptop"))
+    status = look(api.open_driver("simulated:laptop"))
     assert (status.gpus[0].state, status.gpus[0].claim.pid) == ("display", process.pid)
     assert "1 of 1 GPU free" in table(status)
 
@@ -442,21 +434,21 @@ def test_a_display_that_everyone_shares(state_dir: Path, child) -> None:
 # Holders in other PID namespaces: their numbers mean nothing here, and nobody else is blamed for them
 
 OTHER = 4026539999
-FIRST = procfs.FIRST_PID_NAMESPACE
+FIRST = api.procfs.FIRST_PID_NAMESPACE
 
 
 def test_where_a_process_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(procfs, "pid_namespace", lambda: FIRST)
-    assert [procfs.namespace_text(one) for one in (FIRST, None, OTHER)] == ["", "", "in a container"]
-    monkeypatch.setattr(procfs, "pid_namespace", lambda: OTHER)
-    told = [procfs.namespace_text(one) for one in (OTHER, FIRST, OTHER + 1)]
+    monkeypatch.setattr(api.procfs, "pid_namespace", lambda: FIRST)
+    assert [api.procfs.namespace_text(one) for one in (FIRST, None, OTHER)] == ["", "", "in a container"]
+    monkeypatch.setattr(api.procfs, "pid_namespace", lambda: OTHER)
+    told = [api.procfs.namespace_text(one) for one in (OTHER, FIRST, OTHER + 1)]
     assert told == ["", "outside this container", "in another container"]
 
 
 def test_an_unrelated_process_with_that_number_is_not_blamed(state_dir: Path, ground, as_user) -> None:
     """Who has the entry is found by root and its user; for others it cannot be seen."""
     ground.hold(0, pid=1, start=1, pidns=OTHER)
-    (found,) = gather().gpus[0].claims
+    (found,) = api.gather().gpus[0].claims
     assert (found.pid, found.uid) == (ME, os.geteuid())
     assert found.note.endswith("container, as process 1 there")
     said = as_user(told_of_the_first, uid=12345).hear()
@@ -473,8 +465,8 @@ def test_a_claim_in_a_real_pid_namespace(ground, child) -> None:
     parent = child(code)
     try:
         assert parent.hear() == "1", "pid 1 of its namespace"
-        (holder,) = procfs.descendants(parent.pid)
-        one = gather().gpus[0]
+        (holder,) = api.procfs.descendants(parent.pid)
+        one = api.gather().gpus[0]
         assert (one.claim.pid, one.claim.uid) == (holder, 0)
         assert one.claim.note.endswith("container, as process 1 there")
         assert "process 1 (" not in one.reason
@@ -483,14 +475,14 @@ def test_a_claim_in_a_real_pid_namespace(ground, child) -> None:
 
 
 def test_the_processes_of_a_claim_around_this_one_elsewhere() -> None:
-    said = {"v": 1, "gpus": {}, "pid": 7, "pidns": procfs.pid_namespace()}
-    around = Entry.read("1.x", 0, (1, 1), json.dumps(said).encode())
-    assert pids_of_around(around) == (7,)
-    assert pids_of_around(around._replace(pidns=OTHER)) == tuple(procfs.ancestors(os.getpid()))
+    said = {"v": 1, "gpus": {}, "pid": 7, "pidns": api.procfs.pid_namespace()}
+    around = api.Entry.read("1.x", 0, (1, 1), json.dumps(said).encode())
+    assert api.pids_of_around(around) == (7,)
+    assert api.pids_of_around(around._replace(pidns=OTHER)) == tuple(api.procfs.ancestors(os.getpid()))
 
 
 def test_a_number_of_another_namespace_is_no_ancestor(ground) -> None:
-    held = {"pid": ME, "start": procfs.start_time(ME)}
+    held = {"pid": ME, "start": api.procfs.start_time(ME)}
     for said, blamed in (({}, True), ({"pidns": OTHER}, False)):
         ground.hold(*range(8), **held, **said)
         with pytest.raises(NotEnoughGpusError) as refused:
@@ -510,7 +502,7 @@ def both(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_view_of_both(both: None, ask: Any) -> None:
     with claim(2, vendor="amd") as owner:
         claimed = [gpu.uuid for gpu in owner.gpus]
-        status = gather()
+        status = api.gather()
         assert ask("status", "--free").stdout.split() == [*(f"nvidia:{n}" for n in range(4)), "amd:2", "amd:3"]
         assert ask("status", "--free", "--vendor", "AMD").stdout.split() == ["2", "3"]
         assert "2 of 4 GPUs free" in ask("status", "--vendor", "amd").stdout
@@ -518,7 +510,7 @@ def test_one_view_of_both(both: None, ask: Any) -> None:
     assert [one.state for one in status.gpus] == ["free"] * 4 + ["claimed"] * 2 + ["free"] * 2
     held = [(one.gpu.uuid, one.claim.pid) for one in status.gpus if one.claim]
     assert held == [(uuid, os.getpid()) for uuid in claimed]
-    lines = render(status, width=100, color=False).splitlines()
+    lines = api.render(status, width=100, color=False).splitlines()
     assert "6 of 8 GPUs free" in lines[0]
     assert "GPU nvidia:0-3: NVIDIA A100-PCIE-40GB" in lines
     assert "GPU amd:0-3: AMD Instinct MI210" in lines
@@ -564,15 +556,15 @@ def test_two_drivers_and_one_that_is_broken(fake_gpus: Any, amd: KfdHost, ask: A
 
 
 def test_a_driver_that_breaks_between_opening_and_the_poll(both: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    poll = SimulatedDriver.snapshot
+    poll = api.SimulatedDriver.snapshot
 
-    def breaks(self: SimulatedDriver) -> Any:
+    def breaks(self: api.SimulatedDriver) -> Any:
         if self.idle.vendor == "nvidia":
             raise NoDriverError("the NVIDIA driver is gone")
         return poll(self)
 
-    monkeypatch.setattr(SimulatedDriver, "snapshot", breaks)
-    found = gather()
+    monkeypatch.setattr(api.SimulatedDriver, "snapshot", breaks)
+    found = api.gather()
     assert [one.label for one in found.gpus] == ["0", "1", "2", "3"]
     assert found.broken == ("the NVIDIA driver is gone",)
 
@@ -580,9 +572,9 @@ def test_a_driver_that_breaks_between_opening_and_the_poll(both: None, monkeypat
 def test_waiters_say_for_whose_gpus_they_wait(both: None, child: Any, command: Any) -> None:
     child("import safe_gpu\nsay(safe_gpu.claim_gpus(vendor='amd').devices_taken)\nlisten()", says="[0]")
     waiter = command.start("run", "-q", "--vendor", "amd", "-n", "4", "--", "true")
-    while not (status := gather()).queue:
+    while not (status := api.gather()).queue:
         assert waiter.poll() is None
     assert status.to_dict()["queue"][0]["vendor"] == "amd"
-    assert "4 AMD GPUs" in render(status, width=100, color=False)
-    assert of_vendor(status, "nvidia").queue == ()
-    assert len(of_vendor(status, "amd").queue) == 1
+    assert "4 AMD GPUs" in api.render(status, width=100, color=False)
+    assert api.of_vendor(status, "nvidia").queue == ()
+    assert len(api.of_vendor(status, "amd").queue) == 1

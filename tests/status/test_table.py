@@ -13,53 +13,43 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import api, made_up
 from support.ground import write_for_all
 from support.real import tool
 from support.terminals import open_terminal
-
-from safe_gpu.coordination.closed import find_admitted
-from safe_gpu.coordination.entry import Entry
-from safe_gpu.gpus.devices import Gpu, Holder
-from safe_gpu.gpus.windows import Window
-from safe_gpu.settings.config import Limits
-from safe_gpu.status.facts import GpuStatus, HostStatus, ProcessStatus, WaiterStatus
-from safe_gpu.status.gather import gather, with_idle_times
-from safe_gpu.status.render import render
-from safe_gpu.status.starts import at_limits, expected_starts
-from safe_gpu.wording.text import display_width
 
 picture = tool("picture")
 texts = st.text(max_size=40)
 ages = st.none() | st.floats(0, 2e9)
 pids, names, amounts = st.integers(1, 1 << 22), st.none() | texts, st.none() | st.integers(0, 1 << 38)
 holders = (st.none() | pids, names, names, st.none() | st.text(max_size=200), ages)
-claims = st.none() | st.builds(Holder, *holders, stopped=st.booleans(), note=texts, until=ages, sharers=st.just(()))
+claims = st.none() | st.builds(api.Holder, *holders, stopped=st.booleans(), note=texts, until=ages, sharers=st.just(()))
 loads = {"memory_total": amounts, "memory_used": amounts, "utilization": st.none() | st.integers(0, 100)}
-gpus = st.builds(lambda index, name, **load: Gpu(index, "GPU-1", name, **load), st.integers(0, 31), texts, **loads)
-processes = st.lists(st.builds(ProcessStatus, pids, names, names, st.just("compute"), amounts), max_size=2)
+gpus = st.builds(lambda index, name, **load: api.Gpu(index, "GPU-1", name, **load), st.integers(0, 31), texts, **loads)
+processes = st.lists(st.builds(api.ProcessStatus, pids, names, names, st.just("compute"), amounts), max_size=2)
 facts = {"idle": st.booleans(), "reason": texts, "claim": claims, "inside": claims, "processes": processes.map(tuple)}
 states = st.sampled_from("free claimed busy display unusable".split())
 waits = (st.booleans(), texts, st.none() | st.floats(1, 1e6), ages, st.none(), amounts, names)
 waiters = st.builds(
-    WaiterStatus, st.integers(1, 999), st.none() | pids, names, st.none() | st.integers(1, 64), ages, *waits
+    api.WaiterStatus, st.integers(1, 999), st.none() | pids, names, st.none() | st.integers(1, 64), ages, *waits
 )
 hosts = st.builds(
-    HostStatus,
+    api.HostStatus,
     *map(st.just, ("gpu01.example.org", "nvml", "550.54.15", "/tmp/safe-gpu", 1.8e9)),
-    gpus=st.lists(st.builds(GpuStatus, gpus, states, **facts), max_size=4).map(tuple),
+    gpus=st.lists(st.builds(api.GpuStatus, gpus, states, **facts), max_size=4).map(tuple),
     queue=st.lists(waiters, max_size=3).map(tuple),
     warnings=st.lists(texts, max_size=1).map(tuple),
 )
 ANSI = re.compile(r"\x1b\[[0-9]+m")
 
 
-def host(taken_at: float, *gpus: GpuStatus, queue: tuple[WaiterStatus, ...] = ()) -> HostStatus:
-    return HostStatus("h", "nvml", "1", "/d", taken_at, gpus, queue)
+def host(taken_at: float, *gpus: api.GpuStatus, queue: tuple[api.WaiterStatus, ...] = ()) -> api.HostStatus:
+    return api.HostStatus("h", "nvml", "1", "/d", taken_at, gpus, queue)
 
 
-def shown(status: HostStatus, width: int = 80, **options: bool) -> list[str]:
+def shown(status: api.HostStatus, width: int = 80, **options: bool) -> list[str]:
     """The lines of the table, without colour."""
-    return render(status, width=width, color=False, **options).split("\n")
+    return api.render(status, width=width, color=False, **options).split("\n")
 
 
 def words(lines: list[str]) -> list[str]:
@@ -68,19 +58,19 @@ def words(lines: list[str]) -> list[str]:
 
 @settings(max_examples=30)
 @given(hosts, st.sampled_from([40, 80, 100, 200]))
-def test_no_line_is_too_wide_and_nothing_plays_tricks(status: HostStatus, width: int) -> None:
-    text = render(status, width=width, color=False)
+def test_no_line_is_too_wide_and_nothing_plays_tricks(status: api.HostStatus, width: int) -> None:
+    text = api.render(status, width=width, color=False)
     lines = text.split("\n")
-    assert max(map(display_width, lines)) <= width
+    assert max(map(api.display_width, lines)) <= width
     for line in lines:
         assert line.isprintable()
-    colored = render(status, width=width, color=True)
+    colored = api.render(status, width=width, color=True)
     assert "\x1b[" in colored
     assert ANSI.sub("", colored) == text
 
 
 def test_a_crowd_of_waiters_is_cut() -> None:
-    crowd = tuple(WaiterStatus(place, place + 10, "anna", 1, None, note="odd") for place in range(1, 1501))
+    crowd = tuple(api.WaiterStatus(place, place + 10, "anna", 1, None, note="odd") for place in range(1, 1501))
     status = host(12_001.0, queue=crowd)
     lines = shown(status)
     assert lines[-1] == "... and 1400 more"
@@ -93,12 +83,12 @@ def test_a_crowd_of_waiters_is_cut() -> None:
 
 def test_what_gpus_have_in_common_stands_once() -> None:
     """Claims, and notes on several GPUs; a claim that is not known is not taken for the one before it."""
-    claim = Holder(7, "anna", None, "train", 1.0, stopped=True, until=2.0)
-    unknown = Holder(note="odd")
-    drained = GpuStatus(Gpu(0, "GPU-0"), "unusable", reason="drained by root: dust", drained=True)
+    claim = api.Holder(7, "anna", None, "train", 1.0, stopped=True, until=2.0)
+    unknown = api.Holder(note="odd")
+    drained = api.GpuStatus(api.Gpu(0, "GPU-0"), "unusable", reason="drained by root: dust", drained=True)
     held = [(0, claim), (1, claim), (2, unknown), (3, unknown), (4, claim)]
-    gpus = [GpuStatus(Gpu(number, "GPU-x"), "claimed", claim=one) for number, one in held]
-    gpus += [replace(drained, gpu=Gpu(number, "GPU-x")) for number in (5, 6, 7)]
+    gpus = [api.GpuStatus(api.Gpu(number, "GPU-x"), "claimed", claim=one) for number, one in held]
+    gpus += [replace(drained, gpu=api.Gpu(number, "GPU-x")) for number in (5, 6, 7)]
     lines = words(shown(host(62.0, *gpus)))
     assert lines[0] == "h: 0 of 8 GPUs free, 3 drained (nvml 1)"
     assert lines[4:] == [
@@ -114,25 +104,28 @@ def test_what_gpus_have_in_common_stands_once() -> None:
     ]
 
 
-WARM = Gpu(0, "GPU-0", memory_total=80 << 30, memory_used=42 << 30, utilization=7, temperature=61)
+WARM = api.Gpu(0, "GPU-0", memory_total=80 << 30, memory_used=42 << 30, utilization=7, temperature=61)
 
 
 def test_every_row_of_a_claim_has_its_user() -> None:
     """A name of any length is whole where another program reads it."""
     long = "annabell.with-a-long-name"[:24]
-    claim = Holder(7, long, None, "train", 1.0)
-    gpus = [GpuStatus(Gpu(number, f"GPU-{number}"), "claimed", claim=claim) for number in range(2)]
+    claim = api.Holder(7, long, None, "train", 1.0)
+    gpus = [api.GpuStatus(api.Gpu(number, f"GPU-{number}"), "claimed", claim=claim) for number in range(2)]
     assert sum(long in line for line in shown(host(62.0, *gpus), piped=True)) == 2
 
 
 def test_verbose_lists_the_processes_on_each_gpu() -> None:
-    claim = Holder(7, "anna", "sge:8", "train", 1.0)
+    claim = api.Holder(7, "anna", "sge:8", "train", 1.0)
     processes = (
-        ProcessStatus(7, "anna", "/usr/bin/python train.py", "compute", 20 << 30),
-        ProcessStatus(4242, "b\x1b[2Jn\r", "./x\ny \x1b]0;z\x07", "graphics", 22 << 30),
-        ProcessStatus(9, None, None, "mps", None),
+        api.ProcessStatus(7, "anna", "/usr/bin/python train.py", "compute", 20 << 30),
+        api.ProcessStatus(4242, "b\x1b[2Jn\r", "./x\ny \x1b]0;z\x07", "graphics", 22 << 30),
+        api.ProcessStatus(9, None, None, "mps", None),
     )
-    gpus = [GpuStatus(WARM, "claimed", claim=claim, processes=processes), GpuStatus(Gpu(2, "GPU-2"), "free")]
+    gpus = [
+        api.GpuStatus(WARM, "claimed", claim=claim, processes=processes),
+        api.GpuStatus(api.Gpu(2, "GPU-2"), "free"),
+    ]
     plain, verbose = (words(shown(host(62.0, *gpus), 100, verbose=one))[4:] for one in (False, True))
     assert verbose == [
         "0 claimed █████░░░░░ 42/80G 7% 61C anna 8 1m train",
@@ -145,15 +138,15 @@ def test_verbose_lists_the_processes_on_each_gpu() -> None:
 
 
 def test_json_has_the_state_of_the_table() -> None:
-    held = GpuStatus(Gpu(0, "GPU-0"), "claimed", claim=Holder(1, since=1.0))
+    held = api.GpuStatus(api.Gpu(0, "GPU-0"), "claimed", claim=api.Holder(1, since=1.0))
     states = {
         "claimed": held,
         "idle": replace(held, idle=True),
-        "shared": replace(held, claim=Holder.of_sharers([held.claim])),
-        "at risk": replace(held, claim=Holder(1, since=1.0, removable_by="eve")),
-        "drained": GpuStatus(held.gpu, "unusable", drained=True),
-        "unusable": GpuStatus(held.gpu, "unusable"),
-        "free": GpuStatus(held.gpu, "free"),
+        "shared": replace(held, claim=api.Holder.of_sharers([held.claim])),
+        "at risk": replace(held, claim=api.Holder(1, since=1.0, removable_by="eve")),
+        "drained": api.GpuStatus(held.gpu, "unusable", drained=True),
+        "unusable": api.GpuStatus(held.gpu, "unusable"),
+        "free": api.GpuStatus(held.gpu, "free"),
     }
     status = host(100.0, *states.values())
     assert [one["state_shown"] for one in status.to_dict()["gpus"]] == [*states]
@@ -163,10 +156,10 @@ def test_json_has_the_state_of_the_table() -> None:
 
 def test_each_sharer_has_its_row_and_its_notes() -> None:
     gib = 1 << 30
-    first = Holder(7, "anna", "sge:8", "train", 1.0, share=20 * gib, memory_used=30 * gib)
-    second = Holder(9, "ben", None, "infer", 90.0, share=40 * gib, memory_used=gib, until=95.0)
-    gpu = Gpu(0, "GPU-0", memory_total=80 * gib, memory_used=31 * gib, utilization=5)
-    one = GpuStatus(gpu, "claimed", claim=Holder.of_sharers((first, second)), share_free=10 * gib, idle=True)
+    first = api.Holder(7, "anna", "sge:8", "train", 1.0, share=20 * gib, memory_used=30 * gib)
+    second = api.Holder(9, "ben", None, "infer", 90.0, share=40 * gib, memory_used=gib, until=95.0)
+    gpu = api.Gpu(0, "GPU-0", memory_total=80 * gib, memory_used=31 * gib, utilization=5)
+    one = api.GpuStatus(gpu, "claimed", claim=api.Holder.of_sharers((first, second)), share_free=10 * gib, idle=True)
     status = host(100.0, one)
     assert words(shown(status))[4:] == [
         "0 shared █▌░░ 31/80G 5% 2 claims, 10 GiB unclaimed",
@@ -176,12 +169,14 @@ def test_each_sharer_has_its_row_and_its_notes() -> None:
         "GPU 0: process 7: uses more than its share: 30 GiB of 20 GiB",
     ]
     assert "0 idle" in words(shown(replace(status, taken_at=150.0)))[4]
-    other = replace(one, gpu=gpu._replace(index=1), claim=Holder.of_sharers([first]))  # the same claim on another GPU
+    other = replace(
+        one, gpu=gpu._replace(index=1), claim=api.Holder.of_sharers([first])
+    )  # the same claim on another GPU
     assert sum("anna 8 1m train" in line for line in words(shown(host(100.0, one, other)))) == 2
 
 
 def test_a_narrow_queue_leaves_out_the_least_important() -> None:
-    waiter = WaiterStatus(1, 7, "averylonguser", 12, 5.0, hold_for=90.0, job="sge:1234567.890", share=1 << 34)
+    waiter = api.WaiterStatus(1, 7, "averylonguser", 12, 5.0, hold_for=90.0, job="sge:1234567.890", share=1 << 34)
     waiter = replace(waiter, limit=(10, 12), expected_start=3600.0)
     narrow, usual = (shown(host(10.0, queue=(waiter,)), width)[-2:] for width in (72, 80))
     assert usual == [
@@ -203,15 +198,15 @@ def in_a_terminal() -> None:
 
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_nothing_is_wider_than_the_terminal(in_a_terminal: None, width: int) -> None:
-    colored = picture.screen(width)
-    plain = picture.screen(width, NO_COLOR="1")
+    colored = made_up.screen(width)
+    plain = made_up.screen(width, NO_COLOR="1")
     assert ANSI.sub("", colored) == plain
     assert "\x1b[36m█" in colored or width == 40
     assert "\x1b" not in plain
-    assert picture.screen(width, TERM="dumb") == plain
-    assert max(map(display_width, plain.splitlines())) <= width
+    assert made_up.screen(width, TERM="dumb") == plain
+    assert max(map(api.display_width, plain.splitlines())) <= width
     assert "█" in plain or width == 40
-    ascii_only = picture.screen(width, NO_COLOR="1", PYTHONIOENCODING="ascii")
+    ascii_only = made_up.screen(width, NO_COLOR="1", PYTHONIOENCODING="ascii")
     assert ascii_only == plain.translate(str.maketrans("█▌░", "##-"))
 
 
@@ -226,21 +221,21 @@ def text_of(path: Path) -> str:
 
 
 @pytest.mark.skipif(not picture.PICTURES.exists(), reason="this is not a checkout: its pictures are not here")
-@pytest.mark.parametrize("name", picture.PICTURE)
+@pytest.mark.parametrize("name", picture.TERMINALS)
 def test_the_pictures_are_of_today(in_a_terminal: None, name: str) -> None:
     """``python tools/picture.py`` draws them anew."""
-    width, words = picture.PICTURE[name]
-    expected = f"$ safe-gpu {' '.join(words)}\n{picture.screen(width, words, NO_COLOR='1')}"
+    width, words = picture.TERMINALS[name]
+    expected = f"$ safe-gpu {' '.join(words)}\n{made_up.screen(width, words, NO_COLOR='1')}"
     assert text_of(picture.PICTURES / f"{name}.svg").rstrip() == expected.rstrip()
 
 
 # How long a claimed GPU has shown no work
 
 SINCE = time.time() - 1000.0
-BUSY = GpuStatus(Gpu(0, "GPU-a", utilization=50), "claimed", claim=Holder(7, "anna", since=SINCE, uid=4711))
-STILL = replace(BUSY, gpu=Gpu(0, "GPU-a", utilization=0))
+BUSY = api.GpuStatus(api.Gpu(0, "GPU-a", utilization=50), "claimed", claim=api.Holder(7, "anna", since=SINCE, uid=4711))
+STILL = replace(BUSY, gpu=api.Gpu(0, "GPU-a", utilization=0))
 NOBODY = replace(BUSY, idle=True)
-UNKNOWN = replace(BUSY, gpu=Gpu(0, "GPU-a"))
+UNKNOWN = replace(BUSY, gpu=api.Gpu(0, "GPU-a"))
 
 
 @pytest.fixture
@@ -251,9 +246,9 @@ def marks(state_dir: Path) -> Path:
     return state_dir / "history"
 
 
-def idle(one: GpuStatus, later: float = 0.0) -> float | None:
+def idle(one: api.GpuStatus, later: float = 0.0) -> float | None:
     """How long a GPU has shown no work, that many seconds from now."""
-    return with_idle_times([one], time.time() + later)[0].idle_for
+    return api.with_idle_times([one], time.time() + later)[0].idle_for
 
 
 def about(seconds: float) -> Any:
@@ -277,7 +272,7 @@ def test_a_gpu_that_is_held_is_marked_at_each_look(marks: Path) -> None:
     idle(BUSY)
     os.utime(marks / "GPU-a.seen", (SINCE, SINCE))
     before = time.time() - 1
-    idle(replace(BUSY, claim=Holder.of_sharers([BUSY.claim, BUSY.claim])))
+    idle(replace(BUSY, claim=api.Holder.of_sharers([BUSY.claim, BUSY.claim])))
     assert (marks / "GPU-a.seen").stat().st_mtime > before
     assert {path.stat().st_mode & 0o7777 for path in marks.iterdir()} == {0o666}
 
@@ -306,15 +301,15 @@ TOKEN = "0123456789abcdef"  # of the claims inside which others claim
 numbers = itertools.count(1)
 
 
-def gpu(index: int, state: str = "claimed", until: float | None = None) -> GpuStatus:
-    claim = Holder(1, since=1.0, until=until) if state == "claimed" else None
-    return GpuStatus(Gpu(index, f"GPU-{index}"), state, claim=claim)
+def gpu(index: int, state: str = "claimed", until: float | None = None) -> api.GpuStatus:
+    claim = api.Holder(1, since=1.0, until=until) if state == "claimed" else None
+    return api.GpuStatus(api.Gpu(index, f"GPU-{index}"), state, claim=claim)
 
 
-def ticket(nb_gpus: int, hold_for: float | None = None, inside: str = "", **more: Any) -> Entry:
+def ticket(nb_gpus: int, hold_for: float | None = None, inside: str = "", **more: Any) -> api.Entry:
     number = next(numbers)
     said = {"v": 1, "nb_gpus": nb_gpus, "gpus": ["GPU-0", "GPU-1"], "hold_for": hold_for, "inside": inside, **more}
-    return Entry.read(f"{number}.{'0' * 16}", 0, (1, number), json.dumps(said).encode())
+    return api.Entry.read(f"{number}.{'0' * 16}", 0, (1, number), json.dumps(said).encode())
 
 
 NEWER = ticket(1, wish="of a later version")
@@ -334,7 +329,7 @@ LEASED = [gpu(0, until=1100.0), gpu(1, until=1300.0)]
     ],
 )
 def test_when_waiters_can_expect_to_start(tickets: Any, gpus: Any, expected: Any) -> None:
-    assert [start for start, _ in expected_starts(tickets, gpus, NOW)] == expected
+    assert [start for start, _ in api.expected_starts(tickets, gpus, NOW)] == expected
 
 
 @pytest.mark.parametrize(
@@ -345,15 +340,15 @@ def test_when_waiters_can_expect_to_start(tickets: Any, gpus: Any, expected: Any
     ],
 )
 def test_a_window_puts_a_start_off(ticket: Any, gpus: Any, expected: float) -> None:
-    windows = [Window(1100.0, 2000.0, ("GPU-0",), "user:4711", "", "root")]
+    windows = [api.Window(1100.0, 2000.0, ("GPU-0",), "user:4711", "", "root")]
     anna, ben = ticket._replace(uid=4711), ticket._replace(uid=4712)
-    find_admitted(windows, [4711, 4712])
-    assert [start for start, _ in expected_starts([ben], gpus, NOW, windows=windows)] == [expected]
-    assert expected_starts([anna], gpus, NOW, windows=windows) == expected_starts([anna], gpus, NOW)
+    api.find_admitted(windows, [4711, 4712])
+    assert [start for start, _ in api.expected_starts([ben], gpus, NOW, windows=windows)] == [expected]
+    assert api.expected_starts([anna], gpus, NOW, windows=windows) == api.expected_starts([anna], gpus, NOW)
 
 
 def test_before_when_a_waiter_probably_does_not_start() -> None:
-    assert expected_starts([ticket(2), ticket(1)], LEASED, NOW) == [(1300.0, 1300.0), (None, 1300.0)]
+    assert api.expected_starts([ticket(2), ticket(1)], LEASED, NOW) == [(1300.0, 1300.0), (None, 1300.0)]
 
 
 @pytest.mark.parametrize(
@@ -370,18 +365,18 @@ def test_who_is_at_a_limit_and_until_when(most: int, share: int | None, expected
         for one in LEASED
     ]
     asked = ticket(1)._replace(uid=4711)
-    found = at_limits([asked, ticket(1)], gpus, {4711: Limits(max_gpus=most)}, NOW)
+    found = api.at_limits([asked, ticket(1)], gpus, {4711: api.Limits(max_gpus=most)}, NOW)
     assert found == ({} if expected is None else {asked.name: expected})
 
 
 def test_power_and_fan_are_shown_with_the_processes_where_they_fit() -> None:
     gpus = tuple(
-        GpuStatus(WARM._replace(index=fan, fan=fan, power=60 + fan, power_limit=400), "free") for fan in (0, 9)
+        api.GpuStatus(WARM._replace(index=fan, fan=fan, power=60 + fan, power_limit=400), "free") for fan in (0, 9)
     )
-    status = HostStatus("h", "nvml", "1", "/d", 3001.0, gpus)
+    status = api.HostStatus("h", "nvml", "1", "/d", 3001.0, gpus)
 
     def shown(**options: object) -> list[list[str]]:
-        return [line.split() for line in render(status, color=False, **options).split("\n")[3:6]]  # type: ignore[arg-type]
+        return [line.split() for line in api.render(status, color=False, **options).split("\n")[3:6]]  # type: ignore[arg-type]
 
     titles, first, second = shown(width=80, verbose=True)
     assert titles == ["GPU", "STATE", "MEMORY", "UTIL", "TEMP", "FAN", "POWER"]
@@ -398,5 +393,5 @@ def test_power_and_fan_are_shown_with_the_processes_where_they_fit() -> None:
 def test_a_file_that_does_not_count_limits_nobody(ground: Any, rules: Any, text: str, mode: int, most: Any) -> None:
     ground.hold(0, uid=4711)
     rules(f"[default]\n{text}").chmod(mode)
-    status = gather()
+    status = api.gather()
     assert (status.max_gpus.get("4711"), status.gpus[0].state) == (most, "claimed")

@@ -43,11 +43,10 @@ class SafeGpuError(Exception):
     def __init__(self, message: str = "", **attributes: Any) -> None:
         self.message = printable_lines(message)
         super().__init__(self.message)
-        for name, default in self._defaults.items():
-            value = attributes.pop(name, default)
-            setattr(self, name, tuple(value) if isinstance(default, tuple) else value)
-        if attributes:
-            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {min(attributes)!r}")
+        for name, value in attributes.items():
+            if name not in self._defaults:
+                raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}")
+            setattr(self, name, tuple(value) if isinstance(self._defaults[name], tuple) else value)
 
     def __str__(self) -> str:
         return self.message

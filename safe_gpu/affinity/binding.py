@@ -191,8 +191,8 @@ def _move_threads(wanted: frozenset[int]) -> PartReport:
         tids = _tids()
         behind = [tid for tid in tids if tries[tid] < 3 and _mask_of(tid) not in (None, done)]
         quiet = 0 if behind else quiet + 1
-        tries.update(behind)
         for tid in behind:
+            tries[tid] += 1
             for before in _stack:  # setdefault: the thread may have been created after that state was saved
                 before.threads.setdefault(tid, before.caller)
             try:

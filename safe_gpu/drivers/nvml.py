@@ -10,7 +10,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import combinations
 from typing import Any, NamedTuple, TypeVar
 
@@ -137,6 +136,7 @@ class _Session:
 
     def __init__(self) -> None:
         self._pynvml = _pynvml()
+        self._functions = vars(self._pynvml)
         try:
             load_file(LIBRARY)  # pynvml then gets this one too, wherever the loader would have looked
         except OSError as err:
@@ -145,12 +145,11 @@ class _Session:
 
     def ask(self, name: str, *args: Any) -> Any:
         """Call a function of pynvml by name. Text comes out printable, and no longer than NVML's own buffers."""
-        function = getattr(self._pynvml, name, None)
-        if function is None:
+        if name not in self._functions:
             raise _Fault(_FUNCTION_NOT_FOUND)
         try:
-            answer = function(*args)
-            if not isinstance(answer, (bytes, str)):
+            answer = self._functions[name](*args)
+            if type(answer) not in (bytes, str):
                 return answer
             text = answer.decode() if isinstance(answer, bytes) else answer
         except self._pynvml.NVMLError as err:
@@ -176,8 +175,8 @@ class _Session:
         """
         newer = self.ask_or(None, "nvmlDeviceGetMemoryInfo", handle, self._pynvml.nvmlMemory_v2)
         info = newer or self.ask_or(None, "nvmlDeviceGetMemoryInfo", handle)
-        sizes = [getattr(info, name, _HIDDEN) for name in ("total", "used", "free")]
-        total, used, free = [None if size == _HIDDEN else int(size) for size in sizes]
+        sizes = (info.total, info.used, info.free) if info else (_HIDDEN,) * 3
+        total, used, free = [None if size == _HIDDEN else size for size in sizes]
         return {"counts_reserved": newer is None, "memory_total": total, "memory_used": used, "memory_free": free}
 
     def rows(self, handle: Any, kinds: Sequence[str]) -> list[tuple[str, Any]]:
@@ -220,10 +219,13 @@ class _Session:
         if mute is not None:
             what = f"the driver does not list its processes: {mute}"
             return {"processes": None, "process_error": what, "processes_supported": mute.code not in _ABSENT}
-        listed = (GpuProcess(row.pid, kind, row.usedGpuMemory, procfs.command_of(row.pid)) for kind, row in rows)
-        asked = partial(self.ask_or, None, "nvmlSystemGetProcessName")  # where /proc does not show the command
-        listed = (one if one.name else one._replace(name=asked(one.pid)) for one in listed)
-        return {"processes": own_namespace_pids(listed), "process_error": "", "processes_supported": True}
+        listed = []
+        for kind, row in rows:
+            # NVML is asked where /proc does not show the command.
+            name = procfs.command_of(row.pid) or self.ask_or(None, "nvmlSystemGetProcessName", row.pid)
+            listed.append(GpuProcess(row.pid, kind, row.usedGpuMemory, name))
+        processes = own_namespace_pids(listed) if listed else ()
+        return {"processes": processes, "process_error": "", "processes_supported": True}
 
     def _of_instance(self, handle: Any, rows: list[tuple[str, Any]], *, unplaced: bool) -> Iterator[tuple[str, Any]]:
         """Yield those of these rows that are of a MIG instance.
@@ -247,8 +249,11 @@ class _Session:
     def used(self, gpu: Gpu, handle: Any, parent: Any = None, **known: Any) -> Gpu:
         """Return the device with its memory and processes of now, and with these other fields."""
         # Read before the lists, or the memory of a process that starts in between would belong to no visible process.
-        known.update(self.memory(handle), memory_shared=False, lost=False)
-        gpu = gpu._replace(**known, **self.processes(handle, [ProcessKind.COMPUTE], parent))
+        memory = self.memory(handle)
+        processes = self.processes(handle, [ProcessKind.COMPUTE], parent)
+        gpu = gpu._replace(**known, **memory, **processes, memory_shared=False, lost=False)
+        if gpu.memory_used is not None and gpu.memory_used <= _IDLE_MEMORY:
+            return gpu
         if gpu.memory_used is None or gpu.memory_used - (gpu.listed_memory or 0) > _IDLE_MEMORY:
             gpu = gpu._replace(**self.processes(handle, list(_LISTS), parent))
         if gpu.unexplained_memory > _IDLE_MEMORY:
@@ -333,16 +338,16 @@ def _read_facts(session: _Session, handle: Any, uuid: str) -> Gpu:
 
 def _described(session: _Session, one: _Found, index: int) -> list[Gpu]:
     """Return a GPU with all that decides whether it is free, followed by its MIG instances."""
-    gpu, handle = one.gpu._replace(index=index), one.handle
+    handle = one.handle
     try:
         if one.fault is not None:
             raise one.fault
         mode = _COMPUTE_MODES.get(session.ask_or(0, "nvmlDeviceGetComputeMode", handle), ComputeMode.DEFAULT)
         display = session.ask_or(0, "nvmlDeviceGetDisplayActive", handle) == 1
-        gpu = session.whole(gpu, handle, compute_mode=mode, display_active=display)
+        gpu = session.whole(one.gpu, handle, index=index, compute_mode=mode, display_active=display)
         return [gpu, *(session.instances(gpu, handle) if gpu.mig_enabled else ())]
     except _Fault as fault:
-        return [_failed(gpu, fault)]
+        return [_failed(one.gpu._replace(index=index), fault)]
 
 
 def _poll(session: _Session) -> HostSnapshot:

@@ -181,7 +181,8 @@ class Gpu(NamedTuple):
     @property
     def draws(self) -> bool:
         """Whether a display or a graphics process is on it. Such a GPU is taken last."""
-        return self.display_active or ProcessKind.GRAPHICS in [process.kind for process in self.processes or ()]
+        kinds = [process.kind for process in self.processes] if self.processes else ()
+        return self.display_active or ProcessKind.GRAPHICS in kinds
 
     def unreachable(self, reason: str, *, lost: bool = True) -> "Gpu":
         """Return the record of this device while nothing but its identity is known."""

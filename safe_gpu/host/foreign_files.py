@@ -43,7 +43,7 @@ def read_bytes(path: str, limit: int = LIMIT) -> bytes:
     """
     parts = []
     with open_to_read(path) as file:
-        while limit > 0 and (part := file.read(min(limit, _PART))):
+        while limit > 0 and (part := file.read(limit if limit < _PART else _PART)):
             parts.append(part)
             limit -= len(part)
     return b"".join(parts)
@@ -70,7 +70,7 @@ def printable_lines(text: str, longest: int = 20_000) -> str:
     """
     if len(text) > longest:
         text = f"{text[:longest]} ..."
-    return "\n".join(map(printable, text.split("\n")))
+    return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
 
 
 def well_formed(text: str) -> str:

@@ -72,7 +72,7 @@ def others_can_change(path: str, *, within: bool = False) -> str | None:
         if not ahead:
             return place if within and shared else None
         name = ahead.pop()
-        place = os.path.dirname(place) if name == ".." else os.path.join(place, name)
+        place = os.path.dirname(place) if name == ".." else f"{'' if place == '/' else place}/{name}"
 
 
 def _names(path: str) -> list[str]:

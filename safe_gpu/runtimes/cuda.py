@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import NoDriverError
 from ..gpus.devices import Gpu
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     import ctypes
 
 # CUresult
-_NOT_INITIALIZED = 3
 _DEINITIALIZED = 4
-_STUB_LIBRARY = 34
 
 
 class CudaLibrary(Library):
@@ -34,7 +32,7 @@ class CudaLibrary(Library):
     vendor = "the NVIDIA driver"
     install = "install the NVIDIA driver, or start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility"
     counting = "cuDeviceGetCount"
-    asleep = (_NOT_INITIALIZED, _STUB_LIBRARY)
+    asleep: ClassVar = {3: "CUDA_ERROR_NOT_INITIALIZED", 34: "CUDA_ERROR_STUB_LIBRARY"}  # a stub says 34 to all calls
     opened = "/dev/nvidia-uvm"  # not by NVML; there is none on WSL2 and Jetson
 
     def mapped_files(self) -> Sequence[str]:
@@ -50,9 +48,7 @@ class CudaLibrary(Library):
             with suppress(CudaCallError):  # NULL stays where the library does not know the code
                 self.ask(function, ctypes.c_int(code), ctypes.byref(text))
             said.append((text.value or b"").decode(errors="replace"))
-        # A stub library answers 34 to every call.
-        unnamed = "CUDA_ERROR_STUB_LIBRARY" if code == _STUB_LIBRARY else "unnamed CUDA error"
-        return said[0] or unnamed, said[1]
+        return said[0] or "unnamed CUDA error", said[1]
 
     def start(self) -> None:
         import ctypes

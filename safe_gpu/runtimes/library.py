@@ -118,7 +118,7 @@ class Library(Runtime):
         vendor, install: in messages: what it belongs to, and how to get it.
         device_files: how the names begin, below the root, of the files that every process opens which uses it; "" where
             the library itself says whether it is initialised.
-        asleep: what it answers while it is not initialised.
+        asleep: what it answers while it is not initialised, by code.
         opened: a file that it opens when it is initialised, by which a forked child knows that it was.
         patience: seconds to wait for a child. Without persistence mode, the start of CUDA on eight GPUs can take over
             20 s.
@@ -132,7 +132,7 @@ class Library(Runtime):
     install: ClassVar[str]
     device_files: ClassVar[str] = ""
     patience: ClassVar[float] = 120.0
-    asleep: ClassVar[Sequence[int]] = ()
+    asleep: ClassVar[Mapping[int, str]] = {}
     opened: ClassVar[str] = ""
 
     def __init__(self, handle: ctypes.CDLL | None = None) -> None:
@@ -193,7 +193,7 @@ class Library(Runtime):
             CudaCallError: its result is not 0, or the library has no such function.
         """
         if code := self.ask(name, *arguments):
-            title, meaning = self.texts(code)
+            title, meaning = (self.asleep[code], "") if code in self.asleep else self.texts(code)
             call = name.removesuffix("_v2")
             message = f"{call} failed with {title} ({code})" + (f": {meaning}" if meaning else "")
             raise CudaCallError(message, call=call, code=code, name=title)
@@ -284,9 +284,10 @@ class Library(Runtime):
     def has_opened(self) -> bool | None:
         """Return whether this process has a device file of the library open; None if nothing tells."""
         files = open_files("self") if self.device_files else None
-        root = os.environ.get("SAFE_GPU_FSROOT") or "/"
-        places = (f"/{self.device_files}", os.path.join(root, self.device_files))
-        return None if files is None else any(path.startswith(places) for path in files.values())
+        if files is None:
+            return None
+        places = (f"/{self.device_files}", os.path.join(os.environ.get("SAFE_GPU_FSROOT") or "/", self.device_files))
+        return any(path.startswith(places) for path in files.values())
 
     def is_in_use(self) -> bool:
         """Return whether the library is mapped, and this process may have initialised it."""

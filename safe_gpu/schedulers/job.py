@@ -62,8 +62,8 @@ def count(environ: Mapping[str, str], *names: str) -> int | None:
     True
     """
     for name in names:
-        text = environ.get(name)
-        if text and (text := text.strip()).isascii() and text.isdecimal() and len(text) < 19:
+        text = environ[name].strip() if name in environ else ""
+        if text and text.isascii() and text.isdecimal() and len(text) < 19:
             return int(text)
     return None
 

@@ -196,10 +196,10 @@ def choose(
         found = choose([GpuVerdict(gpu, "free") for gpu in model], nb_gpus, near=near, groups=groups)
         if found is not None:
             return found
-    whole = [gpu for gpu in free if not gpu.is_mig_instance]
+    whole = [gpu for gpu in free if gpu.mig_parent is None]
     room = [gpu.numa_node for gpu in whole or free]
     pool = sorted(whole if nb_gpus > 1 else free, key=_position)
-    drawbacks = {gpu.uuid: (gpu.uuid in last, gpu.is_mig_instance, gpu.draws) for gpu in pool}
+    drawbacks = {gpu.uuid: (gpu.uuid in last, gpu.mig_parent is not None, gpu.draws) for gpu in pool}
     links = linked([(gpu.uuid, gpu.nvlink_peers if nb_gpus > 1 else frozenset()) for gpu in pool])
 
     def rank(gpus: Sequence[Gpu]) -> tuple[Any, ...]:

@@ -329,7 +329,10 @@ class Selection(NamedTuple):
 
     def value_of(self, argument: str) -> Any:
         """Return the value of a condition; None where there is no such condition."""
-        return next((one.value for one in self.conditions if one.argument == argument), None)
+        for one in self.conditions:
+            if one.argument == argument:
+                return one.value
+        return None
 
     @property
     def share(self) -> int | None:
@@ -349,6 +352,8 @@ class Selection(NamedTuple):
             UnsatisfiableRequestError: a share in percent, and the GPUs have different memory.
         """
         gpus = snapshot.gpus
+        if not self.conditions:
+            return self
         whole = self._replace(conditions=tuple(one.resolved(gpus) for one in self.whole.conditions))
         gpus = tuple(gpu for gpu in gpus if not gpu.mig_enabled and not whole.why_outside(gpu))
         shares = (one.resolved(gpus) for one in self.conditions if isinstance(one, Share))

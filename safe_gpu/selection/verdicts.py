@@ -245,8 +245,7 @@ def judge(
         others = [process for process in gpu.processes or () if process.pid not in disregarded]
         if sharers:
             others = strangers(others, sharers, family_of)
-        users = users_of(gpu, others, describe, mps_clients=mps_clients)
-        if users:
+        if others and (users := users_of(gpu, others, describe, mps_clients=mps_clients)):
             users.sort(key=lambda process: (-(process.memory_used or 0), process.pid))
             user, text = name_processes(users, describe)
             text += " without a share" if sharers else ""

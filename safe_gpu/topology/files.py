@@ -91,7 +91,7 @@ class Files:
         """
         for name, parse in ((path, parse_cpulist), (mask, parse_cpumask)):
             if name and (found := parse(self.text(name))):
-                return found, os.path.basename(name)
+                return found, name.rpartition("/")[2]
         return frozenset(), ""
 
     def pci_node(self, bus_id: str) -> int | None:

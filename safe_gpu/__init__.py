@@ -16,8 +16,7 @@ TYPE_CHECKING = False  # importing typing would take longer than this whole modu
 if TYPE_CHECKING:
     from typing import Any
 
-    from .affinity.binding import BindingReport as BindingReport
-    from .affinity.cpu_shares import split_share as split_share
+    from .affinity.binding import BindingReport as BindingReport, split_share as split_share
     from .affinity.gpu_affinity import (
         Mode as Mode,
         Multithreading as Multithreading,
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
         set_affinity as set_affinity,
     )
     from .affinity.numactl import wrap_command as wrap_command
-    from .affinity.options import AffinityOptions as AffinityOptions
+    from .affinity.planner import AffinityOptions as AffinityOptions
     from .affinity.placement import PlacementReport as PlacementReport, placement as placement
     from .claim.functions import (
         claim_gpus as claim_gpus,
@@ -72,11 +71,10 @@ __version__ = "3.0.0"
 
 # Module -> names that are loaded from it.
 _HOMES = {
-    "affinity.binding": ("BindingReport"),
-    "affinity.cpu_shares": ("split_share"),
+    "affinity.binding": ("BindingReport split_share"),
     "affinity.gpu_affinity": ("Mode Multithreading Scope set_affinity"),
     "affinity.numactl": ("wrap_command"),
-    "affinity.options": ("AffinityOptions"),
+    "affinity.planner": ("AffinityOptions"),
     "affinity.placement": ("PlacementReport placement"),
     "claim.worker": ("bind"),
     "gpus.devices": ("Gpu GpuProcess GpuVerdict"),

@@ -43,10 +43,10 @@ class SafeGpuError(Exception):
     def __init__(self, message: str = "", **attributes: Any) -> None:
         self.message = printable_lines(message)
         super().__init__(self.message)
-        for name, value in attributes.items():
-            if name not in self._defaults:
-                raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}")
-            setattr(self, name, tuple(value) if isinstance(self._defaults[name], tuple) else value)
+        if unknown := attributes.keys() - self._defaults.keys():
+            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {min(unknown)!r}")
+        of = self._defaults | attributes
+        vars(self).update({name: tuple(of[name]) if type(self._defaults[name]) is tuple else of[name] for name in of})
 
     def __str__(self) -> str:
         return self.message

@@ -246,8 +246,8 @@ PAGE = Path(__file__).parents[1] / "safe_gpu" / "README.md"
 @pytest.mark.parametrize("key", api.VENDORS)
 def test_a_row_is_whole(key: str) -> None:
     vendor = api.VENDORS[key]
-    assert api.preset(vendor.preset).vendors == (key,)
-    uuids = [device.uuid for name in api.PRESETS for device in api.preset(name).devices if device.vendor == key]
+    assert api.find_preset(vendor.preset).vendors == (key,)
+    uuids = [device.uuid for name in api.PRESETS for device in api.find_preset(name).devices if device.vendor == key]
     for uuid in [*uuids, *([f"{vendor.by_place}0000:05:00.0"] if vendor.by_place else [])]:
         assert [api.vendor_of(uuid), api.vendor_of_name(uuid)] == [key, key]
         assert api.parse_request(only=uuid).driver["prefer"] == key

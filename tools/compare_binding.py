@@ -28,8 +28,8 @@ from statistics import median
 import common  # noqa: F401 - the package beside this script
 
 import safe_gpu
-from safe_gpu.affinity.options import MEMORY_MODES, MODES
 from safe_gpu.affinity.placement import PlacementReport
+from safe_gpu.affinity.planner import MEMORY_MODES, MODES
 from safe_gpu.errors import GPUAffinityError, SafeGpuError
 from safe_gpu.topology.cpulist import format_cpulist
 

@@ -18,10 +18,9 @@ from safe_gpu.claim import queue_place
 from safe_gpu.coordination import older_package as legacy
 from safe_gpu.coordination.directory import PARTS
 from safe_gpu.coordination.holders import living_claims
-from safe_gpu.drivers.presets import PRESETS, preset
-from safe_gpu.drivers.simulated import SimulatedDriver
+from safe_gpu.drivers.simulated import PRESETS, SimulatedDriver, find_preset
 
-_HOST = preset("dgx-a100")
+_HOST = find_preset("dgx-a100")
 _FACTS, _CARDS = PRESETS["dgx-a100"]
 for _number in (1, 2):
     PRESETS[f"gpus-{_number}"] = [_FACTS, " ".join(_CARDS.split(" ")[: 3 + _number])]

@@ -37,7 +37,7 @@ from support.broken import BROKEN
 from support.stage import import_everything
 
 from safe_gpu.cli.commands import main as safe_gpu_main
-from safe_gpu.drivers.presets import PRESETS, preset
+from safe_gpu.drivers.simulated import PRESETS, find_preset
 from safe_gpu.host import procfs
 
 USERS = (12001, 12002, 12003)
@@ -518,7 +518,7 @@ def main() -> int:
     for name, text in needing_root.items():
         parser.add_argument(f"--{name}", action="store_true", help=text)
     parser.add_argument("--order", choices=("fifo", "fair"), default="fifo", help="in which users are served")
-    whole = {name: [gpu for gpu in preset(name).of(None).gpus if not gpu.unusable] for name in PRESETS}
+    whole = {name: [gpu for gpu in find_preset(name).of(None).gpus if not gpu.unusable] for name in PRESETS}
     large = [name for name, gpus in whole.items() if len(gpus) >= 8]
     name_of = partial(re.sub, "^simulated:", "")
     parser.add_argument("--preset", type=name_of, choices=large, default="dgx-a100", help="the simulated host")

@@ -8,8 +8,7 @@ from .. import drivers
 from ..errors import GPUAffinityError, SafeGpuError, package_logger
 from ..topology.host import read_topology
 from .binding import bind_process, original_mask
-from .options import AffinityOptions, as_count
-from .planner import plan
+from .planner import AffinityOptions, as_count, plan
 from .resolve_gpus import by_ordinal, remember, visible
 
 
@@ -74,7 +73,7 @@ def set_affinity(
         gpu_id: 0 to ``nproc_per_node`` - 1, a position in CUDA_VISIBLE_DEVICES (indices or UUIDs), as in CUDA.
         nproc_per_node: the number of processes that take part, with one GPU each. Both may be integers of numpy.
         mode, scope, multithreading, balanced, min_physical_cores, max_physical_cores: see
-            :class:`~safe_gpu.affinity.options.AffinityOptions`; ``mode`` takes the other modes of this package too.
+            :class:`~safe_gpu.affinity.planner.AffinityOptions`; ``mode`` takes the other modes of this package too.
 
     Returns:
         The logical CPUs on which the process may run now. All its threads are moved. A second call starts from the

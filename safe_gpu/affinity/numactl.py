@@ -8,9 +8,8 @@ from ..drivers import opened_driver
 from ..errors import GPUAffinityError, SafeGpuError, package_logger
 from ..host.programs import TooLate, TooMuch, find_program, output_of
 from ..topology.cpulist import format_cpulist
-from .binding import original_mask
-from .cpu_shares import near
-from .options import AffinityOptions, as_count, check_memory_mode, falls_back, parse_options
+from .binding import near, original_mask
+from .planner import AffinityOptions, as_count, check_memory_mode, falls_back, parse_options
 from .resolve_gpus import named
 
 # Seconds for "numactl OPTIONS true" to end, and bytes of what it prints.

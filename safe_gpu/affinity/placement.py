@@ -27,7 +27,7 @@ from ..topology.cpulist import format_cpulist, parse_cpulist
 from ..topology.host import HostTopology, read_topology
 from ..wording.text import plural
 from .memory_policy import get_policy
-from .options import as_count
+from .planner import as_count
 from .resolve_gpus import BOUND, Names, named, remembered, visible
 
 

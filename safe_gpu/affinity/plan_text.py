@@ -6,8 +6,7 @@ from typing import Any
 from ..topology.cpulist import format_cpulist
 from ..topology.host import GpuLocality, HostTopology
 from ..wording.text import format_bytes
-from .options import AffinityOptions
-from .planner import is_remote
+from .planner import AffinityOptions, is_remote
 
 Shares = Mapping[GpuLocality, frozenset[int]]
 """The CPUs of each GPU that is shown."""

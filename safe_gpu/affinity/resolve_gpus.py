@@ -13,7 +13,7 @@ from ..errors import GPUAffinityError
 from ..gpus.devices import Gpu, HostSnapshot, are_mixed
 from ..gpus.vendors import VENDORS
 from ..runtimes.visible_devices import read_visible, visible_variables
-from ..selection.values import names_device, parse_names
+from ..settings.values import names_device, parse_names
 from ..wording.text import gpu_ranges
 
 BOUND = "SAFE_GPU_BOUND"

@@ -2,11 +2,12 @@
 
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..affinity.options import AffinityOptions, falls_back, parse_options
+from ..affinity.planner import AffinityOptions, falls_back, parse_options
 from ..coordination.host_lock import MINIMUM_PATIENCE
 from ..errors import PlaceholderError, UnsatisfiableRequestError, package_logger
 from ..gpus.devices import HostSnapshot
@@ -16,9 +17,8 @@ from ..host.procfs import lasting
 from ..runtimes.visible_devices import render_cuda
 from ..schedulers.job import JobContext, count, current
 from ..selection.request import Conditions, Selection, parse_request
-from ..selection.values import as_index
 from ..settings import variables as settings
-from ..settings.durations import number_of, parse_duration, parse_seconds
+from ..settings.values import as_index, number_of, parse_duration, parse_seconds
 from ..wording import text as style
 
 if TYPE_CHECKING:
@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 _BATCH = 300.0
 
 _INTERACTIVE = 10.0
+
+
+UNDER_MAIN = (
+    'put the claim under `if __name__ == "__main__":`, since each worker of multiprocessing imports the main module'
+)
 
 
 class DefaultTimeout:
@@ -199,6 +204,12 @@ class ClaimOptions(NamedTuple):
         return max(self.began + self.timeout, time.monotonic() + MINIMUM_PATIENCE)
 
 
+def imports_main() -> bool:
+    """Return whether multiprocessing imports the main module of its parent into this process."""
+    process = sys.modules.get("multiprocessing.process")
+    return process is not None and getattr(process.current_process(), "_inheriting", False)
+
+
 def asks_for_none(nb_gpus: object) -> bool:
     """Return whether a claim is for no GPU: 0, or "job" where ``SAFE_GPU_NB_GPUS`` is 0."""
     return (count(os.environ, "SAFE_GPU_NB_GPUS") if nb_gpus == "job" else as_index(nb_gpus)) == 0
@@ -270,6 +281,8 @@ def read_options(
         )
     for doubt in settings.doubts(environ):
         logger.warning("%s", doubt)
+    if imports_main():
+        logger.warning("this worker claims GPUs of its own: %s", UNDER_MAIN)
     options = ClaimOptions(request, wait, began, logger, placeholder_fn, binding, memory, binding_required, visible_as)
     return options._replace(pause=pause, delegate=delegate, job=job, command=command, on_wait=on_wait, hold=hold)
 

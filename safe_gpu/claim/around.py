@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 
@@ -16,17 +15,13 @@ from ..host import procfs
 from ..selection.request import Selection
 from ..wording import text as style
 from ..wording.text import gpu_ranges, in_brackets, plural
+from .arguments import UNDER_MAIN, imports_main
 from .view import HostView, owner_of
 
 # For a rank whose script was started again by the first rank (Lightning) or by a launcher in a process that claims.
 ONCE_FOR_ALL_RANKS = (
     'this is a rank that its program has started, so claim once for all: `if "LOCAL_RANK" not in os.environ: '
     "safe_gpu.claim_gpus(...)`, and let the ranks use those GPUs without claiming"
-)
-
-
-UNDER_MAIN = (
-    'put the claim under `if __name__ == "__main__":`, since each worker of multiprocessing imports the main module'
 )
 
 
@@ -81,12 +76,6 @@ def check_possible_inside(view: HostView, around: Entry, *, delegate: bool) -> N
     else:
         return
     raise UnsatisfiableRequestError(problem, value=number)
-
-
-def imports_main() -> bool:
-    """Return whether multiprocessing imports the main module of its parent into this process."""
-    process = sys.modules.get("multiprocessing.process")
-    return process is not None and getattr(process.current_process(), "_inheriting", False)
 
 
 def _family() -> set[tuple[int | None, int | None]]:

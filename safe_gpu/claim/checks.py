@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
-from ..coordination.faults import clear_fault, write_fault
+from ..coordination import older_package
+from ..coordination.directory import remover_of, setup_command, state_dir_path
 from ..coordination.holders import living_claims
-from ..coordination.older_package import older_package_counts, take_older_package_lock
-from ..coordination.state_dir import remover_of, setup_command, state_dir_path
+from ..coordination.notes import clear_fault, write_fault
+from ..coordination.older_package import take_older_package_lock
 from ..errors import (
     GpuContendedError,
     NotEnoughGpusError,
@@ -36,6 +37,12 @@ from .view import HostView
 
 # The lock of the older package is held until the driver shows the placeholder, but at most this long, in seconds.
 _SHOWING = 2.0
+
+
+def older_package_counts() -> bool:
+    """Return whether its lock is to be taken: the package is present, or always (``SAFE_GPU_LEGACY_LOCK``)."""
+    mode = os.environ.get("SAFE_GPU_LEGACY_LOCK") or "auto"
+    return mode == "always" or (mode == "auto" and os.access(os.path.dirname(older_package.LOCK_FILE), os.F_OK))
 
 
 def confirm(view: HostView, claim: Claim, options: ClaimOptions) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
-from ..coordination.closed import closed_now
+from ..coordination.notes import closed_now
 from ..drivers import opened_driver
 from ..gpus.devices import Gpu, GpuVerdict, HostSnapshot, VisibleLimit
 from ..host.procfs import describe_process

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..coordination.doors import Doors
 from ..coordination.entry import Entry
-from ..coordination.faults import read_faults
 from ..coordination.history import append, lines_of_dead
 from ..coordination.host_lock import Host
+from ..coordination.notes import read_faults
 from ..errors import StateDirError
 from ..gpus.devices import Gpu, GpuVerdict, recent_faults
 from ..host.foreign_files import printable_lines
@@ -116,7 +116,8 @@ class Look:
                 self.chosen, self.seen = (), Seen(withdrawn=True)
             dead = host.claims.remove_dead()
             host.queue.remove_dead()
-            append(lines_of_dead(dead, time.time()), time.time(), host.directory)
+            if dead:
+                append(lines_of_dead(dead, time.time()), time.time(), host.directory)
             if claim is not None:
                 claim.stays = stays
             if stays and not self._place.queued:

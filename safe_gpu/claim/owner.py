@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NoReturn
 
-from ..affinity.binding import BindingReport, leave
-from ..affinity.cpu_shares import bind_claim
-from ..affinity.options import AffinityOptions
+from ..affinity.binding import BindingReport, bind_claim, leave
+from ..affinity.planner import AffinityOptions
 from ..coordination.entry import said_by_this_process
 from ..drivers import opened_driver
 from ..drivers.base import Driver
@@ -26,11 +25,9 @@ from ..settings.variables import is_simulated
 from ..topology.cpulist import format_cpulist
 from ..wording.text import gpus_by_model
 from .arguments import DEFAULT, NODE_BY_DEFAULT, ClaimOptions, DefaultTimeout, asks_for_none, read_options
-from .around import UNDER_MAIN, imports_main
 from .checks import clear_notes, doubts_of, note_failure, verify_alone, verify_devices
-from .claim import Claim
+from .claim import Claim, ClaimVariables, initializers, share_variables
 from .search import acquire
-from .variables import ClaimVariables, initializers, share_variables
 from .view import HostView, driver_pids
 
 # The affinity modes that divide the CPUs of a node among its GPUs.
@@ -102,8 +99,6 @@ class GPUOwner:
                 return
             options = read_options(**arguments, **self._internal)
             self.logger = options.logger
-            if imports_main():
-                self.logger.warning("this worker claims GPUs of its own: %s", UNDER_MAIN)
             with opened_driver(**options.request.driver) as driver:
                 self._prepare_placeholder(driver, options.placeholder_fn)
                 view = HostView(driver, driver.snapshot(), options.request)

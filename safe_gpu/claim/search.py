@@ -14,9 +14,9 @@ from contextlib import ExitStack
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..coordination.directory import state_dir_path
 from ..coordination.entry import is_alive
 from ..coordination.host_lock import Host
-from ..coordination.state_dir import state_dir_path
 from ..errors import LockTimeout, StateDirError
 from ..gpus.devices import Gpu, Holder
 from ..host.foreign_files import printable_lines

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from ..affinity.cpu_shares import nodes_of_cpus
-from ..coordination.closed import has_closed_file
+from ..affinity.binding import nodes_of_cpus
 from ..coordination.doors import digest
 from ..coordination.entry import Entry
 from ..coordination.holders import Claims, living_claims
 from ..coordination.host_lock import Host
+from ..coordination.notes import has_closed_file
 from ..coordination.queue import TicketRequest
 from ..drivers.base import Driver
 from ..errors import NoDriverError
@@ -27,7 +27,7 @@ from ..selection.choice import candidates
 from ..selection.request import Selection
 from ..selection.sharing import promised_room, strangers
 from ..selection.verdicts import Rules, judge
-from .variables import visible_limit_of
+from .claim import visible_limit_of
 
 # If the latest poll of the whole host is older than this, in seconds, the second poll is of the whole host again.
 _RECENT = 5.0
@@ -190,7 +190,7 @@ class HostView:
         if host.directory is None or not has_closed_file(host.directory.fd):  # as almost always, and others wait
             self.rules, self._rules_for_all, self._windows = self._without_closed, self._without_closed, ()
             return
-        from ..coordination.closed import all_windows, binding, drained_gpus, find_admitted
+        from ..coordination.notes import all_windows, binding, drained_gpus, find_admitted
         from ..gpus.windows import why_reserved
 
         drained, self._windows = drained_gpus(), all_windows()
@@ -205,7 +205,7 @@ class HostView:
         claim inside another."""
         reserved: Mapping[str, Spans] = {}
         if self._windows and not self.around:
-            from ..coordination.closed import binding
+            from ..coordination.notes import binding
             from ..gpus.windows import spans_of
 
             reserved = spans_of(binding(self._windows, uid), self.snapshot.gpus)

@@ -6,9 +6,8 @@ check it before they become the command, so programs that are not Python are che
 
 import os
 
-from ..affinity.binding import BindingReport, PartReport
-from ..affinity.cpu_shares import bind_near, bind_node
-from ..affinity.options import AffinityOptions, falls_back, parse_options
+from ..affinity.binding import BindingReport, PartReport, bind_near, bind_node
+from ..affinity.planner import AffinityOptions, falls_back, parse_options
 from ..affinity.resolve_gpus import BOUND, Names, ResolvedGpus, by_ordinal, named, remember, remembered, visible
 from ..coordination.doors import digest
 from ..coordination.holders import claim_around, living_claims

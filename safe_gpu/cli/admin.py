@@ -11,11 +11,10 @@ from contextlib import closing, suppress
 from typing import Any
 
 from ..claim.limits import held_of
-from ..coordination.closed import closed_file, drained_gpus, read_closed
-from ..coordination.directory import HOST_LOCK, PARTS
+from ..coordination.directory import ADMIN_DIR, DEFAULT_DIR, HOST_LOCK, PARTS, setup_command, state_dir_path
 from ..coordination.holders import Claims, living_claims
+from ..coordination.notes import closed_file, drained_gpus, read_closed
 from ..coordination.setup import examine, in_use, make, remove
-from ..coordination.state_dir import ADMIN_DIR, DEFAULT_DIR, setup_command, state_dir_path
 from ..drivers import open_drivers
 from ..errors import GPUAffinityError, PolicyError, SafeGpuError, StateDirError
 from ..gpus.vendors import VENDORS
@@ -23,11 +22,10 @@ from ..gpus.windows import Window, drain_line
 from ..host.foreign_files import LIMIT, printable_lines, read_start
 from ..host.procfs import describe_process, user_name
 from ..host.programs import is_root, others_can_change
-from ..selection.values import is_index, names_device
 from ..selection.verdicts import users_of
 from ..settings import config as policy
 from ..settings import variables as settings
-from ..settings.durations import parse_duration, parse_moment
+from ..settings.values import is_index, names_device, parse_duration, parse_moment
 from ..status.facts import GpuStatus
 from ..status.gather import gather
 from ..wording.text import clock, format_age, gpu_ranges, plural

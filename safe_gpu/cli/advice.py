@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..coordination.state_dir import state_dir_path
+from ..coordination.directory import state_dir_path
 from ..host.foreign_files import read_start
 
 _SHELL_SYNTAX = r"[;|&<>$`*?(){}#\n]"

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from ..gpus.vendors import FIRST, VENDORS
-from ..settings.durations import parse_duration
+from ..settings.values import parse_duration
 from ..wording.text import as_option
 from .output import EX_USAGE, columns
 
@@ -89,7 +89,7 @@ def _count(text: str) -> int | str | tuple[int, int]:
 
 def gpu_list(text: str) -> tuple[str, ...]:
     """Parse the value of ``--gpu``: ``0,3``, ``4-7`` or UUIDs."""
-    from ..selection.values import parse_names
+    from ..settings.values import parse_names
 
     return parse_names(text, "gpu")
 
@@ -137,7 +137,7 @@ def add_vendor(parser: argparse._ActionsContainer, meaning: str) -> None:
 
 def add_affinity(parser: argparse._ActionsContainer) -> None:
     """Add ``--affinity M``, which ``--mode M`` means too, unset by default, and ``--memory``."""
-    from ..affinity.options import MODES
+    from ..affinity.planner import MODES
 
     modes, none = ("none", *MODES), argparse.SUPPRESS
     which = f"CPUs to bind to (default node): {', '.join(modes)}"

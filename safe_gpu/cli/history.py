@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ..settings.durations import parse_moment
+from ..settings.values import parse_moment
 from ..status.gather import gather
 from ..status.history import PastClaim, claims_between, gpu_hours_by, hours_held, table_of_claims, table_of_use
 from .output import columns, print_json, say, write_whole

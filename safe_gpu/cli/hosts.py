@@ -309,7 +309,7 @@ def write_page(hosts: Mapping[str, Mapping[str, Any] | str], options: argparse.N
     Args:
         hosts: name -> the document of ``status --json``, or why there is none.
     """
-    from ..coordination.state_dir import state_dir_path
+    from ..coordination.directory import state_dir_path
     from ..status.history import claims_between
     from ..status.report import report
 

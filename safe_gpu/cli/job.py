@@ -69,7 +69,7 @@ def do_run(options: argparse.Namespace) -> int:
         check_expected_gpu()
     from ..claim.functions import release_gpus
     from ..claim.owner import owner_type
-    from ..host.commands import command_for_record
+    from ..host.programs import command_for_record
     from ..host.signals import unwind_on_signals
     from ..runtimes.placeholders import NoPlaceholder
     from ..runtimes.visible_devices import hide_all

@@ -10,7 +10,7 @@ from .output import columns, in_color, print_json, print_lines
 
 def configure_affinity(parser: argparse.ArgumentParser) -> None:
     """Set its options."""
-    from ..affinity.options import MODES, MULTITHREADING, SCOPES, parse_cpus
+    from ..affinity.planner import MODES, MULTITHREADING, SCOPES, parse_cpus
 
     parser.description = "Show the CPUs that a claim of each GPU is bound to, or where a process runs."
     parser.epilog = """examples:
@@ -50,9 +50,9 @@ def do_affinity(options: argparse.Namespace) -> int:
         report = placement(options.of, gpus=options.gpu, ordinal=options.ordinal)
         print_json(report.as_dict()) if options.json else print_lines(str(report))
         return 0
-    from ..affinity.cpu_shares import claim_shares, usable_cpus
-    from ..affinity.options import AffinityOptions
+    from ..affinity.binding import claim_shares, usable_cpus
     from ..affinity.plan_text import affinity_json, affinity_table, node_table
+    from ..affinity.planner import AffinityOptions
     from ..affinity.resolve_gpus import named
     from ..drivers import opened_driver
     from ..topology.host import read_topology

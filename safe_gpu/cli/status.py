@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from ..errors import SafeGpuError
 from ..host.procfs import user_name
-from ..settings.durations import parse_duration
+from ..settings.values import parse_duration
 from ..status.facts import HostStatus, free_labels, of_user, of_vendor
 from ..status.gather import gather
 from ..status.metrics import render_metrics

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from typing import Any
 
-from ..host.held import Held, keep_across_exec
+from ..host.locks import Held, keep_across_exec
 
 MOST_PARTS = 32
 """Parts that a GPU has at most: shares, or claims inside one claim."""

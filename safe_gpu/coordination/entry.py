@@ -23,13 +23,11 @@ from typing import Any, NamedTuple
 
 from ..errors import StateDirError
 from ..host import procfs
-from ..host.commands import own_command
 from ..host.foreign_files import LIMIT, as_int, as_list, as_seconds, as_text, open_to_read, printable, well_formed
-from ..host.held import Held
-from ..host.locks import NoLocksError, is_locked, lock, read_lock, unlock
+from ..host.locks import Held, NoLocksError, is_locked, lock, read_lock, unlock
+from ..host.programs import own_command
 from ..host.signals import DeferredSignals
-from .directory import OPEN_FILE, Directory, SharedDirectory
-from .state_dir import refusal
+from .directory import OPEN_FILE, Directory, SharedDirectory, refusal
 
 MOST_NAMES = 65_536
 """Names in a directory; with more, every claim is refused."""

@@ -19,12 +19,11 @@ from contextlib import suppress
 from typing import Any
 
 from ..errors import StateDirError
-from ..host.commands import program_names
 from ..host.foreign_files import printable, well_formed
 from ..host.procfs import pid_namespace, user_name
-from .directory import DIR_MODE, OPEN_FILE, Directory, Place, SharedDirectory
+from ..host.programs import program_names
+from .directory import DIR_MODE, OPEN_FILE, Directory, Place, SharedDirectory, state_dir_path
 from .entry import Entry
-from .state_dir import state_dir_path
 
 NAME = "history"
 """The directory, in the state directory."""

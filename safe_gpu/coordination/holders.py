@@ -10,11 +10,11 @@ from contextlib import suppress
 from ..errors import StateDirError
 from ..gpus.devices import Holder
 from ..host import procfs
-from ..host.commands import command_of
 from ..host.foreign_files import read_start
+from ..host.programs import command_of
+from .directory import state_dir_path
 from .doors import Doors, digest
 from .entry import Entry, living_entries
-from .state_dir import state_dir_path
 
 _SECOND_LOOK = 0.005  # seconds
 

@@ -14,12 +14,11 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from ..errors import LockTimeout, StateDirError
 from ..host import procfs
-from ..host.commands import program_names
-from ..host.held import Held
+from ..host.locks import Held
+from ..host.programs import program_names
 from ..host.signals import DeferredSignals
-from .directory import HOST_LOCK, Directory, SharedDirectory, file_at
+from .directory import HOST_LOCK, Directory, SharedDirectory, file_at, state_dir_path
 from .entry import Entries
-from .state_dir import state_dir_path
 
 MINIMUM_PATIENCE = 10.0
 """Seconds that host.lock is waited for even by a claim that waits for no GPU."""
@@ -35,7 +34,7 @@ class Host:
     """The claims and the tickets of a host, as one process gets to know them, and host.lock. Use it in ``with``.
 
     Args:
-        path: the state directory; None is :func:`~safe_gpu.coordination.state_dir.state_dir_path`. It is made where it
+        path: the state directory; None is :func:`~safe_gpu.coordination.directory.state_dir_path`. It is made where it
             is missing.
 
     Attributes:

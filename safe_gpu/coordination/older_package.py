@@ -20,33 +20,15 @@ from ..errors import LockTimeout, StateDirError
 from ..host import procfs
 from ..host.locks import ReadLock, read_lock
 from ..host.signals import DeferredSignals
-from ..settings import variables as settings
-from .directory import OPEN_FILE, make_directory
-from .state_dir import refusal_of_error
+from .directory import OPEN_FILE, make_directory, refusal_of_error
 
 LOCK_FILE = "/tmp/safe_gpu/gpu-lock-magic-RaNdOM-This_Name-NEED_BE-THE_SAME-Across_Users"
 
 _OPEN_DIR = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def older_package_mode() -> str:
-    """Return what ``SAFE_GPU_LEGACY_LOCK`` says: auto, always or never.
-
-    Raises:
-        UnsatisfiableRequestError: it says something else.
-    """
-    settings.check({"SAFE_GPU_LEGACY_LOCK": os.environ.get("SAFE_GPU_LEGACY_LOCK", "")})
-    return os.environ.get("SAFE_GPU_LEGACY_LOCK") or "auto"
-
-
-def older_package_counts() -> bool:
-    """Return whether its lock is to be taken: the package is present, or always (``SAFE_GPU_LEGACY_LOCK``)."""
-    mode = older_package_mode()
-    return mode == "always" or (mode == "auto" and os.access(os.path.dirname(LOCK_FILE), os.F_OK))
-
-
 def take_older_package_lock(deadline: float | None, logger: Any, signals: DeferredSignals) -> ReadLock | None:
-    """Take it shared where :func:`older_package_counts`.
+    """Take it shared. It is made where the package is not present if ``SAFE_GPU_LEGACY_LOCK`` says always.
 
     Args:
         deadline: ``time.monotonic()`` value; None waits without limit. It is always tried once.
@@ -58,11 +40,10 @@ def take_older_package_lock(deadline: float | None, logger: Any, signals: Deferr
     Raises:
         LockTimeout: the older package held it until the deadline.
         StateDirError: its file is kept under a file lease.
-        UnsatisfiableRequestError: an unknown value of the variable.
         OSError: the file system has no locks.
     """
     try:
-        fd = _open(create=older_package_mode() == "always")
+        fd = _open(create=os.environ.get("SAFE_GPU_LEGACY_LOCK") == "always")
     except StateDirError:
         raise
     except OSError as err:

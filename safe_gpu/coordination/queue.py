@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..host import procfs
-from ..host.held import Held
+from ..host.locks import Held
+from .directory import state_dir_path
 from .entry import Entry, living_entries, make_entry, remove_entry, sleep_until_dead
 from .host_lock import Host
-from .state_dir import state_dir_path
 from .turns import by_turn, turn_of
 
 _MOST_OF_ONE_USER = 1000  # tickets that count, but of root

@@ -7,9 +7,8 @@ from contextlib import suppress
 
 from ..errors import StateDirError
 from ..host.procfs import user_name
-from .directory import DIR_MODE, HOST_LOCK, PARTS, Directory, SharedDirectory, is_everybodys
+from .directory import DIR_MODE, HOST_LOCK, PARTS, Directory, SharedDirectory, is_everybodys, setup_command
 from .entry import is_alive, living_entries
-from .state_dir import setup_command
 
 _REMOVED = {
     "claims": r"[0-9]*\.[0-9a-f]{16}",

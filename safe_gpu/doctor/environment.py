@@ -8,7 +8,7 @@ from ..runtimes.visible_devices import read_visible_once
 from ..schedulers.gpu_count import number_for_job
 from ..schedulers.job import count, current
 from ..selection.verdicts import MEMORY_VARIABLE, Rules, how_misread
-from ..settings import config, durations
+from ..settings import config, values
 from ..settings import variables as settings
 from ..wording.text import plural
 from .check import Check, CheckedHost, failed, passed, skipped, warning
@@ -40,7 +40,7 @@ def variables(host: CheckedHost) -> Check:
 
 
 _READERS: dict[str, Callable[[str, str], object]] = {
-    "SAFE_GPU_TIMEOUT": lambda name, value: durations.parse_duration(value, name),
+    "SAFE_GPU_TIMEOUT": lambda name, value: values.parse_duration(value, name),
     "SAFE_GPU_NB_GPUS": lambda name, value: count({name: value}, name) == 0 or number_for_job({name: value}),
     MEMORY_VARIABLE: lambda name, value: Rules.of({name: value}),
 }

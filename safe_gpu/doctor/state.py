@@ -6,11 +6,21 @@ import time
 from contextlib import suppress
 
 from ..claim.checks import doubt_of_image
-from ..coordination.closed import closed_now, ignored_closed
-from ..coordination.directory import DIR_MODE, HOST_LOCK, PARTS, Directory, SharedDirectory
+from ..coordination.directory import (
+    ADMIN_DIR,
+    DEFAULT_DIR,
+    DIR_MODE,
+    HOST_LOCK,
+    PARTS,
+    Directory,
+    SharedDirectory,
+    remover_of,
+    setup_command,
+    state_dir_path,
+)
 from ..coordination.holders import claims_now, living_claims
 from ..coordination.host_lock import Host
-from ..coordination.state_dir import ADMIN_DIR, DEFAULT_DIR, remover_of, setup_command, state_dir_path
+from ..coordination.notes import closed_now, ignored_closed
 from ..errors import StateDirError
 from ..host import procfs
 from ..host.signals import DeferredSignals

@@ -5,7 +5,7 @@ Nothing here knows claims: a driver reports what it sees, and ``selection`` judg
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 
@@ -17,7 +17,6 @@ from ..settings import variables as settings
 from ..topology.files import Files
 from ..wording import text as style
 from .base import Driver
-from .presets import preset as find_preset
 
 # The drivers, with the vendor of those whose GPUs are all of one.
 _KINDS = {"auto": None, **{name: key for key, vendor in VENDORS.items() for name in vendor.drivers}, "simulated": None}
@@ -41,14 +40,14 @@ def open_driver(name: str | None = None, *, vendor: str | None = None, prefer: s
     kind, preset = _parsed(name)
     if vendor is not None:
         _check_inside(vendor)
-        if kind != "auto" and vendor not in (find_preset(preset).vendors if kind == "simulated" else (_KINDS[kind],)):
+        if kind != "auto" and vendor not in (_simulated_vendors(preset) if kind == "simulated" else (_KINDS[kind],)):
             given = f"SAFE_GPU_DRIVER={kind}:{preset}".rstrip(":")
             raise _refused(vendor, f"{given} has none", ", or unset SAFE_GPU_DRIVER")
     if kind == "auto":
         return _auto(vendor, prefer)
     if kind != "simulated":
         return _opened(kind)
-    if vendor is None and len(find_preset(preset).vendors) > 1:
+    if vendor is None and len(_simulated_vendors(preset)) > 1:
         vendor = meant_vendor(os.environ, prefer)
     return _opened(kind, preset, vendor=vendor)
 
@@ -66,8 +65,14 @@ def open_drivers() -> tuple[list[Driver], list[str]]:
     if kind == "auto":
         return _each()
     if kind == "simulated":
-        return [_opened(kind, preset, vendor=vendor) for vendor in find_preset(preset).vendors], []
+        return [_opened(kind, preset, vendor=vendor) for vendor in _simulated_vendors(preset)], []
     return [open_driver()], []
+
+
+def _simulated_vendors(preset: str) -> Sequence[str]:
+    from .simulated import find_preset
+
+    return find_preset(preset).vendors
 
 
 def _parsed(name: str | None) -> tuple[str, str]:

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..affinity.planner import divide
 from ..claim.arguments import DEFAULT, DefaultTimeout
-from ..claim.variables import ClaimVariables
+from ..claim.claim import ClaimVariables
 from ..claim.worker import EXPECT, is_held
 from ..errors import GPUAffinityError, HolderLostError, UnsatisfiableRequestError, WrongDeviceError
 from ..gpus.vendors import VENDORS
@@ -48,7 +48,7 @@ from .holder import ClaimArguments, ClusterGpu, enter_worker
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..affinity.options import AffinityOptions
+    from ..affinity.planner import AffinityOptions
     from ..selection.request import Conditions
 
 

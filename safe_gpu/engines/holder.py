@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..affinity.binding import bind_process
-from ..affinity.cpu_shares import cores_of_share, memory_nodes, near, with_memory
-from ..affinity.options import AffinityOptions, parse_options
+from ..affinity.binding import bind_process, cores_of_share, memory_nodes, near, with_memory
+from ..affinity.planner import AffinityOptions, parse_options
 from ..claim.arguments import ClaimOptions, DefaultTimeout, read_options
+from ..claim.claim import visible_limit_of
 from ..claim.owner import GPUOwner, owner_type
-from ..claim.variables import visible_limit_of
+from ..coordination.directory import state_dir_path
 from ..coordination.doors import digest
-from ..coordination.state_dir import state_dir_path
 from ..drivers import opened_driver
 from ..drivers.base import Driver
 from ..errors import GPUAffinityError, SafeGpuError, UnsatisfiableRequestError, package_logger

@@ -32,7 +32,7 @@ from .holder import ClaimArguments, ClusterGpu, enter_worker
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..affinity.options import AffinityOptions
+    from ..affinity.planner import AffinityOptions
     from ..selection.request import Conditions
 
 

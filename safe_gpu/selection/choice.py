@@ -10,10 +10,10 @@ from typing import Any
 from ..errors import UnsatisfiableRequestError
 from ..gpus.devices import MIG_IS_ON, Gpu, GpuVerdict, Holder, HostSnapshot, VisibleLimit
 from ..gpus.vendors import VENDORS
+from ..settings.values import is_index, unknown_names
 from ..wording import text as style
 from ..wording.text import gpu_ranges, grouped, plural
 from .request import Selection, linked
-from .values import is_index, unknown_names
 from .verdicts import DEFAULT_RULES, UNWATCHABLE, Rules, fence_hint, judge, why_outside, why_unusable
 
 
@@ -183,7 +183,7 @@ def choose(
         near: NUMA nodes of the CPUs that this process may use; None: no preference.
         last: UUIDs of the devices that are taken only if the others are too few.
         groups: divides the devices into sets, of one of which all must be.
-        prefer: what the names of models match, as from :func:`~safe_gpu.selection.values.model_pattern`.
+        prefer: what the names of models match, as from :func:`~safe_gpu.settings.values.model_pattern`.
 
     Returns:
         The devices in index order, or None if fewer are free.

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
 from ..errors import UnsatisfiableRequestError
 from ..gpus.devices import Gpu, HostSnapshot, vendor_of_name
 from ..gpus.vendors import VENDORS
+from ..settings.values import as_index, model_pattern, names_device, parse_names, parse_size, refused
 from ..wording import text as style
 from ..wording.text import format_bytes, plural
 from .sharing import LEAST_SHARE, MIB, part_of, share_capacity, why_unshareable
-from .values import as_index, model_pattern, names_device, parse_names, parse_size, refused
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

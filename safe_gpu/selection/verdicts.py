@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..gpus.devices import ComputeMode, Gpu, GpuProcess, GpuVerdict, Holder, HostSnapshot, ProcessKind, VisibleLimit
+from ..settings.values import parse_size
 from ..settings.variables import host_setting
 from ..wording.text import format_bytes, gpu_ranges, in_brackets, left_behind, plural
 from .request import MinMemory, Selection
 from .sharing import FamilyOf, room, strangers, why_no_room
-from .values import parse_size
 
 MEMORY_VARIABLE = "SAFE_GPU_UNEXPLAINED_MEMORY"
 

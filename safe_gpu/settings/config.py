@@ -18,7 +18,7 @@ from ..gpus.vendors import VENDORS
 from ..host import procfs
 from ..host.foreign_files import LIMIT, open_to_read
 from ..host.programs import is_root, others_can_change
-from .durations import seconds_of
+from .values import seconds_of
 
 HOST_KEYS = {
     "state_dir": "SAFE_GPU_DIR",

@@ -12,15 +12,13 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property, partial
 
-from ..coordination.closed import all_windows, closed_now, find_admitted, ignored_closed
-from ..coordination.directory import OPEN_FILE, Directory
+from ..coordination.directory import OPEN_FILE, Directory, remover_of, state_dir_path
 from ..coordination.doors import Doors
 from ..coordination.entry import Entry, living_entries
-from ..coordination.faults import read_faults
 from ..coordination.history import HistoryDir, append, lines_of_dead, mark_seen
 from ..coordination.holders import Claims, claim_around, claims_now, heirs_of, holder_of, lives_here
+from ..coordination.notes import all_windows, closed_now, find_admitted, ignored_closed, read_faults
 from ..coordination.queue import TicketRequest, waiting_tickets
-from ..coordination.state_dir import remover_of, state_dir_path
 from ..coordination.turns import turn_of
 from ..drivers import open_drivers
 from ..errors import NoDriverError, PolicyError, StateDirError

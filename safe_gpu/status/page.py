@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from .. import __version__
 from ..gpus.devices import MIG_IS_ON, Gpu, Holder
 from ..gpus.windows import Window
-from ..host.commands import program_names
 from ..host.foreign_files import printable
+from ..host.programs import program_names
 from ..wording.text import clock, format_age, plural, short_age
 from .facts import FREE, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
 from .history import hours

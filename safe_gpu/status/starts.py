@@ -6,8 +6,8 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ..coordination.closed import binding
 from ..coordination.entry import Entry
+from ..coordination.notes import binding
 from ..coordination.queue import TicketRequest, is_stopped
 from ..gpus.devices import vendor_of
 from ..gpus.windows import Window, spans_of

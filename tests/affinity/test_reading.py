@@ -241,9 +241,9 @@ def test_an_amd_host_is_read_as_it_is(saved_tree: SavedTree, monkeypatch: pytest
     def located(topology: api.HostTopology) -> list[api.GpuLocality]:
         return [replace(gpu, source="") for gpu in topology.gpus]
 
-    save(saved_tree, api.preset(name))
+    save(saved_tree, api.find_preset(name))
     monkeypatch.setenv("SAFE_GPU_FSROOT", os.fspath(saved_tree))
-    there, found = api.preset(name).topology, api.read_topology(driver=api.KfdDriver())
+    there, found = api.find_preset(name).topology, api.read_topology(driver=api.KfdDriver())
     assert located(found) == located(api.read_topology(saved_tree)) == located(there)
     for part in ("cpus", "nodes", "packages", "distances"):
         assert getattr(found, part) == getattr(there, part), part

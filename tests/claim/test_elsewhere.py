@@ -24,7 +24,7 @@ from support.processes import own_network
 import safe_gpu
 from safe_gpu import NotEnoughGpusError
 
-UUIDS = [gpu.uuid for gpu in api.preset("dgx-a100").gpus]
+UUIDS = [gpu.uuid for gpu in api.find_preset("dgx-a100").gpus]
 CLAIM = """
 import os, safe_gpu
 os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # of the test's own claim

@@ -369,7 +369,7 @@ def test_a_sharer_behind_a_whole_claim_waits_its_turn(sharing: Any, child: Any, 
 
 def test_what_frameworks_and_mps_are_told(tmp_path: Path) -> None:
     def told(**environ: str) -> dict[str, str]:
-        return api.claim_variables.share_variables(20 * GIB, [api.Gpu(0, "GPU-0", memory_total=80 * GIB)], environ)
+        return api.share_variables(20 * GIB, [api.Gpu(0, "GPU-0", memory_total=80 * GIB)], environ)
 
     limits = {"SAFE_GPU_SHARE": str(20 * GIB), "GPU_MEMORY_LIMIT": str(20 * GIB), "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
     fractions = dict.fromkeys(["SAFE_GPU_SHARE_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"], "0.24375")

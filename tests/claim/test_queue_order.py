@@ -172,7 +172,7 @@ import inspect, linecache, os, signal, sys
 import safe_gpu
 from safe_gpu import NoPlaceholder, claim_gpus
 from safe_gpu.claim import owner as owners
-from safe_gpu.host import held
+from safe_gpu.host import locks
 from safe_gpu.coordination.holders import living_claims
 from safe_gpu.coordination.queue import waiting_tickets
 
@@ -189,7 +189,7 @@ def interrupted(nb_gpus, timeout):
     where = ""
     def local(frame, event, argument):
         nonlocal where
-        line = frame.f_code, frame.f_lineno, bool(held._closed_in_children)
+        line = frame.f_code, frame.f_lineno, bool(locks._closed_in_children)
         if event == "line" and line not in been:
             been.add(line)
             # On its way out a `with` is a line again, but there the interpreter handles no signal; and one that comes
@@ -223,7 +223,7 @@ def state():
     return {
         "owner": owners.current_owner(), "environment": dict(os.environ),
         "claims": own(living_claims()), "tickets": own(waiting_tickets()),
-        "files": len(os.listdir("/proc/self/fd")), "held": set(held._closed_in_children),
+        "files": len(os.listdir("/proc/self/fd")), "held": set(locks._closed_in_children),
     }
 
 before, number = state(), 0

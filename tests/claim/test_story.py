@@ -265,7 +265,7 @@ def test_an_affinity_that_cannot_be_had_fails_only_claims_that_ask_for_it(host, 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise GPUAffinityError("the CPUs are not to be had")
 
-    monkeypatch.setattr("safe_gpu.affinity.cpu_shares.bind_process", refuse)
+    monkeypatch.setattr("safe_gpu.affinity.binding.bind_process", refuse)
     with untouched():
         with GPUOwner(1, timeout=0) as owner:
             assert (owner.cpus, owner.binding) == (set(), None)

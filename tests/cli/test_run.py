@@ -331,6 +331,6 @@ def test_partitions_of_amd_gpus(command, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:mi300x-cpx")
     shell = "echo $ROCR_VISIBLE_DEVICES; safe-gpu status --free"
     claimed, *free = command.run("run", "--only", "2,3", "-n", 2, "--", "sh", "-c", shell).stdout.split()
-    uuids = [gpu.uuid for gpu in api.preset("mi300x-cpx").gpus]
+    uuids = [gpu.uuid for gpu in api.find_preset("mi300x-cpx").gpus]
     assert claimed.split(",") == uuids[2:4]
     assert free == [str(index) for index in range(len(uuids)) if index not in (2, 3)]

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from support import api
 from support.terminals import Screen, Terminal
 
-GPUS = api.preset("dgx-a100").gpus
+GPUS = api.find_preset("dgx-a100").gpus
 
 
 def status(free: int = 0, position: int = 1) -> api.WaitStatus:

@@ -132,7 +132,8 @@ class Desk:
         self.environment: dict[str, str] = {}
         self._path = f"{safe_gpu.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         self._background: list[Any] = []
-        (directory / "tools").symlink_to(ROOT / "tools")
+        for name in ("tools", "tests"):
+            (directory / name).symlink_to(ROOT / name)
         if not (Path(sys.executable).parent / "python").exists():  # tests that run outside of an environment
             self._path = f"{directory / 'bin'}:{self._path}"
             _PROGRAMS["bin/python"] = f'#!/bin/sh\nexec "{sys.executable}" "$@"\n'
@@ -216,7 +217,7 @@ def _full(desk: Desk) -> None:
 
 def _month(desk: Desk) -> None:
     """A host with eight GPUs that two users have used for three weeks."""
-    uuids = [gpu.uuid for gpu in api.preset("dgx-a100").gpus]
+    uuids = [gpu.uuid for gpu in api.find_preset("dgx-a100").gpus]
     for number in range(60):
         since = time.time() - 86400 * (20 - number / 3)
         claim = {"v": 1, "claim": [1 + number, since], "gpus": uuids[: 1 + number % 4], "waited": 60 * (number % 7)}

@@ -362,7 +362,7 @@ def test_a_driver_that_was_named_and_has_no_such_gpus(monkeypatch: pytest.Monkey
 
 
 def test_what_tells_the_vendor_of_this_process() -> None:
-    nvidia = api.preset("laptop").devices[0].uuid
+    nvidia = api.find_preset("laptop").devices[0].uuid
     for environment, vendor in (
         ({}, None),
         ({"ROCR_VISIBLE_DEVICES": AMD}, "amd"),

@@ -35,7 +35,7 @@ def occupying(state: Path, child: Any) -> Callable[..., Any]:
     def start(then: str = "say()", before: str = "", state: Path = state) -> Any:
         process = child(f"""
 import os, signal, sys
-import safe_gpu.coordination.state_dir  # while this interpreter can still be read
+import safe_gpu.coordination.directory  # while this interpreter can still be read
 from safe_gpu.drivers.simulated import SimulatedDriver
 {before}
 driver = SimulatedDriver("dgx-a100", {str(state)!r})

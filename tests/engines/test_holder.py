@@ -78,7 +78,7 @@ def test_uuids(make: Any) -> None:
 
 
 # the UUIDs of simulated:mi250x, by index
-AMD = [gpu.uuid for gpu in api.preset("mi250x").gpus[:4]]
+AMD = [gpu.uuid for gpu in api.find_preset("mi250x").gpus[:4]]
 
 
 @pytest.mark.parametrize(

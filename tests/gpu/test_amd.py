@@ -47,7 +47,7 @@ def used(driver: api.KfdDriver, pid: int) -> list[int]:
 
 
 def test_an_idle_gpu_shows_less_than_a_gibibyte_in_use(driver: api.KfdDriver) -> None:
-    for gpu, device in zip(driver.snapshot().gpus, api.kfd_topology.devices(api.files.Files()) or (), strict=True):
+    for gpu, device in zip(driver.snapshot().gpus, api.kfd_topology.devices(api.Files()) or (), strict=True):
         print(gpu, device)
         assert not gpu.processes
         assert gpu.memory_used is not None

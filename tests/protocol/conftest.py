@@ -99,7 +99,7 @@ class Scene:
         seed = int(SEED or random.randrange(10**6))
         self.random = random.Random(seed)
         print(f"SAFE_GPU_TEST_SEED={seed} repeats this choice")
-        host = api.preset(PRESET).gpus
+        host = api.find_preset(PRESET).gpus
         self.uuids = [gpu.uuid for gpu in host]
         self.capacity = api.share_capacity(host[0])
         self.state_dir = directory / "state"

@@ -21,7 +21,7 @@ from support.vendor_hosts import KfdHost
 
 from safe_gpu import NoDriverError, NotEnoughGpusError
 
-UUIDS = [gpu.uuid for gpu in api.preset("dgx-a100").gpus]
+UUIDS = [gpu.uuid for gpu in api.find_preset("dgx-a100").gpus]
 ME, PARENT = os.getpid(), os.getppid()  # of the same user
 
 

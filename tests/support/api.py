@@ -1,29 +1,40 @@
 """What tests take from inside the package, each name once, so that a move within it is one line here."""
 
 from safe_gpu.affinity import binding, memory_policy, planner
-from safe_gpu.affinity.binding import PartReport, bind_process, enter, leave, original_mask
-from safe_gpu.affinity.cpu_shares import (
+from safe_gpu.affinity.binding import (
+    PartReport,
     bind_claim,
     bind_near,
+    bind_process,
     claim_shares,
+    enter,
+    leave,
     memory_nodes,
     nodes_of_cpus,
+    original_mask,
     split_share,
     with_memory,
 )
 from safe_gpu.affinity.gpu_affinity import Mode, Multithreading, Scope, set_affinity
 from safe_gpu.affinity.memory_policy import policy_for, set_policy
 from safe_gpu.affinity.numactl import numactl_options, wrap_command
-from safe_gpu.affinity.options import DIVIDING_MODES, MODES, MULTITHREADING, SCOPES, AffinityOptions, parse_options
 from safe_gpu.affinity.placement import PlacementReport, ProcessPlacement, ThreadPlacement, parse_numa_maps, placement
 from safe_gpu.affinity.plan_text import affinity_json, affinity_table, node_table
-from safe_gpu.affinity.planner import is_remote, plan
+from safe_gpu.affinity.planner import (
+    DIVIDING_MODES,
+    MODES,
+    MULTITHREADING,
+    SCOPES,
+    AffinityOptions,
+    is_remote,
+    parse_options,
+    plan,
+)
 from safe_gpu.affinity.resolve_gpus import BOUND, by_name, by_ordinal, remembered, visible
 from safe_gpu.claim import checks, owner, search, view
-from safe_gpu.claim import variables as claim_variables
 from safe_gpu.claim.arguments import DEFAULT, HoldTime, parse_hold_for, parse_timeout, read_options
 from safe_gpu.claim.arguments import UNKNOWN as UNKNOWN_HOLD
-from safe_gpu.claim.claim import Claim
+from safe_gpu.claim.claim import Claim, share_variables
 from safe_gpu.claim.functions import wait_for_gpus
 from safe_gpu.claim.limits import LimitReached, quota_of
 from safe_gpu.claim.look import Seen
@@ -43,19 +54,26 @@ from safe_gpu.cli.hosts import Answer, Said, arranged, document, for_any_shell, 
 from safe_gpu.cli.job import become, find_command
 from safe_gpu.cli.output import CommandError, WaitLine, redrawn
 from safe_gpu.coordination import (
-    closed,
     directory,
     doors,
     entry,
     history,
     holders,
     host_lock,
+    notes,
     older_package,
     queue,
     setup,
 )
-from safe_gpu.coordination.closed import closed_now, drained_gpus, find_admitted
-from safe_gpu.coordination.directory import HOST_LOCK, OPEN_FILE, PARTS, Directory, SharedDirectory, make_directory
+from safe_gpu.coordination.directory import (
+    HOST_LOCK,
+    OPEN_FILE,
+    PARTS,
+    Directory,
+    SharedDirectory,
+    make_directory,
+    state_dir_path,
+)
 from safe_gpu.coordination.doors import MOST_PARTS, Doors, digest
 from safe_gpu.coordination.entry import (
     MOST_NAMES,
@@ -68,13 +86,12 @@ from safe_gpu.coordination.entry import (
     said_by_this_process,
     sleep_until_dead,
 )
-from safe_gpu.coordination.faults import clear_fault, read_faults, write_fault
 from safe_gpu.coordination.history import LARGEST, NAME, end_line, file_names, month_of
 from safe_gpu.coordination.holders import Claims, living_claims, said_by
 from safe_gpu.coordination.host_lock import Host
+from safe_gpu.coordination.notes import clear_fault, closed_now, drained_gpus, find_admitted, read_faults, write_fault
 from safe_gpu.coordination.older_package import take_older_package_lock
 from safe_gpu.coordination.queue import TicketRequest, Waiter, is_stopped, tickets_that_count, waiting_tickets
-from safe_gpu.coordination.state_dir import state_dir_path
 from safe_gpu.coordination.turns import by_turn, turn_of, turn_of_newcomer
 from safe_gpu.doctor import Check, CheckedHost, run_checks
 from safe_gpu.doctor.state import directory as directory_check
@@ -84,8 +101,7 @@ from safe_gpu.drivers.intel import PRIVATE, IntelDriver, parse_client
 from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.drivers.nvidia_smi import NvidiaSmiDriver
 from safe_gpu.drivers.nvml import LIBRARY, NvmlDriver
-from safe_gpu.drivers.presets import PRESETS, Preset, preset
-from safe_gpu.drivers.simulated import SimulatedContext, SimulatedDriver
+from safe_gpu.drivers.simulated import PRESETS, Preset, SimulatedContext, SimulatedDriver, find_preset
 from safe_gpu.engines import dragon
 from safe_gpu.engines.claim import ClusterClaim, HostClaim, NodeFacts, choose_nodes, claim_on_all, claim_through
 from safe_gpu.engines.connection import Holder as EngineHolder
@@ -129,12 +145,10 @@ from safe_gpu.gpus.devices import (
 from safe_gpu.gpus.vendors import FIRST, VENDORS
 from safe_gpu.gpus.windows import UNSAID, Window, drain_line, first_open, parse_closed, spans_of, why_reserved
 from safe_gpu.host import locks, procfs, programs, signals
-from safe_gpu.host.commands import command_for_record, own_command, program_names
 from safe_gpu.host.foreign_files import open_to_read, read_bytes, read_start
-from safe_gpu.host.held import Held, keep_across_exec
-from safe_gpu.host.locks import ReadLock, lock, unlock
+from safe_gpu.host.locks import Held, ReadLock, keep_across_exec, lock, unlock
 from safe_gpu.host.procfs import FileSystem, has_ended, user_name
-from safe_gpu.host.programs import is_root
+from safe_gpu.host.programs import command_for_record, is_root, own_command, program_names
 from safe_gpu.host.signals import DeferredSignals, unwind_on_signals
 from safe_gpu.runtimes import causes, cuda, library, placeholders, visible_devices
 from safe_gpu.runtimes.cuda import CUDA, CudaPlaceholder, same_device
@@ -178,7 +192,6 @@ from safe_gpu.selection.request import (
     parse_request,
 )
 from safe_gpu.selection.sharing import room, share_capacity, share_fraction
-from safe_gpu.selection.values import model_pattern, names_device, parse_size, unknown_names
 from safe_gpu.selection.verdicts import (
     DEFAULT_RULES,
     HIDDEN,
@@ -195,7 +208,14 @@ from safe_gpu.selection.verdicts import (
 )
 from safe_gpu.settings import config, variables
 from safe_gpu.settings.config import KEYS, Limits, host_names, host_values, limits_of_user, parse, read, resolve
-from safe_gpu.settings.durations import parse_duration, parse_moment
+from safe_gpu.settings.values import (
+    model_pattern,
+    names_device,
+    parse_duration,
+    parse_moment,
+    parse_size,
+    unknown_names,
+)
 from safe_gpu.settings.variables import VARIABLES, known_hosts, setting_of_hosts
 from safe_gpu.status import history as status_history
 from safe_gpu.status import report as status_report
@@ -207,7 +227,7 @@ from safe_gpu.status.page import render_page
 from safe_gpu.status.render import render
 from safe_gpu.status.report import ReportRow, free_hours, percentile_95, report, report_by_day, table_of_report
 from safe_gpu.status.starts import at_limits, expected_starts
-from safe_gpu.topology import files, kfd_topology
+from safe_gpu.topology import kfd_topology
 from safe_gpu.topology.cpulist import LIMIT, format_cpulist, parse_cpulist, parse_cpumask
 from safe_gpu.topology.files import Files
 from safe_gpu.topology.host import GpuLocality, HostTopology, SysfsHost, read_topology

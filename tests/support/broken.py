@@ -17,7 +17,7 @@ from safe_gpu.coordination.doors import Doors
 from safe_gpu.coordination.entry import Entries
 from safe_gpu.coordination.holders import Claims
 from safe_gpu.coordination.queue import Waiter
-from safe_gpu.host import held, locks
+from safe_gpu.host import locks
 from safe_gpu.host.signals import DeferredSignals
 from safe_gpu.selection import backfill, sharing, verdicts
 
@@ -127,7 +127,7 @@ BROKEN: dict[str, list[tuple[Any, str, Any]]] = {
     "locked after its name": [(entry, "lock", _to_be_locked.append), (entry, "os", _Os(rename=_rename_and_lock))],
     "flock": [(locks, "ofd_locks", lambda: False)],  # which a neighbour can take too
     "children unlock": [(entry, "lock", _lock_and_drop_in_child)],
-    "children keep all": [(held, "_closed_in_children", _Empty())],
+    "children keep all": [(locks, "_closed_in_children", _Empty())],
     "no doors": _NO_DOORS,
     "no doors nor locks": [*_NO_DOORS, (entry, "lock", lambda fd: None)],
     "door too early": [(claims.Claim, "take", _give_back_doors_first)],

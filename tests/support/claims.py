@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import safe_gpu
-from safe_gpu.affinity import cpu_shares as shares
+from safe_gpu.affinity import binding
 from safe_gpu.claim import checks as confirmation
 from safe_gpu.claim import claim as claim_module
 from safe_gpu.claim import functions
@@ -158,7 +158,7 @@ class Spies:
         spied(Doors, "take_whole", "door")
         spied(claim_module, "make_entry", "entry")
         spied(owner_module, "verify_devices", "verify")
-        spied(shares, "bind_process", "bind", "bound")
+        spied(binding, "bind_process", "bind", "bound")
         self.legacy_held = held
         self.placeholder = SpiedPlaceholder(host)
 

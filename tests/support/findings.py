@@ -11,9 +11,9 @@ from support.gpus import PACKAGE_ROOT
 
 from safe_gpu import doctor
 from safe_gpu.doctor import Check, CheckedHost
-from safe_gpu.drivers.presets import preset
+from safe_gpu.drivers.simulated import find_preset
 
-UUIDS = [gpu.uuid for gpu in preset("dgx-a100").gpus]
+UUIDS = [gpu.uuid for gpu in find_preset("dgx-a100").gpus]
 
 
 ASK = """

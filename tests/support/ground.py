@@ -108,9 +108,9 @@ class Ground:
     """What lies in this test's state directory: who holds which GPU, who waits. Others can be played here."""
 
     def __init__(self) -> None:
-        from safe_gpu.drivers.presets import preset
+        from safe_gpu.drivers.simulated import find_preset
 
-        self.uuids = [gpu.uuid for gpu in preset("dgx-a100").gpus]
+        self.uuids = [gpu.uuid for gpu in find_preset("dgx-a100").gpus]
         self._held: dict[str, PlayedClaim] = {}
         self._sleepers: dict[int, subprocess.Popen[bytes]] = {}
         self._contexts: list[Any] = []

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from safe_gpu.cli import hosts
 from safe_gpu.cli.commands import main
-from safe_gpu.drivers.presets import preset
+from safe_gpu.drivers.simulated import find_preset
 from safe_gpu.gpus.devices import Holder
 from safe_gpu.gpus.windows import Window
 from safe_gpu.status import gather
@@ -29,7 +29,7 @@ DAY = [ReportRow(*row) for row in MADE_UP["day"]]
 def scene() -> HostStatus:
     """Eight GPUs: a claim of four, one that is shared, one that is idle, one that is drained, one free; two wait."""
     gpus = []
-    for gpu, made_up in zip(preset("dgx-a100").gpus, MADE_UP["gpus"], strict=True):
+    for gpu, made_up in zip(find_preset("dgx-a100").gpus, MADE_UP["gpus"], strict=True):
         holders = [Holder(**MADE_UP["claims"][user]) for user in made_up["claims"]]
         claim = Holder.of_sharers(holders) if len(holders) > 1 else next(iter(holders), None)
         gpus.append(GpuStatus(gpu._replace(**made_up["gpu"]), claim=claim, **made_up["status"]))

@@ -1,19 +1,34 @@
-"""GPUs closed to new claims, for good or for a time, by the word of root or of the owner of the state directory."""
+"""What is noted of GPUs: which are closed to new claims, and on which a claim failed.
 
+They are closed for good or for a time, by the word of root or of the owner of the state directory. That a claim failed,
+each user notes in a file of its own, ``faults/UUID.UID``, which counts if that user is its owner. It proves nothing: it
+only makes other GPUs the better choice for some minutes.
+"""
+
+import json
 import os
 import stat
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import NamedTuple
 
+from ..errors import StateDirError
+from ..gpus.devices import LAST_CHOICE, GpuFault
 from ..gpus.windows import Window, parse_closed, why_reserved
 from ..host import procfs, programs
-from ..host.foreign_files import LIMIT, open_to_read, printable
+from ..host.foreign_files import LIMIT, as_text, as_time, open_to_read, printable, well_formed
 from ..settings.variables import policy_directory
-from .state_dir import state_dir_path
+from .directory import Directory, SharedDirectory, state_dir_path
 
-_NAME = "closed"
+_CLOSED = "closed"
+
+_FAULTS = "faults"
+_MOST_BYTES = 4096
+_MOST_CHARACTERS = 400
+_MOST_NOTES = 64  # of a GPU that are read: anybody can make more names
 
 
 class Closed(NamedTuple):
@@ -34,12 +49,12 @@ class Closed(NamedTuple):
 
 def closed_file(*, by_root: bool) -> str:
     """Return the path of root's file, beside its settings of the host, or of the one in the state directory."""
-    return f"{policy_directory(os.environ) if by_root else state_dir_path()}/{_NAME}"
+    return f"{policy_directory(os.environ) if by_root else state_dir_path()}/{_CLOSED}"
 
 
 def has_closed_file(above_fd: int) -> bool:
     """Return whether one of the files is there; ``above_fd`` is a descriptor of the state directory."""
-    return os.access(_NAME, os.F_OK, dir_fd=above_fd) or os.access(closed_file(by_root=True), os.F_OK)
+    return os.access(_CLOSED, os.F_OK, dir_fd=above_fd) or os.access(closed_file(by_root=True), os.F_OK)
 
 
 def read_closed(*, by_root: bool, state_dir: str = "") -> Closed:
@@ -48,7 +63,7 @@ def read_closed(*, by_root: bool, state_dir: str = "") -> Closed:
     Args:
         state_dir: another one than that of this process.
     """
-    path = os.path.join(state_dir, _NAME) if state_dir else closed_file(by_root=by_root)
+    path = os.path.join(state_dir, _CLOSED) if state_dir else closed_file(by_root=by_root)
     try:
         # No path into the state directory is followed.
         above = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | (0 if by_root else os.O_NOFOLLOW))
@@ -56,7 +71,7 @@ def read_closed(*, by_root: bool, state_dir: str = "") -> Closed:
         return Closed()
     try:
         owner = 0 if by_root else os.fstat(above).st_uid
-        with open_to_read(_NAME, os.O_NOFOLLOW, above) as file:
+        with open_to_read(_CLOSED, os.O_NOFOLLOW, above) as file:
             status = os.fstat(file.fileno())
             user = procfs.user_name(status.st_uid)
             doubt = _doubt(status, user, owner)
@@ -129,3 +144,78 @@ def closed_now() -> dict[str, str]:
 def ignored_closed() -> tuple[str, ...]:
     """Return what is ignored of these files and why, a sentence for each."""
     return tuple(filter(None, (read_closed(by_root=by_root).doubt for by_root in (False, True))))
+
+
+def _stem(uuid: str) -> str:
+    return uuid.replace("/", "_")
+
+
+def _own_name(uuid: str) -> str:
+    return f"{_stem(uuid)}.{os.geteuid()}"
+
+
+def read_faults(state_dir: str | SharedDirectory, uuids: Iterable[str]) -> dict[str, GpuFault]:
+    """Return UUID -> the latest note of any user, of the GPUs that have one that counts.
+
+    A note of this user counts until it is cleared, however old it is.
+
+    Args:
+        state_dir: its path, or that directory while it is open.
+    """
+    found: dict[str, GpuFault] = {}
+    looked_at: Counter[str] = Counter()
+    with suppress(StateDirError, FileNotFoundError), Directory(state_dir, _FAULTS, make=False) as directory:
+        names = directory.names()
+        wanted = {_stem(uuid): uuid for uuid in uuids} if names else {}  # almost always there are none
+        for name in (*names.intersection(map(_own_name, wanted)), *names):
+            uuid = wanted.get(name.rpartition(".")[0])
+            if uuid is None or looked_at[uuid] == _MOST_NOTES:
+                continue
+            looked_at[uuid] += 1
+            fault = _read(directory, name)
+            if fault is not None and (uuid not in found or fault.when > found[uuid].when):
+                found[uuid] = fault
+    return found
+
+
+def _read(directory: Directory, name: str) -> GpuFault | None:
+    """Return the note in a file; None if it is of another user than its name says, too old, or makes no sense."""
+    try:
+        with open_to_read(name, os.O_NOFOLLOW, directory.fd) as file:
+            uid = os.fstat(file.fileno()).st_uid
+            said = json.loads((file.read(_MOST_BYTES) or b"").decode("utf-8", "replace"))
+        fault = GpuFault(as_time(said["when"]), as_text(said["error"], _MOST_CHARACTERS))
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return None
+    counts = uid == os.geteuid() or abs(time.time() - fault.when) < LAST_CHOICE
+    return fault if counts and name.endswith(f".{uid}") else None
+
+
+def write_fault(state_dir: str, uuid: str, fault: GpuFault) -> None:
+    """Note that a claim of this user failed on a GPU, in place of its earlier note.
+
+    Raises:
+        StateDirError, OSError: it cannot be written.
+    """
+    error = printable(well_formed(fault.error))[:_MOST_CHARACTERS]
+    line = json.dumps({"when": round(fault.when, 3), "error": error}, ensure_ascii=False).encode() + b"\n"
+    with Directory(state_dir, _FAULTS) as directory:
+        with suppress(FileNotFoundError):
+            os.unlink(_own_name(uuid), dir_fd=directory.fd)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        fd = os.open(_own_name(uuid), flags, 0o600, dir_fd=directory.fd)
+        try:
+            os.fchmod(fd, 0o644)
+            os.write(fd, line)
+        finally:
+            os.close(fd)
+
+
+def clear_fault(state_dir: str, uuid: str) -> None:
+    """Remove the note of this user on a GPU, if there is one. Those of others count until they are old.
+
+    Raises:
+        StateDirError, OSError: it cannot be removed.
+    """
+    with suppress(FileNotFoundError), Directory(state_dir, _FAULTS, make=False) as directory:
+        os.unlink(_own_name(uuid), dir_fd=directory.fd)

@@ -250,7 +250,7 @@ def read_options(
     elif not callable(getattr(logger, "info", None)):
         problem = f"logger={logger!r} is not a logger: pass a logging.Logger, or leave it out"
         raise UnsatisfiableRequestError(problem, value=logger)
-    environ = dict(os.environ)  # one copy costs less than the look-ups below, each of which encodes and decodes
+    environ = settings.Environment()
     job = current(environ)
     number = nb_gpus
     if nb_gpus == "job":

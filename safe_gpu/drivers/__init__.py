@@ -86,7 +86,8 @@ def _parsed(name: str | None) -> tuple[str, str]:
 
 def _opened(kind: str, *arguments: str, **named: str | None) -> Driver:
     """Open a driver by its name, after which its module and its class are called: ``nvidia_smi.NvidiaSmiDriver``."""
-    module = import_module(f".{kind.replace('-', '_')}", __package__)
+    name = f"{__package__}.{kind.replace('-', '_')}"
+    module = sys.modules.get(name) or import_module(name)
     driver: Driver = getattr(module, f"{kind.title().replace('-', '')}Driver")(*arguments, **named)
     return driver
 

@@ -167,7 +167,8 @@ class Gpu(NamedTuple):
         listed = self.listed_memory
         if self.memory_used is None or self.memory_beside is None or listed is None:
             return 0
-        return max(0, self.memory_used - self.memory_beside - listed)
+        rest = self.memory_used - self.memory_beside - listed
+        return rest if rest > 0 else 0
 
     @property
     def listed_memory(self) -> int | None:

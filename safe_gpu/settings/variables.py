@@ -1,8 +1,9 @@
 """The environment variables that safe_gpu reads."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from typing import Any
 
 from ..errors import UnsatisfiableRequestError
 from ..gpus.vendors import VENDORS
@@ -60,6 +61,29 @@ HOST_FILES = tuple(f"{_directory_of_root()}/{name}" for name in ("config.ini", "
 """The file with root's settings and limits for this host: its name, and its older name."""
 
 
+class Environment(Mapping[str, str]):
+    """The environment, of which few of many variables are set: os.environ encodes each name and raises for each that is
+    not there, and a copy decodes all values."""
+
+    def __init__(self) -> None:
+        self._names = frozenset(os.environ)
+
+    def __getitem__(self, name: str) -> str:
+        return os.environ[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return os.environ.get(name, default) if name in self._names else default
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 def is_simulated(environ: Mapping[str, str]) -> bool:
     """Return whether claims get simulated GPUs."""
     return environ.get("SAFE_GPU_DRIVER", "").startswith("simulated")
@@ -114,9 +138,12 @@ def policy_files(environ: Mapping[str, str]) -> tuple[str, ...]:
     return HOST_FILES
 
 
+_directory_of = cache(os.path.dirname)
+
+
 def policy_directory(environ: Mapping[str, str]) -> str:
     """Return the directory of root's files, which most hosts do not have."""
-    return os.path.dirname(policy_files(environ)[0]) or "."
+    return _directory_of(policy_files(environ)[0]) or "."
 
 
 def existing_policy(environ: Mapping[str, str]) -> str | None:

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 from support import api
 
-import safe_gpu.drivers
-
 MASK = sorted(os.sched_getaffinity(0))
 needs_two_cpus = pytest.mark.skipif(len(MASK) < 2, reason="needs two CPUs")
 
@@ -249,7 +247,7 @@ def four_gpus(saved_tree: SavedTree, monkeypatch: pytest.MonkeyPatch) -> FakeDri
     driver = FakeDriver([api.Gpu(n, f"GPU-{n}{n}ab", pci_bus_id=bus_id) for n, bus_id in enumerate(bus_ids)])
     monkeypatch.setenv("SAFE_GPU_FSROOT", os.fspath(saved_tree))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(safe_gpu.drivers, "open_driver", lambda name=None, **choice: driver)
+    monkeypatch.setattr(api.drivers, "open_driver", lambda name=None, **choice: driver)
     return driver
 
 

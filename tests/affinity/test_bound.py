@@ -13,7 +13,6 @@ from support import api
 from support.forks import in_child
 
 import safe_gpu
-import safe_gpu.drivers
 
 pytestmark = needs_two_cpus
 
@@ -59,7 +58,7 @@ def test_a_node_by_its_number(four_gpus: Any, said: Any, saved_tree: Any, monkey
     saved_tree.cpus([(MASK[0],), (MASK[1],), (5000,)])
     saved_tree.nodes({0: [MASK[0]], 1: [MASK[1]], 2: [5000]})
     monkeypatch.setenv("SAFE_GPU_DRIVER", "nvml")
-    monkeypatch.setattr(safe_gpu.drivers, "open_driver", no_driver)
+    monkeypatch.setattr(api.drivers, "open_driver", no_driver)
 
     def child() -> Any:
         found = [sorted(safe_gpu.bind(node=node).cpus) for node in (1, 0)]
@@ -183,7 +182,7 @@ def test_unbound_rather_than_not_at_all(four_gpus: Any, monkeypatch: pytest.Monk
         ([], 69, "no NVIDIA driver"),
     ):
         if why == "no NVIDIA driver":
-            monkeypatch.setattr(safe_gpu.drivers, "open_driver", no_driver)
+            monkeypatch.setattr(api.drivers, "open_driver", no_driver)
         assert api.main(["bind", *options, "--", "/bin/echo", "ran"]) == code
         assert (ran, why in capfd.readouterr().err) == ([], True)
         if code != 2:

@@ -20,7 +20,6 @@ from support.forks import in_child
 from support.real import REQUIRED
 
 import safe_gpu
-import safe_gpu.drivers
 
 
 @needs_two_cpus
@@ -57,7 +56,7 @@ def test_the_wrapped_command(four_gpus: Any, monkeypatch: pytest.MonkeyPatch) ->
     for words, options in [*wrong, *((["true"], {**one, "strict": False}) for one in more)]:
         with pytest.raises(api.GPUAffinityError):
             api.wrap_command(words, **{"gpu": 0, "mode": "node", **options})
-    monkeypatch.setattr(safe_gpu.drivers, "open_driver", no_driver)
+    monkeypatch.setattr(api.drivers, "open_driver", no_driver)
     assert api.wrap_command(("./train", "x y"), mode=None) == ["./train", "x y"]
 
 
@@ -120,7 +119,7 @@ def test_falling_back_to_the_command(four_gpus: Any, monkeypatch: Any, caplog: A
         ({"gpu": 0}, "no NVIDIA driver"),
     ):
         if why == "no NVIDIA driver":
-            monkeypatch.setattr(safe_gpu.drivers, "open_driver", no_driver)
+            monkeypatch.setattr(api.drivers, "open_driver", no_driver)
         asked = {"mode": "node", **arguments}
         caplog.clear()
         for falls_back in ({"strict": False}, {"mode": torch_options(asked["mode"], True)}):

@@ -12,8 +12,6 @@ from affinity.conftest import MASK, needs_two_cpus, no_driver
 from support import api
 from support.forks import in_child
 
-import safe_gpu.drivers
-
 pytestmark = needs_two_cpus
 
 # A process with a second thread, on another CPU, and a child of its own; it says when all are there.
@@ -172,7 +170,7 @@ def test_a_gpu_is_named_in_either_numbering(four_gpus: Any, family: Any) -> None
 
 
 def test_without_a_driver_the_rest_is_told(four_gpus: Any, family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safe_gpu.drivers, "open_driver", no_driver)
+    monkeypatch.setattr(api.drivers, "open_driver", no_driver)
     pid, _ = family()
     report = api.placement(pid)
     assert (report.matches, report.processes[0].threads[0].node) == (None, 0)

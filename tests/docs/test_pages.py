@@ -150,10 +150,7 @@ def named_in_rows(text: str) -> set[str]:
 
 
 def test_the_table_of_exit_codes_is_that_of_the_command() -> None:
-    from safe_gpu.cli import arguments as parser
-    from safe_gpu.cli import commands
-
-    constants = {**vars(commands), **vars(parser)}
+    constants = {**vars(api.commands), **vars(api.arguments)}
     numbers = {value for name, value in constants.items() if name.startswith("EX_")}
     assert len(numbers) > 8
     rows = re.findall(r"^\| ([\d, ]+) \|", section(REFERENCE, "Exit codes"), re.MULTILINE)

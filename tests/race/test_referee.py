@@ -74,15 +74,13 @@ def test_what_a_policy_may_refuse(tmp_path: Path) -> None:
 
 
 def test_every_policy_of_a_soak_can_be_read(tmp_path: Path) -> None:
-    from safe_gpu.settings import config as package
-
     policy, rng = Policy(str(tmp_path)), random.Random(1)
     for _ in range(30):
         policy.change(rng, (7, 8))
         text = (tmp_path / "policy.ini").read_text()
-        rules = package.parse(text, "policy.ini")
+        rules = api.config.parse(text, "policy.ini")
         for uid in (7, 8):
-            number = package.resolve(rules, (str(uid),), lambda _: False, is_root=False).max_gpus
+            number = api.config.resolve(rules, (str(uid),), lambda _: False, is_root=False).max_gpus
             assert allowed(str(tmp_path), uid) == (math.inf if number is None else number)
 
 

@@ -326,12 +326,10 @@ def test_the_picture(tmp_path: Path) -> None:
     def work() -> Any:  # in a child, since matplotlib keeps its fonts open
         from matplotlib.figure import Figure
 
-        from safe_gpu.status.report import draw
-
         figures, save = [], Figure.savefig
         Figure.savefig = lambda self, *args, **how: (figures.append(self), save(self, *args, **how))
         for form in ("svg", "png"):
-            draw(str(tmp_path), form)
+            api.status_report.draw(str(tmp_path), form)
         return [label.get_text().strip() for label in figures[0].axes[0].get_legend().get_texts()]
 
     labels = in_child(work)

@@ -1,5 +1,6 @@
 """What tests take from inside the package, each name once, so that a move within it is one line here."""
 
+from safe_gpu import drivers
 from safe_gpu.affinity import binding, memory_policy, planner
 from safe_gpu.affinity.binding import (
     PartReport,
@@ -43,7 +44,7 @@ from safe_gpu.claim.report import ClaimAhead, Forecast, WaitStatus, holders_line
 from safe_gpu.claim.search import AGAIN, POLL, REFUSE, SLEEP, TAKE, WATCH, WaitState, decide
 from safe_gpu.claim.view import HostView, driver_pids, pids_of_around
 from safe_gpu.claim.worker import check_expected_gpu
-from safe_gpu.cli import admin, commands, hosts
+from safe_gpu.cli import admin, arguments, commands, hosts
 from safe_gpu.cli.admin import rule_text
 from safe_gpu.cli.advice import warning_about
 from safe_gpu.cli.arguments import add_request, add_vendor, claim_arguments

@@ -281,8 +281,6 @@ def read_options(
         )
     for doubt in settings.doubts(environ):
         logger.warning("%s", doubt)
-    if imports_main():
-        logger.warning("this worker claims GPUs of its own: %s", UNDER_MAIN)
     options = ClaimOptions(request, wait, began, logger, placeholder_fn, binding, memory, binding_required, visible_as)
     return options._replace(pause=pause, delegate=delegate, job=job, command=command, on_wait=on_wait, hold=hold)
 

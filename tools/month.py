@@ -128,7 +128,7 @@ class Month:
                 plan.pop(0)[1]()
             for number in KILLED:
                 told = self.told(number)
-                if number in running and len(told) > 1 and time.time() > float(told[0]) + self.jobs[number].length / 2:
+                if number in running and len(told) == 2 and time.time() > float(told[0]) + self.jobs[number].length / 2:
                     self.killed[number] = time.time()
                     os.kill(running[number].pid, signal.SIGKILL)
             running = {number: one for number, one in running.items() if os.waitpid(one.pid, os.WNOHANG) == (0, 0)}
@@ -170,7 +170,9 @@ class Month:
                 log = Path(f"log.{job.number}").read_text()
                 wrong.append(f"{job} is lost: it told {told}, the history {claim}; {log}")
                 continue
-            begin, end, gpus = float(told[0]), self.killed.get(job.number) or float(told[2]), told[1].split(",")
+            # One that is killed may just have ended.
+            end = float(told[2]) if len(told) > 2 else self.killed[job.number]
+            begin, gpus = float(told[0]), told[1].split(",")
             released = not job.by_run and job.number not in self.killed
             is_same = (sorted(claim.labels), claim.uid) == (sorted(gpus), job.user)
             if not is_same or (released and not claim.knows_its_end):

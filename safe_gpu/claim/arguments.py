@@ -210,6 +210,12 @@ def imports_main() -> bool:
     return process is not None and getattr(process.current_process(), "_inheriting", False)
 
 
+def warn_worker(logger: Any) -> None:
+    """Warn that each worker of multiprocessing claims, if this process is one that imports the main module."""
+    if imports_main():
+        logger.warning("this worker claims GPUs of its own: %s", UNDER_MAIN)
+
+
 def asks_for_none(nb_gpus: object) -> bool:
     """Return whether a claim is for no GPU: 0, or "job" where ``SAFE_GPU_NB_GPUS`` is 0."""
     return (count(os.environ, "SAFE_GPU_NB_GPUS") if nb_gpus == "job" else as_index(nb_gpus)) == 0

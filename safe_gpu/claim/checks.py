@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from typing import Any
 
 from ..coordination import older_package
-from ..coordination.directory import remover_of, setup_command, state_dir_path
+from ..coordination.directory import doubt_of_entries, doubt_of_image, state_dir_path
 from ..coordination.holders import living_claims
 from ..coordination.notes import clear_fault, write_fault
 from ..coordination.older_package import take_older_package_lock
@@ -23,7 +22,6 @@ from ..errors import (
 )
 from ..gpus.devices import Gpu, GpuFault, GpuProcess, HostSnapshot
 from ..host import procfs
-from ..host.foreign_files import printable, printable_lines
 from ..host.procfs import describe_process
 from ..host.signals import DeferredSignals
 from ..runtimes import placeholders
@@ -257,44 +255,3 @@ def _of_init(err: BaseException) -> bool:
 
 _told: set[str] = set()
 """What a claim of this process was told of state directories."""
-
-
-_OF_IMAGES = frozenset({"overlay", "fuse-overlayfs", "fuse.fuse-overlayfs"})
-
-
-@cache
-def doubt_of_image(path: str) -> str:
-    """Return what a claim is to be told of a state directory in the image of a container that has not the network of
-    the host; "" for nothing."""
-    above = path
-    while not os.path.isdir(above):
-        above = os.path.dirname(above)
-    kind, point = procfs.file_system_at(above, os.stat(above).st_dev)
-    if point != "/" or kind not in _OF_IMAGES or procfs.sees_network_devices():
-        return ""
-    return (
-        f"the state directory {printable_lines(path)} belongs to this container, and claims outside it are not "
-        f"seen, nor do they see this one, unless it has the network of the host: start it with -v {path}:{path}"
-    )
-
-
-@cache  # every claim asks, and is told once
-def doubt_of_entries(path: str, *, doors: bool) -> str:
-    """Return what a claim of this process is to be told of its entry; "" for nothing.
-
-    A claim that has doors keeps its GPUs without its entry, in its own network namespace. Those of other processes
-    cannot be read, but the host's has the network interfaces that are devices.
-
-    Args:
-        path: the state directory.
-        doors: whether the claim has doors.
-    """
-    uid = remover_of(path, os.geteuid())
-    if uid is None or (doors and procfs.sees_network_devices()):
-        return ""
-    why = "this network namespace seems not to be the host's" if doors else "it has no doors"
-    ask = "as root" if os.geteuid() == 0 else "ask root to run"
-    return (
-        f"{procfs.user_name(uid)} can remove the entries of this claim in {printable(path)}, and nothing else "
-        f"keeps others off its GPUs, since {why}: {ask}: {setup_command(path)}"
-    )

@@ -15,7 +15,7 @@ from ..selection.request import Conditions, Selection, parse_request
 from ..selection.verdicts import Rules, judge
 from .arguments import DEFAULT, DefaultTimeout, asks_for_none, read_options
 from .owner import NO_GPU, GPUOwner, already_claimed, current_owner, owners, request_key
-from .search import wait_until_free
+from .search import acquire
 from .view import HostView
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def wait_for_gpus(
     arguments = {name: value for name, value in locals().items() if name != "conditions"}
     options = read_options(**arguments, **conditions)
     with opened_driver(**options.request.driver) as driver:
-        return wait_until_free(HostView(driver, driver.snapshot(), options.request), options)
+        return acquire(HostView(driver, driver.snapshot(), options.request), options, None)
 
 
 def get_free_gpus(*, vendor: str | None = None) -> list[str]:

@@ -24,16 +24,7 @@ from ..selection.sharing import share_fraction
 from ..settings.variables import is_simulated
 from ..topology.cpulist import format_cpulist
 from ..wording.text import gpus_by_model
-from .arguments import (
-    DEFAULT,
-    NODE_BY_DEFAULT,
-    UNDER_MAIN,
-    ClaimOptions,
-    DefaultTimeout,
-    asks_for_none,
-    imports_main,
-    read_options,
-)
+from .arguments import DEFAULT, NODE_BY_DEFAULT, ClaimOptions, DefaultTimeout, asks_for_none, read_options, warn_worker
 from .checks import clear_notes, doubts_of, note_failure, verify_alone, verify_devices
 from .claim import Claim, ClaimVariables, initializers, share_variables
 from .search import acquire
@@ -108,8 +99,7 @@ class GPUOwner:
                 return
             options = read_options(**arguments, **self._internal)
             self.logger = options.logger
-            if imports_main():
-                self.logger.warning("this worker claims GPUs of its own: %s", UNDER_MAIN)
+            warn_worker(options.logger)
             with opened_driver(**options.request.driver) as driver:
                 self._prepare_placeholder(driver, options.placeholder_fn)
                 view = HostView(driver, driver.snapshot(), options.request)

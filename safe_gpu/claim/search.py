@@ -151,8 +151,11 @@ def decide(
     return Decision(WATCH, state, until)
 
 
-def acquire(view: HostView, options: ClaimOptions, claim: Claim) -> None:
-    """Fill an empty claim with N GPUs, confirmed by a second poll.
+def acquire(view: HostView, options: ClaimOptions, claim: Claim | None) -> tuple[Gpu, ...]:
+    """Fill an empty claim with N GPUs, confirmed by a second poll; with None, wait until that would succeed.
+
+    Returns:
+        The GPUs.
 
     Raises:
         UnsatisfiableRequestError: this host or its policy can never satisfy the request; raised without a wait.
@@ -162,16 +165,7 @@ def acquire(view: HostView, options: ClaimOptions, claim: Claim) -> None:
     """
     if view.snapshot.shared_display:
         options.logger.info("Running on a machine with single GPU used for actual display")
-    _Search(view, options).run(claim)
-
-
-def wait_until_free(view: HostView, options: ClaimOptions) -> tuple[Gpu, ...]:
-    """Wait until :func:`acquire` would succeed, but take nothing. The errors are the same.
-
-    Returns:
-        The GPUs that it would get.
-    """
-    return _Search(view, options).run(None)
+    return _Search(view, options).run(claim)
 
 
 _ROOMS = "affinity claim coordination drivers gpus host runtimes schedulers selection settings topology".split()
@@ -234,7 +228,7 @@ class _Search:
         scope = self._view.scope
         look = Look(self._host, self._view, self._place, claim, self._options)
         try:
-            look.run(may_wait=self._may_wait())
+            look.run(may_wait=time.monotonic() < self._options.deadline)
         except StateDirError as err:
             self._outlast(err)
             return None
@@ -322,9 +316,6 @@ class _Search:
         self._state = decision.state
         return decision
 
-    def _may_wait(self) -> bool:
-        return time.monotonic() < self._options.deadline
-
     # Waiting
 
     def _outlast(self, err: StateDirError) -> None:
@@ -338,7 +329,7 @@ class _Search:
         time.sleep(_ABSENCE_PAUSE)
 
     def _wait(self, decision: Decision, look: Look) -> None:
-        if not look.seen.outdated and self._may_wait():
+        if not look.seen.outdated and time.monotonic() < self._options.deadline:
             if not self._unwinds:
                 self._unwinds = True
                 self._waits.enter_context(unwind_on_signals())  # its ticket is to be removed

@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 
 from ..errors import StateDirError
 from ..host import procfs
+from ..host.foreign_files import printable, printable_lines
 from ..host.locks import Held
 from ..host.procfs import NETWORK_TYPES, file_system_at
 from ..settings.variables import host_setting
@@ -36,6 +37,8 @@ OPEN_DIR = OPEN_FILE | os.O_DIRECTORY
 DIR_MODE = 0o1777
 
 HOST_LOCK = "host.lock"
+
+_OF_IMAGES = frozenset({"overlay", "fuse-overlayfs", "fuse.fuse-overlayfs"})  # file systems
 
 _ONE_BLOCK = 4096  # bytes of a directory that has few names, on all file systems
 
@@ -120,6 +123,44 @@ def remover_of(path: str, user: int) -> int | None:
 
 
 _Opened = TypeVar("_Opened", bound="SharedDirectory")
+
+
+@cache
+def doubt_of_image(path: str) -> str:
+    """Return what a claim is to be told of a state directory in the image of a container that has not the network of
+    the host; "" for nothing."""
+    above = path
+    while not os.path.isdir(above):
+        above = os.path.dirname(above)
+    kind, point = procfs.file_system_at(above, os.stat(above).st_dev)
+    if point != "/" or kind not in _OF_IMAGES or procfs.sees_network_devices():
+        return ""
+    return (
+        f"the state directory {printable_lines(path)} belongs to this container, and claims outside it are not "
+        f"seen, nor do they see this one, unless it has the network of the host: start it with -v {path}:{path}"
+    )
+
+
+@cache  # every claim asks, and is told once
+def doubt_of_entries(path: str, *, doors: bool) -> str:
+    """Return what a claim of this process is to be told of its entry; "" for nothing.
+
+    A claim that has doors keeps its GPUs without its entry, in its own network namespace. Those of other processes
+    cannot be read, but the host's has the network interfaces that are devices.
+
+    Args:
+        path: the state directory.
+        doors: whether the claim has doors.
+    """
+    uid = remover_of(path, os.geteuid())
+    if uid is None or (doors and procfs.sees_network_devices()):
+        return ""
+    why = "this network namespace seems not to be the host's" if doors else "it has no doors"
+    ask = "as root" if os.geteuid() == 0 else "ask root to run"
+    return (
+        f"{procfs.user_name(uid)} can remove the entries of this claim in {printable(path)}, and nothing else "
+        f"keeps others off its GPUs, since {why}: {ask}: {setup_command(path)}"
+    )
 
 
 class Place(NamedTuple):

@@ -5,7 +5,6 @@ import stat
 import time
 from contextlib import suppress
 
-from ..claim.checks import doubt_of_image
 from ..coordination.directory import (
     ADMIN_DIR,
     DEFAULT_DIR,
@@ -14,6 +13,7 @@ from ..coordination.directory import (
     PARTS,
     Directory,
     SharedDirectory,
+    doubt_of_image,
     remover_of,
     setup_command,
     state_dir_path,

@@ -92,7 +92,9 @@ def _why_never(gpu: Gpu, snapshot: HostSnapshot, request: Selection, limit: Visi
     the memory will never be known."""
     watchable = gpu.processes_supported or snapshot.shared_display or rules.lists_optional
     never = why_unusable(gpu) or ("" if watchable else UNWATCHABLE)
-    return never or why_outside(gpu, request, limit) or request.why_unknowable(gpu)
+    if never or (limit is None and not request.conditions):
+        return never
+    return why_outside(gpu, request, limit) or request.why_unknowable(gpu)
 
 
 def _too_few(nb_gpus: int, left: Sequence[Gpu], snapshot: HostSnapshot, reasons: Mapping[Gpu, str]) -> str:

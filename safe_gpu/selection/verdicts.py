@@ -146,9 +146,10 @@ def name_processes(processes: Collection[GpuProcess], describe: Describe) -> tup
 def why_memory_unexplained(gpu: Gpu, rules: Rules) -> str:
     """Return why the GPU is busy although no process is visible: a container or the driver may hide one that uses
     memory."""
-    excess = gpu.unexplained_memory
-    if gpu.memory_shared or excess <= unexplained_limit(gpu, rules):
+    limit = unexplained_limit(gpu, rules)
+    if gpu.memory_shared or (gpu.memory_used or 0) <= limit or gpu.unexplained_memory <= limit:
         return ""
+    excess = gpu.unexplained_memory
     hidden = "one in a container?" if gpu.processes_supported else "the driver lists none"
     return f"{format_bytes(excess)} of memory in use by no process that is visible here ({hidden})"
 
@@ -220,13 +221,14 @@ def judge(
     describe, family_of = describe or (lambda pid: None), family_of or (lambda pid: None)
     share = request.share
     mps_clients, shared_display = has_mps_clients(snapshot), snapshot.shared_display
+    limits = bool(request.conditions) or visible_limit is not None
 
     def verdict_on(gpu: Gpu) -> GpuVerdict:
         holder, of_outer = claimed.get(gpu.uuid), explained.get(gpu.uuid)
         disregarded = own if of_outer is None else {*own, *of_outer}
         if unusable := why_unusable(gpu):
             return GpuVerdict(gpu, "unusable", unusable)
-        if outside := why_outside(gpu, request, visible_limit):
+        if limits and (outside := why_outside(gpu, request, visible_limit)):
             return GpuVerdict(gpu, "outside", outside)
         drained = rules.why_drained(gpu) if rules.drained and of_outer is None else ""
         if drained and (holder is None or (share is not None and holder.sharers)):
@@ -242,7 +244,7 @@ def judge(
             return GpuVerdict(gpu, "unusable", UNWATCHABLE)
         if gpu.processes is None and gpu.processes_supported:
             return GpuVerdict(gpu, "busy", f"process list failed: {gpu.process_error or 'the driver does not say why'}")
-        others = [process for process in gpu.processes or () if process.pid not in disregarded]
+        others = [process for process in gpu.processes if process.pid not in disregarded] if gpu.processes else []
         if sharers:
             others = strangers(others, sharers, family_of)
         if others and (users := users_of(gpu, others, describe, mps_clients=mps_clients)):
@@ -250,7 +252,7 @@ def judge(
             user, text = name_processes(users, describe)
             text += " without a share" if sharers else ""
             return GpuVerdict(gpu, "busy", text, users[0].pid, user)
-        reason = request.why_not_now(gpu, disregarded)
+        reason = request.why_not_now(gpu, disregarded) if limits else ""
         if not reason and of_outer is None and not sharers:
             reason = why_memory_unexplained(gpu, rules)
         if not reason and share is not None:

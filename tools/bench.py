@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import fcntl
 import gc
-import json
 import math
 import os
 import shutil
@@ -31,8 +30,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -49,6 +49,7 @@ GPUS = 8
 WORK = 0.05  # how long each claim of the hand-over is held, seconds
 FEW = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH")  # variables
 FLOCK = "flock over poll and context"
+Claim = Callable[[], AbstractContextManager[object]]
 
 
 class Row(NamedTuple):
@@ -102,8 +103,10 @@ def simulated_host() -> Iterator[Path]:
         yield Path(directory)
 
 
-def start_all(work: Callable[[Connection[Any, Any]], object], number: int) -> tuple[list[Actor], float]:
-    """Fork ``number`` processes and start them with one signal; returns them and the time of the signal."""
+@contextmanager
+def crowd(work: Callable[[Connection[Any, Any]], object], number: int) -> Iterator[tuple[list[Actor], float]]:
+    """Fork ``number`` processes and start them with one signal; yields them and the time of the signal. They are killed
+    at the end."""
     gun, trigger = os.pipe()
 
     def wait_for_gun(line: Connection[Any, Any]) -> None:
@@ -117,7 +120,11 @@ def start_all(work: Callable[[Connection[Any, Any]], object], number: int) -> tu
     os.close(gun)
     fired = time.monotonic()
     os.close(trigger)
-    return workers, fired
+    try:
+        yield workers, fired
+    finally:
+        for worker in workers:
+            worker.end()
 
 
 def milliseconds(work: Callable[[], Any]) -> float:
@@ -146,39 +153,29 @@ def bench_import(options: argparse.Namespace) -> list[Row]:
     return [Row("import safe_gpu", own, bare, "a bare interpreter", budget=25.0, what="over")]
 
 
-class Bare:
-    """The usual solution by hand: one lock file, held from the poll of the GPUs until the context exists."""
-
-    def __init__(self, directory: Path) -> None:
-        self._driver = SimulatedDriver("dgx-a100")
-        self._path = directory / "bare.lock"
-
-    def claim(self) -> None:
-        with open(self._path, "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            free = next(gpu for gpu in self._driver.snapshot().gpus if not gpu.processes)
-            os.environ["CUDA_VISIBLE_DEVICES"] = str(free.index)
-            time.sleep(0)  # where a framework would start; costs 0.08 ms, and the budgets were set with it
-            self._context = self._driver.occupy(free.uuid)
-
-    def release(self) -> None:
-        self._context.close()
-        del os.environ["CUDA_VISIBLE_DEVICES"]
+@contextmanager
+def by_hand(driver: SimulatedDriver, directory: Path) -> Iterator[None]:
+    """The usual solution: one lock file, held from the poll of the GPUs until the context exists."""
+    with open(directory / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        free = next(gpu for gpu in driver.snapshot().gpus if not gpu.processes)
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(free.index)
+        time.sleep(0)  # where a framework would start; costs 0.08 ms, and the budgets were set with it
+        context = driver.occupy(free.uuid)
+    yield
+    context.close()
+    del os.environ["CUDA_VISIBLE_DEVICES"]
 
 
 def bench_claim(options: argparse.Namespace) -> list[Row]:
-    def claim(affinity: str | None) -> None:
-        safe_gpu.claim_gpus(timeout=0, affinity=affinity)
-        safe_gpu.release_gpus()
+    def once(claim: Claim) -> None:
+        with claim():
+            pass
 
     with simulated_host() as directory:
-        bare = Bare(directory)
-
-        def rival() -> None:
-            bare.claim()
-            bare.release()
-
-        times = in_turns(20 * options.repeat, partial(claim, None), partial(claim, "node"), rival)
+        own = (partial(safe_gpu.claim_gpus, timeout=0, affinity=affinity) for affinity in (None, "node"))
+        rival = partial(by_hand, SimulatedDriver("dgx-a100"), directory)
+        times = in_turns(20 * options.repeat, *(partial(once, one) for one in (*own, rival)))
     # The 10th percentile: the time without disturbance, but not a single lucky run.
     plain, bound, other = (found[len(found) // 10] for found in times)
     return [
@@ -188,47 +185,31 @@ def bench_claim(options: argparse.Namespace) -> list[Row]:
     ]
 
 
-# Claims twice; prints how many calls of NVML there were at the start of each claim, when its GPUs are held, and at
-# its end.
+# Claims twice; prints how many calls of NVML each claim makes.
 TWICE = """
-import json, logging, os
-import safe_gpu
-from safe_gpu.claim import view as host_view
-host_view._RECENT = 1e9  # on a busy machine a poll may be old by the time it is used, and is taken again
-log = os.environ["FAKE_GPU_DIR"] + "/calls"
-marks = []
-def mark():
-    marks.append(len(open(log).read().split()) if os.path.exists(log) else 0)
-class Taken(logging.Handler):
-    def emit(self, record):
-        if record.getMessage() == "lock released":
-            mark()
-logger = logging.getLogger("safe_gpu")
-logger.setLevel(logging.INFO)
-logger.addHandler(Taken())
+import os, safe_gpu
+from safe_gpu.claim import view
+view._RECENT = 1e9  # on a busy machine a poll may be old by the time it is used, and is taken again
+log, before = os.environ["FAKE_GPU_DIR"] + "/calls", 0
 for _ in range(2):
-    mark()
     safe_gpu.claim_gpus(timeout=0)
-    mark()
     safe_gpu.release_gpus()
-print(json.dumps(marks))
+    asked = len(open(log).read().split())
+    print(asked - before)
+    before = asked
 """
 
 # Claims a GPU once it has looked at the GPUs; prints how many functions of Python and C the claim calls, without
-# imports of other packages.
+# imports of other packages. The next run is to find nobody dead.
 FIRST = """
-import ctypes, logging, os, sys
-import safe_gpu
+import ctypes, logging, os, sys, safe_gpu
 safe_gpu.claim_gpus, safe_gpu.get_free_gpus()
-calls = 0
-def count(frame, event, argument):
-    global calls
-    calls += event in ("call", "c_call")
-sys.setprofile(count)
+calls = []
+sys.setprofile(lambda frame, event, argument: calls.append(event))
 safe_gpu.claim_gpus(timeout=0)
 sys.setprofile(None)
-safe_gpu.release_gpus()  # the next run is to find nobody dead
-print(calls, flush=True)
+safe_gpu.release_gpus()
+print(calls.count("call") + calls.count("c_call"), flush=True)
 os._exit(0)
 """
 
@@ -248,19 +229,16 @@ def bench_calls(options: argparse.Namespace) -> list[Row]:
         (directory / "gpus").write_text("".join(gpus))
         del os.environ["SAFE_GPU_TEST_SIMULATED"]
         env = environment(LD_LIBRARY_PATH=str(directory), FAKE_GPU_DIR=str(directory), SAFE_GPU_DRIVER="nvml")
-        told = subprocess.check_output([sys.executable, "-c", TWICE], env=env, cwd=directory)
+        first, again = map(int, subprocess.check_output([sys.executable, "-c", TWICE], env=env).split())
         # However busy the machine is; a claim looks at each variable.
         few = {name: value for name, value in env.items() if name in FEW or "PYTHON" in name or "GPU" in name}
         (directory / "first.py").write_text(FIRST)
         # The first time the package is compiled, and the state directory made.
         _, calls = (subprocess.check_output([sys.executable, directory / "first.py"], env=few) for _ in range(2))
-    began, taken, held, again, taken_again, held_again = json.loads(told)
     return [
         Row("a first claim, of Python and C", int(calls), unit="calls", budget=3500),
-        Row("NVML in a first claim", held - began, unit="calls", budget=100),
-        Row("NVML in a claim again", held_again - again, unit="calls", budget=64),
-        Row("NVML once the GPUs are held", held - taken, unit="calls", budget=20),
-        Row("NVML once the GPUs are held", held_again - taken_again, unit="calls", budget=20),
+        Row("NVML in a first claim", first, unit="calls", budget=100),
+        Row("NVML in a claim again", again, unit="calls", budget=64),
     ]
 
 
@@ -283,71 +261,51 @@ def bench_run(options: argparse.Namespace) -> list[Row]:
 # Crowds
 
 
-def at_once(claim: Callable[[], None], release: Callable[[], None]) -> float:
+def at_once(claim: Claim) -> float:
     """Milliseconds until the last of eight processes has its GPU; they hold their GPUs until all have one."""
 
     def race(line: Any) -> None:
-        claim()
-        line.send(time.monotonic())
-        line.recv()
-        release()
+        with claim():
+            line.send(time.monotonic())
+            line.recv()
 
-    workers, fired = start_all(race, GPUS)
-    last = max(worker.hear() for worker in workers)
-    for worker in workers:
-        worker.tell()
-        worker.end()
+    with crowd(race, GPUS) as (workers, fired):
+        last = max(worker.hear() for worker in workers)
+        for worker in workers:
+            worker.tell()
+            worker.join()
     return (last - fired) * 1e3
 
 
 def bench_crowd(options: argparse.Namespace) -> list[Row]:
-    def claim() -> None:
-        safe_gpu.claim_gpus(timeout=600, affinity=None)
-
     own, other = [], []
     with simulated_host() as directory:
-        bare = Bare(directory)
-        claim()  # so that all modules are imported before the fork
-        safe_gpu.release_gpus()
+        claim = partial(safe_gpu.claim_gpus, timeout=600, affinity=None)
+        rival = partial(by_hand, SimulatedDriver("dgx-a100"), directory)
+        with claim():  # so that all modules are imported before the fork
+            pass
         for _ in range(max(3, options.repeat)):
-            own.append(at_once(claim, safe_gpu.release_gpus))
-            other.append(at_once(bare.claim, bare.release))
+            own.append(at_once(claim))
+            other.append(at_once(rival))
     return [Row("8 processes at once", median(own), median(other), FLOCK, budget=4.5, what="ratio")]
 
 
-def gaps(claim: Callable[[], str], release: Callable[[], None], processes: int) -> list[float]:
-    """Milliseconds from the start of each release until the next claim of the same GPU returns, sorted."""
-
-    def use(line: Any) -> None:
-        gpu = claim()
-        began = time.monotonic()
-        time.sleep(WORK)
-        ended = time.monotonic()
-        release()
-        line.send((gpu, began, ended))
-
-    workers, _ = start_all(use, processes)
-    uses = sorted((worker.hear() for worker in workers), key=lambda use: use[1])
-    for worker in workers:
-        worker.end()
-    last: dict[str, float] = {}
-    found = []
-    for gpu, began, ended in uses:
-        if gpu in last:
-            found.append((began - last[gpu]) * 1e3)
-        last[gpu] = ended
-    return sorted(found)
-
-
 def bench_handover(options: argparse.Namespace) -> list[Row]:
-    def claim() -> str:
-        return safe_gpu.claim_gpus(timeout=600, affinity=None, hold_for=60).gpus[0].uuid
+    def use(line: Any) -> None:
+        with safe_gpu.claim_gpus(timeout=600, affinity=None, hold_for=60) as owner:
+            began = time.monotonic()
+            time.sleep(WORK)
+            said = owner.devices_taken, began, time.monotonic()
+        line.send(said)
 
     with simulated_host() as directory:
         warm_up(directory)
-        own = gaps(claim, safe_gpu.release_gpus, options.processes)
+        with crowd(use, options.processes) as (workers, _):
+            uses = sorted(worker.hear() for worker in workers)
+    # From the start of each release until the next claim of the same GPU returns.
+    gaps = [(began - end) * 1e3 for (gpu, _, end), (same, began, _) in pairwise(uses) if gpu == same]
     name = f"hand-over, {options.processes} for {GPUS}"
-    return [Row(f"{name}: median", median(own), budget=20.0), Row(f"{name}: worst", own[-1], budget=300.0)]
+    return [Row(f"{name}: median", median(gaps), budget=20.0), Row(f"{name}: worst", max(gaps), budget=300.0)]
 
 
 @contextmanager
@@ -359,12 +317,9 @@ def held(number: int = GPUS) -> Iterator[None]:
         line.send("holds")
         line.recv()
 
-    holder = Actor(hold)
-    holder.hear()
-    try:
+    with crowd(hold, 1) as ([holder], _):
+        holder.hear()
         yield
-    finally:
-        holder.end()
 
 
 def until_waiting(directory: Path, number: int) -> None:
@@ -381,8 +336,7 @@ def warm_up(directory: Path) -> None:
         with suppress(safe_gpu.ClaimTimeout):
             safe_gpu.claim_gpus(timeout=0.05, affinity=None)
     ahead.end()
-    safe_gpu.claim_gpus(affinity=None)
-    safe_gpu.release_gpus()
+    safe_gpu.claim_gpus(affinity=None).release_gpus()
 
 
 def processor_time(pids: list[int]) -> float:
@@ -401,26 +355,6 @@ def settle(pids: list[int]) -> None:
         before, now = now, processor_time(pids)
 
 
-def cost_of(
-    wait: Callable[[Any], Any], number: int, arrived: Callable[[], None], seconds: float
-) -> tuple[float, float, float]:
-    """The time until all these waiters wait, in seconds, the percentage of a core that they take together then, and the
-    milliseconds that ``safe-gpu status`` takes beside them."""
-    workers, fired = start_all(wait, number)
-    try:
-        arrived()
-        arrival = time.monotonic() - fired
-        pids = [worker.pid for worker in workers]
-        settle(pids)
-        before, began = processor_time(pids), time.monotonic()
-        time.sleep(seconds)
-        share = 100 * (processor_time(pids) - before) / (time.monotonic() - began)
-        return arrival, share, *run_times(5, [sys.executable, "-c", STATUS])
-    finally:
-        for worker in workers:
-            worker.end()
-
-
 def bench_waiters(options: argparse.Namespace) -> list[Row]:
     number = options.waiters or 500
 
@@ -434,10 +368,18 @@ def bench_waiters(options: argparse.Namespace) -> list[Row]:
     with simulated_host() as directory:
         warm_up(directory)
         with held():
-            for worker in start_all(wait_once, number)[0]:  # a virtual machine allocates memory slowly the first time
-                worker.join()
-                worker.end()
-            arrival, share, status = cost_of(wait, number, partial(until_waiting, directory, number), options.seconds)
+            with crowd(wait_once, number) as (workers, _):  # a virtual machine allocates memory slowly the first time
+                for worker in workers:
+                    worker.join()
+            with crowd(wait, number) as (workers, fired):
+                until_waiting(directory, number)
+                arrival = time.monotonic() - fired
+                pids = [worker.pid for worker in workers]
+                settle(pids)
+                before, began = processor_time(pids), time.monotonic()
+                time.sleep(options.seconds)
+                share = 100 * (processor_time(pids) - before) / (time.monotonic() - began)
+                (status,) = run_times(5, [sys.executable, "-c", STATUS])
     return [
         Row(f"{number} waiters arrive at once", arrival, unit="s", budget=3.0),
         Row(f"{number} waiters, share of a core", share, unit="%", budget=2.0),
@@ -452,26 +394,23 @@ def memory_of(pid: int) -> float:
 
 
 def bench_memory(options: argparse.Namespace) -> list[Row]:
-    say, number = "print(flush=True)", options.waiters or 5
-    waits = f"import safe_gpu; {say}; safe_gpu.claim_gpus(timeout=None, affinity=None)"
+    number, waits = options.waiters or 5, "import safe_gpu; safe_gpu.claim_gpus(timeout=None, affinity=None)"
     with simulated_host() as directory, ExitStack() as ending:
         ending.enter_context(held())
 
         def memory(code: str) -> float:
             found = []
             for _ in range(number):
-                quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-                one = subprocess.Popen([sys.executable, "-c", code], env=environment(), **quiet)
-                ending.enter_context(one)
+                command = [sys.executable, "-c", code]
+                one = ending.enter_context(subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL))
                 ending.callback(one.kill)
-                one.stdout.readline()
                 found.append(one.pid)
             if code == waits:
                 until_waiting(directory, number)
             settle(found)
             return median(map(memory_of, found))
 
-        own, other = memory(waits), memory(f"import time; {say}; time.sleep(3600)")
+        own, other = memory(waits), memory("import time; time.sleep(3600)")
     return [Row("memory of a waiter", own, other, "a bare interpreter that sleeps", "MiB", budget=15.0, what="over")]
 
 

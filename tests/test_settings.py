@@ -32,6 +32,19 @@ def test_every_variable_that_is_read_is_known() -> None:
     assert {name for name in named if not name.startswith("SAFE_GPU_TEST")} <= set(api.variables.VARIABLES)
 
 
+def test_the_environment_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAFE_GPU_FOR", "caf\udce9")
+    environ = api.variables.Environment()
+    assert (dict(environ), len(environ)) == (dict(os.environ), len(os.environ))
+    assert ("SAFE_GPU_FOR" in environ, environ.get("SAFE_GPU_FOR"), environ.get("SAFE_GPU_NO", "5")) == (
+        True,
+        "caf\udce9",
+        "5",
+    )
+    monkeypatch.delenv("SAFE_GPU_FOR")
+    assert environ.get("SAFE_GPU_FOR") is None, "it has gone meanwhile"
+
+
 @pytest.mark.parametrize(("name", "meant"), [("safe_gpu_dirr", "SAFE_GPU_DIR"), ("SAFE_GPU_XYZZY", "")])
 def test_a_variable_that_nobody_reads(name: str, meant: str, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     assert api.variables.unknown([*api.variables.VARIABLES, "SAFE_GPU_TEST_X", "PATH", name]) == {name: meant}

@@ -1,4 +1,4 @@
-"""Plans the CPUs of each GPU. Pure.
+"""The modes of CPU binding, their options, and the plan of each GPU's CPUs. Pure.
 
 Every mode is the same three steps: the CPUs near a GPU, the GPUs that have the same CPUs near, and a deal of these CPUs
 among them. The modes are those of torch.numa (node, socket, exclusive, core-complex) and of NVIDIA gpu_affinity (all,

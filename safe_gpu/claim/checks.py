@@ -38,7 +38,8 @@ _SHOWING = 2.0
 
 
 def older_package_counts() -> bool:
-    """Return whether its lock is to be taken: the package is present, or always (``SAFE_GPU_LEGACY_LOCK``)."""
+    """Return whether the lock of the older package is to be taken: where that package is present, or always
+    (``SAFE_GPU_LEGACY_LOCK``)."""
     mode = os.environ.get("SAFE_GPU_LEGACY_LOCK") or "auto"
     return mode == "always" or (mode == "auto" and os.access(os.path.dirname(older_package.LOCK_FILE), os.F_OK))
 

@@ -1,7 +1,10 @@
-"""Directories that everybody may use: where the state directory is, and it and those in it while they are open.
+"""The state directory: where it is, why it cannot be used, and it and the directories in it while they are open.
 
 Everybody may make files in them (mode 1777), and nobody but its owner removes those of others. So none is ever a
 symbolic link, nothing in it is followed, and each appears finished or not at all.
+
+``SAFE_GPU_DIR`` may name any directory or file of the system, or a user's own. So nobody is told to remove a directory,
+to open it to all, or to change what is mounted there.
 """
 
 from __future__ import annotations

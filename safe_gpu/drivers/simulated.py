@@ -1,5 +1,9 @@
 """A driver without GPUs: the preset hosts, whose processes are locked files in the state directory.
 
+A preset is a few lines of text, which are read when that host is asked for: :func:`find_preset` by name, then the
+devices as an idle driver would report them (:attr:`Preset.gpus`), and the CPUs as the kernel would
+(:attr:`Preset.topology`).
+
 Nothing is guessed from pids, which may be recycled or belong to another container.
 
 It simulates the driver only. Who is on which GPU is as real as elsewhere: a context is an open, locked file, and the

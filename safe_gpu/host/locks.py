@@ -1,6 +1,9 @@
 """Descriptors that are held, and locks of whole files: those of open file descriptions (F_OFD_SETLK in fcntl(2)), and
 what does where there are none.
 
+The kernel gives back what is held with the last copy of the descriptor. So a copy in a forked child counts: the entry
+of a claim is kept there, since the child may be using the GPUs, and everything else is closed.
+
 Such a lock belongs to the open file description, not to the process: closing another descriptor of the same file does
 not end it. A write lock needs a descriptor that may write. To ask for it takes nothing and disturbs nobody.
 """

@@ -3,6 +3,8 @@ and what the command lines of others show.
 
 Root relies only on paths that no other user can change: its ``PATH`` and other variables may be a user's, in a
 scheduler's prolog or under sudo. Only the commands of users, and ssh for ``run --host``, are started elsewhere.
+
+Everybody can read what a record says of a command, and arguments may hold a password.
 """
 
 from __future__ import annotations

@@ -147,9 +147,9 @@ def why_memory_unexplained(gpu: Gpu, rules: Rules) -> str:
     """Return why the GPU is busy although no process is visible: a container or the driver may hide one that uses
     memory."""
     limit = unexplained_limit(gpu, rules)
-    if gpu.memory_shared or (gpu.memory_used or 0) <= limit or gpu.unexplained_memory <= limit:
+    excess = gpu.unexplained_memory if (gpu.memory_used or 0) > limit else 0
+    if gpu.memory_shared or excess <= limit:
         return ""
-    excess = gpu.unexplained_memory
     hidden = "one in a container?" if gpu.processes_supported else "the driver lists none"
     return f"{format_bytes(excess)} of memory in use by no process that is visible here ({hidden})"
 

@@ -62,8 +62,11 @@ HOST_FILES = tuple(f"{_directory_of_root()}/{name}" for name in ("config.ini", "
 
 
 class Environment(Mapping[str, str]):
-    """The environment, of which few of many variables are set: os.environ encodes each name and raises for each that is
-    not there, and a copy decodes all values."""
+    """A view of os.environ for many look-ups of variables, most of which are not set.
+
+    os.environ encodes the name at each look-up, and a copy of it decodes every value. The names are those at the time
+    of the call, the values those of now.
+    """
 
     def __init__(self) -> None:
         self._names = frozenset(os.environ)

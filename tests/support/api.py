@@ -1,4 +1,7 @@
-"""What tests take from inside the package, each name once, so that a move within it is one line here."""
+"""What tests take from inside the package, each name once, so that a move within it is one line here.
+
+The helpers beside this module, and programs that tests start, import what they need themselves: they load little.
+"""
 
 from safe_gpu import drivers
 from safe_gpu.affinity import binding, memory_policy, planner

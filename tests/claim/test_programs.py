@@ -154,9 +154,12 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("nb_gpus", [8, 1])
-def test_a_worker_that_imports_the_claim_is_told_where_to_put_it(ground: Any, tmp_path: Path, nb_gpus: int) -> None:
-    """With 8 the worker gets none, with 1 it would take another one without a word."""
+@pytest.mark.parametrize(("nb_gpus", "fence"), [(8, ""), (1, ""), (1, "ignore")])
+def test_a_worker_that_imports_the_claim_is_told_where_to_put_it(
+    ground: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nb_gpus: int, fence: str
+) -> None:
+    """It gets none, or, where it disregards what its parent has left it, another one, with a warning."""
+    monkeypatch.setenv("SAFE_GPU_FENCE", fence)
     (script := tmp_path / "script.py").write_text(WORKER.format(nb_gpus))
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
     said = 'put the claim under `if __name__ == "__main__":`'

@@ -47,6 +47,8 @@ _ONE_BLOCK = 4096  # bytes of a directory that has few names, on all file system
 
 _MOST_TRIES = 100  # to make a file, while somebody removes it
 
+_AT_FDCWD, _RENAME_NOREPLACE = -100, 1  # of renameat2(2)
+
 
 def state_dir_path() -> str:
     """Return where the state directory is: ``SAFE_GPU_DIR``, else what root's file says, else ``/tmp/safe-gpu``;
@@ -367,8 +369,6 @@ def make_directory(name: str, path: str, parent: int | None) -> None:
     leaves nothing with the final name that others cannot use. Its mode is set through a descriptor: the owner of the
     directory above may replace names there, and a link in the place of the new directory is not followed.
 
-    A rename replaces a directory only if that is empty, and of this user. Who has that one open looks again.
-
     Args:
         name: absolute, or below ``parent``, which is the descriptor of a directory.
         path: the same as an absolute path, for messages.
@@ -382,8 +382,7 @@ def make_directory(name: str, path: str, parent: int | None) -> None:
         os.mkdir(temporary, 0o700, dir_fd=parent)
         try:
             _open_to_all(temporary, parent)
-            if file_at(name, parent) is None:
-                os.rename(temporary, name, src_dir_fd=parent, dst_dir_fd=parent)
+            _rename_to_new(temporary, name, parent)
         finally:
             with suppress(OSError):  # it was renamed
                 os.rmdir(temporary, dir_fd=parent)
@@ -393,6 +392,22 @@ def make_directory(name: str, path: str, parent: int | None) -> None:
         if err.errno == errno.ENOENT and not os.path.isdir(os.path.dirname(path)):
             raise refusal(f"{os.path.dirname(path)} does not exist", path, err.errno, "create it") from err
         raise refusal_of_error(path, err, verb="created") from err
+
+
+def _rename_to_new(source: str, target: str, parent: int | None) -> None:
+    """Rename a directory; OSError where the target exists. rename(2) would replace an empty one of this user, and who
+    has that one open could make nothing in it."""
+    with suppress(ImportError, AttributeError):  # a Python without ctypes, or glibc before 2.28
+        import ctypes
+
+        above, names = _AT_FDCWD if parent is None else parent, (os.fsencode(source), os.fsencode(target))
+        if ctypes.CDLL(None, use_errno=True).renameat2(above, names[0], above, names[1], _RENAME_NOREPLACE) == 0:
+            return
+        number = ctypes.get_errno()
+        if number != errno.EINVAL:
+            raise OSError(number, os.strerror(number))
+    if file_at(target, parent) is None:  # the kernel or the file system cannot do both at once
+        os.rename(source, target, src_dir_fd=parent, dst_dir_fd=parent)
 
 
 def _open_to_all(name: str, parent: int | None) -> None:

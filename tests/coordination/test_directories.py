@@ -1,6 +1,7 @@
 """The state directory and those in it: they appear finished, are the same for everybody, stay while they are in
 use, and are refused where they are a trap."""
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -9,7 +10,9 @@ import shutil
 import stat
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 from unittest.mock import Mock
 
@@ -62,7 +65,24 @@ def test_killed_at_any_step_it_is_open_to_others(open_tmp: Path, as_user: Any) -
     assert len(paths) > 10
 
 
-def test_whoever_is_faster_keeps_the_name(state_dir: Path) -> None:
+def test_those_who_come_together_get_the_same_directory(tmp_path: Path) -> None:
+    """One that is empty is not replaced: who has it open could make nothing in it."""
+
+    def make(path: Path, start: Barrier) -> tuple[int, int]:
+        start.wait()
+        with api.SharedDirectory(str(path)) as directory:
+            return directory.file
+
+    with ThreadPoolExecutor(4) as pool:
+        for number in range(300):
+            files = {*pool.map(make, [tmp_path / str(number)] * 4, [Barrier(4)] * 4)}
+            assert len(files) == 1, number
+
+
+@pytest.mark.parametrize("calls", ["renameat2", "rename"])
+def test_whoever_is_faster_keeps_the_name(state_dir: Path, monkeypatch: pytest.MonkeyPatch, calls: str) -> None:
+    if calls == "rename":  # an older C library
+        monkeypatch.setattr(ctypes, "CDLL", lambda *args, **options: object())
     api.make_directory(str(state_dir), str(state_dir), None)
     (state_dir / "precious").touch()
     api.make_directory(str(state_dir), str(state_dir), None)
@@ -229,11 +249,12 @@ def test_two_that_make_it_at_once_end_with_one_file(state_dir: Path, root: api.S
 def test_a_full_disk_is_said_and_leaves_nothing(
     state_dir: Path, root: api.SharedDirectory, monkeypatch, code: int
 ) -> None:
-    for call in ("link", "rename"):
-        monkeypatch.setattr(os, call, Mock(side_effect=OSError(code, os.strerror(code))))
+    full = Mock(side_effect=OSError(code, os.strerror(code)))
+    monkeypatch.setattr(os, "link", full)
     with pytest.raises(api.StateDirError, match="no room for") as caught:
         root.open_file(api.HOST_LOCK, make=True)
     assert caught.value.errno == code
+    monkeypatch.setattr(os, "fchmod", full)
     with pytest.raises(api.StateDirError, match="no room for"):
         api.make_directory("queue", str(state_dir / "queue"), root.fd)
     assert os.listdir(state_dir) == ["claims"]

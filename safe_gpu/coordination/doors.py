@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable
 from functools import cache
+from itertools import compress
 from typing import Any
 
 from ..host.locks import Held, keep_across_exec
@@ -141,8 +142,7 @@ class Doors:
         return held is not None
 
     def _held_parts(self, uuid: str) -> set[int]:
-        held = _are_held(self._names(uuid, _TAILS))
-        return {part for part, is_held in enumerate(held) if is_held}
+        return {*compress(range(MOST_PARTS), _are_held(self._names(uuid, _TAILS)))}
 
     def _name(self, uuid: str, tail: bytes = b"") -> bytes:
         """Return a name as bind(2) takes it.
@@ -154,7 +154,7 @@ class Doors:
 
     def _names(self, uuid: str, tails: Iterable[bytes]) -> list[bytes]:
         begin = b"\0" + os.fsencode(_PROTOCOL + self._tree + uuid.replace("/", "_"))
-        names = [begin + tail for tail in tails]
+        names = [*map(begin.__add__, tails)]
         return names if len(begin) >= _LENGTH else [name.ljust(_LENGTH, b".") for name in names]
 
     def _of_token(self, uuid: str, token: str) -> list[bytes]:
@@ -189,7 +189,7 @@ def _are_held(names: Iterable[bytes]) -> list[bool]:
 
     one = socket(AF_UNIX, SOCK_DGRAM)
     try:
-        return [one.connect_ex(name) != errno.ECONNREFUSED for name in names]
+        return [*map(errno.ECONNREFUSED.__ne__, map(one.connect_ex, names))]
     finally:
         one.close()
 

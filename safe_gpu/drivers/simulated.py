@@ -24,7 +24,7 @@ import os
 import re
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -298,12 +298,9 @@ class SimulatedContext:
 
     def close(self) -> None:
         """Leave the GPU; safe to call twice, and without effect in a forked child, whose context it is not."""
-        self._lock.release(first=self._unlink)
-        self._directory.release()
-
-    def _unlink(self) -> None:
         with suppress(OSError):
-            os.unlink(self._name, dir_fd=self._directory.fd)
+            self._lock.release(first=partial(os.unlink, self._name, dir_fd=self._directory.fd))
+        self._directory.release()
 
     def __enter__(self) -> "SimulatedContext":
         return self

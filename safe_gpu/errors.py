@@ -139,7 +139,7 @@ class LockTimeout(_OsError, TimeoutError):
 
 
 class StateDirError(_OsError):
-    """The state directory, or a file in it, cannot be used.
+    """The state directory, or a file in it, cannot be used. It is an OSError too.
 
     Attributes:
         path: the directory or file.

@@ -192,12 +192,10 @@ def _move_threads(wanted: frozenset[int]) -> PartReport:
     tries: Counter[int] = Counter()
     trouble: dict[int, str] = {}
     # A thread that was not moved yet may start another one. A thread that is just being created has the old mask and
-    # is not listed yet. So two rounds in a row must find every thread with the new mask, unless this one is alone.
+    # is not listed yet. So two rounds in a row must find every thread with the new mask.
     quiet = 0
     while quiet < 2:
         tids = _tids()
-        if len(tids) == 1:
-            break
         behind = [tid for tid in tids if tries[tid] < 3 and _mask_of(tid) not in (None, done)]
         quiet = 0 if behind else quiet + 1
         for tid in behind:
@@ -301,10 +299,8 @@ def claim_shares(topology: HostTopology, options: AffinityOptions, gpus: Iterabl
     planned = zip(places, deal(topology, places, allowed, options), strict=True)
     shares = {gpu.index: share for gpu, share in planned if gpu.index in chosen}
     lost = [index for index, share in shares.items() if share.isdisjoint(usable)]
-    notes = []
-    if lost:
-        theirs = format_cpulist(frozenset[int]().union(*map(shares.__getitem__, lost)))
-        notes.append(f"this process may use none of the CPUs {theirs} of {_titled(lost)}")
+    theirs = format_cpulist(frozenset[int]().union(*map(shares.__getitem__, lost)))
+    notes = [f"this process may use none of the CPUs {theirs} of {_titled(lost)}"] if lost else []
     cut = {index: share & usable or near.get(index, share) & usable for index, share in shares.items()}
     cpus = frozenset[int]().union(*cut.values()) or usable
     found = {index: share or cpus for index, share in cut.items()}

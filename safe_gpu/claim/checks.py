@@ -12,14 +12,7 @@ from ..coordination.directory import doubt_of_entries, doubt_of_image, state_dir
 from ..coordination.holders import living_claims
 from ..coordination.notes import clear_fault, write_fault
 from ..coordination.older_package import take_older_package_lock
-from ..errors import (
-    GpuContendedError,
-    NotEnoughGpusError,
-    PlaceholderError,
-    SafeGpuError,
-    StateDirError,
-    WrongDeviceError,
-)
+from ..errors import GpuContendedError, NotEnoughGpusError, PlaceholderError, SafeGpuError, WrongDeviceError
 from ..gpus.devices import Gpu, GpuFault, GpuProcess, HostSnapshot
 from ..host import procfs
 from ..host.procfs import describe_process
@@ -244,7 +237,7 @@ def _change_notes(gpus: Iterable[Gpu], change: Callable[[str, str], None], logge
         with DeferredSignals():
             for gpu in gpus:
                 change(state_dir_path(), gpu.uuid)
-    except (StateDirError, OSError) as err:
+    except OSError as err:
         logger.warning("the note that a GPU failed cannot be changed: %s", err)
 
 

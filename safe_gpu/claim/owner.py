@@ -79,8 +79,7 @@ class GPUOwner:
         hold_for: float | str | DefaultTimeout | None = DEFAULT,
         vendor: str | None = None,
     ) -> None:
-        arguments = {**locals()}
-        del arguments["self"]
+        arguments = {name: value for name, value in locals().items() if name != "self"}
         self._pid = os.getpid()
         self._forked = False
         self._asked = ""

@@ -94,7 +94,7 @@ def append(lines: Iterable[bytes], now: float, state_dir: SharedDirectory | Plac
     try:
         with HistoryDir(state_dir, make=True) as directory:
             return any(_append(directory, name, data, now) for name in file_names(month_of(now)))
-    except (OSError, StateDirError):
+    except OSError:
         return False
 
 
@@ -201,7 +201,7 @@ def mark_seen(directory: Directory, uuid: str) -> None:
 
     A claim that dies is then known to have lived until now.
     """
-    with suppress(OSError, StateDirError):
+    with suppress(OSError):
         fd = directory.open_file(_seen(uuid), OPEN_FILE | os.O_WRONLY, make=True)
         try:
             os.utime(fd)
@@ -212,7 +212,7 @@ def mark_seen(directory: Directory, uuid: str) -> None:
 def _last_seen(uuids: Iterable[str]) -> float:
     """Return when one of these GPUs was last seen held; 0 if nobody has noted it."""
     seen = 0.0
-    with suppress(OSError, StateDirError), HistoryDir() as directory:
+    with suppress(OSError), HistoryDir() as directory:
         for uuid in uuids:
             with suppress(OSError, ValueError):  # of an entry: its user may have written a NUL
                 seen = max(seen, os.stat(_seen(uuid), dir_fd=directory.fd, follow_symlinks=False).st_mtime)

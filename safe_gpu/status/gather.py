@@ -319,7 +319,7 @@ def with_idle_times(gpus: Sequence[GpuStatus], now: float) -> Sequence[GpuStatus
     try:
         with HistoryDir() as directory:
             return [replace(one, idle_for=_idle_for(directory, one, now)) for one in gpus]
-    except (OSError, StateDirError):
+    except OSError:
         return gpus
 
 
@@ -331,7 +331,7 @@ def _idle_for(directory: Directory, one: GpuStatus, now: float) -> float | None:
         return None
     try:
         return max(0.0, round(now - _idle_since(directory, one, since, now), 3))
-    except (OSError, StateDirError):
+    except OSError:
         return 0.0
 
 

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from ..coordination.directory import Directory, state_dir_path
 from ..coordination.entry import Entries, Entry
 from ..coordination.history import LARGEST, HistoryDir, file_names, line_of_entry, lines_of_dead, month_of, months_kept
-from ..errors import StateDirError
 from ..host import procfs
 from ..host.foreign_files import as_int, as_list, as_seconds, as_text, as_time
 from ..wording.text import Column, gpu_ranges
@@ -226,7 +225,7 @@ def _lines(since: float, warnings: list[str]) -> Iterator[bytes]:
                 lines = BytesIO(file.read(LARGEST + _LONGEST_LINE))
         except FileNotFoundError:
             continue
-        except (StateDirError, OSError) as err:
+        except OSError as err:
             warnings.append(f"a part of the history cannot be read: {err}")
             continue
         yield from islice(lines, _MOST_LINES)
@@ -281,7 +280,7 @@ def _claims_now(warnings: list[str]) -> tuple[list[PastClaim], list[bytes]]:
                 dead += lines
     except FileNotFoundError:
         pass
-    except (StateDirError, OSError) as err:
+    except OSError as err:
         warnings.append(f"which claims hold GPUs now is not known: {err}")
     return running, dead
 

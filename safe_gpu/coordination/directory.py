@@ -404,7 +404,7 @@ def _rename_to_new(source: str, target: str, parent: int | None) -> None:
         if ctypes.CDLL(None, use_errno=True).renameat2(above, names[0], above, names[1], _RENAME_NOREPLACE) == 0:
             return
         number = ctypes.get_errno()
-        if number != errno.EINVAL:
+        if number not in (errno.EINVAL, errno.ENOSYS):
             raise OSError(number, os.strerror(number))
     if file_at(target, parent) is None:  # the kernel or the file system cannot do both at once
         os.rename(source, target, src_dir_fd=parent, dst_dir_fd=parent)

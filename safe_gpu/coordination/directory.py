@@ -395,18 +395,16 @@ def make_directory(name: str, path: str, parent: int | None) -> None:
 
 
 def _rename_to_new(source: str, target: str, parent: int | None) -> None:
-    """Rename a directory; OSError where the target exists. rename(2) would replace an empty one of this user, and who
-    has that one open could make nothing in it."""
+    """Rename a directory, unless the target exists. rename(2) would replace an empty one of this user, and who has that
+    one open could make nothing in it."""
     with suppress(ImportError, AttributeError):  # a Python without ctypes, or glibc before 2.28
         import ctypes
 
         above, names = _AT_FDCWD if parent is None else parent, (os.fsencode(source), os.fsencode(target))
-        if ctypes.CDLL(None, use_errno=True).renameat2(above, names[0], above, names[1], _RENAME_NOREPLACE) == 0:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+        if rename(above, names[0], above, names[1], _RENAME_NOREPLACE) == 0 or ctypes.get_errno() == errno.EEXIST:
             return
-        number = ctypes.get_errno()
-        if number not in (errno.EINVAL, errno.ENOSYS):
-            raise OSError(number, os.strerror(number))
-    if file_at(target, parent) is None:  # the kernel or the file system cannot do both at once
+    if file_at(target, parent) is None:  # the kernel or the file system has no such call
         os.rename(source, target, src_dir_fd=parent, dst_dir_fd=parent)
 
 

@@ -159,6 +159,29 @@ def test_an_interrupt_leaves_no_descriptor(child: Callable[..., Any], path: str)
     assert child(INTERRUPTED.replace("PATH", repr(path))).hear() == "0"
 
 
+@pytest.mark.parametrize(
+    ("call", "ask"),
+    [
+        ("pwd.getpwuid", lambda: api.procfs.user_name(987_654)),
+        ("pwd.getpwnam", lambda: api.config.uid_of("nobody-has-this-name")),
+        ("grp.getgrnam", lambda: api.config.gid_of("no-group-has-this-name")),
+    ],
+)
+def test_an_interrupt_in_the_midst_of_a_user_database_is_not_lost(
+    call: str, ask: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before Python 3.11 these functions replace the exception of a handler where there is no such user."""
+
+    def look_up(key: object) -> None:
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise KeyError(key)
+
+    monkeypatch.setattr(call, look_up)
+    with pytest.raises(KeyboardInterrupt):
+        ask()
+
+
 def test_names_of_program_and_script() -> None:
     for line, shown in (
         ("./train --password 1234", "train"),

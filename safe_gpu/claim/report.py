@@ -18,7 +18,6 @@ from ..errors import ClaimTimeout, NotEnoughGpusError
 from ..gpus.devices import GpuVerdict, Holder, HostSnapshot
 from ..host import procfs
 from ..host.procfs import user_name
-from ..host.signals import DeferredSignals
 from ..selection.backfill import dates, starts, when_free
 from ..selection.request import Selection
 from ..selection.verdicts import fence_hint
@@ -113,8 +112,7 @@ class ClaimAhead(NamedTuple):
     @classmethod
     def of(cls, ticket: Entry) -> ClaimAhead:
         """Return the claim that a ticket describes. /proc tells whether its process is stopped."""
-        with DeferredSignals():  # an exception that comes in the midst of getpwuid(3) is lost if it knows no such user
-            user = user_name(ticket.uid) if ticket.uid >= 0 else None
+        user = user_name(ticket.uid) if ticket.uid >= 0 else None
         pid = ticket.pid if lives_here(ticket) else 0
         return cls(pid, user, ticket.nb_gpus, ticket.since or 0.0, is_stopped(ticket))
 

@@ -16,6 +16,7 @@ from functools import cache
 from typing import NamedTuple, TypeVar
 
 from .foreign_files import LIMIT, printable, read_start
+from .signals import DeferredSignals
 
 _T = TypeVar("_T")
 
@@ -253,7 +254,8 @@ def user_name(uid: int) -> str:
     import pwd
 
     try:
-        return pwd.getpwuid(uid).pw_name
+        with DeferredSignals():  # before Python 3.11 the exception of a handler is lost where there is no such user
+            return pwd.getpwuid(uid).pw_name
     except (KeyError, OverflowError):
         return str(uid)
 

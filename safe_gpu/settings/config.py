@@ -18,6 +18,7 @@ from ..gpus.vendors import VENDORS
 from ..host import procfs
 from ..host.foreign_files import LIMIT, open_to_read
 from ..host.programs import is_root, others_can_change
+from ..host.signals import DeferredSignals
 from .values import seconds_of
 
 HOST_KEYS = {
@@ -325,7 +326,8 @@ def gid_of(group: str) -> int | None:
 
 def _id_of(name: str, entry_of: Callable[[str], Any]) -> int | None:
     try:
-        return int(entry_of(name)[2])  # pw_uid, gr_gid
+        with DeferredSignals():  # as in procfs.user_name
+            return int(entry_of(name)[2])  # pw_uid, gr_gid
     except (KeyError, ValueError):
         return int(name) if name.isdecimal() and name.isascii() and len(name) < 11 else None
 

@@ -217,13 +217,14 @@ def choose(
             *map(_position, gpus),
         )
 
-    def alike(one: Gpu, other: Gpu) -> bool:
-        """Return whether two GPUs differ only in their index: in no criterion, and in no link to a third."""
-        same = one.numa_node == other.numa_node and drawbacks[one.uuid] == drawbacks[other.uuid]
-        return same and links[one.uuid] - {other.uuid} == links[other.uuid] - {one.uuid}
+    def kind(gpu: Gpu) -> tuple[object, ...]:
+        """Return what is the same of GPUs that differ only in their index: in no criterion, and in no link to a
+        third."""
+        linked_to = links[gpu.uuid]
+        return gpu.numa_node, drawbacks[gpu.uuid], frozenset(linked_to and linked_to | {gpu.uuid})
 
     parts = groups(pool) if groups is not None and nb_gpus > 1 else [pool]
-    return min((found for part in parts for found in _sets(part, nb_gpus, alike, rank)), key=rank, default=None)
+    return min((found for part in parts for found in _sets(part, nb_gpus, kind, rank)), key=rank, default=None)
 
 
 def choose_shares(
@@ -260,25 +261,17 @@ def _position(gpu: Gpu) -> tuple[int, int]:
 
 
 def _sets(
-    pool: Sequence[Gpu], count: int, alike: Callable[[Gpu, Gpu], bool], rank: Callable[[Sequence[Gpu]], tuple[Any, ...]]
+    pool: Sequence[Gpu], count: int, kind: Callable[[Gpu], object], rank: Callable[[Sequence[Gpu]], tuple[Any, ...]]
 ) -> Iterator[tuple[Gpu, ...]]:
     """Yield the sets of ``count`` GPUs to compare, of a pool in index order.
 
-    Of GPUs that are alike the first are taken, since other sets of as many of them differ only in indices. If there are
+    Of GPUs of one kind the first are taken, since other sets of as many of them differ only in indices. If there are
     too many sets still, one is grown from each NUMA node, the best GPU first, besides those that are compared.
     """
-    kinds: list[list[Gpu]] = []
+    kinds: dict[object, list[Gpu]] = {}
     for gpu in pool:
-        for kind in kinds:
-            if alike(kind[0], gpu):
-                kind.append(gpu)
-                break
-        else:
-            kinds.append([gpu])
-    if count == 1:
-        yield from ((kind[0],) for kind in kinds)
-        return
-    found = list(islice(_divided(count, kinds), _MOST_SETS + 1))
+        kinds.setdefault(kind(gpu), []).append(gpu)
+    found = list(islice(_divided(count, [*kinds.values()]), _MOST_SETS + 1))
     if len(found) > _MOST_SETS:
         for node in {gpu.numa_node for gpu in pool}:
             chosen: list[Gpu] = []
@@ -291,7 +284,7 @@ def _sets(
 
 def _divided(count: int, kinds: Sequence[Sequence[Gpu]]) -> Iterator[list[Gpu]]:
     """Yield every way to take ``count`` GPUs, of each kind the first ones."""
-    if not kinds:
+    if not kinds or not count:
         if not count:
             yield []
         return

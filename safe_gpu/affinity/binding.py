@@ -192,10 +192,12 @@ def _move_threads(wanted: frozenset[int]) -> PartReport:
     tries: Counter[int] = Counter()
     trouble: dict[int, str] = {}
     # A thread that was not moved yet may start another one. A thread that is just being created has the old mask and
-    # is not listed yet. So two rounds in a row must find every thread with the new mask.
+    # is not listed yet. So two rounds in a row must find every thread with the new mask, unless this one is alone.
     quiet = 0
     while quiet < 2:
         tids = _tids()
+        if len(tids) == 1:
+            break
         behind = [tid for tid in tids if tries[tid] < 3 and _mask_of(tid) not in (None, done)]
         quiet = 0 if behind else quiet + 1
         for tid in behind:

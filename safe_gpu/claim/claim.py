@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -229,10 +229,13 @@ class Claim:
         DeferredSignals().run_deferred(self._release_now)
 
     def _release_now(self) -> None:
-        with ExitStack() as steps:  # in reverse order, each even if another one raises
-            steps.callback(self._release_entry)
-            steps.callback(self.doors.release)
-            steps.callback(self.release_older)
+        try:
+            self.release_older()
+        finally:
+            try:
+                self.doors.release()
+            finally:
+                self._release_entry()
 
     def _release_entry(self) -> None:
         entry, kept, self._entry, self._kept = self._entry, self._kept, None, None

@@ -79,7 +79,8 @@ class GPUOwner:
         hold_for: float | str | DefaultTimeout | None = DEFAULT,
         vendor: str | None = None,
     ) -> None:
-        arguments = {name: value for name, value in locals().items() if name != "self"}
+        arguments = {**locals()}
+        del arguments["self"]
         self._pid = os.getpid()
         self._forked = False
         self._asked = ""

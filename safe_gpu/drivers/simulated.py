@@ -28,7 +28,7 @@ from functools import cache, cached_property, partial
 from itertools import count
 from typing import Any, NamedTuple
 
-from ..coordination.directory import OPEN_DIR, OPEN_FILE, SharedDirectory, refusal, refusal_of_error, state_dir_path
+from ..coordination.directory import OPEN_DIR, OPEN_FILE, SharedDirectory, refusal_of_error, state_dir_path
 from ..coordination.doors import simulated_tree
 from ..errors import PlaceholderError, StateDirError, UnsatisfiableRequestError
 from ..gpus.devices import MIG_IS_ON, Gpu, GpuProcess, HostSnapshot, ProcessKind, vendor_of
@@ -289,16 +289,12 @@ class SimulatedContext:
     Attributes: ``uuid`` of the device, ``pid`` as the driver shows it, ``memory`` in bytes.
     """
 
-    def __init__(self, directory: SharedDirectory, uuid: str, memory: int, kind: str, pid: int) -> None:
+    def __init__(self, directory: Held, uuid: str, memory: int, kind: str, pid: int) -> None:
         self.uuid = uuid
         self.pid = pid
         self.memory = memory
-        self._directory = Held(os.dup(directory.fd))
-        try:
-            self._name, self._lock = _enter(directory, f"{uuid}.{pid}-{memory}-{kind}")
-        except BaseException:
-            self._directory.release()
-            raise
+        self._directory = directory
+        self._name, self._lock = _enter(directory.fd, f"{uuid}.{pid}-{memory}-{kind}")
 
     def close(self) -> None:
         """Leave the GPU; safe to call twice, and without effect in a forked child, whose context it is not."""
@@ -313,29 +309,25 @@ class SimulatedContext:
         self.close()
 
 
-def _enter(directory: SharedDirectory, stem: str) -> tuple[str, Held]:
+def _enter(directory: int, stem: str) -> tuple[str, Held]:
     """Make the entry of a context and take its lock; return its name and its lock."""
-    try:
-        while True:
-            name = f"{stem}-{next(_numbers)}"
-            try:
-                fd = os.open(name, OPEN_FILE | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=directory.fd)
-            except FileExistsError:
-                continue  # left by a dead process with our pid, of a user whose files we cannot remove
-            lock = Held(fd)
-            try:
-                os.fchmod(fd, 0o644)
-                with suppress(BlockingIOError):
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if os.fstat(fd).st_nlink:
-                        return name, lock
-            except BaseException:
-                lock.release()
-                raise
-            lock.release()  # a poll came between, took it for a dead one's and removes it
-    except OSError as err:
-        what = f"the simulated host cannot write {directory.path} ({err.strerror}): free some space there"
-        raise refusal(what, directory.path, err.errno) from err
+    while True:
+        name = f"{stem}-{next(_numbers)}"
+        try:
+            fd = os.open(name, OPEN_FILE | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=directory)
+        except FileExistsError:
+            continue  # left by a dead process with our pid, of a user whose files we cannot remove
+        lock = Held(fd)
+        try:
+            os.fchmod(fd, 0o644)
+            with suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(fd).st_nlink:
+                    return name, lock
+        except BaseException:
+            lock.release()
+            raise
+        lock.release()  # a poll came between, took it for a dead one's and removes it
 
 
 _GONE = "this host has no such device"
@@ -366,11 +358,11 @@ class SimulatedDriver(Driver, Runtime):
     def __init__(self, preset: str, state_dir: str | None = None, *, vendor: str | None = None) -> None:
         self._host = find_preset(preset).of(vendor)
         self._place = (*_tree_of(state_dir), self._host.name)
-        prefix = simulated_tree(os.path.join(*self._place[:-1]))
+        self._tree = os.path.join(*self._place[:-1])
         gpus = self._host.gpus
         self.name = f"simulated:{self._host.name}"
         self.runtime = self  # no library knows these GPUs
-        self.idle = HostSnapshot(gpus, self.name, VENDORS[gpus[0].vendor].version, prefix)
+        self.idle = HostSnapshot(gpus, self.name, VENDORS[gpus[0].vendor].version, simulated_tree(self._tree))
         self._by_uuid = {gpu.uuid: gpu for gpu in gpus}
 
     def snapshot(self) -> HostSnapshot:
@@ -397,39 +389,47 @@ class SimulatedDriver(Driver, Runtime):
         """Return what lives on these devices; idle ones are left out."""
         usage: dict[str, _Usage] = {}
         try:
-            os.lstat(os.path.join(*self._place[:2]))
+            os.lstat(self._tree)
         except FileNotFoundError:  # nobody has used it: nothing is opened
             return usage
         except OSError:
             pass  # the rest says why
-        tree = -1
         with DeferredSignals():
+            tree = self._open()
             try:
-                for part in self._place:
-                    above, tree = tree, os.open(part, OPEN_DIR, dir_fd=None if tree < 0 else tree)
-                    if above >= 0:
-                        os.close(above)
-                for name in os.listdir(tree):
+                for name in os.listdir(tree) if tree >= 0 else ():
                     entry = re.fullmatch(_ENTRY, name)
                     if entry and entry[1] in uuids and is_alive(name, tree):
                         used = usage.setdefault(entry[1], {})
                         key = int(entry[2]), entry[4]
                         used[key] = used.get(key, 0) + int(entry[3])
-            except FileNotFoundError:
-                pass
-            except OSError as err:
-                raise refusal_of_error(os.path.join(*self._place), err) from err
             finally:
                 if tree >= 0:
                     os.close(tree)
         return usage
 
-    def _opened(self, stack: ExitStack) -> SharedDirectory:
-        """Return the directory of this host's processes, open until the end of ``stack``."""
-        directory = stack.enter_context(SharedDirectory(self._place[0]))
-        for name in self._place[1:]:
-            directory = stack.enter_context(SharedDirectory(name, directory))
-        return directory
+    def _open(self, *, make: bool = False) -> int:
+        """Return a descriptor of the directory of this host's processes, to which no link leads; -1 if it is missing,
+        and is not to be made."""
+        tree = -1
+        try:
+            for part in self._place:
+                above, tree = tree, os.open(part, OPEN_DIR, dir_fd=None if tree < 0 else tree)
+                if above >= 0:
+                    os.close(above)
+        except OSError as err:
+            if tree >= 0:
+                os.close(tree)
+            if not isinstance(err, FileNotFoundError):
+                raise refusal_of_error(os.path.join(*self._place), err) from err
+            if not make:
+                return -1
+            with ExitStack() as stack:
+                directory = stack.enter_context(SharedDirectory(self._place[0]))
+                for name in self._place[1:]:
+                    directory = stack.enter_context(SharedDirectory(name, directory))
+            return self._open(make=True)
+        return tree
 
     def _used(self, gpu: Gpu, usage: _Usage) -> Gpu:
         """Return the device with its processes."""
@@ -459,13 +459,18 @@ class SimulatedDriver(Driver, Runtime):
         if gpu is None or gpu.unusable:
             reason = gpu.unusable if gpu else "no such device"
             raise PlaceholderError(f"{self.name} cannot run anything on {uuid}: {reason}", uuid=uuid)
-        with ExitStack() as stack:
-            directory = self._opened(stack)
+        directory = Held(self._open(make=True))
+        try:
             with suppress(OSError), open_to_read(f"{uuid}.bad", os.O_NOFOLLOW, directory.fd) as file:
                 trouble = (file.read(4096) or b"").decode(errors="replace").strip()
                 if trouble:
                     raise PlaceholderError(f"{self.name} cannot make a context on {uuid}: {trouble}", uuid=uuid)
             return SimulatedContext(directory, uuid, memory, kind, os.getpid() if pid is None else pid)
+        except BaseException as err:
+            directory.release()
+            if isinstance(err, OSError):
+                raise refusal_of_error(os.path.join(*self._place), err) from err
+            raise
 
     def visible(self) -> tuple[str, ...]:
         """Return the UUIDs that CUDA would show this process now, by ordinal, as its environment says."""

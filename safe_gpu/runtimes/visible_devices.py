@@ -117,8 +117,9 @@ def parse_cuda(value: str | None, snapshot: HostSnapshot, *, device_order: str |
 
 def _as_shown(gpu: Gpu, snapshot: HostSnapshot) -> Gpu | None:
     """Return what CUDA shows for a device: the first instance of a GPU with MIG on, nothing of a lost one."""
-    instances = (instance for instance in snapshot.gpus if instance.mig_parent == gpu.uuid)
-    shown = next(instances, None) if gpu.mig_enabled else gpu
+    shown: Gpu | None = gpu
+    if gpu.mig_enabled:
+        shown = next((instance for instance in snapshot.gpus if instance.mig_parent == gpu.uuid), None)
     return None if gpu.lost or shown is None or shown.lost else shown
 
 
@@ -345,9 +346,10 @@ def read_visible_once(environ: Mapping[str, str], snapshot: HostSnapshot) -> Vis
     """Return the GPUs to which an environment limits a claim: as :func:`read_visible`, but a list that a batch
     scheduler has written into several variables counts once. HIP would take Slurm's second copy for numbers within the
     list."""
-    copied = CUDA in environ and environ[CUDA] == environ.get(ROCR) and not environ.get(HIP)
-    if copied and "SLURM_JOB_ID" in environ and "GPU-" not in environ[CUDA] and snapshot.vendor == "amd":
-        environ = {name: value for name, value in environ.items() if name != CUDA}
+    if snapshot.vendor == "amd" and "SLURM_JOB_ID" in environ and CUDA in environ:
+        copied = environ[CUDA] == environ.get(ROCR) and not environ.get(HIP)
+        if copied and "GPU-" not in environ[CUDA]:
+            environ = {name: value for name, value in environ.items() if name != CUDA}
     return read_visible(environ, snapshot)
 
 

@@ -328,7 +328,8 @@ def _rank(environ: Mapping[str, str]) -> tuple[int, int | None, bool] | None:
     daemon of mpirun.
     """
     for rank_name, size_name, together in _LAUNCHERS:
-        rank, size = count(environ, rank_name), count(environ, size_name)
+        rank = count(environ, rank_name)
+        size = None if rank is None else count(environ, size_name)
         if rank is not None and (size is not None or size_name != "LOCAL_WORLD_SIZE"):
             return rank, size or None, together
     # Old versions of MPICH set only the global rank, which equals the local rank if the job runs on one host. PMI of

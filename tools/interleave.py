@@ -21,9 +21,10 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, suppress
 from functools import partial
-from multiprocessing import Pool
+from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 from common import parser_with_seed
@@ -245,8 +246,9 @@ def main() -> int:
     if args.replay is not None:
         return replay(args.scene[0], args.broken, parse(args.replay))
     seconds = args.minutes * 60 * args.jobs / len(names)
-    with Pool(args.jobs, end_with_parent, (signal.SIGTERM,)) as pool:
-        found = pool.map(partial(_search, args, seconds), names, 1)
+    # Pool of multiprocessing may hang at its end (CPython 73945).
+    with ProcessPoolExecutor(args.jobs, get_context("fork"), end_with_parent, (signal.SIGTERM,)) as pool:
+        found = [*pool.map(partial(_search, args, seconds), names)]
     print(f"{sum(tried for tried, _ in found)} schedules, {sum(faults for _, faults in found)} with faults")
     return int(any(faults for _, faults in found))
 

@@ -1,7 +1,6 @@
 """The environment variables that safe_gpu reads."""
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -108,8 +107,8 @@ def unknown(names: Iterable[str]) -> dict[str, str]:
     """Return the names that look like variables of this package but are not -> the variable that was probably meant, or
     ""."""
     found = {}
-    for name in filter(re.compile(PREFIX, re.IGNORECASE).match, names):
-        if name not in VARIABLES and not name.startswith(_FOR_TESTS):
+    for name in names:
+        if name[:9].upper() == PREFIX and name not in VARIABLES and not name.startswith(_FOR_TESTS):
             from difflib import get_close_matches
 
             found[name] = next(iter(get_close_matches(name.upper(), VARIABLES, 1, 0.8)), "")

@@ -246,7 +246,7 @@ def main() -> int:
     if args.replay is not None:
         return replay(args.scene[0], args.broken, parse(args.replay))
     seconds = args.minutes * 60 * args.jobs / len(names)
-    # Pool of multiprocessing may hang at its end (CPython 73945).
+    # multiprocessing.Pool may deadlock in terminate(), with which it ends (CPython issue 73945).
     with ProcessPoolExecutor(args.jobs, get_context("fork"), end_with_parent, (signal.SIGTERM,)) as pool:
         found = [*pool.map(partial(_search, args, seconds), names)]
     print(f"{sum(tried for tried, _ in found)} schedules, {sum(faults for _, faults in found)} with faults")

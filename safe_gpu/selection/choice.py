@@ -218,8 +218,8 @@ def choose(
         )
 
     def kind(gpu: Gpu) -> tuple[object, ...]:
-        """Return what is the same of GPUs that differ only in their index: in no criterion, and in no link to a
-        third."""
+        """Return a key that is equal for GPUs which differ in nothing but their index: neither in a criterion nor in a
+        link to a third."""
         linked_to = links[gpu.uuid]
         return gpu.numa_node, drawbacks[gpu.uuid], frozenset(linked_to and linked_to | {gpu.uuid})
 

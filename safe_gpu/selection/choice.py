@@ -199,9 +199,17 @@ def choose(
             return found
     whole = [gpu for gpu in free if gpu.mig_parent is None]
     room = [gpu.numa_node for gpu in whole or free]
-    pool = sorted(whole if nb_gpus > 1 else free, key=_position)
-    drawbacks = {gpu.uuid: (gpu.uuid in last, gpu.mig_parent is not None, gpu.draws) for gpu in pool}
-    links = linked([(gpu.uuid, gpu.nvlink_peers if nb_gpus > 1 else frozenset()) for gpu in pool])
+    drawbacks = {gpu.uuid: (gpu.uuid in last, gpu.mig_parent is not None, gpu.draws) for gpu in free}
+    if nb_gpus == 1:
+
+        def rank_alone(gpu: Gpu) -> tuple[Any, ...]:
+            """Return the same as ``rank``, in which the other criteria are equal."""
+            node = gpu.numa_node
+            return (*drawbacks[gpu.uuid], node not in (near or ()), room.count(node), *_position(gpu))
+
+        return (min(free, key=rank_alone),)
+    pool = sorted(whole, key=_position)
+    links = linked([(gpu.uuid, gpu.nvlink_peers) for gpu in pool])
 
     def rank(gpus: Sequence[Gpu]) -> tuple[Any, ...]:
         """Return the rank of a set by the criteria above; the lowest is the best."""
@@ -223,7 +231,7 @@ def choose(
         linked_to = links[gpu.uuid]
         return gpu.numa_node, drawbacks[gpu.uuid], frozenset(linked_to and linked_to | {gpu.uuid})
 
-    parts = groups(pool) if groups is not None and nb_gpus > 1 else [pool]
+    parts = [pool] if groups is None else groups(pool)
     return min((found for part in parts for found in _sets(part, nb_gpus, kind, rank)), key=rank, default=None)
 
 

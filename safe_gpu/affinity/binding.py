@@ -12,6 +12,7 @@ before the first binding, not from the narrower mask that the first one set.
 """
 
 import os
+from _thread import get_native_id
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -175,6 +176,8 @@ def bind_process(
 
 
 def _tids() -> list[int]:
+    if os.stat("/proc/self/task").st_nlink == 3:  # one thread, this one: to list it takes longer
+        return [get_native_id()]
     return [int(name) for name in os.listdir("/proc/self/task")]
 
 
@@ -301,8 +304,10 @@ def claim_shares(topology: HostTopology, options: AffinityOptions, gpus: Iterabl
     planned = zip(places, deal(topology, places, allowed, options), strict=True)
     shares = {gpu.index: share for gpu, share in planned if gpu.index in chosen}
     lost = [index for index, share in shares.items() if share.isdisjoint(usable)]
-    theirs = format_cpulist(frozenset[int]().union(*map(shares.__getitem__, lost)))
-    notes = [f"this process may use none of the CPUs {theirs} of {_titled(lost)}"] if lost else []
+    notes = []
+    if lost:
+        theirs = format_cpulist(frozenset[int]().union(*map(shares.__getitem__, lost)))
+        notes.append(f"this process may use none of the CPUs {theirs} of {_titled(lost)}")
     cut = {index: share & usable or near.get(index, share) & usable for index, share in shares.items()}
     cpus = frozenset[int]().union(*cut.values()) or usable
     found = {index: share or cpus for index, share in cut.items()}
@@ -351,11 +356,11 @@ def near(
     divided = options is not None and options.mode != "node"  # among all GPUs of the host
     topology = read_topology(None, driver, None if divided else gpus)
     indices = list(dict.fromkeys(gpu.index for gpu in gpus))
-    nodes, notes = with_memory(topology, memory_nodes(topology, indices) if memory is not None else ())
-    found = Near(topology)
-    if options is not None:
-        found = claim_shares(topology, options, indices, mask)
-    return found._replace(notes=(*found.notes, *notes), nodes=nodes)
+    found = Near(topology) if options is None else claim_shares(topology, options, indices, mask)
+    if memory is not None:
+        nodes, notes = with_memory(topology, memory_nodes(topology, indices))
+        found = found._replace(notes=(*found.notes, *notes), nodes=nodes)
+    return found
 
 
 def bind_near(
@@ -425,11 +430,9 @@ def usable_cpus(topology: HostTopology) -> frozenset[int]:
 def nodes_of_cpus(cpus: Iterable[int], driver: Driver, fsroot: str | None = None) -> frozenset[int] | None:
     """Return the NUMA nodes of some CPUs; None if the kernel shows no node for them."""
     wanted = frozenset(cpus)
-    try:
-        nodes = read_topology(fsroot, driver).nodes
-    except GPUAffinityError:
-        return None
-    return frozenset(node for node, near in nodes.items() if near & wanted) or None
+    with suppress(GPUAffinityError):
+        return frozenset(node for node, near in read_topology(fsroot, driver).nodes.items() if near & wanted) or None
+    return None
 
 
 def split_share(cpus: Iterable[int], topology: HostTopology, n: int) -> list[frozenset[int]]:

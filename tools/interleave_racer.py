@@ -388,7 +388,7 @@ def _replace(racer: Racer) -> None:
 
     directory.SharedDirectory.names = names  # type: ignore[method-assign]
     doors.MOST_PARTS, doors._TAILS = _PARTS, doors._TAILS[:_PARTS]
-    _socket.socket = _socket_of(racer)  # type: ignore[misc]
+    doors.socket = _socket_of(racer)  # type: ignore[misc]
     sys.modules["threading"] = _threading_of(racer)
     time.time = lambda: _BEGAN[0] + racer.clock[0]
     time.time_ns = lambda: int(time.time() * 1e9)

@@ -14,6 +14,7 @@ import errno
 import fcntl
 import os
 import sys
+from _socket import AF_UNIX, SHUT_RDWR, SOCK_DGRAM, socket  # the module socket takes 15 ms to import
 from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from itertools import compress
@@ -166,8 +167,6 @@ class Doors:
 
 def _bound(name: bytes, above: int) -> Held | None:
     """Return a socket that is bound to a name, on a descriptor above another one; None where the name is held."""
-    from _socket import AF_UNIX, SHUT_RDWR, SOCK_DGRAM, socket  # the module socket takes 15 ms to import
-
     one = socket(AF_UNIX, SOCK_DGRAM)
     try:
         one.bind(name)
@@ -185,8 +184,6 @@ def _bound(name: bytes, above: int) -> Held | None:
 
 def _are_held(names: Iterable[bytes]) -> list[bool]:
     """Return whether each name is held. ECONNREFUSED is free; any other answer is held."""
-    from _socket import AF_UNIX, SOCK_DGRAM, socket
-
     one = socket(AF_UNIX, SOCK_DGRAM)
     try:
         return [*map(errno.ECONNREFUSED.__ne__, map(one.connect_ex, names))]

@@ -1,7 +1,6 @@
 """A claim keeps its GPUs on the whole host by its doors, whatever becomes of the state directory. Where it has none its
 entry counts, and while it dies nobody gets its GPU twice."""
 
-import _socket
 import json
 import logging
 import os
@@ -104,14 +103,14 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """``refuse(2)``: of the next sockets of this process only two are made."""
 
     def start(number: int) -> None:
-        make, left = _socket.socket, iter(range(number))
+        make, left = api.doors.socket, iter(range(number))
 
         def make_some(*arguments: int) -> Any:
             if next(left, None) is None:
                 raise PermissionError(1, "Operation not permitted")
             return make(*arguments)
 
-        monkeypatch.setattr(_socket, "socket", make_some)
+        monkeypatch.setattr(api.doors, "socket", make_some)
 
     return start
 

@@ -1,7 +1,6 @@
 """Who holds what, who is in whose way, and whom an entry names. Doors: real sockets of real processes, which are asked
 from other processes and die in any order."""
 
-import _socket
 import itertools
 import json
 import os
@@ -330,7 +329,7 @@ def test_forked_children_close_them(gpu: str, doors: api.Doors, eventually: Any)
 
 
 def test_without_sockets_the_error_comes_up_and_nothing_stays(gpu: str, doors: api.Doors) -> None:
-    made, calls = _socket.socket, itertools.count()
+    made, calls = api.doors.socket, itertools.count()
 
     def refuse(*arguments: int) -> Any:
         if next(calls) == 3:
@@ -338,7 +337,7 @@ def test_without_sockets_the_error_comes_up_and_nothing_stays(gpu: str, doors: a
         return made(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_socket, "socket", refuse)
+        patch.setattr(api.doors, "socket", refuse)
         with pytest.raises(PermissionError):
             doors.take_whole(gpu, (), TOKEN)
     assert is_free(gpu)

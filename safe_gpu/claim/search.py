@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,7 +21,7 @@ from ..errors import LockTimeout, StateDirError
 from ..gpus.devices import Gpu, Holder
 from ..host.foreign_files import printable_lines
 from ..host.signals import DeferredSignals, unwind_on_signals
-from ..selection.choice import check_possible, fits
+from ..selection.choice import capacity, check_possible, fits
 from .arguments import ClaimOptions, with_policy_limits
 from .around import refuse_inside_share
 from .checks import confirm
@@ -51,9 +51,6 @@ _ABSENCE_PAUSE = 0.25
 # A claim waits at most this many times MINIMUM_PATIENCE for a host.lock that nobody keeps.
 _MOST_CROWDS = 6
 
-
-TAKE = "take"
-"""The claim holds its GPUs; the search ends."""
 
 POLL = "poll"
 """Poll the driver, then look again."""
@@ -116,7 +113,7 @@ def decide(
     next_look: float = math.inf,
     pause: float = 0.0,
 ) -> Decision:
-    """Return the next step of a claim.
+    """Return the next step of a claim that has seen too few GPUs.
 
     Args:
         suffices: whether the GPUs that nobody holds would be enough.
@@ -125,8 +122,6 @@ def decide(
         next_look: latest time at which a sleeping waiter looks again.
         pause: seconds until a claim that withdrew looks again.
     """
-    if seen.enough:
-        return Decision(TAKE, state)
     if seen.outdated:
         return Decision(POLL, state)
     withdrew = (state.withdrew or now) if seen.withdrawn else 0.0
@@ -249,6 +244,8 @@ class _Search:
 
     def _takes(self, look: Look) -> bool:
         """Return whether a look took GPUs; wait if not."""
+        if look.seen.enough:
+            return True
         decision = self._decide(look)
         if decision.step == REFUSE:
             from .report import refusal
@@ -256,14 +253,14 @@ class _Search:
             raise refusal(self._view, look, self._options, self._place.position)
         if decision.step == AGAIN:
             time.sleep(max(0.0, decision.until - time.monotonic()))
-        elif decision.step != TAKE:
+        else:
             self._wait(decision, look)
-        return decision.step == TAKE
+        return False
 
     def _check_possible(self) -> None:
         """Refuse what this host can never give. Inside another claim, that decides, once the lock is held."""
         view, request = self._view, self._view.request
-        if not request.conditions and fits(request, view.usable):  # as almost always
+        if not request.conditions and capacity(view.usable) >= request.nb_gpus:  # as almost always
             return
         visible_limit = None if view.scope else view.visible_limit
         check_possible(view.snapshot, request, visible_limit, claimed=self._holders, rules=view.rules)
@@ -271,10 +268,9 @@ class _Search:
     def _holders(self) -> Mapping[str, Holder]:
         from .report import holders_now
 
-        try:
+        with suppress(StateDirError):
             return holders_now(self._view.snapshot, self._view.inside)
-        except StateDirError:
-            return {}
+        return {}
 
     def _is_confirmed(self, claim: Claim | None, gpus: tuple[Gpu, ...]) -> bool:
         """Return whether a second poll shows the GPUs free; a claim is given back if not."""
@@ -299,10 +295,10 @@ class _Search:
         self._state = WaitState(self._options.deadline, tried_last=self._options.timeout == 0)
 
     def _decide(self, look: Look) -> Decision:
-        reporter = None if look.chosen else self._waiting()
         now = next_look = time.monotonic()
-        if self._options.quota is None or not self._options.quota.unresolved:
-            next_look = math.inf if reporter is None else reporter.next_look(now)
+        reporter, quota = self._waiting(), self._options.quota
+        if quota is None or not quota.unresolved:
+            next_look = reporter.next_look(now)
         free = [gpu for gpu in self._view.usable if gpu.uuid in look.seen.free]
         decision = decide(
             look.seen,

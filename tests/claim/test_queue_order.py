@@ -355,7 +355,6 @@ CASES = {
     "that for a second": (api.Seen(withdrawn=True), LATE._replace(withdrew=NOW - 1), 0, api.REFUSE, None, {}),
     "held elsewhere": (api.Seen(elsewhere=A), LATE, 0, api.WATCH, NOW + 0.005, {"elsewhere": A}),
     "held elsewhere after all": (api.Seen(elsewhere=A), LATE._replace(elsewhere=AB), 0, api.REFUSE, None, {}),
-    "enough at the last moment": (api.Seen(enough=True, free=AB), OVER, 0, api.TAKE, None, {}),
     "outdated late": (api.Seen(outdated=True, free=AB), LATE, NOW + 9, api.POLL, None, {}),
     "one last try, behind": (api.Seen(behind=True), OVER, NOW + 9, api.POLL, None, {"tried_last": True}),
     "it failed behind others": (api.Seen(behind=True), LATE, 0, api.REFUSE, None, {}),

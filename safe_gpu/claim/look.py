@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..coordination.doors import Doors
 from ..coordination.entry import Entry
 from ..coordination.history import append, lines_of_dead
+from ..coordination.holders import Claims
 from ..coordination.host_lock import Host
 from ..coordination.notes import read_faults
 from ..errors import StateDirError
@@ -224,7 +225,9 @@ class Look:
         view = self._view
         if view.snapshot.shared_display:
             return {gpu.uuid for gpu in view.usable if self._is_in_the_way(gpu)}
-        return view.held.keys() - view.shared.keys() | self._elsewhere
+        claims = view.claims
+        held = {uuid for one in claims.living for uuid in one.gpus if claims.on(uuid, view.inside)}
+        return held - view.shared.keys() | self._elsewhere
 
     def _choose(self, among: Collection[str] | None) -> tuple[Gpu, ...] | None:
         """Return the best GPUs that nobody holds or uses, with their doors; None if there are too few.
@@ -325,7 +328,7 @@ class Look:
         ask = [view.around.name] if view.around else ()
         living = [one for one in host.claims.look(ask) if one.file != claim.file]
         view.see_closed(self._place.hold_for(), host, locked=True)
-        view.see(living)
+        view.claims = Claims(living)
         if view.around and find_around(view.claims, view.scope, view.snapshot.name_prefix) is None:
             return False
         if not view.around and any(map(view.rules.why_drained, self.chosen)):

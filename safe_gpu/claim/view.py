@@ -101,6 +101,10 @@ class ByPid(dict[int, Any]):
         return self.setdefault(pid, self._ask(pid))
 
 
+def _command_of(pid: int) -> tuple[None, str | None]:
+    return None, procfs.command_of(pid)
+
+
 _cpu_count = cache(os.cpu_count)  # reads a file of /sys
 
 
@@ -131,8 +135,7 @@ class HostView:
         around: the claim inside which this one is made; None of one inside none.
         claims: the living claims, by the latest look.
         faults: UUID -> note, of the GPUs on which a claim failed and none has worked since.
-        held: UUID -> who holds it, or whose claims share it, by the latest look.
-        shared: those of them that this claim may share.
+        shared: UUID -> whose claims share it, of the GPUs that this claim may share, by the latest look.
 
     Raises:
         NoDriverError: the driver has no GPU. CudaInitializedError, UnsatisfiableRequestError: see
@@ -162,12 +165,11 @@ class HostView:
         self.around: Entry | None = None
         self.claims = Claims(())
         self.faults: Mapping[str, GpuFault] = {}
-        self.held: dict[str, Holder] = {}
         self.shared: dict[str, Holder] = {}
         self._windows: tuple[Window, ...] = ()
         self._usable: tuple[HostSnapshot, list[Gpu]] | None = None
         self._unoccupied: tuple[HostSnapshot, tuple[object, ...], dict[str, GpuVerdict]] | None = None
-        self._processes = self.snapshot, ByPid(describe_process), ByPid(procfs.family_of)
+        self._processes = self.snapshot, ByPid(_command_of), ByPid(procfs.family_of)
 
     @property
     def snapshot(self) -> HostSnapshot:
@@ -187,7 +189,7 @@ class HostView:
             host: of those who wait, for whom GPUs may be reserved.
             locked: whether host.lock is held. Then nobody is asked for whom.
         """
-        if host.directory is None or not has_closed_file(host.directory.fd):  # as almost always, and others wait
+        if host.directory is None or not has_closed_file(host.directory):  # as almost always, and others wait
             self.rules, self._rules_for_all, self._windows = self._without_closed, self._without_closed, ()
             return
         from ..coordination.notes import all_windows, binding, drained_gpus, find_admitted
@@ -245,10 +247,15 @@ class HostView:
 
     def see(self, living: Iterable[Entry]) -> None:
         """Take over who holds what by a listing. Nobody is asked, since host.lock may be held."""
-        self.claims = Claims(living)
-        self.held = self.claims.holders(self.inside, told=False)
-        usable = {gpu.uuid for gpu in self.usable} if self.share is not None else ()
-        self.shared = {uuid: holder for uuid, holder in self.held.items() if holder.sharers and uuid in usable}
+        self.claims, self.shared = Claims(living), {}
+        if self.share is not None:
+            usable = {gpu.uuid for gpu in self.usable}
+            self.shared = {uuid: holder for uuid, holder in self.held.items() if holder.sharers and uuid in usable}
+
+    @property
+    def held(self) -> dict[str, Holder]:
+        """UUID -> who holds it, or whose claims share it, by the latest look. Nobody is asked."""
+        return self.claims.holders(self.inside, told=False)
 
     def promised_room(self, gpu: Gpu) -> int:
         """Return the bytes of a GPU that are not promised to claims that share it."""
@@ -264,7 +271,8 @@ class HostView:
         again when others have come to share them."""
         known, facts = self._unoccupied, (self.rules, self.shared)
         if known is None or known[0] is not self.snapshot or known[1] != facts:
-            free = {verdict.gpu.uuid: verdict for verdict in self.judge({}, self.usable) if verdict.free}
+            verdicts = self._judge(self.effective, self.shared, self.rules, self.visible_limit, self.usable)
+            free = {verdict.gpu.uuid: verdict for verdict in verdicts if verdict.free}
             self._unoccupied = known = self.snapshot, (self.rules, dict(self.shared)), free
         return known[2]
 
@@ -300,7 +308,7 @@ class HostView:
             within_limit: False judges without the visible limit.
         """
         limit = self.visible_limit if within_limit else None
-        verdicts = self._judge(self.effective, {**self.shared, **claimed}, self.rules, limit, gpus)
+        verdicts = self._judge(self.effective, {**self.shared, **claimed}, self.rules, limit, gpus, told=True)
         if self.around is None:
             return verdicts
         beyond = f"outside {owner_of(self.around)}, inside which this one is made (SAFE_GPU_SCOPE)"
@@ -319,10 +327,13 @@ class HostView:
         rules: Rules,
         visible_limit: VisibleLimit | None = None,
         gpus: Iterable[Gpu] | None = None,
+        *,
+        told: bool = False,
     ) -> tuple[GpuVerdict, ...]:
+        """Judge GPUs, for people if ``told``; else nobody asks whose processes those are that use them."""
         if self._processes[0] is not self.snapshot:
-            self._processes = self.snapshot, ByPid(describe_process), ByPid(procfs.family_of)
-        _, described, families = self._processes
+            self._processes = self.snapshot, ByPid(_command_of), ByPid(procfs.family_of)
+        _, commands, families = self._processes
         return judge(
             self.snapshot,
             request,
@@ -330,7 +341,7 @@ class HostView:
             visible_limit=visible_limit,
             own=self.own,
             explained=self.explained,
-            describe=described.__getitem__,
+            describe=describe_process if told else commands.__getitem__,
             family_of=families.__getitem__,
             rules=rules,
             gpus=gpus,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support import api
@@ -133,18 +134,21 @@ def test_the_environment_of_before_comes_back(spies, untouched, monkeypatch) -> 
 
 
 def test_a_process_is_looked_up_once_and_never_under_host_lock(host, line, cleanup: ExitStack, monkeypatch) -> None:
-    """Others wait for host.lock. The waiter ahead is judged too: it wants what the stranger has, and is passed."""
+    """Others wait for host.lock. The waiter ahead is judged too: it wants what the stranger has, and is passed. Whose
+    process it is, a directory service may have to say, and only who is refused is told."""
     cleanup.enter_context(host.stranger(0))
     line(8)
-    looked_up = []
+    looked_up, command_of, user_of = [], api.procfs.command_of, Mock()
 
-    def describe(pid: int) -> Any:
+    def look_up(pid: int) -> Any:
         looked_up.append((pid, is_locked(Path(os.environ["SAFE_GPU_DIR"], "host.lock"))))
-        return api.procfs.describe_process(pid)
+        return command_of(pid)
 
-    monkeypatch.setattr(api.view, "describe_process", describe)
+    monkeypatch.setattr(api.procfs, "command_of", look_up)
+    monkeypatch.setattr(api.procfs, "user_of", user_of)
     assert try_claim(1) == (1,)
     assert looked_up == [(host.stranger_pid, False)]
+    assert not user_of.called
 
 
 @pytest.mark.parametrize(("age", "polls"), [(0.5, 0), (2.0, 1)])

@@ -1,8 +1,8 @@
 """The environment variables that safe_gpu reads."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from collections.abc import Iterator, Mapping
+from functools import cache, lru_cache
 from typing import Any
 
 from ..errors import UnsatisfiableRequestError
@@ -103,7 +103,8 @@ def real_driver() -> str:
     return next((maker for path, maker in _REAL_DRIVERS.items() if os.path.exists(path)), "")
 
 
-def unknown(names: Iterable[str]) -> dict[str, str]:
+@lru_cache(maxsize=8)  # every claim asks
+def unknown(names: frozenset[str]) -> dict[str, str]:
     """Return the names that look like variables of this package but are not -> the variable that was probably meant, or
     ""."""
     found = {}
@@ -240,7 +241,7 @@ def doubts(environ: Mapping[str, str]) -> list[str]:
     """Return the warnings about settings that are probably mistakes, one sentence each, printable. Every claim logs
     them."""
     found = []
-    for name, meant in unknown(environ).items():
+    for name, meant in unknown(frozenset(environ)).items():
         hint = f": did you mean {meant}?" if meant else ""
         found.append(f"{name} is not a variable of safe_gpu and has no effect{hint}")
     found += [*_risks_for_root(environ), *_differences(environ)]

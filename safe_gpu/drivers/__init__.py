@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 
 from ..coordination.holders import gpus_of_scope
@@ -69,6 +70,7 @@ def open_drivers() -> tuple[list[Driver], list[str]]:
     return [open_driver()], []
 
 
+@cache
 def _simulated_vendors(preset: str) -> Sequence[str]:
     from .simulated import find_preset
 

@@ -390,46 +390,49 @@ class SimulatedDriver(Driver, Runtime):
         usage: dict[str, _Usage] = {}
         try:
             os.lstat(self._tree)
-        except FileNotFoundError:  # nobody has used it: nothing is opened
-            return usage
-        except OSError:
-            pass  # the rest says why
-        with DeferredSignals():
+        except OSError as err:
+            if isinstance(err, FileNotFoundError):  # nobody has used it: nothing is opened
+                return usage
+        with DeferredSignals(), suppress(FileNotFoundError):
             tree = self._open()
             try:
-                for name in os.listdir(tree) if tree >= 0 else ():
-                    entry = re.fullmatch(_ENTRY, name)
-                    if entry and entry[1] in uuids and is_alive(name, tree):
+                for name in os.listdir(tree):
+                    entry = re.fullmatch(_ENTRY, name) if name.rpartition(".")[0] in uuids else None
+                    if entry and is_alive(name, tree):
                         used = usage.setdefault(entry[1], {})
                         key = int(entry[2]), entry[4]
                         used[key] = used.get(key, 0) + int(entry[3])
             finally:
-                if tree >= 0:
-                    os.close(tree)
+                os.close(tree)
         return usage
 
-    def _open(self, *, make: bool = False) -> int:
-        """Return a descriptor of the directory of this host's processes, to which no link leads; -1 if it is missing,
-        and is not to be made."""
-        tree = -1
+    def _open(self) -> int:
+        """Return a descriptor of the directory of this host's processes, to which no link leads; FileNotFoundError if
+        it is missing."""
+        tree = None
         try:
             for part in self._place:
-                above, tree = tree, os.open(part, OPEN_DIR, dir_fd=None if tree < 0 else tree)
-                if above >= 0:
+                above, tree = tree, os.open(part, OPEN_DIR, dir_fd=tree)
+                if above is not None:
                     os.close(above)
+            assert tree is not None
+            return tree
         except OSError as err:
-            if tree >= 0:
+            if tree is not None:
                 os.close(tree)
-            if not isinstance(err, FileNotFoundError):
-                raise refusal_of_error(os.path.join(*self._place), err) from err
-            if not make:
-                return -1
+            if isinstance(err, FileNotFoundError):
+                raise
+            raise refusal_of_error(os.path.join(*self._place), err) from err
+
+    def _make(self) -> int:
+        """Return the same, and make what is missing."""
+        while True:
+            with suppress(FileNotFoundError):
+                return self._open()
             with ExitStack() as stack:
                 directory = stack.enter_context(SharedDirectory(self._place[0]))
                 for name in self._place[1:]:
                     directory = stack.enter_context(SharedDirectory(name, directory))
-            return self._open(make=True)
-        return tree
 
     def _used(self, gpu: Gpu, usage: _Usage) -> Gpu:
         """Return the device with its processes."""
@@ -459,7 +462,7 @@ class SimulatedDriver(Driver, Runtime):
         if gpu is None or gpu.unusable:
             reason = gpu.unusable if gpu else "no such device"
             raise PlaceholderError(f"{self.name} cannot run anything on {uuid}: {reason}", uuid=uuid)
-        directory = Held(self._open(make=True))
+        directory = Held(self._make())
         try:
             with suppress(OSError), open_to_read(f"{uuid}.bad", os.O_NOFOLLOW, directory.fd) as file:
                 trouble = (file.read(4096) or b"").decode(errors="replace").strip()

@@ -40,6 +40,44 @@ listen()
 """
 
 
+IN_NEW_NAMESPACE = """
+import ctypes, os
+from safe_gpu.host.procfs import pid_namespace
+own = pid_namespace()
+if ctypes.CDLL(None).unshare(0x20000000):  # CLONE_NEWPID, of the children to come
+    say("cannot"), listen()
+out, into = os.pipe()
+if not os.fork():
+    os.write(into, str(pid_namespace()).encode())
+    os._exit(0)
+say(os.read(out, 99).decode()), say(own), say(pid_namespace())
+"""
+
+
+def test_a_forked_child_may_be_in_another_pid_namespace(child: Callable[..., Any]) -> None:
+    started = child(IN_NEW_NAMESPACE)
+    theirs = started.hear()
+    if theirs == "cannot":
+        pytest.skip("no PID namespaces for this user")
+    before, after = started.hear(), started.hear()
+    assert theirs.isdigit()
+    assert before == after != theirs
+
+
+@pytest.mark.parametrize("has_pidfds", [True, False])
+def test_the_process_of_a_thread(has_pidfds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Python that was built on an old host has no pidfd_open."""
+    if not has_pidfds:
+        monkeypatch.delattr(os, "pidfd_open", raising=False)
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    found = [api.procfs.thread_group(number) for number in (os.getpid(), thread.native_id or 0, 1 << 40)]
+    stop.set()
+    thread.join()
+    assert found == [os.getpid(), os.getpid(), None]
+
+
 def test_a_process_that_is_held_while_it_exits(tmp_path: Path, child: Callable[..., Any], eventually: Any) -> None:
     """Its locks are free, and it has not ended: nobody waits for it in vain, nobody takes it for a stranger."""
 

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -101,6 +101,7 @@ class Entry(NamedTuple):
     more: Mapping[str, Any]
 
     @classmethod
+    @lru_cache(maxsize=256)  # most have been read before, by an earlier claim of this process
     def read(cls, name: str, uid: int, file: tuple[int, int], data: bytes) -> Entry:
         """Return what a file says.
 

@@ -142,12 +142,15 @@ def seconds_running(pid: int) -> float | None:
     return None if started is None else time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
+@cache  # a process stays in its own
 def pid_namespace() -> int | None:
     """Return the inode of this process's PID namespace, which identifies it on this host; None without /proc."""
-    try:
+    with suppress(OSError):
         return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return None
+    return None
+
+
+os.register_at_fork(after_in_child=pid_namespace.cache_clear)
 
 
 def namespace_text(namespace: int | None) -> str:
@@ -164,6 +167,9 @@ def namespace_text(namespace: int | None) -> str:
 def thread_group(pid: int) -> int | None:
     """Return the pid of the process that has this thread, which is ``pid`` for its main thread; None if it cannot be
     seen."""
+    with suppress(OSError, OverflowError, AttributeError):  # fails for all but main threads
+        next(map(os.close, map(os.pidfd_open, (pid,))))  # one call, for a handler may raise after each
+        return pid
     return next(iter(_status_numbers(pid, b"Tgid:")), None)
 
 
@@ -253,11 +259,10 @@ def user_name(uid: int) -> str:
     """
     import pwd
 
-    try:
-        with DeferredSignals():  # before Python 3.11 the exception of a handler is lost where there is no such user
-            return pwd.getpwuid(uid).pw_name
-    except (KeyError, OverflowError):
-        return str(uid)
+    # Before Python 3.11 the exception of a handler is lost where there is no such user.
+    with suppress(KeyError, OverflowError), DeferredSignals():
+        return pwd.getpwuid(uid).pw_name
+    return str(uid)
 
 
 @cache
@@ -275,10 +280,9 @@ def has_all_ids() -> bool:
 
 def uid_of(pid: int) -> int | None:
     """Return the effective uid of the process; None if it has exited."""
-    try:
+    with suppress(OSError):
         return os.stat(f"/proc/{pid}").st_uid
-    except OSError:
-        return None
+    return None
 
 
 def real_uid_of(pid: int) -> int | None:
@@ -308,7 +312,7 @@ def command_of(pid: int, limit: int = 200) -> str | None:
 
     Kernel threads and zombies have no command line; for them it is the name of the task.
     """
-    return printable(" ".join(arguments_of(pid)))[:limit] or None
+    return printable(" ".join(arguments_of(pid))[:limit]) or None
 
 
 def arguments_of(pid: int) -> list[str]:
@@ -404,7 +408,6 @@ def sees_network_devices() -> bool:
     listed."""
     from _socket import if_nameindex  # the module socket takes 15 ms to import
 
-    try:
+    with suppress(OSError):
         return any(os.path.exists(f"/sys/class/net/{name}/device") for _, name in if_nameindex())
-    except OSError:
-        return False
+    return False

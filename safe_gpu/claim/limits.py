@@ -128,10 +128,9 @@ class Quota:
 
 def _time_of(path: str) -> int:
     """Return when a file was changed; 0 if it is not there."""
-    try:
+    with suppress(OSError):
         return os.stat(path).st_mtime_ns
-    except OSError:
-        return 0
+    return 0
 
 
 class ClaimsByUser:

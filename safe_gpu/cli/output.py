@@ -76,10 +76,9 @@ def drop_errors() -> None:
 
 def is_terminal(stream: TextIO) -> bool:
     """Return whether a stream is a terminal that can move its cursor."""
-    try:
+    with suppress(ValueError):  # closed
         return stream.isatty() and os.environ.get("TERM") != "dumb"
-    except ValueError:  # closed
-        return False
+    return False
 
 
 def in_color(stream: TextIO) -> bool:
@@ -107,15 +106,13 @@ class Log:
 def say(text: str) -> None:
     """Print a line, or a sentence and a list, on stderr; on a terminal its lines are broken between words."""
     lines = f"safe-gpu: {printable_lines(text)}".split("\n")
-    try:
+    with suppress(OSError, ValueError):  # nobody reads it
         if is_terminal(sys.stderr) and max(map(len, lines)) > (width := width_of(sys.stderr)):
             from textwrap import TextWrapper
 
             wrapper = TextWrapper(width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
             lines = [part for line in lines for part in wrapper.wrap(line)]
         print_lines("\n".join(lines), sys.stderr)
-    except (OSError, ValueError):
-        pass  # nobody reads it
 
 
 def print_lines(text: str, stream: TextIO | None = None) -> None:
@@ -140,10 +137,9 @@ def columns() -> int:
 
 def width_of(stream: TextIO) -> int:
     """Return the width of the terminal that a stream is, else 80."""
-    try:
+    with suppress(OSError, ValueError):
         return os.get_terminal_size(stream.fileno()).columns or 80
-    except (OSError, ValueError):
-        return 80
+    return 80
 
 
 _ENTER = "\x1b[?1049h\x1b[?25l\x1b[H\x1b[2J"  # the second screen, without a cursor
@@ -377,10 +373,9 @@ class WaitLine:
 
 def _is_in_front(stream: TextIO) -> bool:
     """Return whether this process may use a terminal's lines: it is no job in the background of a shell there."""
-    try:
+    with suppress(OSError, ValueError):  # not the terminal of this session, or closed
         return os.tcgetpgrp(stream.fileno()) == os.getpgrp()
-    except (OSError, ValueError):  # not the terminal of this session, or closed
-        return True
+    return True
 
 
 def _hold_is_unknown() -> bool:

@@ -245,8 +245,6 @@ class SharedDirectory:
         They are read through a descriptor of their own: threads and forked children that share one share its place in
         the listing, and each would miss some names.
         """
-        with suppress(OSError):  # no /proc: the longer way
-            return set(os.listdir(f"/proc/self/fd/{self.fd}"))
         try:
             fd = os.open(".", OPEN_DIR, dir_fd=self.fd)
             try:
@@ -256,14 +254,14 @@ class SharedDirectory:
         except OSError as err:
             raise refusal_of_error(self.path, err) from err
 
+    def has(self, name: str) -> bool:
+        """Return whether there is a file or a directory of this name in it."""
+        return os.access(name, os.F_OK, dir_fd=self.fd)
+
     def still_has(self, name: str, file: tuple[int, int] | None) -> bool:
         """Return whether a name in it still means the file with this device and inode. A cleaner may have removed it,
         and others made it anew."""
         return file is not None and file == file_at(name, self.fd)
-
-    def open_file(self, name: str, flags: int = OPEN_FILE, *, make: bool = False) -> int:
-        """Return a descriptor of a file in it that everybody may write, as :meth:`open_known`."""
-        return self.open_known(name, flags, make=make)[0]
 
     def open_known(self, name: str, flags: int = OPEN_FILE, *, make: bool = False) -> tuple[int, os.stat_result]:
         """Return a descriptor of a file in it that everybody may write, and its status.
@@ -316,7 +314,7 @@ class SharedDirectory:
             StateDirError: this process may open no more files.
         """
         try:
-            fd = os.open(".", OPEN_DIR, dir_fd=self.fd)
+            fd = os.dup(self.fd)
         except OSError as err:
             raise refusal_of_error(self.path, err) from err
         with suppress(OSError):

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from ..errors import StateDirError
 from ..host.foreign_files import printable, well_formed
 from ..host.procfs import pid_namespace, user_name
 from ..host.programs import program_names
@@ -99,18 +98,15 @@ def append(lines: Iterable[bytes], now: float, state_dir: SharedDirectory | Plac
 
 
 def _append(directory: Directory, name: str, data: bytes, now: float) -> bool:
-    try:
+    with suppress(OSError):  # somebody else's, and closed: the next part takes it
         fd, status = directory.open_known(name, OPEN_FILE | os.O_WRONLY | os.O_APPEND, make=True)
-    except StateDirError:
-        return False  # somebody else's, and closed: the next part takes it
-    try:
-        if not status.st_size:
-            _remove_old(directory, now)
-        return status.st_size < LARGEST and os.write(fd, data) == len(data)
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
+        try:
+            if not status.st_size:
+                _remove_old(directory, now)
+            return status.st_size < LARGEST and os.write(fd, data) == len(data)
+        finally:
+            os.close(fd)
+    return False
 
 
 def _remove_old(directory: Directory, now: float) -> None:
@@ -202,7 +198,7 @@ def mark_seen(directory: Directory, uuid: str) -> None:
     A claim that dies is then known to have lived until now.
     """
     with suppress(OSError):
-        fd = directory.open_file(_seen(uuid), OPEN_FILE | os.O_WRONLY, make=True)
+        fd = directory.open_known(_seen(uuid), OPEN_FILE | os.O_WRONLY, make=True)[0]
         try:
             os.utime(fd)
         finally:

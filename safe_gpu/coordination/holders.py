@@ -195,11 +195,10 @@ def _elsewhere(uuids: Iterable[str], claims: Claims, tree: str) -> set[str]:
 def gpus_of_scope(scope: str) -> tuple[str, ...]:
     """Return the UUIDs of the GPUs of this user's living claim with this value of SAFE_GPU_SCOPE, whichever driver
     knows them; none if there is no such claim, and if the claims cannot be read."""
-    try:
+    with suppress(StateDirError):  # the claim itself meets the same error
         around = Claims(living_claims()).around(scope) if scope else None
-    except StateDirError:
-        return ()  # the claim itself meets the same error
-    return () if around is None else tuple(sorted(around.gpus))
+        return () if around is None else tuple(sorted(around.gpus))
+    return ()
 
 
 def claim_around(living: Collection[Entry], scope: str) -> Entry | None:

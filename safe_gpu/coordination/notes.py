@@ -52,9 +52,9 @@ def closed_file(*, by_root: bool) -> str:
     return f"{policy_directory(os.environ) if by_root else state_dir_path()}/{_CLOSED}"
 
 
-def has_closed_file(above_fd: int) -> bool:
-    """Return whether one of the files is there; ``above_fd`` is a descriptor of the state directory."""
-    return os.access(_CLOSED, os.F_OK, dir_fd=above_fd) or os.access(closed_file(by_root=True), os.F_OK)
+def has_closed_file(state_dir: SharedDirectory) -> bool:
+    """Return whether one of the files is there."""
+    return state_dir.has(_CLOSED) or os.access(closed_file(by_root=True), os.F_OK)
 
 
 def read_closed(*, by_root: bool, state_dir: str = "") -> Closed:
@@ -163,6 +163,8 @@ def read_faults(state_dir: str | SharedDirectory, uuids: Iterable[str]) -> dict[
         state_dir: its path, or that directory while it is open.
     """
     found: dict[str, GpuFault] = {}
+    if not (isinstance(state_dir, str) or state_dir.has(_FAULTS)):  # as almost always
+        return found
     looked_at: Counter[str] = Counter()
     with suppress(StateDirError, FileNotFoundError), Directory(state_dir, _FAULTS, make=False) as directory:
         names = directory.names()

@@ -65,7 +65,7 @@ def make(path: str) -> None:
     with SharedDirectory(path) as root:
         for part in PARTS:
             Directory(root, part).close()
-        os.close(root.open_file(HOST_LOCK, make=True))
+        os.close(root.open_known(HOST_LOCK, make=True)[0])
 
 
 def in_use(path: str) -> tuple[list[str], int]:

@@ -52,7 +52,7 @@ def directory(host: CheckedHost) -> Check:
             trouble, older_build = _trouble_with_mode(root, path), "leases" in root.names()
             owner = procfs.user_name(os.fstat(root.fd).st_uid)
             if os.path.lexists(os.path.join(path, HOST_LOCK)):
-                os.close(root.open_file(HOST_LOCK))
+                os.close(root.open_known(HOST_LOCK)[0])
             for part in PARTS:
                 with suppress(FileNotFoundError), Directory(root, part, make=False) as one:  # the first claim makes it
                     trouble = trouble or _trouble_with_mode(one, path)

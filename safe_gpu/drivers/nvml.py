@@ -410,10 +410,9 @@ def _linked(session: _Session, snapshot: HostSnapshot) -> HostSnapshot:
 
 
 def _cpus(session: _Session, uuid: str, scope: str) -> frozenset[int] | None:
-    try:
+    with suppress(_Fault):
         return session.cpus(session.ask("nvmlDeviceGetHandleByUUID", uuid), scope)
-    except _Fault:
-        return None
+    return None
 
 
 def _failed(gpu: Gpu, fault: _Fault) -> Gpu:

@@ -15,6 +15,7 @@ import stat
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import dropwhile
 from typing import TYPE_CHECKING
 
@@ -283,14 +284,10 @@ def _abandon(process: subprocess.Popen[bytes]) -> None:
     import signal
     import subprocess
 
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    try:
+    with suppress(subprocess.TimeoutExpired):
         process.wait(timeout=_UNKILLABLE)
-    except subprocess.TimeoutExpired:
-        pass
 
 
 _LONGEST = 200

@@ -10,6 +10,7 @@ import pwd
 import re
 import stat
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -325,22 +326,19 @@ def gid_of(group: str) -> int | None:
 
 
 def _id_of(name: str, entry_of: Callable[[str], Any]) -> int | None:
-    try:
-        with DeferredSignals():  # as in procfs.user_name
-            return int(entry_of(name)[2])  # pw_uid, gr_gid
-    except (KeyError, ValueError):
-        return int(name) if name.isdecimal() and name.isascii() and len(name) < 11 else None
+    with suppress(KeyError, ValueError), DeferredSignals():  # as in procfs.user_name
+        return int(entry_of(name)[2])  # pw_uid, gr_gid
+    return int(name) if name.isdecimal() and name.isascii() and len(name) < 11 else None
 
 
 def gids_of(uid: int) -> set[int]:
     """Return the groups of a user: those of this process, or those that the directory has for another user."""
     if uid == os.geteuid():
         return {os.getegid(), *os.getgroups()}
-    try:
+    with suppress(KeyError, OSError, OverflowError):
         entry = pwd.getpwuid(uid)
         return set(os.getgrouplist(entry.pw_name, entry.pw_gid))
-    except (KeyError, OSError, OverflowError):
-        return set()
+    return set()
 
 
 def values_of_user(environ: Mapping[str, str]) -> Mapping[str, str]:

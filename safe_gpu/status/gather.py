@@ -316,11 +316,9 @@ def with_idle_times(gpus: Sequence[GpuStatus], now: float) -> Sequence[GpuStatus
     Args:
         now: Unix seconds.
     """
-    try:
-        with HistoryDir() as directory:
-            return [replace(one, idle_for=_idle_for(directory, one, now)) for one in gpus]
-    except OSError:
-        return gpus
+    with suppress(OSError), HistoryDir() as directory:
+        return [replace(one, idle_for=_idle_for(directory, one, now)) for one in gpus]
+    return gpus
 
 
 def _idle_for(directory: Directory, one: GpuStatus, now: float) -> float | None:
@@ -329,10 +327,9 @@ def _idle_for(directory: Directory, one: GpuStatus, now: float) -> float | None:
         mark_seen(directory, one.gpu.uuid)
     if not since or one.shares:  # it is not known which of the sharers does nothing
         return None
-    try:
+    with suppress(OSError):
         return max(0.0, round(now - _idle_since(directory, one, since, now), 3))
-    except OSError:
-        return 0.0
+    return 0.0
 
 
 def _idle_since(directory: Directory, one: GpuStatus, since: float, now: float) -> float:
@@ -340,7 +337,7 @@ def _idle_since(directory: Directory, one: GpuStatus, since: float, now: float) 
 
     The file belongs to the user who looked first: all that others can do to its time is to write.
     """
-    fd = directory.open_file(f"{one.gpu.uuid.replace('/', '_')}.idle", OPEN_FILE | os.O_RDWR, make=True)
+    fd = directory.open_known(f"{one.gpu.uuid.replace('/', '_')}.idle", OPEN_FILE | os.O_RDWR, make=True)[0]
     try:
         status = os.fstat(fd)
         if not one.idle and one.gpu.utilization != 0:

@@ -221,7 +221,7 @@ def _lines(since: float, warnings: list[str]) -> Iterator[bytes]:
     first = month_of(max(0.0, since - _MONTH))
     for name in chain.from_iterable(file_names(month) for month in months_kept(time.time()) if month >= first):
         try:
-            with HistoryDir() as directory, open(directory.open_file(name), "rb", buffering=0) as file:
+            with HistoryDir() as directory, open(directory.open_known(name)[0], "rb", buffering=0) as file:
                 lines = BytesIO(file.read(LARGEST + _LONGEST_LINE))
         except FileNotFoundError:
             continue

@@ -7,6 +7,7 @@ docstring says so.
 
 import os
 import re
+from contextlib import suppress
 
 from ..errors import GPUAffinityError
 from ..gpus.devices import bus_order
@@ -48,10 +49,9 @@ class Files:
 
     def text(self, path: str) -> str | None:
         """Return the same; None if it is empty or cannot be read."""
-        try:
+        with suppress(OSError, ValueError):
             return self.read(path) or None
-        except (OSError, ValueError):
-            return None
+        return None
 
     def number(self, path: str, *, signed: bool = False) -> int | None:
         """Return the decimal number in a file, of at most 20 digits; None if there is none."""
@@ -69,10 +69,9 @@ class Files:
 
     def names(self, path: str) -> list[str]:
         """Return the entries of a directory, sorted."""
-        try:
+        with suppress(OSError, ValueError):
             return sorted(os.listdir(f"{self.root}/{path}"))
-        except (OSError, ValueError):
-            return []
+        return []
 
     def numbered(self, path: str, prefix: str = "") -> list[int]:
         """Return the numbers N of the entries ``prefixN`` of a directory, in order."""
@@ -115,10 +114,9 @@ class Files:
         vendor, kind = ((self.text(f"{path}/{name}") or "").lower() for name in ("vendor", "class"))
         if vendor != "0x10de" or not kind.startswith("0x03"):
             return False
-        try:
+        with suppress(OSError):
             return not loaded or os.path.basename(os.readlink(f"{self.root}/{path}/driver")) == "nvidia"
-        except OSError:
-            return True
+        return True
 
     def _uuid(self, bus_id: str) -> str:
         match = re.search(r"GPU UUID:\s*(GPU-[0-9A-Za-z-]{1,90})", self.text(f"{_NVIDIA}/{bus_id}/information") or "")

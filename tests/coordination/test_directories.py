@@ -42,7 +42,7 @@ def test_the_default_path_and_a_relative_one(monkeypatch: pytest.MonkeyPatch, tm
 
 def make_all(path: Path) -> None:
     with api.SharedDirectory(str(path)) as root, api.Directory(root, "claims"):
-        os.close(root.open_file(api.HOST_LOCK, make=True))
+        os.close(root.open_known(api.HOST_LOCK, make=True)[0])
 
 
 @needs_root
@@ -176,7 +176,7 @@ def test_what_is_no_file_is_refused(state_dir: Path, root: api.SharedDirectory, 
     make(state_dir / api.HOST_LOCK)
     for flags in (api.OPEN_FILE, api.OPEN_FILE | os.O_WRONLY):
         with pytest.raises(api.StateDirError, match="ask its owner"):
-            root.open_file(api.HOST_LOCK, flags, make=True)
+            root.open_known(api.HOST_LOCK, flags, make=True)
 
 
 @pytest.mark.parametrize(
@@ -204,10 +204,10 @@ def test_a_second_link_to_it_locks_nobody_out(
     state_dir: Path, open_tmp: Path, root: api.SharedDirectory, as_user
 ) -> None:
     """Everybody may link a file of mode 0666, also where fs.protected_hardlinks is 1, and it stays for ever."""
-    os.close(root.open_file(api.HOST_LOCK, make=True))
+    os.close(root.open_known(api.HOST_LOCK, make=True)[0])
     neighbour = as_user(lambda say, listen: say(os.link(state_dir / api.HOST_LOCK, open_tmp / "x")), uid=FIRST)
     assert neighbour.hear() == "None"
-    fd = root.open_file(api.HOST_LOCK, make=True)
+    fd = root.open_known(api.HOST_LOCK, make=True)[0]
     assert os.fstat(fd).st_nlink == 2
     os.close(fd)
 
@@ -216,7 +216,7 @@ def test_o_creat_is_never_used_on_a_name_that_may_exist(
     state_dir: Path, root: api.SharedDirectory, monkeypatch
 ) -> None:
     """fs.protected_regular answers EACCES to O_CREAT on another's file in a sticky directory, even to root."""
-    os.close(root.open_file(api.HOST_LOCK, make=True))
+    os.close(root.open_known(api.HOST_LOCK, make=True)[0])
     real = os.open
 
     def protected(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
@@ -225,7 +225,7 @@ def test_o_creat_is_never_used_on_a_name_that_may_exist(
         return real(path, flags, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", protected)
-    os.close(root.open_file(api.HOST_LOCK, make=True))
+    os.close(root.open_known(api.HOST_LOCK, make=True)[0])
 
 
 def test_two_that_make_it_at_once_end_with_one_file(state_dir: Path, root: api.SharedDirectory, monkeypatch) -> None:
@@ -234,11 +234,11 @@ def test_two_that_make_it_at_once_end_with_one_file(state_dir: Path, root: api.S
 
     def outrun(*args: Any, **options: Any) -> None:
         monkeypatch.setattr(os, "link", real)
-        fast.append(root.open_file(api.HOST_LOCK, make=True))
+        fast.append(root.open_known(api.HOST_LOCK, make=True)[0])
         real(*args, **options)
 
     monkeypatch.setattr(os, "link", outrun)
-    fd = root.open_file(api.HOST_LOCK, make=True)
+    fd = root.open_known(api.HOST_LOCK, make=True)[0]
     assert os.path.samestat(os.fstat(fd), os.fstat(fast[0]))
     assert sorted(os.listdir(state_dir)) == ["claims", api.HOST_LOCK]
     for one in (fd, *fast):
@@ -252,7 +252,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(
     full = Mock(side_effect=OSError(code, os.strerror(code)))
     monkeypatch.setattr(os, "link", full)
     with pytest.raises(api.StateDirError, match="no room for") as caught:
-        root.open_file(api.HOST_LOCK, make=True)
+        root.open_known(api.HOST_LOCK, make=True)
     assert caught.value.errno == code
     monkeypatch.setattr(os, "fchmod", full)
     with pytest.raises(api.StateDirError, match="no room for"):

@@ -317,7 +317,7 @@ def files(open_tmp: Path, state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> d
 @needs_root
 def test_what_both_files_say_counts_and_root_comes_first(files: dict[bool, Path], state_dir: Path) -> None:
     """A line that says nothing is told, and the others count."""
-    above = os.open(state_dir, os.O_RDONLY | os.O_DIRECTORY)
+    above = api.SharedDirectory(str(state_dir))
     assert (api.notes.drained_gpus(), api.notes.all_windows(), api.notes.ignored_closed()) == ({}, (), ())
     assert not api.notes.has_closed_file(above)
     files[False].write_text(LINES)
@@ -332,7 +332,7 @@ def test_what_both_files_say_counts_and_root_comes_first(files: dict[bool, Path]
     assert api.notes.ignored_closed() == (f"{files[True]} has a line that closes no GPU, and is ignored: GPU-3 a fan",)
     files[False].unlink()
     assert api.notes.has_closed_file(above)
-    os.close(above)
+    above.close()
 
 
 @needs_root

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -69,13 +70,10 @@ def test_the_process_of_a_thread(has_pidfds: bool, monkeypatch: pytest.MonkeyPat
     """A Python that was built on an old host has no pidfd_open."""
     if not has_pidfds:
         monkeypatch.delattr(os, "pidfd_open", raising=False)
-    stop = threading.Event()
-    thread = threading.Thread(target=stop.wait)
-    thread.start()
-    found = [api.procfs.thread_group(number) for number in (os.getpid(), thread.native_id or 0, 1 << 40)]
-    stop.set()
-    thread.join()
-    assert found == [os.getpid(), os.getpid(), None]
+    with ThreadPoolExecutor(1) as pool:
+        thread = pool.submit(threading.get_native_id).result()
+        assert thread != os.getpid()
+        assert [*map(api.procfs.thread_group, (os.getpid(), thread, 1 << 40))] == [os.getpid(), os.getpid(), None]
 
 
 def test_a_process_that_is_held_while_it_exits(tmp_path: Path, child: Callable[..., Any], eventually: Any) -> None:

@@ -69,13 +69,13 @@ class HostFacts:
             self.tickets = waiting_tickets(path, ignored)
         except StateDirError as err:
             self.warnings = [f"The queue is not known: {err}"]
-        try:
-            with DeferredSignals():
-                living = partial(living_entries, path, "claims", ignored, dead)
+        with DeferredSignals():
+            living = partial(living_entries, path, "claims", ignored, dead)
+            try:
                 self.claims, self.elsewhere = claims_now(uuids, tree, living)
-                append(lines_of_dead(dead, time.time()), time.time())
-        except StateDirError as err:
-            self.warnings = [f"The claims are not known: {err}"]
+            except StateDirError as err:
+                self.warnings = [f"The claims are not known: {err}"]
+            append(lines_of_dead(dead, time.time()), time.time())
         self.ignored = list(dict.fromkeys(ignored))
         self.faults = recent_faults(read_faults(path, uuids), time.time())
         self.processes = ProcessTable([*self.claims.living, *self.tickets])

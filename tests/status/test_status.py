@@ -340,6 +340,22 @@ def test_a_look_takes_no_lock_and_leaves_all_but_notes_for_the_next_alone(state_
     assert there() == before
 
 
+def test_the_end_of_a_dead_claim_is_told_where_a_second_look_fails(holder, state_dir: Path, monkeypatch) -> None:
+    """The first look has removed its entry."""
+
+    def fail(*about: Any) -> Any:
+        about[-1]()
+        raise api.StateDirError("it is gone")
+
+    holder.kill()
+    monkeypatch.setattr("safe_gpu.status.gather.claims_now", fail)
+    assert "it is gone" in look().warnings[0]
+    (told,) = (state_dir / "history").glob("*.jsonl")
+    claimed, ended = map(json.loads, told.read_text().splitlines())
+    assert claimed["claim"][0] == holder.pid
+    assert ended["claim"] == claimed["claim"]
+
+
 def test_a_state_directory_out_of_order_is_a_warning(state_dir: Path) -> None:
     state_dir.symlink_to("/nowhere")
     status = look(OneGpu())

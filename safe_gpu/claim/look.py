@@ -225,7 +225,7 @@ class Look:
         view = self._view
         if view.snapshot.shared_display:
             return {gpu.uuid for gpu in view.usable if self._is_in_the_way(gpu)}
-        claims = view.claims
+        claims = view.claims  # whose holders are not described here: nobody reads that under host.lock
         held = {uuid for one in claims.living for uuid in one.gpus if claims.on(uuid, view.inside)}
         return held - view.shared.keys() | self._elsewhere
 

@@ -102,6 +102,7 @@ class ByPid(dict[int, Any]):
 
 
 def _command_of(pid: int) -> tuple[None, str | None]:
+    """As :func:`describe_process` without the user, for whose name a directory service may be asked."""
     return None, procfs.command_of(pid)
 
 
@@ -330,7 +331,7 @@ class HostView:
         *,
         told: bool = False,
     ) -> tuple[GpuVerdict, ...]:
-        """Judge GPUs, for people if ``told``; else nobody asks whose processes those are that use them."""
+        """Judge GPUs. The reasons name the users of processes only if ``told``, which is for people."""
         if self._processes[0] is not self.snapshot:
             self._processes = self.snapshot, ByPid(_command_of), ByPid(procfs.family_of)
         _, commands, families = self._processes

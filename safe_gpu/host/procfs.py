@@ -142,7 +142,7 @@ def seconds_running(pid: int) -> float | None:
     return None if started is None else time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
-@cache  # a process stays in its own
+@cache  # unshare(2) and setns(2) change that of later children only
 def pid_namespace() -> int | None:
     """Return the inode of this process's PID namespace, which identifies it on this host; None without /proc."""
     with suppress(OSError):
@@ -167,7 +167,7 @@ def namespace_text(namespace: int | None) -> str:
 def thread_group(pid: int) -> int | None:
     """Return the pid of the process that has this thread, which is ``pid`` for its main thread; None if it cannot be
     seen."""
-    with suppress(OSError, OverflowError, AttributeError):  # fails for all but main threads
+    with suppress(OSError, OverflowError, AttributeError):  # it takes the main thread only; old hosts lack it
         next(map(os.close, map(os.pidfd_open, (pid,))))  # one call, for a handler may raise after each
         return pid
     return next(iter(_status_numbers(pid, b"Tgid:")), None)

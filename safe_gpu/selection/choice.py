@@ -203,7 +203,7 @@ def choose(
     if nb_gpus == 1:
 
         def rank_alone(gpu: Gpu) -> tuple[Any, ...]:
-            """Return the same as ``rank``, in which the other criteria are equal."""
+            """Return the rank of one GPU, without the criteria that are equal for all sets of one."""
             node = gpu.numa_node
             return (*drawbacks[gpu.uuid], node not in (near or ()), room.count(node), *_position(gpu))
 

@@ -138,7 +138,7 @@ def test_a_process_is_looked_up_once_and_never_under_host_lock(host, line, clean
     process it is, a directory service may have to say, and only who is refused is told."""
     cleanup.enter_context(host.stranger(0))
     line(8)
-    looked_up, command_of, user_of = [], api.procfs.command_of, Mock()
+    looked_up, command_of, user_of = [], api.procfs.command_of, Mock(return_value="anna")
 
     def look_up(pid: int) -> Any:
         looked_up.append((pid, is_locked(Path(os.environ["SAFE_GPU_DIR"], "host.lock"))))
@@ -147,8 +147,8 @@ def test_a_process_is_looked_up_once_and_never_under_host_lock(host, line, clean
     monkeypatch.setattr(api.procfs, "command_of", look_up)
     monkeypatch.setattr(api.procfs, "user_of", user_of)
     assert try_claim(1) == (1,)
-    assert looked_up == [(host.stranger_pid, False)]
-    assert not user_of.called
+    assert (looked_up, user_of.called) == ([(host.stranger_pid, False)], False)
+    assert (try_claim(8), user_of.called) == (None, True)
 
 
 @pytest.mark.parametrize(("age", "polls"), [(0.5, 0), (2.0, 1)])

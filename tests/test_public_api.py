@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import filelock
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,7 +35,7 @@ AlreadyClaimedError LockTimeout StateDirError CudaInitializedError PlaceholderEr
 """.split()
 
 
-HEAVY = "torch tensorflow numpy pynvml ctypes subprocess logging asyncio"
+HEAVY = "torch tensorflow numpy pynvml filelock ctypes subprocess logging asyncio"
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,10 @@ HEAVY = "torch tensorflow numpy pynvml ctypes subprocess logging asyncio"
     [
         ("import safe_gpu", HEAVY),
         ("from safe_gpu import SafeGpuError, NotEnoughGpusError, gpu_owner, claim_gpus, CudaPlaceholder", HEAVY),
-        ("import safe_gpu.cli", "pynvml logging subprocess json ctypes torch dataclasses threading difflib shutil"),
+        (
+            "import safe_gpu.cli",
+            "filelock pynvml logging subprocess json ctypes torch threading difflib shutil dataclasses",
+        ),
         (
             "import safe_gpu; safe_gpu.claim_gpus(1, timeout=0); safe_gpu.release_gpus()",
             "torch pynvml numpy subprocess",
@@ -51,7 +55,7 @@ HEAVY = "torch tensorflow numpy pynvml ctypes subprocess logging asyncio"
 )
 def test_what_is_loaded(code: str, heavy: str) -> None:
     command = [sys.executable, "-S", "-c", f"{code}; import sys; print(*sys.modules)"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{Path(filelock.__file__).parents[1]}"}
     loaded = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True).stdout.split()
     assert not [name for name in loaded if name in heavy.split()]
     assert code != "import safe_gpu" or not [name for name in loaded if name.startswith("safe_gpu.")]
@@ -251,6 +255,21 @@ def test_nvidia_ml_py_is_missing_or_too_old(text: str, tmp_path: Path, line: str
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60)
     assert done.returncode in (69, 70)
     assert (done.stdout, done.stderr.count("\n"), "nvidia-ml-py" in done.stderr) == ("", 1, True)
+
+
+@pytest.mark.parametrize("text", ["raise ModuleNotFoundError('No filelock', name='filelock')", "__version__ = '0.1'"])
+def test_filelock_is_missing_or_too_old(text: str, tmp_path: Path, ground) -> None:
+    """A claim names the package, and claims nothing; status needs none."""
+    (tmp_path / "filelock.py").write_text(text)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    for line, code, said in (
+        ("run -- true", 70, "filelock is missing or too old ("), ("doctor", 1, "filelock is missing or too old ("),
+        ("status", 0, ": 8 of 8 GPUs free"),
+    ):  # fmt: skip
+        command = [sys.executable, "-m", "safe_gpu", *line.split()]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, said in " ".join((done.stdout + done.stderr).split())) == (code, True), done
+    assert ground.tickets() == []
 
 
 # Ages, sizes, lists of GPUs and columns, as people read them

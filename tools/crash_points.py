@@ -142,7 +142,7 @@ class Queue(Wait):
         stage.until_queued(self.helpers[1])
 
     def at(self, stop: Stop) -> None:
-        if len(self.helpers) == 2 and stop.thread == 1 and stop.before and stop.call == "fcntl":
+        if len(self.helpers) == 2 and stop.thread and stop.before and stop.call == "fcntl":  # not the watchdog
             self.helpers.pop().end()
         elif len(self.helpers) == 1:
             super().at(stop)
@@ -445,7 +445,7 @@ class Outcome:
             self.violations.append(f"the exception became another: {said}")
         if said == "raised" and uuids:
             self.violations.append(f"GPUs are held after the exception: {uuids}")
-        if said == "done" and self.call and not ignored:
+        if said == "done" and self.call and not ignored and not self.point.thread:  # else it may be too late
             self.violations.append("the exception was swallowed")
 
     def _claim_inside(self) -> None:

@@ -133,8 +133,9 @@ class Traced:
             os.kill(self.pid, number)  # the kernel gives it to one that does not stand
 
     def leave(self, number: int) -> None:
-        """Send the only thread, which stands, a signal, and trace it no longer."""
+        """Send it a signal, and trace its threads no longer."""
         self.send(number)
+        self._free_others()
         self._go_on(_DETACH)
 
     def kill(self) -> None:
@@ -184,7 +185,7 @@ class Traced:
 
     def _free_others(self) -> None:
         """Trace the other threads no longer. They have to stop for that, and may be asleep in a call."""
-        for thread in self._threads:
+        for thread in map(int, os.listdir(f"/proc/{self.pid}/task")):  # new ones too
             if thread in self._standing or _libc.tgkill(self.pid, thread, signal.SIGURG):
                 continue
             _, status = os.waitpid(thread, _ALL)

@@ -380,11 +380,11 @@ def _replace(racer: Racer) -> None:
         if racer.scene.closes or owner is not host_view:
             setattr(owner, name, racer.whole(getattr(owner, name), what))
 
-    def names(self: Any) -> set[str]:
+    def names(self: Any, most: int | None = None) -> set[str]:
         label = racer.label(self.fd)
         if label.endswith(_LISTED):
             racer.step(f"list {label}")
-        return _names(self)
+        return _names(self, most)
 
     directory.SharedDirectory.names = names  # type: ignore[method-assign]
     doors.MOST_PARTS, doors._TAILS = _PARTS, doors._TAILS[:_PARTS]

@@ -300,12 +300,23 @@ SCENES: dict[str, Scene] = {
         in_turn=True,
         served=2,
     ),
+    # A stranger comes between the two polls: who gives back keeps its place
+    "queue-contended": _scene(claims(), claims(**_PATIENT), claims(**_PATIENT), stranger(0), in_turn=True, served=2),
+    "queue-contended-2": _scene(
+        claims(2), claims(2, **_PATIENT), claims(**_PATIENT), stranger(0), gpus=2, in_turn=True, served=2
+    ),
+    "queue-contended-late": _scene(
+        claims(), claims(**_PATIENT), stranger(0), claims(**_PATIENT), in_turn=True, served=2, kill="B"
+    ),
     # A's user holds and waits: the turns are 1.5 of B, 3 of C and 2 of D
     "queue-turns": _scene(
         claims(), *(claims(**_PATIENT, after=after) for after in ("A", "A", "A")), in_turn=True, served=4, users="aaab"
     ),
     "queue-turns-killed": _scene(
         claims(), *(claims(**_PATIENT, after="A") for _ in "BC"), kill="B", in_turn=True, users="aab"
+    ),
+    "queue-turns-contended": _scene(
+        claims(), *(claims(**_PATIENT, after="A") for _ in "BC"), stranger(0), in_turn=True, users="aabc", served=2
     ),
     "limits": _scene(claims(), claims(), claims(), gpus=2, users="aab", limit=1, kill="A", served=2),
     "timeouts": _scene(claims(), claims(timeout=0.03), claims(timeout=0.05), in_turn=True),

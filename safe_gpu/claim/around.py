@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from ..coordination.doors import Doors
 from ..coordination.entry import Entry
-from ..coordination.holders import Claims
+from ..coordination.holders import Claims, has_ended
 from ..errors import NotEnoughGpusError, UnsatisfiableRequestError
 from ..gpus.devices import Gpu, GpuVerdict, Holder
 from ..host import procfs
@@ -37,6 +37,8 @@ def find_around(claims: Claims, token: str, tree: str) -> Entry | None:
     around = claims.around(token)
     if around is None or not around.parts:
         return around
+    if has_ended(around):  # all users read the names of its doors, and others may have them now
+        return None
     with suppress(OSError):  # no sockets here
         return around if Doors(tree).is_inside(next(iter(around.gpus)), token) else None
     return around

@@ -38,10 +38,7 @@ def older_package_counts() -> bool:
 
 
 def confirm(view: HostView, claim: Claim, options: ClaimOptions) -> bool:
-    """Poll again, with the GPUs and the lock of the older package held. Return whether the GPUs are still free.
-
-    If they are not, the claim is released.
-    """
+    """Poll again, with the GPUs and the lock of the older package held. Return whether the GPUs are still free."""
     if older_package_counts():
         deadline = None if options.timeout is None else options.deadline
         with DeferredSignals() as signals:
@@ -54,11 +51,11 @@ def confirm(view: HostView, claim: Claim, options: ClaimOptions) -> bool:
     verdicts = {verdict.gpu.uuid: verdict for verdict in view.judge({}, [gpu for gpu in now if gpu is not None])}
     for gpu in claim.gpus:
         verdict = verdicts.get(gpu.uuid)
+        if verdict is not None and (verdict.gpu.names, verdict.gpu.mode) != (gpu.names, gpu.mode):
+            verdict = None  # the name is that of another piece, or of all of the GPU
         if verdict is None or not verdict.free:
             reason = "it is gone" if verdict is None else verdict.reason
             options.logger.info("GPU %s was taken meanwhile (%s): starting over", gpu.label, reason)
-            claim.release()
-            view.polls.poll()  # before others are chosen
             return False
     claim.gpus = tuple(verdicts[gpu.uuid].gpu for gpu in claim.gpus)
     return True
@@ -109,7 +106,8 @@ def verify_alone(view: HostView, claim: Claim, options: ClaimOptions, placeholde
     holding = placeholders.holds_gpu(placeholder)  # so the driver sees a process on the GPU
     until = time.monotonic() + _SHOWING
     while True:
-        snapshot = claim.before.updated(view.polls.driver.usage(claim.gpus))
+        with view.polls.asking():
+            snapshot = claim.before.updated(view.polls.driver.usage(claim.gpus))
         _refuse_other_processes(view, claim, snapshot, holding)
         shown = []
         for gpu in claim.gpus if holding else ():

@@ -189,6 +189,10 @@ class Claim:
         """
         now = round(time.time(), 3)
         self.gpus, self.share = gpus, share
+        pieces: dict[str, list[str]] = {gpu.whole: [] for gpu in gpus if gpu.whole != gpu.uuid}
+        for gpu in gpus:
+            if gpu.is_piece:
+                pieces[gpu.whole].append(gpu.uuid)
         self._said = {
             **self._said,
             "since": now,
@@ -196,6 +200,8 @@ class Claim:
             "queued": queued and round(queued, 3),
             "gpus": {gpu.uuid: share for gpu in gpus},
             "parts": self.doors.parts,
+            "pieces": pieces,
+            "modes": {gpu.whole: gpu.mode for gpu in gpus if gpu.mode},
             "display": display,
             "token": digest(self.token) if self.token else "",
             "inside": self.inside,

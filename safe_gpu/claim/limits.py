@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
@@ -26,6 +27,8 @@ from ..settings import variables as settings
 from ..settings.config import Limits, Policy
 from ..wording import text as style
 from ..wording.text import format_age, plural
+
+_MOST_UNKNOWN = 256  # GPUs of a user that the driver does not show: who names more is beyond every limit
 
 
 def check_policy_limits(nb_gpus: float, limits: Limits, seconds: float | None = None, *, said: bool = False) -> None:
@@ -141,6 +144,7 @@ class ClaimsByUser:
         self._quota = quota
         self._snapshot = snapshot
         self._claims = claims
+        self._held: dict[int, dict[str, float]] | None = None
 
     def size(self, ticket: Entry) -> float:
         """Return how many GPUs a ticket asks for."""
@@ -166,26 +170,36 @@ class ClaimsByUser:
         if most is None:
             return None
         held = self.held_by(uid)
-        exceeds = sum(held.values()) + request.amount(self._snapshot.gpus) > most + ROUNDING
+        amount = request.amount(self._snapshot.gpus)
+        # However small a share is, who is at the limit gets none.
+        exceeds = sum(held.values()) + (amount and max(amount, 2 * ROUNDING)) > most + ROUNDING
         return LimitReached(sum(held.values()), most, frozenset(held)) if exceeds else None
 
     def held_by(self, uid: int) -> dict[str, float]:
         """Return name of a claim -> how many GPUs it holds."""
-        return {one.name: held for one, held in held_of(self._snapshot, self._claims) if one.uid == uid and held}
+        if self._held is None:
+            self._held = {}
+            for one, held in held_of(self._snapshot, self._claims):
+                if held:
+                    self._held.setdefault(one.uid, {})[one.name] = held
+        return self._held.get(uid, {})
 
 
 def held_of(snapshot: HostSnapshot, claims: Claims) -> Iterator[tuple[Entry, float]]:
     """Yield the claims that count for limits, each with how many GPUs of the vendor of one poll it holds, and shares as
     parts. Of a GPU that the driver does not show it holds all."""
+    gpus, unknown = {gpu.uuid: gpu for gpu in snapshot.gpus}, Counter[int]()
     for one in claims.living:
-        if one.uid >= 0 and not one.display and not claims.is_inside(one):
+        on_display = one.display and snapshot.shared_display  # elsewhere nobody lets others in beside it
+        if one.uid >= 0 and not on_display and not claims.is_inside(one):
             held = 0.0
             for uuid, share in one.gpus.items():
-                gpu = snapshot.by_uuid(uuid)
+                gpu = gpus.get(uuid)
                 if gpu is not None:
                     held += part_of(gpu, share)
-                elif vendor_of(uuid) == snapshot.vendor:
-                    held += 1.0
+                elif unknown[one.uid] < _MOST_UNKNOWN:
+                    unknown[one.uid] += 1
+                    held += vendor_of(uuid) == snapshot.vendor
             yield one, held
 
 

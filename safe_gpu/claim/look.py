@@ -148,8 +148,12 @@ class Look:
 
     def _take(self, *, may_wait: bool) -> None:
         view, place, host = self._view, self._place, self._host
-        usable = {gpu.uuid for gpu in view.usable}
-        wanted = (one.name for one in host.claims.living if not usable.isdisjoint(one.gpus))
+        usable = {name for gpu in view.usable for name in (gpu.uuid, gpu.whole)}
+        wanted = (
+            one.name
+            for one in host.claims.living
+            if not (usable.isdisjoint(one.gpus) and usable.isdisjoint(one.pieces))
+        )
         living = host.claims.look([*islice(wanted, _MOST_ASKED)])
         host.queue.refresh()
         view.see(living)
@@ -226,7 +230,7 @@ class Look:
         if view.snapshot.shared_display:
             return {gpu.uuid for gpu in view.usable if self._is_in_the_way(gpu)}
         claims = view.claims  # whose holders are not described here: nobody reads that under host.lock
-        held = {uuid for one in claims.living for uuid in one.gpus if claims.on(uuid, view.inside)}
+        held = {gpu.uuid for gpu in view.usable if claims.on(gpu.uuid, view.inside)}
         return held - view.shared.keys() | self._elsewhere
 
     def _choose(self, among: Collection[str] | None) -> tuple[Gpu, ...] | None:
@@ -277,26 +281,37 @@ class Look:
         """Take the doors of these GPUs. Returns one that another state directory has, and nothing is taken; or ""."""
         view, claim = self._view, self._claim
         doors = Doors(view.snapshot.name_prefix) if claim is None else claim.doors
-        for uuid in sorted(gpu.uuid for gpu in chosen):
-            known = view.claims.parts_with_doors(uuid, view.inside)
+        for gpu in sorted(chosen, key=lambda gpu: gpu.uuid):
             try:
-                if claim is None:
-                    done = bool(view.around) or not doors.are_taken(uuid, known)
-                elif view.around:
-                    done = not view.around.parts or doors.take_inside(uuid, known, view.scope)
-                elif view.share is not None:
-                    # One of the processes may have ended since, and its door be another's.
-                    done = doors.take_share(uuid, known) and known == view.claims.parts_with_doors(uuid)
-                else:
-                    done = doors.take_whole(uuid, known, claim.token)
+                done = all(self._takes_door(doors, gpu, name) for name in gpu.names)
             except OSError as err:
                 self._trouble = err
                 doors.release()  # with those of some GPUs alone, claims inside this one would not find the others
                 return ""
             if not done:
                 doors.release()
-                return uuid
+                return gpu.uuid
         return ""
+
+    def _takes_door(self, doors: Doors, gpu: Gpu, name: str) -> bool:
+        """Take the doors of a GPU that have one of its names, after a part of the GPU of which it is a piece."""
+        view, claim = self._view, self._claim
+        known, divisible = view.claims.parts_with_doors(gpu.uuid, view.inside, name), gpu.is_divided_by(name)
+        if claim is None:
+            shut = gpu.is_piece and doors.is_shut(gpu.whole, gpu.mode)
+            return bool(view.around) or not (shut or doors.are_taken(name, known, divisible=divisible))
+        if view.around and not view.around.parts:
+            return True
+        if gpu.is_piece and not doors.take_piece(gpu.whole, gpu.mode):
+            return False
+        if view.around:
+            return doors.take_inside(name, known, view.scope)
+        if view.share is not None:
+            # One of the processes may have ended since, and its door be another's.
+            return doors.take_share(name, known, divisible=divisible) and known == view.claims.parts_with_doors(
+                gpu.uuid, name=name
+            )
+        return doors.take_whole(name, known, claim.token, divisible=divisible)
 
     def _facts(self, chosen: tuple[Gpu, ...] | None, limit: LimitReached | None) -> Seen:
         view = self._view
@@ -328,7 +343,7 @@ class Look:
         ask = [view.around.name] if view.around else ()
         living = [one for one in host.claims.look(ask) if one.file != claim.file]
         view.see_closed(self._place.hold_for(), host, locked=True)
-        view.claims = Claims(living)
+        view.claims = Claims(living, view.snapshot.gpus)
         if view.around and find_around(view.claims, view.scope, view.snapshot.name_prefix) is None:
             return False
         if not view.around and any(map(view.rules.why_drained, self.chosen)):
@@ -340,6 +355,6 @@ class Look:
         others = view.claims.on(gpu.uuid, view.inside)
         if view.snapshot.shared_display:
             return any(not one.display for one in others)
-        if view.share is None or any(one.gpus[gpu.uuid] is None for one in others):
+        if view.share is None or any(one.gpus.get(gpu.uuid) is None for one in others):
             return bool(others)
         return sum(one.gpus[gpu.uuid] or 0 for one in others) + view.share > (share_capacity(gpu) or 0)

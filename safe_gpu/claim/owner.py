@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from _thread import allocate_lock
@@ -28,6 +29,7 @@ from .arguments import DEFAULT, NODE_BY_DEFAULT, ClaimOptions, DefaultTimeout, a
 from .checks import clear_notes, doubts_of, note_failure, verify_alone, verify_devices
 from .claim import Claim, ClaimVariables, initializers, share_variables
 from .search import acquire
+from .telling import ASKING, HANGS, Watchdog
 from .view import HostView, driver_pids
 
 # The affinity modes that divide the CPUs of a node among its GPUs.
@@ -101,9 +103,16 @@ class GPUOwner:
             options = read_options(**arguments, **self._internal)
             self.logger = options.logger
             warn_worker(options.logger)
-            with opened_driver(**options.request.driver) as driver:
+            watchdog = Watchdog(options.logger, math.inf if options.command is None else options.deadline)
+            with ExitStack() as opened:
+                opened.callback(watchdog.close)
+                with watchdog.telling(ASKING, HANGS):
+                    driver = opened.enter_context(opened_driver(**options.request.driver))
                 self._prepare_placeholder(driver, options.placeholder_fn)
-                view = HostView(driver, driver.snapshot(), options.request)
+                with watchdog.telling(ASKING, HANGS):
+                    snapshot = driver.snapshot()
+                    view = HostView(driver, snapshot, options.request)
+                view.polls.watchdog = watchdog
                 claim = self._take(view, options)
                 self._hold(view, claim, driver)
                 if driver.runtime.asks_library:
@@ -231,10 +240,13 @@ class GPUOwner:
     def _hold(self, view: HostView, claim: Claim, driver: Driver) -> None:
         self._release.callback(self._unless_forked, self._release_placeholders)
         make = self._placeholder
-        for device_no in range(len(claim.gpus)):
+        waits = type(make) is not placeholders.NoPlaceholder
+        for device_no, gpu in enumerate(claim.gpus):
+            what = f"waiting for {placeholders.name_of(make)} to hold GPU {gpu.label}"
+            telling = view.polls.watchdog.telling(what) if waits else nullcontext()
             try:
                 # Nothing comes between the context and its place in the list.
-                with nullcontext() if type(make) is placeholders.NoPlaceholder else self._signals, self._passing():
+                with self._signals if waits else nullcontext(), self._passing(), telling:
                     self.placeholders.append(placeholders.allocate(make, device_no))
             except PlaceholderError as err:
                 what = str(err)

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 
 from ..coordination.doors import Doors
 from ..coordination.entry import Entry, said_by_this_process
+from ..coordination.holders import are_taken_elsewhere
 from ..coordination.host_lock import Host
 from ..coordination.queue import TicketRequest, Waiter, is_stopped
 from ..coordination.turns import turn_of_newcomer
-from ..gpus.devices import GpuVerdict, Holder
+from ..gpus.devices import GpuVerdict, Holder, HostSnapshot
 from ..host import procfs
 from ..selection.backfill import BackfillRequest, When, open_gpus, when_free
 from ..selection.choice import can_be_met_by_releases, capacity
@@ -33,6 +34,7 @@ class QueuePlace:
 
     def __init__(self, host: Host, view: HostView, options: ClaimOptions) -> None:
         self.waiter: Waiter | None = None
+        self._wanted: HostSnapshot | None = None  # the poll by which its ticket says which GPUs could do
         self._host = host
         self._view = view
         self._options = options
@@ -56,22 +58,30 @@ class QueuePlace:
         """
         waiter, options, queue = self.ensure_waiter(), self._options, self._host.queue
         if waiter.queued and not waiter.was_removed():
-            return False
+            if self._wanted is self._view.snapshot:
+                return False
+            self._wanted, wanted = self._view.snapshot, frozenset(self._view.wanted)
+            if wanted == waiter.request.gpus:
+                return False
+            waiter.stand_aside()  # for a ticket that names the GPUs or MIG instances that have come or gone
+            waiter.request = waiter.request._replace(gpus=wanted)
+        self._wanted = self._view.snapshot
         said = said_by_this_process(options.job.job_label, options.command)
         if not waiter.by_turns or options.quota is None or held is None:
             return waiter.join(said)
-        weight = options.quota.limits.weight or 1.0
+        weight, kept_turn, number = options.quota.limits.weight or 1.0, waiter.kept_turn, waiter.next_number
 
         def newcomer(others: list[tuple[float, Entry]]) -> float:
             return turn_of_newcomer(
                 waiter.request.competes_with,
                 waiter.request.gpus,
                 others,
-                queue.next_number,
+                number,
                 uid=os.geteuid(),
                 held=sum(held.held_by(os.geteuid()).values()),
                 size=held.size,
                 weight=weight,
+                most=kept_turn,
                 counts=lambda ticket: queue.ask(ticket.name) is not None and not (seen and seen.is_absent(ticket)),
             )
 
@@ -96,6 +106,11 @@ class QueuePlace:
     def among_first(self, number: int) -> bool:
         """Return whether this claim is certainly one of the first ``number`` waiters."""
         return self.waiter is None or self.waiter.among_first(number)
+
+    def stand_aside(self) -> None:
+        """Remove the ticket after a claim was made, so that those behind look while the driver is asked again."""
+        if self.waiter is not None:
+            self.waiter.stand_aside()
 
     def leave(self) -> None:
         """Remove the ticket. Safe to call twice. The next one may compete for other GPUs."""
@@ -130,7 +145,7 @@ class QueueSnapshot:
         with suppress(OSError):  # no sockets here
             doors = Doors(view.snapshot.name_prefix)
             for gpu in used:
-                if not view.around and doors.are_taken(gpu.uuid, view.claims.parts(gpu.uuid)):
+                if not view.around and are_taken_elsewhere(doors, gpu, view.claims):
                     self._held[gpu.uuid] = Holder(elsewhere=True)
 
     def is_absent(self, ticket: Entry) -> bool:

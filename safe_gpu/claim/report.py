@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..coordination.entry import Entry
-from ..coordination.holders import claims_now, lives_here
+from ..coordination.holders import Claims, claims_now, lives_here, living_claims
 from ..coordination.queue import TicketRequest, Waiter, is_stopped
 from ..errors import ClaimTimeout, NotEnoughGpusError
 from ..gpus.devices import GpuVerdict, Holder, HostSnapshot
@@ -206,8 +206,10 @@ def holders_now(snapshot: HostSnapshot, inside: str = "") -> dict[str, Holder]:
     Raises:
         StateDirError: the claims cannot be read.
     """
-    claims, elsewhere = claims_now(() if inside else (gpu.uuid for gpu in snapshot.gpus), snapshot.name_prefix)
-    return {**dict.fromkeys(elsewhere, Holder(elsewhere=True)), **claims.holders(inside)}
+    if inside:
+        return Claims(living_claims(), snapshot.gpus).holders(inside)
+    claims, elsewhere = claims_now(snapshot.gpus, snapshot.name_prefix)
+    return {**dict.fromkeys(elsewhere, Holder(elsewhere=True)), **claims.holders()}
 
 
 def refusal_message(

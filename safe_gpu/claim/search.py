@@ -14,14 +14,15 @@ from contextlib import ExitStack, suppress
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..coordination.directory import state_dir_path
 from ..coordination.entry import is_alive
 from ..coordination.host_lock import Host
-from ..errors import LockTimeout, StateDirError
+from ..errors import LockTimeout, NoDriverError, StateDirError
 from ..gpus.devices import Gpu, Holder
+from ..host import procfs
 from ..host.foreign_files import printable_lines
 from ..host.signals import DeferredSignals, unwind_on_signals
 from ..selection.choice import capacity, check_possible, fits
+from ..wording.text import format_age
 from .arguments import ClaimOptions, with_policy_limits
 from .around import refuse_inside_share
 from .checks import confirm
@@ -37,14 +38,29 @@ if TYPE_CHECKING:
 # second.
 _PAUSE = 0.010
 
+# Pauses between two polls of the driver by the head of the queue, in seconds: at least where nobody holds enough GPUs,
+# so that only the driver can tell when they are free, and where others do; and at most. In between it is this part of
+# the time since something has happened: who has waited for long loses little by a little more.
+_FAST_POLLS, _POLLS, _SLOW_POLLS = 0.1, 2.0, 5.0
+
+_PART = 1 / 20
+
+# Between polls that are nearer than this, in seconds, the session with the driver stays open.
+_SHORT = 1.0
+
 # Pauses of a claim that withdrew, in seconds: uneven, or two go in step.
 _UNEVEN = (0.0005, 0.010)
+
+_MOST_STRANGERS = 64
 
 # A sleeper that looks again polls the driver first if its latest poll is older than this, in seconds.
 _OLD = 30.0
 
-# For so long waiters wait for a state directory that went away, in seconds, and look for it so often.
+# For so long waiters wait for a state directory or a driver that cannot be used any more, in seconds, and at least for
+# so much of the time that they have waited; and they try again so often.
 _LONGEST_ABSENCE = 60.0
+
+_OF_THE_WAIT = 0.1
 
 _ABSENCE_PAUSE = 0.25
 
@@ -139,11 +155,10 @@ def decide(
     until = min(state.deadline, now + _FULL_LOOK)
     if seen.limit is not None:
         return Decision(WATCH, state, until)
-    if suffices:  # nobody holds enough of them, but the driver shows processes there
-        if seen.free != state.polled_for or now >= next_poll:
-            return Decision(POLL, state._replace(polled_for=seen.free))
-        until = min(until, next_poll)
-    return Decision(WATCH, state, until)
+    # Where nobody holds enough of them, the driver shows processes there.
+    if (suffices and seen.free != state.polled_for) or now >= next_poll:
+        return Decision(POLL, state._replace(polled_for=seen.free))
+    return Decision(WATCH, state, min(until, next_poll))
 
 
 def acquire(view: HostView, options: ClaimOptions, claim: Claim | None) -> tuple[Gpu, ...]:
@@ -163,7 +178,10 @@ def acquire(view: HostView, options: ClaimOptions, claim: Claim | None) -> tuple
     return _Search(view, options).run(claim)
 
 
-_ROOMS = "affinity claim coordination drivers gpus host runtimes schedulers selection settings topology".split()
+_ROOMS = "affinity claim coordination gpus host runtimes schedulers selection settings topology".split()
+
+# The driver is open, and what it needs has been imported; the rest is for commands.
+_UNUSED = frozenset({"hip", "cuda", "kfd_topology", "gpu_affinity", "plan_text", "setup"})
 
 
 @cache
@@ -176,7 +194,8 @@ def _import_all() -> None:
     for name in _ROOMS:
         module = import_module(f"{package}.{name}")
         for one in pkgutil.walk_packages(getattr(module, "__path__", ()), f"{module.__name__}."):
-            import_module(one.name)
+            if one.name.rpartition(".")[2] not in _UNUSED:
+                import_module(one.name)
 
 
 class _Search:
@@ -191,6 +210,10 @@ class _Search:
         self._state = WaitState(options.deadline, tried_last=options.timeout == 0)
         self._reporter: WaitReporter | None = None
         self._watching_since = 0.0
+        self._free: frozenset[str] = frozenset()  # by the latest look
+        self._calm_since = time.monotonic()  # since when nothing has happened that may free a GPU
+        self._pause = 0.0  # between two polls
+        self._unconfirmed = False  # the second poll of a claim has failed, and it has not waited since
         self._looks = 0
         self._limited = False
         self._crowds = 0
@@ -209,9 +232,12 @@ class _Search:
             with self._waits:
                 try:
                     while True:
-                        look = self._look(claim)
-                        if look is not None and self._takes(look) and self._is_confirmed(claim, look.chosen):
-                            return look.chosen if claim is None else claim.gpus
+                        try:
+                            look = self._look(claim)
+                            if look is not None and self._takes(look) and self._is_confirmed(claim, look.chosen):
+                                return look.chosen if claim is None else claim.gpus
+                        except (NoDriverError, StateDirError) as err:
+                            self._outlast(err)
                 finally:
                     self._leave()
         except BaseException:
@@ -219,14 +245,11 @@ class _Search:
             raise
 
     def _look(self, claim: Claim | None) -> Look | None:
-        """Look; None where that fails while the state directory is away for a moment, or the host is overloaded."""
+        """Look; None where that fails since the host is overloaded."""
         scope = self._view.scope
         look = Look(self._host, self._view, self._place, claim, self._options)
         try:
             look.run(may_wait=time.monotonic() < self._options.deadline)
-        except StateDirError as err:
-            self._outlast(err)
-            return None
         except LockTimeout as err:
             self._crowds += 1
             if not err.overloaded or self._crowds == _MOST_CROWDS:
@@ -239,7 +262,8 @@ class _Search:
             self._options.logger.info("lock acquired")
             self._options.logger.info("lock released")
         self._looks += 1
-        self._gone_since = 0.0
+        if not self._unconfirmed:
+            self._gone_since = 0.0
         return look
 
     def _takes(self, look: Look) -> bool:
@@ -273,11 +297,38 @@ class _Search:
         return {}
 
     def _is_confirmed(self, claim: Claim | None, gpus: tuple[Gpu, ...]) -> bool:
-        """Return whether a second poll shows the GPUs free; a claim is given back if not."""
+        """Return whether a second poll shows the GPUs free; a claim is given back if not.
+
+        Those behind look meanwhile, without this claim's ticket. It makes that again before its GPUs are free.
+        """
         if claim is not None:
-            return confirm(self._view, claim, self._options)
+            DeferredSignals().run_deferred(self._place.stand_aside)
+            confirmed, self._unconfirmed = False, True
+            try:
+                confirmed = confirm(self._view, claim, self._options)
+                self._unconfirmed = False
+            finally:
+                if not confirmed:
+                    self._stand_again()
+                    claim.release()
+            if not confirmed:
+                self._view.polls.poll()  # before others are chosen
+            return confirmed
         self._view.polls.poll_again(gpus)
         return all(gpu.uuid in self._view.unoccupied() for gpu in gpus)
+
+    def _stand_again(self) -> None:
+        """Make the ticket again that this claim had, at its place. Where that fails, the next look does it."""
+        host, options = self._host, self._options
+        if self._place.waiter is None or not self._place.waiter.has_place:
+            return
+        with suppress(LockTimeout, StateDirError), DeferredSignals() as signals:
+            host.look()
+            with host.locked(options.lock_deadline, signals):
+                host.queue.refresh()
+                quota = options.quota
+                held = None if quota is None else quota.held(self._view.snapshot, self._view.claims)
+                self._place.join(held, None)
 
     def _limit(self) -> None:
         """Apply the policy, once it is certain that this claim is not made inside another one."""
@@ -300,12 +351,17 @@ class _Search:
         if quota is None or not quota.unresolved:
             next_look = reporter.next_look(now)
         free = [gpu for gpu in self._view.usable if gpu.uuid in look.seen.free]
+        suffices = fits(self._view.request, free)
+        if look.seen.free != self._free:
+            self._free, self._calm_since = look.seen.free, now
+        pause = max(_FAST_POLLS if suffices else _POLLS, (now - self._calm_since) * _PART)
+        self._pause = min(pause, _SLOW_POLLS)
         decision = decide(
             look.seen,
             self._state,
-            suffices=fits(self._view.request, free),
+            suffices=suffices,
             now=now,
-            next_poll=self._view.polls.next_poll,
+            next_poll=self._view.polls.next_poll(self._pause),
             next_look=next_look,
             pause=_uneven(*_UNEVEN) if look.seen.withdrawn else 0.0,
         )
@@ -314,15 +370,27 @@ class _Search:
 
     # Waiting
 
-    def _outlast(self, err: StateDirError) -> None:
-        """Sleep for a moment if the state directory went away during the wait, less than a minute ago; else raise."""
+    def _outlast(self, err: NoDriverError | StateDirError) -> None:
+        """Sleep for a moment if a waiter's state directory (gone, full) or driver (being reset or loaded) cannot be
+        used since less than a minute, or than a part of its wait; else raise. A driver has answered when this
+        returns."""
         now = time.monotonic()
-        self._gone_since = self._gone_since or (now if self._looks and not os.path.isdir(state_dir_path()) else 0.0)
-        if not self._gone_since or now >= min(self._gone_since + _LONGEST_ABSENCE, self._options.deadline):
-            raise err
-        if now == self._gone_since:
-            self._options.logger.warning("%s; waiting a minute for it", printable_lines(str(err)))
-        time.sleep(_ABSENCE_PAUSE)
+        self._gone_since = self._gone_since or now
+        patience = max(_LONGEST_ABSENCE, (self._gone_since - self._options.began) * _OF_THE_WAIT)
+        if now == self._gone_since and self._reporter is not None:
+            self._options.logger.warning("%s; waiting %s for it", printable_lines(str(err)), format_age(patience))
+        while True:
+            if self._reporter is None or now >= min(self._gone_since + patience, self._options.deadline):
+                raise err
+            time.sleep(_ABSENCE_PAUSE)
+            now = time.monotonic()
+            if isinstance(err, StateDirError):
+                return
+            with suppress(NoDriverError):
+                self._view.polls.poll()
+                if not self._unconfirmed:  # else the driver may show the GPUs and not tell who uses them
+                    self._gone_since = 0.0
+                return
 
     def _wait(self, decision: Decision, look: Look) -> None:
         if not look.seen.outdated and time.monotonic() < self._options.deadline:
@@ -332,6 +400,9 @@ class _Search:
             _import_all()
             self._waiting().report(look)
         self._view.polls.has_waited = True
+        self._unconfirmed = False
+        if decision.step == SLEEP or (decision.step == WATCH and self._pause >= _SHORT):
+            self._view.polls.driver.close()  # an open session is in the way of a reset, of MIG and of another driver
         if decision.step == POLL:
             self._view.polls.poll()
         elif decision.step == SLEEP:
@@ -362,16 +433,24 @@ class _Search:
         return waiter.sleep_behind(look.ahead, max(0.0, until - time.monotonic()))
 
     def _watch(self, look: Look, until: float) -> None:
-        """Sleep until a claim may have ended, or until ``until``. What is held elsewhere is seen by the next look."""
+        """Sleep until a claim or a process on a GPU that nobody holds may have ended, or until ``until``. What is held
+        elsewhere is seen by the next look."""
         now = time.monotonic()
         self._watching_since = self._watching_since or now
         claims, limit = self._host.claims.directory, look.seen.limit
         watched = look.seen.watched if limit is None else limit.claims
+        there = {one.pid for gpu in self._view.usable if gpu.uuid in look.seen.free for one in gpu.processes or ()}
+        strangers = [pid for pid in [*there][:_MOST_STRANGERS] if not procfs.has_ended(pid)]
+        next_look = now
         while now < until:
             pause = _PAUSE if now - self._watching_since < 1.0 else 2 * _PAUSE
             time.sleep(min(until - now, pause))
             with DeferredSignals():
-                if not all(is_alive(claims, name) for name in watched):
+                ended = False
+                if now >= next_look:  # which costs more than to ask a claim
+                    ended, next_look = any(map(procfs.has_ended, strangers)), now + _FAST_POLLS
+                if ended or not all(is_alive(claims, name) for name in watched):
+                    self._calm_since = time.monotonic()  # the driver may show it a little later
                     return
             now = time.monotonic()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -16,7 +17,7 @@ from ..coordination.host_lock import Host
 from ..coordination.notes import has_closed_file
 from ..coordination.queue import TicketRequest
 from ..drivers.base import Driver
-from ..errors import NoDriverError
+from ..errors import NoDriverError, package_logger
 from ..gpus.devices import Gpu, GpuFault, GpuProcess, GpuVerdict, Holder, HostSnapshot, VisibleLimit
 from ..gpus.vendors import FIRST, VENDORS
 from ..gpus.windows import Spans, Window
@@ -28,12 +29,10 @@ from ..selection.request import Selection
 from ..selection.sharing import promised_room, strangers
 from ..selection.verdicts import Rules, judge
 from .claim import visible_limit_of
+from .telling import ASKING, HANGS, Watchdog
 
-# If the latest poll of the whole host is older than this, in seconds, the second poll is of the whole host again.
+# If the latest poll of the whole host is older than this, in seconds, the second one asks whether it still holds.
 _RECENT = 5.0
-
-# Minimum pause between two polls of a waiter, in seconds. If polls are slow they take at most a tenth of the time.
-_DRIVER_PAUSE = 0.100
 
 # Pid of this process or of one that it was forked from -> the pids under which the driver shows that process. In a
 # container the driver may show host pids. The first placeholder reveals them. A framework may keep its context after
@@ -47,37 +46,52 @@ class Polls:
     Args:
         driver: polled only while no lock is held.
         snapshot: its latest poll. Each poll replaces it.
+        several: the least number of GPUs of a claim that may get several, which prefers those that NVLink connects.
+        watchdog: says so where the driver takes long.
         needs: methods of the driver that complete each poll, for this request, to choose well, and for
             those of others that it must judge.
 
     Attributes:
-        next_poll: ``time.monotonic()`` value before which a waiter must not poll the driver again.
         has_waited: whether this claim has waited since the latest poll. Nobody in the queue is passed by that poll any
             more: the processes that it lists may have ended.
     """
 
-    def __init__(self, driver: Driver, snapshot: HostSnapshot, needs: frozenset[str]) -> None:
+    def __init__(self, driver: Driver, snapshot: HostSnapshot, needs: frozenset[str], *, several: int = 0) -> None:
         self.driver = driver
         self.needs = needs
+        self._several = several
         self.snapshot = self._completed(snapshot)
-        self.next_poll = 0.0
         self.has_waited = False
+        self.watchdog = Watchdog(package_logger())
         self._at = time.monotonic()
+        self._took = 0.0
 
     def poll(self) -> None:
         """Poll the driver for the whole host."""
         began = time.monotonic()
-        self.snapshot = self._completed(self.driver.snapshot())
-        self._at = now = time.monotonic()
+        with self.asking():
+            self.snapshot = self._completed(self.driver.snapshot())
+        self._at = time.monotonic()
+        self._took = self._at - began
         self.has_waited = False
-        self.next_poll = now + max(_DRIVER_PAUSE, 9 * (now - began))
+
+    def next_poll(self, pause: float) -> float:
+        """Return the ``time.monotonic()`` value before which a waiter must not poll the driver again: it pauses for so
+        many seconds, and if polls are slow for longer, so that they take at most a tenth of the time."""
+        return self._at + max(pause, 9 * self._took)
 
     def poll_again(self, gpus: Sequence[Gpu]) -> None:
-        """Poll the driver for these GPUs only, or for the whole host if the latest poll of it is old."""
-        if self.age > _RECENT:
-            self.poll()
-        else:
-            self.snapshot = self.snapshot.updated(self.driver.usage(gpus))
+        """Poll the driver for these GPUs only. If the latest poll of the whole host is old, and the driver shows other
+        GPUs now, or has lost one, for the whole host."""
+        with self.asking():
+            if self.age <= _RECENT or self.driver.shows_same(self.snapshot):
+                self.snapshot = self.snapshot.updated(self.driver.usage(gpus))
+                return
+        self.poll()
+
+    def asking(self) -> AbstractContextManager[None]:
+        """Tell, if the block takes long, that the driver is being asked."""
+        return self.watchdog.telling(f"{ASKING} ({self.driver.name})", HANGS)
 
     @property
     def age(self) -> float:
@@ -87,6 +101,10 @@ class Polls:
     def _completed(self, snapshot: HostSnapshot) -> HostSnapshot:
         for method in sorted(self.needs):
             snapshot = getattr(self.driver, method)(snapshot)
+        if self._several and "linked" not in self.needs:
+            free = [gpu.uuid for gpu in snapshot.physical if not (gpu.processes or gpu.unusable)]
+            if len(free) > self._several:  # there is a choice
+                snapshot = self.driver.linked(snapshot, free)
         return snapshot
 
 
@@ -161,7 +179,7 @@ class HostView:
             self.unlisted = driver.runtime.contexts() - listed
         self.scope = os.environ.get("SAFE_GPU_SCOPE", "")
         self.rules = self._rules_for_all = self._without_closed = Rules.of(os.environ)
-        self.polls = Polls(driver, snapshot, request.needs | ({"linked"} if request.several else frozenset()))
+        self.polls = Polls(driver, snapshot, request.needs, several=request.nb_gpus if request.several else 0)
         self.request = request.resolved(snapshot)
         self.around: Entry | None = None
         self.claims = Claims(())
@@ -248,7 +266,7 @@ class HostView:
 
     def see(self, living: Iterable[Entry]) -> None:
         """Take over who holds what by a listing. Nobody is asked, since host.lock may be held."""
-        self.claims, self.shared = Claims(living), {}
+        self.claims, self.shared = Claims(living, self.snapshot.gpus), {}
         if self.share is not None:
             usable = {gpu.uuid for gpu in self.usable}
             self.shared = {uuid: holder for uuid, holder in self.held.items() if holder.sharers and uuid in usable}
@@ -264,7 +282,7 @@ class HostView:
 
     def strangers(self, gpu: Gpu, processes: list[GpuProcess]) -> list[GpuProcess]:
         """Return those of these processes on a GPU of this claim that are of no claim that shares it now."""
-        holder = Claims(living_claims()).holders(told=False).get(gpu.uuid)
+        holder = Claims(living_claims(), [gpu]).holders(told=False).get(gpu.uuid)
         return strangers(processes, holder.sharers if holder else (), procfs.family_of)
 
     def unoccupied(self) -> dict[str, GpuVerdict]:

@@ -7,6 +7,7 @@ import sys
 import time
 from typing import NoReturn
 
+from ..claim.telling import ASKING, HANGS, Watchdog
 from ..errors import SafeGpuError
 from ..host.procfs import user_name
 from ..settings.values import parse_duration
@@ -16,7 +17,7 @@ from ..status.metrics import render_metrics
 from ..status.render import render
 from .arguments import add_hosts, add_vendor
 from .commands import EX_NO_DRIVER, EX_STATE_DIR
-from .output import columns, in_color, print_json, print_lines, say, watching, write_output
+from .output import Log, columns, in_color, print_json, print_lines, say, watching, write_output
 
 _INTERVAL = 2.0
 
@@ -102,7 +103,14 @@ def do_status(options: argparse.Namespace) -> int:
 
 def _looked(vendor: str | None, user: str | None) -> tuple[HostStatus, HostStatus]:
     """Return the state of the host, and the part of it that is listed."""
-    status = gather() if vendor is None else of_vendor(gather(), vendor)
+    watchdog = Watchdog(Log())
+    try:
+        with watchdog.telling(ASKING, HANGS):
+            status = gather()
+    finally:
+        watchdog.close()
+    if vendor is not None:
+        status = of_vendor(status, vendor)
     return status, status if user is None else of_user(status, user)
 
 

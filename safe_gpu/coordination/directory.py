@@ -15,6 +15,7 @@ import os
 import stat
 from contextlib import suppress
 from functools import cache
+from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from ..errors import StateDirError
@@ -239,8 +240,8 @@ class SharedDirectory:
         if fd >= 0:
             os.close(fd)
 
-    def names(self) -> set[str]:
-        """Return the names in it; StateDirError if it cannot be read.
+    def names(self, most: int | None = None) -> set[str]:
+        """Return the names in it, of very many only some more than ``most``; StateDirError if it cannot be read.
 
         They are read through a descriptor of their own: threads and forked children that share one share its place in
         the listing, and each would miss some names.
@@ -248,7 +249,10 @@ class SharedDirectory:
         try:
             fd = os.open(".", OPEN_DIR, dir_fd=self.fd)
             try:
-                return set(os.listdir(fd))
+                if most is None:
+                    return set(os.listdir(fd))
+                with os.scandir(fd) as found:
+                    return {one.name for one in islice(found, most + 1)}
             finally:
                 os.close(fd)
         except OSError as err:

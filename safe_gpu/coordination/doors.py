@@ -4,8 +4,9 @@ A door is a datagram socket that is bound to an abstract name (see unix(7)). The
 it is one for all users and for all mount and PID namespaces of a host. No ``rm -rf`` removes it, and the kernel frees
 it with the last descriptor. connect(2) tells whether it is held.
 
-There is a door ``UUID`` of a GPU, and ``UUID.K`` of its part K. A claim that allows claims inside it holds two more
-doors, of its token: one that it took before ``UUID``, and one after it.
+There is a door ``UUID`` of a GPU, and ``UUID.K`` of its part K. A claim of pieces of a GPU, such as MIG instances, has
+a part of the GPU too, with a number from 32 on. A claim that allows claims inside it holds two more doors, of its
+token: one that it took before ``UUID``, and one after it.
 """
 
 from __future__ import annotations
@@ -20,15 +21,17 @@ from functools import cache
 from itertools import compress
 from typing import Any
 
+from ..gpus.devices import PARTITION_MODES
 from ..host.locks import Held, keep_across_exec
 
 MOST_PARTS = 32
-"""Parts that a GPU has at most: shares, or claims inside one claim."""
+"""Parts that a GPU has at most: shares, or claims inside one claim. As many further ones are those of its pieces."""
 
 _PROTOCOL = "safe-gpu/1/"  # what all names begin with, after a NUL byte
 
 _LENGTH = 49  # bytes of a name at least; the columns of /proc/net/unix cannot be imitated by names of this length
-_TAILS = [f".{part}".encode() for part in range(MOST_PARTS)]
+_TAILS = [f".{part}".encode() for part in range(2 * MOST_PARTS)]
+_OF_PIECES = range(MOST_PARTS, 2 * MOST_PARTS)
 
 
 class Doors:
@@ -56,29 +59,30 @@ class Doors:
         self._held: list[Held] = []
         self.parts: dict[str, int] = {}
 
-    def take_whole(self, uuid: str, known: Collection[int], token: str = "") -> bool:
+    def take_whole(self, uuid: str, known: Collection[int], token: str = "", *, divisible: bool = True) -> bool:
         """Take a GPU; False where another process holds it or a part of it.
 
         Args:
             known: its parts that living entries of this directory have. They are judged by their entries.
             token: of a claim that allows claims inside it.
+            divisible: whether claims of its pieces have doors of this name.
         """
         first, last = self._of_token(uuid, token) if token else (b"", b"")
         return self._all_or_none(
             lambda: (
                 (not token or self._take(first))
                 and self._take(self._name(uuid))
-                and self._held_parts(uuid) <= {*known}
+                and self._held_parts(uuid, divisible) <= {*known}
                 and (not token or (self._take_part(uuid, known) and self._take(last)))
             )
         )
 
-    def take_share(self, uuid: str, known: Collection[int]) -> bool:
+    def take_share(self, uuid: str, known: Collection[int], *, divisible: bool = True) -> bool:
         """Take a part of a GPU beside those that are known; False where another process holds any of it."""
 
         def take() -> bool:
             begin = len(self._held)
-            if not self._take(self._name(uuid)) or not self._held_parts(uuid) <= {*known}:
+            if not self._take(self._name(uuid)) or not self._held_parts(uuid, divisible) <= {*known}:
                 return False
             if not self._take_part(uuid, known):
                 return False
@@ -94,14 +98,34 @@ class Doors:
         """
         return self._all_or_none(lambda: self._take_part(uuid, known) and self.is_inside(uuid, token))
 
+    def take_piece(self, gpu: str, mode: str = "") -> bool:
+        """Take a part of the GPU of a piece, beside those of other pieces; False where another process holds all of
+        that GPU, a share of it, or a piece of another mode. The part comes first, so that one of two sees the other."""
+        if gpu in self.parts:  # of another piece of it
+            return True
+        return self._all_or_none(
+            lambda: (
+                self._take_part(gpu, (), _OF_PIECES)
+                and (mode not in PARTITION_MODES or self._take(self._name(gpu, _tail(mode, self.parts[gpu]))))
+                and not self.is_shut(gpu, mode)
+            )
+        )
+
+    def is_shut(self, gpu: str, mode: str = "") -> bool:
+        """Return whether a process holds all of a GPU, a share of it, or a piece of another mode: then none of its
+        pieces is free."""
+        modes = [other for other in PARTITION_MODES if other != mode] if mode in PARTITION_MODES else []
+        tails = [_tail(other, part) for other in modes for part in _OF_PIECES]
+        return any(_are_held([self._name(gpu), *self._names(gpu, [*_TAILS[:MOST_PARTS], *tails])]))
+
     def is_inside(self, uuid: str, token: str) -> bool:
         """Return whether the claim with this token holds a GPU. Of its two doors one is closed before the GPU's own, in
         whichever order the kernel closes the descriptors of a process that has ended."""
         return all(_are_held(self._of_token(uuid, token)))
 
-    def are_taken(self, uuid: str, known: Collection[int]) -> bool:
+    def are_taken(self, uuid: str, known: Collection[int], *, divisible: bool = True) -> bool:
         """Return whether another process holds a GPU, or a part of it beside those that are known."""
-        return any(_are_held([self._name(uuid)])) or not self._held_parts(uuid) <= {*known}
+        return any(_are_held([self._name(uuid)])) or not self._held_parts(uuid, divisible) <= {*known}
 
     @property
     def are_open(self) -> bool:
@@ -129,8 +153,8 @@ class Doors:
                     self._held.pop().release()
         return done
 
-    def _take_part(self, uuid: str, known: Collection[int]) -> bool:
-        for part in range(MOST_PARTS):
+    def _take_part(self, uuid: str, known: Collection[int], parts: Iterable[int] = range(MOST_PARTS)) -> bool:
+        for part in parts:
             if part not in known and self._take(self._name(uuid, _TAILS[part])):
                 self.parts[uuid] = part
                 return True
@@ -142,8 +166,9 @@ class Doors:
             self._held.append(held)
         return held is not None
 
-    def _held_parts(self, uuid: str) -> set[int]:
-        return {*compress(range(MOST_PARTS), _are_held(self._names(uuid, _TAILS)))}
+    def _held_parts(self, uuid: str, divisible: bool) -> set[int]:
+        tails = _TAILS if divisible else _TAILS[:MOST_PARTS]
+        return {*compress(range(len(tails)), _are_held(self._names(uuid, tails)))}
 
     def _name(self, uuid: str, tail: bytes = b"") -> bytes:
         """Return a name as bind(2) takes it.
@@ -163,6 +188,10 @@ class Doors:
         and from these nobody learns what stands in the entry."""
         tail = digest(f"{token}.door")
         return self._names(uuid, [f".{tail}.0".encode(), f".{tail}.1".encode()])
+
+
+def _tail(mode: str, part: int) -> bytes:
+    return f".{mode}.{part}".encode()
 
 
 def _bound(name: bytes, above: int) -> Held | None:

@@ -33,6 +33,8 @@ LARGEST = 8 << 20
 PARTS = 4
 """Files of a month at most; what comes after that is lost."""
 
+_MOST_NAMES = 4096  # that are listed
+
 _MONTHS = 24  # whose files are kept
 
 _OLD = r"[0-9]{4}-(0[1-9]|1[0-2])(\.[1-3])?\.jsonl|\..*\.[0-9a-f]{16}"
@@ -119,7 +121,7 @@ def _remove_old(directory: Directory, now: float) -> None:
     if stat.S_IMODE(status.st_mode) != DIR_MODE or status.st_uid not in (0, os.geteuid()):
         return
     oldest = months_kept(now)[0]
-    for name in directory.names():
+    for name in directory.names(_MOST_NAMES):
         if name < oldest and re.fullmatch(_OLD, name):
             with suppress(OSError):
                 if os.stat(name, dir_fd=directory.fd, follow_symlinks=False).st_uid == os.geteuid():

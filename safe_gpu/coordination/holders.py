@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 
 from ..errors import StateDirError
-from ..gpus.devices import Holder
+from ..gpus.devices import Gpu, Holder
 from ..host import procfs
 from ..host.foreign_files import read_start
 from ..host.programs import command_of
@@ -18,21 +18,30 @@ from .entry import Entry, living_entries
 
 _SECOND_LOOK = 0.005  # seconds
 
+_MOST_DESCRIPTORS = 20_000  # of one user, of which an heir is looked for
+
 
 class Claims:
     """The living claims of one listing.
 
-    A claim is inside another one if a living claim of the same owner has its ``inside`` as ``token``. One that was
-    inside a claim that has ended is inside none.
+    A claim is inside another one if a living claim of the same owner, which is inside none, has its ``inside`` as
+    ``token``. One that was inside a claim that has ended is inside none. A GPU and a piece of it, such as a MIG
+    instance, are in each other's way, whatever the driver shows of them now.
+
+    Args:
+        gpus: the devices that the driver shows; without them, only claims that name a device are known to be on it.
 
     Example::
 
-        holders = Claims(living_claims()).holders()
+        holders = Claims(living_claims(), snapshot.gpus).holders()
     """
 
-    def __init__(self, living: Iterable[Entry]) -> None:
+    def __init__(self, living: Iterable[Entry], gpus: Iterable[Gpu] = ()) -> None:
         self.living = tuple(entry for entry in living if not entry.nb_gpus)
-        self._around = {(one.token, one.uid): one for one in self.living if one.token and one.uid >= 0}
+        self._shown = {gpu.uuid: gpu for gpu in gpus}
+        self._around = {
+            (one.token, one.uid): one for one in self.living if one.token and not one.inside and one.uid >= 0
+        }
         self._naming: dict[str, list[Entry]] = {}  # a GPU
 
     def around(self, token: str) -> Entry | None:
@@ -52,36 +61,61 @@ class Claims:
         """
         around = self._around.get((inside, os.geteuid())) if inside else None
         if uuid not in self._naming:
-            self._naming[uuid] = [one for one in self.living if uuid in one.gpus]
+            gpu = self._shown.get(uuid)
+            self._naming[uuid] = [
+                one for one in self.living if uuid in one.gpus or (gpu is not None and self.through(one, uuid))
+            ]
         naming = self._naming[uuid]
         return [one for one in naming if (one.inside == inside or not self.is_inside(one)) and one is not around]
 
-    def parts(self, uuid: str, inside: str = "") -> set[int]:
-        """Return the parts of a GPU that the claims of :meth:`on` have.
+    def through(self, one: Entry, uuid: str) -> str:
+        """Return a clause on what a claim has of the GPU of a device that it does not name, if that is in the way; else
+        ""."""
+        gpu = self._shown[uuid]
+        if uuid in one.gpus:
+            return ""
+        if gpu.whole not in one.pieces:
+            return "with all of its GPU" if gpu.is_piece and gpu.whole in one.gpus else ""
+        pieces, mode = one.pieces[gpu.whole], one.modes.get(gpu.whole, "")
+        if not pieces:
+            return "with all of its GPU"
+        if gpu.is_piece and mode == gpu.mode:
+            return ""  # of two pieces neither is in the other's way
+        gone = next((name for name in pieces if name not in self._shown), "")
+        if gpu.mig_enabled and not gone:
+            return ""  # the instances tell
+        clause = f"by its piece {gone or pieces[0]}{mode and f' of mode {mode}'}"
+        return f"{clause}, which the driver does not show" if gone else clause
+
+    def parts(self, uuid: str, inside: str = "", name: str = "") -> set[int]:
+        """Return the parts of a GPU that the claims of :meth:`on` have, or of what else has this name.
 
         No other claim vouches for a door: two claims of a neighbour, one inside the other, take no room, and could
         say that they have what another state directory holds.
         """
-        return {one.parts[uuid] for one in self.on(uuid, inside) if uuid in one.parts}
+        name = name or uuid
+        return {one.parts[name] for one in self.on(uuid, inside) if name in one.parts}
 
-    def parts_with_doors(self, uuid: str, inside: str = "") -> set[int]:
+    def parts_with_doors(self, uuid: str, inside: str = "", name: str = "") -> set[int]:
         """Return the same without the parts of claims whose process has ended: its children keep the entry and not the
         doors, so such a door that is held may be of another state directory."""
-        return {one.parts[uuid] for one in self.on(uuid, inside) if uuid in one.parts and not _has_ended(one)}
+        name = name or uuid
+        return {one.parts[name] for one in self.on(uuid, inside) if name in one.parts and not has_ended(one)}
 
     def holders(self, inside: str = "", *, told: bool = True) -> dict[str, Holder]:
-        """Return UUID -> who holds it, as seen by a claim inside none, or inside the one with this hash of a token.
+        """Return UUID -> who holds it, of the devices that the driver shows, as seen by a claim inside none, or inside
+        the one with this hash of a token.
 
         Args:
             told: whether for people, as of :func:`holder_of`; else as of :func:`said_by`, which asks nobody.
         """
         describe = holder_of if told else said_by
         found = {}
-        for uuid in dict.fromkeys(uuid for one in self.living for uuid in one.gpus):
+        for uuid in self._shown:
             claims = self.on(uuid, inside)
-            whole = next((one for one in claims if one.gpus[uuid] is None), None)
+            whole = next((one for one in claims if one.gpus.get(uuid) is None), None)
             if whole is not None:
-                found[uuid] = describe(whole)
+                found[uuid] = describe(whole)._replace(through=self.through(whole, uuid))
             elif claims:
                 found[uuid] = Holder.of_sharers(describe(one)._replace(share=one.gpus[uuid]) for one in claims)
         return found
@@ -109,22 +143,40 @@ def said_by(entry: Entry) -> Holder:
     )
 
 
-def heirs_of(names: Collection[str]) -> dict[str, int]:
-    """Return name of an entry -> a process that has it open and locked, as far as this user may see."""
+def heirs_of(entries: Iterable[Entry]) -> dict[str, int]:
+    """Return name of an entry -> a process that has it open and locked, as far as this user may see.
+
+    Only processes of the owners are looked at, and some thousand descriptors of each owner.
+    """
+    files = {entry.name: entry.file for entry in entries}
+    left = dict.fromkeys((entry.uid for entry in entries), _MOST_DESCRIPTORS)
     found: dict[str, int] = {}
     for pid in procfs.pids():
-        if os.geteuid() not in (0, procfs.uid_of(pid)):
+        uid = procfs.uid_of(pid)
+        if uid is None or os.geteuid() not in (0, uid) or left.get(uid, 0) <= 0:
             continue
-        for number, target in (procfs.open_files(pid) or {}).items():
+        opened = procfs.open_files(pid) or {}
+        left[uid] -= len(opened)
+        for number, target in opened.items():
             name = target.rpartition("/")[2]
-            if name in names and b"lock:" in (read_start(f"/proc/{pid}/fdinfo/{number}") or b""):
+            if name in files and _is_open(pid, number, files[name]):
                 found.setdefault(name, pid)
     return found
 
 
+def _is_open(pid: int, number: int | str, file: tuple[int, int]) -> bool:
+    """Return whether a process has this file open and locked. Any file may have its name."""
+    with suppress(OSError):
+        status = os.stat(f"/proc/{pid}/fd/{number}")
+        return (status.st_dev, status.st_ino) == file and b"lock:" in (
+            read_start(f"/proc/{pid}/fdinfo/{number}") or b""
+        )
+    return False
+
+
 def heir_of(entry: Entry) -> int | None:
     """Return the process that has an entry, whichever it names; None where this user may not see it."""
-    return heirs_of({entry.name}).get(entry.name) if os.geteuid() in (0, entry.uid) else None
+    return heirs_of([entry]).get(entry.name) if os.geteuid() in (0, entry.uid) else None
 
 
 def holder_of(entry: Entry, heir: Callable[[Entry], int | None] = heir_of) -> Holder:
@@ -144,7 +196,7 @@ def holder_of(entry: Entry, heir: Callable[[Entry], int | None] = heir_of) -> Ho
     return said._replace(pid=heir(entry), start=None, left_by=entry.pid)
 
 
-def _has_ended(entry: Entry) -> bool:
+def has_ended(entry: Entry) -> bool:
     """Return whether the process that made an entry has ended, as far as can be seen from here."""
     if not entry.pid or procfs.namespace_text(entry.pidns or None):
         return False
@@ -160,7 +212,7 @@ def lives_here(entry: Entry) -> bool:
 
 
 def claims_now(
-    uuids: Iterable[str], tree: str, living: Callable[[], list[Entry]] = living_claims
+    gpus: Iterable[Gpu], tree: str, living: Callable[[], list[Entry]] = living_claims
 ) -> tuple[Claims, set[str]]:
     """Return the living claims, and those of these GPUs that another state directory holds. No lock is taken.
 
@@ -168,28 +220,40 @@ def claims_now(
     elsewhere is looked at twice.
 
     Args:
+        gpus: that the driver shows.
         tree: what stands before UUIDs in the names of doors.
         living: lists the claims.
 
     Raises:
         StateDirError: they cannot be read.
     """
-    claims = Claims(living())
-    elsewhere = _elsewhere(uuids, claims, tree)
+    shown = tuple(gpus)
+    claims = Claims(living(), shown)
+    elsewhere = _elsewhere(shown, claims, tree)
     if elsewhere:
         time.sleep(_SECOND_LOOK)
-        claims = Claims(living())
-        elsewhere = _elsewhere(elsewhere, claims, tree)
+        claims = Claims(living(), shown)
+        elsewhere = _elsewhere([gpu for gpu in shown if gpu.uuid in elsewhere], claims, tree)
     return claims, elsewhere
 
 
-def _elsewhere(uuids: Iterable[str], claims: Claims, tree: str) -> set[str]:
+def _elsewhere(gpus: Iterable[Gpu], claims: Claims, tree: str) -> set[str]:
     """Return those of these GPUs that no living claim here has all of, and whose doors are held by others."""
     with suppress(OSError):  # no sockets here: entries alone count
-        doors = Doors(tree)
-        not_here = (uuid for uuid in uuids if all(one.gpus[uuid] is not None for one in claims.on(uuid)))
-        return {uuid for uuid in not_here if doors.are_taken(uuid, claims.parts(uuid))}
+        return {gpu.uuid for gpu in gpus if are_taken_elsewhere(Doors(tree), gpu, claims)}
     return set()
+
+
+def are_taken_elsewhere(doors: Doors, gpu: Gpu, claims: Claims) -> bool:
+    """Return whether no living claim has all of a GPU, and its doors are held by others. Where MIG is on, the instances
+    tell."""
+    if gpu.mig_enabled or any(one.gpus.get(gpu.uuid) is None for one in claims.on(gpu.uuid)):
+        return False
+    taken = any(
+        doors.are_taken(name, claims.parts(gpu.uuid, name=name), divisible=gpu.is_divided_by(name))
+        for name in gpu.names
+    )
+    return taken or (gpu.is_piece and doors.is_shut(gpu.whole, gpu.mode))
 
 
 def gpus_of_scope(scope: str) -> tuple[str, ...]:

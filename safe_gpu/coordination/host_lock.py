@@ -1,18 +1,22 @@
 """The state directory while a process claims, and host.lock: one flock(2), held for microseconds by who makes an entry.
 
+The package filelock locks it, by a descriptor that is opened here: the directory is everybody's, and what has the name
+of the file may be something else. Other programs may take the same lock by ``filelock.FileLock``.
+
 Nothing that may take long is done under it: no driver and no directory service is asked, and nobody sleeps. Who only
 reads entries does not take it.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-from ..errors import LockTimeout, StateDirError
+from ..errors import LockTimeout, MissingPackageError, StateDirError
 from ..host import procfs
 from ..host.locks import Held
 from ..host.programs import program_names
@@ -93,10 +97,14 @@ class Host:
         if self.directory is None or not self.is_current():
             self.close()
             self._open()
+        self.claims.refresh()
+        self.queue.refresh()
         if at_all or self.claims.may_be_many:
             self.claims.look()
         if self.queue.may_be_many:
             self.queue.look(())
+        self.claims.refuse_if_over()
+        self.queue.refuse_if_over()
 
     @contextmanager
     def locked(self, deadline: float | None, signals: DeferredSignals) -> Iterator[None]:
@@ -135,12 +143,16 @@ class Host:
     def _lock(self, deadline: float | None, signals: DeferredSignals) -> Held:
         directory = self.directory
         assert directory is not None
+        _, unlock = _filelock()
         while True:
             fd, status = directory.open_known(HOST_LOCK, make=True)
-            held = Held(fd, file=(status.st_dev, status.st_ino), unlock=_unlock)
+            # Unlocked before it is closed: a child forked meanwhile has a copy of the descriptor and would keep it.
+            held = Held(fd, file=(status.st_dev, status.st_ino), unlock=unlock)
             try:
-                pauses, holders = _pauses(), []
+                pauses, holders, patient_until = _pauses(), [], time.monotonic() + MINIMUM_PATIENCE
                 while not lock_file(fd, self.path):
+                    if time.monotonic() >= patient_until and _is_refused(fd) and _holder(fd)[0] is None:
+                        raise _cannot_be_locked(self.path, errno.EACCES)
                     if deadline is not None and time.monotonic() >= deadline:
                         holders.append(_holder(fd))
                         if len(holders) == _LAST_TRIES:
@@ -186,24 +198,49 @@ def _claims_in(above: SharedDirectory) -> Directory:
 
 
 def lock_file(fd: int, path: str) -> bool:
-    """Try once to lock host.lock in the state directory at this path; False where another open file holds the lock."""
+    """Try once to lock host.lock in the state directory at this path; False where another open file holds the lock, or
+    the kernel says EACCES, as some file systems do then.
+
+    Raises:
+        StateDirError: there are no locks. MissingPackageError: filelock is missing, or older than 3.30.
+    """
+    lock, _ = _filelock()
+    try:
+        return lock(fd, blocking=False)
+    except OSError as err:
+        raise _cannot_be_locked(path, err.errno) from err
+
+
+def _is_refused(fd: int) -> bool:
+    """Return whether the kernel says EACCES, which filelock takes for a lock of somebody else's. A sandbox says it for
+    good."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # some file systems say EACCES
-        return False
     except OSError as err:
-        raise StateDirError(
-            f"{path}/host.lock cannot be locked ({err.strerror}): set SAFE_GPU_DIR to a directory on a local file "
-            "system",
-            path=path,
-            errno=err.errno,
-        ) from err
-    return True
-
-
-def _unlock(fd: int) -> None:
-    """Give the lock back before closing: a child forked meanwhile holds a copy of the descriptor and would keep it."""
+        return err.errno == errno.EACCES
     fcntl.flock(fd, fcntl.LOCK_UN)
+    return False
+
+
+def _cannot_be_locked(path: str, code: int | None) -> StateDirError:
+    what = f"{path}/host.lock cannot be locked ({os.strerror(code or 0)}): set SAFE_GPU_DIR to a directory on a local "
+    what += "file system; in a sandbox, allow flock(2)" if code in (errno.EACCES, errno.EPERM) else "file system"
+    return StateDirError(what, path=path, errno=code)
+
+
+def _filelock() -> tuple[Callable[..., bool], Callable[[int], None]]:
+    """Return what locks a descriptor, and what unlocks it. Only claims import the package, which takes a while.
+
+    Raises:
+        MissingPackageError: it is missing, or older than 3.30.
+    """
+    try:
+        from filelock import lock_descriptor, unlock_descriptor
+    except ImportError as err:
+        raise MissingPackageError(
+            f"the Python package filelock is missing or too old ({err}): pip install -U filelock"
+        ) from err
+    return lock_descriptor, unlock_descriptor
 
 
 def _pauses() -> Iterator[float]:

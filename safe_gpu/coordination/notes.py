@@ -28,6 +28,7 @@ _CLOSED = "closed"
 _FAULTS = "faults"
 _MOST_BYTES = 4096
 _MOST_CHARACTERS = 400
+_MOST_NAMES = 4096  # that are listed: anybody can make more
 _MOST_NOTES = 64  # of a GPU that are read: anybody can make more names
 
 
@@ -167,9 +168,9 @@ def read_faults(state_dir: str | SharedDirectory, uuids: Iterable[str]) -> dict[
         return found
     looked_at: Counter[str] = Counter()
     with suppress(StateDirError, FileNotFoundError), Directory(state_dir, _FAULTS, make=False) as directory:
-        names = directory.names()
+        names = directory.names(_MOST_NAMES)
         wanted = {_stem(uuid): uuid for uuid in uuids} if names else {}  # almost always there are none
-        for name in (*names.intersection(map(_own_name, wanted)), *names):
+        for name in (*map(_own_name, wanted), *names):
             uuid = wanted.get(name.rpartition(".")[0])
             if uuid is None or looked_at[uuid] == _MOST_NOTES:
                 continue

@@ -14,16 +14,14 @@ from typing import Any, NamedTuple
 from ..host import procfs
 from ..host.locks import Held
 from .directory import state_dir_path
-from .entry import Entry, living_entries, make_entry, remove_entry, sleep_until_dead
+from .entry import Entry, is_plain, living_entries, make_entry, remove_entry, sleep_until_dead
 from .host_lock import Host
 from .turns import by_turn, turn_of
 
 _MOST_OF_ONE_USER = 1000  # tickets that count, but of root
-_MOST = 4096  # that count in all
 
 _NO_CONDITIONS = ("waited", "hold_for", "turn")
 _MOST_CONDITIONS = 16
-_LONGEST_CONDITION = 64
 
 
 class TicketRequest(NamedTuple):
@@ -49,7 +47,7 @@ class TicketRequest(NamedTuple):
         """Return what a ticket says."""
         hold_for = ticket.more.get("hold_for")
         said = [(name, value) for name, value in sorted(ticket.more.items()) if name not in _NO_CONDITIONS]
-        plain = [one for one in said[:_MOST_CONDITIONS] if _is_plain(one[1])]
+        plain = [one for one in said[:_MOST_CONDITIONS] if is_plain(one[1])]
         return cls(
             ticket.nb_gpus,
             frozenset(ticket.gpus),
@@ -69,12 +67,6 @@ class TicketRequest(NamedTuple):
         return self.inside == ticket.inside and not self.gpus.isdisjoint(ticket.gpus)
 
 
-def _is_plain(value: object) -> bool:
-    if isinstance(value, str):
-        return len(value) <= _LONGEST_CONDITION
-    return value is None or isinstance(value, (bool, int, float))
-
-
 def is_stopped(ticket: Entry, known: dict[int | bytes, bool] | None = None) -> bool:
     """Return whether a waiter is stopped or frozen (Ctrl-Z, a suspended job). In another PID namespace nobody knows.
 
@@ -89,13 +81,14 @@ def is_stopped(ticket: Entry, known: dict[int | bytes, bool] | None = None) -> b
 def tickets_that_count(tickets: list[Entry]) -> list[Entry]:
     """Return the living tickets, given by number, without those of a user who makes too many, and each file once."""
     made: Counter[int] = Counter()
-    found: dict[tuple[int, int], Entry] = {}
+    found: dict[object, Entry] = {}
     for ticket in tickets:
-        if ticket.file not in found:
+        one = (ticket.uid, ticket.file) if ticket.uid >= 0 else ticket.name
+        if one not in found:
             made[ticket.uid] += 1
             if ticket.uid == 0 or made[ticket.uid] <= _MOST_OF_ONE_USER:
-                found[ticket.file] = ticket
-    return list(found.values())[:_MOST]
+                found[one] = ticket
+    return [*found.values()]
 
 
 def waiting_tickets(path: str | None = None, ignored: list[str] | None = None) -> list[Entry]:
@@ -126,6 +119,8 @@ class Waiter:
         self._name = ""
         self._number = 0
         self._turn = 0.0
+        self._stands_aside = False
+        self._before: set[str] = set()  # the names that stood ahead when it stood aside
         self._held: Held | None = None
         self._kept: Held | None = None
 
@@ -134,14 +129,46 @@ class Waiter:
         """Whether it holds a ticket that others can see."""
         return self._held is not None and self._joined is self._host.queue
 
+    @property
+    def has_place(self) -> bool:
+        """Whether it has a number in the queue: that of its ticket, or of the one that it gave back for a claim."""
+        return (self._held is not None or self._stands_aside) and self._joined is self._host.queue
+
+    @property
+    def kept_turn(self) -> float:
+        """The turn of the place that it has kept; without one, infinity."""
+        return self._turn if self.has_place and not self.queued else math.inf
+
+    @property
+    def next_number(self) -> int:
+        """The number of the ticket that it takes next, by the latest listing.
+
+        Of one that comes back, it is not above that of any newcomer meanwhile, since numbers that are gone come again;
+        and above those that were ahead. By turns it is its own, which the turn's bound depends on.
+        """
+        queue = self._host.queue
+        if not self._comes_back or not queue.would_count(self._number):
+            return queue.next_number
+        if self.by_turns:
+            return self._number
+        last = max((number for number, name in queue.listed() if name in self._before), default=0)
+        return min(self._number, last + 1)
+
+    @property
+    def _comes_back(self) -> bool:
+        return self._stands_aside and self.has_place
+
     def was_removed(self) -> bool:
-        """Return whether somebody has removed its ticket, by the latest listing."""
-        return self.queued and all(name != self._name for _, name in self._host.queue.listed())
+        """Return whether somebody has removed its ticket, or the numbers before its own, by the latest listing: then
+        who comes now would stand ahead of it."""
+        queue = self._host.queue
+        return self.queued and (self._number >= queue.next_number or not queue.lists(self._name))
 
     def join(
         self, said: Mapping[str, Any], newcomer: Callable[[list[tuple[float, Entry]]], float] | None = None
     ) -> bool:
-        """Take a ticket: behind everyone who is there, or with a turn. host.lock is held.
+        """Take a ticket: behind everyone who is there, or with a turn, or after :meth:`stand_aside` at the old place.
+        host.lock is held.
 
         Args:
             said: of this process, see :class:`~safe_gpu.coordination.entry.Entry`.
@@ -153,18 +180,21 @@ class Waiter:
         Raises:
             StateDirError: no room, or the queue is closed to us.
         """
+        again, number = self._comes_back, self.next_number
         self.leave()
+        self._stands_aside = again  # until it has a ticket
         self._joined = queue = self._host.queue
         others = self._in_order() if newcomer is not None else []
         turn = None if newcomer is None else newcomer(others)
-        self.since = time.time()
+        if self.since is None or not again:
+            self.since = time.time()
         content = {**said, **self.request.said(), "since": round(self.since, 3)}
         if turn is not None:
             content["turn"] = turn
         assert self._host.directory is not None
         self._kept = self._host.directory.keep_from_cleaners(by_children=False)
-        self._number = queue.next_number
-        self._name, self._held = make_entry(queue.directory, self._number, content, by_children=False)
+        self._name, self._held = make_entry(queue.directory, number, content, by_children=False)
+        self._number, self._stands_aside = number, False
         self._turn = turn or 0.0
         return turn is not None and bool(others) and turn < others[-1][0]
 
@@ -199,8 +229,16 @@ class Waiter:
         sleep_until_dead(self._host.queue.directory, ticket.name, seconds)
         return time.monotonic() < until
 
+    def stand_aside(self) -> None:
+        """Give the ticket back, since a claim was made, and remember its place: the claim may fail yet."""
+        queued, listed = self.queued, self._host.queue.listed()
+        self._before = {name for number, name in listed if number < self._number}
+        self.leave()
+        self._stands_aside = queued
+
     def leave(self) -> None:
         """Give the ticket back; safe to call twice, and without one."""
+        self._stands_aside = False
         held, self._held = self._held, None
         if held is not None:
             remove_entry(self._joined.directory, self._name, held)
@@ -209,7 +247,7 @@ class Waiter:
             kept.release()
 
     def _names_ahead(self) -> list[str]:
-        own = (self._turn, self._number) if self.queued else (math.inf, math.inf)
+        own = (self._turn, self._number) if self.has_place else (math.inf, math.inf)
         if self.by_turns:
             ahead = [ticket for turn, ticket in self._in_order() if (turn, ticket.number) < own]
             # One without a turn stands behind all lower numbers, and so behind this one too.

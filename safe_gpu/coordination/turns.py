@@ -4,11 +4,12 @@ A turn is a number that a waiter computes when it joins and never changes, so al
 virtual time of the queue, plus what its user holds and waits for already.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 
 from .entry import Entry
 
-_LATEST = 2.0**53  # above it whole numbers have gaps as floats
+_STEP = 1024.0  # a turn is at most this times the number of its ticket
 
 _WINDOW = 1024  # a ticket is passed by fewer later numbers than this
 
@@ -16,7 +17,7 @@ _WINDOW = 1024  # a ticket is passed by fewer later numbers than this
 def turn_of(ticket: Entry) -> float | None:
     """Return the turn that a ticket says; None of a client without turns."""
     turn = ticket.more.get("turn")
-    if isinstance(turn, (int, float)) and not isinstance(turn, bool) and 0 <= turn <= _LATEST:
+    if isinstance(turn, (int, float)) and not isinstance(turn, bool) and 0 <= turn <= _STEP * ticket.number:
         return float(turn)
     return None
 
@@ -48,6 +49,7 @@ def turn_of_newcomer(
     held: float,
     size: Callable[[Entry], float],
     weight: float = 1.0,
+    most: float = math.inf,
     counts: Callable[[Entry], bool] = lambda ticket: True,
 ) -> float:
     """Return the turn of a waiter that joins a queue.
@@ -61,15 +63,17 @@ def turn_of_newcomer(
         held: how many GPUs the user holds.
         size: how many GPUs a ticket asks for; a share is worth a part of one.
         weight: of the user; what it holds and waits for counts divided by this.
+        most: of one that comes back, the turn that it had: who came meanwhile may have a low one.
         counts: whether a waiter lives, and is neither stopped nor absent. It is asked only where that decides.
     """
+    queue = [one for one in queue if one[1].number < number]
     start = max(_bounds(competes_with, gpus, queue, number, counts), default=0.0) + 0.5 + held / weight
     after_own = sorted(
         (turn + size(ticket) / weight, ticket.number, ticket) for turn, ticket in queue if ticket.uid == uid
     )
     # From the last one on, since it takes long to find out who counts.
     latest = next((turn for turn, _, ticket in reversed(after_own) if turn <= start or counts(ticket)), start)
-    return min(_LATEST, max(start, latest))
+    return min(most, _STEP * number, max(start, latest))
 
 
 def _bounds(

@@ -14,7 +14,11 @@ from ..errors import SafeGpuError
 from ..gpus.devices import Gpu, HostSnapshot
 from ..gpus.vendors import VENDORS, Vendor
 from ..host.foreign_files import printable
+from ..host.programs import Failed, TooLate, call_in_child
 from ..wording.text import paint, plural, wrapped
+
+# Without persistence mode, eight GPUs can take over 20 s.
+_PATIENCE = 30.0
 
 
 def labels(gpus: Iterable[Gpu]) -> str:
@@ -31,6 +35,7 @@ class CheckedHost:
     Attributes:
         driver: the driver that a claim would use, once ``snapshot`` was asked for; None if there is none.
         driver_error: why there is no driver; "" if there is one.
+        driver_hangs: whether it does not answer.
         poll_seconds: how long opening and polling the driver took.
     """
 
@@ -38,11 +43,16 @@ class CheckedHost:
         self.environ = os.environ if environ is None else environ
         self.driver: Driver | None = None
         self.driver_error = ""
+        self.driver_hangs = False
         self.poll_seconds = 0.0
 
     @cached_property
     def snapshot(self) -> HostSnapshot:
         """One poll of the driver, shared by all checks; of no GPU without a driver."""
+        if self._hangs():
+            self.driver_hangs = True
+            self.driver_error = f"the driver has not answered a child process for {_PATIENCE:g} s"
+            return HostSnapshot(())
         began = time.monotonic()
         try:
             self.driver = open_driver()
@@ -52,6 +62,16 @@ class CheckedHost:
             return HostSnapshot(())
         self.poll_seconds = time.monotonic() - began
         return snapshot
+
+    def _hangs(self) -> bool:
+        """Return whether the driver keeps a child process waiting, which can be left."""
+        try:
+            call_in_child(f"{__name__} poll", env=self.environ, timeout=_PATIENCE, with_packages=True)
+        except TooLate:
+            return True
+        except (Failed, OSError):
+            pass  # the same is found out here
+        return False
 
     @property
     def vendor(self) -> Vendor:
@@ -63,6 +83,12 @@ class CheckedHost:
         """Close the driver."""
         if self.driver is not None:
             self.driver.close()
+
+
+def poll() -> None:
+    """Poll the driver, in a child process."""
+    driver = open_driver()
+    driver.detailed(driver.snapshot())
 
 
 @dataclass(frozen=True)

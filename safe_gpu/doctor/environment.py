@@ -103,7 +103,11 @@ def batch_job(host: CheckedHost) -> Check:
 def packages(host: CheckedHost) -> Check:
     """Check that the required Python packages are installed."""
     found = {}
-    for name in ("safe-gpu", "nvidia-ml-py"):
+    for name in ("safe-gpu", "filelock", "nvidia-ml-py"):
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
+    try:
+        from filelock import lock_descriptor  # noqa: F401
+    except ImportError as err:
+        return failed(f"filelock is missing or too old ({err})", "pip install -U filelock")
     return passed(", ".join(f"{name} {version}" for name, version in found.items()))

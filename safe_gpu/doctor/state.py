@@ -140,8 +140,7 @@ def process_namespace(host: CheckedHost) -> Check:
 
 def elsewhere(host: CheckedHost) -> Check:
     """Check, by their doors, that no GPUs are claimed in another state directory."""
-    uuids = [gpu.uuid for gpu in host.snapshot.gpus]
-    _, found = claims_now(uuids, host.snapshot.name_prefix, living_claims)
+    _, found = claims_now(host.snapshot.gpus, host.snapshot.name_prefix, living_claims)
     if not found:
         return passed("no GPU is claimed in another state directory")
     names = labels(gpu for gpu in host.snapshot.gpus if gpu.uuid in found)

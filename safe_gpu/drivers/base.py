@@ -5,7 +5,7 @@ are read under ``SAFE_GPU_FSROOT``; processes always in ``/proc``.
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 
 from ..gpus.devices import Gpu, GpuProcess, HostSnapshot, bus_order
@@ -54,9 +54,18 @@ class Driver:
         shown = {gpu.uuid: gpu for gpu in self.snapshot().gpus} if gpus else {}
         return tuple(shown.get(gpu.uuid) or gpu.unreachable("the kernel no longer lists it") for gpu in gpus)
 
-    def linked(self, snapshot: HostSnapshot) -> HostSnapshot:
+    def shows_same(self, snapshot: HostSnapshot) -> bool:
+        """Return whether the GPUs are certainly those of an earlier poll, in the same places, and none has been lost
+        since or is no longer lost: then the numbers by which CUDA knows them are the same. False is unknown."""
+        return False
+
+    def linked(self, snapshot: HostSnapshot, among: Collection[str] | None = None) -> HostSnapshot:
         """Return the same poll with ``nvlink_peers``, for claims of several GPUs: n GPUs are n * (n - 1) / 2
-        questions."""
+        questions.
+
+        Args:
+            among: UUIDs of those between which links matter; None is all.
+        """
         return snapshot
 
     def detailed(self, snapshot: HostSnapshot) -> HostSnapshot:

@@ -77,12 +77,15 @@ def _card(files: Files, number: int, bus_id: str) -> Gpu:
     engines = [len(files.numbered(f"{minor}/gt", "gt")) for minor in minors]  # of i915: one on each tile
     device = re.fullmatch(r"0x([0-9a-f]{1,4})", files.text(f"{place}/device") or "")
     identity = int(device[1], 16) if device else 0
+    parent = os.path.basename(os.path.realpath(f"{files.root}/{place}/physfn"))  # of a virtual function
     return Gpu(
         number,  # Level Zero's
         f"{VENDORS['intel'].by_place}{bus_id}",  # its place, since sysfs has no UUID
         f"Intel {_NAMES.get(identity, f'GPU {identity:04x}')}",
         bus_id,
         numa_node(bus_id),
+        place=f"{VENDORS['intel'].by_place}{parent}" if bus_order(parent) else "",
+        partition=bus_order(parent) is not None,
         memory_total=total_of(parts) if parts else None,
         display_active=has_display(files, place),
         tiles=max([len(tiles), 1] if tiles else [*engines, 1]),
@@ -151,7 +154,7 @@ def parse_client(text: str) -> tuple[str, str, int | None] | None:
 
 
 class IntelDriver(Driver, Runtime):
-    """The kernel's drivers i915 and xe as a driver. A device is a whole card.
+    """The kernel's drivers i915 and xe as a driver. A device is a whole card, or a virtual function of one.
 
     Level Zero is not asked. Nothing is put on a card: the kernel shows to root only who uses it.
 

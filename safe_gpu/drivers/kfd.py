@@ -17,7 +17,7 @@ PCI device.
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from ..errors import NoDriverError
 from ..gpus.devices import Gpu, GpuProcess, HostSnapshot
@@ -68,7 +68,7 @@ class KfdDriver(Driver):
         version = files.text("sys/module/amdgpu/version") or f"Linux {os.uname().release}"
         return HostSnapshot(tuple(_gpus(files, found)), self.name, printable(version[:_LONGEST_NAME]))
 
-    def linked(self, snapshot: HostSnapshot) -> HostSnapshot:
+    def linked(self, snapshot: HostSnapshot, among: Collection[str] | None = None) -> HostSnapshot:
         """Return the same poll with the GPUs connected by xGMI as ``nvlink_peers``: those of one hive."""
         hives: dict[int, set[str]] = {}
         for device in self._devices():
@@ -109,6 +109,9 @@ def _gpus(files: Files, found: tuple[Device, ...]) -> Iterable[Gpu]:
     largest = max((device.memory_total or 0 for device in found), default=0)
     for index, device in enumerate(found):
         gpu = Gpu(index, device.uuid, device.name, device.bus_id, numa_node(device.bus_id), vendor="amd")
+        if device.bus_id:
+            place, mode = f"{VENDORS['amd'].by_place}{device.bus_id}", device.mode
+            gpu = gpu._replace(place=place, partition=bool(mode), mode=mode)
         if device.broken:
             yield gpu.unreachable(device.broken, lost=False)
             continue

@@ -8,7 +8,7 @@ Source: NVML API reference.
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from itertools import combinations
 from typing import Any, NamedTuple, TypeVar
@@ -375,6 +375,19 @@ def _again(session: _Session, gpu: Gpu) -> Gpu:
         return gpu.unreachable(_GONE) if fault.code in _NO_SUCH_DEVICE else _failed(gpu, fault)
 
 
+def _shows_same(session: _Session, snapshot: HostSnapshot) -> bool:
+    """Return the answer of :meth:`NvmlDriver.shows_same`. A handle of a GPU that is lost may be had; its memory not."""
+    there = snapshot.physical
+    if session.ask("nvmlDeviceGetCount") != len(there) or any(gpu.lost for gpu in there):
+        return False
+    with suppress(_Fault):
+        for gpu in there:
+            handle = session.ask("nvmlDeviceGetHandleByUUID", gpu.uuid)
+            session.ask_or(None, "nvmlDeviceGetMemoryInfo", handle)
+        return True
+    return False
+
+
 def _detailed(session: _Session, gpu: Gpu) -> Gpu:
     """Return the same record with utilisation and processes that only draw, as far as the device answers."""
     try:
@@ -395,10 +408,10 @@ def _detailed(session: _Session, gpu: Gpu) -> Gpu:
     return gpu._replace(fan=fan, power=power, power_limit=limit)
 
 
-def _linked(session: _Session, snapshot: HostSnapshot) -> HostSnapshot:
+def _linked(session: _Session, snapshot: HostSnapshot, among: Collection[str] | None) -> HostSnapshot:
     """Return the same poll with who reaches whom by NVLink."""
     handles, peers = [], defaultdict(set)
-    for gpu in snapshot.physical:
+    for gpu in (one for one in snapshot.physical if among is None or one.uuid in among):
         with suppress(_Fault):
             handles.append((gpu, session.ask("nvmlDeviceGetHandleByUUID", gpu.uuid)))
     for (one, its), (other, others) in combinations(handles, 2):
@@ -448,9 +461,13 @@ class NvmlDriver(Driver):
         """Ask again about these devices only."""
         return self._ask(lambda session: tuple(_again(session, gpu) for gpu in gpus))
 
-    def linked(self, snapshot: HostSnapshot) -> HostSnapshot:
+    def shows_same(self, snapshot: HostSnapshot) -> bool:
+        """Return whether the GPUs are those of an earlier poll: two questions for each."""
+        return self._ask(lambda session: _shows_same(session, snapshot))
+
+    def linked(self, snapshot: HostSnapshot, among: Collection[str] | None = None) -> HostSnapshot:
         """Return the same poll with NVLink."""
-        return self._ask(lambda session: _linked(session, snapshot))
+        return self._ask(lambda session: _linked(session, snapshot, among))
 
     def detailed(self, snapshot: HostSnapshot) -> HostSnapshot:
         """Return the same poll with utilisation and graphics processes."""

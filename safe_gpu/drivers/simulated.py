@@ -198,6 +198,9 @@ def _cards(name: str, mib: str, places: str, more: str = "") -> Iterator[Gpu]:
         for partition in range(int(values[0]) if kind == "partitions" else 1):
             uuid = f"INTEL-{bus_id}" if vendor == "Intel" else _uuid(vendor, f"{name} {address} {partition}")
             gpu = Gpu(0, uuid, name, bus_id, int(node), utilization=0, temperature=34, vendor=vendor_of(uuid))
+            if vendor == "AMD":
+                divided = kind == "partitions"
+                gpu = gpu._replace(place=f"AMD-{bus_id}", partition=divided, mode="CPX" * divided)
             tiles = int(values[0]) if kind == "tiles" else 1
             gpu = gpu._replace(display_active=kind == "display", tiles=tiles, **_idle(int(mib), used))
             yield from _cut(gpu, values) if kind == "mig" else [gpu]

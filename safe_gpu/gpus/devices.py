@@ -22,7 +22,13 @@ FIRST_MINUTE = 60.0
 
 _MOST_HIDDEN = 1 << 30  # bytes that a GPU may have in use while nobody computes there
 
+PARTITION_MODES = ("DPX", "TPX", "QPX", "CPX")
+"""In which an AMD GPU has several compute partitions. One of a mode has the silicon of several, or of a part of one, of
+another mode."""
+
 MASK, HIERARCHY, PCI_ORDER = "ZE_AFFINITY_MASK", "ZE_FLAT_DEVICE_HIERARCHY", "ZE_ENABLE_PCI_ID_DEVICE_ORDER"
+
+_OF_IDENTITY = ("mig_parent", "mig_instance", "place", "partition", "mode", "vendor", "tiles")
 
 _HEX = frozenset("0123456789abcdef")
 
@@ -100,6 +106,11 @@ class Gpu(NamedTuple):
         mig_enabled: MIG mode is on (for a parent GPU).
         mig_parent: UUID of the parent GPU, for a MIG instance.
         mig_instance: number of the instance on its parent, for a MIG instance.
+        place: the name of the GPU, the same in all modes, where ``uuid`` is not: of an AMD device, and of a virtual
+            function; "" of others.
+        partition: whether it is a part of that GPU, other than a MIG instance: an AMD compute partition or a virtual
+            function.
+        mode: in which that GPU is divided so (``CPX``), where other modes divide it otherwise; "" of others.
         divided: whether this MIG instance is one of several compute instances of a GPU instance. They have one memory,
             and ``memory_total``, ``memory_used`` and ``memory_free`` are of that.
         memory_beside: bytes that processes on the others of these use; None is unknown.
@@ -136,6 +147,9 @@ class Gpu(NamedTuple):
     mig_enabled: bool = False
     mig_parent: str | None = None
     mig_instance: int | None = None
+    place: str = ""
+    partition: bool = False
+    mode: str = ""
     divided: bool = False
     memory_beside: int | None = 0
     nvlink_peers: frozenset[str] = frozenset()
@@ -147,6 +161,25 @@ class Gpu(NamedTuple):
     def is_mig_instance(self) -> bool:
         """Whether this is a MIG instance rather than a whole GPU."""
         return self.mig_parent is not None
+
+    @property
+    def is_piece(self) -> bool:
+        """Whether it is a part of a GPU: a MIG instance, an AMD compute partition or a virtual function."""
+        return self.partition or self.mig_parent is not None
+
+    @property
+    def whole(self) -> str:
+        """The name of the GPU of which it is all or a piece, the same in all modes of that GPU."""
+        return self.mig_parent or self.place or self.uuid
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names by whose doors it is claimed: its own, and that of its GPU if it is all of that."""
+        return (self.uuid,) if self.is_piece or self.whole == self.uuid else (self.uuid, self.whole)
+
+    def is_divided_by(self, name: str) -> bool:
+        """Return whether claims of pieces hold doors of one of :attr:`names`."""
+        return not self.is_piece and name == self.whole
 
     @property
     def named_by_uuid(self) -> bool:
@@ -187,7 +220,7 @@ class Gpu(NamedTuple):
 
     def unreachable(self, reason: str, *, lost: bool = True) -> "Gpu":
         """Return the record of this device while nothing but its identity is known."""
-        kept = {name: getattr(self, name) for name in ("mig_parent", "mig_instance", "vendor", "tiles")}
+        kept = {name: getattr(self, name) for name in _OF_IDENTITY}
         return Gpu(*self[:5], processes=None, process_error=reason, unusable=reason, lost=lost, **kept)
 
 
@@ -210,8 +243,9 @@ class HostSnapshot(NamedTuple):
 
     @property
     def physical(self) -> tuple[Gpu, ...]:
-        """The GPUs without their MIG instances."""
-        return tuple([gpu for gpu in self.gpus if gpu.mig_parent is None])
+        """The GPUs without their MIG instances and virtual functions. Partitions of a GPU that is not shown count."""
+        shown = {gpu.uuid for gpu in self.gpus}
+        return tuple([gpu for gpu in self.gpus if not (gpu.is_piece and gpu.whole in shown)])
 
     @property
     def vendor(self) -> str:
@@ -285,6 +319,9 @@ class Holder(NamedTuple):
     suspended job. ``note`` is a clause on anything unusual, such as a process that has ended; else "". ``memory_used``
     is how many bytes of a shared GPU its process and the descendants of that use. ``removable_by`` is the user who can
     remove its entry, if it has no door that keeps its GPU without one; else None.
+
+    ``through`` is a clause on what it claims, where that is not this device: the GPU of which this is a piece, or a
+    piece of it; else "".
     """
 
     pid: int | None = None
@@ -305,6 +342,7 @@ class Holder(NamedTuple):
     note: str = ""
     memory_used: int | None = None
     removable_by: str | None = None
+    through: str = ""
 
     @classmethod
     def of_sharers(cls, sharers: "Iterable[Holder]") -> "Holder":

@@ -13,6 +13,7 @@ import fcntl
 import os
 import struct
 import time
+from _thread import allocate_lock
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
@@ -22,7 +23,7 @@ from . import procfs
 from .signals import DeferredSignals
 
 if TYPE_CHECKING:
-    import threading
+    from _thread import LockType
 
 _closed_in_children: "set[Held]" = procfs.lasting("closed_in_children", set())
 
@@ -142,6 +143,9 @@ def _flock(kind: int) -> bytes:
 
 _QUESTION = _flock(fcntl.F_RDLCK)
 
+# Every lock is in the way of this one, so the kernel answers with the first, however many there are.
+_WHOLE = _flock(fcntl.F_WRLCK)
+
 
 @cache
 def ofd_locks() -> bool:
@@ -186,9 +190,10 @@ def _set(fd: int, kind: int, instead: int, by: Callable[[int, int], object] = fc
 
 
 def is_locked(fd: int) -> bool:
-    """Return whether somebody has a write lock."""
+    """Return whether somebody has a write lock of the whole file."""
     if ofd_locks():
-        return bool(_STRUCT.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _QUESTION))[0] == fcntl.F_WRLCK)
+        found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _WHOLE)
+        return bool(_STRUCT.unpack(found)[:4] == (fcntl.F_WRLCK, os.SEEK_SET, 0, 0))
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -215,7 +220,8 @@ class ReadLock(Held):
     def __init__(self, fd: int, instead: Callable[[int, int], object]) -> None:
         super().__init__(fd, unlock=unlock)
         self._instead = instead
-        self._thread_is_done: threading.Event | None = None
+        self._thread: LockType | None = None  # locked until the thread that blocks is done
+        self._thread_is_done = False
 
     def wait(self, deadline: float | None, signals: DeferredSignals) -> bool:
         """Return whether it is held, at the deadline (``time.monotonic()``) at the latest. Signals, which the caller
@@ -224,7 +230,7 @@ class ReadLock(Held):
         Raises:
             NoLocksError: there are none, or no room for one.
         """
-        while self._thread_is_done is None:
+        while self._thread is None:
             if self._try_once():
                 return True
             if deadline is not None and time.monotonic() >= deadline:
@@ -232,18 +238,19 @@ class ReadLock(Held):
             if not self._start_thread():
                 with signals.delivering():
                     time.sleep(_PAUSE)
-        seconds = None if deadline is None else min(deadline - time.monotonic(), _LONGEST)
-        with signals.delivering():
-            self._thread_is_done.wait(seconds)
-        return self._thread_is_done.is_set() and self._try_once()
+        seconds = _LONGEST if deadline is None else min(max(0.0, deadline - time.monotonic()), _LONGEST)
+        with signals.delivering():  # a handler's exception in threading.Event.wait may become a RuntimeError
+            if not self._thread_is_done and self._thread.acquire(timeout=seconds):
+                self._thread.release()
+        return self._thread_is_done and self._try_once()
 
     def leave(self) -> None:
         """Give it back, or leave that to the thread, which does it when it gets the lock."""
-        if self._thread_is_done is None:
+        if self._thread is None:
             self.release()
             return
         _left_behind.append(self)
-        if self._thread_is_done.is_set():
+        if self._thread_is_done:
             self._release_if_left()
 
     def _try_once(self) -> bool:
@@ -260,17 +267,19 @@ class ReadLock(Held):
 
         if not ofd_locks():
             return False
-        self._thread_is_done = done = threading.Event()
+        self._thread = thread = allocate_lock()
+        thread.acquire()
         try:
-            threading.Thread(target=self._block, args=(done,), name="safe_gpu-waiter", daemon=True).start()
+            threading.Thread(target=self._block, args=(thread,), name="safe_gpu-waiter", daemon=True).start()
         except RuntimeError:  # ulimit -u, h_vmem
-            self._thread_is_done = None
-        return self._thread_is_done is not None
+            self._thread = None
+        return self._thread is not None
 
-    def _block(self, done: "threading.Event") -> None:
+    def _block(self, thread: "LockType") -> None:
         with suppress(OSError):
             set_ofd_lock(self.fd, fcntl.F_RDLCK, wait=True)
-        done.set()
+        self._thread_is_done = True
+        thread.release()
         self._release_if_left()
 
     def _release_if_left(self) -> None:

@@ -153,9 +153,14 @@ def capacity(gpus: Collection[Gpu]) -> int:
     """Return how many of these devices one process can hold: all whole GPUs, or one MIG instance if there is no whole
     GPU.
 
-    CUDA shows a process at most one MIG instance, and with many driver versions no whole GPU together with it.
+    CUDA shows a process at most one MIG instance, and with many driver versions no whole GPU together with it. A
+    virtual function counts for nothing beside its GPU.
     """
-    return sum([gpu.mig_parent is None for gpu in gpus]) or min(len(gpus), 1)
+    whole = [gpu for gpu in gpus if gpu.mig_parent is None]
+    if any(gpu.partition for gpu in whole):
+        names = {gpu.uuid for gpu in whole}
+        whole = [gpu for gpu in whole if not (gpu.partition and gpu.whole in names)]
+    return len(whole) or min(len(gpus), 1)
 
 
 _MOST_SETS = 200

@@ -40,7 +40,7 @@ class Rules(NamedTuple):
 
     def why_drained(self, gpu: Gpu) -> str:
         """Return why nobody may claim a device, or the one that it is an instance of; "" if somebody may."""
-        return self.drained.get(gpu.uuid) or self.drained.get(gpu.mig_parent or "", "")
+        return self.drained.get(gpu.uuid) or self.drained.get(gpu.whole, "")
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Rules:
@@ -305,7 +305,7 @@ def _claimed_by(holder: Holder) -> str:
     text += in_brackets(holder.user, holder.job and f"job {holder.job}", holder.command)
     if holder.since is not None:
         text += time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(holder.since))
-    return text
+    return text + (holder.through and f", {holder.through}")
 
 
 def fence_hint(unlimited: Sequence[GpuVerdict], visible_limit: VisibleLimit | None) -> str:

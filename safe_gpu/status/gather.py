@@ -63,6 +63,7 @@ class HostFacts:
         self.claims, self.elsewhere = Claims(()), set[str]()
         self.tickets: list[Entry] = []
         self.warnings: list[str] = []
+        gpus = tuple(gpus)
         uuids, ignored, dead = [gpu.uuid for gpu in gpus], list[str](), list[Entry]()
         try:
             # A waiter makes its claim before it leaves the queue.
@@ -72,7 +73,7 @@ class HostFacts:
         with DeferredSignals():
             living = partial(living_entries, path, "claims", ignored, dead)
             try:
-                self.claims, self.elsewhere = claims_now(uuids, tree, living)
+                self.claims, self.elsewhere = claims_now(gpus, tree, living)
             except StateDirError as err:
                 self.warnings = [f"The claims are not known: {err}"]
             append(lines_of_dead(dead, time.time()), time.time())
@@ -84,7 +85,7 @@ class HostFacts:
     def on(self, gpu: Gpu) -> tuple[Holder | None, Holder | None]:
         """Return who holds a GPU, or the claims that share it, and the claim inside the one."""
         uuid, holding = gpu.uuid, self.claims.on(gpu.uuid)
-        whole = next((one for one in holding if one.gpus[uuid] is None), None)
+        whole = next((one for one in holding if one.gpus.get(uuid) is None), None)
         if whole is not None:
             inside = (one for one in self.claims.living if uuid in one.gpus and self.claims.is_inside(one))
             within = next((one for one in inside if (one.inside, one.uid) == (whole.token, whole.uid)), None)
@@ -102,7 +103,9 @@ class HostFacts:
         known = self._holders.get(entry.name)
         if known is None:
             known = self._holders[entry.name] = self.processes.holder_of(entry)
-        return known._replace(share=entry.gpus[uuid], removable_by=self._removable_by(entry, uuid))
+        through = self.claims.through(entry, uuid)
+        mine = next(iter(entry.gpus)) if through else uuid
+        return known._replace(share=entry.gpus.get(uuid), removable_by=self._removable_by(entry, mine), through=through)
 
     def _removable_by(self, entry: Entry, uuid: str) -> str | None:
         """Return who can remove the entry of a claim, if it has no door to a GPU that can be seen from here."""
@@ -123,7 +126,7 @@ class ProcessTable:
     """
 
     def __init__(self, entries: Iterable[Entry]) -> None:
-        self._names = {entry.name for entry in entries}
+        self._entries = [*entries]
         self.stopped: dict[int | bytes, bool] = {}
         self.is_stopped = partial(procfs.is_stopped, known=self.stopped)
         self.describe = cache(procfs.describe_process)
@@ -132,7 +135,7 @@ class ProcessTable:
 
     @cached_property
     def _heirs(self) -> Mapping[str, int]:
-        return heirs_of(self._names)
+        return heirs_of(self._entries)
 
     def heir_of(self, entry: Entry) -> int | None:
         """As :func:`~safe_gpu.coordination.holders.heir_of`. The first query reads all of /proc."""

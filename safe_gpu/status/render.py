@@ -294,6 +294,8 @@ def _notes(one: GpuStatus) -> Iterator[str]:
         return
     if one.state not in ("claimed", "display") or one.claim.elsewhere:
         yield one.reason.partition(";")[0]
+    if one.claim.through:
+        yield f"claimed {one.claim.through}"
     if one.fault:
         yield one.fault
     for process in one.users if one.idle else []:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
+from ..gpus.devices import PARTITION_MODES
 from ..gpus.vendors import product_name
 from .files import PCI, Files
 
@@ -58,6 +59,7 @@ class Device(NamedTuple):
         uuid: ``GPU-<16 hex digits>`` as ROCR writes ``unique_id``; else ``AMD-<bus id>-<partition>``.
         bus_id: PCI bus id; "" if the node does not tell.
         shared: several devices have this PCI device, whose memory counters are those of all of them together.
+        mode: how its GPU is divided into compute partitions, of which others may not be shown here; "" where it is not.
         name: product name.
         memory_total: bytes of its own memory, or None.
         integrated: it shares its node with CPU cores.
@@ -69,6 +71,7 @@ class Device(NamedTuple):
     uuid: str
     bus_id: str = ""
     shared: bool = False
+    mode: str = ""
     name: str = "AMD GPU"
     memory_total: int | None = None
     integrated: bool = False
@@ -105,7 +108,10 @@ def devices(files: Files) -> tuple[Device, ...] | None:
         shared, integrated = counts[bus_id] > 1, node.properties.get("cpu_cores_count", 0) > 0
         name, memory = _name(files, node, bus_id), _memory(files, node, bus_id, shared=shared)
         hive = node.properties.get("hive_id", 0)
-        found.append(Device(node.gpu_id, uuid, bus_id, shared, name, memory, integrated, hive))
+        mode = files.text(f"{PCI}/{bus_id}/current_compute_partition") or ""
+        if mode not in PARTITION_MODES:
+            mode = str(counts[bus_id]) if shared or partition else ""
+        found.append(Device(node.gpu_id, uuid, bus_id, shared, mode, name, memory, integrated, hive))
     return tuple(found)
 
 

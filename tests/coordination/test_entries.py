@@ -66,7 +66,7 @@ def test_an_entry_says_what_was_said(claims: api.Directory) -> None:
     (found,) = look(claims)
     assert {key: getattr(found, key) for key in said} == said
     assert (found.number, found.name, found.uid, found.version) == (12, name, os.geteuid(), 1)
-    assert found.more == {"cpus": [1]}
+    assert found.more == {"waited": None, "of": None}
     assert (Path(claims.path) / name).stat().st_mode & 0o7777 == 0o644
     api.remove_entry(claims, name, held)
     assert os.listdir(claims.fd) == []
@@ -79,8 +79,7 @@ def test_an_entry_says_what_was_said(claims: api.Directory) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        b"[" * 9999, b"\xff", b'{"gpus": {}}', b" " * 70_000, b'{"v": 1, "gpus": ["a"]}',
-        b'{"v": 1, "gpus": {"a": null}, "parts": {"a": %d}}' % (1 << 40), b'{"v": 1, "gpus": {}, "pid": 1e999}',
+        b"[" * 9999, b"\xff", b'{"v": 1}', b'{"v": 1, "gpus": ["a"]}', b'{"gpus": {"a": 1}, "nb_gpus": 1}',
     ],
 )  # fmt: skip
 def test_nonsense_counts_for_nothing_and_is_told(claims: api.Directory, content: bytes) -> None:
@@ -230,7 +229,7 @@ def look_at_an_entry(place: Path) -> None:
 
 @pytest.mark.parametrize(
     ("names", "number"),
-    [("", 1), ("1 7", 8), ("5 999999999999999999", 6), ("999999999999", 10**12), ("1000000000002 01 +3 -1 1e3", 1)],
+    [("", 1), ("1 7", 8), ("5 999999999999999999", 6), ("9999999", 10**7), ("10000002 01 +3 -1 1e3", 1)],
 )
 def test_the_next_number(claims: api.Directory, names: str, number: int) -> None:
     for name in names.split():
@@ -238,6 +237,10 @@ def test_the_next_number(claims: api.Directory, names: str, number: int) -> None
     entries = api.Entries(claims)
     entries.look()
     assert entries.next_number == number
+    for name in names.split()[-1:]:
+        os.unlink(f"{name}.00000000000000aa", dir_fd=claims.fd)
+    entries.look()
+    assert entries.next_number == (2 if names == "1 7" else 6 if names[0:1] == "5" else 1)
 
 
 # A neighbour
@@ -294,39 +297,159 @@ def test_nobody_speaks_for_another_user(claims: api.Directory, as_user: Any) -> 
     api.remove_entry(claims, name, held)
 
 
-def test_too_many_living_claims_or_names_are_refused_and_their_owner_is_named(
-    claims: api.Directory, monkeypatch
-) -> None:
+def test_too_many_names_are_refused_and_their_owner_is_named(claims: api.Directory, monkeypatch) -> None:
     """Who keeps so many costs all others processor time and memory."""
-    assert (api.MOST_NAMES, api.entry.MOST_CLAIMS) == (65_536, 4096)
-    monkeypatch.setattr(api.entry, "MOST_CLAIMS", 3)
-    held = [api.make_entry(claims, number, CLAIM, by_children=False) for number in range(1, 5)]
-    with pytest.raises(api.StateDirError, match=f"4 names, of which 4 are of {api.procfs.user_name(os.geteuid())}"):
-        look(claims)
-    api.remove_entry(claims, *held.pop())
-    assert len(look(claims)) == 3
-    place(claims, f"5.{'0' * 16}")  # one of nobody, and so one name too many
+    assert (api.MOST_NAMES, api.entry.MOST_FILES, api.entry.MOST_CLAIMS) == (65_536, 4096, 1024)
     monkeypatch.setattr(api.entry, "MOST_NAMES", 3)
-    with pytest.raises(api.StateDirError, match=r"4 names, of which 4 are of .*, who or root"):
+    for number in range(1, 4):
+        place(claims, f"{number}.{'0' * 16}")
+    assert look(claims) == []
+    place(claims, f"4.{'0' * 16}")
+    owner = api.procfs.user_name(os.geteuid())
+    with pytest.raises(api.StateDirError, match=rf"3 names, of which 4 are of {owner}, who or root"):
         look(claims)
-    for name, one in held:
-        api.remove_entry(claims, name, one)
 
 
-def test_an_entry_with_many_names_is_read_once_and_outlives_each(claims: api.Directory, monkeypatch) -> None:
+def test_an_entry_with_many_names_counts_once_and_outlives_each(claims: api.Directory, monkeypatch) -> None:
     name, held = api.make_entry(claims, 1, CLAIM, by_children=False)
     for number in range(2, 30):
         os.link(Path(claims.path) / name, Path(claims.path) / f"{number}.{'0' * 16}")
-    entries, read, pread = api.Entries(claims), [], os.pread
-    monkeypatch.setattr(os, "pread", lambda fd, *more: read.append(fd) or pread(fd, *more))
+    entries = api.Entries(claims)
     assert [one.name for one in entries.look()] == [name]
-    assert len(read) == 1
     assert [one.name for one in entries.look()] == [name]
     for number in range(1, 29):
         os.unlink(entries.look()[0].name, dir_fd=claims.fd)
         assert [one.number for one in entries.look()] == [number + 1]
     held.release()
     assert entries.look() == []
+
+
+@pytest.mark.parametrize("replaced", ["asked again", "not asked"])
+def test_the_number_of_a_file_that_is_gone_hides_nobody(claims: api.Directory, replaced: str, monkeypatch) -> None:
+    """A neighbour puts another file in the place of its own, whose number another user's claim gets."""
+    name, held = api.make_entry(claims, 1, {"gpus": {}}, by_children=False)
+    entries = api.Entries(claims)
+    (known,) = entries.look()
+    entries._living[name] = known._replace(uid=USER, file=(0, 0) if replaced == "asked again" else known.file)
+    os.link(Path(claims.path) / name, Path(claims.path) / f"2.{'0' * 16}")
+    assert len(entries.look(() if replaced == "not asked" else None)) == (1 if replaced == "asked again" else 2)
+    held.release()
+
+
+def test_what_has_the_wrong_type_counts_as_missing_and_a_share_as_all(claims: api.Directory) -> None:
+    said = {"gpus": {"GPU-a": "1", "GPU-b": 0, "a\nb": None, "x" * 101: None}, "parts": {"GPU-a": 1 << 40}, "pid": 1e9}
+    _, held = api.make_entry(claims, 1, {**said, "token": None, "inside": None, "x": [{}] * 999}, by_children=False)
+    (found,) = look(claims)
+    assert (dict(found.gpus), dict(found.parts), found.pid) == ({"GPU-a": None, "GPU-b": None}, {}, 0)
+    assert (found.token, found.inside, "x" in found.more) == ("", "", False)
+    held.release()
+
+
+def test_a_lock_of_a_part_of_the_file_is_none(claims: api.Directory) -> None:
+    path = place(claims, "1.00000000000000aa", json.dumps({"v": 1, **CLAIM}).encode())
+    with path.open("r+b") as file:
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, api.locks._STRUCT.pack(fcntl.F_WRLCK, os.SEEK_SET, 1, 0, 0))
+        assert look(claims) == []
+
+
+def test_of_a_dead_file_with_many_names_one_is_opened(claims: api.Directory, monkeypatch) -> None:
+    first = place(claims, "1.00000000000000aa", b"{}")
+    for number in range(2, 100):
+        os.link(first, Path(claims.path) / f"{number}.{'0' * 16}")
+    opened, real = [], api.entry.open_to_read
+    monkeypatch.setattr(api.entry, "open_to_read", lambda *about: opened.append(about) or real(*about))
+    entries = api.Entries(claims)
+    assert (entries.look(), len(opened), entries.next_number) == ([], 1, 100)
+
+
+def test_what_is_closed_to_us_counts_for_nothing(claims: api.Directory, monkeypatch) -> None:
+    """A file of mode 0600, or root's chmod go-rwx of a claim, whose doors keep its GPUs."""
+    name, held = api.make_entry(claims, 1, CLAIM, by_children=False)
+    entries = api.Entries(claims)
+    with monkeypatch.context() as closed:
+        closed.setattr(api.entry, "open_to_read", Mock(side_effect=PermissionError(errno.EACCES, "closed")))
+        assert entries.look() == []
+        assert entries.ignored == {name: "closed"}
+    assert [one.name for one in entries.look()] == [name], "it is asked again"
+    held.release()
+
+
+def test_no_entry_vouches_for_a_part_that_pieces_have(claims: api.Directory) -> None:
+    """Who takes a share would come beside a piece that another state directory has."""
+    said = {"gpus": {"GPU-a": 1, "MIG-b": None, "MIG-c": None}, "modes": {"GPU-b": "CPX" * 9, "GPU-x": "CPX"}}
+    pieces = {"GPU-a": ["GPU-a"], "GPU-b": ["MIG-b", "MIG-x", [], 7], "GPU-c": "MIG-c", "x" * 101: []}
+    parts = {"GPU-a": 40, "MIG-b": 32, "MIG-c": 31, "GPU-b": 63, "GPU-c": 32, "GPU-x": 0}
+    _, held = api.make_entry(claims, 1, {**said, "pieces": pieces, "parts": parts}, by_children=False)
+    (found,) = look(claims)
+    assert dict(found.parts) == {"MIG-c": 31, "GPU-b": 63}
+    assert dict(found.pieces) == {"GPU-a": ("GPU-a",), "GPU-b": ("MIG-b",), "GPU-c": ()}, "of the last it has all"
+    assert {name: len(mode) for name, mode in found.modes.items()} == {"GPU-b": 8}
+    held.release()
+
+
+def test_an_entry_that_is_too_large_is_neither_made_nor_counted(claims: api.Directory, monkeypatch) -> None:
+    with pytest.raises(api.StateDirError, match="is larger than 32768"):
+        api.make_entry(claims, 1, {**CLAIM, "x": "y" * (32 << 10)}, by_children=False)
+    most = {f"GPU-{number:08x}-0000-0000-0000-000000000000": None for number in range(256)}
+    _, held = api.make_entry(claims, 1, {"gpus": most, "parts": dict.fromkeys(most, 31)}, by_children=False)
+    assert len(look(claims)[0].gpus) == 256
+    monkeypatch.setattr(api.entry, "LARGEST", 10)
+    assert look(claims) == []
+    held.release()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to play another user")
+@pytest.mark.parametrize(("bound", "value"), [("MOST_BYTES", 110), ("MOST_CLAIMS", 2), ("MOST_FILES", 2)])
+def test_what_a_user_has_beyond_a_bound_counts_for_nothing_and_refuses_nobody_else(
+    claims: api.Directory, bound: str, value: int, monkeypatch
+) -> None:
+    monkeypatch.setattr(api.entry, "_FEW", 0)
+    held = []
+    for number in range(1, 7):
+        name, one = api.make_entry(claims, number, CLAIM, by_children=False)
+        if number > 1:
+            os.chown(name, USER, USER, dir_fd=claims.fd)
+        held.append((name, one))
+    monkeypatch.setattr(api.entry, bound, value)
+    entries = api.Entries(claims)
+    assert [one.number for one in entries.look()] == [1, 2, 3]
+    assert {*entries.ignored} == {name for name, _ in held[3:]}
+    assert (entries.is_over(USER), entries.is_over(0)) == (True, False)
+    entries.refuse_if_over()
+    monkeypatch.setattr(os, "geteuid", lambda: USER)
+    with pytest.raises(api.StateDirError, match="more entries of yours than count"):
+        entries.refuse_if_over()
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    api.remove_entry(claims, *held.pop(1))
+    api.remove_entry(claims, *held.pop(1))
+    assert [one.number for one in entries.look()] == [1, 4, 5], "of those left they count"
+    assert entries.is_over(USER)
+    api.remove_entry(claims, *held.pop())
+    assert [one.number for one in entries.look()] == [1, 4, 5]
+    assert not entries.is_over(USER)
+    for _, one in held:
+        one.release()
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_of_many_names_of_a_file_one_is_opened_and_another_if_that_goes(
+    claims: api.Directory, lives, monkeypatch
+) -> None:
+    monkeypatch.setattr(api.entry, "_FEW", 0)
+    name, held = api.make_entry(claims, 1, CLAIM, by_children=False)
+    for number in (2, 3):
+        os.link(Path(claims.path) / name, Path(claims.path) / f"{number}.{'0' * 16}")
+    opened, real = [], api.entry.open_to_read
+    monkeypatch.setattr(api.entry, "open_to_read", lambda *about: opened.append(about[0]) or real(*about))
+    entries = api.Entries(claims)
+    assert [one.name for one in entries.look()] == opened == [name]
+    os.unlink(name, dir_fd=claims.fd)
+    if not lives:
+        held.release()
+    assert [one.number for one in entries.look()] == ([2] if lives else [])
+    assert opened[1:] == [f"2.{'0' * 16}"]
+    assert entries.next_number == 4
+    held.release()
 
 
 # A host in trouble

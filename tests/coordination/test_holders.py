@@ -39,6 +39,8 @@ INSIDE = entry(2, "a", inside="t")
 FORGED = entry(4, "a", BEN, inside="t")
 SHARE = entry(5, {"a": GIB})
 TICKET = entry(6, [], nb_gpus=1)
+ITSELF = entry(8, "a", token="t", inside="t")
+SECOND, THIRD = entry(9, "a", token="u", inside="t"), entry(10, "a", inside="u")
 UNKNOWN = entry(7, "a", -1, token="t")
 
 
@@ -51,6 +53,8 @@ UNKNOWN = entry(7, "a", -1, token="t")
         ([AROUND, FORGED], "a", "", [AROUND, FORGED]),  # another user's word opens no claim
         ([UNKNOWN, INSIDE], "a", "", [UNKNOWN, INSIDE]),  # of nobody, so nothing is inside it
         ([SHARE, TICKET], "a", "", [SHARE]),
+        ([ITSELF], "a", "", [ITSELF]),  # inside itself, and so in nobody's way
+        ([AROUND, SECOND, THIRD], "a", "", [AROUND, THIRD]),  # there is one level
     ],
 )
 def test_who_takes_room_from_a_claim(
@@ -345,4 +349,4 @@ def test_without_sockets_the_error_comes_up_and_nothing_stays(gpu: str, doors: a
 
 def test_without_sockets_nothing_is_held_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api.Doors, "are_taken", Mock(side_effect=PermissionError("no sockets")))
-    assert api.holders.claims_now(["GPU-a"], "", list)[1] == set()
+    assert api.holders.claims_now([api.Gpu(0, "GPU-a")], "", list)[1] == set()

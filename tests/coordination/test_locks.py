@@ -461,3 +461,22 @@ def test_sigterm_has_its_default_action_again(monkeypatch: pytest.MonkeyPatch, h
     with api.unwind_on_signals():  # a handler of the program is left alone
         signal.raise_signal(signal.SIGTERM)
     assert caught == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EACCES])
+def test_a_sandbox_that_forbids_the_lock_is_not_taken_for_somebody_who_holds_it(tmp_path, monkeypatch, code) -> None:
+    monkeypatch.setattr(api.host_lock, "MINIMUM_PATIENCE", 0.2)
+
+    flock = fcntl.flock
+
+    def refuse(fd: int, how: int) -> None:
+        if how == fcntl.LOCK_EX | fcntl.LOCK_NB:
+            raise OSError(code, os.strerror(code))
+        flock(fd, how)
+
+    with api.DeferredSignals() as signals, api.Host(str(tmp_path / "state")) as host:
+        host.look()
+        monkeypatch.setattr(api.host_lock.fcntl, "flock", refuse)
+        with pytest.raises(api.StateDirError, match=r"cannot be locked .*sandbox"), host.locked(None, signals):
+            pass
+        monkeypatch.undo()

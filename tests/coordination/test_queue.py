@@ -161,6 +161,68 @@ def test_who_joins_by_turns_learns_whether_it_passed_somebody(join: Join) -> Non
     assert [one.join(2.0), other.join(9.0), simple.join()] == [True, False, False]
 
 
+@pytest.mark.parametrize("turn", [None, 2.0])
+def test_who_stands_aside_for_a_claim_that_fails_comes_back_to_its_place(state_dir: Path, join: Join, turn) -> None:
+    by_turns = turn is not None
+    first, second = join(by_turns=by_turns, turn=turn), join(by_turns=by_turns, turn=turn and turn + 1)
+    since = first.waiter.since
+    first.waiter.stand_aside()
+    assert not first.waiter.queued
+    assert numbers(state_dir) == [2]
+    assert (first.ahead(), second.ahead()) == ([], []), "those behind go on, and its own place counts for it"
+    assert first.waiter.kept_turn == (turn or 0.0)
+    assert second.waiter.kept_turn == math.inf
+    first.join(turn)
+    assert numbers(state_dir) == [1, 2]
+    assert first.waiter.since == since
+    assert (first.ahead(), second.ahead()) == ([], [1])
+    first.waiter.leave()
+    first.join(turn and turn + 5)
+    assert numbers(state_dir) == [2, 3], "who has left is a newcomer"
+
+
+def test_who_comes_back_is_not_behind_newcomers_with_numbers_that_were_gone(state_dir: Path, join: Join) -> None:
+    first, mine, last = join(), join(), join()
+    mine.waiter.stand_aside()
+    for one in (first, last):
+        one.end()
+    newcomer = join()
+    assert numbers(state_dir) == [1]
+    mine.join()
+    assert numbers(state_dir) == [1, 1]
+    assert (mine.ahead(), newcomer.ahead()) == ([], [])
+    newcomer.end()
+    mine.host.queue.refresh()
+    assert not mine.waiter.was_removed()
+    older, again = join(), join()
+    again.waiter.stand_aside()
+    mine.end()
+    again.join()
+    older.host.queue.refresh()
+    assert (again.ahead(), older.ahead()) == ([2], [])
+
+
+def test_who_comes_back_with_a_number_that_no_longer_counts_is_a_newcomer(state_dir: Path, join: Join) -> None:
+    mine = join()
+    mine.waiter.by_turns = True
+    mine.waiter._number = 10**7 + 2  # the numbers before it have gone
+    mine.waiter.stand_aside()
+    other = join()
+    mine.join()
+    assert (numbers(state_dir), mine.ahead(), other.ahead()) == ([1, 2], [1], [])
+
+
+def test_no_room_for_the_ticket_costs_who_comes_back_no_place(state_dir: Path, join: Join, monkeypatch) -> None:
+    mine, other = join(), join()
+    mine.waiter.stand_aside()
+    with monkeypatch.context() as full:
+        full.setattr("safe_gpu.coordination.queue.make_entry", Mock(side_effect=api.StateDirError("full", path="/")))
+        with pytest.raises(api.StateDirError, match="full"):
+            mine.join()
+    mine.join()
+    assert (mine.ahead(), other.ahead()) == ([], [1])
+
+
 def test_who_came_between_the_listing_and_the_lock_stands_ahead(state_dir: Path, join: Join) -> None:
     first, mine = join(), join(ticket=False)
     mine.host.queue.refresh()
@@ -199,13 +261,11 @@ def ticket(number: int, uid: int = OTHER, **said: Any) -> api.Entry:
     return api.Entry.read(f"{number}.{number:016x}", uid, (1, number), data)
 
 
-def test_of_one_user_a_thousand_tickets_count_and_4096_in_all() -> None:
+def test_of_one_user_a_thousand_tickets_count() -> None:
     crowd = [ticket(number) for number in range(1, 1051)]
     found = api.tickets_that_count([*crowd, ticket(1051, 4712), ticket(1052)])
     assert [one.number for one in found] == [*range(1, 1001), 1051]
     assert len(api.tickets_that_count([one._replace(uid=0) for one in crowd])) == 1050
-    many = [ticket(number, 5000 + number % 6) for number in range(1, 6001)]
-    assert [one.number for one in api.tickets_that_count(many)] == list(range(1, 4097))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to play another user")

@@ -172,10 +172,13 @@ def test_an_unanswered_question_costs_its_answer_only(host: Any) -> None:
 @pytest.mark.parametrize("restart", [False, True])
 @pytest.mark.parametrize("values", [{"lost": 1}, {"lost": 2}, {"handle_error": UNKNOWN}])
 def test_a_gpu_lost_between_polls_keeps_its_identity(host: Any, driver: Any, values: Any, restart: bool) -> None:
-    before = driver.snapshot().gpus
+    poll = driver.snapshot()
+    before = poll.gpus
+    assert driver.shows_same(poll)
     host.change(3, **values)
     if restart:
         driver.close()
+    assert not driver.shows_same(poll)
     for now in (driver.snapshot().gpus, driver.usage(before)):
         lost = now[3]
         assert (lost.lost, lost.processes, state(lost)[0]) == (True, None, "unusable")
@@ -184,7 +187,8 @@ def test_a_gpu_lost_between_polls_keeps_its_identity(host: Any, driver: Any, val
         assert [gpu for gpu in now if not gpu.lost] == [gpu for gpu in before if gpu.index != 3]
         assert api.HostSnapshot(now).needs_uuids
     host.set(8)
-    assert driver.snapshot().gpus == driver.usage(now) == before, "it is back"
+    assert not driver.shows_same(poll._replace(gpus=now)), "it is back"
+    assert driver.snapshot().gpus == driver.usage(now) == before
 
 
 @pytest.mark.parametrize("code", [GPU_IS_LOST, RESET_REQUIRED])
@@ -348,9 +352,11 @@ def test_what_draws_is_seen_where_the_memory_of_another_is_not_told(host: Any, d
 
 def test_a_gpu_in_place_of_another(host: Any, driver: api.nvml.NvmlDriver) -> None:
     """As many as before, and all of the earlier ones but the last have moved on by one number."""
-    gpus = driver.snapshot().gpus
+    poll = driver.snapshot()
+    gpus = poll.gpus
     host.write({"uuid": "GPU-new", "bus": "00000000:01:00.0"}, *host.gpus[:-1])
     assert [gpu.uuid for gpu in driver.snapshot().gpus] == ["GPU-new", *(gpu.uuid for gpu in gpus[:-1])]
+    assert not driver.shows_same(poll)
     gone, other = driver.usage((gpus[-1], gpus[0]))
     assert (gone.uuid, gone.lost, other.lost) == (gpus[-1].uuid, True, False)
     assert "no longer shows it" in state(gone)[1]
@@ -388,3 +394,21 @@ def test_a_real_driver() -> None:
         assert gpu.memory_total is None or gpu.memory_total > 1 << 30
     assert [gpu.uuid for gpu in driver.snapshot().gpus] == [gpu.uuid for gpu in snapshot.gpus]
     driver.close()
+
+
+def test_links_are_asked_for_where_there_is_a_choice(host: Any, driver: api.nvml.NvmlDriver, monkeypatch: Any) -> None:
+    asked: list[str] = []
+    ask = api.nvml._Session.ask
+
+    def noted(session: Any, name: str, *args: Any) -> Any:
+        asked.append(name)
+        return ask(session, name, *args)
+
+    monkeypatch.setattr(api.nvml._Session, "ask", noted)
+    poll = driver.snapshot()
+    for several, free, pairs in ((2, 8, 28), (8, 8, 0), (2, 4, 6), (2, 2, 0), (0, 8, 0)):
+        asked.clear()
+        used = api.GpuProcess(1, "compute", 1 << 30, "x")
+        shown = poll.updated(gpu._replace(processes=(used,)) for gpu in poll.gpus[free:])
+        api.view.Polls(driver, shown, frozenset(), several=several)
+        assert asked.count("nvmlDeviceGetP2PStatus") == pairs, (several, free)

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import filelock
 import pytest
 from support import api
 from support.gpus import PACKAGE_ROOT
@@ -46,7 +47,7 @@ class Hosts:
             **{name: value for name, value in os.environ.items() if name.startswith("SAFE_GPU_")},
             "SAFE_GPU_TEST_HOSTS": str(self.directory),
             "SAFE_GPU_DIR": str(self.directory / name),
-            "PYTHONPATH": str(PACKAGE_ROOT),  # for another interpreter
+            "PYTHONPATH": f"{PACKAGE_ROOT}:{Path(filelock.__file__).parents[1]}",  # for another interpreter
             "PATH": f"{self.directory}/remote:/usr/bin:/bin",
         }
 

@@ -94,12 +94,12 @@ def test_a_user_whom_the_namespace_does_not_know_is_in_no_claim(victim, attempt,
 
 
 @pytest.mark.parametrize(
-    ("said", "room"), [(-60 * GIB, 20), ("x", 20), (GIB, 19), (60 * GIB, 0), (1 << 60, 0), (1 << 61, 20), (None, 0)]
+    ("said", "room"), [(-60 * GIB, 0), ("x", 0), (GIB, 19), (60 * GIB, 0), (1 << 60, 0), (1 << 61, 0), (None, 0)]
 )
 def test_what_a_neighbour_says_of_its_share_overbooks_no_gpu_and_charges_no_limit(
     rules: Any, user: Any, entry_of: Any, ground: Any, said: object, room: int
 ) -> None:
-    """It takes of the room that is left at most; what is no share counts for nothing."""
+    """It takes of the room that is left at most; what is no share is all of it."""
     rules("[default]\nmax_gpus = 1")
     assert user(VICTIM, share="60GiB", only=0).hear() == "[0]"
     entry_of(THIEF, {"gpus": {ground.uuids[0]: said}, "parts": {ground.uuids[0]: 0}, "uid": VICTIM, "pid": 1})
@@ -108,6 +108,22 @@ def test_what_a_neighbour_says_of_its_share_overbooks_no_gpu_and_charges_no_limi
         assert user(OTHER, share=f"{room}GiB", only=0).hear() == "[0]"
     assert "you hold 0.75 of your 1 GPU" in user(VICTIM, share="30GiB", only=1).hear()
     assert user(VICTIM, share="20GiB", only=1).hear() == "[1]"
+
+
+def test_who_says_display_is_at_its_limit_as_anybody(rules: Any, user: Any, entry_of: Any, ground: Any) -> None:
+    """On a host whose GPUs nobody shares by their display."""
+    rules("[default]\nmax_gpus = 1")
+    entry_of(VICTIM, {"gpus": {ground.uuids[0]: None}, "display": True})
+    assert "you hold 1 of your 1 GPU" in user(VICTIM, only=1).hear()
+    assert user(OTHER, only=1).hear() == "[1]"
+
+
+def test_a_share_that_rounds_to_nothing_is_at_the_limit_of_its_user(rules: Any, user: Any, entry_of, ground) -> None:
+    """Its ticket stands first, and is passed."""
+    rules(f"[default]\nmax_gpus = 2\n[user {THIEF}]\nmax_gpus = 0")
+    process = {"pid": os.getpid(), "start": api.procfs.start_time(os.getpid()), "pidns": api.procfs.pid_namespace()}
+    entry_of(THIEF, {"nb_gpus": 1, "gpus": [*ground.uuids], "share": 1, **process}, part="queue")
+    assert user(VICTIM, 2, timeout=20).hear() == "[0, 1]"
 
 
 @pytest.mark.parametrize("wanted", [{}, {"share": "30GiB"}])

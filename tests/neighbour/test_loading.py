@@ -108,7 +108,7 @@ def hostile(open_tmp: Path) -> Path:
     """A directory with modules that leave a file where they are imported."""
     directory = open_tmp / "work"
     directory.mkdir()
-    for name in ("json", "fcntl", "pynvml", "ctypes", "struct", "shlex", "logging", "safe_gpu", "sitecustomize"):
+    for name in ("json", "filelock", "pynvml", "ctypes", "struct", "shlex", "logging", "safe_gpu", "sitecustomize"):
         (directory / f"{name}.py").write_text(f"open({str(open_tmp / 'pwned')!r}, 'w')\n")
     return directory
 

@@ -396,7 +396,7 @@ def test_tricks_of_text(state_dir: Path, ground: Any, child: Any, entry_of: Any,
     """In the arguments of a holder, in entries and their names, in a ticket and in a note."""
     run = f"os.execlp('sh', {TRICK!r}, '-c', 'echo held; read x', {TRICK!r}, {TRICK * 200!r})"
     holder = child(f"import os\n{run}", says="held")
-    texts = {"user": TRICK, "host": TRICK, "job": TRICK, "command": TRICK * 200, TRICK: TRICK}
+    texts = {"user": TRICK, "host": TRICK, "job": TRICK, "command": TRICK * 20, TRICK: TRICK}
     here = {"start": api.procfs.start_time(holder.pid), "pidns": api.procfs.pid_namespace(), "since": time.time() - 9}
     ground.hold(0, pid=holder.pid, **texts)
     entry_of(NEIGHBOUR, {"gpus": {ground.uuids[1]: None}, "pid": holder.pid, **here, **texts})

@@ -37,7 +37,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { GPUS = 64, UUID_SIZE = 101, NAME_SIZE = 40, TEXT = 64 * 1024, NAMES = 65536, PARTS = 32, DOORS = 4, KEPT = 500 };
+enum { GPUS = 64, UUID_SIZE = 101, NAME_SIZE = 40, TEXT = 64 * 1024, ENTRY = 32 * 1024, NAMES = 65536, PARTS = 32, DOORS = 4, KEPT = 500 };
 
 struct gpu {
   char uuid[UUID_SIZE];
@@ -183,6 +183,16 @@ static void text(char *out, size_t size) /* an escape becomes a question mark: n
   if (!bad) at++;
 }
 
+static bool is_no_share(const char *word) /* null, or nonsense, which is all of the GPU */
+{
+  return !*word || word[strspn(word, "0123456789")] || strlen(word) > 19 || atoll(word) < 1 || atoll(word) > 1LL << 60;
+}
+
+static bool is_part_number(const char *word) /* higher ones are of pieces, and vouch for no door */
+{
+  return *word && strlen(word) <= 2 && !word[strspn(word, "0123456789")] && atoi(word) < PARTS;
+}
+
 static void note(struct entry *e, const char *above, const char *key, const char *word, bool is_text)
 {
   if (!*above && !strcmp(key, "token") && is_text) put(e->token, sizeof e->token, "%s", word);
@@ -194,8 +204,9 @@ static void note(struct entry *e, const char *above, const char *key, const char
   for (int i = 0; *above && i < gpu_count; i++) {
     bool in_list = is_text && !*key && !strcmp(gpus[i].uuid, word), is_key = !strcmp(gpus[i].uuid, key);
     if (!strcmp(above, "gpus") && in_list) e->bytes[i] = -1;
-    if (!strcmp(above, "gpus") && is_key) e->bytes[i] = strcmp(word, "null") ? atoll(word) : -1;
-    if (!strcmp(above, "parts") && is_key) e->part[i] = atoi(word);
+    if (!strcmp(above, "gpus") && is_key) e->bytes[i] = is_text || is_no_share(word) ? -1 : atoll(word);
+    if (!strcmp(above, "parts") && is_key) e->part[i] = is_text || !is_part_number(word) ? -1 : atoi(word);
+    if (!strcmp(above, "pieces") && is_key) e->bytes[i] = -1;
   }
 }
 
@@ -205,6 +216,7 @@ static void value(struct entry *e, const char *above, const char *key, int depth
   if (depth > 20) {
     bad = true;
   } else if (*at == '{' || *at == '[') {
+    if (!strcmp(above, "pieces") || !strcmp(above, "gpus")) note(e, above, key, "", false); /* all of it */
     for (at++, blanks(); !bad && *at != close; blanks()) {
       char name[256] = "";
       if (close == '}') {
@@ -413,9 +425,9 @@ static struct flock whole_file(short type) { return (struct flock){.l_type = typ
 
 static bool is_locked(int fd)
 {
-  struct flock lock = whole_file(F_RDLCK);
+  struct flock lock = whole_file(F_WRLCK);
   if (fcntl(fd, F_OFD_GETLK, &lock)) die(70, "F_OFD_GETLK: %s", strerror(errno));
-  return lock.l_type == F_WRLCK;
+  return lock.l_type == F_WRLCK && !lock.l_start && !lock.l_len;
 }
 
 static bool is_hexadecimal(const char *s) { return strspn(s, "0123456789abcdef") == 16 && !s[16]; }
@@ -431,8 +443,8 @@ static bool is_name(const char *name, long long *number)
 static int open_entry(int dir, const char *name) /* -1: it counts for nothing */
 {
   int fd = openat(dir, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
-  if (fd < 0 && errno != ENOENT && errno != ELOOP && errno != EACCES && errno != EPERM && errno != ENXIO &&
-      errno != EWOULDBLOCK)
+  if (fd < 0 && errno != ENOENT && errno != ELOOP && errno != EACCES && errno != EPERM &&
+      errno != ENXIO && errno != EWOULDBLOCK)
     die(70, "%s: %s", name, strerror(errno));
   return fd;
 }
@@ -447,8 +459,8 @@ static void read_entry(struct directory *d, const char *name, long long number)
   if (fstat(fd, &s)) die(70, "fstat: %s", strerror(errno));
   if (!is_locked(fd)) {
     note_dead(d->fd, name, s.st_uid);
-  } else if (S_ISREG(s.st_mode) && !(s.st_mode & 022) && s.st_size <= TEXT) {
-    ssize_t n = pread(fd, data, TEXT, 0);
+  } else if (S_ISREG(s.st_mode) && !(s.st_mode & 022) && s.st_size <= ENTRY) {
+    ssize_t n = pread(fd, data, ENTRY, 0);
     data[n < 0 ? 0 : n] = 0;
     for (int i = 0; i < GPUS; i++) e.part[i] = -1;
     e.dev = s.st_dev, e.ino = s.st_ino, e.uid = s.st_uid;
@@ -458,7 +470,7 @@ static void read_entry(struct directory *d, const char *name, long long number)
     bad = *at != '{';
     if (!bad) value(&e, "", "", 0);
     for (int i = 0; s.st_nlink > 1 && i < d->count; i++)
-      bad = bad || (d->living[i].dev == e.dev && d->living[i].ino == e.ino);
+      bad = bad || (d->living[i].dev == e.dev && d->living[i].ino == e.ino && d->living[i].uid == e.uid);
     bad = bad || e.nb_gpus < 0 || (d == &queue) != (e.nb_gpus > 0);
     if (!bad && d->count == d->room && !(d->living = realloc(d->living, (size_t)(d->room += 256) * sizeof e)))
       die(70, "no memory");
@@ -498,14 +510,14 @@ static void list(struct directory *d)
   closedir(directory);
   qsort(numbers, (size_t)count, sizeof *numbers, by_number);
   d->highest = 0;
-  for (int i = 0; i < count && numbers[i] - d->highest <= 1000000000000; i++) d->highest = numbers[i];
+  for (int i = 0; i < count && numbers[i] - d->highest <= 10000000; i++) d->highest = numbers[i];
   if (d->count) qsort(d->living, (size_t)d->count, sizeof *d->living, by_age);
 }
 
 static void cap_tickets(void) /* of one user 1,000 count, and 4,096 in all */
 {
   int kept = 0;
-  for (int i = 0; i < queue.count && kept < 4096; i++) {
+  for (int i = 0; i < queue.count; i++) {
     int before = 0;
     for (int k = 0; queue.living[i].uid && k < kept; k++) before += queue.living[k].uid == queue.living[i].uid;
     if (before < 1000) queue.living[kept++] = queue.living[i];
@@ -663,7 +675,7 @@ static bool takes_room(const struct entry *e) /* of a claim from this process, o
 {
   bool beneath = false;
   for (int k = 0; *e->inside && k < claims.count && !beneath; k++)
-    beneath = claims.living[k].uid == e->uid && !strcmp(claims.living[k].token, e->inside);
+    beneath = claims.living[k].uid == e->uid && !*claims.living[k].inside && !strcmp(claims.living[k].token, e->inside);
   bool is_around = *inside && e->uid == geteuid() && !strcmp(e->token, inside);
   bool is_beside = beneath && e->uid == geteuid() && !strcmp(e->inside, inside);
   return !is_mine(&claims, e) && !is_around && (!beneath || is_beside);
@@ -691,7 +703,7 @@ static bool take_part(int i)
 static bool parts_are_known(int i)
 {
   char tail[16];
-  for (int part = 0; part < PARTS; part++) {
+  for (int part = 0; part < 2 * PARTS; part++) { /* the second half is of its pieces */
     put(tail, sizeof tail, ".%d", part);
     if (part != gpus[i].part && is_held(&gpus[i], tail) && !is_part(i, part)) return false;
   }
@@ -860,11 +872,11 @@ static const struct entry *claim_around(void)
   hash16(scope, hash);
   for (int i = 0; i < claims.count; i++) {
     const struct entry *e = &claims.living[i];
-    if (e->uid != geteuid() || strcmp(e->token, hash)) continue;
+    if (e->uid != geteuid() || *e->inside || strcmp(e->token, hash)) continue;
     int held = 0;
     for (int k = 0; k < gpu_count; k++) {
       gpus[k].by_entry = without_doors || e->part[k] < 0;
-      gpus[k].inside = e->bytes[k] < 0 && (gpus[k].by_entry || is_token_held(&gpus[k]));
+      gpus[k].inside = e->bytes[k] < 0 && (gpus[k].by_entry || (!has_ended(e) && is_token_held(&gpus[k])));
       held += gpus[k].inside;
     }
     return held ? e : NULL;

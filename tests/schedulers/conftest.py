@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import filelock
 import pynvml
 import pytest
 from support.real import REQUIRED, unavailable
@@ -133,6 +134,7 @@ def _shared_room() -> Iterator[Room]:
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(Path(safe_gpu.__file__).parent, lib / "safe_gpu", ignore=ignore)
     shutil.copy(pynvml.__file__, lib)
+    shutil.copytree(Path(filelock.__file__).parent, lib / "filelock", ignore=ignore)
     shutil.copy(JOB, path)
     subprocess.run(["chmod", "-R", "a+rX", str(path)], check=True)
     subprocess.run([sys.executable, "-m", "compileall", "-q", str(lib)], check=False)

@@ -74,7 +74,8 @@ def variables():
 
 def forked(host: Any, code: str, **environment: str) -> Any:
     """What ``code`` leaves in ``out`` in a child with these fake GPUs, to which CUDA and HIP are new."""
-    import pynvml  # here, so that no child has to
+    import filelock  # noqa: F401 - here, so that no child has to
+    import pynvml
 
     from safe_gpu.drivers import nvml
 

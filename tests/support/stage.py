@@ -48,7 +48,7 @@ def import_everything() -> None:
                 elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
                     names.add(node.module)
     for name in sorted(names):
-        if name.partition(".")[0] in {"safe_gpu", *sys.stdlib_module_names}:
+        if name.partition(".")[0] in {"safe_gpu", "filelock", *sys.stdlib_module_names}:
             with suppress(ImportError):  # of another version of Python
                 import_module(name)
 

@@ -43,7 +43,8 @@ class Condition:
     Attributes:
         value: as parsed.
         argument: of ``claim_gpus``.
-        metavar, help: of the command line's option.
+        metavar: of the command line's option.
+        help: of the command line's option.
         ticketed: whether others must know it, since it depends on more than which GPU it is. Then ``value`` is JSON.
     """
 
@@ -80,8 +81,17 @@ class Condition:
         """
         return self
 
+    @property
+    def needs(self) -> str:
+        """The method of :class:`~safe_gpu.drivers.base.Driver` that must complete each poll for it; "" for none."""
+        return ""
+
     def why_outside(self, gpu: Gpu) -> str:
         """Return why the GPU never meets the condition."""
+        return ""
+
+    def why_unknowable(self, gpu: Gpu) -> str:
+        """Return why it will never be known whether the GPU meets the condition."""
         return ""
 
     def why_not_now(self, gpu: Gpu, freed: int = 0) -> str:
@@ -97,8 +107,14 @@ class Condition:
         return [list(gpus)]
 
 
+def _memory_is_not_told(argument: str) -> str:
+    return f"the driver does not tell its memory: leave {style.option(argument)} out"
+
+
 class MinMemory(Condition):
-    argument, metavar, help = "min_memory", "S", "free memory on each GPU, such as 20GiB"
+    argument = "min_memory"
+    metavar = "S"
+    help = "free memory on each GPU, such as 20GiB"
     ticketed = True
 
     @classmethod
@@ -115,6 +131,11 @@ class MinMemory(Condition):
         if gpu.memory_total is None or gpu.memory_total >= self.value:
             return ""
         return f"{format_bytes(gpu.memory_total)} in all, {format_bytes(self.value)} asked for"
+
+    def why_unknowable(self, gpu: Gpu) -> str:
+        if gpu.memory_free is not None:
+            return ""
+        return _memory_is_not_told(self.argument)
 
     def why_not_now(self, gpu: Gpu, freed: int = 0) -> str:
         if gpu.memory_free is None:
@@ -142,13 +163,15 @@ class _Models(Condition):
 
 
 class Model(_Models):
-    argument, metavar = "model", "P"
+    argument = "model"
+    metavar = "P"
     help = "part of the GPU's name, such as A100, or a pattern: 'RTX*4090'"
 
     @classmethod
     def parse(cls, value: Any) -> str:
         if not isinstance(value, str) or not value.strip():
-            example, pattern = map(style.value, ("A100", "RTX*4090"))
+            example = style.value("A100")
+            pattern = style.value("RTX*4090")
             raise refused("model", value, f"give part of the name, such as {example}, or a pattern: {pattern}")
         return value.strip()
 
@@ -172,26 +195,41 @@ class _Names(Condition):
     def why_outside(self, gpu: Gpu) -> str:
         if any(names_device(name, gpu) for name in self.value) == self.listed:
             return ""
-        return f"{'not ' if self.listed else ''}listed in {style.setting(self.argument, ','.join(self.value))}"
+        setting = style.setting(self.argument, ",".join(self.value))
+        if self.listed:
+            return f"not listed in {setting}"
+        return f"listed in {setting}"
 
 
 class Only(_Names):
-    argument, help, listed = "only", "only these GPUs: 0,3 or 4-7 or UUIDs", True
+    argument = "only"
+    help = "only these GPUs: 0,3 or 4-7 or UUIDs"
+    listed = True
 
 
 class Exclude(_Names):
-    argument, help, listed = "exclude", "not these GPUs: 0,3 or 4-7 or UUIDs", False
+    argument = "exclude"
+    help = "not these GPUs: 0,3 or 4-7 or UUIDs"
+    listed = False
 
 
 class MaxUtilization(Condition):
-    argument, metavar = "max_utilization", "PCT"
+    argument = "max_utilization"
+    metavar = "PCT"
     help = "only GPUs whose utilisation is at most this, in percent, such as 10"
     ticketed = True
 
+    @property
+    def needs(self) -> str:
+        return "detailed"
+
     @classmethod
     def parse(cls, value: Any) -> int:
-        text = value.strip().removesuffix("%") if isinstance(value, str) else value
-        percent = int(text) if isinstance(text, str) and text.isdecimal() and len(text) < 4 else as_index(text)
+        percent = as_index(value)
+        if isinstance(value, str):
+            digits = value.strip().removesuffix("%")
+            if digits.isdecimal() and len(digits) < 4:
+                percent = int(digits)
         if percent is None or not 0 <= percent <= 100:
             raise refused(cls.argument, value, f"give percent from 0 to 100, such as {style.value(10)}")
         return percent
@@ -199,19 +237,34 @@ class MaxUtilization(Condition):
     def why_not_now(self, gpu: Gpu, freed: int = 0) -> str:
         if gpu.utilization is None:
             return f"utilisation unknown, at most {self.value}% asked for"
-        return "" if gpu.utilization <= self.value else f"{gpu.utilization}% busy, at most {self.value}% asked for"
+        if gpu.utilization <= self.value:
+            return ""
+        return f"{gpu.utilization}% busy, at most {self.value}% asked for"
 
 
 class Near(Condition):
-    argument, metavar = "near", "HOW"
+    argument = "near"
+    metavar = "HOW"
     help = "all on one NUMA node (numa), or each connected to each by NVLink (nvlink)"
     ticketed = True
 
     @classmethod
     def parse(cls, value: Any) -> str:
         if value not in _TOGETHER:
-            raise refused(cls.argument, value, f"choose {' or '.join(map(style.value, _TOGETHER))}")
+            choices = " or ".join(style.value(choice) for choice in _TOGETHER)
+            raise refused(cls.argument, value, f"choose {choices}")
         return str(value)
+
+    @property
+    def needs(self) -> str:
+        if self.value == "nvlink":
+            return "linked"
+        return ""
+
+    @property
+    def together(self) -> str:
+        """What the GPUs must be together."""
+        return _TOGETHER[self.value]
 
     def groups(self, gpus: Sequence[Gpu]) -> list[list[Gpu]]:
         if self.value == "nvlink":
@@ -252,7 +305,8 @@ def _cliques(peers: tuple[tuple[str, frozenset[str]], ...]) -> list[frozenset[st
 class Share(Condition):
     """Not all of each GPU, but this much memory: whole MiB in bytes, or percent as text until the host is known."""
 
-    argument, metavar = "share", "S"
+    argument = "share"
+    metavar = "S"
     help = "not whole GPUs, but this much memory of each, such as 20GiB or 25%%, beside others that share"
     ticketed = True
 
@@ -271,22 +325,32 @@ class Share(Condition):
 
     @classmethod
     def from_ticket(cls, value: object) -> Condition:
-        return MinMemory.from_ticket(value) and cls(value)
+        MinMemory.from_ticket(value)  # raises where it is no number of bytes
+        return cls(value)
 
     def why_outside(self, gpu: Gpu) -> str:
         return why_unshareable(gpu, self.value)
+
+    def why_unknowable(self, gpu: Gpu) -> str:
+        if gpu.memory_total is not None:
+            return ""
+        return _memory_is_not_told(self.argument)
 
     def resolved(self, gpus: Sequence[Gpu]) -> Condition:
         """Return the same in bytes. Percent are of what can be shared of each of these GPUs, which must be alike."""
         if not isinstance(self.value, str):
             return self
-        sizes = sorted({size for gpu in gpus if (size := share_capacity(gpu)) is not None})
+        capacities = {share_capacity(gpu) for gpu in gpus}
+        sizes = sorted(size for size in capacities if size is not None)
         if len(sizes) > 1:
             way_out = f"GPUs here have from {format_bytes(sizes[0])} to {format_bytes(sizes[-1])} to share: "
             way_out += f"give a size, such as {style.value('20GiB')}, or choose GPUs by {style.option('model')}"
             raise refused("share", self.value, way_out)
-        share = sum(sizes) * int(self.value.removesuffix("%")) // 100 // MIB * MIB
-        if sizes and share < LEAST_SHARE:
+        if not sizes:
+            return Share(0)
+        percent = int(self.value.removesuffix("%"))
+        share = sizes[0] * percent // 100 // MIB * MIB
+        if share < LEAST_SHARE:
             raise refused("share", self.value, f"{format_bytes(LEAST_SHARE)} is the least")
         return Share(share)
 
@@ -294,7 +358,8 @@ class Share(Condition):
 class Prefer(_Models):
     """An order among the GPUs that meet the request. It excludes none."""
 
-    argument, metavar = "prefer", "P"
+    argument = "prefer"
+    metavar = "P"
     help = "models to take first, such as H100,A100; others are taken too"
 
     @classmethod
@@ -362,20 +427,24 @@ class Selection(NamedTuple):
     @property
     def preferred(self) -> Sequence[Any]:
         """The patterns (``re.Pattern``) of the models to take first, the best first."""
-        return next((one.meant for one in self.conditions if isinstance(one, Prefer)), ())
+        for condition in self.conditions:
+            if isinstance(condition, Prefer):
+                return condition.meant
+        return ()
 
     @property
     def driver(self) -> dict[str, Any]:
         """Arguments of :class:`~safe_gpu.drivers.opened_driver`: the request may name the vendor, or a GPU of it by a
         whole UUID in ``only``."""
-        named = map(vendor_of_name, self.value_of("only") or ())
-        return {"vendor": self.vendor, "prefer": next(filter(None, named), None)}
+        preferred = None
+        for name in self.value_of("only") or ():
+            preferred = preferred or vendor_of_name(name)
+        return {"vendor": self.vendor, "prefer": preferred}
 
     @property
     def needs(self) -> frozenset[str]:
         """The methods of :class:`~safe_gpu.drivers.base.Driver` that must complete each poll for its conditions."""
-        found = {"detailed": self.value_of("max_utilization") is not None, "linked": self.value_of("near") == "nvlink"}
-        return frozenset(method for method in found if found[method])
+        return frozenset(condition.needs for condition in self.conditions if condition.needs)
 
     @property
     def ticket(self) -> tuple[tuple[str, Any], ...]:
@@ -396,29 +465,34 @@ class Selection(NamedTuple):
 
     def amount(self, gpus: Iterable[Gpu]) -> float:
         """Return how many of these GPUs it counts as: a share as its part of the smallest GPU that has it."""
-        parts = (part_of(gpu, self.share) for gpu in gpus if (share_capacity(gpu) or 0) >= (self.share or 0))
+        least = self.share or 0
+        parts = [part_of(gpu, self.share) for gpu in gpus if (share_capacity(gpu) or 0) >= least]
         return self.nb_gpus * max(parts, default=1.0)
 
     def why_outside(self, gpu: Gpu) -> str:
         """Return why the GPU can never satisfy the request; "" if it can."""
-        for one in self.conditions:
-            if reason := one.why_outside(gpu):
+        for condition in self.conditions:
+            reason = condition.why_outside(gpu)
+            if reason:
                 return reason
         return ""
 
     def why_unknowable(self, gpu: Gpu) -> str:
         """Return why it will never be known whether the GPU satisfies the request."""
-        facts = {"min_memory": gpu.memory_free, "share": gpu.memory_total}
-        for one in self.conditions:
-            if facts.get(one.argument, 0) is None:
-                return f"the driver does not tell its memory: leave {style.option(one.argument)} out"
+        for condition in self.conditions:
+            reason = condition.why_unknowable(gpu)
+            if reason:
+                return reason
         return ""
 
     def why_not_now(self, gpu: Gpu, disregarded: Collection[int]) -> str:
         """Return why the GPU does not satisfy the request now, without the processes with these pids."""
-        for one in self.conditions:
-            freed = sum(process.memory_used or 0 for process in gpu.processes or () if process.pid in disregarded)
-            if reason := one.why_not_now(gpu, freed):
+        if not self.conditions:
+            return ""
+        freed = sum(process.memory_used or 0 for process in gpu.processes or () if process.pid in disregarded)
+        for condition in self.conditions:
+            reason = condition.why_not_now(gpu, freed)
+            if reason:
                 return reason
         return ""
 
@@ -433,14 +507,26 @@ class Selection(NamedTuple):
     @property
     def together(self) -> str:
         """What the GPUs must be together; "" if nothing."""
-        return _TOGETHER.get(self.value_of("near"), "") if self.several else ""
+        if not self.several:
+            return ""
+        for condition in self.conditions:
+            if isinstance(condition, Near):
+                return condition.together
+        return ""
 
     @property
     def text(self) -> str:
         """What is asked for: ``2-4 GPUs on one NUMA node``, ``20 GiB each of 2 GPUs``."""
-        number = f"{self.nb_gpus}-{self.up_to} GPUs" if self.up_to else plural(self.nb_gpus)
-        share = f"{format_bytes(self.share)} {'each ' if self.several else ''}of " if self.share else ""
-        return f"{share}{number}{self.together and f' {self.together}'}"
+        text = plural(self.nb_gpus)
+        if self.up_to:
+            text = f"{self.nb_gpus}-{self.up_to} GPUs"
+        if self.share and self.several:
+            text = f"{format_bytes(self.share)} each of {text}"
+        elif self.share:
+            text = f"{format_bytes(self.share)} of {text}"
+        if self.together:
+            text += f" {self.together}"
+        return text
 
     @property
     def several(self) -> bool:
@@ -466,24 +552,38 @@ def parse_request(nb_gpus: object = 1, *, vendor: object = None, **conditions: "
         UnsatisfiableRequestError: a value is invalid; the message names it and says which values are valid.
     """
     given: Mapping[str, Any] = conditions
-    if unknown := given.keys() - _BY_ARGUMENT.keys():
+    unknown = given.keys() - _BY_ARGUMENT.keys()
+    if unknown:
         raise TypeError(f"there is no argument {min(unknown)!r}")
     if isinstance(vendor, str):
         vendor = vendor.strip().lower()
-    parsed = [(one, one.parse(given[one.argument])) for one in CONDITIONS if given.get(one.argument) is not None]
+    found: list[Condition] = []
+    for condition in CONDITIONS:
+        if given.get(condition.argument) is not None:
+            value = condition.parse(given[condition.argument])
+            if value is not None:
+                found.append(condition(value))
     if vendor is not None and vendor not in tuple(VENDORS):
-        raise refused("vendor", vendor, f"choose {' or '.join(map(style.value, VENDORS))}")
-    found = tuple(one(value) for one, value in parsed if value is not None)
-    if {MinMemory, Share} <= {type(one) for one in found}:
-        both = " and ".join(map(style.option, ("min_memory", "share")))
+        choices = " or ".join(style.value(choice) for choice in VENDORS)
+        raise refused("vendor", vendor, f"choose {choices}")
+    kinds = {type(condition) for condition in found}
+    if MinMemory in kinds and Share in kinds:
+        both = f"{style.option('min_memory')} and {style.option('share')}"
         why = "a share is memory of its own, so ask for the larger of the two as a share"
         raise UnsatisfiableRequestError(f"{both} do not go together: {why}", value=given["share"])
-    up_to = None
-    if isinstance(nb_gpus, tuple) and len(nb_gpus) == 2:
-        least, most = map(as_index, nb_gpus)
-        if least is not None and most is not None and 0 < least < most:
-            nb_gpus, up_to = least, most
-    return Selection(_count(nb_gpus), found, None if vendor is None else str(vendor), up_to)
+    least, most = _range(nb_gpus)
+    return Selection(_count(least), tuple(found), vendor, most)
+
+
+def _range(nb_gpus: object) -> tuple[object, int | None]:
+    """Return the least number of GPUs and, if the caller wrote two numbers, the most."""
+    if not isinstance(nb_gpus, tuple) or len(nb_gpus) != 2:
+        return nb_gpus, None
+    least = as_index(nb_gpus[0])
+    most = as_index(nb_gpus[1])
+    if least is None or most is None or not 0 < least < most:
+        return nb_gpus, None
+    return least, most
 
 
 def _count(nb_gpus: object) -> int:

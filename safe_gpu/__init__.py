@@ -14,8 +14,6 @@ import sys
 
 TYPE_CHECKING = False  # importing typing would take longer than this whole module
 if TYPE_CHECKING:
-    from typing import Any
-
     from .affinity.binding import BindingReport as BindingReport, split_share as split_share
     from .affinity.gpu_affinity import (
         Mode as Mode,
@@ -69,47 +67,77 @@ if TYPE_CHECKING:
 
 __version__ = "3.0.0"
 
-# Module -> names that are loaded from it.
-_HOMES = {
-    "affinity.binding": ("BindingReport split_share"),
-    "affinity.gpu_affinity": ("Mode Multithreading Scope set_affinity"),
-    "affinity.numactl": ("wrap_command"),
-    "affinity.planner": ("AffinityOptions"),
-    "affinity.placement": ("PlacementReport placement"),
-    "claim.worker": ("bind"),
-    "gpus.devices": ("Gpu GpuProcess GpuVerdict"),
-    "errors": (
-        "AlreadyClaimedError ClaimTimeout CudaInitializedError GPUAffinityError GpuContendedError "
-        "LockTimeout NoDriverError NotEnoughGpusError NvidiasmiError PlaceholderError PolicyError "
-        "SafeGpuError StateDirError UnsatisfiableRequestError WrongDeviceError"
-    ),
-    "claim.functions": ("claim_gpus ensure_gpus get_free_gpus gpu_owner release_gpus"),
-    "claim.owner": ("GPUOwner"),
-    "runtimes.cuda": ("CudaPlaceholder"),
-    "runtimes.placeholders": (
-        "CupyPlaceholder JaxPlaceholder NoPlaceholder PyCudaPlaceholder "
-        "PytorchPlaceholder TensorflowPlaceholder pytorch_placeholder tensorflow_placeholder"
-    ),
+# Name -> the module from which it is loaded on first use.
+_HOME_OF = {
+    "BindingReport": "affinity.binding",
+    "split_share": "affinity.binding",
+    "Mode": "affinity.gpu_affinity",
+    "Multithreading": "affinity.gpu_affinity",
+    "Scope": "affinity.gpu_affinity",
+    "set_affinity": "affinity.gpu_affinity",
+    "wrap_command": "affinity.numactl",
+    "AffinityOptions": "affinity.planner",
+    "PlacementReport": "affinity.placement",
+    "placement": "affinity.placement",
+    "bind": "claim.worker",
+    "Gpu": "gpus.devices",
+    "GpuProcess": "gpus.devices",
+    "GpuVerdict": "gpus.devices",
+    "AlreadyClaimedError": "errors",
+    "ClaimTimeout": "errors",
+    "CudaInitializedError": "errors",
+    "GPUAffinityError": "errors",
+    "GpuContendedError": "errors",
+    "LockTimeout": "errors",
+    "NoDriverError": "errors",
+    "NotEnoughGpusError": "errors",
+    "NvidiasmiError": "errors",
+    "PlaceholderError": "errors",
+    "PolicyError": "errors",
+    "SafeGpuError": "errors",
+    "StateDirError": "errors",
+    "UnsatisfiableRequestError": "errors",
+    "WrongDeviceError": "errors",
+    "claim_gpus": "claim.functions",
+    "ensure_gpus": "claim.functions",
+    "get_free_gpus": "claim.functions",
+    "gpu_owner": "claim.functions",
+    "release_gpus": "claim.functions",
+    "GPUOwner": "claim.owner",
+    "CudaPlaceholder": "runtimes.cuda",
+    "CupyPlaceholder": "runtimes.placeholders",
+    "JaxPlaceholder": "runtimes.placeholders",
+    "NoPlaceholder": "runtimes.placeholders",
+    "PyCudaPlaceholder": "runtimes.placeholders",
+    "PytorchPlaceholder": "runtimes.placeholders",
+    "TensorflowPlaceholder": "runtimes.placeholders",
+    "pytorch_placeholder": "runtimes.placeholders",
+    "tensorflow_placeholder": "runtimes.placeholders",
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
-if not TYPE_CHECKING:  # checkers take what is imported under its own name
+if not TYPE_CHECKING:  # checkers take what is imported above, and a name that is not there is an error
     __all__ = ["__version__"]
     __all__.extend(_HOME_OF)
 
+    def __getattr__(name: str) -> object:
+        if name not in _HOME_OF:
+            raise AttributeError(_no_attribute(name), name=name, obj=sys.modules[__name__])
+        from importlib import import_module
 
-def __getattr__(name: str) -> Any:
-    home = _HOME_OF.get(name)
-    if home is None:
-        # From name and obj Python makes its suggestion: "Did you mean: 'claim_gpus'?"
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
-    from importlib import import_module
+        module = import_module(f".{_HOME_OF[name]}", __name__)
+        value = getattr(module, name)
+        if name != "gpu_owner":  # its value changes with every claim, so it must not be cached
+            globals()[name] = value
+        return value
 
-    value = getattr(import_module(f".{home}", __name__), name)
-    if name != "gpu_owner":  # its value changes with every claim, so it must not be cached
-        globals()[name] = value
-    return value
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_HOME_OF})
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})
+def _no_attribute(name: str) -> str:
+    """Return the text of the error. Python adds names that are spelt alike; it does not think of longer ones."""
+    text = f"module {__name__!r} has no attribute {name!r}"
+    longer = [known for known in _HOME_OF if known.startswith(f"{name}_")]
+    if longer:
+        text += f": write {' or '.join(longer)}"
+    return text

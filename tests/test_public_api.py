@@ -1,12 +1,14 @@
 """What the package offers, what importing it costs, its errors, packages that are missing, that code for the older
 package runs unchanged, and how people read ages, sizes and lists of GPUs."""
 
+import ast
 import copy
 import importlib
 import inspect
 import logging
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -75,6 +77,57 @@ def test_all_names_are_imported_by_a_star_and_unknown_ones_are_not_there() -> No
     with pytest.raises(AttributeError, match="claim_gpu'") as caught:
         safe_gpu.claim_gpu  # noqa: B018
     assert (caught.value.name, caught.value.obj) == ("claim_gpu", safe_gpu), "Python may suggest another one"
+
+
+def test_who_writes_the_beginning_of_a_name_is_told_the_whole() -> None:
+    code = "import safe_gpu; safe_gpu.claim(1)"  # elsewhere: here the package of that name has been imported
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.stderr.splitlines()[-1].startswith(
+        "AttributeError: module 'safe_gpu' has no attribute 'claim': write claim_gpus"
+    )
+
+
+def test_a_misspelt_name_is_an_error_for_a_type_checker(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    program = tmp_path / "program.py"
+    program.write_text("import safe_gpu\n\nsafe_gpu.claim_gpus(2)\nsafe_gpu.claim_gpu(2)\nprint(safe_gpu.gpu_owner)\n")
+    options = ["--cache-dir", str(tmp_path / "cache"), "--follow-imports=silent", "--config-file="]
+    command = [sys.executable, "-m", "mypy", *options, str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert re.findall(r"program.py:([0-9]+): error: .*\[([a-z-]+)\]", done.stdout) == [("4", "attr-defined")]
+
+
+def test_a_checker_knows_the_names_that_are_there() -> None:
+    tree = ast.parse(Path(safe_gpu.__file__).read_text())
+    [checked] = [one for one in tree.body if isinstance(one, ast.If) and ast.unparse(one.test) == "TYPE_CHECKING"]
+    homes = {}
+    for statement in checked.body:
+        if isinstance(statement, ast.ImportFrom):
+            homes |= {alias.asname: statement.module for alias in statement.names}
+        elif isinstance(statement, ast.AnnAssign):
+            homes[ast.unparse(statement.target)] = "claim.functions"
+    assert homes == safe_gpu._HOME_OF
+
+
+def unnamed_placeholders() -> set[str]:
+    """The placeholders that no caller can name, without the default on AMD GPUs, which nobody needs to name."""
+    kinds = {api.placeholders.Base}
+    for _ in range(4):
+        kinds |= {heir for kind in kinds for heir in kind.__subclasses__()}
+    bases = {api.placeholders.Base, api.placeholders.LibraryPlaceholder}
+    names = {kind.__name__ for kind in kinds - bases if kind.__module__.startswith("safe_gpu.")}
+    return names - {"HipPlaceholder"} - set(safe_gpu.__all__)
+
+
+def test_each_placeholder_has_a_public_name() -> None:
+    assert unnamed_placeholders() == set()
+
+    class NewPlaceholder(api.placeholders.Base):
+        """Of a framework that was added, and not to the names of the package."""
+
+    NewPlaceholder.__module__ = "safe_gpu.runtimes.placeholders"
+    assert unnamed_placeholders() == {"NewPlaceholder"}
+    NewPlaceholder.__module__ = __name__
 
 
 def test_the_arguments_of_a_claim() -> None:

@@ -12,10 +12,9 @@ before the first binding, not from the narrower mask that the first one set.
 """
 
 import os
-from _thread import get_native_id
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ..drivers import opened_driver
@@ -24,10 +23,12 @@ from ..errors import GPUAffinityError
 from ..gpus.devices import Gpu
 from ..host.procfs import lasting
 from ..topology.cpulist import format_cpulist
-from ..topology.host import HostTopology, read_topology
+from ..topology.host import GpuLocality, HostTopology, read_topology
 from ..wording.text import plural
 from .memory_policy import MemoryPolicy, get_policy, policy_for, set_policy
-from .planner import AffinityOptions, as_count, check_memory_mode, deal, divide, is_remote
+from .planner import AffinityOptions, as_count, check_memory_mode, deal, divide, is_remote, union
+
+_MOST_TRIES = 3  # to move one thread
 
 
 class PartReport(NamedTuple):
@@ -73,7 +74,10 @@ class BindingReport(NamedTuple):
 
     def log(self, logger: Any) -> None:
         """Log this report: a warning if the binding is not as asked."""
-        (logger.info if self.as_asked else logger.warning)("%s", self)
+        if self.as_asked:
+            logger.info("%s", self)
+        else:
+            logger.warning("%s", self)
 
     @property
     def ok(self) -> bool:
@@ -85,15 +89,20 @@ class BindingReport(NamedTuple):
         if self.threads.done:
             parts.append(f"bound {plural(self.threads.moved, 'thread')} to CPUs {format_cpulist(self.threads.done)}")
         if self.memory.done:
-            nodes = "node" if len(self.memory.done) == 1 else "nodes"
-            verb = "bound to" if self.memory_mode == "bind" else "preferred on"
-            parts.append(f"memory {verb} {nodes} {format_cpulist(self.memory.done)}")
+            verb = "preferred on"
+            if self.memory_mode == "bind":
+                verb = "bound to"
+            parts.append(f"memory {verb} {_noun('node', self.memory.done)} {format_cpulist(self.memory.done)}")
         parts += [f"refused: {reason}" for reason in (*self.threads.refused, *self.memory.refused)]
-        text = "; ".join([*(parts or ["nothing bound"]), *self.notes])
-        return f"next to {self.target}: {text}" if self.target else text
+        if not parts:
+            parts.append("nothing bound")
+        text = "; ".join([*parts, *self.notes])
+        if self.target:
+            text = f"next to {self.target}: {text}"
+        return text
 
 
-class _Before:
+class _SavedState:
     """The masks of all threads at one moment, and the masks and policies that this module has set since then."""
 
     def __init__(self, caller: frozenset[int], threads: dict[int, frozenset[int]]) -> None:
@@ -104,20 +113,26 @@ class _Before:
         self.policies: list[MemoryPolicy] = []
 
 
-_stack: list[_Before] = lasting("bindings", [])
+_stack: list[_SavedState] = lasting("bindings", [])
 """The saved states, the oldest first. A forked child inherits the list, and it stays valid there: the child's threads
 have other numbers, but the masks that this module set are recognised by value, and the mask before them is the same."""
 
 
 def original_mask() -> frozenset[int]:
     """Return the CPUs that this process could use before its first binding. Every new binding starts from this mask."""
-    return _stack[0].caller if _stack else frozenset(os.sched_getaffinity(0))
+    if _stack:
+        return _stack[0].caller
+    return frozenset(os.sched_getaffinity(0))
 
 
 def enter() -> None:
     """Save the masks of all threads as they are now; :func:`leave` restores them."""
-    threads = {tid: mask for tid in _tids() if (mask := _mask_of(tid)) is not None}
-    _stack.append(_Before(frozenset(os.sched_getaffinity(0)), threads))
+    threads: dict[int, frozenset[int]] = {}
+    for tid in _tids():
+        mask = _mask_of(tid)
+        if mask is not None:
+            threads[tid] = mask
+    _stack.append(_SavedState(frozenset(os.sched_getaffinity(0)), threads))
 
 
 def leave() -> None:
@@ -149,35 +164,50 @@ def bind_process(
     nodes = frozenset(memory_nodes)
     if mode is not None and not nodes:
         raise GPUAffinityError(f"memory={mode!r} needs to know the NUMA node, and it is not known for these GPUs")
-    wanted = None if cpus is None else frozenset(cpus)
-    threads, memory = PartReport(), PartReport()
-    said = [*lacks]
-    first = not _stack
-    if first:
+    notes = list(lacks)
+    is_first_binding = not _stack
+    if is_first_binding:
         enter()
-    if wanted is not None:
+    threads = PartReport()
+    if cpus is not None:
+        wanted = frozenset(cpus)
         try:
             threads = _move_threads(wanted)
         except GPUAffinityError:
-            if first:
+            if is_first_binding:
                 leave()
             raise
         if threads.done < wanted:
-            said.append(f"the kernel cut {format_cpulist(wanted)} to this process's cpuset")
+            notes.append(f"the kernel cut {format_cpulist(wanted)} to this process's cpuset")
+    memory = PartReport()
     if mode is not None:
         memory = _set_memory(mode, nodes)
-        others = len(_tids()) - 1
-        if memory.done and memory.done != nodes:
-            said.append(f"the kernel cut nodes {format_cpulist(nodes)} to {format_cpulist(memory.done)}")
-        if memory.done and others:
-            said.append(f"memory policy of {others} older thread{'' if others == 1 else 's'} unchanged")
-    done = not (threads.refused or lacks) and (threads.done, memory.done) == (threads.asked, memory.asked)
-    return BindingReport(frozenset(os.sched_getaffinity(0)), threads, memory, mode, tuple(said), as_asked=done)
+        notes += _notes_on_memory(memory)
+    nothing_lacks = not threads.refused and not lacks
+    return BindingReport(
+        cpus=frozenset(os.sched_getaffinity(0)),
+        threads=threads,
+        memory=memory,
+        memory_mode=mode,
+        notes=tuple(notes),
+        as_asked=nothing_lacks and threads.done == threads.asked and memory.done == memory.asked,
+    )
+
+
+def _notes_on_memory(memory: PartReport) -> list[str]:
+    """Return what the user should know of a memory policy that was set."""
+    if not memory.done:
+        return []
+    notes = []
+    if memory.done != memory.asked:
+        notes.append(f"the kernel cut nodes {format_cpulist(memory.asked)} to {format_cpulist(memory.done)}")
+    others = len(_tids()) - 1
+    if others:
+        notes.append(f"memory policy of {plural(others, 'older thread')} unchanged")
+    return notes
 
 
 def _tids() -> list[int]:
-    if os.stat("/proc/self/task").st_nlink == 3:  # one thread, this one: to list it takes longer
-        return [get_native_id()]
     return [int(name) for name in os.listdir("/proc/self/task")]
 
 
@@ -190,30 +220,36 @@ def _move_threads(wanted: frozenset[int]) -> PartReport:
         problem = f"this process cannot be bound to CPUs {format_cpulist(wanted)}: {err}"
         raise GPUAffinityError(f"{problem}; it may use {format_cpulist(os.sched_getaffinity(0))}") from err
     done = frozenset(os.sched_getaffinity(0))
-    for before in _stack:
-        before.masks.add(done)
+    for saved in _stack:
+        saved.masks.add(done)
     tries: Counter[int] = Counter()
     trouble: dict[int, str] = {}
     # A thread that was not moved yet may start another one. A thread that is just being created has the old mask and
     # is not listed yet. So two rounds in a row must find every thread with the new mask, unless this one is alone.
-    quiet = 0
-    while quiet < 2:
+    quiet_rounds = 0
+    while quiet_rounds < 2:
         tids = _tids()
         if len(tids) == 1:
             break
-        behind = [tid for tid in tids if tries[tid] < 3 and _mask_of(tid) not in (None, done)]
-        quiet = 0 if behind else quiet + 1
+        behind = [tid for tid in tids if tries[tid] < _MOST_TRIES and _mask_of(tid) not in (None, done)]
+        if behind:
+            quiet_rounds = 0
+        else:
+            quiet_rounds += 1
         for tid in behind:
             tries[tid] += 1
-            for before in _stack:  # setdefault: the thread may have been created after that state was saved
-                before.threads.setdefault(tid, before.caller)
+            for saved in _stack:  # setdefault: the thread may have been created after that state was saved
+                saved.threads.setdefault(tid, saved.caller)
             try:
                 os.sched_setaffinity(tid, wanted)
             except OSError as err:
                 trouble[tid] = f": {err.strerror}"
-    stay = {tid: mask for tid in tries if tries[tid] == 3 and (mask := _mask_of(tid)) not in (None, done)}
-    refused = [f"thread {tid} stays on CPUs {format_cpulist(stay[tid] or ())}{trouble.get(tid, '')}" for tid in stay]
-    return PartReport(wanted, done, tuple(refused), len(tids) - len(stay))
+    refused = []
+    for tid, number in tries.items():
+        mask = _mask_of(tid)
+        if number == _MOST_TRIES and mask is not None and mask != done:
+            refused.append(f"thread {tid} stays on CPUs {format_cpulist(mask)}{trouble.get(tid, '')}")
+    return PartReport(wanted, done, tuple(refused), len(tids) - len(refused))
 
 
 def _mask_of(tid: int) -> frozenset[int] | None:
@@ -232,32 +268,40 @@ def _set_memory(mode: str, nodes: frozenset[int]) -> PartReport:
     except OSError as err:
         return PartReport(nodes, refused=(f"memory policy {policy}: {err.strerror}",))
     policy = get_policy() or policy
-    for before in _stack:
-        if not before.policies:
-            before.memory = earlier
-        before.policies.append(policy)
+    for saved in _stack:
+        if not saved.policies:
+            saved.memory = earlier
+        saved.policies.append(policy)
     return PartReport(nodes, policy.nodes, moved=1)
 
 
-def _restore(before: _Before) -> None:
+def _restore(saved: _SavedState) -> None:
     """Restore masks and memory policy.
 
     A thread that existed then gets its own mask back. A newer thread gets the caller's mask, if its present mask is one
     that this module set.
     """
+    if saved.masks:
+        _restore_masks(saved)
+    if saved.policies and get_policy() in saved.policies:
+        with suppress(OSError):  # the kernel or a container's filter refuses; the policy stays
+            set_policy(saved.memory)
+
+
+def _restore_masks(saved: _SavedState) -> None:
     seen: set[int] = set()
-    while before.masks and (new := [tid for tid in _tids() if tid not in seen]):
+    while True:
+        new = [tid for tid in _tids() if tid not in seen]  # a thread may start another one meanwhile
+        if not new:
+            return
         seen.update(new)
         for tid in new:
-            earlier = before.threads.get(tid)
-            if earlier is None and _mask_of(tid) in before.masks:
-                earlier = before.caller
+            earlier = saved.threads.get(tid)
+            if earlier is None and _mask_of(tid) in saved.masks:
+                earlier = saved.caller
             if earlier is not None:
                 with suppress(OSError):  # it has ended, or its earlier CPUs are no longer in this process's cpuset
                     os.sched_setaffinity(tid, earlier)
-    if before.policies and get_policy() in before.policies:
-        with suppress(OSError):  # the kernel or a container's filter refuses; the policy stays
-            set_policy(before.memory)
 
 
 class Near(NamedTuple):
@@ -293,51 +337,90 @@ def claim_shares(topology: HostTopology, options: AffinityOptions, gpus: Iterabl
     usable = topology.unisolated(frozenset(mask))
     if not usable:
         raise GPUAffinityError("the mask of allowed CPUs is empty")
-    chosen = {gpu.index: gpu for gpu in map(topology.gpu, gpus)}
-    # In mode node a share does not depend on the other GPUs.
-    taking_part = chosen.values() if options.mode == "node" else topology.gpus
-    places = sorted(taking_part, key=lambda gpu: gpu.index)
-    near = {gpu.index: topology.node_set(gpu) for gpu in places if gpu.is_known}
-    # Isolated CPUs are dealt if the mask has no others, and to GPUs that have no others: the cut takes those away.
-    dealt = usable.union(*(cpus for cpus in near.values() if cpus <= topology.isolated))
-    allowed = topology.cpus - (topology.isolated - dealt) or topology.cpus
-    planned = zip(places, deal(topology, places, allowed, options), strict=True)
-    shares = {gpu.index: share for gpu, share in planned if gpu.index in chosen}
-    lost = [index for index, share in shares.items() if share.isdisjoint(usable)]
+    chosen = {index: topology.gpu(index) for index in gpus}
+    shares = _shares_of_host(topology, options, chosen, usable)
     notes = []
+    lost = [index for index, share in shares.items() if share.isdisjoint(usable)]
     if lost:
-        theirs = format_cpulist(frozenset[int]().union(*map(shares.__getitem__, lost)))
-        notes.append(f"this process may use none of the CPUs {theirs} of {_titled(lost)}")
-    cut = {index: share & usable or near.get(index, share) & usable for index, share in shares.items()}
-    cpus = frozenset[int]().union(*cut.values()) or usable
-    found = {index: share or cpus for index, share in cut.items()}
+        theirs = format_cpulist(union(shares[index] for index in lost))
+        notes.append(f"this process may use none of the CPUs {theirs} of {_titled_gpus(lost)}")
+    within_mask = {}
+    for index, share in shares.items():
+        within_mask[index] = share & usable
+        if not within_mask[index] and chosen[index].is_known:
+            within_mask[index] = topology.node_set(chosen[index]) & usable
+    cpus = union(within_mask.values()) or usable
+    found = {index: share or cpus for index, share in within_mask.items()}
+    remote = _notes_on_remote(topology, chosen, found)
+    return Near(topology, cpus, found, (*notes, *remote), bool(remote))
+
+
+def _shares_of_host(
+    topology: HostTopology, options: AffinityOptions, chosen: Mapping[int, GpuLocality], usable: frozenset[int]
+) -> dict[int, frozenset[int]]:
+    """Return the shares of the chosen GPUs when the CPUs of the host are divided among all its GPUs, whatever the mask
+    of this process is: then two jobs get disjoint shares. Of isolated CPUs only those in ``usable`` are dealt."""
+    taking_part = list(topology.gpus)
+    if options.mode == "node":  # a share does not depend on the other GPUs
+        taking_part = list(chosen.values())
+    taking_part.sort(key=lambda gpu: gpu.index)
+    dealt = usable
+    for gpu in taking_part:
+        # A GPU that has none but isolated CPUs gets them here, or there would be no plan; the mask takes them away.
+        if gpu.is_known and topology.node_set(gpu) <= topology.isolated:
+            dealt |= topology.node_set(gpu)
+    allowed = topology.cpus - (topology.isolated - dealt) or topology.cpus
+    shares = deal(topology, taking_part, allowed, options)
+    return {gpu.index: share for gpu, share in zip(taking_part, shares, strict=True) if gpu.index in chosen}
+
+
+def _notes_on_remote(
+    topology: HostTopology, gpus: Mapping[int, GpuLocality], shares: Mapping[int, frozenset[int]]
+) -> list[str]:
+    """Return a sentence for each share that is not near its GPUs."""
     remote: dict[tuple[frozenset[int], str], list[int]] = {}
-    for index, share in found.items():
-        if is_remote(topology, chosen[index], share):
-            node = topology.node_of(chosen[index])
-            own = f"CPUs {format_cpulist(near[index])}" if node is None else f"NUMA node {node}"
-            remote.setdefault((share, own), []).append(index)
-    for (share, own), indices in remote.items():
-        notes.append(f"CPUs {format_cpulist(share)} are remote to {_titled(indices)} (on {own})")
-    return Near(topology, cpus, found, tuple(notes), bool(remote))
+    for index, share in shares.items():
+        gpu = gpus[index]
+        if is_remote(topology, gpu, share):
+            node = topology.node_of(gpu)
+            place = f"NUMA node {node}"
+            if node is None:
+                place = f"CPUs {format_cpulist(topology.node_set(gpu))}"
+            remote.setdefault((share, place), []).append(index)
+    return [
+        f"CPUs {format_cpulist(share)} are remote to {_titled_gpus(indices)} (on {place})"
+        for (share, place), indices in remote.items()
+    ]
 
 
-def _titled(indices: Sequence[int]) -> str:
-    return f"GPU{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"
+def _titled_gpus(indices: Sequence[int]) -> str:
+    return f"{_noun('GPU', indices)} {', '.join(str(index) for index in indices)}"
+
+
+def _noun(name: str, things: Collection[object]) -> str:
+    """Return the name of one thing, or of several."""
+    if len(things) == 1:
+        return name
+    return f"{name}s"
 
 
 def memory_nodes(topology: HostTopology, gpus: Iterable[int]) -> frozenset[int]:
     """Return the NUMA nodes of some GPUs, for a memory policy; a GPU whose node is unknown adds none."""
-    return frozenset(node for index in gpus if (node := topology.node_of(topology.gpu(index))) is not None)
+    nodes = {topology.node_of(topology.gpu(index)) for index in gpus}
+    return frozenset(node for node in nodes if node is not None)
 
 
 def with_memory(topology: HostTopology, nodes: Iterable[int]) -> tuple[frozenset[int], list[str]]:
     """Return the nodes for a memory policy on some nodes, and a sentence for each that has no memory: the nearest nodes
     that have some replace it."""
-    nearest = {node: topology.nearest_memory(node) for node in sorted(nodes)}
-    others = ((node, format_cpulist(found)) for node, found in nearest.items() if found != {node})
-    notes = [f"NUMA node {node} has no memory, so that of node {other} is used" for node, other in others]
-    return frozenset[int]().union(*nearest.values()), notes
+    found: set[int] = set()
+    notes = []
+    for node in sorted(nodes):
+        nearest = topology.nearest_memory(node)
+        found |= nearest
+        if nearest != {node}:
+            notes.append(f"NUMA node {node} has no memory, so that of node {format_cpulist(nearest)} is used")
+    return frozenset(found), notes
 
 
 def near(
@@ -353,10 +436,14 @@ def near(
     Raises:
         GPUAffinityError: the CPUs cannot be planned.
     """
-    divided = options is not None and options.mode != "node"  # among all GPUs of the host
-    topology = read_topology(None, driver, None if divided else gpus)
+    shown: Sequence[Gpu] | None = gpus
+    if options is not None and options.mode != "node":
+        shown = None  # the CPUs are divided among all GPUs of the host
+    topology = read_topology(None, driver, shown)
     indices = list(dict.fromkeys(gpu.index for gpu in gpus))
-    found = Near(topology) if options is None else claim_shares(topology, options, indices, mask)
+    found = Near(topology)
+    if options is not None:
+        found = claim_shares(topology, options, indices, mask)
     if memory is not None:
         nodes, notes = with_memory(topology, memory_nodes(topology, indices))
         found = found._replace(notes=(*found.notes, *notes), nodes=nodes)
@@ -376,8 +463,9 @@ def bind_near(
         raise GPUAffinityError("there is no GPU to bind next to: claim one, or name some")
     there = near(gpus, driver, options, memory, original_mask())
     report = bind_process(there.cpus, there.nodes, memory, lacks=there.notes)
-    # The CPUs and nodes of a made-up host are not those of this machine.
-    return report._replace(as_asked=True) if driver.is_simulated else report._replace(remote=there.remote)
+    if driver.is_simulated:  # the CPUs and nodes of a made-up host are not those of this machine
+        return report._replace(as_asked=True)
+    return report._replace(remote=there.remote)
 
 
 def bind_node(node: int, *, cpus: bool = True, memory: str | None = None) -> BindingReport:
@@ -389,21 +477,32 @@ def bind_node(node: int, *, cpus: bool = True, memory: str | None = None) -> Bin
         GPUAffinityError: there is no such node, or, unless not ``cpus``, the mask has no CPU of it.
     """
     number = as_count("node", node, 0)
-    simulated = os.environ.get("SAFE_GPU_DRIVER", "").startswith("simulated")
-    with opened_driver() if simulated else nullcontext() as driver:
-        topology = read_topology(driver=driver)
+    topology = _topology_without_driver()
     nodes = topology.nodes
     if number not in nodes:
         raise GPUAffinityError(f"this host has no NUMA node {number}: it has {format_cpulist(nodes)}")
-    mask = original_mask()
-    usable = topology.unisolated(nodes[number] & mask)
-    if cpus and not usable:
-        has = format_cpulist(nodes[number]) or "none"
-        why = f"the node has {has}, the mask {format_cpulist(mask)}"
-        raise GPUAffinityError(f"this process may use no CPU of NUMA node {number}: {why}")
-    near, lacks = with_memory(topology, [number] if memory is not None else ())
-    report = bind_process(usable if cpus else None, near, memory, lacks=lacks)
+    wanted = None
+    if cpus:
+        mask = original_mask()
+        wanted = topology.unisolated(nodes[number] & mask)
+        if not wanted:
+            has = format_cpulist(nodes[number]) or "none"
+            why = f"the node has {has}, the mask {format_cpulist(mask)}"
+            raise GPUAffinityError(f"this process may use no CPU of NUMA node {number}: {why}")
+    memory_on: frozenset[int] = frozenset()
+    lacks: list[str] = []
+    if memory is not None:
+        memory_on, lacks = with_memory(topology, [number])
+    report = bind_process(wanted, memory_on, memory, lacks=lacks)
     return report._replace(target=f"NUMA node {number}")
+
+
+def _topology_without_driver() -> HostTopology:
+    """Return the topology of this machine, or of the simulated host, whose driver alone knows it."""
+    if not os.environ.get("SAFE_GPU_DRIVER", "").startswith("simulated"):
+        return read_topology()
+    with opened_driver() as driver:
+        return read_topology(driver=driver)
 
 
 def bind_claim(
@@ -424,15 +523,19 @@ def bind_claim(
 
 def usable_cpus(topology: HostTopology) -> frozenset[int]:
     """Return this process's mask, where the topology is this host's; else all CPUs."""
-    return original_mask() if topology.is_here else topology.cpus
+    if topology.is_here:
+        return original_mask()
+    return topology.cpus
 
 
 def nodes_of_cpus(cpus: Iterable[int], driver: Driver, fsroot: str | None = None) -> frozenset[int] | None:
     """Return the NUMA nodes of some CPUs; None if the kernel shows no node for them."""
     wanted = frozenset(cpus)
-    with suppress(GPUAffinityError):
-        return frozenset(node for node, near in read_topology(fsroot, driver).nodes.items() if near & wanted) or None
-    return None
+    try:
+        nodes = read_topology(fsroot, driver).nodes
+    except GPUAffinityError:
+        return None
+    return frozenset(node for node, cpus_of_node in nodes.items() if cpus_of_node & wanted) or None
 
 
 def split_share(cpus: Iterable[int], topology: HostTopology, n: int) -> list[frozenset[int]]:
@@ -447,10 +550,10 @@ def split_share(cpus: Iterable[int], topology: HostTopology, n: int) -> list[fro
     cores = cores_of_share(cpus, topology)
     if len(cores) < as_count("n", n, 1):
         raise GPUAffinityError(
-            f"{n} workers cannot have a physical core each: CPUs {format_cpulist(cpus)} are {len(cores)} "
-            f"physical core{'' if len(cores) == 1 else 's'}; start fewer workers, or let them share"
+            f"{n} workers cannot have a physical core each: CPUs {format_cpulist(cpus)} are "
+            f"{plural(len(cores), 'physical core')}; start fewer workers, or let them share"
         )
-    return [frozenset[int]().union(*part) for part in divide(cores, n)]
+    return [union(part) for part in divide(cores, n)]
 
 
 def cores_of_share(cpus: Iterable[int], topology: HostTopology) -> list[frozenset[int]]:
@@ -458,4 +561,5 @@ def cores_of_share(cpus: Iterable[int], topology: HostTopology) -> list[frozense
     core."""
     share = frozenset(cpus)
     cores = [core & share for core in sorted(topology.cores, key=min) if core & share]
-    return cores + [frozenset([cpu]) for cpu in sorted(share.difference(*cores))]
+    without_core = share.difference(*cores)
+    return cores + [frozenset([cpu]) for cpu in sorted(without_core)]

@@ -91,7 +91,8 @@ def set_affinity(
     Raises:
         GPUAffinityError: there is no such GPU, too few cores or no driver, or the kernel refuses.
     """
-    gpu_id, nproc_per_node = as_count("gpu_id", gpu_id, 0), as_count("nproc_per_node", nproc_per_node, 1)
+    gpu_id = as_count("gpu_id", gpu_id, 0)
+    nproc_per_node = as_count("nproc_per_node", nproc_per_node, 1)
     if gpu_id >= nproc_per_node:
         raise GPUAffinityError(f"gpu_id={gpu_id} should be smaller than nproc_per_node={nproc_per_node}")
     options = AffinityOptions(mode, scope, multithreading, balanced, min_physical_cores, max_physical_cores)
@@ -105,16 +106,19 @@ def set_affinity(
     except SafeGpuError as err:
         raise GPUAffinityError(f"the place of GPU {gpu_id} is not known: {err}") from err
     if nproc_per_node > len(shown):
-        raise GPUAffinityError(
-            f"nproc_per_node={nproc_per_node} processes need as many GPUs, and {len(shown)} are visible"
-            + (f" with CUDA_VISIBLE_DEVICES={listed}" if (listed := os.environ.get("CUDA_VISIBLE_DEVICES")) else "")
-        )
+        problem = f"nproc_per_node={nproc_per_node} processes need as many GPUs, and {len(shown)} are visible"
+        listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if listed:
+            problem += f" with CUDA_VISIBLE_DEVICES={listed}"
+        raise GPUAffinityError(problem)
     taking_part = [gpu.index for gpu in shown[:nproc_per_node]]
     shares = plan(read_topology(driver=driver), **vars(options), allowed=original_mask(), gpus=taking_part)
     chosen = by_ordinal(gpu_id, snapshot, os.environ)
     report = bind_process(shares[gpu_id])
     remember(chosen.gpus)
     notes = (*chosen.notes, *report.notes)
-    level = logging.WARNING if notes else logging.INFO
+    level = logging.INFO
+    if notes:
+        level = logging.WARNING
     package_logger().log(level, "%s", report._replace(target=chosen.title, notes=notes))
     return set(report.cpus)

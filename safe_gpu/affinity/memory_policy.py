@@ -10,7 +10,11 @@ from ..topology.cpulist import format_cpulist
 # Numbers of set_mempolicy and get_mempolicy (syscall_64.tbl and asm-generic/unistd.h in the kernel).
 _CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
 
-_DEFAULT, _PREFERRED, _BIND, _LOCAL, _PREFERRED_MANY = 0, 1, 2, 4, 5
+# Values of MPOL_* in linux/mempolicy.h.
+_DEFAULT = 0
+_PREFERRED = 1
+_BIND = 2
+_PREFERRED_MANY = 5
 
 _FLAGS = 0xE000  # MPOL_F_STATIC_NODES, MPOL_F_RELATIVE_NODES and MPOL_F_NUMA_BALANCING: bits of the mode
 
@@ -31,11 +35,16 @@ class MemoryPolicy(NamedTuple):
     def name(self) -> str:
         """ "default", "preferred", "bind", "interleave", "local" or "other"."""
         mode = self.mode & ~_FLAGS
-        return _NAMES[mode] if mode < len(_NAMES) else "other"
+        if mode >= len(_NAMES):
+            return "other"
+        return _NAMES[mode]
 
     def __str__(self) -> str:
-        plural = "s" if len(self.nodes) > 1 else ""
-        return f"{self.name} on node{plural} {format_cpulist(self.nodes)}" if self.nodes else self.name
+        if not self.nodes:
+            return self.name
+        if len(self.nodes) == 1:
+            return f"{self.name} on node {format_cpulist(self.nodes)}"
+        return f"{self.name} on nodes {format_cpulist(self.nodes)}"
 
 
 def policy_for(mode: str, nodes: Iterable[int]) -> MemoryPolicy:
@@ -44,7 +53,11 @@ def policy_for(mode: str, nodes: Iterable[int]) -> MemoryPolicy:
     "bind" does not fall back to other nodes: the kernel kills a process that fills its nodes.
     """
     wanted = frozenset(nodes)
-    return MemoryPolicy(_BIND if mode == "bind" else _PREFERRED if len(wanted) == 1 else _PREFERRED_MANY, wanted)
+    if mode == "bind":
+        return MemoryPolicy(_BIND, wanted)
+    if len(wanted) == 1:
+        return MemoryPolicy(_PREFERRED, wanted)
+    return MemoryPolicy(_PREFERRED_MANY, wanted)
 
 
 def get_policy() -> MemoryPolicy | None:
@@ -57,7 +70,7 @@ def get_policy() -> MemoryPolicy | None:
         _call(1, ctypes.byref(mode), words, ctypes.c_ulong(_BITS + 1), None, ctypes.c_ulong(0))
     except OSError:
         return None
-    nodes = (at * _WORD + bit for at, word in enumerate(words) if word for bit in range(_WORD) if word >> bit & 1)
+    nodes = [node for node in range(_BITS) if words[node // _WORD] >> node % _WORD & 1]
     return MemoryPolicy(mode.value, frozenset(nodes))
 
 
@@ -71,13 +84,15 @@ def set_policy(policy: MemoryPolicy) -> MemoryPolicy:
     """
     import ctypes
 
-    words = (ctypes.c_ulong * (max(policy.nodes, default=0) // _WORD + 1))()
-    for node in policy.nodes:
-        words[node // _WORD] |= 1 << node % _WORD
-    # The kernel subtracts one from the number of bits that it is given.
-    bits = len(words) * _WORD + 1 if policy.nodes else 0
+    mask = None
+    bits = 0
+    if policy.nodes:
+        mask = (ctypes.c_ulong * (max(policy.nodes) // _WORD + 1))()
+        for node in policy.nodes:
+            mask[node // _WORD] |= 1 << node % _WORD
+        bits = len(mask) * _WORD + 1  # the kernel subtracts one from the number of bits that it is given
     try:
-        _call(0, ctypes.c_int(policy.mode), words if bits else None, ctypes.c_ulong(bits))
+        _call(0, ctypes.c_int(policy.mode), mask, ctypes.c_ulong(bits))
         return policy
     except OSError as err:
         if policy.mode != _PREFERRED_MANY or err.errno != errno.EINVAL:

@@ -62,20 +62,23 @@ def wrap_command(
     log = package_logger()
     may_fall_back = not strict or falls_back(mode)
     try:
-        index = None if gpu is None else as_count("gpu", gpu, 0)
+        if gpu is not None:
+            gpu = as_count("gpu", gpu, 0)
         with opened_driver() as driver:
-            chosen = named(index, ordinal, driver.snapshot(), os.environ)
+            chosen = named(gpu, ordinal, driver.snapshot(), os.environ)
             there = near(chosen.gpus[:1], driver, options, memory, original_mask())
-        prefix, lack = _prefix(there.cpus, there.nodes, memory, check=check, may_fall_back=may_fall_back)
+        prefix, notes = _prefix(there.cpus, there.nodes, memory, check=check, may_fall_back=may_fall_back)
     except SafeGpuError as err:
         if may_fall_back:
             log.warning("the command runs unbound: %s", err)
             return list(command)
         if isinstance(err, GPUAffinityError):
             raise
-        which = f"ordinal {ordinal}" if gpu is None else repr(gpu)
+        which = repr(gpu)
+        if gpu is None:
+            which = f"ordinal {ordinal}"
         raise GPUAffinityError(f"the place of GPU {which} is not known: {err}") from err
-    for note in filter(None, (*chosen.notes, *there.notes, lack)):
+    for note in (*chosen.notes, *there.notes, *notes):
         log.warning("%s", note)
     wrapped = [*prefix, *command]
     log.info("next to %s: %s", chosen.title, shlex.join(wrapped))
@@ -84,31 +87,37 @@ def wrap_command(
 
 def _prefix(
     cpus: frozenset[int] | None, nodes: frozenset[int], memory: str | None, *, check: bool, may_fall_back: bool
-) -> tuple[list[str], str]:
-    """Return ``numactl`` with its options, and "", or why the memory policy was left out of them.
+) -> tuple[list[str], list[str]]:
+    """Return ``numactl`` with its options, and a sentence if the memory policy was left out of them.
 
     Raises:
         GPUAffinityError: numactl refuses the CPUs, or, unless it falls back, the memory policy.
     """
     try:
         prefix = ["numactl", *numactl_options(cpus, nodes, memory)]
-        if (check or may_fall_back) and (refusal := _refusal(tuple(prefix), os.environ.get("PATH"))):
-            raise GPUAffinityError(refusal)
-        return prefix, ""
+        if check or may_fall_back:
+            refusal = _refusal(tuple(prefix), os.environ.get("PATH"))
+            if refusal:
+                raise GPUAffinityError(refusal)
+        return prefix, []
     except GPUAffinityError as err:
         if not may_fall_back or cpus is None or memory is None:
             raise
-        return _prefix(cpus, nodes, None, check=check, may_fall_back=True)[0], f"bound without a memory policy: {err}"
+        prefix, _ = _prefix(cpus, nodes, None, check=check, may_fall_back=True)
+        return prefix, [f"bound without a memory policy: {err}"]
 
 
 @cache
 def _refusal(prefix: tuple[str, ...], path: str | None) -> str:
     """Run ``true`` under numactl, found on this PATH: "", or why it fails, with what numactl printed."""
     try:
-        found = {name: find_program(name, os.environ) for name in ("numactl", "true")}
-        if missing := [name for name, place in found.items() if place is None]:
-            return f"{missing[0]} is not installed here, or not on PATH"
-        command = [str(found["numactl"]), *prefix[1:], str(found["true"])]
+        numactl = find_program("numactl", os.environ)
+        if numactl is None:
+            return "numactl is not installed here, or not on PATH"
+        true = find_program("true", os.environ)
+        if true is None:
+            return "true is not installed here, or not on PATH"
+        command = [numactl, *prefix[1:], true]
         env = {**os.environ, "LC_ALL": "C"}
         code, _, error = output_of(command, env=env, timeout=_PATIENCE, most=_MOST_OUTPUT, apart=True)
     except (TooLate, TooMuch):
@@ -127,10 +136,16 @@ def numactl_options(cpus: frozenset[int] | None, nodes: frozenset[int], memory: 
     Raises:
         GPUAffinityError: a memory policy without a node.
     """
-    options = [] if cpus is None else [f"--physcpubind={format_cpulist(cpus)}"]
+    options = []
+    if cpus is not None:
+        options.append(f"--physcpubind={format_cpulist(cpus)}")
     if check_memory_mode(memory) is None:
         return options
     if not nodes:
         raise GPUAffinityError(f"memory={memory!r} needs to know the GPU's NUMA node, and it is not known")
-    name = "membind" if memory == "bind" else "preferred" if len(nodes) == 1 else "preferred-many"
+    name = "preferred-many"
+    if memory == "bind":
+        name = "membind"
+    elif len(nodes) == 1:
+        name = "preferred"
     return [*options, f"--{name}={format_cpulist(nodes)}"]

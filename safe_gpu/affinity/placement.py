@@ -24,10 +24,10 @@ from ..host.foreign_files import printable, read_start
 from ..host.procfs import command_of, descendants, lines_of, parent_of
 from ..runtimes.visible_devices import visible_variables
 from ..topology.cpulist import format_cpulist, parse_cpulist
-from ..topology.host import HostTopology, read_topology
+from ..topology.host import GpuLocality, HostTopology, read_topology
 from ..wording.text import plural
 from .memory_policy import get_policy
-from .planner import as_count
+from .planner import as_count, union
 from .resolve_gpus import BOUND, Names, named, remembered, visible
 
 
@@ -98,33 +98,51 @@ class ProcessPlacement:
         return self.policy_nodes <= self.gpu_nodes
 
     def __str__(self) -> str:
-        main = self.threads[0]
-        nodes = Counter(thread.node for thread in self.threads)
-        on = ", ".join(f"{plural(count, 'thread')} on node {_or_unknown(node)}" for node, count in nodes.most_common())
-        gpus = f"GPU {', '.join(map(str, self.gpus))} by {self.gpu_source}" if self.gpus else "no GPU is known for it"
         lines = [
             f"process {self.pid} ({self.command})",
-            f"  GPU node: {format_cpulist(self.gpu_nodes) or 'unknown'} ({gpus})",
-            f"  CPU node: {_or_unknown(main.node)} (CPU {main.cpu}; {on})",
+            f"  GPU node: {format_cpulist(self.gpu_nodes) or 'unknown'} ({self._gpus_text()})",
+            f"  CPU node: {_or_unknown(self.threads[0].node)} ({self._threads_text()})",
+            *self._allowed_lines(),
+            f"  memory nodes allowed (cpuset): {format_cpulist(self.threads[0].mems_allowed) or 'unknown'}",
+            f"  memory policy: {self._policy_text()}",
         ]
-        for allowed, count in Counter(thread.cpus_allowed for thread in self.threads).most_common():
-            of = "" if count == len(self.threads) else f" ({count} of {len(self.threads)} threads)"
-            lines.append(f"  CPUs allowed: {format_cpulist(allowed)}{of}")
-        lines.append(f"  memory nodes allowed (cpuset): {format_cpulist(main.mems_allowed) or 'unknown'}")
-        policy = self.policy or "unknown"
-        if self.policy_nodes:
-            policy += f" on node{'' if len(self.policy_nodes) == 1 else 's'} {format_cpulist(self.policy_nodes)}"
-        elif policy == "default":
-            policy += " (the node of the CPU that first writes to a page)"
-        lines.append(f"  memory policy: {policy}")
         if self.memory is not None:
             parts = [f"node {node} {size / 2**20:,.0f} MiB" for node, size in self.memory.items()]
             lines.append(f"  memory pages: {', '.join(parts) or 'none yet'}")
-        matches = {"GPU and CPU NUMA nodes": self.matches, "GPU node and memory policy": self.memory_matches}
-        for what, match in matches.items():
-            if match is not None:
-                lines.append(f"  {what} {'match' if match else 'do NOT match'}")
+        if self.matches is not None:
+            lines.append(f"  GPU and CPU NUMA nodes {_match_text(self.matches)}")
+        if self.memory_matches is not None:
+            lines.append(f"  GPU node and memory policy {_match_text(self.memory_matches)}")
         return "\n".join(lines)
+
+    def _gpus_text(self) -> str:
+        if not self.gpus:
+            return "no GPU is known for it"
+        return f"GPU {', '.join(str(index) for index in self.gpus)} by {self.gpu_source}"
+
+    def _threads_text(self) -> str:
+        nodes = Counter(thread.node for thread in self.threads).most_common()
+        counts = ", ".join(f"{plural(count, 'thread')} on node {_or_unknown(node)}" for node, count in nodes)
+        return f"CPU {self.threads[0].cpu}; {counts}"
+
+    def _allowed_lines(self) -> list[str]:
+        lines = []
+        for allowed, count in Counter(thread.cpus_allowed for thread in self.threads).most_common():
+            line = f"  CPUs allowed: {format_cpulist(allowed)}"
+            if count < len(self.threads):
+                line += f" ({count} of {len(self.threads)} threads)"
+            lines.append(line)
+        return lines
+
+    def _policy_text(self) -> str:
+        policy = self.policy or "unknown"
+        if len(self.policy_nodes) == 1:
+            return f"{policy} on node {format_cpulist(self.policy_nodes)}"
+        if self.policy_nodes:
+            return f"{policy} on nodes {format_cpulist(self.policy_nodes)}"
+        if policy == "default":
+            return "default (the node of the CPU that first writes to a page)"
+        return policy
 
 
 @dataclass(frozen=True)
@@ -145,12 +163,14 @@ class PlacementReport:
         return _all_known(process.matches for process in self.processes)
 
     def __str__(self) -> str:
-        return "\n".join([*map(str, self.processes), *self.notes])
+        return "\n".join([*(str(process) for process in self.processes), *self.notes])
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as JSON values: CPU and node sets as kernel lists ("0-3,8"), the keys of ``memory`` as
         strings."""
-        rows = [{**asdict(one), "matches": one.matches, "memory_matches": one.memory_matches} for one in self.processes]
+        rows = []
+        for process in self.processes:
+            rows.append({**asdict(process), "matches": process.matches, "memory_matches": process.memory_matches})
         report = {"matches": self.matches, "processes": rows, "notes": self.notes}
         plain: dict[str, Any] = json.loads(json.dumps(report, default=format_cpulist))
         return plain
@@ -158,11 +178,21 @@ class PlacementReport:
 
 def _all_known(matches: Iterable[bool | None]) -> bool | None:
     known = [match for match in matches if match is not None]
-    return all(known) if known else None
+    if not known:
+        return None
+    return all(known)
 
 
 def _or_unknown(node: int | None) -> str:
-    return "unknown" if node is None else str(node)
+    if node is None:
+        return "unknown"
+    return str(node)
+
+
+def _match_text(matches: bool) -> str:
+    if matches:
+        return "match"
+    return "do NOT match"
 
 
 # "bind:0-1", "prefer:0", "prefer (many):0", "bind=static:0", "default"
@@ -177,16 +207,23 @@ def parse_numa_maps(lines: Iterable[bytes]) -> dict[str, Any]:
     total: Counter[int] = Counter()
     policies: Counter[tuple[bytes, bytes]] = Counter()
     for line in lines:
-        if policy := _POLICY.match(line):
+        policy = _POLICY.match(line)
+        if policy:
             policies[policy[1], policy[2] or b""] += 1
-        size = re.search(rb" kernelpagesize_kB=([0-9]{1,18})\b", line)
+        page_size = 4  # KiB
+        told_size = re.search(rb" kernelpagesize_kB=([0-9]{1,18})\b", line)
+        if told_size:
+            page_size = int(told_size[1])
         for node, pages in re.findall(rb" N([0-9]{1,9})=([0-9]{1,18})\b", line):
-            total[int(node)] += int(pages) * (int(size[1]) if size else 4) * 1024
+            total[int(node)] += int(pages) * page_size * 1024
     if not policies:
         return {}
-    ((name, nodes), _), *_ = policies.most_common(1)
-    known = parse_cpulist(nodes.decode()) or frozenset()
-    return {"memory": dict(sorted(total.items())), "policy": _NAMES.get(name) or name.decode(), "policy_nodes": known}
+    [((name, nodes), _)] = policies.most_common(1)
+    return {
+        "memory": dict(sorted(total.items())),
+        "policy": _NAMES.get(name) or name.decode(),
+        "policy_nodes": parse_cpulist(nodes.decode()) or frozenset(),
+    }
 
 
 def placement(
@@ -208,7 +245,9 @@ def placement(
 
     A variable that another process has set since it started cannot be seen: give ``gpus`` for one that bound itself.
     """
-    root = os.getpid() if pid is None else as_count("pid", pid, 1)
+    root = os.getpid()
+    if pid is not None:
+        root = as_count("pid", pid, 1)
     notes: list[str] = []
     snapshot = None
     try:
@@ -221,10 +260,14 @@ def placement(
     reader = _Reader(topology, snapshot)
     if gpus is not None or ordinal is not None:
         reader.known[root] = (_given(gpus, ordinal, root, topology, snapshot), "given")
-    found = [process for number in (root, *sorted(descendants(root))) if (process := reader.process(number))]
-    if not found or found[0].pid != root:
+    processes = []
+    for number in (root, *sorted(descendants(root))):
+        process = reader.process(number)
+        if process is not None:
+            processes.append(process)
+    if not processes or processes[0].pid != root:
         raise GPUAffinityError(f"there is no process {root} that can be read from here")
-    return PlacementReport(tuple(found), tuple(notes))
+    return PlacementReport(tuple(processes), tuple(notes))
 
 
 def _given(
@@ -233,10 +276,20 @@ def _given(
     if snapshot is None:  # the kernel's list of GPUs has no UUIDs
         if ordinal is not None:
             raise GPUAffinityError(f"without a GPU driver it is not known which GPU CUDA's number {ordinal} is")
-        numbers = [gpus] if isinstance(gpus, (int, str)) else gpus or ()
-        return tuple(topology.gpu(int(name) if str(name).isdecimal() else -1).index for name in numbers)
+        names: Iterable[int | str] = ()
+        if isinstance(gpus, (int, str)):
+            names = [gpus]
+        elif gpus is not None:
+            names = gpus
+        return tuple(_gpu_by_number(name, topology).index for name in names)
     chosen = named(gpus, ordinal, snapshot, _variables(pid) or {})
     return tuple(dict.fromkeys(topology.gpu(gpu.index).index for gpu in chosen.gpus))
+
+
+def _gpu_by_number(name: int | str, topology: HostTopology) -> GpuLocality:
+    if not str(name).isdecimal():
+        return topology.gpu(-1)  # raises the error of a GPU that is not there
+    return topology.gpu(int(name))
 
 
 class _Reader:
@@ -255,46 +308,77 @@ class _Reader:
         parent = parent_of(pid)
         if parent is None:
             return None
-        gpus, source = self.known.setdefault(pid, self._gpus_of(pid, parent))
+        if pid not in self.known:
+            self.known[pid] = self._gpus_of(pid, parent)
+        gpus, source = self.known[pid]
         places = [self.places[index] for index in gpus if index in self.places]
-        try:
-            tids = sorted(map(int, os.listdir(f"/proc/{pid}/task")))
-        except OSError:
-            return None
-        near = frozenset[int]().union(*map(self.topology.node_set, places))
-        threads = tuple(thread for tid in tids if (thread := self._thread(f"/proc/{pid}/task/{tid}", tid, near)))
+        near = union(self.topology.node_set(place) for place in places)
+        threads = self._threads(pid, near)
         if not threads:
             return None
-        nodes = {self.topology.node_of(place) for place in places} - {None}
+        nodes = {self.topology.node_of(place) for place in places}
         facts = parse_numa_maps(lines_of(f"/proc/{pid}/numa_maps"))
-        if pid == os.getpid() and (own := get_policy()):  # that of the calling thread
-            facts |= {"policy": own.name, "policy_nodes": own.nodes}
-        facts |= {"gpus": gpus, "gpu_nodes": frozenset(nodes), "gpu_source": source}
-        return ProcessPlacement(pid, parent, command_of(pid, limit=60) or "?", threads, **facts)
+        if pid == os.getpid():
+            own = get_policy()  # that of the calling thread
+            if own is not None:
+                facts["policy"] = own.name
+                facts["policy_nodes"] = own.nodes
+        return ProcessPlacement(
+            pid,
+            parent,
+            command_of(pid, limit=60) or "?",
+            threads,
+            gpus=gpus,
+            gpu_nodes=frozenset(node for node in nodes if node is not None),
+            gpu_source=source,
+            **facts,
+        )
+
+    def _threads(self, pid: int, near: frozenset[int]) -> tuple[ThreadPlacement, ...]:
+        """Return the threads of a process, the main one first; none of one that has ended."""
+        try:
+            tids = sorted(int(name) for name in os.listdir(f"/proc/{pid}/task"))
+        except OSError:
+            return ()
+        threads = [self._thread(f"/proc/{pid}/task/{tid}", tid, near) for tid in tids]
+        return tuple(thread for thread in threads if thread is not None)
 
     def _thread(self, path: str, tid: int, near: frozenset[int]) -> ThreadPlacement | None:
         fields = _text(f"{path}/stat").rpartition(")")[2].split()
         status = dict(line.split(":\t", 1) for line in _text(f"{path}/status").split("\n") if ":\t" in line)
-        known = len(fields) > 36 and fields[36].isdecimal() and "Cpus_allowed_list" in status
-        if not known or fields[0] in "ZX":
+        if len(fields) <= 36 or not fields[36].isdecimal() or "Cpus_allowed_list" not in status:
             return None
-        cpu, name = int(fields[36]), printable(status.get("Name", ""))
-        allowed, memory = self._set(status["Cpus_allowed_list"]), self._set(status.get("Mems_allowed_list", ""))
-        # /proc shows the last CPU of a sleeping thread, which may be from before the binding.
-        matches = (cpu in near or allowed <= near) if near else None
-        return ThreadPlacement(tid, name, cpu, self.node_of_cpu.get(cpu), allowed, memory, matches)
+        if fields[0] in "ZX":
+            return None
+        cpu = int(fields[36])
+        allowed = self._set(status["Cpus_allowed_list"])
+        matches = None
+        if near:
+            # /proc shows the last CPU of a sleeping thread, which may be from before the binding.
+            matches = cpu in near or allowed <= near
+        return ThreadPlacement(
+            tid=tid,
+            name=printable(status.get("Name", "")),
+            cpu=cpu,
+            node=self.node_of_cpu.get(cpu),
+            cpus_allowed=allowed,
+            mems_allowed=self._set(status.get("Mems_allowed_list", "")),
+            matches=matches,
+        )
 
     def _gpus_of(self, pid: int, parent: int) -> tuple[tuple[int, ...], str]:
+        """Return the indices of the GPUs of a process, and how they are known."""
         if self.snapshot is None:
             return (), ""
         on = {gpu.index for gpu in self.snapshot.gpus for process in gpu.processes or () if process.pid == pid}
         if on:
             return tuple(sorted(on)), "driver"
+        inherited: tuple[tuple[int, ...], str] = ((), "")
+        if parent in self.known and self.known[parent][0]:
+            inherited = self.known[parent][0], "parent"
+        variables = _variables(pid)
         # /proc shows the environment at exec. A forked child therefore shows its parent's environment from before the
         # claim; the parent's GPUs are more recent.
-        variables = _variables(pid)
-        of_parent, _ = self.known.get(parent, ((), ""))
-        inherited = of_parent, "parent" if of_parent else ""
         forked = pid != os.getpid() and (variables is None or variables == _variables(parent, at_exec=True))
         if parent in self.known and forked:
             return inherited
@@ -302,9 +386,13 @@ class _Reader:
         bound = remembered(self.snapshot, environ)
         if bound is not None:
             return _indices(bound.gpus), BOUND
-        name = next((name for name in visible_variables(self.snapshot) if name in environ), None)
-        if name is None:
-            return inherited
+        for name in visible_variables(self.snapshot):
+            if name in environ:
+                return self._visible_gpus(environ, name)
+        return inherited
+
+    def _visible_gpus(self, environ: Mapping[str, str], name: str) -> tuple[tuple[int, ...], str]:
+        assert self.snapshot is not None
         try:
             return _indices(visible(self.snapshot, environ).gpus), name
         except GPUAffinityError:

@@ -19,16 +19,23 @@ def affinity_json(topology: HostTopology, options: AffinityOptions, shares: Shar
     "nodes": [{"node", "cpus", "memory_total", "memory_free", "distances"}]}``; memory is in bytes or null, and
     ``distances`` maps a node (as text) to the kernel's relative distance.
     """
-    gpus = [
-        {"index": gpu.index, "uuid": gpu.uuid, "numa_node": topology.node_of(gpu), "cpus": format_cpulist(share)}
-        for gpu, share in shares.items()
-    ]
+    gpus = []
+    for gpu, share in shares.items():
+        gpus.append(
+            {"index": gpu.index, "uuid": gpu.uuid, "numa_node": topology.node_of(gpu), "cpus": format_cpulist(share)}
+        )
     nodes = []
     for node, cpus in sorted(topology.nodes.items()):
         total, free = topology.memory.get(node, (None, None))
-        distances = {str(to): far for to, far in topology.distances.get(node, {}).items()}
-        facts = {"node": node, "cpus": format_cpulist(cpus), "memory_total": total, "memory_free": free}
-        nodes.append({**facts, "distances": distances})
+        nodes.append(
+            {
+                "node": node,
+                "cpus": format_cpulist(cpus),
+                "memory_total": total,
+                "memory_free": free,
+                "distances": {str(to): distance for to, distance in topology.distances.get(node, {}).items()},
+            }
+        )
     return {"mode": options.mode, "gpus": gpus, "nodes": nodes}
 
 
@@ -36,13 +43,28 @@ def affinity_table(topology: HostTopology, options: AffinityOptions, shares: Sha
     """Return the plan as a table: GPU, bus, node, CPUs as ranges, physical cores, memory node, source of the GPU's
     place."""
     rows = [("GPU", "BUS", "NODE", "CPUS", "CORES", "MEMORY", "SOURCE")]
-    notes = [f"isolated CPUs are left out: {format_cpulist(topology.isolated)}"] if topology.isolated else []
+    notes = []
+    if topology.isolated:
+        notes.append(f"isolated CPUs are left out: {format_cpulist(topology.isolated)}")
     for gpu, share in shares.items():
-        found = topology.node_of(gpu)
-        node, memory = ("?", "-") if found is None else (str(found), format_cpulist(topology.nearest_memory(found)))
-        cores = str(sum(not core.isdisjoint(share) for core in topology.cores))
-        bus, source = gpu.pci_bus_id or "-", gpu.source or "unknown"
-        rows.append((str(gpu.index), bus, node, format_cpulist(share), cores, memory, source))
+        node = "?"
+        memory = "-"
+        number = topology.node_of(gpu)
+        if number is not None:
+            node = str(number)
+            memory = format_cpulist(topology.nearest_memory(number))
+        cores = [core for core in topology.cores if core & share]
+        rows.append(
+            (
+                str(gpu.index),
+                gpu.pci_bus_id or "-",
+                node,
+                format_cpulist(share),
+                str(len(cores)),
+                memory,
+                gpu.source or "unknown",
+            )
+        )
         if is_remote(topology, gpu, share):
             notes.append(f"GPU {gpu.index}: its CPUs are on another node, because those of its own may not be used")
     return "\n".join([f"mode {options.mode}", *_aligned(rows), *notes])
@@ -55,13 +77,22 @@ def node_table(topology: HostTopology) -> str:
     """
     rows = [("NODE", "CPUS", "SIZE", "FREE", "DISTANCES")]
     for node, cpus in sorted(topology.nodes.items()):
-        sizes = [format_bytes(value) for value in topology.memory.get(node, ())] or ["-", "-"]
+        size = "-"
+        free = "-"
+        if node in topology.memory:
+            size, free = (format_bytes(value) for value in topology.memory[node])
+        distances = "-"
         row = topology.distances.get(node, {})
-        distances = " ".join(str(row.get(to, "-")) for to in sorted(topology.nodes)) if row else "-"
-        rows.append((str(node), format_cpulist(cpus) or "-", sizes[0], sizes[1], distances))
+        if row:
+            distances = " ".join(str(row.get(to, "-")) for to in sorted(topology.nodes))
+        rows.append((str(node), format_cpulist(cpus) or "-", size, free, distances))
     return "\n".join(_aligned(rows))
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    widths = [max(len(text) for text in column) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [text.ljust(width) for text, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines

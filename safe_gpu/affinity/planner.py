@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from ..errors import GPUAffinityError
 from ..topology.cpulist import format_cpulist, parse_cpulist
 from ..topology.host import GpuLocality, HostTopology
+from ..wording.text import plural
 
 MODES = (
     *("node", "socket", "exclusive", "core-complex"),
@@ -93,14 +94,15 @@ class AffinityOptions:
     def __post_init__(self) -> None:
         if not isinstance(self.balanced, bool):
             raise GPUAffinityError(f"balanced must be True or False, not {self.balanced!r}")
-        most = self.max_physical_cores
-        vars(self).update(
-            mode=_choice("affinity mode", self.mode, MODES),
-            scope=_choice("affinity scope", self.scope, SCOPES),
-            multithreading=_choice("multithreading mode", self.multithreading, MULTITHREADING),
-            min_physical_cores=as_count("min_physical_cores", self.min_physical_cores, 0),
-            max_physical_cores=None if most is None else as_count("max_physical_cores", most, 1),
-        )
+        self._set("mode", _choice("affinity mode", self.mode, MODES))
+        self._set("scope", _choice("affinity scope", self.scope, SCOPES))
+        self._set("multithreading", _choice("multithreading mode", self.multithreading, MULTITHREADING))
+        self._set("min_physical_cores", as_count("min_physical_cores", self.min_physical_cores, 0))
+        if self.max_physical_cores is not None:
+            self._set("max_physical_cores", as_count("max_physical_cores", self.max_physical_cores, 1))
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)  # as documented for frozen dataclasses
 
 
 def parse_options(affinity: Any, memory: object = None) -> AffinityOptions | None:
@@ -129,7 +131,9 @@ def check_memory_mode(memory: object) -> str | None:
     Raises:
         GPUAffinityError: it is none of these.
     """
-    return None if memory is None else _choice("memory policy", memory, MEMORY_MODES)
+    if memory is None:
+        return None
+    return _choice("memory policy", memory, MEMORY_MODES)
 
 
 Core = tuple[int, ...]
@@ -170,14 +174,18 @@ def plan(
     Raises:
         GPUAffinityError: an option is wrong, there is no such GPU, or some GPU would have no share.
     """
-    wishes = AffinityOptions(**options)
-    usable = topology.cpus if allowed is None else frozenset(allowed) & topology.cpus
+    checked = AffinityOptions(**options)
+    usable = topology.cpus
+    if allowed is not None:
+        usable &= frozenset(allowed)
     if not usable:
         raise GPUAffinityError(f"this process may use none of the {len(topology.cpus)} online CPUs")
-    chosen = list(topology.gpus) if gpus is None else [topology.gpu(index) for index in gpus]
+    chosen = list(topology.gpus)
+    if gpus is not None:
+        chosen = [topology.gpu(index) for index in gpus]
     if len(set(chosen)) < len(chosen):
         raise GPUAffinityError(f"a GPU is named twice in gpus={gpus}: each GPU takes one share")
-    return deal(topology, chosen, topology.unisolated(usable), wishes)
+    return deal(topology, chosen, topology.unisolated(usable), checked)
 
 
 def deal(
@@ -188,7 +196,9 @@ def deal(
     Raises:
         GPUAffinityError: some GPU would have none.
     """
-    shares = _Planner(topology, gpus, usable, options).shares() if gpus else []
+    if not gpus:
+        return []
+    shares = _Planner(topology, gpus, usable, options).shares()
     for gpu, share in zip(gpus, shares, strict=True):
         if not share:
             raise GPUAffinityError(f"no physical core is left for GPU {gpu.index} with mode {options.mode}")
@@ -206,25 +216,34 @@ class _Planner:
     def __init__(
         self, host: HostTopology, gpus: Sequence[GpuLocality], allowed: frozenset[int], options: AffinityOptions
     ) -> None:
-        self.host, self.gpus, self.allowed, self.options = host, gpus, allowed, options
+        self.host = host
+        self.gpus = gpus
+        self.allowed = allowed
+        self.options = options
         self.near = [host.node_set(gpu) & allowed for gpu in gpus]
 
     def shares(self) -> list[frozenset[int]]:
         """Return one set for each GPU; empty if there is no CPU for it."""
         mode = self.options.mode
+        if mode == "node":
+            return self._nodes()
         if mode == "socket":
             return [self._socket(gpu) or self._nearest(gpu) for gpu in self.gpus]
-        if mode in ("node", "core-complex"):
-            nodes = [near or self._nearest(gpu) for gpu, near in zip(self.gpus, self.near, strict=True)]
-            return nodes if mode == "node" else self._dealt(nodes, self._caches)
+        if mode == "core-complex":
+            return self._dealt(self._nodes(), self._caches)
         if mode == "all":
             dealt = [self._all(gpu, near) for gpu, near in zip(self.gpus, self.near, strict=True)]
         else:
             dealt = self._divided()
         if mode in ("all", "unique_interleaved", "unique_contiguous"):
             dealt = [self._bounded(cores, gpu) for gpu, cores in zip(self.gpus, dealt, strict=True)]
-        threads = 1 if mode != "exclusive" and self.options.multithreading == "single_logical" else None
-        return [_union(core[:threads] for core in cores) for cores in dealt]
+        if mode != "exclusive" and self.options.multithreading == "single_logical":
+            dealt = [[core[:1] for core in cores] for cores in dealt]
+        return [union(cores) for cores in dealt]
+
+    def _nodes(self) -> list[frozenset[int]]:
+        """Return the CPUs of the node of each GPU, or of the nearest node that has some."""
+        return [near or self._nearest(gpu) for gpu, near in zip(self.gpus, self.near, strict=True)]
 
     def _dealt(self, sets: Sequence[frozenset[int]], deal: Callable[[frozenset[int], int], Sequence[_T]]) -> list[_T]:
         """Return what each GPU gets if each set is dealt among the GPUs that have it."""
@@ -234,7 +253,10 @@ class _Planner:
     @cached_property
     def _core_of(self) -> dict[int, int]:
         """The key of a CPU's core is its lowest thread, allowed or not: so torch.numa and gpu_affinity order cores."""
-        return {cpu: cpu for cpu in self.host.cpus} | {cpu: min(core) for core in self.host.cores for cpu in core}
+        key_of = {cpu: cpu for cpu in self.host.cpus}
+        for core in self.host.cores:
+            key_of.update(dict.fromkeys(core, min(core)))
+        return key_of
 
     def _cores(self, cpus: frozenset[int]) -> list[Core]:
         """Return the physical cores of a set of CPUs, as their threads in the set, by the lowest thread of the core."""
@@ -253,13 +275,14 @@ class _Planner:
     def _nearest(self, gpu: GpuLocality) -> frozenset[int]:
         """Return the allowed CPUs of the node nearest to a GPU whose own node has none."""
         node = self.host.node_of(gpu)
-        row = {} if node is None else self.host.distances.get(node, {})
-        usable = {other: cpus & self.allowed for other, cpus in self.host.nodes.items() if other in row}
-        left = [(row[other], other) for other, cpus in usable.items() if cpus]
-        if left:
-            return usable[min(left)[1]]
-        near = format_cpulist(self.host.node_set(gpu)) or "no CPUs"
-        place = f"{'' if node is None else f'NUMA node {node}, '}CPUs {near}"
+        place = f"CPUs {format_cpulist(self.host.node_set(gpu)) or 'no CPUs'}"
+        if node is not None:
+            distances = self.host.distances.get(node, {})
+            others = [other for other, cpus in self.host.nodes.items() if other in distances and cpus & self.allowed]
+            if others:
+                nearest = min(others, key=lambda other: (distances[other], other))
+                return self.host.nodes[nearest] & self.allowed
+            place = f"NUMA node {node}, {place}"
         none = f"none of the CPUs near GPU {gpu.index} ({place}) may be used, and the nearest other node is not known"
         raise GPUAffinityError(f"{none}; allowed are {format_cpulist(self.allowed)}")
 
@@ -268,43 +291,49 @@ class _Planner:
         owner: dict[int, frozenset[int]] = {}
         for cpus in dict.fromkeys(groups):
             for key in sorted(self._keys(cpus)):
-                if (other := owner.setdefault(key, cpus)) is not cpus:
+                other = owner.setdefault(key, cpus)
+                if other is not cpus:
                     sets = f"the {what} sets {format_cpulist(other)} and {format_cpulist(cpus)}"
                     overlap = f"overlap without being the same (physical core of CPU {key})"
                     raise GPUAffinityError(f"GPUs cannot divide cores here: {sets} {overlap}")
 
     def _too_few(self, cores: int, gpus: Sequence[GpuLocality], least: int) -> GPUAffinityError:
         names = ", ".join(str(gpu.index) for gpu in gpus)
+        place = f"GPU {names}"
+        if len(gpus) > 1:
+            place = f"{len(gpus)} GPUs ({names})"
         return GPUAffinityError(
-            f"{cores} physical core{'' if cores == 1 else 's'} near "
-            f"{f'GPU {names}' if len(gpus) == 1 else f'{len(gpus)} GPUs ({names})'} may be used, and mode "
-            f"{self.options.mode} needs at least {least * len(gpus)} there: allow more CPUs, ask for fewer GPUs, or "
-            "use mode node"
+            f"{plural(cores, 'physical core')} near {place} may be used, and mode {self.options.mode} needs at least "
+            f"{least * len(gpus)} there: allow more CPUs, ask for fewer GPUs, or use mode node"
         )
 
     def _caches(self, cpus: frozenset[int], parts: int) -> list[frozenset[int]]:
         """Return groups that share a last-level cache: the largest first, then by the lowest CPU of the whole group.
         CPUs without a cache are grouped by package."""
-        rest = cpus.difference(*self.host.llc)
-        groups = [*self.host.llc, *(rest & cpus for cpus in self.host.packages.values())]
-        groups.append(rest.difference(*groups))
-        found = sorted((group for group in groups if group & cpus), key=lambda group: (-len(group & cpus), min(group)))
-        return [found[nth % len(found)] & cpus for nth in range(parts)]
+        groups = list(self.host.llc)
+        without_cache = cpus.difference(*self.host.llc)
+        groups += [without_cache & package for package in self.host.packages.values()]
+        groups.append(without_cache.difference(*groups))
+        usable = [group for group in groups if group & cpus]
+        usable.sort(key=lambda group: (-len(group & cpus), min(group)))
+        return [usable[nth % len(usable)] & cpus for nth in range(parts)]
 
     def _all(self, gpu: GpuLocality, near: frozenset[int]) -> Sequence[Core]:
         """Return the GPU's own node first; with scope socket then the nodes of other GPUs, then the rest of it."""
         cores = self._cores(near)
         if self.options.scope == "socket":
-            own, of_any = self._keys(near), self._keys(_union(self.near))
+            own = self._keys(near)
+            of_any = self._keys(union(self.near))
             others = [core for core in self._cores(self._socket(gpu)) if self._core_of[core[0]] not in own]
             cores += sorted(others, key=lambda core: self._core_of[core[0]] not in of_any)
         return cores
 
     def _divided(self) -> list[Sequence[Core]]:
         """Return the cores of each node, dealt to its GPUs; ``balanced``: as many to each as where they are fewest."""
-        mode, deal = self.options.mode, _DEALS[self.options.mode]
+        mode = self.options.mode
+        deal_cores = _DEALS[mode]
         if mode not in DIVIDING_MODES:
-            return self._dealt(self.near, lambda cpus, parts: deal(self._cores(cpus), parts))
+            return self._dealt(self.near, lambda cpus, parts: deal_cores(self._cores(cpus), parts))
         self._check_disjoint(self.near, "NUMA node")
         counts = {cpus: len(self._cores(cpus)) for cpus in self.near}
         scarce = min(self.near, key=lambda cpus: counts[cpus] / self.near.count(cpus))
@@ -312,33 +341,41 @@ class _Planner:
         if not common:
             sharers = [gpu for gpu, near in zip(self.gpus, self.near, strict=True) if near == scarce]
             raise self._too_few(counts[scarce], sharers, 1)
-        balanced = mode.startswith("unique_") and self.options.balanced
+        is_unique = mode.startswith("unique_")
 
         def dealt(cpus: frozenset[int], parts: int) -> list[Sequence[Core]]:
-            return deal(self._cores(cpus)[: common * parts if balanced else None], parts)
+            cores = self._cores(cpus)
+            if is_unique and self.options.balanced:
+                cores = cores[: common * parts]
+            return deal_cores(cores, parts)
 
         shares = self._dealt(self.near, dealt)
-        wide = mode.startswith("unique_") and self.options.scope == "socket"
-        return self._with_socket_cores(shares) if wide else shares
+        if is_unique and self.options.scope == "socket":
+            return self._with_socket_cores(shares)
+        return shares
 
     def _with_socket_cores(self, dealt: list[Sequence[Core]]) -> list[Sequence[Core]]:
         """Extend each share by the socket's other cores, distributed round-robin over the cores of the nodes."""
         sockets = [self._socket(gpu) | near for gpu, near in zip(self.gpus, self.near, strict=True)]
         self._check_disjoint(sockets, "socket")
-        assigned = self._keys(_union(self.near))
+        assigned = self._keys(union(self.near))
         extra: dict[Core, list[Core]] = {}
         for socket in dict.fromkeys(sockets):
             # By their lowest allowed thread, not by that of the core as elsewhere: it is the order of gpu_affinity.
-            inside = [near for near, around in zip(self.near, sockets, strict=True) if around == socket]
+            inside = [near for near, own_socket in zip(self.near, sockets, strict=True) if own_socket == socket]
             receivers = sorted({core for near in inside for core in self._cores(near)})
             others = sorted(core for core in self._cores(socket) if self._core_of[core[0]] not in assigned)
-            extra.update({core: others[nth :: len(receivers)] for nth, core in enumerate(receivers)})
-        extended = [
-            [*share, *(core for turn in zip_longest(*(extra[core] for core in share)) for core in turn if core)]
-            for share in dealt
-        ]
-        common = min(map(len, extended)) if self.options.balanced else None
-        return [share[:common] for share in extended]
+            for nth, core in enumerate(receivers):
+                extra[core] = others[nth :: len(receivers)]
+        extended: list[Sequence[Core]] = []
+        for share in dealt:
+            # The first extra core of each core of the share, then the second ones, ...
+            turns = zip_longest(*(extra[core] for core in share))
+            extended.append([*share, *(core for turn in turns for core in turn if core)])
+        if self.options.balanced:
+            common = min(len(share) for share in extended)
+            extended = [share[:common] for share in extended]
+        return extended
 
     def _bounded(self, cores: Sequence[Core], gpu: GpuLocality) -> Sequence[Core]:
         least = max(self.options.min_physical_cores, 1)
@@ -347,5 +384,6 @@ class _Planner:
         return cores[: self.options.max_physical_cores]
 
 
-def _union(groups: Iterable[Iterable[int]]) -> frozenset[int]:
+def union(groups: Iterable[Iterable[int]]) -> frozenset[int]:
+    """Return the CPUs of all these groups."""
     return frozenset(cpu for group in groups for cpu in group)

@@ -42,12 +42,16 @@ class ResolvedGpus(NamedTuple):
         gpus = f"GPU {gpu_ranges(gpu.label for gpu in self.gpus)}"
         if len(self.gpus) == 1:
             gpus += f" ({self.gpus[0].uuid})"
-        return f"{gpus}, {self.how}" if self.how else gpus
+        if self.how:
+            gpus += f", {self.how}"
+        return gpus
 
     @property
     def notes(self) -> tuple[str, ...]:
         """The doubt as a sentence for a report."""
-        return (f"it is not certain which GPU is meant: {self.doubt}",) if self.doubt else ()
+        if not self.doubt:
+            return ()
+        return (f"it is not certain which GPU is meant: {self.doubt}",)
 
 
 def named(names: Names | None, ordinal: int | None, snapshot: HostSnapshot, environ: Mapping[str, str]) -> ResolvedGpus:
@@ -60,7 +64,9 @@ def named(names: Names | None, ordinal: int | None, snapshot: HostSnapshot, envi
         raise GPUAffinityError("name the GPU once: gpus= as nvidia-smi shows it, or ordinal= as CUDA numbers it")
     if ordinal is not None:
         return by_ordinal(ordinal, snapshot, environ)
-    return by_name(() if names is None else names, snapshot)
+    if names is None:
+        names = ()
+    return by_name(names, snapshot)
 
 
 def by_name(names: Names, snapshot: HostSnapshot) -> ResolvedGpus:
@@ -73,7 +79,9 @@ def by_name(names: Names, snapshot: HostSnapshot) -> ResolvedGpus:
     found = [gpu for gpu in snapshot.gpus if any(names_device(name, gpu) for name in wanted)]
     missing = [name for name in wanted if not any(names_device(name, gpu) for gpu in found)]
     if missing or not found:
-        has = f"GPU {gpu_ranges(gpu.label for gpu in snapshot.gpus)}" if snapshot.gpus else "none"
+        has = "none"
+        if snapshot.gpus:
+            has = f"GPU {gpu_ranges(gpu.label for gpu in snapshot.gpus)}"
         raise GPUAffinityError(f"this host has no GPU {', '.join(missing) or repr(names)}: it has {has}")
     uuids = {gpu.uuid for gpu in found}
     return ResolvedGpus(tuple(gpu for gpu in found if gpu.mig_parent not in uuids))
@@ -89,10 +97,13 @@ def by_ordinal(ordinal: int, snapshot: HostSnapshot, environ: Mapping[str, str],
     library = VENDORS[snapshot.vendor].library
     if isinstance(ordinal, bool) or not isinstance(ordinal, int) or ordinal < 0:
         raise GPUAffinityError(f"ordinal={ordinal!r} is not a number of {library}'s: pass 0 or a greater whole number")
-    shown, given = visible(snapshot, environ), _with_variables(snapshot, environ)
+    shown = visible(snapshot, environ)
+    given = _with_variables(snapshot, environ)
     if ordinal >= len(shown.gpus):
-        number = f"{len(shown.gpus)} {'is' if len(shown.gpus) == 1 else 'are'} visible"
-        raise GPUAffinityError(f"{library} shows no GPU {ordinal}: {number}{given}")
+        visible_ones = f"{len(shown.gpus)} are visible"
+        if len(shown.gpus) == 1:
+            visible_ones = "1 is visible"
+        raise GPUAffinityError(f"{library} shows no GPU {ordinal}: {visible_ones}{given}")
     how = f"{library} ordinal {ordinal}{also}{given}"
     return ResolvedGpus((shown.gpus[ordinal],), how, shown.doubt)
 
@@ -106,21 +117,32 @@ def visible(snapshot: HostSnapshot, environ: Mapping[str, str]) -> ResolvedGpus:
     Raises:
         GPUAffinityError: CUDA_VISIBLE_DEVICES names no GPU of this host.
     """
-    has_order = VENDORS[snapshot.vendor].library == "CUDA"
-    order = environ.get("CUDA_DEVICE_ORDER") if has_order else "PCI_BUS_ID"
     visible_limit = read_visible(environ, snapshot)
-    doubt = visible_limit.doubt if visible_limit is not None else ""
-    counted = visible_limit is None or visible_limit.uses_indices
-    mixed = are_mixed(gpu for gpu in snapshot.physical if not gpu.lost)
-    if counted and not doubt and mixed and order != "PCI_BUS_ID":
-        doubt = "the GPUs of this host are of different models; set CUDA_DEVICE_ORDER=PCI_BUS_ID"
     if visible_limit is None:
-        return ResolvedGpus(tuple(gpu for gpu in snapshot.physical if not gpu.lost), "", doubt)
-    found = tuple(gpu for uuid in visible_limit.uuids if (gpu := snapshot.by_uuid(uuid)) is not None)
+        reachable = tuple(gpu for gpu in snapshot.physical if not gpu.lost)
+        return ResolvedGpus(reachable, doubt=_doubt_of_order(snapshot, environ))
+    found = _gpus_by_uuid(snapshot, visible_limit.uuids)
     if not found:
         has = f"this host, which has {len(snapshot.physical)}"
         raise GPUAffinityError(f"{visible_limit.name}={visible_limit.value} shows no GPU of {has}")
+    doubt = visible_limit.doubt
+    if not doubt and visible_limit.uses_indices:
+        doubt = _doubt_of_order(snapshot, environ)
     return ResolvedGpus(found, f"all that {visible_limit.name}={visible_limit.value} shows", doubt)
+
+
+def _doubt_of_order(snapshot: HostSnapshot, environ: Mapping[str, str]) -> str:
+    """Return why CUDA may not number the GPUs in PCI bus order; "" if it does."""
+    if VENDORS[snapshot.vendor].library != "CUDA" or environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
+        return ""
+    if not are_mixed(gpu for gpu in snapshot.physical if not gpu.lost):
+        return ""
+    return "the GPUs of this host are of different models; set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+
+
+def _gpus_by_uuid(snapshot: HostSnapshot, uuids: Iterable[str]) -> tuple[Gpu, ...]:
+    gpus = [snapshot.by_uuid(uuid) for uuid in uuids]
+    return tuple(gpu for gpu in gpus if gpu is not None)
 
 
 def remember(gpus: Iterable[Gpu]) -> None:
@@ -137,18 +159,24 @@ def remembered(snapshot: HostSnapshot, environ: Mapping[str, str]) -> ResolvedGp
     if not value:
         return None
     uuids = value.split(",")
-    gpus = tuple(gpu for uuid in uuids if (gpu := snapshot.by_uuid(uuid)) is not None)
+    gpus = _gpus_by_uuid(snapshot, uuids)
+    if len(gpus) < len(uuids):
+        return None
     try:
         shown = visible(snapshot, environ).gpus
     except GPUAffinityError:
         return None
-    names = {uuid for gpu in shown for uuid in (gpu.uuid, gpu.mig_parent)}  # an instance shows its GPU
-    parents = {gpu.uuid for gpu in shown}  # a GPU shows its instances
-    if len(gpus) < len(uuids) or not all(gpu.uuid in names or gpu.mig_parent in parents for gpu in gpus):
-        return None
+    shown_uuids = {gpu.uuid for gpu in shown}
+    parents_of_shown = {gpu.mig_parent for gpu in shown}  # an instance shows its GPU
+    for gpu in gpus:
+        is_shown = gpu.uuid in shown_uuids or gpu.uuid in parents_of_shown
+        if not is_shown and gpu.mig_parent not in shown_uuids:  # a GPU shows its instances
+            return None
     return ResolvedGpus(gpus, f"as in the binding before this one ({BOUND})")
 
 
 def _with_variables(snapshot: HostSnapshot, environ: Mapping[str, str]) -> str:
-    given = " ".join(f"{name}={environ[name]}" for name in visible_variables(snapshot) if name in environ)
-    return f" with {given}" if given else ""
+    given = [f"{name}={environ[name]}" for name in visible_variables(snapshot) if name in environ]
+    if not given:
+        return ""
+    return f" with {' '.join(given)}"

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TextIO
 
 from .claim.functions import claim_gpus, release_gpus
@@ -51,11 +50,12 @@ def _at_once(ask: int) -> Outcome:
 def _poll_and_pick(ask: int) -> Outcome:
     """Do what programs do without safe_gpu: poll the driver, pick a free GPU, start up, use it."""
     with opened_driver() as driver:
-        free = [gpu for gpu in driver.snapshot().gpus if not (gpu.processes or gpu.unusable or gpu.lost)][:ask]
+        free = [gpu for gpu in driver.snapshot().gpus if not (gpu.processes or gpu.unusable or gpu.lost)]
+        picked = free[:ask]
         time.sleep(_START_UP)
-        for gpu in free:
+        for gpu in picked:
             driver.occupy(gpu.uuid)  # type: ignore[attr-defined]
-    return Outcome(free)
+    return Outcome(picked)
 
 
 def _racer(parent: int, work: Work, ask: int, line: Any, start: int, gun: int) -> None:
@@ -70,7 +70,8 @@ def _racer(parent: int, work: Work, ask: int, line: Any, start: int, gun: int) -
         told = Outcome()
     except Exception as err:
         told = Outcome(error=f"{type(err).__name__}: {err}")
-    told.began, told.pid = time.monotonic(), os.getpid()
+    told.began = time.monotonic()
+    told.pid = os.getpid()
     line.send(told)
     line.recv()  # hold the GPUs until all have reported
     release_gpus()
@@ -87,8 +88,9 @@ def _race(asks: Sequence[int], work: Work) -> list[Outcome]:
             process = context.Process(target=_racer, args=(os.getpid(), work, ask, far, start, gun), daemon=True)
             process.start()
             far.close()
-            for end in (line.close, process.join, process.kill):
-                ending.callback(end)
+            ending.callback(line.close)
+            ending.callback(process.join)
+            ending.callback(process.kill)  # first: the last one added is called first
             racers.append((process, line))
         shot.close()
         told = [_hear(line) for _, line in racers]
@@ -131,10 +133,13 @@ def _simulated(name: str) -> Iterator[None]:
     """Set up a simulated host in a temporary directory, for this process and its children; claim once, so that racers
     need not import modules."""
     kept = dict(os.environ)
+    prefixes = ["SAFE_GPU_"]
+    for vendor in VENDORS.values():
+        prefixes += vendor.prefixes
     with tempfile.TemporaryDirectory(prefix="safe-gpu-demo-") as directory:
         try:
             for variable in kept:
-                if variable.startswith(("SAFE_GPU_", *(name for one in VENDORS.values() for name in one.prefixes))):
+                if variable.startswith(tuple(prefixes)):
                     del os.environ[variable]
             os.environ.update(SAFE_GPU_DIR=directory, SAFE_GPU_DRIVER=f"simulated:{name}")
             os.environ.update(SAFE_GPU_LEGACY_LOCK="never", SAFE_GPU_TEST_SIMULATED="1")
@@ -163,65 +168,136 @@ def run(processes: int | None = None, rounds: int = 5, stream: TextIO | None = N
     Returns:
         0; 1 if two processes had the same GPU, or a claim failed for another reason than too few free GPUs.
     """
-    say = partial(_say, stream or sys.stdout)
-    kind, _, name = os.environ.get("SAFE_GPU_DRIVER", "").partition(":")
-    hosts = [name, _HOST] if kind == "simulated" else [_HOST]
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # here and in children, until all is cleaned up
     with ExitStack() as stack:
         stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
-        free = [] if kind == "simulated" else _free_gpus()
-        simulated = not free
-        if simulated and kind != "simulated":
-            say("No GPU is free on this host; `safe-gpu status` and `safe-gpu doctor` say why.", "")
-        while not free:
-            stack.enter_context(_simulated(name := hosts.pop(0)))
-            free = _free_gpus()
-        where = f"A race on a simulated host, {name}" if simulated else "A race for the free GPUs of this host"
-        models = Counter(gpu.name or "unknown GPU" for gpu in free)
-        say(f"{where}: {', '.join(f'{number} x {model}' for model, number in models.items())}.")
-        say("No real GPU is touched." if simulated else "Each is held for a moment, and no process waits.", "")
-        pair = 1 if os.environ.get("CUDA_VISIBLE_DEVICES") or len(free) < 2 or free[0].is_mig_instance else 2
-        asks = [pair if n % 4 == 3 else 1 for n in range(processes or max(4, min(32, 2 * len(free))))]
+        demo = _Demo(stream or sys.stdout, color=color)
+        demo.find_gpus(stack)
+        asks = demo.numbers_asked_for(processes)
+        without = demo.race_without_safe_gpu(asks)
+        heats = demo.race_with_safe_gpu(asks, rounds)
+    return demo.verdict(without, heats)
 
-        say(paint(f"Without safe_gpu, {len(asks)} processes poll the driver and pick free GPUs:", "bold", color))
+
+class _Demo:
+    """One run of the demo, and what it prints.
+
+    Attributes:
+        free: the GPUs to race for.
+        is_simulated: whether these are of a simulated host.
+    """
+
+    def __init__(self, stream: TextIO, *, color: bool) -> None:
+        self._stream = stream
+        self._color = color
+        self.free: list[Gpu] = []
+        self.is_simulated = False
+
+    def find_gpus(self, stack: ExitStack) -> None:
+        """Find GPUs that are free, else set up a simulated host until the stack ends."""
+        kind, _, name = os.environ.get("SAFE_GPU_DRIVER", "").partition(":")
+        hosts = [_HOST]
+        if kind == "simulated":
+            hosts.insert(0, name)
+        else:
+            self.free = _free_gpus()
+            if not self.free:
+                self._say("No GPU is free on this host; `safe-gpu status` and `safe-gpu doctor` say why.", "")
+        self.is_simulated = not self.free
+        where = "A race for the free GPUs of this host"
+        promise = "Each is held for a moment, and no process waits."
+        for host in hosts:
+            if not self.free:
+                stack.enter_context(_simulated(host))
+                self.free = _free_gpus()
+                where = f"A race on a simulated host, {host}"
+                promise = "No real GPU is touched."
+        models = Counter(gpu.name or "unknown GPU" for gpu in self.free)
+        self._say(f"{where}: {', '.join(f'{number} x {model}' for model, number in models.items())}.", promise, "")
+
+    def numbers_asked_for(self, processes: int | None) -> list[int]:
+        """Return how many GPUs each process asks for: most for one, every fourth for two where that is possible."""
+        if processes is None:
+            processes = max(4, min(32, 2 * len(self.free)))
+        asks = [1] * processes
+        is_limited = bool(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        if len(self.free) >= 2 and not is_limited and not self.free[0].is_mig_instance:
+            asks[3::4] = [2] * len(asks[3::4])
+        return asks
+
+    def race_without_safe_gpu(self, asks: Sequence[int]) -> list[Outcome]:
+        """Let processes pick GPUs of a simulated host as programs do without safe_gpu."""
+        self._title(f"Without safe_gpu, {len(asks)} processes poll the driver and pick free GPUs:")
         with ExitStack() as other:
-            if not simulated:
+            if not self.is_simulated:
                 other.enter_context(_simulated(_HOST))
-            without = _race(asks, _poll_and_pick)
-        say(*_users(without, color), "")
+            heat = _race(asks, _poll_and_pick)
+        self._say_users(heat)
+        self._say("")
+        return heat
 
-        say(paint(f"With safe_gpu, {len(asks)} processes claim GPUs at the same moment:", "bold", color))
-        began, heats = time.monotonic(), [_race(asks, _at_once)]
+    def race_with_safe_gpu(self, asks: Sequence[int], rounds: int) -> list[list[Outcome]]:
+        """Let processes claim GPUs, for several rounds as long as these are quick."""
+        self._title(f"With safe_gpu, {len(asks)} processes claim GPUs at the same moment:")
+        began = time.monotonic()
+        heats = [_race(asks, _at_once)]
         while len(heats) < rounds and time.monotonic() - began < _ENOUGH:
             heats.append(_race(asks, _at_once))
-        first = [one for one in heats[0] if one.gpus]
-        say(*_users(first, color), f"  {len(first)} of {len(asks)} got GPUs, the others were refused.", "")
-    told = [one for heat in heats for one in heat]
-    errors = [text for heat in heats for text in _collisions(heat)]
-    number, taken = len(errors), sum(len(one.gpus) for one in told)
-    errors += dict.fromkeys(f"Failure: {one.error}" for one in told if one.error)
-    say(*errors)
-    verdict = f"Verdict: {plural(number, 'collision')} in {plural(sum(bool(one.gpus) for one in told), 'claim')} of "
-    verdict += f"{plural(taken)}; without safe_gpu, {len(_collisions(without))} on "
-    say(paint(verdict + f"{plural(sum(len(one.gpus) for one in without))}.", "red" if errors else "green", color))
-    return int(bool(errors))
+        served = [outcome for outcome in heats[0] if outcome.gpus]
+        self._say_users(served)
+        self._say(f"  {len(served)} of {len(asks)} got GPUs, the others were refused.", "")
+        return heats
+
+    def verdict(self, without: Sequence[Outcome], heats: Sequence[Sequence[Outcome]]) -> int:
+        """Print what the referee found, and return the exit status."""
+        outcomes = [outcome for heat in heats for outcome in heat]
+        collisions = [text for heat in heats for text in _collisions(heat)]
+        failures = [f"Failure: {outcome.error}" for outcome in outcomes if outcome.error]
+        errors = [*collisions, *dict.fromkeys(failures)]
+        self._say(*errors)
+        claims = [outcome for outcome in outcomes if outcome.gpus]
+        text = f"Verdict: {plural(len(collisions), 'collision')} in {plural(len(claims), 'claim')} of "
+        text += f"{plural(_number_of_gpus(outcomes))}; without safe_gpu, {len(_collisions(without))} on "
+        text += f"{plural(_number_of_gpus(without))}."
+        if errors:
+            self._say(paint(text, "red", self._color))
+            return 1
+        self._say(paint(text, "green", self._color))
+        return 0
+
+    def _title(self, text: str) -> None:
+        self._say(paint(text, "bold", self._color))
+
+    def _say_users(self, heat: Sequence[Outcome]) -> None:
+        """Print how many processes had each GPU, in one line for each number."""
+        users = Counter(gpu.label for outcome in heat for gpu in outcome.gpus)
+        for number in sorted(set(users.values()), reverse=True):
+            labels = sorted((label for label in users if users[label] == number), key=_label_as_numbers)
+            text = "1 process"
+            color = "green"
+            if number > 1:
+                text = f"{number} processes at once"
+                color = "red"
+            elif len(labels) > 1:
+                text = "1 process each"
+            self._say(f"  GPU {gpu_ranges(labels)}: {paint(text, color, self._color)}")
+
+    def _say(self, *lines: str) -> None:
+        """Print lines of at most 80 columns, and leave nothing in the buffer that forked racers would inherit."""
+        for line in lines:
+            parts = [line]
+            if len(line) > 80 and "\x1b" not in line:
+                indent = "  " if line.startswith("  ") else ""
+                parts = wrapped(line, 80, indent, "  ")
+            for part in parts:
+                self._stream.write(f"{part}\n")
+        self._stream.flush()
 
 
-def _users(heat: Sequence[Outcome], color: bool) -> list[str]:
-    """Return how many processes had each GPU, in one line for each number."""
-    users = Counter(gpu.label for one in heat for gpu in one.gpus)
-    lines = []
-    for number in sorted({*users.values()}, reverse=True):
-        labels = sorted((one for one in users if users[one] == number), key=lambda one: [*map(int, one.split(":"))])
-        text = "1 process" + " each" * (len(labels) > 1) if number == 1 else f"{number} processes at once"
-        lines.append(f"  GPU {gpu_ranges(labels)}: {paint(text, 'red' if number > 1 else 'green', color)}")
-    return lines
+def _number_of_gpus(heat: Sequence[Outcome]) -> int:
+    return sum(len(outcome.gpus) for outcome in heat)
 
 
-def _say(stream: TextIO, *lines: str) -> None:
-    """Print lines of at most 80 columns, and leave nothing in the buffer that forked racers would inherit."""
-    for line in lines:
-        indent = "  " if line.startswith("  ") else ""
-        parts = wrapped(line, 80, indent, "  ") if len(line) > 80 and "\x1b" not in line else [line]
-        stream.write("".join(f"{one}\n" for one in parts))
-    stream.flush()
+def _label_as_numbers(label: str) -> list[int]:
+    """Return ``3:1`` as 3 and 1, which sort as numbers do."""
+    return [int(part) for part in label.split(":")]

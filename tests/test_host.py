@@ -65,15 +65,13 @@ def test_a_forked_child_may_be_in_another_pid_namespace(child: Callable[..., Any
     assert before == after != theirs
 
 
-@pytest.mark.parametrize("has_pidfds", [True, False])
-def test_the_process_of_a_thread(has_pidfds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Python that was built on an old host has no pidfd_open."""
-    if not has_pidfds:
-        monkeypatch.delattr(os, "pidfd_open", raising=False)
+def test_the_process_of_a_thread() -> None:
     with ThreadPoolExecutor(1) as pool:
         thread = pool.submit(threading.get_native_id).result()
         assert thread != os.getpid()
-        assert [*map(api.procfs.thread_group, (os.getpid(), thread, 1 << 40))] == [os.getpid(), os.getpid(), None]
+        assert api.procfs.thread_group(thread) == os.getpid()
+    assert api.procfs.thread_group(os.getpid()) == os.getpid()
+    assert api.procfs.thread_group(1 << 40) is None
 
 
 def test_a_process_that_is_held_while_it_exits(tmp_path: Path, child: Callable[..., Any], eventually: Any) -> None:

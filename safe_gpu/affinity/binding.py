@@ -21,7 +21,7 @@ from ..drivers import opened_driver
 from ..drivers.base import Driver
 from ..errors import GPUAffinityError
 from ..gpus.devices import Gpu
-from ..host.procfs import lasting
+from ..host.procfs import process_global
 from ..topology.cpulist import format_cpulist
 from ..topology.host import GpuLocality, HostTopology, read_topology
 from ..wording.text import plural
@@ -113,7 +113,7 @@ class _SavedState:
         self.policies: list[MemoryPolicy] = []
 
 
-_stack: list[_SavedState] = lasting("bindings", [])
+_stack: list[_SavedState] = process_global("bindings", [])
 """The saved states, the oldest first. A forked child inherits the list, and it stays valid there: the child's threads
 have other numbers, but the masks that this module set are recognised by value, and the mask before them is the same."""
 

@@ -119,7 +119,7 @@ def _refusal(prefix: tuple[str, ...], path: str | None) -> str:
             return "true is not installed here, or not on PATH"
         command = [numactl, *prefix[1:], true]
         env = {**os.environ, "LC_ALL": "C"}
-        code, _, error = output_of(command, env=env, timeout=_PATIENCE, most=_MOST_OUTPUT, apart=True)
+        code, _, error = output_of(command, env=env, timeout=_PATIENCE, most=_MOST_OUTPUT, separate_stderr=True)
     except (TooLate, TooMuch):
         return f"numactl did not end within {_PATIENCE:g} s, or prints without end"
     except OSError as err:

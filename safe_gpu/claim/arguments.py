@@ -13,7 +13,7 @@ from ..errors import PlaceholderError, UnsatisfiableRequestError, package_logger
 from ..gpus.devices import HostSnapshot
 from ..host import procfs
 from ..host.foreign_files import printable_lines
-from ..host.procfs import lasting
+from ..host.procfs import process_global
 from ..runtimes.visible_devices import render_cuda
 from ..schedulers.job import JobContext, count, current
 from ..selection.request import Conditions, Selection, parse_request
@@ -46,7 +46,7 @@ class DefaultTimeout:
         return "DEFAULT"
 
 
-DEFAULT = lasting("default", DefaultTimeout())
+DEFAULT = process_global("default", DefaultTimeout())
 
 
 def parse_timeout(timeout: object, environ: Mapping[str, str], *, in_batch_job: bool) -> float | None:

@@ -17,7 +17,7 @@ from ..drivers import opened_driver
 from ..drivers.base import Driver
 from ..errors import AlreadyClaimedError, CudaInitializedError, GPUAffinityError, PlaceholderError
 from ..gpus.devices import Gpu
-from ..host.procfs import lasting
+from ..host.procfs import process_global
 from ..host.signals import DeferredSignals
 from ..runtimes import placeholders
 from ..runtimes.visible_devices import hide_all, render_visible
@@ -37,9 +37,9 @@ _DIVIDING = ("exclusive", "core-complex")
 
 # The owner that holds GPUs in this process, "current". There is at most one, because a process has one
 # CUDA_VISIBLE_DEVICES. It is also "gpu_owner" if it was made by a function.
-owners: dict[str, GPUOwner | None] = lasting("owners", {})
+owners: dict[str, GPUOwner | None] = process_global("owners", {})
 
-_owners_lock = lasting("owners_lock", allocate_lock())
+_owners_lock = process_global("owners_lock", allocate_lock())
 
 
 class GPUOwner:

@@ -90,7 +90,9 @@ def ask(ssh: Sequence[str]) -> Said:
     try:
         limit = find_program("timeout", os.environ)
         command = [limit, str(SECONDS), *ssh] if limit else ssh
-        return Said(*output_of(command, env=os.environ, timeout=SECONDS + 1, most=_LONGEST_ANSWER, apart=True))
+        return Said(
+            *output_of(command, env=os.environ, timeout=SECONDS + 1, most=_LONGEST_ANSWER, separate_stderr=True)
+        )
     except TooLate:
         return Said(TOO_LATE, "", "")
     except (OSError, TooMuch) as error:

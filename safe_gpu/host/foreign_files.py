@@ -4,6 +4,7 @@ Reading takes bounded memory, a FIFO does not block it, and an exception of a si
 """
 
 import os
+import re
 from functools import partial
 from io import FileIO
 
@@ -13,7 +14,10 @@ LIMIT = 1 << 16
 # O_NONBLOCK is for a FIFO, and for a file on which its owner holds a file lease (F_SETLEASE).
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
+# The most bytes of one read(2): a large limit reserves no memory before there is something to read.
 _PART = 1 << 16
+
+_LONGEST_LIST = 1024
 
 # No time of ours is later (the year 5138); time.localtime fails on numbers that JSON allows.
 _LATEST = 1e11
@@ -25,10 +29,13 @@ def open_to_read(path: str, flags: int = 0, dir_fd: int | None = None) -> FileIO
     Raises:
         OSError: it cannot be opened, or it is a directory. ValueError: the path has a NUL.
     """
+    # next() opens the file and wraps it in one call of C: a signal handler that raises between two calls, as that of
+    # Ctrl-C does, would leave the descriptor open.
+    open_in_directory = partial(os.open, dir_fd=dir_fd)
+    descriptors = map(open_in_directory, [path], [_FLAGS | flags])
+    files = map(FileIO, descriptors)
     try:
-        # One call, for a handler may raise after each: the file closes itself when nobody has it. An opener for open()
-        # would be a function of Python with a call more.
-        return next(map(FileIO, map(partial(os.open, dir_fd=dir_fd), (path,), (_FLAGS | flags,))))
+        return next(files)
     except IsADirectoryError as err:
         if isinstance(err.filename, int):  # FileIO does not close the descriptor that it refuses
             os.close(err.filename)
@@ -41,12 +48,14 @@ def read_bytes(path: str, limit: int = LIMIT) -> bytes:
     Raises:
         OSError: it cannot be read. ValueError: the path has a NUL.
     """
-    parts = []
+    data = bytearray()
     with open_to_read(path) as file:
-        while limit > 0 and (part := file.read(limit if limit < _PART else _PART)):
-            parts.append(part)
-            limit -= len(part)
-    return b"".join(parts)
+        while len(data) < limit:
+            part = file.read(min(limit - len(data), _PART))
+            if not part:
+                break
+            data += part
+    return bytes(data)
 
 
 def read_start(path: str, limit: int = LIMIT) -> bytes | None:
@@ -59,7 +68,9 @@ def read_start(path: str, limit: int = LIMIT) -> bytes | None:
 
 def printable(text: str) -> str:
     """Make untrusted text safe for a terminal: unprintable characters, such as escape codes, become blanks."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
+    if text.isprintable():
+        return text
+    return "".join(character if character.isprintable() else " " for character in text)
 
 
 def printable_lines(text: str, longest: int = 20_000) -> str:
@@ -70,7 +81,8 @@ def printable_lines(text: str, longest: int = 20_000) -> str:
     """
     if len(text) > longest:
         text = f"{text[:longest]} ..."
-    return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
+    lines = [printable(line) for line in text.split("\n")]
+    return "\n".join(lines)
 
 
 def well_formed(text: str) -> str:
@@ -82,7 +94,7 @@ def well_formed(text: str) -> str:
     """
     if text.isascii():
         return text
-    return "".join("\ufffd" if "\ud800" <= c <= "\udfff" else c for c in text)
+    return re.sub("[\ud800-\udfff]", "\ufffd", text)
 
 
 def as_text(value: object, longest: int = 200) -> str:
@@ -100,7 +112,9 @@ def as_list(value: object) -> list[object]:
     >>> as_list("GPU-12")
     []
     """
-    return value[:1024] if isinstance(value, list) else []
+    if not isinstance(value, list):
+        return []
+    return value[:_LONGEST_LIST]
 
 
 def as_int(value: object, least: int, most: int) -> int:
@@ -112,10 +126,10 @@ def as_int(value: object, least: int, most: int) -> int:
     >>> as_int(8, 1, 4096)
     8
     """
-    number = int(value)  # type: ignore[call-overload]
+    number: int = int(value)  # type: ignore[call-overload]
     if not least <= number <= most:
         raise ValueError("out of bounds")
-    return int(number)
+    return number
 
 
 def as_time(value: object) -> float:
@@ -125,7 +139,9 @@ def as_time(value: object) -> float:
         ValueError, TypeError, OverflowError: it is no number.
     """
     seconds = float(value)  # type: ignore[arg-type]
-    return seconds if 0 <= seconds < _LATEST else 0.0
+    if not 0 <= seconds < _LATEST:
+        return 0.0
+    return seconds
 
 
 def as_seconds(value: object, least: float) -> float | None:
@@ -134,6 +150,8 @@ def as_seconds(value: object, least: float) -> float | None:
     >>> as_seconds("soon", 1) is None
     True
     """
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value < _LATEST:
-        return float(value)
-    return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    if not least <= value < _LATEST:
+        return None
+    return float(value)

@@ -25,7 +25,7 @@ from .signals import DeferredSignals
 if TYPE_CHECKING:
     from _thread import LockType
 
-_closed_in_children: "set[Held]" = procfs.lasting("closed_in_children", set())
+_closed_in_children: "set[Held]" = procfs.process_global("closed_in_children", set())
 
 
 class Held:

@@ -8,8 +8,10 @@ and no other line breaks: so its text is split at line feeds only.
 """
 
 import os
+import pwd
 import sys
 import time
+from _socket import if_nameindex  # the module socket takes 15 ms to import
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
@@ -27,6 +29,8 @@ _LONGEST_COMMAND = 1 << 12  # bytes of a command line
 
 _MOST_FILES = 1 << 12  # descriptors of one process
 
+_OVERFLOW_UID = 65534  # of users without a number, where /proc does not tell
+
 LONGEST_READ = 0.2
 """Seconds of processor time after which a table of the kernel, which other users can make long, is not read on."""
 
@@ -42,6 +46,28 @@ _PF_EXITING = 0x4  # set before the task's files are closed
 _PF_FORKNOEXEC = 0x40
 
 
+class _Task(NamedTuple):
+    """What the kernel says of a process or a thread in /proc/PID/stat; a number is None if it cannot be parsed.
+
+    ``start`` is in clock ticks since boot.
+    """
+
+    state: bytes
+    parent: int | None
+    flags: int
+    threads: int | None
+    start: int | None
+
+    @property
+    def is_zombie(self) -> bool:
+        """Whether all of the process has exited, and not only its first thread (pthread_exit(3))."""
+        return self.state in (b"Z", b"X") and self.threads is not None and self.threads < 2
+
+    @property
+    def is_exiting(self) -> bool:
+        return bool(self.flags & _PF_EXITING)
+
+
 def _read(path: str, limit: int = LIMIT) -> bytes:
     return read_start(path, limit) or b""
 
@@ -51,22 +77,52 @@ def _is_number(field: bytes) -> bool:
 
 
 def _number(fields: Sequence[bytes], index: int) -> int | None:
-    return int(fields[index]) if len(fields) > index and _is_number(fields[index]) else None
+    if index >= len(fields) or not _is_number(fields[index]):
+        return None
+    return int(fields[index])
 
 
-def _stat_fields(task: int | str) -> list[bytes]:
-    """Return the fields of /proc/PID/stat from the third (state) on, or of ``PID/task/TID``. The second, the name, may
-    contain blanks and brackets."""
-    return _read(f"/proc/{task}/stat").rpartition(b")")[2].split()
+def _task(task: int | str) -> _Task | None:
+    """Return what the kernel says of a process, or of the thread ``PID/task/TID``; None if /proc does not show it."""
+    # The name, field 2 in brackets, may contain blanks and brackets.
+    fields = _read(f"/proc/{task}/stat").rpartition(b")")[2].split()
+    if not fields:
+        return None
+    numbered = [b"", b"", b"", *fields]  # as in proc_pid_stat(5), where the state is field 3
+    return _Task(
+        state=numbered[3],
+        parent=_number(numbered, 4),
+        flags=_number(numbered, 9) or 0,
+        threads=_number(numbered, 20),
+        start=_number(numbered, 22),
+    )
+
+
+def _name_in_proc(pid: int) -> int | str:
+    """Return the name of a process in /proc, which may be of another PID namespace than this process."""
+    if pid == os.getpid():
+        return "self"
+    return pid
 
 
 def _status_numbers(pid: int, name: bytes) -> list[int]:
     """Return the numbers in one line of /proc/PID/status; none if there are other words in it."""
     for line in _read(f"/proc/{pid}/status").split(b"\n"):
-        if line.startswith(name):
-            _, *fields = line.split()
-            return [int(field) for field in fields] if all(map(_is_number, fields)) else []
+        if not line.startswith(name):
+            continue
+        _, *fields = line.split()
+        if not all(_is_number(field) for field in fields):
+            return []
+        return [int(field) for field in fields]
     return []
+
+
+def _status_number(pid: int, name: bytes) -> int | None:
+    """Return the first of these numbers; None if there is none."""
+    numbers = _status_numbers(pid, name)
+    if not numbers:
+        return None
+    return numbers[0]
 
 
 def exists(pid: int) -> bool:
@@ -88,63 +144,77 @@ def has_ended(pid: int) -> bool:
         return True
     except OSError:
         pass  # it exists, but belongs to another user
-    return _is_zombie(_stat_fields(pid))
-
-
-def _is_zombie(fields: list[bytes]) -> bool:
-    threads = _number(fields, 17)
-    return fields[:1] in ([b"Z"], [b"X"]) and threads is not None and threads < 2
+    process = _task(pid)
+    return process is not None and process.is_zombie
 
 
 def is_forked() -> bool:
     """Return whether this process was forked, and has executed no program since."""
-    return bool((_number(_stat_fields("self"), 6) or 0) & _PF_FORKNOEXEC)
+    process = _task("self")
+    return process is not None and bool(process.flags & _PF_FORKNOEXEC)
 
 
 def is_exiting(pid: int) -> bool:
     """Return whether the process has exited or all its threads are exiting, so that the kernel may have released its
     locks.
 
-    The threads of a process that was killed take their time to free memory of a GPU, when the first is long a zombie.
+    The threads of a process that was killed take their time to free memory of a GPU, although the first has been a
+    zombie for a while.
     """
-    fields = _stat_fields(pid)
-    return has_ended(pid) or (
-        bool(fields) and _leaves(fields) and all(_leaves(_stat_fields(thread)) for thread in _other_threads(pid))
-    )
+    first_thread = _task(pid)  # before: one that ends meanwhile has ended
+    if has_ended(pid):
+        return True
+    if first_thread is None or not first_thread.is_exiting:
+        return False
+    return all(_thread_is_exiting(thread) for thread in _other_threads(pid))
 
 
-def _leaves(fields: list[bytes]) -> bool:
-    """Return whether a thread with this line of /proc exits; one without any has gone."""
-    return not fields or bool((_number(fields, 6) or 0) & _PF_EXITING)
+def _thread_is_exiting(thread: str) -> bool:
+    """Return whether a thread exits, or is not shown any more."""
+    task = _task(thread)
+    return task is None or task.is_exiting
 
 
 def _other_threads(pid: int) -> Iterator[str]:
     """Yield ``PID/task/TID`` of each thread but the first."""
     with suppress(OSError), os.scandir(f"/proc/{pid}/task") as threads:
-        yield from (f"{pid}/task/{thread.name}" for thread in threads if thread.name != str(pid))
+        for thread in threads:
+            if thread.name != str(pid):
+                yield f"{pid}/task/{thread.name}"
 
 
 def start_time(pid: int) -> int | None:
     """Return the start time of the process in clock ticks since boot. Pid and start time together identify one
     process."""
-    return _number(_stat_fields("self" if pid == os.getpid() else pid), 19)  # /proc may be of another PID namespace
+    process = _task(_name_in_proc(pid))
+    if process is None:
+        return None
+    return process.start
 
 
 def start_of_living(pid: int) -> int | None:
     """Return the same of a process that has not exited."""
-    fields = _stat_fields("self" if pid == os.getpid() else pid)
-    return None if _is_zombie(fields) else _number(fields, 19)
+    process = _task(_name_in_proc(pid))
+    if process is None or process.is_zombie:
+        return None
+    return process.start
 
 
 def seconds_running(pid: int) -> float | None:
     """Return how long ago the process started; None for a process that cannot be seen."""
     started = start_time(pid)
-    return None if started is None else time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+    if started is None:
+        return None
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
-@cache  # unshare(2) and setns(2) change that of later children only
+@cache
 def pid_namespace() -> int | None:
-    """Return the inode of this process's PID namespace, which identifies it on this host; None without /proc."""
+    """Return the inode of this process's PID namespace, which identifies it on this host; None without /proc.
+
+    Cached, because each of thousands of tickets is compared with it. unshare(2) and setns(2) change the namespace of
+    later children only.
+    """
     with suppress(OSError):
         return os.stat("/proc/self/ns/pid").st_ino
     return None
@@ -161,47 +231,62 @@ def namespace_text(namespace: int | None) -> str:
         return ""
     if own == FIRST_PID_NAMESPACE:
         return "in a container"
-    return "outside this container" if namespace == FIRST_PID_NAMESPACE else "in another container"
+    if namespace == FIRST_PID_NAMESPACE:
+        return "outside this container"
+    return "in another container"
 
 
 def thread_group(pid: int) -> int | None:
     """Return the pid of the process that has this thread, which is ``pid`` for its main thread; None if it cannot be
     seen."""
-    with suppress(OSError, OverflowError, AttributeError):  # it takes the main thread only; old hosts lack it
-        next(map(os.close, map(os.pidfd_open, (pid,))))  # one call, for a handler may raise after each
-        return pid
-    return next(iter(_status_numbers(pid, b"Tgid:")), None)
+    return _status_number(pid, b"Tgid:")
 
 
 def parent_of(pid: int) -> int | None:
     """Return the parent's pid; None for a process that cannot be seen."""
-    return _number(_stat_fields(pid), 1)
+    process = _task(pid)
+    if process is None:
+        return None
+    return process.parent
+
+
+def is_running(pid: int) -> bool:
+    """Return whether the process runs or waits for a CPU."""
+    process = _task(pid)
+    return process is not None and process.state == b"R"
 
 
 def is_stopped(pid: int, known: dict[int | bytes, bool] | None = None) -> bool:
     """Return whether the process is stopped (SIGSTOP, a suspended job) or frozen by a cgroup v2 freezer.
 
     Args:
-        known: the answers for processes and cgroups, filled here, so that one look asks for each once.
+        known: the answers for processes and cgroups, filled here, so that a look at thousands of tickets asks for each
+            once.
     """
-    known = {} if known is None else known
+    if known is None:
+        known = {}
     if pid not in known:
-        known[pid] = _stat_fields(pid)[:1] == [b"T"] or _is_frozen(pid, known)
+        process = _task(pid)
+        known[pid] = (process is not None and process.state == b"T") or _is_frozen(pid, known)
     return known[pid]
 
 
-def is_running(pid: int) -> bool:
-    """Return whether the process runs or waits for a CPU."""
-    return _stat_fields(pid)[:1] == [b"R"]
-
-
 def _is_frozen(pid: int, known: dict[int | bytes, bool]) -> bool:
+    cgroup = _cgroup_of(pid)
+    if cgroup is None:
+        return False
+    if cgroup not in known:
+        known[cgroup] = b"frozen 1" in _read("/sys/fs/cgroup" + os.fsdecode(cgroup) + "/cgroup.events")
+    return known[cgroup]
+
+
+def _cgroup_of(pid: int) -> bytes | None:
+    """Return the path of the cgroup v2 of a process; None if it is none of those that are seen here."""
     for line in _read(f"/proc/{pid}/cgroup").split(b"\n"):
-        if line.startswith(b"0::/") and b"/../" not in line + b"/":  # it is none of those that are seen here
-            if line not in known:
-                known[line] = b"frozen 1" in _read("/sys/fs/cgroup" + os.fsdecode(line[3:]) + "/cgroup.events")
-            return known[line]
-    return False
+        path = line.removeprefix(b"0::")
+        if line.startswith(b"0::/") and b"/../" not in path + b"/":
+            return path
+    return None
 
 
 def open_files(pid: int | str) -> dict[int, str] | None:
@@ -257,8 +342,6 @@ def user_name(uid: int) -> str:
 
     Cached, because a directory service may take seconds to answer.
     """
-    import pwd
-
     # Before Python 3.11 the exception of a handler is lost where there is no such user.
     with suppress(KeyError, OverflowError), DeferredSignals():
         return pwd.getpwuid(uid).pw_name
@@ -267,12 +350,18 @@ def user_name(uid: int) -> str:
 
 @cache
 def is_unknown_user(uid: int) -> bool:
-    """Return whether this uid stands for all users whom the user namespace of this process does not know."""
+    """Return whether this uid stands for all users whom the user namespace of this process does not know.
+
+    Cached, because the owner of each of thousands of files is asked for.
+    """
+    if has_all_ids():
+        return False
     overflow = _read("/proc/sys/kernel/overflowuid").strip()
-    return not has_all_ids() and uid == (int(overflow) if overflow.isdigit() else 65534)
+    if not overflow.isdigit():
+        return uid == _OVERFLOW_UID
+    return uid == int(overflow)
 
 
-@cache  # what was root of a user namespace stays that, and a claim asks several times
 def has_all_ids() -> bool:
     """Return whether all users of the host are users here, or the kernel has no user namespaces."""
     return _read("/proc/self/uid_map").split() in ([], [b"0", b"0", b"4294967295"])
@@ -288,7 +377,7 @@ def uid_of(pid: int) -> int | None:
 def real_uid_of(pid: int) -> int | None:
     """Return the real uid of the process, which a program that changes its user (su, sudo) has from who started it at
     first; None if it has exited or cannot be seen."""
-    return next(iter(_status_numbers(pid, b"Uid:")), None)
+    return _status_number(pid, b"Uid:")
 
 
 def family_of(pid: int) -> tuple[int, tuple[int, ...]] | None:
@@ -297,14 +386,21 @@ def family_of(pid: int) -> tuple[int, tuple[int, ...]] | None:
     None if it cannot be seen, and if it runs in a PID namespace of its own (a container), where parents tell nothing.
     """
     uids = _status_numbers(pid, b"Uid:")
-    known = len(uids) > 1 and len(_status_numbers(pid, b"NSpid:")) == 1
-    return (uids[1], (pid, *ancestors(pid))) if known else None
+    if len(uids) < 2:
+        return None
+    pids_in_namespaces = _status_numbers(pid, b"NSpid:")
+    if len(pids_in_namespaces) != 1:
+        return None
+    _real, effective, *_ = uids
+    return effective, (pid, *ancestors(pid))
 
 
 def user_of(pid: int) -> str | None:
     """Return the login name of the process's effective user; None if the process has exited."""
     uid = uid_of(pid)
-    return None if uid is None else user_name(uid)
+    if uid is None:
+        return None
+    return user_name(uid)
 
 
 def command_of(pid: int, limit: int = 200) -> str | None:
@@ -317,21 +413,29 @@ def command_of(pid: int, limit: int = 200) -> str | None:
 
 def arguments_of(pid: int) -> list[str]:
     """Return the program and its arguments, of which 4 KiB are read, printable or not; [""] if it has exited."""
-    line = _read(f"/proc/{pid}/cmdline", _LONGEST_COMMAND).rstrip(b"\0") or _read(f"/proc/{pid}/comm").strip()
+    line = _read(f"/proc/{pid}/cmdline", _LONGEST_COMMAND).rstrip(b"\0")
+    if not line:
+        line = _read(f"/proc/{pid}/comm").strip()
     return line.decode("utf-8", "replace").split("\0")
 
 
-def lasting(name: str, new: _T) -> _T:
-    """Return what this process has under a name, at first ``new``. It outlives a reload of all modules, as by IPython's
-    autoreload: locks that nobody knew of any more would be held to the end of the process."""
-    kept: _T = vars(sys).setdefault("_safe_gpu", {}).setdefault(name, new)
+def process_global(name: str, new: _T) -> _T:
+    """Return the object that this process keeps under a name, which is ``new`` on the first call.
+
+    It survives a reload of all modules, as by IPython's autoreload: locks that nobody knew of any more would be held to
+    the end of the process.
+    """
+    objects = vars(sys).setdefault("_safe_gpu", {})
+    kept: _T = objects.setdefault(name, new)
     return kept
 
 
 def describe_process(pid: int) -> tuple[str, str] | None:
     """Return (user, command) of a process, or None if /proc does not show it."""
     user = user_of(pid)
-    return None if user is None else (user, command_of(pid) or "")
+    if user is None:
+        return None
+    return user, command_of(pid) or ""
 
 
 def flock_holders(inodes: Collection[int]) -> dict[int, list[int]]:
@@ -346,20 +450,25 @@ def flock_holders(inodes: Collection[int]) -> dict[int, list[int]]:
     wanted = {b"%d" % inode for inode in inodes}
     until = time.thread_time() + LONGEST_READ
     for number, line in enumerate(lines_of("/proc/locks")):
-        if not number % 64 and time.thread_time() > until:
+        if number % 64 == 0 and time.thread_time() > until:
             break
         fields = line.split()
-        if len(fields) < 8 or fields[1] == b"->" or fields[5].rpartition(b":")[2] not in wanted:
+        if len(fields) < 8:
             continue
-        pid, known = _number(fields, 4), holders.setdefault(int(fields[5].rpartition(b":")[2]), [])
-        if pid and pid not in known:
-            known.append(pid)
+        _, kind, _, _, _, file, *_ = fields
+        inode = file.rpartition(b":")[2]
+        if kind == b"->" or inode not in wanted:  # -> is a process that waits for the lock
+            continue
+        pids_of_file = holders.setdefault(int(inode), [])
+        pid = _number(fields, 4)
+        if pid and pid not in pids_of_file:
+            pids_of_file.append(pid)
     return holders
 
 
 def lines_of(path: str) -> Iterator[bytes]:
-    """Yield the lines of a table of the kernel, one at a time: other users can make it long. None if it cannot be
-    read."""
+    """Yield the lines of a table of the kernel, one at a time, since other users can make it long; no line if it cannot
+    be read."""
     try:
         with open(path, "rb") as file:
             yield from file
@@ -379,20 +488,23 @@ def file_system_of(fd: int) -> FileSystem:
 
     The mount is found by its id, not by device number: those differ on overlay and btrfs file systems.
     """
-    info = b"\n" + (read_start(f"/proc/self/fdinfo/{fd}", 4096) or b"")
+    info = b"\n" + _read(f"/proc/self/fdinfo/{fd}", 4096)
     mount = info.partition(b"\nmnt_id:\t")[2].partition(b"\n")[0]
     for line in lines_of("/proc/self/mountinfo"):
-        fields, _, tail = line.partition(b" - ")
-        number, _, _, _, point, *_ = [*fields.split(b" "), *[b""] * 5]
-        if number == mount:
-            return FileSystem(tail.split(b" ")[0].decode("ascii", "replace"), os.fsdecode(point))
+        before, _, after = line.partition(b" - ")
+        fields = before.split(b" ")
+        if len(fields) > 4 and fields[0] == mount:
+            kind = after.split(b" ")[0]
+            return FileSystem(kind.decode("ascii", "replace"), os.fsdecode(fields[4]))
     return FileSystem()
 
 
 @cache
 def file_system_at(path: str, device: int) -> FileSystem:
-    """Return the file system of a directory that is on this device, looked up once: that takes longer than to take
-    a lock."""
+    """Return the file system of a directory that is on this device.
+
+    Cached, because a user who mounts file systems of FUSE can make the table of mounts long.
+    """
     try:
         fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
@@ -406,8 +518,6 @@ def file_system_at(path: str, device: int) -> FileSystem:
 def sees_network_devices() -> bool:
     """Return whether an interface of this network namespace is a device. /sys may be of another one, so it is not
     listed."""
-    from _socket import if_nameindex  # the module socket takes 15 ms to import
-
     with suppress(OSError):
         return any(os.path.exists(f"/sys/class/net/{name}/device") for _, name in if_nameindex())
     return False

@@ -16,8 +16,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import dropwhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .foreign_files import printable
 from .procfs import arguments_of, has_all_ids
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
 _UNKILLABLE = 1.0  # seconds that a killed program is waited for: a driver that hangs may keep it
 
 _LEFT_OPEN = 0.1  # seconds without output after which it is looked whether a program has ended and left its output open
+
+_MOST_OF_CHILD = 1 << 20  # bytes that a child of ours prints
 
 _MOST_LINKS = 40  # on the way to one path, as in the kernel
 
@@ -56,31 +57,46 @@ def others_can_change(path: str, *, within: bool = False) -> str | None:
     """
     if not path.startswith("/"):
         return path or "."
-    place, ahead, links, shared = "/", _names(path), 0, False
+    place = "/"
+    ahead = _names(path)
+    links = 0
+    others_can_make = False  # something in the directory that was passed last
     while True:
         try:
             status = os.lstat(place)
-            target = os.readlink(place) if stat.S_ISLNK(status.st_mode) else None
+            is_link = stat.S_ISLNK(status.st_mode)
+            target = os.readlink(place) if is_link else ""
         except FileNotFoundError:
-            return place if shared else None
+            if others_can_make:
+                return place
+            return None
         except OSError:
             return place
-        if status.st_uid:
+        if status.st_uid != 0:
             return place
-        if target is not None:
+        if is_link:
             links += 1
             if links > _MOST_LINKS or place.startswith("/proc/"):  # those of /proc lead elsewhere than they say
                 return place
             ahead += _names(target)
-            place = "/" if target.startswith("/") else os.path.dirname(place)
+            if target.startswith("/"):
+                place = "/"
+            else:
+                place = os.path.dirname(place)
             continue
-        shared = bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
-        if shared and not (stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX):
+        is_sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
+        others_can_make = bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+        if others_can_make and not is_sticky:
             return place
         if not ahead:
-            return place if within and shared else None
+            if within and others_can_make:
+                return place
+            return None
         name = ahead.pop()
-        place = os.path.dirname(place) if name == ".." else f"{'' if place == '/' else place}/{name}"
+        if name == "..":
+            place = os.path.dirname(place)
+        else:
+            place = os.path.join(place, name)
 
 
 def _names(path: str) -> list[str]:
@@ -94,25 +110,30 @@ def find_program(name: str, environ: Mapping[str, str], *more: str) -> str | Non
     Raises:
         PermissionError: there are only such that other users can change; the text is for root, with the way out.
     """
-    root, refusal = is_root(), ""
-    for place in (*environ.get("PATH", os.defpath).split(os.pathsep), *more):
-        path = os.path.join(place or os.curdir, name)
+    user_is_root = is_root()
+    refusal: PermissionError | None = None
+    for directory in (*environ.get("PATH", os.defpath).split(os.pathsep), *more):
+        path = os.path.join(directory or os.curdir, name)
         if not os.path.isfile(path) or not os.access(path, os.X_OK):
             continue
-        part = others_can_change(path) if root else None
+        if not user_is_root:
+            return path
+        part = others_can_change(path)
         if part is None:
             return path
-        refusal = refusal or (
-            f"{path} is not run as root, because other users can change {'it' if part == path else part}: put a {name} "
-            "that only root can change on PATH"
-        )
-    if refusal:
-        raise PermissionError(refusal)
+        if refusal is None:
+            what = "it" if part == path else part
+            refusal = PermissionError(
+                f"{path} is not run as root, because other users can change {what}: put a {name} that only root can "
+                "change on PATH"
+            )
+    if refusal is not None:
+        raise refusal
     return None
 
 
 IN_CHILD = "_SAFE_GPU_CHILD"
-"""The variable in the environment of such children."""
+"""The variable in the environment of children that are the Python of this process."""
 
 
 def python_child(environ: Mapping[str, str], *arguments: str) -> tuple[list[str], dict[str, str]]:
@@ -145,6 +166,14 @@ class TooMuch(Failed):
     """It printed more than is read. It was killed, with its children."""
 
 
+class Output(NamedTuple):
+    """The exit status of a program, and what it printed on its output and its error output."""
+
+    status: int
+    text: str
+    errors: str
+
+
 def call_in_child(
     function: str, *arguments: str, env: Mapping[str, str], timeout: float, with_packages: bool = False
 ) -> str:
@@ -162,18 +191,32 @@ def call_in_child(
     module, name = function.split()
     places = [os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))]
     if with_packages:
-        root = is_root()
-        others = (one for one in sys.path if os.path.isdir(one) and not os.path.samefile(one, os.curdir))
-        places += [one for one in others if not (root and others_can_change(one, within=True))]
+        places += _places_of_packages()
     code = (
         "import sys; end = sys.argv.index('--'); sys.path += sys.argv[1:end]; "
         f"from {module} import {name}; sys.exit({name}(*sys.argv[end + 1 :]))"
     )
     command, env = python_child(env, "-I", "-S", "-c", code, *places, "--", *arguments)
-    status, answer, trouble = output_of(command, env=env, timeout=timeout, most=1 << 20, apart=True, full=True)
-    if status:
-        raise Failed(trouble.strip().rpartition("\n")[2] or f"exit status {status}")
-    return answer
+    answer = output_of(
+        command, env=env, timeout=timeout, most=_MOST_OF_CHILD, separate_stderr=True, whole_environment=True
+    )
+    if answer.status != 0:
+        last_line = answer.errors.strip().rpartition("\n")[2]
+        raise Failed(last_line or f"exit status {answer.status}")
+    return answer.text
+
+
+def _places_of_packages() -> list[str]:
+    """Return where this process finds modules: not in the current directory, and for root only where root can make
+    them."""
+    found = []
+    for place in sys.path:
+        if not os.path.isdir(place) or os.path.samefile(place, os.curdir):
+            continue
+        if is_root() and others_can_change(place, within=True):
+            continue
+        found.append(place)
+    return found
 
 
 def output_of(
@@ -182,47 +225,51 @@ def output_of(
     env: Mapping[str, str],
     timeout: float,
     most: int,
-    apart: bool = False,
-    full: bool = False,
-) -> tuple[int, str, str]:
-    """Return the exit status, output and error output; the last is in the output unless ``apart``.
+    separate_stderr: bool = False,
+    whole_environment: bool = False,
+) -> Output:
+    """Run a program, and return what it ended with and printed.
 
     Bytes that are not UTF-8 become U+FFFD. A child that it leaves behind with its output open is not waited for, but
     killed, unless it has a session of its own.
 
     Args:
         arguments: the first is a path from :func:`find_program`.
-        env: of which it gets what :func:`environment` returns, unless ``full``.
+        env: of which it gets what :func:`environment` returns, unless ``whole_environment``.
         timeout: seconds.
         most: bytes that are read.
+        separate_stderr: whether its error output is returned apart; else it is in ``text``.
 
     Raises:
         OSError: it cannot be started. TooLate, TooMuch: see there.
     """
     import subprocess
 
+    if not whole_environment:
+        env = environment(env)
     process = subprocess.Popen(
         arguments,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE if apart else subprocess.STDOUT,
-        env=env if full else environment(env),
+        stderr=subprocess.PIPE if separate_stderr else subprocess.STDOUT,
+        env=env,
         start_new_session=True,
     )
     deadline = time.monotonic() + timeout
     try:
-        out, err = _read(process, deadline, most)
-        code = process.wait(max(0.0, deadline - time.monotonic()))
-    except BaseException as trouble:
+        text, errors = _read(process, deadline, most)
+        status = process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired as trouble:
         _abandon(process)
-        if isinstance(trouble, subprocess.TimeoutExpired):
-            raise TooLate("it does not end") from trouble
+        raise TooLate("it does not end") from trouble
+    except BaseException:
+        _abandon(process)
         raise
     finally:
         for stream in (process.stdout, process.stderr):
             if stream is not None:
                 stream.close()
-    return code, out.decode("utf-8", "replace"), err.decode("utf-8", "replace")
+    return Output(status, text.decode("utf-8", "replace"), errors.decode("utf-8", "replace"))
 
 
 def environment(env: Mapping[str, str]) -> dict[str, str]:
@@ -231,52 +278,56 @@ def environment(env: Mapping[str, str]) -> dict[str, str]:
     if not is_root():
         return dict(env)
     kept = {name: value for name, value in env.items() if name in _FOR_PROGRAMS and "/" not in value}
-    conf = env.get("SLURM_CONF", "")
-    read = {
+    slurm_conf = env.get("SLURM_CONF", "")
+    read_by = {
         "HOME": [env.get("HOME", "")],
         "SGE_ROOT": [f"{env.get('SGE_ROOT', '')}/{env.get('SGE_CELL') or 'default'}/common"],
-        "SLURM_CONF": [conf, os.path.dirname(conf)],  # the other files of Slurm are beside it
+        "SLURM_CONF": [slurm_conf, os.path.dirname(slurm_conf)],  # the other files of Slurm are beside it
         "SSH_AUTH_SOCK": [env.get("SSH_AUTH_SOCK", "")],
         "TZ": [os.path.join("/usr/share/zoneinfo", env.get("TZ", "").lstrip(":"))],
     }
-    for name, paths in read.items():
-        if name in env and not any(others_can_change(path, within=True) for path in paths):
+    for name, paths in read_by.items():
+        if name in env and all(_only_root_can_make(path) for path in paths):
             kept[name] = env[name]
     for name in ("PATH", "LD_LIBRARY_PATH"):
         places = env.get(name, "").replace(";", ":").split(":")
         # The loader puts something in the place of $ORIGIN.
-        sure = [place for place in places if "$" not in place and not others_can_change(place, within=True)]
+        sure = [place for place in places if "$" not in place and _only_root_can_make(place)]
         if sure:
             kept[name] = ":".join(sure)
     return kept
 
 
-def _read(process: subprocess.Popen[bytes], deadline: float, most: int) -> list[bytes]:
+def _only_root_can_make(path: str) -> bool:
+    return others_can_change(path, within=True) is None
+
+
+def _read(process: subprocess.Popen[bytes], deadline: float, most: int) -> tuple[bytes, bytes]:
     """Return what it prints on its output and its error output, until both are closed or it has ended."""
     import selectors
 
-    parts: list[list[bytes]] = [[], []]
+    text = bytearray()
+    errors = bytearray()
     with selectors.DefaultSelector() as selector:
-        for number, stream in enumerate((process.stdout, process.stderr)):
+        for stream, read in ((process.stdout, text), (process.stderr, errors)):
             if stream is not None:
-                selector.register(stream, selectors.EVENT_READ, number)
+                selector.register(stream, selectors.EVENT_READ, read)
         while selector.get_map():
-            ended = process.poll() is not None  # before: what it has written by then is ready
+            has_ended = process.poll() is not None  # asked first: what it has written by then is ready
             ready = selector.select(min(_LEFT_OPEN, max(0.0, deadline - time.monotonic())))
             if time.monotonic() >= deadline:
                 raise TooLate("it does not end")
-            if not ready and ended:
+            if not ready and has_ended:
                 _abandon(process)
                 break
             for key, _ in ready:
                 part = os.read(key.fd, 1 << 16)
                 if not part:
                     selector.unregister(key.fileobj)
-                most -= len(part)
-                if most < 0:
-                    raise TooMuch("it prints without end")
-                parts[key.data].append(part)
-    return [b"".join(one) for one in parts]
+                key.data.extend(part)
+            if len(text) + len(errors) > most:
+                raise TooMuch("it prints without end")
+    return bytes(text), bytes(errors)
 
 
 def _abandon(process: subprocess.Popen[bytes]) -> None:
@@ -310,29 +361,36 @@ def command_for_record(arguments: Sequence[str]) -> str | None:
 
     ``SAFE_GPU_RECORD_COMMAND=full`` asks for all of it.
     """
-    full = os.environ.get("SAFE_GPU_RECORD_COMMAND") == "full"
-    return (" ".join(arguments) if full else program_names(arguments))[:_LONGEST] or None
+    command = program_names(arguments)
+    if os.environ.get("SAFE_GPU_RECORD_COMMAND") == "full":
+        command = " ".join(arguments)
+    return command[:_LONGEST] or None
 
 
 def own_command() -> str | None:
-    """Return the same of this process."""
-    # Empty where Python is embedded. /proc takes longer to read than a claim to make.
-    command = command_for_record(sys.orig_argv or arguments_of(os.getpid()))
+    """Return the same of this process, and the name of the notebook whose kernel it is."""
+    arguments = sys.orig_argv or arguments_of(os.getpid())  # empty where Python is embedded
+    command = command_for_record(arguments)
     notebook = _base(os.environ.get("JPY_SESSION_NAME", ""))
-    return f"{command} {notebook}"[:_LONGEST] if notebook and command and command.endswith(_KERNEL) else command
+    if command is None or not command.endswith(_KERNEL) or not notebook:
+        return command
+    return f"{command} {notebook}"[:_LONGEST]
 
 
 def command_of(pid: int, said: str | None) -> str | None:
     """Return the command of a living process for people: the names of program and script, as /proc shows them.
 
     Args:
-        said: what its record says. If that is the whole command, its user wants it to be seen.
+        said: what its record says. It is believed where its user wants the whole command to be seen, as /proc shows it,
+            and where it adds to a kernel the name of the notebook, which is no argument.
     """
     arguments = arguments_of(pid)
-    # Only here is more believed than /proc shows: a kernel's record names the notebook, which is no argument.
-    whole, short = (printable(text)[:_LONGEST] for text in (" ".join(arguments), program_names(arguments)))
-    is_notebook = said and short.endswith(_KERNEL) and said.startswith(f"{short} ")
-    return (said if whole == said or is_notebook else short) or None
+    whole = printable(" ".join(arguments))[:_LONGEST]
+    short = printable(program_names(arguments))[:_LONGEST]
+    is_notebook = said is not None and short.endswith(_KERNEL) and said.startswith(f"{short} ")
+    if said == whole or is_notebook:
+        return said or None
+    return short or None
 
 
 def program_names(arguments: Sequence[str]) -> str:
@@ -349,20 +407,29 @@ def program_names(arguments: Sequence[str]) -> str:
     if not others:
         first = first.partition(" ")[0]  # a title that the process has given itself
     program = _base(first)
-    kind = program.rstrip("0123456789.")
-    if kind in ("python", "pypy"):
-        script = _python_script(others)
-    elif kind in _INTERPRETERS:
-        if kind in _SHELLS:
-            others = list(dropwhile(re.compile(_SHELL_FLAGS).fullmatch, others))
-        script = _base(others[0]) if others and not others[0].startswith("-") else ""
-    else:
-        script = ""
-    return f"{program} {script}" if script else program
+    script = _script(program.rstrip("0123456789."), others)
+    if not script:
+        return program
+    return f"{program} {script}"
 
 
 def _base(path: str) -> str:
     return path.rpartition("/")[2]
+
+
+def _script(interpreter: str, arguments: Iterable[str]) -> str:
+    """Return the name of the script that an interpreter runs; "" if it runs none, or is no interpreter."""
+    if interpreter in ("python", "pypy"):
+        return _python_script(arguments)
+    if interpreter not in _INTERPRETERS:
+        return ""
+    for argument in arguments:
+        if interpreter in _SHELLS and re.fullmatch(_SHELL_FLAGS, argument):
+            continue
+        if argument.startswith("-"):
+            return ""
+        return _base(argument)
+    return ""
 
 
 def _python_script(arguments: Iterable[str]) -> str:
@@ -371,13 +438,25 @@ def _python_script(arguments: Iterable[str]) -> str:
     for argument in rest:
         if not argument.startswith("-"):
             return _base(argument)
-        letters = argument[1:]
-        kind = "c" if letters[:1] in ("", "-") else next(filter("mcWX".__contains__, letters), "")
-        value = letters.partition(kind)[2] if kind else ""
-        if kind == "m":
-            return f"-m {value or next(rest, '')}".rstrip()
-        if kind == "c":
+        if argument == "-" or argument.startswith("--"):
             return ""
-        if kind and not value:
-            next(rest, "")
+        option, value = _option_with_value(argument)
+        if option == "c":
+            return ""
+        if option and not value:
+            value = next(rest, "")
+        if option == "m":
+            return f"-m {value}".rstrip()
     return ""
+
+
+def _option_with_value(argument: str) -> tuple[str, str]:
+    """Return which of Python's options that take a value is among these letters, and what follows it there.
+
+    >>> _option_with_value("-Im"), _option_with_value("-uWignore"), _option_with_value("-u")
+    (('m', ''), ('W', 'ignore'), ('', ''))
+    """
+    for position, letter in enumerate(argument):
+        if letter in "cmWX":
+            return letter, argument[position + 1 :]
+    return "", ""

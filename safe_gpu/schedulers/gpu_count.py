@@ -93,7 +93,9 @@ def _asked(
         if program is None:
             raise QstatError(f"{name} is not on PATH here")
         variables = {**environ, "LC_ALL": "C"}
-        return output_of([program, *arguments], env=variables, timeout=patience, most=_MOST_OUTPUT, apart=True)
+        return output_of(
+            [program, *arguments], env=variables, timeout=patience, most=_MOST_OUTPUT, separate_stderr=True
+        )
     except TooLate:
         raise QstatError(f"{name} did not answer in {patience:g} s") from None
     except TooMuch:

@@ -266,7 +266,6 @@ def test_who_is_unknown_to_a_user_namespace_is_nobody(state_dir: Path, user: Any
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"0 {OTHER} 1")
         api.procfs.is_unknown_user.cache_clear()
-        api.procfs.has_all_ids.cache_clear()
         one = api.gather().gpus[0].claim
         assert one is not None
         return say(json.dumps([[entry.uid for entry in api.living_claims()], one.user, one.uid]))

@@ -254,7 +254,8 @@ def test_what_a_program_prints_at_its_end_is_read(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(selectors.DefaultSelector, "select", late)
     waits = f"until [ -e {go} ]; do sleep 0.01; done; echo answer"
-    assert api.programs.output_of(["/bin/sh", "-c", waits], env={}, timeout=60, most=99)[:2] == (0, "answer\n")
+    output = api.programs.output_of(["/bin/sh", "-c", waits], env={}, timeout=60, most=99)
+    assert (output.status, output.text) == (0, "answer\n")
 
 
 # Names
@@ -297,7 +298,7 @@ def test_a_name_of_a_process_says_nothing_else_of_it(as_user: Callable[..., Any]
     assert before[:4] == (NEIGHBOUR, (NEIGHBOUR, (pid, *api.procfs.ancestors(pid))), pid, os.getpid())
     process.tell()
     assert process.hear() == "named"
-    assert (api.procfs._read(f"/proc/{pid}/comm").rstrip(b"\n"), said()) == (name[:15], before)
+    assert (api.read_bytes(f"/proc/{pid}/comm").rstrip(b"\n"), said()) == (name[:15], before)
     assert pid in api.procfs.descendants(os.getpid())
     assert api.placement(pid).processes[0].threads[0].name.isprintable()
 

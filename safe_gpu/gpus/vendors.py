@@ -131,4 +131,6 @@ def product_name(said: str | None) -> str:
     >>> product_name("NVIDIA H200"), product_name("[Unknown Error]")
     ('NVIDIA H200', '')
     """
-    return "" if said is None or _NO_NAME.match(said) else said
+    if said is None or _NO_NAME.match(said):
+        return ""
+    return said

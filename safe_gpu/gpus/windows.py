@@ -14,8 +14,16 @@ from .devices import Gpu
 UNSAID = 86400.0
 """For so long a claim counts as holding its GPUs if neither it nor the policy says for how long."""
 
+_LATEST = 253_370_764_800.0  # the year 9999, after which no date can be written
+
+_DAY_AND_TIME = "%a %Y-%m-%d %H:%M"
+
 Spans = tuple[tuple[float, float], ...]
 """When a GPU is reserved for others: (begin, end) of each window, by begin."""
+
+
+def _day(moment: time.struct_time) -> tuple[int, int, int]:
+    return moment.tm_year, moment.tm_mon, moment.tm_mday
 
 
 class Window(NamedTuple):
@@ -36,11 +44,19 @@ class Window(NamedTuple):
 
     def __str__(self) -> str:
         """Return ``reserved by root for group course from Thu 2026-11-26 09:00 to 12:00: practical course``."""
-        begin, end = time.localtime(self.begin), time.localtime(self.end)
-        until = time.strftime("%H:%M" if begin[:3] == end[:3] else "%a %Y-%m-%d %H:%M", end)
-        whom = self.whom and f" for {self.whom.replace(':', ' ', 1)}"
-        reason = self.reason and f": {self.reason}"
-        return f"reserved by {self.by}{whom} from {time.strftime('%a %Y-%m-%d %H:%M', begin)} to {until}{reason}"
+        begin = time.localtime(self.begin)
+        end = time.localtime(self.end)
+        since = time.strftime(_DAY_AND_TIME, begin)
+        until = time.strftime(_DAY_AND_TIME, end)
+        if _day(begin) == _day(end):
+            until = time.strftime("%H:%M", end)
+        text = f"reserved by {self.by}"
+        if self.whom:
+            text += f" for {self.whom.replace(':', ' ', 1)}"
+        text += f" from {since} to {until}"
+        if self.reason:
+            text += f": {self.reason}"
+        return text
 
     @property
     def lines(self) -> list[str]:
@@ -48,12 +64,9 @@ class Window(NamedTuple):
         times = f"{self.begin:.0f} {self.end:.0f}"
         return [f"{uuid} {times} {self.whom or '-'} {self.reason}".rstrip() for uuid in self.gpus]
 
-    def covers(self, gpu: "Gpu") -> bool:
+    def covers(self, gpu: Gpu) -> bool:
         """Return whether a device, or the one that it is an instance of, is reserved."""
         return gpu.uuid in self.gpus or gpu.mig_parent in self.gpus
-
-
-_LATEST = 253_370_764_800.0  # the year 9999, after which no date can be written
 
 
 def drain_line(uuid: str, reason: str) -> str:
@@ -71,23 +84,39 @@ def parse_closed(lines: Iterable[str], by: str) -> tuple[dict[str, str], tuple[W
     ({'GPU-0': 'a fan is broken'}, ['GPU-2'])
     """
     reasons: dict[str, str] = {}
-    windows: dict[Window, list[str]] = {}
+    gpus_of: dict[Window, list[str]] = {}  # by the window without its GPUs
     wrong = []
-    for line in filter(str.strip, lines):
+    for line in lines:
+        if not line.strip():
+            continue
         try:
             uuid, begin, end, whom, reason = f"{line} ".split(" ", 4)
-            if uuid and (begin, end, whom) == ("-", "-", "-"):
+            if not uuid:
+                raise ValueError("it names no GPU")
+            if (begin, end, whom) == ("-", "-", "-"):
                 reasons[uuid] = reason.strip()
                 continue
-            window = Window(float(begin), float(end), (), whom.removeprefix("-"), reason.strip(), by)
-            if not uuid or not 0 <= window.begin < window.end < _LATEST:
-                raise ValueError
-            if not re.fullmatch("|(user|group):.+", window.whom):
-                raise ValueError
-            windows.setdefault(window, []).append(uuid)
+            window = _window(begin, end, whom, reason, by)
         except ValueError:
             wrong.append(line)
-    return reasons, tuple(one._replace(gpus=tuple(uuids)) for one, uuids in windows.items()), wrong
+            continue
+        gpus_of.setdefault(window, []).append(uuid)
+    windows = tuple(window._replace(gpus=tuple(uuids)) for window, uuids in gpus_of.items())
+    return reasons, windows, wrong
+
+
+def _window(begin: str, end: str, whom: str, reason: str, by: str) -> Window:
+    """Return the window that the words of a line give, without its GPUs.
+
+    Raises:
+        ValueError: the words make no sense.
+    """
+    window = Window(float(begin), float(end), gpus=(), whom=whom.removeprefix("-"), reason=reason.strip(), by=by)
+    if not 0 <= window.begin < window.end < _LATEST:
+        raise ValueError("there is no such time")
+    if not re.fullmatch("|(user|group):.+", window.whom):
+        raise ValueError("it is neither for a user nor for a group")
+    return window
 
 
 def first_open(start: float, hold_for: float | None, spans: Spans) -> float:
@@ -96,9 +125,10 @@ def first_open(start: float, hold_for: float | None, spans: Spans) -> float:
     Args:
         hold_for: for how long it will hold the GPU; ``math.inf`` and None are unknown.
     """
-    seconds = UNSAID if hold_for is None or hold_for == math.inf else hold_for
+    if hold_for is None or hold_for == math.inf:
+        hold_for = UNSAID
     for begin, end in spans:
-        if start < end and start + seconds > begin:
+        if start < end and start + hold_for > begin:
             start = end
     return start
 
@@ -110,19 +140,27 @@ def why_reserved(windows: Iterable[Window], now: float, hold_for: float | None) 
         windows: those that bind the claim.
     """
     found: dict[str, str] = {}
-    for one in windows:
-        if first_open(now, hold_for, ((one.begin, one.end),)) > now:
-            way_out = " (until then for claims that say a shorter --for)" * (now < one.begin)
-            found.update((uuid, f"{one}{way_out}") for uuid in one.gpus if uuid not in found)
+    for window in windows:
+        if first_open(now, hold_for, ((window.begin, window.end),)) <= now:
+            continue
+        reason = str(window)
+        if now < window.begin:
+            reason += " (until then for claims that say a shorter --for)"
+        for uuid in window.gpus:
+            found.setdefault(uuid, reason)
     return found
 
 
-def spans_of(windows: Iterable[Window], gpus: "Iterable[Gpu]") -> dict[str, Spans]:
+def spans_of(windows: Iterable[Window], gpus: Iterable[Gpu]) -> dict[str, Spans]:
     """Return UUID -> when it is reserved, of the devices that are.
 
     Args:
         windows: those that bind the request.
     """
-    ordered = sorted((one.begin, one.end, one) for one in windows)
-    found = {gpu.uuid: tuple((begin, end) for begin, end, one in ordered if one.covers(gpu)) for gpu in gpus}
-    return {uuid: spans for uuid, spans in found.items() if spans}
+    by_begin = sorted(windows)
+    found = {}
+    for gpu in gpus:
+        spans = tuple((window.begin, window.end) for window in by_begin if window.covers(gpu))
+        if spans:
+            found[gpu.uuid] = spans
+    return found

@@ -7,46 +7,23 @@ processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .host.foreign_files import printable_lines
 
 if TYPE_CHECKING:
-    from inspect import Signature
     from logging import Logger, LogRecord
 
-
-class _CallSignature:
-    """What help() and inspect show of an error's constructor: the message, and its attributes by keyword."""
-
-    def __get__(self, error: object, kind: type[SafeGpuError]) -> Signature:
-        from inspect import Parameter, Signature
-
-        keywords = (Parameter(name, Parameter.KEYWORD_ONLY, default=value) for name, value in kind._defaults.items())
-        return Signature([Parameter("message", Parameter.POSITIONAL_OR_KEYWORD, default=""), *keywords])
+    from .gpus.devices import GpuProcess, GpuVerdict
 
 
 class SafeGpuError(Exception):
     """The base class of all errors of this package. Their text is lines that a terminal can show, whatever is in it."""
 
-    __signature__ = _CallSignature()
-    # What a class defines, and has of its bases, are the attributes of its errors; a caller may give any by keyword.
-    _defaults: ClassVar[dict[str, Any]] = {}
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        bases = [base._defaults for base in cls.__mro__[:0:-1] if issubclass(base, SafeGpuError)]
-        own = {name: value for name, value in vars(cls).items() if name[0] != "_" and not hasattr(value, "__get__")}
-        cls._defaults = {name: value for defaults in (*bases, own) for name, value in defaults.items()}
-
-    def __init__(self, message: str = "", **attributes: Any) -> None:
+    def __init__(self, message: str = "") -> None:
         self.message = printable_lines(message)
         super().__init__(self.message)
-        if unknown := attributes.keys() - self._defaults.keys():
-            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {min(unknown)!r}")
-        of = self._defaults | attributes
-        vars(self).update({name: tuple(of[name]) if type(self._defaults[name]) is tuple else of[name] for name in of})
 
     def __str__(self) -> str:
         return self.message
@@ -59,7 +36,9 @@ class NoDriverError(SafeGpuError):
         driver: the driver that was selected or tried, as in ``SAFE_GPU_DRIVER`` ("auto", "nvml", ...).
     """
 
-    driver: str = "auto"
+    def __init__(self, message: str = "", *, driver: str = "auto") -> None:
+        super().__init__(message)
+        self.driver = driver
 
 
 NvidiasmiError = NoDriverError
@@ -74,8 +53,10 @@ class NotEnoughGpusError(SafeGpuError, RuntimeError):
         verdicts: one :class:`~safe_gpu.gpus.devices.GpuVerdict` for every GPU of the host, in index order.
     """
 
-    nb_gpus: int = 0
-    verdicts: tuple[Any, ...] = ()
+    def __init__(self, message: str = "", *, nb_gpus: int = 0, verdicts: Iterable[GpuVerdict] = ()) -> None:
+        super().__init__(message)
+        self.nb_gpus = nb_gpus
+        self.verdicts = tuple(verdicts)
 
 
 class ClaimTimeout(NotEnoughGpusError, TimeoutError):
@@ -85,7 +66,11 @@ class ClaimTimeout(NotEnoughGpusError, TimeoutError):
         timeout: seconds that the claim was allowed to wait.
     """
 
-    timeout: float = 0.0
+    def __init__(
+        self, message: str = "", *, nb_gpus: int = 0, verdicts: Iterable[GpuVerdict] = (), timeout: float = 0.0
+    ) -> None:
+        super().__init__(message, nb_gpus=nb_gpus, verdicts=verdicts)
+        self.timeout = timeout
 
 
 class GpuContendedError(NotEnoughGpusError):
@@ -96,8 +81,18 @@ class GpuContendedError(NotEnoughGpusError):
         processes: those other processes, as :class:`~safe_gpu.gpus.devices.GpuProcess`.
     """
 
-    uuid: str = ""
-    processes: tuple[Any, ...] = ()
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        nb_gpus: int = 0,
+        verdicts: Iterable[GpuVerdict] = (),
+        uuid: str = "",
+        processes: Iterable[GpuProcess] = (),
+    ) -> None:
+        super().__init__(message, nb_gpus=nb_gpus, verdicts=verdicts)
+        self.uuid = uuid
+        self.processes = tuple(processes)
 
 
 class UnsatisfiableRequestError(SafeGpuError, ValueError, RuntimeError):
@@ -108,19 +103,27 @@ class UnsatisfiableRequestError(SafeGpuError, ValueError, RuntimeError):
         verdicts: as in :class:`NotEnoughGpusError`.
     """
 
-    value: object = None
-    verdicts: tuple[Any, ...] = ()
+    def __init__(self, message: str = "", *, value: object = None, verdicts: Iterable[GpuVerdict] = ()) -> None:
+        super().__init__(message)
+        self.value = value
+        self.verdicts = tuple(verdicts)
 
 
 class AlreadyClaimedError(SafeGpuError, RuntimeError):
     """This process already holds a claim. Attribute ``devices``: the indices of its GPUs."""
 
-    devices: tuple[int, ...] = ()
+    def __init__(self, message: str = "", *, devices: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.devices = tuple(devices)
 
 
 class _OsError(SafeGpuError, OSError):
-    path: str = ""
-    errno: int | None = None
+    errno: int | None = None  # an attribute like any other: pickling does not keep OSError's own
+
+    def __init__(self, message: str = "", *, path: str = "", errno: int | None = None) -> None:
+        super().__init__(message)
+        self.path = path
+        self.errno = errno
 
 
 class LockTimeout(_OsError, TimeoutError):
@@ -133,9 +136,20 @@ class LockTimeout(_OsError, TimeoutError):
         overloaded: whether no process keeps it: it changed hands, or its holder got no CPU time.
     """
 
-    pid: int | None = None
-    user: str | None = None
-    overloaded: bool = False
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        path: str = "",
+        errno: int | None = None,
+        pid: int | None = None,
+        user: str | None = None,
+        overloaded: bool = False,
+    ) -> None:
+        super().__init__(message, path=path, errno=errno)
+        self.pid = pid
+        self.user = user
+        self.overloaded = overloaded
 
 
 class StateDirError(_OsError):
@@ -153,14 +167,18 @@ class CudaInitializedError(SafeGpuError, RuntimeError):
     Attribute ``visible``: UUIDs of the GPUs that CUDA sees, in its order; empty if unknown.
     """
 
-    visible: tuple[str, ...] = ()
+    def __init__(self, message: str = "", *, visible: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.visible = tuple(visible)
 
 
 class PlaceholderError(SafeGpuError, RuntimeError):
     """The placeholder could not be allocated on a GPU. Attributes ``device_no`` (CUDA ordinal) and ``uuid``."""
 
-    device_no: int | None = None
-    uuid: str = ""
+    def __init__(self, message: str = "", *, device_no: int | None = None, uuid: str = "") -> None:
+        super().__init__(message)
+        self.device_no = device_no
+        self.uuid = uuid
 
 
 class PolicyError(SafeGpuError, RuntimeError):
@@ -171,16 +189,20 @@ class PolicyError(SafeGpuError, RuntimeError):
         line: the number of the line, None if it is not about a line.
     """
 
-    path: str = ""
-    line: int | None = None
+    def __init__(self, message: str = "", *, path: str = "", line: int | None = None) -> None:
+        super().__init__(message)
+        self.path = path
+        self.line = line
 
 
 class WrongDeviceError(SafeGpuError, RuntimeError):
     """CUDA opened another GPU than the claimed one. Attributes ``device_no``, ``expected``, ``actual`` (UUIDs)."""
 
-    device_no: int = 0
-    expected: str = ""
-    actual: str = ""
+    def __init__(self, message: str = "", *, device_no: int = 0, expected: str = "", actual: str = "") -> None:
+        super().__init__(message)
+        self.device_no = device_no
+        self.expected = expected
+        self.actual = actual
 
 
 class GPUAffinityError(SafeGpuError, ValueError, RuntimeError):
@@ -197,7 +219,9 @@ class HolderLostError(SafeGpuError, RuntimeError):
     Attribute ``host``: the host, as the engine names it.
     """
 
-    host: str = ""
+    def __init__(self, message: str = "", *, host: str = "") -> None:
+        super().__init__(message)
+        self.host = host
 
 
 def package_logger() -> Logger:

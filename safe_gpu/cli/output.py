@@ -30,7 +30,9 @@ EX_USAGE = 2
 class CommandError(SafeGpuError):
     """The command cannot be run; ``code`` is what shells exit with: 127 not found, 126 found and not runnable."""
 
-    code: int = 127
+    def __init__(self, message: str = "", *, code: int = 127) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def open_standard_streams() -> None:

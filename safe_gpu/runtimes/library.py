@@ -52,9 +52,11 @@ class CudaCallError(SafeGpuError):
         name: "CUDA_ERROR_NO_DEVICE", where the library knows one.
     """
 
-    call: str = ""
-    code: int = 0
-    name: str = ""
+    def __init__(self, message: str = "", *, call: str = "", code: int = 0, name: str = "") -> None:
+        super().__init__(message)
+        self.call = call
+        self.code = code
+        self.name = name
 
 
 class Runtime:

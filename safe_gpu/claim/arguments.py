@@ -19,7 +19,7 @@ from ..schedulers.job import JobContext, count, current
 from ..selection.request import Conditions, Selection, parse_request
 from ..settings import variables as settings
 from ..settings.values import as_index, number_of, parse_duration, parse_seconds
-from ..wording import text as style
+from ..wording import style
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

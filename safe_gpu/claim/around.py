@@ -13,7 +13,7 @@ from ..errors import NotEnoughGpusError, UnsatisfiableRequestError
 from ..gpus.devices import Gpu, GpuVerdict, Holder
 from ..host import procfs
 from ..selection.request import Selection
-from ..wording import text as style
+from ..wording import style
 from ..wording.text import gpu_ranges, in_brackets, plural
 from .arguments import UNDER_MAIN, imports_main
 from .view import HostView, owner_of

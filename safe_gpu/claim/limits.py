@@ -25,7 +25,7 @@ from ..selection.sharing import ROUNDING, part_of
 from ..settings import config as policy
 from ..settings import variables as settings
 from ..settings.config import Limits, Policy
-from ..wording import text as style
+from ..wording import style
 from ..wording.text import format_age, plural
 
 _MOST_UNKNOWN = 256  # GPUs of a user that the driver does not show: who names more is beyond every limit

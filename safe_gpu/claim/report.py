@@ -21,7 +21,19 @@ from ..host.procfs import user_name
 from ..selection.backfill import dates, starts, when_free
 from ..selection.request import Selection
 from ..selection.verdicts import fence_hint
-from ..wording import text as style
+from ..wording import style
+from ..wording.text import (
+    clock,
+    cut,
+    display_width,
+    format_age,
+    gpu_ranges,
+    grouped,
+    in_brackets,
+    left_behind,
+    not_before,
+    plural,
+)
 from .arguments import ClaimOptions
 from .around import refuse_gpus_of_ancestors
 from .look import Look
@@ -68,10 +80,10 @@ class Forecast(NamedTuple):
     def text(self, now: float) -> str:
         """Return when the waiter starts; "" if nothing is known."""
         if self.start is None:
-            return style.not_before(self.earliest, now)
+            return not_before(self.earliest, now)
         if self.start <= now:
             return ""
-        moment = style.clock(self.start, now)
+        moment = clock(self.start, now)
         return f"starts {moment} or later" if self.may_move else f"starts about {moment}"
 
 
@@ -237,10 +249,10 @@ def refusal_message(
     now = time.time() if now is None else now
     text = f"{status.asked} asked for, {_free(free, status.needed, ahead, status.position)}"
     if waited:
-        text += f" after {style.format_age(waited)}"
+        text += f" after {format_age(waited)}"
     if ahead is not None:
         text += f", {_behind(ahead, now)}"
-        text += f" and {style.plural(status.position - 2, 'more claim')}" if status.position > 2 else ""
+        text += f" and {plural(status.position - 2, 'more claim')}" if status.position > 2 else ""
     if passed is not None:
         text += f" (past {passed.user or SOMEBODY}, {', '.join(_facts(passed, now))})"
     if status.spent is not None:
@@ -257,8 +269,8 @@ def refusal_message(
         text += f": {way_out} ({longer})"
     if ahead is None and status.spent is None and 0 < free < status.needed:
         text += ", or ask for fewer"
-    alike = style.grouped((verdict.gpu.label, _why_not(verdict)) for verdict in status.verdicts)
-    lines = [f"  GPU {style.gpu_ranges(labels)} {reason}" for reason, labels in alike.items()]
+    alike = grouped((verdict.gpu.label, _why_not(verdict)) for verdict in status.verdicts)
+    lines = [f"  GPU {gpu_ranges(labels)} {reason}" for reason, labels in alike.items()]
     return "\n".join([f"{text}. {hint}." if hint else f"{text}.", *lines])
 
 
@@ -266,7 +278,7 @@ def _free(free: int, needed: int, ahead: ClaimAhead | None, position: int, of: s
     """Return how many GPUs are free; if enough are, but for others, for whom."""
     if ahead is None or free < needed:
         return f"{free} {of}free"
-    return f"{free} {'is' if free == 1 else 'are'} free for {style.plural(max(1, position - 1), 'claim')} ahead"
+    return f"{free} {'is' if free == 1 else 'are'} free for {plural(max(1, position - 1), 'claim')} ahead"
 
 
 def _why_not(verdict: GpuVerdict) -> str:
@@ -295,7 +307,7 @@ def waiting_message(
     expected = status.expected or Forecast()
     start, passed = expected.text(now), expected.passed_by
     text = "waiting" if waited is None else f"waiting {_running_clock(waited)}"
-    text += f" for {status.asked or style.plural(status.needed)}"
+    text += f" for {status.asked or plural(status.needed)}"
     candidates = [verdict for verdict in status.verdicts if _is_candidate(verdict)]
     if status.free is not None:
         of = f"of {len(candidates)} " * (len(candidates) < len(status.verdicts))
@@ -304,20 +316,20 @@ def waiting_message(
         text += f", at your limit ({round(status.spent.held, 2):g} of {status.spent.most})"
     place = f", #{status.position}{{}}" if status.ahead is not None and status.position > 1 else ""
     heads = [text + place.format(words) + (start and f", {start}") for words in (" in the queue", "")]
-    head = heads[0] if width is None or style.display_width(heads[0]) <= width else heads[1]
+    head = heads[0] if width is None or display_width(heads[0]) <= width else heads[1]
     who = [] if status.ahead is None else [_behind(status.ahead, now)]
-    who += [f"passed by {style.plural(passed, 'claim')}"] if passed else []
+    who += [f"passed by {plural(passed, 'claim')}"] if passed else []
     line = "; ".join([head, *who, *(_by_holder(candidates, now) if holders else ())])
-    if width is None or style.display_width(line) <= width:
+    if width is None or display_width(line) <= width:
         return line
-    return style.cut(line if style.display_width(head) + _LEAST_REST <= width else head, width)
+    return cut(line if display_width(head) + _LEAST_REST <= width else head, width)
 
 
 def holders_line(status: WaitStatus, now: float) -> str:
     """Return who has the GPUs that are not free, in few words: ``GPU 0,1 ada · 2 ben idle · 3 shared``; "" for none."""
     taken = [one for one in status.verdicts if _is_candidate(one) and not one.free]
-    found = style.grouped((one.gpu.label, _short_who(one, now)) for one in taken)
-    parts = [f"{style.gpu_ranges(labels)} {who}" for who, labels in found.items()]
+    found = grouped((one.gpu.label, _short_who(one, now)) for one in taken)
+    parts = [f"{gpu_ranges(labels)} {who}" for who, labels in found.items()]
     return f"GPU {' · '.join(parts)}" if parts else ""
 
 
@@ -347,17 +359,17 @@ def _facts(waiter: ClaimAhead, now: float) -> list[str]:
     facts = [f"pid {waiter.pid}"] if waiter.pid else []
     if waiter.stopped:
         facts.append("stopped")
-    facts.append(f"wants {style.plural(waiter.nb_gpus)}")
+    facts.append(f"wants {plural(waiter.nb_gpus)}")
     if waiter.since:
-        facts.append(f"queued for {style.format_age(now - waiter.since)}")
+        facts.append(f"queued for {format_age(now - waiter.since)}")
     return facts
 
 
 def _by_holder(verdicts: Iterable[GpuVerdict], now: float) -> list[str]:
     """Return who has the GPUs that are not free, those with the most GPUs first."""
-    holders = style.grouped((verdict.gpu.label, _who(verdict, now)) for verdict in verdicts if not verdict.free)
+    holders = grouped((verdict.gpu.label, _who(verdict, now)) for verdict in verdicts if not verdict.free)
     ranked = sorted(holders.items(), key=lambda item: -len(item[1]))
-    return [f"GPU {style.gpu_ranges(labels)}: {who}" for who, labels in ranked]
+    return [f"GPU {gpu_ranges(labels)}: {who}" for who, labels in ranked]
 
 
 def _who(verdict: GpuVerdict, now: float) -> str:
@@ -368,9 +380,9 @@ def _who(verdict: GpuVerdict, now: float) -> str:
         return "unknown holder"
     pid = f"pid {holder.pid or '?'}{holder.namespace and f' {holder.namespace}'}"
     if holder.left_by is not None:
-        pid = style.left_behind(holder.pid, holder.left_by)
-    age = f" for {style.format_age(now - holder.since)}" if holder.since else ""
-    return f"{holder.user or 'unknown user'}{style.in_brackets(pid, holder.job and f'job {holder.job}')}{age}"
+        pid = left_behind(holder.pid, holder.left_by)
+    age = f" for {format_age(now - holder.since)}" if holder.since else ""
+    return f"{holder.user or 'unknown user'}{in_brackets(pid, holder.job and f'job {holder.job}')}{age}"
 
 
 class WaitReporter:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from ..gpus.vendors import FIRST, VENDORS
 from ..settings.values import parse_duration
-from ..wording.text import as_option
+from ..wording.style import as_option
 from .output import EX_USAGE, columns
 
 

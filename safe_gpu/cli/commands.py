@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from .. import __version__, errors
 from ..errors import SafeGpuError
-from ..wording.text import on_command_line
+from ..wording.style import on_command_line
 from .arguments import Parser, unknown_command, unknown_option
 from .output import CommandError, drop, drop_errors, open_standard_streams, say, why_unwritten
 

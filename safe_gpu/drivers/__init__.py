@@ -16,7 +16,7 @@ from ..gpus.devices import vendor_of
 from ..gpus.vendors import FIRST, VENDORS
 from ..settings import variables as settings
 from ..topology.files import Files
-from ..wording import text as style
+from ..wording import style
 from .base import Driver
 
 # The drivers, with the vendor of those whose GPUs are all of one.

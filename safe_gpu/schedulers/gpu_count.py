@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ..errors import UnsatisfiableRequestError
 from ..host.foreign_files import printable
 from ..host.programs import TooLate, TooMuch, find_program, output_of
-from ..wording import text as style
+from ..wording import style
 from ..wording.text import plural
 from .job import SCHEDULERS, JobContext, count, current, lines_of_this_host, resource_names, text_of, visible_gpus
 

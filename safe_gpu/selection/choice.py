@@ -11,7 +11,8 @@ from ..errors import UnsatisfiableRequestError
 from ..gpus.devices import MIG_IS_ON, Gpu, GpuVerdict, Holder, HostSnapshot, VisibleLimit
 from ..gpus.vendors import VENDORS
 from ..settings.values import is_index, unknown_names
-from ..wording import text as style
+from ..wording import style
+from ..wording.text import gpu_ranges, grouped, plural
 from .request import Selection, linked
 from .verdicts import DEFAULT_RULES, UNWATCHABLE, Rules, fence_hint, judge, why_outside, why_unusable
 
@@ -82,7 +83,7 @@ def _too_far_apart(request: Selection, left: Sequence[Gpu]) -> str:
     if most >= request.nb_gpus:
         return ""
     if request.value_of("near") == "numa" and (unknown := [gpu.label for gpu in left if gpu.numa_node is None]):
-        return f"the NUMA node of GPU {style.gpu_ranges(unknown)} is not known: leave {style.option('near')} out"
+        return f"the NUMA node of GPU {gpu_ranges(unknown)} is not known: leave {style.option('near')} out"
     return f"{f'only {most}' if most > 1 else 'no two'} of this host are {request.together}: ask for fewer"
 
 
@@ -102,7 +103,7 @@ def _too_few(nb_gpus: int, left: Sequence[Gpu], snapshot: HostSnapshot, reasons:
     if most >= nb_gpus:
         return ""
     total = len(snapshot.physical)
-    gpus = style.plural(total, f"{VENDORS[snapshot.vendor].title} GPU")
+    gpus = plural(total, f"{VENDORS[snapshot.vendor].title} GPU")
     if any(gpu.is_mig_instance for gpu in left):
         text = f"CUDA shows a process one MIG instance, and no whole GPU beside it: ask for {most}"
         if most < len(left):
@@ -110,15 +111,15 @@ def _too_few(nb_gpus: int, left: Sequence[Gpu], snapshot: HostSnapshot, reasons:
         return text
     if total < nb_gpus:
         return f"this host has only {gpus}: ask for fewer" if total else "this host has none"
-    labels = style.grouped((gpu.label, reason) for gpu, reason in reasons.items() if reason)
-    listed = "; ".join(f"GPU {style.gpu_ranges(labels[reason])}: {reason}" for reason in labels)
+    labels = grouped((gpu.label, reason) for gpu, reason in reasons.items() if reason)
+    listed = "; ".join(f"GPU {gpu_ranges(labels[reason])}: {reason}" for reason in labels)
     return f"only {most} of the {gpus} of this host can be claimed ({listed})" if most else f"none fits ({listed})"
 
 
 def _inventory(gpus: Sequence[Gpu], *, by_uuid: bool) -> str:
     if by_uuid:
         return ", ".join(f"{gpu.label} ({gpu.uuid})" for gpu in gpus) or "none"
-    return f"GPU {style.gpu_ranges(gpu.label for gpu in gpus)}" if gpus else "none"
+    return f"GPU {gpu_ranges(gpu.label for gpu in gpus)}" if gpus else "none"
 
 
 def _unread_instances(snapshot: HostSnapshot) -> str:

@@ -13,7 +13,7 @@ from ..errors import UnsatisfiableRequestError
 from ..gpus.devices import Gpu, HostSnapshot, vendor_of_name
 from ..gpus.vendors import VENDORS
 from ..settings.values import as_index, model_pattern, names_device, parse_names, parse_size, refused
-from ..wording import text as style
+from ..wording import style
 from ..wording.text import format_bytes, plural
 from .sharing import LEAST_SHARE, MIB, part_of, share_capacity, why_unshareable
 

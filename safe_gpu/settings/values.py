@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from ..errors import UnsatisfiableRequestError
 from ..gpus.devices import Gpu, HostSnapshot
 from ..gpus.vendors import BARE_UUID, VENDORS
-from ..wording import text as style
+from ..wording import style
 
 _SECONDS = {"": 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 

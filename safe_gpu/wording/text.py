@@ -1,11 +1,13 @@
-"""Formatting of ages, sizes, plurals, lists of GPUs and widths on a terminal, and the names of arguments."""
+"""Formatting of ages, sizes, plurals, lists of GPUs, and texts of a width on a terminal."""
 
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from itertools import accumulate
+from collections.abc import Iterable
 
 from ..host.foreign_files import printable
+
+_MINUTE = 60
+_HOUR = 60 * _MINUTE
+_DAY = 24 * _HOUR
 
 GAP = "  "
 """Between the columns of a table."""
@@ -19,8 +21,8 @@ def format_age(seconds: float) -> str:
     >>> format_age(12_000)
     '3 h 20 min'
     """
-    (number, unit), *others = _largest_units(seconds)
-    return f"{number} {unit}" + "".join(f" {n} {u}" for n, u in others if n)
+    parts = [f"{number} {unit}" for number, unit in _largest_units(seconds) if number > 0]
+    return " ".join(parts) or "0 s"
 
 
 def short_age(seconds: float) -> str:
@@ -29,31 +31,44 @@ def short_age(seconds: float) -> str:
     >>> short_age(12_000)
     '3h20m'
     """
-    (number, unit), *others = _largest_units(seconds)
-    return f"{number}{unit[0]}" + "".join(f"{n:02}m" if u == "min" else f"{n}{u}" for n, u in others)
+    (number, unit), *smaller = _largest_units(seconds)
+    text = f"{number}{unit[0]}"
+    for number, unit in smaller:
+        if unit == "min":
+            text += f"{number:02}m"
+        else:
+            text += f"{number}{unit}"
+    return text
 
 
-def _largest_units(seconds: float) -> tuple[tuple[int, str], ...]:
+def _largest_units(seconds: float) -> list[tuple[int, str]]:
     whole = max(0, int(seconds))
-    if whole < 60:
-        return ((whole, "s"),)
-    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
-    if minutes < 60:
-        return ((minutes, "min"),)
-    return ((hours, "h"), (minutes % 60, "min")) if hours < 24 else ((days, "d"), (hours % 24, "h"))
+    if whole < _MINUTE:
+        return [(whole, "s")]
+    if whole < _HOUR:
+        return [(whole // _MINUTE, "min")]
+    if whole < _DAY:
+        return [(whole // _HOUR, "h"), (whole % _HOUR // _MINUTE, "min")]
+    return [(whole // _DAY, "d"), (whole % _DAY // _HOUR, "h")]
 
 
 def clock(moment: float, now: float) -> str:
     """Return ``14:20``, ``Sun 14:20`` or ``2026-11-30``, whichever is clear."""
     away = abs(moment - now)
-    form = "%H:%M" if away < 18 * 3600 else "%a %H:%M" if away < 6 * 86400 else "%Y-%m-%d"
+    form = "%Y-%m-%d"
+    if away < 18 * _HOUR:
+        form = "%H:%M"
+    elif away < 6 * _DAY:
+        form = "%a %H:%M"
     return time.strftime(form, time.localtime(moment))
 
 
 def not_before(moment: float | None, now: float) -> str:
     """Return ``probably not before 14:20``, for a start that other holders' estimates put off to then; "" where that is
     past or not known."""
-    return "" if moment is None or moment <= now else f"probably not before {clock(moment, now)}"
+    if moment is None or moment <= now:
+        return ""
+    return f"probably not before {clock(moment, now)}"
 
 
 def plural(number: int, thing: str = "GPU") -> str:
@@ -62,7 +77,9 @@ def plural(number: int, thing: str = "GPU") -> str:
     >>> plural(0, "claim")
     '0 claims'
     """
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+    if number == 1:
+        return f"{number} {thing}"
+    return f"{number} {thing}s"
 
 
 def left_behind(pid: int | None, ended: int, *, reused: bool = False) -> str:
@@ -76,8 +93,13 @@ def left_behind(pid: int | None, ended: int, *, reused: bool = False) -> str:
     >>> left_behind(12, 7), left_behind(None, 7)
     ('still held by process 12, which process 7 left behind', 'still held by a process that process 7 left behind')
     """
-    holder = "a process that" if pid is None else f"process {pid}, which"
-    return f"still held by {holder} {'an earlier ' if reused else ''}process {ended} left behind"
+    holder = "a process that"
+    if pid is not None:
+        holder = f"process {pid}, which"
+    claimer = f"process {ended}"
+    if reused:
+        claimer = f"an earlier {claimer}"
+    return f"still held by {holder} {claimer} left behind"
 
 
 def in_brackets(*facts: str | None) -> str:
@@ -86,8 +108,10 @@ def in_brackets(*facts: str | None) -> str:
     >>> in_brackets("alice", None, "job 12")
     ' (alice, job 12)'
     """
-    known = ", ".join(fact for fact in facts if fact)
-    return f" ({known})" if known else ""
+    known = [fact for fact in facts if fact]
+    if not known:
+        return ""
+    return f" ({', '.join(known)})"
 
 
 def gpu_ranges(labels: Iterable[str]) -> str:
@@ -100,12 +124,22 @@ def gpu_ranges(labels: Iterable[str]) -> str:
     """
     runs: list[tuple[str, list[int]]] = []
     for label in labels:
-        gpu, _, last = label.rpartition(":")
-        if runs and runs[-1][0] == gpu and runs[-1][1][-1] + 1 == int(last):
-            runs[-1][1].append(int(last))
-        else:
-            runs.append((gpu, [int(last)]))
-    return ",".join(_run(gpu and f"{gpu}:", numbers) for gpu, numbers in runs)
+        gpu, colon, last = label.rpartition(":")
+        prefix = gpu + colon
+        number = int(last)
+        if runs:
+            prefix_before, numbers = runs[-1]
+            if prefix == prefix_before and number == numbers[-1] + 1:
+                numbers.append(number)
+                continue
+        runs.append((prefix, [number]))
+    return ",".join(_run(prefix, numbers) for prefix, numbers in runs)
+
+
+def _run(prefix: str, numbers: list[int]) -> str:
+    if len(numbers) > 2:
+        return f"{prefix}{numbers[0]}-{numbers[-1]}"
+    return ",".join(f"{prefix}{number}" for number in numbers)
 
 
 def grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
@@ -126,14 +160,8 @@ def gpus_by_model(gpus: Iterable[tuple[str, str]]) -> str:
     >>> gpus_by_model([("0", "NVIDIA A100"), ("1", "NVIDIA A100"), ("4", "NVIDIA L4"), ("5", "")])
     'GPU 0,1 (NVIDIA A100), GPU 4 (NVIDIA L4), GPU 5'
     """
-    models = grouped(gpus).items()
-    return ", ".join(f"GPU {gpu_ranges(labels)}{name and f' ({name})'}" for name, labels in models)
-
-
-def _run(prefix: str, numbers: list[int]) -> str:
-    if len(numbers) > 2:
-        return f"{prefix}{numbers[0]}-{numbers[-1]}"
-    return ",".join(f"{prefix}{number}" for number in numbers)
+    groups = [f"GPU {gpu_ranges(labels)}{in_brackets(name)}" for name, labels in grouped(gpus).items()]
+    return ", ".join(groups)
 
 
 def format_bytes(count: int) -> str:
@@ -147,9 +175,21 @@ def display_width(text: str) -> int:
     """Return the number of columns that a text takes on a terminal."""
     if text.isascii():
         return len(text)
+    return _width_of_any(text)
+
+
+def _width_of_any(text: str) -> int:
     from unicodedata import combining, east_asian_width
 
-    return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
+    width = 0
+    for character in text:
+        if combining(character):
+            continue
+        if east_asian_width(character) in ("W", "F"):  # wide and full width
+            width += 2
+        else:
+            width += 1
+    return width
 
 
 def cut(text: str, width: int) -> str:
@@ -159,28 +199,46 @@ def cut(text: str, width: int) -> str:
     """
     if len(text) <= 3 * width and display_width(text) <= width:
         return text
-    kept = text[: 3 * max(0, width - 2)]
-    kept = kept[: sum(columns <= width - 2 for columns in accumulate(map(display_width, kept)))]
-    return f"{kept}.."[:width] if width < 2 else f"{kept}.."
+    if width < len(".."):
+        return ".."[:width]
+    room = width - len("..")
+    kept = ""
+    for character in text[: 3 * room]:
+        room -= display_width(character)
+        if room < 0:
+            break
+        kept += character
+    return f"{kept}.."
 
 
 def wrapped(text: str, width: int, indent: str = "", further: str | None = None) -> list[str]:
     """Return the text as printable lines of at most ``width`` columns; those after the first begin with ``further``,
     if it is given."""
-    lines: list[str] = []
+    if further is None:
+        further = indent
+    lines = []
     line = indent
     for word in printable(text).split():
-        room = width - display_width(line) - bool(line.strip())
-        if display_width(word) > room and line.strip():
+        longer = _with_word(line, word)
+        if line.strip() and display_width(longer) > width:
             lines.append(line)
-            line = indent if further is None else further
-        line += word if not line.strip() else f" {word}"
-    return [cut(line, width) for line in [*lines, line] if line.strip()]
+            longer = _with_word(further, word)
+        line = longer
+    lines.append(line)
+    return [cut(line, width) for line in lines if line.strip()]
+
+
+def _with_word(line: str, word: str) -> str:
+    if not line.strip():
+        return line + word
+    return f"{line} {word}"
 
 
 def paint(text: str, color: str, on: bool) -> str:
     """Return the text in a colour or bold, if ``on``; else the text unchanged."""
-    return f"\x1b[{_COLORS[color]}m{text}\x1b[0m" if on and text else text
+    if not on or not text:
+        return text
+    return f"\x1b[{_COLORS[color]}m{text}\x1b[0m"
 
 
 class Column:
@@ -195,56 +253,13 @@ class Column:
         self.title = title
         self.cells = tuple(cut(cell, most) for cell in cells)
         self.right = right
-        widest = max(map(display_width, self.cells), default=0)
-        self.width = max(widest, len(title)) if widest else 0
+        self.width = max((display_width(cell) for cell in self.cells), default=0)
+        if self.width > 0:
+            self.width = max(self.width, len(title))
 
     def padded(self, text: str) -> str:
         """Return the text, padded with blanks to the width of the column."""
         blanks = " " * (self.width - display_width(text))
-        return blanks + text if self.right else text + blanks
-
-
-# Messages name arguments of a claim as Python writes them, or as the command line does where that runs. ``argument`` is
-# always the name in Python, or a variable of the environment, whose name is upper case.
-
-_command_lines: list[None] = []  # one while the command line runs
-
-
-@contextmanager
-def on_command_line() -> Iterator[None]:
-    """Let messages name arguments as options meanwhile."""
-    _command_lines.append(None)
-    try:
-        yield
-    finally:
-        _command_lines.pop()
-
-
-def option(argument: str) -> str:
-    """Return an argument without a value: ``timeout=`` or ``--timeout``, and ``-n`` for the number of GPUs."""
-    return as_option(argument) if _command_lines else f"{argument}="
-
-
-def as_option(argument: str) -> str:
-    """Return the option of an argument: ``--timeout``."""
-    return {"nb_gpus": "-n", "hold_for": "--for"}.get(argument) or f"--{argument.replace('_', '-')}"
-
-
-def setting(argument: str, text: str) -> str:
-    """Return an argument with a value, which is not quoted: ``exclude=0,3`` or ``--exclude 0,3``."""
-    return f"{option(argument)} {text}" if _command_lines and not argument.isupper() else f"{argument}={text}"
-
-
-def value(value: object) -> str:
-    """Return a value as the caller writes it: ``'20GiB'``, or as a shell takes it: ``20GiB``, ``'RTX*4090'``; ``inf``
-    for no limit."""
-    if not _command_lines:
-        return repr(value)
-    from shlex import quote
-
-    return "inf" if value is None else quote(str(value))
-
-
-def written(argument: str, value_given: object) -> str:
-    """Return an argument with a value, both as the caller writes them: ``model='A100'`` or ``--model A100``."""
-    return setting(argument, value(value_given))
+        if self.right:
+            return blanks + text
+        return text + blanks

@@ -236,14 +236,5 @@ from safe_gpu.topology.cpulist import LIMIT, format_cpulist, parse_cpulist, pars
 from safe_gpu.topology.files import Files
 from safe_gpu.topology.host import GpuLocality, HostTopology, SysfsHost, read_topology
 from safe_gpu.topology.kfd_topology import devices
-from safe_gpu.wording.text import (
-    Column,
-    as_option,
-    cut,
-    display_width,
-    format_age,
-    format_bytes,
-    gpu_ranges,
-    on_command_line,
-    short_age,
-)
+from safe_gpu.wording.style import as_option, on_command_line
+from safe_gpu.wording.text import Column, cut, display_width, format_age, format_bytes, gpu_ranges, short_age

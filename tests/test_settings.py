@@ -5,7 +5,7 @@ import ast
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +32,6 @@ def test_every_variable_that_is_read_is_known() -> None:
     assert {name for name in named if not name.startswith("SAFE_GPU_TEST")} <= set(api.variables.VARIABLES)
 
 
-def test_the_environment_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SAFE_GPU_FOR", "caf\udce9")
-    environ = api.variables.Environment()
-    assert (dict(environ), len(environ)) == (dict(os.environ), len(os.environ))
-    assert ("SAFE_GPU_FOR" in environ, environ.get("SAFE_GPU_FOR"), environ.get("SAFE_GPU_NO", "5")) == (
-        True,
-        "caf\udce9",
-        "5",
-    )
-    monkeypatch.delenv("SAFE_GPU_FOR")
-    assert environ.get("SAFE_GPU_FOR") is None, "it has gone meanwhile"
-
-
 @pytest.mark.parametrize(("name", "meant"), [("safe_gpu_dirr", "SAFE_GPU_DIR"), ("SAFE_GPU_XYZZY", "")])
 def test_a_variable_that_nobody_reads(name: str, meant: str, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     names = frozenset({*api.variables.VARIABLES, "SAFE_GPU_TEST_X", "PATH", name})
@@ -60,7 +47,10 @@ def test_a_variable_that_nobody_reads(name: str, meant: str, monkeypatch: pytest
     assert (f"did you mean {meant}?" in record.getMessage()) == bool(meant)
 
 
-@pytest.mark.parametrize(("name", "words"), sorted(api.variables.CHOICES.items()))
+CHOICES = [(variable.name, variable.words) for variable in api.VARIABLES.values() if variable.words]
+
+
+@pytest.mark.parametrize(("name", "words"), CHOICES)
 def test_a_word_that_is_not_understood(name: str, words: tuple[str, ...], monkeypatch, ground) -> None:
     for word in ("", *words):
         api.variables.check({name: word})
@@ -89,14 +79,12 @@ def test_a_state_directory_is_named_by_an_absolute_path(monkeypatch: pytest.Monk
 
 
 @pytest.fixture
-def real_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+def real_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A file that stands for the kernel driver's."""
     monkeypatch.delenv("SAFE_GPU_TEST_SIMULATED")
-    monkeypatch.setattr(api.variables, "_REAL_DRIVERS", {str(tmp_path / "version"): "NVIDIA"})
+    monkeypatch.setattr(api.variables, "REAL_DRIVERS", {str(tmp_path / "version"): "NVIDIA"})
     (tmp_path / "version").write_text("NVRM version: 550.54.15\n")
-    api.variables.real_driver.cache_clear()
-    yield tmp_path / "version"
-    api.variables.real_driver.cache_clear()
+    return tmp_path / "version"
 
 
 def test_simulated_gpus_beside_real_ones_are_warned_of_every_time(real_driver: Path, caplog) -> None:
@@ -107,7 +95,6 @@ def test_simulated_gpus_beside_real_ones_are_warned_of_every_time(real_driver: P
     assert [record.getMessage().startswith(said) for record in caplog.records if record.levelno > 20] == [True] * 2
     assert api.variables.doubts({"SAFE_GPU_DRIVER": "nvml"}) == []
     real_driver.unlink()
-    api.variables.real_driver.cache_clear()
     assert api.variables.doubts(simulated) == []
 
 
@@ -346,4 +333,4 @@ def test_whose_limits_tests_go_by(monkeypatch: pytest.MonkeyPatch) -> None:
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(api.variables, "is_root", lambda is_root=is_root: is_root)
-        assert api.variables._directory_of_root() == ("/x" if counts else "/etc/safe-gpu")
+        assert api.variables.directory_of_root() == ("/x" if counts else "/etc/safe-gpu")

@@ -101,7 +101,8 @@ def page() -> str:
     for name, parser in parsers.items():
         lines += [f".SS {name}", usage(parser), *paragraphs([parser.description or ""])]
         lines += [*options(parser, told, name), *paragraphs(epilog(parser, ""))]
-    lines += [".SH ENVIRONMENT", *entries(VARIABLES | FURTHER_VARIABLES), ".SH FILES", *entries(files())]
+    meanings = {name: variable.meaning for name, variable in VARIABLES.items()}
+    lines += [".SH ENVIRONMENT", *entries(meanings | FURTHER_VARIABLES), ".SH FILES", *entries(files())]
     lines += [".SH EXIT STATUS", *paragraphs(["With run and bind it is the status of the command. Else:"])]
     listed = re.findall(r"(\d+) ([^,]+)", " ".join(epilog(parsers["run"], "exit codes")))
     codes = FURTHER_CODES | {int(number): meaning for number, meaning in listed}

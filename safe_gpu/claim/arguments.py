@@ -256,7 +256,7 @@ def read_options(
     elif not callable(getattr(logger, "info", None)):
         problem = f"logger={logger!r} is not a logger: pass a logging.Logger, or leave it out"
         raise UnsatisfiableRequestError(problem, value=logger)
-    environ = settings.Environment()
+    environ = os.environ
     job = current(environ)
     number = nb_gpus
     if nb_gpus == "job":

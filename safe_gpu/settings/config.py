@@ -20,45 +20,134 @@ from ..host import procfs
 from ..host.foreign_files import LIMIT, open_to_read
 from ..host.programs import is_root, others_can_change
 from ..host.signals import DeferredSignals
+from ..wording.text import most_similar
 from .values import seconds_of
 
-HOST_KEYS = {
-    "state_dir": "SAFE_GPU_DIR",
-    "vendor": "",
-    "sge_resource": "SAFE_GPU_SGE_RESOURCE",
-    "unexplained_memory": "SAFE_GPU_UNEXPLAINED_MEMORY",
-    "refused_exit": "",
-    "order": "",
-    "hosts": "",
-    "remote_command": "",
-}
-"""What ``[host]`` may set -> the variable of the environment that wins, "" without one."""
 
-# The form of a value, and what is wrong with another one.
-_FORMS = {
-    "state_dir": ("/.*", "is relative: write a path from / on"),
-    "vendor": ("|".join(VENDORS), f"is no vendor: write {', '.join(VENDORS)}"),
-    "unexplained_memory": ("[0-9][0-9.]* ?[KMGTkmgt]?[iI]?[bB]?", "is no size: write 300MiB"),
-    "refused_exit": ("0{0,2}[1-9]|0?[1-9][0-9]|1[0-9]{2}|2[0-4][0-9]|25[0-5]", "is no exit code: write 1 to 255"),
-    "order": ("fifo|fair", "is no order: write fifo or fair"),
-    "remote_command": (".+", "is empty: write what starts safe-gpu on the other hosts"),
-    "max_gpus": ("[0-9]{1,5}|(?i:unlimited|none|inf)", "is not a number of GPUs: write a whole number, or unlimited"),
-}
+class Key:
+    """What a section may set: any text, unless a subclass asks for more.
 
-KEYS = ("max_gpus", "max_hold", "default_hold", "max_wait", "idle_report_after", "weight")
-"""What the other sections may set. All but ``max_gpus`` and ``weight`` are durations."""
+    Args:
+        variable: the variable of the environment that wins over the file; "" without one.
+    """
 
-# Keys that cannot be 0.
-_POSITIVE = ("max_hold", "default_hold", "idle_report_after")
+    def __init__(self, name: str, variable: str = "") -> None:
+        self.name = name
+        self.variable = variable
 
-_WEIGHTS = (0.01, 100.0)
+    def value_of(self, text: str) -> Any:
+        """Return the value; None is no limit.
+
+        Raises:
+            ValueError: names the key, the text, what is wrong with it, and how to write it.
+        """
+        return text
+
+
+class _Word(Key):
+    """A text of a form, given as a regular expression, with what is said of any other text."""
+
+    def __init__(self, name: str, variable: str = "", *, form: str, problem: str) -> None:
+        super().__init__(name, variable)
+        self.form = form
+        self.problem = problem
+
+    def value_of(self, text: str) -> Any:
+        if re.fullmatch(self.form, text):
+            return text
+        if not text:
+            raise ValueError(f"{self.name} {self.problem}")
+        raise ValueError(f"{self.name} = {text} {self.problem}")
+
+
+class _Hosts(Key):
+    def value_of(self, text: str) -> str:
+        host_names(text)
+        return text
+
+
+class _NumberOfGpus(_Word):
+    def value_of(self, text: str) -> int | None:
+        super().value_of(text)
+        if not text.isdecimal():
+            return None
+        return int(text)
+
+
+class _Weight(Key):
+    _LEAST = 0.01
+    _MOST = 100.0
+
+    def value_of(self, text: str) -> float:
+        if re.fullmatch(r"[0-9]{1,3}(\.[0-9]+)?", text) and self._LEAST <= float(text) <= self._MOST:
+            return float(text)
+        way_out = f"write a number from {self._LEAST:g} to {self._MOST:g}"
+        raise ValueError(f"{self.name} = {text} is no weight: {way_out}")
+
+
+class _Duration(Key):
+    """Seconds, from ``least`` up."""
+
+    def __init__(self, name: str, *, least: float = 0.0) -> None:
+        super().__init__(name)
+        self.least = least
+
+    def value_of(self, text: str) -> float | None:
+        try:
+            seconds = seconds_of(text)
+        except ValueError as err:
+            raise ValueError(f"{self.name} = {text} {err}") from None
+        if seconds is not None and seconds < self.least:
+            raise ValueError(f"{self.name} = {text} is too short: a second is the least")
+        return seconds
+
+
+_OF_HOST = (
+    _Word("state_dir", "SAFE_GPU_DIR", form="/.*", problem="is relative: write a path from / on"),
+    _Word("vendor", form="|".join(VENDORS), problem=f"is no vendor: write {', '.join(VENDORS)}"),
+    Key("sge_resource", "SAFE_GPU_SGE_RESOURCE"),
+    _Word(
+        "unexplained_memory",
+        "SAFE_GPU_UNEXPLAINED_MEMORY",
+        form="[0-9][0-9.]* ?[KMGTkmgt]?[iI]?[bB]?",
+        problem="is no size: write 300MiB",
+    ),
+    _Word(
+        "refused_exit",
+        form="0{0,2}[1-9]|0?[1-9][0-9]|1[0-9]{2}|2[0-4][0-9]|25[0-5]",
+        problem="is no exit code: write 1 to 255",
+    ),
+    _Word("order", form="fifo|fair", problem="is no order: write fifo or fair"),
+    _Hosts("hosts"),
+    _Word("remote_command", form=".+", problem="is empty: write what starts safe-gpu on the other hosts"),
+)
+
+HOST_KEYS = {key.name: key for key in _OF_HOST}
+"""Name -> what ``[host]`` may set."""
+
+_OF_USERS = (
+    _NumberOfGpus(
+        "max_gpus",
+        form="[0-9]{1,5}|(?i:unlimited|none|inf)",
+        problem="is not a number of GPUs: write a whole number, or unlimited",
+    ),
+    _Duration("max_hold", least=1.0),
+    _Duration("default_hold", least=1.0),
+    _Duration("max_wait"),
+    _Duration("idle_report_after", least=1.0),
+    _Weight("weight"),
+)
+
+KEYS = {key.name: key for key in _OF_USERS}
+"""Name -> what the other sections may set."""
 
 _USER_KEYS = ("hosts", "remote_command")
 
 _LONGEST_FILE = 1 << 16
 
 # Root's file: its name, and its older name.
-_NAME, _OLDER_NAME = "config.ini", "policy.ini"
+_NAME = "config.ini"
+_OLDER_NAME = "policy.ini"
 
 
 class Section(NamedTuple):
@@ -71,7 +160,9 @@ class Section(NamedTuple):
     @property
     def title(self) -> str:
         """As in the file: ``[user anna]``."""
-        return f"[{self.kind} {self.name}]" if self.name else f"[{self.kind}]"
+        if not self.name:
+            return f"[{self.kind}]"
+        return f"[{self.kind} {self.name}]"
 
 
 class Policy(NamedTuple):
@@ -83,7 +174,10 @@ class Policy(NamedTuple):
     @property
     def host(self) -> Mapping[str, str]:
         """The values of ``[host]``."""
-        return next((section.values for section in self.sections if section.kind == "host"), {})
+        for section in self.sections:
+            if section.kind == "host":
+                return section.values
+        return {}
 
     @property
     def limits_gpus(self) -> bool:
@@ -142,67 +236,54 @@ def parse(text: str, path: str, *, host_only: bool = False) -> Policy:
             elif line and not (host_only and sections[-1].kind != "host"):
                 _read_setting(line, sections[-1])
         except ValueError as err:
-            hidden = "it is wrong, and not shown: who chose the file is unknown"
-            shown = err if _may_be_shown(path) else ValueError(hidden)
-            raise PolicyError(f"{path}:{number}: {shown}", path=path, line=number) from shown
+            reason = err
+            if not _may_be_shown(path):
+                reason = ValueError("it is wrong, and not shown: who chose the file is unknown")
+            raise PolicyError(f"{path}:{number}: {reason}", path=path, line=number) from reason
     return Policy(path, tuple(sections))
 
 
 def _may_be_shown(path: str) -> bool:
     """Return whether errors may quote a file. A variable or a link of another user's may lead root to one that this
     user must not read."""
-    readable = not os.path.exists(path) or os.stat(path).st_mode & stat.S_IROTH
-    return not is_root() or (bool(readable) and others_can_change(path) is None)
+    if not is_root():
+        return True
+    if os.path.exists(path) and not os.stat(path).st_mode & stat.S_IROTH:
+        return False
+    return others_can_change(path) is None
 
 
 def _header(line: str, above: Collection[Section]) -> Section:
-    found = re.fullmatch(r"\[\s*(?:(default|DEFAULT|host)\s*|(user|group)\s([^]]+))\]", line)
-    kind, name = (found[1] or found[2], (found[3] or "").strip()) if found else ("", "")
-    if kind in ("", "user", "group") and not name:
-        raise ValueError(f"{line} is not a section: write [default], [user NAME] or [group NAME], or [host]")
-    section = Section(kind.lower(), name, {})
+    section = _section(line)
     if section.title in [one.title for one in above]:
         raise ValueError(f"{line} stands here twice: write all of it into one section")
     return section
 
 
+def _section(line: str) -> Section:
+    found = re.fullmatch(r"\[\s*(?:(default|DEFAULT|host)\s*|(user|group)\s([^]]+))\]", line)
+    if found and found[1]:
+        return Section(found[1].lower(), "", {})
+    if found and found[3].strip():
+        return Section(found[2], found[3].strip(), {})
+    raise ValueError(f"{line} is not a section: write [default], [user NAME] or [group NAME], or [host]")
+
+
 def _read_setting(line: str, section: Section) -> None:
-    name, *value = re.split("[=:]", line, maxsplit=1)
-    if not value:
+    parts = re.split("[=:]", line, maxsplit=1)
+    if len(parts) < 2:
         raise ValueError(f"{line!r} is neither [section] nor key = value")
-    key, text = name.strip().lower(), value[0].strip()
-    keys = HOST_KEYS if section.kind == "host" else KEYS
-    if key not in keys:
-        from difflib import get_close_matches
-
-        meant = next(iter(get_close_matches(key, keys, 1, 0.6)), "")
-        raise ValueError(f"{key!r} is unknown: " + (f"did you mean {meant}?" if meant else f"write {', '.join(keys)}"))
-    if key in section.values:
-        raise ValueError(f"{key} is set twice in this section")
-    section.values[key] = _value(key, text)
-
-
-def _value(key: str, text: str) -> str | float | None:
-    form, problem = _FORMS.get(key, (".*", ""))
-    if not re.fullmatch(form, text):
-        raise ValueError(f"{f'{key} = {text}' if text else key} {problem}")
-    if key == "hosts":
-        host_names(text)
-    if key in HOST_KEYS:
-        return text
-    if key == "max_gpus":
-        return int(text) if text.isdecimal() else None
-    if key == "weight":
-        if not (re.fullmatch(r"[0-9]{1,3}(\.[0-9]+)?", text) and _WEIGHTS[0] <= float(text) <= _WEIGHTS[1]):
-            raise ValueError(f"{key} = {text} is no weight: write a number from {_WEIGHTS[0]:g} to {_WEIGHTS[1]:g}")
-        return float(text)
-    try:
-        seconds = seconds_of(text)
-    except ValueError as err:
-        raise ValueError(f"{key} = {text} {err}") from None
-    if seconds is not None and seconds < (key in _POSITIVE):
-        raise ValueError(f"{key} = {text} is too short: a second is the least")
-    return seconds
+    name = parts[0].strip().lower()
+    text = parts[1].strip()
+    keys: Mapping[str, Key] = HOST_KEYS if section.kind == "host" else KEYS
+    if name not in keys:
+        meant = most_similar(name, keys, least=0.6)
+        if meant:
+            raise ValueError(f"{name!r} is unknown: did you mean {meant}?")
+        raise ValueError(f"{name!r} is unknown: write {', '.join(keys)}")
+    if name in section.values:
+        raise ValueError(f"{name} is set twice in this section")
+    section.values[name] = keys[name].value_of(text)
 
 
 def host_names(text: str) -> tuple[str, ...]:
@@ -229,7 +310,9 @@ def read(path: str) -> tuple[Policy | None, str]:
     other = os.path.join(os.path.dirname(path), _OLDER_NAME)
     if os.path.basename(path) == _NAME and os.path.lexists(path) and os.path.lexists(other):
         raise PolicyError(f"{other} counts only where there is no {path}: move its sections there", path=other)
-    return (None if doubt or not os.path.lexists(path) else parse(text, path)), doubt
+    if doubt or not os.path.lexists(path):
+        return None, doubt
+    return parse(text, path), ""
 
 
 def host_values(path: str) -> Mapping[str, str]:
@@ -238,7 +321,8 @@ def host_values(path: str) -> Mapping[str, str]:
     Raises:
         PolicyError: the file cannot be read, or a line of that section is wrong.
     """
-    return parse(_read_text(path)[0], path, host_only=True).host
+    text, _ = _read_text(path)
+    return parse(text, path, host_only=True).host
 
 
 def _read_text(path: str) -> tuple[str, str]:
@@ -247,10 +331,12 @@ def _read_text(path: str) -> tuple[str, str]:
     Raises:
         PolicyError: the file cannot be read.
     """
+    data = b""
     try:
         with open_to_read(path, os.O_NOFOLLOW) as file:
             doubt = _doubt(os.fstat(file.fileno()))
-            data = b"" if doubt else file.read(_LONGEST_FILE + 1) or b""
+            if not doubt:
+                data = file.read(_LONGEST_FILE + 1) or b""
     except FileNotFoundError:
         return "", ""
     except IsADirectoryError:
@@ -271,7 +357,7 @@ def _doubt(status: os.stat_result) -> str:
     """Return why such a file does not count; "" if it does."""
     if not stat.S_ISREG(status.st_mode):
         return "is not a file"
-    if status.st_uid:
+    if status.st_uid != 0:
         return f"belongs to {procfs.user_name(status.st_uid)}, not to root"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return f"can be written by others than root (mode {stat.S_IMODE(status.st_mode):04o})"
@@ -291,44 +377,61 @@ def resolve(policy: Policy, names: Collection[str], in_group: Callable[[str], bo
     own = [section for section in policy.sections if section.kind == "user" and section.name in names]
     if is_root and not own:
         return Limits(policy.path, exempt=True)
-    groups = [section for section in policy.sections if section.kind == "group" and in_group(section.name)]
-    found: dict[str, Section] = {}
-    for section in (*own, *groups, *(one for one in policy.sections if one.kind == "default")):
-        for key in section.values:
-            found.setdefault(key, section)
-    values: dict[str, Any] = {key: section.values[key] for key, section in found.items()}
-    return Limits(policy.path, **values, sections={key: section.title for key, section in found.items()})
+    of_groups = [section for section in policy.sections if section.kind == "group" and in_group(section.name)]
+    default = [section for section in policy.sections if section.kind == "default"]
+    values: dict[str, Any] = {}
+    titles: dict[str, str] = {}
+    for section in (*own, *of_groups, *default):
+        for key, value in section.values.items():
+            if key not in values:
+                values[key] = value
+                titles[key] = section.title
+    return Limits(policy.path, **values, sections=titles)
 
 
 def limits_of_user(policy: Policy, uid: int) -> Limits:
     """Return what applies to a user, by the groups of this process or those that the directory has for another user.
     Takes no lock; the directory may take a while."""
-    gids = cache(lambda: gids_of(uid))  # not asked for where no group matters
-    names = procfs.user_name(uid), str(uid)
-    return resolve(policy, names, lambda group: gid_of(group) in gids(), is_root=uid == 0)
+
+    @cache  # not asked for where no group matters
+    def gids() -> set[int]:
+        return gids_of(uid)
+
+    def is_in(group: str) -> bool:
+        return gid_of(group) in gids()
+
+    return resolve(policy, (procfs.user_name(uid), str(uid)), is_in, is_root=uid == 0)
 
 
 def unknown_names(policy: Policy) -> list[str]:
     """Return the sentences on the sections of users and groups that this host does not know."""
-    known = {"user": uid_of, "group": gid_of}
-    missing = (one for one in policy.sections if one.kind in known and known[one.kind](one.name) is None)
-    return [f"{one.title}: there is no such {one.kind} here" for one in missing]
+    sentences = []
+    for section in policy.sections:
+        is_unknown_user = section.kind == "user" and uid_of(section.name) is None
+        is_unknown_group = section.kind == "group" and gid_of(section.name) is None
+        if is_unknown_user or is_unknown_group:
+            sentences.append(f"{section.title}: there is no such {section.kind} here")
+    return sentences
 
 
 def uid_of(name: str) -> int | None:
     """Return the uid of a user, by name or number; None if nobody has that name."""
-    return _id_of(name, pwd.getpwnam)
+    with suppress(KeyError, ValueError), DeferredSignals():  # as in procfs.user_name
+        return pwd.getpwnam(name).pw_uid
+    return _id(name)
 
 
 def gid_of(group: str) -> int | None:
     """Return the gid of a group, by name or number; None if none has that name."""
-    return _id_of(group, grp.getgrnam)
-
-
-def _id_of(name: str, entry_of: Callable[[str], Any]) -> int | None:
     with suppress(KeyError, ValueError), DeferredSignals():  # as in procfs.user_name
-        return int(entry_of(name)[2])  # pw_uid, gr_gid
-    return int(name) if name.isdecimal() and name.isascii() and len(name) < 11 else None
+        return grp.getgrnam(group).gr_gid
+    return _id(group)
+
+
+def _id(text: str) -> int | None:
+    if not re.fullmatch("[0-9]{1,10}", text):
+        return None
+    return int(text)
 
 
 def gids_of(uid: int) -> set[int]:
@@ -348,10 +451,12 @@ def values_of_user(environ: Mapping[str, str]) -> Mapping[str, str]:
         PolicyError: it cannot be read, or is wrong. What a user runs on other hosts is never another user's choice.
     """
     path = os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".config", "safe-gpu", "config.ini")
+    # Users keep such files by links, but root's HOME may be another user's, who would choose what root reads.
+    flags = os.O_NOFOLLOW if is_root() else 0
     try:
-        # Users keep such files by links, but root's HOME may be another user's, who would choose what root reads.
-        with open_to_read(path, os.O_NOFOLLOW if is_root() else 0) as file:
-            status, data = os.fstat(file.fileno()), file.read(LIMIT) or b""
+        with open_to_read(path, flags) as file:
+            status = os.fstat(file.fileno())
+            data = file.read(LIMIT) or b""
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as err:
@@ -359,6 +464,8 @@ def values_of_user(environ: Mapping[str, str]) -> Mapping[str, str]:
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & ~0o644:
         raise PolicyError(f"{path} must be a file of your own with mode 644 at most: chmod 644 {path}", path=path)
     values = parse(data.decode("utf-8", "replace"), path, host_only=True).host
-    if others := [key for key in values if key not in _USER_KEYS]:
-        raise PolicyError(f"{path}: {others[0]} is for root's file; here {' and '.join(_USER_KEYS)} count", path=path)
+    for key in values:
+        if key not in _USER_KEYS:
+            keys = " and ".join(_USER_KEYS)
+            raise PolicyError(f"{path}: {key} is for root's file; here {keys} count", path=path)
     return values

@@ -4,7 +4,7 @@ import math
 import operator
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from ..errors import UnsatisfiableRequestError
 from ..gpus.devices import Gpu, HostSnapshot
@@ -42,15 +42,18 @@ def seconds_of(text: str) -> float | None:
     simple = re.fullmatch(_SIMPLE, word)
     if simple and simple[2] in _SECONDS:
         return float(simple[1]) * _SECONDS[simple[2]]
-    found = re.fullmatch(_CLOCK, word) or re.fullmatch(_DAYS, word) or (word and re.fullmatch(_SPANS, word))
-    if not found:
-        if unclear := re.fullmatch(_UNCLEAR, word):
-            one, other = map(int, unclear.groups())
-            raise ValueError(f"may be hours or minutes: write {one}h{other}m or {one}m{other}s")
-        forms = "seconds (90 or 90s), 15m, 1h30m, 01:30:00, 2-12:00:00 (days first) or inf"
-        raise ValueError(f"is not a duration: write {forms}")
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    for pattern in (_CLOCK, _DAYS, _SPANS):
+        found = re.fullmatch(pattern, word)
+        if found and word:  # _SPANS fits an empty text too
+            days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+            return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    unclear = re.fullmatch(_UNCLEAR, word)
+    if unclear:
+        first = int(unclear[1])
+        second = int(unclear[2])
+        raise ValueError(f"may be hours or minutes: write {first}h{second}m or {first}m{second}s")
+    forms = "seconds (90 or 90s), 15m, 1h30m, 01:30:00, 2-12:00:00 (days first) or inf"
+    raise ValueError(f"is not a duration: write {forms}")
 
 
 def parse_duration(text: str, name: str = "timeout") -> float | None:
@@ -79,17 +82,23 @@ def parse_seconds(value: object, name: str, what: str, *, least: float = 0.0) ->
         return None
     if isinstance(value, str):
         seconds = parse_duration(value, name)
+    elif isinstance(value, bool):
+        seconds = math.nan
     else:
-        seconds = math.nan if isinstance(value, bool) else number_of(value)
-    if seconds is None or seconds >= least:
-        return None if seconds == math.inf else seconds
-    raise UnsatisfiableRequestError(f"{style.written(name, value)} is not {what}", value=value)
+        seconds = number_of(value)
+    if seconds is None or seconds == math.inf:
+        return None
+    if not seconds >= least:  # so that NaN is refused
+        raise UnsatisfiableRequestError(f"{style.written(name, value)} is not {what}", value=value)
+    return seconds
 
 
 def number_of(value: object) -> float:
     """Return a number, of numpy too; NaN for anything else, text included."""
+    if isinstance(value, (str, bytes, bytearray)):
+        return math.nan
     try:
-        return math.nan if isinstance(value, (str, bytes, bytearray)) else float(value)  # type: ignore[arg-type]
+        return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         return math.nan
 
@@ -111,44 +120,72 @@ def parse_moment(text: str, after: float | None = None) -> float:
     Raises:
         ValueError: it is no time.
     """
-    word, now = text.strip().lower(), time.time()
-    today = time.localtime(now)
+    word = text.strip().lower()
+    now = time.time()
     if word == "now":
         return now
-    if word in ("today", "yesterday"):
-        return time.mktime((today.tm_year, today.tm_mon, today.tm_mday - (word == "yesterday"), 0, 0, 0, 0, 0, -1))
-    if clock := re.fullmatch(_TIME_OF_DAY, " ".join(word.split())):
-        return _nearest(clock[1], int(clock[2]), int(clock[3]), now if after is None else after, after is not None)
+    if word == "today":
+        return _midnight(now, days_ago=0)
+    if word == "yesterday":
+        return _midnight(now, days_ago=1)
+    time_of_day = re.fullmatch(_TIME_OF_DAY, " ".join(word.split()))
+    if time_of_day:
+        weekday, hour, minute = time_of_day.groups()
+        base = now if after is None else after
+        moments = _times_of_day_around(base, weekday, int(hour), int(minute))
+        if after is None:
+            return max(moment for moment in moments if moment <= now)
+        return min(moment for moment in moments if moment > after)
     for form in _DATES:
         try:
             return max(0.0, time.mktime((*time.strptime(word.upper(), form)[:8], -1)))
         except (ValueError, OverflowError):
             continue
-    try:
-        age = seconds_of(word.removeprefix("+"))
-    except ValueError:
-        age = None
-    if age is None or word[-1:].isdecimal():
+    distance = _distance(word.removeprefix("+"))
+    if distance is None:
         forms = "2026-11-01, '2026-11-01 12:00', 12:00, 'Thu 9:00', today, yesterday, 7d for seven days ago"
         raise ValueError(f"{text!r} is no time: write {forms}, or +2h for two hours from now")
-    return (now if after is None else after) + age if word.startswith("+") else max(0.0, now - age)
+    if not word.startswith("+"):
+        return max(0.0, now - distance)
+    if after is None:
+        return now + distance
+    return after + distance
 
 
-def _nearest(day: str | None, hour: int, minute: int, base: float, later: bool) -> float:
-    """Return the last such time of day, perhaps on one day of the week, up to ``base``, or the first after it."""
-    first = time.localtime(base)
-    dates = ((first.tm_year, first.tm_mon, first.tm_mday + shift) for shift in range(-8, 9))
-    days = [time.mktime((*date, hour, minute, 0, 0, 0, -1)) for date in dates]
-    found = [one for one in days if day in (None, _WEEKDAYS[time.localtime(one).tm_wday])]
-    return min(one for one in found if one > base) if later else max(one for one in found if one <= base)
+def _midnight(now: float, *, days_ago: int) -> float:
+    today = time.localtime(now)
+    return time.mktime((today.tm_year, today.tm_mon, today.tm_mday - days_ago, 0, 0, 0, 0, 0, -1))
 
 
+def _times_of_day_around(base: float, weekday: str | None, hour: int, minute: int) -> list[float]:
+    """Return this time of each day within a week of ``base`` and a day more, or of each such day of the week."""
+    day = time.localtime(base)
+    found = []
+    for shift in range(-8, 9):
+        moment = time.mktime((day.tm_year, day.tm_mon, day.tm_mday + shift, hour, minute, 0, 0, 0, -1))
+        if weekday is None or weekday == _WEEKDAYS[time.localtime(moment).tm_wday]:
+            found.append(moment)
+    return found
+
+
+def _distance(word: str) -> float | None:
+    """Return the seconds of a duration with a unit; None for anything else."""
+    if word[-1:].isdecimal():
+        return None
+    try:
+        return seconds_of(word)
+    except ValueError:
+        return None
+
+
+# K, M, G and T are powers of 1024, as in nvidia-smi and Grid Engine; KB, MB, GB and TB are powers of 1000.
 _BYTES = {
-    "": 1,
-    "b": 1,
-    **{f"{letter}{tail}": 1 << (10 * power) for power, letter in enumerate("kmgt", 1) for tail in ("", "ib")},
-    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
-}
+    "": 1, "b": 1,
+    "k": 1 << 10, "kib": 1 << 10, "kb": 10**3,
+    "m": 1 << 20, "mib": 1 << 20, "mb": 10**6,
+    "g": 1 << 30, "gib": 1 << 30, "gb": 10**9,
+    "t": 1 << 40, "tib": 1 << 40, "tb": 10**12,
+}  # fmt: skip
 
 # Nobody needs to ask for less memory than this, so a number below it probably lacks its unit.
 _FEWEST_BYTES = 1 << 20
@@ -170,8 +207,10 @@ def refused(name: str, value: object, way_out: str) -> UnsatisfiableRequestError
 
 def as_index(value: object) -> int | None:
     """Return a whole number, of numpy too; None for anything else, and for a bool."""
+    if isinstance(value, bool):
+        return None
     try:
-        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+        return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return None
 
@@ -190,21 +229,39 @@ def parse_size(value: object, name: str = "min_memory") -> int:
     >>> parse_size("20GiB") == parse_size("20G") == 20 * 1024**3
     True
     """
-    size = re.fullmatch(_SIZE, value) if isinstance(value, str) else None
-    factor = _BYTES.get(size[2].lower()) if size else None
-    count = as_index(value)
-    if size and factor:
-        count = int(float(size[1]) * factor) if "." in size[1] else int(size[1]) * factor
+    count = _bytes_of(value) if isinstance(value, str) else as_index(value)
     if count is None or count < 0:
         raise refused(name, value, f"give bytes as a whole number, or a size such as {style.value('20GiB')}")
-    bare = not isinstance(value, str) or value.strip().isdecimal()
-    if bare and 0 < count < _FEWEST_BYTES:
-        unit = "GiB" if count < 1024 and name in ("min_memory", "share") else "MiB"
-        units = [unit, "%"] if name == "share" and count <= 100 else [unit]
-        written = style.written(name, value)
-        way_out = " or ".join(style.value(f"{count}{unit}") for unit in units)
-        raise UnsatisfiableRequestError(f"{written} means {count} bytes? write {way_out}", value=value)
+    is_bare = not isinstance(value, str) or value.strip().isdecimal()
+    if is_bare and 0 < count < _FEWEST_BYTES:
+        way_out = " or ".join(style.value(f"{count}{unit}") for unit in _units_meant(count, name))
+        raise UnsatisfiableRequestError(
+            f"{style.written(name, value)} means {count} bytes? write {way_out}", value=value
+        )
     return count
+
+
+def _bytes_of(text: str) -> int | None:
+    """Return the bytes of a size; None if it is none."""
+    size = re.fullmatch(_SIZE, text)
+    if size is None:
+        return None
+    number, unit = size.groups()
+    factor = _BYTES.get(unit.lower())
+    if factor is None:
+        return None
+    if "." in number:
+        return int(float(number) * factor)
+    return int(number) * factor
+
+
+def _units_meant(count: int, name: str) -> list[str]:
+    """Return the units that a small number without one probably has."""
+    if name == "share" and count <= 100:
+        return ["GiB", "%"]
+    if name in ("min_memory", "share") and count < 1024:
+        return ["GiB"]
+    return ["MiB"]
 
 
 def parse_names(value: object, argument: str) -> tuple[str, ...]:
@@ -213,38 +270,55 @@ def parse_names(value: object, argument: str) -> tuple[str, ...]:
     Raises:
         UnsatisfiableRequestError: an entry has none of the forms; ``argument`` is its name in the message.
     """
-    names: dict[str, None] = {}
+    names: list[str] = []
     try:
-        for item in _flat(value):
-            text = item.strip()
-            span = re.fullmatch(_RANGE, text)
-            if span is not None and int(span[1]) <= int(span[2]):
-                names.update((str(index), None) for index in range(int(span[1]), int(span[2]) + 1))
-            elif re.fullmatch(_NAME, text):
-                names[":".join(str(int(part)) for part in text.split(":")) if is_index(text) else text] = None
-            else:
-                raise ValueError(text)
+        for entry in _entries(value):
+            names += _names(entry.strip())
     except ValueError:
-        examples = ", ".join(map(style.value, ("0,2", "4-7")))
+        examples = f"{style.value('0,2')}, {style.value('4-7')}"
         way_out = f"name GPUs by index, range or UUID, such as {examples} or {style.value('GPU-8932f937')}"
         raise refused(argument, value, way_out) from None
-    return tuple(names)
+    return tuple(dict.fromkeys(names))
+
+
+def _entries(value: object) -> Iterator[str]:
+    """Yield the entries of a text, a whole number, or several of these.
+
+    Raises:
+        ValueError: something is neither.
+    """
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes, bytearray)):
+        value = [value]
+    for item in value:
+        if isinstance(item, str):
+            yield from item.split(",")
+            continue
+        index = as_index(item)
+        if index is None:
+            raise ValueError(item)
+        yield str(index)
+
+
+def _names(entry: str) -> list[str]:
+    """Return the names that an entry stands for: those of a range, or one.
+
+    Raises:
+        ValueError: it has none of the forms.
+    """
+    span = re.fullmatch(_RANGE, entry)
+    if span and int(span[1]) <= int(span[2]):
+        return [str(index) for index in range(int(span[1]), int(span[2]) + 1)]
+    if not re.fullmatch(_NAME, entry):
+        raise ValueError(entry)
+    if not is_index(entry):
+        return [entry]
+    numbers = [str(int(part)) for part in entry.split(":")]  # without leading zeros
+    return [":".join(numbers)]
 
 
 def is_index(name: str) -> bool:
     """Return whether a name is an index, or that of a MIG instance (``3:1``); UUIDs may begin with a digit too."""
     return name.replace(":", "").isdigit()
-
-
-def _flat(value: object) -> Iterable[str]:
-    several = isinstance(value, Iterable) and not isinstance(value, (str, bytes, bytearray))
-    for item in value if several else (value,):  # type: ignore[attr-defined]
-        if isinstance(item, str):
-            yield from item.split(",")
-        elif (index := as_index(item)) is not None:
-            yield str(index)
-        else:
-            raise ValueError(item)
 
 
 def names_device(name: str, gpu: Gpu) -> bool:
@@ -257,14 +331,16 @@ def names_device(name: str, gpu: Gpu) -> bool:
 
 def unknown_names(names: Iterable[str], snapshot: HostSnapshot) -> tuple[str, ...]:
     """Return the entries that match no device of this host, and the UUID prefixes that match several."""
+    return tuple(name for name in names if not _names_one(name, snapshot))
+
+
+def _names_one(name: str, snapshot: HostSnapshot) -> bool:
+    if is_index(name):
+        return any(names_device(name, gpu) for gpu in snapshot.gpus)
     uuids = {gpu.uuid for gpu in snapshot.gpus}
-
-    def matches_one(name: str) -> bool:
-        if is_index(name):
-            return any(names_device(name, gpu) for gpu in snapshot.gpus)
-        return name in uuids or sum(uuid.startswith(name) for uuid in uuids) == 1
-
-    return tuple(name for name in names if not matches_one(name))
+    if name in uuids:
+        return True
+    return len([uuid for uuid in uuids if uuid.startswith(name)]) == 1
 
 
 def model_pattern(text: str, names: Iterable[str]) -> re.Pattern[str]:
@@ -276,9 +352,15 @@ def model_pattern(text: str, names: Iterable[str]) -> re.Pattern[str]:
     ``NVIDIA A100-SXM4-80GB``.
     """
     if any(sign in text for sign in "*?["):
-        from fnmatch import translate
-
-        return re.compile(f"(?:.* )?{translate(text)}", re.IGNORECASE)
+        return re.compile(f"(?:.* )?{_regular_expression(text)}", re.IGNORECASE)
     part = re.escape(text)
-    words = re.compile(rf".*(?<!\w){part}(?!\w)", re.IGNORECASE)
-    return words if any(map(words.match, names)) else re.compile(f".*{part}", re.IGNORECASE)
+    as_words = re.compile(rf".*(?<!\w){part}(?!\w)", re.IGNORECASE)
+    if any(as_words.match(name) for name in names):
+        return as_words
+    return re.compile(f".*{part}", re.IGNORECASE)
+
+
+def _regular_expression(glob: str) -> str:
+    from fnmatch import translate
+
+    return translate(glob)

@@ -1,90 +1,87 @@
 """The environment variables that safe_gpu reads."""
 
 import os
-from collections.abc import Iterator, Mapping
-from functools import cache, lru_cache
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from ..errors import UnsatisfiableRequestError
 from ..gpus.vendors import VENDORS
 from ..host.foreign_files import printable_lines
 from ..host.programs import is_root, others_can_change
+from ..wording.text import most_similar
 
 PREFIX = "SAFE_GPU_"
-
-VARIABLES = {
-    "SAFE_GPU_DIR": "the state directory, an absolute path (default /tmp/safe-gpu)",
-    "SAFE_GPU_DRIVER": "auto, "
-    + "".join(f"{', '.join(one.drivers)} ({one.title}), " for one in VENDORS.values())
-    + "or simulated:PRESET (default auto)",
-    "SAFE_GPU_TIMEOUT": "the default timeout of claims: 90, 15m, 1h30m, inf",
-    "SAFE_GPU_FOR": "how long claims will probably hold their GPUs: 600, 30m, 2h",
-    "SAFE_GPU_NB_GPUS": 'the number of GPUs that "job" stands for',
-    "SAFE_GPU_FENCE": "ignore: disregard an inherited CUDA_VISIBLE_DEVICES",
-    "SAFE_GPU_FSROOT": "where /sys and /proc topology files are read (default /)",
-    "SAFE_GPU_LEGACY_LOCK": "the older package's lock: auto, always or never (default auto)",
-    "SAFE_GPU_UNEXPLAINED_MEMORY": "bytes in use by no visible process that make a GPU busy: 300MiB (at least 16MiB)",
-    "SAFE_GPU_PROCESS_LIST": "optional: claim by entry and memory where the driver can list no processes",
-    "SAFE_GPU_POLICY": "the policy file where the host has none (default /etc/safe-gpu/config.ini)",
-    "SAFE_GPU_SIMULATED_DIR": "the tree of a simulated host",
-    "SAFE_GPU_SGE_RESOURCE": "the name of the GPU resource in Grid Engine",
-    "SAFE_GPU_HOSTS": "the hosts of status --all-hosts: gpu1,gpu2",
-    "SAFE_GPU_RECORD_COMMAND": "what others can read of a command: names (program and script; default) or full",
-    "SAFE_GPU_SCOPE": "set by a claim, for claims made inside it",
-    "SAFE_GPU_EXPECT": "set for a worker of a claim across hosts: the GPU that run and bind must find",
-    "SAFE_GPU_SHARE": "set by a claim that shares GPUs: bytes of each",
-    "SAFE_GPU_SHARE_FRACTION": "set by a claim that shares GPUs: what a framework may allocate of each, from 0 to 1",
-    "SAFE_GPU_SHARE_TORCH": "1 sets PYTORCH_CUDA_ALLOC_CONF in claims that share GPUs; PyTorch 2.10 or later",
-    "SAFE_GPU_BOUND": "set by bind: the GPUs next to which this process was bound by number",
-    "SAFE_GPU_RAY_WORKER": "set for the workers of a claim on Ray",
-}
-"""Name -> meaning of every variable. Variables that begin with SAFE_GPU_TEST_ are for tests and not listed."""
-
-CHOICES = {
-    "SAFE_GPU_FENCE": ("ignore",),
-    "SAFE_GPU_LEGACY_LOCK": ("auto", "always", "never"),
-    "SAFE_GPU_RECORD_COMMAND": ("names", "full"),
-    "SAFE_GPU_PROCESS_LIST": ("optional",),
-}
-"""Name -> allowed values, for the variables that take one of a few words."""
 
 _FOR_TESTS = f"{PREFIX}TEST_"
 
 
-def _directory_of_root() -> str:
+class Variable(NamedTuple):
+    """One variable. ``words`` are its values, where it takes one of a few."""
+
+    name: str
+    meaning: str
+    words: tuple[str, ...] = ()
+
+
+_DRIVERS = ", ".join(f"{', '.join(vendor.drivers)} ({vendor.title})" for vendor in VENDORS.values())
+
+_ROWS = (
+    Variable("SAFE_GPU_DIR", "the state directory, an absolute path (default /tmp/safe-gpu)"),
+    Variable("SAFE_GPU_DRIVER", f"auto, {_DRIVERS}, or simulated:PRESET (default auto)"),
+    Variable("SAFE_GPU_TIMEOUT", "the default timeout of claims: 90, 15m, 1h30m, inf"),
+    Variable("SAFE_GPU_FOR", "how long claims will probably hold their GPUs: 600, 30m, 2h"),
+    Variable("SAFE_GPU_NB_GPUS", 'the number of GPUs that "job" stands for'),
+    Variable("SAFE_GPU_FENCE", "ignore: disregard an inherited CUDA_VISIBLE_DEVICES", words=("ignore",)),
+    Variable("SAFE_GPU_FSROOT", "where /sys and /proc topology files are read (default /)"),
+    Variable(
+        "SAFE_GPU_LEGACY_LOCK",
+        "the older package's lock: auto, always or never (default auto)",
+        words=("auto", "always", "never"),
+    ),
+    Variable(
+        "SAFE_GPU_UNEXPLAINED_MEMORY",
+        "bytes in use by no visible process that make a GPU busy: 300MiB (at least 16MiB)",
+    ),
+    Variable(
+        "SAFE_GPU_PROCESS_LIST",
+        "optional: claim by entry and memory where the driver can list no processes",
+        words=("optional",),
+    ),
+    Variable("SAFE_GPU_POLICY", "the policy file where the host has none (default /etc/safe-gpu/config.ini)"),
+    Variable("SAFE_GPU_SIMULATED_DIR", "the tree of a simulated host"),
+    Variable("SAFE_GPU_SGE_RESOURCE", "the name of the GPU resource in Grid Engine"),
+    Variable("SAFE_GPU_HOSTS", "the hosts of status --all-hosts: gpu1,gpu2"),
+    Variable(
+        "SAFE_GPU_RECORD_COMMAND",
+        "what others can read of a command: names (program and script; default) or full",
+        words=("names", "full"),
+    ),
+    Variable("SAFE_GPU_SCOPE", "set by a claim, for claims made inside it"),
+    Variable("SAFE_GPU_EXPECT", "set for a worker of a claim across hosts: the GPU that run and bind must find"),
+    Variable("SAFE_GPU_SHARE", "set by a claim that shares GPUs: bytes of each"),
+    Variable(
+        "SAFE_GPU_SHARE_FRACTION", "set by a claim that shares GPUs: what a framework may allocate of each, from 0 to 1"
+    ),
+    Variable("SAFE_GPU_SHARE_TORCH", "1 sets PYTORCH_CUDA_ALLOC_CONF in claims that share GPUs; PyTorch 2.10 or later"),
+    Variable("SAFE_GPU_BOUND", "set by bind: the GPUs next to which this process was bound by number"),
+    Variable("SAFE_GPU_RAY_WORKER", "set for the workers of a claim on Ray"),
+)
+
+VARIABLES = {row.name: row for row in _ROWS}
+"""Name -> row of every variable. Variables that begin with SAFE_GPU_TEST_ are for tests and not listed."""
+
+
+def directory_of_root() -> str:
     """Return root's directory. Tests have one of their own, which no other user's claim of real GPUs goes by."""
-    own, driver = os.environ.get(f"{_FOR_TESTS}ETC"), os.environ.get("SAFE_GPU_DRIVER", "")
-    return own if own and (driver.startswith("simulated:") or is_root()) else "/etc/safe-gpu"
+    of_tests = os.environ.get(f"{_FOR_TESTS}ETC")
+    driver = os.environ.get("SAFE_GPU_DRIVER", "")
+    if of_tests and (driver.startswith("simulated:") or is_root()):
+        return of_tests
+    return "/etc/safe-gpu"
 
 
-HOST_FILES = tuple(f"{_directory_of_root()}/{name}" for name in ("config.ini", "policy.ini"))
+HOST_FILES = tuple(f"{directory_of_root()}/{name}" for name in ("config.ini", "policy.ini"))
 """The file with root's settings and limits for this host: its name, and its older name."""
-
-
-class Environment(Mapping[str, str]):
-    """A view of os.environ for many look-ups of variables, most of which are not set.
-
-    os.environ encodes the name at each look-up, and a copy of it decodes every value. The names are those at the time
-    of the call, the values those of now.
-    """
-
-    def __init__(self) -> None:
-        self._names = frozenset(os.environ)
-
-    def __getitem__(self, name: str) -> str:
-        return os.environ[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return os.environ.get(name, default) if name in self._names else default
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def is_simulated(environ: Mapping[str, str]) -> bool:
@@ -92,42 +89,44 @@ def is_simulated(environ: Mapping[str, str]) -> bool:
     return environ.get("SAFE_GPU_DRIVER", "").startswith("simulated")
 
 
-# Laptops without a card have Intel's drivers too.
-_REAL_DRIVERS = {f"/{one.loaded[0]}": one.title for one in VENDORS.values() if one.control}
-_REAL_DRIVERS |= dict.fromkeys(("/dev/nvidia0", "/dev/dxg"), "NVIDIA")
+REAL_DRIVERS = {f"/{vendor.loaded[0]}": vendor.title for vendor in VENDORS.values() if vendor.control}
+REAL_DRIVERS |= {"/dev/nvidia0": "NVIDIA", "/dev/dxg": "NVIDIA"}
+"""File of a driver -> the maker of the GPUs that are there with it. Laptops without a card have Intel's drivers too."""
 
 
-@cache  # every claim on simulated GPUs asks
 def real_driver() -> str:
     """Return the maker of the real GPUs of a host, as far as files of their driver show; else ""."""
-    return next((maker for path, maker in _REAL_DRIVERS.items() if os.path.exists(path)), "")
+    for path, maker in REAL_DRIVERS.items():
+        if os.path.exists(path):
+            return maker
+    return ""
 
 
-@lru_cache(maxsize=8)  # every claim asks
-def unknown(names: frozenset[str]) -> dict[str, str]:
+def unknown(names: Iterable[str]) -> dict[str, str]:
     """Return the names that look like variables of this package but are not -> the variable that was probably meant, or
     ""."""
     found = {}
-    for name in names:
-        if name[:9].upper() == PREFIX and name not in VARIABLES and not name.startswith(_FOR_TESTS):
-            from difflib import get_close_matches
-
-            found[name] = next(iter(get_close_matches(name.upper(), VARIABLES, 1, 0.8)), "")
-    return dict(sorted(found.items()))
+    for name in sorted(names):
+        is_ours = name[: len(PREFIX)].upper() == PREFIX
+        if is_ours and name not in VARIABLES and not name.startswith(_FOR_TESTS):
+            found[name] = most_similar(name.upper(), VARIABLES, least=0.8)
+    return found
 
 
 def check(environ: Mapping[str, str]) -> None:
-    """Refuse an unknown word in a variable of :data:`CHOICES`. Otherwise the default would be used without notice.
+    """Refuse an unknown word in a variable that takes one of a few. Otherwise the default would be used without notice.
 
     Raises:
         UnsatisfiableRequestError: names the variable, its value, and the allowed values.
     """
-    for name, words in CHOICES.items():
+    for name, variable in VARIABLES.items():
         value = environ.get(name)
-        if value and value not in words:
-            *others, last = words
-            takes = f"{', '.join(others)} or {last}" if others else last
-            raise UnsatisfiableRequestError(f"{name}={value} is unknown: set it to {takes}, or unset it", value=value)
+        if not value or not variable.words or value in variable.words:
+            continue
+        takes = variable.words[-1]
+        if len(variable.words) > 1:
+            takes = f"{', '.join(variable.words[:-1])} or {takes}"
+        raise UnsatisfiableRequestError(f"{name}={value} is unknown: set it to {takes}, or unset it", value=value)
 
 
 def policy_files(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -142,19 +141,17 @@ def policy_files(environ: Mapping[str, str]) -> tuple[str, ...]:
     return HOST_FILES
 
 
-_directory_of = cache(os.path.dirname)
-
-
 def policy_directory(environ: Mapping[str, str]) -> str:
     """Return the directory of root's files, which most hosts do not have."""
-    return _directory_of(policy_files(environ)[0]) or "."
+    return os.path.dirname(policy_files(environ)[0]) or "."
 
 
 def existing_policy(environ: Mapping[str, str]) -> str | None:
     """Return where the policy of this host is; None if there is none."""
-    if not os.access(policy_directory(environ), os.F_OK):  # one system call tells, and every claim asks
-        return None
-    return next(filter(os.path.lexists, policy_files(environ)), None)
+    for path in policy_files(environ):
+        if os.path.lexists(path):
+            return path
+    return None
 
 
 def policy_file(environ: Mapping[str, str]) -> str:
@@ -192,44 +189,33 @@ def setting_of_hosts(key: str, environ: Mapping[str, str]) -> str | None:
     from .config import values_of_user
 
     values = values_of_user(environ)
-    return values[key] if key in values else _values_for_host(environ).get(key)
+    if key in values:
+        return values[key]
+    return _values_for_host(environ).get(key)
 
 
-_read: dict[tuple[str, ...], Mapping[str, str]] = {}
+# By the files that may have them.
+_values_read: dict[tuple[str, ...], Mapping[str, str]] = {}
 
 
 def _values_for_host(environ: Mapping[str, str]) -> Mapping[str, str]:
     """Return root's settings for this host, read once in a process, which thus stays with one state directory."""
     files = policy_files(environ)
-    if files not in _read:
+    if files not in _values_read:
         path = existing_policy(environ)
-        if path is None:
-            return _read.setdefault(files, {})
-        from .config import host_values
+        _values_read[files] = {} if path is None else _values_in(path)
+    return _values_read[files]
 
-        _read[files] = host_values(path)
-    return _read[files]
+
+def _values_in(path: str) -> Mapping[str, str]:
+    from .config import host_values
+
+    return host_values(path)
 
 
 def read_anew() -> None:
     """Let root's settings be read once more, by who changes them."""
-    _read.clear()
-
-
-def _differences(environ: Mapping[str, str]) -> list[str]:
-    """Return where the environment differs from root's file: jobs, cron and sudo do not inherit it."""
-    values = _values_for_host(environ)
-    if not values:
-        return []
-    from .config import HOST_KEYS
-
-    pairs = ((HOST_KEYS[key], f"{key} = {value}", value) for key, value in values.items())
-    return [
-        f"{name}={environ[name]} counts, and {policy_file(environ)} says {said}"
-        + ": two state directories are two queues" * (name == "SAFE_GPU_DIR")
-        for name, said, value in pairs
-        if environ.get(name, value) not in ("", value)
-    ]
+    _values_read.clear()
 
 
 def ignores_fence(environ: Mapping[str, str]) -> bool:
@@ -241,41 +227,63 @@ def doubts(environ: Mapping[str, str]) -> list[str]:
     """Return the warnings about settings that are probably mistakes, one sentence each, printable. Every claim logs
     them."""
     found = []
-    for name, meant in unknown(frozenset(environ)).items():
-        hint = f": did you mean {meant}?" if meant else ""
-        found.append(f"{name} is not a variable of safe_gpu and has no effect{hint}")
-    found += [*_risks_for_root(environ), *_differences(environ)]
+    for name, meant in unknown(environ).items():
+        text = f"{name} is not a variable of safe_gpu and has no effect"
+        if meant:
+            text += f": did you mean {meant}?"
+        found.append(text)
+    found += _risks_for_root(environ)
+    values = _values_for_host(environ)
+    if values:
+        found += _differences(values, environ)
     policy = environ.get("SAFE_GPU_POLICY")
     if policy and policy != policy_file(environ):
         found.append(f"SAFE_GPU_POLICY={policy} has no effect: {policy_file(environ)} holds on this host")
     on_purpose = environ.get(f"{_FOR_TESTS}SIMULATED")  # set by programs that use simulated GPUs on purpose
-    if is_simulated(environ) and not on_purpose and (maker := real_driver()):
-        real = f"this host has a real {maker} driver whose GPUs are not claimed this way"
-        simulated = f"SAFE_GPU_DRIVER={environ['SAFE_GPU_DRIVER']}: these GPUs are simulated"
-        found.append(f"{simulated}, and {real}; unset SAFE_GPU_DRIVER to claim them")
-    return [printable_lines(one) for one in found]
+    if is_simulated(environ) and not on_purpose:
+        maker = real_driver()
+        if maker:
+            found.append(
+                f"SAFE_GPU_DRIVER={environ['SAFE_GPU_DRIVER']}: these GPUs are simulated, and this host has a real "
+                f"{maker} driver whose GPUs are not claimed this way; unset SAFE_GPU_DRIVER to claim them"
+            )
+    return [printable_lines(text) for text in found]
+
+
+def _differences(values: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
+    """Return where the environment differs from root's file: jobs, cron and sudo do not inherit it."""
+    from .config import HOST_KEYS
+
+    found = []
+    for key, value in values.items():
+        name = HOST_KEYS[key].variable
+        given = environ.get(name, "")
+        if given in ("", value):
+            continue
+        text = f"{name}={given} counts, and {policy_file(environ)} says {key} = {value}"
+        if name == "SAFE_GPU_DIR":
+            text += ": two state directories are two queues"
+        found.append(text)
+    return found
 
 
 _PATHS = ("SAFE_GPU_DIR", "SAFE_GPU_FSROOT", "SAFE_GPU_SIMULATED_DIR", f"{_FOR_TESTS}ETC")
 
 
 def _risks_for_root(environ: Mapping[str, str]) -> list[str]:
-    given = [name for name in _PATHS if environ.get(name, "").startswith("/")]
-    if not given or not is_root():
+    if not is_root():
         return []
-    what = "other users can change what root reads there"
-    risky = (name for name in given if _is_risk(environ[name]))
-    return [f"{name}={environ[name]}: {what}; unset {name}, and start this with a clean environment" for name in risky]
-
-
-_trusted: set[str] = set()  # every claim asks
+    found = []
+    for name in _PATHS:
+        path = environ.get(name, "")
+        if path.startswith("/") and _is_risk(path):
+            what = f"{name}={path}: other users can change what root reads there"
+            found.append(f"{what}; unset {name}, and start this with a clean environment")
+    return found
 
 
 def _is_risk(path: str) -> bool:
     """Return whether others can change what a path means, or, where it does not exist yet, make it."""
-    if path in _trusted:
+    if others_can_change(path) is None:
         return False
-    if not others_can_change(path):
-        _trusted.add(path)
-        return False
-    return os.path.lexists(path) or bool(others_can_change(os.path.dirname(path.rstrip("/"))))
+    return os.path.lexists(path) or others_can_change(os.path.dirname(path.rstrip("/"))) is not None

@@ -171,6 +171,16 @@ def format_bytes(count: int) -> str:
     return f"{round(count / (1 << 20))} MiB"
 
 
+def most_similar(word: str, words: Iterable[str], *, least: float) -> str:
+    """Return the one of these words that was probably meant; "" if none is similar enough, as difflib measures it."""
+    from difflib import get_close_matches
+
+    close = get_close_matches(word, list(words), n=1, cutoff=least)
+    if not close:
+        return ""
+    return close[0]
+
+
 def display_width(text: str) -> int:
     """Return the number of columns that a text takes on a terminal."""
     if text.isascii():

@@ -197,5 +197,5 @@ def numa_node(bus_id: str, near: Callable[[], frozenset[int] | None] = lambda: N
     if node is not None and node >= 0:
         return node
     host = SysfsHost(Files())
-    node_by_sysfs, _, _ = host.place(Gpu(0, "", pci_bus_id=bus_id))
+    node_by_sysfs = host.place(Gpu(0, "", pci_bus_id=bus_id)).node
     return node_of_cpus(near() or frozenset(), host.nodes) if node_by_sysfs is None else node_by_sysfs

@@ -21,11 +21,15 @@ def parse_cpulist(text: str | None) -> frozenset[int] | None:
         return None
     numbers: set[int] = set()
     size = 0
-    for item in filter(None, map(str.strip, text.replace("\0", "").split(","))):
+    for part in text.replace("\0", "").split(","):
+        item = part.strip()
+        if not item:
+            continue
         ends = re.fullmatch("([0-9]{1,9})(?:-([0-9]{1,9}))?", item)
         if not ends:
             return None
-        first, last = int(ends[1]), int(ends[2] or ends[1])
+        first = int(ends[1])
+        last = int(ends[2] or ends[1])
         size += last - first + 1
         if last < first or last >= LIMIT or size > LIMIT:  # the kernel names no number twice
             return None
@@ -44,9 +48,10 @@ def parse_cpumask(text: str | None) -> frozenset[int] | None:
     groups = [group.strip() for group in text.replace("\0", "").split(",")]
     if groups == [""]:
         return frozenset()
+    if len(groups) > 1 and not all(1 <= len(group) <= 8 for group in groups):
+        return None
     digits = "".join(group.rjust(8, "0") for group in groups)
-    valid = len(groups) == 1 or all(0 < len(group) < 9 for group in groups)
-    if not valid or len(digits) > LIMIT // 4 or not re.fullmatch("[0-9a-fA-F]+", digits):
+    if len(digits) > LIMIT // 4 or not re.fullmatch("[0-9a-fA-F]+", digits):
         return None
     value = int(digits, 16)
     return frozenset(number for number in range(value.bit_length()) if value >> number & 1)
@@ -64,4 +69,10 @@ def format_cpulist(numbers: Iterable[int]) -> str:
             ranges[-1][1] = number
         else:
             ranges.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+    return ",".join(_range(first, last) for first, last in ranges)
+
+
+def _range(first: int, last: int) -> str:
+    if first == last:
+        return str(first)
+    return f"{first}-{last}"

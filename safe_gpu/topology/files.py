@@ -7,7 +7,6 @@ docstring says so.
 
 import os
 import re
-from contextlib import suppress
 
 from ..errors import GPUAffinityError
 from ..gpus.devices import bus_order
@@ -32,11 +31,12 @@ class Files:
     """
 
     def __init__(self, root: str | os.PathLike[str] | None = None) -> None:
-        given = os.environ.get("SAFE_GPU_FSROOT") or "/" if root is None else root
+        if root is None:
+            root = os.environ.get("SAFE_GPU_FSROOT")
         try:
-            self.root = os.path.normpath(os.fsdecode(given)) if given else "/"
+            self.root = os.path.normpath(os.fsdecode(root or "/"))
         except TypeError as err:
-            raise GPUAffinityError(f"fsroot must be a directory, not {given!r}") from err
+            raise GPUAffinityError(f"fsroot must be a directory, not {root!r}") from err
 
     def read(self, path: str) -> str:
         """Return the text of a file without NULs and outer blanks.
@@ -49,15 +49,18 @@ class Files:
 
     def text(self, path: str) -> str | None:
         """Return the same; None if it is empty or cannot be read."""
-        with suppress(OSError, ValueError):
+        try:
             return self.read(path) or None
-        return None
+        except (OSError, ValueError):
+            return None
 
     def number(self, path: str, *, signed: bool = False) -> int | None:
         """Return the decimal number in a file, of at most 20 digits; None if there is none."""
-        text = self.text(path)
-        pattern = "-?[0-9]{1,20}" if signed else "[0-9]{1,20}"
-        return int(text) if text is not None and re.fullmatch(pattern, text) else None
+        text = self.text(path) or ""
+        sign = "-?" if signed else ""
+        if not re.fullmatch(f"{sign}[0-9]{{1,20}}", text):
+            return None
+        return int(text)
 
     def properties(self, path: str) -> dict[str, int]:
         """Return name -> number of a file of such lines; other lines are left out.
@@ -69,33 +72,37 @@ class Files:
 
     def names(self, path: str) -> list[str]:
         """Return the entries of a directory, sorted."""
-        with suppress(OSError, ValueError):
+        try:
             return sorted(os.listdir(f"{self.root}/{path}"))
-        return []
+        except (OSError, ValueError):
+            return []
 
     def numbered(self, path: str, prefix: str = "") -> list[int]:
         """Return the numbers N of the entries ``prefixN`` of a directory, in order."""
-        digits = (name[len(prefix) :] for name in self.names(path) if name.startswith(prefix))
-        numbers = {int(text) for text in digits if text.isascii() and text.isdigit() and len(text) < 7}
-        return sorted(number for number in numbers if number < LIMIT)
+        numbers = set()
+        for name in self.names(path):
+            digits = name.removeprefix(prefix)
+            if name.startswith(prefix) and re.fullmatch("[0-9]{1,6}", digits) and int(digits) < LIMIT:
+                numbers.add(int(digits))
+        return sorted(numbers)
 
     def exists(self, path: str) -> bool:
         """Return whether there is such a file."""
         return os.path.exists(f"{self.root}/{path}")
 
-    def cpus(self, path: str, mask: str = "") -> tuple[frozenset[int], str]:
-        """Return the CPUs in the list ``path``, or else in the bit mask ``mask``, and the name of the file.
+    def cpulist(self, path: str) -> frozenset[int]:
+        """Return the numbers in a kernel list."""
+        return parse_cpulist(self.text(path)) or frozenset()
 
-        The set is empty, and the name "", if neither has any.
-        """
-        for name, parse in ((path, parse_cpulist), (mask, parse_cpumask)):
-            if name and (found := parse(self.text(name))):
-                return found, name.rpartition("/")[2]
-        return frozenset(), ""
+    def cpumask(self, path: str) -> frozenset[int]:
+        """Return the numbers in a kernel bit mask, which old kernels have instead."""
+        return parse_cpumask(self.text(path)) or frozenset()
 
     def pci_node(self, bus_id: str) -> int | None:
         """Return the NUMA node of a PCI device, negative if the firmware does not say; None without the file."""
-        return self.number(f"{PCI}/{bus_id}/numa_node", signed=True) if bus_order(bus_id) else None
+        if bus_order(bus_id) is None:
+            return None
+        return self.number(f"{PCI}/{bus_id}/numa_node", signed=True)
 
     def nvidia_gpus(self) -> dict[str, str]:
         """Return bus id -> UUID of NVIDIA's GPUs in bus order, "" for one that the kernel driver does not list.
@@ -105,19 +112,31 @@ class Files:
         If the NVIDIA driver is loaded, a card that is bound to another driver (passed through to a virtual machine) is
         left out.
         """
-        listed = {name: self._uuid(name) for name in self.names(_NVIDIA) if bus_order(name)}
-        there = {name: "" for name in self.names(PCI) if bus_order(name) and self._is_gpu(name, loaded=bool(listed))}
-        return dict(sorted((there | listed).items(), key=lambda one: bus_order(one[0]) or ()))
+        listed = {bus_id: self._uuid(bus_id) for bus_id in self._bus_ids(_NVIDIA)}
+        found = {bus_id: "" for bus_id in self._bus_ids(PCI) if self._is_gpu(bus_id, loaded=bool(listed))}
+        found |= listed
+        return {bus_id: found[bus_id] for bus_id in sorted(found, key=lambda bus_id: bus_order(bus_id) or ())}
+
+    def _bus_ids(self, path: str) -> list[str]:
+        return [name for name in self.names(path) if bus_order(name) is not None]
 
     def _is_gpu(self, bus_id: str, *, loaded: bool) -> bool:
         path = f"{PCI}/{bus_id}"
-        vendor, kind = ((self.text(f"{path}/{name}") or "").lower() for name in ("vendor", "class"))
+        vendor = (self.text(f"{path}/vendor") or "").lower()
+        kind = (self.text(f"{path}/class") or "").lower()
         if vendor != "0x10de" or not kind.startswith("0x03"):
             return False
-        with suppress(OSError):
-            return not loaded or os.path.basename(os.readlink(f"{self.root}/{path}/driver")) == "nvidia"
-        return True
+        if not loaded:
+            return True
+        try:
+            driver = os.readlink(f"{self.root}/{path}/driver")
+        except OSError:
+            return True
+        return os.path.basename(driver) == "nvidia"
 
     def _uuid(self, bus_id: str) -> str:
-        match = re.search(r"GPU UUID:\s*(GPU-[0-9A-Za-z-]{1,90})", self.text(f"{_NVIDIA}/{bus_id}/information") or "")
-        return match[1] if match else ""
+        information = self.text(f"{_NVIDIA}/{bus_id}/information") or ""
+        match = re.search(r"GPU UUID:\s*(GPU-[0-9A-Za-z-]{1,90})", information)
+        if match is None:
+            return ""
+        return match[1]

@@ -9,11 +9,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from ..errors import GPUAffinityError, as_affinity_error
 from ..gpus.devices import Gpu, normalize_bus_id
-from .cpulist import parse_cpulist
 from .files import PCI, Files
 
 _CPU = "sys/devices/system/cpu"
@@ -22,37 +21,42 @@ _NODE = "sys/devices/system/node"
 
 
 def _cpus(numbers: Iterable[int] | None) -> frozenset[int]:
-    return frozenset(map(operator.index, () if numbers is None else numbers))
+    if numbers is None:
+        return frozenset()
+    return frozenset(operator.index(number) for number in numbers)
 
 
-# Field -> what brings it into its shape.
-_SHAPES: Mapping[str, Callable[[Any], object]] = {
-    **dict.fromkeys(("cpus", "memoryless", "isolated", "node_cpus", "socket_cpus"), _cpus),
-    **dict.fromkeys(("cores", "llc"), lambda groups: tuple(map(_cpus, groups))),
-    **dict.fromkeys(("nodes", "packages"), lambda groups: {name: _cpus(cpus) for name, cpus in groups.items()}),
-    "distances": lambda rows: {node: dict(row) for node, row in rows.items()},
-    "gpus": lambda gpus: tuple(replace(gpu) for gpu in gpus),
-    "memory": dict,
-}
+def _groups(groups: Iterable[Iterable[int]]) -> tuple[frozenset[int], ...]:
+    return tuple(_cpus(group) for group in groups)
 
 
-class _Shaped:
-    """A frozen record whose fields are brought into their shapes, so that it can be compared.
+def _by_number(groups: Mapping[int, Iterable[int]]) -> dict[int, frozenset[int]]:
+    return {number: _cpus(cpus) for number, cpus in groups.items()}
+
+
+def _rows(distances: Mapping[int, Mapping[int, int]]) -> dict[int, dict[int, int]]:
+    return {node: dict(row) for node, row in distances.items()}
+
+
+def _copies(gpus: Iterable[GpuLocality]) -> tuple[GpuLocality, ...]:
+    return tuple(replace(gpu) for gpu in gpus)
+
+
+def _shape(record: object, **shapes: Callable[[Any], object]) -> None:
+    """Bring fields of a frozen record into their shapes, so that it can be compared.
 
     Raises:
         GPUAffinityError: one has the wrong type.
     """
-
-    def __post_init__(self) -> None:
-        for name in filter(_SHAPES.__contains__, vars(self)):
-            try:
-                object.__setattr__(self, name, _SHAPES[name](getattr(self, name)))
-            except (TypeError, ValueError, AttributeError) as err:
-                raise GPUAffinityError(f"{name} of a host topology has the wrong shape: {err}") from err
+    for name, shape in shapes.items():
+        try:
+            object.__setattr__(record, name, shape(getattr(record, name)))
+        except (TypeError, ValueError, AttributeError) as err:
+            raise GPUAffinityError(f"{name} of a host topology has the wrong shape: {err}") from err
 
 
 @dataclass(frozen=True)
-class GpuLocality(_Shaped):
+class GpuLocality:
     """The place of one GPU in the host.
 
     Attributes:
@@ -74,6 +78,9 @@ class GpuLocality(_Shaped):
     pci_bus_id: str = ""
     source: str = ""
 
+    def __post_init__(self) -> None:
+        _shape(self, node_cpus=_cpus, socket_cpus=_cpus)
+
     @property
     def is_known(self) -> bool:
         """Whether it is known which CPUs are next to it."""
@@ -81,7 +88,7 @@ class GpuLocality(_Shaped):
 
 
 @dataclass(frozen=True)
-class HostTopology(_Shaped):
+class HostTopology:
     """The topology of a host. All sets hold logical CPU numbers.
 
     Attributes:
@@ -111,6 +118,10 @@ class HostTopology(_Shaped):
 
     is_here: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        _shape(self, cpus=_cpus, cores=_groups, nodes=_by_number, packages=_by_number, llc=_groups, distances=_rows)
+        _shape(self, gpus=_copies, memoryless=_cpus, isolated=_cpus, memory=dict)
+
     @classmethod
     def from_host(cls, fsroot: str | os.PathLike[str] | None = None, driver: Any = None) -> HostTopology:
         """Read the topology of a host, for callers outside the package.
@@ -133,7 +144,10 @@ class HostTopology(_Shaped):
         for gpu in self.gpus:
             if gpu.index == index and not isinstance(index, bool):
                 return gpu
-        has = f"{len(self.gpus)}, {', '.join(str(gpu.index) for gpu in self.gpus)}" if self.gpus else "none"
+        has = "none"
+        if self.gpus:
+            indices = ", ".join(str(gpu.index) for gpu in self.gpus)
+            has = f"{len(self.gpus)}, {indices}"
         raise GPUAffinityError(f"there is no GPU {index!r} on this host: it has {has}")
 
     def node_set(self, gpu: GpuLocality) -> frozenset[int]:
@@ -159,11 +173,13 @@ class HostTopology(_Shaped):
     def nearest_memory(self, node: int) -> frozenset[int]:
         """Return the node itself. If it has no memory, return the nearest nodes that have: all of them if the distances
         are unknown."""
-        row = self.distances.get(node, {})
-        far = {other: row.get(other, math.inf) for other in self.nodes if other not in self.memoryless}
-        if node not in self.memoryless or not far:
+        with_memory = [other for other in self.nodes if other not in self.memoryless]
+        if node not in self.memoryless or not with_memory:
             return frozenset([node])
-        return frozenset(other for other in far if far[other] == min(far.values()))
+        row = self.distances.get(node, {})
+        distances = {other: row.get(other, math.inf) for other in with_memory}
+        nearest = min(distances.values())
+        return frozenset(other for other in with_memory if distances[other] == nearest)
 
     def socket_around(self, near: frozenset[int], allowed: frozenset[int] | None = None) -> frozenset[int]:
         """Return the CPUs of the package around ``near``: the nodes of that package, and its CPUs that are in no node.
@@ -172,14 +188,31 @@ class HostTopology(_Shaped):
         node that spans two packages is not split. "Lowest" means the lowest CPU in ``allowed``, if any is allowed.
         """
 
-        def lowest(cpus: frozenset[int]) -> int:
-            return min((cpus & allowed if allowed is not None else cpus) or cpus)
-
-        package = next((cpus for cpus in self.packages.values() if near and lowest(near) in cpus), None)
+        if not near:
+            return near
+        package = _group_with(_lowest(near, allowed), self.packages)
         if package is None:
             return near
-        inside = (cpus for cpus in self.nodes.values() if cpus and lowest(cpus) in package)
-        return near.union(*inside, package.difference(*self.nodes.values()))
+        around = near | package.difference(*self.nodes.values())
+        for cpus in self.nodes.values():
+            if cpus and _lowest(cpus, allowed) in package:
+                around |= cpus
+        return around
+
+
+class GpuPlace(NamedTuple):
+    """Where a GPU is.
+
+    Attributes:
+        node: its NUMA node; None is unknown.
+        cpus: the CPUs near it.
+        source: the driver that says so, or in sysfs "numa_node", "local_cpulist", "local_cpus" or "only node"; "" if
+            nothing is known.
+    """
+
+    node: int | None = None
+    cpus: frozenset[int] = frozenset()
+    source: str = ""
 
 
 class SysfsHost(HostTopology):
@@ -192,77 +225,107 @@ class SysfsHost(HostTopology):
     _driver: Any
 
     def __init__(self, files: Files, driver: Any = None) -> None:
-        vars(self).update(_files=files, _driver=driver, is_here=files.root == "/")
+        # A frozen record sets no attribute otherwise.
+        object.__setattr__(self, "_files", files)
+        object.__setattr__(self, "_driver", driver)
+        object.__setattr__(self, "is_here", files.root == "/")
 
     @cached_property
     def cpus(self) -> frozenset[int]:
         """The CPUs with a topology that the kernel lists as online, or that are not switched off."""
         files = self._files
         present = [cpu for cpu in files.numbered(_CPU, "cpu") if files.exists(f"{_CPU}/cpu{cpu}/topology")]
-        if listed := parse_cpulist(files.text(f"{_CPU}/online")):
+        listed = files.cpulist(f"{_CPU}/online")
+        if listed:
             return listed.intersection(present)
         return frozenset(cpu for cpu in present if files.text(f"{_CPU}/cpu{cpu}/online") != "0")
 
     @cached_property
     def isolated(self) -> frozenset[int]:
-        return self._files.cpus(f"{_CPU}/isolated")[0] & self.cpus
+        return self._files.cpulist(f"{_CPU}/isolated") & self.cpus
 
     @cached_property
     def cores(self) -> Sequence[frozenset[int]]:
-        return _partition(self.cpus, lambda cpu: self._siblings(cpu, "core_cpus", "thread_siblings"))
+        return _partition(self.cpus, self._core_of)
 
     @cached_property
     def packages(self) -> Mapping[int, frozenset[int]]:
         """Under the kernel's ids; sockets without an id (-1) are numbered by lowest CPU."""
-        ids: dict[int, int] = {}
+        package_of: dict[int, int] = {}
         for core in self.cores:
-            told = (self._files.number(f"{_CPU}/cpu{cpu}/topology/physical_package_id") for cpu in sorted(core))
-            if (package := next((one for one in told if one is not None and one < 1 << 31), None)) is not None:
-                ids.update(dict.fromkeys(core, package))
-        unknown = self.cpus - ids.keys()
-        groups = _partition(unknown, lambda cpu: self._siblings(cpu, "package_cpus", "core_siblings") or unknown)
-        for number, group in enumerate(groups, max(ids.values(), default=-1) + 1):
-            ids.update(dict.fromkeys(group, number))
-        return {package: frozenset(cpu for cpu in ids if ids[cpu] == package) for package in sorted(set(ids.values()))}
+            package = self._package_id(core)
+            if package is not None:
+                package_of.update(dict.fromkeys(core, package))
+        without_id = self.cpus - package_of.keys()
+        first = max(package_of.values(), default=-1) + 1
+        groups = _partition(without_id, lambda cpu: self._package_siblings(cpu) or without_id)
+        for package, group in enumerate(groups, first):
+            package_of.update(dict.fromkeys(group, package))
+        packages = sorted(set(package_of.values()))
+        return {number: frozenset(cpu for cpu in package_of if package_of[cpu] == number) for number in packages}
 
     @cached_property
     def nodes(self) -> Mapping[int, frozenset[int]]:
         """Those that exist, not all possible ones. A CPU in several nodes belongs to the first. Without NUMA support
         there is one node of all CPUs."""
-        existing = self._files.numbered(_NODE, "node")
-        listed = parse_cpulist(self._files.text(f"{_NODE}/online"))
         found: dict[int, frozenset[int]] = {}
         left = self.cpus
-        for node in [node for node in existing if not listed or node in listed] or [0]:
+        for node in self._existing_nodes():
             path = f"{_NODE}/node{node}"
-            told, _ = self._files.cpus(f"{path}/cpulist", f"{path}/cpumap")
-            found[node] = (told or frozenset(self._files.numbered(path, "cpu"))) & left
+            told = self._files.cpulist(f"{path}/cpulist") or self._files.cpumask(f"{path}/cpumap")
+            if not told:
+                told = frozenset(self._files.numbered(path, "cpu"))
+            found[node] = told & left
             left -= found[node]
-        return dict.fromkeys(found, self.cpus) if len(found) == 1 and left == self.cpus else found
+        if len(found) == 1 and left == self.cpus:  # no CPU is told
+            return dict.fromkeys(found, self.cpus)
+        return found
+
+    def _existing_nodes(self) -> list[int]:
+        listed = self._files.cpulist(f"{_NODE}/online")
+        existing = self._files.numbered(_NODE, "node")
+        if listed:
+            existing = [node for node in existing if node in listed]
+        return existing or [0]
 
     @cached_property
     def memory(self) -> Mapping[int, tuple[int, int]]:
-        texts = {node: self._files.text(f"{_NODE}/node{node}/meminfo") or "" for node in self.nodes}
-        facts = {n: dict(re.findall(r"(MemTotal|MemFree):\s+([0-9]{1,15}) kB", text)) for n, text in texts.items()}
-        return {n: (int(f["MemTotal"]) << 10, int(f["MemFree"]) << 10) for n, f in facts.items() if len(f) == 2}
+        found = {}
+        for node in self.nodes:
+            kibibytes = dict(re.findall(r"(MemTotal|MemFree):\s+([0-9]{1,15}) kB", self._meminfo(node)))
+            if len(kibibytes) == 2:
+                found[node] = (int(kibibytes["MemTotal"]) << 10, int(kibibytes["MemFree"]) << 10)
+        return found
 
     @cached_property
     def memoryless(self) -> frozenset[int]:
-        if listed := parse_cpulist(self._files.text(f"{_NODE}/has_memory")):
+        listed = self._files.cpulist(f"{_NODE}/has_memory")
+        if listed:
             return frozenset(self.nodes) - listed
-        sizes = {node: self._files.text(f"{_NODE}/node{node}/meminfo") or "" for node in self.nodes}
-        return frozenset(node for node, text in sizes.items() if re.search(r"MemTotal:\s+0 kB", text))
+        return frozenset(node for node in self.nodes if re.search(r"MemTotal:\s+0 kB", self._meminfo(node)))
+
+    def _meminfo(self, node: int) -> str:
+        return self._files.text(f"{_NODE}/node{node}/meminfo") or ""
 
     @cached_property
     def distances(self) -> Mapping[int, Mapping[int, int]]:
         """A row with another number of nodes is left out."""
-        rows = {node: (self._files.text(f"{_NODE}/node{node}/distance") or "").split() for node in self.nodes}
-        columns = {len(ids): ids for ids in (self._files.numbered(_NODE, "node"), sorted(self.nodes))}
-        return {
-            node: {to: int(far) for to, far in zip(columns[len(row)], row, strict=True) if to in self.nodes}
-            for node, row in rows.items()
-            if row and len(row) in columns and all(re.fullmatch("[0-9]{1,9}", far) for far in row)
-        }
+        existing = self._files.numbered(_NODE, "node")
+        known = sorted(self.nodes)
+        found = {}
+        for node in self.nodes:
+            row = (self._files.text(f"{_NODE}/node{node}/distance") or "").split()
+            if not row or not all(re.fullmatch("[0-9]{1,9}", distance) for distance in row):
+                continue
+            if len(row) == len(known):
+                columns = known
+            elif len(row) == len(existing):
+                columns = existing
+            else:
+                continue
+            distance_to = dict(zip(columns, row, strict=True))
+            found[node] = {to: int(distance_to[to]) for to in columns if to in self.nodes}
+        return found
 
     @cached_property
     def llc(self) -> Sequence[frozenset[int]]:
@@ -270,14 +333,18 @@ class SysfsHost(HostTopology):
 
     @cached_property
     def gpus(self) -> Sequence[GpuLocality]:
-        if (driver := self._driver) is not None:
+        driver = self._driver
+        if driver is not None:
             return self.located(as_affinity_error(driver, driver.snapshot).physical, sockets=True)
-        found = list(self._files.nvidia_gpus().items())
-        if not found:
-            from .kfd_topology import devices
+        found = list(self._files.nvidia_gpus().items()) or self._amd_gpus()
+        gpus = [Gpu(index, uuid, pci_bus_id=bus_id) for index, (bus_id, uuid) in enumerate(found)]
+        return self.located(gpus, sockets=True)
 
-            found = [(device.bus_id, device.uuid) for device in devices(self._files) or ()]
-        return self.located((Gpu(n, uuid, pci_bus_id=bus_id) for n, (bus_id, uuid) in enumerate(found)), sockets=True)
+    def _amd_gpus(self) -> list[tuple[str, str]]:
+        """Return bus id and UUID of each, in which several partitions have one bus id."""
+        from .kfd_topology import devices
+
+        return [(device.bus_id, device.uuid) for device in devices(self._files) or ()]
 
     def located(self, gpus: Iterable[Gpu], *, sockets: bool = False) -> Sequence[GpuLocality]:
         """Return the places of some GPUs, once each; a MIG instance is where its GPU is.
@@ -287,47 +354,87 @@ class SysfsHost(HostTopology):
         """
         found = {}
         for gpu in gpus:
-            node, near, source = self.place(gpu)
-            around = self.socket_around(near) if sockets else frozenset[int]()
-            uuid, bus_id = gpu.mig_parent or gpu.uuid, normalize_bus_id(gpu.pci_bus_id)
-            found[gpu.index] = GpuLocality(gpu.index, uuid, node, near, around, bus_id, source)
+            place = self.place(gpu)
+            socket_cpus: frozenset[int] = frozenset()
+            if sockets:
+                socket_cpus = self.socket_around(place.cpus)
+            found[gpu.index] = GpuLocality(
+                gpu.index,
+                gpu.mig_parent or gpu.uuid,
+                numa_node=place.node,
+                node_cpus=place.cpus,
+                socket_cpus=socket_cpus,
+                pci_bus_id=normalize_bus_id(gpu.pci_bus_id),
+                source=place.source,
+            )
         return tuple(found.values())
 
-    def place(self, gpu: Gpu) -> tuple[int | None, frozenset[int], str]:
-        """Return the NUMA node of a GPU (None is unknown), the CPUs near it, and who says so.
+    def place(self, gpu: Gpu) -> GpuPlace:
+        """Return where a GPU is.
 
-        The driver's CPUs come before those in sysfs, and its node counts where sysfs lacks the device. The source in
-        sysfs is "numa_node", "local_cpulist", "local_cpus", "only node", or "".
+        The driver's CPUs come before those in sysfs, and its node counts where sysfs lacks the device.
         """
-        nodes, bus_id, driver = self.nodes, normalize_bus_id(gpu.pci_bus_id), self._driver
+        bus_id = normalize_bus_id(gpu.pci_bus_id)
         node = self._files.pci_node(bus_id)
-        node = gpu.numa_node if node is None else node
-        if driver is not None:
-            uuid = gpu.mig_parent or gpu.uuid
-            near = (as_affinity_error(driver, lambda: driver.cpu_affinity(uuid, "node")) or frozenset()) & self.cpus
-            if near:
-                near = _unfiltered(near, nodes) if self.is_here else near
-                around = node_of_cpus(near, nodes)
-                if around is None and node is not None and near & nodes.get(node, frozenset()):
+        if node is None:
+            node = gpu.numa_node
+        if self._driver is not None:
+            cpus = self._cpus_by_driver(gpu)
+            if cpus:
+                around = node_of_cpus(cpus, self.nodes)
+                if around is None and node is not None and cpus & self.nodes.get(node, frozenset()):
                     around = node
-                return around, near, driver.name.partition(":")[0] or "driver"
-        told, source = self._files.cpus(f"{PCI}/{bus_id}/local_cpulist", f"{PCI}/{bus_id}/local_cpus")
-        near = told.intersection(frozenset[int]().union(*nodes.values()))
-        if node is not None and node in nodes:
-            return node, nodes[node] or near, "numa_node"
-        with_cpus = [number for number in nodes if nodes[number]]
-        if not near and len(with_cpus) == 1:
-            return with_cpus[0], nodes[with_cpus[0]], "only node"
-        return node_of_cpus(near, nodes), near, source if near else ""
+                return GpuPlace(around, cpus, self._driver.name.partition(":")[0] or "driver")
+        return self._place_in_sysfs(bus_id, node)
+
+    def _cpus_by_driver(self, gpu: Gpu) -> frozenset[int]:
+        driver = self._driver
+        uuid = gpu.mig_parent or gpu.uuid
+        told = as_affinity_error(driver, lambda: driver.cpu_affinity(uuid, "node")) or frozenset()
+        cpus = self.cpus.intersection(told)
+        if self.is_here:
+            return _unfiltered(cpus, self.nodes)
+        return cpus
+
+    def _place_in_sysfs(self, bus_id: str, node: int | None) -> GpuPlace:
+        source = "local_cpulist"
+        told = self._files.cpulist(f"{PCI}/{bus_id}/local_cpulist")
+        if not told:
+            source = "local_cpus"
+            told = self._files.cpumask(f"{PCI}/{bus_id}/local_cpus")
+        cpus = told.intersection(frozenset[int]().union(*self.nodes.values()))
+        if node is not None and node in self.nodes:
+            return GpuPlace(node, self.nodes[node] or cpus, "numa_node")
+        if cpus:
+            return GpuPlace(node_of_cpus(cpus, self.nodes), cpus, source)
+        with_cpus = [number for number in self.nodes if self.nodes[number]]
+        if len(with_cpus) == 1:
+            return GpuPlace(with_cpus[0], self.nodes[with_cpus[0]], "only node")
+        return GpuPlace()
+
+    def _core_of(self, cpu: int) -> frozenset[int]:
+        return self._siblings(cpu, "core_cpus", "thread_siblings")
+
+    def _package_siblings(self, cpu: int) -> frozenset[int]:
+        return self._siblings(cpu, "package_cpus", "core_siblings")
+
+    def _package_id(self, core: Iterable[int]) -> int | None:
+        """Return the kernel's id of the socket of a core; None without one."""
+        for cpu in sorted(core):
+            number = self._files.number(f"{_CPU}/cpu{cpu}/topology/physical_package_id")
+            if number is not None and number < 1 << 31:
+                return number
+        return None
 
     def _siblings(self, cpu: int, *names: str) -> frozenset[int]:
         """Return the CPUs that share a level with ``cpu``: the first of these files that names it counts."""
         for name in names:
             path = f"{_CPU}/cpu{cpu}/topology/{name}"
-            for list_and_mask in ((f"{path}_list", ""), ("", path)):
-                found, _ = self._files.cpus(*list_and_mask)
-                if cpu in found:
-                    return found
+            cpus = self._files.cpulist(f"{path}_list")
+            if cpu not in cpus:
+                cpus = self._files.cpumask(path)
+            if cpu in cpus:
+                return cpus
         return frozenset()
 
     def _last_level(self, cpu: int) -> frozenset[int]:
@@ -336,7 +443,7 @@ class SysfsHost(HostTopology):
         for index in self._files.numbered(f"{_CPU}/cpu{cpu}/cache", "index"):
             path = f"{_CPU}/cpu{cpu}/cache/index{index}"
             level = self._files.number(f"{path}/level")
-            shared, _ = self._files.cpus(f"{path}/shared_cpu_list", f"{path}/shared_cpu_map")
+            shared = self._files.cpulist(f"{path}/shared_cpu_list") or self._files.cpumask(f"{path}/shared_cpu_map")
             if level and cpu in shared and self._files.text(f"{path}/type") != "Instruction":
                 found.setdefault(level, shared)
         if found:
@@ -374,13 +481,32 @@ def read_topology(
         way_out = "give the root of a host's /sys (SAFE_GPU_FSROOT), or claim with affinity=None"
         raise GPUAffinityError(f"there is no online CPU with a topology under {where}: {way_out}")
     if gpus is not None:
-        vars(host)["gpus"] = host.located(gpus)
+        object.__setattr__(host, "gpus", host.located(gpus))
     return host
 
 
 def node_of_cpus(cpus: frozenset[int], nodes: Mapping[int, frozenset[int]]) -> int | None:
     """Return the node that has all of these CPUs; None if none has, or there are none."""
-    return next((node for node, others in nodes.items() if cpus and cpus <= others), None)
+    if not cpus:
+        return None
+    for node, others in nodes.items():
+        if cpus <= others:
+            return node
+    return None
+
+
+def _lowest(cpus: frozenset[int], allowed: frozenset[int] | None) -> int:
+    """Return the lowest CPU, of those that are allowed if any is."""
+    if allowed is not None and cpus & allowed:
+        return min(cpus & allowed)
+    return min(cpus)
+
+
+def _group_with(cpu: int, groups: Mapping[int, frozenset[int]]) -> frozenset[int] | None:
+    for cpus in groups.values():
+        if cpu in cpus:
+            return cpus
+    return None
 
 
 def _unfiltered(told: frozenset[int], groups: Mapping[int, frozenset[int]]) -> frozenset[int]:

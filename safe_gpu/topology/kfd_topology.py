@@ -41,6 +41,13 @@ _NAMES = {
 }
 
 
+class Place(NamedTuple):
+    """Where a GPU is: its PCI device, and the number of the compute partition; "" and 0 if its node does not tell."""
+
+    bus_id: str = ""
+    partition: int = 0
+
+
 class Node(NamedTuple):
     """One GPU node. ``path`` is where its files are, below the root. ``properties`` is empty if its file is missing or
     malformed."""
@@ -49,6 +56,12 @@ class Node(NamedTuple):
     path: str
     gpu_id: int
     properties: dict[str, int]
+    place: Place = Place()
+
+    @property
+    def unique_id(self) -> int:
+        """What the kernel calls so, 0 if there is none."""
+        return self.properties.get("unique_id", 0)
 
 
 class Device(NamedTuple):
@@ -89,30 +102,48 @@ def devices(files: Files) -> tuple[Device, ...] | None:
     if not files.exists(_NODES):
         return None
     nodes = list(_gpu_nodes(files))
-    places = [_place(files, node) for node in nodes]
-    ids = Counter(node.properties.get("unique_id", 0) for node in nodes)
-    counts, same = Counter(bus_id for bus_id, _ in places), Counter(places)
+    same_id = Counter(node.unique_id for node in nodes)
+    same_place = Counter(node.place for node in nodes)
+    on_card = Counter(node.place.bus_id for node in nodes)
     found = []
-    for node, (bus_id, partition) in zip(nodes, places, strict=True):
-        unique_id = node.properties.get("unique_id", 0)
-        named = 0 < unique_id < 1 << 64 and ids[unique_id] == 1
+    for node in nodes:
+        has_own_id = 0 < node.unique_id < 1 << 64 and same_id[node.unique_id] == 1
+        bus_id, partition = node.place
         broken = ""
         if not node.properties or not bus_id:
             broken = f"the kernel describes it incompletely in /{node.path}/properties"
-        elif not named and same[bus_id, partition] > 1:
+        elif not has_own_id and same_place[node.place] > 1:
             broken = f"the kernel gives several GPUs the place {bus_id}, partition {partition}"
         if broken:
             found.append(Device(node.gpu_id, f"AMD-node-{node.number}", broken=broken))
             continue
-        uuid = f"GPU-{unique_id:016x}" if named else f"AMD-{bus_id}-{partition}"
-        shared, integrated = counts[bus_id] > 1, node.properties.get("cpu_cores_count", 0) > 0
-        name, memory = _name(files, node, bus_id), _memory(files, node, bus_id, shared=shared)
-        hive = node.properties.get("hive_id", 0)
-        mode = files.text(f"{PCI}/{bus_id}/current_compute_partition") or ""
-        if mode not in PARTITION_MODES:
-            mode = str(counts[bus_id]) if shared or partition else ""
-        found.append(Device(node.gpu_id, uuid, bus_id, shared, mode, name, memory, integrated, hive))
+        uuid = f"AMD-{bus_id}-{partition}"
+        if has_own_id:
+            uuid = f"GPU-{node.unique_id:016x}"
+        found.append(_device(files, node, uuid, number_on_card=on_card[bus_id]))
     return tuple(found)
+
+
+def _device(files: Files, node: Node, uuid: str, *, number_on_card: int) -> Device:
+    """Return a device that can be used; ``number_on_card`` have its PCI device."""
+    bus_id, partition = node.place
+    is_shared = number_on_card > 1
+    mode = files.text(f"{PCI}/{bus_id}/current_compute_partition") or ""
+    if mode not in PARTITION_MODES:
+        mode = ""
+        if is_shared or partition:
+            mode = str(number_on_card)
+    return Device(
+        gpu_id=node.gpu_id,
+        uuid=uuid,
+        bus_id=bus_id,
+        shared=is_shared,
+        mode=mode,
+        name=_name(files, node),
+        memory_total=_memory(files, node, shared=is_shared),
+        integrated=node.properties.get("cpu_cores_count", 0) > 0,
+        hive=node.properties.get("hive_id", 0),
+    )
 
 
 def _gpu_nodes(files: Files) -> Iterator[Node]:
@@ -127,27 +158,29 @@ def _gpu_nodes(files: Files) -> Iterator[Node]:
         except OSError:
             pass
         gpu_id = files.number(f"{path}/gpu_id")
-        if gpu_id == 0 or properties.get("simd_count") == 0 or (gpu_id is None and not properties):
-            continue  # CPUs only
-        yield Node(number, path, gpu_id or 0, properties if gpu_id and "simd_count" in properties else {})
+        is_of_cpus = gpu_id == 0 or properties.get("simd_count") == 0
+        if is_of_cpus or (gpu_id is None and not properties):
+            continue
+        if not gpu_id or "simd_count" not in properties:
+            properties = {}
+        yield Node(number, path, gpu_id or 0, properties, _place(files, properties))
 
 
-def _place(files: Files, node: Node) -> tuple[str, int]:
-    """Return the bus id and number of the partition; ("", 0) if the node does not tell."""
-    location = node.properties.get("location_id")
-    domain = node.properties.get("domain", 0)
+def _place(files: Files, properties: dict[str, int]) -> Place:
+    location = properties.get("location_id")
+    domain = properties.get("domain", 0)
     if location is None or location >= 1 << 32 or domain >= 1 << 32:
-        return "", 0
+        return Place()
     slot = f"{domain:04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}"
-    function, partition = location & 7, location >> 28
+    function = location & 7
     if function and not files.exists(f"{PCI}/{slot}.{function}") and files.exists(f"{PCI}/{slot}.0"):
-        function, partition = 0, function
-    return f"{slot}.{function}", partition
+        return Place(f"{slot}.0", partition=function)
+    return Place(f"{slot}.{function}", partition=location >> 28)
 
 
-def _memory(files: Files, node: Node, bus_id: str, *, shared: bool) -> int | None:
+def _memory(files: Files, node: Node, *, shared: bool) -> int | None:
     """Return the bytes of memory: of the PCI device, or of the node's memory banks where partitions share that."""
-    total = files.number(f"{PCI}/{bus_id}/mem_info_vram_total")
+    total = files.number(f"{PCI}/{node.place.bus_id}/mem_info_vram_total")
     if total is not None and not shared:
         return total
     banks = 0
@@ -157,10 +190,14 @@ def _memory(files: Files, node: Node, bus_id: str, *, shared: bool) -> int | Non
     return banks or total
 
 
-def _name(files: Files, node: Node, bus_id: str) -> str:
-    name = product_name(files.text(f"{PCI}/{bus_id}/product_name"))
+def _name(files: Files, node: Node) -> str:
+    name = product_name(files.text(f"{PCI}/{node.place.bus_id}/product_name"))
     if name and name.isprintable():
         return name[:80]
+    device_id = node.properties.get("device_id", 0)
+    if device_id in _NAMES:
+        return _NAMES[device_id]
     target = node.properties.get("gfx_target_version", 0)
-    unknown = f"AMD GPU gfx{target // 10000}{target // 100 % 100:x}{target % 100:x}" if target else "AMD GPU"
-    return _NAMES.get(node.properties.get("device_id", 0), unknown)
+    if target == 0:
+        return "AMD GPU"
+    return f"AMD GPU gfx{target // 10000}{target // 100 % 100:x}{target % 100:x}"

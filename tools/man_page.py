@@ -115,7 +115,7 @@ def page() -> str:
 
 def files() -> dict[str, str]:
     """Return each file -> what it is for."""
-    from safe_gpu.cli.admin import RULE
+    from safe_gpu.cli.setup import RULE
     from safe_gpu.coordination.directory import ADMIN_DIR, DEFAULT_DIR
     from safe_gpu.coordination.older_package import LOCK_FILE
     from safe_gpu.settings.variables import HOST_FILES

@@ -57,11 +57,7 @@ RUNNERS = ("run", "bind")
 _COMMAND_LIST = "\n".join(["commands:", *(f"  {name:<12} {summary}" for name, summary in COMMANDS.items())])
 
 # The module of each command that is not ``NAME.py``.
-_MODULES = {
-    **dict.fromkeys(("run", "bind", "wait"), "job"),
-    **dict.fromkeys(("drain", "resume", "policy", "setup"), "admin"),
-    **dict.fromkeys(("affinity", "doctor", "demo"), "looks"),
-}
+_MODULES = {**dict.fromkeys(("run", "bind", "wait"), "job"), **dict.fromkeys(("affinity", "doctor", "demo"), "looks")}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -229,8 +229,8 @@ def host(open_tmp: Path, state_dir: Path, ask: Any, monkeypatch: pytest.MonkeyPa
         pytest.skip("needs root, whose directory it is")
     host = Host(open_tmp, ask)
     monkeypatch.setenv("SAFE_GPU_POLICY", str(host.config))
-    monkeypatch.setattr(api.admin, "RULE", str(host.rule))
-    monkeypatch.setattr(api.admin, "_SYSTEMD", ("/",))
+    monkeypatch.setattr(api.cli_setup, "RULE", str(host.rule))
+    monkeypatch.setattr(api.cli_setup, "SIGNS_OF_SYSTEMD", ("/",))
     return host
 
 

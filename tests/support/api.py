@@ -47,8 +47,8 @@ from safe_gpu.claim.report import ClaimAhead, Forecast, WaitStatus, holders_line
 from safe_gpu.claim.search import AGAIN, POLL, REFUSE, SLEEP, WATCH, WaitState, decide
 from safe_gpu.claim.view import HostView, driver_pids, pids_of_around
 from safe_gpu.claim.worker import check_expected_gpu
-from safe_gpu.cli import admin, arguments, commands, hosts
-from safe_gpu.cli.admin import rule_text
+from safe_gpu.cli import arguments, commands, hosts
+from safe_gpu.cli import setup as cli_setup
 from safe_gpu.cli.advice import warning_about
 from safe_gpu.cli.arguments import add_request, add_vendor, claim_arguments
 from safe_gpu.cli.commands import COMMANDS, RUNNERS, main, parser_of
@@ -57,6 +57,7 @@ from safe_gpu.cli.completion import candidates as completions
 from safe_gpu.cli.hosts import Answer, Said, arranged, document, for_any_shell, read_answer, render_hosts
 from safe_gpu.cli.job import become, find_command
 from safe_gpu.cli.output import CommandError, WaitLine, redrawn
+from safe_gpu.cli.setup import rule_text
 from safe_gpu.coordination import (
     directory,
     doors,

@@ -1,0 +1,123 @@
+"""Which GPUs are closed to new claims: what the commands drain and resume read and write."""
+
+import argparse
+import os
+import time
+from collections.abc import Collection, Iterable, Sequence
+
+from ..coordination.notes import closed_file, drained_gpus, read_closed
+from ..errors import GPUAffinityError, PolicyError
+from ..gpus.windows import Window, drain_line
+from ..host.foreign_files import LIMIT
+from ..host.programs import is_root
+from ..settings.values import is_index, names_device
+from ..status.facts import GpuStatus
+from ..status.gather import gather
+from .arguments import gpu_list
+from .output import say, write_whole
+
+_KEPT = 7 * 86400.0  # seconds for which a window that is over is kept: the clock may have jumped
+
+
+def add_gpus(parser: argparse.ArgumentParser) -> None:
+    """Let the command take GPUs."""
+    names = "as nvidia-smi shows them: 3, 0,3 or 4-7; all if none is named"
+    parser.add_argument("gpus", nargs="*", type=gpu_list, metavar="GPU", help=names)
+
+
+def named_gpus(lists: Iterable[Sequence[str]]) -> list[GpuStatus]:
+    """Return the GPUs that the user named; all GPUs of this host if there are no names.
+
+    Args:
+        lists: the names, as :func:`add_gpus` parses them.
+
+    Raises:
+        GPUAffinityError: there is no such GPU, or an index may be that of another one.
+    """
+    names = [name for some in lists for name in some]
+    status = gather()
+    if not names:
+        return list(status.gpus)
+    if status.doubt and any(is_index(name) for name in names):
+        raise GPUAffinityError(status.doubt)
+    unknown = [name for name in names if not any(names_device(name, one.gpu) for one in status.gpus)]
+    if unknown:
+        raise GPUAffinityError(f"this host has no GPU {', '.join(unknown)}: see safe-gpu status")
+    return [one for one in status.gpus if any(names_device(name, one.gpu) for name in names)]
+
+
+class ClosedGpus:
+    """The file of this user that closes GPUs: root's, or that of the owner of the state directory.
+
+    Raises:
+        PolicyError: this user is neither.
+    """
+
+    def __init__(self) -> None:
+        self._by_root = is_root()
+        if not self._by_root and not _owns_state_dir():
+            raise PolicyError("only root and the owner of the state directory may drain GPUs: ask them")
+        closed = read_closed(by_root=self._by_root)
+        self._reasons = dict(closed.reasons)
+        self._windows = list(closed.windows)
+
+    def drain(self, uuids: Iterable[str], reason: str) -> None:
+        """Close GPUs until they are resumed."""
+        for uuid in uuids:
+            self._reasons[uuid] = reason
+
+    def reserve(self, window: Window) -> None:
+        """Close GPUs for a time."""
+        self._windows.append(window)
+
+    def resume(self, uuids: Collection[str]) -> None:
+        """Open GPUs: forget why they are drained, and take them out of all windows."""
+        for uuid in uuids:
+            self._reasons.pop(uuid, None)
+        windows = []
+        for window in self._windows:
+            others = tuple(uuid for uuid in window.gpus if uuid not in uuids)
+            windows.append(window._replace(gpus=others))
+        self._windows = windows
+
+    def write(self) -> None:
+        """Replace the file.
+
+        Raises:
+            GPUAffinityError: nobody would read so much.
+        """
+        path = closed_file(by_root=self._by_root)
+        content = "".join(f"{line}\n" for line in self._lines()).encode()
+        if len(content) > LIMIT:
+            too_large = f"{path} would be larger than {LIMIT} bytes"
+            raise GPUAffinityError(f"{too_large}: cancel reservations with safe-gpu resume")
+        if content or os.path.lexists(path):
+            os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
+            write_whole(path, content)
+
+    def _lines(self) -> list[str]:
+        """Return the lines of the file, without windows that close no GPU or have long been over."""
+        lines = [drain_line(uuid, reason) for uuid, reason in self._reasons.items()]
+        now = time.time()
+        for window in self._windows:
+            if window.gpus and now < window.end + _KEPT:
+                lines += window.lines
+        return lines
+
+
+def _owns_state_dir() -> bool:
+    state_dir = os.path.dirname(closed_file(by_root=False))
+    return os.path.isdir(state_dir) and os.stat(state_dir).st_uid == os.geteuid()
+
+
+def say_who_may_claim(gpus: Iterable[GpuStatus]) -> None:
+    """Say of each GPU whether it can be claimed now, and if not, who still holds it."""
+    reasons = drained_gpus()
+    for one in gpus:
+        reason = reasons.get(one.gpu.uuid)
+        if reason is None:
+            say(f"GPU {one.label}: can be claimed")
+        elif one.claim is None:
+            say(f"GPU {one.label}: {reason}")
+        else:
+            say(f"GPU {one.label}: {reason}; claimed by {one.claim.user} until that claim ends")

@@ -34,16 +34,24 @@ def named_gpus(lists: Iterable[Sequence[str]]) -> list[GpuStatus]:
     Raises:
         GPUAffinityError: there is no such GPU, or an index may be that of another one.
     """
-    names = [name for some in lists for name in some]
+    names: list[str] = []
+    for some in lists:
+        names += some
     status = gather()
     if not names:
         return list(status.gpus)
     if status.doubt and any(is_index(name) for name in names):
         raise GPUAffinityError(status.doubt)
-    unknown = [name for name in names if not any(names_device(name, one.gpu) for one in status.gpus)]
+    unknown = []
+    uuids: set[str] = set()
+    for name in names:
+        named = {one.gpu.uuid for one in status.gpus if names_device(name, one.gpu)}
+        if not named:
+            unknown.append(name)
+        uuids |= named
     if unknown:
         raise GPUAffinityError(f"this host has no GPU {', '.join(unknown)}: see safe-gpu status")
-    return [one for one in status.gpus if any(names_device(name, one.gpu) for name in names)]
+    return [one for one in status.gpus if one.gpu.uuid in uuids]
 
 
 class ClosedGpus:

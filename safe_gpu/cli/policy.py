@@ -156,8 +156,8 @@ def _show_all(rules: policy.Policy, *, as_json: bool) -> None:
     held = Counter[int]()
     for of_vendor in (_held() or {}).values():
         held += of_vendor
-    holdings = [_Holding.of(rules, uid, held[uid]) for uid in {*held, *_uids_with_section(rules)}]
-    holdings.sort()
+    uids = held.keys() | _uids_with_section(rules)
+    holdings = sorted(_Holding.of(rules, uid, held[uid]) for uid in uids)
     if as_json:
         print_json({"schema": 1, "file": rules.path, "users": [one._asdict() for one in holdings]})
         return

@@ -31,7 +31,7 @@ from ..status.page import NO_DOCUMENT, TITLES, Figures, figures_of, render_page
 from ..status.render import table
 from ..wording.text import GAP, Column, paint, plural, wrapped
 from .commands import EX_CANNOT_RUN, EX_NO_HOST, EX_SOME_HOSTS, EX_TRY_AGAIN
-from .output import columns, in_color, print_json, print_lines, say, watching, write_output
+from .output import columns, in_color, print_json, print_lines, say, write_output
 
 
 def ssh_to(host: str, script: str, *options: str) -> list[str]:
@@ -291,6 +291,8 @@ def _watch(options: argparse.Namespace, hosts: Collection[str], script: str) -> 
 
     As JSON, each answer is a line of its own.
     """
+    from .watching import watching
+
     interval = _INTERVAL if options.interval is None else options.interval
     known = dict.fromkeys(hosts, Answer(error="..."))
     with watching(interval, as_lines=options.json) as show:

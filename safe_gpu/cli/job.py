@@ -18,7 +18,8 @@ from ..settings.variables import is_simulated
 from ..wording.text import format_age, gpu_ranges, in_brackets
 from .advice import hint_for, warning_about
 from .arguments import add_affinity, add_request, add_which_gpus, claim_arguments, hosts_of_option, whole_number
-from .output import EX_USAGE, CommandError, Log, WaitLine, is_terminal, say
+from .output import EX_USAGE, CommandError, Log, is_terminal, say
+from .wait_line import WaitLine
 
 
 def configure_run(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ from ..status.metrics import render_metrics
 from ..status.render import render
 from .arguments import add_hosts, add_vendor
 from .commands import EX_NO_DRIVER, EX_STATE_DIR
-from .output import Log, columns, in_color, print_json, print_lines, say, watching, write_output
+from .output import Log, columns, in_color, print_json, print_lines, say, write_output
 
 _INTERVAL = 2.0
 
@@ -122,6 +122,8 @@ def _table(status: HostStatus, shown: HostStatus, verbose: bool) -> str:
 
 def _watch(options: argparse.Namespace, user: str | None) -> NoReturn:
     """Show it until Ctrl-C or a signal."""
+    from .watching import watching
+
     interval = _INTERVAL if options.interval is None else options.interval
     with watching(interval, as_lines=options.json) as show:
         while True:

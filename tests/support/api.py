@@ -56,8 +56,10 @@ from safe_gpu.cli.completion import SHELLS
 from safe_gpu.cli.completion import candidates as completions
 from safe_gpu.cli.hosts import Answer, Said, arranged, document, for_any_shell, read_answer, render_hosts
 from safe_gpu.cli.job import become, find_command
-from safe_gpu.cli.output import CommandError, WaitLine, redrawn
+from safe_gpu.cli.output import CommandError
 from safe_gpu.cli.setup import rule_text
+from safe_gpu.cli.wait_line import WaitLine
+from safe_gpu.cli.watching import redrawn
 from safe_gpu.coordination import (
     directory,
     doors,

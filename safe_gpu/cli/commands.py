@@ -25,13 +25,16 @@ EX_CANNOT_RUN = 126
 EX_INTERRUPTED = 130
 EX_BROKEN_PIPE = 141
 
-_EXIT_CODES: dict[int, type[SafeGpuError] | tuple[type[SafeGpuError], ...]] = {
-    EX_NO_DRIVER: errors.NoDriverError,
-    EX_STATE_DIR: errors.StateDirError,
-    EX_TRY_AGAIN: (errors.NotEnoughGpusError, errors.LockTimeout),
-    EX_NEVER: (errors.UnsatisfiableRequestError, errors.GPUAffinityError, errors.PolicyError),
-    EX_SOFTWARE: SafeGpuError,
-}
+# The first that fits counts.
+_EXIT_CODES: tuple[tuple[type[SafeGpuError], int], ...] = (
+    (errors.NoDriverError, EX_NO_DRIVER),
+    (errors.StateDirError, EX_STATE_DIR),
+    (errors.NotEnoughGpusError, EX_TRY_AGAIN),
+    (errors.LockTimeout, EX_TRY_AGAIN),
+    (errors.UnsatisfiableRequestError, EX_NEVER),
+    (errors.GPUAffinityError, EX_NEVER),
+    (errors.PolicyError, EX_NEVER),
+)
 
 # The module of each has ``configure_NAME(parser)``, which sets the options, and ``do_NAME(options)``.
 COMMANDS = {
@@ -57,18 +60,20 @@ RUNNERS = ("run", "bind")
 _COMMAND_LIST = "\n".join(["commands:", *(f"  {name:<12} {summary}" for name, summary in COMMANDS.items())])
 
 # The module of each command that is not ``NAME.py``.
-_MODULES = {**dict.fromkeys(("run", "bind", "wait"), "job"), **dict.fromkeys(("affinity", "doctor", "demo"), "looks")}
+_MODULES = {"run": "job", "bind": "job", "wait": "job", "affinity": "looks", "doctor": "looks", "demo": "looks"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; ``run`` and ``bind`` do not return but become their command."""
     gc.set_threshold(50_000)  # imports make no garbage, and looking for it among them takes 2 ms
     open_standard_streams()
+    if argv is None:
+        argv = sys.argv[1:]
     options = None
     try:
         try:
             with on_command_line():
-                options = parse(list(sys.argv[1:] if argv is None else argv))
+                options = parse(list(argv))
                 code = options.handler(options)
         except SystemExit as leaving:  # --help, --version, and usage errors
             code = leaving.code
@@ -79,9 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return err.code
     except SafeGpuError as err:
         say(str(err))
-        return _for_scheduler(next(code for code, kinds in _EXIT_CODES.items() if isinstance(err, kinds)), options)
+        return _for_scheduler(_exit_code(err), options)
     except KeyboardInterrupt:
-        return 0 if getattr(options, "watch", False) else EX_INTERRUPTED
+        if getattr(options, "watch", False):
+            return 0
+        return EX_INTERRUPTED
     except BrokenPipeError:  # the reader of the output has closed it
         drop(sys.stdout)
         return EX_BROKEN_PIPE
@@ -93,17 +100,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         drop_errors()
 
 
+def _exit_code(err: SafeGpuError) -> int:
+    for kind, code in _EXIT_CODES:
+        if isinstance(err, kind):
+            return code
+    return EX_SOFTWARE
+
+
 def _for_scheduler(code: int, options: argparse.Namespace | None) -> int:
     """Return the exit code, or the one of ``run --refused-exit`` or root's file in its place where the host is to
     blame."""
-    if code not in (EX_NO_DRIVER, EX_SOFTWARE, EX_STATE_DIR) or options is None or not hasattr(options, "refused_exit"):
+    if code not in (EX_NO_DRIVER, EX_SOFTWARE, EX_STATE_DIR):
         return code
+    if options is None or not hasattr(options, "refused_exit"):
+        return code
+    if options.refused_exit:
+        return int(options.refused_exit)
+    return _refused_exit_of_host() or code
+
+
+def _refused_exit_of_host() -> int:
+    """Return the exit code that root's file asks for; 0 where it asks for none, or cannot be read."""
     from ..settings.variables import host_setting
 
     try:
-        return options.refused_exit or int(host_setting("refused_exit", "", os.environ) or code)
+        return int(host_setting("refused_exit", "", os.environ) or 0)
     except errors.PolicyError:
-        return code
+        return 0
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -112,9 +135,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     Raises:
         SystemExit: a usage error, or help or the version was printed.
     """
+    if arguments[:1] == ["help"] and len(arguments) > 1:
+        arguments = [arguments[1], "--help"]
     first, *rest = arguments or ["--help"]
-    if first == "help" and rest:
-        first, rest = rest[0], ["--help"]
     if first in COMMANDS:
         return _parse_command(first, rest)
     if first in ("-V", "--version"):
@@ -122,13 +145,17 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         raise SystemExit(0)
     parser = top_parser()
     if first not in ("-h", "--help", "help"):
-        if first.startswith("-"):
-            mistake = unknown_option(first, {name: parser_of(name).names() for name in COMMANDS}, " ".join(rest))
-        else:
-            mistake = unknown_command(first, [*COMMANDS, "help"])
-        parser.error(mistake)
+        parser.error(_mistake(first, " ".join(rest)))
     parser.print_help()
     raise SystemExit(0)
+
+
+def _mistake(word: str, after: str) -> str:
+    """Return the usage error for a first word that is no command, and what follows it."""
+    if not word.startswith("-"):
+        return unknown_command(word, [*COMMANDS, "help"])
+    options_of = {name: parser_of(name).names() for name in COMMANDS}
+    return unknown_option(word, options_of, after)
 
 
 def top_parser() -> Parser:
@@ -162,15 +189,22 @@ def parser_of(name: str) -> Parser:
 
 
 def _parse_command(name: str, arguments: list[str]) -> argparse.Namespace:
+    """Parse what follows the name of a command.
+
+    Of commands that become another one, ``command`` is that one, and ``words`` is what was typed before it.
+    """
     parser = parser_of(name)
     if name not in (*RUNNERS, "completion"):
         return parser.parse_args(arguments)
-    end = arguments.index("--") if "--" in arguments else len(arguments)
+    end = len(arguments)
+    if "--" in arguments:
+        end = arguments.index("--")
     options = parser.parse_args(arguments[:end])
-    options.command = [*getattr(options, "command", ()), *arguments[end:]]
-    if options.command[:1] == ["--"]:
-        del options.command[0]
-    options.words = arguments[: min(end, len(arguments) - len(options.command))]
-    if not options.command and name in RUNNERS:
+    command = [*getattr(options, "command", ()), *arguments[end:]]
+    if command[:1] == ["--"]:
+        del command[0]
+    if not command and name in RUNNERS:
         parser.error("a command is missing: put it after --")
+    options.command = command
+    options.words = arguments[: min(end, len(arguments) - len(command))]
     return options

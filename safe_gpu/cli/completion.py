@@ -1,7 +1,7 @@
 """``safe-gpu completion``: at each Tab the shell asks this program, which answers from its own parsers."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from .output import print_lines
@@ -40,8 +40,12 @@ def do_completion(options: argparse.Namespace) -> int:
     begun = options.command[-1].removeprefix("=")  # bash splits at the = of --option=value
     mark = _BEFORE_HELP.get(options.shell)
     for word, meaning in found.items():
-        if word.startswith(begun):
-            print(f"{word}{mark}{meaning}" if mark and meaning else word)
+        if not word.startswith(begun):
+            continue
+        if mark and meaning:
+            print(f"{word}{mark}{meaning}")
+        else:
+            print(word)
     return 0
 
 
@@ -56,27 +60,47 @@ def candidates(words: Sequence[str]) -> dict[str, str] | int:
         options = {"--help": "show help", "--version": "show the version"}
         return {**COMMANDS, "help": "show the options of a command", **options}
     name, *before, word = words[1:]
+    if name == "help":
+        return COMMANDS
     if name not in COMMANDS:
-        return COMMANDS if name == "help" else {}
+        return {}
     actions = parser_of(name)._actions
-    by_name = {option: action for action in actions for option in action.option_strings}
+    action_of = {}
+    for action in actions:
+        for option in action.option_strings:
+            action_of[option] = action
     taking: argparse.Action | None = None  # the option whose value comes next
     for place, one in enumerate(before, 2):
         if taking is not None:
-            taking = taking if one == "=" else None
+            if one != "=":
+                taking = None
         elif one.startswith("-") and one != "--":
-            taking = by_name.get(one)
+            taking = action_of.get(one)
             if taking is not None and taking.nargs == 0:
                 taking = None
         elif name in RUNNERS:
-            return place + (one == "--")
+            if one == "--":
+                return place + 1
+            return place
     if taking is not None:
-        return dict.fromkeys(map(str, taking.choices or ()), "")
+        return {str(choice): "" for choice in taking.choices or ()}
     if name in RUNNERS and not word.startswith("-"):
         return len(words) - 1
     option, equals, _ = word.partition("=")
-    if equals and option in by_name:
-        return dict.fromkeys((f"{option}={one}" for one in by_name[option].choices or ()), "")
-    shown = {option: action for option, action in by_name.items() if action.help is not argparse.SUPPRESS}
-    meanings = {option: " ".join((action.help or "").split()) for option, action in shown.items()}
-    return meanings | {str(one): "" for action in actions if not action.option_strings for one in action.choices or ()}
+    if equals and option in action_of:
+        return {f"{option}={choice}": "" for choice in action_of[option].choices or ()}
+    return _meanings(actions)
+
+
+def _meanings(actions: Iterable[argparse.Action]) -> dict[str, str]:
+    """Return the options of a command with their help, and the choices of its other arguments."""
+    found = {}
+    for action in actions:
+        if action.help is argparse.SUPPRESS:
+            continue
+        for option in action.option_strings:
+            found[option] = " ".join((action.help or "").split())
+        if not action.option_strings:
+            for choice in action.choices or ():
+                found[str(choice)] = ""
+    return found

@@ -15,7 +15,7 @@ from ..host import procfs
 from ..host.foreign_files import printable_lines
 from ..host.procfs import process_global
 from ..runtimes.visible_devices import render_cuda
-from ..schedulers.job import JobContext, count, current
+from ..schedulers.job import JobContext, count, current, end_can_be_asked
 from ..selection.request import Conditions, Selection, parse_request
 from ..settings import variables as settings
 from ..settings.values import as_index, number_of, parse_duration, parse_seconds
@@ -266,7 +266,7 @@ def read_options(
     request = parse_request(number, vendor=vendor, **conditions)
     wait = parse_timeout(timeout, environ, in_batch_job=job.scheduler is not None)
     ends = job
-    if job.scheduler in ("slurm", "sge") and isinstance(hold_for, DefaultTimeout) and not environ.get("SAFE_GPU_FOR"):
+    if end_can_be_asked(job) and isinstance(hold_for, DefaultTimeout) and not environ.get("SAFE_GPU_FOR"):
         from ..schedulers.gpu_count import with_end
 
         # Thousands of array tasks of one GPU would ask it at once.

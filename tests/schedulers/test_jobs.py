@@ -5,7 +5,8 @@ import pickle
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +47,7 @@ Requirements = (TARGET.Arch == "X86_64") && (TARGET.GPUs >= RequestGPUs)
 FILES = {
     "JOB_AD": JOB_AD,
     "AD_WITHOUT": JOB_AD.replace("RequestGPUs = 2\n", ""),
+    "AD_ZERO": JOB_AD.replace("RequestGPUs = 2", "RequestGPUs = 0"),
     "AD_UNDEFINED": JOB_AD.replace("RequestGPUs = 2", "RequestGPUs = undefined"),
     "AD_EXPRESSION": JOB_AD.replace("RequestGPUs = 2", "RequestGPUs = ifThenElse(Big, 2, 0)"),
     "GPUFILE": "".join(f"n1-gpu{gpu}\n" for gpu in range(4)),
@@ -90,6 +92,7 @@ CASES: dict[str, api.JobContext] = {
     "PBS_JOBID=12[5].head": PBS_JOB._replace(task_id=5),
     "PBS_JOBID=12.head PBS_GPUFILE=GPUFILE": PBS_JOB._replace(requested_gpus=4),  # Torque
     "LSB_JOBID=9 LSB_JOBINDEX=0": LSF_JOB,
+    "LSB_JOBID=9 LSB_JOBINDEX=3": LSF_JOB._replace(task_id=3),
     JSRUN: LSF_JOB._replace(local_rank=1, local_size=6),
     f"{JSRUN} CUDA_VISIBLE_DEVICES=1": LSF_JOB._replace(local_rank=1, local_size=6, requested_gpus=1, own_list=True),
     f"_CONDOR_JOB_AD=JOB_AD {HTCONDOR_LIST}": HTCONDOR_JOB._replace(requested_gpus=2),
@@ -101,6 +104,7 @@ CASES: dict[str, api.JobContext] = {
             "_CONDOR_AssignedGPUs=undefined CUDA_VISIBLE_DEVICES=10000",
         )
     },
+    "_CONDOR_JOB_AD=AD_ZERO": HTCONDOR_JOB._replace(requested_gpus=0),
     "_CONDOR_JOB_AD=AD_UNDEFINED CUDA_VISIBLE_DEVICES=10000": HTCONDOR_JOB._replace(requested_gpus=0),
     "_CONDOR_JOB_AD=AD_EXPRESSION CUDA_VISIBLE_DEVICES=10000": HTCONDOR_JOB,
     "_CONDOR_JOB_AD=AD_WITHOUT": HTCONDOR_JOB,  # a pool that does not count GPUs
@@ -108,29 +112,71 @@ CASES: dict[str, api.JobContext] = {
 }
 
 
-class Asked(Environ):
-    """An environment that remembers which of its variables were asked for."""
+class Asked(Mapping[str, str]):
+    """An environment that remembers for which variables it was asked, set or not, in whichever way."""
 
-    def __init__(self, variables: str) -> None:
-        super().__init__(env(variables))
+    def __init__(self, environ: Environ) -> None:
+        self._environ = environ
         self.names: set[str] = set()
 
-    def get(self, name: str, default: Any = None) -> Any:
-        self.names |= {name} & self.keys()
-        return super().get(name, default)
+    def __getitem__(self, name: str) -> str:  # Mapping's get() and ``in`` come here too
+        self.names.add(name)
+        return self._environ[name]
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("who goes through all variables reads some that no test guards")
+
+    def __len__(self) -> int:
+        return len(self._environ)
+
+
+# Of no scheduler: the host, and the GPUs that are visible.
+OF_NO_JOB = {"HOSTNAME", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"}
+
+
+def undeclared(scheduler: api.Scheduler) -> set[str]:
+    """The variables that a scheduler asks for in any of the samples, and does not declare as its own."""
+    names: set[str] = set()
+    for variables in CASES:
+        environ = Asked(env(variables))
+        scheduler.job(environ)
+        names |= environ.names
+    asked = {name for name in names - OF_NO_JOB if not name.startswith("SAFE_GPU_")}
+    return {name for name in asked if not any(fnmatchcase(name, own) for own in scheduler.variables)}
 
 
 @pytest.mark.parametrize("scheduler", api.SCHEDULERS, ids=lambda scheduler: scheduler.name)
 def test_a_scheduler_has_all_that_it_needs(scheduler: api.Scheduler) -> None:
-    """Samples in CASES, whose variables no test inherits, and a place on the page."""
-    samples = [Asked(variables) for variables, context in CASES.items() if context.scheduler == scheduler.name]
+    """Samples in CASES, declared variables, which no test inherits, and a place on the page."""
+    samples = [env(variables) for variables, context in CASES.items() if context.scheduler == scheduler.name]
     assert len(samples) > 1
-    assert all(scheduler.parse(environ) for environ in samples)
-    assert any(api.current(dict(environ)).requested_gpus for environ in samples) or scheduler.lists_gpus
-    names = set().union(*(environ.names for environ in samples))
-    assert {name for name in names if not name.startswith(OUTER_PREFIXES) and name not in OUTER_NAMES} == set()
+    assert all(scheduler.job(environ) for environ in samples)
+    assert any(api.current(environ).requested_gpus for environ in samples) or scheduler.lists_gpus
+    assert undeclared(scheduler) == set()
+    assert [
+        name for name in scheduler.variables if not name.startswith(OUTER_PREFIXES) and name not in OUTER_NAMES
+    ] == []
     page = Path(schedulers.__file__).with_name("README.md").read_text()
     assert re.search(rf"\b{scheduler.name}\b", page, re.IGNORECASE)
+
+
+class NewScheduler(api.Scheduler):
+    """It asks for four variables in different ways, and declares two."""
+
+    name = "new"
+    job_id = ("NEW_JOB",)
+    others = ("NEW_GET",)
+
+    def job(self, environ: Mapping[str, str]) -> api.JobContext | None:
+        environ.get("NEW_GET")
+        environ.get("NEW_GET_2")
+        if "NEW_IN" in environ:
+            return self.context(environ, environ["NEW_IN"])
+        return super().job(environ)
+
+
+def test_a_variable_that_a_scheduler_does_not_declare_is_noticed() -> None:
+    assert undeclared(NewScheduler()) == {"NEW_GET_2", "NEW_IN"}
 
 
 @pytest.mark.parametrize("variables", CASES)
@@ -334,8 +380,8 @@ def test_hard_request() -> None:
         (hard(flag("FALSE")), None),
         (sets(_0=request("gpu", 2)), api.ResourceRequest(2, "slot")),
         (sets(_1=request("gpu", 2)), api.ResourceRequest(2, "job")),
-        (sets(_1=request("gpu", 2), _2=request("gpu", 1)), api.ResourceRequest(1, "slave slot")),
-        (sets(_2=request("gpu", 1, consumable=3)), api.ResourceRequest(1, "slave host")),
+        (sets(_1=request("gpu", 2), _2=request("gpu", 1)), api.ResourceRequest(1, "slot", of_slaves=True)),
+        (sets(_2=request("gpu", 1, consumable=3)), api.ResourceRequest(1, "host", of_slaves=True)),
     ):
         assert api.hard_request(qstat_xml(requests, environment="a & b <\x01"), ("gpu", "gpus", "ngpus")) == found
     with pytest.raises(api.QstatError, match="cannot be read"):
@@ -402,9 +448,9 @@ def test_request_on_this_host() -> None:
     for request_, granted, number in (
         (api.ResourceRequest(0.5, "slot"), api.Slots(4, True), 2),
         (api.ResourceRequest(2, "job"), api.Slots(4, False), 0),
-        (api.ResourceRequest(1, "slave slot"), api.Slots(3, False), 3),
-        (api.ResourceRequest(1, "slave slot"), api.Slots(3, True), None),
-        (api.ResourceRequest(1, "slave host"), api.Slots(3, False), 1),
+        (api.ResourceRequest(1, "slot", of_slaves=True), api.Slots(3, False), 3),
+        (api.ResourceRequest(1, "slot", of_slaves=True), api.Slots(3, True), None),
+        (api.ResourceRequest(1, "host", of_slaves=True), api.Slots(3, False), 1),
     ):
         assert api.here(request_, granted) == number
 
@@ -501,6 +547,16 @@ def test_the_limit_of_a_job_of_grid_engine(fake_qstat: Qstat) -> None:
     assert api.with_end(environ, job, ask=True).walltime is None  # qstat is not asked for that alone
     assert api.ask_qstat(environ, "1234") == 2
     assert api.with_end(environ, job, ask=True).walltime == 7200
+
+
+def test_a_claim_in_a_job_of_grid_engine_ends_with_the_job(fake_qstat: Qstat, monkeypatch: pytest.MonkeyPatch) -> None:
+    since_begin = int(api.procfs.seconds_running(os.getsid(0)) or 0)
+    requests = hard(request("h_rt", since_begin + 7200, valtype=3), request("gpu", 2))
+    for name, value in fake_qstat(qstat_xml(requests)).items():
+        monkeypatch.setenv(name, value)
+    before = time.time()
+    end = api.read_options("job").hold.end
+    assert before + 7199 <= end <= time.time() + 7200
 
 
 def test_array_tasks_of_one_gpu_ask_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,19 +27,23 @@ from safe_gpu.claim import owner
 from safe_gpu.coordination.holders import living_claims
 from safe_gpu.coordination.queue import waiting_tickets
 from safe_gpu.errors import StateDirError
+from safe_gpu.schedulers.job import SCHEDULERS
 from safe_gpu.settings import variables
 
 _state_dirs = itertools.count()
 
+_OF_SCHEDULERS = {name for scheduler in SCHEDULERS for name in scheduler.variables}
+
 # What a scheduler, a launcher or the person who runs the tests has set must not decide their outcome.
-OUTER_PREFIXES = tuple(
-    "SAFE_GPU_ CUDA_ ROCR_ HIP_ SLURM_ SGE_ PBS_ LSB_ FLUX_ _CONDOR_ "
-    "OMPI_ PMI_ PMIX_ MPI_ MV2_ JSM_ HOROVOD_ TORCHELASTIC_".split()
+OUTER_PREFIXES = (
+    *"SAFE_GPU_ CUDA_ ROCR_ HIP_ SLURM_ SGE_ PBS_ LSB_ FLUX_ _CONDOR_".split(),
+    *"OMPI_ PMI_ PMIX_ MPI_ MV2_ JSM_ HOROVOD_ TORCHELASTIC_".split(),
+    *(name.removesuffix("*") for name in _OF_SCHEDULERS if name.endswith("*")),
 )
-OUTER_NAMES = (
+OUTER_NAMES = {
     *("LOCAL_RANK", "LOCAL_SIZE", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "FAKE_GPU_DIR"),
-    *("JOB_ID", "NSLOTS", "NHOSTS", "PE_HOSTFILE"),
-)
+    *(name for name in _OF_SCHEDULERS if not name.endswith("*")),
+}
 
 
 class ProcessState(NamedTuple):

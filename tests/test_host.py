@@ -1,4 +1,4 @@
-"""A host: what is read of other programs and processes there, the vendors of GPUs, and times reserved for some."""
+"""A host: what is read of other programs and processes there, its GPUs, their vendors, and times reserved for some."""
 
 import argparse
 import ctypes
@@ -293,6 +293,31 @@ def test_a_line_that_says_nothing_closes_nothing_and_others_count() -> None:
     ):  # fmt: skip
         lines = [api.drain_line("GPU-1", "a fan"), line, *COURSE.lines]
         assert api.parse_closed(lines, "root") == ({"GPU-1": "a fan"}, (COURSE,), [line])
+
+
+# A GPU that the driver cannot reach
+
+NEVER_CHANGES = {
+    *("index", "uuid", "name", "pci_bus_id", "numa_node", "vendor", "tiles"),
+    *("mig_parent", "mig_instance", "place", "partition", "mode"),
+}
+POLLED = {
+    *("memory_total", "memory_used", "memory_free", "counts_reserved", "memory_shared", "memory_beside"),
+    *("utilization", "temperature", "fan", "power", "power_limit", "nvlink_peers"),
+    *("compute_mode", "display_active", "mig_enabled", "divided"),
+    *("processes", "process_error", "processes_supported", "processes_private", "unusable", "lost"),
+}
+
+
+def test_a_gpu_out_of_reach_keeps_what_never_changes() -> None:
+    """A field that is added to it belongs to one of the two."""
+    assert set(api.Gpu._fields) == NEVER_CHANGES | POLLED
+    known = api.Gpu(**{field: object() for field in api.Gpu._fields})
+    gone = known.unreachable("gone")
+    assert [field for field in NEVER_CHANGES if getattr(gone, field) is not getattr(known, field)] == []
+    told = {"processes": None, "process_error": "gone", "unusable": "gone", "lost": True}
+    expected = api.Gpu(0, "")._replace(**told)
+    assert [field for field in POLLED if getattr(gone, field) != getattr(expected, field)] == []
 
 
 # The table of vendors

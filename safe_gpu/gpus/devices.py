@@ -28,8 +28,6 @@ another mode."""
 
 MASK, HIERARCHY, PCI_ORDER = "ZE_AFFINITY_MASK", "ZE_FLAT_DEVICE_HIERARCHY", "ZE_ENABLE_PCI_ID_DEVICE_ORDER"
 
-_OF_IDENTITY = ("mig_parent", "mig_instance", "place", "partition", "mode", "vendor", "tiles")
-
 _HEX = frozenset("0123456789abcdef")
 
 _SHORTEST_UUID = len("GPU-0123456789abcdef")
@@ -220,8 +218,24 @@ class Gpu(NamedTuple):
 
     def unreachable(self, reason: str, *, lost: bool = True) -> "Gpu":
         """Return the record of this device while nothing but its identity is known."""
-        kept = {name: getattr(self, name) for name in _OF_IDENTITY}
-        return Gpu(*self[:5], processes=None, process_error=reason, unusable=reason, lost=lost, **kept)
+        return Gpu(
+            index=self.index,
+            uuid=self.uuid,
+            name=self.name,
+            pci_bus_id=self.pci_bus_id,
+            numa_node=self.numa_node,
+            mig_parent=self.mig_parent,
+            mig_instance=self.mig_instance,
+            place=self.place,
+            partition=self.partition,
+            mode=self.mode,
+            vendor=self.vendor,
+            tiles=self.tiles,
+            processes=None,
+            process_error=reason,
+            unusable=reason,
+            lost=lost,
+        )
 
 
 class HostSnapshot(NamedTuple):

@@ -20,7 +20,7 @@ from ..host.signals import DeferredSignals
 from ..runtimes import placeholders
 from ..runtimes.library import Runtime
 from ..selection.request import Selection
-from ..selection.verdicts import HIDDEN, NOT_YET, SHOWN, has_mps_clients, judge, presence, users_of
+from ..selection.verdicts import HIDDEN, NOT_YET, SHOWN, judge, possible_mps_servers, presence, users_of
 from ..wording.text import in_brackets
 from .arguments import ClaimOptions
 from .claim import Claim
@@ -148,7 +148,7 @@ def doubts_of(claim: Claim) -> list[str]:
 
 def _refuse_other_processes(view: HostView, claim: Claim, snapshot: HostSnapshot, holding: bool) -> None:
     """Raise if another process has started on a claimed GPU; if others share it, one of none of them."""
-    mps_clients, own = has_mps_clients(snapshot), view.own
+    mps_servers, own = possible_mps_servers(snapshot), view.own
     for gpu in claim.gpus:
         before, now = claim.before.by_uuid(gpu.uuid), snapshot.by_uuid(gpu.uuid)
         if now is None or now.lost:
@@ -168,7 +168,7 @@ def _refuse_other_processes(view: HostView, claim: Claim, snapshot: HostSnapshot
         if claim.share is not None and others:
             others = view.strangers(gpu, others)
         # The MPS server does not count: the placeholder may have started it.
-        new = users_of(now, others, describe_process, mps_clients=mps_clients)
+        new = users_of(now, others, describe_process, mps_servers=mps_servers)
         hidden = [process for process in new if process.elsewhere or not procfs.exists(process.pid)]
         # The driver may show host pids: one new pid that is not in /proc, in place of this process's, is this process.
         if holding and len(own) == 1 and len(hidden) == 1 and not any(p.pid in own for p in now.processes):

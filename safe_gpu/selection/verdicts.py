@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..gpus.devices import ComputeMode, Gpu, GpuProcess, GpuVerdict, Holder, HostSnapshot, ProcessKind, VisibleLimit
+from ..gpus.vendors import VENDORS
 from ..settings.values import parse_size
 from ..settings.variables import host_setting
 from ..wording.text import format_bytes, gpu_ranges, in_brackets, left_behind, plural
@@ -73,31 +74,52 @@ _MOST_DRAWN = 1 << 30
 
 _MPS_SERVER = "nvidia-cuda-mps-server"
 
-_MPS_SERVER_MEMORY = 64 << 20  # an MPS server whose clients are on other GPUs has less; a CUDA program has more
+# An MPS server has less on a GPU where it has no clients (27 MiB); a CUDA program has more.
+_MPS_SERVER_MEMORY = 64 << 20
 
 SHOWN, HIDDEN, NOT_YET, UNKNOWN = "shown", "hidden", "not yet", "unknown"
 
 
-def has_mps_clients(snapshot: HostSnapshot) -> bool:
-    """Return whether a process on some GPU of the host is a client of an MPS server."""
-    return any(process.kind == ProcessKind.MPS for gpu in snapshot.gpus for process in gpu.processes or ())
+def possible_mps_servers(snapshot: HostSnapshot) -> frozenset[int]:
+    """Return the pids that may be those of MPS servers: a small process without a name is taken for one
+    (:func:`computes`), since hidepid=2 hides the names of other users' processes.
+
+    Where a client of MPS is on some GPU of the host, it may be any pid. A server without clients is on every GPU of the
+    host, so it is known where there are several.
+    """
+    processes = [process for gpu in snapshot.gpus for process in gpu.processes or ()]
+    if any(process.kind == ProcessKind.MPS for process in processes):
+        return frozenset(process.pid for process in processes)
+    small_on_each = [
+        {process.pid for process in gpu.processes if _is_as_small_as_mps_server(process)}
+        for gpu in snapshot.physical
+        if gpu.processes is not None
+    ]
+    if len(small_on_each) < 2 or VENDORS[snapshot.vendor].library != "CUDA":
+        return frozenset()
+    return frozenset(set.intersection(*small_on_each))
 
 
-def computes(process: GpuProcess, describe: Describe, *, mps_clients: bool = False) -> bool:
+def _is_as_small_as_mps_server(process: GpuProcess) -> bool:
+    if process.kind != ProcessKind.COMPUTE or process.memory_used is None:
+        return False
+    return process.memory_used <= _MPS_SERVER_MEMORY
+
+
+def computes(process: GpuProcess, describe: Describe, *, mps_servers: Collection[int] = ()) -> bool:
     """Return whether a process makes a device busy by itself. Graphics processes do not, nor does the MPS server.
 
     Args:
         describe: gives the command by which the MPS server is known.
-        mps_clients: whether some GPU of the host has MPS clients (:func:`has_mps_clients`). Then a small process
-            without a name is taken for the MPS server: hidepid=2 hides the names of other users' processes.
+        mps_servers: pids of which a small process without a name is taken for the MPS server; see
+            :func:`possible_mps_servers`.
     """
     if process.kind == ProcessKind.GRAPHICS:
         return False
     words = (_command(process, describe) or "").split()
     if words:
         return words[0].rpartition("/")[2] != _MPS_SERVER
-    small = process.memory_used is not None and process.memory_used <= _MPS_SERVER_MEMORY
-    return not (mps_clients and small and process.kind == ProcessKind.COMPUTE)
+    return not (process.pid in mps_servers and _is_as_small_as_mps_server(process))
 
 
 def drawing(gpu: Gpu, processes: Collection[GpuProcess]) -> list[GpuProcess]:
@@ -112,13 +134,13 @@ def drawing(gpu: Gpu, processes: Collection[GpuProcess]) -> list[GpuProcess]:
 
 
 def users_of(
-    gpu: Gpu, processes: Collection[GpuProcess], describe: Describe, *, mps_clients: bool = False
+    gpu: Gpu, processes: Collection[GpuProcess], describe: Describe, *, mps_servers: Collection[int] = ()
 ) -> list[GpuProcess]:
     """Return those of these processes of a device that make it busy, one entry for each pid; the rest as for
     :func:`computes`."""
     if not processes:
         return []
-    computing = [process for process in processes if computes(process, describe, mps_clients=mps_clients)]
+    computing = [process for process in processes if computes(process, describe, mps_servers=mps_servers)]
     return list({process.pid: process for process in (*drawing(gpu, processes), *computing)}.values())
 
 
@@ -220,7 +242,7 @@ def judge(
     explained = explained or {}
     describe, family_of = describe or (lambda pid: None), family_of or (lambda pid: None)
     share = request.share
-    mps_clients, shared_display = has_mps_clients(snapshot), snapshot.shared_display
+    mps_servers, shared_display = possible_mps_servers(snapshot), snapshot.shared_display
     limits = bool(request.conditions) or visible_limit is not None
 
     def verdict_on(gpu: Gpu) -> GpuVerdict:
@@ -247,7 +269,7 @@ def judge(
         others = [process for process in gpu.processes if process.pid not in disregarded] if gpu.processes else []
         if sharers:
             others = strangers(others, sharers, family_of)
-        if others and (users := users_of(gpu, others, describe, mps_clients=mps_clients)):
+        if others and (users := users_of(gpu, others, describe, mps_servers=mps_servers)):
             users.sort(key=lambda process: (-(process.memory_used or 0), process.pid))
             user, text = name_processes(users, describe)
             text += " without a share" if sharers else ""

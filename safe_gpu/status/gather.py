@@ -29,7 +29,7 @@ from ..host.signals import DeferredSignals
 from ..runtimes.visible_devices import stale_indices
 from ..selection.request import Selection
 from ..selection.sharing import promised, used_by_sharers
-from ..selection.verdicts import Rules, has_mps_clients, judge, room_for_shares, users_of
+from ..selection.verdicts import Rules, judge, possible_mps_servers, room_for_shares, users_of
 from ..settings import config as policy
 from ..settings.config import Limits
 from ..settings.variables import existing_policy
@@ -270,7 +270,7 @@ def _gpus(snapshot: HostSnapshot, found: HostFacts, limits: Mapping[int, Limits]
     held = [found.on(gpu) for gpu in snapshot.gpus]
     claimed = {gpu.uuid: claim for gpu, (claim, _) in zip(snapshot.gpus, held, strict=True) if claim is not None}
     verdicts = judge(snapshot, Selection(), claimed=claimed, describe=processes.describe, rules=rules)
-    mps_clients = has_mps_clients(snapshot)
+    mps_servers = possible_mps_servers(snapshot)
     for verdict, (claim, inside) in zip(verdicts, held, strict=True):
         gpu, state, drained = verdict.gpu, verdict.state, rules.why_drained(verdict.gpu)
         fault = found.faults[gpu.uuid].why_last if gpu.uuid in found.faults else ""
@@ -281,7 +281,7 @@ def _gpus(snapshot: HostSnapshot, found: HostFacts, limits: Mapping[int, Limits]
         if state == "free" and found.warnings:
             reasons = ["the driver shows no process on it; whether it is claimed is not known"]
         family = [] if claim is None else [*claim.each, *filter(None, [inside])]
-        idle = claim is not None and _is_idle(gpu, family, processes, mps_clients)
+        idle = claim is not None and _is_idle(gpu, family, processes, mps_servers)
         reason = "; ".join(filter(None, reasons))
         shown = tuple(_process(process, processes) for process in gpu.processes or ())
         one = GpuStatus(gpu, state, idle, reason, claim, inside, shown, fault, drained=bool(drained))
@@ -297,14 +297,14 @@ def _share_free(gpu: Gpu, sharers: Sequence[Holder], found: HostFacts, rules: Ru
     return max(0, room_for_shares(gpu, sharers, rules, found.processes.family_of))
 
 
-def _is_idle(gpu: Gpu, claims: Collection[Holder], processes: ProcessTable, mps_clients: bool) -> bool:
+def _is_idle(gpu: Gpu, claims: Collection[Holder], processes: ProcessTable, mps_servers: Collection[int]) -> bool:
     """Return whether none of the claim's processes computes or draws there; False if the process list is unknown.
 
     A process that draws little, and is no descendant of the claim's, may be the desktop of its user.
     """
     if gpu.processes is None or not gpu.processes_supported or gpu.processes_private:
         return False
-    users = users_of(gpu, gpu.processes, processes.describe, mps_clients=mps_clients)
+    users = users_of(gpu, gpu.processes, processes.describe, mps_servers=mps_servers)
     drawing = (one for one in gpu.processes if one.kind == ProcessKind.GRAPHICS)
     computes = any(processes.may_be_of(one, claims) for one in users)
     if computes or any(processes.is_of(one, claims) for one in drawing):

@@ -345,11 +345,32 @@ def test_an_mps_server_whose_name_is_hidden() -> None:
         (process(7, 300 / 1024, elsewhere=True), True, True),  # it is not the server here
     ):
         assert api.computes(one, people) is alone
-        assert api.computes(one, people, mps_clients=True) is beside_clients
+        assert api.computes(one, people, mps_servers={one.pid}) is beside_clients
         clients = gpu(1, memory_used=GIB, processes=(process(kind=api.ProcessKind.MPS),))
         device = gpu(memory_used=one.memory_used or 0, processes=(one,))
         assert verdict_on(device, describe=people).free is not alone
         assert verdict_on(device, beside=clients, describe=people).free is not beside_clients
+
+
+def busy_on(*processes_of: list[api.GpuProcess]) -> list[int]:
+    """Indices of the busy GPUs of a host on which these processes are, GPU by GPU."""
+    gpus = [gpu(index, memory_used=GIB, processes=tuple(found)) for index, found in enumerate(processes_of)]
+    verdicts = api.judge(api.HostSnapshot(tuple(gpus)), ANY, claimed={}, describe=people, rules=LENIENT)
+    return [verdict.gpu.index for verdict in verdicts if not verdict.free]
+
+
+LENIENT = api.Rules(unexplained_limit=TOTAL)
+IDLE_SERVER = process(99, 27 / 1024)
+
+
+def test_an_idle_mps_server_whose_name_is_hidden_is_on_every_gpu() -> None:
+    assert busy_on([IDLE_SERVER], [IDLE_SERVER], [IDLE_SERVER]) == []
+    assert busy_on([IDLE_SERVER], [IDLE_SERVER, process()], [IDLE_SERVER]) == [1]
+    assert busy_on([IDLE_SERVER], [process(99, 65 / 1024)], [IDLE_SERVER]) == [0, 1, 2], "a program has more"
+    assert busy_on([IDLE_SERVER], [IDLE_SERVER], []) == [0, 1], "a program may be on some GPUs"
+    assert busy_on([IDLE_SERVER], [process(98, 27 / 1024)]) == [0, 1], "two programs"
+    assert busy_on([IDLE_SERVER]) == [0], "on a host with one GPU nothing tells it from a program"
+    assert busy_on([process(99, None)], [process(99, None)]) == [0, 1]
 
 
 @pytest.mark.parametrize(

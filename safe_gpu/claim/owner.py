@@ -114,6 +114,9 @@ class GPUOwner:
                     view = HostView(driver, snapshot, options.request)
                 view.polls.watchdog = watchdog
                 claim = self._take(view, options)
+                self._placeholder = placeholders.fit_to_compute_mode(
+                    self._placeholder, claim.gpus, is_default=options.placeholder_fn is None, logger=self.logger
+                )
                 self._hold(view, claim, driver)
                 if driver.runtime.asks_library:
                     if not view.is_frozen and driver.runtime.shown_at(0) is not None:  # for the error of a later claim

@@ -71,9 +71,9 @@ def claim(
         gpus_per_node: the number of GPUs on each node.
         timeout: one deadline for all nodes, in seconds; 0 does not wait, None waits without limit. Default:
             SAFE_GPU_TIMEOUT, else 300 inside a batch job, else 10. The start of the holders does not count.
-        placeholder_fn: the placeholder of each GPU on its node, picklable. Default: a context of CUDA or HIP. On a node
-            with GPUs in compute mode EXCLUSIVE_PROCESS the default is no placeholder, because it would keep workers
-            out.
+        placeholder_fn: the placeholder of each GPU on its node, picklable. Default: a context of CUDA or HIP. Where
+            a claimed GPU is in compute mode EXCLUSIVE_PROCESS the default is no placeholder, because it would keep
+            workers out.
         logger: gets a message at INFO when the claim waits for a node; default: the logger ``safe_gpu``.
         affinity: the CPUs of the workers, as in ``claim_gpus``.
         memory: the memory policy of the workers, which ``check_worker`` sets.

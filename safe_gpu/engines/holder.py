@@ -22,10 +22,9 @@ from ..coordination.doors import digest
 from ..drivers import opened_driver
 from ..drivers.base import Driver
 from ..errors import GPUAffinityError, SafeGpuError, UnsatisfiableRequestError, package_logger
-from ..gpus.devices import ComputeMode, Gpu, HostSnapshot
+from ..gpus.devices import Gpu
 from ..gpus.vendors import FIRST
 from ..host.foreign_files import read_start
-from ..runtimes.placeholders import NoPlaceholder
 from ..runtimes.visible_devices import read_visible, render_visible, visible_variables
 from ..selection.choice import check_possible
 from ..selection.request import parse_request
@@ -39,8 +38,7 @@ _Place = tuple[tuple[tuple[int, ...], ...], int | None]
 class ClaimArguments:
     """The arguments of a cluster claim for ``claim_gpus`` on every host. It can be pickled.
 
-    ``placeholder_fn`` None is the driver's default. On a host with GPUs in an exclusive compute mode it is no
-    placeholder, because a context of the holder would keep the workers out.
+    ``placeholder_fn`` None is the driver's default.
     """
 
     placeholder_fn: Callable[[int], Any] | None = None
@@ -134,7 +132,7 @@ class HolderProcess:
         try:
             with opened_driver(**parse_request(nb_gpus, **wishes.selection).driver) as driver:
                 more = {**wishes.selection, "visible_as": wishes.visible_as, "affinity": None, "delegate": True}
-                more["placeholder_fn"] = wishes.placeholder_fn or _placeholder(driver.snapshot())
+                more["placeholder_fn"] = wishes.placeholder_fn
                 self._owner = owner = owner_type(command=self._label)(nb_gpus, timeout=timeout, **more)
                 try:
                     snapshot = driver.snapshot()  # the claim may have waited, and a GPU may be lost since
@@ -205,13 +203,6 @@ def enter_worker(cpus: Iterable[int], numa_node: int | None, memory: str | None)
         return str(report)
     except GPUAffinityError as err:
         return f"not bound: {err}"
-
-
-def _placeholder(snapshot: HostSnapshot) -> Callable[[int], Any] | None:
-    """Return no placeholder if a compute mode allows one process only: the workers are other processes than the
-    holder."""
-    exclusive = any(gpu.compute_mode == ComputeMode.EXCLUSIVE_PROCESS for gpu in snapshot.gpus)
-    return NoPlaceholder() if exclusive else None
 
 
 def _near(gpus: Sequence[Gpu], driver: Driver, wishes: ClaimArguments) -> dict[int, _Place]:

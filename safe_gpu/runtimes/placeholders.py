@@ -12,11 +12,12 @@ the claim returns.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, ClassVar
 
 from ..errors import PlaceholderError, SafeGpuError, package_logger
+from ..gpus.devices import ComputeMode, Gpu
 from .library import CudaCallError, Held, Library
 
 Placeholder = Callable[[int], Any]
@@ -87,6 +88,43 @@ def release(placeholder: Placeholder, thing: Any) -> None:
 def holds_gpu(placeholder: Placeholder) -> bool:
     """Return whether the placeholder occupies the GPU, so that the driver shows this process there."""
     return bool(getattr(placeholder, "holds_gpu", True))
+
+
+def fit_to_compute_mode(placeholder: Placeholder, gpus: Iterable[Gpu], *, is_default: bool, logger: Any) -> Placeholder:
+    """Return the placeholder for the GPUs of a claim: itself, or no placeholder in its place.
+
+    A GPU in compute mode EXCLUSIVE_PROCESS admits one process, so that a placeholder keeps the claim's own child
+    processes out. There the default is no placeholder, which is told once in a process. Where the program has chosen a
+    placeholder, that stays, and a warning says what it does.
+
+    Args:
+        is_default: whether the program has chosen none.
+    """
+    exclusive = [gpu.label for gpu in gpus if gpu.compute_mode == ComputeMode.EXCLUSIVE_PROCESS]
+    if not exclusive or not holds_gpu(placeholder):
+        return placeholder
+    labels = ",".join(exclusive)
+    if not is_default:
+        logger.warning(
+            "GPU %s admits one process (compute mode EXCLUSIVE_PROCESS), and %s makes this process that one: pass "
+            "placeholder_fn=NoPlaceholder() if child processes of this claim use CUDA",
+            labels,
+            name_of(placeholder),
+        )
+        return placeholder
+    if "no placeholder" not in _told:
+        _told.add("no placeholder")
+        logger.warning(
+            "GPU %s admits one process (compute mode EXCLUSIVE_PROCESS): this claim makes no placeholder, which would "
+            "keep its own child processes out, and nvidia-smi shows the GPU as free until CUDA starts; if only this "
+            "process uses CUDA, pass placeholder_fn=CudaPlaceholder()",
+            labels,
+        )
+    return NoPlaceholder(logger)
+
+
+_told: set[str] = set()
+"""What a claim of this process was told of placeholders."""
 
 
 def is_builtin(placeholder: Placeholder) -> bool:

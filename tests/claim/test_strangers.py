@@ -352,8 +352,8 @@ def test_a_note_that_cannot_be_written_costs_nothing(host: Any, caplog: pytest.L
 def test_a_hidden_process_on_an_exclusive_gpu_makes_it_the_last_choice(fake_gpus: Any, stranger_pid: int) -> None:
     fake_gpus.set(8, mode=3)
     fake_gpus.process(fake_gpus.uuids[0], stranger_pid, 8 << 20, kind="graphics")  # not among those that are asked for
-    assert forked(fake_gpus, "out = claim(1)")[0] == "PlaceholderError"
-    assert forked(fake_gpus, "out = claim(1)") == [1]
+    assert forked(fake_gpus, "out = claim(1, CudaPlaceholder())")[0] == "PlaceholderError"
+    assert forked(fake_gpus, "out = claim(1, CudaPlaceholder())") == [1]
 
 
 @pytest.mark.parametrize(("trouble", "number", "noted"), [("bad", 1, [0]), ("bad_init", 1, [0]), ("bad_init", 4, [])])

@@ -152,6 +152,8 @@ assert isinstance(holder.claim(1, 0), tuple)
 print(len([thing for thing in holder._owner.placeholders if thing is not None]))
 """
     assert fake_gpus.python(code).split() == ["1"]
+    fake_gpus.change(7, mode=3)
+    assert fake_gpus.python(code).split() == ["1"], "it is not claimed"
     fake_gpus.set(8, mode=3)
     assert fake_gpus.python(code).split() == ["0"]
 

@@ -58,7 +58,28 @@ def confirm(view: HostView, claim: Claim, options: ClaimOptions) -> bool:
             options.logger.info("GPU %s was taken meanwhile (%s): starting over", gpu.label, reason)
             return False
     claim.gpus = tuple(verdicts[gpu.uuid].gpu for gpu in claim.gpus)
-    return True
+    return not _is_ill_by_choice(view, claim, options.logger)
+
+
+def _is_ill_by_choice(view: HostView, claim: Claim, logger: Any) -> bool:
+    """Return whether a GPU of the claim turns out to be ill while a healthy one is free, which the next look prefers.
+
+    Only the chosen GPUs are examined, and the others if one of them is ill. That is here, since nobody behind in the
+    queue waits any more for this claim.
+    """
+    found = view.examine(claim.gpus)
+    if found:
+        spare = [gpu for gpu in view.usable if gpu.uuid in view.spare]
+        view.examine(spare)
+        if not view.last.issuperset(gpu.uuid for gpu in spare):
+            logger.info("GPU %s seems ill (%s): starting over", found[0].label, view.health.why_ill(found[0]))
+            claim.stays = False  # for the history it was none
+            return True
+    for gpu in claim.gpus:
+        said = view.health.driver_says(gpu)
+        if said:
+            logger.warning("GPU %s seems ill, and no healthy one is free: %s; see safe-gpu doctor", gpu.label, said)
+    return False
 
 
 def verify_devices(gpus: Sequence[Gpu], runtime: Runtime) -> None:

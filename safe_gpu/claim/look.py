@@ -15,7 +15,7 @@ from ..coordination.holders import Claims
 from ..coordination.host_lock import Host
 from ..coordination.notes import read_faults
 from ..errors import StateDirError
-from ..gpus.devices import Gpu, GpuVerdict, recent_faults
+from ..gpus.devices import Gpu, GpuVerdict
 from ..host.foreign_files import printable_lines
 from ..host.signals import DeferredSignals
 from ..selection.choice import choose, choose_shares
@@ -240,7 +240,8 @@ class Look:
             among: UUIDs to choose from; None is all.
         """
         view = self._view
-        last = recent_faults(view.faults, time.time())
+        view.health.has_waited = self._place.waiter is not None
+        last = view.last
         while True:
             free = {uuid: one for uuid, one in view.unoccupied().items() if among is None or uuid in among}
             taken = self._taken()
@@ -249,6 +250,7 @@ class Look:
                 return chosen
             missed = self._missed_door(chosen)
             if not missed:
+                view.spare = frozenset(free) - taken - {gpu.uuid for gpu in chosen}
                 return chosen
             self._elsewhere.add(missed)
 

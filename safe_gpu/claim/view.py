@@ -18,7 +18,7 @@ from ..coordination.notes import has_closed_file
 from ..coordination.queue import TicketRequest
 from ..drivers.base import Driver
 from ..errors import NoDriverError, package_logger
-from ..gpus.devices import Gpu, GpuFault, GpuProcess, GpuVerdict, Holder, HostSnapshot, VisibleLimit
+from ..gpus.devices import Gpu, GpuFault, GpuProcess, GpuVerdict, Holder, HostSnapshot, VisibleLimit, recent_faults
 from ..gpus.vendors import FIRST, VENDORS
 from ..gpus.windows import Spans, Window
 from ..host import procfs
@@ -29,6 +29,7 @@ from ..selection.request import Selection
 from ..selection.sharing import promised_room, strangers
 from ..selection.verdicts import Rules, judge
 from .claim import visible_limit_of
+from .health import Health
 from .telling import ASKING, HANGS, Watchdog
 
 # If the latest poll of the whole host is older than this, in seconds, the second one asks whether it still holds.
@@ -154,6 +155,8 @@ class HostView:
         around: the claim inside which this one is made; None of one inside none.
         claims: the living claims, by the latest look.
         faults: UUID -> note, of the GPUs on which a claim failed and none has worked since.
+        health: which GPUs seem ill.
+        spare: UUIDs of the GPUs that the latest look found free, besides those that it has chosen.
         shared: UUID -> whose claims share it, of the GPUs that this claim may share, by the latest look.
 
     Raises:
@@ -184,6 +187,8 @@ class HostView:
         self.around: Entry | None = None
         self.claims = Claims(())
         self.faults: Mapping[str, GpuFault] = {}
+        self.health = Health(self.rules)
+        self.spare: frozenset[str] = frozenset()
         self.shared: dict[str, Holder] = {}
         self._windows: tuple[Window, ...] = ()
         self._usable: tuple[HostSnapshot, list[Gpu]] | None = None
@@ -247,6 +252,28 @@ class HostView:
         """UUIDs of the GPUs that the request could ever use, those too that the driver does not reach now."""
         possible = candidates(self.snapshot, self.request, self.visible_limit, rules=self.rules, lost=True)
         return (one.uuid for one in possible if not self.around or one.uuid in self.around.gpus)
+
+    def examine(self, gpus: Iterable[Gpu]) -> list[Gpu]:
+        """Ask the driver whether these GPUs are ill, about each once in a claim. No lock may be held.
+
+        Returns:
+            Those that seemed well before, and seem ill now.
+
+        Raises:
+            NoDriverError: the driver is gone.
+        """
+        asked = self.health.unexamined(gpus)
+        if asked:
+            with self.polls.asking():
+                examined = self.polls.driver.examined(self.snapshot, {gpu.uuid for gpu in asked})
+            self.health.learn(examined.by_uuid(gpu.uuid) or gpu for gpu in asked)
+        return [gpu for gpu in asked if self.health.why_ill(gpu)]
+
+    @property
+    def last(self) -> frozenset[str]:
+        """UUIDs of the GPUs that are taken only if the others are too few: a claim failed there, or they seem ill."""
+        ill = [gpu.uuid for gpu in self.usable if self.health.why_ill(gpu)]
+        return frozenset([*ill, *recent_faults(self.faults, time.time())])
 
     @property
     def effective(self) -> Selection:

@@ -21,6 +21,7 @@ CHECKS: dict[str, Callable[[CheckedHost], Check]] = {
     "GPU driver": driver.driver,
     "CUDA": driver.cuda_starts,
     "access to GPUs": driver.lost_gpus,
+    "health of GPUs": driver.ill_gpus,
     "GPUs in service": state.drained,
     "process lists": driver.process_lists,
     "state directory": state.directory,
@@ -34,7 +35,7 @@ CHECKS: dict[str, Callable[[CheckedHost], Check]] = {
 }
 """Name -> function of every check, in the order of the report."""
 
-_NEED_A_DRIVER = ("CUDA", "access to GPUs", "process lists", "CUDA_VISIBLE_DEVICES")
+_NEED_A_DRIVER = ("CUDA", "access to GPUs", "health of GPUs", "process lists", "CUDA_VISIBLE_DEVICES")
 
 
 def check(name: str, host: CheckedHost) -> Check:

@@ -56,7 +56,7 @@ class CheckedHost:
         began = time.monotonic()
         try:
             self.driver = open_driver()
-            snapshot = self.driver.detailed(self.driver.snapshot())
+            snapshot = self.driver.examined(self.driver.detailed(self.driver.snapshot()))
         except SafeGpuError as err:
             self.driver_error = str(err)
             return HostSnapshot(())
@@ -88,7 +88,7 @@ class CheckedHost:
 def poll() -> None:
     """Poll the driver, in a child process."""
     driver = open_driver()
-    driver.detailed(driver.snapshot())
+    driver.examined(driver.detailed(driver.snapshot()))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,12 @@
 """Checks of the GPUs and their driver."""
 
+import time
+
+from ..coordination.directory import state_dir_path
+from ..coordination.notes import read_faults
 from ..errors import NoDriverError
-from ..selection.verdicts import MEMORY_VARIABLE, UNWATCHABLE, Rules, why_memory_unexplained
+from ..gpus.devices import recent_faults
+from ..selection.verdicts import MEMORY_VARIABLE, UNWATCHABLE, Rules, why_last, why_memory_unexplained
 from ..wording.text import plural
 from .check import Check, CheckedHost, failed, labels, passed, skipped, warning
 
@@ -60,6 +65,21 @@ def lost_gpus(host: CheckedHost) -> Check:
     if closed:
         return warning(f"{labels(closed)}: {closed[0].unusable}", "ask the scheduler or the container for these GPUs")
     return passed("the driver reaches all of them")
+
+
+def ill_gpus(host: CheckedHost) -> Check:
+    """Check that no GPU seems ill, by the driver, by its utilisation, or by the claims that failed on it. Claims take
+    such GPUs last."""
+    gpus, rules = host.snapshot.gpus, Rules.of(host.environ)
+    faults = recent_faults(read_faults(state_dir_path(), [gpu.uuid for gpu in gpus]), time.time())
+    found = []
+    for gpu in gpus:
+        reason = why_last(gpu, faults.get(gpu.uuid), rules)
+        if reason:
+            found.append(f"GPU {gpu.label} is {reason}")
+    if not found:
+        return passed("no GPU seems ill, and no claim has failed on one lately")
+    return warning("; ".join(found), f"{host.vendor.recover}; until then safe-gpu drain keeps claims off such a GPU")
 
 
 def process_lists(host: CheckedHost) -> Check:

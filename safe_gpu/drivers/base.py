@@ -72,6 +72,14 @@ class Driver:
         """Return the same poll with what only people look at: utilisation, and processes that only draw."""
         return snapshot
 
+    def examined(self, snapshot: HostSnapshot, among: Collection[str] | None = None) -> HostSnapshot:
+        """Return the same poll with what speaks for ill GPUs: ``illness`` and utilisation, as far as the driver tells.
+
+        Args:
+            among: UUIDs of the devices that are asked about; None is all.
+        """
+        return snapshot
+
     def cpu_affinity(self, uuid: str, scope: str) -> frozenset[int] | None:
         """Return the logical CPUs next to a GPU, for ``scope`` "node" or "socket"; None when the driver cannot tell.
 
@@ -157,6 +165,23 @@ def has_display(files: Files, device: str) -> bool:
     return any(
         files.text(f"{device}/drm/{connector}/enabled") == "enabled" for connector in connectors if "/card" in connector
     )
+
+
+def illness_of(*, recovery_action: str, remapping_failed: bool, remapping_pending: bool) -> str:
+    """Return what NVIDIA's driver says against a GPU, a clause; "" if nothing.
+
+    Args:
+        recovery_action: what the driver recommends, in nvidia-smi's words (``Reset``); "" if nothing.
+        remapping_failed: whether a row of its memory was to be replaced by a spare one, and none was left.
+        remapping_pending: whether a row will be replaced at the next reset.
+    """
+    if recovery_action:
+        return f"the driver recommends the recovery action {recovery_action}"
+    if remapping_failed:
+        return "a row of its memory is broken and could not be remapped"
+    if remapping_pending:
+        return "a row of its memory is broken and is remapped at the next reset"
+    return ""
 
 
 def total_of(sizes: Iterable[int | None]) -> int | None:

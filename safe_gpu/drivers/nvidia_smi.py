@@ -25,7 +25,7 @@ from ..gpus.vendors import BARE_UUID, product_name
 from ..host.foreign_files import printable
 from ..host.programs import TooLate, TooMuch, find_program, output_of
 from ..runtimes.cuda import CUDA
-from .base import Driver, in_bus_order, is_wsl, memory_is_node, numa_node, own_namespace_pids
+from .base import Driver, illness_of, in_bus_order, is_wsl, memory_is_node, numa_node, own_namespace_pids
 
 _MOST_OUTPUT = 16 << 20
 
@@ -126,6 +126,17 @@ def _read_processes(text: str | None) -> dict[str, Any]:
         what = f"nvidia-smi does not list its processes: {said}"
         return {"processes": None, "process_error": what, "processes_supported": not _NEVER.search(said)}
     return {"processes": own_namespace_pids(rows.values()), "process_error": ""}
+
+
+def _read_illness(said: str) -> str:
+    """Return what the section of a GPU says against it; see :func:`illness_of`."""
+    action = _value(_text(said, "gpu_recovery_action")) or ""
+    rows = _element(said, "remapped_rows")
+    return illness_of(
+        recovery_action=action[:_LONGEST_NAME],
+        remapping_failed=_text(rows, "remapped_row_failure").lower() == "yes",
+        remapping_pending=_text(rows, "remapped_row_pending").lower() == "yes",
+    )
 
 
 def _without(text: str, name: str) -> tuple[str | None, str]:
@@ -285,6 +296,7 @@ class NvidiaSmiDriver(Driver):
             display_active=display.lower() == "enabled",
             unusable=_MIG_NEEDS_NVML if mig else None,
             mig_enabled=mig,
+            illness=_read_illness(said),
             **sizes,
             **_read_processes(section.processes),
         )

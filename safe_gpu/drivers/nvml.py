@@ -20,7 +20,7 @@ from ..host import procfs
 from ..host.foreign_files import printable
 from ..runtimes.cuda import CUDA
 from ..runtimes.library import load_file
-from .base import Driver, in_bus_order, is_wsl, numa_node, own_namespace_pids, total_of
+from .base import Driver, illness_of, in_bus_order, is_wsl, numa_node, own_namespace_pids, total_of
 
 LIBRARY = "libnvidia-ml.so.1"
 
@@ -78,6 +78,20 @@ _NO_DRIVER = {
 }
 
 _POWER = ("PowerUsage", "EnforcedPowerLimit")
+
+# Known to R570 and nvidia-ml-py 12.570, and newer ones.
+_RECOVERY_FIELD = "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION"
+
+# nvmlDeviceGpuRecoveryAction_t, in nvidia-smi's words; 0 is none.
+_RECOVERY_ACTIONS = {
+    1: "Reset",
+    2: "Reboot",
+    3: "Drain P2P",
+    4: "Drain and Reset",
+    5: "Recover IMEX Domain",
+    6: "Bus Reset",
+    7: "System Reboot",
+}
 
 _Answer = TypeVar("_Answer")
 
@@ -287,6 +301,30 @@ class _Session:
             instances.append(one._replace(divided=bool(others), memory_beside=beside))
         return instances
 
+    def recovery_action(self, handle: Any) -> str:
+        """Return what the driver recommends for a GPU; "" for nothing, and where it does not say."""
+        field = self._functions.get(_RECOVERY_FIELD)
+        if field is None:
+            return ""
+        for value in self.ask_or((), "nvmlDeviceGetFieldValues", handle, [field]):
+            action = int(value.value.uiVal)
+            if value.nvmlReturn == 0 and action:
+                return _RECOVERY_ACTIONS.get(action, f"number {action}")
+        return ""
+
+    def illness(self, handle: Any) -> str:
+        """Return what the driver says against a GPU, a clause; "" if nothing."""
+        action = self.recovery_action(handle)
+        # Ampere and newer, and not while there are MIG instances.
+        remapped = self.ask_or(None, "nvmlDeviceGetRemappedRows", handle)
+        pending, failed = (False, False) if remapped is None else (bool(remapped[2]), bool(remapped[3]))
+        return illness_of(recovery_action=action, remapping_failed=failed, remapping_pending=pending)
+
+    def utilization(self, handle: Any) -> int | None:
+        """Return the percentage of time in which a kernel ran; None if it is not told."""
+        rates = self.ask_or(None, "nvmlDeviceGetUtilizationRates", handle)
+        return None if rates is None else int(rates.gpu)
+
     def cpus(self, handle: Any, scope: str) -> frozenset[int] | None:
         """Return the CPUs next to a GPU. None is unknown, as where all of them lie outside this process's cpuset."""
         words = self.ask_or((), "nvmlDeviceGetCpuAffinityWithinScope", handle, _MASK_WORDS, _SCOPES[scope])
@@ -394,7 +432,7 @@ def _detailed(session: _Session, gpu: Gpu) -> Gpu:
         handle = session.ask("nvmlDeviceGetHandleByUUID", gpu.mig_parent or gpu.uuid)
         if gpu.is_mig_instance:
             handle = session.ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, gpu.mig_instance)
-        rates = session.ask_or(None, "nvmlDeviceGetUtilizationRates", handle)
+        utilization = session.utilization(handle)
         temperature = session.ask_or(None, "nvmlDeviceGetTemperature", handle, _TEMPERATURE_GPU)
         fan = session.ask_or(None, "nvmlDeviceGetFanSpeed", handle)
         power, limit = (session.ask_or(0, f"nvmlDeviceGet{one}", handle) // 1000 or None for one in _POWER)
@@ -403,9 +441,20 @@ def _detailed(session: _Session, gpu: Gpu) -> Gpu:
             processes += session.processes(handle, [ProcessKind.GRAPHICS])["processes"] or ()
     except _Fault as fault:
         return gpu if fault.code in _NO_SUCH_DEVICE else _failed(gpu, fault)
-    utilization = None if rates is None else int(rates.gpu)
     gpu = gpu._replace(utilization=utilization, temperature=temperature, processes=processes)
     return gpu._replace(fan=fan, power=power, power_limit=limit)
+
+
+def _examined(session: _Session, gpu: Gpu) -> Gpu:
+    """Return the same record with ``illness``, which an instance has of its GPU, and with utilisation."""
+    try:
+        handle = session.ask("nvmlDeviceGetHandleByUUID", gpu.mig_parent or gpu.uuid)
+        utilization = gpu.utilization
+        if utilization is None and not gpu.is_mig_instance:
+            utilization = session.utilization(handle)
+        return gpu._replace(illness=session.illness(handle), utilization=utilization)
+    except _Fault as fault:
+        return gpu if fault.code in _NO_SUCH_DEVICE else _failed(gpu, fault)
 
 
 def _linked(session: _Session, snapshot: HostSnapshot, among: Collection[str] | None) -> HostSnapshot:
@@ -473,6 +522,11 @@ class NvmlDriver(Driver):
         """Return the same poll with utilisation and graphics processes."""
         there = [gpu for gpu in snapshot.gpus if not gpu.lost]
         return snapshot.updated(self._ask(lambda session: [_detailed(session, gpu) for gpu in there]))
+
+    def examined(self, snapshot: HostSnapshot, among: Collection[str] | None = None) -> HostSnapshot:
+        """Return the same poll with signs of illness: four questions for each GPU."""
+        asked = [gpu for gpu in snapshot.gpus if not gpu.lost and (among is None or gpu.uuid in among)]
+        return snapshot.updated(self._ask(lambda session: [_examined(session, gpu) for gpu in asked]))
 
     def cpu_affinity(self, uuid: str, scope: str) -> frozenset[int] | None:
         """Return the CPUs next to a GPU."""

@@ -11,6 +11,7 @@ kernel closes it when its process ends in whatever way, or becomes another progr
 
     <tree>/<preset>/<uuid>.<pid>-<bytes>-<kind>-<number>     empty, mode 0644, flocked while alive
     <tree>/<preset>/<uuid>.bad                               a GPU that refuses contexts with the error that stands here
+    <tree>/<preset>/<uuid>.ill                               a GPU against which the driver says what stands here
 
 The tree is ``SAFE_GPU_SIMULATED_DIR``, else ``simulated`` in the state directory. All users of a host share one
 directory of mode 1777. Files that nobody locks were left by processes that have ended: they do not count, and a poll
@@ -33,7 +34,7 @@ from ..coordination.doors import simulated_tree
 from ..errors import PlaceholderError, StateDirError, UnsatisfiableRequestError
 from ..gpus.devices import MIG_IS_ON, Gpu, GpuProcess, HostSnapshot, ProcessKind, vendor_of
 from ..gpus.vendors import VENDORS
-from ..host.foreign_files import open_to_read
+from ..host.foreign_files import as_text, open_to_read
 from ..host.locks import Held
 from ..host.signals import DeferredSignals
 from ..runtimes.library import Runtime
@@ -335,8 +336,14 @@ def _enter(directory: int, stem: str) -> tuple[str, Held]:
 
 _GONE = "this host has no such device"
 _ENTRY = r"(.+)\.([0-9]{1,10})-([0-9]{1,15})-(compute|graphics|mps)-[0-9]+"
-_Usage = dict["tuple[int, str]", int]
-"""(pid, kind) -> bytes, on one device."""
+
+
+class _State:
+    """What is not as on an idle device: ``used``, (pid, kind) -> bytes, and ``illness``."""
+
+    def __init__(self) -> None:
+        self.used: dict[tuple[int, str], int] = {}
+        self.illness = ""
 
 
 class SimulatedDriver(Driver, Runtime):
@@ -374,40 +381,48 @@ class SimulatedDriver(Driver, Runtime):
         Raises:
             StateDirError: the tree of processes cannot be read.
         """
-        usage = self._usage(self._by_uuid)
-        if not usage:
+        states = self._states(self._by_uuid)
+        if not states:
             return self.idle
-        return self.idle.updated(self._used(self._by_uuid[uuid], used) for uuid, used in usage.items())
+        return self.idle.updated(_in_state(self._by_uuid[uuid], state) for uuid, state in states.items())
 
     def usage(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
         """Return these devices with the processes that live now; the same errors as :meth:`snapshot`."""
-        usage = self._usage({gpu.uuid for gpu in gpus})
-        found = ((gpu, self._by_uuid.get(gpu.uuid), usage.get(gpu.uuid)) for gpu in gpus)
-        return tuple(
-            gpu.unreachable(_GONE) if idle is None else self._used(idle, used) if used else idle
-            for gpu, idle, used in found
-        )
+        states = self._states({gpu.uuid for gpu in gpus})
+        found = []
+        for gpu in gpus:
+            idle = self._by_uuid.get(gpu.uuid)
+            if idle is None:
+                found.append(gpu.unreachable(_GONE))
+            else:
+                found.append(_in_state(idle, states[gpu.uuid]) if gpu.uuid in states else idle)
+        return tuple(found)
 
-    def _usage(self, uuids: Container[str]) -> dict[str, _Usage]:
-        """Return what lives on these devices; idle ones are left out."""
-        usage: dict[str, _Usage] = {}
+    def _states(self, uuids: Container[str]) -> dict[str, _State]:
+        """Return the states of these devices; those that are idle and well are left out."""
+        states: dict[str, _State] = {}
         try:
             os.lstat(self._tree)
         except OSError as err:
             if isinstance(err, FileNotFoundError):  # nobody has used it: nothing is opened
-                return usage
+                return states
         with DeferredSignals(), suppress(FileNotFoundError):
             tree = self._open()
             try:
                 for name in os.listdir(tree):
-                    entry = re.fullmatch(_ENTRY, name) if name.rpartition(".")[0] in uuids else None
-                    if entry and is_alive(name, tree):
-                        used = usage.setdefault(entry[1], {})
+                    uuid, _, kind = name.rpartition(".")
+                    if uuid not in uuids:
+                        continue
+                    entry = re.fullmatch(_ENTRY, name)
+                    if kind == "ill":
+                        states.setdefault(uuid, _State()).illness = _text_of(name, tree)
+                    elif entry and is_alive(name, tree):
+                        used = states.setdefault(uuid, _State()).used
                         key = int(entry[2]), entry[4]
                         used[key] = used.get(key, 0) + int(entry[3])
             finally:
                 os.close(tree)
-        return usage
+        return states
 
     def _open(self) -> int:
         """Return a descriptor of the directory of this host's processes, to which no link leads; FileNotFoundError if
@@ -437,14 +452,6 @@ class SimulatedDriver(Driver, Runtime):
                 for name in self._place[1:]:
                     directory = stack.enter_context(SharedDirectory(name, directory))
 
-    def _used(self, gpu: Gpu, usage: _Usage) -> Gpu:
-        """Return the device with its processes."""
-        total = gpu.memory_total or 0
-        taken = min((gpu.memory_used or 0) + sum(usage.values()), total)
-        listed = (GpuProcess(pid, kind, memory) for (pid, kind), memory in sorted(usage.items()))
-        processes = own_namespace_pids(listed, vendor=None)
-        return gpu._replace(memory_used=taken, memory_free=total - taken, processes=processes)
-
     def occupy(
         self, uuid: str, *, memory: int = CONTEXT_BYTES, kind: str = ProcessKind.COMPUTE, pid: int | None = None
     ) -> SimulatedContext:
@@ -467,10 +474,9 @@ class SimulatedDriver(Driver, Runtime):
             raise PlaceholderError(f"{self.name} cannot run anything on {uuid}: {reason}", uuid=uuid)
         directory = Held(self._make())
         try:
-            with suppress(OSError), open_to_read(f"{uuid}.bad", os.O_NOFOLLOW, directory.fd) as file:
-                trouble = (file.read(4096) or b"").decode(errors="replace").strip()
-                if trouble:
-                    raise PlaceholderError(f"{self.name} cannot make a context on {uuid}: {trouble}", uuid=uuid)
+            trouble = _text_of(f"{uuid}.bad", directory.fd)
+            if trouble:
+                raise PlaceholderError(f"{self.name} cannot make a context on {uuid}: {trouble}", uuid=uuid)
             return SimulatedContext(directory, uuid, memory, kind, os.getpid() if pid is None else pid)
         except BaseException as err:
             directory.release()
@@ -497,6 +503,23 @@ class SimulatedDriver(Driver, Runtime):
 
     def default_placeholder(self, logger: Any = None) -> "SimulatedPlaceholder":
         return SimulatedPlaceholder(logger, driver=self)
+
+
+def _in_state(idle: Gpu, state: _State) -> Gpu:
+    """Return a device with its processes and its illness."""
+    total = idle.memory_total or 0
+    taken = min((idle.memory_used or 0) + sum(state.used.values()), total)
+    listed = (GpuProcess(pid, kind, memory) for (pid, kind), memory in sorted(state.used.items()))
+    processes = own_namespace_pids(listed, vendor=None)
+    free = total - taken
+    return idle._replace(memory_used=taken, memory_free=free, processes=processes, illness=state.illness)
+
+
+def _text_of(name: str, directory: int) -> str:
+    """Return the beginning of the text in a file; "" if it cannot be read."""
+    with suppress(OSError), open_to_read(name, os.O_NOFOLLOW, directory) as file:
+        return as_text((file.read(4096) or b"").decode(errors="replace").strip())
+    return ""
 
 
 def _tree_of(state_dir: str | None) -> tuple[str, ...]:

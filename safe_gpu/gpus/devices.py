@@ -88,7 +88,8 @@ class Gpu(NamedTuple):
         counts_reserved: whether ``memory_used`` includes what the driver reserves for itself (600 MiB and more).
         memory_shared: whether ``memory_used`` may belong to no process on the GPU: it is a NUMA node, where the page
             cache counts, or WSL2, where the Windows desktop does. Asked only where memory is unexplained.
-        utilization: percent of time in which a kernel ran; queried only for display (``Driver.detailed``).
+        utilization: percent of time in which a kernel ran; queried only for display and for signs of illness
+            (``Driver.detailed``, ``Driver.examined``).
         temperature: of the GPU's die, degrees Celsius; queried only for display, and told by NVIDIA's drivers only, as
             the next three are.
         fan: percent of its highest speed.
@@ -118,6 +119,8 @@ class Gpu(NamedTuple):
         tiles: how many parts Intel's library may show as devices of their own.
         processes_private: ``processes`` has only those that this user may see, for the reason in ``process_error``. The
             GPU is judged by claims, and by memory where that is known.
+        illness: what the driver says against it (it recommends a reset), a clause; "" if nothing, or if it was not
+            asked (``Driver.examined``).
     """
 
     index: int  # type: ignore[assignment]  # tuple.index is not needed
@@ -154,6 +157,7 @@ class Gpu(NamedTuple):
     vendor: str = FIRST
     tiles: int = 1
     processes_private: bool = False
+    illness: str = ""
 
     @property
     def is_mig_instance(self) -> bool:

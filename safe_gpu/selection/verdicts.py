@@ -11,7 +11,17 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ..gpus.devices import ComputeMode, Gpu, GpuProcess, GpuVerdict, Holder, HostSnapshot, ProcessKind, VisibleLimit
+from ..gpus.devices import (
+    ComputeMode,
+    Gpu,
+    GpuFault,
+    GpuProcess,
+    GpuVerdict,
+    Holder,
+    HostSnapshot,
+    ProcessKind,
+    VisibleLimit,
+)
 from ..gpus.vendors import VENDORS
 from ..settings.values import parse_size
 from ..settings.variables import host_setting
@@ -71,6 +81,8 @@ _LIMIT_WITH_RESERVED = 1 << 30
 # Bytes that graphics processes may use together on a GPU without an active display: X servers, desktops that nobody
 # sees and small renderers have less.
 _MOST_DRAWN = 1 << 30
+
+_HIGHEST_OF_IDLE = 90  # percent of utilisation that a GPU may show without a process
 
 _MPS_SERVER = "nvidia-cuda-mps-server"
 
@@ -181,6 +193,38 @@ def unexplained_limit(gpu: Gpu, rules: Rules) -> int:
         return max(rules.unexplained_limit, LEAST_LIMIT)
     # In a container the processes of a desktop are not listed, and their memory is.
     return _LIMIT_WITH_RESERVED if gpu.counts_reserved or gpu.display_active else _LIMIT
+
+
+def why_wedged(gpu: Gpu, rules: Rules) -> str:
+    """Return why a GPU seems to hang, a clause; "" if it does not: it computes, and nobody is there for whom.
+
+    Wedged cards show that for days (lium-io#1140). A GPU whose process has just ended shows it for a second.
+    """
+    if gpu.utilization is None or gpu.utilization <= _HIGHEST_OF_IDLE or gpu.memory_used is None:
+        return ""
+    may_be_in_use = (
+        gpu.processes != ()
+        or gpu.processes_private
+        or gpu.memory_shared
+        or gpu.display_active
+        or why_memory_unexplained(gpu, rules)
+    )
+    return "" if may_be_in_use else f"it shows {gpu.utilization}% utilisation without a process or memory in use"
+
+
+def why_last(gpu: Gpu, fault: GpuFault | None, rules: Rules) -> str:
+    """Return why claims take a GPU last: clauses that begin with ``taken last``; "" if they do not.
+
+    Args:
+        fault: the note that a claim failed there; None if there is none that counts.
+    """
+    reasons = []
+    if fault is not None:
+        reasons.append(fault.why_last)
+    illness = gpu.illness or why_wedged(gpu, rules)
+    if illness:
+        reasons.append(f"taken last while {illness}")
+    return "; ".join(reasons)
 
 
 def presence(before: Gpu, now: Gpu, own: Collection[int]) -> str:

@@ -44,7 +44,7 @@ class GpuStatus:
         idle_for: for how many seconds it has shown no work while claimed, as far as looks tell; None if not known.
         idle_report_after: that of the policy for the user of the claim, ``math.inf`` for never; None if the policy does
             not set it.
-        fault: why it is taken last, if a claim failed on it in the last day; why it is not claimed again, if it
+        fault: why it is taken last, if a claim failed on it lately or it seems ill; why it is not claimed again, if it
             is claimed and drained; else "".
         drained: whether an administrator has closed it to new claims.
         prefix: "amd:" or "nvidia:" on a host with GPUs of both, where an index alone is ambiguous; else "".

@@ -29,7 +29,7 @@ from ..host.signals import DeferredSignals
 from ..runtimes.visible_devices import stale_indices
 from ..selection.request import Selection
 from ..selection.sharing import promised, used_by_sharers
-from ..selection.verdicts import Rules, judge, possible_mps_servers, room_for_shares, users_of
+from ..selection.verdicts import Rules, judge, possible_mps_servers, room_for_shares, users_of, why_last
 from ..settings import config as policy
 from ..settings.config import Limits
 from ..settings.variables import existing_policy
@@ -185,7 +185,7 @@ def gather() -> HostStatus:
     snapshots: list[HostSnapshot] = []
     for opened in drivers:
         try:
-            snapshots.append(opened.detailed(opened.snapshot()))
+            snapshots.append(opened.examined(opened.detailed(opened.snapshot())))
         except NoDriverError as err:
             broken.append(str(err))
         finally:
@@ -273,7 +273,7 @@ def _gpus(snapshot: HostSnapshot, found: HostFacts, limits: Mapping[int, Limits]
     mps_servers = possible_mps_servers(snapshot)
     for verdict, (claim, inside) in zip(verdicts, held, strict=True):
         gpu, state, drained = verdict.gpu, verdict.state, rules.why_drained(verdict.gpu)
-        fault = found.faults[gpu.uuid].why_last if gpu.uuid in found.faults else ""
+        fault = why_last(gpu, found.faults.get(gpu.uuid), rules)
         if claim is not None and drained:
             fault = drained
         remarks = [claim.note, "stopped (a suspended job?)" * claim.stopped] if claim else []

@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -273,7 +274,7 @@ def test_a_claim_in_another_state_directory(ground: Any) -> None:
 
 def test_a_good_host_of_gpus(fake_gpus) -> None:
     fake_gpus.use_nvml_here()
-    for name in ("access to GPUs", "process lists"):
+    for name in ("access to GPUs", "health of GPUs", "process lists"):
         says(name, "passed")
     says("GPU driver", "passed", "nvml 550.54.15: 8 GPUs, NVIDIA A100-SXM4-80GB")
     fake_gpus.options(driver_version="535.54.03")
@@ -281,12 +282,31 @@ def test_a_good_host_of_gpus(fake_gpus) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "check"), [({"lost": 1}, "access to GPUs"), ({"compute_error": 999}, "process lists")]
+    ("change", "check"),
+    [
+        ({"lost": 1}, "access to GPUs"),
+        ({"compute_error": 999}, "process lists"),
+        ({"recovery": 1}, "health of GPUs"),
+        ({"util": 100}, "health of GPUs"),
+    ],
 )
 def test_faults_of_gpus(fake_gpus, change: dict[str, object], check: str) -> None:
     fake_gpus.change(2, **change)
     fake_gpus.use_nvml_here()
     says(check, "warning", "GPU 2")
+
+
+def test_gpus_that_claims_take_last(fake_gpus) -> None:
+    fake_gpus.change(2, remap="failed")
+    fake_gpus.use_nvml_here()
+    for number in (2, 5):
+        fault = api.GpuFault(time.time(), "a claim failed")
+        api.write_fault(os.environ["SAFE_GPU_DIR"], fake_gpus.uuids[number], fault)
+    detail = finding("health of GPUs").detail
+    noted = r"taken last until \w+ \d\d:\d\d, since a claim failed on it: a claim failed"
+    ill = "taken last while a row of its memory is broken and could not be remapped"
+    assert re.fullmatch(f"GPU 2 is {noted}; {ill}; GPU 5 is {noted}", detail)
+    says("health of GPUs", "warning", "GPU 2", fix="safe-gpu drain")
 
 
 def test_no_gpus_and_no_driver(fake_gpus) -> None:
@@ -295,7 +315,7 @@ def test_no_gpus_and_no_driver(fake_gpus) -> None:
     assert "shows no GPU" in finding("GPU driver").detail
     fake_gpus.options(init_error=9)
     says("GPU driver", "failed")
-    for name in ("CUDA", "access to GPUs", "process lists"):
+    for name in ("CUDA", "access to GPUs", "health of GPUs", "process lists"):
         says(name, "skipped")
 
 

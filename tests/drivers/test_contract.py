@@ -69,7 +69,9 @@ def test_an_idle_host(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
             assert cpus is None or (isinstance(cpus, frozenset) and cpus)
     assert driver.cpu_affinity("GPU-stranger", "node") is None
     linked = driver.linked(snapshot)
-    for fuller in (linked, driver.detailed(snapshot)):  # more of the same poll
+    examined = driver.examined(snapshot)
+    assert [gpu.illness for gpu in examined.gpus] == [""] * len(snapshot.gpus)
+    for fuller in (linked, examined, driver.detailed(snapshot)):  # more of the same poll
         assert [(gpu.uuid, gpu.processes) for gpu in fuller.gpus] == [(gpu.uuid, ()) for gpu in snapshot.gpus]
     assert all(gpu.nvlink_peers <= {peer.uuid for peer in linked.gpus} - {gpu.uuid} for gpu in linked.gpus)
     assert driver.snapshot() == snapshot, "nothing changes by itself"

@@ -68,6 +68,23 @@ def test_values_that_are_none_or_say_lost(host: Any, driver: api.NvidiaSmiDriver
         assert [(gpu.uuid, gpu.lost) for gpu in driver.snapshot().gpus] == [(uuid, True) for uuid in host.uuids]
 
 
+@pytest.mark.parametrize(
+    ("values", "illness"),
+    [
+        ({}, ""),
+        ({"recovery": 4}, "the driver recommends the recovery action Drain and Reset"),
+        ({"remap": "failed"}, "a row of its memory is broken and could not be remapped"),
+        ({"remap": "pending"}, "a row of its memory is broken and is remapped at the next reset"),
+        ({"recovery": "NA", "remap": "NA"}, ""),
+    ],
+)
+def test_each_poll_tells_what_speaks_against_a_gpu(host: Any, driver: Any, values: Any, illness: str) -> None:
+    host.change(1, **values)
+    snapshot = driver.snapshot()
+    assert [gpu.illness for gpu in snapshot.gpus[:2]] == ["", illness]
+    assert driver.examined(snapshot) == snapshot
+
+
 def test_where_not_all_answer_by_id_the_host_is_asked(host: Any, driver: api.NvidiaSmiDriver) -> None:
     gpus = driver.snapshot().gpus
     host.quirks(one_id=1)

@@ -92,6 +92,57 @@ def test_what_only_draws_is_not_asked_for(host: Any, driver: api.nvml.NvmlDriver
     assert detailed[0].processes == (own, own._replace(kind=api.ProcessKind.GRAPHICS))
 
 
+RESET = "the driver recommends the recovery action Reset"
+ILLNESSES = [
+    ({}, ""),
+    ({"recovery": 1}, RESET),
+    ({"recovery": 4}, "the driver recommends the recovery action Drain and Reset"),
+    ({"recovery": 99}, "the driver recommends the recovery action number 99"),
+    ({"recovery": 1, "remap": "failed"}, RESET),
+    ({"remap": "failed"}, "a row of its memory is broken and could not be remapped"),
+    ({"remap": "pending"}, "a row of its memory is broken and is remapped at the next reset"),
+    ({"recovery": "NA", "remap": "NA"}, ""),
+    ({"field_error": NOT_SUPPORTED, "remap_error": UNKNOWN, "util_error": UNKNOWN}, ""),
+]
+
+
+@pytest.mark.parametrize(("values", "illness"), ILLNESSES)
+def test_what_the_driver_says_against_a_gpu(host: Any, driver: api.nvml.NvmlDriver, values: Any, illness: str) -> None:
+    host.change(1, util=3, **values)
+    snapshot = driver.snapshot()
+    assert {gpu.illness for gpu in snapshot.gpus} == {""}, "a poll does not ask"
+    well, found = driver.examined(snapshot).gpus[:2]
+    assert (well.illness, found.illness, well.utilization) == ("", illness, 0)
+    assert found.utilization == (None if "util_error" in values else 3)
+
+
+def test_only_the_gpus_in_question_are_examined(host: Any, driver: api.nvml.NvmlDriver) -> None:
+    host.set(8, recovery=1, util=7)
+    snapshot = driver.snapshot()
+    host.options(log=1)
+    examined = driver.examined(snapshot, {host.uuids[3]})
+    asked = ("GetHandleByUUID", "GetUtilizationRates", "GetFieldValues", "GetRemappedRows")
+    assert host.calls() == [f"nvmlDevice{name}" for name in asked]
+    assert [gpu.illness for gpu in examined.gpus] == [""] * 3 + [RESET] + [""] * 4
+    assert examined.gpus[3]._replace(illness="", utilization=None) == snapshot.gpus[3]
+
+
+def test_an_instance_is_as_ill_as_its_gpu_and_a_lost_gpu_is_lost(host: Any, driver: api.nvml.NvmlDriver) -> None:
+    host.write({"mig": 1, "instances": "MIG-a,MIG-b", "recovery": 2, "remap": "failed"}, {"recovery": 1}, {})
+    snapshot = driver.snapshot()
+    host.change(1, lost=1)
+    examined = driver.examined(snapshot).gpus
+    assert [gpu.illness for gpu in examined] == ["the driver recommends the recovery action Reboot"] * 3 + ["", ""]
+    assert [gpu.lost for gpu in examined] == [False] * 3 + [True, False]
+
+
+def test_an_older_package_does_not_know_the_recovery_action(host: Any, driver: Any, monkeypatch: Any) -> None:
+    host.set(1, recovery=1, remap="pending")
+    monkeypatch.delattr(pynvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION")
+    (gpu,) = driver.examined(driver.snapshot()).gpus
+    assert gpu.illness == "a row of its memory is broken and is remapped at the next reset"
+
+
 @pytest.mark.parametrize("flags", [(), ("-DNO_V3",), ("-DNO_V3", "-DNO_MIG")])
 def test_every_generation_of_driver(host: Any, flags: tuple[str, ...]) -> None:
     host.variant(*flags)

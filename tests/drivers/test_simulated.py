@@ -226,6 +226,18 @@ def test_a_full_disk(driver: api.SimulatedDriver, broken: str, monkeypatch: pyte
     assert driver.snapshot() == driver.idle
 
 
+def test_a_file_makes_a_gpu_ill(driver: api.SimulatedDriver, state: Path) -> None:
+    well, ill = driver.idle.gpus[:2]
+    context = driver.occupy(well.uuid)
+    file = state / f"simulated/dgx-a100/{ill.uuid}.ill"
+    file.write_text("a fan\nis broken\x1b[2J\n")
+    for gpus in (driver.snapshot().gpus[:2], driver.usage((well, ill))):
+        assert [(len(gpu.processes or ()), gpu.illness) for gpu in gpus] == [(1, ""), (0, "a fan is broken [2J")]
+    file.unlink()
+    context.close()
+    assert driver.snapshot() == driver.idle
+
+
 # The placeholder
 
 

@@ -79,6 +79,8 @@ def command_name(pid):
 
 
 MODES = ("Default", "Exclusive_Thread", "Prohibited", "Exclusive_Process")
+ACTIONS = {"0": "None", "1": "Reset", "2": "Reboot", "3": "Drain P2P", "4": "Drain and Reset"}
+REMAPS = {"": ("No", "No"), "pending": ("Yes", "No"), "failed": ("No", "Yes"), "NA": ("N/A", "N/A")}
 KINDS = {"": "C", "graphics": "G", "mps": "M+C"}
 
 
@@ -109,6 +111,9 @@ def report(gpu):
             "<bar1_memory_usage><total>7 MiB</total><used>7 MiB</used></bar1_memory_usage>\n",
             element("compute_mode", MODES[int(gpu.get("mode", 0))]),
             f"<utilization>\n{element('gpu_util', load)}</utilization>\n",
+            element("gpu_recovery_action", ACTIONS.get(gpu.get("recovery", "0"), "N/A")),
+            f"<remapped_rows>\n{element('remapped_row_pending', REMAPS[gpu.get('remap', '')][0])}"
+            f"{element('remapped_row_failure', REMAPS[gpu.get('remap', '')][1])}</remapped_rows>\n",
             f"<temperature>\n{element('gpu_temp', gpu.get('temp', '41') + ' C')}</temperature>\n",
             element("fan_speed", gpu["fan"] + " %" if "fan" in gpu else "N/A"),
             f"<gpu_power_readings>\n{element('power_draw', '62.90 W')}{element('current_power_limit', '400.00 W')}"

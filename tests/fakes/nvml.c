@@ -19,11 +19,15 @@
  *     imem=BYTES              memory of a GPU instance, which its compute instances share;   iused=BYTES  in use there
  *                             besides the processes (default 0)
  *     lost=0|1                every call about this GPU answers GPU_IS_LOST once a handle is out; =2: no handle either
+ *     recovery=N              the recovery action that the driver recommends (default 0, none)
+ *                             recovery=NA  it does not know that field (before R570)
+ *     remap=WHAT              failed: the remapping of a row has failed; pending: one takes place at the next reset;
+ *                             NA: NOT_SUPPORTED (before Ampere), as where it has MIG instances
  *     nvlink=UUID,UUID        GPUs that NVLink connects it to
  *     node_cpus=0-3,8         CPUs next to it; socket_cpus=...  those of its socket (default: as node_cpus)
  *     speed=N                 for the fake CUDA: rank in FASTEST_FIRST order, highest first
  *     FIELD_error=CODE        that question answers this NVML code; FIELD is one of handle uuid name pci memory memory_v2
- *                             util mode display mig compute graphics mps imemory icompute (the last two: MIG instances)
+ *                             util field remap mode display mig compute graphics mps imemory icompute (the last two: MIG instances)
  *                             v3 (the process lists with that suffix, though they exist)
  *
  * $FAKE_GPU_DIR/procs/UUID/PID   a process on that GPU or MIG instance; the content is its memory in bytes in decimal
@@ -525,6 +529,38 @@ API nvmlDeviceGetUtilizationRates(void *handle, unsigned *out) { /* gpu, memory 
     if (slot >= 0 || (value_of(gpu.line, "util", text, sizeof text) && text[0] == 'N')) return NOT_SUPPORTED;
     out[0] = (unsigned)number_of(gpu.line, "util", 0);
     out[1] = 0;
+    return OK;
+}
+
+typedef struct {
+    unsigned field, scope;
+    long long timestamp, latency;
+    int type, code;
+    union {
+        unsigned number;
+        unsigned long long widest;
+    } value;
+} Field;
+
+API nvmlDeviceGetFieldValues(void *handle, int count, Field *fields) {
+    RESOLVE("field");
+    char text[16];
+    int known = !(value_of(gpu.line, "recovery", text, sizeof text) && text[0] == 'N');
+    for (int i = 0; i < count; i++) {
+        fields[i].code = known && fields[i].field == 230 ? OK : INVALID_ARGUMENT;
+        fields[i].value.number = (unsigned)number_of(gpu.line, "recovery", 0);
+    }
+    return OK;
+}
+
+API nvmlDeviceGetRemappedRows(void *handle, unsigned *correctable, unsigned *uncorrectable, unsigned *pending, unsigned *failed) {
+    RESOLVE("remap");
+    char text[16], instances[LINE];
+    value_of(gpu.line, "remap", text, sizeof text);
+    if (slot >= 0 || text[0] == 'N' || value_of(gpu.line, "instances", instances, sizeof instances)) return NOT_SUPPORTED;
+    *correctable = *uncorrectable = 0;
+    *pending = text[0] == 'p';
+    *failed = text[0] == 'f';
     return OK;
 }
 

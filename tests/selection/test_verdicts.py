@@ -292,6 +292,26 @@ def test_a_note_counts_for_a_day() -> None:
     assert api.GpuFault(1000.0, "ECC").why_last == f"taken last until {until}, since a claim failed on it: ECC"
 
 
+# GPUs that compute for nobody
+
+
+def test_what_seems_wedged() -> None:
+    hangs = gpu(utilization=91, memory_used=100 * MIB)
+    assert api.why_wedged(hangs, api.DEFAULT_RULES).startswith("it shows 91% utilisation without a process")
+    for may_work in (
+        {"utilization": 90},
+        {"utilization": None},
+        {"memory_used": 129 * MIB},
+        {"memory_used": None},
+        {"memory_shared": True},
+        {"processes": None},
+        {"processes": (process(),)},
+        {"processes_private": True},
+        {"display_active": True},
+    ):
+        assert api.why_wedged(hangs._replace(**may_work), api.DEFAULT_RULES) == "", may_work
+
+
 # Memory that no visible process explains, and processes that are not shown
 
 LIMIT = "SAFE_GPU_UNEXPLAINED_MEMORY"

@@ -120,9 +120,15 @@ def test_arguments_of_commands_stay_away() -> None:
     status["gpus"][1]["claim"]["command"] = "python train.py --token secret"
     status["gpus"][2]["reason"] = "claimed by process 1 (anna, x; secret); drained by root: a fan; inside it secret"
     status["gpus"][7]["reason"] = "taken last until 14:32, since a claim failed on it: process 3 (secret)"
+    status["gpus"][7]["reason"] += "; taken last while it shows 97% utilisation"
     text = Checked(page({"gpu1": status})).text
     assert "secret" not in text
-    for told in ("pid 3 python x.py", "GPU 2: drained by root: a fan", "GPU 7: taken last until 14:32"):
+    for told in (
+        "pid 3 python x.py",
+        "GPU 2: drained by root: a fan",
+        "GPU 7: taken last until 14:32",
+        "taken last while it",
+    ):
         assert told in text
 
 

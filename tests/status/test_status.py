@@ -411,6 +411,20 @@ def test_a_gpu_that_is_taken_last_says_why(ground) -> None:
         assert one.reason.endswith(f"since a claim failed on it: {error}")
 
 
+def test_an_ill_gpu_says_what_speaks_against_it(fake_gpus, state_dir: Path) -> None:
+    fake_gpus.change(0, recovery=1)
+    fake_gpus.change(1, util=97)
+    fake_gpus.change(2, util=97)
+    fake_gpus.process(fake_gpus.uuids[2], 1 << 29, 5 << 30, static=True)
+    fake_gpus.use_nvml_here()
+    ill, wedged, busy, *well = look().gpus
+    assert (ill.state, ill.reason) == ("free", "taken last while the driver recommends the recovery action Reset")
+    assert wedged.reason == "taken last while it shows 97% utilisation without a process or memory in use"
+    assert "taken last" not in busy.reason
+    assert {one.reason for one in well} == {""}
+    assert "GPU 0: taken last while the driver recommends" in " ".join(table(look()).split())
+
+
 # Odd GPUs
 
 

@@ -212,6 +212,7 @@ from safe_gpu.selection.verdicts import (
     how_misread,
     judge,
     presence,
+    why_wedged,
 )
 from safe_gpu.settings import config, variables
 from safe_gpu.settings.config import KEYS, Limits, host_names, host_values, limits_of_user, parse, read, resolve

@@ -1,0 +1,148 @@
+"""GPUs against which the driver says something, or which show work of nobody: they are taken last."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import pytest
+from support import api
+from support.claims import Host, Spies, claim
+from support.forks import forked
+
+RESET = "the driver recommends the recovery action Reset"
+ILL = {"illness": RESET}
+WEDGED = {"utilization": 97}
+
+
+def taken(number: int = 1, **options: Any) -> list[int]:
+    """The indices of the GPUs that a claim takes and gives back."""
+    with claim(number, **options) as owner:
+        return owner.devices_taken
+
+
+# What each poll tells
+
+
+def test_an_ill_gpu_is_taken_last(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+    host.edits[host.uuids[0]] = ILL
+    assert taken() == [1]
+    assert taken(7) == [1, 2, 3, 4, 5, 6, 7]
+    assert caplog.messages == []
+    assert taken(8) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert caplog.messages == [f"GPU 0 seems ill, and no healthy one is free: {RESET}; see safe-gpu doctor"]
+
+
+def test_a_gpu_that_works_for_nobody_is_taken_last(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+    """It is not told, since its last process may have ended just now."""
+    host.edits[host.uuids[0]] = WEDGED
+    host.edits[host.uuids[1]] = {"utilization": 90}
+    assert taken() == [1]
+    assert taken(only=0) == [0]
+    assert caplog.messages == []
+
+
+def test_who_has_waited_takes_the_gpu_of_a_process_that_has_just_ended(host: Host, ground: Any) -> None:
+    host.edits[host.uuids[0]] = WEDGED
+    ground.hold(*range(8))
+    Timer(0.3, ground.let_go).start()
+    assert taken(timeout=60) == [0]
+    assert taken() == [1]
+
+
+# What NVML is asked about the chosen GPUs
+
+
+CODE = """
+import logging
+out = {"said": []}
+logger = logging.getLogger("safe_gpu")
+logger.setLevel(logging.INFO)
+logger.addFilter(lambda record: out["said"].append(record.getMessage()))
+"""
+
+
+def claimed(gpus: Any, *requests: str, **environment: str) -> Any:
+    """What these claims take, one after the other in one process, and what they say in ``said``."""
+    code = CODE
+    for request in requests:
+        claim = f"claim({request}, placeholder_fn=NoPlaceholder())"
+        code += f"out.setdefault('taken', []).append({claim}); safe_gpu.release_gpus()\n"
+    return forked(gpus, code, **environment)
+
+
+def starts_over(out: Any) -> list[str]:
+    return [line for line in out["said"] if line.endswith("starting over")]
+
+
+def history(state_dir: Path) -> list[list[str]]:
+    """The labels of the GPUs of each claim."""
+    text = "".join(file.read_text() for file in sorted((state_dir / api.history.NAME).glob("*.jsonl")))
+    return [line["labels"] for line in map(json.loads, text.splitlines()) if "labels" in line]
+
+
+def test_a_chosen_gpu_that_is_ill_is_exchanged_for_a_healthy_one(fake_gpus: Any, state_dir: Path) -> None:
+    fake_gpus.change(0, recovery=1)
+    fake_gpus.change(2, remap="failed")
+    out = claimed(fake_gpus, "1", "2")
+    assert out["taken"] == [[1], [1, 3]]
+    assert starts_over(out) == [f"GPU 0 seems ill ({RESET}): starting over"] * 2
+    assert not [line for line in out["said"] if "no healthy one" in line]
+    assert history(state_dir) == [["1"], ["1", "3"]]
+
+
+def test_where_no_healthy_gpu_is_free_the_ill_one_is_kept(fake_gpus: Any) -> None:
+    fake_gpus.set(3, recovery=1)
+    fake_gpus.change(2, recovery=0)
+    out = claimed(fake_gpus, "1, only='0,1'", "3")
+    assert (out["taken"], starts_over(out)) == ([[0], [0, 1, 2]], [])
+    told = [line for line in out["said"] if "no healthy one" in line]
+    assert [line.partition(" seems")[0] for line in told] == ["GPU 0", "GPU 0", "GPU 1"]
+
+
+def test_each_gpu_is_asked_about_once_and_the_others_only_beside_an_ill_one(fake_gpus: Any) -> None:
+    def asked() -> int:
+        claimed(fake_gpus, "1")
+        return Counter(fake_gpus.calls())["nvmlDeviceGetFieldValues"]
+
+    fake_gpus.options(log=1)
+    assert asked() == 1
+    fake_gpus.change(0, recovery=1)
+    assert asked() == 8
+
+
+def test_a_gpu_that_works_for_nobody_is_exchanged_too(fake_gpus: Any) -> None:
+    fake_gpus.set(3, util=100)
+    fake_gpus.change(2, util=0)
+    out = claimed(fake_gpus, "1", "1, only='0,1'")
+    why = "it shows 100% utilisation without a process or memory in use"
+    assert (out["taken"], starts_over(out)) == ([[2], [0]], [f"GPU 0 seems ill ({why}): starting over"])
+
+
+def test_an_instance_of_an_ill_gpu_is_taken_last(fake_gpus: Any) -> None:
+    first, second, third = (fake_gpus.uuid("MIG", number) for number in range(3))
+    fake_gpus.write({"mig": 1, "instances": f"{first},{second}", "recovery": 1}, {"mig": 1, "instances": third})
+    code = "taken = claim(1, NoPlaceholder()); out = [taken, [gpu.uuid for gpu in safe_gpu.gpu_owner.gpus]]"
+    assert forked(fake_gpus, code) == [[1], [third]]
+
+
+def test_run_takes_a_healthy_gpu(fake_gpus: Any, command: Any) -> None:
+    fake_gpus.change(0, recovery=1)
+    process = command.start("run", "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES", env=fake_gpus.env)
+    out, err = process.communicate(timeout=60)
+    assert (out, err) == ("1\n", "")
+
+
+@pytest.mark.usefixtures("state_dir")
+def test_nobody_else_waits_while_the_driver_is_asked(host: Host, spies: Spies, monkeypatch: Any) -> None:
+    def examined(snapshot: api.HostSnapshot, among: Any = None) -> api.HostSnapshot:
+        host.event("examined")
+        ill = [gpu._replace(illness=RESET) for gpu in snapshot.gpus if gpu.uuid == host.uuids[0]]
+        return snapshot.updated(ill)
+
+    monkeypatch.setattr(host, "examined", examined)
+    assert taken() == [1]
+    parts = " ".join(host.events).split("host.lock ")[1:]
+    assert [part.partition("unlock")[0].split() for part in parts] == [["door", "entry"], ["door", "entry"]]
+    assert Counter(host.events)["examined"] == 2  # GPU 0, and the others

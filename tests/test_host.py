@@ -126,6 +126,39 @@ def test_a_process_exits_when_its_last_thread_does(monkeypatch: pytest.MonkeyPat
     other.join()
 
 
+UNIFIED = "/sys/fs/cgroup"
+OLDER = "/sys/fs/cgroup/memory"
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ({}, None),
+        (
+            {"/proc/self/cgroup": "0::/a/b", f"{UNIFIED}/a/b/memory.max": "max", f"{UNIFIED}/a/b/memory.current": "5"},
+            None,
+        ),
+        ({"/proc/self/cgroup": "0::/a/b", f"{UNIFIED}/a/memory.max": "90", f"{UNIFIED}/a/memory.current": "30"}, 60),
+        ({"/proc/self/cgroup": "0::/", f"{UNIFIED}/memory.max": "90", f"{UNIFIED}/memory.current": "99"}, 0),
+        (
+            {
+                "/proc/self/cgroup": "3:cpu,memory:/job\n0::/",
+                f"{OLDER}/memory.limit_in_bytes": "1000",
+                f"{OLDER}/memory.usage_in_bytes": "0",
+                f"{OLDER}/job/memory.limit_in_bytes": "100",
+                f"{OLDER}/job/memory.usage_in_bytes": "80",
+                f"{OLDER}/job/memory.stat": "cache 9\ninactive_file 20\nactive_file 30\n",
+            },
+            70,
+        ),
+    ],
+)
+def test_the_memory_that_a_cgroup_leaves(files: dict[str, str], left: int | None, monkeypatch: Any) -> None:
+    """Of all cgroups above; the page cache is given back."""
+    monkeypatch.setattr(api.procfs, "read_start", lambda path, limit=0: files.get(path, "").encode())
+    assert api.procfs.memory_left_in_cgroup() == left
+
+
 def test_the_start_of_a_file(tmp_path: Path) -> None:
     path, fifo = str(tmp_path / "file"), str(tmp_path / "fifo")
     data = b"0123456789" * 20_000

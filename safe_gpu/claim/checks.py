@@ -10,10 +10,10 @@ from typing import Any
 from ..coordination import older_package
 from ..coordination.directory import doubt_of_entries, doubt_of_image, state_dir_path
 from ..coordination.holders import living_claims
-from ..coordination.notes import clear_fault, write_fault
+from ..coordination.notes import clear_fault
 from ..coordination.older_package import take_older_package_lock
-from ..errors import GpuContendedError, NotEnoughGpusError, PlaceholderError, SafeGpuError, WrongDeviceError
-from ..gpus.devices import Gpu, GpuFault, GpuProcess, HostSnapshot
+from ..errors import GpuContendedError, NotEnoughGpusError, WrongDeviceError
+from ..gpus.devices import Gpu, GpuProcess, HostSnapshot
 from ..host import procfs
 from ..host.procfs import describe_process
 from ..host.signals import DeferredSignals
@@ -197,7 +197,7 @@ def _refuse_other_processes(view: HostView, claim: Claim, snapshot: HostSnapshot
             new = [process for process in new if process not in hidden]
         if new and not snapshot.shared_display:
             raise GpuContendedError(
-                f"{', '.join(map(_process_text, new))} started on GPU {gpu.label} ({gpu.uuid}) without safe_gpu, at "
+                f"{', '.join(map(process_text, new))} started on GPU {gpu.label} ({gpu.uuid}) without safe_gpu, at "
                 "the same moment as this claim: everything was given back, claim again",
                 nb_gpus=len(claim.gpus),
                 verdicts=judge(snapshot, Selection(), claimed={}, own=own, describe=describe_process),
@@ -206,51 +206,20 @@ def _refuse_other_processes(view: HostView, claim: Claim, snapshot: HostSnapshot
             )
 
 
-def _other_processes(view: HostView, gpu: Gpu) -> str:
-    """Return the other processes on a GPU whose placeholder failed, for the message; "" if there is none."""
-    try:
-        (now,) = view.polls.driver.usage((gpu,))
-    except SafeGpuError as err:
-        return str(err)
-    others = [process for process in now.processes or () if process.pid not in view.own]
-    return ", ".join(map(_process_text, users_of(now, others, describe_process)))
-
-
-def _process_text(process: GpuProcess) -> str:
+def process_text(process: GpuProcess) -> str:
+    """Return the name of a process for people: ``process 12 (anna, python train.py)``."""
     described = None if process.elsewhere else describe_process(process.pid)
     return f"process {process.pid}{in_brackets(*(described or (process.name,)))}"
 
 
-def note_failure(
-    view: HostView, claim: Claim, device_no: int, err: PlaceholderError, what: str, logger: Any
-) -> PlaceholderError:
-    """Return the error of a placeholder with the GPU and who else is on it. If the GPU itself is bad, that is noted for
-    the claims to come, which take it last.
-
-    Args:
-        what: has failed, for people.
-    """
-    from ..runtimes.causes import blames_gpu
-
-    gpu = claim.gpus[device_no]
-    others = _other_processes(view, gpu)
-    logger.error("Failed to acquire placeholder on GPU %s: %s", gpu.label, what)
-    text = f"{what} [GPU {gpu.label}, {gpu.uuid}{others and f'; on it: {others}'}]"
-    # cuInit looks at all visible GPUs and does not say which is bad.
-    if blames_gpu(err, rivals=bool(others)) and (len(claim.gpus) == 1 or not _of_init(err)):
-        fault = GpuFault(time.time(), text)
-        _change_notes([gpu], lambda state_dir, uuid: write_fault(state_dir, uuid, fault), logger)
-        text += f"; GPU {gpu.label} is taken last for a day: start a new process"
-    return PlaceholderError(text, device_no=device_no, uuid=gpu.uuid)
-
-
 def clear_notes(view: HostView, claim: Claim, logger: Any) -> None:
     """Clear the notes on the GPUs of a claim, on which a placeholder works."""
-    if noted := [gpu for gpu in claim.gpus if gpu.uuid in view.faults]:
-        _change_notes(noted, clear_fault, logger)
+    noted = [gpu for gpu in claim.gpus if gpu.uuid in view.faults]
+    if noted:
+        change_notes(noted, clear_fault, logger)
 
 
-def _change_notes(gpus: Iterable[Gpu], change: Callable[[str, str], None], logger: Any) -> None:
+def change_notes(gpus: Iterable[Gpu], change: Callable[[str, str], None], logger: Any) -> None:
     """Change the notes on these GPUs. A note that cannot be changed does no harm."""
     try:
         with DeferredSignals():
@@ -258,12 +227,6 @@ def _change_notes(gpus: Iterable[Gpu], change: Callable[[str, str], None], logge
                 change(state_dir_path(), gpu.uuid)
     except OSError as err:
         logger.warning("the note that a GPU failed cannot be changed: %s", err)
-
-
-def _of_init(err: BaseException) -> bool:
-    while err.__cause__ is not None:
-        err = err.__cause__
-    return "cuInit" in str(err)
 
 
 _told: set[str] = set()

@@ -26,7 +26,7 @@ from ..settings.variables import is_simulated
 from ..topology.cpulist import format_cpulist
 from ..wording.text import gpus_by_model
 from .arguments import DEFAULT, NODE_BY_DEFAULT, ClaimOptions, DefaultTimeout, asks_for_none, read_options, warn_worker
-from .checks import clear_notes, doubts_of, note_failure, verify_alone, verify_devices
+from .checks import clear_notes, doubts_of, verify_alone, verify_devices
 from .claim import Claim, ClaimVariables, initializers, share_variables
 from .search import acquire
 from .telling import ASKING, HANGS, Watchdog
@@ -252,13 +252,28 @@ class GPUOwner:
                 with self._signals if waits else nullcontext(), self._passing(), telling:
                     self.placeholders.append(placeholders.allocate(make, device_no))
             except PlaceholderError as err:
-                what = str(err)
-                if driver.is_simulated and isinstance(make, placeholders.Base):
-                    what = f"{placeholders.name_of(make)} needs a GPU, and those of {driver.name} are simulated: leave "
-                    what += "placeholder_fn out"
-                raise note_failure(view, claim, device_no, err, what, self.logger) from err
+                raise self._failure(view, claim, driver, device_no, err) from err
         if placeholders.holds_gpu(make):
             self.logger.info("Placeholder holds GPU %s", ",".join(gpu.label for gpu in self.gpus))
+
+    def _failure(
+        self, view: HostView, claim: Claim, driver: Driver, device_no: int, err: PlaceholderError
+    ) -> PlaceholderError:
+        """Return the error of this claim, whose placeholder failed on a GPU."""
+        from .failure import FailedPlaceholder
+
+        failed = FailedPlaceholder(view, claim, driver, self._placeholder, device_no, err)
+        with view.polls.watchdog.telling("finding out why the placeholder failed"):
+            return failed.error(self._works_on, self.logger)
+
+    def _works_on(self, device_no: int) -> bool:
+        """Return whether the placeholder works on a GPU of this claim, which it leaves again."""
+        try:
+            with self._signals:
+                placeholders.release(self._placeholder, placeholders.allocate(self._placeholder, device_no))
+        except PlaceholderError:
+            return False
+        return True
 
     def _bind(self, driver: Driver, options: ClaimOptions) -> None:
         if options.binding is None and options.memory is None:

@@ -2,7 +2,7 @@
 
 They are closed for good or for a time, by the word of root or of the owner of the state directory. That a claim failed,
 each user notes in a file of its own, ``faults/UUID.UID``, which counts if that user is its owner. It proves nothing: it
-only makes other GPUs the better choice for some minutes.
+only makes other GPUs the better choice for a day, or for as long as the note says, if that is less.
 """
 
 import json
@@ -19,7 +19,7 @@ from ..errors import StateDirError
 from ..gpus.devices import LAST_CHOICE, GpuFault
 from ..gpus.windows import Window, parse_closed, why_reserved
 from ..host import procfs, programs
-from ..host.foreign_files import LIMIT, as_text, as_time, open_to_read, printable, well_formed
+from ..host.foreign_files import LIMIT, as_seconds, as_text, as_time, open_to_read, printable, well_formed
 from ..settings.variables import policy_directory
 from .directory import Directory, SharedDirectory, state_dir_path
 
@@ -187,10 +187,11 @@ def _read(directory: Directory, name: str) -> GpuFault | None:
         with open_to_read(name, os.O_NOFOLLOW, directory.fd) as file:
             uid = os.fstat(file.fileno()).st_uid
             said = json.loads((file.read(_MOST_BYTES) or b"").decode("utf-8", "replace"))
-        fault = GpuFault(as_time(said["when"]), as_text(said["error"], _MOST_CHARACTERS))
-    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        lasts = as_seconds(said.get("for"), 1) or LAST_CHOICE
+        fault = GpuFault(as_time(said["when"]), as_text(said["error"], _MOST_CHARACTERS), min(lasts, LAST_CHOICE))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
-    counts = uid == os.geteuid() or abs(time.time() - fault.when) < LAST_CHOICE
+    counts = uid == os.geteuid() or abs(time.time() - fault.when) < fault.lasts
     return fault if counts and name.endswith(f".{uid}") else None
 
 
@@ -201,7 +202,10 @@ def write_fault(state_dir: str, uuid: str, fault: GpuFault) -> None:
         StateDirError, OSError: it cannot be written.
     """
     error = printable(well_formed(fault.error))[:_MOST_CHARACTERS]
-    line = json.dumps({"when": round(fault.when, 3), "error": error}, ensure_ascii=False).encode() + b"\n"
+    said: dict[str, object] = {"when": round(fault.when, 3), "error": error}
+    if fault.lasts != LAST_CHOICE:
+        said["for"] = round(fault.lasts)
+    line = json.dumps(said, ensure_ascii=False).encode() + b"\n"
     with Directory(state_dir, _FAULTS) as directory:
         with suppress(FileNotFoundError):
             os.unlink(_own_name(uuid), dir_fd=directory.fd)

@@ -541,6 +541,8 @@ class SimulatedPlaceholder:
         driver: the simulated host.
     """
 
+    own_context = True
+
     def __init__(self, logger: Any = None, *, driver: SimulatedDriver) -> None:
         self.logger = logger
         self._driver = driver

@@ -299,15 +299,22 @@ LAST_CHOICE = 86400.0
 
 
 class GpuFault(NamedTuple):
-    """A note that a claim failed on a GPU: ``when`` in Unix seconds, and the ``error`` as text."""
+    """A note that a claim failed on a GPU.
+
+    Attributes:
+        when: Unix seconds.
+        error: as text.
+        lasts: seconds for which the GPU is taken last.
+    """
 
     when: float
     error: str
+    lasts: float = LAST_CHOICE
 
     @property
     def why_last(self) -> str:
         """``taken last until Sun 14:32, since a claim failed on it: ...``, in local time."""
-        until = time.strftime("%a %H:%M", time.localtime(self.when + LAST_CHOICE))
+        until = time.strftime("%a %H:%M", time.localtime(self.when + self.lasts))
         return f"taken last until {until}, since a claim failed on it: {self.error}"
 
 
@@ -316,7 +323,7 @@ def recent_faults(faults: Mapping[str, GpuFault], now: float) -> dict[str, GpuFa
 
     A note from the future (the clock was set back) counts for as long as one from the past, and no longer.
     """
-    return {uuid: fault for uuid, fault in faults.items() if abs(now - fault.when) < LAST_CHOICE}
+    return {uuid: fault for uuid, fault in faults.items() if abs(now - fault.when) < fault.lasts}
 
 
 class Holder(NamedTuple):

@@ -289,6 +289,41 @@ def _cgroup_of(pid: int) -> bytes | None:
     return None
 
 
+def memory_left_in_cgroup() -> int | None:
+    """Return the bytes of memory that the cgroups of this process leave it, without what the page cache would give
+    back; None if none of them has a limit."""
+    left = []
+    for line in _read("/proc/self/cgroup").split(b"\n"):
+        number, _, rest = line.partition(b":")
+        controllers, _, path = rest.partition(b":")
+        if number == b"0":
+            root, most, used = "/sys/fs/cgroup", "memory.max", "memory.current"
+        elif b"memory" in controllers.split(b","):
+            root, most, used = "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        place = root + os.fsdecode(path).rstrip("/")
+        while place.startswith(root):  # each of those above has a limit of its own
+            found = _left_in(place, most, used)
+            if found is not None:
+                left.append(found)
+            place = os.path.dirname(place)
+    return min(left, default=None)
+
+
+def _left_in(place: str, most: str, used: str) -> int | None:
+    """Return the same of one cgroup; ``most`` and ``used`` are the names of its files."""
+    limit, usage = _read(f"{place}/{most}").strip(), _read(f"{place}/{used}").strip()
+    if not (_is_number(limit) and _is_number(usage)):  # "max", or no such file
+        return None
+    cache = 0
+    for line in _read(f"{place}/memory.stat").split(b"\n"):
+        name, _, value = line.partition(b" ")
+        if name in (b"inactive_file", b"active_file") and _is_number(value):
+            cache += int(value)
+    return max(0, int(limit) - int(usage) + cache)
+
+
 def open_files(pid: int | str) -> dict[int, str] | None:
     """Return descriptor -> the file it refers to, as the kernel writes it (``/path``, ``/path (deleted)``,
     ``pipe:[1]``).

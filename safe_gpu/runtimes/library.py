@@ -96,8 +96,12 @@ class Runtime:
         """Return the UUIDs of the GPUs on which this process has a context that is known to the library."""
         return frozenset()
 
-    def visible_in_child(self, env: Mapping[str, str] | None = None) -> tuple[str, ...]:
-        """Return the GPUs that the library shows to a child process with this environment (None: that of this process).
+    def visible_in_child(self, env: Mapping[str, str] | None = None, patience: float | None = None) -> tuple[str, ...]:
+        """Return the GPUs that the library shows to a child process.
+
+        Args:
+            env: its environment; None is that of this process.
+            patience: seconds that it may take; None is as long as the start of the library may take on any host.
 
         Raises:
             NoDriverError: it could not be asked.
@@ -353,8 +357,9 @@ class Library(Runtime):
 
     # In a child process
 
-    def visible_in_child(self, env: Mapping[str, str] | None = None) -> tuple[str, ...]:
-        env, patience = os.environ if env is None else env, self.patience
+    def visible_in_child(self, env: Mapping[str, str] | None = None, patience: float | None = None) -> tuple[str, ...]:
+        env = os.environ if env is None else env
+        patience = self.patience if patience is None else patience
         try:
             answer = call_in_child("safe_gpu.runtimes.library tell", self.title, env=env, timeout=patience)
         except TooLate:

@@ -127,6 +127,12 @@ _told: set[str] = set()
 """What a claim of this process was told of placeholders."""
 
 
+def makes_own_context(placeholder: Placeholder) -> bool:
+    """Return whether it makes a context of safe_gpu's own: no framework is involved, so that it works on every healthy
+    GPU."""
+    return bool(getattr(placeholder, "own_context", False))
+
+
 def is_builtin(placeholder: Placeholder) -> bool:
     """Return whether it is one of this package, which waits for nothing but the driver."""
     return type(placeholder).__module__.startswith(f"{__package__.partition('.')[0]}.")
@@ -209,6 +215,7 @@ class Base:
 class LibraryPlaceholder(Base):
     """A small allocation through a vendor's library, freed on release."""
 
+    own_context = True
     library: ClassVar[Library]
 
     def prepare(self) -> None:

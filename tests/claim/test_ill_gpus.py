@@ -1,6 +1,8 @@
-"""GPUs against which the driver says something, or which show work of nobody: they are taken last."""
+"""GPUs that are taken last: the driver says something against them, they show work of nobody, or a context of a claim
+fails there for no other reason."""
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from threading import Timer
@@ -10,6 +12,9 @@ import pytest
 from support import api
 from support.claims import Host, Spies, claim
 from support.forks import forked
+from support.ground import write_for_all
+
+import safe_gpu
 
 RESET = "the driver recommends the recovery action Reset"
 ILL = {"illness": RESET}
@@ -146,3 +151,109 @@ def test_nobody_else_waits_while_the_driver_is_asked(host: Host, spies: Spies, m
     parts = " ".join(host.events).split("host.lock ")[1:]
     assert [part.partition("unlock")[0].split() for part in parts] == [["door", "entry"], ["door", "entry"]]
     assert Counter(host.events)["examined"] == 2  # GPU 0, and the others
+
+
+# A context that fails, and nothing but the GPU explains it
+
+
+def noted(gpus: Any) -> list[int]:
+    """Indices of the GPUs with a note, each for an hour."""
+    found = api.read_faults(os.environ["SAFE_GPU_DIR"], gpus.uuids)
+    assert {fault.lasts for fault in found.values()} <= {3600}
+    return [index for index, uuid in enumerate(gpus.uuids) if uuid in found]
+
+
+def failing(gpus: Any, code: str, **environment: str) -> tuple[str, dict[str, Any]]:
+    """The message and the attributes of the error of a claim."""
+    kind, message, attributes = forked(gpus, f"out = {code}", **environment)
+    assert kind == "PlaceholderError", message
+    return message, attributes
+
+
+HOUR = "GPU 0 is taken last for an hour: start a new process"
+
+
+@pytest.mark.parametrize(
+    ("trouble", "code"), [("bad", 2), ("bad", 999), ("bad_init", 2), ("bad_init", 100), ("bad_init", 999)]
+)
+def test_one_broken_gpu_does_not_defeat_every_claim(fake_gpus: Any, trouble: str, code: int) -> None:
+    fake_gpus.change(0, **{trouble: code})
+    message, attributes = failing(fake_gpus, "claim(1)")
+    assert (f"({code})" in message, HOUR in message, attributes["device_no"]) == (True, True, 0)
+    assert ("80 GiB of 80 GiB of the GPU's memory are free, and nothing limits" in message) is (code == 2)
+    assert "another process uses" not in message
+    assert noted(fake_gpus) == [0]
+    assert forked(fake_gpus, "out = claim(1)") == [1]
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+@pytest.mark.parametrize("trouble", ["bad", "bad_init"])
+def test_in_a_claim_of_several_it_is_found_out_which_gpu_fails(fake_gpus: Any, trouble: str, bad: int) -> None:
+    fake_gpus.change(bad, **{trouble: 999})
+    message, attributes = failing(fake_gpus, "claim(4)")
+    assert f"GPU {bad} is taken last for an hour" in message
+    assert attributes == {"device_no": bad, "uuid": fake_gpus.uuids[bad]}
+    assert noted(fake_gpus) == [bad]
+    assert forked(fake_gpus, "out = claim(7)") == [index for index in range(8) if index != bad]
+
+
+@pytest.mark.parametrize("option", ["ctx_error", "cuda_init_error"])
+def test_what_fails_on_all_gpus_of_a_claim_is_no_fault_of_one(fake_gpus: Any, option: str) -> None:
+    fake_gpus.options(**{option: 999})
+    message, attributes = failing(fake_gpus, "claim(2)")
+    assert "taken last" not in message
+    assert attributes == {"device_no": 0, "uuid": fake_gpus.uuids[0]}
+    assert noted(fake_gpus) == []
+
+
+LIMITED = "__import__('resource').setrlimit(__import__('resource').RLIMIT_AS, (1 << 40, 1 << 40)) or claim(1)"
+
+
+@pytest.mark.parametrize(
+    ("code", "claims", "environment", "words"),
+    [
+        (2, LIMITED, {}, "the address space of this process is limited to 1024 GiB: raise it (ulimit -v"),
+        (2, "claim(1)", {"CUDA_DEVICE_MEMORY_LIMIT_0": "9m"}, "CUDA_DEVICE_MEMORY_LIMIT_0=9m limits what this"),
+        (2, "claim(1)", {"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=9M"}, "LIMIT=0=9M limits what this process gets"),
+        (2, "initialize() or claim(1)", {"CUDA_VISIBLE_DEVICES": "0"}, "80 GiB of 80 GiB"),
+        (999, "initialize() or claim(1)", {"CUDA_VISIBLE_DEVICES": "0"}, "the driver is in a bad state"),
+        (34, "claim(1)", {}, "stub"),
+        (802, "claim(1)", {}, "Fabric Manager"),
+        (803, "claim(1)", {}, "different versions"),
+        (804, "claim(1)", {}, "newer than the kernel module"),
+    ],
+)
+def test_what_the_process_or_its_host_explains_is_no_fault_of_the_gpu(
+    fake_gpus: Any, code: int, claims: str, environment: dict[str, str], words: str
+) -> None:
+    fake_gpus.change(0, bad=code)
+    message, _ = failing(fake_gpus, claims, **environment)
+    assert words in message
+    assert "taken last" not in message
+    assert noted(fake_gpus) == []
+
+
+def test_a_gpu_whose_memory_is_in_use_is_not_to_blame(fake_gpus: Any) -> None:
+    fake_gpus.change(0, bad=2, used=(80 << 30) - (600 << 20))
+    message, _ = failing(fake_gpus, "claim(1)", SAFE_GPU_UNEXPLAINED_MEMORY="80GiB")
+    assert "600 MiB of 80 GiB of the GPU's memory are free: see safe-gpu status" in message
+    assert noted(fake_gpus) == []
+
+
+def test_a_device_file_that_cannot_be_opened_explains_that_cuda_finds_no_gpu(fake_gpus: Any) -> None:
+    fake_gpus.change(0, bad_init=999)
+    fake_gpus.devices("nvidiactl")
+    message, _ = failing(fake_gpus, "claim(1)")
+    assert "this process cannot open /dev/nvidia-uvm: load that module" in message
+    assert noted(fake_gpus) == []
+    fake_gpus.devices("nvidia-uvm")
+    failing(fake_gpus, "claim(1)")
+    assert noted(fake_gpus) == [0]
+
+
+def test_a_simulated_gpu_that_refuses_contexts_for_an_unknown_reason(host: Host) -> None:
+    host.occupy(host.uuids[1]).close()  # makes the directory
+    write_for_all(Path(*host._place, f"{host.uuids[1]}.bad"), "it hangs")
+    with pytest.raises(safe_gpu.PlaceholderError, match=r"it hangs.* GPU 1 is taken last for an hour: start a new "):
+        safe_gpu.claim_gpus(3, timeout=0, affinity=None)
+    assert taken(7) == [0, 2, 3, 4, 5, 6, 7]

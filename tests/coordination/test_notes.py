@@ -1,6 +1,7 @@
 """What is written beside entries: the history, notes of GPUs on which a claim failed, and the files of closed GPUs."""
 
 import json
+import math
 import os
 import stat
 import subprocess
@@ -237,6 +238,17 @@ def test_a_note_is_read_back_and_is_one_line_of_json_for_everybody(place: str) -
     assert os.listdir(path(place).parent) == [path(place).name]
     api.write_fault(place, "MIG-GPU-1/7/0", api.GpuFault(1.0, "bad"))  # as older drivers name an instance
     assert api.read_faults(place, ["MIG-GPU-1/7/0"]) == {"MIG-GPU-1/7/0": api.GpuFault(1.0, "bad")}
+
+
+def test_a_note_may_say_for_how_long_it_counts(place: str) -> None:
+    hour = api.GpuFault(1795184513.0, "it hangs", 3600)
+    api.write_fault(place, UUID, hour)
+    assert path(place).read_text() == '{"when": 1795184513.0, "error": "it hangs", "for": 3600}\n'
+    assert api.read_faults(place, [UUID]) == {UUID: hour}
+    day = api.LAST_CHOICE
+    for lasts, counts in ((60, 60), (1e9, day), (0, day), (-5, day), (math.nan, day), ("3600", day), (True, day)):
+        path(place).write_text(json.dumps({"when": 1, "error": "it hangs", "for": lasts}))
+        assert api.read_faults(place, [UUID])[UUID].lasts == counts
 
 
 def test_what_is_no_plain_file_is_no_note_and_is_not_waited_for(place: str, tmp_path: Path) -> None:

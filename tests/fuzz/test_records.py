@@ -143,6 +143,7 @@ def test_a_note_of_a_fault(data: bytes) -> None:
             fault = api.read_faults(place, ["GPU-1"]).get("GPU-1")
     if fault is not None:
         assert_plain(fault.error)
+        assert 0 < fault.lasts <= api.LAST_CHOICE
         assert_bounded(tuple(fault), 400)
 
 

@@ -462,6 +462,63 @@ def test_which_errors_speak_of_the_gpu() -> None:
     assert api.causes.blames_gpu(RuntimeError("CUDA_ERROR_ECC_UNCORRECTABLE"), rivals=True)
 
 
+def context(call: str, code: int, text: str = "") -> api.PlaceholderError:
+    """The error of a context of safe_gpu's own."""
+    err = api.PlaceholderError("it could not hold the GPU")
+    err.__cause__ = api.CudaCallError(f"{call} failed with {text} ({code})", call=call, code=code)
+    return err
+
+
+FREE = api.Gpu(0, "GPU-0", memory_total=80 << 30, memory_free=79 << 30)
+OWN = api.causes.Circumstances(FREE, own_context=True)
+FULL = OWN._replace(gpu=FREE._replace(memory_free=1023 << 20))
+UNKNOWN = OWN._replace(gpu=FREE._replace(memory_free=None))
+SHORT = context("cuMemAlloc", 2, "CUDA_ERROR_OUT_OF_MEMORY")
+
+
+@pytest.mark.parametrize(
+    ("err", "where", "seconds"),
+    [
+        (SHORT, OWN, 3600),
+        (SHORT, UNKNOWN, 3600),
+        (SHORT, FULL, 0),
+        (SHORT, OWN._replace(own_context=False), 0),
+        (SHORT, OWN._replace(was_initialized=True), 0),
+        (context("cuDevicePrimaryCtxRetain", 719), OWN, 3600),
+        (context("cuInit", 100), OWN, 3600),
+        (context("hipMalloc", 2, "hipErrorOutOfMemory"), OWN, 3600),
+        (context("hipGetDeviceCount", 100), OWN, 0),
+        (context("cuCtxPushCurrent", 0), OWN, 0),
+        (context("cuDeviceGet", 101), OWN, 0),
+        (context("cuMemAlloc", 805, "CUDA_ERROR_MPS_CONNECTION_FAILED"), OWN, 0),
+        (context("cuDevicePrimaryCtxRetain", 46, "CUDA_ERROR_DEVICE_UNAVAILABLE"), OWN, 86400),
+        (context("cuDevicePrimaryCtxRetain", 46, "CUDA_ERROR_DEVICE_UNAVAILABLE"), OWN._replace(others="x"), 0),
+        (context("cuMemAlloc", 214, "CUDA_ERROR_ECC_UNCORRECTABLE"), FULL._replace(own_context=False), 86400),
+        (RuntimeError("a thing unseen"), OWN, 0),
+        (api.PlaceholderError("simulated: a thing unseen"), OWN, 3600),
+    ],
+)
+def test_for_how_long_a_gpu_is_taken_last(err: Exception, where: Any, seconds: int) -> None:
+    assert api.causes.seconds_last(err, where) == seconds
+
+
+def test_why_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    def why(where: Any) -> str:
+        return api.causes.likely_cause(api.causes.root_of(SHORT), where)
+
+    assert why(OWN).startswith("; 79 GiB of 80 GiB of the GPU's memory are free, and nothing limits this process, so")
+    assert "Xid" in why(OWN)
+    assert why(OWN._replace(own_context=False)).endswith(
+        ": the program asked for more than that, or the GPU has failed"
+    )
+    assert why(FULL) == "; 1023 MiB of 80 GiB of the GPU's memory are free: see safe-gpu status"
+    assert "uses most of the GPU's memory" in why(UNKNOWN)
+    monkeypatch.setattr(api.causes, "memory_left_in_cgroup", lambda: 300 << 20)
+    assert why(OWN) == "; the job or container has 300 MiB of its memory left: ask for more"
+    monkeypatch.setattr(api.causes, "memory_left_in_cgroup", lambda: 1 << 30)
+    assert "nothing limits this process" in why(OWN)
+
+
 def test_any_function_or_class_is_a_placeholder() -> None:
     class Holder:
         def __init__(self, device_no: int) -> None:

@@ -288,6 +288,9 @@ def test_a_note_counts_for_a_day() -> None:
     for when, counts in ((1.0, True), (0.0, False), (2 * DAY - 1, True), (2 * DAY, False), (math.nan, False)):
         faults = {"GPU-1": api.GpuFault(when, "bad")}
         assert api.recent_faults(faults, DAY) == (faults if counts else {})
+    hour = {"GPU-1": api.GpuFault(DAY, "bad", 3600)}
+    assert api.recent_faults(hour, DAY + 3599) == hour
+    assert api.recent_faults(hour, DAY + 3600) == {}
     until = time.strftime("%a %H:%M", time.localtime(1000 + DAY))
     assert api.GpuFault(1000.0, "ECC").why_last == f"taken last until {until}, since a claim failed on it: ECC"
 

@@ -58,7 +58,7 @@ ENTRY: dict[str, Any] = {
 TICKET: dict[str, Any] = {
     **_PROCESS, "nb_gpus": 1, "gpus": [GPU], "hold_for": 60.0, "inside": "", "min_memory": None, "turn": 1.5,
 }  # fmt: skip
-FAULT = {"when": NOW, "error": "CUDA_ERROR_ECC_UNCORRECTABLE"}
+FAULT = {"when": NOW, "error": "CUDA_ERROR_ECC_UNCORRECTABLE", "for": 3600}
 CLAIM: dict[str, Any] = {
     "v": 1, "claim": [os.getpid(), NOW - 60], "uid": 1000, "user": "anna", "host": "gpu1", "job": "sge:4711.3",
     "command": "python train.py", "gpus": [GPU], "labels": ["0"], "until": NOW + 60, "waited": 0.1,

@@ -50,15 +50,29 @@ class RealGpu:
             time.sleep(0.01)
 
 
-@pytest.fixture
-def gpu() -> RealGpu:
-    """A free GPU, or MIG instance, of this machine."""
+def free_gpus() -> list[api.Gpu]:
+    """The free GPUs and MIG instances of this machine; skip where there is none."""
     with api.opened_driver() as driver:
         snapshot = driver.snapshot()
     free = [verdict.gpu for verdict in api.judge(snapshot, api.Selection(), claimed={}) if verdict.free]
     if not free:
         pytest.skip("no GPU of this machine is free")
-    return RealGpu(free[0].uuid)
+    return free
+
+
+@pytest.fixture
+def gpu() -> RealGpu:
+    """A free GPU, or MIG instance, of this machine."""
+    return RealGpu(free_gpus()[0].uuid)
+
+
+@pytest.fixture
+def gpu_for_one_process() -> RealGpu:
+    """A free GPU in compute mode EXCLUSIVE_PROCESS; skip where there is none, since no test changes a mode."""
+    for one in free_gpus():
+        if one.compute_mode == api.ComputeMode.EXCLUSIVE_PROCESS:
+            return RealGpu(one.uuid)
+    pytest.skip("needs a free GPU in compute mode EXCLUSIVE_PROCESS")
 
 
 @pytest.fixture

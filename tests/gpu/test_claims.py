@@ -125,6 +125,81 @@ def test_no_placeholder_leaves_cuda_alone(gpu: Any, claimer: Any) -> None:
     claimer("claim(uuid, safe_gpu.NoPlaceholder()); say(CUDA.visible_if_initialized())", says="None")
 
 
+# In compute mode EXCLUSIVE_PROCESS
+
+CHILD = """
+import subprocess
+USE = "from safe_gpu.runtimes.cuda import CUDA; print(CUDA.hold(0).uuid)"
+def child():
+    done = subprocess.run([sys.executable, "-c", USE], capture_output=True, text=True)
+    return (done.stdout or done.stderr).strip().splitlines()[-1]
+"""
+
+
+def test_a_child_of_a_claim_uses_a_gpu_that_admits_one_process(gpu_for_one_process: Any, claimer: Any) -> None:
+    uuid = gpu_for_one_process.uuid
+    used = claimer(f"{CHILD}\nclaim({uuid!r})\nsay(child())").hear()
+    assert api.same_device(used, uuid)
+    refused = claimer(f"{CHILD}\nclaim({uuid!r}, safe_gpu.CudaPlaceholder())\nsay(child())").hear()
+    assert "DEVICE_UNAVAILABLE" in refused
+
+
+# Signs of illness
+
+
+def test_a_healthy_gpu_shows_no_sign_of_illness(gpu: Any) -> None:
+    with api.opened_driver() as driver:
+        snapshot = driver.snapshot()
+        examined = driver.examined(snapshot, {gpu.uuid}).by_uuid(gpu.uuid)
+    assert examined is not None
+    print(driver.name, snapshot.driver_version, examined)
+    assert examined.illness == ""
+    assert examined.is_mig_instance or examined.utilization is not None
+
+
+def test_what_nvml_answers_where_it_knows_the_recovery_action(gpu: Any) -> None:
+    pynvml = pytest.importorskip("pynvml", reason="needs nvidia-ml-py")
+    field = getattr(pynvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
+    device = gpu.now()
+    if field is None or device.is_mig_instance:
+        pytest.skip("needs nvidia-ml-py 12.570 or newer, and a whole GPU")
+    pynvml.nvmlInit()
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
+        (value,) = pynvml.nvmlDeviceGetFieldValues(handle, [field])
+        version = pynvml.nvmlSystemGetDriverVersion()
+        try:
+            rows = pynvml.nvmlDeviceGetRemappedRows(handle)
+        except pynvml.NVMLError_NotSupported:
+            rows = None
+    finally:
+        pynvml.nvmlShutdown()
+    print(version, value.nvmlReturn, value.value.uiVal, rows)
+    if value.nvmlReturn == 0:
+        assert value.value.uiVal == pynvml.NVML_GPU_RECOVERY_ACTION_NONE
+    else:
+        assert value.nvmlReturn == pynvml.NVML_ERROR_NOT_SUPPORTED or int(version.partition(".")[0]) < 570
+    assert rows is None or rows[2:] == (0, 0)
+
+
+ASKS = """
+from safe_gpu.drivers import opened_driver
+with opened_driver() as driver:
+    kind = type(driver)
+asked, genuine = [], kind.examined
+def examined(self, snapshot, among=None):
+    asked.append(among)
+    return genuine(self, snapshot, among)
+kind.examined = examined
+claim(uuid)
+say(*asked[0])
+"""
+
+
+def test_a_claim_asks_for_signs_of_illness_of_its_gpu_alone(gpu: Any, claimer: Any) -> None:
+    assert claimer(ASKS).hear() == gpu.uuid
+
+
 # The commands
 
 SEEN = "from safe_gpu.runtimes.cuda import CUDA; print(*CUDA.visible_in_child())"

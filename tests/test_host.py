@@ -336,7 +336,7 @@ NEVER_CHANGES = {
 }
 POLLED = {
     *("memory_total", "memory_used", "memory_free", "counts_reserved", "memory_shared", "memory_beside"),
-    *("utilization", "temperature", "fan", "power", "power_limit", "nvlink_peers"),
+    *("utilization", "temperature", "fan", "power", "power_limit", "nvlink_peers", "illness"),
     *("compute_mode", "display_active", "mig_enabled", "divided"),
     *("processes", "process_error", "processes_supported", "processes_private", "unusable", "lost"),
 }

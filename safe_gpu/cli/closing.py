@@ -128,4 +128,6 @@ def say_who_may_claim(gpus: Iterable[GpuStatus]) -> None:
         elif one.claim is None:
             say(f"GPU {one.label}: {reason}")
         else:
-            say(f"GPU {one.label}: {reason}; claimed by {one.claim.user} until that claim ends")
+            users = ", ".join(dict.fromkeys(claim.user or "?" for claim in one.claims))
+            until = "that claim ends" if len(one.claims) == 1 else "these claims end"
+            say(f"GPU {one.label}: {reason}; claimed by {users} until {until}")

@@ -129,7 +129,7 @@ def _without_work(claims: list[PastClaim]) -> list[PastClaim]:
     Claims whose user the kernel does not know are left out.
     """
     idle = [one for one in gather().gpus if one.idle_for and one.idle_report is not False]
-    uuids = {one.gpu.uuid for one in idle if one.claim and one.claim.uid >= 0}
+    uuids = {uuid for one in idle if one.claim and one.claim.uid >= 0 for uuid in (one.gpu.uuid, *one.gone)}
     return [claim for claim in claims if claim.running and not uuids.isdisjoint(claim.gpus)]
 
 

@@ -194,13 +194,16 @@ def _end_of_dead(entry: Entry, since: float, now: float) -> tuple[float, float]:
     return max(round(since, 3), round(min(seen, now - 1e-3), 3)), now  # not the same: that would be known exactly
 
 
-def mark_seen(directory: Directory, uuid: str) -> None:
+def mark_seen(directory: Directory, uuid: str, *, make: bool = True) -> None:
     """Note that a GPU is held now, of which no error is told.
 
     A claim that dies is then known to have lived until now.
+
+    Args:
+        make: whether to make the mark where it is missing, of a name that the driver has told.
     """
     with suppress(OSError):
-        fd = directory.open_known(_seen(uuid), OPEN_FILE | os.O_WRONLY, make=True)[0]
+        fd = directory.open_known(_seen(uuid), OPEN_FILE | os.O_WRONLY, make=make)[0]
         try:
             os.utime(fd)
         finally:

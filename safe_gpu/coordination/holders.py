@@ -8,13 +8,14 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 
 from ..errors import StateDirError
-from ..gpus.devices import Gpu, Holder
+from ..gpus.devices import Gpu, HeldAs, Holder
 from ..host import procfs
 from ..host.foreign_files import read_start
 from ..host.programs import command_of
 from .directory import state_dir_path
 from .doors import Doors, digest
 from .entry import Entry, living_entries
+from .held_as import held_as
 
 _SECOND_LOOK = 0.005  # seconds
 
@@ -63,29 +64,14 @@ class Claims:
         if uuid not in self._naming:
             gpu = self._shown.get(uuid)
             self._naming[uuid] = [
-                one for one in self.living if uuid in one.gpus or (gpu is not None and self.through(one, uuid))
+                one for one in self.living if uuid in one.gpus or (gpu is not None and held_as(one, gpu, self._shown))
             ]
         naming = self._naming[uuid]
         return [one for one in naming if (one.inside == inside or not self.is_inside(one)) and one is not around]
 
-    def through(self, one: Entry, uuid: str) -> str:
-        """Return a clause on what a claim has of the GPU of a device that it does not name, if that is in the way; else
-        ""."""
-        gpu = self._shown[uuid]
-        if uuid in one.gpus:
-            return ""
-        if gpu.whole not in one.pieces:
-            return "with all of its GPU" if gpu.is_piece and gpu.whole in one.gpus else ""
-        pieces, mode = one.pieces[gpu.whole], one.modes.get(gpu.whole, "")
-        if not pieces:
-            return "with all of its GPU"
-        if gpu.is_piece and mode == gpu.mode:
-            return ""  # of two pieces neither is in the other's way
-        gone = next((name for name in pieces if name not in self._shown), "")
-        if gpu.mig_enabled and not gone:
-            return ""  # the instances tell
-        clause = f"by its piece {gone or pieces[0]}{mode and f' of mode {mode}'}"
-        return f"{clause}, which the driver does not show" if gone else clause
+    def held_as(self, one: Entry, uuid: str) -> HeldAs | None:
+        """Return as what a claim holds a device that the driver shows; see :func:`.held_as.held_as`."""
+        return held_as(one, self._shown[uuid], self._shown)
 
     def parts(self, uuid: str, inside: str = "", name: str = "") -> set[int]:
         """Return the parts of a GPU that the claims of :meth:`on` have, or of what else has this name.
@@ -115,7 +101,7 @@ class Claims:
             claims = self.on(uuid, inside)
             whole = next((one for one in claims if one.gpus.get(uuid) is None), None)
             if whole is not None:
-                found[uuid] = describe(whole)._replace(through=self.through(whole, uuid))
+                found[uuid] = describe(whole)._replace(held_as=self.held_as(whole, uuid))
             elif claims:
                 found[uuid] = Holder.of_sharers(describe(one)._replace(share=one.gpus[uuid]) for one in claims)
         return found

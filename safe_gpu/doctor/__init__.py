@@ -29,6 +29,7 @@ CHECKS: dict[str, Callable[[CheckedHost], Check]] = {
     "policy file": environment.policy,
     "visible processes": state.process_namespace,
     "state directories of claims": state.elsewhere,
+    "modes of claimed GPUs": state.modes,
     "SAFE_GPU variables": environment.variables,
     "CUDA_VISIBLE_DEVICES": environment.visible_devices,
     "batch job": environment.batch_job,

@@ -18,10 +18,11 @@ from ..coordination.directory import (
     setup_command,
     state_dir_path,
 )
-from ..coordination.holders import claims_now, living_claims
+from ..coordination.holders import claims_now, holder_of, living_claims
 from ..coordination.host_lock import Host
 from ..coordination.notes import closed_now, ignored_closed
 from ..errors import StateDirError
+from ..gpus.devices import Gpu, Holder
 from ..host import procfs
 from ..host.signals import DeferredSignals
 from .check import Check, CheckedHost, failed, labels, passed, skipped, warning
@@ -29,6 +30,8 @@ from .check import Check, CheckedHost, failed, labels, passed, skipped, warning
 _ELSEWHERE = "set SAFE_GPU_DIR, for all users, to a directory on a local disk that all of them can write (mode 1777)"
 
 _PATIENCE = 5.0
+
+_MOST_TOLD = 8  # claims; any user can make more
 
 
 def drained(host: CheckedHost) -> Check:
@@ -147,3 +150,28 @@ def elsewhere(host: CheckedHost) -> Check:
     what = f"{names}: claimed in another state directory, whose queue does not meet this one"
     fix = "set state_dir in /etc/safe-gpu/config.ini, and no other SAFE_GPU_DIR, in all sessions of this host"
     return warning(what, fix)
+
+
+def modes(host: CheckedHost) -> Check:
+    """Check that no GPU has been divided otherwise under a claim."""
+    gpus = host.snapshot.gpus
+    claims, _ = claims_now(gpus, host.snapshot.name_prefix, living_claims)
+    devices: dict[str, list[Gpu]] = {}  # a sentence -> those on which it is to be told
+    holders: dict[str, str] = {}  # the name of an entry -> who has it
+    for gpu in gpus:
+        for entry in claims.on(gpu.uuid)[:_MOST_TOLD]:
+            held_as = claims.held_as(entry, gpu.uuid)
+            if held_as is None or not held_as.outdated:
+                continue
+            if entry.name not in holders:
+                holders[entry.name] = _who(holder_of(entry))
+            devices.setdefault(f"{held_as.text} ({holders[entry.name]})", []).append(gpu)
+    if not devices:
+        return passed("no mode was changed under a claim")
+    texts = [f"{labels(gpus)}: {text}" for text, gpus in devices.items()]
+    fix = "have their users end these claims; next time drain a GPU before its mode is changed"
+    return warning("; ".join(texts[:_MOST_TOLD]), fix)
+
+
+def _who(holder: Holder) -> str:
+    return f"process {holder.pid or '?'} of {holder.user or '?'}"

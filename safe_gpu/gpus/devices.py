@@ -326,6 +326,20 @@ def recent_faults(faults: Mapping[str, GpuFault], now: float) -> dict[str, GpuFa
     return {uuid: fault for uuid, fault in faults.items() if abs(now - fault.when) < fault.lasts}
 
 
+class HeldAs(NamedTuple):
+    """As what a claim holds a device that it does not name.
+
+    Attributes:
+        text: a clause, such as ``held as MIG-..., which is gone since the mode changed``.
+        gone: the names of pieces of its GPU that it claims and the driver does not show.
+        outdated: whether the GPU has been divided otherwise under the claim.
+    """
+
+    text: str
+    gone: tuple[str, ...] = ()
+    outdated: bool = False
+
+
 class Holder(NamedTuple):
     """Who holds a device. A field is None if it is not known.
 
@@ -345,8 +359,9 @@ class Holder(NamedTuple):
     is how many bytes of a shared GPU its process and the descendants of that use. ``removable_by`` is the user who can
     remove its entry, if it has no door that keeps its GPU without one; else None.
 
-    ``through`` is a clause on what it claims, where that is not this device: the GPU of which this is a piece, or a
-    piece of it; else "".
+    ``held_as`` is what it claims, where that is not this device: the GPU of which this is a piece, or pieces of it;
+    else None. ``others`` are further claims that are in the way as this one is: of a GPU whose pieces several claims
+    hold.
     """
 
     pid: int | None = None
@@ -367,7 +382,8 @@ class Holder(NamedTuple):
     note: str = ""
     memory_used: int | None = None
     removable_by: str | None = None
-    through: str = ""
+    held_as: HeldAs | None = None
+    others: "tuple[Holder, ...]" = ()
 
     @classmethod
     def of_sharers(cls, sharers: "Iterable[Holder]") -> "Holder":
@@ -378,7 +394,7 @@ class Holder(NamedTuple):
     @property
     def each(self) -> "tuple[Holder, ...]":
         """The claims on the GPU."""
-        return self.sharers or (self,)
+        return self.sharers or (self, *self.others)
 
 
 class GpuVerdict(NamedTuple):

@@ -371,7 +371,9 @@ def _claimed_by(holder: Holder) -> str:
     text += in_brackets(holder.user, holder.job and f"job {holder.job}", holder.command)
     if holder.since is not None:
         text += time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(holder.since))
-    return text + (holder.through and f", {holder.through}")
+    if holder.held_as is not None:
+        text += f", {holder.held_as.text}"
+    return text
 
 
 def fence_hint(unlimited: Sequence[GpuVerdict], visible_limit: VisibleLimit | None) -> str:

@@ -103,6 +103,17 @@ class GpuStatus:
         """All claims of it, except those inside others."""
         return () if self.claim is None else self.claim.each
 
+    @property
+    def pieces(self) -> tuple[Holder, ...]:
+        """All claims of it, if there are several that do not share it, such as those of pieces that are gone; else
+        none. The first one is ``claim``."""
+        return self.claims if self.claim is not None and self.claim.others else ()
+
+    @property
+    def gone(self) -> tuple[str, ...]:
+        """The names of pieces of it that its claims hold and the driver does not show."""
+        return tuple(name for claim in self.claims if claim.held_as is not None for name in claim.held_as.gone)
+
 
 @dataclass(frozen=True)
 class WaiterStatus:
@@ -215,7 +226,10 @@ def _waiter_dict(one: WaiterStatus) -> dict[str, Any]:
 
 
 def _claim_dict(one: Holder, names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: getattr(one, name) for name in names} | {"uid": one.uid if one.uid >= 0 else None}
+    facts = {name: getattr(one, name) for name in names}
+    facts["uid"] = one.uid if one.uid >= 0 else None
+    facts["held_as"] = one.held_as and one.held_as._asdict()
+    return facts
 
 
 _FACTS = "index vendor uuid name pci_bus_id numa_node memory_total memory_used utilization temperature".split()
@@ -232,6 +246,7 @@ def _gpu_dict(one: GpuStatus, now: float) -> dict[str, Any]:
         "claim": one.claim and _claim_dict(one.claim, _CLAIM),
         "shares": [_claim_dict(each, (*_CLAIM, "share", "memory_used")) for each in one.shares],
         "share_free": one.share_free,
+        "pieces": [_claim_dict(each, _CLAIM) for each in one.pieces],
         "processes": [asdict(process) for process in one.processes],
     }
 

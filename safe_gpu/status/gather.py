@@ -11,9 +11,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property, partial
+from typing import NamedTuple
 
 from ..coordination.directory import OPEN_FILE, Directory, remover_of, state_dir_path
-from ..coordination.doors import Doors
+from ..coordination.doors import MOST_PARTS, Doors
 from ..coordination.entry import Entry, living_entries
 from ..coordination.history import HistoryDir, append, lines_of_dead, mark_seen
 from ..coordination.holders import Claims, claim_around, claims_now, heirs_of, holder_of, lives_here
@@ -82,30 +83,43 @@ class HostFacts:
         self.processes = ProcessTable([*self.claims.living, *self.tickets])
         self._holders: dict[str, Holder] = {}  # name of an entry
 
-    def on(self, gpu: Gpu) -> tuple[Holder | None, Holder | None]:
-        """Return who holds a GPU, or the claims that share it, and the claim inside the one."""
-        uuid, holding = gpu.uuid, self.claims.on(gpu.uuid)
-        whole = next((one for one in holding if one.gpus.get(uuid) is None), None)
-        if whole is not None:
-            inside = (one for one in self.claims.living if uuid in one.gpus and self.claims.is_inside(one))
-            within = next((one for one in inside if (one.inside, one.uid) == (whole.token, whole.uid)), None)
-            return self._holder(whole, uuid), None if within is None else self._holder(within, uuid)
+    def on(self, gpu: Gpu) -> "Held":
+        """Return who holds a GPU."""
+        holding = self.claims.on(gpu.uuid)
         if not holding:
-            return Holder(elsewhere=True) if uuid in self.elsewhere else None, None
-        oldest = sorted(holding, key=lambda one: one.since or 0.0)[:MOST_SHARERS]
-        sharers = [self._holder(one, uuid) for one in oldest]
-        sizes = zip(promised(gpu, sharers), used_by_sharers(gpu, sharers, self.processes.family_of), strict=True)
-        shares = zip(sharers, sizes, strict=True)
-        return Holder.of_sharers(one._replace(share=most, memory_used=used) for one, (most, used) in shares), None
+            return Held(Holder(elsewhere=True)) if gpu.uuid in self.elsewhere else Held()
+        whole = [one for one in holding if one.gpus.get(gpu.uuid) is None]
+        if not whole:
+            oldest = sorted(holding, key=lambda one: one.since or 0.0)
+            return Held(self._shared_by(gpu, oldest[:MOST_SHARERS]))
+        holders = [self._holder(one, gpu.uuid) for one in whole[:MOST_PARTS]]
+        inside = self._inside(whole[0], gpu.uuid)
+        return Held(holders[0]._replace(others=tuple(holders[1:])), inside)
+
+    def _inside(self, around: Entry, uuid: str) -> Holder | None:
+        """Return the claim of a device that is inside this one."""
+        for one in self.claims.living:
+            is_of_it = (one.inside, one.uid) == (around.token, around.uid) and self.claims.is_inside(one)
+            if is_of_it and (uuid in one.gpus or self.claims.held_as(one, uuid) is not None):
+                return self._holder(one, uuid)
+        return None
+
+    def _shared_by(self, gpu: Gpu, entries: Sequence[Entry]) -> Holder:
+        sharers = [self._holder(one, gpu.uuid) for one in entries]
+        sizes = promised(gpu, sharers)
+        used = used_by_sharers(gpu, sharers, self.processes.family_of)
+        shares = zip(sharers, sizes, used, strict=True)
+        return Holder.of_sharers(one._replace(share=most, memory_used=in_use) for one, most, in_use in shares)
 
     def _holder(self, entry: Entry, uuid: str) -> Holder:
         """Return who has the entry of a claim, for people."""
         known = self._holders.get(entry.name)
         if known is None:
             known = self._holders[entry.name] = self.processes.holder_of(entry)
-        through = self.claims.through(entry, uuid)
-        mine = next(iter(entry.gpus)) if through else uuid
-        return known._replace(share=entry.gpus.get(uuid), removable_by=self._removable_by(entry, mine), through=through)
+        held_as = self.claims.held_as(entry, uuid)
+        named = uuid if uuid in entry.gpus else next(iter(entry.gpus))
+        removable_by = self._removable_by(entry, named)
+        return known._replace(share=entry.gpus.get(uuid), removable_by=removable_by, held_as=held_as)
 
     def _removable_by(self, entry: Entry, uuid: str) -> str | None:
         """Return who can remove the entry of a claim, if it has no door to a GPU that can be seen from here."""
@@ -116,6 +130,18 @@ class HostFacts:
             known = self.claims.parts(uuid) - {entry.parts.get(uuid, -1)}
             return None if Doors(self._tree).are_taken(uuid, known) else user_name(uid)
         return None
+
+
+class Held(NamedTuple):
+    """Who holds a GPU.
+
+    Attributes:
+        claim: the claim, or those that share it or hold pieces of it; None if there is none.
+        inside: the claim inside it, if any.
+    """
+
+    claim: Holder | None = None
+    inside: Holder | None = None
 
 
 class ProcessTable:
@@ -170,6 +196,8 @@ class ProcessTable:
 def _place(namespace: str, entry: Entry, pid: int | None) -> str:
     return f"{namespace}, as process {entry.pid} there{', which cannot be seen from here' if pid is None else ''}"
 
+
+_MOST_GONE = 64  # pieces of a GPU, of which it is noted that they are held
 
 _NOTICE = 86400.0  # seconds before a window begins, from which on it is shown
 
@@ -268,7 +296,7 @@ def _shift(snapshots: Iterable[HostSnapshot], claims: Claims) -> str:
 def _gpus(snapshot: HostSnapshot, found: HostFacts, limits: Mapping[int, Limits]) -> Iterator[GpuStatus]:
     processes, rules = found.processes, Rules.of(os.environ)._replace(drained=closed_now())
     held = [found.on(gpu) for gpu in snapshot.gpus]
-    claimed = {gpu.uuid: claim for gpu, (claim, _) in zip(snapshot.gpus, held, strict=True) if claim is not None}
+    claimed = {gpu.uuid: one.claim for gpu, one in zip(snapshot.gpus, held, strict=True) if one.claim is not None}
     verdicts = judge(snapshot, Selection(), claimed=claimed, describe=processes.describe, rules=rules)
     mps_servers = possible_mps_servers(snapshot)
     for verdict, (claim, inside) in zip(verdicts, held, strict=True):
@@ -280,6 +308,8 @@ def _gpus(snapshot: HostSnapshot, found: HostFacts, limits: Mapping[int, Limits]
         reasons = [verdict.reason, *remarks, fault]
         if state == "free" and found.warnings:
             reasons = ["the driver shows no process on it; whether it is claimed is not known"]
+        if claim is not None and claim.held_as is not None and state != "claimed":
+            reasons.insert(1, claim.held_as.text)  # of one that is claimed the verdict tells it
         family = [] if claim is None else [*claim.each, *filter(None, [inside])]
         idle = claim is not None and _is_idle(gpu, family, processes, mps_servers)
         reason = "; ".join(filter(None, reasons))
@@ -304,6 +334,8 @@ def _is_idle(gpu: Gpu, claims: Collection[Holder], processes: ProcessTable, mps_
     """
     if gpu.processes is None or not gpu.processes_supported or gpu.processes_private:
         return False
+    if gpu.mig_enabled:
+        return False  # the processes are on its instances
     users = users_of(gpu, gpu.processes, processes.describe, mps_servers=mps_servers)
     drawing = (one for one in gpu.processes if one.kind == ProcessKind.GRAPHICS)
     computes = any(processes.may_be_of(one, claims) for one in users)
@@ -328,6 +360,9 @@ def _idle_for(directory: Directory, one: GpuStatus, now: float) -> float | None:
     since = one.claim.since if one.claim else None
     if since:
         mark_seen(directory, one.gpu.uuid)
+        # An entry may name anything, so only marks that are there are set anew.
+        for name in one.gone[:_MOST_GONE]:
+            mark_seen(directory, name, make=False)
     if not since or one.shares:  # it is not known which of the sharers does nothing
         return None
     with suppress(OSError):

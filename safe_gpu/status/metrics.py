@@ -38,6 +38,9 @@ def _metrics(status: HostStatus) -> Iterator[str]:
     yield _metric("claim_idle_seconds", help_text, [(labels, one.idle_for) for labels, one, _ in owned])
     help_text = "When the claim is expected to end, in Unix seconds."
     yield _metric("claim_expected_end_time_seconds", help_text, [(labels, one.until) for labels, _, one in owned])
+    outdated = [(labels, 1.0) for labels, _, one in owned if one.held_as is not None and one.held_as.outdated]
+    help_text = "1 where the GPU has been divided otherwise since it was claimed."
+    yield _metric("claim_outdated", help_text, outdated)
     shared = [(_of(one, user=user, pid=str(claim.pid or "")), claim) for one, claim, user in held if one.shares]
     help_text = "Memory of the shared GPU that this claim holds."
     yield _metric("share_bytes", help_text, [(labels, one.share) for labels, one in shared])

@@ -12,7 +12,7 @@ from string import Template
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from .. import __version__
-from ..gpus.devices import MIG_IS_ON, Gpu, Holder
+from ..gpus.devices import MIG_IS_ON, Gpu, HeldAs, Holder
 from ..gpus.windows import Window
 from ..host.foreign_files import printable
 from ..host.programs import program_names
@@ -65,8 +65,9 @@ def figures_of(status: Document, now: float) -> Figures:
     models = Counter(one["name"] or "(no name)" for one in gpus)
     held: Counter[str] = Counter()
     for one in gpus:
-        for claim in one["shares"] or filter(None, [one["claim"]]):
-            part = (claim["share"] or 0) / (one["memory_total"] or 1) if "share" in claim else 1
+        pieces = one.get("pieces", ())  # an older version tells none
+        for claim in one["shares"] or pieces or filter(None, [one["claim"]]):
+            part = (claim["share"] or 0) / (one["memory_total"] or 1) if "share" in claim else 1 / (len(pieces) or 1)
             held[claim["user"] or "?"] += part  # type: ignore[assignment]
     cells = (
         f"{free} of {len(gpus)}",
@@ -213,12 +214,19 @@ def _status_of(document: Document, now: float) -> HostStatus:
         names = getattr(kind, "_fields", None) or kind.__dataclass_fields__  # type: ignore[attr-defined]
         return kind(**{name: facts[name] for name in names if name in facts} | more)
 
+    def claim_of(facts: Document) -> Holder:
+        held_as = facts.get("held_as")
+        return record(Holder, facts, held_as=None if held_as is None else record(HeldAs, held_as))
+
     def gpu(one: Document) -> GpuStatus:
         in_use, shown = one["claim"] or one["processes"], one["state_shown"]
         reasons = [reason.partition(", since a claim failed")[0] for reason in one["reason"].split("; ")]
         told = "; ".join(reason for reason in reasons if reason.startswith(_TOLD) or not in_use)
-        shares = [record(Holder, each) for each in one["shares"]]
-        claim = Holder.of_sharers(shares) if shares else one["claim"] and record(Holder, one["claim"])
+        shares = [claim_of(each) for each in one["shares"]]
+        claim = Holder.of_sharers(shares) if shares else one["claim"] and claim_of(one["claim"])
+        if one.get("pieces"):
+            first, *others = (claim_of(each) for each in one["pieces"])
+            claim = first._replace(others=tuple(others))
         processes = tuple(record(ProcessStatus, each) for each in one["processes"])
         facts = {"claim": claim, "processes": processes, "reason": told, "fault": told, "drained": shown == "drained"}
         facts |= {"idle": True, "idle_report_after": 0.0} if shown == "idle" else {"idle": False}

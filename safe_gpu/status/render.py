@@ -216,7 +216,7 @@ def _rows(gpus: Iterable[GpuStatus], now: float, verbose: bool) -> Iterator[Tabl
 
 
 def rows_of(one: GpuStatus, now: float) -> Iterator[TableRow]:
-    """Return the row of a GPU, and one for each claim that shares it."""
+    """Return the row of a GPU, and one for each claim of it where there are several."""
     state, gpu, text = one.shown_state(now), one.gpu, ""
     cells = {"GPU": one.label, "UTIL": "-" if gpu.utilization is None else f"{gpu.utilization}%"}
     cells["TEMP"] = "" if gpu.temperature is None else f"{gpu.temperature}C"
@@ -225,15 +225,19 @@ def rows_of(one: GpuStatus, now: float) -> Iterator[TableRow]:
     if one.shares:
         free = "" if one.share_free is None else f", {format_bytes(one.share_free)} unclaimed"
         text = plural(len(one.shares), "claim") + free
+    elif one.pieces:
+        text = plural(len(one.pieces), "claim")
     elif one.claim is not None:
         cells |= _claim_cells(one.claim, now)
     if one.users and (one.state == "busy" if one.claim is None else one.claim.pid is None and not one.claim.since):
         cells |= _process_cells(one.users)
-    claim = None if one.shares else one.claim
+    claim = None if one.shares or one.pieces else one.claim
     yield TableRow(state, _COLORS.get(state, "dim"), gpu.memory_used, gpu.memory_total, cells, text, claim)
     for claim in one.shares:
         color = "red" if _is_over(claim) else "cyan"
         yield TableRow("  share", color, claim.memory_used, claim.share, _claim_cells(claim, now), claim=claim)
+    for claim in one.pieces:
+        yield TableRow("  piece", "cyan", None, None, _claim_cells(claim, now), claim=claim)
 
 
 def _process_cells(users: Collection[ProcessStatus]) -> dict[str, str]:
@@ -277,8 +281,9 @@ def gib(size: int | None) -> str:
 
 def _notes(one: GpuStatus) -> Iterator[str]:
     """Return the remarks on a GPU and its claims."""
-    if one.shares:
-        for claim in one.shares:
+    several = one.shares or one.pieces
+    if several:
+        for claim in several:
             yield from (f"process {claim.pid or '?'}: {note}" for note in _claim_notes(claim))
     elif one.claim is not None:
         yield from _claim_notes(one.claim)
@@ -292,10 +297,8 @@ def _notes(one: GpuStatus) -> Iterator[str]:
         if not (one.state == "busy" and one.users):
             yield from filter(None, [one.reason or "free, shared with the display" * (one.state == "display")])
         return
-    if one.state not in ("claimed", "display") or one.claim.elsewhere:
+    if one.reason and (one.state not in ("claimed", "display") or one.claim.elsewhere):
         yield one.reason.partition(";")[0]
-    if one.claim.through:
-        yield f"claimed {one.claim.through}"
     if one.fault:
         yield one.fault
     for process in one.users if one.idle else []:
@@ -304,6 +307,8 @@ def _notes(one: GpuStatus) -> Iterator[str]:
 
 
 def _claim_notes(claim: Holder) -> Iterator[str]:
+    if claim.held_as is not None:
+        yield claim.held_as.text
     if claim.stopped:
         yield f"process {claim.pid} is stopped (a suspended job?) and keeps the GPU"
     if claim.note:

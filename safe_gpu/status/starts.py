@@ -1,7 +1,7 @@
 """When each waiter of the queue can expect to start, and whose user is at a limit."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from types import MappingProxyType
 from typing import NamedTuple
@@ -9,9 +9,9 @@ from typing import NamedTuple
 from ..coordination.entry import Entry
 from ..coordination.notes import binding
 from ..coordination.queue import TicketRequest, is_stopped
-from ..gpus.devices import vendor_of
+from ..gpus.devices import Gpu, Holder, vendor_of
 from ..gpus.windows import Window, spans_of
-from ..selection.backfill import BackfillRequest, dates, starts, when_free
+from ..selection.backfill import BackfillRequest, When, dates, starts, when_free
 from ..selection.request import Selection
 from ..selection.sharing import ROUNDING, part_of
 from ..settings.config import Limits
@@ -45,10 +45,9 @@ def at_limits(
         limits: uid -> what the policy of this host allows.
     """
     held: dict[tuple[int, str], list[tuple[float, float]]] = {}  # (end, part of a GPU), by user and vendor
-    for one in gpus:
-        for claim in one.claims:
-            part = claim.until or math.inf, part_of(one.gpu, claim.share)
-            held.setdefault((claim.uid, one.gpu.vendor), []).append(part)
+    for gpu, claim in _claims(gpus):
+        part = claim.until or math.inf, part_of(gpu, claim.share)
+        held.setdefault((claim.uid, gpu.vendor), []).append(part)
     found = {}
     for ticket in tickets:
         request, most = TicketRequest.of(ticket), limits[ticket.uid].max_gpus if ticket.uid in limits else None
@@ -63,6 +62,19 @@ def at_limits(
             until = next((max(end, now) for size, end in freed if excess - size <= ROUNDING), math.inf)
             found[ticket.name] = AtLimit(round(total, 2), most, until)
     return found
+
+
+def _claims(gpus: Iterable[GpuStatus]) -> Iterator[tuple[Gpu, Holder]]:
+    """Yield each claim with the devices that it names, and with one device of each GPU of which it names none."""
+    held = [(one.gpu, claim) for one in gpus for claim in one.claims]
+    named = {(gpu.whole, claim.pid, claim.since) for gpu, claim in held if claim.held_as is None}
+    for gpu, claim in held:
+        key = gpu.whole, claim.pid, claim.since
+        if claim.held_as is None:
+            yield gpu, claim
+        elif key not in named:
+            named.add(key)
+            yield gpu, claim
 
 
 def expected_starts(
@@ -87,7 +99,7 @@ def expected_starts(
     """
     found = {name: (limit.until, math.inf) for name, limit in limited.items()}
     devices, stopped = [one.gpu for one in gpus], {} if stopped is None else stopped
-    ends = {one.gpu.uuid: when_free(one.gpu, one.claim, now, free=one.state in FREE) for one in gpus}
+    ends = {one.gpu.uuid: _when_free(one, now) for one in gpus}
     coming = {one.gpu.uuid for one in gpus if one.state in FREE or one.claim is not None}
     wants: dict[str, BackfillRequest] = {}
     for ticket in tickets:
@@ -104,6 +116,13 @@ def expected_starts(
     found.update(zip(wants, zip(starts(wants.values(), ends), earliest, strict=True), strict=True))
     moments = (found.get(ticket.name, (math.inf, math.inf)) for ticket in tickets)
     return [(_rounded(start, 3), _rounded(date, None)) for start, date in moments]
+
+
+def _when_free(one: GpuStatus, now: float) -> When:
+    """Return when a GPU, or each part of it, is expected to be free; one that several claims hold, with the last."""
+    if one.pieces:
+        return max(when_free(one.gpu, claim._replace(others=()), now, free=False) for claim in one.pieces)
+    return when_free(one.gpu, one.claim, now, free=one.state in FREE)
 
 
 def _rounded(moment: float, digits: int | None) -> float | None:

@@ -25,11 +25,11 @@ UUIDS = [gpu.uuid for gpu in api.find_preset("dgx-a100").gpus]
 ME, PARENT = os.getpid(), os.getppid()  # of the same user
 
 
-CLAIMED = "pid uid user job command since until removable_by"
+CLAIMED = "pid uid user job command since until removable_by held_as"
 KEYS = {
     "status": "schema host driver driver_version state_dir gpus queue windows warnings",
     "gpu": "label index vendor uuid name pci_bus_id numa_node memory_total memory_used utilization temperature fan "
-    "power power_limit state state_shown idle idle_for reason claim shares share_free processes",
+    "power power_limit state state_shown idle idle_for reason claim shares share_free pieces processes",
     "claim": CLAIMED,
     "share": f"{CLAIMED} share memory_used",
     "process": "pid user command kind memory_used",
@@ -44,6 +44,7 @@ def check_document(status: api.HostStatus) -> None:
     records = [("status", document), *(("gpu", gpu) for gpu in gpus), *(("waiter", one) for one in document["queue"])]
     records += [("claim", gpu["claim"]) for gpu in gpus if gpu["claim"]]
     records += [("share", share) for gpu in gpus for share in gpu["shares"]]
+    records += [("claim", piece) for gpu in gpus for piece in gpu["pieces"]]
     records += [("process", process) for gpu in gpus for process in gpu["processes"]]
     assert [(kind, {*one}) for kind, one in records if {*one} - {"turn"} != {*KEYS[kind].split()}] == []
     assert document["schema"] == 2

@@ -139,6 +139,7 @@ from safe_gpu.gpus.devices import (
     GpuFault,
     GpuProcess,
     GpuVerdict,
+    HeldAs,
     Holder,
     HostSnapshot,
     ProcessKind,

@@ -26,6 +26,7 @@ CHECKS: dict[str, Callable[[CheckedHost], Check]] = {
     "process lists": driver.process_lists,
     "state directory": state.directory,
     "file locks": state.locks,
+    "entries": state.entries,
     "policy file": environment.policy,
     "visible processes": state.process_namespace,
     "state directories of claims": state.elsewhere,

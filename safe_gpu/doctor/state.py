@@ -1,10 +1,12 @@
 """Checks of the state directory, of what stands in it, and of who sees it."""
 
 import os
+import shlex
 import stat
 import time
 from contextlib import suppress
 
+from ..coordination.crowds import sentence_on_crowd
 from ..coordination.directory import (
     ADMIN_DIR,
     DEFAULT_DIR,
@@ -18,6 +20,7 @@ from ..coordination.directory import (
     setup_command,
     state_dir_path,
 )
+from ..coordination.entry import living_entries
 from ..coordination.holders import claims_now, holder_of, living_claims
 from ..coordination.host_lock import Host
 from ..coordination.notes import closed_now, ignored_closed
@@ -31,17 +34,26 @@ _ELSEWHERE = "set SAFE_GPU_DIR, for all users, to a directory on a local disk th
 
 _PATIENCE = 5.0
 
-_MOST_TOLD = 8  # claims; any user can make more
+_MOST_TOLD = 8  # of what any user can write more
 
 
 def drained(host: CheckedHost) -> Check:
     """Check whether root, or the owner of the state directory, has taken GPUs out of use."""
-    names = {gpu.uuid: gpu.label for gpu in host.snapshot.gpus}
-    found = {names.get(uuid, uuid): reason for uuid, reason in closed_now().items()}
-    texts = "; ".join([*(f"GPU {label} {reason}" for label, reason in found.items()), *(ignored := ignored_closed())])
-    fixes = [f"safe-gpu resume {' '.join(found)}, when they may be claimed again"] if found else []
-    fixes += ["remove what is ignored, and drain again with safe-gpu drain"] if ignored else []
-    return warning(texts, "; ".join(fixes)) if texts else passed("no GPU is drained")
+    closed, ignored = closed_now(), ignored_closed()
+    shown = {gpu.uuid: gpu.label for gpu in host.snapshot.gpus if gpu.uuid in closed}
+    unknown = [uuid for uuid in closed if uuid not in shown]  # by the word of the owner, who may have written anything
+    texts = [f"GPU {label} {closed[uuid]}" for uuid, label in shown.items()]
+    texts += [f"GPU {uuid} {closed[uuid]}" for uuid in unknown[:_MOST_TOLD]]
+    texts += ignored
+    if not texts:
+        return passed("no GPU is drained")
+    fixes = []
+    if closed:
+        names = [*shown.values(), *(shlex.quote(uuid) for uuid in unknown[:_MOST_TOLD])]
+        fixes.append(f"safe-gpu resume {' '.join(names)}, when they may be claimed again")
+    if ignored:
+        fixes.append("remove what is ignored, and drain again with safe-gpu drain")
+    return warning("; ".join(texts), "; ".join(fixes))
 
 
 def directory(host: CheckedHost) -> Check:
@@ -121,6 +133,21 @@ def locks(host: CheckedHost) -> Check:
         entries.look()
         with entries.locked(time.monotonic() + _PATIENCE, signals):
             return passed("host.lock was free")
+
+
+def entries(host: CheckedHost) -> Check:
+    """Check that every claim and every ticket counts, and that there are not too many names to look at."""
+    path = state_dir_path()
+    ignored: list[str] = []
+    crowds = []
+    for part in ("claims", "queue"):
+        living_entries(path, part, ignored)
+        crowds.append(sentence_on_crowd(path, part))
+    found = [*ignored, *filter(None, crowds)]
+    if not found:
+        return passed("every claim and every ticket counts")
+    fix = "ask the owners of these files, or root, to end what keeps them and to remove them"
+    return warning("; ".join(found[:_MOST_TOLD]), fix)
 
 
 def process_namespace(host: CheckedHost) -> Check:

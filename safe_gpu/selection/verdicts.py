@@ -363,7 +363,7 @@ def _claimed_by(holder: Holder) -> str:
     if holder.sharers:
         return f"shared by {plural(len(holder.sharers), 'claim')}"
     if holder.elsewhere:
-        return "claimed in another state directory (a private /tmp?), or its entry was removed from this one"
+        return "claimed in another state directory (a private /tmp?), or its entry here was removed or cannot be read"
     text = "claimed" if holder.pid is None else f"claimed by process {holder.pid}"
     text += holder.namespace and f" {holder.namespace}"
     if holder.left_by is not None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import cache, cached_property, partial
 from typing import NamedTuple
 
+from ..coordination.crowds import sentence_on_crowd
 from ..coordination.directory import OPEN_FILE, Directory, remover_of, state_dir_path
 from ..coordination.doors import MOST_PARTS, Doors
 from ..coordination.entry import Entry, living_entries
@@ -51,7 +52,7 @@ class HostFacts:
         tickets: of all waiters, in the order of the queue.
         faults: UUID -> note, of the GPUs that are taken last because a claim failed on them.
         warnings: sentences that say which facts are not known, and why.
-        ignored: sentences on the entries that count for nothing.
+        ignored: sentences on the entries that count for nothing, and on directories with very many names.
         processes: what /proc says.
 
     Args:
@@ -78,7 +79,10 @@ class HostFacts:
             except StateDirError as err:
                 self.warnings = [f"The claims are not known: {err}"]
             append(lines_of_dead(dead, time.time()), time.time())
-        self.ignored = list(dict.fromkeys(ignored))
+        for part in ("claims", "queue"):
+            with suppress(StateDirError):  # which is told above
+                ignored.append(sentence_on_crowd(path, part))
+        self.ignored = list(dict.fromkeys(filter(None, ignored)))
         self.faults = recent_faults(read_faults(path, uuids), time.time())
         self.processes = ProcessTable([*self.claims.living, *self.tickets])
         self._holders: dict[str, Holder] = {}  # name of an entry

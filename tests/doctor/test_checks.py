@@ -233,6 +233,23 @@ def test_what_is_drained_and_what_is_ignored(used: Path) -> None:
     says("GPUs in service", "warning", f"closed has a line that closes no GPU, and is ignored: {UUIDS[4]}")
 
 
+def test_entries_that_do_not_count(used: Path) -> None:
+    says("entries", "passed")
+    (used / "queue" / f"7.{'a' * 16}").symlink_to("/etc/passwd")
+    user = api.procfs.user_name(os.geteuid())
+    says("entries", "warning", f"{used}/queue/7.{'a' * 16} of {user} counts for nothing", fix="ask the owners")
+
+
+@as_root
+def test_a_name_of_a_gpu_that_is_drained_runs_no_command_of_its_writer(used: Path) -> None:
+    """Root pastes the advice."""
+    os.chown(used, 4711, 4711)
+    (used / "closed").write_text("".join(f"GPU-{number};$(touch${{IFS}}pwned) - - - \n" for number in range(99)))
+    os.chown(used / "closed", 4711, 4711)
+    quoted = [f"'GPU-{number};$(touch${{IFS}}pwned)'" for number in range(8)]
+    assert finding("GPUs in service").fix.partition(",")[0] == f"safe-gpu resume {' '.join(quoted)}"
+
+
 # Who holds GPUs
 
 

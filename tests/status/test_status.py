@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from support import api
+from support import api, findings
 from support.claims import claim
 from support.ground import locked_host
 from support.vendor_hosts import KfdHost
@@ -326,10 +326,10 @@ def test_who_waits_is_the_owner_of_the_ticket_whatever_it_says(holder, ticket) -
 def test_a_look_takes_no_lock_and_leaves_all_but_notes_for_the_next_alone(state_dir: Path, holder, ticket, ask) -> None:
     """host.lock is held all the while."""
 
-    def there() -> dict[Path, os.stat_result]:
+    def there() -> dict[Path, tuple[int, int]]:
         kept = [path for kind in ("claims", "queue") for path in entries(state_dir, kind)]
         kept += [path for path in state_dir.glob("*/*") if path.suffix not in (".idle", ".seen")]
-        return {path: path.stat() for path in kept}
+        return {path: (path.stat().st_ino, path.stat().st_ctime_ns) for path in kept}  # to read may set st_atime
 
     ticket(nb_gpus=8, gpus=UUIDS)
     before = there()
@@ -380,6 +380,52 @@ def test_names_that_count_for_nothing_are_told_and_hide_nothing(state_dir: Path,
     assert second.endswith(", as do 1 more")
     assert status.to_dict()["warnings"] == [second, first]
     assert api.main(["status"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda path: path.chmod(0o600), "Permission denied"),
+        (lambda path: os.truncate(path, 33_000), "33000 bytes"),
+        (lambda path: path.write_text("[]"), "nonsense"),
+    ],
+)
+def test_an_entry_that_cannot_be_read_is_told_with_its_owner(
+    state_dir: Path, ground: Any, as_user: Any, spoil: Any, why: str
+) -> None:
+    """Its doors keep the GPU, which is told too."""
+    ground.hold(0, uid=4711)
+    ground.hold(1, uid=0)
+    path = ground.played(0).path
+    spoil(path)
+
+    def look(say, listen) -> None:
+        status = api.gather()
+        say([status.ignored, states(status)[:20], status.gpus[0].reason, ask_doctor()])
+
+    def ask_doctor() -> str:
+        return findings.finding("entries").detail
+
+    told = as_user(look, uid=4712).hear()
+    assert f"{path} of 4711 counts for nothing (" in told
+    assert told.count(why) == 2, "in status and in doctor"
+    assert "claimed claimed free" in told
+    assert "its entry here was removed or cannot be read" in told
+
+
+@pytest.mark.parametrize("name", ["{number}.{number:016x}", ".{number:016x}"])
+def test_who_has_made_very_many_names_is_told(state_dir: Path, holder, name: str) -> None:
+    """Of dead entries, and of unfinished ones."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    one = state_dir / "claims" / "one"
+    one.touch()
+    os.chown(one, 4711, 4711)
+    for number in range(7000):
+        os.link(one, state_dir / "claims" / name.format(number=number + 10))
+    text = rf"{state_dir}/claims has [67],00[0-9] names, which slows down all who look; 100% of them are of 4711, "
+    assert re.search(text, findings.finding("entries").detail)
+    assert any(re.match(text, told) for told in look().ignored)
 
 
 def test_a_look_opens_each_entry_once(state_dir: Path, holder, ticket, monkeypatch) -> None:

@@ -10,12 +10,16 @@ from ..coordination.directory import ADMIN_DIR, DEFAULT_DIR, HOST_LOCK, PARTS, s
 from ..coordination.notes import closed_file, read_closed
 from ..coordination.setup import examine, in_use, make, remove
 from ..errors import PolicyError, StateDirError
-from ..host.foreign_files import read_start
+from ..host.foreign_files import printable, read_start
 from ..host.programs import is_root, others_can_change
 from ..settings import variables as settings
 from ..wording.text import plural
 from .commands import EX_TRY_AGAIN
-from .output import CommandError, write_whole
+from .output import CommandError, print_lines, write_whole
+
+# Any user can claim GPUs of any names, and make files of any names.
+_MOST_NAMED = 8
+_MOST_LEFT = 100
 
 SIGNS_OF_SYSTEMD = ("/run/systemd/system", "/usr/bin/systemd-tmpfiles", "/bin/systemd-tmpfiles")
 """Where one of these exists, a rule of tmpfiles.d is of use."""
@@ -75,8 +79,10 @@ def _take_away(path: str, dry_run: bool) -> None:
     if not dry_run:
         with suppress(OSError):  # something is left in it
             os.rmdir(os.path.dirname(config))
-    for name in stays:
-        print(f"left, since setup did not write it: {name}")
+    for name in stays[:_MOST_LEFT]:
+        print_lines(printable(f"left, since setup did not write it: {name}"))
+    if len(stays) > _MOST_LEFT:
+        print(f"left, since setup did not write them: {len(stays) - _MOST_LEFT} more")
 
 
 def _checked(text: str) -> str:
@@ -104,7 +110,10 @@ def _refuse_if_used(path: str) -> None:
         CommandError: GPUs are claimed or waited for there.
         StateDirError: it cannot be read.
     """
-    found, waiters = in_use(path)
+    claimed, waiters = in_use(path)
+    found = claimed[:_MOST_NAMED]
+    if len(claimed) > _MOST_NAMED:
+        found.append(f"{len(claimed) - _MOST_NAMED} more")
     if waiters:
         found.append(plural(waiters, "waiter"))
     if found:

@@ -26,6 +26,7 @@ from .directory import Directory, SharedDirectory, state_dir_path
 _CLOSED = "closed"
 
 _FAULTS = "faults"
+_LONGEST_LINE = 1000  # characters of a file of closed GPUs that are read
 _MOST_BYTES = 4096
 _MOST_CHARACTERS = 400
 _MOST_NAMES = 4096  # that are listed: anybody can make more
@@ -85,7 +86,8 @@ def read_closed(*, by_root: bool, state_dir: str = "") -> Closed:
         os.close(above)
     if doubt:
         return Closed(doubt=f"{path} {doubt}: it is ignored, and closes no GPU")
-    reasons, windows, wrong = parse_closed(map(printable, text.split("\n")), user)
+    lines = [printable(line[:_LONGEST_LINE]) for line in text.split("\n")]
+    reasons, windows, wrong = parse_closed(lines, user)
     if wrong:
         doubt = f"{path} has a line that closes no GPU, and is ignored: {wrong[0][:100]}"
     return Closed(user, reasons, windows, doubt)

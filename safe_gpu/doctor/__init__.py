@@ -24,6 +24,7 @@ CHECKS: dict[str, Callable[[CheckedHost], Check]] = {
     "health of GPUs": driver.ill_gpus,
     "GPUs in service": state.drained,
     "process lists": driver.process_lists,
+    "ended processes": state.ended_processes,
     "state directory": state.directory,
     "file locks": state.locks,
     "entries": state.entries,
@@ -37,7 +38,14 @@ CHECKS: dict[str, Callable[[CheckedHost], Check]] = {
 }
 """Name -> function of every check, in the order of the report."""
 
-_NEED_A_DRIVER = ("CUDA", "access to GPUs", "health of GPUs", "process lists", "CUDA_VISIBLE_DEVICES")
+_NEED_A_DRIVER = (
+    "CUDA",
+    "access to GPUs",
+    "health of GPUs",
+    "process lists",
+    "ended processes",
+    "CUDA_VISIBLE_DEVICES",
+)
 
 
 def check(name: str, host: CheckedHost) -> Check:

@@ -25,7 +25,7 @@ from ..coordination.holders import claims_now, holder_of, living_claims
 from ..coordination.host_lock import Host
 from ..coordination.notes import closed_now, ignored_closed
 from ..errors import StateDirError
-from ..gpus.devices import Gpu, Holder
+from ..gpus.devices import Gpu, GpuProcess, Holder
 from ..host import procfs
 from ..host.signals import DeferredSignals
 from .check import Check, CheckedHost, failed, labels, passed, skipped, warning
@@ -153,9 +153,7 @@ def entries(host: CheckedHost) -> Check:
 def process_namespace(host: CheckedHost) -> Check:
     """Check that the processes that the driver reports are visible."""
     processes = [process for gpu in host.snapshot.gpus for process in gpu.processes or ()]
-    unseen = {
-        one.pid for one in processes if one.elsewhere or (not procfs.exists(one.pid) and procfs.has_ended(one.pid))
-    }
+    unseen = {one.pid for one in processes if one.elsewhere or _is_unknown_here(one)}
     if unseen or procfs.pid_namespace() not in (None, procfs.FIRST_PID_NAMESPACE):
         number = f"{len(unseen)} of {len({one.pid for one in processes})} processes on the GPUs"
         what = f"{number if unseen else 'processes of the host'} cannot be seen from here (a container?)"
@@ -166,6 +164,24 @@ def process_namespace(host: CheckedHost) -> Check:
         fix = "ask root to add you to the group of the mount option gid=, or to remount /proc without hidepid"
         return warning(what, fix)
     return passed("all processes of the host can be seen")
+
+
+def _is_unknown_here(process: GpuProcess) -> bool:
+    """Return whether a process may be one of another PID namespace, of which nothing is seen here."""
+    return not process.ended and not procfs.exists(process.pid) and procfs.has_ended(process.pid)
+
+
+def ended_processes(host: CheckedHost) -> Check:
+    """Check that the driver lists no process that has ended. Its memory stays in use until the GPU is reset."""
+    gpus: dict[int, list[Gpu]] = {}  # by the number of such a process
+    for gpu in host.snapshot.gpus:
+        for process in gpu.processes or ():
+            if host.snapshot.has_ended(process):
+                gpus.setdefault(process.pid, []).append(gpu)
+    if not gpus:
+        return passed("the driver lists no process that has ended")
+    texts = [f"{labels(of)}: process {pid} has ended and the driver keeps its memory" for pid, of in gpus.items()]
+    return warning("; ".join(texts[:_MOST_TOLD]), f"reset the GPU if that lasts: {host.vendor.recover}")
 
 
 def elsewhere(host: CheckedHost) -> Check:

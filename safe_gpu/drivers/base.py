@@ -121,7 +121,10 @@ def own_namespace_pids(
 
 def _resolved(process: GpuProcess, device: str) -> GpuProcess:
     own = os.getpid()
-    pid = own if process.pid == own else procfs.thread_group(process.pid) or process.pid
+    pid = own if process.pid == own else procfs.thread_group(process.pid)
+    if pid is None:
+        is_first = procfs.pid_namespace() == procfs.FIRST_PID_NAMESPACE
+        return process._replace(ended=is_first and procfs.has_ended(process.pid))
     if device and pid != own and _has_device(pid, device) is False:
         return process._replace(name=None, elsewhere=True)
     return process if pid == process.pid else process._replace(pid=pid)

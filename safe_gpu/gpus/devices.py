@@ -62,6 +62,7 @@ class GpuProcess(NamedTuple):
     memory_used: int | None = None
     name: str | None = None
     elsewhere: bool = False
+    ended: bool = False
 
 
 def memory_by_pid(processes: Iterable[GpuProcess]) -> dict[int, int]:
@@ -283,6 +284,28 @@ class HostSnapshot(NamedTuple):
     def shared_display(self) -> bool:
         """Whether the host has one GPU and a display is active on it. Claims of such a GPU are shared."""
         return len(self.gpus) > 0 and self.gpus[0].display_active and len(self.physical) == 1
+
+    def has_ended(self, process: GpuProcess) -> bool:
+        """Return whether a process that the driver lists has certainly ended, so that the driver keeps its memory.
+
+        NVIDIA's drivers 535.113 to 570.144 and 575.51 list the thread that opened the driver, which may end before its
+        process does. Up to 560 they tell the memory of processes only.
+        """
+        if not process.ended:
+            return False
+        version = self._nvidia_version
+        lists_threads = (535, 113) <= version < (570, 148) or (575,) <= version < (575, 57)
+        if lists_threads:
+            return version < (561,) and process.memory_used is not None
+        return True
+
+    @property
+    def _nvidia_version(self) -> tuple[int, ...]:
+        """Major and minor version of NVIDIA's driver; () of others."""
+        if self.driver not in VENDORS[FIRST].drivers:
+            return ()
+        parts = self.driver_version.split(".")[:2]
+        return tuple(int(part) for part in parts if part.isdecimal())
 
     def by_uuid(self, uuid: str) -> Gpu | None:
         """Return the device with this UUID, or None."""

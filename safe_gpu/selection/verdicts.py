@@ -163,18 +163,33 @@ def _command(process: GpuProcess, describe: Describe) -> str | None:
     return described[1] if described else None
 
 
-def name_processes(processes: Collection[GpuProcess], describe: Describe) -> tuple[str | None, str]:
+def why_kept(pid: int) -> str:
+    """Return why a process that has ended makes a GPU busy. The driver may list it for a moment more."""
+    return f"process {pid} has ended and the driver keeps its memory: reset the GPU if that lasts"
+
+
+def name_processes(
+    processes: Collection[GpuProcess], describe: Describe, *, first_has_ended: bool = False
+) -> tuple[str | None, str]:
     """Return the user of the first process, and a text that names it and says how many others there are."""
     first, *others = processes
-    user, command = (None if first.elsewhere else describe(first.pid)) or (None, None)
-    amount = "an unknown amount of memory" if first.memory_used is None else format_bytes(first.memory_used)
-    if first.elsewhere:
-        command = "a number of another PID namespace"
-    text = f"process {first.pid}{in_brackets(user, command or first.name)} uses {amount}"
+    user = None
+    if first_has_ended:
+        text = why_kept(first.pid)
+    else:
+        user, text = _name_process(first, describe)
     pids = {process.pid for process in others} - {first.pid}
     if pids:
         text += f", and {len(pids)} more process{'es' if len(pids) > 1 else ''}"
     return user, text
+
+
+def _name_process(process: GpuProcess, describe: Describe) -> tuple[str | None, str]:
+    user, command = (None if process.elsewhere else describe(process.pid)) or (None, None)
+    amount = "an unknown amount of memory" if process.memory_used is None else format_bytes(process.memory_used)
+    if process.elsewhere:
+        command = "a number of another PID namespace"
+    return user, f"process {process.pid}{in_brackets(user, command or process.name)} uses {amount}"
 
 
 def why_memory_unexplained(gpu: Gpu, rules: Rules) -> str:
@@ -315,7 +330,7 @@ def judge(
             others = strangers(others, sharers, family_of)
         if others and (users := users_of(gpu, others, describe, mps_servers=mps_servers)):
             users.sort(key=lambda process: (-(process.memory_used or 0), process.pid))
-            user, text = name_processes(users, describe)
+            user, text = name_processes(users, describe, first_has_ended=snapshot.has_ended(users[0]))
             text += " without a share" if sharers else ""
             return GpuVerdict(gpu, "busy", text, users[0].pid, user)
         reason = request.why_not_now(gpu, disregarded) if limits else ""

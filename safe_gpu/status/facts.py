@@ -22,7 +22,8 @@ _MOST_WAITERS = 1000  # in the JSON document: any user can make more
 class ProcessStatus:
     """A process that the driver reports on a GPU.
 
-    ``user`` and ``command`` are None if its pid is not of this PID namespace.
+    ``user`` and ``command`` are None if its pid is not of this PID namespace. ``ended``: it has ended, and the driver
+    keeps its memory.
     """
 
     pid: int
@@ -30,6 +31,7 @@ class ProcessStatus:
     command: str | None
     kind: str
     memory_used: int | None
+    ended: bool = False
 
 
 @dataclass(frozen=True)

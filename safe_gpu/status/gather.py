@@ -317,7 +317,7 @@ def _gpus(snapshot: HostSnapshot, found: HostFacts, limits: Mapping[int, Limits]
         family = [] if claim is None else [*claim.each, *filter(None, [inside])]
         idle = claim is not None and _is_idle(gpu, family, processes, mps_servers)
         reason = "; ".join(filter(None, reasons))
-        shown = tuple(_process(process, processes) for process in gpu.processes or ())
+        shown = tuple(_process(process, snapshot, processes) for process in gpu.processes or ())
         one = GpuStatus(gpu, state, idle, reason, claim, inside, shown, fault, drained=bool(drained))
         if claim is not None:
             free = _share_free(gpu, claim.sharers, found, rules) if claim.sharers else None
@@ -393,9 +393,10 @@ def _idle_since(directory: Directory, one: GpuStatus, since: float, now: float) 
         os.close(fd)
 
 
-def _process(process: GpuProcess, processes: ProcessTable) -> ProcessStatus:
+def _process(process: GpuProcess, snapshot: HostSnapshot, processes: ProcessTable) -> ProcessStatus:
     user, command = (None if process.elsewhere else processes.describe(process.pid)) or (None, None)
-    return ProcessStatus(process.pid, user, command or process.name, process.kind, process.memory_used)
+    ended = snapshot.has_ended(process)
+    return ProcessStatus(process.pid, user, command or process.name, process.kind, process.memory_used, ended)
 
 
 def _waiters(found: HostFacts, starts: Iterable[Moments], limited: Mapping[str, AtLimit]) -> Iterator[WaiterStatus]:

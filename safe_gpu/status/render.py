@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from ..gpus.devices import Holder
 from ..host.foreign_files import printable
+from ..selection.verdicts import why_kept
 from ..wording.text import GAP, Column, cut, format_age, format_bytes, gpu_ranges, paint, plural, short_age, wrapped
 from .facts import FREE, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
 
@@ -244,7 +245,7 @@ def _process_cells(users: Collection[ProcessStatus]) -> dict[str, str]:
     """Describe the process with the most memory."""
     first = max(users, key=lambda process: process.memory_used or 0)
     number = len({process.pid for process in users})
-    command = (f"(1 of {number}) " if number > 1 else "") + _short(first.command)
+    command = (f"(1 of {number}) " if number > 1 else "") + ("(has ended)" if first.ended else _short(first.command))
     return _holder_cells(first.user, first.pid, None) | {"COMMAND": command}
 
 
@@ -293,6 +294,8 @@ def _notes(one: GpuStatus) -> Iterator[str]:
         who = " ".join(filter(None, (one.inside.user, _short(one.inside.command or ""))))
         yield f"inside it: process {one.inside.pid or '?'} {who}".rstrip()
         yield from _claim_notes(one.inside)
+    ended = [process.pid for process in one.users if process.ended]
+    yield from (why_kept(pid) for pid in dict.fromkeys(ended))
     if one.claim is None:
         if not (one.state == "busy" and one.users):
             yield from filter(None, [one.reason or "free, shared with the display" * (one.state == "display")])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from support import api
 from support.forks import in_child
+from support.processes import ALL_ARE_SEEN
 from support.vendor_hosts import KfdHost
 
 HIDDEN = 4_000_000  # above every pid that Linux gives
@@ -171,9 +172,45 @@ def test_a_thread_stands_for_its_process() -> None:
     found, reversed_ = api.own_namespace_pids(listed), api.own_namespace_pids(reversed(listed))
     done.set()
     worker.join()
-    assert found == (api.GpuProcess(pid, memory_used=7), api.GpuProcess(HIDDEN))
+    assert found == (api.GpuProcess(pid, memory_used=7), api.GpuProcess(HIDDEN, ended=ALL_ARE_SEEN))
     assert reversed_[1] == api.GpuProcess(pid, memory_used=7)
     assert [process.kind for process in kinds] == [api.ProcessKind.COMPUTE, api.ProcessKind.GRAPHICS]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_process_that_has_ended(is_first: bool, zombie: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another PID namespace it may be one that is not seen. A zombie may be giving its memory back."""
+    namespace = api.procfs.FIRST_PID_NAMESPACE if is_first else 1
+    monkeypatch.setattr(api.procfs, "pid_namespace", lambda: namespace)
+    gone = os.fork()
+    if gone == 0:
+        os._exit(0)
+    os.waitpid(gone, 0)
+    listed = [api.GpuProcess(pid) for pid in (os.getpid(), os.getppid(), zombie, gone)]
+    assert [process.ended for process in api.own_namespace_pids(listed)] == [False, False, False, is_first]
+
+
+@pytest.mark.parametrize(
+    ("driver", "version", "memory", "is_told"),
+    [
+        ("nvml", "525.60.13", None, True),
+        ("nvml", "535.104.05", None, True),
+        ("nvml", "535.113.01", None, False),  # the number of a thread
+        ("nvml", "550.54.15", 1 << 30, True),  # told of processes only
+        ("nvml", "565.57.01", 1 << 30, False),
+        ("nvidia-smi", "570.144", 1 << 30, False),
+        ("nvml", "570.148.08", 1 << 30, True),
+        ("nvml", "575.51.03", 1 << 30, False),
+        ("nvml", "575.57.08", None, True),
+        ("nvml", "580.65.06", None, True),
+        ("kfd", "6.8.5", None, True),
+        ("nvml", "", 1 << 30, True),
+    ],
+)
+def test_a_thread_that_has_ended_is_no_process(driver: str, version: str, memory: int | None, is_told: bool) -> None:
+    snapshot = api.HostSnapshot((), driver, version)
+    assert snapshot.has_ended(api.GpuProcess(7, memory_used=memory, ended=True)) == is_told
+    assert not snapshot.has_ended(api.GpuProcess(7, memory_used=memory))
 
 
 OPEN = "file = open({!r}, 'r+b')\n"

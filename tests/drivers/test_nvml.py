@@ -12,6 +12,7 @@ import pynvml
 import pytest
 from support import api
 from support.forks import in_child
+from support.processes import ALL_ARE_SEEN
 
 # nvmlReturn_t, as the fake answers it
 UNINITIALIZED, NOT_SUPPORTED, NO_PERMISSION, INSUFFICIENT_SIZE = 1, 3, 4, 7
@@ -86,7 +87,7 @@ def test_what_only_draws_is_not_asked_for(host: Any, driver: api.nvml.NvmlDriver
     (own,) = gpus[0].processes or ()
     assert (own.pid, own.kind, own.memory_used) == (os.getpid(), api.ProcessKind.COMPUTE, 3 << 20)
     assert os.path.basename(sys.executable) in (own.name or "")
-    assert gpus[1].processes == (api.GpuProcess(HIDDEN, api.ProcessKind.COMPUTE, None, None),)
+    assert gpus[1].processes == (api.GpuProcess(HIDDEN, api.ProcessKind.COMPUTE, None, None, ended=ALL_ARE_SEEN),)
     assert driver.usage(gpus) == gpus
     detailed = driver.detailed(driver.snapshot()).gpus
     assert detailed[0].processes == (own, own._replace(kind=api.ProcessKind.GRAPHICS))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support import api
+from support.processes import ALL_ARE_SEEN
 from support.vendor_hosts import GIB, IntelHost, KfdHost
 
 HIDDEN = 4_000_000  # above every pid that Linux gives
@@ -81,7 +82,8 @@ def test_queues_and_further_contexts_count(three: KfdHost) -> None:
     three.process(HIDDEN, context=0, vram_11=2 << 20, vram_22=4 << 20)
     three.process(HIDDEN, context=1, queues=(33,))
     used = (3 << 20, 4 << 20, 0)
-    assert [gpu.processes for gpu in gpus()] == [(api.GpuProcess(HIDDEN, memory_used=memory),) for memory in used]
+    expected = [api.GpuProcess(HIDDEN, memory_used=memory, ended=ALL_ARE_SEEN) for memory in used]
+    assert [gpu.processes for gpu in gpus()] == [(process,) for process in expected]
     assert free() == []
 
 

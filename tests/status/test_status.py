@@ -32,7 +32,7 @@ KEYS = {
     "power power_limit state state_shown idle idle_for reason claim shares share_free pieces processes",
     "claim": CLAIMED,
     "share": f"{CLAIMED} share memory_used",
-    "process": "pid user command kind memory_used",
+    "process": "pid user command kind memory_used ended",
     "waiter": "position pid user nb_gpus share vendor since hold_for expected_start earliest_start job limit",
 }
 
@@ -497,6 +497,26 @@ def test_mig_lost_gpus_and_values_the_driver_does_not_give(fake_gpus, state_dir:
     for told in (f"{1 << 29}", "(1 of 2)", "GPU 2: MIG mode is on", lost.reason):
         assert told in text
     assert ": 1 of 4 GPUs free, 2 of 2 MIG instances on 1 GPU free (" in text
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_process_that_has_ended_and_keeps_its_memory(
+    fake_gpus: Any, state_dir: Path, is_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all processes are seen. Elsewhere it may be one of another PID namespace."""
+    monkeypatch.setattr(api.procfs, "pid_namespace", lambda: api.procfs.FIRST_PID_NAMESPACE if is_first else OTHER)
+    fake_gpus.set(2)
+    fake_gpus.use_nvml_here()
+    fake_gpus.process(fake_gpus.uuids[1], 1 << 29, 5 << 30, static=True)
+    told = f"process {1 << 29} has ended and the driver keeps its memory: reset the GPU"
+    status = look()
+    assert (status.gpus[1].state, told in status.gpus[1].reason) == ("busy", is_first)
+    assert ("(has ended)" in row(status, 1)) == is_first
+    assert (f"GPU 1: {told} if that lasts" in " ".join(table(status).split())) == is_first
+    assert [one["ended"] for one in status.to_dict()["gpus"][1]["processes"]] == [is_first]
+    with pytest.raises(NotEnoughGpusError) as refused:
+        claim(2)
+    assert (told in str(refused.value)) == is_first
 
 
 def test_a_display_that_everyone_shares(state_dir: Path, child) -> None:

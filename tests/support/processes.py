@@ -20,6 +20,9 @@ from support.stage import import_everything
 
 from safe_gpu.host import procfs
 
+ALL_ARE_SEEN = procfs.pid_namespace() == procfs.FIRST_PID_NAMESPACE
+"""Whether a number without a process here is that of one that has ended."""
+
 
 class Child:
     """A Python process that runs some code; ``say("x")`` in it is waited for by :meth:`hear`."""

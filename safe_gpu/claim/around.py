@@ -80,10 +80,15 @@ def check_possible_inside(view: HostView, around: Entry, *, delegate: bool) -> N
     raise UnsatisfiableRequestError(problem, value=number)
 
 
-def _family() -> set[tuple[int | None, int | None]]:
-    """Return the pid and the start of this process and of each of its ancestors, as far as the start is known."""
-    family = (os.getpid(), *procfs.ancestors(os.getpid()))
-    return {(pid, start) for pid in family if (start := procfs.start_time(pid)) is not None}
+def _family() -> set[int]:
+    """Return the pids of this process and of its ancestors."""
+    return {os.getpid(), *procfs.ancestors(os.getpid())}
+
+
+def _is_of(holder: Holder, family: set[int]) -> bool:
+    """Return whether the process that holds something is one of these."""
+    pid = holder.pid
+    return pid in family and pid is not None and procfs.is_start(holder.start, pid, procfs.start_time(pid))
 
 
 def refuse_inside_share(gpus: Iterable[Gpu], holders: Mapping[str, Holder]) -> None:
@@ -97,7 +102,7 @@ def refuse_inside_share(gpus: Iterable[Gpu], holders: Mapping[str, Holder]) -> N
     """
     family = _family()
     sharers = [(gpu, one) for gpu in gpus if gpu.uuid in holders for one in holders[gpu.uuid].sharers]
-    ours = [(gpu.label, one.pid) for gpu, one in sharers if (one.pid, one.start) in family]
+    ours = [(gpu.label, one.pid) for gpu, one in sharers if _is_of(one, family)]
     if ours:
         raise UnsatisfiableRequestError(
             f"process {ours[0][1]} holds a share of GPU {gpu_ranges(label for label, _ in ours)}, and no claim can be "
@@ -121,7 +126,7 @@ def refuse_gpus_of_ancestors(
     """
     family, all_verdicts = _family(), tuple(verdicts)
     claimed = [one for one in all_verdicts if one.state == "claimed" and one.holder]
-    held = [one for one in claimed if one.holder and (one.holder.pid, one.holder.start) in family]
+    held = [one for one in claimed if one.holder and _is_of(one.holder, family)]
     if not held or len(set(usable) - {verdict.gpu.uuid for verdict in held}) >= request.nb_gpus:
         return
     labels = gpu_ranges(verdict.gpu.label for verdict in held)

@@ -186,13 +186,18 @@ def has_ended(entry: Entry) -> bool:
     """Return whether the process that made an entry has ended, as far as can be seen from here."""
     if not entry.pid or procfs.namespace_text(entry.pidns or None):
         return False
-    return procfs.has_ended(entry.pid) or procfs.start_time(entry.pid) not in (None, entry.start)
+    if procfs.has_ended(entry.pid):
+        return True
+    told = procfs.start_time(entry.pid)
+    return told is not None and not procfs.is_start(entry.start, entry.pid, told)
 
 
 def lives_here(entry: Entry) -> bool:
     """Return whether the process that made an entry lives in this PID namespace, and is of the owner of the entry."""
+    if procfs.namespace_text(entry.pidns or None):
+        return False
     # A zombie does not count: its child may hold the entry.
-    if procfs.namespace_text(entry.pidns or None) or procfs.start_of_living(entry.pid) != entry.start:
+    if not procfs.is_start(entry.start, entry.pid, procfs.start_of_living(entry.pid)):
         return False
     return procfs.uid_of(entry.pid) == entry.uid or procfs.real_uid_of(entry.pid) == entry.uid
 

@@ -200,6 +200,42 @@ def start_of_living(pid: int) -> int | None:
     return process.start
 
 
+def is_start(said: int | None, pid: int, told: int | None) -> bool:
+    """Return whether a start time that was said of a process is that which the kernel tells of it here.
+
+    The kernel adds to all start times the offset of the time namespace of who reads them (Linux 5.11, see
+    time_namespaces(7)), so they may have been said as they are in another one: in the first, or in that of the process.
+
+    Args:
+        said: in clock ticks since boot; None is not known.
+        told: of :func:`start_time`.
+    """
+    if said is None or told is None:
+        return False
+    if said == told:
+        return True
+    own, other = _boot_offset("self"), _boot_offset(pid)
+    if own == other == 0:
+        return False
+    in_the_first = told - own
+    # Each offset may have a part of a tick.
+    return abs(said - in_the_first) <= 1 or abs(said - in_the_first - other) <= 1
+
+
+def _boot_offset(task: int | str) -> int:
+    """Return what is added to the clock since boot in the time namespace of a process, in clock ticks.
+
+    It is 0 where the kernel has no such namespaces, or does not tell. Of a process that has made one for its children
+    the kernel tells that one's.
+    """
+    for line in _read(f"/proc/{task}/timens_offsets").split(b"\n"):
+        clock, seconds, nanoseconds = [*line.split(), b"", b"", b""][:3]
+        if clock == b"boottime" and _is_number(seconds.removeprefix(b"-")) and _is_number(nanoseconds):
+            ticks = os.sysconf("SC_CLK_TCK")
+            return int(seconds) * ticks + int(nanoseconds) * ticks // 10**9
+    return 0
+
+
 def seconds_running(pid: int) -> float | None:
     """Return how long ago the process started; None for a process that cannot be seen."""
     started = start_time(pid)

@@ -287,7 +287,8 @@ def _claims_now(warnings: list[str]) -> tuple[list[PastClaim], list[bytes]]:
 
 def _running(entry: Entry, told: PastClaim) -> PastClaim:
     now, began = time.time(), 0.0
-    if entry.pidns == procfs.pid_namespace() and entry.start == procfs.start_time(entry.pid):
+    is_here = entry.pidns == procfs.pid_namespace()
+    if is_here and procfs.is_start(entry.start, entry.pid, procfs.start_time(entry.pid)):
         age = procfs.seconds_running(entry.pid)
         began = 0.0 if age is None else now - age - _TICK
     return told._replace(running=True, seen=now, not_before=began)

@@ -88,7 +88,9 @@ def _family() -> set[int]:
 def _is_of(holder: Holder, family: set[int]) -> bool:
     """Return whether the process that holds something is one of these."""
     pid = holder.pid
-    return pid in family and pid is not None and procfs.is_start(holder.start, pid, procfs.start_time(pid))
+    if pid is None or pid not in family:
+        return False
+    return procfs.is_start(holder.start, pid, procfs.start_time(pid))
 
 
 def refuse_inside_share(gpus: Iterable[Gpu], holders: Mapping[str, Holder]) -> None:

@@ -129,5 +129,7 @@ def say_who_may_claim(gpus: Iterable[GpuStatus]) -> None:
             say(f"GPU {one.label}: {reason}")
         else:
             users = ", ".join(dict.fromkeys(claim.user or "?" for claim in one.claims))
-            until = "that claim ends" if len(one.claims) == 1 else "these claims end"
+            until = "that claim ends"
+            if len(one.claims) > 1:
+                until = "these claims end"
             say(f"GPU {one.label}: {reason}; claimed by {users} until {until}")

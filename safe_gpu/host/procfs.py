@@ -229,8 +229,11 @@ def _boot_offset(task: int | str) -> int:
     the kernel tells that one's.
     """
     for line in _read(f"/proc/{task}/timens_offsets").split(b"\n"):
-        clock, seconds, nanoseconds = [*line.split(), b"", b"", b""][:3]
-        if clock == b"boottime" and _is_number(seconds.removeprefix(b"-")) and _is_number(nanoseconds):
+        fields = line.split()
+        if len(fields) != 3 or fields[0] != b"boottime":
+            continue
+        _, seconds, nanoseconds = fields
+        if _is_number(seconds.removeprefix(b"-")) and _is_number(nanoseconds):
             ticks = os.sysconf("SC_CLK_TCK")
             return int(seconds) * ticks + int(nanoseconds) * ticks // 10**9
     return 0

@@ -230,7 +230,9 @@ def _waiter_dict(one: WaiterStatus) -> dict[str, Any]:
 def _claim_dict(one: Holder, names: tuple[str, ...]) -> dict[str, Any]:
     facts = {name: getattr(one, name) for name in names}
     facts["uid"] = one.uid if one.uid >= 0 else None
-    facts["held_as"] = one.held_as and one.held_as._asdict()
+    facts["held_as"] = None
+    if one.held_as is not None:
+        facts["held_as"] = one.held_as._asdict()
     return facts
 
 

@@ -67,7 +67,10 @@ def figures_of(status: Document, now: float) -> Figures:
     for one in gpus:
         pieces = one.get("pieces", ())  # an older version tells none
         for claim in one["shares"] or pieces or filter(None, [one["claim"]]):
-            part = (claim["share"] or 0) / (one["memory_total"] or 1) if "share" in claim else 1 / (len(pieces) or 1)
+            if "share" in claim:
+                part = (claim["share"] or 0) / (one["memory_total"] or 1)
+            else:
+                part = 1 / max(1, len(pieces))
             held[claim["user"] or "?"] += part  # type: ignore[assignment]
     cells = (
         f"{free} of {len(gpus)}",
@@ -215,18 +218,23 @@ def _status_of(document: Document, now: float) -> HostStatus:
         return kind(**{name: facts[name] for name in names if name in facts} | more)
 
     def claim_of(facts: Document) -> Holder:
-        held_as = facts.get("held_as")
-        return record(Holder, facts, held_as=None if held_as is None else record(HeldAs, held_as))
+        held_as = None
+        if facts.get("held_as") is not None:
+            held_as = record(HeldAs, facts["held_as"])
+        return record(Holder, facts, held_as=held_as)
 
     def gpu(one: Document) -> GpuStatus:
         in_use, shown = one["claim"] or one["processes"], one["state_shown"]
         reasons = [reason.partition(", since a claim failed")[0] for reason in one["reason"].split("; ")]
         told = "; ".join(reason for reason in reasons if reason.startswith(_TOLD) or not in_use)
-        shares = [claim_of(each) for each in one["shares"]]
-        claim = Holder.of_sharers(shares) if shares else one["claim"] and claim_of(one["claim"])
-        if one.get("pieces"):
+        claim = None
+        if one["shares"]:
+            claim = Holder.of_sharers(claim_of(each) for each in one["shares"])
+        elif one.get("pieces"):
             first, *others = (claim_of(each) for each in one["pieces"])
             claim = first._replace(others=tuple(others))
+        elif one["claim"]:
+            claim = claim_of(one["claim"])
         processes = tuple(record(ProcessStatus, each) for each in one["processes"])
         facts = {"claim": claim, "processes": processes, "reason": told, "fault": told, "drained": shown == "drained"}
         facts |= {"idle": True, "idle_report_after": 0.0} if shown == "idle" else {"idle": False}

@@ -245,7 +245,11 @@ def _process_cells(users: Collection[ProcessStatus]) -> dict[str, str]:
     """Describe the process with the most memory."""
     first = max(users, key=lambda process: process.memory_used or 0)
     number = len({process.pid for process in users})
-    command = (f"(1 of {number}) " if number > 1 else "") + ("(has ended)" if first.ended else _short(first.command))
+    command = _short(first.command)
+    if first.ended:
+        command = "(has ended)"
+    if number > 1:
+        command = f"(1 of {number}) {command}"
     return _holder_cells(first.user, first.pid, None) | {"COMMAND": command}
 
 

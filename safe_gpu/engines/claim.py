@@ -17,11 +17,9 @@ the first. Of two such claims with the same first host, one continues and the ot
 This takes the time of two hosts instead of one, whatever the number of hosts.
 """
 
-import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,7 +31,7 @@ from ..errors import (
     UnsatisfiableRequestError,
     package_logger,
 )
-from .connection import Holder
+from .connection import RemoteHolder
 from .holder import ClusterGpu, HostReport
 
 # Seconds for a release or a ping, which normally take milliseconds.
@@ -50,16 +48,21 @@ class NodeFacts(NamedTuple):
     has_gpus: bool
 
 
-def choose_nodes(nodes: int | Sequence[Any], alive: Mapping[str, NodeFacts], engine: str) -> tuple[list[str], int]:
-    """Return the ids of the candidate nodes, and the number of nodes that the claim needs.
+class CandidateNodes(NamedTuple):
+    """The ids of the nodes that may take part, and the number of nodes that the claim needs."""
+
+    ids: list[str]
+    needed: int
+
+
+def choose_nodes(nodes: int | Sequence[Any], alive: Mapping[str, NodeFacts], engine: str) -> CandidateNodes:
+    """Return the nodes that may take part: for a list, its nodes in that order; for a number, all nodes with GPUs, or
+    all nodes if those are too few.
 
     Args:
         nodes: the number of nodes, or a list of node ids or names.
         alive: all live nodes by id, in the engine's order.
         engine: for messages, "the Ray cluster".
-
-    Returns:
-        For a list, its nodes in that order. For a number, all nodes with GPUs, or all nodes if those are too few.
 
     Raises:
         UnsatisfiableRequestError: there are too few nodes, or a name fits no node, several, or one already named.
@@ -67,28 +70,39 @@ def choose_nodes(nodes: int | Sequence[Any], alive: Mapping[str, NodeFacts], eng
     if not nodes or isinstance(nodes, bool) or (isinstance(nodes, int) and nodes < 1):
         raise UnsatisfiableRequestError(f"nodes={nodes!r} names no node: ask for 1 node or more", value=nodes)
     if not isinstance(nodes, int):
-        named = [nodes] if isinstance(nodes, str) else [str(node) for node in nodes]
-        chosen = [_node_named(name, alive) for name in named]
-        if len(set(chosen)) < len(chosen):
-            problem = f"a node is named twice in nodes={named}: each node can be claimed once"
-            raise UnsatisfiableRequestError(problem, value=nodes)
-        return chosen, len(chosen)
+        return _named_nodes(nodes, alive)
     if nodes > len(alive):
         names = ", ".join(facts.names[0] for facts in alive.values())
         problem = f"{nodes} nodes asked for, and {engine} has {len(alive)}: {names}"
         raise UnsatisfiableRequestError(problem, value=nodes)
     with_gpus = [node for node, facts in alive.items() if facts.has_gpus]
-    return (with_gpus if len(with_gpus) >= nodes else list(alive)), nodes
+    if len(with_gpus) >= nodes:
+        return CandidateNodes(with_gpus, nodes)
+    return CandidateNodes(list(alive), nodes)
 
 
-def _node_named(name: str, alive: Mapping[str, NodeFacts]) -> str:
+def _named_nodes(nodes: Sequence[Any], alive: Mapping[str, NodeFacts]) -> CandidateNodes:
+    if isinstance(nodes, str):
+        names = [nodes]
+    else:
+        names = [str(node) for node in nodes]
+    ids = [_id_of_node(name, alive) for name in names]
+    if len(set(ids)) < len(ids):
+        problem = f"a node is named twice in nodes={names}: each node can be claimed once"
+        raise UnsatisfiableRequestError(problem, value=nodes)
+    return CandidateNodes(ids, len(ids))
+
+
+def _id_of_node(name: str, alive: Mapping[str, NodeFacts]) -> str:
     """Return the id of the node that has this id or name."""
     fitting = [node for node, facts in alive.items() if name == node or name in facts.names]
     if len(fitting) == 1:
         return fitting[0]
-    what = "no live node" if not fitting else f"{len(fitting)} nodes, name one by its id"
+    problem = "no live node"
+    if fitting:
+        problem = f"{len(fitting)} nodes, name one by its id"
     known = ", ".join(sorted(facts.names[0] for facts in alive.values())) or "none"
-    raise UnsatisfiableRequestError(f"{name!r} is {what}; live nodes: {known}", value=name)
+    raise UnsatisfiableRequestError(f"{name!r} is {problem}; live nodes: {known}", value=name)
 
 
 _ErrorT = TypeVar("_ErrorT", bound=SafeGpuError)
@@ -104,12 +118,12 @@ class HostClaim(NamedTuple):
         nb_gpus: how many GPUs are wanted there.
     """
 
-    members: Sequence[Holder]
+    members: Sequence[RemoteHolder]
     rank: tuple[str, ...]
     nb_gpus: int
 
     @property
-    def holder(self) -> Holder:
+    def holder(self) -> RemoteHolder:
         """The one that claims."""
         return self.members[0]
 
@@ -141,6 +155,25 @@ def on_host(host: str, error: _ErrorT) -> _ErrorT:
     return error
 
 
+class _Deadline:
+    """The one deadline of a claim on all hosts.
+
+    Attributes:
+        timeout: the seconds from now until the deadline; None is without limit.
+    """
+
+    def __init__(self, timeout: float | None, clock: Callable[[], float]) -> None:
+        self.timeout = timeout
+        self._clock = clock
+        self._start = clock()
+
+    def left(self) -> float | None:
+        """Return the seconds that are left, None without limit."""
+        if self.timeout is None:
+            return None
+        return self._start + self.timeout - self._clock()
+
+
 def claim_on_all(
     claimers: Sequence[HostClaim],
     timeout: float | None,
@@ -162,57 +195,56 @@ def claim_on_all(
     Raises:
         SafeGpuError: the error of a host, see :func:`on_host`. All claimers have been abandoned then.
     """
-    order = sorted(range(len(claimers)), key=lambda number: claimers[number].rank)
-    deadline = math.inf if timeout is None else clock() + timeout
+    in_order = sorted(claimers, key=lambda claimer: claimer.rank)
+    deadline = _Deadline(timeout, clock)
     grants: list[Any] = []  # of the first hosts in the order, which stay held
     try:
-        while len(grants) < len(order):
-            ahead = [claimers[number] for number in order[len(grants) :]]
-            granted, refusal = _try(ahead[:1] if timeout == 0 and not grants else ahead)
-            grants += granted
-            if refusal is None:
-                continue
-            if timeout == 0:
-                raise refusal
-            busy = ahead[len(granted)]
-            left = deadline - clock()
-            if timeout is not None and left <= 0:
-                late = ClaimTimeout(
-                    refusal.message, nb_gpus=refusal.nb_gpus, verdicts=refusal.verdicts, timeout=timeout
-                )
-                late.__dict__["host"] = busy.holder.host  # the message names it already
-                raise late
-            if on_wait is not None:
-                on_wait(busy.holder.host, refusal)
-            busy.begin(None if timeout is None else left)
-            try:
-                grants.append(busy.outcome())
-            except ClaimTimeout as err:
-                if timeout is not None:
-                    err.timeout = timeout  # the host was given only the remaining time
-                raise
+        while len(grants) < len(in_order):
+            ahead = in_order[len(grants) :]
+            if timeout == 0 and not grants:
+                ahead = ahead[:1]  # it cannot try again after a conflict, see above
+            tried = _try(ahead)
+            grants += tried.grants
+            if tried.refusal is not None:
+                busy = in_order[len(grants)]
+                grants.append(_wait_for(busy, tried.refusal, deadline, on_wait))
     except BaseException:
         for claimer in claimers:
             claimer.holder.end()
         raise
-    return [grants[order.index(number)] for number in range(len(claimers))]
+    grant_of = {claimer.rank: grant for claimer, grant in zip(in_order, grants, strict=True)}
+    return [grant_of[claimer.rank] for claimer in claimers]
 
 
-def _try(ahead: Sequence[HostClaim]) -> tuple[list[Any], NotEnoughGpusError | None]:
-    """Try hosts at the same time and keep those before the first busy one: their grants, and its refusal or None."""
+class _Tried(NamedTuple):
+    """What hosts say that were tried at the same time.
+
+    Attributes:
+        grants: of the hosts before the first busy one; they are held.
+        refusal: of the first busy host; None if all granted.
+    """
+
+    grants: list[Any]
+    refusal: NotEnoughGpusError | None
+
+
+def _try(ahead: Sequence[HostClaim]) -> _Tried:
+    """Try hosts at the same time, and keep those before the first busy one."""
     for claimer in ahead:
         claimer.begin(0)
     grants: list[Any] = []
     refusal: NotEnoughGpusError | None = None
     error: SafeGpuError | None = None
-    behind: list[Holder] = []
+    behind: list[RemoteHolder] = []  # hosts that granted, but come after the first busy one
     for claimer in ahead:
         try:
             grant = claimer.outcome()
         except NotEnoughGpusError as err:
-            refusal = refusal or err
+            if refusal is None:
+                refusal = err
         except SafeGpuError as err:
-            error = error or err
+            if error is None:
+                error = err
         else:
             if refusal is None:
                 grants.append(grant)
@@ -220,14 +252,46 @@ def _try(ahead: Sequence[HostClaim]) -> tuple[list[Any], NotEnoughGpusError | No
                 behind.append(claimer.holder)
     if error is not None:  # waiting for the busy hosts cannot help
         raise error
-    _, lost = _ask(behind, ANSWER_LIMIT, "release")
-    if lost is not None:
-        raise lost
-    return grants, refusal
+    released = _ask(behind, ANSWER_LIMIT, "release")
+    if released.lost is not None:
+        raise released.lost
+    return _Tried(grants, refusal)
+
+
+def _wait_for(
+    busy: HostClaim,
+    refusal: NotEnoughGpusError,
+    deadline: _Deadline,
+    on_wait: Callable[[str, NotEnoughGpusError], None] | None,
+) -> Any:
+    """Wait until a busy host grants its GPUs, and return them.
+
+    Raises:
+        NotEnoughGpusError: the refusal, if the claim does not wait; ClaimTimeout after the deadline.
+        SafeGpuError: any other error of the host.
+    """
+    if deadline.timeout == 0:
+        raise refusal
+    left = deadline.left()
+    if deadline.timeout is not None and left is not None and left <= 0:
+        late = ClaimTimeout(
+            refusal.message, nb_gpus=refusal.nb_gpus, verdicts=refusal.verdicts, timeout=deadline.timeout
+        )
+        late.host = busy.holder.host  # type: ignore[attr-defined]  # the message names it already
+        raise late
+    if on_wait is not None:
+        on_wait(busy.holder.host, refusal)
+    busy.begin(left)
+    try:
+        return busy.outcome()
+    except ClaimTimeout as err:
+        if deadline.timeout is not None:
+            err.timeout = deadline.timeout  # the host was given only the remaining time
+        raise
 
 
 def claim_through(
-    holders: Sequence[Holder],
+    holders: Sequence[RemoteHolder],
     nodes: int,
     gpus_per_node: int,
     timeout: float | None,
@@ -243,58 +307,81 @@ def claim_through(
     Raises:
         SafeGpuError: see :func:`claim_on_all`. All holders have been ended then.
     """
-    keep: set[Holder] = set()
+
+    def tell(host: str, refusal: NotEnoughGpusError) -> None:
+        log = logger or package_logger()
+        log.info("Waiting for GPUs on %s: %s", host, refusal)
+
+    kept: set[RemoteHolder] = set()
     try:
-        reports, lost = _ask(holders, _START_LIMIT, "report", gpus_per_node if len(holders) > nodes else 0)
-        if lost is not None and len(reports) < nodes:  # a holder that did not start is left out if enough others did
-            raise lost
+        reports = _reports(holders, nodes, gpus_per_node)
         claimers = _best(reports, nodes, gpus_per_node)
-        on_wait = partial((logger or package_logger()).info, "Waiting for GPUs on %s: %s")
-        held: dict[ClusterGpu, Any] = {}
-        for claimer, grant in zip(claimers, claim_on_all(claimers, timeout, on_wait=on_wait, clock=clock), strict=True):
+        grants = claim_on_all(claimers, timeout, on_wait=tell, clock=clock)
+        held: dict[ClusterGpu, RemoteHolder] = {}
+        for claimer, grant in zip(claimers, grants, strict=True):
             for nth, gpu in enumerate(grant):
                 member = claimer.members[nth // gpus_per_node]
                 held[replace(gpu, host=member.host, node_id=member.node_id)] = claimer.holder
-        order = {holder.node_id: number for number, holder in enumerate(holders)}
-        held = dict(sorted(held.items(), key=lambda item: order[item[0].node_id]))
-        keep = set(held.values())
-        return held
+        place_of = {holder.node_id: place for place, holder in enumerate(holders)}
+        gpus = sorted(held, key=lambda gpu: place_of[gpu.node_id])
+        kept.update(held.values())
+        return {gpu: held[gpu] for gpu in gpus}
     finally:
         for holder in holders:
-            if holder not in keep:
+            if holder not in kept:
                 holder.end()
 
 
-def _ask(
-    holders: Collection[Holder], limit: float, method: str, *arguments: Any
-) -> tuple[dict[Holder, Any], HolderLostError | None]:
-    """Return the answers of holders that are asked at the same time, and the error of the first one that is lost."""
-    answers: dict[Holder, Any] = {}
+def _reports(holders: Sequence[RemoteHolder], nodes: int, gpus_per_node: int) -> dict[RemoteHolder, HostReport]:
+    """Return the reports of the holders that started.
+
+    Raises:
+        HolderLostError: fewer than ``nodes`` started.
+    """
+    count_for = 0
+    if len(holders) > nodes:  # there is a choice, for which free GPUs are counted
+        count_for = gpus_per_node
+    reports = _ask(holders, _START_LIMIT, "report", count_for)
+    if reports.lost is not None and len(reports.by_holder) < nodes:
+        raise reports.lost
+    return reports.by_holder
+
+
+class _Answers(NamedTuple):
+    """The answers of holders, and the error of the first one that is lost."""
+
+    by_holder: dict[RemoteHolder, Any]
+    lost: HolderLostError | None
+
+
+def _ask(holders: Collection[RemoteHolder], limit: float, method: str, *arguments: Any) -> _Answers:
+    """Ask holders at the same time; each may take ``limit`` seconds to answer."""
+    by_holder: dict[RemoteHolder, Any] = {}
     lost: HolderLostError | None = None
     for holder in holders:
         holder.call(method, *arguments)
     for holder in holders:
         try:
-            answers[holder] = holder.answer(limit)
+            by_holder[holder] = holder.answer(limit)
         except HolderLostError as err:
-            lost = lost or err
-    return answers, lost
+            if lost is None:
+                lost = err
+    return _Answers(by_holder, lost)
 
 
-def _best(reports: Mapping[Holder, HostReport], nodes: int, gpus_per_node: int) -> list[HostClaim]:
+def _best(reports: Mapping[RemoteHolder, HostReport], nodes: int, gpus_per_node: int) -> list[HostClaim]:
     """Return the claims on the best nodes: first those with enough free GPUs, by fewest free GPUs, which keeps room for
     large requests; then the others, by most free GPUs."""
-
-    def key(holder: Holder) -> tuple[int, int]:
-        free = reports[holder].free
-        return (0, free) if free >= gpus_per_node else (1, -free)
-
-    best = sorted(reports, key=key)[:nodes]
-    hosts: dict[tuple[str, ...], list[Holder]] = {}
+    enough = [holder for holder in reports if reports[holder].free >= gpus_per_node]
+    too_few = [holder for holder in reports if reports[holder].free < gpus_per_node]
+    enough.sort(key=lambda holder: reports[holder].free)
+    too_few.sort(key=lambda holder: reports[holder].free, reverse=True)
+    best = [*enough, *too_few][:nodes]
+    members_of_host: dict[tuple[str, ...], list[RemoteHolder]] = {}
     for holder, report in reports.items():
         if holder in best:
-            hosts.setdefault(report.rank, []).append(holder)
-    return [HostClaim(members, rank, gpus_per_node * len(members)) for rank, members in hosts.items()]
+            members_of_host.setdefault(report.rank, []).append(holder)
+    return [HostClaim(members, rank, gpus_per_node * len(members)) for rank, members in members_of_host.items()]
 
 
 class ClusterClaim:
@@ -306,7 +393,7 @@ class ClusterClaim:
         gpus: the held GPUs, host by host in the order of ``nodes``, by index within each host.
     """
 
-    def __init__(self, held: Mapping[ClusterGpu, Holder], memory: str | None = None) -> None:
+    def __init__(self, held: Mapping[ClusterGpu, RemoteHolder], memory: str | None = None) -> None:
         self._memory = memory  # the policy of the workers
         self.gpus = tuple(held)
         self._holders = dict(held)
@@ -320,8 +407,11 @@ class ClusterClaim:
         self.release()
 
     def __repr__(self) -> str:
-        state = "" if self in _live else " released"
-        return f"<{type(self).__name__}{state} {', '.join(f'{gpu.host}:{gpu.index}' for gpu in self.gpus)}>"
+        name = type(self).__name__
+        if self not in _live:
+            name += " released"
+        gpus = ", ".join(f"{gpu.host}:{gpu.index}" for gpu in self.gpus)
+        return f"<{name} {gpus}>"
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -363,10 +453,11 @@ class ClusterClaim:
 
     def _check(self, gpus: Sequence[ClusterGpu]) -> None:
         self._check_unreleased()
+        holders = dict.fromkeys(self._holders[gpu] for gpu in gpus)  # each once, in order
         with self._calls:
-            _, lost = _ask(dict.fromkeys(self._holders[gpu] for gpu in gpus), ANSWER_LIMIT, "ping")
-        if lost is not None:
-            raise lost
+            pinged = _ask(holders, ANSWER_LIMIT, "ping")
+        if pinged.lost is not None:
+            raise pinged.lost
 
 
 # References to all claims that are held: a connection to which there is no reference left is closed, and that must not

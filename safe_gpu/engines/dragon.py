@@ -30,11 +30,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from socket import AF_INET, SOCK_DGRAM, socket
 from typing import TYPE_CHECKING, Any
 
-from ..affinity.planner import divide
+from ..affinity.planner import divide, union
 from ..claim.arguments import DEFAULT, DefaultTimeout
 from ..claim.claim import ClaimVariables
 from ..claim.worker import EXPECT, is_held
@@ -42,7 +41,7 @@ from ..errors import GPUAffinityError, HolderLostError, UnsatisfiableRequestErro
 from ..gpus.vendors import VENDORS
 from ..topology.cpulist import format_cpulist
 from .claim import ClusterClaim, NodeFacts, choose_nodes, claim_through
-from .connection import Door, Holder, serve, start_all
+from .connection import RemoteHolder, serve, start_all
 from .holder import ClaimArguments, ClusterGpu, enter_worker
 
 if TYPE_CHECKING:
@@ -92,43 +91,70 @@ def claim(
         raise UnsatisfiableRequestError("there is no Dragon runtime here: start this program with `dragon PROGRAM`")
     from dragon.native.machine import Node, System
 
-    wishes = ClaimArguments(placeholder_fn, affinity, memory, "index", {"vendor": vendor, **conditions})
+    wishes = ClaimArguments(
+        placeholder_fn=placeholder_fn,
+        affinity=affinity,
+        memory=memory,
+        visible_as="index",
+        selection={"vendor": vendor, **conditions},
+    )
     options = wishes.read(gpus_per_node, timeout, logger)
     alive = {str(h_uid): Node(h_uid) for h_uid in System().nodes}
-    facts = {key: NodeFacts((node.hostname,), bool(node.gpus)) for key, node in alive.items()}
-    chosen, count = choose_nodes(nodes, facts, "the Dragon runtime")
-    if blind := [facts[key].names[0] for key in chosen if not facts[key].has_gpus]:
+    facts = {node_id: NodeFacts((node.hostname,), has_gpus=bool(node.gpus)) for node_id, node in alive.items()}
+    chosen = choose_nodes(nodes, facts, "the Dragon runtime")
+    blind = [facts[node_id].names[0] for node_id in chosen.ids if not facts[node_id].has_gpus]
+    if blind:
         raise UnsatisfiableRequestError(
             f"Dragon sees no GPU on {', '.join(blind)}: there, Dragon 0.14 needs nvidia-smi or rocm-smi on PATH, "
             "0.15 needs libcudart.so or libamdhip64.so on LD_LIBRARY_PATH, and CUDA_VISIBLE_DEVICES (for AMD GPUs "
             "ROCR_VISIBLE_DEVICES too) must not be empty",
             value=nodes,
         )
-    holders = start_all(partial(_DragonHolder, alive[key], wishes) for key in chosen)
-    return DragonClaim(claim_through(holders, count, options.request.nb_gpus, options.timeout, options.logger), memory)
+    holders = [_DragonHolder(alive[node_id], wishes) for node_id in chosen.ids]
+    start_all(holders)
+    held = claim_through(holders, chosen.needed, options.request.nb_gpus, options.timeout, options.logger)
+    return DragonClaim(held, memory)
 
 
-class _DragonHolder(Holder):
-    def __init__(self, node: Any, wishes: ClaimArguments, *, door: Door) -> None:
+class _DragonHolder(RemoteHolder):
+    """A holder in a Dragon process, which ends with its connection to this one.
+
+    Attributes:
+        node: Dragon's Node.
+    """
+
+    def __init__(self, node: Any, wishes: ClaimArguments) -> None:
+        super().__init__(node.hostname, str(node.h_uid))
         self.node = node
-        super().__init__(node.hostname, str(node.h_uid), partial(_start, node.hostname, wishes), door=door)
+        self._wishes = wishes
+
+    def start_process(self, port: int, token: bytes) -> None:
+        from dragon.infrastructure.policy import Policy
+        from dragon.native.process import Process
+
+        here = _address_towards(self.host)
+        label = f"dragon: claim of process {os.getpid()} on {os.uname().nodename}"
+        self._process = Process(
+            target=serve,
+            args=((here, port), token, self._wishes, label),
+            # With this order the numbers in the CUDA_VISIBLE_DEVICES that Dragon sets are those of nvidia-smi.
+            env={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+            policy=Policy(placement=Policy.Placement.HOST_NAME, host_name=self.host),
+        )
+        self._process.start()
+
+    def why_ended(self) -> str:
+        if self._process.is_alive:
+            return ""
+        return "Dragon lists it no more"
 
 
-def _start(host: str, wishes: ClaimArguments, port: int, token: bytes) -> Callable[[], str]:
-    """Run a holder on a node, in a process that ends with its connection to this one."""
-    from dragon.infrastructure.policy import Policy
-    from dragon.native.process import Process
-
-    with socket(AF_INET, SOCK_DGRAM) as route:  # nothing is sent: it tells the address by which that host is reached
-        route.connect((host, 9))
-        here = route.getsockname()[0]
-    label = f"dragon: claim of process {os.getpid()} on {os.uname().nodename}"
-    there = Policy(placement=Policy.Placement.HOST_NAME, host_name=host)
-    # With this order the numbers in the CUDA_VISIBLE_DEVICES that Dragon sets are those of nvidia-smi.
-    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    process = Process(target=serve, args=((here, port), token, wishes, label), env=order, policy=there)
-    process.start()
-    return lambda: "" if process.is_alive else "Dragon lists it no more"
+def _address_towards(host: str) -> str:
+    """Return the address of this host by which that host reaches it."""
+    with socket(AF_INET, SOCK_DGRAM) as route:
+        route.connect((host, 9))  # a datagram socket: nothing is sent
+        address: str = route.getsockname()[0]
+        return address
 
 
 class DragonClaim(ClusterClaim):
@@ -137,7 +163,7 @@ class DragonClaim(ClusterClaim):
     def __init__(self, held: Mapping[ClusterGpu, _DragonHolder], memory: str | None = None) -> None:
         super().__init__(held, memory)
         try:
-            self._held = {(gpu.host, _dragon_number(gpu, holder.node)): gpu for gpu, holder in held.items()}
+            self._gpu_at = {(gpu.host, _dragon_number(gpu, holder.node)): gpu for gpu, holder in held.items()}
         except BaseException:
             self.release()
             raise
@@ -152,7 +178,7 @@ class DragonClaim(ClusterClaim):
 
     def find_gpus(self) -> list[tuple[str, int]]:
         """Return (host name, GPU number) of every held GPU, as Dragon's policies take them."""
-        return list(self._held)
+        return list(self._gpu_at)
 
     def policies(self, processes_per_gpu: int = 1, nprocs: int | None = None) -> list[Any]:
         """Return a Policy for each of ``nprocs`` workers: for ``Pool(policy=..., processes_per_policy=1)``, or one for
@@ -168,7 +194,9 @@ class DragonClaim(ClusterClaim):
             HolderLostError: the holder of a node has exited, so its GPUs are no longer held.
             UnsatisfiableRequestError: a number is below 1, the claim was released, or Dragon does not know the GPU.
         """
-        return self.make_policies(None, len(self.gpus) * processes_per_gpu if nprocs is None else nprocs)
+        if nprocs is None:
+            nprocs = len(self.gpus) * processes_per_gpu
+        return self.make_policies(None, nprocs)
 
     def make_policies(self, all_gpus: Sequence[tuple[str, int]] | None = None, nprocs: int = 32) -> list[Any]:
         """Return policies for ``nprocs`` workers, assigned round-robin to ``all_gpus``: some or all of
@@ -184,20 +212,41 @@ class DragonClaim(ClusterClaim):
         self.check()
         if isinstance(nprocs, bool) or nprocs < 1:
             raise UnsatisfiableRequestError(f"{nprocs!r} workers asked for: it takes 1 or more", value=nprocs)
-        chosen = self.find_gpus() if all_gpus is None else [(str(host), int(number)) for host, number in all_gpus]
+        if all_gpus is None:
+            chosen = self.find_gpus()
+        else:
+            chosen = [(str(host), int(number)) for host, number in all_gpus]
         for place in chosen:
-            if place not in self._held:
+            if place not in self._gpu_at:
                 raise UnsatisfiableRequestError(f"GPU {place[1]} of {place[0]} is not held by {self!r}", value=place)
         if not chosen:
             raise UnsatisfiableRequestError("no GPUs to make policies for", value=all_gpus)
-        shares = {one: _split(self._held[one].cores, -(-(nprocs - chosen.index(one)) // len(chosen))) for one in chosen}
-        by_host = Policy.Placement.HOST_NAME
+        cpus_at = self._cpus_of_workers(chosen, nprocs)
         policies = []
         for worker in range(nprocs):
-            host, number = place = chosen[worker % len(chosen)]
-            cpus = shares[place][worker // len(chosen) % len(shares[place])]
-            policies.append(Policy(placement=by_host, host_name=host, gpu_affinity=[number], cpu_affinity=list(cpus)))
+            nth_there, position = divmod(worker, len(chosen))
+            place = chosen[position]
+            host, number = place
+            cpus = cpus_at[place][nth_there % len(cpus_at[place])]
+            policy = Policy(
+                placement=Policy.Placement.HOST_NAME, host_name=host, gpu_affinity=[number], cpu_affinity=list(cpus)
+            )
+            policies.append(policy)
         return policies
+
+    def _cpus_of_workers(
+        self, chosen: Sequence[tuple[str, int]], nprocs: int
+    ) -> dict[tuple[str, int], list[tuple[int, ...]]]:
+        """Return, for each GPU, the CPUs of its first worker, its second one, and so on."""
+        on_each, more = divmod(nprocs, len(chosen))
+        cpus_at: dict[tuple[str, int], list[tuple[int, ...]]] = {}
+        for position, place in enumerate(chosen):
+            workers = on_each
+            if position < more:
+                workers += 1
+            if place not in cpus_at:  # workers of a GPU that is named twice share cores
+                cpus_at[place] = _split(self._gpu_at[place].cores, workers)
+        return cpus_at
 
     def template_env(self, policy: Any) -> dict[str, str]:
         """Return the environment variables for a worker with this policy: ``ProcessTemplate(..., policy=policy,
@@ -215,7 +264,9 @@ class DragonClaim(ClusterClaim):
         """
         self._check_unreleased()
         numbers = list(policy.gpu_affinity or ())
-        gpu = self._held.get((policy.host_name, numbers[0])) if len(numbers) == 1 else None
+        gpu = None
+        if len(numbers) == 1:
+            gpu = self._gpu_at.get((policy.host_name, numbers[0]))
         if gpu is None:
             wrong = f"the policy names GPUs {numbers} of {policy.host_name!r} instead of one GPU of {self!r}"
             raise UnsatisfiableRequestError(f"{wrong}: take it from policies() or make_policies()", value=policy)
@@ -259,20 +310,11 @@ class WorkerCheck:
 
     def at(self, host: str) -> ClusterGpu:
         """Call :meth:`__call__` with the name of the host as an argument."""
-        here = [gpu for gpu in self.gpus if gpu.host == host]
-        name = next(map(_variable, here), "CUDA_VISIBLE_DEVICES")
-        shown = os.environ.get(name)
-        gpu = next((gpu for gpu in here if shown in _values(gpu)), None)
-        if gpu is None:
-            numbers = " or ".join(_values(gpu)[0] for gpu in here)
-            held, expected = f"GPU {numbers}" if here else "nothing", ", ".join(gpu.uuid for gpu in here)
-            problem = f"this worker got {name}={shown} on {host}, and the claim holds {held} there"
-            raise WrongDeviceError(f"{problem}: {_WAY_OUT.format('GPU')}", expected=expected, actual=shown or "")
+        gpu = self._visible_gpu(host)
         cpus = os.sched_getaffinity(0)
         if gpu.cpus and not cpus <= gpu.cpus:
-            wrong, right = format_cpulist(cpus), format_cpulist(gpu.cpus)
-            problem = f"this worker of GPU {gpu.index} on {host} may use CPUs {wrong} instead of {right}"
-            raise GPUAffinityError(f"{problem}: {_WAY_OUT.format('CPU')}")
+            problem = f"this worker of GPU {gpu.index} on {host} may use CPUs {format_cpulist(cpus)}"
+            raise GPUAffinityError(f"{problem} instead of {format_cpulist(gpu.cpus)}: {_WAY_OUT.format('CPU')}")
         if not is_held(gpu.uuid, gpu.environment.get("SAFE_GPU_SCOPE")):
             gone = f"{gpu.host}: GPU {gpu.index} is no longer held by this claim"
             raise HolderLostError(f"{gone}, because its holder has exited: claim again", host=gpu.host)
@@ -280,6 +322,29 @@ class WorkerCheck:
         if self.memory is not None:
             enter_worker((), gpu.numa_node, self.memory)
         return gpu
+
+    def _visible_gpu(self, host: str) -> ClusterGpu:
+        """Return the GPU of the claim on this host that alone is visible to this process.
+
+        Raises:
+            WrongDeviceError: there is none.
+        """
+        here = [gpu for gpu in self.gpus if gpu.host == host]
+        name = "CUDA_VISIBLE_DEVICES"
+        if here:
+            name = _variable(here[0])
+        shown = os.environ.get(name)
+        for gpu in here:
+            if shown in _values(gpu):
+                return gpu
+        held = "nothing"
+        if here:
+            held = f"GPU {' or '.join(str(gpu.index) for gpu in here)}"
+        raise WrongDeviceError(
+            f"this worker got {name}={shown} on {host}, and the claim holds {held} there: {_WAY_OUT.format('GPU')}",
+            expected=", ".join(gpu.uuid for gpu in here),
+            actual=shown or "",
+        )
 
 
 def _variable(gpu: ClusterGpu) -> str:
@@ -303,22 +368,21 @@ def _dragon_number(gpu: ClusterGpu, node: Any) -> int:
     A Dragon process without a GPU in its policy, such as the holder, sees all GPUs that Dragon knows, in the order of
     Dragon's numbers. So the position in the holder's CUDA_VISIBLE_DEVICES, or ROCR_VISIBLE_DEVICES, gives the number.
     """
-    numbers, position = node.gpus, gpu.inherited_position
     if node.gpu_env_str != _variable(gpu):
-        problem = (
-            f"Dragon places there by {node.gpu_env_str}, and GPU {gpu.index} is one for {_variable(gpu)}: leave the "
-            "host out of nodes, or claim GPUs of another vendor"
-        )
-    elif gpu.vendor == "nvidia" and not gpu.environment["CUDA_VISIBLE_DEVICES"].isdecimal():
-        problem = (
-            "Dragon places by GPU number, and on this host only UUIDs are safe (MIG is on, or a GPU is lost): leave it "
-            "out of nodes"
-        )
-    elif position is None or position >= len(numbers):
-        problem = f"GPU {gpu.index} is not among the GPUs {numbers} that Dragon sees there"
-    else:
-        return int(numbers[position])
-    raise UnsatisfiableRequestError(f"{gpu.host}: {problem}", value=gpu.host)
+        problem = f"Dragon places there by {node.gpu_env_str}, and GPU {gpu.index} is one for {_variable(gpu)}"
+        raise _not_placeable(gpu, f"{problem}: leave the host out of nodes, or claim GPUs of another vendor")
+    if gpu.vendor == "nvidia" and not gpu.environment["CUDA_VISIBLE_DEVICES"].isdecimal():
+        problem = "Dragon places by GPU number, and on this host only UUIDs are safe (MIG is on, or a GPU is lost)"
+        raise _not_placeable(gpu, f"{problem}: leave it out of nodes")
+    numbers = node.gpus
+    position = gpu.inherited_position
+    if position is None or position >= len(numbers):
+        raise _not_placeable(gpu, f"GPU {gpu.index} is not among the GPUs {numbers} that Dragon sees there")
+    return int(numbers[position])
+
+
+def _not_placeable(gpu: ClusterGpu, problem: str) -> UnsatisfiableRequestError:
+    return UnsatisfiableRequestError(f"{gpu.host}: {problem}", value=gpu.host)
 
 
 def _split(cores: Sequence[Sequence[int]], workers: int) -> list[tuple[int, ...]]:
@@ -326,4 +390,4 @@ def _split(cores: Sequence[Sequence[int]], workers: int) -> list[tuple[int, ...]
     if not cores:
         return [()]
     parts = divide(cores, max(1, min(workers, len(cores))))
-    return [tuple(sorted(cpu for core in part for cpu in core)) for part in parts]
+    return [tuple(sorted(union(part))) for part in parts]

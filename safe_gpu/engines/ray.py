@@ -19,14 +19,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..claim.arguments import DEFAULT, DefaultTimeout
 from ..errors import UnsatisfiableRequestError, package_logger
 from ..gpus.vendors import VENDORS
 from .claim import ClusterClaim, NodeFacts, choose_nodes, claim_through
-from .connection import Holder, serve, start_all
+from .connection import RemoteHolder, serve, start_all
 from .holder import ClaimArguments, ClusterGpu, enter_worker
 
 if TYPE_CHECKING:
@@ -90,18 +89,62 @@ def claim(
 
     if not is_initialized():
         raise UnsatisfiableRequestError("Ray is not connected: call ray.init(address=...) before the claim")
-    wishes = ClaimArguments(placeholder_fn, affinity, memory, visible_as, {"vendor": vendor, **conditions})
+    wishes = ClaimArguments(
+        placeholder_fn=placeholder_fn,
+        affinity=affinity,
+        memory=memory,
+        visible_as=visible_as,
+        selection={"vendor": vendor, **conditions},
+    )
     options = wishes.read(gpus_per_node, timeout, logger)
-    alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
-    # A node may have GPUs although Ray was told of none (--num-gpus 0). Nodes with GPUs are preferred all the same, so
-    # that no holder is started on a head node without GPUs.
-    facts = {
-        key: NodeFacts((node["NodeManagerHostname"], node["NodeManagerAddress"]), bool(node["Resources"].get("GPU")))
-        for key, node in alive.items()
-    }
-    chosen, count = choose_nodes(nodes, facts, "the Ray cluster")
-    holders = start_all(partial(Holder, facts[key].names[0], key, partial(_start, key, wishes)) for key in chosen)
-    return RayClaim(claim_through(holders, count, options.request.nb_gpus, options.timeout, options.logger), memory)
+    facts = {node["NodeID"]: _facts_of(node) for node in ray.nodes() if node["Alive"]}
+    chosen = choose_nodes(nodes, facts, "the Ray cluster")
+    holders = [_RayHolder(facts[node_id].names[0], node_id, wishes) for node_id in chosen.ids]
+    start_all(holders)
+    held = claim_through(holders, chosen.needed, options.request.nb_gpus, options.timeout, options.logger)
+    return RayClaim(held, memory)
+
+
+def _facts_of(node: Mapping[str, Any]) -> NodeFacts:
+    """Return the facts of one of ``ray.nodes()``.
+
+    A node may have GPUs although Ray was told of none (--num-gpus 0). Nodes of whose GPUs Ray knows are preferred all
+    the same, so that no holder is started on a head node without GPUs.
+    """
+    names = (node["NodeManagerHostname"], node["NodeManagerAddress"])
+    return NodeFacts(names, has_gpus=bool(node["Resources"].get("GPU")))
+
+
+class _RayHolder(RemoteHolder):
+    """A holder in a Ray task, whose process ends with the task."""
+
+    def __init__(self, host: str, node_id: str, wishes: ClaimArguments) -> None:
+        super().__init__(host, node_id)
+        self._wishes = wishes
+
+    def start_process(self, port: int, token: bytes) -> None:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        label = f"ray: claim of process {os.getpid()} on {os.uname().nodename}"
+        task = ray.remote(num_cpus=0, num_gpus=0, max_retries=0, max_calls=1)(serve)
+        task = task.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(self.node_id, soft=False),
+            runtime_env={"env_vars": _KEEP_VISIBLE_DEVICES},
+        )
+        self._result = task.remote((ray.util.get_node_ip_address(), port), token, self._wishes, label)
+
+    def why_ended(self) -> str:
+        import ray
+
+        try:
+            finished, _ = ray.wait([self._result], timeout=0)
+            if not finished:
+                return ""
+            ray.get(self._result)
+        except ray.exceptions.RayError as err:
+            return " ".join(str(err).split())[:300]
+        return "it was told to"
 
 
 class RayClaim(ClusterClaim):
@@ -132,44 +175,40 @@ class RayClaim(ClusterClaim):
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         self.checked(gpu)
-        job = ray.get_runtime_context().runtime_env.get("env_vars") or {}
-        given = (runtime_env or {}).get("env_vars") or {}
-        # In the runtime environment of a user they would limit the library beside the variables of the claim.
-        given = {name: value for name, value in given.items() if name not in VENDORS[gpu.vendor].variables}
-        then = next((name for name in (given.get(hook), job.get(hook)) if name and name != _SETUP), None)
-        setup = {"cpus": sorted(gpu.cpus), "numa_node": gpu.numa_node, "memory": self._memory}
-        setup |= {"shows": next(iter(gpu.environment)), "then": then}
-        added = {**_KEEP_VISIBLE_DEVICES, **gpu.environment, hook: _SETUP, _WORKER: json.dumps(setup)}
-        there = NodeAffinitySchedulingStrategy(gpu.node_id, soft=False)
-        env = {**(runtime_env or {}), "env_vars": {**given, **added}}
-        return {"num_gpus": 0, "scheduling_strategy": there, "runtime_env": env, **options}
+        of_job = ray.get_runtime_context().runtime_env.get("env_vars") or {}
+        of_task = dict((runtime_env or {}).get("env_vars") or {})
+        for name in VENDORS[gpu.vendor].variables:
+            of_task.pop(name, None)  # a user's would limit the library beside the variables of the claim
+        setup = {
+            "cpus": sorted(gpu.cpus),
+            "numa_node": gpu.numa_node,
+            "memory": self._memory,
+            "shows": next(iter(gpu.environment)),
+            "then": _other_hook(of_task.get(hook), of_job.get(hook)),
+        }
+        of_claim = {**_KEEP_VISIBLE_DEVICES, **gpu.environment, hook: _SETUP, _WORKER: json.dumps(setup)}
+        return {
+            "num_gpus": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(gpu.node_id, soft=False),
+            "runtime_env": {**(runtime_env or {}), "env_vars": {**of_task, **of_claim}},
+            **options,
+        }
 
 
-def _start(node_id: str, wishes: ClaimArguments, port: int, token: bytes) -> Callable[[], str]:
-    """Run a holder on a node, in a task whose process ends with it."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    there, variables = NodeAffinitySchedulingStrategy(node_id, soft=False), {"env_vars": _KEEP_VISIBLE_DEVICES}
-    label = f"ray: claim of process {os.getpid()} on {os.uname().nodename}"
-    task = ray.remote(num_cpus=0, num_gpus=0, max_retries=0, max_calls=1)(serve)
-    task = task.options(scheduling_strategy=there, runtime_env=variables)
-    ended = task.remote((ray.util.get_node_ip_address(), port), token, wishes, label)
-
-    def why_ended() -> str:
-        try:
-            return "it was told to" if ray.wait([ended], timeout=0)[0] and ray.get(ended) is None else ""
-        except ray.exceptions.RayError as err:
-            return " ".join(str(err).split())[:300]
-
-    return why_ended
+def _other_hook(*hooks: str | None) -> str | None:
+    """Return the first setup hook that is not the one of claims."""
+    for hook in hooks:
+        if hook and hook != _SETUP:
+            return hook
+    return None
 
 
 def _set_up_worker() -> None:
     """Set up each worker of a claim before its first task."""
     setup = json.loads(os.environ[_WORKER])
     outcome = enter_worker(setup["cpus"], setup["numa_node"], setup["memory"])
-    package_logger().info("%s=%s, %s", setup["shows"], os.environ[setup["shows"]], outcome)
+    shows = setup["shows"]
+    package_logger().info("%s=%s, %s", shows, os.environ[shows], outcome)
     if setup["then"]:
         from ray._private.runtime_env.setup_hook import load_and_execute_setup_hook
 

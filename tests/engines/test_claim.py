@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support import api
 
 
-class Node(api.EngineHolder):
+class Node(api.RemoteHolder):
     """A holder without a process: grants what its host has free, first numbers first. ``lost``: it fails at this."""
 
     def __init__(self, node_id: str, host: str, free: list[int]) -> None:
@@ -170,7 +170,7 @@ VERDICTS = (api.GpuVerdict(api.Gpu(0, "GPU-0"), "claimed", "process 7 of ann", p
 BUSY = api.NotEnoughGpusError("0 of 8 GPUs are free", nb_gpus=8, verdicts=VERDICTS)
 
 
-class Scripted(api.EngineHolder):
+class Scripted(api.RemoteHolder):
     """The holder on one host: answers each claim with the next entry, True or an error, and keeps a diary."""
 
     def __init__(self, name: str, diary: list[str], *answers: api.SafeGpuError | bool) -> None:
@@ -321,12 +321,12 @@ class Host:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.queue: list[api.EngineHolder] = []
+        self.queue: list[api.RemoteHolder] = []
         self.changed = Condition()
         self.alive = True
 
 
-class Rival(api.EngineHolder):
+class Rival(api.RemoteHolder):
     """The holder of one claim on such a host, which answers from threads of its own."""
 
     def __init__(self, host: Host) -> None:

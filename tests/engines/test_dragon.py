@@ -375,30 +375,77 @@ def test_outside_of_a_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
         api.dragon_claim()
 
 
-def test_nodes_where_dragon_sees_gpus_are_asked_and_others_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runtime has nodea, without GPUs, and nodeb."""
+class DragonPolicy(SimpleNamespace):
+    """Dragon's Policy, as far as it is used."""
+
+    Placement = SimpleNamespace(HOST_NAME="by host name")
+
+
+@pytest.fixture
+def dragon_modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Empty modules under the names of Dragon's, but for its Policy."""
+    modules: dict[str, Any] = {}
+    for name in (
+        "dragon",
+        "dragon.infrastructure",
+        "dragon.infrastructure.policy",
+        "dragon.native",
+        "dragon.native.machine",
+        "dragon.native.process",
+    ):
+        modules[name] = types.ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, modules[name])
+    modules["dragon.infrastructure.policy"].Policy = DragonPolicy
+    return modules
+
+
+def test_nodes_where_dragon_sees_gpus_are_asked_and_others_refused(
+    dragon_modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runtime has nodea, without GPUs, and this host, where no process can be started."""
     asked: list[str] = []
 
-    def start(node: Any, wishes: api.ClaimArguments, door: object) -> None:
-        asked.append(node.hostname)
-        raise api.HolderLostError("none starts here")
+    def start(**arguments: Any) -> None:
+        asked.append(arguments["policy"].host_name)
+        raise OSError("none starts here")
 
     nodes = {
         1: SimpleNamespace(h_uid=1, hostname="nodea", gpus=[]),
-        2: SimpleNamespace(h_uid=2, hostname="nodeb", gpus=[0, 1]),
+        2: SimpleNamespace(h_uid=2, hostname="localhost", gpus=[0, 1]),
     }
-    machine: Any = types.ModuleType("dragon.native.machine")
-    machine.Node, machine.System = nodes.get, lambda: SimpleNamespace(nodes=[1, 2])
-    for name in ("dragon", "dragon.native"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    monkeypatch.setitem(sys.modules, "dragon.native.machine", machine)
+    dragon_modules["dragon.native.machine"].Node = nodes.get
+    dragon_modules["dragon.native.machine"].System = lambda: SimpleNamespace(nodes=[1, 2])
+    dragon_modules["dragon.native.process"].Process = start
     monkeypatch.setenv("DRAGON_MY_PUID", "1")
-    monkeypatch.setattr(api.dragon, "_DragonHolder", start)
-    for nodes in (1, "nodeb", ["2"], [2]):
-        with pytest.raises(api.HolderLostError, match="none starts here"):
+    told = "^localhost: a holder could not be started there: none starts here$"
+    for nodes in (1, "localhost", ["2"], [2]):
+        with pytest.raises(api.HolderLostError, match=told):
             api.dragon_claim(nodes, 1, timeout=0)  # type: ignore[arg-type]
-    assert asked == ["nodeb"] * 4
+    assert asked == ["localhost"] * 4
     for nodes in (2, "nodea"):
         with pytest.raises(UnsatisfiableRequestError, match="Dragon sees no GPU on nodea"):
             api.dragon_claim(nodes, 1, timeout=0)
-    assert asked == ["nodeb"] * 4
+    assert asked == ["localhost"] * 4
+
+
+def test_policies_go_round_the_gpus_and_divide_their_cores(gpus: Any, dragon_modules: dict[str, Any]) -> None:
+    cores = ((0, 8), (1, 9), (2, 10))
+    placed = {replace(gpu, cores=cores, inherited_position=gpu.index): idle() for gpu in gpus}
+    with api.DragonClaim(placed) as claimed:
+        policies = claimed.make_policies(nprocs=5)
+        assert {policy.host_name for policy in policies} == {"hosta"}
+        assert [(policy.gpu_affinity, policy.cpu_affinity) for policy in policies] == [
+            ([0], [0, 8]),
+            ([1], [0, 1, 8, 9]),
+            ([0], [1, 9]),
+            ([1], [2, 10]),
+            ([0], [2, 10]),
+        ]
+        (alone,) = claimed.make_policies([("hosta", 1)], nprocs=1)
+        assert (alone.gpu_affinity, alone.cpu_affinity) == ([1], [0, 1, 2, 8, 9, 10])
+        assert len(claimed.policies(processes_per_gpu=3)) == 6
+        with pytest.raises(UnsatisfiableRequestError, match="GPU 7 of hosta is not held"):
+            claimed.make_policies([("hosta", 7)])
+        for nprocs in (0, True):
+            with pytest.raises(UnsatisfiableRequestError, match="1 or more"):
+                claimed.make_policies(nprocs=nprocs)

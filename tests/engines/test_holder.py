@@ -8,7 +8,6 @@ import pickle
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from threading import Thread
@@ -169,26 +168,43 @@ def test_a_worker_is_moved_or_says_why_not() -> None:
     assert os.sched_getaffinity(0) == mask
 
 
+class HolderHere(api.RemoteHolder):
+    """A holder of "hosta" in a process of its own on this host; it calls, or ends at once."""
+
+    def __init__(self, calls: bool = True) -> None:
+        super().__init__("hosta", "1")
+        self.calls = calls
+
+    def start_process(self, port: int, token: bytes) -> None:
+        def hold(line: Connection) -> None:
+            if self.calls:
+                api.serve(("127.0.0.1", port), token, api.ClaimArguments(affinity=None), "a test")
+
+        self.process = Actor(hold)
+
+    def why_ended(self) -> str:
+        if api.has_ended(self.process.pid):
+            return "its process is gone"
+        return ""
+
+
 @pytest.fixture
-def connect(state_dir: Any) -> Iterator[Callable[..., tuple[api.EngineHolder, int]]]:
-    """Start a holder of "hosta" in a process of its own, with that pid; it calls, or ends at once."""
-    started: list[Actor] = []
+def connect(state_dir: Any) -> Iterator[Callable[..., tuple[api.RemoteHolder, int]]]:
+    """Start a holder, and return it with the pid of its process."""
+    started: list[HolderHere] = []
 
-    def start(port: int, token: bytes, *, calls: bool) -> Callable[[], str]:
-        hold = partial(api.serve, ("127.0.0.1", port), token, api.ClaimArguments(affinity=None), "a test")
-        started.append(Actor(lambda line: hold() if calls else None))
-        return lambda: "" if not api.has_ended(started[-1].pid) else "its process is gone"
-
-    def make(calls: bool = True) -> tuple[api.EngineHolder, int]:
-        (holder,) = api.start_all([partial(api.EngineHolder, "hosta", "1", partial(start, calls=calls))])
-        return holder, started[-1].pid
+    def make(calls: bool = True) -> tuple[api.RemoteHolder, int]:
+        holder = HolderHere(calls)
+        api.start_all([holder])
+        started.append(holder)
+        return holder, holder.process.pid
 
     yield make
-    for one in started:
-        one.end()
+    for holder in started:
+        holder.process.end()
 
 
-def ask(holder: api.EngineHolder, method: str, *arguments: Any) -> Any:
+def ask(holder: api.RemoteHolder, method: str, *arguments: Any) -> Any:
     holder.call(method, *arguments)
     return holder.answer(30.0)
 
@@ -232,12 +248,9 @@ def test_a_holder_that_is_killed_or_never_calls_is_lost(connect: Any) -> None:
 
 
 def test_the_end_of_the_driver_frees_its_gpus_although_a_forked_child_lives(state_dir: Any) -> None:
-    def start(port: int, token: bytes) -> Callable[[], str]:
-        Actor(lambda line: api.serve(("127.0.0.1", port), token, api.ClaimArguments(affinity=None), "a test"))
-        return lambda: ""
-
     def drive(line: Connection) -> None:
-        (holder,) = api.start_all([partial(api.EngineHolder, "hosta", "1", start)])
+        holder = HolderHere()
+        api.start_all([holder])
         ask(holder, "claim", 8, 0)
         if os.fork():
             line.send("claimed")
@@ -252,14 +265,31 @@ def test_the_end_of_the_driver_frees_its_gpus_although_a_forked_child_lives(stat
     driver.end()
 
 
+def test_one_that_cannot_be_started_ends_those_before_it(state_dir: Any) -> None:
+    class Broken(api.RemoteHolder):
+        def start_process(self, port: int, token: bytes) -> None:
+            raise ValueError("no such node")
+
+    before, broken, behind = HolderHere(), Broken("hostb", "2"), Broken("hostc", "3")
+    with pytest.raises(api.HolderLostError, match="hostb: a holder could not be started there: no such node") as caught:
+        api.start_all([before, broken, behind])
+    assert caught.value.host == "hostb"
+    wait_for(lambda: api.has_ended(before.process.pid), "the end of the holder that was started")
+    before.process.end()
+
+
 def test_strangers_are_not_let_in() -> None:
     ports: list[int] = []
 
-    def start(port: int, token: bytes) -> Callable[[], str]:
-        ports.append(port)
-        return lambda: ""
+    class NeverCalls(api.RemoteHolder):
+        def start_process(self, port: int, token: bytes) -> None:
+            ports.append(port)
 
-    (holder,) = api.start_all([partial(api.EngineHolder, "hosta", "1", start)])
+        def why_ended(self) -> str:
+            return ""
+
+    holder = NeverCalls("hosta", "1")
+    api.start_all([holder])
     with Connection(socket.create_connection(("127.0.0.1", ports[0])).detach()) as stranger:
         stranger.send_bytes(bytes(32))
         with pytest.raises(EOFError):

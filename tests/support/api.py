@@ -111,8 +111,7 @@ from safe_gpu.drivers.nvml import LIBRARY, NvmlDriver
 from safe_gpu.drivers.simulated import PRESETS, Preset, SimulatedContext, SimulatedDriver, find_preset
 from safe_gpu.engines import dragon
 from safe_gpu.engines.claim import ClusterClaim, HostClaim, NodeFacts, choose_nodes, claim_on_all, claim_through
-from safe_gpu.engines.connection import Holder as EngineHolder
-from safe_gpu.engines.connection import serve, start_all
+from safe_gpu.engines.connection import RemoteHolder, serve, start_all
 from safe_gpu.engines.dragon import DragonClaim, WorkerCheck, _split
 from safe_gpu.engines.dragon import claim as dragon_claim
 from safe_gpu.engines.holder import ClaimArguments, ClusterGpu, HolderProcess, HostReport, enter_worker

@@ -5,6 +5,8 @@ check it before they become the command, so programs that are not Python are che
 """
 
 import os
+from collections.abc import Callable
+from typing import NamedTuple
 
 from ..affinity.binding import BindingReport, PartReport, bind_near, bind_node
 from ..affinity.planner import AffinityOptions, falls_back, parse_options
@@ -13,7 +15,7 @@ from ..coordination.doors import digest
 from ..coordination.holders import claim_around, living_claims
 from ..drivers import opened_driver
 from ..errors import GPUAffinityError, HolderLostError, SafeGpuError, WrongDeviceError, package_logger
-from ..gpus.devices import HostSnapshot, vendor_of
+from ..gpus.devices import Gpu, HostSnapshot, vendor_of
 from ..runtimes.visible_devices import read_visible, stale_indices, visible_variables
 from ..schedulers.job import current
 from . import owner
@@ -37,19 +39,7 @@ def check_expected_gpu() -> None:
         return
     with opened_driver() as driver:
         snapshot = driver.snapshot()
-    visible_limit = read_visible(os.environ, snapshot)
-    seen = tuple(gpu.uuid for gpu in snapshot.gpus) if visible_limit is None else visible_limit.uuids
-    if seen != (uuid,):
-        name = visible_variables(snapshot)[0]
-        shown = os.environ.get(name)
-        raise WrongDeviceError(
-            f"this process was started for GPU {uuid} ({EXPECT}), and on {os.uname().nodename} "
-            f"{f'without {name}' if shown is None else f'{name}={shown}'} it sees "
-            f"{', '.join(seen) if 0 < len(seen) <= 2 else f'{len(seen)} GPUs'}: start it with the policy and the "
-            f"environment of the claim, or unset {EXPECT} if it was inherited by mistake",
-            expected=uuid,
-            actual=", ".join(seen),
-        )
+    _check_visible(uuid, snapshot)
     if not is_held(uuid, os.environ.get("SAFE_GPU_SCOPE")):
         host = os.uname().nodename
         raise HolderLostError(
@@ -60,14 +50,46 @@ def check_expected_gpu() -> None:
     del os.environ[EXPECT]
 
 
+def _check_visible(uuid: str, snapshot: HostSnapshot) -> None:
+    """Check that this process sees this GPU only.
+
+    Raises:
+        WrongDeviceError: it does not.
+    """
+    visible_limit = read_visible(os.environ, snapshot)
+    if visible_limit is None:
+        seen = [gpu.uuid for gpu in snapshot.gpus]
+    else:
+        seen = list(visible_limit.uuids)
+    if seen == [uuid]:
+        return
+    name = visible_variables(snapshot)[0]
+    value = os.environ.get(name)
+    setting = f"{name}={value}"
+    if value is None:
+        setting = f"without {name}"
+    what = ", ".join(seen)
+    if not seen or len(seen) > 2:
+        what = f"{len(seen)} GPUs"
+    raise WrongDeviceError(
+        f"this process was started for GPU {uuid} ({EXPECT}), and on {os.uname().nodename} {setting} it sees {what}: "
+        f"start it with the policy and the environment of the claim, or unset {EXPECT} if it was inherited by mistake",
+        expected=uuid,
+        actual=", ".join(seen),
+    )
+
+
 def is_held(uuid: str, token: str | None) -> bool:
     """Return whether a claim holds this GPU; with a ``token`` (SAFE_GPU_SCOPE), whether that claim does.
 
     Raises:
         StateDirError: the claims cannot be read.
     """
-    secret = None if token is None else digest(token)
-    return any(uuid in claim.gpus and secret in (None, claim.token) for claim in living_claims())
+    holding = [claim for claim in living_claims() if uuid in claim.gpus]
+    if token is None:
+        return bool(holding)
+    secret = digest(token)
+    return any(claim.token == secret for claim in holding)
 
 
 def bind(
@@ -102,15 +124,33 @@ def bind(
     """
     log = package_logger()
     try:
-        report = bind_rank(gpus, ordinal, node, mode, memory, own=True)
+        report = _bind_own(gpus, ordinal, node, mode, memory)
     except SafeGpuError as err:
         if strict and not falls_back(mode):
             raise
         log.warning("not bound: %s", err)
-        now = frozenset(os.sched_getaffinity(0))
-        return BindingReport(now, PartReport(refused=(str(err),)), memory_mode=memory, as_asked=False)
+        return BindingReport(
+            cpus=frozenset(os.sched_getaffinity(0)),
+            threads=PartReport(refused=(str(err),)),
+            memory_mode=memory,
+            as_asked=False,
+        )
     report.log(log)
     return report
+
+
+def _bind_own(
+    gpus: Names | None, ordinal: int | None, node: int | None, mode: str | AffinityOptions | None, memory: str | None
+) -> BindingReport:
+    """Bind as :func:`bind` with ``strict``, and log nothing."""
+    options = parse_options(mode, memory)
+    is_named = gpus is not None or ordinal is not None
+    if node is not None:
+        return _bind_to_node(node, is_named, options, memory)
+    bound = _bind_to_gpus(gpus, ordinal, options, memory, unnamed=_own)
+    if is_named:
+        remember(bound.gpus)
+    return bound.report
 
 
 def bind_rank(
@@ -119,31 +159,59 @@ def bind_rank(
     node: int | None = None,
     mode: str | AffinityOptions | None = "node",
     memory: str | None = None,
-    *,
-    own: bool = False,
 ) -> BindingReport:
     """Bind as :func:`bind` for one rank under a launcher, and log nothing. Of several visible GPUs the one at its local
-    rank is used.
-
-    Args:
-        own: whether the GPUs that :func:`bind` finds are meant instead, where none is named.
-    """
-    options, is_named = parse_options(mode, memory), gpus is not None or ordinal is not None
+    rank is used."""
+    options = parse_options(mode, memory)
+    is_named = gpus is not None or ordinal is not None
     if node is not None:
-        if is_named or (options is not None and options.mode != "node"):
-            raise GPUAffinityError(f"node={node!r} names no GPU: leave out gpus=, ordinal= and modes but 'node'")
-        return bind_node(node, cpus=options is not None, memory=memory)
+        return _bind_to_node(node, is_named, options, memory)
+    bound = _bind_to_gpus(gpus, ordinal, options, memory, unnamed=_of_rank)
+    remember(bound.gpus)
+    return bound.report
+
+
+def _bind_to_node(node: int, is_named: bool, options: AffinityOptions | None, memory: str | None) -> BindingReport:
+    if is_named or (options is not None and options.mode != "node"):
+        raise GPUAffinityError(f"node={node!r} names no GPU: leave out gpus=, ordinal= and modes but 'node'")
+    return bind_node(node, cpus=options is not None, memory=memory)
+
+
+class _Bound(NamedTuple):
+    """A binding, and the GPUs next to which it is."""
+
+    report: BindingReport
+    gpus: tuple[Gpu, ...]
+
+
+def _bind_to_gpus(
+    gpus: Names | None,
+    ordinal: int | None,
+    options: AffinityOptions | None,
+    memory: str | None,
+    *,
+    unnamed: Callable[[HostSnapshot], ResolvedGpus],
+) -> _Bound:
+    """Bind this process next to the GPUs that are named, or else those that ``unnamed`` finds."""
     with opened_driver(prefer=_vendor_of(gpus)) as driver:
         snapshot = driver.snapshot()
-        shift = _shift(snapshot) if gpus is None else ""
+        shift = ""
+        if gpus is None:
+            shift = _shift(snapshot)
         try:
-            chosen = named(gpus, ordinal, snapshot, os.environ) if is_named else (_own if own else _of_rank)(snapshot)
+            if gpus is not None or ordinal is not None:
+                chosen = named(gpus, ordinal, snapshot, os.environ)
+            else:
+                chosen = unnamed(snapshot)
         except GPUAffinityError as err:
-            raise GPUAffinityError(f"{err}; {shift}" if shift else str(err)) from err
+            if not shift:
+                raise
+            raise GPUAffinityError(f"{err}; {shift}") from err
         report = bind_near(chosen.gpus, driver, options=options, memory=memory)
-        if is_named or not own:
-            remember(chosen.gpus)
-    return report._replace(target=chosen.title, notes=(*chosen.notes, *report.notes, *([shift] if shift else [])))
+    notes = [*chosen.notes, *report.notes]
+    if shift:
+        notes.append(shift)
+    return _Bound(report._replace(target=chosen.title, notes=tuple(notes)), chosen.gpus)
 
 
 def _vendor_of(gpus: Names | None) -> str | None:
@@ -153,8 +221,12 @@ def _vendor_of(gpus: Names | None) -> str | None:
     if isinstance(gpus, str) and len(gpus) >= len("GPU-0123456789abcdef"):
         return vendor_of(gpus.partition(",")[0])
     claimed = owner.latest_gpus()
-    uuid = claimed[0].uuid if claimed else os.environ.get(BOUND, "").partition(",")[0]
-    return vendor_of(uuid) if uuid else None
+    if claimed:
+        return vendor_of(claimed[0].uuid)
+    bound = os.environ.get(BOUND, "").partition(",")[0]
+    if bound:
+        return vendor_of(bound)
+    return None
 
 
 def _own(snapshot: HostSnapshot) -> ResolvedGpus:
@@ -166,7 +238,8 @@ def _own(snapshot: HostSnapshot) -> ResolvedGpus:
 
 def _of_rank(snapshot: HostSnapshot) -> ResolvedGpus:
     """Return the GPUs of a rank: the one at its local rank, or all that are visible if there is none."""
-    shown, rank = visible(snapshot, os.environ), current(os.environ).local_rank
+    shown = visible(snapshot, os.environ)
+    rank = current(os.environ).local_rank
     if len(shown.gpus) == 1:
         return shown
     if rank is None:
@@ -183,9 +256,9 @@ def _shift(snapshot: HostSnapshot) -> str:
     value = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if not value[:1].isdigit():
         return ""
-
     claimed = [gpu.uuid for gpu in owner.latest_gpus()]
     if not claimed:
-        around = claim_around(living_claims(), os.environ.get("SAFE_GPU_SCOPE", ""))
-        claimed = [] if around is None else list(around.gpus)
+        enclosing = claim_around(living_claims(), os.environ.get("SAFE_GPU_SCOPE", ""))
+        if enclosing is not None:
+            claimed = list(enclosing.gpus)
     return stale_indices(value, os.environ.get("CUDA_DEVICE_ORDER"), claimed, snapshot)

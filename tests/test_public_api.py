@@ -93,7 +93,7 @@ def test_a_misspelt_name_is_an_error_for_a_type_checker(tmp_path: Path) -> None:
     program.write_text("import safe_gpu\n\nsafe_gpu.claim_gpus(2)\nsafe_gpu.claim_gpu(2)\nprint(safe_gpu.gpu_owner)\n")
     options = ["--cache-dir", str(tmp_path / "cache"), "--follow-imports=silent", "--config-file="]
     command = [sys.executable, "-m", "mypy", *options, str(program)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
     assert re.findall(r"program.py:([0-9]+): error: .*\[([a-z-]+)\]", done.stdout) == [("4", "attr-defined")]
 
 

@@ -196,11 +196,10 @@ def make_host(
     )
 
 
-class FakeDriver:
+class FakeDriver(api.Driver):
     """A driver that says what it is told to say, or raises ``error`` where it is polled."""
 
     runtime = api.Runtime()
-    is_simulated = False
     name = "nvml"
 
     def __init__(self, gpus: Sequence[api.Gpu] = (), affinity: Any = None) -> None:
@@ -214,8 +213,8 @@ class FakeDriver:
             raise self.error
         return api.HostSnapshot(tuple(self.gpus))
 
-    def usage(self, gpus: Sequence[api.Gpu]) -> Sequence[api.Gpu]:
-        return gpus
+    def usage(self, gpus: Sequence[api.Gpu]) -> tuple[api.Gpu, ...]:
+        return tuple(gpus)
 
     def cpu_affinity(self, uuid: str, scope: str) -> frozenset[int] | None:
         return self.affinity.get((uuid, scope))

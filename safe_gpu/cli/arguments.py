@@ -3,13 +3,13 @@
 import argparse
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from ..gpus.vendors import FIRST, VENDORS
 from ..settings.values import parse_duration
 from ..wording.style import as_option
+from .mistakes import similar, unknown_argument
 from .output import EX_USAGE, columns
 
 
@@ -18,25 +18,24 @@ def is_number(text: str) -> bool:
     return text.isdecimal() and text.isascii() and len(text) < 10
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Help as wide as the terminal, up to 80 columns. argparse makes one for every option, and would import shutil."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=min(columns(), 80) - 2)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse, with ``-5s`` taken for the value that it is, no abbreviations, and suggestions for what is unknown."""
 
     def __init__(self, **options: Any) -> None:
-        # argparse makes a formatter for every option, and would import shutil for its width.
-        formatter = partial(argparse.RawDescriptionHelpFormatter, width=min(columns(), 80) - 2)
-        super().__init__(**options, formatter_class=formatter, allow_abbrev=False)
+        super().__init__(**options, formatter_class=_Formatter, allow_abbrev=False)
         self._negative_number_matcher = re.compile(r"-([0-9.].*|inf)$")
 
     def error(self, message: str) -> NoReturn:
-        name, colon, rest = message.partition(": ")
+        name, colon, problem = message.partition(": ")
         if colon and name.startswith("argument "):
-            name = name.removeprefix("argument ")
-            if rest == "expected one argument":
-                message = f"{name} needs a value"
-            elif rest.startswith("ignored explicit argument"):
-                message = f"{name} takes no value"
-            else:  # our own sentences name the option
-                message = rest if rest.startswith("-") else f"{name}: {rest}"
+            message = _usage_error(name.removeprefix("argument "), problem)
         self.exit(EX_USAGE, f"{self.prog}: error: {' '.join(message.split())} (see {self.prog} --help)\n")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
@@ -47,13 +46,7 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            from shlex import quote
-
-            choices = tuple(map(str, action.choices))
-            close = _similar(str(value), choices)
-            meant = f"did you mean {close}? " if close else ""
-            given = " ".join([*action.option_strings[-1:], quote(str(value))])
-            self.error(f"{given} is not possible: {meant}choose from {', '.join(choices)}")
+            self.error(_impossible_choice(action, str(value)))
 
     def parse_args(self, args: Sequence[str]) -> argparse.Namespace:  # type: ignore[override]
         options, unknown = self.parse_known_args(args)
@@ -67,6 +60,32 @@ class Parser(argparse.ArgumentParser):
         return list(self._option_string_actions)
 
 
+def _usage_error(option: str, problem: str) -> str:
+    """Return the sentence for an option and what argparse, or our own parser of its value, says of it."""
+    if problem == "expected one argument":
+        return f"{option} needs a value"
+    if problem.startswith("ignored explicit argument"):
+        return f"{option} takes no value"
+    if problem.startswith("-"):  # our own sentences name the option
+        return problem
+    return f"{option}: {problem}"
+
+
+def _impossible_choice(action: argparse.Action, value: str) -> str:
+    """Return the usage error for a value that is none of the choices."""
+    from shlex import quote
+
+    given = quote(value)
+    if action.option_strings:
+        given = f"{action.option_strings[-1]} {given}"
+    choices = [str(one) for one in action.choices or ()]
+    listed = f"choose from {', '.join(choices)}"
+    meant = similar(value, choices)
+    if meant:
+        return f"{given} is not possible: did you mean {meant}? {listed}"
+    return f"{given} is not possible: {listed}"
+
+
 def _hold_for(text: str) -> float | None:
     from ..claim.arguments import parse_hold_for
     from ..schedulers.job import JobContext
@@ -75,16 +94,20 @@ def _hold_for(text: str) -> float | None:
 
 
 def _count(text: str) -> int | str | tuple[int, int]:
+    """Parse the value of ``-n``."""
     if text == "job":
         return text
     least, dash, most = text.partition("-")
     if dash and is_number(least) and is_number(most) and 0 < int(least) <= int(most):
-        return int(least) if int(least) == int(most) else (int(least), int(most))
-    if not is_number(text) or int(text) < 1:
-        hint = f"; for GPUs by index, write --only {text}" if "," in text else ""
-        forms = f"a whole number from 1 up, a range such as 2-4, or job{hint}"
-        raise ValueError(f"-n {text} is not a number of GPUs: {forms}")
-    return int(text)
+        if int(least) == int(most):
+            return int(least)
+        return int(least), int(most)
+    if is_number(text) and int(text) > 0:
+        return int(text)
+    problem = f"-n {text} is not a number of GPUs: a whole number from 1 up, a range such as 2-4, or job"
+    if "," in text:
+        problem += f"; for GPUs by index, write --only {text}"
+    raise ValueError(problem)
 
 
 def gpu_list(text: str) -> tuple[str, ...]:
@@ -96,12 +119,14 @@ def gpu_list(text: str) -> tuple[str, ...]:
 
 def whole_number(what: str, least: int, most: int | None = None) -> Callable[[str], int]:
     """Return a parser of numbers of ``what``, from ``least`` up, or to ``most``."""
+    end = "up"
+    if most is not None:
+        end = f"to {most}"
 
     def parse(text: str) -> int:
-        if not is_number(text) or not least <= int(text) <= (most or int(text)):
-            end = "up" if most is None else f"to {most}"
-            raise ValueError(f"{text!r} is not a number of {what}: a whole number from {least} {end}")
-        return int(text)
+        if is_number(text) and int(text) >= least and (most is None or int(text) <= most):
+            return int(text)
+        raise ValueError(f"{text!r} is not a number of {what}: a whole number from {least} {end}")
 
     return parse
 
@@ -139,10 +164,11 @@ def add_affinity(parser: argparse._ActionsContainer) -> None:
     """Add ``--affinity M``, which ``--mode M`` means too, unset by default, and ``--memory``."""
     from ..affinity.planner import MODES
 
-    modes, none = ("none", *MODES), argparse.SUPPRESS
+    modes = ("none", *MODES)
+    unset = argparse.SUPPRESS
     which = f"CPUs to bind to (default node): {', '.join(modes)}"
-    parser.add_argument("--affinity", choices=modes, default=none, metavar="M", help=which)
-    parser.add_argument("--mode", dest="affinity", choices=modes, default=none, metavar="M", help=none)
+    parser.add_argument("--affinity", choices=modes, default=unset, metavar="M", help=which)
+    parser.add_argument("--mode", dest="affinity", choices=modes, default=unset, metavar="M", help=argparse.SUPPRESS)
     parser.add_argument("--memory", choices=("preferred", "bind"), help="NUMA memory policy next to the GPUs")
 
 
@@ -169,8 +195,10 @@ def claim_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """
     given = {name: value for name, value in vars(options).items() if name not in _NOT_OF_CLAIMS}
     if "timeout" not in given:
+        given["timeout"] = None
         text = os.environ.get("SAFE_GPU_TIMEOUT")
-        given["timeout"] = parse_duration(text, "SAFE_GPU_TIMEOUT") if text else None
+        if text:
+            given["timeout"] = parse_duration(text, "SAFE_GPU_TIMEOUT")
     return given
 
 
@@ -182,67 +210,6 @@ def hosts_of_option(text: str) -> tuple[str, ...]:
     if not names:
         raise ValueError("--host needs the name of a host, such as gpu1,gpu2")
     return names
-
-
-_MEANT = {
-    **dict.fromkeys("claim exec launch srun start submit".split(), "run"),
-    **dict.fromkeys("gpustat info list ls ps queue show".split(), "status"),
-    **dict.fromkeys("monitor top watch".split(), "status --watch"),
-}
-"""Words of other tools for our commands."""
-
-_GIVE_BACK = "abort cancel end free kill quit release return stop terminate unclaim unlock".split()
-
-_BY_INDEX = r"-[dgi]|--cuda|--(cuda-|use-|visible-)*(gpu|device|id|index|indice|only|ordinal)(-(id|index|indice))?s?"
-"""Options of other tools, and of our other commands, for GPUs by their indices."""
-
-
-def _similar(word: str, known: Iterable[str]) -> str:
-    """Return the one of these words that looks most like it, dashes aside; "" where none does."""
-    from difflib import get_close_matches
-
-    bare = {option.lstrip("-"): option for option in known if option[:2] == "--" or option[:1] != "-"}
-    close = get_close_matches(word.lstrip("-").lower().replace("_", "-"), bare, 1, 0.7)
-    return bare[close[0]] if close else ""
-
-
-def unknown_option(word: str, options_of: Mapping[str, Sequence[str]], after: str = "") -> str:
-    """Return the usage error for an option where a command was expected; ``options_of``: command -> its options."""
-    name = word.partition("=")[0]
-    if name not in options_of["run"] and re.fullmatch(_BY_INDEX, name):
-        return unknown_argument(word, options_of["run"], after)
-    for owner in (command for command, options in options_of.items() if name in options):
-        return f"{name} is an option of safe-gpu {owner}: write safe-gpu {owner} {word} ..."
-    return unknown_argument(word, ("--help", "--version"))
-
-
-def unknown_command(word: str, commands: Sequence[str]) -> str:
-    """Return the usage error for a first word that is no command."""
-    from shutil import which
-
-    text = f"there is no command {word!r}"
-    if word.lower() in _GIVE_BACK:
-        return f"{text}: a GPU is given back when its process ends: kill PID, which safe-gpu status -v shows"
-    if meant := _MEANT.get(word.lower()) or _similar(word, commands):
-        return f"{text}: did you mean safe-gpu {meant}?"
-    hint = f"to run it on a GPU, write safe-gpu run -- {word}" if which(word) else f"choose from {', '.join(commands)}"
-    return f"{text}: {hint}"
-
-
-def unknown_argument(word: str, known: Sequence[str], after: str = "") -> str:
-    """Return the usage error for an argument that a command with these options does not take, and what follows it."""
-    if word == "--":
-        return "no command is run here: did you mean safe-gpu run?"
-    if not word.startswith("-"):
-        hint = f": did you mean -n {word}?" if word.isdecimal() and "-n" in known else ""
-        return f"unexpected argument {word!r}{hint}"
-    name, _, value = word.partition("=")
-    meant = _similar(name, known) if len(name) > 2 else ""
-    option = next((one for one in ("--only", "--gpu") if one in known), "")
-    if option and re.fullmatch(_BY_INDEX, name.lower().replace("_", "-")):
-        gpus = re.match(r"(cuda:)?((\d|GPU-|MIG-)[\w,:-]*)(?!\S)", value or after)
-        meant = f"{option} {gpus[2] if gpus else 0}"
-    return f"there is no option {name}{f': did you mean {meant}?' if meant else ''}"
 
 
 def add_hosts(parser: argparse.ArgumentParser) -> None:

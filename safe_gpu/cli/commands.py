@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from .. import __version__, errors
 from ..errors import SafeGpuError
 from ..wording.style import on_command_line
-from .arguments import Parser, unknown_command, unknown_option
+from .arguments import Parser
+from .mistakes import unknown_command, unknown_option
 from .output import CommandError, drop, drop_errors, open_standard_streams, say, why_unwritten
 
 # sysexits.h, where it has a fitting one.

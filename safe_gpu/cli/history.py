@@ -1,16 +1,20 @@
 """``safe-gpu history``: the claims of this host, as last(1) shows logins, and GPU-hours."""
 
 import argparse
+import csv
 import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from ..settings.values import parse_moment
 from ..status.gather import gather
 from ..status.history import PastClaim, claims_between, gpu_hours_by, hours_held, table_of_claims, table_of_use
 from .output import columns, print_json, say, write_whole
+
+_DAY = 86400.0  # seconds
 
 _DAYS = 30
 
@@ -23,8 +27,6 @@ _SINCE = f"""claims that held GPUs after this: 2026-11-01, '2026-11-01 12:00', 1
 
 _REPORT = """claims, GPU-hours, waits and free GPU-hours by user, week and host, of the last 7, 30 or 365 days unless
 --since says otherwise"""
-
-_NONE = ("no claims in this time",)
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what spreadsheets would run
 
@@ -57,13 +59,7 @@ GPU-hours have a least and a most for that."""
 def do_history(options: argparse.Namespace) -> int:
     """Carry out the command; return its exit code."""
     _check(options)
-    now = time.time()
-    until = now if options.until is None else min(now, options.until)
-    days = _REPORTS[options.report] if options.report else _DAYS
-    since = max(0.0, until - days * 86400) if options.since is None else options.since
-    if options.report:
-        whole = parse_moment(time.strftime("%Y-%m-%d", time.localtime(since))) if options.since is None else since
-        since = max(whole, until - _LONGEST_REPORT * 86400)
+    since, until = _times(options)
     if since > until:
         options.usage_error("--since is not before --until")
     claims, warnings = claims_between(since, until)
@@ -73,28 +69,33 @@ def do_history(options: argparse.Namespace) -> int:
         claims = [claim for claim in claims if claim.user == options.user]
     if options.idle:
         claims = _without_work(claims)
-    shown = (_report if options.report else _sums if options.by else _claims)(claims, options, since, until)
-    head = {"schema": 1, "since": since, "until": until} | ({"by": options.by} if options.by else {})
-    if options.json:
-        print_json({**head, shown.kind: [dict(zip(shown.names, row, strict=True)) for row in shown.rows]})
-    elif options.csv:
-        import csv
-
-        writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerow(shown.names)
-        writer.writerows(map(_cell, shown.names, row) for row in shown.rows)
+    if options.report:
+        view = _report(claims, options, since, until)
+    elif options.by:
+        view = _sums(claims, options, since, until)
     else:
-        sys.stdout.writelines(f"{line}\n" for line in (shown.table if claims else _NONE))
+        view = _claims(claims, since, until)
+    if options.json:
+        document: dict[str, object] = {"schema": 1, "since": since, "until": until}
+        if options.by:
+            document["by"] = options.by
+        document[view.kind] = list(view.rows)
+        print_json(document)
+    elif options.csv:
+        _print_csv(view)
+    elif claims:
+        sys.stdout.writelines(f"{line}\n" for line in view.table)
+    else:
+        print("no claims in this time")
     return 0
 
 
 def _check(options: argparse.Namespace) -> None:
     """End with a usage error where options do not go together."""
-    from importlib.util import find_spec
-
-    others = [name for name in ("by", "user", "idle") if getattr(options, name)]
-    if options.report and others:
-        options.usage_error(f"--report and --{others[0]} do not go together")
+    if options.report:
+        for other in ("by", "user", "idle"):
+            if getattr(options, other):
+                options.usage_error(f"--report and --{other} do not go together")
     if options.plot is None:
         return
     if not options.report:
@@ -105,22 +106,60 @@ def _check(options: argparse.Namespace) -> None:
         options.usage_error("--plot needs matplotlib, which is not installed: pip install matplotlib")
 
 
-class _Shown(NamedTuple):
-    """What is printed: ``rows`` for programs, below ``kind`` and with ``names``; the lines of ``table`` for people."""
+def _times(options: argparse.Namespace) -> tuple[float, float]:
+    """Return from when to when claims are meant, in Unix seconds; until now at most."""
+    until = time.time()
+    if options.until is not None:
+        until = min(until, options.until)
+    days = _DAYS
+    if options.report:
+        days = _REPORTS[options.report]
+    since = options.since
+    if since is None:
+        since = max(0.0, until - days * _DAY)
+        if options.report:
+            since = _midnight_before(since)
+    if options.report:
+        since = max(since, until - _LONGEST_REPORT * _DAY)
+    return since, until
+
+
+def _midnight_before(moment: float) -> float:
+    """Return when the day of that moment began, in local time."""
+    return parse_moment(time.strftime("%Y-%m-%d", time.localtime(moment)))
+
+
+class _View(NamedTuple):
+    """What is printed.
+
+    Attributes:
+        kind: the key of the rows in a document.
+        names: the keys of each row.
+        rows: for programs.
+        table: lines for people.
+    """
 
     kind: str
     names: Sequence[str]
-    rows: Iterable[Sequence[object]]
+    rows: Iterable[dict[str, object]]
     table: Iterable[str]
 
 
-def _report(claims: list[PastClaim], options: argparse.Namespace, since: float, until: float) -> _Shown:
+def _report(claims: list[PastClaim], options: argparse.Namespace, since: float, until: float) -> _View:
+    """Return the report, and draw it where that is asked for."""
     from ..status.report import ReportRow, drawn, report, report_by_day, table_of_report
 
-    rows = [*report(claims, [one.gpu.uuid for one in gather().gpus], os.uname().nodename, since, until)]
+    uuids = [one.gpu.uuid for one in gather().gpus]
+    rows = list(report(claims, uuids, os.uname().nodename, since, until))
     if options.plot is not None:
-        write_whole(options.plot, drawn(report_by_day(claims, since, until), options.plot[-3:]))
-    return _Shown("report", ReportRow._fields, rows, table_of_report(rows, columns()))
+        form = options.plot[-3:]
+        write_whole(options.plot, drawn(report_by_day(claims, since, until), form))
+    return _View(
+        kind="report",
+        names=ReportRow._fields,
+        rows=(row._asdict() for row in rows),
+        table=table_of_report(rows, columns()),
+    )
 
 
 def _without_work(claims: list[PastClaim]) -> list[PastClaim]:
@@ -128,8 +167,11 @@ def _without_work(claims: list[PastClaim]) -> list[PastClaim]:
 
     Claims whose user the kernel does not know are left out.
     """
-    idle = [one for one in gather().gpus if one.idle_for and one.idle_report is not False]
-    uuids = {uuid for one in idle if one.claim and one.claim.uid >= 0 for uuid in (one.gpu.uuid, *one.gone)}
+    uuids = set()
+    for one in gather().gpus:
+        has_shown_no_work = one.idle_for and one.idle_report is not False
+        if has_shown_no_work and one.claim is not None and one.claim.uid >= 0:
+            uuids.update((one.gpu.uuid, *one.gone))
     return [claim for claim in claims if claim.running and not uuids.isdisjoint(claim.gpus)]
 
 
@@ -139,24 +181,52 @@ _FACTS = "user uid pid job command host gpus labels since until running seen end
 _HOURS = ("gpu_hours_least", "gpu_hours_most")
 
 
-def _sums(claims: list[PastClaim], options: argparse.Namespace, since: float, until: float) -> _Shown:
+def _sums(claims: list[PastClaim], options: argparse.Namespace, since: float, until: float) -> _View:
+    """Return the GPU-hours by user, GPU, job, host, day or week."""
     uses = gpu_hours_by(claims, options.by, since, until)
-    rows = ((one.key, one.claims, round(one.least, 4), round(one.most, 4)) for one in uses)
-    return _Shown("use", (options.by, "claims", *_HOURS), rows, table_of_use(uses, options.by, columns()))
+    rows = (
+        {
+            options.by: use.key,
+            "claims": use.claims,
+            "gpu_hours_least": round(use.least, 4),
+            "gpu_hours_most": round(use.most, 4),
+        }
+        for use in uses
+    )
+    return _View("use", (options.by, "claims", *_HOURS), rows, table_of_use(uses, options.by, columns()))
 
 
-def _claims(claims: list[PastClaim], options: argparse.Namespace, since: float, until: float) -> _Shown:
-    claims.reverse()
-    hours = ([round(seconds * len(one.gpus) / 3600, 4) for seconds in hours_held(one, since, until)] for one in claims)
-    rows = ([*(getattr(one, name) for name in _FACTS), *used] for one, used in zip(claims, hours, strict=True))
-    return _Shown("claims", (*_FACTS, *_HOURS), rows, table_of_claims(claims, since, until, columns()))
+def _claims(claims: list[PastClaim], since: float, until: float) -> _View:
+    """Return the claims, the latest first."""
+    latest_first = claims[::-1]
+    rows = (_row_of_claim(claim, since, until) for claim in latest_first)
+    return _View("claims", (*_FACTS, *_HOURS), rows, table_of_claims(latest_first, since, until, columns()))
+
+
+def _row_of_claim(claim: PastClaim, since: float, until: float) -> dict[str, object]:
+    least, most = hours_held(claim, since, until)
+    row = {name: getattr(claim, name) for name in _FACTS}
+    row["gpu_hours_least"] = round(least * len(claim.gpus) / 3600, 4)
+    row["gpu_hours_most"] = round(most * len(claim.gpus) / 3600, 4)
+    return row
+
+
+def _print_csv(view: _View) -> None:
+    """Print the rows for spreadsheets."""
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(view.names)
+    for row in view.rows:
+        writer.writerow(_cell(name, value) for name, value in row.items())
 
 
 def _cell(name: str, value: object) -> object:
+    """Return a value as a spreadsheet reads it; None is an empty cell."""
     if isinstance(value, tuple):
-        value = " ".join(map(str, value))
+        value = " ".join(str(one) for one in value)
     if isinstance(value, str):
-        return f"'{value}" if value.startswith(_FORMULA) else value
+        if value.startswith(_FORMULA):
+            return f"'{value}"
+        return value
     if value is not None and name in ("since", "until", "seen", "ended"):
         return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(float(str(value))))
-    return value  # None is an empty cell
+    return value

@@ -61,7 +61,7 @@ RUNNERS = ("run", "bind")
 _COMMAND_LIST = "\n".join(["commands:", *(f"  {name:<12} {summary}" for name, summary in COMMANDS.items())])
 
 # The module of each command that is not ``NAME.py``.
-_MODULES = {"run": "job", "bind": "job", "wait": "job", "affinity": "looks", "doctor": "looks", "demo": "looks"}
+_MODULES = {"run": "job", "bind": "job", "wait": "job", "affinity": "inspect", "doctor": "inspect", "demo": "inspect"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

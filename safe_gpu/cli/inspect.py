@@ -1,4 +1,4 @@
-"""The commands that look at this host: affinity, doctor, demo."""
+"""The commands that inspect this host: affinity, doctor, demo."""
 
 import argparse
 import os
@@ -21,9 +21,11 @@ def configure_affinity(parser: argparse.ArgumentParser) -> None:
     add("--scope", choices=SCOPES, default="node", help="for the modes of gpu_affinity")
     add("--multithreading", choices=MULTITHREADING, default=MULTITHREADING[0], help="for the modes of gpu_affinity")
     add("--no-balanced", dest="balanced", action="store_false", help="let the GPUs' shares differ in size")
-    cores, each = whole_number("cores", 1), "N physical cores for each GPU"
-    add("--min-cores", dest="min_physical_cores", type=cores, default=1, metavar="N", help=f"at least {each}")
-    add("--max-cores", dest="max_physical_cores", type=cores, metavar="N", help=f"at most {each}")
+    cores = whole_number("cores", 1)
+    at_least = "at least N physical cores for each GPU"
+    add("--min-cores", dest="min_physical_cores", type=cores, default=1, metavar="N", help=at_least)
+    at_most = "at most N physical cores for each GPU"
+    add("--max-cores", dest="max_physical_cores", type=cores, metavar="N", help=at_most)
     allowed = "as if this process might use these CPUs only, such as 0-15,128-143"
     add("--allowed", type=parse_cpus, metavar="CPULIST", help=allowed)
     add("--of", type=process_id, metavar="PID", help="report where this process runs instead")
@@ -45,11 +47,25 @@ def process_id(text: str) -> int:
 def do_affinity(options: argparse.Namespace) -> int:
     """Carry out the command; return its exit code."""
     if options.of is not None:
-        from ..affinity.placement import placement
+        _print_placement(options)
+    else:
+        _print_shares(options)
+    return 0
 
-        report = placement(options.of, gpus=options.gpu, ordinal=options.ordinal)
-        print_json(report.as_dict()) if options.json else print_lines(str(report))
-        return 0
+
+def _print_placement(options: argparse.Namespace) -> None:
+    """Print where a process runs."""
+    from ..affinity.placement import placement
+
+    report = placement(options.of, gpus=options.gpu, ordinal=options.ordinal)
+    if options.json:
+        print_json(report.as_dict())
+    else:
+        print_lines(str(report))
+
+
+def _print_shares(options: argparse.Namespace) -> None:
+    """Print which CPUs a claim of each GPU alone is bound to."""
     from ..affinity.binding import claim_shares, usable_cpus
     from ..affinity.plan_text import affinity_json, affinity_table, node_table
     from ..affinity.planner import AffinityOptions
@@ -60,19 +76,23 @@ def do_affinity(options: argparse.Namespace) -> int:
     modes = AffinityOptions(**{name: getattr(options, name) for name in AffinityOptions.__match_args__})
     with opened_driver() as driver:
         topology = read_topology(None, driver)
-        mask = usable_cpus(topology) if options.allowed is None else options.allowed & topology.cpus
+        if options.allowed is None:
+            mask = usable_cpus(topology)
+        else:
+            mask = options.allowed & topology.cpus
         shown = [gpu.index for gpu in topology.gpus]
         if options.gpu is not None or options.ordinal is not None:
             shown = [gpu.index for gpu in named(options.gpu, options.ordinal, driver.snapshot(), os.environ).gpus]
-    # What a claim of each GPU alone is bound to.
-    alone = {gpu: claim_shares(topology, modes, [gpu.index], mask).shares[gpu.index] for gpu in topology.gpus}
-    shares = {gpu: cpus for gpu, cpus in alone.items() if gpu.index in shown}
+    shares = {}
+    for gpu in topology.gpus:
+        if gpu.index in shown:
+            alone = claim_shares(topology, modes, [gpu.index], mask)
+            shares[gpu] = alone.shares[gpu.index]
     if options.json:
         print_json(affinity_json(topology, modes, shares))
-        return 0
+        return
     print_lines(affinity_table(topology, modes, shares))
     print_lines(f"\n{node_table(topology)}")
-    return 0
 
 
 def configure_doctor(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +110,8 @@ def do_doctor(options: argparse.Namespace) -> int:
     if options.json:
         print_json(doctor.to_dict(checks))
     else:
-        print_lines(doctor.render_checks(checks, color=in_color(sys.stdout), width=columns(), verbose=options.verbose))
+        color = in_color(sys.stdout)
+        print_lines(doctor.render_checks(checks, color=color, width=columns(), verbose=options.verbose))
     return doctor.exit_code(checks)
 
 

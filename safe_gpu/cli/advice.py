@@ -38,12 +38,14 @@ def hint_for(command: Sequence[str], verb: str) -> str:
             return f"for shell syntax, write {verb} -- sh -c {quote(name)}"
         return f"drop the quotes: {verb} -- {name.strip()} (or write sh -c {quote(name)})"
     if name.isdecimal() and name.isascii():
-        return f"for that many GPUs, write {verb} -n {name} -- ..." if verb.endswith(" run") else ""
+        if verb.endswith(" run"):
+            return f"for that many GPUs, write {verb} -n {name} -- ..."
+        return ""
     if name.startswith("-"):
         return f"options come before --: {verb} {name} ... -- COMMAND"
     if "/" not in name and os.path.isfile(name):
-        program = {".py": "python ", ".sh": "sh "}.get(os.path.splitext(name)[1], "")
-        return f"there is a file of that name here: write {verb} -- {program or './'}{quote(name)}"
+        program = {".py": "python ", ".sh": "sh "}.get(os.path.splitext(name)[1], "./")
+        return f"there is a file of that name here: write {verb} -- {program}{quote(name)}"
     if name == "python" and _found("python3"):
         return "there is a python3"
     return ""
@@ -90,6 +92,24 @@ class _Advice(NamedTuple):
     cause: str
     way: str = _INSIDE
     work: str = "job"
+
+    def warning(self, found: re.Match[str], run: str, state_dir: str | None) -> str:
+        """Return the warning about a command line in which the pattern was found.
+
+        Args:
+            run: ``run`` with its options, for the way that works.
+            state_dir: the state directory; None is that of this process.
+        """
+        facts = {
+            "program": found[1],
+            "shown": " ".join(found.groups()).strip(),
+            "last": found.groups()[-1],
+            "work": self.work,
+            "run": run,
+        }
+        if "{state}" in self.way:
+            facts["state"] = state_dir or state_dir_path()
+        return f"warning: {self.cause}. {self.way}".format(**facts)
 
 
 # The programs of the table. To look for its patterns in every command takes longer than a claim.
@@ -157,26 +177,33 @@ def warning_about(command: Sequence[str], path: str, state_dir: str | None = Non
     Returns:
         Two sentences or more; "" for all other commands.
     """
-
     line = "".join(f"{word} " for word in command)
     if _PROGRAMS.isdisjoint(re.split(r"[\s/]+", line)):
         return ""
-
-    from shlex import join
-
-    by_name = os.path.basename(command[0]) == "docker"
-    if re.match(f"{_WRAPPED}docker ", line) and _is_podman(path if by_name else _found("docker")):
+    if re.match(f"{_WRAPPED}docker ", line) and _is_podman(_file_of_docker(command, path)):
         line = line.replace("docker ", "podman ", 1)
     if os.environ.get("CONTAINER_HOST"):  # makes it a client of a service, which then starts the container
         line = line.replace("podman ", "podman --remote ", 1)
-    for one in _TABLE:
-        if found := re.match(_WRAPPED + one.pattern, line):
-            shown, run = " ".join(found.groups()).strip(), join(["run", *words, "--"])
-            facts = {"program": found[1], "shown": shown, "last": found.groups()[-1], "work": one.work, "run": run}
-            if "{state}" in one.way:
-                facts["state"] = state_dir or state_dir_path()
-            return f"warning: {one.cause}. {one.way}".format(**facts)
+    return _warning(line, words, state_dir)
+
+
+def _warning(line: str, words: Sequence[str], state_dir: str | None) -> str:
+    """Return the warning of the table about a command line whose words each end with a blank; "" if there is none."""
+    from shlex import join
+
+    run = join(["run", *words, "--"])
+    for advice in _TABLE:
+        found = re.match(_WRAPPED + advice.pattern, line)
+        if found is not None:
+            return advice.warning(found, run, state_dir)
     return ""
+
+
+def _file_of_docker(command: Sequence[str], path: str) -> str:
+    """Return the docker that a command runs: its own file, or the one on PATH where another program runs docker."""
+    if os.path.basename(command[0]) == "docker":
+        return path
+    return _found("docker")
 
 
 def _found(name: str) -> str:
@@ -188,4 +215,6 @@ def _found(name: str) -> str:
 def _is_podman(path: str) -> bool:
     """Return whether this docker is a script or a link of podman's."""
     start = read_start(path, 1024)
-    return start is not None and b"podman" in os.path.basename(os.fsencode(os.path.realpath(path))) + start
+    if start is None:
+        return False
+    return b"podman" in os.path.basename(os.fsencode(os.path.realpath(path))) + start

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import repeat
 from queue import SimpleQueue
 from shlex import join, quote
 from threading import Semaphore, Thread
@@ -43,7 +42,9 @@ def ssh_to(host: str, script: str, *options: str) -> list[str]:
     ssh = find_program("ssh", os.environ)
     if ssh is None:
         raise SafeGpuError("there is no ssh on PATH: install OpenSSH's client to look at other hosts")
-    return [ssh, *(options or ("-T",)), "-oBatchMode=yes", "-oConnectTimeout=5", "--", host, for_any_shell(script)]
+    if not options:
+        options = ("-T",)
+    return [ssh, *options, "-oBatchMode=yes", "-oConnectTimeout=5", "--", host, for_any_shell(script)]
 
 
 def remote_command() -> str:
@@ -59,8 +60,13 @@ def for_any_shell(script: str) -> str:
     >>> print(for_any_shell("echo 'hi!'"))
     sh -c 'echo '\''hi'\!\'
     """
-    parts = re.findall(r"['\\!]|[^'\\!]+", script)
-    return "sh -c " + "".join(f"\\{part}" if part in ("'", "\\", "!") else f"'{part}'" for part in parts)
+    quoted = ""
+    for part in re.findall(r"['\\!]|[^'\\!]+", script):
+        if part in ("'", "\\", "!"):
+            quoted += f"\\{part}"
+        else:
+            quoted += f"'{part}'"
+    return f"sh -c {quoted}"
 
 
 AT_ONCE = 16
@@ -72,8 +78,10 @@ TOO_LATE = 124  # what timeout(1) ends with
 
 _LONGEST_ANSWER = 1 << 22  # bytes
 
+_LONGEST_TABLE = 1 << 17  # characters of a host's own table
 
-class Said(NamedTuple):
+
+class SshResult(NamedTuple):
     """What a host has answered. ``code`` is ssh's exit code: 255 of its own, else the other side's."""
 
     code: int
@@ -81,40 +89,45 @@ class Said(NamedTuple):
     err: str
 
 
-def ask(ssh: Sequence[str]) -> Said:
-    """Return what a host says to this command of ssh.
+def run_ssh(command: Sequence[str]) -> SshResult:
+    """Run a command of ssh without a terminal, and return what the host says.
 
     ssh has a session of its own, so that no helper of it can ask on this terminal; timeout(1) ends it also where this
     process has ended.
     """
     try:
         limit = find_program("timeout", os.environ)
-        command = [limit, str(SECONDS), *ssh] if limit else ssh
-        return Said(
-            *output_of(command, env=os.environ, timeout=SECONDS + 1, most=_LONGEST_ANSWER, separate_stderr=True)
-        )
+        if limit is not None:
+            command = [limit, str(SECONDS), *command]
+        output = output_of(command, env=os.environ, timeout=SECONDS + 1, most=_LONGEST_ANSWER, separate_stderr=True)
     except TooLate:
-        return Said(TOO_LATE, "", "")
+        return SshResult(TOO_LATE, "", "")
     except (OSError, TooMuch) as error:
-        return Said(255, "", str(error))
+        return SshResult(255, "", str(error))
+    return SshResult(output.status, output.text, output.errors)
 
 
-def answers(hosts: Collection[str], script: str, interval: float | None = None) -> Iterator[tuple[str, Answer]]:
+def stream_statuses(hosts: Collection[str], script: str, interval: float | None = None) -> Iterator[tuple[str, Answer]]:
     """Yield what each host answers, as it comes; with an interval again and again, that long after its last answer."""
-    slots, news = Semaphore(AT_ONCE), SimpleQueue[tuple[str, Answer]]()
+    slots = Semaphore(AT_ONCE)
+    news = SimpleQueue[tuple[str, Answer]]()
 
     def follow(host: str, ssh: Sequence[str]) -> None:
         while True:
             with slots:
-                news.put((host, read_answer(ask(ssh))))
+                news.put((host, read_answer(run_ssh(ssh))))
             if interval is None:
                 return
             time.sleep(interval)
 
     for host in hosts:
         Thread(target=follow, args=(host, ssh_to(host, script)), daemon=True).start()
-    for _ in hosts if interval is None else repeat(None):
-        yield news.get()
+    if interval is None:
+        for _ in hosts:
+            yield news.get()
+    else:
+        while True:
+            yield news.get()
 
 
 _LONGEST_REASON = 300
@@ -144,34 +157,44 @@ class Answer(NamedTuple):
     same_as: str = ""
 
 
-def read_answer(said: Said) -> Answer:
+def read_answer(result: SshResult) -> Answer:
     """Return what a host has said, as far as it can be believed to be a status of this schema."""
-    out, last = said.out, said.err.rstrip().rpartition("\n")[2]
-    why = shown(last.removeprefix("safe-gpu: ").removeprefix("warning: "))
-    if said.code == TOO_LATE:
-        return Answer(error=why or f"did not answer within {SECONDS:g} s")
-    if said.code == 255:
-        advice = next((advice for sign, advice in _ADVICE.items() if sign in why), "")
-        return Answer(error=f"{advice} ({why})" if advice else why or "ssh cannot reach it")
-    if said.code in _NOT_FOUND:
-        where = "set remote_command in [host] of ~/.config/safe-gpu/config.ini"
-        return Answer(error=f"has no safe-gpu on its PATH: {where} ({why})")
-    if said.code:
-        return Answer(error=why or f"its safe-gpu status ends with exit code {said.code}")
-    if not out.startswith("{"):
-        banner = shown(out.split("\n", 1)[0])
-        return Answer(error=f"its login files write before the JSON: {banner!r}; let them write on a terminal only")
+    reason = _why_no_document(result)
+    if reason:
+        return Answer(error=reason)
     try:
-        status, end = json.JSONDecoder().raw_decode(out)
+        status, end = json.JSONDecoder().raw_decode(result.out)
         if status["schema"] != SCHEMA:
-            schema = shown(str(status["schema"]))
+            schema = one_line(str(status["schema"]))
             return Answer(error=f"answers in schema {schema}, and this safe-gpu reads {SCHEMA}: update the older one")
-        return Answer(status, figures_of(status, time.time()), text=out[end:])
+        return Answer(status, figures_of(status, time.time()), text=result.out[end:])
     except NO_DOCUMENT as err:
-        return Answer(error=f"its answer cannot be read: {shown(f'{type(err).__name__}: {err}')}")
+        return Answer(error=f"its answer cannot be read: {one_line(f'{type(err).__name__}: {err}')}")
 
 
-def shown(text: str) -> str:
+def _why_no_document(result: SshResult) -> str:
+    """Return why a host has answered without a document; "" if there is one, or the beginning of one."""
+    last_line = result.err.rstrip().rpartition("\n")[2]
+    said = one_line(last_line.removeprefix("safe-gpu: ").removeprefix("warning: "))
+    if result.code == TOO_LATE:
+        return said or f"did not answer within {SECONDS:g} s"
+    if result.code == 255:
+        for sign, advice in _ADVICE.items():
+            if sign in said:
+                return f"{advice} ({said})"
+        return said or "ssh cannot reach it"
+    if result.code in _NOT_FOUND:
+        where = "set remote_command in [host] of ~/.config/safe-gpu/config.ini"
+        return f"has no safe-gpu on its PATH: {where} ({said})"
+    if result.code != 0:
+        return said or f"its safe-gpu status ends with exit code {result.code}"
+    if not result.out.startswith("{"):
+        banner = one_line(result.out.split("\n", 1)[0])
+        return f"its login files write before the JSON: {banner!r}; let them write on a terminal only"
+    return ""
+
+
+def one_line(text: str) -> str:
     """Return the beginning of a text as printable words."""
     return " ".join(printable(text[:_LONGEST_REASON]).split())
 
@@ -180,110 +203,156 @@ _RIGHT = ("Free", "Waiting", "Longest")
 
 _MOST = {"Held by": 80}  # columns of a terminal
 
-Answers = Mapping[str, Answer]
+Statuses = Mapping[str, Answer]
 """Name of a host -> its answer, in the order of the lines."""
 
 
-def arranged(answers: Answers, most_free_first: bool) -> Answers:
+def in_display_order(statuses: Statuses, most_free_first: bool) -> Statuses:
     """Return them in the order of the lines, where a host under a second name has that in place of its figures."""
     found: dict[str, Answer] = {}
-    names: dict[str, str] = {}
-    for name, one in answers.items():
-        if one.figures and (first := names.setdefault(one.figures.identity, name)) != name:
-            one = one._replace(figures=None, error=f"the same host as {first}", same_as=first)
-        found[name] = one
+    first_names: dict[str, str] = {}
+    for name, answer in statuses.items():
+        found[name] = answer
+        if answer.figures is None:
+            continue
+        first = first_names.setdefault(answer.figures.identity, name)
+        if first != name:
+            found[name] = answer._replace(figures=None, error=f"the same host as {first}", same_as=first)
     if not most_free_first:
         return found
-    return dict(sorted(found.items(), key=lambda item: -item[1].figures.free if item[1].figures else 1))
+    return dict(sorted(found.items(), key=lambda item: _rank(item[1])))
 
 
-def render_hosts(answers: Answers, *, width: int, color: bool, verbose: bool = False) -> str:
+def _rank(answer: Answer) -> int:
+    """Return less for more free GPUs, and most for a host without figures."""
+    if answer.figures is None:
+        return 1
+    return -answer.figures.free
+
+
+def render_hosts(statuses: Statuses, *, width: int, color: bool, verbose: bool = False) -> str:
     """Return a line for each host, or why it has no figures; ``verbose`` adds each host's own table."""
-    known = {name: one.figures for name, one in answers.items() if one.figures}
-    free, total = sum(one.free for one in known.values()), sum(one.total for one in known.values())
-    waiting = sum(one.waiting for one in known.values())
-    hosts = plural(sum(not one.same_as for one in answers.values()), "host")
-    summary = f"{free} of {plural(total)} free on {len(known)} of {hosts}" + (f", {waiting} waiting" if waiting else "")
-
-    columns = [names := Column("HOST", answers)]
+    names = Column("HOST", statuses)
+    shown = [names]
     for title in TITLES:
-        cells = (known[name].cells[title] if name in known else "" for name in answers)
-        columns.append(Column(title.upper(), cells, right=title in _RIGHT, most=_MOST.get(title, 40)))
-    head, *rows = table(columns, width, optional=("GPU", "LONGEST"))
-    lines = [paint(summary, "bold", color), "", paint(head, "bold", color)]
-    for (name, one), begin, row in zip(answers.items(), names.cells, rows, strict=True):
-        indent = " " * (names.width + len(GAP))
-        if name in known:
-            lines.append(row)
-            told = [line for text in known[name].broken for line in wrapped(text, width, indent)]
+        cells = [_cell(answer, title) for answer in statuses.values()]
+        shown.append(Column(title.upper(), cells, right=title in _RIGHT, most=_MOST.get(title, 40)))
+    head, *rows = table(shown, width, optional=("GPU", "LONGEST"))
+    lines = [paint(_summary(statuses), "bold", color), "", paint(head, "bold", color)]
+    indent = " " * (names.width + len(GAP))
+    for answer, name, row in zip(statuses.values(), names.cells, rows, strict=True):
+        if answer.figures is None:
+            told = wrapped(answer.error, width, names.padded(name) + GAP[1:], indent)
         else:
-            told = wrapped(one.error, width, names.padded(begin) + GAP[1:], indent)
-        lines += (paint(line, "yellow", color) for line in told)
-    for name in known if verbose else ():
-        lines += ["", paint(f"{name}:", "bold", color), printable_lines(answers[name].text.strip("\n"), 1 << 17)]
+            lines.append(row)
+            told = []
+            for sentence in answer.figures.broken:
+                told += wrapped(sentence, width, indent)
+        for line in told:
+            lines.append(paint(line, "yellow", color))
+    if verbose:
+        for host, answer in statuses.items():
+            if answer.figures is not None:
+                own_table = printable_lines(answer.text.strip("\n"), _LONGEST_TABLE)
+                lines += ["", paint(f"{host}:", "bold", color), own_table]
     return "\n".join(lines)
 
 
-def document(answers: Answers) -> dict[str, Any]:
+def _summary(statuses: Statuses) -> str:
+    """Return ``3 of 5 GPUs free on 2 of 3 hosts, 1 waiting``."""
+    known = [answer.figures for answer in statuses.values() if answer.figures is not None]
+    hosts = [answer for answer in statuses.values() if not answer.same_as]
+    free = sum(figures.free for figures in known)
+    total = sum(figures.total for figures in known)
+    waiting = sum(figures.waiting for figures in known)
+    summary = f"{free} of {plural(total)} free on {len(known)} of {plural(len(hosts), 'host')}"
+    if waiting:
+        summary += f", {waiting} waiting"
+    return summary
+
+
+def _cell(answer: Answer, title: str) -> str:
+    if answer.figures is None:
+        return ""
+    return answer.figures.cells[title]
+
+
+def document(statuses: Statuses) -> dict[str, Any]:
     """Return the document of ``status --json`` with hosts: ``status`` or ``error`` of each.
 
     Where an earlier name stands for the same host, ``same_as`` is that name.
     """
     hosts: dict[str, Any] = {}
-    for name, one in answers.items():
-        hosts[name] = {"error": one.error} if one.status is None else {"status": one.status}
-        hosts[name] |= {"same_as": one.same_as} if one.same_as else {}
+    for name, answer in statuses.items():
+        if answer.status is None:
+            hosts[name] = {"error": answer.error}
+        else:
+            hosts[name] = {"status": answer.status}
+        if answer.same_as:
+            hosts[name]["same_as"] = answer.same_as
     return {"schema": SCHEMA, "hosts": hosts}
 
 
 _INTERVAL = 5.0
 
 
-def answers_of(hosts: Collection[str], script: str) -> Answers:
+def statuses_of(hosts: Collection[str], script: str) -> Statuses:
     """Return what each host answers, in their order."""
-    found = dict(answers(hosts, script))
+    found = dict(stream_statuses(hosts, script))
     return {host: found[host] for host in hosts}
 
 
 def script_of_status(vendor: str | None, verbose: bool = False) -> str:
     """Return what asks a host for its status; ``verbose`` for the table after the document too."""
-    status = f"{remote_command()} status" + (f" --vendor {vendor}" if vendor else "")
-    return f"{status} --json" + f" && COLUMNS={columns()} {status} -v" * verbose
+    status = f"{remote_command()} status"
+    if vendor:
+        status += f" --vendor {vendor}"
+    script = f"{status} --json"
+    if verbose:
+        script += f" && COLUMNS={columns()} {status} -v"
+    return script
 
 
 def _chosen(options: argparse.Namespace) -> tuple[str, ...]:
     """Return the hosts that the command is about; where none are known, a usage error."""
     try:
-        if hosts := options.host or known_hosts(os.environ):
-            return tuple(hosts)
+        hosts = options.host or known_hosts(os.environ)
     except ValueError as err:
         options.usage_error(f"SAFE_GPU_HOSTS: {err}")
-    options.usage_error("which hosts? set SAFE_GPU_HOSTS=gpu1,gpu2, or hosts in ~/.config/safe-gpu/config.ini")
-    return ()
+    if not hosts:
+        options.usage_error("which hosts? set SAFE_GPU_HOSTS=gpu1,gpu2, or hosts in ~/.config/safe-gpu/config.ini")
+    return tuple(hosts)
 
 
 def status_of_hosts(options: argparse.Namespace) -> int:
     """Print the status of the hosts that the options choose."""
     hosts = _chosen(options)
-    for option in ("prometheus", "free", "mine", "user", *(() if options.html else ("output",))):
+    of_one_host = ["prometheus", "free", "mine", "user"]
+    if not options.html:
+        of_one_host.append("output")
+    for option in of_one_host:
         if getattr(options, option):
             options.usage_error(f"--{option} is about one host: it does not go with --host and --all-hosts")
     script = script_of_status(options.vendor, options.verbose and not (options.json or options.html))
     if options.watch:
         _watch(options, hosts, script)
-    found = arranged(answers_of(hosts, script), options.sort)
+    statuses = in_display_order(statuses_of(hosts, script), options.sort)
     if options.json:
-        print_json(document(found))
+        print_json(document(statuses))
     elif options.html:
-        write_page({name: one.error or one.status or "" for name, one in found.items()}, options)
+        write_page({name: one.error or one.status or "" for name, one in statuses.items()}, options)
     else:
-        print_lines(_picture(found, options))
-    known = [one for one in found.values() if one.status is not None]
-    return 0 if len(known) == len(found) else EX_SOME_HOSTS if known else EX_NO_HOST
+        print_lines(_picture(statuses, options))
+    known = [one for one in statuses.values() if one.status is not None]
+    if len(known) == len(statuses):
+        return 0
+    if known:
+        return EX_SOME_HOSTS
+    return EX_NO_HOST
 
 
-def _picture(answers: Answers, options: argparse.Namespace) -> str:
-    return render_hosts(answers, width=columns(), color=in_color(sys.stdout), verbose=options.verbose)
+def _picture(statuses: Statuses, options: argparse.Namespace) -> str:
+    return render_hosts(statuses, width=columns(), color=in_color(sys.stdout), verbose=options.verbose)
 
 
 def _watch(options: argparse.Namespace, hosts: Collection[str], script: str) -> None:
@@ -293,13 +362,17 @@ def _watch(options: argparse.Namespace, hosts: Collection[str], script: str) -> 
     """
     from .watching import watching
 
-    interval = _INTERVAL if options.interval is None else options.interval
+    interval = options.interval
+    if interval is None:
+        interval = _INTERVAL
     known = dict.fromkeys(hosts, Answer(error="..."))
     with watching(interval, as_lines=options.json) as show:
-        for host, answer in answers(hosts, script, interval):
+        for host, answer in stream_statuses(hosts, script, interval):
             known[host] = answer
-            found = document({host: known[host]})
-            show(json.dumps(found) if options.json else _picture(arranged(known, options.sort), options))
+            if options.json:
+                show(json.dumps(document({host: answer})))
+            else:
+                show(_picture(in_display_order(known, options.sort), options))
 
 
 _DAY = 86400.0  # seconds
@@ -317,14 +390,20 @@ def write_page(hosts: Mapping[str, Mapping[str, Any] | str], options: argparse.N
     from ..status.history import claims_between
     from ..status.report import report
 
-    now, here = time.time(), (os.uname().nodename, state_dir_path())
+    now = time.time()
+    here = (os.uname().nodename, state_dir_path())
     claims, warnings = claims_between(now - _DAY, now)
     for warning in warnings:
         say(f"warning: {warning}")
     users = [row for row in report(claims, (), "", now - _DAY, now) if row.by == "user"]
-    own = [name for name, one in hosts.items() if not isinstance(one, str) and (one["host"], one["state_dir"]) == here]
-    every = _EVERY if options.interval is None else options.interval
-    write_output(render_page(hosts, now=now, every=every, use=dict.fromkeys(own, users)), options.output)
+    use = {}
+    for name, one in hosts.items():
+        if not isinstance(one, str) and (one["host"], one["state_dir"]) == here:
+            use[name] = users
+    every = options.interval
+    if every is None:
+        every = _EVERY
+    write_output(render_page(hosts, now=now, every=every, use=use), options.output)
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -337,34 +416,57 @@ def run_on_hosts(options: argparse.Namespace) -> int:
         options.usage_error("--host takes GPUs that are free now: only --timeout 0 goes with it")
     if options.nb_gpus == "job":
         options.usage_error("-n job does not go with --host: the batch job is on this host")
-    answers = arranged(answers_of(options.host, script_of_status(options.vendor)), most_free_first=True)
-    told = {name: one.error for name, one in answers.items()}
-    codes = {EX_NO_HOST for one in answers.values() if one.status is None}
-    for host, answer in answers.items():
+    statuses = in_display_order(statuses_of(options.host, script_of_status(options.vendor)), most_free_first=True)
+    reasons = {name: answer.error for name, answer in statuses.items()}
+    codes = {EX_NO_HOST for answer in statuses.values() if answer.status is None}
+    for host, answer in statuses.items():
         if answer.figures is None:
             continue
         if sys.stderr.isatty() and not options.quiet:
             say(f"on {host}")
         pending = f"/tmp/safe-gpu-run-{os.urandom(8).hex()}"
-        code, stopped = _run(host, _script(pending, options))
-        if code == 0 or ask(ssh_to(host, f"rmdir {pending}")).code != 0 or stopped:
-            return 128 + stopped if stopped else code
-        codes.add(code)
-        told[host] = f"exit code {code}"
-        if code == EX_TRY_AGAIN:
-            told[host] = f"{answer.figures.free} of {plural(answer.figures.total)} free"
-            if answer.figures.waiting:
-                told[host] += f", {answer.figures.waiting} waiting: {answer.figures.waiters}"
-    lines = [f"  {host}: {why}" for host, why in told.items()]
+        end = _run(host, _script(pending, options))
+        has_claimed = end.code == 0 or not _withdraw(host, pending)
+        if end.signal:
+            return 128 + end.signal
+        if has_claimed:
+            return end.code
+        codes.add(end.code)
+        reasons[host] = f"exit code {end.code}"
+        if end.code == EX_TRY_AGAIN:
+            reasons[host] = _why_not_free(answer.figures)
+    lines = [f"  {host}: {reason}" for host, reason in reasons.items()]
     say("\n".join(["no host gives the GPUs now, and run --host does not wait:", *lines]))
-    return codes.pop() if len(codes) == 1 else EX_TRY_AGAIN
+    if len(codes) == 1:
+        return codes.pop()
+    return EX_TRY_AGAIN
 
 
-def _run(host: str, script: str) -> tuple[int, int]:
-    """Run a script there, with this terminal where it is the command's; return ssh's exit code, and the signal that has
-    ended it from here, or 0."""
-    terminal = os.isatty(0) and os.isatty(1) and os.tcgetpgrp(0) == os.getpgrp()
-    options = ("-t", "-oLogLevel=ERROR") if terminal else ("-T",)
+def _withdraw(host: str, pending: str) -> bool:
+    """Remove the directory of a try there; return whether it was there: then the try has not claimed, and will not."""
+    return run_ssh(ssh_to(host, f"rmdir {pending}")).code == 0
+
+
+def _why_not_free(figures: Figures) -> str:
+    """Return ``1 of 8 GPUs free, 1 waiting: anna``."""
+    reason = f"{figures.free} of {plural(figures.total)} free"
+    if figures.waiting:
+        reason += f", {figures.waiting} waiting: {figures.waiters}"
+    return reason
+
+
+class _SshEnd(NamedTuple):
+    """How ssh has ended: its exit code, and the signal with which this process was to end it, or 0."""
+
+    code: int
+    signal: int
+
+
+def _run(host: str, script: str) -> _SshEnd:
+    """Run a script there, with this terminal where it is the command's."""
+    options: tuple[str, ...] = ("-T",)
+    if os.isatty(0) and os.isatty(1) and os.tcgetpgrp(0) == os.getpgrp():
+        options = ("-t", "-oLogLevel=ERROR")
     stopped = 0
 
     def stop(number: int, frame: object) -> None:
@@ -380,18 +482,28 @@ def _run(host: str, script: str) -> tuple[int, int]:
         code = ssh.wait()
     for number, handler in before.items():
         signal.signal(number, handler)
-    return code if code >= 0 else 128 - code, stopped
+    if code < 0:
+        code = 128 - code
+    return _SshEnd(code, stopped)
 
 
 def _script(pending: str, options: argparse.Namespace) -> str:
     """Return what ``sh`` is to run on the other host, in the directory of this process there."""
-    here = os.environ.get("PWD", "")  # by the name that it has on all hosts, rather than where its links lead here
-    directory = here if os.path.isabs(here) and os.path.isdir(here) and os.path.samefile(here, ".") else os.getcwd()
+    directory = quote(_working_directory())
     words = join([*options.words, "--pending", pending, "--timeout", "0", "--", *options.command])
+    no_directory = f"{{ echo there is no directory {directory} >&2; exit {EX_CANNOT_RUN}; }}"
     steps = [
         f"mkdir -m 700 {pending} || exit {EX_CANNOT_RUN}",
-        f"cd {quote(directory)} 2>/dev/null || {{ echo there is no directory {quote(directory)} >&2; "
-        f"exit {EX_CANNOT_RUN}; }}",
+        f"cd {directory} 2>/dev/null || {no_directory}",
         f"exec {remote_command()} run {words}",
     ]
     return "; ".join(steps)
+
+
+def _working_directory() -> str:
+    """Return the directory of this process, by the name that it has on all hosts rather than where its links lead
+    here."""
+    by_name = os.environ.get("PWD", "")
+    if os.path.isabs(by_name) and os.path.isdir(by_name) and os.path.samefile(by_name, "."):
+        return by_name
+    return os.getcwd()

@@ -38,7 +38,7 @@ def status(*states: str, **more: Any) -> dict[str, Any]:
 
 
 def answer(*states: str, **more: Any) -> api.Answer:
-    return api.read_answer(api.Said(0, json.dumps(status(*states, **more)), ""))
+    return api.read_answer(api.SshResult(0, json.dumps(status(*states, **more)), ""))
 
 
 def test_what_is_no_name_is_refused(ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def test_figures(given: api.Answer, cells: list[str], broken: tuple[str, ...]) -
     ],
 )
 def test_why_there_are_no_figures(code: int, out: str, err: str, told: str) -> None:
-    one = api.read_answer(api.Said(code, out, err))
+    one = api.read_answer(api.SshResult(code, out, err))
     assert one.status is None
     assert one.error.startswith(told)
 
@@ -165,8 +165,8 @@ JSON = st.recursive(LEAVES, lambda one: st.lists(one) | st.dictionaries(st.text(
 @given(st.fixed_dictionaries(dict.fromkeys(status(), JSON)), st.sampled_from(["gpus", "queue", "host"]))
 def test_a_hostile_answer_is_an_answer(hostile: dict[str, Any], key: str) -> None:
     for told in (hostile, {**status("free", "claimed"), key: hostile[key]}, {**hostile, "schema": 2}):
-        one = api.read_answer(api.Said(0, json.dumps(told), ""))
-        text = api.render_hosts(api.arranged({"gpu1": one}, False), width=80, color=False)
+        one = api.read_answer(api.SshResult(0, json.dumps(told), ""))
+        text = api.render_hosts(api.in_display_order({"gpu1": one}, False), width=80, color=False)
         assert all(line.isprintable() for line in text.split("\n"))
         json.dumps(api.document({"gpu1": one}))
 
@@ -179,7 +179,8 @@ def test_the_table() -> None:
         "gpu5": answer("free", "free", host="gpu4"),
     }
     assert [
-        line.split() for line in api.render_hosts(api.arranged(answers, False), width=80, color=False).split("\n")
+        line.split()
+        for line in api.render_hosts(api.in_display_order(answers, False), width=80, color=False).split("\n")
     ] == [
         "3 of 5 GPUs free on 2 of 3 hosts, 1 waiting".split(),
         [],
@@ -190,7 +191,7 @@ def test_the_table() -> None:
         "gpu4 2 of 2 NVIDIA L4 1 0s".split(),
         "gpu5 the same host as gpu4".split(),
     ]
-    assert list(api.arranged(answers, True)) == ["gpu4", "gpu1", "gpu2", "gpu5"]
+    assert list(api.in_display_order(answers, True)) == ["gpu4", "gpu1", "gpu2", "gpu5"]
 
 
 def lines_of(text: str) -> dict[str, str]:

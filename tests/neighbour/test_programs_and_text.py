@@ -27,7 +27,7 @@ needs_root = pytest.mark.skipif(not api.programs.is_root(), reason="needs root, 
 CODE = """
 import os
 from safe_gpu import SafeGpuError, wrap_command
-from safe_gpu.cli.hosts import ask, ssh_to
+from safe_gpu.cli.hosts import run_ssh, ssh_to
 from safe_gpu.drivers import open_driver
 from safe_gpu.schedulers.gpu_count import number_for_job
 try:
@@ -56,8 +56,8 @@ def write(program: Path, script: str) -> None:
         ("bin/qstat", NUMBER, "SGE_ROOT", JOB),
         ("numactl", WRAP, "PATH", {}),
         ("true", WRAP, "PATH", {}),
-        ("timeout", CODE.format("ask(['/bin/true']).err"), "PATH", {}),
-        ("ssh", CODE.format("ask(ssh_to('gpu1', 'true')).err"), "PATH", {}),
+        ("timeout", CODE.format("run_ssh(['/bin/true']).err"), "PATH", {}),
+        ("ssh", CODE.format("run_ssh(ssh_to('gpu1', 'true')).err"), "PATH", {}),
         ("qstat", NUMBER, "SGE_BINARY_PATH", JOB),
     ],
 )
@@ -180,7 +180,7 @@ def test_an_answer_of_another_host_is_bounded(
     """Of bytes and of time, whatever runs there; what is left behind is not waited for, and nothing can be asked."""
     write(open_tmp / "ssh", f"echo $$ > {open_tmp}/pid; {script}")
     monkeypatch.setattr(api.hosts, "SECONDS", 0.5 if code == 124 else 60.0)
-    said = api.hosts.ask([str(open_tmp / "ssh")])
+    said = api.hosts.run_ssh([str(open_tmp / "ssh")])
     assert (said.code, told in api.hosts.read_answer(said).error) == (code, True)
     assert len(said.out) + len(said.err) < 1 << 10
     group = int((open_tmp / "pid").read_text())

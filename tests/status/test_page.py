@@ -179,9 +179,9 @@ def test_hosts_that_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, a
     """Each has its line, or a reason for having no figures. The last day is that of the host that makes the page."""
     here = json.loads(ask("status", "--json").stdout)
     found = {"gpu1": here, "web": here, "gpu2": crowded() | {"host": here["host"]}}
-    answers = {name: api.read_answer(api.Said(0, json.dumps(one), "")) for name, one in found.items()}
+    answers = {name: api.read_answer(api.SshResult(0, json.dumps(one), "")) for name, one in found.items()}
     answers["gpu3"] = api.Answer(error="no route to host")
-    monkeypatch.setattr(api.hosts, "answers_of", lambda *_: answers)
+    monkeypatch.setattr(api.hosts, "statuses_of", lambda *_: answers)
     done = ask("status", "--host", "any", "--sort", "free", "--html", "--output", tmp_path / "gpus.html")
     assert (done.returncode, done.stdout) == (1, "")
     page = Checked((tmp_path / "gpus.html").read_text())

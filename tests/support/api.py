@@ -54,7 +54,7 @@ from safe_gpu.cli.arguments import add_request, add_vendor, claim_arguments
 from safe_gpu.cli.commands import COMMANDS, RUNNERS, main, parser_of
 from safe_gpu.cli.completion import SHELLS
 from safe_gpu.cli.completion import candidates as completions
-from safe_gpu.cli.hosts import Answer, Said, arranged, document, for_any_shell, read_answer, render_hosts
+from safe_gpu.cli.hosts import Answer, SshResult, document, for_any_shell, in_display_order, read_answer, render_hosts
 from safe_gpu.cli.job import become, find_command
 from safe_gpu.cli.output import CommandError
 from safe_gpu.cli.setup import rule_text

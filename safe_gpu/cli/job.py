@@ -5,6 +5,7 @@ exec(2) leaves no wrapper behind: pid, signals and exit code are the command's o
 
 import _signal  # type: ignore[import-not-found,unused-ignore]
 import argparse
+import errno
 import os
 import sys
 from collections import Counter
@@ -58,16 +59,34 @@ exit codes: the command's; 2 usage, 68 no host of --host answers,
 def do_run(options: argparse.Namespace) -> int:
     """Carry out the command; return its exit code."""
     if options.host and not options.pending:
-        from .hosts import run_on_hosts
-
-        return run_on_hosts(options)
+        return _run_on_hosts(options)
     path = find_command(options.command)
-    if warning := warning_about(options.command, path, words=options.words):
+    warning = warning_about(options.command, path, words=options.words)
+    if warning:
         say(warning)
     if os.environ.get("SAFE_GPU_EXPECT"):
-        from ..claim.worker import check_expected_gpu
+        _check_expected_gpu()
+    return _claim_and_become(path, options)
 
-        check_expected_gpu()
+
+def _run_on_hosts(options: argparse.Namespace) -> int:
+    from .hosts import run_on_hosts
+
+    return run_on_hosts(options)
+
+
+def _check_expected_gpu() -> None:
+    from ..claim.worker import check_expected_gpu
+
+    check_expected_gpu()
+
+
+def _claim_and_become(path: str, options: argparse.Namespace) -> NoReturn:
+    """Claim GPUs, and turn into the command, whose file is at ``path``.
+
+    Raises:
+        SafeGpuError: there is no claim, or the command cannot be run. Nothing is held then.
+    """
     from ..claim.functions import release_gpus
     from ..claim.owner import owner_type
     from ..host.programs import command_for_record
@@ -78,17 +97,18 @@ def do_run(options: argparse.Namespace) -> int:
     arguments = claim_arguments(options)
     if arguments.get("affinity") == "none":
         arguments["affinity"] = None
-    arguments |= {"placeholder_fn": NoPlaceholder(), "logger": Log(), "delegate": arguments.get("share") is None}
+    arguments["placeholder_fn"] = NoPlaceholder()
+    arguments["logger"] = Log()
+    arguments["delegate"] = arguments.get("share") is None
+    hint = "hold_for" not in arguments
     try:
-        with unwind_on_signals(), WaitLine(sys.stderr, quiet=options.quiet, hint="hold_for" not in arguments) as line:
+        with unwind_on_signals(), WaitLine(sys.stderr, quiet=options.quiet, hint=hint) as line:
             owner = owner_type(on_wait=line.show, command=command_for_record(options.command))(**arguments)
-        if not owner.gpus and not options.quiet:
-            say("the command starts without a GPU: SAFE_GPU_NB_GPUS=0")
-        elif not options.quiet and (line.waited or sys.stderr.isatty()):
-            say(_got(owner.gpus, line.seconds if line.waited else None))
+        if not options.quiet:
+            _say_what_is_claimed(owner.gpus, line)
         owner.keep_across_exec()
         if options.pending:
-            _decide(options.pending)
+            _win_over_other_hosts(options.pending)
         become(path, options.command)
     except UnsatisfiableRequestError as err:
         if options.nb_gpus != "job" or err.value != 0:
@@ -101,8 +121,8 @@ def do_run(options: argparse.Namespace) -> int:
         release_gpus()  # also where an exception came before the claim had a name here
 
 
-def _decide(pending: str) -> None:
-    """Remove the directory of ``run --host``, which tells that it has claimed here.
+def _win_over_other_hosts(pending: str) -> None:
+    """Remove the directory of ``run --host``, which settles that this host runs the command and no other is tried.
 
     Raises:
         CommandError: the other side has removed it, and the command must not run here.
@@ -113,13 +133,27 @@ def _decide(pending: str) -> None:
         raise CommandError("run --host has ended its ssh", code=EX_USAGE) from err
 
 
-def _got(gpus: Sequence[Gpu], waited: float | None) -> str:
-    """Return a sentence on the claim: ``got GPU 0-2,5 (4 x NVIDIA A100-SXM4-80GB) after 3 min``."""
-    models = Counter(gpu.name for gpu in gpus)
-    facts = [f"{number} x {name}" if number > 1 else name for name, number in models.items() if name]
-    what = in_brackets(*facts, "simulated" * is_simulated(os.environ))
-    text = f"got GPU {gpu_ranges(gpu.label for gpu in gpus)}{what}"
-    return text if waited is None else f"{text} after {format_age(waited)}"
+def _say_what_is_claimed(gpus: Sequence[Gpu], line: WaitLine) -> None:
+    """Say which GPUs were claimed, where somebody looks on or was told of a wait."""
+    if not gpus:
+        say("the command starts without a GPU: SAFE_GPU_NB_GPUS=0")
+    elif line.waited:
+        say(f"{_got(gpus)} after {format_age(line.seconds)}")
+    elif sys.stderr.isatty():
+        say(_got(gpus))
+
+
+def _got(gpus: Sequence[Gpu]) -> str:
+    """Return ``got GPU 0-2,5 (4 x NVIDIA A100-SXM4-80GB)``."""
+    facts = []
+    for name, number in Counter(gpu.name for gpu in gpus).items():
+        if name and number > 1:
+            facts.append(f"{number} x {name}")
+        elif name:
+            facts.append(name)
+    if is_simulated(os.environ):
+        facts.append("simulated")
+    return f"got GPU {gpu_ranges(gpu.label for gpu in gpus)}{in_brackets(*facts)}"
 
 
 def configure_wait(parser: argparse.ArgumentParser) -> None:
@@ -167,15 +201,27 @@ with its local rank, as CUDA numbers them. Nothing is claimed."""
 
 def do_bind(options: argparse.Namespace) -> int:
     """Carry out the command; return its exit code."""
-    given = getattr(options, "affinity", "node")
-    if options.node is not None and given not in ("node", "none"):
+    affinity = getattr(options, "affinity", "node")
+    if options.node is not None and affinity not in ("node", "none"):
         raise CommandError(f"--node {options.node} binds to the whole node: leave out --affinity", code=EX_USAGE)
     path = find_command(options.command, "bind")
-    from ..claim.worker import bind_rank, check_expected_gpu
+    _check_expected_gpu()
+    _bind(affinity, options)
+    become(path, options.command)
 
-    check_expected_gpu()
+
+def _bind(affinity: str, options: argparse.Namespace) -> None:
+    """Bind this process, and say so where somebody looks on, or where not all went well.
+
+    Raises:
+        SafeGpuError: it cannot be bound, and ``--if-possible`` was not given.
+    """
+    from ..claim.worker import bind_rank
+
+    mode: str | None = affinity
+    if affinity == "none":
+        mode = None
     try:
-        mode = None if given == "none" else given
         report = bind_rank(options.gpu, options.ordinal, options.node, mode=mode, memory=options.memory)
     except SafeGpuError as err:
         if not options.if_possible:
@@ -184,7 +230,6 @@ def do_bind(options: argparse.Namespace) -> int:
     else:
         if report.notes or not report.ok or is_terminal(sys.stderr):
             say(str(report))
-    become(path, options.command)
 
 
 def find_command(command: Sequence[str], verb: str = "run") -> str:
@@ -198,18 +243,27 @@ def find_command(command: Sequence[str], verb: str = "run") -> str:
         CommandError: no such command, or only files that cannot be executed.
     """
     name = command[0]
-    places = os.environ.get("PATH", os.defpath).split(os.pathsep)
-    paths = [name] if "/" in name else [os.path.join(place or ".", name) for place in places]
-    closed = "/" in name and os.path.isdir(name)
-    for path in filter(os.path.isfile, paths):
+    if "/" in name:
+        paths = [name]
+    else:
+        places = os.environ.get("PATH", os.defpath).split(os.pathsep)
+        paths = [os.path.join(place or ".", name) for place in places]
+    is_there = False
+    for path in paths:
+        if not os.path.isfile(path):
+            continue
         if os.access(path, os.X_OK):
             return path
-        closed = True
-    if closed:
-        what = "it is a directory" if os.path.isdir(name) else "it is not an executable file (chmod +x makes it one)"
-        raise CommandError(f"{name} cannot be run: {what}", code=126)
+        is_there = True
+    if "/" in name and os.path.isdir(name):
+        raise CommandError(f"{name} cannot be run: it is a directory", code=126)
+    if is_there:
+        raise CommandError(f"{name} cannot be run: it is not an executable file (chmod +x makes it one)", code=126)
+    problem = f"{name or repr(name)}: command not found"
     hint = hint_for(command, f"safe-gpu {verb}")
-    raise CommandError(f"{name or repr(name)}: command not found{hint and f'; {hint}'}", code=127)
+    if hint:
+        problem += f"; {hint}"
+    raise CommandError(problem, code=127)
 
 
 def become(path: str, command: Sequence[str]) -> NoReturn:
@@ -218,29 +272,33 @@ def become(path: str, command: Sequence[str]) -> NoReturn:
     Raises:
         CommandError: the kernel refused; everything is as before then.
     """
-    import errno
-
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # nobody reads it any more, and the command may not care
             stream.flush()
     try:
-        try:
-            # After our last write: on a broken pipe it would be the end of this process.
-            _set_signals_of_python(_signal.SIG_DFL)
-            os.execv(path, list(command))
-        except OSError as err:
-            if err.errno != errno.ENOEXEC or _is_binary(path):
-                raise
-            os.execv("/bin/sh", ["sh", path, *command[1:]])  # a script without #!: what a shell would do
+        # After our last write: on a broken pipe it would be the end of this process.
+        _set_signals_of_python(_signal.SIG_DFL)
+        _exec(path, command)
     except BaseException as err:
         _set_signals_of_python(_signal.SIG_IGN)
         if not isinstance(err, OSError):  # a handler of a signal has raised
             raise
+        if not os.path.exists(path):
+            raise CommandError(f"{command[0]} cannot be run: {err.strerror}", code=127) from err
         reason = err.strerror
-        if err.errno == errno.ENOENT and os.path.exists(path):
+        if err.errno == errno.ENOENT:
             reason = "its interpreter (after #!, or the dynamic loader) does not exist"
-        code = 126 if os.path.exists(path) else 127
-        raise CommandError(f"{command[0]} cannot be run: {reason}", code=code) from err
+        raise CommandError(f"{command[0]} cannot be run: {reason}", code=126) from err
+
+
+def _exec(path: str, command: Sequence[str]) -> NoReturn:
+    """Turn into the command, or raise OSError. A script without ``#!`` is given to sh, as a shell would."""
+    try:
+        os.execv(path, list(command))
+    except OSError as err:
+        if err.errno != errno.ENOEXEC or _is_binary(path):
+            raise
+        os.execv("/bin/sh", ["sh", path, *command[1:]])
 
 
 def _is_binary(path: str) -> bool:

@@ -5,7 +5,8 @@ import json
 import os
 import sys
 import time
-from typing import NoReturn
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 from ..claim.telling import ASKING, HANGS, Watchdog
 from ..errors import SafeGpuError
@@ -34,11 +35,12 @@ def configure_status(parser: argparse.ArgumentParser) -> None:
   safe-gpu status --host gpu1,gpu2 --sort free
 
 exit codes with hosts: 0 all have answered, 1 some have, 68 none has"""
-    add, form = parser.add_argument, parser.add_mutually_exclusive_group()
+    form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="for programs; sizes in bytes, times in Unix seconds")
     form.add_argument("--prometheus", action="store_true", help="metrics in the text format of Prometheus")
     form.add_argument("--html", action="store_true", help="a page for browsers, with the use of the last day")
     form.add_argument("--free", action="store_true", help="only the indices of the free GPUs, one on a line")
+    add = parser.add_argument
     file = "with --prometheus or --html: write this file, whole, for node_exporter's textfiles or a web server"
     add("--output", metavar="FILE", help=file)
     whose = parser.add_mutually_exclusive_group()
@@ -61,17 +63,12 @@ def seconds(text: str) -> float:
 
 def do_status(options: argparse.Namespace) -> int:
     """Carry out the command; return its exit code."""
-    user: str | None = user_name(os.geteuid()) if options.mine else options.user
-    for option, other in (("interval", "watch"), ("output", "prometheus")):
-        if getattr(options, option) is not None and not (getattr(options, other) or options.html):
-            options.usage_error(f"--{option} goes with --{other} or --html")
-    for form in ("prometheus", "html", "free"):
-        if getattr(options, form) and (user is not None or options.watch):
-            options.usage_error(f"--{form} goes with none of --mine, --user and --watch")
-    if options.host or options.all_hosts or options.html:
-        from .hosts import status_of_hosts, write_page  # a table in a terminal starts sooner without them
+    user = options.user
+    if options.mine:
+        user = user_name(os.geteuid())
+    _check(options, user)
     if options.host or options.all_hosts:
-        return status_of_hosts(options)
+        return _status_of_hosts(options)
     if options.sort:
         options.usage_error("--sort goes with --host and --all-hosts")
     if options.watch:
@@ -82,23 +79,61 @@ def do_status(options: argparse.Namespace) -> int:
         if options.prometheus:
             write_output("safe_gpu_up 0\n", options.output)
         elif options.html:
-            write_page({os.uname().nodename: str(err)}, options)
+            _write_page(os.uname().nodename, str(err), options)
         raise
-    told = filter(None, [status.shift]) if options.json else status.warnings
-    for_programs = options.prometheus or options.html or options.free or options.json
-    for warning in (*status.broken, *told) if for_programs else ():
+    for warning in _warnings_beside(status, options):
         say(f"warning: {warning}")
     if options.prometheus:
         write_output(render_metrics(status), options.output)
     elif options.html:
-        write_page({status.host: status.to_dict()}, options)
+        _write_page(status.host, status.to_dict(), options)
     elif options.free:
         sys.stdout.writelines(f"{label}\n" for label in free_labels(status))
     elif options.json:
         print_json(shown.to_dict())
     else:
         print_lines(_table(status, shown, options.verbose))
-    return EX_STATE_DIR if status.warnings else EX_NO_DRIVER if status.broken else 0
+    if status.warnings:
+        return EX_STATE_DIR
+    if status.broken:
+        return EX_NO_DRIVER
+    return 0
+
+
+def _check(options: argparse.Namespace, user: str | None) -> None:
+    """End with a usage error where options do not go together."""
+    if options.interval is not None and not (options.watch or options.html):
+        options.usage_error("--interval goes with --watch or --html")
+    if options.output is not None and not (options.prometheus or options.html):
+        options.usage_error("--output goes with --prometheus or --html")
+    for form in ("prometheus", "html", "free"):
+        if getattr(options, form) and (user is not None or options.watch):
+            options.usage_error(f"--{form} goes with none of --mine, --user and --watch")
+
+
+def _status_of_hosts(options: argparse.Namespace) -> int:
+    from .hosts import status_of_hosts  # a table of this host starts sooner without it
+
+    return status_of_hosts(options)
+
+
+def _write_page(host: str, document: Mapping[str, Any] | str, options: argparse.Namespace) -> None:
+    """Write the page of this host, whose document, or why there is none, is given."""
+    from .hosts import write_page
+
+    write_page({host: document}, options)
+
+
+def _warnings_beside(status: HostStatus, options: argparse.Namespace) -> list[str]:
+    """Return the warnings that go to stderr, since what is printed for programs has no place for them."""
+    if options.json:  # whose document has the others
+        warnings = list(status.broken)
+        if status.shift:
+            warnings.append(status.shift)
+        return warnings
+    if options.prometheus or options.html or options.free:
+        return [*status.broken, *status.warnings]
+    return []
 
 
 def _looked(vendor: str | None, user: str | None) -> tuple[HostStatus, HostStatus]:
@@ -111,12 +146,17 @@ def _looked(vendor: str | None, user: str | None) -> tuple[HostStatus, HostStatu
         watchdog.close()
     if vendor is not None:
         status = of_vendor(status, vendor)
-    return status, status if user is None else of_user(status, user)
+    if user is None:
+        return status, status
+    return status, of_user(status, user)
 
 
 def _table(status: HostStatus, shown: HostStatus, verbose: bool) -> str:
-    bar = "█▌░" if sys.stdout.encoding.lower().startswith("utf") else "##-"
-    color, piped = in_color(sys.stdout), not sys.stdout.isatty()
+    bar = "##-"
+    if sys.stdout.encoding.lower().startswith("utf"):
+        bar = "█▌░"
+    color = in_color(sys.stdout)
+    piped = not sys.stdout.isatty()
     return render(status, width=columns(), color=color, shown=shown, verbose=verbose, bar=bar, piped=piped)
 
 
@@ -124,9 +164,14 @@ def _watch(options: argparse.Namespace, user: str | None) -> NoReturn:
     """Show it until Ctrl-C or a signal."""
     from .watching import watching
 
-    interval = _INTERVAL if options.interval is None else options.interval
+    interval = options.interval
+    if interval is None:
+        interval = _INTERVAL
     with watching(interval, as_lines=options.json) as show:
         while True:
             status, shown = _looked(options.vendor, user)
-            show(json.dumps(shown.to_dict()) if options.json else _table(status, shown, options.verbose))
+            if options.json:
+                show(json.dumps(shown.to_dict()))
+            else:
+                show(_table(status, shown, options.verbose))
             time.sleep(interval)

@@ -167,7 +167,7 @@ def _without_work(claims: list[PastClaim]) -> list[PastClaim]:
 
     Claims whose user the kernel does not know are left out.
     """
-    uuids = set()
+    uuids: set[str] = set()
     for one in gather().gpus:
         has_shown_no_work = one.idle_for and one.idle_report is not False
         if has_shown_no_work and one.claim is not None and one.claim.uid >= 0:

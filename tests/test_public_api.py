@@ -310,18 +310,37 @@ def test_nvidia_ml_py_is_missing_or_too_old(text: str, tmp_path: Path, line: str
     assert (done.stdout, done.stderr.count("\n"), "nvidia-ml-py" in done.stderr) == ("", 1, True)
 
 
+CLAIM = """
+import safe_gpu
+try:
+    safe_gpu.claim_gpus(1, timeout=0)
+except safe_gpu.SafeGpuError as err:
+    print(type(err).__name__, err, safe_gpu.get_free_gpus())
+"""
+
+
+@pytest.mark.parametrize("is_used", [False, True])
 @pytest.mark.parametrize("text", ["raise ModuleNotFoundError('No filelock', name='filelock')", "__version__ = '0.1'"])
-def test_filelock_is_missing_or_too_old(text: str, tmp_path: Path, ground) -> None:
-    """A claim names the package, and claims nothing; status needs none."""
+def test_filelock_is_missing_or_too_old(text: str, is_used: bool, tmp_path: Path, ground) -> None:
+    """A claim names the package, and claims nothing; what only looks needs none."""
+    if is_used:
+        safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), affinity=None).release_gpus()
     (tmp_path / "filelock.py").write_text(text)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    for line, code, said in (
-        ("run -- true", 70, "filelock is missing or too old ("), ("doctor", 1, "filelock is missing or too old ("),
-        ("status", 0, ": 8 of 8 GPUs free"),
+    sentence = "filelock is missing or too old ("
+    for arguments, code, said in (
+        ("-m safe_gpu run -- true", 70, sentence), ("-m safe_gpu wait", 70, sentence),
+        ("-m safe_gpu doctor", 1, f"failed Python packages: {sentence}"),
+        ("-m safe_gpu status", 0, ": 8 of 8 GPUs free"), ("-m safe_gpu history", 0, ""),
     ):  # fmt: skip
-        command = [sys.executable, "-m", "safe_gpu", *line.split()]
+        command = [sys.executable, *arguments.split()]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-        assert (done.returncode, said in " ".join((done.stdout + done.stderr).split())) == (code, True), done
+        shown = " ".join((done.stdout + done.stderr).split())
+        assert (done.returncode, said in shown) == (code, True), done
+        assert "Traceback" not in shown
+    done = subprocess.run([sys.executable, "-c", CLAIM], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith(f"MissingPackageError the Python package {sentence}"), done
+    assert done.stdout.endswith("pip install -U filelock ['0', '1', '2', '3', '4', '5', '6', '7']\n")
     assert ground.tickets() == []
 
 

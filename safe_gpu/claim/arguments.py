@@ -12,6 +12,7 @@ from ..coordination.host_lock import MINIMUM_PATIENCE
 from ..errors import PlaceholderError, UnsatisfiableRequestError, package_logger
 from ..gpus.devices import HostSnapshot
 from ..host import procfs
+from ..host.awaiting import Tell, tell_by
 from ..host.foreign_files import printable_lines
 from ..host.procfs import process_global
 from ..runtimes.visible_devices import render_cuda
@@ -167,6 +168,7 @@ class ClaimOptions(NamedTuple):
         wait_limit: the policy file, if it made ``timeout`` shorter than was asked for.
         on_wait: called with a :class:`~safe_gpu.claim.report.WaitStatus` when waiting begins, when something changes,
             and once a minute. None: the logger gets these reports.
+        on_delay: called with a line where a driver or a placeholder takes long. None: the logger gets it.
     """
 
     request: Selection
@@ -186,6 +188,12 @@ class ClaimOptions(NamedTuple):
     hold: HoldTime = UNKNOWN
     quota: "Quota | None" = None
     wait_limit: str = ""
+    on_delay: Tell | None = None
+
+    @property
+    def tell(self) -> Tell:
+        """What takes the lines about a driver or a placeholder that takes long."""
+        return tell_by(self.logger) if self.on_delay is None else self.on_delay
 
     @property
     def deadline(self) -> float:
@@ -236,6 +244,7 @@ def read_options(
     vendor: str | None = None,
     command: str | None = None,
     on_wait: Callable[[Any], None] | None = None,
+    on_delay: Tell | None = None,
     **conditions: "Unpack[Conditions]",
 ) -> ClaimOptions:
     """Check the arguments of ``claim_gpus``. The timeout counts from this call.
@@ -288,7 +297,8 @@ def read_options(
     for doubt in settings.doubts(environ):
         logger.warning("%s", doubt)
     options = ClaimOptions(request, wait, began, logger, placeholder_fn, binding, memory, binding_required, visible_as)
-    return options._replace(pause=pause, delegate=delegate, job=job, command=command, on_wait=on_wait, hold=hold)
+    options = options._replace(pause=pause, delegate=delegate, job=job, command=command, hold=hold)
+    return options._replace(on_wait=on_wait, on_delay=on_delay)
 
 
 def with_policy_limits(options: ClaimOptions) -> ClaimOptions:

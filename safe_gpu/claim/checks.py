@@ -127,8 +127,7 @@ def verify_alone(view: HostView, claim: Claim, options: ClaimOptions, placeholde
     holding = placeholders.holds_gpu(placeholder)  # so the driver sees a process on the GPU
     until = time.monotonic() + _SHOWING
     while True:
-        with view.polls.asking():
-            snapshot = claim.before.updated(view.polls.driver.usage(claim.gpus))
+        snapshot = claim.before.updated(view.polls.driver.usage(claim.gpus))
         _refuse_other_processes(view, claim, snapshot, holding)
         shown = []
         for gpu in claim.gpus if holding else ():

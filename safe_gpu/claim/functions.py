@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import time
+from _thread import TIMEOUT_MAX, RLock
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 from ..coordination.notes import closed_now
 from ..drivers import opened_driver
+from ..drivers.patience import Patience
+from ..errors import ClaimTimeout
 from ..gpus.devices import Gpu, GpuVerdict, HostSnapshot, VisibleLimit
-from ..host.procfs import describe_process
+from ..host.awaiting import Tell
+from ..host.procfs import describe_process, process_global
 from ..selection.request import Conditions, Selection, parse_request
 from ..selection.verdicts import Rules, judge
+from ..wording.text import format_age
 from .arguments import DEFAULT, DefaultTimeout, asks_for_none, read_options
 from .owner import NO_GPU, GPUOwner, already_claimed, current_owner, owners, request_key
 from .search import acquire
@@ -103,16 +110,56 @@ def ensure_gpus(
 ) -> GPUOwner:
     """Claim GPUs as :func:`claim_gpus` does, or keep those that this process holds by the same request.
 
-    This is for code that runs more than once in a process, such as the first cell of a notebook. The same request is
-    the same ``nb_gpus``, ``vendor``, ``visible_as``, ``delegate`` and conditions of the GPUs.
+    This is for code that runs more than once in a process, such as the first cell of a notebook, and in several of its
+    threads. The same request is the same ``nb_gpus``, ``vendor``, ``visible_as``, ``delegate`` and conditions of the
+    GPUs. A thread that comes while another one is in here waits for it, within its own timeout. If that one fails, it
+    claims itself.
 
     Returns:
         The new owner, or the one that holds the GPUs.
 
     Raises:
-        AlreadyClaimedError: this process holds GPUs by another request. Others as for :func:`claim_gpus`.
+        AlreadyClaimedError: this process holds GPUs by another request. ClaimTimeout: another thread still claims at
+            the end of the timeout. Others as for :func:`claim_gpus`.
     """
     options.update(placeholder_fn=placeholder_fn, logger=logger, debug_sleep=debug_sleep)
+    turn = _turns.setdefault(os.getpid(), RLock())
+    try:
+        if not turn.acquire(blocking=False):
+            options["timeout"] = _wait_for_turn(turn, nb_gpus, options)
+        return _ensured(nb_gpus, options)
+    finally:
+        with suppress(RuntimeError):  # this thread did not get it
+            turn.release()
+
+
+# Pid of this process -> what a thread holds while it is in ensure_gpus. A forked child has one of its own, since the
+# thread that holds its parent's is not there.
+_turns: dict[int, RLock] = process_global("turns", {})
+
+
+def _wait_for_turn(turn: RLock, nb_gpus: Any, options: Mapping[str, Any]) -> float | None:
+    """Wait until no other thread is in :func:`ensure_gpus`; return the seconds that are left of the timeout.
+
+    Raises:
+        ClaimTimeout: none are.
+    """
+    asked = read_options(1 if asks_for_none(nb_gpus) else nb_gpus, **options)
+    timeout = asked.timeout
+    asked.logger.info("waiting for another thread of this process, which claims GPUs")
+    if timeout is None:
+        turn.acquire()
+        return None
+    if not turn.acquire(timeout=min(timeout, TIMEOUT_MAX)):
+        raise ClaimTimeout(
+            f"another thread of this process has been claiming GPUs for {format_age(timeout)}: wait longer, or share "
+            "the GPUs that it gets",
+            timeout=timeout,
+        )
+    return max(0.0, asked.deadline - time.monotonic())
+
+
+def _ensured(nb_gpus: Any, options: dict[str, Any]) -> GPUOwner:
     holder = current_owner()
     if holder is None:
         owners["gpu_owner"] = holder = GPUOwner(nb_gpus, **options)
@@ -138,6 +185,7 @@ def wait_for_gpus(
     vendor: str | None = None,
     logger: Any = None,
     on_wait: Callable[[WaitStatus], None] | None = None,
+    on_delay: Tell | None = None,
     **conditions: Unpack[Conditions],
 ) -> tuple[Gpu, ...]:
     """Wait in the queue until a claim with these arguments would succeed, but claim nothing. The errors are the same.
@@ -150,7 +198,8 @@ def wait_for_gpus(
     """
     arguments = {name: value for name, value in locals().items() if name != "conditions"}
     options = read_options(**arguments, **conditions)
-    with opened_driver(**options.request.driver) as driver:
+    patience = Patience(options.tell, options.deadline)
+    with opened_driver(**options.request.driver, patience=patience) as driver:
         return acquire(HostView(driver, driver.snapshot(), options.request), options, None)
 
 

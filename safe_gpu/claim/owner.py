@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from _thread import allocate_lock
@@ -15,8 +14,10 @@ from ..affinity.planner import AffinityOptions
 from ..coordination.entry import said_by_this_process
 from ..drivers import opened_driver
 from ..drivers.base import Driver
+from ..drivers.patience import Patience, why_late
 from ..errors import AlreadyClaimedError, CudaInitializedError, GPUAffinityError, PlaceholderError
 from ..gpus.devices import Gpu
+from ..host.awaiting import Awaited, Tell, Watchdog
 from ..host.procfs import process_global
 from ..host.signals import DeferredSignals
 from ..runtimes import placeholders
@@ -29,7 +30,6 @@ from .arguments import DEFAULT, NODE_BY_DEFAULT, ClaimOptions, DefaultTimeout, a
 from .checks import clear_notes, doubts_of, verify_alone, verify_devices
 from .claim import Claim, ClaimVariables, initializers, share_variables
 from .search import acquire
-from .telling import ASKING, HANGS, Watchdog
 from .view import HostView, driver_pids
 
 # The affinity modes that divide the CPUs of a node among its GPUs.
@@ -103,21 +103,15 @@ class GPUOwner:
             options = read_options(**arguments, **self._internal)
             self.logger = options.logger
             warn_worker(options.logger)
-            watchdog = Watchdog(options.logger, math.inf if options.command is None else options.deadline)
-            with ExitStack() as opened:
-                opened.callback(watchdog.close)
-                with watchdog.telling(ASKING, HANGS):
-                    driver = opened.enter_context(opened_driver(**options.request.driver))
+            patience = Patience(options.tell, options.deadline)
+            with opened_driver(**options.request.driver, patience=patience) as driver:
                 self._prepare_placeholder(driver, options.placeholder_fn)
-                with watchdog.telling(ASKING, HANGS):
-                    snapshot = driver.snapshot()
-                    view = HostView(driver, snapshot, options.request)
-                view.polls.watchdog = watchdog
+                view = HostView(driver, driver.snapshot(), options.request)
                 claim = self._take(view, options)
                 self._placeholder = placeholders.fit_to_compute_mode(
                     self._placeholder, claim.gpus, is_default=options.placeholder_fn is None, logger=self.logger
                 )
-                self._hold(view, claim, driver)
+                self._hold(view, claim, driver, options.tell)
                 if driver.runtime.asks_library:
                     if not view.is_frozen and driver.runtime.shown_at(0) is not None:  # for the error of a later claim
                         initializers[os.getpid()] = placeholders.name_of(self._placeholder)
@@ -240,18 +234,31 @@ class GPUOwner:
         self._release.callback(self._unless_forked, self._environment.restore)
         self._environment.set(variables)
 
-    def _hold(self, view: HostView, claim: Claim, driver: Driver) -> None:
+    def _hold(self, view: HostView, claim: Claim, driver: Driver, tell: Tell) -> None:
+        """Put a placeholder on each GPU, and say so where that takes long."""
         self._release.callback(self._unless_forked, self._release_placeholders)
+        is_builtin = placeholders.is_builtin(self._placeholder)
+        cause = "it has not returned"
+        if is_builtin:
+            cause = why_late(driver.name)
+        awaited = Awaited(placeholders.name_of(self._placeholder), tell, lambda: cause)
+        if is_builtin and (driver.is_simulated or type(self._placeholder) is placeholders.NoPlaceholder):
+            self._allocate(view, claim, driver, awaited)  # which takes no time
+        else:
+            with Watchdog(awaited):
+                self._allocate(view, claim, driver, awaited)
+
+    def _allocate(self, view: HostView, claim: Claim, driver: Driver, awaited: Awaited) -> None:
         make = self._placeholder
         waits = type(make) is not placeholders.NoPlaceholder
         for device_no, gpu in enumerate(claim.gpus):
-            what = f"waiting for {placeholders.name_of(make)} to hold GPU {gpu.label}"
-            telling = view.polls.watchdog.telling(what) if waits else nullcontext()
+            awaited.what = f"{placeholders.name_of(make)} to hold GPU {gpu.label}"
             try:
                 # Nothing comes between the context and its place in the list.
-                with self._signals if waits else nullcontext(), self._passing(), telling:
+                with self._signals if waits else nullcontext(), self._passing():
                     self.placeholders.append(placeholders.allocate(make, device_no))
             except PlaceholderError as err:
+                awaited.what = f"the cause of a failure of {placeholders.name_of(make)}"
                 raise self._failure(view, claim, driver, device_no, err) from err
         if placeholders.holds_gpu(make):
             self.logger.info("Placeholder holds GPU %s", ",".join(gpu.label for gpu in self.gpus))
@@ -263,8 +270,7 @@ class GPUOwner:
         from .failure import FailedPlaceholder
 
         failed = FailedPlaceholder(view, claim, driver, self._placeholder, device_no, err)
-        with view.polls.watchdog.telling("finding out why the placeholder failed"):
-            return failed.error(self._works_on, self.logger)
+        return failed.error(self._works_on, self.logger)
 
     def _works_on(self, device_no: int) -> bool:
         """Return whether the placeholder works on a GPU of this claim, which it leaves again."""

@@ -180,8 +180,10 @@ def acquire(view: HostView, options: ClaimOptions, claim: Claim | None) -> tuple
 
 _ROOMS = "affinity claim coordination gpus host runtimes schedulers selection settings topology".split()
 
-# The driver is open, and what it needs has been imported; the rest is for commands.
-_UNUSED = frozenset({"hip", "cuda", "kfd_topology", "gpu_affinity", "plan_text", "setup"})
+# A claim that uses the GPUs of their vendor has imported them with its driver.
+_OF_VENDORS = frozenset({"cuda", "hip", "kfd_topology"})
+
+_FOR_COMMANDS = frozenset({"gpu_affinity", "plan_text", "setup"})
 
 
 @cache
@@ -194,7 +196,7 @@ def _import_all() -> None:
     for name in _ROOMS:
         module = import_module(f"{package}.{name}")
         for one in pkgutil.walk_packages(getattr(module, "__path__", ()), f"{module.__name__}."):
-            if one.name.rpartition(".")[2] not in _UNUSED:
+            if one.name.rpartition(".")[2] not in _OF_VENDORS | _FOR_COMMANDS:
                 import_module(one.name)
 
 
@@ -402,7 +404,7 @@ class _Search:
         self._view.polls.has_waited = True
         self._unconfirmed = False
         if decision.step == SLEEP or (decision.step == WATCH and self._pause >= _SHORT):
-            self._view.polls.driver.close()  # an open session is in the way of a reset, of MIG and of another driver
+            self._view.polls.driver.rest()  # an open session is in the way of a reset, of MIG and of another driver
         if decision.step == POLL:
             self._view.polls.poll()
         elif decision.step == SLEEP:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,7 +16,7 @@ from ..coordination.host_lock import Host
 from ..coordination.notes import has_closed_file
 from ..coordination.queue import TicketRequest
 from ..drivers.base import Driver
-from ..errors import NoDriverError, package_logger
+from ..errors import NoDriverError
 from ..gpus.devices import Gpu, GpuFault, GpuProcess, GpuVerdict, Holder, HostSnapshot, VisibleLimit, recent_faults
 from ..gpus.vendors import FIRST, VENDORS
 from ..gpus.windows import Spans, Window
@@ -30,7 +29,6 @@ from ..selection.sharing import promised_room, strangers
 from ..selection.verdicts import Rules, judge
 from .claim import visible_limit_of
 from .health import Health
-from .telling import ASKING, HANGS, Watchdog
 
 # If the latest poll of the whole host is older than this, in seconds, the second one asks whether it still holds.
 _RECENT = 5.0
@@ -47,31 +45,34 @@ class Polls:
     Args:
         driver: polled only while no lock is held.
         snapshot: its latest poll. Each poll replaces it.
-        several: the least number of GPUs of a claim that may get several, which prefers those that NVLink connects.
-        watchdog: says so where the driver takes long.
         needs: methods of the driver that complete each poll, for this request, to choose well, and for
             those of others that it must judge.
+        choices: returns the UUIDs of the GPUs of a poll among which NVLink decides, if it does.
 
     Attributes:
         has_waited: whether this claim has waited since the latest poll. Nobody in the queue is passed by that poll any
             more: the processes that it lists may have ended.
     """
 
-    def __init__(self, driver: Driver, snapshot: HostSnapshot, needs: frozenset[str], *, several: int = 0) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        snapshot: HostSnapshot,
+        needs: frozenset[str],
+        choices: Callable[[HostSnapshot], Collection[str]],
+    ) -> None:
         self.driver = driver
         self.needs = needs
-        self._several = several
+        self._choices = choices
         self.snapshot = self._completed(snapshot)
         self.has_waited = False
-        self.watchdog = Watchdog(package_logger())
         self._at = time.monotonic()
         self._took = 0.0
 
     def poll(self) -> None:
         """Poll the driver for the whole host."""
         began = time.monotonic()
-        with self.asking():
-            self.snapshot = self._completed(self.driver.snapshot())
+        self.snapshot = self._completed(self.driver.snapshot())
         self._at = time.monotonic()
         self._took = self._at - began
         self.has_waited = False
@@ -84,15 +85,10 @@ class Polls:
     def poll_again(self, gpus: Sequence[Gpu]) -> None:
         """Poll the driver for these GPUs only. If the latest poll of the whole host is old, and the driver shows other
         GPUs now, or has lost one, for the whole host."""
-        with self.asking():
-            if self.age <= _RECENT or self.driver.shows_same(self.snapshot):
-                self.snapshot = self.snapshot.updated(self.driver.usage(gpus))
-                return
-        self.poll()
-
-    def asking(self) -> AbstractContextManager[None]:
-        """Tell, if the block takes long, that the driver is being asked."""
-        return self.watchdog.telling(f"{ASKING} ({self.driver.name})", HANGS)
+        if self.age <= _RECENT or self.driver.shows_same(self.snapshot):
+            self.snapshot = self.snapshot.updated(self.driver.usage(gpus))
+        else:
+            self.poll()
 
     @property
     def age(self) -> float:
@@ -102,11 +98,10 @@ class Polls:
     def _completed(self, snapshot: HostSnapshot) -> HostSnapshot:
         for method in sorted(self.needs):
             snapshot = getattr(self.driver, method)(snapshot)
-        if self._several and "linked" not in self.needs:
-            free = [gpu.uuid for gpu in snapshot.physical if not (gpu.processes or gpu.unusable)]
-            if len(free) > self._several:  # there is a choice
-                snapshot = self.driver.linked(snapshot, free)
-        return snapshot
+        if "linked" in self.needs:
+            return snapshot
+        choices = self._choices(snapshot)
+        return self.driver.linked(snapshot, choices) if choices else snapshot
 
 
 class ByPid(dict[int, Any]):
@@ -182,10 +177,10 @@ class HostView:
             self.unlisted = driver.runtime.contexts() - listed
         self.scope = os.environ.get("SAFE_GPU_SCOPE", "")
         self.rules = self._rules_for_all = self._without_closed = Rules.of(os.environ)
-        self.polls = Polls(driver, snapshot, request.needs, several=request.nb_gpus if request.several else 0)
         self.request = request.resolved(snapshot)
         self.around: Entry | None = None
         self.claims = Claims(())
+        self.polls = Polls(driver, snapshot, request.needs, self._choices)
         self.faults: Mapping[str, GpuFault] = {}
         self.health = Health(self.rules)
         self.spare: frozenset[str] = frozenset()
@@ -199,6 +194,21 @@ class HostView:
     def snapshot(self) -> HostSnapshot:
         """The latest poll."""
         return self.polls.snapshot
+
+    def _choices(self, snapshot: HostSnapshot) -> list[str]:
+        """Return the UUIDs of the GPUs that are free by a poll and the latest look, if a claim of several can choose
+        among them: it prefers those that NVLink connects."""
+        request = self.request
+        if not request.several:
+            return []
+        free = []
+        for gpu in candidates(snapshot, request, self.visible_limit, rules=self.rules):
+            others = [process for process in gpu.processes or () if process.pid not in self.own]
+            if not others and gpu.uuid not in self.held:
+                free.append(gpu.uuid)
+        if len(free) <= (request.up_to or request.nb_gpus):
+            return []
+        return free
 
     @property
     def is_frozen(self) -> bool:
@@ -264,8 +274,7 @@ class HostView:
         """
         asked = self.health.unexamined(gpus)
         if asked:
-            with self.polls.asking():
-                examined = self.polls.driver.examined(self.snapshot, {gpu.uuid for gpu in asked})
+            examined = self.polls.driver.examined(self.snapshot, {gpu.uuid for gpu in asked})
             self.health.learn(examined.by_uuid(gpu.uuid) or gpu for gpu in asked)
         return [gpu for gpu in asked if self.health.why_ill(gpu)]
 

@@ -15,13 +15,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from queue import SimpleQueue
+from collections.abc import Collection, Mapping, Sequence
+from queue import Empty, SimpleQueue
 from shlex import join, quote
 from threading import Semaphore, Thread
 from typing import Any, NamedTuple
 
 from ..errors import SafeGpuError
+from ..host.awaiting import Awaited, Tell
 from ..host.foreign_files import printable, printable_lines
 from ..host.programs import TooLate, TooMuch, environment, find_program, output_of
 from ..settings.variables import known_hosts, setting_of_hosts
@@ -107,8 +108,11 @@ def run_ssh(command: Sequence[str]) -> SshResult:
     return SshResult(output.status, output.text, output.errors)
 
 
-def stream_statuses(hosts: Collection[str], script: str, interval: float | None = None) -> Iterator[tuple[str, Answer]]:
-    """Yield what each host answers, as it comes; with an interval again and again, that long after its last answer."""
+def stream_statuses(
+    hosts: Collection[str], script: str, interval: float | None = None
+) -> SimpleQueue[tuple[str, Answer]]:
+    """Return a queue to which comes what each host answers; with an interval again and again, that long after its last
+    answer."""
     slots = Semaphore(AT_ONCE)
     news = SimpleQueue[tuple[str, Answer]]()
 
@@ -122,12 +126,7 @@ def stream_statuses(hosts: Collection[str], script: str, interval: float | None 
 
     for host in hosts:
         Thread(target=follow, args=(host, ssh_to(host, script)), daemon=True).start()
-    if interval is None:
-        for _ in hosts:
-            yield news.get()
-    else:
-        while True:
-            yield news.get()
+    return news
 
 
 _LONGEST_REASON = 300
@@ -296,9 +295,30 @@ def document(statuses: Statuses) -> dict[str, Any]:
 _INTERVAL = 5.0
 
 
-def statuses_of(hosts: Collection[str], script: str) -> Statuses:
-    """Return what each host answers, in their order."""
-    found = dict(stream_statuses(hosts, script))
+_NAMED = 3  # hosts in a line about those that are awaited
+
+
+def statuses_of(hosts: Collection[str], script: str, tell: Tell = say) -> Statuses:
+    """Return what each host answers, in their order.
+
+    Args:
+        tell: takes a line where that takes long.
+    """
+    news = stream_statuses(hosts, script)
+    awaited = Awaited("", tell, lambda: f"each has {SECONDS:g} s for its answer")
+    missing = list(hosts)
+    found: dict[str, Answer] = {}
+    while missing:
+        awaited.what = f"ssh to {', '.join(missing[:_NAMED])}"
+        if len(missing) > _NAMED:
+            awaited.what += f" and {len(missing) - _NAMED} more"
+        try:
+            host, answer = news.get(timeout=min(awaited.pause(), SECONDS))
+        except Empty:
+            awaited.tell_if_due()
+        else:
+            missing.remove(host)
+            found[host] = answer
     return {host: found[host] for host in hosts}
 
 
@@ -367,7 +387,9 @@ def _watch(options: argparse.Namespace, hosts: Collection[str], script: str) -> 
         interval = _INTERVAL
     known = dict.fromkeys(hosts, Answer(error="..."))
     with watching(interval, as_lines=options.json) as show:
-        for host, answer in stream_statuses(hosts, script, interval):
+        news = stream_statuses(hosts, script, interval)
+        while True:
+            host, answer = news.get()
             known[host] = answer
             if options.json:
                 show(json.dumps(document({host: answer})))
@@ -416,7 +438,9 @@ def run_on_hosts(options: argparse.Namespace) -> int:
         options.usage_error("--host takes GPUs that are free now: only --timeout 0 goes with it")
     if options.nb_gpus == "job":
         options.usage_error("-n job does not go with --host: the batch job is on this host")
-    statuses = in_display_order(statuses_of(options.host, script_of_status(options.vendor)), most_free_first=True)
+    tell = _say_nothing if options.quiet else say
+    found = statuses_of(options.host, script_of_status(options.vendor), tell)
+    statuses = in_display_order(found, most_free_first=True)
     reasons = {name: answer.error for name, answer in statuses.items()}
     codes = {EX_NO_HOST for answer in statuses.values() if answer.status is None}
     for host, answer in statuses.items():
@@ -440,6 +464,10 @@ def run_on_hosts(options: argparse.Namespace) -> int:
     if len(codes) == 1:
         return codes.pop()
     return EX_TRY_AGAIN
+
+
+def _say_nothing(line: str) -> None:
+    return
 
 
 def _withdraw(host: str, pending: str) -> bool:

@@ -5,7 +5,7 @@ import os
 import sys
 
 from .arguments import add_which_gpus, is_number, whole_number
-from .output import columns, in_color, print_json, print_lines
+from .output import columns, in_color, print_json, print_lines, say
 
 
 def configure_affinity(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +106,7 @@ def do_doctor(options: argparse.Namespace) -> int:
     """Carry out the command; return its exit code."""
     from .. import doctor
 
-    checks = doctor.run_checks()
+    checks = doctor.run_checks(say)
     if options.json:
         print_json(doctor.to_dict(checks))
     else:

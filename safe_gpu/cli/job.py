@@ -103,7 +103,8 @@ def _claim_and_become(path: str, options: argparse.Namespace) -> NoReturn:
     hint = "hold_for" not in arguments
     try:
         with unwind_on_signals(), WaitLine(sys.stderr, quiet=options.quiet, hint=hint) as line:
-            owner = owner_type(on_wait=line.show, command=command_for_record(options.command))(**arguments)
+            internal = {"on_wait": line.show, "on_delay": line.note, "command": command_for_record(options.command)}
+            owner = owner_type(**internal)(**arguments)
         if not options.quiet:
             _say_what_is_claimed(owner.gpus, line)
         owner.keep_across_exec()
@@ -172,7 +173,7 @@ def do_wait(options: argparse.Namespace) -> int:
     from ..host.signals import unwind_on_signals
 
     with unwind_on_signals(), WaitLine(sys.stderr, quiet=options.quiet) as line:
-        gpus = wait_for_gpus(logger=Log(), on_wait=line.show, **claim_arguments(options))
+        gpus = wait_for_gpus(logger=Log(), on_wait=line.show, on_delay=line.note, **claim_arguments(options))
     sys.stdout.writelines(f"{gpu.label}\n" for gpu in gpus)
     return 0
 

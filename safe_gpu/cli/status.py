@@ -8,8 +8,9 @@ import time
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from ..claim.telling import ASKING, HANGS, Watchdog
+from ..drivers.patience import Patience
 from ..errors import SafeGpuError
+from ..host.awaiting import Tell
 from ..host.procfs import user_name
 from ..settings.values import parse_duration
 from ..status.facts import HostStatus, free_labels, of_user, of_vendor
@@ -18,7 +19,7 @@ from ..status.metrics import render_metrics
 from ..status.render import render
 from .arguments import add_hosts, add_vendor
 from .commands import EX_NO_DRIVER, EX_STATE_DIR
-from .output import Log, columns, in_color, print_json, print_lines, say, write_output
+from .output import columns, in_color, print_json, print_lines, say, write_output
 
 _INTERVAL = 2.0
 
@@ -74,7 +75,7 @@ def do_status(options: argparse.Namespace) -> int:
     if options.watch:
         _watch(options, user)
     try:
-        status, shown = _looked(options.vendor, user)
+        status, shown = _looked(options.vendor, user, say)
     except SafeGpuError as err:
         if options.prometheus:
             write_output("safe_gpu_up 0\n", options.output)
@@ -136,14 +137,9 @@ def _warnings_beside(status: HostStatus, options: argparse.Namespace) -> list[st
     return []
 
 
-def _looked(vendor: str | None, user: str | None) -> tuple[HostStatus, HostStatus]:
-    """Return the state of the host, and the part of it that is listed."""
-    watchdog = Watchdog(Log())
-    try:
-        with watchdog.telling(ASKING, HANGS):
-            status = gather()
-    finally:
-        watchdog.close()
+def _looked(vendor: str | None, user: str | None, tell: Tell) -> tuple[HostStatus, HostStatus]:
+    """Return the state of the host, and the part of it that is listed; tell where the driver takes long."""
+    status = gather(Patience(tell))
     if vendor is not None:
         status = of_vendor(status, vendor)
     if user is None:
@@ -167,11 +163,21 @@ def _watch(options: argparse.Namespace, user: str | None) -> NoReturn:
     interval = options.interval
     if interval is None:
         interval = _INTERVAL
+    picture = ""
     with watching(interval, as_lines=options.json) as show:
-        while True:
-            status, shown = _looked(options.vendor, user)
+
+        def tell(line: str) -> None:
+            """Show it above the picture, where lines on stderr would be drawn over."""
             if options.json:
-                show(json.dumps(shown.to_dict()))
+                say(line)
             else:
-                show(_table(status, shown, options.verbose))
+                show(f"{line}\n{picture}")
+
+        while True:
+            status, shown = _looked(options.vendor, user, tell)
+            if options.json:
+                picture = json.dumps(shown.to_dict())
+            else:
+                picture = _table(status, shown, options.verbose)
+            show(picture)
             time.sleep(interval)

@@ -87,6 +87,11 @@ class WaitLine:
             if _hold_is_unknown():
                 self._draw(f"{_PROGRAM}short jobs get in earlier if they say for how long: --for 30m\n")
 
+    def note(self, text: str) -> None:
+        """Tell something else of the wait, such as a driver that takes long, as a line of its own."""
+        if not self._quiet:
+            self._draw(f"{_PROGRAM}{text}\n", live=self._status is not None)
+
     def _start_ticking(self) -> None:
         import threading
 

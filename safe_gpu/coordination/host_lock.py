@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -149,14 +150,19 @@ class Host:
             # Unlocked before it is closed: a child forked meanwhile has a copy of the descriptor and would keep it.
             held = Held(fd, file=(status.st_dev, status.st_ino), unlock=unlock)
             try:
-                pauses, holders, patient_until = _pauses(), [], time.monotonic() + MINIMUM_PATIENCE
+                pauses = _pauses()
+                holders: list[tuple[int | None, bool]] = []
+                suspicious_at = time.monotonic() + MINIMUM_PATIENCE
                 while not lock_file(fd, self.path):
-                    if time.monotonic() >= patient_until and _is_refused(fd) and _holder(fd)[0] is None:
-                        raise _cannot_be_locked(self.path, errno.EACCES)
-                    if deadline is not None and time.monotonic() >= deadline:
+                    now = time.monotonic()
+                    if deadline is not None and now >= deadline:
                         holders.append(_holder(fd))
                         if len(holders) == _LAST_TRIES:
+                            self._refuse_if_forbidden(fd, holders[-1][0])
                             raise self._timeout(holders)
+                    elif now >= suspicious_at:
+                        self._refuse_if_forbidden(fd, _holder(fd)[0])
+                        suspicious_at = math.inf
                     with signals.delivering():
                         time.sleep(next(pauses))
                 if directory.still_has(HOST_LOCK, held.file):
@@ -165,6 +171,23 @@ class Host:
                 held.release()
                 raise
             held.release()  # a cleaner of /tmp took the file away meanwhile: lock what stands there now
+
+    def _refuse_if_forbidden(self, fd: int, holder: int | None) -> None:
+        """Raise where nobody is seen to hold the lock, and flock(2) is what refuses it.
+
+        Raises:
+            StateDirError: the kernel answers EACCES. filelock takes that for a lock of somebody else's, as some file
+                systems say it then; a sandbox says it for good.
+        """
+        if holder is not None:
+            return
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as err:
+            if err.errno == errno.EACCES:
+                raise _cannot_be_locked(self.path, errno.EACCES) from err
+        else:
+            fcntl.flock(fd, fcntl.LOCK_UN)
 
     def _timeout(self, holders: list[tuple[int | None, bool]]) -> LockTimeout:
         """Return the error of a wait whose last tries found these holders, as of :func:`_holder`."""
@@ -199,7 +222,7 @@ def _claims_in(above: SharedDirectory) -> Directory:
 
 def lock_file(fd: int, path: str) -> bool:
     """Try once to lock host.lock in the state directory at this path; False where another open file holds the lock, or
-    the kernel says EACCES, as some file systems do then.
+    where the kernel answers EACCES.
 
     Raises:
         StateDirError: there are no locks. MissingPackageError: filelock is missing, or older than 3.30.
@@ -209,17 +232,6 @@ def lock_file(fd: int, path: str) -> bool:
         return lock(fd, blocking=False)
     except OSError as err:
         raise _cannot_be_locked(path, err.errno) from err
-
-
-def _is_refused(fd: int) -> bool:
-    """Return whether the kernel says EACCES, which filelock takes for a lock of somebody else's. A sandbox says it for
-    good."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as err:
-        return err.errno == errno.EACCES
-    fcntl.flock(fd, fcntl.LOCK_UN)
-    return False
 
 
 def _cannot_be_locked(path: str, code: int | None) -> StateDirError:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import SafeGpuError
+from ..host.awaiting import Tell
 from . import driver, environment, state
 from .check import Check, CheckedHost, failed, render_checks, skipped
 
@@ -61,10 +62,14 @@ def check(name: str, host: CheckedHost) -> Check:
         return failed(what, "look for the cause that the message names; the other checks are not affected")
 
 
-def run_checks() -> list[Check]:
+def run_checks(tell: Tell | None = None) -> list[Check]:
     """Run all checks, each under its name, on this host with this process's environment. Errors in checks do not
-    raise."""
-    with closing(CheckedHost()) as host:
+    raise.
+
+    Args:
+        tell: takes a line where the driver takes long.
+    """
+    with closing(CheckedHost(tell=tell)) as host:
         found = {name: check(name, host) for name in CHECKS}
         own = {"CUDA": host.vendor.library, "CUDA_VISIBLE_DEVICES": host.vendor.variables[0]}
         return [replace(one, name=own.get(name, name)) for name, one in found.items()]

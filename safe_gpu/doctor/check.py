@@ -10,15 +10,19 @@ from textwrap import TextWrapper
 
 from ..drivers import open_driver
 from ..drivers.base import Driver
+from ..drivers.patience import Patience, why_late
 from ..errors import SafeGpuError
 from ..gpus.devices import Gpu, HostSnapshot
-from ..gpus.vendors import VENDORS, Vendor
+from ..gpus.vendors import FIRST, VENDORS, Vendor
+from ..host.awaiting import Awaited, Tell, Watchdog
 from ..host.foreign_files import printable
 from ..host.programs import Failed, TooLate, call_in_child
+from ..settings.variables import is_simulated
+from ..topology.files import Files
 from ..wording.text import paint, plural, wrapped
 
-# Without persistence mode, eight GPUs can take over 20 s.
-_PATIENCE = 30.0
+PATIENCE = 30.0
+"""Seconds that a driver has for its first answer. Without persistence mode, eight GPUs can take over 20 s."""
 
 
 def labels(gpus: Iterable[Gpu]) -> str:
@@ -31,6 +35,7 @@ class CheckedHost:
 
     Args:
         environ: the environment that is checked; None is this process's.
+        tell: takes a line where the driver takes long; None tells nobody.
 
     Attributes:
         driver: the driver that a claim would use, once ``snapshot`` was asked for; None if there is none.
@@ -39,8 +44,9 @@ class CheckedHost:
         poll_seconds: how long opening and polling the driver took.
     """
 
-    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(self, environ: Mapping[str, str] | None = None, tell: Tell | None = None) -> None:
         self.environ = os.environ if environ is None else environ
+        self._tell = _say_nothing if tell is None else tell
         self.driver: Driver | None = None
         self.driver_error = ""
         self.driver_hangs = False
@@ -49,13 +55,13 @@ class CheckedHost:
     @cached_property
     def snapshot(self) -> HostSnapshot:
         """One poll of the driver, shared by all checks; of no GPU without a driver."""
-        if self._hangs():
+        if not is_simulated(self.environ) and self._hangs():
             self.driver_hangs = True
-            self.driver_error = f"the driver has not answered a child process for {_PATIENCE:g} s"
+            self.driver_error = f"the driver does not answer: it has kept a child process waiting for {PATIENCE:g} s"
             return HostSnapshot(())
         began = time.monotonic()
         try:
-            self.driver = open_driver()
+            self.driver = Patience(self._tell, deadline=began).opened(open_driver)
             snapshot = self.driver.examined(self.driver.detailed(self.driver.snapshot()))
         except SafeGpuError as err:
             self.driver_error = str(err)
@@ -64,9 +70,12 @@ class CheckedHost:
         return snapshot
 
     def _hangs(self) -> bool:
-        """Return whether the driver keeps a child process waiting, which can be left."""
+        """Return whether the driver keeps a child process waiting. That one can be left; this one could not even
+        end."""
+        awaited = Awaited("the GPU driver", self._tell, lambda: why_late(self._likely_vendor.drivers[0]))
         try:
-            call_in_child(f"{__name__} poll", env=self.environ, timeout=_PATIENCE, with_packages=True)
+            with Watchdog(awaited):
+                call_in_child(f"{__name__} poll", env=self.environ, timeout=PATIENCE, with_packages=True)
         except TooLate:
             return True
         except (Failed, OSError):
@@ -76,13 +85,30 @@ class CheckedHost:
     @property
     def vendor(self) -> Vendor:
         """That of the GPUs that a claim would get, or of a driver that shows none."""
-        of_driver = (one for one in VENDORS.values() if self.snapshot.driver in one.drivers)
-        return next(of_driver, VENDORS[self.snapshot.vendor])
+        for vendor in VENDORS.values():
+            if self.snapshot.driver in vendor.drivers:
+                return vendor
+        return self._likely_vendor if self.driver_hangs else VENDORS[self.snapshot.vendor]
+
+    @property
+    def _likely_vendor(self) -> Vendor:
+        """The vendor whose driver is chosen or loaded, where no driver answers."""
+        for vendor in VENDORS.values():
+            if self.environ.get("SAFE_GPU_DRIVER") in vendor.drivers:
+                return vendor
+        for vendor in VENDORS.values():
+            if any(Files().exists(path) for path in vendor.loaded):
+                return vendor
+        return VENDORS[FIRST]
 
     def close(self) -> None:
         """Close the driver."""
         if self.driver is not None:
             self.driver.close()
+
+
+def _say_nothing(line: str) -> None:
+    return
 
 
 def poll() -> None:

@@ -23,7 +23,7 @@ def driver(host: CheckedHost) -> Check:
     snapshot = host.snapshot
     if not snapshot.driver:
         if host.driver_hangs:
-            return failed(host.driver_error, "see dmesg, then reset the GPUs or load the driver again")
+            return failed(host.driver_error, f"{host.vendor.recover}; if it only takes long, {host.vendor.is_slow}")
         detail, _, _ = host.driver_error.partition(". On a GPU host, ")  # which is the fix
         return failed(detail, f"{host.vendor.install}, or try SAFE_GPU_DRIVER=simulated:{host.vendor.preset}")
     if not snapshot.gpus:

@@ -18,6 +18,7 @@ from ..settings import variables as settings
 from ..topology.files import Files
 from ..wording import style
 from .base import Driver
+from .patience import AwaitedDriver, Patience
 
 # The drivers, with the vendor of those whose GPUs are all of one.
 _KINDS = {"auto": None, **{name: key for key, vendor in VENDORS.items() for name in vendor.drivers}, "simulated": None}
@@ -53,8 +54,11 @@ def open_driver(name: str | None = None, *, vendor: str | None = None, prefer: s
     return _opened(kind, preset, vendor=vendor)
 
 
-def open_drivers() -> tuple[list[Driver], list[str]]:
+def open_drivers(patience: Patience | None = None) -> tuple[list[Driver], list[str]]:
     """Open the drivers of all GPUs that ``SAFE_GPU_DRIVER`` names, one for each vendor, for viewers such as ``status``.
+
+    Args:
+        patience: with which they are awaited; the default waits without limit, and tells by the package's logger.
 
     Returns:
         The drivers, in the order of ``VENDORS``, and sentences on those that do not work.
@@ -63,11 +67,14 @@ def open_drivers() -> tuple[list[Driver], list[str]]:
         UnsatisfiableRequestError: no such driver, or no such preset. NoDriverError: none works.
     """
     kind, preset = _parsed(None)
-    if kind == "auto":
-        return _each()
     if kind == "simulated":
         return [_opened(kind, preset, vendor=vendor) for vendor in _simulated_vendors(preset)], []
-    return [open_driver()], []
+    patience = patience or Patience()
+    if kind == "auto":
+        drivers, broken = patience.answer(_each)
+    else:
+        drivers, broken = [patience.answer(open_driver)], []
+    return [AwaitedDriver(driver, patience) for driver in drivers], broken
 
 
 @cache
@@ -237,17 +244,22 @@ def _others_here() -> dict[str, bool]:
 
 
 @contextmanager
-def opened_driver(vendor: str | None = None, *, prefer: str | None = None) -> Iterator[Driver]:
+def opened_driver(
+    vendor: str | None = None, *, prefer: str | None = None, patience: Patience | None = None
+) -> Iterator[Driver]:
     """``with opened_driver() as driver``: the driver that SAFE_GPU_DRIVER names, closed at the end.
 
-    ``vendor`` and ``prefer`` are those of :func:`open_driver`.
+    Args:
+        vendor, prefer: as of :func:`open_driver`.
+        patience: as of :func:`open_drivers`.
 
     Raises:
         UnsatisfiableRequestError: this is not Linux; or as :func:`open_driver`, NoDriverError too.
+        ClaimTimeout: from here and from every question, if it does not answer in time.
     """
     if sys.platform != "linux":
         raise UnsatisfiableRequestError(f"safe_gpu works on Linux only, and this is {sys.platform}")
-    driver = open_driver(vendor=vendor, prefer=prefer)
+    driver = (patience or Patience()).opened(lambda: open_driver(vendor=vendor, prefer=prefer))
     try:
         yield driver
     finally:

@@ -6,7 +6,7 @@ are read under ``SAFE_GPU_FSROOT``; processes always in ``/proc``.
 
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from ..gpus.devices import Gpu, GpuProcess, HostSnapshot, bus_order
 from ..gpus.vendors import FIRST, VENDORS, Vendor
@@ -25,6 +25,7 @@ class Driver:
     a new session. All methods raise :class:`~safe_gpu.errors.NoDriverError` when the driver as a whole is gone;
     the trouble of a single GPU does not raise but shows in that GPU's record. The methods with a body
     here answer for a driver that reads the kernel's files, cannot tell more, and keeps nothing open.
+    :class:`~safe_gpu.drivers.patience.AwaitedDriver` has all of them too.
     """
 
     name: str
@@ -35,6 +36,9 @@ class Driver:
 
     runtime: Runtime
     """The library through which programs use its GPUs."""
+
+    latest_call: ClassVar[str] = ""
+    """What a driver of this process called last, of a library or as a program: one that hangs does so there."""
 
     def snapshot(self) -> HostSnapshot:
         """Poll every GPU of the host, whatever CUDA_VISIBLE_DEVICES says. May take seconds on a troubled host.
@@ -90,6 +94,12 @@ class Driver:
     def host_topology(self) -> HostTopology | None:
         """Return the CPUs of the host where the driver brings its own (a simulated host); None: read sysfs."""
         return None
+
+    def rest(self) -> None:
+        """End the session before a pause of a second or more, if the GPUs stay initialised without it; a later question
+        opens a new one. An open session is in the way of who resets a GPU, changes its MIG mode or unloads the driver.
+        """
+        return
 
     def close(self) -> None:
         """End the session; safe to call twice."""

@@ -308,6 +308,7 @@ class NvidiaSmiDriver(Driver):
             NoDriverError: it cannot be started, or does not end in time.
         """
         command, env = [self._path, "-q", "-x", *arguments], {**os.environ, "LC_ALL": "C"}
+        Driver.latest_call = "nvidia-smi -q -x"
         try:
             return output_of(command, env=env, timeout=self._timeout, most=_MOST_OUTPUT)[:2]
         except OSError as err:

@@ -5,8 +5,10 @@ since a GPU that fell off the bus no longer tells.
 Source: NVML API reference.
 """
 
+import math
 import os
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
@@ -48,7 +50,14 @@ _MASK_WORDS = 64  # of 64 bits: room for 4096 CPUs
 
 _P2P_NVLINK = 2  # NVML_P2P_CAPS_INDEX_NVLINK
 
+_P2P_OK = 0  # NVML_P2P_STATUS_OK
+_P2P_UNKNOWN = 6  # NVML_P2P_STATUS_UNKNOWN
+
 _TEMPERATURE_GPU = 0  # NVML_TEMPERATURE_GPU
+
+_ENABLED = 1  # NVML_FEATURE_ENABLED
+
+_MODE_COUNTS_FOR = 60.0  # seconds for which a persistence mode is remembered; an administrator may change it
 
 _GONE = "the driver no longer shows it: its UUID has changed, or the GPU or MIG instance was removed"
 
@@ -97,6 +106,10 @@ _Answer = TypeVar("_Answer")
 
 KNOWN: list[Gpu] = []
 """The GPUs that this process saw at its latest poll, in NVML's order, as nothing but what never changes."""
+
+LINKS: defaultdict[str, dict[str, bool]] = defaultdict(dict)
+"""UUID -> UUID of another GPU -> whether NVLink connects them, which never changes. Among 256 devices that are 32,640
+questions."""
 
 
 class _Trouble(Exception):
@@ -161,6 +174,7 @@ class _Session:
         """Call a function of pynvml by name. Text comes out printable, and no longer than NVML's own buffers."""
         if name not in self._functions:
             raise _Fault(_FUNCTION_NOT_FOUND)
+        Driver.latest_call = name
         try:
             answer = self._functions[name](*args)
             if type(answer) not in (bytes, str):
@@ -426,6 +440,24 @@ def _shows_same(session: _Session, snapshot: HostSnapshot) -> bool:
     return False
 
 
+def _stay_initialized(session: _Session) -> bool:
+    """Return whether the GPUs stay initialised when their last client leaves: all have persistence mode on, whether
+    nvidia-persistenced or the kernel driver keeps it. Where the mode is not supported, as under WSL2, it is not on.
+
+    A GPU that is lost, or that this process may not open, has no client here.
+    """
+    for one in _identified(session):
+        try:
+            if one.fault is not None:
+                raise one.fault
+            if session.ask("nvmlDeviceGetPersistenceMode", one.handle) != _ENABLED:
+                return False
+        except _Fault as fault:
+            if fault.code not in _GPU_LOST and fault.code != _NO_PERMISSION:
+                return False
+    return True
+
+
 def _detailed(session: _Session, gpu: Gpu) -> Gpu:
     """Return the same record with utilisation and processes that only draw, as far as the device answers."""
     try:
@@ -458,17 +490,33 @@ def _examined(session: _Session, gpu: Gpu) -> Gpu:
 
 
 def _linked(session: _Session, snapshot: HostSnapshot, among: Collection[str] | None) -> HostSnapshot:
-    """Return the same poll with who reaches whom by NVLink."""
-    handles, peers = [], defaultdict(set)
-    for gpu in (one for one in snapshot.physical if among is None or one.uuid in among):
+    """Return the same poll with who reaches whom by NVLink. A GPU with MIG mode on reaches nobody."""
+    gpus = []
+    for gpu in snapshot.physical:
+        if not gpu.lost and not gpu.mig_enabled and (among is None or gpu.uuid in among):
+            gpus.append(gpu)
+    _ask_links(session, gpus)
+    shown = {gpu.uuid for gpu in gpus}
+    linked = []
+    for gpu in gpus:
+        peers = frozenset(uuid for uuid, is_linked in LINKS[gpu.uuid].items() if is_linked and uuid in shown)
+        linked.append(gpu._replace(nvlink_peers=peers))
+    return snapshot.updated(linked)
+
+
+def _ask_links(session: _Session, gpus: Sequence[Gpu]) -> None:
+    """Ask which of these GPUs NVLink connects, as far as this process does not know it."""
+    handles: dict[str, Any] = {}
+    for one, other in combinations(gpus, 2):
+        if other.uuid in LINKS[one.uuid]:
+            continue
         with suppress(_Fault):
-            handles.append((gpu, session.ask("nvmlDeviceGetHandleByUUID", gpu.uuid)))
-    for (one, its), (other, others) in combinations(handles, 2):
-        with suppress(_Fault):
-            if session.ask("nvmlDeviceGetP2PStatus", its, others, _P2P_NVLINK) == 0:
-                peers[one].add(other.uuid)
-                peers[other].add(one.uuid)
-    return snapshot.updated(gpu._replace(nvlink_peers=frozenset(peers[gpu])) for gpu in peers)
+            for gpu in (one, other):
+                if gpu.uuid not in handles:
+                    handles[gpu.uuid] = session.ask("nvmlDeviceGetHandleByUUID", gpu.uuid)
+            status = session.ask("nvmlDeviceGetP2PStatus", handles[one.uuid], handles[other.uuid], _P2P_NVLINK)
+            if status != _P2P_UNKNOWN:
+                LINKS[one.uuid][other.uuid] = LINKS[other.uuid][one.uuid] = status == _P2P_OK
 
 
 def _cpus(session: _Session, uuid: str, scope: str) -> frozenset[int] | None:
@@ -500,6 +548,8 @@ class NvmlDriver(Driver):
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._session: _Session | None = None
+        self._stay_initialized = False  # the GPUs, without this session
+        self._mode_asked = -math.inf  # time.monotonic() value
         self._ask(lambda session: None)
 
     def snapshot(self) -> HostSnapshot:
@@ -531,6 +581,18 @@ class NvmlDriver(Driver):
     def cpu_affinity(self, uuid: str, scope: str) -> frozenset[int] | None:
         """Return the CPUs next to a GPU."""
         return self._ask(lambda session: _cpus(session, uuid, scope))
+
+    def rest(self) -> None:
+        """End the session if all GPUs have persistence mode on. Elsewhere the last client to leave shuts them down, and
+        the next one waits for seconds."""
+        if self._session is None:
+            return
+        with suppress(NoDriverError):  # the next question says so
+            if time.monotonic() - self._mode_asked > _MODE_COUNTS_FOR:
+                self._stay_initialized = self._ask(_stay_initialized)
+                self._mode_asked = time.monotonic()
+            if self._stay_initialized:
+                self.close()
 
     def close(self) -> None:
         """End the session; a later question opens a new one."""

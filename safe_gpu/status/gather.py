@@ -23,6 +23,7 @@ from ..coordination.notes import all_windows, closed_now, find_admitted, ignored
 from ..coordination.queue import TicketRequest, waiting_tickets
 from ..coordination.turns import turn_of
 from ..drivers import open_drivers
+from ..drivers.patience import Patience
 from ..errors import NoDriverError, PolicyError, StateDirError
 from ..gpus.devices import MOST_SHARERS, Gpu, GpuProcess, Holder, HostSnapshot, ProcessKind, recent_faults, vendor_of
 from ..host import procfs
@@ -206,14 +207,17 @@ _MOST_GONE = 64  # pieces of a GPU, of which it is noted that they are held
 _NOTICE = 86400.0  # seconds before a window begins, from which on it is shown
 
 
-def gather() -> HostStatus:
+def gather(patience: Patience | None = None) -> HostStatus:
     """Return the state of this host, for any user. It claims nothing and does not create the state directory.
+
+    Args:
+        patience: with which the drivers are awaited; see :func:`~safe_gpu.drivers.open_drivers`.
 
     Raises:
         NoDriverError, UnsatisfiableRequestError: there is no such driver, or none works. An error of the state
             directory does not raise: it becomes a warning, and the GPUs are shown as the driver reports them.
     """
-    drivers, broken = open_drivers()
+    drivers, broken = open_drivers(patience)
     snapshots: list[HostSnapshot] = []
     for opened in drivers:
         try:

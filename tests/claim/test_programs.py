@@ -3,14 +3,18 @@ what they write into the history, and random sequences of them."""
 
 import copy
 import json
+import logging
+import logging.handlers
 import os
 import pickle
 import shutil
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -21,6 +25,7 @@ from support.claims import claim, try_claim
 from support.forks import in_fork
 from support.gpus import PACKAGE_ROOT
 from support.guard import is_locked
+from support.vendor_hosts import HipHost
 
 import safe_gpu
 
@@ -99,6 +104,107 @@ def test_the_same_request_keeps_its_gpus_and_another_one_does_not(ground: Any) -
     safe_gpu.release_gpus()
     with claim(1, model="A100") as claimed:
         assert safe_gpu.ensure_gpus(model="A100") is claimed
+
+
+class Threads:
+    """Threads that call ensure_gpus, and what came of it, by name; the first one claims until ``go_on`` is set."""
+
+    def __init__(self) -> None:
+        self.claiming, self.go_on = threading.Event(), threading.Event()
+        self.fails = False
+        self.came: dict[str, Any] = {}
+        self.threads: list[threading.Thread] = []
+
+    def placeholder(self, device_no: int) -> object:
+        """Holds nothing; the first one takes its time, and may fail."""
+        if self.claiming.is_set():
+            return object()
+        self.claiming.set()
+        assert self.go_on.wait(60)
+        if self.fails:
+            raise ValueError("no memory")
+        return object()
+
+    def start(self, name: str, nb_gpus: int, *, waits: bool = True, **options: Any) -> None:
+        """Start one, and come back when it waits for another thread."""
+        logger = logging.Logger(name, logging.INFO)
+        waiting = logging.handlers.QueueHandler(SimpleQueue())
+        logger.addHandler(waiting)
+
+        def work() -> None:
+            try:
+                self.came[name] = safe_gpu.ensure_gpus(nb_gpus, self.placeholder, logger, affinity=None, **options)
+            except safe_gpu.SafeGpuError as err:
+                self.came[name] = err
+
+        self.threads.append(threading.Thread(target=work))
+        self.threads[-1].start()
+        if waits:
+            assert "another thread of this process" in waiting.queue.get(timeout=60).getMessage()
+
+    def end(self) -> dict[str, Any]:
+        self.go_on.set()
+        for thread in self.threads:
+            thread.join(60)
+        return self.came
+
+
+@pytest.fixture
+def threads(ground: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Threads]:
+    """Of these the first one claims two GPUs."""
+    monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")  # CUDA_VISIBLE_DEVICES is that of the first one
+    started = Threads()
+    started.start("first", 2, waits=False, timeout=0)
+    assert started.claiming.wait(60)
+    yield started
+    started.end()
+
+
+def test_threads_that_want_the_same_gpus_wait_for_each_other(threads: Threads) -> None:
+    for name in ("second", "third"):
+        threads.start(name, 2, timeout=60)
+    came = threads.end()
+    assert came["first"].devices_taken == [0, 1]
+    assert came["second"] is came["third"] is came["first"] is safe_gpu.gpu_owner
+
+
+def test_a_thread_that_wants_others_is_refused(threads: Threads) -> None:
+    threads.start("second", 3, timeout=None)
+    came = threads.end()
+    assert isinstance(came["second"], safe_gpu.AlreadyClaimedError)
+    assert came["second"].devices == (0, 1)
+
+
+def test_a_thread_claims_itself_where_the_first_one_fails(threads: Threads) -> None:
+    threads.fails = True
+    threads.start("second", 2, timeout=60)
+    came = threads.end()
+    assert isinstance(came["first"], safe_gpu.PlaceholderError)
+    assert came["second"].devices_taken == [0, 1]
+
+
+def test_a_thread_waits_no_longer_than_its_timeout(threads: Threads) -> None:
+    """Of which what is left counts for its own claim."""
+    with pytest.raises(safe_gpu.ClaimTimeout, match="another thread of this process has been claiming GPUs for 0 s"):
+        safe_gpu.ensure_gpus(2, threads.placeholder, affinity=None, timeout=0.05)
+    assert threads.end()["first"].devices_taken == [0, 1]
+
+
+def test_a_forked_child_does_not_wait_for_threads_of_its_parent(threads: Threads) -> None:
+    def ensure() -> list[int]:
+        return safe_gpu.ensure_gpus(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0).devices_taken
+
+    assert in_fork(ensure) == [2]
+
+
+def test_a_placeholder_that_asks_for_the_same_gpus_is_refused(ground: Any) -> None:
+    def placeholder(device_no: int) -> None:
+        safe_gpu.ensure_gpus(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=None)
+
+    with pytest.raises(safe_gpu.AlreadyClaimedError):
+        safe_gpu.ensure_gpus(1, placeholder, affinity=None, timeout=0)
+    with safe_gpu.ensure_gpus(1, safe_gpu.NoPlaceholder(), affinity=None, timeout=0) as owner:
+        assert owner.devices_taken == [0]
 
 
 def test_a_claim_of_no_gpu_hides_all(ground: Any) -> None:
@@ -186,6 +292,79 @@ def test_a_holder_and_waiters_while_the_package_is_replaced(tmp_path: Path, comm
     assert "1 GPU asked for, 0 free after" in told[1] + hasty.communicate(timeout=60)[1]
     assert (holder.communicate("\n", timeout=60), holder.returncode) == (("", ""), 0)
     assert (patient.communicate(timeout=60)[0], patient.returncode) == ("got\n", 0)
+
+
+WAITER = """
+import logging, safe_gpu
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+def broken(device_no):
+    raise ValueError("no memory")
+try:
+    safe_gpu.claim_gpus(1, broken, only=0, timeout=None)
+except safe_gpu.PlaceholderError as err:
+    say("failed", err)
+owner = safe_gpu.claim_gpus(1, only=0, timeout=None)
+say("got", *(name for name in sys.modules if name.startswith("safe_gpu.")))
+owner.release_gpus()
+say("released")
+"""
+
+
+def hear_until(child: Any, beginning: str) -> str:
+    """The next line of a child that begins so."""
+    while True:
+        line = child.hear()
+        if line.startswith(beginning):
+            return str(line)
+
+
+VENDORS = {
+    "nvidia": {"safe_gpu.drivers.nvml", "safe_gpu.runtimes.cuda"},
+    "amd": {"safe_gpu.drivers.kfd", "safe_gpu.runtimes.hip", "safe_gpu.topology.kfd_topology"},
+    "intel": {"safe_gpu.drivers.intel"},
+}
+"""Vendor -> the modules that are for its GPUs alone."""
+
+
+@pytest.fixture
+def hosts(fake_gpus: Any, tmp_path: Path, build_library: Any) -> dict[str, dict[str, str]]:
+    """Driver -> the environment in which it is the driver of this host."""
+    smi = {"SAFE_GPU_DRIVER": "nvidia-smi"}
+    return {
+        "nvml": fake_gpus.env,
+        "nvidia-smi": {**fake_gpus.env, **smi},
+        "kfd": HipHost(tmp_path / "amd", build_library("hip.c", "libamdhip64.so"), count=1).env,
+        "simulated": {"SAFE_GPU_DRIVER": "simulated:dgx-a100"},
+        "simulated AMD": {"SAFE_GPU_DRIVER": "simulated:mi250x"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("driver", "vendor"),
+    [("nvml", "nvidia"), ("nvidia-smi", "nvidia"), ("kfd", "amd"), ("simulated", ""), ("simulated AMD", "")],
+)
+def test_a_waiter_has_all_that_its_claim_needs_and_no_other_vendor(
+    hosts: Any, fake_nvidia_smi: Any, child: Any, tmp_path: Path, driver: str, vendor: str
+) -> None:
+    """The directory of the package is removed while it waits, as an upgrade of the Debian package does.
+
+    Its claim fails, as it should, and the next one does not."""
+    fake_nvidia_smi({})
+    package = tmp_path / "package"
+    shutil.copytree(PACKAGE_ROOT / "safe_gpu", package / "safe_gpu")
+    here = {**hosts[driver], "PATH": os.environ["PATH"]}
+    hold = "import safe_gpu; safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), only=0); say('holds'); listen()"
+    holder = child(hold, says="holds", env=here)
+    waiter = child(WAITER, env={**here, "PYTHONPATH": str(package)}, cwd=tmp_path)
+    hear_until(waiter, "waiting for 1 GPU")
+    shutil.rmtree(package)
+    holder.kill()
+    assert "broken could not hold" in hear_until(waiter, "failed ")
+    loaded = set(hear_until(waiter, "got ").split())
+    for name, modules in VENDORS.items():
+        assert name == vendor or not loaded & modules
+    hear_until(waiter, "released")
+    waiter.finish()
 
 
 # What claims write into the history, whatever way they end

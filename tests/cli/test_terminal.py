@@ -46,6 +46,14 @@ def test_a_line_for_every_piece_of_news() -> None:
         assert line.startswith(f"safe-gpu: waiting 0:00 for 2 GPUs {free}: eva (pid 77, job 4711) for ")
 
 
+def test_a_line_about_something_else_and_quiet() -> None:
+    for quiet, expected in ((False, "safe-gpu: waiting for the GPU driver\n"), (True, "")):
+        stream = io.StringIO()
+        with api.WaitLine(stream, quiet=quiet) as told:
+            told.note("waiting for the GPU driver")
+        assert stream.getvalue() == expected
+
+
 AHEAD = api.ClaimAhead(1_048_576, "eva", 8, time.time() - 60)
 QUEUED = api.WaitStatus(3, 0, 8, ahead=AHEAD, expected=api.Forecast(time.time() + 7200))
 
@@ -112,6 +120,18 @@ def test_a_tip_at_the_same_moment_erases_nothing_of_the_users(shown: Shown) -> N
         tip.join()
         assert shown.rows() == [COMMAND, "safe-gpu: a tip", *LIVE]
     assert shown.screen.shown == [COMMAND, "safe-gpu: a tip"]
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_line_about_something_else_stands_above_the_live_ones(shown: Shown, live: bool) -> None:
+    """And alone where nobody waits for GPUs yet."""
+    with api.WaitLine(shown) as line:
+        if live:
+            line.show(status())
+        line.note("waiting for it")
+        assert shown.screen.shown[1] == "safe-gpu: waiting for it"
+        assert shown.rows()[2:] == (LIVE if live else [])
+    assert shown.screen.shown == [COMMAND, "safe-gpu: waiting for it"]
 
 
 @pytest.mark.parametrize("tips", [0, 3])

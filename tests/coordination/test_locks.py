@@ -9,7 +9,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -463,20 +463,63 @@ def test_sigterm_has_its_default_action_again(monkeypatch: pytest.MonkeyPatch, h
     assert caught == [signal.SIGTERM]
 
 
-@pytest.mark.parametrize("code", [errno.EPERM, errno.EACCES])
-def test_a_sandbox_that_forbids_the_lock_is_not_taken_for_somebody_who_holds_it(tmp_path, monkeypatch, code) -> None:
-    monkeypatch.setattr(api.host_lock, "MINIMUM_PATIENCE", 0.2)
-
+@pytest.fixture
+def refusing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """``refusing(errno.EACCES)``: flock(2) answers that from now on to who asks for a lock."""
     flock = fcntl.flock
 
-    def refuse(fd: int, how: int) -> None:
-        if how == fcntl.LOCK_EX | fcntl.LOCK_NB:
-            raise OSError(code, os.strerror(code))
-        flock(fd, how)
+    def install(code: int) -> None:
+        def refuse(fd: int, how: int) -> None:
+            if how == fcntl.LOCK_EX | fcntl.LOCK_NB:
+                raise OSError(code, os.strerror(code))
+            flock(fd, how)
 
+        monkeypatch.setattr(fcntl, "flock", refuse)
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("code", "patience", "deadline", "advice"),
+    [
+        (errno.EPERM, 3600, None, "in a sandbox, allow flock(2)"),  # they are known at once
+        (errno.ENOSYS, 3600, None, "set SAFE_GPU_DIR"),
+        (errno.EACCES, 0.2, None, "in a sandbox, allow flock(2)"),
+        (errno.EACCES, 3600, 0.2, "in a sandbox, allow flock(2)"),
+    ],
+)
+def test_a_lock_that_is_refused_is_not_taken_for_one_that_somebody_holds(
+    tmp_path: Path, monkeypatch: Any, refusing: Any, code: int, patience: float, deadline: float | None, advice: str
+) -> None:
+    monkeypatch.setattr(api.host_lock, "MINIMUM_PATIENCE", patience)
     with api.DeferredSignals() as signals, api.Host(str(tmp_path / "state")) as host:
         host.look()
-        monkeypatch.setattr(api.host_lock.fcntl, "flock", refuse)
-        with pytest.raises(api.StateDirError, match=r"cannot be locked .*sandbox"), host.locked(None, signals):
+        refusing(code)
+        until = None if deadline is None else time.monotonic() + deadline
+        with (
+            pytest.raises(api.StateDirError, match=r"host\.lock cannot be locked") as caught,
+            host.locked(until, signals),
+        ):
             pass
         monkeypatch.undo()
+    assert advice in str(caught.value)
+    assert caught.value.errno == code
+
+
+def test_where_contention_is_told_as_eacces_a_holder_is_waited_for(
+    tmp_path: Path, monkeypatch: Any, refusing: Any, child: Any
+) -> None:
+    """Some file systems tell it so. The holder is another process, which /proc/locks shows."""
+    monkeypatch.setattr(api.host_lock, "MINIMUM_PATIENCE", 0.0)
+    with api.DeferredSignals() as signals, api.Host(str(tmp_path / "state")) as host:
+        host.look()
+        with host.locked(None, signals):
+            pass
+        path = tmp_path / "state" / api.HOST_LOCK
+        code = f"import fcntl; file = open('{path}', 'rb+'); fcntl.flock(file, fcntl.LOCK_EX); say('locked'); listen()"
+        holder = child(code, says="locked")
+        refusing(errno.EACCES)
+        with pytest.raises(api.LockTimeout) as caught, host.locked(time.monotonic() + 0.5, signals):
+            pass
+        monkeypatch.undo()
+    assert caught.value.pid == holder.pid

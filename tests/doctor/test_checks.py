@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -343,6 +344,33 @@ def test_no_gpus_and_no_driver(fake_gpus) -> None:
     says("GPU driver", "failed")
     for name in ("CUDA", "access to GPUs", "health of GPUs", "process lists"):
         says(name, "skipped")
+
+
+@pytest.mark.parametrize(
+    ("loaded", "fix"),
+    [
+        ("proc/driver/nvidia/version", "look for Xid in dmesg, then `nvidia-smi -r` as root"),
+        ("sys/class/kfd/kfd/topology/nodes", "look for amdgpu in dmesg"),
+    ],
+)
+def test_a_driver_that_does_not_answer(
+    fake_gpus: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded: str, fix: str
+) -> None:
+    """It is asked in a child, which can be left. Here it is NVML in place of any."""
+    (tmp_path / "root" / loaded).mkdir(parents=True)
+    fake_gpus.options(hangs="nvmlInitWithFlags", log=1)
+    for name, value in {**fake_gpus.env, "SAFE_GPU_FSROOT": str(tmp_path / "root")}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(import_module("safe_gpu.doctor.check"), "PATIENCE", 3.0)
+    monkeypatch.setattr(api.awaiting, "FIRST", 0.1)
+    told: list[str] = []
+    environ = {**os.environ, "SAFE_GPU_DRIVER": "auto"}
+    host = api.CheckedHost({**environ, "SAFE_GPU_DRIVER": "nvml"} if "nvidia" in loaded else environ, told.append)
+    says("GPU driver", "failed", "the driver does not answer: it has kept a child process waiting for 3 s", host, fix)
+    for name in ("CUDA", "access to GPUs", "process lists"):
+        says(name, "skipped", host=host)
+    assert told[0].startswith("waiting for the GPU driver since ")
+    assert fake_gpus.calls() == ["nvmlInitWithFlags"]
 
 
 def test_a_slow_driver() -> None:

@@ -1,6 +1,7 @@
 """Which driver is opened; what every one promises, in the same words; whose a process number is, and memory in use."""
 
 import html
+import inspect
 import os
 import shutil
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support import api
@@ -49,6 +51,19 @@ def bench(request: pytest.FixtureRequest, fake_gpus: Any, fake_nvidia_smi: Any) 
     bench = Bench(request.param, fake_gpus)
     yield bench
     bench.driver.close()
+
+
+def test_every_question_is_passed_on_by_a_driver_that_is_awaited() -> None:
+    questions = [name for name, value in vars(api.Driver).items() if inspect.isfunction(value) and name[0] != "_"]
+    assert {"snapshot", "usage", "close"} <= set(questions)
+    for name in questions:
+        driver = Mock(spec=api.Driver, runtime=api.CUDA)
+        driver.name = "nvml"
+        parameters = list(inspect.signature(getattr(api.Driver, name)).parameters)[1:]
+        arguments = [object() for _ in parameters]
+        answer = getattr(api.patience.AwaitedDriver(driver, api.patience.Patience()), name)(*arguments)
+        getattr(driver, name).assert_called_once_with(*arguments)
+        assert name in ("rest", "close") or answer is getattr(driver, name).return_value
 
 
 def test_an_idle_host(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

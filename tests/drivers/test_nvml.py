@@ -4,6 +4,7 @@ import os
 import pickle
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pynvml
 import pytest
 from support import api
+from support.claims import claim
 from support.forks import in_child
 from support.processes import ALL_ARE_SEEN
 
@@ -74,6 +76,68 @@ def test_nvlink(host: Any, driver: api.nvml.NvmlDriver) -> None:
     plain = driver.snapshot()
     assert not any(gpu.nvlink_peers for gpu in plain.gpus)
     assert [gpu.nvlink_peers for gpu in driver.linked(plain).gpus] == [{two}, {one}, set(), set()]
+
+
+def links_asked_for(host: Any, nb_gpus: int, **options: Any) -> int:
+    """How many pairs of GPUs a claim asks about."""
+    host.options(log=1)
+    host.calls()
+    claim(nb_gpus, **options).release_gpus()
+    calls = host.calls()
+    assert "nvmlDeviceGetCount_v2" in calls
+    return int(calls.count("nvmlDeviceGetP2PStatus"))
+
+
+def test_links_are_asked_for_among_free_candidates_where_there_is_a_choice(host: Any) -> None:
+    host.process(host.uuids[7], HIDDEN, static=True)
+    assert links_asked_for(host, 1) == 0
+    assert links_asked_for(host, 7) == 0, "there are no others"
+    assert links_asked_for(host, 2, only=[0, 1, 7]) == 0
+    assert links_asked_for(host, 2, exclude=[0, 1, 2, 3]) == 3, "GPU 4, 5 and 6"
+    assert links_asked_for(host, (2, 3), exclude=[0, 1, 2, 3]) == 0
+
+
+def test_links_are_asked_for_once(host: Any) -> None:
+    host.change(0, nvlink=host.uuids[5])
+    assert links_asked_for(host, 2) == 28
+    assert links_asked_for(host, 3) == links_asked_for(host, 2, near="nvlink") == 0
+    with claim(2) as claimed:
+        assert claimed.devices_taken == [0, 5], "what was asked for counts"
+    host.write(*host.gpus, {"uuid": host.uuid("GPU", 99), "bus": "00000000:F0:00.0"})
+    assert links_asked_for(host, 2) == 8, "those of a new GPU"
+
+
+def test_links_of_a_gpu_with_mig_are_asked_for_when_it_is_off(host: Any) -> None:
+    host.change(0, nvlink=host.uuids[5])
+    host.change(1, mig=1, instances=host.uuid("MIG", 1))
+    assert links_asked_for(host, 2, near="nvlink") == 21, "seven GPUs can have links"
+    host.change(1, mig=0, instances="")
+    assert links_asked_for(host, 2, near="nvlink") == 7
+    host.change(1, mig=1, instances=host.uuid("MIG", 1))
+    host.change(1, mig=0, instances="")
+    assert links_asked_for(host, 2, near="nvlink") == 0, "they are the same after MIG"
+
+
+def test_a_link_that_is_not_told_is_asked_for_again(host: Any, driver: api.nvml.NvmlDriver) -> None:
+    host.set(2)
+    host.change(0, p2p_error=TIMEOUT)
+    assert not any(gpu.nvlink_peers for gpu in driver.linked(driver.snapshot()).gpus)
+    host.set(2)
+    host.change(0, nvlink=host.uuids[1])
+    host.change(1, nvlink=host.uuids[0])
+    assert [gpu.nvlink_peers for gpu in driver.linked(driver.snapshot()).gpus] == [{host.uuids[1]}, {host.uuids[0]}]
+
+
+def test_gpus_that_claims_hold_are_no_choice(host: Any, driver: api.nvml.NvmlDriver, monkeypatch: Any) -> None:
+    """As far as they are known: a claim polls the driver first, and then looks for claims."""
+    monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")  # CUDA_VISIBLE_DEVICES is that of the claim
+    with claim(5):
+        view = api.HostView(driver, driver.snapshot(), api.parse_request(2))
+        view.see(api.living_claims())
+        api.nvml.LINKS.clear()
+        host.options(log=1)
+        view.polls.poll()
+    assert host.calls().count("nvmlDeviceGetP2PStatus") == 3
 
 
 # ---- processes ----
@@ -296,6 +360,67 @@ def test_a_driver_that_goes_and_comes_back(host: Any, driver: api.nvml.NvmlDrive
     assert driver.usage(before.gpus) == before.gpus
 
 
+def sessions(host: Any) -> list[str]:
+    """How sessions began and ended since this was asked last."""
+    return [name for name in host.calls() if name in ("nvmlInitWithFlags", "nvmlShutdown")]
+
+
+BEGINS, ENDS = "nvmlInitWithFlags", "nvmlShutdown"
+
+
+@pytest.mark.parametrize(
+    ("values", "rests"),
+    [
+        ([{"persistence": 1}, {"persistence": 1}], True),
+        ([{"persistence": 1}, {"persistence": 0}], False),
+        ([{"persistence": 1}, {}], False),  # not supported
+        ([{"persistence": 1}, {"persistence_error": UNKNOWN}], False),
+        ([{"persistence": 1}, {"lost": 1}], True),  # nothing of it is initialised
+        ([{"persistence": 1}, {"handle_error": NO_PERMISSION}], True),
+        ([], True),
+    ],
+)
+def test_a_session_rests_where_gpus_stay_initialized_without_it(host: Any, values: Any, rests: bool) -> None:
+    host.write(*values)
+    host.options(log=1)
+    driver = api.nvml.NvmlDriver()
+    before = driver.snapshot()
+    assert sessions(host) == [BEGINS]
+    driver.rest()
+    assert sessions(host) == ([ENDS] if rests else [])
+    driver.rest()
+    assert sessions(host) == [], "it has no session to end"
+    assert driver.snapshot() == before, "with new handles"
+    assert sessions(host) == ([BEGINS] if rests else [])
+    driver.close()
+
+
+def test_whether_gpus_stay_initialized_is_asked_once_a_minute(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.set(2, persistence=1)
+    host.options(log=1)
+    driver = api.nvml.NvmlDriver()
+    for _ in range(3):
+        driver.snapshot()
+        driver.rest()
+    assert host.calls().count("nvmlDeviceGetPersistenceMode") == 2
+    host.set(2, persistence=0)
+    now = time.monotonic() + 61
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    driver.snapshot()
+    driver.rest()
+    assert sessions(host) == [BEGINS], "it has been turned off meanwhile"
+    driver.close()
+
+
+def test_a_driver_that_goes_before_a_pause_is_told_by_the_next_question(host: Any) -> None:
+    driver = api.nvml.NvmlDriver()
+    host.options(session_error=DRIVER_NOT_LOADED)
+    driver.rest()
+    with pytest.raises(api.NoDriverError):
+        driver.snapshot()
+    driver.close()
+
+
 def test_threads_share_a_driver(host: Any, driver: api.nvml.NvmlDriver) -> None:
     expected = driver.snapshot()
     with ThreadPoolExecutor(8) as threads:
@@ -446,21 +571,3 @@ def test_a_real_driver() -> None:
         assert gpu.memory_total is None or gpu.memory_total > 1 << 30
     assert [gpu.uuid for gpu in driver.snapshot().gpus] == [gpu.uuid for gpu in snapshot.gpus]
     driver.close()
-
-
-def test_links_are_asked_for_where_there_is_a_choice(host: Any, driver: api.nvml.NvmlDriver, monkeypatch: Any) -> None:
-    asked: list[str] = []
-    ask = api.nvml._Session.ask
-
-    def noted(session: Any, name: str, *args: Any) -> Any:
-        asked.append(name)
-        return ask(session, name, *args)
-
-    monkeypatch.setattr(api.nvml._Session, "ask", noted)
-    poll = driver.snapshot()
-    for several, free, pairs in ((2, 8, 28), (8, 8, 0), (2, 4, 6), (2, 2, 0), (0, 8, 0)):
-        asked.clear()
-        used = api.GpuProcess(1, "compute", 1 << 30, "x")
-        shown = poll.updated(gpu._replace(processes=(used,)) for gpu in poll.gpus[free:])
-        api.view.Polls(driver, shown, frozenset(), several=several)
-        assert asked.count("nvmlDeviceGetP2PStatus") == pairs, (several, free)

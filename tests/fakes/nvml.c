@@ -13,6 +13,7 @@
  *     util=N                  percent;        util=NA      answers NOT_SUPPORTED
  *     mode=0..3               compute mode as NVML numbers it (0 default, 2 prohibited, 3 exclusive process)
  *     display=0|1             display active
+ *     persistence=0|1         persistence mode;   persistence=NA   answers NOT_SUPPORTED (also when the key is absent)
  *     mig=0|1                 MIG mode;       mig=NA       answers NOT_SUPPORTED (also when the key is absent)
  *     instances=U1,,U2        UUIDs of MIG instances by slot; an empty slot answers NOT_FOUND
  *     gi=1,,1  ci=0,,1        ids of their GPU instances and compute instances (default: slot + 1, and 0)
@@ -42,12 +43,14 @@
  *     driver_version=550.54.15
  *     init_error=CODE         nvmlInit answers this
  *     session_error=CODE      every call but nvmlInit and nvmlShutdown answers this (the driver went away)
+ *     call_ms=N               every call takes N ms, and the GPUs are as they are after that
+ *     hangs=NAME              a call of this function does not return as long as this line is there
  *     lag_ms=N                a process shows N ms after its file was last written
  *     hidden=1                the process lists are empty, whoever is on the GPUs; the memory in use is not
  *     log=1                   append the name of every NVML function called to $FAKE_GPU_DIR/calls
  *
- * Handles are valid in the process that called nvmlInit only: after fork() everything answers UNINITIALIZED until the
- * child calls nvmlInit, and a handle of the parent answers INVALID_ARGUMENT.
+ * Handles are valid in the session in which they were got: after fork() everything answers UNINITIALIZED until the
+ * child calls nvmlInit, and a handle of the parent, or of a session that has ended, answers INVALID_ARGUMENT.
  *
  * Compile:  gcc -shared -fPIC -O1 -Wl,-soname,libnvidia-ml.so.1 -o libnvidia-ml.so.1 nvml.c
  * Variants: -DNO_V3 lacks the _v3
@@ -81,6 +84,7 @@ typedef struct {
 
 static int session_pid;   /* who called nvmlInit */
 static int session_depth; /* how often */
+static unsigned short session_number; /* of those of this process */
 
 /* ---- reading the directory ---- */
 
@@ -132,25 +136,44 @@ static unsigned long long option(const char *key, unsigned long long otherwise) 
     return answer;
 }
 
-static void log_call(const char *name) {
-    if (!name || !option("log", 0)) return;
-    char path[LINE];
-    path_to(path, sizeof path, "calls");
-    FILE *file = fopen(path, "a");
-    if (file) {
-        fprintf(file, "%s\n", name);
-        fclose(file);
-    }
+/* Whether calls of this function do not return. */
+static int hangs(const char *name) {
+    char path[LINE], line[LINE], found[96];
+    path_to(path, sizeof path, "options");
+    FILE *file = fopen(path, "r");
+    int answer = 0;
+    while (file && fgets(line, sizeof line, file))
+        if (value_of(line, "hangs", found, sizeof found)) answer = !strcmp(found, name);
+    if (file) fclose(file);
+    return answer;
 }
 
-/* ---- handles: pid of the session << 16 | (slot + 1) << 8 | number + 1 ---- */
+/* Each call begins with this. */
+static void called(const char *name) {
+    if (!name) return;
+    usleep(1000 * (unsigned)option("call_ms", 0));
+    if (option("log", 0)) {
+        char path[LINE];
+        path_to(path, sizeof path, "calls");
+        FILE *file = fopen(path, "a");
+        if (file) {
+            fprintf(file, "%s\n", name);
+            fclose(file);
+        }
+    }
+    while (hangs(name)) usleep(5000);
+}
+
+/* ---- handles: number of the session << 48 | its pid << 16 | (slot + 1) << 8 | number + 1 ---- */
+
+static uintptr_t of_session(void) { return (uintptr_t)session_number << 48 | (uintptr_t)session_pid << 16; }
 
 static void *make_handle(int number, int slot) {
-    return (void *)(((uintptr_t)session_pid << 16) | ((uintptr_t)(slot + 1) << 8) | (uintptr_t)(number + 1));
+    return (void *)(of_session() | ((uintptr_t)(slot + 1) << 8) | (uintptr_t)(number + 1));
 }
 
 static int session_check(const char *name) {
-    log_call(name);
+    called(name);
     if (!session_depth || session_pid != getpid()) return UNINITIALIZED;
     return (int)option("session_error", 0);
 }
@@ -164,7 +187,7 @@ static int resolve(const char *name, void *handle, Gpu *gpu, int *slot) {
     int number = (int)(value & 0xff) - 1;
     *slot = (int)(value >> 8 & 0xff) - 1;
     int count = read_gpus(gpus);
-    if ((int)(value >> 16) != session_pid || number < 0 || number >= count) return INVALID_ARGUMENT;
+    if (value >> 16 != of_session() >> 16 || number < 0 || number >= count) return INVALID_ARGUMENT;
     *gpu = gpus[number];
     return number_of(gpu->line, "lost", 0) ? GPU_IS_LOST : OK;
 }
@@ -340,12 +363,12 @@ LISTS(nvmlDeviceGetMPSComputeRunningProcesses_v3, "mps", sizeof(Row))
 /* ---- session ---- */
 
 static int begin(const char *name) {
-    log_call(name);
+    called(name);
     int code = (int)option("init_error", 0);
     if (code) return code;
     if (session_pid != getpid()) session_depth = 0;
     session_pid = getpid();
-    session_depth++;
+    if (!session_depth++) session_number++;
     return OK;
 }
 
@@ -360,7 +383,7 @@ API nvmlInit(void) { return begin(__func__); }
 #endif
 
 API nvmlShutdown(void) {
-    log_call(__func__);
+    called(__func__);
     if (!session_depth || session_pid != getpid()) return UNINITIALIZED;
     session_depth--;
     return OK;
@@ -598,6 +621,14 @@ API nvmlDeviceGetComputeMode(void *handle, unsigned *out) {
 API nvmlDeviceGetDisplayActive(void *handle, unsigned *out) {
     RESOLVE("display");
     *out = (unsigned)number_of(gpu.line, "display", 0);
+    return OK;
+}
+
+API nvmlDeviceGetPersistenceMode(void *handle, unsigned *mode) {
+    RESOLVE("persistence");
+    char text[16];
+    if (!value_of(gpu.line, "persistence", text, sizeof text) || text[0] == 'N') return NOT_SUPPORTED;
+    *mode = (unsigned)atoi(text);
     return OK;
 }
 

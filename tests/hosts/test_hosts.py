@@ -437,6 +437,36 @@ def there(tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path
 
 
+def test_hosts_that_take_long_are_told_of(there: Path, monkeypatch: Any, eventually: Any) -> None:
+    """First all of them, then those that are missing. They answer when they may, here once that has been told."""
+    monkeypatch.setattr(api.awaiting, "FIRST", 0.05)
+    monkeypatch.setattr(api.awaiting, "LATE", 0.1)
+    slow = f"while [ ! -e {there}/answer ]; do sleep 0.01; done; safe-gpu status --json"
+    told: list[str] = []
+
+    def tell(line: str) -> None:
+        told.append(line)
+        if len(told) == 2:
+            (there / "answer").touch()
+
+    found = api.hosts.statuses_of(("a", "b"), slow, tell)
+    assert [one.figures.total for one in found.values() if one.figures] == [8, 1]
+    first, late = told
+    assert first.startswith("waiting for ssh to a, b since ")
+    assert late == f"still {first}: each has 10 s for its answer"
+
+
+def test_many_hosts_are_not_all_named_and_quiet_names_none(there: Path, command: Any) -> None:
+    program(there / "bin" / "ssh", f"while [ ! -e {there}/answer ]; do sleep 0.01; done; exit 255")
+    words = ("run", "--host", "a,b,c,d,e", "--", "true")
+    loud, quiet = command.start(*words), command.start(words[0], "-q", *words[1:])
+    assert loud.stderr.readline().startswith("safe-gpu: waiting for ssh to a, b, c and 2 more since ")
+    (there / "answer").touch()
+    for started in (loud, quiet):
+        assert started.stderr.readline().startswith("safe-gpu: no host gives the GPUs now")
+        started.communicate(timeout=60)
+
+
 @pytest.mark.parametrize(
     ("words", "code", "tried"),
     [

@@ -35,7 +35,7 @@ from safe_gpu.affinity.planner import (
     plan,
 )
 from safe_gpu.affinity.resolve_gpus import BOUND, by_name, by_ordinal, remembered, visible
-from safe_gpu.claim import checks, owner, search, telling, view
+from safe_gpu.claim import checks, owner, search, view
 from safe_gpu.claim.arguments import DEFAULT, HoldTime, parse_hold_for, parse_timeout, read_options
 from safe_gpu.claim.arguments import UNKNOWN as UNKNOWN_HOLD
 from safe_gpu.claim.claim import Claim, share_variables
@@ -102,7 +102,7 @@ from safe_gpu.coordination.queue import TicketRequest, Waiter, is_stopped, ticke
 from safe_gpu.coordination.turns import by_turn, turn_of, turn_of_newcomer
 from safe_gpu.doctor import Check, CheckedHost, run_checks
 from safe_gpu.doctor.state import directory as directory_check
-from safe_gpu.drivers import meant_vendor, nvidia_smi, nvml, open_driver, open_drivers, opened_driver
+from safe_gpu.drivers import meant_vendor, nvidia_smi, nvml, open_driver, open_drivers, opened_driver, patience
 from safe_gpu.drivers.base import Driver, is_wsl, own_namespace_pids
 from safe_gpu.drivers.intel import PRIVATE, IntelDriver, parse_client
 from safe_gpu.drivers.kfd import KfdDriver
@@ -151,7 +151,8 @@ from safe_gpu.gpus.devices import (
 )
 from safe_gpu.gpus.vendors import FIRST, VENDORS
 from safe_gpu.gpus.windows import UNSAID, Window, drain_line, first_open, parse_closed, spans_of, why_reserved
-from safe_gpu.host import locks, procfs, programs, signals
+from safe_gpu.host import awaiting, locks, procfs, programs, signals
+from safe_gpu.host.awaiting import Awaited, Watchdog
 from safe_gpu.host.foreign_files import open_to_read, read_bytes, read_start
 from safe_gpu.host.locks import Held, ReadLock, keep_across_exec, lock, unlock
 from safe_gpu.host.procfs import FileSystem, has_ended, user_name

@@ -95,6 +95,7 @@ def forked(host: Any, code: str, **environment: str) -> Any:
         ctypes.CDLL = pynvml.CDLL = ByPath
         pynvml.nvmlLib, pynvml._nvmlGetFunctionPointer_cache = None, {}
         nvml.KNOWN.clear()  # of the hosts of other tests
+        nvml.LINKS.clear()
         space = {"out": {}, "told": told, "in_fork": in_fork, "VARIABLES": VARIABLES}
         exec(IN_A_PROCESS + code, space)
         return space["out"]

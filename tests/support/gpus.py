@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,7 @@ class FakeGpus:
         self._monkeypatch.setattr(pynvml, "nvmlLib", None)
         self._monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
         self._monkeypatch.setattr(nvml, "KNOWN", [])  # of the hosts of other tests
+        self._monkeypatch.setattr(nvml, "LINKS", defaultdict(dict))
 
     def python(self, code: str, *arguments: str, timeout: float = 60.0, **environment: str) -> str:
         """Output of Python code that runs in a child which sees these GPUs."""

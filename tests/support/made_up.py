@@ -62,7 +62,7 @@ def screen(columns: int, words: Sequence[str] = ("status",), **environment: str)
 
 
 if __name__ == "__main__":
-    gather.gather = scene  # type: ignore[assignment]
+    gather.gather = lambda patience: scene()  # type: ignore[assignment]
     hosts.statuses_of = lambda *_: {host: answer(host) for host in MADE_UP["hosts"]}
     os.environ["SAFE_GPU_HOSTS"] = "gpu1"
     sys.exit(main(sys.argv[1:]))

@@ -65,10 +65,7 @@ def candidates(words: Sequence[str]) -> dict[str, str] | int:
     if name not in COMMANDS:
         return {}
     actions = parser_of(name)._actions
-    action_of = {}
-    for action in actions:
-        for option in action.option_strings:
-            action_of[option] = action
+    action_of = _by_option(actions)
     taking: argparse.Action | None = None  # the option whose value comes next
     for place, one in enumerate(before, 2):
         if taking is not None:
@@ -90,6 +87,14 @@ def candidates(words: Sequence[str]) -> dict[str, str] | int:
     if equals and option in action_of:
         return {f"{option}={choice}": "" for choice in action_of[option].choices or ()}
     return _meanings(actions)
+
+
+def _by_option(actions: Iterable[argparse.Action]) -> dict[str, argparse.Action]:
+    found = {}
+    for action in actions:
+        for option in action.option_strings:
+            found[option] = action
+    return found
 
 
 def _meanings(actions: Iterable[argparse.Action]) -> dict[str, str]:

@@ -142,6 +142,7 @@ def test_running_claims_that_overlap_are_told(etc: Path, ask: Any, ground: Any) 
     [
         "--from +1h", "--for-user root", "--until yesterday", "--until +900d", "--until +1h --wait",
         "--until +1h --for-user no-such-user", "--until +1h --for-group root --for-user root",
+        "--timeout 5", "--until +1h --timeout 5",
     ],
 )  # fmt: skip
 def test_what_makes_no_window(etc: Path, ask: Any, words: str) -> None:
@@ -210,6 +211,21 @@ def test_a_drain_and_windows_of_one_gpu_are_kept_beside_each_other(etc: Path, as
     ask("resume", "1")
     assert (etc / "closed").read_text().splitlines() == [lines[1]]
     assert "this host has no GPU 9" in ask("resume", "9").stderr
+
+
+def test_nothing_is_written_where_nothing_was_closed(etc: Path, ask: Any) -> None:
+    assert ask("resume").returncode == 0
+    assert not etc.exists()
+
+
+def test_a_group_whose_name_has_a_blank_is_written_as_its_number(
+    etc: Path, ask: Any, ground: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A blank ends a field of the file."""
+    gid_of = api.config.gid_of
+    monkeypatch.setattr(api.config, "gid_of", lambda name: BEN if name == "domain users" else gid_of(name))
+    ask("drain", "0", "--until", "+1h", "--for-group", "domain users")
+    assert (etc / "closed").read_text().split()[3:] == [f"group:{BEN}"]
 
 
 # Until nobody holds them

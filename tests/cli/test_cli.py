@@ -328,6 +328,14 @@ def test_a_report_of_a_wait(command: Any, ask: Any, ground: Any, eventually: Any
     assert re.findall("^[A-Z]+", ask("history", "--report", "month").stdout, re.MULTILINE) == ["USER", "WEEK", "HOST"]
 
 
+def test_a_report_begins_with_a_day_and_is_of_two_years_at_most(used: None, ask: Any) -> None:
+    document = json.loads(ask("history", "--report", "week", "--json").stdout)
+    assert time.strftime("%H:%M:%S", time.localtime(document["since"])) == "00:00:00"
+    assert 7 * 86400 <= document["until"] - document["since"] < 9 * 86400
+    document = json.loads(ask("history", "--report", "week", "--since", "2001-01-01", "--json").stdout)
+    assert document["until"] - document["since"] == pytest.approx(731 * 86400)
+
+
 def test_a_picture_needs_matplotlib(used: None, ask: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = ask("history", "--report", "month", "--plot", tmp_path / "month.svg")

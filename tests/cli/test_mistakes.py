@@ -31,6 +31,7 @@ safe-gpu -n 2 python train.py  # [2] -n is an option of safe-gpu run: write safe
 safe-gpu run --timout 5 -- true  # [2] there is no option --timout: did you mean --timeout? (see safe-gpu run --help)
 safe-gpu run --gpu 3 -- true  # [2] there is no option --gpu: did you mean --only 3?
 safe-gpu run --device=cuda:1 true  # [2] did you mean --only 1?
+safe-gpu run --gpu-id all -- true  # [2] there is no option --gpu-id: did you mean --only 0?
 safe-gpu bind --only 3 -- true  # [2] did you mean --gpu 3?
 safe-gpu wait 2  # [2] safe-gpu wait: error: unexpected argument '2': did you mean -n 2? (see safe-gpu wait --help)
 safe-gpu wait -- true  # [2] no command is run here: did you mean safe-gpu run?

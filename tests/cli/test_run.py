@@ -123,9 +123,16 @@ def test_a_script_without_an_interpreter_line_runs_in_a_shell(command, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("verb", "name", "code"), [("run", "orphan", 126), ("bind", "no-such-command", 127), ("bind", "foreign", 126)]
+    ("verb", "name", "code", "why"),
+    [
+        ("run", "orphan", 126, "its interpreter (after #!, or the dynamic loader) does not exist"),
+        ("bind", "no-such-command", 127, "command not found"),
+        ("bind", "foreign", 126, "Exec format error"),
+    ],
 )
-def test_a_command_that_cannot_be_run(command, ground, tmp_path: Path, verb: str, name: str, code: int) -> None:
+def test_a_command_that_cannot_be_run(
+    command, ground, tmp_path: Path, verb: str, name: str, code: int, why: str
+) -> None:
     """Without its interpreter, not there, or for another machine."""
     script(tmp_path / "orphan", "#!/no/such/interpreter\n")
     script(tmp_path / "foreign", "\x7fNOT\0\0\0\1" * 64)
@@ -133,6 +140,7 @@ def test_a_command_that_cannot_be_run(command, ground, tmp_path: Path, verb: str
     assert done.returncode == code
     *notes, line = done.stderr.splitlines()
     assert line.startswith(f"safe-gpu: ./{name}")
+    assert line.endswith(why)
     assert not notes or verb == "bind"
     assert ground.claimed() == []
 

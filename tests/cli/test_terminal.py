@@ -190,6 +190,14 @@ def test_it_is_wiped_when_the_wait_is_ended(command, ground, terminal: Terminal)
     assert terminal.shown == []
 
 
+@pytest.mark.parametrize("terminal", [40], indirect=True)
+def test_an_error_is_broken_between_words(command, terminal: Terminal) -> None:
+    started = command.start("resume", "99", stderr=terminal.slave)
+    assert started.wait(60) == 78
+    terminal.read_to_the_end()
+    assert terminal.shown == ["safe-gpu: this host has no GPU 99: see", "    safe-gpu status"]
+
+
 # status --watch
 
 CLOCK = r"\d\d:\d\d:\d\d, every {} s \(Ctrl-C ends\)"

@@ -415,13 +415,15 @@ def test_on_a_terminal(hosts: Any, free: Any, terminal: Terminal) -> None:
     assert free("gpu1") == 8
 
 
-# Where "breaks-HOST" is there, the connection breaks before the claim; "late" tells what waits there then.
+# Where "breaks-HOST" is there, the connection breaks before the claim; "late" tells what waits there then. Where
+# "killed-HOST" is there, ssh is killed before the claim.
 SSH = """
 while [ "$1" != -- ]; do shift; done
 export SAFE_GPU_DIR={0}/state-$2 SAFE_GPU_DRIVER=simulated:$(cat {0}/driver-$2) PATH={1}:/usr/bin:/bin
 pending=$(echo "$3" | grep -o '/tmp/safe-gpu-run-[0-9a-f]*' | head -1)
 [ -z "$pending" ] || echo $pending >> {0}/made
 case "$3" in *--pending*) if [ -e {0}/breaks-$2 ]; then mkdir $pending; echo $pending > {0}/late; exit 255; fi;; esac
+case "$3" in *--pending*) if [ -e {0}/killed-$2 ]; then mkdir $pending; kill -9 $$; fi;; esac
 eval "$3"
 """
 
@@ -497,3 +499,18 @@ def test_what_comes_late_on_a_broken_connection_runs_nothing(command: Any, there
     os.mkdir(pending)
     assert command.run("run", "--pending", pending, "--", "echo", "ran").stdout == "ran\n"
     assert not os.path.exists(pending)
+
+
+def test_an_ssh_that_is_killed_counts_as_in_a_shell(command: Any, there: Path) -> None:
+    (there / "killed-b").touch()
+    done = command.run("run", "--host", "b", "--", "true")
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "  b: exit code 137" in done.stderr.splitlines()
+
+
+def test_a_directory_keeps_the_name_by_which_it_was_entered(command: Any, there: Path) -> None:
+    """Its links may lead elsewhere on the other host."""
+    link = there / "link"
+    link.symlink_to(there)
+    done = command.run("run", "--host", "a", "--", "sh", "-c", "echo $PWD", env={"PWD": str(link)})
+    assert done.stdout == f"{link}\n"

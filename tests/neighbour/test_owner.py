@@ -431,6 +431,14 @@ def test_removal_leaves_no_trace_of_what_it_made(host: Host, as_user: Any) -> No
     assert host.done("--remove") == []
 
 
+def test_removal_takes_the_empty_file_that_resume_leaves(host: Host) -> None:
+    host.done()
+    closed = host.config.parent / "closed"
+    closed.touch()
+    assert f"remove {closed}" in host.done("--remove")
+    assert not host.config.parent.exists()
+
+
 def test_removal_leaves_what_others_wrote_and_names_it(host: Host, as_user: Any) -> None:
     host.done()
     assert as_user(dead_entry, uid=ANNA).hear() == "left"

@@ -4,6 +4,18 @@ A preset is a few lines of text, which are read when that host is asked for: :fu
 devices as an idle driver would report them (:attr:`Preset.gpus`), and the CPUs as the kernel would
 (:attr:`Preset.topology`).
 
+A card of a preset can be divided while the host runs, as an administrator divides a real one, whoever uses it
+(:meth:`SimulatedDriver.divide`). Its **mode** is a few words:
+
+* ``whole``: it is one GPU.
+* ``mig 3g.40gb 40320 1g.10gb 9856``: MIG is on, with these instances of so many MiB. ``3g.40gb/2`` is one that is
+  divided into two compute instances, which have its memory together.
+* ``partitions 8``: AMD's compute partitions.
+* ``functions 2``: Intel's virtual functions, beside the card.
+
+Names are those that real drivers give: the same instance of a GPU has the same UUID whenever it is made, the first
+partition of a card has the UUID of the whole card, and a virtual function is known by its bus id.
+
 Nothing is guessed from pids, which may be recycled or belong to another container.
 
 It simulates the driver only. Who is on which GPU is as real as elsewhere: a context is an open, locked file, and the
@@ -12,6 +24,7 @@ kernel closes it when its process ends in whatever way, or becomes another progr
     <tree>/<preset>/<uuid>.<pid>-<bytes>-<kind>-<number>     empty, mode 0644, flocked while alive
     <tree>/<preset>/<uuid>.bad                               a GPU that refuses contexts with the error that stands here
     <tree>/<preset>/<uuid>.ill                               a GPU against which the driver says what stands here
+    <tree>/<preset>/<card>.mode                              the mode of a card, by its name in all modes
 
 The tree is ``SAFE_GPU_SIMULATED_DIR``, else ``simulated`` in the state directory. All users of a host share one
 directory of mode 1777. Files that nobody locks were left by processes that have ended: they do not count, and a poll
@@ -23,10 +36,11 @@ or ``mps``.
 import fcntl
 import os
 import re
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache, cached_property, partial
 from itertools import count
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..coordination.directory import OPEN_DIR, OPEN_FILE, SharedDirectory, refusal_of_error, state_dir_path
@@ -81,25 +95,134 @@ class Cpus(NamedTuple):
         return frozenset(range(first, first + count)) | frozenset(range(self.total + first, self.total + first + count))
 
 
+WHOLE = "whole"
+"""The mode of a card that is not divided."""
+
+
+class Card(NamedTuple):
+    """A card of a simulated host.
+
+    Attributes:
+        gpu: all of it, as an idle driver reports it; its index and links are set by its host.
+        seed: from which the UUIDs of its partitions are made.
+        mode: its mode where nobody has divided it.
+    """
+
+    gpu: Gpu
+    seed: str
+    mode: str = WHOLE
+
+    def devices(self, mode: str) -> list[Gpu]:
+        """Return what an idle driver reports of it in a mode; a GPU before its instances.
+
+        Raises:
+            ValueError: there is no such mode of this card.
+        """
+        kind, *values = mode.split() or [""]
+        if len(values) > 2 * _MOST_PARTS:
+            raise ValueError(f"{len(values)} words")
+        if kind == WHOLE and not values:
+            return [self.gpu]
+        if kind == "mig" and self.gpu.vendor == "nvidia":
+            whole = self.gpu._replace(unusable=MIG_IS_ON, mig_enabled=True, utilization=None)
+            return [whole, *(one for instance in self.gpu_instances(mode) for one in instance)]
+        number = _number(" ".join(values))
+        if kind == "partitions" and self.gpu.vendor == "amd" and number in _PARTITION_MODES:
+            return self._partitions(number)
+        if kind == "functions" and self.gpu.vendor == "intel":
+            return [self.gpu, *self._functions(number)]
+        raise ValueError(f"{self.gpu.name} has no mode {mode!r}")
+
+    def gpu_instances(self, mode: str) -> list[list[Gpu]]:
+        """Return the GPU instances of a card in a mode that :meth:`devices` accepts: of each its compute instances,
+        which are the devices."""
+        kind, *values = mode.split()
+        if kind != "mig":
+            return []
+        found: list[list[Gpu]] = []
+        number = count()
+        for place, (profile, mib) in enumerate(zip(values[::2], values[1::2], strict=True)):
+            name, _, parts = profile.partition("/")
+            compute_instances = []
+            for part in range(_number(parts or "1")):
+                uuid = _uuid("NVIDIA", f"{self.gpu.uuid} {name} {place} {part}").replace("GPU", "MIG")
+                one = self.gpu._replace(uuid=uuid, name=f"{self.gpu.name} MIG {f'1c.{name}' if parts else name}")
+                one = one._replace(mig_parent=self.gpu.uuid, mig_instance=next(number), divided=bool(parts))
+                compute_instances.append(one._replace(utilization=None, temperature=None, **_idle(int(mib))))
+            found.append(compute_instances)
+        return found
+
+    def _partitions(self, number: int) -> list[Gpu]:
+        size = (self.gpu.memory_total or 0) // MIB // number
+        mode = _PARTITION_MODES[number]
+        found = []
+        for partition in range(number):
+            first_core = partition * _CORES // number
+            uuid = _uuid("AMD", f"{self.seed} {first_core}")
+            found.append(self.gpu._replace(uuid=uuid, partition=True, mode=mode, **_idle(size)))
+        return found
+
+    def _functions(self, number: int) -> list[Gpu]:
+        size = (self.gpu.memory_total or 0) // MIB // number
+        found = []
+        for function in range(1, number + 1):
+            bus_id = f"{self.gpu.pci_bus_id.rpartition('.')[0]}.{function}"
+            uuid = f"INTEL-{bus_id}"
+            one = self.gpu._replace(uuid=uuid, pci_bus_id=bus_id, place=self.gpu.uuid, partition=True, tiles=1)
+            found.append(one._replace(**_idle(size)))
+        return found
+
+
+def _number(text: str) -> int:
+    """Return how many parts these are; ValueError where a card has never so many."""
+    number = int(text)
+    if not 1 <= number <= _MOST_PARTS:
+        raise ValueError(f"{number} parts")
+    return number
+
+
+_MOST_PARTS = 63  # as of an Intel card
+
+_CORES = 8  # of an AMD card that can be divided
+
+_PARTITION_MODES = {2: "DPX", 4: "QPX", 8: "CPX"}
+
+
 class Preset:
     """One simulated host.
 
     Args:
-        devices: its GPUs in PCI bus order, each before its MIG instances, as an idle driver reports them; their indices
-            and links are set here.
+        cards: in PCI bus order.
         linked: whether NVLink or xGMI connects all of them.
+        modes: of the cards that are divided otherwise than at first, by :attr:`Gpu.whole`.
     """
 
-    def __init__(self, name: str, cpus: Cpus, devices: Iterable[Gpu], linked: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        cpus: Cpus,
+        cards: Iterable[Card],
+        linked: bool = False,
+        modes: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.name = name
         self.cpus = cpus
-        self.devices = tuple(devices)
+        self.cards = tuple(cards)
         self.linked = linked
+        self._modes = modes
+
+    @cached_property
+    def devices(self) -> tuple[Gpu, ...]:
+        """All devices as the driver of an idle host reports them, but for their indices and links."""
+        found: list[Gpu] = []
+        for card in self.cards:
+            found += card.devices(self._modes.get(card.gpu.whole, card.mode))
+        return tuple(found)
 
     @cached_property
     def vendors(self) -> tuple[str, ...]:
         """The vendors of its GPUs, in the order of the table."""
-        found = {device.vendor for device in self.devices}
+        found = {card.gpu.vendor for card in self.cards}
         return tuple(vendor for vendor in VENDORS if vendor in found)
 
     def of(self, vendor: str | None) -> "Preset":
@@ -108,7 +231,21 @@ class Preset:
         if len(self.vendors) == 1:
             return self
         meant = vendor if vendor in self.vendors else self.vendors[0]
-        return Preset(self.name, self.cpus, (one for one in self.devices if one.vendor == meant), self.linked)
+        cards = [card for card in self.cards if card.gpu.vendor == meant]
+        return Preset(self.name, self.cpus, cards, self.linked, self._modes)
+
+    def divided(self, modes: Mapping[str, str]) -> "Preset":
+        """Return the same host with its cards in these modes, by :attr:`Gpu.whole`; all others are as at first.
+
+        Raises:
+            ValueError: there is no such card, or it has no such mode.
+        """
+        cards = {card.gpu.whole: card for card in self.cards}
+        for name, mode in modes.items():
+            if name not in cards:
+                raise ValueError(f"{self.name} has no card {name}")
+            cards[name].devices(mode)
+        return Preset(self.name, self.cpus, self.cards, self.linked, modes)
 
     @cached_property
     def gpus(self) -> tuple[Gpu, ...]:
@@ -119,6 +256,18 @@ class Preset:
             gpu._replace(index=indices[gpu.mig_parent or gpu.uuid], nvlink_peers=everyone - {gpu.uuid})
             for gpu in self.devices
         )
+
+    @cached_property
+    def together(self) -> dict[str, tuple[str, ...]]:
+        """UUID -> the devices that have the memory of one together, itself among them: compute instances of one GPU
+        instance. A device that has its memory alone is not there."""
+        found = {}
+        for card in self.cards:
+            for instance in card.gpu_instances(self._modes.get(card.gpu.whole, card.mode)):
+                uuids = tuple(one.uuid for one in instance)
+                if len(uuids) > 1:
+                    found.update(dict.fromkeys(uuids, uuids))
+        return found
 
     @cached_property
     def topology(self) -> HostTopology:
@@ -162,7 +311,7 @@ def find_preset(name: str) -> Preset:
     facts, *rows = (line.split("; ") for line in PRESETS[name])
     packages, nodes, cores, llc, *distances = map(int, facts[0].split())
     cpus = Cpus(packages, nodes, cores, llc, tuple(distances), "adjacent" in facts)
-    return Preset(name, cpus, [gpu for row in rows for gpu in _cards(*row)], "linked" in facts)
+    return Preset(name, cpus, [card for row in rows for card in _cards(*row)], "linked" in facts)
 
 
 def _uuid(vendor: str, of: str) -> str:
@@ -180,46 +329,31 @@ def _idle(mib: int, used: int = _RESERVED) -> dict[str, Any]:
     return {"counts_reserved": False, **sizes}
 
 
-def _cards(name: str, mib: str, places: str, more: str = "") -> Iterator[Gpu]:
-    """Yield the devices of a line of the table: cards of one model, whole or each in parts.
+def _cards(name: str, mib: str, places: str, more: str = "") -> Iterator[Card]:
+    """Yield the cards of a line of the table, which are of one model.
 
     Args:
         name: with the vendor in front.
-        mib: memory of each, or of each partition.
+        mib: memory of each.
         places: ``07:3`` for bus and NUMA node, ``10.1c:0`` with the slot too.
-        more: ``display``, ``tiles 2``, ``partitions 8``, which share the bus id, or ``mig`` with the profile and MiB of
-            each instance.
+        more: ``display``, ``tiles 2``, or a mode, as at the top of this module.
     """
-    vendor, (kind, *values) = name.partition(" ")[0], more.split() or [""]
+    vendor = name.partition(" ")[0]
+    kind, *values = more.split() or [""]
     used = _RESERVED + (_DESKTOP if kind == "display" else 0)
     for place in places.split():
         address, _, node = place.partition(":")
         bus, _, slot = address.partition(".")
         bus_id = f"0000:{bus}:{slot or '00'}.0"
-        for partition in range(int(values[0]) if kind == "partitions" else 1):
-            uuid = f"INTEL-{bus_id}" if vendor == "Intel" else _uuid(vendor, f"{name} {address} {partition}")
-            gpu = Gpu(0, uuid, name, bus_id, int(node), utilization=0, temperature=34, vendor=vendor_of(uuid))
-            if vendor == "AMD":
-                divided = kind == "partitions"
-                gpu = gpu._replace(place=f"AMD-{bus_id}", partition=divided, mode="CPX" * divided)
-            tiles = int(values[0]) if kind == "tiles" else 1
-            gpu = gpu._replace(display_active=kind == "display", tiles=tiles, **_idle(int(mib), used))
-            yield from _cut(gpu, values) if kind == "mig" else [gpu]
-
-
-def _cut(gpu: Gpu, profiles: Sequence[str]) -> Iterator[Gpu]:
-    """Yield a GPU with MIG mode on and its instances."""
-    yield gpu._replace(unusable=MIG_IS_ON, mig_enabled=True, utilization=None)
-    for number, (profile, mib) in enumerate(zip(profiles[::2], profiles[1::2], strict=True)):
-        yield gpu._replace(
-            uuid=_uuid("NVIDIA", f"MIG {number}").replace("GPU", "MIG"),
-            name=f"{gpu.name} MIG {profile}",
-            utilization=None,
-            temperature=None,
-            mig_parent=gpu.uuid,
-            mig_instance=number,
-            **_idle(int(mib)),
-        )
+        seed = f"{name} {address}"
+        uuid = f"INTEL-{bus_id}" if vendor == "Intel" else _uuid(vendor, f"{seed} 0")
+        gpu = Gpu(0, uuid, name, bus_id, int(node), utilization=0, temperature=34, vendor=vendor_of(uuid))
+        gpu = gpu._replace(display_active=kind == "display", **_idle(int(mib), used))
+        if vendor == "AMD":
+            gpu = gpu._replace(place=f"AMD-{bus_id}")
+        if kind == "tiles":
+            gpu = gpu._replace(tiles=int(values[0]))
+        yield Card(gpu, seed, more if kind in ("mig", "partitions", "functions") else WHOLE)
 
 
 # A host: its name; the numbers of Cpus; ``linked`` and ``adjacent`` where it is so; its processors. Indented, what
@@ -245,7 +379,7 @@ mig-h100; 2 1 32 32 10 10 21
 mi250x; 1 4 16 8 10 12 32; linked; an EPYC 7A53, as in LUMI and Frontier: each die is next to one L3
   AMD Instinct MI250X; 65520; c1:3 c6:3 c9:1 ce:1 d1:0 d6:0 d9:2 de:2
 mi300x-cpx; 2 1 96 8 10 10 32; linked; two EPYC 9654
-  AMD Instinct MI300X; 24560; 05:0 26:0 46:0 65:0 85:1 a6:1 c6:1 e5:1; partitions 8
+  AMD Instinct MI300X; 196480; 05:0 26:0 46:0 65:0 85:1 a6:1 c6:1 e5:1; partitions 8
 two-vendors; 2 1 32 8 10 10 32; two EPYC 7543
   NVIDIA A100-PCIE-40GB; 40960; 21:0 24:0 a1:1 a4:1
   AMD Instinct MI210; 65520; 43:0 46:0 c3:1 c6:1
@@ -369,11 +503,9 @@ class SimulatedDriver(Driver, Runtime):
         self._host = find_preset(preset).of(vendor)
         self._place = (*_tree_of(state_dir), self._host.name)
         self._tree = os.path.join(*self._place[:-1])
-        gpus = self._host.gpus
         self.name = f"simulated:{self._host.name}"
         self.runtime = self  # no library knows these GPUs
-        self.idle = HostSnapshot(gpus, self.name, VENDORS[gpus[0].vendor].version, simulated_tree(self._tree))
-        self._by_uuid = {gpu.uuid: gpu for gpu in gpus}
+        self.idle = self._idle(self._host)
 
     def snapshot(self) -> HostSnapshot:
         """Poll: the host with the processes that live now.
@@ -381,37 +513,52 @@ class SimulatedDriver(Driver, Runtime):
         Raises:
             StateDirError: the tree of processes cannot be read.
         """
-        states = self._states(self._by_uuid)
+        host, states = self._look()
+        idle = self.idle
+        if host is not self._host:
+            idle = self._idle(host)
         if not states:
-            return self.idle
-        return self.idle.updated(_in_state(self._by_uuid[uuid], state) for uuid, state in states.items())
+            return idle
+        return idle.updated(_in_state(gpu, states, host) for gpu in idle.gpus)
 
     def usage(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
         """Return these devices with the processes that live now; the same errors as :meth:`snapshot`."""
-        states = self._states({gpu.uuid for gpu in gpus})
+        host, states = self._look({gpu.uuid for gpu in gpus})
+        shown = {gpu.uuid: gpu for gpu in host.gpus}
         found = []
         for gpu in gpus:
-            idle = self._by_uuid.get(gpu.uuid)
-            if idle is None:
-                found.append(gpu.unreachable(_GONE))
+            if gpu.uuid in shown:
+                found.append(_in_state(shown[gpu.uuid], states, host))
             else:
-                found.append(_in_state(idle, states[gpu.uuid]) if gpu.uuid in states else idle)
+                found.append(gpu.unreachable(_GONE))
         return tuple(found)
 
-    def _states(self, uuids: Container[str]) -> dict[str, _State]:
-        """Return the states of these devices; those that are idle and well are left out."""
+    def _idle(self, host: Preset) -> HostSnapshot:
+        version = VENDORS[host.gpus[0].vendor].version
+        return HostSnapshot(host.gpus, self.name, version, simulated_tree(self._tree))
+
+    def _look(self, uuids: Collection[str] | None = None) -> tuple[Preset, dict[str, _State]]:
+        """Return the host as its cards are divided now, and the states of these devices and of those that share their
+        memory, None for all; those that are idle and well are left out."""
+        host = self._host
         states: dict[str, _State] = {}
         try:
             os.lstat(self._tree)
         except OSError as err:
             if isinstance(err, FileNotFoundError):  # nobody has used it: nothing is opened
-                return states
+                return host, states
         with DeferredSignals(), suppress(FileNotFoundError):
             tree = self._open()
             try:
-                for name in os.listdir(tree):
+                names = os.listdir(tree)
+                host = self._divided(tree, names)
+                asked = uuids
+                if asked is None:
+                    asked = [gpu.uuid for gpu in host.gpus]
+                wanted = {one for uuid in asked for one in host.together.get(uuid, (uuid,))}
+                for name in names:
                     uuid, _, kind = name.rpartition(".")
-                    if uuid not in uuids:
+                    if uuid not in wanted:
                         continue
                     entry = re.fullmatch(_ENTRY, name)
                     if kind == "ill":
@@ -422,7 +569,50 @@ class SimulatedDriver(Driver, Runtime):
                         used[key] = used.get(key, 0) + int(entry[3])
             finally:
                 os.close(tree)
-        return states
+        return host, states
+
+    def _now(self) -> Preset:
+        """Return the host as its cards are divided now."""
+        return self._look(())[0]
+
+    def _divided(self, tree: int, names: Collection[str]) -> Preset:
+        modes = {}
+        for card in self._host.cards:
+            name = f"{card.gpu.whole}.mode"
+            if name not in names:
+                continue
+            with suppress(OSError, ValueError), open_to_read(name, os.O_NOFOLLOW, tree) as file:
+                mode = (file.read(4096) or b"").decode().strip()
+                card.devices(mode)  # or it is no mode of this card, and is ignored
+                modes[card.gpu.whole] = mode
+        return self._host.divided(modes) if modes else self._host
+
+    def divide(self, card: str, mode: str) -> None:
+        """Divide a card as an administrator does, whoever uses it. It stays so.
+
+        Args:
+            card: its name in all modes (:attr:`Gpu.whole`).
+            mode: as at the top of this module.
+
+        Raises:
+            ValueError: there is no such card or mode.
+            StateDirError: the state directory cannot be written.
+        """
+        self._host.divided({card: mode})
+        temporary = f".{os.urandom(8).hex()}"
+        tree = Held(self._make())
+        try:
+            fd = os.open(temporary, OPEN_FILE | os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=tree.fd)
+            try:
+                os.write(fd, f"{mode}\n".encode())
+                os.fchmod(fd, 0o644)
+            finally:
+                os.close(fd)
+            os.rename(temporary, f"{card}.mode", src_dir_fd=tree.fd, dst_dir_fd=tree.fd)
+        except OSError as err:
+            raise refusal_of_error(os.path.join(*self._place), err) from err
+        finally:
+            tree.release()
 
     def _open(self) -> int:
         """Return a descriptor of the directory of this host's processes, to which no link leads; FileNotFoundError if
@@ -468,7 +658,7 @@ class SimulatedDriver(Driver, Runtime):
             PlaceholderError: the host has no such device, or MIG is on and it is to be used by its instances.
             StateDirError: the state directory cannot be written.
         """
-        gpu = self._by_uuid.get(uuid)
+        gpu = next((one for one in self._now().gpus if one.uuid == uuid), None)
         if gpu is None or gpu.unusable:
             reason = gpu.unusable if gpu else "no such device"
             raise PlaceholderError(f"{self.name} cannot run anything on {uuid}: {reason}", uuid=uuid)
@@ -486,33 +676,42 @@ class SimulatedDriver(Driver, Runtime):
 
     def visible(self) -> tuple[str, ...]:
         """Return the UUIDs that CUDA would show this process now, by ordinal, as its environment says."""
-        visible_limit = read_visible(os.environ, self.idle)
+        shown = self._idle(self._now())
+        visible_limit = read_visible(os.environ, shown)
         if visible_limit is not None:
             return visible_limit.uuids
-        return tuple(gpu.uuid for gpu in self.idle.gpus if not gpu.unusable)
+        return tuple(gpu.uuid for gpu in shown.gpus if not gpu.unusable)
 
     def cpu_affinity(self, uuid: str, scope: str) -> frozenset[int] | None:
-        gpu = self._by_uuid.get(uuid)
+        host = self._now()
+        gpu = next((one for one in host.gpus if one.uuid == uuid), None)
         if gpu is None:
             return None
-        place = self._host.topology.gpu(gpu.index)
+        place = host.topology.gpu(gpu.index)
         return place.socket_cpus if scope == "socket" else place.node_cpus
 
     def host_topology(self) -> HostTopology:
-        return self._host.topology
+        return self._now().topology
 
     def default_placeholder(self, logger: Any = None) -> "SimulatedPlaceholder":
         return SimulatedPlaceholder(logger, driver=self)
 
 
-def _in_state(idle: Gpu, state: _State) -> Gpu:
-    """Return a device with its processes and its illness."""
-    total = idle.memory_total or 0
-    taken = min((idle.memory_used or 0) + sum(state.used.values()), total)
-    listed = (GpuProcess(pid, kind, memory) for (pid, kind), memory in sorted(state.used.items()))
-    processes = own_namespace_pids(listed, vendor=None)
-    free = total - taken
-    return idle._replace(memory_used=taken, memory_free=free, processes=processes, illness=state.illness)
+def _in_state(gpu: Gpu, states: Mapping[str, _State], host: Preset) -> Gpu:
+    """Return an idle device with its processes and its illness."""
+    own = states.get(gpu.uuid, _State())
+    others = [states[uuid] for uuid in host.together.get(gpu.uuid, ()) if uuid != gpu.uuid and uuid in states]
+    beside = sum(sum(other.used.values()) for other in others)
+    total = gpu.memory_total or 0
+    taken = min((gpu.memory_used or 0) + sum(own.used.values()) + beside, total)
+    listed = (GpuProcess(pid, kind, memory) for (pid, kind), memory in sorted(own.used.items()))
+    return gpu._replace(
+        memory_used=taken,
+        memory_free=total - taken,
+        memory_beside=beside,
+        processes=own_namespace_pids(listed, vendor=None),
+        illness=own.illness,
+    )
 
 
 def _text_of(name: str, directory: int) -> str:

@@ -255,3 +255,80 @@ def test_the_placeholder_takes_what_cuda_would_show(
     for wrong in (2, -1):
         with pytest.raises(api.PlaceholderError, match="CUDA_VISIBLE_DEVICES=5,2 shows 2"):
             placeholder(wrong)
+
+
+# Cards that are divided
+
+MIB = 1 << 20
+MIG = "mig 3g.40gb/2 40320 1g.10gb 9856"
+
+
+@pytest.mark.parametrize(
+    ("preset", "mode", "labels", "pieces"),
+    [
+        ("dgx-a100", MIG, ["0", "0:0", "0:1", "0:2", "1"], [False, True, True, True, False]),
+        ("mi300x-cpx", "partitions 2", ["0", "1", "2"], [True, True, True]),
+        ("mi300x-cpx", "whole", ["0", "1"], [False, True]),
+        ("max1550", "functions 2", ["0", "1", "2", "3"], [False, True, True, False]),
+    ],
+)
+def test_a_card_is_divided_while_the_host_runs(
+    tmp_path: Path, preset: str, mode: str, labels: list[str], pieces: list[bool]
+) -> None:
+    driver, other = (api.SimulatedDriver(preset, str(tmp_path)) for _ in range(2))
+    before = driver.snapshot()
+    card = before.gpus[0].whole
+    driver.divide(card, mode)
+    shown = other.snapshot()
+    assert [gpu.label for gpu in shown.gpus][: len(labels)] == labels
+    assert [gpu.is_piece for gpu in shown.gpus][: len(labels)] == pieces
+    assert len({gpu.uuid for gpu in shown.gpus}) == len(shown.gpus)
+    assert {gpu.whole for gpu in shown.gpus} == {gpu.whole for gpu in before.gpus}
+    assert other.usage(shown.gpus) == shown.gpus
+    driver.divide(card, api.find_preset(preset).cards[0].mode)
+    assert other.snapshot() == before
+
+
+def test_names_of_pieces_are_those_that_drivers_give(tmp_path: Path) -> None:
+    """The first partition of a card has the name of the whole, and of the same number another one in another mode."""
+    driver = api.SimulatedDriver("mi300x-cpx", str(tmp_path))
+    card = driver.idle.gpus[0].whole
+    uuids = {}
+    for mode in ("whole", "partitions 2", "partitions 8"):
+        driver.divide(card, mode)
+        uuids[mode] = [gpu.uuid for gpu in driver.snapshot().gpus if gpu.whole == card]
+    assert uuids["partitions 2"] == uuids["partitions 8"][::4]
+    assert uuids["whole"] == uuids["partitions 8"][:1]
+    mig = api.SimulatedDriver("dgx-a100", str(tmp_path))
+    made = []
+    for mode in (MIG, "whole", MIG):
+        mig.divide(mig.idle.gpus[0].uuid, mode)
+        made.append([gpu.uuid for gpu in mig.snapshot().gpus if gpu.is_piece])
+    assert made[0] == made[2] != made[1] == []
+
+
+def test_compute_instances_have_their_memory_together(tmp_path: Path) -> None:
+    driver = api.SimulatedDriver("dgx-a100", str(tmp_path))
+    driver.divide(driver.idle.gpus[0].uuid, MIG)
+    _, first, second, alone, *_ = driver.snapshot().gpus
+    with driver.occupy(first.uuid, memory=500 * MIB):
+        for now in (driver.snapshot().gpus[1:4], driver.usage([first, second, alone])):
+            used = [(gpu.memory_used or 0) - (first.memory_used or 0) for gpu in now]
+            assert used == [500 * MIB, 500 * MIB, 0]
+            assert [gpu.unexplained_memory for gpu in now] == [first.unexplained_memory] * 3
+            assert [len(gpu.processes or ()) for gpu in now] == [1, 0, 0]
+        assert driver.usage([second])[0].memory_beside == 500 * MIB
+
+
+@pytest.mark.parametrize("mode", ["", "mig 3g.40gb", "mig 3g.40gb/9999999 1", "partitions 2", "functions 2", "whole 1"])
+def test_what_is_no_mode_of_a_card(tmp_path: Path, mode: str) -> None:
+    driver = api.SimulatedDriver("dgx-a100", str(tmp_path))
+    with driver.occupy(driver.idle.gpus[1].uuid):
+        pass  # makes the directory
+    card = driver.idle.gpus[0].uuid
+    with pytest.raises(ValueError):
+        driver.divide(card, mode)
+    Path(*driver._place, f"{card}.mode").write_text(mode)
+    assert driver.snapshot() == driver.idle
+    with pytest.raises(ValueError):
+        driver.divide("GPU-of-nobody", "whole")

@@ -14,6 +14,7 @@ from ..coordination.doors import Doors, digest
 from ..coordination.entry import make_entry
 from ..coordination.history import append, claim_line, end_line
 from ..coordination.host_lock import Host
+from ..coordination.silicon import keys_of
 from ..errors import CudaInitializedError, UnsatisfiableRequestError
 from ..gpus.devices import Gpu, HostSnapshot, VisibleLimit
 from ..host.locks import Held, ReadLock, keep_across_exec
@@ -189,10 +190,6 @@ class Claim:
         """
         now = round(time.time(), 3)
         self.gpus, self.share = gpus, share
-        pieces: dict[str, list[str]] = {gpu.whole: [] for gpu in gpus if gpu.whole != gpu.uuid}
-        for gpu in gpus:
-            if gpu.is_piece:
-                pieces[gpu.whole].append(gpu.uuid)
         self._said = {
             **self._said,
             "since": now,
@@ -200,8 +197,7 @@ class Claim:
             "queued": queued and round(queued, 3),
             "gpus": {gpu.uuid: share for gpu in gpus},
             "parts": self.doors.parts,
-            "pieces": pieces,
-            "modes": {gpu.whole: gpu.mode for gpu in gpus if gpu.mode},
+            **keys_of(gpus),
             "display": display,
             "token": digest(self.token) if self.token else "",
             "inside": self.inside,

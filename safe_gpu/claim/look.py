@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -47,8 +48,9 @@ class Seen(NamedTuple):
         behind: a ticket ahead competes for the same GPUs and may not be passed.
         free: UUIDs of the usable GPUs that nobody holds; empty if ``behind``.
         elsewhere: UUIDs of the usable GPUs that only another state directory's claims hold.
-        limit: the limit of this user, if it does not allow more; ``free`` and ``elsewhere`` are empty then.
-        watched: names of the claims on usable GPUs.
+        full: UUIDs of the usable pieces that nobody holds, but of whose GPUs as many claims as can hold pieces.
+        limit: the limit of this user, if it does not allow more; ``free``, ``elsewhere`` and ``full`` are empty then.
+        watched: names of the claims on usable GPUs, and on pieces of the same GPUs as those in ``full``.
     """
 
     enough: bool = False
@@ -57,6 +59,7 @@ class Seen(NamedTuple):
     behind: bool = False
     free: frozenset[str] = frozenset()
     elsewhere: frozenset[str] = frozenset()
+    full: frozenset[str] = frozenset()
     limit: LimitReached | None = None
     watched: frozenset[str] = frozenset()
 
@@ -89,6 +92,7 @@ class Look:
         self._held: ClaimsByUser | None = None
         self._queue: QueueSnapshot | None = None
         self._elsewhere: set[str] = set()  # GPUs whose doors other state directories hold
+        self._full: set[str] = set()  # pieces of GPUs of which as many claims hold pieces as can
         self._trouble: OSError | None = None  # why doors could not be taken
 
     def run(self, *, may_wait: bool) -> None:
@@ -228,10 +232,10 @@ class Look:
         """Return the UUIDs of the GPUs of which others have all, or too much to share it."""
         view = self._view
         if view.snapshot.shared_display:
-            return {gpu.uuid for gpu in view.usable if self._is_in_the_way(gpu)}
+            return {gpu.uuid for gpu in view.usable if self._is_taken(gpu)}
         claims = view.claims  # whose holders are not described here: nobody reads that under host.lock
-        held = {gpu.uuid for gpu in view.usable if claims.on(gpu.uuid, view.inside)}
-        return held - view.shared.keys() | self._elsewhere
+        held = {gpu.uuid for gpu in view.usable if claims.in_the_way(gpu.uuid, view.inside)}
+        return held - view.shared.keys() | self._elsewhere | self._full
 
     def _choose(self, among: Collection[str] | None) -> tuple[Gpu, ...] | None:
         """Return the best GPUs that nobody holds or uses, with their doors; None if there are too few.
@@ -248,11 +252,14 @@ class Look:
             chosen = self._best([one for uuid, one in free.items() if uuid not in taken], last)
             if chosen is None or view.snapshot.shared_display:
                 return chosen
-            missed = self._missed_door(chosen)
-            if not missed:
+            missed = self._take_doors(chosen)
+            if missed is None:
                 view.spare = frozenset(free) - taken - {gpu.uuid for gpu in chosen}
                 return chosen
-            self._elsewhere.add(missed)
+            if self._is_full(missed):
+                self._full.add(missed.uuid)
+            else:
+                self._elsewhere.add(missed.uuid)
 
     def _best(self, free: Collection[GpuVerdict], last: Collection[str]) -> tuple[Gpu, ...] | None:
         view = self._view
@@ -279,41 +286,69 @@ class Look:
             return None
         return self._held.limit_of(os.geteuid(), request)
 
-    def _missed_door(self, chosen: tuple[Gpu, ...]) -> str:
-        """Take the doors of these GPUs. Returns one that another state directory has, and nothing is taken; or ""."""
-        view, claim = self._view, self._claim
-        doors = Doors(view.snapshot.name_prefix) if claim is None else claim.doors
+    def _take_doors(self, chosen: tuple[Gpu, ...]) -> Gpu | None:
+        """Take the doors of these GPUs, or only ask for them if there is no claim to fill. Return the first GPU that
+        cannot be had by them, and nothing is taken; None if all can.
+
+        Where doors cannot be taken at all the entry alone counts, and None is returned.
+        """
+        claim = self._claim
+        doors = Doors(self._view.snapshot.name_prefix) if claim is None else claim.doors
         for gpu in sorted(chosen, key=lambda gpu: gpu.uuid):
             try:
-                done = all(self._takes_door(doors, gpu, name) for name in gpu.names)
+                if claim is None:
+                    can_be_had = self._can_be_taken(doors, gpu)
+                else:
+                    can_be_had = self._take_doors_of(doors, gpu, claim.token)
             except OSError as err:
                 self._trouble = err
                 doors.release()  # with those of some GPUs alone, claims inside this one would not find the others
-                return ""
-            if not done:
+                return None
+            if not can_be_had:
                 doors.release()
-                return gpu.uuid
-        return ""
+                return gpu
+        return None
 
-    def _takes_door(self, doors: Doors, gpu: Gpu, name: str) -> bool:
-        """Take the doors of a GPU that have one of its names, after a part of the GPU of which it is a piece."""
-        view, claim = self._view, self._claim
-        known, divisible = view.claims.parts_with_doors(gpu.uuid, view.inside, name), gpu.is_divided_by(name)
-        if claim is None:
-            shut = gpu.is_piece and doors.is_shut(gpu.whole, gpu.mode)
-            return bool(view.around) or not (shut or doors.are_taken(name, known, divisible=divisible))
-        if view.around and not view.around.parts:
+    def _can_be_taken(self, doors: Doors, gpu: Gpu) -> bool:
+        """Return whether the doors of a GPU can be taken now."""
+        view = self._view
+        if view.around is not None:
             return True
-        if gpu.is_piece and not doors.take_piece(gpu.whole, gpu.mode):
+        for name in gpu.names:
+            if doors.are_taken(name, view.claims.parts_with_doors(gpu.uuid, door=name)):
+                return False
+        if not gpu.is_piece:
+            return True
+        return not (doors.is_held_against_pieces(gpu.whole, gpu.mode) or doors.has_no_part_for_pieces(gpu.whole))
+
+    def _take_doors_of(self, doors: Doors, gpu: Gpu, token: str) -> bool:
+        """Take the doors of a GPU by each of its names; of a piece a part of its GPU first."""
+        view = self._view
+        if view.around is not None and not view.around.parts:
+            return True  # that claim could take no doors
+        if gpu.is_piece and not doors.take_part_of_pieces(gpu.whole, gpu.mode):
             return False
-        if view.around:
-            return doors.take_inside(name, known, view.scope)
-        if view.share is not None:
-            # One of the processes may have ended since, and its door be another's.
-            return doors.take_share(name, known, divisible=divisible) and known == view.claims.parts_with_doors(
-                gpu.uuid, name=name
-            )
-        return doors.take_whole(name, known, claim.token, divisible=divisible)
+        # In this order, and no further than the first that cannot be had.
+        return all(self._take_door(doors, gpu, name, token) for name in gpu.names)
+
+    def _take_door(self, doors: Doors, gpu: Gpu, name: str, token: str) -> bool:
+        """Take the doors of a GPU that have one of its names."""
+        view = self._view
+        parts_here = view.claims.parts_with_doors(gpu.uuid, view.inside, door=name)
+        if view.around is not None:
+            return doors.take_inside(name, parts_here, view.scope)
+        if view.share is None:
+            return doors.take_whole(name, parts_here, token)
+        if not doors.take_share(name, parts_here):
+            return False
+        # One of the processes may have ended since, and its door be another's.
+        return parts_here == view.claims.parts_with_doors(gpu.uuid, door=name)
+
+    def _is_full(self, gpu: Gpu) -> bool:
+        """Return whether a GPU cannot be had because as many claims hold pieces of its GPU as can."""
+        with suppress(OSError):
+            return gpu.is_piece and Doors(self._view.snapshot.name_prefix).has_no_part_for_pieces(gpu.whole)
+        return False
 
     def _facts(self, chosen: tuple[Gpu, ...] | None, limit: LimitReached | None) -> Seen:
         view = self._view
@@ -327,12 +362,18 @@ class Look:
         if self.ahead is not None or limit is not None:
             return Seen(behind=self.ahead is not None, limit=limit)
         usable = {gpu.uuid for gpu in view.usable}
-        watched = {one.name for uuid in usable for one in view.claims.on(uuid, view.inside)}
+        watched = {one.name for uuid in usable for one in view.claims.in_the_way(uuid, view.inside)}
         here = usable - self._taken()
         if view.share is not None:
             here = {gpu.uuid for gpu in view.usable if gpu.uuid in here and view.promised_room(gpu) >= view.share}
-        free, elsewhere = frozenset(here - self._elsewhere), frozenset(self._elsewhere & usable)
-        return Seen(free=free, elsewhere=elsewhere, watched=frozenset(watched))
+        full = {gpu for gpu in view.usable if gpu.uuid in self._full}
+        watched.update(one.name for gpu in full for one in view.claims.living if gpu.whole in one.pieces)
+        return Seen(
+            free=frozenset(here - self._elsewhere - self._full),
+            elsewhere=frozenset(self._elsewhere & usable),
+            full=frozenset(gpu.uuid for gpu in full),
+            watched=frozenset(watched),
+        )
 
     # After host.lock
 
@@ -350,11 +391,12 @@ class Look:
             return False
         if not view.around and any(map(view.rules.why_drained, self.chosen)):
             return False  # it was drained or reserved meanwhile
-        return host.is_current(queue=False) and not any(map(self._is_in_the_way, self.chosen))
+        return host.is_current(queue=False) and not any(self._is_taken(gpu) for gpu in self.chosen)
 
-    def _is_in_the_way(self, gpu: Gpu) -> bool:
+    def _is_taken(self, gpu: Gpu) -> bool:
+        """Return whether others have so much of a GPU that what this claim is to hold does not fit beside them."""
         view = self._view
-        others = view.claims.on(gpu.uuid, view.inside)
+        others = view.claims.in_the_way(gpu.uuid, view.inside)
         if view.snapshot.shared_display:
             return any(not one.display for one in others)
         if view.share is None or any(one.gpus.get(gpu.uuid) is None for one in others):

@@ -43,8 +43,9 @@ class QueuePlace:
         """Return the waiter of this claim, created on the first call. It holds a ticket only after ``join``."""
         if self.waiter is None:
             view, quota = self._view, self._options.quota
-            wanted, conditions = frozenset(view.wanted), view.effective.ticket
-            request = TicketRequest(view.request.nb_gpus, wanted, conditions, self.hold_for(), view.inside)
+            conditions = view.effective.ticket
+            request = TicketRequest(view.request.nb_gpus, frozenset(), conditions, self.hold_for(), view.inside)
+            request = request.for_gpus(view.wanted)
             by_turns = quota is not None and quota.rules.by_turns and not view.around
             self.waiter = Waiter(self._host, request, by_turns=by_turns)
         return self.waiter
@@ -60,11 +61,12 @@ class QueuePlace:
         if waiter.queued and not waiter.was_removed():
             if self._wanted is self._view.snapshot:
                 return False
-            self._wanted, wanted = self._view.snapshot, frozenset(self._view.wanted)
-            if wanted == waiter.request.gpus:
+            self._wanted = self._view.snapshot
+            request = waiter.request.for_gpus(self._view.wanted)
+            if request == waiter.request:
                 return False
-            waiter.stand_aside()  # for a ticket that names the GPUs or MIG instances that have come or gone
-            waiter.request = waiter.request._replace(gpus=wanted)
+            waiter.stand_aside()  # for a ticket that names the GPUs or pieces of GPUs that have come or gone
+            waiter.request = request
         self._wanted = self._view.snapshot
         said = said_by_this_process(options.job.job_label, options.command)
         if not waiter.by_turns or options.quota is None or held is None:
@@ -73,8 +75,7 @@ class QueuePlace:
 
         def newcomer(others: list[tuple[float, Entry]]) -> float:
             return turn_of_newcomer(
-                waiter.request.competes_with,
-                waiter.request.gpus,
+                waiter.request.silicon,
                 others,
                 number,
                 uid=os.geteuid(),
@@ -145,7 +146,7 @@ class QueueSnapshot:
         with suppress(OSError):  # no sockets here
             doors = Doors(view.snapshot.name_prefix)
             for gpu in used:
-                if not view.around and are_taken_elsewhere(doors, gpu, view.claims):
+                if view.around is None and are_taken_elsewhere(doors, gpu, view.claims):
                     self._held[gpu.uuid] = Holder(elsewhere=True)
 
     def is_absent(self, ticket: Entry) -> bool:
@@ -196,7 +197,7 @@ class QueueSnapshot:
             selection, known = _asked(request)
             want = self._view.wish(request, ticket.uid)
             if not known:
-                want = BackfillRequest(len(request.gpus) + 1, request.gpus)  # which nobody passes on these GPUs
+                want = want.never()  # so nobody passes it on these GPUs
             elif request.conditions:
                 busy = {one.gpu.uuid for one in self._judge(selection) if not one.free}
                 want = want.without(busy - self._leaving - self._held.keys())

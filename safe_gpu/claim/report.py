@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..coordination.entry import Entry
-from ..coordination.holders import Claims, claims_now, lives_here, living_claims
+from ..coordination.holders import Claims, claims_now, holder_of_full, lives_here, living_claims
 from ..coordination.queue import TicketRequest, Waiter, is_stopped
 from ..errors import ClaimTimeout, NotEnoughGpusError
 from ..gpus.devices import GpuVerdict, Holder, HostSnapshot
@@ -220,8 +220,9 @@ def holders_now(snapshot: HostSnapshot, inside: str = "") -> dict[str, Holder]:
     """
     if inside:
         return Claims(living_claims(), snapshot.gpus).holders(inside)
-    claims, elsewhere = claims_now(snapshot.gpus, snapshot.name_prefix)
-    return {**dict.fromkeys(elsewhere, Holder(elsewhere=True)), **claims.holders()}
+    claims, beyond = claims_now(snapshot.gpus, snapshot.name_prefix)
+    full = {uuid: holder for uuid, holder in beyond.items() if holder.full}  # of which there is no share either
+    return {**beyond, **claims.holders(), **full}
 
 
 def refusal_message(
@@ -374,7 +375,7 @@ def _by_holder(verdicts: Iterable[GpuVerdict], now: float) -> list[str]:
 
 def _who(verdict: GpuVerdict, now: float) -> str:
     holder = verdict.holder
-    if verdict.state != "claimed" or holder is None or holder.elsewhere or holder.sharers:
+    if verdict.state != "claimed" or holder is None or holder.elsewhere or holder.full or holder.sharers:
         return verdict.reason
     if not holder.user and not holder.pid:
         return "unknown holder"
@@ -465,7 +466,9 @@ class WaitReporter:
         if seen.limit is not None or (look.ahead is not None and not position):
             return _status(view, look, position)
         elsewhere = dict.fromkeys(seen.elsewhere, Holder(elsewhere=True))
-        status = _status(view, look, position, view.judge({**elsewhere, **view.claims.holders(view.inside)}))
+        full = {gpu.uuid: holder_of_full(gpu) for gpu in view.usable if gpu.uuid in seen.full}
+        verdicts = view.judge({**elsewhere, **view.claims.holders(view.inside), **full})
+        status = _status(view, look, position, verdicts)
         return status._replace(expected=forecast(view, self._place.ensure_waiter(), self._place.hold_for()))
 
 

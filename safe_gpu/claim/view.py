@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -258,10 +258,10 @@ class HostView:
         return self._usable[1]
 
     @property
-    def wanted(self) -> Iterator[str]:
-        """UUIDs of the GPUs that the request could ever use, those too that the driver does not reach now."""
+    def wanted(self) -> list[Gpu]:
+        """The GPUs that the request could ever use, those too that the driver does not reach now."""
         possible = candidates(self.snapshot, self.request, self.visible_limit, rules=self.rules, lost=True)
-        return (one.uuid for one in possible if not self.around or one.uuid in self.around.gpus)
+        return [one for one in possible if not self.around or one.uuid in self.around.gpus]
 
     def examine(self, gpus: Iterable[Gpu]) -> list[Gpu]:
         """Ask the driver whether these GPUs are ill, about each once in a claim. No lock may be held.

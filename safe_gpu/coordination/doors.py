@@ -17,8 +17,8 @@ import os
 import sys
 from _socket import AF_UNIX, SHUT_RDWR, SOCK_DGRAM, socket  # the module socket takes 15 ms to import
 from collections.abc import Callable, Collection, Iterable
+from contextlib import ExitStack
 from functools import cache
-from itertools import compress
 from typing import Any
 
 from ..gpus.devices import PARTITION_MODES
@@ -27,15 +27,20 @@ from ..host.locks import Held, keep_across_exec
 MOST_PARTS = 32
 """Parts that a GPU has at most: shares, or claims inside one claim. As many further ones are those of its pieces."""
 
+SHARE_PARTS = range(MOST_PARTS)
+"""Numbers of the parts that shares have, and claims inside a claim."""
+
+PIECE_PARTS = range(MOST_PARTS, 2 * MOST_PARTS)
+"""Numbers of the parts that claims of pieces have. Were they those of shares, a claim of a piece could not tell a share
+in another state directory from another piece."""
+
 _PROTOCOL = "safe-gpu/1/"  # what all names begin with, after a NUL byte
 
 _LENGTH = 49  # bytes of a name at least; the columns of /proc/net/unix cannot be imitated by names of this length
-_TAILS = [f".{part}".encode() for part in range(2 * MOST_PARTS)]
-_OF_PIECES = range(MOST_PARTS, 2 * MOST_PARTS)
 
 
 class Doors:
-    """The doors that one claim holds. Those of a GPU are taken all or none.
+    """The doors that one claim holds. Each call takes all that it needs, or nothing.
 
     Args:
         tree: what stands before each UUID; "" but on simulated hosts.
@@ -49,7 +54,7 @@ class Doors:
     Example::
 
         doors = Doors()
-        if not doors.take_whole("GPU-5c89852c", known=()):
+        if not doors.take_whole("GPU-5c89852c", parts_here=()):
             ...  # another state directory has it
         doors.release()
     """
@@ -59,73 +64,105 @@ class Doors:
         self._held: list[Held] = []
         self.parts: dict[str, int] = {}
 
-    def take_whole(self, uuid: str, known: Collection[int], token: str = "", *, divisible: bool = True) -> bool:
+    def take_whole(self, uuid: str, parts_here: Collection[int], token: str = "") -> bool:
         """Take a GPU; False where another process holds it or a part of it.
 
         Args:
-            known: its parts that living entries of this directory have. They are judged by their entries.
+            parts_here: its parts that living entries of this directory have. They are judged by their entries.
             token: of a claim that allows claims inside it.
-            divisible: whether claims of its pieces have doors of this name.
         """
-        first, last = self._of_token(uuid, token) if token else (b"", b"")
-        return self._all_or_none(
-            lambda: (
-                (not token or self._take(first))
-                and self._take(self._name(uuid))
-                and self._held_parts(uuid, divisible) <= {*known}
-                and (not token or (self._take_part(uuid, known) and self._take(last)))
-            )
-        )
-
-    def take_share(self, uuid: str, known: Collection[int], *, divisible: bool = True) -> bool:
-        """Take a part of a GPU beside those that are known; False where another process holds any of it."""
-
-        def take() -> bool:
-            begin = len(self._held)
-            if not self._take(self._name(uuid)) or not self._held_parts(uuid, divisible) <= {*known}:
+        with ExitStack() as undo:
+            undo.callback(self._release_from, len(self._held), dict(self.parts))
+            if token:
+                first, last = self._names_of_token(uuid, token)
+                if not self._take(first):
+                    return False
+            if not self._take(self._name(uuid)):
                 return False
-            if not self._take_part(uuid, known):
+            if self._parts_elsewhere(uuid, parts_here):
                 return False
-            self._held.pop(begin).release()
-            return True
+            if token:
+                if not self._take_part(uuid, SHARE_PARTS, parts_here):
+                    return False
+                if not self._take(last):
+                    return False
+            undo.pop_all()
+        return True
 
-        return self._all_or_none(take)
+    def take_share(self, uuid: str, parts_here: Collection[int]) -> bool:
+        """Take a part of a GPU beside those of living entries here; False where another process holds any of it."""
+        with ExitStack() as undo:
+            before = len(self._held)
+            undo.callback(self._release_from, before, dict(self.parts))
+            if not self._take(self._name(uuid)):
+                return False
+            if self._parts_elsewhere(uuid, parts_here):
+                return False
+            if not self._take_part(uuid, SHARE_PARTS, parts_here):
+                return False
+            undo.pop_all()
+        self._held.pop(before).release()  # who takes another share needs it for a moment
+        return True
 
-    def take_inside(self, uuid: str, known: Collection[int], token: str) -> bool:
+    def take_inside(self, uuid: str, parts_here: Collection[int], token: str) -> bool:
         """Take a part of a GPU inside the claim with this token; False where that claim has ended.
 
         The part comes first: from then on nobody else takes the GPU, even if that claim ends.
         """
-        return self._all_or_none(lambda: self._take_part(uuid, known) and self.is_inside(uuid, token))
+        with ExitStack() as undo:
+            undo.callback(self._release_from, len(self._held), dict(self.parts))
+            if not self._take_part(uuid, SHARE_PARTS, parts_here):
+                return False
+            if not self.is_inside(uuid, token):
+                return False
+            undo.pop_all()
+        return True
 
-    def take_piece(self, gpu: str, mode: str = "") -> bool:
-        """Take a part of the GPU of a piece, beside those of other pieces; False where another process holds all of
-        that GPU, a share of it, or a piece of another mode. The part comes first, so that one of two sees the other."""
-        if gpu in self.parts:  # of another piece of it
+    def take_part_of_pieces(self, gpu: str, mode: str = "") -> bool:
+        """Take a part of a GPU for pieces of it; False where another process has all of that GPU, a share of it or a
+        piece of it in another mode, and where no part is left.
+
+        The part comes first, and who takes all of the GPU asks for it after taking that: of two, one sees the other.
+
+        Args:
+            gpu: its name, the same in all modes.
+            mode: in which it is divided; "" of GPUs without modes.
+        """
+        if gpu in self.parts:  # for another piece of it
             return True
-        return self._all_or_none(
-            lambda: (
-                self._take_part(gpu, (), _OF_PIECES)
-                and (mode not in PARTITION_MODES or self._take(self._name(gpu, _tail(mode, self.parts[gpu]))))
-                and not self.is_shut(gpu, mode)
-            )
-        )
+        with ExitStack() as undo:
+            undo.callback(self._release_from, len(self._held), dict(self.parts))
+            if not self._take_part(gpu, PIECE_PARTS):
+                return False
+            if mode in PARTITION_MODES and not self._take(self._name(gpu, f".{mode}.{self.parts[gpu]}")):
+                return False
+            if self.is_held_against_pieces(gpu, mode):
+                return False
+            undo.pop_all()
+        return True
 
-    def is_shut(self, gpu: str, mode: str = "") -> bool:
-        """Return whether a process holds all of a GPU, a share of it, or a piece of another mode: then none of its
-        pieces is free."""
-        modes = [other for other in PARTITION_MODES if other != mode] if mode in PARTITION_MODES else []
-        tails = [_tail(other, part) for other in modes for part in _OF_PIECES]
-        return any(_are_held([self._name(gpu), *self._names(gpu, [*_TAILS[:MOST_PARTS], *tails])]))
+    def is_held_against_pieces(self, gpu: str, mode: str = "") -> bool:
+        """Return whether a process holds all of a GPU, a share of it, or a piece of it in another mode than this: then
+        none of its pieces is free."""
+        names = [self._name(gpu)]
+        names += [self._name(gpu, f".{part}") for part in SHARE_PARTS]
+        if mode:
+            others = [other for other in PARTITION_MODES if other != mode]
+            names += [self._name(gpu, f".{other}.{part}") for other in others for part in PIECE_PARTS]
+        return any(_are_held(names))
+
+    def has_no_part_for_pieces(self, gpu: str) -> bool:
+        """Return whether as many claims hold pieces of a GPU as can."""
+        return all(_are_held(self._name(gpu, f".{part}") for part in PIECE_PARTS))
 
     def is_inside(self, uuid: str, token: str) -> bool:
         """Return whether the claim with this token holds a GPU. Of its two doors one is closed before the GPU's own, in
         whichever order the kernel closes the descriptors of a process that has ended."""
-        return all(_are_held(self._of_token(uuid, token)))
+        return all(_are_held(self._names_of_token(uuid, token)))
 
-    def are_taken(self, uuid: str, known: Collection[int], *, divisible: bool = True) -> bool:
-        """Return whether another process holds a GPU, or a part of it beside those that are known."""
-        return any(_are_held([self._name(uuid)])) or not self._held_parts(uuid, divisible) <= {*known}
+    def are_taken(self, uuid: str, parts_here: Collection[int]) -> bool:
+        """Return whether another process holds a GPU, or a part of it beside those of living entries here."""
+        return any(_are_held([self._name(uuid)])) or bool(self._parts_elsewhere(uuid, parts_here))
 
     @property
     def are_open(self) -> bool:
@@ -142,56 +179,48 @@ class Doors:
         """Let all doors survive exec(2), by descriptors in the same order."""
         keep_across_exec(self._held)
 
-    def _all_or_none(self, take: Callable[[], bool]) -> bool:
-        begin, parts, done = len(self._held), dict(self.parts), False
-        try:
-            done = take()
-        finally:
-            if not done:
-                self.parts = parts
-                while len(self._held) > begin:
-                    self._held.pop().release()
-        return done
-
-    def _take_part(self, uuid: str, known: Collection[int], parts: Iterable[int] = range(MOST_PARTS)) -> bool:
+    def _take_part(self, uuid: str, parts: Iterable[int], parts_here: Collection[int] = ()) -> bool:
+        """Take the lowest of these parts that nobody holds; False if there is none."""
         for part in parts:
-            if part not in known and self._take(self._name(uuid, _TAILS[part])):
+            if part not in parts_here and self._take(self._name(uuid, f".{part}")):
                 self.parts[uuid] = part
                 return True
         return False
 
     def _take(self, name: bytes) -> bool:
+        """Bind a name, on a descriptor above all that are held: they are kept, and closed, in this order."""
         held = _bound(name, above=self._held[-1].fd if self._held else -1)
-        if held is not None:
-            self._held.append(held)
-        return held is not None
+        if held is None:
+            return False
+        self._held.append(held)
+        return True
 
-    def _held_parts(self, uuid: str, divisible: bool) -> set[int]:
-        tails = _TAILS if divisible else _TAILS[:MOST_PARTS]
-        return {*compress(range(len(tails)), _are_held(self._names(uuid, tails)))}
+    def _release_from(self, number: int, parts: dict[str, int]) -> None:
+        """Give back all doors but the first ones."""
+        self.parts = parts
+        while len(self._held) > number:
+            self._held.pop().release()
 
-    def _name(self, uuid: str, tail: bytes = b"") -> bytes:
+    def _parts_elsewhere(self, uuid: str, parts_here: Collection[int]) -> set[int]:
+        """Return the parts of a GPU that are held, without those of living entries here."""
+        parts = [*SHARE_PARTS, *PIECE_PARTS]
+        are_held = _are_held(self._name(uuid, f".{part}") for part in parts)
+        return {part for part, is_held in zip(parts, are_held, strict=True) if is_held and part not in parts_here}
+
+    def _name(self, uuid: str, tail: str = "") -> bytes:
         """Return a name as bind(2) takes it.
 
-        >>> Doors()._name("MIG-GPU-5c89852c/1/0", b".7")
+        >>> Doors()._name("MIG-GPU-5c89852c/1/0", ".7")
         b'\\x00safe-gpu/1/MIG-GPU-5c89852c_1_0.7...............'
         """
-        return self._names(uuid, [tail])[0]
+        name = b"\0" + os.fsencode(_PROTOCOL + self._tree + uuid.replace("/", "_") + tail)
+        return name.ljust(_LENGTH, b".")
 
-    def _names(self, uuid: str, tails: Iterable[bytes]) -> list[bytes]:
-        begin = b"\0" + os.fsencode(_PROTOCOL + self._tree + uuid.replace("/", "_"))
-        names = [*map(begin.__add__, tails)]
-        return names if len(begin) >= _LENGTH else [name.ljust(_LENGTH, b".") for name in names]
-
-    def _of_token(self, uuid: str, token: str) -> list[bytes]:
+    def _names_of_token(self, uuid: str, token: str) -> tuple[bytes, bytes]:
         """Return the names of the two doors of a token, in the order in which they are taken. All users can read names,
         and from these nobody learns what stands in the entry."""
         tail = digest(f"{token}.door")
-        return self._names(uuid, [f".{tail}.0".encode(), f".{tail}.1".encode()])
-
-
-def _tail(mode: str, part: int) -> bytes:
-    return f".{mode}.{part}".encode()
+        return self._name(uuid, f".{tail}.0"), self._name(uuid, f".{tail}.1")
 
 
 def _bound(name: bytes, above: int) -> Held | None:
@@ -215,7 +244,7 @@ def _are_held(names: Iterable[bytes]) -> list[bool]:
     """Return whether each name is held. ECONNREFUSED is free; any other answer is held."""
     one = socket(AF_UNIX, SOCK_DGRAM)
     try:
-        return [*map(errno.ECONNREFUSED.__ne__, map(one.connect_ex, names))]
+        return [one.connect_ex(name) != errno.ECONNREFUSED for name in names]
     finally:
         one.close()
 

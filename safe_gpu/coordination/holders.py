@@ -13,9 +13,10 @@ from ..host import procfs
 from ..host.foreign_files import read_start
 from ..host.programs import command_of
 from .directory import state_dir_path
-from .doors import Doors, digest
+from .doors import MOST_PARTS, PIECE_PARTS, Doors, digest
 from .entry import Entry, living_entries
 from .held_as import held_as
+from .silicon import Silicon, silicon_of
 
 _SECOND_LOOK = 0.005  # seconds
 
@@ -26,11 +27,11 @@ class Claims:
     """The living claims of one listing.
 
     A claim is inside another one if a living claim of the same owner, which is inside none, has its ``inside`` as
-    ``token``. One that was inside a claim that has ended is inside none. A GPU and a piece of it, such as a MIG
-    instance, are in each other's way, whatever the driver shows of them now.
+    ``token``. One that was inside a claim that has ended is inside none. Who is in whose way by a GPU and its pieces is
+    the rule of :mod:`~safe_gpu.coordination.silicon`.
 
     Args:
-        gpus: the devices that the driver shows; without them, only claims that name a device are known to be on it.
+        gpus: the devices that the driver shows; of others only claims that name them are known.
 
     Example::
 
@@ -43,7 +44,8 @@ class Claims:
         self._around = {
             (one.token, one.uid): one for one in self.living if one.token and not one.inside and one.uid >= 0
         }
-        self._naming: dict[str, list[Entry]] = {}  # a GPU
+        self._in_the_way: dict[str, list[Entry]] = {}  # of a device
+        self._silicon: dict[str, Silicon] = {}  # name of an entry -> what it has: a neighbour can make it large
 
     def around(self, token: str) -> Entry | None:
         """Return the living claim of this user with this token, the value of SAFE_GPU_SCOPE. Its doors are not
@@ -54,39 +56,62 @@ class Claims:
         """Return whether it is inside a living claim."""
         return bool(entry.inside) and (entry.inside, entry.uid) in self._around
 
-    def on(self, uuid: str, inside: str = "") -> list[Entry]:
-        """Return the claims on a GPU that take room of it from a claim.
+    def in_the_way(self, uuid: str, inside: str = "") -> list[Entry]:
+        """Return the claims that take room of a device from another claim: those on it, and those on the GPU of which
+        it is a piece, or on pieces of it.
 
         Args:
             inside: hash of the token of the claim around that one; "" of a claim inside none.
         """
         around = self._around.get((inside, os.geteuid())) if inside else None
-        if uuid not in self._naming:
-            gpu = self._shown.get(uuid)
-            self._naming[uuid] = [
-                one for one in self.living if uuid in one.gpus or (gpu is not None and held_as(one, gpu, self._shown))
-            ]
-        naming = self._naming[uuid]
-        return [one for one in naming if (one.inside == inside or not self.is_inside(one)) and one is not around]
+        if uuid not in self._in_the_way:
+            self._in_the_way[uuid] = self._find_in_the_way(uuid)
+        found = self._in_the_way[uuid]
+        return [one for one in found if (one.inside == inside or not self.is_inside(one)) and one is not around]
+
+    def _find_in_the_way(self, uuid: str) -> list[Entry]:
+        gpu = self._shown.get(uuid)
+        if gpu is None:
+            return [one for one in self.living if uuid in one.gpus]
+        device = Silicon.of_device(gpu)
+        found = []
+        for one in self.living:
+            if not (_mentions(one, uuid) or _mentions(one, gpu.whole)):
+                continue
+            if one.name not in self._silicon:
+                self._silicon[one.name] = silicon_of(one)
+            if device.meets(self._silicon[one.name]) and not self._is_told_by_instances(one, gpu):
+                found.append(one)
+        return found
+
+    def _is_told_by_instances(self, one: Entry, gpu: Gpu) -> bool:
+        """Return whether a claim is on MIG instances that the driver shows. Their GPU cannot be claimed itself, and who
+        holds them is told there."""
+        if not gpu.mig_enabled or gpu.uuid in one.gpus:
+            return False
+        instances = one.pieces.get(gpu.uuid, ())
+        return len(instances) > 0 and all(name in self._shown for name in instances)
 
     def held_as(self, one: Entry, uuid: str) -> HeldAs | None:
         """Return as what a claim holds a device that the driver shows; see :func:`.held_as.held_as`."""
         return held_as(one, self._shown[uuid], self._shown)
 
-    def parts(self, uuid: str, inside: str = "", name: str = "") -> set[int]:
-        """Return the parts of a GPU that the claims of :meth:`on` have, or of what else has this name.
+    def parts(self, uuid: str, inside: str = "", door: str = "") -> set[int]:
+        """Return the parts of a GPU that the claims in its way have, by which others that have no entry here are told
+        from them.
 
         No other claim vouches for a door: two claims of a neighbour, one inside the other, take no room, and could
-        say that they have what another state directory holds.
-        """
-        name = name or uuid
-        return {one.parts[name] for one in self.on(uuid, inside) if name in one.parts}
+        say that they have what another state directory holds. Nor does any for a part of pieces.
 
-    def parts_with_doors(self, uuid: str, inside: str = "", name: str = "") -> set[int]:
+        Args:
+            door: by which of its names; "" is the UUID.
+        """
+        return _parts(self.in_the_way(uuid, inside), door or uuid)
+
+    def parts_with_doors(self, uuid: str, inside: str = "", door: str = "") -> set[int]:
         """Return the same without the parts of claims whose process has ended: its children keep the entry and not the
         doors, so such a door that is held may be of another state directory."""
-        name = name or uuid
-        return {one.parts[name] for one in self.on(uuid, inside) if name in one.parts and not has_ended(one)}
+        return _parts([one for one in self.in_the_way(uuid, inside) if not has_ended(one)], door or uuid)
 
     def holders(self, inside: str = "", *, told: bool = True) -> dict[str, Holder]:
         """Return UUID -> who holds it, of the devices that the driver shows, as seen by a claim inside none, or inside
@@ -98,13 +123,22 @@ class Claims:
         describe = holder_of if told else said_by
         found = {}
         for uuid in self._shown:
-            claims = self.on(uuid, inside)
-            whole = next((one for one in claims if one.gpus.get(uuid) is None), None)
-            if whole is not None:
-                found[uuid] = describe(whole)._replace(held_as=self.held_as(whole, uuid))
+            claims = self.in_the_way(uuid, inside)
+            whole = [one for one in claims if one.gpus.get(uuid) is None]
+            if whole:
+                each = [describe(one)._replace(held_as=self.held_as(one, uuid)) for one in whole[:MOST_PARTS]]
+                found[uuid] = each[0]._replace(others=tuple(each[1:]))
             elif claims:
                 found[uuid] = Holder.of_sharers(describe(one)._replace(share=one.gpus[uuid]) for one in claims)
         return found
+
+
+def _mentions(entry: Entry, name: str) -> bool:
+    return name in entry.gpus or name in entry.pieces
+
+
+def _parts(claims: Iterable[Entry], door: str) -> set[int]:
+    return {one.parts[door] for one in claims if one.parts.get(door, MOST_PARTS) < MOST_PARTS}
 
 
 def living_claims() -> list[Entry]:
@@ -204,11 +238,12 @@ def lives_here(entry: Entry) -> bool:
 
 def claims_now(
     gpus: Iterable[Gpu], tree: str, living: Callable[[], list[Entry]] = living_claims
-) -> tuple[Claims, set[str]]:
-    """Return the living claims, and those of these GPUs that another state directory holds. No lock is taken.
+) -> tuple[Claims, dict[str, Holder]]:
+    """Return the living claims, and UUID -> why it cannot be claimed, of those of these GPUs that no living claim here
+    has all of: another state directory holds it, or too many claims hold pieces of its GPU. No lock is taken.
 
-    A door may outlive its entry for a moment, and a claim may come between two questions, so what seems to be held
-    elsewhere is looked at twice.
+    A door may outlive its entry for a moment, and a claim may come between two questions, so what seems to be held is
+    looked at twice.
 
     Args:
         gpus: that the driver shows.
@@ -220,31 +255,51 @@ def claims_now(
     """
     shown = tuple(gpus)
     claims = Claims(living(), shown)
-    elsewhere = _elsewhere(shown, claims, tree)
-    if elsewhere:
+    beyond = _held_beyond(shown, claims, tree)
+    if beyond:
         time.sleep(_SECOND_LOOK)
         claims = Claims(living(), shown)
-        elsewhere = _elsewhere([gpu for gpu in shown if gpu.uuid in elsewhere], claims, tree)
-    return claims, elsewhere
+        beyond = _held_beyond([gpu for gpu in shown if gpu.uuid in beyond], claims, tree)
+    return claims, beyond
 
 
-def _elsewhere(gpus: Iterable[Gpu], claims: Claims, tree: str) -> set[str]:
-    """Return those of these GPUs that no living claim here has all of, and whose doors are held by others."""
+def _held_beyond(gpus: Iterable[Gpu], claims: Claims, tree: str) -> dict[str, Holder]:
+    found = {}
     with suppress(OSError):  # no sockets here: entries alone count
-        return {gpu.uuid for gpu in gpus if are_taken_elsewhere(Doors(tree), gpu, claims)}
-    return set()
+        doors = Doors(tree)
+        for gpu in gpus:
+            if are_taken_elsewhere(doors, gpu, claims):
+                found[gpu.uuid] = Holder(elsewhere=True)
+            elif is_full(doors, gpu, claims):
+                found[gpu.uuid] = holder_of_full(gpu)
+        return found
+    return {}
 
 
 def are_taken_elsewhere(doors: Doors, gpu: Gpu, claims: Claims) -> bool:
-    """Return whether no living claim has all of a GPU, and its doors are held by others. Where MIG is on, the instances
-    tell."""
-    if gpu.mig_enabled or any(one.gpus.get(gpu.uuid) is None for one in claims.on(gpu.uuid)):
+    """Return whether no living claim here has all of a GPU, and its doors are held by others. Of a GPU with MIG on the
+    instances tell."""
+    if gpu.mig_enabled or _is_held_here(gpu, claims):
         return False
-    taken = any(
-        doors.are_taken(name, claims.parts(gpu.uuid, name=name), divisible=gpu.is_divided_by(name))
-        for name in gpu.names
-    )
-    return taken or (gpu.is_piece and doors.is_shut(gpu.whole, gpu.mode))
+    if any(doors.are_taken(name, claims.parts(gpu.uuid, door=name)) for name in gpu.names):
+        return True
+    return gpu.is_piece and doors.is_held_against_pieces(gpu.whole, gpu.mode)
+
+
+def is_full(doors: Doors, gpu: Gpu, claims: Claims) -> bool:
+    """Return whether a device is a piece that no living claim here has all of, while as many claims hold pieces of its
+    GPU as can."""
+    return gpu.is_piece and not _is_held_here(gpu, claims) and doors.has_no_part_for_pieces(gpu.whole)
+
+
+def _is_held_here(gpu: Gpu, claims: Claims) -> bool:
+    return any(one.gpus.get(gpu.uuid) is None for one in claims.in_the_way(gpu.uuid))
+
+
+def holder_of_full(gpu: Gpu) -> Holder:
+    """Return what stands for a holder of a piece of a GPU of which as many claims hold pieces as can."""
+    whole = str(gpu.index) if gpu.is_mig_instance else gpu.whole
+    return Holder(full=f"{len(PIECE_PARTS)} claims hold pieces of GPU {whole}, which is the most")
 
 
 def gpus_of_scope(scope: str) -> tuple[str, ...]:

@@ -8,14 +8,17 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from ..gpus.devices import Gpu
 from ..host import procfs
 from ..host.locks import Held
 from .directory import state_dir_path
 from .entry import Entry, is_plain, living_entries, make_entry, remove_entry, sleep_until_dead
 from .host_lock import Host
+from .silicon import Silicon, keys_of, silicon_of
 from .turns import by_turn, turn_of
 
 _MOST_OF_ONE_USER = 1000  # tickets that count, but of root
@@ -33,6 +36,7 @@ class TicketRequest(NamedTuple):
         hold_for: for how many seconds it will probably hold them; None is unknown.
         inside: hash of the token of the claim around it; "" of one inside none.
         known: whether this version knows all that the ticket says. Nobody passes one that says more.
+        pieces, modes: of which GPUs those of ``gpus`` are pieces, as in the entry of a claim.
     """
 
     nb_gpus: int
@@ -41,6 +45,8 @@ class TicketRequest(NamedTuple):
     hold_for: float | None = None
     inside: str = ""
     known: bool = True
+    pieces: Mapping[str, Sequence[str]] = MappingProxyType({})
+    modes: Mapping[str, str] = MappingProxyType({})
 
     @classmethod
     def of(cls, ticket: Entry) -> TicketRequest:
@@ -55,16 +61,32 @@ class TicketRequest(NamedTuple):
             float(hold_for) if isinstance(hold_for, (int, float)) and 1 <= hold_for < math.inf else None,
             ticket.inside,
             ticket.version == 1 and plain == said,
+            ticket.pieces,
+            ticket.modes,
         )
+
+    def for_gpus(self, gpus: Iterable[Gpu]) -> TicketRequest:
+        """Return the same for those of these devices that could ever do."""
+        could_do = list(gpus)
+        return self._replace(gpus=frozenset(gpu.uuid for gpu in could_do), **keys_of(could_do))
 
     def said(self) -> dict[str, Any]:
         """Return the same as keys of a ticket."""
-        asked = {"nb_gpus": self.nb_gpus, "gpus": sorted(self.gpus), "hold_for": self.hold_for, "inside": self.inside}
-        return {**asked, **dict(self.conditions)}
+        said = {"nb_gpus": self.nb_gpus, "gpus": sorted(self.gpus), "hold_for": self.hold_for, "inside": self.inside}
+        if self.pieces:
+            said["pieces"] = {gpu: sorted(names) for gpu, names in self.pieces.items()}
+            said["modes"] = dict(self.modes)
+        said.update(self.conditions)
+        return said
+
+    @property
+    def silicon(self) -> Silicon:
+        """What it could get."""
+        return Silicon.said(self.gpus, self.pieces, self.modes)
 
     def competes_with(self, ticket: Entry) -> bool:
-        """Return whether both could end up wanting the same GPU."""
-        return self.inside == ticket.inside and not self.gpus.isdisjoint(ticket.gpus)
+        """Return whether both could end up wanting the same GPU, or one all of a GPU and the other a piece of it."""
+        return self.inside == ticket.inside and self.silicon.meets(silicon_of(ticket))
 
 
 def is_stopped(ticket: Entry, known: dict[int | bytes, bool] | None = None) -> bool:
@@ -213,7 +235,12 @@ class Waiter:
         return [*self._competing(map(self._host.queue.known, self._names_ahead()))]
 
     def _competing(self, tickets: Iterable[Entry | None]) -> Iterator[Entry]:
-        return (one for one in tickets if one is not None and one.nb_gpus and self.request.competes_with(one))
+        wanted = self.request.silicon
+        for one in tickets:
+            if one is None or not one.nb_gpus or one.inside != self.request.inside:
+                continue
+            if wanted.meets(silicon_of(one)):
+                yield one
 
     def position(self) -> int:
         """Return 1 for the head of those who compete with it, counting itself."""

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 
 from .entry import Entry
+from .silicon import Silicon, silicon_of
 
 _STEP = 1024.0  # a turn is at most this times the number of its ticket
 
@@ -40,8 +41,7 @@ def by_turn(tickets: Iterable[Entry]) -> list[tuple[float, Entry]]:
 
 
 def turn_of_newcomer(
-    competes_with: Callable[[Entry], bool],
-    gpus: Iterable[str],
+    wanted: Silicon,
     queue: list[tuple[float, Entry]],
     number: int,
     *,
@@ -55,9 +55,8 @@ def turn_of_newcomer(
     """Return the turn of a waiter that joins a queue.
 
     Args:
-        competes_with: whether it wants some of the same GPUs.
-        gpus: that it wants.
-        queue: from :func:`by_turn`.
+        wanted: what it could get.
+        queue: from :func:`by_turn`, of those inside the same claim as it, or inside none as it.
         number: of the new ticket.
         uid: of its user.
         held: how many GPUs the user holds.
@@ -67,7 +66,7 @@ def turn_of_newcomer(
         counts: whether a waiter lives, and is neither stopped nor absent. It is asked only where that decides.
     """
     queue = [one for one in queue if one[1].number < number]
-    start = max(_bounds(competes_with, gpus, queue, number, counts), default=0.0) + 0.5 + held / weight
+    start = max(_bounds(wanted, queue, number, counts), default=0.0) + 0.5 + held / weight
     after_own = sorted(
         (turn + size(ticket) / weight, ticket.number, ticket) for turn, ticket in queue if ticket.uid == uid
     )
@@ -77,23 +76,18 @@ def turn_of_newcomer(
 
 
 def _bounds(
-    competes_with: Callable[[Entry], bool],
-    gpus: Iterable[str],
-    queue: list[tuple[float, Entry]],
-    number: int,
-    counts: Callable[[Entry], bool],
+    wanted: Silicon, queue: list[tuple[float, Entry]], number: int, counts: Callable[[Entry], bool]
 ) -> Iterator[float]:
     """Yield the turns of the competitors that a newcomer does not pass: those who wait for nobody ahead, those who
     joined long ago, and clients that know no turns."""
-    left = set(gpus)  # that nobody ahead wants
-    wanted: set[str] = set()
+    ahead = Silicon()  # what those wait for who are ahead of the next one
     for turn, ticket in queue:
-        fixed = turn_of(ticket) is None or ticket.number <= number - _WINDOW
-        if not (left or fixed):
+        is_fixed = turn_of(ticket) is None or ticket.number <= number - _WINDOW
+        if ahead.contains(wanted) and not is_fixed:
+            continue  # each competitor waits for somebody ahead
+        theirs = silicon_of(ticket)
+        if (ahead.contains(theirs) and not is_fixed) or not counts(ticket):
             continue
-        if (ticket.gpus.keys() <= wanted and not fixed) or not counts(ticket):
-            continue
-        if competes_with(ticket) and (fixed or wanted.isdisjoint(ticket.gpus)):
+        if wanted.meets(theirs) and (is_fixed or not ahead.meets(theirs)):
             yield turn
-        wanted |= ticket.gpus.keys()
-        left -= ticket.gpus.keys()
+        ahead.add(theirs)

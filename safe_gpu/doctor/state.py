@@ -186,7 +186,8 @@ def ended_processes(host: CheckedHost) -> Check:
 
 def elsewhere(host: CheckedHost) -> Check:
     """Check, by their doors, that no GPUs are claimed in another state directory."""
-    _, found = claims_now(host.snapshot.gpus, host.snapshot.name_prefix, living_claims)
+    _, beyond = claims_now(host.snapshot.gpus, host.snapshot.name_prefix, living_claims)
+    found = {uuid for uuid, holder in beyond.items() if holder.elsewhere}
     if not found:
         return passed("no GPU is claimed in another state directory")
     names = labels(gpu for gpu in host.snapshot.gpus if gpu.uuid in found)
@@ -202,7 +203,7 @@ def modes(host: CheckedHost) -> Check:
     devices: dict[str, list[Gpu]] = {}  # a sentence -> those on which it is to be told
     holders: dict[str, str] = {}  # the name of an entry -> who has it
     for gpu in gpus:
-        for entry in claims.on(gpu.uuid)[:_MOST_TOLD]:
+        for entry in claims.in_the_way(gpu.uuid)[:_MOST_TOLD]:
             held_as = claims.held_as(entry, gpu.uuid)
             if held_as is None or not held_as.outdated:
                 continue

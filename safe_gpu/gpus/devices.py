@@ -384,7 +384,8 @@ class Holder(NamedTuple):
 
     ``held_as`` is what it claims, where that is not this device: the GPU of which this is a piece, or pieces of it;
     else None. ``others`` are further claims that are in the way as this one is: of a GPU whose pieces several claims
-    hold.
+    hold. ``full`` is a sentence where nobody holds this piece of a GPU, but as many claims as can hold pieces of it;
+    else "".
     """
 
     pid: int | None = None
@@ -407,6 +408,7 @@ class Holder(NamedTuple):
     removable_by: str | None = None
     held_as: HeldAs | None = None
     others: "tuple[Holder, ...]" = ()
+    full: str = ""
 
     @classmethod
     def of_sharers(cls, sharers: "Iterable[Holder]") -> "Holder":
@@ -494,6 +496,23 @@ class VisibleLimit(NamedTuple):
 def are_mixed(gpus: Iterable[Gpu]) -> bool:
     """Return whether GPUs are known to be of different models; one without a name counts as none."""
     return len({gpu.name for gpu in gpus if gpu.name}) > 1
+
+
+def in_each_others_way(gpus: Iterable[Gpu]) -> dict[str, frozenset[str]]:
+    """Return UUID -> the other devices of which nobody can have one while somebody has this one, if there are any: the
+    pieces of a GPU, and the GPU of a piece."""
+    pieces: dict[str, set[str]] = {}
+    whole: dict[str, str] = {}
+    for gpu in gpus:
+        if gpu.is_piece:
+            pieces.setdefault(gpu.whole, set()).add(gpu.uuid)
+        else:
+            whole[gpu.whole] = gpu.uuid
+    found = {}
+    for gpu_name in pieces.keys() & whole.keys():
+        found[whole[gpu_name]] = frozenset(pieces[gpu_name])
+        found.update(dict.fromkeys(pieces[gpu_name], frozenset({whole[gpu_name]})))
+    return found
 
 
 def vendor_of(uuid: str) -> str:

@@ -10,10 +10,11 @@ import math
 from bisect import bisect, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from operator import itemgetter
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ..coordination.queue import TicketRequest
-from ..gpus.devices import Gpu, Holder
+from ..gpus.devices import Gpu, Holder, in_each_others_way
 from ..gpus.windows import Spans, first_open
 from .request import Selection
 from .sharing import share_capacity
@@ -53,7 +54,8 @@ class BackfillRequest(NamedTuple):
     """What one request wants: ``nb`` of ``gpus``, for ``hold_for`` seconds (``math.inf``: for an unknown time).
 
     If ``groups`` is not None, all must be of one of these. ``share`` is how much of each GPU, ``math.inf`` is all.
-    ``reserved`` says when GPUs are reserved for others.
+    ``reserved`` says when GPUs are reserved for others. ``in_the_way`` says which devices are in the way of each other,
+    of a GPU and its pieces (:func:`~safe_gpu.gpus.devices.in_each_others_way`).
     """
 
     nb: int
@@ -62,6 +64,7 @@ class BackfillRequest(NamedTuple):
     groups: tuple[frozenset[str], ...] | None = None
     share: float = math.inf
     reserved: "Mapping[str, Spans] | None" = None
+    in_the_way: Mapping[str, frozenset[str]] = MappingProxyType({})
 
     @classmethod
     def of(cls, asked: "TicketRequest", devices: "Iterable[Gpu]", reserved: "Mapping[str, Spans]") -> "BackfillRequest":
@@ -73,10 +76,18 @@ class BackfillRequest(NamedTuple):
         """
         selection, _ = Selection.from_ticket(asked.nb_gpus, asked.conditions)
         hold_for = math.inf if asked.hold_for is None else asked.hold_for
-        wanted = cls(asked.nb_gpus, asked.gpus, hold_for, share=selection.share or math.inf, reserved=reserved)
+        shown = tuple(devices)
+        wanted = cls(
+            asked.nb_gpus,
+            asked.gpus,
+            hold_for,
+            share=selection.share or math.inf,
+            reserved=reserved,
+            in_the_way=in_each_others_way(shown),
+        )
         if not selection.together:
             return wanted
-        found = selection.groups([gpu for gpu in devices if gpu.uuid in asked.gpus])
+        found = selection.groups([gpu for gpu in shown if gpu.uuid in asked.gpus])
         return wanted._replace(groups=tuple(frozenset(gpu.uuid for gpu in group) for group in found))
 
     @property
@@ -91,6 +102,10 @@ class BackfillRequest(NamedTuple):
         """Return the same, but it cannot use these."""
         groups = self.groups and tuple(group.difference(gpus) for group in self.groups)
         return self._replace(gpus=self.gpus.difference(gpus), groups=groups)
+
+    def never(self) -> "BackfillRequest":
+        """Return one of the same GPUs that can never have enough of them."""
+        return BackfillRequest(len(self.gpus) + 1, self.gpus, in_the_way=self.in_the_way)
 
     def earliest(self, free_at: Mapping[str, When]) -> tuple[float, list[str]]:
         """Return when enough of its GPUs are expected to be free, and the first that are; all where there never are
@@ -110,11 +125,22 @@ class BackfillRequest(NamedTuple):
         return max(first_open(start, self.hold_for, self.reserved.get(gpu, ())) for gpu in gpus)
 
     def wanted_at(self, moment: float) -> frozenset[str]:
-        """Return those of its GPUs that are not reserved for others then. From the others it keeps nobody."""
-        if not self.reserved:
-            return self.gpus
-        spans = {gpu: self.reserved.get(gpu, ()) for gpu in self.gpus}
-        return frozenset(gpu for gpu in spans if not any(begin <= moment < end for begin, end in spans[gpu]))
+        """Return those of its GPUs that are not reserved for others then, with what is in the way of these. From the
+        others it keeps nobody."""
+        wanted = self.gpus
+        if self.reserved:
+            spans = {gpu: self.reserved.get(gpu, ()) for gpu in self.gpus}
+            wanted = frozenset(gpu for gpu in spans if not any(begin <= moment < end for begin, end in spans[gpu]))
+        return wanted.union(*(self.in_the_way[gpu] for gpu in wanted & self.in_the_way.keys()))
+
+    def taken(self, gpus: Iterable[str], free_at: Mapping[str, When], end: float) -> dict[str, When]:
+        """Return when these GPUs, and what is in their way, are free once it has taken them until ``end``."""
+        found: dict[str, When] = {}
+        for gpu in gpus:
+            found[gpu] = _after(free_at.get(gpu, math.inf), self.share, end)
+            for other in self.in_the_way.get(gpu, ()):
+                found[other] = max(end, ready(free_at.get(other, math.inf), math.inf))
+        return found
 
 
 def free_at(now: float, *, since: float, until: float | None) -> float:
@@ -131,7 +157,8 @@ def free_at(now: float, *, since: float, until: float | None) -> float:
 
 
 def when_free(gpu: "Gpu", holder: "Holder | None", now: float, *, free: bool) -> When:
-    """Return when a GPU, or each part of it, is expected to be free by the word of who holds it.
+    """Return when a GPU, or each part of it, is expected to be free by the word of who holds it: of a GPU whose pieces
+    several claims hold, when the last of these ends.
 
     Args:
         free: whether a GPU that nobody holds is free now; else that is not known.
@@ -139,9 +166,12 @@ def when_free(gpu: "Gpu", holder: "Holder | None", now: float, *, free: bool) ->
     size = share_capacity(gpu) or math.inf
     if holder is None:
         return ((now if free else math.inf, size),)
-    ends = (free_at(now, since=one.since or 0.0, until=one.until) for one in holder.each)
-    parts = tuple((end, min(size, one.share or size)) for end, one in zip(ends, holder.each, strict=True))
-    return (*parts, (now, max(0.0, size - sum(share for _, share in parts)))) if holder.sharers else parts
+    ends = [free_at(now, since=one.since or 0.0, until=one.until) for one in holder.each]
+    if not holder.sharers:
+        return ((max(ends), size),)
+    parts = [(end, min(size, one.share or size)) for end, one in zip(ends, holder.sharers, strict=True)]
+    room = size - sum(share for _, share in parts)
+    return (*parts, (now, max(0.0, room)))
 
 
 def dates(wants: Iterable[BackfillRequest], free_at: Mapping[str, When]) -> Iterator[tuple[BackfillRequest, float]]:
@@ -218,7 +248,7 @@ def starts(wants: Iterable[BackfillRequest], free_at: Mapping[str, When]) -> lis
         if not passes:
             free, first = want.earliest(ends)
             start = want.first_open(max(date, free), first)
-            ends.update((gpu, _after(ends.get(gpu, math.inf), want.share, start + want.hold_for)) for gpu in first)
+            ends.update(want.taken(first, ends, start + want.hold_for))
         ahead.append((want, date))
         found.append(start)
     return found

@@ -377,6 +377,8 @@ def why_outside(gpu: Gpu, request: Selection, visible_limit: VisibleLimit | None
 def _claimed_by(holder: Holder) -> str:
     if holder.sharers:
         return f"shared by {plural(len(holder.sharers), 'claim')}"
+    if holder.full:
+        return holder.full
     if holder.elsewhere:
         return "claimed in another state directory (a private /tmp?), or its entry here was removed or cannot be read"
     text = "claimed" if holder.pid is None else f"claimed by process {holder.pid}"

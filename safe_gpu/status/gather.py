@@ -49,7 +49,8 @@ class HostFacts:
 
     Attributes:
         claims: those that live.
-        elsewhere: UUIDs of the GPUs that another state directory's claims hold.
+        beyond: UUID -> why it cannot be claimed, of the GPUs that nobody here holds; see
+            :func:`~safe_gpu.coordination.holders.claims_now`.
         tickets: of all waiters, in the order of the queue.
         faults: UUID -> note, of the GPUs that are taken last because a claim failed on them.
         warnings: sentences that say which facts are not known, and why.
@@ -63,7 +64,7 @@ class HostFacts:
 
     def __init__(self, path: str, gpus: Iterable[Gpu], tree: str) -> None:
         self._path, self._tree = path, tree
-        self.claims, self.elsewhere = Claims(()), set[str]()
+        self.claims, self.beyond = Claims(()), dict[str, Holder]()
         self.tickets: list[Entry] = []
         self.warnings: list[str] = []
         gpus = tuple(gpus)
@@ -76,7 +77,7 @@ class HostFacts:
         with DeferredSignals():
             living = partial(living_entries, path, "claims", ignored, dead)
             try:
-                self.claims, self.elsewhere = claims_now(gpus, tree, living)
+                self.claims, self.beyond = claims_now(gpus, tree, living)
             except StateDirError as err:
                 self.warnings = [f"The claims are not known: {err}"]
             append(lines_of_dead(dead, time.time()), time.time())
@@ -90,9 +91,9 @@ class HostFacts:
 
     def on(self, gpu: Gpu) -> "Held":
         """Return who holds a GPU."""
-        holding = self.claims.on(gpu.uuid)
+        holding = self.claims.in_the_way(gpu.uuid)
         if not holding:
-            return Held(Holder(elsewhere=True)) if gpu.uuid in self.elsewhere else Held()
+            return Held(self.beyond.get(gpu.uuid))
         whole = [one for one in holding if one.gpus.get(gpu.uuid) is None]
         if not whole:
             oldest = sorted(holding, key=lambda one: one.since or 0.0)
@@ -330,7 +331,7 @@ def _gpus(snapshot: HostSnapshot, found: HostFacts, limits: Mapping[int, Limits]
 
 
 def _share_free(gpu: Gpu, sharers: Sequence[Holder], found: HostFacts, rules: Rules) -> int:
-    if len(sharers) >= MOST_SHARERS or gpu.uuid in found.elsewhere:
+    if len(sharers) >= MOST_SHARERS or gpu.uuid in found.beyond:
         return 0
     return max(0, room_for_shares(gpu, sharers, rules, found.processes.family_of))
 

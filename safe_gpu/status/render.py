@@ -304,7 +304,7 @@ def _notes(one: GpuStatus) -> Iterator[str]:
         if not (one.state == "busy" and one.users):
             yield from filter(None, [one.reason or "free, shared with the display" * (one.state == "display")])
         return
-    if one.reason and (one.state not in ("claimed", "display") or one.claim.elsewhere):
+    if one.reason and (one.state not in ("claimed", "display") or one.claim.elsewhere or one.claim.full):
         yield one.reason.partition(";")[0]
     if one.fault:
         yield one.fault

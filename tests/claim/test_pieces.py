@@ -49,32 +49,32 @@ def test_what_a_claim_keeps_others_off(
     held: api.Gpu, shown: list[api.Gpu], kept_off: list[api.Gpu], share: int | None
 ) -> None:
     claims = api.Claims([entry(held, share)], shown)
-    assert [gpu for gpu in shown if claims.on(gpu.uuid)] == kept_off
+    assert [gpu for gpu in shown if claims.in_the_way(gpu.uuid)] == kept_off
     assert {*claims.holders(told=False)} == {gpu.uuid for gpu in kept_off}
 
 
 def test_doors_of_a_gpu_and_its_pieces(make_doors: Callable[[], api.Doors]) -> None:
     gpu, one, two, other = f"GPU-{os.urandom(8).hex()}", *(make_doors() for _ in range(3))
-    assert one.take_piece(gpu)
-    assert two.take_piece(gpu)
+    assert one.take_part_of_pieces(gpu)
+    assert two.take_part_of_pieces(gpu)
     assert one.parts != two.parts
     assert not other.take_whole(gpu, ())
     assert not other.take_share(gpu, ())
-    assert not one.is_shut(gpu)
+    assert not one.is_held_against_pieces(gpu)
     one.release()
     assert not other.take_whole(gpu, ())
     two.release()
     assert other.take_share(gpu, ())
-    assert one.is_shut(gpu)
-    assert not one.take_piece(gpu)
+    assert one.is_held_against_pieces(gpu)
+    assert not one.take_part_of_pieces(gpu)
     other.release()
     assert other.take_whole(gpu, ())
-    assert not one.take_piece(gpu)
+    assert not one.take_part_of_pieces(gpu)
     assert one.parts == {}
     other.release()
-    assert one.take_piece(gpu, "CPX")
-    assert two.take_piece(gpu, "CPX")
-    assert not other.take_piece(gpu, "DPX")
+    assert one.take_part_of_pieces(gpu, "CPX")
+    assert two.take_part_of_pieces(gpu, "CPX")
+    assert not other.take_part_of_pieces(gpu, "DPX")
     assert not other.take_whole(gpu, ())
 
 

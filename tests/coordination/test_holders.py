@@ -61,7 +61,7 @@ def test_who_takes_room_from_a_claim(
     living: list[api.Entry], uuid: str, inside: str, in_the_way: list[api.Entry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: ANNA)
-    assert api.Claims(living).on(uuid, inside) == in_the_way
+    assert api.Claims(living).in_the_way(uuid, inside) == in_the_way
 
 
 def test_parts_of_what_takes_room_are_known() -> None:
@@ -95,7 +95,7 @@ class World:
             self.living.append(entry(self.made, dict.fromkeys(gpus, share), uid, token=token, inside=inside))
 
     def room(self, claims: api.Claims, uuid: str, inside: str) -> int:
-        taken = (one.gpus[uuid] for one in claims.on(uuid, inside))
+        taken = (one.gpus[uuid] for one in claims.in_the_way(uuid, inside))
         return self.CAPACITY - sum(self.CAPACITY if share is None else share for share in taken)
 
     def check(self) -> None:
@@ -349,4 +349,4 @@ def test_without_sockets_the_error_comes_up_and_nothing_stays(gpu: str, doors: a
 
 def test_without_sockets_nothing_is_held_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api.Doors, "are_taken", Mock(side_effect=PermissionError("no sockets")))
-    assert api.holders.claims_now([api.Gpu(0, "GPU-a")], "", list)[1] == set()
+    assert api.holders.claims_now([api.Gpu(0, "GPU-a")], "", list)[1] == {}

@@ -24,7 +24,7 @@ def ticket_of(number: int, request: api.TicketRequest, *, uid: int, turn: float 
 
 
 def newcomers_turn(request: api.TicketRequest, queue: list[tuple[float, api.Entry]], number: int, **more: Any) -> float:
-    return api.turn_of_newcomer(request.competes_with, request.gpus, queue, number, size=size, **more)
+    return api.turn_of_newcomer(request.silicon, queue, number, size=size, **more)
 
 
 def size(ticket: api.Entry) -> float:

@@ -290,7 +290,7 @@ def test_a_claim_in_another_state_directory(ground: Any) -> None:
     ground.hold(0)
     doors = simulated_doors()
     for uuid in UUIDS[1:3]:
-        assert doors.take_whole(uuid, known=())
+        assert doors.take_whole(uuid, parts_here=())
     says("state directories of claims", "warning", "GPU 1,2: claimed in another", fix="/etc/safe-gpu/config.ini")
     doors.release()
     says("state directories of claims", "passed")

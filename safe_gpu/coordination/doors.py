@@ -68,7 +68,8 @@ class Doors:
         """Take a GPU; False where another process holds it or a part of it.
 
         Args:
-            parts_here: its parts that living entries of this directory have. They are judged by their entries.
+            parts_here: its parts that living entries of this directory have, which are judged by their entries. Of the
+                parts of pieces that counts for nothing.
             token: of a claim that allows claims inside it.
         """
         with ExitStack() as undo:
@@ -202,10 +203,11 @@ class Doors:
             self._held.pop().release()
 
     def _parts_elsewhere(self, uuid: str, parts_here: Collection[int]) -> set[int]:
-        """Return the parts of a GPU that are held, without those of living entries here."""
-        parts = [*SHARE_PARTS, *PIECE_PARTS]
+        """Return the parts of a GPU that are held, without those of shares of living entries here."""
+        parts = [part for part in SHARE_PARTS if part not in parts_here]
+        parts += PIECE_PARTS
         are_held = _are_held(self._name(uuid, f".{part}") for part in parts)
-        return {part for part, is_held in zip(parts, are_held, strict=True) if is_held and part not in parts_here}
+        return {part for part, is_held in zip(parts, are_held, strict=True) if is_held}
 
     def _name(self, uuid: str, tail: str = "") -> bytes:
         """Return a name as bind(2) takes it.

@@ -87,4 +87,4 @@ def keys_of(gpus: Iterable[Gpu]) -> dict[str, Any]:
                 modes[gpu.whole] = gpu.mode
         elif gpu.whole != gpu.uuid:
             pieces[gpu.whole] = []
-    return {"pieces": pieces, "modes": modes}
+    return {"pieces": {gpu: tuple(names) for gpu, names in pieces.items()}, "modes": modes}

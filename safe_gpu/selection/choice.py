@@ -151,17 +151,19 @@ def fits(request: Selection, gpus: Sequence[Gpu]) -> bool:
 
 
 def capacity(gpus: Collection[Gpu]) -> int:
-    """Return how many of these devices one process can hold: all whole GPUs, or one MIG instance if there is no whole
-    GPU.
+    """Return how many of these devices one claim can hold: several, or one MIG instance if there is nothing else."""
+    return len(_together(gpus)) or min(len(gpus), 1)
+
+
+def _together(gpus: Iterable[Gpu]) -> list[Gpu]:
+    """Return those of these devices of which one claim can hold several.
 
     CUDA shows a process at most one MIG instance, and with many driver versions no whole GPU together with it. A
-    virtual function counts for nothing beside its GPU.
+    virtual function is a part of its GPU, so no claim holds it beside that.
     """
-    whole = [gpu for gpu in gpus if gpu.mig_parent is None]
-    if any(gpu.partition for gpu in whole):
-        names = {gpu.uuid for gpu in whole}
-        whole = [gpu for gpu in whole if not (gpu.partition and gpu.whole in names)]
-    return len(whole) or min(len(gpus), 1)
+    others = [gpu for gpu in gpus if not gpu.is_mig_instance]
+    whole = {gpu.whole for gpu in others if not gpu.is_piece}
+    return [gpu for gpu in others if not (gpu.is_piece and gpu.whole in whole)]
 
 
 _MOST_SETS = 200
@@ -203,8 +205,8 @@ def choose(
         found = choose([GpuVerdict(gpu, "free") for gpu in model], nb_gpus, near=near, groups=groups)
         if found is not None:
             return found
-    whole = [gpu for gpu in free if gpu.mig_parent is None]
-    room = [gpu.numa_node for gpu in whole or free]
+    together = _together(free)
+    room = [gpu.numa_node for gpu in together or free]
     drawbacks = {gpu.uuid: (gpu.uuid in last, gpu.mig_parent is not None, gpu.draws) for gpu in free}
     if nb_gpus == 1:
 
@@ -214,7 +216,7 @@ def choose(
             return (*drawbacks[gpu.uuid], node not in (near or ()), room.count(node), *_position(gpu))
 
         return (min(free, key=rank_alone),)
-    pool = sorted(whole, key=_position)
+    pool = sorted(together, key=_position)
     links = linked([(gpu.uuid, gpu.nvlink_peers) for gpu in pool])
 
     def rank(gpus: Sequence[Gpu]) -> tuple[Any, ...]:

@@ -95,6 +95,17 @@ def test_a_request_is_what_its_ticket_says() -> None:
     said = api.TicketRequest(2, ANY, (("min_memory", 5), ("near", "numa")), 60.0, "abc")
     assert request_of(pid=1, **said.said()) == said
     assert request_of(hold_for=math.nan).hold_for is None
+    partitions = [api.Gpu(one, f"AMD-5-{one}", place="AMD-5", partition=True, mode="CPX") for one in (0, 1)]
+    pieces = said.for_gpus([*partitions, api.Gpu(2, "GPU-x", place="AMD-6"), api.Gpu(3, "GPU-0")])
+    assert request_of(**pieces.said()) == pieces
+    assert pieces.pieces == {"AMD-5": ("AMD-5-0", "AMD-5-1"), "AMD-6": ()}
+    assert pieces.modes == {"AMD-5": "CPX"}
+    assert pieces.for_gpus([api.Gpu(3, "GPU-0")]) == said._replace(gpus=frozenset({"GPU-0"}))
+
+
+def test_who_waits_for_no_piece_says_nothing_of_pieces() -> None:
+    """Older clients take what they do not know for a condition."""
+    assert not {"pieces", "modes"} & api.TicketRequest(1, ANY).said().keys()
 
 
 @pytest.mark.parametrize(

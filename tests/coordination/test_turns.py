@@ -251,3 +251,49 @@ def test_a_weight_divides_what_a_user_holds_and_waits_for() -> None:
     for weight, turn in ((1.0, 14.5), (2.0, 12.5)):
         assert newcomers_turn(request, api.by_turn([own]), 2, uid=1, held=4, weight=weight) == turn
     assert newcomers_turn(request, api.by_turn([own]), 2, uid=1, held=0) == 14.0
+
+
+# A GPU and its pieces
+
+CARD = api.Gpu(0, "INTEL-18.0")
+FUNCTIONS = [api.Gpu(number, f"INTEL-18.{number}", place="INTEL-18.0", partition=True) for number in (1, 2, 3)]
+CORES = [api.Gpu(4, "GPU-x0", place="AMD-5", partition=True, mode=mode) for mode in ("CPX", "DPX")]
+SECOND = api.Gpu(5, "GPU-x4", place="AMD-5", partition=True, mode="CPX")
+DEVICES = [CARD, *FUNCTIONS, *CORES, SECOND, api.Gpu(6, "GPU-x0", place="AMD-5"), api.Gpu(7, "INTEL-42.0")]
+
+
+def waits_for(*gpus: api.Gpu) -> api.TicketRequest:
+    return api.TicketRequest(1, frozenset()).for_gpus(gpus)
+
+
+def test_a_newcomer_does_not_pass_the_first_who_waits_for_pieces_of_its_gpu() -> None:
+    queue = api.by_turn(
+        [ticket_of(number, waits_for(one), uid=number, turn=turn) for number, one, turn in
+         ((1, FUNCTIONS[0], 1.0), (2, FUNCTIONS[1], 7.0), (3, CARD, 8.0), (4, FUNCTIONS[2], 9.0))]
+    )  # fmt: skip
+    for wanted, turn in (
+        (CARD, 7.5),  # each of the first two waits for nobody
+        (FUNCTIONS[0], 1.5),
+        (FUNCTIONS[1], 7.5),
+        (FUNCTIONS[2], 0.5),  # the only one who wants that waits behind who wants the card
+        (DEVICES[-1], 0.5),
+    ):
+        assert newcomers_turn(waits_for(wanted), queue, 5, uid=9, held=0) == turn
+
+
+@settings(max_examples=200)
+@given(st.lists(st.sets(st.sampled_from(range(len(DEVICES))), min_size=1), min_size=1, max_size=8), st.data())
+def test_turns_beside_pieces_are_as_by_the_definition(wanted: list[set[int]], data: Any) -> None:
+    """At the front are those without a competitor ahead; of them a newcomer passes none that competes with it."""
+    *waiting, newcomer = [waits_for(*(DEVICES[one] for one in sorted(some))) for some in wanted]
+    turns = sorted(data.draw(st.lists(st.integers(0, 40), min_size=len(waiting), max_size=len(waiting))))
+    tickets = [
+        ticket_of(number, request, uid=number, turn=float(turn))
+        for number, (request, turn) in enumerate(zip(waiting, turns, strict=True), 1)
+    ]
+    bound = 0.0
+    for number, (request, turn) in enumerate(zip(waiting, turns, strict=True)):
+        is_at_front = not any(request.competes_with(other) for other in tickets[:number])
+        if is_at_front and newcomer.competes_with(tickets[number]):
+            bound = max(bound, turn)
+    assert newcomers_turn(newcomer, api.by_turn(tickets), 100, uid=999, held=0) == bound + 0.5

@@ -1,5 +1,6 @@
 """Backfill: its promises in random worlds, and its dates against a reference."""
 
+import json
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -380,3 +381,60 @@ def test_holders_that_overrun_do_not_starve_the_first_waiter() -> None:
     world.run([large, *short], until=100)
     assert large.started is not None
     assert large.started <= 5 + 10 + 12  # its date, and the longest hold that remained then
+
+
+# A GPU and its pieces
+
+CARD = api.Gpu(0, "INTEL-18.0")
+ONE, TWO, THREE = (api.Gpu(number, f"INTEL-18.{number}", place="INTEL-18.0", partition=True) for number in (1, 2, 3))
+DIVIDED = [CARD, ONE, TWO, THREE]
+
+
+def wants(*gpus: api.Gpu, hold_for: float | None = None) -> api.BackfillRequest:
+    """One of these devices of that card, as its ticket says it."""
+    return api.BackfillRequest.of(api.TicketRequest(1, frozenset(), hold_for=hold_for).for_gpus(gpus), DIVIDED, {})
+
+
+def when_all_are_free(claims: Mapping[str, float | None], now: float = 10.0) -> dict[str, api.When]:
+    """When each device is free, if these pieces or the card are claimed until then; None is unknown."""
+    entries = []
+    for number, (uuid, until) in enumerate(claims.items(), 1):
+        (gpu,) = [one for one in DIVIDED if one.uuid == uuid]
+        said = {"gpus": {uuid: None}, **api.keys_of([gpu]), "since": 1.0, "until": until}
+        entries.append(api.Entry.read(f"{number}.{number:016x}", 0, (1, number), json.dumps(said).encode()))
+    holders = api.Claims(entries, DIVIDED).holders(told=False)
+    return {gpu.uuid: api.when_free(gpu, holders.get(gpu.uuid), now, free=True) for gpu in DIVIDED}
+
+
+def test_a_gpu_is_free_when_the_last_claim_of_its_pieces_ends() -> None:
+    ends = when_all_are_free({ONE.uuid: 50.0, TWO.uuid: 90.0})
+    assert [api.ready(ends[gpu.uuid], ALWAYS) for gpu in DIVIDED] == [90, 50, 90, 10]
+    assert api.ready(ends[CARD.uuid], 1.0) == 90, "nor is there a share before"
+    ends = when_all_are_free({ONE.uuid: 50.0, TWO.uuid: None})
+    assert api.ready(ends[CARD.uuid], ALWAYS) == ALWAYS
+    ends = when_all_are_free({CARD.uuid: 70.0})
+    assert [api.ready(ends[gpu.uuid], ALWAYS) for gpu in DIVIDED] == [70] * 4
+
+
+@pytest.mark.parametrize(
+    ("hold_for", "open_to"), [(40.0, {THREE.uuid}), (80.0, {THREE.uuid}), (81.0, set()), (None, set())]
+)
+def test_a_piece_may_be_taken_until_the_last_of_its_gpu_ends(hold_for: float | None, open_to: set[str]) -> None:
+    """Whoever waits for the GPU is not delayed by that."""
+    ends = when_all_are_free({ONE.uuid: 50.0, TWO.uuid: 90.0})
+    assert api.open_gpus(wants(THREE, hold_for=hold_for), [wants(CARD)], {THREE.uuid}, ends, 10.0) == open_to
+
+
+def test_a_gpu_may_be_taken_beside_who_waits_for_a_piece_of_another_one() -> None:
+    ends = when_all_are_free({ONE.uuid: 50.0})
+    assert api.open_gpus(wants(TWO), [wants(ONE)], {TWO.uuid}, ends, 10.0) == {TWO.uuid}
+    assert api.open_gpus(wants(CARD), [wants(ONE)], {CARD.uuid}, ends, 10.0) == set()
+    assert api.open_gpus(wants(TWO), [wants(ONE).never()], {TWO.uuid}, ends, 10.0) == {TWO.uuid}
+    assert api.open_gpus(wants(CARD), [wants(ONE).never()], {CARD.uuid}, ends, 10.0) == set()
+
+
+def test_expected_starts_beside_pieces() -> None:
+    """Who takes a piece delays who waits for the GPU, and the reverse."""
+    ends = when_all_are_free({ONE.uuid: 50.0})
+    waiting = [wants(ONE, hold_for=5.0), wants(CARD, hold_for=20.0), wants(TWO, hold_for=1.0), wants(TWO)]
+    assert api.starts(waiting, ends) == [50, 55, 10, 75]

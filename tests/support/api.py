@@ -99,6 +99,7 @@ from safe_gpu.coordination.host_lock import Host
 from safe_gpu.coordination.notes import clear_fault, closed_now, drained_gpus, find_admitted, read_faults, write_fault
 from safe_gpu.coordination.older_package import take_older_package_lock
 from safe_gpu.coordination.queue import TicketRequest, Waiter, is_stopped, tickets_that_count, waiting_tickets
+from safe_gpu.coordination.silicon import Silicon, keys_of, silicon_of
 from safe_gpu.coordination.turns import by_turn, turn_of, turn_of_newcomer
 from safe_gpu.doctor import Check, CheckedHost, run_checks
 from safe_gpu.doctor.state import directory as directory_check

@@ -3,7 +3,8 @@
  *   client -n N -g UUID,UUID,... [-m BYTES] [-s BYTES] [-i] [-f SECONDS] [-t SECONDS] [-p PRESET] COMMAND [ARGUMENT ...]
  *
  * It claims N of the GPUs, waits for them in the queue (for ever, or -t seconds), and becomes COMMAND, which then holds
- * the claim. -m: the capacity of each GPU. -s: a share of each, else all of it. -i: claims inside this one are allowed.
+ * the claim. UUID@GPU is a piece of a GPU, UUID@GPU+MODE one in a mode, UUID=GPU a GPU that has two names. N is 1 where
+ * there are pieces. -m: the capacity of each GPU. -s: a share of each, else all of it. -i: claims inside this one are allowed.
  * -f: for how many seconds the GPUs will be held. -p: the processes on the GPUs are files of the simulated host PRESET;
  * without it none are known. Exit: 75 no GPUs, 70 anything else that failed, 64 usage.
  *
@@ -12,7 +13,8 @@
  *
  * cc -std=c11 -Wall -Wextra -Werror -o client client.c
  * Builds that must be caught: -DONE_LISTING takes its time to name its entry, and does not list again, -DNO_DOORS takes
- * none, -DNO_QUEUE ignores those who wait ahead, -DNO_ROOM takes what others hold. */
+ * none, -DNO_QUEUE ignores those who wait ahead, -DNO_ROOM takes what others hold, -DNO_PART takes pieces without a part
+ * of their GPU. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <errno.h>
@@ -37,14 +39,19 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { GPUS = 64, UUID_SIZE = 101, NAME_SIZE = 40, TEXT = 64 * 1024, ENTRY = 32 * 1024, NAMES = 65536, PARTS = 32, DOORS = 4, KEPT = 500 };
+enum { GPUS = 64, UUID_SIZE = 101, NAME_SIZE = 40, TEXT = 64 * 1024, ENTRY = 32 * 1024, NAMES = 65536, PARTS = 32, DOORS = 8, MODE_SIZE = 9,
+       KEPT = 500 };
 
 struct gpu {
-  char uuid[UUID_SIZE];
+  char uuid[UUID_SIZE], whole[UUID_SIZE], mode[MODE_SIZE]; /* whole: the name of its GPU, the same in all modes */
+  bool is_piece;
   bool chosen, busy, closed, inside; /* inside: the claim around this one holds it */
   bool elsewhere;                    /* a door is held by who has no entry here */
   bool by_entry;                     /* the claim around this one had no sockets */
-  int doors[DOORS], door_count, part;
+  bool there;                        /* by the latest poll */
+  int doors[DOORS], door_count;
+  int part[2];        /* of each of its names, uuid and whole; -1: none */
+  int part_of_pieces; /* of its GPU, as long as this is a piece that is held; -1: none */
 };
 
 struct entry { /* of a living claim, or of a waiter */
@@ -54,7 +61,9 @@ struct entry { /* of a living claim, or of a waiter */
   long long number, pid, start, pidns, nb_gpus;
   char name[NAME_SIZE], token[17], inside[17];
   long long bytes[GPUS]; /* of each of our GPUs; 0: none, -1: all of it, or wanted */
-  int part[GPUS];        /* -1: none */
+  int part[GPUS][2];     /* by each name of our GPU; -1: none */
+  bool has_pieces[GPUS]; /* of the GPU of one of ours */
+  char mode[GPUS][MODE_SIZE];
 };
 
 struct directory {
@@ -75,6 +84,8 @@ static struct directory claims = {.name = "claims", .fd = -1, .mine = -1}, queue
 static char state_path[4096], simulated[4096], door_prefix[64], token[17], token_hash[17], inside[17], command[256];
 static const char *preset, *scope;
 static bool without_doors;
+
+static bool has_two_names(const struct gpu *gpu) { return !gpu->is_piece && strcmp(gpu->uuid, gpu->whole); }
 
 static _Noreturn void die(int code, const char *format, ...)
 {
@@ -193,6 +204,26 @@ static bool is_part_number(const char *word) /* higher ones are of pieces, and v
   return *word && strlen(word) <= 2 && !word[strspn(word, "0123456789")] && atoi(word) < PARTS;
 }
 
+static void note_gpu(struct entry *e, int i, const char *name, long long bytes)
+{
+  if (!strcmp(gpus[i].uuid, name) && e->bytes[i] != -1) e->bytes[i] = bytes;
+  /* All of its GPU or a share of it is in the way of a piece; and what has two names is one. */
+  if (strcmp(gpus[i].uuid, name) && !strcmp(gpus[i].whole, name)) e->bytes[i] = -1;
+}
+
+static void note_of_gpu(struct entry *e, int i, const char *above, const char *key, const char *word, bool is_text)
+{
+  bool is_uuid = !strcmp(gpus[i].uuid, key), is_whole = !strcmp(gpus[i].whole, key), is_list = !is_text && !*word;
+  if (!strcmp(above, "gpus") && *key) note_gpu(e, i, key, is_text || is_no_share(word) ? -1 : atoll(word));
+  if (!strcmp(above, "gpus") && !*key && is_text) note_gpu(e, i, word, -1);
+  int part = is_text || !is_part_number(word) ? -1 : atoi(word);
+  if (!strcmp(above, "parts") && is_uuid) e->part[i][0] = part;
+  if (!strcmp(above, "parts") && is_whole) e->part[i][1] = part;
+  if (!strcmp(above, "pieces") && (is_uuid || is_whole) && is_list) e->has_pieces[i] = true;
+  if (!strcmp(above, "pieces") && (is_uuid || is_whole) && !is_list) e->bytes[i] = -1; /* it has all of that GPU */
+  if (!strcmp(above, "modes") && is_whole && is_text) put(e->mode[i], MODE_SIZE, "%s", word);
+}
+
 static void note(struct entry *e, const char *above, const char *key, const char *word, bool is_text)
 {
   if (!*above && !strcmp(key, "token") && is_text) put(e->token, sizeof e->token, "%s", word);
@@ -201,13 +232,13 @@ static void note(struct entry *e, const char *above, const char *key, const char
   if (!*above && !strcmp(key, "pid")) e->pid = atoll(word);
   if (!*above && !strcmp(key, "start")) e->start = atoll(word);
   if (!*above && !strcmp(key, "pidns")) e->pidns = atoll(word);
-  for (int i = 0; *above && i < gpu_count; i++) {
-    bool in_list = is_text && !*key && !strcmp(gpus[i].uuid, word), is_key = !strcmp(gpus[i].uuid, key);
-    if (!strcmp(above, "gpus") && in_list) e->bytes[i] = -1;
-    if (!strcmp(above, "gpus") && is_key) e->bytes[i] = is_text || is_no_share(word) ? -1 : atoll(word);
-    if (!strcmp(above, "parts") && is_key) e->part[i] = is_text || !is_part_number(word) ? -1 : atoi(word);
-    if (!strcmp(above, "pieces") && is_key) e->bytes[i] = -1;
-  }
+  for (int i = 0; *above && i < gpu_count; i++) note_of_gpu(e, i, above, key, word, is_text);
+}
+
+static void judge_pieces(struct entry *e) /* when all of it is read, since "modes" may stand first */
+{
+  for (int i = 0; i < gpu_count; i++)
+    if (e->has_pieces[i] && (!gpus[i].is_piece || strcmp(gpus[i].mode, e->mode[i]))) e->bytes[i] = -1;
 }
 
 static void value(struct entry *e, const char *above, const char *key, int depth)
@@ -216,7 +247,9 @@ static void value(struct entry *e, const char *above, const char *key, int depth
   if (depth > 20) {
     bad = true;
   } else if (*at == '{' || *at == '[') {
-    if (!strcmp(above, "pieces") || !strcmp(above, "gpus")) note(e, above, key, "", false); /* all of it */
+    bool is_empty = at[1 + strspn(at + 1, " \t\r\n")] == close;
+    if (!strcmp(above, "gpus")) note(e, above, key, "", false); /* all of it */
+    if (!strcmp(above, "pieces")) note(e, above, key, close == '}' || is_empty ? "none" : "", false);
     for (at++, blanks(); !bad && *at != close; blanks()) {
       char name[256] = "";
       if (close == '}') {
@@ -462,13 +495,14 @@ static void read_entry(struct directory *d, const char *name, long long number)
   } else if (S_ISREG(s.st_mode) && !(s.st_mode & 022) && s.st_size <= ENTRY) {
     ssize_t n = pread(fd, data, ENTRY, 0);
     data[n < 0 ? 0 : n] = 0;
-    for (int i = 0; i < GPUS; i++) e.part[i] = -1;
+    for (int i = 0; i < GPUS; i++) e.part[i][0] = e.part[i][1] = -1;
     e.dev = s.st_dev, e.ino = s.st_ino, e.uid = s.st_uid;
     put(e.name, sizeof e.name, "%s", name);
     at = data, bad = false;
     blanks();
     bad = *at != '{';
     if (!bad) value(&e, "", "", 0);
+    judge_pieces(&e);
     for (int i = 0; s.st_nlink > 1 && i < d->count; i++)
       bad = bad || (d->living[i].dev == e.dev && d->living[i].ino == e.ino && d->living[i].uid == e.uid);
     bad = bad || e.nb_gpus < 0 || (d == &queue) != (e.nb_gpus > 0);
@@ -530,12 +564,50 @@ static bool is_mine(const struct directory *d, const struct entry *e)
   return d->mine >= 0 && !strcmp(e->name, d->mine_name);
 }
 
+static bool is_written(int i, bool ticket) { return ticket ? !*inside || gpus[i].inside : gpus[i].chosen; }
+
+static void write_part(FILE *out, int before, const char *name, int part)
+{
+  if (before) fputc(',', out);
+  write_text(out, name);
+  fprintf(out, ":%d", part);
+}
+
+static void write_pieces(FILE *out, bool ticket) /* and the modes of their GPUs */
+{
+  int count = 0, modes = 0;
+  fputs(",\"pieces\":{", out);
+  for (int i = 0; i < gpu_count; i++) {
+    bool is_first = true, is_said = gpus[i].is_piece || has_two_names(&gpus[i]);
+    for (int k = 0; k < i; k++) is_first = is_first && !(is_written(k, ticket) && !strcmp(gpus[k].whole, gpus[i].whole));
+    if (!is_said || !is_first || !is_written(i, ticket)) continue;
+    if (count++) fputc(',', out);
+    write_text(out, gpus[i].whole);
+    fputs(":[", out);
+    for (int k = i, n = 0; k < gpu_count; k++) {
+      if (!gpus[k].is_piece || strcmp(gpus[k].whole, gpus[i].whole) || !is_written(k, ticket)) continue;
+      if (n++) fputc(',', out);
+      write_text(out, gpus[k].uuid);
+    }
+    fputc(']', out);
+  }
+  fputs("},\"modes\":{", out);
+  for (int i = 0; i < gpu_count; i++) {
+    if (!*gpus[i].mode || !is_written(i, ticket)) continue;
+    if (modes++) fputc(',', out);
+    write_text(out, gpus[i].whole);
+    fputc(':', out);
+    write_text(out, gpus[i].mode);
+  }
+  fputc('}', out);
+}
+
 static void write_gpus(FILE *out, bool ticket)
 {
   int n = 0;
   fprintf(out, "\"gpus\":%c", ticket ? '[' : '{');
   for (int i = 0; i < gpu_count; i++) {
-    if (ticket ? *inside && !gpus[i].inside : !gpus[i].chosen) continue;
+    if (!is_written(i, ticket)) continue;
     if (n++) fputc(',', out);
     write_text(out, gpus[i].uuid);
     if (!ticket && share) fprintf(out, ":%lld", share);
@@ -544,12 +616,14 @@ static void write_gpus(FILE *out, bool ticket)
   fprintf(out, "%c,\"parts\":{", ticket ? ']' : '}');
   n = 0;
   for (int i = 0; i < gpu_count && !ticket; i++) {
-    if (!gpus[i].chosen || gpus[i].part < 0) continue;
-    if (n++) fputc(',', out);
-    write_text(out, gpus[i].uuid);
-    fprintf(out, ":%d", gpus[i].part);
+    const struct gpu *gpu = &gpus[i];
+    if (!gpu->chosen) continue;
+    if (gpu->part[0] >= 0) write_part(out, n++, gpu->uuid, gpu->part[0]);
+    if (gpu->part[1] >= 0 && has_two_names(gpu)) write_part(out, n++, gpu->whole, gpu->part[1]);
+    if (gpu->part_of_pieces >= 0) write_part(out, n++, gpu->whole, gpu->part_of_pieces);
   }
   fputc('}', out);
+  write_pieces(out, ticket);
 }
 
 static void write_time(FILE *out, const char *key, double when)
@@ -644,10 +718,10 @@ static socklen_t address_of(struct sockaddr_un *a, const char *uuid, const char 
   return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + n);
 }
 
-static bool is_held(const struct gpu *gpu, const char *tail)
+static bool is_held(const char *name, const char *tail)
 {
   struct sockaddr_un a;
-  socklen_t size = address_of(&a, gpu->uuid, tail);
+  socklen_t size = address_of(&a, name, tail);
   int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
   if (fd < 0) die(70, "socket: %s", strerror(errno));
   bool held = !connect(fd, (struct sockaddr *)&a, size) || errno != ECONNREFUSED;
@@ -655,10 +729,10 @@ static bool is_held(const struct gpu *gpu, const char *tail)
   return held;
 }
 
-static bool take_door(struct gpu *gpu, const char *tail)
+static bool take_door(struct gpu *gpu, const char *name, const char *tail)
 {
   struct sockaddr_un a;
-  socklen_t size = address_of(&a, gpu->uuid, tail);
+  socklen_t size = address_of(&a, name, tail);
   int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
   if (fd < 0) die(70, "socket: %s", strerror(errno));
   if (!bind(fd, (struct sockaddr *)&a, size)) {
@@ -681,32 +755,61 @@ static bool takes_room(const struct entry *e) /* of a claim from this process, o
   return !is_mine(&claims, e) && !is_around && (!beneath || is_beside);
 }
 
-static bool is_part(int gpu, int part) /* of an entry here that takes room and whose process, unlike a child, keeps it */
+static bool is_part(int gpu, int name, int part) /* of an entry here that takes room and whose process, unlike a child, keeps it */
 {
   for (int i = 0; i < claims.count; i++) {
     const struct entry *e = &claims.living[i];
-    if (e->bytes[gpu] && e->part[gpu] == part && takes_room(e) && !has_ended(e)) return true;
+    if (e->bytes[gpu] && e->part[gpu][name] == part && takes_room(e) && !has_ended(e)) return true;
   }
   return false;
 }
 
-static bool take_part(int i)
+static const char *name_of(int i, int name) { return name ? gpus[i].whole : gpus[i].uuid; }
+
+static bool take_part(int i, int name)
 {
   char tail[16];
-  for (int part = 0; part < PARTS && gpus[i].part < 0; part++) {
+  int *mine = &gpus[i].part[name];
+  for (int part = 0; part < PARTS && *mine < 0; part++) {
     put(tail, sizeof tail, ".%d", part);
-    if (!is_part(i, part) && take_door(&gpus[i], tail)) gpus[i].part = part;
+    if (!is_part(i, name, part) && take_door(&gpus[i], name_of(i, name), tail)) *mine = part;
   }
-  return gpus[i].part >= 0;
+  return *mine >= 0;
 }
 
-static bool parts_are_known(int i)
+static bool parts_are_known(int i, int name)
 {
   char tail[16];
-  for (int part = 0; part < 2 * PARTS; part++) { /* the second half is of its pieces */
+  for (int part = 0; part < 2 * PARTS; part++) { /* the second half is of its pieces, and no entry vouches for it */
+    bool known = part == gpus[i].part[name] || (part < PARTS && is_part(i, name, part));
     put(tail, sizeof tail, ".%d", part);
-    if (part != gpus[i].part && is_held(&gpus[i], tail) && !is_part(i, part)) return false;
+    if (!known && is_held(name_of(i, name), tail)) return false;
   }
+  return true;
+}
+
+static const char *const all_modes[] = {"DPX", "TPX", "QPX", "CPX"};
+
+static bool take_part_of_pieces(struct gpu *gpu) /* before a piece: whoever takes all of the GPU asks for it */
+{
+  char tail[32];
+  for (int part = PARTS; part < 2 * PARTS && gpu->part_of_pieces < 0; part++) {
+    put(tail, sizeof tail, ".%d", part);
+    if (take_door(gpu, gpu->whole, tail)) gpu->part_of_pieces = part;
+  }
+  if (gpu->part_of_pieces < 0) return false;
+  put(tail, sizeof tail, ".%s.%d", gpu->mode, gpu->part_of_pieces);
+  if (*gpu->mode && !take_door(gpu, gpu->whole, tail)) return false;
+  if (is_held(gpu->whole, "")) return false;
+  for (int part = 0; part < PARTS; part++) {
+    put(tail, sizeof tail, ".%d", part);
+    if (is_held(gpu->whole, tail)) return false; /* a share of all of it */
+  }
+  for (size_t mode = 0; mode < sizeof all_modes / sizeof *all_modes && *gpu->mode; mode++)
+    for (int part = PARTS; part < 2 * PARTS && strcmp(all_modes[mode], gpu->mode); part++) {
+      put(tail, sizeof tail, ".%s.%d", all_modes[mode], part);
+      if (is_held(gpu->whole, tail)) return false;
+    }
   return true;
 }
 
@@ -723,33 +826,44 @@ static bool is_token_held(const struct gpu *gpu)
 {
   char first[32], last[32];
   tails_of_token(scope, first, last);
-  return is_held(gpu, first) && is_held(gpu, last);
+  return is_held(gpu->uuid, first) && is_held(gpu->uuid, last);
 }
 
 static void close_doors(struct gpu *gpu)
 {
   while (gpu->door_count) close(gpu->doors[--gpu->door_count]);
-  gpu->part = -1;
+  gpu->part[0] = gpu->part[1] = gpu->part_of_pieces = -1;
+}
+
+static bool take_doors_of_name(int i, int name)
+{
+  struct gpu *gpu = &gpus[i];
+  const char *text = name_of(i, name);
+  char first[32], last[32];
+  int before = gpu->door_count;
+  if (*inside) return take_part(i, name) && is_token_held(gpu);
+  tails_of_token(token, first, last);
+  if (*token && !take_door(gpu, text, first)) return false;
+  if (!take_door(gpu, text, "") || !parts_are_known(i, name)) return false;
+  if (*token) return take_part(i, name) && take_door(gpu, text, last);
+  if (!share) return true;
+  if (!take_part(i, name) || !parts_are_known(i, name)) return false; /* one of the processes may have ended since */
+  close(gpu->doors[before]);
+  gpu->doors[before] = gpu->doors[--gpu->door_count];
+  return true;
 }
 
 static bool take_doors(int i)
 {
   struct gpu *gpu = &gpus[i];
-  char first[32], last[32];
 #ifdef NO_DOORS
   return true;
 #endif
-  if (without_doors) return true;
-  if (*inside) return gpu->by_entry || (take_part(i) && is_token_held(gpu));
-  tails_of_token(token, first, last);
-  if (*token && !take_door(gpu, first)) return false;
-  if (!take_door(gpu, "") || !parts_are_known(i)) return false;
-  if (*token) return take_part(i) && take_door(gpu, last);
-  if (!share) return true;
-  if (!take_part(i) || !parts_are_known(i)) return false; /* one of the processes may have ended since */
-  close(gpu->doors[0]);
-  gpu->doors[0] = gpu->doors[--gpu->door_count];
-  return true;
+  if (without_doors || (*inside && gpu->by_entry)) return true;
+#ifndef NO_PART
+  if (gpu->is_piece && !take_part_of_pieces(gpu)) return false;
+#endif
+  return take_doors_of_name(i, 0) && (!has_two_names(gpu) || take_doors_of_name(i, 1));
 }
 
 /* ---- the driver ---- */
@@ -761,11 +875,29 @@ static struct {
 static int on_gpu_count;
 static double polled = -1e9;
 
+/* Whether a device of a simulated host is there, by the file that says how its card is divided: "whole", "mig ...",
+ * "partitions N" or "functions N". Without one the card is whole. */
+static bool is_there(const struct gpu *gpu)
+{
+  char path[4400], line[256] = "whole";
+  const char *mode = "";
+  put(path, sizeof path, "%.4000s/%.100s/%.100s.mode", simulated, preset ? preset : "", gpu->whole);
+  FILE *file = preset ? fopen(path, "re") : NULL;
+  if (file && !fgets(line, sizeof line, file)) *line = 0;
+  if (file) fclose(file);
+  if (!strncmp(line, "functions", 9)) return true;
+  if (!strncmp(line, "partitions 2", 12)) mode = "DPX";
+  if (!strncmp(line, "partitions 4", 12)) mode = "QPX";
+  if (!strncmp(line, "partitions 8", 12)) mode = "CPX";
+  return !preset || (gpu->is_piece == !!strncmp(line, "whole", 5) && !strcmp(gpu->mode, mode));
+}
+
 static void poll_driver(void)
 {
   char path[4200];
   polled = now();
   on_gpu_count = 0;
+  for (int i = 0; i < gpu_count; i++) gpus[i].there = is_there(&gpus[i]);
   if (!preset) return;
   put(path, sizeof path, "%.4000s/%.100s", simulated, preset);
   DIR *d = opendir(path);
@@ -797,6 +929,7 @@ static bool is_of_sharer(int gpu, long pid)
 
 static bool is_busy(int gpu, const struct entry *around)
 {
+  if (!gpus[gpu].there) return true;
   for (int i = 0; i < on_gpu_count; i++) {
     long pid = on_gpu[i].pid;
     if (strcmp(on_gpu[i].uuid, gpus[gpu].uuid) || pid == getpid() || (around && pid == around->pid)) continue;
@@ -837,7 +970,8 @@ static void read_closed_file(int dir, const char *name)
     if (sscanf(line, "%100s %31s %31s %255s", uuid, from, until, whom) != 4) continue;
     bool drained = !strcmp(from, "-") && !strcmp(until, "-");
     bool binds = drained || (geteuid() && begin < atof(until) && atof(from) < end && !is_for_me(whom));
-    for (int i = 0; i < gpu_count && binds; i++) gpus[i].closed = gpus[i].closed || !strcmp(gpus[i].uuid, uuid);
+    for (int i = 0; i < gpu_count && binds; i++)
+      gpus[i].closed = gpus[i].closed || !strcmp(gpus[i].uuid, uuid) || !strcmp(gpus[i].whole, uuid);
   }
 }
 
@@ -875,7 +1009,7 @@ static const struct entry *claim_around(void)
     if (e->uid != geteuid() || *e->inside || strcmp(e->token, hash)) continue;
     int held = 0;
     for (int k = 0; k < gpu_count; k++) {
-      gpus[k].by_entry = without_doors || e->part[k] < 0;
+      gpus[k].by_entry = without_doors || e->part[k][0] < 0;
       gpus[k].inside = e->bytes[k] < 0 && (gpus[k].by_entry || (!has_ended(e) && is_token_held(&gpus[k])));
       held += gpus[k].inside;
     }
@@ -1139,9 +1273,22 @@ static void prepare(const char *program)
   close_fd(&fd);
 }
 
+static void add_gpu(const char *text) /* UUID, UUID=GPU, UUID@GPU or UUID@GPU+MODE */
+{
+  struct gpu *gpu = &gpus[gpu_count++];
+  const char *end = text + strcspn(text, "@="), *mode = strchr(end, '+');
+  gpu->part[0] = gpu->part[1] = gpu->part_of_pieces = -1;
+  gpu->is_piece = *end == '@';
+  put(gpu->uuid, UUID_SIZE, "%.*s", (int)(end - text), text);
+  if (*end && mode) put(gpu->whole, UUID_SIZE, "%.*s", (int)(mode - end - 1), end + 1);
+  else put(gpu->whole, UUID_SIZE, "%s", *end ? end + 1 : gpu->uuid);
+  put(gpu->mode, MODE_SIZE, "%s", *end && mode ? mode + 1 : "");
+}
+
 int main(int argc, char **argv)
 {
   int option;
+  bool has_pieces = false;
   char *listed = NULL;
   began = now();
   while ((option = getopt(argc, argv, "+n:g:m:s:if:t:p:")) != -1) switch (option) {
@@ -1157,10 +1304,10 @@ int main(int argc, char **argv)
     }
   for (char *uuid = listed ? strtok(listed, ",") : NULL; uuid && gpu_count < GPUS; uuid = strtok(NULL, ",")) {
     if (strlen(uuid) >= UUID_SIZE) die(64, "%s is no UUID", uuid);
-    gpus[gpu_count].part = -1;
-    strcpy(gpus[gpu_count++].uuid, uuid);
+    add_gpu(uuid);
+    has_pieces = has_pieces || gpus[gpu_count - 1].is_piece;
   }
-  if (!argv[optind] || wanted < 1 || wanted > gpu_count || share < 0 || share > capacity || (share && *token))
+  if (!argv[optind] || wanted < 1 || wanted > gpu_count || (has_pieces && wanted > 1) || share < 0 || share > capacity || (share && *token))
     die(64, "usage: client -n N -g UUID,... [-m BYTES] [-s BYTES] [-i] [-f SECONDS] [-t SECONDS] [-p PRESET] COMMAND ...");
   prepare(argv[optind]);
   claim();

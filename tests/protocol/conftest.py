@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -60,6 +60,13 @@ def build() -> Iterator[Callable[..., str]]:
         yield one
 
 
+def spelling(gpu: api.Gpu) -> str:
+    """A device as the C client takes it: ``UUID``, ``UUID=GPU``, ``UUID@GPU`` or ``UUID@GPU+MODE``."""
+    if not gpu.is_piece:
+        return gpu.uuid if gpu.whole == gpu.uuid else f"{gpu.uuid}={gpu.whole}"
+    return f"{gpu.uuid}@{gpu.whole}" + (f"+{gpu.mode}" if gpu.mode else "")
+
+
 class Party:
     """A process that claims and becomes a job: of the C client (``kind`` "c") or of ``safe-gpu run`` ("python")."""
 
@@ -93,18 +100,19 @@ class Party:
 class Scene:
     """A simulated host, the referee's markers and log, and those who claim there."""
 
-    def __init__(self, directory: Path, build: Callable[..., str]) -> None:
+    def __init__(self, directory: Path, build: Callable[..., str], preset: str = PRESET) -> None:
         self.directory, self.build, self.required = directory, build, REQUIRED
+        self.preset = preset
         self.parties: list[Party] = []
         seed = int(SEED or random.randrange(10**6))
         self.random = random.Random(seed)
         print(f"SAFE_GPU_TEST_SEED={seed} repeats this choice")
-        host = api.find_preset(PRESET).gpus
+        host = api.find_preset(preset).gpus
         self.uuids = [gpu.uuid for gpu in host]
         self.capacity = api.share_capacity(host[0])
         self.state_dir = directory / "state"
         self.markers = directory / "markers"
-        self.tree = directory / "hosts" / PRESET
+        self.tree = directory / "hosts" / preset
         self.log = directory / "log"
         for path in (self.markers, self.tree.parent, self.tree):
             path.mkdir()
@@ -116,21 +124,26 @@ class Scene:
             "PYTHONPATH": str(PACKAGE_ROOT),
             "SAFE_GPU_DIR": str(self.state_dir),
             "SAFE_GPU_SIMULATED_DIR": str(self.tree.parent),
-            "SAFE_GPU_DRIVER": f"simulated:{PRESET}",
+            "SAFE_GPU_DRIVER": f"simulated:{preset}",
             "SAFE_GPU_LEGACY_LOCK": "never",
         }
 
-    def words(self, kind: str, size: int, *options: str, flags: Sequence[str] = ()) -> list[str]:
+    def words(
+        self, kind: str, size: int, *options: str, flags: Sequence[str] = (), only: Sequence[api.Gpu] = ()
+    ) -> list[str]:
         """The command line of a client, up to the command that it becomes.
 
         Args:
-            options: of OPTIONS; flags: how to compile the C client.
+            options: of OPTIONS; flags: how to compile the C client; only: the devices to choose from, if not all.
         """
         spelt = [word for option in options for word in OPTIONS[option][kind]]
         if kind == "c":
-            listed = ("-g", ",".join(self.uuids), "-p", PRESET, "-m", str(self.capacity))
+            names = ",".join(map(spelling, only) if only else self.uuids)
+            listed = ("-g", names, "-p", self.preset, "-m", str(self.capacity))
             return [self.build("client.c", *flags), "-n", str(size), *listed, *spelt]
-        run = (sys.executable, "-m", "safe_gpu", "run", "--affinity", "none", "--visible-as", "uuid", "-q")
+        run = [sys.executable, "-m", "safe_gpu", "run", "--affinity", "none", "--visible-as", "uuid", "-q"]
+        if only:
+            run += ["--only", ",".join(gpu.uuid for gpu in only)]
         return [*run, "-n", str(size), *spelt, "--"]
 
     def ends(self, kind: str, size: int, *options: str, **more: Any) -> int:
@@ -149,11 +162,12 @@ class Scene:
         command: Sequence[str] = (),
         seconds: float = -1,
         flags: Sequence[str] = (),
+        only: Sequence[api.Gpu] = (),
         env: Mapping[str, str] = MappingProxyType({}),
         **process: Any,
     ) -> Party:
         """Start a client that claims ``size`` GPUs and becomes ``command``, or the referee's job."""
-        words = [*self.words(kind, size, *options, flags=flags), *(command or self.job(seconds))]
+        words = [*self.words(kind, size, *options, flags=flags, only=only), *(command or self.job(seconds))]
         self.parties.append(Party(kind, size, words, {**self.env, **env}, **process))
         return self.parties[-1]
 
@@ -215,6 +229,21 @@ class Scene:
     def close(self) -> None:
         for party in self.parties:
             party.close()
+
+
+@pytest.fixture
+def scene_of(build: Callable[..., str]) -> Iterator[Callable[[str], Scene]]:
+    """``scene_of("max1550")``: that simulated host."""
+    with ExitStack() as stack:
+
+        def make(preset: str) -> Scene:
+            path = stack.enter_context(tempfile.TemporaryDirectory(prefix="safe-gpu-protocol-"))
+            os.chmod(path, 0o1777)
+            scene = Scene(Path(path), build, preset)
+            stack.callback(scene.close)
+            return scene
+
+        yield make
 
 
 @pytest.fixture

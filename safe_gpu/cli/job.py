@@ -103,8 +103,9 @@ def _claim_and_become(path: str, options: argparse.Namespace) -> NoReturn:
     hint = "hold_for" not in arguments
     try:
         with unwind_on_signals(), WaitLine(sys.stderr, quiet=options.quiet, hint=hint) as line:
-            internal = {"on_wait": line.show, "on_delay": line.note, "command": command_for_record(options.command)}
-            owner = owner_type(**internal)(**arguments)
+            command = command_for_record(options.command)
+            make_owner = owner_type(on_wait=line.show, on_delay=line.note, command=command)
+            owner = make_owner(**arguments)
         if not options.quiet:
             _say_what_is_claimed(owner.gpus, line)
         owner.keep_across_exec()

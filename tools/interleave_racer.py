@@ -51,7 +51,7 @@ _ASK, _TRY, _WAIT = 36, 37, 38  # F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW
 _OFD = {_ASK: "ask", _TRY: "try", _WAIT: "wait for"}
 _BEGAN = time.time(), time.monotonic(), time.clock_gettime(time.CLOCK_BOOTTIME)  # for all racers
 _LISTED = "/claims", "/queue"
-_PARTS = 3  # that a GPU has: more is asked for in vain
+_PARTS = 3  # that a GPU has for shares, and for pieces: more is asked for in vain
 _KINDS = {0: "shared", 1: "exclusive"}  # F_RDLCK, F_WRLCK
 
 
@@ -387,7 +387,8 @@ def _replace(racer: Racer) -> None:
         return _names(self, most)
 
     directory.SharedDirectory.names = names  # type: ignore[method-assign]
-    doors.MOST_PARTS, doors._TAILS = _PARTS, doors._TAILS[:_PARTS]
+    doors.SHARE_PARTS = doors.SHARE_PARTS[:_PARTS]
+    doors.PIECE_PARTS = doors.PIECE_PARTS[:_PARTS]
     doors.socket = _socket_of(racer)  # type: ignore[misc]
     sys.modules["threading"] = _threading_of(racer)
     time.time = lambda: _BEGAN[0] + racer.clock[0]

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from interleave_racer import Racer
+from interleave_racer import CONTENT, Racer
 from support.stage import booked_twice, simulate
 
 import safe_gpu
@@ -18,12 +19,15 @@ from safe_gpu.claim import queue_place
 from safe_gpu.coordination import older_package as legacy
 from safe_gpu.coordination.directory import PARTS
 from safe_gpu.coordination.holders import living_claims
-from safe_gpu.drivers.simulated import PRESETS, SimulatedDriver, find_preset
+from safe_gpu.drivers.simulated import PRESETS, WHOLE, SimulatedDriver, find_preset
+from safe_gpu.gpus.devices import Gpu
 
 _HOST = find_preset("dgx-a100")
 _FACTS, _CARDS = PRESETS["dgx-a100"]
 for _number in (1, 2):
     PRESETS[f"gpus-{_number}"] = [_FACTS, " ".join(_CARDS.split(" ")[: 3 + _number])]
+PRESETS["amd-1"] = [_FACTS, "AMD Instinct MI300X; 196480; 05:0"]
+PRESETS["intel-1"] = [_FACTS, "Intel Data Center GPU Max 1550; 131072; 18:0"]
 GIB = 1 << 30
 CAPACITY = (_HOST.devices[0].memory_total or 0) - GIB // 2  # of one GPU, about, bytes
 
@@ -46,6 +50,26 @@ class Plan(NamedTuple):
     at: int = 1
     inside: str = ""
     after: str = ""
+
+
+class Device(NamedTuple):
+    """What a racer has: a card, or a piece of it.
+
+    Attributes:
+        card: its number among the cards of the host.
+        piece: the name of the piece; "" of the whole card.
+        mode: of the card, where it has several in which it has pieces.
+    """
+
+    card: int
+    piece: str = ""
+    mode: str = ""
+
+
+def device_of(gpu: Gpu) -> Device:
+    """Return what a device of the driver is."""
+    cards = [card.gpu.whole for card in find_preset(os.environ["SAFE_GPU_DRIVER"].partition(":")[2]).cards]
+    return Device(cards.index(gpu.whole), gpu.uuid if gpu.is_piece else "", gpu.mode)
 
 
 def claims(
@@ -77,7 +101,7 @@ def claims(
                 continue
             if options.get("delegate"):
                 Path(racer.base, f"scope-{racer.name}").write_text(os.environ["SAFE_GPU_SCOPE"])
-            racer.say("has", [gpu.index for gpu in owner.gpus], owner.share)
+            racer.say("has", [device_of(gpu) for gpu in owner.gpus], owner.share)
             try:
                 if ends == "by exec":
                     owner.keep_across_exec()
@@ -125,7 +149,7 @@ def old_package(hold: float = 0.03) -> Plan:
             free = [gpu for gpu in driver.snapshot().gpus if not gpu.processes]
             context = driver.occupy(free[0].uuid) if free else None
             if context is not None:
-                racer.say("has", [free[0].index], None)
+                racer.say("has", [device_of(free[0])], None)
             fcntl.lockf(file.fileno(), fcntl.LOCK_UN)
         if context is None:
             racer.say("refused", "by the driver")
@@ -155,6 +179,22 @@ def drains(gpu: int, hold: float = 0.03) -> Plan:
     return Plan(act)
 
 
+def divides(*modes: str, hold: float = 0.02) -> Plan:
+    """An administrator who divides the first card otherwise, whoever uses it."""
+
+    def act(racer: Racer) -> None:
+        name = os.environ["SAFE_GPU_DRIVER"].partition(":")[2]
+        driver = SimulatedDriver(name)
+        card = driver.idle.gpus[0].whole
+        label = f"simulated/{name}/{card}.mode"
+        for mode in modes:
+            racer.whole(driver.divide, f"write {label}")(card, mode)
+            racer.say(CONTENT, label, hash(mode))
+            time.sleep(hold)
+
+    return Plan(act)
+
+
 def unlinks() -> Plan:
     """The owner of the state directory removes host.lock."""
 
@@ -173,6 +213,8 @@ class Scene:
     Attributes:
         plans: what each racer does, by its name.
         gpus: of the host.
+        preset: the host; "" is one with so many GPUs.
+        mode: in which its first card is at first; "" is whole.
         kill: the racers of which one is killed, at any step.
         deaths: how: keys of DEATHS.
         interrupt: those of which one gets SIGINT, at any step.
@@ -186,6 +228,8 @@ class Scene:
 
     plans: dict[str, Plan]
     gpus: int = 1
+    preset: str = ""
+    mode: str = ""
     kill: str = ""
     deaths: str = "!^"
     interrupt: str = ""
@@ -199,7 +243,7 @@ class Scene:
     def visit(self, base: str, number: int) -> None:
         """Let this process use the state directory of that number."""
         policy = {"SAFE_GPU_POLICY": f"{base}/etc/policy.ini"} if self.users else {}
-        simulate(f"gpus-{self.gpus}", f"{base}/{number}", SAFE_GPU_SIMULATED_DIR=f"{base}/simulated", **policy)
+        simulate(self.host, f"{base}/{number}", SAFE_GPU_SIMULATED_DIR=f"{base}/simulated", **policy)
 
     def user(self, name: str) -> str:
         """The user of a racer."""
@@ -219,6 +263,11 @@ class Scene:
 
         queue_place.turn_of_newcomer = said
         os.setresuid(*[_FIRST_USER + ord(self.user(racer.name))] * 3)
+
+    @property
+    def host(self) -> str:
+        """The simulated host."""
+        return self.preset or f"gpus-{self.gpus}"
 
     @property
     def closes(self) -> bool:
@@ -241,6 +290,7 @@ _INNER: dict[str, Any] = {"inside": "A"}
 _ANY = "!^%&"
 _BIG, _SMALL = "60GiB", "25GiB"
 _PATIENT: dict[str, Any] = {"timeout": 60}
+_MIG, _CPX, _DPX, _FUNCTIONS = "mig 3g.40gb/2 40320 1g.10gb 9856", "partitions 8", "partitions 2", "functions 2"
 _UNLOCKED: dict[str, Any] = {"host_lock": False, "apart": True}
 
 SCENES: dict[str, Scene] = {
@@ -329,6 +379,52 @@ SCENES: dict[str, Scene] = {
         claims(context=True, older=True), claims(at=2, context=True, older=True), old_package()
     ),
     "drain": _scene(drains(0), claims(), claims(**_PATIENT, only=0), kill="B"),
+    # GPUs and their pieces, while an administrator divides them
+    "pieces": _scene(claims(), claims(), divides(_MIG), divides(WHOLE), kill="A"),
+    "pieces-3": _scene(claims(), claims(), claims(), divides(_MIG)),
+    "pieces-two": _scene(claims(), claims(), mode=_MIG, served=2),
+    "pieces-whole": _scene(claims(), claims(), divides(WHOLE), divides(_MIG), mode=_MIG, kill="AB"),
+    "pieces-share": _scene(claims(share=_SMALL), claims(), divides(_MIG), kill="A"),
+    "pieces-directories": _scene(claims(), claims(at=2), divides(_MIG), divides(WHOLE), kill="AB"),
+    "pieces-directories-whole": _scene(claims(), claims(at=2), divides(WHOLE), divides(_MIG), mode=_MIG, kill="AB"),
+    "pieces-directories-3": _scene(claims(), claims(at=2), claims(at=3), divides(_MIG)),
+    "pieces-directories-share": _scene(claims(share=_SMALL), claims(at=2), divides(_MIG), divides(WHOLE), kill="AB"),
+    "pieces-directories-again": _scene(claims(times=2, **_OUTER), claims(at=2, times=2), divides(_MIG)),
+    "pieces-modes": _scene(claims(), claims(), divides(_DPX), mode=_CPX, preset="amd-1", kill="A"),
+    "pieces-modes-whole": _scene(claims(), claims(), divides(WHOLE), divides(_DPX), mode=_CPX, preset="amd-1"),
+    "pieces-modes-directories": _scene(claims(), claims(at=2), divides(_DPX), mode=_CPX, preset="amd-1", kill="AB"),
+    "pieces-functions": _scene(claims(only=0), claims(only=1), claims(only=2), mode=_FUNCTIONS, preset="intel-1"),
+    "pieces-functions-directories": _scene(
+        claims(only=0),
+        claims(only=1, at=2),
+        divides(WHOLE),
+        divides(_FUNCTIONS),
+        mode=_FUNCTIONS,
+        preset="intel-1",
+        kill="AB",
+    ),
+    "pieces-nested": _scene(claims(**_OUTER), claims(**_INNER), claims(at=2), divides(_MIG), kill="A"),
+    "pieces-nested-whole": _scene(
+        claims(**_OUTER), claims(**_INNER), claims(at=2), divides(WHOLE), mode=_MIG, kill="A"
+    ),
+    "pieces-exec": _scene(claims(ends="by exec"), claims(at=2), divides(_MIG), kill="A"),
+    "pieces-queue": _scene(
+        claims(only=1),
+        claims(only=0, **_PATIENT),
+        claims(only=2, **_PATIENT),
+        mode=_FUNCTIONS,
+        preset="intel-1",
+        kill="A",
+        in_turn=True,
+    ),
+    "pieces-queue-divided": _scene(claims(), claims(**_PATIENT), claims(**_PATIENT), divides(_MIG), kill="B"),
+    "pieces-apart": _scene(claims(), claims(), divides(_MIG), kill="A", apart=True),
+    "pieces-unlocked": _scene(claims(), claims(), divides(WHOLE), divides(_MIG), mode=_MIG, kill="A", **_UNLOCKED),
+    "pieces-unlocked-doors": _scene(claims(), claims(), divides(WHOLE), divides(_MIG), mode=_MIG, host_lock=False),
+    "pieces-unlocked-share": _scene(claims(share=_SMALL), claims(), divides(_MIG), divides(WHOLE), **_UNLOCKED),
+    "pieces-unlocked-modes": _scene(
+        claims(), claims(), divides(_DPX), divides(_CPX), mode=_CPX, preset="amd-1", **_UNLOCKED
+    ),
     # Entries alone; and host.lock keeps the order, and no GPU
     "apart": _scene(claims(), claims(), kill="A", apart=True, served=1),
     "apart-shares": _scene(claims(share=_BIG), claims(share=_SMALL), kill="A", apart=True, served=1),
@@ -424,7 +520,8 @@ class Referee:
             self._disturbed |= what == "dies" or "KeyboardInterrupt" in about or met or bool(self._leaving)
             self._waiting.discard(who)
 
-    def _take(self, who: str, gpus: list[int], share: int | None) -> None:
+    def _take(self, who: str, devices: list[Device], share: int | None) -> None:
+        gpus = [device.card for device in devices]
         self._served += 1
         mine = self._tickets.pop(who, None)
         self._waiting.discard(who)
@@ -434,7 +531,7 @@ class Referee:
                     self.faults.append(
                         f"{who} has GPU {gpus} before {other}, whose ticket is {self._tickets[other][1]}"
                     )
-        self._has[who] = gpus, share
+        self._has[who] = devices, share
         if limit := self._scene.limit:
             user = self._scene.user
             if sum(len(held) for one, (held, _) in self._has.items() if user(one) == user(who)) > limit:
@@ -444,12 +541,33 @@ class Referee:
                 self.faults.append(f"{who} gets GPU {gpu}, which was drained before it began")
             if gpu in self._empty:
                 self.faults.append(f"{who} gets GPU {gpu}, which was drained and held by nobody")
-            holders = {one: about[1] for one, about in self._has.items() if gpu in about[0]}
-            parts = [(share, self._scene.plans[one].inside in holders) for one, share in holders.items()]
-            if what := booked_twice(parts, CAPACITY):
-                sizes = {one: f"{share / GIB:.0f} GiB" if share else "all" for one, share in holders.items()}
-                told = ", ".join(f"{one} has {size} of it" for one, size in sizes.items())
-                self.faults.append(f"GPU {gpu} is booked twice ({what}): {told}")
+            self._judge(gpu)
+
+    def _judge(self, card: int) -> None:
+        """Judge who has a card now, and who has pieces of it."""
+        holders: dict[str, tuple[Device, int | None]] = {}
+        for one, (devices, share) in self._has.items():
+            holders.update((one, (device, share)) for device in devices if device.card == card)
+        whole = {one: share for one, (device, share) in holders.items() if not device.piece}
+        parts = [(share, self._scene.plans[one].inside in whole) for one, share in whole.items()]
+        what = booked_twice(parts, CAPACITY) or self._pieces_booked_twice(holders)
+        if what:
+            told = ", ".join(f"{one} has {_amount(*about)} of it" for one, about in holders.items())
+            self.faults.append(f"GPU {card} is booked twice ({what}): {told}")
+
+    def _pieces_booked_twice(self, holders: dict[str, tuple[Device, int | None]]) -> str:
+        for one, other in combinations(holders, 2):
+            (first, share), (second, other_share) = holders[one], holders[other]
+            plans = self._scene.plans
+            if plans[one].inside == other or plans[other].inside == one:
+                continue
+            if bool(first.piece) != bool(second.piece):
+                return "a piece beside all of the GPU, or a share of that"
+            if first.mode != second.mode:
+                return "pieces of two modes"
+            if first.piece and first.piece == second.piece and (share is None or other_share is None):
+                return "a piece twice"
+        return ""
 
     def state(self) -> str:
         """Return what matters to its judgement of what is to come."""
@@ -460,6 +578,11 @@ class Referee:
         """Judge what all got."""
         if not self._disturbed and self._served < self._scene.served:
             self.faults.append(f"{self._served} claims got GPUs, and {self._scene.served} could have")
+
+
+def _amount(device: Device, share: int | None) -> str:
+    what = f"{device.piece} {device.mode}".rstrip() or "all"
+    return f"{share / GIB:.0f} GiB of {what}" if share else what
 
 
 def furnish(scene: Scene, base: str) -> None:
@@ -476,7 +599,7 @@ def furnish(scene: Scene, base: str) -> None:
         limit = f"[default]\nmax_gpus = {scene.limit}\n" if scene.limit else ""
         Path(base, "etc", "policy.ini").write_text(f"[host]\norder = fair\n{limit}")
     everything(scene, base)
-    driver = SimulatedDriver(f"gpus-{scene.gpus}")
+    driver = SimulatedDriver(scene.host)
     with driver.occupy(driver.idle.gpus[0].uuid):
         pass  # the driver's own directories
 
@@ -488,14 +611,20 @@ def renew(scene: Scene, base: str) -> None:
             for entry in os.scandir(f"{base}/{number}/{part}"):
                 os.unlink(entry.path)
         Path(base, str(number), "closed").unlink(missing_ok=True)
-    for entry in (*os.scandir(f"{base}/simulated/gpus-{scene.gpus}"), *os.scandir(base)):
+    for entry in (*os.scandir(f"{base}/simulated/{scene.host}"), *os.scandir(base)):
         if not entry.is_dir():
             os.unlink(entry.path)
+    if scene.mode:
+        scene.visit(base, scene.directories[0])
+        driver = SimulatedDriver(scene.host)
+        driver.divide(driver.idle.gpus[0].whole, scene.mode)
 
 
 def everything(scene: Scene, base: str) -> list[str]:
-    """Claim all GPUs in each state directory, one after the other. Returns what is wrong."""
+    """Claim all GPUs, whole, in each state directory, one after the other. Returns what is wrong."""
     found = []
+    for path in Path(base, "simulated").glob("*/*.mode"):
+        path.unlink()
     for number in scene.directories:
         Path(base, str(number), "closed").unlink(missing_ok=True)
         scene.visit(base, number)

@@ -13,6 +13,7 @@ from support.real import long
 
 ROOT = Path(__file__).parents[2]
 RACE = "tests/race/entry_race.py --until-found --seconds 90 --host-lock off"
+PIECES_RACE = "tests/race/pieces_race.py --until-found --seconds 90"
 SOAK = "tools/soak.py --processes 16 --minutes 2 --seed 1"
 EXPLORER = "tools/interleave.py --jobs 1"
 CRASH = "tools/crash_points.py"
@@ -46,6 +47,20 @@ CAUGHT = [  # build, what catches it, with these words, and what that says: one 
     ("share without the door", EXPLORER, "--scene shares-whole-directories --begin A3", TWICE),
     ("no door of the token", EXPLORER, "--scene nested-directories --begin 'A A%3'", TWICE),
     ("one door of the token", EXPLORER, "--scene nested-directories --begin 'A A%3'", TWICE),
+    ("no part of the GPU", PIECES_RACE, "--directories --vendor intel", "violation"),
+    ("no part of the GPU", EXPLORER, "--scene pieces-directories-whole --begin 'A C B'", TWICE),
+    ("piece asks first", EXPLORER, "--scene pieces-directories-whole --begin 'A10 C B D'", TWICE),
+    ("parts of one kind", PIECES_RACE, "--directories --vendor intel --shares", "violation"),
+    ("parts of one kind", EXPLORER, "--scene pieces-directories-share --begin 'A C B'", TWICE),
+    ("share asks no pieces", PIECES_RACE, "--directories --vendor intel --shares", "violation"),
+    ("share asks no pieces", EXPLORER, "--scene pieces-directories-share --begin 'C B D A'", TWICE),
+    ("no modes", PIECES_RACE, "--vendor amd", "violation"),
+    ("no modes", EXPLORER, "--scene pieces-modes --begin 'A C B'", TWICE),
+    ("no modes", EXPLORER, "--scene pieces-modes-directories --begin 'A C B'", TWICE),
+    ("names alone", PIECES_RACE, "--host-lock off --networks --vendor intel", "violation"),
+    ("names alone", EXPLORER, "--scene pieces-apart --begin 'A C B'", TWICE),
+    ("no second listing", PIECES_RACE, "--host-lock off --networks --vendor intel", "violation"),
+    ("no second listing", EXPLORER, "--scene pieces-unlocked --begin 'A6 C B D'", TWICE),
     ("closed read once", EXPLORER, "--scene unlocked-drain", "which was drained and held by nobody"),
     ("directories unfinished", SOAK, "--users --cleaner", "VIOLATION"),
     ("directories unfinished", CRASH, "--operation first --how kill --call mkdir", "says nothing|says refused"),

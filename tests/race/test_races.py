@@ -13,7 +13,8 @@ from support.stage import Stage, claims, import_everything, let_go
 from support.vendor_hosts import HipHost
 
 RACE = Path(__file__).parent / "entry_race.py"
-SECONDS = "6" if REQUIRED else "2"
+PIECES_RACE = Path(__file__).parent / "pieces_race.py"
+SECONDS = os.environ.get("RACE_SECONDS") or ("6" if REQUIRED else "2")
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for other users and network namespaces")
 WAYS = [
     "--host-lock on --shares --inside",
@@ -26,11 +27,15 @@ WAYS = [
 ]
 
 
-def nobody_collides(*words: str) -> None:
-    command = [sys.executable, str(RACE), "--seconds", SECONDS, *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+def race(path: Path, *words: str) -> str:
+    command = [sys.executable, str(path), "--seconds", SECONDS, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110 + float(SECONDS))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "'claimed'" in done.stdout
+    return done.stdout
+
+
+def nobody_collides(*words: str) -> None:
+    assert "'claimed'" in race(RACE, *words)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -42,6 +47,22 @@ def test_nobody_collides_on_a_host_of_hip(tmp_path: Path, build_library: Callabl
     """HIP chooses by the variables, once in a process, and the kernel shows its use."""
     host = HipHost(tmp_path, build_library("hip.c", "libamdhip64.so"))
     nobody_collides("--hip", str(host.library), "--root", str(host.root), "--work")
+
+
+@pytest.mark.parametrize("vendor", ["mig", "amd", "intel"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "--host-lock on --shares",
+        "--host-lock off --directories --shares",
+        pytest.param("--host-lock off --networks --shares", marks=ROOT),
+    ],
+)
+def test_nobody_has_a_gpu_and_another_one_a_piece_of_it(vendor: str, way: str) -> None:
+    """While the GPUs are divided otherwise all the time. RACE_SECONDS makes this and the races above longer."""
+    told = race(PIECES_RACE, "--vendor", vendor, *way.split())
+    for event in ("claimed piece", "claimed whole", "computed", "divided"):
+        assert event in told
 
 
 # Two users

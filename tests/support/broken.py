@@ -12,19 +12,21 @@ from safe_gpu.claim import look, queue_place
 from safe_gpu.claim import view as host_view
 from safe_gpu.claim.limits import ClaimsByUser
 from safe_gpu.claim.view import Polls
-from safe_gpu.coordination import directory, entry
+from safe_gpu.coordination import directory, doors, entry
 from safe_gpu.coordination.doors import Doors
 from safe_gpu.coordination.entry import Entries
 from safe_gpu.coordination.holders import Claims
 from safe_gpu.coordination.queue import Waiter
+from safe_gpu.coordination.silicon import Silicon
 from safe_gpu.host import locks
 from safe_gpu.host.signals import DeferredSignals
 from safe_gpu.selection import backfill, sharing, verdicts
 
-_take, _in_the_way, _see_closed = claims.Claim.take, look.Look._is_in_the_way, host_view.HostView.see_closed
+_take, _is_taken, _see_closed = claims.Claim.take, look.Look._is_taken, host_view.HostView.see_closed
 _lock = entry.lock
 _held_by, _open_gpus = ClaimsByUser.held_by, backfill.open_gpus
 _room, _promised_room = sharing.room, sharing.promised_room
+_take_share, _take_part_of_pieces, _meets = Doors.take_share, Doors.take_part_of_pieces, Silicon.meets
 _to_be_locked: list[int] = []
 
 
@@ -37,7 +39,7 @@ def _see_lower_alone(self: look.Look, gpu: Any) -> bool:
     assert self._claim is not None
     number = int(self._claim._name.partition(".")[0])
     self._view.claims = Claims(one for one in self._view.claims.living if one.number <= number)
-    return _in_the_way(self, gpu)
+    return _is_taken(self, gpu)
 
 
 def _remove_numbers(self: Entries) -> list[Any]:
@@ -79,14 +81,47 @@ def _see_closed_before(self: host_view.HostView, *arguments: Any, locked: bool =
         _see_closed(self, *arguments)
 
 
-def _share_without_door(self: Doors, uuid: str, known: Any) -> bool:
-    return self._take_part(uuid, known)
+def _share_without_door(self: Doors, uuid: str, parts_here: Any) -> bool:
+    return self._take_part(uuid, doors.SHARE_PARTS, parts_here)
 
 
 def _ask_first_alone(self: Doors, uuid: str, token: str) -> bool:
-    from safe_gpu.coordination import doors
+    return all(doors._are_held(self._names_of_token(uuid, token)[:1]))
 
-    return all(doors._are_held(self._of_token(uuid, token)[:1]))
+
+def _take_no_part(self: Doors, gpu: str, mode: str = "") -> bool:
+    return not self.is_held_against_pieces(gpu, mode)
+
+
+def _ask_before_the_part(self: Doors, gpu: str, mode: str = "") -> bool:
+    if gpu in self.parts:
+        return True
+    return not self.is_held_against_pieces(gpu, mode) and self._take_part(gpu, doors.PIECE_PARTS)
+
+
+def _is_whole_held(self: Doors, gpu: str, mode: str = "") -> bool:
+    return any(doors._are_held([self._name(gpu)]))
+
+
+def _share_without_asking_for_pieces(self: Doors, uuid: str, parts_here: Any) -> bool:
+    pieces, doors.PIECE_PARTS = doors.PIECE_PARTS, range(0)
+    try:
+        return _take_share(self, uuid, parts_here)
+    finally:
+        doors.PIECE_PARTS = pieces
+
+
+def _take_part_in_any_mode(self: Doors, gpu: str, mode: str = "") -> bool:
+    return _take_part_of_pieces(self, gpu)
+
+
+def _meets_in_any_mode(self: Silicon, other: Silicon) -> bool:
+    modes = self._modes, other._modes
+    self._modes, other._modes = ({gpu: {""} for gpu in one} for one in modes)
+    try:
+        return _meets(self, other)
+    finally:
+        self._modes, other._modes = modes
 
 
 def _refuse(*about: object) -> None:
@@ -120,7 +155,7 @@ _NO_DOORS: list[tuple[Any, str, Any]] = [(Doors, "_take", _refuse), (Doors, "are
 BROKEN: dict[str, list[tuple[Any, str, Any]]] = {
     # Entries and doors
     "no second listing": [(look.Look, "_stays", lambda self: True)],
-    "lower stays": [(look.Look, "_is_in_the_way", _see_lower_alone)],
+    "lower stays": [(look.Look, "_is_taken", _see_lower_alone)],
     "names come again": [(entry, "os", _Os(urandom=bytes))],
     "unlink by number": [(Entries, "remove_dead", _remove_numbers)],
     "not locked": [(entry, "lock", lambda fd: None)],
@@ -131,10 +166,17 @@ BROKEN: dict[str, list[tuple[Any, str, Any]]] = {
     "no doors": _NO_DOORS,
     "no doors nor locks": [*_NO_DOORS, (entry, "lock", lambda fd: None)],
     "door too early": [(claims.Claim, "take", _give_back_doors_first)],
-    "parts not asked": [(Doors, "_held_parts", lambda self, uuid: set())],
+    "parts not asked": [(Doors, "_parts_elsewhere", lambda self, uuid, parts_here: set())],
     "share without the door": [(Doors, "take_share", _share_without_door)],
     "no door of the token": [(Doors, "is_inside", lambda self, uuid, token: True)],
     "one door of the token": [(Doors, "is_inside", _ask_first_alone)],
+    # GPUs and their pieces
+    "no part of the GPU": [(Doors, "take_part_of_pieces", _take_no_part)],
+    "piece asks first": [(Doors, "take_part_of_pieces", _ask_before_the_part)],
+    "parts of one kind": [(doors, "PIECE_PARTS", doors.SHARE_PARTS), (Doors, "is_held_against_pieces", _is_whole_held)],
+    "share asks no pieces": [(Doors, "take_share", _share_without_asking_for_pieces)],
+    "no modes": [(Doors, "take_part_of_pieces", _take_part_in_any_mode), (Silicon, "meets", _meets_in_any_mode)],
+    "names alone": [(Silicon, "meets", lambda self, other: not self._names.isdisjoint(other._names))],
     "closed read once": [(host_view.HostView, "see_closed", _see_closed_before)],
     "directories unfinished": [(directory, "make_directory", _make_unfinished)],
     # An exception comes between open(2) and the line that stores the descriptor.

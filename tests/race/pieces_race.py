@@ -1,0 +1,426 @@
+"""A race for GPUs and for pieces of them, while an administrator divides the GPUs otherwise, with kill -9.
+
+Two detectors know nothing of each other. By **marks** each process that has claimed something says what it has, and
+looks at the marks of others: all of a GPU beside a piece of it is a violation, and so are pieces of two modes. By
+**silicon** each process that computes takes a lock on the slices of the chip that it reaches by the names in its
+environment, and counts there: a lock that is held is a violation, and so is a count that is lost. As with real drivers
+a GPU is not divided while somebody computes there, and whoever has claimed all of a GPU that was divided since computes
+on its first piece.
+
+    tests/race/pieces_race.py --vendor mig --seconds 600
+    tests/race/pieces_race.py --vendor amd --directories --client /tmp/client
+"""
+
+import argparse
+import ctypes
+import fcntl
+import json
+import logging
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+
+from support.broken import BROKEN, break_build
+from support.stage import Referee, import_everything, simulate
+
+import safe_gpu
+from safe_gpu.coordination import host_lock
+from safe_gpu.coordination.holders import living_claims
+from safe_gpu.drivers.simulated import PRESETS, SimulatedDriver
+from safe_gpu.errors import SafeGpuError
+from safe_gpu.gpus.devices import Gpu
+from safe_gpu.host import procfs
+
+SLICES = 8  # of a chip
+DYING = 5.0  # seconds that a process takes to close its descriptors at most
+FOUND = ("violation", "died")
+"""What a race must not find: two on one piece of silicon, an error that nobody expects."""
+
+_PROCESSORS = "2 1 24 24 10 10 21"
+_THREE = "mig 3g.40gb/2 40320 2g.20gb 19968 1g.10gb 9856"
+_TWO = "mig 1g.10gb 9856 3g.40gb 40320"
+
+
+class Vendor(NamedTuple):
+    """A host with two cards, and the modes in which these may be."""
+
+    card: str
+    modes: tuple[str, ...]
+
+
+VENDORS = {
+    "mig": Vendor("NVIDIA A100-SXM4-80GB; 81920; 07:0 0f:1", ("whole", _THREE, _TWO)),
+    "amd": Vendor("AMD Instinct MI300X; 196480; 05:0 26:1", ("whole", "partitions 2", "partitions 8")),
+    "intel": Vendor("Intel Data Center GPU Max 1550; 131072; 18:0 42:1", ("functions 2", "functions 4", "whole")),
+}
+for _name, _vendor in VENDORS.items():
+    PRESETS[f"race-{_name}"] = [_PROCESSORS, _vendor.card]
+
+
+class Held(NamedTuple):
+    """What a claim holds of one card."""
+
+    card: str
+    uuid: str
+    is_piece: bool
+    mode: str
+    share: int | None
+
+    def is_in_the_way(self, other: "Held") -> bool:
+        """Whether nobody may have one while somebody has the other."""
+        if self.card != other.card:
+            return False
+        if self.is_piece != other.is_piece or self.mode != other.mode:
+            return True
+        return self.uuid == other.uuid and (self.share is None or other.share is None)
+
+
+class Silicon:
+    """The chips: a lock and a count for each slice of each card.
+
+    Args:
+        place: a directory of its own.
+    """
+
+    def __init__(self, place: Path, referee: Referee, driver: SimulatedDriver) -> None:
+        self._place = place
+        self._referee = referee
+        self._driver = driver
+
+    def make(self) -> None:
+        self._place.mkdir()
+        for card in self.cards:
+            for number in range(SLICES):
+                (self._place / f"{card}.{number}").touch()
+                (self._place / f"{card}.{number}.count").write_text(f"{0:20}")
+            (self._place / f"{card}.busy").touch()
+
+    @property
+    def cards(self) -> list[str]:
+        return [gpu.whole for gpu in self._driver.idle.gpus]
+
+    def divide(self, card: str, mode: str) -> bool:
+        """Divide a card, unless somebody computes there."""
+        with open(self._place / f"{card}.busy", "rb") as busy:
+            try:
+                fcntl.flock(busy, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            self._driver.divide(card, mode)
+            return True
+
+    def compute(self, held: Held) -> str:
+        """Compute for a moment on what a process reaches that has claimed this. Returns what that is; "" is nothing."""
+        with ExitStack() as stack:
+            busy = stack.enter_context(open(self._place / f"{held.card}.busy", "rb"))
+            fcntl.flock(busy, fcntl.LOCK_SH)  # from here on nobody divides it
+            device = self._reached(held)
+            if device is None:
+                return ""
+            slices = [f"{held.card}.{number}" for number in self._slices(device)]
+            for name in slices:
+                self._occupy(stack.enter_context(open(self._place / name, "r+b", 0)), held)
+            if held.share is None:
+                counts = {name: self._count(name) for name in slices}
+                time.sleep(random.uniform(0, 0.005))
+                for name, count in counts.items():
+                    with open(self._place / f"{name}.count", "r+b", 0) as file:
+                        file.write(f"{count + 1:20}".encode())  # at once, since it may be killed
+                    self._referee.tell("counted", slice=name)
+            return "piece" if device.is_piece else "whole"
+
+    def _count(self, name: str) -> int:
+        return int((self._place / f"{name}.count").read_text())
+
+    def lost(self) -> list[str]:
+        """The slices in which counts are lost: of one that was killed there may be one more than it told."""
+        told = Counter(one["slice"] for one in self._referee.events() if one["event"] == "counted")
+        return [name for name, number in told.items() if self._count(name) < number]
+
+    def _reached(self, held: Held) -> Gpu | None:
+        """The device that the driver shows a process by what stands in its environment."""
+        shown = [gpu for gpu in self._driver.snapshot().gpus if gpu.whole == held.card and not gpu.unusable]
+        for gpu in shown:
+            if gpu.uuid == held.uuid:
+                return gpu
+        return None if held.is_piece else shown[0]  # by the index of the card
+
+    def _slices(self, device: Gpu) -> range:
+        """The slices of the chip that a device has."""
+        if not device.is_piece:
+            return range(SLICES)
+        pieces = [gpu for gpu in self._driver.snapshot().gpus if gpu.is_piece and gpu.whole == device.whole]
+        number = [gpu.uuid for gpu in pieces].index(device.uuid)
+        if device.is_mig_instance:
+            sizes = [int(re.findall(r"([0-9])[cg]\.", gpu.name)[0]) for gpu in pieces]
+            begin = sum(sizes[:number])
+            return range(begin, begin + sizes[number])
+        size = SLICES // len(pieces)
+        return range(number * size, (number + 1) * size)
+
+    def _occupy(self, file: Any, held: Held) -> None:
+        """Take a slice of a chip, or tell that a living process has it."""
+        until = time.monotonic() + DYING
+        kind = fcntl.LOCK_EX if held.share is None else fcntl.LOCK_SH
+        while True:
+            with suppress(BlockingIOError):
+                fcntl.flock(file, kind | fcntl.LOCK_NB)
+                os.truncate(file.fileno(), 0)
+                os.pwrite(file.fileno(), f"{os.getpid()} {self._referee.start_time(os.getpid())}".encode(), 0)
+                return
+            pid, _, start = os.pread(file.fileno(), 100, 0).decode().partition(" ")
+            is_living = start != "" and self._referee.start_time(int(pid)) == start
+            if is_living or time.monotonic() > until:
+                self._referee.tell("violation", what="two compute on one slice", of=held, rival=pid, slice=file.name)
+                return
+            time.sleep(0.001)
+
+
+class Marks:
+    """What each process has claimed, as it says itself in a file that it keeps locked."""
+
+    def __init__(self, place: Path, referee: Referee) -> None:
+        self._place = place
+        self._referee = referee
+
+    def begin(self, held: Held) -> Any:
+        """Mark what this process has, and tell if another one that lives has what is in its way."""
+        fd, path = tempfile.mkstemp(dir=self._place)
+        file = os.fdopen(fd, "r+b", 0)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(json.dumps([*held, os.getpid(), self._referee.start_time(os.getpid())]).encode())
+        os.rename(path, f"{path}.mark")
+        until = time.monotonic() + DYING
+        while rivals := self._in_the_way(held, f"{path}.mark"):
+            living = [pid for pid, start in rivals if self._referee.start_time(pid) == start]
+            if living or time.monotonic() > until:
+                self._referee.tell("violation", what="claimed twice", of=held, rivals=rivals)
+                break
+            time.sleep(0.001)
+        return file
+
+    def end(self, file: Any) -> None:
+        """What it was for is given back next."""
+        file.close()
+
+    def _in_the_way(self, held: Held, own: str) -> list[tuple[int, str]]:
+        found = []
+        for path in self._place.glob("*.mark"):
+            if str(path) == own:
+                continue
+            with suppress(FileNotFoundError), open(path, "rb", 0) as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    path.unlink()
+                except BlockingIOError:
+                    *facts, pid, start = json.loads(file.read())
+                    if held.is_in_the_way(Held(*facts)):
+                        found.append((pid, start))
+        return found
+
+
+class Race:
+    """What all processes of a race know."""
+
+    def __init__(self, directory: Path, options: argparse.Namespace) -> None:
+        self.directory = directory
+        self.options = options
+        self.driver = SimulatedDriver(f"race-{options.vendor}")
+        self.referee = Referee(str(directory / "referee"), 1)
+        self.tell = self.referee.tell
+        self.silicon = Silicon(directory / "silicon", self.referee, self.driver)
+        self.silicon.make()
+        (directory / "marks").mkdir()
+        self.marks = Marks(directory / "marks", self.referee)
+
+    def compete(self, number: int) -> None:
+        """Claim again and again, whole GPUs and pieces, whichever there are, and compute on them at times."""
+        options = self.options
+        place = "other" if options.directories and number % 2 else "state"
+        os.environ["SAFE_GPU_DIR"] = str(self.directory / place)
+        while True:
+            share = random.choice([None, None, 4 << 30]) if options.shares else None
+            patience = random.choice([0, 0, 0.3, 2])
+            if options.client and number % 4 >= 2:
+                self.claim_in_c(share, patience)
+                continue
+            nb_gpus = random.choice([1, (1, 2)])
+            only: tuple[str, ...] = ()
+            if random.random() < 0.5:
+                nb_gpus, only = 1, (random.choice(self.driver.snapshot().gpus).uuid,)
+            try:
+                owner = safe_gpu.GPUOwner(
+                    nb_gpus,
+                    safe_gpu.NoPlaceholder(),
+                    affinity=None,
+                    timeout=patience,
+                    share=share,
+                    only=only,
+                    hold_for=random.choice([None, 1]),
+                )
+            except (safe_gpu.NotEnoughGpusError, safe_gpu.UnsatisfiableRequestError):
+                self.tell("refused")
+                continue
+            except SafeGpuError as err:
+                self.tell("error", error=repr(err))
+                continue
+            self.work([Held(gpu.whole, gpu.uuid, gpu.is_piece, gpu.mode, owner.share) for gpu in owner.gpus])
+            owner.release_gpus()
+
+    def claim_in_c(self, share: int | None, patience: float) -> None:
+        """The same by the client in C, which is told to end, or killed."""
+        options = self.options
+        words = [options.client, "-n", 1, "-g", ",".join(self.names), "-m", 80 << 30, "-s", share or 0]
+        words += ["-t", patience, "-p", f"race-{options.vendor}", "sh", "-c", "echo held; read line"]
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        process = subprocess.Popen(list(map(str, words)), text=True, **streams)
+        assert process.stdout is not None
+        if not process.stdout.readline():
+            _, errors = process.communicate()
+            self.tell("refused" if process.returncode == 75 else "violation", error=errors)
+            return
+        held = [_held_by(entry) for entry in living_claims() if entry.pid == process.pid]
+        self.work(held)
+        if random.random() < 0.2:
+            process.kill()
+        process.communicate("\n")
+
+    @property
+    def names(self) -> list[str]:
+        """All devices of all modes, as the client in C takes them."""
+        found: dict[str, None] = {}
+        for card in self.driver._host.cards:
+            for mode in VENDORS[self.options.vendor].modes:
+                for gpu in card.devices(mode):
+                    two_names = gpu.uuid if gpu.uuid == gpu.whole else f"{gpu.uuid}={gpu.whole}"
+                    piece = f"{gpu.uuid}@{gpu.whole}{gpu.mode and f'+{gpu.mode}'}"
+                    if not gpu.unusable:
+                        found[piece if gpu.is_piece else two_names] = None
+        return list(found)
+
+    def work(self, held: list[Held]) -> None:
+        """Hold something for a while, and compute on it now and then."""
+        marks = [self.marks.begin(one) for one in held]
+        for one in held:
+            self.tell("claimed", what="piece" if one.is_piece else "whole", share=one.share, mode=one.mode)
+        for _ in range(random.choice([0, 1, 2])):
+            time.sleep(random.uniform(0, 0.02))  # an administrator divides the GPU meanwhile
+            for one in held:
+                reached = self.silicon.compute(one)
+                self.tell("computed" if reached else "reached nothing", on=reached)
+        if random.random() < 0.15:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for mark in marks:
+            self.marks.end(mark)
+
+    def administrate(self) -> None:
+        """Divide the cards otherwise."""
+        while True:
+            card = random.choice(self.silicon.cards)
+            mode = random.choice(VENDORS[self.options.vendor].modes)
+            self.tell("divided" if self.silicon.divide(card, mode) else "in use", mode=mode)
+            time.sleep(random.uniform(0, 0.03))
+
+    def run(self) -> list[dict[str, Any]]:
+        """Race for a while. Returns what was told."""
+        options = self.options
+        workers = {f"worker{n}": lambda n=n: self.compete(n) for n in range(options.processes)}
+        workers["administrator"] = self.administrate
+        running: dict[int, str] = {}
+
+        def start(name: str) -> None:
+            pid = os.fork()
+            if pid:
+                running[pid] = name
+                return
+            try:
+                if options.networks and name.startswith("worker") and ctypes.CDLL(None).unshare(0x40000000):
+                    raise OSError("cannot make a network namespace")
+                random.seed(os.urandom(8))
+                break_build(options.broken)
+                workers[name]()
+            except BaseException as err:
+                self.tell("died", who=name, error=repr(err))
+            finally:
+                os._exit(1)
+
+        for name in workers:
+            start(name)
+        end = time.monotonic() + options.seconds
+        try:
+            while time.monotonic() < end:
+                time.sleep(0.05)
+                if random.random() < 0.3:
+                    victim = random.choice([pid for pid, name in running.items() if name.startswith("worker")])
+                    with suppress(ProcessLookupError):
+                        os.kill(victim, signal.SIGKILL)
+                with suppress(ChildProcessError):
+                    while (pid := os.waitpid(-1, os.WNOHANG)[0]) > 0:
+                        if pid in running:
+                            start(running.pop(pid))
+                if options.until_found and any(told["event"] in FOUND for told in self.referee.events()):
+                    break
+        finally:
+            with suppress(ChildProcessError):
+                while True:  # what the workers have left behind too
+                    for pid in procfs.descendants(os.getpid()):
+                        with suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
+                    os.waitpid(-1, 0)
+        for name in self.silicon.lost():
+            self.tell("violation", what="a count is lost", slice=name)
+        return self.referee.events()
+
+
+def _held_by(entry: Any) -> Held:
+    """What the client in C has, which claims one device."""
+    ((uuid, share),) = entry.gpus.items()
+    for card, pieces in entry.pieces.items():
+        return Held(card, uuid, uuid in pieces, entry.modes.get(card, ""), share)
+    return Held(uuid, uuid, False, "", share)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=10)
+    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--vendor", choices=VENDORS, default="mig")
+    parser.add_argument("--directories", action="store_true", help="two state directories")
+    parser.add_argument("--networks", action="store_true", help="a network for each process: doors are not seen")
+    parser.add_argument("--shares", action="store_true")
+    parser.add_argument("--host-lock", choices=("on", "off"), default="on")
+    parser.add_argument("--client", default="", help="path of the client in C, which every second process uses")
+    parser.add_argument("--break", dest="broken", choices=("", *BROKEN), default="")
+    parser.add_argument("--until-found", action="store_true", help="end with the first fault")
+    options = parser.parse_args()
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+    logging.getLogger("safe_gpu").addHandler(logging.NullHandler())
+    with tempfile.TemporaryDirectory(prefix="race-") as directory:
+        os.chmod(directory, 0o777)
+        simulate(f"race-{options.vendor}", f"{directory}/state", SAFE_GPU_SIMULATED_DIR=f"{directory}/tree")
+        import_everything()  # not by each process
+        if options.host_lock == "off":
+            host_lock.lock_file = lambda fd, path: True
+        told = Race(Path(directory), options).run()
+    what = Counter(f"{one['event']} {one.get('what') or one.get('on') or ''}".rstrip() for one in told)
+    del what["counted"]
+    print(dict(sorted(what.items())))
+    for one in [one for one in told if one["event"] in (*FOUND, "error")][:10]:
+        print(one)
+    return int(any(one["event"] in FOUND for one in told))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -4,12 +4,12 @@ A preset is a few lines of text, which are read when that host is asked for: :fu
 devices as an idle driver would report them (:attr:`Preset.gpus`), and the CPUs as the kernel would
 (:attr:`Preset.topology`).
 
-A card of a preset can be divided while the host runs, as an administrator divides a real one, whoever uses it
+A card of a preset can be divided while the host runs, as an administrator divides a real one, even in use
 (:meth:`SimulatedDriver.divide`). Its **mode** is a few words:
 
 * ``whole``: it is one GPU.
-* ``mig 3g.40gb 40320 1g.10gb 9856``: MIG is on, with these instances of so many MiB. ``3g.40gb/2`` is one that is
-  divided into two compute instances, which have its memory together.
+* ``mig 3g.40gb 40320 1g.10gb 9856``: MIG is on, with these instances, each with its MiB. ``3g.40gb/2`` is one
+  that is divided into two compute instances, which have its memory together.
 * ``partitions 8``: AMD's compute partitions.
 * ``functions 2``: Intel's virtual functions, beside the card.
 
@@ -174,7 +174,7 @@ class Card(NamedTuple):
 
 
 def _number(text: str) -> int:
-    """Return how many parts these are; ValueError where a card has never so many."""
+    """Return a number of parts; ValueError where a card never has that many."""
     number = int(text)
     if not 1 <= number <= _MOST_PARTS:
         raise ValueError(f"{number} parts")
@@ -588,7 +588,7 @@ class SimulatedDriver(Driver, Runtime):
         return self._host.divided(modes) if modes else self._host
 
     def divide(self, card: str, mode: str) -> None:
-        """Divide a card as an administrator does, whoever uses it. It stays so.
+        """Divide a card as an administrator does, even one in use. It stays so.
 
         Args:
             card: its name in all modes (:attr:`Gpu.whole`).

@@ -150,8 +150,7 @@ class Traced:
             self._go_on(_CONT)
             thread, status = os.waitpid(-self.pid, _ALL)
             if os.WIFSTOPPED(status):
-                number = os.WSTOPSIG(status)
-                self._standing[thread] = 0 if status >> 16 or number in (signal.SIGTRAP, _AT_CALL) else number
+                self._standing[thread] = _signal_of(status)
             else:
                 self._ended(thread, status)
         return self.status
@@ -190,7 +189,7 @@ class Traced:
                 continue
             _, status = os.waitpid(thread, _ALL)
             if os.WIFSTOPPED(status):
-                self._standing[thread] = 0
+                self._standing[thread] = _signal_of(status)
 
     def _ended(self, thread: int, status: int) -> None:
         self._standing.pop(thread, None)
@@ -202,6 +201,13 @@ class Traced:
             with suppress(ProcessLookupError):  # killed meanwhile
                 _ptrace(how, thread, data=number)
         self._standing.clear()
+
+
+def _signal_of(status: int) -> int:
+    """The signal that a thread is about to get which has stopped, and gets when it goes on; 0 for none."""
+    number = os.WSTOPSIG(status)
+    is_event = bool(status >> 16) or number in (signal.SIGTRAP, _AT_CALL)
+    return 0 if is_event else number
 
 
 def _ptrace(what: int, thread: int, address: int = 0, data: int = 0) -> None:

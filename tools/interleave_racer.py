@@ -31,6 +31,7 @@ from typing import Any
 from safe_gpu.claim import view as host_view
 from safe_gpu.coordination import directory, doors
 from safe_gpu.drivers import simulated
+from safe_gpu.host import locks
 
 GO, INTERRUPT = ".", "~"
 DEATHS: dict[str, Callable[[tuple[int, str]], Any]] = {
@@ -391,6 +392,7 @@ def _replace(racer: Racer) -> None:
     doors.PIECE_PARTS = doors.PIECE_PARTS[:_PARTS]
     doors.socket = _socket_of(racer)  # type: ignore[misc]
     sys.modules["threading"] = _threading_of(racer)
+    locks.allocate_lock = _lock_of(racer)  # type: ignore[assignment]
     time.time = lambda: _BEGAN[0] + racer.clock[0]
     time.time_ns = lambda: int(time.time() * 1e9)
     time.monotonic = lambda: _BEGAN[1] + racer.clock[0]
@@ -422,6 +424,27 @@ def _socket_of(racer: Racer) -> type[_socket.socket]:
             super().close()
 
     return Socket
+
+
+def _lock_of(racer: Racer) -> type:
+    """Return a lock between the threads of this racer that the controller knows."""
+
+    class Lock:
+        def __init__(self) -> None:
+            self._is_free = True
+
+        def acquire(self, timeout: float = math.inf) -> bool:
+            until = racer.clock[0] + timeout
+            if not self._is_free and not racer.wait(lambda: self._is_free, racer.name, until):
+                return False
+            self._is_free = False
+            return True
+
+        def release(self) -> None:
+            self._is_free = True
+            racer.say(FREES)
+
+    return Lock
 
 
 def _threading_of(racer: Racer) -> types.ModuleType:

@@ -15,8 +15,8 @@ from interleave_racer import CONTENT, Racer
 from support.stage import booked_twice, simulate
 
 import safe_gpu
-from safe_gpu.claim import queue_place
 from safe_gpu.coordination import older_package as legacy
+from safe_gpu.coordination import queue
 from safe_gpu.coordination.directory import PARTS
 from safe_gpu.coordination.holders import living_claims
 from safe_gpu.drivers.simulated import PRESETS, WHOLE, SimulatedDriver, find_preset
@@ -254,14 +254,13 @@ class Scene:
         if not self.users:
             return
 
-        turn_of_newcomer = queue_place.turn_of_newcomer
+        make_entry = queue.make_entry
 
-        def said(*arguments: Any, **options: Any) -> float:
-            turn = turn_of_newcomer(*arguments, **options)
-            racer.say("turn", turn)
-            return turn
+        def make_ticket(directory: Any, number: int, said: Any, **options: Any) -> Any:
+            racer.say("turn", said["turn"])
+            return make_entry(directory, number, said, **options)
 
-        queue_place.turn_of_newcomer = said
+        queue.make_entry = make_ticket
         os.setresuid(*[_FIRST_USER + ord(self.user(racer.name))] * 3)
 
     @property
@@ -358,6 +357,9 @@ SCENES: dict[str, Scene] = {
     "queue-contended-late": _scene(
         claims(), claims(**_PATIENT), stranger(0), claims(**_PATIENT), in_turn=True, served=2, kill="B"
     ),
+    "queue-contended-both": _scene(
+        claims(2), claims(**_PATIENT), claims(**_PATIENT), stranger(0), stranger(1), gpus=2, in_turn=True, served=3
+    ),
     # A's user holds and waits: the turns are 1.5 of B, 3 of C and 2 of D
     "queue-turns": _scene(
         claims(), *(claims(**_PATIENT, after=after) for after in ("A", "A", "A")), in_turn=True, served=4, users="aaab"
@@ -446,6 +448,7 @@ SCENES: dict[str, Scene] = {
 
 _TICKET = re.compile(r"(rename|unlink) \d+/queue/(\d+)\.")
 _CLAIM = re.compile(r"rename \d+/claims/")
+_CLAIM_GONE = re.compile(r"unlink \d+/claims/")
 
 
 class Referee:
@@ -464,7 +467,7 @@ class Referee:
         self._empty: set[int] = set()  # GPUs that were found so after they were drained
         self._began: set[str] = set()
         self._turns: dict[str, float] = {}
-        self._tickets: dict[str, tuple[float, int]] = {}  # turn and number
+        self._tickets: dict[str, tuple[float, int]] = {}  # turn and number, of who waits or has made an entry
         self._waiting: set[str] = set()
         self._waited: dict[str, tuple[str, ...]] = {}  # who waited when a racer made its entry: others join later
         self._stranger_since_wait: set[str] = set()  # racers that may have seen one
@@ -477,12 +480,29 @@ class Referee:
         self._began.add(who)
         if _CLAIM.match(what):
             self._waited[who] = tuple(sorted(self._waiting))
-        if found := _TICKET.match(what):
-            if found[1] == "rename":
-                self._tickets[who] = self._turns.get(who, 0.0), int(found[2])
-                self._waiting.add(who)
-            elif self._tickets.get(who, (0.0, 0))[1] == int(found[2]):
-                self._waiting.discard(who)
+        if _CLAIM_GONE.match(what) and self._lost_its_place(who):
+            self.faults.append(f"{who} gives its claim back, and has not made its ticket again")
+        found = _TICKET.match(what)
+        if found is None:
+            return
+        call, number = found[1], int(found[2])
+        if call == "rename":
+            self._joins(who, number)
+        elif self._tickets.get(who, (0.0, 0))[1] == number:
+            self._waiting.discard(who)
+
+    def _joins(self, who: str, number: int) -> None:
+        """Hear that a racer has a ticket: its first one since it began to wait, or at the place that it had."""
+        place = self._turns.get(who, 0.0), number
+        if self._scene.in_turn and place > self._tickets.get(who, place):
+            self.faults.append(f"{who} comes back with ticket {number}, and had ticket {self._tickets[who][1]}")
+        self._tickets[who] = place
+        self._waiting.add(who)
+
+    def _lost_its_place(self, who: str) -> bool:
+        """Whether a racer waits, and others cannot see that."""
+        gives_up = who in self._has or who in self._leaving or self._disturbed
+        return self._scene.in_turn and who in self._tickets and who not in self._waiting and not gives_up
 
     def stands(self, who: str) -> None:
         """Hear that a racer waits. What it saw before does not count any more."""
@@ -519,6 +539,7 @@ class Referee:
             met = "GpuContendedError" in about and who in self._stranger_since_wait
             self._disturbed |= what == "dies" or "KeyboardInterrupt" in about or met or bool(self._leaving)
             self._waiting.discard(who)
+            self._tickets.pop(who, None)
 
     def _take(self, who: str, devices: list[Device], share: int | None) -> None:
         gpus = [device.card for device in devices]

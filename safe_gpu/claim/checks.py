@@ -73,7 +73,8 @@ def _is_ill_by_choice(view: HostView, claim: Claim, logger: Any) -> bool:
         view.examine(spare)
         if not view.last.issuperset(gpu.uuid for gpu in spare):
             logger.info("GPU %s seems ill (%s): starting over", found[0].label, view.health.why_ill(found[0]))
-            claim.stays = False  # for the history it was none
+            if claim.entry is not None:
+                claim.entry.stays = False  # for the history it was none
             return True
     for gpu in claim.gpus:
         said = view.health.driver_says(gpu)

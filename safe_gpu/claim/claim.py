@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Mapping
-from contextlib import suppress
-from functools import partial
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from ..coordination.directory import Place
@@ -124,6 +123,71 @@ def share_variables(share: int, gpus: Collection[Gpu], environ: Mapping[str, str
     return {"SAFE_GPU_SHARE": str(share), "SAFE_GPU_SHARE_FRACTION": fraction, **found}
 
 
+class ClaimEntry:
+    """The entry of a claim, from when it is made until it is removed. Another attempt of the claim makes another one.
+
+    Args:
+        host: whose host.lock is held.
+        facts: what the entry says.
+
+    Attributes:
+        name: of its file.
+        file: device and inode of that.
+        stays: whether the second listing found nobody in its way. Only then the history tells of it.
+
+    Raises:
+        StateDirError: it cannot be made (no space).
+    """
+
+    def __init__(self, host: Host, facts: Mapping[str, Any]) -> None:
+        assert host.directory is not None
+        self.stays = False
+        self._facts = facts
+        self._path = host.path
+        self._began = time.clock_gettime(time.CLOCK_BOOTTIME)  # which does not jump
+        with ExitStack() as undo:
+            self._kept = host.directory.keep_from_cleaners(by_children=True)  # the state directory
+            undo.callback(self._kept.release)
+            claims = host.claims
+            self.name, self._held = make_entry(claims.directory, claims.next_number, facts, by_children=True)
+            undo.pop_all()
+        self.file = self._held.file
+        claims.leave_out(self.name)
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether it is still locked here. A program that closes descriptors that it did not open ends that."""
+        return self._held.fd >= 0
+
+    @property
+    def descriptors(self) -> list[Held]:
+        """What a command must have that this process becomes."""
+        return [self._held, self._kept]
+
+    def release(self) -> None:
+        """Tell the history of the claim, remove the entry, and give it back; safe to call twice. A forked child only
+        closes its copy."""
+        try:
+            self._held.release(self._end)
+        finally:
+            self._kept.release()
+
+    def _end(self) -> None:
+        state_dir = Place(self._path, self._kept.fd)
+        if self.stays:
+            self._append_to_history(state_dir)
+        with suppress(OSError):  # no file of this name exists elsewhere, whatever the owner makes of claims
+            os.unlink(f"claims/{self.name}", dir_fd=state_dir.fd)
+
+    def _append_to_history(self, state_dir: Place) -> None:
+        line = claim_line(self._facts, uid=os.geteuid())
+        if not line:
+            return
+        since = float(self._facts["since"])
+        ended = round(since + time.clock_gettime(time.CLOCK_BOOTTIME) - self._began, 3)
+        append([line, end_line(self._facts["pid"], since, ended, ended)], time.time(), state_dir)
+
+
 class Claim:
     """What one claim holds. It is created empty and filled step by step, so that :meth:`release` works at any time.
 
@@ -137,11 +201,11 @@ class Claim:
         doors: of these GPUs, which keep off processes with another state directory.
         share: bytes of each GPU that it holds; None for whole GPUs, and inside another claim.
         inside: hash of the token of the claim around it; "" of a claim inside none.
-        file: device and inode of its entry.
+        entry: by which processes with this state directory see the claim; None before it is made, and once it is
+            released.
         before: the last poll before the placeholders are allocated.
         explained: UUID -> driver pids on that GPU that belong to the claim around it.
         older: the lock of the older package, while it is held.
-        stays: whether the second listing found nobody in its way. Only then the history tells of it.
     """
 
     def __init__(self, said: Mapping[str, Any], secret: str = "") -> None:
@@ -149,22 +213,28 @@ class Claim:
         self.doors = Doors()
         self.share: int | None = None
         self.inside = ""
-        self.file: tuple[int, int] | None = None
+        self.entry: ClaimEntry | None = None
         self.before = HostSnapshot(())
         self.explained: Mapping[str, Collection[int]] = {}
         self.older: ReadLock | None = None
-        self.stays = False
         self._said = said
         self._secret = secret
-        self._path = self._name = ""
-        self._entry: Held | None = None
-        self._kept: Held | None = None  # the state directory, from cleaners
-        self._began = 0.0  # by the boot clock, which does not jump
 
     @property
     def token(self) -> str:
         """What child processes need to claim inside this claim, whose hash its entry has; "" if they cannot."""
         return "" if self.inside else self._secret
+
+    @property
+    def file(self) -> tuple[int, int] | None:
+        """Device and inode of its entry; None without one."""
+        return None if self.entry is None else self.entry.file
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether its entry and its doors are still held here. A program that closes descriptors that it did not open,
+        as daemons do, gives its GPUs away."""
+        return self.entry is not None and self.entry.is_locked and self.doors.are_intact
 
     def take(
         self,
@@ -190,7 +260,7 @@ class Claim:
         """
         now = round(time.time(), 3)
         self.gpus, self.share = gpus, share
-        self._said = {
+        facts = {
             **self._said,
             "since": now,
             "until": hold_for and round(now + hold_for, 3),
@@ -205,19 +275,13 @@ class Claim:
             "labels": [gpu.label for gpu in gpus],
             "of": share and min(filter(None, map(share_capacity, gpus)), default=None),
         }
-        assert host.directory is not None
-        self._path = host.path
-        self._kept = host.directory.keep_from_cleaners(by_children=True)
-        claims = host.claims
-        self._name, self._entry = make_entry(claims.directory, claims.next_number, self._said, by_children=True)
-        self._began = time.clock_gettime(time.CLOCK_BOOTTIME)
-        self.file = self._entry.file
-        claims.leave_out(self._name)
+        self.entry = ClaimEntry(host, facts)
 
     def keep_across_exec(self) -> None:
         """Keep all that is held across exec(2) of this process."""
         with DeferredSignals():
-            keep_across_exec(filter(None, (self._entry, self._kept)))
+            if self.entry is not None:
+                keep_across_exec(self.entry.descriptors)
             self.doors.keep_across_exec()
 
     def release_older(self) -> None:
@@ -231,30 +295,9 @@ class Claim:
         DeferredSignals().run_deferred(self._release_now)
 
     def _release_now(self) -> None:
-        try:
-            self.release_older()
-        finally:
-            try:
-                self.doors.release()
-            finally:
-                self._release_entry()
-
-    def _release_entry(self) -> None:
-        entry, kept, self._entry, self._kept = self._entry, self._kept, None, None
-        self.file = None
-        if kept is None:
-            return
-        try:
-            if entry is not None:
-                entry.release(partial(self._end, Place(self._path, kept.fd)))
-        finally:
-            kept.release()
-
-    def _end(self, state_dir: Place) -> None:
-        """Tell the history of this claim, and remove the name of its entry."""
-        if self.stays and (line := claim_line(self._said, uid=os.geteuid())):
-            since = float(self._said["since"])
-            ended = round(since + time.clock_gettime(time.CLOCK_BOOTTIME) - self._began, 3)
-            append([line, end_line(self._said["pid"], since, ended, ended)], time.time(), state_dir)
-        with suppress(OSError):  # no file of this name exists elsewhere, whatever the owner makes of claims
-            os.unlink(f"claims/{self._name}", dir_fd=state_dir.fd)
+        with ExitStack() as steps:  # each is made, even if another one raises; the last is the first
+            if self.entry is not None:
+                steps.callback(self.entry.release)
+                self.entry = None
+            steps.callback(self.doors.release)
+            steps.callback(self.release_older)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -38,29 +38,42 @@ _RECENT = 1.0
 _MOST_ASKED = 1000
 
 
+TAKEN = "taken"
+"""Enough GPUs are free, and the claim, if there is one, holds them."""
+
+SHORT = "short"
+"""Too few are free, or somebody ahead or a limit stands in the way."""
+
+OUTDATED = "outdated"
+"""The poll is too old, or lacks what another waiter's conditions need."""
+
+WITHDRAWN = "withdrawn"
+"""The claim was given back, since another one was made meanwhile."""
+
+
 class Seen(NamedTuple):
-    """What one look saw. At most one of the flags is set.
+    """What one look saw.
 
     Attributes:
-        enough: enough GPUs are free.
-        outdated: the poll is too old, or lacks what another waiter's conditions need.
-        withdrawn: the claim was given back, since another one was made meanwhile.
-        behind: a ticket ahead competes for the same GPUs and may not be passed.
-        free: UUIDs of the usable GPUs that nobody holds; empty if ``behind``.
+        outcome: one of the four words above. What follows is known of SHORT, and ``gpus`` of TAKEN.
+        gpus: those that the request can have.
+        ahead: the nearest ticket that competes for the same GPUs and may not be passed.
+        stopped: the nearest ticket that was passed because its waiter is stopped.
+        limit: the limit of this user, if it does not allow more.
+        free: UUIDs of the usable GPUs that nobody holds; empty if ``ahead`` or ``limit`` stands in the way, as are:
         elsewhere: UUIDs of the usable GPUs that only another state directory's claims hold.
         full: UUIDs of the usable pieces that nobody holds, but of whose GPUs as many claims as can hold pieces.
-        limit: the limit of this user, if it does not allow more; ``free``, ``elsewhere`` and ``full`` are empty then.
         watched: names of the claims on usable GPUs, and on pieces of the same GPUs as those in ``full``.
     """
 
-    enough: bool = False
-    outdated: bool = False
-    withdrawn: bool = False
-    behind: bool = False
+    outcome: str = SHORT
+    gpus: tuple[Gpu, ...] = ()
+    ahead: Entry | None = None
+    stopped: Entry | None = None
+    limit: LimitReached | None = None
     free: frozenset[str] = frozenset()
     elsewhere: frozenset[str] = frozenset()
     full: frozenset[str] = frozenset()
-    limit: LimitReached | None = None
     watched: frozenset[str] = frozenset()
 
 
@@ -69,21 +82,11 @@ class Look:
 
     Args:
         claim: an empty claim, which :meth:`run` fills; None takes nothing.
-
-    Attributes:
-        seen: the facts for ``decide``.
-        chosen: the GPUs that the request can have. The claim, if there is one, holds them.
-        ahead: the nearest ticket that may not be passed.
-        stopped: the nearest ticket that was passed because its waiter is stopped.
     """
 
     def __init__(
         self, host: Host, view: HostView, place: QueuePlace, claim: Claim | None, options: ClaimOptions
     ) -> None:
-        self.seen = Seen()
-        self.chosen: tuple[Gpu, ...] = ()
-        self.ahead: Entry | None = None
-        self.stopped: Entry | None = None
         self._host = host
         self._view = view
         self._place = place
@@ -91,48 +94,59 @@ class Look:
         self._options = options
         self._held: ClaimsByUser | None = None
         self._queue: QueueSnapshot | None = None
+        self._ahead: Entry | None = None
         self._elsewhere: set[str] = set()  # GPUs whose doors other state directories hold
         self._full: set[str] = set()  # pieces of GPUs of which as many claims hold pieces as can
         self._trouble: OSError | None = None  # why doors could not be taken
 
-    def run(self, *, may_wait: bool) -> None:
-        """Look, and fill the claim if enough GPUs are free; else join the queue if ``may_wait``.
+    def run(self, *, may_wait: bool) -> Seen:
+        """Look, and fill the claim if enough GPUs are free; else join the queue if ``may_wait``. Return what was seen.
 
         Raises:
             LockTimeout, StateDirError: host.lock, an entry or a directory cannot be used.
             UnsatisfiableRequestError: the claim around can never satisfy the request.
         """
-        host, claim = self._host, self._claim
         with DeferredSignals() as signals:
             self._prepare()
-            stays = False
-            try:
-                with host.locked(self._options.lock_deadline, signals):
-                    self._take(may_wait=may_wait)
-                stays = bool(self.chosen) and self._stays()
-            except StateDirError:
-                if host.is_current():
-                    raise
-                self.seen = Seen(withdrawn=True)  # a cleaner has removed a directory
-            finally:
-                if claim is not None and not stays:
-                    claim.release()
-            if self.chosen and not stays:
-                self.chosen, self.seen = (), Seen(withdrawn=True)
-            dead = host.claims.remove_dead()
-            host.queue.remove_dead()
-            if dead:
-                append(lines_of_dead(dead, time.time()), time.time(), host.directory)
-            if claim is not None:
-                claim.stays = stays
-            if stays and not self._place.queued:
-                host.close()
-        if self.chosen and self._trouble is not None:
+            with ExitStack() as undo:
+                if self._claim is not None:
+                    undo.callback(self._claim.release)
+                seen = self._take_for_good(signals, may_wait=may_wait)
+                if seen.outcome == TAKEN:
+                    undo.pop_all()
+            self._remove_dead()
+            if seen.outcome == TAKEN and not self._place.queued:
+                self._host.close()
+        if seen.outcome == TAKEN and self._trouble is not None:
             self._options.logger.warning(
                 "the GPUs are claimed by an entry alone, since their doors cannot be taken (%s): processes with "
                 "another state directory or a private /tmp do not see the claim",
                 self._trouble,
             )
+        return seen
+
+    def _take_for_good(self, signals: DeferredSignals, *, may_wait: bool) -> Seen:
+        """Take the GPUs, and list once more whether the claim of them may stay."""
+        try:
+            with self._host.locked(self._options.lock_deadline, signals):
+                seen = self._take(may_wait=may_wait)
+            if seen.outcome == TAKEN and self._claim is not None:
+                if not self._stays(self._claim, seen.gpus):
+                    return Seen(WITHDRAWN)
+                if self._claim.entry is not None:
+                    self._claim.entry.stays = True
+        except StateDirError:
+            if self._host.is_current():
+                raise
+            return Seen(WITHDRAWN)  # a cleaner has removed a directory
+        return seen
+
+    def _remove_dead(self) -> None:
+        now = time.time()
+        dead = self._host.claims.remove_dead()
+        self._host.queue.remove_dead()
+        if dead:
+            append(lines_of_dead(dead, now), now, self._host.directory)
 
     # Before host.lock
 
@@ -150,8 +164,25 @@ class Look:
 
     # Under host.lock
 
-    def _take(self, *, may_wait: bool) -> None:
-        view, place, host = self._view, self._place, self._host
+    def _take(self, *, may_wait: bool) -> Seen:
+        """Take the GPUs, or join the queue."""
+        self._list_claims()
+        if self._claim is not None:
+            self._claim.inside = self._view.inside
+            self._claim.doors = Doors(self._view.snapshot.name_prefix)
+        if self._options.quota is not None and not self._view.around:
+            self._held = self._options.quota.held(self._view.snapshot, self._view.claims)
+        seen = self._take_doors_of_free()
+        if seen.outcome == TAKEN:
+            if self._claim is not None:
+                self._make_entry(self._claim, seen.gpus)
+            return seen
+        if may_wait and self._place.join(self._held, self._queue):
+            return Seen(OUTDATED)  # it found somebody ahead who is behind now
+        return seen
+
+    def _list_claims(self) -> None:
+        view, host = self._view, self._host
         usable = {name for gpu in view.usable for name in (gpu.uuid, gpu.whole)}
         wanted = (
             one.name
@@ -163,30 +194,18 @@ class Look:
         view.see(living)
         if view.scope:
             self._enter_scope(living)
-        if self._claim is not None:
-            self._claim.inside, self._claim.doors = view.inside, Doors(view.snapshot.name_prefix)
-        if self._options.quota is not None and not view.around:
-            self._held = self._options.quota.held(view.snapshot, view.claims)
-        among = self._open_to()
-        limit = self._limit_of(view.effective)
-        chosen = None
-        if limit is None and (self._queue is None or not self._queue.missing):
-            chosen = self._choose(among)
-        self.seen = self._facts(chosen, limit)
-        if chosen is not None and self.seen.enough:
-            if self._claim is not None:
-                self._claim.take(
-                    host,
-                    chosen,
-                    share=view.share,
-                    hold_for=place.hold_for(),
-                    queued=None if place.waiter is None else place.waiter.since,
-                    waited=time.monotonic() - self._options.began,
-                    display=view.snapshot.shared_display,
-                )
-            self.chosen = chosen
-        elif may_wait and place.join(self._held, self._queue):
-            self.seen = Seen(outdated=True)  # it found somebody ahead who is behind now
+
+    def _make_entry(self, claim: Claim, gpus: tuple[Gpu, ...]) -> None:
+        view, place = self._view, self._place
+        claim.take(
+            self._host,
+            gpus,
+            share=view.share,
+            hold_for=place.hold_for(),
+            queued=None if place.waiter is None else place.waiter.since,
+            waited=time.monotonic() - self._options.began,
+            display=view.snapshot.shared_display,
+        )
 
     def _enter_scope(self, living: Collection[Entry]) -> None:
         """Limit the view to the GPUs of the claim around, or ignore a scope of which no claim exists any more."""
@@ -205,8 +224,50 @@ class Look:
         view.see(living)
         self._place.leave()
 
+    def _take_doors_of_free(self) -> Seen:
+        """Return what is free for this claim; if that is enough, its doors are taken."""
+        view = self._view
+        among = self._open_to()
+        limit = self._limit_of(view.effective)
+        stopped = None
+        if self._queue is not None:
+            stopped = self._queue.stopped
+            if self._queue.missing:
+                view.polls.needs |= self._queue.missing
+                return Seen(OUTDATED)
+        if limit is None:
+            chosen = self._choose(among)
+            if chosen is not None:
+                if self._queue is not None and (view.polls.has_waited or view.polls.age > _RECENT):
+                    return Seen(OUTDATED)
+                return Seen(TAKEN, chosen)
+        if self._ahead is not None or limit is not None:
+            return Seen(ahead=self._ahead, stopped=stopped, limit=limit)
+        return self._too_few(stopped)
+
+    def _too_few(self, stopped: Entry | None) -> Seen:
+        """Return what nobody holds, and which claims hold the rest."""
+        view = self._view
+        usable = {gpu.uuid for gpu in view.usable}
+        full = {gpu for gpu in view.usable if gpu.uuid in self._full}
+        watched: set[str] = set()
+        for uuid in usable:
+            watched.update(claim.name for claim in view.claims.in_the_way(uuid, view.inside))
+        for gpu in full:
+            watched.update(claim.name for claim in view.claims.living if gpu.whole in claim.pieces)
+        free = usable - self._taken()
+        if view.share is not None:
+            free = {gpu.uuid for gpu in view.usable if gpu.uuid in free and view.promised_room(gpu) >= view.share}
+        return Seen(
+            stopped=stopped,
+            free=frozenset(free - self._elsewhere - self._full),
+            elsewhere=frozenset(self._elsewhere & usable),
+            full=frozenset(gpu.uuid for gpu in full),
+            watched=frozenset(watched),
+        )
+
     def _open_to(self) -> Collection[str] | None:
-        """Return the UUIDs of the GPUs to choose from; None is all, if nobody ahead competes. Sets ``ahead``."""
+        """Return the UUIDs of the GPUs to choose from; None is all, if nobody ahead competes."""
         view, place = self._view, self._place
         if not self._host.queue.listed() and place.waiter is None:
             return None
@@ -215,12 +276,9 @@ class Look:
             if self._queue is None:
                 self._queue = QueueSnapshot(view, self._held)
             if not self._queue.is_absent(ticket):
-                self.ahead = ticket
+                self._ahead = ticket
                 break
-        if self._queue is None:
-            return None
-        self.stopped = self._queue.stopped
-        if self.ahead is None:
+        if self._queue is None or self._ahead is None:
             return None
         free = view.unoccupied().keys() - self._taken()
         if len(free) < view.request.nb_gpus:
@@ -350,48 +408,22 @@ class Look:
             return gpu.is_piece and Doors(self._view.snapshot.name_prefix).has_no_part_for_pieces(gpu.whole)
         return False
 
-    def _facts(self, chosen: tuple[Gpu, ...] | None, limit: LimitReached | None) -> Seen:
-        view = self._view
-        if self._queue is not None and self._queue.missing:
-            view.polls.needs |= self._queue.missing
-            return Seen(outdated=True)
-        if chosen is not None:
-            passed = self._queue is not None
-            outdated = passed and (view.polls.has_waited or view.polls.age > _RECENT)
-            return Seen(enough=not outdated, outdated=outdated)
-        if self.ahead is not None or limit is not None:
-            return Seen(behind=self.ahead is not None, limit=limit)
-        usable = {gpu.uuid for gpu in view.usable}
-        watched = {one.name for uuid in usable for one in view.claims.in_the_way(uuid, view.inside)}
-        here = usable - self._taken()
-        if view.share is not None:
-            here = {gpu.uuid for gpu in view.usable if gpu.uuid in here and view.promised_room(gpu) >= view.share}
-        full = {gpu for gpu in view.usable if gpu.uuid in self._full}
-        watched.update(one.name for gpu in full for one in view.claims.living if gpu.whole in one.pieces)
-        return Seen(
-            free=frozenset(here - self._elsewhere - self._full),
-            elsewhere=frozenset(self._elsewhere & usable),
-            full=frozenset(gpu.uuid for gpu in full),
-            watched=frozenset(watched),
-        )
-
     # After host.lock
 
-    def _stays(self) -> bool:
-        """Return whether the claim may stay, by a second listing: of two entries the one that was named later sees the
-        other, so two claims exclude each other even without host.lock."""
-        view, claim, host = self._view, self._claim, self._host
-        if claim is None:
-            return True
+    def _stays(self, claim: Claim, gpus: tuple[Gpu, ...]) -> bool:
+        """Return whether the claim of these GPUs may stay, by a second listing: of two entries the one that was named
+        later sees the other, so two claims exclude each other even without host.lock."""
+        view, host = self._view, self._host
         ask = [view.around.name] if view.around else ()
         living = [one for one in host.claims.look(ask) if one.file != claim.file]
         view.see_closed(self._place.hold_for(), host, locked=True)
         view.claims = Claims(living, view.snapshot.gpus)
-        if view.around and find_around(view.claims, view.scope, view.snapshot.name_prefix) is None:
-            return False
-        if not view.around and any(map(view.rules.why_drained, self.chosen)):
+        if view.around:
+            if find_around(view.claims, view.scope, view.snapshot.name_prefix) is None:
+                return False
+        elif any(view.rules.why_drained(gpu) for gpu in gpus):
             return False  # it was drained or reserved meanwhile
-        return host.is_current(queue=False) and not any(self._is_taken(gpu) for gpu in self.chosen)
+        return host.is_current(queue=False) and not any(self._is_taken(gpu) for gpu in gpus)
 
     def _is_taken(self, gpu: Gpu) -> bool:
         """Return whether others have so much of a GPU that what this claim is to hold does not fit beside them."""

@@ -34,7 +34,7 @@ class QueuePlace:
 
     def __init__(self, host: Host, view: HostView, options: ClaimOptions) -> None:
         self.waiter: Waiter | None = None
-        self._wanted: HostSnapshot | None = None  # the poll by which its ticket says which GPUs could do
+        self._asked_by: HostSnapshot | None = None  # the poll by which its ticket says which GPUs could do
         self._host = host
         self._view = view
         self._options = options
@@ -51,42 +51,65 @@ class QueuePlace:
         return self.waiter
 
     def join(self, held: ClaimsByUser | None, seen: QueueSnapshot | None) -> bool:
-        """Take a ticket, if this claim has none. Returns whether it stands ahead of somebody by that.
+        """Take a ticket, if this claim has none, or has one that names other GPUs than could do now. host.lock is held.
 
         Args:
             held: which users hold what; not None where they are served by turns.
             seen: the waiters; None if nobody ahead was looked at.
+
+        Returns:
+            Whether it stands ahead of somebody by that.
         """
-        waiter, options, queue = self.ensure_waiter(), self._options, self._host.queue
+        waiter = self.ensure_waiter()
         if waiter.queued and not waiter.was_removed():
-            if self._wanted is self._view.snapshot:
+            if self._names_what_could_do(waiter):
                 return False
-            self._wanted = self._view.snapshot
-            request = waiter.request.for_gpus(self._view.wanted)
-            if request == waiter.request:
-                return False
-            waiter.stand_aside()  # for a ticket that names the GPUs or pieces of GPUs that have come or gone
-            waiter.request = request
-        self._wanted = self._view.snapshot
-        said = said_by_this_process(options.job.job_label, options.command)
-        if not waiter.by_turns or options.quota is None or held is None:
+            waiter.stand_aside()
+        waiter.request = waiter.request.for_gpus(self._view.wanted)
+        self._asked_by = self._view.snapshot
+        said = said_by_this_process(self._options.job.job_label, self._options.command)
+        if not waiter.by_turns or held is None:
             return waiter.join(said)
-        weight, kept_turn, number = options.quota.limits.weight or 1.0, waiter.kept_turn, waiter.next_number
+        number = waiter.next_number
+        return waiter.join(said, lambda others: self._turn_of_newcomer(waiter.request, others, number, held, seen))
 
-        def newcomer(others: list[tuple[float, Entry]]) -> float:
-            return turn_of_newcomer(
-                waiter.request.silicon,
-                others,
-                number,
-                uid=os.geteuid(),
-                held=sum(held.held_by(os.geteuid()).values()),
-                size=held.size,
-                weight=weight,
-                most=kept_turn,
-                counts=lambda ticket: queue.ask(ticket.name) is not None and not (seen and seen.is_absent(ticket)),
-            )
+    def _names_what_could_do(self, waiter: Waiter) -> bool:
+        """Return whether a ticket names the GPUs that could do by the latest poll. One may have come or gone since it
+        was made, as MIG instances do."""
+        if self._asked_by is self._view.snapshot:
+            return True
+        if waiter.request != waiter.request.for_gpus(self._view.wanted):
+            return False
+        self._asked_by = self._view.snapshot
+        return True
 
-        return waiter.join(said, newcomer)
+    def _turn_of_newcomer(
+        self,
+        request: TicketRequest,
+        others: list[tuple[float, Entry]],
+        number: int,
+        held: ClaimsByUser,
+        seen: QueueSnapshot | None,
+    ) -> float:
+        weight = 1.0
+        if self._options.quota is not None:
+            weight = self._options.quota.limits.weight or 1.0
+
+        def counts(ticket: Entry) -> bool:
+            if self._host.queue.ask(ticket.name) is None:
+                return False
+            return seen is None or not seen.is_absent(ticket)
+
+        return turn_of_newcomer(
+            request.silicon,
+            others,
+            number,
+            uid=os.geteuid(),
+            held=sum(held.held_by(os.geteuid()).values()),
+            size=held.size,
+            weight=weight,
+            counts=counts,
+        )
 
     def hold_for(self) -> float | None:
         """Return for how long this claim will probably hold its GPUs from now on, in seconds; None is unknown."""
@@ -98,6 +121,11 @@ class QueuePlace:
     def queued(self) -> bool:
         """Whether this claim holds a ticket."""
         return self.waiter is not None and self.waiter.queued
+
+    @property
+    def stands_aside(self) -> bool:
+        """Whether this claim has given its ticket back, and its place is kept."""
+        return self.waiter is not None and self.waiter.stands_aside
 
     @property
     def position(self) -> int:

@@ -36,7 +36,7 @@ from ..wording.text import (
 )
 from .arguments import ClaimOptions
 from .around import refuse_gpus_of_ancestors
-from .look import Look
+from .look import Seen
 from .queue_place import QueuePlace
 from .view import HostView
 
@@ -153,17 +153,17 @@ class WaitStatus(NamedTuple):
     asked: str = ""
 
 
-def _status(view: HostView, look: Look, position: int, verdicts: tuple[GpuVerdict, ...] = ()) -> WaitStatus:
+def _status(view: HostView, seen: Seen, position: int, verdicts: tuple[GpuVerdict, ...] = ()) -> WaitStatus:
     """Return the state of a wait after a look.
 
     Args:
         position: in the queue, or 0 if it was not counted.
         verdicts: empty if the GPUs were not judged.
     """
-    ahead = None if look.ahead is None else ClaimAhead.of(look.ahead)
+    ahead = None if seen.ahead is None else ClaimAhead.of(seen.ahead)
     free = sum(verdict.free for verdict in verdicts) if verdicts else None
     request = view.request
-    return WaitStatus(position, free, request.nb_gpus, verdicts, ahead, spent=look.seen.limit, asked=request.text)
+    return WaitStatus(position, free, request.nb_gpus, verdicts, ahead, spent=seen.limit, asked=request.text)
 
 
 def judged_now(view: HostView) -> tuple[dict[str, Holder], tuple[GpuVerdict, ...]]:
@@ -179,11 +179,11 @@ def judged_now(view: HostView) -> tuple[dict[str, Holder], tuple[GpuVerdict, ...
     return holders, verdicts
 
 
-def refusal(view: HostView, look: Look, options: ClaimOptions, position: int) -> NotEnoughGpusError:
+def refusal(view: HostView, seen: Seen, options: ClaimOptions, position: int) -> NotEnoughGpusError:
     """Return the error with which a claim fails: ClaimTimeout if it waited, else NotEnoughGpusError.
 
     Args:
-        look: the latest one.
+        seen: by the latest look.
         position: in the queue.
 
     Raises:
@@ -197,8 +197,8 @@ def refusal(view: HostView, look: Look, options: ClaimOptions, position: int) ->
         hint += f" ({visible_limit.lift} disregards it)"
     waited = options.timeout or 0.0
     message = refusal_message(
-        _status(view, look, position, verdicts),
-        passed=None if look.stopped is None else ClaimAhead.of(look.stopped)._replace(stopped=True),
+        _status(view, seen, position, verdicts),
+        passed=None if seen.stopped is None else ClaimAhead.of(seen.stopped)._replace(stopped=True),
         hint=hint,
         waited=waited,
         wait_limit=options.wait_limit,
@@ -421,7 +421,7 @@ class WaitReporter:
             return now + _REPORT_INTERVAL * spread
         return self.due if self.due > now else now + _REPORT_INTERVAL
 
-    def report(self, look: Look) -> None:
+    def report(self, seen: Seen) -> None:
         """Give the reports that are due after this look.
 
         Raises:
@@ -429,9 +429,9 @@ class WaitReporter:
             StateDirError: the claims cannot be read.
         """
         now = time.monotonic()
-        if look.ahead is None and now >= self.warning_due:  # a waiter behind a ticket is warned while it sleeps
-            self.warn_once(look)
-        if self._on_wait is not None and (found := self._found(look)) != self._last:
+        if seen.ahead is None and now >= self.warning_due:  # a waiter behind a ticket is warned while it sleeps
+            self.warn_once(seen)
+        if self._on_wait is not None and (found := self._found(seen)) != self._last:
             self._last = found
             self.due = min(self.due, now + max(_WARNING_DELAY, (now - self._began) / 60))  # a long wait fills no log
         if now < self.due:
@@ -439,36 +439,36 @@ class WaitReporter:
         self.due = now + _REPORT_INTERVAL if self._on_wait is not None else math.inf
         family = {os.getpid(), *procfs.ancestors(os.getpid())}
         may_hold = any(one.pid in family for holder in self._view.held.values() for one in holder.each)
-        if look.ahead is None and (may_hold or self._on_wait is not None):
+        if seen.ahead is None and (may_hold or self._on_wait is not None):
             self._view.polls.poll()
         if may_hold:
             judged_now(self._view)
         if self._on_wait is not None:
-            self._on_wait(self._gather(look, self._place.position))
+            self._on_wait(self._gather(seen, self._place.position))
 
-    def _found(self, look: Look) -> tuple[object, ...]:
+    def _found(self, seen: Seen) -> tuple[object, ...]:
         """Return what a look has found; another report is due when it changes. Only few waiters count their
         position."""
         position = self._place.position if self._place.among_first(_EARLY) else 0
-        return position, look.ahead and look.ahead.name, look.seen.free, look.seen.limit
+        return position, seen.ahead and seen.ahead.name, seen.free, seen.limit
 
-    def warn_once(self, look: Look) -> None:
+    def warn_once(self, seen: Seen) -> None:
         """Give the warning from this look alone. Hundreds may wait, so there is no new look and no poll for it."""
         if self._on_long_wait is not None:
-            self._on_long_wait(self._gather(look, 0))  # 0: the position is not counted either
+            self._on_long_wait(self._gather(seen, 0))  # 0: the position is not counted either
         self._on_long_wait = None
         self.warning_due = math.inf
 
-    def _gather(self, look: Look, position: int) -> WaitStatus:
+    def _gather(self, seen: Seen, position: int) -> WaitStatus:
         """Return the state of the wait. The GPUs are not judged where others do not matter, and if the position was not
         counted: then hundreds may wait, whose tickets are all read for that."""
-        view, seen = self._view, look.seen
-        if seen.limit is not None or (look.ahead is not None and not position):
-            return _status(view, look, position)
+        view = self._view
+        if seen.limit is not None or (seen.ahead is not None and not position):
+            return _status(view, seen, position)
         elsewhere = dict.fromkeys(seen.elsewhere, Holder(elsewhere=True))
         full = {gpu.uuid: holder_of_full(gpu) for gpu in view.usable if gpu.uuid in seen.full}
         verdicts = view.judge({**elsewhere, **view.claims.holders(view.inside), **full})
-        status = _status(view, look, position, verdicts)
+        status = _status(view, seen, position, verdicts)
         return status._replace(expected=forecast(view, self._place.ensure_waiter(), self._place.hold_for()))
 
 

@@ -6,6 +6,7 @@ the GPUs are held, because a process may have started on a GPU in between.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import time
@@ -14,11 +15,11 @@ from contextlib import ExitStack, suppress
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..coordination.entry import is_alive
+from ..coordination.directory import state_dir_path
+from ..coordination.entry import Entry, is_alive
 from ..coordination.host_lock import Host
 from ..errors import LockTimeout, NoDriverError, StateDirError
 from ..gpus.devices import Gpu, Holder
-from ..host import procfs
 from ..host.foreign_files import printable_lines
 from ..host.signals import DeferredSignals, unwind_on_signals
 from ..selection.choice import capacity, check_possible, fits
@@ -27,42 +28,39 @@ from .arguments import ClaimOptions, with_policy_limits
 from .around import refuse_inside_share
 from .checks import confirm
 from .claim import Claim
-from .look import Look, Seen
+from .listed import Listed, listed_here
+from .look import OUTDATED, TAKEN, WITHDRAWN, Look, Seen
 from .queue_place import QueuePlace
 from .view import HostView
 
 if TYPE_CHECKING:
     from .report import WaitReporter
 
-# Pause of the head of the queue between two questions whether claims live, in seconds. It is doubled after the first
-# second.
-_PAUSE = 0.010
+# Pauses of the head of the queue between two questions whether claims live, in seconds: this part of the time for which
+# it has asked, within these bounds. Who has waited for long loses little by a little more.
+_PART_OF_THE_WAIT = 1 / 500
+_SHORTEST_WATCH = 0.010
+_LONGEST_WATCH = 0.100
 
-# Pauses between two polls of the driver by the head of the queue, in seconds: at least where nobody holds enough GPUs,
-# so that only the driver can tell when they are free, and where others do; and at most. In between it is this part of
-# the time since something has happened: who has waited for long loses little by a little more.
-_FAST_POLLS, _POLLS, _SLOW_POLLS = 0.1, 2.0, 5.0
-
-_PART = 1 / 20
+# Pauses of the head between two polls of the driver, in seconds: twice the time since something has happened that may
+# free a GPU, within these bounds. So in a minute in which nothing happens there are ten at most.
+_SHORTEST_POLL_PAUSE = 0.25
+_LONGEST_POLL_PAUSE = 9.5
 
 # Between polls that are nearer than this, in seconds, the session with the driver stays open.
 _SHORT = 1.0
 
-# Pauses of a claim that withdrew, in seconds: uneven, or two go in step.
-_UNEVEN = (0.0005, 0.010)
-
-_MOST_STRANGERS = 64
+# Pauses of a claim that withdrew, in seconds. They are random, or two claims go in step.
+_SHORTEST_RETREAT = 0.0005
+_LONGEST_RETREAT = 0.010
 
 # A sleeper that looks again polls the driver first if its latest poll is older than this, in seconds.
 _OLD = 30.0
 
-# For so long waiters wait for a state directory or a driver that cannot be used any more, in seconds, and at least for
-# so much of the time that they have waited; and they try again so often.
-_LONGEST_ABSENCE = 60.0
-
-_OF_THE_WAIT = 0.1
-
-_ABSENCE_PAUSE = 0.25
+# Who has waited outlasts trouble that passes by itself for so long, in seconds. It tries again after a tenth of the
+# time that it has lasted, and after this at least.
+_LONGEST_TROUBLE = 60.0
+_TROUBLE_PAUSE = 0.25
 
 # A claim waits at most this many times MINIMUM_PATIENCE for a host.lock that nobody keeps.
 _MOST_CROWDS = 6
@@ -78,7 +76,7 @@ WATCH = "watch"
 """Watch the claims of others, then look again."""
 
 AGAIN = "again"
-"""Pause unevenly, then look again: two claims have seen each other."""
+"""Pause for a random time, then look again: two claims have seen each other."""
 
 REFUSE = "refuse"
 """Fail, because the time to wait is over."""
@@ -101,14 +99,14 @@ class WaitState(NamedTuple):
         tried_last: whether the last look, after the deadline, has been made.
         polled_for: the GPUs that nobody held at the time of the latest poll.
         elsewhere: the GPUs held elsewhere for which a second look was made.
-        withdrew: when the claim withdrew first, since it was not in anybody's way; 0 for never.
+        withdrew: when the present run of withdrawals began; None if the latest look was no withdrawal.
     """
 
     deadline: float = math.inf
     tried_last: bool = False
     polled_for: frozenset[str] | None = None
     elsewhere: frozenset[str] = frozenset()
-    withdrew: float = 0.0
+    withdrew: float | None = None
 
 
 class Decision(NamedTuple):
@@ -138,11 +136,13 @@ def decide(
         next_look: latest time at which a sleeping waiter looks again.
         pause: seconds until a claim that withdrew looks again.
     """
-    if seen.outdated:
+    if seen.outcome == OUTDATED:
         return Decision(POLL, state)
-    withdrew = (state.withdrew or now) if seen.withdrawn else 0.0
-    state = state._replace(withdrew=withdrew)
-    if seen.withdrawn and now < max(state.deadline, withdrew + _WITHDRAWING):
+    if seen.outcome != WITHDRAWN:
+        state = state._replace(withdrew=None)
+    elif state.withdrew is None:
+        state = state._replace(withdrew=now)
+    if state.withdrew is not None and now < max(state.deadline, state.withdrew + _WITHDRAWING):
         return Decision(AGAIN, state, now + pause)
     if not seen.elsewhere <= state.elsewhere:
         return Decision(WATCH, state._replace(elsewhere=state.elsewhere | seen.elsewhere), now + _SECOND_TRY)
@@ -150,7 +150,7 @@ def decide(
         if state.tried_last:
             return Decision(REFUSE, state)
         return Decision(POLL, state._replace(tried_last=True))
-    if seen.behind:
+    if seen.ahead is not None:
         return Decision(SLEEP, state, min(state.deadline, next_look))
     until = min(state.deadline, now + _FULL_LOOK)
     if seen.limit is not None:
@@ -159,6 +159,21 @@ def decide(
     if (suffices and seen.free != state.polled_for) or now >= next_poll:
         return Decision(POLL, state._replace(polled_for=seen.free))
     return Decision(WATCH, state, min(until, next_poll))
+
+
+def pause_between_polls(calm: float) -> float:
+    """Return the seconds between two polls of the driver by the head of the queue.
+
+    Args:
+        calm: seconds since something has happened that may free a GPU.
+    """
+    return min(max(2 * calm, _SHORTEST_POLL_PAUSE), _LONGEST_POLL_PAUSE)
+
+
+def pause_of_watch(watched: float) -> float:
+    """Return the seconds after which the head of the queue asks again whether claims live, when it has done so for
+    ``watched`` seconds."""
+    return min(max(watched * _PART_OF_THE_WAIT, _SHORTEST_WATCH), _LONGEST_WATCH)
 
 
 def acquire(view: HostView, options: ClaimOptions, claim: Claim | None) -> tuple[Gpu, ...]:
@@ -175,7 +190,13 @@ def acquire(view: HostView, options: ClaimOptions, claim: Claim | None) -> tuple
     """
     if view.snapshot.shared_display:
         options.logger.info("Running on a machine with single GPU used for actual display")
-    return _Search(view, options).run(claim)
+    search = _Search(view, options)
+    search.check()
+    try:
+        return search.run(claim)
+    except BaseException:
+        search.leave()  # again, because an interrupt may have ended the first call
+        raise
 
 
 _ROOMS = "affinity claim coordination gpus host runtimes schedulers selection settings topology".split()
@@ -200,8 +221,42 @@ def _import_all() -> None:
                 import_module(one.name)
 
 
+class _Trouble:
+    """What keeps a waiter from going on and passes by itself.
+
+    Attributes:
+        since: ``time.monotonic()`` value.
+        tries: how often the waiter has tried to go on since.
+    """
+
+    def __init__(self) -> None:
+        self.since = time.monotonic()
+        self.tries = 0
+
+    def lasting(self, err: NoDriverError | StateDirError, seconds: float) -> NoDriverError | StateDirError:
+        """Return the error of a waiter that gives up, with what it has tried."""
+        text = f"{err} (it was tried {self.tries + 1} times in {format_age(seconds)})"
+        if isinstance(err, NoDriverError):
+            return NoDriverError(text, driver=err.driver)
+        return StateDirError(text, path=err.path, errno=err.errno)
+
+
+def _passes(err: NoDriverError | StateDirError) -> bool:
+    """Return whether what failed may work a little later: a driver is being loaded or reset, a disk is full, or the
+    state directory is away. Directories that are closed and names that are too many stay so."""
+    if isinstance(err, NoDriverError) or err.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    try:
+        os.stat(state_dir_path())
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 class _Search:
-    """One search for GPUs, from the first look to the claim; with ``claim`` None it takes nothing."""
+    """One search for GPUs, from the first look to the claim."""
 
     def __init__(self, view: HostView, options: ClaimOptions) -> None:
         options = with_policy_limits(options)
@@ -211,77 +266,101 @@ class _Search:
         self._place = QueuePlace(self._host, view, options)
         self._state = WaitState(options.deadline, tried_last=options.timeout == 0)
         self._reporter: WaitReporter | None = None
-        self._watching_since = 0.0
+        self._watching_since: float | None = None  # time.monotonic() value, as is the next
+        self._calm_since = time.monotonic()  # nothing has happened since then that may free a GPU
         self._free: frozenset[str] = frozenset()  # by the latest look
-        self._calm_since = time.monotonic()  # since when nothing has happened that may free a GPU
-        self._pause = 0.0  # between two polls
-        self._unconfirmed = False  # the second poll of a claim has failed, and it has not waited since
+        self._listed: list[Listed] = []  # by the latest poll and the latest look
+        self._poll_pause = 0.0
+        self._is_poll_due = False
         self._looks = 0
-        self._limited = False
         self._crowds = 0
-        self._gone_since = 0.0  # time.monotonic() value, of the state directory
+        self._has_waited = False
+        self._trouble: _Trouble | None = None
         self._waits = ExitStack()  # ends with the search
-        self._unwinds = False
 
-    def run(self, claim: Claim | None) -> tuple[Gpu, ...]:
-        """Look, decide and wait until there are enough GPUs, and a second poll confirms that they are free."""
+    def check(self) -> None:
+        """Refuse what can never be met, before anything is waited for."""
         if "SAFE_GPU_SHARE" in os.environ:  # of a claim around this process, or leaked
             refuse_inside_share(self._view.snapshot.gpus, self._holders())
         self._check_possible()
-        self._limit()
-        self._options.logger.info("acquiring lock")
-        try:
-            with self._waits:
-                try:
-                    while True:
-                        try:
-                            look = self._look(claim)
-                            if look is not None and self._takes(look) and self._is_confirmed(claim, look.chosen):
-                                return look.chosen if claim is None else claim.gpus
-                        except (NoDriverError, StateDirError) as err:
-                            self._outlast(err)
-                finally:
-                    self._leave()
-        except BaseException:
-            self._leave()  # again, because an interrupt may have ended the first call
-            raise
+        if not self._view.scope:
+            self._apply_policy()
 
-    def _look(self, claim: Claim | None) -> Look | None:
-        """Look; None where that fails since the host is overloaded."""
+    def run(self, claim: Claim | None) -> tuple[Gpu, ...]:
+        """Look, decide and wait until there are enough GPUs, and a second poll confirms that they are free.
+
+        With ``claim`` None nothing is taken.
+        """
+        self._options.logger.info("acquiring lock")
+        with self._waits:
+            try:
+                while True:
+                    try:
+                        seen = self._look(claim)
+                        if seen.outcome != TAKEN:
+                            self._wait_or_refuse(seen)
+                        elif claim is None:
+                            if self._are_still_free(seen.gpus):
+                                return seen.gpus
+                        elif self._is_confirmed(claim):
+                            return claim.gpus
+                        if seen.outcome != OUTDATED:  # the driver may show the GPUs, and not who uses them
+                            self._trouble = None
+                    except LockTimeout as err:
+                        self._outlast_crowd(err)
+                    except (NoDriverError, StateDirError) as err:
+                        self._outlast(err)
+            finally:
+                self.leave()
+
+    def leave(self) -> None:
+        """Leave the queue, and close the directories; safe to call twice."""
+        if self._place.waiter is not None or self._host.directory is not None:
+            DeferredSignals().run_deferred(self._leave_now)
+
+    def _leave_now(self) -> None:
+        self._place.leave()
+        self._host.close()
+
+    # One look
+
+    def _look(self, claim: Claim | None) -> Seen:
+        if self._is_poll_due:
+            self._poll()
+        self._leave_out_the_gone()
         scope = self._view.scope
         look = Look(self._host, self._view, self._place, claim, self._options)
-        try:
-            look.run(may_wait=time.monotonic() < self._options.deadline)
-        except LockTimeout as err:
-            self._crowds += 1
-            if not err.overloaded or self._crowds == _MOST_CROWDS:
-                raise
-            return None
-        if scope != self._view.scope:  # it is of no claim, so the visible limit decides
+        seen = look.run(may_wait=time.monotonic() < self._options.deadline)
+        if scope != self._view.scope:  # it is of no claim, so the visible limit and the policy decide
             self._check_possible()
-        self._limit()
-        if look.chosen or not self._looks:
+            self._apply_policy()
+        if seen.outcome == TAKEN or self._looks == 0:
             self._options.logger.info("lock acquired")
             self._options.logger.info("lock released")
         self._looks += 1
-        if not self._unconfirmed:
-            self._gone_since = 0.0
-        return look
+        return seen
 
-    def _takes(self, look: Look) -> bool:
-        """Return whether a look took GPUs; wait if not."""
-        if look.seen.enough:
-            return True
-        decision = self._decide(look)
-        if decision.step == REFUSE:
-            from .report import refusal
+    def _leave_out_the_gone(self) -> None:
+        """Count what has gone since the latest poll as gone, so that GPUs that are freed together need not be polled by
+        one waiter after the other."""
+        if self._host.directory is None:
+            return
+        gone: dict[str, set[int]] = {}
+        still_here = []
+        with DeferredSignals():
+            for listed in self._listed:
+                if listed.has_gone(self._host.claims.directory):
+                    gone.setdefault(listed.uuid, set()).add(listed.pid)
+                else:
+                    still_here.append(listed)
+        self._view.polls.leave_out(gone)
+        self._listed = still_here
 
-            raise refusal(self._view, look, self._options, self._place.position)
-        if decision.step == AGAIN:
-            time.sleep(max(0.0, decision.until - time.monotonic()))
-        else:
-            self._wait(decision, look)
-        return False
+    def _poll(self) -> None:
+        """Poll the driver for the whole host. What it lists now is there, whatever has ended."""
+        self._view.polls.poll()
+        self._listed = []
+        self._is_poll_due = False
 
     def _check_possible(self) -> None:
         """Refuse what this host can never give. Inside another claim, that decides, once the lock is held."""
@@ -298,47 +377,12 @@ class _Search:
             return holders_now(self._view.snapshot, self._view.inside)
         return {}
 
-    def _is_confirmed(self, claim: Claim | None, gpus: tuple[Gpu, ...]) -> bool:
-        """Return whether a second poll shows the GPUs free; a claim is given back if not.
-
-        Those behind look meanwhile, without this claim's ticket. It makes that again before its GPUs are free.
-        """
-        if claim is not None:
-            DeferredSignals().run_deferred(self._place.stand_aside)
-            confirmed, self._unconfirmed = False, True
-            try:
-                confirmed = confirm(self._view, claim, self._options)
-                self._unconfirmed = False
-            finally:
-                if not confirmed:
-                    self._stand_again()
-                    claim.release()
-            if not confirmed:
-                self._view.polls.poll()  # before others are chosen
-            return confirmed
-        self._view.polls.poll_again(gpus)
-        return all(gpu.uuid in self._view.unoccupied() for gpu in gpus)
-
-    def _stand_again(self) -> None:
-        """Make the ticket again that this claim had, at its place. Where that fails, the next look does it."""
-        host, options = self._host, self._options
-        if self._place.waiter is None or not self._place.waiter.has_place:
-            return
-        with suppress(LockTimeout, StateDirError), DeferredSignals() as signals:
-            host.look()
-            with host.locked(options.lock_deadline, signals):
-                host.queue.refresh()
-                quota = options.quota
-                held = None if quota is None else quota.held(self._view.snapshot, self._view.claims)
-                self._place.join(held, None)
-
-    def _limit(self) -> None:
-        """Apply the policy, once it is certain that this claim is not made inside another one."""
-        if self._limited or self._options.quota is None or self._view.scope:
+    def _apply_policy(self) -> None:
+        """Apply the policy to a claim that is not made inside another one."""
+        if self._options.quota is None:
             return
         from .limits import check_policy_limits
 
-        self._limited = True
         options, limits = self._options, self._options.quota.limits
         number = self._view.request.amount(self._view.snapshot.gpus)
         check_policy_limits(number, limits, options.hold.seconds, said=options.hold.said)
@@ -347,125 +391,174 @@ class _Search:
             self._options = options._replace(timeout=most, wait_limit=limits.path)
         self._state = WaitState(self._options.deadline, tried_last=self._options.timeout == 0)
 
-    def _decide(self, look: Look) -> Decision:
+    # The second poll
+
+    def _are_still_free(self, gpus: tuple[Gpu, ...]) -> bool:
+        self._view.polls.poll_again(gpus)
+        unoccupied = self._view.unoccupied()
+        return all(gpu.uuid in unoccupied for gpu in gpus)
+
+    def _is_confirmed(self, claim: Claim) -> bool:
+        """Return whether a second poll shows the GPUs of a claim free; it is given back if not.
+
+        The ticket goes first: those behind look while the driver is asked.
+        """
+        DeferredSignals().run_deferred(self._place.stand_aside)
+        try:
+            is_free = confirm(self._view, claim, self._options)
+        except (NoDriverError, StateDirError):
+            self._give_back(claim)
+            raise
+        if not is_free:
+            self._give_back(claim)
+            self._is_poll_due = True  # before others are chosen
+        return is_free
+
+    def _give_back(self, claim: Claim) -> None:
+        """Give a claim back that cannot stay, after its ticket was made again: nobody finds that neither is there."""
+        if self._place.stands_aside:
+            with suppress(LockTimeout, StateDirError):  # then the next look makes it
+                self._come_back()
+        claim.release()
+
+    def _come_back(self) -> None:
+        """Make the ticket again that this claim had, at its place."""
+        host, quota = self._host, self._options.quota
+        with DeferredSignals() as signals:
+            host.look()
+            with host.locked(self._options.lock_deadline, signals):
+                host.queue.refresh()
+                held = None
+                if quota is not None and not self._view.around:
+                    held = quota.held(self._view.snapshot, self._view.claims)
+                self._place.join(held, None)
+
+    # Trouble
+
+    def _outlast_crowd(self, err: LockTimeout) -> None:
+        """Look again if host.lock was not free in time since the host is overloaded; else raise."""
+        self._crowds += 1
+        if not err.overloaded or self._crowds == _MOST_CROWDS:
+            raise err
+
+    def _outlast(self, err: NoDriverError | StateDirError) -> None:
+        """Pause before another try if this passes by itself and has lasted for less than a minute; else raise.
+
+        Only who has waited is patient: a person who has just begun learns at once what is wrong.
+        """
+        if not self._has_waited or not _passes(err):
+            raise err
+        now = time.monotonic()
+        if self._trouble is None:
+            self._trouble = _Trouble()
+            text = printable_lines(str(err))
+            self._options.logger.warning("%s; waiting %s for it", text, format_age(_LONGEST_TROUBLE))
+        lasted = now - self._trouble.since
+        if lasted >= _LONGEST_TROUBLE or now >= self._options.deadline:
+            raise self._trouble.lasting(err, lasted) from err
+        self._trouble.tries += 1
+        if isinstance(err, NoDriverError):
+            self._is_poll_due = True
+        pause = max(_TROUBLE_PAUSE, lasted / 10)
+        time.sleep(min(pause, self._options.deadline - now))
+
+    # Waiting
+
+    def _wait_or_refuse(self, seen: Seen) -> None:
+        decision = self._decide(seen)
+        if decision.step == REFUSE:
+            from .report import refusal
+
+            raise refusal(self._view, seen, self._options, self._place.position)
+        if decision.step == AGAIN:
+            time.sleep(max(0.0, decision.until - time.monotonic()))
+        else:
+            self._wait(decision, seen)
+
+    def _decide(self, seen: Seen) -> Decision:
         now = next_look = time.monotonic()
-        reporter, quota = self._waiting(), self._options.quota
+        quota = self._options.quota
         if quota is None or not quota.unresolved:
-            next_look = reporter.next_look(now)
-        free = [gpu for gpu in self._view.usable if gpu.uuid in look.seen.free]
-        suffices = fits(self._view.request, free)
-        if look.seen.free != self._free:
-            self._free, self._calm_since = look.seen.free, now
-        pause = max(_FAST_POLLS if suffices else _POLLS, (now - self._calm_since) * _PART)
-        self._pause = min(pause, _SLOW_POLLS)
+            next_look = self._ensure_reporter().next_look(now)
+        free = [gpu for gpu in self._view.usable if gpu.uuid in seen.free]
+        if seen.free != self._free:
+            self._free, self._calm_since = seen.free, now
+        self._poll_pause = pause_between_polls(now - self._calm_since)
         decision = decide(
-            look.seen,
+            seen,
             self._state,
-            suffices=suffices,
+            suffices=fits(self._view.request, free),
             now=now,
-            next_poll=self._view.polls.next_poll(self._pause),
+            next_poll=self._view.polls.next_poll(self._poll_pause, _LONGEST_POLL_PAUSE),
             next_look=next_look,
-            pause=_uneven(*_UNEVEN) if look.seen.withdrawn else 0.0,
+            pause=_random_between(_SHORTEST_RETREAT, _LONGEST_RETREAT) if seen.outcome == WITHDRAWN else 0.0,
         )
         self._state = decision.state
         return decision
 
-    # Waiting
-
-    def _outlast(self, err: NoDriverError | StateDirError) -> None:
-        """Sleep for a moment if a waiter's state directory (gone, full) or driver (being reset or loaded) cannot be
-        used since less than a minute, or than a part of its wait; else raise. A driver has answered when this
-        returns."""
-        now = time.monotonic()
-        self._gone_since = self._gone_since or now
-        patience = max(_LONGEST_ABSENCE, (self._gone_since - self._options.began) * _OF_THE_WAIT)
-        if now == self._gone_since and self._reporter is not None:
-            self._options.logger.warning("%s; waiting %s for it", printable_lines(str(err)), format_age(patience))
-        while True:
-            if self._reporter is None or now >= min(self._gone_since + patience, self._options.deadline):
-                raise err
-            time.sleep(_ABSENCE_PAUSE)
-            now = time.monotonic()
-            if isinstance(err, StateDirError):
-                return
-            with suppress(NoDriverError):
-                self._view.polls.poll()
-                if not self._unconfirmed:  # else the driver may show the GPUs and not tell who uses them
-                    self._gone_since = 0.0
-                return
-
-    def _wait(self, decision: Decision, look: Look) -> None:
-        if not look.seen.outdated and time.monotonic() < self._options.deadline:
-            if not self._unwinds:
-                self._unwinds = True
+    def _wait(self, decision: Decision, seen: Seen) -> None:
+        reporter = self._ensure_reporter()
+        if seen.outcome != OUTDATED and time.monotonic() < self._options.deadline:
+            if not self._has_waited:
+                self._has_waited = True
                 self._waits.enter_context(unwind_on_signals())  # its ticket is to be removed
             _import_all()
-            self._waiting().report(look)
+            reporter.report(seen)
         self._view.polls.has_waited = True
-        self._unconfirmed = False
-        if decision.step == SLEEP or (decision.step == WATCH and self._pause >= _SHORT):
-            self._view.polls.driver.rest()  # an open session is in the way of a reset, of MIG and of another driver
         if decision.step == POLL:
-            self._view.polls.poll()
-        elif decision.step == SLEEP:
-            if not self._sleep(look, min(decision.until, self._waiting().due)) and self._view.polls.age > _OLD:
-                self._view.polls.poll()  # a process that holds no claim may have started or exited
+            self._poll()
+            return
+        self._listed = listed_here(self._view.usable, self._view.claims, self._view.inside)
+        if decision.step == SLEEP or self._poll_pause >= _SHORT:
+            self._view.polls.driver.rest()  # an open session is in the way of a reset, of MIG and of another driver
+        if seen.ahead is not None:
+            is_gone = self._sleep_behind(seen.ahead, seen, min(decision.until, reporter.due))
+            if not is_gone and self._view.polls.age > _OLD:
+                self._poll()  # a process that holds no claim may have started or exited
         else:
-            self._watch(look, min(decision.until, self._waiting().warning_due))
+            self._watch(seen, min(decision.until, reporter.warning_due))
 
-    def _waiting(self) -> WaitReporter:
+    def _ensure_reporter(self) -> WaitReporter:
         if self._reporter is None:
             from .report import WaitReporter
 
             self._reporter = WaitReporter(self._view, self._options, self._place)
         return self._reporter
 
-    def _sleep(self, look: Look, until: float) -> bool:
+    def _sleep_behind(self, ahead: Entry, seen: Seen, until: float) -> bool:
         """Sleep until the ticket ahead is gone or ``until``; give a warning that becomes due meanwhile.
 
         Returns:
             Whether the ticket ahead is gone.
         """
-        assert look.ahead is not None
-        waiter, reporter = self._place.ensure_waiter(), self._waiting()
+        waiter, reporter = self._place.ensure_waiter(), self._ensure_reporter()
         if reporter.warning_due < until:
-            if waiter.sleep_behind(look.ahead, max(0.0, reporter.warning_due - time.monotonic())):
+            if waiter.sleep_behind(ahead, max(0.0, reporter.warning_due - time.monotonic())):
                 return True
-            reporter.warn_once(look)
-        return waiter.sleep_behind(look.ahead, max(0.0, until - time.monotonic()))
+            reporter.warn_once(seen)
+        return waiter.sleep_behind(ahead, max(0.0, until - time.monotonic()))
 
-    def _watch(self, look: Look, until: float) -> None:
-        """Sleep until a claim or a process on a GPU that nobody holds may have ended, or until ``until``. What is held
-        elsewhere is seen by the next look."""
+    def _watch(self, seen: Seen, until: float) -> None:
+        """Sleep until a claim may have ended, or until ``until``. What else may have happened is seen by the next
+        look: what is held elsewhere, and processes that have ended."""
+        watched = seen.watched
+        if seen.limit is not None:
+            watched = seen.limit.claims
+        claims = self._host.claims.directory
         now = time.monotonic()
-        self._watching_since = self._watching_since or now
-        claims, limit = self._host.claims.directory, look.seen.limit
-        watched = look.seen.watched if limit is None else limit.claims
-        there = {one.pid for gpu in self._view.usable if gpu.uuid in look.seen.free for one in gpu.processes or ()}
-        strangers = [pid for pid in [*there][:_MOST_STRANGERS] if not procfs.has_ended(pid)]
-        next_look = now
+        if self._watching_since is None:
+            self._watching_since = now
         while now < until:
-            pause = _PAUSE if now - self._watching_since < 1.0 else 2 * _PAUSE
-            time.sleep(min(until - now, pause))
+            time.sleep(min(until - now, pause_of_watch(now - self._watching_since)))
             with DeferredSignals():
-                ended = False
-                if now >= next_look:  # which costs more than to ask a claim
-                    ended, next_look = any(map(procfs.has_ended, strangers)), now + _FAST_POLLS
-                if ended or not all(is_alive(claims, name) for name in watched):
-                    self._calm_since = time.monotonic()  # the driver may show it a little later
-                    return
+                is_calm = all(is_alive(claims, name) for name in watched)
             now = time.monotonic()
-
-    def _leave(self) -> None:
-        if self._place.waiter is not None or self._host.directory is not None:
-            DeferredSignals().run_deferred(self._leave_now)
-
-    def _leave_now(self) -> None:
-        self._place.leave()
-        self._host.close()
+            if not is_calm:
+                self._calm_since = now  # what the driver shows of it may go a little later
+                return
 
 
-def _uneven(least: float, most: float) -> float:
+def _random_between(least: float, most: float) -> float:
     import random
 
     return random.Random().uniform(least, most)  # the program's own sequence of random numbers stays as it is

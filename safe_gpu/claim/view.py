@@ -77,10 +77,20 @@ class Polls:
         self._took = self._at - began
         self.has_waited = False
 
-    def next_poll(self, pause: float) -> float:
-        """Return the ``time.monotonic()`` value before which a waiter must not poll the driver again: it pauses for so
-        many seconds, and if polls are slow for longer, so that they take at most a tenth of the time."""
-        return self._at + max(pause, 9 * self._took)
+    def leave_out(self, gone: Mapping[str, Collection[int]]) -> None:
+        """Let the latest poll be as if these processes had left these GPUs: UUID -> pids."""
+        if gone:
+            known = [self.snapshot.by_uuid(uuid) for uuid in gone]
+            self.snapshot = self.snapshot.updated(gpu.without(gone[gpu.uuid]) for gpu in known if gpu is not None)
+
+    def next_poll(self, pause: float, longest: float) -> float:
+        """Return the ``time.monotonic()`` value before which a waiter must not poll the driver again.
+
+        Args:
+            pause: of so many seconds, or of a longer one if polls are slow, so that they take a tenth of the time.
+            longest: but no longer than this.
+        """
+        return self._at + min(max(pause, 9 * self._took), longest)
 
     def poll_again(self, gpus: Sequence[Gpu]) -> None:
         """Poll the driver for these GPUs only. If the latest poll of the whole host is old, and the driver shows other

@@ -170,6 +170,11 @@ class Doors:
         """Whether none is held."""
         return not self._held
 
+    @property
+    def are_intact(self) -> bool:
+        """Whether none of those that were taken has been closed by the program."""
+        return all(door.fd >= 0 for door in self._held)
+
     def release(self) -> None:
         """Give all doors back; safe to call twice."""
         self.parts = {}

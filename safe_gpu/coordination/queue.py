@@ -9,6 +9,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -120,6 +121,28 @@ def waiting_tickets(path: str | None = None, ignored: list[str] | None = None) -
     return [ticket for _, ticket in by_turn(tickets_that_count([one for one in living if one.nb_gpus]))]
 
 
+class _Ticket(NamedTuple):
+    """A ticket of this process.
+
+    Attributes:
+        held: the lock of its file.
+        kept: the state directory, from cleaners.
+    """
+
+    name: str
+    number: int
+    turn: float
+    held: Held
+    kept: Held | None
+
+
+class _Place(NamedTuple):
+    """Where a ticket stood."""
+
+    number: int
+    turn: float
+
+
 class Waiter:
     """A process that looks at the queue, from its first look on. It holds a ticket only after :meth:`join`.
 
@@ -138,53 +161,40 @@ class Waiter:
         self.since: float | None = None
         self._host = host
         self._joined = host.queue  # where its ticket is; the host opens another one when a cleaner has removed that
-        self._name = ""
-        self._number = 0
-        self._turn = 0.0
-        self._stands_aside = False
-        self._before: set[str] = set()  # the names that stood ahead when it stood aside
-        self._held: Held | None = None
-        self._kept: Held | None = None
+        self._ticket: _Ticket | None = None
+        self._kept_place: _Place | None = None  # of the ticket that it gave back for a claim
 
     @property
     def queued(self) -> bool:
         """Whether it holds a ticket that others can see."""
-        return self._held is not None and self._joined is self._host.queue
+        return self._ticket is not None and self._joined is self._host.queue
 
     @property
-    def has_place(self) -> bool:
-        """Whether it has a number in the queue: that of its ticket, or of the one that it gave back for a claim."""
-        return (self._held is not None or self._stands_aside) and self._joined is self._host.queue
-
-    @property
-    def kept_turn(self) -> float:
-        """The turn of the place that it has kept; without one, infinity."""
-        return self._turn if self.has_place and not self.queued else math.inf
+    def stands_aside(self) -> bool:
+        """Whether it has given its ticket back for a claim, and its place is kept."""
+        return self._kept_place is not None and self._joined is self._host.queue
 
     @property
     def next_number(self) -> int:
-        """The number of the ticket that it takes next, by the latest listing.
+        """The number of the ticket that it takes next, by the latest listing: a new one, or that of its kept place.
 
-        Of one that comes back, it is not above that of any newcomer meanwhile, since numbers that are gone come again;
-        and above those that were ahead. By turns it is its own, which the turn's bound depends on.
+        Numbers that are gone come again, so those who joined later may have lower ones than that place. It is not put
+        behind them. By turns it has its own number, which bounds its turn.
         """
-        queue = self._host.queue
-        if not self._comes_back or not queue.would_count(self._number):
+        queue, place = self._host.queue, self._kept_place
+        if place is None or not self.stands_aside or not queue.would_count(place.number):
             return queue.next_number
         if self.by_turns:
-            return self._number
-        last = max((number for number, name in queue.listed() if name in self._before), default=0)
-        return min(self._number, last + 1)
-
-    @property
-    def _comes_back(self) -> bool:
-        return self._stands_aside and self.has_place
+            return place.number
+        return min([place.number, *self._numbers_of_later()])
 
     def was_removed(self) -> bool:
         """Return whether somebody has removed its ticket, or the numbers before its own, by the latest listing: then
         who comes now would stand ahead of it."""
-        queue = self._host.queue
-        return self.queued and (self._number >= queue.next_number or not queue.lists(self._name))
+        queue, ticket = self._host.queue, self._ticket
+        if ticket is None or not self.queued:
+            return False
+        return ticket.number >= queue.next_number or not queue.lists(ticket.name)
 
     def join(
         self, said: Mapping[str, Any], newcomer: Callable[[list[tuple[float, Entry]]], float] | None = None
@@ -194,30 +204,40 @@ class Waiter:
 
         Args:
             said: of this process, see :class:`~safe_gpu.coordination.entry.Entry`.
-            newcomer: returns the turn, from the tickets of others in the order of turns.
+            newcomer: returns the turn of a newcomer with :attr:`next_number`, from the tickets of others in the order
+                of turns. At the old place it is not above the old turn: those who came later may have low ones.
 
         Returns:
             Whether it stands ahead of somebody now. Without a ticket, all were ahead.
 
         Raises:
-            StateDirError: no room, or the queue is closed to us.
+            StateDirError: no room, or the queue is closed to us. A place that was kept is kept.
         """
-        again, number = self._comes_back, self.next_number
-        self.leave()
-        self._stands_aside = again  # until it has a ticket
+        number = self.next_number
+        place = self._kept_place if self.stands_aside else None
+        self._give_back()
         self._joined = queue = self._host.queue
-        others = self._in_order() if newcomer is not None else []
-        turn = None if newcomer is None else newcomer(others)
-        if self.since is None or not again:
-            self.since = time.time()
-        content = {**said, **self.request.said(), "since": round(self.since, 3)}
+        others: list[tuple[float, Entry]] = []
+        turn = None
+        if newcomer is not None:
+            others = self._in_order()
+            turn = newcomer(others)
+            if place is not None:
+                turn = min(turn, place.turn)
+        if place is None:
+            self.since = round(time.time(), 6)
+        content = {**said, **self.request.said(), "since": self.since}
         if turn is not None:
             content["turn"] = turn
         assert self._host.directory is not None
-        self._kept = self._host.directory.keep_from_cleaners(by_children=False)
-        self._name, self._held = make_entry(queue.directory, number, content, by_children=False)
-        self._number, self._stands_aside = number, False
-        self._turn = turn or 0.0
+        with ExitStack() as undo:
+            kept = self._host.directory.keep_from_cleaners(by_children=False)
+            if kept is not None:
+                undo.callback(kept.release)
+            name, held = make_entry(queue.directory, number, content, by_children=False)
+            undo.pop_all()
+        self._ticket = _Ticket(name, number, turn or 0.0, held, kept)
+        self._kept_place = None
         return turn is not None and bool(others) and turn < others[-1][0]
 
     def ahead(self) -> Iterator[Entry]:
@@ -257,37 +277,58 @@ class Waiter:
         return time.monotonic() < until
 
     def stand_aside(self) -> None:
-        """Give the ticket back, since a claim was made, and remember its place: the claim may fail yet."""
-        queued, listed = self.queued, self._host.queue.listed()
-        self._before = {name for number, name in listed if number < self._number}
-        self.leave()
-        self._stands_aside = queued
+        """Give the ticket back, since a claim was made, and keep its place: the claim may fail yet."""
+        ticket = self._ticket
+        if ticket is None or not self.queued:
+            return
+        self._kept_place = _Place(ticket.number, ticket.turn)
+        self._give_back()
 
     def leave(self) -> None:
-        """Give the ticket back; safe to call twice, and without one."""
-        self._stands_aside = False
-        held, self._held = self._held, None
-        if held is not None:
-            remove_entry(self._joined.directory, self._name, held)
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            kept.release()
+        """Give the ticket back and the place up; safe to call twice, and without one."""
+        self._kept_place = None
+        self._give_back()
+
+    def _give_back(self) -> None:
+        ticket, self._ticket = self._ticket, None
+        if ticket is None:
+            return
+        remove_entry(self._joined.directory, ticket.name, ticket.held)
+        if ticket.kept is not None:
+            ticket.kept.release()
+
+    def _place(self) -> tuple[float, float]:
+        """Return the turn and the number by which it stands in the queue; without any, behind all."""
+        place = self._ticket or self._kept_place
+        if place is None or self._joined is not self._host.queue:
+            return math.inf, math.inf
+        return place.turn, place.number
 
     def _names_ahead(self) -> list[str]:
-        own = (self._turn, self._number) if self.has_place else (math.inf, math.inf)
+        turn, number = self._place()
         if self.by_turns:
-            ahead = [ticket for turn, ticket in self._in_order() if (turn, ticket.number) < own]
-            # One without a turn stands behind all lower numbers, and so behind this one too.
-            return [one.name for one in ahead if one.number <= own[1] or turn_of(one) is not None]
+            names = []
+            for its_turn, ticket in self._in_order():
+                # One without a turn stands behind all lower numbers, and so behind this one too.
+                is_before = ticket.number <= number or turn_of(ticket) is not None
+                if (its_turn, ticket.number) < (turn, number) and is_before:
+                    names.append(ticket.name)
+            return names
         listed = self._host.queue.listed()
         if len(listed) > _MOST_OF_ONE_USER:
-            listed = [(one.number, one.name) for one in self._counting()]
-        return [name for number, name in listed if number < own[1]]
+            listed = [(ticket.number, ticket.name) for ticket in self._counting()]
+        return [name for its_number, name in listed if its_number < number]
+
+    def _numbers_of_later(self) -> list[int]:
+        """Return the numbers of those who joined later, as their tickets say."""
+        since = self.since or 0.0
+        return [ticket.number for ticket in self._counting() if ticket.since is not None and ticket.since > since]
 
     def _in_order(self) -> list[tuple[float, Entry]]:
         return by_turn(self._counting())
 
     def _counting(self) -> list[Entry]:
-        known = filter(None, (self._host.queue.known(name) for _, name in self._host.queue.listed()))
-        others = [one for one in known if one.nb_gpus and one.name != self._name]
+        known = [self._host.queue.known(name) for _, name in self._host.queue.listed()]
+        own = "" if self._ticket is None else self._ticket.name
+        others = [one for one in known if one is not None and one.nb_gpus and one.name != own]
         return [one for one in tickets_that_count(others) if one.inside == self.request.inside]

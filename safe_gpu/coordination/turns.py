@@ -4,7 +4,6 @@ A turn is a number that a waiter computes when it joins and never changes, so al
 virtual time of the queue, plus what its user holds and waits for already.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 
 from .entry import Entry
@@ -49,7 +48,6 @@ def turn_of_newcomer(
     held: float,
     size: Callable[[Entry], float],
     weight: float = 1.0,
-    most: float = math.inf,
     counts: Callable[[Entry], bool] = lambda ticket: True,
 ) -> float:
     """Return the turn of a waiter that joins a queue.
@@ -62,7 +60,6 @@ def turn_of_newcomer(
         held: how many GPUs the user holds.
         size: how many GPUs a ticket asks for; a share is worth a part of one.
         weight: of the user; what it holds and waits for counts divided by this.
-        most: of one that comes back, the turn that it had: who came meanwhile may have a low one.
         counts: whether a waiter lives, and is neither stopped nor absent. It is asked only where that decides.
     """
     queue = [one for one in queue if one[1].number < number]
@@ -72,7 +69,7 @@ def turn_of_newcomer(
     )
     # From the last one on, since it takes long to find out who counts.
     latest = next((turn for turn, _, ticket in reversed(after_own) if turn <= start or counts(ticket)), start)
-    return min(most, _STEP * number, max(start, latest))
+    return min(_STEP * number, max(start, latest))
 
 
 def _bounds(

@@ -5,7 +5,7 @@ Memory is in bytes and utilisation in percent. ``None`` means that the driver do
 
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -220,6 +220,19 @@ class Gpu(NamedTuple):
         """Whether a display or a graphics process is on it. Such a GPU is taken last."""
         kinds = [process.kind for process in self.processes] if self.processes else ()
         return self.display_active or ProcessKind.GRAPHICS in kinds
+
+    def without(self, pids: Collection[int]) -> "Gpu":
+        """Return the record of this device as if these processes had left it, with what they used of its memory."""
+        left = [process for process in self.processes or () if process.pid in pids]
+        if not left:
+            return self
+        size = sum(memory_by_pid(left).values())
+        used, free = self.memory_used, self.memory_free
+        return self._replace(
+            processes=tuple([process for process in self.processes or () if process.pid not in pids]),
+            memory_used=None if used is None else max(0, used - size),
+            memory_free=None if free is None else free + size,
+        )
 
     def unreachable(self, reason: str, *, lost: bool = True) -> "Gpu":
         """Return the record of this device while nothing but its identity is known."""

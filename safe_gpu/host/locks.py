@@ -17,13 +17,9 @@ from _thread import allocate_lock
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
-from typing import TYPE_CHECKING
 
 from . import procfs
 from .signals import DeferredSignals
-
-if TYPE_CHECKING:
-    from _thread import LockType
 
 _closed_in_children: "set[Held]" = procfs.process_global("closed_in_children", set())
 
@@ -206,6 +202,34 @@ class NoLocksError(OSError):
     """The kernel or the file system gives no lock at all."""
 
 
+class _Bell:
+    """What a thread rings once, and another one waits for.
+
+    A handler of a signal may raise while the other one waits. Then its exception comes out, as it is: in the wait of a
+    threading.Event it may become a RuntimeError, since a lock is to be given back there that is not held.
+    """
+
+    def __init__(self) -> None:
+        self._silence = allocate_lock()
+        self._silence.acquire()
+        self.has_rung = False
+
+    def ring(self) -> None:
+        """Wake who waits."""
+        self.has_rung = True
+        self._silence.release()
+
+    def wait(self, deadline: float | None) -> None:
+        """Return once it has rung, or at the deadline (``time.monotonic()``)."""
+        if self.has_rung:
+            return
+        seconds = _LONGEST
+        if deadline is not None:
+            seconds = min(max(0.0, deadline - time.monotonic()), _LONGEST)
+        if self._silence.acquire(timeout=seconds):
+            self._silence.release()
+
+
 class ReadLock(Held):
     """A read lock of a file, which a forked child does not have.
 
@@ -220,8 +244,7 @@ class ReadLock(Held):
     def __init__(self, fd: int, instead: Callable[[int, int], object]) -> None:
         super().__init__(fd, unlock=unlock)
         self._instead = instead
-        self._thread: LockType | None = None  # locked until the thread that blocks is done
-        self._thread_is_done = False
+        self._thread: _Bell | None = None  # of the thread that blocks; it rings when that is done
 
     def wait(self, deadline: float | None, signals: DeferredSignals) -> bool:
         """Return whether it is held, at the deadline (``time.monotonic()``) at the latest. Signals, which the caller
@@ -238,11 +261,9 @@ class ReadLock(Held):
             if not self._start_thread():
                 with signals.delivering():
                     time.sleep(_PAUSE)
-        seconds = _LONGEST if deadline is None else min(max(0.0, deadline - time.monotonic()), _LONGEST)
-        with signals.delivering():  # a handler's exception in threading.Event.wait may become a RuntimeError
-            if not self._thread_is_done and self._thread.acquire(timeout=seconds):
-                self._thread.release()
-        return self._thread_is_done and self._try_once()
+        with signals.delivering():
+            self._thread.wait(deadline)
+        return self._thread.has_rung and self._try_once()
 
     def leave(self) -> None:
         """Give it back, or leave that to the thread, which does it when it gets the lock."""
@@ -250,7 +271,7 @@ class ReadLock(Held):
             self.release()
             return
         _left_behind.append(self)
-        if self._thread_is_done:
+        if self._thread.has_rung:
             self._release_if_left()
 
     def _try_once(self) -> bool:
@@ -267,19 +288,17 @@ class ReadLock(Held):
 
         if not ofd_locks():
             return False
-        self._thread = thread = allocate_lock()
-        thread.acquire()
+        self._thread = bell = _Bell()
         try:
-            threading.Thread(target=self._block, args=(thread,), name="safe_gpu-waiter", daemon=True).start()
+            threading.Thread(target=self._block, args=(bell,), name="safe_gpu-waiter", daemon=True).start()
         except RuntimeError:  # ulimit -u, h_vmem
             self._thread = None
         return self._thread is not None
 
-    def _block(self, thread: "LockType") -> None:
+    def _block(self, bell: _Bell) -> None:
         with suppress(OSError):
             set_ofd_lock(self.fd, fcntl.F_RDLCK, wait=True)
-        self._thread_is_done = True
-        thread.release()
+        bell.ring()
         self._release_if_left()
 
     def _release_if_left(self) -> None:

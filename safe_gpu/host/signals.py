@@ -73,17 +73,33 @@ class DeferredSignals:
             finally:
                 self.deliver()
 
-    @contextmanager
-    def delivering(self) -> Iterator[None]:
-        """Let handlers run meanwhile, for what may take long."""
-        try:
-            self.deliver()
-            yield
-        finally:
-            self.defer()
+    def delivering(self) -> "_Delivering":
+        """Return what lets handlers run in its ``with``, for what may take long."""
+        return _Delivering(self)
 
     def _catch(self, number: int, frame: object) -> None:
         self._caught.append((number, frame))
+
+
+class _Delivering:
+    """Lets handlers run in ``with``, where others are held back.
+
+    It is no generator. If a handler raises between the ``yield`` of one and the block, that generator ends when the
+    exception is forgotten: then it would hold handlers back again, for good, and Ctrl-C would do nothing any more.
+    """
+
+    def __init__(self, signals: DeferredSignals) -> None:
+        self._signals = signals
+
+    def __enter__(self) -> None:
+        try:
+            self._signals.deliver()
+        except BaseException:
+            self._signals.defer()
+            raise
+
+    def __exit__(self, *exc: object) -> None:
+        self._signals.defer()
 
 
 @contextmanager

@@ -195,7 +195,7 @@ def test_it_is_waited_for(open_tmp: Path, ground: Any, as_user: Any, monkeypatch
     monkeypatch.setenv("SAFE_GPU_SIMULATED_DIR", str(open_tmp / "simulated"))
     monkeypatch.setenv("SAFE_GPU_DIR", str(state))
     if not comes_back:
-        monkeypatch.setattr("safe_gpu.claim.search._LONGEST_ABSENCE", 0.1)
+        monkeypatch.setattr("safe_gpu.claim.search._LONGEST_TROUBLE", 0.1)
 
     def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
         logger = logging.getLogger("waiter")

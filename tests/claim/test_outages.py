@@ -42,7 +42,7 @@ def test_but_no_longer_than_the_claim_waits(host, timeout: float) -> None:
 
 
 def test_a_driver_that_shows_gpus_and_not_who_uses_them_is_not_waited_for_for_ever(host, monkeypatch) -> None:
-    monkeypatch.setattr("safe_gpu.claim.search._LONGEST_ABSENCE", 1.0)
+    monkeypatch.setattr("safe_gpu.claim.search._LONGEST_TROUBLE", 1.0)
     monkeypatch.setattr(host, "usage", Mock(side_effect=api.NoDriverError("no answer", driver="nvml")))
     began = time.monotonic()
     Timer(0.5, host.stranger(0).close).start()

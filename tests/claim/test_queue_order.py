@@ -348,19 +348,20 @@ OVER = api.WaitState(NOW)
 LATE = api.WaitState(NOW, tried_last=True)
 ASKED = waiting(polled_for=AB)
 LIMIT = api.LimitReached(1, 1)
+AHEAD = api.Entry.read("1.00000000000000aa", 0, (1, 1), b'{"v": 1, "nb_gpus": 1, "gpus": ["GPU-1"]}')
 
 # What a look saw, how far the wait has come, when the driver may be asked -> the step, to when, what changes.
 CASES = {
-    "seen by another one": (api.Seen(withdrawn=True), waiting(), 0, api.AGAIN, NOW + 0.25, {"withdrew": NOW}),
-    "that for a second": (api.Seen(withdrawn=True), LATE._replace(withdrew=NOW - 1), 0, api.REFUSE, None, {}),
+    "seen by another one": (api.Seen(api.WITHDRAWN), waiting(), 0, api.AGAIN, NOW + 0.25, {"withdrew": NOW}),
+    "that for a second": (api.Seen(api.WITHDRAWN), LATE._replace(withdrew=NOW - 1), 0, api.REFUSE, None, {}),
     "held elsewhere": (api.Seen(elsewhere=A), LATE, 0, api.WATCH, NOW + 0.005, {"elsewhere": A}),
     "held elsewhere after all": (api.Seen(elsewhere=A), LATE._replace(elsewhere=AB), 0, api.REFUSE, None, {}),
-    "outdated late": (api.Seen(outdated=True, free=AB), LATE, NOW + 9, api.POLL, None, {}),
-    "one last try, behind": (api.Seen(behind=True), OVER, NOW + 9, api.POLL, None, {"tried_last": True}),
-    "it failed behind others": (api.Seen(behind=True), LATE, 0, api.REFUSE, None, {}),
-    "somebody ahead": (api.Seen(behind=True), waiting(), 0, api.SLEEP, NOW + 30, {}),
+    "outdated late": (api.Seen(api.OUTDATED), LATE, NOW + 9, api.POLL, None, {}),
+    "one last try, behind": (api.Seen(ahead=AHEAD), OVER, NOW + 9, api.POLL, None, {"tried_last": True}),
+    "it failed behind others": (api.Seen(ahead=AHEAD), LATE, 0, api.REFUSE, None, {}),
+    "somebody ahead": (api.Seen(ahead=AHEAD), waiting(), 0, api.SLEEP, NOW + 30, {}),
     "at the user's limit": (api.Seen(limit=LIMIT), waiting(), 0, api.WATCH, NOW + 1, {}),
-    "that and behind": (api.Seen(behind=True, limit=LIMIT), waiting(), 0, api.SLEEP, NOW + 30, {}),
+    "that and behind": (api.Seen(ahead=AHEAD, limit=LIMIT), waiting(), 0, api.SLEEP, NOW + 30, {}),
     "others are free": (api.Seen(free=ABC), ASKED, NOW + 9, api.POLL, None, {"polled_for": ABC}),
     "the driver may be asked": (api.Seen(free=AB), ASKED, NOW, api.POLL, None, {"polled_for": AB}),
     "the driver was just asked": (api.Seen(free=AB), ASKED, NOW + 0.1, api.WATCH, NOW + 0.1, {}),
@@ -379,7 +380,7 @@ def test_the_next_step(seen, state, next_poll, step, until, then) -> None:
 
 
 gpus = st.frozensets(st.sampled_from("ABCD"))
-looks = st.sampled_from([api.Seen(behind=True), api.Seen(withdrawn=True)]) | st.builds(
+looks = st.sampled_from([api.Seen(ahead=AHEAD), api.Seen(api.WITHDRAWN)]) | st.builds(
     api.Seen, free=gpus, elsewhere=gpus
 )
 moments = st.floats(NOW - 100, NOW + 100) | st.just(math.inf)

@@ -234,14 +234,13 @@ def test_who_is_stopped_holds_nobody_up() -> None:
     assert newcomers_turn(request, queue, 4, uid=1, held=0, counts=lambda one: one.number != 1) == 10.0
 
 
-def test_a_turn_is_bounded_by_the_number_of_its_ticket_and_who_comes_back_keeps_its_own_at_most() -> None:
+def test_a_turn_is_bounded_by_the_number_of_its_ticket() -> None:
     """A neighbour's turn beyond all others would be that of all who come after it."""
     request = api.TicketRequest(1, frozenset("ab"))
     assert api.turn_of(ticket_of(3, request, uid=1, turn=3072.0)) == 3072.0
     assert api.turn_of(ticket_of(3, request, uid=1, turn=3073.0)) is None
     queue = api.by_turn([ticket_of(2, request, uid=1, turn=9.0), ticket_of(7, request, uid=1, turn=1.0)])
     assert newcomers_turn(request, queue, 5, uid=2, held=0.0) == 9.5, "of lower numbers"
-    assert newcomers_turn(request, queue, 5, uid=2, held=0.0, most=9.25) == 9.25
     assert newcomers_turn(request, queue, 5, uid=2, held=1e9) == 5 * 1024
 
 

@@ -57,9 +57,9 @@ def test_the_schedule_of_a_fault_shows_it_again() -> None:
 
 
 def test_a_schedule_is_always_the_same() -> None:
-    first, second = (interleave("--scene", "queue", "--replay", "A B C") for _ in range(2))
+    first, second = (interleave("--scene", "queue", "--replay", "A B C A!") for _ in range(2))
     assert first.returncode == 0, first.stdout + first.stderr
     assert first.stdout.replace(" ", "") == second.stdout.replace(" ", "") != ""
     for part in ("claims", "queue"):  # the steps by which others see an entry
-        for call in ("list", "rename", "ask shared", "unlink", "unlock"):
+        for call in ("list", "rename", "ask exclusive", "unlink", "unlock"):
             assert re.search(rf" {call} 1/{part}\b", first.stdout), f"{call} {part}"

@@ -41,10 +41,20 @@ from safe_gpu.claim.arguments import UNKNOWN as UNKNOWN_HOLD
 from safe_gpu.claim.claim import Claim, share_variables
 from safe_gpu.claim.functions import wait_for_gpus
 from safe_gpu.claim.limits import LimitReached, quota_of
-from safe_gpu.claim.look import Seen
+from safe_gpu.claim.look import OUTDATED, TAKEN, WITHDRAWN, Seen
 from safe_gpu.claim.owner import owner_type
 from safe_gpu.claim.report import ClaimAhead, Forecast, WaitStatus, holders_line, refusal_message, waiting_message
-from safe_gpu.claim.search import AGAIN, POLL, REFUSE, SLEEP, WATCH, WaitState, decide
+from safe_gpu.claim.search import (
+    AGAIN,
+    POLL,
+    REFUSE,
+    SLEEP,
+    WATCH,
+    WaitState,
+    decide,
+    pause_between_polls,
+    pause_of_watch,
+)
 from safe_gpu.claim.view import HostView, driver_pids, pids_of_around
 from safe_gpu.claim.worker import check_expected_gpu
 from safe_gpu.cli import arguments, commands, hosts

@@ -8,7 +8,7 @@ from typing import Any
 
 from safe_gpu.claim import checks as opened
 from safe_gpu.claim import claim as claims
-from safe_gpu.claim import look, queue_place
+from safe_gpu.claim import look, queue_place, search
 from safe_gpu.claim import view as host_view
 from safe_gpu.claim.limits import ClaimsByUser
 from safe_gpu.claim.view import Polls
@@ -37,7 +37,8 @@ def _give_back_doors_first(self: claims.Claim, *arguments: Any, **options: Any) 
 
 def _see_lower_alone(self: look.Look, gpu: Any) -> bool:
     assert self._claim is not None
-    number = int(self._claim._name.partition(".")[0])
+    assert self._claim.entry is not None
+    number = int(self._claim.entry.name.partition(".")[0])
     self._view.claims = Claims(one for one in self._view.claims.living if one.number <= number)
     return _is_taken(self, gpu)
 
@@ -150,11 +151,16 @@ def _make_unfinished(name: str, path: str, parent: int | None) -> None:
     os.chmod(name, 0o1777, dir_fd=parent)
 
 
+def _release_first(self: search._Search, claim: claims.Claim) -> None:
+    claim.release()
+    self._come_back()
+
+
 _NO_DOORS: list[tuple[Any, str, Any]] = [(Doors, "_take", _refuse), (Doors, "are_taken", _refuse)]
 
 BROKEN: dict[str, list[tuple[Any, str, Any]]] = {
     # Entries and doors
-    "no second listing": [(look.Look, "_stays", lambda self: True)],
+    "no second listing": [(look.Look, "_stays", lambda self, claim, gpus: True)],
     "lower stays": [(look.Look, "_is_taken", _see_lower_alone)],
     "names come again": [(entry, "os", _Os(urandom=bytes))],
     "unlink by number": [(Entries, "remove_dead", _remove_numbers)],
@@ -189,6 +195,8 @@ BROKEN: dict[str, list[tuple[Any, str, Any]]] = {
     # The queue
     "no queue": [(Waiter, "ahead", lambda self: iter(()))],
     "ticket stays": [(Waiter, "leave", lambda self: None)],
+    "comes back last": [(Waiter, "stands_aside", property(lambda self: False))],
+    "comes back late": [(search._Search, "_give_back", _release_first)],
     "backfill": [(queue_place, "open_gpus", lambda request, ahead, free, *about: frozenset(free))],
     "promise": [(queue_place, "open_gpus", _without_dates)],  # who says for how long may pass all
     "old poll": [(Polls, "has_waited", property(lambda self: False, lambda self, value: None))],

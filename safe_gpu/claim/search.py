@@ -165,7 +165,7 @@ def pause_between_polls(calm: float) -> float:
     """Return the seconds between two polls of the driver by the head of the queue.
 
     Args:
-        calm: seconds since something has happened that may free a GPU.
+        calm: seconds from when something has happened that may free a GPU until the first of them.
     """
     return min(max(2 * calm, _SHORTEST_POLL_PAUSE), _LONGEST_POLL_PAUSE)
 
@@ -446,10 +446,12 @@ class _Search:
 
         Only who has waited is patient: a person who has just begun learns at once what is wrong.
         """
+        now = time.monotonic()
         if not self._has_waited or not _passes(err):
             raise err
-        now = time.monotonic()
         if self._trouble is None:
+            if now >= self._options.deadline:
+                raise err
             self._trouble = _Trouble()
             text = printable_lines(str(err))
             self._options.logger.warning("%s; waiting %s for it", text, format_age(_LONGEST_TROUBLE))
@@ -483,7 +485,8 @@ class _Search:
         free = [gpu for gpu in self._view.usable if gpu.uuid in seen.free]
         if seen.free != self._free:
             self._free, self._calm_since = seen.free, now
-        self._poll_pause = pause_between_polls(now - self._calm_since)
+        polled_at = now - self._view.polls.age
+        self._poll_pause = pause_between_polls(polled_at - self._calm_since)
         decision = decide(
             seen,
             self._state,

@@ -507,7 +507,7 @@ class Entries:
             what = (
                 f"{self.directory.path} has more entries of yours than count ({MOST_CLAIMS} claims, {MOST_BYTES >> 20} "
             )
-            raise refusal(f"{what}MiB, {MOST_FILES} files): end or remove some", self.directory.path, errno.EDQUOT)
+            raise refusal(f"{what}MiB, {MOST_FILES} files): end or remove some", self.directory.path, None)
 
 
 def _why_no_entry(status: os.stat_result) -> str:

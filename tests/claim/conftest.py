@@ -125,3 +125,30 @@ def waiting(user: Any, ground: Any, eventually: Any) -> Callable[..., Any]:
         return one
 
     return start
+
+
+@pytest.fixture
+def while_it_watches(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
+    """``while_it_watches(do)``: do something in the first pause of the claim that waits in this process."""
+    pause, left = time.sleep, []
+
+    def sleep(seconds: float) -> None:
+        if left:
+            left.pop()()
+        pause(seconds)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    return left.append
+
+
+@pytest.fixture
+def rarely_polled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits polls the driver only where something has happened."""
+    monkeypatch.setattr(api.search, "_SHORTEST_POLL_PAUSE", 1e6)
+    monkeypatch.setattr(api.search, "_LONGEST_POLL_PAUSE", 1e6)
+
+
+@pytest.fixture
+def often_polled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits polls the driver as often as it does at first."""
+    monkeypatch.setattr(api.search, "_LONGEST_POLL_PAUSE", 0.25)

@@ -1,17 +1,14 @@
 """Processes that do not know of safe_gpu and come at the worst moment; drivers that show late, little or nothing; and
 GPUs on which a claim failed, which are noted, taken last, and forgiven once a placeholder works there."""
 
-import itertools
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from threading import Timer
 from typing import Any
 
 import pytest
@@ -184,7 +181,7 @@ def test_a_driver_that_dies_between_polls(host, ground, untouched, last: int | N
         ground.hold(*range(8))
 
     def die(number: int) -> None:
-        if number == (last or 2):
+        if number == last or (last is None and number > 1):
             raise api.NoDriverError("the driver is gone", driver=host.name)
 
     host.on_poll = die
@@ -363,43 +360,3 @@ def test_a_broken_gpu_is_blamed_also_where_cuda_does_not_say_which_it_is(fake_gp
     assert (name, "(214)" in message) == ("PlaceholderError", True)
     assert notes() == [fake_gpus.uuids[index] for index in noted]
     assert not noted or forked(fake_gpus, "out = claim(7)") == [1, 2, 3, 4, 5, 6, 7]
-
-
-# While it waits
-
-
-def test_what_only_the_driver_can_tell_is_seen_by_who_waits_first(host, monkeypatch) -> None:
-    """A GPU that was lost and is back, when no claim ends: nobody but the head asks."""
-    monkeypatch.setattr("safe_gpu.claim.search._POLLS", 0.2)
-    context = host.stranger(0)
-
-    def lose(number: int) -> None:
-        if number == 2:
-            context.close()
-            host.edits[host.uuids[0]] = {"lost": True, "unusable": "lost", "processes": None}
-            Timer(1.0, host.edits.clear).start()
-
-    host.on_poll = lose
-    owner = safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), only=0, timeout=30, affinity=None)
-    assert owner.devices_taken == [0]
-    assert 4 <= host.polls < 12
-
-
-def test_the_end_of_a_stranger_is_seen_at_once_and_otherwise_the_driver_is_asked_rarely(host, child, cleanup) -> None:
-    """The pauses grow with the time in which nothing happens."""
-    other = child("listen()")
-    context = host.stranger(0, pid=other.pid)
-    began, times = time.monotonic(), []
-    host.on_poll = lambda number: times.append(time.monotonic() - began)
-
-    def leave() -> None:
-        context.close()
-        os.kill(other.pid, signal.SIGKILL)
-        os.waitpid(other.pid, 0)
-
-    Timer(6.0, leave).start()
-    safe_gpu.claim_gpus(1, safe_gpu.NoPlaceholder(), only=0, timeout=30, affinity=None)
-    assert time.monotonic() - began < 7.0
-    pauses = [later - earlier for earlier, later in itertools.pairwise(one for one in times if 4.0 < one < 5.9)]
-    assert pauses
-    assert min(pauses) > 0.15, times

@@ -1,8 +1,6 @@
 """How GPUs go from hand to hand, what those who wait see by themselves, and what they ask the driver for that."""
 
 import itertools
-import time
-from collections.abc import Callable
 
 import pytest
 from support import api
@@ -10,40 +8,11 @@ from support.claims import claim
 
 PATIENCE = 60.0  # seconds, that only a hang reaches
 
-While = Callable[[Callable[[], object]], None]
-
-
-@pytest.fixture
-def while_it_watches(monkeypatch: pytest.MonkeyPatch) -> While:
-    """``while_it_watches(do)``: do something in the first pause of the claim that waits in this process."""
-    pause, left = time.sleep, []
-
-    def sleep(seconds: float) -> None:
-        if left:
-            left.pop()()
-        pause(seconds)
-
-    monkeypatch.setattr(time, "sleep", sleep)
-    return left.append
-
-
-@pytest.fixture
-def rarely_polled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits polls the driver only where something has happened."""
-    monkeypatch.setattr(api.search, "_SHORTEST_POLL_PAUSE", 1e6)
-    monkeypatch.setattr(api.search, "_LONGEST_POLL_PAUSE", 1e6)
-
-
-@pytest.fixture
-def often_polled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits polls the driver as often as it does at first."""
-    monkeypatch.setattr(api.search, "_LONGEST_POLL_PAUSE", 0.25)
-
 
 # From hand to hand
 
 
-def test_the_ticket_goes_before_the_second_poll(host, ground, while_it_watches: While) -> None:
+def test_the_ticket_goes_before_the_second_poll(host, ground, while_it_watches) -> None:
     """So those behind look while the driver is asked."""
     ground.hold(0)
     seen = []
@@ -155,7 +124,7 @@ def test_a_ticket_names_the_gpus_that_come_while_it_waits(host, ground, monkeypa
     assert sorted(set(tickets)) == [(1, 7), (1, 8)]
 
 
-def test_the_end_of_a_stranger_is_seen_by_its_pid(host, child, rarely_polled, while_it_watches: While) -> None:
+def test_the_end_of_a_stranger_is_seen_by_its_pid(host, child, rarely_polled, while_it_watches) -> None:
     stranger = child("listen()")
     context = host.stranger(0, pid=stranger.pid)
 

@@ -177,7 +177,7 @@ class Race:
                 for mark in marks:
                     mark.close()  # of what the claim around it uses
                 if random.random() < 0.5:
-                    outer.owner._claim._entry.release()  # type: ignore[union-attr]
+                    outer.owner._claim.entry.release()  # type: ignore[union-attr]
                 if random.random() < 0.5:
                     time.sleep(random.uniform(0, 0.02))
                 self.claim_inside()

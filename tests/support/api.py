@@ -35,7 +35,7 @@ from safe_gpu.affinity.planner import (
     plan,
 )
 from safe_gpu.affinity.resolve_gpus import BOUND, by_name, by_ordinal, remembered, visible
-from safe_gpu.claim import checks, owner, search, view
+from safe_gpu.claim import checks, claim, owner, search, view
 from safe_gpu.claim.arguments import DEFAULT, HoldTime, parse_hold_for, parse_timeout, read_options
 from safe_gpu.claim.arguments import UNKNOWN as UNKNOWN_HOLD
 from safe_gpu.claim.claim import Claim, share_variables

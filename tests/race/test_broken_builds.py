@@ -74,6 +74,8 @@ CAUGHT = [  # build, what catches it, with these words, and what that says: one 
     ("ticket stays", CRASH, "--operation wait --how exception --call clock_nanosleep", "the next claimer says nothing"),
     ("backfill", SOAK, "", "a waiter was passed"),
     ("promise", SOAK, "", "an expected start passed.*who said 4.0 s"),
+    ("comes back last", EXPLORER, "--scene queue-contended --sample 5", "comes back with ticket"),
+    ("comes back late", EXPLORER, "--scene queue-contended --sample 5", "has not made its ticket again"),
     ("old poll", EXPLORER, "--scene queue-stranger --begin 'A B C D C D C D C A'", "before C, whose ticket is 1"),
     ("turns", SOAK, "--order fair", "waiters out of turn"),
     ("limit", SOAK, "--policy", "a user over the limit"),

@@ -64,7 +64,7 @@ def test_where_claims_share_the_only_gpu_the_race_moves(watch_a_demo: Any) -> No
 
 
 def test_a_broken_claim_is_found_out(watch_a_demo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api.entry, "is_locked", lambda fd: False)
+    monkeypatch.setattr(api.entries, "is_locked", lambda fd: False)
     monkeypatch.setattr(api.Doors, "take_whole", Mock(side_effect=OSError(errno.EPERM, "not permitted")))
     # With a placeholder the claims would notice each other by themselves.
     monkeypatch.setattr(demo, "claim_gpus", partial(safe_gpu.claim_gpus, placeholder_fn=safe_gpu.NoPlaceholder()))

@@ -381,11 +381,11 @@ def _replace(racer: Racer) -> None:
         if racer.scene.closes or owner is not host_view:
             setattr(owner, name, racer.whole(getattr(owner, name), what))
 
-    def names(self: Any, most: int | None = None) -> set[str]:
+    def names(self: Any, most: int | None = None, **options: int) -> set[str]:
         label = racer.label(self.fd)
         if label.endswith(_LISTED):
             racer.step(f"list {label}")
-        return _names(self, most)
+        return _names(self, most, **options)
 
     directory.SharedDirectory.names = names  # type: ignore[method-assign]
     doors.SHARE_PARTS = doors.SHARE_PARTS[:_PARTS]

@@ -149,6 +149,7 @@ class ClaimEntry:
             self._kept = host.directory.keep_from_cleaners(by_children=True)  # the state directory
             undo.callback(self._kept.release)
             claims = host.claims
+            claims.refuse_if_full()
             self.name, self._held = make_entry(claims.directory, claims.next_number, facts, by_children=True)
             undo.pop_all()
         self.file = self._held.file

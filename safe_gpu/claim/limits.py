@@ -28,7 +28,8 @@ from ..settings.config import Limits, Policy
 from ..wording import style
 from ..wording.text import format_age, plural
 
-_MOST_UNKNOWN = 256  # GPUs of a user that the driver does not show: who names more is beyond every limit
+# GPUs of a user that the driver does not show and whose vendor is looked for. Who names more is beyond every limit.
+_MOST_UNKNOWN = 256
 
 
 def check_policy_limits(nb_gpus: float, limits: Limits, seconds: float | None = None, *, said: bool = False) -> None:
@@ -169,11 +170,14 @@ class ClaimsByUser:
         most = self._quota.most_of(uid)
         if most is None:
             return None
-        held = self.held_by(uid)
+        claims = self.held_by(uid)
+        held = sum(claims.values())
         amount = request.amount(self._snapshot.gpus)
-        # However small a share is, who is at the limit gets none.
-        exceeds = sum(held.values()) + (amount and max(amount, 2 * ROUNDING)) > most + ROUNDING
-        return LimitReached(sum(held.values()), most, frozenset(held)) if exceeds else None
+        if amount > 0:
+            amount = max(amount, 2 * ROUNDING)  # who is at the limit gets no share, however small
+        if held + amount <= most + ROUNDING:
+            return None
+        return LimitReached(held, most, frozenset(claims))
 
     def held_by(self, uid: int) -> dict[str, float]:
         """Return name of a claim -> how many GPUs it holds."""
@@ -188,19 +192,28 @@ class ClaimsByUser:
 def held_of(snapshot: HostSnapshot, claims: Claims) -> Iterator[tuple[Entry, float]]:
     """Yield the claims that count for limits, each with how many GPUs of the vendor of one poll it holds, and shares as
     parts. Of a GPU that the driver does not show it holds all."""
-    gpus, unknown = {gpu.uuid: gpu for gpu in snapshot.gpus}, Counter[int]()
-    for one in claims.living:
-        on_display = one.display and snapshot.shared_display  # elsewhere nobody lets others in beside it
-        if one.uid >= 0 and not on_display and not claims.is_inside(one):
-            held = 0.0
-            for uuid, share in one.gpus.items():
-                gpu = gpus.get(uuid)
-                if gpu is not None:
-                    held += part_of(gpu, share)
-                elif unknown[one.uid] < _MOST_UNKNOWN:
-                    unknown[one.uid] += 1
-                    held += vendor_of(uuid) == snapshot.vendor
-            yield one, held
+    shown = {gpu.uuid: gpu for gpu in snapshot.gpus}
+    unknown: Counter[int] = Counter()  # names of each user
+    for claim in claims.living:
+        if not _counts(claim, snapshot, claims):
+            continue
+        held = 0.0
+        for uuid, share in claim.gpus.items():
+            if uuid in shown:
+                held += part_of(shown[uuid], share)
+                continue
+            unknown[claim.uid] += 1
+            if unknown[claim.uid] > _MOST_UNKNOWN or vendor_of(uuid) == snapshot.vendor:
+                held += 1
+        yield claim, held
+
+
+def _counts(claim: Entry, snapshot: HostSnapshot, claims: Claims) -> bool:
+    """Return whether a claim counts for the limits of its user. One inside another does not, nor one of nobody, nor one
+    on a shared display: on a host without such a display nobody lets others in beside a claim that says so."""
+    if claim.uid < 0 or claims.is_inside(claim):
+        return False
+    return not (claim.display and snapshot.shared_display)
 
 
 def quota_of(path: str, warn: object) -> Quota | None:

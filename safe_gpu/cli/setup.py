@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from ..coordination.directory import ADMIN_DIR, DEFAULT_DIR, HOST_LOCK, PARTS, setup_command, state_dir_path
 from ..coordination.notes import closed_file, read_closed
-from ..coordination.setup import examine, in_use, make, remove
+from ..coordination.setup import examine, in_use, make, make_anew, remove, remove_hidden, slow_directories
 from ..errors import PolicyError, StateDirError
 from ..host.foreign_files import printable, read_start
 from ..host.programs import is_root, others_can_change
@@ -61,7 +61,7 @@ def _set_up(path: str, dry_run: bool) -> int:
         with suppress(StateDirError):  # where nobody can claim
             _refuse_if_used(other)
     _make_state_dir(path, dry_run)
-    to_do = _lead_there(path, dry_run) + _closed_elsewhere(path, others)
+    to_do = _make_anew(path, dry_run) + _lead_there(path, dry_run) + _closed_elsewhere(path, others)
     for task in to_do:
         print(f"to do: {task}")
     if to_do:
@@ -134,6 +134,25 @@ def _make_state_dir(path: str, dry_run: bool) -> None:
     if missing and not dry_run:
         make(path)
         examine(path)
+
+
+def _make_anew(path: str, dry_run: bool) -> list[str]:
+    """Make directories of entries anew that have become slow, or print that; return what is left to do."""
+    try:
+        slow = slow_directories(path)
+    except FileNotFoundError:  # it is not made yet (--dry-run)
+        return []
+    _, waiters = in_use(path)
+    if slow and waiters:
+        names = " and ".join(f"{path}/{part}" for part in slow)
+        return [f"{names} with very many names, or room for them: run setup again when nobody waits"]
+    for part in slow:
+        print(f"make anew {path}/{part}")
+        if not dry_run:
+            make_anew(path, part)
+    if dry_run:
+        return []
+    return [f"remove {path}/{name}" for name in remove_hidden(path)]
 
 
 def _lead_there(path: str, dry_run: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""Directories whose many names slow down everybody who looks at them, and who has made these names."""
+"""Directories whose names, or the room that names had which are gone, slow down everybody who looks at them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from itertools import islice
 
 from ..host.foreign_files import printable
 from ..host.procfs import user_name
-from .directory import Directory
+from ..wording.text import plural
+from .directory import Directory, SharedDirectory, setup_command
 
 MANY = 5000
 """Names in a directory, from which on it is told: some hundreds of jobs have fewer, dead and unfinished ones too."""
 
 _MOST_NAMES = 100_000  # that are listed
+
+# ext4 keeps the blocks of names that are gone, and reads them at each listing. A name takes some 70 bytes.
+_GROWN = 1 << 20
+_OF_A_NAME = 1 << 9
 _SAMPLE = 500  # names whose owners are looked up
 
 
@@ -28,7 +33,7 @@ def sentence_on_crowd(state_dir: str, name: str) -> str:
     with suppress(FileNotFoundError), Directory(state_dir, name, make=False) as directory:
         names = directory.names(_MOST_NAMES)
         if len(names) <= MANY:
-            return ""
+            return _sentence_on_grown(directory, len(names), state_dir)
         owners: Counter[int] = Counter()
         for one in islice(names, _SAMPLE):  # a set has them in no order that anybody chose
             with suppress(OSError):
@@ -39,6 +44,22 @@ def sentence_on_crowd(state_dir: str, name: str) -> str:
             sentence += f"; {part}% of them are of {user_name(uid)}, who or root can remove them"
         return printable(sentence)
     return ""
+
+
+def is_grown(directory: SharedDirectory, number: int) -> bool:
+    """Return whether a directory takes much more room than that number of names needs."""
+    size = os.fstat(directory.fd).st_size
+    return size > _GROWN and size > number * _OF_A_NAME
+
+
+def _sentence_on_grown(directory: Directory, number: int, state_dir: str) -> str:
+    if not is_grown(directory, number):
+        return ""
+    size = os.fstat(directory.fd).st_size >> 20
+    return printable(
+        f"{directory.path} takes {size} MiB for {plural(number, 'name')}, which slows down all who look: as root: "
+        f"{setup_command(state_dir)}"
+    )
 
 
 def _number(names: set[str]) -> str:

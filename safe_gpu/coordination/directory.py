@@ -44,11 +44,16 @@ HOST_LOCK = "host.lock"
 
 _OF_IMAGES = frozenset({"overlay", "fuse-overlayfs", "fuse.fuse-overlayfs"})  # file systems
 
+_LONGEST_NAME = 255  # of any file
+
 _ONE_BLOCK = 4096  # bytes of a directory that has few names, on all file systems
 
 _MOST_TRIES = 100  # to make a file, while somebody removes it
 
-_AT_FDCWD, _RENAME_NOREPLACE = -100, 1  # of renameat2(2)
+# Of renameat2(2).
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+_RENAME_EXCHANGE = 2
 
 
 def state_dir_path() -> str:
@@ -240,17 +245,24 @@ class SharedDirectory:
         if fd >= 0:
             os.close(fd)
 
-    def names(self, most: int | None = None) -> set[str]:
-        """Return the names in it, of very many only some more than ``most``; StateDirError if it cannot be read.
+    def names(self, most: int | None = None, *, longest: int = _LONGEST_NAME) -> set[str]:
+        """Return the names in it.
 
         They are read through a descriptor of their own: threads and forked children that share one share its place in
         the listing, and each would miss some names.
+
+        Args:
+            most: of very many, some more than this are enough.
+            longest: characters of those that matter.
+
+        Raises:
+            StateDirError: it cannot be read.
         """
         try:
             fd = os.open(".", OPEN_DIR, dir_fd=self.fd)
             try:
                 if most is None:
-                    return set(os.listdir(fd))
+                    return {name for name in os.listdir(fd) if len(name) <= longest}
                 with os.scandir(fd) as found:
                     return {one.name for one in islice(found, most + 1)}
             finally:
@@ -399,15 +411,38 @@ def make_directory(name: str, path: str, parent: int | None) -> None:
 def _rename_to_new(source: str, target: str, parent: int | None) -> None:
     """Rename a directory, unless the target exists. rename(2) would replace an empty one of this user, and who has that
     one open could make nothing in it."""
-    with suppress(ImportError, AttributeError):  # a Python without ctypes, or glibc before 2.28
-        import ctypes
-
-        above, names = _AT_FDCWD if parent is None else parent, (os.fsencode(source), os.fsencode(target))
-        rename = ctypes.CDLL(None, use_errno=True).renameat2
-        if rename(above, names[0], above, names[1], _RENAME_NOREPLACE) == 0 or ctypes.get_errno() == errno.EEXIST:
-            return
+    code = _renameat2(source, target, parent, _RENAME_NOREPLACE)
+    if code in (0, errno.EEXIST):
+        return
     if file_at(target, parent) is None:  # the kernel or the file system has no such call
         os.rename(source, target, src_dir_fd=parent, dst_dir_fd=parent)
+
+
+def exchange(one: str, other: str, parent: int) -> None:
+    """Let two names in a directory change places, at one moment.
+
+    Raises:
+        OSError: they cannot, as on file systems that have no such call.
+    """
+    code = _renameat2(one, other, parent, _RENAME_EXCHANGE)
+    if code:
+        raise OSError(code, os.strerror(code), one)
+
+
+def _renameat2(source: str, target: str, parent: int | None, flags: int) -> int:
+    """Return 0 or the error number of renameat2(2); ENOSYS in a Python without ctypes, or with glibc before 2.28."""
+    try:
+        import ctypes
+
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (ImportError, AttributeError):
+        return errno.ENOSYS
+    above = parent
+    if above is None:
+        above = _AT_FDCWD
+    if rename(above, os.fsencode(source), above, os.fsencode(target), flags) == 0:
+        return 0
+    return ctypes.get_errno()
 
 
 def _open_to_all(name: str, parent: int | None) -> None:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
+from itertools import islice
 
 from ..errors import StateDirError
 from ..gpus.devices import Gpu, HeldAs, Holder
@@ -14,7 +15,8 @@ from ..host.foreign_files import read_start
 from ..host.programs import command_of
 from .directory import state_dir_path
 from .doors import MOST_PARTS, PIECE_PARTS, Doors, digest
-from .entry import Entry, living_entries
+from .entries import living_entries
+from .entry import Entry, entry_names
 from .held_as import held_as
 from .silicon import Silicon, silicon_of
 
@@ -163,35 +165,37 @@ def said_by(entry: Entry) -> Holder:
     )
 
 
-def heirs_of(entries: Iterable[Entry]) -> dict[str, int]:
-    """Return name of an entry -> a process that has it open and locked, as far as this user may see.
+def heirs_of(entries: Collection[Entry]) -> dict[str, int]:
+    """Return name of an entry -> a process that has its file open and locked, as far as this user may see.
 
-    Only processes of the owners are looked at, and some thousand descriptors of each owner.
+    A file may have several names, and any file may have that of an entry, so device and inode are compared. Only
+    processes of the owners are looked at, and some thousand descriptors of each owner.
     """
-    files = {entry.name: entry.file for entry in entries}
+    names = {entry.file: entry.name for entry in entries}
     left = dict.fromkeys((entry.uid for entry in entries), _MOST_DESCRIPTORS)
     found: dict[str, int] = {}
     for pid in procfs.pids():
         uid = procfs.uid_of(pid)
-        if uid is None or os.geteuid() not in (0, uid) or left.get(uid, 0) <= 0:
+        if uid not in left or os.geteuid() not in (0, uid):
             continue
-        opened = procfs.open_files(pid) or {}
-        left[uid] -= len(opened)
-        for number, target in opened.items():
-            name = target.rpartition("/")[2]
-            if name in files and _is_open(pid, number, files[name]):
-                found.setdefault(name, pid)
+        for number in islice(procfs.descriptors(pid), left[uid]):
+            left[uid] -= 1
+            file = _locked_entry(pid, number)
+            if file in names:
+                found.setdefault(names[file], pid)
     return found
 
 
-def _is_open(pid: int, number: int | str, file: tuple[int, int]) -> bool:
-    """Return whether a process has this file open and locked. Any file may have its name."""
+def _locked_entry(pid: int, number: str) -> tuple[int, int] | None:
+    """Return device and inode of an entry that a process has open and locked by this descriptor; None if it is none."""
+    path = f"/proc/{pid}/fd/{number}"
     with suppress(OSError):
-        status = os.stat(f"/proc/{pid}/fd/{number}")
-        return (status.st_dev, status.st_ino) == file and b"lock:" in (
-            read_start(f"/proc/{pid}/fdinfo/{number}") or b""
-        )
-    return False
+        name = os.path.basename(os.readlink(path).removesuffix(" (deleted)"))
+        if entry_names([name]):  # of others, such as sockets and files of FUSE, the status is not asked for
+            status = os.stat(path)
+            if b"lock:" in (read_start(f"/proc/{pid}/fdinfo/{number}") or b""):
+                return status.st_dev, status.st_ino
+    return None
 
 
 def heir_of(entry: Entry) -> int | None:

@@ -23,7 +23,7 @@ from ..host.locks import Held
 from ..host.programs import program_names
 from ..host.signals import DeferredSignals
 from .directory import HOST_LOCK, Directory, SharedDirectory, file_at, state_dir_path
-from .entry import Entries
+from .entries import Entries
 
 MINIMUM_PATIENCE = 10.0
 """Seconds that host.lock is waited for even by a claim that waits for no GPU."""
@@ -101,11 +101,11 @@ class Host:
         self.claims.refresh()
         self.queue.refresh()
         if at_all or self.claims.may_be_many:
-            self.claims.look()
+            self.claims.look_at_listed()
         if self.queue.may_be_many:
-            self.queue.look(())
-        self.claims.refuse_if_over()
-        self.queue.refuse_if_over()
+            self.queue.look_at_listed(())
+        self.claims.make_room()
+        self.queue.make_room()
 
     @contextmanager
     def locked(self, deadline: float | None, signals: DeferredSignals) -> Iterator[None]:

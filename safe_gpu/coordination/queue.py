@@ -17,7 +17,8 @@ from ..gpus.devices import Gpu
 from ..host import procfs
 from ..host.locks import Held
 from .directory import state_dir_path
-from .entry import Entry, is_plain, living_entries, make_entry, remove_entry, sleep_until_dead
+from .entries import living_entries
+from .entry import Entry, is_plain, make_entry, remove_entry, sleep_until_dead
 from .host_lock import Host
 from .silicon import Silicon, keys_of, silicon_of
 from .turns import by_turn, turn_of
@@ -116,7 +117,7 @@ def tickets_that_count(tickets: list[Entry]) -> list[Entry]:
 
 def waiting_tickets(path: str | None = None, ignored: list[str] | None = None) -> list[Entry]:
     """Return everyone who waits in a state directory, in the order of the queue; the rest as of
-    :func:`~safe_gpu.coordination.entry.living_entries`."""
+    :func:`~safe_gpu.coordination.entries.living_entries`."""
     living = living_entries(path or state_dir_path(), "queue", ignored)
     return [ticket for _, ticket in by_turn(tickets_that_count([one for one in living if one.nb_gpus]))]
 
@@ -229,6 +230,7 @@ class Waiter:
         content = {**said, **self.request.said(), "since": self.since}
         if turn is not None:
             content["turn"] = turn
+        queue.refuse_if_full()
         assert self._host.directory is not None
         with ExitStack() as undo:
             kept = self._host.directory.keep_from_cleaners(by_children=False)

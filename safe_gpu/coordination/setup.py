@@ -1,14 +1,31 @@
-"""Makes a state directory of root's, and removes it."""
+"""Makes a state directory of root's, makes it anew where it has become slow, and removes it."""
 
 import os
 import re
+import shutil
 import stat
+import time
 from contextlib import suppress
 
 from ..errors import StateDirError
 from ..host.procfs import user_name
-from .directory import DIR_MODE, HOST_LOCK, PARTS, Directory, SharedDirectory, is_everybodys, setup_command
-from .entry import is_alive, living_entries
+from ..host.signals import DeferredSignals
+from .crowds import MANY, is_grown
+from .directory import (
+    DIR_MODE,
+    HOST_LOCK,
+    PARTS,
+    Directory,
+    SharedDirectory,
+    exchange,
+    is_everybodys,
+    make_directory,
+    refusal_of_error,
+    setup_command,
+)
+from .entries import Entries, living_entries
+from .entry import is_alive
+from .host_lock import MINIMUM_PATIENCE, Host
 
 _REMOVED = {
     "claims": r"[0-9]*\.[0-9a-f]{16}",
@@ -18,6 +35,11 @@ _REMOVED = {
     ".": rf"{re.escape(HOST_LOCK)}|\..+",
 }
 """What goes of each directory, unless it is an entry that lives: what is of no use without it, or was in the making."""
+
+
+_OF_ENTRIES = ("claims", "queue")
+
+_HIDDEN = re.compile(r"\.(claims|queue)\.[0-9a-f]{16}")
 
 
 def examine(path: str) -> list[str]:
@@ -66,6 +88,67 @@ def make(path: str) -> None:
         for part in PARTS:
             Directory(root, part).close()
         os.close(root.open_known(HOST_LOCK, make=True)[0])
+
+
+def slow_directories(path: str) -> list[str]:
+    """Return which directories of entries have very many names, or have had them, relative to the state directory.
+
+    Raises:
+        StateDirError: they cannot be read.
+    """
+    slow = []
+    for part in _OF_ENTRIES:
+        with suppress(FileNotFoundError), Directory(path, part, make=False) as directory:
+            number = len(directory.names())
+            if number > MANY or is_grown(directory, number):
+                slow.append(part)
+    return slow
+
+
+def make_anew(path: str, part: str) -> None:
+    """Make a directory of entries anew, with those that live and count. Nobody waits: waiters would lose their places.
+
+    All that live have both directories as long as it takes, so nobody misses one, whichever he lists.
+
+    Raises:
+        StateDirError: it cannot be made, or the file system cannot exchange directories.
+        LockTimeout: host.lock is held.
+    """
+    hidden = f".{part}.{os.urandom(8).hex()}"
+    with DeferredSignals() as signals, Host(path) as host:
+        host.look(at_all=True)
+        entries = {"claims": host.claims, "queue": host.queue}[part]
+        with host.locked(time.monotonic() + MINIMUM_PATIENCE, signals), SharedDirectory(path) as root:
+            make_directory(hidden, os.path.join(path, hidden), root.fd)
+            with Directory(root, hidden) as new:
+                _link_living(entries, new)
+            try:
+                exchange(hidden, part, root.fd)
+            except OSError as err:
+                raise refusal_of_error(os.path.join(path, part), err, verb="exchanged") from err
+
+
+def _link_living(entries: Entries, new: Directory) -> None:
+    for entry in entries.look(()):
+        with suppress(FileNotFoundError):  # it has ended
+            os.link(entry.name, entry.name, src_dir_fd=entries.directory.fd, dst_dir_fd=new.fd, follow_symlinks=False)
+
+
+def remove_hidden(path: str) -> list[str]:
+    """Remove directories of root's that were exchanged, or that a kill left before, and return the names of those that
+    cannot be removed."""
+    left = []
+    with SharedDirectory(path, make=False) as root:
+        for name in sorted(root.names()):
+            if not _HIDDEN.fullmatch(name) or os.stat(name, dir_fd=root.fd, follow_symlinks=False).st_uid != 0:
+                continue
+            with Directory(root, name, make=False) as directory:
+                os.fchmod(directory.fd, 0o700)  # who has it open can make no more files in it
+            with suppress(RecursionError):  # others may have made directories, as deep as they wish
+                shutil.rmtree(os.path.join(path, name), ignore_errors=True)
+            if root.has(name):
+                left.append(name)
+    return left
 
 
 def in_use(path: str) -> tuple[list[str], int]:

@@ -20,7 +20,7 @@ from ..coordination.directory import (
     setup_command,
     state_dir_path,
 )
-from ..coordination.entry import living_entries
+from ..coordination.entries import living_entries
 from ..coordination.holders import claims_now, holder_of, living_claims
 from ..coordination.host_lock import Host
 from ..coordination.notes import closed_now, ignored_closed
@@ -147,6 +147,8 @@ def entries(host: CheckedHost) -> Check:
     if not found:
         return passed("every claim and every ticket counts")
     fix = "ask the owners of these files, or root, to end what keeps them and to remove them"
+    if any(crowds):
+        fix += f"; as root, while nobody waits: {setup_command(path)}"
     return warning("; ".join(found[:_MOST_TOLD]), fix)
 
 

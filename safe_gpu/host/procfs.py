@@ -363,6 +363,13 @@ def _left_in(place: str, most: str, used: str) -> int | None:
     return max(0, int(limit) - int(usage) + cache)
 
 
+def descriptors(pid: int) -> Iterator[str]:
+    """Yield the numbers of the open descriptors of a process, as far as this user may see them."""
+    with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
+        for entry in entries:
+            yield entry.name
+
+
 def open_files(pid: int | str) -> dict[int, str] | None:
     """Return descriptor -> the file it refers to, as the kernel writes it (``/path``, ``/path (deleted)``,
     ``pipe:[1]``).

@@ -16,7 +16,8 @@ from typing import NamedTuple
 from ..coordination.crowds import sentence_on_crowd
 from ..coordination.directory import OPEN_FILE, Directory, remover_of, state_dir_path
 from ..coordination.doors import MOST_PARTS, Doors
-from ..coordination.entry import Entry, living_entries
+from ..coordination.entries import living_entries
+from ..coordination.entry import Entry
 from ..coordination.history import HistoryDir, append, lines_of_dead, mark_seen
 from ..coordination.holders import Claims, claim_around, claims_now, heirs_of, holder_of, lives_here
 from ..coordination.notes import all_windows, closed_now, find_admitted, ignored_closed, read_faults

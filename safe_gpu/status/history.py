@@ -16,7 +16,8 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from ..coordination.directory import Directory, state_dir_path
-from ..coordination.entry import Entries, Entry
+from ..coordination.entries import Entries
+from ..coordination.entry import Entry
 from ..coordination.history import LARGEST, HistoryDir, file_names, line_of_entry, lines_of_dead, month_of, months_kept
 from ..host import procfs
 from ..host.foreign_files import as_int, as_list, as_seconds, as_text, as_time

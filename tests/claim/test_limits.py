@@ -205,6 +205,42 @@ def test_a_share_counts_as_its_part_of_a_gpu(rules: Any, user: Any) -> None:
     assert "you hold 1 of your 1 GPU" in user(ANNA, share="1GiB").hear()
 
 
+# What the entries of a user say of themselves never lowers what they count
+
+
+def entry_of(uid: int, number: int, gpus: Any, **said: Any) -> api.Entry:
+    data = json.dumps({"v": 1, "gpus": gpus, **said}).encode()
+    return api.Entry.read(f"{number}.{number:016x}", uid, (1, number), data)
+
+
+def by_user(rules: Any, *claims: api.Entry) -> Any:
+    """What users hold by these claims on a host whose GPUs have no display."""
+    quota = api.quota_of(str(rules(f"{NAMED}max_gpus = 1")), print)
+    snapshot = api.SimulatedDriver("dgx-a100").snapshot()
+    return quota.held(snapshot, api.Claims(claims, snapshot.gpus))
+
+
+def test_who_is_at_the_limit_gets_no_share_however_small(rules: Any, ground: Any) -> None:
+    by_claims = by_user(rules, entry_of(0, 1, {ground.uuids[0]: None}))
+    for share in (1, 1 << 30):
+        request, _ = api.Selection.from_ticket(1, (("share", share),))
+        assert str(by_claims.limit_of(0, request)) == "you hold 1 of your 1 GPU"
+
+
+def test_a_display_that_the_host_does_not_share_counts(rules: Any, ground: Any) -> None:
+    by_claims = by_user(rules, entry_of(ANNA, 1, {ground.uuids[0]: None}, display=True))
+    assert [*by_claims.held_by(ANNA).values()] == [1.0]
+
+
+def test_made_up_names_hide_no_gpu_that_the_driver_does_not_show(rules: Any, ground: Any) -> None:
+    lost = entry_of(ANNA, 9, {"GPU-00000000-0000-0000-0000-000000000000": None})
+    others = [entry_of(ANNA, 1 + place, {f"AMD-{place}-{number}": None for number in range(200)}) for place in range(2)]
+    assert by_user(rules, lost).held_by(ANNA) == {lost.name: 1.0}
+    held = by_user(rules, *others, lost).held_by(ANNA)
+    assert held[lost.name] == 1.0
+    assert sum(held.values()) > 100, "who names so many is beyond every limit"
+
+
 @pytest.mark.parametrize("change", ["raised", "killed"])
 def test_who_waits_at_the_limit_is_served_when_it_changes(rules: Any, user: Any, waiting: Any, change: str) -> None:
     """Also where the claim that was killed had another GPU, and nobody else has removed its entry."""

@@ -4,8 +4,12 @@ import errno
 import fcntl
 import json
 import os
+import random
+import re
+import shutil
 import signal
-from collections.abc import Callable, Iterator
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -17,8 +21,9 @@ from support.actor import Actor
 from support.forks import CAN_TRACE, each_point
 from support.processes import mounted
 
-USER = 4711
-CLAIM = {"gpus": {"GPU-a": None}, "pid": 1}
+USER, NEIGHBOUR = 4711, 4712
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to play other users")
+CLAIM = {"gpus": {"GPU-a": None}}
 
 
 @pytest.fixture
@@ -184,7 +189,7 @@ def test_a_handler_that_raises_reaches_the_program_of_a_sleeper(claims: api.Dire
 @pytest.mark.skipif(not CAN_TRACE, reason="cannot trace processes here")
 def test_death_at_any_system_call_leaves_nothing_that_counts(claims: api.Directory, monkeypatch) -> None:
     """Killed while it makes, keeps across exec, or removes an entry; the next look of its user removes what is left."""
-    monkeypatch.setattr(api.entry, "_UNFINISHED_FOR", -1.0)
+    monkeypatch.setattr(api.entries, "_UNFINISHED_FOR", -1.0)
 
     def work() -> None:
         name, held = api.make_entry(claims, api.Entries(claims).next_number, CLAIM, by_children=True)
@@ -297,19 +302,6 @@ def test_nobody_speaks_for_another_user(claims: api.Directory, as_user: Any) -> 
     api.remove_entry(claims, name, held)
 
 
-def test_too_many_names_are_refused_and_their_owner_is_named(claims: api.Directory, monkeypatch) -> None:
-    """Who keeps so many costs all others processor time and memory."""
-    assert (api.MOST_NAMES, api.entry.MOST_FILES, api.entry.MOST_CLAIMS) == (65_536, 4096, 1024)
-    monkeypatch.setattr(api.entry, "MOST_NAMES", 3)
-    for number in range(1, 4):
-        place(claims, f"{number}.{'0' * 16}")
-    assert look(claims) == []
-    place(claims, f"4.{'0' * 16}")
-    owner = api.procfs.user_name(os.geteuid())
-    with pytest.raises(api.StateDirError, match=rf"3 names, of which 4 are of {owner}, who or root"):
-        look(claims)
-
-
 def test_an_entry_with_many_names_counts_once_and_outlives_each(claims: api.Directory, monkeypatch) -> None:
     name, held = api.make_entry(claims, 1, CLAIM, by_children=False)
     for number in range(2, 30):
@@ -324,16 +316,86 @@ def test_an_entry_with_many_names_counts_once_and_outlives_each(claims: api.Dire
     assert entries.look() == []
 
 
-@pytest.mark.parametrize("replaced", ["asked again", "not asked"])
-def test_the_number_of_a_file_that_is_gone_hides_nobody(claims: api.Directory, replaced: str, monkeypatch) -> None:
+@pytest.fixture
+def on_ext4(tmp_path: Path) -> Iterator[api.Directory]:
+    """The claims on a file system that gives the inode number of a removed file to the next one."""
+    image = tmp_path / "image"
+    image.touch()
+    os.truncate(image, 8 << 20)
+    if shutil.which("mkfs.ext4") is None:
+        pytest.skip("needs mkfs.ext4")
+    subprocess.run(["mkfs.ext4", "-q", image], check=True)
+    with (
+        mounted(tmp_path / "ext4", "ext4", "loop", source=image) as place,
+        api.Directory(str(place), "claims") as directory,
+    ):
+        yield directory
+
+
+def make_of(directory: api.Directory, uid: int, number: int, said: Mapping[str, Any] = CLAIM) -> tuple[str, api.Held]:
+    """A living entry of that user."""
+    name, held = api.make_entry(directory, number, said, by_children=False)
+    os.fchown(held.fd, uid, uid)
+    return name, held
+
+
+def inode_of(directory: api.Directory, name: str) -> int:
+    return os.stat(name, dir_fd=directory.fd).st_ino
+
+
+@needs_root
+@pytest.mark.parametrize("is_known", [True, False])
+def test_an_inode_number_that_comes_again_with_the_claim_of_another_user_hides_nobody(
+    on_ext4: api.Directory, is_known: bool
+) -> None:
     """A neighbour puts another file in the place of its own, whose number another user's claim gets."""
-    name, held = api.make_entry(claims, 1, {"gpus": {}}, by_children=False)
-    entries = api.Entries(claims)
-    (known,) = entries.look()
-    entries._living[name] = known._replace(uid=USER, file=(0, 0) if replaced == "asked again" else known.file)
-    os.link(Path(claims.path) / name, Path(claims.path) / f"2.{'0' * 16}")
-    assert len(entries.look(() if replaced == "not asked" else None)) == (1 if replaced == "asked again" else 2)
+    name, held = make_of(on_ext4, NEIGHBOUR, 1)
+    entries = api.Entries(on_ext4)
+    if is_known:
+        assert [one.name for one in entries.look()] == [name]
+    before = inode_of(on_ext4, name)
+    other, held_too = make_of(on_ext4, NEIGHBOUR, 2, {"gpus": {"GPU-b": None}})
+    os.rename(other, name, src_dir_fd=on_ext4.fd, dst_dir_fd=on_ext4.fd)
     held.release()
+    honest, held_by_victim = make_of(on_ext4, USER, 3)
+    assert inode_of(on_ext4, honest) == before
+    replaced, found = entries.look()
+    assert (replaced.name, replaced.uid, [*replaced.gpus]) == (name, NEIGHBOUR, ["GPU-b"])
+    assert (found.name, found.uid) == (honest, USER)
+    for one in (held_too, held_by_victim):
+        one.release()
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_an_inode_number_that_comes_again_while_names_are_listed_hides_nobody(
+    on_ext4: api.Directory, is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first claim of a user ended after its name was listed, and the second one got its number at once."""
+    first, held = api.make_entry(on_ext4, 1, CLAIM, by_children=False)
+    entries = api.Entries(on_ext4)
+    if is_known:
+        assert [one.name for one in entries.look()] == [first]
+    before = inode_of(on_ext4, first)
+    made: list[tuple[str, api.Held]] = []
+    real = os.stat
+
+    def stat(path: Any, **options: Any) -> os.stat_result:
+        status = real(path, **options)
+        if not made and path == first:
+            api.remove_entry(on_ext4, first, held)
+            made.append(api.make_entry(on_ext4, 2, CLAIM, by_children=False))
+            assert inode_of(on_ext4, made[0][0]) == before
+        return status
+
+    names = {first, f"2.{'0' * 16}"}
+    monkeypatch.setattr(os, "stat", stat)
+    monkeypatch.setattr(os, "urandom", bytes)  # so that its name is known before
+    monkeypatch.setattr(on_ext4, "names", lambda **options: names)
+    if is_known:
+        api.remove_entry(on_ext4, first, held)
+        made.append(api.make_entry(on_ext4, 2, CLAIM, by_children=False))
+    assert [one.number for one in entries.look()] == [2]
+    made[0][1].release()
 
 
 def test_what_has_the_wrong_type_counts_as_missing_and_a_share_as_all(claims: api.Directory) -> None:
@@ -343,6 +405,26 @@ def test_what_has_the_wrong_type_counts_as_missing_and_a_share_as_all(claims: ap
     assert (dict(found.gpus), dict(found.parts), found.pid) == ({"GPU-a": None, "GPU-b": None}, {}, 0)
     assert (found.token, found.inside, "x" in found.more) == ("", "", False)
     held.release()
+
+
+OF_ANOTHER_KIND: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("token", "inside", "host", "job", "command"), (None, 1, True, [], {}, ["t"])),
+    **dict.fromkeys(("pid", "start", "pidns", "nb_gpus", "v"), (None, "1", 1.0, True, -1, [], {}, 10**40)),
+    **dict.fromkeys(("since", "until", "queued", "waited"), ("1", True, -1, [], {}, 1e40)),
+    **dict.fromkeys(("parts", "pieces", "modes"), (None, 1, "GPU-a", [], ["GPU-a"], [["GPU-a", 1]])),
+    **dict.fromkeys(("display", "labels", "of"), (None, "true", -1.0, {})),
+}
+
+
+@pytest.mark.parametrize("key", OF_ANOTHER_KIND)
+def test_a_value_of_another_kind_is_as_if_it_were_missing(key: str) -> None:
+    def read(said: dict[str, Any]) -> api.Entry:
+        return api.Entry.read(f"1.{'0' * 16}", USER, (1, 1), json.dumps({**CLAIM, **said}).encode())
+
+    for value in OF_ANOTHER_KIND[key]:
+        assert read({key: value}) == read({}), value
+    for share in ("1", 0, -1, 1.5, True, [], {}, 1 << 61):
+        assert read({"gpus": {"GPU-a": share}}).gpus == {"GPU-a": None}, "all of it"
 
 
 def test_a_lock_of_a_part_of_the_file_is_none(claims: api.Directory) -> None:
@@ -356,8 +438,8 @@ def test_of_a_dead_file_with_many_names_one_is_opened(claims: api.Directory, mon
     first = place(claims, "1.00000000000000aa", b"{}")
     for number in range(2, 100):
         os.link(first, Path(claims.path) / f"{number}.{'0' * 16}")
-    opened, real = [], api.entry.open_to_read
-    monkeypatch.setattr(api.entry, "open_to_read", lambda *about: opened.append(about) or real(*about))
+    opened, real = [], api.entries.open_to_read
+    monkeypatch.setattr(api.entries, "open_to_read", lambda *about: opened.append(about) or real(*about))
     entries = api.Entries(claims)
     assert (entries.look(), len(opened), entries.next_number) == ([], 1, 100)
 
@@ -367,7 +449,7 @@ def test_what_is_closed_to_us_counts_for_nothing(claims: api.Directory, monkeypa
     name, held = api.make_entry(claims, 1, CLAIM, by_children=False)
     entries = api.Entries(claims)
     with monkeypatch.context() as closed:
-        closed.setattr(api.entry, "open_to_read", Mock(side_effect=PermissionError(errno.EACCES, "closed")))
+        closed.setattr(api.entries, "open_to_read", Mock(side_effect=PermissionError(errno.EACCES, "closed")))
         assert entries.look() == []
         assert entries.ignored == {name: "closed"}
     assert [one.name for one in entries.look()] == [name], "it is asked again"
@@ -393,54 +475,160 @@ def test_an_entry_that_is_too_large_is_neither_made_nor_counted(claims: api.Dire
     most = {f"GPU-{number:08x}-0000-0000-0000-000000000000": None for number in range(256)}
     _, held = api.make_entry(claims, 1, {"gpus": most, "parts": dict.fromkeys(most, 31)}, by_children=False)
     assert len(look(claims)[0].gpus) == 256
-    monkeypatch.setattr(api.entry, "LARGEST", 10)
+    monkeypatch.setattr(api.listing, "LARGEST", 10)
     assert look(claims) == []
     held.release()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to play another user")
-@pytest.mark.parametrize(("bound", "value"), [("MOST_BYTES", 110), ("MOST_CLAIMS", 2), ("MOST_FILES", 2)])
-def test_what_a_user_has_beyond_a_bound_counts_for_nothing_and_refuses_nobody_else(
-    claims: api.Directory, bound: str, value: int, monkeypatch
-) -> None:
-    monkeypatch.setattr(api.entry, "_FEW", 0)
-    held = []
-    for number in range(1, 7):
-        name, one = api.make_entry(claims, number, CLAIM, by_children=False)
-        if number > 1:
-            os.chown(name, USER, USER, dir_fd=claims.fd)
-        held.append((name, one))
-    monkeypatch.setattr(api.entry, bound, value)
+def test_an_entry_of_too_many_values_counts_for_nothing(claims: api.Directory) -> None:
+    """Each takes a hundred times its bytes of memory. An entry with all that there is of 256 pieces has fewer."""
+    many = [[{}] * 2048, [[]] * 1100, [1.5] * 2048, {str(key): 0 for key in range(2048)}]
+    made = [api.make_entry(claims, number, {**CLAIM, "x": x}, by_children=True)[1] for number, x in enumerate(many)]
+    pieces = [f"AMD-0000:{number:02x}:00.0-{number % 8}" for number in range(256)]
+    of_gpus = {f"GPU-{number}": pieces[8 * number : 8 * number + 8] for number in range(32)}
+    said = {
+        "gpus": dict.fromkeys(pieces), "pieces": of_gpus, "modes": dict.fromkeys(of_gpus, "CPX"),
+        "parts": {**dict.fromkeys(pieces, 31), **dict.fromkeys(of_gpus, 63)}, "labels": ["0:0"] * 256,
+        "command": "," * 200, "job": "," * 200,
+    }  # fmt: skip
+    _, held = api.make_entry(claims, 9, said, by_children=True)
     entries = api.Entries(claims)
-    assert [one.number for one in entries.look()] == [1, 2, 3]
-    assert {*entries.ignored} == {name for name, _ in held[3:]}
-    assert (entries.is_over(USER), entries.is_over(0)) == (True, False)
-    entries.refuse_if_over()
+    assert [one.number for one in entries.look()] == [9]
+    assert [*entries.ignored.values()] == 4 * ["nonsense: more than 2048 values"]
+    for one in (held, *made):
+        one.release()
+
+
+# Bounds by owner
+
+
+def numbers(entries: api.Entries) -> list[int]:
+    return [one.number for one in entries.look()]
+
+
+@needs_root
+@pytest.mark.parametrize(("bound", "value"), [("MOST_BYTES", 95), ("MOST_FILES", 2)])
+def test_what_a_user_has_beyond_a_bound_counts_for_nothing_and_refuses_nobody_else(
+    claims: api.Directory, bound: str, value: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [make_of(claims, 0 if number == 1 else USER, number) for number in range(1, 7)]
+    monkeypatch.setattr(api.listing, bound, value)
+    monkeypatch.setattr(api.listing, "LARGEST", 50)
+    entries = api.Entries(claims)
+    assert numbers(entries) == [1, 2, 3]
+    assert {*entries.ignored} == {name for name, _ in made[3:]}
+    entries.refuse_if_full()
+    with monkeypatch.context() as as_user:
+        as_user.setattr(os, "geteuid", lambda: USER)
+        with pytest.raises(api.StateDirError, match="as many files of yours as count"):
+            entries.refuse_if_full()
+    for number in (2, 3, 6):
+        api.remove_entry(claims, *made[number - 1])
+    assert numbers(entries) == [1, 4, 5], "of those left they count"
+    assert entries.ignored == {}
+    made[3][1].release()
+    assert numbers(entries) == [1, 5]
+    made[4][1].release()
+    made[0][1].release()
+
+
+@needs_root
+def test_dead_entries_of_ones_own_refuse_no_claim_and_are_told(claims: api.Directory, monkeypatch) -> None:
+    monkeypatch.setattr(api.listing, "MOST_FILES", 3)
+    monkeypatch.setattr(api.entries, "_MOST_DEAD", 2)
+    for number in range(1, 9):
+        make_of(claims, USER, number)[1].release()
+    _, held = make_of(claims, USER, 9)
     monkeypatch.setattr(os, "geteuid", lambda: USER)
-    with pytest.raises(api.StateDirError, match="more entries of yours than count"):
-        entries.refuse_if_over()
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    api.remove_entry(claims, *held.pop(1))
-    api.remove_entry(claims, *held.pop(1))
-    assert [one.number for one in entries.look()] == [1, 4, 5], "of those left they count"
-    assert entries.is_over(USER)
-    api.remove_entry(claims, *held.pop())
-    assert [one.number for one in entries.look()] == [1, 4, 5]
-    assert not entries.is_over(USER)
-    for _, one in held:
+    entries = api.Entries(claims)
+    entries.refresh()
+    entries.make_room()
+    assert numbers(entries) == [9]
+    assert sorted(one.number for one in entries.remove_dead()) == [*range(1, 9)]
+    held.release()
+
+
+@needs_root
+def test_more_names_of_one_user_than_are_looked_at_refuse_no_claim_of_others(
+    claims: api.Directory, monkeypatch
+) -> None:
+    monkeypatch.setattr(api.listing, "MOST_FILES", 5)
+    neighbours = [make_of(claims, NEIGHBOUR, number)[1] for number in range(1, 60)]
+    _, held = make_of(claims, USER, 60)
+    for one in neighbours[:40]:
+        one.release()
+    opened, real = [], api.entries.open_to_read
+    monkeypatch.setattr(api.entries, "open_to_read", lambda *about: opened.append(about) or real(*about))
+    entries = api.Entries(claims)
+    assert [one.uid for one in entries.look()] == [USER]
+    assert len(opened) == 6
+    assert entries.next_number == 61
+    (sentence,) = entries.sentences_on_ignored()
+    assert re.search(rf"/6\.[0-9a-f]+ of {NEIGHBOUR} counts for nothing \(its owner .*\), as do 53 more$", sentence)
+    for one in (held, *neighbours[40:]):
+        one.release()
+
+
+@needs_root
+def test_a_link_to_a_file_of_somebody_else_counts_towards_no_bound_of_his(claims: api.Directory, monkeypatch) -> None:
+    """With fs.protected_hardlinks everybody can link a file that he may write."""
+    monkeypatch.setattr(api.listing, "MOST_FILES", 1)
+    _, held = make_of(claims, USER, 9)
+    others = place(claims, "letter", mode=0o666)
+    os.chown(others, USER, USER)
+    for number in range(1, 9):
+        os.link(others, Path(claims.path) / f"{number}.{'0' * 16}")
+    entries = api.Entries(claims)
+    assert numbers(entries) == [9]
+    assert {*entries.ignored.values()} == {"others may write it: mode 0666"}
+    held.release()
+
+
+@needs_root
+def test_all_who_look_agree_whenever_they_began(claims: api.Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries of users with more than counts come and go, and get further names."""
+    seed = random.randrange(10**6)
+    chosen = random.Random(seed)
+    monkeypatch.setattr(api.listing, "MOST_FILES", 4)
+    monkeypatch.setattr(api.listing, "MOST_BYTES", 600)
+    one_who_looks_again = api.Entries(claims)
+    held: list[api.Held] = []
+
+    def make() -> None:
+        said = {"gpus": {}, "x": "y" * chosen.choice((1, 200, 500))}
+        held.append(make_of(claims, chosen.choice((USER, NEIGHBOUR)), chosen.randrange(30), said)[1])
+
+    def end() -> None:
+        held.pop(chosen.randrange(len(held))).release()
+
+    def remove() -> None:
+        os.unlink(chosen.choice(os.listdir(claims.fd)), dir_fd=claims.fd)
+
+    def link() -> None:
+        name = f"{chosen.randrange(30)}.{chosen.randrange(1 << 60):016x}"
+        os.link(chosen.choice(os.listdir(claims.fd)), name, src_dir_fd=claims.fd, dst_dir_fd=claims.fd)
+
+    make()
+    for step in range(400):
+        chosen.choice((make, make, end, remove, link) if len(held) > 1 and os.listdir(claims.fd) else (make,))()
+        one_who_looks_again.look()
+        again = [(one.name, one.uid, one.file) for one in one_who_looks_again.look()]
+        anew = api.Entries(claims)
+        assert again == [(one.name, one.uid, one.file) for one in anew.look()], (seed, step)
+        assert one_who_looks_again.next_number == anew.next_number, (seed, step)
+    for one in held:
         one.release()
 
 
 @pytest.mark.parametrize("lives", [True, False])
 def test_of_many_names_of_a_file_one_is_opened_and_another_if_that_goes(
-    claims: api.Directory, lives, monkeypatch
+    claims: api.Directory, lives: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api.entry, "_FEW", 0)
     name, held = api.make_entry(claims, 1, CLAIM, by_children=False)
     for number in (2, 3):
         os.link(Path(claims.path) / name, Path(claims.path) / f"{number}.{'0' * 16}")
-    opened, real = [], api.entry.open_to_read
-    monkeypatch.setattr(api.entry, "open_to_read", lambda *about: opened.append(about[0]) or real(*about))
+    opened, real = [], api.entries.open_to_read
+    monkeypatch.setattr(api.entries, "open_to_read", lambda *about: opened.append(about[0]) or real(*about))
     entries = api.Entries(claims)
     assert [one.name for one in entries.look()] == opened == [name]
     os.unlink(name, dir_fd=claims.fd)
@@ -471,7 +659,7 @@ def test_no_claim_is_left_out_where_it_cannot_be_read(claims: api.Directory, mon
     entries = api.Entries(claims)
     for code in (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM):
         with monkeypatch.context() as patch:
-            patch.setattr(api.entry, "open_to_read", Mock(side_effect=OSError(code, "trouble")))
+            patch.setattr(api.entries, "open_to_read", Mock(side_effect=OSError(code, "trouble")))
             with pytest.raises(api.StateDirError) as raised:
                 entries.look()
         assert raised.value.errno == code

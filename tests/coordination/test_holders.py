@@ -350,3 +350,38 @@ def test_without_sockets_the_error_comes_up_and_nothing_stays(gpu: str, doors: a
 def test_without_sockets_nothing_is_held_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api.Doors, "are_taken", Mock(side_effect=PermissionError("no sockets")))
     assert api.holders.claims_now([api.Gpu(0, "GPU-a")], "", list)[1] == {}
+
+
+# Who keeps an entry whose process has ended
+
+
+def test_who_keeps_an_entry_is_found_by_its_file(open_tmp: Path) -> None:
+    """It stands under the lowest of its names, and other files may have the name of an entry."""
+    with api.Directory(str(open_tmp), "claims") as claims:
+        keeper = Actor(
+            lambda line: (line.send(api.make_entry(claims, 7, {"gpus": {}}, by_children=True)[0]), line.recv())
+        )
+        name = keeper.hear()
+        first = f"1.{'0' * 16}"
+        os.link(name, first, src_dir_fd=claims.fd, dst_dir_fd=claims.fd)
+        (living,) = api.Entries(claims).look()
+        assert living.name == first
+        other = open_tmp / first
+        with other.open("w") as file:
+            api.entry.lock(file.fileno())
+            assert api.heirs_of([living]) == {first: keeper.pid}
+        keeper.end()
+        assert api.heirs_of([living]) == {}
+
+
+def test_of_each_owner_some_thousand_descriptors_are_looked_at(open_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each process some, however many it has: a neighbour may say that one that is gone has made its entry."""
+    looked_at: list[str] = []
+    many = [str(number) for number in range(9000)]
+    monkeypatch.setattr(api.procfs, "pids", lambda: range(1, 60))
+    monkeypatch.setattr(api.procfs, "uid_of", lambda pid: ANNA)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(api.procfs, "descriptors", lambda pid: iter(many))
+    monkeypatch.setattr(os, "readlink", lambda path: looked_at.append(path) or "/dev/null")
+    assert api.heirs_of([entry(1)]) == {}
+    assert len(looked_at) == 20_000

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 from support import api
 from support.claims import claim
+from support.costs import CASES, Case, Crowd, costs_of
 from support.ground import write_for_all
+from support.processes import PACKAGE_ROOT
 from support.real import long
 
 NEIGHBOUR, VICTIM, THIRD = 4711, 4712, 4713
@@ -124,7 +126,7 @@ def watch_locked(patch: pytest.MonkeyPatch) -> list[tuple[float, int]]:
     """What looks take while host.lock is held: seconds of processor time, and files that are opened."""
     taken: list[tuple[float, int]] = []
     opened: list[object] = []
-    locked, open_to_read = api.Host.locked, api.entry.open_to_read
+    locked, open_to_read = api.Host.locked, api.entries.open_to_read
 
     @contextmanager
     def timed(host: api.Host, *arguments: Any) -> Iterator[None]:
@@ -137,7 +139,7 @@ def watch_locked(patch: pytest.MonkeyPatch) -> list[tuple[float, int]]:
                 taken.append((time.thread_time() - began, len(opened)))
 
     patch.setattr(api.Host, "locked", timed)
-    patch.setattr(api.entry, "open_to_read", lambda *about: opened.append(about) or open_to_read(*about))
+    patch.setattr(api.entries, "open_to_read", lambda *about: opened.append(about) or open_to_read(*about))
     return taken
 
 
@@ -213,6 +215,90 @@ def test_what_another_user_left_is_not_touched(used: Path, ground: Any, make: An
         assert (now.st_ino, now.st_mtime_ns, now.st_ctime_ns) == (status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
     claim().release_gpus()
     assert not any(path.exists() for path, _ in paths), "root removes them"
+
+
+# What one user makes
+
+
+MILLISECONDS, LOCKED, MEBIBYTES = 300, 60, 100  # of 60,000 names at most
+NOISE = 1.5  # beyond what a loop shows at the same time
+
+
+@needs_root
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name, marks=[long] if case.takes_long else []) for case in CASES]
+)
+def test_what_one_user_makes_costs_others_little(case: Case) -> None:
+    (cost,) = costs_of(case, [PACKAGE_ROOT])
+    scale = case.names / 60_000 * cost.slowness * NOISE
+    assert cost.end == "done"
+    assert cost.milliseconds < MILLISECONDS * scale
+    assert cost.locked < LOCKED * scale
+    assert cost.mebibytes < MEBIBYTES
+
+
+def unreadable_file(crowd: Crowd) -> None:
+    crowd.file(f"claims/1.{'0' * 16}", b"{}", mode=0o600, lives=True)
+    crowd.file(f"queue/1.{'0' * 16}", b"{}", mode=0o600)
+
+
+def large_file(crowd: Crowd) -> None:
+    crowd.file(f"claims/1.{'0' * 16}", b"x" * (17 << 10), lives=True)
+
+
+def dead_names(crowd: Crowd, number: int = 4097) -> None:
+    for part in ("claims", "queue"):
+        crowd.names(part, number, lambda number: f"{number}.{'0' * 16}", crowd.file)
+
+
+def living_names(crowd: Crowd) -> None:
+    for number in range(4097):
+        crowd.file(f"claims/{number}.{'0' * 16}", b'{"gpus": {}}', lives=True)
+
+
+def very_many_names(crowd: Crowd) -> None:
+    dead_names(crowd, 65_537)
+
+
+@pytest.mark.parametrize("make", [unreadable_file, large_file, dead_names, living_names, very_many_names])
+def test_no_file_of_one_user_refuses_the_claims_of_another(state_dir: Path, ground: Any, user: Any, make: Any) -> None:
+    crowd = Crowd(state_dir)
+    make(crowd)
+    holder = user(VICTIM, 8)
+    assert holder.hear() == "[0, 1, 2, 3, 4, 5, 6, 7]"
+    assert [one.uid for one in api.living_claims() if one.gpus] == [VICTIM]
+    holder.tell()
+    crowd.close()
+
+
+def why_refused(say: Callable[[object], None], listen: Callable[[], str]) -> None:
+    try:
+        claim(1, timeout=60).release_gpus()
+        say("granted")
+    except api.StateDirError as err:
+        say(err)
+
+
+@needs_root
+@pytest.mark.parametrize("part", ["claims", "queue"])
+@pytest.mark.parametrize("when", ["before", "under host.lock"])
+def test_who_has_as_many_files_as_count_is_refused_and_told_why(
+    used: Path, ground: Any, make: Any, as_user: Any, monkeypatch: pytest.MonkeyPatch, part: str, when: str
+) -> None:
+    """Nobody would see a further claim of his. Others claim, and he does when some of his have ended."""
+    monkeypatch.setattr(api.listing, "MOST_FILES", 3)
+    if when != "before":
+        monkeypatch.setattr(api.Entries, "make_room", lambda entries: None)  # other processes of his come meanwhile
+        if part == "queue":
+            ground.hold(*range(8))
+    said = {"gpus": ["made-up"], "nb_gpus": 1} if part == "queue" else {"gpus": {"made-up": None}}
+    made = [make(part, number, **said)[1] for number in range(1, 4)]
+    told = as_user(why_refused, uid=NEIGHBOUR).hear()
+    assert f"{used}/{part} has as many files of yours as count (2048, 4 MiB): end or remove some" in told
+    made[0].release()
+    if when == "before":
+        assert as_user(why_refused, uid=VICTIM).hear() == "granted"
+        assert as_user(why_refused, uid=NEIGHBOUR).hear() == "granted"
 
 
 # The history, which all users write

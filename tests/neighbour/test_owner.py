@@ -3,6 +3,7 @@ not. Nobody, root above all, is led to change, write or make anything elsewhere 
 it, it is root's: no neighbour removes or closes it."""
 
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -409,6 +410,95 @@ def test_it_refuses_while_somebody_claims_or_waits(host: Host, entry_of: Any, pa
     assert host.tree() == before
     held.unlink()
     assert run().returncode == 0
+
+
+# Directories that have become slow
+
+
+def fill(directory: Path, number: int) -> None:
+    """Make that many dead entries of an attacker."""
+    first = directory / f"{10**6}.{'0' * 16}"
+    first.touch()
+    os.chown(first, ATTACKER, ATTACKER)
+    for one in range(1, number):
+        os.link(first, directory / f"{10**6 + one}.{'0' * 16}")
+
+
+@pytest.fixture
+def slow(host: Host, entry_of: Any) -> Path:
+    """The directory of claims with very many names, a directory in it, and an entry that lives, whose path it is."""
+    host.done()
+    claims = host.path / "claims"
+    fill(claims, 6000)
+    (claims / "directory" / "in it").mkdir(parents=True)
+    return Path(entry_of(ANNA, {"gpus": {GPU: None}}))
+
+
+def test_a_directory_with_very_many_names_is_made_anew_with_those_that_live(host: Host, slow: Path) -> None:
+    file, before = slow.stat(), slow.parent.stat()
+    assert host.done("--dry-run") == [f"make anew {slow.parent}", "nothing was changed (--dry-run)"]
+    assert slow.parent.stat() == before
+    last = f"nothing is left to do: the state directory {host.path} is root's"
+    assert host.done() == [f"make anew {slow.parent}", last]
+    assert [(one.name, one.uid) for one in api.living_claims()] == [(slow.name, ANNA)]
+    assert os.listdir(slow.parent) == [slow.name]
+    assert (slow.stat().st_ino, slow.stat().st_nlink) == (file.st_ino, 1)
+    now = slow.parent.stat()
+    assert (now.st_mode, now.st_uid) == (before.st_mode, 0)
+    assert now.st_ino != before.st_ino
+    assert sorted(os.listdir(host.path)) == ["claims", "faults", "history", "host.lock", "queue"]
+    assert host.done() == [last]
+
+
+def test_all_that_live_are_there_at_any_moment(host: Host, slow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a kill: what it leaves is removed by the next run."""
+    seen = []
+
+    def exchange(one: str, other: str, parent: int) -> None:
+        seen.append([entry.name for entry in api.living_claims()])
+        real(one, other, parent)
+        seen.append([entry.name for entry in api.living_claims()])
+        raise KeyboardInterrupt
+
+    real = api.directory.exchange
+    with monkeypatch.context() as patch:
+        patch.setattr(api.setup, "exchange", exchange)
+        with pytest.raises(KeyboardInterrupt):
+            api.setup.make_anew(str(host.path), "claims")
+    assert seen == [[slow.name], [slow.name]]
+    assert [entry.name for entry in api.living_claims()] == [slow.name]
+    assert len(os.listdir(host.path)) == 6
+    host.done()
+    assert sorted(os.listdir(host.path)) == ["claims", "faults", "history", "host.lock", "queue"]
+
+
+def test_waiters_keep_their_places(host: Host, slow: Path, entry_of: Any) -> None:
+    entry_of(ANNA, *HELD["queue"][:1], "queue")
+    before = host.tree()
+    done = host.run()
+    assert done.returncode == 1
+    assert (
+        f"to do: {slow.parent} with very many names, or room for them: run setup again when nobody waits" in done.stdout
+    )
+    assert host.tree() == before
+
+
+def test_a_directory_that_had_very_many_names_is_told_and_made_anew(host: Host) -> None:
+    """Where the file system keeps the room of names that are gone."""
+    host.done()
+    claims = host.path / "claims"
+    names = [f"{number}.".ljust(255, "x") for number in range(8000)]
+    for name in names:
+        (claims / name).touch()
+    for name in names:
+        (claims / name).unlink()
+    if claims.stat().st_size < 1 << 20:
+        pytest.skip("this file system keeps no room of names that are gone")
+    (told,) = [one for one in api.run_checks() if one.name == "entries"]
+    assert re.search(rf"{claims} takes \d MiB for 0 names, which slows down all who look", told.detail)
+    assert f"safe-gpu setup --state-dir {host.path}" in told.fix
+    assert f"make anew {claims}" in host.done()
+    assert claims.stat().st_size < 1 << 20
 
 
 # Removal

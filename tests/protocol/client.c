@@ -39,8 +39,14 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { GPUS = 64, UUID_SIZE = 101, NAME_SIZE = 40, TEXT = 64 * 1024, ENTRY = 32 * 1024, NAMES = 65536, PARTS = 32, DOORS = 8, MODE_SIZE = 9,
-       KEPT = 500 };
+enum { GPUS = 64, UUID_SIZE = 101, NAME_SIZE = 40, TEXT = 64 * 1024, PARTS = 32, DOORS = 8, MODE_SIZE = 9, KEPT = 500 };
+
+enum { /* bounds of an entry, and of the files of one user in a directory */
+  ENTRY = 32 * 1024,
+  VALUES = 2048,
+  FILES = 2048,
+  BYTES = 4 * 1024 * 1024
+};
 
 struct gpu {
   char uuid[UUID_SIZE], whole[UUID_SIZE], mode[MODE_SIZE]; /* whole: the name of its GPU, the same in all modes */
@@ -55,8 +61,6 @@ struct gpu {
 };
 
 struct entry { /* of a living claim, or of a waiter */
-  dev_t dev;
-  ino_t ino;
   uid_t uid;
   long long number, pid, start, pidns, nb_gpus;
   char name[NAME_SIZE], token[17], inside[17];
@@ -71,8 +75,9 @@ struct directory {
   int fd;
   struct entry *living;
   int count, room;
-  long long highest;
-  int mine; /* our entry in it; -1: none */
+  long long highest; /* of the numbers that count */
+  bool is_full;      /* no more files of ours would count */
+  int mine;          /* our entry in it; -1: none */
   char mine_name[NAME_SIZE];
 };
 
@@ -194,14 +199,17 @@ static void text(char *out, size_t size) /* an escape becomes a question mark: n
   if (!bad) at++;
 }
 
-static bool is_no_share(const char *word) /* null, or nonsense, which is all of the GPU */
+static long long whole(const char *word, bool is_text, long long least, long long most) /* -1: it is missing */
 {
-  return !*word || word[strspn(word, "0123456789")] || strlen(word) > 19 || atoll(word) < 1 || atoll(word) > 1LL << 60;
+  if (is_text || !*word || word[strspn(word, "0123456789")] || strlen(word) > 19) return -1;
+  unsigned long long number = strtoull(word, NULL, 10);
+  return number < (unsigned long long)least || number > (unsigned long long)most ? -1 : (long long)number;
 }
 
-static bool is_part_number(const char *word) /* higher ones are of pieces, and vouch for no door */
+static long long number_or_0(const char *word, bool is_text, long long most)
 {
-  return *word && strlen(word) <= 2 && !word[strspn(word, "0123456789")] && atoi(word) < PARTS;
+  long long number = whole(word, is_text, 0, most);
+  return number < 0 ? 0 : number;
 }
 
 static void note_gpu(struct entry *e, int i, const char *name, long long bytes)
@@ -214,9 +222,9 @@ static void note_gpu(struct entry *e, int i, const char *name, long long bytes)
 static void note_of_gpu(struct entry *e, int i, const char *above, const char *key, const char *word, bool is_text)
 {
   bool is_uuid = !strcmp(gpus[i].uuid, key), is_whole = !strcmp(gpus[i].whole, key), is_list = !is_text && !*word;
-  if (!strcmp(above, "gpus") && *key) note_gpu(e, i, key, is_text || is_no_share(word) ? -1 : atoll(word));
+  if (!strcmp(above, "gpus") && *key) note_gpu(e, i, key, whole(word, is_text, 1, 1LL << 60)); /* -1 is all of it */
   if (!strcmp(above, "gpus") && !*key && is_text) note_gpu(e, i, word, -1);
-  int part = is_text || !is_part_number(word) ? -1 : atoi(word);
+  int part = (int)whole(word, is_text, 0, PARTS - 1); /* higher ones are of pieces, and vouch for no door */
   if (!strcmp(above, "parts") && is_uuid) e->part[i][0] = part;
   if (!strcmp(above, "parts") && is_whole) e->part[i][1] = part;
   if (!strcmp(above, "pieces") && (is_uuid || is_whole) && is_list) e->has_pieces[i] = true;
@@ -228,10 +236,10 @@ static void note(struct entry *e, const char *above, const char *key, const char
 {
   if (!*above && !strcmp(key, "token") && is_text) put(e->token, sizeof e->token, "%s", word);
   if (!*above && !strcmp(key, "inside") && is_text) put(e->inside, sizeof e->inside, "%s", word);
-  if (!*above && !strcmp(key, "nb_gpus")) e->nb_gpus = atoll(word);
-  if (!*above && !strcmp(key, "pid")) e->pid = atoll(word);
-  if (!*above && !strcmp(key, "start")) e->start = atoll(word);
-  if (!*above && !strcmp(key, "pidns")) e->pidns = atoll(word);
+  if (!*above && !strcmp(key, "nb_gpus")) e->nb_gpus = number_or_0(word, is_text, 256);
+  if (!*above && !strcmp(key, "pid")) e->pid = number_or_0(word, is_text, 1LL << 62);
+  if (!*above && !strcmp(key, "start")) e->start = number_or_0(word, is_text, 1LL << 62);
+  if (!*above && !strcmp(key, "pidns")) e->pidns = number_or_0(word, is_text, 1LL << 62);
   for (int i = 0; *above && i < gpu_count; i++) note_of_gpu(e, i, above, key, word, is_text);
 }
 
@@ -482,30 +490,61 @@ static int open_entry(int dir, const char *name) /* -1: it counts for nothing */
   return fd;
 }
 
-static void read_entry(struct directory *d, const char *name, long long number)
+struct name { /* in a directory, and the file that it is of */
+  char text[NAME_SIZE];
+  long long number;
+  struct stat file;
+  bool was_there; /* when it was opened */
+};
+
+static bool is_of(const struct name *name, const struct stat *s)
+{
+  return name->file.st_dev == s->st_dev && name->file.st_ino == s->st_ino && name->file.st_uid == s->st_uid &&
+         name->file.st_size == s->st_size;
+}
+
+static bool may_be_entry(const struct stat *s) { return S_ISREG(s->st_mode) && !(s->st_mode & 022) && s->st_size <= ENTRY; }
+
+static bool is_nobody(uid_t uid) /* all whom this user namespace does not know */
+{
+  unsigned long inside = 1, outside = 1, length = 0;
+  FILE *file = fopen("/proc/self/uid_map", "re");
+  if (!file) return false;
+  if (fscanf(file, "%lu %lu %lu", &inside, &outside, &length) != 3) inside = outside = length = 0;
+  fclose(file);
+  return uid == 65534 && (inside || outside || length != 4294967295UL);
+}
+
+static bool has_too_many_values(const char *data)
+{
+  int values = 0;
+  for (; *data; data++) values += *data == ',' || *data == '[' || *data == '{';
+  return values > VALUES;
+}
+
+static void read_entry(struct directory *d, struct name *name)
 {
   static char data[TEXT + 1];
-  struct entry e = {.number = number};
+  struct entry e = {.number = name->number};
   struct stat s;
-  int fd = open_entry(d->fd, name);
+  int fd = open_entry(d->fd, name->text);
   if (fd < 0) return;
   if (fstat(fd, &s)) die(70, "fstat: %s", strerror(errno));
-  if (!is_locked(fd)) {
-    note_dead(d->fd, name, s.st_uid);
-  } else if (S_ISREG(s.st_mode) && !(s.st_mode & 022) && s.st_size <= ENTRY) {
+  name->was_there = is_of(name, &s); /* else somebody has put another file there, which the next listing reads */
+  if (name->was_there && !is_locked(fd)) {
+    note_dead(d->fd, name->text, s.st_uid);
+  } else if (name->was_there && may_be_entry(&s)) {
     ssize_t n = pread(fd, data, ENTRY, 0);
     data[n < 0 ? 0 : n] = 0;
     for (int i = 0; i < GPUS; i++) e.part[i][0] = e.part[i][1] = -1;
-    e.dev = s.st_dev, e.ino = s.st_ino, e.uid = s.st_uid;
-    put(e.name, sizeof e.name, "%s", name);
-    at = data, bad = false;
+    e.uid = s.st_uid;
+    put(e.name, sizeof e.name, "%s", name->text);
+    at = data, bad = has_too_many_values(data);
     blanks();
-    bad = *at != '{';
+    bad = bad || *at != '{';
     if (!bad) value(&e, "", "", 0);
     judge_pieces(&e);
-    for (int i = 0; s.st_nlink > 1 && i < d->count; i++)
-      bad = bad || (d->living[i].dev == e.dev && d->living[i].ino == e.ino && d->living[i].uid == e.uid);
-    bad = bad || e.nb_gpus < 0 || (d == &queue) != (e.nb_gpus > 0);
+    bad = bad || (d == &queue) != (e.nb_gpus > 0);
     if (!bad && d->count == d->room && !(d->living = realloc(d->living, (size_t)(d->room += 256) * sizeof e)))
       die(70, "no memory");
     if (!bad) d->living[d->count++] = e;
@@ -513,42 +552,98 @@ static void read_entry(struct directory *d, const char *name, long long number)
   close(fd);
 }
 
-static int by_number(const void *a, const void *b)
+static int by_age(const void *a, const void *b) /* of names: by number, then by what is random in them */
 {
-  long long x = *(const long long *)a, y = *(const long long *)b;
-  return (x > y) - (x < y);
+  const struct name *x = a, *y = b;
+  return x->number == y->number ? strcmp(x->text, y->text) : (x->number > y->number) - (x->number < y->number);
 }
 
-static int by_age(const void *a, const void *b)
+/* The names that may be of entries, by age; their number. */
+static int names_in(struct directory *d, struct name **names)
 {
-  const struct entry *x = a, *y = b;
-  return x->number == y->number ? strcmp(x->name, y->name) : by_number(&x->number, &y->number);
+  static struct name *found;
+  static int room;
+  int count = 0, fd = openat(d->fd, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  DIR *directory = fd < 0 ? NULL : fdopendir(fd);
+  struct stat s;
+  if (!directory) die(70, "%s cannot be listed: %s", d->name, strerror(errno));
+  for (struct dirent *one; (one = readdir(directory));) {
+    long long number;
+    if (is_name(one->d_name, &number)) {
+      if (count == room && !(found = realloc(found, (size_t)(room += 1024) * sizeof *found))) die(70, "no memory");
+      found[count] = (struct name){.number = number};
+      put(found[count++].text, NAME_SIZE, "%s", one->d_name);
+    } else if (*one->d_name == '.' && is_hexadecimal(one->d_name + 1) && dead_count < 1024 &&
+               !fstatat(d->fd, one->d_name, &s, AT_SYMLINK_NOFOLLOW) && time(NULL) - s.st_mtime > 60) {
+      note_dead(d->fd, one->d_name, s.st_uid);
+    }
+  }
+  closedir(directory);
+  if (count) qsort(found, (size_t)count, sizeof *found, by_age);
+  *names = found;
+  return count;
+}
+
+struct owner { /* of files in a directory */
+  uid_t uid;
+  bool is_bounded, is_over;
+  int files;
+  long long bytes;
+};
+
+static struct owner *owner_of(uid_t uid, struct owner **owners, int *count)
+{
+  for (int i = 0; i < *count; i++)
+    if ((*owners)[i].uid == uid) return &(*owners)[i];
+  if (!(*owners = realloc(*owners, (size_t)(*count + 1) * sizeof **owners))) die(70, "no memory");
+  (*owners)[*count] = (struct owner){.uid = uid, .is_bounded = uid && !is_nobody(uid)};
+  return &(*owners)[(*count)++];
+}
+
+/* Whether one of the names before is of the same file, which has been opened. It must be there still: an inode number
+ * that is free comes again. Of nobody's files each name is a file of its own. */
+static bool is_known(const struct directory *d, const struct name *names, const int *counted, int count, int place)
+{
+  struct stat s;
+  if (names[place].file.st_nlink < 2 || is_nobody(names[place].file.st_uid)) return false;
+  for (int i = 0; i < count; i++) {
+    const struct name *other = &names[counted[i]];
+    if (is_of(other, &names[place].file) && other->was_there)
+      return !fstatat(d->fd, other->text, &s, AT_SYMLINK_NOFOLLOW) && is_of(other, &s);
+  }
+  return false;
 }
 
 static void list(struct directory *d)
 {
-  static long long numbers[NAMES + 3];
-  int count = 0, names = 0, fd = openat(d->fd, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  DIR *directory = fd < 0 ? NULL : fdopendir(fd);
-  struct stat s;
-  if (!directory) die(70, "%s cannot be listed: %s", d->name, strerror(errno));
+  struct name *names;
+  struct owner *owners = NULL;
+  int count = names_in(d, &names), owner_count = 0, counted_count = 0;
+  int *counted = malloc(((size_t)count + 1) * sizeof *counted);
+  if (!counted) die(70, "no memory");
   d->count = 0;
-  for (struct dirent *one; (one = readdir(directory));) {
-    if (++names > NAMES + 2) die(70, "%s has too many names", d->name);
-    if (is_name(one->d_name, &numbers[count]))
-      read_entry(d, one->d_name, numbers[count]), count++;
-    else if (*one->d_name == '.' && is_hexadecimal(one->d_name + 1) &&
-             !fstatat(d->fd, one->d_name, &s, AT_SYMLINK_NOFOLLOW) && time(NULL) - s.st_mtime > 60)
-      note_dead(d->fd, one->d_name, s.st_uid);
-  }
-  closedir(directory);
-  qsort(numbers, (size_t)count, sizeof *numbers, by_number);
   d->highest = 0;
-  for (int i = 0; i < count && numbers[i] - d->highest <= 10000000; i++) d->highest = numbers[i];
-  if (d->count) qsort(d->living, (size_t)d->count, sizeof *d->living, by_age);
+  for (int i = 0; i < count && names[i].number - d->highest <= 10000000; i++) d->highest = names[i].number;
+  for (int i = 0; i < count; i++)
+    if (fstatat(d->fd, names[i].text, &names[i].file, AT_SYMLINK_NOFOLLOW)) names[i].file.st_mode = 0; /* it is gone */
+  for (int i = 0; i < count; i++) {
+    if (!may_be_entry(&names[i].file)) continue;
+    struct owner *owner = owner_of(names[i].file.st_uid, &owners, &owner_count);
+    if (owner->is_over || is_known(d, names, counted, counted_count, i)) continue;
+    owner->files++;
+    owner->bytes += names[i].file.st_size;
+    owner->is_over = owner->is_bounded && (owner->files > FILES || owner->bytes > BYTES);
+    if (owner->is_over) continue; /* and all behind it */
+    counted[counted_count++] = i;
+    read_entry(d, &names[i]);
+  }
+  struct owner *own = owner_of(geteuid(), &owners, &owner_count);
+  d->is_full = own->is_bounded && (own->files >= FILES || own->bytes + ENTRY > BYTES);
+  free(counted);
+  free(owners);
 }
 
-static void cap_tickets(void) /* of one user 1,000 count, and 4,096 in all */
+static void cap_tickets(void) /* of one user 1,000 count */
 {
   int kept = 0;
   for (int i = 0; i < queue.count; i++) {
@@ -557,6 +652,11 @@ static void cap_tickets(void) /* of one user 1,000 count, and 4,096 in all */
     if (before < 1000) queue.living[kept++] = queue.living[i];
   }
   queue.count = kept;
+}
+
+static bool was_my_ticket_left_out(void) /* its number is not taken into account: who comes now would stand ahead */
+{
+  return queue.mine >= 0 && atoll(queue.mine_name) > queue.highest;
 }
 
 static bool is_mine(const struct directory *d, const struct entry *e)
@@ -672,9 +772,11 @@ static void remove_entry(struct directory *d)
   close_fd(&d->mine);
 }
 
-static bool make_entry(struct directory *d) /* false: somebody has removed what was made */
+static bool make_entry(struct directory *d) /* false: somebody has removed what was made, or dead ones are in the way */
 {
   char temporary[NAME_SIZE];
+  if (d->is_full && dead_count) return false;
+  if (d->is_full) die(70, "%s has as many files of yours as count", d->name);
   size_t size;
   char *body = entry_text(d == &queue, &size);
   struct flock lock = whole_file(F_WRLCK);
@@ -1191,6 +1293,7 @@ static void claim(void)
     list(&claims);
     list(&queue);
     cap_tickets();
+    if (was_my_ticket_left_out()) remove_entry(&queue);
     find_around();
     for (int i = 0; i < gpu_count; i++) gpus[i].closed = gpus[i].closed && !*inside;
     const struct entry *nearest = ahead(&others);

@@ -73,10 +73,12 @@ from safe_gpu.cli.watching import redrawn
 from safe_gpu.coordination import (
     directory,
     doors,
+    entries,
     entry,
     history,
     holders,
     host_lock,
+    listing,
     notes,
     older_package,
     queue,
@@ -92,19 +94,17 @@ from safe_gpu.coordination.directory import (
     state_dir_path,
 )
 from safe_gpu.coordination.doors import MOST_PARTS, Doors, digest
+from safe_gpu.coordination.entries import Entries, living_entries
 from safe_gpu.coordination.entry import (
-    MOST_NAMES,
-    Entries,
     Entry,
     is_alive,
-    living_entries,
     make_entry,
     remove_entry,
     said_by_this_process,
     sleep_until_dead,
 )
 from safe_gpu.coordination.history import LARGEST, NAME, end_line, file_names, month_of
-from safe_gpu.coordination.holders import Claims, living_claims, said_by
+from safe_gpu.coordination.holders import Claims, heirs_of, living_claims, said_by
 from safe_gpu.coordination.host_lock import Host
 from safe_gpu.coordination.notes import clear_fault, closed_now, drained_gpus, find_admitted, read_faults, write_fault
 from safe_gpu.coordination.older_package import take_older_package_lock

@@ -14,7 +14,7 @@ from safe_gpu.claim.limits import ClaimsByUser
 from safe_gpu.claim.view import Polls
 from safe_gpu.coordination import directory, doors, entry
 from safe_gpu.coordination.doors import Doors
-from safe_gpu.coordination.entry import Entries
+from safe_gpu.coordination.entries import Entries
 from safe_gpu.coordination.holders import Claims
 from safe_gpu.coordination.queue import Waiter
 from safe_gpu.coordination.silicon import Silicon
@@ -44,7 +44,7 @@ def _see_lower_alone(self: look.Look, gpu: Any) -> bool:
 
 
 def _remove_numbers(self: Entries) -> list[Any]:
-    numbers = {name.partition(".")[0] for name in self._dead}
+    numbers = {str(file.number) for file in self._listing.files() if file.state == "dead"}
     for name in os.listdir(self.directory.fd):
         if name.partition(".")[0] in numbers:
             with suppress(OSError):

@@ -140,10 +140,10 @@ def own_network() -> Iterator[None]:
 
 
 @contextmanager
-def mounted(place: Path, kind: str = "tmpfs", options: str = "rw") -> Iterator[Path]:
+def mounted(place: Path, kind: str = "tmpfs", options: str = "rw", source: str | Path = "none") -> Iterator[Path]:
     """A file system of this kind is there meanwhile."""
     place.mkdir()
-    if subprocess.run(["mount", "-t", kind, "-o", options, kind, place], capture_output=True).returncode:
+    if subprocess.run(["mount", "-t", kind, "-o", options, source, place], capture_output=True).returncode:
         pytest.skip(f"cannot mount a {kind} here")
     try:
         yield place

@@ -118,9 +118,14 @@ def test_what_does_not_pass_by_itself_is_not_waited_for(
 
 def test_nor_are_too_many_entries_of_ones_own(host, ground, monkeypatch, caplog, while_it_watches) -> None:
     """Nobody else ends them."""
+
+    def others_come_while_it_waits() -> None:
+        monkeypatch.setattr(api.listing.Listing, "has_room", lambda self, uid: False)
+        ground.let_go()
+
     ground.hold(0)
-    while_it_watches(lambda: monkeypatch.setattr(api.Entries, "is_over", lambda self, uid: True))
-    with pytest.raises(api.StateDirError, match="more entries of yours than count") as caught:
+    while_it_watches(others_come_while_it_waits)
+    with pytest.raises(api.StateDirError, match="as many files of yours as count") as caught:
         claim(only=0, timeout=PATIENCE)
     assert caught.value.errno is None, "no call has failed"
     assert "waiting 1 min" not in caplog.text

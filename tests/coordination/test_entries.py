@@ -366,9 +366,10 @@ def test_an_inode_number_that_comes_again_with_the_claim_of_another_user_hides_n
         one.release()
 
 
+@pytest.mark.parametrize("asked", [None, ()])
 @pytest.mark.parametrize("is_known", [True, False])
 def test_an_inode_number_that_comes_again_while_names_are_listed_hides_nobody(
-    on_ext4: api.Directory, is_known: bool, monkeypatch: pytest.MonkeyPatch
+    on_ext4: api.Directory, is_known: bool, asked: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first claim of a user ended after its name was listed, and the second one got its number at once."""
     first, held = api.make_entry(on_ext4, 1, CLAIM, by_children=False)
@@ -376,26 +377,28 @@ def test_an_inode_number_that_comes_again_while_names_are_listed_hides_nobody(
     if is_known:
         assert [one.name for one in entries.look()] == [first]
     before = inode_of(on_ext4, first)
-    made: list[tuple[str, api.Held]] = []
-    real = os.stat
+    made: list[api.Held] = []
+
+    def end_and_make() -> None:
+        api.remove_entry(on_ext4, first, held)
+        made.append(api.make_entry(on_ext4, 2, {"gpus": {"GPU-b": None}}, by_children=False)[1])
+        assert inode_of(on_ext4, second) == before
 
     def stat(path: Any, **options: Any) -> os.stat_result:
         status = real(path, **options)
         if not made and path == first:
-            api.remove_entry(on_ext4, first, held)
-            made.append(api.make_entry(on_ext4, 2, CLAIM, by_children=False))
-            assert inode_of(on_ext4, made[0][0]) == before
+            end_and_make()
         return status
 
-    names = {first, f"2.{'0' * 16}"}
-    monkeypatch.setattr(os, "stat", stat)
+    real, second = os.stat, f"2.{'0' * 16}"
     monkeypatch.setattr(os, "urandom", bytes)  # so that its name is known before
-    monkeypatch.setattr(on_ext4, "names", lambda **options: names)
+    monkeypatch.setattr(on_ext4, "names", lambda **options: {first, second})
     if is_known:
-        api.remove_entry(on_ext4, first, held)
-        made.append(api.make_entry(on_ext4, 2, CLAIM, by_children=False))
-    assert [one.number for one in entries.look()] == [2]
-    made[0][1].release()
+        end_and_make()
+    else:
+        monkeypatch.setattr(os, "stat", stat)
+    assert [(one.name, [*one.gpus]) for one in entries.look(asked)] == [(second, ["GPU-b"])]
+    made[0].release()
 
 
 def test_what_has_the_wrong_type_counts_as_missing_and_a_share_as_all(claims: api.Directory) -> None:
@@ -530,6 +533,21 @@ def test_what_a_user_has_beyond_a_bound_counts_for_nothing_and_refuses_nobody_el
     assert numbers(entries) == [1, 5]
     made[4][1].release()
     made[0][1].release()
+
+
+@needs_root
+def test_one_behind_a_bound_counts_when_what_was_too_large_before_it_is_gone(
+    claims: api.Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api.listing, "MOST_BYTES", 100)
+    small, large = {"gpus": {}}, {"gpus": {}, "x": "y" * 100}
+    made = [make_of(claims, USER, number, said) for number, said in enumerate((small, large, small), 1)]
+    entries = api.Entries(claims)
+    assert numbers(entries) == [1]
+    api.remove_entry(claims, *made[1])
+    assert numbers(entries) == [1, 3]
+    for _, held in made:
+        held.release()
 
 
 @needs_root

@@ -199,7 +199,7 @@ static void text(char *out, size_t size) /* an escape becomes a question mark: n
   if (!bad) at++;
 }
 
-static long long whole(const char *word, bool is_text, long long least, long long most) /* -1: it is missing */
+static long long whole_number(const char *word, bool is_text, long long least, long long most) /* -1: it is missing */
 {
   if (is_text || !*word || word[strspn(word, "0123456789")] || strlen(word) > 19) return -1;
   unsigned long long number = strtoull(word, NULL, 10);
@@ -208,7 +208,7 @@ static long long whole(const char *word, bool is_text, long long least, long lon
 
 static long long number_or_0(const char *word, bool is_text, long long most)
 {
-  long long number = whole(word, is_text, 0, most);
+  long long number = whole_number(word, is_text, 0, most);
   return number < 0 ? 0 : number;
 }
 
@@ -222,9 +222,9 @@ static void note_gpu(struct entry *e, int i, const char *name, long long bytes)
 static void note_of_gpu(struct entry *e, int i, const char *above, const char *key, const char *word, bool is_text)
 {
   bool is_uuid = !strcmp(gpus[i].uuid, key), is_whole = !strcmp(gpus[i].whole, key), is_list = !is_text && !*word;
-  if (!strcmp(above, "gpus") && *key) note_gpu(e, i, key, whole(word, is_text, 1, 1LL << 60)); /* -1 is all of it */
+  if (!strcmp(above, "gpus") && *key) note_gpu(e, i, key, whole_number(word, is_text, 1, 1LL << 60)); /* -1: all */
   if (!strcmp(above, "gpus") && !*key && is_text) note_gpu(e, i, word, -1);
-  int part = (int)whole(word, is_text, 0, PARTS - 1); /* higher ones are of pieces, and vouch for no door */
+  int part = (int)whole_number(word, is_text, 0, PARTS - 1); /* higher ones are of pieces, and vouch for no door */
   if (!strcmp(above, "parts") && is_uuid) e->part[i][0] = part;
   if (!strcmp(above, "parts") && is_whole) e->part[i][1] = part;
   if (!strcmp(above, "pieces") && (is_uuid || is_whole) && is_list) e->has_pieces[i] = true;

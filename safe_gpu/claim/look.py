@@ -63,7 +63,7 @@ class Seen(NamedTuple):
         free: UUIDs of the usable GPUs that nobody holds; empty if ``ahead`` or ``limit`` stands in the way, as are:
         elsewhere: UUIDs of the usable GPUs that only another state directory's claims hold.
         full: UUIDs of the usable pieces that nobody holds, but of whose GPUs as many claims as can hold pieces.
-        watched: names of the claims on usable GPUs, and on pieces of the same GPUs as those in ``full``.
+        watched: names of the claims in the way of usable GPUs.
     """
 
     outcome: str = SHORT
@@ -249,12 +249,9 @@ class Look:
         """Return what nobody holds, and which claims hold the rest."""
         view = self._view
         usable = {gpu.uuid for gpu in view.usable}
-        full = {gpu for gpu in view.usable if gpu.uuid in self._full}
         watched: set[str] = set()
         for uuid in usable:
             watched.update(claim.name for claim in view.claims.in_the_way(uuid, view.inside))
-        for gpu in full:
-            watched.update(claim.name for claim in view.claims.living if gpu.whole in claim.pieces)
         free = usable - self._taken()
         if view.share is not None:
             free = {gpu.uuid for gpu in view.usable if gpu.uuid in free and view.promised_room(gpu) >= view.share}
@@ -262,7 +259,7 @@ class Look:
             stopped=stopped,
             free=frozenset(free - self._elsewhere - self._full),
             elsewhere=frozenset(self._elsewhere & usable),
-            full=frozenset(gpu.uuid for gpu in full),
+            full=frozenset(self._full & usable),
             watched=frozenset(watched),
         )
 

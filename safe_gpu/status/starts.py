@@ -108,7 +108,7 @@ def expected_starts(
             continue
         _, known = Selection.from_ticket(request.nb_gpus, request.conditions)
         if not (known and request.known):  # nobody passes it, so nobody knows more of those behind it
-            wants[ticket.name] = BackfillRequest(len(request.gpus) + 1, request.gpus)
+            wants[ticket.name] = BackfillRequest.of(request, devices, {}).never()
         elif not is_stopped(ticket, stopped) and len(request.gpus & coming) >= request.nb_gpus:
             reserved = spans_of(binding(windows, ticket.uid), devices) if windows else {}
             wants[ticket.name] = BackfillRequest.of(request, devices, reserved)

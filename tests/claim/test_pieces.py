@@ -385,31 +385,33 @@ def functions(host_of: Callable[[str], SimulatedHost]) -> SimulatedHost:
 
 
 SENTENCE = "32 claims hold pieces of GPU INTEL-0000:18:00.0, which is the most"
+FREE_PIECES = [33, 34, 35, 36, 37, 38, 39, 40]
 
 
 @pytest.fixture
-def crowd(functions: SimulatedHost, make_doors: Callable[..., api.Doors]) -> list[api.Doors]:
-    """As many claims of pieces of its first card as can be, in another directory; of the piece 1 there is a share."""
+def crowd(functions: SimulatedHost, make_doors: Callable[..., api.Doors], child: Callable[..., Any]) -> list[api.Doors]:
+    """As many claims of pieces of its first card as can be: a share of piece 1 here, the others elsewhere."""
+    child(HOLD % ("1", None, "1GiB"), "1")
     found = []
-    for number in range(32):
+    for number in range(2, 33):
         doors = make_doors(functions.idle.name_prefix)
         assert doors.take_part_of_pieces(functions.idle.gpus[0].uuid)
-        assert doors.take_share(f"INTEL-0000:18:00.{number + 1}", ())
+        assert doors.take_whole(f"INTEL-0000:18:00.{number}", ())
         found.append(doors)
     return found
 
 
-@pytest.mark.parametrize("share", [None, "1GiB"])
+@pytest.mark.parametrize(("only", "share"), [("35,36", None), ("35,36", "1GiB"), ("1,35", "1GiB")])
 def test_one_claim_more_than_a_gpu_has_parts_is_refused_with_that_sentence(
-    crowd: list[api.Doors], share: str | None
+    crowd: list[api.Doors], only: str, share: str | None
 ) -> None:
     with pytest.raises(safe_gpu.NotEnoughGpusError, match=SENTENCE) as caught:
-        claim(only="35,36", share=share)
-    assert [one.reason for one in caught.value.verdicts if one.gpu.index in (35, 36)] == [SENTENCE] * 2
+        claim(only=only, share=share)
+    assert [one.reason for one in caught.value.verdicts if one.state == "claimed"] == [SENTENCE] * 2
     with claim(only="41"):
         pass  # another card
     crowd.pop().release()
-    with claim(only="35", share=share):
+    with claim(only=only, share=share):
         pass
 
 
@@ -420,11 +422,14 @@ def test_it_waits_until_one_of_these_claims_ends(crowd: list[api.Doors], command
     assert waiter.stdout.readline() == "got it\n"
 
 
-def test_who_only_asks_is_told_the_same(crowd: list[api.Doors], capsys: pytest.CaptureFixture[str]) -> None:
+def test_who_only_asks_is_told_the_same(crowd: list[api.Doors], ask: Callable[..., Any]) -> None:
     shown = {one.gpu.index: one for one in api.gather().gpus}
-    assert (shown[35].state, shown[35].reason) == ("claimed", SENTENCE)
-    for index in (0, 1):
-        assert "claimed in another state directory" in shown[index].reason
-    assert api.main(["wait", "--only", "35", "--timeout", "0"]) == 75
-    assert SENTENCE in capsys.readouterr().err
-    assert api.main(["wait", "--only", "41", "--timeout", "0"]) == 0
+    assert [index for index, one in shown.items() if one.reason == SENTENCE] == FREE_PIECES
+    assert [index for index, one in shown.items() if "in another state directory" in one.reason] == [*range(2, 33)]
+    assert (shown[1].state, shown[1].share_free) == ("claimed", 0)
+    assert f"GPU 33-40: {SENTENCE}" in ask("status").stdout
+    refused = ask("wait", "--only", "35", "--timeout", "0")
+    assert (refused.returncode, SENTENCE in refused.stderr) == (75, True)
+    assert ask("wait", "--only", "41", "--timeout", "0").returncode == 0
+    (check,) = [one for one in api.run_checks() if one.name == "state directories of claims"]
+    assert ",30,31,32: claimed in another state directory" in check.detail

@@ -214,7 +214,8 @@ class MissingPackageError(SafeGpuError, ImportError):
 
 
 class HolderLostError(SafeGpuError, RuntimeError):
-    """The process that holds a host's GPUs for a claim across hosts could not be started there, or has exited.
+    """GPUs are no longer held: the process that holds those of a host for a claim across hosts could not be started
+    there, or has exited, or this process has closed the descriptors of its claim.
 
     Attribute ``host``: the host, as the engine names it.
     """

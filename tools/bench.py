@@ -2,6 +2,7 @@
 """Measures what safe_gpu costs, beside something simpler in the same run, and compares it with budgets.
 
     python3 tools/bench.py [PART ...] [--repeat N] [--processes N] [--waiters N] [--seconds S] [--quick] [--check]
+                           [--against CHECKOUT]
 
 import    `import safe_gpu` over a bare interpreter
 claim     an uncontended claim and its release, warm, over a simulated driver
@@ -9,6 +10,9 @@ calls     what a claim of one GPU of eight calls, of NVML and of Python and C, w
 crowd     eight processes at once, one GPU each, until the last process has its GPU
 run       `safe-gpu run -- true` and `status` over a Python that imports filelock, pynvml and argparse, and is `true`
 handover  64 processes for 8 GPUs: from the release of a GPU to the next claim of it
+together  eight GPUs are freed at once, for which 8 and 64 processes wait: until the first and the last are in other
+          hands, with calls of NVML that take 0, 1, 5 and 20 ms, when their holder ends and when it releases them
+head      how often who waits asks NVML, and how soon it sees what comes back; takes six minutes
 waiters   500 processes wait for GPUs that do not become free: the time until all wait, their processor time,
           and what `safe-gpu status` takes beside them
 memory    the memory of a waiting process, minus that of a bare interpreter
@@ -30,6 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import pairwise
@@ -38,6 +43,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from bench_waits import calls_in_minutes, freed_together, seconds_until_seen
 from common import ROOT
 from support.actor import Actor
 from support.stage import simulate
@@ -310,6 +316,53 @@ def bench_handover(options: argparse.Namespace) -> list[Row]:
     return [Row(f"{name}: median", median(gaps), budget=20.0), Row(f"{name}: worst", max(gaps), budget=300.0)]
 
 
+def bench_together(options: argparse.Namespace) -> list[Row]:
+    crowds, delays = ((8,), (5,)) if options.quick else ((8, 64), (0, 1, 5, 20))
+    rows = []
+    for call_ms in delays:
+        for waiters in crowds:
+            for by_release in (False, True):
+                rows += together(options, waiters, call_ms, by_release=by_release)
+    return rows
+
+
+def together(options: argparse.Namespace, waiters: int, call_ms: int, *, by_release: bool) -> list[Row]:
+    """Rows of one case, in turns with the other checkout."""
+    firsts: dict[Path, list[float]] = {checkout: [] for checkout in options.checkouts}
+    lasts: dict[Path, list[float]] = {checkout: [] for checkout in options.checkouts}
+    for _ in range(min(options.repeat, 3)):
+        for checkout in options.checkouts:
+            first, last = freed_together(checkout, waiters, call_ms, by_release=by_release)
+            firsts[checkout].append(first)
+            lasts[checkout].append(last)
+    (first, *its_first), (last, *its_last) = ([median(one) for one in found.values()] for found in (firsts, lasts))
+    name = f"{waiters} wait, {call_ms} ms, {'release' if by_release else 'end'}"
+    return [
+        Row(f"{name}: first", first, next(iter(its_first), None), unit="s"),
+        Row(f"{name}: last", last, next(iter(its_last), None), unit="s", budget=0.3 if call_ms == 5 else math.inf),
+        Row(f"{name}: last / first", last / first, unit="times", budget=1.5 if call_ms >= 5 else math.inf),
+    ]
+
+
+BEHIND = ("claims", "strangers", "a ticket")
+SEEN = ("lost GPU", "MIG instance", "end of a stranger", "end of a hidden stranger")
+
+
+def bench_head(options: argparse.Namespace) -> list[Row]:
+    rows = []
+    with ThreadPoolExecutor(len(BEHIND)) as pool:  # they sleep nearly all the time
+        minutes = [[*pool.map(partial(calls_in_minutes, checkout), BEHIND)] for checkout in options.checkouts]
+        seconds = [[*pool.map(partial(seconds_until_seen, checkout), SEEN)] for checkout in options.checkouts]
+    for number, behind in enumerate(BEHIND):
+        for minute, name in enumerate(("first minute", "next minute")):
+            counts = [float(found[number][minute]) for found in minutes]
+            rows.append(Row(f"behind {behind}, {name}", *counts, unit="calls", budget=600.0))
+    for number, what in enumerate(SEEN):
+        budget = 2.0 if what == "end of a stranger" else 10.0
+        rows.append(Row(f"{what} is seen after", *(found[number] for found in seconds), unit="s", budget=budget))
+    return rows
+
+
 @contextmanager
 def held(number: int = GPUS) -> Iterator[None]:
     """Have another process hold GPUs. This process cannot, because its children would not wait for it."""
@@ -429,10 +482,12 @@ def main() -> int:
     parser.add_argument("--waiters", type=int, metavar="N", help="how many (default: 500, and 5 for memory)")
     parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of each measurement of waiters")
     parser.add_argument("--quick", action="store_true", help="few repetitions, few processes")
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="of together and head: the rival")
     parser.add_argument("--check", action="store_true", help="exit 1 if a budget is missed")
     options = parser.parse_args()
     if options.quick:
         options.repeat, options.processes, options.waiters, options.seconds = 1, 10, 3, 0.1
+    options.checkouts = [ROOT, *([] if options.against is None else [options.against.resolve()])]
     if unknown := set(options.parts) - PARTS.keys():
         parser.error(f"there is no part {unknown.pop()!r}: choose among {', '.join(PARTS)}")
     print(f"{'':44} {'safe_gpu':>9} {'rival':>9}  budget", flush=True)

@@ -5,7 +5,9 @@ The driver is the fake NVML of the tests. Processes of this package, or of anoth
 
 from __future__ import annotations
 
+import math
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -13,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +24,11 @@ _LIBRARIES = {"nvml.c": "libnvidia-ml.so.1", "cuda.c": "libcuda.so.1"}
 
 # So long nothing happens before GPUs are freed, in seconds: the polls of those who wait are old by then.
 _QUIET = 7.0
+
+# So long the head of a queue has waited before it is shown something, in seconds, and so long it is waited for.
+_WAITED, _PATIENCE = 30.0, 90.0
+
+_MINUTE = 60.0
 
 # Claims GPUs, says when it had them, and gives them back when it is told to.
 _HOLD = """
@@ -44,7 +51,6 @@ for _ in range(int(sys.argv[1])):
         os.write(1, f"{time.monotonic()}\\n".encode())
         signal.pause()
 sys.stdin.readline()
-os.killpg(0, signal.SIGKILL)
 """
 
 
@@ -60,15 +66,10 @@ class SlowHost:
         self.directory = directory
         # Doors are named by the UUIDs, and belong to all that runs on this machine.
         self.uuids = [f"GPU-{number:08x}-{os.urandom(2).hex()}-4000-8000-{number:012x}" for number in range(gpus)]
-        self._compile()
         (directory / "procs").mkdir()
+        self._compile()
         self.show({})
         self.slow_down(0)
-
-    @property
-    def state_dir(self) -> Path:
-        """Where those who claim here have their entries."""
-        return self.directory / "state"
 
     def _compile(self) -> None:
         compiler = shutil.which("gcc") or shutil.which("cc") or "cc"
@@ -76,18 +77,31 @@ class SlowHost:
             options = ["-shared", "-fPIC", "-O1", "-pthread", f"-Wl,-soname,{library}"]
             subprocess.run([compiler, *options, "-o", self.directory / library, FAKES / source], check=True)
 
-    def environment(self, checkout: Path) -> dict[str, str]:
-        """Return the variables of a process that has these GPUs, and the package of that checkout."""
+    def environment(self, checkout: Path, driver: Path) -> dict[str, str]:
+        """Return the variables of a process that has these GPUs, and the package of that checkout.
+
+        Args:
+            driver: the directory of the driver, see :meth:`another_driver`.
+        """
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SAFE_GPU_", "CUDA_"))}
         return {
             **kept,
             "PYTHONPATH": str(checkout),
             "LD_LIBRARY_PATH": str(self.directory),
-            "FAKE_GPU_DIR": str(self.directory),
+            "FAKE_GPU_DIR": str(driver),
             "SAFE_GPU_DRIVER": "nvml",
-            "SAFE_GPU_DIR": str(self.state_dir),
+            "SAFE_GPU_DIR": str(self.directory / "state"),
             "SAFE_GPU_LEGACY_LOCK": "never",
         }
+
+    def another_driver(self, name: str) -> Path:
+        """Return another directory of a driver of the same GPUs: the calls of who uses it are noted there."""
+        path = self.directory / name
+        path.mkdir()
+        for shared in ("gpus", "procs"):
+            (path / shared).symlink_to(self.directory / shared)
+        (path / "options").write_text("log=1\n")
+        return path
 
     def show(self, facts: dict[int, str]) -> None:
         """Let the driver show these facts of GPUs too, as ``tests/fakes/nvml.c`` describes them."""
@@ -97,29 +111,25 @@ class SlowHost:
             lines.append(f"uuid={uuid} mem={80 << 30} bus={bus} {facts.get(number, '')}\n")
         self._replace("gpus", "".join(lines))
 
-    def slow_down(self, milliseconds: int, *, log: bool = False) -> None:
-        """Let each call of the driver take so long; ``log``: note the calls."""
-        self._replace("options", f"call_ms={milliseconds}\nlog={log:d}\n")
+    def slow_down(self, milliseconds: int) -> None:
+        """Let each call of the driver take so long."""
+        self._replace("options", f"call_ms={milliseconds}\n")
 
-    def calls(self) -> int:
-        """Return how many calls of the driver were noted."""
-        path = self.directory / "calls"
-        return len(path.read_text().split()) if path.exists() else 0
-
-    def occupy(self, number: int, pid: int, *, visible: bool = True) -> Path:
-        """Have the driver list this process on a GPU; it is seen there until it ends, or until the file is removed.
+    def occupy(self, number: int, pid: int, *, is_seen_here: bool = True) -> Path:
+        """Have the driver list this process on a GPU until it ends, or until the file is removed that is returned.
 
         Args:
-            visible: False is a pid that means nothing here, as one of the host in a container.
+            is_seen_here: False is a pid that means nothing here, as one of the host in a container.
         """
-        path = self.directory / "procs" / self.uuids[number] / (str(pid) if visible else f"{pid}.static")
+        path = self.directory / "procs" / self.uuids[number] / (str(pid) if is_seen_here else f"{pid}.static")
         path.parent.mkdir(exist_ok=True)
         path.write_text(str(1 << 30))
         return path
 
-    def tickets(self) -> int:
-        """Return how many stand in the queue."""
-        return len(list(self.state_dir.glob("queue/[0-9]*")))
+    def wait_for_tickets(self, number: int) -> None:
+        """Return when so many stand in the queue."""
+        while len(list(self.directory.glob("state/queue/[0-9]*"))) < number:
+            time.sleep(0.02)
 
     def _replace(self, name: str, text: str) -> None:
         new = self.directory / f".{name}"
@@ -135,13 +145,15 @@ def slow_host(gpus: int = 8) -> Iterator[SlowHost]:
 
 
 class Program:
-    """A Python program on such a host, which is killed with its children at the end."""
+    """A Python program on such a host, which is killed with its children at the end of ``with``."""
 
-    def __init__(self, host: SlowHost, checkout: Path, code: str, *arguments: object) -> None:
+    def __init__(
+        self, host: SlowHost, checkout: Path, code: str, *arguments: object, driver: Path | None = None
+    ) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-c", code, *map(str, arguments)],
             cwd=host.directory,  # where no package is
-            env=host.environment(checkout),
+            env=host.environment(checkout, driver or host.directory),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -153,13 +165,18 @@ class Program:
         """Return the time that it says next, as of ``time.monotonic()``."""
         return float(_end(self._process.stdout).readline())
 
+    def hear_within(self, seconds: float) -> float:
+        """Return the same; infinity if it says nothing within this time."""
+        ready, _, _ = select.select([_end(self._process.stdout)], [], [], seconds)
+        return self.hear() if ready else math.inf
+
     def tell(self) -> None:
         """Let it go on."""
         _end(self._process.stdin).write("\n")
         _end(self._process.stdin).flush()
 
     def kill(self) -> None:
-        """SIGKILL to all that it has started."""
+        """SIGKILL to it and to all that it has started."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
@@ -178,6 +195,9 @@ def _end(pipe: IO[Any] | None) -> IO[Any]:
     return pipe
 
 
+# GPUs that are freed together
+
+
 def freed_together(checkout: Path, waiters: int, call_ms: int, *, by_release: bool = False) -> tuple[float, float]:
     """Free all GPUs of a host at once, for which others wait. Returns the seconds until the first and the last are in
     other hands.
@@ -190,8 +210,7 @@ def freed_together(checkout: Path, waiters: int, call_ms: int, *, by_release: bo
     with slow_host() as host, Program(host, checkout, _HOLD, len(host.uuids)) as holder:
         holder.hear()
         with Program(host, checkout, _WAIT, waiters) as crowd:
-            while host.tickets() < waiters:
-                time.sleep(0.05)
+            host.wait_for_tickets(waiters)
             host.slow_down(call_ms)
             time.sleep(_QUIET)
             began = time.monotonic()
@@ -204,11 +223,77 @@ def freed_together(checkout: Path, waiters: int, call_ms: int, *, by_release: bo
     return times[0], times[-1]
 
 
-if __name__ == "__main__":
-    for ms in map(int, sys.argv[3].split(",")):
-        for release in (False, True):
-            for checkout in sys.argv[1].split(","):
-                first, last = freed_together(Path(checkout), int(sys.argv[2]), ms, by_release=release)
-                how = "release" if release else "exit"
-                figures = f"{first:.3f} {last:.3f} {last / first:.2f}"
-                print(f"{ms} ms, {how}, {checkout}: {figures}", flush=True)
+# What the head of a queue asks, and what it sees
+
+
+@contextmanager
+def _stranger() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "infinity"]) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def calls_in_minutes(checkout: Path, behind: str) -> tuple[int, int]:
+    """Return how many calls of NVML a waiter makes in its first minute and in the next.
+
+    Args:
+        behind: "claims", "strangers" or "a ticket", behind claims.
+    """
+    with ExitStack() as stack:
+        host = stack.enter_context(slow_host())
+        if behind == "strangers":
+            stranger = stack.enter_context(_stranger())
+            for number in range(len(host.uuids)):
+                host.occupy(number, stranger.pid)
+        else:
+            stack.enter_context(Program(host, checkout, _HOLD, len(host.uuids))).hear()
+        if behind == "a ticket":
+            stack.enter_context(Program(host, checkout, _WAIT, 1))
+            host.wait_for_tickets(1)
+        driver = host.another_driver("noted")
+        stack.enter_context(Program(host, checkout, _WAIT, 1, driver=driver))
+        host.wait_for_tickets(2 if behind == "a ticket" else 1)
+        counts = [_count(driver)]
+        for _ in range(2):
+            time.sleep(_MINUTE)
+            counts.append(_count(driver))
+    return counts[1] - counts[0], counts[2] - counts[1]
+
+
+def _count(driver: Path) -> int:
+    return len((driver / "calls").read_text().split())
+
+
+def seconds_until_seen(checkout: Path, what: str) -> float:
+    """Return how long the head of a queue, which has waited for a while, takes to have a GPU that comes back.
+
+    Args:
+        what: "lost GPU" (it is back), "MIG instance" (a new one), "end of a stranger" or "end of a hidden stranger",
+            whose pid means nothing here.
+    """
+    with ExitStack() as stack:
+        host = stack.enter_context(slow_host())
+        last = len(host.uuids) - 1
+        shown = {"lost GPU": "lost=1", "MIG instance": "mig=1"}
+        host.show({last: shown.get(what, "")})
+        stranger = stack.enter_context(_stranger())
+        hidden = None
+        if what == "end of a stranger":
+            host.occupy(last, stranger.pid)
+        elif what == "end of a hidden stranger":
+            hidden = host.occupy(last, 999_999_999, is_seen_here=False)
+        stack.enter_context(Program(host, checkout, _HOLD, last)).hear()
+        head = stack.enter_context(Program(host, checkout, _WAIT, 1))
+        host.wait_for_tickets(1)
+        time.sleep(_WAITED)
+        began = time.monotonic()
+        if hidden is not None:
+            hidden.unlink()
+        elif what == "end of a stranger":
+            stranger.kill()
+            stranger.wait()
+        else:
+            host.show({last: f"mig=1 instances=MIG-{host.uuids[last][4:]}"} if what == "MIG instance" else {})
+        return head.hear_within(_PATIENCE) - began

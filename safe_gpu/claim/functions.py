@@ -21,7 +21,7 @@ from ..selection.request import Conditions, Selection, parse_request
 from ..selection.verdicts import Rules, judge
 from ..wording.text import format_age
 from .arguments import DEFAULT, DefaultTimeout, asks_for_none, read_options
-from .owner import NO_GPU, GPUOwner, already_claimed, current_owner, owners, request_key
+from .owner import NO_GPU, GPUOwner, already_claimed, current_owner, owners, refuse_lost, request_key
 from .search import acquire
 from .view import HostView
 
@@ -120,7 +120,8 @@ def ensure_gpus(
 
     Raises:
         AlreadyClaimedError: this process holds GPUs by another request. ClaimTimeout: another thread still claims at
-            the end of the timeout. Others as for :func:`claim_gpus`.
+            the end of the timeout. HolderLostError: this process has closed the descriptors of its claim. Others as for
+            :func:`claim_gpus`.
     """
     options.update(placeholder_fn=placeholder_fn, logger=logger, debug_sleep=debug_sleep)
     turn = _turns.setdefault(os.getpid(), RLock())
@@ -164,6 +165,7 @@ def _ensured(nb_gpus: Any, options: dict[str, Any]) -> GPUOwner:
     if holder is None:
         owners["gpu_owner"] = holder = GPUOwner(nb_gpus, **options)
         return holder
+    refuse_lost(holder)
     none = asks_for_none(nb_gpus)
     if (NO_GPU if none else request_key(read_options(nb_gpus, **options))) == holder._asked:
         return holder

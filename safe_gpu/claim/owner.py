@@ -15,7 +15,7 @@ from ..coordination.entry import said_by_this_process
 from ..drivers import opened_driver
 from ..drivers.base import Driver
 from ..drivers.patience import Patience, why_late
-from ..errors import AlreadyClaimedError, CudaInitializedError, GPUAffinityError, PlaceholderError
+from ..errors import AlreadyClaimedError, CudaInitializedError, GPUAffinityError, HolderLostError, PlaceholderError
 from ..gpus.devices import Gpu
 from ..host.awaiting import Awaited, Tell, Watchdog
 from ..host.procfs import process_global
@@ -351,6 +351,24 @@ def latest_gpus() -> tuple[Gpu, ...]:
     """Return the GPUs that this process holds, or that its parent held when this process was forked."""
     current = owners.get("current")
     return current.gpus if current is not None else ()
+
+
+def refuse_lost(owner: GPUOwner) -> None:
+    """Refuse to go on with GPUs that others can have, since the program has closed the descriptors of its claim.
+
+    Raises:
+        HolderLostError: so it is.
+    """
+    claim = owner._claim
+    is_whole = owner._asked != ""  # else another thread is claiming
+    if claim is None or not is_whole or claim.is_intact:
+        return
+    labels = ",".join(gpu.label for gpu in owner.gpus)
+    raise HolderLostError(
+        f"this process no longer holds GPU {labels}, which it claimed: it has closed the descriptors of that claim, as "
+        "os.closerange() and programs that become daemons do; call release_gpus(), and claim again when that is done",
+        host=os.uname().nodename,
+    )
 
 
 def _become_current(owner: GPUOwner) -> None:

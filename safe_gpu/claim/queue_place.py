@@ -74,13 +74,12 @@ class QueuePlace:
         return waiter.join(said, lambda others: self._turn_of_newcomer(waiter.request, others, number, held, seen))
 
     def _names_what_could_do(self, waiter: Waiter) -> bool:
-        """Return whether a ticket names the GPUs that could do by the latest poll. One may have come or gone since it
-        was made, as MIG instances do."""
-        if self._asked_by is self._view.snapshot:
-            return True
-        if waiter.request != waiter.request.for_gpus(self._view.wanted):
-            return False
-        self._asked_by = self._view.snapshot
+        """Return whether a ticket names what could do by the latest poll. GPUs and pieces of them may have come or gone
+        since it was made."""
+        if self._asked_by is not self._view.snapshot:
+            if waiter.request != waiter.request.for_gpus(self._view.wanted):
+                return False
+            self._asked_by = self._view.snapshot
         return True
 
     def _turn_of_newcomer(

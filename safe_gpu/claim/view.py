@@ -93,9 +93,10 @@ class Polls:
         return self._at + min(max(pause, 9 * self._took), longest)
 
     def poll_again(self, gpus: Sequence[Gpu]) -> None:
-        """Poll the driver for these GPUs only. If the latest poll of the whole host is old, and the driver shows other
-        GPUs now, or has lost one, for the whole host."""
-        if self.age <= _RECENT or self.driver.shows_same(self.snapshot):
+        """Poll the driver for these GPUs only. If the latest poll of the whole host is old, or this claim has waited
+        since, and the driver shows other GPUs now, or has lost one, for the whole host."""
+        is_recent = self.age <= _RECENT and not self.has_waited
+        if is_recent or self.driver.shows_same(self.snapshot):
             self.snapshot = self.snapshot.updated(self.driver.usage(gpus))
         else:
             self.poll()

@@ -120,7 +120,8 @@ def bind(
 
     Raises:
         GPUAffinityError: the CPUs cannot be planned or bound. NoDriverError, UnsatisfiableRequestError: it cannot be
-            determined which GPUs are meant. With ``strict=False`` none of these is raised.
+            determined which GPUs are meant. HolderLostError: this process has closed the descriptors of its claim. With
+            ``strict=False`` none of these is raised.
     """
     log = package_logger()
     try:
@@ -230,6 +231,9 @@ def _vendor_of(gpus: Names | None) -> str | None:
 
 
 def _own(snapshot: HostSnapshot) -> ResolvedGpus:
+    holder = owner.current_owner()
+    if holder is not None:
+        owner.refuse_lost(holder)
     claimed = owner.latest_gpus()
     if claimed:
         return ResolvedGpus(claimed, "claimed by this process")

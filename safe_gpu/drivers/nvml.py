@@ -436,6 +436,9 @@ def _shows_same(session: _Session, snapshot: HostSnapshot) -> bool:
         for gpu in there:
             handle = session.ask("nvmlDeviceGetHandleByUUID", gpu.uuid)
             session.ask_or(None, "nvmlDeviceGetMemoryInfo", handle)
+            mig_enabled = session.ask_or((0, 0), "nvmlDeviceGetMigMode", handle)[0] == 1
+            if mig_enabled != gpu.mig_enabled:
+                return False
         return True
     return False
 
@@ -561,7 +564,7 @@ class NvmlDriver(Driver):
         return self._ask(lambda session: tuple(_again(session, gpu) for gpu in gpus))
 
     def shows_same(self, snapshot: HostSnapshot) -> bool:
-        """Return whether the GPUs are those of an earlier poll: two questions for each."""
+        """Return whether the GPUs are those of an earlier poll: three questions for each."""
         return self._ask(lambda session: _shows_same(session, snapshot))
 
     def linked(self, snapshot: HostSnapshot, among: Collection[str] | None = None) -> HostSnapshot:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -367,6 +368,62 @@ def test_a_waiter_has_all_that_its_claim_needs_and_no_other_vendor(
     waiter.finish()
 
 
+# Programs that close descriptors which they did not open
+
+
+def close_all_new(before: set[str]) -> None:
+    """As a program does that becomes a daemon."""
+    for name in set(os.listdir("/proc/self/fd")) - before:
+        with suppress(OSError):  # the one that listed them
+            os.close(int(name))
+
+
+def test_a_claim_whose_descriptors_were_closed_is_noticed(ground: Any) -> None:
+    """Others can have the GPUs. After a release the process can claim again."""
+
+    def daemon() -> tuple[list[str], list[int]]:
+        before = set(os.listdir("/proc/self/fd"))
+        owner = safe_gpu.ensure_gpus(2, safe_gpu.NoPlaceholder(), affinity=None, timeout=0)
+        assert safe_gpu.ensure_gpus(2, safe_gpu.NoPlaceholder(), affinity=None, timeout=0) is owner
+        close_all_new(before)
+        errors = []
+        for notice in (lambda: safe_gpu.ensure_gpus(2, safe_gpu.NoPlaceholder(), affinity=None), safe_gpu.bind):
+            with pytest.raises(api.HolderLostError) as caught:
+                notice()
+            errors.append(str(caught.value))
+        errors += safe_gpu.bind(strict=False).threads.refused
+        safe_gpu.release_gpus()
+        again = safe_gpu.ensure_gpus(2, safe_gpu.NoPlaceholder(), affinity=None, timeout=0)
+        return errors, again.devices_taken
+
+    errors, taken = in_fork(daemon)
+    assert (len(errors), len(set(errors)), taken) == (3, 1, [0, 1])
+    assert "no longer holds GPU 0,1, which it claimed" in errors[0]
+    assert "call release_gpus(), and claim again" in errors[0]
+
+
+@pytest.mark.parametrize("closed", ["claims/", "socket:"])
+def test_one_that_lost_its_entry_or_a_door_alone_too(ground: Any, closed: str) -> None:
+    def lose() -> str:
+        before = os.listdir("/proc/self/fd")
+        with claim(1):
+            for name in os.listdir("/proc/self/fd"):
+                with suppress(OSError):
+                    if closed in os.readlink(f"/proc/self/fd/{name}") and name not in before:
+                        os.close(int(name))
+            with pytest.raises(api.HolderLostError):
+                safe_gpu.bind()
+        return "noticed"
+
+    assert in_fork(lose) == "noticed"
+
+
+def test_a_forked_child_binds_by_the_claim_of_its_parent(ground: Any) -> None:
+    """It has no doors."""
+    with claim(1):
+        assert in_fork(lambda: len(safe_gpu.bind().cpus) > 0)
+
+
 # What claims write into the history, whatever way they end
 
 
@@ -425,6 +482,35 @@ def test_a_claim_that_is_refused_tells_of_the_dead_that_it_has_removed(state_dir
     assert try_claim(8) is None
     assert len(os.listdir(state_dir / "claims")) == 1
     assert [one["claim"][0] for one in lines(state_dir) if "ended" in one] == [killed.pid]
+
+
+def test_a_claim_that_withdraws_is_not_told_though_an_earlier_attempt_stood(
+    state_dir, host, ground, monkeypatch
+) -> None:
+    """A stranger comes before the second poll of the first attempt, and the GPU is drained while the second is made."""
+    take, taken = api.Claim.take, []
+
+    def take_and_drain(one: api.Claim, *arguments: Any, **more: Any) -> None:
+        take(one, *arguments, **more)
+        taken.append(one.file)
+        if len(taken) == 2:
+            (state_dir / "closed").write_text(f"{host.uuids[0]} - - - a fan is broken\n")
+
+    def disturb(number: int) -> None:
+        if number == 2:
+            strangers.append(host.stranger(0))
+        elif strangers:
+            strangers.pop().close()
+        if len(taken) == 2:
+            (state_dir / "closed").unlink(missing_ok=True)
+
+    strangers: list[Any] = []
+    monkeypatch.setattr(api.Claim, "take", take_and_drain)
+    host.on_poll = disturb
+    with claim(1, only=0, timeout=60):
+        assert len(taken) == 3
+    told = [one["claim"] for one in lines(state_dir) if "gpus" in one]
+    assert len(told) == 2, "the first, which stood, and the third"
 
 
 def test_nothing_of_it_is_done_under_host_lock(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

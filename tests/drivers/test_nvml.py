@@ -541,8 +541,11 @@ def test_a_gpu_in_place_of_another(host: Any, driver: api.nvml.NvmlDriver) -> No
 
 def test_mig_turned_on_cut_anew_and_turned_off(host: Any, driver: api.nvml.NvmlDriver) -> None:
     host.write({"mig": 0}, {"mig": 0})
-    before = driver.snapshot().gpus
+    poll = driver.snapshot()
+    before = poll.gpus
+    assert driver.shows_same(poll)
     host.change(0, mig=1, instances="MIG-a,MIG-b")
+    assert not driver.shows_same(poll), "CUDA numbers the GPUs otherwise now"
     changed, same = driver.usage(before)
     assert (state(changed)[1], same) == ("MIG mode is on: claim one of its instances", before[1])
     parent, first, second, _ = gpus = driver.snapshot().gpus

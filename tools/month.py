@@ -30,7 +30,7 @@ import safe_gpu
 from safe_gpu.cli import main as command
 from safe_gpu.status.gather import gather
 from safe_gpu.status.history import claims_between, hours_held
-from safe_gpu.status.render import table
+from safe_gpu.status.table import table
 from safe_gpu.wording.text import Column
 
 MONTH = 30 * 86400.0

@@ -28,7 +28,7 @@ from ..host.programs import TooLate, TooMuch, environment, find_program, output_
 from ..settings.variables import known_hosts, setting_of_hosts
 from ..status.facts import SCHEMA
 from ..status.page import NO_DOCUMENT, TITLES, Figures, figures_of, render_page
-from ..status.render import table
+from ..status.table import table
 from ..wording.text import GAP, Column, paint, plural, wrapped
 from .commands import EX_CANNOT_RUN, EX_NO_HOST, EX_SOME_HOSTS, EX_TRY_AGAIN
 from .output import columns, in_color, print_json, print_lines, say, write_output

@@ -22,7 +22,7 @@ from ..coordination.history import LARGEST, HistoryDir, file_names, line_of_entr
 from ..host import procfs
 from ..host.foreign_files import as_int, as_list, as_seconds, as_text, as_time
 from ..wording.text import Column, gpu_ranges
-from .render import table
+from .table import table
 
 _MOST = 50_000  # claims that are kept
 
@@ -364,7 +364,7 @@ def calendar(by: str, begin: float, end: float) -> Iterator[tuple[str, float, fl
         begin = after
 
 
-def table_of_claims(claims: Sequence[PastClaim], since: float, until: float, width: int) -> Iterator[str]:
+def table_of_claims(claims: Sequence[PastClaim], since: float, until: float, width: int) -> list[str]:
     """Return a title and a line for each claim; no line is wider than ``width`` columns."""
     wide = width >= 100
     jobs = [claim.job or "" for claim in claims]
@@ -380,7 +380,7 @@ def table_of_claims(claims: Sequence[PastClaim], since: float, until: float, wid
     return table(facts, width)
 
 
-def table_of_use(found: Sequence[GpuHours], by: str, width: int) -> Iterator[str]:
+def table_of_use(found: Sequence[GpuHours], by: str, width: int) -> list[str]:
     """Return a title, a line for each key, and the sum."""
     rows = [*found]
     if len(found) > 1:

@@ -1,4 +1,7 @@
-"""The state of a host as metrics, in the text format of Prometheus. Pure."""
+"""The state of a host as metrics, in the text format of Prometheus. Pure.
+
+Labels are named as NVIDIA's DCGM exporter names them (``gpu``, ``UUID``), so that both join on them.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping

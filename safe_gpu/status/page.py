@@ -19,7 +19,10 @@ from ..host.programs import program_names
 from ..wording.text import clock, format_age, plural, short_age
 from .facts import FREE, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
 from .history import hours
-from .render import TableRow, notes_of, queue_of, rows_of
+from .notes import notes_of
+from .rows import TableRow, rows_of
+from .table import COLUMNS_OF_GPU, COLUMNS_OF_USER
+from .waiting import queue_of
 
 if TYPE_CHECKING:
     from .report import ReportRow
@@ -181,15 +184,17 @@ def host_part(document: Document, figures: Figures, now: float, use: Markup) -> 
 
 
 def _row(row: TableRow, label: str, now: float) -> Mapping[str, str]:
-    claim, state, memory = row.claim or Holder(), row.state.strip(), Markup()
-    if row.used is not None and row.total:
-        memory = joined(bar(row.used / row.total), element("span", row.cells["MEMORY"]))
+    claim = row.claim or Holder()
+    state = row.state.strip()
+    memory = Markup()
+    if row.memory_used is not None and row.memory_total:
+        memory = joined(bar(row.memory_used / row.memory_total), element("span", row.memory))
     return {
-        **{_title(title): text for title, text in row.cells.items()},
+        **{_title(column.title): column.cell(row) for column in (*COLUMNS_OF_GPU, *COLUMNS_OF_USER)},
         "GPU": label,
         "State": element("b", state, class_=state.replace(" ", "-")),
         "Memory": memory,
-        "Command": row.cells.get("COMMAND", row.text),
+        "Command": row.who.command or row.text,
         "Since": when(claim.since, now),
         "Until": when(claim.until, now),
     }
@@ -201,11 +206,15 @@ def _title(column: str) -> str:
 
 
 def _waiting(status: HostStatus) -> Markup:
-    order, groups, columns = queue_of(status, verbose=True, most_of_user=99)
-    titles = [_title(column.title) for column in columns]
-    rows = [dict(zip(titles, cells, strict=True)) for cells in zip(*(column.cells for column in columns), strict=True)]
-    more = len(status.queue) - len(groups)
-    return joined(table(f"Waiting, {order}", titles, rows, "queue"), listed([f"and {more} more"] * (more > 0)))
+    queue = queue_of(status, verbose=True, most_of_user=99)
+    titles = [_title(column.title) for column in queue.columns]
+    cells_of_rows = zip(*(column.cells for column in queue.columns), strict=True)
+    rows = [dict(zip(titles, cells, strict=True)) for cells in cells_of_rows]
+    waiters = table(f"Waiting, {queue.order}", titles, rows, "queue")
+    more = len(status.queue) - len(queue.groups)
+    if more == 0:
+        return waiters
+    return joined(waiters, listed([f"and {more} more"]))
 
 
 def _status_of(document: Document, now: float) -> HostStatus:

@@ -14,7 +14,7 @@ from ..errors import SafeGpuError
 from ..host.programs import Failed, call_in_child, environment, is_root
 from ..wording.text import Column
 from .history import PastClaim, calendar, gpu_hours_by, hours
-from .render import table
+from .table import table
 
 BY = ("user", "week", "host")
 

@@ -257,10 +257,14 @@ class Column:
     Args:
         most: columns of the terminal that a cell may take; longer cells are cut.
         right: align cells to the right.
+        least: columns to which it may be cut where it is the last one and the table is too wide; None: to none.
     """
 
-    def __init__(self, title: str, cells: Iterable[str], *, right: bool = False, most: int = 40) -> None:
+    def __init__(
+        self, title: str, cells: Iterable[str], *, right: bool = False, most: int = 40, least: int | None = None
+    ) -> None:
         self.title = title
+        self.least = least
         self.cells = tuple(cut(cell, most) for cell in cells)
         self.right = right
         self.width = max((display_width(cell) for cell in self.cells), default=0)

@@ -186,6 +186,63 @@ def test_a_narrow_queue_leaves_out_the_least_important() -> None:
     assert "GPUs  in 59m, at limit (10 of 12)" in narrow[1]
 
 
+# Title -> what stands below it. The bar of memory is 10 columns wide.
+CELLS = {
+    "GPU": "0",
+    "STATE": "claimed",
+    "MEMORY": "█████░░░░░ 42/80G",
+    "UTIL": "95%",
+    "TEMP": "61C",
+    "FAN": "30%",
+    "POWER": "60/400W",
+    "USER": "anna",
+    "JOB/PID": "8",
+    "HELD": "1m",
+    "LEFT": "33s",
+    "COMMAND": "train",
+    "NEW": "new-cell",
+}
+RIGHT = {column.title for column in (*api.COLUMNS_OF_GPU, *api.COLUMNS_OF_USER) if column.right} - {"MEMORY"}
+
+
+@pytest.mark.parametrize("right", [False, True])
+@pytest.mark.parametrize("group", ["COLUMNS_OF_GPU", "COLUMNS_OF_USER"])
+def test_a_column_can_be_put_anywhere(monkeypatch: pytest.MonkeyPatch, group: str, right: bool) -> None:
+    """Each title stands over its own cells, which keep their colours, wherever another column is put."""
+    claim = api.Holder(7, "anna", "sge:8", "train", 1.0, until=95.0)
+    gpu = WARM._replace(utilization=95, fan=30, power=60, power_limit=400)
+    status = host(62.0, api.GpuStatus(gpu, "claimed", claim=claim))
+    right_titles = RIGHT | ({"NEW"} if right else set())
+    new = api.GpuColumn("NEW", lambda row: "new-cell", right=right)
+    columns = getattr(api, group)
+    for place in range(len(columns) + 1):
+        monkeypatch.setattr(f"safe_gpu.status.table.{group}", (*columns[:place], new, *columns[place:]))
+        titles, row = shown(status, 200, verbose=True)[3:5]
+        assert sorted(titles.split()) == sorted(CELLS)
+        for title, cell in CELLS.items():
+            begin = titles.index(title)
+            if title in right_titles:
+                begin += len(title) - len(cell)
+            assert row[begin:].startswith(cell), f"{title} with NEW at {place}:\n{titles}\n{row}"
+        painted = api.render(status, width=200, color=True)
+        for cell in ("\x1b[36mclaimed\x1b[0m", "\x1b[36m█████\x1b[0m\x1b[2m░░░░░\x1b[0m 42/80G", "\x1b[1m 95%\x1b[0m"):
+            assert cell in painted
+
+
+def test_a_text_replaces_the_cells_about_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new column beside USER is replaced, one beside POWER is not."""
+    one = api.GpuStatus(WARM, "claimed", claim=api.Holder.of_sharers([api.Holder(7, "anna", since=1.0)]))
+    new = api.GpuColumn("NEW", lambda row: "new-cell")
+    monkeypatch.setattr("safe_gpu.status.table.COLUMNS_OF_USER", (new, *api.COLUMNS_OF_USER))
+    titles, row, _ = shown(host(62.0, one), 200)[3:6]
+    assert row.index("1 claim") == titles.index("NEW")
+    monkeypatch.setattr("safe_gpu.status.table.COLUMNS_OF_USER", api.COLUMNS_OF_USER)
+    monkeypatch.setattr("safe_gpu.status.table.COLUMNS_OF_GPU", (*api.COLUMNS_OF_GPU, new))
+    titles, row, _ = shown(host(62.0, one), 200)[3:6]
+    assert row.index("new-cell") == titles.index("NEW")
+    assert row.index("1 claim") == titles.index("USER")
+
+
 # On terminals, with and without colour, and in pictures
 
 

@@ -247,6 +247,7 @@ from safe_gpu.status.page import figures_of, render_page
 from safe_gpu.status.render import render
 from safe_gpu.status.report import ReportRow, free_hours, percentile_95, report, report_by_day, table_of_report
 from safe_gpu.status.starts import at_limits, expected_starts
+from safe_gpu.status.table import COLUMNS_OF_GPU, COLUMNS_OF_USER, GpuColumn
 from safe_gpu.topology import kfd_topology
 from safe_gpu.topology.cpulist import LIMIT, format_cpulist, parse_cpulist, parse_cpumask
 from safe_gpu.topology.files import Files

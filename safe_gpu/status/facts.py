@@ -13,8 +13,6 @@ from ..wording.text import format_bytes, not_before, plural, short_age
 # Version of the JSON document.
 SCHEMA = 2
 
-_CLAIM = ("pid", "uid", "user", "job", "command", "since", "until", "removable_by")
-
 _MOST_WAITERS = 1000  # in the JSON document: any user can make more
 
 
@@ -77,17 +75,24 @@ class GpuStatus:
             return "drained"
         if self.state != "claimed":
             return self.state
-        if any(claim.removable_by for claim in (*self.claims, self.inside) if claim is not None):
+        if any(claim.removable_by for claim in self.holders):
             return "at risk"
-        began = max((claim.since or now for claim in self.claims), default=now)
-        if self.idle_report or (self.idle and now - began >= FIRST_MINUTE):
+        if self.idle_report or (self.idle and now - self._last_began(now) >= FIRST_MINUTE):
             return "idle"
-        return "shared" if self.shares else "claimed"
+        if self.shares:
+            return "shared"
+        return "claimed"
+
+    def _last_began(self, now: float) -> float:
+        """Return when the youngest claim began; now if that of one is not known."""
+        return max((claim.since or now for claim in self.claims), default=now)
 
     @property
     def idle_report(self) -> bool | None:
         """Whether ``idle_for`` has reached ``idle_report_after``; None if the policy does not set that."""
-        return None if self.idle_report_after is None else (self.idle_for or 0.0) >= self.idle_report_after
+        if self.idle_report_after is None:
+            return None
+        return (self.idle_for or 0.0) >= self.idle_report_after
 
     @property
     def users(self) -> list[ProcessStatus]:
@@ -98,23 +103,40 @@ class GpuStatus:
     @property
     def shares(self) -> tuple[Holder, ...]:
         """The claims that share it, the oldest first."""
-        return () if self.claim is None else self.claim.sharers
+        if self.claim is None:
+            return ()
+        return self.claim.sharers
 
     @property
     def claims(self) -> tuple[Holder, ...]:
         """All claims of it, except those inside others."""
-        return () if self.claim is None else self.claim.each
+        if self.claim is None:
+            return ()
+        return self.claim.each
+
+    @property
+    def holders(self) -> tuple[Holder, ...]:
+        """All claims of it, with the one inside another."""
+        if self.inside is None:
+            return self.claims
+        return (*self.claims, self.inside)
 
     @property
     def pieces(self) -> tuple[Holder, ...]:
         """All claims of it, if there are several that do not share it, such as those of pieces that are gone; else
         none. The first one is ``claim``."""
-        return self.claims if self.claim is not None and self.claim.others else ()
+        if self.claim is None or not self.claim.others:
+            return ()
+        return self.claims
 
     @property
     def gone(self) -> tuple[str, ...]:
         """The names of pieces of it that its claims hold and the driver does not show."""
-        return tuple(name for claim in self.claims if claim.held_as is not None for name in claim.held_as.gone)
+        names: list[str] = []
+        for claim in self.claims:
+            if claim.held_as is not None:
+                names += claim.held_as.gone
+        return tuple(names)
 
 
 @dataclass(frozen=True)
@@ -155,17 +177,32 @@ class WaiterStatus:
         """Return ``2 GPUs``, or ``2 AMD GPUs`` on a host with GPUs of two vendors."""
         if self.nb_gpus is None:
             return "?"
-        text = plural(self.nb_gpus, f"{VENDORS[self.vendor].title} GPU" if of_two_vendors and self.vendor else "GPU")
-        return text if self.share is None else f"{format_bytes(self.share)} of {text}"
+        thing = "GPU"
+        if of_two_vendors and self.vendor:
+            thing = f"{VENDORS[self.vendor].title} GPU"
+        gpus = plural(self.nb_gpus, thing)
+        if self.share is None:
+            return gpus
+        return f"{format_bytes(self.share)} of {gpus}"
 
     def starts(self, now: float) -> str:
         """Return ``in 20m``, ``now`` if the GPUs are free or overdue, ``probably not before 14:20`` if some end is
         unknown, and ``at limit (1 of 1)`` if that is in the way."""
-        limit = [] if self.limit is None else [f"at limit ({self.limit[0]:g} of {self.limit[1]})"]
+        at_limit = self._at_limit()
         if self.expected_start is None:
-            return limit[0] if limit else not_before(self.earliest_start, now) or "?"
-        start = f"in {short_age(self.expected_start - now)}" if self.expected_start >= now + 1 else "now"
-        return ", ".join([start, *limit])
+            return at_limit or not_before(self.earliest_start, now) or "?"
+        start = "now"
+        if self.expected_start >= now + 1:
+            start = f"in {short_age(self.expected_start - now)}"
+        if at_limit:
+            return f"{start}, {at_limit}"
+        return start
+
+    def _at_limit(self) -> str:
+        if self.limit is None:
+            return ""
+        held, most = self.limit
+        return f"at limit ({held:g} of {most})"
 
 
 @dataclass(frozen=True)
@@ -207,50 +244,92 @@ class HostStatus:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the document of ``status --json``, whose keys are in README.md; None means "not known"."""
+        warnings = [self.doubt, *self.broken, *self.ignored, *self.warnings]
         return {
             "schema": SCHEMA,
-            **{name: getattr(self, name) for name in ("host", "driver", "driver_version", "state_dir")},
+            "host": self.host,
+            "driver": self.driver,
+            "driver_version": self.driver_version,
+            "state_dir": self.state_dir,
             "gpus": [_gpu_dict(one, self.taken_at) for one in self.gpus],
             "queue": [_waiter_dict(one) for one in self.queue[:_MOST_WAITERS]],
             "windows": [_window_dict(one) for one in self.windows],
-            "warnings": [*filter(None, [self.doubt]), *self.broken, *self.ignored, *self.warnings],
+            "warnings": [warning for warning in warnings if warning],
         }
 
 
 def _window_dict(one: Window) -> dict[str, Any]:
-    facts = {"from": one.begin, "until": one.end, "gpus": [*one.gpus], "for": one.whom or None}
-    return facts | {"by": one.by, "reason": one.reason}
+    return {
+        "from": one.begin,
+        "until": one.end,
+        "gpus": list(one.gpus),
+        "for": one.whom or None,
+        "by": one.by,
+        "reason": one.reason,
+    }
 
 
 def _waiter_dict(one: WaiterStatus) -> dict[str, Any]:
-    without = {"stopped", "note"} if one.turn is not None else {"stopped", "note", "turn"}
-    return {name: value for name, value in asdict(one).items() if name not in without}
+    facts = asdict(one)
+    del facts["stopped"]
+    del facts["note"]
+    if one.turn is None:
+        del facts["turn"]
+    return facts
 
 
-def _claim_dict(one: Holder, names: tuple[str, ...]) -> dict[str, Any]:
-    facts = {name: getattr(one, name) for name in names}
-    facts["uid"] = one.uid if one.uid >= 0 else None
-    facts["held_as"] = None
+def _claim_dict(one: Holder) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "pid": one.pid,
+        "uid": one.uid,
+        "user": one.user,
+        "job": one.job,
+        "command": one.command,
+        "since": one.since,
+        "until": one.until,
+        "removable_by": one.removable_by,
+        "held_as": None,
+    }
+    if one.uid < 0:
+        facts["uid"] = None
     if one.held_as is not None:
         facts["held_as"] = one.held_as._asdict()
     return facts
 
 
-_FACTS = "index vendor uuid name pci_bus_id numa_node memory_total memory_used utilization temperature".split()
-_FACTS += ["fan", "power", "power_limit"]
+def _share_dict(one: Holder) -> dict[str, Any]:
+    return {**_claim_dict(one), "share": one.share, "memory_used": one.memory_used}
 
 
 def _gpu_dict(one: GpuStatus, now: float) -> dict[str, Any]:
+    gpu = one.gpu
+    claim = None
+    if one.claim is not None:
+        claim = _claim_dict(one.claim)
     return {
         "label": one.label,
-        **{name: getattr(one.gpu, name) for name in _FACTS},
+        "index": gpu.index,
+        "vendor": gpu.vendor,
+        "uuid": gpu.uuid,
+        "name": gpu.name,
+        "pci_bus_id": gpu.pci_bus_id,
+        "numa_node": gpu.numa_node,
+        "memory_total": gpu.memory_total,
+        "memory_used": gpu.memory_used,
+        "utilization": gpu.utilization,
+        "temperature": gpu.temperature,
+        "fan": gpu.fan,
+        "power": gpu.power,
+        "power_limit": gpu.power_limit,
         "state": one.state,
         "state_shown": one.shown_state(now),
-        **{name: getattr(one, name) for name in ("idle", "idle_for", "reason")},
-        "claim": one.claim and _claim_dict(one.claim, _CLAIM),
-        "shares": [_claim_dict(each, (*_CLAIM, "share", "memory_used")) for each in one.shares],
+        "idle": one.idle,
+        "idle_for": one.idle_for,
+        "reason": one.reason,
+        "claim": claim,
+        "shares": [_share_dict(each) for each in one.shares],
         "share_free": one.share_free,
-        "pieces": [_claim_dict(each, _CLAIM) for each in one.pieces],
+        "pieces": [_claim_dict(each) for each in one.pieces],
         "processes": [asdict(process) for process in one.processes],
     }
 
@@ -261,18 +340,21 @@ FREE = ("free", "display")
 def of_user(status: HostStatus, user: str) -> HostStatus:
     """Return the status with only the GPUs that a user has claimed or computes on, and that user's waiters."""
     gpus = tuple(one for one in status.gpus if _concerns(one, user))
-    return replace(status, gpus=gpus, queue=tuple(one for one in status.queue if one.user == user))
+    queue = tuple(one for one in status.queue if one.user == user)
+    return replace(status, gpus=gpus, queue=queue)
 
 
 def of_vendor(status: HostStatus, vendor: str) -> HostStatus:
     """Return the status with only the GPUs of a vendor, named by their indices alone, and the waiters for them."""
     gpus = tuple(replace(one, prefix="") for one in status.gpus if one.gpu.vendor == vendor)
-    return replace(status, gpus=gpus, queue=tuple(one for one in status.queue if one.vendor in (vendor, None)))
+    queue = tuple(one for one in status.queue if one.vendor in (vendor, None))
+    return replace(status, gpus=gpus, queue=queue)
 
 
 def _concerns(one: GpuStatus, user: str) -> bool:
-    claims = [claim.user for claim in (*one.claims, one.inside) if claim is not None]
-    return user in claims or any(process.user == user for process in one.users)
+    if any(claim.user == user for claim in one.holders):
+        return True
+    return any(process.user == user for process in one.users)
 
 
 def free_labels(status: HostStatus) -> list[str]:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property, partial
+from itertools import chain
 from typing import NamedTuple
 
 from ..coordination.crowds import sentence_on_crowd
@@ -26,7 +27,17 @@ from ..coordination.turns import turn_of
 from ..drivers import open_drivers
 from ..drivers.patience import Patience
 from ..errors import NoDriverError, PolicyError, StateDirError
-from ..gpus.devices import MOST_SHARERS, Gpu, GpuProcess, Holder, HostSnapshot, ProcessKind, recent_faults, vendor_of
+from ..gpus.devices import (
+    MOST_SHARERS,
+    Gpu,
+    GpuProcess,
+    GpuVerdict,
+    Holder,
+    HostSnapshot,
+    ProcessKind,
+    recent_faults,
+    vendor_of,
+)
 from ..host import procfs
 from ..host.procfs import user_name
 from ..host.signals import DeferredSignals
@@ -40,6 +51,18 @@ from ..settings.variables import existing_policy
 from ..wording.text import left_behind
 from .facts import GpuStatus, HostStatus, ProcessStatus, WaiterStatus
 from .starts import AtLimit, Moments, at_limits, expected_starts
+
+
+class Held(NamedTuple):
+    """Who holds a GPU.
+
+    Attributes:
+        claim: the claim, or those that share it or hold pieces of it; None if there is none.
+        inside: the claim inside it, if any.
+    """
+
+    claim: Holder | None = None
+    inside: Holder | None = None
 
 
 class HostFacts:
@@ -64,12 +87,15 @@ class HostFacts:
     """
 
     def __init__(self, path: str, gpus: Iterable[Gpu], tree: str) -> None:
-        self._path, self._tree = path, tree
-        self.claims, self.beyond = Claims(()), dict[str, Holder]()
+        self._path = path
+        self._tree = tree
+        self.claims = Claims(())
+        self.beyond: dict[str, Holder] = {}
         self.tickets: list[Entry] = []
         self.warnings: list[str] = []
         gpus = tuple(gpus)
-        uuids, ignored, dead = [gpu.uuid for gpu in gpus], list[str](), list[Entry]()
+        ignored: list[str] = []
+        dead: list[Entry] = []
         try:
             # A waiter makes its claim before it leaves the queue.
             self.tickets = waiting_tickets(path, ignored)
@@ -81,16 +107,17 @@ class HostFacts:
                 self.claims, self.beyond = claims_now(gpus, tree, living)
             except StateDirError as err:
                 self.warnings = [f"The claims are not known: {err}"]
-            append(lines_of_dead(dead, time.time()), time.time())
+            now = time.time()
+            append(lines_of_dead(dead, now), now)
         for part in ("claims", "queue"):
             with suppress(StateDirError):  # which is told above
                 ignored.append(sentence_on_crowd(path, part))
-        self.ignored = list(dict.fromkeys(filter(None, ignored)))
-        self.faults = recent_faults(read_faults(path, uuids), time.time())
+        self.ignored = list(dict.fromkeys(sentence for sentence in ignored if sentence))
+        self.faults = recent_faults(read_faults(path, [gpu.uuid for gpu in gpus]), time.time())
         self.processes = ProcessTable([*self.claims.living, *self.tickets])
         self._holders: dict[str, Holder] = {}  # name of an entry
 
-    def on(self, gpu: Gpu) -> "Held":
+    def on(self, gpu: Gpu) -> Held:
         """Return who holds a GPU."""
         holding = self.claims.in_the_way(gpu.uuid)
         if not holding:
@@ -115,18 +142,23 @@ class HostFacts:
         sharers = [self._holder(one, gpu.uuid) for one in entries]
         sizes = promised(gpu, sharers)
         used = used_by_sharers(gpu, sharers, self.processes.family_of)
-        shares = zip(sharers, sizes, used, strict=True)
-        return Holder.of_sharers(one._replace(share=most, memory_used=in_use) for one, most, in_use in shares)
+        told = []
+        for sharer, share, in_use in zip(sharers, sizes, used, strict=True):
+            told.append(sharer._replace(share=share, memory_used=in_use))
+        return Holder.of_sharers(told)
 
     def _holder(self, entry: Entry, uuid: str) -> Holder:
         """Return who has the entry of a claim, for people."""
-        known = self._holders.get(entry.name)
-        if known is None:
-            known = self._holders[entry.name] = self.processes.holder_of(entry)
-        held_as = self.claims.held_as(entry, uuid)
-        named = uuid if uuid in entry.gpus else next(iter(entry.gpus))
-        removable_by = self._removable_by(entry, named)
-        return known._replace(share=entry.gpus.get(uuid), removable_by=removable_by, held_as=held_as)
+        if entry.name not in self._holders:
+            self._holders[entry.name] = self.processes.holder_of(entry)
+        named = uuid
+        if uuid not in entry.gpus:
+            named, *_ = entry.gpus  # a claim of the GPU, or of pieces of it
+        return self._holders[entry.name]._replace(
+            share=entry.gpus.get(uuid),
+            removable_by=self._removable_by(entry, named),
+            held_as=self.claims.held_as(entry, uuid),
+        )
 
     def _removable_by(self, entry: Entry, uuid: str) -> str | None:
         """Return who can remove the entry of a claim, if it has no door to a GPU that can be seen from here."""
@@ -135,20 +167,9 @@ class HostFacts:
             return None
         with suppress(OSError):  # no sockets here
             known = self.claims.parts(uuid) - {entry.parts.get(uuid, -1)}
-            return None if Doors(self._tree).are_taken(uuid, known) else user_name(uid)
+            if not Doors(self._tree).are_taken(uuid, known):
+                return user_name(uid)
         return None
-
-
-class Held(NamedTuple):
-    """Who holds a GPU.
-
-    Attributes:
-        claim: the claim, or those that share it or hold pieces of it; None if there is none.
-        inside: the claim inside it, if any.
-    """
-
-    claim: Holder | None = None
-    inside: Holder | None = None
 
 
 class ProcessTable:
@@ -159,12 +180,15 @@ class ProcessTable:
     """
 
     def __init__(self, entries: Iterable[Entry]) -> None:
-        self._entries = [*entries]
+        self._entries = list(entries)
         self.stopped: dict[int | bytes, bool] = {}
-        self.is_stopped = partial(procfs.is_stopped, known=self.stopped)
         self.describe = cache(procfs.describe_process)
         self.ancestors = cache(procfs.ancestors)
         self.family_of = cache(procfs.family_of)
+
+    def is_stopped(self, pid: int) -> bool:
+        """As :func:`~safe_gpu.host.procfs.is_stopped`."""
+        return procfs.is_stopped(pid, known=self.stopped)
 
     @cached_property
     def _heirs(self) -> Mapping[str, int]:
@@ -172,36 +196,60 @@ class ProcessTable:
 
     def heir_of(self, entry: Entry) -> int | None:
         """As :func:`~safe_gpu.coordination.holders.heir_of`. The first query reads all of /proc."""
-        return self._heirs.get(entry.name) if os.geteuid() in (0, entry.uid) else None
+        if os.geteuid() not in (0, entry.uid):
+            return None
+        return self._heirs.get(entry.name)
+
+    def pid_of(self, entry: Entry) -> int | None:
+        """Return the process that has an entry, in this PID namespace; None where it cannot be seen."""
+        if lives_here(entry):
+            return entry.pid
+        return self.heir_of(entry)
 
     def holder_of(self, entry: Entry) -> Holder:
         """Return who has an entry, with a process of this PID namespace or none; a note says what is unusual."""
-        holder, note = holder_of(entry, self.heir_of), ""
+        holder = holder_of(entry, self.heir_of)
+        note = ""
         if holder.namespace:
             heir = self.heir_of(entry)
             note = _place(holder.namespace, entry, heir)
             holder = holder._replace(pid=heir, namespace="")
         elif holder.left_by is not None:
-            note = left_behind(holder.pid, holder.left_by, reused=not procfs.has_ended(holder.left_by))
+            is_reused = not procfs.has_ended(holder.left_by)
+            note = left_behind(holder.pid, holder.left_by, reused=is_reused)
         stopped = holder.pid is not None and self.is_stopped(holder.pid)
         return holder._replace(left_by=None, stopped=stopped, note=note)
 
+    def described(self, process: GpuProcess) -> tuple[str, str] | None:
+        """Return (user, command) of a process that the driver lists; None if it cannot be seen here."""
+        if process.elsewhere:
+            return None
+        return self.describe(process.pid)
+
     def is_of(self, process: GpuProcess, claims: Iterable[Holder]) -> bool:
         """Return whether a process is that of one of the claims, or a descendant of it."""
-        family = () if process.elsewhere else (process.pid, *self.ancestors(process.pid))
+        if process.elsewhere:
+            return False
+        family = (process.pid, *self.ancestors(process.pid))
         return any(claim.pid in family for claim in claims)
 
     def may_be_of(self, process: GpuProcess, claims: Collection[Holder]) -> bool:
         """Return whether a process may belong to one of the claims: a descendant, one of its user, or an unknown
         one."""
-        described = None if process.elsewhere else self.describe(process.pid)
-        if described is None or any(claim.uid < 0 or claim.user == described[0] for claim in claims):
+        described = self.described(process)
+        if described is None:
+            return True
+        user, _ = described
+        if any(claim.uid < 0 or claim.user == user for claim in claims):
             return True
         return self.is_of(process, claims)
 
 
 def _place(namespace: str, entry: Entry, pid: int | None) -> str:
-    return f"{namespace}, as process {entry.pid} there{', which cannot be seen from here' if pid is None else ''}"
+    place = f"{namespace}, as process {entry.pid} there"
+    if pid is None:
+        place += ", which cannot be seen from here"
+    return place
 
 
 _MOST_GONE = 64  # pieces of a GPU, of which it is noted that they are held
@@ -230,7 +278,10 @@ def gather(patience: Patience | None = None) -> HostStatus:
             opened.close()
     if not snapshots:
         raise NoDriverError("; ".join(broken), driver="auto")
-    return status_of(*([one for one in snapshots if one.gpus] or snapshots[:1]), broken=broken)
+    with_gpus = [snapshot for snapshot in snapshots if snapshot.gpus]
+    if not with_gpus:
+        return status_of(snapshots[0], broken=broken)
+    return status_of(*with_gpus, broken=broken)
 
 
 def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatus:
@@ -241,13 +292,18 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
         broken: sentences on the drivers that do not work.
     """
     path = state_dir_path()
-    found = HostFacts(path, (gpu for snapshot in snapshots for gpu in snapshot.gpus), snapshots[0].name_prefix)
-    now, tickets = time.time(), found.tickets
+    all_gpus = chain.from_iterable(snapshot.gpus for snapshot in snapshots)
+    found = HostFacts(path, all_gpus, snapshots[0].name_prefix)
+    now = time.time()
+    tickets = found.tickets
     limits = _limits_of({entry.uid for entry in (*found.claims.living, *tickets)})
-    rows = [one for snapshot in snapshots for one in _gpus(snapshot, found, limits)]
+    gpus: list[GpuStatus] = []
+    for snapshot in snapshots:
+        gpus += _gpus(snapshot, found, limits)
     if len(snapshots) > 1:
-        rows = [replace(one, prefix=f"{one.gpu.vendor}:") for one in rows]
-    gpus = rows if found.warnings else with_idle_times(rows, now)  # nothing is marked where claims are not known
+        gpus = [replace(one, prefix=f"{one.gpu.vendor}:") for one in gpus]
+    if not found.warnings:  # nothing is marked where claims are not known
+        gpus = with_idle_times(gpus, now)
     limited = at_limits(tickets, gpus, limits, now)
     windows = all_windows()
     find_admitted(windows, {ticket.uid for ticket in tickets})
@@ -262,7 +318,7 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
         queue=tuple(_waiters(found, starts, limited)),
         warnings=tuple(found.warnings),
         shift=_shift(snapshots, found.claims),
-        doubt=next((snapshot.doubt for snapshot in snapshots if snapshot.doubt), ""),
+        doubt=_first_doubt(snapshots),
         broken=tuple(broken),
         ignored=(*ignored_closed(), *found.ignored),
         max_gpus={user_name(uid): one.max_gpus for uid, one in limits.items() if one.max_gpus is not None},
@@ -270,68 +326,109 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
     )
 
 
+def _first_doubt(snapshots: Iterable[HostSnapshot]) -> str:
+    for snapshot in snapshots:
+        if snapshot.doubt:
+            return snapshot.doubt
+    return ""
+
+
 def _limits_of(uids: Iterable[int]) -> dict[int, Limits]:
     """Return what the policy of this host says of these users. A directory service may be asked.
 
     A file that is ignored or broken counts as none: claims and ``safe-gpu policy`` report it.
     """
-    path, rules = existing_policy(os.environ), None
-    with suppress(PolicyError):
-        rules = policy.read(path)[0] if path is not None else None
-    return {} if rules is None else {uid: policy.limits_of_user(rules, uid) for uid in uids if uid >= 0}
+    path = existing_policy(os.environ)
+    if path is None:
+        return {}
+    try:
+        rules, _ = policy.read(path)
+    except PolicyError:
+        return {}
+    if rules is None:
+        return {}
+    return {uid: policy.limits_of_user(rules, uid) for uid in uids if uid >= 0}
 
 
 def report_after(limits: Limits | None) -> float | None:
     """Return after how many seconds without work a claim of a user with these limits is reported; None if the policy
     does not set that."""
-    if limits is not None and limits.idle_report_after is None and "idle_report_after" in limits.sections:
+    if limits is None:
+        return None
+    if limits.idle_report_after is None and "idle_report_after" in limits.sections:
         return math.inf  # "unlimited"
-    return None if limits is None else limits.idle_report_after
+    return limits.idle_report_after
 
 
 def _all_of(texts: Iterable[str]) -> str:
-    return ", ".join(dict.fromkeys(filter(None, texts)))
+    known = [text for text in texts if text]
+    return ", ".join(dict.fromkeys(known))
 
 
 def _shift(snapshots: Iterable[HostSnapshot], claims: Claims) -> str:
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
-    around = claim_around(claims.living, os.environ.get("SAFE_GPU_SCOPE", "")) if value else None
-    if around is None:
+    if not value:
         return ""
-    order = os.environ.get("CUDA_DEVICE_ORDER")
-    of_it = (one for one in snapshots if any(one.by_uuid(uuid) is not None for uuid in around.gpus))
-    return next((stale_indices(value, order, around.gpus, one) for one in of_it), "")
+    enclosing = claim_around(claims.living, os.environ.get("SAFE_GPU_SCOPE", ""))
+    if enclosing is None:
+        return ""
+    for snapshot in snapshots:
+        if any(snapshot.by_uuid(uuid) is not None for uuid in enclosing.gpus):
+            return stale_indices(value, os.environ.get("CUDA_DEVICE_ORDER"), enclosing.gpus, snapshot)
+    return ""
 
 
 def _gpus(snapshot: HostSnapshot, found: HostFacts, limits: Mapping[int, Limits]) -> Iterator[GpuStatus]:
-    processes, rules = found.processes, Rules.of(os.environ)._replace(drained=closed_now())
+    rules = Rules.of(os.environ)._replace(drained=closed_now())
     held = [found.on(gpu) for gpu in snapshot.gpus]
     claimed = {gpu.uuid: one.claim for gpu, one in zip(snapshot.gpus, held, strict=True) if one.claim is not None}
-    verdicts = judge(snapshot, Selection(), claimed=claimed, describe=processes.describe, rules=rules)
+    verdicts = judge(snapshot, Selection(), claimed=claimed, describe=found.processes.describe, rules=rules)
     mps_servers = possible_mps_servers(snapshot)
     for verdict, (claim, inside) in zip(verdicts, held, strict=True):
-        gpu, state, drained = verdict.gpu, verdict.state, rules.why_drained(verdict.gpu)
+        gpu = verdict.gpu
+        drained = rules.why_drained(gpu)
         fault = why_last(gpu, found.faults.get(gpu.uuid), rules)
         if claim is not None and drained:
             fault = drained
-        remarks = [claim.note, "stopped (a suspended job?)" * claim.stopped] if claim else []
-        reasons = [verdict.reason, *remarks, fault]
-        if state == "free" and found.warnings:
-            reasons = ["the driver shows no process on it; whether it is claimed is not known"]
-        if claim is not None and claim.held_as is not None and state != "claimed":
-            reasons.insert(1, claim.held_as.text)  # of one that is claimed the verdict tells it
-        family = [] if claim is None else [*claim.each, *filter(None, [inside])]
-        idle = claim is not None and _is_idle(gpu, family, processes, mps_servers)
-        reason = "; ".join(filter(None, reasons))
-        shown = tuple(_process(process, snapshot, processes) for process in gpu.processes or ())
-        one = GpuStatus(gpu, state, idle, reason, claim, inside, shown, fault, drained=bool(drained))
+        one = GpuStatus(
+            gpu,
+            verdict.state,
+            reason=_reason(verdict, claim, fault, found),
+            claim=claim,
+            inside=inside,
+            processes=tuple(_process(process, snapshot, found.processes) for process in gpu.processes or ()),
+            fault=fault,
+            drained=drained != "",
+        )
         if claim is not None:
-            free = _share_free(gpu, claim.sharers, found, rules) if claim.sharers else None
-            one = replace(one, idle_report_after=report_after(limits.get(claim.uid)), share_free=free)
+            one = replace(
+                one,
+                idle=_is_idle(gpu, one.holders, found.processes, mps_servers),
+                idle_report_after=report_after(limits.get(claim.uid)),
+                share_free=_share_free(gpu, claim.sharers, found, rules),
+            )
         yield one
 
 
-def _share_free(gpu: Gpu, sharers: Sequence[Holder], found: HostFacts, rules: Rules) -> int:
+def _reason(verdict: GpuVerdict, claim: Holder | None, fault: str, found: HostFacts) -> str:
+    """Return why a GPU is in its state, what is unusual about its claim, and why it is taken last."""
+    if verdict.state == "free" and found.warnings:
+        return "the driver shows no process on it; whether it is claimed is not known"
+    reasons = [verdict.reason]
+    if claim is not None and claim.held_as is not None and verdict.state != "claimed":
+        reasons.append(claim.held_as.text)  # of one that is claimed the verdict tells it
+    if claim is not None:
+        reasons.append(claim.note)
+    if claim is not None and claim.stopped:
+        reasons.append("stopped (a suspended job?)")
+    reasons.append(fault)
+    return "; ".join(reason for reason in reasons if reason)
+
+
+def _share_free(gpu: Gpu, sharers: Sequence[Holder], found: HostFacts, rules: Rules) -> int | None:
+    """Return how many bytes of a GPU are left for one more share; None if it is not shared."""
+    if not sharers:
+        return None
     if len(sharers) >= MOST_SHARERS or gpu.uuid in found.beyond:
         return 0
     return max(0, room_for_shares(gpu, sharers, rules, found.processes.family_of))
@@ -347,14 +444,15 @@ def _is_idle(gpu: Gpu, claims: Collection[Holder], processes: ProcessTable, mps_
     if gpu.mig_enabled:
         return False  # the processes are on its instances
     users = users_of(gpu, gpu.processes, processes.describe, mps_servers=mps_servers)
-    drawing = (one for one in gpu.processes if one.kind == ProcessKind.GRAPHICS)
-    computes = any(processes.may_be_of(one, claims) for one in users)
-    if computes or any(processes.is_of(one, claims) for one in drawing):
+    if any(processes.may_be_of(one, claims) for one in users):
+        return False
+    drawing = [one for one in gpu.processes if one.kind == ProcessKind.GRAPHICS]
+    if any(processes.is_of(one, claims) for one in drawing):
         return False
     return bool(users) or not gpu.utilization  # else the driver hides who computes
 
 
-def with_idle_times(gpus: Sequence[GpuStatus], now: float) -> Sequence[GpuStatus]:
+def with_idle_times(gpus: list[GpuStatus], now: float) -> list[GpuStatus]:
     """Return the same GPUs, the claimed ones with ``idle_for``, and leave marks: for the next look, and that they were
     seen held, for the history.
 
@@ -367,13 +465,14 @@ def with_idle_times(gpus: Sequence[GpuStatus], now: float) -> Sequence[GpuStatus
 
 
 def _idle_for(directory: Directory, one: GpuStatus, now: float) -> float | None:
-    since = one.claim.since if one.claim else None
-    if since:
-        mark_seen(directory, one.gpu.uuid)
-        # An entry may name anything, so only marks that are there are set anew.
-        for name in one.gone[:_MOST_GONE]:
-            mark_seen(directory, name, make=False)
-    if not since or one.shares:  # it is not known which of the sharers does nothing
+    if one.claim is None or not one.claim.since:
+        return None
+    since = one.claim.since
+    mark_seen(directory, one.gpu.uuid)
+    # An entry may name anything, so only marks that are there are set anew.
+    for name in one.gone[:_MOST_GONE]:
+        mark_seen(directory, name, make=False)
+    if one.shares:  # it is not known which of the sharers does nothing
         return None
     with suppress(OSError):
         return max(0.0, round(now - _idle_since(directory, one, since, now), 3))
@@ -385,7 +484,8 @@ def _idle_since(directory: Directory, one: GpuStatus, since: float, now: float) 
 
     The file belongs to the user who looked first: all that others can do to its time is to write.
     """
-    fd = directory.open_known(f"{one.gpu.uuid.replace('/', '_')}.idle", OPEN_FILE | os.O_RDWR, make=True)[0]
+    name = one.gpu.uuid.replace("/", "_")
+    fd, _ = directory.open_known(f"{name}.idle", OPEN_FILE | os.O_RDWR, make=True)
     try:
         status = os.fstat(fd)
         if not one.idle and one.gpu.utilization != 0:
@@ -400,32 +500,58 @@ def _idle_since(directory: Directory, one: GpuStatus, since: float, now: float) 
 
 
 def _process(process: GpuProcess, snapshot: HostSnapshot, processes: ProcessTable) -> ProcessStatus:
-    user, command = (None if process.elsewhere else processes.describe(process.pid)) or (None, None)
+    user, command = None, None
+    described = processes.described(process)
+    if described is not None:
+        user, command = described
     ended = snapshot.has_ended(process)
     return ProcessStatus(process.pid, user, command or process.name, process.kind, process.memory_used, ended)
 
 
 def _waiters(found: HostFacts, starts: Iterable[Moments], limited: Mapping[str, AtLimit]) -> Iterator[WaiterStatus]:
-    for position, (ticket, (start, earliest)) in enumerate(zip(found.tickets, starts, strict=True), 1):
-        request, limit = TicketRequest.of(ticket), limited.get(ticket.name)
-        pid = ticket.pid if lives_here(ticket) else found.processes.heir_of(ticket)
-        namespace = procfs.namespace_text(ticket.pidns or None)
-        note = _place(namespace, ticket, pid) if namespace else ""
-        vendors = set(map(vendor_of, request.gpus))
+    for position, (ticket, moments) in enumerate(zip(found.tickets, starts, strict=True), 1):
+        request = TicketRequest.of(ticket)
+        selection, _ = Selection.from_ticket(1, request.conditions)
+        pid = found.processes.pid_of(ticket)
+        user = None
+        if ticket.uid >= 0:
+            user = user_name(ticket.uid)
+        limit = None
+        if ticket.name in limited:
+            at_limit = limited[ticket.name]
+            limit = (at_limit.held, at_limit.most)
+        expected_start, earliest_start = moments
         yield WaiterStatus(
             position,
             pid,
-            user_name(ticket.uid) if ticket.uid >= 0 else None,
+            user,
             request.nb_gpus,
             ticket.since,
-            share=Selection.from_ticket(1, request.conditions)[0].share,
+            share=selection.share,
             stopped=pid is not None and found.processes.is_stopped(pid),
-            note=note or ("its process cannot be seen from here" if pid is None else ""),
+            note=_note_on_waiter(ticket, pid),
             hold_for=request.hold_for,
-            expected_start=start,
-            earliest_start=earliest,
-            vendor=vendors.pop() if len(vendors) == 1 else None,
+            expected_start=expected_start,
+            earliest_start=earliest_start,
+            vendor=_common_vendor(request.gpus),
             job=ticket.job or None,
-            limit=None if limit is None else (limit.held, limit.most),
+            limit=limit,
             turn=turn_of(ticket),
         )
+
+
+def _note_on_waiter(ticket: Entry, pid: int | None) -> str:
+    namespace = procfs.namespace_text(ticket.pidns or None)
+    if namespace:
+        return _place(namespace, ticket, pid)
+    if pid is None:
+        return "its process cannot be seen from here"
+    return ""
+
+
+def _common_vendor(uuids: Iterable[str]) -> str | None:
+    """Return the vendor of these GPUs, if all are of the same."""
+    vendors = {vendor_of(uuid) for uuid in uuids}
+    if len(vendors) != 1:
+        return None
+    return vendors.pop()

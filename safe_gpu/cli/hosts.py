@@ -26,8 +26,9 @@ from ..host.awaiting import Awaited, Tell
 from ..host.foreign_files import printable, printable_lines
 from ..host.programs import TooLate, TooMuch, environment, find_program, output_of
 from ..settings.variables import known_hosts, setting_of_hosts
+from ..status.document import NO_DOCUMENT, TITLES, Figures, figures_of
 from ..status.facts import SCHEMA
-from ..status.page import NO_DOCUMENT, TITLES, Figures, figures_of, render_page
+from ..status.page import render_page
 from ..status.table import table
 from ..wording.text import GAP, Column, paint, plural, wrapped
 from .commands import EX_CANNOT_RUN, EX_NO_HOST, EX_SOME_HOSTS, EX_TRY_AGAIN

@@ -239,11 +239,12 @@ from safe_gpu.settings.values import (
 from safe_gpu.settings.variables import VARIABLES, known_hosts, setting_of_hosts
 from safe_gpu.status import history as status_history
 from safe_gpu.status import report as status_report
+from safe_gpu.status.document import figures_of
 from safe_gpu.status.facts import GpuStatus, HostStatus, ProcessStatus, WaiterStatus, of_user, of_vendor
 from safe_gpu.status.gather import gather, status_of, with_idle_times
 from safe_gpu.status.history import ClaimEnd, PastClaim, claims_between, gpu_hours_by, hours_held, merged
 from safe_gpu.status.metrics import render_metrics
-from safe_gpu.status.page import figures_of, render_page
+from safe_gpu.status.page import render_page
 from safe_gpu.status.render import render
 from safe_gpu.status.report import ReportRow, free_hours, percentile_95, report, report_by_day, table_of_report
 from safe_gpu.status.starts import at_limits, expected_starts

@@ -16,8 +16,8 @@ from safe_gpu.drivers.simulated import find_preset
 from safe_gpu.gpus.devices import Holder
 from safe_gpu.gpus.windows import Window
 from safe_gpu.status import gather
+from safe_gpu.status.document import figures_of
 from safe_gpu.status.facts import GpuStatus, HostStatus, WaiterStatus
-from safe_gpu.status.page import figures_of
 from safe_gpu.status.report import ReportRow
 
 MADE_UP = json.loads(Path(__file__).with_suffix(".json").read_text())

@@ -38,8 +38,6 @@ _TOO_MANY = "there are more claims than can be kept, and the first are left out:
 
 _MONTH = 31 * 86400.0
 
-_TEXTS = {"user": 64, "host": 64, "job": 100, "command": 200}  # characters that are kept
-
 _LABEL = re.compile("([0-9]+:)?[0-9]+")
 
 _TICK = 1.0  # seconds, in which the two clocks are read and rounded
@@ -87,7 +85,9 @@ class PastClaim(NamedTuple):
     @property
     def part(self) -> float:
         """How much of each GPU it held, from 0 to 1."""
-        return min(1.0, self.share / self.of) if self.share and self.of else 1.0
+        if not self.share or not self.of:
+            return 1.0
+        return min(1.0, self.share / self.of)
 
     @property
     def knows_its_end(self) -> bool:
@@ -105,8 +105,13 @@ class PastClaim(NamedTuple):
         ``until`` is at most now: a claim that runs holds them up to then.
         """
         begin = max(self.since, self.not_before, since)
-        last = until if self.running or self.ended is None else min(self.ended, until)
-        return begin, max(begin, until if self.running else min(self.seen, until)), max(begin, last)
+        if self.running:
+            end = max(begin, until)
+            return begin, end, end
+        last = until
+        if self.ended is not None:
+            last = min(self.ended, until)
+        return begin, max(begin, min(self.seen, until)), max(begin, last)
 
     def overlaps(self, since: float, until: float) -> bool:
         """Return whether it may have held GPUs in this time."""
@@ -132,9 +137,9 @@ def claims_between(since: float, until: float) -> tuple[list[PastClaim], list[st
     """
     warnings: list[str] = []
     running, dead = _claims_now(warnings)
-    told = chain(map(_line, dead), map(_line, _lines(since, warnings)), running)
-    found = [claim for claim in merged(filter(None, told), until, warnings) if claim.overlaps(since, until)]
-    return found, [*dict.fromkeys(warnings)]
+    told = chain(_told(dead), _told(_lines(since, warnings)), running)
+    found = [claim for claim in merged(told, until, warnings) if claim.overlaps(since, until)]
+    return found, list(dict.fromkeys(warnings))
 
 
 def merged(
@@ -149,24 +154,19 @@ def merged(
     """
     kept = _Kept(until)
     for one in told:
-        kept.end(one) if isinstance(one, ClaimEnd) else kept.add(one)
+        if isinstance(one, ClaimEnd):
+            kept.end(one)
+        else:
+            kept.add(one)
     if kept.dropped and warnings is not None:
         warnings.append(_TOO_MANY)
     found = []
-    for claim in sorted(kept.claims.values(), key=lambda claim: claim.since)[::-1]:
-        end = kept.ends.get(claim.key)
-        if end is not None and not claim.running:
-            claim = claim._replace(seen=max(end.seen, claim.since), ended=end.ended)
-        if not claim.knows_its_end:  # it ended before one of its GPUs was claimed anew
-            later = kept.next_claim if claim.share is None else kept.next_whole
-            anew = min((later[uuid] for uuid in claim.gpus if uuid in later), default=None)
-            if anew is not None and (claim.ended is None or anew < claim.ended):
-                seen = claim.seen if claim.seen <= anew else claim.since  # the GPUs were seen held by another one
-                claim = claim._replace(seen=seen, ended=anew)
-        found.append(claim)
-        for later in (kept.next_claim, *([kept.next_whole] if claim.share is None else [])):
-            later.update(dict.fromkeys(claim.gpus, claim.since))
-    return found[::-1]
+    by_begin = sorted(kept.claims.values(), key=lambda claim: claim.since)
+    for claim in reversed(by_begin):
+        found.append(kept.with_end(claim))
+        kept.note_begin(claim)
+    found.reverse()
+    return found
 
 
 class _Kept:
@@ -175,8 +175,8 @@ class _Kept:
     Attributes:
         claims: without their ends.
         ends: of them, the narrowest of each.
-        next_claim: UUID -> when it was first claimed after ``until``.
-        next_whole: UUID -> when it was next claimed without others, of the claims that are kept.
+        next_claim: UUID -> when it was next claimed: after ``until``, or by the last claim of :meth:`note_begin`.
+        next_whole: UUID -> when it was next claimed without others, by the last of these.
         dropped: whether any claim was dropped.
     """
 
@@ -202,17 +202,50 @@ class _Kept:
             self._gpus += len(claim.gpus)
         if len(self.claims) > _MOST or self._gpus > _MOST_OF_ONE * _MOST:
             self.dropped = True
-            for key in [*self.claims][: len(self.claims) // 2]:
+            for key in list(islice(self.claims, len(self.claims) // 2)):
                 self._remove(key)
 
     def end(self, end: ClaimEnd) -> None:
         """Add the end of a claim that has been added. Of several the narrowest counts."""
         key = end.pid, round(end.since * 1000)
-        if key in self.claims:
-            self.ends[key] = min(self.ends.get(key, end), end, key=lambda one: one.ended - one.seen)
+        if key not in self.claims:
+            return
+        known = self.ends.get(key)
+        if known is None or end.ended - end.seen < known.ended - known.seen:
+            self.ends[key] = end
+
+    def with_end(self, claim: PastClaim) -> PastClaim:
+        """Return a claim with its end, as far as that is known; all that began after it have been noted."""
+        end = self.ends.get(claim.key)
+        if end is not None and not claim.running:
+            claim = claim._replace(seen=max(end.seen, claim.since), ended=end.ended)
+        if claim.knows_its_end:
+            return claim
+        anew = self._claimed_anew(claim)
+        if anew is None or (claim.ended is not None and claim.ended <= anew):
+            return claim
+        seen = claim.seen
+        if seen > anew:  # the GPUs were seen held by another one
+            seen = claim.since
+        return claim._replace(seen=seen, ended=anew)
+
+    def _claimed_anew(self, claim: PastClaim) -> float | None:
+        """Return when one of its GPUs was claimed again, by a claim that this one was in the way of."""
+        later = self.next_claim
+        if claim.share is not None:
+            later = self.next_whole
+        return min((later[uuid] for uuid in claim.gpus if uuid in later), default=None)
+
+    def note_begin(self, claim: PastClaim) -> None:
+        """Note when a claim took its GPUs, for those that began before it."""
+        for uuid in claim.gpus:
+            self.next_claim[uuid] = claim.since
+            if claim.share is None:
+                self.next_whole[uuid] = claim.since
 
     def _remove(self, key: tuple[int, int]) -> None:
-        if claim := self.claims.pop(key, None):
+        claim = self.claims.pop(key, None)
+        if claim is not None:
             self._gpus -= len(claim.gpus)
             self.ends.pop(key, None)
 
@@ -220,10 +253,10 @@ class _Kept:
 def _lines(since: float, warnings: list[str]) -> Iterator[bytes]:
     """Read what may matter from this time on."""
     first = month_of(max(0.0, since - _MONTH))
-    for name in chain.from_iterable(file_names(month) for month in months_kept(time.time()) if month >= first):
+    months = [month for month in months_kept(time.time()) if month >= first]
+    for name in chain.from_iterable(file_names(month) for month in months):
         try:
-            with HistoryDir() as directory, open(directory.open_known(name)[0], "rb", buffering=0) as file:
-                lines = BytesIO(file.read(LARGEST + _LONGEST_LINE))
+            lines = BytesIO(_start_of(name))
         except FileNotFoundError:
             continue
         except OSError as err:
@@ -232,20 +265,46 @@ def _lines(since: float, warnings: list[str]) -> Iterator[bytes]:
         yield from islice(lines, _MOST_LINES)
 
 
+def _start_of(name: str) -> bytes:
+    with HistoryDir() as directory:
+        fd, _ = directory.open_known(name)
+        with open(fd, "rb", buffering=0) as file:
+            return file.read(LARGEST + _LONGEST_LINE)
+
+
+def _told(lines: Iterable[bytes]) -> Iterator[PastClaim | ClaimEnd]:
+    for line in lines:
+        one = _line(line)
+        if one is not None:
+            yield one
+
+
 def _line(line: bytes) -> PastClaim | ClaimEnd | None:
     """Read a line. A line that is incomplete, since there was no room, is followed by the next one."""
     line = line[-_LONGEST_LINE:]
+    begin = max(line.rfind(b'{"v":'), 0)
     try:
-        raw: Any = json.loads(line[max(line.rfind(b'{"v":'), 0) :].decode("utf-8", "replace"))
+        raw: Any = json.loads(line[begin:].decode("utf-8", "replace"))
         pid, since = raw["claim"]
-        pid, since = as_int(pid, 1, (1 << 31) - 1), as_time(since)
-        if "ended" not in raw:
-            return _claim(pid, since, raw)
-        when = raw["ended"]
-        seen, ended = map(as_time, when if isinstance(when, list) else (when, when))
-        return ClaimEnd(pid, since, seen, ended) if 0 < since <= seen <= ended else None
+        pid = as_int(pid, 1, (1 << 31) - 1)
+        since = as_time(since)
+        if "ended" in raw:
+            return _end_of_claim(pid, since, raw["ended"])
+        return _claim(pid, since, raw)
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
+
+
+def _end_of_claim(pid: int, since: float, when: Any) -> ClaimEnd | None:
+    """Return the end of a claim that is given as a time, or as two times between which it is."""
+    if isinstance(when, list):
+        seen, ended = [as_time(moment) for moment in when]
+    else:
+        seen = as_time(when)
+        ended = seen
+    if not 0 < since <= seen <= ended:
+        return None
+    return ClaimEnd(pid, since, seen, ended)
 
 
 def _claim(pid: int, since: float, raw: Mapping[str, Any]) -> PastClaim | None:
@@ -253,13 +312,36 @@ def _claim(pid: int, since: float, raw: Mapping[str, Any]) -> PastClaim | None:
     labels = tuple(as_text(label, 16) for label in as_list(raw.get("labels")))
     if not since or not gpus:
         return None
-    if len(labels) != len(gpus) or not all(map(_LABEL.fullmatch, labels)):
+    if len(labels) != len(gpus) or not all(_LABEL.fullmatch(label) for label in labels):
         labels = ()
-    told: dict[str, Any] = {name: as_text(raw[name], _TEXTS[name]) for name in _TEXTS if raw.get(name) is not None}
-    told |= {name: as_int(raw[name], 1, 1 << 62) for name in ("share", "of") if raw.get(name) is not None}
-    told |= {name: as_seconds(raw.get(name), 0) for name in ("until", "waited")}
-    uid = as_int(raw.get("uid", -1), -1, 1 << 32)
-    return PastClaim(pid, since, uid, gpus=gpus, labels=labels, seen=since, **told)
+    return PastClaim(
+        pid,
+        since,
+        uid=as_int(raw.get("uid", -1), -1, 1 << 32),
+        user=_text(raw.get("user"), 64) or "",
+        host=_text(raw.get("host"), 64) or "",
+        job=_text(raw.get("job"), 100),
+        command=_text(raw.get("command"), 200),
+        gpus=gpus,
+        labels=labels,
+        until=as_seconds(raw.get("until"), 0),
+        seen=since,
+        share=_size(raw.get("share")),
+        of=_size(raw.get("of")),
+        waited=as_seconds(raw.get("waited"), 0),
+    )
+
+
+def _text(value: object, most: int) -> str | None:
+    if value is None:
+        return None
+    return as_text(value, most)
+
+
+def _size(value: object) -> int | None:
+    if value is None:
+        return None
+    return as_int(value, 1, 1 << 62)
 
 
 def _claims_now(warnings: list[str]) -> tuple[list[PastClaim], list[bytes]]:
@@ -271,14 +353,9 @@ def _claims_now(warnings: list[str]) -> tuple[list[PastClaim], list[bytes]]:
             entries = Entries(directory)
             for entry in entries.look():
                 claim = _line(line_of_entry(entry))
-                running += [_running(entry, claim)] if isinstance(claim, PastClaim) else []
-            size, now = 0, time.time()
-            for lines in (lines_of_dead([entry], now) for entry in entries.dead()):
-                size += sum(map(len, lines))
-                if size > LARGEST:  # as of a file of the history
-                    warnings.append(_TOO_MANY)
-                    break
-                dead += lines
+                if isinstance(claim, PastClaim):
+                    running.append(_running(entry, claim))
+            dead.extend(_lines_of_dead(entries, warnings))
     except FileNotFoundError:
         pass
     except OSError as err:
@@ -286,13 +363,34 @@ def _claims_now(warnings: list[str]) -> tuple[list[PastClaim], list[bytes]]:
     return running, dead
 
 
-def _running(entry: Entry, told: PastClaim) -> PastClaim:
-    now, began = time.time(), 0.0
-    is_here = entry.pidns == procfs.pid_namespace()
-    if is_here and procfs.is_start(entry.start, entry.pid, procfs.start_time(entry.pid)):
-        age = procfs.seconds_running(entry.pid)
-        began = 0.0 if age is None else now - age - _TICK
-    return told._replace(running=True, seen=now, not_before=began)
+def _lines_of_dead(entries: Entries, warnings: list[str]) -> Iterator[bytes]:
+    """Return the lines of claims that died, at most as much as a file of the history may have."""
+    now = time.time()
+    size = 0
+    for entry in entries.dead():
+        lines = lines_of_dead([entry], now)
+        size += sum(len(line) for line in lines)
+        if size > LARGEST:
+            warnings.append(_TOO_MANY)
+            return
+        yield from lines
+
+
+def _running(entry: Entry, claim: PastClaim) -> PastClaim:
+    now = time.time()
+    return claim._replace(running=True, seen=now, not_before=_began(entry, now))
+
+
+def _began(entry: Entry, now: float) -> float:
+    """Return when the process of an entry began, by the boot clock; 0.0 if that is not known here."""
+    if entry.pidns != procfs.pid_namespace():
+        return 0.0
+    if not procfs.is_start(entry.start, entry.pid, procfs.start_time(entry.pid)):
+        return 0.0
+    age = procfs.seconds_running(entry.pid)
+    if age is None:
+        return 0.0
+    return now - age - _TICK
 
 
 class GpuHours(NamedTuple):
@@ -320,30 +418,55 @@ def hours_held(claim: PastClaim, since: float, until: float) -> tuple[float, flo
 def gpu_hours_by(claims: Iterable[PastClaim], by: str, since: float, until: float) -> list[GpuHours]:
     """Return the sums by user, gpu, job or host, the largest first; by day and week in their order."""
     claims = list(claims)
-    labels = {uuid: label for claim in claims for uuid, label in zip(claim.gpus, claim.labels, strict=False)}
+    labels: dict[str, str] = {}
+    for claim in claims:
+        labels.update(zip(claim.gpus, claim.labels, strict=False))
     sums: dict[str, GpuHours] = {}
     for claim in claims:
-        for key, number, begin, end in _parts(claim, by, since, until, labels):
-            least, most = (seconds * number / 3600 for seconds in hours_held(claim, begin, end))
-            _, claims_before, least_before, most_before, waits = sums.get(key, GpuHours(key, 0, 0.0, 0.0, []))
-            if claim.waited is not None and claim.since >= begin:
-                waits.append(claim.waited)
-            sums[key] = GpuHours(key, claims_before + 1, least_before + least, most_before + most, waits)
-    return sorted(sums.values(), key=lambda use: (0 if by in _CALENDAR else -use.most, use.key))
-
-
-def _parts(
-    claim: PastClaim, by: str, since: float, until: float, labels: Mapping[str, str]
-) -> Iterable[tuple[str, int, float, float]]:
-    """Return the keys that a claim counts for, each with a number of GPUs and a time."""
-    number = len(claim.gpus)
-    if by == "gpu":
-        return [(f"{labels[uuid]} {uuid}" if uuid in labels else uuid, 1, since, until) for uuid in claim.gpus]
+        for part in _parts(claim, by, since, until, labels):
+            use = sums.get(part.key)
+            if use is None:
+                use = GpuHours(part.key, 0, 0.0, 0.0, [])
+            least, most = hours_held(claim, part.begin, part.end)
+            sums[part.key] = use._replace(
+                claims=use.claims + 1,
+                least=use.least + least * part.gpus / 3600,
+                most=use.most + most * part.gpus / 3600,
+            )
+            if claim.waited is not None and claim.since >= part.begin:
+                use.waits.append(claim.waited)
     if by in _CALENDAR:
-        last = until if claim.running else min(claim.ended or until, until)
-        return [(key, number, begin, end) for key, begin, end in calendar(by, max(claim.since, since), last)]
+        return sorted(sums.values(), key=lambda use: use.key)
+    return sorted(sums.values(), key=lambda use: (-use.most, use.key))
+
+
+class _Part(NamedTuple):
+    """What a claim counts for under one key: a number of GPUs, in a time."""
+
+    key: str
+    gpus: int
+    begin: float
+    end: float
+
+
+def _parts(claim: PastClaim, by: str, since: float, until: float, labels: Mapping[str, str]) -> list[_Part]:
+    if by == "gpu":
+        return [_Part(_name(uuid, labels), 1, since, until) for uuid in claim.gpus]
+    number = len(claim.gpus)
+    if by in _CALENDAR:
+        last = until
+        if not claim.running and claim.ended:
+            last = min(claim.ended, until)
+        days = calendar(by, max(claim.since, since), last)
+        return [_Part(first_day, number, begin, end) for first_day, begin, end in days]
     keys = {"user": claim.user or "?", "job": claim.job or "(no job)", "host": claim.host or "?"}
-    return [(keys[by], number, since, until)]
+    return [_Part(keys[by], number, since, until)]
+
+
+def _name(uuid: str, labels: Mapping[str, str]) -> str:
+    if uuid not in labels:
+        return uuid
+    return f"{labels[uuid]} {uuid}"
 
 
 _CALENDAR = {"day": 1, "week": 7}
@@ -353,8 +476,9 @@ def calendar(by: str, begin: float, end: float) -> Iterator[tuple[str, float, fl
     """Return the days, or the weeks from Monday on, of local time in a span: first day, beginning and end. A moment is
     a span too."""
     while begin <= end:
-        day = date.fromtimestamp(begin)
-        first = day - timedelta(day.weekday() if by == "week" else 0)
+        first = date.fromtimestamp(begin)
+        if by == "week":
+            first -= timedelta(first.weekday())
         after = time.mktime((first + timedelta(_CALENDAR[by])).timetuple())
         if after <= begin:
             return
@@ -366,12 +490,17 @@ def calendar(by: str, begin: float, end: float) -> Iterator[tuple[str, float, fl
 
 def table_of_claims(claims: Sequence[PastClaim], since: float, until: float, width: int) -> list[str]:
     """Return a title and a line for each claim; no line is wider than ``width`` columns."""
-    wide = width >= 100
     jobs = [claim.job or "" for claim in claims]
+    most = 24
+    most_of_job = 30
+    if width < 100:
+        jobs = [job.rpartition(":")[2] for job in jobs]
+        most = 8
+        most_of_job = 12
     facts = [
-        Column("USER", [claim.user or "?" for claim in claims], most=24 if wide else 8),
-        Column("GPU", [_gpus(claim) for claim in claims], most=24 if wide else 8),
-        Column("JOB", [job if wide else job.rpartition(":")[2] for job in jobs], most=30 if wide else 12),
+        Column("USER", [claim.user or "?" for claim in claims], most=most),
+        Column("GPU", [_gpus(claim) for claim in claims], most=most),
+        Column("JOB", jobs, most=most_of_job),
         Column("FROM", [time.strftime("%Y-%m-%d %H:%M", time.localtime(claim.since)) for claim in claims]),
         Column("TO", [_end(claim) for claim in claims]),
         Column("GPU-HOURS", [_use(claim, since, until) for claim in claims], right=True),
@@ -382,10 +511,9 @@ def table_of_claims(claims: Sequence[PastClaim], since: float, until: float, wid
 
 def table_of_use(found: Sequence[GpuHours], by: str, width: int) -> list[str]:
     """Return a title, a line for each key, and the sum."""
-    rows = [*found]
+    rows = list(found)
     if len(found) > 1:
-        claims = sum(one.claims for one in found) if by == "user" else 0
-        rows.append(GpuHours("total", claims, sum(one.least for one in found), sum(one.most for one in found), []))
+        rows.append(_total(found, by))
     facts = [
         Column(by.upper(), [one.key for one in rows], most=64),
         Column("CLAIMS", [str(one.claims or "") for one in rows], right=True),
@@ -394,20 +522,38 @@ def table_of_use(found: Sequence[GpuHours], by: str, width: int) -> list[str]:
     return table(facts, width)
 
 
+def _total(found: Iterable[GpuHours], by: str) -> GpuHours:
+    """Return the sum, with the number of claims where each counts for one key."""
+    claims = 0
+    least = 0.0
+    most = 0.0
+    for one in found:
+        least += one.least
+        most += one.most
+        if by == "user":
+            claims += one.claims
+    return GpuHours("total", claims, least, most, [])
+
+
 def hours(least: float, most: float) -> str:
     """Return GPU-hours; both bounds where they differ.
 
     >>> hours(1.256, 1.256), hours(0.0, 2.5)
     ('1.26', '0.00-2.50')
     """
-    low, high = f"{least:.2f}", f"{most:.2f}"
-    return low if low == high else f"{low}-{high}"
+    low = f"{least:.2f}"
+    high = f"{most:.2f}"
+    if low == high:
+        return low
+    return f"{low}-{high}"
 
 
 def _gpus(claim: PastClaim) -> str:
-    if not claim.labels:
-        return f"{len(claim.gpus)} GPUs" if len(claim.gpus) > 1 else claim.gpus[0][:12]
-    return gpu_ranges(claim.labels)
+    if claim.labels:
+        return gpu_ranges(claim.labels)
+    if len(claim.gpus) > 1:
+        return f"{len(claim.gpus)} GPUs"
+    return claim.gpus[0][:12]
 
 
 def _end(claim: PastClaim) -> str:
@@ -416,11 +562,15 @@ def _end(claim: PastClaim) -> str:
         return "now"
     if claim.ended is None:
         return "?"
-    same_day = time.localtime(claim.since)[:3] == time.localtime(claim.ended)[:3]
-    end = time.strftime("%H:%M" if same_day else "%m-%d %H:%M", time.localtime(claim.ended))
-    return end if claim.ended - claim.seen < 60 else f"by {end}"
+    form = "%m-%d %H:%M"
+    if date.fromtimestamp(claim.since) == date.fromtimestamp(claim.ended):
+        form = "%H:%M"
+    end = time.strftime(form, time.localtime(claim.ended))
+    if claim.ended - claim.seen < 60:
+        return end
+    return f"by {end}"
 
 
 def _use(claim: PastClaim, since: float, until: float) -> str:
-    least, most = (seconds * len(claim.gpus) / 3600 for seconds in hours_held(claim, since, until))
-    return hours(least, most)
+    least, most = hours_held(claim, since, until)
+    return hours(least * len(claim.gpus) / 3600, most * len(claim.gpus) / 3600)

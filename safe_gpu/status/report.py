@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ..errors import SafeGpuError
 from ..host.programs import Failed, call_in_child, environment, is_root
 from ..wording.text import Column
-from .history import PastClaim, calendar, gpu_hours_by, hours
+from .history import GpuHours, PastClaim, calendar, gpu_hours_by, hours
 from .table import table
 
 BY = ("user", "week", "host")
@@ -54,12 +54,32 @@ def report(claims: list[PastClaim], gpus: Sequence[str], host: str, since: float
         weeks = calendar("week", max(since, min(claim.since for claim in claims)), until)
         free = {name: free_hours(claims, gpus, begin, end) for name, begin, end in weeks}
         free[host] = sum(free.values())
-    for by in BY:
+    for use in gpu_hours_by(claims, "user", since, until):
+        yield _row("user", use, None)
+    for by in ("week", "host"):
         for use in gpu_hours_by(claims, by, since, until):
-            used = round(use.least, 4), round(use.most, 4)
-            unused = round(free[use.key], 4) if by != "user" and use.key in free else None
-            waits = (round(fmean(use.waits), 3), percentile_95(use.waits)) if use.waits else (None, None)
-            yield ReportRow(by, use.key, use.claims, *used, unused, len(use.waits), *waits)
+            yield _row(by, use, free.get(use.key))
+
+
+def _row(by: str, use: GpuHours, free: float | None) -> ReportRow:
+    wait_mean = None
+    wait_95 = None
+    if use.waits:
+        wait_mean = round(fmean(use.waits), 3)
+        wait_95 = percentile_95(use.waits)
+    if free is not None:
+        free = round(free, 4)
+    return ReportRow(
+        by,
+        use.key,
+        use.claims,
+        gpu_hours_least=round(use.least, 4),
+        gpu_hours_most=round(use.most, 4),
+        free_gpu_hours=free,
+        waits=len(use.waits),
+        wait_mean=wait_mean,
+        wait_95=wait_95,
+    )
 
 
 def percentile_95(values: Iterable[float]) -> float:
@@ -74,12 +94,19 @@ def percentile_95(values: Iterable[float]) -> float:
 
 def free_hours(claims: Iterable[PastClaim], gpus: Collection[str], since: float, until: float) -> float:
     """Return the GPU-hours in this time in which no claim held one of these GPUs, a claim as long as it may have."""
-    free, ends = 0.0, dict.fromkeys(gpus, since)
-    for begin, last, uuids in sorted((*claim.held(since, until)[::2], claim.gpus) for claim in claims):
-        for uuid in ends.keys() & set(uuids) if begin < last else ():
-            free += max(0.0, begin - ends[uuid])
-            ends[uuid] = max(ends[uuid], last)
-    return (free + sum(until - end for end in ends.values())) / 3600
+    held = []
+    for claim in claims:
+        begin, _, last = claim.held(since, until)
+        if begin < last:
+            held.append((begin, last, claim.gpus))
+    free = 0.0
+    free_since = dict.fromkeys(gpus, since)
+    for begin, last, uuids in sorted(held):
+        for uuid in free_since.keys() & set(uuids):
+            free += max(0.0, begin - free_since[uuid])
+            free_since[uuid] = max(free_since[uuid], last)
+    free += sum(until - end for end in free_since.values())
+    return free / 3600
 
 
 class Days(NamedTuple):
@@ -97,7 +124,9 @@ def report_by_day(claims: Sequence[PastClaim], since: float, until: float) -> Da
     groups: dict[str, list[PastClaim]] = {user: [] for user in users[:_MOST_USERS]}
     for claim in claims:
         user = claim.user or "?"
-        groups.setdefault(user if user in groups else _OTHERS, []).append(claim)
+        if user not in groups:
+            user = _OTHERS
+        groups.setdefault(user, []).append(claim)
     used = {}
     for user, own in groups.items():
         hours_of = {use.key: use.most for use in gpu_hours_by(own, "day", since, until)}
@@ -125,7 +154,9 @@ def table_of_report(rows: Iterable[ReportRow], width: int) -> Iterator[str]:
 
 
 def _number(value: float | None, unit: float, digits: int) -> str:
-    return "" if value is None else f"{value / unit:.{digits}f}"
+    if value is None:
+        return ""
+    return f"{value / unit:.{digits}f}"
 
 
 def drawn(days: Days, form: str) -> bytes:
@@ -137,8 +168,10 @@ def drawn(days: Days, form: str) -> bytes:
     Raises:
         SafeGpuError: the child cannot draw it; the message says why.
     """
-    # Root's TMPDIR may be a directory of another user's. /tmp is sticky.
-    with TemporaryDirectory(dir="/tmp" if is_root() else None) as place:
+    parent = None
+    if is_root():
+        parent = "/tmp"  # TMPDIR may be a directory of another user's; this one is sticky
+    with TemporaryDirectory(dir=parent) as place:
         Path(place, "days").write_text(json.dumps(days), encoding="utf-8")
         env = environment(os.environ) | {"MPLCONFIGDIR": place, "MATPLOTLIBRC": os.devnull, "MPLBACKEND": "agg"}
         try:
@@ -167,7 +200,9 @@ def draw(place: str, form: str) -> None:
         use, wait = figure.subplots(2, sharex=True, height_ratios=(2, 1))
         below = [0.0] * len(names)
         for user, hours in days.used.items():
-            label = f" {user}" if user.startswith("_") else user  # legends leave such labels out
+            label = user
+            if user.startswith("_"):  # legends leave such labels out
+                label = f" {user}"
             use.bar(names, hours, bottom=below, label=label)
             below = [low + more for low, more in zip(below, hours, strict=True)]
         use.set_ylabel("GPU-hours a day")

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ from ..coordination.entry import Entry
 from ..coordination.notes import binding
 from ..coordination.queue import TicketRequest, is_stopped
 from ..gpus.devices import Gpu, Holder, vendor_of
-from ..gpus.windows import Window, spans_of
+from ..gpus.windows import Spans, Window, spans_of
 from ..selection.backfill import BackfillRequest, When, dates, starts, when_free
 from ..selection.request import Selection
 from ..selection.sharing import ROUNDING, part_of
@@ -32,6 +31,13 @@ class AtLimit(NamedTuple):
     until: float
 
 
+class _HeldPart(NamedTuple):
+    """What a claim holds of a GPU: when it is expected to be free, and how much of one GPU it is."""
+
+    end: float
+    size: float
+
+
 Moments = tuple[float | None, float | None]
 """When a waiter is expected to start, and before when it probably does not."""
 
@@ -44,24 +50,36 @@ def at_limits(
     Args:
         limits: uid -> what the policy of this host allows.
     """
-    held: dict[tuple[int, str], list[tuple[float, float]]] = {}  # (end, part of a GPU), by user and vendor
+    held: dict[tuple[int, str], list[_HeldPart]] = {}  # by user and vendor
     for gpu, claim in _claims(gpus):
-        part = claim.until or math.inf, part_of(gpu, claim.share)
+        part = _HeldPart(claim.until or math.inf, part_of(gpu, claim.share))
         held.setdefault((claim.uid, gpu.vendor), []).append(part)
     found = {}
     for ticket in tickets:
-        request, most = TicketRequest.of(ticket), limits[ticket.uid].max_gpus if ticket.uid in limits else None
-        if most is None or request.inside:
+        request = TicketRequest.of(ticket)
+        if ticket.uid not in limits or request.inside:
             continue
-        own = sorted(held.get((ticket.uid, vendor_of(next(iter(request.gpus), ""))), ()))
-        total = sum(size for _, size in own)
+        most = limits[ticket.uid].max_gpus
+        if most is None:
+            continue
+        vendor = vendor_of(next(iter(request.gpus), ""))
+        own = sorted(held.get((ticket.uid, vendor), []))
+        total = sum(part.size for part in own)
         selection, _ = Selection.from_ticket(request.nb_gpus, request.conditions)
         excess = total + selection.amount(one.gpu for one in gpus) - most
         if excess > ROUNDING:
-            freed = zip(accumulate(size for _, size in own), (end for end, _ in own), strict=True)
-            until = next((max(end, now) for size, end in freed if excess - size <= ROUNDING), math.inf)
-            found[ticket.name] = AtLimit(round(total, 2), most, until)
+            found[ticket.name] = AtLimit(round(total, 2), most, _when_given_back(own, excess, now))
     return found
+
+
+def _when_given_back(parts: Iterable[_HeldPart], size: float, now: float) -> float:
+    """Return when so much of these parts, given by their ends, is free; ``math.inf`` if never."""
+    freed = 0.0
+    for part in parts:
+        freed += part.size
+        if size - freed <= ROUNDING:
+            return max(part.end, now)
+    return math.inf
 
 
 def _claims(gpus: Iterable[GpuStatus]) -> Iterator[tuple[Gpu, Holder]]:
@@ -97,8 +115,9 @@ def expected_starts(
         windows: the times in which GPUs are reserved.
         stopped: as ``known`` of :func:`~safe_gpu.host.procfs.is_stopped`.
     """
-    found = {name: (limit.until, math.inf) for name, limit in limited.items()}
-    devices, stopped = [one.gpu for one in gpus], {} if stopped is None else stopped
+    if stopped is None:
+        stopped = {}
+    devices = [one.gpu for one in gpus]
     ends = {one.gpu.uuid: _when_free(one, now) for one in gpus}
     coming = {one.gpu.uuid for one in gpus if one.state in FREE or one.claim is not None}
     wants: dict[str, BackfillRequest] = {}
@@ -110,12 +129,19 @@ def expected_starts(
         if not (known and request.known):  # nobody passes it, so nobody knows more of those behind it
             wants[ticket.name] = BackfillRequest.of(request, devices, {}).never()
         elif not is_stopped(ticket, stopped) and len(request.gpus & coming) >= request.nb_gpus:
-            reserved = spans_of(binding(windows, ticket.uid), devices) if windows else {}
+            reserved: dict[str, Spans] = {}
+            if windows:
+                reserved = spans_of(binding(windows, ticket.uid), devices)
             wants[ticket.name] = BackfillRequest.of(request, devices, reserved)
-    earliest = (date for _, date in dates(wants.values(), ends))
-    found.update(zip(wants, zip(starts(wants.values(), ends), earliest, strict=True), strict=True))
-    moments = (found.get(ticket.name, (math.inf, math.inf)) for ticket in tickets)
-    return [(_rounded(start, 3), _rounded(date, None)) for start, date in moments]
+    expected = {name: limit.until for name, limit in limited.items()}
+    expected.update(zip(wants, starts(wants.values(), ends), strict=True))
+    earliest = {name: date for name, (_, date) in zip(wants, dates(wants.values(), ends), strict=True)}
+    moments = []
+    for ticket in tickets:
+        start = expected.get(ticket.name, math.inf)
+        not_before = earliest.get(ticket.name, math.inf)
+        moments.append((_rounded(start, 3), _rounded(not_before, None)))
+    return moments
 
 
 def _when_free(one: GpuStatus, now: float) -> When:
@@ -126,4 +152,6 @@ def _when_free(one: GpuStatus, now: float) -> When:
 
 
 def _rounded(moment: float, digits: int | None) -> float | None:
-    return None if moment == math.inf else round(moment, digits)
+    if moment == math.inf:
+        return None
+    return round(moment, digits)

@@ -59,9 +59,9 @@ class Driver:
         return tuple(shown.get(gpu.uuid) or gpu.unreachable("the kernel no longer lists it") for gpu in gpus)
 
     def shows_same(self, snapshot: HostSnapshot) -> bool:
-        """Return whether the GPUs are certainly those of an earlier poll, in the same places, none has been lost since or
-        is no longer lost, and MIG mode is on where it was: then the numbers by which CUDA knows them are the same. False
-        is unknown."""
+        """Return whether the GPUs are certainly those of an earlier poll, in the same places, none has been lost since
+        or is no longer lost, and MIG mode is on where it was: then the numbers by which CUDA knows them are the same.
+        False is unknown."""
         return False
 
     def linked(self, snapshot: HostSnapshot, among: Collection[str] | None = None) -> HostSnapshot:

@@ -125,6 +125,12 @@ def test_the_table_of_status_has_every_key() -> None:
     assert f"`schema` | {status['schema']};" in table
 
 
+def test_the_table_of_status_has_every_column() -> None:
+    table = PAGES["safe_gpu/status/README.md"].read_text()
+    told = set(re.findall(r"`([A-Z/]+)`", " ".join(re.findall(r"^\|([^|]*)\|", table, re.MULTILINE))))
+    assert {column.title for column in (*api.COLUMNS_OF_GPU, *api.COLUMNS_OF_USER)} - told == set()
+
+
 def section(page: str, title: str) -> str:
     return re.split(r"^## ", PAGES[page].read_text().partition(f"\n## {title}\n")[2], flags=re.MULTILINE)[0]
 
@@ -161,6 +167,7 @@ def test_the_table_of_exit_codes_is_that_of_the_command() -> None:
 ADDITIONS = {
     "an option of claims": r"max_utilization",
     "a scheduler": r"_CONDOR",
+    "a column of status": r'"FAN"|\bfan: str\b',
     "a command": r'configure_setup|"setup": ',
     "a placeholder for a framework": r"JaxPlaceholder",
     "a driver for a vendor": r"(?<!and )\bintel\b(?! MPI)|INTEL-|_intel\b|LevelZero|level_zero",

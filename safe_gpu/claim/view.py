@@ -87,8 +87,8 @@ class Polls:
         """Return the ``time.monotonic()`` value before which a waiter must not poll the driver again.
 
         Args:
-            pause: of so many seconds, or of a longer one if polls are slow, so that they take a tenth of the time.
-            longest: but no longer than this.
+            pause: seconds between two polls. It is longer where polls are slow, so that they take a tenth of the time.
+            longest: seconds that it is at most.
         """
         return self._at + min(max(pause, 9 * self._took), longest)
 

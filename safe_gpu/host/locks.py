@@ -215,7 +215,7 @@ class _Bell:
         self.has_rung = False
 
     def ring(self) -> None:
-        """Wake who waits."""
+        """Let the waiting thread go on."""
         self.has_rung = True
         self._silence.release()
 

@@ -19,7 +19,7 @@ from safe_gpu.coordination import older_package as legacy
 from safe_gpu.coordination import queue
 from safe_gpu.coordination.directory import PARTS
 from safe_gpu.coordination.holders import living_claims
-from safe_gpu.drivers.simulated import PRESETS, WHOLE, SimulatedDriver, find_preset
+from safe_gpu.drivers.simulated import PRESETS, WHOLE, SimulatedContext, SimulatedDriver, find_preset
 from safe_gpu.gpus.devices import Gpu
 
 _HOST = find_preset("dgx-a100")
@@ -81,11 +81,16 @@ def claims(
     hold: float = 0.03,
     times: int = 1,
     context: bool = False,
+    lingers: float = 0.0,
     ends: str = "by release",
     older: bool = False,
     **options: Any,
 ) -> Plan:
-    """A racer that claims, holds and gives back; or that becomes a command, which exits."""
+    """A racer that claims, holds and gives back; or that becomes a command, which exits.
+
+    Args:
+        lingers: for so many seconds a context of its own stays on a GPU that it has given back.
+    """
     options = {"timeout": 0, **options}
 
     def act(racer: Racer) -> None:
@@ -101,7 +106,9 @@ def claims(
                 continue
             if options.get("delegate"):
                 Path(racer.base, f"scope-{racer.name}").write_text(os.environ["SAFE_GPU_SCOPE"])
-            racer.say("has", [device_of(gpu) for gpu in owner.gpus], owner.share)
+            devices = [device_of(gpu) for gpu in owner.gpus]
+            racer.say("has", devices, owner.share)
+            kept = simulated_driver().occupy(owner.gpus[0].uuid) if lingers else None
             try:
                 if ends == "by exec":
                     owner.keep_across_exec()
@@ -115,8 +122,23 @@ def claims(
                 racer.say("gives back")
                 owner.release_gpus()
             racer.say("has given back")
+            if kept is not None:
+                stay(racer, kept, devices[:1], lingers)
 
     return Plan(act, at, inside, after or inside)
+
+
+def simulated_driver() -> SimulatedDriver:
+    """The driver of a racer's host."""
+    return SimulatedDriver(os.environ["SAFE_GPU_DRIVER"].partition(":")[2])
+
+
+def stay(racer: Racer, context: SimulatedContext, devices: list[Any], seconds: float) -> None:
+    """Be on a GPU without a claim."""
+    racer.say("comes", devices)
+    time.sleep(seconds)
+    context.close()
+    racer.say("goes")
 
 
 def _scope_of(base: str, racer: str) -> str:
@@ -130,11 +152,8 @@ def stranger(gpu: int, hold: float = 0.03) -> Plan:
     """A process without safe_gpu that is on a GPU for a while."""
 
     def act(racer: Racer) -> None:
-        driver = SimulatedDriver(os.environ["SAFE_GPU_DRIVER"].partition(":")[2])
-        with driver.occupy(driver.idle.gpus[gpu].uuid):
-            racer.say("comes", [gpu])
-            time.sleep(hold)
-        racer.say("goes")
+        driver = simulated_driver()
+        stay(racer, driver.occupy(driver.idle.gpus[gpu].uuid), [gpu], hold)
 
     return Plan(act)
 
@@ -143,7 +162,7 @@ def old_package(hold: float = 0.03) -> Plan:
     """Safe-gpu 2.0: an exclusive lock, a look at the driver, a context, the lock given back."""
 
     def act(racer: Racer) -> None:
-        driver = SimulatedDriver(os.environ["SAFE_GPU_DRIVER"].partition(":")[2])
+        driver = simulated_driver()
         with open(legacy.LOCK_FILE, "a") as file:
             fcntl.lockf(file.fileno(), fcntl.LOCK_EX)
             free = [gpu for gpu in driver.snapshot().gpus if not gpu.processes]
@@ -360,6 +379,11 @@ SCENES: dict[str, Scene] = {
     "queue-contended-both": _scene(
         claims(2), claims(**_PATIENT), claims(**_PATIENT), stranger(0), stranger(1), gpus=2, in_turn=True, served=3
     ),
+    # What a claim has left is known without a poll, and where that is wrong, by the second one
+    "queue-contexts": _scene(
+        claims(context=True), *[claims(context=True, **_PATIENT)] * 2, kill="A", in_turn=True, served=3
+    ),
+    "queue-lingers": _scene(claims(lingers=0.03), *[claims(**_PATIENT)] * 2, kill="B", in_turn=True, served=3),
     # A's user holds and waits: the turns are 1.5 of B, 3 of C and 2 of D
     "queue-turns": _scene(
         claims(), *(claims(**_PATIENT, after=after) for after in ("A", "A", "A")), in_turn=True, served=4, users="aaab"

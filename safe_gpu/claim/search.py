@@ -295,23 +295,36 @@ class _Search:
         with self._waits:
             try:
                 while True:
-                    try:
-                        seen = self._look(claim)
-                        if seen.outcome != TAKEN:
-                            self._wait_or_refuse(seen)
-                        elif claim is None:
-                            if self._are_still_free(seen.gpus):
-                                return seen.gpus
-                        elif self._is_confirmed(claim):
-                            return claim.gpus
-                        if seen.outcome != OUTDATED:  # the driver may show the GPUs, and not who uses them
-                            self._trouble = None
-                    except LockTimeout as err:
-                        self._outlast_crowd(err)
-                    except (NoDriverError, StateDirError) as err:
-                        self._outlast(err)
+                    gpus = self._go_on(claim)
+                    if gpus:
+                        return gpus
             finally:
                 self.leave()
+
+    def _go_on(self, claim: Claim | None) -> tuple[Gpu, ...]:
+        """Take the GPUs, or wait for a moment. Returns them; none where trouble came that may pass, and was waited
+        for."""
+        try:
+            return self._take_or_wait(claim)
+        except LockTimeout as err:
+            self._outlast_crowd(err)
+        except (NoDriverError, StateDirError) as err:
+            self._outlast(err)
+        return ()
+
+    def _take_or_wait(self, claim: Claim | None) -> tuple[Gpu, ...]:
+        gpus: tuple[Gpu, ...] = ()
+        seen = self._look(claim)
+        if seen.outcome != TAKEN:
+            self._wait_or_refuse(seen)
+        elif claim is None:
+            if self._are_still_free(seen.gpus):
+                gpus = seen.gpus
+        elif self._is_confirmed(claim):
+            gpus = claim.gpus
+        if seen.outcome != OUTDATED:  # then the driver has shown the GPUs, and not yet who uses them
+            self._trouble = None
+        return gpus
 
     def leave(self) -> None:
         """Leave the queue, and close the directories; safe to call twice."""

@@ -142,7 +142,13 @@ def while_it_watches(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], 
 
 
 @pytest.fixture
-def rarely_polled(monkeypatch: pytest.MonkeyPatch) -> None:
+def same_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver tells that it shows the same GPUs ever after, so the second poll is about those of a claim alone."""
+    monkeypatch.setattr(api.SimulatedDriver, "shows_same", lambda driver, snapshot: True)
+
+
+@pytest.fixture
+def rarely_polled(monkeypatch: pytest.MonkeyPatch, same_gpus: None) -> None:
     """Who waits polls the driver only where something has happened."""
     monkeypatch.setattr(api.search, "_SHORTEST_POLL_PAUSE", 1e6)
     monkeypatch.setattr(api.search, "_LONGEST_POLL_PAUSE", 1e6)

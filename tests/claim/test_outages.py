@@ -46,7 +46,7 @@ def test_but_no_longer_than_the_claim_waits(host, timeout: float) -> None:
 
 
 def test_a_driver_that_shows_gpus_and_not_who_uses_them_is_not_waited_for_for_ever(
-    host, ground, monkeypatch, while_it_watches
+    host, ground, same_gpus, monkeypatch, while_it_watches
 ) -> None:
     """The error says what was tried, and has the attributes of the one that came at last."""
     monkeypatch.setattr("safe_gpu.claim.search._LONGEST_TROUBLE", 1.0)

@@ -49,7 +49,7 @@ def test_what_has_gone_is_known_without_another_poll(
 
 
 def test_a_holder_that_keeps_its_context_is_found_by_the_second_poll(
-    host, ground, child, often_polled, while_it_watches
+    host, ground, child, often_polled, same_gpus, while_it_watches
 ) -> None:
     """The GPU is given back, and tried no more before the driver shows that it is free."""
     holder = child("listen()")
@@ -87,6 +87,18 @@ def test_a_gpu_without_some_processes() -> None:
     assert left.unexplained_memory == 20
     assert gpu.without({9}) is gpu
     assert api.Gpu(0, "GPU-0", processes=None).without({1}).processes is None
+
+
+def test_who_has_waited_asks_whether_the_host_has_the_same_gpus(host, ground, monkeypatch, while_it_watches) -> None:
+    """However new its poll is: the indices may have moved since."""
+    asked: list[api.HostSnapshot] = []
+    monkeypatch.setattr(host, "shows_same", lambda snapshot: asked.append(snapshot) or True)
+    claim(only=0).release_gpus()
+    assert asked == []
+    ground.hold(0)
+    while_it_watches(ground.let_go)
+    claim(only=0, timeout=PATIENCE)
+    assert len(asked) == 1
 
 
 # What the head sees

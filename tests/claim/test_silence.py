@@ -306,7 +306,7 @@ def test_commands_tell_what_they_wait_for(fake_gpus: Any, command: Any, state_di
     rest = [one.communicate(timeout=60) for one in started]
     assert [one.returncode for one in started if one.args[3] != "doctor"] == [0] * 5
     assert rest[-1] == ("", "")
-    assert "8 of 8 GPUs free" in rest[0][0]
+    assert "of 8 GPUs free" in rest[0][0]  # the two that run may hold theirs just then
 
 
 def test_a_status_that_is_watched_shows_the_line_above_the_picture(fake_gpus: Any, command: Any) -> None:

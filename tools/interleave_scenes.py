@@ -409,7 +409,7 @@ SCENES: dict[str, Scene] = {
     "pieces": _scene(claims(), claims(), divides(_MIG), divides(WHOLE), kill="A"),
     "pieces-3": _scene(claims(), claims(), claims(), divides(_MIG)),
     "pieces-two": _scene(claims(), claims(), mode=_MIG, served=2),
-    "pieces-whole": _scene(claims(), claims(), divides(WHOLE), divides(_MIG), mode=_MIG, kill="AB"),
+    "pieces-whole": _scene(claims(), claims(), divides(WHOLE), divides(_MIG), mode=_MIG, kill="A"),
     "pieces-share": _scene(claims(share=_SMALL), claims(), divides(_MIG), kill="A"),
     "pieces-directories": _scene(claims(), claims(at=2), divides(_MIG), divides(WHOLE), kill="AB"),
     "pieces-directories-whole": _scene(claims(), claims(at=2), divides(WHOLE), divides(_MIG), mode=_MIG, kill="AB"),

@@ -35,6 +35,7 @@ RULE = [
     (ONE, [GPU], [GPU]),
     (ONE, [MIG, TWO], [MIG]),  # no process can reach the new one by the old name
     (CARD, [CARD], [CARD]),
+    (CARD, [CARD._replace(uuid="AMD-5-0")], [CARD._replace(uuid="AMD-5-0")]),  # where the kernel gives it no UUID
     (CARD, [FIRST, THIRD], [FIRST, THIRD]),
     (FIRST, [FIRST, THIRD], [FIRST]),
     (FIRST, [CARD], [CARD]),
@@ -78,6 +79,15 @@ def test_tickets_compete_by_the_same_rule(held: api.Gpu, shown: list[api.Gpu], k
         for one, other in ((held, gpu), (gpu, held)):
             request = api.TicketRequest.of(ticket(one))
             assert request.competes_with(ticket(other)) == (gpu in kept_off)
+
+
+def test_nobody_knows_when_one_starts_who_waits_behind_a_request_that_is_not_understood() -> None:
+    """Nobody passes that, for the GPU of whose piece it waits."""
+    shown = [api.GpuStatus(gpu, "free") for gpu in (PHYSICAL, VIRTUAL, OTHER)]
+    later_version = ticket(VIRTUAL)._replace(version=2)
+    behind = ticket(PHYSICAL)._replace(name="2.00000000000000aa", number=2)
+    assert [start for start, _ in api.expected_starts([later_version, behind], shown, 100.0)] == [None, None]
+    assert [start for start, _ in api.expected_starts([behind], shown, 100.0)] == [100.0]
 
 
 def test_what_a_neighbour_says_of_a_gpu_counts_for_his_own_claim_alone() -> None:
@@ -420,6 +430,18 @@ def test_it_waits_until_one_of_these_claims_ends(crowd: list[api.Doors], command
     assert SENTENCE in waiter.stderr.readline()
     crowd.pop().release()
     assert waiter.stdout.readline() == "got it\n"
+
+
+def test_a_gpu_that_is_held_in_another_directory_keeps_its_pieces_too(
+    functions: SimulatedHost, make_doors: Callable[..., api.Doors]
+) -> None:
+    doors = make_doors(functions.idle.name_prefix)
+    assert doors.take_whole(functions.idle.gpus[0].uuid, ())
+    elsewhere = [one.gpu.index for one in api.gather().gpus if "in another state directory" in one.reason]
+    assert elsewhere == [*range(41)]
+    doors.release()
+    assert doors.take_part_of_pieces(functions.idle.gpus[0].uuid)
+    assert [one.gpu.index for one in api.gather().gpus if "in another state directory" in one.reason] == [0]
 
 
 def test_who_only_asks_is_told_the_same(crowd: list[api.Doors], ask: Callable[..., Any]) -> None:

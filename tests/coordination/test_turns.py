@@ -280,6 +280,16 @@ def test_a_newcomer_does_not_pass_the_first_who_waits_for_pieces_of_its_gpu() ->
         assert newcomers_turn(waits_for(wanted), queue, 5, uid=9, held=0) == turn
 
 
+def test_who_waits_for_a_piece_of_two_modes_waits_for_whoever_wants_another_mode() -> None:
+    """Of two pieces with one name, the second one is in the way of more than the first."""
+    one, same_name_other_mode = CORES
+    queue = api.by_turn(
+        [ticket_of(number, waits_for(gpu), uid=number, turn=turn) for number, gpu, turn in
+         ((1, one, 1.0), (2, same_name_other_mode, 3.0), (3, SECOND, 6.0))]
+    )  # fmt: skip
+    assert newcomers_turn(waits_for(SECOND), queue, 4, uid=9, held=0) == 0.5
+
+
 @settings(max_examples=200)
 @given(st.lists(st.sets(st.sampled_from(range(len(DEVICES))), min_size=1), min_size=1, max_size=8), st.data())
 def test_turns_beside_pieces_are_as_by_the_definition(wanted: list[set[int]], data: Any) -> None:

@@ -246,6 +246,17 @@ def pick(
     return None if chosen is None else [device.label for device in chosen]
 
 
+def test_a_gpu_and_a_piece_of_it_are_never_chosen_together() -> None:
+    cards = [gpu(0), gpu(3)]
+    functions = [gpu(index, place=uuid(0), partition=True) for index in (1, 2)]
+    assert pick([*cards, *functions], 2) == ["0", "3"]
+    assert pick([*cards, *functions], 3) is None
+    assert pick([cards[1], *functions], 3) == ["1", "2", "3"]
+    request = api.parse_request(3, share="1GiB")
+    verdicts = [api.GpuVerdict(device, "free") for device in (*cards, *functions)]
+    assert api.choose_shares(verdicts, request, {}) is None
+
+
 def test_only_the_free_ones_count() -> None:
     states = ("busy", ""), ("free", ""), ("display", ""), ("display", "too full"), ("outside", "exclude")
     verdicts = [api.GpuVerdict(gpu(index), *words) for index, words in enumerate(states)]

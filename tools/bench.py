@@ -33,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
@@ -316,14 +316,12 @@ def bench_handover(options: argparse.Namespace) -> list[Row]:
     return [Row(f"{name}: median", median(gaps), budget=20.0), Row(f"{name}: worst", max(gaps), budget=300.0)]
 
 
-def bench_together(options: argparse.Namespace) -> list[Row]:
+def bench_together(options: argparse.Namespace) -> Iterator[Row]:
     crowds, delays = ((8,), (5,)) if options.quick else ((8, 64), (0, 1, 5, 20))
-    rows = []
     for call_ms in delays:
         for waiters in crowds:
             for by_release in (False, True):
-                rows += together(options, waiters, call_ms, by_release=by_release)
-    return rows
+                yield from together(options, waiters, call_ms, by_release=by_release)
 
 
 def together(options: argparse.Namespace, waiters: int, call_ms: int, *, by_release: bool) -> list[Row]:
@@ -469,7 +467,7 @@ def bench_memory(options: argparse.Namespace) -> list[Row]:
     return [Row("memory of a waiter", own, other, "a bare interpreter that sleeps", "MiB", budget=15.0, what="over")]
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
+PARTS: dict[str, Callable[[argparse.Namespace], Iterable[Row]]] = {
     name.removeprefix("bench_"): part for name, part in list(globals().items()) if name.startswith("bench_")
 }
 

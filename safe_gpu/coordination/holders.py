@@ -75,22 +75,20 @@ class Claims:
         gpu = self._shown.get(uuid)
         if gpu is None:
             return [one for one in self.living if uuid in one.gpus]
-        device = Silicon.of_device(gpu)
-        found = []
-        for one in self.living:
-            if not (_mentions(one, uuid) or _mentions(one, gpu.whole)):
-                continue
-            if one.name not in self._silicon:
-                self._silicon[one.name] = silicon_of(one)
-            if device.meets(self._silicon[one.name]) and not self._is_told_by_instances(one, gpu):
-                found.append(one)
-        return found
+        # A neighbour may have a thousand claims that name every GPU: only of those beside it the rule is asked.
+        return [one for one in self.living if uuid in one.gpus or self._is_beside(one, gpu)]
 
-    def _is_told_by_instances(self, one: Entry, gpu: Gpu) -> bool:
-        """Return whether a claim is on MIG instances that the driver shows. Their GPU cannot be claimed itself, and who
-        holds them is told there."""
-        if not gpu.mig_enabled or gpu.uuid in one.gpus:
+    def _is_beside(self, one: Entry, gpu: Gpu) -> bool:
+        """Return whether a claim that does not name a device is in its way."""
+        if not (_mentions(one, gpu.uuid) or _mentions(one, gpu.whole)):
             return False
+        if gpu.mig_enabled and self._is_on_shown_instances(one, gpu):
+            return False  # the GPU cannot be claimed itself, and who holds its instances is told there
+        if one.name not in self._silicon:
+            self._silicon[one.name] = silicon_of(one)
+        return Silicon.of_device(gpu).meets(self._silicon[one.name])
+
+    def _is_on_shown_instances(self, one: Entry, gpu: Gpu) -> bool:
         instances = one.pieces.get(gpu.uuid, ())
         return len(instances) > 0 and all(name in self._shown for name in instances)
 

@@ -514,17 +514,18 @@ def are_mixed(gpus: Iterable[Gpu]) -> bool:
 def in_each_others_way(gpus: Iterable[Gpu]) -> dict[str, frozenset[str]]:
     """Return UUID -> the other devices of which nobody can have one while somebody has this one, if there are any: the
     pieces of a GPU, and the GPU of a piece."""
+    shown = list(gpus)
     pieces: dict[str, set[str]] = {}
-    whole: dict[str, str] = {}
-    for gpu in gpus:
+    for gpu in shown:
         if gpu.is_piece:
             pieces.setdefault(gpu.whole, set()).add(gpu.uuid)
-        else:
-            whole[gpu.whole] = gpu.uuid
+    if not pieces:
+        return {}
     found = {}
-    for gpu_name in pieces.keys() & whole.keys():
-        found[whole[gpu_name]] = frozenset(pieces[gpu_name])
-        found.update(dict.fromkeys(pieces[gpu_name], frozenset({whole[gpu_name]})))
+    for gpu in shown:
+        if not gpu.is_piece and gpu.whole in pieces:
+            found[gpu.uuid] = frozenset(pieces[gpu.whole])
+            found.update(dict.fromkeys(pieces[gpu.whole], frozenset({gpu.uuid})))
     return found
 
 

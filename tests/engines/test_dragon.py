@@ -411,21 +411,21 @@ def test_nodes_where_dragon_sees_gpus_are_asked_and_others_refused(
 
     nodes = {
         1: SimpleNamespace(h_uid=1, hostname="nodea", gpus=[]),
-        2: SimpleNamespace(h_uid=2, hostname="localhost", gpus=[0, 1]),
+        2: SimpleNamespace(h_uid=2, hostname="127.0.0.1", gpus=[0, 1]),
     }
     dragon_modules["dragon.native.machine"].Node = nodes.get
     dragon_modules["dragon.native.machine"].System = lambda: SimpleNamespace(nodes=[1, 2])
     dragon_modules["dragon.native.process"].Process = start
     monkeypatch.setenv("DRAGON_MY_PUID", "1")
-    told = "^localhost: a holder could not be started there: none starts here$"
-    for nodes in (1, "localhost", ["2"], [2]):
+    told = "^127.0.0.1: a holder could not be started there: none starts here$"
+    for nodes in (1, "127.0.0.1", ["2"], [2]):
         with pytest.raises(api.HolderLostError, match=told):
             api.dragon_claim(nodes, 1, timeout=0)  # type: ignore[arg-type]
-    assert asked == ["localhost"] * 4
+    assert asked == ["127.0.0.1"] * 4
     for nodes in (2, "nodea"):
         with pytest.raises(UnsatisfiableRequestError, match="Dragon sees no GPU on nodea"):
             api.dragon_claim(nodes, 1, timeout=0)
-    assert asked == ["localhost"] * 4
+    assert asked == ["127.0.0.1"] * 4
 
 
 def test_policies_go_round_the_gpus_and_divide_their_cores(gpus: Any, dragon_modules: dict[str, Any]) -> None:

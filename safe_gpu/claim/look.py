@@ -15,6 +15,7 @@ from ..coordination.history import append, lines_of_dead
 from ..coordination.holders import Claims
 from ..coordination.host_lock import Host
 from ..coordination.notes import read_faults
+from ..coordination.silicon import share_of
 from ..errors import StateDirError
 from ..gpus.devices import Gpu, GpuVerdict
 from ..host.foreign_files import printable_lines
@@ -428,6 +429,12 @@ class Look:
         others = view.claims.in_the_way(gpu.uuid, view.inside)
         if view.snapshot.shared_display:
             return any(not one.display for one in others)
-        if view.share is None or any(one.gpus.get(gpu.uuid) is None for one in others):
-            return bool(others)
-        return sum(one.gpus[gpu.uuid] or 0 for one in others) + view.share > (share_capacity(gpu) or 0)
+        if view.share is None:
+            return len(others) > 0
+        promised = 0
+        for one in others:
+            share = share_of(one, gpu)
+            if share is None:
+                return True
+            promised += share
+        return promised + view.share > (share_capacity(gpu) or 0)

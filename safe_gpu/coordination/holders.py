@@ -18,7 +18,7 @@ from .doors import MOST_PARTS, PIECE_PARTS, Doors, digest
 from .entries import living_entries
 from .entry import Entry, entry_names
 from .held_as import held_as
-from .silicon import Silicon, silicon_of
+from .silicon import Silicon, share_of, silicon_of
 
 _SECOND_LOOK = 0.005  # seconds
 
@@ -122,9 +122,9 @@ class Claims:
         """
         describe = holder_of if told else said_by
         found = {}
-        for uuid in self._shown:
+        for uuid, gpu in self._shown.items():
             claims = self.in_the_way(uuid, inside)
-            whole = [one for one in claims if one.gpus.get(uuid) is None]
+            whole = [one for one in claims if share_of(one, gpu) is None]
             if whole:
                 each = [describe(one)._replace(held_as=self.held_as(one, uuid)) for one in whole[:MOST_PARTS]]
                 found[uuid] = each[0]._replace(others=tuple(each[1:]))
@@ -295,7 +295,7 @@ def is_full(doors: Doors, gpu: Gpu, claims: Claims) -> bool:
 
 
 def _is_held_here(gpu: Gpu, claims: Claims) -> bool:
-    return any(one.gpus.get(gpu.uuid) is None for one in claims.in_the_way(gpu.uuid))
+    return any(share_of(one, gpu) is None for one in claims.in_the_way(gpu.uuid))
 
 
 def holder_of_full(gpu: Gpu) -> Holder:

@@ -76,6 +76,18 @@ def silicon_of(entry: Entry) -> Silicon:
     return Silicon.said(entry.gpus, entry.pieces, entry.modes)
 
 
+def share_of(entry: Entry, gpu: Gpu) -> int | None:
+    """Return how many bytes of a device a claim in its way has; None where it has all of it.
+
+    AMD's first partition may have the UUID of its card. So a claim that names this device counts as one that has all of
+    it, unless it holds what the device is now: the card, or a partition in the same mode.
+    """
+    was_piece = gpu.uuid in entry.pieces.get(gpu.whole, ())
+    if was_piece != gpu.is_piece or entry.modes.get(gpu.whole, "") != gpu.mode:
+        return None
+    return entry.gpus.get(gpu.uuid)
+
+
 def keys_of(gpus: Iterable[Gpu]) -> dict[str, Any]:
     """Return the keys ``pieces`` and ``modes`` of an entry of these devices."""
     pieces: dict[str, list[str]] = {}

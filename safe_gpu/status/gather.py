@@ -23,6 +23,7 @@ from ..coordination.history import HistoryDir, append, lines_of_dead, mark_seen
 from ..coordination.holders import Claims, claim_around, claims_now, heirs_of, holder_of, lives_here
 from ..coordination.notes import all_windows, closed_now, find_admitted, ignored_closed, read_faults
 from ..coordination.queue import TicketRequest, waiting_tickets
+from ..coordination.silicon import share_of
 from ..coordination.turns import turn_of
 from ..drivers import open_drivers
 from ..drivers.patience import Patience
@@ -122,7 +123,7 @@ class HostFacts:
         holding = self.claims.in_the_way(gpu.uuid)
         if not holding:
             return Held(self.beyond.get(gpu.uuid))
-        whole = [one for one in holding if one.gpus.get(gpu.uuid) is None]
+        whole = [one for one in holding if share_of(one, gpu) is None]
         if not whole:
             oldest = sorted(holding, key=lambda one: one.since or 0.0)
             return Held(self._shared_by(gpu, oldest[:MOST_SHARERS]))

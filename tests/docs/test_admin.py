@@ -73,7 +73,8 @@ def test_the_page_on_a_host_of_its_own(tmp_path: Path) -> None:
     install, setup, *settings, upgrade, rollback, removal = blocks
     steps = [install, setup, setup, *settings, "safe-gpu resume\n", CLAIMS, ATTACK, upgrade, "kill -0 $holder\n"]
     steps += [rollback, "kill $(cat /tmp/daemon.pid) || true\nwait\n", LEFT, removal]
-    script = "cd /src\ntrap 'kill $(jobs -p) || true' EXIT\nreboot() { safe-gpu resume; }\ngroupadd course\n"
+    script = "cd /src\ntrap 'kill $(jobs -p) || true' EXIT\n"
+    script += "reboot() { safe-gpu resume; }\nnvidia-smi() { true; }\ngroupadd course\n"
     script += (
         "export SAFE_GPU_DRIVER=simulated:dgx-a100 SAFE_GPU_TEST_SIMULATED=1\nunset SAFE_GPU_DIR SAFE_GPU_TEST_ETC\n"
     )

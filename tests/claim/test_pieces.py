@@ -70,6 +70,23 @@ def test_what_a_claim_keeps_others_off(
     assert {*claims.holders(told=False)} == {gpu.uuid for gpu in kept_off}
 
 
+@pytest.mark.parametrize(
+    ("held", "shown", "is_shared"),
+    [
+        (CARD, CARD, True),
+        (FIRST, FIRST, True),
+        (ONE, ONE, True),
+        (CARD, FIRST, False),  # the same name, and another piece of silicon
+        (FIRST, CARD, False),
+        (FIRST, FIRST._replace(mode="DPX"), False),
+    ],
+)
+def test_a_share_is_shared_with_those_of_the_same_device_alone(held: api.Gpu, shown: api.Gpu, is_shared: bool) -> None:
+    """Where no door tells, in another network namespace, shares of a card and of its first core were added up."""
+    holder = api.Claims([entry(held, share=GIB)], [shown]).holders(told=False)[shown.uuid]
+    assert (len(holder.sharers) > 0) == is_shared
+
+
 @pytest.mark.parametrize(("held", "shown", "kept_off"), RULE)
 def test_tickets_compete_by_the_same_rule(held: api.Gpu, shown: list[api.Gpu], kept_off: list[api.Gpu]) -> None:
     """But for a GPU with MIG on, which nobody can claim itself, and of whose claims the instances tell."""

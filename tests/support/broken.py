@@ -161,11 +161,8 @@ _NO_DOORS: list[tuple[Any, str, Any]] = [(Doors, "_take", _refuse), (Doors, "are
 BROKEN: dict[str, list[tuple[Any, str, Any]]] = {
     # Entries and doors
     "no second listing": [(look.Look, "_stays", lambda self, claim, gpus: True)],
-    "lower stays": [(look.Look, "_is_taken", _see_lower_alone)],
     "names come again": [(entry, "os", _Os(urandom=bytes))],
-    "unlink by number": [(Entries, "remove_dead", _remove_numbers)],
     "not locked": [(entry, "lock", lambda fd: None)],
-    "locked after its name": [(entry, "lock", _to_be_locked.append), (entry, "os", _Os(rename=_rename_and_lock))],
     "flock": [(locks, "ofd_locks", lambda: False)],  # which a neighbour can take too
     "children unlock": [(entry, "lock", _lock_and_drop_in_child)],
     "children keep all": [(locks, "_closed_in_children", _Empty())],

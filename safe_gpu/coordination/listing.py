@@ -140,6 +140,11 @@ class _Owner:
         if self._first_beyond != first:
             self.may_have_room = True
 
+    def leave_out(self, file: File) -> None:
+        """Take note that a file is beyond a bound, which stood before all that are."""
+        self.beyond += [file.name, *file.further]
+        self._first_beyond = file.order
+
     def set_beyond(self, names: Iterable[str]) -> None:
         """Set which names are beyond a bound."""
         self.beyond = in_order(names)
@@ -325,11 +330,10 @@ class Listing:
     def _leave_out_last(self, owner: _Owner) -> None:
         """Leave out the file with the highest number of those that count."""
         file = owner.pop_last()
-        names = [file.name, *file.further]
-        for name in names:
-            del self._named[name]
+        owner.leave_out(file)
         self._drop(file)
-        owner.set_beyond([*names, *owner.beyond])
+        for name in (file.name, *file.further):
+            del self._named[name]
 
     def _drop(self, file: File) -> None:
         del self._files[file.key]
@@ -356,7 +360,7 @@ class Listing:
 
     def _fill_up(self) -> None:
         """Let files count that were beyond a bound, where there is room now."""
-        for owner in self._owners.values():
+        for owner in list(self._owners.values()):
             if owner.may_have_room:
                 owner.may_have_room = False
                 self._meet_beyond(owner)

@@ -238,6 +238,28 @@ def test_what_one_user_makes_costs_others_little(case: Case) -> None:
     assert cost.mebibytes < MEBIBYTES
 
 
+@needs_root
+@pytest.mark.parametrize("act", ["come before those that count", "those that count go"])
+def test_what_comes_and_goes_costs_a_waiter_little(state_dir: Path, act: str) -> None:
+    """Of a user who has more than counts already."""
+    crowd = Crowd(state_dir)
+    for number in range(20_000):
+        crowd.file(f"claims/{10**6 + number}.{'0' * 16}")
+    with api.Directory(str(state_dir), "claims") as directory:
+        entries = api.Entries(directory)
+        began = time.process_time()
+        entries.look()
+        first = time.process_time() - began
+        for number in range(api.listing.MOST_FILES):
+            if act == "those that count go":
+                os.unlink(f"{10**6 + number}.{'0' * 16}", dir_fd=directory.fd)
+            else:
+                crowd.file(f"claims/{number}.{'0' * 16}")
+        began = time.process_time()
+        entries.look()
+        assert time.process_time() - began < 3 * first
+
+
 def unreadable_file(crowd: Crowd) -> None:
     crowd.file(f"claims/1.{'0' * 16}", b"{}", mode=0o600, lives=True)
     crowd.file(f"queue/1.{'0' * 16}", b"{}", mode=0o600)

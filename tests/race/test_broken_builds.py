@@ -22,10 +22,13 @@ TWICE = "GPU 0 is booked twice"
 CAUGHT = [  # build, what catches it, with these words, and what that says: one of these
     ("no second listing", RACE, "--shares --networks", "violation"),
     ("no second listing", EXPLORER, "--scene unlocked", TWICE),
+    ("lower stays", EXPLORER, "--scene unlocked-again --begin 'A B C4 A8'", TWICE),
     ("names come again", RACE, "--shares --networks", "violation"),
     ("names come again", EXPLORER, "--scene unlocked-again --begin 'A B C2'", TWICE),
+    ("unlink by number", EXPLORER, "--scene unlocked-dead --begin 'A6 B A7'", TWICE),
     ("not locked", RACE, "--shares --networks", "violation"),
     ("not locked", EXPLORER, "--scene apart", TWICE),
+    ("locked after its name", EXPLORER, "--scene unlocked --begin A13", TWICE),
     ("flock", RACE, "--networks", "violation|ghost"),
     ("children unlock", RACE, "--orphans --networks", "violation"),
     ("children keep all", CRASH, "--operation release-forked --how exception --call close", "is held|refused"),

@@ -16,6 +16,7 @@ from safe_gpu.coordination import directory, doors, entry
 from safe_gpu.coordination.doors import Doors
 from safe_gpu.coordination.entries import Entries
 from safe_gpu.coordination.holders import Claims
+from safe_gpu.coordination.listing import DEAD
 from safe_gpu.coordination.queue import Waiter
 from safe_gpu.coordination.silicon import Silicon
 from safe_gpu.host import locks
@@ -44,7 +45,7 @@ def _see_lower_alone(self: look.Look, gpu: Any) -> bool:
 
 
 def _remove_numbers(self: Entries) -> list[Any]:
-    numbers = {str(file.number) for file in self._listing.files() if file.state == "dead"}
+    numbers = {file.name.partition(".")[0] for file in self._listing.files() if file.state == DEAD}
     for name in os.listdir(self.directory.fd):
         if name.partition(".")[0] in numbers:
             with suppress(OSError):
@@ -161,8 +162,11 @@ _NO_DOORS: list[tuple[Any, str, Any]] = [(Doors, "_take", _refuse), (Doors, "are
 BROKEN: dict[str, list[tuple[Any, str, Any]]] = {
     # Entries and doors
     "no second listing": [(look.Look, "_stays", lambda self, claim, gpus: True)],
+    "lower stays": [(look.Look, "_is_taken", _see_lower_alone)],
     "names come again": [(entry, "os", _Os(urandom=bytes))],
+    "unlink by number": [(Entries, "remove_dead", _remove_numbers)],
     "not locked": [(entry, "lock", lambda fd: None)],
+    "locked after its name": [(entry, "lock", _to_be_locked.append), (entry, "os", _Os(rename=_rename_and_lock))],
     "flock": [(locks, "ofd_locks", lambda: False)],  # which a neighbour can take too
     "children unlock": [(entry, "lock", _lock_and_drop_in_child)],
     "children keep all": [(locks, "_closed_in_children", _Empty())],

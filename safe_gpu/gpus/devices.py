@@ -180,10 +180,6 @@ class Gpu(NamedTuple):
         """The names by whose doors it is claimed: its own, and that of its GPU if it is all of that."""
         return (self.uuid,) if self.is_piece or self.whole == self.uuid else (self.uuid, self.whole)
 
-    def is_divided_by(self, name: str) -> bool:
-        """Return whether claims of pieces hold doors of one of :attr:`names`."""
-        return not self.is_piece and name == self.whole
-
     @property
     def named_by_uuid(self) -> bool:
         """Whether CUDA's variables take its UUID. One without ``GPU-`` is no name there, or is read as a number."""

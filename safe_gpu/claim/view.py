@@ -112,7 +112,9 @@ class Polls:
         if "linked" in self.needs:
             return snapshot
         choices = self._choices(snapshot)
-        return self.driver.linked(snapshot, choices) if choices else snapshot
+        if not choices:
+            return snapshot
+        return self.driver.linked(snapshot, choices)
 
 
 class ByPid(dict[int, Any]):

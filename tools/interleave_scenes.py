@@ -377,13 +377,13 @@ SCENES: dict[str, Scene] = {
         claims(), claims(**_PATIENT), stranger(0), claims(**_PATIENT), in_turn=True, served=2, kill="B"
     ),
     "queue-contended-both": _scene(
-        claims(2), claims(**_PATIENT), claims(**_PATIENT), stranger(0), stranger(1), gpus=2, in_turn=True, served=3
+        claims(2), claims(**_PATIENT), claims(**_PATIENT), stranger(0), stranger(1), gpus=2, in_turn=True, served=2
     ),
     # What a claim has left is known without a poll, and where that is wrong, by the second one
     "queue-contexts": _scene(
-        claims(context=True), *[claims(context=True, **_PATIENT)] * 2, kill="A", in_turn=True, served=3
+        claims(context=True), *[claims(context=True, **_PATIENT)] * 2, kill="A", in_turn=True, served=2
     ),
-    "queue-lingers": _scene(claims(lingers=0.03), *[claims(**_PATIENT)] * 2, kill="B", in_turn=True, served=3),
+    "queue-lingers": _scene(claims(lingers=0.03), *[claims(**_PATIENT)] * 2, kill="B", in_turn=True, served=2),
     # A's user holds and waits: the turns are 1.5 of B, 3 of C and 2 of D
     "queue-turns": _scene(
         claims(), *(claims(**_PATIENT, after=after) for after in ("A", "A", "A")), in_turn=True, served=4, users="aaab"
@@ -524,8 +524,8 @@ class Referee:
         self._waiting.add(who)
 
     def _lost_its_place(self, who: str) -> bool:
-        """Whether a racer waits, and others cannot see that."""
-        gives_up = who in self._has or who in self._leaving or self._disturbed
+        """Whether a racer waits, and others cannot see that. One that is interrupted gives up."""
+        gives_up = who in self._has or who in self._leaving or self._disturbed or who in self._scene.interrupt
         return self._scene.in_turn and who in self._tickets and who not in self._waiting and not gives_up
 
     def stands(self, who: str) -> None:

@@ -180,14 +180,22 @@ class Waiter:
         """The number of the ticket that it takes next, by the latest listing: a new one, or that of its kept place.
 
         Numbers that are gone come again, so those who joined later may have lower ones than that place. It is not put
-        behind them. By turns it has its own number, which bounds its turn.
+        behind them, nor before those who joined earlier. By turns it has its own number, which bounds its turn.
         """
         queue, place = self._host.queue, self._kept_place
         if place is None or not self.stands_aside or not queue.would_count(place.number):
             return queue.next_number
         if self.by_turns:
             return place.number
-        return min([place.number, *self._numbers_of_later()])
+        lowest, above_earlier = place.number, 0
+        for ticket in self._counting():
+            if ticket.number >= place.number:
+                continue
+            if self._joined_before(ticket):
+                lowest = min(lowest, ticket.number)
+            else:
+                above_earlier = max(above_earlier, ticket.number + 1)
+        return max(lowest, above_earlier)
 
     def was_removed(self) -> bool:
         """Return whether somebody has removed its ticket, or the numbers before its own, by the latest listing: then
@@ -321,10 +329,9 @@ class Waiter:
             listed = [(ticket.number, ticket.name) for ticket in self._counting()]
         return [name for its_number, name in listed if its_number < number]
 
-    def _numbers_of_later(self) -> list[int]:
-        """Return the numbers of those who joined later, as their tickets say."""
-        since = self.since or 0.0
-        return [ticket.number for ticket in self._counting() if ticket.since is not None and ticket.since > since]
+    def _joined_before(self, ticket: Entry) -> bool:
+        """Return whether this waiter joined before another one, as their tickets say."""
+        return self.since is not None and ticket.since is not None and self.since < ticket.since
 
     def _in_order(self) -> list[tuple[float, Entry]]:
         return by_turn(self._counting())

@@ -227,13 +227,16 @@ def test_who_comes_back_is_not_behind_newcomers_with_numbers_that_were_gone(stat
     assert not mine.waiter.was_removed()
 
 
-def test_and_it_is_still_behind_those_who_were_ahead(join: Join) -> None:
-    first, mine = join(), join()
+def test_and_it_is_still_behind_those_who_were_ahead(state_dir: Path, join: Join) -> None:
+    """Whatever number somebody takes who says that he joined later."""
+    first, second, mine = join(), join(), join()
     mine.waiter.stand_aside()
-    later = join()
+    facts = {**api.said_by_this_process(None), **mine.waiter.request.said(), "since": time.time() + 1000}
+    _, held = api.make_entry(mine.host.queue.directory, 1, facts, by_children=False)
     mine.join()
-    assert (first.ahead(), mine.ahead()) == ([], [1])
-    assert later.ahead() == [1]
+    assert numbers(state_dir) == [1, 1, 2, 3]
+    assert (first.ahead(), sorted(second.ahead()), sorted(mine.ahead())) == ([], [1, 1], [1, 1, 2])
+    held.release()
 
 
 @pytest.mark.parametrize("turn", [None, 5.0])

@@ -19,6 +19,7 @@ from support.claims import claim, try_claim
 from support.gpus import PACKAGE_ROOT
 from support.ground import simulated_doors
 from support.processes import own_network
+from support.real import long
 
 import safe_gpu
 from safe_gpu import NotEnoughGpusError
@@ -320,7 +321,9 @@ def scene(
     return play
 
 
-KINDS = pytest.mark.parametrize("rival_wants", [{}, {"delegate": True}, {"share": 45 << 30}])
+KINDS = pytest.mark.parametrize(
+    "rival_wants", [{}, pytest.param({"delegate": True}, marks=long), pytest.param({"share": 45 << 30}, marks=long)]
+)
 
 
 @KINDS

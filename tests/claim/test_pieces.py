@@ -14,6 +14,7 @@ from support import api
 from support.claims import Host as SimulatedHost
 from support.claims import claim
 from support.gpus import PACKAGE_ROOT, FakeGpus
+from support.real import long
 from support.vendor_hosts import GIB, IntelHost, KfdHost
 
 import safe_gpu
@@ -214,7 +215,10 @@ class Host:
         return done.returncode == 0
 
 
-PLACES = ["one directory", "two directories", "private /tmp", "without host.lock"]
+PLACES = [
+    "one directory",
+    *(pytest.param(place, marks=long) for place in ("two directories", "private /tmp", "without host.lock")),
+]
 
 
 @pytest.fixture
@@ -261,7 +265,7 @@ def show_amd(host: Host, partitions: int, *, named: bool) -> None:
 
 
 @pytest.mark.parametrize("host", PLACES, indirect=True)
-@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("named", [True, pytest.param(False, marks=long)])
 def test_amd_partitions(host: Host, named: bool) -> None:
     show_amd(host, 1, named=named)
     host.hold("0")

@@ -26,6 +26,7 @@ from support.claims import claim, try_claim
 from support.forks import in_fork
 from support.gpus import PACKAGE_ROOT
 from support.guard import is_locked
+from support.real import long
 from support.vendor_hosts import HipHost
 
 import safe_gpu
@@ -342,7 +343,14 @@ def hosts(fake_gpus: Any, tmp_path: Path, build_library: Any) -> dict[str, dict[
 
 @pytest.mark.parametrize(
     ("driver", "vendor"),
-    [("nvml", "nvidia"), ("nvidia-smi", "nvidia"), ("kfd", "amd"), ("simulated", ""), ("simulated AMD", "")],
+    [
+        ("nvml", "nvidia"),
+        ("kfd", "amd"),
+        *(
+            pytest.param(*one, marks=long)
+            for one in (("nvidia-smi", "nvidia"), ("simulated", ""), ("simulated AMD", ""))
+        ),
+    ],
 )
 def test_a_waiter_has_all_that_its_claim_needs_and_no_other_vendor(
     hosts: Any, fake_nvidia_smi: Any, child: Any, tmp_path: Path, driver: str, vendor: str
@@ -631,6 +639,7 @@ class World:
             self.come_or_go(gpu)
 
 
+@long
 def test_whatever_happens_in_whatever_order(child: Any, stranger_pid: int) -> None:
     world = World(lambda: child(PLAYER), stranger_pid)
 

@@ -22,6 +22,7 @@ from support.claims import claim
 from support.findings import finding
 from support.forks import CAN_TRACE, each_point
 from support.processes import mounted
+from support.real import long
 
 FIRST, SECOND = 54321, 54322
 
@@ -45,6 +46,7 @@ def make_all(path: Path) -> None:
         os.close(root.open_known(api.HOST_LOCK, make=True)[0])
 
 
+@long
 @needs_root
 @pytest.mark.skipif(not CAN_TRACE, reason="cannot trace processes here")
 def test_killed_at_any_step_it_is_open_to_others(open_tmp: Path, as_user: Any) -> None:

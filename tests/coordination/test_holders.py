@@ -19,6 +19,7 @@ from support import api
 from support.actor import Actor
 from support.forks import CAN_TRACE, each_point
 from support.processes import own_network
+from support.real import long
 
 ANNA, BEN = 4711, 4712
 GIB = 1 << 30
@@ -258,6 +259,7 @@ def test_inside_another_claim(gpu: str, doors: api.Doors, make: Callable[..., ap
     assert is_free(gpu)
 
 
+@long
 @pytest.mark.skipif(not CAN_TRACE, reason="cannot trace processes here")
 def test_whichever_way_they_are_closed_one_of_the_token_goes_before_the_gpu(gpu: str) -> None:
     """As a process is killed, released or ends at any system call, nobody is inside once the GPU could be had."""

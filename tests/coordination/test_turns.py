@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import api
+from support.real import long
 
 GPUS = [f"GPU-{number}" for number in range(8)]
 SIMPLE, RESTRICTED, OLDER, SHARES, FORGED, WEIGHTS, GAPS, STOPPED = 0, 1, 2, 4, 8, 16, 32, 64
@@ -143,6 +144,7 @@ def overtaken(before: list[api.Entry], newcomer: api.Entry, world: World) -> lis
 SEEDS = st.integers(0, 2**32)
 
 
+@long
 @settings(max_examples=40)
 @given(seed=SEEDS, kinds=st.integers(0, 63))
 def test_no_newcomer_passes_the_first_an_older_client_or_1023_numbers(kinds: int, seed: int) -> None:
@@ -155,6 +157,7 @@ def test_no_newcomer_passes_the_first_an_older_client_or_1023_numbers(kinds: int
             assert any(competes(other, one) for other in before[: before.index(one)])
 
 
+@long
 @settings(max_examples=40)
 @given(seed=SEEDS, kinds=st.sampled_from([SIMPLE, SHARES, WEIGHTS, FORGED, SHARES | WEIGHTS | FORGED | GAPS]))
 def test_where_all_compete_the_first_stays_first_and_its_date_never_moves_later(kinds: int, seed: int) -> None:
@@ -176,6 +179,7 @@ def test_where_all_compete_the_first_stays_first_and_its_date_never_moves_later(
     look()
 
 
+@long
 @settings(max_examples=40)
 @given(seed=SEEDS, kinds=st.integers(0, 127))
 def test_nobody_waits_for_ever_and_no_gpu_idles_beside_a_first_that_fits(kinds: int, seed: int) -> None:
@@ -203,6 +207,7 @@ def test_who_uses_least_waits_for_one_request_of_each_other_user(seed: int) -> N
             assert len({one.uid for one in others}) == len(others)
 
 
+@long
 @settings(max_examples=40)
 @given(seed=SEEDS, kinds=st.integers(0, 31))
 def test_competitors_keep_their_order_when_others_leave(kinds: int, seed: int) -> None:

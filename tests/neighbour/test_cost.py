@@ -239,7 +239,7 @@ def test_what_one_user_makes_costs_others_little(case: Case) -> None:
 
 
 @needs_root
-@pytest.mark.parametrize("act", ["come before those that count", "those that count go"])
+@pytest.mark.parametrize("act", ["come before those that count", pytest.param("those that count go", marks=long)])
 def test_what_comes_and_goes_costs_a_waiter_little(state_dir: Path, act: str) -> None:
     """Of a user who has more than counts already."""
     crowd = Crowd(state_dir)
@@ -283,7 +283,9 @@ def very_many_names(crowd: Crowd) -> None:
     dead_names(crowd, 65_537)
 
 
-@pytest.mark.parametrize("make", [unreadable_file, large_file, dead_names, living_names, very_many_names])
+@pytest.mark.parametrize(
+    "make", [unreadable_file, large_file, dead_names, living_names, pytest.param(very_many_names, marks=long)]
+)
 def test_no_file_of_one_user_refuses_the_claims_of_another(state_dir: Path, ground: Any, user: Any, make: Any) -> None:
     crowd = Crowd(state_dir)
     make(crowd)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.actor import GONE
-from support.real import REQUIRED
+from support.real import REQUIRED, long
 from support.stage import Stage, claims, import_everything, let_go
 from support.vendor_hosts import HipHost
 
@@ -49,7 +49,7 @@ def test_nobody_collides_on_a_host_of_hip(tmp_path: Path, build_library: Callabl
     nobody_collides("--hip", str(host.library), "--root", str(host.root), "--work")
 
 
-@pytest.mark.parametrize("vendor", ["mig", "amd", "intel"])
+@pytest.mark.parametrize("vendor", ["mig", *(pytest.param(vendor, marks=long) for vendor in ("amd", "intel"))])
 @pytest.mark.parametrize(
     "way",
     [

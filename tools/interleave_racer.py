@@ -28,7 +28,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from safe_gpu.claim import view as host_view
+from safe_gpu.claim import closed
 from safe_gpu.coordination import directory, doors
 from safe_gpu.drivers import simulated
 from safe_gpu.host import locks
@@ -376,9 +376,9 @@ def _replace(racer: Racer) -> None:
         (driver, "usage", "poll some"),
         (driver, "occupy", "start context"),
         (context, "close", "end context"),
-        (host_view, "has_closed_file", "read closed"),
+        (closed, "has_closed_file", "read closed"),
     ):
-        if racer.scene.closes or owner is not host_view:
+        if racer.scene.closes or owner is not closed:
             setattr(owner, name, racer.whole(getattr(owner, name), what))
 
     def names(self: Any, most: int | None = None, **options: int) -> set[str]:

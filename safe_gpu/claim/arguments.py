@@ -65,15 +65,18 @@ def parse_timeout(timeout: object, environ: Mapping[str, str], *, in_batch_job: 
 
 def default_timeout(environ: Mapping[str, str], *, in_batch_job: bool) -> float | None:
     """Return ``SAFE_GPU_TIMEOUT``, else 300 s inside a batch job, else 10 s."""
-    if text := environ.get("SAFE_GPU_TIMEOUT"):
+    text = environ.get("SAFE_GPU_TIMEOUT")
+    if text:
         return parse_duration(text, "SAFE_GPU_TIMEOUT")
-    return _BATCH if in_batch_job else _INTERACTIVE
+    if in_batch_job:
+        return _BATCH
+    return _INTERACTIVE
 
 
 _DAY = 86400.0
 
-# A text as an argument that is a smaller number than this, in seconds, probably lacks its unit.
-_FEWEST = 60
+# ``hold_for="30"`` is probably 30 minutes or hours: a number below this, in seconds, that is written as text.
+_UNIT_MISSING_BELOW = 60
 
 
 class HoldTime(NamedTuple):
@@ -93,13 +96,19 @@ class HoldTime(NamedTuple):
         """Return the seconds for a claim that gets its GPUs at ``now``, at least 1; None is unknown.
 
         Args:
-            outer_end: when the claim around this one will probably end, Unix seconds; None if there is none, or if
-                that is not known.
+            outer_end: when the enclosing claim will probably end, Unix seconds; None if there is none, or if that is
+                not known.
         """
-        if self.said or (self.seconds is not None and outer_end is None):
+        if self.said:
             return self.seconds
-        end = self.end if outer_end is None else outer_end
-        return None if end is None or end <= now else max(1.0, round(end - now, 3))
+        end = outer_end
+        if end is None:
+            if self.seconds is not None:
+                return self.seconds
+            end = self.end
+        if end is None or end <= now:
+            return None
+        return max(1.0, round(end - now, 3))
 
 
 UNKNOWN = HoldTime()
@@ -115,27 +124,36 @@ def parse_hold_for(hold_for: object, environ: Mapping[str, str], job: JobContext
     """
     if hold_for is not DEFAULT:
         return HoldTime(_hold_seconds(hold_for, "hold_for"), said=True)
-    if text := environ.get("SAFE_GPU_FOR"):
+    text = environ.get("SAFE_GPU_FOR")
+    if text:
         return HoldTime(_hold_seconds(text, "SAFE_GPU_FOR"))
     now = time.time()
     end: float | None = job.ends
     if end is None and job.walltime is not None:
         # The job began with its session. In a later session the end is estimated too late, which delays nobody.
         end = now - (procfs.seconds_running(os.getsid(0)) or 0.0) + job.walltime
-    return HoldTime(end=end if end is not None and now < end <= now + _DAY else None)
+    if end is None or not now < end <= now + _DAY:
+        return UNKNOWN
+    return HoldTime(end=end)
 
 
 def _hold_seconds(value: object, name: str) -> float | None:
-    word = value.strip().lower() if isinstance(value, str) else ""
+    word = ""
+    if isinstance(value, str):
+        word = value.strip().lower()
     if word == "unknown":
         return None
     what = "a time to hold GPUs: give at least a second, or unknown"
     seconds = parse_seconds(value, name, what, least=1.0)
-    if name == "hold_for" and seconds is not None and seconds < _FEWEST and word.isdecimal():
-        written = style.written(name, value)
-        hours, minutes, short = (style.value(f"{value}{unit}") for unit in "hms")
-        problem = f"{written} means {value} seconds? write {hours}, {minutes} or {short}"
-        raise UnsatisfiableRequestError(problem, value=value)
+    is_short = seconds is not None and seconds < _UNIT_MISSING_BELOW
+    if name == "hold_for" and is_short and word.isdecimal():
+        in_hours = style.value(f"{value}h")
+        in_minutes = style.value(f"{value}m")
+        in_seconds = style.value(f"{value}s")
+        raise UnsatisfiableRequestError(
+            f"{style.written(name, value)} means {value} seconds? write {in_hours}, {in_minutes} or {in_seconds}",
+            value=value,
+        )
     return seconds
 
 
@@ -193,18 +211,22 @@ class ClaimOptions(NamedTuple):
     @property
     def tell(self) -> Tell:
         """What takes the lines about a driver or a placeholder that takes long."""
-        return tell_by(self.logger) if self.on_delay is None else self.on_delay
+        if self.on_delay is None:
+            return tell_by(self.logger)
+        return self.on_delay
 
     @property
     def deadline(self) -> float:
         """``time.monotonic()`` value at which the wait ends; ``math.inf`` if it never does."""
-        return math.inf if self.timeout is None else self.began + self.timeout
+        if self.timeout is None:
+            return math.inf
+        return self.began + self.timeout
 
     @property
     def lock_deadline(self) -> float | None:
-        """``time.monotonic()`` value until which a look waits for host.lock; None waits without limit.
+        """``time.monotonic()`` value until which an attempt waits for host.lock; None waits without limit.
 
-        It is always some time ahead. Otherwise the last look of a claim would fail whenever many processes use the
+        It is always some time ahead. Otherwise the last attempt of a claim would fail whenever many processes use the
         lock.
         """
         if self.timeout is None:
@@ -226,7 +248,9 @@ def warn_worker(logger: Any) -> None:
 
 def asks_for_none(nb_gpus: object) -> bool:
     """Return whether a claim is for no GPU: 0, or "job" where ``SAFE_GPU_NB_GPUS`` is 0."""
-    return (count(os.environ, "SAFE_GPU_NB_GPUS") if nb_gpus == "job" else as_index(nb_gpus)) == 0
+    if nb_gpus == "job":
+        return count(os.environ, "SAFE_GPU_NB_GPUS") == 0
+    return as_index(nb_gpus) == 0
 
 
 def read_options(
@@ -254,51 +278,89 @@ def read_options(
         PlaceholderError: ``placeholder_fn`` is not callable.
     """
     began = time.monotonic()
+    environ = os.environ
     if delegate and conditions.get("share") is not None:
         raise UnsatisfiableRequestError(
             f"delegate=True with share={conditions['share']!r}: no claim can be made inside a share, so leave one of "
             "them out",
             value=delegate,
         )
-    if logger is None:
-        logger = package_logger()
-    elif not callable(getattr(logger, "info", None)):
-        problem = f"logger={logger!r} is not a logger: pass a logging.Logger, or leave it out"
-        raise UnsatisfiableRequestError(problem, value=logger)
-    environ = os.environ
+    logger = _checked_logger(logger)
     job = current(environ)
     number = nb_gpus
     if nb_gpus == "job":
-        from ..schedulers.gpu_count import number_for_job
-
-        number = number_for_job(environ)
+        number = _number_for_job(environ)
     request = parse_request(number, vendor=vendor, **conditions)
     wait = parse_timeout(timeout, environ, in_batch_job=job.scheduler is not None)
-    ends = job
-    if end_can_be_asked(job) and isinstance(hold_for, DefaultTimeout) and not environ.get("SAFE_GPU_FOR"):
-        from ..schedulers.gpu_count import with_end
-
-        # Thousands of array tasks of one GPU would ask it at once.
-        ends = with_end(environ, job, ask=job.task_id is None or request.nb_gpus > 1)
-    hold = parse_hold_for(hold_for, environ, ends)
+    job_with_end = job
+    if end_can_be_asked(job) and hold_for is DEFAULT and not environ.get("SAFE_GPU_FOR"):
+        job_with_end = _ask_for_end(job, environ, request)
+    hold = parse_hold_for(hold_for, environ, job_with_end)
     render_cuda((), visible_as=visible_as, snapshot=HostSnapshot(()))
     settings.check(environ)
     binding = parse_options(affinity, memory)
     binding_required = (affinity is not NODE_BY_DEFAULT or memory is not None) and not falls_back(affinity)
+    pause = _checked_pause(debug_sleep)
+    _check_placeholder(placeholder_fn)
+    for doubt in settings.doubts(environ):
+        logger.warning("%s", doubt)
+    return ClaimOptions(
+        request=request,
+        timeout=wait,
+        began=began,
+        logger=logger,
+        placeholder_fn=placeholder_fn,
+        binding=binding,
+        memory=memory,
+        binding_required=binding_required,
+        visible_as=visible_as,
+        pause=pause,
+        delegate=delegate,
+        job=job,
+        command=command,
+        on_wait=on_wait,
+        hold=hold,
+        on_delay=on_delay,
+    )
+
+
+def _checked_logger(logger: Any) -> Any:
+    if logger is None:
+        return package_logger()
+    if not callable(getattr(logger, "info", None)):
+        problem = f"logger={logger!r} is not a logger: pass a logging.Logger, or leave it out"
+        raise UnsatisfiableRequestError(problem, value=logger)
+    return logger
+
+
+def _number_for_job(environ: Mapping[str, str]) -> int:
+    from ..schedulers.gpu_count import number_for_job
+
+    return number_for_job(environ)
+
+
+def _ask_for_end(job: JobContext, environ: Mapping[str, str], request: Selection) -> JobContext:
+    """Return a batch job with its end, if its scheduler tells that."""
+    from ..schedulers.gpu_count import with_end
+
+    # Thousands of array tasks of one GPU would ask it at once.
+    return with_end(environ, job, ask=job.task_id is None or request.nb_gpus > 1)
+
+
+def _checked_pause(debug_sleep: float) -> float:
     pause = number_of(debug_sleep)
     if not 0 <= pause < math.inf:  # time.sleep would refuse it after the claim
         problem = f"debug_sleep={debug_sleep!r} is not a number of seconds: pass 0 or a positive number"
         raise UnsatisfiableRequestError(problem, value=debug_sleep)
+    return pause
+
+
+def _check_placeholder(placeholder_fn: object) -> None:
     if placeholder_fn is not None and not callable(placeholder_fn):
         raise PlaceholderError(
             f"placeholder_fn={placeholder_fn!r} cannot be called: pass a function of the CUDA ordinal that returns "
             "what holds that GPU, such as PytorchPlaceholder(), or leave it out"
         )
-    for doubt in settings.doubts(environ):
-        logger.warning("%s", doubt)
-    options = ClaimOptions(request, wait, began, logger, placeholder_fn, binding, memory, binding_required, visible_as)
-    options = options._replace(pause=pause, delegate=delegate, job=job, command=command, hold=hold)
-    return options._replace(on_wait=on_wait, on_delay=on_delay)
 
 
 def with_policy_limits(options: ClaimOptions) -> ClaimOptions:
@@ -309,7 +371,8 @@ def with_policy_limits(options: ClaimOptions) -> ClaimOptions:
     """
     path = settings.existing_policy(os.environ)
     if path is None:
-        if given := os.environ.get("SAFE_GPU_POLICY"):
+        given = os.environ.get("SAFE_GPU_POLICY")
+        if given:
             options.logger.warning("SAFE_GPU_POLICY=%s does not exist: nothing is limited", printable_lines(given))
         return options
     from .limits import quota_of

@@ -49,40 +49,51 @@ def visible_limit_of(snapshot: HostSnapshot, nb_gpus: int, runtime: Runtime) -> 
     if settings.ignores_fence(os.environ):
         return None
     limit = read_visible_once(os.environ, snapshot)
-    if limit is not None and current().scheduler is not None:
+    if limit is None:
+        return None
+    if current().scheduler is not None:
         limit = limit._replace(lift="")
-    if limit is not None and limit.ambiguous:
-        raise UnsatisfiableRequestError(
-            f"{limit.name}={limit.value} is ambiguous: {limit.doubt}; set {limit.clear_by}"
-            f"{limit.lift and f', or set {limit.lift}'}",
-            value=limit.value,
-        )
+    if limit.ambiguous:
+        problem = f"{limit.name}={limit.value} is ambiguous: {limit.doubt}; set {limit.clear_by}"
+        if limit.lift:
+            problem += f", or set {limit.lift}"
+        raise UnsatisfiableRequestError(problem, value=limit.value)
     return limit
 
 
 def _frozen(snapshot: HostSnapshot, nb_gpus: int, visible: tuple[str, ...], runtime: Runtime) -> VisibleLimit:
     """Return the limit of a process in which CUDA is initialised. It can claim exactly the GPUs that CUDA sees, no
     others."""
-    # As the driver writes them; None is one that it does not list.
-    found = [next((gpu.uuid for gpu in reversed(snapshot.gpus) if runtime.is_same(one, gpu)), None) for one in visible]
-    if None in found or len(found) != nb_gpus:
-        library = runtime.title
-        cannot = f"sees {len(visible)} GPU(s), so a claim of {nb_gpus} cannot change which ones it uses"
-        problem = (
-            f"{library} is already initialised in this process and {cannot}: call claim_gpus() before "
-            f"torch.cuda.is_available(), device_count() and anything else that initialises {library}"
-        )
-        if placeholder := initializers.get(os.getpid()):
-            problem = (
-                f"{library} was initialised in this process by the placeholder of an earlier claim "
-                f"({placeholder}), and it stays so after release_gpus(): it {cannot}: make one claim of "
-                f"{max(nb_gpus, len(visible))}, or make the earlier claim with placeholder_fn=NoPlaceholder() and use "
-                "no GPU before this one"
-            )
-        raise CudaInitializedError(f"{problem}, or start a new process", visible=visible)
+    uuids = [_uuid_in(snapshot, one, runtime) for one in visible]
+    known = tuple(uuid for uuid in uuids if uuid is not None)
+    if len(known) < len(uuids) or len(uuids) != nb_gpus:
+        raise CudaInitializedError(_why_frozen(nb_gpus, len(visible), runtime.title), visible=visible)
     name = visible_variables(snapshot)[0]
-    uuids = tuple(filter(None, found))
-    return VisibleLimit(os.environ.get(name, ""), uuids, frozen=True, name=name, library=runtime.title, lift="")
+    return VisibleLimit(os.environ.get(name, ""), known, frozen=True, name=name, library=runtime.title, lift="")
+
+
+def _uuid_in(snapshot: HostSnapshot, visible: str, runtime: Runtime) -> str | None:
+    """Return the UUID of a GPU that CUDA sees as the driver writes it; None of one that it does not list."""
+    for gpu in reversed(snapshot.gpus):
+        if runtime.is_same(visible, gpu):
+            return gpu.uuid
+    return None
+
+
+def _why_frozen(nb_gpus: int, nb_visible: int, library: str) -> str:
+    cannot = f"sees {nb_visible} GPU(s), so a claim of {nb_gpus} cannot change which ones it uses"
+    placeholder = initializers.get(os.getpid())
+    if placeholder:
+        return (
+            f"{library} was initialised in this process by the placeholder of an earlier claim ({placeholder}), and it "
+            f"stays so after release_gpus(): it {cannot}: make one claim of {max(nb_gpus, nb_visible)}, or make the "
+            "earlier claim with placeholder_fn=NoPlaceholder() and use no GPU before this one, or start a new process"
+        )
+    return (
+        f"{library} is already initialised in this process and {cannot}: call claim_gpus() before "
+        f"torch.cuda.is_available(), device_count() and anything else that initialises {library}, or start a new "
+        "process"
+    )
 
 
 class ClaimVariables:
@@ -94,7 +105,7 @@ class ClaimVariables:
     def set(self, variables: Mapping[str, str]) -> None:
         """Set these variables."""
         for name, value in variables.items():
-            self._set[name] = value, os.environ.get(name)
+            self._set[name] = (value, os.environ.get(name))
             os.environ[name] = value
 
     def restore(self) -> None:
@@ -111,16 +122,20 @@ class ClaimVariables:
 def share_variables(share: int, gpus: Collection[Gpu], environ: Mapping[str, str]) -> dict[str, str]:
     """Return variables that keep a program within its share of each GPU, in bytes."""
     fraction = f"{share_fraction(share, gpus):.6g}"
-    found = {"GPU_MEMORY_LIMIT": str(share), "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+    for_frameworks = {"GPU_MEMORY_LIMIT": str(share), "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
     if "XLA_CLIENT_MEM_FRACTION" not in environ:  # JAX refuses both together
-        found["XLA_PYTHON_CLIENT_MEM_FRACTION"] = fraction
+        for_frameworks["XLA_PYTHON_CLIENT_MEM_FRACTION"] = fraction
     if environ.get("SAFE_GPU_SHARE_TORCH") == "1":  # PyTorch before 2.10 refuses the option
-        found["PYTORCH_CUDA_ALLOC_CONF"] = f"per_process_memory_fraction:{fraction}"
-    pipe = environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"
-    if os.path.exists(os.path.join(pipe, "control")) and all(gpu.named_by_uuid for gpu in gpus):
-        found["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = ",".join(f"{gpu.uuid}={share // MIB}M" for gpu in gpus)
-    found = {name: value for name, value in found.items() if name not in environ}
-    return {"SAFE_GPU_SHARE": str(share), "SAFE_GPU_SHARE_FRACTION": fraction, **found}
+        for_frameworks["PYTORCH_CUDA_ALLOC_CONF"] = f"per_process_memory_fraction:{fraction}"
+    mps_pipe = environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"
+    if os.path.exists(os.path.join(mps_pipe, "control")) and all(gpu.named_by_uuid for gpu in gpus):
+        limits = ",".join(f"{gpu.uuid}={share // MIB}M" for gpu in gpus)
+        for_frameworks["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = limits
+    variables = {"SAFE_GPU_SHARE": str(share), "SAFE_GPU_SHARE_FRACTION": fraction}
+    for name, value in for_frameworks.items():
+        if name not in environ:
+            variables[name] = value
+    return variables
 
 
 class ClaimEntry:
@@ -133,7 +148,7 @@ class ClaimEntry:
     Attributes:
         name: of its file.
         file: device and inode of that.
-        stays: whether the second listing found nobody in its way. Only then the history tells of it.
+        is_final: whether the second listing found nobody in its way. Only then the history tells of it.
 
     Raises:
         StateDirError: it cannot be made (no space).
@@ -141,7 +156,7 @@ class ClaimEntry:
 
     def __init__(self, host: Host, facts: Mapping[str, Any]) -> None:
         assert host.directory is not None
-        self.stays = False
+        self.is_final = False
         self._facts = facts
         self._path = host.path
         self._began = time.clock_gettime(time.CLOCK_BOOTTIME)  # which does not jump
@@ -175,7 +190,7 @@ class ClaimEntry:
 
     def _end(self) -> None:
         state_dir = Place(self._path, self._kept.fd)
-        if self.stays:
+        if self.is_final:
             self._append_to_history(state_dir)
         with suppress(OSError):  # no file of this name exists elsewhere, whatever the owner makes of claims
             os.unlink(f"claims/{self.name}", dir_fd=state_dir.fd)
@@ -193,7 +208,7 @@ class Claim:
     """What one claim holds. It is created empty and filled step by step, so that :meth:`release` works at any time.
 
     Args:
-        said: of this process, see :func:`~safe_gpu.coordination.entry.said_by_this_process`; made before host.lock is
+        facts: of this process, see :func:`~safe_gpu.coordination.entry.said_by_this_process`; made before host.lock is
             taken.
         secret: lets child processes claim inside this claim; "" for none.
 
@@ -201,15 +216,15 @@ class Claim:
         gpus: the claimed GPUs, as in ``before``.
         doors: of these GPUs, which keep off processes with another state directory.
         share: bytes of each GPU that it holds; None for whole GPUs, and inside another claim.
-        inside: hash of the token of the claim around it; "" of a claim inside none.
+        inside: hash of the token of the enclosing claim; "" of a claim inside none.
         entry: by which processes with this state directory see the claim; None before it is made, and once it is
             released.
         before: the last poll before the placeholders are allocated.
-        explained: UUID -> driver pids on that GPU that belong to the claim around it.
+        explained: UUID -> driver pids on that GPU that belong to the enclosing claim.
         older: the lock of the older package, while it is held.
     """
 
-    def __init__(self, said: Mapping[str, Any], secret: str = "") -> None:
+    def __init__(self, facts: Mapping[str, Any], secret: str = "") -> None:
         self.gpus: tuple[Gpu, ...] = ()
         self.doors = Doors()
         self.share: int | None = None
@@ -218,18 +233,22 @@ class Claim:
         self.before = HostSnapshot(())
         self.explained: Mapping[str, Collection[int]] = {}
         self.older: ReadLock | None = None
-        self._said = said
+        self._facts = facts
         self._secret = secret
 
     @property
     def token(self) -> str:
         """What child processes need to claim inside this claim, whose hash its entry has; "" if they cannot."""
-        return "" if self.inside else self._secret
+        if self.inside:
+            return ""
+        return self._secret
 
     @property
     def file(self) -> tuple[int, int] | None:
         """Device and inode of its entry; None without one."""
-        return None if self.entry is None else self.entry.file
+        if self.entry is None:
+            return None
+        return self.entry.file
 
     @property
     def is_intact(self) -> bool:
@@ -260,21 +279,33 @@ class Claim:
             StateDirError: the entry cannot be made (no space).
         """
         now = round(time.time(), 3)
-        self.gpus, self.share = gpus, share
+        self.gpus = gpus
+        self.share = share
+        until = None
+        if hold_for is not None:
+            until = round(now + hold_for, 3)
+        if queued is not None:
+            queued = round(queued, 3)
+        token = ""
+        if self.token:
+            token = digest(self.token)
+        capacity = None
+        if share is not None:
+            capacity = _least_capacity(gpus)
         facts = {
-            **self._said,
+            **self._facts,
             "since": now,
-            "until": hold_for and round(now + hold_for, 3),
-            "queued": queued and round(queued, 3),
+            "until": until,
+            "queued": queued,
             "gpus": {gpu.uuid: share for gpu in gpus},
             "parts": self.doors.parts,
             **keys_of(gpus),
             "display": display,
-            "token": digest(self.token) if self.token else "",
+            "token": token,
             "inside": self.inside,
             "waited": round(waited, 3),
             "labels": [gpu.label for gpu in gpus],
-            "of": share and min(filter(None, map(share_capacity, gpus)), default=None),
+            "of": capacity,
         }
         self.entry = ClaimEntry(host, facts)
 
@@ -302,3 +333,13 @@ class Claim:
                 self.entry = None
             steps.callback(self.doors.release)
             steps.callback(self.release_older)
+
+
+def _least_capacity(gpus: Collection[Gpu]) -> int | None:
+    """Return the bytes that claims can share of the smallest of these GPUs; None if that is known of none."""
+    capacities = []
+    for gpu in gpus:
+        capacity = share_capacity(gpu)
+        if capacity:
+            capacities.append(capacity)
+    return min(capacities, default=None)

@@ -51,27 +51,40 @@ class FailedPlaceholder:
             works_on: tries the placeholder on another GPU of the claim, by its ordinal, and returns whether it works.
         """
         blamed = self._blamed(works_on)
-        device_no = self._device_no if blamed is None else blamed
+        device_no = self._device_no
+        if blamed is not None:
+            device_no = blamed
         gpu = self._claim.gpus[device_no]
         where = self._circumstances(gpu)
         what = self._what_failed(where)
         logger.error("Failed to acquire placeholder on GPU %s: %s", gpu.label, what)
-        others = f"; on it: {where.others}" if where.others else ""
-        text = f"{what} [GPU {gpu.label}, {gpu.uuid}{others}]"
-        lasts = 0.0 if blamed is None else seconds_last(self._err, where)
-        if lasts:
-            fault = GpuFault(time.time(), text, lasts)
-            change_notes([gpu], lambda state_dir, uuid: write_fault(state_dir, uuid, fault), logger)
-            how_long = "a day" if lasts == LAST_CHOICE else "an hour"
-            text += f"; GPU {gpu.label} is taken last for {how_long}: start a new process"
+        facts = f"GPU {gpu.label}, {gpu.uuid}"
+        if where.others:
+            facts += f"; on it: {where.others}"
+        text = f"{what} [{facts}]"
+        if blamed is not None:
+            text += self._note(gpu, text, seconds_last(self._err, where), logger)
         return PlaceholderError(text, device_no=device_no, uuid=gpu.uuid)
+
+    def _note(self, gpu: Gpu, text: str, lasts: float, logger: Any) -> str:
+        """Note that a claim failed on a GPU, for that many seconds, and return what the error says of that; "" if it is
+        not to be noted."""
+        if not lasts:
+            return ""
+        fault = GpuFault(time.time(), text, lasts)
+        change_notes([gpu], lambda state_dir, uuid: write_fault(state_dir, uuid, fault), logger)
+        how_long = "an hour"
+        if lasts == LAST_CHOICE:
+            how_long = "a day"
+        return f"; GPU {gpu.label} is taken last for {how_long}: start a new process"
 
     def _what_failed(self, where: Circumstances) -> str:
         """Return what has failed and why, for people."""
         name = placeholders.name_of(self._placeholder)
         if self._driver.is_simulated and isinstance(self._placeholder, placeholders.Base):
             return f"{name} needs a GPU, and those of {self._driver.name} are simulated: leave placeholder_fn out"
-        text, cause = str(self._err), self._err.__cause__
+        text = str(self._err)
+        cause = self._err.__cause__
         if cause is not None:
             text = text.removesuffix(likely_cause(cause))  # which was guessed without the facts
         return f"{text}{likely_cause(root_of(self._err), where)}"
@@ -120,7 +133,8 @@ class FailedPlaceholder:
         try:
             (now,) = self._driver.usage((gpu,))
             processes = [process for process in now.processes or () if process.pid not in view.own]
-            others = ", ".join(map(process_text, users_of(now, processes, describe_process)))
+            others = ", ".join(process_text(process) for process in users_of(now, processes, describe_process))
         except SafeGpuError as err:
-            now, others = gpu._replace(memory_free=None), str(err)
+            now = gpu._replace(memory_free=None)
+            others = str(err)
         return Circumstances(now, others, self._own_context, view.is_frozen)

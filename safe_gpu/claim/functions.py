@@ -86,7 +86,7 @@ def claim_gpus(*args: Any, **options: Any) -> GPUOwner:
         delegate: let child processes claim from this claim; not with ``share``.
         hold_for: how long the GPUs will probably be held, in seconds or "2h"; None is unknown. It gets short claims in
             earlier and ends nothing. Default: SAFE_GPU_FOR, else until the end of the batch job, else unknown.
-        vendor: such as "amd". Default: that of the claim around this process, else the first that has GPUs here.
+        vendor: such as "amd". Default: that of the claim that encloses this process, else the first that has GPUs here.
 
     Returns:
         The owner, which is also ``safe_gpu.gpu_owner`` until :func:`release_gpus`.
@@ -100,7 +100,8 @@ def claim_gpus(*args: Any, **options: Any) -> GPUOwner:
 
     After an error nothing stays claimed, and the environment is restored.
     """
-    owners["gpu_owner"] = owner = GPUOwner(*args, **options)
+    owner = GPUOwner(*args, **options)
+    owners["gpu_owner"] = owner
     return owner
 
 
@@ -145,7 +146,9 @@ def _wait_for_turn(turn: RLock, nb_gpus: Any, options: Mapping[str, Any]) -> flo
     Raises:
         ClaimTimeout: none are.
     """
-    asked = read_options(1 if asks_for_none(nb_gpus) else nb_gpus, **options)
+    if asks_for_none(nb_gpus):
+        nb_gpus = 1  # the number does not matter here, and 0 is refused
+    asked = read_options(nb_gpus, **options)
     timeout = asked.timeout
     asked.logger.info("waiting for another thread of this process, which claims GPUs")
     if timeout is None:
@@ -163,11 +166,14 @@ def _wait_for_turn(turn: RLock, nb_gpus: Any, options: Mapping[str, Any]) -> flo
 def _ensured(nb_gpus: Any, options: dict[str, Any]) -> GPUOwner:
     holder = current_owner()
     if holder is None:
-        owners["gpu_owner"] = holder = GPUOwner(nb_gpus, **options)
+        holder = GPUOwner(nb_gpus, **options)
+        owners["gpu_owner"] = holder
         return holder
     refuse_lost(holder)
-    none = asks_for_none(nb_gpus)
-    if (NO_GPU if none else request_key(read_options(nb_gpus, **options))) == holder._asked:
+    asked = NO_GPU
+    if not asks_for_none(nb_gpus):
+        asked = request_key(read_options(nb_gpus, **options))
+    if asked == holder._asked:
         return holder
     raise already_claimed(holder, "by another request: release_gpus() first")
 

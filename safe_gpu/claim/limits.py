@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -45,14 +45,23 @@ def check_policy_limits(nb_gpus: float, limits: Limits, seconds: float | None = 
     """
     most = limits.max_gpus
     if most is not None and nb_gpus > most:
-        number, way_out = (f"{most} at once", "ask for fewer, or ") if most else ("none", "")
+        thing = "GPUs"
+        if nb_gpus == 1:
+            thing = "GPU"
+        number = "none"
+        way_out = "ask the administrator"
+        if most:
+            number = f"{most} at once"
+            way_out = "ask for fewer, or ask the administrator"
         raise UnsatisfiableRequestError(
-            f"{nb_gpus:.2g} {'GPU' if nb_gpus == 1 else 'GPUs'} asked for, and {limits.path} allows you {number} on "
-            f"this host ({limits.sections['max_gpus']}): {way_out}ask the administrator",
+            f"{nb_gpus:.2g} {thing} asked for, and {limits.path} allows you {number} on this host "
+            f"({limits.sections['max_gpus']}): {way_out}",
             value=nb_gpus,
         )
     if limits.max_hold is not None and seconds is not None and seconds > limits.max_hold:
-        name = style.option("hold_for") if said else "SAFE_GPU_FOR"
+        name = "SAFE_GPU_FOR"
+        if said:
+            name = style.option("hold_for")
         raise UnsatisfiableRequestError(
             f"{name} says {format_age(seconds)}, and {limits.path} allows you {format_age(limits.max_hold)} "
             f"({limits.sections['max_hold']}): say less, or ask the administrator",
@@ -78,7 +87,7 @@ class Quota:
     Attributes:
         limits: those of this user.
         rules: those of all users.
-        unresolved: whether a look has met a waiter whose limit was not known. :meth:`prepare` finds it out.
+        unresolved: whether an attempt has met a waiter whose limit was not known. :meth:`prepare` finds it out.
     """
 
     def __init__(self, rules: Policy, limits: Limits) -> None:
@@ -89,7 +98,7 @@ class Quota:
         self._changed = _time_of(rules.path)
 
     def prepare(self, host: Host) -> None:
-        """Resolve the limits of the users who wait. Call it while host.lock is not held, before each look.
+        """Resolve the limits of the users who wait. Call it while host.lock is not held, before each attempt.
 
         A file that was changed is read again. While it has a mistake, the limits stay as they were.
         """
@@ -98,12 +107,16 @@ class Quota:
         if changed != self._changed:
             self._changed = changed
             with suppress(PolicyError):
-                self.rules = policy.read(self.rules.path)[0] or self.rules
+                rules, _doubt = policy.read(self.rules.path)
+                self.rules = rules or self.rules
                 self.limits = policy.limits_of_user(self.rules, os.geteuid())
                 self._most = {os.geteuid(): self.limits.max_gpus}
-        waiting = host.queue.look(()) if self.rules.by_turns or self.rules.limits_gpus else ()
-        for uid in {ticket.uid for ticket in waiting}.difference(self._most) if self.rules.limits_gpus else ():
-            self._most[uid] = policy.limits_of_user(self.rules, uid).max_gpus
+        if not self.rules.by_turns and not self.rules.limits_gpus:
+            return
+        waiting = {ticket.uid for ticket in host.queue.look(())}
+        if self.rules.limits_gpus:
+            for uid in waiting.difference(self._most):
+                self._most[uid] = policy.limits_of_user(self.rules, uid).max_gpus
 
     def hold_within(self, seconds: float | None, *, said: bool) -> float | None:
         """Return for how long a claim will probably hold its GPUs, by its own word and by the policy; None is unknown.
@@ -116,7 +129,9 @@ class Quota:
             seconds = self.limits.default_hold
         if self.limits.max_hold is None:
             return seconds
-        return self.limits.max_hold if seconds is None else min(seconds, self.limits.max_hold)
+        if seconds is None:
+            return self.limits.max_hold
+        return min(seconds, self.limits.max_hold)
 
     def held(self, snapshot: HostSnapshot, claims: Claims) -> ClaimsByUser:
         """Return who holds what of these claims."""
@@ -138,8 +153,8 @@ def _time_of(path: str) -> int:
 
 
 class ClaimsByUser:
-    """Which users hold what, by the living claims of one look. Claims inside claims and on a shared display count for
-    nothing."""
+    """Which users hold what, by the living claims of one listing. Claims inside claims and on a shared display do not
+    count."""
 
     def __init__(self, quota: Quota, snapshot: HostSnapshot, claims: Claims) -> None:
         self._quota = quota
@@ -163,7 +178,8 @@ class ClaimsByUser:
 
     def _asked(self, ticket: Entry) -> Selection:
         request = TicketRequest.of(ticket)
-        return Selection.from_ticket(request.nb_gpus, request.conditions)[0]
+        selection, _is_known = Selection.from_ticket(request.nb_gpus, request.conditions)
+        return selection
 
     def limit_of(self, uid: int, request: Selection) -> LimitReached | None:
         """Return the limit of a user, if it does not allow that many GPUs more."""
@@ -216,7 +232,7 @@ def _counts(claim: Entry, snapshot: HostSnapshot, claims: Claims) -> bool:
     return not (claim.display and snapshot.shared_display)
 
 
-def quota_of(path: str, warn: object) -> Quota | None:
+def quota_of(path: str, warn: Callable[[str, str], object]) -> Quota | None:
     """Return what the policy file demands of this claim; None if it is ignored, with a warning.
 
     Args:
@@ -227,8 +243,10 @@ def quota_of(path: str, warn: object) -> Quota | None:
     """
     rules, doubt = policy.read(path)
     if doubt:
-        warn("%s", printable_lines(doubt))  # type: ignore[operator]
-    return None if rules is None else Quota(rules, policy.limits_of_user(rules, os.geteuid()))
+        warn("%s", printable_lines(doubt))
+    if rules is None:
+        return None
+    return Quota(rules, policy.limits_of_user(rules, os.geteuid()))
 
 
 def remaining_quota(snapshot: HostSnapshot, nb_gpus: int) -> float:

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from ..coordination.directory import SharedDirectory
 from ..coordination.entry import is_alive
-from ..coordination.holders import Claims
 from ..gpus.devices import Gpu
 from ..host import procfs
+from .others import HeldByOthers
 
 _MOST = 64  # processes that are looked at
 
@@ -39,18 +39,17 @@ class Listed(NamedTuple):
         return self.claim != "" and not is_alive(claims, self.claim) and not procfs.is_exiting(self.pid)
 
 
-def listed_here(gpus: Iterable[Gpu], claims: Claims, inside: str) -> list[Listed]:
+def listed_here(gpus: Iterable[Gpu], others: HeldByOthers) -> list[Listed]:
     """Return the processes on these GPUs, as of the latest poll, that can be watched from here; of very many only some.
 
     A pid that means nothing here, such as one of the host in a container, is none of them.
 
     Args:
-        claims: by the latest look.
-        inside: hash of the token of the claim around; "" for none.
+        others: by the latest attempt.
     """
     found: list[Listed] = []
     for gpu in gpus:
-        by_pid = {claim.pid: claim.name for claim in claims.in_the_way(gpu.uuid, inside)}
+        by_pid = {claim.pid: claim.name for claim in others.in_the_way(gpu)}
         for process in gpu.processes or ():
             if len(found) < _MOST and not procfs.has_ended(process.pid):
                 found.append(Listed(gpu.uuid, process.pid, by_pid.get(process.pid, "")))

@@ -21,6 +21,7 @@ from ..host.awaiting import Awaited, Tell, Watchdog
 from ..host.procfs import process_global
 from ..host.signals import DeferredSignals
 from ..runtimes import placeholders
+from ..runtimes.library import Runtime
 from ..runtimes.visible_devices import hide_all, render_visible
 from ..selection.sharing import share_fraction
 from ..settings.variables import is_simulated
@@ -29,8 +30,9 @@ from ..wording.text import gpus_by_model
 from .arguments import DEFAULT, NODE_BY_DEFAULT, ClaimOptions, DefaultTimeout, asks_for_none, read_options, warn_worker
 from .checks import clear_notes, doubts_of, verify_alone, verify_devices
 from .claim import Claim, ClaimVariables, initializers, share_variables
+from .polls import driver_pids
 from .search import acquire
-from .view import HostView, driver_pids
+from .view import HostView
 
 # The affinity modes that divide the CPUs of a node among its GPUs.
 _DIVIDING = ("exclusive", "core-complex")
@@ -90,45 +92,52 @@ class GPUOwner:
         self._signals = DeferredSignals()
         self._placeholder: Any  # called with an ordinal; returns what holds that GPU
         self._forget()
-        self._release = ExitStack()  # each step of the claim adds before it begins what takes it back
-
+        self._undo = ExitStack()  # before a step of the claim begins, it gets what takes the step back
         try:
-            self._release.callback(_clear_current, self)
+            self._undo.callback(_clear_current, self)
             _become_current(self)
-            self._release.callback(self._forget)
+            self._undo.callback(self._forget)
             if asks_for_none(nb_gpus):
                 self._asked = NO_GPU
-                self._set_variables(hide_all())
+                self._undo.callback(self._unless_forked, self._environment.restore)
+                self._environment.set(hide_all())
                 return
             options = read_options(**arguments, **self._internal)
             self.logger = options.logger
             warn_worker(options.logger)
             patience = Patience(options.tell, options.deadline)
             with opened_driver(**options.request.driver, patience=patience) as driver:
-                self._prepare_placeholder(driver, options.placeholder_fn)
-                view = HostView(driver, driver.snapshot(), options.request)
-                claim = self._take(view, options)
-                self._placeholder = placeholders.fit_to_compute_mode(
-                    self._placeholder, claim.gpus, is_default=options.placeholder_fn is None, logger=self.logger
-                )
-                self._hold(view, claim, driver, options.tell)
-                if driver.runtime.asks_library:
-                    if not view.is_frozen and driver.runtime.shown_at(0) is not None:  # for the error of a later claim
-                        initializers[os.getpid()] = placeholders.name_of(self._placeholder)
-                    verify_devices(self.gpus, driver.runtime)
-                verify_alone(view, claim, options, self._placeholder)
-                for doubt in doubts_of(claim):
-                    self.logger.warning("%s", doubt)
-                driver_pids[self._pid] = frozenset(view.own)  # for its next claim
-                if placeholders.holds_gpu(self._placeholder):
-                    clear_notes(view, claim, self.logger)
-                self._bind(driver, options)
+                self._claim_by(driver, options)
             if nb_gpus != "job" and options.job.scheduler is not None:
                 warn_of_more_than_declared(len(self.gpus), self.logger)
             self._asked = request_key(options)
         except BaseException:
             self.release_gpus()
             raise
+
+    def _claim_by(self, driver: Driver, options: ClaimOptions) -> None:
+        """Make the claim, step by step, each after what takes it back."""
+        self._prepare_placeholder(driver, options.placeholder_fn)
+        view = HostView(driver, driver.snapshot(), options.request)
+        claim = self._new_claim(options)
+
+        self._undo.callback(claim.release)
+        acquire(view, options, claim)
+        self._take_over(claim, view)
+
+        self._undo.callback(self._unless_forked, self._environment.restore)
+        self._set_environment(claim, options.visible_as)
+        if options.pause:  # even time.sleep(0) yields the CPU
+            time.sleep(options.pause)
+
+        self._undo.callback(self._unless_forked, self._release_placeholders)
+        self._fit_placeholder(claim, is_default=options.placeholder_fn is None)
+        self._hold(view, claim, driver, options.tell)
+
+        self._verify(view, claim, driver.runtime, options)
+
+        if options.binding is not None or options.memory is not None:
+            self._bind(driver, options)
 
     def _forget(self) -> None:
         """Make this object one that holds nothing."""
@@ -156,11 +165,15 @@ class GPUOwner:
     def __repr__(self) -> str:
         """Return ``<GPUOwner: GPU 0,1 (NVIDIA A100-SXM4-80GB), CPUs 0-15>``, for notebooks."""
         if not self.gpus:
-            return f"<GPUOwner: {self._asked if current_owner() is self else 'released'}>"
-
+            state = "released"
+            if current_owner() is self:
+                state = self._asked
+            return f"<GPUOwner: {state}>"
         parts = [gpus_by_model((gpu.label, gpu.name) for gpu in self.gpus)]
-        if self.cpus:
-            parts.append(f"{'CPU' if len(self.cpus) == 1 else 'CPUs'} {format_cpulist(self.cpus)}")
+        if len(self.cpus) == 1:
+            parts.append(f"CPU {format_cpulist(self.cpus)}")
+        elif self.cpus:
+            parts.append(f"CPUs {format_cpulist(self.cpus)}")
         if self._pid != os.getpid():
             parts.append(f"held by process {self._pid}")
         return f"<GPUOwner: {', '.join(parts)}>"
@@ -169,7 +182,9 @@ class GPUOwner:
     def share_fraction(self) -> float | None:
         """What a framework may allocate of each GPU, from 0 to 1. That is the share without 512 MiB for CUDA's own
         context, of all memory of the GPU (of several the largest). None for whole GPUs."""
-        return None if self.share is None else share_fraction(self.share, self.gpus)
+        if self.share is None:
+            return None
+        return share_fraction(self.share, self.gpus)
 
     def release_gpus(self) -> None:
         """Release placeholders and GPUs, and restore the environment and the affinity. Safe to call twice.
@@ -188,7 +203,9 @@ class GPUOwner:
     def _prepare_placeholder(self, driver: Driver, placeholder_fn: Any) -> None:
         """Import what the placeholder needs, and check that this does no more; None is the default of the driver."""
         runtime = driver.runtime
-        self._placeholder = runtime.default_placeholder(self.logger) if placeholder_fn is None else placeholder_fn
+        self._placeholder = placeholder_fn
+        if placeholder_fn is None:
+            self._placeholder = runtime.default_placeholder(self.logger)
         was_initialized = runtime.visible_if_initialized() is not None
         placeholders.prepare(self._placeholder)
         if not was_initialized and runtime.visible_if_initialized() is not None:
@@ -197,46 +214,53 @@ class GPUOwner:
                 "may only import; initialise CUDA when the placeholder is called"
             )
 
-    def _take(self, view: HostView, options: ClaimOptions) -> Claim:
-        """Take GPUs, and make them those that this process sees."""
-        said = said_by_this_process(options.job.job_label, options.command, pid=self._pid)
-        self._claim = claim = Claim(said, os.urandom(8).hex() if options.delegate else "")
-        self._release.callback(claim.release)
-        acquire(view, options, claim)
-        gpus, limit = claim.gpus, view.visible_limit
+    def _new_claim(self, options: ClaimOptions) -> Claim:
+        """Make an empty claim, which is that of this process."""
+        facts = said_by_this_process(options.job.job_label, options.command, pid=self._pid)
+        secret = ""
+        if options.delegate:
+            secret = os.urandom(8).hex()
+        self._claim = Claim(facts, secret)
+        return self._claim
+
+    def _take_over(self, claim: Claim, view: HostView) -> None:
+        """Tell of the GPUs that were claimed, in the order in which CUDA will number them."""
+        limit = view.visible_limit
         if limit is not None and limit.frozen:  # CUDA is initialised, so its numbering cannot change
-            gpus = tuple(sorted(gpus, key=lambda gpu: limit.uuids.index(gpu.uuid)))
-        self.gpus = claim.gpus = gpus
+            uuids = limit.uuids
+            claim.gpus = tuple(sorted(claim.gpus, key=lambda gpu: uuids.index(gpu.uuid)))
+        self.gpus = claim.gpus
         self.share = claim.share
-        self.devices_taken = [gpu.index for gpu in gpus]
+        self.devices_taken = [gpu.index for gpu in claim.gpus]
+        simulated = ""
+        if is_simulated(os.environ):
+            simulated = " (simulated)"
         self.logger.info(
             "Leased GPU %s (%s)%s",
-            ",".join(gpu.label for gpu in gpus),
-            ", ".join(gpu.uuid for gpu in gpus),
-            " (simulated)" if is_simulated(os.environ) else "",
-            extra={"safe_gpu_uuids": [gpu.uuid for gpu in gpus], "safe_gpu_devices": self.devices_taken},
+            ",".join(gpu.label for gpu in claim.gpus),
+            ", ".join(gpu.uuid for gpu in claim.gpus),
+            simulated,
+            extra={"safe_gpu_uuids": [gpu.uuid for gpu in claim.gpus], "safe_gpu_devices": self.devices_taken},
         )
-        self._set_environment(claim, options.visible_as)
-        if options.pause:  # even time.sleep(0) yields the CPU
-            time.sleep(options.pause)
-        return claim
 
     def _set_environment(self, claim: Claim, visible_as: str) -> None:
+        """Make the GPUs those that this process sees."""
         variables = render_visible(claim.gpus, visible_as=visible_as, snapshot=claim.before, environ=os.environ)
         if claim.share is not None:
             variables.update(share_variables(claim.share, claim.gpus, os.environ))
         if claim.token:
             variables["SAFE_GPU_SCOPE"] = claim.token
-        self._set_variables(variables)
-        self.logger.info("Set %s=%s", *next(iter(variables.items())), extra={"safe_gpu_environment": variables})
-
-    def _set_variables(self, variables: Mapping[str, str]) -> None:
-        self._release.callback(self._unless_forked, self._environment.restore)
         self._environment.set(variables)
+        name, value = next(iter(variables.items()))
+        self.logger.info("Set %s=%s", name, value, extra={"safe_gpu_environment": variables})
+
+    def _fit_placeholder(self, claim: Claim, *, is_default: bool) -> None:
+        self._placeholder = placeholders.fit_to_compute_mode(
+            self._placeholder, claim.gpus, is_default=is_default, logger=self.logger
+        )
 
     def _hold(self, view: HostView, claim: Claim, driver: Driver, tell: Tell) -> None:
         """Put a placeholder on each GPU, and say so where that takes long."""
-        self._release.callback(self._unless_forked, self._release_placeholders)
         is_builtin = placeholders.is_builtin(self._placeholder)
         cause = "it has not returned"
         if is_builtin:
@@ -250,18 +274,29 @@ class GPUOwner:
 
     def _allocate(self, view: HostView, claim: Claim, driver: Driver, awaited: Awaited) -> None:
         make = self._placeholder
-        waits = type(make) is not placeholders.NoPlaceholder
         for device_no, gpu in enumerate(claim.gpus):
             awaited.what = f"{placeholders.name_of(make)} to hold GPU {gpu.label}"
             try:
                 # Nothing comes between the context and its place in the list.
-                with self._signals if waits else nullcontext(), self._passing():
+                with self._deferring(), self._passing():
                     self.placeholders.append(placeholders.allocate(make, device_no))
             except PlaceholderError as err:
                 awaited.what = f"the cause of a failure of {placeholders.name_of(make)}"
                 raise self._failure(view, claim, driver, device_no, err) from err
         if placeholders.holds_gpu(make):
             self.logger.info("Placeholder holds GPU %s", ",".join(gpu.label for gpu in self.gpus))
+
+    def _deferring(self) -> AbstractContextManager[object]:
+        """Hold handlers of signals back, unless nothing is allocated."""
+        if type(self._placeholder) is placeholders.NoPlaceholder:
+            return nullcontext()
+        return self._signals
+
+    def _passing(self) -> AbstractContextManager[object]:
+        """Let handlers of signals run in a placeholder of the program's own, which may take any time."""
+        if placeholders.is_builtin(self._placeholder):
+            return nullcontext()
+        return self._signals.delivering()
 
     def _failure(
         self, view: HostView, claim: Claim, driver: Driver, device_no: int, err: PlaceholderError
@@ -281,46 +316,56 @@ class GPUOwner:
             return False
         return True
 
-    def _bind(self, driver: Driver, options: ClaimOptions) -> None:
-        if options.binding is None and options.memory is None:
-            return
+    def _verify(self, view: HostView, claim: Claim, runtime: Runtime, options: ClaimOptions) -> None:
+        """Check that the GPUs are those that were claimed, and nobody else's. What is not certain is told."""
+        if runtime.asks_library:
+            if not view.is_frozen and runtime.shown_at(0) is not None:  # for the error of a later claim
+                initializers[os.getpid()] = placeholders.name_of(self._placeholder)
+            verify_devices(self.gpus, runtime)
+        verify_alone(view, claim, options, self._placeholder)
+        for doubt in doubts_of(claim):
+            self.logger.warning("%s", doubt)
+        driver_pids[self._pid] = frozenset(view.own)  # for its next claim
+        if placeholders.holds_gpu(self._placeholder):
+            clear_notes(view, claim, self.logger)
 
+    def _bind(self, driver: Driver, options: ClaimOptions) -> None:
+        """Bind this process to CPUs next to the GPUs."""
         try:
-            self.binding = bind_claim(self.gpus, driver, options=options.binding, memory=options.memory)
-            self._release.callback(self._unless_forked, leave)
-            self.cpus = set(self.binding.cpus)
-            if self.share is not None and options.binding is not None and options.binding.mode in _DIVIDING:
-                note = "every claim that shares these GPUs gets the same CPUs"
-                self.binding = self.binding._replace(notes=(*self.binding.notes, note))
-            self.binding.log(self.logger)
+            report = bind_claim(self.gpus, driver, options=options.binding, memory=options.memory)
         except GPUAffinityError as err:
             if options.binding_required:
                 raise
             self.logger.warning("CPU affinity was left as it is: %s", err)
+            return
+        self._undo.callback(self._unless_forked, leave)
+        if self.share is not None and options.binding is not None and options.binding.mode in _DIVIDING:
+            note = "every claim that shares these GPUs gets the same CPUs"
+            report = report._replace(notes=(*report.notes, note))
+        self.binding = report
+        self.cpus = set(report.cpus)
+        report.log(self.logger)
 
     # Release
 
     def _release_now(self) -> None:
         self._forked = self._pid != os.getpid()
-        self._release.close()
+        self._undo.close()
 
     def _unless_forked(self, step: Callable[[], None]) -> None:
         if not self._forked:
             step()
 
     def _release_placeholders(self) -> None:
-        with ExitStack() as steps:  # each is released, even if another one raises
+        with ExitStack() as steps:  # each is released, even if another one raises; the last is the first
             while self.placeholders:
-                steps.callback(self._release_placeholder, self.placeholders.pop(), len(self.placeholders))
+                device_no = len(self.placeholders) - 1
+                steps.callback(self._release_placeholder, self.placeholders.pop(), device_no)
 
     def _release_placeholder(self, placeholder: Any, device_no: int) -> None:
         self.logger.info("Releasing placeholder on CUDA device: %s", self.devices_taken[device_no])
         with self._passing():
             placeholders.release(self._placeholder, placeholder)
-
-    def _passing(self) -> AbstractContextManager[object]:
-        """Let handlers of signals run in a placeholder of the program's own, which may take any time."""
-        return nullcontext() if placeholders.is_builtin(self._placeholder) else self._signals.delivering()
 
 
 def owner_type(**internal: Any) -> type[GPUOwner]:
@@ -344,13 +389,17 @@ def current_owner() -> GPUOwner | None:
     """Return the owner that holds GPUs in this process, or None. In a forked child the parent's owner does not
     count."""
     current = owners.get("current")
-    return current if current is not None and current._pid == os.getpid() else None
+    if current is None or current._pid != os.getpid():
+        return None
+    return current
 
 
 def latest_gpus() -> tuple[Gpu, ...]:
     """Return the GPUs that this process holds, or that its parent held when this process was forked."""
     current = owners.get("current")
-    return current.gpus if current is not None else ()
+    if current is None:
+        return ()
+    return current.gpus
 
 
 def refuse_lost(owner: GPUOwner) -> None:
@@ -387,7 +436,9 @@ def already_claimed(holder: GPUOwner, further: str) -> AlreadyClaimedError:
     devices = holder.devices_taken
     if not holder._asked:
         return AlreadyClaimedError("another thread of this process is claiming GPUs: wait for it, and share its GPUs")
-    held = f"holds GPU {','.join(map(str, devices))}" if devices else "has claimed 0 GPUs"
+    held = "has claimed 0 GPUs"
+    if devices:
+        held = f"holds GPU {','.join(str(device) for device in devices)}"
     return AlreadyClaimedError(f"this process {held} {further}", devices=devices)
 
 

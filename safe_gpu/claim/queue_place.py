@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Set
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..coordination.doors import Doors
 from ..coordination.entry import Entry, said_by_this_process
@@ -17,7 +17,7 @@ from ..coordination.holders import are_taken_elsewhere
 from ..coordination.host_lock import Host
 from ..coordination.queue import TicketRequest, Waiter, is_stopped
 from ..coordination.turns import turn_of_newcomer
-from ..gpus.devices import GpuVerdict, Holder, HostSnapshot
+from ..gpus.devices import Gpu, GpuVerdict, Holder, HostSnapshot
 from ..host import procfs
 from ..selection.backfill import BackfillRequest, When, open_gpus, when_free
 from ..selection.choice import can_be_met_by_releases, capacity
@@ -42,20 +42,25 @@ class QueuePlace:
     def ensure_waiter(self) -> Waiter:
         """Return the waiter of this claim, created on the first call. It holds a ticket only after ``join``."""
         if self.waiter is None:
-            view, quota = self._view, self._options.quota
-            conditions = view.effective.ticket
-            request = TicketRequest(view.request.nb_gpus, frozenset(), conditions, self.hold_for(), view.inside)
-            request = request.for_gpus(view.wanted)
-            by_turns = quota is not None and quota.rules.by_turns and not view.around
-            self.waiter = Waiter(self._host, request, by_turns=by_turns)
+            view = self._view
+            request = TicketRequest(
+                nb_gpus=view.request.nb_gpus,
+                gpus=frozenset(),
+                conditions=view.effective.ticket,
+                hold_for=self.hold_for(),
+                inside=view.others.inside,
+            )
+            quota = self._options.quota
+            by_turns = quota is not None and quota.rules.by_turns and view.enclosing is None
+            self.waiter = Waiter(self._host, request.for_gpus(view.wanted), by_turns=by_turns)
         return self.waiter
 
-    def join(self, held: ClaimsByUser | None, seen: QueueSnapshot | None) -> bool:
+    def join(self, by_user: ClaimsByUser | None, queue: QueueSnapshot | None) -> bool:
         """Take a ticket, if this claim has none, or has one that names other GPUs than could do now. host.lock is held.
 
         Args:
-            held: which users hold what; not None where they are served by turns.
-            seen: the waiters; None if nobody ahead was looked at.
+            by_user: which users hold what; not None where they are served by turns.
+            queue: the waiters; None if nobody ahead was looked at.
 
         Returns:
             Whether it stands ahead of somebody by that.
@@ -67,11 +72,15 @@ class QueuePlace:
             waiter.stand_aside()
         waiter.request = waiter.request.for_gpus(self._view.wanted)
         self._asked_by = self._view.snapshot
-        said = said_by_this_process(self._options.job.job_label, self._options.command)
-        if not waiter.by_turns or held is None:
-            return waiter.join(said)
+        facts = said_by_this_process(self._options.job.job_label, self._options.command)
+        if not waiter.by_turns or by_user is None:
+            return waiter.join(facts)
         number = waiter.next_number
-        return waiter.join(said, lambda others: self._turn_of_newcomer(waiter.request, others, number, held, seen))
+
+        def turn(others: list[tuple[float, Entry]]) -> float:
+            return self._turn_of_newcomer(waiter.request, others, number, by_user, queue)
+
+        return waiter.join(facts, turn)
 
     def _names_what_could_do(self, waiter: Waiter) -> bool:
         """Return whether a ticket names what could do by the latest poll. GPUs and pieces of them may have come or gone
@@ -87,8 +96,8 @@ class QueuePlace:
         request: TicketRequest,
         others: list[tuple[float, Entry]],
         number: int,
-        held: ClaimsByUser,
-        seen: QueueSnapshot | None,
+        by_user: ClaimsByUser,
+        queue: QueueSnapshot | None,
     ) -> float:
         weight = 1.0
         if self._options.quota is not None:
@@ -97,24 +106,30 @@ class QueuePlace:
         def counts(ticket: Entry) -> bool:
             if self._host.queue.ask(ticket.name) is None:
                 return False
-            return seen is None or not seen.is_absent(ticket)
+            return queue is None or not queue.is_absent(ticket)
 
         return turn_of_newcomer(
             request.silicon,
             others,
             number,
             uid=os.geteuid(),
-            held=sum(held.held_by(os.geteuid()).values()),
-            size=held.size,
+            held=sum(by_user.held_by(os.geteuid()).values()),
+            size=by_user.size,
             weight=weight,
             counts=counts,
         )
 
     def hold_for(self) -> float | None:
         """Return for how long this claim will probably hold its GPUs from now on, in seconds; None is unknown."""
-        around, quota, hold = self._view.around, self._options.quota, self._options.hold
-        seconds = hold.at(time.time(), around.until if around else None)
-        return seconds if quota is None or around else quota.hold_within(seconds, said=hold.said)
+        hold = self._options.hold
+        quota = self._options.quota
+        enclosing = self._view.enclosing
+        if enclosing is not None:
+            return hold.at(time.time(), enclosing.until)
+        seconds = hold.at(time.time())
+        if quota is None:
+            return seconds
+        return quota.hold_within(seconds, said=hold.said)
 
     @property
     def queued(self) -> bool:
@@ -129,20 +144,23 @@ class QueuePlace:
     @property
     def position(self) -> int:
         """Position among the waiters that compete for the same GPUs; 1 is the head."""
-        return 1 if self.waiter is None else self.waiter.position()
+        if self.waiter is None:
+            return 1
+        return self.waiter.position()
 
     def among_first(self, number: int) -> bool:
         """Return whether this claim is certainly one of the first ``number`` waiters."""
         return self.waiter is None or self.waiter.among_first(number)
 
     def stand_aside(self) -> None:
-        """Remove the ticket after a claim was made, so that those behind look while the driver is asked again."""
+        """Remove the ticket after a claim was made, so that those behind try while the driver is asked again."""
         if self.waiter is not None:
             self.waiter.stand_aside()
 
     def leave(self) -> None:
         """Remove the ticket. Safe to call twice. The next one may compete for other GPUs."""
-        waiter, self.waiter = self.waiter, None
+        waiter = self.waiter
+        self.waiter = None
         if waiter is not None:
             waiter.leave()
 
@@ -163,17 +181,22 @@ class QueueSnapshot:
         self.missing: frozenset[str] = frozenset()
         self._view = view
         self._by_user = by_user
+        self._usable = view.usable
         self._judged: dict[tuple[object, ...], tuple[GpuVerdict, ...]] = {}
         self._stopped: dict[int | bytes, bool] = {}
         self._absent: dict[str, bool] = {}
-        self._held = dict(view.held)
+        self._held = view.others.holders()
         used = [gpu for gpu in view.snapshot.gpus if gpu.processes and gpu.uuid not in self._held]
-        # GPUs with a process that exits. One that let go of its claim and lives on is a stranger.
-        self._leaving = {gpu.uuid for gpu in used if any(procfs.is_exiting(one.pid) for one in gpu.processes or ())}
+        self._leaving = {gpu.uuid for gpu in used if _has_exiting_process(gpu)}
+        if view.enclosing is None:
+            self._add_held_elsewhere(used)
+
+    def _add_held_elsewhere(self, gpus: Iterable[Gpu]) -> None:
+        view = self._view
         with suppress(OSError):  # no sockets here
             doors = Doors(view.snapshot.name_prefix)
-            for gpu in used:
-                if view.around is None and are_taken_elsewhere(doors, gpu, view.claims):
+            for gpu in gpus:
+                if are_taken_elsewhere(doors, gpu, view.others.claims):
                     self._held[gpu.uuid] = Holder(elsewhere=True)
 
     def is_absent(self, ticket: Entry) -> bool:
@@ -192,13 +215,16 @@ class QueueSnapshot:
             return True
         if self._by_user is not None and self._by_user.is_at_limit(ticket):
             return True
-        view, request = self._view, TicketRequest.of(ticket)
-        if not request.conditions and not view.snapshot.shared_display:  # if enough are held, nothing is to be judged
-            held = [gpu for gpu in view.usable if gpu.uuid in request.gpus and gpu.uuid in self._held]
+        request = TicketRequest.of(ticket)
+        if not request.conditions and not self._view.snapshot.shared_display:
+            held = [gpu for gpu in self._usable if gpu.uuid in request.gpus and gpu.uuid in self._held]
             if capacity(held) >= request.nb_gpus:
-                return False
-        selection, known = _asked(request)
-        return known and not can_be_met_by_releases(request.gpus, selection, self._judge(selection), self._leaving)
+                return False  # its release can satisfy it, so nothing is to be judged
+        wish = _Wish.of(request)
+        if not wish.is_known:
+            return False
+        verdicts = self._judge(wish.selection)
+        return not can_be_met_by_releases(request.gpus, wish.selection, verdicts, self._leaving)
 
     def open_to(self, request: TicketRequest, ahead: Iterable[Entry], free: Set[str]) -> frozenset[str]:
         """Return the UUIDs of the free GPUs that a request may take past the waiters ahead; too few: it may not pass.
@@ -207,12 +233,12 @@ class QueueSnapshot:
             ahead: in the order of the queue. Only those are read that decide.
             free: UUIDs.
         """
-        now, want = time.time(), self._view.wish(request, os.geteuid())
+        now = time.time()
+        want = self._view.backfill_request(request, os.geteuid())
         idle = {verdict.gpu.uuid for verdict in self._judge(Selection()) if verdict.free} | self._leaving
-        free_at: dict[str, When] = {
-            gpu.uuid: when_free(gpu, self._held.get(gpu.uuid), now, free=gpu.uuid in idle)
-            for gpu in self._view.snapshot.gpus
-        }
+        free_at: dict[str, When] = {}
+        for gpu in self._view.snapshot.gpus:
+            free_at[gpu.uuid] = when_free(gpu, self._held.get(gpu.uuid), now, free=gpu.uuid in idle)
         return open_gpus(want, self._wants(ahead), free, free_at, now)
 
     def _wants(self, ahead: Iterable[Entry]) -> Iterator[BackfillRequest]:
@@ -221,12 +247,12 @@ class QueueSnapshot:
             if self.is_absent(ticket):
                 continue
             request = TicketRequest.of(ticket)
-            selection, known = _asked(request)
-            want = self._view.wish(request, ticket.uid)
-            if not known:
+            wish = _Wish.of(request)
+            want = self._view.backfill_request(request, ticket.uid)
+            if not wish.is_known:
                 want = want.never()  # so nobody passes it on these GPUs
             elif request.conditions:
-                busy = {one.gpu.uuid for one in self._judge(selection) if not one.free}
+                busy = {verdict.gpu.uuid for verdict in self._judge(wish.selection) if not verdict.free}
                 want = want.without(busy - self._leaving - self._held.keys())
             yield want
 
@@ -238,7 +264,24 @@ class QueueSnapshot:
         return self._judged[selection.conditions]
 
 
-def _asked(request: TicketRequest) -> tuple[Selection, bool]:
-    """Return what a ticket asks for, and whether all that it says is known here."""
-    selection, known = Selection.from_ticket(request.nb_gpus, request.conditions)
-    return selection, known and request.known
+def _has_exiting_process(gpu: Gpu) -> bool:
+    """Return whether a process of a GPU is exiting. One that let go of its claim and lives on is a stranger."""
+    return any(procfs.is_exiting(process.pid) for process in gpu.processes or ())
+
+
+class _Wish(NamedTuple):
+    """What a ticket asks for.
+
+    Attributes:
+        selection: as far as it is known here.
+        is_known: whether all that it says is known here.
+    """
+
+    selection: Selection
+    is_known: bool
+
+    @classmethod
+    def of(cls, request: TicketRequest) -> _Wish:
+        """Return what a ticket asks for."""
+        selection, is_known = Selection.from_ticket(request.nb_gpus, request.conditions)
+        return cls(selection, is_known and request.known)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..coordination.entry import Entry
@@ -35,8 +35,8 @@ from ..wording.text import (
     plural,
 )
 from .arguments import ClaimOptions
-from .around import refuse_gpus_of_ancestors
-from .look import Seen
+from .attempt import Seen
+from .enclosing import refuse_gpus_of_ancestors
 from .queue_place import QueuePlace
 from .view import HostView
 
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
 SOMEBODY = "somebody"
 
-# Seconds between two reports. A sleeping waiter also looks again about this often.
+# Seconds between two reports. A sleeping waiter also tries again about this often.
 _REPORT_INTERVAL = 60.0
 
-# The same for the first waiters of the queue: nobody behind one that stops is woken by that.
+# The same for the first waiters of the queue: when one of them is suspended, those behind it are not woken.
 _EARLY_INTERVAL = 10.0
 
 _EARLY = 32
@@ -84,28 +84,51 @@ class Forecast(NamedTuple):
         if self.start <= now:
             return ""
         moment = clock(self.start, now)
-        return f"starts {moment} or later" if self.may_move else f"starts about {moment}"
+        if self.may_move:
+            return f"starts {moment} or later"
+        return f"starts about {moment}"
 
 
 def forecast(view: HostView, waiter: Waiter, hold_for: float | None) -> Forecast:
     """Return what a waiter can expect now, which will hold its GPUs for ``hold_for`` seconds; None is unknown."""
     now = time.time()
-    holders = view.claims.holders(view.inside)
-    when = {
-        verdict.gpu.uuid: when_free(verdict.gpu, holders.get(verdict.gpu.uuid), now, free=verdict.free)
-        for verdict in view.judge_for(Selection(), holders)
-    }
+    holders = view.others.claims.holders(view.others.inside)
+    when = {}
+    for verdict in view.judge_for(Selection(), holders):
+        gpu = verdict.gpu
+        when[gpu.uuid] = when_free(gpu, holders.get(gpu.uuid), now, free=verdict.free)
     ahead = waiter.competing()
-    wants = [view.wish(TicketRequest.of(one), one.uid) for one in ahead if not is_stopped(one)]
-    wants.append(view.wish(waiter.request._replace(hold_for=hold_for), os.geteuid()))
-    start, earliest = starts(wants, when)[-1], list(dates(wants, when))[-1][1]
-    holding = {one for uuid in waiter.request.gpus if uuid in holders for one in holders[uuid].each}
+    wants = []
+    for ticket in ahead:
+        if not is_stopped(ticket):
+            wants.append(view.backfill_request(TicketRequest.of(ticket), ticket.uid))
+    wants.append(view.backfill_request(waiter.request._replace(hold_for=hold_for), os.geteuid()))
+    start = starts(wants, when)[-1]
+    _, earliest = list(dates(wants, when))[-1]
     return Forecast(
-        start if start < math.inf else None,
-        earliest if earliest < math.inf else None,
-        sum((one.queued or one.since or 0.0) > waiter.since for one in holding) if waiter.since else 0,
-        waiter.by_turns and bool(ahead),
+        start=_known(start),
+        earliest=_known(earliest),
+        passed_by=_passed_by(waiter, holders),
+        may_move=waiter.by_turns and len(ahead) > 0,
     )
+
+
+def _known(moment: float) -> float | None:
+    if moment == math.inf:
+        return None
+    return moment
+
+
+def _passed_by(waiter: Waiter, holders: Mapping[str, Holder]) -> int:
+    """Return how many claims hold GPUs that a waiter wants and came after it."""
+    if not waiter.since:
+        return 0
+    holding: set[Holder] = set()
+    for uuid in waiter.request.gpus:
+        if uuid in holders:
+            holding.update(holders[uuid].each)
+    came_later = [one for one in holding if (one.queued or one.since or 0.0) > waiter.since]
+    return len(came_later)
 
 
 class ClaimAhead(NamedTuple):
@@ -124,8 +147,12 @@ class ClaimAhead(NamedTuple):
     @classmethod
     def of(cls, ticket: Entry) -> ClaimAhead:
         """Return the claim that a ticket describes. /proc tells whether its process is stopped."""
-        user = user_name(ticket.uid) if ticket.uid >= 0 else None
-        pid = ticket.pid if lives_here(ticket) else 0
+        user = None
+        if ticket.uid >= 0:
+            user = user_name(ticket.uid)
+        pid = 0
+        if lives_here(ticket):
+            pid = ticket.pid
         return cls(pid, user, ticket.nb_gpus, ticket.since or 0.0, is_stopped(ticket))
 
 
@@ -154,59 +181,83 @@ class WaitStatus(NamedTuple):
 
 
 def _status(view: HostView, seen: Seen, position: int, verdicts: tuple[GpuVerdict, ...] = ()) -> WaitStatus:
-    """Return the state of a wait after a look.
+    """Return the state of a wait after an attempt.
 
     Args:
         position: in the queue, or 0 if it was not counted.
         verdicts: empty if the GPUs were not judged.
     """
-    ahead = None if seen.ahead is None else ClaimAhead.of(seen.ahead)
-    free = sum(verdict.free for verdict in verdicts) if verdicts else None
+    ahead = None
+    if seen.ahead is not None:
+        ahead = ClaimAhead.of(seen.ahead)
+    free = None
+    if verdicts:
+        free = _number_of_free(verdicts)
     request = view.request
     return WaitStatus(position, free, request.nb_gpus, verdicts, ahead, spent=seen.limit, asked=request.text)
 
 
-def judged_now(view: HostView) -> tuple[dict[str, Holder], tuple[GpuVerdict, ...]]:
+def _number_of_free(verdicts: Iterable[GpuVerdict]) -> int:
+    return sum(verdict.free for verdict in verdicts)
+
+
+class JudgedNow(NamedTuple):
+    """The GPUs of the host at one time.
+
+    Attributes:
+        holders: UUID -> who holds it.
+        verdicts: one for each GPU.
+    """
+
+    holders: dict[str, Holder]
+    verdicts: tuple[GpuVerdict, ...]
+
+
+def judged_now(view: HostView) -> JudgedNow:
     """Return who holds GPUs now, and the verdicts on all of them.
 
     Raises:
         NotEnoughGpusError: an ancestor of this process holds the GPUs that it waits for.
         StateDirError: the claims cannot be read.
     """
-    holders = holders_now(view.snapshot, view.inside)
+    holders = holders_now(view.snapshot, view.others.inside)
     verdicts = view.judge(holders)
-    refuse_gpus_of_ancestors(verdicts, {gpu.uuid for gpu in view.usable}, view.request, inside=bool(view.around))
-    return holders, verdicts
+    usable = {gpu.uuid for gpu in view.usable}
+    refuse_gpus_of_ancestors(verdicts, usable, view.request, inside=view.enclosing is not None)
+    return JudgedNow(holders, verdicts)
 
 
 def refusal(view: HostView, seen: Seen, options: ClaimOptions, position: int) -> NotEnoughGpusError:
     """Return the error with which a claim fails: ClaimTimeout if it waited, else NotEnoughGpusError.
 
     Args:
-        seen: by the latest look.
+        seen: by the latest attempt.
         position: in the queue.
 
     Raises:
         NotEnoughGpusError, StateDirError: as in :func:`judged_now`.
     """
-    request, visible_limit = view.request, view.visible_limit
-    holders, verdicts = judged_now(view)
-    unlimited = view.judge(holders, within_limit=False)
-    hint = fence_hint(unlimited, visible_limit)
-    if hint and visible_limit is not None and visible_limit.lift:
-        hint += f" ({visible_limit.lift} disregards it)"
+    now = judged_now(view)
+    unlimited = view.judge(now.holders, within_visible_limit=False)
+    hint = fence_hint(unlimited, view.visible_limit)
+    if hint and view.visible_limit is not None and view.visible_limit.lift:
+        hint += f" ({view.visible_limit.lift} disregards it)"
+    passed = None
+    if seen.stopped is not None:
+        passed = ClaimAhead.of(seen.stopped)._replace(stopped=True)
     waited = options.timeout or 0.0
+    nb_gpus = view.request.nb_gpus
     message = refusal_message(
-        _status(view, seen, position, verdicts),
-        passed=None if seen.stopped is None else ClaimAhead.of(seen.stopped)._replace(stopped=True),
+        _status(view, seen, position, now.verdicts),
+        passed=passed,
         hint=hint,
         waited=waited,
         wait_limit=options.wait_limit,
-        elsewhere=view.is_frozen and sum(verdict.free for verdict in unlimited) >= request.nb_gpus,
+        elsewhere=view.is_frozen and _number_of_free(unlimited) >= nb_gpus,
     )
     if waited:
-        return ClaimTimeout(message, nb_gpus=request.nb_gpus, verdicts=verdicts, timeout=waited)
-    return NotEnoughGpusError(message, nb_gpus=request.nb_gpus, verdicts=verdicts)
+        return ClaimTimeout(message, nb_gpus=nb_gpus, verdicts=now.verdicts, timeout=waited)
+    return NotEnoughGpusError(message, nb_gpus=nb_gpus, verdicts=now.verdicts)
 
 
 def holders_now(snapshot: HostSnapshot, inside: str = "") -> dict[str, Holder]:
@@ -221,8 +272,11 @@ def holders_now(snapshot: HostSnapshot, inside: str = "") -> dict[str, Holder]:
     if inside:
         return Claims(living_claims(), snapshot.gpus).holders(inside)
     claims, beyond = claims_now(snapshot.gpus, snapshot.name_prefix)
-    full = {uuid: holder for uuid, holder in beyond.items() if holder.full}  # of which there is no share either
-    return {**beyond, **claims.holders(), **full}
+    holders = {**beyond, **claims.holders()}
+    for uuid, holder in beyond.items():
+        if holder.full:  # there is no share of it either
+            holders[uuid] = holder
+    return holders
 
 
 def refusal_message(
@@ -246,14 +300,16 @@ def refusal_message(
         elsewhere: whether another process could have them at once, in which CUDA is not initialised.
         now: in Unix seconds; None reads the clock.
     """
-    free, ahead = status.free or 0, status.ahead
-    now = time.time() if now is None else now
-    text = f"{status.asked} asked for, {_free(free, status.needed, ahead, status.position)}"
+    if now is None:
+        now = time.time()
+    free = status.free or 0
+    text = f"{status.asked} asked for, {_free_text(free, status)}"
     if waited:
         text += f" after {format_age(waited)}"
-    if ahead is not None:
-        text += f", {_behind(ahead, now)}"
-        text += f" and {plural(status.position - 2, 'more claim')}" if status.position > 2 else ""
+    if status.ahead is not None:
+        text += f", {_behind(status.ahead, now)}"
+        if status.position > 2:
+            text += f" and {plural(status.position - 2, 'more claim')}"
     if passed is not None:
         text += f" (past {passed.user or SOMEBODY}, {', '.join(_facts(passed, now))})"
     if status.spent is not None:
@@ -263,28 +319,52 @@ def refusal_message(
     elif wait_limit:
         text += f": try again ({wait_limit} limits the wait)"
     else:
-        way_out = "wait longer" if waited else "wait for it" if status.needed == 1 else "wait for them"
-        # Twice what was waited, or an hour.
-        hours = style.value(f"{max(1, -int(-waited // 1800))}h").replace("'", '"')
-        longer = f"{style.setting('timeout', hours)}, or {style.written('timeout', None)} to wait without limit"
-        text += f": {way_out} ({longer})"
-    if ahead is None and status.spent is None and 0 < free < status.needed:
+        text += f": {_advice_to_wait(waited, status.needed)}"
+    if status.ahead is None and status.spent is None and 0 < free < status.needed:
         text += ", or ask for fewer"
+    text += "."
+    if hint:
+        text += f" {hint}."
+    lines = [text]
     alike = grouped((verdict.gpu.label, _why_not(verdict)) for verdict in status.verdicts)
-    lines = [f"  GPU {gpu_ranges(labels)} {reason}" for reason, labels in alike.items()]
-    return "\n".join([f"{text}. {hint}." if hint else f"{text}.", *lines])
+    for reason, labels in alike.items():
+        lines.append(f"  GPU {gpu_ranges(labels)} {reason}")
+    return "\n".join(lines)
 
 
-def _free(free: int, needed: int, ahead: ClaimAhead | None, position: int, of: str = "") -> str:
-    """Return how many GPUs are free; if enough are, but for others, for whom."""
-    if ahead is None or free < needed:
-        return f"{free} {of}free"
-    return f"{free} {'is' if free == 1 else 'are'} free for {plural(max(1, position - 1), 'claim')} ahead"
+def _advice_to_wait(waited: float, needed: int) -> str:
+    """Return how to wait, or to wait longer: twice what was waited, or an hour."""
+    way_out = "wait for them"
+    if waited:
+        way_out = "wait longer"
+    elif needed == 1:
+        way_out = "wait for it"
+    hours = max(1, math.ceil(waited / 1800))
+    longer = style.value(f"{hours}h").replace("'", '"')
+    return f"{way_out} ({style.setting('timeout', longer)}, or {style.written('timeout', None)} to wait without limit)"
+
+
+def _free_text(free: int, status: WaitStatus, among: str = "") -> str:
+    """Return how many GPUs are free; if enough are, but for others, for whom.
+
+    Args:
+        among: such as ``of 4 ``, to stand behind the number.
+    """
+    if status.ahead is None or free < status.needed:
+        return f"{free} {among}free"
+    verb = "are"
+    if free == 1:
+        verb = "is"
+    return f"{free} {verb} free for {plural(max(1, status.position - 1), 'claim')} ahead"
 
 
 def _why_not(verdict: GpuVerdict) -> str:
-    free = "free, shared with the display" if verdict.state == "display" else "free"
-    return f"({verdict.gpu.name or verdict.gpu.uuid}): {verdict.reason or free}"
+    reason = verdict.reason
+    if not reason:
+        reason = "free"
+        if verdict.state == "display":
+            reason += ", shared with the display"
+    return f"({verdict.gpu.name or verdict.gpu.uuid}): {reason}"
 
 
 def waiting_message(
@@ -304,47 +384,87 @@ def waiting_message(
         width: columns of the terminal. The end of a longer line is cut off, which is who holds what.
         holders: whether to say who holds what.
     """
-    now = time.time() if now is None else now
+    if now is None:
+        now = time.time()
     expected = status.expected or Forecast()
-    start, passed = expected.text(now), expected.passed_by
-    text = "waiting" if waited is None else f"waiting {_running_clock(waited)}"
-    text += f" for {status.asked or plural(status.needed)}"
     candidates = [verdict for verdict in status.verdicts if _is_candidate(verdict)]
-    if status.free is not None:
-        of = f"of {len(candidates)} " * (len(candidates) < len(status.verdicts))
-        text += f" ({_free(status.free, status.needed, status.ahead, status.position, of)})"
-    if status.spent is not None:
-        text += f", at your limit ({round(status.spent.held, 2):g} of {status.spent.most})"
-    place = f", #{status.position}{{}}" if status.ahead is not None and status.position > 1 else ""
-    heads = [text + place.format(words) + (start and f", {start}") for words in (" in the queue", "")]
-    head = heads[0] if width is None or display_width(heads[0]) <= width else heads[1]
-    who = [] if status.ahead is None else [_behind(status.ahead, now)]
-    who += [f"passed by {plural(passed, 'claim')}"] if passed else []
-    line = "; ".join([head, *who, *(_by_holder(candidates, now) if holders else ())])
+    head = _head_of_wait(status, candidates, expected.text(now), waited, in_words=True)
+    if width is not None and display_width(head) > width:
+        head = _head_of_wait(status, candidates, expected.text(now), waited, in_words=False)
+    parts = [head]
+    if status.ahead is not None:
+        parts.append(_behind(status.ahead, now))
+    if expected.passed_by:
+        parts.append(f"passed by {plural(expected.passed_by, 'claim')}")
+    if holders:
+        parts.extend(_by_holder(candidates, now))
+    line = "; ".join(parts)
     if width is None or display_width(line) <= width:
         return line
-    return cut(line if display_width(head) + _LEAST_REST <= width else head, width)
+    if display_width(head) + _LEAST_REST <= width:
+        return cut(line, width)
+    return cut(head, width)
+
+
+def _head_of_wait(
+    status: WaitStatus, candidates: Collection[GpuVerdict], start: str, waited: float | None, *, in_words: bool
+) -> str:
+    """Return what is most important of a wait.
+
+    Args:
+        candidates: the verdicts on the GPUs that could do.
+        start: when it starts, in words; "" if nothing is known.
+        waited: seconds since the wait began; None leaves them out.
+        in_words: whether to say that a place is one in the queue.
+    """
+    text = "waiting"
+    if waited is not None:
+        text += f" {_running_clock(waited)}"
+    text += f" for {status.asked or plural(status.needed)}"
+    if status.free is not None:
+        among = ""
+        if len(candidates) < len(status.verdicts):
+            among = f"of {len(candidates)} "
+        text += f" ({_free_text(status.free, status, among)})"
+    if status.spent is not None:
+        text += f", at your limit ({round(status.spent.held, 2):g} of {status.spent.most})"
+    if status.ahead is not None and status.position > 1:
+        text += f", #{status.position}"
+        if in_words:
+            text += " in the queue"
+    if start:
+        text += f", {start}"
+    return text
 
 
 def holders_line(status: WaitStatus, now: float) -> str:
     """Return who has the GPUs that are not free, in few words: ``GPU 0,1 ada · 2 ben idle · 3 shared``; "" for none."""
-    taken = [one for one in status.verdicts if _is_candidate(one) and not one.free]
-    found = grouped((one.gpu.label, _short_who(one, now)) for one in taken)
-    parts = [f"{gpu_ranges(labels)} {who}" for who, labels in found.items()]
-    return f"GPU {' · '.join(parts)}" if parts else ""
+    taken = [verdict for verdict in status.verdicts if _is_candidate(verdict) and not verdict.free]
+    if not taken:
+        return ""
+    labels_of = grouped((verdict.gpu.label, _short_who(verdict, now)) for verdict in taken)
+    parts = [f"{gpu_ranges(labels)} {who}" for who, labels in labels_of.items()]
+    return f"GPU {' · '.join(parts)}"
 
 
 def _short_who(verdict: GpuVerdict, now: float) -> str:
-    shared = verdict.holder is not None and verdict.holder.sharers
-    closed = verdict.reason.partition(" ")[0] if verdict.state == "unusable" else ""
-    who = "shared" if shared else verdict.user or closed or "unknown"
-    return f"{who} idle" if verdict.is_idle(now) else who
+    closed = ""
+    if verdict.state == "unusable":
+        closed = verdict.reason.partition(" ")[0]
+    who = verdict.user or closed or "unknown"
+    if verdict.holder is not None and verdict.holder.sharers:
+        who = "shared"
+    if verdict.is_idle(now):
+        who += " idle"
+    return who
 
 
 def _running_clock(seconds: float) -> str:
     """Return ``0:07`` or ``26:03:00``."""
     minutes, left = divmod(max(0, int(seconds)), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{left:02}" if minutes >= 60 else f"{minutes}:{left:02}"
+    if minutes < 60:
+        return f"{minutes}:{left:02}"
+    return f"{minutes // 60}:{minutes % 60:02}:{left:02}"
 
 
 def _is_candidate(verdict: GpuVerdict) -> bool:
@@ -357,7 +477,9 @@ def _behind(ahead: ClaimAhead, now: float) -> str:
 
 
 def _facts(waiter: ClaimAhead, now: float) -> list[str]:
-    facts = [f"pid {waiter.pid}"] if waiter.pid else []
+    facts = []
+    if waiter.pid:
+        facts.append(f"pid {waiter.pid}")
     if waiter.stopped:
         facts.append("stopped")
     facts.append(f"wants {plural(waiter.nb_gpus)}")
@@ -379,11 +501,18 @@ def _who(verdict: GpuVerdict, now: float) -> str:
         return verdict.reason
     if not holder.user and not holder.pid:
         return "unknown holder"
-    pid = f"pid {holder.pid or '?'}{holder.namespace and f' {holder.namespace}'}"
+    pid = f"pid {holder.pid or '?'}"
+    if holder.namespace:
+        pid += f" {holder.namespace}"
     if holder.left_by is not None:
         pid = left_behind(holder.pid, holder.left_by)
-    age = f" for {format_age(now - holder.since)}" if holder.since else ""
-    return f"{holder.user or 'unknown user'}{in_brackets(pid, holder.job and f'job {holder.job}')}{age}"
+    job = ""
+    if holder.job:
+        job = f"job {holder.job}"
+    text = f"{holder.user or 'unknown user'}{in_brackets(pid, job)}"
+    if holder.since:
+        text += f" for {format_age(now - holder.since)}"
+    return text
 
 
 class WaitReporter:
@@ -400,29 +529,37 @@ class WaitReporter:
     def __init__(self, view: HostView, options: ClaimOptions, place: QueuePlace) -> None:
         self._view = view
         self._place = place
-        self._on_wait = options.on_wait or _to_log(options.logger, late=False)
-        is_heard = getattr(options.logger, "hasHandlers", bool) if options.on_wait is None else lambda: True
-        self._on_long_wait = None if self._on_wait and is_heard() else _to_log(options.logger, late=True)
+        self._on_wait = options.on_wait
+        self._on_long_wait: Callable[[WaitStatus], None] | None = None
+        if self._on_wait is None:
+            self._on_wait = _to_log(options.logger, late=False)
+            if self._on_wait is None or not _is_heard(options.logger):
+                self._on_long_wait = _to_log(options.logger, late=True)
         self._last: tuple[object, ...] | None = None
-        self._began = self.due = time.monotonic()
-        self.warning_due = math.inf if self._on_long_wait is None else self._began + _WARNING_DELAY
+        self._began = time.monotonic()
+        self.due = self._began
+        self.warning_due = math.inf
+        if self._on_long_wait is not None:
+            self.warning_due = self._began + _WARNING_DELAY
 
-    def next_look(self, now: float) -> float:
-        """Return the latest time at which a sleeping waiter looks again, whether or not the ticket that it sleeps on is
+    def next_attempt(self, now: float) -> float:
+        """Return the latest time at which a sleeping waiter tries again, whether or not the ticket that it sleeps on is
         gone.
 
         Among the first 32 of the queue that is in 10 seconds, else when the next report is due or in about a minute.
-        The intervals depend on the pid, so that hundreds of waiters that started together do not look at the same time.
+        The intervals depend on the pid, so that hundreds of waiters that started together do not try at the same time.
         """
         spread = 0.75 + os.getpid() % 500 / 1000
         if self._place.among_first(_EARLY):
             return now + _EARLY_INTERVAL * spread
         if self._on_wait is None:
             return now + _REPORT_INTERVAL * spread
-        return self.due if self.due > now else now + _REPORT_INTERVAL
+        if self.due > now:
+            return self.due
+        return now + _REPORT_INTERVAL
 
     def report(self, seen: Seen) -> None:
-        """Give the reports that are due after this look.
+        """Give the reports that are due after this attempt.
 
         Raises:
             NotEnoughGpusError: an ancestor of this process holds the GPUs that it waits for.
@@ -431,14 +568,13 @@ class WaitReporter:
         now = time.monotonic()
         if seen.ahead is None and now >= self.warning_due:  # a waiter behind a ticket is warned while it sleeps
             self.warn_once(seen)
-        if self._on_wait is not None and (found := self._found(seen)) != self._last:
-            self._last = found
-            self.due = min(self.due, now + max(_WARNING_DELAY, (now - self._began) / 60))  # a long wait fills no log
+        self._bring_forward(seen, now)
         if now < self.due:
             return
-        self.due = now + _REPORT_INTERVAL if self._on_wait is not None else math.inf
-        family = {os.getpid(), *procfs.ancestors(os.getpid())}
-        may_hold = any(one.pid in family for holder in self._view.held.values() for one in holder.each)
+        self.due = math.inf
+        if self._on_wait is not None:
+            self.due = now + _REPORT_INTERVAL
+        may_hold = self._may_ancestors_hold()
         if seen.ahead is None and (may_hold or self._on_wait is not None):
             self._view.polls.poll()
         if may_hold:
@@ -446,14 +582,33 @@ class WaitReporter:
         if self._on_wait is not None:
             self._on_wait(self._gather(seen, self._place.position))
 
-    def _found(self, seen: Seen) -> tuple[object, ...]:
-        """Return what a look has found; another report is due when it changes. Only few waiters count their
-        position."""
-        position = self._place.position if self._place.among_first(_EARLY) else 0
-        return position, seen.ahead and seen.ahead.name, seen.free, seen.limit
+    def _bring_forward(self, seen: Seen, now: float) -> None:
+        """Let a report be due soon if this attempt has found something else than the one before. Only few waiters count
+        their position."""
+        if self._on_wait is None:
+            return
+        position = 0
+        if self._place.among_first(_EARLY):
+            position = self._place.position
+        ahead = ""
+        if seen.ahead is not None:
+            ahead = seen.ahead.name
+        found = (position, ahead, seen.free, seen.limit)
+        if found != self._last:
+            self._last = found
+            soon = max(_WARNING_DELAY, (now - self._began) / 60)  # a long wait fills no log
+            self.due = min(self.due, now + soon)
+
+    def _may_ancestors_hold(self) -> bool:
+        """Return whether a holder of a GPU has the pid of this process or of an ancestor."""
+        family = {os.getpid(), *procfs.ancestors(os.getpid())}
+        for holder in self._view.others.holders().values():
+            if any(one.pid in family for one in holder.each):
+                return True
+        return False
 
     def warn_once(self, seen: Seen) -> None:
-        """Give the warning from this look alone. Hundreds may wait, so there is no new look and no poll for it."""
+        """Give the warning from this attempt alone. Hundreds may wait, so nothing is tried and polled for it."""
         if self._on_long_wait is not None:
             self._on_long_wait(self._gather(seen, 0))  # 0: the position is not counted either
         self._on_long_wait = None
@@ -465,11 +620,19 @@ class WaitReporter:
         view = self._view
         if seen.limit is not None or (seen.ahead is not None and not position):
             return _status(view, seen, position)
-        elsewhere = dict.fromkeys(seen.elsewhere, Holder(elsewhere=True))
-        full = {gpu.uuid: holder_of_full(gpu) for gpu in view.usable if gpu.uuid in seen.full}
-        verdicts = view.judge({**elsewhere, **view.claims.holders(view.inside), **full})
-        status = _status(view, seen, position, verdicts)
+        claimed: dict[str, Holder] = dict.fromkeys(seen.elsewhere, Holder(elsewhere=True))
+        claimed.update(view.others.claims.holders(view.others.inside))
+        for gpu in view.usable:
+            if gpu.uuid in seen.full:
+                claimed[gpu.uuid] = holder_of_full(gpu)
+        status = _status(view, seen, position, view.judge(claimed))
         return status._replace(expected=forecast(view, self._place.ensure_waiter(), self._place.hold_for()))
+
+
+def _is_heard(logger: Any) -> bool:
+    """Return whether somebody reads what a logger is given, as far as it tells."""
+    has_handlers = getattr(logger, "hasHandlers", None)
+    return has_handlers is not None and has_handlers()
 
 
 def _to_log(logger: Any, *, late: bool) -> Callable[[WaitStatus], None] | None:
@@ -478,12 +641,17 @@ def _to_log(logger: Any, *, late: bool) -> Callable[[WaitStatus], None] | None:
 
     None if the logger is not enabled for that level.
     """
+    level = 20
+    log = logger.info
+    if late:
+        level = 30
+        log = logger.warning
     is_enabled = getattr(logger, "isEnabledFor", None)  # the older package accepts the module logging, which has none
-    if is_enabled is not None and not is_enabled(30 if late else 20):
+    if is_enabled is not None and not is_enabled(level):
         return None
 
     def tell(status: WaitStatus) -> None:
         facts = {f"safe_gpu_{name}": value for name, value in status._asdict().items()}
-        (logger.warning if late else logger.info)("%s", waiting_message(status, width=_LONGEST_LINE), extra=facts)
+        log("%s", waiting_message(status, width=_LONGEST_LINE), extra=facts)
 
     return tell

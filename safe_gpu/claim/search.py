@@ -1,4 +1,4 @@
-"""The loop that gets GPUs for a request: look, decide, wait, look again.
+"""The loop that gets GPUs for a request: try, decide, wait, try again.
 
 host.lock is never held during a slow operation. The driver is polled before host.lock is taken, and polled again once
 the GPUs are held, because a process may have started on a GPU in between.
@@ -25,11 +25,11 @@ from ..host.signals import DeferredSignals, unwind_on_signals
 from ..selection.choice import capacity, check_possible, fits
 from ..wording.text import format_age
 from .arguments import ClaimOptions, with_policy_limits
-from .around import refuse_inside_share
+from .attempt import OUTDATED, TAKEN, WITHDRAWN, Attempt, Seen
 from .checks import confirm
 from .claim import Claim
+from .enclosing import refuse_inside_share
 from .listed import Listed, listed_here
-from .look import OUTDATED, TAKEN, WITHDRAWN, Look, Seen
 from .queue_place import QueuePlace
 from .view import HostView
 
@@ -54,7 +54,7 @@ _SHORT = 1.0
 _SHORTEST_RETREAT = 0.0005
 _LONGEST_RETREAT = 0.010
 
-# A sleeper that looks again polls the driver first if its latest poll is older than this, in seconds.
+# A sleeper that tries again polls the driver first if its latest poll is older than this, in seconds.
 _OLD = 30.0
 
 # Who has waited outlasts trouble that passes by itself for so long, in seconds. It tries again after a tenth of the
@@ -63,31 +63,30 @@ _LONGEST_TROUBLE = 60.0
 _TROUBLE_PAUSE = 0.25
 
 # A claim waits at most this many times MINIMUM_PATIENCE for a host.lock that nobody keeps.
-_MOST_CROWDS = 6
-
+_MOST_OVERLOADS = 6
 
 POLL = "poll"
-"""Poll the driver, then look again."""
+"""Poll the driver, then try again."""
 
 SLEEP = "sleep"
-"""Sleep until the ticket ahead is gone, then look again."""
+"""Sleep until the ticket ahead is gone, then try again."""
 
 WATCH = "watch"
-"""Watch the claims of others, then look again."""
+"""Watch the claims of others, then try again."""
 
 AGAIN = "again"
-"""Pause for a random time, then look again: two claims have seen each other."""
+"""Pause for a random time, then try again: two claims have seen each other."""
 
 REFUSE = "refuse"
 """Fail, because the time to wait is over."""
 
-# The head of the queue makes a full look this often, in seconds, because the state directory may have been deleted.
-_FULL_LOOK = 1.0
+# The head of the queue tries again at least this often, in seconds, because the state directory may have been deleted.
+_LONGEST_WITHOUT_ATTEMPT = 1.0
 
 # A dying process closes its descriptors one by one, so a door may outlive an entry: it is tried once more, in seconds.
 _SECOND_TRY = 0.005
 
-# For so long even a claim that does not wait looks again after it withdrew, in seconds.
+# For so long even a claim that does not wait tries again after it withdrew, in seconds.
 _WITHDRAWING = 1.0
 
 
@@ -96,10 +95,10 @@ class WaitState(NamedTuple):
 
     Attributes:
         deadline: ``time.monotonic()`` value; ``math.inf`` waits without limit.
-        tried_last: whether the last look, after the deadline, has been made.
+        tried_last: whether the last attempt, after the deadline, has been made.
         polled_for: the GPUs that nobody held at the time of the latest poll.
-        elsewhere: the GPUs held elsewhere for which a second look was made.
-        withdrew: when the present run of withdrawals began; None if the latest look was no withdrawal.
+        elsewhere: the GPUs held elsewhere for which a second attempt was made.
+        withdrew: when the present run of withdrawals began; None if the latest attempt was no withdrawal.
     """
 
     deadline: float = math.inf
@@ -124,7 +123,7 @@ def decide(
     suffices: bool,
     now: float,
     next_poll: float,
-    next_look: float = math.inf,
+    next_attempt: float = math.inf,
     pause: float = 0.0,
 ) -> Decision:
     """Return the next step of a claim that has seen too few GPUs.
@@ -133,8 +132,8 @@ def decide(
         suffices: whether the GPUs that nobody holds would be enough.
         now: ``time.monotonic()`` value, as are the next two.
         next_poll: earliest time of another poll for the same GPUs.
-        next_look: latest time at which a sleeping waiter looks again.
-        pause: seconds until a claim that withdrew looks again.
+        next_attempt: latest time at which a sleeping waiter tries again.
+        pause: seconds until a claim that withdrew tries again.
     """
     if seen.outcome == OUTDATED:
         return Decision(POLL, state)
@@ -151,8 +150,8 @@ def decide(
             return Decision(REFUSE, state)
         return Decision(POLL, state._replace(tried_last=True))
     if seen.ahead is not None:
-        return Decision(SLEEP, state, min(state.deadline, next_look))
-    until = min(state.deadline, now + _FULL_LOOK)
+        return Decision(SLEEP, state, min(state.deadline, next_attempt))
+    until = min(state.deadline, now + _LONGEST_WITHOUT_ATTEMPT)
     if seen.limit is not None:
         return Decision(WATCH, state, until)
     # Where nobody holds enough of them, the driver shows processes there.
@@ -256,7 +255,7 @@ def _passes(err: NoDriverError | StateDirError) -> bool:
 
 
 class _Search:
-    """One search for GPUs, from the first look to the claim."""
+    """One search for GPUs, from the first attempt to the claim."""
 
     def __init__(self, view: HostView, options: ClaimOptions) -> None:
         options = with_policy_limits(options)
@@ -268,26 +267,26 @@ class _Search:
         self._reporter: WaitReporter | None = None
         self._watching_since: float | None = None  # time.monotonic() value, as is the next
         self._calm_since = time.monotonic()  # nothing has happened since then that may free a GPU
-        self._free: frozenset[str] = frozenset()  # by the latest look
-        self._listed: list[Listed] = []  # by the latest poll and the latest look
+        self._free: frozenset[str] = frozenset()  # by the latest attempt
+        self._listed: list[Listed] = []  # by the latest poll and the latest attempt
         self._poll_pause = 0.0
         self._is_poll_due = False
-        self._looks = 0
-        self._crowds = 0
+        self._attempts = 0
+        self._overloads = 0
         self._has_waited = False
         self._trouble: _Trouble | None = None
         self._waits = ExitStack()  # ends with the search
 
     def check(self) -> None:
         """Refuse what can never be met, before anything is waited for."""
-        if "SAFE_GPU_SHARE" in os.environ:  # of a claim around this process, or leaked
+        if "SAFE_GPU_SHARE" in os.environ:  # of a claim that encloses this process, or leaked
             refuse_inside_share(self._view.snapshot.gpus, self._holders())
         self._check_possible()
         if not self._view.scope:
             self._apply_policy()
 
     def run(self, claim: Claim | None) -> tuple[Gpu, ...]:
-        """Look, decide and wait until there are enough GPUs, and a second poll confirms that they are free.
+        """Try, decide and wait until there are enough GPUs, and a second poll confirms that they are free.
 
         With ``claim`` None nothing is taken.
         """
@@ -295,33 +294,27 @@ class _Search:
         with self._waits:
             try:
                 while True:
-                    gpus = self._go_on(claim)
+                    gpus = self._take_or_wait(claim)
                     if gpus:
                         return gpus
             finally:
                 self.leave()
 
-    def _go_on(self, claim: Claim | None) -> tuple[Gpu, ...]:
-        """Take the GPUs, or wait for a moment. Returns them; none where trouble came that may pass, and was waited
-        for."""
+    def _take_or_wait(self, claim: Claim | None) -> tuple[Gpu, ...]:
+        """Return the GPUs; none if there were too few, or there was trouble that may pass: that was waited for."""
         try:
-            return self._take_or_wait(claim)
+            seen = self._try_once(claim)
+            if seen.outcome == TAKEN:
+                gpus = self._confirmed(claim, seen)
+            else:
+                gpus = ()
+                self._wait_or_refuse(seen)
         except LockTimeout as err:
-            self._outlast_crowd(err)
+            self._outlast_overload(err)
+            return ()
         except (NoDriverError, StateDirError) as err:
             self._outlast(err)
-        return ()
-
-    def _take_or_wait(self, claim: Claim | None) -> tuple[Gpu, ...]:
-        gpus: tuple[Gpu, ...] = ()
-        seen = self._look(claim)
-        if seen.outcome != TAKEN:
-            self._wait_or_refuse(seen)
-        elif claim is None:
-            if self._are_still_free(seen.gpus):
-                gpus = seen.gpus
-        elif self._is_confirmed(claim):
-            gpus = claim.gpus
+            return ()
         if seen.outcome != OUTDATED:  # then the driver has shown the GPUs, and not yet who uses them
             self._trouble = None
         return gpus
@@ -335,22 +328,22 @@ class _Search:
         self._place.leave()
         self._host.close()
 
-    # One look
+    # One attempt
 
-    def _look(self, claim: Claim | None) -> Seen:
+    def _try_once(self, claim: Claim | None) -> Seen:
         if self._is_poll_due:
             self._poll()
         self._leave_out_the_gone()
         scope = self._view.scope
-        look = Look(self._host, self._view, self._place, claim, self._options)
-        seen = look.run(may_wait=time.monotonic() < self._options.deadline)
+        attempt = Attempt(self._host, self._view, self._place, claim, self._options)
+        seen = attempt.run(may_wait=time.monotonic() < self._options.deadline)
         if scope != self._view.scope:  # it is of no claim, so the visible limit and the policy decide
             self._check_possible()
             self._apply_policy()
-        if seen.outcome == TAKEN or self._looks == 0:
+        if seen.outcome == TAKEN or self._attempts == 0:
             self._options.logger.info("lock acquired")
             self._options.logger.info("lock released")
-        self._looks += 1
+        self._attempts += 1
         return seen
 
     def _leave_out_the_gone(self) -> None:
@@ -377,17 +370,19 @@ class _Search:
 
     def _check_possible(self) -> None:
         """Refuse what this host can never give. Inside another claim, that decides, once the lock is held."""
-        view, request = self._view, self._view.request
-        if not request.conditions and capacity(view.usable) >= request.nb_gpus:  # as almost always
+        view = self._view
+        if not view.request.conditions and capacity(view.usable) >= view.request.nb_gpus:  # as almost always
             return
-        visible_limit = None if view.scope else view.visible_limit
-        check_possible(view.snapshot, request, visible_limit, claimed=self._holders, rules=view.rules)
+        visible_limit = view.visible_limit
+        if view.scope:
+            visible_limit = None
+        check_possible(view.snapshot, view.request, visible_limit, claimed=self._holders, rules=view.closed.rules)
 
     def _holders(self) -> Mapping[str, Holder]:
         from .report import holders_now
 
         with suppress(StateDirError):
-            return holders_now(self._view.snapshot, self._view.inside)
+            return holders_now(self._view.snapshot, self._view.others.inside)
         return {}
 
     def _apply_policy(self) -> None:
@@ -396,7 +391,8 @@ class _Search:
             return
         from .limits import check_policy_limits
 
-        options, limits = self._options, self._options.quota.limits
+        options = self._options
+        limits = self._options.quota.limits
         number = self._view.request.amount(self._view.snapshot.gpus)
         check_policy_limits(number, limits, options.hold.seconds, said=options.hold.said)
         most = limits.max_wait
@@ -406,19 +402,28 @@ class _Search:
 
     # The second poll
 
+    def _confirmed(self, claim: Claim | None, seen: Seen) -> tuple[Gpu, ...]:
+        """Return the GPUs that an attempt has found, if a second poll shows them free; else none."""
+        if claim is None:
+            if self._are_still_free(seen.gpus):
+                return seen.gpus
+        elif self._is_confirmed(claim, seen):
+            return claim.gpus
+        return ()
+
     def _are_still_free(self, gpus: tuple[Gpu, ...]) -> bool:
         self._view.polls.poll_again(gpus)
         unoccupied = self._view.unoccupied()
         return all(gpu.uuid in unoccupied for gpu in gpus)
 
-    def _is_confirmed(self, claim: Claim) -> bool:
+    def _is_confirmed(self, claim: Claim, seen: Seen) -> bool:
         """Return whether a second poll shows the GPUs of a claim free; it is given back if not.
 
-        The ticket goes first: those behind look while the driver is asked.
+        The ticket goes first: those behind try while the driver is asked.
         """
         DeferredSignals().run_deferred(self._place.stand_aside)
         try:
-            is_free = confirm(self._view, claim, self._options)
+            is_free = confirm(self._view, claim, self._options, seen.spare)
         except (NoDriverError, StateDirError):
             self._give_back(claim)
             raise
@@ -430,28 +435,29 @@ class _Search:
     def _give_back(self, claim: Claim) -> None:
         """Give a claim back that cannot stay, after its ticket was made again: nobody finds that neither is there."""
         if self._place.stands_aside:
-            with suppress(LockTimeout, StateDirError):  # then the next look makes it
+            with suppress(LockTimeout, StateDirError):  # then the next attempt makes it
                 self._come_back()
         claim.release()
 
     def _come_back(self) -> None:
         """Make the ticket again that this claim had, at its place."""
-        host, quota = self._host, self._options.quota
+        host = self._host
+        quota = self._options.quota
         with DeferredSignals() as signals:
             host.look()
             with host.locked(self._options.lock_deadline, signals):
                 host.queue.refresh()
-                held = None
-                if quota is not None and not self._view.around:
-                    held = quota.held(self._view.snapshot, self._view.claims)
-                self._place.join(held, None)
+                by_user = None
+                if quota is not None and self._view.enclosing is None:
+                    by_user = quota.held(self._view.snapshot, self._view.others.claims)
+                self._place.join(by_user, None)
 
     # Trouble
 
-    def _outlast_crowd(self, err: LockTimeout) -> None:
-        """Look again if host.lock was not free in time since the host is overloaded; else raise."""
-        self._crowds += 1
-        if not err.overloaded or self._crowds == _MOST_CROWDS:
+    def _outlast_overload(self, err: LockTimeout) -> None:
+        """Try again if host.lock was not free in time since the host is overloaded; else raise."""
+        self._overloads += 1
+        if not err.overloaded or self._overloads == _MOST_OVERLOADS:
             raise err
 
     def _outlast(self, err: NoDriverError | StateDirError) -> None:
@@ -491,13 +497,18 @@ class _Search:
             self._wait(decision, seen)
 
     def _decide(self, seen: Seen) -> Decision:
-        now = next_look = time.monotonic()
+        now = time.monotonic()
+        next_attempt = now
         quota = self._options.quota
         if quota is None or not quota.unresolved:
-            next_look = self._ensure_reporter().next_look(now)
+            next_attempt = self._ensure_reporter().next_attempt(now)
         free = [gpu for gpu in self._view.usable if gpu.uuid in seen.free]
         if seen.free != self._free:
-            self._free, self._calm_since = seen.free, now
+            self._free = seen.free
+            self._calm_since = now
+        pause = 0.0
+        if seen.outcome == WITHDRAWN:
+            pause = _random_between(_SHORTEST_RETREAT, _LONGEST_RETREAT)
         polled_at = now - self._view.polls.age
         self._poll_pause = pause_between_polls(polled_at - self._calm_since)
         decision = decide(
@@ -506,8 +517,8 @@ class _Search:
             suffices=fits(self._view.request, free),
             now=now,
             next_poll=self._view.polls.next_poll(self._poll_pause, _LONGEST_POLL_PAUSE),
-            next_look=next_look,
-            pause=_random_between(_SHORTEST_RETREAT, _LONGEST_RETREAT) if seen.outcome == WITHDRAWN else 0.0,
+            next_attempt=next_attempt,
+            pause=pause,
         )
         self._state = decision.state
         return decision
@@ -524,7 +535,7 @@ class _Search:
         if decision.step == POLL:
             self._poll()
             return
-        self._listed = listed_here(self._view.usable, self._view.claims, self._view.inside)
+        self._listed = listed_here(self._view.usable, self._view.others)
         if decision.step == SLEEP or self._poll_pause >= _SHORT:
             self._view.polls.driver.rest()  # an open session is in the way of a reset, of MIG and of another driver
         if seen.ahead is not None:
@@ -547,7 +558,8 @@ class _Search:
         Returns:
             Whether the ticket ahead is gone.
         """
-        waiter, reporter = self._place.ensure_waiter(), self._ensure_reporter()
+        waiter = self._place.ensure_waiter()
+        reporter = self._ensure_reporter()
         if reporter.warning_due < until:
             if waiter.sleep_behind(ahead, max(0.0, reporter.warning_due - time.monotonic())):
                 return True
@@ -556,7 +568,7 @@ class _Search:
 
     def _watch(self, seen: Seen, until: float) -> None:
         """Sleep until a claim may have ended, or until ``until``. What else may have happened is seen by the next
-        look: what is held elsewhere, and processes that have ended."""
+        attempt: what is held elsewhere, and processes that have ended."""
         watched = seen.watched
         if seen.limit is not None:
             watched = seen.limit.claims

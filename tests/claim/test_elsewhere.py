@@ -159,7 +159,7 @@ def test_from_another_namespace(host: Path) -> None:
 
 
 def test_a_container_without_the_network_of_the_host_is_told_once(host: Path, monkeypatch: Any, caplog: Any) -> None:
-    monkeypatch.setattr(api.checks, "_told", set())
+    monkeypatch.setattr(api.checks, "_given_doubts", set())
     for kind, point, network, told in (
         ("overlay", "/", True, 0),
         ("ext4", "/", False, 0),

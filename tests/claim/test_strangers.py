@@ -64,7 +64,7 @@ def test_a_gpu_that_goes_bad_before_the_second_poll_is_given_back(host, shown, r
 
 def test_where_the_first_poll_is_old_the_second_asks_about_the_whole_host(host, monkeypatch) -> None:
     """After a wait, a GPU that is not this claim's may be lost, and CUDA's numbers mean others then."""
-    monkeypatch.setattr("safe_gpu.claim.view._RECENT", -1.0)
+    monkeypatch.setattr("safe_gpu.claim.polls._RECENT", -1.0)
     host.on_poll = lambda number: number == 2 and host.edits.update({host.uuids[7]: {"lost": True}})
     owner = safe_gpu.claim_gpus(1, timeout=0)
     assert [event for event in host.events if event in ("poll", "usage")] == ["poll", "poll", "usage"]
@@ -72,7 +72,7 @@ def test_where_the_first_poll_is_old_the_second_asks_about_the_whole_host(host, 
 
 
 def test_where_the_driver_shows_the_same_gpus_the_second_asks_about_those_of_the_claim(host, monkeypatch) -> None:
-    monkeypatch.setattr("safe_gpu.claim.view._RECENT", -1.0)
+    monkeypatch.setattr("safe_gpu.claim.polls._RECENT", -1.0)
     monkeypatch.setattr(host, "shows_same", lambda snapshot: True)
     safe_gpu.claim_gpus(1, timeout=0)
     assert [event for event in host.events if event in ("poll", "usage")] == ["poll", "usage", "usage"]

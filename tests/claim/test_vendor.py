@@ -337,9 +337,9 @@ def test_a_driver_without_cuda_or_without_gpus_is_told_before_any_lock(fake_gpus
 # Claims twice, and says which NVML functions were called before the GPUs were held and after, each time.
 CLAIMS = """
 import logging
-from safe_gpu.claim import view
+from safe_gpu.claim import polls
 
-view._RECENT = 1e9  # on a busy machine a poll may be old by the time it is used
+polls._RECENT = 1e9  # on a busy machine a poll may be old by the time it is used
 calls, out = os.path.join(os.environ["FAKE_GPU_DIR"], "calls"), []
 
 def note(*_):

@@ -262,13 +262,14 @@ def test_what_is_closed_while_a_claim_comes_to_the_lock(
     """The last look is made under host.lock, so that a GPU is nobody's once it was seen free after a drain."""
     claim()
     os.chown(state_dir, BEN, BEN)
-    prepare = api.HostView.prepare
+    unoccupied = api.HostView.unoccupied
 
-    def prepare_and_close(view: api.HostView) -> None:
-        prepare(view)
+    def judge_and_close(view: api.HostView) -> Any:
+        found = unoccupied(view)
         (state_dir / "closed").write_text("".join(f"{line.format(uuid)}\n" for uuid in ground.uuids))
+        return found
 
-    monkeypatch.setattr(api.HostView, "prepare", prepare_and_close)
+    monkeypatch.setattr(api.HostView, "unoccupied", judge_and_close)
     assert as_user_told(as_user, BEN, claim).startswith("NotEnoughGpusError")
 
 

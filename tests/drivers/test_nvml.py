@@ -133,7 +133,7 @@ def test_gpus_that_claims_hold_are_no_choice(host: Any, driver: api.nvml.NvmlDri
     monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")  # CUDA_VISIBLE_DEVICES is that of the claim
     with claim(5):
         view = api.HostView(driver, driver.snapshot(), api.parse_request(2))
-        view.see(api.living_claims())
+        view.update_others(api.Claims(api.living_claims(), view.snapshot.gpus), None)
         api.nvml.LINKS.clear()
         host.options(log=1)
         view.polls.poll()

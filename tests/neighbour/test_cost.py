@@ -192,7 +192,7 @@ def test_no_living_claim_is_left_out_however_many_a_user_has_and_few_are_asked_a
     used: Path, ground: Any, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under host.lock whoever lived a moment before is taken to live."""
-    monkeypatch.setattr("safe_gpu.claim.look._MOST_ASKED", 5)
+    monkeypatch.setattr("safe_gpu.claim.attempt._MOST_RECHECKED", 5)
     monkeypatch.setattr(api.Entries, "may_be_many", True)
     for number in range(1, 201):
         make("claims", number, gpus={ground.uuids[0]: None})

@@ -574,8 +574,8 @@ def test_a_claim_in_a_real_pid_namespace(ground, child) -> None:
 def test_the_processes_of_a_claim_around_this_one_elsewhere() -> None:
     said = {"v": 1, "gpus": {}, "pid": 7, "pidns": api.procfs.pid_namespace()}
     around = api.Entry.read("1.x", 0, (1, 1), json.dumps(said).encode())
-    assert api.pids_of_around(around) == (7,)
-    assert api.pids_of_around(around._replace(pidns=OTHER)) == tuple(api.procfs.ancestors(os.getpid()))
+    assert api.pids_of_enclosing(around) == (7,)
+    assert api.pids_of_enclosing(around._replace(pidns=OTHER)) == tuple(api.procfs.ancestors(os.getpid()))
 
 
 def test_a_number_of_another_namespace_is_no_ancestor(ground) -> None:

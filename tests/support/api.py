@@ -38,11 +38,13 @@ from safe_gpu.affinity.resolve_gpus import BOUND, by_name, by_ordinal, remembere
 from safe_gpu.claim import checks, claim, owner, search, view
 from safe_gpu.claim.arguments import DEFAULT, HoldTime, parse_hold_for, parse_timeout, read_options
 from safe_gpu.claim.arguments import UNKNOWN as UNKNOWN_HOLD
+from safe_gpu.claim.attempt import OUTDATED, TAKEN, WITHDRAWN, Seen
 from safe_gpu.claim.claim import Claim, share_variables
 from safe_gpu.claim.functions import wait_for_gpus
 from safe_gpu.claim.limits import LimitReached, quota_of
-from safe_gpu.claim.look import OUTDATED, TAKEN, WITHDRAWN, Seen
+from safe_gpu.claim.others import pids_of_enclosing
 from safe_gpu.claim.owner import owner_type
+from safe_gpu.claim.polls import driver_pids
 from safe_gpu.claim.report import ClaimAhead, Forecast, WaitStatus, holders_line, refusal_message, waiting_message
 from safe_gpu.claim.search import (
     AGAIN,
@@ -55,7 +57,7 @@ from safe_gpu.claim.search import (
     pause_between_polls,
     pause_of_watch,
 )
-from safe_gpu.claim.view import HostView, driver_pids, pids_of_around
+from safe_gpu.claim.view import HostView
 from safe_gpu.claim.worker import check_expected_gpu
 from safe_gpu.cli import arguments, commands, hosts
 from safe_gpu.cli import setup as cli_setup

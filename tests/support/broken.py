@@ -4,14 +4,14 @@ import math
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
+from safe_gpu.claim import attempt, closed, others, queue_place, search
 from safe_gpu.claim import checks as opened
 from safe_gpu.claim import claim as claims
-from safe_gpu.claim import look, queue_place, search
-from safe_gpu.claim import view as host_view
 from safe_gpu.claim.limits import ClaimsByUser
-from safe_gpu.claim.view import Polls
+from safe_gpu.claim.polls import Polls
 from safe_gpu.coordination import directory, doors, entry
 from safe_gpu.coordination.doors import Doors
 from safe_gpu.coordination.entries import Entries
@@ -23,7 +23,7 @@ from safe_gpu.host import locks
 from safe_gpu.host.signals import DeferredSignals
 from safe_gpu.selection import backfill, sharing, verdicts
 
-_take, _is_taken, _see_closed = claims.Claim.take, look.Look._is_taken, host_view.HostView.see_closed
+_take, _is_taken = claims.Claim.take, attempt.Attempt._is_taken
 _lock = entry.lock
 _held_by, _open_gpus = ClaimsByUser.held_by, backfill.open_gpus
 _room, _promised_room = sharing.room, sharing.promised_room
@@ -36,11 +36,12 @@ def _give_back_doors_first(self: claims.Claim, *arguments: Any, **options: Any) 
     _take(self, *arguments, **options)
 
 
-def _see_lower_alone(self: look.Look, gpu: Any) -> bool:
+def _see_lower_alone(self: attempt.Attempt, gpu: Any) -> bool:
     assert self._claim is not None
     assert self._claim.entry is not None
     number = int(self._claim.entry.name.partition(".")[0])
-    self._view.claims = Claims(one for one in self._view.claims.living if one.number <= number)
+    lower = Claims(one for one in self._view.others.claims.living if one.number <= number)
+    self._view.others = replace(self._view.others, claims=lower)
     return _is_taken(self, gpu)
 
 
@@ -76,11 +77,6 @@ def _lock_and_drop_in_child(fd: int) -> None:
             entry.unlock(fd)
 
     os.register_at_fork(after_in_child=drop)
-
-
-def _see_closed_before(self: host_view.HostView, *arguments: Any, locked: bool = False) -> None:
-    if not locked:
-        _see_closed(self, *arguments)
 
 
 def _share_without_door(self: Doors, uuid: str, parts_here: Any) -> bool:
@@ -161,8 +157,8 @@ _NO_DOORS: list[tuple[Any, str, Any]] = [(Doors, "_take", _refuse), (Doors, "are
 
 BROKEN: dict[str, list[tuple[Any, str, Any]]] = {
     # Entries and doors
-    "no second listing": [(look.Look, "_stays", lambda self, claim, gpus: True)],
-    "lower stays": [(look.Look, "_is_taken", _see_lower_alone)],
+    "no second listing": [(attempt.Attempt, "_may_stay", lambda self, claim, gpus: True)],
+    "lower stays": [(attempt.Attempt, "_is_taken", _see_lower_alone)],
     "names come again": [(entry, "os", _Os(urandom=bytes))],
     "unlink by number": [(Entries, "remove_dead", _remove_numbers)],
     "not locked": [(entry, "lock", lambda fd: None)],
@@ -184,7 +180,7 @@ BROKEN: dict[str, list[tuple[Any, str, Any]]] = {
     "share asks no pieces": [(Doors, "take_share", _share_without_asking_for_pieces)],
     "no modes": [(Doors, "take_part_of_pieces", _take_part_in_any_mode), (Silicon, "meets", _meets_in_any_mode)],
     "names alone": [(Silicon, "meets", lambda self, other: not self._names.isdisjoint(other._names))],
-    "closed read once": [(host_view.HostView, "see_closed", _see_closed_before)],
+    "closed read once": [(closed.ClosedGpus, "read", lambda *about: None)],
     "directories unfinished": [(directory, "make_directory", _make_unfinished)],
     # An exception comes between open(2) and the line that stores the descriptor.
     "signals": [(DeferredSignals, "defer", lambda self: None)],
@@ -207,9 +203,9 @@ BROKEN: dict[str, list[tuple[Any, str, Any]]] = {
     "limit of others": [(ClaimsByUser, "held_by", _counts_all)],
     "limit of waiters": [(ClaimsByUser, "is_at_limit", lambda *about: False)],
     "room": [
-        (host_view, "promised_room", lambda *about: _promised_room(*about) + (8 << 30)),
+        (others, "promised_room", lambda *about: _promised_room(*about) + (8 << 30)),
         (verdicts, "room", lambda *about, **more: _room(*about, **more) + (8 << 30)),
-        (look, "share_capacity", lambda gpu: 1 << 60),
+        (attempt, "share_capacity", lambda gpu: 1 << 60),
     ],
 }
 """Name -> what is put in whose place, in one process."""

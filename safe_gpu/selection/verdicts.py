@@ -60,9 +60,11 @@ class Rules(NamedTuple):
         Raises:
             UnsatisfiableRequestError: ``SAFE_GPU_UNEXPLAINED_MEMORY`` is not a size.
         """
-        limit = host_setting("unexplained_memory", MEMORY_VARIABLE, environ)
-        size = parse_size(limit, MEMORY_VARIABLE) if limit else None
-        return cls(size, environ.get("SAFE_GPU_PROCESS_LIST") == "optional")
+        size = None
+        text = host_setting("unexplained_memory", MEMORY_VARIABLE, environ)
+        if text:
+            size = parse_size(text, MEMORY_VARIABLE)
+        return cls(unexplained_limit=size, lists_optional=environ.get("SAFE_GPU_PROCESS_LIST") == "optional")
 
 
 DEFAULT_RULES = Rules()
@@ -89,7 +91,11 @@ _MPS_SERVER = "nvidia-cuda-mps-server"
 # An MPS server has less on a GPU where it has no clients (27 MiB); a CUDA program has more.
 _MPS_SERVER_MEMORY = 64 << 20
 
-SHOWN, HIDDEN, NOT_YET, UNKNOWN = "shown", "hidden", "not yet", "unknown"
+# What :func:`presence` returns.
+SHOWN = "shown"
+HIDDEN = "hidden"
+NOT_YET = "not yet"
+UNKNOWN = "unknown"
 
 
 def possible_mps_servers(snapshot: HostSnapshot) -> frozenset[int]:
@@ -99,15 +105,18 @@ def possible_mps_servers(snapshot: HostSnapshot) -> frozenset[int]:
     Where a client of MPS is on some GPU of the host, it may be any pid. A server without clients is on every GPU of the
     host, so it is known where there are several.
     """
-    processes = [process for gpu in snapshot.gpus for process in gpu.processes or ()]
+    processes: list[GpuProcess] = []
+    for gpu in snapshot.gpus:
+        processes += gpu.processes or ()
     if any(process.kind == ProcessKind.MPS for process in processes):
         return frozenset(process.pid for process in processes)
-    small_on_each = [
-        {process.pid for process in gpu.processes if _is_as_small_as_mps_server(process)}
-        for gpu in snapshot.physical
-        if gpu.processes is not None
-    ]
-    if len(small_on_each) < 2 or VENDORS[snapshot.vendor].library != "CUDA":
+    if VENDORS[snapshot.vendor].library != "CUDA":
+        return frozenset()
+    small_on_each = []
+    for gpu in snapshot.physical:
+        if gpu.processes is not None:
+            small_on_each.append({process.pid for process in gpu.processes if _is_as_small_as_mps_server(process)})
+    if len(small_on_each) < 2:
         return frozenset()
     return frozenset(set.intersection(*small_on_each))
 
@@ -128,10 +137,12 @@ def computes(process: GpuProcess, describe: Describe, *, mps_servers: Collection
     """
     if process.kind == ProcessKind.GRAPHICS:
         return False
-    words = (_command(process, describe) or "").split()
-    if words:
-        return words[0].rpartition("/")[2] != _MPS_SERVER
-    return not (process.pid in mps_servers and _is_as_small_as_mps_server(process))
+    command = _command(process, describe) or ""
+    if command.strip():
+        program = command.split()[0]
+        return program.rpartition("/")[2] != _MPS_SERVER
+    may_be_mps_server = process.pid in mps_servers and _is_as_small_as_mps_server(process)
+    return not may_be_mps_server
 
 
 def drawing(gpu: Gpu, processes: Collection[GpuProcess]) -> list[GpuProcess]:
@@ -139,10 +150,14 @@ def drawing(gpu: Gpu, processes: Collection[GpuProcess]) -> list[GpuProcess]:
 
     Where a display is active they never do. Memory that the driver does not tell is not counted.
     """
+    if gpu.display_active:
+        return []
     computing = {process.pid for process in processes if process.kind != ProcessKind.GRAPHICS}
-    only = [process for process in processes if process.pid not in computing]
-    busy = not gpu.display_active and sum(process.memory_used or 0 for process in only) > _MOST_DRAWN
-    return only if busy else []
+    only_drawing = [process for process in processes if process.pid not in computing]
+    memory = sum(process.memory_used or 0 for process in only_drawing)
+    if memory <= _MOST_DRAWN:
+        return []
+    return only_drawing
 
 
 def users_of(
@@ -150,17 +165,21 @@ def users_of(
 ) -> list[GpuProcess]:
     """Return those of these processes of a device that make it busy, one entry for each pid; the rest as for
     :func:`computes`."""
-    if not processes:
-        return []
-    computing = [process for process in processes if computes(process, describe, mps_servers=mps_servers)]
-    return list({process.pid: process for process in (*drawing(gpu, processes), *computing)}.values())
+    by_pid = {process.pid: process for process in drawing(gpu, processes)}
+    for process in processes:
+        if computes(process, describe, mps_servers=mps_servers):
+            by_pid[process.pid] = process
+    return list(by_pid.values())
 
 
 def _command(process: GpuProcess, describe: Describe) -> str | None:
     if process.name is not None or process.elsewhere:
         return process.name
     described = describe(process.pid)
-    return described[1] if described else None
+    if described is None:
+        return None
+    _, command = described
+    return command
 
 
 def why_kept(pid: int) -> str:
@@ -178,36 +197,48 @@ def name_processes(
         text = why_kept(first.pid)
     else:
         user, text = _name_process(first, describe)
-    pids = {process.pid for process in others} - {first.pid}
-    if pids:
-        text += f", and {len(pids)} more process{'es' if len(pids) > 1 else ''}"
+    number_of_others = len({process.pid for process in others} - {first.pid})
+    if number_of_others == 1:
+        text += ", and 1 more process"
+    elif number_of_others > 1:
+        text += f", and {number_of_others} more processes"
     return user, text
 
 
 def _name_process(process: GpuProcess, describe: Describe) -> tuple[str | None, str]:
-    user, command = (None if process.elsewhere else describe(process.pid)) or (None, None)
-    amount = "an unknown amount of memory" if process.memory_used is None else format_bytes(process.memory_used)
+    """Return the user of a process, if known, and a text that names it and says how much memory it uses."""
+    user: str | None = None
+    command: str | None = None
     if process.elsewhere:
         command = "a number of another PID namespace"
+    else:
+        user, command = describe(process.pid) or (None, None)
+    amount = "an unknown amount of memory"
+    if process.memory_used is not None:
+        amount = format_bytes(process.memory_used)
     return user, f"process {process.pid}{in_brackets(user, command or process.name)} uses {amount}"
 
 
 def why_memory_unexplained(gpu: Gpu, rules: Rules) -> str:
     """Return why the GPU is busy although no process is visible: a container or the driver may hide one that uses
     memory."""
-    limit = unexplained_limit(gpu, rules)
-    excess = gpu.unexplained_memory if (gpu.memory_used or 0) > limit else 0
-    if gpu.memory_shared or excess <= limit:
+    unexplained = gpu.unexplained_memory
+    if gpu.memory_shared or unexplained <= unexplained_limit(gpu, rules):
         return ""
-    hidden = "one in a container?" if gpu.processes_supported else "the driver lists none"
-    return f"{format_bytes(excess)} of memory in use by no process that is visible here ({hidden})"
+    hint = "the driver lists none"
+    if gpu.processes_supported:
+        hint = "one in a container?"
+    return f"{format_bytes(unexplained)} of memory in use by no process that is visible here ({hint})"
 
 
 def unexplained_limit(gpu: Gpu, rules: Rules) -> int:
+    """Return the bytes that may be in use on a GPU without a process and count as the driver's own."""
     if rules.unexplained_limit is not None:
         return max(rules.unexplained_limit, LEAST_LIMIT)
     # In a container the processes of a desktop are not listed, and their memory is.
-    return _LIMIT_WITH_RESERVED if gpu.counts_reserved or gpu.display_active else _LIMIT
+    if gpu.counts_reserved or gpu.display_active:
+        return _LIMIT_WITH_RESERVED
+    return _LIMIT
 
 
 def why_wedged(gpu: Gpu, rules: Rules) -> str:
@@ -224,7 +255,9 @@ def why_wedged(gpu: Gpu, rules: Rules) -> str:
         or gpu.display_active
         or why_memory_unexplained(gpu, rules)
     )
-    return "" if may_be_in_use else f"it shows {gpu.utilization}% utilisation without a process or memory in use"
+    if may_be_in_use:
+        return ""
+    return f"it shows {gpu.utilization}% utilisation without a process or memory in use"
 
 
 def why_last(gpu: Gpu, fault: GpuFault | None, rules: Rules) -> str:
@@ -258,7 +291,9 @@ def presence(before: Gpu, now: Gpu, own: Collection[int]) -> str:
         return UNKNOWN
     if any(process.pid in own for process in now.processes):
         return SHOWN
-    return HIDDEN if now.unexplained_memory - before.unexplained_memory >= LEAST_LIMIT else NOT_YET
+    if now.unexplained_memory - before.unexplained_memory >= LEAST_LIMIT:
+        return HIDDEN
+    return NOT_YET
 
 
 UNWATCHABLE = (
@@ -266,6 +301,10 @@ UNWATCHABLE = (
     "SAFE_GPU_DRIVER=nvml or SAFE_GPU_DRIVER=nvidia-smi, or set SAFE_GPU_PROCESS_LIST=optional to go by claims and "
     "memory alone"
 )
+
+
+def _unknown_process(pid: int) -> None:
+    """Answer every question about a process as if /proc did not show it."""
 
 
 def judge(
@@ -289,7 +328,7 @@ def judge(
         claimed: UUID -> who holds it, without the claims of the caller itself.
         visible_limit: the inherited CUDA_VISIBLE_DEVICES; None: there is none.
         own: pids whose processes and memory are disregarded on every device.
-        explained: UUID -> pids that are disregarded on that device (the processes of the claim around). On these
+        explained: UUID -> pids that are disregarded on that device (the processes of the enclosing claim). On these
             devices memory in use without a process does not count, because it may be of processes that are not listed
             here.
         describe: gives the user and command of a process for the reasons, and identifies the MPS server. Without it
@@ -298,51 +337,202 @@ def judge(
         rules: what the user has set.
         gpus: the devices of the snapshot to judge; None: all of them.
     """
-    explained = explained or {}
-    describe, family_of = describe or (lambda pid: None), family_of or (lambda pid: None)
-    share = request.share
-    mps_servers, shared_display = possible_mps_servers(snapshot), snapshot.shared_display
-    limits = bool(request.conditions) or visible_limit is not None
+    facts = _Facts(
+        snapshot=snapshot,
+        request=request,
+        claimed=claimed,
+        visible_limit=visible_limit,
+        own=own,
+        explained=explained or {},
+        describe=describe or _unknown_process,
+        family_of=family_of or _unknown_process,
+        rules=rules,
+        mps_servers=possible_mps_servers(snapshot),
+        shared_display=snapshot.shared_display,
+    )
+    if gpus is None:
+        gpus = snapshot.gpus
+    return tuple(_verdict(_Case(gpu, facts)) for gpu in gpus)
 
-    def verdict_on(gpu: Gpu) -> GpuVerdict:
-        holder, of_outer = claimed.get(gpu.uuid), explained.get(gpu.uuid)
-        disregarded = own if of_outer is None else {*own, *of_outer}
-        if unusable := why_unusable(gpu):
-            return GpuVerdict(gpu, "unusable", unusable)
-        if limits and (outside := why_outside(gpu, request, visible_limit)):
-            return GpuVerdict(gpu, "outside", outside)
-        drained = rules.why_drained(gpu) if rules.drained and of_outer is None else ""
-        if drained and (holder is None or (share is not None and holder.sharers)):
-            return GpuVerdict(gpu, "unusable", drained)
-        if shared_display:
-            fits = request if share is None else request._replace(conditions=(MinMemory(share), *request.conditions))
-            return GpuVerdict(gpu, "display", fits.why_not_now(gpu, disregarded))
-        sharers = holder.sharers if share is not None and holder is not None else ()
-        if holder is not None and not sharers:
-            pid = None if holder.namespace else holder.pid
-            return GpuVerdict(gpu, "claimed", _claimed_by(holder), pid, holder.user, holder)
-        if not gpu.processes_supported and not rules.lists_optional:
-            return GpuVerdict(gpu, "unusable", UNWATCHABLE)
-        if gpu.processes is None and gpu.processes_supported:
-            return GpuVerdict(gpu, "busy", f"process list failed: {gpu.process_error or 'the driver does not say why'}")
-        others = [process for process in gpu.processes if process.pid not in disregarded] if gpu.processes else []
-        if sharers:
-            others = strangers(others, sharers, family_of)
-        if others and (users := users_of(gpu, others, describe, mps_servers=mps_servers)):
-            users.sort(key=lambda process: (-(process.memory_used or 0), process.pid))
-            user, text = name_processes(users, describe, first_has_ended=snapshot.has_ended(users[0]))
-            text += " without a share" if sharers else ""
-            return GpuVerdict(gpu, "busy", text, users[0].pid, user)
-        reason = request.why_not_now(gpu, disregarded) if limits else ""
-        if not reason and of_outer is None and not sharers:
-            reason = why_memory_unexplained(gpu, rules)
-        if not reason and share is not None:
-            left = room_for_shares(gpu, sharers, rules, family_of, disregarded)
-            if full := why_no_room(gpu, sharers, left, share):
-                return GpuVerdict(gpu, "claimed" if sharers else "busy", full, holder=holder)
-        return GpuVerdict(gpu, "busy" if reason else "free", reason)
 
-    return tuple(map(verdict_on, snapshot.gpus if gpus is None else gpus))
+class _Facts(NamedTuple):
+    """What all devices are judged by; see :func:`judge`.
+
+    Attributes:
+        mps_servers: as of :func:`possible_mps_servers`.
+        shared_display: whether the snapshot has only one GPU, with a display.
+    """
+
+    snapshot: HostSnapshot
+    request: Selection
+    claimed: Mapping[str, Holder]
+    visible_limit: VisibleLimit | None
+    own: Collection[int]
+    explained: Mapping[str, Collection[int]]
+    describe: Describe
+    family_of: FamilyOf
+    rules: Rules
+    mps_servers: Collection[int]
+    shared_display: bool
+
+
+class _Case:
+    """One device, and what its verdict depends on.
+
+    Attributes:
+        holder: the claim that holds it, or the claims that share it; None: there is none.
+        is_ours: whether the enclosing claim holds it, or this process has a context there that the driver does not
+            list.
+        disregarded: pids whose processes and memory do not count.
+        sharers: the claims beside which the request may have a share; empty if it is for whole GPUs.
+    """
+
+    def __init__(self, gpu: Gpu, facts: _Facts) -> None:
+        self.gpu = gpu
+        self.facts = facts
+        self.request = facts.request
+        self.holder = facts.claimed.get(gpu.uuid)
+        self.is_ours = gpu.uuid in facts.explained
+        self.disregarded = {*facts.own, *facts.explained.get(gpu.uuid, ())}
+        self.sharers: tuple[Holder, ...] = ()
+        if self.holder is not None and self.request.share is not None:
+            self.sharers = self.holder.sharers
+
+    def other_processes(self) -> list[GpuProcess]:
+        """Return the processes that are neither disregarded nor may be those of the sharers."""
+        others = [process for process in self.gpu.processes or () if process.pid not in self.disregarded]
+        if self.sharers:
+            return strangers(others, self.sharers, self.facts.family_of)
+        return others
+
+
+def _verdict(case: _Case) -> GpuVerdict:
+    for reason in _REASONS:
+        verdict = reason(case)
+        if verdict is not None:
+            return verdict
+    return GpuVerdict(case.gpu, "free")
+
+
+def _unusable(case: _Case) -> GpuVerdict | None:
+    why = why_unusable(case.gpu)
+    if not why:
+        return None
+    return GpuVerdict(case.gpu, "unusable", why)
+
+
+def _outside(case: _Case) -> GpuVerdict | None:
+    why = why_outside(case.gpu, case.request, case.facts.visible_limit)
+    if not why:
+        return None
+    return GpuVerdict(case.gpu, "outside", why)
+
+
+def _drained(case: _Case) -> GpuVerdict | None:
+    """A claim that holds a drained device says more, and so it is the reason, unless the request could share with
+    it."""
+    if case.is_ours:
+        return None
+    if case.holder is not None and not case.sharers:
+        return None
+    why = case.facts.rules.why_drained(case.gpu)
+    if not why:
+        return None
+    return GpuVerdict(case.gpu, "unusable", why)
+
+
+def _with_display(case: _Case) -> GpuVerdict | None:
+    """The only GPU of a desktop is shared by the desktop and all claims, so only the conditions of the request
+    count, and a share is a condition on its free memory."""
+    if not case.facts.shared_display:
+        return None
+    request = case.request
+    if request.share is not None:
+        request = request._replace(conditions=(MinMemory(request.share), *request.conditions))
+    return GpuVerdict(case.gpu, "display", request.why_not_now(case.gpu, case.disregarded))
+
+
+def _claimed(case: _Case) -> GpuVerdict | None:
+    holder = case.holder
+    if holder is None or case.sharers:
+        return None
+    pid = holder.pid
+    if holder.namespace:  # the number means another process here
+        pid = None
+    return GpuVerdict(case.gpu, "claimed", _claimed_by(holder), pid, holder.user, holder)
+
+
+def _unwatchable(case: _Case) -> GpuVerdict | None:
+    if case.gpu.processes_supported or case.facts.rules.lists_optional:
+        return None
+    return GpuVerdict(case.gpu, "unusable", UNWATCHABLE)
+
+
+def _without_process_list(case: _Case) -> GpuVerdict | None:
+    gpu = case.gpu
+    if gpu.processes is not None or not gpu.processes_supported:
+        return None
+    return GpuVerdict(gpu, "busy", f"process list failed: {gpu.process_error or 'the driver does not say why'}")
+
+
+def _used(case: _Case) -> GpuVerdict | None:
+    facts = case.facts
+    users = users_of(case.gpu, case.other_processes(), facts.describe, mps_servers=facts.mps_servers)
+    if not users:
+        return None
+    users.sort(key=lambda process: (-(process.memory_used or 0), process.pid))
+    user, text = name_processes(users, facts.describe, first_has_ended=facts.snapshot.has_ended(users[0]))
+    if case.sharers:
+        text += " without a share"
+    return GpuVerdict(case.gpu, "busy", text, users[0].pid, user)
+
+
+def _not_as_asked(case: _Case) -> GpuVerdict | None:
+    why = case.request.why_not_now(case.gpu, case.disregarded)
+    if not why:
+        return None
+    return GpuVerdict(case.gpu, "busy", why)
+
+
+def _used_by_nobody_visible(case: _Case) -> GpuVerdict | None:
+    """Of a device that is ours, or that is shared, such memory may be that of processes which are not listed."""
+    if case.is_ours or case.sharers:
+        return None
+    why = why_memory_unexplained(case.gpu, case.facts.rules)
+    if not why:
+        return None
+    return GpuVerdict(case.gpu, "busy", why)
+
+
+def _without_room(case: _Case) -> GpuVerdict | None:
+    share = case.request.share
+    if share is None:
+        return None
+    left = room_for_shares(case.gpu, case.sharers, case.facts.rules, case.facts.family_of, case.disregarded)
+    why = why_no_room(case.gpu, case.sharers, left, share)
+    if not why:
+        return None
+    state = "busy"
+    if case.sharers:
+        state = "claimed"
+    return GpuVerdict(case.gpu, state, why, holder=case.holder)
+
+
+# The first that applies is the verdict, and a device to which none applies is free. So what no wait can change stands
+# first, then what ends with a claim, and then what processes and memory tell.
+_REASONS: tuple[Callable[[_Case], GpuVerdict | None], ...] = (
+    _unusable,
+    _outside,
+    _drained,
+    _with_display,
+    _claimed,
+    _unwatchable,
+    _without_process_list,
+    _used,
+    _not_as_asked,
+    _used_by_nobody_visible,
+    _without_room,
+)
 
 
 def room_for_shares(
@@ -369,23 +559,35 @@ def why_unusable(gpu: Gpu) -> str:
 def why_outside(gpu: Gpu, request: Selection, visible_limit: VisibleLimit | None) -> str:
     """Return why the request or the visible limit excludes the device; "" if neither does."""
     reason = request.why_outside(gpu)
-    if not reason and visible_limit is not None and gpu.uuid not in visible_limit:
-        return "not visible to CUDA in this process" if visible_limit.frozen else f"not listed in {visible_limit.title}"
-    return reason
+    if reason:
+        return reason
+    if visible_limit is None or gpu.uuid in visible_limit:
+        return ""
+    if visible_limit.frozen:
+        return "not visible to CUDA in this process"
+    return f"not listed in {visible_limit.title}"
 
 
 def _claimed_by(holder: Holder) -> str:
+    """Return who holds a device, for people."""
     if holder.sharers:
         return f"shared by {plural(len(holder.sharers), 'claim')}"
     if holder.full:
         return holder.full
     if holder.elsewhere:
         return "claimed in another state directory (a private /tmp?), or its entry here was removed or cannot be read"
-    text = "claimed" if holder.pid is None else f"claimed by process {holder.pid}"
-    text += holder.namespace and f" {holder.namespace}"
     if holder.left_by is not None:
         text = left_behind(holder.pid, holder.left_by)
-    text += in_brackets(holder.user, holder.job and f"job {holder.job}", holder.command)
+    else:
+        text = "claimed"
+        if holder.pid is not None:
+            text += f" by process {holder.pid}"
+        if holder.namespace:
+            text += f" {holder.namespace}"
+    job = None
+    if holder.job:
+        job = f"job {holder.job}"
+    text += in_brackets(holder.user, job, holder.command)
     if holder.since is not None:
         text += time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(holder.since))
     if holder.held_as is not None:
@@ -407,9 +609,14 @@ def fence_hint(unlimited: Sequence[GpuVerdict], visible_limit: VisibleLimit | No
         return ""
     inside = len(claimable) - len(beyond)
     free = sum(verdict.free for verdict in beyond)
-    others = "1 other is" if free == 1 else f"{free or 'none of the'} others are"
+    if free == 0:
+        others = "none of the others are free"
+    elif free == 1:
+        others = "1 other is free"
+    else:
+        others = f"{free} others are free"
     how = in_brackets(how_misread(visible_limit, [verdict.gpu for verdict in claimable]))
-    return f"{visible_limit.title} limits this process to {inside} of {len(claimable)} GPUs{how}; {others} free"
+    return f"{visible_limit.title} limits this process to {inside} of {len(claimable)} GPUs{how}; {others}"
 
 
 def how_misread(visible_limit: VisibleLimit, gpus: Iterable[Gpu]) -> str:
@@ -419,12 +626,27 @@ def how_misread(visible_limit: VisibleLimit, gpus: Iterable[Gpu]) -> str:
     Args:
         gpus: of the host.
     """
-    value, uuids = visible_limit.value, visible_limit.uuids
-    listed = [entry.strip() for entry in value.strip().removesuffix(",").split(",")]
-    plain = all(entry in uuids or re.fullmatch("[+-]?[0-9]+|[A-Z].*", entry) for entry in listed)
-    understood = plain and len(listed) == len(uuids) if visible_limit.library == "CUDA" else bool(uuids)
-    if understood or visible_limit.frozen or value.strip().lower() in ("", "-1", "none", "void", "nodevfiles"):
+    hides_all = visible_limit.value.strip().lower() in _HIDES_ALL
+    if visible_limit.frozen or hides_all or _is_read_as_meant(visible_limit):
         return ""
-    seen = gpu_ranges(gpu.label for gpu in gpus if gpu.uuid in uuids)
-    read_as = f"{visible_limit.library} reads {value!r} as {f'GPU {seen}' if seen else 'no GPU'}"
-    return f"{read_as}: name GPUs of this host by index or UUID, each once, with commas between"
+    read_as = "no GPU"
+    shown = [gpu.label for gpu in gpus if gpu.uuid in visible_limit]
+    if shown:
+        read_as = f"GPU {gpu_ranges(shown)}"
+    way_out = "name GPUs of this host by index or UUID, each once, with commas between"
+    return f"{visible_limit.library} reads {visible_limit.value!r} as {read_as}: {way_out}"
+
+
+_HIDES_ALL = ("", "-1", "none", "void", "nodevfiles")  # people write these to hide all GPUs, and they do
+
+
+def _is_read_as_meant(visible_limit: VisibleLimit) -> bool:
+    """Return whether each entry of a variable names a GPU that the library shows; of another library than CUDA whether
+    it shows any."""
+    if visible_limit.library != "CUDA":
+        return len(visible_limit.uuids) > 0
+    entries = [entry.strip() for entry in visible_limit.value.strip().removesuffix(",").split(",")]
+    for entry in entries:
+        if entry not in visible_limit and not re.fullmatch("[+-]?[0-9]+|[A-Z].*", entry):
+            return False
+    return len(entries) == len(visible_limit.uuids)

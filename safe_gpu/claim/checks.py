@@ -21,7 +21,7 @@ from ..runtimes import placeholders
 from ..runtimes.library import Runtime
 from ..selection.request import Selection
 from ..selection.sharing import strangers
-from ..selection.verdicts import HIDDEN, NOT_YET, SHOWN, judge, possible_mps_servers, presence, users_of
+from ..selection.verdicts import HIDDEN, NOT_YET, SHOWN, Known, judge, possible_mps_servers, presence, users_of
 from ..wording.text import in_brackets
 from .arguments import ClaimOptions
 from .claim import Claim
@@ -227,7 +227,7 @@ def _refuse_other_processes(view: HostView, claim: Claim, snapshot: HostSnapshot
                 f"the driver lost GPU {gpu.label} ({gpu.uuid}) while it was being claimed: everything was given back, "
                 "claim again to get another",
                 nb_gpus=len(claim.gpus),
-                verdicts=judge(snapshot, Selection(), claimed={}, own=view.own, describe=describe_process),
+                verdicts=judge(snapshot, Selection(), Known(own=view.own, describe=describe_process)),
             )
         if now.processes is None or before is None or before.processes is None:
             continue  # one of the two process lists failed, so they cannot be compared
@@ -242,7 +242,7 @@ def _refuse_other_processes(view: HostView, claim: Claim, snapshot: HostSnapshot
                 f"{names} started on GPU {gpu.label} ({gpu.uuid}) without safe_gpu, at "
                 "the same moment as this claim: everything was given back, claim again",
                 nb_gpus=len(claim.gpus),
-                verdicts=judge(snapshot, Selection(), claimed={}, own=view.own, describe=describe_process),
+                verdicts=judge(snapshot, Selection(), Known(own=view.own, describe=describe_process)),
                 uuid=gpu.uuid,
                 processes=new,
             )

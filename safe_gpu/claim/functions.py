@@ -18,7 +18,7 @@ from ..gpus.devices import Gpu, GpuVerdict, HostSnapshot, VisibleLimit
 from ..host.awaiting import Tell
 from ..host.procfs import describe_process, process_global
 from ..selection.request import Conditions, Selection, parse_request
-from ..selection.verdicts import Rules, judge
+from ..selection.verdicts import Known, Rules, judge
 from ..wording.text import format_age
 from .arguments import DEFAULT, DefaultTimeout, asks_for_none, read_options
 from .owner import NO_GPU, GPUOwner, already_claimed, current_owner, owners, refuse_lost, request_key
@@ -241,6 +241,4 @@ def current_verdicts(
 
     claimed = holders_now(snapshot, inside)
     rules = Rules.of(os.environ)._replace(drained=closed_now())
-    return judge(
-        snapshot, request, claimed=claimed, visible_limit=visible_limit, describe=describe_process, rules=rules
-    )
+    return judge(snapshot, request, Known(claimed, visible_limit, describe=describe_process, rules=rules))

@@ -19,7 +19,7 @@ from ..host.procfs import describe_process
 from ..selection.backfill import BackfillRequest
 from ..selection.choice import candidates
 from ..selection.request import Selection
-from ..selection.verdicts import Rules, judge
+from ..selection.verdicts import Known, Rules, judge
 from .claim import visible_limit_of
 from .closed import ClosedGpus
 from .health import Health
@@ -229,9 +229,7 @@ class HostView:
         describe = self.polls.describe
         if for_people:
             describe = describe_process
-        return judge(
-            self.snapshot,
-            request,
+        known = Known(
             claimed=claimed,
             visible_limit=visible_limit,
             own=self.own,
@@ -239,8 +237,8 @@ class HostView:
             describe=describe,
             family_of=self.polls.family_of,
             rules=rules,
-            gpus=gpus,
         )
+        return judge(self.snapshot, request, known, gpus)
 
 
 def _no_gpu_here(driver: Driver) -> NoDriverError:

@@ -14,7 +14,7 @@ from ..settings.values import is_index, unknown_names
 from ..wording import style
 from ..wording.text import gpu_ranges, grouped, plural
 from .request import Selection, linked
-from .verdicts import DEFAULT_RULES, UNWATCHABLE, Rules, fence_hint, judge, why_outside, why_unusable
+from .verdicts import DEFAULT_RULES, UNWATCHABLE, Known, Rules, fence_hint, judge, why_outside, why_unusable
 
 
 def candidates(
@@ -68,12 +68,12 @@ def check_possible(
     inside = left if visible_limit is None else [gpu for gpu in left if gpu.uuid in visible_limit]
     if not problem and visible_limit is not None and not fits(request, inside):
         holders = claimed()
-        hint = fence_hint(judge(snapshot, request, claimed=holders, rules=rules), visible_limit)
+        hint = fence_hint(judge(snapshot, request, Known(holders, rules=rules)), visible_limit)
         way_out = f", or set {visible_limit.lift} to disregard the variable" if visible_limit.lift else ""
         problem = f"{hint}: ask for its GPUs only{way_out}{_unread_instances(snapshot)}"
     if problem:
         asked = "1 GPU is" if request.nb_gpus == 1 else f"{request.nb_gpus} GPUs are"
-        verdicts = judge(snapshot, request, claimed=holders, visible_limit=visible_limit, rules=rules)
+        verdicts = judge(snapshot, request, Known(holders, visible_limit, rules=rules))
         raise UnsatisfiableRequestError(f"{asked} asked for, but {problem}", value=request.nb_gpus, verdicts=verdicts)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ..gpus.devices import (
@@ -307,24 +308,10 @@ def _unknown_process(pid: int) -> None:
     """Answer every question about a process as if /proc did not show it."""
 
 
-def judge(
-    snapshot: HostSnapshot,
-    request: Selection,
-    *,
-    claimed: Mapping[str, Holder],
-    visible_limit: VisibleLimit | None = None,
-    own: Collection[int] = (),
-    explained: Mapping[str, Collection[int]] | None = None,
-    describe: Describe | None = None,
-    family_of: FamilyOf | None = None,
-    rules: Rules = DEFAULT_RULES,
-    gpus: Iterable[Gpu] | None = None,
-) -> tuple[GpuVerdict, ...]:
-    """Say for every device whether this request may take it now, in the order of the snapshot.
+class Known(NamedTuple):
+    """What is known of a host beside the poll of its driver.
 
-    Args:
-        snapshot: one poll of the driver.
-        request: what is asked for; the number of GPUs is not used.
+    Attributes:
         claimed: UUID -> who holds it, without the claims of the caller itself.
         visible_limit: the inherited CUDA_VISIBLE_DEVICES; None: there is none.
         own: pids whose processes and memory are disregarded on every device.
@@ -335,49 +322,43 @@ def judge(
             reasons name only pids.
         family_of: tells whose processes there are on a shared GPU. Without it that cannot be told of any.
         rules: what the user has set.
+    """
+
+    claimed: Mapping[str, Holder] = MappingProxyType({})
+    visible_limit: VisibleLimit | None = None
+    own: Collection[int] = ()
+    explained: Mapping[str, Collection[int]] = MappingProxyType({})
+    describe: Describe = _unknown_process
+    family_of: FamilyOf = _unknown_process
+    rules: Rules = DEFAULT_RULES
+
+
+NOTHING_KNOWN = Known()
+"""Nobody holds a GPU, and nothing limits the request."""
+
+
+def judge(
+    snapshot: HostSnapshot, request: Selection, known: Known = NOTHING_KNOWN, gpus: Iterable[Gpu] | None = None
+) -> tuple[GpuVerdict, ...]:
+    """Say for every device whether this request may take it now, in the order of the snapshot.
+
+    Args:
+        snapshot: one poll of the driver.
+        request: what is asked for; the number of GPUs is not used.
+        known: who holds the devices, and what limits the request.
         gpus: the devices of the snapshot to judge; None: all of them.
     """
-    facts = _Facts(
-        snapshot=snapshot,
-        request=request,
-        claimed=claimed,
-        visible_limit=visible_limit,
-        own=own,
-        explained=explained or {},
-        describe=describe or _unknown_process,
-        family_of=family_of or _unknown_process,
-        rules=rules,
-        mps_servers=possible_mps_servers(snapshot),
-        shared_display=snapshot.shared_display,
-    )
     if gpus is None:
         gpus = snapshot.gpus
-    return tuple(_verdict(_Case(gpu, facts)) for gpu in gpus)
-
-
-class _Facts(NamedTuple):
-    """What all devices are judged by; see :func:`judge`.
-
-    Attributes:
-        mps_servers: as of :func:`possible_mps_servers`.
-        shared_display: whether the snapshot has only one GPU, with a display.
-    """
-
-    snapshot: HostSnapshot
-    request: Selection
-    claimed: Mapping[str, Holder]
-    visible_limit: VisibleLimit | None
-    own: Collection[int]
-    explained: Mapping[str, Collection[int]]
-    describe: Describe
-    family_of: FamilyOf
-    rules: Rules
-    mps_servers: Collection[int]
-    shared_display: bool
+    mps_servers = possible_mps_servers(snapshot)
+    return tuple(_verdict(_Case(gpu, request, known, snapshot, mps_servers)) for gpu in gpus)
 
 
 class _Case:
     """One device, and what its verdict depends on.
+
+    Args:
+        mps_servers: as of :func:`possible_mps_servers`.
 
     Attributes:
         holder: the claim that holds it, or the claims that share it; None: there is none.
@@ -387,22 +368,26 @@ class _Case:
         sharers: the claims beside which the request may have a share; empty if it is for whole GPUs.
     """
 
-    def __init__(self, gpu: Gpu, facts: _Facts) -> None:
+    def __init__(
+        self, gpu: Gpu, request: Selection, known: Known, snapshot: HostSnapshot, mps_servers: Collection[int]
+    ) -> None:
         self.gpu = gpu
-        self.facts = facts
-        self.request = facts.request
-        self.holder = facts.claimed.get(gpu.uuid)
-        self.is_ours = gpu.uuid in facts.explained
-        self.disregarded = {*facts.own, *facts.explained.get(gpu.uuid, ())}
+        self.request = request
+        self.known = known
+        self.snapshot = snapshot
+        self.mps_servers = mps_servers
+        self.holder = known.claimed.get(gpu.uuid)
+        self.is_ours = gpu.uuid in known.explained
+        self.disregarded = {*known.own, *known.explained.get(gpu.uuid, ())}
         self.sharers: tuple[Holder, ...] = ()
-        if self.holder is not None and self.request.share is not None:
+        if self.holder is not None and request.share is not None:
             self.sharers = self.holder.sharers
 
     def other_processes(self) -> list[GpuProcess]:
         """Return the processes that are neither disregarded nor may be those of the sharers."""
         others = [process for process in self.gpu.processes or () if process.pid not in self.disregarded]
         if self.sharers:
-            return strangers(others, self.sharers, self.facts.family_of)
+            return strangers(others, self.sharers, self.known.family_of)
         return others
 
 
@@ -422,7 +407,7 @@ def _unusable(case: _Case) -> GpuVerdict | None:
 
 
 def _outside(case: _Case) -> GpuVerdict | None:
-    why = why_outside(case.gpu, case.request, case.facts.visible_limit)
+    why = why_outside(case.gpu, case.request, case.known.visible_limit)
     if not why:
         return None
     return GpuVerdict(case.gpu, "outside", why)
@@ -435,7 +420,7 @@ def _drained(case: _Case) -> GpuVerdict | None:
         return None
     if case.holder is not None and not case.sharers:
         return None
-    why = case.facts.rules.why_drained(case.gpu)
+    why = case.known.rules.why_drained(case.gpu)
     if not why:
         return None
     return GpuVerdict(case.gpu, "unusable", why)
@@ -444,7 +429,7 @@ def _drained(case: _Case) -> GpuVerdict | None:
 def _with_display(case: _Case) -> GpuVerdict | None:
     """The only GPU of a desktop is shared by the desktop and all claims, so only the conditions of the request
     count, and a share is a condition on its free memory."""
-    if not case.facts.shared_display:
+    if not case.snapshot.shared_display:
         return None
     request = case.request
     if request.share is not None:
@@ -463,7 +448,7 @@ def _claimed(case: _Case) -> GpuVerdict | None:
 
 
 def _unwatchable(case: _Case) -> GpuVerdict | None:
-    if case.gpu.processes_supported or case.facts.rules.lists_optional:
+    if case.gpu.processes_supported or case.known.rules.lists_optional:
         return None
     return GpuVerdict(case.gpu, "unusable", UNWATCHABLE)
 
@@ -476,12 +461,12 @@ def _without_process_list(case: _Case) -> GpuVerdict | None:
 
 
 def _used(case: _Case) -> GpuVerdict | None:
-    facts = case.facts
-    users = users_of(case.gpu, case.other_processes(), facts.describe, mps_servers=facts.mps_servers)
+    describe = case.known.describe
+    users = users_of(case.gpu, case.other_processes(), describe, mps_servers=case.mps_servers)
     if not users:
         return None
     users.sort(key=lambda process: (-(process.memory_used or 0), process.pid))
-    user, text = name_processes(users, facts.describe, first_has_ended=facts.snapshot.has_ended(users[0]))
+    user, text = name_processes(users, describe, first_has_ended=case.snapshot.has_ended(users[0]))
     if case.sharers:
         text += " without a share"
     return GpuVerdict(case.gpu, "busy", text, users[0].pid, user)
@@ -498,7 +483,7 @@ def _used_by_nobody_visible(case: _Case) -> GpuVerdict | None:
     """Of a device that is ours, or that is shared, such memory may be that of processes which are not listed."""
     if case.is_ours or case.sharers:
         return None
-    why = why_memory_unexplained(case.gpu, case.facts.rules)
+    why = why_memory_unexplained(case.gpu, case.known.rules)
     if not why:
         return None
     return GpuVerdict(case.gpu, "busy", why)
@@ -508,7 +493,7 @@ def _without_room(case: _Case) -> GpuVerdict | None:
     share = case.request.share
     if share is None:
         return None
-    left = room_for_shares(case.gpu, case.sharers, case.facts.rules, case.facts.family_of, case.disregarded)
+    left = room_for_shares(case.gpu, case.sharers, case.known.rules, case.known.family_of, case.disregarded)
     why = why_no_room(case.gpu, case.sharers, left, share)
     if not why:
         return None

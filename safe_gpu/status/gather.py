@@ -45,7 +45,7 @@ from ..host.signals import DeferredSignals
 from ..runtimes.visible_devices import stale_indices
 from ..selection.request import Selection
 from ..selection.sharing import promised, used_by_sharers
-from ..selection.verdicts import Rules, judge, possible_mps_servers, room_for_shares, users_of, why_last
+from ..selection.verdicts import Known, Rules, judge, possible_mps_servers, room_for_shares, users_of, why_last
 from ..settings import config as policy
 from ..settings.config import Limits
 from ..settings.variables import existing_policy
@@ -383,7 +383,7 @@ def _gpus(snapshot: HostSnapshot, found: HostFacts, limits: Mapping[int, Limits]
     rules = Rules.of(os.environ)._replace(drained=closed_now())
     held = [found.on(gpu) for gpu in snapshot.gpus]
     claimed = {gpu.uuid: one.claim for gpu, one in zip(snapshot.gpus, held, strict=True) if one.claim is not None}
-    verdicts = judge(snapshot, Selection(), claimed=claimed, describe=found.processes.describe, rules=rules)
+    verdicts = judge(snapshot, Selection(), Known(claimed, describe=found.processes.describe, rules=rules))
     mps_servers = possible_mps_servers(snapshot)
     for verdict, (claim, inside) in zip(verdicts, held, strict=True):
         gpu = verdict.gpu

@@ -259,7 +259,7 @@ def test_who_has_a_device_open(fake_gpus: Any, child: Any, zombie: int, monkeypa
 
 
 def judged(driver: Any, number: int = 0) -> tuple[str, str]:
-    verdict = api.judge(driver.snapshot(), api.Selection(), claimed={})[number]
+    verdict = api.judge(driver.snapshot(), api.Selection())[number]
     return verdict.state, verdict.reason
 
 
@@ -273,7 +273,7 @@ def test_memory_that_the_driver_reserves(fake_gpus: Any) -> None:
     fake_gpus.change(0, used=600 * MIB)
     assert "600 MiB of memory in use by no process" in judged(driver)[1]
     (gpu,) = driver.usage(driver.snapshot().gpus[:1])
-    assert not api.judge(api.HostSnapshot((gpu, *driver.snapshot().gpus[1:])), api.Selection(), claimed={})[0].free
+    assert not api.judge(api.HostSnapshot((gpu, *driver.snapshot().gpus[1:])), api.Selection())[0].free
     fake_gpus.change(0, used=0, memory_v2_error=NOT_SUPPORTED)
     assert driver.snapshot().gpus[0].counts_reserved
     assert judged(driver) == ("free", "")

@@ -173,7 +173,7 @@ def test_a_process_named_like_a_gpu_makes_busy(host: Any, driver: Any, bus: str,
     host.process(host.uuids[1], HIDDEN + 1, 1 << 20, static=True, kind="graphics")
     host.quirks(process_name=section(bus, "GPU-other" if of is None else host.uuids[of]), **change)
     snapshot = driver.snapshot()
-    states = {one.gpu.uuid: one.state for one in api.judge(snapshot, api.Selection(), claimed={})}
+    states = {one.gpu.uuid: one.state for one in api.judge(snapshot, api.Selection())}
     assert {states.get(uuid, "gone") for uuid in host.uuids} <= {"busy", "gone", "unusable"}
     assert "free" not in states.values()
     assert "nvidia-smi shows more GPUs than it counts, or one twice" in snapshot.doubt

@@ -39,7 +39,7 @@ def driver(host: Any) -> Iterator[api.nvml.NvmlDriver]:
 
 def state(gpu: api.Gpu) -> tuple[str, str]:
     """What a claim would say of it."""
-    verdict, _ = api.judge(api.HostSnapshot((gpu, api.Gpu(1, "GPU-other"))), api.Selection(), claimed={})
+    verdict, _ = api.judge(api.HostSnapshot((gpu, api.Gpu(1, "GPU-other"))), api.Selection())
     return verdict.state, verdict.reason
 
 
@@ -522,7 +522,7 @@ def test_what_draws_is_seen_where_the_memory_of_another_is_not_told(host: Any, d
     host.process(host.uuids[0], HIDDEN, 2 << 30, static=True, kind="graphics")
     for gpu, *_ in (driver.snapshot().gpus, driver.usage(driver.snapshot().gpus[:1])):
         (verdict, _) = api.judge(
-            api.HostSnapshot((gpu, api.Gpu(1, "GPU-other"))), api.Selection(), claimed={}, own={os.getpid()}
+            api.HostSnapshot((gpu, api.Gpu(1, "GPU-other"))), api.Selection(), api.Known(own={os.getpid()})
         )
         assert (verdict.state, verdict.pid) == ("busy", HIDDEN)
 

@@ -35,7 +35,7 @@ def gpus() -> tuple[api.Gpu, ...]:
 
 def free() -> list[int]:
     snapshot = api.KfdDriver().snapshot()
-    return [verdict.gpu.index for verdict in api.judge(snapshot, api.Selection(), claimed={}) if verdict.free]
+    return [verdict.gpu.index for verdict in api.judge(snapshot, api.Selection()) if verdict.free]
 
 
 def test_gpus_stand_in_the_order_of_rocr(three: KfdHost) -> None:
@@ -243,7 +243,7 @@ def test_processes_of_other_users_are_not_known(cards: IntelHost, monkeypatch: A
     snapshot = api.open_driver("intel").snapshot()
     assert {(gpu.processes_private, gpu.process_error) for gpu in snapshot.gpus} == {(True, api.PRIVATE)}
     assert [gpu.memory_used for gpu in snapshot.gpus] == [None, None]
-    assert [verdict.state for verdict in api.judge(snapshot, api.Selection(), claimed={})] == ["busy", "free"]
+    assert [verdict.state for verdict in api.judge(snapshot, api.Selection())] == ["busy", "free"]
     api.main(["doctor"])
     assert "processes of other users on Intel" in " ".join(capsys.readouterr().out.split())
 

@@ -54,7 +54,7 @@ def free_gpus() -> list[api.Gpu]:
     """The free GPUs and MIG instances of this machine; skip where there is none."""
     with api.opened_driver() as driver:
         snapshot = driver.snapshot()
-    free = [verdict.gpu for verdict in api.judge(snapshot, api.Selection(), claimed={}) if verdict.free]
+    free = [verdict.gpu for verdict in api.judge(snapshot, api.Selection()) if verdict.free]
     if not free:
         pytest.skip("no GPU of this machine is free")
     return free

@@ -43,7 +43,7 @@ def several() -> list[str]:
     with api.opened_driver() as driver:
         snapshot = driver.snapshot()
     free = []
-    for verdict in api.judge(snapshot, api.Selection(), claimed={}):
+    for verdict in api.judge(snapshot, api.Selection()):
         if verdict.free and not verdict.gpu.is_piece:
             free.append(verdict.gpu.uuid)
     if len(free) < 2:

@@ -163,7 +163,7 @@ def indices(groups: list[list[api.Gpu]]) -> list[list[int]]:
 def test_a_busy_gpu() -> None:
     for utilization, state in ((10, "free"), (11, "busy"), (None, "busy")):
         host = api.HostSnapshot((gpu(0, utilization=utilization),))
-        (verdict,) = api.judge(host, api.parse_request(max_utilization="10%"), claimed={})
+        (verdict,) = api.judge(host, api.parse_request(max_utilization="10%"))
         assert verdict.state == state
         assert state == "free" or "at most 10% asked for" in verdict.reason
 

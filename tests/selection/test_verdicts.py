@@ -40,7 +40,7 @@ def verdict_on(
 ) -> api.GpuVerdict:
     """The verdict on one device that is not alone in its host."""
     snapshot = api.HostSnapshot((device, beside or gpu(device.index + 1)))
-    return api.judge(snapshot, request, claimed=options.pop("claimed", {}), **options)[0]
+    return api.judge(snapshot, request, api.Known(**options))[0]
 
 
 people = {
@@ -119,26 +119,26 @@ def test_processes_of_ones_own_and_of_an_outer_claim_are_disregarded() -> None:
 def test_a_single_gpu_with_a_display_is_shared() -> None:
     used = gpu(display_active=True, memory_used=4 * GIB, processes=(process(),), processes_supported=False)
     snapshot = api.HostSnapshot((used,))
-    (verdict,) = api.judge(snapshot, ANY, claimed={used.uuid: api.Holder(1)})
+    (verdict,) = api.judge(snapshot, ANY, api.Known({used.uuid: api.Holder(1)}))
     assert (verdict.state, verdict.reason, verdict.free) == ("display", "", True)
     api.check_possible(snapshot, ANY)
     assert api.candidates(snapshot, ANY) == (used,)
-    assert not api.judge(snapshot, api.parse_request(min_memory=79 * GIB), claimed={})[0].free
-    assert not api.judge(api.HostSnapshot((used._replace(display_active=False),)), ANY, claimed={})[0].free
-    (verdict,) = api.judge(api.HostSnapshot((gpu(memory_used=70 * GIB, display_active=True),)), SHARE, claimed={})
+    assert not api.judge(snapshot, api.parse_request(min_memory=79 * GIB))[0].free
+    assert not api.judge(api.HostSnapshot((used._replace(display_active=False),)), ANY)[0].free
+    (verdict,) = api.judge(api.HostSnapshot((gpu(memory_used=70 * GIB, display_active=True),)), SHARE)
     assert (verdict.state, verdict.reason) == ("display", "9.5 GiB of memory free, 20 GiB asked for")
 
 
 def test_the_fence() -> None:
-    verdicts = api.judge(host(), ANY, claimed={}, visible_limit=api.visible_devices.parse_cuda("2,5", host()))
+    verdicts = api.judge(host(), ANY, api.Known(visible_limit=api.visible_devices.parse_cuda("2,5", host())))
     assert [verdict.gpu.index for verdict in verdicts if verdict.free] == [2, 5]
     assert "CUDA_VISIBLE_DEVICES=2,5" in verdicts[0].reason
     claimed = {gpu(index).uuid: api.Holder(1) for index in range(3, 8)}
     limit = api.VisibleLimit("0", (gpu(0).uuid,))
     with pytest.raises(api.UnsatisfiableRequestError, match="2 others are free"):
         api.check_possible(host(), api.Selection(2), limit, claimed=lambda: claimed)
-    assert api.fence_hint(api.judge(host(), ANY, claimed=claimed), limit).endswith("1 of 8 GPUs; 2 others are free")
-    verdicts = api.judge(host(2), ANY, claimed={})
+    assert api.fence_hint(api.judge(host(), ANY, api.Known(claimed)), limit).endswith("1 of 8 GPUs; 2 others are free")
+    verdicts = api.judge(host(2), ANY)
     assert (
         api.fence_hint(verdicts, None) == api.fence_hint(verdicts, api.visible_devices.parse_cuda("1,0", host(2))) == ""
     )
@@ -242,13 +242,13 @@ def test_candidates() -> None:
 
 def test_what_releases_alone_can_satisfy() -> None:
     snapshot = host(4, _1=gpu(1, processes=(process(),)), _2=gpu(2, processes=(process(),)))
-    verdicts = api.judge(snapshot, ANY, claimed={gpu(0).uuid: api.Holder(1)})  # claimed, busy, busy, free
+    verdicts = api.judge(snapshot, ANY, api.Known({gpu(0).uuid: api.Holder(1)}))  # claimed, busy, busy, free
     everything = {device.uuid for device in snapshot.gpus}
     assert api.can_be_met_by_releases(everything, api.Selection(2), verdicts)
     assert not api.can_be_met_by_releases(everything, api.Selection(3), verdicts)
     assert api.can_be_met_by_releases(everything, api.Selection(3), verdicts, leaving={gpu(2).uuid})
     instances = {device.uuid for device in mig_host().gpus if device.is_mig_instance}
-    assert not api.can_be_met_by_releases(instances, api.Selection(2), api.judge(mig_host(), ANY, claimed={}))
+    assert not api.can_be_met_by_releases(instances, api.Selection(2), api.judge(mig_host(), ANY))
 
 
 # Names
@@ -261,7 +261,7 @@ def test_a_model_is_no_part_of_another_that_the_host_has() -> None:
     snapshot = api.HostSnapshot(tuple(gpu(index, name=name) for index, name in enumerate(models)))
     for text, meant in (("A10", [0]), ("A100", [1, 2]), ("A10*", [0, 1, 2, 3]), ("L4", [4]), ("T4", [6])):
         asked = api.parse_request(1, model=text, prefer=f"nothing,{text}").resolved(snapshot)
-        assert [one.gpu.index for one in api.judge(snapshot, asked, claimed={}) if one.free] == meant
+        assert [one.gpu.index for one in api.judge(snapshot, asked) if one.free] == meant
         _, preferred = asked.preferred
         assert [index for index, name in enumerate(models) if preferred.match(name)] == meant
 
@@ -378,7 +378,7 @@ def test_an_mps_server_whose_name_is_hidden() -> None:
 def busy_on(*processes_of: list[api.GpuProcess]) -> list[int]:
     """Indices of the busy GPUs of a host on which these processes are, GPU by GPU."""
     gpus = [gpu(index, memory_used=GIB, processes=tuple(found)) for index, found in enumerate(processes_of)]
-    verdicts = api.judge(api.HostSnapshot(tuple(gpus)), ANY, claimed={}, describe=people, rules=LENIENT)
+    verdicts = api.judge(api.HostSnapshot(tuple(gpus)), ANY, api.Known(describe=people, rules=LENIENT))
     return [verdict.gpu.index for verdict in verdicts if not verdict.free]
 
 

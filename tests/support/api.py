@@ -220,6 +220,7 @@ from safe_gpu.selection.verdicts import (
     SHOWN,
     UNKNOWN,
     UNWATCHABLE,
+    Known,
     Rules,
     computes,
     fence_hint,

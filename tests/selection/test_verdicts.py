@@ -91,6 +91,21 @@ def test_what_stands_in_the_way(device: api.Gpu, request_: api.Selection, state:
     assert bool(words) == bool(verdict.reason)
 
 
+def test_of_two_reasons_the_one_that_lasts_longer_is_told() -> None:
+    zero = gpu(0).uuid
+    drained = api.Rules(drained={zero: "a fan is broken"})
+    held = {zero: api.Holder(7)}
+    in_use = gpu(processes=(process(),), utilization=90)
+    assert verdict_on(gpu(lost=True), api.parse_request(exclude="0")).state == "unusable"
+    assert verdict_on(gpu(), api.parse_request(exclude="0"), rules=drained).state == "outside"
+    assert verdict_on(gpu(), claimed=held, rules=drained).state == "claimed", "who holds it says more"
+    assert verdict_on(gpu(processes_supported=False), claimed=held).state == "claimed"
+    assert verdict_on(in_use, api.parse_request(max_utilization=10)).pid == 4242
+    desktop = api.HostSnapshot((gpu(display_active=True),))
+    (verdict,) = api.judge(desktop, ANY, api.Known(rules=drained))
+    assert (verdict.state, verdict.reason) == ("unusable", "a fan is broken")
+
+
 def test_a_lease_says_who_and_since_when() -> None:
     holder = api.Holder(4242, "alice", "1717", "python train.py", 1_700_000_000.0)
     verdict = verdict_on(gpu(), claimed={gpu().uuid: holder})

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import NamedTuple
 
 from ..errors import UnsatisfiableRequestError
 from ..gpus.devices import MIG_IS_ON, Gpu, GpuVerdict, Holder, HostSnapshot, VisibleLimit
@@ -30,14 +31,18 @@ def candidates(
     Args:
         lost: whether those count that the driver has lost and may find again.
     """
-
-    def why_not(gpu: Gpu) -> str:
+    gpus = snapshot.physical
+    if request.nb_gpus == 1:
+        gpus = snapshot.gpus
+    found = []
+    for gpu in gpus:
         if lost and gpu.lost:
-            return why_outside(gpu, request, visible_limit)
-        return _why_never(gpu, snapshot, request, visible_limit, rules)
-
-    gpus = snapshot.gpus if request.nb_gpus == 1 else snapshot.physical
-    return tuple([gpu for gpu in gpus if not why_not(gpu)])
+            reason = why_outside(gpu, request, visible_limit)
+        else:
+            reason = _why_never(gpu, snapshot, request, visible_limit, rules)
+        if not reason:
+            found.append(gpu)
+    return tuple(found)
 
 
 def check_possible(
@@ -56,76 +61,126 @@ def check_possible(
     Raises:
         UnsatisfiableRequestError: names the offending value and what to do.
     """
+    _check_names(snapshot, request)
+    reasons = {gpu: _why_never(gpu, snapshot, request, None, rules) for gpu in snapshot.gpus}
+    possible = [gpu for gpu, reason in reasons.items() if not reason]
+    holders: Mapping[str, Holder] = {}
+    problem = _too_few(request.nb_gpus, possible, snapshot, reasons) or _too_far_apart(request, possible)
+    if not problem and visible_limit is not None:
+        visible = [gpu for gpu in possible if gpu.uuid in visible_limit]
+        if not fits(request, visible):
+            holders = claimed()
+            unlimited = judge(snapshot, request, Known(holders, rules=rules))
+            problem = _limited(unlimited, visible_limit) + _unread_instances(snapshot)
+    if not problem:
+        return
+    asked = "1 GPU is"
+    if request.nb_gpus > 1:
+        asked = f"{request.nb_gpus} GPUs are"
+    verdicts = judge(snapshot, request, Known(holders, visible_limit, rules=rules))
+    raise UnsatisfiableRequestError(f"{asked} asked for, but {problem}", value=request.nb_gpus, verdicts=verdicts)
+
+
+def _check_names(snapshot: HostSnapshot, request: Selection) -> None:
+    """Raise if a GPU that the request names is not here."""
     for argument in ("only", "exclude"):
         for name in unknown_names(request.value_of(argument) or (), snapshot):
-            kind, inventory = VENDORS[snapshot.vendor].title, _inventory(snapshot.gpus, by_uuid=not is_index(name))
-            problem = f"{style.setting(argument, name)} names no single {kind} GPU of this host, which has {inventory}"
-            raise UnsatisfiableRequestError(f"{problem}{_unread_instances(snapshot)}", value=name)
-    holders: Mapping[str, Holder] = {}
-    reasons = {gpu: _why_never(gpu, snapshot, request, None, rules) for gpu in snapshot.gpus}
-    left = [gpu for gpu in reasons if not reasons[gpu]]
-    problem = _too_few(request.nb_gpus, left, snapshot, reasons) or _too_far_apart(request, left)
-    inside = left if visible_limit is None else [gpu for gpu in left if gpu.uuid in visible_limit]
-    if not problem and visible_limit is not None and not fits(request, inside):
-        holders = claimed()
-        hint = fence_hint(judge(snapshot, request, Known(holders, rules=rules)), visible_limit)
-        way_out = f", or set {visible_limit.lift} to disregard the variable" if visible_limit.lift else ""
-        problem = f"{hint}: ask for its GPUs only{way_out}{_unread_instances(snapshot)}"
-    if problem:
-        asked = "1 GPU is" if request.nb_gpus == 1 else f"{request.nb_gpus} GPUs are"
-        verdicts = judge(snapshot, request, Known(holders, visible_limit, rules=rules))
-        raise UnsatisfiableRequestError(f"{asked} asked for, but {problem}", value=request.nb_gpus, verdicts=verdicts)
+            setting = style.setting(argument, name)
+            title = VENDORS[snapshot.vendor].title
+            inventory = _inventory(snapshot.gpus, by_uuid=not is_index(name))
+            problem = f"{setting} names no single {title} GPU of this host, which has {inventory}"
+            raise UnsatisfiableRequestError(problem + _unread_instances(snapshot), value=name)
 
 
-def _too_far_apart(request: Selection, left: Sequence[Gpu]) -> str:
+def _limited(unlimited: Sequence[GpuVerdict], visible_limit: VisibleLimit) -> str:
+    """Return how the visible limit leaves too few GPUs, and the way out.
+
+    Args:
+        unlimited: the verdicts without it.
+    """
+    text = f"{fence_hint(unlimited, visible_limit)}: ask for its GPUs only"
+    if visible_limit.lift:
+        text += f", or set {visible_limit.lift} to disregard the variable"
+    return text
+
+
+def _too_far_apart(request: Selection, possible: Sequence[Gpu]) -> str:
     """Return why these GPUs do not suffice together, although there are enough of them."""
-    most = max(map(capacity, request.groups(left)), default=0)
+    most = max((capacity(group) for group in request.groups(possible)), default=0)
     if most >= request.nb_gpus:
         return ""
-    if request.value_of("near") == "numa" and (unknown := [gpu.label for gpu in left if gpu.numa_node is None]):
-        return f"the NUMA node of GPU {gpu_ranges(unknown)} is not known: leave {style.option('near')} out"
-    return f"{f'only {most}' if most > 1 else 'no two'} of this host are {request.together}: ask for fewer"
+    if request.value_of("near") == "numa":
+        unknown = [gpu.label for gpu in possible if gpu.numa_node is None]
+        if unknown:
+            return f"the NUMA node of GPU {gpu_ranges(unknown)} is not known: leave {style.option('near')} out"
+    number = "no two"
+    if most > 1:
+        number = f"only {most}"
+    return f"{number} of this host are {request.together}: ask for fewer"
 
 
-def _why_never(gpu: Gpu, snapshot: HostSnapshot, request: Selection, limit: VisibleLimit | None, rules: Rules) -> str:
+def _why_never(
+    gpu: Gpu, snapshot: HostSnapshot, request: Selection, visible_limit: VisibleLimit | None, rules: Rules
+) -> str:
     """Return why the request can never get the device: nobody can claim it, it is outside, or whether it is free or has
     the memory will never be known."""
-    watchable = gpu.processes_supported or snapshot.shared_display or rules.lists_optional
-    never = why_unusable(gpu) or ("" if watchable else UNWATCHABLE)
-    if never or (limit is None and not request.conditions):
-        return never
-    return why_outside(gpu, request, limit) or request.why_unknowable(gpu)
+    reason = why_unusable(gpu)
+    if reason:
+        return reason
+    is_watchable = gpu.processes_supported or snapshot.shared_display or rules.lists_optional
+    if not is_watchable:
+        return UNWATCHABLE
+    return why_outside(gpu, request, visible_limit) or request.why_unknowable(gpu)
 
 
-def _too_few(nb_gpus: int, left: Sequence[Gpu], snapshot: HostSnapshot, reasons: Mapping[Gpu, str]) -> str:
-    """Return why the devices in ``left`` are fewer than ``nb_gpus``; "" if they suffice."""
-    most = capacity(left)
+def _too_few(nb_gpus: int, possible: Sequence[Gpu], snapshot: HostSnapshot, reasons: Mapping[Gpu, str]) -> str:
+    """Return why the devices in ``possible`` are fewer than ``nb_gpus``; "" if they suffice.
+
+    Args:
+        reasons: why the others of the host are not possible.
+    """
+    most = capacity(possible)
     if most >= nb_gpus:
         return ""
+    if any(gpu.is_mig_instance for gpu in possible):
+        return _too_few_together(most, len(possible))
     total = len(snapshot.physical)
+    if total == 0:
+        return "this host has none"
     gpus = plural(total, f"{VENDORS[snapshot.vendor].title} GPU")
-    if any(gpu.is_mig_instance for gpu in left):
-        text = f"CUDA shows a process one MIG instance, and no whole GPU beside it: ask for {most}"
-        if most < len(left):
-            text += f"{', or for 1' if most > 1 else ''} in each of up to {len(left)} processes"
-        return text
     if total < nb_gpus:
-        return f"this host has only {gpus}: ask for fewer" if total else "this host has none"
+        return f"this host has only {gpus}: ask for fewer"
     labels = grouped((gpu.label, reason) for gpu, reason in reasons.items() if reason)
     listed = "; ".join(f"GPU {gpu_ranges(labels[reason])}: {reason}" for reason in labels)
-    return f"only {most} of the {gpus} of this host can be claimed ({listed})" if most else f"none fits ({listed})"
+    if most == 0:
+        return f"none fits ({listed})"
+    return f"only {most} of the {gpus} of this host can be claimed ({listed})"
+
+
+def _too_few_together(most: int, number: int) -> str:
+    """Return why a process cannot have more than ``most`` of ``number`` devices, some of which are MIG instances."""
+    text = f"CUDA shows a process one MIG instance, and no whole GPU beside it: ask for {most}"
+    if most == number:
+        return text
+    if most > 1:
+        text += ", or for 1"
+    return f"{text} in each of up to {number} processes"
 
 
 def _inventory(gpus: Sequence[Gpu], *, by_uuid: bool) -> str:
+    if not gpus:
+        return "none"
     if by_uuid:
-        return ", ".join(f"{gpu.label} ({gpu.uuid})" for gpu in gpus) or "none"
-    return f"GPU {gpu_ranges(gpu.label for gpu in gpus)}" if gpus else "none"
+        return ", ".join(f"{gpu.label} ({gpu.uuid})" for gpu in gpus)
+    return f"GPU {gpu_ranges(gpu.label for gpu in gpus)}"
 
 
 def _unread_instances(snapshot: HostSnapshot) -> str:
     """Return on which GPU this driver does not read the MIG instances, one of which may have been meant, and why."""
-    found = (gpu for gpu in snapshot.gpus if gpu.mig_enabled and gpu.unusable != MIG_IS_ON)
-    return next((f"; GPU {gpu.label}: {gpu.unusable}" for gpu in found), "")
+    for gpu in snapshot.gpus:
+        if gpu.mig_enabled and gpu.unusable != MIG_IS_ON:
+            return f"; GPU {gpu.label}: {gpu.unusable}"
+    return ""
 
 
 def can_be_met_by_releases(
@@ -140,8 +195,12 @@ def can_be_met_by_releases(
         verdicts: of every device, judged for this request without a visible limit.
         leaving: UUIDs of devices that are busy only with the processes of a claim that has just ended.
     """
-    possible = (verdict for verdict in verdicts if verdict.gpu.uuid in candidate_uuids)
-    coming = [one.gpu for one in possible if one.free or one.state == "claimed" or one.gpu.uuid in leaving]
+    coming = []
+    for verdict in verdicts:
+        uuid = verdict.gpu.uuid
+        is_coming = verdict.free or verdict.state == "claimed" or uuid in leaving
+        if uuid in candidate_uuids and is_coming:
+            coming.append(verdict.gpu)
     return fits(request, coming)
 
 
@@ -152,7 +211,10 @@ def fits(request: Selection, gpus: Sequence[Gpu]) -> bool:
 
 def capacity(gpus: Collection[Gpu]) -> int:
     """Return how many of these devices one claim can hold: several, or one MIG instance if there is nothing else."""
-    return len(_together(gpus)) or min(len(gpus), 1)
+    number = len(_together(gpus))
+    if number == 0 and gpus:
+        return 1
+    return number
 
 
 def _together(gpus: Iterable[Gpu]) -> list[Gpu]:
@@ -201,46 +263,174 @@ def choose(
     if nb_gpus > capacity(free):
         return None
     for pattern in prefer:
-        model = [gpu for gpu in free if gpu.uuid not in last and pattern.match(gpu.name)]
-        found = choose([GpuVerdict(gpu, "free") for gpu in model], nb_gpus, near=near, groups=groups)
-        if found is not None:
-            return found
+        of_model = [gpu for gpu in free if gpu.uuid not in last and pattern.match(gpu.name)]
+        chosen = _best_set(of_model, nb_gpus, near=near, groups=groups)
+        if chosen is not None:
+            return chosen
+    return _best_set(free, nb_gpus, near=near, last=last, groups=groups)
+
+
+def _best_set(
+    free: Collection[Gpu],
+    nb_gpus: int,
+    *,
+    near: frozenset[int] | None,
+    last: Collection[str] = (),
+    groups: Callable[[Sequence[Gpu]], list[list[Gpu]]] | None,
+) -> tuple[Gpu, ...] | None:
+    """As :func:`choose`, of devices that are free, of any model."""
+    if nb_gpus > capacity(free):
+        return None
     together = _together(free)
-    room = [gpu.numa_node for gpu in together or free]
-    drawbacks = {gpu.uuid: (gpu.uuid in last, gpu.mig_parent is not None, gpu.draws) for gpu in free}
-    if nb_gpus == 1:
-
-        def rank_alone(gpu: Gpu) -> tuple[Any, ...]:
-            """Return the rank of one GPU, without the criteria that are equal for all sets of one."""
-            node = gpu.numa_node
-            return (*drawbacks[gpu.uuid], node not in (near or ()), room.count(node), *_position(gpu))
-
-        return (min(free, key=rank_alone),)
     pool = sorted(together, key=_position)
-    links = linked([(gpu.uuid, gpu.nvlink_peers) for gpu in pool])
+    if nb_gpus == 1:
+        pool = sorted(free, key=_position)
+    parts = [pool]
+    if groups is not None and nb_gpus > 1:  # one GPU is near itself
+        parts = groups(pool)
+    choice = _Choice(pool, nb_gpus, near=near or frozenset(), last=last, beside=together or free)
+    sets: list[tuple[Gpu, ...]] = []
+    for part in parts:
+        sets += choice.sets(part)
+    return min(sets, key=choice.rank, default=None)
 
-    def rank(gpus: Sequence[Gpu]) -> tuple[Any, ...]:
-        """Return the rank of a set by the criteria above; the lowest is the best."""
+
+class _Rank(NamedTuple):
+    """What sets of GPUs are compared by, the most important first. The lowest is the best.
+
+    Attributes:
+        last: GPUs that are to be taken last.
+        instances: MIG instances.
+        drawing: GPUs with an active display or a graphics process.
+        nodes: NUMA nodes.
+        links: NVLink connections among the GPUs, less than 0.
+        near: GPUs on nodes of this process's CPUs, less than 0.
+        beside: free GPUs on the nodes of the set.
+        positions: see :func:`_position`.
+    """
+
+    last: int
+    instances: int
+    drawing: int
+    nodes: int
+    links: int
+    near: int
+    beside: int
+    positions: list[tuple[int, int]]
+
+
+class _Choice:
+    """The sets of GPUs that are compared for one claim, and what they are compared by.
+
+    Args:
+        pool: the GPUs to choose from, in index order.
+        near: NUMA nodes to prefer.
+        last: UUIDs of the GPUs to take last.
+        beside: the GPUs that larger requests could have.
+    """
+
+    def __init__(
+        self, pool: Sequence[Gpu], nb_gpus: int, *, near: frozenset[int], last: Collection[str], beside: Collection[Gpu]
+    ) -> None:
+        self._nb_gpus = nb_gpus
+        self._near = near
+        self._last = {gpu.uuid for gpu in pool if gpu.uuid in last}
+        self._instances = {gpu.uuid for gpu in pool if gpu.is_mig_instance}
+        self._drawing = {gpu.uuid for gpu in pool if gpu.draws}
+        self._links = linked((gpu.uuid, gpu.nvlink_peers) for gpu in pool)
+        self._free_on = Counter(gpu.numa_node for gpu in beside)
+
+    def rank(self, gpus: Sequence[Gpu]) -> _Rank:
+        """Return what a set is compared by, finished or not."""
         uuids = {gpu.uuid for gpu in gpus}
         nodes = {gpu.numa_node for gpu in gpus}
-        return (
-            *map(sum, zip(*map(drawbacks.__getitem__, uuids), strict=True)),
-            len(nodes),
-            -sum([len(uuids & links[uuid]) for uuid in uuids]),
-            -sum([gpu.numa_node in (near or ()) for gpu in gpus]),
+        beside = sum(self._free_on[node] for node in nodes)
+        if len(gpus) < self._nb_gpus:
             # A set that still grows takes the node with the most free GPUs, so that it needs few nodes.
-            sum(map(room.count, nodes)) * (1 if len(gpus) == nb_gpus else -1),
-            *map(_position, gpus),
+            beside = -beside
+        return _Rank(
+            last=len(uuids & self._last),
+            instances=len(uuids & self._instances),
+            drawing=len(uuids & self._drawing),
+            nodes=len(nodes),
+            links=-sum(len(uuids & self._links[uuid]) for uuid in uuids),
+            near=-sum(gpu.numa_node in self._near for gpu in gpus),
+            beside=beside,
+            positions=[_position(gpu) for gpu in gpus],
         )
 
-    def kind(gpu: Gpu) -> tuple[object, ...]:
-        """Return a key that is equal for GPUs which differ in nothing but their index: neither in a criterion nor in a
-        link to a third."""
-        linked_to = links[gpu.uuid]
-        return gpu.numa_node, drawbacks[gpu.uuid], frozenset(linked_to and linked_to | {gpu.uuid})
+    def sets(self, part: Sequence[Gpu]) -> list[tuple[Gpu, ...]]:
+        """Return the sets to compare, of a part of the pool; each in index order.
 
-    parts = [pool] if groups is None else groups(pool)
-    return min((found for part in parts for found in _sets(part, nb_gpus, kind, rank)), key=rank, default=None)
+        Of GPUs of one kind the first are taken, since other sets of as many of them differ only in indices. If there
+        are too many sets still, one is grown from each NUMA node, the best GPU first, besides those that are compared.
+        """
+        kinds: dict[object, list[Gpu]] = {}
+        for gpu in part:
+            kinds.setdefault(self._kind(gpu), []).append(gpu)
+        found = list(islice(_divided(self._nb_gpus, list(kinds.values())), _MOST_SETS + 1))
+        if len(found) > _MOST_SETS:
+            for node in {gpu.numa_node for gpu in part}:
+                found.append(self._grown(node, part))
+        return [tuple(sorted(gpus, key=_position)) for gpus in found]
+
+    def _kind(self, gpu: Gpu) -> object:
+        """Return a key. GPUs with equal keys are interchangeable: they differ in nothing but their index, neither in a
+        criterion nor in a link to a third."""
+        connected = set(self._links[gpu.uuid])
+        if connected:
+            connected.add(gpu.uuid)
+        return (
+            gpu.numa_node,
+            gpu.uuid in self._last,
+            gpu.uuid in self._instances,
+            gpu.uuid in self._drawing,
+            frozenset(connected),
+        )
+
+    def _grown(self, node: int | None, part: Sequence[Gpu]) -> list[Gpu]:
+        """Return a set that begins with the best GPU of a NUMA node, to which the best of the others is added again and
+        again."""
+        on_node = [gpu for gpu in part if gpu.numa_node == node]
+        chosen = [min(on_node, key=lambda gpu: self.rank([gpu]))]
+        while len(chosen) < self._nb_gpus:
+            left = [gpu for gpu in part if gpu not in chosen]
+            chosen.append(min(left, key=lambda gpu: self.rank([*chosen, gpu])))
+        return chosen
+
+
+def _divided(count: int, kinds: Sequence[Sequence[Gpu]]) -> Iterator[list[Gpu]]:
+    """Yield every way to take ``count`` GPUs, of each kind the first ones."""
+    if count == 0:
+        yield []
+        return
+    if not kinds:
+        return
+    first, *others = kinds
+    least = max(0, count - sum(len(kind) for kind in others))
+    for number in range(min(count, len(first)), least - 1, -1):
+        for rest in _divided(count - number, others):
+            yield [*first[:number], *rest]
+
+
+def _position(gpu: Gpu) -> tuple[int, int]:
+    """Return where a device stands in index order: its index, and the number of a MIG instance."""
+    if gpu.mig_instance is None:
+        return gpu.index, -1
+    return gpu.index, gpu.mig_instance
+
+
+class _Shares(NamedTuple):
+    """GPUs for a share.
+
+    Attributes:
+        shared: how many of them are shared already.
+        room: bytes that are left on these.
+    """
+
+    gpus: tuple[Gpu, ...]
+    shared: int
+    room: int
 
 
 def choose_shares(
@@ -257,55 +447,37 @@ def choose_shares(
     Args:
         rooms: UUID -> bytes that are left, of the GPUs that are shared.
     """
-    best: tuple[Any, ...] = ()
-    for group in request.groups([verdict.gpu for verdict in verdicts if verdict.free]):
-        shared = [gpu for gpu in group if gpu.uuid in rooms and gpu.uuid not in last]
-        first = sorted(shared, key=lambda gpu: (rooms[gpu.uuid], _position(gpu)))[: request.nb_gpus]
-        missing = request.nb_gpus - len(first)
-        rest: tuple[Gpu, ...] | None = ()
-        if missing:
-            others = [GpuVerdict(gpu, "free") for gpu in group if gpu not in first]
-            rest = choose(others, missing, near=near, last=last, prefer=request.preferred)
-        if rest is not None:
-            chosen = tuple(sorted((*first, *rest), key=_position))
-            best = max(best, (len(first), -sum(rooms[gpu.uuid] for gpu in first), chosen), key=lambda one: one[:2])
-    return best[2] if best else None
+    free = [verdict.gpu for verdict in verdicts if verdict.free]
+    best: _Shares | None = None
+    for group in request.groups(free):
+        found = _shares_of(group, request, rooms, near=near, last=last)
+        if found is None:
+            continue
+        if best is None or (found.shared, -found.room) > (best.shared, -best.room):
+            best = found
+    if best is None:
+        return None
+    return best.gpus
 
 
-def _position(gpu: Gpu) -> tuple[int, int]:
-    return gpu.index, -1 if gpu.mig_instance is None else gpu.mig_instance
-
-
-def _sets(
-    pool: Sequence[Gpu], count: int, kind: Callable[[Gpu], object], rank: Callable[[Sequence[Gpu]], tuple[Any, ...]]
-) -> Iterator[tuple[Gpu, ...]]:
-    """Yield the sets of ``count`` GPUs to compare, of a pool in index order.
-
-    Of GPUs of one kind the first are taken, since other sets of as many of them differ only in indices. If there are
-    too many sets still, one is grown from each NUMA node, the best GPU first, besides those that are compared.
-    """
-    kinds: dict[object, list[Gpu]] = {}
-    for gpu in pool:
-        kinds.setdefault(kind(gpu), []).append(gpu)
-    found = list(islice(_divided(count, [*kinds.values()]), _MOST_SETS + 1))
-    if len(found) > _MOST_SETS:
-        for node in {gpu.numa_node for gpu in pool}:
-            chosen: list[Gpu] = []
-            for _ in range(count):
-                left = [gpu for gpu in pool if gpu not in chosen and (chosen or gpu.numa_node == node)]
-                chosen.append(min(left, key=lambda gpu: rank([*chosen, gpu])))
-            found.append(chosen)
-    yield from (tuple(sorted(chosen, key=_position)) for chosen in found)
-
-
-def _divided(count: int, kinds: Sequence[Sequence[Gpu]]) -> Iterator[list[Gpu]]:
-    """Yield every way to take ``count`` GPUs, of each kind the first ones."""
-    if not kinds or not count:
-        if not count:
-            yield []
-        return
-    first, *others = kinds
-    least = max(0, count - sum(map(len, others)))
-    for number in range(min(count, len(first)), least - 1, -1):
-        for rest in _divided(count - number, others):
-            yield [*first[:number], *rest]
+def _shares_of(
+    group: Sequence[Gpu],
+    request: Selection,
+    rooms: Mapping[str, int],
+    *,
+    near: frozenset[int] | None,
+    last: Collection[str],
+) -> _Shares | None:
+    """Return the GPUs for a share among those of one group; None if they are too few."""
+    shared = [gpu for gpu in group if gpu.uuid in rooms and gpu.uuid not in last]
+    shared.sort(key=lambda gpu: (rooms[gpu.uuid], _position(gpu)))
+    chosen = shared[: request.nb_gpus]
+    room = sum(rooms[gpu.uuid] for gpu in chosen)
+    missing = request.nb_gpus - len(chosen)
+    if missing == 0:
+        return _Shares(tuple(sorted(chosen, key=_position)), len(chosen), room)
+    others = [GpuVerdict(gpu, "free") for gpu in group if gpu not in chosen]
+    rest = choose(others, missing, near=near, last=last, prefer=request.preferred)
+    if rest is None:
+        return None
+    return _Shares(tuple(sorted([*chosen, *rest], key=_position)), len(chosen), room)

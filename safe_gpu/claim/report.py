@@ -18,7 +18,7 @@ from ..errors import ClaimTimeout, NotEnoughGpusError
 from ..gpus.devices import GpuVerdict, Holder, HostSnapshot
 from ..host import procfs
 from ..host.procfs import user_name
-from ..selection.backfill import dates, starts, when_free
+from ..selection.backfill import latest_harmless_ends, starts, when_free
 from ..selection.request import Selection
 from ..selection.verdicts import fence_hint
 from ..wording import style
@@ -104,7 +104,7 @@ def forecast(view: HostView, waiter: Waiter, hold_for: float | None) -> Forecast
             wants.append(view.backfill_request(TicketRequest.of(ticket), ticket.uid))
     wants.append(view.backfill_request(waiter.request._replace(hold_for=hold_for), os.geteuid()))
     start = starts(wants, when)[-1]
-    _, earliest = list(dates(wants, when))[-1]
+    earliest = list(latest_harmless_ends(wants, when))[-1].latest_end
     return Forecast(
         start=_known(start),
         earliest=_known(earliest),

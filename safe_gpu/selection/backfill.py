@@ -1,15 +1,14 @@
 """Who may go first without delaying anybody ahead (backfill). Pure.
 
 Times are Unix seconds or any other clock, durations are seconds, and ``math.inf`` is "never". GPUs are named by
-UUID, and their memory is in bytes. A request is held back by dates, not by counts of spare GPUs
-or bytes: a count for each waiter allows several requests that together delay a waiter, and lets holders that overrun
-starve the first waiter.
+UUID, and their memory is in bytes. A request is held back by times, not by counts of spare GPUs or bytes: a count for
+each waiter allows several requests that together delay a waiter, and lets holders that overrun starve the first waiter.
 """
 
 import math
 from bisect import bisect, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from operator import itemgetter
+from operator import attrgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -23,8 +22,12 @@ When = float | tuple[tuple[float, float], ...]
 """When a GPU is expected to be free: all of it at one time, or each part, as (time, bytes), at its own."""
 
 
-def ready(when: When, share: float) -> float:
-    """Return when that much of a GPU is expected to be free; ``math.inf`` bytes are all of it."""
+def free_time(when: When, share: float) -> float:
+    """Return when that much of a GPU is expected to be free.
+
+    Args:
+        share: bytes; ``math.inf`` is the whole GPU.
+    """
     if not isinstance(when, tuple):
         return when
     if share == math.inf:
@@ -37,14 +40,17 @@ def ready(when: When, share: float) -> float:
     return math.inf
 
 
-def _after(when: When, share: float, end: float) -> When:
-    """Return the same GPU once a request has taken the part that is free first, until ``end``."""
+def _after_taking(when: When, share: float, end: float) -> When:
+    """Return when the same GPU is free once a request has taken the part of it that is free first, until ``end``."""
     if share == math.inf:
         return end
+    if not isinstance(when, tuple):
+        when = ((when, math.inf),)
     parts = [(end, share)]
-    for time, size in sorted(when if isinstance(when, tuple) else ((when, math.inf),)):
-        taken = min(size, share)
-        share -= taken
+    missing = share
+    for time, size in sorted(when):
+        taken = min(size, missing)
+        missing -= taken
         if size > taken:
             parts.append((time, size - taken))
     return tuple(parts)
@@ -63,7 +69,7 @@ class BackfillRequest(NamedTuple):
     hold_for: float = math.inf
     groups: tuple[frozenset[str], ...] | None = None
     share: float = math.inf
-    reserved: "Mapping[str, Spans] | None" = None
+    reserved: "Mapping[str, Spans]" = MappingProxyType({})
     in_the_way: Mapping[str, frozenset[str]] = MappingProxyType({})
 
     @classmethod
@@ -75,24 +81,29 @@ class BackfillRequest(NamedTuple):
             reserved: when GPUs are reserved for others than the ticket's user.
         """
         selection, _ = Selection.from_ticket(asked.nb_gpus, asked.conditions)
-        hold_for = math.inf if asked.hold_for is None else asked.hold_for
+        hold_for = asked.hold_for
+        if hold_for is None:
+            hold_for = math.inf
         shown = tuple(devices)
-        wanted = cls(
-            asked.nb_gpus,
-            asked.gpus,
-            hold_for,
+        groups = None
+        if selection.together:
+            found = selection.groups([gpu for gpu in shown if gpu.uuid in asked.gpus])
+            groups = tuple(frozenset(gpu.uuid for gpu in group) for group in found)
+        return cls(
+            nb=asked.nb_gpus,
+            gpus=asked.gpus,
+            hold_for=hold_for,
+            groups=groups,
             share=selection.share or math.inf,
             reserved=reserved,
             in_the_way=in_each_others_way(shown),
         )
-        if not selection.together:
-            return wanted
-        found = selection.groups([gpu for gpu in shown if gpu.uuid in asked.gpus])
-        return wanted._replace(groups=tuple(frozenset(gpu.uuid for gpu in group) for group in found))
 
     @property
     def _groups(self) -> tuple[frozenset[str], ...]:
-        return (self.gpus,) if self.groups is None else self.groups
+        if self.groups is None:
+            return (self.gpus,)
+        return self.groups
 
     def fits(self, gpus: Collection[str]) -> bool:
         """Return whether it can have all that it wants of these."""
@@ -100,23 +111,33 @@ class BackfillRequest(NamedTuple):
 
     def without(self, gpus: Collection[str]) -> "BackfillRequest":
         """Return the same, but it cannot use these."""
-        groups = self.groups and tuple(group.difference(gpus) for group in self.groups)
-        return self._replace(gpus=self.gpus.difference(gpus), groups=groups)
+        left = self._replace(gpus=self.gpus.difference(gpus))
+        if self.groups is None:
+            return left
+        return left._replace(groups=tuple(group.difference(gpus) for group in self.groups))
 
     def never(self) -> "BackfillRequest":
         """Return one of the same GPUs that can never have enough of them."""
         return BackfillRequest(len(self.gpus) + 1, self.gpus, in_the_way=self.in_the_way)
 
-    def earliest(self, free_at: Mapping[str, When]) -> tuple[float, list[str]]:
+    def earliest(self, free_at: Mapping[str, When]) -> "Start":
         """Return when enough of its GPUs are expected to be free, and the first that are; all where there never are
         enough."""
-        best: tuple[float, list[str]] = math.inf, []
+        best: Start | None = None
         for group in self._groups:
-            ends = ((ready(free_at.get(gpu, math.inf), self.share), gpu) for gpu in group)
-            first = sorted((self.first_open(end, [gpu]), gpu) for end, gpu in ends)[: max(0, self.nb)]
-            if first and len(first) == self.nb and (not best[1] or first[-1][0] < best[0]):
-                best = first[-1][0], [gpu for _, gpu in first]
-        return best if best[1] else (math.inf, list(self.gpus))
+            if not 0 < self.nb <= len(group):
+                continue
+            first = sorted((self._opening_of(gpu, free_at), gpu) for gpu in group)[: self.nb]
+            time, _ = first[-1]
+            if best is None or time < best.time:
+                best = Start(time, [gpu for _, gpu in first])
+        if best is None:
+            return Start(math.inf, list(self.gpus))
+        return best
+
+    def _opening_of(self, gpu: str, free_at: Mapping[str, When]) -> float:
+        """Return when as much of a GPU as it wants is expected to be free, and not reserved for others."""
+        return self.first_open(free_time(free_at.get(gpu, math.inf), self.share), [gpu])
 
     def first_open(self, start: float, gpus: Iterable[str]) -> float:
         """Return when it may take all these GPUs, from ``start`` on."""
@@ -129,18 +150,28 @@ class BackfillRequest(NamedTuple):
         others it keeps nobody."""
         wanted = self.gpus
         if self.reserved:
-            spans = {gpu: self.reserved.get(gpu, ()) for gpu in self.gpus}
-            wanted = frozenset(gpu for gpu in spans if not any(begin <= moment < end for begin, end in spans[gpu]))
-        return wanted.union(*(self.in_the_way[gpu] for gpu in wanted & self.in_the_way.keys()))
+            wanted = frozenset(gpu for gpu in self.gpus if not self._is_reserved(gpu, moment))
+        in_the_way = [self.in_the_way[gpu] for gpu in wanted & self.in_the_way.keys()]
+        return wanted.union(*in_the_way)
+
+    def _is_reserved(self, gpu: str, moment: float) -> bool:
+        return any(begin <= moment < end for begin, end in self.reserved.get(gpu, ()))
 
     def taken(self, gpus: Iterable[str], free_at: Mapping[str, When], end: float) -> dict[str, When]:
         """Return when these GPUs, and what is in their way, are free once it has taken them until ``end``."""
         found: dict[str, When] = {}
         for gpu in gpus:
-            found[gpu] = _after(free_at.get(gpu, math.inf), self.share, end)
+            found[gpu] = _after_taking(free_at.get(gpu, math.inf), self.share, end)
             for other in self.in_the_way.get(gpu, ()):
-                found[other] = max(end, ready(free_at.get(other, math.inf), math.inf))
+                found[other] = max(end, free_time(free_at.get(other, math.inf), math.inf))
         return found
+
+
+class Start(NamedTuple):
+    """When a request can have all its GPUs, and which."""
+
+    time: float
+    gpus: list[str]
 
 
 def free_at(now: float, *, since: float, until: float | None) -> float:
@@ -153,7 +184,9 @@ def free_at(now: float, *, since: float, until: float | None) -> float:
     """
     if until is None:
         return math.inf
-    return now if until < since else max(now, until)
+    if until < since:
+        return now
+    return max(now, until)
 
 
 def when_free(gpu: "Gpu", holder: "Holder | None", now: float, *, free: bool) -> When:
@@ -165,40 +198,61 @@ def when_free(gpu: "Gpu", holder: "Holder | None", now: float, *, free: bool) ->
     """
     size = share_capacity(gpu) or math.inf
     if holder is None:
-        return ((now if free else math.inf, size),)
-    ends = [free_at(now, since=one.since or 0.0, until=one.until) for one in holder.each]
+        if free:
+            return ((now, size),)
+        return ((math.inf, size),)
     if not holder.sharers:
-        return ((max(ends), size),)
-    parts = [(end, min(size, one.share or size)) for end, one in zip(ends, holder.sharers, strict=True)]
-    room = size - sum(share for _, share in parts)
-    return (*parts, (now, max(0.0, room)))
+        end = max(free_at(now, since=one.since or 0.0, until=one.until) for one in holder.each)
+        return ((end, size),)
+    parts = []
+    room = size
+    for sharer in holder.sharers:
+        share = min(size, sharer.share or size)
+        parts.append((free_at(now, since=sharer.since or 0.0, until=sharer.until), share))
+        room -= share
+    parts.append((now, max(0.0, room)))
+    return tuple(parts)
 
 
-def dates(wants: Iterable[BackfillRequest], free_at: Mapping[str, When]) -> Iterator[tuple[BackfillRequest, float]]:
-    """Yield each waiter, in the order of the queue, with the date from which on nobody may take one of its GPUs past
+class QueuedRequest(NamedTuple):
+    """A request in the queue.
+
+    Attributes:
+        latest_end: claims on its GPUs that end by then do not delay it; ``math.inf`` is not known.
+    """
+
+    request: BackfillRequest
+    latest_end: float
+
+
+def latest_harmless_ends(wants: Iterable[BackfillRequest], free_at: Mapping[str, When]) -> Iterator[QueuedRequest]:
+    """Yield each waiter, in the order of the queue, with the time from which on nobody may take one of its GPUs past
     it.
 
     That is the time at which enough of its GPUs are expected to be free. A waiter behind another that it cannot pass
-    cannot start before the date of that one, so its own date is not earlier either.
+    cannot start before the time of that one, so its own is not earlier either.
 
     Args:
         wants: only the waiters that count; see :func:`open_gpus`.
         free_at: when each GPU, or each part of it, is expected to be free, not before now. What is missing never is.
     """
-    earlier: list[tuple[BackfillRequest, float]] = []  # by date
-    by_date = itemgetter(1)
+    by_latest_end = attrgetter("latest_end")
+    earlier: list[QueuedRequest] = []  # by latest_end
     for want in wants:
-        date = want.earliest(free_at)[0]
-        for other, other_date in earlier[bisect(earlier, date, key=by_date) :]:
-            if date < other_date < math.inf and not _may_pass(want, date, other, other_date):
-                date = other_date
-        insort(earlier, (want, date), key=by_date)
-        yield want, date
+        end = want.earliest(free_at).time
+        for other in earlier[bisect(earlier, end, key=by_latest_end) :]:
+            if end < other.latest_end < math.inf and not _may_pass(want, end, other):
+                end = other.latest_end
+        queued = QueuedRequest(want, end)
+        insort(earlier, queued, key=by_latest_end)
+        yield queued
 
 
-def _may_pass(want: BackfillRequest, start: float, other: BackfillRequest, date: float) -> bool:
-    """Return whether a request that starts then ends before the other's date, or does not need the other's GPUs."""
-    return start + want.hold_for <= date or want.fits(want.gpus - other.wanted_at(start))
+def _may_pass(want: BackfillRequest, start: float, other: QueuedRequest) -> bool:
+    """Return whether a request that starts then does not delay another, or does not need the other's GPUs."""
+    if start + want.hold_for <= other.latest_end:
+        return True
+    return want.fits(want.gpus - other.request.wanted_at(start))
 
 
 def open_gpus(
@@ -210,45 +264,56 @@ def open_gpus(
 ) -> frozenset[str]:
     """Return the free GPUs that a request may take. It may start if they fit it.
 
-    A GPU that somebody ahead wants is open only if the request ends by the date of that waiter, and the date is known.
+    A GPU that somebody ahead wants is open only if the request ends by the ``latest_end`` of that waiter, and that is
+    known.
 
     Args:
         ahead: the waiters ahead in the order of the queue, without those that releases alone cannot satisfy and those
             that are stopped. They are read one by one, and no more of them once too few GPUs are left.
         free: the GPUs that the request could take if nobody were ahead.
-        free_at: see :func:`dates`.
+        free_at: see :func:`latest_harmless_ends`.
     """
     left = want.gpus.intersection(free)
-    if want.fits(left):
-        for other, date in dates(ahead, free_at):
-            if not now + want.hold_for <= date < math.inf:
-                left -= other.wanted_at(now)
-                if not want.fits(left):
-                    break
+    if not want.fits(left):
+        return left
+    for other in latest_harmless_ends(ahead, free_at):
+        if now + want.hold_for <= other.latest_end < math.inf:
+            continue
+        left -= other.request.wanted_at(now)
+        if not want.fits(left):
+            break
     return left
 
 
 def starts(wants: Iterable[BackfillRequest], free_at: Mapping[str, When]) -> list[float]:
     """Return when each waiter can expect to start, in the order of the queue, if all hold as long as they said.
 
-    Unlike a date this is an estimate: the first waiter starts at its date, and each of the others after those ahead of
-    it, unless it may pass them all. ``math.inf``: somebody did not say for how long.
+    Unlike a ``latest_end`` this is an estimate: the first waiter starts at its own, and each of the others after those
+    ahead of it, unless it may pass them all. ``math.inf``: somebody did not say for how long.
     """
     ends = dict(free_at)
-    ahead: list[tuple[BackfillRequest, float]] = []
+    ahead: list[QueuedRequest] = []
     found = []
-    for want, date in dates(wants, free_at):
-        start = want.earliest(free_at)[0]
-        passes = False
-        for other, when in ahead:
-            if not other.wanted_at(start).isdisjoint(want.gpus):
-                passes = start + want.hold_for <= when < math.inf
-                if not passes:
-                    break
-        if not passes:
-            free, first = want.earliest(ends)
-            start = want.first_open(max(date, free), first)
-            ends.update(want.taken(first, ends, start + want.hold_for))
-        ahead.append((want, date))
+    for queued in latest_harmless_ends(wants, free_at):
+        want = queued.request
+        start = want.earliest(free_at).time
+        if not _passes_all(want, start, ahead):
+            free, gpus = want.earliest(ends)
+            start = want.first_open(max(queued.latest_end, free), gpus)
+            ends.update(want.taken(gpus, ends, start + want.hold_for))
+        ahead.append(queued)
         found.append(start)
     return found
+
+
+def _passes_all(want: BackfillRequest, start: float, ahead: Iterable[QueuedRequest]) -> bool:
+    """Return whether a request that starts then delays none of the waiters ahead that want GPUs of its own, of which
+    there is one or more."""
+    passes = False
+    for other in ahead:
+        if other.request.wanted_at(start).isdisjoint(want.gpus):
+            continue
+        if not start + want.hold_for <= other.latest_end < math.inf:
+            return False
+        passes = True
+    return passes

@@ -27,8 +27,9 @@ def share_capacity(gpu: Gpu) -> int | None:
     """Return the bytes of the GPU that claims can share, whole MiB; None if the driver does not tell its memory."""
     if gpu.memory_total is None:
         return None
-    size = gpu.memory_total - _RESERVED
-    if not gpu.counts_reserved and gpu.memory_used is not None and gpu.memory_free is not None:
+    if gpu.counts_reserved or gpu.memory_used is None or gpu.memory_free is None:
+        size = gpu.memory_total - _RESERVED
+    else:
         size = gpu.memory_used + gpu.memory_free
     return max(0, size) // MIB * MIB
 
@@ -36,7 +37,9 @@ def share_capacity(gpu: Gpu) -> int | None:
 def part_of(gpu: Gpu, share: int | None) -> float:
     """Return how much of a GPU a share is, from 0 to 1; None is a whole GPU."""
     size = share_capacity(gpu)
-    return 1.0 if share is None or not size else min(1.0, share / size)
+    if share is None or not size:
+        return 1.0
+    return min(1.0, share / size)
 
 
 def why_unshareable(gpu: Gpu, share: int) -> str:
@@ -59,11 +62,16 @@ def share_fraction(share: int, gpus: Collection[Gpu]) -> float:
 def used_by_sharers(gpu: Gpu, sharers: Sequence[Holder], family_of: FamilyOf) -> list[int]:
     """Return the bytes that each sharer's process and its descendants use, as far as the driver lists them."""
     used = [0] * len(sharers)
-    for pid, size in memory_by_pid(one for one in gpu.processes or () if not one.elsewhere).items():
-        _, family = family_of(pid) or (0, ())
-        first = next((number for number, sharer in enumerate(sharers) if sharer.pid in family), None)
-        if first is not None:
-            used[first] += size
+    here = [process for process in gpu.processes or () if not process.elsewhere]
+    for pid, size in memory_by_pid(here).items():
+        family = family_of(pid)
+        if family is None:
+            continue
+        _, ancestors = family
+        for number, sharer in enumerate(sharers):
+            if sharer.pid in ancestors:
+                used[number] += size
+                break
     return used
 
 
@@ -71,7 +79,13 @@ def promised(gpu: Gpu, sharers: Sequence[Holder]) -> list[int]:
     """Return the bytes that are promised to each of these claims, no more than there are; all where its share cannot be
     read."""
     size = share_capacity(gpu) or 0
-    return [size if sharer.share is None else min(size, sharer.share) for sharer in sharers]
+    found = []
+    for sharer in sharers:
+        if sharer.share is None:
+            found.append(size)
+        else:
+            found.append(min(size, sharer.share))
+    return found
 
 
 def promised_room(gpu: Gpu, sharers: Sequence[Holder]) -> int:
@@ -86,12 +100,15 @@ def room(gpu: Gpu, sharers: Sequence[Holder], family_of: FamilyOf, *, unexplaine
         unexplained: bytes in use that count as the driver's own.
         own: bytes in use by processes that do not count.
     """
-    left = promised_room(gpu, sharers)
+    not_promised = promised_room(gpu, sharers)
     if gpu.memory_shared:  # what is in use there may belong to nobody
-        return left
-    used = used_by_sharers(gpu, sharers, family_of)
-    left -= sum(max(0, size - one.share) for one, size in zip(sharers, used, strict=True) if one.share)
-    return min(left, (share_capacity(gpu) or 0) - max(0, (gpu.memory_used or 0) - own - unexplained))
+        return not_promised
+    for sharer, used in zip(sharers, used_by_sharers(gpu, sharers, family_of), strict=True):
+        if sharer.share and used > sharer.share:
+            not_promised -= used - sharer.share
+    in_use = max(0, (gpu.memory_used or 0) - own - unexplained)
+    not_in_use = (share_capacity(gpu) or 0) - in_use
+    return min(not_promised, not_in_use)
 
 
 def strangers(processes: Collection[GpuProcess], sharers: Sequence[Holder], family_of: FamilyOf) -> list[GpuProcess]:
@@ -99,11 +116,17 @@ def strangers(processes: Collection[GpuProcess], sharers: Sequence[Holder], fami
 
     What cannot be told (a process of a container, a descendant whose parents have ended) only counts by its memory.
     """
-    holders, users = {sharer.pid for sharer in sharers}, {sharer.uid for sharer in sharers}
+    holders = {sharer.pid for sharer in sharers}
+    users = {sharer.uid for sharer in sharers}
     found = []
     for process in processes:
-        family = None if process.elsewhere else family_of(process.pid)
-        if family is not None and family[0] not in users and holders.isdisjoint(family[1]):
+        if process.elsewhere:
+            continue
+        family = family_of(process.pid)
+        if family is None:
+            continue
+        uid, ancestors = family
+        if uid not in users and holders.isdisjoint(ancestors):
             found.append(process)
     return found
 
@@ -119,12 +142,13 @@ def why_no_room(gpu: Gpu, sharers: Sequence[Holder], left: int, share: int) -> s
         return ""
     if not sharers:
         return f"{format_bytes(max(0, left))} of memory free, {format_bytes(share)} asked for"
-    size, shares = share_capacity(gpu) or 0, promised(gpu, sharers)
-    named = [f"{one.user or '?'} {_gib(each)} GiB" for one, each in zip(sharers, shares, strict=True)]
-    more = ", ..." if len(named) > _NAMED else ""
-    taken = f"{_gib(sum(shares))} of {_gib(size)} GiB promised to {plural(len(sharers), 'claim')}"
-    by_whom = f"{', '.join(named[:_NAMED])}{more}"
-    return f"shared: {taken} ({by_whom}), {_gib(max(0, left))} left, {_gib(share)} asked for"
+    shares = promised(gpu, sharers)
+    holders = [f"{sharer.user or '?'} {_gib(size)} GiB" for sharer, size in zip(sharers, shares, strict=True)]
+    named = ", ".join(holders[:_NAMED])
+    if len(holders) > _NAMED:
+        named += ", ..."
+    taken = f"{_gib(sum(shares))} of {_gib(share_capacity(gpu) or 0)} GiB promised to {plural(len(sharers), 'claim')}"
+    return f"shared: {taken} ({named}), {_gib(max(0, left))} left, {_gib(share)} asked for"
 
 
 def _gib(size: int) -> str:

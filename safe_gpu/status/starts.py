@@ -10,7 +10,7 @@ from ..coordination.notes import binding
 from ..coordination.queue import TicketRequest, is_stopped
 from ..gpus.devices import Gpu, Holder, vendor_of
 from ..gpus.windows import Spans, Window, spans_of
-from ..selection.backfill import BackfillRequest, When, dates, starts, when_free
+from ..selection.backfill import BackfillRequest, When, latest_harmless_ends, starts, when_free
 from ..selection.request import Selection
 from ..selection.sharing import ROUNDING, part_of
 from ..settings.config import Limits
@@ -135,7 +135,8 @@ def expected_starts(
             wants[ticket.name] = BackfillRequest.of(request, devices, reserved)
     expected = {name: limit.until for name, limit in limited.items()}
     expected.update(zip(wants, starts(wants.values(), ends), strict=True))
-    earliest = {name: date for name, (_, date) in zip(wants, dates(wants.values(), ends), strict=True)}
+    queued = latest_harmless_ends(wants.values(), ends)
+    earliest = {name: one.latest_end for name, one in zip(wants, queued, strict=True)}
     moments = []
     for ticket in tickets:
         start = expected.get(ticket.name, math.inf)

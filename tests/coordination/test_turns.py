@@ -103,7 +103,7 @@ class World:
 
     def free(self, want: api.BackfillRequest) -> set[str]:
         when = self.when()
-        return {gpu for gpu in want.gpus if api.ready(when[gpu], want.share) <= self.now}
+        return {gpu for gpu in want.gpus if api.free_time(when[gpu], want.share) <= self.now}
 
     def serve(self) -> None:
         self.now += self.chance.choice([0.5, 1.0, 3.0])
@@ -170,7 +170,7 @@ def test_where_all_compete_the_first_stays_first_and_its_date_never_moves_later(
             assert first not in order or order[0].uid == FORGER
             first, promise = next(iter(order), None), math.inf
         if first is not None:
-            (_, date), *_ = api.dates([world.want(first)], world.when())
+            (_, date), *_ = api.latest_harmless_ends([world.want(first)], world.when())
             assert date <= promise
             promise = date
 

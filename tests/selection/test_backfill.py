@@ -26,7 +26,7 @@ def times(*moments: float) -> dict[str, float]:
 
 
 def dated(wants: Sequence[api.BackfillRequest], free: Mapping[str, float]) -> list[float]:
-    return [date for _, date in api.dates(wants, free)]
+    return [date for _, date in api.latest_harmless_ends(wants, free)]
 
 
 def reserved(request: api.BackfillRequest, **spans: tuple[float, float]) -> api.BackfillRequest:
@@ -48,7 +48,7 @@ def test_when_a_lease_ends() -> None:
         api.Holder(pid, uid=1, share=share, since=1.0, until=until) for pid, share, until in (SAYS, SAYS_NOTHING)
     ]
     when = api.when_free(api.Gpu(0, "GPU-0"), api.Holder.of_sharers(sharers), 10.0, free=False)
-    assert [api.ready(when, share) for share in (20, 30, ALWAYS)] == [50, 90, 90], (
+    assert [api.free_time(when, share) for share in (20, 30, ALWAYS)] == [50, 90, 90], (
         "who does not say how much counts as all"
     )
 
@@ -169,10 +169,10 @@ sizes = st.integers(1, 80)
 @given(st.lists(st.tuples(st.integers(0, 50), sizes), max_size=6), sizes)
 def test_whole_requests_wait_for_all_and_shares_for_what_they_need(parts: list[tuple[int, int]], share: int) -> None:
     when = (*parts, (0, 0))
-    moment = api.ready(when, share)
+    moment = api.free_time(when, share)
     assert moment == ALWAYS or sum(size for end, size in when if end <= moment) >= share
     assert all(sum(size for end, size in when if end <= earlier) < share for earlier, _ in when if earlier < moment)
-    assert api.ready(when, ALWAYS) == max(end for end, _ in when)
+    assert api.free_time(when, ALWAYS) == max(end for end, _ in when)
 
 
 # Any course of events. Time goes in whole units. In each unit holds end, requests come and leave, and all waiters look,
@@ -408,12 +408,12 @@ def when_all_are_free(claims: Mapping[str, float | None], now: float = 10.0) -> 
 
 def test_a_gpu_is_free_when_the_last_claim_of_its_pieces_ends() -> None:
     ends = when_all_are_free({ONE.uuid: 50.0, TWO.uuid: 90.0})
-    assert [api.ready(ends[gpu.uuid], ALWAYS) for gpu in DIVIDED] == [90, 50, 90, 10]
-    assert api.ready(ends[CARD.uuid], 1.0) == 90, "nor is there a share before"
+    assert [api.free_time(ends[gpu.uuid], ALWAYS) for gpu in DIVIDED] == [90, 50, 90, 10]
+    assert api.free_time(ends[CARD.uuid], 1.0) == 90, "nor is there a share before"
     ends = when_all_are_free({ONE.uuid: 50.0, TWO.uuid: None})
-    assert api.ready(ends[CARD.uuid], ALWAYS) == ALWAYS
+    assert api.free_time(ends[CARD.uuid], ALWAYS) == ALWAYS
     ends = when_all_are_free({CARD.uuid: 70.0})
-    assert [api.ready(ends[gpu.uuid], ALWAYS) for gpu in DIVIDED] == [70] * 4
+    assert [api.free_time(ends[gpu.uuid], ALWAYS) for gpu in DIVIDED] == [70] * 4
 
 
 @pytest.mark.parametrize(

@@ -224,8 +224,8 @@ def test_a_set_is_dated_by_the_earliest_of_its_groups(
     free = dict(zip(GPUS, moments, strict=True))
     want = api.BackfillRequest(nb, frozenset().union(*groups), hold_for, groups)
     alone = [api.BackfillRequest(nb, group, hold_for) for group in groups]
-    assert [date for _, date in api.dates([want], free)] == [
-        min(date for one in alone for _, date in api.dates([one], free))
+    assert [date for _, date in api.latest_harmless_ends([want], free)] == [
+        min(date for one in alone for _, date in api.latest_harmless_ends([one], free))
     ]
     assert api.starts([want], free) == [min(api.starts([one], free)[0] for one in alone)]
     assert want.without(gone).fits(GPUS) == any(one.without(gone).fits(GPUS) for one in alone)

@@ -200,7 +200,16 @@ from safe_gpu.schedulers.gpu_count import (
 )
 from safe_gpu.schedulers.job import SCHEDULERS, JobContext, Scheduler, current, lines_of_this_host, resource_names
 from safe_gpu.selection import choice
-from safe_gpu.selection.backfill import BackfillRequest, When, dates, free_at, open_gpus, ready, starts, when_free
+from safe_gpu.selection.backfill import (
+    BackfillRequest,
+    When,
+    free_at,
+    free_time,
+    latest_harmless_ends,
+    open_gpus,
+    starts,
+    when_free,
+)
 from safe_gpu.selection.choice import can_be_met_by_releases, candidates, check_possible, choose, choose_shares
 from safe_gpu.selection.request import (
     CONDITIONS,

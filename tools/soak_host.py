@@ -29,8 +29,8 @@ from support.stage import Mark, Referee, simulate
 
 import safe_gpu
 from safe_gpu.cli.commands import main as safe_gpu_main
-from safe_gpu.drivers import simulated
 from safe_gpu.drivers.simulated import SimulatedDriver
+from safe_gpu.drivers.simulated import contexts as simulated_contexts
 from safe_gpu.gpus.devices import Gpu, HostSnapshot
 
 _LAST_MOMENTS = 5.0  # how long a dying process may keep its locks, seconds
@@ -172,7 +172,7 @@ class Ambush:
 
 def bad_weather(ground: Ground) -> None:
     """Make the driver of this process fail as the ground's file ``weather`` says at each poll."""
-    snapshot, usage, is_alive = SimulatedDriver.snapshot, SimulatedDriver.usage, simulated.is_alive
+    snapshot, usage, is_alive = SimulatedDriver.snapshot, SimulatedDriver.usage, simulated_contexts.is_alive
 
     def weather() -> dict[str, Any]:
         with suppress(OSError, ValueError):
@@ -200,7 +200,7 @@ def bad_weather(ground: Ground) -> None:
         whole = snapshot(driver)
         return whole._replace(gpus=under(whole.gpus))
 
-    simulated.is_alive = late
+    simulated_contexts.is_alive = late
     SimulatedDriver.snapshot = bad_snapshot
     SimulatedDriver.usage = lambda driver, gpus: under(usage(driver, gpus))
 

@@ -253,7 +253,7 @@ def test_a_device_file_that_cannot_be_opened_explains_that_cuda_finds_no_gpu(fak
 
 def test_a_simulated_gpu_that_refuses_contexts_for_an_unknown_reason(host: Host) -> None:
     host.occupy(host.uuids[1]).close()  # makes the directory
-    write_for_all(Path(*host._place, f"{host.uuids[1]}.bad"), "it hangs")
+    write_for_all(Path(host.tree.path, f"{host.uuids[1]}.bad"), "it hangs")
     with pytest.raises(safe_gpu.PlaceholderError, match=r"it hangs.* GPU 1 is taken last for an hour: start a new "):
         safe_gpu.claim_gpus(3, timeout=0, affinity=None)
     assert taken(7) == [0, 2, 3, 4, 5, 6, 7]

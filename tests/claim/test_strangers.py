@@ -306,7 +306,7 @@ def claim(number: int = 1, **options: Any) -> safe_gpu.GPUOwner:
 def damage(host: Any, uuid: str) -> None:
     """Let a simulated GPU refuse contexts."""
     host.occupy(uuid).close()  # makes the directory
-    write_for_all(Path(*host._place, f"{uuid}.bad"), f"{ECC}: uncorrectable ECC error encountered")
+    write_for_all(Path(host.tree.path, f"{uuid}.bad"), f"{ECC}: uncorrectable ECC error encountered")
 
 
 def test_a_claim_that_gets_a_bad_gpu_fails_and_the_next_takes_another(host, caplog: pytest.LogCaptureFixture) -> None:

@@ -328,7 +328,7 @@ def test_what_is_no_mode_of_a_card(tmp_path: Path, mode: str) -> None:
     card = driver.idle.gpus[0].uuid
     with pytest.raises(ValueError):
         driver.divide(card, mode)
-    Path(*driver._place, f"{card}.mode").write_text(mode)
+    Path(driver.tree.path, f"{card}.mode").write_text(mode)
     assert driver.snapshot() == driver.idle
     with pytest.raises(ValueError):
         driver.divide("GPU-of-nobody", "whole")

@@ -301,7 +301,7 @@ class Race:
     def names(self) -> list[str]:
         """All devices of all modes, as the client in C takes them."""
         found: dict[str, None] = {}
-        for card in self.driver._host.cards:
+        for card in self.driver.preset.cards:
             for mode in VENDORS[self.options.vendor].modes:
                 for gpu in card.devices(mode):
                     two_names = gpu.uuid if gpu.uuid == gpu.whole else f"{gpu.uuid}={gpu.whole}"

@@ -39,13 +39,8 @@ CHECKS: dict[str, Callable[[CheckedHost], Check]] = {
 }
 """Name -> function of every check, in the order of the report."""
 
-_NEED_A_DRIVER = (
-    "CUDA",
-    "access to GPUs",
-    "health of GPUs",
-    "process lists",
-    "ended processes",
-    "CUDA_VISIBLE_DEVICES",
+_NEED_A_DRIVER = frozenset(
+    {"CUDA", "access to GPUs", "health of GPUs", "process lists", "ended processes", "CUDA_VISIBLE_DEVICES"}
 )
 
 
@@ -71,14 +66,22 @@ def run_checks(tell: Tell | None = None) -> list[Check]:
     """
     with closing(CheckedHost(tell=tell)) as host:
         found = {name: check(name, host) for name in CHECKS}
-        own = {"CUDA": host.vendor.library, "CUDA_VISIBLE_DEVICES": host.vendor.variables[0]}
-        return [replace(one, name=own.get(name, name)) for name, one in found.items()]
+        return [replace(one, name=_title(name, host)) for name, one in found.items()]
+
+
+def _title(name: str, host: CheckedHost) -> str:
+    """Return the name of a check as the vendor of the GPUs calls what it asks about."""
+    if name == "CUDA":
+        return host.vendor.library
+    if name == "CUDA_VISIBLE_DEVICES":
+        return host.vendor.variables[0]
+    return name
 
 
 def to_dict(checks: Sequence[Check]) -> dict[str, Any]:
     """Return the JSON document: ``{"host", "checks": [{"name", "status", "detail", "fix"}]}``."""
-    keys = ("name", "status", "detail", "fix")
-    return {"host": os.uname().nodename, "checks": [{key: getattr(one, key) for key in keys} for one in checks]}
+    rows = [{"name": one.name, "status": one.status, "detail": one.detail, "fix": one.fix} for one in checks]
+    return {"host": os.uname().nodename, "checks": rows}
 
 
 def exit_code(checks: Sequence[Check]) -> int:

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from textwrap import TextWrapper
 
 from ..drivers import open_driver
@@ -45,8 +45,10 @@ class CheckedHost:
     """
 
     def __init__(self, environ: Mapping[str, str] | None = None, tell: Tell | None = None) -> None:
-        self.environ = os.environ if environ is None else environ
-        self._tell = _say_nothing if tell is None else tell
+        self.environ: Mapping[str, str] = os.environ
+        if environ is not None:
+            self.environ = environ
+        self._tell = tell or _say_nothing
         self.driver: Driver | None = None
         self.driver_error = ""
         self.driver_hangs = False
@@ -79,7 +81,7 @@ class CheckedHost:
         except TooLate:
             return True
         except (Failed, OSError):
-            pass  # the same is found out here
+            return False  # the same is found out here
         return False
 
     @property
@@ -88,7 +90,9 @@ class CheckedHost:
         for vendor in VENDORS.values():
             if self.snapshot.driver in vendor.drivers:
                 return vendor
-        return self._likely_vendor if self.driver_hangs else VENDORS[self.snapshot.vendor]
+        if self.driver_hangs:
+            return self._likely_vendor
+        return VENDORS[self.snapshot.vendor]
 
     @property
     def _likely_vendor(self) -> Vendor:
@@ -127,19 +131,29 @@ class Check:
     name: str = ""
 
 
-passed = partial(Check, "passed")
-"""Claims work; the detail says what was checked."""
+def passed(detail: str) -> Check:
+    """Claims work; the detail says what was checked."""
+    return Check("passed", detail)
 
-skipped = partial(Check, "skipped")
-"""The check does not apply; the detail says why."""
 
-warning = partial(Check, "warning")
-"""Claims work, but less well or less safely than users expect."""
+def skipped(detail: str) -> Check:
+    """The check does not apply; the detail says why."""
+    return Check("skipped", detail)
 
-failed = partial(Check, "failed")
-"""Claims fail, or do not protect GPUs."""
 
-_COLORS = {"failed": "red", "warning": "yellow", "passed": "green", "skipped": "dim"}
+def warning(detail: str, fix: str) -> Check:
+    """Claims work, but less well or less safely than users expect."""
+    return Check("warning", detail, fix)
+
+
+def failed(detail: str, fix: str) -> Check:
+    """Claims fail, or do not protect GPUs."""
+    return Check("failed", detail, fix)
+
+
+_COLORS = {"failed": "red", "warning": "yellow", "passed": "green", "skipped": "dim"}  # in the order of a full report
+
+_WRONG = ("failed", "warning")
 
 _INDENT = " " * 9
 
@@ -153,19 +167,40 @@ def render_checks(checks: Sequence[Check], *, color: bool, width: int, verbose: 
         width: the columns of the terminal. A word of a fix is never cut, so that it can be copied.
         verbose: list the checks that passed or were skipped too.
     """
-    fixes = TextWrapper(
-        width, initial_indent=_INDENT, subsequent_indent=_INDENT, break_long_words=False, break_on_hyphens=False
-    )
+    listed: Iterable[str] = _WRONG
+    if verbose:
+        listed = _COLORS
     lines = []
-    for status in _COLORS if verbose else ("failed", "warning"):
-        for one in (one for one in checks if one.status == status):
-            first, *others = wrapped(f"{one.name}: {one.detail}", width, _INDENT)
-            lines += [paint(status, _COLORS[status], color) + first[len(status) :], *others]
-            if one.fix:
-                text = fixes.fill(printable(f"fix: {one.fix}"))
-                lines.append(text.replace("fix:", paint("fix:", "bold", color), 1))
-    numbers = Counter(one.status for one in checks)
+    for status in listed:
+        for check in checks:
+            if check.status == status:
+                lines += _lines_of(check, color=color, width=width)
+    if lines:
+        lines.append("")
+    lines.append(_summary(checks, verbose=verbose))
+    return "\n".join(lines)
+
+
+def _lines_of(check: Check, *, color: bool, width: int) -> list[str]:
+    first, *others = wrapped(f"{check.name}: {check.detail}", width, _INDENT)
+    status = paint(check.status, _COLORS[check.status], color)
+    lines = [status + first[len(check.status) :], *others]
+    if check.fix:
+        fixes = TextWrapper(
+            width, initial_indent=_INDENT, subsequent_indent=_INDENT, break_long_words=False, break_on_hyphens=False
+        )
+        text = fixes.fill(printable(f"fix: {check.fix}"))
+        lines.append(text.replace("fix:", paint("fix:", "bold", color), 1))
+    return lines
+
+
+def _summary(checks: Sequence[Check], *, verbose: bool) -> str:
+    """Return "3 passed, 1 failed, 2 warnings"."""
+    numbers = Counter(check.status for check in checks)
     counts = [f"{numbers[status]} {status}" for status in ("passed", "skipped", "failed") if numbers[status]]
-    counts += [plural(numbers["warning"], "warning")] if numbers["warning"] else []
-    summary = ", ".join(counts) + ("" if verbose else " (-v lists all)")
-    return "\n".join([*lines, *[""][: len(lines)], summary])
+    if numbers["warning"]:
+        counts.append(plural(numbers["warning"], "warning"))
+    summary = ", ".join(counts)
+    if not verbose:
+        summary += " (-v lists all)"
+    return summary

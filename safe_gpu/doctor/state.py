@@ -21,11 +21,12 @@ from ..coordination.directory import (
     state_dir_path,
 )
 from ..coordination.entries import living_entries
+from ..coordination.entry import Entry
 from ..coordination.holders import claims_now, holder_of, living_claims
 from ..coordination.host_lock import Host
 from ..coordination.notes import closed_now, ignored_closed
 from ..errors import StateDirError
-from ..gpus.devices import Gpu, GpuProcess, Holder
+from ..gpus.devices import Gpu, GpuProcess
 from ..host import procfs
 from ..host.signals import DeferredSignals
 from .check import Check, CheckedHost, failed, labels, passed, skipped, warning
@@ -39,17 +40,19 @@ _MOST_TOLD = 8  # of what any user can write more
 
 def drained(host: CheckedHost) -> Check:
     """Check whether root, or the owner of the state directory, has taken GPUs out of use."""
-    closed, ignored = closed_now(), ignored_closed()
+    closed = closed_now()
+    ignored = ignored_closed()
     shown = {gpu.uuid: gpu.label for gpu in host.snapshot.gpus if gpu.uuid in closed}
-    unknown = [uuid for uuid in closed if uuid not in shown]  # by the word of the owner, who may have written anything
+    unknown = [uuid for uuid in closed if uuid not in shown]
+    del unknown[_MOST_TOLD:]  # by the word of the owner, who may have written anything
     texts = [f"GPU {label} {closed[uuid]}" for uuid, label in shown.items()]
-    texts += [f"GPU {uuid} {closed[uuid]}" for uuid in unknown[:_MOST_TOLD]]
+    texts += [f"GPU {uuid} {closed[uuid]}" for uuid in unknown]
     texts += ignored
     if not texts:
         return passed("no GPU is drained")
     fixes = []
     if closed:
-        names = [*shown.values(), *(shlex.quote(uuid) for uuid in unknown[:_MOST_TOLD])]
+        names = [*shown.values(), *(shlex.quote(uuid) for uuid in unknown)]
         fixes.append(f"safe-gpu resume {' '.join(names)}, when they may be claimed again")
     if ignored:
         fixes.append("remove what is ignored, and drain again with safe-gpu drain")
@@ -60,36 +63,57 @@ def directory(host: CheckedHost) -> Check:
     """Check that it is a plain directory that every user can use. It is opened as a claim opens it."""
     path = state_dir_path()
     real = os.path.realpath(path)
-    if doubt := doubt_of_image(real):
+    doubt = doubt_of_image(real)
+    if doubt:
         return warning(doubt, f"start the container with -v {real}:{real}")
     try:
         with SharedDirectory(path, make=False) as root:
-            trouble, older_build = _trouble_with_mode(root, path), "leases" in root.names()
-            owner = procfs.user_name(os.fstat(root.fd).st_uid)
-            if os.path.lexists(os.path.join(path, HOST_LOCK)):
-                os.close(root.open_known(HOST_LOCK)[0])
-            for part in PARTS:
-                with suppress(FileNotFoundError), Directory(root, part, make=False) as one:  # the first claim makes it
-                    trouble = trouble or _trouble_with_mode(one, path)
+            return _trouble_inside(root) or _trouble_above(path) or _trouble_with_owner(root)
     except FileNotFoundError:
         return _not_there(path)
     except StateDirError as err:
         return failed(str(err), _way_out(path))
-    if trouble := trouble or _trouble_above(path):
-        return trouble
-    if older_build:
+
+
+def _trouble_inside(root: SharedDirectory) -> Check | None:
+    """Return a finding if a directory or host.lock is not as all users need it. Each is opened as a claim opens it.
+
+    Raises:
+        StateDirError: this user cannot use one of them.
+    """
+    if os.path.lexists(os.path.join(root.path, HOST_LOCK)):
+        fd, _ = root.open_known(HOST_LOCK)
+        os.close(fd)
+    findings = [_trouble_with_mode(root, root.path)]
+    for part in PARTS:
+        with suppress(FileNotFoundError), Directory(root, part, make=False) as one:  # the first claim makes it
+            findings.append(_trouble_with_mode(one, root.path))
+    for found in findings:
+        if found is not None:
+            return found
+    return None
+
+
+def _trouble_with_owner(root: SharedDirectory) -> Check:
+    """Check that no older build is used here, and that only root can remove what others rely on."""
+    path = root.path
+    if root.has("leases"):
         what = f"{path}/leases is of an older build, whose claims are not seen"
         return warning(what, "end what uses it, and remove it")
-    if (uid := remover_of(path, os.geteuid())) is not None:
+    uid = remover_of(path, os.geteuid())
+    if uid is not None:
         what = f"{procfs.user_name(uid)} can remove other users' files in {path}, root's too"
         effect = "waiters would lose their places in the queue, and claims without doors their GPUs"
         return warning(f"{what}: then {effect}", f"as root: {setup_command(path)}")
+    owner = procfs.user_name(os.fstat(root.fd).st_uid)
     return passed(f"{path}, mode 1777, belongs to {owner}")
 
 
 def _way_out(path: str) -> str:
     """Return what to do about a state directory that somebody has chosen: by mistake, it may be any directory."""
-    return f"as root: {setup_command(path)}" if path in (DEFAULT_DIR, ADMIN_DIR) else _ELSEWHERE
+    if path in (DEFAULT_DIR, ADMIN_DIR):
+        return f"as root: {setup_command(path)}"
+    return _ELSEWHERE
 
 
 def _not_there(path: str) -> Check:
@@ -106,9 +130,11 @@ def _trouble_with_mode(one: SharedDirectory, path: str) -> Check | None:
     mode = stat.S_IMODE(status.st_mode)
     if mode == DIR_MODE:
         return None
-    closed = "other users cannot claim GPUs" if mode & 0o777 != 0o777 else "every user may remove what is others'"
+    effect = "every user may remove what is others'"
+    if mode & 0o777 != 0o777:
+        effect = "other users cannot claim GPUs"
     what = f"{one.path} has mode {mode:04o} and belongs to {procfs.user_name(status.st_uid)}"
-    return warning(f"{what}: {closed}", _way_out(path))
+    return warning(f"{what}: {effect}", _way_out(path))
 
 
 def _trouble_above(path: str) -> Check | None:
@@ -127,8 +153,9 @@ def _trouble_above(path: str) -> Check | None:
 def locks(host: CheckedHost) -> Check:
     """Check that host.lock can be taken."""
     path = state_dir_path()
-    if not all(os.path.lexists(os.path.join(path, name)) for name in (HOST_LOCK, "claims", "queue")):
-        return skipped(f"nothing has been locked in {path} yet")
+    for name in (HOST_LOCK, "claims", "queue"):
+        if not os.path.lexists(os.path.join(path, name)):
+            return skipped(f"nothing has been locked in {path} yet")
     with DeferredSignals() as signals, Host(path) as entries:
         entries.look()
         with entries.locked(time.monotonic() + _PATIENCE, signals):
@@ -142,12 +169,14 @@ def entries(host: CheckedHost) -> Check:
     crowds = []
     for part in ("claims", "queue"):
         living_entries(path, part, ignored)
-        crowds.append(sentence_on_crowd(path, part))
-    found = [*ignored, *filter(None, crowds)]
+        crowd = sentence_on_crowd(path, part)
+        if crowd:
+            crowds.append(crowd)
+    found = [*ignored, *crowds]
     if not found:
         return passed("every claim and every ticket counts")
     fix = "ask the owners of these files, or root, to end what keeps them and to remove them"
-    if any(crowds):
+    if crowds:
         fix += f"; as root, while nobody waits: {setup_command(path)}"
     return warning("; ".join(found[:_MOST_TOLD]), fix)
 
@@ -155,10 +184,12 @@ def entries(host: CheckedHost) -> Check:
 def process_namespace(host: CheckedHost) -> Check:
     """Check that the processes that the driver reports are visible."""
     processes = [process for gpu in host.snapshot.gpus for process in gpu.processes or ()]
-    unseen = {one.pid for one in processes if one.elsewhere or _is_unknown_here(one)}
+    unseen = {process.pid for process in processes if process.elsewhere or _is_unknown_here(process)}
     if unseen or procfs.pid_namespace() not in (None, procfs.FIRST_PID_NAMESPACE):
-        number = f"{len(unseen)} of {len({one.pid for one in processes})} processes on the GPUs"
-        what = f"{number if unseen else 'processes of the host'} cannot be seen from here (a container?)"
+        whose = "processes of the host"
+        if unseen:
+            whose = f"{len(unseen)} of {len({process.pid for process in processes})} processes on the GPUs"
+        what = f"{whose} cannot be seen from here (a container?)"
         effect = "their claims are respected and their GPUs count as busy, but their users are not known"
         return warning(f"{what}: {effect}", "start the container with --pid=host")
     if os.geteuid() != 0 and not os.path.exists("/proc/1/stat"):
@@ -175,25 +206,26 @@ def _is_unknown_here(process: GpuProcess) -> bool:
 
 def ended_processes(host: CheckedHost) -> Check:
     """Check that the driver lists no process that has ended. Its memory stays in use until the GPU is reset."""
-    gpus: dict[int, list[Gpu]] = {}  # by the number of such a process
+    gpus_of: dict[int, list[Gpu]] = {}  # by the number of such a process
     for gpu in host.snapshot.gpus:
         for process in gpu.processes or ():
             if host.snapshot.has_ended(process):
-                gpus.setdefault(process.pid, []).append(gpu)
-    if not gpus:
+                gpus_of.setdefault(process.pid, []).append(gpu)
+    if not gpus_of:
         return passed("the driver lists no process that has ended")
-    texts = [f"{labels(of)}: process {pid} has ended and the driver keeps its memory" for pid, of in gpus.items()]
+    texts = []
+    for pid, gpus in gpus_of.items():
+        texts.append(f"{labels(gpus)}: process {pid} has ended and the driver keeps its memory")
     return warning("; ".join(texts[:_MOST_TOLD]), f"reset the GPU if that lasts: {host.vendor.recover}")
 
 
 def elsewhere(host: CheckedHost) -> Check:
     """Check, by their doors, that no GPUs are claimed in another state directory."""
     _, beyond = claims_now(host.snapshot.gpus, host.snapshot.name_prefix, living_claims)
-    found = {uuid for uuid, holder in beyond.items() if holder.elsewhere}
-    if not found:
+    held = [gpu for gpu in host.snapshot.gpus if gpu.uuid in beyond and beyond[gpu.uuid].elsewhere]
+    if not held:
         return passed("no GPU is claimed in another state directory")
-    names = labels(gpu for gpu in host.snapshot.gpus if gpu.uuid in found)
-    what = f"{names}: claimed in another state directory, whose queue does not meet this one"
+    what = f"{labels(held)}: claimed in another state directory, whose queue does not meet this one"
     fix = "set state_dir in /etc/safe-gpu/config.ini, and no other SAFE_GPU_DIR, in all sessions of this host"
     return warning(what, fix)
 
@@ -202,22 +234,23 @@ def modes(host: CheckedHost) -> Check:
     """Check that no GPU has been divided otherwise under a claim."""
     gpus = host.snapshot.gpus
     claims, _ = claims_now(gpus, host.snapshot.name_prefix, living_claims)
-    devices: dict[str, list[Gpu]] = {}  # a sentence -> those on which it is to be told
-    holders: dict[str, str] = {}  # the name of an entry -> who has it
+    gpus_of: dict[str, list[Gpu]] = {}  # by the sentence that is told of them
+    users: dict[str, str] = {}  # name of an entry -> who has it
     for gpu in gpus:
         for entry in claims.in_the_way(gpu.uuid)[:_MOST_TOLD]:
             held_as = claims.held_as(entry, gpu.uuid)
             if held_as is None or not held_as.outdated:
                 continue
-            if entry.name not in holders:
-                holders[entry.name] = _who(holder_of(entry))
-            devices.setdefault(f"{held_as.text} ({holders[entry.name]})", []).append(gpu)
-    if not devices:
+            if entry.name not in users:
+                users[entry.name] = _user_of(entry)
+            gpus_of.setdefault(f"{held_as.text} ({users[entry.name]})", []).append(gpu)
+    if not gpus_of:
         return passed("no mode was changed under a claim")
-    texts = [f"{labels(gpus)}: {text}" for text, gpus in devices.items()]
+    texts = [f"{labels(of)}: {text}" for text, of in gpus_of.items()]
     fix = "have their users end these claims; next time drain a GPU before its mode is changed"
     return warning("; ".join(texts[:_MOST_TOLD]), fix)
 
 
-def _who(holder: Holder) -> str:
+def _user_of(entry: Entry) -> str:
+    holder = holder_of(entry)
     return f"process {holder.pid or '?'} of {holder.user or '?'}"

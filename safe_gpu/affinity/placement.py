@@ -326,7 +326,7 @@ class _Reader:
         return ProcessPlacement(
             pid,
             parent,
-            command_of(pid, limit=60) or "?",
+            command_of(pid, longest=60) or "?",
             threads,
             gpus=gpus,
             gpu_nodes=frozenset(node for node in nodes if node is not None),

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from ..coordination.notes import closed_file, drained_gpus, read_closed
 from ..errors import GPUAffinityError, PolicyError
 from ..gpus.windows import Window, drain_line
-from ..host.foreign_files import LIMIT
+from ..host.foreign_files import MOST_BYTES
 from ..host.programs import is_root
 from ..settings.values import is_index, names_device
 from ..status.facts import GpuStatus
@@ -96,8 +96,8 @@ class ClosedGpus:
         """
         path = closed_file(by_root=self._by_root)
         content = "".join(f"{line}\n" for line in self._lines()).encode()
-        if len(content) > LIMIT:
-            too_large = f"{path} would be larger than {LIMIT} bytes"
+        if len(content) > MOST_BYTES:
+            too_large = f"{path} would be larger than {MOST_BYTES} bytes"
             raise GPUAffinityError(f"{too_large}: cancel reservations with safe-gpu resume")
         if content or os.path.lexists(path):
             os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)

@@ -19,7 +19,7 @@ from ..errors import StateDirError
 from ..gpus.devices import LAST_CHOICE, GpuFault
 from ..gpus.windows import Window, parse_closed, why_reserved
 from ..host import procfs, programs
-from ..host.foreign_files import LIMIT, as_seconds, as_text, as_time, open_to_read, printable, well_formed
+from ..host.foreign_files import MOST_BYTES, as_seconds, as_text, as_time, open_to_read, printable, well_formed
 from ..settings.variables import policy_directory
 from .directory import Directory, SharedDirectory, state_dir_path
 
@@ -77,7 +77,7 @@ def read_closed(*, by_root: bool, state_dir: str = "") -> Closed:
             status = os.fstat(file.fileno())
             user = procfs.user_name(status.st_uid)
             doubt = _doubt(status, user, owner)
-            text = "" if doubt else (file.read(LIMIT) or b"").decode("utf-8", "replace")
+            text = "" if doubt else (file.read(MOST_BYTES) or b"").decode("utf-8", "replace")
     except FileNotFoundError:
         return Closed()
     except OSError as err:
@@ -98,8 +98,8 @@ def _doubt(status: os.stat_result, user: str, owner: int) -> str:
         return f"is no regular file, and belongs to {user}"
     if status.st_uid not in (0, owner):
         return f"belongs to {user}, and the directory does not"
-    if status.st_size > LIMIT:
-        return f"of {user} has more than {LIMIT} bytes"
+    if status.st_size > MOST_BYTES:
+        return f"of {user} has more than {MOST_BYTES} bytes"
     return f"of {user} can be written by others" if status.st_mode & 0o022 else ""
 
 

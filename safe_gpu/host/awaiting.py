@@ -16,8 +16,11 @@ from typing import Any
 
 from .signals import DeferredSignals
 
-FIRST, LATE = 2.0, 10.0
-"""Seconds of waiting after which the lines are due."""
+FIRST = 2.0
+"""Seconds of waiting after which the first line is due."""
+
+LATE = 10.0
+"""The same of the second one."""
 
 _LONGEST = 4e6  # seconds; threading.TIMEOUT_MAX is at least this
 

@@ -8,13 +8,13 @@ import re
 from functools import partial
 from io import FileIO
 
-LIMIT = 1 << 16
+MOST_BYTES = 1 << 16
 """Bytes that are read of one file of a process, or of a file that other users may write. They can make it larger."""
 
 # O_NONBLOCK is for a FIFO, and for a file on which its owner holds a file lease (F_SETLEASE).
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
-# The most bytes of one read(2): a large limit reserves no memory before there is something to read.
+# The most bytes of one read(2): who asks for very many reserves no memory before there is something to read.
 _PART = 1 << 16
 
 _LONGEST_LIST = 1024
@@ -42,26 +42,26 @@ def open_to_read(path: str, flags: int = 0, dir_fd: int | None = None) -> FileIO
         raise
 
 
-def read_bytes(path: str, limit: int = LIMIT) -> bytes:
-    """Return the first ``limit`` bytes of a file. The kernel returns a page or less of some files at a time.
+def read_bytes(path: str, most: int = MOST_BYTES) -> bytes:
+    """Return the first ``most`` bytes of a file. The kernel returns a page or less of some files at a time.
 
     Raises:
         OSError: it cannot be read. ValueError: the path has a NUL.
     """
     data = bytearray()
     with open_to_read(path) as file:
-        while len(data) < limit:
-            part = file.read(min(limit - len(data), _PART))
+        while len(data) < most:
+            part = file.read(min(most - len(data), _PART))
             if not part:
                 break
             data += part
     return bytes(data)
 
 
-def read_start(path: str, limit: int = LIMIT) -> bytes | None:
+def read_start(path: str, most: int = MOST_BYTES) -> bytes | None:
     """Return the same; None if it cannot be read."""
     try:
-        return read_bytes(path, limit)
+        return read_bytes(path, most)
     except (OSError, ValueError):
         return None
 
@@ -70,7 +70,12 @@ def printable(text: str) -> str:
     """Make untrusted text safe for a terminal: unprintable characters, such as escape codes, become blanks."""
     if text.isprintable():
         return text
-    return "".join(character if character.isprintable() else " " for character in text)
+    shown = []
+    for character in text:
+        if not character.isprintable():
+            character = " "
+        shown.append(character)
+    return "".join(shown)
 
 
 def printable_lines(text: str, longest: int = 20_000) -> str:

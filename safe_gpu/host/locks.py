@@ -1,5 +1,5 @@
 """Descriptors that are held, and locks of whole files: those of open file descriptions (F_OFD_SETLK in fcntl(2)), and
-what does where there are none.
+flock(2) where the kernel lacks them.
 
 The kernel gives back what is held with the last copy of the descriptor. So a copy in a forked child counts: the entry
 of a claim is kept there, since the child may be using the GPUs, and everything else is closed.
@@ -46,33 +46,39 @@ class Held:
         by_children: bool = False,
         unlock: Callable[[int], None] | None = None,
     ) -> None:
-        self._fd, self.file, self._owner, self._unlock = fd, file or file_of(fd), _this_process[0], unlock
+        self.file = file or file_of(fd)
+        self._fd = fd
+        self._owner = _this_process[0]
+        self._unlock = unlock
         if not by_children:
             _closed_in_children.add(self)
 
     @property
     def fd(self) -> int:
         """The descriptor; -1 once it was closed, by :meth:`release` or by the program, whose number it may be now."""
-        return self._fd if self._fd >= 0 and file_of(self._fd) == self.file else -1
+        if self._fd < 0 or file_of(self._fd) != self.file:
+            return -1
+        return self._fd
 
     def release(self, first: Callable[[], object] | None = None) -> None:
         """Give it back; safe to call twice. A forked child only closes its copy.
 
         Args:
-            first: called before, if this process holds it.
+            first: called before the descriptor is closed; not in a forked child.
         """
-        fd, self._fd = self.fd, -1
+        fd = self.fd
+        self._fd = -1
         _closed_in_children.discard(self)
         if fd < 0:
             return
         # Asked of the kernel, which knows of children that were not forked by Python.
-        is_ours = (first or self._unlock) and os.getpid() == self._owner
+        is_ours = os.getpid() == self._owner
         try:
-            if first and is_ours:
+            if first is not None and is_ours:
                 first()
         finally:
             try:
-                if self._unlock and is_ours:
+                if self._unlock is not None and is_ours:
                     self._unlock(fd)
             finally:
                 os.close(fd)
@@ -96,8 +102,10 @@ def keep_across_exec(several: Iterable[Held]) -> None:
 
     To 500 and above, or as high as RLIMIT_NOFILE allows, so that a script's ``exec 3>`` does no harm.
     """
-    soft = os.sysconf("SC_OPEN_MAX")  # -1 where there is no limit
-    floor = 500 if soft < 0 or soft > 564 else max(soft - 64, soft // 2, 3)
+    most = os.sysconf("SC_OPEN_MAX")  # -1 where there is no limit
+    floor = 500
+    if 0 <= most <= 564:
+        floor = max(most - 64, most // 2, 3)
     there = [held for held in several if held.fd >= 0]
     moved: list[int] = []
     try:
@@ -165,24 +173,26 @@ def set_ofd_lock(fd: int, kind: int, *, wait: bool = False) -> None:
         kind: ``fcntl.F_WRLCK``, ``F_RDLCK`` or ``F_UNLCK``.
         wait: whether to wait for others, without limit.
     """
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK, _flock(kind))
+    command = fcntl.F_OFD_SETLK
+    if wait:
+        command = fcntl.F_OFD_SETLKW
+    fcntl.fcntl(fd, command, _flock(kind))
 
 
 def lock(fd: int) -> None:
     """Take a write lock; OSError where somebody else has locked the file."""
-    _set(fd, fcntl.F_WRLCK, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if ofd_locks():
+        set_ofd_lock(fd, fcntl.F_WRLCK)
+    else:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def unlock(fd: int) -> None:
     """Give a lock back."""
-    _set(fd, fcntl.F_UNLCK, fcntl.LOCK_UN)
-
-
-def _set(fd: int, kind: int, instead: int, by: Callable[[int, int], object] = fcntl.flock) -> None:
     if ofd_locks():
-        set_ofd_lock(fd, kind)
+        set_ofd_lock(fd, fcntl.F_UNLCK)
     else:
-        by(fd, instead)
+        fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def is_locked(fd: int) -> bool:
@@ -238,12 +248,12 @@ class ReadLock(Held):
 
     Args:
         fd: of an open file description of its own, for reading.
-        instead: takes the lock where the kernel has no such locks: ``fcntl.flock`` or ``fcntl.lockf``.
+        lock_with: takes the lock where the kernel has no such locks: ``fcntl.flock`` or ``fcntl.lockf``.
     """
 
-    def __init__(self, fd: int, instead: Callable[[int, int], object]) -> None:
+    def __init__(self, fd: int, lock_with: Callable[[int, int], object]) -> None:
         super().__init__(fd, unlock=unlock)
-        self._instead = instead
+        self._lock_with = lock_with
         self._thread: _Bell | None = None  # of the thread that blocks; it rings when that is done
 
     def wait(self, deadline: float | None, signals: DeferredSignals) -> bool:
@@ -276,7 +286,10 @@ class ReadLock(Held):
 
     def _try_once(self) -> bool:
         try:
-            _set(self.fd, fcntl.F_RDLCK, fcntl.LOCK_SH | fcntl.LOCK_NB, self._instead)
+            if ofd_locks():
+                set_ofd_lock(self.fd, fcntl.F_RDLCK)
+            else:
+                self._lock_with(self.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             return False
         except OSError as err:
@@ -312,9 +325,9 @@ _left_behind: list[ReadLock] = []
 """Those whose threads still wait although their callers went away."""
 
 
-def read_lock(fd: int, instead: Callable[[int, int], object]) -> ReadLock:
+def read_lock(fd: int, lock_with: Callable[[int, int], object]) -> ReadLock:
     """Return a read lock to wait for: one of the same file that was left behind, or a new one."""
-    new = ReadLock(fd, instead)
+    new = ReadLock(fd, lock_with)
     for other in [*_left_behind]:
         with suppress(ValueError):
             if file_of(other.fd) == new.file:

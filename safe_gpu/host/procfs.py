@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import cache
 from typing import NamedTuple, TypeVar
 
-from .foreign_files import LIMIT, printable, read_start
+from .foreign_files import MOST_BYTES, printable, read_start
 from .signals import DeferredSignals
 
 _T = TypeVar("_T")
@@ -68,8 +68,8 @@ class _Task(NamedTuple):
         return bool(self.flags & _PF_EXITING)
 
 
-def _read(path: str, limit: int = LIMIT) -> bytes:
-    return read_start(path, limit) or b""
+def _read(path: str, most: int = MOST_BYTES) -> bytes:
+    return read_start(path, most) or b""
 
 
 def _is_number(field: bytes) -> bool:
@@ -214,7 +214,8 @@ def is_start(said: int | None, pid: int, told: int | None) -> bool:
         return False
     if said == told:
         return True
-    own, other = _boot_offset("self"), _boot_offset(pid)
+    own = _boot_offset("self")
+    other = _boot_offset(pid)
     if own == other == 0:
         return False
     in_the_first = told - own
@@ -336,23 +337,36 @@ def memory_left_in_cgroup() -> int | None:
         number, _, rest = line.partition(b":")
         controllers, _, path = rest.partition(b":")
         if number == b"0":
-            root, most, used = "/sys/fs/cgroup", "memory.max", "memory.current"
+            files = _CGROUP_V2
         elif b"memory" in controllers.split(b","):
-            root, most, used = "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            files = _CGROUP_V1
         else:
             continue
-        place = root + os.fsdecode(path).rstrip("/")
-        while place.startswith(root):  # each of those above has a limit of its own
-            found = _left_in(place, most, used)
+        place = files.root + os.fsdecode(path).rstrip("/")
+        while place.startswith(files.root):  # each of those above has a limit of its own
+            found = _left_in(place, files)
             if found is not None:
                 left.append(found)
             place = os.path.dirname(place)
     return min(left, default=None)
 
 
-def _left_in(place: str, most: str, used: str) -> int | None:
-    """Return the same of one cgroup; ``most`` and ``used`` are the names of its files."""
-    limit, usage = _read(f"{place}/{most}").strip(), _read(f"{place}/{used}").strip()
+class _CgroupFiles(NamedTuple):
+    """Where a version of cgroups tells of memory: the root, and the names of two files in each cgroup."""
+
+    root: str
+    limit: str
+    usage: str
+
+
+_CGROUP_V1 = _CgroupFiles("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
+_CGROUP_V2 = _CgroupFiles("/sys/fs/cgroup", "memory.max", "memory.current")
+
+
+def _left_in(place: str, files: _CgroupFiles) -> int | None:
+    """Return the same of one cgroup."""
+    limit = _read(f"{place}/{files.limit}").strip()
+    usage = _read(f"{place}/{files.usage}").strip()
     if not (_is_number(limit) and _is_number(usage)):  # "max", or no such file
         return None
     cache = 0
@@ -484,12 +498,12 @@ def user_of(pid: int) -> str | None:
     return user_name(uid)
 
 
-def command_of(pid: int, limit: int = 200) -> str | None:
-    """Return the command line, arguments separated by blanks, cut to ``limit`` characters.
+def command_of(pid: int, longest: int = 200) -> str | None:
+    """Return the command line, arguments separated by blanks, cut to ``longest`` characters.
 
     Kernel threads and zombies have no command line; for them it is the name of the task.
     """
-    return printable(" ".join(arguments_of(pid))[:limit]) or None
+    return printable(" ".join(arguments_of(pid))[:longest]) or None
 
 
 def arguments_of(pid: int) -> list[str]:

@@ -65,7 +65,9 @@ def others_can_change(path: str, *, within: bool = False) -> str | None:
         try:
             status = os.lstat(place)
             is_link = stat.S_ISLNK(status.st_mode)
-            target = os.readlink(place) if is_link else ""
+            target = ""
+            if is_link:
+                target = os.readlink(place)
         except FileNotFoundError:
             if others_can_make:
                 return place
@@ -122,7 +124,9 @@ def find_program(name: str, environ: Mapping[str, str], *more: str) -> str | Non
         if part is None:
             return path
         if refusal is None:
-            what = "it" if part == path else part
+            what = part
+            if part == path:
+                what = "it"
             refusal = PermissionError(
                 f"{path} is not run as root, because other users can change {what}: put a {name} that only root can "
                 "change on PATH"
@@ -247,13 +251,11 @@ def output_of(
 
     if not whole_environment:
         env = environment(env)
+    stderr = subprocess.STDOUT
+    if separate_stderr:
+        stderr = subprocess.PIPE
     process = subprocess.Popen(
-        arguments,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE if separate_stderr else subprocess.STDOUT,
-        env=env,
-        start_new_session=True,
+        arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, env=env, start_new_session=True
     )
     deadline = time.monotonic() + timeout
     try:

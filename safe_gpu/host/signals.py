@@ -1,6 +1,7 @@
 """Signals on the way of a claim: held back while a lock is held, unwound from while waiting, undone before exec(2).
 
-``_signal`` is what the module ``signal`` wraps in enumerations, which take longer than a claim.
+This module calls ``_signal``, which the module ``signal`` wraps: its functions catch ValueError and TypeError, so such
+an exception of a handler that runs meanwhile would be lost.
 """
 
 import _signal  # type: ignore[import-not-found,unused-ignore]
@@ -52,14 +53,16 @@ class DeferredSignals:
 
     def deliver(self) -> None:
         """Put the handlers back, and run those whose signal came; safe to call twice."""
-        handlers, self._handlers = self._handlers, {}  # at once, or a second call would put them back once more
+        handlers = self._handlers
+        self._handlers = {}  # now, or a second call would put them back once more
         try:
             _set(handlers)
         except BaseException:  # the first to be put back may have run at once, and raised
             _set(handlers)
             raise
         finally:
-            caught, self._caught = self._caught, []
+            caught = self._caught
+            self._caught = []
         for number, frame in caught:
             handlers[number](number, frame)
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ..errors import PolicyError
 from ..gpus.vendors import VENDORS
 from ..host import procfs
-from ..host.foreign_files import LIMIT, open_to_read
+from ..host.foreign_files import MOST_BYTES, open_to_read
 from ..host.programs import is_root, others_can_change
 from ..host.signals import DeferredSignals
 from ..wording.text import most_similar
@@ -456,7 +456,7 @@ def values_of_user(environ: Mapping[str, str]) -> Mapping[str, str]:
     try:
         with open_to_read(path, flags) as file:
             status = os.fstat(file.fileno())
-            data = file.read(LIMIT) or b""
+            data = file.read(MOST_BYTES) or b""
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as err:

@@ -29,7 +29,7 @@ def named_gpus(lists: Iterable[Sequence[str]]) -> list[GpuStatus]:
     """Return the GPUs that the user named; all GPUs of this host if there are no names.
 
     Args:
-        lists: the names, as :func:`add_gpus` parses them.
+        lists: the names, as :func:`~safe_gpu.cli.arguments.gpu_list` parses them.
 
     Raises:
         GPUAffinityError: there is no such GPU, or an index may be that of another one.
@@ -78,15 +78,21 @@ class ClosedGpus:
         """Close GPUs for a time."""
         self._windows.append(window)
 
-    def resume(self, uuids: Collection[str]) -> None:
-        """Open GPUs: forget why they are drained, and take them out of all windows."""
+    def resume(self, uuids: Iterable[str]) -> None:
+        """Forget why GPUs are drained. Windows stay."""
         for uuid in uuids:
             self._reasons.pop(uuid, None)
-        windows = []
-        for window in self._windows:
-            others = tuple(uuid for uuid in window.gpus if uuid not in uuids)
-            windows.append(window._replace(gpus=others))
-        self._windows = windows
+
+    def windows(self) -> list[Window]:
+        """Return the windows of this file that are not over."""
+        now = time.time()
+        return [window for window in self._windows if now < window.end]
+
+    def cancel(self, window: Window, uuids: Collection[str]) -> None:
+        """Take GPUs out of a window of :meth:`windows`."""
+        others = tuple(uuid for uuid in window.gpus if uuid not in uuids)
+        self._windows.remove(window)
+        self._windows.append(window._replace(gpus=others))
 
     def write(self) -> None:
         """Replace the file.

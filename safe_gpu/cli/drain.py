@@ -14,11 +14,15 @@ from ..settings.values import parse_duration, parse_moment
 from ..status.facts import GpuStatus
 from ..status.gather import gather
 from ..wording.text import clock, gpu_ranges
-from .closing import ClosedGpus, add_gpus, named_gpus, say_who_may_claim
+from .arguments import gpu_list
+from .closing import ClosedGpus, named_gpus, say_who_may_claim
 from .commands import EX_TRY_AGAIN
 from .output import say
 
 _PAUSE = 1.0  # seconds between two polls of --wait
+
+_OPTIONS = ("reason", "from", "until", "for-group", "for-user", "wait", "timeout")
+"""Words that are probably options without their dashes."""
 
 _FARTHEST = 366 * 86400.0  # seconds
 
@@ -32,6 +36,7 @@ enter that say with --for that they end by then. It binds neither root nor those
 for whom the GPUs are reserved."""
     parser.epilog = """examples:
   safe-gpu drain 3 --reason 'a fan is broken'
+  safe-gpu drain 3 a fan is broken
   safe-gpu drain 0-3 --from 'Thu 9:00' --until 12:00 --for-group course
   safe-gpu drain --wait --timeout 2h && reboot"""
     add = parser.add_argument
@@ -43,16 +48,18 @@ for whom the GPUs are reserved."""
     whom.add_argument("--for-user", metavar="U", help="for this user")
     add("--wait", action="store_true", help="then wait until nobody holds or uses them")
     add("--timeout", type=parse_duration, metavar="D", help="with --wait: end with 75 after this time (default inf)")
-    add_gpus(parser)
+    names = "as nvidia-smi shows them: 3, 0,3 or 4-7; all if none is named. Words after them are the reason"
+    add("gpus", nargs="*", metavar="GPU", help=names)
 
 
 def do_drain(options: argparse.Namespace) -> int:
     """Carry out the command; return its exit code."""
     if not _options_fit(options):
-        options.usage_error("--from, --for-group and --for-user go with --until, --timeout with --wait, and only those")
-    gpus = named_gpus(options.gpus)
+        options.usage_error("--from, --for-group and --for-user need --until; --timeout needs --wait, and no --until")
+    names, words = _names_and_words(options)
+    gpus = named_gpus(names)
     closed = ClosedGpus()
-    reason = " ".join(options.reason.split())
+    reason = " ".join(f"{options.reason} {words}".split())
     if options.until is not None:
         _reserve(gpus, closed, reason, options)
         return 0
@@ -60,6 +67,43 @@ def do_drain(options: argparse.Namespace) -> int:
     if options.wait:
         return _wait_until_unused([one.gpu.uuid for one in gpus], options.timeout)
     return 0
+
+
+def _names_and_words(options: argparse.Namespace) -> tuple[list[Sequence[str]], str]:
+    """Return the names of GPUs that were typed, and the words after them, which are the reason."""
+    names: list[Sequence[str]] = []
+    for number, word in enumerate(options.gpus):
+        try:
+            names.append(gpu_list(word))
+        except ValueError as err:
+            words = options.gpus[number:]
+            problem = _why_no_reason(words, names, err, options)
+            if problem:
+                options.usage_error(problem)
+            return names, " ".join(words)
+    return names, ""
+
+
+def _why_no_reason(words: Sequence[str], names: Sequence[object], err: ValueError, options: argparse.Namespace) -> str:
+    """Return the usage error for words that name no GPU and are not the reason; "" if they are.
+
+    Args:
+        names: the GPUs that are named before them.
+        err: why the first of them names no GPU.
+    """
+    from shlex import join, quote
+
+    first = words[0]
+    if first in _OPTIONS:
+        return f"did you mean --{join(words)}?"
+    if not names and first.isalpha():
+        reason = quote(" ".join(words))
+        return f"{first!r} names no GPU: for this reason on all GPUs, write safe-gpu drain --reason {reason}"
+    if not names or not first[:1].isalpha():
+        return str(err)
+    if options.reason:
+        return f"--reason {quote(options.reason)} and {join(words)!r} are two reasons: write one"
+    return ""
 
 
 def _options_fit(options: argparse.Namespace) -> bool:

@@ -3,17 +3,20 @@
 import argparse
 import os
 import re
+import time
 from collections.abc import Collection
 from contextlib import suppress
 
 from ..coordination.directory import ADMIN_DIR, DEFAULT_DIR, HOST_LOCK, PARTS, setup_command, state_dir_path
 from ..coordination.notes import closed_file, read_closed
 from ..coordination.setup import examine, in_use, make, make_anew, remove, remove_hidden, slow_directories
-from ..errors import PolicyError, StateDirError
+from ..drivers.patience import Patience
+from ..errors import PolicyError, SafeGpuError, StateDirError
 from ..host.foreign_files import printable, read_start
 from ..host.programs import is_root, others_can_change
 from ..settings import variables as settings
-from ..wording.text import plural
+from ..status.gather import gather
+from ..wording.text import gpu_ranges, plural
 from .commands import EX_TRY_AGAIN
 from .output import CommandError, print_lines, write_whole
 
@@ -111,15 +114,30 @@ def _refuse_if_used(path: str) -> None:
         StateDirError: it cannot be read.
     """
     claimed, waiters = in_use(path)
-    found = claimed[:_MOST_NAMED]
-    if len(claimed) > _MOST_NAMED:
-        found.append(f"{len(claimed) - _MOST_NAMED} more")
+    found = _as_shown(claimed)
     if waiters:
         found.append(plural(waiters, "waiter"))
     if found:
         used = f"GPUs are claimed or waited for in {path}: {', '.join(found)}"
         way_out = "keep new claims off with safe-gpu drain, and try again later"
         raise CommandError(f"{used}: {way_out}", code=EX_TRY_AGAIN)
+
+
+def _as_shown(uuids: Collection[str]) -> list[str]:
+    """Return GPUs as people name them, ``GPU 0-2``, and the UUIDs of those that the driver does not show."""
+    labels = {}
+    if uuids:
+        with suppress(SafeGpuError):  # a host is set up before its driver works, too
+            labels = {one.gpu.uuid: one.label for one in gather(Patience(deadline=time.monotonic())).gpus}
+    found = []
+    shown = [label for uuid, label in labels.items() if uuid in uuids]
+    if shown:
+        found.append(f"GPU {gpu_ranges(shown)}")
+    unknown = [uuid for uuid in uuids if uuid not in labels]
+    found += unknown[:_MOST_NAMED]
+    if len(unknown) > _MOST_NAMED:
+        found.append(f"{len(unknown) - _MOST_NAMED} more")
+    return found
 
 
 def _make_state_dir(path: str, dry_run: bool) -> None:
@@ -196,10 +214,13 @@ def _closed_elsewhere(path: str, others: Collection[str]) -> list[str]:
     to_do = []
     for other in sorted(others):
         closed = read_closed(by_root=False, state_dir=other)
-        if closed.reasons or closed.windows:
-            to_do.append(
-                f"{other}/closed closes GPUs, and does not count in {path}: close them again with safe-gpu drain"
-            )
+        uuids = set(closed.reasons)
+        for window in closed.windows:
+            if window.end > time.time():
+                uuids.update(window.gpus)
+        if uuids:
+            gpus = ", ".join(_as_shown(sorted(uuids)))
+            to_do.append(f"drain or reserve {gpus} again: {other}/closed, which closes them, does not count in {path}")
     return to_do
 
 

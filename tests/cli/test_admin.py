@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -105,7 +106,7 @@ def test_during_it_those_enter_for_whom_it_is(etc: Path, ask: Any, as_user: Any,
     refused = as_user_told(as_user, BEN, lambda: claim(hold_for="1s"))
     assert (f"reserved by root for group {ANNA} from" in refused, "shorter --for" in refused) == (True, False)
     assert (as_user_told(as_user, BEN, get_free_gpus), len(get_free_gpus())) == ("[]", 8)
-    assert ask("resume", "3").returncode == 0
+    assert ask("resume", "3", "--reservation", "course").returncode == 0
     assert as_user_told(as_user, BEN, claim) == "[3]"
 
 
@@ -150,7 +151,7 @@ def test_what_makes_no_window(etc: Path, ask: Any, words: str) -> None:
     assert not etc.exists()
 
 
-def test_the_owner_of_the_state_directory(etc: Path, state_dir: Path, as_user: Any, ground: Any) -> None:
+def test_the_owner_of_the_state_directory(etc: Path, state_dir: Path, ask: Any, as_user: Any, ground: Any) -> None:
     def anna(*words: str) -> str:
         return as_user_told(as_user, ANNA, lambda: api.main([*words]))
 
@@ -163,6 +164,10 @@ def test_the_owner_of_the_state_directory(etc: Path, state_dir: Path, as_user: A
     assert api.main(["drain", "3"]) == 0  # root's word comes first
     assert anna("resume") == "0"
     assert api.drained_gpus() == {ground.uuids[3]: "drained by root"}
+    assert "reserved by 4711 from" in as_user_told(as_user, BEN, lambda: claim(only=2))
+    assert "(only 4711 can cancel that)" in ask("resume", "2").stderr
+    begin = (state_dir / "closed").read_text().split()[1]
+    assert anna("resume", "--reservation", time.strftime("%Y-%m-%d %H:%M", time.localtime(int(begin)))) == "0"
     assert as_user_told(as_user, BEN, lambda: claim(only=2)) == "[2]"
 
 
@@ -209,8 +214,73 @@ def test_a_drain_and_windows_of_one_gpu_are_kept_beside_each_other(etc: Path, as
     assert lines[0] == f"{ground.uuids[1]} - - - a fan"
     assert [line.split()[0] for line in lines[1:]] == [ground.uuids[number] for number in (0, 1, 1)]
     ask("resume", "1")
-    assert (etc / "closed").read_text().splitlines() == [lines[1]]
+    assert (etc / "closed").read_text().splitlines() == lines[1:]
     assert "this host has no GPU 9" in ask("resume", "9").stderr
+
+
+# What a reservation is called when it is cancelled
+
+
+def test_resume_ends_a_drain_says_what_stays_reserved_and_how_that_is_cancelled(
+    etc: Path, ask: Any, as_user: Any, ground: Any
+) -> None:
+    claim()
+    ask("drain", "0-3", "--from", "+5h", "--until", "+1h", "--for-user", str(ANNA), "--reason", "practical course")
+    ask("drain", "3", "--reason", "a fan")
+    said = ask("resume", "3").stderr.splitlines()
+    assert said[0] == "safe-gpu: GPU 3: can be claimed"
+    assert f"GPU 3: but still reserved by root for user {ANNA} from " in said[1]
+    assert api.drained_gpus() == {}
+    way_out = re.search(r"\(to cancel that: safe-gpu (.*)\)", said[1])
+    assert way_out is not None
+    assert "GPU 3: no longer reserved by root" in ask(*shlex.split(way_out[1])).stderr
+    assert {uuid for window in api.all_windows() for uuid in window.gpus} == {*ground.uuids[:3]}
+    assert "to cancel that: safe-gpu resume --reservation 'practical course')" in ask("resume").stderr
+    assert "GPU 0-2: no longer reserved by root" in ask("resume", "--reservation", str(ANNA)).stderr
+    assert (etc / "closed").read_text() == ""
+
+
+def test_a_name_of_several_reservations_or_of_none_cancels_nothing(etc: Path, ask: Any, ground: Any) -> None:
+    etc.mkdir()
+    first, second = 4_000_000_000, 4_000_604_800
+    lines = [f"{ground.uuids[gpu]} {begin} {begin + 3600} - course" for gpu, begin in ((0, first), (0, second), (1, 1))]
+    lines.append(f"{ground.uuids[1]} {second} {second + 7200} - course")
+    (etc / "closed").write_text("".join(f"{line}\n" for line in lines))
+    several = ask("resume", "--reservation", "course")
+    assert (several.returncode, "3 reservations are called 'course': name one by its" in several.stderr) == (2, True)
+    beginning = time.strftime("%Y-%m-%d %H:%M", time.localtime(second))
+    assert ask("resume", "--reservation", beginning).returncode == 2
+    none = ask("resume", "1", "--reservation", "curse")
+    told = f"no reservation 'curse' of these GPUs: there is '{time.strftime('%Y-%m-%d %H:%M', time.localtime(first))}'"
+    assert (none.returncode, told in none.stderr) == (2, True)
+    assert len((etc / "closed").read_text().splitlines()) == 4
+    assert ask("resume", "0", "--reservation", beginning).returncode == 0
+    assert (etc / "closed").read_text().splitlines() == [lines[0], lines[3]]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("3 broken fan", "broken fan"), ("3 4 fan 2 is broken", "fan 2 is broken"),
+        ("0-7 a new kernel --timeout 0 --wait", "a new kernel"),
+    ],
+)  # fmt: skip
+def test_words_after_the_gpus_are_the_reason(etc: Path, ask: Any, ground: Any, words: str, reason: str) -> None:
+    assert ask("drain", *words.split()).returncode == 0
+    assert set(api.drained_gpus().values()) == {f"drained by root: {reason}"}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("broken fan", "write safe-gpu drain --reason 'broken fan'"), ("3 until 18:00", "did you mean --until 18:00?"),
+        ("3 4,x", "4,x"), ("gpu9", "gpu9"), ("3 fan --reason dust", "are two reasons: write one"),
+    ],
+)  # fmt: skip
+def test_words_that_may_mean_something_else_drain_nothing(etc: Path, ask: Any, words: str, told: str) -> None:
+    done = ask("drain", *words.split())
+    assert (done.returncode, told in done.stderr) == (2, True)
+    assert not etc.exists()
 
 
 def test_nothing_is_written_where_nothing_was_closed(etc: Path, ask: Any) -> None:

@@ -71,7 +71,8 @@ find /var/lib/safe-gpu /etc/safe-gpu /etc/tmpfiles.d/safe-gpu.conf -printf 'rema
 def test_the_page_on_a_host_of_its_own(tmp_path: Path) -> None:
     blocks = [one.text for one in all_blocks() if one.page == "safe_gpu/ADMIN.md" and one.about == "an administrator"]
     install, setup, *settings, upgrade, rollback, removal = blocks
-    steps = [install, setup, setup, *settings, "safe-gpu resume\n", CLAIMS, ATTACK, upgrade, "kill -0 $holder\n"]
+    reopened = "safe-gpu resume\nsafe-gpu resume --reservation 'a new driver'\n"
+    steps = [install, setup, setup, *settings, reopened, CLAIMS, ATTACK, upgrade, "kill -0 $holder\n"]
     steps += [rollback, "kill $(cat /tmp/daemon.pid) || true\nwait\n", LEFT, removal]
     script = "cd /src\ntrap 'kill $(jobs -p) || true' EXIT\n"
     script += "reboot() { safe-gpu resume; }\nnvidia-smi() { true; }\ngroupadd course\n"

@@ -200,6 +200,9 @@ def test_who_looks_makes_nothing(state_dir: Path, ground: Any, command: Any, loo
 ANNA, ATTACKER = 4711, 65534
 
 GPU = "GPU-5c89852c"
+"""One that this host does not have."""
+
+UUIDS = [gpu.uuid for gpu in api.find_preset("dgx-a100").gpus]
 
 
 class Host:
@@ -374,21 +377,25 @@ def test_gpus_that_another_directory_closes_are_named(host: Host, monkeypatch: p
     """By the word of its owner, which does not count for root's directory."""
     other = host.place / "anna"
     other.mkdir()
-    (other / "closed").write_text(f"{GPU} - - - a fan is broken\n")
+    lines = [f"{GPU} - - - a fan is broken\n", f"{UUIDS[4]} 1 4e9 - \n", f"{UUIDS[5]} 1 2 - over\n"]
+    (other / "closed").write_text("".join(lines))
     for path in (other, other / "closed"):
         os.chown(path, ANNA, ANNA)
     with monkeypatch.context() as patch:
         patch.setenv("SAFE_GPU_DIR", str(other))
         done = host.run()
     assert done.returncode == 1
-    assert f"to do: {other}/closed closes GPUs, and does not count in {host.path}: close" in done.stdout
+    assert f"to do: drain or reserve GPU 4, {GPU} again: {other}/closed, which" in done.stdout
     host.done()
 
 
 # Where GPUs are claimed or waited for
 
 
-HELD = {"claims": ({"gpus": {GPU: None}}, GPU), "queue": ({"gpus": [GPU], "nb_gpus": 1}, "1 waiter")}
+HELD = {
+    "claims": ({"gpus": dict.fromkeys([GPU, *UUIDS[2:5]])}, f"GPU 2-4, {GPU}"),
+    "queue": ({"gpus": [GPU], "nb_gpus": 1}, "1 waiter"),
+}
 
 
 @pytest.mark.parametrize("remove", [False, True])

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from ..gpus.vendors import FIRST, VENDORS
 from ..settings.values import parse_duration
 from ..wording.style import as_option
-from .mistakes import similar, unknown_argument
+from .mistakes import impossible_value, similar, unknown_argument
 from .output import EX_USAGE, columns
 
 
@@ -78,6 +78,9 @@ def _impossible_choice(action: argparse.Action, value: str) -> str:
     given = quote(value)
     if action.option_strings:
         given = f"{action.option_strings[-1]} {given}"
+        hint = impossible_value(action.option_strings[-1], value)
+        if hint:
+            return f"{given} is not possible: {hint}"
     choices = [str(one) for one in action.choices or ()]
     listed = f"choose from {', '.join(choices)}"
     meant = similar(value, choices)

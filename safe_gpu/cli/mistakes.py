@@ -2,18 +2,64 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from ..wording.elsewhere import CLAIM, GIVE_BACK, chooses_by_index, meant_by
+from ..wording.style import as_option, written
 
 _MEANT = {
-    **dict.fromkeys("claim exec launch srun start submit".split(), "run"),
-    **dict.fromkeys("gpustat info list ls ps queue show".split(), "status"),
-    **dict.fromkeys("monitor top watch".split(), "status --watch"),
+    **dict.fromkeys((*CLAIM, *"exec launch salloc srun start submit".split()), "run"),
+    **dict.fromkeys(
+        "available find gpustat info list ls nvidia-smi ps queue search show sinfo squeue users who".split(), "status"
+    ),
+    **dict.fromkeys("htop monitor nvitop nvtop top watch".split(), "status --watch"),
+    **dict.fromkeys("block close disable maintenance offline".split(), "drain"),
+    **dict.fromkeys("activate enable online open reopen unblock undrain".split(), "resume"),
+    **dict.fromkeys("book reservation reserve".split(), "drain GPU --from T --until T"),
+    **dict.fromkeys("accounting acct log logs sacct usage".split(), "history"),
+    **dict.fromkeys("report reports".split(), "history --report month"),
+    **dict.fromkeys("limit limits quota quotas rules".split(), "policy"),
+    **dict.fromkeys("check diagnose health verify".split(), "doctor"),
+    **dict.fromkeys("configure init install".split(), "setup"),
+    **dict.fromkeys("cpus numa topo topology".split(), "affinity"),
+    "version": "--version",
 }
 """Words of other tools for our commands."""
 
-_GIVE_BACK = "abort cancel end free kill quit release return stop terminate unclaim unlock".split()
 
-_BY_INDEX = r"-[dgi]|--cuda|--(cuda-|use-|visible-)*(gpu|device|id|index|indice|only|ordinal)(-(id|index|indice))?s?"
-"""Options of other tools, and of our other commands, for GPUs by their indices."""
+class _Elsewhere(NamedTuple):
+    """Options of other tools that are no argument of a claim.
+
+    Attributes:
+        words: their names, without dashes in front and with ``_`` within.
+        has: an option of the commands for which this is meant.
+        hint: the tail of the sentence; ``{value}`` is what was typed behind the option, or stands for it.
+    """
+
+    words: str
+    has: str
+    hint: str
+
+
+_OPTIONS = (
+    _Elsewhere("because comment message note", "--reason", "did you mean --reason?"),
+    _Elsewhere("duration for hold_for time", "--until", "did you mean --until +{value}?"),
+    _Elsewhere("begin start starttime", "--from", "did you mean --from?"),
+    _Elsewhere("end endtime", "--until", "did you mean --until?"),
+    _Elsewhere("cancel delete end off remove undo", "--for-group", "to allow claims again, write safe-gpu resume"),
+    _Elsewhere("a all", "--for-group", "leave it out: all GPUs are meant if none is named"),
+    _Elsewhere("a all", "--reservation", "leave it out: all GPUs are meant if none is named"),
+    _Elsewhere("a all", "--all-hosts", "leave it out for all GPUs and users of this host; --all-hosts shows others"),
+    _Elsewhere("days last S start starttime", "--since", "did you mean --since?"),
+    _Elsewhere("E end endtime", "--since", "did you mean --until?"),
+    _Elsewhere("month monthly week weekly", "--report", "did you mean --report month?"),
+    _Elsewhere("group_by per", "--by", "did you mean --by?"),
+    _Elsewhere("b background daemon detach", "--refused-exit", "write nohup safe-gpu run ... -- CMD >log 2>&1 &"),
+    _Elsewhere("e env export", "--refused-exit", "write safe-gpu run ... -- env NAME=VALUE CMD"),
+    _Elsewhere("D chdir cwd workdir", "--refused-exit", "change to that directory before: safe-gpu run stays in it"),
+    _Elsewhere("log log_file logfile o output", "--refused-exit", "write safe-gpu run ... -- CMD >FILE 2>&1"),
+    _Elsewhere("dry_run test_only", "--refused-exit", "safe-gpu status shows which GPUs are free, and claims nothing"),
+)
 
 
 def similar(word: str, known: Iterable[str]) -> str:
@@ -39,11 +85,14 @@ def unknown_option(word: str, options_of: Mapping[str, Sequence[str]], after: st
         after: what follows the option.
     """
     name = word.partition("=")[0]
-    if name not in options_of["run"] and re.fullmatch(_BY_INDEX, name):
-        return unknown_argument(word, options_of["run"], after)
+    of_run = options_of["run"]
+    if name not in of_run and chooses_by_index(name):
+        return unknown_argument(word, of_run, after)
     for command, options in options_of.items():
         if name in options:
             return f"{name} is an option of safe-gpu {command}: write safe-gpu {command} {word} ..."
+    if _by_meaning(name, after, of_run):
+        return unknown_argument(word, of_run, after)
     return unknown_argument(word, ("--help", "--version"))
 
 
@@ -52,7 +101,7 @@ def unknown_command(word: str, commands: Sequence[str]) -> str:
     from shutil import which
 
     text = f"there is no command {word!r}"
-    if word.lower() in _GIVE_BACK:
+    if word.lower() in GIVE_BACK:
         return f"{text}: a GPU is given back when its process ends: kill PID, which safe-gpu status -v shows"
     meant = _MEANT.get(word.lower()) or similar(word, commands)
     if meant:
@@ -71,23 +120,56 @@ def unknown_argument(word: str, known: Sequence[str], after: str = "") -> str:
             return f"unexpected argument {word!r}: did you mean -n {word}?"
         return f"unexpected argument {word!r}"
     name, _, value = word.partition("=")
-    meant = _choosing_by_index(name, value or after, known)
-    if not meant and len(name) > 2:
+    hint = _by_meaning(name, value or after, known)
+    if not hint and len(name) > 2:
         meant = similar(name, known)
-    if not meant:
+        if meant:
+            hint = f"did you mean {meant}?"
+    if not hint:
         return f"there is no option {name}"
-    return f"there is no option {name}: did you mean {meant}?"
+    return f"there is no option {name}: {hint}"
 
 
-def _choosing_by_index(name: str, value: str, known: Sequence[str]) -> str:
-    """Return which of these options, with this value, does what an option of that name does elsewhere: it chooses GPUs
-    by their indices; "" where it does not."""
-    if not re.fullmatch(_BY_INDEX, name.lower().replace("_", "-")):
+def _by_meaning(name: str, value: str, known: Sequence[str]) -> str:
+    """Return the hint for an option of other tools, with what follows it, that does what one of these options does;
+    "" if nobody knows it."""
+    bare = name.lstrip("-").replace("-", "_")
+    for one in _OPTIONS:
+        if one.has in known and bare in one.words.split():
+            first, *_ = [*value.split(), "2h"]
+            return one.hint.format(value=first)
+    meant = meant_by(name)
+    if meant is None:
         return ""
+    if meant.argument == "only":
+        return _choosing_by_index(value, known)
+    if not meant.argument and "-n" in known:
+        return meant.hint()
+    if as_option(meant.argument) in known:
+        return meant.hint()
+    return ""
+
+
+def _choosing_by_index(value: str, known: Sequence[str]) -> str:
+    """Return the hint for an option that chooses GPUs by their indices, with this value; "" if none of these does."""
     for option in ("--only", "--gpu"):
         if option in known:
             gpus = re.match(r"(cuda:)?((\d|GPU-|MIG-)[\w,:-]*)(?!\S)", value)
             if gpus is None:
-                return f"{option} 0"
-            return f"{option} {gpus[2]}"
+                return f"did you mean {option} 0?"
+            return f"did you mean {option} {gpus[2]}?"
     return ""
+
+
+def impossible_value(option: str, value: str) -> str:
+    """Return the hint for a value that an option does not take, but another one does; "" if none does."""
+    from ..errors import UnsatisfiableRequestError
+    from ..settings.values import parse_size
+
+    if option != "--memory":
+        return ""
+    try:
+        parse_size(value)
+    except UnsatisfiableRequestError:
+        return ""
+    return f"for free memory on each GPU, write {written('min_memory', value)}"

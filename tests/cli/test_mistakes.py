@@ -4,6 +4,7 @@ Each line of the first two tables is tried as it stands, on a simulated host wit
 Behind it are the exit code and a part of what is said, or the error and how its text begins.
 """
 
+import inspect
 import os
 import re
 import shlex
@@ -33,6 +34,27 @@ safe-gpu run --gpu 3 -- true  # [2] there is no option --gpu: did you mean --onl
 safe-gpu run --device=cuda:1 true  # [2] did you mean --only 1?
 safe-gpu run --gpu-id all -- true  # [2] there is no option --gpu-id: did you mean --only 0?
 safe-gpu bind --only 3 -- true  # [2] did you mean --gpu 3?
+safe-gpu run -G 2 true  # [2] there is no option -G: did you mean -n?
+safe-gpu undrain 3  # [2] did you mean safe-gpu resume?
+safe-gpu report  # [2] did you mean safe-gpu history --report month?
+safe-gpu reserve 3  # [2] did you mean safe-gpu drain GPU --from T --until T?
+safe-gpu limit  # [2] did you mean safe-gpu policy?
+safe-gpu find  # [2] did you mean safe-gpu status?
+safe-gpu run --exclusive -- true  # [2] no option --exclusive: leave it out, since a claim shares its GPUs with nobody
+safe-gpu run --max_time 2h -- true  # [2] no option --max_time: did you mean --for? (how long the GPUs will probably
+safe-gpu run --time 2h -- true  # [2] did you mean --for? (how long the GPUs will probably be held; --timeout is how
+safe-gpu run --mem 20G -- true  # [2] there is no option --mem: did you mean --min-memory? (free memory on each GPU)
+safe-gpu --mem 20G true  # [2] there is no option --mem: did you mean --min-memory? (free memory on each GPU)
+safe-gpu run --memory 20G -- true  # [2] --memory 20G is not possible: for free memory on each GPU, write --min-memory
+safe-gpu run --memory node -- true  # [2] --memory node is not possible: choose from preferred, bind
+safe-gpu run --no-wait -- true  # [2] there is no option --no-wait: did you mean --timeout 0?
+safe-gpu wait --nodes 2  # [2] there is no option --nodes: a claim is on one host; Ray and Dragon claim on several
+safe-gpu run --output log true  # [2] there is no option --output: write safe-gpu run ... -- CMD >FILE 2>&1
+safe-gpu status --mem  # [2] there is no option --mem (see safe-gpu status --help)
+safe-gpu history --month  # [2] did you mean --report month?
+safe-gpu drain 3 --for 3h  # [2] did you mean --until +3h?
+safe-gpu drain 3 --undo  # [2] to allow claims again, write safe-gpu resume
+safe-gpu resume --all  # [2] leave it out: all GPUs are meant if none is named
 safe-gpu wait 2  # [2] safe-gpu wait: error: unexpected argument '2': did you mean -n 2? (see safe-gpu wait --help)
 safe-gpu wait -- true  # [2] no command is run here: did you mean safe-gpu run?
 safe-gpu run -n  # [2] safe-gpu run: error: -n/--gpus/--nb-gpus needs a value (see safe-gpu run --help)
@@ -118,6 +140,14 @@ def test_in_python(call: str, said: str, ground) -> None:
     assert not re.search(r"(^|[ (])--?[a-z]", str(caught.value)), "an option of a command"
     assert ground.claimed() == []
     assert dict(os.environ) == before
+
+
+def test_a_word_of_other_tools_leads_to_an_argument_that_there_is() -> None:
+    arguments = set(inspect.signature(safe_gpu.claim_gpus).parameters)
+    for word, meant in api.words_elsewhere.ARGUMENTS.items():
+        assert word not in arguments
+        assert meant.argument in {"", *arguments}
+        assert meant.hint().startswith("did you mean") == bool(meant.argument)
 
 
 # Commands that hand their work to another process, or choose GPUs themselves

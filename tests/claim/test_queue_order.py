@@ -387,7 +387,7 @@ CASES = {
 @pytest.mark.parametrize(("seen", "state", "next_poll", "step", "until", "then"), CASES.values(), ids=CASES.keys())
 def test_the_next_step(seen, state, next_poll, step, until, then) -> None:
     suffices = len(seen.free) >= 2
-    found = api.decide(seen, state, suffices=suffices, now=NOW, next_poll=next_poll, next_look=NOW + 30, pause=0.25)
+    found = api.decide(seen, state, suffices=suffices, now=NOW, next_poll=next_poll, next_attempt=NOW + 30, pause=0.25)
     assert (found.step, found.state) == (step, state._replace(**then))  # type: ignore[arg-type]
     assert until is None or found.until == until
 
@@ -406,7 +406,7 @@ def test_every_state_makes_progress(seen: api.Seen, state: api.WaitState, needed
     now, polls, next_poll = NOW, 0, NOW
     suffices = len(seen.free) >= needed
     for _ in range(8):
-        times = {"now": now, "next_poll": next_poll, "next_look": now + 60, "pause": 0.001}
+        times = {"now": now, "next_poll": next_poll, "next_attempt": now + 60, "pause": 0.001}
         step, state, until = api.decide(seen, state, suffices=suffices, **times)
         if step == api.REFUSE:
             return

@@ -148,7 +148,7 @@ class Card(NamedTuple):
 
 
 def with_memory(gpu: Gpu, mib: int, used: int = RESERVED) -> Gpu:
-    """Return an idle device with so many MiB, of which ``used`` bytes are in use."""
+    """Return an idle device with this memory in MiB, of which ``used`` bytes are in use."""
     total = mib * MIB
     used = min(used, total)
     return gpu._replace(counts_reserved=False, memory_total=total, memory_used=used, memory_free=total - used)

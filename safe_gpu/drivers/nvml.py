@@ -21,7 +21,7 @@ from ..gpus.vendors import product_name
 from ..host import procfs
 from ..host.foreign_files import printable
 from ..runtimes.cuda import CUDA
-from ..runtimes.library import load_file
+from ..runtimes.loading import load_file
 from .base import Driver, illness_of, in_bus_order, is_wsl, numa_node, own_namespace_pids, total_of
 
 LIBRARY = "libnvidia-ml.so.1"

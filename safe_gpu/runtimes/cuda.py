@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import NoDriverError
 from ..gpus.devices import Gpu
-from .library import HELD_BYTES, CudaCallError, Library
+from .calls import CudaCallError
+from .library import HELD_BYTES, Library
 from .placeholders import LibraryPlaceholder
 
 if TYPE_CHECKING:
@@ -32,23 +33,31 @@ class CudaLibrary(Library):
     vendor = "the NVIDIA driver"
     install = "install the NVIDIA driver, or start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility"
     counting = "cuDeviceGetCount"
-    asleep: ClassVar = {3: "CUDA_ERROR_NOT_INITIALIZED", 34: "CUDA_ERROR_STUB_LIBRARY"}  # a stub says 34 to all calls
+    not_initialized_codes: ClassVar = {
+        3: "CUDA_ERROR_NOT_INITIALIZED",
+        34: "CUDA_ERROR_STUB_LIBRARY",
+    }  # a stub says 34 to all calls
     opened = "/dev/nvidia-uvm"  # not by NVML; there is none on WSL2 and Jetson
 
     def mapped_files(self) -> Sequence[str]:
         """Return the names of libcuda once ctypes is loaded: the dynamic linker tells faster than the maps."""
-        return self.names if "ctypes" in sys.modules else super().mapped_files()
+        if "ctypes" in sys.modules:
+            return self.names
+        return super().mapped_files()
 
     def texts(self, code: int) -> tuple[str, str]:
+        name = self._text("cuGetErrorName", code)
+        meaning = self._text("cuGetErrorString", code)
+        return name or "unnamed CUDA error", meaning
+
+    def _text(self, function: str, code: int) -> str:
+        """Return what one of CUDA's functions says of a result; "" if it does not know it."""
         import ctypes
 
-        said = []
-        for function in ("cuGetErrorName", "cuGetErrorString"):
-            text = ctypes.c_char_p()
-            with suppress(CudaCallError):  # NULL stays where the library does not know the code
-                self.ask(function, ctypes.c_int(code), ctypes.byref(text))
-            said.append((text.value or b"").decode(errors="replace"))
-        return said[0] or "unnamed CUDA error", said[1]
+        text = ctypes.c_char_p()
+        with suppress(CudaCallError):  # NULL stays where the library does not know the code
+            self.ask(function, ctypes.c_int(code), ctypes.byref(text))
+        return (text.value or b"").decode(errors="replace")
 
     def start(self) -> None:
         import ctypes
@@ -79,8 +88,10 @@ class CudaLibrary(Library):
         self.call("cuDeviceGetUuid_v2", octets, device)
         name = ctypes.create_string_buffer(256)
         # CUDA names an instance after its profile: "NVIDIA H100 80GB HBM3 MIG 1g.10gb".
-        named = self.ask("cuDeviceGetName", name, ctypes.c_int(len(name)), device) == 0
-        kind = "MIG" if named and b" MIG " in name.value else "GPU"
+        has_name = self.ask("cuDeviceGetName", name, ctypes.c_int(len(name)), device) == 0
+        kind = "GPU"
+        if has_name and b" MIG " in name.value:
+            kind = "MIG"
         digits = bytes(octets).hex()
         return f"{kind}-{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"
 
@@ -95,10 +106,11 @@ class CudaLibrary(Library):
         found = set()
         with suppress(CudaCallError, NoDriverError):
             for ordinal in range(self.load().count()):
-                flags, active = ctypes.c_uint(0), ctypes.c_int(0)
-                state = (self.device(ordinal), ctypes.byref(flags), ctypes.byref(active))
-                self.call("cuDevicePrimaryCtxGetState", *state)
-                if active.value:
+                flags = ctypes.c_uint(0)
+                is_active = ctypes.c_int(0)
+                device = self.device(ordinal)
+                self.call("cuDevicePrimaryCtxGetState", device, ctypes.byref(flags), ctypes.byref(is_active))
+                if is_active.value:
                     found.add(self.shown(ordinal))
         return frozenset(found)
 
@@ -113,7 +125,9 @@ class CudaLibrary(Library):
         """
         import ctypes
 
-        device, context, memory = self.device(ordinal), ctypes.c_void_p(), ctypes.c_uint64(0)
+        device = self.device(ordinal)
+        context = ctypes.c_void_p()
+        memory = ctypes.c_uint64(0)
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
         try:
             with self._current(context):

@@ -16,7 +16,8 @@ from typing import Any
 
 from ..errors import CudaInitializedError
 from ..gpus.devices import Gpu
-from .library import HELD_BYTES, CudaCallError, Library
+from .calls import CudaCallError
+from .library import HELD_BYTES, Library
 from .placeholders import LibraryPlaceholder
 
 _FILE = "libamdhip64.so"
@@ -47,16 +48,21 @@ class HipLibrary(Library):
         return super().visible_if_initialized()
 
     def texts(self, code: int) -> tuple[str, str]:
+        name = self._text("hipGetErrorName", code)
+        meaning = self._text("hipGetErrorString", code)
+        if meaning == name:  # HIP 5.2 has only names
+            meaning = ""
+        return name or "unnamed HIP error", meaning
+
+    def _text(self, function: str, code: int) -> str:
+        """Return what one of HIP's functions says of a result; "" if there is no such function."""
         import ctypes
 
-        said = []
-        for function in ("hipGetErrorName", "hipGetErrorString"):
-            ask = getattr(self._handle, function, None)
-            if ask is not None:
-                ask.restype = ctypes.c_char_p
-            said.append((ask(ctypes.c_int(code)) or b"").decode(errors="replace") if ask else "")
-        name, meaning = said
-        return name or "unnamed HIP error", "" if meaning == name else meaning  # HIP 5.2 has only names
+        ask = getattr(self._handle, function, None)
+        if ask is None:
+            return ""
+        ask.restype = ctypes.c_char_p
+        return (ask(ctypes.c_int(code)) or b"").decode(errors="replace")
 
     def start(self) -> None:
         self.count()
@@ -71,7 +77,9 @@ class HipLibrary(Library):
         with suppress(CudaCallError):  # older than ROCm 5.2
             self.call("hipDeviceGetUuid", octets, ctypes.c_int(ordinal))
         digits = octets.raw.decode("ascii", "replace").lower()  # those of ROCR's UUID, as text
-        uuid = f"GPU-{digits}" if re.fullmatch("(?!0*$)[0-9a-f]{16}", digits) else ""
+        uuid = ""
+        if re.fullmatch("(?!0*$)[0-9a-f]{16}", digits):
+            uuid = f"GPU-{digits}"
         return f"{uuid}/{bus_id.value.decode('ascii', 'replace').lower()}"
 
     def is_same(self, shown: str, gpu: Gpu) -> bool:
@@ -121,11 +129,16 @@ def _of_pytorch() -> list[str]:
     """Return the copy that PyTorch would load, if a build of PyTorch for ROCm is installed. PyTorch is not imported."""
     from importlib.util import find_spec
 
-    with suppress(ImportError, ValueError):
+    try:
         spec = find_spec("torch")
-        path = os.path.join(os.path.dirname(spec.origin), "lib", _FILE) if spec is not None and spec.origin else ""
-        return [path] if os.path.exists(path) else []
-    return []
+    except (ImportError, ValueError):
+        return []
+    if spec is None or not spec.origin:
+        return []
+    path = os.path.join(os.path.dirname(spec.origin), "lib", _FILE)
+    if not os.path.exists(path):
+        return []
+    return [path]
 
 
 HIP = HipLibrary()

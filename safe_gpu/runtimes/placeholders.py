@@ -18,7 +18,8 @@ from typing import Any, ClassVar
 
 from ..errors import PlaceholderError, SafeGpuError, package_logger
 from ..gpus.devices import ComputeMode, Gpu
-from .library import CudaCallError, Held, Library
+from .calls import CudaCallError
+from .library import HeldGpu, Library
 
 Placeholder = Callable[[int], Any]
 """What a claim requires of a placeholder. The methods ``prepare()`` and ``release(thing)`` are optional."""
@@ -58,8 +59,10 @@ def allocate(placeholder: Placeholder, device_no: int, hold: Placeholder | None 
         PlaceholderError: it failed. The message gives the likely cause; ``__cause__`` is the original error. Errors of
             this package that are no failed call of a library stay what they are.
     """
+    if hold is None:
+        hold = placeholder
     try:
-        return (hold or placeholder)(device_no)
+        return hold(device_no)
     except Exception as err:
         if isinstance(err, SafeGpuError) and not isinstance(err, CudaCallError):
             raise
@@ -112,8 +115,8 @@ def fit_to_compute_mode(placeholder: Placeholder, gpus: Iterable[Gpu], *, is_def
             name_of(placeholder),
         )
         return placeholder
-    if "no placeholder" not in _told:
-        _told.add("no placeholder")
+    if _NO_PLACEHOLDER not in _told:
+        _told.add(_NO_PLACEHOLDER)
         logger.warning(
             "GPU %s admits one process (compute mode EXCLUSIVE_PROCESS): this claim makes no placeholder, which would "
             "keep its own child processes out, and nvidia-smi shows the GPU as free until CUDA starts; if only this "
@@ -124,7 +127,9 @@ def fit_to_compute_mode(placeholder: Placeholder, gpus: Iterable[Gpu], *, is_def
 
 
 _told: set[str] = set()
-"""What a claim of this process was told of placeholders."""
+"""Warnings that this process has given already."""
+
+_NO_PLACEHOLDER = "no placeholder"
 
 
 def makes_own_context(placeholder: Placeholder) -> bool:
@@ -146,7 +151,9 @@ def _first_line(err: BaseException) -> str:
     line = str(err).strip().partition("\n")[0]
     if isinstance(err, SafeGpuError):
         return line
-    return f"{type(err).__name__}: {line}" if line else type(err).__name__
+    if not line:
+        return type(err).__name__
+    return f"{type(err).__name__}: {line}"
 
 
 def name_of(placeholder: object) -> str:
@@ -226,10 +233,10 @@ class LibraryPlaceholder(Base):
         """
         self.library.load()
 
-    def _allocate(self, device_no: int) -> Held:
+    def _allocate(self, device_no: int) -> HeldGpu:
         return self.library.hold(device_no)
 
-    def release(self, placeholder: Held) -> None:
+    def release(self, placeholder: HeldGpu) -> None:
         """Free the allocation. What it was allocated in stays if a framework of this process uses it."""
         placeholder.release()
 
@@ -253,7 +260,8 @@ class PytorchPlaceholder(Base):
 
     def _allocate(self, device_no: int) -> Any:
         torch = self._import()
-        if share := os.environ.get("SAFE_GPU_SHARE_FRACTION"):  # set by this claim, if it shares its GPUs
+        share = os.environ.get("SAFE_GPU_SHARE_FRACTION")  # set by this claim, if it shares its GPUs
+        if share:
             torch.cuda.set_per_process_memory_fraction(float(share), device_no)
         return torch.zeros((1,), device=f"cuda:{device_no}")
 

@@ -45,13 +45,15 @@ opens other GPUs than those that were claimed for it. UUIDs keep their meaning.
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ..errors import UnsatisfiableRequestError
 from ..gpus.devices import HIERARCHY, MASK, PCI_ORDER, Gpu, HostSnapshot, VisibleLimit, are_mixed
 from ..gpus.vendors import VENDORS
 
-ROCR, HIP, CUDA = "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
+ROCR = "ROCR_VISIBLE_DEVICES"
+HIP = "HIP_VISIBLE_DEVICES"
+CUDA = "CUDA_VISIBLE_DEVICES"
 
 OPENCL = "GPU_DEVICE_ORDINAL"
 
@@ -92,53 +94,86 @@ def parse_cuda(value: str | None, snapshot: HostSnapshot, *, device_order: str |
         return None
     entries = [entry.lstrip(_BLANKS) for entry in value.split(",")]
     by_number = re.match(_NUMBER, entries[0]) is not None and snapshot.by_uuid(entries[0]) is None
-    shown = (_as_shown(gpu, snapshot) for gpu in snapshot.physical)
+    if by_number:
+        chosen, doubt = _chosen_by_number(entries, snapshot, device_order)
+    else:
+        chosen, doubt = _chosen_by_uuid(entries, snapshot)
+    return VisibleLimit(
+        value, tuple(gpu.uuid for gpu in chosen), ambiguous=bool(doubt), uses_indices=by_number, doubt=doubt
+    )
+
+
+def _chosen_by_number(
+    entries: Sequence[str], snapshot: HostSnapshot, device_order: str | None
+) -> tuple[list[Gpu], str]:
+    """Return the devices that a list of numbers names, and why they are ambiguous, or ""."""
+    shown = [_as_shown(gpu, snapshot) for gpu in snapshot.physical]
     countable = [gpu for gpu in shown if gpu is not None]  # in PCI bus order
     chosen: list[Gpu] = []
     highest = -1
+    for entry in entries:
+        number = re.match(_NUMBER, entry)
+        if number is None:
+            break
+        position = int(number[1] + number[2])
+        highest = max(highest, position)
+        if not 0 <= position < len(countable):
+            break
+        if countable[position] in chosen:
+            chosen = []
+            break
+        chosen.append(countable[position])
+    return chosen, _doubt_about_numbers(highest, chosen, snapshot, device_order)
+
+
+def _chosen_by_uuid(entries: Sequence[str], snapshot: HostSnapshot) -> tuple[list[Gpu], str]:
+    """Return the devices that a list of UUIDs names, and why they are ambiguous, or ""."""
+    chosen: list[Gpu] = []
     doubt = ""
     for entry in entries:
-        if by_number:
-            number = re.match(_NUMBER, entry)
-            position = int(number[1] + number[2]) if number else -1
-            highest = max(highest, position)
-            found = countable[position] if 0 <= position < len(countable) else None
-        else:
-            found, doubtful = _by_uuid(entry, snapshot)
-            doubt = doubt or doubtful
-        if found is None or found in chosen:
-            chosen = chosen if found is None else []
+        found, doubt_about_entry = _by_uuid(entry, snapshot)
+        doubt = doubt or doubt_about_entry
+        if found is None:
             break
+        if found in chosen:
+            return [], doubt
         chosen.append(found)
-    if by_number:
-        doubt = _doubt_about_numbers(highest, chosen, snapshot, device_order)
-    return VisibleLimit(value, tuple(gpu.uuid for gpu in chosen), bool(doubt), by_number, doubt)
+    return chosen, doubt
 
 
 def _as_shown(gpu: Gpu, snapshot: HostSnapshot) -> Gpu | None:
     """Return what CUDA shows for a device: the first instance of a GPU with MIG on, nothing of a lost one."""
-    shown: Gpu | None = gpu
-    if gpu.mig_enabled:
-        shown = next((instance for instance in snapshot.gpus if instance.mig_parent == gpu.uuid), None)
-    return None if gpu.lost or shown is None or shown.lost else shown
+    if gpu.lost:
+        return None
+    if not gpu.mig_enabled:
+        return gpu
+    for instance in snapshot.gpus:
+        if instance.mig_parent == gpu.uuid:
+            if instance.lost:
+                return None
+            return instance
+    return None
 
 
 def _by_uuid(entry: str, snapshot: HostSnapshot) -> tuple[Gpu | None, str]:
     """Return the one device whose UUID starts with ``entry`` (None if there is none), and why it is ambiguous, or
     ""."""
-    same = [gpu for gpu in snapshot.gpus if gpu.uuid == entry]
-    if not same and not entry.startswith(("GPU-", "MIG-")):
-        return None, ""
-    matches = same or [gpu for gpu in snapshot.gpus if gpu.uuid.startswith(entry)]
+    matches = [gpu for gpu in snapshot.gpus if gpu.uuid == entry]
+    if not matches:
+        if not entry.startswith(("GPU-", "MIG-")):
+            return None, ""
+        matches = [gpu for gpu in snapshot.gpus if gpu.uuid.startswith(entry)]
     if len(matches) == 1:
         return _as_shown(matches[0], snapshot), ""
     numbered = re.fullmatch(r"MIG-(GPU-[^/]+)/[0-9]+/[0-9]+", entry)
     if numbered is None:
         return None, ""
     instances = [gpu for gpu in snapshot.gpus if gpu.mig_parent == numbered.group(1)]
+    if not instances:
+        return None, ""
     if len(instances) > 1:
         return instances[0], f"{entry} names a MIG instance by numbers that this driver no longer shows"
-    return (instances[0] if instances else None), ""
+    return instances[0], ""
 
 
 def _doubt_about_numbers(highest: int, chosen: Sequence[Gpu], snapshot: HostSnapshot, device_order: str | None) -> str:
@@ -150,9 +185,9 @@ def _doubt_about_numbers(highest: int, chosen: Sequence[Gpu], snapshot: HostSnap
     usable = [gpu for gpu in snapshot.physical if not gpu.lost]
     if len(chosen) == len(usable):
         return ""  # all GPUs, so their order does not matter
-    lost = next((gpu.index for gpu in snapshot.physical if gpu.lost), None)
-    if lost is not None and highest >= lost:
-        return f"GPU {lost} is lost, and from that index on CUDA's numbers differ from those of nvidia-smi"
+    lost = [gpu.index for gpu in snapshot.physical if gpu.lost]
+    if lost and highest >= lost[0]:
+        return f"GPU {lost[0]} is lost, and from that index on CUDA's numbers differ from those of nvidia-smi"
     if chosen and device_order != "PCI_BUS_ID" and are_mixed(usable):
         return (
             "the GPUs of this host are of different models, and without CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA numbers "
@@ -179,69 +214,108 @@ def render_cuda(gpus: Sequence[Gpu], *, visible_as: str, snapshot: HostSnapshot)
     if (visible_as == "uuid" or snapshot.needs_uuids) and all(gpu.named_by_uuid for gpu in gpus):
         return {CUDA: ",".join(gpu.uuid for gpu in gpus)}
     lost = [gpu.index for gpu in snapshot.physical if gpu.lost]
-    numbers = (gpu.index - sum(index < gpu.index for index in lost) for gpu in gpus)
-    return {CUDA: ",".join(map(str, numbers)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    numbers = []
+    for gpu in gpus:
+        lost_before = sum(index < gpu.index for index in lost)
+        numbers.append(str(gpu.index - lost_before))
+    return {CUDA: ",".join(numbers), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 _STRTOL = r"[ \t\n\v\f\r]*([+-]?)(0[xX][0-9a-fA-F]+|0[0-7]*|[1-9][0-9]*)"
 
-_SHORTEST_PREFIX, _LONGEST = len("GPU-0"), len("GPU-0123456789abcdef")
+_SHORTEST_PREFIX = len("GPU-0")
+_LONGEST = len("GPU-0123456789abcdef")
 
 
 def read_rocm(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleLimit | None:
     """Return the GPUs that these variables leave to a program that uses HIP, in its order; None if none of them is
     set."""
+    of_hip = _variable_of_hip(environ)
     left = list(snapshot.physical)
-    above = next((name for name in (HIP, CUDA) if environ.get(name)), None)
-    name, value = (ROCR, environ[ROCR]) if ROCR in environ else (above, environ.get(above or ""))
-    if name is None or value is None:
-        return None
-    by_index = "GPU-" not in (value.upper() if name == ROCR else value)
-    if name == ROCR:
+    if ROCR in environ:
+        name = ROCR
+        value = environ[ROCR]
+        by_index = "GPU-" not in value.upper()
         left = _by_rocr(value, left)
-    if above is not None:
-        left = _by_hip(environ[above], left)
-        value = value if name == above else f"{value} {above}={environ[above]}"
+        if of_hip is not None:
+            value += f" {of_hip}={environ[of_hip]}"
+    elif of_hip is not None:
+        name = of_hip
+        value = environ[of_hip]
+        by_index = "GPU-" not in value
+    else:
+        return None
+    if of_hip is not None:
+        left = _by_hip(environ[of_hip], left)
     return VisibleLimit(value, tuple(gpu.uuid for gpu in left), uses_indices=by_index, name=name, library="HIP")
+
+
+def _variable_of_hip(environ: Mapping[str, str]) -> str | None:
+    """Return the variable that HIP reads; None if neither is set, or both are empty."""
+    for name in (HIP, CUDA):
+        if environ.get(name):
+            return name
+    return None
 
 
 def _by_rocr(value: str, gpus: Sequence[Gpu]) -> list[Gpu]:
     chosen: list[Gpu] = []
     for entry in value.removesuffix(",").split(",")[: len(gpus)]:  # as C++'s getline
-        found = _by_entry(entry.upper().strip(_BLANKS), gpus)
+        found = _by_entry_of_rocr(entry.upper().strip(_BLANKS), gpus)
         if found is None or found in chosen:
             break
         chosen.append(found)
     return chosen
 
 
-def _by_entry(entry: str, gpus: Sequence[Gpu]) -> Gpu | None:
+def _by_entry_of_rocr(entry: str, gpus: Sequence[Gpu]) -> Gpu | None:
     if entry.startswith("G"):
         if not _SHORTEST_PREFIX <= len(entry) <= _LONGEST:
             return None
         matches = [gpu for gpu in gpus if gpu.uuid.upper().startswith(entry)]
-        return matches[0] if len(matches) == 1 else None
+        if len(matches) != 1:
+            return None
+        return matches[0]
     number = re.fullmatch(_STRTOL, entry)
     if number is None:
         return None
-    digits = number[2].lower()
-    index = int(digits, 16 if digits.startswith("0x") else 8 if digits.startswith("0") else 10)
-    return gpus[index] if index < len(gpus) and (number[1] != "-" or index == 0) else None
+    sign, digits = number.groups()
+    index = _as_strtol(digits.lower())
+    is_negative = sign == "-" and index > 0
+    if is_negative or index >= len(gpus):
+        return None
+    return gpus[index]
+
+
+def _as_strtol(digits: str) -> int:
+    """Return a number as C's strtol reads it with base 0."""
+    if digits.startswith("0x"):
+        return int(digits, 16)
+    if digits.startswith("0"):
+        return int(digits, 8)
+    return int(digits)
 
 
 def _by_hip(value: str, gpus: Sequence[Gpu]) -> list[Gpu]:
     chosen: list[Gpu] = []
     for entry in value.split(","):
-        if "GPU-" in entry:
-            found = next((gpu for gpu in gpus if entry in gpu.uuid), None)
-        else:
-            plain = re.fullmatch(r"0|[1-9][0-9]{0,8}", entry)
-            found = gpus[int(entry)] if plain and int(entry) < len(gpus) else None
+        found = _by_entry_of_hip(entry, gpus)
         if found is None:
             break
         if found not in chosen:
             chosen.append(found)
     return chosen
+
+
+def _by_entry_of_hip(entry: str, gpus: Sequence[Gpu]) -> Gpu | None:
+    if "GPU-" in entry:
+        for gpu in gpus:
+            if entry in gpu.uuid:
+                return gpu
+        return None
+    if not re.fullmatch(r"0|[1-9][0-9]{0,8}", entry) or int(entry) >= len(gpus):
+        return None
+    return gpus[int(entry)]
 
 
 def render_rocm(
@@ -255,35 +329,68 @@ def render_rocm(
 
     Under Ray an inherited ROCR_VISIBLE_DEVICES stays as it is, and HIP's variable counts what it leaves.
     """
-    if _RAY not in environ:
-        numbers = ",".join(map(str, range(len(gpus))))
-        by_uuid = (gpu.uuid if gpu.uuid.startswith("GPU-") else str(gpu.index) for gpu in gpus)
-        written = {ROCR: ",".join(by_uuid), HIP: numbers, CUDA: numbers}
-    else:
+    written = {}
+    if _RAY in environ:
         left = list(snapshot.physical)
         if ROCR in environ:
             left = _by_rocr(environ[ROCR], left)
-        places = {gpu.uuid: str(place) for place, gpu in enumerate(left)}
-        numbers = names = ",".join(places[gpu.uuid] for gpu in gpus)
+        places = {gpu.uuid: place for place, gpu in enumerate(left)}
+        numbers = ",".join(str(places[gpu.uuid]) for gpu in gpus)
+        written[HIP] = numbers
         if visible_as == "uuid":
-            names = ",".join(gpu.uuid if gpu.uuid.startswith("GPU-") else places[gpu.uuid] for gpu in gpus)
-        written = {HIP: names, **({CUDA: names} if CUDA in environ else {})}
-    return {**written, **({OPENCL: numbers} if OPENCL in environ else {})}
+            written[HIP] = _uuids_or_numbers(gpus, places)
+        if CUDA in environ:
+            written[CUDA] = written[HIP]
+    else:
+        numbers = _from_zero(len(gpus))
+        written[ROCR] = _uuids_or_numbers(gpus, {gpu.uuid: gpu.index for gpu in gpus})
+        written[HIP] = numbers
+        written[CUDA] = numbers
+    if OPENCL in environ:
+        written[OPENCL] = numbers
+    return written
+
+
+def _uuids_or_numbers(gpus: Iterable[Gpu], numbers: Mapping[str, int]) -> str:
+    """Return a list of UUIDs, with the number of each GPU that has none.
+
+    Args:
+        numbers: by UUID, or by what else names a GPU.
+    """
+    names = []
+    for gpu in gpus:
+        if gpu.uuid.startswith("GPU-"):
+            names.append(gpu.uuid)
+        else:
+            names.append(str(numbers[gpu.uuid]))
+    return ",".join(names)
+
+
+def _from_zero(count: int) -> str:
+    """Return the list ``0,1,2`` for a count of 3."""
+    return ",".join(str(number) for number in range(count))
 
 
 def _ordinals(snapshot: HostSnapshot, *, cards: bool) -> dict[str, range]:
     """Return UUID -> the numbers of the card. Cards that are not listed, such as integrated GPUs, have one tile."""
-    tiles = {gpu.index: 1 if cards else gpu.tiles for gpu in snapshot.gpus}
-    found, first = {}, 0
+    tiles = {gpu.index: gpu.tiles for gpu in snapshot.gpus}
+    numbers: dict[int, range] = {}
+    first = 0
     for index in range(max(tiles, default=-1) + 1):
-        found[index] = range(first, first := first + tiles.get(index, 1))
-    return {gpu.uuid: found[gpu.index] for gpu in snapshot.gpus}
+        count = 1
+        if not cards:
+            count = tiles.get(index, 1)
+        numbers[index] = range(first, first + count)
+        first += count
+    return {gpu.uuid: numbers[gpu.index] for gpu in snapshot.gpus}
 
 
 def _hierarchy(environ: Mapping[str, str]) -> str:
     """Return the hierarchy that is set; "" if none is, or none that Level Zero knows."""
     value = environ.get(HIERARCHY, "").upper()
-    return value if value in ("COMPOSITE", "FLAT", "COMBINED") else ""
+    if value not in ("COMPOSITE", "FLAT", "COMBINED"):
+        return ""
+    return value
 
 
 def read_level_zero(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleLimit | None:
@@ -291,27 +398,50 @@ def read_level_zero(environ: Mapping[str, str], snapshot: HostSnapshot) -> Visib
     value = environ.get(MASK, "")
     if value in ("", "default"):
         return None
-    hierarchy, listed = _hierarchy(environ), snapshot.physical
-    composite = hierarchy == "COMPOSITE"
-    ordinals = _ordinals(snapshot, cards=composite)
-    tiles = {gpu.uuid: gpu.tiles for gpu in listed}
-    named: set[tuple[int, int]] = set()  # number, and tile of the card
-    for entry in value.split(","):
-        number = re.fullmatch(r"([0-9]{1,9})(?:\.([0-9]{1,9}))?", entry.strip(_BLANKS))
-        if number is None or (number[2] and not composite):
-            continue
-        named |= {(int(number[1]), tile) for tile in ([int(number[2])] if number[2] else range(_MOST_TILES))}
-    uuids = [
-        gpu.uuid
-        for gpu in listed
-        if {(one, tile) for one in ordinals[gpu.uuid] for tile in range(tiles[gpu.uuid] if composite else 1)} <= named
-    ]
+    hierarchy = _hierarchy(environ)
+    listed = snapshot.physical
+    named = _tiles_in_mask(value, composite=hierarchy == "COMPOSITE")
+    tiles_of = _tiles_of_cards(snapshot, composite=hierarchy == "COMPOSITE")
+    uuids = [gpu.uuid for gpu in listed if tiles_of[gpu.uuid] <= named]
     doubt = ""
-    if not hierarchy and max(tiles.values(), default=1) > 1:
+    if not hierarchy and any(gpu.tiles > 1 for gpu in listed):
         doubt = f"without {HIERARCHY} it depends on the driver whether its numbers are those of cards or of tiles"
     elif are_mixed(listed) and environ.get(PCI_ORDER) != "1" and len(uuids) < len(listed):
         doubt = f"the GPUs of this host are of different models, and without {PCI_ORDER}=1 their order is the driver's"
-    return VisibleLimit(value, tuple(uuids), bool(doubt), True, doubt, name=MASK, library="Level Zero")
+    return VisibleLimit(
+        value, tuple(uuids), ambiguous=bool(doubt), uses_indices=True, doubt=doubt, name=MASK, library="Level Zero"
+    )
+
+
+def _tiles_in_mask(mask: str, *, composite: bool) -> set[tuple[int, int]]:
+    """Return what a mask names, as (number, tile): each tile of a device that it names as a whole.
+
+    Args:
+        composite: whether a number names a card, a part of which can be named too.
+    """
+    named: set[tuple[int, int]] = set()
+    for entry in mask.split(","):
+        match = re.fullmatch(r"([0-9]{1,9})(?:\.([0-9]{1,9}))?", entry.strip(_BLANKS))
+        if match is None:
+            continue
+        number, tile = match.groups()
+        if tile is None:
+            named.update((int(number), each) for each in range(_MOST_TILES))
+        elif composite:
+            named.add((int(number), int(tile)))
+    return named
+
+
+def _tiles_of_cards(snapshot: HostSnapshot, *, composite: bool) -> dict[str, set[tuple[int, int]]]:
+    """Return for each card what a mask must name so that it is shown whole; as of :func:`_tiles_in_mask`."""
+    ordinals = _ordinals(snapshot, cards=composite)
+    found = {}
+    for gpu in snapshot.gpus:
+        tiles = 1
+        if composite:
+            tiles = gpu.tiles
+        found[gpu.uuid] = {(number, tile) for number in ordinals[gpu.uuid] for tile in range(tiles)}
+    return found
 
 
 def render_level_zero(gpus: Sequence[Gpu], *, snapshot: HostSnapshot, environ: Mapping[str, str]) -> dict[str, str]:
@@ -322,10 +452,12 @@ def render_level_zero(gpus: Sequence[Gpu], *, snapshot: HostSnapshot, environ: M
     """
     hierarchy = _hierarchy(environ) or "FLAT"
     ordinals = _ordinals(snapshot, cards=hierarchy == "COMPOSITE")
-    numbers = [number for gpu in gpus for number in ordinals[gpu.uuid]]
-    written = {MASK: ",".join(map(str, numbers)), HIERARCHY: hierarchy, PCI_ORDER: "1"}
+    numbers: list[int] = []
+    for gpu in gpus:
+        numbers += ordinals[gpu.uuid]
+    written = {MASK: ",".join(str(number) for number in numbers), HIERARCHY: hierarchy, PCI_ORDER: "1"}
     if re.search(r"[0-9]", environ.get(SELECTOR, "").replace("level_zero", "")):
-        written[SELECTOR] = f"level_zero:{','.join(map(str, range(len(numbers))))}"
+        written[SELECTOR] = f"level_zero:{_from_zero(len(numbers))}"
     return written
 
 
@@ -339,7 +471,9 @@ def read_visible(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleL
     library = VENDORS[snapshot.vendor].library
     if library == "CUDA":
         return parse_cuda(environ.get(CUDA), snapshot, device_order=environ.get("CUDA_DEVICE_ORDER"))
-    return (read_rocm if library == "HIP" else read_level_zero)(environ, snapshot)
+    if library == "HIP":
+        return read_rocm(environ, snapshot)
+    return read_level_zero(environ, snapshot)
 
 
 def read_visible_once(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleLimit | None:
@@ -372,7 +506,10 @@ def render_visible(
 
 def hide_all() -> dict[str, str]:
     """Return the variables that hide all GPUs."""
-    return {name: vendor.hides for vendor in VENDORS.values() for name in vendor.variables}
+    variables: dict[str, str] = {}
+    for vendor in VENDORS.values():
+        variables.update(dict.fromkeys(vendor.variables, vendor.hides))
+    return variables
 
 
 def stale_indices(value: str | None, device_order: str | None, claimed: Collection[str], snapshot: HostSnapshot) -> str:
@@ -388,22 +525,37 @@ def stale_indices(value: str | None, device_order: str | None, claimed: Collecti
     visible_limit = parse_cuda(value, snapshot, device_order=device_order)
     if visible_limit is None or not visible_limit.uses_indices or not claimed:
         return ""
-    foreign = [gpu for gpu in snapshot.gpus if gpu.uuid in visible_limit and gpu.uuid not in claimed]
-    lacking = sum(entry.strip()[:1].isdigit() for entry in visible_limit.value.split(",")) > len(visible_limit.uuids)
-    if not foreign and not lacking:
-        return ""
-    meant = "fewer GPUs than this claim holds"
+    foreign = [gpu.label for gpu in snapshot.gpus if gpu.uuid in visible_limit and gpu.uuid not in claimed]
+    entries = [entry.strip() for entry in visible_limit.value.split(",")]
+    number_of_entries = sum(entry[:1].isdigit() for entry in entries)
     if foreign:
-        meant = f"GPU {','.join(gpu.label for gpu in foreign)}, which this claim does not hold"
-    lost = ",".join(gpu.label for gpu in snapshot.gpus if gpu.lost)
-    causes = [f"GPU {lost} is lost"] if lost else []
+        meant = f"GPU {','.join(foreign)}, which this claim does not hold"
+    elif number_of_entries > len(visible_limit.uuids):
+        meant = "fewer GPUs than this claim holds"
+    else:
+        return ""
+    return (
+        f"CUDA_VISIBLE_DEVICES={visible_limit.value} now means {meant}{_why_shifted(claimed, snapshot)}: "
+        f"{_way_out_of_stale(claimed, snapshot)} (--visible-as uuid keeps a claim from this)"
+    )
+
+
+def _why_shifted(claimed: Collection[str], snapshot: HostSnapshot) -> str:
+    """Return why indices no longer mean the GPUs of a claim, a clause; "" if that is not known."""
+    causes = []
+    lost = [gpu.label for gpu in snapshot.gpus if gpu.lost]
+    if lost:
+        causes.append(f"GPU {','.join(lost)} is lost")
     if any(snapshot.by_uuid(uuid) is None for uuid in claimed):
         causes.append("a claimed GPU is gone")
-    why = f", since {' and '.join(causes)}" if causes else ""
-    mine = [gpu for gpu in snapshot.gpus if gpu.uuid in claimed and not gpu.lost]
-    right = render_cuda(mine, visible_as="uuid", snapshot=snapshot)[CUDA]
-    way_out = f"set CUDA_VISIBLE_DEVICES={right} before CUDA starts" if mine else "end this claim"
-    return (
-        f"CUDA_VISIBLE_DEVICES={visible_limit.value} now means {meant}{why}: {way_out} "
-        "(--visible-as uuid keeps a claim from this)"
-    )
+    if not causes:
+        return ""
+    return f", since {' and '.join(causes)}"
+
+
+def _way_out_of_stale(claimed: Collection[str], snapshot: HostSnapshot) -> str:
+    left = [gpu for gpu in snapshot.gpus if gpu.uuid in claimed and not gpu.lost]
+    if not left:
+        return "end this claim"
+    names = render_cuda(left, visible_as="uuid", snapshot=snapshot)[CUDA]
+    return f"set CUDA_VISIBLE_DEVICES={names} before CUDA starts"

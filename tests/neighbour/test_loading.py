@@ -78,8 +78,8 @@ def test_libraries_are_loaded_from_places_of_root_only(
 
 
 def test_the_cache_of_the_loader_is_read() -> None:
-    assert any(os.path.isfile(path) for path in api.library._candidates("libc.so.6"))
-    assert not any(os.path.isfile(path) for path in api.library._candidates("libnothing.so.1"))
+    assert any(os.path.isfile(path) for path in api.loading.files_named("libc.so.6"))
+    assert not any(os.path.isfile(path) for path in api.loading.files_named("libnothing.so.1"))
 
 
 @needs_root

@@ -245,7 +245,7 @@ def current():
     assert lib.cuCtxGetCurrent(ctypes.byref(context)) == 0
     return context.value
 result = [current()]
-lib.cuCtxPushCurrent_v2(other._held[1])
+lib.cuCtxPushCurrent_v2(other.allocation[1])
 mine = current()
 held = CUDA.hold(0)
 result.append(current() == mine)

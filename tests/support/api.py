@@ -179,10 +179,11 @@ from safe_gpu.host.locks import Held, ReadLock, keep_across_exec, lock, unlock
 from safe_gpu.host.procfs import FileSystem, has_ended, user_name
 from safe_gpu.host.programs import command_for_record, is_root, own_command, program_names
 from safe_gpu.host.signals import DeferredSignals, unwind_on_signals
-from safe_gpu.runtimes import causes, cuda, library, placeholders, visible_devices
+from safe_gpu.runtimes import causes, cuda, loading, placeholders, visible_devices
+from safe_gpu.runtimes.calls import CudaCallError
 from safe_gpu.runtimes.cuda import CUDA, CudaPlaceholder, same_device
 from safe_gpu.runtimes.hip import HIP
-from safe_gpu.runtimes.library import CudaCallError, Runtime
+from safe_gpu.runtimes.library import Runtime
 from safe_gpu.runtimes.placeholders import NoPlaceholder
 from safe_gpu.runtimes.visible_devices import (
     hide_all,

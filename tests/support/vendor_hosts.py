@@ -216,7 +216,7 @@ def run(code: str, environment: dict[str, str]) -> Any:
 import json, os, sys
 from safe_gpu.runtimes.cuda import CUDA
 from safe_gpu.runtimes.hip import HIP
-from safe_gpu.runtimes.library import CudaCallError
+from safe_gpu.runtimes.calls import CudaCallError
 from safe_gpu.errors import SafeGpuError
 result = None
 try:

@@ -6,7 +6,6 @@ Memory is in bytes and utilisation in percent. ``None`` means that the driver do
 import re
 import time
 from collections.abc import Collection, Iterable, Mapping
-from functools import lru_cache
 from typing import NamedTuple
 
 from .vendors import FIRST, VENDORS
@@ -26,7 +25,9 @@ PARTITION_MODES = ("DPX", "TPX", "QPX", "CPX")
 """In which an AMD GPU has several compute partitions. One of a mode has the silicon of several, or of a part of one, of
 another mode."""
 
-MASK, HIERARCHY, PCI_ORDER = "ZE_AFFINITY_MASK", "ZE_FLAT_DEVICE_HIERARCHY", "ZE_ENABLE_PCI_ID_DEVICE_ORDER"
+MASK = "ZE_AFFINITY_MASK"
+HIERARCHY = "ZE_FLAT_DEVICE_HIERARCHY"
+PCI_ORDER = "ZE_ENABLE_PCI_ID_DEVICE_ORDER"
 
 _HEX = frozenset("0123456789abcdef")
 
@@ -68,7 +69,10 @@ class GpuProcess(NamedTuple):
 def memory_by_pid(processes: Iterable[GpuProcess]) -> dict[int, int]:
     """Return the bytes that each process uses, as far as that is known. It counts once, although it may be in both
     lists."""
-    return {pid: size for size, pid in sorted((one.memory_used or 0, one.pid) for one in processes)}
+    found: dict[int, int] = {}
+    for process in processes:
+        found[process.pid] = max(process.memory_used or 0, found.get(process.pid, 0))
+    return found
 
 
 class Gpu(NamedTuple):
@@ -178,7 +182,9 @@ class Gpu(NamedTuple):
     @property
     def names(self) -> tuple[str, ...]:
         """The names by whose doors it is claimed: its own, and that of its GPU if it is all of that."""
-        return (self.uuid,) if self.is_piece or self.whole == self.uuid else (self.uuid, self.whole)
+        if self.is_piece or self.whole == self.uuid:
+            return (self.uuid,)
+        return (self.uuid, self.whole)
 
     @property
     def named_by_uuid(self) -> bool:
@@ -188,7 +194,9 @@ class Gpu(NamedTuple):
     @property
     def label(self) -> str:
         """The short name, such as ``3``, or ``3:1`` for MIG instance 1 of GPU 3."""
-        return f"{self.index}:{self.mig_instance}" if self.is_mig_instance else str(self.index)
+        if self.is_mig_instance:
+            return f"{self.index}:{self.mig_instance}"
+        return str(self.index)
 
     @property
     def unexplained_memory(self) -> int:
@@ -199,36 +207,37 @@ class Gpu(NamedTuple):
         listed = self.listed_memory
         if self.memory_used is None or self.memory_beside is None or listed is None:
             return 0
-        rest = self.memory_used - self.memory_beside - listed
-        return rest if rest > 0 else 0
+        return max(0, self.memory_used - self.memory_beside - listed)
 
     @property
     def listed_memory(self) -> int | None:
         """Bytes that its listed processes use; None if that of one is unknown, or the query failed."""
-        if not self.processes:
-            return None if self.processes is None and self.processes_supported else 0
-        if None in (process.memory_used for process in self.processes):
+        if self.processes is None and self.processes_supported:
             return None
-        return sum(memory_by_pid(self.processes).values())
+        processes = self.processes or ()
+        if any(process.memory_used is None for process in processes):
+            return None
+        return sum(memory_by_pid(processes).values())
 
     @property
     def draws(self) -> bool:
         """Whether a display or a graphics process is on it. Such a GPU is taken last."""
-        kinds = [process.kind for process in self.processes] if self.processes else ()
-        return self.display_active or ProcessKind.GRAPHICS in kinds
+        return self.display_active or any(process.kind == ProcessKind.GRAPHICS for process in self.processes or ())
 
     def without(self, pids: Collection[int]) -> "Gpu":
         """Return the record of this device as if these processes had left it, with what they used of its memory."""
-        left = [process for process in self.processes or () if process.pid in pids]
-        if not left:
+        gone = [process for process in self.processes or () if process.pid in pids]
+        if not gone:
             return self
-        size = sum(memory_by_pid(left).values())
-        used, free = self.memory_used, self.memory_free
-        return self._replace(
-            processes=tuple([process for process in self.processes or () if process.pid not in pids]),
-            memory_used=None if used is None else max(0, used - size),
-            memory_free=None if free is None else free + size,
-        )
+        size = sum(memory_by_pid(gone).values())
+        used = self.memory_used
+        if used is not None:
+            used = max(0, used - size)
+        free = self.memory_free
+        if free is not None:
+            free += size
+        remaining = tuple(process for process in self.processes or () if process.pid not in pids)
+        return self._replace(processes=remaining, memory_used=used, memory_free=free)
 
     def unreachable(self, reason: str, *, lost: bool = True) -> "Gpu":
         """Return the record of this device while nothing but its identity is known."""
@@ -273,12 +282,14 @@ class HostSnapshot(NamedTuple):
     def physical(self) -> tuple[Gpu, ...]:
         """The GPUs without their MIG instances and virtual functions. Partitions of a GPU that is not shown count."""
         shown = {gpu.uuid for gpu in self.gpus}
-        return tuple([gpu for gpu in self.gpus if not (gpu.is_piece and gpu.whole in shown)])
+        return tuple(gpu for gpu in self.gpus if not (gpu.is_piece and gpu.whole in shown))
 
     @property
     def vendor(self) -> str:
         """The vendor of the GPUs; a snapshot has those of one only."""
-        return self.gpus[0].vendor if self.gpus else FIRST
+        if not self.gpus:
+            return FIRST
+        return self.gpus[0].vendor
 
     @property
     def needs_uuids(self) -> bool:
@@ -318,12 +329,15 @@ class HostSnapshot(NamedTuple):
 
     def by_uuid(self, uuid: str) -> Gpu | None:
         """Return the device with this UUID, or None."""
-        return next((gpu for gpu in self.gpus if gpu.uuid == uuid), None)
+        for gpu in self.gpus:
+            if gpu.uuid == uuid:
+                return gpu
+        return None
 
     def updated(self, gpus: Iterable[Gpu]) -> "HostSnapshot":
         """Return this poll with the records of these devices replaced."""
         newer = {gpu.uuid: gpu for gpu in gpus}
-        return self._replace(gpus=tuple([newer.get(gpu.uuid, gpu) for gpu in self.gpus]))
+        return self._replace(gpus=tuple(newer.get(gpu.uuid, gpu) for gpu in self.gpus))
 
 
 LAST_CHOICE = 86400.0
@@ -453,9 +467,11 @@ class GpuVerdict(NamedTuple):
 
     def is_idle(self, now: float) -> bool:
         """Return whether the driver shows no process on it, a minute after it was claimed or later."""
-        gpu, since = self.gpu, None if self.holder is None else self.holder.since
-        listed = gpu.processes_supported and not gpu.processes_private and gpu.unexplained_memory < _MOST_HIDDEN
-        return since is not None and now - since >= FIRST_MINUTE and listed and gpu.processes == ()
+        if self.holder is None or self.holder.since is None or now - self.holder.since < FIRST_MINUTE:
+            return False
+        gpu = self.gpu
+        lists_all = gpu.processes_supported and not gpu.processes_private
+        return lists_all and gpu.processes == () and gpu.unexplained_memory < _MOST_HIDDEN
 
 
 class VisibleLimit(NamedTuple):
@@ -496,7 +512,9 @@ class VisibleLimit(NamedTuple):
         """What limits this process, as the subject of a sentence in a message."""
         if self.frozen:
             return f"{self.library}, already initialised in this process,"
-        return f"{self.name}={self.value or repr(self.value) + ' (set, but empty)'}"
+        if not self.value:
+            return f"{self.name}='' (set, but empty)"
+        return f"{self.name}={self.value}"
 
     def __contains__(self, uuid: object) -> bool:
         return uuid in self.uuids
@@ -521,7 +539,8 @@ def in_each_others_way(gpus: Iterable[Gpu]) -> dict[str, frozenset[str]]:
     for gpu in shown:
         if not gpu.is_piece and gpu.whole in pieces:
             found[gpu.uuid] = frozenset(pieces[gpu.whole])
-            found.update(dict.fromkeys(pieces[gpu.whole], frozenset({gpu.uuid})))
+            for piece in pieces[gpu.whole]:
+                found[piece] = frozenset({gpu.uuid})
     return found
 
 
@@ -533,13 +552,18 @@ def vendor_of(uuid: str) -> str:
     >>> vendor_of("GPU-4f667d77-15c7-524b-c32d-5340d78b712e")
     'nvidia'
     """
-    return next((key for key, vendor in VENDORS.items() if re.fullmatch(vendor.uuid, uuid)), FIRST)
+    for key, vendor in VENDORS.items():
+        if re.fullmatch(vendor.uuid, uuid):
+            return key
+    return FIRST
 
 
 def vendor_of_name(name: str) -> str | None:
     """Return the vendor of the GPU with this name, as far as it is a whole UUID."""
     by_place = tuple(vendor.by_place for vendor in VENDORS.values() if vendor.by_place)
-    return vendor_of(name) if len(name) >= _SHORTEST_UUID or name.startswith(by_place) else None
+    if len(name) < _SHORTEST_UUID and not name.startswith(by_place):
+        return None
+    return vendor_of(name)
 
 
 def normalize_bus_id(bus_id: str) -> str:
@@ -552,11 +576,12 @@ def normalize_bus_id(bus_id: str) -> str:
     '10000:0f:00.0'
     """
     domain, _, rest = bus_id.strip().lower().partition(":")
-    found = f"{domain.lstrip('0').rjust(4, '0')}:{rest}"
-    return found if bus_order(found) else ""
+    normalized = f"{domain.lstrip('0').rjust(4, '0')}:{rest}"
+    if bus_order(normalized) is None:
+        return ""
+    return normalized
 
 
-@lru_cache(1024)  # a poll asks several times for each GPU
 def bus_order(bus_id: str) -> tuple[int, int, int, int] | None:
     """Return a PCI bus id in sysfs's form as numbers: domain, bus, device and function. They sort as nvidia-smi does;
     None if it is none.
@@ -564,10 +589,13 @@ def bus_order(bus_id: str) -> tuple[int, int, int, int] | None:
     >>> bus_order("0000:0f:00.0") < bus_order("0000:c1:00.0") < bus_order("10000:01:00.0")
     True
     """
-    # Without a regular expression: most claims ask about one GPU, and compiling one would take longer.
+    # Without a regular expression, which every first claim would compile.
     address, _, function = bus_id.rpartition(".")
-    domain, *others = parts = [*address.split(":"), function]
-    if not 4 <= len(domain) <= 8 or [*map(len, others)] != [2, 2, 1] or not _HEX.issuperset("".join(parts)):
+    parts = [*address.split(":"), function]
+    if not _HEX.issuperset("".join(parts)):
         return None
-    bus, device, number = (int(part, 16) for part in others)
-    return int(domain, 16), bus, device, number
+    length_of_domain, *lengths = [len(part) for part in parts]
+    if not 4 <= length_of_domain <= 8 or lengths != [2, 2, 1]:
+        return None
+    domain, bus, device, number = [int(part, 16) for part in parts]
+    return domain, bus, device, number

@@ -122,17 +122,43 @@ def original_mask() -> frozenset[int]:
     """Return the CPUs that this process could use before its first binding. Every new binding starts from this mask."""
     if _stack:
         return _stack[0].caller
-    return frozenset(os.sched_getaffinity(0))
+    return present_mask()
+
+
+def present_mask() -> frozenset[int]:
+    """Return the CPUs that the calling thread may use now.
+
+    Raises:
+        GPUAffinityError: a sandbox refuses to tell.
+    """
+    try:
+        return frozenset(os.sched_getaffinity(0))
+    except OSError as err:
+        what = f"the CPUs that this process may use are not known ({err.strerror})"
+        raise GPUAffinityError(f"{what}: allow sched_getaffinity(2) in the sandbox") from err
+
+
+def known_mask() -> frozenset[int]:
+    """Return the same; no CPU where a sandbox refuses to tell."""
+    try:
+        return present_mask()
+    except GPUAffinityError:
+        return frozenset()
 
 
 def enter() -> None:
-    """Save the masks of all threads as they are now; :func:`leave` restores them."""
+    """Save the masks of all threads as they are now; :func:`leave` restores them.
+
+    Raises:
+        GPUAffinityError: the threads or their masks are not known.
+    """
+    caller = present_mask()
     threads: dict[int, frozenset[int]] = {}
     for tid in _tids():
         mask = _mask_of(tid)
         if mask is not None:
             threads[tid] = mask
-    _stack.append(_SavedState(frozenset(os.sched_getaffinity(0)), threads))
+    _stack.append(_SavedState(caller, threads))
 
 
 def leave() -> None:
@@ -185,7 +211,7 @@ def bind_process(
         notes += _notes_on_memory(memory)
     nothing_lacks = not threads.refused and not lacks
     return BindingReport(
-        cpus=frozenset(os.sched_getaffinity(0)),
+        cpus=known_mask(),
         threads=threads,
         memory=memory,
         memory_mode=mode,
@@ -208,7 +234,15 @@ def _notes_on_memory(memory: PartReport) -> list[str]:
 
 
 def _tids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc/self/task")]
+    """Return the numbers of the threads of this process.
+
+    Raises:
+        GPUAffinityError: there is no /proc, as in some sandboxes.
+    """
+    try:
+        return [int(name) for name in os.listdir("/proc/self/task")]
+    except OSError as err:
+        raise GPUAffinityError(f"the threads of this process are not known: mount /proc ({err})") from err
 
 
 def _move_threads(wanted: frozenset[int]) -> PartReport:
@@ -218,8 +252,8 @@ def _move_threads(wanted: frozenset[int]) -> PartReport:
         os.sched_setaffinity(0, wanted)
     except (OSError, OverflowError, ValueError) as err:
         problem = f"this process cannot be bound to CPUs {format_cpulist(wanted)}: {err}"
-        raise GPUAffinityError(f"{problem}; it may use {format_cpulist(os.sched_getaffinity(0))}") from err
-    done = frozenset(os.sched_getaffinity(0))
+        raise GPUAffinityError(f"{problem}; it may use {format_cpulist(present_mask())}") from err
+    done = present_mask()
     for saved in _stack:
         saved.masks.add(done)
     tries: Counter[int] = Counter()
@@ -291,7 +325,10 @@ def _restore(saved: _SavedState) -> None:
 def _restore_masks(saved: _SavedState) -> None:
     seen: set[int] = set()
     while True:
-        new = [tid for tid in _tids() if tid not in seen]  # a thread may start another one meanwhile
+        try:
+            new = [tid for tid in _tids() if tid not in seen]  # a thread may start another one meanwhile
+        except GPUAffinityError:
+            return  # /proc has gone since: at the end of a claim that is no reason to fail
         if not new:
             return
         seen.update(new)

@@ -39,13 +39,17 @@ def affinity_json(topology: HostTopology, options: AffinityOptions, shares: Shar
     return {"mode": options.mode, "gpus": gpus, "nodes": nodes}
 
 
-def affinity_table(topology: HostTopology, options: AffinityOptions, shares: Shares) -> str:
+def affinity_table(
+    topology: HostTopology, options: AffinityOptions, shares: Shares, *, closed: frozenset[int] = frozenset()
+) -> str:
     """Return the plan as a table: GPU, bus, node, CPUs as ranges, physical cores, memory node, source of the GPU's
-    place."""
+    place. ``closed`` are CPUs of the host that may not be used here, which is told."""
     rows = [("GPU", "BUS", "NODE", "CPUS", "CORES", "MEMORY", "SOURCE")]
     notes = []
     if topology.isolated:
         notes.append(f"isolated CPUs are left out: {format_cpulist(topology.isolated)}")
+    if closed:
+        notes.append(f"CPUs that may not be used here are left out: {format_cpulist(closed)}")
     for gpu, share in shares.items():
         node = "?"
         memory = "-"

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ..affinity.binding import nodes_of_cpus
+from ..affinity.binding import known_mask, nodes_of_cpus
 from ..coordination.entry import Entry
 from ..coordination.holders import Claims
 from ..coordination.queue import TicketRequest
@@ -255,7 +255,7 @@ def _no_gpu_here(driver: Driver) -> NoDriverError:
 
 
 def _near_nodes(driver: Driver) -> frozenset[int] | None:
-    cpus = os.sched_getaffinity(0)
+    cpus = known_mask()
     if len(cpus) >= (os.cpu_count() or 1):
         return None
     return nodes_of_cpus(cpus, driver)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..affinity.binding import BindingReport, PartReport, bind_near, bind_node
+from ..affinity.binding import BindingReport, PartReport, bind_near, bind_node, known_mask
 from ..affinity.planner import AffinityOptions, falls_back, parse_options
 from ..affinity.resolve_gpus import BOUND, Names, ResolvedGpus, by_ordinal, named, remember, remembered, visible
 from ..coordination.doors import digest
@@ -131,10 +131,7 @@ def bind(
             raise
         log.warning("not bound: %s", err)
         return BindingReport(
-            cpus=frozenset(os.sched_getaffinity(0)),
-            threads=PartReport(refused=(str(err),)),
-            memory_mode=memory,
-            as_asked=False,
+            cpus=known_mask(), threads=PartReport(refused=(str(err),)), memory_mode=memory, as_asked=False
         )
     report.log(log)
     return report

@@ -91,7 +91,7 @@ def _print_shares(options: argparse.Namespace) -> None:
     if options.json:
         print_json(affinity_json(topology, modes, shares))
         return
-    print_lines(affinity_table(topology, modes, shares))
+    print_lines(affinity_table(topology, modes, shares, closed=topology.cpus - mask))
     print_lines(f"\n{node_table(topology)}")
 
 

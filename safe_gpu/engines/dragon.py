@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from socket import AF_INET, SOCK_DGRAM, socket
 from typing import TYPE_CHECKING, Any
 
+from ..affinity.binding import present_mask
 from ..affinity.planner import divide, union
 from ..claim.arguments import DEFAULT, DefaultTimeout
 from ..claim.claim import ClaimVariables
@@ -311,7 +312,7 @@ class WorkerCheck:
     def at(self, host: str) -> ClusterGpu:
         """Call :meth:`__call__` with the name of the host as an argument."""
         gpu = self._visible_gpu(host)
-        cpus = os.sched_getaffinity(0)
+        cpus = present_mask()
         if gpu.cpus and not cpus <= gpu.cpus:
             problem = f"this worker of GPU {gpu.index} on {host} may use CPUs {format_cpulist(cpus)}"
             raise GPUAffinityError(f"{problem} instead of {format_cpulist(gpu.cpus)}: {_WAY_OUT.format('CPU')}")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..affinity.binding import bind_process, cores_of_share, memory_nodes, near, with_memory
+from ..affinity.binding import bind_process, cores_of_share, memory_nodes, near, present_mask, with_memory
 from ..affinity.planner import AffinityOptions, parse_options
 from ..claim.arguments import ClaimOptions, DefaultTimeout, read_options
 from ..claim.claim import visible_limit_of
@@ -212,7 +212,7 @@ def _near(gpus: Sequence[Gpu], driver: Driver, wishes: ClaimArguments) -> dict[i
     if options is None and wishes.memory is None:
         return places
     try:
-        there = near(gpus, driver, options, None, os.sched_getaffinity(0))
+        there = near(gpus, driver, options, None, present_mask())
     except GPUAffinityError:
         if options is not None and options.mode == "node" and wishes.memory is None:  # the default: no reason to fail
             return places

@@ -236,7 +236,10 @@ class SysfsHost(HostTopology):
         files = self._files
         present = [cpu for cpu in files.numbered(_CPU, "cpu") if files.exists(f"{_CPU}/cpu{cpu}/topology")]
         listed = files.cpulist(f"{_CPU}/online")
-        if listed:
+        # lxcfs shows a container of CPUs 24-31 the list 0-7 (lxcfs#731). All CPUs of a mask are online, so a list that
+        # lacks one of them is not the kernel's.
+        is_the_kernels = not self.is_here or _own_mask().intersection(present) <= listed
+        if listed and is_the_kernels:
             return listed.intersection(present)
         return frozenset(cpu for cpu in present if files.text(f"{_CPU}/cpu{cpu}/online") != "0")
 
@@ -509,13 +512,21 @@ def _group_with(cpu: int, groups: Mapping[int, frozenset[int]]) -> frozenset[int
     return None
 
 
+def _own_mask() -> set[int]:
+    """Return the CPUs that this process may use; none where a sandbox refuses to tell."""
+    try:
+        return os.sched_getaffinity(0)
+    except OSError:
+        return set()
+
+
 def _unfiltered(told: frozenset[int], groups: Mapping[int, frozenset[int]]) -> frozenset[int]:
     """Return NVML's answer before NVML intersected it with this process's cpuset.
 
     Cores are divided over the whole host, so that jobs in different cpusets compute the same shares. A group counts as
     whole if every CPU of it that is missing in the answer is one that this process may not use.
     """
-    usable = os.sched_getaffinity(0)
+    usable = _own_mask()
     whole = set(told)
     for cpus in groups.values():
         if told & cpus and not (cpus - told) & usable:

@@ -1,10 +1,7 @@
 """Hosts for the tests: saved sysfs trees of any shape, and topologies worked out from a few numbers."""
 
-import ctypes
-import errno
 import os
 import platform
-import struct
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +9,7 @@ from typing import Any
 
 import pytest
 from support import api
+from support.seccomp import refuse
 
 MASK = sorted(os.sched_getaffinity(0))
 needs_two_cpus = pytest.mark.skipif(len(MASK) < 2, reason="needs two CPUs")
@@ -22,20 +20,8 @@ needs_known_calls = pytest.mark.skipif(
 
 
 def refuse_memory_policies() -> None:
-    """A seccomp filter on this process like Docker's: set_mempolicy and get_mempolicy answer EPERM."""
-    setting, getting = api.memory_policy._CALLS[platform.machine()]
-    steps = (
-        (0x20, 0, 0, 0),  # load the call's number
-        (0x15, 2, 0, setting),
-        (0x15, 1, 0, getting),
-        (0x06, 0, 0, 0x7FFF0000),  # allow
-        (0x06, 0, 0, 0x00050000 | errno.EPERM),
-    )
-    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in steps))
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
-    program = struct.pack("HP", len(steps), ctypes.addressof(code))
-    assert libc.prctl(22, 2, program, 0, 0) == 0  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+    """A filter on this process like Docker's: set_mempolicy and get_mempolicy answer EPERM."""
+    refuse(*api.memory_policy._CALLS[platform.machine()])
 
 
 def cpus(text: str) -> frozenset[int]:

@@ -1,12 +1,14 @@
 """A claim's CPUs: divided over the whole host, cut to the mask, and bound for real, in processes of their own."""
 
+import ctypes
 import errno
+import logging
 import os
 import platform
 import subprocess
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import api
 from support.forks import in_child
+from support.seccomp import needs_known_calls, refuse
+
+import safe_gpu
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount")
 
 TWO_ON_ONE = {"cores_per_node": 8, "nodes": 1, "gpu_nodes": [0, 0]}
 ONE_EACH = {"cores_per_node": 4, "nodes": 2, "gpu_nodes": [0, 1]}
@@ -298,6 +305,61 @@ def test_preferred_on_several_nodes(monkeypatch: Any, kernel_knows_many: bool, n
 # Claims
 
 GPUS = [api.Gpu(number, f"GPU-{number}", pci_bus_id=f"0000:0{number + 1}:00.0") for number in range(3)]
+
+
+NO_PROC = "the threads of this process are not known: mount /proc"
+NO_MASK = "the CPUs that this process may use are not known (Operation not permitted): allow sched_getaffinity"
+
+
+def claim_where(prepare: Callable[[], object], **options: Any) -> tuple[bool, list[str]]:
+    """Claim in a child process that is prepared so; return whether it was bound, and its warnings."""
+
+    def claim() -> tuple[bool, list[str]]:
+        warnings: list[str] = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("safe_gpu").addHandler(handler)
+        prepare()
+        with safe_gpu.GPUOwner(1, safe_gpu.NoPlaceholder(), **options) as owner:
+            return owner.binding is not None, warnings
+
+    found: tuple[bool, list[str]] = in_child(claim)
+    return found
+
+
+def hide_proc() -> None:
+    """In a mount namespace of this process."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.unshare(0x20000) == 0  # CLONE_NEWNS
+    assert libc.mount(b"none", b"/", None, 0x44000, None) == 0  # MS_REC | MS_PRIVATE
+    assert libc.mount(b"none", b"/proc", b"tmpfs", 0, None) == 0
+
+
+def refuse_masks() -> None:
+    refuse("sched_getaffinity", "sched_setaffinity")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "why"),
+    [pytest.param(hide_proc, NO_PROC, marks=needs_root), pytest.param(refuse_masks, NO_MASK, marks=needs_known_calls)],
+)
+def test_a_claim_stands_where_it_cannot_be_bound(prepare: Callable[[], None], why: str) -> None:
+    is_bound, warnings = claim_where(prepare)
+    assert not is_bound
+    (warning,) = [text for text in warnings if "CPU affinity" in text]
+    assert warning.startswith(f"CPU affinity was left as it is: {why}")
+    assert claim_where(prepare, affinity=None)[0] is False
+
+    def ask() -> list[str]:
+        prepare()
+        found = []
+        for work in (lambda: safe_gpu.bind(0), lambda: safe_gpu.GPUOwner(1, affinity="exclusive")):
+            with pytest.raises(safe_gpu.GPUAffinityError) as caught:
+                work()
+            found.append(str(caught.value))
+        return [*found, *safe_gpu.bind(0, strict=False).threads.refused]
+
+    assert all(text.startswith(why) for text in in_child(ask))
 
 
 @pytest.fixture

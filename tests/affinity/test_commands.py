@@ -157,6 +157,16 @@ def test_a_plan_as_table_and_json() -> None:
     assert len({line.index(text) for line, text in zip(table[2:], ["0-1,4-5", "2-3,6-7", "0-7"], strict=True)}) == 1
 
 
+@needs_two_cpus
+def test_closed_cpus_are_told(four_gpus: Any, saved_tree: Any, capsys: Any) -> None:
+    """Those that the mask lacks, or --allowed."""
+    closed = "CPUs that may not be used here are left out: "
+    assert api.main(["affinity"]) == 0
+    assert closed not in capsys.readouterr().out
+    assert api.main(["affinity", "--allowed", str(MASK[0])]) == 0
+    assert f"{closed}{MASK[1]}\n" in capsys.readouterr().out
+
+
 def test_the_table_of_nodes(saved_tree: Any) -> None:
     """Sizes as numactl --hardware shows them, from the kernel's files."""
     saved_tree.cpus([(0,), (1,)])

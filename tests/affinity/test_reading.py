@@ -4,6 +4,7 @@ import os
 import random
 import shutil
 import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from dataclasses import replace
@@ -11,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from affinity.conftest import FakeDriver, SavedTree, cpus
+from affinity.conftest import MASK, FakeDriver, SavedTree, cpus, needs_two_cpus
 from hypothesis import given
 from hypothesis import strategies as st
 from support import api
 from support.vendor_hosts import KfdHost
 
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount")
 needs_sysfs = pytest.mark.skipif(not os.path.isdir("/sys/devices/system/cpu"), reason="/sys is not mounted")
 CPU = "sys/devices/system/cpu"
 NODE = "sys/devices/system/node"
@@ -64,6 +66,22 @@ def test_offline_cpus_that_lists_still_name(saved_tree: Any) -> None:
     assert host.nodes == {0: host.cpus}
     assert groups(host.llc) == [[0, 1, 2, 4, 6]]
     assert host.gpus[0].node_cpus == host.cpus
+
+
+@needs_two_cpus
+@needs_root
+def test_a_list_of_online_cpus_that_is_not_the_kernels(tmp_path: Path) -> None:
+    """lxcfs shows a container of CPUs 24-31 the list 0-7."""
+    if len(MASK) < len(api.read_topology().cpus) or len(MASK) < 2:
+        pytest.skip("some CPUs are closed to the tests")
+    (tmp_path / "online").write_text("0\n")
+    mount = f"mount --bind {tmp_path}/online /sys/devices/system/cpu/online"
+    ask = "from safe_gpu.topology.host import read_topology; print(sorted(read_topology().cpus))"
+    command = ["unshare", "-m", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-c", ask]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if done.returncode and "mount" in done.stderr:
+        pytest.skip(f"cannot mount here: {done.stderr}")
+    assert (done.stdout.strip(), done.stderr) == (str(MASK), "")
 
 
 def test_nodes_sparse_absent_and_without_cpus(saved_tree: Any) -> None:

@@ -80,10 +80,22 @@ def _absolute(path: str) -> str:
 
 def refusal(what: str, path: str, code: int | None, way_out: str = "") -> StateDirError:
     """Return the error that says so, with the way out that is always there; ``code`` is an errno."""
-    if not way_out and f"{path}/".startswith(f"{DEFAULT_DIR}/"):
-        way_out = "ask root to run safe-gpu setup"
-    way_out += ", or " if way_out else ""
-    return StateDirError(f"{what}: {way_out}set SAFE_GPU_DIR to another directory", path=path, errno=code)
+    ways_out = another_place(path)
+    if way_out:
+        ways_out = f"{way_out}, or {ways_out}"
+    return StateDirError(f"{what}: {ways_out}", path=path, errno=code)
+
+
+def another_place(path: str) -> str:
+    """Return how all users get another state directory than the one at this path, or around it.
+
+    One user who sets SAFE_GPU_DIR alone would wait in a queue that meets no other.
+    """
+    if f"{path}/".startswith(f"{DEFAULT_DIR}/"):
+        return "ask root to run safe-gpu setup"
+    if os.environ.get("SAFE_GPU_DIR"):
+        return "set SAFE_GPU_DIR, for all users, to another directory"
+    return "ask root to name another directory by safe-gpu setup --state-dir"
 
 
 def refusal_of_error(path: str, err: OSError, *, verb: str = "opened", closed: str = "") -> StateDirError:
@@ -101,6 +113,10 @@ def refusal_of_error(path: str, err: OSError, *, verb: str = "opened", closed: s
         what, way_out = f"no room for {path} ({err.strerror})", "free some space there"
     elif err.errno in (errno.EMFILE, errno.ENFILE):
         way_out = "let this process open more (ulimit -n)"
+    elif err.errno == errno.EFBIG:
+        what, way_out = f"{path} cannot be written ({err.strerror})", "let this process write files (ulimit -f)"
+    elif err.errno in (errno.EINVAL, errno.EOPNOTSUPP) and verb == "opened":
+        what, way_out = f"{path} cannot be made on this file system ({err.strerror})", ""
     elif err.errno == errno.EROFS:
         what, way_out = f"{path} is on a read-only file system", ""
     return refusal(what, path, err.errno, way_out)
@@ -221,7 +237,7 @@ class SharedDirectory:
         if kind in NETWORK_TYPES:
             raise StateDirError(
                 f"{self.path} is on a network file system ({kind}), where locks do not work as on a local one: "
-                "set SAFE_GPU_DIR to a directory on a local disk or tmpfs that all jobs of this host share",
+                f"{another_place(self.path)}, on a local disk or tmpfs",
                 path=self.path,
             )
         mode, owner = stat.S_IMODE(status.st_mode), status.st_uid

@@ -371,21 +371,27 @@ def make_entry(directory: Directory, number: int, said: Mapping[str, Any], *, by
     raise refusal(problem, directory.path, errno.ENOENT)
 
 
+def try_making(directory: SharedDirectory) -> None:
+    """Make, write and lock a file as an entry is made, and remove it: it gets no name of an entry.
+
+    Raises:
+        StateDirError: a claim would fail here for the same reason.
+    """
+    temporary = f".{os.urandom(8).hex()}"
+    with ExitStack() as undo:
+        held = _make_unfinished(directory, temporary, by_children=False, undo=undo)
+        try:
+            _write_and_lock(held.fd, b"{}\n")
+        except OSError as err:
+            raise directory.error(temporary, err) from err
+
+
 def _try_to_make(directory: Directory, temporary: str, name: str, data: bytes, *, by_children: bool) -> Held | None:
     """Make an entry under a temporary name, lock it and give it its name; None where it was removed meanwhile."""
-    try:
-        fd = os.open(temporary, OPEN_FILE | os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=directory.fd)
-    except OSError as err:
-        raise directory.error(temporary, err) from err
     with ExitStack() as undo:
-        held = Held(fd, by_children=by_children, unlock=unlock)
-        undo.callback(held.release)
-        undo.callback(_remove_if_there, directory, temporary)
+        held = _make_unfinished(directory, temporary, by_children=by_children, undo=undo)
         try:
-            if os.write(fd, data) < len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            lock(fd)
-            os.fchmod(fd, 0o644)  # now that nobody else can lock it first
+            _write_and_lock(held.fd, data)
             os.rename(temporary, name, src_dir_fd=directory.fd, dst_dir_fd=directory.fd)
             is_ours = directory.still_has(name, held.file)  # its owner may have put another file there
         except (FileNotFoundError, FileExistsError):
@@ -398,7 +404,32 @@ def _try_to_make(directory: Directory, temporary: str, name: str, data: bytes, *
     return held
 
 
-def _remove_if_there(directory: Directory, name: str) -> None:
+def _make_unfinished(directory: SharedDirectory, temporary: str, *, by_children: bool, undo: ExitStack) -> Held:
+    """Make an empty file that nobody else can open; ``undo`` removes it."""
+    try:
+        fd = os.open(temporary, OPEN_FILE | os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=directory.fd)
+    except OSError as err:
+        raise directory.error(temporary, err) from err
+    held = Held(fd, by_children=by_children, unlock=unlock)
+    undo.callback(held.release)
+    undo.callback(_remove_if_there, directory, temporary)
+    return held
+
+
+def _write_and_lock(fd: int, data: bytes) -> None:
+    if os.write(fd, data) < len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    lock(fd)
+    try:
+        os.fchmod(fd, 0o644)  # now that nobody else can lock it first
+    except OSError as err:
+        if err.errno != errno.EPERM:
+            raise
+        # It is ours, so its file system (vfat) has no such modes.
+        raise OSError(errno.EOPNOTSUPP, f"its mode cannot be set: {err.strerror}") from err
+
+
+def _remove_if_there(directory: SharedDirectory, name: str) -> None:
     with suppress(OSError):
         os.unlink(name, dir_fd=directory.fd)
 

@@ -22,7 +22,7 @@ from ..host import procfs
 from ..host.locks import Held
 from ..host.programs import program_names
 from ..host.signals import DeferredSignals
-from .directory import HOST_LOCK, Directory, SharedDirectory, file_at, state_dir_path
+from .directory import HOST_LOCK, Directory, SharedDirectory, another_place, file_at, state_dir_path
 from .entries import Entries
 
 MINIMUM_PATIENCE = 10.0
@@ -235,8 +235,10 @@ def lock_file(fd: int, path: str) -> bool:
 
 
 def _cannot_be_locked(path: str, code: int | None) -> StateDirError:
-    what = f"{path}/host.lock cannot be locked ({os.strerror(code or 0)}): set SAFE_GPU_DIR to a directory on a local "
-    what += "file system; in a sandbox, allow flock(2)" if code in (errno.EACCES, errno.EPERM) else "file system"
+    way_out = f"{another_place(path)}, on a local file system"
+    what = f"{path}/host.lock cannot be locked ({os.strerror(code or 0)}): {way_out}"
+    if code in (errno.EACCES, errno.EPERM):
+        what += "; in a sandbox, allow flock(2)"
     return StateDirError(what, path=path, errno=code)
 
 

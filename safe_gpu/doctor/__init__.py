@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from ..errors import SafeGpuError
+from ..errors import PolicyError, SafeGpuError, StateDirError
 from ..host.awaiting import Tell
 from . import driver, environment, state
 from .check import Check, CheckedHost, failed, render_checks, skipped
@@ -27,7 +27,9 @@ CHECKS: dict[str, Callable[[CheckedHost], Check]] = {
     "process lists": driver.process_lists,
     "ended processes": state.ended_processes,
     "state directory": state.directory,
+    "trial entry": state.trial_entry,
     "file locks": state.locks,
+    "doors of GPUs": state.doors,
     "entries": state.entries,
     "policy file": environment.policy,
     "visible processes": state.process_namespace,
@@ -43,6 +45,9 @@ _NEED_A_DRIVER = frozenset(
     {"CUDA", "access to GPUs", "health of GPUs", "process lists", "ended processes", "CUDA_VISIBLE_DEVICES"}
 )
 
+# The error -> the check that finds its cause. Other checks that fail by it do not tell it again.
+_TOLD_BY: dict[type[SafeGpuError], str] = {StateDirError: "state directory", PolicyError: "policy file"}
+
 
 def check(name: str, host: CheckedHost) -> Check:
     """Run the check of that name. Whatever it raises is what it has found; errors of ours say what to do."""
@@ -51,6 +56,9 @@ def check(name: str, host: CheckedHost) -> Check:
             return skipped("there is no driver")
         return CHECKS[name](host)
     except SafeGpuError as err:
+        teller = _TOLD_BY.get(type(err), name)
+        if teller != name and check(teller, host).status == "failed":
+            return skipped(f"for the reason that stands under: {teller}")
         return failed(str(err), "do what the message says, and check again")
     except Exception as err:
         what = f"the check itself failed: {type(err).__name__}: {err}"

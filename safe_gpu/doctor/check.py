@@ -11,7 +11,7 @@ from textwrap import TextWrapper
 from ..drivers import open_driver
 from ..drivers.base import Driver
 from ..drivers.patience import Patience, why_late
-from ..errors import SafeGpuError
+from ..errors import PolicyError, SafeGpuError, StateDirError
 from ..gpus.devices import Gpu, HostSnapshot
 from ..gpus.vendors import FIRST, VENDORS, Vendor
 from ..host.awaiting import Awaited, Tell, Watchdog
@@ -40,6 +40,7 @@ class CheckedHost:
     Attributes:
         driver: the driver that a claim would use, once ``snapshot`` was asked for; None if there is none.
         driver_error: why there is no driver; "" if there is one.
+        settings_error: the same, if the driver was not even looked for.
         driver_hangs: whether it does not answer.
         poll_seconds: how long opening and polling the driver took.
     """
@@ -51,6 +52,7 @@ class CheckedHost:
         self._tell = tell or _say_nothing
         self.driver: Driver | None = None
         self.driver_error = ""
+        self.settings_error: SafeGpuError | None = None
         self.driver_hangs = False
         self.poll_seconds = 0.0
 
@@ -65,8 +67,14 @@ class CheckedHost:
         try:
             self.driver = Patience(self._tell, deadline=began).opened(open_driver)
             snapshot = self.driver.examined(self.driver.detailed(self.driver.snapshot()))
+        except (PolicyError, StateDirError) as err:
+            self.settings_error = err
+            return HostSnapshot(())
         except SafeGpuError as err:
             self.driver_error = str(err)
+            return HostSnapshot(())
+        except Exception as err:  # such as of another package with the name of ours
+            self.driver_error = f"asking the driver failed: {type(err).__name__}: {err}"
             return HostSnapshot(())
         self.poll_seconds = time.monotonic() - began
         return snapshot

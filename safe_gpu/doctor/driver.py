@@ -7,6 +7,7 @@ from ..coordination.notes import read_faults
 from ..errors import NoDriverError
 from ..gpus.devices import HostSnapshot, recent_faults
 from ..selection.verdicts import MEMORY_VARIABLE, UNWATCHABLE, Rules, why_last, why_memory_unexplained
+from ..settings.variables import real_driver
 from ..wording.text import plural
 from .check import Check, CheckedHost, failed, labels, passed, skipped, warning
 
@@ -36,10 +37,20 @@ def driver(host: CheckedHost) -> Check:
         return warning(what, "upgrade the driver to 535.98 or newer, or set SAFE_GPU_DRIVER=nvidia-smi")
     if host.poll_seconds > _SLOW_POLL:  # which delays claims
         return warning(f"{detail}; opening and polling it took {host.poll_seconds:.2f} s", host.vendor.is_slow)
+    if snapshot.driver.startswith("simulated") and not real_driver():  # where there are real ones, every claim warns
+        what = f"{detail}: these GPUs are simulated, and claims of them hold no real one"
+        return warning(what, "unset SAFE_GPU_DRIVER")
     return passed(detail)
 
 
 def _no_driver(host: CheckedHost) -> Check:
+    """Return the finding.
+
+    Raises:
+        PolicyError, StateDirError: the driver was not looked for.
+    """
+    if host.settings_error is not None:
+        raise host.settings_error
     vendor = host.vendor
     if host.driver_hangs:
         return failed(host.driver_error, f"{vendor.recover}; if it only takes long, {vendor.is_slow}")

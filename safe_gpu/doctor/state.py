@@ -4,7 +4,7 @@ import os
 import shlex
 import stat
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 from ..coordination.crowds import sentence_on_crowd
 from ..coordination.directory import (
@@ -15,13 +15,16 @@ from ..coordination.directory import (
     PARTS,
     Directory,
     SharedDirectory,
+    another_place,
     doubt_of_image,
+    make_directory,
     remover_of,
     setup_command,
     state_dir_path,
 )
+from ..coordination.doors import Doors
 from ..coordination.entries import living_entries
-from ..coordination.entry import Entry
+from ..coordination.entry import Entry, try_making
 from ..coordination.holders import claims_now, holder_of, living_claims
 from ..coordination.host_lock import Host
 from ..coordination.notes import closed_now, ignored_closed
@@ -41,7 +44,9 @@ _MOST_TOLD = 8  # of what any user can write more
 def drained(host: CheckedHost) -> Check:
     """Check whether root, or the owner of the state directory, has taken GPUs out of use."""
     closed = closed_now()
-    ignored = ignored_closed()
+    ignored = list(ignored_closed())
+    if directory(host).status == "failed":  # which tells why nothing can be read there
+        ignored = [text for text in ignored if not text.startswith(f"{state_dir_path()}/")]
     shown = {gpu.uuid: gpu.label for gpu in host.snapshot.gpus if gpu.uuid in closed}
     unknown = [uuid for uuid in closed if uuid not in shown]
     del unknown[_MOST_TOLD:]  # by the word of the owner, who may have written anything
@@ -118,6 +123,8 @@ def _way_out(path: str) -> str:
 
 def _not_there(path: str) -> Check:
     parent = os.path.dirname(path)
+    if os.path.isdir(parent) and os.statvfs(parent).f_flag & os.ST_RDONLY:
+        return failed(f"{path} cannot be created: {parent} is on a read-only file system", another_place(path))
     if not os.access(parent, os.W_OK | os.X_OK):
         detail = f"{path} cannot be created: there is no {parent} to which you may write"
         return failed(detail, f"create that directory, or as root: {setup_command(path)}")
@@ -162,6 +169,51 @@ def locks(host: CheckedHost) -> Check:
             return passed("host.lock was free")
 
 
+def trial_entry(host: CheckedHost) -> Check:
+    """Check that a claim can make, write and lock its entry. The file of this trial never gets the name of an entry.
+
+    The state directory is not made here. Where it is missing, the trial is in a directory that is removed again.
+    """
+    path = state_dir_path()
+    with DeferredSignals(), ExitStack() as undo:
+        directory = _existing(path)
+        if directory is None:
+            temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{os.urandom(8).hex()}")
+            make_directory(temporary, temporary, None)
+            undo.callback(os.rmdir, temporary)
+            directory = SharedDirectory(temporary, make=False)
+        undo.callback(directory.close)
+        try_making(directory)
+    return passed(f"an entry can be made and locked in {path}")
+
+
+def _existing(path: str) -> SharedDirectory | None:
+    """Return ``claims`` while it is open, else the state directory, in which it would be made; None without either."""
+    try:
+        return Directory(path, "claims", make=False)
+    except FileNotFoundError:
+        pass
+    try:
+        return SharedDirectory(path, make=False)
+    except FileNotFoundError:
+        return None
+
+
+def doors(host: CheckedHost) -> Check:
+    """Check that a claim can take the door of a GPU, by one that no GPU has."""
+    trial = Doors()
+    try:
+        trial.take_whole(f"doctor-{os.urandom(8).hex()}", parts_here=())
+    except OSError as err:
+        what = f"the doors of GPUs cannot be taken ({err.strerror or err})"
+        effect = "processes with another state directory or a private /tmp do not see the claims of this one"
+        fix = "allow sockets of AF_UNIX in this sandbox or container, and more open files (ulimit -n)"
+        return warning(f"{what}: {effect}", fix)
+    finally:
+        trial.release()
+    return passed("the door of a GPU can be taken")
+
+
 def entries(host: CheckedHost) -> Check:
     """Check that every claim and every ticket counts, and that there are not too many names to look at."""
     path = state_dir_path()
@@ -192,6 +244,9 @@ def process_namespace(host: CheckedHost) -> Check:
         what = f"{whose} cannot be seen from here (a container?)"
         effect = "their claims are respected and their GPUs count as busy, but their users are not known"
         return warning(f"{what}: {effect}", "start the container with --pid=host")
+    if not os.path.exists("/proc/self/stat"):
+        what = "there is no /proc here: nothing is known of other processes, and claims bind no CPUs"
+        return warning(what, "mount /proc in this chroot, sandbox or container")
     if os.geteuid() != 0 and not os.path.exists("/proc/1/stat"):
         what = "/proc is mounted with hidepid: the commands and users of other users' processes are not visible"
         fix = "ask root to add you to the group of the mount option gid=, or to remount /proc without hidepid"

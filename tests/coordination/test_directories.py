@@ -108,17 +108,18 @@ def test_the_mode_of_one_that_was_there_stays(tmp_path: Path) -> None:
 # What is refused
 
 
-NO_DIRECTORY = " is not a directory, or it is a symbolic link, which is never followed: set SAFE_GPU_DIR to"
+FOR_ALL = ": set SAFE_GPU_DIR, for all users, to another directory"
+NO_DIRECTORY = f" is not a directory, or it is a symbolic link, which is never followed{FOR_ALL}"
 
 
 @pytest.mark.parametrize(
     ("named", "said"),
     [
         ("file", f"file{NO_DIRECTORY}"),
-        ("of root", "of root has mode 0755 and belongs to uid 0, so user 65534 cannot work in it: set SAFE_GPU_DIR to"),
-        ("closed", "closed is closed to user 65534 (Permission denied): set SAFE_GPU_DIR to another directory"),
+        ("of root", f"of root has mode 0755 and belongs to uid 0, so user 65534 cannot work in it{FOR_ALL}"),
+        ("closed", f"closed is closed to user 65534 (Permission denied){FOR_ALL}"),
         ("home", f"queue{NO_DIRECTORY}"),
-        ("/proc/state", "cannot be created (No such file or directory): set SAFE_GPU_DIR to another directory"),
+        ("/proc/state", f"cannot be created (No such file or directory){FOR_ALL}"),
     ],
 )
 def test_no_advice_does_harm_where_a_wrong_directory_is_named(
@@ -150,7 +151,7 @@ def test_no_advice_does_harm_where_a_wrong_directory_is_named(
 
 @needs_root
 def test_a_read_only_file_system(tmp_path: Path) -> None:
-    said = "is on a read-only file system: set SAFE_GPU_DIR to another directory"
+    said = f"is on a read-only file system{FOR_ALL}"
     with mounted(tmp_path / "ro", options="ro") as mount:
         with pytest.raises(api.StateDirError, match=said):
             api.SharedDirectory(str(mount / "state"))

@@ -7,6 +7,8 @@ import re
 import shutil
 import subprocess
 import sys
+import zipapp
+from modulefinder import ModuleFinder
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -113,6 +115,39 @@ def test_the_hook_leaves_nothing_behind(script: Any, page: Path, monkeypatch: py
     assert Path(path).read_text().splitlines()[1:] == page.read_text().splitlines()[1:]
     hook.finalize("standard", build_data, "")
     assert not Path(path).parent.exists()
+
+
+# Programs in one file
+
+ENGINES = {"engines", "engines.claim", "engines.connection", "engines.dragon", "engines.holder", "engines.ray"}
+
+
+def test_what_packs_programs_finds_every_module_of_the_command(tmp_path: Path) -> None:
+    """It looks for import statements, as PyInstaller does. Engines are imported by their users."""
+    program = tmp_path / "program.py"
+    program.write_text("import safe_gpu.__main__\n")
+    finder = ModuleFinder(path=[str(ROOT)])
+    finder.run_script(str(program))
+    modules = set()
+    for path in (ROOT / "safe_gpu").rglob("*.py"):
+        parts = path.relative_to(ROOT / "safe_gpu").with_suffix("").parts
+        modules.add(".".join(parts).removesuffix("__init__").removesuffix("."))
+    found = {name.removeprefix("safe_gpu").removeprefix(".") for name in finder.modules}
+    assert modules - found == {"safe_gpu", *ENGINES}
+
+
+def test_a_zipapp_has_the_scripts_of_shells_and_the_page(tmp_path: Path, ask: Any) -> None:
+    shutil.copytree(ROOT / "safe_gpu", tmp_path / "app" / "safe_gpu", ignore=shutil.ignore_patterns("__pycache__"))
+    archive = tmp_path / "safe-gpu.pyz"
+    zipapp.create_archive(tmp_path / "app", archive, main="safe_gpu.__main__:main")
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, archive, *words], capture_output=True, text=True, timeout=60)
+
+    for shell in api.SHELLS:
+        assert run("completion", shell).stdout == ask("completion", shell).stdout
+    assert "</html>" in run("status", "--html").stdout
+    assert run("--mem").returncode == 2
 
 
 # Every build of one tree has the same bytes, by way of the sdist too, and an index accepts it

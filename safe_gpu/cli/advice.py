@@ -69,6 +69,9 @@ _CLIENT = (
 _NO_VARIABLES = "{program} passes no variables on, so the {work} may use GPUs that others hold"
 _ENDS = "the claim ends with `{shown}`, not with the {work}, which is not its child and may run on"
 _ENDS_AT_ONCE = "`{shown}` ends at once, and the claim with it, so that others can claim the GPUs of the {work}"
+_ANOTHER_STARTS = (
+    "`{shown}` has another process start the {work}, which neither holds the claim nor learns which GPUs were claimed"
+)
 _CHOOSES = "with {last}, {program} chooses among all GPUs of the host, and may use those that others hold"
 _NO_CHOICE = "Leave it out, and {program} takes the GPUs of the claim"
 _IN_CONTAINER = (
@@ -115,7 +118,8 @@ class _Advice(NamedTuple):
 # The programs of the table. To look for its patterns in every command takes longer than a claim.
 _PROGRAMS = frozenset(
     "docker docker-compose nerdctl podman podman-remote apptainer singularity screen tmux byobu at batch sbatch qsub "
-    "msub oarsub bsub srun qrsh condor_run ssh flux condor_submit systemd-run deepspeed ds accelerate".split()
+    "msub oarsub bsub srun salloc qrsh qlogin condor_run ssh mosh pdsh clush flux condor_submit systemd-run systemctl "
+    "service supervisorctl pm2 ray dvc celery ollama kubectl oc pueue ts tsp gbatch deepspeed ds accelerate".split()
 )
 
 # The first that fits counts.
@@ -151,10 +155,54 @@ _TABLE = (
     _Advice("(at|batch) (?!-[ldrcV] )", _ENDS, "Claim inside the job: echo 'safe-gpu {run} CMD' | {program} ..."),
     _Advice("(sbatch) ", _ENDS, f"{_IN_JOB} in its script, or sbatch --wrap 'safe-gpu {{run}} CMD'"),
     _Advice("(qsub|msub|oarsub) ", _ENDS, _IN_JOB),
-    _Advice("(bsub|srun|qrsh|condor_run|ssh) ", _ENDS),
+    _Advice("(bsub|srun|salloc|qrsh|qlogin|condor_run|ssh|mosh|pdsh|clush) ", _ENDS),
     _Advice(rf"(flux) {_OPTIONS}((?:mini )?(?:submit|bulksubmit|run|batch|alloc)) ", _ENDS),
     _Advice("(condor_submit) ", _ENDS, "Claim inside the job: executable = /PATH/safe-gpu, arguments = {run} CMD"),
     _Advice(rf"(systemd-run) (?!{_OPTIONS}--scope )", _ENDS, "Add --scope", "service"),
+    _Advice(
+        rf"(systemctl) {_OPTIONS}(start|restart|enable) ",
+        _ANOTHER_STARTS,
+        "Claim in the unit of the service: ExecStart=/PATH/safe-gpu {run} CMD",
+        "service",
+    ),
+    _Advice(
+        r"(service) (?!-)\S+ (start|restart) ",
+        _ANOTHER_STARTS,
+        "Claim in the script of the service: safe-gpu {run} CMD",
+        "service",
+    ),
+    _Advice(
+        rf"(supervisorctl) {_OPTIONS}(start|restart) ",
+        _ANOTHER_STARTS,
+        "Claim in the configuration of the program: command = /PATH/safe-gpu {run} CMD",
+        "program",
+    ),
+    _Advice(
+        rf"(pm2) {_OPTIONS}(start|restart) ", _ANOTHER_STARTS, "Claim in it: pm2 start 'safe-gpu {run} CMD'", "program"
+    ),
+    _Advice(
+        rf"(ollama) {_OPTIONS}(run) ",
+        "the server of {program} computes, and not `{shown}`: it neither holds the claim nor uses its GPUs",
+        "Claim for the server: safe-gpu {run} ollama serve",
+    ),
+    _Advice(
+        rf"(kubectl|oc) {_OPTIONS}(run|create|apply|exec) ",
+        _ANOTHER_STARTS,
+        "Claim inside the pod, with the state directory of the host mounted: safe-gpu {run} CMD",
+        "pod",
+    ),
+    _Advice(rf"(ray) {_OPTIONS}(start) (?!.*--block )", _ENDS_AT_ONCE, "Add --block", "cluster"),
+    _Advice("(ray) (job submit) ", _ENDS),
+    _Advice("(dvc) (queue start) ", _ENDS_AT_ONCE, "Claim in each stage of dvc.yaml: cmd: safe-gpu {run} CMD", "tasks"),
+    _Advice(
+        r"(celery) (?:\S+ )*?(--detach|multi start|multi restart) ",
+        _ENDS_AT_ONCE,
+        "Start the worker without that: nohup safe-gpu {run} celery ... worker &",
+        "worker",
+    ),
+    _Advice(rf"(pueue) {_OPTIONS}(add) ", _ANOTHER_STARTS),
+    _Advice(r"(tsp|ts) (?:-[nfmgEBd] |-[LNGD] \S+ )*(?!-)\S", _ANOTHER_STARTS),
+    _Advice("(gbatch) ", _ANOTHER_STARTS),
     _Advice(
         rf"(deepspeed|ds) {_OPTIONS}(--num_gpus|--num_nodes|--include|--exclude|--hostfile|-[ieH])[ =]",
         _CHOOSES,

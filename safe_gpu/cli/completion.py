@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Iterable, Sequence
-from pathlib import Path
+from importlib.resources import files
 
 from .output import print_lines
 
@@ -31,7 +31,8 @@ def do_completion(options: argparse.Namespace) -> int:
     if options.shell is None:
         options.usage_error(f"for which shell? {', '.join(SHELLS)}")
     if not options.command:
-        print_lines(Path(__file__).with_suffix(f".{options.shell}").read_text().rstrip())
+        script = files(__package__).joinpath(f"completion.{options.shell}").read_text("utf-8")
+        print_lines(script.rstrip())
         return 0
     found = candidates(options.command)
     if isinstance(found, int):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from importlib.resources import files
 from secrets import token_urlsafe
 from string import Template
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ _TITLES_OF_USERS = ("User", "Claims", "GPU-hours", "Mean wait")
 
 _MOST_USERS = 12  # that are listed, those with the most GPU-hours
 
-_PAGE = Template(Path(__file__).with_name("page.html").read_text("utf-8"))
+_PAGE = Template(files(__package__).joinpath("page.html").read_text("utf-8"))
 
 
 def render_page(hosts: Mapping[str, Any], *, now: float, every: float, use: Mapping[str, Sequence[ReportRow]]) -> str:

@@ -173,6 +173,22 @@ WARNED = {
     f" ... {RUN} CMD": ["bsub -q gpu ./train", "srun -n 4 ./train", "qrsh ./train", "ssh gpu2 ./train"],
     "arguments = run -n 2 -- CMD": ["condor_submit job.sub"],
     f"flux submit ... {RUN} CMD": ["flux submit -n 1 ./train"],
+    "Claim inside the job: salloc ... safe-gpu run -n 2 -- CMD": ["salloc -N 1 ./train"],
+    "`ray start` ends at once, and the claim with it": ["ray start --head", "nohup ray start --head --num-gpus 2"],
+    "GPUs of the cluster. Add --block": ["ray start --address=h:6379"],
+    "not with the job, which is not its child": ["ray job submit -- python train.py"],
+    f"cmd: {RUN} CMD": ["dvc queue start -j 2"],
+    f"nohup {RUN} celery ... worker &": ["celery -A x worker -l INFO --detach", "celery multi start w1 -A x"],
+    f"Claim for the server: {RUN} ollama serve": ["ollama run llama3", "env A=1 /usr/local/bin/ollama run x"],
+    "`systemctl start` has another process start the service": ["sudo systemctl start x.service"],
+    f"ExecStart=/PATH/{RUN} CMD": ["systemctl --user -q restart x"],
+    f"Claim in the script of the service: {RUN} CMD": ["service x start"],
+    f"command = /PATH/{RUN} CMD": ["supervisorctl -c x.conf start train"],
+    f"pm2 start '{RUN} CMD'": ["pm2 start app.py"],
+    f"the host mounted: {RUN} CMD": ["kubectl -n x apply -f job.yaml", "oc exec pod -- ./train"],
+    f"Claim inside the job: pueue add ... {RUN} CMD": ["pueue add ./train"],
+    f"Claim inside the job: ts ... {RUN} CMD": ["ts -G 1 python train.py", "ts -n ./train"],
+    f"Claim inside the job: gbatch ... {RUN} CMD": ["gbatch --gpus 1 ./train"],
     "Add --scope": ["systemd-run --user -p Nice=5 ./train --scope"],
     # Clients of containers
     "not with the container, which is not its child": [
@@ -220,9 +236,13 @@ def test_what_becomes_of_the_claim_and_the_way_that_works(command: str, words: s
         "podman run --device nvidia.com/gpu=all -e CUDA_VISIBLE_DEVICES IMAGE",
         "podman run --env-host --device nvidia.com/gpu=all IMAGE", "podman exec NAME nvidia-smi -L /dev/null",
         "apptainer exec --nv IMAGE.sif perl -e 1", "apptainer exec --nv --bind /data IMAGE.sif python train.py",
+        "ray start --head --block", "ray stop", "ray job logs x", "ollama serve", "ollama list", "systemctl status x",
+        "service x status", "service --status-all", "supervisorctl status", "pm2 logs", "kubectl get pods", "tsp -l",
+        "dvc repro", "dvc queue status", "celery -A x worker", "pueue status", "ts -k 3",
         "deepspeed train.py --num_gpus 2", "deepspeed --master_port 29501 train.py",
         "accelerate launch --gpu_ids all train.py", "accelerate config --gpu_ids 0", "python train.py --num_gpus 2",
         f"nice {'-a ' * 99}x", f"env {'1=2 ' * 99}x", f"docker {'-p 80 ' * 99}ps",  # read in no time
+        f"celery {'-A x ' * 99}ps", f"ray {'-a ' * 99}x",
     ],
 )  # fmt: skip
 def test_what_keeps_the_claim_and_its_gpus_is_not_warned_of(command: str) -> None:

@@ -142,7 +142,7 @@ class Queue(Wait):
         stage.until_queued(self.helpers[1])
 
     def at(self, stop: Stop) -> None:
-        if len(self.helpers) == 2 and stop.thread and stop.before and stop.call == "fcntl":  # not the watchdog
+        if len(self.helpers) == 2 and stop.thread and stop.before and stop.call == "fcntl":
             self.helpers.pop().end()
         elif len(self.helpers) == 1:
             super().at(stop)
@@ -435,19 +435,17 @@ class Outcome:
 
     def _examine(self) -> None:
         """What the victim says of itself."""
-        _, said, met, ignored, changed, uuids, is_whole = self._victim.expect("over")
+        _, said, ignored, changed, uuids = self._victim.expect("over")
         self.end = said
-        # A thread that stands does not hold the main one up, in which handlers run: the operation may be over.
-        may_be_over = self.point.thread > 0
         if ignored:
             self.violations.append(f"the exception was swallowed: {ignored}")
         if changed:
             self.violations.append(f"changed: {changed}")
         if said not in ("done", "raised"):
             self.violations.append(f"the exception became another: {said}")
-        if said == "raised" and uuids and not (may_be_over and is_whole):
+        if said == "raised" and uuids:
             self.violations.append(f"GPUs are held after the exception: {uuids}")
-        if said == "done" and self.call and not ignored and (met or not may_be_over):
+        if said == "done" and self.call and not ignored:
             self.violations.append("the exception was swallowed")
 
     def _claim_inside(self) -> None:
@@ -515,11 +513,7 @@ def _victim(scene: Scene, broken: str) -> Work:
         raised: list[int] = []
         ignored: list[str] = []
 
-        is_over = False
-
         def interrupt(number: int, frame: Any) -> None:
-            if is_over:
-                return
             err = Interrupt()
             raised.append(id(err))
             raise err
@@ -533,25 +527,22 @@ def _victim(scene: Scene, broken: str) -> Work:
             before = process_state()
         line.send(("ready", scene.child))
         begin()
-        said, met = "done", False
+        said = "done"
         try:
             scene.operate()
-            met = bool(raised)
         except Interrupt as err:
             said = "raised" if id(err) in raised else repr(err)
         except BaseException as err:
             said = f"{err!r} after {err.__context__!r}"
-        is_over = True
         end()
         owner = current_owner()
         uuids = [gpu.uuid for gpu in owner.gpus] if owner else []
-        is_whole = owner is not None and owner._asked != ""  # the last that a claim sets
         if owner is not None:
             owner.release_gpus()
         changed = process_state().changes(before) if said == "raised" else {}
         for name in ("descriptors", "threads"):  # some end a moment later
             changed.pop(name, None)
-        line.send(("over", said, met, ignored, changed, uuids, is_whole))
+        line.send(("over", said, ignored, changed, uuids))
         _obey(line, before)
 
     return work

@@ -14,7 +14,6 @@ import fcntl
 import os
 import stat
 from contextlib import suppress
-from functools import cache
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
@@ -67,7 +66,6 @@ def state_dir_path() -> str:
     return _absolute(host_setting("state_dir", "SAFE_GPU_DIR", os.environ) or DEFAULT_DIR)
 
 
-@cache  # every claim asks several times
 def _absolute(path: str) -> str:
     if not os.path.isabs(path):
         raise StateDirError(
@@ -100,34 +98,43 @@ def another_place(path: str) -> str:
 
 def refusal_of_error(path: str, err: OSError, *, verb: str = "opened", closed: str = "") -> StateDirError:
     """Return why it cannot be opened or made. ``closed`` is the way out of one that is not what it should be."""
-    what, way_out = f"{path} cannot be {verb} ({err.strerror})", closed
+    what = f"{path} cannot be {verb} ({err.strerror})"
+    way_out = closed
     if err.errno in (errno.ELOOP, errno.EMLINK):
         what = f"{path} is a symbolic link, which is never followed"
     elif err.errno == errno.ENOTDIR and verb == "opened":
         what = f"{path} is not a directory, or it is a symbolic link, which is never followed"
     elif err.errno == errno.EWOULDBLOCK:
-        what, way_out = f"{path} is kept under a file lease (F_SETLEASE)", "ask its owner or root to end that"
+        what = f"{path} is kept under a file lease (F_SETLEASE)"
+        way_out = "ask its owner or root to end that"
     elif err.errno in (errno.EACCES, errno.EPERM) and verb == "opened":
         what = f"{path} is closed to user {os.geteuid()} ({err.strerror})"
     elif err.errno in (errno.ENOSPC, errno.EDQUOT):
-        what, way_out = f"no room for {path} ({err.strerror})", "free some space there"
+        what = f"no room for {path} ({err.strerror})"
+        way_out = "free some space there"
     elif err.errno in (errno.EMFILE, errno.ENFILE):
         way_out = "let this process open more (ulimit -n)"
     elif err.errno == errno.EFBIG:
-        what, way_out = f"{path} cannot be written ({err.strerror})", "let this process write files (ulimit -f)"
+        what = f"{path} cannot be written ({err.strerror})"
+        way_out = "let this process write files (ulimit -f)"
     elif err.errno in (errno.EINVAL, errno.EOPNOTSUPP) and verb == "opened":
-        what, way_out = f"{path} cannot be made on this file system ({err.strerror})", ""
+        what = f"{path} cannot be made on this file system ({err.strerror})"
+        way_out = ""
     elif err.errno == errno.EROFS:
-        what, way_out = f"{path} is on a read-only file system", ""
+        what = f"{path} is on a read-only file system"
+        way_out = ""
     return refusal(what, path, err.errno, way_out)
 
 
 def refusal_of_status(path: str, status: os.stat_result) -> StateDirError:
     """Return why a file of this kind, or with this mode, is not used."""
-    names = f"{status.st_nlink} names (hard links) and " if status.st_nlink > 1 else ""
-    what = f"{path} has {names}mode {stat.S_IMODE(status.st_mode):04o} in place of 0666, so it may be somebody's file"
-    what += " from elsewhere, which is not to be written to"
-    if not stat.S_ISREG(status.st_mode):
+    if stat.S_ISREG(status.st_mode):
+        has = f"mode {stat.S_IMODE(status.st_mode):04o}"
+        if status.st_nlink > 1:
+            has = f"{status.st_nlink} names (hard links) and {has}"
+        what = f"{path} has {has} in place of 0666, so it may be somebody's file from elsewhere, which is not to be "
+        what += "written to"
+    else:
         what = f"{path} is not a regular file"
     way_out = f"ask its owner {procfs.user_name(status.st_uid)} or root to remove this name"
     return refusal(what, path, errno.EPERM, way_out)
@@ -137,29 +144,36 @@ def setup_command(path: str) -> str:
     """Return the command by which root makes a state directory its own, in place of this one or of its files."""
     from shlex import quote
 
-    return "safe-gpu setup" + ("" if path in (ADMIN_DIR, DEFAULT_DIR) else f" --state-dir {quote(path)}")
+    if path in (ADMIN_DIR, DEFAULT_DIR):
+        return "safe-gpu setup"
+    return f"safe-gpu setup --state-dir {quote(path)}"
 
 
 def remover_of(path: str, user: int) -> int | None:
     """Return who can remove entries of this user, being neither that user nor root: the owner of the state directory or
     of ``claims``, sticky bit or not; None for nobody."""
     with suppress(OSError):
-        owners = (os.stat(one, follow_symlinks=False).st_uid for one in (path, f"{path}/claims"))
-        return next((uid for uid in owners if uid not in (0, user)), None)
+        for place in (path, f"{path}/claims"):
+            owner = os.stat(place, follow_symlinks=False).st_uid
+            if owner not in (0, user):
+                return owner
     return None
 
 
 _Opened = TypeVar("_Opened", bound="SharedDirectory")
 
 
-@cache
-def doubt_of_image(path: str) -> str:
-    """Return what a claim is to be told of a state directory in the image of a container that has not the network of
-    the host; "" for nothing."""
+def warning_about_container_dir(path: str) -> str:
+    """Return a warning about a state directory in the image of a container that has not the network of the host; ""
+    for none."""
     above = path
     while not os.path.isdir(above):
         above = os.path.dirname(above)
-    kind, point = procfs.file_system_at(above, os.stat(above).st_dev)
+    try:
+        device = os.stat(above).st_dev
+    except OSError:
+        return ""  # it has just been removed
+    kind, point = procfs.file_system_at(above, device)
     if point != "/" or kind not in _OF_IMAGES or procfs.sees_network_devices():
         return ""
     return (
@@ -168,9 +182,9 @@ def doubt_of_image(path: str) -> str:
     )
 
 
-@cache  # every claim asks, and is told once
-def doubt_of_entries(path: str, *, doors: bool) -> str:
-    """Return what a claim of this process is to be told of its entry; "" for nothing.
+def warning_about_removable_entries(path: str, *, doors: bool) -> str:
+    """Return a warning that somebody can remove the entries of this user's claims; "" if nobody can, or if that harms
+    no claim.
 
     A claim that has doors keeps its GPUs without its entry, in its own network namespace. Those of other processes
     cannot be read, but the host's has the network interfaces that are devices.
@@ -182,8 +196,12 @@ def doubt_of_entries(path: str, *, doors: bool) -> str:
     uid = remover_of(path, os.geteuid())
     if uid is None or (doors and procfs.sees_network_devices()):
         return ""
-    why = "this network namespace seems not to be the host's" if doors else "it has no doors"
-    ask = "as root" if os.geteuid() == 0 else "ask root to run"
+    why = "it has no doors"
+    if doors:
+        why = "this network namespace seems not to be the host's"
+    ask = "ask root to run"
+    if os.geteuid() == 0:
+        ask = "as root"
     return (
         f"{procfs.user_name(uid)} can remove the entries of this claim in {printable(path)}, and nothing else "
         f"keeps others off its GPUs, since {why}: {ask}: {setup_command(path)}"
@@ -217,8 +235,11 @@ class SharedDirectory:
     fd = -1
 
     def __init__(self, path: str, above: SharedDirectory | Place | None = None, *, make: bool = True) -> None:
-        self.path: str = f"{above.path}/{path}" if above else path
-        parent = above.fd if above else None
+        self.path: str = path
+        parent = None
+        if above is not None:
+            self.path = f"{above.path}/{path}"
+            parent = above.fd
         while self.fd < 0:
             try:
                 self.fd = os.open(path, OPEN_DIR, dir_fd=parent)
@@ -229,20 +250,26 @@ class SharedDirectory:
             except OSError as err:
                 raise refusal_of_error(self.path, err) from err
         status = os.fstat(self.fd)
-        self.file, self.is_large = (status.st_dev, status.st_ino), status.st_size > _ONE_BLOCK
-        kind = file_system_at(self.path, status.st_dev).kind if above is None else ""
-        if kind not in NETWORK_TYPES and self._is_open_to_us(status):
-            return
-        self.close()
+        self.file = (status.st_dev, status.st_ino)
+        self.is_large = status.st_size > _ONE_BLOCK
+        try:
+            if above is None:
+                self._refuse_network_types(status)
+            if not self._is_open_to_us(status):
+                what = f"{self.path} has mode {stat.S_IMODE(status.st_mode):04o} and belongs to uid {status.st_uid}"
+                raise refusal(f"{what}, so user {os.geteuid()} cannot work in it", self.path, errno.EACCES)
+        except StateDirError:
+            self.close()
+            raise
+
+    def _refuse_network_types(self, status: os.stat_result) -> None:
+        kind = file_system_at(self.path, status.st_dev).kind
         if kind in NETWORK_TYPES:
             raise StateDirError(
                 f"{self.path} is on a network file system ({kind}), where locks do not work as on a local one: "
                 f"{another_place(self.path)}, on a local disk or tmpfs",
                 path=self.path,
             )
-        mode, owner = stat.S_IMODE(status.st_mode), status.st_uid
-        what = f"{self.path} has mode {mode:04o} and belongs to uid {owner}, so user {os.geteuid()} cannot work in it"
-        raise refusal(what, self.path, errno.EACCES)
 
     def _is_open_to_us(self, status: os.stat_result) -> bool:
         if stat.S_IMODE(status.st_mode) == DIR_MODE or status.st_uid == os.geteuid():
@@ -257,7 +284,8 @@ class SharedDirectory:
 
     def close(self) -> None:
         """Close it; safe to call twice."""
-        fd, self.fd = self.fd, -1
+        fd = self.fd
+        self.fd = -1
         if fd >= 0:
             os.close(fd)
 

@@ -18,7 +18,6 @@ import sys
 from _socket import AF_UNIX, SHUT_RDWR, SOCK_DGRAM, socket  # the module socket takes 15 ms to import
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
-from functools import cache
 from typing import Any
 
 from ..gpus.devices import PARTITION_MODES
@@ -43,7 +42,7 @@ class Doors:
     """The doors that one claim holds. Each call takes all that it needs, or nothing.
 
     Args:
-        tree: what stands before each UUID; "" but on simulated hosts.
+        prefix: what stands before each UUID; "" but on simulated hosts.
 
     Attributes:
         parts: UUID -> K, of the GPUs of which a part is held.
@@ -59,8 +58,8 @@ class Doors:
         doors.release()
     """
 
-    def __init__(self, tree: str = "") -> None:
-        self._tree = tree
+    def __init__(self, prefix: str = "") -> None:
+        self._prefix = prefix
         self._held: list[Held] = []
         self.parts: dict[str, int] = {}
 
@@ -195,7 +194,10 @@ class Doors:
 
     def _take(self, name: bytes) -> bool:
         """Bind a name, on a descriptor above all that are held: they are kept, and closed, in this order."""
-        held = _bound(name, above=self._held[-1].fd if self._held else -1)
+        highest = -1
+        if self._held:
+            highest = self._held[-1].fd
+        held = _bound(name, above=highest)
         if held is None:
             return False
         self._held.append(held)
@@ -220,7 +222,7 @@ class Doors:
         >>> Doors()._name("MIG-GPU-5c89852c/1/0", ".7")
         b'\\x00safe-gpu/1/MIG-GPU-5c89852c_1_0.7...............'
         """
-        name = b"\0" + os.fsencode(_PROTOCOL + self._tree + uuid.replace("/", "_") + tail)
+        name = b"\0" + os.fsencode(_PROTOCOL + self._prefix + uuid.replace("/", "_") + tail)
         return name.ljust(_LENGTH, b".")
 
     def _names_of_token(self, uuid: str, token: str) -> tuple[bytes, bytes]:
@@ -256,15 +258,14 @@ def _are_held(names: Iterable[bytes]) -> list[bool]:
         one.close()
 
 
-def simulated_tree(path: str) -> str:
-    """Return what stands before the UUIDs of a simulated host whose processes are kept in this directory."""
+def uuid_prefix(path: str) -> str:
+    """Return what stands before the UUIDs of a simulated host, in the names of doors, whose processes are kept in this
+    directory."""
     return f"sim-{digest(path)}/"
 
 
-@cache
 def _sha256() -> Callable[[bytes], Any]:
-    """Return SHA-256. hashlib would load OpenSSL, which takes longer than a claim; so does the search for a module that
-    is not there."""
+    """Return SHA-256. hashlib would load OpenSSL, which takes longer than a claim."""
     try:
         if sys.version_info >= (3, 12):
             from _sha2 import sha256  # type: ignore[import-not-found, unused-ignore]

@@ -29,7 +29,7 @@ _NOT_AN_ENTRY = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EWOU
 
 
 class Entries:
-    """The entries of a directory, as one process gets to know them. A file is read once, and asked whether it lives.
+    """The entries of a directory, as one process gets to know them. A file is read once, and its lock checked again.
 
     Nothing is locked, so any process may look at any time.
 
@@ -70,26 +70,26 @@ class Entries:
         """Count an entry of this process for nothing, from when it has its name."""
         self._listing.leave_out(name)
 
-    def look(self, ask: Collection[str] | None = None) -> list[Entry]:
+    def look(self, recheck: Collection[str] | None = None) -> list[Entry]:
         """List the names, read what is new, and return the living entries by number, each file once.
 
         Args:
-            ask: names of known entries that are asked again whether they live; None asks all.
+            recheck: names of known entries whose locks are checked again; None checks those of all.
 
         Raises:
             StateDirError: the directory cannot be read, or a file that its owner allows to open: with an entry left
                 out, two could hold one GPU.
         """
         self.refresh()
-        return self.look_at_listed(ask)
+        return self.look_at_listed(recheck)
 
-    def look_at_listed(self, ask: Collection[str] | None = None) -> list[Entry]:
+    def look_at_listed(self, recheck: Collection[str] | None = None) -> list[Entry]:
         """Return the same by the latest listing."""
-        if ask is None:
+        if recheck is None:
             self._check_all([*self._with_state(LIVING, UNREADABLE)])
         else:
-            asked = {self._listing.file_of(name) for name in ask}
-            self._check_all([file for file in self._with_state(LIVING) if file in asked])
+            files = {self._listing.file_of(name) for name in recheck}
+            self._check_all([file for file in self._with_state(LIVING) if file in files])
         self._check_all([*self._with_state(UNREAD)])
         return self.living
 
@@ -102,7 +102,7 @@ class Entries:
 
     @property
     def living(self) -> list[Entry]:
-        """The entries that lived when they were asked last, by number."""
+        """The entries that lived when their locks were checked last, by number."""
         return sorted(file.entry for file in self._listing.files() if file.entry is not None)
 
     def listed(self) -> list[tuple[int, str]]:
@@ -119,8 +119,8 @@ class Entries:
         """Return whether a new entry of this number would be taken into account."""
         return number < self.next_number + LARGEST_GAP
 
-    def ask(self, name: str) -> Entry | None:
-        """Return the living entry of this name; None if there is none, or it counts for nothing.
+    def recheck(self, name: str) -> Entry | None:
+        """Check the lock of an entry, and return it; None if there is none, it is dead, or it counts for nothing.
 
         Raises:
             StateDirError: it cannot be opened though its owner allows it.
@@ -132,7 +132,7 @@ class Entries:
         return self.known(name)
 
     def known(self, name: str) -> Entry | None:
-        """Return the entry of this name, which lived when it was asked last; it is asked if it never was."""
+        """Return the entry of this name, which lived when its lock was checked last; it is checked if it never was."""
         file = self._listing.file_of(name)
         if file is None:
             return None
@@ -161,7 +161,7 @@ class Entries:
     def _check_open(self, file: File, fd: int) -> None:
         status = os.fstat(fd)
         if not file.is_that_of(status):
-            self._listing.take_for_others([file.name])  # only who may remove the name can put another file there
+            self._listing.meet_apart([file.name])  # only who may remove the name can put another file there
         elif not is_locked(fd):
             _put(file, DEAD)
         elif why_no_entry(status):
@@ -312,8 +312,8 @@ def living_entries(
     """Return the living entries of a directory in a state directory, without a lock; none if it is missing.
 
     Args:
-        ignored: takes sentences on the names that count for nothing. Any user can make many.
-        dead: takes those of the dead that this user may remove, which are removed.
+        ignored: gets sentences on the names that count for nothing. Any user can make many.
+        dead: gets those of the dead that this user may remove, which are removed.
 
     Raises:
         StateDirError: it cannot be read.

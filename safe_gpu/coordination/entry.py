@@ -15,7 +15,6 @@ import re
 import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
-from functools import cache, partial
 from typing import Any, NamedTuple
 
 from ..host import procfs
@@ -71,7 +70,7 @@ class Entry(NamedTuple):
         nb_gpus: how many it wants; 0 of a claim.
         display: it shares a GPU with an active display with all claims that say so.
         token: hash of the token of a claim that allows claims inside it; "" of others.
-        inside: hash of the token of the claim around it; "" of one that is inside none.
+        inside: hash of the token of the claim that encloses it; "" of one that is inside none.
         pid, start, pidns, host: its process, as it sees itself: ``start`` in clock ticks since boot.
         since, until, queued: Unix seconds; None is unknown.
         more: what else it says: the conditions of a ticket, and of a claim what only the history tells.
@@ -113,7 +112,12 @@ class Entry(NamedTuple):
         """
         facts = _Facts(data)
         nb_gpus = facts.number("nb_gpus", 0, _MOST_GPUS) or 0
-        gpus = _parse_wanted(facts) if nb_gpus else _parse_shares(facts)
+        if nb_gpus:
+            gpus = _parse_wanted(facts)
+            more = _parse_conditions(facts)
+        else:
+            gpus = _parse_shares(facts)
+            more = _parse_for_history(facts)
         pieces = _parse_pieces(facts, gpus)
         return cls(
             number=number_of(name),
@@ -138,7 +142,7 @@ class Entry(NamedTuple):
             until=facts.seconds("until"),
             queued=facts.seconds("queued"),
             version=facts.number("v", 1, 1 << 30) or 1,
-            more=_parse_conditions(facts) if nb_gpus else _parse_for_history(facts),
+            more=more,
         )
 
 
@@ -248,7 +252,9 @@ def _parse_conditions(facts: _Facts) -> dict[str, Any]:
         if len(conditions) == _MOST_CONDITIONS:
             conditions[""] = STRANGE
             break
-        conditions[key[:_LONGEST_CONDITION]] = value if is_plain(value) else STRANGE
+        if not is_plain(value):
+            value = STRANGE
+        conditions[key[:_LONGEST_CONDITION]] = value
     return conditions
 
 
@@ -320,27 +326,19 @@ def next_number(names: Collection[str]) -> int:
     return highest + 1
 
 
-@cache
-def _said_always(pid: int) -> dict[str, Any]:
-    """Return what does not change of a process, which is this one; a forked child has another pid."""
-    return {
-        "pid": pid,
-        "start": procfs.start_time(pid) or 0,
-        "pidns": procfs.pid_namespace() or 0,
-        "host": os.uname().nodename,
-    }
-
-
-def said_by_this_process(job: str | None, command: str | None = None, *, pid: int | None = None) -> dict[str, Any]:
+def said_by_this_process(job: str | None, command: str | None = None) -> dict[str, Any]:
     """Return what an entry of this process says of it.
 
     Args:
         job: the batch job, for people.
         command: of what this process will execute, for people; None: of this process itself.
-        pid: of this process, where it is known.
     """
+    pid = os.getpid()
     return {
-        **_said_always(pid or os.getpid()),
+        "pid": pid,
+        "start": procfs.start_time(pid) or 0,
+        "pidns": procfs.pid_namespace() or 0,
+        "host": os.uname().nodename,
         "job": well_formed(job or "")[:_LONGEST_TEXT],
         "command": well_formed(command or own_command() or "")[:_LONGEST_TEXT],
     }
@@ -432,11 +430,6 @@ def _write_and_lock(fd: int, data: bytes) -> None:
 def _remove_if_there(directory: SharedDirectory, name: str) -> None:
     with suppress(OSError):
         os.unlink(name, dir_fd=directory.fd)
-
-
-def remove_entry(directory: Directory, name: str, held: Held) -> None:
-    """Remove an entry of this process and give it back; a forked child only closes its copy."""
-    held.release(partial(_remove_if_there, directory, name))
 
 
 def is_alive(directory: SharedDirectory, name: str) -> bool:

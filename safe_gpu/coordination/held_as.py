@@ -22,7 +22,9 @@ def held_as(entry: Entry, gpu: Gpu, shown: Mapping[str, Gpu]) -> HeldAs | None:
         return None
     if gpu.uuid in entry.gpus and not gpu.is_piece:
         return None
-    part = "all" if None in entry.gpus.values() else "a share"
+    part = "a share"
+    if None in entry.gpus.values():
+        part = "all"
     is_virtual_function = gpu.partition and not gpu.mode  # those stand beside their card
     if gpu.is_piece and not is_virtual_function:
         return HeldAs(f"held with {part} of its GPU since before the mode changed", outdated=True)
@@ -43,11 +45,12 @@ def _held_as_pieces(entry: Entry, gpu: Gpu, pieces: Sequence[str], shown: Mappin
 
 def _held_as_gone(gpu: Gpu, gone: tuple[str, ...], mode: str) -> HeldAs:
     name = gone[0]
+    is_or_are = "is"
     if len(gone) > 1:
         name = f"{name} and {len(gone) - 1} more"
+        is_or_are = "are"
     if mode:
         name = f"{name} of mode {mode}"
-    is_or_are = "is" if len(gone) == 1 else "are"
     is_mig_off = gone[0].startswith("MIG-") and not gpu.mig_enabled and not gpu.lost
     if is_mig_off or mode != gpu.mode:
         return HeldAs(f"held as {name}, which {is_or_are} gone since the mode changed", gone, outdated=True)

@@ -78,7 +78,7 @@ def file_names(month: str) -> list[str]:
     >>> file_names("2026-11")
     ['2026-11.jsonl', '2026-11.1.jsonl', '2026-11.2.jsonl', '2026-11.3.jsonl']
     """
-    return [f"{month}{f'.{part}' if part else ''}.jsonl" for part in range(PARTS)]
+    return [f"{month}.jsonl", *(f"{month}.{part}.jsonl" for part in range(1, PARTS))]
 
 
 def append(lines: Iterable[bytes], now: float, state_dir: SharedDirectory | Place | None = None) -> bool:
@@ -136,20 +136,34 @@ def claim_line(said: Mapping[str, Any], *, uid: int) -> bytes:
         said: what its entry says, by the keys of :class:`~safe_gpu.coordination.entry.Entry`; ``waited``; ``labels``,
             the indices of its GPUs; and ``of``, the bytes of each GPU that could be shared.
     """
-    gpus, waited, user = said.get("gpus"), said.get("waited"), user_name(uid) if uid >= 0 else ""
-    without = said.get("inside") or said.get("display") or said.get("nb_gpus")
-    if without or not (gpus and said.get("pid") and said.get("since")):
+    gpus = said.get("gpus")
+    if said.get("inside") or said.get("display") or said.get("nb_gpus"):
         return b""
-    fields: dict[str, Any] = {"v": 1, "claim": [said["pid"], round(said["since"], 3)], "uid": uid, "user": user}
-    fields.update((key, well_formed(said.get(key) or "") or None) for key in ("host", "job"))
+    if not (gpus and said.get("pid") and said.get("since")):
+        return b""
+    user = ""
+    if uid >= 0:
+        user = user_name(uid)
     # The entry may have the whole command, by the wish of its user, and is soon gone; this line stays.
-    fields["command"] = printable(well_formed(program_names((said.get("command") or "").split()))) or None
-    fields.update(gpus=[*gpus], labels=said.get("labels", ()), until=said.get("until"))
-    if waited is not None:
-        fields["waited"] = waited
-    share = next(iter(gpus.values()))
+    command = program_names((said.get("command") or "").split())
+    fields: dict[str, Any] = {
+        "v": 1,
+        "claim": [said["pid"], round(said["since"], 3)],
+        "uid": uid,
+        "user": user,
+        "host": well_formed(said.get("host") or "") or None,
+        "job": well_formed(said.get("job") or "") or None,
+        "command": printable(well_formed(command)) or None,
+        "gpus": list(gpus),
+        "labels": said.get("labels", ()),
+        "until": said.get("until"),
+    }
+    if said.get("waited") is not None:
+        fields["waited"] = said["waited"]
+    share, *_ = gpus.values()  # of each the same
     if share is not None:
-        fields.update(share=share, of=said.get("of"))
+        fields["share"] = share
+        fields["of"] = said.get("of")
     return json.dumps(fields).encode() + b"\n"
 
 
@@ -159,7 +173,9 @@ def end_line(pid: int, since: float, seen: float, ended: float) -> bytes:
     >>> end_line(4470, 1795184513.204, 1795191713.2, 1795191713.2)
     b'{"v": 1, "claim": [4470, 1795184513.204], "ended": 1795191713.200}\\n'
     """
-    when = f"{ended:.3f}" if seen == ended else f"[{seen:.3f}, {ended:.3f}]"
+    when = f"[{seen:.3f}, {ended:.3f}]"
+    if seen == ended:
+        when = f"{ended:.3f}"
     return f'{{"v": 1, "claim": [{pid}, {since:.3f}], "ended": {when}}}\n'.encode()
 
 
@@ -176,9 +192,11 @@ def lines_of_dead(entries: Iterable[Entry], now: float) -> list[bytes]:
     """
     lines = []
     for entry in entries:
-        line, since = line_of_entry(entry), entry.since
+        line = line_of_entry(entry)
+        since = entry.since
         if line and since and since <= now:
-            lines += [line, end_line(entry.pid, since, *_end_of_dead(entry, since, now))]
+            seen, ended = _end_of_dead(entry, since, now)
+            lines += [line, end_line(entry.pid, since, seen, ended)]
     return lines
 
 

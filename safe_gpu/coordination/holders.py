@@ -22,7 +22,7 @@ from .silicon import Silicon, share_of, silicon_of
 
 _SECOND_LOOK = 0.005  # seconds
 
-_MOST_DESCRIPTORS = 20_000  # of one user, of which an heir is looked for
+_MOST_DESCRIPTORS = 20_000  # of one user, among which an entry is looked for
 
 
 class Claims:
@@ -43,33 +43,40 @@ class Claims:
     def __init__(self, living: Iterable[Entry], gpus: Iterable[Gpu] = ()) -> None:
         self.living = tuple(entry for entry in living if not entry.nb_gpus)
         self._shown = {gpu.uuid: gpu for gpu in gpus}
-        self._around = {
-            (one.token, one.uid): one for one in self.living if one.token and not one.inside and one.uid >= 0
-        }
+        self._may_enclose: dict[tuple[str, int], Entry] = {}  # hash of the token and owner -> claim
+        for one in self.living:
+            if one.token and not one.inside and one.uid >= 0:
+                self._may_enclose[one.token, one.uid] = one
         self._in_the_way: dict[str, list[Entry]] = {}  # of a device
         self._silicon: dict[str, Silicon] = {}  # name of an entry -> what it has: a neighbour can make it large
 
-    def around(self, token: str) -> Entry | None:
+    def enclosing(self, token: str) -> Entry | None:
         """Return the living claim of this user with this token, the value of SAFE_GPU_SCOPE. Its doors are not
         asked."""
-        return self._around.get((digest(token), os.geteuid())) if token else None
+        if not token:
+            return None
+        return self._may_enclose.get((digest(token), os.geteuid()))
 
     def is_inside(self, entry: Entry) -> bool:
         """Return whether it is inside a living claim."""
-        return bool(entry.inside) and (entry.inside, entry.uid) in self._around
+        return bool(entry.inside) and (entry.inside, entry.uid) in self._may_enclose
 
     def in_the_way(self, uuid: str, inside: str = "") -> list[Entry]:
         """Return the claims that take room of a device from another claim: those on it, and those on the GPU of which
         it is a piece, or on pieces of it.
 
         Args:
-            inside: hash of the token of the claim around that one; "" of a claim inside none.
+            inside: hash of the token of the enclosing claim of that one; "" of a claim inside none.
         """
-        around = self._around.get((inside, os.geteuid())) if inside else None
         if uuid not in self._in_the_way:
             self._in_the_way[uuid] = self._find_in_the_way(uuid)
-        found = self._in_the_way[uuid]
-        return [one for one in found if (one.inside == inside or not self.is_inside(one)) and one is not around]
+        enclosing = self._may_enclose.get((inside, os.geteuid()))
+        found = []
+        for one in self._in_the_way[uuid]:
+            is_inside_another = one.inside != inside and self.is_inside(one)
+            if one is not enclosing and not is_inside_another:
+                found.append(one)
+        return found
 
     def _find_in_the_way(self, uuid: str) -> list[Entry]:
         gpu = self._shown.get(uuid)
@@ -113,14 +120,16 @@ class Claims:
         doors, so such a door that is held may be of another state directory."""
         return _parts([one for one in self.in_the_way(uuid, inside) if not has_ended(one)], door or uuid)
 
-    def holders(self, inside: str = "", *, told: bool = True) -> dict[str, Holder]:
-        """Return UUID -> who holds it, of the devices that the driver shows, as seen by a claim inside none, or inside
-        the one with this hash of a token.
+    def holders(self, inside: str = "") -> dict[str, Holder]:
+        """Return UUID -> who holds it, for people, of the devices that the driver shows, as seen by a claim inside
+        none, or inside the one with this hash of a token; as of :func:`holder_of`."""
+        return self._holders(inside, holder_of)
 
-        Args:
-            told: whether for people, as of :func:`holder_of`; else as of :func:`said_by`, which asks nobody.
-        """
-        describe = holder_of if told else said_by
+    def holders_as_said(self, inside: str = "") -> dict[str, Holder]:
+        """Return the same as of :func:`said_by`. Nobody is asked, so it may be called under host.lock."""
+        return self._holders(inside, said_by)
+
+    def _holders(self, inside: str, describe: Callable[[Entry], Holder]) -> dict[str, Holder]:
         found = {}
         for uuid, gpu in self._shown.items():
             claims = self.in_the_way(uuid, inside)
@@ -148,22 +157,24 @@ def living_claims() -> list[Entry]:
 
 def said_by(entry: Entry) -> Holder:
     """Return what an entry says of its process. Nobody is asked, so it may be called under host.lock."""
-    namespace = procfs.namespace_text(entry.pidns or None)
-    return Holder(
-        None if namespace else entry.pid,
+    holder = Holder(
+        entry.pid,
         None,
         entry.job or None,
         entry.command or None,
         entry.since,
-        None if namespace else entry.start,
-        namespace=namespace,
+        entry.start,
+        namespace=procfs.namespace_text(entry.pidns or None),
         until=entry.until,
         uid=entry.uid,
         queued=entry.queued,
     )
+    if holder.namespace:
+        return holder._replace(pid=None, start=None)  # these numbers mean nothing here
+    return holder
 
 
-def heirs_of(entries: Collection[Entry]) -> dict[str, int]:
+def surviving_processes_of(entries: Collection[Entry]) -> dict[str, int]:
     """Return name of an entry -> a process that has its file open and locked, as far as this user may see.
 
     A file may have several names, and any file may have that of an entry, so device and inode are compared. Only
@@ -196,26 +207,31 @@ def _locked_entry(pid: int, number: str) -> tuple[int, int] | None:
     return None
 
 
-def heir_of(entry: Entry) -> int | None:
-    """Return the process that has an entry, whichever it names; None where this user may not see it."""
-    return heirs_of([entry]).get(entry.name) if os.geteuid() in (0, entry.uid) else None
+def surviving_process_of(entry: Entry) -> int | None:
+    """Return the process that has an entry, such as a child that kept it after its parent ended; None where this user
+    may not see it."""
+    if os.geteuid() not in (0, entry.uid):
+        return None
+    return surviving_processes_of([entry]).get(entry.name)
 
 
-def holder_of(entry: Entry, heir: Callable[[Entry], int | None] = heir_of) -> Holder:
+def holder_of(entry: Entry, surviving: Callable[[Entry], int | None] = surviving_process_of) -> Holder:
     """Return who holds an entry, for people: its process if that lives here, else one that it left behind.
 
     The user is the owner of the file. A directory service may be asked.
 
     Args:
-        heir: as :func:`heir_of`.
+        surviving: as :func:`surviving_process_of`.
     """
-    said = said_by(entry)._replace(user=procfs.user_name(entry.uid) if entry.uid >= 0 else None)
+    said = said_by(entry)
+    if entry.uid >= 0:
+        said = said._replace(user=procfs.user_name(entry.uid))
     if said.namespace:
         return said._replace(pid=entry.pid)  # its own number there
     is_hidden = entry.pid and not procfs.exists(entry.pid) and not procfs.has_ended(entry.pid)
     if is_hidden or lives_here(entry):
         return said._replace(command=command_of(entry.pid, said.command))
-    return said._replace(pid=heir(entry), start=None, left_by=entry.pid)
+    return said._replace(pid=surviving(entry), start=None, left_by=entry.pid)
 
 
 def has_ended(entry: Entry) -> bool:
@@ -239,7 +255,7 @@ def lives_here(entry: Entry) -> bool:
 
 
 def claims_now(
-    gpus: Iterable[Gpu], tree: str, living: Callable[[], list[Entry]] = living_claims
+    gpus: Iterable[Gpu], prefix: str, living: Callable[[], list[Entry]] = living_claims
 ) -> tuple[Claims, dict[str, Holder]]:
     """Return the living claims, and UUID -> why it cannot be claimed, of those of these GPUs that no living claim here
     has all of: another state directory holds it, or too many claims hold pieces of its GPU. No lock is taken.
@@ -249,7 +265,7 @@ def claims_now(
 
     Args:
         gpus: that the driver shows.
-        tree: what stands before UUIDs in the names of doors.
+        prefix: what stands before UUIDs in the names of doors.
         living: lists the claims.
 
     Raises:
@@ -257,18 +273,18 @@ def claims_now(
     """
     shown = tuple(gpus)
     claims = Claims(living(), shown)
-    beyond = _held_beyond(shown, claims, tree)
+    beyond = _held_beyond(shown, claims, prefix)
     if beyond:
         time.sleep(_SECOND_LOOK)
         claims = Claims(living(), shown)
-        beyond = _held_beyond([gpu for gpu in shown if gpu.uuid in beyond], claims, tree)
+        beyond = _held_beyond([gpu for gpu in shown if gpu.uuid in beyond], claims, prefix)
     return claims, beyond
 
 
-def _held_beyond(gpus: Iterable[Gpu], claims: Claims, tree: str) -> dict[str, Holder]:
+def _held_beyond(gpus: Iterable[Gpu], claims: Claims, prefix: str) -> dict[str, Holder]:
     found = {}
     with suppress(OSError):  # no sockets here: entries alone count
-        doors = Doors(tree)
+        doors = Doors(prefix)
         for gpu in gpus:
             if are_taken_elsewhere(doors, gpu, claims):
                 found[gpu.uuid] = Holder(elsewhere=True)
@@ -300,20 +316,25 @@ def _is_held_here(gpu: Gpu, claims: Claims) -> bool:
 
 def holder_of_full(gpu: Gpu) -> Holder:
     """Return what stands for a holder of a piece of a GPU of which as many claims hold pieces as can."""
-    whole = str(gpu.index) if gpu.is_mig_instance else gpu.whole
+    whole = gpu.whole
+    if gpu.is_mig_instance:
+        whole = str(gpu.index)
     return Holder(full=f"{len(PIECE_PARTS)} claims hold pieces of GPU {whole}, which is the most")
 
 
 def gpus_of_scope(scope: str) -> tuple[str, ...]:
     """Return the UUIDs of the GPUs of this user's living claim with this value of SAFE_GPU_SCOPE, whichever driver
     knows them; none if there is no such claim, and if the claims cannot be read."""
+    if not scope:
+        return ()
     with suppress(StateDirError):  # the claim itself meets the same error
-        around = Claims(living_claims()).around(scope) if scope else None
-        return () if around is None else tuple(sorted(around.gpus))
+        enclosing = Claims(living_claims()).enclosing(scope)
+        if enclosing is not None:
+            return tuple(sorted(enclosing.gpus))
     return ()
 
 
-def claim_around(living: Collection[Entry], scope: str) -> Entry | None:
+def enclosing_claim(living: Collection[Entry], scope: str) -> Entry | None:
     """Return the claim of this process, else that of its nearest ancestor, else the one with this scope; None without
     any.
 
@@ -324,4 +345,4 @@ def claim_around(living: Collection[Entry], scope: str) -> Entry | None:
         for entry in living:
             if entry.pid == pid and lives_here(entry):
                 return entry
-    return Claims(living).around(scope)
+    return Claims(living).enclosing(scope)

@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from typing import NamedTuple
 
 from ..errors import LockTimeout, MissingPackageError, StateDirError
 from ..host import procfs
@@ -28,8 +29,10 @@ from .entries import Entries
 MINIMUM_PATIENCE = 10.0
 """Seconds that host.lock is waited for even by a claim that waits for no GPU."""
 
-# However large the crowd at host.lock, nobody pauses longer than this, times 1 to 5 ms.
-_SLOWEST = 20
+# Seconds of a pause between two tries, at least and at most. It grows with the wait, up to the second pair.
+_FIRST_PAUSE = (0.001, 0.005)
+_LONGEST_PAUSE = (0.020, 0.100)
+_GROWTH = 300  # of a pause, as a multiple of the first, in each second of waiting
 
 # Tries after the deadline. Who holds host.lock at each of them, and does not run, keeps it.
 _LAST_TRIES = 5
@@ -43,13 +46,13 @@ class Host:
             is missing.
 
     Attributes:
-        claims, queue: the entries, from the first :meth:`look` on.
+        claims, queue: the entries, from the first :meth:`prepare` on.
         directory: the state directory.
 
     Example::
 
         with DeferredSignals() as signals, Host() as host:
-            host.look()
+            host.prepare()
             with host.locked(deadline, signals):
                 living = host.claims.look(())
     """
@@ -68,7 +71,8 @@ class Host:
 
     def close(self) -> None:
         """Close the directories; safe to call twice."""
-        directory, self.directory = self.directory, None
+        directory = self.directory
+        self.directory = None
         if directory is not None:
             self.claims.directory.close()
             self.queue.directory.close()
@@ -85,12 +89,12 @@ class Host:
             and (not queue or directory.still_has("queue", self.queue.directory.file))
         )
 
-    def look(self, *, at_all: bool = False) -> None:
+    def prepare(self, *, recheck_all: bool = False) -> None:
         """Open the directories, and those anew that were replaced. Where there may be many names, find out which claims
         live and which tickets there are, since others wait under host.lock.
 
         Args:
-            at_all: whether all claims are asked whether they live, however few there are.
+            recheck_all: whether the locks of all claims are checked, however few there are.
 
         Raises:
             StateDirError: the state directory cannot be used.
@@ -100,7 +104,7 @@ class Host:
             self._open()
         self.claims.refresh()
         self.queue.refresh()
-        if at_all or self.claims.may_be_many:
+        if recheck_all or self.claims.may_be_many:
             self.claims.look_at_listed()
         if self.queue.may_be_many:
             self.queue.look_at_listed(())
@@ -139,7 +143,9 @@ class Host:
                         continue  # a cleaner has removed it, and nothing can be made in it
                     raise
                 stack.pop_all()
-                self.claims, self.queue, self.directory = Entries(claims), Entries(queue), above
+                self.claims = Entries(claims)
+                self.queue = Entries(queue)
+                self.directory = above
 
     def _lock(self, deadline: float | None, signals: DeferredSignals) -> Held:
         directory = self.directory
@@ -150,21 +156,8 @@ class Host:
             # Unlocked before it is closed: a child forked meanwhile has a copy of the descriptor and would keep it.
             held = Held(fd, file=(status.st_dev, status.st_ino), unlock=unlock)
             try:
-                pauses = _pauses()
-                holders: list[tuple[int | None, bool]] = []
-                suspicious_at = time.monotonic() + MINIMUM_PATIENCE
-                while not lock_file(fd, self.path):
-                    now = time.monotonic()
-                    if deadline is not None and now >= deadline:
-                        holders.append(_holder(fd))
-                        if len(holders) == _LAST_TRIES:
-                            self._refuse_if_forbidden(fd, holders[-1][0])
-                            raise self._timeout(holders)
-                    elif now >= suspicious_at:
-                        self._refuse_if_forbidden(fd, _holder(fd)[0])
-                        suspicious_at = math.inf
-                    with signals.delivering():
-                        time.sleep(next(pauses))
+                if not lock_file(fd, self.path):
+                    self._wait_for_lock(fd, deadline, signals)
                 if directory.still_has(HOST_LOCK, held.file):
                     return held
             except BaseException:
@@ -172,14 +165,37 @@ class Host:
                 raise
             held.release()  # a cleaner of /tmp took the file away meanwhile: lock what stands there now
 
-    def _refuse_if_forbidden(self, fd: int, holder: int | None) -> None:
+    def _wait_for_lock(self, fd: int, deadline: float | None, signals: DeferredSignals) -> None:
+        """Lock the open file, which somebody else has locked; errors as of :meth:`locked`."""
+        import random
+
+        uneven = random.Random().uniform  # the program's own sequence of random numbers stays as it is
+        began = time.monotonic()
+        suspicious_at = began + MINIMUM_PATIENCE
+        holders: list[_LockHolder] = []  # at each try after the deadline
+        while True:
+            now = time.monotonic()
+            if deadline is not None and now >= deadline:
+                holders.append(_holder_of(fd))
+                if len(holders) == _LAST_TRIES:
+                    self._refuse_if_forbidden(fd, holders[-1])
+                    raise self._timeout(holders)
+            elif now >= suspicious_at:
+                self._refuse_if_forbidden(fd, _holder_of(fd))
+                suspicious_at = math.inf
+            with signals.delivering():
+                time.sleep(uneven(*_pause_after(now - began)))
+            if lock_file(fd, self.path):
+                return
+
+    def _refuse_if_forbidden(self, fd: int, holder: _LockHolder) -> None:
         """Raise where nobody is seen to hold the lock, and flock(2) is what refuses it.
 
         Raises:
             StateDirError: the kernel answers EACCES. filelock takes that for a lock of somebody else's, as some file
                 systems say it then; a sandbox says it for good.
         """
-        if holder is not None:
+        if holder.pid is not None:
             return
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -189,26 +205,28 @@ class Host:
         else:
             fcntl.flock(fd, fcntl.LOCK_UN)
 
-    def _timeout(self, holders: list[tuple[int | None, bool]]) -> LockTimeout:
-        """Return the error of a wait whose last tries found these holders, as of :func:`_holder`."""
+    def _timeout(self, holders: list[_LockHolder]) -> LockTimeout:
+        """Return the error of a wait whose last tries found these holders."""
         path = os.path.join(self.path, HOST_LOCK)
-        pid, running = holders[-1]
-        load, cpus = os.getloadavg()[0], os.cpu_count() or 1
-        overloaded = running or len(set(holders)) > 1 or (pid is None and load > 2 * cpus)
-        user = None
-        if overloaded:
-            pid = None
+        pid = holders[-1].pid
+        load = os.getloadavg()[0]
+        cpus = os.cpu_count() or 1
+        if holders[-1].is_running or len(set(holders)) > 1 or (pid is None and load > 2 * cpus):
             what = "could not be taken in time, and no process keeps it: the host is overloaded "
             what += f"(load {load:.0f}, CPUs: {cpus}); try again, with a longer timeout"
-        elif pid is None:
+            return LockTimeout(f"{path} {what}", path=path, pid=None, user=None, overloaded=True)
+        if pid is None:
             what = "is locked by a process that cannot be seen from here (in another container?): try again, and if it "
             what += "stays, end that process"
+            return LockTimeout(f"{path} {what}", path=path, pid=None, user=None, overloaded=False)
+        user = procfs.user_of(pid)
+        command = program_names(procfs.arguments_of(pid)) or "?"  # others read it, on a page too
+        what = f"is held by process {pid} of {user or 'unknown'} ({command})"
+        if procfs.is_stopped(pid):
+            what += ", which is stopped: continue or end it"
         else:
-            user = procfs.user_of(pid)
-            command = program_names(procfs.arguments_of(pid)) or "?"  # others read it, on a page too
-            way_out = ", which is stopped: continue" if procfs.is_stopped(pid) else ": try again,"
-            what = f"is held by process {pid} of {user or 'unknown'} ({command}){way_out} or end it"
-        return LockTimeout(f"{path} {what}", path=path, pid=pid, user=user, overloaded=overloaded)
+            what += ": try again, or end it"
+        return LockTimeout(f"{path} {what}", path=path, pid=pid, user=user, overloaded=False)
 
 
 def _claims_in(above: SharedDirectory) -> Directory:
@@ -257,24 +275,32 @@ def _filelock() -> tuple[Callable[..., bool], Callable[[int], None]]:
     return lock_descriptor, unlock_descriptor
 
 
-def _pauses() -> Iterator[float]:
-    """Yield seconds between tries at host.lock: short, since it is held for microseconds, and uneven, or crowds go in
-    step.
+def _pause_after(waited: float) -> tuple[float, float]:
+    """Return how long to pause between tries at host.lock, at least and at most, after so many seconds of waiting. It
+    is drawn anew each time, or crowds would go in step.
 
-    The longer the wait, the larger the crowd: hundreds that pause for so little leave no CPU to the holder.
+    The lock is held for microseconds, so pauses are short. The longer the wait, the larger the crowd: hundreds that
+    pause for so little leave no CPU to the holder.
     """
-    import random
-
-    uneven = random.Random().uniform  # the program's own sequence of random numbers stays as it is
-    began = time.monotonic()
-    while True:
-        waited = time.monotonic() - began
-        yield min(1 + 300 * waited, _SLOWEST) * uneven(0.001, 0.005)
+    least, most = _FIRST_PAUSE
+    growth = 1 + _GROWTH * waited
+    return min(growth * least, _LONGEST_PAUSE[0]), min(growth * most, _LONGEST_PAUSE[1])
 
 
-def _holder(fd: int) -> tuple[int | None, bool]:
-    """Return the living process that /proc/locks shows for a lock, None for none, and whether it runs or waits for a
-    CPU."""
+class _LockHolder(NamedTuple):
+    """The living process that /proc/locks shows for a lock; None for none, or none that is seen here.
+
+    Attributes:
+        is_running: whether it runs or waits for a CPU.
+    """
+
+    pid: int | None = None
+    is_running: bool = False
+
+
+def _holder_of(fd: int) -> _LockHolder:
     inode = os.fstat(fd).st_ino
-    pid = next((pid for pid in procfs.flock_holders({inode}).get(inode, ()) if not procfs.has_ended(pid)), None)
-    return pid, pid is not None and procfs.is_running(pid)
+    for pid in procfs.flock_holders({inode}).get(inode, ()):
+        if not procfs.has_ended(pid):
+            return _LockHolder(pid, procfs.is_running(pid))
+    return _LockHolder()

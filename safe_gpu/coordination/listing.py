@@ -273,7 +273,7 @@ class Listing:
                 self._owners[file.uid].remove(file)
                 self._drop(file)
 
-    def take_for_others(self, names: Collection[str]) -> None:
+    def meet_apart(self, names: Collection[str]) -> None:
         """Take each of these names for a file of its own, which nobody has opened yet."""
         self.forget(names)
         self._entry_names.update(names)
@@ -383,7 +383,7 @@ class Listing:
             status = self.status_of(name)
             is_same = status is not None and file.is_that_of(status)
             if not is_same and self._files.get(file.key) is file:
-                self.take_for_others([file.name, *file.further])
+                self.meet_apart([file.name, *file.further])
 
 
 def _order(file: File) -> tuple[int, str]:
@@ -393,8 +393,10 @@ def _order(file: File) -> tuple[int, str]:
 def why_no_entry(status: os.stat_result) -> str:
     """Return why a file is no entry, whatever its content; "" of one that may be."""
     mode = status.st_mode
+    if stat.S_ISLNK(mode):
+        return "a symbolic link"
     if not stat.S_ISREG(mode):
-        return "a symbolic link" if stat.S_ISLNK(mode) else "no regular file"
+        return "no regular file"
     if mode & 0o022:
         return f"others may write it: mode {stat.S_IMODE(mode):04o}"
     if status.st_size > LARGEST:

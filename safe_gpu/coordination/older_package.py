@@ -1,8 +1,9 @@
 """The lock of the older safe-gpu package (1.x, 2.0), so that its users and ours stay off each other's GPUs.
 
-That package holds a POSIX lock (fcntl.lockf) exclusively from its look at nvidia-smi until its context stands. We hold
-it shared from our entry until our placeholder can be seen: theirs keeps us out and ours keep them out, while our own
-claims pass side by side. flock(2) and POSIX locks do not see each other, so theirs has to be taken in its own kind.
+That package holds a POSIX lock (fcntl.lockf) exclusively from when it reads nvidia-smi until its CUDA context exists.
+We hold it shared from our entry until our placeholder can be seen: theirs keeps us out and ours keep them out, while
+our own claims pass side by side. flock(2) and POSIX locks do not see each other, so theirs has to be taken in its own
+kind.
 
 Who polls beside those that block in it is never served while two of them take turns. So we block in it too.
 """
@@ -56,7 +57,8 @@ def take_older_package_lock(deadline: float | None, logger: Any, signals: Deferr
         return None
     if fd is None:
         return None
-    lock, taken = read_lock(fd, fcntl.lockf), False
+    lock = read_lock(fd, fcntl.lockf)
+    taken = False
     try:
         taken = lock.wait(deadline, signals)
         if not taken:
@@ -94,8 +96,13 @@ def _open(*, create: bool) -> int | None:
 
 
 def _timeout(inode: int) -> LockTimeout:
-    pid = next(iter(procfs.flock_holders({inode}).get(inode, ())), None)
-    user = None if pid is None else procfs.user_of(pid)
-    holder = "another process" if pid is None else f"process {pid} of user {user or 'unknown'}"
+    pid = None
+    user = None
+    holder = "another process"
+    pids = procfs.flock_holders({inode}).get(inode)
+    if pids:
+        pid = pids[0]
+        user = procfs.user_of(pid)
+        holder = f"process {pid} of user {user or 'unknown'}"
     what = f"the lock of the older safe-gpu package ({LOCK_FILE}) is held by {holder}, which is claiming a GPU"
     return LockTimeout(f"{what}: try again, with a longer timeout", path=LOCK_FILE, pid=pid, user=user)

@@ -9,17 +9,16 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..gpus.devices import Gpu
 from ..host import procfs
-from ..host.locks import Held
 from .directory import state_dir_path
 from .entries import living_entries
-from .entry import Entry, is_plain, make_entry, remove_entry, sleep_until_dead
+from .entry import Entry, is_plain, sleep_until_dead
 from .host_lock import Host
+from .own_entry import OwnEntry
 from .silicon import Silicon, keys_of, silicon_of
 from .turns import by_turn, turn_of
 
@@ -36,7 +35,7 @@ class TicketRequest(NamedTuple):
         gpus: UUIDs of the GPUs that could ever do.
         conditions: names and JSON values of what else it asks of them.
         hold_for: for how many seconds it will probably hold them; None is unknown.
-        inside: hash of the token of the claim around it; "" of one inside none.
+        inside: hash of the token of the claim that encloses it; "" of one inside none.
         known: whether this version knows all that the ticket says. Nobody passes one that says more.
         pieces, modes: of which GPUs those of ``gpus`` are pieces, as in the entry of a claim.
     """
@@ -54,17 +53,21 @@ class TicketRequest(NamedTuple):
     def of(cls, ticket: Entry) -> TicketRequest:
         """Return what a ticket says."""
         hold_for = ticket.more.get("hold_for")
+        if isinstance(hold_for, (int, float)) and 1 <= hold_for < math.inf:
+            hold_for = float(hold_for)
+        else:
+            hold_for = None
         said = [(name, value) for name, value in sorted(ticket.more.items()) if name not in _NO_CONDITIONS]
-        plain = [one for one in said[:_MOST_CONDITIONS] if is_plain(one[1])]
+        plain = [(name, value) for name, value in said[:_MOST_CONDITIONS] if is_plain(value)]
         return cls(
-            ticket.nb_gpus,
-            frozenset(ticket.gpus),
-            tuple(one for one in plain if one[1] is not None),
-            float(hold_for) if isinstance(hold_for, (int, float)) and 1 <= hold_for < math.inf else None,
-            ticket.inside,
-            ticket.version == 1 and plain == said,
-            ticket.pieces,
-            ticket.modes,
+            nb_gpus=ticket.nb_gpus,
+            gpus=frozenset(ticket.gpus),
+            conditions=tuple((name, value) for name, value in plain if value is not None),
+            hold_for=hold_for,
+            inside=ticket.inside,
+            known=ticket.version == 1 and plain == said,
+            pieces=ticket.pieces,
+            modes=ticket.modes,
         )
 
     def for_gpus(self, gpus: Iterable[Gpu]) -> TicketRequest:
@@ -107,12 +110,15 @@ def tickets_that_count(tickets: list[Entry]) -> list[Entry]:
     made: Counter[int] = Counter()
     found: dict[object, Entry] = {}
     for ticket in tickets:
-        one = (ticket.uid, ticket.file) if ticket.uid >= 0 else ticket.name
-        if one not in found:
-            made[ticket.uid] += 1
-            if ticket.uid == 0 or made[ticket.uid] <= _MOST_OF_ONE_USER:
-                found[one] = ticket
-    return [*found.values()]
+        what_tells_it: object = (ticket.uid, ticket.file)
+        if ticket.uid < 0:  # files of several users
+            what_tells_it = ticket.name
+        if what_tells_it in found:
+            continue
+        made[ticket.uid] += 1
+        if ticket.uid == 0 or made[ticket.uid] <= _MOST_OF_ONE_USER:
+            found[what_tells_it] = ticket
+    return list(found.values())
 
 
 def waiting_tickets(path: str | None = None, ignored: list[str] | None = None) -> list[Entry]:
@@ -122,26 +128,26 @@ def waiting_tickets(path: str | None = None, ignored: list[str] | None = None) -
     return [ticket for _, ticket in by_turn(tickets_that_count([one for one in living if one.nb_gpus]))]
 
 
-class _Ticket(NamedTuple):
+class _Place(NamedTuple):
+    """Where a ticket stands, or stood."""
+
+    turn: float
+    number: int
+
+
+_BEHIND_ALL = _Place(math.inf, 10**18)  # above all numbers that names can have
+
+
+class _Ticket(OwnEntry):
     """A ticket of this process.
 
     Attributes:
-        held: the lock of its file.
-        kept: the state directory, from cleaners.
+        place: where it stands.
     """
 
-    name: str
-    number: int
-    turn: float
-    held: Held
-    kept: Held | None
-
-
-class _Place(NamedTuple):
-    """Where a ticket stood."""
-
-    number: int
-    turn: float
+    def __init__(self, host: Host, place: _Place, content: Mapping[str, Any]) -> None:
+        super().__init__(host, host.queue, place.number, content, by_children=False)
+        self.place = place
 
 
 class Waiter:
@@ -182,12 +188,14 @@ class Waiter:
         Numbers that are gone come again, so those who joined later may have lower ones than that place. It is not put
         behind them, nor before those who joined earlier. By turns it has its own number, which bounds its turn.
         """
-        queue, place = self._host.queue, self._kept_place
+        queue = self._host.queue
+        place = self._kept_place
         if place is None or not self.stands_aside or not queue.would_count(place.number):
             return queue.next_number
         if self.by_turns:
             return place.number
-        lowest, above_earlier = place.number, 0
+        lowest = place.number
+        above_earlier = 0
         for ticket in self._counting():
             if ticket.number >= place.number:
                 continue
@@ -200,7 +208,8 @@ class Waiter:
     def was_removed(self) -> bool:
         """Return whether somebody has removed its ticket, or the numbers before its own, by the latest listing: then
         who comes now would stand ahead of it."""
-        queue, ticket = self._host.queue, self._ticket
+        queue = self._host.queue
+        ticket = self._ticket
         if ticket is None or not self.queued:
             return False
         return ticket.number >= queue.next_number or not queue.lists(ticket.name)
@@ -223,54 +232,50 @@ class Waiter:
             StateDirError: no room, or the queue is closed to us. A place that was kept is kept.
         """
         number = self.next_number
-        place = self._kept_place if self.stands_aside else None
+        kept_place = None
+        if self.stands_aside:
+            kept_place = self._kept_place
         self._give_back()
-        self._joined = queue = self._host.queue
-        others: list[tuple[float, Entry]] = []
-        turn = None
-        if newcomer is not None:
-            others = self._in_order()
-            turn = newcomer(others)
-            if place is not None:
-                turn = min(turn, place.turn)
-        if place is None:
+        self._joined = self._host.queue
+        if kept_place is None:
             self.since = round(time.time(), 6)
         content = {**said, **self.request.said(), "since": self.since}
-        if turn is not None:
-            content["turn"] = turn
-        queue.refuse_if_full()
-        assert self._host.directory is not None
-        with ExitStack() as undo:
-            kept = self._host.directory.keep_from_cleaners(by_children=False)
-            if kept is not None:
-                undo.callback(kept.release)
-            name, held = make_entry(queue.directory, number, content, by_children=False)
-            undo.pop_all()
-        self._ticket = _Ticket(name, number, turn or 0.0, held, kept)
+        if newcomer is None:
+            self._ticket = _Ticket(self._host, _Place(0.0, number), content)
+            self._kept_place = None
+            return False
+        others = self._in_order()
+        turn = newcomer(others)
+        if kept_place is not None:
+            turn = min(turn, kept_place.turn)
+        self._ticket = _Ticket(self._host, _Place(turn, number), {**content, "turn": turn})
         self._kept_place = None
-        return turn is not None and bool(others) and turn < others[-1][0]
+        return bool(others) and turn < others[-1][0]
 
     def ahead(self) -> Iterator[Entry]:
-        """Yield the living tickets ahead that compete, the nearest first, each asked again; without a ticket of its
-        own, all are ahead."""
-        return self._competing(map(self._host.queue.ask, reversed(self._names_ahead())))
+        """Yield the living tickets ahead that compete, the nearest first, the lock of each checked again; without a
+        ticket of its own, all are ahead."""
+        names = reversed(self._names_ahead())
+        return self._competing(self._host.queue.recheck(name) for name in names)
 
     def everybody_ahead(self) -> Iterator[Entry]:
         """Yield the same in the order of the queue."""
-        return self._competing(map(self._host.queue.ask, self._names_ahead()))
+        names = self._names_ahead()
+        return self._competing(self._host.queue.recheck(name) for name in names)
 
     def competing(self) -> list[Entry]:
         """Return the tickets ahead that compete, in the order of the queue; one that died a moment ago may count."""
         self._host.queue.refresh()
-        return [*self._competing(map(self._host.queue.known, self._names_ahead()))]
+        names = self._names_ahead()
+        return list(self._competing(self._host.queue.known(name) for name in names))
 
     def _competing(self, tickets: Iterable[Entry | None]) -> Iterator[Entry]:
         wanted = self.request.silicon
-        for one in tickets:
-            if one is None or not one.nb_gpus or one.inside != self.request.inside:
+        for ticket in tickets:
+            if ticket is None or ticket.nb_gpus == 0 or ticket.inside != self.request.inside:
                 continue
-            if wanted.meets(silicon_of(one)):
-                yield one
+            if wanted.meets(silicon_of(ticket)):
+                yield ticket
 
     def position(self) -> int:
         """Return 1 for the head of those who compete with it, counting itself."""
@@ -291,7 +296,7 @@ class Waiter:
         ticket = self._ticket
         if ticket is None or not self.queued:
             return
-        self._kept_place = _Place(ticket.number, ticket.turn)
+        self._kept_place = ticket.place
         self._give_back()
 
     def leave(self) -> None:
@@ -300,34 +305,34 @@ class Waiter:
         self._give_back()
 
     def _give_back(self) -> None:
-        ticket, self._ticket = self._ticket, None
-        if ticket is None:
-            return
-        remove_entry(self._joined.directory, ticket.name, ticket.held)
-        if ticket.kept is not None:
-            ticket.kept.release()
+        ticket = self._ticket
+        self._ticket = None
+        if ticket is not None:
+            ticket.release()
 
-    def _place(self) -> tuple[float, float]:
-        """Return the turn and the number by which it stands in the queue; without any, behind all."""
-        place = self._ticket or self._kept_place
-        if place is None or self._joined is not self._host.queue:
-            return math.inf, math.inf
-        return place.turn, place.number
+    def _place(self) -> _Place:
+        """Return where it stands in the queue; without a ticket and a place that was kept, behind all."""
+        if self._joined is self._host.queue:
+            if self._ticket is not None:
+                return self._ticket.place
+            if self._kept_place is not None:
+                return self._kept_place
+        return _BEHIND_ALL
 
     def _names_ahead(self) -> list[str]:
-        turn, number = self._place()
+        place = self._place()
         if self.by_turns:
             names = []
             for its_turn, ticket in self._in_order():
                 # One without a turn stands behind all lower numbers, and so behind this one too.
-                is_before = ticket.number <= number or turn_of(ticket) is not None
-                if (its_turn, ticket.number) < (turn, number) and is_before:
+                is_before = ticket.number <= place.number or turn_of(ticket) is not None
+                if (its_turn, ticket.number) < place and is_before:
                     names.append(ticket.name)
             return names
         listed = self._host.queue.listed()
         if len(listed) > _MOST_OF_ONE_USER:
             listed = [(ticket.number, ticket.name) for ticket in self._counting()]
-        return [name for its_number, name in listed if its_number < number]
+        return [name for number, name in listed if number < place.number]
 
     def _joined_before(self, ticket: Entry) -> bool:
         """Return whether this waiter joined before another one, as their tickets say."""
@@ -338,6 +343,8 @@ class Waiter:
 
     def _counting(self) -> list[Entry]:
         known = [self._host.queue.known(name) for _, name in self._host.queue.listed()]
-        own = "" if self._ticket is None else self._ticket.name
+        own = ""
+        if self._ticket is not None:
+            own = self._ticket.name
         others = [one for one in known if one is not None and one.nb_gpus and one.name != own]
         return [one for one in tickets_that_count(others) if one.inside == self.request.inside]

@@ -60,7 +60,8 @@ def examine(path: str) -> list[str]:
         except FileNotFoundError:
             missing.append(name)
             continue
-        if why := _wrong(name, status):
+        why = _wrong(name, status)
+        if why:
             raise StateDirError(
                 f"{place} {why}: name another directory, or move this one away (mv {path} {path}.old) and run "
                 f"{setup_command(path)} again",
@@ -73,9 +74,12 @@ def _wrong(name: str, status: os.stat_result) -> str:
     if status.st_uid:
         return f"belongs to {user_name(status.st_uid)}"
     if name == HOST_LOCK:
-        is_right = is_everybodys(status) and status.st_nlink == 1
-        return "" if is_right else "is no file with mode 0666 and one name"
-    return "" if status.st_mode == stat.S_IFDIR | DIR_MODE else "is no directory with mode 1777"
+        if not is_everybodys(status) or status.st_nlink != 1:
+            return "is no file with mode 0666 and one name"
+        return ""
+    if status.st_mode != stat.S_IFDIR | DIR_MODE:
+        return "is no directory with mode 1777"
+    return ""
 
 
 def make(path: str) -> None:
@@ -116,7 +120,7 @@ def make_anew(path: str, part: str) -> None:
     """
     hidden = f".{part}.{os.urandom(8).hex()}"
     with DeferredSignals() as signals, Host(path) as host:
-        host.look(at_all=True)
+        host.prepare(recheck_all=True)
         entries = {"claims": host.claims, "queue": host.queue}[part]
         with host.locked(time.monotonic() + MINIMUM_PATIENCE, signals), SharedDirectory(path) as root:
             make_directory(hidden, os.path.join(path, hidden), root.fd)
@@ -190,8 +194,9 @@ def _rest(directory: SharedDirectory, part: str, carry_out: bool) -> set[str]:
     names = directory.names()
     files = (name for name in names if re.fullmatch(_REMOVED[part], name) and _is_file(directory, name))
     gone = {name for name in files if not is_alive(directory, name)}
-    for name in gone if carry_out else ():
-        os.unlink(name, dir_fd=directory.fd)
+    if carry_out:
+        for name in gone:
+            os.unlink(name, dir_fd=directory.fd)
     return names - gone
 
 

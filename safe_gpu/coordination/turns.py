@@ -30,10 +30,12 @@ def by_turn(tickets: Iterable[Entry]) -> list[tuple[float, Entry]]:
     Args:
         tickets: of all living waiters, by their numbers.
     """
-    found, latest = [], 0.0
+    found = []
+    latest = 0.0
     for ticket in tickets:
-        said = turn_of(ticket)
-        turn = latest if said is None else said
+        turn = turn_of(ticket)
+        if turn is None:
+            turn = latest
         latest = max(latest, turn)
         found.append((turn, ticket))
     return sorted(found, key=lambda one: (one[0], one[1].number))
@@ -63,13 +65,18 @@ def turn_of_newcomer(
         counts: whether a waiter lives, and is neither stopped nor absent. It is asked only where that decides.
     """
     queue = [one for one in queue if one[1].number < number]
-    start = max(_bounds(wanted, queue, number, counts), default=0.0) + 0.5 + held / weight
-    after_own = sorted(
-        (turn + size(ticket) / weight, ticket.number, ticket) for turn, ticket in queue if ticket.uid == uid
-    )
-    # From the last one on, since it takes long to find out who counts.
-    latest = next((turn for turn, _, ticket in reversed(after_own) if turn <= start or counts(ticket)), start)
-    return min(_STEP * number, max(start, latest))
+    turn = max(_bounds(wanted, queue, number, counts), default=0.0) + 0.5 + held / weight
+    after_own = []
+    for its_turn, ticket in queue:
+        if ticket.uid == uid:
+            after_own.append((its_turn + size(ticket) / weight, ticket.number, ticket))
+    for after_it, _, ticket in sorted(after_own, reverse=True):  # the last first: it takes long to find out who counts
+        if after_it <= turn:
+            break
+        if counts(ticket):
+            turn = after_it
+            break
+    return min(_STEP * number, turn)
 
 
 def _bounds(

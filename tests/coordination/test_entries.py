@@ -18,6 +18,7 @@ from unittest.mock import Mock
 import pytest
 from support import api
 from support.actor import Actor
+from support.entries import remove_entry
 from support.forks import CAN_TRACE, each_point
 from support.processes import mounted
 
@@ -73,7 +74,7 @@ def test_an_entry_says_what_was_said(claims: api.Directory) -> None:
     assert (found.number, found.name, found.uid, found.version) == (12, name, os.geteuid(), 1)
     assert found.more == {"waited": None, "of": None}
     assert (Path(claims.path) / name).stat().st_mode & 0o7777 == 0o644
-    api.remove_entry(claims, name, held)
+    remove_entry(claims, name, held)
     assert os.listdir(claims.fd) == []
     _, held = api.make_entry(claims, 1, {**CLAIM, "v": 7, "since": "soon", "new": {}}, by_children=True)
     (found,) = look(claims)
@@ -140,7 +141,7 @@ def test_a_forked_child_gives_nothing_back_and_keeps_nothing_that_was_released(
     claims: api.Directory, locks: str
 ) -> None:
     name, held = api.make_entry(claims, 1, CLAIM, by_children=True)
-    child = Actor(lambda line: (line.send(api.remove_entry(claims, name, held)), line.recv()))
+    child = Actor(lambda line: (line.send(remove_entry(claims, name, held)), line.recv()))
     assert child.hear() is None
     assert api.is_alive(claims, name)
     child.end()
@@ -194,7 +195,7 @@ def test_death_at_any_system_call_leaves_nothing_that_counts(claims: api.Directo
     def work() -> None:
         name, held = api.make_entry(claims, api.Entries(claims).next_number, CLAIM, by_children=True)
         api.keep_across_exec([held])
-        api.remove_entry(claims, name, held)
+        remove_entry(claims, name, held)
 
     points = 0
     for _ in each_point(work):
@@ -299,7 +300,7 @@ def test_nobody_speaks_for_another_user(claims: api.Directory, as_user: Any) -> 
 
     assert as_user(attack, uid=USER).hear() == "EACCES EBADF EPERM"
     assert [one.name for one in look(claims)] == [name]
-    api.remove_entry(claims, name, held)
+    remove_entry(claims, name, held)
 
 
 def test_an_entry_with_many_names_counts_once_and_outlives_each(claims: api.Directory, monkeypatch) -> None:
@@ -380,7 +381,7 @@ def test_an_inode_number_that_comes_again_while_names_are_listed_hides_nobody(
     made: list[api.Held] = []
 
     def end_and_make() -> None:
-        api.remove_entry(on_ext4, first, held)
+        remove_entry(on_ext4, first, held)
         made.append(api.make_entry(on_ext4, 2, {"gpus": {"GPU-b": None}}, by_children=False)[1])
         assert inode_of(on_ext4, second) == before
 
@@ -526,7 +527,7 @@ def test_what_a_user_has_beyond_a_bound_counts_for_nothing_and_refuses_nobody_el
         with pytest.raises(api.StateDirError, match="as many files of yours as count"):
             entries.refuse_if_full()
     for number in (2, 3, 6):
-        api.remove_entry(claims, *made[number - 1])
+        remove_entry(claims, *made[number - 1])
     assert numbers(entries) == [1, 4, 5], "of those left they count"
     assert entries.ignored == {}
     made[3][1].release()
@@ -544,7 +545,7 @@ def test_one_behind_a_bound_counts_when_what_was_too_large_before_it_is_gone(
     made = [make_of(claims, USER, number, said) for number, said in enumerate((small, large, small), 1)]
     entries = api.Entries(claims)
     assert numbers(entries) == [1]
-    api.remove_entry(claims, *made[1])
+    remove_entry(claims, *made[1])
     assert numbers(entries) == [1, 3]
     for _, held in made:
         held.release()
@@ -698,7 +699,7 @@ def test_who_makes_one_begins_again_where_it_was_removed(
     monkeypatch.setattr(os, "rename", rename)
     name, held = api.make_entry(claims, 1, CLAIM, by_children=True)
     assert os.listdir(claims.fd) == [name]
-    api.remove_entry(claims, name, held)
+    remove_entry(claims, name, held)
     monkeypatch.setattr(os, "rename", lambda source, *more, **at: [os.unlink(source, dir_fd=claims.fd), real("x", "y")])
     with pytest.raises(api.StateDirError, match="removed at once"):
         api.make_entry(claims, 1, CLAIM, by_children=True)
@@ -712,14 +713,14 @@ def test_threads_make_entries_side_by_side(claims: api.Directory) -> None:
         for _ in range(20):
             name, held = api.make_entry(claims, number, CLAIM, by_children=True)
             assert name in [one.name for one in look(claims)]
-            api.remove_entry(claims, name, held)
+            remove_entry(claims, name, held)
         return api.make_entry(claims, number, CLAIM, by_children=True)
 
     with ThreadPoolExecutor(4) as threads:
         made = list(threads.map(work, range(1, 5)))
     assert sorted(one.number for one in look(claims)) == [1, 2, 3, 4]
     for name, held in made:
-        api.remove_entry(claims, name, held)
+        remove_entry(claims, name, held)
     assert look(claims) == []
 
 

@@ -138,13 +138,15 @@ def test_of_a_process_its_own_claim_counts_then_its_nearest_ancestors() -> None:
     scoped = entry(1, "a", os.geteuid(), pid=999_999_999, start=1, token=api.digest("secret"))
     me = this_process(os.getpid())
     parents = [this_process(pid) for pid in api.procfs.ancestors(os.getpid())]
-    assert api.holders.claim_around([*reversed(parents), scoped, me], "secret") == me
+    assert api.holders.enclosing_claim([*reversed(parents), scoped, me], "secret") == me
     if parents:
-        assert api.holders.claim_around([*reversed(parents), scoped], "secret") == parents[0]
-    assert api.holders.claim_around([scoped], "secret") == scoped
-    assert api.holders.claim_around([scoped], "other") is None
-    assert api.holders.claim_around([me._replace(start=me.start + 1)], "") is None, "a recycled pid is another process"
-    assert api.holders.claim_around([me._replace(pidns=me.pidns + 1)], "") is None, "nor is one of another namespace"
+        assert api.holders.enclosing_claim([*reversed(parents), scoped], "secret") == parents[0]
+    assert api.holders.enclosing_claim([scoped], "secret") == scoped
+    assert api.holders.enclosing_claim([scoped], "other") is None
+    assert api.holders.enclosing_claim([me._replace(start=me.start + 1)], "") is None, (
+        "a recycled pid is another process"
+    )
+    assert api.holders.enclosing_claim([me._replace(pidns=me.pidns + 1)], "") is None, "nor is one of another namespace"
 
 
 def test_a_scope_names_its_gpus(state_dir: Path) -> None:
@@ -371,9 +373,9 @@ def test_who_keeps_an_entry_is_found_by_its_file(open_tmp: Path) -> None:
         other = open_tmp / first
         with other.open("w") as file:
             api.entry.lock(file.fileno())
-            assert api.heirs_of([living]) == {first: keeper.pid}
+            assert api.surviving_processes_of([living]) == {first: keeper.pid}
         keeper.end()
-        assert api.heirs_of([living]) == {}
+        assert api.surviving_processes_of([living]) == {}
 
 
 def test_of_each_owner_some_thousand_descriptors_are_looked_at(open_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,5 +387,5 @@ def test_of_each_owner_some_thousand_descriptors_are_looked_at(open_tmp: Path, m
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(api.procfs, "descriptors", lambda pid: iter(many))
     monkeypatch.setattr(os, "readlink", lambda path: looked_at.append(path) or "/dev/null")
-    assert api.heirs_of([entry(1)]) == {}
+    assert api.surviving_processes_of([entry(1)]) == {}
     assert len(looked_at) == 20_000

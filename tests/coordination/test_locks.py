@@ -24,7 +24,7 @@ HOLD = """
 from safe_gpu.coordination.host_lock import Host
 from safe_gpu.host.signals import DeferredSignals
 with DeferredSignals() as signals, Host() as host:
-    host.look()
+    host.prepare()
     with host.locked(None, signals):
         say("held")
         listen()
@@ -36,7 +36,7 @@ say("released")
 def locked(seconds: float | None = 30.0) -> Iterator[api.Host]:
     deadline = None if seconds is None else time.monotonic() + seconds
     with api.DeferredSignals() as signals, api.Host() as host:
-        host.look()
+        host.prepare()
         with host.locked(deadline, signals):
             yield host
 
@@ -60,7 +60,7 @@ def test_a_timeout_names_the_holder_and_who_only_looks_is_not_kept(state_dir: Pa
         pass
     assert api.living_claims() == []
     with api.Host() as host:
-        host.look()
+        host.prepare()
 
 
 @pytest.mark.parametrize("held_by", ["others in turn", "one that gets no CPU"])
@@ -122,13 +122,13 @@ def test_directories_that_were_replaced_are_opened_anew_by_a_look(state_dir: Pat
     """An entry in a removed directory is seen by nobody, and no file can be made there."""
     before = len(os.listdir("/proc/self/fd"))
     with api.Host() as host:
-        host.look()
+        host.prepare()
         assert host.is_current()
         shutil.rmtree(state_dir / removed)
         assert not host.is_current()
         with api.Directory(str(state_dir), "claims") as anew:
             _, held = api.make_entry(anew, 5, {"gpus": {"GPU-1": None}}, by_children=False)
-            host.look()
+            host.prepare()
             assert host.is_current()
             assert [one.number for one in host.claims.look(())] == [5]
             held.release()
@@ -137,7 +137,7 @@ def test_directories_that_were_replaced_are_opened_anew_by_a_look(state_dir: Pat
 
 def test_a_state_directory_that_goes_away_before_the_lock_is_told(state_dir: Path) -> None:
     with api.DeferredSignals() as signals, api.Host() as host:
-        host.look()
+        host.prepare()
         shutil.rmtree(state_dir)
         with pytest.raises(errors.StateDirError) as caught, host.locked(time.monotonic() + 30, signals):
             pass
@@ -493,7 +493,7 @@ def test_a_lock_that_is_refused_is_not_taken_for_one_that_somebody_holds(
 ) -> None:
     monkeypatch.setattr(api.host_lock, "MINIMUM_PATIENCE", patience)
     with api.DeferredSignals() as signals, api.Host(str(tmp_path / "state")) as host:
-        host.look()
+        host.prepare()
         refusing(code)
         until = None if deadline is None else time.monotonic() + deadline
         with (
@@ -512,7 +512,7 @@ def test_where_contention_is_told_as_eacces_a_holder_is_waited_for(
     """Some file systems tell it so. The holder is another process, which /proc/locks shows."""
     monkeypatch.setattr(api.host_lock, "MINIMUM_PATIENCE", 0.0)
     with api.DeferredSignals() as signals, api.Host(str(tmp_path / "state")) as host:
-        host.look()
+        host.prepare()
         with host.locked(None, signals):
             pass
         path = tmp_path / "state" / api.HOST_LOCK

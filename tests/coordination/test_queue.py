@@ -16,6 +16,7 @@ from unittest.mock import Mock
 
 import pytest
 from support import api
+from support.entries import remove_entry
 
 ANY = frozenset({"GPU-0", "GPU-1"})
 OTHER = 4711
@@ -26,7 +27,7 @@ class Waiting:
 
     def __init__(self, request: api.TicketRequest, *, by_turns: bool = False) -> None:
         self.host = api.Host()
-        self.host.look()
+        self.host.prepare()
         self.waiter = api.Waiter(self.host, request, by_turns=by_turns)
 
     def join(self, turn: float | None = None) -> bool:
@@ -247,7 +248,7 @@ def test_who_comes_back_with_a_number_that_no_longer_counts_is_a_newcomer(state_
     name, held = api.make_entry(high.host.queue.directory, 10**7, facts, by_children=False)
     mine = join(by_turns=turn is not None, turn=turn)
     assert numbers(state_dir) == [10**7, 10**7 + 1]
-    api.remove_entry(high.host.queue.directory, name, held)
+    remove_entry(high.host.queue.directory, name, held)
     mine.waiter.stand_aside()
     mine.join(turn)
     assert numbers(state_dir) == [1]
@@ -257,7 +258,9 @@ def test_no_room_for_the_ticket_costs_who_comes_back_no_place(state_dir: Path, j
     mine, other = join(), join()
     mine.waiter.stand_aside()
     with monkeypatch.context() as full:
-        full.setattr("safe_gpu.coordination.queue.make_entry", Mock(side_effect=api.StateDirError("full", path="/")))
+        full.setattr(
+            "safe_gpu.coordination.own_entry.make_entry", Mock(side_effect=api.StateDirError("full", path="/"))
+        )
         with pytest.raises(api.StateDirError, match="full"):
             mine.join()
     mine.join()
@@ -281,12 +284,12 @@ def test_who_came_between_the_listing_and_the_lock_stands_ahead(state_dir: Path,
 
 def test_a_ticket_that_was_removed_is_noticed_and_made_anew(state_dir: Path, join: Join) -> None:
     mine = join()
-    mine.host.look()
+    mine.host.prepare()
     mine.host.queue.refresh()
     assert not mine.waiter.was_removed()
     for path in (state_dir / "queue").iterdir():
         path.unlink()
-    mine.host.look()
+    mine.host.prepare()
     mine.host.queue.refresh()
     assert mine.waiter.was_removed()
     mine.join()
@@ -346,7 +349,7 @@ from safe_gpu.coordination.host_lock import Host
 from safe_gpu.coordination.queue import TicketRequest, Waiter
 from safe_gpu.host.signals import DeferredSignals
 host = Host()
-host.look()
+host.prepare()
 waiter = Waiter(host, TicketRequest(1, frozenset({"GPU-0"})), by_turns=False)
 with DeferredSignals() as signals, host.locked(None, signals):
     host.queue.refresh()

@@ -70,7 +70,6 @@ CAUGHT = [  # build, what catches it, with these words, and what that says: one 
     ("one poll", EXPLORER, "--scene older --begin A4", TWICE),
     ("no queue", SOAK, "", "waiters out of turn"),
     ("no queue", EXPLORER, "--scene queue --begin 'A B C B C B'", "before B, whose ticket is 1"),
-    ("ticket stays", SOAK, "", "waiters out of turn"),
     ("ticket stays", CRASH, "--operation wait --how exception --call clock_nanosleep", "the next claimer says nothing"),
     ("backfill", SOAK, "", "a waiter was passed"),
     ("promise", SOAK, "", "an expected start passed.*who said 4.0 s"),

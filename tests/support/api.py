@@ -3,6 +3,16 @@
 The helpers beside this module, and programs that tests start, import what they need themselves: they load little.
 """
 
+from safe_gpu.coordination.notes import (
+    all_windows,
+    clear_fault,
+    closed_now,
+    drained_gpus,
+    find_admitted,
+    read_faults,
+    write_fault,
+)
+
 from safe_gpu import drivers
 from safe_gpu.affinity import binding, memory_policy, planner
 from safe_gpu.affinity.binding import (
@@ -108,15 +118,6 @@ from safe_gpu.coordination.entry import (
 from safe_gpu.coordination.history import LARGEST, NAME, end_line, file_names, month_of
 from safe_gpu.coordination.holders import Claims, heirs_of, living_claims, said_by
 from safe_gpu.coordination.host_lock import Host
-from safe_gpu.coordination.notes import (
-    all_windows,
-    clear_fault,
-    closed_now,
-    drained_gpus,
-    find_admitted,
-    read_faults,
-    write_fault,
-)
 from safe_gpu.coordination.older_package import take_older_package_lock
 from safe_gpu.coordination.queue import TicketRequest, Waiter, is_stopped, tickets_that_count, waiting_tickets
 from safe_gpu.coordination.silicon import Silicon, keys_of, silicon_of

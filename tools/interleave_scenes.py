@@ -16,7 +16,7 @@ from support.stage import booked_twice, simulate
 
 import safe_gpu
 from safe_gpu.coordination import older_package as legacy
-from safe_gpu.coordination import queue
+from safe_gpu.coordination import own_entry
 from safe_gpu.coordination.directory import PARTS
 from safe_gpu.coordination.holders import living_claims
 from safe_gpu.drivers.simulated import PRESETS, WHOLE, SimulatedContext, SimulatedDriver, find_preset
@@ -273,13 +273,14 @@ class Scene:
         if not self.users:
             return
 
-        make_entry = queue.make_entry
+        make_entry = own_entry.make_entry
 
-        def make_ticket(directory: Any, number: int, said: Any, **options: Any) -> Any:
-            racer.say("turn", said["turn"])
+        def make_and_tell(directory: Any, number: int, said: Any, **options: Any) -> Any:
+            if "turn" in said:
+                racer.say("turn", said["turn"])
             return make_entry(directory, number, said, **options)
 
-        queue.make_entry = make_ticket
+        own_entry.make_entry = make_and_tell
         os.setresuid(*[_FIRST_USER + ord(self.user(racer.name))] * 3)
 
     @property

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..coordination.doors import Doors
 from ..coordination.entry import Entry
+from ..coordination.faults import read_faults
 from ..coordination.history import append, lines_of_dead
 from ..coordination.holders import Claims
 from ..coordination.host_lock import Host
-from ..coordination.notes import read_faults
 from ..coordination.silicon import share_of
 from ..errors import StateDirError
 from ..gpus.devices import Gpu, GpuVerdict, Holder
@@ -163,7 +163,7 @@ class Attempt:
         host = self._host
         quota = self._options.quota
         # Under the lock only claims on wanted GPUs are checked again. Limits, and the dates of others, go by all.
-        host.look(at_all=quota is not None or self._place.waiter is not None)
+        host.prepare(recheck_all=quota is not None or self._place.waiter is not None)
         if quota is not None:
             quota.prepare(host)
         view.closed.prepare(host, self._place.hold_for())

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from ..coordination import older_package
-from ..coordination.directory import doubt_of_entries, doubt_of_image, state_dir_path
+from ..coordination.directory import state_dir_path, warning_about_container_dir, warning_about_removable_entries
+from ..coordination.faults import clear_fault
 from ..coordination.holders import Claims, living_claims
-from ..coordination.notes import clear_fault
 from ..coordination.older_package import take_older_package_lock
 from ..errors import GpuContendedError, NotEnoughGpusError, WrongDeviceError
 from ..gpus.devices import Gpu, GpuProcess, HostSnapshot
@@ -199,9 +199,9 @@ def _presence(view: HostView, claim: Claim, snapshot: HostSnapshot) -> dict[str,
 def doubts_of(claim: Claim) -> list[str]:
     """Return what is not certain about a claim, one sentence each; of a state directory once in a process."""
     path = state_dir_path()
-    of_directory = [doubt_of_image(path)]
+    of_directory = [warning_about_container_dir(path)]
     if not claim.before.shared_display:  # there doors keep nobody off
-        of_directory.append(doubt_of_entries(path, doors=not claim.doors.are_open))
+        of_directory.append(warning_about_removable_entries(path, doors=not claim.doors.are_open))
     doubts = []
     for doubt in of_directory:
         if doubt and doubt not in _given_doubts:
@@ -259,7 +259,7 @@ def _unknown_processes(view: HostView, claim: Claim, before: Gpu, now: Gpu) -> l
     others = [process for process in others if process.pid not in known]
     if claim.share is None or not others:
         return others
-    holder = Claims(living_claims(), [now]).holders(told=False).get(now.uuid)
+    holder = Claims(living_claims(), [now]).holders_as_said().get(now.uuid)
     if holder is None:
         return strangers(others, (), procfs.family_of)
     return strangers(others, holder.sharers, procfs.family_of)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any
 
 from ..coordination.directory import Place
 from ..coordination.doors import Doors, digest
-from ..coordination.entry import make_entry
 from ..coordination.history import append, claim_line, end_line
 from ..coordination.host_lock import Host
+from ..coordination.own_entry import OwnEntry
 from ..coordination.silicon import keys_of
 from ..errors import CudaInitializedError, UnsatisfiableRequestError
 from ..gpus.devices import Gpu, HostSnapshot, VisibleLimit
-from ..host.locks import Held, ReadLock, keep_across_exec
+from ..host.locks import ReadLock, keep_across_exec
 from ..host.signals import DeferredSignals
 from ..runtimes.library import Runtime
 from ..runtimes.visible_devices import read_visible_once, visible_variables
@@ -138,16 +138,14 @@ def share_variables(share: int, gpus: Collection[Gpu], environ: Mapping[str, str
     return variables
 
 
-class ClaimEntry:
-    """The entry of a claim, from when it is made until it is removed. Another attempt of the claim makes another one.
+class ClaimEntry(OwnEntry):
+    """The entry of a claim. Another attempt of the claim makes another one.
 
     Args:
         host: whose host.lock is held.
         facts: what the entry says.
 
     Attributes:
-        name: of its file.
-        file: device and inode of that.
         is_final: whether the second listing found nobody in its way. Only then the history tells of it.
 
     Raises:
@@ -155,47 +153,16 @@ class ClaimEntry:
     """
 
     def __init__(self, host: Host, facts: Mapping[str, Any]) -> None:
-        assert host.directory is not None
         self.is_final = False
         self._facts = facts
-        self._path = host.path
         self._began = time.clock_gettime(time.CLOCK_BOOTTIME)  # which does not jump
-        with ExitStack() as undo:
-            self._kept = host.directory.keep_from_cleaners(by_children=True)  # the state directory
-            undo.callback(self._kept.release)
-            claims = host.claims
-            claims.refuse_if_full()
-            self.name, self._held = make_entry(claims.directory, claims.next_number, facts, by_children=True)
-            undo.pop_all()
-        self.file = self._held.file
-        claims.leave_out(self.name)
+        super().__init__(host, host.claims, host.claims.next_number, facts, by_children=True)
+        host.claims.leave_out(self.name)
 
-    @property
-    def is_locked(self) -> bool:
-        """Whether it is still locked here. A program that closes descriptors that it did not open ends that."""
-        return self._held.fd >= 0
-
-    @property
-    def descriptors(self) -> list[Held]:
-        """What a command must have that this process becomes."""
-        return [self._held, self._kept]
-
-    def release(self) -> None:
-        """Tell the history of the claim, remove the entry, and give it back; safe to call twice. A forked child only
-        closes its copy."""
-        try:
-            self._held.release(self._end)
-        finally:
-            self._kept.release()
-
-    def _end(self) -> None:
-        state_dir = Place(self._path, self._kept.fd)
-        if self.is_final:
-            self._append_to_history(state_dir)
-        with suppress(OSError):  # no file of this name exists elsewhere, whatever the owner makes of claims
-            os.unlink(f"claims/{self.name}", dir_fd=state_dir.fd)
-
-    def _append_to_history(self, state_dir: Place) -> None:
+    def before_removal(self, state_dir: Place) -> None:
+        """Tell the history of the claim."""
+        if not self.is_final:
+            return
         line = claim_line(self._facts, uid=os.geteuid())
         if not line:
             return

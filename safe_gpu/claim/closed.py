@@ -6,8 +6,8 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 
+from ..coordination.closed import all_windows, drained_gpus, has_closed_file, look_up_admitted_users, windows_against
 from ..coordination.host_lock import Host
-from ..coordination.notes import all_windows, binding, drained_gpus, find_admitted, has_closed_file
 from ..gpus.devices import Gpu
 from ..gpus.windows import Spans, Window, spans_of, why_reserved
 from ..selection.verdicts import Rules
@@ -42,7 +42,7 @@ class ClosedGpus:
         if self._windows:
             uids = {ticket.uid for ticket in host.queue.look(())}
             uids.add(os.geteuid())
-            find_admitted(self._windows, uids)
+            look_up_admitted_users(self._windows, uids)
         self._set_rules(hold_for)
 
     def read(self, host: Host, hold_for: float | None) -> None:
@@ -54,7 +54,7 @@ class ClosedGpus:
         """Return when GPUs are reserved for others than a user: UUID -> spans."""
         if not self._windows:
             return {}
-        return spans_of(binding(self._windows, uid), gpus)
+        return spans_of(windows_against(self._windows, uid), gpus)
 
     def _read_files(self, host: Host) -> None:
         self._drained = {}
@@ -66,6 +66,6 @@ class ClosedGpus:
     def _set_rules(self, hold_for: float | None) -> None:
         reserved: Mapping[str, str] = {}
         if self._windows:
-            reserved = why_reserved(binding(self._windows, os.geteuid()), time.time(), hold_for)
+            reserved = why_reserved(windows_against(self._windows, os.geteuid()), time.time(), hold_for)
         self.rules = self.rules._replace(drained={**reserved, **self._drained})
         self.rules_for_others = self.rules._replace(drained=self._drained)

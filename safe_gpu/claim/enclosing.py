@@ -34,7 +34,7 @@ def find_enclosing(claims: Claims, token: str, name_prefix: str) -> Entry | None
     Args:
         name_prefix: as of :class:`~safe_gpu.coordination.doors.Doors`.
     """
-    enclosing = claims.around(token)
+    enclosing = claims.enclosing(token)
     if enclosing is None or not enclosing.parts:
         return enclosing
     if has_ended(enclosing):  # all users read the names of its doors, and others may have them now

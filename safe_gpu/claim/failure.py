@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..coordination.notes import write_fault
+from ..coordination.faults import write_fault
 from ..drivers.base import Driver
 from ..errors import NoDriverError, PlaceholderError, SafeGpuError
 from ..gpus.devices import LAST_CHOICE, Gpu, GpuFault

@@ -10,7 +10,7 @@ from contextlib import suppress
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
-from ..coordination.notes import closed_now
+from ..coordination.closed import closed_now
 from ..drivers import opened_driver
 from ..drivers.patience import Patience
 from ..errors import ClaimTimeout

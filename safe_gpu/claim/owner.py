@@ -216,7 +216,7 @@ class GPUOwner:
 
     def _new_claim(self, options: ClaimOptions) -> Claim:
         """Make an empty claim, which is that of this process."""
-        facts = said_by_this_process(options.job.job_label, options.command, pid=self._pid)
+        facts = said_by_this_process(options.job.job_label, options.command)
         secret = ""
         if options.delegate:
             secret = os.urandom(8).hex()

@@ -104,7 +104,7 @@ class QueuePlace:
             weight = self._options.quota.limits.weight or 1.0
 
         def counts(ticket: Entry) -> bool:
-            if self._host.queue.ask(ticket.name) is None:
+            if self._host.queue.recheck(ticket.name) is None:
                 return False
             return queue is None or not queue.is_absent(ticket)
 

@@ -444,7 +444,7 @@ class _Search:
         host = self._host
         quota = self._options.quota
         with DeferredSignals() as signals:
-            host.look()
+            host.prepare()
             with host.locked(self._options.lock_deadline, signals):
                 host.queue.refresh()
                 by_user = None

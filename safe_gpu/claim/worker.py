@@ -12,7 +12,7 @@ from ..affinity.binding import BindingReport, PartReport, bind_near, bind_node, 
 from ..affinity.planner import AffinityOptions, falls_back, parse_options
 from ..affinity.resolve_gpus import BOUND, Names, ResolvedGpus, by_ordinal, named, remember, remembered, visible
 from ..coordination.doors import digest
-from ..coordination.holders import claim_around, living_claims
+from ..coordination.holders import enclosing_claim, living_claims
 from ..drivers import opened_driver
 from ..errors import GPUAffinityError, HolderLostError, SafeGpuError, WrongDeviceError, package_logger
 from ..gpus.devices import Gpu, HostSnapshot, vendor_of
@@ -259,7 +259,7 @@ def _shift(snapshot: HostSnapshot) -> str:
         return ""
     claimed = [gpu.uuid for gpu in owner.latest_gpus()]
     if not claimed:
-        enclosing = claim_around(living_claims(), os.environ.get("SAFE_GPU_SCOPE", ""))
+        enclosing = enclosing_claim(living_claims(), os.environ.get("SAFE_GPU_SCOPE", ""))
         if enclosing is not None:
             claimed = list(enclosing.gpus)
     return stale_indices(value, os.environ.get("CUDA_DEVICE_ORDER"), claimed, snapshot)

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Collection, Iterable, Sequence
 
-from ..coordination.notes import closed_file, drained_gpus, read_closed
+from ..coordination.closed import closed_file, drained_gpus, read_closed
 from ..errors import GPUAffinityError, PolicyError
 from ..gpus.windows import Window, drain_line
 from ..host.foreign_files import MOST_BYTES

@@ -4,7 +4,7 @@ import argparse
 import time
 from collections.abc import Sequence
 
-from ..coordination.notes import all_windows
+from ..coordination.closed import all_windows
 from ..gpus.windows import Window
 from ..status.facts import GpuStatus
 from ..wording.text import gpu_ranges, plural

@@ -7,8 +7,8 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 
+from ..coordination.closed import closed_file, read_closed
 from ..coordination.directory import ADMIN_DIR, DEFAULT_DIR, HOST_LOCK, PARTS, setup_command, state_dir_path
-from ..coordination.notes import closed_file, read_closed
 from ..coordination.setup import examine, in_use, make, make_anew, remove, remove_hidden, slow_directories
 from ..drivers.patience import Patience
 from ..errors import PolicyError, SafeGpuError, StateDirError

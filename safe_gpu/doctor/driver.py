@@ -3,7 +3,7 @@
 import time
 
 from ..coordination.directory import state_dir_path
-from ..coordination.notes import read_faults
+from ..coordination.faults import read_faults
 from ..errors import NoDriverError
 from ..gpus.devices import HostSnapshot, recent_faults
 from ..selection.verdicts import MEMORY_VARIABLE, UNWATCHABLE, Rules, why_last, why_memory_unexplained

@@ -6,6 +6,7 @@ import stat
 import time
 from contextlib import ExitStack, suppress
 
+from ..coordination.closed import closed_now, ignored_closed
 from ..coordination.crowds import sentence_on_crowd
 from ..coordination.directory import (
     ADMIN_DIR,
@@ -16,18 +17,17 @@ from ..coordination.directory import (
     Directory,
     SharedDirectory,
     another_place,
-    doubt_of_image,
     make_directory,
     remover_of,
     setup_command,
     state_dir_path,
+    warning_about_container_dir,
 )
 from ..coordination.doors import Doors
 from ..coordination.entries import living_entries
 from ..coordination.entry import Entry, try_making
 from ..coordination.holders import claims_now, holder_of, living_claims
 from ..coordination.host_lock import Host
-from ..coordination.notes import closed_now, ignored_closed
 from ..errors import StateDirError
 from ..gpus.devices import Gpu, GpuProcess
 from ..host import procfs
@@ -68,7 +68,7 @@ def directory(host: CheckedHost) -> Check:
     """Check that it is a plain directory that every user can use. It is opened as a claim opens it."""
     path = state_dir_path()
     real = os.path.realpath(path)
-    doubt = doubt_of_image(real)
+    doubt = warning_about_container_dir(real)
     if doubt:
         return warning(doubt, f"start the container with -v {real}:{real}")
     try:
@@ -164,7 +164,7 @@ def locks(host: CheckedHost) -> Check:
         if not os.path.lexists(os.path.join(path, name)):
             return skipped(f"nothing has been locked in {path} yet")
     with DeferredSignals() as signals, Host(path) as entries:
-        entries.look()
+        entries.prepare()
         with entries.locked(time.monotonic() + _PATIENCE, signals):
             return passed("host.lock was free")
 

@@ -14,14 +14,15 @@ from functools import cache, cached_property, partial
 from itertools import chain
 from typing import NamedTuple
 
+from ..coordination.closed import all_windows, closed_now, ignored_closed, look_up_admitted_users
 from ..coordination.crowds import sentence_on_crowd
 from ..coordination.directory import OPEN_FILE, Directory, remover_of, state_dir_path
 from ..coordination.doors import MOST_PARTS, Doors
 from ..coordination.entries import living_entries
 from ..coordination.entry import Entry
+from ..coordination.faults import read_faults
 from ..coordination.history import HistoryDir, append, lines_of_dead, mark_seen
-from ..coordination.holders import Claims, claim_around, claims_now, heirs_of, holder_of, lives_here
-from ..coordination.notes import all_windows, closed_now, find_admitted, ignored_closed, read_faults
+from ..coordination.holders import Claims, claims_now, enclosing_claim, holder_of, lives_here, surviving_processes_of
 from ..coordination.queue import TicketRequest, waiting_tickets
 from ..coordination.silicon import share_of
 from ..coordination.turns import turn_of
@@ -193,10 +194,10 @@ class ProcessTable:
 
     @cached_property
     def _heirs(self) -> Mapping[str, int]:
-        return heirs_of(self._entries)
+        return surviving_processes_of(self._entries)
 
-    def heir_of(self, entry: Entry) -> int | None:
-        """As :func:`~safe_gpu.coordination.holders.heir_of`. The first query reads all of /proc."""
+    def surviving_process_of(self, entry: Entry) -> int | None:
+        """As :func:`~safe_gpu.coordination.holders.surviving_process_of`. The first query reads all of /proc."""
         if os.geteuid() not in (0, entry.uid):
             return None
         return self._heirs.get(entry.name)
@@ -205,14 +206,14 @@ class ProcessTable:
         """Return the process that has an entry, in this PID namespace; None where it cannot be seen."""
         if lives_here(entry):
             return entry.pid
-        return self.heir_of(entry)
+        return self.surviving_process_of(entry)
 
     def holder_of(self, entry: Entry) -> Holder:
         """Return who has an entry, with a process of this PID namespace or none; a note says what is unusual."""
-        holder = holder_of(entry, self.heir_of)
+        holder = holder_of(entry, self.surviving_process_of)
         note = ""
         if holder.namespace:
-            heir = self.heir_of(entry)
+            heir = self.surviving_process_of(entry)
             note = _place(holder.namespace, entry, heir)
             holder = holder._replace(pid=heir, namespace="")
         elif holder.left_by is not None:
@@ -307,7 +308,7 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
         gpus = with_idle_times(gpus, now)
     limited = at_limits(tickets, gpus, limits, now)
     windows = all_windows()
-    find_admitted(windows, {ticket.uid for ticket in tickets})
+    look_up_admitted_users(windows, {ticket.uid for ticket in tickets})
     starts = expected_starts(tickets, gpus, now, limited, windows, found.processes.stopped)
     return HostStatus(
         host=os.uname().nodename,
@@ -370,7 +371,7 @@ def _shift(snapshots: Iterable[HostSnapshot], claims: Claims) -> str:
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not value:
         return ""
-    enclosing = claim_around(claims.living, os.environ.get("SAFE_GPU_SCOPE", ""))
+    enclosing = enclosing_claim(claims.living, os.environ.get("SAFE_GPU_SCOPE", ""))
     if enclosing is None:
         return ""
     for snapshot in snapshots:

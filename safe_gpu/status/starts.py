@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+from ..coordination.closed import windows_against
 from ..coordination.entry import Entry
-from ..coordination.notes import binding
 from ..coordination.queue import TicketRequest, is_stopped
 from ..gpus.devices import Gpu, Holder, vendor_of
 from ..gpus.windows import Spans, Window, spans_of
@@ -131,7 +131,7 @@ def expected_starts(
         elif not is_stopped(ticket, stopped) and len(request.gpus & coming) >= request.nb_gpus:
             reserved: dict[str, Spans] = {}
             if windows:
-                reserved = spans_of(binding(windows, ticket.uid), devices)
+                reserved = spans_of(windows_against(windows, ticket.uid), devices)
             wants[ticket.name] = BackfillRequest.of(request, devices, reserved)
     expected = {name: limit.until for name, limit in limited.items()}
     expected.update(zip(wants, starts(wants.values(), ends), strict=True))

@@ -71,7 +71,7 @@ def line(ground: Any) -> Iterator[Callable[..., api.Waiter]]:
         ) -> api.Waiter:
             uuids = frozenset(ground.uuids[index] for index in gpus)
             host = stack.enter_context(api.Host())
-            host.look()
+            host.prepare()
             waiter = api.Waiter(host, api.TicketRequest(nb_gpus, uuids, tuple(more.items()), hold_for), by_turns=False)
             stack.callback(waiter.leave)
             with api.DeferredSignals() as signals, host.locked(time.monotonic() + 30, signals):

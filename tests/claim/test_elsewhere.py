@@ -168,10 +168,8 @@ def test_a_container_without_the_network_of_the_host_is_told_once(host: Path, mo
     ):
         monkeypatch.setattr(api.procfs, "file_system_at", lambda *_, found=(kind, point): api.FileSystem(*found))
         monkeypatch.setattr(api.procfs, "sees_network_devices", lambda network=network: network)
-        api.directory.doubt_of_image.cache_clear()
         claim(1).release_gpus()
         assert caplog.text.count("belongs to this container") == told
-    api.directory.doubt_of_image.cache_clear()
     assert f"start it with -v {host}/state:{host}/state" in caplog.text
 
 

@@ -69,14 +69,14 @@ class Disk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, code: int | None, times: int = 10**6) -> None:
         self.left = times
         self._code = code
-        self._make_entry = api.claim.make_entry
-        monkeypatch.setattr(api.claim, "make_entry", self.make_entry)
+        self._genuine = api.claim.ClaimEntry
+        monkeypatch.setattr(api.claim, "ClaimEntry", self.make_entry)
 
-    def make_entry(self, *arguments: Any, **options: Any) -> Any:
+    def make_entry(self, *arguments: Any) -> Any:
         self.left -= 1
         if self.left >= 0:
             raise api.StateDirError("no room", path="/state", errno=self._code)
-        return self._make_entry(*arguments, **options)
+        return self._genuine(*arguments)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])

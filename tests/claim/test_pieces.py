@@ -68,7 +68,7 @@ def test_what_a_claim_keeps_others_off(
 ) -> None:
     claims = api.Claims([entry(held, share=share)], shown)
     assert [gpu for gpu in shown if claims.in_the_way(gpu.uuid)] == kept_off
-    assert {*claims.holders(told=False)} == {gpu.uuid for gpu in kept_off}
+    assert {*claims.holders_as_said()} == {gpu.uuid for gpu in kept_off}
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_what_a_claim_keeps_others_off(
 )
 def test_a_share_is_shared_with_those_of_the_same_device_alone(held: api.Gpu, shown: api.Gpu, is_shared: bool) -> None:
     """Where no door tells, in another network namespace, shares of a card and of its first core were added up."""
-    holder = api.Claims([entry(held, share=GIB)], [shown]).holders(told=False)[shown.uuid]
+    holder = api.Claims([entry(held, share=GIB)], [shown]).holders_as_said()[shown.uuid]
     assert (len(holder.sharers) > 0) == is_shared
 
 

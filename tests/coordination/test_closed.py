@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from support import api
 
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be two users")
+
 ANNA, BEN = 4711, 4712
 LINES = "GPU-0 - - - a fan\nGPU-1 1 2 user:4711 course\nGPU-2 1 2 user:4711 course\n"
 

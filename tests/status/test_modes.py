@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support import api
 from support.claims import claim
+from support.entries import remove_entry
 from support.findings import says
 from support.ground import locked_host
 from support.vendor_hosts import GIB, IntelHost, KfdHost
@@ -59,7 +60,7 @@ def played(state_dir: Path) -> Any:
 
     yield make
     for directory, name, held in made:
-        api.remove_entry(directory, name, held)
+        remove_entry(directory, name, held)
         directory.close()
 
 

@@ -16,6 +16,7 @@ from unittest.mock import Mock
 import pytest
 from support import api, findings
 from support.claims import claim
+from support.entries import remove_entry
 from support.ground import locked_host
 from support.vendor_hosts import KfdHost
 
@@ -288,7 +289,7 @@ def ticket(state_dir: Path):
 
     yield make
     for directory, name, held in made:
-        api.remove_entry(directory, name, held)
+        remove_entry(directory, name, held)
         directory.close()
 
 

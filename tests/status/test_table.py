@@ -399,7 +399,7 @@ def test_when_waiters_can_expect_to_start(tickets: Any, gpus: Any, expected: Any
 def test_a_window_puts_a_start_off(ticket: Any, gpus: Any, expected: float) -> None:
     windows = [api.Window(1100.0, 2000.0, ("GPU-0",), "user:4711", "", "root")]
     anna, ben = ticket._replace(uid=4711), ticket._replace(uid=4712)
-    api.find_admitted(windows, [4711, 4712])
+    api.look_up_admitted_users(windows, [4711, 4712])
     assert [start for start, _ in api.expected_starts([ben], gpus, NOW, windows=windows)] == [expected]
     assert api.expected_starts([anna], gpus, NOW, windows=windows) == api.expected_starts([anna], gpus, NOW)
 

@@ -3,16 +3,6 @@
 The helpers beside this module, and programs that tests start, import what they need themselves: they load little.
 """
 
-from safe_gpu.coordination.notes import (
-    all_windows,
-    clear_fault,
-    closed_now,
-    drained_gpus,
-    find_admitted,
-    read_faults,
-    write_fault,
-)
-
 from safe_gpu import drivers
 from safe_gpu.affinity import binding, memory_policy, planner
 from safe_gpu.affinity.binding import (
@@ -83,6 +73,7 @@ from safe_gpu.cli.setup import rule_text
 from safe_gpu.cli.wait_line import WaitLine
 from safe_gpu.cli.watching import redrawn
 from safe_gpu.coordination import (
+    closed,
     directory,
     doors,
     entries,
@@ -91,11 +82,11 @@ from safe_gpu.coordination import (
     holders,
     host_lock,
     listing,
-    notes,
     older_package,
     queue,
     setup,
 )
+from safe_gpu.coordination.closed import all_windows, closed_now, drained_gpus, look_up_admitted_users
 from safe_gpu.coordination.directory import (
     HOST_LOCK,
     OPEN_FILE,
@@ -107,16 +98,10 @@ from safe_gpu.coordination.directory import (
 )
 from safe_gpu.coordination.doors import MOST_PARTS, Doors, digest
 from safe_gpu.coordination.entries import Entries, living_entries
-from safe_gpu.coordination.entry import (
-    Entry,
-    is_alive,
-    make_entry,
-    remove_entry,
-    said_by_this_process,
-    sleep_until_dead,
-)
+from safe_gpu.coordination.entry import Entry, is_alive, make_entry, said_by_this_process, sleep_until_dead
+from safe_gpu.coordination.faults import clear_fault, read_faults, write_fault
 from safe_gpu.coordination.history import LARGEST, NAME, end_line, file_names, month_of
-from safe_gpu.coordination.holders import Claims, heirs_of, living_claims, said_by
+from safe_gpu.coordination.holders import Claims, living_claims, said_by, surviving_processes_of
 from safe_gpu.coordination.host_lock import Host
 from safe_gpu.coordination.older_package import take_older_package_lock
 from safe_gpu.coordination.queue import TicketRequest, Waiter, is_stopped, tickets_that_count, waiting_tickets

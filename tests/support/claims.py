@@ -156,7 +156,7 @@ class Spies:
         spied(functions, "read_options", "options")
         spied(host_view, "visible_limit_of", "visible_limit")
         spied(Doors, "take_whole", "door")
-        spied(claim_module, "make_entry", "entry")
+        spied(claim_module, "ClaimEntry", "entry")
         spied(owner_module, "verify_devices", "verify")
         spied(binding, "bind_process", "bind", "bound")
         self.legacy_held = held

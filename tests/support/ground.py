@@ -54,17 +54,17 @@ def locked_host(path: Path | None = None) -> Iterator[Any]:
     from safe_gpu.host.signals import DeferredSignals
 
     with DeferredSignals() as signals, Host(None if path is None else str(path)) as host:
-        host.look()
+        host.prepare()
         with host.locked(time.monotonic() + 30, signals):
             yield host
 
 
 def simulated_doors() -> Any:
     """Doors of the simulated GPUs of this test, none of which is taken yet."""
-    from safe_gpu.coordination.doors import Doors, simulated_tree
+    from safe_gpu.coordination.doors import Doors, uuid_prefix
 
     tree = os.environ.get("SAFE_GPU_SIMULATED_DIR") or os.path.join(os.environ["SAFE_GPU_DIR"], "simulated")
-    return Doors(simulated_tree(tree))
+    return Doors(uuid_prefix(tree))
 
 
 class PlayedClaim:

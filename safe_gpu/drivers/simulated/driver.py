@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ...coordination.directory import refusal_of_error
-from ...coordination.doors import simulated_tree
+from ...coordination.doors import uuid_prefix
 from ...errors import PlaceholderError
 from ...gpus.devices import Gpu, HostSnapshot, ProcessKind
 from ...gpus.vendors import VENDORS
@@ -107,7 +107,7 @@ class SimulatedDriver(Driver, Runtime):
 
     def _snapshot_of(self, preset: Preset, gpus: Sequence[Gpu]) -> HostSnapshot:
         version = VENDORS[preset.gpus[0].vendor].version
-        return HostSnapshot(tuple(gpus), self.name, version, simulated_tree(self.tree.root))
+        return HostSnapshot(tuple(gpus), self.name, version, uuid_prefix(self.tree.root))
 
     def _look(self, uuids: Collection[str] | None = None) -> _Seen:
         """Read the modes of the cards, and the states of these devices and of those that share their memory; None for

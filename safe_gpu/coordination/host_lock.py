@@ -276,8 +276,8 @@ def _filelock() -> tuple[Callable[..., bool], Callable[[int], None]]:
 
 
 def _pause_after(waited: float) -> tuple[float, float]:
-    """Return how long to pause between tries at host.lock, at least and at most, after so many seconds of waiting. It
-    is drawn anew each time, or crowds would go in step.
+    """Return how long to pause between tries at host.lock, at least and at most, by the seconds waited. It is drawn
+    anew each time, or crowds would go in step.
 
     The lock is held for microseconds, so pauses are short. The longer the wait, the larger the crowd: hundreds that
     pause for so little leave no CPU to the holder.

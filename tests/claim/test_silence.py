@@ -68,16 +68,15 @@ def gpus(fake_gpus: Any) -> Any:
 def test_a_driver_that_does_not_answer_is_told_of(gpus: Any, soon: None, function: str, driver: str, call: str) -> None:
     """What is awaited and since when; then the call, and what usually is the cause. Then it answers."""
     gpus.set(8, node_cpus="0-3")
-    lines = Lines(lambda line: gpus.options() if line.startswith("still") else None)
+    named = f": {call} does not return; if this ends after "
+    lines = Lines(lambda line: gpus.options() if named in line else None)
     gpus.options(hangs=function)
     with claim(2, logger=lines, affinity="node") as owner:
         assert owner.devices_taken == [0, 1]
-    at = next(number for number, line in enumerate(lines.told) if line.startswith("still"))
+    at = next(number for number, line in enumerate(lines.told) if named in line)
     first, late = lines.told[at - 1 : at + 1]
     assert first.startswith(f"waiting for {driver} since ")
-    assert late.startswith(
-        f"still waiting for {driver} since {first[-8:]}: {call} does not return; if this ends after "
-    )
+    assert late.startswith(f"still waiting for {driver} since {first[-8:]}{named}")
     assert "persistence mode" in late
     assert "dmesg" in late
 

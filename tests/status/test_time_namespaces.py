@@ -92,13 +92,13 @@ def test_a_share_there_lets_others_in_beside_it(there: Callable[..., Any]) -> No
     assert try_claim(1, only=0, share="20GiB") == (0,)
 
 
-def test_a_waiter_there(there: Callable[..., Any], eventually: Callable[..., None]) -> None:
-    with claim(8):
-        parent = there("say('waits'); claim(timeout=None); listen()", says="waits")
-        eventually(lambda: len(api.gather().queue) > 0)
-        (waiter,) = api.gather().queue
-        assert [waiter.pid] == api.procfs.descendants(parent.pid)
-        assert waiter.note == ""
+def test_a_waiter_there(there: Callable[..., Any], ground: Any, eventually: Callable[..., None]) -> None:
+    ground.hold(*range(8))
+    parent = there("say('waits'); claim(timeout=None); listen()", says="waits")
+    eventually(lambda: len(api.gather().queue) > 0)
+    (waiter,) = api.gather().queue
+    assert [waiter.pid] == api.procfs.descendants(parent.pid)
+    assert waiter.note == ""
 
 
 def test_a_parent_elsewhere_is_known_as_the_parent(there: Callable[..., Any]) -> None:

@@ -19,6 +19,7 @@ from .drivers import opened_driver
 from .errors import NoDriverError, NotEnoughGpusError
 from .gpus.devices import Gpu
 from .gpus.vendors import VENDORS
+from .status.facts import GpuStatus
 from .status.gather import gather
 from .wording.text import gpu_ranges, paint, plural, wrapped
 
@@ -151,15 +152,19 @@ def _simulated(name: str) -> Iterator[None]:
             os.environ.update(kept)
 
 
-def _free_gpus() -> list[Gpu]:
-    """Return the free GPUs of this host that claims do not share; none without a driver."""
+def _gpus_of_host() -> Sequence[GpuStatus]:
+    """Return the GPUs of this host; none without a driver."""
     try:
-        gpus = gather().gpus
-        return [one.gpu for one in gpus if one.state == "free" and one.gpu.vendor == gpus[0].gpu.vendor]
+        return gather().gpus
     except NoDriverError:
         if os.environ.get("SAFE_GPU_DRIVER") not in (None, "", "auto"):
             raise
-        return []
+        return ()
+
+
+def _free(gpus: Sequence[GpuStatus]) -> list[Gpu]:
+    """Return those that are free, of one vendor, and that claims do not share."""
+    return [one.gpu for one in gpus if one.state == "free" and one.gpu.vendor == gpus[0].gpu.vendor]
 
 
 def run(processes: int | None = None, rounds: int = 5, stream: TextIO | None = None, *, color: bool = False) -> int:
@@ -200,8 +205,11 @@ class _Demo:
         if kind == "simulated":
             hosts.insert(0, name)
         else:
-            self.free = _free_gpus()
-            if not self.free:
+            gpus = _gpus_of_host()
+            self.free = _free(gpus)
+            if not gpus:
+                self._say("There is no GPU on this host; `safe-gpu doctor` says why.", "")
+            elif not self.free:
                 self._say("No GPU is free on this host; `safe-gpu status` and `safe-gpu doctor` say why.", "")
         self.is_simulated = not self.free
         where = "A race for the free GPUs of this host"
@@ -209,7 +217,7 @@ class _Demo:
         for host in hosts:
             if not self.free:
                 stack.enter_context(_simulated(host))
-                self.free = _free_gpus()
+                self.free = _free(_gpus_of_host())
                 where = f"A race on a simulated host, {host}"
                 promise = "No real GPU is touched."
         models = Counter(gpu.name or "unknown GPU" for gpu in self.free)

@@ -107,6 +107,19 @@ def test_only_free_gpus_are_raced_for(fake_gpus: Any, tmp_path: Path) -> None:
     assert {*re.findall("[0-9]", got[1])} <= {"2", "3"}
 
 
+@pytest.mark.parametrize("has_driver", [True, False])
+def test_a_host_without_gpus_says_so(fake_gpus: Any, tmp_path: Path, has_driver: bool) -> None:
+    fake_gpus.write()
+    if not has_driver:
+        fake_gpus.options(init_error=9)
+    environment = {**fake_gpus.env, "TMPDIR": str(tmp_path), "SAFE_GPU_DRIVER": "auto", "PATH": "/nowhere"}
+    words = [sys.executable, "-c", "import sys; from safe_gpu import demo; sys.exit(demo.run(4, rounds=1))"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=110)
+    assert (done.returncode, done.stderr) == (0, ""), done
+    assert done.stdout.startswith("There is no GPU on this host; `safe-gpu doctor` says why.")
+    assert "A race on a simulated host" in done.stdout
+
+
 # However it ends
 
 

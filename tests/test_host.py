@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from support import api
+from support.forks import in_child
 
 PTRACE_SEIZE = 0x4206
 
@@ -63,6 +64,25 @@ def test_a_forked_child_may_be_in_another_pid_namespace(child: Callable[..., Any
     before, after = started.hear(), started.hear()
     assert theirs.isdigit()
     assert before == after != theirs
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount")
+def test_an_emulator_hides_when_a_process_began(tmp_path: Path) -> None:
+    """As qemu-user does by a file of its own in the place of /proc/self/stat."""
+    (tmp_path / "stat").write_text(f"{os.getpid()} (python) R {' '.join(['0'] * 49)}\n")
+
+    def emulated() -> tuple[int | None, int | None]:
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.unshare(0x20000) == 0  # CLONE_NEWNS
+        assert libc.mount(b"none", b"/", None, 0x44000, None) == 0  # MS_REC | MS_PRIVATE
+        before = api.procfs.start_time(os.getpid())
+        source, target = os.fsencode(tmp_path / "stat"), f"/proc/{os.getpid()}/stat".encode()
+        assert libc.mount(source, target, None, 0x1000, None) == 0  # MS_BIND
+        return before, api.procfs.start_time(os.getpid())
+
+    before, now = in_child(emulated)
+    assert now == before
+    assert before
 
 
 def test_the_process_of_a_thread() -> None:

@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.set_threshold(50_000)  # imports make no garbage, and looking for it among them takes 2 ms
     open_standard_streams()
     if argv is None:
-        argv = sys.argv[1:]
+        argv = _own_arguments()
     options = None
     try:
         try:
@@ -99,6 +99,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EX_OUTPUT
     finally:
         drop_errors()
+
+
+def _own_arguments() -> list[str]:
+    """Return the arguments of this program, as texts that become the same bytes again.
+
+    Python decodes them by the C library. In EUC-JP and some other locales that gives characters which Python's codec
+    cannot encode, or encodes otherwise.
+    """
+    arguments = sys.argv[1:]
+    if sys.getfilesystemencoding() == "utf-8":
+        return arguments
+    try:
+        with open("/proc/self/cmdline", "rb") as file:
+            given = file.read().split(b"\0")[:-1]
+    except OSError:
+        return arguments
+    return [_decoded(argument) for argument in given[len(given) - len(arguments) :]]
+
+
+def _decoded(argument: bytes) -> str:
+    text = os.fsdecode(argument)
+    if os.fsencode(text) == argument:
+        return text
+    return argument.decode("ascii", "surrogateescape")
 
 
 def _exit_code(err: SafeGpuError) -> int:

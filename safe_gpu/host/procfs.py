@@ -101,8 +101,17 @@ def _task(task: int | str) -> _Task | None:
 def _name_in_proc(pid: int) -> int | str:
     """Return the name of a process in /proc, which may be of another PID namespace than this process."""
     if pid == os.getpid():
-        return "self"
+        return _own_name_in_proc()
     return pid
+
+
+def _own_name_in_proc() -> str:
+    """Return the name of the first thread of this process. Of the process itself an emulator (qemu-user) shows
+    another ``stat``, without a start."""
+    try:
+        return f"self/task/{os.readlink('/proc/self')}"
+    except OSError:
+        return "self"
 
 
 def _status_numbers(pid: int, name: bytes) -> list[int]:
@@ -150,7 +159,7 @@ def has_ended(pid: int) -> bool:
 
 def is_forked() -> bool:
     """Return whether this process was forked, and has executed no program since."""
-    process = _task("self")
+    process = _task(_own_name_in_proc())
     return process is not None and bool(process.flags & _PF_FORKNOEXEC)
 
 

@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import sys
 
+if sys.implementation.name != "cpython":  # PyPy has no os.O_PATH, for example
+    raise ImportError(f"safe_gpu needs CPython, and this is {sys.implementation.name}: start it with CPython's python3")
+
 TYPE_CHECKING = False  # importing typing would take longer than this whole module
 if TYPE_CHECKING:
     from .affinity.binding import BindingReport as BindingReport, split_share as split_share

@@ -63,6 +63,15 @@ def test_what_is_loaded(code: str, heavy: str) -> None:
     assert code != "import safe_gpu" or not [name for name in loaded if name.startswith("safe_gpu.")]
 
 
+def test_another_python_than_cpython_is_refused_by_one_sentence() -> None:
+    code = "import sys; sys.implementation.name = 'pypy'; import safe_gpu.cli"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    refusal = "ImportError: safe_gpu needs CPython, and this is pypy: start it with CPython's python3"
+    assert done.stderr.splitlines()[-1] == refusal
+    if (ROOT / "pyproject.toml").exists():
+        assert "Implementation :: CPython" in (ROOT / "pyproject.toml").read_text()
+
+
 def test_every_name_is_there_and_explained() -> None:
     assert set(CONTRACT) <= set(safe_gpu.__all__) <= set(dir(safe_gpu))
     for name in set(safe_gpu.__all__) - {"pytorch_placeholder", "tensorflow_placeholder"}:

@@ -103,6 +103,21 @@ def private_imports(source: str) -> list[str]:
     return [alias.name for node in own for alias in node.names if re.match("_(?!_)", alias.name)]
 
 
+def private_patches(source: str) -> list[str]:
+    """The private names that a test puts something else in the place of."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or not re.search(
+            r"\b(setattr|delattr|patch|object)$", ast.unparse(node.func)
+        ):
+            continue
+        for argument in node.args[:2]:
+            name = argument.value if isinstance(argument, ast.Constant) else None
+            if isinstance(name, str) and re.search(r"(^|\.)_(?!_)\w+$", name):
+                found.append(name)
+    return found
+
+
 def test_every_module_is_one_idea() -> None:
     found = {str(path): trouble_with_text(path.read_text()) for path in FILES}
     assert {path: told for path, told in found.items() if told} == {}
@@ -128,6 +143,14 @@ def test_private_names_stay_at_home() -> None:
         "_INNER",
         "_one",
     ]
+
+
+def test_tests_patch_no_private_name() -> None:
+    """What a test sets is public, and says what it is. Builds that are broken on purpose are no tests."""
+    tests = [*(CHECKOUT / "tests").rglob("test_*.py"), *(CHECKOUT / "tests").rglob("conftest.py")]
+    assert {str(path): names for path in tests if (names := private_patches(path.read_text()))} == {}
+    source = 'monkeypatch.setattr("safe_gpu.claim.polls._RECENT", 1)\npatch.object(doors, "_bound")\nsetattr(a, "b", 1)'
+    assert private_patches(source) == ["safe_gpu.claim.polls._RECENT", "_bound"]
 
 
 def test_every_room_has_its_floor() -> None:

@@ -195,7 +195,7 @@ def bench_claim(options: argparse.Namespace) -> list[Row]:
 TWICE = """
 import os, types, safe_gpu
 from safe_gpu.claim import polls
-polls._RECENT = 1e9  # on a busy machine a poll may be old by the time it is used, and is taken again
+polls.RECENT = 1e9  # on a busy machine a poll may be old by the time it is used, and is taken again
 def mark(said="lock released", *more, **options):
     if said == "lock released":
         print(len(open(os.environ["FAKE_GPU_DIR"] + "/calls").read().split()))

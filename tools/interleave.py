@@ -238,8 +238,8 @@ def main() -> int:
     logging.getLogger("safe_gpu").addHandler(logging.NullHandler())
     simulate("gpus-1", "/nonexistent")
     os.sched_yield = lambda: None
-    search._import_all()  # once, for all that are forked
-    search._import_all = lambda: None  # type: ignore[assignment]
+    search.import_all()  # once, for all that are forked
+    search.import_all = lambda: None  # type: ignore[assignment]
     asked = tuple(args.scene or [""])
     names = [name for name in SCENES if name in asked or name.startswith(tuple({*asked} - SCENES.keys()))]
     names = [name for name in names if not (SCENES[name].users and os.geteuid())]

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from ..topology.cpulist import format_cpulist
 
-# Numbers of set_mempolicy and get_mempolicy (syscall_64.tbl and asm-generic/unistd.h in the kernel).
-_CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
+CALL_NUMBERS = {"x86_64": (238, 239), "aarch64": (237, 236)}
+"""Machine -> the numbers of set_mempolicy and get_mempolicy (syscall_64.tbl and asm-generic/unistd.h in the kernel)."""
 
 # Values of MPOL_* in linux/mempolicy.h.
 _DEFAULT = 0
@@ -67,7 +67,7 @@ def get_policy() -> MemoryPolicy | None:
     mode = ctypes.c_int()
     words = (ctypes.c_ulong * (_BITS // _WORD))()
     try:
-        _call(1, ctypes.byref(mode), words, ctypes.c_ulong(_BITS + 1), None, ctypes.c_ulong(0))
+        call_kernel(1, ctypes.byref(mode), words, ctypes.c_ulong(_BITS + 1), None, ctypes.c_ulong(0))
     except OSError:
         return None
     nodes = [node for node in range(_BITS) if words[node // _WORD] >> node % _WORD & 1]
@@ -92,7 +92,7 @@ def set_policy(policy: MemoryPolicy) -> MemoryPolicy:
             mask[node // _WORD] |= 1 << node % _WORD
         bits = len(mask) * _WORD + 1  # the kernel subtracts one from the number of bits that it is given
     try:
-        _call(0, ctypes.c_int(policy.mode), mask, ctypes.c_ulong(bits))
+        call_kernel(0, ctypes.c_int(policy.mode), mask, ctypes.c_ulong(bits))
         return policy
     except OSError as err:
         if policy.mode != _PREFERRED_MANY or err.errno != errno.EINVAL:
@@ -100,10 +100,15 @@ def set_policy(policy: MemoryPolicy) -> MemoryPolicy:
     return set_policy(MemoryPolicy(_PREFERRED, frozenset([min(policy.nodes)])))
 
 
-def _call(which: int, *arguments: object) -> None:
+def call_kernel(which: int, *arguments: object) -> None:
+    """Call set_mempolicy (0) or get_mempolicy (1).
+
+    Raises:
+        OSError: the kernel refuses it, or has no such call.
+    """
     import ctypes
 
-    numbers = _CALLS.get(os.uname().machine)
+    numbers = CALL_NUMBERS.get(os.uname().machine)
     if numbers is None or ctypes.sizeof(ctypes.c_ulong) * 8 != _WORD:
         raise OSError(errno.ENOSYS, f"the call's number is not known for {os.uname().machine}")
     syscall = ctypes.CDLL(None, use_errno=True).syscall

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 # Others in the queue may be passed only by a poll that is at most this old, in seconds.
 _RECENT = 1.0
 
-# Claims whose locks are checked again under host.lock: more than honest users have. Others lived a moment ago.
-_MOST_RECHECKED = 1000
+MOST_RECHECKED = 1000
+"""Claims whose locks are checked again under host.lock: more than honest users have. Others lived a moment ago."""
 
 
 TAKEN = "taken"
@@ -222,7 +222,7 @@ class Attempt:
             for claim in self._host.claims.living
             if not (usable.isdisjoint(claim.gpus) and usable.isdisjoint(claim.pieces))
         )
-        return list(islice(names, _MOST_RECHECKED))
+        return list(islice(names, MOST_RECHECKED))
 
     def _find_enclosing(self, claims: Claims) -> Entry | None:
         """Return the enclosing claim. A scope of which no claim exists any more is ignored from now on."""

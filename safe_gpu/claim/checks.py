@@ -27,11 +27,11 @@ from .arguments import ClaimOptions
 from .claim import Claim
 from .view import HostView
 
-# The lock of the older package is held until the driver shows the placeholder, but at most this long, in seconds.
-_SHOWING = 2.0
+SHOWING = 2.0
+"""The lock of the older package is held until the driver shows the placeholder, but at most this long, in seconds."""
 
-# Doubts about state directories that claims of this process have told already.
-_given_doubts: set[str] = set()
+given_doubts: set[str] = set()
+"""Doubts about state directories that claims of this process have told already."""
 
 
 def older_package_counts() -> bool:
@@ -155,7 +155,7 @@ def verify_alone(view: HostView, claim: Claim, options: ClaimOptions, placeholde
         NotEnoughGpusError: a claimed GPU was lost.
     """
     holding = placeholders.holds_gpu(placeholder)  # so the driver sees a process on the GPU
-    until = time.monotonic() + _SHOWING
+    until = time.monotonic() + SHOWING
     while True:
         snapshot = claim.before.updated(view.polls.driver.usage(claim.gpus))
         _refuse_other_processes(view, claim, snapshot, holding)
@@ -204,8 +204,8 @@ def doubts_of(claim: Claim) -> list[str]:
         of_directory.append(warning_about_removable_entries(path, doors=not claim.doors.are_open))
     doubts = []
     for doubt in of_directory:
-        if doubt and doubt not in _given_doubts:
-            _given_doubts.add(doubt)
+        if doubt and doubt not in given_doubts:
+            given_doubts.add(doubt)
             doubts.append(doubt)
     for gpu in claim.gpus:
         if gpu.processes_private:

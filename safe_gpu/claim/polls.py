@@ -11,8 +11,8 @@ from ..gpus.devices import Gpu, HostSnapshot
 from ..host import procfs
 from ..selection.verdicts import Describe
 
-# If the latest poll of the whole host is older than this, in seconds, the second one asks whether it still holds.
-_RECENT = 5.0
+RECENT = 5.0
+"""If the latest poll of the whole host is older than this, in seconds, the second one asks whether it still holds."""
 
 # Pid of this process or of one that it was forked from -> the pids under which the driver shows that process. In a
 # container the driver may show host pids. The first placeholder reveals them. A framework may keep its context after
@@ -86,7 +86,7 @@ class Polls:
     def poll_again(self, gpus: Sequence[Gpu]) -> None:
         """Poll the driver for these GPUs only. If the latest poll of the whole host is old, or this claim has waited
         since, and the driver shows other GPUs now, or has lost one, for the whole host."""
-        is_recent = self.age <= _RECENT and not self.has_waited
+        is_recent = self.age <= RECENT and not self.has_waited
         if is_recent or self.driver.shows_same(self.snapshot):
             self._replace(self.snapshot.updated(self.driver.usage(gpus)))
         else:

@@ -45,16 +45,16 @@ if TYPE_CHECKING:
 
 SOMEBODY = "somebody"
 
-# Seconds between two reports. A sleeping waiter also tries again about this often.
-_REPORT_INTERVAL = 60.0
+REPORT_INTERVAL = 60.0
+"""Seconds between two reports. A sleeping waiter also tries again about this often."""
 
-# The same for the first waiters of the queue: when one of them is suspended, those behind it are not woken.
-_EARLY_INTERVAL = 10.0
+EARLY_INTERVAL = 10.0
+"""The same for the first waiters of the queue: when one of them is suspended, those behind it are not woken."""
 
 _EARLY = 32
 
-# Seconds of waiting after which a warning is given, and the fewest after which a change is reported.
-_WARNING_DELAY = 1.0
+WARNING_DELAY = 1.0
+"""Seconds of waiting after which a warning is given, and the fewest after which a change is reported."""
 
 # Characters of a report in the log; what others run on the GPUs may have any length.
 _LONGEST_LINE = 240
@@ -540,7 +540,7 @@ class WaitReporter:
         self.due = self._began
         self.warning_due = math.inf
         if self._on_long_wait is not None:
-            self.warning_due = self._began + _WARNING_DELAY
+            self.warning_due = self._began + WARNING_DELAY
 
     def next_attempt(self, now: float) -> float:
         """Return the latest time at which a sleeping waiter tries again, whether or not the ticket that it sleeps on is
@@ -551,12 +551,12 @@ class WaitReporter:
         """
         spread = 0.75 + os.getpid() % 500 / 1000
         if self._place.among_first(_EARLY):
-            return now + _EARLY_INTERVAL * spread
+            return now + EARLY_INTERVAL * spread
         if self._on_wait is None:
-            return now + _REPORT_INTERVAL * spread
+            return now + REPORT_INTERVAL * spread
         if self.due > now:
             return self.due
-        return now + _REPORT_INTERVAL
+        return now + REPORT_INTERVAL
 
     def report(self, seen: Seen) -> None:
         """Give the reports that are due after this attempt.
@@ -573,7 +573,7 @@ class WaitReporter:
             return
         self.due = math.inf
         if self._on_wait is not None:
-            self.due = now + _REPORT_INTERVAL
+            self.due = now + REPORT_INTERVAL
         may_hold = self._may_ancestors_hold()
         if seen.ahead is None and (may_hold or self._on_wait is not None):
             self._view.polls.poll()
@@ -596,7 +596,7 @@ class WaitReporter:
         found = (position, ahead, seen.free, seen.limit)
         if found != self._last:
             self._last = found
-            soon = max(_WARNING_DELAY, (now - self._began) / 60)  # a long wait fills no log
+            soon = max(WARNING_DELAY, (now - self._began) / 60)  # a long wait fills no log
             self.due = min(self.due, now + soon)
 
     def _may_ancestors_hold(self) -> bool:

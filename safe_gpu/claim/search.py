@@ -42,10 +42,10 @@ _PART_OF_THE_WAIT = 1 / 500
 _SHORTEST_WATCH = 0.010
 _LONGEST_WATCH = 0.100
 
-# Pauses of the head between two polls of the driver, in seconds: twice the time since something has happened that may
-# free a GPU, within these bounds. So in a minute in which nothing happens there are ten at most.
-_SHORTEST_POLL_PAUSE = 0.25
-_LONGEST_POLL_PAUSE = 9.5
+SHORTEST_POLL_PAUSE = 0.25
+LONGEST_POLL_PAUSE = 9.5
+"""Pauses of the head between two polls of the driver, in seconds: twice the time since something has happened that may
+free a GPU, within these bounds. So in a minute in which nothing happens there are ten at most."""
 
 # Between polls that are nearer than this, in seconds, the session with the driver stays open.
 _SHORT = 1.0
@@ -57,9 +57,10 @@ _LONGEST_RETREAT = 0.010
 # A sleeper that tries again polls the driver first if its latest poll is older than this, in seconds.
 _OLD = 30.0
 
-# Who has waited outlasts trouble that passes by itself for so long, in seconds. It tries again after a tenth of the
-# time that it has lasted, and after this at least.
-_LONGEST_TROUBLE = 60.0
+LONGEST_TROUBLE = 60.0
+"""Seconds for which who has waited outlasts trouble that passes by itself."""
+
+# It tries again after a tenth of the time that it has lasted, and after so many seconds at least.
 _TROUBLE_PAUSE = 0.25
 
 # A claim waits at most this many times MINIMUM_PATIENCE for a host.lock that nobody keeps.
@@ -166,7 +167,7 @@ def pause_between_polls(calm: float) -> float:
     Args:
         calm: seconds from when something has happened that may free a GPU until the first of them.
     """
-    return min(max(2 * calm, _SHORTEST_POLL_PAUSE), _LONGEST_POLL_PAUSE)
+    return min(max(2 * calm, SHORTEST_POLL_PAUSE), LONGEST_POLL_PAUSE)
 
 
 def pause_of_watch(watched: float) -> float:
@@ -207,7 +208,7 @@ _FOR_COMMANDS = frozenset({"gpu_affinity", "plan_text", "setup"})
 
 
 @cache
-def _import_all() -> None:
+def import_all() -> None:
     """Import what the wait, the claim after it and their refusals may need: an upgrade may replace the files."""
     import pkgutil
     from importlib import import_module
@@ -473,9 +474,9 @@ class _Search:
                 raise err
             self._trouble = _Trouble()
             text = printable_lines(str(err))
-            self._options.logger.warning("%s; waiting %s for it", text, format_age(_LONGEST_TROUBLE))
+            self._options.logger.warning("%s; waiting %s for it", text, format_age(LONGEST_TROUBLE))
         lasted = now - self._trouble.since
-        if lasted >= _LONGEST_TROUBLE or now >= self._options.deadline:
+        if lasted >= LONGEST_TROUBLE or now >= self._options.deadline:
             raise self._trouble.lasting(err, lasted) from err
         self._trouble.tries += 1
         if isinstance(err, NoDriverError):
@@ -516,7 +517,7 @@ class _Search:
             self._state,
             suffices=fits(self._view.request, free),
             now=now,
-            next_poll=self._view.polls.next_poll(self._poll_pause, _LONGEST_POLL_PAUSE),
+            next_poll=self._view.polls.next_poll(self._poll_pause, LONGEST_POLL_PAUSE),
             next_attempt=next_attempt,
             pause=pause,
         )
@@ -529,7 +530,7 @@ class _Search:
             if not self._has_waited:
                 self._has_waited = True
                 self._waits.enter_context(unwind_on_signals())  # its ticket is to be removed
-            _import_all()
+            import_all()
             reporter.report(seen)
         self._view.polls.has_waited = True
         if decision.step == POLL:

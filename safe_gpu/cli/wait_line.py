@@ -120,7 +120,8 @@ class WaitLine:
                 erase = _ERASE + _ERASE_ABOVE * (self._rows - 1)
             line = ""
             if live and is_in_front:
-                line = self._line(width_of(self._stream) - 1)
+                assert self._status is not None
+                line = text_for_terminal(self._status, waited=self.seconds, width=width_of(self._stream) - 1)
             self._rows = 0
             if line:
                 self._rows = line.count("\n") + 1
@@ -136,23 +137,21 @@ class WaitLine:
         assert self._status is not None
         return f"{_PROGRAM}{waiting_message(self._status, waited=self.seconds)}\n"
 
-    def _line(self, width: int) -> str:
-        """Return what a terminal of this width shows without breaking the line."""
-        from ..claim.report import holders_line, waiting_message
 
-        assert self._status is not None
-        status = self._status
-        waited = self.seconds
-        room = width - len(_PROGRAM)
-        holders = ""
-        if room >= _LEAST_FOR_HOLDERS:
-            holders = holders_line(status, time.time())
-        if not holders or len(waiting_message(status, waited=waited)) <= room:
-            line = _PROGRAM + waiting_message(status, waited=waited, width=room)
-            return line[: max(0, width)]
-        first = _PROGRAM + waiting_message(status, waited=waited, width=room, holders=False)
-        second = " " * len(_PROGRAM) + cut(holders, room)
-        return f"{first}\n{second}"
+def text_for_terminal(status: WaitStatus, *, waited: float, width: int) -> str:
+    """Return what a terminal of this width shows of a wait without breaking a line: one line, or two."""
+    from ..claim.report import holders_line, waiting_message
+
+    room = width - len(_PROGRAM)
+    holders = ""
+    if room >= _LEAST_FOR_HOLDERS:
+        holders = holders_line(status, time.time())
+    if not holders or len(waiting_message(status, waited=waited)) <= room:
+        line = _PROGRAM + waiting_message(status, waited=waited, width=room)
+        return line[: max(0, width)]
+    first = _PROGRAM + waiting_message(status, waited=waited, width=room, holders=False)
+    second = " " * len(_PROGRAM) + cut(holders, room)
+    return f"{first}\n{second}"
 
 
 def _is_in_front(stream: TextIO) -> bool:

@@ -197,7 +197,7 @@ class Doors:
         highest = -1
         if self._held:
             highest = self._held[-1].fd
-        held = _bound(name, above=highest)
+        held = bind_name(name, above=highest)
         if held is None:
             return False
         self._held.append(held)
@@ -232,8 +232,12 @@ class Doors:
         return self._name(uuid, f".{tail}.0"), self._name(uuid, f".{tail}.1")
 
 
-def _bound(name: bytes, above: int) -> Held | None:
-    """Return a socket that is bound to a name, on a descriptor above another one; None where the name is held."""
+def bind_name(name: bytes, above: int) -> Held | None:
+    """Return a socket that is bound to a name, on a descriptor above another one; None where the name is held.
+
+    Raises:
+        OSError: the kernel has no sockets, or no more descriptors.
+    """
     one = socket(AF_UNIX, SOCK_DGRAM)
     try:
         one.bind(name)

@@ -17,10 +17,14 @@ from .directory import Directory, refusal
 from .entry import LARGEST, LARGEST_GAP, Entry, in_order, number_of, order_of
 from .listing import DEAD, LIVING, MOST_BYTES, MOST_FILES, UNREAD, UNREADABLE, File, Listing, why_no_entry
 
+MOST_DEAD = 1000
+"""Dead entries that are read, or removed, at once."""
+
+UNFINISHED_FOR = 60.0
+"""Seconds that an entry takes to be made at most."""
+
 _FEW = 50  # names that are soon listed
-_MOST_DEAD = 1000  # that are read, or removed at once
 _MOST_TRIES = 100  # names of one file that are gone
-_UNFINISHED_FOR = 60.0  # seconds that an entry takes to be made at most
 _LONGEST_CAUSE = 100  # characters of why one counts for nothing
 _MOST_OWNERS = 8  # of files that count for nothing, who are told
 
@@ -191,7 +195,7 @@ class Entries:
 
     def dead(self) -> Iterator[Entry]:
         """Yield the dead entries that can be read, as of the latest look; of very many only some."""
-        for file in islice(self._with_state(DEAD), _MOST_DEAD):
+        for file in islice(self._with_state(DEAD), MOST_DEAD):
             entry = self._read_dead(file)
             if entry is not None:
                 yield entry
@@ -215,7 +219,7 @@ class Entries:
         return removed
 
     def _remove_dead_files(self) -> None:
-        for file, name in islice(self._removable(), _MOST_DEAD):
+        for file, name in islice(self._removable(), MOST_DEAD):
             entry = None
             if name == file.name:
                 entry = self._read_dead(file)
@@ -235,7 +239,7 @@ class Entries:
     def _remove_unfinished(self, name: str) -> None:
         with suppress(OSError):
             status = os.stat(name, dir_fd=self.directory.fd, follow_symlinks=False)
-            if _may_remove(status.st_uid) and time.time() - status.st_mtime > _UNFINISHED_FOR:
+            if _may_remove(status.st_uid) and time.time() - status.st_mtime > UNFINISHED_FOR:
                 os.unlink(name, dir_fd=self.directory.fd)
 
     def make_room(self) -> None:

@@ -22,7 +22,8 @@ from .own_entry import OwnEntry
 from .silicon import Silicon, keys_of, silicon_of
 from .turns import by_turn, turn_of
 
-_MOST_OF_ONE_USER = 1000  # tickets that count, but of root
+MOST_OF_ONE_USER = 1000
+"""Tickets of one user that count, but of root."""
 
 _NO_CONDITIONS = ("waited", "hold_for", "turn")
 _MOST_CONDITIONS = 16
@@ -116,7 +117,7 @@ def tickets_that_count(tickets: list[Entry]) -> list[Entry]:
         if what_tells_it in found:
             continue
         made[ticket.uid] += 1
-        if ticket.uid == 0 or made[ticket.uid] <= _MOST_OF_ONE_USER:
+        if ticket.uid == 0 or made[ticket.uid] <= MOST_OF_ONE_USER:
             found[what_tells_it] = ticket
     return list(found.values())
 
@@ -330,7 +331,7 @@ class Waiter:
                     names.append(ticket.name)
             return names
         listed = self._host.queue.listed()
-        if len(listed) > _MOST_OF_ONE_USER:
+        if len(listed) > MOST_OF_ONE_USER:
             listed = [(ticket.number, ticket.name) for ticket in self._counting()]
         return [name for number, name in listed if number < place.number]
 

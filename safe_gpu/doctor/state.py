@@ -36,7 +36,8 @@ from .check import Check, CheckedHost, failed, labels, passed, skipped, warning
 
 _ELSEWHERE = "set SAFE_GPU_DIR, for all users, to a directory on a local disk that all of them can write (mode 1777)"
 
-_PATIENCE = 5.0
+PATIENCE = 5.0
+"""Seconds that host.lock is waited for."""
 
 _MOST_TOLD = 8  # of what any user can write more
 
@@ -165,7 +166,7 @@ def locks(host: CheckedHost) -> Check:
             return skipped(f"nothing has been locked in {path} yet")
     with DeferredSignals() as signals, Host(path) as entries:
         entries.prepare()
-        with entries.locked(time.monotonic() + _PATIENCE, signals):
+        with entries.locked(time.monotonic() + PATIENCE, signals):
             return passed("host.lock was free")
 
 

@@ -4,7 +4,7 @@ This module calls ``_signal``, which the module ``signal`` wraps: its functions 
 an exception of a handler that runs meanwhile would be lost.
 """
 
-import _signal  # type: ignore[import-not-found,unused-ignore]
+import _signal as c_signals  # type: ignore[import-not-found,unused-ignore]
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,8 +20,15 @@ class DeferredSignals:
     """
 
     # Those whose handlers programs let raise.
-    _NUMBERS = (_signal.SIGHUP, _signal.SIGINT, _signal.SIGUSR1, _signal.SIGUSR2, _signal.SIGALRM, _signal.SIGTERM)
-    _NONE = (_signal.SIG_DFL, _signal.SIG_IGN, None)  # None: it is not Python's
+    _NUMBERS = (
+        c_signals.SIGHUP,
+        c_signals.SIGINT,
+        c_signals.SIGUSR1,
+        c_signals.SIGUSR2,
+        c_signals.SIGALRM,
+        c_signals.SIGTERM,
+    )
+    _NONE = (c_signals.SIG_DFL, c_signals.SIG_IGN, None)  # None: it is not Python's
 
     def __init__(self) -> None:
         self._handlers: dict[int, Callable[[int, object], object]] = {}
@@ -41,10 +48,10 @@ class DeferredSignals:
             return
         try:
             for number in self._NUMBERS:
-                handler = _signal.getsignal(number)
+                handler = c_signals.getsignal(number)
                 if handler not in self._NONE and getattr(handler, "__func__", None) is not DeferredSignals._catch:
                     self._handlers[number] = handler
-                    _signal.signal(number, self._catch)
+                    c_signals.signal(number, self._catch)
         except ValueError:  # not the main thread, and only there do handlers run
             self._handlers.clear()
         except BaseException:  # one that is not held back yet has raised
@@ -123,8 +130,10 @@ def unwind_on_signals() -> Iterator[None]:
         caught.append(number)
         raise SystemExit(128 + number)
 
-    mine = [number for number in (_signal.SIGTERM, _signal.SIGHUP) if _signal.getsignal(number) == _signal.SIG_DFL]
-    default = dict.fromkeys(mine, _signal.SIG_DFL)
+    mine = [
+        number for number in (c_signals.SIGTERM, c_signals.SIGHUP) if c_signals.getsignal(number) == c_signals.SIG_DFL
+    ]
+    default = dict.fromkeys(mine, c_signals.SIG_DFL)
     try:
         _set(dict.fromkeys(mine, unwind))
         yield
@@ -140,4 +149,4 @@ def unwind_on_signals() -> Iterator[None]:
 
 def _set(handlers: Mapping[int, Any]) -> None:
     for number, handler in handlers.items():
-        _signal.signal(number, handler)
+        c_signals.signal(number, handler)

@@ -24,11 +24,12 @@ from ..host.foreign_files import as_int, as_list, as_seconds, as_text, as_time
 from ..wording.text import Column, gpu_ranges
 from .table import table
 
-_MOST = 50_000  # claims that are kept
+MOST = 50_000
+"""Claims that are kept."""
 
 _MOST_OF_ONE = 8  # GPUs of each of them, on average
 
-_MOST_LATER = 4096  # GPUs of claims that began after the time that is asked for
+MOST_LATER = 4096  # GPUs of claims that began after the time that is asked for
 
 _MOST_LINES = LARGEST // 64  # of a file; none of ours is shorter
 
@@ -192,7 +193,7 @@ class _Kept:
     def add(self, claim: PastClaim) -> None:
         """Add a claim; what is already known of it stays."""
         if claim.since >= self._until:
-            for uuid in claim.gpus[: _MOST_LATER - len(self.next_claim)]:
+            for uuid in claim.gpus[: MOST_LATER - len(self.next_claim)]:
                 self.next_claim[uuid] = min(claim.since, self.next_claim.get(uuid, claim.since))
             return
         if claim.running:  # its owner says whose it is, and anybody may have written its line
@@ -200,7 +201,7 @@ class _Kept:
         if claim.key not in self.claims:
             self.claims[claim.key] = claim
             self._gpus += len(claim.gpus)
-        if len(self.claims) > _MOST or self._gpus > _MOST_OF_ONE * _MOST:
+        if len(self.claims) > MOST or self._gpus > _MOST_OF_ONE * MOST:
             self.dropped = True
             for key in list(islice(self.claims, len(self.claims) // 2)):
                 self._remove(key)
@@ -274,12 +275,12 @@ def _start_of(name: str) -> bytes:
 
 def _told(lines: Iterable[bytes]) -> Iterator[PastClaim | ClaimEnd]:
     for line in lines:
-        one = _line(line)
+        one = parse_line(line)
         if one is not None:
             yield one
 
 
-def _line(line: bytes) -> PastClaim | ClaimEnd | None:
+def parse_line(line: bytes) -> PastClaim | ClaimEnd | None:
     """Read a line. A line that is incomplete, since there was no room, is followed by the next one."""
     line = line[-_LONGEST_LINE:]
     begin = max(line.rfind(b'{"v":'), 0)
@@ -352,7 +353,7 @@ def _claims_now(warnings: list[str]) -> tuple[list[PastClaim], list[bytes]]:
         with Directory(state_dir_path(), "claims", make=False) as directory:
             entries = Entries(directory)
             for entry in entries.look():
-                claim = _line(line_of_entry(entry))
+                claim = parse_line(line_of_entry(entry))
                 if isinstance(claim, PastClaim):
                     running.append(_running(entry, claim))
             dead.extend(_lines_of_dead(entries, warnings))

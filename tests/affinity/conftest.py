@@ -15,13 +15,13 @@ MASK = sorted(os.sched_getaffinity(0))
 needs_two_cpus = pytest.mark.skipif(len(MASK) < 2, reason="needs two CPUs")
 
 needs_known_calls = pytest.mark.skipif(
-    platform.machine() not in api.memory_policy._CALLS, reason="the numbers of the calls are not known here"
+    platform.machine() not in api.memory_policy.CALL_NUMBERS, reason="the numbers of the calls are not known here"
 )
 
 
 def refuse_memory_policies() -> None:
     """A filter on this process like Docker's: set_mempolicy and get_mempolicy answer EPERM."""
-    refuse(*api.memory_policy._CALLS[platform.machine()])
+    refuse(*api.memory_policy.CALL_NUMBERS[platform.machine()])
 
 
 def cpus(text: str) -> frozenset[int]:

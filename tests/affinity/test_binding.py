@@ -282,7 +282,7 @@ def test_memory_that_the_kernel_refuses(monkeypatch: pytest.MonkeyPatch, memory_
     report = in_child(lambda: api.bind_process(None, [1000], "bind"))
     assert (report.ok, report.memory.asked, report.memory.done) == (False, {1000}, set())
     assert "Invalid argument" in str(report)
-    monkeypatch.setattr(api.memory_policy, "_CALLS", {})
+    monkeypatch.setattr(api.memory_policy, "CALL_NUMBERS", {})
     report = in_child(lambda: api.bind_process(None, [0], "preferred"))
     assert platform.machine() in report.memory.refused[0] or "ENOSYS" in report.memory.refused[0]
 
@@ -295,7 +295,7 @@ def test_preferred_on_several_nodes(monkeypatch: Any, kernel_knows_many: bool, n
         if mode.value == 5 and not kernel_knows_many:
             raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr(api.memory_policy, "_call", kernel)
+    monkeypatch.setattr(api.memory_policy, "call_kernel", kernel)
     monkeypatch.setattr(api.binding, "get_policy", lambda: None)  # it cannot be read back
     report = in_child(lambda: api.bind_process(None, [0, 1], "preferred"))  # where no thread is older
     assert (report.memory.done, report.as_asked) == (nodes, kernel_knows_many)

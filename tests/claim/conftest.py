@@ -150,11 +150,11 @@ def same_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def rarely_polled(monkeypatch: pytest.MonkeyPatch, same_gpus: None) -> None:
     """Who waits polls the driver only where something has happened."""
-    monkeypatch.setattr(api.search, "_SHORTEST_POLL_PAUSE", 1e6)
-    monkeypatch.setattr(api.search, "_LONGEST_POLL_PAUSE", 1e6)
+    monkeypatch.setattr(api.search, "SHORTEST_POLL_PAUSE", 1e6)
+    monkeypatch.setattr(api.search, "LONGEST_POLL_PAUSE", 1e6)
 
 
 @pytest.fixture
 def often_polled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits polls the driver as often as it does at first."""
-    monkeypatch.setattr(api.search, "_LONGEST_POLL_PAUSE", 0.25)
+    monkeypatch.setattr(api.search, "LONGEST_POLL_PAUSE", 0.25)

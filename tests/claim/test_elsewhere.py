@@ -159,7 +159,7 @@ def test_from_another_namespace(host: Path) -> None:
 
 
 def test_a_container_without_the_network_of_the_host_is_told_once(host: Path, monkeypatch: Any, caplog: Any) -> None:
-    monkeypatch.setattr(api.checks, "_given_doubts", set())
+    monkeypatch.setattr(api.checks, "given_doubts", set())
     for kind, point, network, told in (
         ("overlay", "/", True, 0),
         ("ext4", "/", False, 0),
@@ -194,7 +194,7 @@ def test_it_is_waited_for(open_tmp: Path, ground: Any, as_user: Any, monkeypatch
     monkeypatch.setenv("SAFE_GPU_SIMULATED_DIR", str(open_tmp / "simulated"))
     monkeypatch.setenv("SAFE_GPU_DIR", str(state))
     if not comes_back:
-        monkeypatch.setattr("safe_gpu.claim.search._LONGEST_TROUBLE", 0.1)
+        monkeypatch.setattr("safe_gpu.claim.search.LONGEST_TROUBLE", 0.1)
 
     def work(say: Callable[[object], None], listen: Callable[[], str]) -> None:
         logger = logging.getLogger("waiter")

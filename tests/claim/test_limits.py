@@ -270,7 +270,7 @@ def served(holder: Any, crowd: list[Any]) -> Any:
 
 @pytest.mark.parametrize("order", ["fifo", "fair"])
 def test_one_request_does_not_wait_for_a_sweep(rules, user, waiting, order: str, monkeypatch) -> None:
-    monkeypatch.setattr("safe_gpu.claim.report._EARLY_INTERVAL", 1e6)  # each is woken by whom it waits for, or never
+    monkeypatch.setattr("safe_gpu.claim.report.EARLY_INTERVAL", 1e6)  # each is woken by whom it waits for, or never
     rules(f"[host]\norder = {order}")
     holders = [user(ANNA, 1) for _ in range(8)]
     assert [one.hear() for one in holders] == ["1"] * 8
@@ -325,7 +325,7 @@ def test_tickets_have_turns_only_where_the_order_is_fair(rules: Any, user: Any, 
 
 
 def test_who_is_passed_is_told_who_is_in_turn(rules, user, as_user, waiting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("safe_gpu.claim.report._EARLY_INTERVAL", 0.1)
+    monkeypatch.setattr("safe_gpu.claim.report.EARLY_INTERVAL", 0.1)
     rules("[host]\norder = fair")
     user(ANNA, 8, hold_for=3600, gets=True)
     first = waiting(ANNA, 8, hold_for=60)

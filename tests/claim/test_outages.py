@@ -49,7 +49,7 @@ def test_a_driver_that_shows_gpus_and_not_who_uses_them_is_not_waited_for_for_ev
     host, ground, same_gpus, monkeypatch, while_it_watches
 ) -> None:
     """The error says what was tried, and has the attributes of the one that came at last."""
-    monkeypatch.setattr("safe_gpu.claim.search._LONGEST_TROUBLE", 1.0)
+    monkeypatch.setattr("safe_gpu.claim.search.LONGEST_TROUBLE", 1.0)
     monkeypatch.setattr(host, "usage", Mock(side_effect=api.NoDriverError("no answer", driver="nvml")))
     ground.hold(0)
     while_it_watches(ground.let_go)
@@ -93,7 +93,7 @@ def test_a_disk_that_is_full_at_its_turn_is_waited_for(
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_but_not_for_ever(host, ground, monkeypatch, while_it_watches, code: int) -> None:
-    monkeypatch.setattr("safe_gpu.claim.search._LONGEST_TROUBLE", 0.5)
+    monkeypatch.setattr("safe_gpu.claim.search.LONGEST_TROUBLE", 0.5)
     ground.hold(0)
     while_it_watches(ground.let_go)
     Disk(monkeypatch, code)

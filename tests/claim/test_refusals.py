@@ -331,7 +331,7 @@ def test_the_head_is_told_who_passed_it(ground: Any, child: Any) -> None:
     large = child(
         "import logging, sys, time, safe_gpu\n"
         "from safe_gpu.claim import report as news\n"
-        "news._REPORT_INTERVAL = news._WARNING_DELAY = 0.2\n"
+        "news.REPORT_INTERVAL = news.WARNING_DELAY = 0.2\n"
         "logging.basicConfig(stream=sys.stdout, level=logging.INFO, format='%(message)s')\n"
         "safe_gpu.claim_gpus(8, safe_gpu.NoPlaceholder(), affinity=None, timeout=60)\n"
     )

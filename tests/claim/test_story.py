@@ -383,7 +383,7 @@ for arguments in {}, {"timeout": 0}, {"nb_gpus": 8}, {"affinity": "socket"}, {"m
 
 
 def test_a_bare_script_that_waits_longer_hears_it_once(child, ground) -> None:
-    code = "from safe_gpu.claim import report; report._WARNING_DELAY = 0.01"
+    code = "from safe_gpu.claim import report; report.WARNING_DELAY = 0.01"
     code += "; import safe_gpu; safe_gpu.claim_gpus(timeout=None); say('has')"
     ground.hold(*range(8))
     head = child(code)

@@ -64,7 +64,7 @@ def test_a_gpu_that_goes_bad_before_the_second_poll_is_given_back(host, shown, r
 
 def test_where_the_first_poll_is_old_the_second_asks_about_the_whole_host(host, monkeypatch) -> None:
     """After a wait, a GPU that is not this claim's may be lost, and CUDA's numbers mean others then."""
-    monkeypatch.setattr("safe_gpu.claim.polls._RECENT", -1.0)
+    monkeypatch.setattr("safe_gpu.claim.polls.RECENT", -1.0)
     host.on_poll = lambda number: number == 2 and host.edits.update({host.uuids[7]: {"lost": True}})
     owner = safe_gpu.claim_gpus(1, timeout=0)
     assert [event for event in host.events if event in ("poll", "usage")] == ["poll", "poll", "usage"]
@@ -72,7 +72,7 @@ def test_where_the_first_poll_is_old_the_second_asks_about_the_whole_host(host, 
 
 
 def test_where_the_driver_shows_the_same_gpus_the_second_asks_about_those_of_the_claim(host, monkeypatch) -> None:
-    monkeypatch.setattr("safe_gpu.claim.polls._RECENT", -1.0)
+    monkeypatch.setattr("safe_gpu.claim.polls.RECENT", -1.0)
     monkeypatch.setattr(host, "shows_same", lambda snapshot: True)
     safe_gpu.claim_gpus(1, timeout=0)
     assert [event for event in host.events if event in ("poll", "usage")] == ["poll", "usage", "usage"]
@@ -243,7 +243,7 @@ def test_a_claim_that_is_listed_under_the_number_of_a_process_here(fake_gpus: An
 def test_how_long_the_older_package_is_kept_out(fake_gpus, older_lock, options, patience, arguments, warning) -> None:
     """Not where nobody is listed, and not for ever where a placeholder shows nothing."""
     fake_gpus.options(**options)
-    out = run(fake_gpus, f"recheck._SHOWING = {patience}\nout['taken'] = claimed({arguments})")
+    out = run(fake_gpus, f"recheck.SHOWING = {patience}\nout['taken'] = claimed({arguments})")
     assert (out["taken"], len(out["warnings"])) == ([0], warning is not None)
     assert warning is None or re.match(warning, out["warnings"][0])
 
@@ -279,7 +279,7 @@ with safe_gpu.GPUOwner(2, delegate=True, timeout=0, affinity=None) as outer:
 
 def test_gpus_without_process_lists_are_claimed_where_that_is_allowed(fake_gpus: Any, older_lock: None) -> None:
     fake_gpus.set(2, compute_error=3, mps_error=3, memory_error=3)  # not supported
-    code = "recheck._SHOWING = 1e9\nout['taken'] = claimed(timeout=None)"
+    code = "recheck.SHOWING = 1e9\nout['taken'] = claimed(timeout=None)"
     kind, text, _ = run(fake_gpus, code)["taken"]
     assert (kind, "cannot list processes" in text) == ("UnsatisfiableRequestError", True)
     assert "SAFE_GPU_PROCESS_LIST=optional" in text

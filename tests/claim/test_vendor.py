@@ -339,7 +339,7 @@ CLAIMS = """
 import logging
 from safe_gpu.claim import polls
 
-polls._RECENT = 1e9  # on a busy machine a poll may be old by the time it is used
+polls.RECENT = 1e9  # on a busy machine a poll may be old by the time it is used
 calls, out = os.path.join(os.environ["FAKE_GPU_DIR"], "calls"), []
 
 def note(*_):

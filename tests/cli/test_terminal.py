@@ -60,10 +60,7 @@ QUEUED = api.WaitStatus(3, 0, 8, ahead=AHEAD, expected=api.Forecast(time.time() 
 
 @given(st.integers(0, 200), st.integers(0, 10**6), st.sampled_from([status(), status(free=7), QUEUED]))
 def test_the_line_is_never_wider_than_the_terminal(width: int, seconds: int, told: api.WaitStatus) -> None:
-    line = api.WaitLine(io.StringIO())
-    line._status = told
-    line._began -= seconds
-    shown = line._line(width)
+    shown = api.text_for_terminal(told, waited=seconds, width=width)
     assert max(map(len, shown.split("\n"))) <= width
     if width >= 79:
         place = r", #3( in the queue)?, starts about \S+( \S+)?(; |$)" if told.ahead else r"(\n +|; )GPU "

@@ -190,7 +190,7 @@ def test_a_handler_that_raises_reaches_the_program_of_a_sleeper(claims: api.Dire
 @pytest.mark.skipif(not CAN_TRACE, reason="cannot trace processes here")
 def test_death_at_any_system_call_leaves_nothing_that_counts(claims: api.Directory, monkeypatch) -> None:
     """Killed while it makes, keeps across exec, or removes an entry; the next look of its user removes what is left."""
-    monkeypatch.setattr(api.entries, "_UNFINISHED_FOR", -1.0)
+    monkeypatch.setattr(api.entries, "UNFINISHED_FOR", -1.0)
 
     def work() -> None:
         name, held = api.make_entry(claims, api.Entries(claims).next_number, CLAIM, by_children=True)
@@ -554,7 +554,7 @@ def test_one_behind_a_bound_counts_when_what_was_too_large_before_it_is_gone(
 @needs_root
 def test_dead_entries_of_ones_own_refuse_no_claim_and_are_told(claims: api.Directory, monkeypatch) -> None:
     monkeypatch.setattr(api.listing, "MOST_FILES", 3)
-    monkeypatch.setattr(api.entries, "_MOST_DEAD", 2)
+    monkeypatch.setattr(api.entries, "MOST_DEAD", 2)
     for number in range(1, 9):
         make_of(claims, USER, number)[1].release()
     _, held = make_of(claims, USER, 9)

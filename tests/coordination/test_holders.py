@@ -281,7 +281,7 @@ def test_whichever_way_they_are_closed_one_of_the_token_goes_before_the_gpu(gpu:
 def test_descriptors_of_a_delegating_claim_stand_in_order(gpu: str, doors: api.Doors, lowest_first: bool) -> None:
     """Also where a lower number becomes free meanwhile."""
     taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(6)]
-    bound = api.doors._bound
+    bound = api.doors.bind_name
 
     def bound_and_closed(name: bytes, above: int) -> Any:
         held = bound(name, above)
@@ -290,7 +290,7 @@ def test_descriptors_of_a_delegating_claim_stand_in_order(gpu: str, doors: api.D
         return held
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api.doors, "_bound", bound_and_closed)
+        patch.setattr(api.doors, "bind_name", bound_and_closed)
         assert doors.take_whole(gpu, (), TOKEN)
     for fd in taken:
         os.close(fd)

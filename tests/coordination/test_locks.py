@@ -392,7 +392,7 @@ class Meddler:
         return former
 
 
-signals_module = api.signals._signal
+signals_module = api.signals.c_signals
 
 
 @pytest.fixture
@@ -415,7 +415,7 @@ def interrupt(number: int, frame: object) -> None:
 @pytest.mark.parametrize("at", range(1, 7))
 def test_what_was_held_back_is_put_back(monkeypatch: pytest.MonkeyPatch, handlers: dict[int, Any], at: int) -> None:
     """And what gives back is run in any case."""
-    monkeypatch.setattr(api.signals, "_signal", Meddler(at))
+    monkeypatch.setattr(api.signals, "c_signals", Meddler(at))
     held = api.DeferredSignals()
     inside = False
     with pytest.raises(Interrupt), held:
@@ -426,7 +426,7 @@ def test_what_was_held_back_is_put_back(monkeypatch: pytest.MonkeyPatch, handler
     held.deliver()  # once more, as after an interrupt, and nothing comes back
     assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
     signal.signal(signal.SIGUSR2, handlers[signal.SIGUSR2])
-    monkeypatch.setattr(api.signals, "_signal", Meddler(at))
+    monkeypatch.setattr(api.signals, "c_signals", Meddler(at))
     done: list[bool] = []
     with pytest.raises(Interrupt):
         api.DeferredSignals().run_deferred(lambda: done.append(True))
@@ -452,7 +452,7 @@ def test_handlers_run_once_and_in_what_may_take_long(handlers: object) -> None:
 # Two calls for SIGTERM and SIGHUP, and two to put them back.
 @pytest.mark.parametrize("at", range(1, 5))
 def test_sigterm_has_its_default_action_again(monkeypatch: pytest.MonkeyPatch, handlers, at: int) -> None:
-    monkeypatch.setattr(api.signals, "_signal", Meddler(at))
+    monkeypatch.setattr(api.signals, "c_signals", Meddler(at))
     with pytest.raises(Interrupt), api.unwind_on_signals():
         pass
     assert {number: signal.getsignal(number) for number in NUMBERS} == handlers

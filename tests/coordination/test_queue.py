@@ -314,7 +314,7 @@ def test_of_one_user_a_thousand_tickets_count() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to play another user")
 def test_beyond_the_caps_a_ticket_is_not_ahead_until_it_counts(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api.queue, "_MOST_OF_ONE_USER", 3)
+    monkeypatch.setattr(api.queue, "MOST_OF_ONE_USER", 3)
     queue = join(ticket=False).host.queue.directory
     said = [{"nb_gpus": 0, "gpus": {"GPU-0": None}}, *[{"nb_gpus": 1, "gpus": sorted(ANY)}] * 5]  # the first is a claim
     claimed, *made = (api.make_entry(queue, number, what, by_children=False)[1] for number, what in enumerate(said, 1))

@@ -220,7 +220,7 @@ def test_a_host_lock_that_is_never_given_back(used: Path, child: Any, eventually
     holder = child(code + "say('locked'); listen()", says="locked")
     os.kill(holder.pid, signal.SIGSTOP)
     eventually(lambda: api.procfs.is_stopped(holder.pid))
-    monkeypatch.setattr("safe_gpu.doctor.state._PATIENCE", 0.05)
+    monkeypatch.setattr("safe_gpu.doctor.state.PATIENCE", 0.05)
     says("file locks", "failed", f"process {holder.pid} of ", fix="the message says")
     holder.kill()
     assert finding("file locks").status == "passed"

@@ -159,7 +159,7 @@ ENDS = (ENDING, {"claim": [1e5, NOW], "ended": NOW}, {"claim": [4470, 5], "ended
 @given(broken_json(CLAIM) | broken_json(ENDING))
 def test_a_line_of_the_history(data: bytes) -> None:
     with bounded():
-        found = [one for one in [api.status_history._line(data)] if one is not None]
+        found = [one for one in [api.status_history.parse_line(data)] if one is not None]
         claims = api.status_history.merged(found)
     for end in found:
         if isinstance(end, api.status_history.ClaimEnd):

@@ -192,7 +192,7 @@ def test_no_living_claim_is_left_out_however_many_a_user_has_and_few_are_asked_a
     used: Path, ground: Any, make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under host.lock whoever lived a moment before is taken to live."""
-    monkeypatch.setattr("safe_gpu.claim.attempt._MOST_RECHECKED", 5)
+    monkeypatch.setattr("safe_gpu.claim.attempt.MOST_RECHECKED", 5)
     monkeypatch.setattr(api.Entries, "may_be_many", True)
     for number in range(1, 201):
         make("claims", number, gpus={ground.uuids[0]: None})
@@ -335,7 +335,7 @@ SMALL = f"""
 from safe_gpu.coordination import history
 history.LARGEST //= {PART}
 from safe_gpu.status import history as claims
-for bound in ("_MOST", "_MOST_LATER"):
+for bound in ("MOST", "MOST_LATER"):
     setattr(claims, bound, getattr(claims, bound) // {PART})
 """
 
@@ -449,8 +449,8 @@ def test_full_files_take_little_memory(directory: Path, cost: Any, files: int, w
 def test_the_future_is_not_read_and_a_file_of_empty_lines_is_left_soon(directory: Path, monkeypatch) -> None:
     monkeypatch.setattr(time, "time", lambda: NOW)
     read: list[bytes] = []
-    genuine = api.status_history._line
-    monkeypatch.setattr(api.status_history, "_line", lambda line: read.append(line) or genuine(line))
+    genuine = api.status_history.parse_line
+    monkeypatch.setattr(api.status_history, "parse_line", lambda line: read.append(line) or genuine(line))
     now = line(1, gpus=["a"])
     write_for_all(directory / "2026-11.jsonl", now)
     for name in ("2026-12.jsonl", "2027-01.2.jsonl", "9999-01.jsonl"):

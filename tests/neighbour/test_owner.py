@@ -168,7 +168,7 @@ def test_a_file_that_was_moved_here_is_not_written(owned: Path, victim: Path, gr
 def test_a_claim_whose_entry_alone_counts_says_once_who_can_remove_it(
     owned: Path, ground: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, sees_devices: bool
 ) -> None:
-    monkeypatch.setattr(api.checks, "_told", set())
+    monkeypatch.setattr(api.checks, "given_doubts", set())
     if sees_devices:
         monkeypatch.setattr(api.procfs, "sees_network_devices", lambda: True)
     with own_network():

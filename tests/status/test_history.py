@@ -73,7 +73,7 @@ def test_a_claim_that_runs_has_no_end_whatever_a_line_says() -> None:
 
 
 def test_of_too_many_claims_the_last_ones_told_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api.status_history, "_MOST", 100)
+    monkeypatch.setattr(api.status_history, "MOST", 100)
     told = [past(pid, 10.0 + pid, user=f"user {pid}") for pid in range(1, 1001)]
     warnings: list[str] = []
     found = api.merged([*told, past(1, 11.0, running=True)], warnings=warnings)
@@ -86,7 +86,7 @@ def test_of_too_many_claims_the_last_ones_told_are_kept(monkeypatch: pytest.Monk
 
 def test_claims_after_the_time_push_out_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """But they tell when one that did not say had ended."""
-    monkeypatch.setattr(api.status_history, "_MOST", 100)
+    monkeypatch.setattr(api.status_history, "MOST", 100)
     warnings: list[str] = []
     later = [past(pid, 20.0 + pid) for pid in range(2, 1000)]
     (one,) = api.merged([past(1, 10.0), *later, api.ClaimEnd(5, 25.0, 26.0, 26.0)], 20.0, warnings)
@@ -161,7 +161,7 @@ def test_a_shorter_time_shows_a_part_of_the_same_claims(
     for name, some in (("2026-10.jsonl", lines[:9]), ("2026-11.jsonl", lines[9:])):
         write_for_all(directory / name, b"".join(some))
     read = b"".join(lines[:9]).splitlines(True) + b"".join(lines[9:]).splitlines(True)
-    expected = api.merged(filter(None, map(api.status_history._line, read)), MONDAY + DAY)
+    expected = api.merged(filter(None, map(api.status_history.parse_line, read)), MONDAY + DAY)
     claims, _ = api.claims_between(since, MONDAY + DAY)
     assert claims == [one for one in expected if one.overlaps(since, MONDAY + DAY)]
 

@@ -70,7 +70,7 @@ from safe_gpu.cli.hosts import Answer, SshResult, document, for_any_shell, in_di
 from safe_gpu.cli.job import become, find_command
 from safe_gpu.cli.output import CommandError
 from safe_gpu.cli.setup import rule_text
-from safe_gpu.cli.wait_line import WaitLine
+from safe_gpu.cli.wait_line import WaitLine, text_for_terminal
 from safe_gpu.cli.watching import redrawn
 from safe_gpu.coordination import (
     closed,

@@ -60,7 +60,7 @@ _OLD = 30.0
 LONGEST_TROUBLE = 60.0
 """Seconds for which who has waited outlasts trouble that passes by itself."""
 
-# It tries again after a tenth of the time that it has lasted, and after so many seconds at least.
+# It tries again after a tenth of the time that it has lasted, and after at least this many seconds.
 _TROUBLE_PAUSE = 0.25
 
 # A claim waits at most this many times MINIMUM_PATIENCE for a host.lock that nobody keeps.

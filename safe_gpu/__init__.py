@@ -142,5 +142,20 @@ def _no_attribute(name: str) -> str:
     text = f"module {__name__!r} has no attribute {name!r}"
     longer = [known for known in _HOME_OF if known.startswith(f"{name}_")]
     if longer:
-        text += f": write {' or '.join(longer)}"
+        return f"{text}: write {' or '.join(longer)}"
+    meant = _meant_function(name)
+    if meant:
+        return f"{text}: write {meant}"
     return text
+
+
+def _meant_function(name: str) -> str:
+    """Return the function that does what a verb such as ``acquire`` or ``free_gpus`` says; "" if none does."""
+    from .wording.elsewhere import CLAIM, GIVE_BACK
+
+    verb = name.removesuffix("s").removesuffix("_gpu")
+    if verb in CLAIM:
+        return "claim_gpus"
+    if verb in GIVE_BACK:
+        return "release_gpus"
+    return ""

@@ -225,6 +225,16 @@ class HolderLostError(SafeGpuError, RuntimeError):
         self.host = host
 
 
+def cause_to_show(err: SafeGpuError) -> BaseException | None:
+    """Return what a traceback is to show above an error of this package: ``raise err from cause_to_show(err)``.
+
+    The text of an error tells its cause. That of a placeholder may be an error of the caller's own code.
+    """
+    if isinstance(err, PlaceholderError):
+        return err.__cause__
+    return None
+
+
 def package_logger() -> Logger:
     """Return the logger ``safe_gpu``, to which claims log where the caller passes no logger."""
     import logging

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..affinity.planner import AffinityOptions, falls_back, parse_options
 from ..coordination.host_lock import MINIMUM_PATIENCE
-from ..errors import PlaceholderError, UnsatisfiableRequestError, package_logger
+from ..errors import GPUAffinityError, PlaceholderError, UnsatisfiableRequestError, package_logger
 from ..gpus.devices import HostSnapshot
 from ..host import procfs
 from ..host.awaiting import Tell, tell_by
@@ -19,7 +19,7 @@ from ..runtimes.visible_devices import render_cuda
 from ..schedulers.job import JobContext, count, current, end_can_be_asked
 from ..selection.request import Conditions, Selection, parse_request
 from ..settings import variables as settings
-from ..settings.values import as_index, number_of, parse_duration, parse_seconds
+from ..settings.values import as_index, number_of, parse_duration, parse_seconds, parse_size
 from ..wording import style
 
 if TYPE_CHECKING:
@@ -298,6 +298,7 @@ def read_options(
     hold = parse_hold_for(hold_for, environ, job_with_end)
     render_cuda((), visible_as=visible_as, snapshot=HostSnapshot(()))
     settings.check(environ)
+    _check_binding(affinity, memory)
     binding = parse_options(affinity, memory)
     binding_required = (affinity is not NODE_BY_DEFAULT or memory is not None) and not falls_back(affinity)
     pause = _checked_pause(debug_sleep)
@@ -345,6 +346,34 @@ def _ask_for_end(job: JobContext, environ: Mapping[str, str], request: Selection
 
     # Thousands of array tasks of one GPU would ask it at once.
     return with_end(environ, job, ask=job.task_id is None or request.nb_gpus > 1)
+
+
+def _check_binding(affinity: object, memory: object) -> None:
+    """Refuse what means something else: a condition of memory, and affinity as a switch.
+
+    Raises:
+        GPUAffinityError: it is such a value.
+    """
+    if affinity is False:
+        raise GPUAffinityError("affinity=False is not a mode: pass affinity=None to leave the CPUs as they are")
+    if affinity is True:
+        raise GPUAffinityError(
+            "affinity=True is not a mode: leave it out, and this process is bound to the CPUs next to its GPUs if that "
+            'is possible; affinity="node" fails where it is not'
+        )
+    if memory is not None and _is_size(memory):
+        raise GPUAffinityError(
+            f"memory={memory!r} is not a memory policy ('preferred' or 'bind'): for GPUs with that much free memory, "
+            f"pass min_memory={memory!r}"
+        )
+
+
+def _is_size(value: object) -> bool:
+    try:
+        parse_size(value, "memory")
+    except UnsatisfiableRequestError:
+        return False
+    return True
 
 
 def _checked_pause(debug_sleep: float) -> float:

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 from ..coordination.closed import closed_now
 from ..drivers import opened_driver
 from ..drivers.patience import Patience
-from ..errors import ClaimTimeout
+from ..errors import ClaimTimeout, SafeGpuError, cause_to_show
 from ..gpus.devices import Gpu, GpuVerdict, HostSnapshot, VisibleLimit
 from ..host.awaiting import Tell
 from ..host.procfs import describe_process, process_global
 from ..selection.request import Conditions, Selection, parse_request
 from ..selection.verdicts import Known, Rules, judge
+from ..wording.elsewhere import unknown_argument
 from ..wording.text import format_age
 from .arguments import DEFAULT, DefaultTimeout, asks_for_none, read_options
 from .owner import NO_GPU, GPUOwner, already_claimed, current_owner, owners, refuse_lost, request_key
@@ -61,7 +62,9 @@ def _takes_arguments_of(
 
 
 @_takes_arguments_of(GPUOwner)
-def claim_gpus(*args: Any, **options: Any) -> GPUOwner:
+def claim_gpus(
+    nb_gpus: Any = 1, placeholder_fn: Any = None, logger: Any = None, debug_sleep: float = 0.0, **options: Any
+) -> GPUOwner:
     """Claim GPUs for this process. Call it before anything initialises CUDA.
 
     Args:
@@ -100,9 +103,25 @@ def claim_gpus(*args: Any, **options: Any) -> GPUOwner:
 
     After an error nothing stays claimed, and the environment is restored.
     """
-    owner = GPUOwner(*args, **options)
+    unknown = _unknown_argument("claim_gpus", options)
+    if unknown:
+        raise TypeError(unknown)
+    try:
+        owner = GPUOwner(nb_gpus, placeholder_fn, logger, debug_sleep, **options)
+    except SafeGpuError as err:
+        raise err.with_traceback(None) from cause_to_show(err)
     owners["gpu_owner"] = owner
     return owner
+
+
+def _unknown_argument(function: str, options: Mapping[str, object]) -> str:
+    """Return why a claim does not have one of these arguments; "" if it has them all."""
+    code = GPUOwner.__init__.__code__
+    known = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
+    for name in options:
+        if name not in known:
+            return unknown_argument(function, name, known)
+    return ""
 
 
 @_takes_arguments_of(GPUOwner)
@@ -124,12 +143,17 @@ def ensure_gpus(
             the end of the timeout. HolderLostError: this process has closed the descriptors of its claim. Others as for
             :func:`claim_gpus`.
     """
+    unknown = _unknown_argument("ensure_gpus", options)
+    if unknown:
+        raise TypeError(unknown)
     options.update(placeholder_fn=placeholder_fn, logger=logger, debug_sleep=debug_sleep)
     turn = _turns.setdefault(os.getpid(), RLock())
     try:
         if not turn.acquire(blocking=False):
             options["timeout"] = _wait_for_turn(turn, nb_gpus, options)
         return _ensured(nb_gpus, options)
+    except SafeGpuError as err:
+        raise err.with_traceback(None) from cause_to_show(err)
     finally:
         with suppress(RuntimeError):  # this thread did not get it
             turn.release()
@@ -219,10 +243,14 @@ def get_free_gpus(*, vendor: str | None = None) -> list[str]:
     Args:
         vendor: as for :func:`~safe_gpu.claim_gpus`, whose default it has too.
     """
-    request = parse_request(1, vendor=vendor)
-    with opened_driver(**request.driver) as driver:
-        snapshot = driver.snapshot()
-    return [verdict.gpu.label for verdict in current_verdicts(snapshot, Selection()) if verdict.free]
+    try:
+        request = parse_request(1, vendor=vendor)
+        with opened_driver(**request.driver) as driver:
+            snapshot = driver.snapshot()
+        verdicts = current_verdicts(snapshot, Selection())
+    except SafeGpuError as err:
+        raise err.with_traceback(None) from cause_to_show(err)
+    return [verdict.gpu.label for verdict in verdicts if verdict.free]
 
 
 def current_verdicts(

@@ -7,7 +7,7 @@ import time
 from _thread import allocate_lock
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..affinity.binding import BindingReport, bind_claim, leave
 from ..affinity.planner import AffinityOptions
@@ -15,7 +15,15 @@ from ..coordination.entry import said_by_this_process
 from ..drivers import opened_driver
 from ..drivers.base import Driver
 from ..drivers.patience import Patience, why_late
-from ..errors import AlreadyClaimedError, CudaInitializedError, GPUAffinityError, HolderLostError, PlaceholderError
+from ..errors import (
+    AlreadyClaimedError,
+    CudaInitializedError,
+    GPUAffinityError,
+    HolderLostError,
+    PlaceholderError,
+    SafeGpuError,
+    cause_to_show,
+)
 from ..gpus.devices import Gpu
 from ..host.awaiting import Awaited, Tell, Watchdog
 from ..host.procfs import process_global
@@ -26,6 +34,7 @@ from ..runtimes.visible_devices import hide_all, render_visible
 from ..selection.sharing import share_fraction
 from ..settings.variables import is_simulated
 from ..topology.cpulist import format_cpulist
+from ..wording.elsewhere import GIVE_BACK, chooses_by_index
 from ..wording.text import gpus_by_model
 from .arguments import DEFAULT, NODE_BY_DEFAULT, ClaimOptions, DefaultTimeout, asks_for_none, read_options, warn_worker
 from .checks import clear_notes, doubts_of, verify_alone, verify_devices
@@ -111,8 +120,10 @@ class GPUOwner:
             if nb_gpus != "job" and options.job.scheduler is not None:
                 warn_of_more_than_declared(len(self.gpus), self.logger)
             self._asked = request_key(options)
-        except BaseException:
+        except BaseException as err:
             self.release_gpus()
+            if isinstance(err, SafeGpuError):
+                raise err.with_traceback(None) from cause_to_show(err)
             raise
 
     def _claim_by(self, driver: Driver, options: ClaimOptions) -> None:
@@ -155,6 +166,17 @@ class GPUOwner:
             f"a GPUOwner cannot be copied or pickled, since process {self._pid} holds the GPUs: pass "
             "owner.devices_taken or owner.gpus instead, and call release_gpus() in that process"
         )
+
+    if not TYPE_CHECKING:  # checkers know that there is no such attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Say what to write instead of a name that means something here."""
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in GIVE_BACK or name == "close":
+                text += ": call release_gpus()"
+            elif chooses_by_index(name) or name in ("indices", "ordinals"):
+                text += ": read devices_taken or gpus"
+            raise AttributeError(text, name=name, obj=self)
 
     def __enter__(self) -> GPUOwner:
         return self

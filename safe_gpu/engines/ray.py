@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..claim.arguments import DEFAULT, DefaultTimeout
-from ..errors import UnsatisfiableRequestError, package_logger
+from ..errors import MissingPackageError, UnsatisfiableRequestError, package_logger
 from ..gpus.vendors import VENDORS
 from .claim import ClusterClaim, NodeFacts, choose_nodes, claim_through
 from .connection import RemoteHolder, serve, start_all
@@ -78,14 +78,15 @@ def claim(
             attribute ``host`` name the node; ``verdicts`` has the reasons.
         UnsatisfiableRequestError: there are too few nodes, a node can never satisfy the request, or Ray is not
             connected.
+        MissingPackageError: Ray is not installed.
         HolderLostError: Ray could not start a holder, or a holder died.
         SafeGpuError: any other error of ``claim_gpus`` on a node. After any error nothing is held.
     """
     try:
         import ray
         from ray import is_initialized  # fails for a directory named ray, such as Ray's own in /tmp
-    except ImportError as err:
-        raise UnsatisfiableRequestError("Ray is not installed here: pip install 'ray>=2.40'") from err
+    except ImportError:
+        raise MissingPackageError("Ray is not installed here: pip install 'ray>=2.40'") from None
 
     if not is_initialized():
         raise UnsatisfiableRequestError("Ray is not connected: call ray.init(address=...) before the claim")

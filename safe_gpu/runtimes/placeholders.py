@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from ..errors import PlaceholderError, SafeGpuError, package_logger
+from ..errors import MissingPackageError, PlaceholderError, SafeGpuError, package_logger
 from ..gpus.devices import ComputeMode, Gpu
 from .calls import CudaCallError
 from .library import HeldGpu, Library
@@ -33,7 +33,8 @@ def prepare(placeholder: Placeholder) -> None:
     """Call the placeholder's ``prepare()``, if it has one.
 
     Raises:
-        PlaceholderError: it is a class rather than an instance, or ``prepare()`` failed (a framework is missing).
+        MissingPackageError: a framework is missing. PlaceholderError: it is a class rather than an instance, or
+            ``prepare()`` failed otherwise.
     """
     if isinstance(placeholder, type) and issubclass(placeholder, Base):
         name = placeholder.__name__
@@ -184,7 +185,7 @@ class Base:
         """Import the framework. This does not initialise CUDA.
 
         Raises:
-            PlaceholderError: it is not installed, or its import fails.
+            MissingPackageError: it is not installed. PlaceholderError: its import fails.
         """
         if self._module:
             self._import()
@@ -210,12 +211,15 @@ class Base:
             return importlib.import_module(self._module)
         except Exception as err:
             package = self._module.partition(".")[0]
+            otherwise = "or leave placeholder_fn out to hold the GPU through the CUDA driver"
             if isinstance(err, ModuleNotFoundError) and (err.name or "").partition(".")[0] == package:
-                problem = f"needs {package}, which is not installed: pip install {self._install or package}"
-            else:
-                problem = f"cannot import {self._module} ({_first_line(err)}): repair that installation"
+                raise MissingPackageError(
+                    f"{name_of(self)} needs {package}, which is not installed: pip install {self._install or package}, "
+                    f"{otherwise}"
+                ) from err
             raise PlaceholderError(
-                f"{name_of(self)} {problem}, or leave placeholder_fn out to hold the GPU through the CUDA driver"
+                f"{name_of(self)} cannot import {self._module} ({_first_line(err)}): repair that installation, "
+                f"{otherwise}"
             ) from err
 
 

@@ -4,7 +4,7 @@ The words serve Python and the command line. They are lower case, without dashes
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from . import style
@@ -117,3 +117,28 @@ def meant_by(word: str) -> Meant | None:
 
 def _bare(word: str) -> str:
     return word.lstrip("-").replace("-", "_")
+
+
+def unknown_argument(function: str, name: str, known: Collection[str]) -> str:
+    """Return the text of the TypeError for an argument that a function does not have.
+
+    Args:
+        function: its name, as the caller typed it.
+        name: the argument.
+        known: the names of its arguments.
+    """
+    text = f"{function}() got an unexpected keyword argument {name!r}"
+    meant = meant_by(name)
+    if meant is not None and (not meant.argument or meant.argument in known):
+        return f"{text}: {meant.hint()}"
+    alike = _alike(name, known)
+    if alike:
+        return f"{text}: did you mean {style.option(alike)}?"
+    return text
+
+
+def _alike(name: str, known: Collection[str]) -> str:
+    """Return the name that is spelt alike; "" if none is."""
+    from difflib import get_close_matches
+
+    return "".join(get_close_matches(name.lower(), known, n=1, cutoff=0.7))

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,25 @@ CALLED = """
 claim_gpus('2')  # UnsatisfiableRequestError: nb_gpus='2' makes no sense: ask for a whole number of GPUs, 1 or more
 claim_gpus(min_memory=20.5)  # UnsatisfiableRequestError: min_memory=20.5 makes no sense: give bytes as a whole number,
 claim_gpus(1, 'torch')  # PlaceholderError: placeholder_fn='torch' cannot be called: pass a function of the CUDA ordinal
+claim_gpus(gpus=2)  # TypeError: claim_gpus() got an unexpected keyword argument 'gpus': did you mean nb_gpus=?
+claim_gpus(num_gpus=2)  # TypeError: claim_gpus() got an unexpected keyword argument 'num_gpus': did you mean nb_gpus=?
+claim_gpus(n=2)  # TypeError: claim_gpus() got an unexpected keyword argument 'n': did you mean nb_gpus=?
+claim_gpus(wait=True)  # TypeError: claim_gpus() got an unexpected keyword argument 'wait': did you mean timeout=?
+claim_gpus(device=0)  # TypeError: claim_gpus() got an unexpected keyword argument 'device': did you mean only=?
+ensure_gpus(placeholder=0)  # TypeError: ensure_gpus() got an unexpected keyword argument 'placeholder': did you mean
+ensure_gpus(exclusive=1)  # TypeError: ensure_gpus() got an unexpected keyword argument 'exclusive': leave it out, since
+claim_gpus(min_memroy=1)  # TypeError: claim_gpus() got an unexpected keyword argument 'min_memroy': did you mean min_m
+claim_gpus(whatnot=1)  # TypeError: claim_gpus() got an unexpected keyword argument 'whatnot'
+claim_gpus(1, nb_gpus=2)  # TypeError: claim_gpus() got multiple values for argument 'nb_gpus'
+claim_gpus(memory='20G')  # GPUAffinityError: memory='20G' is not a memory policy ('preferred' or 'bind'): for GPUs with
+claim_gpus(affinity=False)  # GPUAffinityError: affinity=False is not a mode: pass affinity=None to leave the CPUs as
+claim_gpus(affinity=True)  # GPUAffinityError: affinity=True is not a mode: leave it out, and this process is bound to
+claim_gpus(0).release()  # AttributeError: 'GPUOwner' object has no attribute 'release': call release_gpus()
+claim_gpus(0).device_ids  # AttributeError: 'GPUOwner' object has no attribute 'device_ids': read devices_taken or gpus
+claim_gpus(0).helo  # AttributeError: 'GPUOwner' object has no attribute 'helo'
+acquire(2)  # AttributeError: module 'safe_gpu' has no attribute 'acquire': write claim_gpus
+free_gpus()  # AttributeError: module 'safe_gpu' has no attribute 'free_gpus': write release_gpus
+claim(2)  # TypeError: safe_gpu.claim is a module: call safe_gpu.claim_gpus()
 (GPUOwner(1), GPUOwner(1))  # AlreadyClaimedError: this process holds GPU 0 already: release_gpus() first,
 bind(9)  # GPUAffinityError: this host has no GPU 9: it has GPU 0-7
 set_affinity(9, 8)  # GPUAffinityError: gpu_id=9 should be smaller than nproc_per_node=8
@@ -140,6 +160,36 @@ def test_in_python(call: str, said: str, ground) -> None:
     assert not re.search(r"(^|[ (])--?[a-z]", str(caught.value)), "an option of a command"
     assert ground.claimed() == []
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("call", ["claim_gpus(9)", "ensure_gpus(9)", "GPUOwner(9)", "claim_gpus(gpus=2)", "bind(9)"])
+def test_a_traceback_has_one_line_of_ours(call: str, ground) -> None:
+    with pytest.raises(Exception) as caught:
+        eval(call, {"__builtins__": {}}, Names())
+    ours = [entry for entry in traceback.extract_tb(caught.value.__traceback__) if in_the_package(entry.filename)]
+    assert len(ours) == 1
+
+
+def in_the_package(path: str) -> bool:
+    return Path(path).is_relative_to(Path(safe_gpu.__file__).parent)
+
+
+def test_a_state_directory_that_cannot_be_made_is_told_once(monkeypatch: pytest.MonkeyPatch, ground) -> None:
+    monkeypatch.setenv("SAFE_GPU_DIR", "/proc/nothing")
+    with pytest.raises(safe_gpu.StateDirError) as caught:
+        safe_gpu.claim_gpus()
+    shown = "".join(traceback.format_exception(caught.value))
+    assert shown.count("Traceback") == 1
+
+
+def test_the_error_of_a_placeholder_of_the_program_is_shown(ground) -> None:
+    def placeholder(device_no: int) -> object:
+        raise ZeroDivisionError("in the program")
+
+    with pytest.raises(safe_gpu.PlaceholderError) as caught:
+        safe_gpu.claim_gpus(1, placeholder)
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "ZeroDivisionError: in the program\n\nThe above exception was the direct cause" in shown
 
 
 def test_a_word_of_other_tools_leads_to_an_argument_that_there_is() -> None:

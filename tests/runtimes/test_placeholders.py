@@ -246,12 +246,25 @@ def test_a_framework_that_is_missing_or_broken(kind: type[Any], monkeypatch: pyt
     for failure in (missing, others, OSError("libcudart.so.12: no such file")):
         with monkeypatch.context() as patch:
             uninstall(patch, module, failure)
-            with pytest.raises(api.PlaceholderError) as caught:
+            with pytest.raises(api.SafeGpuError) as caught:
                 api.placeholders.prepare(kind())
         message = str(caught.value)
-        absent = message.startswith(f"{kind.__name__} needs {module}, which is not installed: {install}, or leave ")
-        assert absent is (failure is missing)
-        assert absent or ("cannot import" in message and str(failure) in message)
+        if failure is missing:
+            assert type(caught.value) is api.MissingPackageError
+            assert message.startswith(f"{kind.__name__} needs {module}, which is not installed: {install}, or leave ")
+        else:
+            assert type(caught.value) is api.PlaceholderError
+            assert "cannot import" in message
+            assert str(failure) in message
+
+
+def test_ray_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from safe_gpu.engines import ray
+
+    with monkeypatch.context() as patch:
+        uninstall(patch, "ray", ModuleNotFoundError("No module named 'ray'", name="ray"))
+        with pytest.raises(api.MissingPackageError, match="Ray is not installed here: pip install"):
+            ray.claim()
 
 
 def uninstall(monkeypatch: pytest.MonkeyPatch, package: str, failure: Exception) -> None:

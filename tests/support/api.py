@@ -129,6 +129,7 @@ from safe_gpu.errors import (
     GpuContendedError,
     HolderLostError,
     LockTimeout,
+    MissingPackageError,
     NoDriverError,
     NotEnoughGpusError,
     PlaceholderError,

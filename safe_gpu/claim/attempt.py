@@ -309,7 +309,7 @@ class Attempt:
         if len(free) < self._view.request.nb_gpus:
             return ()
         request = waiter.request._replace(hold_for=self._place.hold_for())
-        return self._queue.open_to(request, waiter.everybody_ahead(), free)
+        return self._queue.gpus_open_to(request, waiter.everybody_ahead(), free)
 
     def _taken(self) -> set[str]:
         """Return the UUIDs of the GPUs of which others have all, or too much to share it."""

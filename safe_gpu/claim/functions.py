@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from _thread import TIMEOUT_MAX, RLock
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,6 @@ from ..host.awaiting import Tell
 from ..host.procfs import describe_process, process_global
 from ..selection.request import Conditions, Selection, parse_request
 from ..selection.verdicts import Known, Rules, judge
-from ..wording.elsewhere import unknown_argument
 from ..wording.text import format_age
 from .arguments import DEFAULT, DefaultTimeout, asks_for_none, read_options
 from .owner import NO_GPU, GPUOwner, already_claimed, current_owner, owners, refuse_lost, request_key
@@ -120,8 +119,14 @@ def _unknown_argument(function: str, options: Mapping[str, object]) -> str:
     known = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
     for name in options:
         if name not in known:
-            return unknown_argument(function, name, known)
+            return _why_unknown(function, name, known)
     return ""
+
+
+def _why_unknown(function: str, name: str, known: Collection[str]) -> str:
+    from ..wording.elsewhere import unknown_argument
+
+    return unknown_argument(function, name, known)
 
 
 @_takes_arguments_of(GPUOwner)

@@ -34,7 +34,6 @@ from ..runtimes.visible_devices import hide_all, render_visible
 from ..selection.sharing import share_fraction
 from ..settings.variables import is_simulated
 from ..topology.cpulist import format_cpulist
-from ..wording.elsewhere import GIVE_BACK, chooses_by_index
 from ..wording.text import gpus_by_model
 from .arguments import DEFAULT, NODE_BY_DEFAULT, ClaimOptions, DefaultTimeout, asks_for_none, read_options, warn_worker
 from .checks import clear_notes, doubts_of, verify_alone, verify_devices
@@ -171,11 +170,7 @@ class GPUOwner:
 
         def __getattr__(self, name: str) -> NoReturn:
             """Say what to write instead of a name that means something here."""
-            text = f"{type(self).__name__!r} object has no attribute {name!r}"
-            if name in GIVE_BACK or name == "close":
-                text += ": call release_gpus()"
-            elif chooses_by_index(name) or name in ("indices", "ordinals"):
-                text += ": read devices_taken or gpus"
+            text = f"{type(self).__name__!r} object has no attribute {name!r}{_instead_of(name)}"
             raise AttributeError(text, name=name, obj=self)
 
     def __enter__(self) -> GPUOwner:
@@ -388,6 +383,17 @@ class GPUOwner:
         self.logger.info("Releasing placeholder on CUDA device: %s", self.devices_taken[device_no])
         with self._passing():
             placeholders.release(self._placeholder, placeholder)
+
+
+def _instead_of(attribute: str) -> str:
+    """Return the end of an error: what to write instead of an attribute that an owner does not have."""
+    from ..wording.elsewhere import GIVE_BACK, chooses_by_index
+
+    if attribute in GIVE_BACK or attribute == "close":
+        return ": call release_gpus()"
+    if chooses_by_index(attribute):
+        return ": read devices_taken or gpus"
+    return ""
 
 
 def owner_type(**internal: Any) -> type[GPUOwner]:

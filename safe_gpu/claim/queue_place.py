@@ -187,7 +187,8 @@ class QueueSnapshot:
         self._absent: dict[str, bool] = {}
         self._held = view.others.holders()
         used = [gpu for gpu in view.snapshot.gpus if gpu.processes and gpu.uuid not in self._held]
-        self._leaving = {gpu.uuid for gpu in used if _has_exiting_process(gpu)}
+        # GPUs that may be free in a moment.
+        self._exiting = {gpu.uuid for gpu in used if _has_exiting_process(gpu)}
         if view.enclosing is None:
             self._add_held_elsewhere(used)
 
@@ -224,9 +225,9 @@ class QueueSnapshot:
         if not wish.is_known:
             return False
         verdicts = self._judge(wish.selection)
-        return not can_be_met_by_releases(request.gpus, wish.selection, verdicts, self._leaving)
+        return not can_be_met_by_releases(request.gpus, wish.selection, verdicts, self._exiting)
 
-    def open_to(self, request: TicketRequest, ahead: Iterable[Entry], free: Set[str]) -> frozenset[str]:
+    def gpus_open_to(self, request: TicketRequest, ahead: Iterable[Entry], free: Set[str]) -> frozenset[str]:
         """Return the UUIDs of the free GPUs that a request may take past the waiters ahead; too few: it may not pass.
 
         Args:
@@ -235,7 +236,7 @@ class QueueSnapshot:
         """
         now = time.time()
         want = self._view.backfill_request(request, os.geteuid())
-        idle = {verdict.gpu.uuid for verdict in self._judge(Selection()) if verdict.free} | self._leaving
+        idle = {verdict.gpu.uuid for verdict in self._judge(Selection()) if verdict.free} | self._exiting
         free_at: dict[str, When] = {}
         for gpu in self._view.snapshot.gpus:
             free_at[gpu.uuid] = when_free(gpu, self._held.get(gpu.uuid), now, free=gpu.uuid in idle)
@@ -253,7 +254,7 @@ class QueueSnapshot:
                 want = want.never()  # so nobody passes it on these GPUs
             elif request.conditions:
                 busy = {verdict.gpu.uuid for verdict in self._judge(wish.selection) if not verdict.free}
-                want = want.without(busy - self._leaving - self._held.keys())
+                want = want.without(busy - self._exiting - self._held.keys())
             yield want
 
     def _judge(self, selection: Selection) -> tuple[GpuVerdict, ...]:

@@ -311,10 +311,10 @@ class _Search:
                 gpus = ()
                 self._wait_or_refuse(seen)
         except LockTimeout as err:
-            self._outlast_overload(err)
+            self._retry_after_overload(err)
             return ()
         except (NoDriverError, StateDirError) as err:
-            self._outlast(err)
+            self._retry_after_trouble(err)
             return ()
         if seen.outcome != OUTDATED:  # then the driver has shown the GPUs, and not yet who uses them
             self._trouble = None
@@ -455,13 +455,13 @@ class _Search:
 
     # Trouble
 
-    def _outlast_overload(self, err: LockTimeout) -> None:
+    def _retry_after_overload(self, err: LockTimeout) -> None:
         """Try again if host.lock was not free in time since the host is overloaded; else raise."""
         self._overloads += 1
         if not err.overloaded or self._overloads == _MOST_OVERLOADS:
             raise err
 
-    def _outlast(self, err: NoDriverError | StateDirError) -> None:
+    def _retry_after_trouble(self, err: NoDriverError | StateDirError) -> None:
         """Pause before another try if this passes by itself and has lasted for less than a minute; else raise.
 
         Only who has waited is patient: a person who has just begun learns at once what is wrong.

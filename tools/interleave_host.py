@@ -12,7 +12,6 @@ import mmap
 import os
 import shutil
 import signal
-import tempfile
 from collections import Counter
 from collections.abc import Collection
 from multiprocessing.connection import Connection
@@ -22,6 +21,7 @@ from interleave_racer import CONTENT, DEATHS, ENDLESS, FREES, GETS, GO, HELD, Ra
 from interleave_scenes import Referee, Scene, everything, furnish, renew
 from support.actor import GONE, Actor, Failure
 from support.broken import break_build
+from support.stage import place_for_all
 
 _SET_PDEATHSIG = 1  # prctl(2)
 _MOST_STEPS = 20_000
@@ -86,8 +86,7 @@ class Host:
     def __init__(self, scene: Scene, broken: str = "") -> None:
         self.scene = scene
         self._broken = broken
-        self.base = tempfile.mkdtemp(prefix="safe-gpu-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
-        os.chmod(self.base, 0o755)
+        self.base = place_for_all("explorer", in_memory=True)
         self.clock = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("d")
         self._tasks = {name: [Task(one, os.pipe()) for one in names_of_tasks(name)] for name in scene.plans}
         self._racers: dict[str, Actor] = {}

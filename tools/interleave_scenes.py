@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from interleave_racer import CONTENT, Racer
-from support.stage import booked_twice, simulate
+from support.referee import Part, booked_twice
+from support.stage import left_behind, simulate
 
 import safe_gpu
 from safe_gpu.coordination import older_package as legacy
@@ -590,30 +590,20 @@ class Referee:
             self._judge(gpu)
 
     def _judge(self, card: int) -> None:
-        """Judge who has a card now, and who has pieces of it."""
-        holders: dict[str, tuple[Device, int | None]] = {}
-        for one, (devices, share) in self._has.items():
-            holders.update((one, (device, share)) for device in devices if device.card == card)
-        whole = {one: share for one, (device, share) in holders.items() if not device.piece}
-        parts = [(share, self._scene.plans[one].inside in whole) for one, share in whole.items()]
-        what = booked_twice(parts, CAPACITY) or self._pieces_booked_twice(holders)
+        """Judge who has some of a card now."""
+        holders = [one for one, (devices, _) in self._has.items() if card in [device.card for device in devices]]
+        parts: list[Part] = []
+        told: list[str] = []
+        for one in holders:
+            devices, share = self._has[one]
+            for device in devices:
+                if device.card == card:
+                    is_inside = self._scene.plans[one].inside in holders
+                    parts.append(Part(share, is_inside, device.piece, device.mode))
+                    told.append(f"{one} has {_amount(device, share)} of it")
+        what = booked_twice(parts, CAPACITY)
         if what:
-            told = ", ".join(f"{one} has {_amount(*about)} of it" for one, about in holders.items())
-            self.faults.append(f"GPU {card} is booked twice ({what}): {told}")
-
-    def _pieces_booked_twice(self, holders: dict[str, tuple[Device, int | None]]) -> str:
-        for one, other in combinations(holders, 2):
-            (first, share), (second, other_share) = holders[one], holders[other]
-            plans = self._scene.plans
-            if plans[one].inside == other or plans[other].inside == one:
-                continue
-            if bool(first.piece) != bool(second.piece):
-                return "a piece beside all of the GPU, or a share of that"
-            if first.mode != second.mode:
-                return "pieces of two modes"
-            if first.piece and first.piece == second.piece and (share is None or other_share is None):
-                return "a piece twice"
-        return ""
+            self.faults.append(f"GPU {card} is booked twice ({what}): {', '.join(told)}")
 
     def state(self) -> str:
         """Return what matters to its judgement of what is to come."""
@@ -678,7 +668,5 @@ def everything(scene: Scene, base: str) -> list[str]:
             safe_gpu.GPUOwner(scene.gpus, safe_gpu.NoPlaceholder(), timeout=0, affinity=None).release_gpus()
         except safe_gpu.SafeGpuError as err:
             found.append(f"afterwards not all can be claimed in directory {number}: {err}")
-        for part in ("claims", "queue"):
-            if left := [name for name in os.listdir(f"{base}/{number}/{part}") if not name.startswith(".")]:
-                found.append(f"left in {part}: {', '.join(left)}")
+        found += [f"left: {path}" for path in left_behind(f"{base}/{number}")]
     return found

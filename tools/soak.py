@@ -22,7 +22,6 @@ import re
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,7 +33,7 @@ from typing import Any, NamedTuple
 from common import parser_with_seed
 from soak_host import ISLANDS, Ground, Life, Policy, draw, live, replace_file
 from support.broken import BROKEN
-from support.stage import import_everything
+from support.stage import import_everything, place_for_all
 
 from safe_gpu.cli.commands import main as safe_gpu_main
 from safe_gpu.drivers.simulated import PRESETS, find_preset
@@ -53,8 +52,7 @@ class Soak:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.rng = random.Random(options.seed)
-        above = tempfile.mkdtemp(prefix="safe-gpu-soak-")
-        os.chmod(above, 0o755)
+        above = place_for_all("soak")
         self.ground = Ground(f"{above}/ground", options.preset)
         self.gpus = self.ground.gpus
         self.options = options

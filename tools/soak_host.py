@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 from common import ROOT
 from support.actor import become
 from support.broken import break_build
-from support.stage import Mark, Referee, simulate
+from support.referee import Mark, Referee
+from support.stage import simulate
 
 import safe_gpu
 from safe_gpu.cli.commands import main as safe_gpu_main

@@ -1,6 +1,6 @@
 """A race of claims, with kill -9, children left behind, and directories that are removed.
 
-A referee (see :mod:`support.stage`) looks for GPUs that are booked twice, and with --work the driver's list of
+A referee (see :mod:`support.referee`) looks for GPUs that are booked twice, and with --work the driver's list of
 processes is a second one. A watcher looks for entries of dead processes that still count.
 """
 
@@ -27,7 +27,8 @@ if __name__ == "__main__":
 
 from support.actor import become
 from support.broken import BROKEN, break_build
-from support.stage import Mark, Referee, import_everything, simulate
+from support.referee import Mark, Referee
+from support.stage import import_everything, simulate
 
 import safe_gpu
 from safe_gpu.coordination import host_lock

@@ -14,7 +14,6 @@ on its first piece.
 import argparse
 import ctypes
 import fcntl
-import json
 import logging
 import os
 import random
@@ -33,7 +32,8 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
 from support.broken import BROKEN, break_build
-from support.stage import Referee, import_everything, simulate
+from support.referee import Mark, Referee
+from support.stage import import_everything, simulate
 
 import safe_gpu
 from safe_gpu.coordination import host_lock
@@ -45,6 +45,7 @@ from safe_gpu.host import procfs
 
 SLICES = 8  # of a chip
 DYING = 5.0  # seconds that a process takes to close its descriptors at most
+_ROOM_FOR_SHARES = 1 << 40  # of a GPU: there is always room for one more
 FOUND = ("violation", "died")
 """What a race must not find: two on one piece of silicon, an error that nobody expects."""
 
@@ -78,13 +79,10 @@ class Held(NamedTuple):
     mode: str
     share: int | None
 
-    def is_in_the_way(self, other: "Held") -> bool:
-        """Whether nobody may have one while somebody has the other."""
-        if self.card != other.card:
-            return False
-        if self.is_piece != other.is_piece or self.mode != other.mode:
-            return True
-        return self.uuid == other.uuid and (self.share is None or other.share is None)
+    def mark(self, referee: Referee) -> Mark:
+        """Mark that this process has it."""
+        piece = self.uuid if self.is_piece else ""
+        return referee.begin(self.card, self.share, piece=piece, mode=self.mode)
 
 
 class Silicon:
@@ -188,49 +186,6 @@ class Silicon:
             time.sleep(0.001)
 
 
-class Marks:
-    """What each process has claimed, as it says itself in a file that it keeps locked."""
-
-    def __init__(self, place: Path, referee: Referee) -> None:
-        self._place = place
-        self._referee = referee
-
-    def begin(self, held: Held) -> Any:
-        """Mark what this process has, and tell if another one that lives has what is in its way."""
-        fd, path = tempfile.mkstemp(dir=self._place)
-        file = os.fdopen(fd, "r+b", 0)
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.write(json.dumps([*held, os.getpid(), self._referee.start_time(os.getpid())]).encode())
-        os.rename(path, f"{path}.mark")
-        until = time.monotonic() + DYING
-        while rivals := self._in_the_way(held, f"{path}.mark"):
-            living = [pid for pid, start in rivals if self._referee.start_time(pid) == start]
-            if living or time.monotonic() > until:
-                self._referee.tell("violation", what="claimed twice", of=held, rivals=rivals)
-                break
-            time.sleep(0.001)
-        return file
-
-    def end(self, file: Any) -> None:
-        """What it was for is given back next."""
-        file.close()
-
-    def _in_the_way(self, held: Held, own: str) -> list[tuple[int, str]]:
-        found = []
-        for path in self._place.glob("*.mark"):
-            if str(path) == own:
-                continue
-            with suppress(FileNotFoundError), open(path, "rb", 0) as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                    path.unlink()
-                except BlockingIOError:
-                    *facts, pid, start = json.loads(file.read())
-                    if held.is_in_the_way(Held(*facts)):
-                        found.append((pid, start))
-        return found
-
-
 class Race:
     """What all processes of a race know."""
 
@@ -238,12 +193,10 @@ class Race:
         self.directory = directory
         self.options = options
         self.driver = SimulatedDriver(f"race-{options.vendor}")
-        self.referee = Referee(str(directory / "referee"), 1)
+        self.referee = Referee(str(directory / "referee"), _ROOM_FOR_SHARES)
         self.tell = self.referee.tell
         self.silicon = Silicon(directory / "silicon", self.referee, self.driver)
         self.silicon.make()
-        (directory / "marks").mkdir()
-        self.marks = Marks(directory / "marks", self.referee)
 
     def compete(self, number: int) -> None:
         """Claim again and again, whole GPUs and pieces, whichever there are, and compute on them at times."""
@@ -312,7 +265,7 @@ class Race:
 
     def work(self, held: list[Held]) -> None:
         """Hold something for a while, and compute on it now and then."""
-        marks = [self.marks.begin(one) for one in held]
+        marks = [one.mark(self.referee) for one in held]
         for one in held:
             self.tell("claimed", what="piece" if one.is_piece else "whole", share=one.share, mode=one.mode)
         for _ in range(random.choice([0, 1, 2])):
@@ -323,7 +276,7 @@ class Race:
         if random.random() < 0.15:
             os.kill(os.getpid(), signal.SIGKILL)
         for mark in marks:
-            self.marks.end(mark)
+            mark.end()
 
     def administrate(self) -> None:
         """Divide the cards otherwise."""

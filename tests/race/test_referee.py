@@ -12,7 +12,7 @@ import pytest
 from support import api
 from support.actor import Actor
 from support.real import long
-from support.stage import Referee, booked_twice
+from support.referee import Part, Referee, booked_twice
 
 TOOLS = Path(__file__).parents[2] / "tools"
 if not TOOLS.exists():
@@ -118,7 +118,9 @@ def test_a_stranger_that_comes_while_the_referee_looks_is_none(ground: Ground, m
     assert ground.referee.events() == []
 
 
-WHOLE, HALF, INSIDE = (None, False), (40, False), (None, True)
+WHOLE, HALF, INSIDE = Part(), Part(40), Part(inside=True)
+PIECE, OTHER_PIECE, OTHER_MODE = Part(piece="a"), Part(piece="b"), Part(piece="b", mode="CPX")
+SHARE_OF_PIECE, PIECE_INSIDE = Part(40, piece="a"), Part(piece="a", inside=True)
 
 
 def test_who_may_have_a_gpu_together() -> None:
@@ -129,6 +131,14 @@ def test_who_may_have_a_gpu_together() -> None:
         ([WHOLE, INSIDE, INSIDE], "booked twice inside one claim"),
         ([HALF, WHOLE], "a share beside a whole claim"),
         ([HALF, HALF, HALF], "more promised than there is"),
+        ([PIECE, OTHER_PIECE], ""),
+        ([SHARE_OF_PIECE] * 3, ""),
+        ([WHOLE, PIECE_INSIDE], ""),
+        ([PIECE, PIECE], "a piece twice"),
+        ([PIECE, SHARE_OF_PIECE], "a piece twice"),
+        ([PIECE_INSIDE, PIECE_INSIDE], "booked twice inside one claim"),
+        ([PIECE, OTHER_MODE], "pieces of two modes"),
+        ([PIECE, HALF], "a piece beside all of the GPU, or a share of that"),
     ):
         assert booked_twice(parts, 80) == wrong
 

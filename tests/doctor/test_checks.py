@@ -96,6 +96,7 @@ def test_from_the_command_line(state_dir: Path, capsys, monkeypatch: pytest.Monk
     check_document(document)
     statuses = {one["name"]: one["status"] for one in document["checks"]}
     assert (statuses["GPU driver"], statuses["access to GPUs"]) == ("failed", "skipped")
+    assert [one for one in document["checks"] if "the check itself failed" in one["detail"]] == []
 
 
 # Its own process: packages, variables, limits

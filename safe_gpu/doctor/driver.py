@@ -28,7 +28,7 @@ def driver(host: CheckedHost) -> Check:
         return failed(f"{snapshot.driver} {snapshot.driver_version} shows no GPU", host.vendor.pass_in)
     detail = _driver_and_gpus(snapshot)
     if snapshot.driver == "nvidia-smi" and host.environ.get("SAFE_GPU_DRIVER", "auto") in ("", "auto"):
-        from ..drivers.nvml import why_missing
+        from ..drivers.nvml_calls import why_missing
 
         reason = why_missing() or "NVML is not available"
         return warning(f"{detail}, polled through nvidia-smi: {reason}", "pip install nvidia-ml-py")

@@ -5,10 +5,9 @@ Nothing here knows claims: a driver reports what it sees, and ``selection`` judg
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
-from importlib import import_module
+from typing import NamedTuple
 
 from ..coordination.holders import gpus_of_scope
 from ..errors import NoDriverError, UnsatisfiableRequestError
@@ -20,8 +19,94 @@ from ..wording import style
 from .base import Driver
 from .patience import AwaitedDriver, Patience
 
-# The drivers, with the vendor of those whose GPUs are all of one.
-_KINDS = {"auto": None, **{name: key for key, vendor in VENDORS.items() for name in vendor.drivers}, "simulated": None}
+
+def _open_nvml() -> Driver:
+    from .nvml import NvmlDriver
+
+    return NvmlDriver()
+
+
+def _open_nvidia_smi() -> Driver:
+    from .nvidia_smi import NvidiaSmiDriver
+
+    return NvidiaSmiDriver()
+
+
+def _open_kfd() -> Driver:
+    from .kfd import KfdDriver
+
+    return KfdDriver()
+
+
+def _open_intel() -> Driver:
+    from .intel import IntelDriver
+
+    return IntelDriver()
+
+
+def _open_simulated(preset: str, vendor: str | None) -> Driver:
+    from .simulated import SimulatedDriver
+
+    return SimulatedDriver(preset, vendor=vendor)
+
+
+# By the names of :attr:`~safe_gpu.gpus.vendors.Vendor.drivers`.
+_OPENERS: dict[str, Callable[[], Driver]] = {
+    "nvml": _open_nvml,
+    "nvidia-smi": _open_nvidia_smi,
+    "kfd": _open_kfd,
+    "intel": _open_intel,
+}
+
+_KINDS = ("auto", *_OPENERS, "simulated")
+
+
+class _Name(NamedTuple):
+    """The name of a driver: one of ``_KINDS``, and the host after ``simulated:``."""
+
+    kind: str
+    preset: str
+
+    @classmethod
+    def parse(cls, name: str) -> "_Name":
+        """Return what ``SAFE_GPU_DRIVER`` or an argument says.
+
+        Raises:
+            UnsatisfiableRequestError: there is no such driver.
+        """
+        kind, _, preset = name.partition(":")
+        if kind not in _KINDS or (preset and kind != "simulated"):
+            choices = ", ".join(_KINDS) + ":PRESET"
+            raise UnsatisfiableRequestError(f"There is no driver {name!r}: choose one of {choices}.", value=name)
+        return cls(kind, preset)
+
+    @classmethod
+    def of_environment(cls) -> "_Name":
+        """Return what ``SAFE_GPU_DRIVER`` says; "auto" where it says nothing."""
+        return cls.parse(os.environ.get("SAFE_GPU_DRIVER") or "auto")
+
+    def vendors(self) -> Sequence[str]:
+        """Return the vendors of whose GPUs it may be; those of a simulated host in the order of ``VENDORS``.
+
+        Raises:
+            UnsatisfiableRequestError: there is no such simulated host.
+        """
+        if self.kind == "auto":
+            return list(VENDORS)
+        if self.kind == "simulated":
+            return _simulated_vendors(self.preset)
+        return [key for key, vendor in VENDORS.items() if self.kind in vendor.drivers]
+
+    def __str__(self) -> str:
+        if self.preset:
+            return f"{self.kind}:{self.preset}"
+        return self.kind
+
+
+def _simulated_vendors(preset: str) -> Sequence[str]:
+    from .simulated import find_preset
+
+    return find_preset(preset).vendors
 
 
 def open_driver(name: str | None = None, *, vendor: str | None = None, prefer: str | None = None) -> Driver:
@@ -39,19 +124,21 @@ def open_driver(name: str | None = None, *, vendor: str | None = None, prefer: s
             around this process is of another one.
         NoDriverError: the driver is missing or does not work.
     """
-    kind, preset = _parsed(name)
+    if name is None:
+        driver = _Name.of_environment()
+    else:
+        driver = _Name.parse(name or "auto")
     if vendor is not None:
         _check_inside(vendor)
-        if kind != "auto" and vendor not in (_simulated_vendors(preset) if kind == "simulated" else (_KINDS[kind],)):
-            given = f"SAFE_GPU_DRIVER={kind}:{preset}".rstrip(":")
-            raise _refused(vendor, f"{given} has none", ", or unset SAFE_GPU_DRIVER")
-    if kind == "auto":
-        return _auto(vendor, prefer)
-    if kind != "simulated":
-        return _opened(kind)
-    if vendor is None and len(_simulated_vendors(preset)) > 1:
+        if vendor not in driver.vendors():
+            raise _refused(vendor, f"SAFE_GPU_DRIVER={driver} has none", ", or unset SAFE_GPU_DRIVER")
+    if driver.kind == "auto":
+        return _open_auto(vendor, prefer)
+    if driver.kind != "simulated":
+        return _OPENERS[driver.kind]()
+    if vendor is None and len(driver.vendors()) > 1:
         vendor = meant_vendor(os.environ, prefer)
-    return _opened(kind, preset, vendor=vendor)
+    return _open_simulated(driver.preset, vendor)
 
 
 def open_drivers(patience: Patience | None = None) -> tuple[list[Driver], list[str]]:
@@ -66,109 +153,98 @@ def open_drivers(patience: Patience | None = None) -> tuple[list[Driver], list[s
     Raises:
         UnsatisfiableRequestError: no such driver, or no such preset. NoDriverError: none works.
     """
-    kind, preset = _parsed(None)
-    if kind == "simulated":
-        return [_opened(kind, preset, vendor=vendor) for vendor in _simulated_vendors(preset)], []
-    patience = patience or Patience()
-    if kind == "auto":
-        drivers, broken = patience.answer(_each)
+    name = _Name.of_environment()
+    if name.kind == "simulated":
+        return [_open_simulated(name.preset, vendor) for vendor in name.vendors()], []
+    if patience is None:
+        patience = Patience()
+    if name.kind == "auto":
+        drivers, broken = patience.answer(_open_each)
     else:
-        drivers, broken = [patience.answer(open_driver)], []
+        drivers = [patience.answer(open_driver)]
+        broken = []
     return [AwaitedDriver(driver, patience) for driver in drivers], broken
 
 
-@cache
-def _simulated_vendors(preset: str) -> Sequence[str]:
-    from .simulated import find_preset
-
-    return find_preset(preset).vendors
-
-
-def _parsed(name: str | None) -> tuple[str, str]:
-    name = (os.environ.get("SAFE_GPU_DRIVER") if name is None else name) or "auto"
-    kind, _, preset = name.partition(":")
-    if kind not in _KINDS or (preset and kind != "simulated"):
-        choices = ", ".join(_KINDS) + ":PRESET"
-        raise UnsatisfiableRequestError(f"There is no driver {name!r}: choose one of {choices}.", value=name)
-    return kind, preset
-
-
-def _opened(kind: str, *arguments: str, **named: str | None) -> Driver:
-    """Open a driver by its name, after which its module and its class are called: ``nvidia_smi.NvidiaSmiDriver``."""
-    name = f"{__package__}.{kind.replace('-', '_')}"
-    module = sys.modules.get(name) or import_module(name)
-    driver: Driver = getattr(module, f"{kind.title().replace('-', '')}Driver")(*arguments, **named)
-    return driver
-
-
-def _of_vendor(vendor: str) -> Driver:
-    return _opened(VENDORS[vendor].drivers[0])
-
-
-def _auto(vendor: str | None, prefer: str | None) -> Driver:
+def _open_auto(vendor: str | None, prefer: str | None) -> Driver:
     """Open the driver of the vendor that was chosen, else of the GPUs that this process has been given, else of the
     first vendor of which the host has GPUs. Whether they are free does not matter: programs are built for one vendor.
     """
-    others = _others_here()
-    meant = vendor or (meant_vendor(os.environ, prefer) if others else None)
+    others = [other.vendor for other in _others_here()]
+    meant = vendor
+    if meant is None and others:
+        meant = meant_vendor(os.environ, prefer)
     if meant in others:
-        return _of_vendor(meant)
+        return _open_vendor(meant)
     if vendor is None and others:
-        return _nvidia_here() or _of_vendor(next(iter(others)))
+        return _open_nvidia_beside_others() or _open_vendor(others[0])
     try:
-        driver = _nvidia()
+        driver = _open_nvidia()
     except NoDriverError as err:
         if vendor is None or err.driver != "auto" or not others:
             raise
         raise _refused(vendor, "this host has none") from err
-    if vendor in (None, FIRST):
+    if vendor is None or vendor == FIRST:
         return driver
     driver.close()
     raise _refused(vendor, "this host has none")
 
 
-def _each() -> tuple[list[Driver], list[str]]:
+def _open_each() -> tuple[list[Driver], list[str]]:
     """Open the drivers of all vendors of which the host has GPUs; see :func:`open_drivers`.
 
     The integrated graphics of a processor are left out where there are other GPUs.
     """
-    others, broken, nvidia = _others_here(), [], None
+    others = _others_here()
     if not others:
-        return [_nvidia()], []
-    wanted = [key for key, only_graphics in others.items() if not only_graphics]
+        return [_open_nvidia()], []
+    drivers = []
+    broken = []
     try:
-        nvidia = _nvidia_here()
+        nvidia = _open_nvidia_beside_others()
+        if nvidia is not None:
+            drivers.append(nvidia)
     except NoDriverError as err:
         broken.append(str(err))
-    drivers = [_of_vendor(key) for key in VENDORS if key in (wanted if nvidia else wanted or others)]
-    return [nvidia, *drivers] if nvidia else drivers, broken
+    wanted = [other.vendor for other in others if not other.integrated]
+    if not wanted and not drivers:
+        wanted = [other.vendor for other in others]
+    drivers += [_open_vendor(key) for key in VENDORS if key in wanted]
+    return drivers, broken
 
 
-def _nvidia() -> Driver:
+def _open_vendor(vendor: str) -> Driver:
+    return _OPENERS[VENDORS[vendor].drivers[0]]()
+
+
+def _open_nvidia() -> Driver:
     """Open NVML, or nvidia-smi where NVML's library or Python module is missing.
 
     Raises:
         NoDriverError: it does not work, or, with "auto" as its ``driver``, both are missing.
     """
-    from .nvml import why_missing
+    from .nvml_calls import why_missing
 
     reason = why_missing()
     if reason is None:
-        return _opened("nvml")
-
-    from .nvidia_smi import find_nvidia_smi
-
-    if find_nvidia_smi() is None:
+        return _open_nvml()
+    if not _has_nvidia_smi():
         raise NoDriverError(
             f"There is no GPU driver here: {reason}, and nvidia-smi is not on PATH; nor is the driver of AMD or Intel "
             "GPUs loaded, or it shows none. On a GPU host, install the driver, for NVIDIA also nvidia-ml-py; to try "
             "safe_gpu without a GPU, set SAFE_GPU_DRIVER=simulated:dgx-a100.",
             driver="auto",
         )
-    return _opened("nvidia-smi")
+    return _open_nvidia_smi()
 
 
-def _nvidia_here() -> Driver | None:
+def _has_nvidia_smi() -> bool:
+    from .nvidia_smi import find_nvidia_smi
+
+    return find_nvidia_smi() is not None
+
+
+def _open_nvidia_beside_others() -> Driver | None:
     """Open the same on a host with other GPUs. None if it has no NVIDIA GPUs: a cluster may install one image on all
     hosts, with libraries of all vendors.
 
@@ -176,7 +252,7 @@ def _nvidia_here() -> Driver | None:
         NoDriverError: there are NVIDIA GPUs, and their driver does not work.
     """
     try:
-        driver = _nvidia()
+        driver = _open_nvidia()
         if driver.snapshot().gpus:
             return driver
         driver.close()
@@ -184,6 +260,47 @@ def _nvidia_here() -> Driver | None:
         if Files().exists("dev/nvidiactl") or (err.driver != "auto" and Files().nvidia_gpus()):
             raise
     return None
+
+
+class _Other(NamedTuple):
+    """A vendor after the first of which the kernel shows GPUs, and whether those may all be integrated graphics."""
+
+    vendor: str
+    integrated: bool
+
+
+def _others_here() -> list[_Other]:
+    """Return the vendors after the first of which this host has GPUs; last one with integrated graphics only."""
+    files = Files()
+    found = []
+    if _is_loaded(files, "amd"):
+        found += _amd_here(files)
+    if _is_loaded(files, "intel"):
+        found += _intel_here(files)
+    return sorted(found, key=lambda other: other.integrated)
+
+
+def _is_loaded(files: Files, vendor: str) -> bool:
+    """Return whether a kernel driver of a vendor's GPUs is loaded."""
+    return any(files.exists(path) for path in VENDORS[vendor].loaded)
+
+
+def _amd_here(files: Files) -> list[_Other]:
+    from ..topology.kfd_topology import devices
+    from .kfd import may_be_integrated
+
+    found = devices(files)
+    if not found:
+        return []
+    return [_Other("amd", integrated=all(may_be_integrated(device) for device in found))]
+
+
+def _intel_here(files: Files) -> list[_Other]:
+    from .intel import cards
+
+    if not cards(files):
+        return []
+    return [_Other("intel", integrated=False)]  # such are never listed
 
 
 def meant_vendor(environ: Mapping[str, str], prefer: str | None = None) -> str | None:
@@ -201,8 +318,8 @@ def meant_vendor(environ: Mapping[str, str], prefer: str | None = None) -> str |
     expected = environ.get("SAFE_GPU_EXPECT")
     if expected:
         return vendor_of(expected)
-    named = environ.get("ROCR_VISIBLE_DEVICES", "").strip().upper().startswith("GPU-")
-    if named and not settings.ignores_fence(environ):
+    visible = environ.get("ROCR_VISIBLE_DEVICES", "").strip().upper()
+    if visible.startswith("GPU-") and not settings.ignores_fence(environ):
         return "amd"
     return settings.host_setting("vendor", "", environ)
 
@@ -214,7 +331,10 @@ def _check_inside(vendor: str) -> None:
         UnsatisfiableRequestError: it is not.
     """
     around = gpus_of_scope(os.environ.get("SAFE_GPU_SCOPE", ""))
-    if around and (other := vendor_of(around[0])) != vendor:
+    if not around:
+        return
+    other = vendor_of(around[0])
+    if other != vendor:
         held = f"the claim around this process (SAFE_GPU_SCOPE) holds {VENDORS[other].title} GPUs"
         raise _refused(vendor, held, ", or make the claim outside")
 
@@ -223,24 +343,6 @@ def _refused(vendor: str, why: str, or_else: str = "") -> UnsatisfiableRequestEr
     """Return the error of a claim for a vendor whose GPUs it cannot have."""
     asked = f"{style.written('vendor', vendor)} asks for {VENDORS[vendor].title} GPUs"
     return UnsatisfiableRequestError(f"{asked}, and {why}: leave {style.option('vendor')} out{or_else}", value=vendor)
-
-
-def _others_here() -> dict[str, bool]:
-    """Return the vendors after the first of which the kernel shows GPUs, and whether those may all be integrated
-    graphics. Such a vendor comes last."""
-    files, found = Files(), {}
-    if any(map(files.exists, VENDORS["amd"].loaded)):
-        from ..topology.kfd_topology import devices
-        from .kfd import may_be_integrated
-
-        if amd := devices(files):
-            found["amd"] = all(map(may_be_integrated, amd))
-    if any(map(files.exists, VENDORS["intel"].loaded)):
-        from .intel import cards
-
-        if cards(files):
-            found["intel"] = False
-    return dict(sorted(found.items(), key=lambda one: one[1]))
 
 
 @contextmanager
@@ -259,7 +361,9 @@ def opened_driver(
     """
     if sys.platform != "linux":
         raise UnsatisfiableRequestError(f"safe_gpu works on Linux only, and this is {sys.platform}")
-    driver = (patience or Patience()).opened(lambda: open_driver(vendor=vendor, prefer=prefer))
+    if patience is None:
+        patience = Patience()
+    driver = patience.opened(lambda: open_driver(vendor=vendor, prefer=prefer))
     try:
         yield driver
     finally:

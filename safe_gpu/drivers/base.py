@@ -5,8 +5,9 @@ are read under ``SAFE_GPU_FSROOT``; processes always in ``/proc``.
 """
 
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from ..gpus.devices import Gpu, GpuProcess, HostSnapshot, bus_order
 from ..gpus.vendors import FIRST, VENDORS, Vendor
@@ -55,8 +56,16 @@ class Driver:
             Their records, in the same order: memory and processes as they are now, MIG mode too; the rest as given.
             A device that the driver has lost, or that no longer has this UUID, is ``lost``.
         """
-        shown = {gpu.uuid: gpu for gpu in self.snapshot().gpus} if gpus else {}
-        return tuple(shown.get(gpu.uuid) or gpu.unreachable("the kernel no longer lists it") for gpu in gpus)
+        if not gpus:
+            return ()
+        shown = {gpu.uuid: gpu for gpu in self.snapshot().gpus}
+        found = []
+        for gpu in gpus:
+            if gpu.uuid in shown:
+                found.append(shown[gpu.uuid])
+            else:
+                found.append(gpu.unreachable("the kernel no longer lists it"))
+        return tuple(found)
 
     def shows_same(self, snapshot: HostSnapshot) -> bool:
         """Return whether the GPUs are certainly those of an earlier poll, in the same places, none has been lost since
@@ -119,41 +128,50 @@ def own_namespace_pids(
     Args:
         vendor: whose device files processes must have open; None where there are no devices.
     """
-    there = tuple(processes)
-    device = vendor.device if there and vendor and Files().exists(vendor.control) else ""
+    device = ""
+    if vendor is not None and Files().exists(vendor.control):
+        device = vendor.device
     found: dict[tuple[int, str], GpuProcess] = {}
-    for listed in there:
-        process = _resolved(listed, device)
-        known = found.setdefault((process.pid, process.kind), process)
-        if (known.memory_used or -1) < (process.memory_used or -1):
-            found[process.pid, process.kind] = process
+    for listed in processes:
+        process = _in_own_namespace(listed, device)
+        key = (process.pid, process.kind)
+        known = found.get(key)
+        if known is None or (known.memory_used or -1) < (process.memory_used or -1):
+            found[key] = process
     return tuple(found.values())
 
 
-def _resolved(process: GpuProcess, device: str) -> GpuProcess:
-    own = os.getpid()
-    pid = own if process.pid == own else procfs.thread_group(process.pid)
+def _in_own_namespace(process: GpuProcess, device: str) -> GpuProcess:
+    """Return a process under its number of this PID namespace; see :func:`own_namespace_pids`.
+
+    Args:
+        device: how the names of the device files begin that processes on the GPUs have open; "" for none.
+    """
+    if process.pid == os.getpid():
+        return process
+    pid = procfs.thread_group(process.pid)
     if pid is None:
         is_first = procfs.pid_namespace() == procfs.FIRST_PID_NAMESPACE
         return process._replace(ended=is_first and procfs.has_ended(process.pid))
-    if device and pid != own and _has_device(pid, device) is False:
+    if device and pid != os.getpid() and _certainly_lacks_device(pid, device):
         return process._replace(name=None, elsewhere=True)
-    return process if pid == process.pid else process._replace(pid=pid)
+    return process._replace(pid=pid)
 
 
-def _has_device(pid: int, device: str) -> bool | None:
-    """Return whether a descriptor or a mapping of the process is such a device; None if /proc does not tell."""
+def _certainly_lacks_device(pid: int, device: str) -> bool:
+    """Return whether no descriptor and no mapping of the process is such a device; False where /proc does not tell."""
     opened = procfs.open_files(pid)
     if opened is None:
-        return None
-    if any(path.rpartition("/")[2].startswith(device) for path in opened.values()):
-        return True
-    mapped = False
+        return False
+    for path in opened.values():
+        if os.path.basename(path).startswith(device):
+            return False
+    is_running = False  # without a mapping it is exiting, or its main thread has ended
     for line in procfs.lines_of(f"/proc/{pid}/maps"):
+        is_running = True
         if b"/" + device.encode() in line:
-            return True
-        mapped = True
-    return False if mapped else None  # without a mapping it is exiting, or its main thread has ended
+            return False
+    return is_running
 
 
 def is_wsl() -> bool:
@@ -166,19 +184,21 @@ def memory_is_node(bus_id: str) -> bool:
 
     NVML's ``nvmlDeviceGetNumaNodeId`` says the same; this is for drivers that do not ask NVML.
     """
-    import re  # only nvidia-smi's driver asks, which has it loaded
-
-    status = Files().text(f"proc/driver/nvidia/gpus/{bus_id}/numa_status")
-    return re.search(r"Node:\s*[0-9]", status or "") is not None
+    status = Files().text(f"proc/driver/nvidia/gpus/{bus_id}/numa_status") or ""
+    return re.search(r"Node:\s*[0-9]", status) is not None
 
 
 def has_display(files: Files, device: str) -> bool:
     """Return whether a connector of a GPU drives a screen; ``device`` is its PCI device below the root."""
-    cards = [card for card in files.names(f"{device}/drm") if card.startswith("card")]
-    connectors = [f"{card}/{name}" for card in cards for name in files.names(f"{device}/drm/{card}")]
-    return any(
-        files.text(f"{device}/drm/{connector}/enabled") == "enabled" for connector in connectors if "/card" in connector
-    )
+    for card in files.names(f"{device}/drm"):
+        if not card.startswith("card"):
+            continue
+        for connector in files.names(f"{device}/drm/{card}"):
+            if not connector.startswith("card"):
+                continue
+            if files.text(f"{device}/drm/{card}/{connector}/enabled") == "enabled":
+                return True
+    return False
 
 
 def illness_of(*, recovery_action: str, remapping_failed: bool, remapping_pending: bool) -> str:
@@ -200,23 +220,33 @@ def illness_of(*, recovery_action: str, remapping_failed: bool, remapping_pendin
 
 def total_of(sizes: Iterable[int | None]) -> int | None:
     """Return their sum; None if one is not known."""
-    known = tuple(sizes)
-    return None if None in known else sum(filter(None, known))
+    total = 0
+    for size in sizes:
+        if size is None:
+            return None
+        total += size
+    return total
 
 
-def in_bus_order(found: Iterable[tuple[str, int, _Thing]]) -> list[_Thing]:
+class Placed(Generic[_Thing]):
+    """A GPU with its PCI bus id, "" if it has none, and the driver's number of it."""
+
+    def __init__(self, bus_id: str, number: int, gpu: _Thing) -> None:
+        self.bus_id = bus_id
+        self.number = number
+        self.gpu = gpu
+
+
+def in_bus_order(placed: Iterable[Placed[_Thing]]) -> list[_Thing]:
     """Return GPUs by PCI bus id, as nvidia-smi numbers them. Those without one are put at the places that their numbers
-    give, in the given order.
-
-    Args:
-        found: bus id, number and GPU.
-    """
-    given = list(found)
-    placed = sorted((one for one in given if bus_order(one[0])), key=lambda one: bus_order(one[0]) or ())
-    ordered = [gpu for _, _, gpu in placed]
-    for bus_id, number, gpu in given:
-        if not bus_order(bus_id):
-            ordered.insert(number, gpu)
+    give, in the given order."""
+    given = list(placed)
+    on_a_bus = [one for one in given if bus_order(one.bus_id) is not None]
+    on_a_bus.sort(key=lambda one: bus_order(one.bus_id) or ())
+    ordered = [one.gpu for one in on_a_bus]
+    for one in given:
+        if bus_order(one.bus_id) is None:
+            ordered.insert(one.number, one.gpu)
     return ordered
 
 
@@ -236,5 +266,7 @@ def numa_node(bus_id: str, near: Callable[[], frozenset[int] | None] = lambda: N
     if node is not None and node >= 0:
         return node
     host = SysfsHost(Files())
-    node_by_sysfs = host.place(Gpu(0, "", pci_bus_id=bus_id)).node
-    return node_of_cpus(near() or frozenset(), host.nodes) if node_by_sysfs is None else node_by_sysfs
+    node = host.place(Gpu(0, "", pci_bus_id=bus_id)).node
+    if node is not None:
+        return node
+    return node_of_cpus(near() or frozenset(), host.nodes)

@@ -17,7 +17,8 @@ PCI device.
 
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from ..errors import NoDriverError
 from ..gpus.devices import Gpu, GpuProcess, HostSnapshot
@@ -66,29 +67,39 @@ class KfdDriver(Driver):
         found = self._devices()
         # The version of the amdgpu module; the kernel's, if amdgpu is the kernel's own.
         version = files.text("sys/module/amdgpu/version") or f"Linux {os.uname().release}"
-        return HostSnapshot(tuple(_gpus(files, found)), self.name, printable(version[:_LONGEST_NAME]))
+        return HostSnapshot(_Host(files, found).gpus(), self.name, printable(version[:_LONGEST_NAME]))
 
     def linked(self, snapshot: HostSnapshot, among: Collection[str] | None = None) -> HostSnapshot:
         """Return the same poll with the GPUs connected by xGMI as ``nvlink_peers``: those of one hive."""
         hives: dict[int, set[str]] = {}
+        hive_of: dict[str, int] = {}
         for device in self._devices():
             hives.setdefault(device.hive, set()).add(device.uuid)
-        connected = {uuid: peers - {uuid} for hive, peers in hives.items() if hive for uuid in peers}
-        return snapshot.updated(
-            gpu._replace(nvlink_peers=frozenset(connected.get(gpu.uuid, ()))) for gpu in snapshot.gpus
-        )
+            hive_of[device.uuid] = device.hive
+        linked = []
+        for gpu in snapshot.gpus:
+            peers: set[str] = set()
+            hive = hive_of.get(gpu.uuid, 0)
+            if hive != 0:
+                peers = hives[hive] - {gpu.uuid}
+            linked.append(gpu._replace(nvlink_peers=frozenset(peers)))
+        return snapshot.updated(linked)
 
     def detailed(self, snapshot: HostSnapshot) -> HostSnapshot:
         """Return the same poll with ``utilization``, of whole GPUs only: the kernel does not count it for
         partitions."""
         files = Files()
-        alone = {device.uuid: device.pci for device in self._devices() if device.bus_id and not device.shared}
-        return snapshot.updated(
-            gpu._replace(utilization=None if busy is None or busy > 100 else busy)
-            for gpu in snapshot.gpus
-            if gpu.uuid in alone
-            for busy in [files.number(f"{alone[gpu.uuid]}/gpu_busy_percent")]
-        )
+        devices_by_uuid = {device.uuid: device for device in self._devices()}
+        detailed = []
+        for gpu in snapshot.gpus:
+            device = devices_by_uuid.get(gpu.uuid)
+            if device is None or not device.bus_id or device.shared:
+                continue
+            percent = files.number(f"{device.pci}/gpu_busy_percent")
+            if percent is not None and percent > 100:
+                percent = None
+            detailed.append(gpu._replace(utilization=percent))
+        return snapshot.updated(detailed)
 
     def _devices(self) -> tuple[Device, ...]:
         found = devices(Files())
@@ -101,32 +112,82 @@ class KfdDriver(Driver):
         return found
 
 
-def _gpus(files: Files, found: tuple[Device, ...]) -> Iterable[Gpu]:
-    # Read before the processes, or the memory of one that starts in between would belong to no visible process.
-    counters = {device.pci: files.number(f"{device.pci}/mem_info_vram_used") for device in found if not device.broken}
-    uses = _processes(files, [device.gpu_id for device in found if device.gpu_id])
-    held = {gpu_id: sum(process.memory_used or 0 for process in listed) for gpu_id, (listed, _) in uses.items()}
-    largest = max((device.memory_total or 0 for device in found), default=0)
-    for index, device in enumerate(found):
+class _Use(NamedTuple):
+    """The processes on a device, and why the list is incomplete, else ""."""
+
+    processes: tuple[GpuProcess, ...]
+    error: str = ""
+
+    @property
+    def memory(self) -> int:
+        """Bytes that they hold, as far as that is known."""
+        return sum(process.memory_used or 0 for process in self.processes)
+
+
+class _Host:
+    """What the kernel says of these devices and of their processes at one poll."""
+
+    def __init__(self, files: Files, found: tuple[Device, ...]) -> None:
+        self._files = files
+        self._devices = found
+        # Read before the processes, or the memory of one that starts in between would belong to no visible process.
+        self._counters: dict[str, int | None] = {}
+        for device in found:
+            if not device.broken:
+                self._counters[device.pci] = files.number(f"{device.pci}/mem_info_vram_used")
+        self._uses = _processes(files, [device.gpu_id for device in found if device.gpu_id])
+        self._largest = max((device.memory_total or 0 for device in found), default=0)
+
+    def gpus(self) -> tuple[Gpu, ...]:
+        """Return the devices as records."""
+        return tuple(self._gpu(index, device) for index, device in enumerate(self._devices))
+
+    def _gpu(self, index: int, device: Device) -> Gpu:
         gpu = Gpu(index, device.uuid, device.name, device.bus_id, numa_node(device.bus_id), vendor="amd")
         if device.bus_id:
-            place, mode = f"{VENDORS['amd'].by_place}{device.bus_id}", device.mode
-            gpu = gpu._replace(place=place, partition=bool(mode), mode=mode)
+            place = f"{VENDORS['amd'].by_place}{device.bus_id}"
+            gpu = gpu._replace(place=place, partition=bool(device.mode), mode=device.mode)
         if device.broken:
-            yield gpu.unreachable(device.broken, lost=False)
-            continue
-        processes, error = uses[device.gpu_id]
-        total, memory = device.memory_total, counters[device.pci]
-        if memory is not None and device.shared:
-            # Partitions of one GPU share its counter. Memory that no process on any of them accounts for may be on each
-            # of them, so it counts on all.
-            nobodys = memory - sum(held[one.gpu_id] for one in found if one.pci == device.pci)
-            memory = held[device.gpu_id] + max(0, nobodys)
-        free = None if total is None or memory is None else max(0, total - memory)
-        integrated = may_be_integrated(device) and largest >= _TIMES_LARGER * max(total or 0, 1)
-        gpu = gpu._replace(memory_total=total, memory_used=memory, memory_free=free)
-        gpu = gpu._replace(processes=None if error else processes, process_error=error)
-        yield gpu._replace(display_active=has_display(files, device.pci), unusable=_INTEGRATED if integrated else None)
+            return gpu.unreachable(device.broken, lost=False)
+        use = self._uses[device.gpu_id]
+        processes: tuple[GpuProcess, ...] | None = use.processes
+        if use.error:
+            processes = None
+        used = self._memory_used(device)
+        free = None
+        if device.memory_total is not None and used is not None:
+            free = max(0, device.memory_total - used)
+        unusable = None
+        if self._is_integrated(device):
+            unusable = _INTEGRATED
+        return gpu._replace(
+            memory_total=device.memory_total,
+            memory_used=used,
+            memory_free=free,
+            processes=processes,
+            process_error=use.error,
+            display_active=has_display(self._files, device.pci),
+            unusable=unusable,
+        )
+
+    def _memory_used(self, device: Device) -> int | None:
+        """Return the bytes in use.
+
+        Partitions of one GPU share its counter. Memory that no process on any of them accounts for may be on each of
+        them, so it counts on all.
+        """
+        counter = self._counters[device.pci]
+        if counter is None or not device.shared:
+            return counter
+        of_processes = 0
+        for one in self._devices:
+            if one.pci == device.pci:
+                of_processes += self._uses[one.gpu_id].memory
+        return self._uses[device.gpu_id].memory + max(0, counter - of_processes)
+
+    def _is_integrated(self, device: Device) -> bool:
+        """Return whether it looks like the integrated graphics of a processor beside GPUs with more memory."""
+        return may_be_integrated(device) and self._largest >= _TIMES_LARGER * max(device.memory_total or 0, 1)
 
 
 def may_be_integrated(device: Device) -> bool:
@@ -135,33 +196,47 @@ def may_be_integrated(device: Device) -> bool:
     return device.integrated or (device.memory_total or 0) < _LARGEST_CARVE_OUT
 
 
-def _processes(files: Files, gpu_ids: Iterable[int]) -> dict[int, tuple[tuple[GpuProcess, ...], str]]:
-    """Return the processes on each of these GPUs, by ``gpu_id``, and why the list is incomplete, else ""."""
-    wanted = tuple(gpu_ids)
-    found: dict[int, list[GpuProcess]] = {gpu_id: [] for gpu_id in wanted}
-    errors = dict.fromkeys(wanted, "")
+def _processes(files: Files, gpu_ids: Sequence[int]) -> dict[int, _Use]:
+    """Return who is on each of these GPUs, by ``gpu_id``."""
     if not files.exists(_PROCESSES):
-        return dict.fromkeys(wanted, ((), f"this kernel has no /{_PROCESSES}"))
-    for pid in sorted(int(name) for name in files.names(_PROCESSES) if re.fullmatch(r"[1-9][0-9]{0,9}", name)):
-        place = f"{_PROCESSES}/{pid}"
-        contexts = [name for name in files.names(place) if re.fullmatch(r"context_[0-9]{1,10}", name)]
-        places = [place, *(f"{place}/{name}" for name in contexts[:_MOST_CONTEXTS])]
-        queues = {
-            files.number(f"{place}/queues/{name}/gpuid")
-            for place in places
-            for name in files.names(f"{place}/queues")[:_MOST_QUEUES]
-        }
-        for gpu_id in wanted:
+        return dict.fromkeys(gpu_ids, _Use((), f"this kernel has no /{_PROCESSES}"))
+    found: dict[int, list[GpuProcess]] = {gpu_id: [] for gpu_id in gpu_ids}
+    errors: dict[int, str] = dict.fromkeys(gpu_ids, "")
+    for pid in _pids(files):
+        places = _places(files, pid)
+        queues = _gpus_of_queues(files, places)
+        for gpu_id in gpu_ids:
             memory = total_of(_memory(files, f"{place}/vram_{gpu_id}") for place in places)
             if memory is None:
                 errors[gpu_id] = f"memory of process {pid} cannot be read"
             elif memory or gpu_id in queues:
                 found[gpu_id].append(GpuProcess(pid, memory_used=memory))
-    return {
+    uses = {}
+    for gpu_id, listed in found.items():
         # A pid there is the kernel's number, that of the first PID namespace.
-        gpu_id: (own_namespace_pids(listed, vendor=VENDORS["amd"]), errors[gpu_id])
-        for gpu_id, listed in found.items()
-    }
+        uses[gpu_id] = _Use(own_namespace_pids(listed, vendor=VENDORS["amd"]), errors[gpu_id])
+    return uses
+
+
+def _pids(files: Files) -> list[int]:
+    """Return the numbers of the processes that have opened ``/dev/kfd``, in order."""
+    return sorted(int(name) for name in files.names(_PROCESSES) if re.fullmatch(r"[1-9][0-9]{0,9}", name))
+
+
+def _places(files: Files, pid: int) -> list[str]:
+    """Return the directories of a process: its own, and those of its other contexts."""
+    own = f"{_PROCESSES}/{pid}"
+    contexts = [name for name in files.names(own) if re.fullmatch(r"context_[0-9]{1,10}", name)]
+    return [own, *(f"{own}/{name}" for name in contexts[:_MOST_CONTEXTS])]
+
+
+def _gpus_of_queues(files: Files, places: Sequence[str]) -> set[int | None]:
+    """Return the ``gpu_id`` of each GPU on which a process with these directories has a queue."""
+    found = set()
+    for place in places:
+        for name in files.names(f"{place}/queues")[:_MOST_QUEUES]:
+            found.add(files.number(f"{place}/queues/{name}/gpuid"))
+    return found
 
 
 def _memory(files: Files, path: str) -> int | None:
@@ -169,6 +244,10 @@ def _memory(files: Files, path: str) -> int | None:
     cannot be read."""
     try:
         text = files.read(path)
-    except OSError as err:
-        return 0 if isinstance(err, (FileNotFoundError, ProcessLookupError)) else None
-    return int(text) if re.fullmatch(r"[0-9]{1,20}", text) else None
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    except OSError:
+        return None
+    if not re.fullmatch(r"[0-9]{1,20}", text):
+        return None
+    return int(text)

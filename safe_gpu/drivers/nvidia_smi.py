@@ -15,9 +15,9 @@ instances are not read: it does not tell their UUIDs there.
 
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from html import unescape
+from typing import NamedTuple
 
 from ..errors import NoDriverError
 from ..gpus.devices import ComputeMode, Gpu, GpuProcess, HostSnapshot, ProcessKind, normalize_bus_id
@@ -25,7 +25,7 @@ from ..gpus.vendors import BARE_UUID, product_name
 from ..host.foreign_files import printable
 from ..host.programs import TooLate, TooMuch, find_program, output_of
 from ..runtimes.cuda import CUDA
-from .base import Driver, illness_of, in_bus_order, is_wsl, memory_is_node, numa_node, own_namespace_pids
+from .base import Driver, Placed, illness_of, in_bus_order, is_wsl, memory_is_node, numa_node, own_namespace_pids
 
 _MOST_OUTPUT = 16 << 20
 
@@ -83,49 +83,117 @@ class _Section(NamedTuple):
     trouble: str = ""
 
 
-def _read_sections(report: str) -> tuple[list[_Section], str]:
-    """Return the GPUs in nvidia-smi's order, those that it cannot reach too, and why the order may be wrong."""
-    head, *pieces = _GPU.split(report)
-    found = []
-    for bus_id, text in zip(pieces[::2], pieces[1::2], strict=True):
-        processes, rest = _without(text, "processes")
+class _Report(NamedTuple):
+    """What one run of nvidia-smi says of the host.
+
+    Attributes:
+        sections: the GPUs in nvidia-smi's order, those that it cannot reach too.
+        doubt: why the order may be wrong, a clause; "" for nothing.
+    """
+
+    sections: list[_Section]
+    doubt: str
+
+
+def _read_report(text: str) -> _Report:
+    head, *pieces = _GPU.split(text)
+    shown = []
+    for bus_id, section in zip(pieces[::2], pieces[1::2], strict=True):
+        processes, rest = _without(section, "processes")
         _, rest = _without(rest, "mig_devices")
-        found.append(_Section(normalize_bus_id(bus_id), rest, processes))
-    attached, doubt = _number(_text(head, "attached_gpus")), ""
-    names = Counter(name for one in found for name in (one.bus_id, _value(_text(one.text, "uuid"))) if name)
-    if (attached is not None and len(found) > attached) or max(names.values(), default=0) > 1:
+        shown.append(_Section(normalize_bus_id(bus_id), rest, processes))
+    attached = _number(_text(head, "attached_gpus"))
+    placed = _placed(shown, "\n".join([head, *(section.text for section in shown)]))
+    doubt = ""
+    if _has_one_twice(shown) or (attached is not None and len(shown) > attached):
         doubt = _FORGED
-    placed = {(one.bus_id, False, 0 if one.bus_id else at): one for at, one in enumerate(found)}
-    for index, bus_id, said in _NO_HANDLE.findall("\n".join([head, *(one.text for one in found)])):
+    elif attached is not None and 0 < len(placed) < attached:
+        doubt = f"nvidia-smi counts {attached} GPUs and shows {len(placed)}"
+    return _Report(in_bus_order(placed)[:_MOST_GPUS], doubt)
+
+
+def _has_one_twice(sections: Sequence[_Section]) -> bool:
+    """Return whether two of them have a bus id or a UUID in common."""
+    names = set()
+    for section in sections:
+        for name in (section.bus_id, _value(_text(section.text, "uuid"))):
+            if not name:
+                continue
+            if name in names:
+                return True
+            names.add(name)
+    return False
+
+
+class _Place(NamedTuple):
+    """By what two texts are of one GPU: its bus id, or its index if it has none.
+
+    Sections come before complaints that give only an index.
+    """
+
+    bus_id: str
+    by_complaint: bool = False
+    number: int = 0
+
+
+def _placed(shown: Sequence[_Section], complaints: str) -> list[Placed[_Section]]:
+    """Return these sections, and one for each other GPU that nvidia-smi complains about."""
+    found: dict[_Place, _Section] = {}
+    for number, section in enumerate(shown):
+        place = _Place(section.bus_id)
+        if not section.bus_id:
+            place = _Place("", number=number)
+        found[place] = section
+    for index, bus_id, trouble in _NO_HANDLE.findall(complaints):
         bus_id = normalize_bus_id(bus_id)
-        if bus_id or index:  # those that have only an index are put among the others last
-            placed.setdefault((bus_id, not bus_id, 0 if bus_id else int(index)), _Section(bus_id, trouble=said))
-    if placed and len(placed) < (attached or 0):
-        doubt = doubt or f"nvidia-smi counts {attached} GPUs and shows {len(placed)}"
-    order = [(bus_id, number, one) for (bus_id, _, number), one in sorted(placed.items())]
-    return in_bus_order(order)[:_MOST_GPUS], doubt
+        if bus_id:
+            found.setdefault(_Place(bus_id), _Section(bus_id, trouble=trouble))
+        elif index:
+            found.setdefault(_Place("", by_complaint=True, number=int(index)), _Section("", trouble=trouble))
+    return [Placed(place.bus_id, place.number, section) for place, section in sorted(found.items())]
 
 
-def _read_processes(text: str | None) -> dict[str, Any]:
-    """Return what a list of processes says, as fields of a Gpu."""
+class _ProcessList(NamedTuple):
+    """What a list of processes says, or why it says nothing; the fields of a Gpu."""
+
+    processes: tuple[GpuProcess, ...] | None
+    error: str = ""
+    supported: bool = True
+
+    def put_on(self, gpu: Gpu) -> Gpu:
+        """Return the record of the device with this list."""
+        return gpu._replace(processes=self.processes, process_error=self.error, processes_supported=self.supported)
+
+
+def _read_processes(text: str | None) -> _ProcessList:
     if text is None:
-        return {"processes": None, "process_error": "nvidia-smi does not list its processes"}
+        return _ProcessList(None, "nvidia-smi does not list its processes")
+    entries = list(_elements(text, "process_info"))
+    if not entries and text.strip() not in ("", "None"):
+        return _not_listed(text.strip())
     rows: dict[tuple[int, str], GpuProcess] = {}
-    said = "" if text.strip() == "None" else text.strip()
-    for entry in _elements(text, "process_info"):
-        command, entry = _without(entry, "process_name")
-        said = _text(entry, "pid")
-        if not re.fullmatch("[0-9]{1,10}", said):
+    for entry in entries:
+        name, entry = _without(entry, "process_name")
+        pid = _text(entry, "pid")
+        if not pid:
             break
-        kind = _KINDS.get(_text(entry, "type"), ProcessKind.COMPUTE)
-        memory, name = _in_bytes(_text(entry, "used_memory")), _value(_plain(command or ""))
-        rows.setdefault((int(said), kind), GpuProcess(int(said), kind, memory, name))
-        said = ""
-    if said:
-        said = printable(said[:_LONGEST_TEXT])
-        what = f"nvidia-smi does not list its processes: {said}"
-        return {"processes": None, "process_error": what, "processes_supported": not _NEVER.search(said)}
-    return {"processes": own_namespace_pids(rows.values()), "process_error": ""}
+        if not re.fullmatch("[0-9]{1,10}", pid):
+            return _not_listed(pid)
+        process = GpuProcess(
+            pid=int(pid),
+            kind=_KINDS.get(_text(entry, "type"), ProcessKind.COMPUTE),
+            memory_used=_in_bytes(_text(entry, "used_memory")),
+            name=_value(_plain(name or "")),
+        )
+        rows.setdefault((process.pid, process.kind), process)
+    return _ProcessList(own_namespace_pids(rows.values()))
+
+
+def _not_listed(complaint: str) -> _ProcessList:
+    """Return a list that nvidia-smi does not show, with what it says instead."""
+    complaint = printable(complaint[:_LONGEST_TEXT])
+    supported = _NEVER.search(complaint) is None
+    return _ProcessList(None, f"nvidia-smi does not list its processes: {complaint}", supported)
 
 
 def _read_illness(said: str) -> str:
@@ -142,23 +210,35 @@ def _read_illness(said: str) -> str:
 def _without(text: str, name: str) -> tuple[str | None, str]:
     """Return what an element holds, up to the last end of such a one, since the name of a process may have more of
     them; and the text without it."""
-    before, began, rest = text.partition(f"<{name}>")
-    inside, ended, after = rest.rpartition(f"</{name}>")
-    return (inside, before + after) if began and ended else (None, text)
+    before, begin, rest = text.partition(f"<{name}>")
+    inside, end, after = rest.rpartition(f"</{name}>")
+    if begin and end:
+        return inside, before + after
+    return None, text
 
 
 def _elements(text: str, name: str) -> Iterator[str]:
     """Yield what stands in each element of this name. It takes one pass, also where elements are opened and never
     closed."""
-    begin, end = f"<{name}>", f"</{name}>"
-    start = text.find(begin)
-    while start >= 0 and (stop := text.find(end, start + len(begin))) >= 0:
-        yield text[start + len(begin) : stop]
+    begin = f"<{name}>"
+    end = f"</{name}>"
+    stop = 0
+    while True:
         start = text.find(begin, stop)
+        if start < 0:
+            return
+        start += len(begin)
+        stop = text.find(end, start)
+        if stop < 0:
+            return
+        yield text[start:stop]
 
 
 def _element(text: str, name: str) -> str:
-    return next(_elements(text, name), "")
+    """Return what stands in the first element of this name; "" for none."""
+    for inside in _elements(text, name):
+        return inside
+    return ""
 
 
 def _text(text: str, name: str) -> str:
@@ -168,35 +248,40 @@ def _text(text: str, name: str) -> str:
 
 def _plain(text: str) -> str:
     """Return the beginning of a text, printable and with XML's names of characters replaced."""
-    found = text.strip()[:_LONGEST_TEXT]
-    if "&" in found:
-        from html import unescape
-
-        found = unescape(found)
-    return printable(found).strip()
+    beginning = text.strip()[:_LONGEST_TEXT]
+    return printable(unescape(beginning)).strip()
 
 
 def _value(text: str) -> str | None:
     """Return the text; None for ``[N/A]``, ``Not Supported``, ``ERR!`` and the like."""
-    return None if text.startswith("[") or text.lower() in _NO_VALUES else text
+    if text.startswith("[") or text.lower() in _NO_VALUES:
+        return None
+    return text
 
 
 def _number(text: str) -> int | None:
     """Return the digits that it begins with; None where they are more than any figure of a driver has."""
     found = re.match(r"[0-9]{1,18}(?![0-9])", text)
-    return int(found[0]) if found else None
+    if found is None:
+        return None
+    return int(found[0])
 
 
 def _first_number(text: str, *names: str) -> int | None:
     """Return the number in the first element that has one. Drivers of different age call it by different names."""
-    numbers = (_number(_text(text, name)) for name in names)
-    return next((number for number in numbers if number is not None), None)
+    for name in names:
+        number = _number(_text(text, name))
+        if number is not None:
+            return number
+    return None
 
 
 def _in_bytes(text: str) -> int | None:
     """Return a number of MiB, with or without the unit, in bytes."""
-    found = _number(text)
-    return None if found is None else found << 20
+    mib = _number(text)
+    if mib is None:
+        return None
+    return mib << 20
 
 
 def find_nvidia_smi() -> str | None:
@@ -209,6 +294,13 @@ def find_nvidia_smi() -> str | None:
         return find_program("nvidia-smi", os.environ)
     except PermissionError as err:
         raise NoDriverError(f"{err}.", driver="nvidia-smi") from None
+
+
+class _Identity(NamedTuple):
+    """What a GPU is called."""
+
+    uuid: str
+    name: str
 
 
 class NvidiaSmiDriver(Driver):
@@ -230,76 +322,70 @@ class NvidiaSmiDriver(Driver):
             raise self._failure("nvidia-smi is not on PATH: install the NVIDIA driver, or put its directory on PATH.")
         self._path = path
         self._timeout = timeout
-        self._known: dict[str, tuple[str, str]] = {}  # UUID and name by bus id, for a GPU that no longer tells
+        self._known: dict[str, _Identity] = {}  # by bus id, for a GPU that no longer tells
 
     def snapshot(self) -> HostSnapshot:
         """Poll every GPU of the host; see :class:`~safe_gpu.drivers.base.Driver`."""
         code, text = self._run()
-        gpus, doubt = self._read(text)
+        report = _read_report(text)
+        gpus = self._gpus(report)
         if not gpus and "no devices" not in text.lower():
-            said = _complaint(text) or f"exit status {code} and no output"
-            raise self._failure(f"nvidia-smi does not work on this host: {said}")
+            complaint = _complaint(text) or f"exit status {code} and no output"
+            raise self._failure(f"nvidia-smi does not work on this host: {complaint}")
         version = _value(_text(text, "driver_version")) or ""
-        return HostSnapshot(gpus, self.name, version[:_LONGEST_NAME], doubt=doubt and doubt + _SHIFTED)
+        doubt = ""
+        if report.doubt:
+            doubt = report.doubt + _SHIFTED
+        return HostSnapshot(gpus, self.name, version[:_LONGEST_NAME], doubt=doubt)
 
     def usage(self, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
         """Ask again about these devices only, and about all where one of them does not answer like this."""
         if not gpus:
             return ()
         _, text = self._run("-i", ",".join(gpu.uuid for gpu in gpus))
-        shown = {gpu.uuid: gpu for gpu in self._read(text)[0]}
-        if not all(gpu.uuid in shown for gpu in gpus):
+        shown = {gpu.uuid: gpu for gpu in self._gpus(_read_report(text))}
+        if any(gpu.uuid not in shown for gpu in gpus):
             shown = {gpu.uuid: gpu for gpu in self.snapshot().gpus}
-        gone = "nvidia-smi no longer shows it"
-        return tuple(
-            shown[gpu.uuid]._replace(index=gpu.index) if gpu.uuid in shown else _unreachable(gpu, gone) for gpu in gpus
-        )
+        found = []
+        for gpu in gpus:
+            if gpu.uuid in shown:
+                found.append(shown[gpu.uuid]._replace(index=gpu.index))
+            else:
+                found.append(_unreachable(gpu, "nvidia-smi no longer shows it"))
+        return tuple(found)
 
-    def _read(self, report: str) -> tuple[tuple[Gpu, ...], str]:
-        """Return the GPUs of a report, and why their order may be wrong."""
-        sections, doubt = _read_sections(report)
+    def _gpus(self, report: _Report) -> tuple[Gpu, ...]:
+        """Return the GPUs of a report."""
         found: dict[str, Gpu] = {}
-        for index, section in enumerate(sections):
+        for index, section in enumerate(report.sections):
             gpu = self._gpu(index, section)
-            if doubt == _FORGED and not gpu.lost:
-                gpu = gpu._replace(processes=None, process_error=doubt)
+            if report.doubt == _FORGED and not gpu.lost:
+                gpu = gpu._replace(processes=None, process_error=_FORGED)
             if gpu.uuid in found:
                 nobody = gpu._replace(uuid=f"unknown-{section.bus_id or index}")
                 gpu = _unreachable(nobody, "another GPU has its UUID")
             found[gpu.uuid] = gpu
-        return tuple(found.values()), doubt
+        return tuple(found.values())
 
     def _gpu(self, index: int, section: _Section) -> Gpu:
-        said, place = section.text, section.bus_id or str(index)
-        fields = ("uuid", "product_name", "compute_mode", "display_active")
-        uuid, name, mode, display = (_text(said, field) for field in fields)
-        memory = _element(said, "fb_memory_usage")
-        figures = {f"memory_{field}": _text(memory, field) for field in ("total", "used", "free")}
-        trouble = next((text for text in (uuid, name, mode, display, *figures.values()) if _LOST.search(text)), "")
-        sizes: dict[str, Any] = {field: _in_bytes(text) for field, text in figures.items()}
-        known = self._known.get(place, (f"unknown-{place}", ""))
-        if _UUID.fullmatch(uuid):
-            known = self._known[place] = uuid, product_name(name)[:_LONGEST_NAME] or known[1]
-        gpu = Gpu(index, *known, section.bus_id, numa_node(section.bus_id))
-        if trouble or not _UUID.fullmatch(uuid):
-            return _unreachable(gpu, trouble or section.trouble or uuid or "it reports no UUID")
-        mig = _text(_element(said, "mig_mode"), "current_mig").lower() == "enabled"
-        return gpu._replace(
-            compute_mode=_MODES.get(mode.lower(), ComputeMode.DEFAULT),
-            counts_reserved=_value(_text(memory, "reserved")) is None,
-            memory_shared=is_wsl() or memory_is_node(section.bus_id),
-            utilization=_number(_text(_element(said, "utilization"), "gpu_util")),
-            temperature=_number(_text(_element(said, "temperature"), "gpu_temp")),
-            fan=_number(_text(said, "fan_speed")),
-            power=_first_number(said, "power_draw", "average_power_draw"),
-            power_limit=_first_number(said, "current_power_limit", "enforced_power_limit"),
-            display_active=display.lower() == "enabled",
-            unusable=_MIG_NEEDS_NVML if mig else None,
-            mig_enabled=mig,
-            illness=_read_illness(said),
-            **sizes,
-            **_read_processes(section.processes),
-        )
+        facts = _Facts.read(section.text)
+        identity = self._identity(facts, section.bus_id or str(index))
+        gpu = Gpu(index, identity.uuid, identity.name, section.bus_id, numa_node(section.bus_id))
+        trouble = facts.trouble()
+        if not trouble and not facts.has_uuid():
+            trouble = section.trouble or facts.uuid or "it reports no UUID"
+        if trouble:
+            return _unreachable(gpu, trouble)
+        return _read_processes(section.processes).put_on(_described(gpu, section.text, facts))
+
+    def _identity(self, facts: "_Facts", place: str) -> _Identity:
+        """Return what the GPU at a place is called, as far as it says or has said so."""
+        known = self._known.get(place, _Identity(f"unknown-{place}", ""))
+        if facts.has_uuid():
+            name = product_name(facts.name)[:_LONGEST_NAME] or known.name
+            known = _Identity(facts.uuid, name)
+            self._known[place] = known
+        return known
 
     def _run(self, *arguments: str) -> tuple[int, str]:
         """Exit status and output of one run, complaints included.
@@ -307,10 +393,12 @@ class NvidiaSmiDriver(Driver):
         Raises:
             NoDriverError: it cannot be started, or does not end in time.
         """
-        command, env = [self._path, "-q", "-x", *arguments], {**os.environ, "LC_ALL": "C"}
+        command = [self._path, "-q", "-x", *arguments]
+        env = {**os.environ, "LC_ALL": "C"}
         Driver.latest_call = "nvidia-smi -q -x"
         try:
-            return output_of(command, env=env, timeout=self._timeout, most=_MOST_OUTPUT)[:2]
+            output = output_of(command, env=env, timeout=self._timeout, most=_MOST_OUTPUT)
+            return output.status, output.text
         except OSError as err:
             problem = f"{self._path} cannot be started: {err.strerror}."
         except TooMuch:
@@ -329,13 +417,82 @@ class NvidiaSmiDriver(Driver):
         return NoDriverError(text, driver=self.name)
 
 
+class _Facts(NamedTuple):
+    """Texts of the section of a GPU that may say in place of a value that it is lost."""
+
+    uuid: str
+    name: str
+    compute_mode: str
+    display_active: str
+    memory_total: str
+    memory_used: str
+    memory_free: str
+
+    @classmethod
+    def read(cls, text: str) -> "_Facts":
+        """Return those of the text of a section."""
+        memory = _element(text, "fb_memory_usage")
+        return cls(
+            uuid=_text(text, "uuid"),
+            name=_text(text, "product_name"),
+            compute_mode=_text(text, "compute_mode"),
+            display_active=_text(text, "display_active"),
+            memory_total=_text(memory, "total"),
+            memory_used=_text(memory, "used"),
+            memory_free=_text(memory, "free"),
+        )
+
+    def has_uuid(self) -> bool:
+        """Return whether the GPU tells its UUID."""
+        return _UUID.fullmatch(self.uuid) is not None
+
+    def trouble(self) -> str:
+        """Return the first text which says that the GPU is lost; "" for none."""
+        for text in self:
+            if _LOST.search(text):
+                return str(text)
+        return ""
+
+
+def _described(gpu: Gpu, text: str, facts: _Facts) -> Gpu:
+    """Return a GPU with all that the text of its section says."""
+    memory = _element(text, "fb_memory_usage")
+    mig_enabled = _text(_element(text, "mig_mode"), "current_mig").lower() == "enabled"
+    unusable = None
+    if mig_enabled:
+        unusable = _MIG_NEEDS_NVML
+    return gpu._replace(
+        memory_total=_in_bytes(facts.memory_total),
+        memory_used=_in_bytes(facts.memory_used),
+        memory_free=_in_bytes(facts.memory_free),
+        counts_reserved=_value(_text(memory, "reserved")) is None,
+        memory_shared=is_wsl() or memory_is_node(gpu.pci_bus_id),
+        utilization=_number(_text(_element(text, "utilization"), "gpu_util")),
+        temperature=_number(_text(_element(text, "temperature"), "gpu_temp")),
+        fan=_number(_text(text, "fan_speed")),
+        power=_first_number(text, "power_draw", "average_power_draw"),
+        power_limit=_first_number(text, "current_power_limit", "enforced_power_limit"),
+        compute_mode=_MODES.get(facts.compute_mode.lower(), ComputeMode.DEFAULT),
+        display_active=facts.display_active.lower() == "enabled",
+        unusable=unusable,
+        mig_enabled=mig_enabled,
+        illness=_read_illness(text),
+    )
+
+
 def _unreachable(gpu: Gpu, complaint: str) -> Gpu:
-    said = printable(complaint.strip("[] .")[:_LONGEST_COMPLAINT])
-    return gpu.unreachable(f"the driver cannot reach it ({said}): reset it, or reboot the host")
+    what = printable(complaint.strip("[] .")[:_LONGEST_COMPLAINT])
+    return gpu.unreachable(f"the driver cannot reach it ({what}): reset it, or reboot the host")
 
 
 def _complaint(text: str) -> str:
     """Return the line of its output that says what is wrong: the last one, unless another speaks of a failure."""
     lines = [line.strip() for line in text.split("\n") if line.strip()]
-    line = next((line for line in lines if "fail" in line.lower()), lines[-1] if lines else "")
-    return printable(line[:_LONGEST_COMPLAINT])
+    complaint = ""
+    if lines:
+        complaint = lines[-1]
+    for line in lines:
+        if "fail" in line.lower():
+            complaint = line
+            break
+    return printable(complaint[:_LONGEST_COMPLAINT])

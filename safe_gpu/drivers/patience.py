@@ -148,8 +148,10 @@ class Patience:
 
 def _cause(name: str) -> str:
     """Return in which call a driver of this name keeps this process waiting, and what usually is the cause."""
-    call = f"{Driver.latest_call} does not return; " if Driver.latest_call else ""
-    return call + why_late(name)
+    cause = why_late(name)
+    if Driver.latest_call:
+        cause = f"{Driver.latest_call} does not return; {cause}"
+    return cause
 
 
 def why_late(name: str) -> str:

@@ -321,9 +321,10 @@ def hear_until(child: Any, beginning: str) -> str:
 
 
 VENDORS = {
-    "nvidia": {"safe_gpu.drivers.nvml", "safe_gpu.runtimes.cuda"},
+    "nvidia": {"safe_gpu.drivers.nvml", "safe_gpu.drivers.nvidia_smi", "safe_gpu.runtimes.cuda"},
     "amd": {"safe_gpu.drivers.kfd", "safe_gpu.runtimes.hip", "safe_gpu.topology.kfd_topology"},
     "intel": {"safe_gpu.drivers.intel"},
+    "simulated": {"safe_gpu.drivers.simulated"},
 }
 """Vendor -> the modules that are for its GPUs alone."""
 
@@ -346,10 +347,9 @@ def hosts(fake_gpus: Any, tmp_path: Path, build_library: Any) -> dict[str, dict[
     [
         ("nvml", "nvidia"),
         ("kfd", "amd"),
-        *(
-            pytest.param(*one, marks=long)
-            for one in (("nvidia-smi", "nvidia"), ("simulated", ""), ("simulated AMD", ""))
-        ),
+        pytest.param("nvidia-smi", "nvidia", marks=long),
+        pytest.param("simulated", "simulated", marks=long),
+        pytest.param("simulated AMD", "simulated", marks=long),
     ],
 )
 def test_a_waiter_has_all_that_its_claim_needs_and_no_other_vendor(

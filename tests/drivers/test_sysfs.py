@@ -262,7 +262,7 @@ def test_the_driver_of_a_host_without_other_gpus(cards: IntelHost, monkeypatch: 
     cards.gpu(ONE)
     monkeypatch.setenv("LD_LIBRARY_PATH", str(cards.root))
     monkeypatch.setenv("PATH", str(cards.root))
-    monkeypatch.setattr("safe_gpu.drivers.nvml.why_missing", lambda: "it is not installed")
+    monkeypatch.setattr("safe_gpu.drivers.nvml_calls.why_missing", lambda: "it is not installed")
     monkeypatch.setenv("SAFE_GPU_DRIVER", "auto")
     assert api.open_driver().name == api.open_driver(vendor="intel").name == "intel"
     assert [driver.name for driver in api.open_drivers()[0]] == ["intel"]

@@ -154,7 +154,8 @@ REPORTS = {
 def test_what_it_prints(monkeypatch: pytest.MonkeyPatch, report: str, code: int) -> None:
     with monkeypatch.context() as patch, bounded(), refusing() as refused:
         patch.setattr(api.nvidia_smi, "find_program", lambda *names: "nvidia-smi")
-        patch.setattr(api.nvidia_smi, "output_of", lambda *command, **bounds: (code, report, ""))
+        output = api.programs.Output(code, report, "")
+        patch.setattr(api.nvidia_smi, "output_of", lambda *command, **bounds: output)
         driver = api.nvidia_smi.NvidiaSmiDriver()
         snapshot = driver.detailed(driver.linked(driver.snapshot()))
         driver.usage(snapshot.gpus)

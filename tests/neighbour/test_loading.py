@@ -21,7 +21,7 @@ NEIGHBOUR = 4711
 needs_root = pytest.mark.skipif(not api.is_root(), reason="needs root, to be the victim")
 needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None and not REQUIRED, reason="needs matplotlib")
 
-NVML = "from safe_gpu.drivers.nvml import why_missing; print(why_missing())"
+NVML = "from safe_gpu.drivers.nvml_calls import why_missing; print(why_missing())"
 CUDA = """
 from safe_gpu.errors import NoDriverError
 from safe_gpu.runtimes.cuda import CUDA

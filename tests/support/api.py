@@ -114,7 +114,8 @@ from safe_gpu.drivers.base import Driver, is_wsl, own_namespace_pids
 from safe_gpu.drivers.intel import PRIVATE, IntelDriver, parse_client
 from safe_gpu.drivers.kfd import KfdDriver
 from safe_gpu.drivers.nvidia_smi import NvidiaSmiDriver
-from safe_gpu.drivers.nvml import LIBRARY, NvmlDriver
+from safe_gpu.drivers.nvml import NvmlDriver
+from safe_gpu.drivers.nvml_calls import LIBRARY
 from safe_gpu.drivers.simulated import PRESETS, Preset, SimulatedContext, SimulatedDriver, find_preset
 from safe_gpu.engines import dragon
 from safe_gpu.engines.claim import ClusterClaim, HostClaim, NodeFacts, choose_nodes, claim_on_all, claim_through

@@ -175,8 +175,8 @@ def _read_processes(text: str | None) -> _ProcessList:
     for entry in entries:
         name, entry = _without(entry, "process_name")
         pid = _text(entry, "pid")
-        if not pid:
-            break
+        if not pid:  # those behind it may be hidden too
+            return _not_listed("one of them has no number")
         if not re.fullmatch("[0-9]{1,10}", pid):
             return _not_listed(pid)
         process = GpuProcess(

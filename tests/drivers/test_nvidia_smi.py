@@ -220,18 +220,19 @@ def test_uuids_without_a_prefix_are_names(host: Any, monkeypatch: Any, wishes: A
 
 def test_no_process_list(host: Any, driver: Any) -> None:
     host.process(host.uuids[1], HIDDEN, static=True)
-    for quirks, said, supported in (
-        ({"processes": "N/A"}, "N/A", False),
-        ({"version_lacks": "processes"}, "does not list", True),
-        ({"pid": "[Not Supported]"}, "[Not Supported]", False),
-        ({"pid": "[Unknown Error]"}, "[Unknown Error]", True),
+    for quirks, said, supported, of_idle in (
+        ({"processes": "N/A"}, "N/A", False, None),
+        ({"version_lacks": "processes"}, "does not list", True, None),
+        ({"pid": "[Not Supported]"}, "[Not Supported]", False, ()),
+        ({"pid": "[Unknown Error]"}, "[Unknown Error]", True, ()),
+        ({"version_lacks": "pid"}, "one of them has no number", True, ()),
     ):
         host.quirks(**quirks)
         gpus = driver.snapshot().gpus
         for gpu in (gpus[1], *driver.usage(gpus[1:])):
             assert (gpu.processes, gpu.processes_supported) == (None, supported)
             assert said in gpu.process_error
-        assert gpus[0].processes == (() if "pid" in quirks else None)
+        assert gpus[0].processes == of_idle
 
 
 def test_a_query_that_hangs_or_is_interrupted_leaves_no_process(host: Any) -> None:

@@ -3,14 +3,23 @@
 Source: NVML API reference.
 """
 
+import re
+import sys
+import warnings
 from typing import Any
 
 from ..errors import MissingPackageError, NoDriverError
 from ..host.foreign_files import printable
 from ..runtimes.loading import load_file
+from ..topology.files import Files
 from .base import Driver
 
 LIBRARY = "libnvidia-ml.so.1"
+
+# Of the functions and types that are used, those that older modules lack: nvidia-ml-py3 7.352, and pynvml up to 11.4.
+_NEEDED = ("NVMLError", "nvmlInit", "nvmlMemory_v2", "nvmlDeviceGetComputeRunningProcesses_v3")
+
+_FIRST_JETSON_WITH_NVML = 36  # Jetson Linux R36 is JetPack 6; see https://github.com/Syllo/nvtop/issues/225
 
 _LONGEST = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE and NVML_DEVICE_NAME_V2_BUFFER_SIZE
 
@@ -56,23 +65,49 @@ def _pynvml() -> Any:
         MissingPackageError: the module of this name is another one, or too old.
     """
     try:
-        import pynvml
+        pynvml = _import_pynvml()
     except ImportError as err:
         what = "the Python package nvidia-ml-py is not installed (pip install nvidia-ml-py)"
         raise NoDriverError(what, driver="nvml") from err
-    if all(hasattr(pynvml, name) for name in ("NVMLError", "c_nvmlDevice_t", "nvmlPciInfo_t")):
+    missing = [name for name in _NEEDED if not hasattr(pynvml, name)]
+    if missing:
+        raise MissingPackageError(
+            f"the module pynvml in {_place_of(pynvml)} has no {missing[0]}, so it is not that of nvidia-ml-py 12.535 "
+            "or newer (pip uninstall pynvml nvidia-ml-py3, then pip install --force-reinstall nvidia-ml-py)"
+        )
+    return pynvml
+
+
+def _import_pynvml() -> Any:
+    """Import the module of this name without its warnings.
+
+    With the package pynvml 13, which only forwards to nvidia-ml-py, the import warns. That would be shown to users of
+    this package, and where warnings are errors (``python -W error``) the import would fail.
+    """
+    if "pynvml" in sys.modules:
+        import pynvml
+
         return pynvml
-    raise MissingPackageError(
-        f"the module pynvml in {pynvml.__file__} is not that of nvidia-ml-py 12.535 or newer (pip uninstall pynvml "
-        "nvidia-ml-py3, then pip install --force-reinstall nvidia-ml-py)"
-    )
+    with warnings.catch_warnings():  # of all threads, so only the first time
+        warnings.simplefilter("ignore")
+        import pynvml
+
+        return pynvml
+
+
+def _place_of(module: Any) -> str:
+    """Return the file of a module, or the directory if it is one without ``__init__.py``."""
+    file: str | None = module.__file__
+    if file is not None:
+        return file
+    return next(iter(module.__path__), "no file")
 
 
 def why_missing() -> str | None:
     """Return what is missing for NVML on this host, its Python module or its library; None when both are there."""
     try:
         _pynvml()
-        load_file(LIBRARY)
+        _load_library()
     except (NoDriverError, MissingPackageError) as err:
         return str(err)
     except OSError as err:
@@ -80,18 +115,47 @@ def why_missing() -> str | None:
     return None
 
 
+def _load_library() -> None:
+    """Load NVML. pynvml then gets this library too, wherever the loader would have looked.
+
+    Raises:
+        NoDriverError: this is a Jetson whose software has no NVML.
+        OSError: it cannot be loaded.
+    """
+    try:
+        load_file(LIBRARY)
+    except OSError as err:
+        release = _jetson_release()
+        if release is not None and release < _FIRST_JETSON_WITH_NVML:
+            raise NoDriverError(
+                f"this Jetson has no NVML: upgrade Jetson Linux R{release} to JetPack 6 or newer", driver="nvml"
+            ) from err
+        raise
+
+
+def _jetson_release() -> int | None:
+    """Return the major release of Jetson Linux (L4T); None on other hosts.
+
+    The file begins with ``# R35 (release), REVISION: 4.1, ...``.
+    """
+    found = re.match(r"# R([0-9]{1,4}) ", Files().text("etc/nv_tegra_release") or "")
+    if found is None:
+        return None
+    return int(found[1])
+
+
 class NvmlCalls:
     """A session of NVML in this process, which lasts until :meth:`end`.
 
     Raises:
         Fault, SessionOver: from every method.
-        NoDriverError, MissingPackageError: there is no module of nvidia-ml-py.
+        NoDriverError, MissingPackageError: as of :func:`why_missing`.
     """
 
     def __init__(self) -> None:
         self._pynvml = _pynvml()
         try:
-            load_file(LIBRARY)  # pynvml then gets this one too, wherever the loader would have looked
+            _load_library()
         except OSError as err:
             raise Fault(LIBRARY_NOT_FOUND) from err
         self.ask("nvmlInit")

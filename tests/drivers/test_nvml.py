@@ -2,11 +2,13 @@
 
 import os
 import pickle
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pynvml
@@ -337,6 +339,74 @@ def test_nvml_that_does_not_start(host: Any, code: int, words: str) -> None:
         api.nvml.NvmlDriver()
     assert caught.value.driver == "nvml"
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+# What each of these modules of the name pynvml lacks of what is used
+OLD_MODULES = {
+    "nvidia-ml-py3 7.352, pynvml 8 and 11.0": ["nvmlMemory_v2", "nvmlDeviceGetComputeRunningProcesses_v3"],
+    "some that has the memory": ["nvmlDeviceGetComputeRunningProcesses_v3"],
+    "another one of this name": ["NVMLError", "nvmlInit"],
+}
+
+
+@pytest.mark.parametrize("lacks", OLD_MODULES.values(), ids=OLD_MODULES)
+def test_an_old_module_of_the_name_is_refused(host: Any, monkeypatch: pytest.MonkeyPatch, lacks: list[str]) -> None:
+    for name in lacks:
+        monkeypatch.delattr(pynvml, name)
+    with pytest.raises(api.MissingPackageError) as caught:
+        api.nvml.NvmlDriver()
+    message = str(caught.value)
+    assert pynvml.__file__ in message
+    assert f"has no {lacks[0]}" in message
+    assert "pip install --force-reinstall nvidia-ml-py" in message
+    monkeypatch.setenv("PATH", str(host.directory))  # where no nvidia-smi is
+    with pytest.raises(api.NoDriverError) as refused:
+        api.open_driver("auto")
+    assert message in str(refused.value)
+
+
+REDIRECTOR = """
+import importlib.abc, sys, warnings
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "pynvml":
+            warnings.warn("The pynvml package is deprecated.", FutureWarning, stacklevel=2)
+sys.meta_path.insert(0, Finder())
+from safe_gpu.drivers import open_driver
+print(len(open_driver("nvml").snapshot().gpus))
+warnings.warn("from here on they are errors again")
+"""
+
+
+def test_a_warning_at_the_import_of_pynvml_is_not_shown_and_no_error(host: Any) -> None:
+    """As that of the package pynvml 13, which forwards to nvidia-ml-py."""
+    command = [sys.executable, "-W", "error", "-c", REDIRECTOR]
+    done = subprocess.run(command, env=host.env, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{len(host.uuids)}\n"
+    assert "FutureWarning" not in done.stderr
+    assert done.stderr.endswith("UserWarning: from here on they are errors again\n")
+
+
+@pytest.mark.parametrize(
+    ("release", "says"),
+    [
+        ("# R35 (release), REVISION: 4.1, GCID: 33958178, BOARD: t186ref, EABI: aarch64", "R35 to JetPack 6 or newer"),
+        ("# R36 (release), REVISION: 4.3, GCID: 38968081, BOARD: generic, EABI: aarch64", "nvidia-ml-py"),
+        ("", "nvidia-ml-py"),
+    ],
+)
+def test_a_jetson_without_nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, release: str, says: str) -> None:
+    def load_file(name: str) -> Any:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/nv_tegra_release").write_text(f"{release}\n")
+    monkeypatch.setenv("SAFE_GPU_FSROOT", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(api.nvml_calls, "load_file", load_file)
+    for driver in ("auto", "nvml"):
+        with pytest.raises(api.NoDriverError, match=says):
+            api.open_driver(driver)
 
 
 @pytest.mark.parametrize("code", [UNINITIALIZED, DRIVER_NOT_LOADED, VERSION_MISMATCH])

@@ -109,7 +109,16 @@ from safe_gpu.coordination.silicon import Silicon, keys_of, silicon_of
 from safe_gpu.coordination.turns import by_turn, turn_of, turn_of_newcomer
 from safe_gpu.doctor import Check, CheckedHost, run_checks
 from safe_gpu.doctor.state import directory as directory_check
-from safe_gpu.drivers import meant_vendor, nvidia_smi, nvml, open_driver, open_drivers, opened_driver, patience
+from safe_gpu.drivers import (
+    meant_vendor,
+    nvidia_smi,
+    nvml,
+    nvml_calls,
+    open_driver,
+    open_drivers,
+    opened_driver,
+    patience,
+)
 from safe_gpu.drivers.base import Driver, is_wsl, own_namespace_pids
 from safe_gpu.drivers.intel import PRIVATE, IntelDriver, parse_client
 from safe_gpu.drivers.kfd import KfdDriver

@@ -31,6 +31,7 @@ from ..host.signals import DeferredSignals
 from ..runtimes import placeholders
 from ..runtimes.library import Runtime
 from ..runtimes.visible_devices import hide_all, render_visible
+from ..selection.choice import in_listed_order
 from ..selection.sharing import share_fraction
 from ..settings.variables import is_simulated
 from ..topology.cpulist import format_cpulist
@@ -242,10 +243,7 @@ class GPUOwner:
 
     def _take_over(self, claim: Claim, view: HostView) -> None:
         """Tell of the GPUs that were claimed, in the order in which CUDA will number them."""
-        limit = view.visible_limit
-        if limit is not None and limit.frozen:  # CUDA is initialised, so its numbering cannot change
-            uuids = limit.uuids
-            claim.gpus = tuple(sorted(claim.gpus, key=lambda gpu: uuids.index(gpu.uuid)))
+        claim.gpus = in_listed_order(claim.gpus, view.request, view.visible_limit)
         self.gpus = claim.gpus
         self.share = claim.share
         self.devices_taken = [gpu.index for gpu in claim.gpus]

@@ -25,6 +25,7 @@ class Vendor(NamedTuple):
         library: the library through which programs use the GPUs.
         variables: those that choose among the GPUs. Claims name the GPUs in the first one.
         hides: the value of these variables that hides all GPUs.
+        keeps_order: whether the library numbers the GPUs in the order of a list in these variables.
         prefixes: how the names of all variables of its library begin that claims read or set.
         preset: a simulated host with its GPUs.
         version: that of its driver on simulated hosts.
@@ -50,6 +51,7 @@ class Vendor(NamedTuple):
     by_place: str = ""
     control: str = ""
     hides: str = ""
+    keeps_order: bool = True
 
 
 VENDORS = {
@@ -103,6 +105,7 @@ VENDORS = {
         library="Level Zero",
         variables=("ZE_AFFINITY_MASK",),
         hides="9999",  # an empty mask hides nothing, a number that no device has hides all
+        keeps_order=False,
         prefixes=("ZE_", "ONEAPI_"),
         preset="max1550",
         version="Linux 6.8.0",

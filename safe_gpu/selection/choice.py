@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..errors import UnsatisfiableRequestError
 from ..gpus.devices import MIG_IS_ON, Gpu, GpuVerdict, Holder, HostSnapshot, VisibleLimit
 from ..gpus.vendors import VENDORS
-from ..settings.values import is_index, unknown_names
+from ..settings.values import is_index, names_device, unknown_names
 from ..wording import style
 from ..wording.text import gpu_ranges, grouped, plural
 from .request import Selection, linked
@@ -293,6 +293,33 @@ def _best_set(
     for part in parts:
         sets += choice.sets(part)
     return min(sets, key=choice.rank, default=None)
+
+
+def in_listed_order(
+    gpus: Iterable[Gpu], request: Selection, visible_limit: VisibleLimit | None = None
+) -> tuple[Gpu, ...]:
+    """Return chosen GPUs in the order in which CUDA is to number them: that of ``only``, else that of the variable
+    which limits this process, else as they are. An initialised library keeps its own order, and so does one whose
+    variable has none.
+
+    Args:
+        gpus: of one vendor, in index order, as from :func:`choose`. Those that one entry of a list names stay so.
+    """
+    chosen = tuple(gpus)
+    if not all(VENDORS[gpu.vendor].keeps_order for gpu in chosen):
+        return chosen
+    names: Sequence[str] = request.value_of("only") or ()
+    if visible_limit is not None and (visible_limit.frozen or not names):
+        names = visible_limit.uuids
+    return tuple(sorted(chosen, key=lambda gpu: _place_in(names, gpu)))
+
+
+def _place_in(names: Sequence[str], gpu: Gpu) -> int:
+    """Return the number of the first of these names that means the GPU."""
+    for place, name in enumerate(names):
+        if names_device(name, gpu):
+            return place
+    return len(names)
 
 
 class _Rank(NamedTuple):

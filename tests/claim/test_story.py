@@ -46,6 +46,40 @@ def test_the_steps_come_in_the_order_of_the_protocol(host: Any, spies: Any) -> N
     assert host.events == ["placeholder released"] * 2
 
 
+@pytest.mark.parametrize(
+    ("visible", "only", "expected"),
+    [
+        (None, "3,1,2", [3, 1, 2]),
+        (None, (2, 1, 3), [2, 1, 3]),
+        (None, "1-3", [1, 2, 3]),
+        (None, "3,1-2", [3, 1, 2]),
+        ("3,1,2", (), [3, 1, 2]),
+        ("3,1,2", "2,3,1", [2, 3, 1]),
+        ("3,1,2", "0-7", [1, 2, 3]),
+    ],
+)
+def test_gpus_are_numbered_in_the_order_of_a_list(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, only: Any, expected: list[int]
+) -> None:
+    """That of ``only``, else that of the variable; a range is in index order."""
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with claim(3, only=only) as owner:
+        assert [gpu.index for gpu in owner.gpus] == owner.devices_taken == expected
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, expected))
+
+
+def test_which_gpus_are_best_does_not_depend_on_the_order_of_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    with claim(2) as owner:
+        best = owner.devices_taken
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3,2,1,0")
+    with claim(2) as owner:
+        assert owner.devices_taken == best[::-1]
+        monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")
+    with claim(2) as owner:
+        assert owner.devices_taken == best, "the variable is disregarded, with its order"
+
+
 class Boom(BaseException):
     """Not an Exception: like KeyboardInterrupt, it passes every handler that does not clean up."""
 

@@ -47,6 +47,21 @@ def test_nvidia_is_the_first_and_the_variables_are_those_of_the_vendor(two_vendo
     assert not os.environ.keys() & set(VARIABLES)
 
 
+def test_the_order_of_a_list_of_amd_gpus_is_kept(two_vendors: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "1,0")
+    with claim(2, vendor="amd") as owner:
+        assert owner.devices_taken == [1, 0]
+        assert os.environ["ROCR_VISIBLE_DEVICES"] == f"{UUIDS['amd'][1]},{UUIDS['amd'][0]}"
+        assert os.environ["HIP_VISIBLE_DEVICES"] == "0,1"
+
+
+def test_intel_gpus_stay_in_index_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Level Zero numbers them so, whatever the order of its mask."""
+    monkeypatch.setenv("SAFE_GPU_DRIVER", "simulated:max1550")
+    with claim(2, only="1,0") as owner:
+        assert owner.devices_taken == [0, 1]
+
+
 def test_both_can_be_held_at_once_and_all_busy_is_all_busy(two_vendors, command: Any) -> None:
     code = "import safe_gpu; print(safe_gpu.claim_gpus(4, vendor='AMD', timeout=0).gpus[0].uuid)"
     outside = {**os.environ}

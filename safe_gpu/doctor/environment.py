@@ -5,7 +5,7 @@ from contextlib import suppress
 from importlib import metadata
 
 from ..gpus.devices import VisibleLimit
-from ..runtimes.visible_devices import read_visible_once
+from ..runtimes.visible_devices import CONTAINER, read_visible_once
 from ..schedulers.gpu_count import number_for_job
 from ..schedulers.job import JobContext, count, current
 from ..selection.verdicts import MEMORY_VARIABLE, Rules, how_misread
@@ -70,21 +70,24 @@ _READERS: dict[str, Callable[[str], None]] = {
 def visible_devices(host: CheckedHost) -> Check:
     """Check whether an inherited variable such as CUDA_VISIBLE_DEVICES limits claims, and whether its value is
     clear."""
-    names = [name for name in host.vendor.variables if name in host.environ]
-    if not names:
-        return passed("not set: claims choose among all GPUs")
     limit = read_visible_once(host.environ, host.snapshot)
-    assert limit is not None
-    value = host.environ[names[0]]
+    if limit is None:
+        return passed("not set: claims choose among all GPUs")
+    value = host.environ[limit.name]
     if settings.ignores_fence(host.environ):
         return passed(f"{value!r} is ignored (SAFE_GPU_FENCE=ignore)")
     if limit.ambiguous:
         return warning(f"{value!r} is ambiguous: {limit.doubt}", f"set {limit.clear_by}")
-    return _visible_gpus(host, limit, names[0])
+    if limit.name == CONTAINER:
+        shown = [gpu for gpu in host.snapshot.gpus if not gpu.mig_enabled]
+        given = f"{len(limit.uuids)} of the {plural(len(shown))} that it shows"
+        return passed(f"not set: this container was given {given} ({CONTAINER}), and claims choose among these")
+    return _visible_gpus(host, limit)
 
 
-def _visible_gpus(host: CheckedHost, limit: VisibleLimit, name: str) -> Check:
-    """Check how many GPUs the variable with this name leaves to claims."""
+def _visible_gpus(host: CheckedHost, limit: VisibleLimit) -> Check:
+    """Check how many GPUs a variable leaves to claims."""
+    name = limit.name
     value = host.environ[name]
     in_job = current(host.environ).scheduler is not None
     lift = f"unset {name}, or set SAFE_GPU_FENCE=ignore"

@@ -57,6 +57,8 @@ CUDA = "CUDA_VISIBLE_DEVICES"
 
 OPENCL = "GPU_DEVICE_ORDINAL"
 
+CONTAINER = "NVIDIA_VISIBLE_DEVICES"
+
 # Ray sets it for its workers, and their child processes inherit it.
 _RAY = "RAY_RAYLET_PID"
 
@@ -479,12 +481,33 @@ def read_visible(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleL
 def read_visible_once(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleLimit | None:
     """Return the GPUs to which an environment limits a claim: as :func:`read_visible`, but a list that a batch
     scheduler has written into several variables counts once. HIP would take Slurm's second copy for numbers within the
-    list."""
+    list. Where none of these variables is set, the GPUs that a container was given are the limit
+    (:func:`read_container`)."""
     if snapshot.vendor == "amd" and "SLURM_JOB_ID" in environ and CUDA in environ:
         copied = environ[CUDA] == environ.get(ROCR) and not environ.get(HIP)
         if copied and "GPU-" not in environ[CUDA]:
             environ = {name: value for name, value in environ.items() if name != CUDA}
-    return read_visible(environ, snapshot)
+    limit = read_visible(environ, snapshot)
+    if limit is None:
+        return read_container(environ, snapshot)
+    return limit
+
+
+def read_container(environ: Mapping[str, str], snapshot: HostSnapshot) -> VisibleLimit | None:
+    """Return the GPUs that this container was given, where it shows more than these; None where it does not, or where
+    they are not told.
+
+    A privileged container shows all GPUs of the host (kubernetes#81256). Kubernetes and Nomad name those that they have
+    given to it by UUIDs in NVIDIA_VISIBLE_DEVICES. Numbers are not read: they are those of the host, and a container
+    numbers its GPUs anew.
+    """
+    value = environ.get(CONTAINER, "")
+    names = [name.strip() for name in value.split(",")]
+    shown = [gpu for gpu in snapshot.gpus if not gpu.mig_enabled]
+    given = tuple(gpu.uuid for gpu in shown if gpu.uuid in names or gpu.mig_parent in names)
+    if not given or len(given) == len(shown):
+        return None
+    return VisibleLimit(value, given, name=CONTAINER, library="the NVIDIA Container Toolkit", lift="")
 
 
 def render_visible(

@@ -49,6 +49,19 @@ def test_the_fence_is_named_where_it_stands_in_the_way(host, monkeypatch, untouc
     assert safe_gpu.claim_gpus(7, timeout=0).devices_taken == [1, 2, 3, 4, 5, 6, 7]
 
 
+def test_a_privileged_container_keeps_to_the_gpus_that_it_was_given(host, monkeypatch) -> None:
+    """It sees all GPUs of the host. Those outside are of other pods, so no refusal advises to ignore the variable."""
+    given = [gpu.uuid for gpu in host.idle.gpus[2:4]]
+    monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", ",".join(given))
+    assert try_claim(2) == (2, 3)
+    with pytest.raises(api.UnsatisfiableRequestError, match="limits this process to 2 of 8 GPUs; 6 others") as refused:
+        safe_gpu.claim_gpus(3, timeout=0)
+    assert f"NVIDIA_VISIBLE_DEVICES={','.join(given)}" in str(refused.value)
+    assert "SAFE_GPU_FENCE" not in str(refused.value)
+    monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")
+    assert try_claim(8) == (0, 1, 2, 3, 4, 5, 6, 7)
+
+
 def test_nobody_is_sent_to_the_gpus_of_other_jobs(host, monkeypatch, cleanup) -> None:
     """In a batch job the list may be the scheduler's, so no refusal advises to ignore it."""
     monkeypatch.setenv("SLURM_JOB_ID", "1")

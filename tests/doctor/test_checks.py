@@ -103,6 +103,7 @@ def test_from_the_command_line(state_dir: Path, capsys, monkeypatch: pytest.Monk
 
 
 VARIABLES, VISIBLE = "SAFE_GPU variables", "CUDA_VISIBLE_DEVICES"
+FIRST_GPU = api.SimulatedDriver("dgx-a100", "/nowhere").idle.gpus[0].uuid
 
 
 @pytest.mark.parametrize(
@@ -119,6 +120,9 @@ VARIABLES, VISIBLE = "SAFE_GPU variables", "CUDA_VISIBLE_DEVICES"
         (VISIBLE, {VISIBLE: "0", "SLURM_JOB_ID": "7"}, "passed", "as the job's share"),
         (VISIBLE, {VISIBLE: ""}, "failed", "CUDA shows no GPU"),
         (VISIBLE, {VISIBLE: "1,99,2"}, "warning", "CUDA reads '1,99,2' as GPU 1"),
+        (VISIBLE, {"NVIDIA_VISIBLE_DEVICES": FIRST_GPU}, "passed", "this container was given 1 of the 8 GPUs"),
+        (VISIBLE, {"NVIDIA_VISIBLE_DEVICES": FIRST_GPU, VISIBLE: "0"}, "warning", "limits claims to 1 of 8"),
+        (VISIBLE, {"SAFE_GPU_DRIVER": "simulated:max1550", "ZE_AFFINITY_MASK": ""}, "passed", "not set"),
         ("batch job", {}, "passed", "not in a batch job"),
         ("batch job", {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, "passed", "rank 1 of 4"),
         ("batch job", {"SLURM_JOB_ID": "7", "SLURM_JOB_GPUS": "0,1"}, "passed", "2 GPUs asked for"),

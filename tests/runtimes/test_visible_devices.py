@@ -318,6 +318,41 @@ def test_what_indices_mean_now() -> None:
     assert "since a claimed GPU is gone: end this claim" in api.stale_indices("0", "PCI_BUS_ID", named(0), gone)
 
 
+def in_container(value: str, snapshot: api.HostSnapshot, **environment: str) -> api.VisibleLimit | None:
+    """What limits a claim in a container that was given these GPUs."""
+    return api.visible_devices.read_visible_once({"NVIDIA_VISIBLE_DEVICES": value, **environment}, snapshot)
+
+
+@pytest.mark.parametrize(
+    ("value", "visible"),
+    [
+        ("GPU-1", ("GPU-1",)),
+        ("GPU-3, GPU-1", ("GPU-1", "GPU-3")),  # a container numbers its GPUs in their own order
+        ("GPU-1,GPU-9", ("GPU-1",)),
+        ("GPU-0,GPU-1,GPU-2,GPU-3", None),  # it sees no others
+        ("GPU-9", None),  # of another host
+        ("1", None),  # a number of the host, which may be another GPU here
+        *((word, None) for word in ("all", "none", "void", "", "/var/run/nvidia-container-devices")),
+    ],
+)
+def test_the_gpus_that_a_container_was_given(value: str, visible: tuple[str, ...] | None) -> None:
+    limit = in_container(value, losing())
+    assert (limit and limit.uuids) == visible
+    chosen = in_container("GPU-1", losing(), CUDA_VISIBLE_DEVICES="2")
+    assert chosen is not None
+    assert chosen.uuids == ("GPU-2",), "what a user has chosen counts"
+
+
+def test_a_container_with_mig_instances() -> None:
+    parent, first, second, whole = with_mig().gpus
+    for value, visible in ((parent.uuid, (first.uuid, second.uuid)), (second.uuid, (second.uuid,))):
+        limit = in_container(value, with_mig())
+        assert limit is not None
+        assert limit.uuids == visible
+    every = f"{first.uuid},{second.uuid},{whole.uuid}"
+    assert in_container(every, with_mig()) is None, "nobody claims the parent"
+
+
 def test_the_older_name_of_a_mig_instance() -> None:
     name, (parent, first, second, _) = "MIG-GPU-aa000000/1/0", with_mig().gpus
     assert parsed(name, with_mig()).ambiguous, "there are two"

@@ -122,7 +122,11 @@ class ClaimVariables:
 def share_variables(share: int, gpus: Collection[Gpu], environ: Mapping[str, str]) -> dict[str, str]:
     """Return variables that keep a program within its share of each GPU, in bytes."""
     fraction = f"{share_fraction(share, gpus):.6g}"
-    for_frameworks = {"GPU_MEMORY_LIMIT": str(share), "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+    for_frameworks = {
+        "CUDA_DEVICE_MEMORY_LIMIT": str(share),
+        "GPU_MEMORY_LIMIT": str(share),
+        "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+    }
     if "XLA_CLIENT_MEM_FRACTION" not in environ:  # JAX refuses both together
         for_frameworks["XLA_PYTHON_CLIENT_MEM_FRACTION"] = fraction
     if environ.get("SAFE_GPU_SHARE_TORCH") == "1":  # PyTorch before 2.10 refuses the option

@@ -242,9 +242,18 @@ def why_short_of_memory(gpu: Gpu) -> str:
     if left is not None and left < _CONTEXT:
         return f"the job or container has {format_bytes(left)} of its memory left: ask for more"
     for name, value in os.environ.items():
-        if name.startswith(_LIMITS_OF_GPU_MEMORY):
+        if name.startswith(_LIMITS_OF_GPU_MEMORY) and not _is_of_share(value):
             return f"{name}={value} limits what this process gets of the GPU's memory"
     return ""
+
+
+def _is_of_share(limit: str) -> bool:
+    """Return whether a limit is that of this claim's share, which has room for a context."""
+    share = os.environ.get("SAFE_GPU_SHARE", "")
+    if not share.isdecimal():
+        return False
+    of_mps = f"={int(share) >> 20}M"
+    return limit == share or all(part.endswith(of_mps) for part in limit.split(","))
 
 
 def why_no_device_file() -> str:

@@ -186,6 +186,15 @@ def test_one_broken_gpu_does_not_defeat_every_claim(fake_gpus: Any, trouble: str
     assert forked(fake_gpus, "out = claim(1)") == [1]
 
 
+def test_the_limits_of_a_share_do_not_excuse_a_broken_gpu(fake_gpus: Any, tmp_path: Path) -> None:
+    """They have room for a context. MPS has its pipes there, so that its variable is set too."""
+    fake_gpus.change(0, bad=2)
+    (tmp_path / "control").touch()
+    message, _ = failing(fake_gpus, "claim(1, share='20GiB')", CUDA_MPS_PIPE_DIRECTORY=str(tmp_path))
+    assert HOUR in message
+    assert noted(fake_gpus) == [0]
+
+
 @pytest.mark.parametrize("bad", [0, 2])
 @pytest.mark.parametrize("trouble", ["bad", "bad_init"])
 def test_in_a_claim_of_several_it_is_found_out_which_gpu_fails(fake_gpus: Any, trouble: str, bad: int) -> None:

@@ -371,10 +371,12 @@ def test_what_frameworks_and_mps_are_told(tmp_path: Path) -> None:
     def told(**environ: str) -> dict[str, str]:
         return api.share_variables(20 * GIB, [api.Gpu(0, "GPU-0", memory_total=80 * GIB)], environ)
 
-    limits = {"SAFE_GPU_SHARE": str(20 * GIB), "GPU_MEMORY_LIMIT": str(20 * GIB), "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+    in_bytes = dict.fromkeys(["SAFE_GPU_SHARE", "CUDA_DEVICE_MEMORY_LIMIT", "GPU_MEMORY_LIMIT"], str(20 * GIB))
+    limits = {**in_bytes, "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
     fractions = dict.fromkeys(["SAFE_GPU_SHARE_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"], "0.24375")
     assert told() == {**limits, **fractions}
-    assert told(TF_FORCE_GPU_ALLOW_GROWTH="false", GPU_MEMORY_LIMIT="1").keys().isdisjoint([*limits][1:])
+    own = {"TF_FORCE_GPU_ALLOW_GROWTH": "false", "GPU_MEMORY_LIMIT": "1", "CUDA_DEVICE_MEMORY_LIMIT": "1g"}
+    assert told(**own).keys().isdisjoint(own), "what the user has set stays"
     assert told(SAFE_GPU_SHARE_TORCH="1")["PYTORCH_CUDA_ALLOC_CONF"] == "per_process_memory_fraction:0.24375"
     (tmp_path / "control").touch()
     assert told(CUDA_MPS_PIPE_DIRECTORY=str(tmp_path))["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "GPU-0=20480M"

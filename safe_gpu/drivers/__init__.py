@@ -82,7 +82,7 @@ class _Name(NamedTuple):
 
     @classmethod
     def of_environment(cls) -> "_Name":
-        """Return what ``SAFE_GPU_DRIVER`` says; "auto" where it says nothing."""
+        """Return what ``SAFE_GPU_DRIVER`` says; "auto" if it is not set."""
         return cls.parse(os.environ.get("SAFE_GPU_DRIVER") or "auto")
 
     def vendors(self) -> Sequence[str]:

@@ -154,7 +154,7 @@ def _placed(shown: Sequence[_Section], complaints: str) -> list[Placed[_Section]
 
 
 class _ProcessList(NamedTuple):
-    """What a list of processes says, or why it says nothing; the fields of a Gpu."""
+    """What a list of processes says, or why there is none; the fields of a Gpu."""
 
     processes: tuple[GpuProcess, ...] | None
     error: str = ""

@@ -22,7 +22,7 @@ _NO_INSTANCE = 2**32 - 1
 
 
 class _ProcessList(NamedTuple):
-    """What lists of processes say, or why they say nothing; the fields of a Gpu."""
+    """What lists of processes say, or why there are none; the fields of a Gpu."""
 
     processes: tuple[GpuProcess, ...] | None
     error: str = ""

@@ -101,7 +101,8 @@ def test_child_forked_from_a_sleeping_process_is_free_to_start(host: Host) -> No
 
 
 def test_inherited_device_that_only_cuda_opens_gives_the_fork_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "readlink", lambda path: "/dev/nvidia-uvm")
+    readlink = os.readlink
+    monkeypatch.setattr(os, "readlink", lambda path: "/dev/nvidia-uvm" if "/fd/" in path else readlink(path))
     assert Answers(3).visible_if_initialized() is None, "no process inherits by a fork what it has opened itself"
     assert forks.in_fork(Answers(3).visible_if_initialized)[0] == "CudaInitializedError"
 

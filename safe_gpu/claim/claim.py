@@ -51,7 +51,8 @@ def visible_limit_of(snapshot: HostSnapshot, nb_gpus: int, runtime: Runtime) -> 
     limit = read_visible_once(os.environ, snapshot)
     if limit is None:
         return None
-    if current().scheduler is not None:
+    is_of_enclosing_claim = bool(os.environ.get("SAFE_GPU_SCOPE")) and bool(limit.uuids)
+    if current().scheduler is not None or is_of_enclosing_claim:
         limit = limit._replace(lift="")
     if limit.ambiguous:
         problem = f"{limit.name}={limit.value} is ambiguous: {limit.doubt}; set {limit.clear_by}"

@@ -100,6 +100,9 @@ def _more_than_it_can_give(view: HostView, enclosing: Entry, usable: Collection[
     way_out = "ask for fewer"
     if reasons:
         way_out += ", or ask for others"
+    limit = view.visible_limit
+    if limit is not None and not limit.uuids:
+        way_out = f"unset {limit.name}"
     return (
         f"{plural(view.request.nb_gpus)} asked for inside {owner_of(enclosing)}, which can give {len(usable)} of its "
         f"{len(enclosing.gpus)}{listed}: {way_out}"

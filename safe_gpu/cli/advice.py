@@ -10,11 +10,14 @@ from ..host.foreign_files import read_start
 
 _SHELL_SYNTAX = r"[;|&<>$`*?(){}#\n]"
 
-# What only a shell knows: its builtins, and the functions that environments are set up with.
-_OF_THE_SHELL = set(
-    ". alias cd conda declare eval exec export function if for local ml module popd pushd set shopt source trap ulimit "
-    "umask unalias unset while".split()
+# Builtins and words that only a shell knows.
+_OF_THE_SHELL = frozenset(
+    ". alias cd declare eval exec export function if for local popd pushd set shopt source trap ulimit umask unalias "
+    "unset while".split()
 )
+
+# Functions that set an environment up. The shell of a script or of bash -c does not have them.
+_OF_THE_OWN_SHELL = frozenset("conda deactivate mamba micromamba ml module pyenv spack workon".split())
 
 
 def hint_for(command: Sequence[str], verb: str) -> str:
@@ -33,6 +36,8 @@ def hint_for(command: Sequence[str], verb: str) -> str:
         return f"to set a variable, write {verb} -- env {join(command)}"
     if name in _OF_THE_SHELL:
         return f"{name} is part of the shell: write {verb} -- bash -c {quote(f'{join(command)} && ...')}"
+    if name in _OF_THE_OWN_SHELL:
+        return f"{name} is a function of your shell: call it before, {join(command)} && {verb} -- ..."
     if not arguments and any(blank in name for blank in " \t\n"):
         if re.search(_SHELL_SYNTAX, name):
             return f"for shell syntax, write {verb} -- sh -c {quote(name)}"
@@ -52,11 +57,20 @@ def hint_for(command: Sequence[str], verb: str) -> str:
 
 
 # Programs that run the command behind their options, and a shell that is given one.
+_RUNNERS = (
+    "sudo|doas|pkexec|runuser|setpriv|env|exec|command|nice|ionice|nohup|setsid|stdbuf|unbuffer|time|timeout|taskset|chrt|"
+    r"numactl|prlimit|unshare|systemd-inhibit|strace|ltrace|xargs|flock(?: -\S+)* \S+|"
+    r"(?:conda|mamba|micromamba|uv|poetry|pipenv|pixi) run|"
+    r"(?:ba|da|z|k)?sh(?= (?:-\S+ (?:\w+ )?)?-\w*c )"
+)
+_VALUE = r"(?![-\d]|\w+=)\S+ "
 _WRAPPED = (
-    r"(?:(?:\S*/)?(?:sudo|doas|env|exec|nice|ionice|nohup|setsid|stdbuf|time|timeout|taskset|chrt|numactl|xargs|"
-    r"(?:conda|uv) run|(?:ba|da|z|k)?sh(?= -\w*c )) (?:-\S+ |\d\S* |(?!\d)\w+=\S* |(?<= -\w )(?![-\d]|\w+=)\S+ )*)*"
+    rf"(?:(?:\S*/)?(?:{_RUNNERS}) (?:-\w (?:{_VALUE})?|--\w[\w-]* (?:{_VALUE})?|-\S+ |\d\S* |(?!\d)\w+=\S* )*)*"
     r"(?:(?!\./)\S*/)?"  # ./screen is the user's own
 )
+
+# Without them the command may not do what it does with them.
+_AS_OTHER_USER = re.compile(r"(?:\S*/)?(?:sudo|doas|pkexec) ")
 
 _OPTIONS = r"(?:-\S+ (?:(?!-)\S+ )?)*?"  # each with a word or none
 
@@ -110,9 +124,14 @@ class _Advice(NamedTuple):
             "work": self.work,
             "run": run,
         }
+        cause = self.cause.format(**facts)
+        before = found.string[: found.start(1)]
+        if _AS_OTHER_USER.match(before):
+            facts["program"] = before + facts["program"]
+            facts["shown"] = before + facts["shown"]
         if "{state}" in self.way:
             facts["state"] = state_dir or state_dir_path()
-        return f"warning: {self.cause}. {self.way}".format(**facts)
+        return f"warning: {cause}. {self.way.format(**facts)}"
 
 
 # The programs of the table. To look for its patterns in every command takes longer than a claim.

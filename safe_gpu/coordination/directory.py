@@ -136,8 +136,21 @@ def refusal_of_status(path: str, status: os.stat_result) -> StateDirError:
         what += "written to"
     else:
         what = f"{path} is not a regular file"
-    way_out = f"ask its owner {procfs.user_name(status.st_uid)} or root to remove this name"
+    owner = procfs.user_name(status.st_uid)
+    way_out = f"ask its owner {owner} or root to remove this name"
+    if stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and _are_roots(os.path.dirname(path)):
+        way_out = f"ask its owner {owner} to give it mode 0666 again (chmod 666), or root to remove this name"
     return refusal(what, path, errno.EPERM, way_out)
+
+
+def _are_roots(path: str) -> bool:
+    """Return whether a directory and all above it are root's, so that nobody can put a link in the place of a file of
+    others there."""
+    while os.stat(path).st_uid == 0:
+        if path == "/":
+            return True
+        path = os.path.dirname(path)
+    return False
 
 
 def setup_command(path: str) -> str:

@@ -109,7 +109,7 @@ class CheckedHost:
             if self.environ.get("SAFE_GPU_DRIVER") in vendor.drivers:
                 return vendor
         for vendor in VENDORS.values():
-            if any(Files().exists(path) for path in vendor.loaded):
+            if is_loaded(vendor):
                 return vendor
         return VENDORS[FIRST]
 
@@ -117,6 +117,11 @@ class CheckedHost:
         """Close the driver."""
         if self.driver is not None:
             self.driver.close()
+
+
+def is_loaded(vendor: Vendor) -> bool:
+    """Return whether a kernel driver of this vendor is loaded, of the host where this is a container."""
+    return any(Files().exists(path) for path in vendor.loaded)
 
 
 def _say_nothing(line: str) -> None:

@@ -9,7 +9,7 @@ from ..gpus.devices import HostSnapshot, recent_faults
 from ..selection.verdicts import MEMORY_VARIABLE, UNWATCHABLE, Rules, why_last, why_memory_unexplained
 from ..settings.variables import real_driver
 from ..wording.text import plural
-from .check import Check, CheckedHost, failed, labels, passed, skipped, warning
+from .check import Check, CheckedHost, failed, is_loaded, labels, passed, skipped, warning
 
 # A poll of eight initialised GPUs takes milliseconds. Without persistence mode the kernel driver initialises each GPU
 # first, which takes seconds.
@@ -55,6 +55,8 @@ def _no_driver(host: CheckedHost) -> Check:
     if host.driver_hangs:
         return failed(host.driver_error, f"{vendor.recover}; if it only takes long, {vendor.is_slow}")
     detail, _, _ = host.driver_error.partition(". On a GPU host, ")  # which is the fix
+    if is_loaded(vendor):  # and does not work
+        return failed(detail, "do what the message says, and check again")
     return failed(detail, f"{vendor.install}, or try SAFE_GPU_DRIVER=simulated:{vendor.preset}")
 
 

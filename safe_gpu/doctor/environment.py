@@ -91,6 +91,8 @@ def _visible_gpus(host: CheckedHost, limit: VisibleLimit) -> Check:
     value = host.environ[name]
     in_job = current(host.environ).scheduler is not None
     lift = f"unset {name}, or set SAFE_GPU_FENCE=ignore"
+    if host.environ.get("SAFE_GPU_SCOPE"):
+        lift = f"unset {name}"  # inside a claim its GPUs are the limit, whatever SAFE_GPU_FENCE says
     if in_job:
         lift = f"ask the scheduler of the job, which may have set {name}, for GPUs"
     misread = how_misread(limit, host.snapshot.gpus)

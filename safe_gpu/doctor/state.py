@@ -1,12 +1,12 @@
 """Checks of the state directory, of what stands in it, and of who sees it."""
 
 import os
-import shlex
 import stat
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 
-from ..coordination.closed import closed_now, ignored_closed
+from ..coordination.closed import closed_file, closed_now, drained_gpus, ignored_closed, read_closed
 from ..coordination.crowds import sentence_on_crowd
 from ..coordination.directory import (
     ADMIN_DIR,
@@ -32,6 +32,7 @@ from ..errors import StateDirError
 from ..gpus.devices import Gpu, GpuProcess
 from ..host import procfs
 from ..host.signals import DeferredSignals
+from ..wording.text import plural
 from .check import Check, CheckedHost, failed, labels, passed, skipped, warning
 
 _ELSEWHERE = "set SAFE_GPU_DIR, for all users, to a directory on a local disk that all of them can write (mode 1777)"
@@ -56,13 +57,33 @@ def drained(host: CheckedHost) -> Check:
     texts += ignored
     if not texts:
         return passed("no GPU is drained")
-    fixes = []
-    if closed:
-        names = [*shown.values(), *(shlex.quote(uuid) for uuid in unknown)]
-        fixes.append(f"safe-gpu resume {' '.join(names)}, when they may be claimed again")
+    fixes = [*_ways_to_resume(shown, by_root=True), *_ways_to_resume(shown, by_root=False)]
+    reserved = [label for uuid, label in shown.items() if uuid not in drained_gpus()]
+    if reserved:
+        fixes.append(f"safe-gpu resume {' '.join(reserved)} says how the reservation is cancelled")
     if ignored:
         fixes.append("remove what is ignored, and drain again with safe-gpu drain")
     return warning("; ".join(texts), "; ".join(fixes))
+
+
+def _ways_to_resume(shown: Mapping[str, str], *, by_root: bool) -> list[str]:
+    """Return what ends the drains of root, or of the owner of the state directory: only who wrote them can.
+
+    Args:
+        shown: UUID -> label of the closed GPUs that the driver shows.
+    """
+    closed = read_closed(by_root=by_root)
+    here = [shown[uuid] for uuid in closed.reasons if uuid in shown]
+    others = len(closed.reasons) - len(here)
+    ways = []
+    if here and not by_root and closed.user == procfs.user_name(0):  # root's command writes root's own file
+        others += len(here)
+    elif here:
+        ways.append(f"as {closed.user}: safe-gpu resume {' '.join(here)}, when they may be claimed again")
+    if others:
+        path = closed_file(by_root=by_root)
+        ways.append(f"as {closed.user}: take {plural(others, 'line')} of GPUs that resume does not know out of {path}")
+    return ways
 
 
 def directory(host: CheckedHost) -> Check:

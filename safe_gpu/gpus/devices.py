@@ -486,8 +486,8 @@ class VisibleLimit(NamedTuple):
         frozen: CUDA is already initialised in this process, and its choice of GPUs is the limit, not the variable.
         name: the variable.
         library: which library reads it.
-        lift: how to disregard the variable; "" where no message shall advise it, as in a batch job, in which the GPUs
-            outside may be those of other jobs.
+        lift: how to disregard the variable; "" where no message shall advise it: in a batch job, in which the GPUs
+            outside may be those of other jobs, and inside a claim, whose GPUs are the limit anyway.
     """
 
     value: str

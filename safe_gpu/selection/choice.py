@@ -98,7 +98,12 @@ def _limited(unlimited: Sequence[GpuVerdict], visible_limit: VisibleLimit) -> st
     Args:
         unlimited: the verdicts without it.
     """
-    text = f"{fence_hint(unlimited, visible_limit)}: ask for its GPUs only"
+    text = f"{fence_hint(unlimited, visible_limit)}: "
+    if not visible_limit.uuids:
+        if visible_limit.lift:
+            return f"{text}unset {visible_limit.name}"
+        return f"{text}ask the scheduler of the job for GPUs"
+    text += "ask for its GPUs only"
     if visible_limit.lift:
         text += f", or set {visible_limit.lift} to disregard the variable"
     return text

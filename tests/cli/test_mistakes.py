@@ -70,6 +70,7 @@ safe-gpu run -- 'sh -x'  # [127] sh -x: command not found; drop the quotes: safe
 safe-gpu run -- 'ls | wc'  # [127] command not found; for shell syntax, write safe-gpu run -- sh -c 'ls | wc'
 safe-gpu run -- A=1 b  # [127] A=1: command not found; to set a variable, write safe-gpu run -- env A=1 b
 safe-gpu run -- cd x  # [127] cd is part of the shell: write safe-gpu run -- bash -c 'cd x && ...'
+safe-gpu run -- conda activate x  # [127] call it before, conda activate x && safe-gpu run -- ...
 safe-gpu run 2 sh  # [127] 2: command not found; for that many GPUs, write safe-gpu run -n 2 -- ...
 safe-gpu run -- train.py  # [127] there is a file of that name here: write safe-gpu run -- python train.py
 safe-gpu run -- ./train.py  # [126] ./train.py cannot be run: it is not an executable file (chmod +x makes it one)
@@ -77,6 +78,7 @@ safe-gpu run -- ''  # [127] '': command not found; the name is empty: is a varia
 SAFE_GPU_TIMEOUT=soon safe-gpu wait  # [78] SAFE_GPU_TIMEOUT=soon is not a duration: write seconds (90 or 90s), 15m,
 SAFE_GPU_DRIVER=cuda safe-gpu wait  # [78] There is no driver 'cuda': choose one of auto, nvml, nvidia-smi, kfd, intel,
 SAFE_GPU_TIMOUT=5 safe-gpu wait  # [0] has no effect: did you mean SAFE_GPU_TIMEOUT?
+CUDA_VISIBLE_DEVICES= safe-gpu wait  # [78] to 0 of 8 GPUs; 8 others are free: unset CUDA_VISIBLE_DEVICES
 CUDA_VISIBLE_DEVICES=0 safe-gpu wait -n 2  # [78] CUDA_VISIBLE_DEVICES=0 limits this process to 1 of 8 GPUs; 7 others
 """
 CALLED = """
@@ -213,7 +215,14 @@ def no_service(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 WARNED = {
-    f"screen -dmS NAME {RUN} CMD": ["screen", "sudo -u anna screen -dmS t ./train"],
+    f": screen -dmS NAME {RUN} CMD": ["screen", "timeout -s INT 1h taskset --cpu-list 0,1 screen -dmS t ./train"],
+    f": sudo -u anna screen -dmS NAME {RUN} CMD": ["sudo -u anna screen -dmS t ./train"],
+    f": sudo --user anna -n tmux new -d {RUN} CMD": ["sudo --user anna -n tmux new -d ./train"],
+    ": sudo -n /usr/bin/docker run -v ": ["sudo -n /usr/bin/docker run IMAGE", "sudo -n /usr/bin/docker start NAME"],
+    "closes the files": [
+        "flock -n /tmp/x screen", "micromamba run -n x screen", "bash -o pipefail -c screen", "sh -e -c screen",
+        "pkexec screen", "strace -f screen", "env --unset X A=b screen", "setpriv --reuid 5 screen",
+    ],
     "closes the files that hold the claim": ["screen -dmS t ./train 1"],
     f"tmux new -d {RUN} CMD": ["tmux -L own new-session -d -s t -x 80 ./train", "env -u X A=1 bash -lc 'exec tmux'"],
     "until its last session ends": ["tmux neww 'cd x && ./train'"],

@@ -9,9 +9,11 @@ from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
 
+from ..host.procfs import user_name
 from ..settings.values import parse_moment
 from ..status.gather import gather
 from ..status.history import PastClaim, claims_between, gpu_hours_by, hours_held, table_of_claims, table_of_use
+from ..status.usage import UseFacts
 from .output import columns, print_json, say, write_whole
 
 _DAY = 86400.0  # seconds
@@ -37,13 +39,16 @@ def configure_history(parser: argparse.ArgumentParser) -> None:
     parser.epilog = """examples:
   safe-gpu history --user anna --since yesterday
   safe-gpu history --by user --since 2026-11-01 --until 2026-12-01
+  safe-gpu history --by user --sort idle
   safe-gpu history --csv > claims.csv
   safe-gpu history --report month --plot month.svg
 
 A claim that was not released but died ended at some time between two others;
 GPU-hours have a least and a most for that."""
     add = parser.add_argument
-    add("--user", metavar="U", help="claims of this user only")
+    whose = parser.add_mutually_exclusive_group()
+    whose.add_argument("--mine", action="store_true", help="your claims only")
+    whose.add_argument("--user", metavar="U", help="claims of this user only")
     add("--since", type=parse_moment, metavar="D", help=_SINCE)
     add("--until", type=parse_moment, metavar="D", help="and before this (default now)")
     add("--by", choices=("user", "gpu", "job", "host", "day", "week"), help="GPU-hours in place of claims")
@@ -51,6 +56,7 @@ GPU-hours have a least and a most for that."""
     add("--plot", metavar="FILE", help="with --report: also draw it by day, as .svg or .png (needs matplotlib)")
     idle = "only claims that hold a GPU now that has shown no work, for idle_report_after where the policy sets that"
     add("--idle", action="store_true", help=idle)
+    add("--sort", choices=("idle",), help="those with the most GPU-hours without work first")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="for programs; times in Unix seconds")
     form.add_argument("--csv", action="store_true", help="for spreadsheets; times in UTC")
@@ -65,8 +71,11 @@ def do_history(options: argparse.Namespace) -> int:
     claims, warnings = claims_between(since, until)
     for warning in warnings:
         say(f"warning: {warning}")
-    if options.user is not None:
-        claims = [claim for claim in claims if claim.user == options.user]
+    user = options.user
+    if options.mine:
+        user = user_name(os.geteuid())
+    if user is not None:
+        claims = [claim for claim in claims if claim.user == user]
     if options.idle:
         claims = _without_work(claims)
     if options.report:
@@ -74,7 +83,7 @@ def do_history(options: argparse.Namespace) -> int:
     elif options.by:
         view = _sums(claims, options, since, until)
     else:
-        view = _claims(claims, since, until)
+        view = _claims(claims, options, since, until)
     if options.json:
         document: dict[str, object] = {"schema": 1, "since": since, "until": until}
         if options.by:
@@ -93,7 +102,7 @@ def do_history(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> None:
     """End with a usage error where options do not go together."""
     if options.report:
-        for other in ("by", "user", "idle"):
+        for other in ("by", "user", "mine", "idle", "sort"):
             if getattr(options, other):
                 options.usage_error(f"--report and --{other} do not go together")
     if options.plot is None:
@@ -184,23 +193,30 @@ _HOURS = ("gpu_hours_least", "gpu_hours_most")
 def _sums(claims: list[PastClaim], options: argparse.Namespace, since: float, until: float) -> _View:
     """Return the GPU-hours by user, GPU, job, host, day or week."""
     uses = gpu_hours_by(claims, options.by, since, until)
+    if options.sort:
+        uses.sort(key=lambda use: -use.use.idle)
     rows = (
         {
             options.by: use.key,
             "claims": use.claims,
             "gpu_hours_least": round(use.least, 4),
             "gpu_hours_most": round(use.most, 4),
+            **UseFacts.of(use.use)._asdict(),
         }
         for use in uses
     )
-    return _View("use", (options.by, "claims", *_HOURS), rows, table_of_use(uses, options.by, columns()))
+    names = (options.by, "claims", *_HOURS, *UseFacts._fields)
+    return _View("use", names, rows, table_of_use(uses, options.by, columns()))
 
 
-def _claims(claims: list[PastClaim], since: float, until: float) -> _View:
-    """Return the claims, the latest first."""
-    latest_first = claims[::-1]
-    rows = (_row_of_claim(claim, since, until) for claim in latest_first)
-    return _View("claims", (*_FACTS, *_HOURS), rows, table_of_claims(latest_first, since, until, columns()))
+def _claims(claims: list[PastClaim], options: argparse.Namespace, since: float, until: float) -> _View:
+    """Return the claims, the latest first, or those with the most GPU-hours without work."""
+    shown = claims[::-1]
+    if options.sort:
+        shown.sort(key=lambda claim: -claim.use(since, until).idle)
+    rows = (_row_of_claim(claim, since, until) for claim in shown)
+    names = (*_FACTS, *_HOURS, *UseFacts._fields, "utilization_of")
+    return _View("claims", names, rows, table_of_claims(shown, since, until, columns()))
 
 
 def _row_of_claim(claim: PastClaim, since: float, until: float) -> dict[str, object]:
@@ -208,7 +224,20 @@ def _row_of_claim(claim: PastClaim, since: float, until: float) -> dict[str, obj
     row = {name: getattr(claim, name) for name in _FACTS}
     row["gpu_hours_least"] = round(least * len(claim.gpus) / 3600, 4)
     row["gpu_hours_most"] = round(most * len(claim.gpus) / 3600, 4)
+    use = UseFacts.of(claim.use(since, until))
+    row.update(use._asdict())
+    row["utilization_of"] = _utilization_of(claim, use)
     return row
+
+
+def _utilization_of(claim: PastClaim, use: UseFacts) -> str | None:
+    """Return of what the utilisation of a claim is: of the claim alone, or of a GPU that others share; None without
+    any."""
+    if use.utilization is None:
+        return None
+    if claim.share is None:
+        return "claim"
+    return "gpu"
 
 
 def _print_csv(view: _View) -> None:

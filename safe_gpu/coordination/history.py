@@ -184,6 +184,11 @@ def line_of_entry(entry: Entry) -> bytes:
     return claim_line({**entry.more, **entry._asdict()}, uid=entry.uid)
 
 
+def is_in_history(entry: Entry) -> bool:
+    """Return whether a claim has a line: it is neither inside another one nor on a shared display."""
+    return bool(entry.pid and entry.since and entry.gpus) and not (entry.inside or entry.display)
+
+
 def lines_of_dead(entries: Iterable[Entry], now: float) -> list[bytes]:
     """Return two lines of each claim that died: its own, and one with its end.
 

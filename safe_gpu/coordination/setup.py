@@ -31,7 +31,7 @@ _REMOVED = {
     "claims": r"[0-9]*\.[0-9a-f]{16}",
     "queue": r"[0-9]*\.[0-9a-f]{16}",
     "faults": r".+\.[0-9]+",
-    "history": r".+\.(seen|idle)|\..+",
+    "history": r".+\.(seen|idle)|looks|\..+",
     ".": rf"{re.escape(HOST_LOCK)}|\..+",
 }
 """What goes of each directory, unless it is an entry that lives: what is of no use without it, or was in the making."""

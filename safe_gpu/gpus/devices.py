@@ -403,7 +403,8 @@ class Holder(NamedTuple):
     What follows is found out for people only. ``stopped``: the process is stopped or frozen, such as those of a
     suspended job. ``note`` is a clause on anything unusual, such as a process that has ended; else "". ``memory_used``
     is how many bytes of a shared GPU its process and the descendants of that use. ``removable_by`` is the user who can
-    remove its entry, if it has no door that keeps its GPU without one; else None.
+    remove its entry, if it has no door that keeps its GPU without one; else None. ``utilization`` is the mean of the
+    GPU in percent since it was claimed, as far as it was looked at.
 
     ``held_as`` is what it claims, where that is not this device: the GPU of which this is a piece, or pieces of it;
     else None. ``others`` are further claims that are in the way as this one is: of a GPU whose pieces several claims
@@ -432,6 +433,7 @@ class Holder(NamedTuple):
     held_as: HeldAs | None = None
     others: "tuple[Holder, ...]" = ()
     full: str = ""
+    utilization: float | None = None
 
     @classmethod
     def of_sharers(cls, sharers: "Iterable[Holder]") -> "Holder":

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from ..coordination.looks import Sight
 from ..gpus.devices import FIRST_MINUTE, Gpu, Holder, ProcessKind
 from ..gpus.vendors import VENDORS
 from ..gpus.windows import Window
@@ -47,6 +48,7 @@ class GpuStatus:
         fault: why it is taken last, if a claim failed on it lately or it seems ill; why it is not claimed again, if it
             is claimed and drained; else "".
         drained: whether an administrator has closed it to new claims.
+        sights: what this look sees of each of ``claims``, in their order.
         prefix: "amd:" or "nvidia:" on a host with GPUs of both, where an index alone is ambiguous; else "".
     """
 
@@ -62,6 +64,7 @@ class GpuStatus:
     idle_report_after: float | None = None
     share_free: int | None = None
     drained: bool = False
+    sights: tuple[Sight, ...] = ()
     prefix: str = ""
 
     @property

@@ -21,8 +21,9 @@ from ..coordination.doors import MOST_PARTS, Doors
 from ..coordination.entries import living_entries
 from ..coordination.entry import Entry
 from ..coordination.faults import read_faults
-from ..coordination.history import HistoryDir, append, lines_of_dead, mark_seen
+from ..coordination.history import HistoryDir, append, is_in_history, lines_of_dead, mark_seen
 from ..coordination.holders import Claims, claims_now, enclosing_claim, holder_of, lives_here, surviving_processes_of
+from ..coordination.looks import Looks, Sight, adds_looks, line_of
 from ..coordination.queue import TicketRequest, waiting_tickets
 from ..coordination.silicon import share_of
 from ..coordination.turns import turn_of
@@ -41,12 +42,22 @@ from ..gpus.devices import (
     vendor_of,
 )
 from ..host import procfs
+from ..host.foreign_files import printable
 from ..host.procfs import user_name
 from ..host.signals import DeferredSignals
 from ..runtimes.visible_devices import stale_indices
 from ..selection.request import Selection
 from ..selection.sharing import promised, used_by_sharers
-from ..selection.verdicts import Known, Rules, judge, possible_mps_servers, room_for_shares, users_of, why_last
+from ..selection.verdicts import (
+    Known,
+    Rules,
+    judge,
+    possible_mps_servers,
+    room_for_shares,
+    users_of,
+    why_last,
+    why_memory_unexplained,
+)
 from ..settings import config as policy
 from ..settings.config import Limits
 from ..settings.variables import existing_policy
@@ -79,6 +90,7 @@ class HostFacts:
             :func:`~safe_gpu.coordination.holders.claims_now`.
         tickets: of all waiters, in the order of the queue.
         faults: UUID -> note, of the GPUs that are taken last because a claim failed on them.
+        looks: what earlier looks have seen of the claims; None where there is no history.
         warnings: sentences that say which facts are not known, and why.
         ignored: sentences on the entries that count for nothing, and on directories with very many names.
         processes: what /proc says.
@@ -116,21 +128,32 @@ class HostFacts:
                 ignored.append(sentence_on_crowd(path, part))
         self.ignored = list(dict.fromkeys(sentence for sentence in ignored if sentence))
         self.faults = recent_faults(read_faults(path, [gpu.uuid for gpu in gpus]), time.time())
+        self.looks: Looks | None = None
+        with suppress(OSError), HistoryDir() as directory:
+            self.looks = Looks(directory)
         self.processes = ProcessTable([*self.claims.living, *self.tickets])
         self._holders: dict[str, Holder] = {}  # name of an entry
 
     def on(self, gpu: Gpu) -> Held:
         """Return who holds a GPU."""
-        holding = self.claims.in_the_way(gpu.uuid)
-        if not holding:
+        entries = self.entries_on(gpu)
+        if not entries:
             return Held(self.beyond.get(gpu.uuid))
-        whole = [one for one in holding if share_of(one, gpu) is None]
-        if not whole:
-            oldest = sorted(holding, key=lambda one: one.since or 0.0)
-            return Held(self._shared_by(gpu, oldest[:MOST_SHARERS]))
-        holders = [self._holder(one, gpu.uuid) for one in whole[:MOST_PARTS]]
-        inside = self._inside(whole[0], gpu.uuid)
+        if share_of(entries[0], gpu) is not None:
+            return Held(self._shared_by(gpu, entries))
+        holders = [self._holder(one, gpu.uuid) for one in entries]
+        inside = self._inside(entries[0], gpu.uuid)
         return Held(holders[0]._replace(others=tuple(holders[1:])), inside)
+
+    def entries_on(self, gpu: Gpu) -> list[Entry]:
+        """Return the claims that are told of a GPU: those that have all of it, else those that share it, the oldest
+        first."""
+        holding = self.claims.in_the_way(gpu.uuid)
+        whole = [one for one in holding if share_of(one, gpu) is None]
+        if whole:
+            return whole[:MOST_PARTS]
+        oldest = sorted(holding, key=lambda one: one.since or 0.0)
+        return oldest[:MOST_SHARERS]
 
     def _inside(self, around: Entry, uuid: str) -> Holder | None:
         """Return the claim of a device that is inside this one."""
@@ -156,10 +179,14 @@ class HostFacts:
         named = uuid
         if uuid not in entry.gpus:
             named, *_ = entry.gpus  # a claim of the GPU, or of pieces of it
+        utilization = None
+        if self.looks is not None:
+            utilization = self.looks.use_of(entry, uuid).utilization
         return self._holders[entry.name]._replace(
             share=entry.gpus.get(uuid),
             removable_by=self._removable_by(entry, named),
             held_as=self.claims.held_as(entry, uuid),
+            utilization=utilization,
         )
 
     def _removable_by(self, entry: Entry, uuid: str) -> str | None:
@@ -304,7 +331,9 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
         gpus += _gpus(snapshot, found, limits)
     if len(snapshots) > 1:
         gpus = [replace(one, prefix=f"{one.gpu.vendor}:") for one in gpus]
+    ignored_looks = ""
     if not found.warnings:  # nothing is marked where claims are not known
+        ignored_looks = add_look(gpus, found, now)
         gpus = with_idle_times(gpus, now)
     limited = at_limits(tickets, gpus, limits, now)
     windows = all_windows()
@@ -322,7 +351,7 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
         shift=_shift(snapshots, found.claims),
         doubt=_first_doubt(snapshots),
         broken=tuple(broken),
-        ignored=(*ignored_closed(), *found.ignored),
+        ignored=tuple(sentence for sentence in (*ignored_closed(), *found.ignored, ignored_looks) if sentence),
         max_gpus={user_name(uid): one.max_gpus for uid, one in limits.items() if one.max_gpus is not None},
         windows=tuple(one for one in sorted(windows) if one.begin - _NOTICE < now < one.end),
     )
@@ -406,6 +435,7 @@ def _gpus(snapshot: HostSnapshot, found: HostFacts, limits: Mapping[int, Limits]
             one = replace(
                 one,
                 idle=_is_idle(gpu, one.holders, found.processes, mps_servers),
+                sights=_sights(gpu, one.claims, found.processes, mps_servers, rules),
                 idle_report_after=report_after(limits.get(claim.uid)),
                 share_free=_share_free(gpu, claim.sharers, found, rules),
             )
@@ -436,22 +466,112 @@ def _share_free(gpu: Gpu, sharers: Sequence[Holder], found: HostFacts, rules: Ru
     return max(0, room_for_shares(gpu, sharers, rules, found.processes.family_of))
 
 
-def _is_idle(gpu: Gpu, claims: Collection[Holder], processes: ProcessTable, mps_servers: Collection[int]) -> bool:
+def _is_idle(
+    gpu: Gpu,
+    claims: Collection[Holder],
+    processes: ProcessTable,
+    mps_servers: Collection[int],
+    others: Collection[Holder] = (),
+) -> bool:
     """Return whether none of the claim's processes computes or draws there; False if the process list is unknown.
 
     A process that draws little, and is no descendant of the claim's, may be the desktop of its user.
+
+    Args:
+        others: claims of the GPU whose processes are not meant.
     """
-    if gpu.processes is None or not gpu.processes_supported or gpu.processes_private:
+    if not _lists_processes(gpu):
         return False
-    if gpu.mig_enabled:
-        return False  # the processes are on its instances
-    users = users_of(gpu, gpu.processes, processes.describe, mps_servers=mps_servers)
-    if any(processes.may_be_of(one, claims) for one in users):
+    users = users_of(gpu, gpu.processes or (), processes.describe, mps_servers=mps_servers)
+    if any(processes.may_be_of(one, claims) and not processes.is_of(one, others) for one in users):
         return False
-    drawing = [one for one in gpu.processes if one.kind == ProcessKind.GRAPHICS]
+    drawing = [one for one in gpu.processes or () if one.kind == ProcessKind.GRAPHICS]
     if any(processes.is_of(one, claims) for one in drawing):
         return False
     return bool(users) or not gpu.utilization  # else the driver hides who computes
+
+
+def _lists_processes(gpu: Gpu) -> bool:
+    """Return whether the driver lists all processes of a device that it does not hide from this PID namespace."""
+    if gpu.mig_enabled:
+        return False  # they are on its instances
+    return gpu.processes is not None and gpu.processes_supported and not gpu.processes_private
+
+
+def _sights(
+    gpu: Gpu, claims: Sequence[Holder], processes: ProcessTable, mps_servers: Collection[int], rules: Rules
+) -> tuple[Sight, ...]:
+    """Return what this look sees of each of these claims of a device."""
+    # Memory of nobody who is visible may be of a process in a container.
+    may_be_hidden = why_memory_unexplained(gpu, rules) != ""
+    sights = []
+    for claim in claims:
+        absent = None
+        if _lists_processes(gpu):
+            others = [one for one in claims if one is not claim]
+            absent = not may_be_hidden and _is_idle(gpu, [claim], processes, mps_servers, others)
+        memory = gpu.memory_used
+        if claim.share is not None:
+            memory = claim.memory_used
+        sights.append(Sight(gpu.utilization, memory, absent))
+    return tuple(sights)
+
+
+def add_look(gpus: Collection[GpuStatus], found: HostFacts, now: float) -> str:
+    """Add this look to what earlier ones have seen of the claims, if those of this user are added, and tell the history
+    what is due. Return a sentence if the file of earlier ones counts for nothing; else "".
+
+    Args:
+        now: Unix seconds.
+    """
+    looks = found.looks
+    if looks is None:
+        return ""
+    with DeferredSignals(), suppress(OSError), HistoryDir() as directory:
+        if not adds_looks(directory):
+            return ""
+        has_none = not looks.claims and looks.ignored == ""
+        looks.add(_seen(gpus, found), now)
+        if has_none and not looks.claims:
+            return ""
+        ended = looks.ended(found.claims.living)
+        due = looks.due()
+        if append([line_of(claim) for claim in (*ended, *due)], now):
+            looks.note_told(due)
+        return _written(looks, directory)
+    return ""
+
+
+def _written(looks: Looks, directory: Directory) -> str:
+    """Write the file, and return a sentence if it counted for nothing, or cannot be written; else ""."""
+    what = f"{printable(looks.path)} counts for nothing ({looks.ignored})"
+    try:
+        looks.write(directory)
+    except OSError as err:
+        if looks.ignored == "":
+            return f"{printable(looks.path)} cannot be written ({err.strerror})"
+        return f"{what}, and cannot be replaced ({err.strerror}): remove it"
+    if looks.ignored == "":
+        return ""
+    return f"{what}, and was made anew"
+
+
+def _seen(gpus: Collection[GpuStatus], found: HostFacts) -> list[tuple[Entry, str, Sight]]:
+    """Return what this look sees of which claim on which GPU: of each GPU the first claim, then the second ones."""
+    seen: list[tuple[int, Entry, str, Sight]] = []
+    for one in gpus:
+        if not one.sights:
+            continue
+        entries = found.entries_on(one.gpu)
+        if not entries:
+            continue  # another state directory holds it
+        for rank, (entry, claim, sight) in enumerate(zip(entries, one.claims, one.sights, strict=True)):
+            # An entry may name anything. One of ours names no more GPUs than there are.
+            is_plain = claim.held_as is None and len(entry.gpus) <= len(gpus)
+            if is_plain and is_in_history(entry):
+                seen.append((rank, entry, one.gpu.uuid, sight))
+    seen.sort(key=lambda sight_of_rank: sight_of_rank[0])
+    return [(entry, uuid, sight) for _, entry, uuid, sight in seen]
 
 
 def with_idle_times(gpus: list[GpuStatus], now: float) -> list[GpuStatus]:

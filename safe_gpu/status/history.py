@@ -9,7 +9,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import date, timedelta
 from io import BytesIO
 from itertools import chain, islice
@@ -19,10 +19,12 @@ from ..coordination.directory import Directory, state_dir_path
 from ..coordination.entries import Entries
 from ..coordination.entry import Entry
 from ..coordination.history import LARGEST, HistoryDir, file_names, line_of_entry, lines_of_dead, month_of, months_kept
+from ..coordination.looks import ClaimKey, ClaimLooks, Looks, Use, claim_key
 from ..host import procfs
-from ..host.foreign_files import as_int, as_list, as_seconds, as_text, as_time
+from ..host.foreign_files import as_int, as_list, as_seconds, as_text, as_time, printable
 from ..wording.text import Column, gpu_ranges
 from .table import table
+from .usage import UseFacts, lines_after_table, sentence_on_looks
 
 MOST = 50_000
 """Claims that are kept."""
@@ -30,6 +32,8 @@ MOST = 50_000
 _MOST_OF_ONE = 8  # GPUs of each of them, on average
 
 MOST_LATER = 4096  # GPUs of claims that began after the time that is asked for
+
+MOST_LOOKED_AT = 2 * MOST  # GPUs of claims of which looks are kept
 
 _MOST_LINES = LARGEST // 64  # of a file; none of ours is shorter
 
@@ -63,6 +67,7 @@ class PastClaim(NamedTuple):
         waited: seconds that it waited for its GPUs; None if not known.
         not_before: of a claim that runs, the start of its process by the boot clock: ``since`` is by a clock that may
             have jumped since.
+        looks: what looks have seen of it; None if nobody has looked.
     """
 
     pid: int
@@ -82,6 +87,7 @@ class PastClaim(NamedTuple):
     of: int | None = None
     waited: float | None = None
     not_before: float = 0.0
+    looks: ClaimLooks | None = None
 
     @property
     def part(self) -> float:
@@ -96,9 +102,9 @@ class PastClaim(NamedTuple):
         return self.running or self.seen == self.ended
 
     @property
-    def key(self) -> tuple[int, int]:
-        """What identifies it on its host: the process, and the millisecond."""
-        return self.pid, round(self.since * 1000)
+    def key(self) -> ClaimKey:
+        """What identifies it on its host."""
+        return claim_key(self.pid, self.since)
 
     def held(self, since: float, until: float) -> tuple[float, float, float]:
         """Return from when it held its GPUs in this time, until when at least, and until when at most.
@@ -114,9 +120,34 @@ class PastClaim(NamedTuple):
             last = min(self.ended, until)
         return begin, max(begin, min(self.seen, until)), max(begin, last)
 
+    def uses(self, since: float, until: float) -> list[Use]:
+        """Return what looks have seen of each of its GPUs in this time; a share counts as its part of them.
+
+        Looks at a claim are told as one sum, which is spread evenly over its time up to the latest look.
+        """
+        looks = self.looks
+        if looks is None or looks.span <= 0 or len(looks.uses) != len(self.gpus):
+            return [Use()] * len(self.gpus)
+        begin, _, last = self.held(since, until)
+        seconds = max(0.0, min(last, self.since + looks.span) - begin)
+        factor = self.part * min(1.0, seconds / looks.span)
+        return [use.times(factor) for use in looks.uses]
+
+    def use(self, since: float, until: float) -> Use:
+        """Return the same of all its GPUs together."""
+        return total_use(self.uses(since, until))
+
     def overlaps(self, since: float, until: float) -> bool:
         """Return whether it may have held GPUs in this time."""
         return self.since < until and (self.ended is None or self.ended >= since)
+
+
+def total_use(uses: Iterable[Use]) -> Use:
+    """Return the sum."""
+    total = Use()
+    for use in uses:
+        total = total.plus(use)
+    return total
 
 
 class ClaimEnd(NamedTuple):
@@ -138,18 +169,18 @@ def claims_between(since: float, until: float) -> tuple[list[PastClaim], list[st
     """
     warnings: list[str] = []
     running, dead = _claims_now(warnings)
-    told = chain(_told(dead), _told(_lines(since, warnings)), running)
+    told = chain(_told(dead), _told(_lines(since, warnings)), _looks_now(warnings), running)
     found = [claim for claim in merged(told, until, warnings) if claim.overlaps(since, until)]
     return found, list(dict.fromkeys(warnings))
 
 
 def merged(
-    told: Iterable[PastClaim | ClaimEnd], until: float = math.inf, warnings: list[str] | None = None
+    told: Iterable[PastClaim | ClaimEnd | ClaimLooks], until: float = math.inf, warnings: list[str] | None = None
 ) -> list[PastClaim]:
-    """Return claims with their ends, in the order in which they began. Ends of unknown claims are dropped.
+    """Return claims with their ends and looks, in the order in which they began. Those of unknown claims are dropped.
 
     Args:
-        told: ends, and claims without them.
+        told: ends, looks, and claims without them.
         until: claims that began then or later are left out; they only tell when others had ended.
         warnings: gets a sentence if there were more claims than are kept.
     """
@@ -157,6 +188,8 @@ def merged(
     for one in told:
         if isinstance(one, ClaimEnd):
             kept.end(one)
+        elif isinstance(one, ClaimLooks):
+            kept.add_looks(one)
         else:
             kept.add(one)
     if kept.dropped and warnings is not None:
@@ -164,7 +197,7 @@ def merged(
     found = []
     by_begin = sorted(kept.claims.values(), key=lambda claim: claim.since)
     for claim in reversed(by_begin):
-        found.append(kept.with_end(claim))
+        found.append(kept.with_end(claim)._replace(looks=kept.looks.get(claim.key)))
         kept.note_begin(claim)
     found.reverse()
     return found
@@ -176,19 +209,22 @@ class _Kept:
     Attributes:
         claims: without their ends.
         ends: of them, the narrowest of each.
+        looks: at them and at others, the last ones of each.
         next_claim: UUID -> when it was next claimed: after ``until``, or by the last claim of :meth:`note_begin`.
         next_whole: UUID -> when it was next claimed without others, by the last of these.
         dropped: whether any claim was dropped.
     """
 
     def __init__(self, until: float) -> None:
-        self.claims: dict[tuple[int, int], PastClaim] = {}
-        self.ends: dict[tuple[int, int], ClaimEnd] = {}
+        self.claims: dict[ClaimKey, PastClaim] = {}
+        self.ends: dict[ClaimKey, ClaimEnd] = {}
+        self.looks: dict[ClaimKey, ClaimLooks] = {}
         self.next_claim: dict[str, float] = {}
         self.next_whole: dict[str, float] = {}
         self.dropped = False
         self._until = until
         self._gpus = 0  # of these claims
+        self._gpus_looked_at = 0
 
     def add(self, claim: PastClaim) -> None:
         """Add a claim; what is already known of it stays."""
@@ -208,12 +244,28 @@ class _Kept:
 
     def end(self, end: ClaimEnd) -> None:
         """Add the end of a claim that has been added. Of several the narrowest counts."""
-        key = end.pid, round(end.since * 1000)
+        key = claim_key(end.pid, end.since)
         if key not in self.claims:
             return
         known = self.ends.get(key)
         if known is None or end.ended - end.seen < known.ended - known.seen:
             self.ends[key] = end
+
+    def add_looks(self, looks: ClaimLooks) -> None:
+        """Add looks at a claim, which are told before the claim is. Of several lines the last one counts."""
+        if looks.since >= self._until:
+            return
+        self._remove_looks(looks.key)  # these are to be dropped last
+        self.looks[looks.key] = looks
+        self._gpus_looked_at += len(looks.uses)
+        if len(self.looks) > MOST or self._gpus_looked_at > MOST_LOOKED_AT:
+            for key in list(islice(self.looks, (len(self.looks) + 1) // 2)):
+                self._remove_looks(key)
+
+    def _remove_looks(self, key: ClaimKey) -> None:
+        looks = self.looks.pop(key, None)
+        if looks is not None:
+            self._gpus_looked_at -= len(looks.uses)
 
     def with_end(self, claim: PastClaim) -> PastClaim:
         """Return a claim with its end, as far as that is known; all that began after it have been noted."""
@@ -244,7 +296,7 @@ class _Kept:
             if claim.share is None:
                 self.next_whole[uuid] = claim.since
 
-    def _remove(self, key: tuple[int, int]) -> None:
+    def _remove(self, key: ClaimKey) -> None:
         claim = self.claims.pop(key, None)
         if claim is not None:
             self._gpus -= len(claim.gpus)
@@ -273,14 +325,26 @@ def _start_of(name: str) -> bytes:
             return file.read(LARGEST + _LONGEST_LINE)
 
 
-def _told(lines: Iterable[bytes]) -> Iterator[PastClaim | ClaimEnd]:
+def _told(lines: Iterable[bytes]) -> Iterator[PastClaim | ClaimEnd | ClaimLooks]:
     for line in lines:
         one = parse_line(line)
         if one is not None:
             yield one
 
 
-def parse_line(line: bytes) -> PastClaim | ClaimEnd | None:
+def _looks_now(warnings: list[str]) -> list[ClaimLooks]:
+    """Return what looks have seen of the claims that hold GPUs now; the history has not been told all of it."""
+    try:
+        with HistoryDir() as directory:
+            looks = Looks(directory)
+    except OSError:
+        return []
+    if looks.ignored:
+        warnings.append(f"{printable(looks.path)} counts for nothing ({looks.ignored})")
+    return list(looks.claims.values())
+
+
+def parse_line(line: bytes) -> PastClaim | ClaimEnd | ClaimLooks | None:
     """Read a line. A line that is incomplete, since there was no room, is followed by the next one."""
     line = line[-_LONGEST_LINE:]
     begin = max(line.rfind(b'{"v":'), 0)
@@ -291,6 +355,8 @@ def parse_line(line: bytes) -> PastClaim | ClaimEnd | None:
         since = as_time(since)
         if "ended" in raw:
             return _end_of_claim(pid, since, raw["ended"])
+        if "looks" in raw:
+            return ClaimLooks.read(pid, since, raw["looks"])
         return _claim(pid, since, raw)
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
@@ -397,7 +463,8 @@ def _began(entry: Entry, now: float) -> float:
 class GpuHours(NamedTuple):
     """What claims with the same ``key`` used: their number, and GPU-hours between ``least`` and ``most``.
 
-    ``waits`` are seconds, of the claims that began in this time and say how long they waited.
+    ``waits`` are seconds, of the claims that began in this time and say how long they waited. ``use`` is what looks
+    have seen of their GPUs, in GPU-seconds.
     """
 
     key: str
@@ -405,6 +472,7 @@ class GpuHours(NamedTuple):
     least: float
     most: float
     waits: list[float]
+    use: Use = Use()
 
 
 def hours_held(claim: PastClaim, since: float, until: float) -> tuple[float, float]:
@@ -429,10 +497,12 @@ def gpu_hours_by(claims: Iterable[PastClaim], by: str, since: float, until: floa
             if use is None:
                 use = GpuHours(part.key, 0, 0.0, 0.0, [])
             least, most = hours_held(claim, part.begin, part.end)
+            uses = claim.uses(part.begin, part.end)
             sums[part.key] = use._replace(
                 claims=use.claims + 1,
-                least=use.least + least * part.gpus / 3600,
-                most=use.most + most * part.gpus / 3600,
+                least=use.least + least * len(part.places) / 3600,
+                most=use.most + most * len(part.places) / 3600,
+                use=use.use.plus(total_use(uses[place] for place in part.places)),
             )
             if claim.waited is not None and claim.since >= part.begin:
                 use.waits.append(claim.waited)
@@ -442,26 +512,26 @@ def gpu_hours_by(claims: Iterable[PastClaim], by: str, since: float, until: floa
 
 
 class _Part(NamedTuple):
-    """What a claim counts for under one key: a number of GPUs, in a time."""
+    """What a claim counts for under one key: those of its GPUs that have these places, in a time."""
 
     key: str
-    gpus: int
+    places: Sequence[int]
     begin: float
     end: float
 
 
 def _parts(claim: PastClaim, by: str, since: float, until: float, labels: Mapping[str, str]) -> list[_Part]:
     if by == "gpu":
-        return [_Part(_name(uuid, labels), 1, since, until) for uuid in claim.gpus]
-    number = len(claim.gpus)
+        return [_Part(_name(uuid, labels), [place], since, until) for place, uuid in enumerate(claim.gpus)]
+    places = range(len(claim.gpus))
     if by in _CALENDAR:
         last = until
         if not claim.running and claim.ended:
             last = min(claim.ended, until)
         days = calendar(by, max(claim.since, since), last)
-        return [_Part(first_day, number, begin, end) for first_day, begin, end in days]
+        return [_Part(first_day, places, begin, end) for first_day, begin, end in days]
     keys = {"user": claim.user or "?", "job": claim.job or "(no job)", "host": claim.host or "?"}
-    return [_Part(keys[by], number, since, until)]
+    return [_Part(keys[by], places, since, until)]
 
 
 def _name(uuid: str, labels: Mapping[str, str]) -> str:
@@ -490,7 +560,11 @@ def calendar(by: str, begin: float, end: float) -> Iterator[tuple[str, float, fl
 
 
 def table_of_claims(claims: Sequence[PastClaim], since: float, until: float, width: int) -> list[str]:
-    """Return a title and a line for each claim; no line is wider than ``width`` columns."""
+    """Return a title and a line for each claim, none of them wider than ``width`` columns, and a sentence on what was
+    not looked at."""
+    uses = [claim.use(since, until) for claim in claims]
+    facts_of_uses = [UseFacts.of(use) for use in uses]
+    held = sum(len(claim.gpus) * hours_held(claim, since, until)[1] for claim in claims)
     jobs = [claim.job or "" for claim in claims]
     most = 24
     most_of_job = 30
@@ -504,26 +578,44 @@ def table_of_claims(claims: Sequence[PastClaim], since: float, until: float, wid
         Column("JOB", jobs, most=most_of_job),
         Column("FROM", [time.strftime("%Y-%m-%d %H:%M", time.localtime(claim.since)) for claim in claims]),
         Column("TO", [_end(claim) for claim in claims]),
-        Column("GPU-HOURS", [_use(claim, since, until) for claim in claims], right=True),
+        Column("GPU-HOURS", [_hours_of(claim, since, until) for claim in claims], right=True),
+        Column("USED", [_used(claim, use) for claim, use in zip(claims, facts_of_uses, strict=True)], right=True),
+        Column("IDLE", [use.idle_text() for use in facts_of_uses], right=True),
         Column("COMMAND", [claim.command or "?" for claim in claims], most=200),
     ]
-    return table(facts, width)
+    return [*table(facts, width), *_lines_on_looks(held / 3600, total_use(uses), width)]
+
+
+def _lines_on_looks(held: float, use: Use, width: int) -> list[str]:
+    """Return what follows a table; nothing if nobody has looked at the claims in it, or all of the time was looked at.
+
+    Args:
+        held: the GPU-hours of these claims.
+    """
+    if use.looked <= 0:
+        return []
+    return lines_after_table(sentence_on_looks(held, use.looked / 3600), width)
 
 
 def table_of_use(found: Sequence[GpuHours], by: str, width: int) -> list[str]:
-    """Return a title, a line for each key, and the sum."""
+    """Return a title, a line for each key, and the sum, none of them wider than ``width`` columns, and a sentence on
+    what was not looked at."""
+    total = _total(found, by)
     rows = list(found)
     if len(found) > 1:
-        rows.append(_total(found, by))
+        rows.append(total)
+    uses = [UseFacts.of(one.use) for one in rows]
     facts = [
         Column(by.upper(), [one.key for one in rows], most=64),
         Column("CLAIMS", [str(one.claims or "") for one in rows], right=True),
         Column("GPU-HOURS", [hours(one.least, one.most) for one in rows], right=True),
+        Column("USED", [use.used_text() for use in uses], right=True),
+        Column("IDLE", [use.idle_text() for use in uses], right=True),
     ]
-    return table(facts, width)
+    return [*table(facts, width), *_lines_on_looks(total.most, total.use, width)]
 
 
-def _total(found: Iterable[GpuHours], by: str) -> GpuHours:
+def _total(found: Collection[GpuHours], by: str) -> GpuHours:
     """Return the sum, with the number of claims where each counts for one key."""
     claims = 0
     least = 0.0
@@ -533,7 +625,7 @@ def _total(found: Iterable[GpuHours], by: str) -> GpuHours:
         most += one.most
         if by == "user":
             claims += one.claims
-    return GpuHours("total", claims, least, most, [])
+    return GpuHours("total", claims, least, most, [], total_use(one.use for one in found))
 
 
 def hours(least: float, most: float) -> str:
@@ -572,6 +664,10 @@ def _end(claim: PastClaim) -> str:
     return f"by {end}"
 
 
-def _use(claim: PastClaim, since: float, until: float) -> str:
+def _used(claim: PastClaim, use: UseFacts) -> str:
+    return use.used_text(of_gpu=claim.share is not None)
+
+
+def _hours_of(claim: PastClaim, since: float, until: float) -> str:
     least, most = hours_held(claim, since, until)
     return hours(least * len(claim.gpus) / 3600, most * len(claim.gpus) / 3600)

@@ -50,6 +50,11 @@ _OF_CLAIMS = (
         lambda one, claim: one.idle_for,
     ),
     _ClaimMetric(
+        "claim_utilization",
+        "Mean utilization of the GPU in percent since it was claimed, as far as looks tell.",
+        lambda one, claim: claim.utilization,
+    ),
+    _ClaimMetric(
         "claim_expected_end_time_seconds",
         "When the claim is expected to end, in Unix seconds.",
         lambda one, claim: claim.until,

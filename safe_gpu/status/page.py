@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _TITLES_OF_GPUS = ("GPU", "State", "Memory", "Util", "Temp", "User", "Job", "Command", "Since", "Until")
 
-_TITLES_OF_USERS = ("User", "Claims", "GPU-hours", "Mean wait")
+_TITLES_OF_USERS = ("User", "Claims", "GPU-hours", "Used", "Idle", "Mean wait")
 
 _MOST_USERS = 12  # that are listed, those with the most GPU-hours
 
@@ -173,5 +173,7 @@ def _cells_of_user(row: ReportRow, largest: float) -> dict[str, str]:
         "User": row.key,
         "Claims": str(row.claims),
         "GPU-hours": joined(bar(row.gpu_hours_most / largest), hours(row.gpu_hours_least, row.gpu_hours_most)),
+        "Used": row.use.used_text(),
+        "Idle": row.use.idle_text(),
         "Mean wait": wait,
     }

@@ -15,6 +15,7 @@ from ..host.programs import Failed, call_in_child, environment, is_root
 from ..wording.text import Column
 from .history import GpuHours, PastClaim, calendar, gpu_hours_by, hours
 from .table import table
+from .usage import UseFacts, lines_after_table, sentence_on_looks
 
 BY = ("user", "week", "host")
 
@@ -22,13 +23,16 @@ _MOST_USERS = 9  # that have a colour of their own
 
 _OTHERS = "others"
 
+_OPTIONAL = ("95% WAIT (MIN)", "MEAN WAIT (MIN)", "FREE GPU-HOURS")  # columns, where there is no room for all
+
 
 class ReportRow(NamedTuple):
     """The claims of one user, week or host (``by``).
 
     GPU-hours are between ``gpu_hours_least`` and ``gpu_hours_most``. ``free_gpu_hours`` are those in which no claim
     held a GPU of the host, None where that is not known. ``waits`` of the claims began in this time and say how long
-    they waited: ``wait_mean`` seconds, and 95 of 100 at most ``wait_95``.
+    they waited: ``wait_mean`` seconds, and 95 of 100 at most ``wait_95``. The last five are those of
+    :class:`~safe_gpu.status.usage.UseFacts`.
     """
 
     by: str
@@ -40,6 +44,18 @@ class ReportRow(NamedTuple):
     waits: int
     wait_mean: float | None
     wait_95: float | None
+    gpu_hours_looked: float = 0.0
+    gpu_hours_idle: float | None = None
+    gpu_hours_absent: float | None = None
+    utilization: float | None = None
+    memory_most: int | None = None
+
+    @property
+    def use(self) -> UseFacts:
+        """What looks have seen."""
+        return UseFacts(
+            self.gpu_hours_looked, self.gpu_hours_idle, self.gpu_hours_absent, self.utilization, self.memory_most
+        )
 
 
 def report(claims: list[PastClaim], gpus: Sequence[str], host: str, since: float, until: float) -> Iterator[ReportRow]:
@@ -69,6 +85,7 @@ def _row(by: str, use: GpuHours, free: float | None) -> ReportRow:
         wait_95 = percentile_95(use.waits)
     if free is not None:
         free = round(free, 4)
+    facts = UseFacts.of(use.use)
     return ReportRow(
         by,
         use.key,
@@ -79,6 +96,7 @@ def _row(by: str, use: GpuHours, free: float | None) -> ReportRow:
         waits=len(use.waits),
         wait_mean=wait_mean,
         wait_95=wait_95,
+        **facts._asdict(),
     )
 
 
@@ -110,11 +128,14 @@ def free_hours(claims: Iterable[PastClaim], gpus: Collection[str], since: float,
 
 
 class Days(NamedTuple):
-    """A report by day: the days, GPU-hours of each user on each day (at most), and the waits of each day in seconds."""
+    """A report by day: the days, GPU-hours of each user on each day (at most), the waits of each day in seconds, and of
+    the days on which GPUs were looked at those without work, and the mean utilisation in percent where it is known."""
 
     names: list[str]
     used: dict[str, list[float]]
     waits: dict[str, list[float]]
+    idle: dict[str, float]
+    utilization: dict[str, float]
 
 
 def report_by_day(claims: Sequence[PastClaim], since: float, until: float) -> Days:
@@ -131,12 +152,22 @@ def report_by_day(claims: Sequence[PastClaim], since: float, until: float) -> Da
     for user, own in groups.items():
         hours_of = {use.key: use.most for use in gpu_hours_by(own, "day", since, until)}
         used[user] = [hours_of.get(name, 0.0) for name in names]
-    waits = {use.key: use.waits for use in gpu_hours_by(claims, "day", since, until) if use.waits}
-    return Days(names, used, waits)
+    days = gpu_hours_by(claims, "day", since, until)
+    waits = {day.key: day.waits for day in days if day.waits}
+    idle = {}
+    utilization = {}
+    for day in days:
+        facts = UseFacts.of(day.use)
+        if facts.gpu_hours_idle is not None:
+            idle[day.key] = facts.gpu_hours_idle
+        if facts.utilization is not None:
+            utilization[day.key] = facts.utilization
+    return Days(names, used, waits, idle, utilization)
 
 
 def table_of_report(rows: Iterable[ReportRow], width: int) -> Iterator[str]:
-    """Return a table for users, one for weeks and one for the host; no line is wider than ``width`` columns."""
+    """Return a table for users, one for weeks and one for the host, and a sentence on what was not looked at; no line
+    is wider than ``width`` columns."""
     rows = list(rows)
     for by in BY:
         some = [row for row in rows if row.by == by]
@@ -145,12 +176,17 @@ def table_of_report(rows: Iterable[ReportRow], width: int) -> Iterator[str]:
             Column("CLAIMS", [str(row.claims) for row in some], right=True),
             Column("GPU-HOURS", [hours(row.gpu_hours_least, row.gpu_hours_most) for row in some], right=True),
             Column("FREE GPU-HOURS", [_number(row.free_gpu_hours, 1, 2) for row in some], right=True),
+            Column("USED", [row.use.used_text() for row in some], right=True),
+            Column("IDLE", [row.use.idle_text() for row in some], right=True),
             Column("MEAN WAIT (MIN)", [_number(row.wait_mean, 60, 1) for row in some], right=True),
             Column("95% WAIT (MIN)", [_number(row.wait_95, 60, 1) for row in some], right=True),
         ]
         if by != BY[0]:
             yield ""
-        yield from table(facts, width)
+        yield from table(facts, width, _OPTIONAL)
+    held = sum(row.gpu_hours_most for row in rows if row.by == BY[0])
+    looked = sum(row.gpu_hours_looked for row in rows if row.by == BY[0])
+    yield from lines_after_table(sentence_on_looks(held, looked), width)
 
 
 def _number(value: float | None, unit: float, digits: int) -> str:
@@ -160,7 +196,8 @@ def _number(value: float | None, unit: float, digits: int) -> str:
 
 
 def drawn(days: Days, form: str) -> bytes:
-    """Return a picture as ``svg`` or ``png``: GPU-hours by user, stacked by day, and below them how long claims waited.
+    """Return a picture as ``svg`` or ``png``: GPU-hours by user, stacked by day, those without work, and below them how
+    long claims waited. If looks have seen how much the GPUs were used, that is drawn between the two.
 
     A child draws it: matplotlib goes by files in the current directory, and by variables, which another user may have
     made, and starts programs for them.
@@ -197,7 +234,10 @@ def draw(place: str, form: str) -> None:
     with rc_context({"text.parse_math": False}), warnings.catch_warnings():  # a user's name is no formula
         warnings.simplefilter("ignore")  # the font may lack a letter of it
         figure = Figure(figsize=(10, 6), layout="constrained")
-        use, wait = figure.subplots(2, sharex=True, height_ratios=(2, 1))
+        heights = [2, 1]
+        if days.utilization:
+            heights = [2, 1, 1]
+        use, *middle, wait = figure.subplots(len(heights), sharex=True, height_ratios=heights)
         below = [0.0] * len(names)
         for user, hours in days.used.items():
             label = user
@@ -205,8 +245,16 @@ def draw(place: str, form: str) -> None:
                 label = f" {user}"
             use.bar(names, hours, bottom=below, label=label)
             below = [low + more for low, more in zip(below, hours, strict=True)]
+        if days.idle:
+            idle = [date.fromisoformat(name) for name in days.idle]
+            use.bar(idle, list(days.idle.values()), color="none", edgecolor="black", hatch="///", label="without work")
         use.set_ylabel("GPU-hours a day")
         use.legend(loc="upper left", bbox_to_anchor=(1, 1))
+        for utilization in middle:
+            known = [date.fromisoformat(name) for name in days.utilization]
+            utilization.plot(known, list(days.utilization.values()), "o")
+            utilization.set_ylabel("used (%)")
+            utilization.set_ylim(0, 100)
         began = [date.fromisoformat(name) for name in days.waits]
         wait.plot(began, [fmean(some) / 60 for some in days.waits.values()], "o", label="mean")
         wait.plot(began, [percentile_95(some) / 60 for some in days.waits.values()], "^", label="95%")

@@ -222,8 +222,13 @@ def _month(desk: Desk) -> None:
         since = time.time() - 86400 * (20 - number / 3)
         claim = {"v": 1, "claim": [1 + number, since], "gpus": uuids[: 1 + number % 4], "waited": 60 * (number % 7)}
         claim |= {"user": USERS[number % 2], "host": os.uname().nodename}
-        end = {"v": 1, "claim": claim["claim"], "ended": since + 3600 * (1 + number % 5)}
-        assert api.history.append((json.dumps(line).encode() + b"\n" for line in (claim, end)), time.time())
+        held = 3600.0 * (1 + number % 5)
+        idle, load = ((0.0, 0.87), (0.75, 0.12))[number % 2]
+        use = api.Use(looked=held, idle=idle * held, used=load * held)
+        looks = api.ClaimLooks(1 + number, since, held, (use,) * len(claim["gpus"]))
+        end = {"v": 1, "claim": claim["claim"], "ended": since + held}
+        told = [api.line_of(looks), *(json.dumps(line).encode() + b"\n" for line in (claim, end))]
+        assert api.history.append(told, time.time())
 
 
 SCENES: dict[str, Callable[[Desk], None]] = {

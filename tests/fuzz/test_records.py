@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,9 @@ def test_a_note_of_a_fault(data: bytes) -> None:
         assert_bounded(tuple(fault), 400)
 
 
+LOOKS = {"span": 120.5, "used": [30.25, 60], "missed": [0, 60], "idle": [60, 0], "memory": [1 << 30, 0]}
+LOOKED = {"v": 1, "claim": [4470, NOW], "looks": LOOKS}
+KEPT = {"v": 1, "claims": [{"claim": [4470, NOW], "gpus": ["GPU-a", "GPU-b"], "told": 60, "looks": LOOKS}]}
 CLAIMS = (CLAIM, {"labels": [TRICK], "gpus": [TRICK]}, {"labels": ["9" * 5000]}, {"claim": 5}, {"claim": [[[]], {}]})
 ENDS = (ENDING, {"claim": [1e5, NOW], "ended": NOW}, {"claim": [4470, 5], "ended": [math.nan, math.inf]})
 
@@ -156,7 +160,7 @@ ENDS = (ENDING, {"claim": [1e5, NOW], "ended": NOW}, {"claim": [4470, 5], "ended
 @with_classics(*ENDS)
 @example(b'{"v": 1' * 9000)
 @examples(60)
-@given(broken_json(CLAIM) | broken_json(ENDING))
+@given(broken_json(CLAIM) | broken_json(ENDING) | broken_json(LOOKED))
 def test_a_line_of_the_history(data: bytes) -> None:
     with bounded():
         found = [one for one in [api.status_history.parse_line(data)] if one is not None]
@@ -165,6 +169,9 @@ def test_a_line_of_the_history(data: bytes) -> None:
         if isinstance(end, api.status_history.ClaimEnd):
             assert_bounded(tuple(end), 0)
             assert 0 < end.since <= end.seen <= end.ended < LATEST
+        if isinstance(end, api.ClaimLooks):
+            assert_bounded([end.pid, end.since, end.span, *chain(*end.uses)], 0)
+            assert all(0 <= use.used <= use.looked <= end.span < LATEST for use in end.uses)
     for claim in claims:
         values = [value for key, value in claim._asdict().items() if key != "running"]
         assert_plain(values)
@@ -436,8 +443,11 @@ def garbage(draw: Any, uuids: list[str]) -> tuple[Files, Files]:
         (living if draw(st.booleans()) else dead)[f"queue/{number + 1}.{AA}"] = draw(broken_json(TICKET, most=2))
     month = api.month_of(NOW)
     for name in api.file_names(month)[: draw(st.integers(0, 2))]:
-        lines = draw(st.lists(broken_json(CLAIM, most=2) | broken_json(ENDING, most=2), max_size=3))
+        some = broken_json(CLAIM, most=2) | broken_json(ENDING, most=2) | broken_json(LOOKED, most=2)
+        lines = draw(st.lists(some, max_size=3))
         dead[f"history/{name}"] = b"\n".join(lines)
+    if draw(st.booleans()):
+        dead["history/looks"] = draw(broken_json(KEPT, most=2))
     for _ in range(draw(st.integers(0, 2))):
         where = draw(st.sampled_from(["", "claims/", "queue/", "history/"]))
         dead[where + draw(FILE_NAMES)] = draw(st.sampled_from(JUNK))
@@ -456,7 +466,7 @@ def judge(run: Any, state_dir: Path, ground: Any, dead: Files, living: Files) ->
             os.makedirs(os.path.dirname(path), exist_ok=True)
             with open(path, "wb") as file:
                 file.write(data)
-            os.chmod(path, 0o644 if name.startswith(("claims/", "queue/")) else 0o666)
+            os.chmod(path, 0o644 if name.startswith(("claims/", "queue/", "history/looks")) else 0o666)
             if name in living:
                 api.lock(living_entries.enter_context(open(path, "r+b")).fileno())
         for arguments in COMMANDS:
@@ -494,6 +504,7 @@ def test_garbage_in_every_file(run: Any, state_dir: Path, ground: Any) -> None:
         [{}, {f"queue/9.{AA}": changed(TICKET, gpus=[TRICK], command=TRICK)}],
         [{}, {f"queue/9.{AA}": changed(TICKET, near=TRICK, **{TRICK: TRICK})}],
         [{history: changed(CLAIM, labels=[TRICK], gpus=[TRICK])}, {}],
+        [{"history/looks": changed(KEPT, claims=[{**KEPT["claims"][0], "gpus": [TRICK, TRICK]}])}, {}],
         [{f"faults/{uuids[7]}.0": changed(FAULT, error=TRICK * 99)}, {}],
     )
     def attack(files: tuple[Files, Files]) -> None:

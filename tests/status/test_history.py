@@ -321,6 +321,7 @@ def test_the_picture(tmp_path: Path) -> None:
     names = ["anna", "_ben", "$\\frac{$", "<!-- --> &", "\u4eba\U0001f600"]
     claims = [used(name, 0, number, waited=60 * number) for number, name in enumerate(names, 1)]
     days = api.report_by_day([*claims, used("anna", 24, 1)], MONDAY, MONDAY + 2 * DAY)
+    assert days.idle == {}
     (tmp_path / "days").write_text(json.dumps(days))
 
     def work() -> Any:  # in a child, since matplotlib keeps its fonts open
@@ -336,3 +337,6 @@ def test_the_picture(tmp_path: Path) -> None:
     assert ElementTree.parse(tmp_path / "svg").getroot().tag.endswith("svg")
     assert (tmp_path / "png").read_bytes().startswith(b"\x89PNG")
     assert set(labels) == set(names)
+    looked_at = days._replace(idle={days.names[0]: 2.5}, utilization={days.names[0]: 40.0})
+    (tmp_path / "days").write_text(json.dumps(looked_at))
+    assert set(in_child(work)) == {*names, "without work"}

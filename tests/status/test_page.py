@@ -84,7 +84,10 @@ def test_what_status_shows_and_the_last_day() -> None:
     assert "reserved by root for group course from Wed 2026-11-18 16:40 to 19:26: practical" in found.text
     assert "made Wed 2026-11-18 11:06 UTC , every 5 min stale" in found.text
     assert "The last day: 123 of 192 GPU-hours claimed" in found.text
-    assert found.cells["GPU-hours by user"][1] == ["emil", "1", "52.00", "1h00m"]
+    titles, emil, *_, dora, _ = found.cells["GPU-hours by user"]
+    assert titles == ["User", "Claims", "GPU-hours", "Used", "Idle", "Mean wait"]
+    assert emil == ["emil", "1", "52.00", "84%", "0.40", "1h00m"]
+    assert dora[3] == "22 GiB", "of a MIG instance"
     assert "GPU-hours claimed" not in page({"gpu1": host()}, use={})
 
 

@@ -329,7 +329,8 @@ def test_a_look_takes_no_lock_and_leaves_all_but_notes_for_the_next_alone(state_
 
     def there() -> dict[Path, tuple[int, int]]:
         kept = [path for kind in ("claims", "queue") for path in entries(state_dir, kind)]
-        kept += [path for path in state_dir.glob("*/*") if path.suffix not in (".idle", ".seen")]
+        files = state_dir.glob("*/*")
+        kept += [path for path in files if path.suffix not in (".idle", ".seen") and path.name != "looks"]
         return {path: (path.stat().st_ino, path.stat().st_ctime_ns) for path in kept}  # to read may set st_atime
 
     ticket(nb_gpus=8, gpus=UUIDS)

@@ -103,6 +103,7 @@ from safe_gpu.coordination.faults import clear_fault, read_faults, write_fault
 from safe_gpu.coordination.history import LARGEST, NAME, end_line, file_names, month_of
 from safe_gpu.coordination.holders import Claims, living_claims, said_by, surviving_processes_of
 from safe_gpu.coordination.host_lock import Host
+from safe_gpu.coordination.looks import ClaimLooks, Looks, Sight, Use, line_of, next_telling
 from safe_gpu.coordination.older_package import take_older_package_lock
 from safe_gpu.coordination.queue import TicketRequest, Waiter, is_stopped, tickets_that_count, waiting_tickets
 from safe_gpu.coordination.silicon import Silicon, keys_of, silicon_of
@@ -267,6 +268,7 @@ from safe_gpu.status.render import render
 from safe_gpu.status.report import ReportRow, free_hours, percentile_95, report, report_by_day, table_of_report
 from safe_gpu.status.starts import at_limits, expected_starts
 from safe_gpu.status.table import COLUMNS_OF_GPU, COLUMNS_OF_USER, GpuColumn
+from safe_gpu.status.usage import UseFacts
 from safe_gpu.topology import kfd_topology
 from safe_gpu.topology.cpulist import LIMIT, format_cpulist, parse_cpulist, parse_cpumask
 from safe_gpu.topology.files import Files

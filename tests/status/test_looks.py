@@ -1,12 +1,14 @@
 """Held and used: what looks see of claims, what they keep of it, what they tell the history, and what people see."""
 
 import json
+import math
 import os
 import stat
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -539,3 +541,76 @@ def test_the_metric(ground: Any, clock: Clock, shown: Shown) -> None:
 def test_the_report_by_day() -> None:
     days = api.report_by_day([past(use=used(10, 0.5, idle=2)), past(2)], BEGAN, BEGAN + 2 * DAY)
     assert (days.idle, days.utilization) == ({"2026-11-16": 2.0}, {"2026-11-16": 50.0})
+
+
+# Five users for a week
+
+
+LOADS = {"anna": (0.9, 1.0), "ben": (0.6, 1.0), "carla": (0.35, 1.0), "dora": (0.5, 0.6), "emil": (0.2, 0.5)}
+"""User -> the utilisation while a job works, and the part of each job in which it works, from its start."""
+
+UNSEEN = (BEGAN + 3 * DAY, BEGAN + 4 * DAY)
+
+
+class PlayedJob:
+    """A job of a user on one GPU: it works for a part of its time, and the GPU then shows its load and nothing else."""
+
+    def __init__(self, pid: int, user: str, since: float, length: float) -> None:
+        load, works = LOADS[user]
+        self.user = user
+        self.end = since + length
+        self.rests = since + works * length
+        self.load = load
+        self.entry = entry(pid, round(since, 3), f"GPU-{user}")
+
+    def sight(self, now: float) -> api.Sight:
+        if now >= self.rests:
+            return sight(0, absent=True)
+        swing = 0.1 * math.sin(now / 1000)
+        return sight(round(100 * self.load * (1 + swing)))
+
+    def lines(self) -> list[bytes]:
+        """What the history tells of it."""
+        since = self.entry.since
+        said = {"v": 1, "claim": [self.entry.pid, since], "user": self.user, "gpus": list(self.entry.gpus)}
+        return [json.dumps(said).encode() + b"\n", api.end_line(self.entry.pid, since, self.end, self.end)]
+
+
+def test_five_users_two_of_whom_hold_without_use(history: Path) -> None:
+    """USED is within two points, IDLE within a look for each claim, and a day without looks is told as that."""
+    random = Random(1)
+    jobs: dict[str, PlayedJob] = {}
+    ended: list[PlayedJob] = []
+    told: list[bytes] = []
+    with api.history.HistoryDir() as directory:
+        looks = api.Looks(directory)
+    for minute in range(7 * 24 * 60):
+        now = BEGAN + minute * MINUTE + random.uniform(0, 2)
+        for user in LOADS:
+            if user in jobs and jobs[user].end <= now:
+                ended.append(jobs.pop(user))
+                told += ended[-1].lines()
+            if user not in jobs:
+                length = random.lognormvariate(0, 0.7) * 5 * HOUR
+                jobs[user] = PlayedJob(minute * 10 + len(jobs) + 1, user, now - random.uniform(0, 60), length)
+        if UNSEEN[0] <= now < UNSEEN[1]:
+            continue
+        looks.add([(job.entry, f"GPU-{user}", job.sight(now)) for user, job in jobs.items()], now)
+        gone = looks.ended(job.entry for job in jobs.values())
+        due = looks.due()
+        told += [api.line_of(claim) for claim in (*gone, *due)]
+        looks.note_told(due)
+    claims = api.merged(filter(None, map(api.status_history._line, told)))
+    assert len(claims) == len(ended)
+    use = {one.key: one for one in api.gpu_hours_by(claims, "user", BEGAN, BEGAN + 7 * DAY)}
+    for user, (load, _) in LOADS.items():
+        own = [job for job in ended if job.user == user]
+        seen = use[user].use
+        held = sum(job.end - job.entry.since for job in own)
+        unseen = sum(max(0.0, min(job.end, UNSEEN[1]) - max(job.entry.since, UNSEEN[0])) for job in own)
+        idle = sum(job.end - job.rests for job in own)
+        idle_unseen = sum(max(0.0, min(job.end, UNSEEN[1]) - max(job.rests, UNSEEN[0])) for job in own)
+        assert use[user].most * HOUR - seen.looked == pytest.approx(unseen, abs=2 * MINUTE * len(own))
+        assert seen.idle == pytest.approx(idle - idle_unseen, abs=MINUTE * len(own))
+        worked = (held - idle - unseen + idle_unseen) / (held - unseen)
+        assert seen.utilization == pytest.approx(100 * load * worked, abs=2)

@@ -15,7 +15,7 @@ from ..host import procfs
 from ..host.awaiting import Tell, tell_by
 from ..host.foreign_files import printable_lines
 from ..host.procfs import process_global
-from ..runtimes.visible_devices import render_cuda
+from ..runtimes.cuda_variables import render_cuda
 from ..schedulers.job import JobContext, count, current, end_can_be_asked
 from ..selection.request import Conditions, Selection, parse_request
 from ..settings import variables as settings

@@ -374,11 +374,13 @@ class Attempt:
         view = self._view
         if view.share is not None:
             rooms = {gpu.uuid: view.others.room_of(gpu) for gpu in view.usable if gpu.uuid in view.others.shared}
-            return choose_shares(free, request, rooms, near=view.near_nodes, last=last)
+            return choose_shares(free, request, rooms, near_nodes=view.near_nodes, last=last)
         groups = None
         if request.together:
             groups = request.groups
-        return choose(free, request.nb_gpus, near=view.near_nodes, last=last, groups=groups, prefer=request.preferred)
+        return choose(
+            free, request.nb_gpus, near_nodes=view.near_nodes, last=last, groups=groups, prefer=request.preferred
+        )
 
     def _limit_of(self, request: Selection) -> LimitReached | None:
         """Return the limit of this user, if it does not allow what a request asks for."""

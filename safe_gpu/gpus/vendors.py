@@ -1,7 +1,7 @@
 """The vendors of GPUs: a row for each, with what differs between them.
 
-A vendor is also a driver in ``drivers``, a library in ``runtimes``, and the grammar of its variables in
-``runtimes.visible_devices``, which is chosen by ``library``.
+A vendor is also a driver in ``drivers``, a library in ``runtimes``, and the grammar of its variables there, which
+``runtimes.visible_devices`` chooses by ``library``.
 """
 
 import re

@@ -241,7 +241,7 @@ def choose(
     verdicts: Iterable[GpuVerdict],
     nb_gpus: int,
     *,
-    near: frozenset[int] | None = None,
+    near_nodes: frozenset[int] | None = None,
     last: Collection[str] = (),
     groups: Callable[[Sequence[Gpu]], list[list[Gpu]]] | None = None,
     prefer: Iterable[re.Pattern[str]] = (),
@@ -250,13 +250,13 @@ def choose(
 
     The criteria, most important first: few GPUs that are to be taken ``last``; whole GPUs rather than a MIG instance;
     few GPUs with an active display or a graphics process; few NUMA nodes; many NVLink connections among the chosen
-    GPUs; many GPUs on the ``near`` nodes; nodes with few free GPUs, so that larger requests still find room on the
+    GPUs; many GPUs on the ``near_nodes``; nodes with few free GPUs, so that larger requests still find room on the
     other nodes; low indices. GPUs whose NUMA node is unknown count as one more node.
 
     Args:
         verdicts: of :func:`~safe_gpu.selection.verdicts.judge`; only the free ones count.
         nb_gpus: how many.
-        near: NUMA nodes of the CPUs that this process may use; None: no preference.
+        near_nodes: NUMA nodes of the CPUs that this process may use; None: no preference.
         last: UUIDs of the devices that are taken only if the others are too few.
         groups: divides the devices into sets, of one of which all must be.
         prefer: what the names of models match, as from :func:`~safe_gpu.settings.values.model_pattern`.
@@ -269,17 +269,17 @@ def choose(
         return None
     for pattern in prefer:
         of_model = [gpu for gpu in free if gpu.uuid not in last and pattern.match(gpu.name)]
-        chosen = _best_set(of_model, nb_gpus, near=near, groups=groups)
+        chosen = _best_set(of_model, nb_gpus, near_nodes=near_nodes, groups=groups)
         if chosen is not None:
             return chosen
-    return _best_set(free, nb_gpus, near=near, last=last, groups=groups)
+    return _best_set(free, nb_gpus, near_nodes=near_nodes, last=last, groups=groups)
 
 
 def _best_set(
     free: Collection[Gpu],
     nb_gpus: int,
     *,
-    near: frozenset[int] | None,
+    near_nodes: frozenset[int] | None,
     last: Collection[str] = (),
     groups: Callable[[Sequence[Gpu]], list[list[Gpu]]] | None,
 ) -> tuple[Gpu, ...] | None:
@@ -293,7 +293,7 @@ def _best_set(
     parts = [pool]
     if groups is not None and nb_gpus > 1:  # one GPU is near itself
         parts = groups(pool)
-    choice = _Choice(pool, nb_gpus, near=near or frozenset(), last=last, beside=together or free)
+    choice = _Choice(pool, nb_gpus, near_nodes=near_nodes or frozenset(), last=last, beside=together or free)
     sets: list[tuple[Gpu, ...]] = []
     for part in parts:
         sets += choice.sets(part)
@@ -356,16 +356,22 @@ class _Choice:
 
     Args:
         pool: the GPUs to choose from, in index order.
-        near: NUMA nodes to prefer.
+        near_nodes: NUMA nodes to prefer.
         last: UUIDs of the GPUs to take last.
         beside: the GPUs that larger requests could have.
     """
 
     def __init__(
-        self, pool: Sequence[Gpu], nb_gpus: int, *, near: frozenset[int], last: Collection[str], beside: Collection[Gpu]
+        self,
+        pool: Sequence[Gpu],
+        nb_gpus: int,
+        *,
+        near_nodes: frozenset[int],
+        last: Collection[str],
+        beside: Collection[Gpu],
     ) -> None:
         self._nb_gpus = nb_gpus
-        self._near = near
+        self._near_nodes = near_nodes
         self._last = {gpu.uuid for gpu in pool if gpu.uuid in last}
         self._instances = {gpu.uuid for gpu in pool if gpu.is_mig_instance}
         self._drawing = {gpu.uuid for gpu in pool if gpu.draws}
@@ -386,7 +392,7 @@ class _Choice:
             drawing=len(uuids & self._drawing),
             nodes=len(nodes),
             links=-sum(len(uuids & self._links[uuid]) for uuid in uuids),
-            near=-sum(gpu.numa_node in self._near for gpu in gpus),
+            near=-sum(gpu.numa_node in self._near_nodes for gpu in gpus),
             beside=beside,
             positions=[_position(gpu) for gpu in gpus],
         )
@@ -470,7 +476,7 @@ def choose_shares(
     request: Selection,
     rooms: Mapping[str, int],
     *,
-    near: frozenset[int] | None = None,
+    near_nodes: frozenset[int] | None = None,
     last: Collection[str] = (),
 ) -> tuple[Gpu, ...] | None:
     """Return the GPUs for a share: as many that are shared already as can be, those with the least room first; then as
@@ -482,7 +488,7 @@ def choose_shares(
     free = [verdict.gpu for verdict in verdicts if verdict.free]
     best: _Shares | None = None
     for group in request.groups(free):
-        found = _shares_of(group, request, rooms, near=near, last=last)
+        found = _shares_of(group, request, rooms, near_nodes=near_nodes, last=last)
         if found is None:
             continue
         if best is None or (found.shared, -found.room) > (best.shared, -best.room):
@@ -497,7 +503,7 @@ def _shares_of(
     request: Selection,
     rooms: Mapping[str, int],
     *,
-    near: frozenset[int] | None,
+    near_nodes: frozenset[int] | None,
     last: Collection[str],
 ) -> _Shares | None:
     """Return the GPUs for a share among those of one group; None if they are too few."""
@@ -509,7 +515,7 @@ def _shares_of(
     if missing == 0:
         return _Shares(tuple(sorted(chosen, key=_position)), len(chosen), room)
     others = [GpuVerdict(gpu, "free") for gpu in group if gpu not in chosen]
-    rest = choose(others, missing, near=near, last=last, prefer=request.preferred)
+    rest = choose(others, missing, near_nodes=near_nodes, last=last, prefer=request.preferred)
     if rest is None:
         return None
     return _Shares(tuple(sorted([*chosen, *rest], key=_position)), len(chosen), room)

@@ -34,7 +34,7 @@ def with_mig() -> api.HostSnapshot:
 
 
 def parsed(value: str, snapshot: api.HostSnapshot, device_order: str | None = None) -> api.VisibleLimit:
-    visible_limit = api.visible_devices.parse_cuda(value, snapshot, device_order=device_order)
+    visible_limit = api.parse_cuda(value, snapshot, device_order=device_order)
     assert visible_limit is not None
     return visible_limit
 
@@ -117,7 +117,7 @@ def test_numbers_on_mixed_gpus() -> None:
     ):
         visible_limit = parsed(value, mixed(), order)
         assert (visible_limit.ambiguous, bool(visible_limit.doubt)) == (ambiguous, ambiguous)
-    assert api.visible_devices.parse_cuda(None, mixed()) is None
+    assert api.parse_cuda(None, mixed()) is None
 
 
 def test_mig_by_uuid() -> None:

@@ -242,7 +242,7 @@ def test_a_set_is_dated_by_the_earliest_of_its_groups(
 def pick(
     gpus: Sequence[api.Gpu], count: int, near: frozenset[int] | None = None, last: Collection[str] = ()
 ) -> list[str] | None:
-    chosen = api.choose([api.GpuVerdict(device, "free") for device in gpus], count, near=near, last=last)
+    chosen = api.choose([api.GpuVerdict(device, "free") for device in gpus], count, near_nodes=near, last=last)
     return None if chosen is None else [device.label for device in chosen]
 
 

@@ -145,7 +145,7 @@ def test_a_single_gpu_with_a_display_is_shared() -> None:
 
 
 def test_the_fence() -> None:
-    verdicts = api.judge(host(), ANY, api.Known(visible_limit=api.visible_devices.parse_cuda("2,5", host())))
+    verdicts = api.judge(host(), ANY, api.Known(visible_limit=api.parse_cuda("2,5", host())))
     assert [verdict.gpu.index for verdict in verdicts if verdict.free] == [2, 5]
     assert "CUDA_VISIBLE_DEVICES=2,5" in verdicts[0].reason
     claimed = {gpu(index).uuid: api.Holder(1) for index in range(3, 8)}
@@ -154,9 +154,7 @@ def test_the_fence() -> None:
         api.check_possible(host(), api.Selection(2), limit, claimed=lambda: claimed)
     assert api.fence_hint(api.judge(host(), ANY, api.Known(claimed)), limit).endswith("1 of 8 GPUs; 2 others are free")
     verdicts = api.judge(host(2), ANY)
-    assert (
-        api.fence_hint(verdicts, None) == api.fence_hint(verdicts, api.visible_devices.parse_cuda("1,0", host(2))) == ""
-    )
+    assert api.fence_hint(verdicts, None) == api.fence_hint(verdicts, api.parse_cuda("1,0", host(2))) == ""
 
 
 SHARE = api.parse_request(share="20GiB")
@@ -204,7 +202,7 @@ def test_what_this_host_can_never_do(
     snapshot: api.HostSnapshot, request_: api.Selection, visible: str | None, words: list[str]
 ) -> None:
     with pytest.raises(api.UnsatisfiableRequestError) as caught:
-        api.check_possible(snapshot, request_.resolved(snapshot), api.visible_devices.parse_cuda(visible, snapshot))
+        api.check_possible(snapshot, request_.resolved(snapshot), api.parse_cuda(visible, snapshot))
     for word in words:
         assert word in str(caught.value)
     assert caught.value.value is not None
@@ -221,7 +219,7 @@ def test_a_variable_that_is_no_list() -> None:
     ):
         snapshot = api.HostSnapshot(tuple(gpu(index, uuid=f"GPU-00000{index}") for index in range(8)))
         with pytest.raises(api.UnsatisfiableRequestError) as caught:
-            api.check_possible(snapshot, api.Selection(3), api.visible_devices.parse_cuda(value, snapshot))
+            api.check_possible(snapshot, api.Selection(3), api.parse_cuda(value, snapshot))
         said = (
             f"(CUDA reads {value!r} as {seen}: name GPUs of this host by index or UUID, each once, with commas between)"
         )
@@ -244,9 +242,7 @@ def test_candidates() -> None:
     snapshot = host(4, _1=gpu(1, lost=True), _2=gpu(2, processes=(process(),)))
     assert [device.index for device in api.candidates(snapshot, ANY)] == [0, 2, 3]
     assert [device.index for device in api.candidates(snapshot, api.parse_request(exclude=("0",)))] == [2, 3]
-    assert [
-        device.index for device in api.candidates(snapshot, ANY, api.visible_devices.parse_cuda("0", snapshot))
-    ] == [0]
+    assert [device.index for device in api.candidates(snapshot, ANY, api.parse_cuda("0", snapshot))] == [0]
     assert [device.label for device in api.candidates(mig_host(), api.Selection(1))] == ["0:0", "0:1", "0:2", "1"]
     assert [device.label for device in api.candidates(mig_host(), api.Selection(2))] == ["1"]
     request = api.parse_request(1, min_memory=GIB)

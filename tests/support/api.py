@@ -180,18 +180,13 @@ from safe_gpu.host.signals import DeferredSignals, unwind_on_signals
 from safe_gpu.runtimes import causes, cuda, loading, placeholders, visible_devices
 from safe_gpu.runtimes.calls import CudaCallError
 from safe_gpu.runtimes.cuda import CUDA, CudaPlaceholder, same_device
+from safe_gpu.runtimes.cuda_variables import parse_cuda, render_cuda
 from safe_gpu.runtimes.hip import HIP
+from safe_gpu.runtimes.level_zero_variables import read_level_zero
 from safe_gpu.runtimes.library import Runtime
 from safe_gpu.runtimes.placeholders import NoPlaceholder
-from safe_gpu.runtimes.visible_devices import (
-    hide_all,
-    parse_cuda,
-    read_level_zero,
-    read_rocm,
-    render_cuda,
-    render_visible,
-    stale_indices,
-)
+from safe_gpu.runtimes.rocm_variables import read_rocm
+from safe_gpu.runtimes.visible_devices import hide_all, render_visible, stale_indices
 from safe_gpu.schedulers import gpu_count
 from safe_gpu.schedulers.gpu_count import (
     QstatError,

@@ -7,7 +7,7 @@ are read under ``SAFE_GPU_FSROOT``; processes always in ``/proc``.
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 from ..gpus.devices import Gpu, GpuProcess, HostSnapshot, bus_order
 from ..gpus.vendors import FIRST, VENDORS, Vendor
@@ -114,6 +114,24 @@ class Driver:
     def close(self) -> None:
         """End the session; safe to call twice."""
         return
+
+
+class ProcessList(NamedTuple):
+    """What a driver lists of a device.
+
+    Attributes:
+        processes: those on it; None if the driver does not list them.
+        error: why it does not, a clause; else "".
+        supported: False if it never can.
+    """
+
+    processes: tuple[GpuProcess, ...] | None
+    error: str = ""
+    supported: bool = True
+
+    def put_on(self, gpu: Gpu) -> Gpu:
+        """Return the record of the device with this list."""
+        return gpu._replace(processes=self.processes, process_error=self.error, processes_supported=self.supported)
 
 
 def own_namespace_pids(

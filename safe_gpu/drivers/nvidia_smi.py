@@ -25,7 +25,17 @@ from ..gpus.vendors import BARE_UUID, product_name
 from ..host.foreign_files import printable
 from ..host.programs import TooLate, TooMuch, find_program, output_of
 from ..runtimes.cuda import CUDA
-from .base import Driver, Placed, illness_of, in_bus_order, is_wsl, memory_is_node, numa_node, own_namespace_pids
+from .base import (
+    Driver,
+    Placed,
+    ProcessList,
+    illness_of,
+    in_bus_order,
+    is_wsl,
+    memory_is_node,
+    numa_node,
+    own_namespace_pids,
+)
 
 _MOST_OUTPUT = 16 << 20
 
@@ -153,21 +163,9 @@ def _placed(shown: Sequence[_Section], complaints: str) -> list[Placed[_Section]
     return [Placed(place.bus_id, place.number, section) for place, section in sorted(found.items())]
 
 
-class _ProcessList(NamedTuple):
-    """What a list of processes says, or why there is none; the fields of a Gpu."""
-
-    processes: tuple[GpuProcess, ...] | None
-    error: str = ""
-    supported: bool = True
-
-    def put_on(self, gpu: Gpu) -> Gpu:
-        """Return the record of the device with this list."""
-        return gpu._replace(processes=self.processes, process_error=self.error, processes_supported=self.supported)
-
-
-def _read_processes(text: str | None) -> _ProcessList:
+def _read_processes(text: str | None) -> ProcessList:
     if text is None:
-        return _ProcessList(None, "nvidia-smi does not list its processes")
+        return ProcessList(None, "nvidia-smi does not list its processes")
     entries = list(_elements(text, "process_info"))
     if not entries and text.strip() not in ("", "None"):
         return _not_listed(text.strip())
@@ -186,14 +184,14 @@ def _read_processes(text: str | None) -> _ProcessList:
             name=_value(_plain(name or "")),
         )
         rows.setdefault((process.pid, process.kind), process)
-    return _ProcessList(own_namespace_pids(rows.values()))
+    return ProcessList(own_namespace_pids(rows.values()))
 
 
-def _not_listed(complaint: str) -> _ProcessList:
+def _not_listed(complaint: str) -> ProcessList:
     """Return a list that nvidia-smi does not show, with what it says instead."""
     complaint = printable(complaint[:_LONGEST_TEXT])
     supported = _NEVER.search(complaint) is None
-    return _ProcessList(None, f"nvidia-smi does not list its processes: {complaint}", supported)
+    return ProcessList(None, f"nvidia-smi does not list its processes: {complaint}", supported)
 
 
 def _read_illness(said: str) -> str:

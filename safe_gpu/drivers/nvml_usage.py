@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ..gpus.devices import Gpu, GpuProcess, ProcessKind
 from ..host import procfs
-from .base import is_wsl, own_namespace_pids
+from .base import ProcessList, is_wsl, own_namespace_pids
 from .nvml_calls import ABSENT, GPU_LOST, Fault
 from .nvml_device import NvmlDevice
 
@@ -19,18 +19,6 @@ _IDLE_MEMORY = 16 << 20
 _HIDDEN = 2**64 - 1  # bytes
 
 _NO_INSTANCE = 2**32 - 1
-
-
-class _ProcessList(NamedTuple):
-    """What lists of processes say, or why there are none; the fields of a Gpu."""
-
-    processes: tuple[GpuProcess, ...] | None
-    error: str = ""
-    supported: bool = True
-
-    def put_on(self, gpu: Gpu) -> Gpu:
-        """Return the record of the device with this list."""
-        return gpu._replace(processes=self.processes, process_error=self.error, processes_supported=self.supported)
 
 
 class _Row(NamedTuple):
@@ -96,7 +84,7 @@ def _shares_memory(device: NvmlDevice) -> bool:
     return is_wsl() or any(node is not None for node in nodes)
 
 
-def _processes(device: NvmlDevice, kinds: Sequence[str]) -> _ProcessList:
+def _processes(device: NvmlDevice, kinds: Sequence[str]) -> ProcessList:
     """Return what these lists say."""
     rows: list[_Row] = []
     mute: Fault | None = None
@@ -115,10 +103,10 @@ def _processes(device: NvmlDevice, kinds: Sequence[str]) -> _ProcessList:
                 mute = None
     if mute is not None:
         what = f"the driver does not list its processes: {mute}"
-        return _ProcessList(None, what, supported=mute.code not in ABSENT)
+        return ProcessList(None, what, supported=mute.code not in ABSENT)
     if not rows:
-        return _ProcessList(())
-    return _ProcessList(own_namespace_pids([_process(device, row) for row in rows]))
+        return ProcessList(())
+    return ProcessList(own_namespace_pids([_process(device, row) for row in rows]))
 
 
 def _process(device: NvmlDevice, row: _Row) -> GpuProcess:

@@ -600,7 +600,7 @@ def test_five_users_two_of_whom_hold_without_use(history: Path) -> None:
         due = looks.due()
         told += [api.line_of(claim) for claim in (*gone, *due)]
         looks.note_told(due)
-    claims = api.merged(filter(None, map(api.status_history._line, told)))
+    claims = api.merged(filter(None, map(api.status_history.parse_line, told)))
     assert len(claims) == len(ended)
     use = {one.key: one for one in api.gpu_hours_by(claims, "user", BEGAN, BEGAN + 7 * DAY)}
     for user, (load, _) in LOADS.items():

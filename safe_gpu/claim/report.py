@@ -454,6 +454,8 @@ def _short_who(verdict: GpuVerdict, now: float) -> str:
     who = verdict.user or closed or "unknown"
     if verdict.holder is not None and verdict.holder.sharers:
         who = "shared"
+    elif verdict.holder is not None and verdict.holder.stopped:
+        return f"{who} stopped"
     if verdict.is_idle(now):
         who += " idle"
     return who
@@ -509,7 +511,10 @@ def _who(verdict: GpuVerdict, now: float) -> str:
     job = ""
     if holder.job:
         job = f"job {holder.job}"
-    text = f"{holder.user or 'unknown user'}{in_brackets(pid, job)}"
+    stopped = ""
+    if holder.stopped:
+        stopped = "stopped"
+    text = f"{holder.user or 'unknown user'}{in_brackets(pid, job, stopped)}"
     if holder.since:
         text += f" for {format_age(now - holder.since)}"
     return text

@@ -68,15 +68,19 @@ class Claims:
         Args:
             inside: hash of the token of the enclosing claim of that one; "" of a claim inside none.
         """
-        if uuid not in self._in_the_way:
-            self._in_the_way[uuid] = self._find_in_the_way(uuid)
         enclosing = self._may_enclose.get((inside, os.geteuid()))
         found = []
-        for one in self._in_the_way[uuid]:
+        for one in self.on(uuid):
             is_inside_another = one.inside != inside and self.is_inside(one)
             if one is not enclosing and not is_inside_another:
                 found.append(one)
         return found
+
+    def on(self, uuid: str) -> list[Entry]:
+        """Return all claims that have a device, its GPU or pieces that are in its way, also those inside others."""
+        if uuid not in self._in_the_way:
+            self._in_the_way[uuid] = self._find_in_the_way(uuid)
+        return self._in_the_way[uuid]
 
     def _find_in_the_way(self, uuid: str) -> list[Entry]:
         gpu = self._shown.get(uuid)
@@ -122,8 +126,8 @@ class Claims:
 
     def holders(self, inside: str = "") -> dict[str, Holder]:
         """Return UUID -> who holds it, for people, of the devices that the driver shows, as seen by a claim inside
-        none, or inside the one with this hash of a token; as of :func:`holder_of`."""
-        return self._holders(inside, holder_of)
+        none, or inside the one with this hash of a token; as of :func:`holder_of`, and whether they are stopped."""
+        return self._holders(inside, _holder_and_whether_stopped)
 
     def holders_as_said(self, inside: str = "") -> dict[str, Holder]:
         """Return the same as of :func:`said_by`. Nobody is asked, so it may be called under host.lock."""
@@ -174,15 +178,16 @@ def said_by(entry: Entry) -> Holder:
     return holder
 
 
-def surviving_processes_of(entries: Collection[Entry]) -> dict[str, int]:
-    """Return name of an entry -> a process that has its file open and locked, as far as this user may see.
+def keepers_of(entries: Collection[Entry]) -> dict[str, list[int]]:
+    """Return name of an entry -> the processes that have its file open and locked, as far as this user may see: the one
+    that made it, and those that this has forked.
 
     A file may have several names, and any file may have that of an entry, so device and inode are compared. Only
     processes of the owners are looked at, and some thousand descriptors of each owner.
     """
     names = {entry.file: entry.name for entry in entries}
     left = dict.fromkeys((entry.uid for entry in entries), _MOST_DESCRIPTORS)
-    found: dict[str, int] = {}
+    found: dict[str, list[int]] = {}
     for pid in procfs.pids():
         uid = procfs.uid_of(pid)
         if uid not in left or os.geteuid() not in (0, uid):
@@ -191,7 +196,9 @@ def surviving_processes_of(entries: Collection[Entry]) -> dict[str, int]:
             left[uid] -= 1
             file = _locked_entry(pid, number)
             if file in names:
-                found.setdefault(names[file], pid)
+                keepers = found.setdefault(names[file], [])
+                if pid not in keepers[-1:]:
+                    keepers.append(pid)
     return found
 
 
@@ -212,7 +219,10 @@ def surviving_process_of(entry: Entry) -> int | None:
     may not see it."""
     if os.geteuid() not in (0, entry.uid):
         return None
-    return surviving_processes_of([entry]).get(entry.name)
+    keepers = keepers_of([entry]).get(entry.name)
+    if keepers is None:
+        return None
+    return keepers[0]
 
 
 def holder_of(entry: Entry, surviving: Callable[[Entry], int | None] = surviving_process_of) -> Holder:
@@ -232,6 +242,14 @@ def holder_of(entry: Entry, surviving: Callable[[Entry], int | None] = surviving
     if is_hidden or lives_here(entry):
         return said._replace(command=command_of(entry.pid, said.command))
     return said._replace(pid=surviving(entry), start=None, left_by=entry.pid)
+
+
+def _holder_and_whether_stopped(entry: Entry) -> Holder:
+    """Return who holds an entry, for people, and whether that process is stopped."""
+    holder = holder_of(entry)
+    if holder.pid is None or holder.namespace:
+        return holder
+    return holder._replace(stopped=procfs.is_stopped(holder.pid))
 
 
 def has_ended(entry: Entry) -> bool:

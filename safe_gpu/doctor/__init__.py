@@ -34,6 +34,7 @@ CHECKS: dict[str, Callable[[CheckedHost], Check]] = {
     "policy file": environment.policy,
     "visible processes": state.process_namespace,
     "state directories of claims": state.elsewhere,
+    "processes beside claims": state.beside,
     "modes of claimed GPUs": state.modes,
     "SAFE_GPU variables": environment.variables,
     "CUDA_VISIBLE_DEVICES": environment.visible_devices,
@@ -42,7 +43,15 @@ CHECKS: dict[str, Callable[[CheckedHost], Check]] = {
 """Name -> function of every check, in the order of the report."""
 
 _NEED_A_DRIVER = frozenset(
-    {"CUDA", "access to GPUs", "health of GPUs", "process lists", "ended processes", "CUDA_VISIBLE_DEVICES"}
+    {
+        "CUDA",
+        "access to GPUs",
+        "health of GPUs",
+        "process lists",
+        "ended processes",
+        "processes beside claims",
+        "CUDA_VISIBLE_DEVICES",
+    }
 )
 
 # The error -> the check that finds its cause. Other checks that fail by it do not tell it again.

@@ -32,6 +32,8 @@ from ..errors import StateDirError
 from ..gpus.devices import Gpu, GpuProcess
 from ..host import procfs
 from ..host.signals import DeferredSignals
+from ..status.beside import Bystanders
+from ..status.processes import ProcessTable
 from ..wording.text import plural
 from .check import Check, CheckedHost, failed, labels, passed, skipped, warning
 
@@ -305,6 +307,21 @@ def elsewhere(host: CheckedHost) -> Check:
     what = f"{labels(held)}: claimed in another state directory, whose queue does not meet this one"
     fix = "set state_dir in /etc/safe-gpu/config.ini, and no other SAFE_GPU_DIR, in all sessions of this host"
     return warning(what, fix)
+
+
+def beside(host: CheckedHost) -> Check:
+    """Check that claimed GPUs are used by their claims alone, as far as can be seen."""
+    snapshot = host.snapshot
+    claims, beyond = claims_now(snapshot.gpus, snapshot.name_prefix, living_claims)
+    names = {gpu.uuid: gpu.label for gpu in snapshot.gpus}
+    bystanders = Bystanders(claims, beyond, names, ProcessTable(claims.living))
+    texts = []
+    for gpu in snapshot.gpus:
+        texts += [f"{labels([gpu])}: {one.text}" for one in bystanders.beside(gpu, snapshot)]
+    if not texts:
+        return passed("no process without a claim is seen on a claimed GPU")
+    fix = "ask the users of these processes to end them, and to start them with safe-gpu run"
+    return warning("; ".join(texts[:_MOST_TOLD]), fix)
 
 
 def modes(host: CheckedHost) -> Check:

@@ -54,6 +54,7 @@ class _Task(NamedTuple):
 
     state: bytes
     parent: int | None
+    session: int | None
     flags: int
     threads: int | None
     start: int | None
@@ -92,6 +93,7 @@ def _task(task: int | str) -> _Task | None:
     return _Task(
         state=numbered[3],
         parent=_number(numbered, 4),
+        session=_number(numbered, 6),
         flags=_number(numbered, 9) or 0,
         threads=_number(numbered, 20),
         start=_number(numbered, 22),
@@ -423,6 +425,34 @@ def ancestors(pid: int) -> list[int]:
         found.append(parent)
         parent = parent_of(parent)
     return found
+
+
+def may_descend_from(pid: int, ancestor: int) -> bool:
+    """Return whether a process may have been started by another one, or by one that this has started.
+
+    Its parents tell that while they live. The child of one that has ended has another parent, outside its session
+    (setsid(2)) or the first process of the PID namespace: then it may have come of any older one of the session. One
+    that has made a session of its own after that (a daemon) is not known any more.
+    """
+    family = [pid, *ancestors(pid)]
+    if ancestor in family:
+        return True
+    elder = _task(ancestor)
+    if elder is None or elder.session is None:
+        return False
+    others = {ancestor, *ancestors(ancestor)}
+    oldest = pid  # that is no ancestor of both
+    for one in family:
+        if one in others:
+            break
+        oldest = one
+    orphan = _task(oldest)
+    if orphan is None or orphan.session != elder.session or oldest == orphan.session:
+        return False
+    parent = _task(orphan.parent or 0)
+    if parent is not None and parent.session == elder.session and orphan.parent != 1:
+        return False
+    return orphan.start is not None and elder.start is not None and orphan.start >= elder.start
 
 
 def descendants(pid: int) -> list[int]:

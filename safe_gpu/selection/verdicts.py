@@ -214,10 +214,14 @@ def _name_process(process: GpuProcess, describe: Describe) -> tuple[str | None, 
         command = "a number of another PID namespace"
     else:
         user, command = describe(process.pid) or (None, None)
-    amount = "an unknown amount of memory"
-    if process.memory_used is not None:
-        amount = format_bytes(process.memory_used)
-    return user, f"process {process.pid}{in_brackets(user, command or process.name)} uses {amount}"
+    return user, f"process {process.pid}{in_brackets(user, command or process.name)} uses {memory_text(process)}"
+
+
+def memory_text(process: GpuProcess) -> str:
+    """Return how much memory a process uses, for people."""
+    if process.memory_used is None:
+        return "an unknown amount of memory"
+    return format_bytes(process.memory_used)
 
 
 def why_memory_unexplained(gpu: Gpu, rules: Rules) -> str:
@@ -296,6 +300,9 @@ def presence(before: Gpu, now: Gpu, own: Collection[int]) -> str:
         return HIDDEN
     return NOT_YET
 
+
+STOPPED = "stopped (a suspended job?)"
+"""What is said of a claim whose process is stopped."""
 
 UNWATCHABLE = (
     "the driver cannot list processes, so it is unknown whether the GPU is free; update the NVIDIA driver, try "
@@ -556,7 +563,7 @@ def why_outside(gpu: Gpu, request: Selection, visible_limit: VisibleLimit | None
 def _claimed_by(holder: Holder) -> str:
     """Return who holds a device, for people."""
     if holder.sharers:
-        return f"shared by {plural(len(holder.sharers), 'claim')}"
+        return f"shared by {plural(len(holder.sharers), 'claim')}{_stopped(holder)}"
     if holder.full:
         return holder.full
     if holder.elsewhere:
@@ -577,7 +584,13 @@ def _claimed_by(holder: Holder) -> str:
         text += time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(holder.since))
     if holder.held_as is not None:
         text += f", {holder.held_as.text}"
-    return text
+    return text + _stopped(holder)
+
+
+def _stopped(holder: Holder) -> str:
+    if not any(one.stopped for one in holder.each):
+        return ""
+    return f"; {STOPPED}"
 
 
 def fence_hint(unlimited: Sequence[GpuVerdict], visible_limit: VisibleLimit | None) -> str:

@@ -12,7 +12,7 @@ from ..gpus.windows import Window
 from ..host.foreign_files import printable
 from ..host.programs import program_names
 from ..wording.text import short_age
-from .facts import FREE, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
+from .facts import FREE, BesideStatus, GpuStatus, HostStatus, ProcessStatus, WaiterStatus
 
 Document = Mapping[str, Any]
 
@@ -154,6 +154,7 @@ def _gpu(one: Document) -> GpuStatus:
         gpu=_record(Gpu, one, index=one["label"], processes=()),
         claim=_claim_of(one),
         processes=tuple(_record(ProcessStatus, each) for each in one["processes"]),
+        beside=tuple(_record(BesideStatus, each) for each in one.get("beside", ())),  # an older version tells none
         reason=reason,
         fault=reason,
         drained=one["state_shown"] == "drained",

@@ -34,6 +34,20 @@ class ProcessStatus:
 
 
 @dataclass(frozen=True)
+class BesideStatus:
+    """A process that uses a GPU beside the claims of it, or whose own claim holds other GPUs.
+
+    ``user`` is None in a container, where it is not known who has started it. ``text`` is a clause that tells all.
+    """
+
+    pid: int
+    user: str | None
+    command: str | None
+    memory_used: int | None
+    text: str
+
+
+@dataclass(frozen=True)
 class GpuStatus:
     """One device. ``state`` and ``reason`` are as in :class:`~safe_gpu.gpus.devices.GpuVerdict`.
 
@@ -49,6 +63,8 @@ class GpuStatus:
             is claimed and drained; else "".
         drained: whether an administrator has closed it to new claims.
         sights: what this look sees of each of ``claims``, in their order.
+        beside: the processes that use it beside its claims, and those whose claim holds other GPUs, that with the most
+            memory first.
         prefix: "amd:" or "nvidia:" on a host with GPUs of both, where an index alone is ambiguous; else "".
     """
 
@@ -66,6 +82,7 @@ class GpuStatus:
     drained: bool = False
     sights: tuple[Sight, ...] = ()
     prefix: str = ""
+    beside: tuple[BesideStatus, ...] = ()
 
     @property
     def label(self) -> str:
@@ -334,6 +351,7 @@ def _gpu_dict(one: GpuStatus, now: float) -> dict[str, Any]:
         "share_free": one.share_free,
         "pieces": [_claim_dict(each) for each in one.pieces],
         "processes": [asdict(process) for process in one.processes],
+        "beside": [asdict(process) for process in one.beside],
     }
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, cached_property, partial
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from ..coordination.entries import living_entries
 from ..coordination.entry import Entry
 from ..coordination.faults import read_faults
 from ..coordination.history import HistoryDir, append, is_in_history, lines_of_dead, mark_seen
-from ..coordination.holders import Claims, claims_now, enclosing_claim, holder_of, lives_here, surviving_processes_of
+from ..coordination.holders import Claims, claims_now, enclosing_claim
 from ..coordination.looks import Looks, Sight, adds_looks, line_of
 from ..coordination.queue import TicketRequest, waiting_tickets
 from ..coordination.silicon import share_of
@@ -49,6 +49,7 @@ from ..runtimes.visible_devices import stale_indices
 from ..selection.request import Selection
 from ..selection.sharing import promised, used_by_sharers
 from ..selection.verdicts import (
+    STOPPED,
     Known,
     Rules,
     judge,
@@ -61,8 +62,9 @@ from ..selection.verdicts import (
 from ..settings import config as policy
 from ..settings.config import Limits
 from ..settings.variables import existing_policy
-from ..wording.text import left_behind
+from .beside import Bystanders
 from .facts import GpuStatus, HostStatus, ProcessStatus, WaiterStatus
+from .processes import ProcessTable, place
 from .starts import AtLimit, Moments, at_limits, expected_starts
 
 
@@ -201,86 +203,6 @@ class HostFacts:
         return None
 
 
-class ProcessTable:
-    """What /proc says of processes. Each is read once, however many entries there are.
-
-    Args:
-        entries: of which processes are looked for.
-    """
-
-    def __init__(self, entries: Iterable[Entry]) -> None:
-        self._entries = list(entries)
-        self.stopped: dict[int | bytes, bool] = {}
-        self.describe = cache(procfs.describe_process)
-        self.ancestors = cache(procfs.ancestors)
-        self.family_of = cache(procfs.family_of)
-
-    def is_stopped(self, pid: int) -> bool:
-        """As :func:`~safe_gpu.host.procfs.is_stopped`."""
-        return procfs.is_stopped(pid, known=self.stopped)
-
-    @cached_property
-    def _heirs(self) -> Mapping[str, int]:
-        return surviving_processes_of(self._entries)
-
-    def surviving_process_of(self, entry: Entry) -> int | None:
-        """As :func:`~safe_gpu.coordination.holders.surviving_process_of`. The first query reads all of /proc."""
-        if os.geteuid() not in (0, entry.uid):
-            return None
-        return self._heirs.get(entry.name)
-
-    def pid_of(self, entry: Entry) -> int | None:
-        """Return the process that has an entry, in this PID namespace; None where it cannot be seen."""
-        if lives_here(entry):
-            return entry.pid
-        return self.surviving_process_of(entry)
-
-    def holder_of(self, entry: Entry) -> Holder:
-        """Return who has an entry, with a process of this PID namespace or none; a note says what is unusual."""
-        holder = holder_of(entry, self.surviving_process_of)
-        note = ""
-        if holder.namespace:
-            heir = self.surviving_process_of(entry)
-            note = _place(holder.namespace, entry, heir)
-            holder = holder._replace(pid=heir, namespace="")
-        elif holder.left_by is not None:
-            is_reused = not procfs.has_ended(holder.left_by)
-            note = left_behind(holder.pid, holder.left_by, reused=is_reused)
-        stopped = holder.pid is not None and self.is_stopped(holder.pid)
-        return holder._replace(left_by=None, stopped=stopped, note=note)
-
-    def described(self, process: GpuProcess) -> tuple[str, str] | None:
-        """Return (user, command) of a process that the driver lists; None if it cannot be seen here."""
-        if process.elsewhere:
-            return None
-        return self.describe(process.pid)
-
-    def is_of(self, process: GpuProcess, claims: Iterable[Holder]) -> bool:
-        """Return whether a process is that of one of the claims, or a descendant of it."""
-        if process.elsewhere:
-            return False
-        family = (process.pid, *self.ancestors(process.pid))
-        return any(claim.pid in family for claim in claims)
-
-    def may_be_of(self, process: GpuProcess, claims: Collection[Holder]) -> bool:
-        """Return whether a process may belong to one of the claims: a descendant, one of its user, or an unknown
-        one."""
-        described = self.described(process)
-        if described is None:
-            return True
-        user, _ = described
-        if any(claim.uid < 0 or claim.user == user for claim in claims):
-            return True
-        return self.is_of(process, claims)
-
-
-def _place(namespace: str, entry: Entry, pid: int | None) -> str:
-    place = f"{namespace}, as process {entry.pid} there"
-    if pid is None:
-        place += ", which cannot be seen from here"
-    return place
-
-
 _MOST_GONE = 64  # pieces of a GPU, of which it is noted that they are held
 
 _NOTICE = 86400.0  # seconds before a window begins, from which on it is shown
@@ -321,7 +243,7 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
         broken: sentences on the drivers that do not work.
     """
     path = state_dir_path()
-    all_gpus = chain.from_iterable(snapshot.gpus for snapshot in snapshots)
+    all_gpus = list(chain.from_iterable(snapshot.gpus for snapshot in snapshots))
     found = HostFacts(path, all_gpus, snapshots[0].name_prefix)
     now = time.time()
     tickets = found.tickets
@@ -331,6 +253,7 @@ def status_of(*snapshots: HostSnapshot, broken: Iterable[str] = ()) -> HostStatu
         gpus += _gpus(snapshot, found, limits)
     if len(snapshots) > 1:
         gpus = [replace(one, prefix=f"{one.gpu.vendor}:") for one in gpus]
+    gpus = _with_bystanders(gpus, found, snapshots)
     ignored_looks = ""
     if not found.warnings:  # nothing is marked where claims are not known
         ignored_looks = add_look(gpus, found, now)
@@ -442,17 +365,27 @@ def _gpus(snapshot: HostSnapshot, found: HostFacts, limits: Mapping[int, Limits]
         yield one
 
 
+def _with_bystanders(gpus: Iterable[GpuStatus], found: HostFacts, snapshots: Iterable[HostSnapshot]) -> list[GpuStatus]:
+    """Return the same GPUs with the processes that are of no claim of theirs."""
+    all_gpus = list(gpus)
+    labels = {one.gpu.uuid: one.label for one in all_gpus}
+    bystanders = Bystanders(found.claims, found.beyond, labels, found.processes)
+    snapshot_of = {gpu.uuid: snapshot for snapshot in snapshots for gpu in snapshot.gpus}
+    return [replace(one, beside=bystanders.beside(one.gpu, snapshot_of[one.gpu.uuid])) for one in all_gpus]
+
+
 def _reason(verdict: GpuVerdict, claim: Holder | None, fault: str, found: HostFacts) -> str:
     """Return why a GPU is in its state, what is unusual about its claim, and why it is taken last."""
     if verdict.state == "free" and found.warnings:
         return "the driver shows no process on it; whether it is claimed is not known"
     reasons = [verdict.reason]
-    if claim is not None and claim.held_as is not None and verdict.state != "claimed":
-        reasons.append(claim.held_as.text)  # of one that is claimed the verdict tells it
+    if claim is not None and verdict.state != "claimed":  # else the verdict tells it
+        if claim.held_as is not None:
+            reasons.append(claim.held_as.text)
+        if claim.stopped:
+            reasons.append(STOPPED)
     if claim is not None:
         reasons.append(claim.note)
-    if claim is not None and claim.stopped:
-        reasons.append("stopped (a suspended job?)")
     reasons.append(fault)
     return "; ".join(reason for reason in reasons if reason)
 
@@ -665,7 +598,7 @@ def _waiters(found: HostFacts, starts: Iterable[Moments], limited: Mapping[str, 
 def _note_on_waiter(ticket: Entry, pid: int | None) -> str:
     namespace = procfs.namespace_text(ticket.pidns or None)
     if namespace:
-        return _place(namespace, ticket, pid)
+        return place(namespace, ticket, pid)
     if pid is None:
         return "its process cannot be seen from here"
     return ""

@@ -39,6 +39,15 @@ def _outdated(one: GpuStatus, claim: Holder) -> float | None:
     return 1.0
 
 
+def _bytes_beside(one: GpuStatus, claim: Holder) -> float | None:
+    if one.gpu.processes is None or not one.gpu.processes_supported or one.gpu.processes_private:
+        return None
+    sizes = [process.memory_used for process in one.beside]
+    if None in sizes:
+        return None
+    return float(sum(size or 0 for size in sizes))
+
+
 _OF_CLAIMS = (
     _ClaimMetric("claimed", "1 for a GPU that this user has claimed.", lambda one, claim: 1.0),
     _ClaimMetric(
@@ -58,6 +67,9 @@ _OF_CLAIMS = (
         "claim_expected_end_time_seconds",
         "When the claim is expected to end, in Unix seconds.",
         lambda one, claim: claim.until,
+    ),
+    _ClaimMetric(
+        "claim_beside_bytes", "Memory that processes which are not of the claim use on the GPU.", _bytes_beside
     ),
     _ClaimMetric("claim_outdated", "1 where the GPU has been divided otherwise since it was claimed.", _outdated),
 )

@@ -9,6 +9,8 @@ from ..wording.text import format_age, format_bytes, gpu_ranges
 from .facts import GpuStatus, HostStatus
 from .rows import is_over, short_command
 
+_MOST_BESIDE = 4  # processes on a GPU that are not of its claims: any user can start more
+
 
 def notes_of(status: HostStatus) -> list[str]:
     """Return the remarks on the GPUs and when they are reserved, each once with the GPUs that it is about."""
@@ -31,6 +33,7 @@ def _notes(one: GpuStatus) -> Iterator[str]:
     if one.inside is not None:
         yield f"inside it: process {one.inside.pid or '?'} {_user_and_command(one.inside)}".rstrip()
         yield from _notes_on_claim(one.inside)
+    yield from _notes_on_bystanders(one)
     ended = [process.pid for process in one.users if process.ended]
     for pid in dict.fromkeys(ended):
         yield why_kept(pid)
@@ -62,6 +65,14 @@ def _notes_on_claim(claim: Holder) -> Iterator[str]:
         yield f"uses more than its share: {format_bytes(claim.memory_used or 0)} of {format_bytes(claim.share or 0)}"
 
 
+def _notes_on_bystanders(one: GpuStatus) -> Iterator[str]:
+    for process in one.beside[:_MOST_BESIDE]:
+        yield process.text
+    more = len(one.beside) - _MOST_BESIDE
+    if more > 0:
+        yield f"and {more} more like these (safe-gpu status -v lists all processes)"
+
+
 def _user_and_command(claim: Holder) -> str:
     command = short_command(claim.command)
     if not claim.user:
@@ -83,7 +94,3 @@ def _notes_on_use(one: GpuStatus, claim: Holder) -> Iterator[str]:
         yield one.reason.partition(";")[0]
     if one.fault:
         yield one.fault
-    if one.idle:
-        for process in one.users:
-            who = f"{process.pid} {process.user or ''} {short_command(process.command)}"
-            yield f"on it, but not part of the claim: process {who}"

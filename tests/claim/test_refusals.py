@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support import api
-from support.claims import try_claim
+from support.claims import claim, try_claim
 
 import safe_gpu
 
@@ -20,14 +20,14 @@ LONGER = 'timeout="1h", or timeout=None to wait without limit'
 def test_too_few_free_now_and_until_the_deadline(host: Any, cleanup: ExitStack, untouched: Callable[[], Any]) -> None:
     for number in range(3):
         cleanup.enter_context(host.stranger(number))
-    with untouched(), pytest.raises(api.NotEnoughGpusError) as caught:
+    with untouched(), pytest.raises(safe_gpu.NotEnoughGpusError) as caught:
         safe_gpu.claim_gpus(6, timeout=0)
     assert (type(caught.value), caught.value.nb_gpus) == (api.NotEnoughGpusError, 6)
     first, second, *others = str(caught.value).splitlines()
     assert first == f"6 GPUs asked for, 5 free: wait for them ({LONGER}), or ask for fewer."
     assert second.startswith(f"  GPU 0-2 (NVIDIA A100-SXM4-80GB): process {host.stranger_pid} ")
     assert others == ["  GPU 3-7 (NVIDIA A100-SXM4-80GB): free"]
-    with untouched(), pytest.raises(api.ClaimTimeout, match="wait longer") as late:
+    with untouched(), pytest.raises(safe_gpu.ClaimTimeout, match="wait longer") as late:
         safe_gpu.claim_gpus(6, timeout=0.05)
     assert (late.value.timeout, late.value.verdicts[0].state) == (0.05, "busy")
 
@@ -42,7 +42,7 @@ def test_the_fence_is_named_where_it_stands_in_the_way(host, monkeypatch, untouc
     cleanup.enter_context(host.stranger(0))
     with (
         untouched(),
-        pytest.raises(api.NotEnoughGpusError, match=rf"{sentence} \(SAFE_GPU_FENCE=ignore disregards it\)"),
+        pytest.raises(safe_gpu.NotEnoughGpusError, match=rf"{sentence} \(SAFE_GPU_FENCE=ignore disregards it\)"),
     ):
         safe_gpu.claim_gpus(1, timeout=0)
     monkeypatch.setenv("SAFE_GPU_FENCE", "ignore")
@@ -275,6 +275,10 @@ TOLD = {
         status(claimed(1, pid=12, left_by=7)),
         "1 GPU (0 free); GPU 1: ada (still held by process 12, which process 7 left behind) for 1 h",
     ),
+    "its holder is stopped": (
+        status(claimed(1, stopped=True)),
+        "1 GPU (0 free); GPU 1: ada (pid 4711, stopped) for 1 h",
+    ),
     "a drained GPU, passed, a part of a GPU": (
         status(
             *(claimed(0), UNUSABLE._replace(reason="drained by root: a fan")),
@@ -308,8 +312,24 @@ def test_who_has_what_and_does_nothing_with_it() -> None:
         claimed(5)._replace(gpu=gpu(5, memory_used=2 << 30)),  # by whom the driver hides
         claimed(6)._replace(gpu=gpu(6, processes_private=True)),
     ]
-    told = status(*at_work, claimed(0), BUSY._replace(gpu=gpu(7)), FREE._replace(gpu=gpu(8)))
-    assert api.holders_line(told, NOW) == "GPU 1,2,4-6 ada · 0 ada idle · 7 bob"
+    told = status(*at_work, claimed(0), claimed(3, stopped=True), BUSY._replace(gpu=gpu(7)), FREE._replace(gpu=gpu(8)))
+    assert api.holders_line(told, NOW) == "GPU 1,2,4-6 ada · 0 ada idle · 3 ada stopped · 7 bob"
+
+
+def test_a_holder_that_is_stopped_is_named_as_that(ground: Any, child: Any, stop: Any) -> None:
+    """In the refusal, and in the line of a wait."""
+    hold = "safe_gpu.claim_gpus(8, safe_gpu.NoPlaceholder(), affinity=None, timeout=0)"
+    holder = child(f"import safe_gpu; {hold}; say('has'); listen()", "has")
+    with pytest.raises(safe_gpu.NotEnoughGpusError) as refused:
+        claim(1)
+    assert "stopped" not in str(refused.value)
+    stop(holder.pid)
+    with pytest.raises(safe_gpu.NotEnoughGpusError, match=r"since .*; stopped \(a suspended job\?\)"):
+        claim(1)
+    lines: list[str] = []
+    with pytest.raises(safe_gpu.ClaimTimeout, match="stopped"):
+        api.wait_for_gpus(1, timeout=0.1, on_wait=lambda status: lines.append(api.waiting_message(status)))
+    assert f"(pid {holder.pid}, stopped) for " in lines[-1]
 
 
 QUEUED = api.WaitStatus(12, 0, 3, tuple(map(claimed, range(8))), ADA, SOON)

@@ -373,9 +373,9 @@ def test_who_keeps_an_entry_is_found_by_its_file(open_tmp: Path) -> None:
         other = open_tmp / first
         with other.open("w") as file:
             api.entry.lock(file.fileno())
-            assert api.surviving_processes_of([living]) == {first: keeper.pid}
+            assert api.keepers_of([living]) == {first: [keeper.pid]}
         keeper.end()
-        assert api.surviving_processes_of([living]) == {}
+        assert api.keepers_of([living]) == {}
 
 
 def test_of_each_owner_some_thousand_descriptors_are_looked_at(open_tmp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,5 +387,5 @@ def test_of_each_owner_some_thousand_descriptors_are_looked_at(open_tmp: Path, m
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(api.procfs, "descriptors", lambda pid: iter(many))
     monkeypatch.setattr(os, "readlink", lambda path: looked_at.append(path) or "/dev/null")
-    assert api.surviving_processes_of([entry(1)]) == {}
+    assert api.keepers_of([entry(1)]) == {}
     assert len(looked_at) == 20_000

@@ -50,6 +50,7 @@ def test_every_metric() -> None:
         'safe_gpu_claim_start_time_seconds{gpu="1",UUID="GPU-b",vendor="nvidia",user="anna"} 1794999940.0',
         'safe_gpu_claim_idle_seconds{gpu="1",UUID="GPU-b",vendor="nvidia",user="anna"} 30.0',
         'safe_gpu_claim_expected_end_time_seconds{gpu="1",UUID="GPU-b",vendor="nvidia",user="anna"} 1795000060.0',
+        'safe_gpu_claim_beside_bytes{gpu="1",UUID="GPU-b",vendor="nvidia",user="anna"} 0.0',
         'safe_gpu_waiting{user="ben"} 2.0',
         "safe_gpu_oldest_wait_seconds 90.0",
     ]

@@ -30,10 +30,11 @@ CLAIMED = "pid uid user job command since until removable_by held_as"
 KEYS = {
     "status": "schema host driver driver_version state_dir gpus queue windows warnings",
     "gpu": "label index vendor uuid name pci_bus_id numa_node memory_total memory_used utilization temperature fan "
-    "power power_limit state state_shown idle idle_for reason claim shares share_free pieces processes",
+    "power power_limit state state_shown idle idle_for reason claim shares share_free pieces processes beside",
     "claim": CLAIMED,
     "share": f"{CLAIMED} share memory_used",
     "process": "pid user command kind memory_used ended",
+    "beside": "pid user command memory_used text",
     "waiter": "position pid user nb_gpus share vendor since hold_for expected_start earliest_start job limit",
 }
 
@@ -47,6 +48,7 @@ def check_document(status: api.HostStatus) -> None:
     records += [("share", share) for gpu in gpus for share in gpu["shares"]]
     records += [("claim", piece) for gpu in gpus for piece in gpu["pieces"]]
     records += [("process", process) for gpu in gpus for process in gpu["processes"]]
+    records += [("beside", process) for gpu in gpus for process in gpu["beside"]]
     assert [(kind, {*one}) for kind, one in records if {*one} - {"turn"} != {*KEYS[kind].split()}] == []
     assert document["schema"] == 2
 
@@ -160,7 +162,7 @@ def test_whose_processes_count_for_a_claim(holder, as_user) -> None:
     assert not look(OneGpu(desktop._replace(memory_used=5 << 30))).gpus[0].idle, "a renderer may belong to it"
     for idle in ([desktop, foreign], [server], []):
         assert look(OneGpu(*idle)).gpus[0].idle
-    assert f"not part of the claim: process {stranger.pid} 12345" in table(look(OneGpu(foreign)))
+    assert f"GPU 0: process {stranger.pid} of 12345 uses 0 MiB beside this claim" in table(look(OneGpu(foreign)))
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,7 @@ HALF = gpu(1, memory_total=TOTAL // 2, memory_free=TOTAL // 4)
             "0",
             ["CUDA_VISIBLE_DEVICES=0 limits this process to 1 of 8 GPUs; 7 others are free"],
         ),
-        (host(), api.Selection(1), "", ["='' (set, but empty) limits", "0 of 8 GPUs", "SAFE_GPU_FENCE=ignore"]),
+        (host(), api.Selection(1), "", ["='' (set, but empty) limits", "0 of 8 GPUs", "unset CUDA_VISIBLE_DEVICES"]),
         (host(1, _0=UNKNOWN_MEMORY), api.parse_request(min_memory=GIB), None, ["none fits", "leave min_memory= out"]),
         (host(1), api.parse_request(share="90GiB"), None, ["79.5 GiB can be shared, 90 GiB asked for"]),
         (host(1, _0=EXCLUSIVE), SHARE, None, ["EXCLUSIVE_PROCESS"]),

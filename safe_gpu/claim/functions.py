@@ -124,9 +124,9 @@ def _unknown_argument(function: str, options: Mapping[str, object]) -> str:
 
 
 def _why_unknown(function: str, name: str, known: Collection[str]) -> str:
-    from ..wording.elsewhere import unknown_argument
+    from ..wording.elsewhere import instead_of
 
-    return unknown_argument(function, name, known)
+    return f"{function}() got an unexpected keyword argument {name!r}{instead_of(name, known)}"
 
 
 @_takes_arguments_of(GPUOwner)

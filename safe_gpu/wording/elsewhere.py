@@ -119,22 +119,19 @@ def _bare(word: str) -> str:
     return word.lstrip("-").replace("-", "_")
 
 
-def unknown_argument(function: str, name: str, known: Collection[str]) -> str:
-    """Return the text of the TypeError for an argument that a function does not have.
+def instead_of(name: str, known: Collection[str]) -> str:
+    """Return the end of an error for an argument that there is not: what to write instead; "" if nobody knows.
 
     Args:
-        function: its name, as the caller typed it.
-        name: the argument.
-        known: the names of its arguments.
+        known: the names of the arguments that there are.
     """
-    text = f"{function}() got an unexpected keyword argument {name!r}"
     meant = meant_by(name)
     if meant is not None and (not meant.argument or meant.argument in known):
-        return f"{text}: {meant.hint()}"
+        return f": {meant.hint()}"
     alike = _alike(name, known)
     if alike:
-        return f"{text}: did you mean {style.option(alike)}?"
-    return text
+        return f": did you mean {style.option(alike)}?"
+    return ""
 
 
 def _alike(name: str, known: Collection[str]) -> str:

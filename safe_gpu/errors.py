@@ -22,7 +22,7 @@ class SafeGpuError(Exception):
     """The base class of all errors of this package. Their text is lines that a terminal can show, whatever is in it."""
 
     def __init__(self, message: str = "") -> None:
-        self.message = printable_lines(message)
+        self.message: str = printable_lines(message)
         super().__init__(self.message)
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class NotEnoughGpusError(SafeGpuError, RuntimeError):
     def __init__(self, message: str = "", *, nb_gpus: int = 0, verdicts: Iterable[GpuVerdict] = ()) -> None:
         super().__init__(message)
         self.nb_gpus = nb_gpus
-        self.verdicts = tuple(verdicts)
+        self.verdicts: tuple[GpuVerdict, ...] = tuple(verdicts)
 
 
 class ClaimTimeout(NotEnoughGpusError, TimeoutError):
@@ -92,7 +92,7 @@ class GpuContendedError(NotEnoughGpusError):
     ) -> None:
         super().__init__(message, nb_gpus=nb_gpus, verdicts=verdicts)
         self.uuid = uuid
-        self.processes = tuple(processes)
+        self.processes: tuple[GpuProcess, ...] = tuple(processes)
 
 
 class UnsatisfiableRequestError(SafeGpuError, ValueError, RuntimeError):
@@ -106,7 +106,7 @@ class UnsatisfiableRequestError(SafeGpuError, ValueError, RuntimeError):
     def __init__(self, message: str = "", *, value: object = None, verdicts: Iterable[GpuVerdict] = ()) -> None:
         super().__init__(message)
         self.value = value
-        self.verdicts = tuple(verdicts)
+        self.verdicts: tuple[GpuVerdict, ...] = tuple(verdicts)
 
 
 class AlreadyClaimedError(SafeGpuError, RuntimeError):
@@ -114,7 +114,7 @@ class AlreadyClaimedError(SafeGpuError, RuntimeError):
 
     def __init__(self, message: str = "", *, devices: Iterable[int] = ()) -> None:
         super().__init__(message)
-        self.devices = tuple(devices)
+        self.devices: tuple[int, ...] = tuple(devices)
 
 
 class _OsError(SafeGpuError, OSError):
@@ -169,7 +169,7 @@ class CudaInitializedError(SafeGpuError, RuntimeError):
 
     def __init__(self, message: str = "", *, visible: Iterable[str] = ()) -> None:
         super().__init__(message)
-        self.visible = tuple(visible)
+        self.visible: tuple[str, ...] = tuple(visible)
 
 
 class PlaceholderError(SafeGpuError, RuntimeError):

@@ -11,6 +11,7 @@ import pickle
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,6 +117,35 @@ def test_a_checker_knows_the_names_that_are_there() -> None:
         elif isinstance(statement, ast.AnnAssign):
             homes[ast.unparse(statement.target)] = "claim.functions"
     assert homes == safe_gpu._HOME_OF
+
+
+def public_classes() -> set[type[Any]]:
+    """The classes that a program can name, errors and those of claims across hosts too, with their bases of ours."""
+    named = [getattr(safe_gpu, name) for name in safe_gpu.__all__]
+    named += [*vars(errors).values(), api.ClusterClaim]
+    classes = {base for one in named if isinstance(one, type) for base in one.__mro__}
+    return {one for one in classes if one.__module__.startswith("safe_gpu.")}
+
+
+def untyped_attributes(kind: type[Any]) -> list[str]:
+    """Its public attributes whose type only the call tells that makes them. Checkers infer different types then."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    untyped = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Call, ast.Attribute)):
+            names = [target.attr for target in node.targets if isinstance(target, ast.Attribute)]
+            untyped += [name for name in names if not name.startswith("_")]
+    typed = {
+        ast.unparse(node.target).removeprefix("self.") for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)
+    }
+    return [name for name in untyped if name not in typed]
+
+
+@pytest.mark.parametrize(
+    "kind", sorted(public_classes(), key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__
+)
+def test_a_checker_knows_the_types_of_public_attributes(kind: type[Any]) -> None:
+    assert untyped_attributes(kind) == []
 
 
 def unnamed_placeholders() -> set[str]:

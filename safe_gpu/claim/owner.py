@@ -112,7 +112,7 @@ class GPUOwner:
                 self._environment.set(hide_all())
                 return
             options = read_options(**arguments, **self._internal)
-            self.logger = options.logger
+            self.logger: Any = options.logger
             warn_worker(options.logger)
             patience = Patience(options.tell, options.deadline)
             with opened_driver(**options.request.driver, patience=patience) as driver:

@@ -395,7 +395,7 @@ class ClusterClaim:
 
     def __init__(self, held: Mapping[ClusterGpu, RemoteHolder], memory: str | None = None) -> None:
         self._memory = memory  # the policy of the workers
-        self.gpus = tuple(held)
+        self.gpus: tuple[ClusterGpu, ...] = tuple(held)
         self._holders = dict(held)
         self._calls = Lock()
         _live.add(self)

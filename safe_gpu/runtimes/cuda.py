@@ -186,4 +186,4 @@ CUDA = CudaLibrary()
 class CudaPlaceholder(LibraryPlaceholder):
     """The default: a primary context with a small allocation, made through the CUDA driver and freed on release."""
 
-    library = CUDA
+    library: ClassVar[Library] = CUDA

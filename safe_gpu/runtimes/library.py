@@ -284,10 +284,10 @@ class HeldGpu:
         """
         library.load().initialize()
         self.device_no = device_no
-        self.uuid = library.shown(device_no)
+        self.uuid: str = library.shown(device_no)
         self._library = library
         self._pid = os.getpid()
-        self.allocation = library.allocate(device_no)
+        self.allocation: Any = library.allocate(device_no)
 
     def release(self) -> None:
         """Free the allocation. The library stays initialised. A second call does nothing.

@@ -393,5 +393,5 @@ class JaxPlaceholder(Base):
         self.logger.info("Freed a JAX array; JAX keeps its CUDA context until this process ends")
 
 
-pytorch_placeholder = PytorchPlaceholder()
-tensorflow_placeholder = TensorflowPlaceholder()
+pytorch_placeholder: PytorchPlaceholder = PytorchPlaceholder()
+tensorflow_placeholder: TensorflowPlaceholder = TensorflowPlaceholder()

@@ -461,7 +461,7 @@ def run_on_hosts(options: argparse.Namespace) -> int:
         if end.code == EX_TRY_AGAIN:
             reasons[host] = _why_not_free(answer.figures)
     lines = [f"  {host}: {reason}" for host, reason in reasons.items()]
-    say("\n".join(["no host gives the GPUs now, and run --host does not wait:", *lines]))
+    say("\n".join(["no host has enough free GPUs now, and run --host does not wait:", *lines]))
     if len(codes) == 1:
         return codes.pop()
     return EX_TRY_AGAIN

@@ -77,7 +77,7 @@ def _check(path: str, options: argparse.Namespace) -> int:
         print(f"{path} would be ignored")
         return 1
     _warn_of_unknown_names(rules)
-    print(f"{path} is right")
+    print(f"{path} is valid")
     return 0
 
 

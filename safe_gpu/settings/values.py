@@ -144,7 +144,7 @@ def parse_moment(text: str, after: float | None = None) -> float:
     distance = _distance(word.removeprefix("+"))
     if distance is None:
         forms = "2026-11-01, '2026-11-01 12:00', 12:00, 'Thu 9:00', today, yesterday, 7d for seven days ago"
-        raise ValueError(f"{text!r} is no time: write {forms}, or +2h for two hours from now")
+        raise ValueError(f"{text!r} is not a time: write {forms}, or +2h for two hours from now")
     if not word.startswith("+"):
         return max(0.0, now - distance)
     if after is None:

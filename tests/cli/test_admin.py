@@ -420,7 +420,7 @@ def test_a_file_before_it_is_the_host_s(path: Path, ask: Any, tmp_path: Path) ->
     draft.write_text("[user nobody-of-that-name]\nmax_gpus = 1")
     draft.chmod(0o644)
     done = ask("policy", "--check", str(draft))
-    assert (done.returncode, done.stdout) == (0, f"{draft} is right\n")
+    assert (done.returncode, done.stdout) == (0, f"{draft} is valid\n")
     assert "[user nobody-of-that-name]: there is no such user here" in done.stderr
     draft.write_text("[default]\nmax_gpus = many")
     done = ask("policy", "--check", str(draft))

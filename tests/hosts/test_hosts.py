@@ -465,7 +465,7 @@ def test_many_hosts_are_not_all_named_and_quiet_names_none(there: Path, command:
     assert loud.stderr.readline().startswith("safe-gpu: waiting for ssh to a, b, c and 2 more since ")
     (there / "answer").touch()
     for started in (loud, quiet):
-        assert started.stderr.readline().startswith("safe-gpu: no host gives the GPUs now")
+        assert started.stderr.readline().startswith("safe-gpu: no host has enough free GPUs now")
         started.communicate(timeout=60)
 
 

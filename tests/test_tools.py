@@ -122,6 +122,19 @@ def test_all_that_has_a_budget_stands_in_one_table() -> None:
     }, done.stdout  # fmt: skip
 
 
+@long
+def test_a_herd_of_jobs_is_measured_step_by_step() -> None:
+    if not (shutil.which("gcc") or shutil.which("cc")):
+        pytest.skip("needs a C compiler, for the fake NVML")
+    done = python(BENCH, "herd", "--jobs", "9", "--job-seconds", "0.1", "--repeat", "1")
+    assert done.returncode == 0, done.stderr
+    names = re.findall(r"^(.+?) +-?\d+\.\d\d +(?:-|\d+\.\d\d)", done.stdout, re.MULTILINE)
+    assert names == [
+        "a job: the interpreter (ms of CPU)", "a job: filelock (ms of CPU)", "a job: pynvml (ms of CPU)",
+        "a job: safe_gpu (ms of CPU)", "9 jobs at once: GPUs are used (%)",
+    ], done.stdout  # fmt: skip
+
+
 # compare_binding.py on a simulated host: both kinds of runs by turns, their medians, and their pages by node
 
 MASK = os.sched_getaffinity(0)

@@ -2,7 +2,7 @@
 """Measures what safe_gpu costs, beside something simpler in the same run, and compares it with budgets.
 
     python3 tools/bench.py [PART ...] [--repeat N] [--processes N] [--waiters N] [--seconds S] [--quick] [--check]
-                           [--against CHECKOUT]
+                           [--against CHECKOUT] [--jobs N] [--job-seconds S]
 
 import    `import safe_gpu` over a bare interpreter
 claim     an uncontended claim and its release, warm, over a simulated driver
@@ -15,7 +15,9 @@ together  eight GPUs are freed at once, for which 8 and 64 processes wait: until
 head      how often who waits asks NVML, and how soon it sees what comes back; takes six minutes
 waiters   500 processes wait for GPUs that do not become free: the time until all wait, their processor time,
           and what `safe-gpu status` takes beside them
-memory    the memory of a waiting process, minus that of a bare interpreter
+memory    the memory of a process that waits with a fake NVML, minus that of a bare interpreter
+herd      200 jobs start at once on eight GPUs and hold one for a second each: what a job computes before it has its
+          GPU, and how much of the time the GPUs are used; takes two minutes
 
 Figures of one process are the fastest of many runs, figures of crowds are medians. Run it on an idle machine: it
 depends on the kernel's scheduler as much as on safe_gpu, and takes minutes.
@@ -28,6 +30,7 @@ import fcntl
 import gc
 import math
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -43,7 +46,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from bench_waits import calls_in_minutes, freed_together, seconds_until_seen
+from bench_waits import SlowHost, calls_in_minutes, freed_together, seconds_until_seen, slow_host
 from common import ROOT
 from support.actor import Actor
 from support.stage import simulate
@@ -221,10 +224,10 @@ os._exit(0)
 
 
 def bench_calls(options: argparse.Namespace) -> list[Row]:
-    compiler, fakes = shutil.which("gcc") or shutil.which("cc"), ROOT / "tests/fakes"
-    if compiler is None or not fakes.is_dir():
-        print("driver calls: they are counted with a fake NVML, which needs a C compiler and tests/fakes")
+    if not has_fake_libraries():
         return []
+    compiler = shutil.which("gcc") or "cc"
+    fakes = ROOT / "tests/fakes"
     with simulated_host() as directory:
         for source, library in (("nvml.c", "libnvidia-ml.so.1"), ("cuda.c", "libcuda.so.1")):
             command = [compiler, "-shared", "-fPIC", "-O1", "-pthread", f"-Wl,-soname,{library}"]
@@ -446,25 +449,120 @@ def memory_of(pid: int) -> float:
     return int(next(line.split()[1] for line in lines if line.startswith("Pss:"))) / 1024
 
 
+HOLD = (
+    "import safe_gpu, time; safe_gpu.claim_gpus(8, affinity=None, hold_for=3600); print(flush=True); time.sleep(3600)"
+)
+WAIT = "import safe_gpu; safe_gpu.claim_gpus(timeout=None, affinity=None)"
+SLEEP = "import time; time.sleep(3600)"
+
+
+@contextmanager
+def running(host: SlowHost, code: str, number: int = 1) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Have processes of Python that run this code on a host with a fake NVML; they are killed at the end."""
+    command = [sys.executable, "-c", code]
+    env = host.environment(ROOT, host.directory)
+    with ExitStack() as ending:
+        processes = []
+        for _ in range(number):
+            process = subprocess.Popen(
+                command, env=env, cwd=host.directory, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
+            ending.enter_context(process)
+            ending.callback(process.kill)
+            processes.append(process)
+        yield processes
+
+
 def bench_memory(options: argparse.Namespace) -> list[Row]:
-    number, waits = options.waiters or 5, "import safe_gpu; safe_gpu.claim_gpus(timeout=None, affinity=None)"
-    with simulated_host() as directory, ExitStack() as ending:
-        ending.enter_context(held())
+    if not has_fake_libraries():
+        return []
+    number = options.waiters or 5
+    with slow_host() as host, running(host, HOLD) as [holder]:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        with running(host, WAIT, number) as waiters:
+            host.wait_for_tickets(number)
+            own = memory_of_each(waiters)
+        with running(host, SLEEP, number) as sleepers:
+            bare = memory_of_each(sleepers)
+    return [Row("memory of a waiter", own, bare, "a bare interpreter that sleeps", "MiB", budget=20.0, what="over")]
 
-        def memory(code: str) -> float:
-            found = []
-            for _ in range(number):
-                command = [sys.executable, "-c", code]
-                one = ending.enter_context(subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL))
-                ending.callback(one.kill)
-                found.append(one.pid)
-            if code == waits:
-                until_waiting(directory, number)
-            settle(found)
-            return median(map(memory_of, found))
 
-        own, other = memory(waits), memory("import time; time.sleep(3600)")
-    return [Row("memory of a waiter", own, other, "a bare interpreter that sleeps", "MiB", budget=15.0, what="over")]
+def memory_of_each(processes: Sequence[subprocess.Popen[bytes]]) -> float:
+    """Median of MiB that these processes have in use, once they have finished their start-up."""
+    pids = [process.pid for process in processes]
+    settle(pids)
+    return median(memory_of(pid) for pid in pids)
+
+
+def has_fake_libraries() -> bool:
+    """Whether the fake NVML can be compiled; if not, it says so."""
+    has_compiler = shutil.which("gcc") is not None or shutil.which("cc") is not None
+    if has_compiler and (ROOT / "tests/fakes").is_dir():
+        return True
+    print("left out: the fake NVML needs a C compiler and tests/fakes")
+    return False
+
+
+# The same as the console script.
+RUN = "import sys; from safe_gpu.cli import main; sys.exit(main(['run', '--', *sys.argv[1:]]))"
+
+# What a job does before it has a GPU, each with all that stands before it.
+STEPS = {
+    "a job: the interpreter": "import os; os.execvp('true', ['true'])",
+    "a job: filelock": "import filelock, os; os.execvp('true', ['true'])",
+    "a job: pynvml": "import filelock, pynvml, os; os.execvp('true', ['true'])",
+    "a job: safe_gpu": "import sys; from safe_gpu.cli import main; sys.exit(main(['run', '--', 'true']))",
+}
+
+
+def processor_milliseconds(command: Sequence[str], host: SlowHost) -> float:
+    """Processor time that a process takes until its end."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    env = host.environment(ROOT, host.directory)
+    subprocess.run(command, env=env, cwd=host.directory, stderr=subprocess.DEVNULL, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime) * 1e3
+
+
+def seconds_of_herd(host: SlowHost, commands: Sequence[Sequence[str]]) -> float:
+    """Seconds until the last of these processes has ended, which start at once."""
+    env = host.environment(ROOT, host.directory)
+    with ExitStack() as ending:
+        began = time.monotonic()
+        jobs = []
+        for command in commands:
+            job = subprocess.Popen(command, env=env, cwd=host.directory, stderr=subprocess.DEVNULL)
+            ending.enter_context(job)
+            ending.callback(job.kill)
+            jobs.append(job)
+        for job in jobs:
+            if job.wait() != 0:
+                raise subprocess.CalledProcessError(job.returncode, job.args)
+        return time.monotonic() - began
+
+
+def bench_herd(options: argparse.Namespace) -> Iterator[Row]:
+    if not has_fake_libraries():
+        return
+    with slow_host() as host:
+        times: dict[str, list[float]] = {name: [] for name in STEPS}
+        for _ in range(options.repeat + 1):  # the first time the package is compiled, and the state directory made
+            for name, code in STEPS.items():
+                times[name].append(processor_milliseconds([sys.executable, "-c", code], host))
+        before = 0.0
+        for name, found in times.items():
+            fastest = min(found)
+            yield Row(name, fastest - before, unit="ms of CPU")
+            before = fastest
+        hold = ["sleep", str(options.job_seconds)]
+        claims = [[sys.executable, "-c", RUN, *hold] for _ in range(options.jobs)]
+        own = seconds_of_herd(host, claims)
+        locks = [["flock", f"{host.directory}/lock-{number % GPUS}", *hold] for number in range(options.jobs)]
+        other = seconds_of_herd(host, locks)
+    used = 100 * options.jobs * options.job_seconds / GPUS
+    rival = "flock(1) of a GPU that each job is given beforehand"
+    yield Row(f"{options.jobs} jobs at once: GPUs are used", used / own, used / other, rival, unit="%")
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], Iterable[Row]]] = {
@@ -472,7 +570,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Iterable[Row]]] = {
 }
 
 
-TAKE_MINUTES = ("together", "head")  # left out by --quick
+TAKE_MINUTES = ("together", "head", "herd")  # left out by --quick
 
 
 def main() -> int:
@@ -481,6 +579,8 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=20, metavar="N", help="repetitions (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=64, metavar="N", help="for handover (default: %(default)s)")
     parser.add_argument("--waiters", type=int, metavar="N", help="how many (default: 500, and 5 for memory)")
+    parser.add_argument("--jobs", type=int, default=200, metavar="N", help="of the herd (default: %(default)s)")
+    parser.add_argument("--job-seconds", type=float, default=1.0, metavar="S", help="of each (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=20.0, metavar="S", help="of each measurement of waiters")
     parser.add_argument(
         "--quick", action="store_true", help="few repetitions, few processes; without what takes minutes"

@@ -24,7 +24,7 @@ from support.processes import free_port
 from support.real import unavailable
 
 NOW = 1_795_000_000.0
-CLAIM = api.Holder(7, "anna", since=NOW - 60, until=NOW + 60)
+CLAIM = api.Holder(7, "anna", since=NOW - 60, until=NOW + 60, utilization=40.0)
 GPUS = (
     api.GpuStatus(api.Gpu(0, "GPU-a", memory_used=1 << 30), "free"),
     api.GpuStatus(api.Gpu(1, "GPU-b"), "claimed", claim=CLAIM, idle_for=30.0),
@@ -49,6 +49,7 @@ def test_every_metric() -> None:
         'safe_gpu_claimed{gpu="1",UUID="GPU-b",vendor="nvidia",user="anna"} 1.0',
         'safe_gpu_claim_start_time_seconds{gpu="1",UUID="GPU-b",vendor="nvidia",user="anna"} 1794999940.0',
         'safe_gpu_claim_idle_seconds{gpu="1",UUID="GPU-b",vendor="nvidia",user="anna"} 30.0',
+        'safe_gpu_claim_utilization{gpu="1",UUID="GPU-b",vendor="nvidia",user="anna"} 40.0',
         'safe_gpu_claim_expected_end_time_seconds{gpu="1",UUID="GPU-b",vendor="nvidia",user="anna"} 1795000060.0',
         'safe_gpu_claim_beside_bytes{gpu="1",UUID="GPU-b",vendor="nvidia",user="anna"} 0.0',
         'safe_gpu_waiting{user="ben"} 2.0',

@@ -186,6 +186,18 @@ def test_the_page_says_what_to_touch(row: str) -> None:
     assert {name for name, text in code if re.search(ADDITIONS[row], name + text)} == listed
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "in use by no process that is visible here", "has ended and the driver keeps its memory", "at your limit",
+        "the GPU driver", "limits this process",
+    ],
+)  # fmt: skip
+def test_what_the_page_of_symptoms_quotes_is_said(words: str) -> None:
+    assert words in PAGES["safe_gpu/TROUBLE.md"].read_text()
+    assert any(words in path.read_text() for path in (ROOT / "safe_gpu").rglob("*.py"))
+
+
 def test_the_page_shows_how_a_claim_flows() -> None:
     """Each name stands in the file beside it."""
     flow = section(".github/CONTRIBUTING.md", "How a claim flows")

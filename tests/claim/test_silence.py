@@ -82,12 +82,12 @@ def test_a_driver_that_does_not_answer_is_told_of(gpus: Any, soon: None, functio
 
 
 def test_one_that_answers_is_not_told_of(gpus: Any, eventually: Any) -> None:
-    """The thread that asks it has answered before its task is gone from the list of the kernel."""
+    """The thread that asks it, as that of the test before, may stand in the list of the kernel for a moment more."""
     lines = Lines()
     tasks = len(os.listdir("/proc/self/task"))
     claim(2, logger=lines).release_gpus()
     assert lines.told == []
-    eventually(lambda: len(os.listdir("/proc/self/task")) == tasks)
+    eventually(lambda: len(os.listdir("/proc/self/task")) <= tasks)
 
 
 class Records(logging.Handler):

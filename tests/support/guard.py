@@ -131,7 +131,7 @@ def driver_libraries(
         yield libraries
         return
 
-    etc = str(tmp_path_factory.getbasetemp() / "etc")  # is not there, so that the limits of this host do not count
+    etc = f"{os.environ['SAFE_GPU_DIR']}-etc"  # is not there, so that the limits of this host do not count
     monkeypatch.setenv("SAFE_GPU_TEST_ETC", etc)
     monkeypatch.setattr(variables, "HOST_FILES", (f"{etc}/config.ini", f"{etc}/policy.ini"))
 

@@ -11,6 +11,7 @@ from typing import Any
 from ..coordination.directory import Place
 from ..coordination.doors import Doors, digest
 from ..coordination.history import append, claim_line, end_line
+from ..coordination.holders import gpus_of_scope
 from ..coordination.host_lock import Host
 from ..coordination.own_entry import OwnEntry
 from ..coordination.silicon import keys_of
@@ -51,8 +52,9 @@ def visible_limit_of(snapshot: HostSnapshot, nb_gpus: int, runtime: Runtime) -> 
     limit = read_visible_once(os.environ, snapshot)
     if limit is None:
         return None
-    is_of_enclosing_claim = bool(os.environ.get("SAFE_GPU_SCOPE")) and bool(limit.uuids)
-    if current().scheduler is not None or is_of_enclosing_claim:
+    enclosing = gpus_of_scope(os.environ.get("SAFE_GPU_SCOPE", ""))
+    is_all_of_enclosing = bool(enclosing) and set(enclosing) <= set(limit.uuids)
+    if current().scheduler is not None or is_all_of_enclosing:
         limit = limit._replace(lift="")
     if limit.ambiguous:
         problem = f"{limit.name}={limit.value} is ambiguous: {limit.doubt}; set {limit.clear_by}"

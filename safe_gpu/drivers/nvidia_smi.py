@@ -330,9 +330,7 @@ class NvidiaSmiDriver(Driver):
         if not gpus and "no devices" not in text.lower():
             complaint = _complaint(text) or f"exit status {code} and no output"
             if "Unknown Error" in complaint:
-                complaint += (
-                    ": in a container that lost its access to /dev/nvidia0 restart it, elsewhere look for NVRM in dmesg"
-                )
+                complaint += ": restart the container, if this one has lost its access to /dev/nvidia0, or see dmesg"
             raise self._failure(f"nvidia-smi does not work on this host: {complaint}")
         version = _value(_text(text, "driver_version")) or ""
         doubt = ""

@@ -489,7 +489,7 @@ class VisibleLimit(NamedTuple):
         name: the variable.
         library: which library reads it.
         lift: how to disregard the variable; "" where no message shall advise it: in a batch job, in which the GPUs
-            outside may be those of other jobs, and inside a claim, whose GPUs are the limit anyway.
+            outside may be those of other jobs, and inside a claim all of whose GPUs it selects.
     """
 
     value: str

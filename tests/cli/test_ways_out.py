@@ -60,13 +60,16 @@ def test_a_variable_that_hides_all_gpus_inside_a_claim(command: Any) -> None:
 
 
 def test_no_way_leads_out_of_the_claim_around(command: Any) -> None:
-    """SAFE_GPU_FENCE=ignore changes nothing inside a claim, so nothing says so."""
-    both = "safe-gpu run -q -n 2 -- bash -c 'safe-gpu run -q -n 2 -- safe-gpu run --timeout 0 -n 2 -- true'"
-    one = "safe-gpu run -q -n 2 -- bash -c 'export CUDA_VISIBLE_DEVICES=0; safe-gpu {}'"
-    for line in (both, one.format("run --timeout 0 -n 2 -- true"), one.format("doctor -v")):
-        done = typed(command, line)
-        assert "SAFE_GPU_FENCE" not in done.stdout + done.stderr
-    assert typed(command, both).returncode in (75, 78)
+    """SAFE_GPU_FENCE=ignore gives no GPU of others to a claim inside a claim, so nothing advises it there."""
+    with safe_gpu.GPUOwner(2, safe_gpu.NoPlaceholder(), delegate=True):
+        inside = command.start("run", "-q", "-n", 2, "--", "sh", "-c", "echo ready; exec sleep 60")
+        assert inside.stdout.readline() == "ready\n"
+        told = command.run("run", "--timeout", 0, "--", "true").stderr
+        assert "limits this process to 2 of 8 GPUs" in told
+        assert "SAFE_GPU_FENCE" not in told
+        ignored = command.run("run", "--timeout", 0, "--", "true", env={"SAFE_GPU_FENCE": "ignore"})
+        assert ignored.returncode == 75, "and it would not help"
+        inside.kill()
 
 
 @needs_root

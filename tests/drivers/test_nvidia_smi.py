@@ -96,6 +96,7 @@ def test_a_driver_that_does_not_work(host: Any, driver: api.NvidiaSmiDriver, tmp
     for says, shown in (
         ("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", "couldn't communicate"),
         ("", "exit status 9"),
+        ("Failed to initialize NVML: Unknown Error", "Unknown Error: restart the container"),
     ):
         host.quirks(fail=1, says=says, status=9)
         for question in (driver.snapshot, lambda: driver.usage(gpus)):

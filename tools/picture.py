@@ -18,7 +18,7 @@ from safe_gpu.status.page import render_page  # noqa: E402
 PICTURES = ROOT / ".github" / "pictures"
 ALL_HOSTS = ("status", "--all-hosts", "--sort", "free")
 TERMINALS = {"status-80": (80, ("status",)), "status-120": (120, ("status",)), "hosts-100": (100, ALL_HOSTS)}
-PAGES = {"wide": (1400, 540), "telephone": (360, 1450)}  # pixels
+PAGES = {"wide": (1400, 540), "telephone": (390, 1020)}  # pixels
 
 
 def page_as_svg(width: int, height: int) -> str:

@@ -452,6 +452,8 @@ def _short_who(verdict: GpuVerdict, now: float) -> str:
     if verdict.state == "unusable":
         closed = verdict.reason.partition(" ")[0]
     who = verdict.user or closed or "unknown"
+    if verdict.holder is not None and verdict.holder.elsewhere:
+        return verdict.holder.name
     if verdict.holder is not None and verdict.holder.sharers:
         who = "shared"
     elif verdict.holder is not None and verdict.holder.stopped:

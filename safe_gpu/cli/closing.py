@@ -134,7 +134,7 @@ def say_who_may_claim(gpus: Iterable[GpuStatus]) -> None:
         elif one.claim is None:
             say(f"GPU {one.label}: {reason}")
         else:
-            users = ", ".join(dict.fromkeys(claim.user or "?" for claim in one.claims))
+            users = ", ".join(dict.fromkeys(claim.name for claim in one.claims))
             until = "that claim ends"
             if len(one.claims) > 1:
                 until = "these claims end"

@@ -183,8 +183,7 @@ def _say_overlaps(gpus: Sequence[GpuStatus], window: Window) -> None:
             end = "has not said when it ends"
             if claim.until:
                 end = f"is to end at {clock(claim.until, time.time())}"
-            pid = claim.pid or "?"
-            say(f"GPU {one.label}: claimed by {claim.user} (pid {pid}), whose claim {end}")
+            say(f"GPU {one.label}: claimed by {claim.name} (pid {claim.pid or '?'}), whose claim {end}")
 
 
 def _wait_until_unused(uuids: Collection[str], timeout: float | None) -> int:

@@ -14,7 +14,7 @@ from ..settings.values import parse_moment
 from ..status.gather import gather
 from ..status.history import PastClaim, claims_between, gpu_hours_by, hours_held, table_of_claims, table_of_use
 from ..status.usage import UseFacts
-from .output import columns, print_json, say, write_whole
+from .output import columns, is_piped, print_json, say, write_whole
 
 _DAY = 86400.0  # seconds
 
@@ -156,18 +156,20 @@ class _View(NamedTuple):
 
 def _report(claims: list[PastClaim], options: argparse.Namespace, since: float, until: float) -> _View:
     """Return the report, and draw it where that is asked for."""
-    from ..status.report import ReportRow, drawn, report, report_by_day, table_of_report
+    from ..status.report import MEANING_OF_95, ReportRow, drawn, report, report_by_day, table_of_report, title_of_report
 
     uuids = [one.gpu.uuid for one in gather().gpus]
-    rows = list(report(claims, uuids, os.uname().nodename, since, until))
+    host = os.uname().nodename
+    rows = list(report(claims, uuids, host, since, until))
+    title = title_of_report(host, since, until)
     if options.plot is not None:
         form = options.plot[-3:]
-        write_whole(options.plot, drawn(report_by_day(claims, since, until), form))
+        write_whole(options.plot, drawn(report_by_day(claims, since, until), form, title))
     return _View(
         kind="report",
         names=ReportRow._fields,
         rows=(row._asdict() for row in rows),
-        table=table_of_report(rows, columns()),
+        table=[title, "", *table_of_report(rows, columns(), whole_names=is_piped()), "", MEANING_OF_95],
     )
 
 
@@ -206,7 +208,7 @@ def _sums(claims: list[PastClaim], options: argparse.Namespace, since: float, un
         for use in uses
     )
     names = (options.by, "claims", *_HOURS, *UseFacts._fields)
-    return _View("use", names, rows, table_of_use(uses, options.by, columns()))
+    return _View("use", names, rows, table_of_use(uses, options.by, columns(), whole_names=is_piped()))
 
 
 def _claims(claims: list[PastClaim], options: argparse.Namespace, since: float, until: float) -> _View:
@@ -216,7 +218,8 @@ def _claims(claims: list[PastClaim], options: argparse.Namespace, since: float, 
         shown.sort(key=lambda claim: -claim.use(since, until).idle)
     rows = (_row_of_claim(claim, since, until) for claim in shown)
     names = (*_FACTS, *_HOURS, *UseFacts._fields, "utilization_of")
-    return _View("claims", names, rows, table_of_claims(shown, since, until, columns()))
+    table = table_of_claims(shown, since, until, columns(), whole_names=is_piped())
+    return _View("claims", names, rows, table)
 
 
 def _row_of_claim(claim: PastClaim, since: float, until: float) -> dict[str, object]:

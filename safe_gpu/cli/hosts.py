@@ -30,9 +30,9 @@ from ..status.document import NO_DOCUMENT, TITLES, Figures, figures_of
 from ..status.facts import SCHEMA
 from ..status.page import render_page
 from ..status.table import table
-from ..wording.text import GAP, Column, paint, plural, wrapped
+from ..wording.text import GAP, Column, cut, paint, plural, wrapped
 from .commands import EX_CANNOT_RUN, EX_NO_HOST, EX_SOME_HOSTS, EX_TRY_AGAIN
-from .output import columns, in_color, print_json, print_lines, say, write_output
+from .output import columns, in_color, is_piped, print_json, print_lines, say, write_output
 
 
 def ssh_to(host: str, script: str, *options: str) -> list[str]:
@@ -139,6 +139,9 @@ _ADVICE = {
 
 _NOT_FOUND = (126, 127)  # what sh ends with
 
+_MARK = "=== safe-gpu status ==="
+"""A line before the answer of a host, since its login files may print something."""
+
 
 class Answer(NamedTuple):
     """One host's answer.
@@ -159,21 +162,35 @@ class Answer(NamedTuple):
 
 def read_answer(result: SshResult) -> Answer:
     """Return what a host has said, as far as it can be believed to be a status of this schema."""
-    reason = _why_no_document(result)
+    text = _behind_mark(result.out)
+    reason = _why_no_document(result, text)
     if reason:
         return Answer(error=reason)
     try:
-        status, end = json.JSONDecoder().raw_decode(result.out)
+        status, end = json.JSONDecoder().raw_decode(text)
         if status["schema"] != SCHEMA:
             schema = one_line(str(status["schema"]))
             return Answer(error=f"answers in schema {schema}, and this safe-gpu reads {SCHEMA}: update the older one")
-        return Answer(status, figures_of(status, time.time()), text=result.out[end:])
+        return Answer(status, figures_of(status, time.time()), text=text[end:])
     except NO_DOCUMENT as err:
         return Answer(error=f"its answer cannot be read: {one_line(f'{type(err).__name__}: {err}')}")
 
 
-def _why_no_document(result: SshResult) -> str:
-    """Return why a host has answered without a document; "" if there is one, or the beginning of one."""
+def _behind_mark(text: str) -> str:
+    """Return what a host has printed without what its login files have; all of it where there is no mark, since another
+    command than ours has answered."""
+    _, mark, answer = text.partition(f"{_MARK}\n")
+    if not mark:
+        return text
+    return answer
+
+
+def _why_no_document(result: SshResult, text: str) -> str:
+    """Return why a host has answered without a document; "" if there is one, or the beginning of one.
+
+    Args:
+        text: what it has printed, without what its login files have.
+    """
     last_line = result.err.rstrip().rpartition("\n")[2]
     said = one_line(last_line.removeprefix("safe-gpu: ").removeprefix("warning: "))
     if result.code == TOO_LATE:
@@ -188,9 +205,10 @@ def _why_no_document(result: SshResult) -> str:
         return f"has no safe-gpu on its PATH: {where} ({said})"
     if result.code != 0:
         return said or f"its safe-gpu status ends with exit code {result.code}"
-    if not result.out.startswith("{"):
-        banner = one_line(result.out.split("\n", 1)[0])
-        return f"its login files write before the JSON: {banner!r}; let them write on a terminal only"
+    if not text.startswith("{"):
+        banner = one_line(text.split("\n", 1)[0])
+        where = "look at remote_command, and at command= in ~/.ssh/authorized_keys there"
+        return f"something else answers than safe-gpu status: {banner!r}; {where}"
     return ""
 
 
@@ -200,6 +218,9 @@ def one_line(text: str) -> str:
 
 
 _RIGHT = ("Free", "Waiting", "Longest")
+
+_NAMES = "Held by"
+"""The title of the column with names of users."""
 
 _MOST = {"Held by": 80}  # columns of a terminal
 
@@ -230,13 +251,22 @@ def _rank(answer: Answer) -> int:
     return -answer.figures.free
 
 
-def render_hosts(statuses: Statuses, *, width: int, color: bool, verbose: bool = False) -> str:
-    """Return a line for each host, or why it has no figures; ``verbose`` adds each host's own table."""
-    names = Column("HOST", statuses)
+def render_hosts(statuses: Statuses, *, width: int, color: bool, verbose: bool = False, piped: bool = False) -> str:
+    """Return a line for each host, or why it has no figures.
+
+    Args:
+        verbose: whether each host's own table follows.
+        piped: whether another program reads it, so that names are whole, and lines as much wider as they need.
+    """
+    names = Column("HOST", statuses, whole=piped)
     shown = [names]
     for title in TITLES:
         cells = [_cell(answer, title) for answer in statuses.values()]
-        shown.append(Column(title.upper(), cells, right=title in _RIGHT, most=_MOST.get(title, 40)))
+        most = _MOST.get(title, 40)
+        whole = piped and title == _NAMES
+        if whole:
+            most = 0  # it takes no room from the others
+        shown.append(Column(title.upper(), cells, right=title in _RIGHT, most=most, whole=whole))
     head, *rows = table(shown, width, optional=("GPU", "LONGEST"))
     lines = [paint(_summary(statuses), "bold", color), "", paint(head, "bold", color)]
     indent = " " * (names.width + len(GAP))
@@ -254,7 +284,8 @@ def render_hosts(statuses: Statuses, *, width: int, color: bool, verbose: bool =
         for host, answer in statuses.items():
             if answer.figures is not None:
                 own_table = printable_lines(answer.text.strip("\n"), _LONGEST_TABLE)
-                lines += ["", paint(f"{host}:", "bold", color), own_table]
+                lines += ["", paint(f"{host}:", "bold", color)]
+                lines += [line if piped else cut(line, width) for line in own_table.split("\n")]
     return "\n".join(lines)
 
 
@@ -328,7 +359,7 @@ def script_of_status(vendor: str | None, verbose: bool = False) -> str:
     status = f"{remote_command()} status"
     if vendor:
         status += f" --vendor {vendor}"
-    script = f"{status} --json"
+    script = f"echo '{_MARK}'; {status} --json"
     if verbose:
         script += f" && COLUMNS={columns()} {status} -v"
     return script
@@ -373,7 +404,8 @@ def status_of_hosts(options: argparse.Namespace) -> int:
 
 
 def _picture(statuses: Statuses, options: argparse.Namespace) -> str:
-    return render_hosts(statuses, width=columns(), color=in_color(sys.stdout), verbose=options.verbose)
+    color = in_color(sys.stdout)
+    return render_hosts(statuses, width=columns(), color=color, verbose=options.verbose, piped=is_piped())
 
 
 def _watch(options: argparse.Namespace, hosts: Collection[str], script: str) -> None:

@@ -140,6 +140,11 @@ def columns() -> int:
     return width_of(sys.stdout)
 
 
+def is_piped() -> bool:
+    """Return whether another program reads what is printed, or a file takes it: names are whole there."""
+    return not sys.stdout.isatty()
+
+
 def width_of(stream: TextIO) -> int:
     """Return the width of the terminal that a stream is, else 80."""
     with suppress(OSError, ValueError):

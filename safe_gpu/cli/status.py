@@ -19,7 +19,7 @@ from ..status.metrics import render_metrics
 from ..status.render import render
 from .arguments import add_hosts, add_vendor
 from .commands import EX_NO_DRIVER, EX_STATE_DIR
-from .output import columns, in_color, print_json, print_lines, say, write_output
+from .output import columns, in_color, is_piped, print_json, print_lines, say, write_output
 
 _INTERVAL = 2.0
 
@@ -152,8 +152,7 @@ def _table(status: HostStatus, shown: HostStatus, verbose: bool) -> str:
     if sys.stdout.encoding.lower().startswith("utf"):
         bar = "█▌░"
     color = in_color(sys.stdout)
-    piped = not sys.stdout.isatty()
-    return render(status, width=columns(), color=color, shown=shown, verbose=verbose, bar=bar, piped=piped)
+    return render(status, width=columns(), color=color, shown=shown, verbose=verbose, bar=bar, piped=is_piped())
 
 
 def _watch(options: argparse.Namespace, user: str | None) -> NoReturn:

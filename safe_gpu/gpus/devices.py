@@ -19,6 +19,14 @@ MOST_SHARERS = 16
 FIRST_MINUTE = 60.0
 """Seconds in which a claim that has just begun is not called idle."""
 
+SOMEBODY_ELSEWHERE = "somebody in another state directory"
+"""Who holds a GPU of which only the door is held."""
+
+CLAIMED_ELSEWHERE = (
+    "claimed in another state directory (a private /tmp?), or its entry here was removed or cannot be read"
+)
+"""Why such a GPU cannot be claimed."""
+
 _MOST_HIDDEN = 1 << 30  # bytes that a GPU may have in use while nobody computes there
 
 PARTITION_MODES = ("DPX", "TPX", "QPX", "CPX")
@@ -440,6 +448,13 @@ class Holder(NamedTuple):
         """Return the holder of a GPU that these claims share."""
         ranked = tuple(sorted(sharers, key=lambda one: one.since or 0.0))
         return ranked[0]._replace(sharers=ranked)
+
+    @property
+    def name(self) -> str:
+        """Who holds it, for people: the user, or what is known instead."""
+        if self.elsewhere:
+            return SOMEBODY_ELSEWHERE
+        return self.user or "?"
 
     @property
     def each(self) -> "tuple[Holder, ...]":

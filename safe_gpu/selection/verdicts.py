@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ..gpus.devices import (
+    CLAIMED_ELSEWHERE,
     ComputeMode,
     Gpu,
     GpuFault,
@@ -567,7 +568,7 @@ def _claimed_by(holder: Holder) -> str:
     if holder.full:
         return holder.full
     if holder.elsewhere:
-        return "claimed in another state directory (a private /tmp?), or its entry here was removed or cannot be read"
+        return CLAIMED_ELSEWHERE
     if holder.left_by is not None:
         text = left_behind(holder.pid, holder.left_by)
     else:

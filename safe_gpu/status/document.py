@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-from ..gpus.devices import MIG_IS_ON, Gpu, HeldAs, Holder
+from ..gpus.devices import CLAIMED_ELSEWHERE, MIG_IS_ON, SOMEBODY_ELSEWHERE, Gpu, HeldAs, Holder
 from ..gpus.windows import Window
 from ..host.foreign_files import printable
 from ..host.programs import program_names
@@ -22,8 +22,8 @@ TITLES = ("Free", "GPU", "Waiting", "Longest", "Held by")
 NO_DOCUMENT = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
 """What comes of an answer that is no such document."""
 
-_TOLD = ("drained by ", "reserved by ", "stopped ", "taken last ")
-"""What is told of the reasons of a GPU in use: others may have a command with its arguments."""
+_TOLD = ("drained by ", "reserved by ", "stopped ", "taken last ", CLAIMED_ELSEWHERE)
+"""How the reasons of a GPU in use begin that are told: others may have a command with its arguments."""
 
 
 class Figures(NamedTuple):
@@ -99,6 +99,8 @@ def _held_by(gpus: list[Document]) -> str:
     for one in gpus:
         for claim, part in _claims_and_parts(one):
             user = claim["user"] or "?"
+            if claim.get("elsewhere"):  # an older version does not tell
+                user = SOMEBODY_ELSEWHERE
             held[user] = held.get(user, 0) + part
     ranked = Counter(held).most_common()
     return ", ".join(f"{user} {round(number, 2):g}" for user, number in ranked)

@@ -309,6 +309,7 @@ def _claim_dict(one: Holder) -> dict[str, Any]:
         "until": one.until,
         "removable_by": one.removable_by,
         "held_as": None,
+        "elsewhere": one.elsewhere,
     }
     if one.uid < 0:
         facts["uid"] = None

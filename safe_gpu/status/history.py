@@ -559,9 +559,11 @@ def calendar(by: str, begin: float, end: float) -> Iterator[tuple[str, float, fl
         begin = after
 
 
-def table_of_claims(claims: Sequence[PastClaim], since: float, until: float, width: int) -> list[str]:
-    """Return a title and a line for each claim, none of them wider than ``width`` columns, and a sentence on what was
-    not looked at."""
+def table_of_claims(
+    claims: Sequence[PastClaim], since: float, until: float, width: int, *, whole_names: bool = False
+) -> list[str]:
+    """Return a title and a line for each claim, none of them wider than ``width`` columns but for whole names, and a
+    sentence on what was not looked at."""
     uses = [claim.use(since, until) for claim in claims]
     facts_of_uses = [UseFacts.of(use) for use in uses]
     held = sum(len(claim.gpus) * hours_held(claim, since, until)[1] for claim in claims)
@@ -573,7 +575,7 @@ def table_of_claims(claims: Sequence[PastClaim], since: float, until: float, wid
         most = 8
         most_of_job = 12
     facts = [
-        Column("USER", [claim.user or "?" for claim in claims], most=most),
+        Column("USER", [claim.user or "?" for claim in claims], most=most, whole=whole_names),
         Column("GPU", [_gpus(claim) for claim in claims], most=most),
         Column("JOB", jobs, most=most_of_job),
         Column("FROM", [time.strftime("%Y-%m-%d %H:%M", time.localtime(claim.since)) for claim in claims]),
@@ -597,16 +599,16 @@ def _lines_on_looks(held: float, use: Use, width: int) -> list[str]:
     return lines_after_table(sentence_on_looks(held, use.looked / 3600), width)
 
 
-def table_of_use(found: Sequence[GpuHours], by: str, width: int) -> list[str]:
-    """Return a title, a line for each key, and the sum, none of them wider than ``width`` columns, and a sentence on
-    what was not looked at."""
+def table_of_use(found: Sequence[GpuHours], by: str, width: int, *, whole_names: bool = False) -> list[str]:
+    """Return a title, a line for each key, and the sum, none of them wider than ``width`` columns but for whole names,
+    and a sentence on what was not looked at."""
     total = _total(found, by)
     rows = list(found)
     if len(found) > 1:
         rows.append(total)
     uses = [UseFacts.of(one.use) for one in rows]
     facts = [
-        Column(by.upper(), [one.key for one in rows], most=64),
+        Column(by.upper(), [one.key for one in rows], most=64, whole=whole_names),
         Column("CLAIMS", [str(one.claims or "") for one in rows], right=True),
         Column("GPU-HOURS", [hours(one.least, one.most) for one in rows], right=True),
         Column("USED", [use.used_text() for use in uses], right=True),

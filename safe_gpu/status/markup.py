@@ -41,29 +41,30 @@ def _escaped(text: str) -> str:
 
 
 def table(caption: str, titles: Sequence[str], rows: Sequence[Mapping[str, str]], kind: str) -> Markup:
-    """Return a table without the columns that are empty; nothing without rows. The first cell of a row is its head.
+    """Return a table in a box of its own, which scrolls where the window is narrower; nothing without rows.
 
-    The roles say what screen readers could not tell by the elements once CSS has laid them out otherwise.
+    All columns are there, also those that are empty at the moment, so that each stays in its place. The first cell of a
+    row is its head.
     """
     if not rows:
         return Markup()
-    shown = [title for title in titles if any(row.get(title) for row in rows)]
-    heads = [_cell("th", title, title, role="columnheader", scope="col") for title in shown]
-    head = element("thead", element("tr", *heads, role="row"), role="rowgroup")
-    body = element("tbody", *(_row(shown, row) for row in rows), role="rowgroup")
-    return element("table", element("caption", caption), head, body, role="table", class_=kind)
+    heads = [_cell("th", title, title, scope="col") for title in titles]
+    head = element("thead", element("tr", *heads))
+    body = element("tbody", *(_row(titles, row) for row in rows))
+    shown = element("table", element("caption", caption), head, body, class_=kind)
+    return element("div", shown, class_="scroll", tabindex="0", role="group", aria_label=caption)
 
 
 def _row(titles: Sequence[str], row: Mapping[str, str]) -> Markup:
     first, *others = titles
-    head = _cell("th", first, row.get(first, ""), role="rowheader", scope="row")
-    cells = [_cell("td", title, row.get(title, ""), role="cell") for title in others]
-    return element("tr", head, *cells, role="row")
+    head = _cell("th", first, row.get(first, ""), scope="row")
+    cells = [_cell("td", title, row.get(title, "")) for title in others]
+    return element("tr", head, *cells)
 
 
-def _cell(tag: str, title: str, text: str, *, role: str, **scope: str) -> Markup:
+def _cell(tag: str, title: str, text: str, **scope: str) -> Markup:
     column = title.lower().replace("#", "place").replace(" ", "-")
-    return element(tag, text, role=role, class_=column, **scope)
+    return element(tag, text, class_=column, **scope)
 
 
 def when(moment: float | None, now: float) -> str:

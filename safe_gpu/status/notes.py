@@ -16,7 +16,7 @@ def notes_of(status: HostStatus) -> list[str]:
     """Return the remarks on the GPUs and when they are reserved, each once with the GPUs that it is about."""
     labels_of: dict[str, list[str]] = {}
     for one in status.gpus:
-        for note in _notes(one):
+        for note in dict.fromkeys(_notes(one)):
             labels_of.setdefault(printable(note), []).append(one.label)
     for window in status.windows:
         for one in status.gpus:

@@ -51,7 +51,7 @@ def render_page(hosts: Mapping[str, Any], *, now: float, every: float, use: Mapp
         row: dict[str, str] = {"Host": element("a", name, href=f"#host-{number}")}
         try:
             figures = figures_of(answer, now)
-            part = host_part(answer, figures, now, _use(use.get(name), figures.total))
+            part = host_part(answer, figures, now, _use(use.get(name), figures.total), is_alone=not are_several)
         except NO_DOCUMENT as err:
             part = element("span", _why_none(answer, err), class_="error")
             row["GPU"] = part
@@ -92,14 +92,20 @@ def _why_none(answer: object, err: Exception) -> str:
     return f"its answer cannot be read: {err!r}"
 
 
-def host_part(document: Document, figures: Figures, now: float, use: Markup) -> Markup:
+def host_part(document: Document, figures: Figures, now: float, use: Markup, *, is_alone: bool) -> Markup:
     """Return all about a host.
+
+    Args:
+        use: what its GPUs have been used for.
+        is_alone: whether the page has no other, so that its title says how many GPUs are free.
 
     Raises:
         NO_DOCUMENT: it is no such document.
     """
     status = status_in(document, now)
-    about = f"{figures.cells['Free']} free, {figures.cells['GPU']} ({status.driver} {status.driver_version})"
+    about = f"{figures.cells['GPU']} ({status.driver} {status.driver_version})"
+    if not is_alone:
+        about = f"{figures.cells['Free']} free, {about}"
     if figures.waiting:
         about += f", {figures.waiting} waiting, the first for {figures.cells['Longest'] or '?'}"
     notes = listed([*notes_of(status), *status.warnings])
@@ -139,7 +145,7 @@ def _title(column: str) -> str:
 
 
 def _waiting(status: HostStatus) -> Markup:
-    queue = queue_of(status, verbose=True, most_of_user=99)
+    queue = queue_of(status, verbose=True, most_of_user=99, whole_names=True)
     titles = [_title(column.title) for column in queue.columns]
     cells_of_rows = zip(*(column.cells for column in queue.columns), strict=True)
     rows = [dict(zip(titles, cells, strict=True)) for cells in cells_of_rows]

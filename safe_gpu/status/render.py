@@ -9,8 +9,8 @@ from .notes import notes_of
 from .table import Marks, Screen, gpu_table, table
 from .waiting import queue_of
 
-# The states of which the headline says how many GPUs are in them.
-_COUNTED_STATES = ("idle", "at risk", "drained")
+# The states of which the headline says how many GPUs are in them, in words that nobody takes for "free".
+_COUNTED_STATES = {"idle": "claimed but idle", "at risk": "at risk", "drained": "drained"}
 
 
 def render(
@@ -30,7 +30,8 @@ def render(
         shown: the part of it whose GPUs and waiters are listed; None lists all.
         verbose: whether waiters of one user have a line each, and the processes on each GPU.
         bar: the characters of memory that is used, half used, and free.
-        piped: whether another program reads it, so that names of users are whole.
+        piped: whether another program reads it, so that names of users are whole, and lines as much wider as they
+            need.
     """
     screen = Screen(width, color, verbose, Marks(*bar), piped)
     if shown is None:
@@ -78,7 +79,7 @@ def _counts(status: HostStatus) -> list[str]:
         divided = f"{plural(len(instances), 'MIG instance')} on {plural(len(parents))}"
         counts.append(f"{_number_free(instances)} of {divided} free")
     states = Counter(one.shown_state(status.taken_at) for one in status.gpus)
-    counts += [f"{states[state]} {state}" for state in _COUNTED_STATES if states[state]]
+    counts += [f"{states[state]} {words}" for state, words in _COUNTED_STATES.items() if states[state]]
     if status.queue:
         counts.append(f"{len(status.queue)} waiting")
     return counts
@@ -113,7 +114,7 @@ def _note_lines(status: HostStatus, screen: Screen) -> list[str]:
 def _queue_lines(status: HostStatus, screen: Screen) -> list[str]:
     if not status.queue:
         return []
-    queue = queue_of(status, verbose=screen.verbose, most_of_user=screen.most_of_user)
+    queue = queue_of(status, verbose=screen.verbose, most_of_user=screen.most_of_user, whole_names=screen.piped)
     headings, *rows = table(queue.columns, screen.width, optional=("PLANNED", "WAITED"))
     lines = ["", screen.paint(f"Waiting, {queue.order}:", "bold"), screen.paint(headings, "bold")]
     for group, row in zip(queue.groups, rows, strict=True):

@@ -165,14 +165,23 @@ def report_by_day(claims: Sequence[PastClaim], since: float, until: float) -> Da
     return Days(names, used, waits, idle, utilization)
 
 
-def table_of_report(rows: Iterable[ReportRow], width: int) -> Iterator[str]:
+MEANING_OF_95 = "95 of 100 claims waited no longer than 95% WAIT."
+"""What stands below the tables of a report."""
+
+
+def title_of_report(host: str, since: float, until: float) -> str:
+    """Return what stands above a report: ``GPUs of gpu1, 2026-10-29 to 2026-11-28``."""
+    return f"GPUs of {host}, {date.fromtimestamp(since)} to {date.fromtimestamp(until)}"
+
+
+def table_of_report(rows: Iterable[ReportRow], width: int, *, whole_names: bool = False) -> Iterator[str]:
     """Return a table for users, one for weeks and one for the host, and a sentence on what was not looked at; no line
-    is wider than ``width`` columns."""
+    is wider than ``width`` columns, but for whole names."""
     rows = list(rows)
     for by in BY:
         some = [row for row in rows if row.by == by]
         facts = [
-            Column(by.upper(), [row.key for row in some], most=24),
+            Column(by.upper(), [row.key for row in some], most=24, whole=whole_names),
             Column("CLAIMS", [str(row.claims) for row in some], right=True),
             Column("GPU-HOURS", [hours(row.gpu_hours_least, row.gpu_hours_most) for row in some], right=True),
             Column("FREE GPU-HOURS", [_number(row.free_gpu_hours, 1, 2) for row in some], right=True),
@@ -195,7 +204,7 @@ def _number(value: float | None, unit: float, digits: int) -> str:
     return f"{value / unit:.{digits}f}"
 
 
-def drawn(days: Days, form: str) -> bytes:
+def drawn(days: Days, form: str, title: str) -> bytes:
     """Return a picture as ``svg`` or ``png``: GPU-hours by user, stacked by day, those without work, and below them how
     long claims waited. If looks have seen how much the GPUs were used, that is drawn between the two.
 
@@ -213,13 +222,13 @@ def drawn(days: Days, form: str) -> bytes:
         env = environment(os.environ) | {"MPLCONFIGDIR": place, "MATPLOTLIBRC": os.devnull, "MPLBACKEND": "agg"}
         try:
             # matplotlib looks for the fonts of the host first.
-            call_in_child("safe_gpu.status.report draw", place, form, env=env, timeout=300.0, with_packages=True)
+            call_in_child("safe_gpu.status.report draw", place, form, title, env=env, timeout=300.0, with_packages=True)
         except Failed as err:
             raise SafeGpuError(f"the picture cannot be drawn: {err}") from err
         return Path(place, form).read_bytes()
 
 
-def draw(place: str, form: str) -> None:
+def draw(place: str, form: str, title: str) -> None:
     """Do the child's part: draw what is described in a directory into a file there.
 
     Raises:
@@ -234,6 +243,7 @@ def draw(place: str, form: str) -> None:
     with rc_context({"text.parse_math": False}), warnings.catch_warnings():  # a user's name is no formula
         warnings.simplefilter("ignore")  # the font may lack a letter of it
         figure = Figure(figsize=(10, 6), layout="constrained")
+        figure.suptitle(title)
         heights = [2, 1]
         if days.utilization:
             heights = [2, 1, 1]
@@ -257,7 +267,7 @@ def draw(place: str, form: str) -> None:
             utilization.set_ylim(0, 100)
         began = [date.fromisoformat(name) for name in days.waits]
         wait.plot(began, [fmean(some) / 60 for some in days.waits.values()], "o", label="mean")
-        wait.plot(began, [percentile_95(some) / 60 for some in days.waits.values()], "^", label="95%")
+        wait.plot(began, [percentile_95(some) / 60 for some in days.waits.values()], "^", label="95 of 100 at most")
         wait.set_ylabel("wait (min)")
         wait.set_ylim(bottom=0)
         wait.legend(loc="upper left", bbox_to_anchor=(1, 1))

@@ -91,8 +91,9 @@ def _gpu_row(one: GpuStatus, now: float) -> TableRow:
     gpu = one.gpu
     state = one.shown_state(now)
     claim = one.claim
-    if one.shares or one.pieces:
-        claim = None  # each has its own row
+    text = _number_of_claims(one) or _somebody(one)
+    if text:
+        claim = None  # each of several has its own row
     return TableRow(
         state,
         _COLOR_OF_STATE.get(state, "dim"),
@@ -105,7 +106,7 @@ def _gpu_row(one: GpuStatus, now: float) -> TableRow:
         fan=_with_unit(gpu.fan, "%"),
         power=_power(gpu),
         who=_who(one, claim, now),
-        text=_number_of_claims(one),
+        text=text,
         claim=claim,
     )
 
@@ -152,6 +153,13 @@ def _number_of_claims(one: GpuStatus) -> str:
     if one.share_free is None:
         return claims
     return f"{claims}, {format_bytes(one.share_free)} unclaimed"
+
+
+def _somebody(one: GpuStatus) -> str:
+    """Return who holds a GPU of which only the door is held; "" where more is known."""
+    if one.claim is None or not one.claim.elsewhere or one.users:
+        return ""
+    return one.claim.name
 
 
 def _who(one: GpuStatus, claim: Holder | None, now: float) -> UserCells:

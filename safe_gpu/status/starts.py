@@ -10,7 +10,7 @@ from ..coordination.entry import Entry
 from ..coordination.queue import TicketRequest, is_stopped
 from ..gpus.devices import Gpu, Holder, vendor_of
 from ..gpus.windows import Spans, Window, spans_of
-from ..selection.backfill import BackfillRequest, When, latest_harmless_ends, starts, when_free
+from ..selection.backfill import BackfillRequest, latest_harmless_ends, starts, when_free
 from ..selection.request import Selection
 from ..selection.sharing import ROUNDING, part_of
 from ..settings.config import Limits
@@ -118,7 +118,7 @@ def expected_starts(
     if stopped is None:
         stopped = {}
     devices = [one.gpu for one in gpus]
-    ends = {one.gpu.uuid: _when_free(one, now) for one in gpus}
+    ends = {one.gpu.uuid: when_free(one.gpu, one.claim, now, free=one.state in FREE) for one in gpus}
     coming = {one.gpu.uuid for one in gpus if one.state in FREE or one.claim is not None}
     wants: dict[str, BackfillRequest] = {}
     for ticket in tickets:
@@ -143,13 +143,6 @@ def expected_starts(
         not_before = earliest.get(ticket.name, math.inf)
         moments.append((_rounded(start, 3), _rounded(not_before, None)))
     return moments
-
-
-def _when_free(one: GpuStatus, now: float) -> When:
-    """Return when a GPU, or each part of it, is expected to be free; one that several claims hold, with the last."""
-    if one.pieces:
-        return max(when_free(one.gpu, claim._replace(others=()), now, free=False) for claim in one.pieces)
-    return when_free(one.gpu, one.claim, now, free=one.state in FREE)
 
 
 def _rounded(moment: float, digits: int | None) -> float | None:

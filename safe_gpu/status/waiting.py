@@ -43,12 +43,13 @@ class _WaiterCells(NamedTuple):
     starts: str
 
 
-def queue_of(status: HostStatus, *, verbose: bool, most_of_user: int) -> ShownQueue:
+def queue_of(status: HostStatus, *, verbose: bool, most_of_user: int, whole_names: bool) -> ShownQueue:
     """Return the waiters that are shown.
 
     Args:
         verbose: whether each has a line of its own.
         most_of_user: columns of the name of a user.
+        whole_names: whether longer ones are not cut.
     """
     groups = _alike(status.queue, verbose)[:_MOST_WAITERS]
     is_foreseen = any(_says_when(group[0]) for group in groups)
@@ -57,7 +58,7 @@ def queue_of(status: HostStatus, *, verbose: bool, most_of_user: int) -> ShownQu
     lines = [_cells(group, now, is_foreseen=is_foreseen, of_two_vendors=of_two_vendors) for group in groups]
     columns = [
         Column("#", [line.positions for line in lines], right=True),
-        Column("USER", [line.user for line in lines], most=most_of_user),
+        Column("USER", [line.user for line in lines], most=most_of_user, whole=whole_names),
         Column("JOB/PID", [line.job for line in lines], most=MOST_OF_JOB),
         Column("WANTS", [line.wants for line in lines]),
         Column("WAITED", [line.waited for line in lines], right=True),

@@ -258,16 +258,27 @@ class Column:
         most: columns of the terminal that a cell may take; longer cells are cut.
         right: align cells to the right.
         least: columns to which it may be cut where it is the last one and the table is too wide; None: to none.
+        whole: longer cells are not cut, and the table is wider by ``beyond``, which is what they take beyond ``most``.
     """
 
     def __init__(
-        self, title: str, cells: Iterable[str], *, right: bool = False, most: int = 40, least: int | None = None
+        self,
+        title: str,
+        cells: Iterable[str],
+        *,
+        right: bool = False,
+        most: int = 40,
+        least: int | None = None,
+        whole: bool = False,
     ) -> None:
         self.title = title
         self.least = least
-        self.cells = tuple(cut(cell, most) for cell in cells)
         self.right = right
+        self.cells = tuple(cells)
+        if not whole:
+            self.cells = tuple(cut(cell, most) for cell in self.cells)
         self.width = max((display_width(cell) for cell in self.cells), default=0)
+        self.beyond = max(0, self.width - most)
         if self.width > 0:
             self.width = max(self.width, len(title))
 

@@ -325,11 +325,11 @@ def test_a_report_of_a_wait(command: Any, ask: Any, ground: Any, eventually: Any
     assert [one["claims"] for one in (user, week, host)] == [2, 2, 2]
     assert (user["waits"], user["wait_95"], user["free_gpu_hours"]) == (2, last["waited"], None)
     assert week["free_gpu_hours"] == host["free_gpu_hours"] >= 0
-    assert re.findall("^[A-Z]{4,}", ask("history", "--report", "month").stdout, re.MULTILINE) == [
-        "USER",
-        "WEEK",
-        "HOST",
-    ]
+    printed = ask("history", "--report", "month").stdout
+    assert re.findall("^[A-Z]{4,} ", printed, re.MULTILINE) == ["USER ", "WEEK ", "HOST "]
+    today = time.strftime("%Y-%m-%d")
+    assert re.match(f"GPUs of {os.uname().nodename}, [0-9-]+ to {today}\n\nUSER ", printed)
+    assert printed.endswith("\n\n95 of 100 claims waited no longer than 95% WAIT.\n")
 
 
 def test_a_report_begins_with_a_day_and_is_of_two_years_at_most(used: None, ask: Any) -> None:

@@ -157,6 +157,29 @@ def test_why_there_are_no_figures(code: int, out: str, err: str, told: str) -> N
     assert one.error.startswith(told)
 
 
+@pytest.mark.parametrize("banner", ["", "Welcome to gpu3\n", 'no line break, and a brace {"schema": 1}'])
+def test_login_files_may_print(banner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Any) -> None:
+    """A shell runs what ssh is given, behind what its login files print, and so do two commands of ``-v``."""
+    document = json.dumps(status("free", "claimed"))
+    program(tmp_path / "ssh", f'printf %s {shlex.quote(banner)}; for last; do :; done; eval "$last"')
+    program(tmp_path / "safe-gpu", f'case "$*" in *--json) echo {shlex.quote(document)} ;; *) echo its own table; esac')
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    done = ask("status", "--host", "gpu3", "-v")
+    assert (done.returncode, lines_of(done.stdout)["gpu3"]) == (0, "1 of 2 NVIDIA L4 anna 1")
+    assert done.stdout.endswith("gpu3:\nits own table\n")
+
+
+def test_an_answer_without_a_mark_is_read_too() -> None:
+    """As of a command that ignores what it is asked for."""
+    document = json.dumps(status("free"))
+    assert api.read_answer(api.SshResult(0, f"{document}\na table", "")).text == "\na table"
+    other = api.read_answer(api.SshResult(0, f"Welcome\n{document}", ""))
+    assert (other.status, other.error.partition(";")[0]) == (
+        None,
+        "something else answers than safe-gpu status: 'Welcome'",
+    )
+
+
 LEAVES = st.none() | st.booleans() | st.floats() | st.text(max_size=9)
 JSON = st.recursive(LEAVES, lambda one: st.lists(one) | st.dictionaries(st.text(), one), max_leaves=4)
 
@@ -230,7 +253,11 @@ UNUSUAL: dict[str, tuple[dict[str, Any], str]] = {
     "gpu-refusing": ({"key": "stranger"}, "a password is asked for, or your key is refused (*Permission denied"),
     "gpu-banner": (
         {"forced": 'echo "Welcome to gpu3"; exec sh -c "$SSH_ORIGINAL_COMMAND"'},
-        "its login files write before the JSON: 'Welcome to gpu3'; let them write on a terminal only",
+        "8 of 8 NVIDIA A100-SXM4-80GB",
+    ),
+    "gpu-other": (
+        {"forced": 'echo "Welcome to gpu3"'},
+        "something else answers than safe-gpu status: 'Welcome to gpu3'; look at remote_command, and at command= in",
     ),
     "gpu-bare": ({"env": {"PATH": "/usr/bin:/bin"}}, "has no safe-gpu on its PATH: set remote_command in [host] of"),
     "gpu-older": ({"forced": """echo '{"schema": 1}'"""}, "answers in schema 1, and this safe-gpu reads 2: update the"),

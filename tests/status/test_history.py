@@ -330,13 +330,18 @@ def test_the_picture(tmp_path: Path) -> None:
         figures, save = [], Figure.savefig
         Figure.savefig = lambda self, *args, **how: (figures.append(self), save(self, *args, **how))
         for form in ("svg", "png"):
-            api.status_report.draw(str(tmp_path), form)
-        return [label.get_text().strip() for label in figures[0].axes[0].get_legend().get_texts()]
+            api.status_report.draw(str(tmp_path), form, title)
+        legends = [axes.get_legend().get_texts() for axes in (figures[0].axes[0], figures[0].axes[-1])]
+        texts = [[label.get_text().strip() for label in legend] for legend in legends]
+        return [figures[0].get_suptitle(), *texts]
 
-    labels = in_child(work)
+    title = api.status_report.title_of_report("gpu1", MONDAY, MONDAY + 2 * DAY)
+    assert title == "GPUs of gpu1, 2026-11-16 to 2026-11-18"
+    drawn, labels, of_waits = in_child(work)
+    assert (drawn, of_waits) == (title, ["mean", "95 of 100 at most"])
     assert ElementTree.parse(tmp_path / "svg").getroot().tag.endswith("svg")
     assert (tmp_path / "png").read_bytes().startswith(b"\x89PNG")
     assert set(labels) == set(names)
     looked_at = days._replace(idle={days.names[0]: 2.5}, utilization={days.names[0]: 40.0})
     (tmp_path / "days").write_text(json.dumps(looked_at))
-    assert set(in_child(work)) == {*names, "without work"}
+    assert set(in_child(work)[1]) == {*names, "without work"}

@@ -147,6 +147,7 @@ def test_what_is_unusual_is_told() -> None:
         assert told in found.text
     assert found.cells["Waiting, by turns; all but the first may start later than shown"][2][-1] == "?"
     assert "gpu1: 1 of 7 GPUs free" in found.text
+    assert found.text.count(" of 7 ") == 2, "in the title of the window and in that of the page"
 
 
 @pytest.mark.parametrize("value", [None, [], {}, "x", -1, 1e300, float("nan"), [None], {"gpus": [{}]}])
@@ -215,9 +216,12 @@ OPTIONS = (
 WIDTHS = (360, 1440)
 BETWEEN = (320, 600, 601, 900, 901, 1399, 1400)  # where the layout changes, and the least that WCAG 2 asks for
 
-# What is wider than the window, also where it is cut off. The titles that a telephone does not show are 1 pixel wide.
-TOO_WIDE = """() => [...document.querySelectorAll("body *")].filter(one => !one.closest("thead")
+# What is wider than the window, also where it is cut off, but for tables in boxes that scroll; and the places of the
+# columns of the tables.
+TOO_WIDE = """() => [...document.querySelectorAll("body *")].filter(one => !one.closest("table")
   && one.getBoundingClientRect().right > innerWidth + 0.5).map(one => one.outerHTML)"""
+PLACES = """() => [...document.querySelectorAll("table.gpus")].map(
+  one => [...one.querySelectorAll("thead th")].map(title => title.getBoundingClientRect().left))"""
 
 Opened = Callable[..., Any]
 
@@ -257,7 +261,7 @@ def opened(tmp_path: Path, said: list[str]) -> Iterator[Opened]:
 @pytest.mark.parametrize(("scheme", "color"), [("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 23, 27)")])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_it_can_be_read(opened: Opened, width: int, scheme: str, color: str) -> None:
-    """Sixteen GPUs and forty waiters, one host and several; nothing to scroll to the side for."""
+    """Sixteen GPUs and forty waiters, one host and several; the page itself does not scroll to the side."""
     for more in ({}, {"gpu2": host(), "gpu3": "did not answer within 10 s"}):
         window = opened(page({"gpu1": crowded(), **more}), width, scheme)
         for size in (width, *BETWEEN):
@@ -267,13 +271,38 @@ def test_it_can_be_read(opened: Opened, width: int, scheme: str, color: str) -> 
         assert window.evaluate("getComputedStyle(document.body).backgroundColor") == color
 
 
+@pytest.mark.parametrize("width", [360, 390, 1280, 1440])
+def test_columns_stay_in_their_places(opened: Opened, width: int) -> None:
+    """On hosts that show other things, and on one where all is free."""
+    free = host()
+    free["gpus"] = [free["gpus"][7] | {"temperature": None}] * 8
+    (first, *others) = opened(page({"gpu1": crowded(), "gpu2": host(), "gpu3": free}), width).evaluate(PLACES)
+    assert len(first) == 10
+    assert others == [first, first]
+
+
+def test_a_table_scrolls_on_a_telephone_and_its_rows_keep_their_heads(opened: Opened) -> None:
+    window = opened(page({"gpu1": host()}), 390)
+    box = window.get_by_role("group", name="GPUs", exact=True)
+    last = gpus_of(window).get_by_role("columnheader", name="Until")
+    head = gpus_of(window).get_by_role("rowheader", name="7", exact=True)
+    left = head.bounding_box()["x"]
+    assert last.bounding_box()["x"] > 390
+    box.focus()  # so it scrolls with the keys too
+    box.evaluate("one => one.scrollTo(one.scrollWidth, 0)")
+    assert last.bounding_box()["x"] < 390
+    assert head.bounding_box()["x"] == left
+    desk = opened(page({"gpu1": host()}), 1280)
+    assert desk.evaluate("[...document.querySelectorAll('.scroll')].every(one => one.scrollWidth == one.clientWidth)")
+
+
 def gpus_of(window: Any) -> Any:
     return window.get_by_role("table", name="GPUs", exact=True)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_it_can_be_heard(opened: Opened, width: int) -> None:
-    """Tables are tables by their roles, on a telephone too, and have names."""
+    """Tables are tables, on a telephone too, and have names."""
     window = opened(page({"gpu1": host(), "gpu2": "down"}), width)
     gpus = gpus_of(window)
     assert gpus.get_by_role("rowheader", name="7", exact=True).count() == 1

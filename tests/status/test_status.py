@@ -26,7 +26,7 @@ UUIDS = [gpu.uuid for gpu in api.find_preset("dgx-a100").gpus]
 ME, PARENT = os.getpid(), os.getppid()  # of the same user
 
 
-CLAIMED = "pid uid user job command since until removable_by held_as"
+CLAIMED = "pid uid user job command since until removable_by held_as elsewhere"
 KEYS = {
     "status": "schema host driver driver_version state_dir gpus queue windows warnings",
     "gpu": "label index vendor uuid name pci_bus_id numa_node memory_total memory_used utilization temperature fan "
@@ -136,7 +136,7 @@ def test_a_claim_without_a_process_on_the_gpu_is_idle(holder) -> None:
     assert row(status, 0).split()[:2] == ["0", "claimed"], "but not in its first minute"
     later = replace(status, taken_at=time.time() + 60)
     assert row(later, 0).split()[:2] == ["0", "idle"]
-    assert "7 of 8 GPUs free, 1 idle (" in table(later)
+    assert "7 of 8 GPUs free, 1 claimed but idle (" in table(later), "nobody takes it for a free one"
 
 
 def test_whose_processes_count_for_a_claim(holder, as_user) -> None:
@@ -215,6 +215,17 @@ def test_shares_are_shown_with_the_claims_that_have_them(state_dir: Path, child)
 # What an entry says, and what is so
 
 
+def first_line_of_wait(nb_gpus: int) -> str:
+    """Who holds what, as a wait for these GPUs says at first."""
+
+    def end(status: Any) -> None:
+        raise InterruptedError(api.holders_line(status, time.time()))
+
+    with pytest.raises(InterruptedError) as told:
+        api.wait_for_gpus(nb_gpus, timeout=60, on_wait=end)
+    return str(told.value)
+
+
 def told_of_the_first(say, listen) -> None:
     """What another user is told of the claim of GPU 0."""
     one = api.gather().gpus[0].claim
@@ -251,15 +262,35 @@ def test_children_that_outlive_the_holder_are_named(state_dir: Path, child, as_u
         os.kill(heir, signal.SIGKILL)
 
 
-def test_a_claim_of_another_state_directory_is_told_by_its_door(ground, child, open_tmp: Path) -> None:
+def test_a_claim_of_another_state_directory_is_told_by_its_door(ground, child, ask, open_tmp: Path) -> None:
     env = {"SAFE_GPU_DIR": str(open_tmp / "other"), "SAFE_GPU_SIMULATED_DIR": str(ground.directory / "simulated")}
     child(HOLD_ONE, env=env, says="held")
     status = look()
     assert states(status) == " ".join(["claimed", *["free"] * 7])
     found = status.gpus[0].claim
     assert (found.elsewhere, found.pid, found.user) == (True, None, None)
-    assert status.to_dict()["gpus"][0]["claim"]["uid"] is None
-    assert "GPU 0: claimed in another state directory" in table(status)
+    document = status.to_dict()
+    told = document["gpus"][0]["claim"]
+    assert (told["elsewhere"], told["uid"], told["user"]) == (True, None, None)
+    assert " ".join(row(status, 0).split()).endswith(" 34C somebody in another state directory")
+    note = "GPU 0: claimed in another state directory (a private /tmp?), or its entry here was removed"
+    assert note in " ".join(table(status).split())
+
+    page = api.render_page({"h": document}, now=time.time(), every=300.0, use={})
+    assert "somebody in another state directory" in page
+    assert note in page
+    assert api.figures_of(document, time.time()).cells["Held by"] == "somebody in another state directory 1"
+    for text in (page, table(status), api.render(status, width=200, color=False, verbose=True)):
+        assert "None" not in text
+    del told["elsewhere"]  # as an older version
+    assert note in api.render_page({"h": document}, now=time.time(), every=300.0, use={})
+    with pytest.raises(NotEnoughGpusError, match=r"GPU 0 .*: claimed in another state directory"):
+        claim(8)
+    assert first_line_of_wait(8) == "GPU 0 somebody in another state directory"
+    if os.geteuid() == 0:
+        told = ask("drain", "0", "--from", "+1h", "--until", "+2h").stderr + ask("drain", "0").stderr
+        ask("resume", "0")
+        assert told.count("claimed by somebody in another state directory") == 2
 
 
 def test_an_entry_without_doors_is_at_risk_where_another_user_can_remove_it(ground, holder) -> None:

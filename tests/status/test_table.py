@@ -104,15 +104,69 @@ def test_what_gpus_have_in_common_stands_once() -> None:
     ]
 
 
+LONG_NAME = "annabell.with-a-name-that-is-longer-than-any-column@example.org"
+
 WARM = api.Gpu(0, "GPU-0", memory_total=80 << 30, memory_used=42 << 30, utilization=7, temperature=61)
 
 
 def test_every_row_of_a_claim_has_its_user() -> None:
-    """A name of any length is whole where another program reads it."""
-    long = "annabell.with-a-long-name"[:24]
-    claim = api.Holder(7, long, None, "train", 1.0)
-    gpus = [api.GpuStatus(api.Gpu(number, f"GPU-{number}"), "claimed", claim=claim) for number in range(2)]
-    assert sum(long in line for line in shown(host(62.0, *gpus), piped=True)) == 2
+    """A name of any length is whole where another program reads it, and nothing is missing beside it."""
+    long = LONG_NAME
+    claim = api.Holder(7, long, None, "python train.py", 1.0, until=90.0)
+    gpus = [api.GpuStatus(WARM._replace(index=number), "claimed", claim=claim) for number in range(2)]
+    waiter = api.WaiterStatus(1, 8, long, 1, 1.0, hold_for=60.0)
+    for width in (80, 120):
+        lines = words(shown(host(62.0, *gpus, queue=(waiter,)), width, piped=True))
+        assert sum(f" {long} pid 7 1m 28s python train.py" in line for line in lines) == 2
+        assert f"1 {long} pid 8 1 GPU 1m 1m" in lines
+    assert long not in "".join(shown(host(62.0, *gpus, queue=(waiter,)), 80))
+
+
+def test_names_are_whole_in_what_is_piped(state_dir: Path, ask: Any) -> None:
+    """The history, its sums and its report, and a table of hosts; on a terminal they have their columns."""
+    directory = state_dir / "history"
+    directory.mkdir(parents=True)
+    for path in (state_dir, directory):
+        path.chmod(0o1777)
+    since = time.time() - 60
+    facts = {"v": 1, "claim": [7, since], "user": LONG_NAME, "gpus": ["GPU-a"], "command": "train", "waited": 1.0}
+    lines = [facts, {"v": 1, "claim": [7, since], "ended": since + 30}]
+    month = time.strftime("%Y-%m", time.gmtime(since))
+    write_for_all(directory / f"{month}.jsonl", "".join(f"{json.dumps(line)}\n" for line in lines))
+    for words in ([], ["--by", "user"], ["--report", "week"]):
+        assert LONG_NAME in ask("history", *words).stdout, words
+    claims, _ = api.claims_between(since - 1, time.time())
+    on_a_terminal = api.status_history.table_of_claims(claims, since - 1, time.time(), 80)
+    assert max(map(len, on_a_terminal)) <= 80
+    assert LONG_NAME not in "".join(on_a_terminal)
+
+    name = "a-host-" * 10
+    one = made_up.scene().to_dict()
+    for gpu in one["gpus"]:
+        if gpu["claim"]:
+            gpu["claim"]["user"] = LONG_NAME
+    answers = {name: api.Answer(one, api.figures_of(one, time.time()))}
+    piped = api.render_hosts(answers, width=80, color=False, piped=True)
+    assert re.search(f"^{name} .* {LONG_NAME} 5", piped, re.MULTILINE)
+    assert max(map(len, api.render_hosts(answers, width=80, color=False).split("\n"))) <= 80
+
+
+@pytest.mark.parametrize(
+    ("script", "width", "bar", "command"),
+    [
+        ("train.py", 80, "██░░ ", " python train.py"),
+        ("train_now.py", 80, "", " python train_now.py"),
+        ("train_the_model.py", 80, "", " python train_the_mod.."),
+        ("train_the_model.py", 100, "█████░░░░░ ", " python train_the_model.py"),
+        ("train_the_model_again_now.py", 100, "██░░ ", " python train_the_model_again_now.py"),
+    ],
+)
+def test_the_bar_gives_way_to_the_command(script: str, width: int, bar: str, command: str) -> None:
+    """Before its words are cut; what it runs says more than the third way to write how full the memory is."""
+    claim = api.Holder(48213, "anna", None, f"python {script}", 1.0, until=12_000.0)
+    lines = shown(host(12_001.0, api.GpuStatus(WARM, "claimed", claim=claim)), width)
+    assert lines[4].startswith(f"  0  claimed  {bar}42/80G")
+    assert lines[4].endswith(command)
 
 
 def test_verbose_lists_the_processes_on_each_gpu() -> None:

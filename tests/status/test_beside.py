@@ -26,11 +26,13 @@ import os, signal, subprocess, sys
 import safe_gpu
 from safe_gpu.runtimes.placeholders import NoPlaceholder
 def hold(number=1, **options): return safe_gpu.claim_gpus(number, NoPlaceholder(), affinity=None, timeout=0, **options)
+started = []
 def start(code, **options):
-    '''Start a process that runs some code and then sleeps; return its pid once the code has run.'''
-    code = f"import os, signal, sys\\n{code}\\nprint(os.getpid(), flush=True)\\nsignal.pause()"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, **options)
-    return int(process.stdout.readline())
+    '''Start a process that runs some code and then lives as long as this one; return its pid.'''
+    code = f"import os, sys\\n{code}\\nprint(os.getpid(), flush=True)\\nsys.stdin.read()"
+    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    started.append(subprocess.Popen([sys.executable, "-c", code], text=True, **pipes, **options))
+    return int(started[-1].stdout.readline())
 """
 
 ORPHAN = "if os.fork(): os._exit(0)"  # which runs on in a child, whose parent is gone
@@ -193,13 +195,12 @@ def test_a_claim_whose_process_uses_another_gpu(driver: Driver, holder: Any) -> 
 # Who is not told: what belongs to a claim
 
 
-def test_a_descendant_is_of_the_claim(driver: Driver, child: Any, after: list[int], eventually: Any) -> None:
+def test_a_descendant_is_of_the_claim(driver: Driver, child: Any, eventually: Any) -> None:
     """A child, one that has a session of its own, one in a PID namespace of its own, and an orphan."""
     code = "hold(only=0)\n"
     code += "say(start(''), start('', start_new_session=True), start('" + ORPHAN + "'))\nlisten()"
     parent = child(PRELUDE + code, start_new_session=True)
     pids = [int(word) for word in parent.hear().split()]
-    after += pids
     driver.put(0, on_gpu(parent.pid), *map(on_gpu, pids))
     eventually(lambda: parent.pid not in api.procfs.ancestors(pids[2]))
     assert driver.told() == []
@@ -216,12 +217,11 @@ def test_a_descendant_in_a_pid_namespace_is_of_the_claim(driver: Driver, child: 
     assert driver.told() == []
 
 
-def test_who_keeps_the_entry_is_of_the_claim(driver: Driver, child: Any, after: list[int], eventually: Any) -> None:
+def test_who_keeps_the_entry_is_of_the_claim(driver: Driver, child: Any, eventually: Any) -> None:
     """A forked child in a session of its own, while its parent lives and once that is gone."""
-    fork = f"if os.fork() == 0:\n  {ORPHAN}\n  os.setsid(); say(os.getpid()); signal.pause()"
+    fork = f"if os.fork() == 0:\n  {ORPHAN}\n  os.setsid(); say(os.getpid()); listen()"
     parent = child(PRELUDE + f"hold(only=0)\n{fork}\nlisten()", start_new_session=True)
     pid = int(parent.hear())
-    after.append(pid)
     driver.put(0, on_gpu(pid))
     eventually(lambda: parent.pid not in api.procfs.ancestors(pid))
     assert driver.told() == []
@@ -339,11 +339,10 @@ def test_beside_a_claim_in_a_container(driver: Driver, sleeper: Any, ground: Any
 
 
 @pytest.mark.parametrize("session", [True, False])
-def test_who_may_descend_from_whom(child: Any, after: list[int], eventually: Any, session: bool) -> None:
+def test_who_may_descend_from_whom(child: Any, eventually: Any, session: bool) -> None:
     """The children, also those whose parents have ended, in one session; nobody who was there before."""
     parent = child(PRELUDE + f"say(start('{ORPHAN}'), start(''))\nlisten()", start_new_session=session)
     orphan, worker = (int(word) for word in parent.hear().split())
-    after += [orphan, worker]
     eventually(lambda: parent.pid not in api.procfs.ancestors(orphan))
     for one in (orphan, worker, parent.pid):
         assert api.procfs.may_descend_from(one, parent.pid)

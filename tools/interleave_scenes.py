@@ -330,6 +330,10 @@ SCENES: dict[str, Scene] = {
     "shares-whole-delegating": _scene(claims(share=_SMALL), claims(**_OUTER), kill="AB", served=1),
     "shares-directories": _scene(claims(share=_SMALL), claims(share=_SMALL, at=2), kill="A", served=1),
     "shares-directories-3": _scene(claims(share=_SMALL), claims(share=_SMALL, at=2), claims(at=3), kill="A", served=1),
+    # A gives its share back while B comes beside it, and C from another directory
+    "shares-directories-again": _scene(
+        claims(share=_SMALL), claims(share=_SMALL), claims(share=_BIG, at=2), kill="A", served=1
+    ),
     "shares-whole-directories": _scene(claims(share=_SMALL), claims(at=2), kill="AB", served=1),
     # Claims inside claims
     "nested": _scene(claims(**_OUTER), claims(**_INNER), claims(), kill="A", deaths=_ANY),

@@ -105,6 +105,7 @@ class Attempt:
         self._elsewhere: set[str] = set()  # GPUs whose doors other state directories hold
         self._full: set[str] = set()  # pieces of GPUs of which as many claims hold pieces as can
         self._door_error: OSError | None = None  # why doors could not be taken
+        self._parts_here: dict[str, set[int]] = {}  # name of a GPU -> parts that counted as those of claims here
 
     def run(self, *, may_wait: bool) -> Seen:
         """Fill the claim if enough GPUs are free; else join the queue if ``may_wait``. Return what was seen.
@@ -410,6 +411,7 @@ class Attempt:
             except OSError as err:
                 self._door_error = err
                 doors.release()  # with those of some GPUs alone, claims inside this one would not find the others
+                self._parts_here = {}
                 return None
             if not can_be_had:
                 doors.release()
@@ -448,6 +450,7 @@ class Attempt:
             return doors.take_whole(name, parts_here, token)
         if not doors.take_share(name, parts_here):
             return False
+        self._parts_here[name] = parts_here
         # One of the processes may have ended since, and its door be another's.
         return parts_here == view.others.claims.parts_with_doors(gpu.uuid, door=name)
 
@@ -476,7 +479,19 @@ class Attempt:
                 return False
         elif any(view.closed.rules.why_drained(gpu) for gpu in gpus):
             return False  # it was drained or reserved meanwhile
-        return host.is_current(queue=False) and not any(self._is_taken(gpu) for gpu in gpus)
+        if not host.is_current(queue=False):
+            return False
+        return not any(self._is_taken(gpu) or self._has_lost_a_sharer(claim.doors, gpu) for gpu in gpus)
+
+    def _has_lost_a_sharer(self, doors: Doors, gpu: Gpu) -> bool:
+        """Return whether a claim has ended whose part of this GPU was taken for one of this directory, and somebody
+        holds that part now: it may be a claim of another directory."""
+        for name in gpu.names:
+            parts_here = self._view.others.claims.parts_with_doors(gpu.uuid, door=name)
+            lost = self._parts_here.get(name, set()) - parts_here
+            if lost and doors.is_any_part_taken(name, lost):
+                return True
+        return False
 
     def _is_taken(self, gpu: Gpu) -> bool:
         """Return whether others have so much of a GPU that what this claim is to hold does not fit beside them."""

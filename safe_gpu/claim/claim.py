@@ -302,10 +302,11 @@ class Claim:
 
     def _release_now(self) -> None:
         with ExitStack() as steps:  # each is made, even if another one raises; the last is the first
+            # A door that is closed may be taken in another state directory, and must not count as that of a claim here.
+            steps.callback(self.doors.release)
             if self.entry is not None:
                 steps.callback(self.entry.release)
                 self.entry = None
-            steps.callback(self.doors.release)
             steps.callback(self.release_older)
 
 

@@ -164,6 +164,10 @@ class Doors:
         """Return whether another process holds a GPU, or a part of it beside those of living entries here."""
         return any(_are_held([self._name(uuid)])) or bool(self._parts_elsewhere(uuid, parts_here))
 
+    def is_any_part_taken(self, uuid: str, parts: Collection[int]) -> bool:
+        """Return whether a process holds one of these parts of a GPU."""
+        return any(_are_held(self._name(uuid, f".{part}") for part in sorted(parts)))
+
     @property
     def are_open(self) -> bool:
         """Whether none is held."""

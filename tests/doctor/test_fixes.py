@@ -94,6 +94,7 @@ def resumed(command: Any, fix: str) -> None:
         assert done.returncode == 0, done.stderr
 
 
+@as_root
 def test_drained_gpus_are_resumed(state_dir: Path, ask: Any, command: Any) -> None:
     assert ask("drain", "3", "--reason", "a fan").returncode == 0
     user = api.procfs.user_name(os.geteuid())
@@ -103,6 +104,7 @@ def test_drained_gpus_are_resumed(state_dir: Path, ask: Any, command: Any) -> No
     assert finding("GPUs in service").status == "passed"
 
 
+@as_root
 def test_reserved_gpus_are_given_free(state_dir: Path, ask: Any, command: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(api.closed.programs, "is_root", lambda: False)  # whom no reservation binds
     assert ask("drain", "3", "--until", "23:59", "--for-user", "nobody", "--reason", "course").returncode == 0

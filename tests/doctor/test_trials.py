@@ -165,6 +165,7 @@ def test_a_relative_directory_is_one_finding(monkeypatch: pytest.MonkeyPatch) ->
     assert "set it to an absolute path" in failed["state directory"].detail
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose file it must be")
 def test_a_mistake_in_roots_file_is_one_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "config.ini"
     path.write_text("[host]\nstate_dir = here\n")

@@ -60,6 +60,7 @@ struct gpu {
   int doors[DOORS], door_count;
   int part[2];        /* of each of its names, uuid and whole; -1: none */
   int part_of_pieces; /* of its GPU, as long as this is a piece that is held; -1: none */
+  unsigned parts_here[2]; /* a bit for each part that counted as that of an entry here */
 };
 
 struct entry { /* of a living claim, or of a waiter */
@@ -682,6 +683,7 @@ static void close_doors(struct gpu *gpu)
 {
   while (gpu->door_count) close(gpu->doors[--gpu->door_count]);
   gpu->part[0] = gpu->part[1] = gpu->part_of_pieces = -1;
+  gpu->parts_here[0] = gpu->parts_here[1] = 0;
 }
 
 static bool take_doors_of_name(int i, int name)
@@ -696,6 +698,7 @@ static bool take_doors_of_name(int i, int name)
   if (!take_door(gpu, text, "") || !parts_are_known(i, name)) return false;
   if (*token) return take_part(i, name) && take_door(gpu, text, last);
   if (!share) return true;
+  for (int part = 0; part < PARTS; part++) gpu->parts_here[name] |= (unsigned)is_part(i, name, part) << part;
   if (!take_part(i, name) || !parts_are_known(i, name)) return false; /* one of the processes may have ended since */
   close(gpu->doors[before]);
   gpu->doors[before] = gpu->doors[--gpu->door_count];
@@ -770,11 +773,11 @@ static bool could_do(int i)
 
 static void release(void)
 {
+  remove_entry(&claims); /* first: a door that is free must be that of no entry here */
   for (int i = 0; i < gpu_count; i++) {
     close_doors(&gpus[i]);
     gpus[i].chosen = false;
   }
-  remove_entry(&claims);
   next_fd = KEPT;
 }
 
@@ -840,6 +843,18 @@ static void find_around(void) /* with the claims listed */
   for (int i = 0; i < gpu_count; i++) gpus[i].busy = is_busy(i, around), gpus[i].elsewhere = false;
 }
 
+static bool has_lost_a_sharer(int i) /* and its part is held again: by another directory, as far as is known */
+{
+  char tail[16];
+  for (int name = 0; name < 2; name++)
+    for (int part = 0; part < PARTS; part++) {
+      put(tail, sizeof tail, ".%d", part);
+      bool was_here = gpus[i].parts_here[name] >> part & 1;
+      if (was_here && !is_part(i, name, part) && is_held(name_of(i, name), tail)) return true;
+    }
+  return false;
+}
+
 static bool may_stay(void) /* with host.lock given back */
 {
 #ifdef ONE_LISTING
@@ -852,6 +867,7 @@ static bool may_stay(void) /* with host.lock given back */
   for (int i = 0; i < gpu_count; i++) {
     bool may = *inside ? gpus[i].inside : !gpus[i].closed;
     if (gpus[i].chosen && (!may || room(i) < (share ? share : capacity))) return false;
+    if (gpus[i].chosen && has_lost_a_sharer(i)) return false;
   }
   return true;
 }

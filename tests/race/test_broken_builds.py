@@ -45,6 +45,8 @@ CAUGHT = [  # build, what catches it, with these words, and what that says: one 
     ("share without the door", RACE, "--shares --directories", "violation"),
     ("share without the door", SOAK, "--shares --islands", "a share beside a whole claim"),
     ("share without the door", EXPLORER, "--scene shares-whole-directories --begin A3", TWICE),
+    ("doors first", EXPLORER, "--scene shares-directories-again --begin 'A A1 C B'", TWICE),
+    ("parts known once", EXPLORER, "--scene shares-directories-again --begin 'A B6 A C B'", TWICE),
     ("no door of the token", EXPLORER, "--scene nested-directories --begin 'A A%3'", TWICE),
     ("one door of the token", EXPLORER, "--scene nested-directories --begin 'A A%3'", TWICE),
     ("no part of the GPU", PIECES_RACE, "--directories --vendor intel", "violation"),

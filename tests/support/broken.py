@@ -153,6 +153,14 @@ def _release_first(self: search._Search, claim: claims.Claim) -> None:
     self._come_back()
 
 
+def _release_doors_first(self: claims.Claim) -> None:
+    self.release_older()
+    self.doors.release()
+    if self.entry is not None:
+        self.entry.release()
+        self.entry = None
+
+
 _NO_DOORS: list[tuple[Any, str, Any]] = [(Doors, "_take", _refuse), (Doors, "are_taken", _refuse)]
 
 BROKEN: dict[str, list[tuple[Any, str, Any]]] = {
@@ -171,6 +179,8 @@ BROKEN: dict[str, list[tuple[Any, str, Any]]] = {
     "door too early": [(claims.Claim, "take", _give_back_doors_first)],
     "parts not asked": [(Doors, "_parts_elsewhere", lambda self, uuid, parts_here: set())],
     "share without the door": [(Doors, "take_share", _share_without_door)],
+    "doors first": [(claims.Claim, "_release_now", _release_doors_first)],
+    "parts known once": [(attempt.Attempt, "_has_lost_a_sharer", lambda *about: False)],
     "no door of the token": [(Doors, "is_inside", lambda self, uuid, token: True)],
     "one door of the token": [(Doors, "is_inside", _ask_first_alone)],
     # GPUs and their pieces

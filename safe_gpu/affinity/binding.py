@@ -3,12 +3,13 @@
 All cores of the host but the isolated ones are divided among all its GPUs first. Only then is the share of a claim
 intersected with the mask of the process. In this way two independent jobs get disjoint cores, whatever their masks are.
 
+sched_setaffinity(2) acts on one thread, so every thread is moved and its mask is read back.
+
 set_mempolicy(2) acts on the calling thread only; threads and processes that it starts later inherit the policy.
 Containers often refuse the call (seccomp, EPERM). Kernels without NUMA do not have it (ENOSYS).
 
-``sched_setaffinity`` acts on one thread, so every thread is moved and its mask is read back. A memory policy can only
-be set for the calling thread. The earlier masks and policy are kept per process: a second binding starts from the mask
-before the first binding, not from the narrower mask that the first one set.
+The earlier masks and policy are kept per process: a second binding starts from the mask before the first binding, not
+from the narrower mask that the first one set.
 """
 
 import os
@@ -103,7 +104,14 @@ class BindingReport(NamedTuple):
 
 
 class _SavedState:
-    """The masks of all threads at one moment, and the masks and policies that this module has set since then."""
+    """The masks of all threads at one moment, and the masks and policies that this module has set since then.
+
+    Attributes:
+        caller: the mask of the thread that saved this state.
+        threads: thread -> its mask.
+        memory: the memory policy before the first that was set since.
+        masks, policies: those that were set since.
+    """
 
     def __init__(self, caller: frozenset[int], threads: dict[int, frozenset[int]]) -> None:
         self.caller = caller
@@ -146,8 +154,8 @@ def known_mask() -> frozenset[int]:
         return frozenset()
 
 
-def enter() -> None:
-    """Save the masks of all threads as they are now; :func:`leave` restores them.
+def save_state() -> None:
+    """Save the masks of all threads as they are now; :func:`restore_state` restores them.
 
     Raises:
         GPUAffinityError: the threads or their masks are not known.
@@ -161,8 +169,9 @@ def enter() -> None:
     _stack.append(_SavedState(caller, threads))
 
 
-def leave() -> None:
-    """Restore the latest saved state: every thread's mask and the caller's memory policy. Safe to call twice."""
+def restore_state() -> None:
+    """Restore the state that was saved last, and forget it: every thread's mask and the caller's memory policy. Does
+    nothing if none is saved."""
     if _stack:
         _restore(_stack.pop())
 
@@ -193,7 +202,7 @@ def bind_process(
     notes = list(lacks)
     is_first_binding = not _stack
     if is_first_binding:
-        enter()
+        save_state()  # to the end of the process, for original_mask
     threads = PartReport()
     if cpus is not None:
         wanted = frozenset(cpus)
@@ -201,7 +210,7 @@ def bind_process(
             threads = _move_threads(wanted)
         except GPUAffinityError:
             if is_first_binding:
-                leave()
+                restore_state()
             raise
         if threads.done < wanted:
             notes.append(f"the kernel cut {format_cpulist(wanted)} to this process's cpuset")
@@ -388,8 +397,8 @@ def claim_shares(topology: HostTopology, options: AffinityOptions, gpus: Iterabl
             within_mask[index] = topology.node_set(chosen[index]) & usable
     cpus = union(within_mask.values()) or usable
     found = {index: share or cpus for index, share in within_mask.items()}
-    remote = _notes_on_remote(topology, chosen, found)
-    return Near(topology, cpus, found, (*notes, *remote), bool(remote))
+    notes_on_remote = _notes_on_remote(topology, chosen, found)
+    return Near(topology, cpus, found, (*notes, *notes_on_remote), remote=len(notes_on_remote) > 0)
 
 
 def _shares_of_host(
@@ -545,16 +554,17 @@ def _topology_without_driver() -> HostTopology:
 def bind_claim(
     gpus: Sequence[Gpu], driver: Driver, *, options: AffinityOptions | None, memory: str | None = None
 ) -> BindingReport:
-    """Call :func:`bind_near` for a claim, at whose end ``binding.leave`` restores the state at the time of this call.
+    """Call :func:`bind_near` for a claim, at whose end :func:`restore_state` restores the state at the time of this
+    call.
 
     Raises:
         GPUAffinityError: as for :func:`bind_near`; the earlier state has been restored then.
     """
-    enter()
+    save_state()
     try:
         return bind_near(gpus, driver, options=options, memory=memory)
     except BaseException:
-        leave()
+        restore_state()
         raise
 
 

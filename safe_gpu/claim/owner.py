@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..affinity.binding import BindingReport, bind_claim, leave
+from ..affinity.binding import BindingReport, bind_claim, restore_state
 from ..affinity.planner import AffinityOptions
 from ..coordination.entry import said_by_this_process
 from ..drivers import opened_driver
@@ -96,7 +96,7 @@ class GPUOwner:
         del arguments["self"]
         self._pid = os.getpid()
         self._forked = False
-        self._asked = ""
+        self._asked = ""  # the request_key, or NO_GPU, once the claim is whole
         self._environment = ClaimVariables()
         self._signals = DeferredSignals()
         self._placeholder: Any  # called with an ordinal; returns what holds that GPU
@@ -127,7 +127,7 @@ class GPUOwner:
             raise
 
     def _claim_by(self, driver: Driver, options: ClaimOptions) -> None:
-        """Make the claim, step by step, each after what takes it back."""
+        """Make the claim, step by step, each after what takes it back; only the binding takes itself back."""
         self._prepare_placeholder(driver, options.placeholder_fn)
         view = HostView(driver, driver.snapshot(), options.request)
         claim = self._new_claim(options)
@@ -353,7 +353,8 @@ class GPUOwner:
                 raise
             self.logger.warning("CPU affinity was left as it is: %s", err)
             return
-        self._undo.callback(self._unless_forked, leave)
+        # Only now, unlike the other steps: bind_claim takes itself back where it fails.
+        self._undo.callback(self._unless_forked, restore_state)
         if self.share is not None and options.binding is not None and options.binding.mode in _DIVIDING:
             note = "every claim that shares these GPUs gets the same CPUs"
             report = report._replace(notes=(*report.notes, note))
@@ -407,7 +408,8 @@ NO_GPU = "no GPU"
 
 
 def request_key(options: ClaimOptions) -> str:
-    # Text, which compares after a reload too.
+    """Return what two claims for the same have in common; see :func:`~safe_gpu.claim.functions.ensure_gpus`."""
+    # Text: after a reload of the modules an object would be of another class, and equal to none.
     return repr((*options.request, options.visible_as, options.delegate))
 
 

@@ -111,7 +111,7 @@ def test_every_thread_moves_and_comes_back_to_its_own_mask() -> None:
             yield api.bind_process({cpu})
             yield masks()
         yield api.original_mask()
-        api.leave()
+        api.restore_state()
         yield masks()
         done.set()
 
@@ -145,7 +145,7 @@ def test_threads_that_are_born_meanwhile() -> None:
             breeder.start()
         for cpu in MASK[:2] * 2:
             yield api.bind_process({cpu}).ok and all(mask == {cpu} for mask in masks().values())
-        api.leave()
+        api.restore_state()
         yield all(mask == set(MASK) for mask in masks().values())
         stop.set()
         for breeder in breeders:
@@ -160,11 +160,11 @@ def test_moments_that_can_be_come_back_to() -> None:
 
     def child() -> Any:
         api.bind_process({MASK[0]})
-        api.enter()
+        api.save_state()
         api.bind_process({MASK[1]})
         for _ in range(4):
             yield os.sched_getaffinity(0), set(api.original_mask())
-            api.leave()
+            api.restore_state()
 
     now, original = zip(*in_child(lambda: list(child())), strict=True)
     assert now == ({MASK[1]}, {MASK[0]}, set(MASK), set(MASK))
@@ -178,7 +178,7 @@ def test_a_forked_worker_starts_from_the_original_mask() -> None:
     def worker() -> Any:
         yield os.sched_getaffinity(0)
         yield set(api.bind_process({MASK[1]}).cpus)
-        api.leave()
+        api.restore_state()
         yield os.sched_getaffinity(0)
 
     def child() -> Any:
@@ -265,7 +265,7 @@ def test_memory_policy_is_set_inherited_and_given_back(memory_node: int) -> None
         yield api.memory_policy.get_policy()
         yield subprocess.run(["cat", "/proc/self/numa_maps"], check=True, capture_output=True, text=True).stdout
         api.bind_process(None, [memory_node], "preferred")
-        api.leave()
+        api.restore_state()
         yield before == api.memory_policy.get_policy()
 
     report, now, maps, restored = in_child(lambda: list(child()))
@@ -383,7 +383,7 @@ def test_a_claim_is_bound_and_given_back(mode: str) -> None:
             report = api.bind_claim(chosen, FakeDriver(GPUS), options=api.AffinityOptions(mode))  # type: ignore[arg-type]
             assert report.remote == bool(report.notes) != report.as_asked
             yield os.sched_getaffinity(0), report.notes[:1]
-            api.leave()
+            api.restore_state()
         yield os.sched_getaffinity(0)
 
     one, two, both = [(set(cpus), ()) for cpus in ({MASK[0]}, {MASK[1]}, MASK[:2])]

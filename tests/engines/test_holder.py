@@ -161,10 +161,10 @@ def test_a_worker_is_moved_or_says_why_not() -> None:
     mask = os.sched_getaffinity(0)
     assert "bound" in api.enter_worker([min(mask)], None, None)
     assert os.sched_getaffinity(0) == {min(mask)}
-    api.leave()
+    api.restore_state()
     assert api.enter_worker([], None, None) == "not bound"
     assert api.enter_worker([max(mask) + 4096], None, None).startswith("not bound: ")
-    api.leave()
+    api.restore_state()
     assert os.sched_getaffinity(0) == mask
 
 

@@ -11,11 +11,11 @@ from safe_gpu.affinity.binding import (
     bind_near,
     bind_process,
     claim_shares,
-    enter,
-    leave,
     memory_nodes,
     nodes_of_cpus,
     original_mask,
+    restore_state,
+    save_state,
     split_share,
     with_memory,
 )

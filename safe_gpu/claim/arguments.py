@@ -296,7 +296,7 @@ def read_options(
     if end_can_be_asked(job) and hold_for is DEFAULT and not environ.get("SAFE_GPU_FOR"):
         job_with_end = _ask_for_end(job, environ, request)
     hold = parse_hold_for(hold_for, environ, job_with_end)
-    render_cuda((), visible_as=visible_as, snapshot=HostSnapshot(()))
+    render_cuda((), visible_as=visible_as, snapshot=HostSnapshot(()))  # for its check of visible_as
     settings.check(environ)
     _check_binding(affinity, memory)
     binding = parse_options(affinity, memory)

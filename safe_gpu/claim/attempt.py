@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .limits import ClaimsByUser, LimitReached
 
 # Others in the queue may be passed only by a poll that is at most this old, in seconds.
-_RECENT = 1.0
+_OLDEST_TO_PASS = 1.0
 
 MOST_RECHECKED = 1000
 """Claims whose locks are checked again under host.lock: more than honest users have. Others lived a moment ago."""
@@ -64,7 +64,8 @@ class Seen(NamedTuple):
         ahead: the nearest ticket that competes for the same GPUs and may not be passed.
         stopped: the nearest ticket that was passed because its waiter is stopped.
         limit: the limit of this user, if it does not allow more.
-        free: UUIDs of the usable GPUs that nobody holds; empty if ``ahead`` or ``limit`` stands in the way, as are:
+        free: UUIDs of the usable GPUs that nobody holds. This and what follows are empty if ``ahead`` or ``limit``
+            stands in the way.
         elsewhere: UUIDs of the usable GPUs that only another state directory's claims hold.
         full: UUIDs of the usable pieces that nobody holds, but of whose GPUs as many claims as can hold pieces.
         watched: names of the claims in the way of usable GPUs.
@@ -118,7 +119,7 @@ class Attempt:
             self._prepare()
             with ExitStack() as undo:
                 if self._claim is not None:
-                    undo.callback(self._claim.release)
+                    undo.callback(self._claim.release)  # the next attempt gets it empty again
                 seen = self._take_for_good(signals, may_wait=may_wait)
                 if seen.outcome == TAKEN:
                     undo.pop_all()
@@ -243,7 +244,7 @@ class Attempt:
         queued = None
         if self._place.waiter is not None:
             queued = self._place.waiter.since
-        claim.take(
+        claim.make_entry(
             self._host,
             gpus,
             share=self._view.share,
@@ -267,7 +268,7 @@ class Attempt:
         if limit is None:
             seen = self._choose_and_take_doors(open_to_us)
             if seen is not None:
-                if self._queue is not None and (view.polls.has_waited or view.polls.age > _RECENT):
+                if self._queue is not None and (view.polls.waited_since or view.polls.age > _OLDEST_TO_PASS):
                     return Seen(OUTDATED)
                 return seen
         if self._ahead is not None or limit is not None:

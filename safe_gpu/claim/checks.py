@@ -44,7 +44,9 @@ def older_package_counts() -> bool:
 
 
 def confirm(view: HostView, claim: Claim, options: ClaimOptions, spare: Collection[str]) -> bool:
-    """Poll again, with the GPUs and the lock of the older package held. Return whether the GPUs are still free.
+    """Take the lock of the older package, poll again, and return whether the GPUs are still free.
+
+    The claim keeps that lock until :func:`verify_alone`, or its own release.
 
     Args:
         spare: UUIDs of the GPUs that the claim could have had instead.
@@ -250,7 +252,7 @@ def _refuse_other_processes(view: HostView, claim: Claim, snapshot: HostSnapshot
 
 def _unknown_processes(view: HostView, claim: Claim, before: Gpu, now: Gpu) -> list[GpuProcess]:
     """Return the processes on a GPU of a claim that are not this one, were not there before, and are of no claim
-    around it or beside it."""
+    that encloses this one or shares the GPU."""
     others = [process for process in now.processes or () if process.pid not in view.own]
     if not others:
         return []

@@ -164,7 +164,7 @@ class ClaimEntry(OwnEntry):
         self._facts = facts
         self._began = time.clock_gettime(time.CLOCK_BOOTTIME)  # which does not jump
         super().__init__(host, host.claims, host.claims.next_number, facts, by_children=True)
-        host.claims.leave_out(self.name)
+        host.claims.leave_out(self.name)  # the second listing is to find those of others
 
     def before_removal(self, state_dir: Place) -> None:
         """Tell the history of the claim."""
@@ -230,7 +230,7 @@ class Claim:
         as daemons do, gives its GPUs away."""
         return self.entry is not None and self.entry.is_locked and self.doors.are_intact
 
-    def take(
+    def make_entry(
         self,
         host: Host,
         gpus: tuple[Gpu, ...],

@@ -28,8 +28,8 @@ ONCE_FOR_ALL_RANKS = (
 def find_enclosing(claims: Claims, token: str, name_prefix: str) -> Entry | None:
     """Return this user's living claim with this token, the value of SAFE_GPU_SCOPE; None if it has ended.
 
-    A child that its process left behind keeps its entry, and none of its doors. One that could take no doors has no
-    parts either: then its entry alone counts.
+    A child that the process of a claim left behind keeps the entry, and none of the doors: that claim has ended. One
+    that could take no doors when it was made has no parts either: of that one the entry alone counts.
 
     Args:
         name_prefix: as of :class:`~safe_gpu.coordination.doors.Doors`.

@@ -17,7 +17,7 @@ from .others import HeldByOthers
 _MOST = 64  # processes that are looked at
 
 
-class Listed(NamedTuple):
+class ListedProcess(NamedTuple):
     """A process that the driver lists on a GPU, and that lives here.
 
     Attributes:
@@ -39,7 +39,7 @@ class Listed(NamedTuple):
         return self.claim != "" and not is_alive(claims, self.claim) and not procfs.is_exiting(self.pid)
 
 
-def listed_here(gpus: Iterable[Gpu], others: HeldByOthers) -> list[Listed]:
+def listed_here(gpus: Iterable[Gpu], others: HeldByOthers) -> list[ListedProcess]:
     """Return the processes on these GPUs, as of the latest poll, that can be watched from here; of very many only some.
 
     A pid that means nothing here, such as one of the host in a container, is none of them.
@@ -47,10 +47,10 @@ def listed_here(gpus: Iterable[Gpu], others: HeldByOthers) -> list[Listed]:
     Args:
         others: by the latest attempt.
     """
-    found: list[Listed] = []
+    found: list[ListedProcess] = []
     for gpu in gpus:
         by_pid = {claim.pid: claim.name for claim in others.in_the_way(gpu)}
         for process in gpu.processes or ():
             if len(found) < _MOST and not procfs.has_ended(process.pid):
-                found.append(Listed(gpu.uuid, process.pid, by_pid.get(process.pid, "")))
+                found.append(ListedProcess(gpu.uuid, process.pid, by_pid.get(process.pid, "")))
     return found

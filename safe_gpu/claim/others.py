@@ -15,7 +15,8 @@ from ..selection.sharing import promised_room
 
 @dataclass(frozen=True)
 class HeldByOthers:
-    """The claims of others by one listing, as a claim sees them. Nobody is asked, since host.lock may be held.
+    """The claims of others by one listing, as a claim sees them. No directory service is asked, since host.lock may be
+    held.
 
     Attributes:
         claims: the living claims.

@@ -33,7 +33,7 @@ class Polls:
     Attributes:
         describe: returns what /proc says of a process, for :func:`~safe_gpu.selection.verdicts.judge`.
         family_of: see :func:`~safe_gpu.host.procfs.family_of`.
-        has_waited: whether this claim has waited since the latest poll. Nobody in the queue is passed by that poll any
+        waited_since: whether this claim has waited since the latest poll. By that nobody in the queue is passed any
             more: the processes that it lists may have ended.
 
     ``describe`` and ``family_of`` read each process once for each poll: the GPUs are judged under host.lock for as many
@@ -50,7 +50,7 @@ class Polls:
         self.driver = driver
         self.needs = needs
         self._choices = choices
-        self.has_waited = False
+        self.waited_since = False
         self._at = time.monotonic()
         self._took = 0.0
         self._replace(self._completed(snapshot))
@@ -61,7 +61,7 @@ class Polls:
         self._replace(self._completed(self.driver.snapshot()))
         self._at = time.monotonic()
         self._took = self._at - began
-        self.has_waited = False
+        self.waited_since = False
 
     def leave_out(self, gone: Mapping[str, Collection[int]]) -> None:
         """Let the latest poll be as if these processes had left these GPUs: UUID -> pids."""
@@ -84,9 +84,12 @@ class Polls:
         return self._at + min(max(pause, 9 * self._took), longest)
 
     def poll_again(self, gpus: Sequence[Gpu]) -> None:
-        """Poll the driver for these GPUs only. If the latest poll of the whole host is old, or this claim has waited
-        since, and the driver shows other GPUs now, or has lost one, for the whole host."""
-        is_recent = self.age <= RECENT and not self.has_waited
+        """Poll the driver for these GPUs only, or for the whole host.
+
+        For the whole host if its latest poll is no longer recent, or this claim has waited since, and the driver does
+        not say that the GPUs of the host are the same.
+        """
+        is_recent = self.age <= RECENT and not self.waited_since
         if is_recent or self.driver.shows_same(self.snapshot):
             self._replace(self.snapshot.updated(self.driver.usage(gpus)))
         else:

@@ -266,7 +266,8 @@ class QueueSnapshot:
 
 
 def _has_exiting_process(gpu: Gpu) -> bool:
-    """Return whether a process of a GPU is exiting. One that let go of its claim and lives on is a stranger."""
+    """Return whether a process of a GPU is exiting. One that gave its claim back and lives on does not count: it
+    is like one that never had a claim."""
     return any(procfs.is_exiting(process.pid) for process in gpu.processes or ())
 
 

@@ -29,7 +29,7 @@ from .attempt import OUTDATED, TAKEN, WITHDRAWN, Attempt, Seen
 from .checks import confirm
 from .claim import Claim
 from .enclosing import refuse_inside_share
-from .listed import Listed, listed_here
+from .listed import ListedProcess, listed_here
 from .queue_place import QueuePlace
 from .view import HostView
 
@@ -269,7 +269,7 @@ class _Search:
         self._watching_since: float | None = None  # time.monotonic() value, as is the next
         self._calm_since = time.monotonic()  # nothing has happened since then that may free a GPU
         self._free: frozenset[str] = frozenset()  # by the latest attempt
-        self._listed: list[Listed] = []  # by the latest poll and the latest attempt
+        self._listed: list[ListedProcess] = []  # by the latest poll and the latest attempt
         self._poll_pause = 0.0
         self._is_poll_due = False
         self._attempts = 0
@@ -338,9 +338,11 @@ class _Search:
         scope = self._view.scope
         attempt = Attempt(self._host, self._view, self._place, claim, self._options)
         seen = attempt.run(may_wait=time.monotonic() < self._options.deadline)
-        if scope != self._view.scope:  # it is of no claim, so the visible limit and the policy decide
+        # The attempt has found that no living claim has this scope: then the visible limit and the policy decide.
+        if scope != self._view.scope:
             self._check_possible()
             self._apply_policy()
+        # The lines of safe_gpu 1.x. They come after the release: a logger may be slow, and others wait for host.lock.
         if seen.outcome == TAKEN or self._attempts == 0:
             self._options.logger.info("lock acquired")
             self._options.logger.info("lock released")
@@ -370,7 +372,7 @@ class _Search:
         self._is_poll_due = False
 
     def _check_possible(self) -> None:
-        """Refuse what this host can never give. Inside another claim, that decides, once the lock is held."""
+        """Refuse what this host can never give. What an enclosing claim can give is checked under host.lock."""
         view = self._view
         if not view.request.conditions and capacity(view.usable) >= view.request.nb_gpus:  # as almost always
             return
@@ -387,7 +389,7 @@ class _Search:
         return {}
 
     def _apply_policy(self) -> None:
-        """Apply the policy to a claim that is not made inside another one."""
+        """Refuse what the policy never allows, and let it end the wait earlier. Not for a claim inside another one."""
         if self._options.quota is None:
             return
         from .limits import check_policy_limits
@@ -498,6 +500,7 @@ class _Search:
             self._wait(decision, seen)
 
     def _decide(self, seen: Seen) -> Decision:
+        """Return the next step by :func:`decide`, and keep the state that this leaves."""
         now = time.monotonic()
         next_attempt = now
         quota = self._options.quota
@@ -532,7 +535,7 @@ class _Search:
                 self._waits.enter_context(unwind_on_signals())  # its ticket is to be removed
             import_all()
             reporter.report(seen)
-        self._view.polls.has_waited = True
+        self._view.polls.waited_since = True
         if decision.step == POLL:
             self._poll()
             return

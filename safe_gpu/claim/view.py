@@ -134,7 +134,8 @@ class HostView:
     # Others
 
     def update_others(self, claims: Claims, enclosing: Entry | None) -> None:
-        """Take over who holds what by a listing. Nobody is asked, since host.lock may be held.
+        """Take over who holds what by a listing. No directory service is asked, since host.lock may be
+        held.
 
         Args:
             enclosing: see :attr:`enclosing`.

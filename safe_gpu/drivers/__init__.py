@@ -1,6 +1,7 @@
 """Where knowledge of the GPUs comes from, and the one place that chooses among the sources.
 
-Nothing here knows claims: a driver reports what it sees, and ``selection`` judges it.
+A driver knows no claims: it reports what it sees, and ``selection`` judges it. Only the choice of the vendor goes by
+the claim that encloses this process.
 """
 
 import os
@@ -116,12 +117,12 @@ def open_driver(name: str | None = None, *, vendor: str | None = None, prefer: s
         name: None means what ``SAFE_GPU_DRIVER`` says, else ``auto``: NVML, or nvidia-smi where NVML's library or
             Python module is missing, or the driver of the next vendor where there are no NVIDIA GPUs. A driver that
             is there and does not work is reported, not worked around.
-        vendor: a key of ``VENDORS``; None leaves the choice to the host and to the claim around this process.
+        vendor: a key of ``VENDORS``; None leaves the choice to the host and to the claim that encloses this process.
         prefer: the same where a host has GPUs of several and this is not inside a claim; never an error.
 
     Raises:
         UnsatisfiableRequestError: no such driver, or no such preset, or it has no GPUs of that vendor, or the claim
-            around this process is of another one.
+            that encloses this process is of another one.
         NoDriverError: the driver is missing or does not work.
     """
     if name is None:
@@ -310,9 +311,9 @@ def meant_vendor(environ: Mapping[str, str], prefer: str | None = None) -> str |
     this process, and AMD where ROCR_VISIBLE_DEVICES has UUIDs, as claims set it. CUDA_VISIBLE_DEVICES does not tell:
     HIP reads it too.
     """
-    around = gpus_of_scope(environ.get("SAFE_GPU_SCOPE", ""))
-    if around:
-        return vendor_of(around[0])
+    of_enclosing_claim = gpus_of_scope(environ.get("SAFE_GPU_SCOPE", ""))
+    if of_enclosing_claim:
+        return vendor_of(of_enclosing_claim[0])
     if prefer is not None:
         return prefer
     expected = environ.get("SAFE_GPU_EXPECT")
@@ -330,10 +331,10 @@ def _check_inside(vendor: str) -> None:
     Raises:
         UnsatisfiableRequestError: it is not.
     """
-    around = gpus_of_scope(os.environ.get("SAFE_GPU_SCOPE", ""))
-    if not around:
+    of_enclosing_claim = gpus_of_scope(os.environ.get("SAFE_GPU_SCOPE", ""))
+    if not of_enclosing_claim:
         return
-    other = vendor_of(around[0])
+    other = vendor_of(of_enclosing_claim[0])
     if other != vendor:
         held = f"the claim around this process (SAFE_GPU_SCOPE) holds {VENDORS[other].title} GPUs"
         raise _refused(vendor, held, ", or make the claim outside")

@@ -496,10 +496,10 @@ def test_a_claim_that_withdraws_is_not_told_though_an_earlier_attempt_stood(
     state_dir, host, ground, monkeypatch
 ) -> None:
     """A stranger comes before the second poll of the first attempt, and the GPU is drained while the second is made."""
-    take, taken = api.Claim.take, []
+    make_entry, taken = api.Claim.make_entry, []
 
-    def take_and_drain(one: api.Claim, *arguments: Any, **more: Any) -> None:
-        take(one, *arguments, **more)
+    def make_entry_and_drain(one: api.Claim, *arguments: Any, **more: Any) -> None:
+        make_entry(one, *arguments, **more)
         taken.append(one.file)
         if len(taken) == 2:
             (state_dir / "closed").write_text(f"{host.uuids[0]} - - - a fan is broken\n")
@@ -513,7 +513,7 @@ def test_a_claim_that_withdraws_is_not_told_though_an_earlier_attempt_stood(
             (state_dir / "closed").unlink(missing_ok=True)
 
     strangers: list[Any] = []
-    monkeypatch.setattr(api.Claim, "take", take_and_drain)
+    monkeypatch.setattr(api.Claim, "make_entry", make_entry_and_drain)
     host.on_poll = disturb
     with claim(1, only=0, timeout=60):
         assert len(taken) == 3

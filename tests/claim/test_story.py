@@ -218,7 +218,7 @@ def test_an_interrupt_while_it_is_prepared_for_exec_leaves_all_of_a_claim_prepar
 
 def test_a_claim_withdraws_from_what_others_take_meanwhile(host, ground, cleanup, untouched, monkeypatch) -> None:
     """As if somebody had removed host.lock: two claims see each other."""
-    take = api.Claim.take
+    make_entry = api.Claim.make_entry
     held: list[api.Held] = []
 
     def claim_too() -> None:
@@ -231,11 +231,11 @@ def test_a_claim_withdraws_from_what_others_take_meanwhile(host, ground, cleanup
         (ground.directory / "closed").write_text("".join(lines))
 
     def while_it_claims(act: Callable[[], None]) -> None:
-        def take_and_act(taken: api.Claim, *arguments: Any, **more: Any) -> None:
-            take(taken, *arguments, **more)
+        def make_entry_and_act(taken: api.Claim, *arguments: Any, **more: Any) -> None:
+            make_entry(taken, *arguments, **more)
             act()
 
-        monkeypatch.setattr(api.Claim, "take", take_and_act)
+        monkeypatch.setattr(api.Claim, "make_entry", make_entry_and_act)
 
     while_it_claims(claim_too)
     assert try_claim(1) == (1,)

@@ -23,7 +23,7 @@ from safe_gpu.host import locks
 from safe_gpu.host.signals import DeferredSignals
 from safe_gpu.selection import backfill, sharing, verdicts
 
-_take, _is_taken = claims.Claim.take, attempt.Attempt._is_taken
+_make_entry, _is_taken = claims.Claim.make_entry, attempt.Attempt._is_taken
 _lock = entry.lock
 _held_by, _open_gpus = ClaimsByUser.held_by, backfill.open_gpus
 _room, _promised_room = sharing.room, sharing.promised_room
@@ -33,7 +33,7 @@ _to_be_locked: list[int] = []
 
 def _give_back_doors_first(self: claims.Claim, *arguments: Any, **options: Any) -> None:
     self.doors.release()
-    _take(self, *arguments, **options)
+    _make_entry(self, *arguments, **options)
 
 
 def _see_lower_alone(self: attempt.Attempt, gpu: Any) -> bool:
@@ -176,7 +176,7 @@ BROKEN: dict[str, list[tuple[Any, str, Any]]] = {
     "children keep all": [(locks, "_closed_in_children", _Empty())],
     "no doors": _NO_DOORS,
     "no doors nor locks": [*_NO_DOORS, (entry, "lock", lambda fd: None)],
-    "door too early": [(claims.Claim, "take", _give_back_doors_first)],
+    "door too early": [(claims.Claim, "make_entry", _give_back_doors_first)],
     "parts not asked": [(Doors, "_parts_elsewhere", lambda self, uuid, parts_here: set())],
     "share without the door": [(Doors, "take_share", _share_without_door)],
     "doors first": [(claims.Claim, "_release_now", _release_doors_first)],
@@ -206,7 +206,7 @@ BROKEN: dict[str, list[tuple[Any, str, Any]]] = {
     "comes back late": [(search._Search, "_give_back", _release_first)],
     "backfill": [(queue_place, "open_gpus", lambda request, ahead, free, *about: frozenset(free))],
     "promise": [(queue_place, "open_gpus", _without_dates)],  # who says for how long may pass all
-    "old poll": [(Polls, "has_waited", property(lambda self: False, lambda self, value: None))],
+    "old poll": [(Polls, "waited_since", property(lambda self: False, lambda self, value: None))],
     "turns": [(queue_place, "turn_of_newcomer", lambda *about, **more: 0.5)],
     # Limits and shares
     "limit": [(ClaimsByUser, "limit_of", lambda *about: None)],

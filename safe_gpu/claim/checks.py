@@ -203,7 +203,7 @@ def doubts_of(claim: Claim) -> list[str]:
     path = state_dir_path()
     of_directory = [warning_about_container_dir(path)]
     if not claim.before.shared_display:  # there doors keep nobody off
-        of_directory.append(warning_about_removable_entries(path, doors=not claim.doors.are_open))
+        of_directory.append(warning_about_removable_entries(path, doors=claim.doors.holds_any))
     doubts = []
     for doubt in of_directory:
         if doubt and doubt not in given_doubts:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from ..coordination.directory import Place
+from ..coordination.directory import BorrowedDirectory
 from ..coordination.doors import Doors, digest
 from ..coordination.history import append, claim_line, end_line
 from ..coordination.holders import gpus_of_scope
@@ -166,7 +166,7 @@ class ClaimEntry(OwnEntry):
         super().__init__(host, host.claims, host.claims.next_number, facts, by_children=True)
         host.claims.leave_out(self.name)  # the second listing is to find those of others
 
-    def before_removal(self, state_dir: Place) -> None:
+    def before_removal(self, state_dir: BorrowedDirectory) -> None:
         """Tell the history of the claim."""
         if not self.is_final:
             return

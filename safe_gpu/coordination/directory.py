@@ -221,8 +221,8 @@ def warning_about_removable_entries(path: str, *, doors: bool) -> str:
     )
 
 
-class Place(NamedTuple):
-    """An open directory that belongs to somebody else here."""
+class BorrowedDirectory(NamedTuple):
+    """A directory that is open as the descriptor of another object of this process, which closes it."""
 
     path: str
     fd: int
@@ -247,7 +247,9 @@ class SharedDirectory:
 
     fd = -1
 
-    def __init__(self, path: str, above: SharedDirectory | Place | None = None, *, make: bool = True) -> None:
+    def __init__(
+        self, path: str, above: SharedDirectory | BorrowedDirectory | None = None, *, make: bool = True
+    ) -> None:
         self.path: str = path
         parent = None
         if above is not None:
@@ -411,7 +413,7 @@ class Directory(SharedDirectory):
         StateDirError, FileNotFoundError: as :class:`SharedDirectory`.
     """
 
-    def __init__(self, state_dir: str | SharedDirectory | Place, name: str, *, make: bool = True) -> None:
+    def __init__(self, state_dir: str | SharedDirectory | BorrowedDirectory, name: str, *, make: bool = True) -> None:
         if not isinstance(state_dir, str):
             super().__init__(name, state_dir, make=make)
             return

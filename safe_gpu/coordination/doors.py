@@ -169,9 +169,9 @@ class Doors:
         return any(_are_held(self._name(uuid, f".{part}") for part in sorted(parts)))
 
     @property
-    def are_open(self) -> bool:
-        """Whether none is held."""
-        return not self._held
+    def holds_any(self) -> bool:
+        """Whether at least one is held."""
+        return len(self._held) > 0
 
     @property
     def are_intact(self) -> bool:
@@ -208,7 +208,7 @@ class Doors:
         return True
 
     def _release_from(self, number: int, parts: dict[str, int]) -> None:
-        """Give back all doors but the first ones."""
+        """Give back all doors but the first ones, as many as ``number``; ``parts`` is what was held with these."""
         self.parts = parts
         while len(self._held) > number:
             self._held.pop().release()

@@ -21,7 +21,7 @@ from typing import Any
 from ..host.foreign_files import printable, well_formed
 from ..host.procfs import pid_namespace, user_name
 from ..host.programs import program_names
-from .directory import DIR_MODE, OPEN_FILE, Directory, Place, SharedDirectory, state_dir_path
+from .directory import DIR_MODE, OPEN_FILE, BorrowedDirectory, Directory, SharedDirectory, state_dir_path
 from .entry import Entry
 
 NAME = "history"
@@ -47,7 +47,7 @@ class HistoryDir(Directory):
         StateDirError, FileNotFoundError: as :class:`~safe_gpu.coordination.directory.Directory`.
     """
 
-    def __init__(self, state_dir: SharedDirectory | Place | None = None, *, make: bool = False) -> None:
+    def __init__(self, state_dir: SharedDirectory | BorrowedDirectory | None = None, *, make: bool = False) -> None:
         super().__init__(state_dir or state_dir_path(), NAME, make=make)
 
 
@@ -81,7 +81,7 @@ def file_names(month: str) -> list[str]:
     return [f"{month}.jsonl", *(f"{month}.{part}.jsonl" for part in range(1, PARTS))]
 
 
-def append(lines: Iterable[bytes], now: float, state_dir: SharedDirectory | Place | None = None) -> bool:
+def append(lines: Iterable[bytes], now: float, state_dir: SharedDirectory | BorrowedDirectory | None = None) -> bool:
     """Append whole lines to the file of the month; no lock is taken. Returns whether that was done. The caller holds
     handlers of signals back.
 

@@ -130,7 +130,7 @@ class Claims:
         return self._holders(inside, _holder_and_whether_stopped)
 
     def holders_as_said(self, inside: str = "") -> dict[str, Holder]:
-        """Return the same as of :func:`said_by`. Nobody is asked, so it may be called under host.lock."""
+        """Return the same as of :func:`said_by`, so it may be called under host.lock."""
         return self._holders(inside, said_by)
 
     def _holders(self, inside: str, describe: Callable[[Entry], Holder]) -> dict[str, Holder]:
@@ -160,7 +160,8 @@ def living_claims() -> list[Entry]:
 
 
 def said_by(entry: Entry) -> Holder:
-    """Return what an entry says of its process. Nobody is asked, so it may be called under host.lock."""
+    """Return what an entry says of its process. Neither /proc nor a directory service is asked whether that is so:
+    it may be called under host.lock."""
     holder = Holder(
         entry.pid,
         None,

@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from ..host.locks import Held
-from .directory import Place
+from .directory import BorrowedDirectory
 from .entries import Entries
 from .entry import make_entry
 from .host_lock import Host
@@ -65,10 +65,10 @@ class OwnEntry:
             self._kept.release()
 
     def _remove(self) -> None:
-        state_dir = Place(self._path, self._kept.fd)
+        state_dir = BorrowedDirectory(self._path, self._kept.fd)
         self.before_removal(state_dir)
         with suppress(OSError):  # no file of this name exists elsewhere, whatever the owner makes of the directory
             os.unlink(f"{self._part}/{self.name}", dir_fd=state_dir.fd)
 
-    def before_removal(self, state_dir: Place) -> None:
+    def before_removal(self, state_dir: BorrowedDirectory) -> None:
         """Do what is to be done first, in the process that made it. Nothing here."""

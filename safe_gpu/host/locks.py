@@ -5,7 +5,8 @@ The kernel gives back what is held with the last copy of the descriptor. So a co
 of a claim is kept there, since the child may be using the GPUs, and everything else is closed.
 
 Such a lock belongs to the open file description, not to the process: closing another descriptor of the same file does
-not end it. A write lock needs a descriptor that may write. To ask for it takes nothing and disturbs nobody.
+not end it. A write lock needs a descriptor that may write. To ask whether there is one takes nothing and disturbs
+nobody (F_OFD_GETLK).
 """
 
 import errno
@@ -200,6 +201,7 @@ def is_locked(fd: int) -> bool:
     if ofd_locks():
         found = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _WHOLE)
         return bool(_STRUCT.unpack(found)[:4] == (fcntl.F_WRLCK, os.SEEK_SET, 0, 0))
+    # flock(2) can only be asked by taking it, for a moment: two who ask at once do not disturb each other.
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -375,7 +375,7 @@ _CGROUP_V2 = _CgroupFiles("/sys/fs/cgroup", "memory.max", "memory.current")
 
 
 def _left_in(place: str, files: _CgroupFiles) -> int | None:
-    """Return the same of one cgroup."""
+    """Return the bytes that one cgroup leaves, by its own limit; None if it has none."""
     limit = _read(f"{place}/{files.limit}").strip()
     usage = _read(f"{place}/{files.usage}").strip()
     if not (_is_number(limit) and _is_number(usage)):  # "max", or no such file

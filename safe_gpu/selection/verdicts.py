@@ -44,7 +44,7 @@ class Rules(NamedTuple):
     Attributes:
         unexplained_limit: bytes that may be in use without a process; None: by what the driver counts as used.
         lists_optional: whether GPUs whose processes the driver can never list may be claimed, by memory alone.
-        drained: UUID -> why nobody may claim it now.
+        drained: UUID -> why it may not be claimed now: it is drained, or reserved for others than this user.
     """
 
     unexplained_limit: int | None = None
@@ -52,7 +52,7 @@ class Rules(NamedTuple):
     drained: Mapping[str, str] = {}
 
     def why_drained(self, gpu: Gpu) -> str:
-        """Return why nobody may claim a device, or the one that it is an instance of; "" if somebody may."""
+        """Return why a device, or the GPU of which it is a piece, may not be claimed; "" if neither is closed."""
         return self.drained.get(gpu.uuid) or self.drained.get(gpu.whole, "")
 
     @classmethod

@@ -136,7 +136,7 @@ def test_doors_of_a_gpu_and_its_pieces(make_doors: Callable[[], api.Doors]) -> N
     assert other.take_whole(gpu, ())
     assert not one.take_part_of_pieces(gpu)
     assert one.parts == {}
-    assert one.are_open
+    assert not one.holds_any
     other.release()
     assert one.take_part_of_pieces(gpu, "CPX")
     assert two.take_part_of_pieces(gpu, "CPX")

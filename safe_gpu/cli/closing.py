@@ -54,7 +54,7 @@ def named_gpus(lists: Iterable[Sequence[str]]) -> list[GpuStatus]:
     return [one for one in status.gpus if one.gpu.uuid in uuids]
 
 
-class ClosedGpus:
+class ClosedGpusFile:
     """The file of this user that closes GPUs: root's, or that of the owner of the state directory.
 
     Raises:

@@ -15,7 +15,7 @@ from ..status.facts import GpuStatus
 from ..status.gather import gather
 from ..wording.text import clock, gpu_ranges
 from .arguments import gpu_list
-from .closing import ClosedGpus, named_gpus, say_who_may_claim
+from .closing import ClosedGpusFile, named_gpus, say_who_may_claim
 from .commands import EX_TRY_AGAIN
 from .output import say
 
@@ -58,7 +58,7 @@ def do_drain(options: argparse.Namespace) -> int:
         options.usage_error("--from, --for-group and --for-user need --until; --timeout needs --wait, and no --until")
     names, words = _names_and_words(options)
     gpus = named_gpus(names)
-    closed = ClosedGpus()
+    closed = ClosedGpusFile()
     reason = " ".join(f"{options.reason} {words}".split())
     if options.until is not None:
         _reserve(gpus, closed, reason, options)
@@ -115,14 +115,14 @@ def _options_fit(options: argparse.Namespace) -> bool:
     return not (options.begin or options.for_group or options.for_user)
 
 
-def _drain(gpus: Sequence[GpuStatus], closed: ClosedGpus, reason: str) -> None:
+def _drain(gpus: Sequence[GpuStatus], closed: ClosedGpusFile, reason: str) -> None:
     """Close GPUs until they are resumed."""
     closed.drain([one.gpu.uuid for one in gpus], reason)
     closed.write()
     say_who_may_claim(gpus)
 
 
-def _reserve(gpus: Sequence[GpuStatus], closed: ClosedGpus, reason: str, options: argparse.Namespace) -> None:
+def _reserve(gpus: Sequence[GpuStatus], closed: ClosedGpusFile, reason: str, options: argparse.Namespace) -> None:
     """Close GPUs for the time that the options say."""
     whom = _for_whom(options)
     begin, end = _times(options)

@@ -8,7 +8,7 @@ from ..coordination.closed import all_windows
 from ..gpus.windows import Window
 from ..status.facts import GpuStatus
 from ..wording.text import gpu_ranges, plural
-from .closing import ClosedGpus, add_gpus, named_gpus, say_who_may_claim
+from .closing import ClosedGpusFile, add_gpus, named_gpus, say_who_may_claim
 from .output import say
 
 
@@ -28,7 +28,7 @@ drained any more. Reservations stay, and are named; --reservation cancels one.""
 def do_resume(options: argparse.Namespace) -> int:
     """Carry out the command; return its exit code."""
     gpus = named_gpus(options.gpus)
-    closed = ClosedGpus()
+    closed = ClosedGpusFile()
     if options.reservation is None:
         closed.resume(one.gpu.uuid for one in gpus)
         closed.write()
@@ -39,7 +39,7 @@ def do_resume(options: argparse.Namespace) -> int:
     return 0
 
 
-def _say_what_stays(gpus: Sequence[GpuStatus], closed: ClosedGpus, options: argparse.Namespace) -> None:
+def _say_what_stays(gpus: Sequence[GpuStatus], closed: ClosedGpusFile, options: argparse.Namespace) -> None:
     """Say for which times these GPUs are still reserved, and how that is cancelled."""
     own = closed.windows()
     for window in all_windows():
@@ -56,7 +56,7 @@ def _say_what_stays(gpus: Sequence[GpuStatus], closed: ClosedGpus, options: argp
         say(f"GPU {labels}: but still {window} ({way_out})")
 
 
-def _cancel(gpus: Sequence[GpuStatus], closed: ClosedGpus, options: argparse.Namespace) -> None:
+def _cancel(gpus: Sequence[GpuStatus], closed: ClosedGpusFile, options: argparse.Namespace) -> None:
     """Take GPUs that the user named out of the reservation that the user named; all of its GPUs if none is named."""
     named = []
     for window in closed.windows():
@@ -78,7 +78,7 @@ def _cancel(gpus: Sequence[GpuStatus], closed: ClosedGpus, options: argparse.Nam
         say(f"GPUs that are not there now: no longer {window}")
 
 
-def _why_not_one(named: Sequence[Window], closed: ClosedGpus, options: argparse.Namespace) -> str:
+def _why_not_one(named: Sequence[Window], closed: ClosedGpusFile, options: argparse.Namespace) -> str:
     """Return the usage error for a name that no reservation has, or several."""
     own = closed.windows()
     if named:

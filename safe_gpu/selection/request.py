@@ -252,10 +252,10 @@ class Near(Condition):
 
     @classmethod
     def parse(cls, value: Any) -> str:
-        if value not in _TOGETHER:
+        if not isinstance(value, str) or value not in _TOGETHER:
             choices = " or ".join(style.value(choice) for choice in _TOGETHER)
             raise refused(cls.argument, value, f"choose {choices}")
-        return str(value)
+        return value
 
     @property
     def needs(self) -> str:

@@ -51,6 +51,62 @@ def test_it_is_an_argument_and_an_option(condition: type[api.Condition]) -> None
 
 
 @every
+def test_claims_and_requests_take_values_of_the_same_types(condition: type[api.Condition]) -> None:
+    of_claim = get_type_hints(GPUOwner.__init__)[condition.argument]
+    assert of_claim == get_type_hints(api.Conditions)[condition.argument]
+
+
+def test_each_condition_has_a_word_of_other_tools() -> None:
+    meant = {one.argument for one in api.words_elsewhere.ARGUMENTS.values()}
+    assert {condition.argument for condition in api.CONDITIONS} - meant == set()
+
+
+@every
+def test_a_value_of_another_type_is_refused(condition: type[api.Condition]) -> None:
+    for value in (True, 2.5, b"0", object(), [2.5]):
+        with pytest.raises(api.UnsatisfiableRequestError) as caught:
+            api.parse_request(1, **{condition.argument: value})
+        assert caught.value.value is value
+        assert condition.argument in str(caught.value)
+
+
+# Fields of a GPU that a poll has only after this method of the driver.
+TOLD_LATER = {
+    "utilization": "detailed",
+    "temperature": "detailed",
+    "fan": "detailed",
+    "power": "detailed",
+    "power_limit": "detailed",
+    "nvlink_peers": "linked",
+}
+
+
+class ReadGpu:
+    """A GPU that remembers which of its fields were read."""
+
+    def __init__(self, told: api.Gpu) -> None:
+        self._told = told
+        self.read: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        self.read.add(name)
+        return getattr(self._told, name)
+
+
+@pytest.mark.parametrize(("argument", "value"), [*SAMPLES.items(), ("near", "nvlink")])
+def test_a_condition_needs_what_tells_the_fields_that_it_reads(argument: str, value: Any) -> None:
+    """Without it they are not known in any poll, and no GPU meets the condition."""
+    (condition,) = api.parse_request(1, **{argument: value}).conditions
+    one: Any = ReadGpu(gpu(0))
+    condition = condition.resolved([one])
+    condition.why_outside(one)
+    condition.why_unknowable(one)
+    condition.why_not_now(one)
+    condition.groups([one])
+    assert {TOLD_LATER[field] for field in one.read & TOLD_LATER.keys()} == {condition.needs} - {""}
+
+
+@every
 def test_what_changes_stands_in_the_ticket(condition: type[api.Condition]) -> None:
     """Others judge GPUs for a waiter: by its ticket, where it depends on more than which GPU it is."""
     changes = condition.why_not_now is not api.Condition.why_not_now or condition.groups is not api.Condition.groups

@@ -155,7 +155,7 @@ def unnamed_placeholders() -> set[str]:
         kinds |= {heir for kind in kinds for heir in kind.__subclasses__()}
     bases = {api.placeholders.Base, api.placeholders.LibraryPlaceholder}
     names = {kind.__name__ for kind in kinds - bases if kind.__module__.startswith("safe_gpu.")}
-    return names - {"HipPlaceholder"} - set(safe_gpu.__all__)
+    return names - {"HipPlaceholder"} - (set(safe_gpu.__all__) & set(CONTRACT))
 
 
 def test_each_placeholder_has_a_public_name() -> None:
@@ -186,6 +186,12 @@ def test_the_arguments_of_a_claim() -> None:
         assert {name: one.default for name, one in parameters.items()} == expected
         assert [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD] == [*positional]
         assert callable_ is safe_gpu.GPUOwner or signature.return_annotation == "GPUOwner"
+
+
+def test_each_argument_of_a_claim_is_explained() -> None:
+    lines = re.findall(r"^ {4}([a-z_, ]+):", inspect.getdoc(safe_gpu.claim_gpus) or "", re.MULTILINE)
+    explained = [name for line in lines for name in line.split(", ")]
+    assert [name for name in inspect.signature(safe_gpu.claim_gpus).parameters if name not in explained] == []
 
 
 def test_elsewhere_than_on_linux_the_import_works_and_a_claim_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

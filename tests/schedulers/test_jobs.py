@@ -89,6 +89,7 @@ CASES: dict[str, api.JobContext] = {
     "PMI_RANK=1 PMI_SIZE=2": api.JobContext(local_rank=1),  # an old mpich
     "PBS_JOBID=12.head PBS_NGPUS=2": PBS_JOB._replace(requested_gpus=2),
     "PBS_JOBID=12[5].head PBS_ARRAY_INDEX=5": PBS_JOB._replace(task_id=5),
+    "PBS_JOBID=12[].head PBS_ARRAYID=5": PBS_JOB._replace(task_id=5),  # Torque
     "PBS_JOBID=12[5].head": PBS_JOB._replace(task_id=5),
     "PBS_JOBID=12.head PBS_GPUFILE=GPUFILE": PBS_JOB._replace(requested_gpus=4),  # Torque
     "LSB_JOBID=9 LSB_JOBINDEX=0": LSF_JOB,
@@ -158,6 +159,29 @@ def test_a_scheduler_has_all_that_it_needs(scheduler: api.Scheduler) -> None:
     ] == []
     page = Path(schedulers.__file__).with_name("README.md").read_text()
     assert re.search(rf"\b{scheduler.name}\b", page, re.IGNORECASE)
+    assert [name for name in scheduler.requested_gpus if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize("scheduler", api.SCHEDULERS, ids=lambda scheduler: scheduler.name)
+def test_the_variables_of_a_scheduler_are_spelt_as_in_the_samples(scheduler: api.Scheduler) -> None:
+    """A misspelt one is never set, and so counts as "not known". Those of the end have tests of their own."""
+    told = {name for variables in CASES for name in env(variables)}
+    named = (*scheduler.job_id, *scheduler.task_id, *scheduler.local_rank, *scheduler.requested_gpus)
+    assert [name for name in named if name not in told] == []
+
+
+@pytest.mark.parametrize("scheduler", api.SCHEDULERS, ids=lambda scheduler: scheduler.name)
+def test_messages_name_the_variable_with_the_number(scheduler: api.Scheduler) -> None:
+    if scheduler.requested_gpus:
+        assert scheduler.number in scheduler.requested_gpus
+    else:
+        assert scheduler.number in ("", *scheduler.others)
+
+
+def test_every_scheduler_is_in_the_table_once() -> None:
+    classes = [one for one in api.Scheduler.__subclasses__() if one.__module__.startswith("safe_gpu.")]
+    assert sorted(one.name for one in classes) == sorted(one.name for one in api.SCHEDULERS)
+    assert len({one.name for one in classes}) == len(classes)
 
 
 class NewScheduler(api.Scheduler):

@@ -125,10 +125,31 @@ def test_the_table_of_status_has_every_key() -> None:
     assert f"`schema` | {status['schema']};" in table
 
 
-def test_the_table_of_status_has_every_column() -> None:
+def test_the_protocol_names_each_condition_of_a_ticket() -> None:
+    waiting = section("safe_gpu/coordination/PROTOCOL.md", "Waiting")
+    assert [one.argument for one in api.CONDITIONS if one.ticketed and f"`{one.argument}`" not in waiting] == []
+
+
+def test_the_page_of_placeholders_has_a_row_for_each() -> None:
+    table = section("safe_gpu/runtimes/README.md", "Which one")
+    names = [name for name in safe_gpu.__all__ if name.endswith("Placeholder")]
+    without_a_row = [name for name in names if name not in named_in_rows(table)]
+    assert without_a_row == ["CudaPlaceholder"], "the first row, of the default, is its own"
+    in_reference = section(REFERENCE, "Python")
+    assert [name for name in names if f"`{name}()`" not in in_reference] == ["CudaPlaceholder"]
+
+
+def test_the_reference_has_the_option_of_each_condition() -> None:
+    options = [api.as_option(condition.argument) for condition in api.CONDITIONS]
+    rows = section(REFERENCE, "Command line")
+    assert [option for option in options if not re.search(rf"`{option}\b", rows)] == []
+
+
+def test_the_table_of_status_has_every_column_in_its_order() -> None:
     table = PAGES["safe_gpu/status/README.md"].read_text()
-    told = set(re.findall(r"`([A-Z/]+)`", " ".join(re.findall(r"^\|([^|]*)\|", table, re.MULTILINE))))
-    assert {column.title for column in (*api.COLUMNS_OF_GPU, *api.COLUMNS_OF_USER)} - told == set()
+    told = re.findall(r"`([A-Z/]+)`", " ".join(re.findall(r"^\|([^|]*)\|", table, re.MULTILINE)))
+    columns = [column.title for column in (*api.COLUMNS_OF_GPU, *api.COLUMNS_OF_USER)]
+    assert [title for title in told if title in columns] == columns
 
 
 def section(page: str, title: str) -> str:

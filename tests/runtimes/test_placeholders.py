@@ -18,6 +18,8 @@ import pytest
 from support import api
 from support.gpus import PACKAGE_ROOT, run_python
 
+import safe_gpu
+
 
 class Gpus:
     """What the stand-ins share: two GPUs, what holds them, and a failure to order."""
@@ -198,6 +200,12 @@ def make(kind: type[Any], gpus: Gpus, monkeypatch: pytest.MonkeyPatch, logger: A
 
 
 # The contract
+
+
+def test_each_placeholder_and_each_framework_has_its_stand_in() -> None:
+    public = {getattr(safe_gpu, name) for name in safe_gpu.__all__ if name.endswith("Placeholder")}
+    assert set(STAND_INS) == public - {api.NoPlaceholder}
+    assert set(FRAMEWORKS) == set(STAND_INS) - {api.CudaPlaceholder}
 
 
 @pytest.mark.parametrize("kind", STAND_INS, ids=lambda kind: kind.__name__)

@@ -283,6 +283,16 @@ def test_a_column_can_be_put_anywhere(monkeypatch: pytest.MonkeyPatch, group: st
             assert cell in painted
 
 
+def test_titles_are_single_words_and_ranks_differ() -> None:
+    """Columns are told apart by their titles, and those that are left out go one by one."""
+    columns = [*api.COLUMNS_OF_GPU, *api.COLUMNS_OF_USER]
+    titles = [column.title for column in columns]
+    ranks = [column.left_out for column in columns if column.left_out is not None]
+    assert len(set(titles)) == len(titles)
+    assert [title for title in titles if not re.fullmatch("[A-Z/]+", title)] == []
+    assert len(set(ranks)) == len(ranks)
+
+
 def test_a_text_replaces_the_cells_about_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new column beside USER is replaced, one beside POWER is not."""
     one = api.GpuStatus(WARM, "claimed", claim=api.Holder.of_sharers([api.Holder(7, "anna", since=1.0)]))

@@ -52,7 +52,7 @@ HEAVY = "torch tensorflow numpy pynvml filelock ctypes subprocess logging asynci
         ),
         (
             "import safe_gpu; safe_gpu.claim_gpus(1, timeout=0); safe_gpu.release_gpus()",
-            "torch pynvml numpy subprocess",
+            "torch pynvml numpy",  # filelock loads subprocess on some Pythons
         ),
     ],
 )

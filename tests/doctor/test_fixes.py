@@ -71,19 +71,20 @@ def test_gpus_that_cannot_be_watched(fake_gpus: Any, host: dict[str, int], check
 
 @pytest.mark.parametrize("remover", ["", "claims"])
 @as_root
-def test_setup_takes_a_directory_back(open_tmp: Path, remover: str, command: Any, monkeypatch: Any) -> None:
+def test_setup_takes_a_directory_back(open_tmp: Path, remover: str, ask: Any, monkeypatch: Any) -> None:
     path = open_tmp / "state"
+    monkeypatch.setattr(api.cli_setup, "RULE", str(open_tmp / "rule.conf"))
     monkeypatch.setenv("SAFE_GPU_DIR", str(path))
     api.setup.make(str(path))
     os.chown(path / remover, 54321, 54321)
     words = shlex.split(finding("state directory").fix.removeprefix("as root: "))
     assert words[:2] == ["safe-gpu", "setup"]
-    done = command.run(*words[1:])
+    done = ask(*words[1:])
     move = re.search(r"move this one away \((.*)\) and run (.*) again", done.stderr)
     assert move is not None, done.stderr
     subprocess.run(move[1], shell=True, check=True, timeout=60)
     assert shlex.split(move[2]) == words
-    assert command.run(*words[1:]).returncode in (0, 1)  # 1: the line for root's file is left to do
+    assert ask(*words[1:]).returncode in (0, 1)  # 1: the line for root's file is left to do
     assert finding("state directory").status == "passed"
 
 

@@ -192,7 +192,7 @@ def test_a_neighbour_chooses_nothing(his: Path, open_tmp: Path, where: str, monk
     monkeypatch.chdir(his)
     monkeypatch.syspath_prepend(str(his))
     picture = api.status_report.drawn(
-        api.status_report.Days(["2026-11-16"], {"$\\input{x}$": [1.0], "anna": [2.0]}, {}, {}, {}), "svg"
+        api.status_report.Days(["2026-11-16"], {"$\\input{x}$": [1.0], "anna": [2.0]}, {}, {}, {}), "svg", "a day"
     ).decode()
     assert picture.startswith("<?xml")
     assert "#123456" not in picture
@@ -218,4 +218,4 @@ def test_the_command_in_such_a_directory(his: Path, open_tmp: Path, command: Any
 @needs_matplotlib
 def test_what_fails_there_is_told() -> None:
     with pytest.raises(api.SafeGpuError, match=r"cannot be drawn: ValueError: .*nonsense"):
-        api.status_report.drawn(api.status_report.Days([], {}, {}, {}, {}), "nonsense")
+        api.status_report.drawn(api.status_report.Days([], {}, {}, {}, {}), "nonsense", "a day")

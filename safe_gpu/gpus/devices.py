@@ -189,7 +189,7 @@ class Gpu(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names by whose doors it is claimed: its own, and that of its GPU if it is all of that."""
+        """The names by whose doors it is claimed. One is its own; one is that of its GPU, if it is all of that."""
         if self.is_piece or self.whole == self.uuid:
             return (self.uuid,)
         return (self.uuid, self.whole)

@@ -179,7 +179,7 @@ class Gpu(NamedTuple):
 
     @property
     def is_piece(self) -> bool:
-        """Whether it is a part of a GPU: a MIG instance, an AMD compute partition or a virtual function."""
+        """Whether it is a MIG instance, an AMD compute partition or a virtual function, which are parts of a GPU."""
         return self.partition or self.mig_parent is not None
 
     @property

@@ -482,11 +482,13 @@ class Attempt:
             return False  # it was drained or reserved meanwhile
         if not host.is_current(queue=False):
             return False
-        return not any(self._is_taken(gpu) or self._has_lost_a_sharer(claim.doors, gpu) for gpu in gpus)
+        if any(self._is_taken(gpu) for gpu in gpus):
+            return False
+        return not any(self._has_lost_a_sharer(claim.doors, gpu) for gpu in gpus)
 
     def _has_lost_a_sharer(self, doors: Doors, gpu: Gpu) -> bool:
-        """Return whether a claim has ended whose part of this GPU was taken for one of this directory, and somebody
-        holds that part now: it may be a claim of another directory."""
+        """Return whether a part of this GPU that counted as that of a claim here is held, and is of none here any more.
+        A claim of another state directory may have taken it."""
         for name in gpu.names:
             parts_here = self._view.others.claims.parts_with_doors(gpu.uuid, door=name)
             lost = self._parts_here.get(name, set()) - parts_here

@@ -421,6 +421,28 @@ class Directory(SharedDirectory):
             super().__init__(name, above, make=make)
 
 
+def replace_file(directory: int, name: str, content: bytes) -> None:
+    """Put a file of mode 0644 with all of this content in the place of the one with this name, or of none.
+
+    Args:
+        directory: descriptor of the directory.
+
+    Raises:
+        OSError: it cannot be written, or a directory has its name. Nothing has changed.
+    """
+    temporary = f".{name}.{os.urandom(8).hex()}"
+    fd = os.open(temporary, OPEN_FILE | os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=directory)
+    try:
+        with open(fd, "wb") as file:
+            file.write(content)
+            os.fchmod(fd, 0o644)
+        os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary, dir_fd=directory)
+        raise
+
+
 def file_at(path: str, above: int | None = None) -> tuple[int, int] | None:
     """Return the device and inode of what a path means, which is not followed if it is a link; None of nothing."""
     try:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ..host.foreign_files import MOST_BYTES, as_int, as_list, as_seconds, as_text, as_time, open_to_read
 from ..host.procfs import is_unknown_user, user_name
-from .directory import OPEN_FILE, Directory
+from .directory import Directory, replace_file
 from .entry import Entry
 
 NAME = "looks"
@@ -363,19 +363,7 @@ class Looks:
         Raises:
             OSError: it cannot be written, or a directory has its name.
         """
-        temporary = f".{NAME}.{os.urandom(8).hex()}"
-        fd = os.open(temporary, OPEN_FILE | os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=directory.fd)
-        try:
-            try:
-                os.write(fd, self._content())
-                os.fchmod(fd, 0o644)
-            finally:
-                os.close(fd)
-            os.rename(temporary, NAME, src_dir_fd=directory.fd, dst_dir_fd=directory.fd)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary, dir_fd=directory.fd)
-            raise
+        replace_file(directory.fd, NAME, self._content())
 
     def _content(self) -> bytes:
         lines: list[bytes] = []

@@ -326,3 +326,25 @@ def test_the_directory_is_locked_for_exactly_as_long_and_a_cleaner_at_work_is_no
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     claim(2).release_gpus()
     os.close(fd)
+
+
+# A file that is replaced
+
+
+def test_a_file_is_replaced_by_all_of_its_content_or_stays(tmp_path: Path, child: Any) -> None:
+    """Where there is room for its beginning alone, write(2) tells no error."""
+    code = f"""
+import os, resource, signal
+from safe_gpu.coordination.directory import replace_file
+directory = os.open({str(tmp_path)!r}, os.O_RDONLY)
+replace_file(directory, "file", b"before")
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+try:
+    replace_file(directory, "file", bytes(1000))
+except OSError as err:
+    print(err.strerror)
+"""
+    assert child(code).finish() == "File too large\n"
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("file", b"before")]
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o644

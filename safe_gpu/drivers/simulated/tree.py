@@ -12,7 +12,7 @@ directory of mode 1777.
 import os
 from contextlib import ExitStack, suppress
 
-from ...coordination.directory import OPEN_DIR, OPEN_FILE, SharedDirectory, refusal_of_error, state_dir_path
+from ...coordination.directory import OPEN_DIR, SharedDirectory, refusal_of_error, replace_file, state_dir_path
 from ...errors import StateDirError
 from ...host.foreign_files import as_text, open_to_read
 from ...host.locks import Held
@@ -87,16 +87,9 @@ class Tree:
         Raises:
             StateDirError: it cannot be written.
         """
-        temporary = f".{os.urandom(8).hex()}"
         directory = Held(self.make())
         try:
-            fd = os.open(temporary, OPEN_FILE | os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=directory.fd)
-            try:
-                os.write(fd, text.encode())
-                os.fchmod(fd, 0o644)
-            finally:
-                os.close(fd)
-            os.rename(temporary, name, src_dir_fd=directory.fd, dst_dir_fd=directory.fd)
+            replace_file(directory.fd, name, text.encode())
         except OSError as err:
             raise refusal_of_error(self.path, err) from err
         finally:
